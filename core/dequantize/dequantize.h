@@ -1,0 +1,34 @@
+// Codes to reals.
+
+#ifndef QUANTD_CORE_DEQUANTIZE_DEQUANTIZE_H_
+#define QUANTD_CORE_DEQUANTIZE_DEQUANTIZE_H_
+
+#include <cstdint>
+
+#include "core/parallel/thread_pool.h"
+#include "core/types/block_layout.h"
+#include "core/types/element_type.h"
+#include "core/types/encoding.h"
+
+namespace quantd::core {
+
+// out[i] = (in[i] - zero_point) * scale, in float64 for float64 outputs, in
+// float32 for the others, then rounded to nearest even to float16 or bfloat16.
+// Codes outside [qmin, qmax] are taken as they are.
+//
+// `first`  index of the first element in the tensor; for packed formats a
+//          multiple of the format's codes_per_byte.
+// `count`  elements; for packed formats a multiple of codes_per_byte or up to
+//          the end of the tensor.
+// `in`     [FormatInfo::SizeBytes(count)] codes, any alignment.
+// `out`    [count] elements of `type`, any alignment; must not overlap `in`.
+// `pool`   spreads a large range over its threads; may be null.
+// Requires: a valid encoding that fits `layout`.
+// Thread-safe; the same bytes on every SIMD target.
+void Dequantize(const Encoding& encoding, const BlockLayout& layout,
+                ElementType type, int64_t first, int64_t count,
+                const uint8_t* in, uint8_t* out, ThreadPool* pool);
+
+}  // namespace quantd::core
+
+#endif  // QUANTD_CORE_DEQUANTIZE_DEQUANTIZE_H_

@@ -1,0 +1,308 @@
+#include "core/errors.h"
+
+#include <cstdint>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/strings/ascii.h"
+#include "absl/strings/cord.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "absl/types/optional.h"
+
+namespace quantd::core {
+namespace {
+
+constexpr absl::string_view kFieldPayload = "quantd.dev/field";
+constexpr absl::string_view kRetryPayload = "quantd.dev/retry-after-ms";
+
+absl::Status Error(absl::StatusCode code, absl::string_view reason,
+                   absl::string_view text) {
+  return absl::Status(code, absl::StrCat(reason, ": ", text));
+}
+
+absl::Status Invalid(absl::string_view reason, absl::string_view text) {
+  return Error(absl::StatusCode::kInvalidArgument, reason, text);
+}
+
+absl::Status Exhausted(absl::string_view reason, absl::string_view text) {
+  return Error(absl::StatusCode::kResourceExhausted, reason, text);
+}
+
+absl::Status Unimplemented(absl::string_view reason, absl::string_view text) {
+  return Error(absl::StatusCode::kUnimplemented, reason, text);
+}
+
+}  // namespace
+
+absl::string_view ErrorReason(const absl::Status& status) {
+  const absl::string_view message = status.message();
+  const size_t colon = message.find(": ");
+  if (colon == absl::string_view::npos || colon == 0) return "";
+  const absl::string_view reason = message.substr(0, colon);
+  for (const char c : reason) {
+    if (!absl::ascii_isupper(c) && c != '_') return "";
+  }
+  return reason;
+}
+
+absl::string_view ErrorText(const absl::Status& status) {
+  const absl::string_view reason = ErrorReason(status);
+  return reason.empty() ? status.message()
+                        : status.message().substr(reason.size() + 2);
+}
+
+absl::Status WithField(absl::Status status, absl::string_view field) {
+  if (status.ok()) return status;
+  const std::string inner = ErrorField(status);
+  status.SetPayload(kFieldPayload,
+                    absl::Cord(inner.empty() ? std::string(field)
+                                             : absl::StrCat(field, ".", inner)));
+  return status;
+}
+
+std::string ErrorField(const absl::Status& status) {
+  const absl::optional<absl::Cord> field = status.GetPayload(kFieldPayload);
+  return field.has_value() ? std::string(*field) : "";
+}
+
+absl::Duration ErrorRetryAfter(const absl::Status& status) {
+  const absl::optional<absl::Cord> retry = status.GetPayload(kRetryPayload);
+  int64_t ms = 0;
+  if (!retry.has_value() || !absl::SimpleAtoi(std::string(*retry), &ms)) {
+    return absl::ZeroDuration();
+  }
+  return absl::Milliseconds(ms);
+}
+
+absl::Status ElementTypeUnknownError(int value) {
+  return Invalid("ELEMENT_TYPE_UNKNOWN",
+                 absl::StrCat("element type ", value,
+                              "; expected FLOAT32, FLOAT16, BFLOAT16 or "
+                              "FLOAT64"));
+}
+
+absl::Status ShapeInvalidError(absl::string_view what) {
+  return Invalid("SHAPE_INVALID", what);
+}
+
+absl::Status NameInvalidError(absl::string_view what) {
+  return Invalid("NAME_INVALID", what);
+}
+
+absl::Status HeaderInvalidError(absl::string_view what) {
+  return Invalid("HEADER_INVALID", what);
+}
+
+absl::Status EnumUnknownError(absl::string_view enum_name, int value) {
+  return Invalid("ENUM_UNKNOWN", absl::StrCat(enum_name, " has no value ",
+                                              value, " in this version"));
+}
+
+absl::Status TensorTooLargeError(int64_t size_bytes, int64_t limit_bytes) {
+  return Exhausted("TENSOR_TOO_LARGE",
+                   absl::StrCat("tensor has ", size_bytes,
+                                " bytes; the limit is ", limit_bytes));
+}
+
+absl::Status MessageMalformedError(absl::string_view what) {
+  return Invalid("MESSAGE_MALFORMED", what);
+}
+
+absl::Status HeaderMissingError() {
+  return Invalid("HEADER_MISSING",
+                 "a chunk came where no tensor is open; expected a message "
+                 "with a header");
+}
+
+absl::Status ChunkOffsetError(uint64_t expected_bytes, uint64_t got_bytes) {
+  return Invalid("CHUNK_OFFSET", absl::StrCat("chunk starts at byte ",
+                                              got_bytes, ", expected ",
+                                              expected_bytes));
+}
+
+absl::Status ChunkAlignmentError(int64_t element_size_bytes,
+                                 int64_t got_bytes) {
+  return Invalid("CHUNK_ALIGNMENT",
+                 absl::StrCat("chunk has ", got_bytes,
+                              " bytes, expected a multiple of the element's ",
+                              element_size_bytes));
+}
+
+absl::Status ChunkTooLargeError(int64_t limit_bytes, int64_t got_bytes) {
+  return Invalid("CHUNK_TOO_LARGE",
+                 absl::StrCat("chunk has ", got_bytes, " bytes, expected at "
+                                                       "most ",
+                              limit_bytes));
+}
+
+absl::Status TensorTooLongError(int64_t expected_bytes, int64_t got_bytes) {
+  return Invalid("TENSOR_TOO_LONG",
+                 absl::StrCat("chunk ends at byte ", got_bytes,
+                              ", expected the tensor to end at ",
+                              expected_bytes));
+}
+
+absl::Status TensorIncompleteError(int64_t expected_bytes, int64_t got_bytes) {
+  return Invalid("TENSOR_INCOMPLETE",
+                 absl::StrCat("tensor ended at byte ", got_bytes,
+                              ", expected ", expected_bytes));
+}
+
+absl::Status RangeInvalidError(absl::string_view what) {
+  return Invalid("RANGE_INVALID", what);
+}
+
+absl::Status FormatUnknownError(int value) {
+  return Invalid("FORMAT_UNKNOWN",
+                 absl::StrCat("number format ", value,
+                              "; expected a value of quantd.v1.NumberFormat"));
+}
+
+absl::Status FormatNotImplementedError(absl::string_view name) {
+  return Unimplemented("FORMAT_NOT_IMPLEMENTED",
+                       absl::StrCat("number format ", name,
+                                    " is not in this version; expected an "
+                                    "integer format"));
+}
+
+absl::Status MethodNotImplementedError(absl::string_view name) {
+  return Unimplemented("METHOD_NOT_IMPLEMENTED",
+                       absl::StrCat("calibration method ", name,
+                                    " is not in this version; expected "
+                                    "MIN_MAX"));
+}
+
+absl::Status FeatureNotImplementedError(absl::string_view feature) {
+  return Unimplemented("FEATURE_NOT_IMPLEMENTED",
+                       absl::StrCat(feature, " is not in this version"));
+}
+
+absl::Status BlockSizeInvalidError(absl::string_view what) {
+  return Invalid("BLOCK_SIZE_INVALID", what);
+}
+
+absl::Status ScaleInvalidError(int64_t index, double value) {
+  return Invalid("SCALE_INVALID",
+                 absl::StrCat("scale ", index, " is ", value,
+                              "; expected a finite number of at least "
+                              "1.17549435e-38"));
+}
+
+absl::Status ScaleCountError(int64_t expected, int64_t got) {
+  return Invalid("SCALE_COUNT", absl::StrCat("encoding has ", got,
+                                             " scales, expected ", expected));
+}
+
+absl::Status ZeroPointCountError(int64_t scale_count, int64_t got) {
+  return Invalid("SCALE_COUNT",
+                 absl::StrCat("encoding has ", got,
+                              " zero points, expected none or ", scale_count,
+                              ", as many as scales"));
+}
+
+absl::Status ScaleCountLimitError(int64_t limit, int64_t got) {
+  return Exhausted("SCALE_COUNT_LIMIT",
+                   absl::StrCat(got, " scales; the limit is ", limit));
+}
+
+absl::Status ZeroPointRangeError(absl::string_view what) {
+  return Invalid("ZERO_POINT_RANGE", what);
+}
+
+absl::Status CodeRangeInvalidError(absl::string_view what) {
+  return Invalid("CODE_RANGE_INVALID", what);
+}
+
+absl::Status SymmetryInvalidError(absl::string_view what) {
+  return Invalid("SYMMETRY_INVALID", what);
+}
+
+absl::Status ScaleOverflowError(int64_t scale_index, double scale) {
+  return Invalid("SCALE_OVERFLOW",
+                 absl::StrCat("scale ", scale_index, " would be ", scale,
+                              "; expected one that fits float32"));
+}
+
+absl::Status EncodingMissingError() {
+  return Invalid("ENCODING_MISSING",
+                 "no encoding was named; expected a reference, an encoding, or "
+                 "a spec where the call takes one");
+}
+
+absl::Status CandidatesInvalidError(absl::string_view what) {
+  return Invalid("CANDIDATES_INVALID", what);
+}
+
+absl::Status NonFiniteRejectedError(int64_t element_index, double value) {
+  return Invalid("NON_FINITE_REJECTED",
+                 absl::StrCat("element ", element_index, " is ", value,
+                              "; expected finite elements only"));
+}
+
+absl::Status EncodingNotFoundError(absl::string_view model,
+                                   absl::string_view revision,
+                                   absl::string_view tensor) {
+  return Error(absl::StatusCode::kNotFound, "ENCODING_NOT_FOUND",
+               absl::StrCat("no encoding for tensor \"", tensor,
+                            "\" of model \"", model, "\", revision \"",
+                            revision, "\""));
+}
+
+absl::Status EtagMismatchError(absl::string_view expected,
+                               absl::string_view got) {
+  return Error(absl::StatusCode::kFailedPrecondition, "ETAG_MISMATCH",
+               absl::StrCat("the encoding has etag \"", got, "\", expected \"",
+                            expected, "\""));
+}
+
+absl::Status StoreUnavailableError(absl::string_view what) {
+  return Error(absl::StatusCode::kUnavailable, "STORE_UNAVAILABLE", what);
+}
+
+absl::Status StoreCorruptError(absl::string_view what) {
+  return Error(absl::StatusCode::kDataLoss, "STORE_CORRUPT", what);
+}
+
+absl::Status StoreSchemaError(int got_version, int known_version) {
+  return Error(absl::StatusCode::kFailedPrecondition, "STORE_SCHEMA",
+               absl::StrCat("the store has schema version ", got_version,
+                            ", this quantd knows versions up to ",
+                            known_version, "; run a newer quantd"));
+}
+
+absl::Status PageInvalidError(absl::string_view what) {
+  return Invalid("PAGE_INVALID", what);
+}
+
+absl::Status MemoryBudgetError(int64_t budget_bytes, absl::string_view way_out,
+                               absl::Duration retry_after) {
+  absl::Status status = Exhausted(
+      "MEMORY_BUDGET",
+      absl::StrCat("the memory budget of ", budget_bytes,
+                   " bytes is used up; ", way_out));
+  status.SetPayload(
+      kRetryPayload,
+      absl::Cord(absl::StrCat(absl::ToInt64Milliseconds(retry_after))));
+  return status;
+}
+
+absl::Status DrainingError() {
+  return Error(absl::StatusCode::kUnavailable, "DRAINING",
+               "the server is about to stop; try another");
+}
+
+absl::Status ConfigInvalidError(absl::string_view what) {
+  return Invalid("CONFIG_INVALID", what);
+}
+
+absl::Status SimdTargetError(absl::string_view got,
+                             absl::string_view available) {
+  return Invalid("SIMD_TARGET", absl::StrCat("no SIMD target \"", got,
+                                             "\"; expected one of ",
+                                             available));
+}
+
+}  // namespace quantd::core

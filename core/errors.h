@@ -1,0 +1,112 @@
+// The catalogue of errors: one function per error.
+//
+// A status from here has the message "REASON: what was expected and what came".
+// REASON is stable; programs may depend on it. Two optional payloads ride
+// along: the path of the request field at fault, and how long to wait before a
+// retry.
+
+#ifndef QUANTD_CORE_ERRORS_H_
+#define QUANTD_CORE_ERRORS_H_
+
+#include <cstdint>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+
+namespace quantd::core {
+
+// The reason of a status from this catalogue; empty for any other status.
+absl::string_view ErrorReason(const absl::Status& status);
+
+// The message without "REASON: ".
+absl::string_view ErrorText(const absl::Status& status);
+
+// The same error, at this field, e.g. "header.tensor.shape". A field that was
+// set before becomes a suffix: WithField(WithField(s, "scale"), "encoding") is
+// at "encoding.scale". OK stays OK.
+absl::Status WithField(absl::Status status, absl::string_view field);
+// Empty when no field is at fault.
+std::string ErrorField(const absl::Status& status);
+
+// Zero when a retry does not help.
+absl::Duration ErrorRetryAfter(const absl::Status& status);
+
+// --- Tensors and names -----------------------------------------------------
+
+absl::Status ElementTypeUnknownError(int value);
+// A negative dimension, too many dimensions, or too large a product.
+absl::Status ShapeInvalidError(absl::string_view what);
+// `what` opens with the kind of name: "model \"../x\": ...".
+absl::Status NameInvalidError(absl::string_view what);
+// A header that lacks a field or contradicts itself.
+absl::Status HeaderInvalidError(absl::string_view what);
+// An enum field with a value that this version does not know.
+absl::Status EnumUnknownError(absl::string_view enum_name, int value);
+absl::Status TensorTooLargeError(int64_t size_bytes, int64_t limit_bytes);
+
+// --- Framing ---------------------------------------------------------------
+
+// The message is not protobuf. Ends the stream.
+absl::Status MessageMalformedError(absl::string_view what);
+// A chunk where no tensor is open. Ends the stream.
+absl::Status HeaderMissingError();
+// A chunk did not start where the last one ended. Send the tensor again.
+absl::Status ChunkOffsetError(uint64_t expected_bytes, uint64_t got_bytes);
+// A chunk that is not a whole number of elements.
+absl::Status ChunkAlignmentError(int64_t element_size_bytes,
+                                 int64_t got_bytes);
+absl::Status ChunkTooLargeError(int64_t limit_bytes, int64_t got_bytes);
+// More bytes came than the shape has.
+absl::Status TensorTooLongError(int64_t expected_bytes, int64_t got_bytes);
+// The next header or the end of the stream came before the last byte.
+absl::Status TensorIncompleteError(int64_t expected_bytes, int64_t got_bytes);
+// A byte range that is empty, off the tensor, or not on elements or bytes.
+absl::Status RangeInvalidError(absl::string_view what);
+
+// --- Encodings and specs ---------------------------------------------------
+
+absl::Status FormatUnknownError(int value);
+absl::Status FormatNotImplementedError(absl::string_view name);
+absl::Status MethodNotImplementedError(absl::string_view name);
+absl::Status FeatureNotImplementedError(absl::string_view feature);
+absl::Status BlockSizeInvalidError(absl::string_view what);
+absl::Status ScaleInvalidError(int64_t index, double value);
+absl::Status ScaleCountError(int64_t expected, int64_t got);
+absl::Status ZeroPointCountError(int64_t scale_count, int64_t got);
+absl::Status ScaleCountLimitError(int64_t limit, int64_t got);
+absl::Status ZeroPointRangeError(absl::string_view what);
+absl::Status CodeRangeInvalidError(absl::string_view what);
+absl::Status SymmetryInvalidError(absl::string_view what);
+absl::Status ScaleOverflowError(int64_t scale_index, double scale);
+// Neither reference, encoding nor spec was given.
+absl::Status EncodingMissingError();
+absl::Status CandidatesInvalidError(absl::string_view what);
+absl::Status NonFiniteRejectedError(int64_t element_index, double value);
+
+// --- Store -----------------------------------------------------------------
+
+absl::Status EncodingNotFoundError(absl::string_view model,
+                                   absl::string_view revision,
+                                   absl::string_view tensor);
+absl::Status EtagMismatchError(absl::string_view expected,
+                               absl::string_view got);
+absl::Status StoreUnavailableError(absl::string_view what);
+absl::Status StoreCorruptError(absl::string_view what);
+// The store was written by a newer quantd.
+absl::Status StoreSchemaError(int got_version, int known_version);
+absl::Status PageInvalidError(absl::string_view what);
+
+// --- Server ----------------------------------------------------------------
+
+absl::Status MemoryBudgetError(int64_t budget_bytes, absl::string_view way_out,
+                               absl::Duration retry_after);
+absl::Status DrainingError();
+absl::Status ConfigInvalidError(absl::string_view what);
+absl::Status SimdTargetError(absl::string_view got,
+                             absl::string_view available);
+
+}  // namespace quantd::core
+
+#endif  // QUANTD_CORE_ERRORS_H_

@@ -1,0 +1,87 @@
+// The error of quantizing and dequantizing.
+
+#ifndef QUANTD_CORE_EVALUATE_EVALUATE_H_
+#define QUANTD_CORE_EVALUATE_EVALUATE_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/types/span.h"
+#include "core/parallel/thread_pool.h"
+#include "core/types/block_layout.h"
+#include "core/types/element_type.h"
+#include "core/types/encoding.h"
+
+namespace quantd::core {
+
+// Sums over finite elements x with x' = dequantize(quantize(x)), e = x' - x;
+// e, products and sums in float64. x' has the arithmetic type (float32, or
+// float64 for float64 tensors): it is not rounded to float16 or bfloat16.
+struct ErrorSums {
+  int64_t count = 0;        // finite elements
+  int64_t non_finite = 0;   // the others
+  int64_t clipped_low = 0;  // finite elements below the range
+  int64_t clipped_high = 0;
+  int64_t zero_flushed = 0;  // x != 0, x' == 0
+  double squared_error = 0;  // sum of e^2
+  double absolute_error = 0;  // sum of |e|
+  double relative_error = 0;  // sum of |e / x|, 0 where x is 0
+  double signal = 0;          // sum of x^2
+  double reconstructed = 0;   // sum of x'^2
+  double product = 0;         // sum of x x'
+  double max_absolute_error = 0;
+  double max_relative_error = 0;
+
+  void Add(const ErrorSums& other);
+
+  // Derived figures; see quantd.v1.ErrorMetrics.
+  double MeanSquaredError() const;   // 0 when count is 0
+  double MeanAbsoluteError() const;  // 0 when count is 0
+  double MeanRelativeError() const;  // 0 when count is 0
+  double SqnrDb() const;             // +Inf when squared_error is 0
+  double CosineSimilarity() const;   // 1 when both are zero, 0 when one is
+};
+
+// Measures one encoding on one tensor that arrives in order.
+//
+// Sums run in an order that the elements' indices fix: the tensor is cut into
+// leaves of kLeafElements; in a leaf, element k adds to lane k mod 16, and the
+// lanes are added in a fixed tree; leaves are added in order. Per scale index,
+// the part of a run (see BlockLayout) within a leaf takes the leaf's place. The
+// result is the same for any number of threads and any SIMD target. Not
+// thread-safe.
+class Evaluator {
+ public:
+  static constexpr int64_t kLeafElements = 1024;
+
+  // `encoding` and `layout` must outlive the evaluator.
+  // `per_scale_index` keeps sums per scale index as well.
+  // Requires: a valid encoding that fits `layout`.
+  Evaluator(const Encoding& encoding, const BlockLayout& layout,
+            ElementType type, bool per_scale_index);
+
+  // Takes in elements [first, first + count).
+  // `data`  [count] elements of the type, any alignment.
+  // `pool`  spreads a large range over its threads; may be null.
+  // Requires: first is a multiple of kLeafElements and where the last call
+  // ended; count is a multiple of kLeafElements or up to the tensor's end.
+  void Update(int64_t first, int64_t count, const uint8_t* data,
+              ThreadPool* pool);
+
+  const ErrorSums& overall() const { return overall_; }
+  // [scale_count] row-major, or empty.
+  absl::Span<const ErrorSums> per_scale_index() const {
+    return per_scale_index_;
+  }
+
+ private:
+  const Encoding& encoding_;
+  const BlockLayout& layout_;
+  ElementType type_;
+  ErrorSums overall_;
+  std::vector<ErrorSums> per_scale_index_;
+};
+
+}  // namespace quantd::core
+
+#endif  // QUANTD_CORE_EVALUATE_EVALUATE_H_

@@ -1,0 +1,89 @@
+// Index arithmetic of N-D blocks: which element uses which scale.
+
+#ifndef QUANTD_CORE_TYPES_BLOCK_LAYOUT_H_
+#define QUANTD_CORE_TYPES_BLOCK_LAYOUT_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/container/inlined_vector.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+
+namespace quantd::core {
+
+constexpr int kMaxRank = 16;
+
+// Number of elements of `shape`: the product of its dimensions, 1 for rank 0.
+// Errors: SHAPE_INVALID for a negative dimension, a rank above kMaxRank, or a
+// product above 2^56 (so that sizes in bytes never overflow int64).
+absl::StatusOr<int64_t> ElementCount(absl::Span<const int64_t> shape);
+
+// Element j uses scale index i[d] = floor(j[d] / block[d]), with block[d] = 0
+// meaning the whole dimension; scale_shape[d] = ceil(shape[d] / block[d]). Both
+// elements and scales are in row-major order. Immutable, thread-safe.
+class BlockLayout {
+ public:
+  // Elements [begin, begin + count) in row-major order; element begin + k uses
+  // scale scale_index + k * scale_step. scale_step is 0 or 1.
+  struct Run {
+    int64_t begin;
+    int64_t count;
+    int64_t scale_index;
+    int64_t scale_step;
+  };
+
+  // `block_size` has an entry per dimension, or none for per tensor.
+  // Errors: SHAPE_INVALID, BLOCK_SIZE_INVALID (rank, negative entry).
+  static absl::StatusOr<BlockLayout> Create(absl::Span<const int64_t> shape,
+                                            absl::Span<const int64_t> block_size);
+
+  int64_t element_count() const { return element_count_; }
+  // Product of scale_shape. 0 if the tensor has a dimension 0 that is split
+  // into blocks; per tensor it is always 1.
+  int64_t scale_count() const { return scale_count_; }
+  absl::Span<const int64_t> scale_shape() const { return scale_shape_; }
+
+  // Calls `visit(const Run&)` for maximal runs that cover [first, first +
+  // count) in order. Costs one division per collapsed dimension to start and
+  // O(1) per run.
+  // Requires: 0 <= first, first + count <= element_count().
+  template <typename Visitor>
+  void ForEachRun(int64_t first, int64_t count, Visitor&& visit) const {
+    RunCursor cursor(*this, first, count);
+    Run run;
+    while (cursor.Next(&run)) visit(run);
+  }
+
+  // Pull form of ForEachRun.
+  class RunCursor {
+   public:
+    RunCursor(const BlockLayout& layout, int64_t first, int64_t count);
+    // False when the range is used up.
+    bool Next(Run* run);
+
+   private:
+    const BlockLayout& layout_;
+    int64_t position_;
+    int64_t end_;
+    // Coordinates of position_ in the collapsed dimensions.
+    absl::InlinedVector<int64_t, 4> coordinates_;
+  };
+
+ private:
+  // A dimension after neighbours that behave alike were merged.
+  struct Dimension {
+    int64_t size;
+    int64_t block;         // in elements of this dimension, >= 1
+    int64_t scale_stride;  // scales from one block to the next
+  };
+
+  int64_t element_count_ = 0;
+  int64_t scale_count_ = 0;
+  std::vector<int64_t> scale_shape_;
+  absl::InlinedVector<Dimension, 4> dimensions_;  // outermost first, never empty
+};
+
+}  // namespace quantd::core
+
+#endif  // QUANTD_CORE_TYPES_BLOCK_LAYOUT_H_

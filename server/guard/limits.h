@@ -1,0 +1,36 @@
+// What a client may ask for.
+
+#ifndef QUANTD_SERVER_GUARD_LIMITS_H_
+#define QUANTD_SERVER_GUARD_LIMITS_H_
+
+#include <cstdint>
+
+#include "absl/time/time.h"
+
+namespace quantd::server {
+
+// Every limit is a flag; see config.cc.
+struct Limits {
+  // One gRPC message, headers with inline encodings among them.
+  int64_t message_bytes = int64_t{32} << 20;
+  // `data` of one message.
+  int64_t chunk_bytes = int64_t{4} << 20;
+  // One whole tensor.
+  int64_t tensor_bytes = int64_t{1} << 40;
+  // Scales of one encoding.
+  int64_t scale_count = int64_t{4} << 20;
+  // Candidates of one Evaluate times the scale indices that it answers.
+  int64_t metrics_count = int64_t{1} << 16;
+  // Everything that requests make the server hold.
+  int64_t memory_budget_bytes = int64_t{1} << 30;
+  // How long a request waits for room in the memory budget.
+  absl::Duration memory_wait = absl::Milliseconds(200);
+  // `data` of one response message.
+  int64_t response_chunk_bytes = int64_t{1} << 20;
+  // A stream that makes no progress for this long is ended.
+  absl::Duration idle_timeout = absl::Seconds(30);
+};
+
+}  // namespace quantd::server
+
+#endif  // QUANTD_SERVER_GUARD_LIMITS_H_

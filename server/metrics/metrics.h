@@ -1,0 +1,99 @@
+// Every metric that the server exports, by name.
+
+#ifndef QUANTD_SERVER_METRICS_METRICS_H_
+#define QUANTD_SERVER_METRICS_METRICS_H_
+
+#include <array>
+#include <cstdint>
+#include <memory>
+
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "core/formats/number_format.h"
+
+namespace prometheus {
+class Registry;
+}
+
+namespace quantd::server {
+
+// The RPCs, for labels. The order is that of the names in metrics.cc.
+enum class Rpc {
+  kCalibrate,
+  kQuantize,
+  kDequantize,
+  kEvaluate,
+  kListEncodings,
+  kGetEncoding,
+  kPutEncoding,
+  kDeleteEncoding,
+  kListModels,
+  kListRevisions,
+  kComputeEncodings,
+  kSweep,
+  kGetStatistics,
+  kExportEncodings,
+  kImportEncodings,
+};
+constexpr int kRpcCount = 15;
+
+enum class StoreOperation { kGet, kPut, kDelete, kList, kPing };
+constexpr int kStoreOperationCount = 5;
+
+// Handles are bound at construction; every call is cheap enough for a chunk
+// path (sharded atomics, no mutex) except the histograms, which are for once
+// per tensor, call or store operation. Labels are bounded sets: never a model
+// or tensor name. Thread-safe.
+class Metrics {
+ public:
+  Metrics();
+  ~Metrics();
+
+  // What /metrics shows; scraped from any thread.
+  const std::shared_ptr<prometheus::Registry>& registry() const;
+
+  // grpc_server_started_total, grpc_server_handled_total,
+  // grpc_server_handling_seconds; `grpc_code` is 0 to 16.
+  void RpcStarted(Rpc rpc);
+  void RpcHandled(Rpc rpc, int grpc_code, absl::Duration latency);
+
+  // quantd_tensor_seconds: from a tensor's header to its summary or error.
+  void TensorDone(Rpc rpc, bool ok, absl::Duration latency);
+  // quantd_payload_bytes_total{direction}: `data` of the streams.
+  void PayloadIn(int64_t bytes);
+  void PayloadOut(int64_t bytes);
+  // quantd_elements_total{rpc,format}: elements quantized, dequantized,
+  // evaluated or (format "none") calibrated.
+  void Elements(Rpc rpc, const core::FormatInfo* format, int64_t count);
+  // quantd_non_finite_elements_total, quantd_clipped_elements_total.
+  void NonFinite(int64_t count);
+  void Clipped(int64_t count);
+  // quantd_active_streams.
+  void StreamOpened();
+  void StreamClosed();
+  // quantd_active_tensors.
+  void TensorOpened();
+  void TensorClosed();
+
+  // quantd_cache_{hits,misses,evictions}_total, quantd_cache_resident_bytes,
+  // quantd_cache_entries.
+  void CacheHit();
+  void CacheMiss();
+  void CacheEvicted(int64_t count);
+  void CacheResident(int64_t bytes, int64_t entries);
+  // quantd_store_seconds{operation}, quantd_store_errors_total{operation}.
+  void StoreDone(StoreOperation operation, bool ok, absl::Duration latency);
+  // quantd_memory_budget_bytes, quantd_memory_budget_used_bytes.
+  void MemoryBudget(int64_t total_bytes, int64_t used_bytes);
+  // quantd_limit_rejections_total{reason}: RESOURCE_EXHAUSTED by reason, from
+  // the fixed set TENSOR_TOO_LARGE, SCALE_COUNT_LIMIT, MEMORY_BUDGET.
+  void LimitRejected(absl::string_view reason);
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace quantd::server
+
+#endif  // QUANTD_SERVER_METRICS_METRICS_H_

@@ -1,0 +1,108 @@
+// Where encodings are kept.
+
+#ifndef QUANTD_SERVER_STORE_ENCODING_STORE_H_
+#define QUANTD_SERVER_STORE_ENCODING_STORE_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "core/types/encoding.h"
+
+namespace quantd::server {
+
+// Names one encoding. The names were checked (wire/names.h).
+struct EncodingKey {
+  std::string model;
+  std::string revision;
+  std::string tensor;
+
+  friend bool operator==(const EncodingKey& a, const EncodingKey& b) {
+    return a.model == b.model && a.revision == b.revision &&
+           a.tensor == b.tensor;
+  }
+  template <typename H>
+  friend H AbslHashValue(H h, const EncodingKey& k) {
+    return H::combine(std::move(h), k.model, k.revision, k.tensor);
+  }
+};
+
+// An encoding as it is kept.
+struct StoredEncoding {
+  // Never null; shared with the cache. Null only in lists.
+  std::shared_ptr<const core::Encoding> encoding;
+  // Opaque; changes with every put.
+  std::string etag;
+  // Grows with every put to the store, over all keys, and never comes back.
+  int64_t generation = 0;
+  absl::Time update_time;
+};
+
+// What a put or delete requires of what is there.
+struct Precondition {
+  // Empty: nothing. "absent": no encoding. Otherwise: this etag.
+  std::string if_match;
+};
+
+// A row of a list.
+struct EncodingListEntry {
+  std::string tensor;
+  StoredEncoding stored;  // without the encoding
+  core::NumberFormat format{};
+  int64_t scale_count = 0;
+};
+
+struct ModelListEntry {
+  std::string model;
+  int64_t revision_count = 0;
+  int64_t encoding_count = 0;
+};
+
+struct RevisionListEntry {
+  std::string revision;
+  int64_t encoding_count = 0;
+};
+
+// Thread-safe. Calls may block on a disk: never call with a lock held.
+// Errors of every call: STORE_UNAVAILABLE; STORE_CORRUPT where a row that
+// failed its checksum would have been answered.
+class EncodingStore {
+ public:
+  virtual ~EncodingStore() = default;
+
+  // Errors: ENCODING_NOT_FOUND.
+  virtual absl::StatusOr<StoredEncoding> Get(const EncodingKey& key) = 0;
+
+  // Durable when it returns: survives kill -9 and power loss. The answer
+  // carries `encoding`.
+  // Errors: ETAG_MISMATCH.
+  virtual absl::StatusOr<StoredEncoding> Put(
+      const EncodingKey& key, std::shared_ptr<const core::Encoding> encoding,
+      const Precondition& precondition) = 0;
+
+  // Durable when it returns.
+  // Errors: ENCODING_NOT_FOUND, ETAG_MISMATCH.
+  virtual absl::Status Delete(const EncodingKey& key,
+                              const Precondition& precondition) = 0;
+
+  // At most `limit` entries in order of name, bytewise, after `after`.
+  virtual absl::StatusOr<std::vector<EncodingListEntry>> ListEncodings(
+      absl::string_view model, absl::string_view revision,
+      absl::string_view after, int limit) = 0;
+  virtual absl::StatusOr<std::vector<ModelListEntry>> ListModels(
+      absl::string_view after, int limit) = 0;
+  virtual absl::StatusOr<std::vector<RevisionListEntry>> ListRevisions(
+      absl::string_view model, absl::string_view after, int limit) = 0;
+
+  // Whether the store answers now; for /readyz.
+  virtual absl::Status Ping() = 0;
+};
+
+}  // namespace quantd::server
+
+#endif  // QUANTD_SERVER_STORE_ENCODING_STORE_H_
