@@ -1,0 +1,94 @@
+"""What the Python end-to-end tests share: generated stubs and a live quantd."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = os.path.realpath(os.path.join(os.path.dirname(__file__), "../../.."))
+PROTO_DIR = os.path.join(ROOT, "proto")
+START_TIMEOUT_S = 60
+
+
+def generate_stubs(folder):
+    """Generates Python stubs from proto/ alone into `folder`, importable."""
+    protos = sorted(
+        os.path.relpath(os.path.join(base, name), PROTO_DIR)
+        for base, _, names in os.walk(PROTO_DIR)
+        for name in names if name.endswith(".proto"))
+    subprocess.run(
+        ["protoc", f"--proto_path={PROTO_DIR}", f"--python_out={folder}",
+         f"--grpc_python_out={folder}",
+         "--plugin=protoc-gen-grpc_python=" + which("grpc_python_plugin")]
+        + protos, check=True)
+    sys.path.insert(0, folder)
+    importlib.invalidate_caches()
+
+
+def which(program):
+    for folder in os.environ["PATH"].split(os.pathsep):
+        path = os.path.join(folder, program)
+        if os.access(path, os.X_OK):
+            return path
+    raise FileNotFoundError(program)
+
+
+class LiveServer:
+    """A quantd on free loopback ports with its own store; a context manager.
+
+    Stopping it checks that it drained and exited with 0.
+    """
+
+    def __init__(self, binary, folder=None, flags=()):
+        self._own = tempfile.TemporaryDirectory() if folder is None else None
+        self.folder = folder or self._own.name
+        ready = os.path.join(self.folder, "ready.json")
+        if os.path.exists(ready):
+            os.remove(ready)
+        self._log_path = os.path.join(self.folder, "quantd.log")
+        with open(self._log_path, "ab") as log:
+            self.process = subprocess.Popen(
+                [binary, "--listen", "127.0.0.1:0",
+                 "--metrics-listen", "127.0.0.1:0",
+                 "--store", "sqlite:" + os.path.join(self.folder, "store.db"),
+                 "--ready-file", ready, *flags],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not os.path.exists(ready):
+            if self.process.poll() is not None:
+                raise RuntimeError("quantd ended at start:\n" + self.log())
+            if time.monotonic() > deadline:
+                self.process.kill()
+                raise RuntimeError("quantd did not get ready:\n" + self.log())
+            time.sleep(0.01)
+        with open(ready, encoding="utf-8") as file:
+            state = json.load(file)
+        self.address = state["grpc"][0]
+        self.metrics_address = state["metrics"]
+
+    def log(self):
+        with open(self._log_path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+
+    def stop(self):
+        self.process.terminate()
+        try:
+            code = self.process.wait(timeout=START_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise RuntimeError("quantd did not stop:\n" + self.log())
+        log = self.log()
+        if self._own is not None:
+            self._own.cleanup()
+        if code != 0:
+            raise RuntimeError(f"quantd ended with {code}:\n{log}")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *unused):
+        self.stop()
