@@ -294,6 +294,18 @@ absl::Status DrainingError() {
                "the server is about to stop; try another");
 }
 
+absl::Status StreamIdleError(absl::Duration timeout) {
+  return Error(absl::StatusCode::kDeadlineExceeded, "STREAM_IDLE",
+               absl::StrCat("nothing came or was read for ",
+                            absl::FormatDuration(timeout)));
+}
+
+absl::Status ListenError(absl::string_view address) {
+  return Error(absl::StatusCode::kUnavailable, "LISTEN",
+               absl::StrCat("cannot listen on ", address,
+                            "; expected a free host:port or unix:path"));
+}
+
 absl::Status ConfigInvalidError(absl::string_view what) {
   return Invalid("CONFIG_INVALID", what);
 }

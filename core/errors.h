@@ -103,6 +103,10 @@ absl::Status PageInvalidError(absl::string_view what);
 absl::Status MemoryBudgetError(int64_t budget_bytes, absl::string_view way_out,
                                absl::Duration retry_after);
 absl::Status DrainingError();
+// An open tensor made no progress for that long. Ends the stream.
+absl::Status StreamIdleError(absl::Duration timeout);
+// An address that could not be listened on.
+absl::Status ListenError(absl::string_view address);
 absl::Status ConfigInvalidError(absl::string_view what);
 absl::Status SimdTargetError(absl::string_view got,
                              absl::string_view available);

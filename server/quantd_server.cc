@@ -1,0 +1,140 @@
+#include "server/quantd_server.h"
+
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "core/errors.h"
+#include "google/protobuf/stubs/logging.h"
+#include "grpc/grpc.h"
+#include "grpcpp/ext/proto_server_reflection_plugin.h"
+#include "grpcpp/grpcpp.h"
+#include "grpcpp/health_check_service_interface.h"
+#include "grpcpp/resource_quota.h"
+
+namespace quantd::server {
+namespace {
+
+// Store calls block on the disk, one of them on the lock of the writer.
+constexpr int kStoreThreads = 4;
+constexpr absl::Duration kWatchInterval = absl::Seconds(1);
+// How far a client may send ahead of what the server reads: about one chunk.
+constexpr int kLookAheadBytes = 1 << 20;
+// For what gRPC itself holds beside the messages of requests.
+constexpr int64_t kTransportBytes = int64_t{64} << 20;
+
+// Registers gRPC's plugins, which are global, once.
+void InitPlugins() {
+  static const bool done = [] {
+    // Malformed strings are answered to the client, not logged.
+    google::protobuf::SetLogHandler(nullptr);
+    grpc::EnableDefaultHealthCheckService(true);
+    grpc::reflection::InitProtoReflectionServerBuilderPlugin();
+    return true;
+  }();
+  static_cast<void>(done);
+}
+
+// `address` with the port that was taken for 0.
+std::string BoundAddress(const std::string& address, int port) {
+  if (absl::StartsWith(address, "unix:")) return address;
+  return absl::StrCat(address.substr(0, address.rfind(':')), ":", port);
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<QuantdServer>> QuantdServer::Start(
+    const ServerOptions& options, EncodingStore* store, Metrics* metrics) {
+  InitPlugins();
+  std::unique_ptr<QuantdServer> server(
+      new QuantdServer(options, store, metrics));
+  if (absl::Status s = server->Listen(); !s.ok()) return s;
+  return server;
+}
+
+QuantdServer::QuantdServer(const ServerOptions& options, EncodingStore* store,
+                           Metrics* metrics)
+    : options_(options),
+      metrics_(metrics),
+      budget_(options.limits.memory_budget_bytes),
+      pool_(std::max(1, options.threads)),
+      store_pool_(kStoreThreads),
+      env_{options.limits, store, metrics, &budget_, &pool_, &store_pool_},
+      quantization_service_(env_, &registry_),
+      encoding_service_(env_, &registry_) {}
+
+absl::Status QuantdServer::Listen() {
+  grpc::ServerBuilder builder;
+  std::vector<int> ports(options_.listen.size(), 0);
+  for (size_t i = 0; i < ports.size(); ++i) {
+    builder.AddListeningPort(options_.listen[i],
+                             grpc::InsecureServerCredentials(), &ports[i]);
+  }
+  builder.RegisterService(&quantization_service_);
+  builder.RegisterService(&encoding_service_);
+  builder.SetMaxReceiveMessageSize(
+      static_cast<int>(options_.limits.message_bytes));
+  builder.SetMaxSendMessageSize(-1);
+  // Otherwise the transport reads ahead of a handler without bound.
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_BDP_PROBE, 0);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES,
+                             kLookAheadBytes);
+  // Two servers must not share one port unnoticed.
+  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+  grpc::ResourceQuota quota("quantd");
+  quota.Resize(options_.limits.memory_budget_bytes + kTransportBytes);
+  builder.SetResourceQuota(quota);
+  server_ = builder.BuildAndStart();
+  for (size_t i = 0; i < ports.size(); ++i) {
+    if (server_ == nullptr || ports[i] == 0) {
+      return core::ListenError(options_.listen[i]);
+    }
+    addresses_.push_back(BoundAddress(options_.listen[i], ports[i]));
+  }
+  watcher_ = std::thread([this] { Watch(); });
+  return absl::OkStatus();
+}
+
+QuantdServer::~QuantdServer() {
+  if (!stopping_.HasBeenNotified()) Stop(absl::ZeroDuration());
+}
+
+void QuantdServer::Drain() {
+  draining_.store(true);
+  server_->GetHealthCheckService()->SetServingStatus(false);
+  absl::SleepFor(options_.drain_delay);
+  Stop(options_.drain_grace);
+}
+
+void QuantdServer::Stop(absl::Duration grace) {
+  draining_.store(true);
+  if (server_ != nullptr) {
+    registry_.Drain();
+    registry_.WaitUntilEmpty(grace);
+    // Streams are gone or out of time; unary calls are short.
+    server_->Shutdown(std::chrono::system_clock::now() +
+                      std::chrono::seconds(1));
+    server_->Wait();
+  }
+  stopping_.Notify();
+  if (watcher_.joinable()) watcher_.join();
+}
+
+void QuantdServer::Watch() {
+  while (!stopping_.WaitForNotificationWithTimeout(kWatchInterval)) {
+    registry_.EndIdle(options_.limits.idle_timeout);
+    metrics_->MemoryBudget(budget_.total_bytes(), budget_.used_bytes());
+  }
+}
+
+}  // namespace quantd::server

@@ -1,0 +1,91 @@
+// The gRPC server: services, health, reflection, drain.
+
+#ifndef QUANTD_SERVER_QUANTD_SERVER_H_
+#define QUANTD_SERVER_QUANTD_SERVER_H_
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/synchronization/notification.h"
+#include "absl/time/time.h"
+#include "core/parallel/thread_pool.h"
+#include "grpcpp/grpcpp.h"
+#include "server/guard/limits.h"
+#include "server/guard/memory_budget.h"
+#include "server/metrics/metrics.h"
+#include "server/rpc/encoding_service.h"
+#include "server/rpc/quantization_service.h"
+#include "server/rpc/rpc_environment.h"
+#include "server/rpc/tensor_stream.h"
+#include "server/store/encoding_store.h"
+
+namespace quantd::server {
+
+struct ServerOptions {
+  // Plaintext addresses, "host:port" or "unix:path"; port 0 takes a free one.
+  std::vector<std::string> listen;
+  Limits limits;
+  // Worker threads for kernels, at least 1.
+  int threads = 1;
+  // From health NOT_SERVING to the first refused call.
+  absl::Duration drain_delay = absl::Milliseconds(500);
+  // How long running tensors may take to finish after that.
+  absl::Duration drain_grace = absl::Seconds(30);
+};
+
+// Thread-safe.
+class QuantdServer {
+ public:
+  // Starts listening. `store` and `metrics` must outlive the server.
+  // Errors: LISTEN.
+  static absl::StatusOr<std::unique_ptr<QuantdServer>> Start(
+      const ServerOptions& options, EncodingStore* store, Metrics* metrics);
+
+  // Drains without delay or grace if Drain was not called.
+  ~QuantdServer();
+
+  QuantdServer(const QuantdServer&) = delete;
+  QuantdServer& operator=(const QuantdServer&) = delete;
+
+  // host:port or unix:path that is listened on, one per `listen`.
+  const std::vector<std::string>& addresses() const { return addresses_; }
+
+  // Health goes NOT_SERVING, drain_delay passes, then running tensors finish
+  // within drain_grace and new ones get UNAVAILABLE. Blocks until done; call
+  // once.
+  void Drain();
+
+  // False from the beginning of Drain on.
+  bool serving() const { return !draining_.load(); }
+
+ private:
+  QuantdServer(const ServerOptions& options, EncodingStore* store,
+               Metrics* metrics);
+  absl::Status Listen();
+  void Stop(absl::Duration grace);
+  // Looks after idle streams and gauges.
+  void Watch();
+
+  const ServerOptions options_;
+  Metrics* const metrics_;
+  MemoryBudget budget_;
+  core::ThreadPool pool_;
+  core::ThreadPool store_pool_;
+  const RpcEnvironment env_;
+  StreamRegistry registry_;
+  QuantizationService quantization_service_;
+  EncodingService encoding_service_;
+  std::vector<std::string> addresses_;
+  std::unique_ptr<grpc::Server> server_;
+  std::atomic<bool> draining_{false};
+  absl::Notification stopping_;
+  std::thread watcher_;
+};
+
+}  // namespace quantd::server
+
+#endif  // QUANTD_SERVER_QUANTD_SERVER_H_

@@ -1,0 +1,181 @@
+// Dequantize: codes > encoding > reals, as they arrive.
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "core/dequantize/dequantize.h"
+#include "core/errors.h"
+#include "core/formats/number_format.h"
+#include "quantd/v1/quantization_service.pb.h"
+#include "server/rpc/code_stream.h"
+#include "server/rpc/stream_rpcs.h"
+#include "server/rpc/tensor_input.h"
+#include "server/rpc/tensor_job.h"
+#include "server/wire/encoding_proto.h"
+
+namespace quantd::server {
+namespace {
+
+class DequantizeJob final : public TensorJob {
+ public:
+  DequantizeJob(const RpcEnvironment& env, TensorDescription description,
+                ResolvedEncoding resolved)
+      : env_(env),
+        description_(std::move(description)),
+        resolved_(std::move(resolved)),
+        format_(*core::FindFormat(resolved_.encoding->format)),
+        geometry_{description_.element_count,
+                  core::ElementSizeBytes(description_.element_type),
+                  format_.codes_per_byte(),
+                  format_.SizeBytes(format_.codes_per_byte())} {}
+
+  // Errors: RANGE_INVALID.
+  absl::Status Start(const v1::DequantizeHeader& request, ChunkWriter* out) {
+    absl::StatusOr<v1::ByteRange> range = CheckRange(
+        request.has_range() ? &request.range() : nullptr,
+        geometry_.codes_size_bytes(), geometry_.granule_code_bytes);
+    if (!range.ok()) return range.status();
+    frame_.begin_bytes = range->begin_bytes();
+    frame_.end_bytes = range->end_bytes();
+    frame_.unit_bytes = geometry_.granule_code_bytes;
+    frame_.granule_bytes = geometry_.granule_code_bytes;
+    // Codes whose reals fill one response.
+    const int64_t granules = std::max<int64_t>(
+        1, env_.limits.response_chunk_bytes / geometry_.granule_real_bytes());
+    frame_.quantum_bytes = granules * geometry_.granule_code_bytes;
+    first_element_ = geometry_.CodesIndex(frame_.begin_bytes);
+
+    v1::DequantizeResponseHeader header;
+    *header.mutable_name() = request.tensor().name();
+    if (!request.omit_encoding()) {
+      EncodingToProto(*resolved_.encoding, header.mutable_encoding());
+    }
+    header.set_etag(resolved_.etag);
+    header.mutable_shape()->Assign(description_.shape.begin(),
+                                   description_.shape.end());
+    header.set_element_type(request.tensor().element_type());
+    header.set_size_bytes(geometry_.reals_size_bytes());
+    header.mutable_range()->set_begin_bytes(RealsOffset(frame_.begin_bytes));
+    header.mutable_range()->set_end_bytes(RealsOffset(frame_.end_bytes));
+    out->SetHeader(header);
+    return absl::OkStatus();
+  }
+
+  void BeginQuantum(int64_t offset_bytes, int64_t bytes,
+                    ChunkWriter* out) override {
+    reals_offset_ = RealsOffset(offset_bytes);
+    const int64_t size = RealsOffset(offset_bytes + bytes) - reals_offset_;
+    reals_ = {out->AddData(reals_offset_, size), static_cast<size_t>(size)};
+  }
+
+  absl::Status Consume(int64_t offset_bytes,
+                       absl::Span<const uint8_t> data) override {
+    const int64_t first = geometry_.CodesIndex(offset_bytes);
+    const int64_t last = geometry_.CodesIndex(
+        offset_bytes + static_cast<int64_t>(data.size()));
+    core::Dequantize(*resolved_.encoding, *resolved_.layout,
+                     description_.element_type, first, last - first,
+                     data.data(),
+                     reals_.data() +
+                         (first * geometry_.real_bytes - reals_offset_),
+                     env_.pool);
+    return absl::OkStatus();
+  }
+
+  void EndQuantum() override {
+    checksum_.Update(reals_);
+    env_.metrics->PayloadOut(static_cast<int64_t>(reals_.size()));
+  }
+
+  absl::StatusOr<bool> Finish(ChunkWriter* out) override {
+    v1::DequantizeSummary summary;
+    const int64_t count =
+        geometry_.CodesIndex(frame_.end_bytes) - first_element_;
+    summary.set_count(count);
+    summary.set_checksum_xxh3(checksum_.Digest());
+    out->SetSummary(summary);
+    env_.metrics->Elements(Rpc::kDequantize, &format_, count);
+    return true;
+  }
+
+ private:
+  // Offset of the real whose codes are at `codes_offset_bytes`.
+  int64_t RealsOffset(int64_t codes_offset_bytes) const {
+    return geometry_.CodesIndex(codes_offset_bytes) * geometry_.real_bytes;
+  }
+
+  const RpcEnvironment& env_;
+  const TensorDescription description_;
+  const ResolvedEncoding resolved_;
+  const core::FormatInfo& format_;
+  const CodeGeometry geometry_;
+  Checksum checksum_;
+  int64_t first_element_ = 0;
+  // Reals of the current quantum, and their offset in the tensor.
+  absl::Span<uint8_t> reals_;
+  int64_t reals_offset_ = 0;
+};
+
+class DequantizeRpc final : public TensorRpc {
+ public:
+  explicit DequantizeRpc(const RpcEnvironment& env) : env_(env) {}
+
+  Rpc id() const override { return Rpc::kDequantize; }
+
+  absl::StatusOr<std::unique_ptr<TensorJob>> Open(const std::string& bytes,
+                                                  ChunkWriter* out) override {
+    absl::StatusOr<v1::DequantizeHeader> header =
+        ParseHeader<v1::DequantizeHeader>(bytes);
+    if (!header.ok()) return header.status();
+    absl::StatusOr<TensorDescription> description =
+        CheckDescription(env_, header->tensor());
+    if (!description.ok()) return description.status();
+    absl::StatusOr<ResolvedEncoding> resolved =
+        Resolve(*header, description->shape);
+    if (!resolved.ok()) return resolved.status();
+    auto job = std::make_unique<DequantizeJob>(env_, *std::move(description),
+                                               *std::move(resolved));
+    if (absl::Status s = job->Start(*header, out); !s.ok()) {
+      return core::WithField(s, "header.range");
+    }
+    return job;
+  }
+
+ private:
+  absl::StatusOr<ResolvedEncoding> Resolve(const v1::DequantizeHeader& header,
+                                           absl::Span<const int64_t> shape) {
+    switch (header.encoding_source_case()) {
+      case v1::DequantizeHeader::kReference: {
+        absl::StatusOr<ResolvedEncoding> resolved = ResolveReference(
+            env_, header.reference(), header.tensor().name(), shape);
+        if (resolved.ok()) return resolved;
+        return core::WithField(resolved.status(), "header.reference");
+      }
+      case v1::DequantizeHeader::kEncoding: {
+        absl::StatusOr<ResolvedEncoding> resolved =
+            ResolveInline(env_, header.encoding(), shape);
+        if (resolved.ok()) return resolved;
+        return core::WithField(resolved.status(), "header.encoding");
+      }
+      case v1::DequantizeHeader::ENCODING_SOURCE_NOT_SET:
+        break;
+    }
+    return core::WithField(core::EncodingMissingError(), "header");
+  }
+
+  const RpcEnvironment& env_;
+};
+
+}  // namespace
+
+std::unique_ptr<TensorRpc> MakeDequantizeRpc(const RpcEnvironment& env) {
+  return std::make_unique<DequantizeRpc>(env);
+}
+
+}  // namespace quantd::server

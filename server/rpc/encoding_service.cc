@@ -1,0 +1,290 @@
+#include "server/rpc/encoding_service.h"
+
+#include <algorithm>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "core/errors.h"
+#include "server/rpc/tensor_input.h"
+#include "server/wire/encoding_proto.h"
+#include "server/wire/names.h"
+#include "server/wire/status.h"
+
+namespace quantd::server {
+namespace {
+
+constexpr int kDefaultPageSize = 100;
+constexpr int kMaxPageSize = 1000;
+
+// A page of a list: entries after the name `after`.
+struct Page {
+  int size = 0;
+  std::string after;
+};
+
+// The token of the page after `name`; opaque to clients.
+std::string PageToken(absl::string_view name) {
+  return absl::WebSafeBase64Escape(name);
+}
+
+// Errors: PAGE_INVALID.
+absl::StatusOr<Page> CheckPage(int page_size, absl::string_view page_token) {
+  if (page_size < 0 || page_size > kMaxPageSize) {
+    return core::WithField(
+        core::PageInvalidError(absl::StrCat("page_size is ", page_size,
+                                            ", expected 0 to ", kMaxPageSize)),
+        "page_size");
+  }
+  Page page;
+  page.size = page_size == 0 ? kDefaultPageSize : page_size;
+  if (!absl::WebSafeBase64Unescape(page_token, &page.after)) {
+    return core::WithField(
+        core::PageInvalidError("page_token is not one that a page answered"),
+        "page_token");
+  }
+  return page;
+}
+
+// Lists one entry more than the page has, to know whether there is a next one.
+// `list(after, limit)` lists; `name(entry)` names; `add(entry)` answers.
+template <typename List, typename Name, typename Add>
+absl::Status FillPage(int page_size, absl::string_view page_token, List list,
+                      Name name, Add add, std::string* next_page_token) {
+  absl::StatusOr<Page> page = CheckPage(page_size, page_token);
+  if (!page.ok()) return page.status();
+  auto entries = list(page->after, page->size + 1);
+  if (!entries.ok()) return entries.status();
+  const auto shown =
+      std::min<size_t>(entries->size(), static_cast<size_t>(page->size));
+  for (size_t i = 0; i < shown; ++i) add((*entries)[i]);
+  if (shown < entries->size()) {
+    *next_page_token = PageToken(name((*entries)[shown - 1]));
+  }
+  return absl::OkStatus();
+}
+
+std::string RevisionOrDefault(const std::string& revision) {
+  return revision.empty() ? std::string(kDefaultRevision) : revision;
+}
+
+absl::Status CheckModel(const std::string& model) {
+  return core::WithField(CheckPathName("model", model), "model");
+}
+
+absl::Status CheckRevision(const std::string& revision) {
+  return core::WithField(CheckPathName("revision", revision), "revision");
+}
+
+// Ends a streaming call at once.
+template <typename Base>
+class EndedReactor final : public Base {
+ public:
+  explicit EndedReactor(const absl::Status& status) {
+    this->Finish(ToGrpcStatus(status));
+  }
+  void OnDone() override { delete this; }
+};
+
+template <typename Base>
+Base* NotImplemented(const RpcEnvironment& env, Rpc rpc,
+                     absl::string_view name) {
+  const absl::Status status = core::FeatureNotImplementedError(name);
+  env.metrics->RpcStarted(rpc);
+  env.metrics->RpcHandled(rpc, static_cast<int>(status.code()),
+                          absl::ZeroDuration());
+  return new EndedReactor<Base>(status);
+}
+
+}  // namespace
+
+EncodingService::EncodingService(const RpcEnvironment& env,
+                                 const StreamRegistry* registry)
+    : env_(env), registry_(registry) {}
+
+grpc::ServerUnaryReactor* EncodingService::Run(
+    Rpc rpc, grpc::CallbackServerContext* context,
+    std::function<absl::Status()> body) {
+  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+  env_.metrics->RpcStarted(rpc);
+  env_.store_pool->Schedule([this, rpc, reactor, start = absl::Now(),
+                             body = std::move(body)] {
+    const absl::Status status =
+        registry_->draining() ? core::DrainingError() : body();
+    env_.metrics->RpcHandled(rpc, static_cast<int>(status.code()),
+                             absl::Now() - start);
+    reactor->Finish(ToGrpcStatus(status));
+  });
+  return reactor;
+}
+
+grpc::ServerUnaryReactor* EncodingService::ListEncodings(
+    grpc::CallbackServerContext* context,
+    const v1::ListEncodingsRequest* request,
+    v1::ListEncodingsResponse* response) {
+  return Run(Rpc::kListEncodings, context, [this, request, response] {
+    const std::string& model = request->model();
+    const std::string revision = RevisionOrDefault(request->revision());
+    if (absl::Status s = CheckModel(model); !s.ok()) return s;
+    if (absl::Status s = CheckRevision(revision); !s.ok()) return s;
+    return FillPage(
+        request->page_size(), request->page_token(),
+        [&](absl::string_view after, int limit) {
+          return env_.store->ListEncodings(model, revision, after, limit);
+        },
+        [](const EncodingListEntry& entry) { return entry.tensor; },
+        [&](const EncodingListEntry& entry) {
+          v1::StoredEncoding* proto = response->add_encodings();
+          StoredEncodingToProto({model, revision, entry.tensor}, entry.stored,
+                                /*with_encoding=*/false, proto);
+          proto->set_format(static_cast<v1::NumberFormat>(entry.format));
+          proto->set_scale_count(entry.scale_count);
+        },
+        response->mutable_next_page_token());
+  });
+}
+
+grpc::ServerUnaryReactor* EncodingService::GetEncoding(
+    grpc::CallbackServerContext* context, const v1::GetEncodingRequest* request,
+    v1::GetEncodingResponse* response) {
+  return Run(Rpc::kGetEncoding, context, [this, request, response] {
+    absl::StatusOr<EncodingKey> key = KeyFromProto(request->name());
+    if (!key.ok()) return core::WithField(key.status(), "name");
+    absl::StatusOr<StoredEncoding> stored = env_.store->Get(*key);
+    if (!stored.ok()) return stored.status();
+    StoredEncodingToProto(*key, *stored, /*with_encoding=*/true,
+                          response->mutable_stored_encoding());
+    return absl::OkStatus();
+  });
+}
+
+grpc::ServerUnaryReactor* EncodingService::PutEncoding(
+    grpc::CallbackServerContext* context, const v1::PutEncodingRequest* request,
+    v1::PutEncodingResponse* response) {
+  return Run(Rpc::kPutEncoding, context, [this, request, response] {
+    absl::StatusOr<EncodingKey> key = KeyFromProto(request->name());
+    if (!key.ok()) return core::WithField(key.status(), "name");
+    if (!request->has_encoding()) {
+      return core::WithField(core::EncodingMissingError(), "encoding");
+    }
+    if (request->encoding().scale_size() > env_.limits.scale_count) {
+      env_.metrics->LimitRejected("SCALE_COUNT_LIMIT");
+      return core::WithField(
+          core::ScaleCountLimitError(env_.limits.scale_count,
+                                     request->encoding().scale_size()),
+          "encoding.scale");
+    }
+    absl::StatusOr<core::Encoding> encoding =
+        EncodingFromProto(request->encoding());
+    if (!encoding.ok()) {
+      return core::WithField(encoding.status(), "encoding");
+    }
+    absl::StatusOr<StoredEncoding> stored = env_.store->Put(
+        *key, std::make_shared<const core::Encoding>(*std::move(encoding)),
+        Precondition{request->if_match()});
+    if (!stored.ok()) return stored.status();
+    StoredEncodingToProto(*key, *stored, /*with_encoding=*/false,
+                          response->mutable_stored_encoding());
+    return absl::OkStatus();
+  });
+}
+
+grpc::ServerUnaryReactor* EncodingService::DeleteEncoding(
+    grpc::CallbackServerContext* context,
+    const v1::DeleteEncodingRequest* request,
+    v1::DeleteEncodingResponse* response) {
+  return Run(Rpc::kDeleteEncoding, context, [this, request] {
+    absl::StatusOr<EncodingKey> key = KeyFromProto(request->name());
+    if (!key.ok()) return core::WithField(key.status(), "name");
+    return env_.store->Delete(*key, Precondition{request->if_match()});
+  });
+}
+
+grpc::ServerUnaryReactor* EncodingService::ListModels(
+    grpc::CallbackServerContext* context, const v1::ListModelsRequest* request,
+    v1::ListModelsResponse* response) {
+  return Run(Rpc::kListModels, context, [this, request, response] {
+    return FillPage(
+        request->page_size(), request->page_token(),
+        [&](absl::string_view after, int limit) {
+          return env_.store->ListModels(after, limit);
+        },
+        [](const ModelListEntry& entry) { return entry.model; },
+        [&](const ModelListEntry& entry) {
+          v1::Model* proto = response->add_models();
+          proto->set_model(entry.model);
+          proto->set_revision_count(entry.revision_count);
+          proto->set_encoding_count(entry.encoding_count);
+        },
+        response->mutable_next_page_token());
+  });
+}
+
+grpc::ServerUnaryReactor* EncodingService::ListRevisions(
+    grpc::CallbackServerContext* context,
+    const v1::ListRevisionsRequest* request,
+    v1::ListRevisionsResponse* response) {
+  return Run(Rpc::kListRevisions, context, [this, request, response] {
+    if (absl::Status s = CheckModel(request->model()); !s.ok()) return s;
+    return FillPage(
+        request->page_size(), request->page_token(),
+        [&](absl::string_view after, int limit) {
+          return env_.store->ListRevisions(request->model(), after, limit);
+        },
+        [](const RevisionListEntry& entry) { return entry.revision; },
+        [&](const RevisionListEntry& entry) {
+          v1::Revision* proto = response->add_revisions();
+          proto->set_revision(entry.revision);
+          proto->set_encoding_count(entry.encoding_count);
+        },
+        response->mutable_next_page_token());
+  });
+}
+
+grpc::ServerWriteReactor<v1::ComputeEncodingsResponse>*
+EncodingService::ComputeEncodings(grpc::CallbackServerContext* context,
+                                  const v1::ComputeEncodingsRequest* request) {
+  return NotImplemented<
+      grpc::ServerWriteReactor<v1::ComputeEncodingsResponse>>(
+      env_, Rpc::kComputeEncodings, "ComputeEncodings");
+}
+
+grpc::ServerWriteReactor<v1::SweepResponse>* EncodingService::Sweep(
+    grpc::CallbackServerContext* context, const v1::SweepRequest* request) {
+  return NotImplemented<grpc::ServerWriteReactor<v1::SweepResponse>>(
+      env_, Rpc::kSweep, "Sweep");
+}
+
+grpc::ServerUnaryReactor* EncodingService::GetStatistics(
+    grpc::CallbackServerContext* context,
+    const v1::GetStatisticsRequest* request,
+    v1::GetStatisticsResponse* response) {
+  return Run(Rpc::kGetStatistics, context, [] {
+    return core::FeatureNotImplementedError("GetStatistics");
+  });
+}
+
+grpc::ServerWriteReactor<v1::ExportEncodingsResponse>*
+EncodingService::ExportEncodings(grpc::CallbackServerContext* context,
+                                 const v1::ExportEncodingsRequest* request) {
+  return NotImplemented<grpc::ServerWriteReactor<v1::ExportEncodingsResponse>>(
+      env_, Rpc::kExportEncodings, "ExportEncodings");
+}
+
+grpc::ServerReadReactor<v1::ImportEncodingsRequest>*
+EncodingService::ImportEncodings(grpc::CallbackServerContext* context,
+                                 v1::ImportEncodingsResponse* response) {
+  return NotImplemented<grpc::ServerReadReactor<v1::ImportEncodingsRequest>>(
+      env_, Rpc::kImportEncodings, "ImportEncodings");
+}
+
+}  // namespace quantd::server

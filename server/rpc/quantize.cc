@@ -1,0 +1,366 @@
+// Quantize: bytes > encoding > codes, as they arrive or, with a spec, when the
+// tensor is complete.
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/optional.h"
+#include "absl/types/span.h"
+#include "core/errors.h"
+#include "core/formats/number_format.h"
+#include "core/quantize/quantize.h"
+#include "quantd/v1/quantization_service.pb.h"
+#include "server/rpc/code_stream.h"
+#include "server/rpc/stream_rpcs.h"
+#include "server/rpc/tensor_buffer.h"
+#include "server/rpc/tensor_input.h"
+#include "server/rpc/tensor_job.h"
+#include "server/wire/encoding_proto.h"
+#include "server/wire/names.h"
+
+namespace quantd::server {
+namespace {
+
+CodeGeometry Geometry(const TensorDescription& description,
+                      const core::FormatInfo& format) {
+  return {description.element_count,
+          core::ElementSizeBytes(description.element_type),
+          format.codes_per_byte(), format.SizeBytes(format.codes_per_byte())};
+}
+
+// What a header asks for, checked.
+struct QuantizeTask {
+  v1::TensorName name;
+  TensorDescription description;
+  core::NanPolicy nan_policy = core::NanPolicy::kDefault;
+  bool omit_encoding = false;
+  // Where the encoding is to be stored, if it is.
+  absl::optional<EncodingKey> store_key;
+};
+
+// Turns reals into codes in the slices that go out.
+class CodeProducer {
+ public:
+  CodeProducer(const RpcEnvironment& env, const QuantizeTask& task,
+               ResolvedEncoding resolved)
+      : env_(env),
+        task_(task),
+        resolved_(std::move(resolved)),
+        format_(*core::FindFormat(resolved_.encoding->format)),
+        geometry_(Geometry(task.description, format_)) {}
+
+  const CodeGeometry& geometry() const { return geometry_; }
+
+  // The answer's header, for the codes of the reals [range).
+  void WriteHeader(const v1::ByteRange& range, ChunkWriter* out) const {
+    v1::QuantizeResponseHeader header;
+    *header.mutable_name() = task_.name;
+    if (!task_.omit_encoding) {
+      EncodingToProto(*resolved_.encoding, header.mutable_encoding());
+    }
+    header.set_etag(resolved_.etag);
+    header.mutable_shape()->Assign(task_.description.shape.begin(),
+                                   task_.description.shape.end());
+    header.set_size_bytes(geometry_.codes_size_bytes());
+    header.mutable_range()->set_begin_bytes(CodesOffset(range.begin_bytes()));
+    header.mutable_range()->set_end_bytes(CodesOffset(range.end_bytes()));
+    out->SetHeader(header);
+  }
+
+  // Makes room for the codes of `bytes` of reals at `offset_bytes`.
+  void Begin(int64_t offset_bytes, int64_t bytes, ChunkWriter* out) {
+    const int64_t begin = CodesOffset(offset_bytes);
+    const int64_t size = CodesOffset(offset_bytes + bytes) - begin;
+    codes_ = {out->AddData(begin, size), static_cast<size_t>(size)};
+    codes_offset_ = begin;
+  }
+
+  absl::Status Quantize(int64_t offset_bytes, absl::Span<const uint8_t> data) {
+    const int64_t first = offset_bytes / geometry_.real_bytes;
+    return core::Quantize(
+        *resolved_.encoding, *resolved_.layout,
+        task_.description.element_type, task_.nan_policy, first,
+        static_cast<int64_t>(data.size()) / geometry_.real_bytes, data.data(),
+        codes_.data() + (geometry_.CodesOffset(first) - codes_offset_),
+        &counts_, env_.pool);
+  }
+
+  void End() {
+    checksum_.Update(codes_);
+    env_.metrics->PayloadOut(static_cast<int64_t>(codes_.size()));
+  }
+
+  void WriteSummary(ChunkWriter* out) const {
+    v1::QuantizeSummary summary;
+    summary.set_count(counts_.total);
+    summary.set_clipped_low_count(counts_.clipped_low);
+    summary.set_clipped_high_count(counts_.clipped_high);
+    summary.set_nan_count(counts_.nan);
+    summary.set_positive_infinity_count(counts_.positive_infinity);
+    summary.set_negative_infinity_count(counts_.negative_infinity);
+    summary.set_checksum_xxh3(checksum_.Digest());
+    out->SetSummary(summary);
+    env_.metrics->Elements(Rpc::kQuantize, &format_, counts_.total);
+    env_.metrics->NonFinite(counts_.nan + counts_.positive_infinity +
+                            counts_.negative_infinity);
+    env_.metrics->Clipped(counts_.clipped_low + counts_.clipped_high);
+  }
+
+ private:
+  // Offset of the codes of the real at `offset_bytes`.
+  int64_t CodesOffset(int64_t offset_bytes) const {
+    return geometry_.CodesOffset(offset_bytes / geometry_.real_bytes);
+  }
+
+  const RpcEnvironment& env_;
+  const QuantizeTask& task_;
+  const ResolvedEncoding resolved_;
+  const core::FormatInfo& format_;
+  const CodeGeometry geometry_;
+  core::QuantizeCounts counts_;
+  Checksum checksum_;
+  // Codes of the current quantum, and their offset in the tensor's codes.
+  absl::Span<uint8_t> codes_;
+  int64_t codes_offset_ = 0;
+};
+
+// With an encoding that is known: codes go down while reals come up.
+class StreamingQuantizeJob final : public TensorJob {
+ public:
+  StreamingQuantizeJob(const RpcEnvironment& env, QuantizeTask task,
+                       ResolvedEncoding resolved)
+      : env_(env),
+        task_(std::move(task)),
+        producer_(env, task_, std::move(resolved)) {}
+
+  // Errors: RANGE_INVALID.
+  absl::Status Start(const v1::ByteRange* range, ChunkWriter* out) {
+    const CodeGeometry& geometry = producer_.geometry();
+    absl::StatusOr<v1::ByteRange> checked =
+        CheckRange(range, geometry.reals_size_bytes(),
+                   geometry.granule_real_bytes());
+    if (!checked.ok()) return checked.status();
+    frame_.begin_bytes = checked->begin_bytes();
+    frame_.end_bytes = checked->end_bytes();
+    frame_.unit_bytes = geometry.real_bytes;
+    frame_.granule_bytes = geometry.granule_real_bytes();
+    // Reals whose codes fill at most one response.
+    const int64_t granules =
+        std::min(env_.limits.chunk_bytes / geometry.granule_real_bytes(),
+                 env_.limits.response_chunk_bytes /
+                     geometry.granule_code_bytes);
+    frame_.quantum_bytes =
+        std::max<int64_t>(1, granules) * geometry.granule_real_bytes();
+    producer_.WriteHeader(*checked, out);
+    return absl::OkStatus();
+  }
+
+  void BeginQuantum(int64_t offset_bytes, int64_t bytes,
+                    ChunkWriter* out) override {
+    producer_.Begin(offset_bytes, bytes, out);
+  }
+
+  absl::Status Consume(int64_t offset_bytes,
+                       absl::Span<const uint8_t> data) override {
+    return producer_.Quantize(offset_bytes, data);
+  }
+
+  void EndQuantum() override { producer_.End(); }
+
+  absl::StatusOr<bool> Finish(ChunkWriter* out) override {
+    producer_.WriteSummary(out);
+    return true;
+  }
+
+ private:
+  const RpcEnvironment& env_;
+  const QuantizeTask task_;
+  CodeProducer producer_;
+};
+
+// With a spec: reals are held until the tensor is complete.
+class CalibratingQuantizeJob final : public TensorJob {
+ public:
+  CalibratingQuantizeJob(const RpcEnvironment& env, QuantizeTask task,
+                         std::unique_ptr<SpecCalibration> calibration)
+      : env_(env),
+        task_(std::move(task)),
+        calibration_(std::move(calibration)),
+        buffer_(env, SizeBytes()) {
+    frame_.end_bytes = SizeBytes();
+    frame_.unit_bytes = core::ElementSizeBytes(task_.description.element_type);
+    frame_.granule_bytes = frame_.unit_bytes;
+    frame_.quantum_bytes = env_.limits.chunk_bytes;
+  }
+
+  absl::Status Consume(int64_t offset_bytes,
+                       absl::Span<const uint8_t> data) override {
+    calibration_->Update(offset_bytes, data);
+    return buffer_.Append(data);
+  }
+
+  absl::StatusOr<bool> Finish(ChunkWriter* out) override {
+    if (producer_ == nullptr) {
+      absl::Status status = Calibrate(out);
+      if (!status.ok()) return status;
+    }
+    if (next_block_ < buffer_.block_count()) {
+      const absl::Span<const uint8_t> block = buffer_.block(next_block_);
+      const int64_t offset_bytes = next_block_ * TensorBuffer::kBlockBytes;
+      producer_->Begin(offset_bytes, static_cast<int64_t>(block.size()), out);
+      absl::Status status = producer_->Quantize(offset_bytes, block);
+      if (!status.ok()) return status;
+      producer_->End();
+      ++next_block_;
+    }
+    if (next_block_ < buffer_.block_count()) return false;
+    producer_->WriteSummary(out);
+    return true;
+  }
+
+ private:
+  int64_t SizeBytes() const {
+    return task_.description.element_count *
+           core::ElementSizeBytes(task_.description.element_type);
+  }
+
+  absl::Status Calibrate(ChunkWriter* out) {
+    absl::StatusOr<ResolvedEncoding> resolved = calibration_->Calibrate();
+    if (!resolved.ok()) return resolved.status();
+    if (task_.store_key.has_value()) {
+      absl::StatusOr<StoredEncoding> stored = env_.store->Put(
+          *task_.store_key, resolved->encoding, Precondition());
+      if (!stored.ok()) return stored.status();
+      resolved->etag = stored->etag;
+    }
+    producer_ = std::make_unique<CodeProducer>(env_, task_,
+                                               *std::move(resolved));
+    v1::ByteRange whole;
+    whole.set_end_bytes(SizeBytes());
+    producer_->WriteHeader(whole, out);
+    return absl::OkStatus();
+  }
+
+  const RpcEnvironment& env_;
+  const QuantizeTask task_;
+  const std::unique_ptr<SpecCalibration> calibration_;
+  TensorBuffer buffer_;
+  std::unique_ptr<CodeProducer> producer_;
+  int64_t next_block_ = 0;
+};
+
+class QuantizeRpc final : public TensorRpc {
+ public:
+  explicit QuantizeRpc(const RpcEnvironment& env) : env_(env) {}
+
+  Rpc id() const override { return Rpc::kQuantize; }
+
+  absl::StatusOr<std::unique_ptr<TensorJob>> Open(const std::string& bytes,
+                                                  ChunkWriter* out) override {
+    absl::StatusOr<v1::QuantizeHeader> header =
+        ParseHeader<v1::QuantizeHeader>(bytes);
+    if (!header.ok()) return header.status();
+    absl::StatusOr<QuantizeTask> task = CheckTask(*header);
+    if (!task.ok()) return task.status();
+    switch (header->encoding_source_case()) {
+      case v1::QuantizeHeader::kReference: {
+        absl::StatusOr<ResolvedEncoding> resolved =
+            ResolveReference(env_, header->reference(), task->name,
+                             task->description.shape);
+        if (!resolved.ok()) {
+          return core::WithField(resolved.status(), "header.reference");
+        }
+        return OpenStreaming(*header, *std::move(task), *std::move(resolved),
+                             out);
+      }
+      case v1::QuantizeHeader::kEncoding: {
+        absl::StatusOr<ResolvedEncoding> resolved =
+            ResolveInline(env_, header->encoding(), task->description.shape);
+        if (!resolved.ok()) {
+          return core::WithField(resolved.status(), "header.encoding");
+        }
+        if (task->store_key.has_value()) {
+          absl::StatusOr<StoredEncoding> stored = env_.store->Put(
+              *task->store_key, resolved->encoding, Precondition());
+          if (!stored.ok()) return stored.status();
+          resolved->etag = stored->etag;
+        }
+        return OpenStreaming(*header, *std::move(task), *std::move(resolved),
+                             out);
+      }
+      case v1::QuantizeHeader::kSpec:
+        return OpenCalibrating(*header, *std::move(task));
+      case v1::QuantizeHeader::ENCODING_SOURCE_NOT_SET:
+        break;
+    }
+    return core::WithField(core::EncodingMissingError(), "header");
+  }
+
+ private:
+  absl::StatusOr<QuantizeTask> CheckTask(const v1::QuantizeHeader& header) {
+    absl::StatusOr<TensorDescription> description =
+        CheckDescription(env_, header.tensor());
+    if (!description.ok()) return description.status();
+    if (!v1::NanPolicy_IsValid(header.nan_policy())) {
+      return core::WithField(
+          core::EnumUnknownError("NanPolicy", header.nan_policy()),
+          "header.nan_policy");
+    }
+    QuantizeTask task;
+    task.name = header.tensor().name();
+    task.description = *std::move(description);
+    task.nan_policy = static_cast<core::NanPolicy>(header.nan_policy());
+    task.omit_encoding = header.omit_encoding();
+    if (header.store() && !header.has_reference()) {
+      absl::StatusOr<EncodingKey> key = KeyFromProto(task.name);
+      if (!key.ok()) {
+        return core::WithField(key.status(), "header.tensor.name");
+      }
+      task.store_key = *std::move(key);
+    }
+    return task;
+  }
+
+  absl::StatusOr<std::unique_ptr<TensorJob>> OpenStreaming(
+      const v1::QuantizeHeader& header, QuantizeTask task,
+      ResolvedEncoding resolved, ChunkWriter* out) {
+    auto job = std::make_unique<StreamingQuantizeJob>(env_, std::move(task),
+                                                      std::move(resolved));
+    absl::Status status =
+        job->Start(header.has_range() ? &header.range() : nullptr, out);
+    if (!status.ok()) return core::WithField(status, "header.range");
+    return job;
+  }
+
+  absl::StatusOr<std::unique_ptr<TensorJob>> OpenCalibrating(
+      const v1::QuantizeHeader& header, QuantizeTask task) {
+    if (header.has_range()) {
+      return core::WithField(
+          core::RangeInvalidError("a range needs a fixed encoding; expected a "
+                                  "reference or an encoding"),
+          "header.range");
+    }
+    absl::StatusOr<std::unique_ptr<SpecCalibration>> calibration =
+        SpecCalibration::Create(env_, header.spec(), task.description);
+    if (!calibration.ok()) {
+      return core::WithField(calibration.status(), "header.spec");
+    }
+    return std::make_unique<CalibratingQuantizeJob>(env_, std::move(task),
+                                                    *std::move(calibration));
+  }
+
+  const RpcEnvironment& env_;
+};
+
+}  // namespace
+
+std::unique_ptr<TensorRpc> MakeQuantizeRpc(const RpcEnvironment& env) {
+  return std::make_unique<QuantizeRpc>(env);
+}
+
+}  // namespace quantd::server

@@ -1,0 +1,28 @@
+// What every handler works with.
+
+#ifndef QUANTD_SERVER_RPC_RPC_ENVIRONMENT_H_
+#define QUANTD_SERVER_RPC_RPC_ENVIRONMENT_H_
+
+#include "core/parallel/thread_pool.h"
+#include "server/guard/limits.h"
+#include "server/guard/memory_budget.h"
+#include "server/metrics/metrics.h"
+#include "server/store/encoding_store.h"
+
+namespace quantd::server {
+
+// Outlives every handler; all members are thread-safe.
+struct RpcEnvironment {
+  Limits limits;
+  EncodingStore* store;
+  Metrics* metrics;
+  MemoryBudget* budget;
+  // Kernels and the tasks of streams.
+  core::ThreadPool* pool;
+  // Calls that wait for the store and do nothing else.
+  core::ThreadPool* store_pool;
+};
+
+}  // namespace quantd::server
+
+#endif  // QUANTD_SERVER_RPC_RPC_ENVIRONMENT_H_

@@ -1,0 +1,43 @@
+// A tensor that is held until it is complete.
+
+#ifndef QUANTD_SERVER_RPC_TENSOR_BUFFER_H_
+#define QUANTD_SERVER_RPC_TENSOR_BUFFER_H_
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/types/span.h"
+#include "server/guard/memory_budget.h"
+#include "server/rpc/rpc_environment.h"
+
+namespace quantd::server {
+
+// Keeps bytes in blocks that are allocated as bytes arrive, never ahead of
+// them, and charged to the memory budget. Not thread-safe.
+class TensorBuffer {
+ public:
+  static constexpr int64_t kBlockBytes = int64_t{1} << 20;
+
+  // Of a tensor of `total_bytes`.
+  TensorBuffer(const RpcEnvironment& env, int64_t total_bytes);
+
+  // Errors: MEMORY_BUDGET.
+  absl::Status Append(absl::Span<const uint8_t> data);
+
+  // Blocks of kBlockBytes, the last may be short.
+  int64_t block_count() const { return static_cast<int64_t>(blocks_.size()); }
+  absl::Span<const uint8_t> block(int64_t index) const;
+
+ private:
+  const RpcEnvironment& env_;
+  const int64_t total_bytes_;
+  int64_t size_bytes_ = 0;
+  MemoryBudget::Lease lease_;
+  std::vector<std::unique_ptr<uint8_t[]>> blocks_;
+};
+
+}  // namespace quantd::server
+
+#endif  // QUANTD_SERVER_RPC_TENSOR_BUFFER_H_

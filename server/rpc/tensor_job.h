@@ -1,0 +1,69 @@
+// What a streaming RPC does with one tensor.
+
+#ifndef QUANTD_SERVER_RPC_TENSOR_JOB_H_
+#define QUANTD_SERVER_RPC_TENSOR_JOB_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "server/metrics/metrics.h"
+#include "server/wire/chunk_writer.h"
+
+namespace quantd::server {
+
+// Which bytes come up, and in what portions a job takes them.
+struct TensorFrame {
+  // The bytes of the tensor that come, [begin_bytes, end_bytes).
+  int64_t begin_bytes = 0;
+  int64_t end_bytes = 0;
+  // Chunks are cut at multiples of this.
+  int64_t unit_bytes = 1;
+  // Consume is called with multiples of this, but for the tensor's end.
+  int64_t granule_bytes = 1;
+  // Most bytes between BeginQuantum and the next; a multiple of granule_bytes.
+  int64_t quantum_bytes = 1;
+};
+
+// One tensor of one stream, from its header to its summary. Calls come one at
+// a time, on any thread: for each quantum BeginQuantum, Consume once or more,
+// EndQuantum; in the end Finish until it answers true. After an error nothing
+// more is called.
+class TensorJob {
+ public:
+  virtual ~TensorJob() = default;
+
+  const TensorFrame& frame() const { return frame_; }
+
+  // The next `bytes` from `offset_bytes` on are about to be consumed.
+  virtual void BeginQuantum(int64_t offset_bytes, int64_t bytes,
+                            ChunkWriter* out) {}
+  virtual absl::Status Consume(int64_t offset_bytes,
+                               absl::Span<const uint8_t> data) = 0;
+  virtual void EndQuantum() {}
+
+  // All bytes are consumed: does the next part of what is left, of bounded
+  // size, and answers whether that was the last.
+  virtual absl::StatusOr<bool> Finish(ChunkWriter* out) = 0;
+
+ protected:
+  TensorFrame frame_;
+};
+
+// One of the four streaming RPCs. Thread-safe.
+class TensorRpc {
+ public:
+  virtual ~TensorRpc() = default;
+
+  virtual Rpc id() const = 0;
+  // Opens a tensor from its serialized header.
+  virtual absl::StatusOr<std::unique_ptr<TensorJob>> Open(
+      const std::string& header, ChunkWriter* out) = 0;
+};
+
+}  // namespace quantd::server
+
+#endif  // QUANTD_SERVER_RPC_TENSOR_JOB_H_

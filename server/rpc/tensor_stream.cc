@@ -1,0 +1,299 @@
+#include "server/rpc/tensor_stream.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "core/errors.h"
+#include "server/wire/status.h"
+
+namespace quantd::server {
+
+void StreamRegistry::Drain() {
+  draining_.store(true);
+  absl::MutexLock lock(&mutex_);
+  for (TensorStream* stream : streams_) stream->Drain();
+}
+
+void StreamRegistry::EndIdle(absl::Duration idle_timeout) {
+  absl::MutexLock lock(&mutex_);
+  for (TensorStream* stream : streams_) stream->EndIfIdle(idle_timeout);
+}
+
+bool StreamRegistry::WaitUntilEmpty(absl::Duration timeout) {
+  absl::MutexLock lock(&mutex_);
+  const auto empty = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    return streams_.empty();
+  };
+  return mutex_.AwaitWithTimeout(absl::Condition(&empty), timeout);
+}
+
+void StreamRegistry::Add(TensorStream* stream) {
+  absl::MutexLock lock(&mutex_);
+  streams_.insert(stream);
+}
+
+void StreamRegistry::Remove(TensorStream* stream) {
+  absl::MutexLock lock(&mutex_);
+  streams_.erase(stream);
+}
+
+TensorStream* TensorStream::Start(const RpcEnvironment& env, TensorRpc* rpc,
+                                  StreamRegistry* registry,
+                                  grpc::CallbackServerContext* context) {
+  auto stream =
+      std::make_shared<TensorStream>(env, rpc, registry, context);
+  stream->self_ = stream;
+  registry->Add(stream.get());
+  absl::MutexLock lock(&stream->mutex_);
+  stream->Advance();
+  return stream.get();
+}
+
+TensorStream::TensorStream(const RpcEnvironment& env, TensorRpc* rpc,
+                           StreamRegistry* registry,
+                           grpc::CallbackServerContext* context)
+    : env_(env),
+      rpc_(rpc),
+      registry_(registry),
+      context_(context),
+      start_time_(absl::Now()),
+      last_progress_(start_time_) {
+  env_.metrics->RpcStarted(rpc_->id());
+  env_.metrics->StreamOpened();
+}
+
+void TensorStream::OnReadDone(bool ok) {
+  absl::MutexLock lock(&mutex_);
+  reading_ = false;
+  last_progress_ = absl::Now();
+  if (ok) {
+    inbox_.emplace(std::move(read_buffer_));
+    read_buffer_.Clear();
+  } else {
+    reads_done_ = true;
+  }
+  Advance();
+}
+
+void TensorStream::OnWriteDone(bool ok) {
+  absl::MutexLock lock(&mutex_);
+  writing_ = false;
+  last_progress_ = absl::Now();
+  writes_.pop_front();
+  if (!ok) {
+    cancelled_ = true;
+    EndWith(absl::CancelledError());
+  }
+  Advance();
+}
+
+void TensorStream::OnCancel() {
+  absl::MutexLock lock(&mutex_);
+  cancelled_ = true;
+  EndWith(absl::CancelledError());
+  Advance();
+}
+
+void TensorStream::OnDone() {
+  registry_->Remove(this);
+  if (job_ != nullptr) CloseTensor(/*ok=*/false);
+  absl::StatusCode code;
+  {
+    absl::MutexLock lock(&mutex_);
+    code = end_->code();
+    if (context_->IsCancelled()) code = absl::StatusCode::kCancelled;
+    if (cancelled_ && context_->deadline() <= std::chrono::system_clock::now()) {
+      code = absl::StatusCode::kDeadlineExceeded;
+    }
+  }
+  env_.metrics->StreamClosed();
+  env_.metrics->RpcHandled(rpc_->id(), static_cast<int>(code),
+                           absl::Now() - start_time_);
+  self_.reset();
+}
+
+bool TensorStream::HasWork() const {
+  return !end_.has_value() && writes_.size() < kMaxQueuedWrites &&
+         (has_more_ || inbox_.has_value() || reads_done_);
+}
+
+void TensorStream::Advance() {
+  if (finished_) return;
+  if (!working_) {
+    if (!end_.has_value() && registry_->draining() && !has_more_ &&
+        !has_tensor_ && !inbox_.has_value() && !reads_done_) {
+      EndWith(core::DrainingError());
+    }
+    if (HasWork()) {
+      working_ = true;
+      env_.pool->Schedule([self = shared_from_this()] { self->Work(); });
+    }
+  }
+  if (!reading_ && !reads_done_ && !inbox_.has_value() && !end_.has_value()) {
+    reading_ = true;
+    StartRead(&read_buffer_);
+  }
+  if (!writing_ && !writes_.empty() && !cancelled_) {
+    writing_ = true;
+    StartWrite(&writes_.front());
+  }
+  if (end_.has_value() && !working_ && !writing_ &&
+      (writes_.empty() || cancelled_)) {
+    finished_ = true;
+    Finish(ToGrpcStatus(*end_));
+  }
+}
+
+void TensorStream::EndWith(absl::Status status) {
+  if (!end_.has_value()) end_ = std::move(status);
+}
+
+void TensorStream::Drain() {
+  absl::MutexLock lock(&mutex_);
+  Advance();
+}
+
+void TensorStream::EndIfIdle(absl::Duration idle_timeout) {
+  absl::MutexLock lock(&mutex_);
+  const bool waiting = has_tensor_ || end_.has_value() || !writes_.empty();
+  if (!waiting || working_ || cancelled_ ||
+      absl::Now() - last_progress_ < idle_timeout) {
+    return;
+  }
+  // What the client does not read can't be followed by a status.
+  if (writing_) {
+    context_->TryCancel();
+  } else {
+    EndWith(core::StreamIdleError(idle_timeout));
+    Advance();
+  }
+}
+
+void TensorStream::Work() {
+  bool end_of_stream = false;
+  {
+    absl::MutexLock lock(&mutex_);
+    if (end_.has_value()) {
+      working_ = false;
+      return Advance();
+    }
+    if (!message_.has_value() && !finishing()) {
+      if (inbox_.has_value()) {
+        message_.emplace();
+        message_->buffer = *std::move(inbox_);
+        inbox_.reset();
+        // The next message may come while this one is worked on.
+        Advance();
+      } else {
+        end_of_stream = true;
+      }
+    }
+  }
+  absl::Status status;
+  if (end_of_stream) {
+    if (job_ != nullptr) FailTensor(reader_->CheckComplete());
+  } else {
+    status = DoQuantum();
+  }
+  std::vector<grpc::ByteBuffer> messages = writer_.Take();
+  absl::MutexLock lock(&mutex_);
+  working_ = false;
+  has_more_ = message_.has_value() || finishing();
+  has_tensor_ = job_ != nullptr;
+  last_progress_ = absl::Now();
+  for (grpc::ByteBuffer& message : messages) {
+    writes_.push_back(std::move(message));
+  }
+  if (end_of_stream || !status.ok()) EndWith(std::move(status));
+  Advance();
+}
+
+absl::Status TensorStream::DoQuantum() {
+  if (message_.has_value() && !message_->opened) {
+    if (absl::Status s = OpenMessage(); !s.ok()) return s;
+  }
+  if (job_ != nullptr) AdvanceTensor();
+  // The chunk is used up, dropped, or the tensor has all its bytes.
+  if (message_.has_value() &&
+      (job_ == nullptr || reader_->ready_bytes() == 0)) {
+    if (job_ != nullptr) reader_->Retain();
+    message_.reset();
+  }
+  return absl::OkStatus();
+}
+
+absl::Status TensorStream::OpenMessage() {
+  RequestEnvelope& envelope = message_->envelope;
+  absl::Status status = ParseRequestEnvelope(&message_->buffer, &envelope);
+  if (!status.ok()) return status;
+  message_->opened = true;
+  env_.metrics->PayloadIn(envelope.data_bytes);
+  if (envelope.has_header) {
+    if (job_ != nullptr) FailTensor(reader_->CheckComplete());
+    if (registry_->draining()) return core::DrainingError();
+    OpenTensor(envelope.header);
+  } else if (job_ == nullptr && !skipping_) {
+    return core::HeaderMissingError();
+  }
+  if (job_ == nullptr) return absl::OkStatus();
+  if (absl::Status s = reader_->Push(envelope); !s.ok()) FailTensor(s);
+  return absl::OkStatus();
+}
+
+void TensorStream::OpenTensor(const std::string& header) {
+  skipping_ = false;
+  tensor_start_time_ = absl::Now();
+  env_.metrics->TensorOpened();
+  absl::StatusOr<std::unique_ptr<TensorJob>> job = rpc_->Open(header, &writer_);
+  if (!job.ok()) {
+    FailTensor(job.status());
+    return;
+  }
+  job_ = *std::move(job);
+  const TensorFrame& frame = job_->frame();
+  reader_.emplace(frame.begin_bytes, frame.end_bytes, frame.unit_bytes,
+                  frame.granule_bytes, env_.limits.chunk_bytes);
+}
+
+void TensorStream::AdvanceTensor() {
+  if (const int64_t ready = reader_->ready_bytes(); ready > 0) {
+    const int64_t bytes = std::min(ready, job_->frame().quantum_bytes);
+    job_->BeginQuantum(reader_->position_bytes(), bytes, &writer_);
+    absl::Status status = reader_->Feed(
+        bytes, [this](int64_t offset_bytes, absl::Span<const uint8_t> data) {
+          return job_->Consume(offset_bytes, data);
+        });
+    if (!status.ok()) return FailTensor(status);
+    job_->EndQuantum();
+  }
+  if (!reader_->complete()) return;
+  absl::StatusOr<bool> done = job_->Finish(&writer_);
+  if (!done.ok()) return FailTensor(done.status());
+  if (*done) CloseTensor(/*ok=*/true);
+}
+
+void TensorStream::FailTensor(const absl::Status& status) {
+  writer_.SetError(status);
+  skipping_ = true;
+  CloseTensor(/*ok=*/false);
+}
+
+void TensorStream::CloseTensor(bool ok) {
+  env_.metrics->TensorClosed();
+  env_.metrics->TensorDone(rpc_->id(), ok, absl::Now() - tensor_start_time_);
+  job_.reset();
+  reader_.reset();
+}
+
+}  // namespace quantd::server

@@ -1,0 +1,151 @@
+// A stream of tensors: the reactor behind the four streaming RPCs.
+
+#ifndef QUANTD_SERVER_RPC_TENSOR_STREAM_H_
+#define QUANTD_SERVER_RPC_TENSOR_STREAM_H_
+
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <string>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "absl/types/optional.h"
+#include "grpcpp/grpcpp.h"
+#include "server/rpc/rpc_environment.h"
+#include "server/rpc/tensor_job.h"
+#include "server/wire/chunk_reader.h"
+#include "server/wire/chunk_writer.h"
+#include "server/wire/envelope.h"
+
+namespace quantd::server {
+
+class TensorStream;
+
+// The streams that are open. Thread-safe.
+class StreamRegistry {
+ public:
+  // From now on streams end with DRAINING as soon as no tensor is open.
+  void Drain() ABSL_LOCKS_EXCLUDED(mutex_);
+  bool draining() const { return draining_.load(); }
+  // Ends streams whose open tensor made no progress for `idle_timeout`.
+  void EndIdle(absl::Duration idle_timeout) ABSL_LOCKS_EXCLUDED(mutex_);
+  // True when the last stream has gone before `timeout`.
+  bool WaitUntilEmpty(absl::Duration timeout) ABSL_LOCKS_EXCLUDED(mutex_);
+
+ private:
+  friend class TensorStream;
+  void Add(TensorStream* stream) ABSL_LOCKS_EXCLUDED(mutex_);
+  void Remove(TensorStream* stream) ABSL_LOCKS_EXCLUDED(mutex_);
+
+  std::atomic<bool> draining_{false};
+  absl::Mutex mutex_;
+  absl::flat_hash_set<TensorStream*> streams_ ABSL_GUARDED_BY(mutex_);
+};
+
+// One call of a streaming RPC. Reads one message ahead; works on one message
+// at a time, in quanta of bounded size, on the worker pool; stops working (and
+// so reading) while kMaxQueuedWrites messages wait for the client to read
+// them.
+//
+// gRPC's callbacks and one worker task share the state under mutex_; what only
+// the task uses is marked so. gRPC never runs callbacks from within Start* or
+// Finish here, so those are called with the mutex held.
+class TensorStream final
+    : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>,
+      public std::enable_shared_from_this<TensorStream> {
+ public:
+  // Takes over a call. All arguments must outlive it.
+  static TensorStream* Start(const RpcEnvironment& env, TensorRpc* rpc,
+                             StreamRegistry* registry,
+                             grpc::CallbackServerContext* context);
+
+  // Use Start.
+  TensorStream(const RpcEnvironment& env, TensorRpc* rpc,
+               StreamRegistry* registry, grpc::CallbackServerContext* context);
+  ~TensorStream() override = default;
+
+  void OnReadDone(bool ok) override ABSL_LOCKS_EXCLUDED(mutex_);
+  void OnWriteDone(bool ok) override ABSL_LOCKS_EXCLUDED(mutex_);
+  void OnCancel() override ABSL_LOCKS_EXCLUDED(mutex_);
+  void OnDone() override;
+
+ private:
+  friend class StreamRegistry;
+
+  // What bounds the memory of a stream whose client does not read.
+  static constexpr size_t kMaxQueuedWrites = 3;
+
+  // A message being worked on; the envelope points into the buffer.
+  struct Message {
+    grpc::ByteBuffer buffer;
+    RequestEnvelope envelope;
+    bool opened = false;
+  };
+
+  // Starts what the state allows: a read, a write, the worker task, the end.
+  void Advance() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Whether the task has something to do.
+  bool HasWork() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void EndWith(absl::Status status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Drain() ABSL_LOCKS_EXCLUDED(mutex_);
+  void EndIfIdle(absl::Duration idle_timeout) ABSL_LOCKS_EXCLUDED(mutex_);
+
+  // The worker task: one quantum of work.
+  void Work() ABSL_LOCKS_EXCLUDED(mutex_);
+  // Works on message_, or on the end of the open tensor. An error ends the
+  // stream.
+  absl::Status DoQuantum();
+  // Takes message_ apart; opens the tensor of its header, if any, and gives
+  // the open tensor its data.
+  absl::Status OpenMessage();
+  void OpenTensor(const std::string& header);
+  // One quantum of the open tensor's bytes, and its end when it is reached.
+  void AdvanceTensor();
+  void FailTensor(const absl::Status& status);
+  void CloseTensor(bool ok);
+  // All bytes of the open tensor are consumed, its answer is not complete.
+  bool finishing() const { return job_ != nullptr && reader_->complete(); }
+
+  const RpcEnvironment& env_;
+  TensorRpc* const rpc_;
+  StreamRegistry* const registry_;
+  grpc::CallbackServerContext* const context_;
+  const absl::Time start_time_;
+
+  // Keeps the stream alive until OnDone; tasks hold another reference.
+  std::shared_ptr<TensorStream> self_;
+
+  // Used by the worker task only, of which there is one at a time.
+  absl::optional<Message> message_;
+  std::unique_ptr<TensorJob> job_;
+  absl::optional<ChunkReader> reader_;
+  ChunkWriter writer_;
+  absl::Time tensor_start_time_;
+  // The last tensor failed: chunks are dropped until the next header.
+  bool skipping_ = false;
+
+  absl::Mutex mutex_;
+  grpc::ByteBuffer read_buffer_ ABSL_GUARDED_BY(mutex_);
+  absl::optional<grpc::ByteBuffer> inbox_ ABSL_GUARDED_BY(mutex_);
+  bool reading_ ABSL_GUARDED_BY(mutex_) = false;
+  bool reads_done_ ABSL_GUARDED_BY(mutex_) = false;
+  std::deque<grpc::ByteBuffer> writes_ ABSL_GUARDED_BY(mutex_);
+  bool writing_ ABSL_GUARDED_BY(mutex_) = false;
+  bool working_ ABSL_GUARDED_BY(mutex_) = false;
+  // What the last task left: more to do, and a tensor that is open.
+  bool has_more_ ABSL_GUARDED_BY(mutex_) = false;
+  bool has_tensor_ ABSL_GUARDED_BY(mutex_) = false;
+  absl::Time last_progress_ ABSL_GUARDED_BY(mutex_);
+  // Set once: how the call ends, when what is queued has been written.
+  absl::optional<absl::Status> end_ ABSL_GUARDED_BY(mutex_);
+  bool cancelled_ ABSL_GUARDED_BY(mutex_) = false;
+  bool finished_ ABSL_GUARDED_BY(mutex_) = false;
+};
+
+}  // namespace quantd::server
+
+#endif  // QUANTD_SERVER_RPC_TENSOR_STREAM_H_

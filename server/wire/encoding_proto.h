@@ -1,0 +1,46 @@
+// Encodings, specs and tensor descriptions from and to their messages.
+
+#ifndef QUANTD_SERVER_WIRE_ENCODING_PROTO_H_
+#define QUANTD_SERVER_WIRE_ENCODING_PROTO_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "core/calibrate/calibrate.h"
+#include "core/quantize/quantize.h"
+#include "core/statistics/tensor_statistics.h"
+#include "core/types/element_type.h"
+#include "core/types/encoding.h"
+#include "quantd/v1/encoding.pb.h"
+#include "quantd/v1/tensor.pb.h"
+
+namespace quantd::server {
+
+void EncodingToProto(const core::Encoding& encoding, v1::Encoding* proto);
+
+// Errors: those of core::ValidateEncoding, at the message's fields.
+absl::StatusOr<core::Encoding> EncodingFromProto(const v1::Encoding& proto);
+
+// Errors: ENUM_UNKNOWN and those of core::ValidateSpec, at the message's
+// fields.
+absl::StatusOr<core::EncodingSpec> SpecFromProto(const v1::EncodingSpec& proto);
+
+// What a header says of its tensor.
+struct TensorDescription {
+  core::ElementType element_type{};
+  std::vector<int64_t> shape;
+  int64_t element_count = 0;
+};
+
+// Errors: NAME_INVALID, ELEMENT_TYPE_UNKNOWN, SHAPE_INVALID, at the message's
+// fields.
+absl::StatusOr<TensorDescription> DescriptionFromProto(
+    const v1::TensorDescription& proto);
+
+void StatisticsToProto(const core::TensorStatistics& statistics,
+                       v1::TensorStatistics* proto);
+
+}  // namespace quantd::server
+
+#endif  // QUANTD_SERVER_WIRE_ENCODING_PROTO_H_
