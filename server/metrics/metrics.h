@@ -3,16 +3,16 @@
 #ifndef QUANTD_SERVER_METRICS_METRICS_H_
 #define QUANTD_SERVER_METRICS_METRICS_H_
 
-#include <array>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "core/formats/number_format.h"
 
 namespace prometheus {
-class Registry;
+struct MetricFamily;
 }
 
 namespace quantd::server {
@@ -40,17 +40,15 @@ constexpr int kRpcCount = 15;
 enum class StoreOperation { kGet, kPut, kDelete, kList, kPing };
 constexpr int kStoreOperationCount = 5;
 
-// Handles are bound at construction; every call is cheap enough for a chunk
-// path (sharded atomics, no mutex) except the histograms, which are for once
-// per tensor, call or store operation. Labels are bounded sets: never a model
-// or tensor name. Thread-safe.
+// Every call adds to sharded atomics, without a mutex: cheap enough for a chunk
+// path. Labels are bounded sets: never a model or tensor name. Thread-safe.
 class Metrics {
  public:
   Metrics();
   ~Metrics();
 
-  // What /metrics shows; scraped from any thread.
-  const std::shared_ptr<prometheus::Registry>& registry() const;
+  // What /metrics shows of the service; from any thread.
+  std::vector<prometheus::MetricFamily> Collect() const;
 
   // grpc_server_started_total, grpc_server_handled_total,
   // grpc_server_handling_seconds; `grpc_code` is 0 to 16.

@@ -1,0 +1,434 @@
+#include "server/metrics/metrics.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "core/cpu.h"
+#include "core/formats/number_format.h"
+#include "prometheus/client_metric.h"
+#include "prometheus/metric_family.h"
+#include "prometheus/metric_type.h"
+#include "server/metrics/process_metrics.h"
+#include "server/metrics/sharded_counters.h"
+
+namespace quantd::server {
+namespace {
+
+using Labels = std::vector<prometheus::ClientMetric::Label>;
+using prometheus::MetricFamily;
+using prometheus::MetricType;
+
+struct RpcName {
+  const char* type;
+  const char* service;
+  const char* method;
+};
+
+constexpr char kQuantization[] = "quantd.v1.QuantizationService";
+constexpr char kEncoding[] = "quantd.v1.EncodingService";
+
+constexpr std::array<RpcName, kRpcCount> kRpcNames = {{
+    {"bidi_stream", kQuantization, "Calibrate"},
+    {"bidi_stream", kQuantization, "Quantize"},
+    {"bidi_stream", kQuantization, "Dequantize"},
+    {"bidi_stream", kQuantization, "Evaluate"},
+    {"unary", kEncoding, "ListEncodings"},
+    {"unary", kEncoding, "GetEncoding"},
+    {"unary", kEncoding, "PutEncoding"},
+    {"unary", kEncoding, "DeleteEncoding"},
+    {"unary", kEncoding, "ListModels"},
+    {"unary", kEncoding, "ListRevisions"},
+    {"server_stream", kEncoding, "ComputeEncodings"},
+    {"server_stream", kEncoding, "Sweep"},
+    {"unary", kEncoding, "GetStatistics"},
+    {"server_stream", kEncoding, "ExportEncodings"},
+    {"client_stream", kEncoding, "ImportEncodings"},
+}};
+
+// Only these handle tensors; their metrics have a series each.
+constexpr int kTensorRpcCount = 4;
+
+constexpr int kGrpcCodeCount = 17;
+constexpr std::array<const char*, kGrpcCodeCount> kGrpcCodes = {
+    "OK",
+    "Canceled",
+    "Unknown",
+    "InvalidArgument",
+    "DeadlineExceeded",
+    "NotFound",
+    "AlreadyExists",
+    "PermissionDenied",
+    "ResourceExhausted",
+    "FailedPrecondition",
+    "Aborted",
+    "OutOfRange",
+    "Unimplemented",
+    "Internal",
+    "Unavailable",
+    "DataLoss",
+    "Unauthenticated"};
+
+constexpr std::array<const char*, kStoreOperationCount> kStoreOperations = {
+    "get", "put", "delete", "list", "ping"};
+
+constexpr std::array<const char*, 3> kLimitReasons = {
+    "TENSOR_TOO_LARGE", "SCALE_COUNT_LIMIT", "MEMORY_BUDGET"};
+
+// Upper bounds of the buckets of every histogram, in seconds.
+constexpr std::array<double, 17> kBucketSeconds = {
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05,
+    0.1,    0.25,    0.5,    1,     2.5,    5,     10,   60};
+// A counter per bucket, one for what is above all, one for the sum in
+// nanoseconds.
+constexpr int kHistogramSize = static_cast<int>(kBucketSeconds.size()) + 2;
+
+// Places of the counters in ShardedCounters, one after another.
+enum Counter : int {
+  kPayloadIn,
+  kPayloadOut,
+  kNonFinite,
+  kClipped,
+  kActiveStreams,
+  kActiveTensors,
+  kCacheHits,
+  kCacheMisses,
+  kCacheEvictions,
+  kLimitRejections,
+  kStoreErrors = kLimitRejections + static_cast<int>(kLimitReasons.size()),
+  kStoreSeconds = kStoreErrors + kStoreOperationCount,
+  kRpcStarted = kStoreSeconds + kStoreOperationCount * kHistogramSize,
+  kRpcHandled = kRpcStarted + kRpcCount,
+  kRpcSeconds = kRpcHandled + kRpcCount * kGrpcCodeCount,
+  // Per RPC: done well, then failed.
+  kTensorSeconds = kRpcSeconds + kRpcCount * kHistogramSize,
+  // Per RPC: none, then the rows of the table of formats.
+  kElements = kTensorSeconds + kTensorRpcCount * 2 * kHistogramSize,
+};
+
+int FormatCount() { return static_cast<int>(core::AllFormats().size()); }
+
+MetricFamily& AddFamily(const char* name, const char* help, MetricType type,
+                        std::vector<MetricFamily>* families) {
+  MetricFamily& family = families->emplace_back();
+  family.name = name;
+  family.help = help;
+  family.type = type;
+  return family;
+}
+
+void AddSample(int64_t value, Labels labels, MetricFamily* family) {
+  prometheus::ClientMetric& metric = family->metric.emplace_back();
+  metric.label = std::move(labels);
+  if (family->type == MetricType::Counter) {
+    metric.counter.value = static_cast<double>(value);
+  } else {
+    metric.gauge.value = static_cast<double>(value);
+  }
+}
+
+Labels RpcLabels(const RpcName& name) {
+  return {{"grpc_type", name.type},
+          {"grpc_service", name.service},
+          {"grpc_method", name.method}};
+}
+
+}  // namespace
+
+struct Metrics::State {
+  State() : counters(kElements + kTensorRpcCount * (FormatCount() + 1)) {}
+
+  void Observe(int first, absl::Duration latency) {
+    const double seconds = absl::ToDoubleSeconds(latency);
+    const auto bucket =
+        std::lower_bound(kBucketSeconds.begin(), kBucketSeconds.end(), seconds);
+    counters.Add(first + static_cast<int>(bucket - kBucketSeconds.begin()), 1);
+    counters.Add(first + kHistogramSize - 1, absl::ToInt64Nanoseconds(latency));
+  }
+
+  void AddHistogram(int first, Labels labels, MetricFamily* family) const {
+    prometheus::ClientMetric& metric = family->metric.emplace_back();
+    metric.label = std::move(labels);
+    uint64_t count = 0;
+    for (size_t i = 0; i < kBucketSeconds.size(); ++i) {
+      count += static_cast<uint64_t>(counters.Sum(first + static_cast<int>(i)));
+      metric.histogram.bucket.push_back({count, kBucketSeconds[i]});
+    }
+    count += static_cast<uint64_t>(counters.Sum(first + kHistogramSize - 2));
+    metric.histogram.sample_count = count;
+    metric.histogram.sample_sum =
+        1e-9 * static_cast<double>(counters.Sum(first + kHistogramSize - 1));
+  }
+
+  // A family with one sample and no labels.
+  void AddSingle(const char* name, const char* help, MetricType type,
+                 int counter, std::vector<MetricFamily>* families) const {
+    AddSample(counters.Sum(counter), {},
+              &AddFamily(name, help, type, families));
+  }
+
+  void CollectRpcs(std::vector<MetricFamily>* families) const;
+  void CollectTensors(std::vector<MetricFamily>* families) const;
+  void CollectStore(std::vector<MetricFamily>* families) const;
+  void CollectGuard(std::vector<MetricFamily>* families) const;
+
+  ShardedCounters counters;
+  // Levels that are set, not added to.
+  std::atomic<int64_t> cache_resident_bytes{0};
+  std::atomic<int64_t> cache_entries{0};
+  std::atomic<int64_t> memory_budget_bytes{0};
+  std::atomic<int64_t> memory_budget_used_bytes{0};
+};
+
+void Metrics::State::CollectRpcs(std::vector<MetricFamily>* families) const {
+  MetricFamily& started =
+      AddFamily("grpc_server_started_total",
+                "Total number of RPCs started on the server.",
+                MetricType::Counter, families);
+  for (int i = 0; i < kRpcCount; ++i) {
+    AddSample(counters.Sum(kRpcStarted + i), RpcLabels(kRpcNames[i]), &started);
+  }
+  MetricFamily& handled = AddFamily(
+      "grpc_server_handled_total",
+      "Total number of RPCs completed on the server, regardless of success or "
+      "failure.",
+      MetricType::Counter, families);
+  for (int i = 0; i < kRpcCount; ++i) {
+    for (int code = 0; code < kGrpcCodeCount; ++code) {
+      const int64_t count =
+          counters.Sum(kRpcHandled + i * kGrpcCodeCount + code);
+      // Codes that never came would make 240 series of zeros.
+      if (count == 0 && code != 0) continue;
+      Labels labels = RpcLabels(kRpcNames[i]);
+      labels.push_back({"grpc_code", kGrpcCodes[code]});
+      AddSample(count, std::move(labels), &handled);
+    }
+  }
+  MetricFamily& seconds =
+      AddFamily("grpc_server_handling_seconds",
+                "Histogram of response latency (seconds) of gRPC that had been "
+                "application-level handled by the server.",
+                MetricType::Histogram, families);
+  for (int i = 0; i < kRpcCount; ++i) {
+    AddHistogram(kRpcSeconds + i * kHistogramSize, RpcLabels(kRpcNames[i]),
+                 &seconds);
+  }
+}
+
+void Metrics::State::CollectTensors(std::vector<MetricFamily>* families) const {
+  MetricFamily& seconds = AddFamily(
+      "quantd_tensor_seconds",
+      "Time from a tensor's header to its summary or error, in seconds.",
+      MetricType::Histogram, families);
+  for (int i = 0; i < kTensorRpcCount; ++i) {
+    for (int failed = 0; failed < 2; ++failed) {
+      AddHistogram(kTensorSeconds + (2 * i + failed) * kHistogramSize,
+                   {{"rpc", kRpcNames[i].method},
+                    {"result", failed == 0 ? "ok" : "error"}},
+                   &seconds);
+    }
+  }
+  MetricFamily& payload = AddFamily(
+      "quantd_payload_bytes_total",
+      "Bytes of tensor data in the messages of the streams, by direction.",
+      MetricType::Counter, families);
+  AddSample(counters.Sum(kPayloadIn), {{"direction", "in"}}, &payload);
+  AddSample(counters.Sum(kPayloadOut), {{"direction", "out"}}, &payload);
+  MetricFamily& elements = AddFamily(
+      "quantd_elements_total",
+      "Elements quantized, dequantized, evaluated or calibrated, by number "
+      "format.",
+      MetricType::Counter, families);
+  const int format_count = FormatCount();
+  for (int i = 0; i < kTensorRpcCount; ++i) {
+    for (int f = 0; f <= format_count; ++f) {
+      const int64_t count =
+          counters.Sum(kElements + i * (format_count + 1) + f);
+      if (count == 0) continue;
+      AddSample(
+          count,
+          {{"rpc", kRpcNames[i].method},
+           {"format",
+            f == 0 ? "none" : std::string(core::AllFormats()[f - 1].name)}},
+          &elements);
+    }
+  }
+  AddSingle("quantd_non_finite_elements_total",
+            "Elements that were NaN or infinite.", MetricType::Counter,
+            kNonFinite, families);
+  AddSingle("quantd_clipped_elements_total",
+            "Finite elements that lay outside an encoding's range.",
+            MetricType::Counter, kClipped, families);
+  AddSingle("quantd_active_streams", "Streams that are open.",
+            MetricType::Gauge, kActiveStreams, families);
+  AddSingle("quantd_active_tensors", "Tensors that are being worked on.",
+            MetricType::Gauge, kActiveTensors, families);
+}
+
+void Metrics::State::CollectStore(std::vector<MetricFamily>* families) const {
+  AddSingle("quantd_cache_hits_total", "Encodings answered from memory.",
+            MetricType::Counter, kCacheHits, families);
+  AddSingle("quantd_cache_misses_total",
+            "Encodings that the store was asked for.", MetricType::Counter,
+            kCacheMisses, families);
+  AddSingle("quantd_cache_evictions_total",
+            "Encodings dropped from memory to make room.", MetricType::Counter,
+            kCacheEvictions, families);
+  AddSample(cache_resident_bytes.load(std::memory_order_relaxed), {},
+            &AddFamily("quantd_cache_resident_bytes",
+                       "Bytes of the encodings kept in memory.",
+                       MetricType::Gauge, families));
+  AddSample(
+      cache_entries.load(std::memory_order_relaxed), {},
+      &AddFamily("quantd_cache_entries", "Number of encodings kept in memory.",
+                 MetricType::Gauge, families));
+  MetricFamily& seconds = AddFamily(
+      "quantd_store_seconds", "Latency of the store's operations, in seconds.",
+      MetricType::Histogram, families);
+  for (int i = 0; i < kStoreOperationCount; ++i) {
+    AddHistogram(kStoreSeconds + i * kHistogramSize,
+                 {{"operation", kStoreOperations[i]}}, &seconds);
+  }
+  MetricFamily& errors =
+      AddFamily("quantd_store_errors_total",
+                "Operations of the store that failed; an encoding that is not "
+                "there is no failure.",
+                MetricType::Counter, families);
+  for (int i = 0; i < kStoreOperationCount; ++i) {
+    AddSample(counters.Sum(kStoreErrors + i),
+              {{"operation", kStoreOperations[i]}}, &errors);
+  }
+}
+
+void Metrics::State::CollectGuard(std::vector<MetricFamily>* families) const {
+  AddSample(memory_budget_bytes.load(std::memory_order_relaxed), {},
+            &AddFamily("quantd_memory_budget_bytes",
+                       "Bytes that requests may make the server hold.",
+                       MetricType::Gauge, families));
+  AddSample(memory_budget_used_bytes.load(std::memory_order_relaxed), {},
+            &AddFamily("quantd_memory_budget_used_bytes",
+                       "Bytes that requests make the server hold.",
+                       MetricType::Gauge, families));
+  MetricFamily& rejections =
+      AddFamily("quantd_limit_rejections_total",
+                "Requests and tensors turned away by a limit, by reason.",
+                MetricType::Counter, families);
+  for (size_t i = 0; i < kLimitReasons.size(); ++i) {
+    AddSample(counters.Sum(kLimitRejections + static_cast<int>(i)),
+              {{"reason", kLimitReasons[i]}}, &rejections);
+  }
+}
+
+Metrics::Metrics() : state_(std::make_unique<State>()) {}
+Metrics::~Metrics() = default;
+
+std::vector<MetricFamily> Metrics::Collect() const {
+  std::vector<MetricFamily> families = CollectProcessMetrics();
+  MetricFamily& build = AddFamily(
+      "quantd_build_info",
+      "Always 1; the version and the SIMD target in use are in the labels.",
+      MetricType::Gauge, &families);
+  AddSample(1, {{"version", QUANTD_VERSION}, {"simd", core::SimdTarget()}},
+            &build);
+  state_->CollectRpcs(&families);
+  state_->CollectTensors(&families);
+  state_->CollectStore(&families);
+  state_->CollectGuard(&families);
+  return families;
+}
+
+void Metrics::RpcStarted(Rpc rpc) {
+  state_->counters.Add(kRpcStarted + static_cast<int>(rpc), 1);
+}
+
+void Metrics::RpcHandled(Rpc rpc, int grpc_code, absl::Duration latency) {
+  constexpr int kUnknown = 2;
+  const int code =
+      grpc_code >= 0 && grpc_code < kGrpcCodeCount ? grpc_code : kUnknown;
+  const int index = static_cast<int>(rpc);
+  state_->counters.Add(kRpcHandled + index * kGrpcCodeCount + code, 1);
+  state_->Observe(kRpcSeconds + index * kHistogramSize, latency);
+}
+
+void Metrics::TensorDone(Rpc rpc, bool ok, absl::Duration latency) {
+  const int index = static_cast<int>(rpc);
+  if (index >= kTensorRpcCount) return;
+  state_->Observe(kTensorSeconds + (2 * index + (ok ? 0 : 1)) * kHistogramSize,
+                  latency);
+}
+
+void Metrics::PayloadIn(int64_t bytes) {
+  state_->counters.Add(kPayloadIn, bytes);
+}
+
+void Metrics::PayloadOut(int64_t bytes) {
+  state_->counters.Add(kPayloadOut, bytes);
+}
+
+void Metrics::Elements(Rpc rpc, const core::FormatInfo* format, int64_t count) {
+  const int index = static_cast<int>(rpc);
+  if (index >= kTensorRpcCount) return;
+  const absl::Span<const core::FormatInfo> formats = core::AllFormats();
+  int place = 0;
+  // A copy of a row has its place found by the format.
+  if (format != nullptr) {
+    const core::FormatInfo* row = core::FindFormat(format->format);
+    if (row != nullptr) place = static_cast<int>(row - formats.data()) + 1;
+  }
+  state_->counters.Add(kElements + index * (FormatCount() + 1) + place, count);
+}
+
+void Metrics::NonFinite(int64_t count) {
+  if (count != 0) state_->counters.Add(kNonFinite, count);
+}
+
+void Metrics::Clipped(int64_t count) {
+  if (count != 0) state_->counters.Add(kClipped, count);
+}
+
+void Metrics::StreamOpened() { state_->counters.Add(kActiveStreams, 1); }
+void Metrics::StreamClosed() { state_->counters.Add(kActiveStreams, -1); }
+void Metrics::TensorOpened() { state_->counters.Add(kActiveTensors, 1); }
+void Metrics::TensorClosed() { state_->counters.Add(kActiveTensors, -1); }
+
+void Metrics::CacheHit() { state_->counters.Add(kCacheHits, 1); }
+void Metrics::CacheMiss() { state_->counters.Add(kCacheMisses, 1); }
+void Metrics::CacheEvicted(int64_t count) {
+  state_->counters.Add(kCacheEvictions, count);
+}
+
+void Metrics::CacheResident(int64_t bytes, int64_t entries) {
+  state_->cache_resident_bytes.store(bytes, std::memory_order_relaxed);
+  state_->cache_entries.store(entries, std::memory_order_relaxed);
+}
+
+void Metrics::StoreDone(StoreOperation operation, bool ok,
+                        absl::Duration latency) {
+  const int index = static_cast<int>(operation);
+  if (!ok) state_->counters.Add(kStoreErrors + index, 1);
+  state_->Observe(kStoreSeconds + index * kHistogramSize, latency);
+}
+
+void Metrics::MemoryBudget(int64_t total_bytes, int64_t used_bytes) {
+  state_->memory_budget_bytes.store(total_bytes, std::memory_order_relaxed);
+  state_->memory_budget_used_bytes.store(used_bytes, std::memory_order_relaxed);
+}
+
+void Metrics::LimitRejected(absl::string_view reason) {
+  for (size_t i = 0; i < kLimitReasons.size(); ++i) {
+    if (reason == kLimitReasons[i]) {
+      state_->counters.Add(kLimitRejections + static_cast<int>(i), 1);
+    }
+  }
+}
+
+}  // namespace quantd::server

@@ -1,0 +1,19 @@
+// What the operating system knows of this process.
+
+#ifndef QUANTD_SERVER_METRICS_PROCESS_METRICS_H_
+#define QUANTD_SERVER_METRICS_PROCESS_METRICS_H_
+
+#include <vector>
+
+#include "prometheus/metric_family.h"
+
+namespace quantd::server {
+
+// The conventional process_* families: CPU seconds, resident and virtual
+// bytes, open and allowed file descriptors, start time. A family that /proc
+// does not give is left out. Thread-safe.
+std::vector<prometheus::MetricFamily> CollectProcessMetrics();
+
+}  // namespace quantd::server
+
+#endif  // QUANTD_SERVER_METRICS_PROCESS_METRICS_H_

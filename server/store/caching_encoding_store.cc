@@ -1,0 +1,218 @@
+#include "server/store/caching_encoding_store.h"
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "absl/hash/hash.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+
+namespace quantd::server {
+namespace {
+
+// The encoding's own allocations, the key twice (list and index), the etag,
+// and what the allocator and the containers add, rounded up.
+int64_t CostBytes(const EncodingKey& key, const StoredEncoding& stored) {
+  constexpr int64_t kOverheadBytes = 512;
+  const core::Encoding& encoding = *stored.encoding;
+  const size_t key_bytes =
+      key.model.size() + key.revision.size() + key.tensor.size();
+  return kOverheadBytes + 2 * static_cast<int64_t>(key_bytes) +
+         static_cast<int64_t>(stored.etag.size() + sizeof(core::Encoding) +
+                              encoding.block_size.size() * sizeof(int64_t) +
+                              encoding.scale.size() * sizeof(float) +
+                              encoding.zero_point.size() * sizeof(int32_t));
+}
+
+}  // namespace
+
+absl::Duration SteadyNow() {
+  return absl::FromChrono(std::chrono::steady_clock::now().time_since_epoch());
+}
+
+CachingEncodingStore::CachingEncodingStore(std::unique_ptr<EncodingStore> inner,
+                                           Options options, Metrics* metrics)
+    : inner_(std::move(inner)),
+      options_(std::move(options)),
+      shard_cap_bytes_(options_.cap_bytes / kShardCount),
+      metrics_(metrics) {}
+
+CachingEncodingStore::~CachingEncodingStore() = default;
+
+absl::StatusOr<StoredEncoding> CachingEncodingStore::Get(
+    const EncodingKey& key) {
+  Shard& shard = ShardOf(key);
+  const absl::Duration now = options_.clock();
+  // Too old to answer without asking, but better than no answer.
+  std::optional<StoredEncoding> stale;
+  int64_t write_events;
+  {
+    absl::MutexLock lock(&shard.mutex);
+    if (const auto it = shard.index.find(key); it != shard.index.end()) {
+      const Entry& entry = *it->second;
+      shard.entries.splice(shard.entries.begin(), shard.entries, it->second);
+      if (now - entry.read_time <= options_.max_age) {
+        metrics_->CacheHit();
+        return entry.stored;
+      }
+      if (now - entry.read_time <= options_.max_stale) stale = entry.stored;
+    }
+    InFlight& in_flight = shard.in_flight[key];
+    ++in_flight.reads;
+    write_events = in_flight.write_events;
+  }
+  metrics_->CacheMiss();
+  absl::StatusOr<StoredEncoding> result = inner_->Get(key);
+
+  absl::MutexLock lock(&shard.mutex);
+  const auto it = shard.in_flight.find(key);
+  InFlight& in_flight = it->second;
+  const bool undisturbed =
+      in_flight.writes == 0 && in_flight.write_events == write_events;
+  if (--in_flight.reads == 0 && in_flight.writes == 0) {
+    shard.in_flight.erase(it);
+  }
+  if (!undisturbed) return result;
+  if (result.ok()) {
+    // Reads that overlap may end out of order.
+    const auto cached = shard.index.find(key);
+    if (cached == shard.index.end() ||
+        cached->second->stored.generation <= result->generation) {
+      Insert(shard, key, *result, now);
+    }
+  } else if (absl::IsUnavailable(result.status())) {
+    if (stale.has_value()) return *std::move(stale);
+  } else {
+    Erase(shard, key);
+  }
+  return result;
+}
+
+absl::StatusOr<StoredEncoding> CachingEncodingStore::Put(
+    const EncodingKey& key, std::shared_ptr<const core::Encoding> encoding,
+    const Precondition& precondition) {
+  Shard& shard = ShardOf(key);
+  const absl::Duration now = options_.clock();
+  const int64_t begin_event = BeginWrite(shard, key);
+  absl::StatusOr<StoredEncoding> result =
+      inner_->Put(key, std::move(encoding), precondition);
+  EndWrite(shard, key, begin_event, result.ok() ? &*result : nullptr, now);
+  return result;
+}
+
+absl::Status CachingEncodingStore::Delete(const EncodingKey& key,
+                                          const Precondition& precondition) {
+  Shard& shard = ShardOf(key);
+  const absl::Duration now = options_.clock();
+  const int64_t begin_event = BeginWrite(shard, key);
+  const absl::Status status = inner_->Delete(key, precondition);
+  EndWrite(shard, key, begin_event, nullptr, now);
+  return status;
+}
+
+absl::StatusOr<std::vector<EncodingListEntry>>
+CachingEncodingStore::ListEncodings(absl::string_view model,
+                                    absl::string_view revision,
+                                    absl::string_view after, int limit) {
+  return inner_->ListEncodings(model, revision, after, limit);
+}
+
+absl::StatusOr<std::vector<ModelListEntry>> CachingEncodingStore::ListModels(
+    absl::string_view after, int limit) {
+  return inner_->ListModels(after, limit);
+}
+
+absl::StatusOr<std::vector<RevisionListEntry>>
+CachingEncodingStore::ListRevisions(absl::string_view model,
+                                    absl::string_view after, int limit) {
+  return inner_->ListRevisions(model, after, limit);
+}
+
+absl::Status CachingEncodingStore::Ping() { return inner_->Ping(); }
+
+int64_t CachingEncodingStore::resident_bytes() const {
+  absl::MutexLock lock(&totals_mutex_);
+  return resident_bytes_;
+}
+
+int64_t CachingEncodingStore::resident_entries() const {
+  absl::MutexLock lock(&totals_mutex_);
+  return resident_entries_;
+}
+
+CachingEncodingStore::Shard& CachingEncodingStore::ShardOf(
+    const EncodingKey& key) {
+  return shards_[absl::HashOf(key) % kShardCount];
+}
+
+int64_t CachingEncodingStore::BeginWrite(Shard& shard, const EncodingKey& key) {
+  absl::MutexLock lock(&shard.mutex);
+  // From here on reads go to the inner store, so that none answers the old
+  // encoding after another has answered the new one.
+  Erase(shard, key);
+  InFlight& in_flight = shard.in_flight[key];
+  ++in_flight.writes;
+  return ++in_flight.write_events;
+}
+
+void CachingEncodingStore::EndWrite(Shard& shard, const EncodingKey& key,
+                                    int64_t begin_event,
+                                    const StoredEncoding* stored,
+                                    absl::Duration begin_time) {
+  absl::MutexLock lock(&shard.mutex);
+  const auto it = shard.in_flight.find(key);
+  InFlight& in_flight = it->second;
+  const bool alone =
+      in_flight.writes == 1 && in_flight.write_events == begin_event;
+  ++in_flight.write_events;
+  if (--in_flight.writes == 0 && in_flight.reads == 0) {
+    shard.in_flight.erase(it);
+  }
+  if (alone && stored != nullptr) Insert(shard, key, *stored, begin_time);
+}
+
+void CachingEncodingStore::Insert(Shard& shard, const EncodingKey& key,
+                                  const StoredEncoding& stored,
+                                  absl::Duration read_time) {
+  Erase(shard, key);
+  const int64_t cost_bytes = CostBytes(key, stored);
+  if (cost_bytes > shard_cap_bytes_) return;
+  int64_t evicted = 0;
+  while (shard.bytes + cost_bytes > shard_cap_bytes_) {
+    // A copy, because erasing destroys the key in the entry.
+    const EncodingKey oldest = shard.entries.back().key;
+    Erase(shard, oldest);
+    ++evicted;
+  }
+  if (evicted > 0) metrics_->CacheEvicted(evicted);
+  shard.entries.push_front({key, stored, read_time, cost_bytes});
+  shard.index.emplace(key, shard.entries.begin());
+  shard.bytes += cost_bytes;
+  AddResident(cost_bytes, 1);
+}
+
+void CachingEncodingStore::Erase(Shard& shard, const EncodingKey& key) {
+  const auto it = shard.index.find(key);
+  if (it == shard.index.end()) return;
+  const int64_t cost_bytes = it->second->cost_bytes;
+  shard.bytes -= cost_bytes;
+  shard.entries.erase(it->second);
+  shard.index.erase(it);
+  AddResident(-cost_bytes, -1);
+}
+
+void CachingEncodingStore::AddResident(int64_t bytes, int64_t entries) {
+  absl::MutexLock lock(&totals_mutex_);
+  resident_bytes_ += bytes;
+  resident_entries_ += entries;
+  metrics_->CacheResident(resident_bytes_, resident_entries_);
+}
+
+}  // namespace quantd::server

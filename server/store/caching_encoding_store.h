@@ -1,0 +1,131 @@
+// Encodings kept in memory in front of another store.
+
+#ifndef QUANTD_SERVER_STORE_CACHING_ENCODING_STORE_H_
+#define QUANTD_SERVER_STORE_CACHING_ENCODING_STORE_H_
+
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "server/metrics/metrics.h"
+#include "server/store/encoding_store.h"
+
+namespace quantd::server {
+
+// Time since some start, never running backwards.
+absl::Duration SteadyNow();
+
+// Answers Get from memory: least recently used encodings go first when the cap
+// is reached. Everything else goes to the inner store. Within this process a
+// Get never answers what a finished Put or Delete replaced; what another
+// process put into the same store is seen within `max_age`. While the inner
+// store is unavailable, cached encodings are answered for up to `max_stale`.
+// Thread-safe; no lock is held while the inner store works.
+class CachingEncodingStore : public EncodingStore {
+ public:
+  struct Options {
+    // Of everything cached, keys and overhead included. An encoding larger
+    // than a sixteenth of it is not cached; 0 caches nothing.
+    int64_t cap_bytes = int64_t{256} << 20;
+    // After this an encoding is read again from the inner store.
+    absl::Duration max_age = absl::Seconds(1);
+    absl::Duration max_stale = absl::Minutes(10);
+    // Monotonic, from any start.
+    std::function<absl::Duration()> clock = &SteadyNow;
+  };
+
+  // `metrics` must outlive this.
+  CachingEncodingStore(std::unique_ptr<EncodingStore> inner, Options options,
+                       Metrics* metrics);
+  ~CachingEncodingStore() override;
+
+  absl::StatusOr<StoredEncoding> Get(const EncodingKey& key) override;
+  absl::StatusOr<StoredEncoding> Put(
+      const EncodingKey& key, std::shared_ptr<const core::Encoding> encoding,
+      const Precondition& precondition) override;
+  absl::Status Delete(const EncodingKey& key,
+                      const Precondition& precondition) override;
+  absl::StatusOr<std::vector<EncodingListEntry>> ListEncodings(
+      absl::string_view model, absl::string_view revision,
+      absl::string_view after, int limit) override;
+  absl::StatusOr<std::vector<ModelListEntry>> ListModels(
+      absl::string_view after, int limit) override;
+  absl::StatusOr<std::vector<RevisionListEntry>> ListRevisions(
+      absl::string_view model, absl::string_view after, int limit) override;
+  absl::Status Ping() override;
+
+  // Bytes and entries cached now.
+  int64_t resident_bytes() const ABSL_LOCKS_EXCLUDED(totals_mutex_);
+  int64_t resident_entries() const ABSL_LOCKS_EXCLUDED(totals_mutex_);
+
+ private:
+  static constexpr int kShardCount = 16;
+
+  struct Entry {
+    EncodingKey key;
+    StoredEncoding stored;
+    // When the inner store was asked.
+    absl::Duration read_time;
+    int64_t cost_bytes;
+  };
+
+  // Reads and writes of one key that are at the inner store now. What a read
+  // brings is cached only if no write overlapped it; what a write leaves only
+  // if no other write did.
+  struct InFlight {
+    int reads = 0;
+    int writes = 0;
+    // Counts the begins and ends of writes.
+    int64_t write_events = 0;
+  };
+
+  struct Shard {
+    absl::Mutex mutex;
+    // Most recently used first.
+    std::list<Entry> entries ABSL_GUARDED_BY(mutex);
+    absl::flat_hash_map<EncodingKey, std::list<Entry>::iterator> index
+        ABSL_GUARDED_BY(mutex);
+    int64_t bytes ABSL_GUARDED_BY(mutex) = 0;
+    absl::flat_hash_map<EncodingKey, InFlight> in_flight ABSL_GUARDED_BY(mutex);
+  };
+
+  Shard& ShardOf(const EncodingKey& key);
+  int64_t BeginWrite(Shard& shard, const EncodingKey& key)
+      ABSL_LOCKS_EXCLUDED(shard.mutex);
+  // `stored` is what the write left, null if that is nothing or unknown.
+  void EndWrite(Shard& shard, const EncodingKey& key, int64_t begin_event,
+                const StoredEncoding* stored, absl::Duration begin_time)
+      ABSL_LOCKS_EXCLUDED(shard.mutex);
+  void Insert(Shard& shard, const EncodingKey& key,
+              const StoredEncoding& stored, absl::Duration read_time)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(shard.mutex);
+  void Erase(Shard& shard, const EncodingKey& key)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(shard.mutex);
+  void AddResident(int64_t bytes, int64_t entries)
+      ABSL_LOCKS_EXCLUDED(totals_mutex_);
+
+  const std::unique_ptr<EncodingStore> inner_;
+  const Options options_;
+  const int64_t shard_cap_bytes_;
+  Metrics* const metrics_;
+  std::array<Shard, kShardCount> shards_;
+
+  mutable absl::Mutex totals_mutex_;
+  int64_t resident_bytes_ ABSL_GUARDED_BY(totals_mutex_) = 0;
+  int64_t resident_entries_ ABSL_GUARDED_BY(totals_mutex_) = 0;
+};
+
+}  // namespace quantd::server
+
+#endif  // QUANTD_SERVER_STORE_CACHING_ENCODING_STORE_H_

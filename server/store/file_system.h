@@ -1,0 +1,26 @@
+// What kind of file system a store would sit on.
+
+#ifndef QUANTD_SERVER_STORE_FILE_SYSTEM_H_
+#define QUANTD_SERVER_STORE_FILE_SYSTEM_H_
+
+#include <cstdint>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+
+namespace quantd::server {
+
+// "NFS", "SMB" or "CIFS" for the `f_type` of statfs(2); empty for what is not
+// known to be on the network.
+absl::string_view NetworkFileSystemName(int64_t f_type);
+
+// Makes sure that the directory of `path` exists (its last component is
+// created, mode 0700) and is not on a network file system, whose locks SQLite
+// cannot trust.
+// Errors: STORE_UNAVAILABLE.
+absl::Status PrepareStoreDirectory(const std::string& path);
+
+}  // namespace quantd::server
+
+#endif  // QUANTD_SERVER_STORE_FILE_SYSTEM_H_

@@ -1,0 +1,327 @@
+// What every EncodingStore promises, on each implementation.
+
+#include "server/store/encoding_store.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "core/errors.h"
+#include "core/types/encoding.h"
+#include "server/metrics/metrics.h"
+#include "server/store/caching_encoding_store.h"
+#include "server/store/metering_encoding_store.h"
+#include "server/store/sqlite_encoding_store.h"
+
+namespace quantd::server {
+namespace {
+
+using ::testing::IsEmpty;
+
+enum class Kind { kSqlite, kCachedSqlite };
+
+std::string KindName(const testing::TestParamInfo<Kind>& info) {
+  return info.param == Kind::kSqlite ? "Sqlite" : "CachedSqlite";
+}
+
+std::shared_ptr<const core::Encoding> MakeEncoding(float scale,
+                                                   int32_t zero_point = 3) {
+  core::Encoding encoding;
+  encoding.format = static_cast<core::NumberFormat>(8);
+  encoding.scale = {scale};
+  encoding.zero_point = {zero_point};
+  encoding.qmin = -128;
+  encoding.qmax = 127;
+  return std::make_shared<const core::Encoding>(std::move(encoding));
+}
+
+class EncodingStoreTest : public testing::TestWithParam<Kind> {
+ protected:
+  EncodingStoreTest() {
+    std::string pattern = testing::TempDir() + "/quantd-store-XXXXXX";
+    directory_ = mkdtemp(pattern.data());
+    Reopen();
+  }
+  ~EncodingStoreTest() override {
+    store_.reset();
+    std::filesystem::remove_all(directory_);
+  }
+
+  void Reopen() {
+    store_.reset();
+    store_ = Open();
+  }
+
+  std::unique_ptr<EncodingStore> Open() {
+    absl::StatusOr<std::unique_ptr<SqliteEncodingStore>> sqlite =
+        SqliteEncodingStore::Open(directory_ + "/encodings.db");
+    if (!sqlite.ok()) {
+      ADD_FAILURE() << sqlite.status();
+      return nullptr;
+    }
+    if (GetParam() == Kind::kSqlite) return *std::move(sqlite);
+    CachingEncodingStore::Options options;
+    options.cap_bytes = 1 << 20;
+    return std::make_unique<CachingEncodingStore>(
+        std::make_unique<MeteringEncodingStore>(*std::move(sqlite), &metrics_),
+        options, &metrics_);
+  }
+
+  StoredEncoding MustPut(const EncodingKey& key, float scale,
+                         const std::string& if_match = "") {
+    absl::StatusOr<StoredEncoding> stored =
+        store_->Put(key, MakeEncoding(scale), {if_match});
+    EXPECT_TRUE(stored.ok()) << stored.status();
+    return stored.ok() ? *stored : StoredEncoding();
+  }
+
+  std::string directory_;
+  Metrics metrics_;
+  std::unique_ptr<EncodingStore> store_;
+  const EncodingKey key_{"resnet/50", "main", "conv1.weight"};
+};
+
+TEST_P(EncodingStoreTest, GivesBackWhatWasPut) {
+  core::Encoding encoding;
+  encoding.format = static_cast<core::NumberFormat>(28);
+  encoding.block_size = {1, 0};
+  encoding.scale = {0.5f, 0.25f, 1.17549435e-38f};
+  encoding.zero_point = {0, 255, 17};
+  encoding.qmin = 0;
+  encoding.qmax = 255;
+  encoding.degenerate_count = 1;
+  const absl::Time before = absl::Now() - absl::Milliseconds(1);
+  absl::StatusOr<StoredEncoding> put =
+      store_->Put(key_, std::make_shared<const core::Encoding>(encoding), {});
+  ASSERT_TRUE(put.ok()) << put.status();
+  EXPECT_TRUE(*put->encoding == encoding);
+  EXPECT_GE(put->update_time, before);
+  EXPECT_LE(put->update_time, absl::Now());
+
+  for (const bool reopened : {false, true}) {
+    if (reopened) Reopen();
+    absl::StatusOr<StoredEncoding> got = store_->Get(key_);
+    ASSERT_TRUE(got.ok()) << got.status();
+    ASSERT_NE(got->encoding, nullptr);
+    EXPECT_TRUE(*got->encoding == encoding);
+    EXPECT_EQ(got->etag, put->etag);
+    EXPECT_EQ(got->generation, put->generation);
+    EXPECT_EQ(got->update_time, put->update_time);
+  }
+}
+
+TEST_P(EncodingStoreTest, SaysWhatIsNotThere) {
+  const absl::Status got = store_->Get(key_).status();
+  EXPECT_EQ(core::ErrorReason(got), "ENCODING_NOT_FOUND") << got;
+  const absl::Status deleted = store_->Delete(key_, {});
+  EXPECT_EQ(core::ErrorReason(deleted), "ENCODING_NOT_FOUND") << deleted;
+  MustPut(key_, 1);
+  for (const EncodingKey& other :
+       {EncodingKey{"resnet/5", "0main", "conv1.weight"},
+        EncodingKey{"resnet/50", "main", "conv1.weigh"},
+        EncodingKey{"resnet/50", "main", ""}}) {
+    EXPECT_TRUE(absl::IsNotFound(store_->Get(other).status()));
+  }
+}
+
+TEST_P(EncodingStoreTest, ReplacesAndDeletes) {
+  MustPut(key_, 1);
+  MustPut(key_, 2);
+  absl::StatusOr<StoredEncoding> got = store_->Get(key_);
+  ASSERT_TRUE(got.ok()) << got.status();
+  EXPECT_EQ(got->encoding->scale[0], 2);
+  EXPECT_TRUE(store_->Delete(key_, {}).ok());
+  EXPECT_TRUE(absl::IsNotFound(store_->Get(key_).status()));
+  EXPECT_TRUE(absl::IsNotFound(store_->Delete(key_, {})));
+}
+
+TEST_P(EncodingStoreTest, PutHonoursItsPrecondition) {
+  const absl::Status needs_etag =
+      store_->Put(key_, MakeEncoding(1), {"1-00"}).status();
+  EXPECT_EQ(core::ErrorReason(needs_etag), "ETAG_MISMATCH") << needs_etag;
+  EXPECT_THAT(std::string(needs_etag.message()), testing::HasSubstr("absent"));
+
+  const StoredEncoding first = MustPut(key_, 1, "absent");
+  const absl::Status needs_absence =
+      store_->Put(key_, MakeEncoding(2), {"absent"}).status();
+  EXPECT_EQ(core::ErrorReason(needs_absence), "ETAG_MISMATCH");
+
+  const StoredEncoding second = MustPut(key_, 2, first.etag);
+  const absl::Status old_etag =
+      store_->Put(key_, MakeEncoding(3), {first.etag}).status();
+  EXPECT_EQ(core::ErrorReason(old_etag), "ETAG_MISMATCH");
+
+  absl::StatusOr<StoredEncoding> got = store_->Get(key_);
+  ASSERT_TRUE(got.ok()) << got.status();
+  EXPECT_EQ(got->encoding->scale[0], 2);
+  EXPECT_EQ(got->etag, second.etag);
+}
+
+TEST_P(EncodingStoreTest, DeleteHonoursItsPrecondition) {
+  const StoredEncoding first = MustPut(key_, 1);
+  const StoredEncoding second = MustPut(key_, 2);
+  for (const std::string& wrong : {first.etag, std::string("absent")}) {
+    const absl::Status status = store_->Delete(key_, {wrong});
+    EXPECT_EQ(core::ErrorReason(status), "ETAG_MISMATCH") << status;
+  }
+  EXPECT_TRUE(store_->Get(key_).ok());
+  EXPECT_TRUE(store_->Delete(key_, {second.etag}).ok());
+  EXPECT_TRUE(absl::IsNotFound(store_->Get(key_).status()));
+}
+
+TEST_P(EncodingStoreTest, GivesEveryPutANewEtag) {
+  const StoredEncoding first = MustPut(key_, 1);
+  const StoredEncoding again = MustPut(key_, 1);
+  EXPECT_NE(first.etag, again.etag);
+  EXPECT_NE(first.etag, "");
+}
+
+TEST_P(EncodingStoreTest, GenerationsGrowAcrossKeysDeletesAndReopening) {
+  int64_t last = 0;
+  for (int round = 0; round < 3; ++round) {
+    for (const char* tensor : {"a", "b"}) {
+      const StoredEncoding stored = MustPut({"m", "r", tensor}, 1);
+      EXPECT_GT(stored.generation, last);
+      last = stored.generation;
+    }
+    EXPECT_TRUE(store_->Delete({"m", "r", "a"}, {}).ok());
+    EXPECT_TRUE(store_->Delete({"m", "r", "b"}, {}).ok());
+    Reopen();
+  }
+}
+
+TEST_P(EncodingStoreTest, ListsPagesInOrderOfBytes) {
+  const std::vector<std::string> names = {"A", "Z", "a", "a.b", "a/b", "é"};
+  for (auto name = names.rbegin(); name != names.rend(); ++name) {
+    MustPut({"m", "r", *name}, 0.5f);
+  }
+  MustPut({"m", "r2", "other"}, 1);
+  MustPut({"m2", "r", "other"}, 1);
+
+  std::vector<std::string> seen;
+  std::string after;
+  while (true) {
+    absl::StatusOr<std::vector<EncodingListEntry>> page =
+        store_->ListEncodings("m", "r", after, 4);
+    ASSERT_TRUE(page.ok()) << page.status();
+    if (page->empty()) break;
+    EXPECT_LE(page->size(), 4u);
+    for (const EncodingListEntry& entry : *page) {
+      seen.push_back(entry.tensor);
+      EXPECT_EQ(entry.stored.encoding, nullptr);
+      EXPECT_EQ(static_cast<int>(entry.format), 8);
+      EXPECT_EQ(entry.scale_count, 1);
+      absl::StatusOr<StoredEncoding> got =
+          store_->Get({"m", "r", entry.tensor});
+      ASSERT_TRUE(got.ok()) << got.status();
+      EXPECT_EQ(got->etag, entry.stored.etag);
+      EXPECT_EQ(got->generation, entry.stored.generation);
+      EXPECT_EQ(got->update_time, entry.stored.update_time);
+    }
+    after = seen.back();
+  }
+  EXPECT_EQ(seen, names);
+  for (const int limit : {0, -1}) {
+    EXPECT_THAT(*store_->ListEncodings("m", "r", "", limit), IsEmpty());
+    EXPECT_THAT(*store_->ListModels("", limit), IsEmpty());
+    EXPECT_THAT(*store_->ListRevisions("m", "", limit), IsEmpty());
+  }
+  EXPECT_THAT(*store_->ListEncodings("m", "none", "", 4), IsEmpty());
+}
+
+TEST_P(EncodingStoreTest, ListsModelsAndRevisionsWithCounts) {
+  for (const EncodingKey& key : std::vector<EncodingKey>{{"b", "1", "x"},
+                                                         {"b", "1", "y"},
+                                                         {"b", "2", "x"},
+                                                         {"a", "1", "x"},
+                                                         {"c", "9", "x"}}) {
+    MustPut(key, 1);
+  }
+  absl::StatusOr<std::vector<ModelListEntry>> models =
+      store_->ListModels("", 2);
+  ASSERT_TRUE(models.ok()) << models.status();
+  ASSERT_EQ(models->size(), 2u);
+  EXPECT_EQ((*models)[0].model, "a");
+  EXPECT_EQ((*models)[1].model, "b");
+  EXPECT_EQ((*models)[1].revision_count, 2);
+  EXPECT_EQ((*models)[1].encoding_count, 3);
+  models = store_->ListModels("b", 2);
+  ASSERT_TRUE(models.ok()) << models.status();
+  ASSERT_EQ(models->size(), 1u);
+  EXPECT_EQ((*models)[0].model, "c");
+
+  absl::StatusOr<std::vector<RevisionListEntry>> revisions =
+      store_->ListRevisions("b", "", 10);
+  ASSERT_TRUE(revisions.ok()) << revisions.status();
+  ASSERT_EQ(revisions->size(), 2u);
+  EXPECT_EQ((*revisions)[0].revision, "1");
+  EXPECT_EQ((*revisions)[0].encoding_count, 2);
+  EXPECT_EQ((*revisions)[1].revision, "2");
+  revisions = store_->ListRevisions("b", "1", 10);
+  ASSERT_TRUE(revisions.ok()) << revisions.status();
+  ASSERT_EQ(revisions->size(), 1u);
+  EXPECT_EQ((*revisions)[0].revision, "2");
+}
+
+TEST_P(EncodingStoreTest, AnswersPing) {
+  const absl::Status status = store_->Ping();
+  EXPECT_TRUE(status.ok()) << status;
+}
+
+TEST_P(EncodingStoreTest, LosesNoIncrementOfConcurrentCompareAndSet) {
+  constexpr int kThreads = 4;
+  constexpr int kIncrements = 500;
+  ASSERT_TRUE(store_->Put(key_, MakeEncoding(1, 0), {}).ok());
+  // A code range wide enough to count in.
+  const auto increment = [](const core::Encoding& from) {
+    core::Encoding to = from;
+    to.format = static_cast<core::NumberFormat>(16);
+    to.qmin = -32768;
+    to.qmax = 32767;
+    ++to.zero_point[0];
+    return std::make_shared<const core::Encoding>(std::move(to));
+  };
+  std::vector<std::thread> threads;
+  for (int i = 0; i < kThreads; ++i) {
+    threads.emplace_back([&] {
+      int done = 0;
+      while (done < kIncrements) {
+        absl::StatusOr<StoredEncoding> got = store_->Get(key_);
+        ASSERT_TRUE(got.ok()) << got.status();
+        absl::StatusOr<StoredEncoding> put =
+            store_->Put(key_, increment(*got->encoding), {got->etag});
+        if (put.ok()) {
+          ++done;
+        } else {
+          ASSERT_EQ(core::ErrorReason(put.status()), "ETAG_MISMATCH")
+              << put.status();
+        }
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const bool reopened : {false, true}) {
+    if (reopened) Reopen();
+    absl::StatusOr<StoredEncoding> got = store_->Get(key_);
+    ASSERT_TRUE(got.ok()) << got.status();
+    EXPECT_EQ(got->encoding->zero_point[0], kThreads * kIncrements);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Stores, EncodingStoreTest,
+                         testing::Values(Kind::kSqlite, Kind::kCachedSqlite),
+                         KindName);
+
+}  // namespace
+}  // namespace quantd::server

@@ -1,0 +1,225 @@
+#include "server/store/sqlite_encoding_store.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sqlite3.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "core/errors.h"
+#include "server/store/file_system.h"
+
+namespace quantd::server {
+namespace {
+
+using ::testing::HasSubstr;
+
+std::shared_ptr<const core::Encoding> MakeEncoding(float scale) {
+  core::Encoding encoding;
+  encoding.format = static_cast<core::NumberFormat>(8);
+  encoding.scale = {scale};
+  encoding.qmin = -128;
+  encoding.qmax = 127;
+  return std::make_shared<const core::Encoding>(std::move(encoding));
+}
+
+class SqliteEncodingStoreTest : public testing::Test {
+ protected:
+  SqliteEncodingStoreTest() {
+    std::string pattern = testing::TempDir() + "/quantd-sqlite-XXXXXX";
+    directory_ = mkdtemp(pattern.data());
+    path_ = directory_ + "/encodings.db";
+  }
+  ~SqliteEncodingStoreTest() override {
+    std::filesystem::remove_all(directory_);
+  }
+
+  std::unique_ptr<SqliteEncodingStore> MustOpen() {
+    absl::StatusOr<std::unique_ptr<SqliteEncodingStore>> store =
+        SqliteEncodingStore::Open(path_);
+    EXPECT_TRUE(store.ok()) << store.status();
+    return store.ok() ? *std::move(store) : nullptr;
+  }
+
+  // Runs SQL behind the store's back.
+  void Execute(const std::string& sql) {
+    sqlite3* db = nullptr;
+    ASSERT_EQ(sqlite3_open(path_.c_str(), &db), SQLITE_OK);
+    sqlite3_busy_timeout(db, 1000);
+    char* message = nullptr;
+    EXPECT_EQ(sqlite3_exec(db, sql.c_str(), nullptr, nullptr, &message),
+              SQLITE_OK)
+        << message;
+    sqlite3_free(message);
+    sqlite3_close(db);
+  }
+
+  std::string directory_;
+  std::string path_;
+  const EncodingKey key_{"model", "revision", "tensor"};
+};
+
+TEST_F(SqliteEncodingStoreTest, CreatesTheFileAndItsLastDirectory) {
+  path_ = directory_ + "/state/encodings.db";
+  std::unique_ptr<SqliteEncodingStore> store = MustOpen();
+  ASSERT_NE(store, nullptr);
+  EXPECT_TRUE(std::filesystem::exists(path_));
+  const absl::Status status =
+      SqliteEncodingStore::Open(directory_ + "/a/b/encodings.db").status();
+  EXPECT_EQ(core::ErrorReason(status), "STORE_UNAVAILABLE") << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("/a/b"));
+}
+
+TEST_F(SqliteEncodingStoreTest, ReportsEveryByteThatFlipsInARow) {
+  std::unique_ptr<SqliteEncodingStore> store = MustOpen();
+  ASSERT_NE(store, nullptr);
+  for (const char* change : {
+           "body = zeroblob(length(body))",
+           "body = substr(body, 1, length(body) - 1)",
+           "body = x''",
+           "generation = generation + 1",
+           "update_time_us = update_time_us + 1",
+           "format = 4",
+           "scale_count = 2",
+           "checksum = checksum + 1",
+       }) {
+    ASSERT_TRUE(store->Put(key_, MakeEncoding(0.5f), {}).ok());
+    ASSERT_TRUE(store->Get(key_).ok());
+    Execute(absl::StrCat("UPDATE encodings SET ", change));
+    const absl::Status status = store->Get(key_).status();
+    EXPECT_EQ(core::ErrorReason(status), "STORE_CORRUPT") << change;
+    EXPECT_THAT(std::string(status.message()), HasSubstr("\"tensor\""));
+    EXPECT_TRUE(store->ListEncodings("model", "revision", "", 10).ok());
+  }
+}
+
+TEST_F(SqliteEncodingStoreTest, ReportsARowMovedToAnotherKey) {
+  std::unique_ptr<SqliteEncodingStore> store = MustOpen();
+  ASSERT_NE(store, nullptr);
+  ASSERT_TRUE(store->Put(key_, MakeEncoding(0.5f), {}).ok());
+  Execute("UPDATE encodings SET model = 'modelr', revision = 'evision'");
+  const absl::Status status =
+      store->Get({"modelr", "evision", "tensor"}).status();
+  EXPECT_EQ(core::ErrorReason(status), "STORE_CORRUPT") << status;
+}
+
+TEST_F(SqliteEncodingStoreTest, PuttingOrDeletingRepairsACorruptRow) {
+  std::unique_ptr<SqliteEncodingStore> store = MustOpen();
+  ASSERT_NE(store, nullptr);
+  ASSERT_TRUE(store->Put(key_, MakeEncoding(0.5f), {}).ok());
+  Execute("UPDATE encodings SET body = x'00'");
+  ASSERT_FALSE(store->Get(key_).ok());
+  ASSERT_TRUE(store->Put(key_, MakeEncoding(0.25f), {}).ok());
+  EXPECT_TRUE(store->Get(key_).ok());
+  Execute("UPDATE encodings SET body = x'00'");
+  ASSERT_FALSE(store->Get(key_).ok());
+  EXPECT_TRUE(store->Delete(key_, {}).ok());
+}
+
+TEST_F(SqliteEncodingStoreTest, ReportsAFileThatIsNoDatabase) {
+  std::ofstream(path_) << std::string(8192, 'x');
+  const absl::Status status = SqliteEncodingStore::Open(path_).status();
+  EXPECT_EQ(core::ErrorReason(status), "STORE_CORRUPT") << status;
+}
+
+TEST_F(SqliteEncodingStoreTest, RefusesAnotherProgramsDatabase) {
+  Execute("CREATE TABLE theirs (x)");
+  const absl::Status status = SqliteEncodingStore::Open(path_).status();
+  EXPECT_EQ(core::ErrorReason(status), "STORE_UNAVAILABLE") << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("another program"));
+}
+
+TEST_F(SqliteEncodingStoreTest, RefusesANewerSchema) {
+  ASSERT_NE(MustOpen(), nullptr);
+  Execute(absl::StrCat("PRAGMA user_version = ", kSqliteSchemaVersion + 1));
+  const absl::Status status = SqliteEncodingStore::Open(path_).status();
+  EXPECT_EQ(core::ErrorReason(status), "STORE_SCHEMA") << status;
+}
+
+TEST_F(SqliteEncodingStoreTest, ReportsADirectoryInPlaceOfTheFile) {
+  std::filesystem::create_directory(path_);
+  const absl::Status status = SqliteEncodingStore::Open(path_).status();
+  EXPECT_EQ(core::ErrorReason(status), "STORE_UNAVAILABLE") << status;
+}
+
+TEST_F(SqliteEncodingStoreTest, TwoHandlesOfOneFileSeeEachOther) {
+  std::unique_ptr<SqliteEncodingStore> one = MustOpen();
+  std::unique_ptr<SqliteEncodingStore> two = MustOpen();
+  ASSERT_NE(one, nullptr);
+  ASSERT_NE(two, nullptr);
+  absl::StatusOr<StoredEncoding> first = one->Put(key_, MakeEncoding(1), {});
+  ASSERT_TRUE(first.ok()) << first.status();
+  absl::StatusOr<StoredEncoding> second =
+      two->Put(key_, MakeEncoding(2), {first->etag});
+  ASSERT_TRUE(second.ok()) << second.status();
+  EXPECT_GT(second->generation, first->generation);
+  absl::StatusOr<StoredEncoding> got = one->Get(key_);
+  ASSERT_TRUE(got.ok()) << got.status();
+  EXPECT_EQ(got->etag, second->etag);
+}
+
+// The child's acknowledgements reach the parent through a pipe; then it is
+// killed in the middle of its work.
+TEST_F(SqliteEncodingStoreTest, AcknowledgedPutsSurviveKill) {
+  int pipe_fds[2];
+  ASSERT_EQ(pipe(pipe_fds), 0);
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    close(pipe_fds[0]);
+    absl::StatusOr<std::unique_ptr<SqliteEncodingStore>> store =
+        SqliteEncodingStore::Open(path_);
+    for (int32_t i = 0; store.ok(); ++i) {
+      const EncodingKey key{"model", "revision", absl::StrCat(i)};
+      if (!(*store)->Put(key, MakeEncoding(1), {}).ok()) break;
+      if (write(pipe_fds[1], &i, sizeof(i)) != sizeof(i)) break;
+    }
+    _exit(1);
+  }
+  close(pipe_fds[1]);
+  int32_t acknowledged = -1;
+  while (acknowledged < 200) {
+    ASSERT_EQ(read(pipe_fds[0], &acknowledged, sizeof(acknowledged)),
+              static_cast<ssize_t>(sizeof(acknowledged)));
+  }
+  kill(child, SIGKILL);
+  int32_t more;
+  while (read(pipe_fds[0], &more, sizeof(more)) > 0) acknowledged = more;
+  close(pipe_fds[0]);
+  waitpid(child, nullptr, 0);
+
+  std::unique_ptr<SqliteEncodingStore> store = MustOpen();
+  ASSERT_NE(store, nullptr);
+  for (int32_t i = 0; i <= acknowledged; ++i) {
+    const absl::Status status =
+        store->Get({"model", "revision", absl::StrCat(i)}).status();
+    EXPECT_TRUE(status.ok()) << status;
+  }
+}
+
+TEST(FileSystemTest, KnowsNetworkFileSystems) {
+  EXPECT_EQ(NetworkFileSystemName(0x6969), "NFS");
+  EXPECT_EQ(NetworkFileSystemName(0x517b), "SMB");
+  // statfs gives the larger ones sign-extended on some machines.
+  EXPECT_EQ(NetworkFileSystemName(static_cast<int32_t>(0xfe534d42)), "SMB");
+  EXPECT_EQ(NetworkFileSystemName(0xff534d42), "CIFS");
+  EXPECT_EQ(NetworkFileSystemName(0xef53), "");      // ext4
+  EXPECT_EQ(NetworkFileSystemName(0x01021997), "");  // 9p
+  EXPECT_EQ(NetworkFileSystemName(0x65735546), "");  // FUSE
+}
+
+}  // namespace
+}  // namespace quantd::server
