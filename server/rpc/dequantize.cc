@@ -37,9 +37,9 @@ class DequantizeJob final : public TensorJob {
 
   // Errors: RANGE_INVALID.
   absl::Status Start(const v1::DequantizeHeader& request, ChunkWriter* out) {
-    absl::StatusOr<v1::ByteRange> range = CheckRange(
-        request.has_range() ? &request.range() : nullptr,
-        geometry_.codes_size_bytes(), geometry_.granule_code_bytes);
+    absl::StatusOr<v1::ByteRange> range =
+        CheckRange(request.has_range() ? &request.range() : nullptr,
+                   geometry_.codes_size_bytes(), geometry_.granule_code_bytes);
     if (!range.ok()) return range.status();
     frame_.begin_bytes = range->begin_bytes();
     frame_.end_bytes = range->end_bytes();
@@ -77,14 +77,13 @@ class DequantizeJob final : public TensorJob {
   absl::Status Consume(int64_t offset_bytes,
                        absl::Span<const uint8_t> data) override {
     const int64_t first = geometry_.CodesIndex(offset_bytes);
-    const int64_t last = geometry_.CodesIndex(
-        offset_bytes + static_cast<int64_t>(data.size()));
-    core::Dequantize(*resolved_.encoding, *resolved_.layout,
-                     description_.element_type, first, last - first,
-                     data.data(),
-                     reals_.data() +
-                         (first * geometry_.real_bytes - reals_offset_),
-                     env_.pool);
+    const int64_t last =
+        geometry_.CodesIndex(offset_bytes + static_cast<int64_t>(data.size()));
+    core::Dequantize(
+        *resolved_.encoding, *resolved_.layout, description_.element_type,
+        first, last - first, data.data(),
+        reals_.data() + (first * geometry_.real_bytes - reals_offset_),
+        env_.pool);
     return absl::OkStatus();
   }
 

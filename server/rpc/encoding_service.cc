@@ -116,14 +116,14 @@ grpc::ServerUnaryReactor* EncodingService::Run(
     std::function<absl::Status()> body) {
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
   env_.metrics->RpcStarted(rpc);
-  env_.store_pool->Schedule([this, rpc, reactor, start = absl::Now(),
-                             body = std::move(body)] {
-    const absl::Status status =
-        registry_->draining() ? core::DrainingError() : body();
-    env_.metrics->RpcHandled(rpc, static_cast<int>(status.code()),
-                             absl::Now() - start);
-    reactor->Finish(ToGrpcStatus(status));
-  });
+  env_.store_pool->Schedule(
+      [this, rpc, reactor, start = absl::Now(), body = std::move(body)] {
+        const absl::Status status =
+            registry_->draining() ? core::DrainingError() : body();
+        env_.metrics->RpcHandled(rpc, static_cast<int>(status.code()),
+                                 absl::Now() - start);
+        reactor->Finish(ToGrpcStatus(status));
+      });
   return reactor;
 }
 
@@ -253,8 +253,7 @@ grpc::ServerUnaryReactor* EncodingService::ListRevisions(
 grpc::ServerWriteReactor<v1::ComputeEncodingsResponse>*
 EncodingService::ComputeEncodings(grpc::CallbackServerContext* context,
                                   const v1::ComputeEncodingsRequest* request) {
-  return NotImplemented<
-      grpc::ServerWriteReactor<v1::ComputeEncodingsResponse>>(
+  return NotImplemented<grpc::ServerWriteReactor<v1::ComputeEncodingsResponse>>(
       env_, Rpc::kComputeEncodings, "ComputeEncodings");
 }
 
@@ -268,9 +267,8 @@ grpc::ServerUnaryReactor* EncodingService::GetStatistics(
     grpc::CallbackServerContext* context,
     const v1::GetStatisticsRequest* request,
     v1::GetStatisticsResponse* response) {
-  return Run(Rpc::kGetStatistics, context, [] {
-    return core::FeatureNotImplementedError("GetStatistics");
-  });
+  return Run(Rpc::kGetStatistics, context,
+             [] { return core::FeatureNotImplementedError("GetStatistics"); });
 }
 
 grpc::ServerWriteReactor<v1::ExportEncodingsResponse>*

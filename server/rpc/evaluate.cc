@@ -160,8 +160,7 @@ class EvaluateJob final : public TensorJob {
                         metrics->mutable_encoding());
       }
       env_.metrics->Elements(
-          Rpc::kEvaluate,
-          core::FindFormat(candidate.resolved.encoding->format),
+          Rpc::kEvaluate, core::FindFormat(candidate.resolved.encoding->format),
           statistics_->statistics().counts().total);
     }
     out->SetSummary(summary);
@@ -217,9 +216,9 @@ class EvaluateRpc final : public TensorRpc {
     if (header->per_scale_index() &&
         metrics_count > env_.limits.metrics_count) {
       env_.metrics->LimitRejected("SCALE_COUNT_LIMIT");
-      return core::WithField(core::ScaleCountLimitError(
-                                 env_.limits.metrics_count, metrics_count),
-                             "header.per_scale_index");
+      return core::WithField(
+          core::ScaleCountLimitError(env_.limits.metrics_count, metrics_count),
+          "header.per_scale_index");
     }
     // Statistics of the whole tensor do not depend on the format.
     v1::EncodingSpec per_tensor;
@@ -243,8 +242,8 @@ class EvaluateRpc final : public TensorRpc {
     switch (proto.encoding_source_case()) {
       case v1::EvaluateCandidate::kReference:
         field = "reference";
-        resolved = ResolveReference(env_, proto.reference(), name,
-                                    description.shape);
+        resolved =
+            ResolveReference(env_, proto.reference(), name, description.shape);
         break;
       case v1::EvaluateCandidate::kEncoding:
         field = "encoding";

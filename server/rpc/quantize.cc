@@ -83,8 +83,8 @@ class CodeProducer {
   absl::Status Quantize(int64_t offset_bytes, absl::Span<const uint8_t> data) {
     const int64_t first = offset_bytes / geometry_.real_bytes;
     return core::Quantize(
-        *resolved_.encoding, *resolved_.layout,
-        task_.description.element_type, task_.nan_policy, first,
+        *resolved_.encoding, *resolved_.layout, task_.description.element_type,
+        task_.nan_policy, first,
         static_cast<int64_t>(data.size()) / geometry_.real_bytes, data.data(),
         codes_.data() + (geometry_.CodesOffset(first) - codes_offset_),
         &counts_, env_.pool);
@@ -141,19 +141,17 @@ class StreamingQuantizeJob final : public TensorJob {
   // Errors: RANGE_INVALID.
   absl::Status Start(const v1::ByteRange* range, ChunkWriter* out) {
     const CodeGeometry& geometry = producer_.geometry();
-    absl::StatusOr<v1::ByteRange> checked =
-        CheckRange(range, geometry.reals_size_bytes(),
-                   geometry.granule_real_bytes());
+    absl::StatusOr<v1::ByteRange> checked = CheckRange(
+        range, geometry.reals_size_bytes(), geometry.granule_real_bytes());
     if (!checked.ok()) return checked.status();
     frame_.begin_bytes = checked->begin_bytes();
     frame_.end_bytes = checked->end_bytes();
     frame_.unit_bytes = geometry.real_bytes;
     frame_.granule_bytes = geometry.granule_real_bytes();
     // Reals whose codes fill at most one response.
-    const int64_t granules =
-        std::min(env_.limits.chunk_bytes / geometry.granule_real_bytes(),
-                 env_.limits.response_chunk_bytes /
-                     geometry.granule_code_bytes);
+    const int64_t granules = std::min(
+        env_.limits.chunk_bytes / geometry.granule_real_bytes(),
+        env_.limits.response_chunk_bytes / geometry.granule_code_bytes);
     frame_.quantum_bytes =
         std::max<int64_t>(1, granules) * geometry.granule_real_bytes();
     producer_.WriteHeader(*checked, out);
@@ -233,13 +231,13 @@ class CalibratingQuantizeJob final : public TensorJob {
     absl::StatusOr<ResolvedEncoding> resolved = calibration_->Calibrate();
     if (!resolved.ok()) return resolved.status();
     if (task_.store_key.has_value()) {
-      absl::StatusOr<StoredEncoding> stored = env_.store->Put(
-          *task_.store_key, resolved->encoding, Precondition());
+      absl::StatusOr<StoredEncoding> stored =
+          env_.store->Put(*task_.store_key, resolved->encoding, Precondition());
       if (!stored.ok()) return stored.status();
       resolved->etag = stored->etag;
     }
-    producer_ = std::make_unique<CodeProducer>(env_, task_,
-                                               *std::move(resolved));
+    producer_ =
+        std::make_unique<CodeProducer>(env_, task_, *std::move(resolved));
     v1::ByteRange whole;
     whole.set_end_bytes(SizeBytes());
     producer_->WriteHeader(whole, out);
@@ -269,9 +267,8 @@ class QuantizeRpc final : public TensorRpc {
     if (!task.ok()) return task.status();
     switch (header->encoding_source_case()) {
       case v1::QuantizeHeader::kReference: {
-        absl::StatusOr<ResolvedEncoding> resolved =
-            ResolveReference(env_, header->reference(), task->name,
-                             task->description.shape);
+        absl::StatusOr<ResolvedEncoding> resolved = ResolveReference(
+            env_, header->reference(), task->name, task->description.shape);
         if (!resolved.ok()) {
           return core::WithField(resolved.status(), "header.reference");
         }

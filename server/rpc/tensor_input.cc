@@ -87,8 +87,7 @@ absl::StatusOr<ResolvedEncoding> ResolveInline(
     absl::Span<const int64_t> shape) {
   absl::StatusOr<core::Encoding> encoding = EncodingFromProto(proto);
   if (!encoding.ok()) return encoding.status();
-  return Fit(env,
-             std::make_shared<const core::Encoding>(*std::move(encoding)),
+  return Fit(env, std::make_shared<const core::Encoding>(*std::move(encoding)),
              shape);
 }
 
@@ -102,16 +101,16 @@ absl::StatusOr<std::unique_ptr<SpecCalibration>> SpecCalibration::Create(
   if (!layout.ok()) return layout.status();
   constexpr int64_t kBytesPerScale =
       sizeof(core::Extremes) + sizeof(float) + sizeof(int32_t);
-  absl::StatusOr<MemoryBudget::Lease> lease = env.budget->Acquire(
-      layout->scale_count() * kBytesPerScale, env.limits.memory_wait,
-      "send fewer tensors at once");
+  absl::StatusOr<MemoryBudget::Lease> lease =
+      env.budget->Acquire(layout->scale_count() * kBytesPerScale,
+                          env.limits.memory_wait, "send fewer tensors at once");
   if (!lease.ok()) {
     env.metrics->LimitRejected("MEMORY_BUDGET");
     return lease.status();
   }
-  return std::unique_ptr<SpecCalibration>(new SpecCalibration(
-      env, *std::move(spec), *std::move(layout), description.element_type,
-      *std::move(lease)));
+  return std::unique_ptr<SpecCalibration>(
+      new SpecCalibration(env, *std::move(spec), *std::move(layout),
+                          description.element_type, *std::move(lease)));
 }
 
 SpecCalibration::SpecCalibration(const RpcEnvironment& env,

@@ -51,8 +51,7 @@ void StreamRegistry::Remove(TensorStream* stream) {
 TensorStream* TensorStream::Start(const RpcEnvironment& env, TensorRpc* rpc,
                                   StreamRegistry* registry,
                                   grpc::CallbackServerContext* context) {
-  auto stream =
-      std::make_shared<TensorStream>(env, rpc, registry, context);
+  auto stream = std::make_shared<TensorStream>(env, rpc, registry, context);
   stream->self_ = stream;
   registry->Add(stream.get());
   absl::MutexLock lock(&stream->mutex_);
@@ -113,7 +112,8 @@ void TensorStream::OnDone() {
     absl::MutexLock lock(&mutex_);
     code = end_->code();
     if (context_->IsCancelled()) code = absl::StatusCode::kCancelled;
-    if (cancelled_ && context_->deadline() <= std::chrono::system_clock::now()) {
+    if (cancelled_ &&
+        context_->deadline() <= std::chrono::system_clock::now()) {
       code = absl::StatusCode::kDeadlineExceeded;
     }
   }

@@ -48,8 +48,7 @@ int64_t ChunkReader::ready_bytes() const {
 void ChunkReader::FillCarry(int64_t bytes) {
   while (bytes > 0 && piece_ < pieces_.size()) {
     absl::Span<const uint8_t>& piece = pieces_[piece_];
-    const int64_t taken =
-        std::min(bytes, static_cast<int64_t>(piece.size()));
+    const int64_t taken = std::min(bytes, static_cast<int64_t>(piece.size()));
     carry_.insert(carry_.end(), piece.begin(), piece.begin() + taken);
     piece.remove_prefix(taken);
     if (piece.empty()) ++piece_;
@@ -62,9 +61,9 @@ absl::Status ChunkReader::Feed(
     absl::FunctionRef<absl::Status(int64_t, absl::Span<const uint8_t>)>
         consume) {
   while (bytes > 0) {
-    const int64_t in_piece =
-        piece_ < pieces_.size() ? static_cast<int64_t>(pieces_[piece_].size())
-                                : 0;
+    const int64_t in_piece = piece_ < pieces_.size()
+                                 ? static_cast<int64_t>(pieces_[piece_].size())
+                                 : 0;
     int64_t fed = std::min(bytes, in_piece - in_piece % granule_);
     absl::Status status;
     if (carry_.empty() && fed > 0) {

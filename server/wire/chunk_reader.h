@@ -64,8 +64,8 @@ class ChunkReader {
   const int64_t unit_;
   const int64_t granule_;
   const int64_t chunk_limit_;
-  int64_t position_;  // next byte to feed; carry_ starts here
-  int64_t pushed_;    // next byte to arrive
+  int64_t position_;            // next byte to feed; carry_ starts here
+  int64_t pushed_;              // next byte to arrive
   std::vector<uint8_t> carry_;  // less than a granule between calls
   absl::InlinedVector<absl::Span<const uint8_t>, 16> pieces_;
   size_t piece_ = 0;  // first piece that is not used up

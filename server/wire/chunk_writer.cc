@@ -19,18 +19,20 @@ namespace {
 using ::google::protobuf::internal::WireFormatLite;
 using ::google::protobuf::io::CodedOutputStream;
 
-using Response = v1::QuantizeResponse;
-static_assert(v1::DequantizeResponse::kHeaderFieldNumber ==
-              Response::kHeaderFieldNumber);
-static_assert(v1::DequantizeResponse::kOffsetFieldNumber ==
-              Response::kOffsetFieldNumber);
-static_assert(v1::DequantizeResponse::kDataFieldNumber ==
-              Response::kDataFieldNumber);
+constexpr int kHeader = v1::QuantizeResponse::kHeaderFieldNumber;
+constexpr int kOffset = v1::QuantizeResponse::kOffsetFieldNumber;
+constexpr int kData = v1::QuantizeResponse::kDataFieldNumber;
+constexpr int kSummary = v1::QuantizeResponse::kSummaryFieldNumber;
+constexpr int kError = v1::QuantizeResponse::kErrorFieldNumber;
 
-template <typename Other>
+static_assert(v1::DequantizeResponse::kHeaderFieldNumber == kHeader);
+static_assert(v1::DequantizeResponse::kOffsetFieldNumber == kOffset);
+static_assert(v1::DequantizeResponse::kDataFieldNumber == kData);
+
+template <typename Response>
 constexpr bool EndsAlike() {
-  return Other::kSummaryFieldNumber == Response::kSummaryFieldNumber &&
-         Other::kErrorFieldNumber == Response::kErrorFieldNumber;
+  return Response::kSummaryFieldNumber == kSummary &&
+         Response::kErrorFieldNumber == kError;
 }
 static_assert(EndsAlike<v1::CalibrateResponse>());
 static_assert(EndsAlike<v1::DequantizeResponse>());
@@ -53,7 +55,6 @@ std::string Field(int number, const google::protobuf::MessageLite& message) {
   return field;
 }
 
-// Slices that a small message is not worth splitting into.
 uint8_t* MutableBegin(grpc::Slice& slice) {
   return const_cast<uint8_t*>(slice.begin());
 }
@@ -61,7 +62,7 @@ uint8_t* MutableBegin(grpc::Slice& slice) {
 }  // namespace
 
 void ChunkWriter::SetHeader(const google::protobuf::MessageLite& header) {
-  header_ = Field(Response::kHeaderFieldNumber, header);
+  header_ = Field(kHeader, header);
 }
 
 uint8_t* ChunkWriter::AddData(int64_t offset_bytes, int64_t size) {
@@ -69,12 +70,10 @@ uint8_t* ChunkWriter::AddData(int64_t offset_bytes, int64_t size) {
   uint8_t prefix[kMaxPrefixBytes];
   uint8_t* end = prefix;
   if (offset_bytes != 0) {
-    end = WireFormatLite::WriteUInt64ToArray(Response::kOffsetFieldNumber,
-                                             offset_bytes, end);
+    end = WireFormatLite::WriteUInt64ToArray(kOffset, offset_bytes, end);
   }
   end = WireFormatLite::WriteTagToArray(
-      Response::kDataFieldNumber, WireFormatLite::WIRETYPE_LENGTH_DELIMITED,
-      end);
+      kData, WireFormatLite::WIRETYPE_LENGTH_DELIMITED, end);
   end = CodedOutputStream::WriteVarint64ToArray(size, end);
   const size_t prefix_bytes = end - prefix;
   data_ = grpc::Slice(header_.size() + prefix_bytes + size);
@@ -88,7 +87,7 @@ uint8_t* ChunkWriter::AddData(int64_t offset_bytes, int64_t size) {
 }
 
 void ChunkWriter::SetSummary(const google::protobuf::MessageLite& summary) {
-  trailer_ = Field(Response::kSummaryFieldNumber, summary);
+  trailer_ = Field(kSummary, summary);
   Flush();
   closed_ = finished_.size();
 }
@@ -97,7 +96,7 @@ void ChunkWriter::SetError(const absl::Status& status) {
   finished_.resize(closed_);
   header_.clear();
   has_data_ = false;
-  trailer_ = Field(Response::kErrorFieldNumber, ToTensorError(status));
+  trailer_ = Field(kError, ToTensorError(status));
   Flush();
   closed_ = finished_.size();
 }

@@ -53,9 +53,9 @@ absl::Status CheckPathName(absl::string_view kind, absl::string_view name) {
     return core::NameInvalidError(absl::StrCat(kind, " is empty"));
   }
   if (name.size() > kMaxPathNameBytes) {
-    return core::NameInvalidError(
-        absl::StrCat(kind, " has ", name.size(), " bytes, expected at most ",
-                     kMaxPathNameBytes));
+    return core::NameInvalidError(absl::StrCat(kind, " has ", name.size(),
+                                               " bytes, expected at most ",
+                                               kMaxPathNameBytes));
   }
   bool valid = name.front() != '/' && name.find("..") == name.npos;
   for (const char c : name) valid = valid && IsPathNameCharacter(c);
@@ -71,9 +71,9 @@ absl::Status CheckPathName(absl::string_view kind, absl::string_view name) {
 absl::Status CheckTensorName(absl::string_view name) {
   if (name.empty()) return core::NameInvalidError("tensor is empty");
   if (name.size() > kMaxTensorNameBytes) {
-    return core::NameInvalidError(
-        absl::StrCat("tensor has ", name.size(), " bytes, expected at most ",
-                     kMaxTensorNameBytes));
+    return core::NameInvalidError(absl::StrCat("tensor has ", name.size(),
+                                               " bytes, expected at most ",
+                                               kMaxTensorNameBytes));
   }
   for (absl::string_view rest = name; !rest.empty();) {
     const size_t length = Utf8SequenceLength(rest);

@@ -54,8 +54,7 @@ std::string PackAny(absl::string_view type, std::string value) {
 // google.rpc.Status {1: code, 2: message, 3: repeated Any details}.
 std::string RpcStatus(const absl::Status& status) {
   MessageWriter out;
-  out.Int32(1, static_cast<int32_t>(status.code()))
-      .String(2, status.message());
+  out.Int32(1, static_cast<int32_t>(status.code())).String(2, status.message());
   // ErrorInfo {1: reason, 2: domain}.
   out.String(3, PackAny("ErrorInfo", MessageWriter()
                                          .String(1, core::ErrorReason(status))
@@ -67,8 +66,8 @@ std::string RpcStatus(const absl::Status& status) {
                                       .String(1, field)
                                       .String(2, core::ErrorText(status))
                                       .Take();
-    out.String(3,
-               PackAny("BadRequest", MessageWriter().String(1, violation).Take()));
+    out.String(
+        3, PackAny("BadRequest", MessageWriter().String(1, violation).Take()));
   }
   if (const absl::Duration retry = core::ErrorRetryAfter(status);
       retry > absl::ZeroDuration()) {
@@ -77,9 +76,10 @@ std::string RpcStatus(const absl::Status& status) {
     delay.set_nanos(static_cast<int32_t>(
         absl::ToInt64Nanoseconds(retry % absl::Seconds(1))));
     // RetryInfo {1: retry_delay}.
-    out.String(3, PackAny("RetryInfo", MessageWriter()
-                                           .String(1, delay.SerializeAsString())
-                                           .Take()));
+    out.String(
+        3,
+        PackAny("RetryInfo",
+                MessageWriter().String(1, delay.SerializeAsString()).Take()));
   }
   return out.Take();
 }
@@ -87,8 +87,7 @@ std::string RpcStatus(const absl::Status& status) {
 // What clients are told of a status that no one gave a reason.
 absl::Status WithReason(const absl::Status& status) {
   if (!core::ErrorReason(status).empty()) return status;
-  return absl::InternalError(
-      absl::StrCat("INTERNAL: ", status.message()));
+  return absl::InternalError(absl::StrCat("INTERNAL: ", status.message()));
 }
 
 }  // namespace

@@ -1,0 +1,65 @@
+#include "tests/support/test_server.h"
+
+#include <cstdlib>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <system_error>
+#include <utility>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "grpcpp/grpcpp.h"
+#include "gtest/gtest.h"
+#include "server/store/sqlite_encoding_store.h"
+
+namespace quantd::testing {
+namespace {
+
+// The value, or the end of the test program.
+template <typename T>
+T ValueOrDie(absl::StatusOr<T> value) {
+  if (!value.ok()) {
+    std::fprintf(stderr, "%s\n", value.status().ToString().c_str());
+    std::abort();
+  }
+  return *std::move(value);
+}
+
+}  // namespace
+
+TemporaryDirectory::TemporaryDirectory() {
+  std::string path = absl::StrCat(::testing::TempDir(), "/quantd-XXXXXX");
+  if (mkdtemp(path.data()) == nullptr) std::abort();
+  path_ = path;
+}
+
+TemporaryDirectory::~TemporaryDirectory() {
+  std::error_code ignored;
+  std::filesystem::remove_all(path_, ignored);
+}
+
+TestServer::TestServer(server::ServerOptions options)
+    : store_(ValueOrDie(server::SqliteEncodingStore::Open(
+          directory_.path() + "/encodings.db"))) {
+  if (options.listen.empty()) options.listen = {"127.0.0.1:0"};
+  options.drain_delay = absl::ZeroDuration();
+  server_ = ValueOrDie(
+      server::QuantdServer::Start(options, store_.get(), &metrics_));
+  const std::shared_ptr<grpc::Channel> channel = NewChannel();
+  quantization_ = v1::QuantizationService::NewStub(channel);
+  encodings_ = v1::EncodingService::NewStub(channel);
+}
+
+TestServer::~TestServer() = default;
+
+std::shared_ptr<grpc::Channel> TestServer::NewChannel() const {
+  grpc::ChannelArguments arguments;
+  arguments.SetMaxReceiveMessageSize(-1);
+  // A connection of its own, not one shared with other tests' channels.
+  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  return grpc::CreateCustomChannel(
+      address(), grpc::InsecureChannelCredentials(), arguments);
+}
+
+}  // namespace quantd::testing

@@ -1,0 +1,54 @@
+// A server in this process, on loopback, over its own SQLite file.
+
+#ifndef QUANTD_TESTS_SUPPORT_TEST_SERVER_H_
+#define QUANTD_TESTS_SUPPORT_TEST_SERVER_H_
+
+#include <memory>
+#include <string>
+
+#include "grpcpp/grpcpp.h"
+#include "quantd/v1/encoding_service.grpc.pb.h"
+#include "quantd/v1/quantization_service.grpc.pb.h"
+#include "server/metrics/metrics.h"
+#include "server/quantd_server.h"
+#include "server/store/encoding_store.h"
+
+namespace quantd::testing {
+
+// A directory that goes away with the object.
+class TemporaryDirectory {
+ public:
+  TemporaryDirectory();
+  ~TemporaryDirectory();
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+};
+
+class TestServer {
+ public:
+  // Listens on 127.0.0.1:0; aborts the test program if that fails.
+  explicit TestServer(server::ServerOptions options = {});
+  ~TestServer();
+
+  const std::string& address() const { return server_->addresses()[0]; }
+  std::shared_ptr<grpc::Channel> NewChannel() const;
+  v1::QuantizationService::Stub& quantization() { return *quantization_; }
+  v1::EncodingService::Stub& encodings() { return *encodings_; }
+  server::QuantdServer& server() { return *server_; }
+  server::Metrics& metrics() { return metrics_; }
+  server::EncodingStore& store() { return *store_; }
+
+ private:
+  TemporaryDirectory directory_;
+  server::Metrics metrics_;
+  std::unique_ptr<server::EncodingStore> store_;
+  std::unique_ptr<server::QuantdServer> server_;
+  std::unique_ptr<v1::QuantizationService::Stub> quantization_;
+  std::unique_ptr<v1::EncodingService::Stub> encodings_;
+};
+
+}  // namespace quantd::testing
+
+#endif  // QUANTD_TESTS_SUPPORT_TEST_SERVER_H_
