@@ -1,0 +1,132 @@
+#include "server/metrics/http_server.h"
+
+#include <arpa/inet.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "core/errors.h"
+#include "server/metrics/metrics.h"
+
+namespace quantd::server {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::Not;
+using ::testing::StartsWith;
+
+// The whole response to one request.
+std::string Request(int port, const std::string& method,
+                    const std::string& path) {
+  const int fd = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address = {};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(static_cast<uint16_t>(port));
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  EXPECT_EQ(connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)),
+            0);
+  const std::string request =
+      absl::StrCat(method, " ", path, " HTTP/1.1\r\nHost: localhost\r\n\r\n");
+  EXPECT_EQ(write(fd, request.data(), request.size()),
+            static_cast<ssize_t>(request.size()));
+  std::string response;
+  char buffer[4096];
+  ssize_t count;
+  while ((count = read(fd, buffer, sizeof(buffer))) > 0) {
+    response.append(buffer, static_cast<size_t>(count));
+  }
+  close(fd);
+  return response;
+}
+
+class HttpServerTest : public testing::Test {
+ protected:
+  HttpServerTest() {
+    absl::StatusOr<std::unique_ptr<HttpServer>> server =
+        HttpServer::Start("127.0.0.1:0", &metrics_, [this] {
+          return ready_ ? absl::OkStatus()
+                        : core::StoreUnavailableError("disk is away");
+        });
+    EXPECT_TRUE(server.ok()) << server.status();
+    if (server.ok()) server_ = *std::move(server);
+  }
+
+  std::string Get(const std::string& path) {
+    return Request(server_->port(), "GET", path);
+  }
+
+  Metrics metrics_;
+  std::atomic<bool> ready_{true};
+  std::unique_ptr<HttpServer> server_;
+};
+
+TEST_F(HttpServerTest, TellsTheBoundPort) {
+  EXPECT_GT(server_->port(), 0);
+  EXPECT_EQ(server_->address(), absl::StrCat("127.0.0.1:", server_->port()));
+}
+
+TEST_F(HttpServerTest, ServesMetricsInTextFormat) {
+  metrics_.PayloadIn(4321);
+  const std::string response = Get("/metrics");
+  EXPECT_THAT(response, StartsWith("HTTP/1.1 200 OK\r\n"));
+  EXPECT_THAT(response, HasSubstr("text/plain; version=0.0.4"));
+  EXPECT_THAT(response,
+              HasSubstr("quantd_payload_bytes_total{direction=\"in\"} 4321"));
+  EXPECT_THAT(response, HasSubstr("# TYPE quantd_store_seconds histogram"));
+}
+
+TEST_F(HttpServerTest, IsHealthyWhileItLives) {
+  ready_ = false;
+  EXPECT_THAT(Get("/healthz"), StartsWith("HTTP/1.1 200 OK\r\n"));
+}
+
+TEST_F(HttpServerTest, IsReadyOrSaysWhyNot) {
+  EXPECT_THAT(Get("/readyz"), StartsWith("HTTP/1.1 200 OK\r\n"));
+  ready_ = false;
+  const std::string response = Get("/readyz");
+  EXPECT_THAT(response, StartsWith("HTTP/1.1 503 "));
+  EXPECT_THAT(response, HasSubstr("STORE_UNAVAILABLE: disk is away"));
+}
+
+TEST_F(HttpServerTest, HasNothingElse) {
+  for (const char* path : {"/", "/metrics/", "/metrics/x", "/../etc/passwd",
+                           "/healthz.html", "/favicon.ico"}) {
+    EXPECT_THAT(Get(path), StartsWith("HTTP/1.1 404 ")) << path;
+  }
+}
+
+TEST_F(HttpServerTest, OnlyReads) {
+  const std::string posted = Request(server_->port(), "POST", "/metrics");
+  EXPECT_THAT(posted, StartsWith("HTTP/1.1 405 "));
+  EXPECT_THAT(posted, HasSubstr("Allow: GET, HEAD\r\n"));
+  const std::string head = Request(server_->port(), "HEAD", "/metrics");
+  EXPECT_THAT(head, StartsWith("HTTP/1.1 200 OK\r\n"));
+  EXPECT_THAT(head, Not(HasSubstr("# HELP")));
+}
+
+TEST_F(HttpServerTest, RefusesABadAddress) {
+  const auto ready = [] { return absl::OkStatus(); };
+  for (const std::string& address :
+       {std::string("127.0.0.1"), std::string(":8431"),
+        std::string("127.0.0.1:http"), std::string("127.0.0.1:70000"),
+        std::string("127.0.0.1:0,127.0.0.1:0"), std::string("192.0.2.1:0"),
+        absl::StrCat("127.0.0.1:", server_->port())}) {
+    const absl::Status status =
+        HttpServer::Start(address, &metrics_, ready).status();
+    EXPECT_EQ(core::ErrorReason(status), "CONFIG_INVALID") << address;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(address));
+  }
+}
+
+}  // namespace
+}  // namespace quantd::server
