@@ -1,0 +1,328 @@
+#include "client/cpp/client.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/random/random.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/synchronization/notification.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "client/cpp/client_options.h"
+#include "client/cpp/errors.h"
+#include "client/cpp/retrying_stream.h"
+#include "client/cpp/tensor_stream.h"
+#include "grpcpp/channel.h"
+#include "grpcpp/client_context.h"
+#include "grpcpp/create_channel.h"
+#include "grpcpp/generic/generic_stub.h"
+#include "grpcpp/support/byte_buffer.h"
+#include "grpcpp/support/channel_arguments.h"
+#include "grpcpp/support/slice.h"
+#include "quantd/v1/encoding_service.grpc.pb.h"
+#include "quantd/v1/encoding_service.pb.h"
+
+namespace quantd {
+namespace {
+
+constexpr int kMaxReceiveBytes = 64 << 20;
+constexpr int64_t kChunkUnitBytes = 64;
+constexpr int64_t kMaxChunkBytes = 32 << 20;
+// The most that a page may hold.
+constexpr int kPageSize = 1000;
+
+constexpr char kQuantizeMethod[] = "/quantd.v1.QuantizationService/Quantize";
+constexpr char kDequantizeMethod[] =
+    "/quantd.v1.QuantizationService/Dequantize";
+constexpr char kCalibrateMethod[] = "/quantd.v1.QuantizationService/Calibrate";
+constexpr char kEvaluateMethod[] = "/quantd.v1.QuantizationService/Evaluate";
+constexpr char kHealthMethod[] = "/grpc.health.v1.Health/Check";
+
+std::chrono::system_clock::time_point Deadline(absl::Duration timeout) {
+  return absl::ToChronoTime(absl::Now() + timeout);
+}
+
+template <typename Job, typename Stream>
+auto One(std::unique_ptr<Stream> stream, const Job& job) {
+  stream->SendLast(job);
+  return stream->Receive();
+}
+
+// Calls `page(token, &next_token)` until there is no next page.
+template <typename Page>
+absl::Status ForAllPages(Page&& page) {
+  std::string token;
+  while (true) {
+    std::string next;
+    const absl::Status status = page(token, &next);
+    if (!status.ok()) return status;
+    if (next.empty()) return absl::OkStatus();
+    // Otherwise a faulty server would keep the caller here for ever.
+    if (next == token) {
+      return ResponseMalformedError("a page whose next page is itself");
+    }
+    token = std::move(next);
+  }
+}
+
+template <typename Field, typename Item>
+void AppendAll(Field* field, std::vector<Item>* items) {
+  for (Item& item : *field) items->push_back(std::move(item));
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Client>> Client::Connect(ClientOptions options) {
+  if (options.target.empty()) {
+    return ArgumentInvalidError("expected a server, got an empty string");
+  }
+  if (options.chunk_bytes < kChunkUnitBytes ||
+      options.chunk_bytes > kMaxChunkBytes) {
+    return ArgumentInvalidError(
+        absl::StrCat("expected chunks of ", kChunkUnitBytes, " to ",
+                     kMaxChunkBytes, " bytes, got ", options.chunk_bytes));
+  }
+  if (options.timeout <= absl::ZeroDuration()) {
+    return ArgumentInvalidError("expected a timeout above 0");
+  }
+  if (options.max_retries < 0) {
+    return ArgumentInvalidError("expected retries of at least 0");
+  }
+  // A whole number of elements of every type.
+  options.chunk_bytes -= options.chunk_bytes % kChunkUnitBytes;
+  if (options.credentials == nullptr) {
+    options.credentials = grpc::InsecureChannelCredentials();
+  }
+  grpc::ChannelArguments arguments;
+  arguments.SetMaxReceiveMessageSize(kMaxReceiveBytes);
+  // A connection per client: that is what several clients are for.
+  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  // Retries are ours; gRPC's would buffer what it sends.
+  arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);
+  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 50);
+  arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 50);
+  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 2000);
+  std::shared_ptr<grpc::Channel> channel =
+      grpc::CreateCustomChannel(options.target, options.credentials, arguments);
+  return std::unique_ptr<Client>(
+      new Client(std::move(options), std::move(channel)));
+}
+
+Client::Client(ClientOptions options, std::shared_ptr<grpc::Channel> channel)
+    : options_(std::move(options)),
+      channel_(std::move(channel)),
+      encoding_stub_(v1::EncodingService::NewStub(channel_)) {}
+
+std::unique_ptr<QuantizeStream> Client::OpenQuantize() {
+  return std::make_unique<QuantizeStream>(
+      std::make_unique<internal::RetryingStream>(channel_, kQuantizeMethod,
+                                                 options_));
+}
+
+std::unique_ptr<DequantizeStream> Client::OpenDequantize() {
+  return std::make_unique<DequantizeStream>(
+      std::make_unique<internal::RetryingStream>(channel_, kDequantizeMethod,
+                                                 options_));
+}
+
+std::unique_ptr<CalibrateStream> Client::OpenCalibrate() {
+  return std::make_unique<CalibrateStream>(
+      std::make_unique<internal::RetryingStream>(channel_, kCalibrateMethod,
+                                                 options_));
+}
+
+std::unique_ptr<EvaluateStream> Client::OpenEvaluate() {
+  return std::make_unique<EvaluateStream>(
+      std::make_unique<internal::RetryingStream>(channel_, kEvaluateMethod,
+                                                 options_));
+}
+
+absl::StatusOr<QuantizeResult> Client::Quantize(const QuantizeJob& job) {
+  return One(OpenQuantize(), job);
+}
+
+absl::StatusOr<DequantizeResult> Client::Dequantize(const DequantizeJob& job) {
+  return One(OpenDequantize(), job);
+}
+
+absl::StatusOr<CalibrateResult> Client::Calibrate(const CalibrateJob& job) {
+  return One(OpenCalibrate(), job);
+}
+
+absl::StatusOr<EvaluateResult> Client::Evaluate(const EvaluateJob& job) {
+  return One(OpenEvaluate(), job);
+}
+
+template <typename Method, typename Request, typename Response>
+absl::Status Client::Call(Method method, const Request& request,
+                          Response* response) {
+  absl::BitGen random;
+  for (int attempt = 1;; ++attempt) {
+    grpc::ClientContext context;
+    context.set_deadline(Deadline(options_.timeout));
+    response->Clear();
+    const absl::Status status = FromGrpcStatus(
+        (encoding_stub_.get()->*method)(&context, request, response),
+        options_.target, options_.timeout);
+    if (!absl::IsUnavailable(status) || attempt > options_.max_retries) {
+      return status;
+    }
+    absl::SleepFor(internal::Backoff(options_, attempt, &random));
+  }
+}
+
+absl::StatusOr<std::vector<v1::StoredEncoding>> Client::ListEncodings(
+    absl::string_view model, absl::string_view revision) {
+  std::vector<v1::StoredEncoding> encodings;
+  const absl::Status status =
+      ForAllPages([&](const std::string& token, std::string* next) {
+        v1::ListEncodingsRequest request;
+        request.set_model(std::string(model));
+        request.set_revision(std::string(revision));
+        request.set_page_size(kPageSize);
+        request.set_page_token(token);
+        v1::ListEncodingsResponse response;
+        const absl::Status page =
+            Call(&v1::EncodingService::Stub::ListEncodings, request, &response);
+        AppendAll(response.mutable_encodings(), &encodings);
+        *next = response.next_page_token();
+        return page;
+      });
+  if (!status.ok()) return status;
+  return encodings;
+}
+
+absl::StatusOr<v1::StoredEncoding> Client::GetEncoding(const TensorName& name) {
+  v1::GetEncodingRequest request;
+  *request.mutable_name() = name;
+  v1::GetEncodingResponse response;
+  const absl::Status status =
+      Call(&v1::EncodingService::Stub::GetEncoding, request, &response);
+  if (!status.ok()) return status;
+  return std::move(*response.mutable_stored_encoding());
+}
+
+absl::StatusOr<v1::StoredEncoding> Client::PutEncoding(
+    const TensorName& name, const Encoding& encoding,
+    absl::string_view if_match) {
+  v1::PutEncodingRequest request;
+  *request.mutable_name() = name;
+  *request.mutable_encoding() = encoding;
+  request.set_if_match(std::string(if_match));
+  v1::PutEncodingResponse response;
+  const absl::Status status =
+      Call(&v1::EncodingService::Stub::PutEncoding, request, &response);
+  if (!status.ok()) return status;
+  return std::move(*response.mutable_stored_encoding());
+}
+
+absl::Status Client::DeleteEncoding(const TensorName& name,
+                                    absl::string_view if_match) {
+  v1::DeleteEncodingRequest request;
+  *request.mutable_name() = name;
+  request.set_if_match(std::string(if_match));
+  v1::DeleteEncodingResponse response;
+  return Call(&v1::EncodingService::Stub::DeleteEncoding, request, &response);
+}
+
+absl::StatusOr<std::vector<v1::Model>> Client::ListModels() {
+  std::vector<v1::Model> models;
+  const absl::Status status =
+      ForAllPages([&](const std::string& token, std::string* next) {
+        v1::ListModelsRequest request;
+        request.set_page_size(kPageSize);
+        request.set_page_token(token);
+        v1::ListModelsResponse response;
+        const absl::Status page =
+            Call(&v1::EncodingService::Stub::ListModels, request, &response);
+        AppendAll(response.mutable_models(), &models);
+        *next = response.next_page_token();
+        return page;
+      });
+  if (!status.ok()) return status;
+  return models;
+}
+
+absl::StatusOr<std::vector<v1::Revision>> Client::ListRevisions(
+    absl::string_view model) {
+  std::vector<v1::Revision> revisions;
+  const absl::Status status =
+      ForAllPages([&](const std::string& token, std::string* next) {
+        v1::ListRevisionsRequest request;
+        request.set_model(std::string(model));
+        request.set_page_size(kPageSize);
+        request.set_page_token(token);
+        v1::ListRevisionsResponse response;
+        const absl::Status page =
+            Call(&v1::EncodingService::Stub::ListRevisions, request, &response);
+        AppendAll(response.mutable_revisions(), &revisions);
+        *next = response.next_page_token();
+        return page;
+      });
+  if (!status.ok()) return status;
+  return revisions;
+}
+
+absl::StatusOr<Client::Health> Client::CheckHealth(absl::string_view service) {
+  // grpc.health.v1.HealthCheckRequest {string service = 1}, and back
+  // HealthCheckResponse {ServingStatus status = 1}: Debian ships no stub.
+  if (service.size() > 127) {
+    return ArgumentInvalidError("expected a service of at most 127 bytes");
+  }
+  std::string bytes;
+  if (!service.empty()) {
+    bytes.push_back(0x0A);
+    bytes.push_back(static_cast<char>(service.size()));
+    bytes.append(service.data(), service.size());
+  }
+  const grpc::Slice slice(bytes);
+  const grpc::ByteBuffer request(&slice, 1);
+  grpc::ByteBuffer response;
+  grpc::Status call_status;
+  grpc::ClientContext context;
+  context.set_deadline(Deadline(options_.timeout));
+  grpc::GenericStub stub(channel_);
+  absl::Notification done;
+  stub.UnaryCall(&context, kHealthMethod, grpc::StubOptions(), &request,
+                 &response, [&](grpc::Status status) {
+                   call_status = std::move(status);
+                   done.Notify();
+                 });
+  done.WaitForNotification();
+  const absl::Status status =
+      FromGrpcStatus(call_status, options_.target, options_.timeout);
+  if (absl::IsNotFound(status)) return Health::kUnknown;
+  if (!status.ok()) return status;
+  std::string answer;
+  std::vector<grpc::Slice> slices;
+  if (!response.Dump(&slices).ok()) {
+    return ResponseMalformedError("the health status could not be read");
+  }
+  for (const grpc::Slice& piece : slices) {
+    answer.append(reinterpret_cast<const char*>(piece.begin()), piece.size());
+  }
+  // The default, 0, is not on the wire.
+  if (answer.empty()) return Health::kUnknown;
+  if (answer.size() != 2 || answer[0] != 0x08) {
+    return ResponseMalformedError("expected a health status");
+  }
+  switch (answer[1]) {
+    case 1:
+      return Health::kServing;
+    case 2:
+      return Health::kNotServing;
+    default:
+      return Health::kUnknown;
+  }
+}
+
+}  // namespace quantd

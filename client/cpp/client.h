@@ -1,0 +1,84 @@
+// The client of quantd: quantize, dequantize, calibrate and evaluate tensors,
+// and manage the encodings that the service keeps.
+
+#ifndef QUANTD_CLIENT_CPP_CLIENT_H_
+#define QUANTD_CLIENT_CPP_CLIENT_H_
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "client/cpp/client_options.h"
+#include "client/cpp/tensor_stream.h"
+#include "grpcpp/channel.h"
+#include "quantd/v1/encoding_service.grpc.pb.h"
+#include "quantd/v1/encoding_service.pb.h"
+
+namespace quantd {
+
+// A connection to one server. Errors are "REASON: text" with the canonical
+// code: those of the server as proto/ lists them, those of the client as
+// errors.h does. Retries by itself, see ClientOptions.
+//
+// Thread-safe; a stream that it opens is not. Streams may outlive the client.
+class Client {
+ public:
+  // Does not wait for the server: the first call finds out.
+  // Errors: ARGUMENT_INVALID.
+  static absl::StatusOr<std::unique_ptr<Client>> Connect(ClientOptions options);
+
+  // One tensor on a stream of its own.
+  absl::StatusOr<QuantizeResult> Quantize(const QuantizeJob& job);
+  absl::StatusOr<DequantizeResult> Dequantize(const DequantizeJob& job);
+  absl::StatusOr<CalibrateResult> Calibrate(const CalibrateJob& job);
+  absl::StatusOr<EvaluateResult> Evaluate(const EvaluateJob& job);
+
+  // Many tensors on one open stream.
+  std::unique_ptr<QuantizeStream> OpenQuantize();
+  std::unique_ptr<DequantizeStream> OpenDequantize();
+  std::unique_ptr<CalibrateStream> OpenCalibrate();
+  std::unique_ptr<EvaluateStream> OpenEvaluate();
+
+  // All encodings of a revision, in order of tensor, without scales. Empty
+  // `revision` is "main".
+  absl::StatusOr<std::vector<v1::StoredEncoding>> ListEncodings(
+      absl::string_view model, absl::string_view revision);
+  absl::StatusOr<v1::StoredEncoding> GetEncoding(const TensorName& name);
+  // `if_match` is empty for any, "absent", or the etag to replace.
+  absl::StatusOr<v1::StoredEncoding> PutEncoding(const TensorName& name,
+                                                 const Encoding& encoding,
+                                                 absl::string_view if_match);
+  absl::Status DeleteEncoding(const TensorName& name,
+                              absl::string_view if_match);
+  // In order of name.
+  absl::StatusOr<std::vector<v1::Model>> ListModels();
+  absl::StatusOr<std::vector<v1::Revision>> ListRevisions(
+      absl::string_view model);
+
+  // As grpc.health.v1 has it; kUnknown is also a service that does not exist.
+  enum class Health { kUnknown, kServing, kNotServing };
+  // Empty `service` asks for the whole server. Not retried.
+  absl::StatusOr<Health> CheckHealth(absl::string_view service);
+
+  const ClientOptions& options() const { return options_; }
+
+ private:
+  Client(ClientOptions options, std::shared_ptr<grpc::Channel> channel);
+
+  // Calls method(context, request, response) until it is answered.
+  template <typename Method, typename Request, typename Response>
+  absl::Status Call(Method method, const Request& request, Response* response);
+
+  const ClientOptions options_;
+  const std::shared_ptr<grpc::Channel> channel_;
+  const std::unique_ptr<v1::EncodingService::Stub> encoding_stub_;
+};
+
+}  // namespace quantd
+
+#endif  // QUANTD_CLIENT_CPP_CLIENT_H_

@@ -1,0 +1,57 @@
+// The errors that the client itself finds, one function per error, and those
+// of the server turned into absl::Status.
+//
+// A status has the message "REASON: what was expected and what came", whether
+// the client or the server found the error. REASON is stable; programs may
+// depend on it.
+
+#ifndef QUANTD_CLIENT_CPP_ERRORS_H_
+#define QUANTD_CLIENT_CPP_ERRORS_H_
+
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "grpcpp/support/status.h"
+#include "quantd/v1/tensor.pb.h"
+
+namespace quantd {
+
+// The reason of a status, e.g. "CHUNK_OFFSET"; empty when it has none.
+absl::string_view ErrorReason(const absl::Status& status);
+
+// The message without "REASON: ".
+absl::string_view ErrorText(const absl::Status& status);
+
+// No connection to the server, or it broke. UNAVAILABLE / SERVER_UNREACHABLE.
+absl::Status ServerUnreachableError(absl::string_view target,
+                                    absl::string_view what);
+bool IsServerUnreachable(const absl::Status& status);
+
+// The server did not go on in time. DEADLINE_EXCEEDED / TIMEOUT.
+absl::Status TimeoutError(absl::string_view target, absl::Duration timeout);
+
+// A call that can not be sent. INVALID_ARGUMENT / ARGUMENT_INVALID.
+absl::Status ArgumentInvalidError(absl::string_view what);
+
+// The caller's buffer is too small. INVALID_ARGUMENT / OUTPUT_TOO_SMALL.
+absl::Status OutputTooSmallError(uint64_t expected_bytes, uint64_t got_bytes);
+
+// The answer breaks the protocol. INTERNAL / RESPONSE_MALFORMED.
+absl::Status ResponseMalformedError(absl::string_view what);
+
+// What arrived is not what was sent. DATA_LOSS / CHECKSUM_MISMATCH.
+absl::Status ChecksumMismatchError(uint64_t expected, uint64_t got);
+
+// The status of a call to `target`. UNAVAILABLE without a reason, which gRPC
+// itself makes, becomes SERVER_UNREACHABLE; DEADLINE_EXCEEDED becomes TIMEOUT.
+absl::Status FromGrpcStatus(const grpc::Status& status,
+                            absl::string_view target, absl::Duration timeout);
+
+// How one tensor failed.
+absl::Status FromTensorError(const v1::TensorError& error);
+
+}  // namespace quantd
+
+#endif  // QUANTD_CLIENT_CPP_ERRORS_H_

@@ -1,0 +1,93 @@
+#include "client/cpp/exchange.h"
+
+#include <cstdint>
+#include <cstring>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "client/cpp/envelope.h"
+#include "client/cpp/errors.h"
+#include "quantd/v1/tensor.pb.h"
+
+namespace quantd::internal {
+
+Exchange::Exchange() : hash_(XXH3_createState()) {
+  XXH3_64bits_reset(hash_.get());
+}
+
+absl::StatusOr<bool> Exchange::Accept(const Response& response) {
+  if (response.has_error) {
+    v1::TensorError error;
+    if (!error.ParseFromString(response.error)) {
+      return ResponseMalformedError("the error is not a TensorError");
+    }
+    status_ = FromTensorError(error);
+    retry_after_ = absl::Milliseconds(error.retry_after_ms());
+    return true;
+  }
+  if (response.has_header && HasOutput()) {
+    if (has_header_) {
+      return ResponseMalformedError("a second header for one tensor");
+    }
+    has_header_ = true;
+    const absl::Status status = OnHeader(response.header);
+    if (!status.ok()) return status;
+  }
+  const absl::Status status = AcceptData(response);
+  if (!status.ok()) return status;
+  if (!response.has_summary) return false;
+  if (HasOutput() && !has_header_) {
+    return ResponseMalformedError("a summary before the header");
+  }
+  if (status_.ok() && received_bytes_ != output_.bytes.size()) {
+    return ResponseMalformedError(absl::StrCat(
+        "expected ", output_.bytes.size(), " bytes, got ", received_bytes_));
+  }
+  const absl::Status summary_status =
+      OnSummary(response.summary, XXH3_64bits_digest(hash_.get()));
+  if (!summary_status.ok()) return summary_status;
+  return true;
+}
+
+absl::Status Exchange::AcceptData(const Response& response) {
+  if (response.data_size_bytes == 0) return absl::OkStatus();
+  if (!has_header_) {
+    return ResponseMalformedError("data before the header");
+  }
+  // The caller's mistake was noted; the stream goes on behind the tensor.
+  if (!status_.ok()) return absl::OkStatus();
+  const uint64_t expected_offset = output_.offset_bytes + received_bytes_;
+  if (response.offset_bytes != expected_offset) {
+    return ResponseMalformedError(absl::StrCat("expected data at byte ",
+                                               expected_offset, ", got ",
+                                               response.offset_bytes));
+  }
+  if (response.data_size_bytes > output_.bytes.size() - received_bytes_) {
+    return ResponseMalformedError(
+        absl::StrCat("expected ", output_.bytes.size(), " bytes, got more"));
+  }
+  for (const absl::Span<const uint8_t> piece : response.data) {
+    std::memcpy(output_.bytes.data() + received_bytes_, piece.data(),
+                piece.size());
+    // Hashed where it was just read: the bytes are still in cache.
+    XXH3_64bits_update(hash_.get(), piece.data(), piece.size());
+    received_bytes_ += piece.size();
+  }
+  return absl::OkStatus();
+}
+
+void Exchange::Reset() {
+  status_ = absl::OkStatus();
+  retry_after_ = absl::ZeroDuration();
+  has_header_ = false;
+  received_bytes_ = 0;
+  output_ = Output();
+  XXH3_64bits_reset(hash_.get());
+  OnReset();
+}
+
+}  // namespace quantd::internal

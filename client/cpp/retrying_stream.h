@@ -1,0 +1,80 @@
+// A stream of exchanges that outlives the calls it takes.
+
+#ifndef QUANTD_CLIENT_CPP_RETRYING_STREAM_H_
+#define QUANTD_CLIENT_CPP_RETRYING_STREAM_H_
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+
+#include "absl/random/random.h"
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "client/cpp/client_options.h"
+#include "client/cpp/exchange.h"
+#include "client/cpp/stream_call.h"
+#include "grpcpp/channel.h"
+
+namespace quantd::internal {
+
+// The pause before attempt `attempt` (1 for the first retry), with jitter.
+absl::Duration Backoff(const ClientOptions& options, int attempt,
+                       absl::BitGen* random);
+
+// Opens a call when there is something to send, opens another one when that
+// breaks with UNAVAILABLE, and sends again what was not answered. Not
+// thread-safe; retries go on while Receive waits.
+class RetryingStream {
+ public:
+  RetryingStream(std::shared_ptr<grpc::Channel> channel, std::string method,
+                 ClientOptions options);
+  // Cancels what was not received.
+  ~RetryingStream();
+  RetryingStream(const RetryingStream&) = delete;
+  RetryingStream& operator=(const RetryingStream&) = delete;
+
+  // Queues an exchange and starts to send, unless it has failed already. With
+  // `is_last` nothing may follow, which saves a round trip.
+  void Send(std::unique_ptr<Exchange> exchange, bool is_last);
+
+  // The oldest exchange, answered or failed: see its status(). gRPC has let go
+  // of its payload.
+  // Requires: pending_count() > 0.
+  std::unique_ptr<Exchange> Receive();
+
+  // Sent and not received.
+  int64_t pending_count() const {
+    return static_cast<int64_t>(pending_.size());
+  }
+
+ private:
+  struct Pending {
+    std::unique_ptr<Exchange> exchange;
+    bool is_last;
+    // Number in call_.
+    uint64_t number;
+    // Answered, or failed: not part of call_ any more.
+    bool is_over;
+  };
+
+  // Starts a call and sends all that is not over.
+  void Open();
+  // Ends the call; takes note of what it answered. Returns why it ended.
+  absl::Status CloseBroken(bool timed_out);
+  // Ends all that is not over.
+  void FailAll(const absl::Status& status);
+
+  const std::shared_ptr<grpc::Channel> channel_;
+  const std::string method_;
+  const ClientOptions options_;
+  absl::BitGen random_;
+  std::shared_ptr<StreamCall> call_;
+  std::deque<Pending> pending_;
+  // Calls that broke one after another without any answer.
+  int broken_count_ = 0;
+};
+
+}  // namespace quantd::internal
+
+#endif  // QUANTD_CLIENT_CPP_RETRYING_STREAM_H_

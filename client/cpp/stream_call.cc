@@ -1,0 +1,241 @@
+#include "client/cpp/stream_call.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "client/cpp/errors.h"
+#include "grpcpp/generic/generic_stub.h"
+
+namespace quantd::internal {
+
+std::shared_ptr<StreamCall> StreamCall::Start(
+    const std::shared_ptr<grpc::Channel>& channel, const std::string& method,
+    int64_t chunk_bytes) {
+  const std::shared_ptr<StreamCall> call(new StreamCall(chunk_bytes));
+  {
+    absl::MutexLock lock(&call->mutex_);
+    call->self_ = call;
+    call->last_progress_ = absl::Now();
+  }
+  grpc::GenericStub stub(channel);
+  stub.PrepareBidiStreamingCall(&call->context_, method, grpc::StubOptions(),
+                                call.get());
+  call->AddHold();
+  call->StartRead(&call->read_buffer_);
+  call->StartCall();
+  return call;
+}
+
+uint64_t StreamCall::Enqueue(Exchange* exchange, bool is_last) {
+  Step step;
+  uint64_t number;
+  {
+    absl::MutexLock lock(&mutex_);
+    // A silence before there was anything to say is not the server's.
+    if (unanswered_.empty()) last_progress_ = absl::Now();
+    unsent_.push_back(exchange);
+    unanswered_.push_back(exchange);
+    number = enqueued_count_++;
+    no_more_ = no_more_ || is_last;
+    step = NextStep();
+  }
+  Run(step);
+  return number;
+}
+
+StreamCall::Outcome StreamCall::Await(uint64_t number, absl::Duration timeout) {
+  absl::MutexLock lock(&mutex_);
+  const auto is_over = [this, number]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    return answered_count_ > number || finished_;
+  };
+  while (!is_over()) {
+    const absl::Time deadline = last_progress_ + timeout;
+    if (!mutex_.AwaitWithDeadline(absl::Condition(&is_over), deadline) &&
+        absl::Now() >= last_progress_ + timeout) {
+      return Outcome::kTimeout;
+    }
+  }
+  return answered_count_ > number ? Outcome::kAnswered : Outcome::kFinished;
+}
+
+bool StreamCall::IsAnswered(uint64_t number) const {
+  absl::MutexLock lock(&mutex_);
+  return answered_count_ > number;
+}
+
+void StreamCall::Finish(absl::Duration timeout) {
+  Step step;
+  {
+    absl::MutexLock lock(&mutex_);
+    no_more_ = true;
+    step = NextStep();
+  }
+  Run(step);
+  {
+    absl::MutexLock lock(&mutex_);
+    if (mutex_.AwaitWithTimeout(absl::Condition(&finished_), timeout)) return;
+  }
+  Cancel();
+}
+
+void StreamCall::Cancel() {
+  context_.TryCancel();
+  absl::MutexLock lock(&mutex_);
+  mutex_.Await(absl::Condition(&finished_));
+}
+
+grpc::Status StreamCall::grpc_status() const {
+  absl::MutexLock lock(&mutex_);
+  return grpc_status_;
+}
+
+absl::Status StreamCall::protocol_status() const {
+  absl::MutexLock lock(&mutex_);
+  return protocol_status_;
+}
+
+void StreamCall::OnReadDone(bool ok) {
+  if (ok) {
+    const absl::Status status = HandleResponse();
+    if (status.ok()) {
+      StartRead(&read_buffer_);
+      return;
+    }
+    {
+      absl::MutexLock lock(&mutex_);
+      protocol_status_ = status;
+    }
+    context_.TryCancel();
+  }
+  Step step;
+  {
+    absl::MutexLock lock(&mutex_);
+    broken_ = true;
+    step = NextStep();
+  }
+  Run(step);
+}
+
+void StreamCall::OnWriteDone(bool ok) { OnWriteSideDone(ok); }
+
+void StreamCall::OnWritesDoneDone(bool ok) { OnWriteSideDone(ok); }
+
+void StreamCall::OnWriteSideDone(bool ok) {
+  Step step;
+  {
+    absl::MutexLock lock(&mutex_);
+    // gRPC's reference to the payload is dropped here, not at the next write.
+    write_buffer_.Clear();
+    writing_ = false;
+    last_progress_ = absl::Now();
+    if (!ok) broken_ = true;
+    step = NextStep();
+  }
+  Run(step);
+}
+
+void StreamCall::OnDone(const grpc::Status& status) {
+  // Goes last, after the lock: it may be the only owner.
+  std::shared_ptr<StreamCall> self;
+  absl::MutexLock lock(&mutex_);
+  self = std::move(self_);
+  grpc_status_ = status;
+  finished_ = true;
+}
+
+StreamCall::Step StreamCall::NextStep() {
+  if (writing_) return Step::kNone;
+  if (!broken_ && !writes_done_) {
+    if (!unsent_.empty()) {
+      Exchange* const exchange = unsent_.front();
+      const absl::Span<const uint8_t> payload = exchange->payload();
+      const uint64_t size = std::min<uint64_t>(
+          payload.size() - sent_bytes_, static_cast<uint64_t>(chunk_bytes_));
+      write_buffer_ = EncodeRequest(
+          header_sent_ ? absl::string_view() : exchange->request_header(),
+          exchange->payload_offset_bytes() + sent_bytes_,
+          payload.subspan(sent_bytes_, size), exchange->references());
+      header_sent_ = true;
+      sent_bytes_ += size;
+      if (sent_bytes_ == payload.size()) {
+        unsent_.pop_front();
+        sent_bytes_ = 0;
+        header_sent_ = false;
+      }
+      writing_ = true;
+      writes_done_ = unsent_.empty() && no_more_;
+      return writes_done_ ? Step::kWriteLast : Step::kWrite;
+    }
+    if (no_more_) {
+      writing_ = true;
+      writes_done_ = true;
+      return Step::kWritesDone;
+    }
+    return Step::kNone;
+  }
+  if (held_) {
+    held_ = false;
+    return Step::kRelease;
+  }
+  return Step::kNone;
+}
+
+void StreamCall::Run(Step step) {
+  switch (step) {
+    case Step::kNone:
+      break;
+    case Step::kWrite:
+      StartWrite(&write_buffer_);
+      break;
+    case Step::kWriteLast:
+      StartWriteLast(&write_buffer_, grpc::WriteOptions());
+      break;
+    case Step::kWritesDone:
+      StartWritesDone();
+      break;
+    case Step::kRelease:
+      RemoveHold();
+      break;
+  }
+}
+
+absl::Status StreamCall::HandleResponse() {
+  Exchange* exchange = nullptr;
+  {
+    absl::MutexLock lock(&mutex_);
+    last_progress_ = absl::Now();
+    if (unanswered_.empty()) {
+      return ResponseMalformedError("an answer to no tensor");
+    }
+    exchange = unanswered_.front();
+  }
+  absl::Status status = DecodeResponse(read_buffer_, &response_);
+  if (!status.ok()) return status;
+  const absl::StatusOr<bool> is_answered = exchange->Accept(response_);
+  response_ = Response();
+  read_buffer_.Clear();
+  if (!is_answered.ok()) return is_answered.status();
+  if (*is_answered) {
+    absl::MutexLock lock(&mutex_);
+    unanswered_.pop_front();
+    ++answered_count_;
+    // An error that came early ends its tensor: the rest need not go up.
+    if (!unsent_.empty() && unsent_.front() == exchange) {
+      unsent_.pop_front();
+      sent_bytes_ = 0;
+      header_sent_ = false;
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace quantd::internal

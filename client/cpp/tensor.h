@@ -1,0 +1,88 @@
+// Tensors, formats and encodings as the client sees them.
+
+#ifndef QUANTD_CLIENT_CPP_TENSOR_H_
+#define QUANTD_CLIENT_CPP_TENSOR_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+#include "quantd/v1/encoding.pb.h"
+#include "quantd/v1/tensor.pb.h"
+
+namespace quantd {
+
+using Encoding = v1::Encoding;
+using EncodingSpec = v1::EncodingSpec;
+using TensorName = v1::TensorName;
+
+// Type of the real-valued elements; the values are those of
+// quantd.v1.ElementType.
+enum class ElementType : int {
+  kFloat32 = 1,
+  kFloat16 = 2,
+  kBfloat16 = 3,
+  kFloat64 = 4,
+};
+
+// 2, 4 or 8.
+int64_t ElementSizeBytes(ElementType type);
+
+// "float32", "float16", "bfloat16", "float64", and back.
+absl::string_view ElementTypeName(ElementType type);
+// Errors: ARGUMENT_INVALID.
+absl::StatusOr<ElementType> ParseElementType(absl::string_view name);
+
+// A tensor in memory that the caller owns: it must stay, unchanged, until the
+// call that takes it has answered. Plain value, not synchronised.
+struct Tensor {
+  // May stay empty where nothing is looked up or stored.
+  TensorName name;
+  // Of the reals, also when `data` are codes.
+  ElementType element_type = ElementType::kFloat32;
+  // Outermost dimension first; empty for a scalar.
+  std::vector<int64_t> shape;
+  // Row-major and little-endian: elements, or codes for Dequantize. No
+  // alignment needed. Never copied.
+  absl::Span<const uint8_t> data;
+};
+
+// Number of elements of a shape: the product of its dimensions.
+// Errors: ARGUMENT_INVALID for a negative dimension or a product over 2^56.
+absl::StatusOr<int64_t> ElementCount(absl::Span<const int64_t> shape);
+
+// What an integer format is made of. Codes of 2 and 4 bits are packed.
+struct FormatInfo {
+  v1::NumberFormat format;
+  int bits;
+  // 2, 4, 8 or 16.
+  int storage_bits;
+  bool is_signed;
+  int32_t qmin;
+  int32_t qmax;
+
+  // Size in bytes of `count` codes, the last byte zero-padded.
+  int64_t SizeBytes(int64_t count) const;
+};
+
+// Errors: ARGUMENT_INVALID for what is not an integer of 2 to 16 bits.
+absl::StatusOr<FormatInfo> GetFormatInfo(v1::NumberFormat format);
+
+// "int8", "uint4", "mxfp4_e2m1", and back; the names are those of
+// quantd.v1.NumberFormat in lower case.
+std::string FormatName(v1::NumberFormat format);
+// Errors: ARGUMENT_INVALID.
+absl::StatusOr<v1::NumberFormat> ParseFormat(absl::string_view name);
+
+// Shape of the scales of a tensor: ceil(shape[d] / block_size[d]), with 0
+// meaning the whole dimension and an empty block size a single scale.
+// Errors: ARGUMENT_INVALID when the ranks differ or an entry is negative.
+absl::StatusOr<std::vector<int64_t>> ScaleShape(
+    absl::Span<const int64_t> shape, absl::Span<const int64_t> block_size);
+
+}  // namespace quantd
+
+#endif  // QUANTD_CLIENT_CPP_TENSOR_H_

@@ -1,0 +1,150 @@
+// Many tensors, one after another, on one open stream.
+
+#ifndef QUANTD_CLIENT_CPP_TENSOR_STREAM_H_
+#define QUANTD_CLIENT_CPP_TENSOR_STREAM_H_
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "client/cpp/client_options.h"
+#include "client/cpp/tensor.h"
+#include "grpcpp/channel.h"
+#include "quantd/v1/quantization_service.pb.h"
+
+namespace quantd {
+
+namespace internal {
+class RetryingStream;
+}  // namespace internal
+
+// Bytes that the client allocated. Not zeroed first, hence no vector.
+struct Buffer {
+  std::unique_ptr<uint8_t[]> bytes;
+  size_t size_bytes = 0;
+
+  absl::Span<const uint8_t> span() const { return {bytes.get(), size_bytes}; }
+};
+
+// Where an encoding comes from: the service, the caller, or the data.
+using EncodingSource =
+    std::variant<v1::EncodingReference, Encoding, EncodingSpec>;
+
+// Bytes [begin, end) of what goes up; `data` is only those.
+struct ByteRange {
+  uint64_t begin_bytes = 0;
+  uint64_t end_bytes = 0;
+};
+
+struct QuantizeJob {
+  Tensor tensor;
+  EncodingSource source;
+  // Store the encoding that the caller gave or the data had.
+  bool store = false;
+  v1::NanPolicy nan_policy = v1::NAN_POLICY_UNSPECIFIED;
+  std::optional<ByteRange> range;
+  // Leave the encoding out of the result.
+  bool omit_encoding = false;
+  // Where the codes go; it must stay until the result is received. When empty
+  // the result has a buffer.
+  absl::Span<uint8_t> output;
+};
+
+struct QuantizeResult {
+  // The encoding used, its etag if it is in the store, the number of bytes.
+  v1::QuantizeResponseHeader header;
+  v1::QuantizeSummary summary;
+  // The codes, in the job's output or in `buffer`.
+  absl::Span<const uint8_t> codes;
+  Buffer buffer;
+};
+
+struct DequantizeJob {
+  // Its data are codes.
+  Tensor tensor;
+  // Not a spec.
+  EncodingSource source;
+  std::optional<ByteRange> range;
+  bool omit_encoding = false;
+  // As in QuantizeJob.
+  absl::Span<uint8_t> output;
+};
+
+struct DequantizeResult {
+  v1::DequantizeResponseHeader header;
+  v1::DequantizeSummary summary;
+  // The reals, in the job's output or in `buffer`.
+  absl::Span<const uint8_t> elements;
+  Buffer buffer;
+};
+
+struct CalibrateJob {
+  Tensor tensor;
+  // Without one only the statistics are answered.
+  std::optional<EncodingSpec> spec;
+};
+
+using CalibrateResult = v1::CalibrateSummary;
+
+struct EvaluateCandidate {
+  EncodingSource source;
+  // Comes back with the metrics.
+  std::string label;
+};
+
+struct EvaluateJob {
+  Tensor tensor;
+  std::vector<EvaluateCandidate> candidates;
+  // Answer the metrics of every scale index as well.
+  bool per_scale_index = false;
+};
+
+using EvaluateResult = v1::EvaluateSummary;
+
+// Sends tensors and receives their results in the same order. The tensors'
+// data, and outputs, are used in place: they must stay until their result was
+// received or the stream is gone. An error of one tensor leaves the others
+// alone. Memory: one chunk each way besides what the caller holds.
+//
+// Not thread-safe.
+template <typename Job, typename Result>
+class TensorStream {
+ public:
+  explicit TensorStream(std::unique_ptr<internal::RetryingStream> stream);
+  // Cancels what was not received.
+  ~TensorStream();
+  TensorStream(const TensorStream&) = delete;
+  TensorStream& operator=(const TensorStream&) = delete;
+
+  // Starts to send and does not wait. Errors come with the result.
+  void Send(const Job& job) { Send(job, /*is_last=*/false); }
+  // The same; nothing may be sent after it. Saves a round trip.
+  void SendLast(const Job& job) { Send(job, /*is_last=*/true); }
+
+  // The result of the oldest tensor.
+  // Errors: of that tensor; or, for all that were sent, of the stream.
+  // ARGUMENT_INVALID when there is none.
+  absl::StatusOr<Result> Receive();
+
+  // Sent and not received.
+  int64_t pending_count() const;
+
+ private:
+  void Send(const Job& job, bool is_last);
+
+  std::unique_ptr<internal::RetryingStream> stream_;
+};
+
+using QuantizeStream = TensorStream<QuantizeJob, QuantizeResult>;
+using DequantizeStream = TensorStream<DequantizeJob, DequantizeResult>;
+using CalibrateStream = TensorStream<CalibrateJob, CalibrateResult>;
+using EvaluateStream = TensorStream<EvaluateJob, EvaluateResult>;
+
+}  // namespace quantd
+
+#endif  // QUANTD_CLIENT_CPP_TENSOR_STREAM_H_

@@ -1,0 +1,46 @@
+// Element types of tensor files.
+
+#ifndef QUANTD_CLIENT_FILES_DTYPE_H_
+#define QUANTD_CLIENT_FILES_DTYPE_H_
+
+#include <cstdint>
+#include <optional>
+
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+
+namespace quantd::files {
+
+enum class Dtype {
+  kBool,
+  kU8,
+  kI8,
+  kF8E5M2,
+  kF8E4M3,
+  kI16,
+  kU16,
+  kF16,
+  kBF16,
+  kI32,
+  kU32,
+  kF32,
+  kF64,
+  kI64,
+  kU64,
+};
+
+// 1, 2, 4 or 8.
+int64_t DtypeSizeBytes(Dtype dtype);
+
+// As safetensors spells it, e.g. "BF16", and back.
+absl::string_view DtypeName(Dtype dtype);
+std::optional<Dtype> ParseDtype(absl::string_view name);
+
+// Size in bytes of a tensor; nothing for a negative dimension or when a
+// product does not fit in 63 bits.
+std::optional<int64_t> TensorSizeBytes(Dtype dtype,
+                                       absl::Span<const int64_t> shape);
+
+}  // namespace quantd::files
+
+#endif  // QUANTD_CLIENT_FILES_DTYPE_H_

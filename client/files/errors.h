@@ -1,0 +1,32 @@
+// The errors of reading and writing files, one function per error.
+//
+// A status has the message "REASON: path: what was expected and what came".
+
+#ifndef QUANTD_CLIENT_FILES_ERRORS_H_
+#define QUANTD_CLIENT_FILES_ERRORS_H_
+
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+
+namespace quantd::files {
+
+// The file could not be opened or read. The code follows errno.
+// FILE_UNREADABLE.
+absl::Status FileUnreadableError(const std::string& path, int error_number);
+
+// The file could not be written. The code follows errno. FILE_UNWRITABLE.
+absl::Status FileUnwritableError(const std::string& path, int error_number);
+
+// The file is not what its format demands. INVALID_ARGUMENT / FILE_MALFORMED.
+absl::Status FileMalformedError(absl::string_view path, absl::string_view what);
+
+// The file is sound but has what quantd does not read or write.
+// UNIMPLEMENTED / FILE_UNSUPPORTED.
+absl::Status FileUnsupportedError(absl::string_view path,
+                                  absl::string_view what);
+
+}  // namespace quantd::files
+
+#endif  // QUANTD_CLIENT_FILES_ERRORS_H_

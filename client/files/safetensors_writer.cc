@@ -1,0 +1,151 @@
+#include <fcntl.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/types/span.h"
+#include "client/files/atomic_file.h"
+#include "client/files/dtype.h"
+#include "client/files/errors.h"
+#include "client/files/safetensors.h"
+#include "nlohmann/json.hpp"
+
+namespace quantd::files {
+namespace {
+
+constexpr uint64_t kMaxHeaderBytes = 100'000'000;
+constexpr size_t kHeaderAlignmentBytes = 8;
+constexpr char kMetadataKey[] = "__metadata__";
+
+}  // namespace
+
+absl::StatusOr<SafetensorsWriter> SafetensorsWriter::Create(
+    const std::string& path) {
+  std::string spool_path = absl::StrCat(path, ".spool-XXXXXX");
+  const int fd = mkostemp(spool_path.data(), O_CLOEXEC);
+  if (fd < 0) return FileUnwritableError(path, errno);
+  unlink(spool_path.c_str());
+  return SafetensorsWriter(path, fd);
+}
+
+SafetensorsWriter::SafetensorsWriter(std::string path, int spool_fd)
+    : path_(std::move(path)), spool_fd_(spool_fd) {}
+
+SafetensorsWriter::SafetensorsWriter(SafetensorsWriter&& other) noexcept
+    : path_(other.path_),
+      spool_fd_(std::exchange(other.spool_fd_, -1)),
+      spool_bytes_(other.spool_bytes_),
+      entries_(std::move(other.entries_)),
+      names_(std::move(other.names_)),
+      metadata_(std::move(other.metadata_)) {}
+
+SafetensorsWriter::~SafetensorsWriter() {
+  if (spool_fd_ >= 0) close(spool_fd_);
+}
+
+absl::Status SafetensorsWriter::Check(const std::string& name, Dtype dtype,
+                                      const std::vector<int64_t>& shape,
+                                      size_t size_bytes) {
+  const std::optional<int64_t> expected = TensorSizeBytes(dtype, shape);
+  if (!expected.has_value() || static_cast<uint64_t>(*expected) != size_bytes) {
+    return FileMalformedError(
+        path_, absl::StrCat("tensor \"", name, "\": the data have ", size_bytes,
+                            " bytes, the shape ", expected.value_or(-1)));
+  }
+  if (name == kMetadataKey || !names_.insert(name).second) {
+    return FileMalformedError(path_,
+                              absl::StrCat("the name \"", name, "\" is taken"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status SafetensorsWriter::Add(const std::string& name, Dtype dtype,
+                                    const std::vector<int64_t>& shape,
+                                    absl::Span<const uint8_t> data) {
+  absl::Status status = Check(name, dtype, shape, data.size());
+  if (!status.ok()) return status;
+  status = WriteAll(spool_fd_, data, path_);
+  if (!status.ok()) return status;
+  entries_.push_back({name, dtype, shape, data.size(), nullptr, spool_bytes_});
+  spool_bytes_ += data.size();
+  return absl::OkStatus();
+}
+
+absl::Status SafetensorsWriter::AddView(const std::string& name, Dtype dtype,
+                                        const std::vector<int64_t>& shape,
+                                        absl::Span<const uint8_t> data) {
+  const absl::Status status = Check(name, dtype, shape, data.size());
+  if (!status.ok()) return status;
+  entries_.push_back({name, dtype, shape, data.size(), data.data(), 0});
+  return absl::OkStatus();
+}
+
+void SafetensorsWriter::SetMetadata(const std::string& key,
+                                    const std::string& value) {
+  metadata_[key] = value;
+}
+
+absl::StatusOr<uint64_t> SafetensorsWriter::Finish() {
+  std::stable_sort(entries_.begin(), entries_.end(),
+                   [](const Entry& a, const Entry& b) {
+                     return DtypeSizeBytes(a.dtype) > DtypeSizeBytes(b.dtype);
+                   });
+  nlohmann::ordered_json header = nlohmann::ordered_json::object();
+  // ordered_json looks a key up linearly; items are appended instead, which
+  // Check has made unique.
+  auto& items = header.get_ref<nlohmann::ordered_json::object_t&>();
+  if (!metadata_.empty()) {
+    items.emplace_back(kMetadataKey, metadata_);
+  }
+  uint64_t offset = 0;
+  for (const Entry& entry : entries_) {
+    const std::string dtype(DtypeName(entry.dtype));
+    items.emplace_back(
+        entry.name, nlohmann::ordered_json{
+                        {"dtype", dtype},
+                        {"shape", entry.shape},
+                        {"data_offsets", {offset, offset + entry.size_bytes}}});
+    offset += entry.size_bytes;
+  }
+  // Names that are not UTF-8 must not throw.
+  std::string text =
+      header.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  text.append((kHeaderAlignmentBytes - text.size() % kHeaderAlignmentBytes) %
+                  kHeaderAlignmentBytes,
+              ' ');
+  if (text.size() > kMaxHeaderBytes) {
+    return FileMalformedError(
+        path_, absl::StrCat("the header would take ", text.size(),
+                            " bytes, the format allows ", kMaxHeaderBytes));
+  }
+  std::string length(8, '\0');
+  for (int i = 0; i < 8; ++i) {
+    length[i] = static_cast<char>(text.size() >> (8 * i));
+  }
+  absl::StatusOr<AtomicFile> file = AtomicFile::Create(path_);
+  if (!file.ok()) return file.status();
+  absl::Status status = file->Append(absl::StrCat(length, text));
+  for (const Entry& entry : entries_) {
+    if (!status.ok()) return status;
+    status =
+        entry.data == nullptr
+            ? file->AppendFrom(spool_fd_, entry.offset_bytes, entry.size_bytes)
+            : file->Append(absl::MakeConstSpan(entry.data, entry.size_bytes));
+  }
+  if (!status.ok()) return status;
+  status = file->Commit();
+  if (!status.ok()) return status;
+  return length.size() + text.size() + offset;
+}
+
+}  // namespace quantd::files
