@@ -57,9 +57,10 @@ absl::string_view ErrorText(const absl::Status& status) {
 absl::Status WithField(absl::Status status, absl::string_view field) {
   if (status.ok()) return status;
   const std::string inner = ErrorField(status);
-  status.SetPayload(kFieldPayload,
-                    absl::Cord(inner.empty() ? std::string(field)
-                                             : absl::StrCat(field, ".", inner)));
+  status.SetPayload(
+      kFieldPayload,
+      absl::Cord(inner.empty() ? std::string(field)
+                               : absl::StrCat(field, ".", inner)));
   return status;
 }
 
@@ -118,9 +119,9 @@ absl::Status HeaderMissingError() {
 }
 
 absl::Status ChunkOffsetError(uint64_t expected_bytes, uint64_t got_bytes) {
-  return Invalid("CHUNK_OFFSET", absl::StrCat("chunk starts at byte ",
-                                              got_bytes, ", expected ",
-                                              expected_bytes));
+  return Invalid("CHUNK_OFFSET",
+                 absl::StrCat("chunk starts at byte ", got_bytes, ", expected ",
+                              expected_bytes));
 }
 
 absl::Status ChunkAlignmentError(int64_t element_size_bytes,
@@ -132,23 +133,23 @@ absl::Status ChunkAlignmentError(int64_t element_size_bytes,
 }
 
 absl::Status ChunkTooLargeError(int64_t limit_bytes, int64_t got_bytes) {
-  return Invalid("CHUNK_TOO_LARGE",
-                 absl::StrCat("chunk has ", got_bytes, " bytes, expected at "
-                                                       "most ",
-                              limit_bytes));
+  return Invalid("CHUNK_TOO_LARGE", absl::StrCat("chunk has ", got_bytes,
+                                                 " bytes, expected at "
+                                                 "most ",
+                                                 limit_bytes));
 }
 
 absl::Status TensorTooLongError(int64_t expected_bytes, int64_t got_bytes) {
-  return Invalid("TENSOR_TOO_LONG",
-                 absl::StrCat("chunk ends at byte ", got_bytes,
-                              ", expected the tensor to end at ",
-                              expected_bytes));
+  return Invalid(
+      "TENSOR_TOO_LONG",
+      absl::StrCat("chunk ends at byte ", got_bytes,
+                   ", expected the tensor to end at ", expected_bytes));
 }
 
 absl::Status TensorIncompleteError(int64_t expected_bytes, int64_t got_bytes) {
   return Invalid("TENSOR_INCOMPLETE",
-                 absl::StrCat("tensor ended at byte ", got_bytes,
-                              ", expected ", expected_bytes));
+                 absl::StrCat("tensor ended at byte ", got_bytes, ", expected ",
+                              expected_bytes));
 }
 
 absl::Status RangeInvalidError(absl::string_view what) {
@@ -197,10 +198,10 @@ absl::Status ScaleCountError(int64_t expected, int64_t got) {
 }
 
 absl::Status ZeroPointCountError(int64_t scale_count, int64_t got) {
-  return Invalid("SCALE_COUNT",
-                 absl::StrCat("encoding has ", got,
-                              " zero points, expected none or ", scale_count,
-                              ", as many as scales"));
+  return Invalid(
+      "SCALE_COUNT",
+      absl::StrCat("encoding has ", got, " zero points, expected none or ",
+                   scale_count, ", as many as scales"));
 }
 
 absl::Status ScaleCountLimitError(int64_t limit, int64_t got) {
@@ -245,10 +246,10 @@ absl::Status NonFiniteRejectedError(int64_t element_index, double value) {
 absl::Status EncodingNotFoundError(absl::string_view model,
                                    absl::string_view revision,
                                    absl::string_view tensor) {
-  return Error(absl::StatusCode::kNotFound, "ENCODING_NOT_FOUND",
-               absl::StrCat("no encoding for tensor \"", tensor,
-                            "\" of model \"", model, "\", revision \"",
-                            revision, "\""));
+  return Error(
+      absl::StatusCode::kNotFound, "ENCODING_NOT_FOUND",
+      absl::StrCat("no encoding for tensor \"", tensor, "\" of model \"", model,
+                   "\", revision \"", revision, "\""));
 }
 
 absl::Status EtagMismatchError(absl::string_view expected,
@@ -280,9 +281,8 @@ absl::Status PageInvalidError(absl::string_view what) {
 absl::Status MemoryBudgetError(int64_t budget_bytes, absl::string_view way_out,
                                absl::Duration retry_after) {
   absl::Status status = Exhausted(
-      "MEMORY_BUDGET",
-      absl::StrCat("the memory budget of ", budget_bytes,
-                   " bytes is used up; ", way_out));
+      "MEMORY_BUDGET", absl::StrCat("the memory budget of ", budget_bytes,
+                                    " bytes is used up; ", way_out));
   status.SetPayload(
       kRetryPayload,
       absl::Cord(absl::StrCat(absl::ToInt64Milliseconds(retry_after))));
@@ -312,9 +312,9 @@ absl::Status ConfigInvalidError(absl::string_view what) {
 
 absl::Status SimdTargetError(absl::string_view got,
                              absl::string_view available) {
-  return Invalid("SIMD_TARGET", absl::StrCat("no SIMD target \"", got,
-                                             "\"; expected one of ",
-                                             available));
+  return Invalid("SIMD_TARGET",
+                 absl::StrCat("no SIMD target \"", got, "\"; expected one of ",
+                              available));
 }
 
 }  // namespace quantd::core

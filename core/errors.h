@@ -55,8 +55,7 @@ absl::Status HeaderMissingError();
 // A chunk did not start where the last one ended. Send the tensor again.
 absl::Status ChunkOffsetError(uint64_t expected_bytes, uint64_t got_bytes);
 // A chunk that is not a whole number of elements.
-absl::Status ChunkAlignmentError(int64_t element_size_bytes,
-                                 int64_t got_bytes);
+absl::Status ChunkAlignmentError(int64_t element_size_bytes, int64_t got_bytes);
 absl::Status ChunkTooLargeError(int64_t limit_bytes, int64_t got_bytes);
 // More bytes came than the shape has.
 absl::Status TensorTooLongError(int64_t expected_bytes, int64_t got_bytes);

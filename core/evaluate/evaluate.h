@@ -22,8 +22,8 @@ struct ErrorSums {
   int64_t non_finite = 0;   // the others
   int64_t clipped_low = 0;  // finite elements below the range
   int64_t clipped_high = 0;
-  int64_t zero_flushed = 0;  // x != 0, x' == 0
-  double squared_error = 0;  // sum of e^2
+  int64_t zero_flushed = 0;   // x != 0, x' == 0
+  double squared_error = 0;   // sum of e^2
   double absolute_error = 0;  // sum of |e|
   double relative_error = 0;  // sum of |e / x|, 0 where x is 0
   double signal = 0;          // sum of x^2

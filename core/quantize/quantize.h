@@ -14,7 +14,12 @@
 namespace quantd::core {
 
 // The values are those of quantd.v1.NanPolicy.
-enum class NanPolicy : int { kDefault = 0, kZeroPoint = 1, kReject = 2, kQmin = 3 };
+enum class NanPolicy : int {
+  kDefault = 0,
+  kZeroPoint = 1,
+  kReject = 2,
+  kQmin = 3
+};
 
 // Counts over quantized elements.
 struct QuantizeCounts {

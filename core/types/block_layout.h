@@ -35,8 +35,8 @@ class BlockLayout {
 
   // `block_size` has an entry per dimension, or none for per tensor.
   // Errors: SHAPE_INVALID, BLOCK_SIZE_INVALID (rank, negative entry).
-  static absl::StatusOr<BlockLayout> Create(absl::Span<const int64_t> shape,
-                                            absl::Span<const int64_t> block_size);
+  static absl::StatusOr<BlockLayout> Create(
+      absl::Span<const int64_t> shape, absl::Span<const int64_t> block_size);
 
   int64_t element_count() const { return element_count_; }
   // Product of scale_shape. 0 if the tensor has a dimension 0 that is split
@@ -63,11 +63,17 @@ class BlockLayout {
     bool Next(Run* run);
 
    private:
+    // Where position_ is in a collapsed dimension and in its block.
+    struct Coordinate {
+      int64_t index;
+      int64_t offset;
+    };
+
     const BlockLayout& layout_;
     int64_t position_;
     int64_t end_;
-    // Coordinates of position_ in the collapsed dimensions.
-    absl::InlinedVector<int64_t, 4> coordinates_;
+    int64_t scale_index_ = 0;
+    absl::InlinedVector<Coordinate, 4> coordinates_;
   };
 
  private:
@@ -81,7 +87,8 @@ class BlockLayout {
   int64_t element_count_ = 0;
   int64_t scale_count_ = 0;
   std::vector<int64_t> scale_shape_;
-  absl::InlinedVector<Dimension, 4> dimensions_;  // outermost first, never empty
+  absl::InlinedVector<Dimension, 4>
+      dimensions_;  // outermost first, never empty
 };
 
 }  // namespace quantd::core

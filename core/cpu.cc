@@ -1,0 +1,91 @@
+#include "core/cpu.h"
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/string_view.h"
+#include "core/errors.h"
+#include "core/simd_internal.h"
+#include "hwy/highway.h"
+
+namespace quantd::core {
+namespace {
+
+constexpr absl::string_view kScalar = "scalar";
+constexpr absl::string_view kAvx512 = "avx512";
+
+std::atomic<bool> scalar_forced{false};
+
+// The targets of this build and CPU, less Highway's own emulations: where
+// nothing else is left the kernels run their scalar definitions.
+int64_t SimdTargets() {
+  static const int64_t targets =
+      hwy::SupportedTargets() & HWY_TARGETS & ~(HWY_EMU128 | HWY_SCALAR);
+  return targets;
+}
+
+std::string NameOf(int64_t target) {
+  return absl::AsciiStrToLower(hwy::TargetName(target));
+}
+
+int64_t LowestBit(int64_t targets) { return targets & -targets; }
+
+}  // namespace
+
+namespace internal {
+
+bool UsesScalarKernels() {
+  return scalar_forced.load(std::memory_order_relaxed);
+}
+
+}  // namespace internal
+
+std::vector<std::string> AvailableSimdTargets() {
+  std::vector<std::string> names;
+  // Lower bits are better targets.
+  for (int64_t rest = SimdTargets(); rest != 0; rest &= rest - 1) {
+    names.push_back(NameOf(LowestBit(rest)));
+  }
+  names.emplace_back(kScalar);
+  return names;
+}
+
+absl::Status SetSimdTarget(absl::string_view name) {
+  const int64_t all = SimdTargets();
+  if (name.empty() || name == "auto") {
+    hwy::SetSupportedTargetsForTest(0);
+    scalar_forced = false;
+    return absl::OkStatus();
+  }
+  if (name == kScalar) {
+    scalar_forced = true;
+    return absl::OkStatus();
+  }
+  for (int64_t rest = all; rest != 0; rest &= rest - 1) {
+    const int64_t target = LowestBit(rest);
+    const std::string target_name = NameOf(target);
+    if (target_name == name ||
+        (name == kAvx512 && absl::StartsWith(target_name, "avx3"))) {
+      hwy::SetSupportedTargetsForTest(target);
+      scalar_forced = false;
+      return absl::OkStatus();
+    }
+  }
+  return SimdTargetError(name, absl::StrJoin(AvailableSimdTargets(), ", "));
+}
+
+std::string SimdTarget() {
+  // Read before the override is: it decides what there is at all.
+  const int64_t all = SimdTargets();
+  const int64_t chosen = LowestBit(hwy::SupportedTargets() & all);
+  return internal::UsesScalarKernels() || chosen == 0 ? std::string(kScalar)
+                                                      : NameOf(chosen);
+}
+
+}  // namespace quantd::core

@@ -1,0 +1,42 @@
+// Quantizing one range on one thread: the contract between quantize.cc and its
+// kernels, and their scalar definition.
+
+#ifndef QUANTD_CORE_QUANTIZE_QUANTIZE_KERNEL_H_
+#define QUANTD_CORE_QUANTIZE_QUANTIZE_KERNEL_H_
+
+#include <cstdint>
+
+#include "core/formats/number_format.h"
+#include "core/quantize/quantize.h"
+#include "core/types/block_layout.h"
+#include "core/types/element_type.h"
+#include "core/types/encoding.h"
+
+namespace quantd::core {
+
+// The arguments of Quantize, less the threads.
+struct QuantizeRange {
+  const Encoding& encoding;
+  const FormatInfo& format;
+  const BlockLayout& layout;
+  ElementType type;
+  NanPolicy nan_policy;
+  int64_t first;
+  int64_t count;
+  const uint8_t* in;
+  uint8_t* out;
+
+  int32_t zero_point(int64_t scale_index) const {
+    return encoding.zero_point.empty() ? 0 : encoding.zero_point[scale_index];
+  }
+  // The code of a NaN.
+  int32_t NanCode(int32_t zero_point) const;
+};
+
+// The truth: one element after the other, as quantize.h says it. The policy
+// kReject is left to the caller, who sees the counts.
+void QuantizeScalar(const QuantizeRange& range, QuantizeCounts* counts);
+
+}  // namespace quantd::core
+
+#endif  // QUANTD_CORE_QUANTIZE_QUANTIZE_KERNEL_H_

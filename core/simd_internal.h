@@ -1,0 +1,13 @@
+// What the kernels need to know of the choice in cpu.h.
+
+#ifndef QUANTD_CORE_SIMD_INTERNAL_H_
+#define QUANTD_CORE_SIMD_INTERNAL_H_
+
+namespace quantd::core::internal {
+
+// The kernels are to run their scalar definitions.
+bool UsesScalarKernels();
+
+}  // namespace quantd::core::internal
+
+#endif  // QUANTD_CORE_SIMD_INTERNAL_H_

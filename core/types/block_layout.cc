@@ -1,0 +1,160 @@
+#include "core/types/block_layout.h"
+
+#include <algorithm>
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/types/span.h"
+#include "core/errors.h"
+
+namespace quantd::core {
+namespace {
+
+constexpr int64_t kMaxElements = int64_t{1} << 56;
+
+int64_t CeilDivide(int64_t a, int64_t b) { return a / b + (a % b != 0); }
+
+}  // namespace
+
+absl::StatusOr<int64_t> ElementCount(absl::Span<const int64_t> shape) {
+  if (shape.size() > kMaxRank) {
+    return ShapeInvalidError(absl::StrCat("shape has ", shape.size(),
+                                          " dimensions, expected at most ",
+                                          kMaxRank));
+  }
+  bool is_empty = false;
+  for (size_t d = 0; d < shape.size(); ++d) {
+    if (shape[d] < 0) {
+      return ShapeInvalidError(absl::StrCat("dimension ", d, " is ", shape[d],
+                                            ", expected at least 0"));
+    }
+    is_empty |= shape[d] == 0;
+  }
+  int64_t count = 1;
+  for (const int64_t size : shape) {
+    // The other dimensions of an empty tensor are bounded too: their products
+    // are strides and scale counts.
+    const int64_t factor = std::max<int64_t>(size, 1);
+    if (factor > kMaxElements / count) {
+      return ShapeInvalidError(
+          "the product of the dimensions is above 2^56 elements");
+    }
+    count *= factor;
+  }
+  return is_empty ? 0 : count;
+}
+
+absl::StatusOr<BlockLayout> BlockLayout::Create(
+    absl::Span<const int64_t> shape, absl::Span<const int64_t> block_size) {
+  const absl::StatusOr<int64_t> element_count = ElementCount(shape);
+  if (!element_count.ok()) return element_count.status();
+  if (!block_size.empty() && block_size.size() != shape.size()) {
+    return BlockSizeInvalidError(absl::StrCat(
+        "block size has ", block_size.size(), " entries, expected none or ",
+        shape.size(), ", one per dimension"));
+  }
+  for (size_t d = 0; d < block_size.size(); ++d) {
+    if (block_size[d] < 0) {
+      return BlockSizeInvalidError(absl::StrCat(
+          "entry ", d, " is ", block_size[d], ", expected at least 0"));
+    }
+  }
+
+  BlockLayout layout;
+  layout.element_count_ = *element_count;
+  layout.scale_shape_.resize(shape.size(), 1);
+  layout.scale_count_ = 1;
+  for (size_t d = 0; d < block_size.size(); ++d) {
+    if (block_size[d] > 0) {
+      layout.scale_shape_[d] = CeilDivide(shape[d], block_size[d]);
+    }
+    layout.scale_count_ *= layout.scale_shape_[d];
+  }
+
+  layout.dimensions_.push_back({1, 1, 0});
+  if (layout.element_count_ == 0) return layout;
+  int64_t scale_stride = layout.scale_count_;
+  for (size_t d = 0; d < shape.size(); ++d) {
+    const int64_t size = shape[d];
+    scale_stride /= layout.scale_shape_[d];
+    const bool is_whole = layout.scale_shape_[d] == 1;
+    const int64_t block = is_whole ? size : block_size[d];
+    if (size == 1) continue;
+    Dimension& outer = layout.dimensions_.back();
+    if (outer.size == 1) {
+      outer = {size, block, scale_stride};
+    } else if (is_whole) {
+      outer.size *= size;
+      outer.block *= size;
+    } else if (outer.block == 1 && size % block == 0) {
+      outer = {outer.size * size, block, scale_stride};
+    } else {
+      layout.dimensions_.push_back({size, block, scale_stride});
+    }
+  }
+  return layout;
+}
+
+BlockLayout::RunCursor::RunCursor(const BlockLayout& layout, int64_t first,
+                                  int64_t count)
+    : layout_(layout), position_(first), end_(first + count) {
+  const auto& dimensions = layout.dimensions_;
+  coordinates_.resize(dimensions.size());
+  int64_t rest = first;
+  for (size_t d = dimensions.size(); d-- > 0;) {
+    const Dimension& dimension = dimensions[d];
+    const int64_t index = rest % dimension.size;
+    rest /= dimension.size;
+    const int64_t block_index = index / dimension.block;
+    coordinates_[d] = {index, index - block_index * dimension.block};
+    scale_index_ += block_index * dimension.scale_stride;
+  }
+}
+
+bool BlockLayout::RunCursor::Next(Run* run) {
+  if (position_ >= end_) return false;
+  const auto& dimensions = layout_.dimensions_;
+  size_t d = dimensions.size() - 1;
+  // What remains of the row, and of the block in it.
+  const int64_t row_rest = dimensions[d].size - coordinates_[d].index;
+  const bool steps = dimensions[d].block == 1 && dimensions[d].size > 1;
+  run->begin = position_;
+  run->scale_index = scale_index_;
+  run->scale_step = steps ? 1 : 0;
+  run->count =
+      steps ? row_rest
+            : std::min(row_rest, dimensions[d].block - coordinates_[d].offset);
+  if (run->count > end_ - position_) run->count = end_ - position_;
+  position_ += run->count;
+  if (position_ >= end_) return true;
+
+  // Steps the innermost coordinate past the run, the outer ones as they carry.
+  int64_t advance = run->count;
+  if (steps) {
+    scale_index_ += advance - 1;
+    coordinates_[d].index += advance - 1;
+    advance = 1;
+  }
+  for (;; --d) {
+    const Dimension& dimension = dimensions[d];
+    Coordinate& coordinate = coordinates_[d];
+    coordinate.index += advance;
+    coordinate.offset += advance;
+    if (coordinate.index < dimension.size) {
+      if (coordinate.offset == dimension.block) {
+        coordinate.offset = 0;
+        scale_index_ += dimension.scale_stride;
+      }
+      return true;
+    }
+    scale_index_ -=
+        (dimension.size - 1) / dimension.block * dimension.scale_stride;
+    coordinate = {0, 0};
+    advance = 1;
+    if (d == 0) return true;
+  }
+}
+
+}  // namespace quantd::core

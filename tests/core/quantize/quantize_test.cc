@@ -1,0 +1,426 @@
+#include "core/quantize/quantize.h"
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "core/errors.h"
+#include "core/quantize/quantize_kernel.h"
+#include "gtest/gtest.h"
+#include "tests/core/kernel_test_util.h"
+
+namespace quantd::core {
+namespace {
+
+constexpr uint8_t kCanary = 0xA5;
+
+struct Result {
+  std::vector<uint8_t> bytes;
+  QuantizeCounts counts;
+};
+
+bool operator==(const QuantizeCounts& a, const QuantizeCounts& b) {
+  return a.total == b.total && a.clipped_low == b.clipped_low &&
+         a.clipped_high == b.clipped_high && a.nan == b.nan &&
+         a.positive_infinity == b.positive_infinity &&
+         a.negative_infinity == b.negative_infinity;
+}
+
+// Quantizes elements [first, first + count) from an odd address, checks that
+// not a byte past the codes is touched.
+Result RunQuantize(const Encoding& encoding, const BlockLayout& layout,
+                   ElementType type, const std::vector<uint8_t>& reals,
+                   int64_t first, int64_t count,
+                   NanPolicy policy = NanPolicy::kDefault,
+                   ThreadPool* pool = nullptr) {
+  const FormatInfo& format = *FindFormat(encoding.format);
+  const int64_t size = ElementSizeBytes(type);
+  std::vector<uint8_t> in(count * size + 1);
+  if (count > 0) {
+    std::memcpy(in.data() + 1, reals.data() + first * size, count * size);
+  }
+  const int64_t out_size = format.SizeBytes(count);
+  std::vector<uint8_t> out(out_size + 1 + 64, kCanary);
+  Result result;
+  EXPECT_TRUE(Quantize(encoding, layout, type, policy, first, count,
+                       in.data() + 1, out.data() + 1, &result.counts, pool)
+                  .ok());
+  EXPECT_EQ(out[0], kCanary);
+  for (int64_t i = 0; i < 64; ++i) {
+    EXPECT_EQ(out[1 + out_size + i], kCanary) << "byte " << i << " past";
+  }
+  result.bytes.assign(out.begin() + 1, out.begin() + 1 + out_size);
+  return result;
+}
+
+Result RunScalarDefinition(const Encoding& encoding, const BlockLayout& layout,
+                           ElementType type, const std::vector<uint8_t>& reals,
+                           int64_t first, int64_t count,
+                           NanPolicy policy = NanPolicy::kDefault) {
+  const FormatInfo& format = *FindFormat(encoding.format);
+  Result result;
+  result.bytes.resize(format.SizeBytes(count));
+  if (count == 0) return result;
+  QuantizeScalar(
+      {encoding, format, layout, type, policy, first, count,
+       reals.data() + first * ElementSizeBytes(type), result.bytes.data()},
+      &result.counts);
+  return result;
+}
+
+// By the words of the header, with none of core's arithmetic.
+Result RunNaive(const Encoding& encoding, const LayoutCase& layout,
+                ElementType type, const std::vector<uint8_t>& reals,
+                int64_t first, int64_t count,
+                NanPolicy policy = NanPolicy::kDefault) {
+  Result result;
+  std::vector<int32_t> codes;
+  for (int64_t i = first; i < first + count; ++i) {
+    const int64_t scale_index = NaiveScaleIndex(layout, i);
+    const float scale = encoding.scale[scale_index];
+    const int32_t zero_point =
+        encoding.zero_point.empty() ? 0 : encoding.zero_point[scale_index];
+    const double x = NaiveReal(type, reals.data(), i);
+    ++result.counts.total;
+    if (std::isnan(x)) {
+      ++result.counts.nan;
+      codes.push_back(
+          policy == NanPolicy::kQmin
+              ? encoding.qmin
+              : std::min(std::max(zero_point, encoding.qmin), encoding.qmax));
+      continue;
+    }
+    if (std::isinf(x)) {
+      ++(x > 0 ? result.counts.positive_infinity
+               : result.counts.negative_infinity);
+    }
+    const double code =
+        NaiveRound(NaiveQuotient(type, x, scale)) + double{1} * zero_point;
+    result.counts.clipped_low += code < encoding.qmin;
+    result.counts.clipped_high += code > encoding.qmax;
+    codes.push_back(
+        NaiveCode(type, x, scale, zero_point, encoding.qmin, encoding.qmax));
+  }
+  result.bytes = NaivePack(*FindFormat(encoding.format), codes);
+  return result;
+}
+
+void ExpectSame(const Result& got, const Result& want) {
+  EXPECT_TRUE(got.counts == want.counts);
+  ASSERT_EQ(got.bytes.size(), want.bytes.size());
+  for (size_t i = 0; i < got.bytes.size(); ++i) {
+    ASSERT_EQ(int{got.bytes[i]}, int{want.bytes[i]}) << "at byte " << i;
+  }
+}
+
+TEST(QuantizeTest, EqualsTheDefinitionsForEveryFormatTypeAndLayout) {
+  for (const LayoutCase& layout_case : AllLayoutCases()) {
+    SCOPED_TRACE(layout_case.Name());
+    const BlockLayout layout = layout_case.Layout();
+    const int64_t count = layout.element_count();
+    for (const FormatInfo& format : AllFormats()) {
+      if (!format.implemented) continue;
+      SCOPED_TRACE(format.name);
+      const double scale = 0.02 * (1 << (8 - std::min(format.bits, 8)));
+      for (const ElementType type : kAllElementTypes) {
+        SCOPED_TRACE(ElementTypeName(type));
+        const bool has_zero_points = format.bits % 2 == 0;
+        const Encoding encoding =
+            MakeEncoding(format, layout, scale, has_zero_points, 7);
+        const auto reals = MakeReals(type, count, scale, true, format.bits);
+        const Result want =
+            RunNaive(encoding, layout_case, type, reals, 0, count);
+        ExpectSame(RunScalarDefinition(encoding, layout, type, reals, 0, count),
+                   want);
+        ForEachSimdTarget([&] {
+          ExpectSame(RunQuantize(encoding, layout, type, reals, 0, count),
+                     want);
+        });
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+TEST(QuantizeTest, EqualsTheDefinitionForEveryLengthAndStart) {
+  const LayoutCase cases[] = {{{3, 700}, {}},
+                              {{3, 700}, {1, 0}},
+                              {{3, 700}, {0, 1}},
+                              {{3, 700}, {1, 32}}};
+  const int64_t lengths[] = {0,   1,   2,   3,   7,   8,   9,   15,  16,
+                             17,  31,  32,  33,  63,  64,  65,  127, 128,
+                             129, 255, 256, 257, 511, 513, 1025};
+  for (const LayoutCase& layout_case : cases) {
+    SCOPED_TRACE(layout_case.Name());
+    const BlockLayout layout = layout_case.Layout();
+    for (const char* name :
+         {"int2", "int4", "uint4", "int8", "uint8", "int16", "uint16"}) {
+      SCOPED_TRACE(name);
+      const FormatInfo& format = *FindFormatByName(name);
+      for (const ElementType type : kAllElementTypes) {
+        SCOPED_TRACE(ElementTypeName(type));
+        const Encoding encoding = MakeEncoding(format, layout, 0.02, true, 3);
+        const auto reals =
+            MakeReals(type, layout.element_count(), 0.02, true, 5);
+        ForEachSimdTarget([&] {
+          for (const int64_t first : {0, 4, 20, 696, 704}) {
+            for (const int64_t length : lengths) {
+              // A packed range ends on a byte, or where the tensor ends.
+              if (length % format.codes_per_byte() != 0) continue;
+              SCOPED_TRACE(absl::StrCat(first, "+", length));
+              ExpectSame(
+                  RunQuantize(encoding, layout, type, reals, first, length),
+                  RunScalarDefinition(encoding, layout, type, reals, first,
+                                      length));
+            }
+          }
+        });
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+TEST(QuantizeTest, PadsTheLastByteOfAnOddTensorWithZeros) {
+  const LayoutCase layout_case{{5}, {}};
+  Encoding encoding;
+  encoding.format = FindFormatByName("int4")->format;
+  encoding.scale = {1};
+  encoding.qmin = -8;
+  encoding.qmax = 7;
+  std::vector<uint8_t> reals(20);
+  for (int i = 0; i < 5; ++i) {
+    StoreReal(ElementType::kFloat32, -1 - i, reals.data(), i);
+  }
+  ForEachSimdTarget([&] {
+    EXPECT_EQ(RunQuantize(encoding, layout_case.Layout(), ElementType::kFloat32,
+                          reals, 0, 5)
+                  .bytes,
+              (std::vector<uint8_t>{0xEF, 0xCD, 0x0B}));
+  });
+}
+
+TEST(QuantizeTest, SaturatesAndMapsNanToZeroPointOrAsThePolicySays) {
+  const float infinity = std::numeric_limits<float>::infinity();
+  const float values[] = {infinity, -infinity, NAN, 3e38f, -3e38f, 0, -0.0f};
+  std::vector<uint8_t> reals(sizeof(values));
+  std::memcpy(reals.data(), values, sizeof(values));
+  Encoding encoding;
+  encoding.format = FindFormatByName("int8")->format;
+  encoding.scale = {0.5f};
+  encoding.zero_point = {3};
+  encoding.qmin = -127;
+  encoding.qmax = 127;
+  const BlockLayout layout = *BlockLayout::Create({7}, {});
+  ForEachSimdTarget([&] {
+    const Result by_default =
+        RunQuantize(encoding, layout, ElementType::kFloat32, reals, 0, 7);
+    EXPECT_EQ(by_default.bytes,
+              (std::vector<uint8_t>{127, 0x81, 3, 127, 0x81, 3, 3}));
+    EXPECT_EQ(by_default.counts.clipped_low, 2);
+    EXPECT_EQ(by_default.counts.clipped_high, 2);
+    EXPECT_EQ(by_default.counts.nan, 1);
+    EXPECT_EQ(by_default.counts.positive_infinity, 1);
+    EXPECT_EQ(by_default.counts.negative_infinity, 1);
+    EXPECT_EQ(RunQuantize(encoding, layout, ElementType::kFloat32, reals, 0, 7,
+                          NanPolicy::kQmin)
+                  .bytes[2],
+              0x81);
+  });
+}
+
+TEST(QuantizeTest, ClampsTheCodeOfNanWhenTheZeroPointIsOutside) {
+  std::vector<uint8_t> reals(100 * 4);
+  for (int i = 0; i < 100; ++i) {
+    StoreReal(ElementType::kFloat32, i % 10 == 0 ? NAN : 1.345 + 0.02 * i,
+              reals.data(), i);
+  }
+  for (const int32_t zero_point : {-163, -kMaxZeroPoint, 300, kMaxZeroPoint}) {
+    SCOPED_TRACE(zero_point);
+    Encoding encoding;
+    encoding.format = FindFormatByName("uint8")->format;
+    encoding.scale = {0.0083f};
+    encoding.zero_point = {zero_point};
+    encoding.qmin = 0;
+    encoding.qmax = 255;
+    encoding.exclude_zero = true;
+    const LayoutCase layout_case{{100}, {}};
+    const Result want =
+        RunNaive(encoding, layout_case, ElementType::kFloat32, reals, 0, 100);
+    EXPECT_EQ(want.bytes[0], zero_point < 0 ? 0 : 255);
+    ForEachSimdTarget([&] {
+      ExpectSame(RunQuantize(encoding, layout_case.Layout(),
+                             ElementType::kFloat32, reals, 0, 100),
+                 want);
+    });
+  }
+}
+
+TEST(QuantizeTest, RejectNamesTheSmallestIndexWhateverTheThreads) {
+  const int64_t count = 300000;
+  const BlockLayout layout = *BlockLayout::Create({count}, {});
+  Encoding encoding;
+  encoding.format = FindFormatByName("int8")->format;
+  encoding.scale = {0.5f};
+  encoding.qmin = -128;
+  encoding.qmax = 127;
+  ThreadPool pool(2);
+  std::vector<uint8_t> out(count);
+  for (const ElementType type : kAllElementTypes) {
+    std::vector<uint8_t> reals(count * ElementSizeBytes(type));
+    StoreReal(type, -INFINITY, reals.data(), 131077);
+    StoreReal(type, NAN, reals.data(), 131078);
+    StoreReal(type, NAN, reals.data(), 270000);
+    ForEachSimdTarget([&] {
+      for (ThreadPool* p : {static_cast<ThreadPool*>(nullptr), &pool}) {
+        QuantizeCounts counts;
+        const absl::Status status =
+            Quantize(encoding, layout, type, NanPolicy::kReject, 0, count,
+                     reals.data(), out.data(), &counts, p);
+        EXPECT_EQ(ErrorReason(status), "NON_FINITE_REJECTED");
+        EXPECT_NE(ErrorText(status).find("element 131077 is -inf"),
+                  absl::string_view::npos)
+            << status;
+        // The index is the tensor's, not the range's.
+        const absl::Status part =
+            Quantize(encoding, layout, type, NanPolicy::kReject, 131078, 1000,
+                     reals.data() + 131078 * ElementSizeBytes(type), out.data(),
+                     &counts, p);
+        EXPECT_NE(ErrorText(part).find("element 131078 is nan"),
+                  absl::string_view::npos)
+            << part;
+      }
+    });
+  }
+}
+
+TEST(QuantizeTest, GivesTheSameBytesAndCountsForAnyNumberOfThreads) {
+  const LayoutCase cases[] = {
+      {{300007}, {}}, {{300, 1001}, {0, 1}}, {{300, 1001}, {1, 32}}};
+  ThreadPool pool(2);
+  for (const LayoutCase& layout_case : cases) {
+    const BlockLayout layout = layout_case.Layout();
+    const int64_t count = layout.element_count();
+    for (const char* name : {"int2", "uint4", "int8", "int16"}) {
+      const FormatInfo& format = *FindFormatByName(name);
+      const Encoding encoding = MakeEncoding(format, layout, 0.02, true, 3);
+      const auto reals = MakeReals(ElementType::kFloat32, count, 0.02, true, 5);
+      const Result alone =
+          RunQuantize(encoding, layout, ElementType::kFloat32, reals, 0, count);
+      ExpectSame(RunQuantize(encoding, layout, ElementType::kFloat32, reals, 0,
+                             count, NanPolicy::kDefault, &pool),
+                 alone);
+      ExpectSame(RunScalarDefinition(encoding, layout, ElementType::kFloat32,
+                                     reals, 0, count),
+                 alone);
+    }
+  }
+}
+
+// The quotients that a multiplication by the reciprocal gets wrong: those next
+// to a tie.
+TEST(QuantizeTest, DividesExactlyNextToEveryTie) {
+  std::mt19937 random(11);
+  const FormatInfo& format = *FindFormatByName("int8");
+  const int64_t kTies = 255;
+  const int64_t count = kTies * 5;
+  const BlockLayout layout = *BlockLayout::Create({count}, {});
+  std::vector<uint8_t> reals(count * 4);
+  int64_t differs_from_reciprocal = 0;
+  for (int round = 0; round < 4000; ++round) {
+    const uint32_t mantissa = round % 8 == 0   ? 0x7FFFFF - random() % 4
+                              : round % 8 == 1 ? random() % 4
+                                               : random() % 0x800000;
+    const int exponent =
+        round < 2000 ? 120 : static_cast<int>(1 + random() % 246);
+    const uint32_t bits = (static_cast<uint32_t>(exponent) << 23) | mantissa;
+    Encoding encoding;
+    encoding.format = format.format;
+    encoding.qmin = -128;
+    encoding.qmax = 127;
+    encoding.scale.resize(1);
+    std::memcpy(encoding.scale.data(), &bits, 4);
+    const float scale = encoding.scale[0];
+    for (int64_t tie = 0; tie < kTies; ++tie) {
+      float x = static_cast<float>((tie - 127.5) * double{scale});
+      x = std::nextafter(std::nextafter(x, -INFINITY), -INFINITY);
+      for (int64_t i = 0; i < 5; ++i) {
+        StoreReal(ElementType::kFloat32, x, reals.data(), tie * 5 + i);
+        volatile float product = x * (1.0f / scale);
+        differs_from_reciprocal +=
+            std::nearbyint(product) != std::nearbyint(x / scale);
+        x = std::nextafter(x, INFINITY);
+      }
+    }
+    const Result want = RunScalarDefinition(
+        encoding, layout, ElementType::kFloat32, reals, 0, count);
+    ForEachSimdTarget([&] {
+      ExpectSame(
+          RunQuantize(encoding, layout, ElementType::kFloat32, reals, 0, count),
+          want);
+    });
+    ASSERT_FALSE(HasFatalFailure()) << "scale " << scale;
+  }
+  // Otherwise the data would prove nothing.
+  EXPECT_GT(differs_from_reciprocal, 10000);
+}
+
+TEST(QuantizeTest, TakesTheExtremeScales) {
+  const LayoutCase layout_case{{4096}, {}};
+  for (const float scale :
+       {1.17549435e-38f, 0x1p-126f, 0x1p-101f, 0x1p-100f, 0x1p-99f, 0x1p100f,
+        0x1.8p100f, 0x1p101f, 1e38f, 3.4028234e38f}) {
+    SCOPED_TRACE(scale);
+    for (const char* name : {"int2", "uint8", "int16"}) {
+      const FormatInfo& format = *FindFormatByName(name);
+      Encoding encoding;
+      encoding.format = format.format;
+      encoding.qmin = format.qmin;
+      encoding.qmax = format.qmax;
+      encoding.scale = {scale};
+      for (const ElementType type :
+           {ElementType::kFloat32, ElementType::kFloat64}) {
+        const auto reals = MakeReals(type, 4096, scale, true, 9);
+        const Result want =
+            RunNaive(encoding, layout_case, type, reals, 0, 4096);
+        ForEachSimdTarget([&] {
+          ExpectSame(
+              RunQuantize(encoding, layout_case.Layout(), type, reals, 0, 4096),
+              want);
+        });
+      }
+    }
+  }
+}
+
+// Every pattern of 16 bits, so that the ways to widen agree on all of them.
+TEST(QuantizeTest, WidensEveryHalfAndBfloatExactly) {
+  const LayoutCase layout_case{{65536}, {}};
+  std::vector<uint8_t> reals(65536 * 2);
+  for (int i = 0; i < 65536; ++i) {
+    reals[2 * i] = static_cast<uint8_t>(i);
+    reals[2 * i + 1] = static_cast<uint8_t>(i >> 8);
+  }
+  for (const ElementType type :
+       {ElementType::kFloat16, ElementType::kBfloat16}) {
+    for (const float scale : {0x1p-24f, 1e-5f, 0.01f, 2.1f, 1e35f, 1e-38f}) {
+      Encoding encoding;
+      encoding.format = FindFormatByName("int16")->format;
+      encoding.qmin = -32768;
+      encoding.qmax = 32767;
+      encoding.scale = {std::max(scale, 1.17549435e-38f)};
+      const Result want =
+          RunNaive(encoding, layout_case, type, reals, 0, 65536);
+      ForEachSimdTarget([&] {
+        ExpectSame(
+            RunQuantize(encoding, layout_case.Layout(), type, reals, 0, 65536),
+            want);
+      });
+    }
+  }
+}
+
+}  // namespace
+}  // namespace quantd::core
