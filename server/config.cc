@@ -1,0 +1,668 @@
+#include "server/config.h"
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/un.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <fstream>
+#include <functional>
+#include <iterator>
+#include <limits>
+#include <map>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_replace.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "core/errors.h"
+#include "server/guard/limits.h"
+#include "server/logging.h"
+
+namespace quantd::server {
+namespace {
+
+constexpr int64_t kKiB = int64_t{1} << 10;
+constexpr int64_t kMiB = int64_t{1} << 20;
+constexpr int64_t kGiB = int64_t{1} << 30;
+constexpr int64_t kTiB = int64_t{1} << 40;
+
+constexpr struct {
+  absl::string_view suffix;
+  int64_t factor;
+} kUnits[] = {{"TiB", kTiB}, {"GiB", kGiB}, {"MiB", kMiB}, {"KiB", kKiB}};
+
+std::string FormatSize(int64_t bytes) {
+  for (const auto& unit : kUnits) {
+    if (bytes != 0 && bytes % unit.factor == 0) {
+      return absl::StrCat(bytes / unit.factor, unit.suffix);
+    }
+  }
+  return absl::StrCat(bytes);
+}
+
+// False for what is not a size or does not fit.
+bool ParseSize(absl::string_view text, int64_t* bytes) {
+  int64_t factor = 1;
+  for (const auto& unit : kUnits) {
+    if (absl::ConsumeSuffix(&text, unit.suffix)) {
+      factor = unit.factor;
+      break;
+    }
+  }
+  text = absl::StripTrailingAsciiWhitespace(text);
+  int64_t count = 0;
+  if (!absl::SimpleAtoi(text, &count) || count < 0 ||
+      count > std::numeric_limits<int64_t>::max() / factor) {
+    return false;
+  }
+  *bytes = count * factor;
+  return true;
+}
+
+std::string QuoteToml(absl::string_view text) {
+  return absl::StrCat("\"", text, "\"");
+}
+
+// A row of the table of flags.
+struct Flag {
+  // Without dashes.
+  std::string name;
+  std::string group;
+  // What stands for the value in the help; empty for a switch.
+  std::string value_name;
+  std::string help;
+  std::string default_text;
+  // May be given more than once.
+  bool repeatable;
+  // Errors: what was expected, without the flag's name and what came.
+  std::function<absl::Status(const std::vector<std::string>&, Config*)> parse;
+  // As a TOML value.
+  std::function<std::string(const Config&)> show;
+};
+
+using Values = std::vector<std::string>;
+
+absl::Status Expected(absl::string_view what) {
+  return absl::InvalidArgumentError(what);
+}
+
+template <typename Accessor>
+Flag SizeFlag(const char* name, const char* group, const char* help,
+              int64_t default_bytes, int64_t min_bytes, int64_t max_bytes,
+              Accessor field) {
+  return {name,
+          group,
+          "SIZE",
+          help,
+          FormatSize(default_bytes),
+          false,
+          [=](const Values& values, Config* config) {
+            int64_t bytes = 0;
+            if (!ParseSize(values[0], &bytes) || bytes < min_bytes ||
+                bytes > max_bytes) {
+              return Expected(absl::StrCat(
+                  "a size from ", FormatSize(min_bytes), " to ",
+                  FormatSize(max_bytes), ", in bytes or with KiB, MiB or GiB"));
+            }
+            field(*config) = bytes;
+            return absl::OkStatus();
+          },
+          [=](const Config& config) {
+            return QuoteToml(FormatSize(field(config)));
+          }};
+}
+
+template <typename Accessor>
+Flag CountFlag(const char* name, const char* group, const char* help,
+               int64_t default_count, int64_t min_count, int64_t max_count,
+               Accessor field) {
+  return {name,
+          group,
+          "COUNT",
+          help,
+          absl::StrCat(default_count),
+          false,
+          [=](const Values& values, Config* config) {
+            int64_t count = 0;
+            if (!absl::SimpleAtoi(values[0], &count) || count < min_count ||
+                count > max_count) {
+              return Expected(absl::StrCat("a whole number from ", min_count,
+                                           " to ", max_count));
+            }
+            field(*config) =
+                static_cast<std::decay_t<decltype(field(*config))>>(count);
+            return absl::OkStatus();
+          },
+          [=](const Config& config) { return absl::StrCat(field(config)); }};
+}
+
+template <typename Accessor>
+Flag DurationFlag(const char* name, const char* group, const char* help,
+                  absl::Duration default_value, absl::Duration min_value,
+                  absl::Duration max_value, Accessor field) {
+  return {name,
+          group,
+          "DURATION",
+          help,
+          absl::FormatDuration(default_value),
+          false,
+          [=](const Values& values, Config* config) {
+            absl::Duration value;
+            if (!absl::ParseDuration(values[0], &value) || value < min_value ||
+                value > max_value) {
+              return Expected(absl::StrCat(
+                  "a duration from ", absl::FormatDuration(min_value), " to ",
+                  absl::FormatDuration(max_value), ", such as 200ms or 30s"));
+            }
+            field(*config) = value;
+            return absl::OkStatus();
+          },
+          [=](const Config& config) {
+            return QuoteToml(absl::FormatDuration(field(config)));
+          }};
+}
+
+// The host and the port of host:port or [host]:port; false for anything else.
+bool SplitHostPort(absl::string_view address, std::string* host) {
+  const size_t colon = address.rfind(':');
+  if (colon == absl::string_view::npos || colon == 0) return false;
+  const absl::string_view port_text = address.substr(colon + 1);
+  int port = 0;
+  if (!std::all_of(port_text.begin(), port_text.end(), absl::ascii_isdigit) ||
+      !absl::SimpleAtoi(port_text, &port) || port > 65535) {
+    return false;
+  }
+  absl::string_view name = address.substr(0, colon);
+  if (absl::ConsumePrefix(&name, "[")) {
+    if (!absl::ConsumeSuffix(&name, "]")) return false;
+    in6_addr parsed;
+    *host = std::string(name);
+    return inet_pton(AF_INET6, host->c_str(), &parsed) == 1;
+  }
+  if (name.find_first_not_of("abcdefghijklmnopqrstuvwxyz"
+                             "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.-_") !=
+      absl::string_view::npos) {
+    return false;
+  }
+  *host = std::string(name);
+  return true;
+}
+
+bool IsLoopback(const std::string& host) {
+  in_addr v4;
+  if (inet_pton(AF_INET, host.c_str(), &v4) == 1) {
+    return (ntohl(v4.s_addr) >> 24) == 127;
+  }
+  in6_addr v6;
+  if (inet_pton(AF_INET6, host.c_str(), &v6) == 1) {
+    return IN6_IS_ADDR_LOOPBACK(&v6);
+  }
+  return host == "localhost";
+}
+
+absl::Status ParseListen(const Values& values, Config* config) {
+  for (const std::string& value : values) {
+    for (const absl::string_view address : absl::StrSplit(value, ',')) {
+      absl::string_view path = address;
+      std::string host;
+      if (absl::ConsumePrefix(&path, "unix:")) {
+        // With its end, a path has to fit into the address of a socket.
+        if (path.empty() || path[0] != '/' ||
+            path.size() >= sizeof(sockaddr_un::sun_path)) {
+          return Expected("unix: and an absolute path of at most 107 bytes");
+        }
+      } else if (!SplitHostPort(address, &host)) {
+        return Expected("host:port or unix:/path");
+      }
+      config->listen.emplace_back(address);
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ParseMetricsListen(const Values& values, Config* config) {
+  std::string host;
+  if (values[0] == "off") {
+    config->metrics_listen.clear();
+  } else if (SplitHostPort(values[0], &host)) {
+    config->metrics_listen = values[0];
+  } else {
+    return Expected("host:port or off");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ParseStore(const Values& values, Config* config) {
+  absl::string_view path = values[0];
+  if (!absl::ConsumePrefix(&path, "sqlite:") || path.empty() ||
+      path == ":memory:") {
+    return Expected("sqlite:PATH");
+  }
+  config->store_path = std::string(path);
+  config->store_is_default = false;
+  return absl::OkStatus();
+}
+
+template <typename Enum>
+using Choices = std::vector<std::pair<std::string, Enum>>;
+
+template <typename Enum, typename Accessor>
+Flag ChoiceFlag(const char* name, const char* group, const char* value_name,
+                const char* help, const Choices<Enum>& choices,
+                const char* default_text, Accessor field) {
+  return {
+      name,
+      group,
+      value_name,
+      help,
+      default_text,
+      false,
+      [=](const Values& values, Config* config) {
+        std::vector<std::string> names;
+        for (const auto& [choice, value] : choices) {
+          if (values[0] == choice) {
+            field(*config) = value;
+            return absl::OkStatus();
+          }
+          names.push_back(choice);
+        }
+        return Expected(absl::StrCat("one of ", absl::StrJoin(names, ", ")));
+      },
+      [=](const Config& config) {
+        for (const auto& [choice, value] : choices) {
+          if (field(config) == value) return QuoteToml(choice);
+        }
+        return QuoteToml(default_text);
+      }};
+}
+
+// A member of Config, or of its Limits, const or not.
+#define QUANTD_FIELD(path) \
+  [](auto& config) -> auto& { return config.path; }
+
+std::vector<Flag> MakeFlags() {
+  const Limits limits;
+  const int cores =
+      std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+  const char* const kServing = "Serving";
+  const char* const kStore = "Store";
+  const char* const kLimits = "Limits";
+  const char* const kStopping = "Stopping";
+  const char* const kLog = "Log";
+  return {
+      {"listen", kServing, "ADDRESS",
+       "Where to serve gRPC: host:port or unix:/path; port 0 takes a free one. "
+       "May be given more than once, or with commas.",
+       "127.0.0.1:8430", true, &ParseListen,
+       [](const Config& config) {
+         return absl::StrCat(
+             "[",
+             absl::StrJoin(config.listen, ", ",
+                           [](std::string* out, const std::string& address) {
+                             absl::StrAppend(out, QuoteToml(address));
+                           }),
+             "]");
+       }},
+      {"insecure-listen", kServing, "",
+       "Serve plaintext on addresses other than loopback and unix sockets. "
+       "Only behind a proxy or on a network that you trust.",
+       "false", false,
+       [](const Values& values, Config* config) {
+         if (!absl::SimpleAtob(values[0], &config->insecure_listen)) {
+           return Expected("true or false");
+         }
+         return absl::OkStatus();
+       },
+       [](const Config& config) -> std::string {
+         return config.insecure_listen ? "true" : "false";
+       }},
+      {"metrics-listen", kServing, "ADDRESS",
+       "Where to serve /metrics, /healthz and /readyz over HTTP: host:port, or "
+       "off.",
+       "127.0.0.1:8431", false, &ParseMetricsListen,
+       [](const Config& config) {
+         return QuoteToml(
+             config.metrics_listen.empty() ? "off" : config.metrics_listen);
+       }},
+      CountFlag("threads", kServing, "Threads that run the kernels.", cores, 1,
+                1024, QUANTD_FIELD(threads)),
+      {"simd", kServing, "TARGET",
+       "Instructions that the kernels use: auto, or a name such as avx2 or "
+       "scalar. The results are the same.",
+       "auto", false,
+       [](const Values& values, Config* config) {
+         config->simd = values[0];
+         return absl::OkStatus();
+       },
+       [](const Config& config) { return QuoteToml(config.simd); }},
+      {"ready-file", kServing, "FILE",
+       "Once serving, write the bound addresses to FILE as JSON: "
+       "{\"grpc\":[\"host:port\"],\"metrics\":\"host:port\"}.",
+       "", false,
+       [](const Values& values, Config* config) {
+         config->ready_file = values[0];
+         return absl::OkStatus();
+       },
+       [](const Config& config) { return QuoteToml(config.ready_file); }},
+
+      {"store", kStore, "URL", "Where encodings are kept: sqlite:PATH.",
+       "sqlite:$XDG_STATE_HOME/quantd/encodings.db", false, &ParseStore,
+       [](const Config& config) {
+         return QuoteToml(absl::StrCat("sqlite:", config.store_path));
+       }},
+      SizeFlag("cache-bytes", kStore,
+               "Memory for encodings read before; 0 for none.", 256 * kMiB, 0,
+               kTiB, QUANTD_FIELD(cache_bytes)),
+      DurationFlag("cache-max-age", kStore,
+                   "After this an encoding is read from the store again, to "
+                   "see what other processes put.",
+                   absl::Seconds(1), absl::ZeroDuration(), absl::Hours(1),
+                   QUANTD_FIELD(cache_max_age)),
+
+      SizeFlag("message-bytes", kLimits, "One gRPC message.",
+               limits.message_bytes, 64 * kKiB, kGiB,
+               QUANTD_FIELD(limits.message_bytes)),
+      SizeFlag("chunk-bytes", kLimits, "Tensor data in one message.",
+               limits.chunk_bytes, kKiB, kGiB,
+               QUANTD_FIELD(limits.chunk_bytes)),
+      SizeFlag("response-chunk-bytes", kLimits,
+               "Tensor data in one message of a response.",
+               limits.response_chunk_bytes, kKiB, 64 * kMiB,
+               QUANTD_FIELD(limits.response_chunk_bytes)),
+      SizeFlag("tensor-bytes", kLimits, "One whole tensor.",
+               limits.tensor_bytes, kKiB, 1024 * kTiB,
+               QUANTD_FIELD(limits.tensor_bytes)),
+      CountFlag("scale-count", kLimits, "Scales of one encoding.",
+                limits.scale_count, 1, int64_t{1} << 30,
+                QUANTD_FIELD(limits.scale_count)),
+      CountFlag("metrics-count", kLimits,
+                "Candidates of one Evaluate times the scales it answers for.",
+                limits.metrics_count, 1, int64_t{1} << 30,
+                QUANTD_FIELD(limits.metrics_count)),
+      SizeFlag("memory-budget-bytes", kLimits,
+               "Everything that requests make the server hold.",
+               limits.memory_budget_bytes, kMiB, 1024 * kTiB,
+               QUANTD_FIELD(limits.memory_budget_bytes)),
+      DurationFlag("memory-wait", kLimits,
+                   "How long a request waits for room in the memory budget.",
+                   limits.memory_wait, absl::ZeroDuration(), absl::Minutes(1),
+                   QUANTD_FIELD(limits.memory_wait)),
+      DurationFlag("idle-timeout", kLimits,
+                   "A stream without progress for this long is ended.",
+                   limits.idle_timeout, absl::Milliseconds(100),
+                   absl::Hours(24), QUANTD_FIELD(limits.idle_timeout)),
+
+      DurationFlag(
+          "drain-delay", kStopping,
+          "Between not being healthy and turning tensors away, so that "
+          "load balancers see it.",
+          absl::Milliseconds(500), absl::ZeroDuration(), absl::Minutes(10),
+          QUANTD_FIELD(drain_delay)),
+      DurationFlag("drain-grace", kStopping, "For running tensors to finish.",
+                   absl::Seconds(30), absl::ZeroDuration(), absl::Hours(1),
+                   QUANTD_FIELD(drain_grace)),
+
+      ChoiceFlag<LogLevel>("log-level", kLog, "LEVEL",
+                           "debug, info, warning or error.",
+                           {{"debug", LogLevel::kDebug},
+                            {"info", LogLevel::kInfo},
+                            {"warning", LogLevel::kWarning},
+                            {"error", LogLevel::kError}},
+                           "info", QUANTD_FIELD(log_level)),
+      ChoiceFlag<LogFormat>(
+          "log-format", kLog, "FORMAT", "text, or json: one object per line.",
+          {{"text", LogFormat::kText}, {"json", LogFormat::kJson}}, "text",
+          QUANTD_FIELD(log_format)),
+  };
+}
+
+#undef QUANTD_FIELD
+
+std::string VariableName(absl::string_view flag) {
+  return absl::StrCat("QUANTD_", absl::AsciiStrToUpper(
+                                     absl::StrReplaceAll(flag, {{"-", "_"}})));
+}
+
+// $XDG_STATE_HOME, which counts only when absolute, or ~/.local/state.
+std::string DefaultStorePath() {
+  constexpr absl::string_view kFile = "/quantd/encodings.db";
+  const char* state_home = std::getenv("XDG_STATE_HOME");
+  if (state_home != nullptr && state_home[0] == '/') {
+    return absl::StrCat(state_home, kFile);
+  }
+  const char* home = std::getenv("HOME");
+  if (home == nullptr || home[0] != '/') return "";
+  return absl::StrCat(home, "/.local/state", kFile);
+}
+
+// The values of a configuration file, by flag.
+absl::StatusOr<std::map<std::string, Values>> ReadConfigFile(
+    const std::string& path, const std::vector<Flag>& flags) {
+  const auto invalid = [&path](absl::string_view what) {
+    return core::ConfigInvalidError(
+        absl::StrCat("--config ", path, ": ", what));
+  };
+  std::ifstream file(path);
+  // Reading a directory fails only at the first byte.
+  if (!file || (file.peek(), file.bad())) {
+    return invalid("expected a file that can be read");
+  }
+  file.clear();
+  std::vector<CLI::ConfigItem> items;
+  try {
+    items = CLI::ConfigTOML().from_config(file);
+  } catch (const CLI::Error& error) {
+    return invalid(error.what());
+  }
+  std::map<std::string, Values> values;
+  for (const CLI::ConfigItem& item : items) {
+    // The parser's marks for where a section begins and ends.
+    if (item.name == "++" || item.name == "--") continue;
+    const bool known =
+        item.parents.empty() &&
+        std::any_of(flags.begin(), flags.end(), [&item](const Flag& flag) {
+          return flag.name == item.name;
+        });
+    if (!known) {
+      Values names = item.parents;
+      names.push_back(item.name);
+      return invalid(absl::StrCat("expected names of flags, got \"",
+                                  absl::StrJoin(names, "."), "\""));
+    }
+    Values& flag_values = values[item.name];
+    flag_values.insert(flag_values.end(), item.inputs.begin(),
+                       item.inputs.end());
+  }
+  return values;
+}
+
+// What has to hold between flags.
+absl::Status CheckTogether(const Config& config) {
+  if (!config.insecure_listen) {
+    for (const std::string& address : config.listen) {
+      std::string host;
+      if (SplitHostPort(address, &host) && !IsLoopback(host)) {
+        return core::ConfigInvalidError(absl::StrCat(
+            "--listen: expected a loopback address or a unix socket for "
+            "plaintext, got \"",
+            address,
+            "\"; put a TLS proxy in front, or give --insecure-listen on a "
+            "network that you trust"));
+      }
+    }
+  }
+  const Limits& limits = config.limits;
+  // Headers and envelopes need room beside the data.
+  constexpr int64_t kEnvelopeBytes = 16 * kKiB;
+  if (limits.chunk_bytes + kEnvelopeBytes > limits.message_bytes) {
+    return core::ConfigInvalidError(absl::StrCat(
+        "--chunk-bytes: expected at most --message-bytes less 16KiB (",
+        FormatSize(limits.message_bytes), " less 16KiB), got ",
+        FormatSize(limits.chunk_bytes)));
+  }
+  if (limits.message_bytes > limits.memory_budget_bytes) {
+    return core::ConfigInvalidError(absl::StrCat(
+        "--memory-budget-bytes: expected at least --message-bytes (",
+        FormatSize(limits.message_bytes), "), got ",
+        FormatSize(limits.memory_budget_bytes)));
+  }
+  if (config.store_path.empty()) {
+    return core::ConfigInvalidError(
+        "--store: expected sqlite:PATH, because neither XDG_STATE_HOME nor "
+        "HOME is set, got nothing");
+  }
+  return absl::OkStatus();
+}
+
+std::string ShowConfig(const std::vector<Flag>& flags, const Config& config) {
+  std::string text;
+  std::string group;
+  for (const Flag& flag : flags) {
+    if (flag.group != group) {
+      absl::StrAppend(&text, group.empty() ? "" : "\n", "# ", flag.group, "\n");
+      group = flag.group;
+    }
+    absl::StrAppend(&text, flag.name, " = ", flag.show(config), "\n");
+  }
+  return text;
+}
+
+// What a bad value is shown as: another store's URL may hold a password.
+std::string ShowValues(const Flag& flag, const Values& values) {
+  std::string shown = absl::StrJoin(values, ",");
+  const size_t scheme = shown.find("://");
+  if (flag.name == "store" && scheme != std::string::npos) {
+    shown = absl::StrCat(shown.substr(0, scheme), "://...");
+  }
+  return absl::StrCat("\"", shown, "\"");
+}
+
+absl::Status ApplyFlag(const Flag& flag, const Values& values,
+                       absl::string_view source, Config* config) {
+  absl::Status status =
+      values.size() == 1 || (flag.repeatable && !values.empty())
+          ? flag.parse(values, config)
+          : Expected("one value");
+  if (status.ok()) return status;
+  const std::string shown = ShowValues(flag, values);
+  std::string text = absl::StrCat("--", flag.name, source, ": expected ",
+                                  status.message(), ", got ", shown);
+  if (flag.name == "store" && absl::StartsWith(shown, "\"postgres")) {
+    absl::StrAppend(&text, "; PostgreSQL is not in this version");
+  }
+  return core::ConfigInvalidError(text);
+}
+
+}  // namespace
+
+absl::StatusOr<CommandLine> ParseCommandLine(int argc,
+                                             const char* const* argv) {
+  const std::vector<Flag> flags = MakeFlags();
+  CLI::App app("quantd: calibrates, quantizes and keeps encodings, over gRPC.",
+               "quantd");
+  app.set_help_flag();
+  bool help = false;
+  bool version = false;
+  bool print_config = false;
+  std::string config_path;
+  app.add_flag("-h,--help", help, "Print this and end.");
+  app.add_flag("--version", version, "Print the version and end.");
+  app.add_flag("--print-config", print_config,
+               "Print the effective configuration, as a file for --config, and "
+               "end.");
+  app.add_option("--config", config_path,
+                 "A file of lines key = \"value\" (TOML); the keys are the "
+                 "flags below without dashes in front.")
+      ->type_name("FILE");
+  std::map<std::string, Values> given;
+  std::map<std::string, CLI::Option*> options;
+  for (const Flag& flag : flags) {
+    const std::string dashed = absl::StrCat("--", flag.name);
+    Values& values = given[flag.name];
+    CLI::Option* option = nullptr;
+    if (flag.value_name.empty()) {
+      option = app.add_flag(dashed, values, flag.help);
+    } else {
+      option = app.add_option(dashed, values, flag.help)
+                   ->type_name(flag.value_name)
+                   ->allow_extra_args(false);
+      if (!flag.default_text.empty()) option->default_str(flag.default_text);
+    }
+    option->group(flag.group);
+    options[flag.name] = option;
+  }
+  app.footer(
+      "Every flag --some-flag is also the environment variable "
+      "QUANTD_SOME_FLAG.\nThe flag wins over the variable, the variable over "
+      "the file, the file over the\ndefault. SIZE is in bytes or with KiB, MiB "
+      "or GiB; DURATION is such as 200ms, 30s.");
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::Error& error) {
+    return core::ConfigInvalidError(absl::StrCat(error.what(), "; see --help"));
+  }
+
+  CommandLine result;
+  if (help || version) {
+    result.action = CommandLine::Action::kPrint;
+    result.text = help ? app.help() : "quantd " QUANTD_VERSION "\n";
+    return result;
+  }
+
+  if (config_path.empty()) {
+    const char* path = std::getenv("QUANTD_CONFIG");
+    if (path != nullptr) config_path = path;
+  }
+  std::map<std::string, Values> from_file;
+  if (!config_path.empty()) {
+    absl::StatusOr<std::map<std::string, Values>> read =
+        ReadConfigFile(config_path, flags);
+    if (!read.ok()) return read.status();
+    from_file = *std::move(read);
+  }
+
+  Config& config = result.config;
+  for (const Flag& flag : flags) {
+    const std::string variable = VariableName(flag.name);
+    absl::Status status;
+    if (options[flag.name]->count() > 0) {
+      status = ApplyFlag(flag, given[flag.name], "", &config);
+    } else if (const char* value = std::getenv(variable.c_str())) {
+      status = ApplyFlag(flag, {value}, absl::StrCat(" (from ", variable, ")"),
+                         &config);
+    } else if (const auto it = from_file.find(flag.name);
+               it != from_file.end()) {
+      status = ApplyFlag(flag, it->second,
+                         absl::StrCat(" (from ", config_path, ")"), &config);
+    } else if (flag.name == "store") {
+      config.store_path = DefaultStorePath();
+      config.store_is_default = true;
+    } else {
+      status = ApplyFlag(flag, {flag.default_text}, "", &config);
+    }
+    if (!status.ok()) return status;
+  }
+  if (absl::Status status = CheckTogether(config); !status.ok()) return status;
+  if (print_config) {
+    result.action = CommandLine::Action::kPrint;
+    result.text = ShowConfig(flags, config);
+  }
+  return result;
+}
+
+}  // namespace quantd::server

@@ -1,0 +1,207 @@
+// quantd: flags to objects, serving, and stopping.
+
+#include <malloc.h>
+#include <pthread.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <csignal>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <system_error>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/string_view.h"
+#include "core/cpu.h"
+#include "core/errors.h"
+#include "server/config.h"
+#include "server/logging.h"
+#include "server/metrics/http_server.h"
+#include "server/metrics/metrics.h"
+#include "server/quantd_server.h"
+#include "server/store/caching_encoding_store.h"
+#include "server/store/metering_encoding_store.h"
+#include "server/store/sqlite_encoding_store.h"
+
+namespace quantd::server {
+namespace {
+
+constexpr int kExitDrained = 0;
+constexpr int kExitFailed = 1;
+constexpr int kExitBadConfig = 2;
+
+// glibc gives every freed chunk of a tensor back to the kernel and faults it
+// in again; kept, the same chunks serve the next message. What is kept is
+// bounded by what was in use at once, which the memory budget bounds.
+void TuneAllocator() {
+  // The largest threshold that glibc takes: half of an arena's heap.
+  constexpr int kMmapThresholdBytes = 32 << 20;
+  constexpr int kTrimThresholdBytes = 1 << 30;
+  constexpr int kTopPadBytes = 16 << 20;
+  // Memory that one arena keeps is of no use to another.
+  constexpr int kArenas = 2;
+  const bool tuned = mallopt(M_MMAP_THRESHOLD, kMmapThresholdBytes) == 1 &&
+                     mallopt(M_TRIM_THRESHOLD, kTrimThresholdBytes) == 1 &&
+                     mallopt(M_TOP_PAD, kTopPadBytes) == 1 &&
+                     mallopt(M_ARENA_MAX, kArenas) == 1;
+  Log(tuned ? LogLevel::kInfo : LogLevel::kWarning,
+      tuned ? "allocator tuned" : "allocator could not be tuned",
+      {{"mmap_threshold_bytes", kMmapThresholdBytes},
+       {"trim_threshold_bytes", kTrimThresholdBytes},
+       {"top_pad_bytes", kTopPadBytes},
+       {"arenas", kArenas}});
+}
+
+sigset_t StopSignals() {
+  sigset_t signals;
+  sigemptyset(&signals);
+  sigaddset(&signals, SIGTERM);
+  sigaddset(&signals, SIGINT);
+  return signals;
+}
+
+absl::StatusOr<std::unique_ptr<EncodingStore>> OpenStore(const Config& config,
+                                                         Metrics* metrics) {
+  if (config.store_is_default) {
+    std::error_code error;
+    std::filesystem::create_directories(
+        std::filesystem::path(config.store_path).parent_path(), error);
+    if (error) {
+      return core::StoreUnavailableError(
+          absl::StrCat("cannot create the directory of \"", config.store_path,
+                       "\": ", error.message()));
+    }
+  }
+  absl::StatusOr<std::unique_ptr<SqliteEncodingStore>> sqlite =
+      SqliteEncodingStore::Open(config.store_path);
+  if (!sqlite.ok()) return sqlite.status();
+  // Inside the cache, so that the latencies are those of the disk.
+  auto metering =
+      std::make_unique<MeteringEncodingStore>(*std::move(sqlite), metrics);
+  CachingEncodingStore::Options options;
+  options.cap_bytes = config.cache_bytes;
+  options.max_age = config.cache_max_age;
+  return std::make_unique<CachingEncodingStore>(std::move(metering), options,
+                                                metrics);
+}
+
+// Readers see the whole file or none.
+absl::Status WriteReadyFile(const std::string& path, const QuantdServer& server,
+                            const HttpServer* http) {
+  nlohmann::json addresses = {{"grpc", server.addresses()}};
+  if (http != nullptr) addresses["metrics"] = http->address();
+  const std::string temporary = absl::StrCat(path, ".", getpid(), ".tmp");
+  std::ofstream file(temporary);
+  file << addresses.dump() << '\n';
+  file.close();
+  if (!file || std::rename(temporary.c_str(), path.c_str()) != 0) {
+    const int error_number = errno;
+    std::remove(temporary.c_str());
+    return core::ConfigInvalidError(
+        absl::StrCat("--ready-file: cannot write \"", path,
+                     "\": ", std::strerror(error_number)));
+  }
+  return absl::OkStatus();
+}
+
+int Fail(absl::string_view message, const absl::Status& status) {
+  Log(LogLevel::kError, message, {{"error", status.message()}});
+  return core::ErrorReason(status) == "CONFIG_INVALID" ? kExitBadConfig
+                                                       : kExitFailed;
+}
+
+int Serve(const Config& config) {
+  TuneAllocator();
+  if (absl::Status status = core::SetSimdTarget(config.simd); !status.ok()) {
+    Log(LogLevel::kError, "bad configuration",
+        {{"error", absl::StrCat("--simd: ", status.message())}});
+    return kExitBadConfig;
+  }
+  std::signal(SIGPIPE, SIG_IGN);
+  // Before any thread starts, so that none of them gets these.
+  const sigset_t signals = StopSignals();
+  pthread_sigmask(SIG_BLOCK, &signals, nullptr);
+
+  Metrics metrics;
+  absl::StatusOr<std::unique_ptr<EncodingStore>> store =
+      OpenStore(config, &metrics);
+  if (!store.ok()) return Fail("cannot open the store", store.status());
+
+  ServerOptions options;
+  options.listen = config.listen;
+  options.limits = config.limits;
+  options.threads = config.threads;
+  options.drain_delay = config.drain_delay;
+  options.drain_grace = config.drain_grace;
+  absl::StatusOr<std::unique_ptr<QuantdServer>> server =
+      QuantdServer::Start(options, store->get(), &metrics);
+  if (!server.ok()) return Fail("cannot serve", server.status());
+
+  std::unique_ptr<HttpServer> http;
+  if (!config.metrics_listen.empty()) {
+    absl::StatusOr<std::unique_ptr<HttpServer>> started = HttpServer::Start(
+        config.metrics_listen, &metrics,
+        [server = server->get(), store = store->get()] {
+          return server->serving() ? store->Ping() : core::DrainingError();
+        });
+    if (!started.ok()) return Fail("cannot serve metrics", started.status());
+    http = *std::move(started);
+  }
+  if (!config.ready_file.empty()) {
+    if (absl::Status status =
+            WriteReadyFile(config.ready_file, **server, http.get());
+        !status.ok()) {
+      return Fail("cannot tell that quantd is ready", status);
+    }
+  }
+  Log(LogLevel::kInfo, "serving",
+      {{"version", QUANTD_VERSION},
+       {"grpc", absl::StrJoin((*server)->addresses(), ",")},
+       {"metrics", http == nullptr ? "off" : http->address()},
+       {"store", absl::StrCat("sqlite:", config.store_path)},
+       {"threads", config.threads},
+       {"simd", core::SimdTarget()}});
+
+  int signal = 0;
+  sigwait(&signals, &signal);
+  // From here on a signal ends the process at once.
+  pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);
+  Log(LogLevel::kInfo, "draining; a second signal ends at once",
+      {{"signal", strsignal(signal)}});
+  (*server)->Drain();
+  if (!config.ready_file.empty()) std::remove(config.ready_file.c_str());
+  Log(LogLevel::kInfo, "drained");
+  return kExitDrained;
+}
+
+int Run(int argc, const char* const* argv) {
+  const absl::StatusOr<CommandLine> command_line = ParseCommandLine(argc, argv);
+  if (!command_line.ok()) {
+    const std::string message(command_line.status().message());
+    std::fprintf(stderr, "quantd: %s\n", message.c_str());
+    return kExitBadConfig;
+  }
+  if (command_line->action == CommandLine::Action::kPrint) {
+    const std::string& text = command_line->text;
+    const bool written =
+        std::fwrite(text.data(), 1, text.size(), stdout) == text.size() &&
+        std::fflush(stdout) == 0;
+    return written ? kExitDrained : kExitFailed;
+  }
+  StartLogging(command_line->config.log_level, command_line->config.log_format);
+  return Serve(command_line->config);
+}
+
+}  // namespace
+}  // namespace quantd::server
+
+int main(int argc, char** argv) { return quantd::server::Run(argc, argv); }
