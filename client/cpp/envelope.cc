@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "client/cpp/errors.h"
 
@@ -119,10 +120,12 @@ void PayloadReferences::Remove() {
   --count_;
 }
 
-void PayloadReferences::AwaitNone() {
+bool PayloadReferences::AwaitNone(absl::Duration timeout) {
   absl::MutexLock lock(&mutex_);
-  mutex_.Await(absl::Condition(
-      +[](int* count) { return *count == 0; }, &count_));
+  return mutex_.AwaitWithTimeout(
+      absl::Condition(
+          +[](int* count) { return *count == 0; }, &count_),
+      timeout);
 }
 
 grpc::ByteBuffer EncodeRequest(

@@ -19,6 +19,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "grpcpp/support/byte_buffer.h"
 #include "grpcpp/support/slice.h"
@@ -31,8 +32,9 @@ class PayloadReferences {
  public:
   void Add() ABSL_LOCKS_EXCLUDED(mutex_);
   void Remove() ABSL_LOCKS_EXCLUDED(mutex_);
-  // Returns when gRPC refers to none: the memory may go away.
-  void AwaitNone() ABSL_LOCKS_EXCLUDED(mutex_);
+  // True once gRPC refers to none: the memory may go away. False when that
+  // takes longer than `timeout`.
+  bool AwaitNone(absl::Duration timeout) ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
   absl::Mutex mutex_;

@@ -21,6 +21,10 @@ namespace {
 // A server that has answered everything needs no longer to say goodbye.
 constexpr absl::Duration kFinishTimeout = absl::Seconds(1);
 
+// How often to look whether a call that still refers to an answered tensor has
+// broken.
+constexpr absl::Duration kReleasePoll = absl::Milliseconds(10);
+
 bool IsRetryable(const Exchange& exchange, const ClientOptions& options) {
   return (absl::IsUnavailable(exchange.status()) ||
           exchange.retry_after() > absl::ZeroDuration()) &&
@@ -50,9 +54,10 @@ RetryingStream::~RetryingStream() {
     } else {
       call_->Cancel();
     }
+    call_ = nullptr;
   }
   for (const Pending& pending : pending_) {
-    pending.exchange->references()->AwaitNone();
+    pending.exchange->references()->AwaitNone(absl::InfiniteDuration());
   }
 }
 
@@ -80,8 +85,6 @@ absl::Status RetryingStream::CloseBroken(bool timed_out) {
   call_->Cancel();
   for (Pending& pending : pending_) {
     if (pending.is_over) continue;
-    // Also where the exchange goes up again: the old call reads it no more.
-    pending.exchange->references()->AwaitNone();
     if (call_->IsAnswered(pending.number) &&
         !IsRetryable(*pending.exchange, options_)) {
       pending.is_over = true;
@@ -101,8 +104,22 @@ absl::Status RetryingStream::CloseBroken(bool timed_out) {
     status = ResponseMalformedError(
         "the server ended the stream before it had answered");
   }
+  // The call goes first: until then it may refer to what it last sent.
   call_ = nullptr;
+  for (Pending& pending : pending_) {
+    pending.exchange->references()->AwaitNone(absl::InfiniteDuration());
+  }
   return status;
+}
+
+void RetryingStream::Release(Exchange& exchange) {
+  const absl::Time deadline = absl::Now() + options_.timeout;
+  while (!exchange.references()->AwaitNone(kReleasePoll)) {
+    const bool timed_out = absl::Now() > deadline;
+    if (!timed_out && !call_->IsFinished()) continue;
+    CloseBroken(timed_out).IgnoreError();
+    return;
+  }
 }
 
 void RetryingStream::FailAll(const absl::Status& status) {
@@ -135,8 +152,9 @@ std::unique_ptr<Exchange> RetryingStream::Receive() {
       continue;
     }
     broken_count_ = 0;
-    front.exchange->references()->AwaitNone();
     Exchange& exchange = *front.exchange;
+    Release(exchange);
+    if (call_ == nullptr) continue;
     if (!IsRetryable(exchange, options_)) {
       front.is_over = true;
       continue;

@@ -62,6 +62,9 @@ class RetryingStream {
   void Open();
   // Ends the call; takes note of what it answered. Returns why it ended.
   absl::Status CloseBroken(bool timed_out);
+  // Waits until gRPC has let go of the payload of an answered exchange; closes
+  // a call that never will.
+  void Release(Exchange& exchange);
   // Ends all that is not over.
   void FailAll(const absl::Status& status);
 

@@ -72,6 +72,11 @@ bool StreamCall::IsAnswered(uint64_t number) const {
   return answered_count_ > number;
 }
 
+bool StreamCall::IsFinished() const {
+  absl::MutexLock lock(&mutex_);
+  return finished_;
+}
+
 void StreamCall::Finish(absl::Duration timeout) {
   Step step;
   {

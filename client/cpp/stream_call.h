@@ -24,7 +24,8 @@ namespace quantd::internal {
 
 // Reads and writes at once on gRPC's threads, with one message of at most
 // chunk_bytes of payload in flight each way, so that neither side can block
-// the other. Thread-safe.
+// the other. A call that failed may refer to its last payload until it is
+// destroyed. Thread-safe.
 class StreamCall final
     : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> {
  public:
@@ -46,6 +47,9 @@ class StreamCall final
 
   // True when exchange `number` was answered.
   bool IsAnswered(uint64_t number) const ABSL_LOCKS_EXCLUDED(mutex_);
+
+  // True when gRPC is done with the call.
+  bool IsFinished() const ABSL_LOCKS_EXCLUDED(mutex_);
 
   // Says that nothing more will be sent, and waits for the server to finish;
   // after `timeout` cancels.

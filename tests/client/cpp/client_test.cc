@@ -1,0 +1,340 @@
+#include "client/cpp/client.h"
+
+#include <unistd.h>
+
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "client/cpp/errors.h"
+#include "client/cpp/tensor.h"
+#include "gtest/gtest.h"
+#include "tests/client/cpp/fake_service.h"
+
+namespace quantd {
+namespace {
+
+constexpr float kScale = 0.25f;
+
+std::vector<float> Ramp(size_t count) {
+  std::vector<float> values(count);
+  for (size_t i = 0; i < count; ++i) {
+    values[i] = static_cast<float>(i % 509) * 0.125f - 31.0f;
+  }
+  return values;
+}
+
+std::vector<uint8_t> ExpectedCodes(const std::vector<float>& values) {
+  std::vector<uint8_t> codes(values.size());
+  for (size_t i = 0; i < values.size(); ++i) {
+    codes[i] = static_cast<uint8_t>(FakeQuantize(values[i], kScale));
+  }
+  return codes;
+}
+
+QuantizeJob MakeJob(const std::string& name, const std::vector<float>& values) {
+  QuantizeJob job;
+  job.tensor.name.set_tensor(name);
+  job.tensor.shape = {static_cast<int64_t>(values.size())};
+  job.tensor.data =
+      absl::MakeConstSpan(reinterpret_cast<const uint8_t*>(values.data()),
+                          values.size() * sizeof(float));
+  Encoding encoding;
+  encoding.set_format(v1::NUMBER_FORMAT_INT8);
+  encoding.add_scale(kScale);
+  job.source = encoding;
+  return job;
+}
+
+std::vector<uint8_t> ToVector(absl::Span<const uint8_t> bytes) {
+  return std::vector<uint8_t>(bytes.begin(), bytes.end());
+}
+
+class ClientTest : public testing::Test {
+ protected:
+  std::unique_ptr<Client> Connect(const std::string& target) {
+    ClientOptions options;
+    options.target = target;
+    options.timeout = absl::Seconds(20);
+    options.chunk_bytes = 64 << 10;
+    options.initial_backoff = absl::Milliseconds(1);
+    options.max_backoff = absl::Milliseconds(10);
+    return std::move(Client::Connect(options)).value();
+  }
+
+  FakeServer server_;
+  std::unique_ptr<Client> client_ = Connect(server_.target());
+};
+
+TEST_F(ClientTest, QuantizesALargeTensorInChunks) {
+  const std::vector<float> values = Ramp(5'000'011);
+  const absl::StatusOr<QuantizeResult> result =
+      client_->Quantize(MakeJob("w", values));
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_EQ(ToVector(result->codes), ExpectedCodes(values));
+  EXPECT_EQ(result->summary.count(), values.size());
+  EXPECT_EQ(result->header.name().tensor(), "w");
+}
+
+TEST_F(ClientTest, WritesIntoTheCallersBufferAndNotBehindIt) {
+  const std::vector<float> values = Ramp(100'000);
+  std::vector<uint8_t> output(values.size() + 8, 0xAB);
+  QuantizeJob job = MakeJob("w", values);
+  job.output = absl::MakeSpan(output);
+  const absl::StatusOr<QuantizeResult> result = client_->Quantize(job);
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_EQ(result->codes.data(), output.data());
+  EXPECT_EQ(result->codes.size(), values.size());
+  EXPECT_EQ(ToVector(result->codes), ExpectedCodes(values));
+  EXPECT_EQ(std::vector<uint8_t>(output.end() - 8, output.end()),
+            std::vector<uint8_t>(8, 0xAB));
+}
+
+TEST_F(ClientTest, ReportsAnOutputThatIsTooSmallAndGoesOn) {
+  const std::vector<float> values = Ramp(100'000);
+  std::vector<uint8_t> output(10);
+  QuantizeJob job = MakeJob("w", values);
+  job.output = absl::MakeSpan(output);
+  const std::unique_ptr<QuantizeStream> stream = client_->OpenQuantize();
+  stream->Send(job);
+  stream->Send(MakeJob("v", values));
+  EXPECT_EQ(ErrorReason(stream->Receive().status()), "OUTPUT_TOO_SMALL");
+  const absl::StatusOr<QuantizeResult> next = stream->Receive();
+  ASSERT_TRUE(next.ok()) << next.status();
+  EXPECT_EQ(ToVector(next->codes), ExpectedCodes(values));
+}
+
+TEST_F(ClientTest, SendsManyTensorsOnOneStream) {
+  const std::unique_ptr<QuantizeStream> stream = client_->OpenQuantize();
+  std::vector<std::vector<float>> tensors;
+  for (size_t i = 0; i < 500; ++i) tensors.push_back(Ramp(i * 37));
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    stream->Send(MakeJob(absl::StrCat("t", i), tensors[i]));
+  }
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const absl::StatusOr<QuantizeResult> result = stream->Receive();
+    ASSERT_TRUE(result.ok()) << result.status();
+    EXPECT_EQ(result->header.name().tensor(), absl::StrCat("t", i));
+    EXPECT_EQ(ToVector(result->codes), ExpectedCodes(tensors[i]));
+  }
+  EXPECT_EQ(stream->pending_count(), 0);
+}
+
+TEST_F(ClientTest, OneFailedTensorLeavesItsNeighboursAlone) {
+  const std::vector<float> values = Ramp(4'000'000);
+  const std::unique_ptr<QuantizeStream> stream = client_->OpenQuantize();
+  stream->Send(MakeJob("a", values));
+  stream->Send(MakeJob("bad", values));
+  stream->Send(MakeJob("c", values));
+  EXPECT_TRUE(stream->Receive().ok());
+  const absl::Status status = stream->Receive().status();
+  EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+  EXPECT_EQ(status.message(),
+            "NAME_INVALID: this name is bad (header.tensor.name)");
+  const absl::StatusOr<QuantizeResult> last = stream->Receive();
+  ASSERT_TRUE(last.ok()) << last.status();
+  EXPECT_EQ(ToVector(last->codes), ExpectedCodes(values));
+  EXPECT_LT(server_.faults().bytes_of_bad_tensors, 16'000'000)
+      << "the rest of a failed tensor was sent all the same";
+}
+
+TEST_F(ClientTest, FailedTensorMayBeFreedAtOnce) {
+  for (int i = 0; i < 50; ++i) {
+    const std::unique_ptr<QuantizeStream> stream = client_->OpenQuantize();
+    auto values = std::make_unique<std::vector<float>>(Ramp(1'000'000));
+    stream->Send(MakeJob("bad", *values));
+    EXPECT_FALSE(stream->Receive().ok());
+    values.reset();
+  }
+}
+
+TEST_F(ClientTest, StreamMayBeDroppedInTheMiddle) {
+  for (int i = 0; i < 50; ++i) {
+    const std::vector<float> values = Ramp(1'000'000);
+    const std::unique_ptr<QuantizeStream> stream = client_->OpenQuantize();
+    stream->Send(MakeJob("a", values));
+    stream->Send(MakeJob("b", values));
+  }
+}
+
+TEST_F(ClientTest, RefusesDataThatDoNotFitTheShapeWithoutSending) {
+  const std::vector<float> values = Ramp(100);
+  QuantizeJob job = MakeJob("w", values);
+  job.tensor.shape = {101};
+  const absl::Status status = client_->Quantize(job).status();
+  EXPECT_EQ(status.message(),
+            "ARGUMENT_INVALID: expected 404 bytes of data, got 400");
+}
+
+TEST_F(ClientTest, RefusesNamesThatAreNotUtf8) {
+  const std::vector<float> values = Ramp(100);
+  const std::unique_ptr<QuantizeStream> stream = client_->OpenQuantize();
+  stream->Send(MakeJob("\xC0\x80", values));
+  stream->Send(MakeJob("\xE2\x82\xAC", values));
+  EXPECT_EQ(ErrorReason(stream->Receive().status()), "ARGUMENT_INVALID");
+  EXPECT_TRUE(stream->Receive().ok());
+}
+
+TEST_F(ClientTest, DetectsDataThatChangedOnTheWay) {
+  server_.faults().wrong_checksum = true;
+  const std::vector<float> values = Ramp(1000);
+  const absl::Status status = client_->Quantize(MakeJob("w", values)).status();
+  EXPECT_TRUE(absl::IsDataLoss(status)) << status;
+  EXPECT_EQ(ErrorReason(status), "CHECKSUM_MISMATCH");
+}
+
+TEST_F(ClientTest, RefusesMoreBytesThanWereAnnounced) {
+  server_.faults().too_many_bytes = true;
+  const std::vector<float> values = Ramp(1000);
+  EXPECT_EQ(ErrorReason(client_->Quantize(MakeJob("w", values)).status()),
+            "RESPONSE_MALFORMED");
+}
+
+TEST_F(ClientTest, SendsAgainAfterTheStreamBroke) {
+  server_.faults().unavailable_streams = 3;
+  const std::vector<float> values = Ramp(300'000);
+  const std::unique_ptr<QuantizeStream> stream = client_->OpenQuantize();
+  for (int i = 0; i < 3; ++i) stream->Send(MakeJob("w", values));
+  for (int i = 0; i < 3; ++i) {
+    const absl::StatusOr<QuantizeResult> result = stream->Receive();
+    ASSERT_TRUE(result.ok()) << result.status();
+    EXPECT_EQ(ToVector(result->codes), ExpectedCodes(values));
+  }
+}
+
+TEST_F(ClientTest, GivesUpAfterTheLastRetry) {
+  server_.faults().unavailable_streams = 5;
+  const std::vector<float> values = Ramp(300'000);
+  const absl::Status status = client_->Quantize(MakeJob("w", values)).status();
+  EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+  EXPECT_EQ(ErrorReason(status), "DRAINING");
+  EXPECT_EQ(server_.faults().unavailable_streams, 0);
+  EXPECT_FALSE(IsServerUnreachable(status));
+}
+
+TEST_F(ClientTest, SendsATensorAgainWhenTheServerAsksForIt) {
+  server_.faults().retry_tensors = 2;
+  const std::vector<float> values = Ramp(300'000);
+  const std::unique_ptr<QuantizeStream> stream = client_->OpenQuantize();
+  for (int i = 0; i < 3; ++i) {
+    stream->Send(MakeJob(absl::StrCat("t", i), values));
+  }
+  for (int i = 0; i < 3; ++i) {
+    const absl::StatusOr<QuantizeResult> result = stream->Receive();
+    ASSERT_TRUE(result.ok()) << result.status();
+    EXPECT_EQ(result->header.name().tensor(), absl::StrCat("t", i));
+    EXPECT_EQ(ToVector(result->codes), ExpectedCodes(values));
+  }
+  server_.faults().retry_tensors = 2;
+  EXPECT_TRUE(client_->Quantize(MakeJob("one", values)).ok());
+}
+
+TEST_F(ClientTest, SaysThatTheServerIsUnreachable) {
+  const std::string target = server_.target();
+  server_.Stop();
+  const std::vector<float> values = Ramp(1000);
+  const absl::Status status = client_->Quantize(MakeJob("w", values)).status();
+  EXPECT_TRUE(IsServerUnreachable(status)) << status;
+  EXPECT_TRUE(
+      IsServerUnreachable(Connect(target)->ListEncodings("m", "").status()));
+}
+
+TEST_F(ClientTest, FailsAllTensorsWhenTheServerGoesInTheMiddle) {
+  const std::vector<float> values = Ramp(3'000'000);
+  const std::unique_ptr<QuantizeStream> stream = client_->OpenQuantize();
+  for (int i = 0; i < 8; ++i) stream->Send(MakeJob("w", values));
+  EXPECT_TRUE(stream->Receive().ok());
+  server_.Stop();
+  int failed = 0;
+  while (stream->pending_count() > 0) {
+    if (!stream->Receive().ok()) ++failed;
+  }
+  EXPECT_GT(failed, 0);
+}
+
+TEST_F(ClientTest, EndsACallThatDoesNotGoOn) {
+  server_.faults().silent = true;
+  ClientOptions options = client_->options();
+  options.timeout = absl::Milliseconds(100);
+  const std::unique_ptr<Client> client = Client::Connect(options).value();
+  const std::vector<float> values = Ramp(1000);
+  const absl::Status status = client->Quantize(MakeJob("w", values)).status();
+  EXPECT_TRUE(absl::IsDeadlineExceeded(status)) << status;
+  EXPECT_EQ(ErrorReason(status), "TIMEOUT");
+}
+
+TEST_F(ClientTest, WorksOverAUnixSocket) {
+  const std::string socket =
+      absl::StrCat("unix:", testing::TempDir(), "/quantd-", getpid(), ".sock");
+  FakeServer server(socket);
+  const std::vector<float> values = Ramp(300'000);
+  const absl::StatusOr<QuantizeResult> result =
+      Connect(socket)->Quantize(MakeJob("w", values));
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_EQ(ToVector(result->codes), ExpectedCodes(values));
+}
+
+TEST_F(ClientTest, CalibratesWithoutAnOutput) {
+  const std::vector<float> values = Ramp(300'000);
+  CalibrateJob job;
+  job.tensor = MakeJob("w", values).tensor;
+  const absl::StatusOr<CalibrateResult> result = client_->Calibrate(job);
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_EQ(result->statistics().count(), values.size());
+}
+
+TEST_F(ClientTest, ReportsAnRpcThatTheServerDoesNotHave) {
+  EvaluateJob job;
+  const std::vector<float> values = Ramp(10);
+  job.tensor = MakeJob("w", values).tensor;
+  EXPECT_TRUE(absl::IsUnimplemented(client_->Evaluate(job).status()));
+}
+
+TEST_F(ClientTest, ListsAllPages) {
+  server_.faults().unavailable_unary = 2;
+  const absl::StatusOr<std::vector<v1::StoredEncoding>> encodings =
+      client_->ListEncodings("m", "main");
+  ASSERT_TRUE(encodings.ok()) << encodings.status();
+  ASSERT_EQ(encodings->size(), 2500u);
+  EXPECT_EQ(encodings->back().name().tensor(), "2499");
+}
+
+TEST_F(ClientTest, KeepsTheServersReason) {
+  const absl::Status status = client_->GetEncoding(TensorName()).status();
+  EXPECT_TRUE(absl::IsNotFound(status)) << status;
+  EXPECT_EQ(ErrorReason(status), "ENCODING_NOT_FOUND");
+  EXPECT_EQ(ErrorText(status), "no such encoding");
+}
+
+TEST_F(ClientTest, AsksForTheHealth) {
+  EXPECT_EQ(client_->CheckHealth("").value(), Client::Health::kServing);
+  server_.SetServing(false);
+  EXPECT_EQ(client_->CheckHealth("").value(), Client::Health::kNotServing);
+  EXPECT_EQ(client_->CheckHealth("no.such.Service").value(),
+            Client::Health::kUnknown);
+  server_.Stop();
+  EXPECT_TRUE(IsServerUnreachable(client_->CheckHealth("").status()));
+}
+
+TEST(ClientOptionsTest, RefusesWhatCanNotWork) {
+  ClientOptions options;
+  options.chunk_bytes = 63;
+  EXPECT_FALSE(Client::Connect(options).ok());
+  options = ClientOptions();
+  options.target.clear();
+  EXPECT_FALSE(Client::Connect(options).ok());
+  options = ClientOptions();
+  options.timeout = absl::ZeroDuration();
+  EXPECT_FALSE(Client::Connect(options).ok());
+}
+
+}  // namespace
+}  // namespace quantd

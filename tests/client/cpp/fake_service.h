@@ -1,0 +1,244 @@
+// A naive QuantizationService for tests of the client: ordinary synchronous
+// protobuf, int8 per tensor, and faults on demand.
+
+#ifndef QUANTD_TESTS_CLIENT_FAKE_SERVICE_H_
+#define QUANTD_TESTS_CLIENT_FAKE_SERVICE_H_
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "grpcpp/health_check_service_interface.h"
+#include "grpcpp/server.h"
+#include "grpcpp/server_builder.h"
+#include "grpcpp/server_context.h"
+#include "quantd/v1/encoding_service.grpc.pb.h"
+#include "quantd/v1/quantization_service.grpc.pb.h"
+#include "xxhash.h"
+
+namespace quantd {
+
+// q = clamp(rint(x / scale), -128, 127): what the fake computes.
+inline int8_t FakeQuantize(float x, float scale) {
+  return static_cast<int8_t>(
+      std::clamp(std::nearbyint(x / scale), -128.0f, 127.0f));
+}
+
+// Faults are set before the client calls and counted down by the calls.
+struct Faults {
+  // Streams that end with UNAVAILABLE after their first message.
+  std::atomic<int> unavailable_streams{0};
+  // Tensors that ask to come again in a millisecond.
+  std::atomic<int> retry_tensors{0};
+  // Unary calls that fail with UNAVAILABLE.
+  std::atomic<int> unavailable_unary{0};
+  // Send a wrong checksum.
+  std::atomic<bool> wrong_checksum{false};
+  // Send bytes that no header announced.
+  std::atomic<bool> too_many_bytes{false};
+  // Never answer.
+  std::atomic<bool> silent{false};
+  // Bytes that were read of tensors called "bad*", which fail at once.
+  std::atomic<int64_t> bytes_of_bad_tensors{0};
+};
+
+class FakeQuantizationService final : public v1::QuantizationService::Service {
+ public:
+  explicit FakeQuantizationService(Faults* faults) : faults_(*faults) {}
+
+  grpc::Status Quantize(
+      grpc::ServerContext* context,
+      grpc::ServerReaderWriter<v1::QuantizeResponse, v1::QuantizeRequest>*
+          stream) override {
+    v1::QuantizeRequest request;
+    v1::QuantizeHeader header;
+    uint64_t size = 0;
+    uint64_t received = 0;
+    bool is_open = false;
+    XXH3_state_t* const hash = XXH3_createState();
+    const std::unique_ptr<XXH3_state_t, void (*)(XXH3_state_t*)> owner(
+        hash, [](XXH3_state_t* state) { XXH3_freeState(state); });
+    while (stream->Read(&request)) {
+      if (faults_.silent) {
+        while (!context->IsCancelled()) absl::SleepFor(absl::Milliseconds(1));
+        return grpc::Status::CANCELLED;
+      }
+      if (faults_.unavailable_streams-- > 0) {
+        return grpc::Status(grpc::StatusCode::UNAVAILABLE,
+                            "DRAINING: the server is about to stop");
+      }
+      v1::QuantizeResponse response;
+      if (request.has_header()) {
+        header = request.header();
+        received = 0;
+        size =
+            header.tensor().element_type() == v1::ELEMENT_TYPE_FLOAT32 ? 4 : 0;
+        for (const int64_t d : header.tensor().shape()) size *= d;
+        is_open = true;
+        XXH3_64bits_reset(hash);
+        if (faults_.retry_tensors-- > 0) {
+          response.mutable_error()->set_code(8);
+          response.mutable_error()->set_reason("MEMORY_BUDGET");
+          response.mutable_error()->set_message("no memory now");
+          response.mutable_error()->set_retry_after_ms(1);
+        } else if (absl::StartsWith(header.tensor().name().tensor(), "bad")) {
+          response.mutable_error()->set_code(3);
+          response.mutable_error()->set_reason("NAME_INVALID");
+          response.mutable_error()->set_message("this name is bad");
+          response.mutable_error()->set_field("header.tensor.name");
+        }
+        if (response.has_error()) {
+          is_open = false;
+          stream->Write(response);
+        } else {
+          auto* const answer = response.mutable_header();
+          *answer->mutable_name() = header.tensor().name();
+          *answer->mutable_shape() = header.tensor().shape();
+          *answer->mutable_encoding() = header.encoding();
+          answer->set_size_bytes(size / 4);
+        }
+      }
+      if (!is_open) {
+        faults_.bytes_of_bad_tensors += request.data().size();
+        continue;
+      }
+      if (request.offset() != received) {
+        return grpc::Status(grpc::StatusCode::INTERNAL,
+                            absl::StrCat("TEST: offset ", request.offset(),
+                                         ", expected ", received));
+      }
+      const std::string& data = request.data();
+      std::string codes(data.size() / 4, '\0');
+      for (size_t i = 0; i < codes.size(); ++i) {
+        float x;
+        std::memcpy(&x, data.data() + 4 * i, 4);
+        codes[i] =
+            static_cast<char>(FakeQuantize(x, header.encoding().scale(0)));
+      }
+      XXH3_64bits_update(hash, codes.data(), codes.size());
+      response.set_offset(received / 4);
+      if (faults_.too_many_bytes) codes.push_back('x');
+      response.set_data(codes);
+      received += data.size();
+      if (received == size) {
+        response.mutable_summary()->set_count(size / 4);
+        response.mutable_summary()->set_checksum_xxh3(
+            XXH3_64bits_digest(hash) + (faults_.wrong_checksum ? 1 : 0));
+        is_open = false;
+      }
+      stream->Write(response);
+    }
+    return grpc::Status::OK;
+  }
+
+  grpc::Status Calibrate(
+      grpc::ServerContext*,
+      grpc::ServerReaderWriter<v1::CalibrateResponse, v1::CalibrateRequest>*
+          stream) override {
+    v1::CalibrateRequest request;
+    v1::CalibrateResponse response;
+    uint64_t size = 0;
+    uint64_t received = 0;
+    while (stream->Read(&request)) {
+      if (request.has_header()) {
+        response.Clear();
+        size = 4;
+        for (const int64_t d : request.header().tensor().shape()) size *= d;
+        received = 0;
+        *response.mutable_summary()->mutable_name() =
+            request.header().tensor().name();
+      }
+      received += request.data().size();
+      if (received == size) {
+        response.mutable_summary()->mutable_statistics()->set_count(size / 4);
+        stream->Write(response);
+      }
+    }
+    return grpc::Status::OK;
+  }
+
+ private:
+  Faults& faults_;
+};
+
+class FakeEncodingService final : public v1::EncodingService::Service {
+ public:
+  explicit FakeEncodingService(Faults* faults) : faults_(*faults) {}
+
+  // 2,500 encodings in pages of at most 1,000.
+  grpc::Status ListEncodings(grpc::ServerContext*,
+                             const v1::ListEncodingsRequest* request,
+                             v1::ListEncodingsResponse* response) override {
+    if (faults_.unavailable_unary-- > 0) {
+      return grpc::Status(grpc::StatusCode::UNAVAILABLE,
+                          "STORE_UNAVAILABLE: the store is away");
+    }
+    int first = 0;
+    if (!request->page_token().empty())
+      first = std::stoi(request->page_token());
+    const int last =
+        std::min(2500, first + std::min(1000, request->page_size()));
+    for (int i = first; i < last; ++i) {
+      response->add_encodings()->mutable_name()->set_tensor(absl::StrCat(i));
+    }
+    if (last < 2500) response->set_next_page_token(absl::StrCat(last));
+    return grpc::Status::OK;
+  }
+
+  grpc::Status GetEncoding(grpc::ServerContext*, const v1::GetEncodingRequest*,
+                           v1::GetEncodingResponse*) override {
+    return grpc::Status(grpc::StatusCode::NOT_FOUND,
+                        "ENCODING_NOT_FOUND: no such encoding");
+  }
+
+ private:
+  Faults& faults_;
+};
+
+// Listens on loopback until it is destroyed.
+class FakeServer {
+ public:
+  // `address` may name a unix socket; by default a free port is taken.
+  explicit FakeServer(const std::string& address = "127.0.0.1:0") {
+    grpc::EnableDefaultHealthCheckService(true);
+    grpc::ServerBuilder builder;
+    int port = 0;
+    builder.AddListeningPort(address, grpc::InsecureServerCredentials(), &port);
+    builder.SetMaxReceiveMessageSize(16 << 20);
+    builder.RegisterService(&quantization_);
+    builder.RegisterService(&encodings_);
+    server_ = builder.BuildAndStart();
+    target_ = absl::StartsWith(address, "unix:")
+                  ? address
+                  : absl::StrCat("127.0.0.1:", port);
+  }
+
+  const std::string& target() const { return target_; }
+  Faults& faults() { return faults_; }
+  void SetServing(bool serving) {
+    server_->GetHealthCheckService()->SetServingStatus(serving);
+  }
+  // Breaks all calls.
+  void Stop() { server_->Shutdown(std::chrono::system_clock::now()); }
+
+ private:
+  Faults faults_;
+  FakeQuantizationService quantization_{&faults_};
+  FakeEncodingService encodings_{&faults_};
+  std::unique_ptr<grpc::Server> server_;
+  std::string target_;
+};
+
+}  // namespace quantd
+
+#endif  // QUANTD_TESTS_CLIENT_FAKE_SERVICE_H_
