@@ -13,6 +13,7 @@
 #include <iterator>
 #include <limits>
 #include <map>
+#include <memory>
 #include <string>
 #include <thread>
 #include <utility>
@@ -433,6 +434,45 @@ std::vector<Flag> MakeFlags() {
 
 #undef QUANTD_FIELD
 
+// `text` with line breaks so that no line exceeds `width` where words allow.
+std::string Wrap(absl::string_view text, size_t width) {
+  std::string wrapped;
+  size_t column = 0;
+  for (const absl::string_view word : absl::StrSplit(text, ' ')) {
+    if (column > 0 && column + 1 + word.size() > width) {
+      wrapped += '\n';
+      column = 0;
+    } else if (column > 0) {
+      wrapped += ' ';
+      ++column;
+    }
+    absl::StrAppend(&wrapped, word);
+    column += word.size();
+  }
+  return wrapped;
+}
+
+// Fits a terminal of 80 columns, defaults in their own words.
+class HelpFormatter : public CLI::Formatter {
+ public:
+  static constexpr size_t kNameWidth = 30;
+
+  HelpFormatter() { column_width(kNameWidth); }
+
+  std::string make_option_opts(const CLI::Option* option) const override {
+    const std::string value = option->get_type_name();
+    return value.empty() ? "" : absl::StrCat(" ", value);
+  }
+
+  std::string make_option_desc(const CLI::Option* option) const override {
+    std::string text = option->get_description();
+    if (const std::string value = option->get_default_str(); !value.empty()) {
+      absl::StrAppend(&text, " Default: ", value);
+    }
+    return Wrap(text, 80 - kNameWidth);
+  }
+};
+
 std::string VariableName(absl::string_view flag) {
   return absl::StrCat("QUANTD_", absl::AsciiStrToUpper(
                                      absl::StrReplaceAll(flag, {{"-", "_"}})));
@@ -570,12 +610,15 @@ absl::Status ApplyFlag(const Flag& flag, const Values& values,
 
 }  // namespace
 
+absl::string_view Version() { return QUANTD_VERSION; }
+
 absl::StatusOr<CommandLine> ParseCommandLine(int argc,
                                              const char* const* argv) {
   const std::vector<Flag> flags = MakeFlags();
   CLI::App app("quantd: calibrates, quantizes and keeps encodings, over gRPC.",
                "quantd");
   app.set_help_flag();
+  app.formatter(std::make_shared<HelpFormatter>());
   bool help = false;
   bool version = false;
   bool print_config = false;
@@ -607,10 +650,11 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc,
     options[flag.name] = option;
   }
   app.footer(
-      "Every flag --some-flag is also the environment variable "
-      "QUANTD_SOME_FLAG.\nThe flag wins over the variable, the variable over "
-      "the file, the file over the\ndefault. SIZE is in bytes or with KiB, MiB "
-      "or GiB; DURATION is such as 200ms, 30s.");
+      Wrap("Every flag --some-flag is also the environment variable "
+           "QUANTD_SOME_FLAG. The flag wins over the variable, the variable "
+           "over the file, the file over the default. SIZE is in bytes or with "
+           "KiB, MiB or GiB; DURATION is such as 200ms or 30s.",
+           80));
   try {
     app.parse(argc, argv);
   } catch (const CLI::Error& error) {
@@ -620,7 +664,7 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc,
   CommandLine result;
   if (help || version) {
     result.action = CommandLine::Action::kPrint;
-    result.text = help ? app.help() : "quantd " QUANTD_VERSION "\n";
+    result.text = help ? app.help() : absl::StrCat("quantd ", Version(), "\n");
     return result;
   }
 

@@ -8,11 +8,15 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "server/guard/limits.h"
 #include "server/logging.h"
 
 namespace quantd::server {
+
+// Of quantd, e.g. "0.1.0".
+absl::string_view Version();
 
 // Everything that main needs. The defaults are in config.cc, one table row per
 // flag.

@@ -114,9 +114,9 @@ void StartLogging(LogLevel level, LogFormat format) {
   g_format = format;
   Logger().set_level(SpdlogLevel(level));
   gpr_set_log_function(&LogFromGrpc);
-  gpr_set_log_verbosity(level == LogLevel::kDebug  ? GPR_LOG_SEVERITY_DEBUG
-                        : level == LogLevel::kInfo ? GPR_LOG_SEVERITY_INFO
-                                                   : GPR_LOG_SEVERITY_ERROR);
+  // What gRPC calls information is about its own inside.
+  gpr_set_log_verbosity(level == LogLevel::kDebug ? GPR_LOG_SEVERITY_DEBUG
+                                                  : GPR_LOG_SEVERITY_ERROR);
 }
 
 void Log(LogLevel level, absl::string_view message,

@@ -46,8 +46,9 @@ struct LogField {
   }
 };
 
-// Sets the log up, and sends gRPC's own log the same way. Until it is called,
-// lines of info and above go out as text. Thread-safe.
+// Sets the log up, and sends gRPC's own log the same way: its errors, and at
+// the level debug everything. Until it is called, lines of info and above go
+// out as text. Thread-safe.
 void StartLogging(LogLevel level, LogFormat format);
 
 // Writes one line if `level` is on. Thread-safe.

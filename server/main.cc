@@ -164,7 +164,7 @@ int Serve(const Config& config) {
     }
   }
   Log(LogLevel::kInfo, "serving",
-      {{"version", QUANTD_VERSION},
+      {{"version", Version()},
        {"grpc", absl::StrJoin((*server)->addresses(), ",")},
        {"metrics", http == nullptr ? "off" : http->address()},
        {"store", absl::StrCat("sqlite:", config.store_path)},
@@ -173,7 +173,10 @@ int Serve(const Config& config) {
 
   int signal = 0;
   sigwait(&signals, &signal);
-  // From here on a signal ends the process at once.
+  // From here on a signal ends the process at once, also where the parent had
+  // it ignored.
+  std::signal(SIGTERM, SIG_DFL);
+  std::signal(SIGINT, SIG_DFL);
   pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);
   Log(LogLevel::kInfo, "draining; a second signal ends at once",
       {{"signal", strsignal(signal)}});
