@@ -231,6 +231,7 @@ const tests = {
 };
 
 const folder = mkdtempSync(join(tmpdir(), 'quantd-node-'));
+process.on('exit', () => rmSync(folder, {recursive: true, force: true}));
 const {child, ended, address} = await startServer(folder);
 let failed = 0;
 try {
@@ -257,6 +258,5 @@ try {
     failed++;
     console.log(`FAILED  quantd ended with ${exitCode}`);
   }
-  rmSync(folder, {recursive: true, force: true});
 }
 process.exitCode = failed === 0 ? 0 : 1;

@@ -1,0 +1,96 @@
+"""Runs what README.md tells people to paste, against a live server.
+
+  readme_snippets_test.py --quantd BINARY [--cxx BUILD_DIR]
+
+With --cxx also builds and runs the C++ example, in BUILD_DIR.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import unittest
+
+import live_server
+
+README_ADDRESS = "127.0.0.1:8430"
+
+arguments = argparse.ArgumentParser()
+arguments.add_argument("--quantd", required=True)
+arguments.add_argument("--cxx")
+options, unittest_arguments = arguments.parse_known_args()
+
+with open(os.path.join(live_server.ROOT, "README.md"),
+          encoding="utf-8") as readme_file:
+    README = readme_file.read()
+
+
+def snippet(language, containing):
+    """The one fenced block of that language that contains a text."""
+    blocks = re.findall(rf"^```{language}\n(.*?)^```", README, re.M | re.S)
+    (block,) = [block for block in blocks if containing in block]
+    return block
+
+
+def run(command, folder):
+    result = subprocess.run(command, cwd=folder, text=True, check=False,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if result.returncode != 0:
+        raise AssertionError(f"{command} ended with {result.returncode}:\n"
+                             f"{result.stdout[-8000:]}")
+    return result.stdout
+
+
+class ReadmeSnippetsTest(unittest.TestCase):
+
+    @classmethod
+    def setUpClass(cls):
+        cls.server = live_server.LiveServer(options.quantd)
+        cls.addClassCleanup(cls.server.stop)
+
+    def at_server(self, text):
+        """The snippet with the address of the server under test."""
+        self.assertEqual(text.count(README_ADDRESS), 1)
+        return text.replace(README_ADDRESS, self.server.address)
+
+    def test_ThePythonSnippetWorksAsPasted(self):
+        with tempfile.TemporaryDirectory() as folder:
+            os.symlink(live_server.PROTO_DIR, os.path.join(folder, "proto"))
+            run(["bash", "-e", "-c", snippet("bash", "protoc")], folder)
+            output = run([sys.executable, "-c",
+                          self.at_server(snippet("python", "import grpc"))],
+                         folder)
+        self.assertRegex(output, r"64 scales, largest error 0\.01\d+")
+
+    @unittest.skipUnless(options.cxx, "without --cxx")
+    def test_TheCxxSnippetWorksAsPasted(self):
+        cmake = snippet("cmake", "quantd::client")
+        self.assertIn("path/to/quantd", cmake)
+        os.makedirs(options.cxx, exist_ok=True)
+        for name, text in (
+                ("CMakeLists.txt",
+                 cmake.replace("path/to/quantd", live_server.ROOT)),
+                ("app.cc", self.at_server(snippet("cpp", "quantd::Client")))):
+            with open(os.path.join(options.cxx, name), "w",
+                      encoding="utf-8") as file:
+                file.write(text)
+        run(["cmake", "-S", ".", "-B", "build", "-G", "Ninja",
+             "-DCMAKE_CXX_COMPILER_LAUNCHER=ccache"], options.cxx)
+        run(["cmake", "--build", "build", "--target", "app"], options.cxx)
+        output = run(["build/app"], options.cxx)
+        self.assertRegex(output, r"\d+ bytes of codes")
+
+    def test_EveryPathInReadmeExists(self):
+        paths = set(re.findall(r"`((?:proto|core|server|client|deploy|tests)/"
+                               r"[\w./*-]*)`", README))
+        self.assertGreater(len(paths), 10)
+        for path in paths:
+            with self.subTest(path=path):
+                self.assertTrue(
+                    os.path.exists(os.path.join(live_server.ROOT, path)))
+
+
+if __name__ == "__main__":
+    unittest.main(argv=[sys.argv[0], *unittest_arguments], verbosity=2)
