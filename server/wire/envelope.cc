@@ -35,20 +35,83 @@ constexpr uint32_t Tag(int field, WireFormatLite::WireType type) {
   return WireFormatLite::MakeTag(field, type);
 }
 
-bool ReadHeader(CodedInputStream* in, RequestEnvelope* envelope) {
+// protobuf takes tags and lengths of at most this many bytes.
+constexpr int kMaxTagBytes = 5;
+constexpr int kMaxGroupDepth = 100;
+
+// 0 at the end of the message, and for a tag that is malformed.
+uint32_t ReadTag(CodedInputStream* in) {
+  const int begin = in->CurrentPosition();
+  const uint32_t tag = in->ReadTag();
+  return in->CurrentPosition() - begin <= kMaxTagBytes ? tag : 0;
+}
+
+bool ReadLength(CodedInputStream* in, int* size) {
+  const int begin = in->CurrentPosition();
+  return in->ReadVarintSizeAsInt(size) &&
+         in->CurrentPosition() - begin <= kMaxTagBytes;
+}
+
+// Skips the value of an unknown field.
+bool SkipValue(CodedInputStream* in, uint32_t tag, int group_depth) {
+  const int number = WireFormatLite::GetTagFieldNumber(tag);
+  if (number == 0) return false;
+  uint64_t value = 0;
   int size = 0;
-  if (!in->ReadVarintSizeAsInt(&size)) return false;
+  switch (WireFormatLite::GetTagWireType(tag)) {
+    case WireFormatLite::WIRETYPE_VARINT:
+      return in->ReadVarint64(&value);
+    case WireFormatLite::WIRETYPE_FIXED64:
+      return in->Skip(8);
+    case WireFormatLite::WIRETYPE_LENGTH_DELIMITED:
+      return ReadLength(in, &size) && in->Skip(size);
+    case WireFormatLite::WIRETYPE_FIXED32:
+      return in->Skip(4);
+    case WireFormatLite::WIRETYPE_START_GROUP: {
+      if (group_depth == kMaxGroupDepth) return false;
+      const uint32_t end =
+          WireFormatLite::MakeTag(number, WireFormatLite::WIRETYPE_END_GROUP);
+      for (;;) {
+        const uint32_t inner = ReadTag(in);
+        if (inner == end) return true;
+        if (inner == 0 || !SkipValue(in, inner, group_depth + 1)) return false;
+      }
+    }
+    default:
+      // Among them a group that ends without having begun.
+      return false;
+  }
+}
+
+// Whether `bytes` is a sequence of whole fields.
+bool IsMessage(const std::string& bytes) {
+  CodedInputStream in(reinterpret_cast<const uint8_t*>(bytes.data()),
+                      static_cast<int>(bytes.size()));
+  while (const uint32_t tag = ReadTag(&in)) {
+    if (!SkipValue(&in, tag, 0)) return false;
+  }
+  return in.ConsumedEntireMessage();
+}
+
+bool ReadHeader(CodedInputStream* in, RequestEnvelope* envelope,
+                int* header_count) {
+  int size = 0;
+  if (!ReadLength(in, &size)) return false;
   std::string header;
   if (!in->ReadString(&header, size)) return false;
   envelope->has_header = true;
-  // Concatenated messages parse as their merge.
+  // Concatenated messages parse as their merge, unless the end of a broken one
+  // completes another.
+  ++*header_count;
+  if (*header_count == 2 && !IsMessage(envelope->header)) return false;
+  if (*header_count >= 2 && !IsMessage(header)) return false;
   envelope->header += header;
   return true;
 }
 
 bool ReadData(CodedInputStream* in, RequestEnvelope* envelope) {
   int size = 0;
-  if (!in->ReadVarintSizeAsInt(&size)) return false;
+  if (!ReadLength(in, &size)) return false;
   envelope->data.clear();
   envelope->data_bytes = size;
   while (size > 0) {
@@ -65,11 +128,12 @@ bool ReadData(CodedInputStream* in, RequestEnvelope* envelope) {
 }
 
 bool ReadFields(CodedInputStream* in, RequestEnvelope* envelope) {
-  while (const uint32_t tag = in->ReadTag()) {
+  int header_count = 0;
+  while (const uint32_t tag = ReadTag(in)) {
     bool read = false;
     switch (tag) {
       case Tag(kHeader, WireFormatLite::WIRETYPE_LENGTH_DELIMITED):
-        read = ReadHeader(in, envelope);
+        read = ReadHeader(in, envelope, &header_count);
         break;
       case Tag(kOffset, WireFormatLite::WIRETYPE_VARINT):
         read = in->ReadVarint64(&envelope->offset_bytes);
@@ -78,10 +142,7 @@ bool ReadFields(CodedInputStream* in, RequestEnvelope* envelope) {
         read = ReadData(in, envelope);
         break;
       default:
-        // A group that ends without having begun is malformed.
-        read = WireFormatLite::GetTagWireType(tag) !=
-                   WireFormatLite::WIRETYPE_END_GROUP &&
-               WireFormatLite::SkipField(in, tag);
+        read = SkipValue(in, tag, 0);
     }
     if (!read) return false;
   }
