@@ -61,13 +61,22 @@ absl::StatusOr<core::Encoding> EncodingFromProto(const v1::Encoding& proto) {
   encoding.scale.assign(proto.scale().begin(), proto.scale().end());
   encoding.zero_point.assign(proto.zero_point().begin(),
                              proto.zero_point().end());
-  if (const core::FormatInfo* info = core::FindFormat(encoding.format)) {
+  const core::FormatInfo* info = core::FindFormat(encoding.format);
+  if (info != nullptr) {
     encoding.qmin = proto.has_qmin() ? proto.qmin() : info->qmin;
     encoding.qmax = proto.has_qmax() ? proto.qmax() : info->qmax;
   }
   encoding.exclude_zero = proto.exclude_zero();
   encoding.degenerate_count = static_cast<int64_t>(proto.degenerate_count());
   if (absl::Status s = core::ValidateEncoding(encoding); !s.ok()) {
+    // Two fields share each of these reasons.
+    const absl::string_view reason = core::ErrorReason(s);
+    if (reason == "SCALE_COUNT" && !encoding.scale.empty()) {
+      return core::WithField(std::move(s), "zero_point");
+    }
+    if (reason == "CODE_RANGE_INVALID" && encoding.qmax > info->qmax) {
+      return core::WithField(std::move(s), "qmax");
+    }
     return AtField(std::move(s));
   }
   return encoding;
