@@ -4,6 +4,7 @@
 #include <string>
 
 #include "absl/status/status.h"
+#include "absl/strings/cord.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
@@ -84,23 +85,47 @@ std::string RpcStatus(const absl::Status& status) {
   return out.Take();
 }
 
-// What clients are told of a status that no one gave a reason.
-absl::Status WithReason(const absl::Status& status) {
-  if (!core::ErrorReason(status).empty()) return status;
-  return absl::InternalError(absl::StrCat("INTERNAL: ", status.message()));
+// A status goes out in trailers, of which clients take 8 KiB by default, as the
+// percent-encoded message and, twice, in base64: what a message quotes of the
+// request must not make them overflow.
+constexpr size_t kMaxMessageBytes = 1024;
+
+// The beginning of `text`, cut where a UTF-8 sequence ends.
+absl::string_view Beginning(absl::string_view text, size_t max_bytes) {
+  if (text.size() <= max_bytes) return text;
+  size_t size = max_bytes;
+  while (size > 0 && (static_cast<uint8_t>(text[size]) & 0xC0) == 0x80) --size;
+  return text.substr(0, size);
+}
+
+// What clients are told: a status always has a reason, and a bounded size.
+absl::Status Shown(const absl::Status& status) {
+  const bool has_reason = !core::ErrorReason(status).empty();
+  std::string message =
+      absl::StrCat(has_reason ? "" : "INTERNAL: ", status.message());
+  if (message.size() > kMaxMessageBytes) {
+    message = absl::StrCat(Beginning(message, kMaxMessageBytes), "...");
+  }
+  absl::Status shown(has_reason ? status.code() : absl::StatusCode::kInternal,
+                     message);
+  status.ForEachPayload(
+      [&shown](absl::string_view type, const absl::Cord& payload) {
+        shown.SetPayload(type, payload);
+      });
+  return shown;
 }
 
 }  // namespace
 
 grpc::Status ToGrpcStatus(const absl::Status& status) {
   if (status.ok()) return grpc::Status::OK;
-  const absl::Status shown = WithReason(status);
+  const absl::Status shown = Shown(status);
   return grpc::Status(static_cast<grpc::StatusCode>(shown.code()),
                       std::string(shown.message()), RpcStatus(shown));
 }
 
 v1::TensorError ToTensorError(const absl::Status& status) {
-  const absl::Status shown = WithReason(status);
+  const absl::Status shown = Shown(status);
   v1::TensorError error;
   error.set_code(static_cast<int32_t>(shown.code()));
   error.set_reason(std::string(core::ErrorReason(shown)));
