@@ -1,0 +1,45 @@
+#include "core/errors.h"
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "gtest/gtest.h"
+
+namespace quantd::core {
+namespace {
+
+TEST(ErrorsTest, OpenWithAStableReason) {
+  const absl::Status status = ChunkOffsetError(2048, 4096);
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(status.message(),
+            "CHUNK_OFFSET: chunk starts at byte 4096, expected 2048");
+  EXPECT_EQ(ErrorReason(status), "CHUNK_OFFSET");
+  EXPECT_EQ(ErrorText(status), "chunk starts at byte 4096, expected 2048");
+}
+
+TEST(ErrorsTest, OtherStatusesHaveNoReason) {
+  for (const char* message : {"", "plain", "Mixed: case", ": none", "A"}) {
+    const absl::Status status = absl::InternalError(message);
+    EXPECT_EQ(ErrorReason(status), "") << message;
+    EXPECT_EQ(ErrorText(status), message);
+  }
+  EXPECT_EQ(ErrorReason(absl::OkStatus()), "");
+}
+
+TEST(ErrorsTest, FieldsNestFromTheInside) {
+  absl::Status status = WithField(ScaleInvalidError(3, -1), "scale");
+  EXPECT_EQ(ErrorField(status), "scale");
+  status = WithField(status, "encoding");
+  EXPECT_EQ(ErrorField(status), "encoding.scale");
+  EXPECT_EQ(ErrorReason(status), "SCALE_INVALID");
+  EXPECT_TRUE(WithField(absl::OkStatus(), "scale").ok());
+  EXPECT_EQ(ErrorField(DrainingError()), "");
+}
+
+TEST(ErrorsTest, TellHowLongToWaitWhereARetryHelps) {
+  EXPECT_EQ(ErrorRetryAfter(MemoryBudgetError(1, "wait", absl::Seconds(2))),
+            absl::Seconds(2));
+  EXPECT_EQ(ErrorRetryAfter(ScaleInvalidError(0, 0)), absl::ZeroDuration());
+}
+
+}  // namespace
+}  // namespace quantd::core

@@ -1,0 +1,187 @@
+#include "core/statistics/tensor_statistics.h"
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "tests/core/kernel_test_util.h"
+
+namespace quantd::core {
+namespace {
+
+void ExpectSame(const TensorStatistics& got, const TensorStatistics& want) {
+  EXPECT_EQ(got.counts().total, want.counts().total);
+  EXPECT_EQ(got.counts().nan, want.counts().nan);
+  EXPECT_EQ(got.counts().positive_infinity, want.counts().positive_infinity);
+  EXPECT_EQ(got.counts().negative_infinity, want.counts().negative_infinity);
+  EXPECT_EQ(got.counts().zero, want.counts().zero);
+  ASSERT_EQ(got.extremes().size(), want.extremes().size());
+  for (size_t i = 0; i < got.extremes().size(); ++i) {
+    const Extremes& a = got.extremes()[i];
+    const Extremes& b = want.extremes()[i];
+    // The bits, so that -0 is told from +0.
+    ASSERT_EQ(std::memcmp(&a, &b, sizeof(a)), 0)
+        << "scale index " << i << ": [" << a.min << ", " << a.max
+        << "], expected [" << b.min << ", " << b.max << "]";
+  }
+}
+
+// Naive counts and extremes.
+struct Expected {
+  ElementCounts counts;
+  std::vector<Extremes> extremes;
+};
+
+Expected Naive(const LayoutCase& layout_case, ElementType type,
+               const std::vector<uint8_t>& reals) {
+  Expected expected;
+  const BlockLayout layout = layout_case.Layout();
+  expected.extremes.assign(layout.scale_count(),
+                           {std::numeric_limits<double>::infinity(),
+                            -std::numeric_limits<double>::infinity()});
+  for (int64_t i = 0; i < layout.element_count(); ++i) {
+    const double x = NaiveReal(type, reals.data(), i);
+    ++expected.counts.total;
+    expected.counts.zero += x == 0;
+    expected.counts.nan += std::isnan(x);
+    expected.counts.positive_infinity += x == INFINITY;
+    expected.counts.negative_infinity += x == -INFINITY;
+    if (!std::isfinite(x)) continue;
+    Extremes& extremes = expected.extremes[NaiveScaleIndex(layout_case, i)];
+    extremes.min = std::min(extremes.min, x);
+    extremes.max = std::max(extremes.max, x);
+  }
+  return expected;
+}
+
+TEST(TensorStatisticsTest, EqualsTheDefinitionForEveryTypeAndLayout) {
+  for (const LayoutCase& layout_case : AllLayoutCases()) {
+    SCOPED_TRACE(layout_case.Name());
+    const BlockLayout layout = layout_case.Layout();
+    for (const ElementType type : kAllElementTypes) {
+      SCOPED_TRACE(ElementTypeName(type));
+      for (const bool specials : {false, true}) {
+        const auto reals =
+            MakeReals(type, layout.element_count(), 0.1, specials, 3);
+        const Expected want = Naive(layout_case, type, reals);
+        ForEachSimdTarget([&] {
+          TensorStatistics got(layout.scale_count());
+          got.Update(layout, type, 0, layout.element_count(), reals.data(),
+                     nullptr);
+          EXPECT_EQ(got.counts().total, want.counts.total);
+          EXPECT_EQ(got.counts().nan, want.counts.nan);
+          EXPECT_EQ(got.counts().zero, want.counts.zero);
+          EXPECT_EQ(got.counts().positive_infinity,
+                    want.counts.positive_infinity);
+          EXPECT_EQ(got.counts().negative_infinity,
+                    want.counts.negative_infinity);
+          for (size_t i = 0; i < want.extremes.size(); ++i) {
+            ASSERT_EQ(got.extremes()[i].min, want.extremes[i].min) << i;
+            ASSERT_EQ(got.extremes()[i].max, want.extremes[i].max) << i;
+            ASSERT_FALSE(got.extremes()[i].min == 0 &&
+                         std::signbit(got.extremes()[i].min));
+            ASSERT_FALSE(got.extremes()[i].max == 0 &&
+                         std::signbit(got.extremes()[i].max));
+          }
+        });
+        if (HasFailure()) return;
+      }
+    }
+  }
+}
+
+TEST(TensorStatisticsTest, DoesNotDependOnTargetThreadsOrChunking) {
+  const LayoutCase cases[] = {
+      {{300007}, {}},         {{300, 1001}, {0, 1}},
+      {{3, 100003}, {0, 1}},  {{30, 10001}, {1, 0}},
+      {{300, 1001}, {1, 32}}, {{4, 25, 1001, 3}, {1, 2, 0, 1}}};
+  ThreadPool pool(2);
+  for (const LayoutCase& layout_case : cases) {
+    SCOPED_TRACE(layout_case.Name());
+    const BlockLayout layout = layout_case.Layout();
+    const int64_t count = layout.element_count();
+    for (const ElementType type : kAllElementTypes) {
+      SCOPED_TRACE(ElementTypeName(type));
+      const auto reals = MakeReals(type, count, 0.1, true, 3);
+      ASSERT_TRUE(SetSimdTarget("scalar").ok());
+      TensorStatistics want(layout.scale_count());
+      want.Update(layout, type, 0, count, reals.data(), nullptr);
+      ForEachSimdTarget([&] {
+        TensorStatistics threaded(layout.scale_count());
+        threaded.Update(layout, type, 0, count, reals.data(), &pool);
+        ExpectSame(threaded, want);
+        TensorStatistics chunked(layout.scale_count());
+        TensorStatistics other(layout.scale_count());
+        for (int64_t first = 0; first < count; first += 77777) {
+          (first % 2 == 0 ? chunked : other)
+              .Update(layout, type, first,
+                      std::min<int64_t>(77777, count - first),
+                      reals.data() + first * ElementSizeBytes(type), nullptr);
+        }
+        chunked.Merge(other);
+        ExpectSame(chunked, want);
+      });
+    }
+  }
+}
+
+TEST(TensorStatisticsTest, MakesZeroExtremesPositive) {
+  const BlockLayout per_tensor = *BlockLayout::Create({40}, {});
+  const BlockLayout per_element = *BlockLayout::Create({40}, {1});
+  std::vector<uint8_t> reals(40 * 4);
+  for (int i = 0; i < 40; ++i) {
+    StoreReal(ElementType::kFloat32, i % 3 == 0 ? 0.0 : -0.0, reals.data(), i);
+  }
+  ForEachSimdTarget([&] {
+    for (const BlockLayout* layout : {&per_tensor, &per_element}) {
+      TensorStatistics statistics(layout->scale_count());
+      statistics.Update(*layout, ElementType::kFloat32, 0, 40, reals.data(),
+                        nullptr);
+      EXPECT_EQ(statistics.counts().zero, 40);
+      for (const Extremes& extremes : statistics.extremes()) {
+        EXPECT_FALSE(std::signbit(extremes.min));
+        EXPECT_FALSE(std::signbit(extremes.max));
+      }
+    }
+  });
+}
+
+TEST(TensorStatisticsTest, HasNoExtremesWithoutAFiniteElement) {
+  const BlockLayout layout = *BlockLayout::Create({3}, {});
+  std::vector<uint8_t> reals(12);
+  StoreReal(ElementType::kFloat32, NAN, reals.data(), 0);
+  StoreReal(ElementType::kFloat32, INFINITY, reals.data(), 1);
+  StoreReal(ElementType::kFloat32, -INFINITY, reals.data(), 2);
+  ForEachSimdTarget([&] {
+    TensorStatistics statistics(1);
+    EXPECT_TRUE(statistics.overall().empty());
+    statistics.Update(layout, ElementType::kFloat32, 0, 3, reals.data(),
+                      nullptr);
+    EXPECT_TRUE(statistics.overall().empty());
+    EXPECT_TRUE(statistics.extremes()[0].empty());
+    EXPECT_EQ(statistics.counts().total, 3);
+    EXPECT_EQ(statistics.counts().nan, 1);
+    EXPECT_EQ(statistics.counts().positive_infinity, 1);
+    EXPECT_EQ(statistics.counts().negative_infinity, 1);
+  });
+}
+
+TEST(TensorStatisticsTest, OverallSpansAllScaleIndices) {
+  const BlockLayout layout = *BlockLayout::Create({2, 2}, {1, 0});
+  std::vector<uint8_t> reals(16);
+  const double values[] = {1, 2, -3, -1};
+  for (int i = 0; i < 4; ++i) {
+    StoreReal(ElementType::kFloat32, values[i], reals.data(), i);
+  }
+  TensorStatistics statistics(2);
+  statistics.Update(layout, ElementType::kFloat32, 0, 4, reals.data(), nullptr);
+  EXPECT_EQ(statistics.extremes()[0].min, 1);
+  EXPECT_EQ(statistics.extremes()[1].max, -1);
+  EXPECT_EQ(statistics.overall().min, -3);
+  EXPECT_EQ(statistics.overall().max, 2);
+}
+
+}  // namespace
+}  // namespace quantd::core
