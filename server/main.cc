@@ -43,8 +43,8 @@ constexpr int kExitBadConfig = 2;
 // in again; kept, the same chunks serve the next message. What is kept is
 // bounded by what was in use at once, which the memory budget bounds.
 void TuneAllocator() {
-  // The largest threshold that glibc takes: half of an arena's heap.
-  constexpr int kMmapThresholdBytes = 32 << 20;
+  // Above every message; what is larger goes back to the kernel at once.
+  constexpr int kMmapThresholdBytes = 64 << 20;
   constexpr int kTrimThresholdBytes = 1 << 30;
   constexpr int kTopPadBytes = 16 << 20;
   // Memory that one arena keeps is of no use to another.
