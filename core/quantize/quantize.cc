@@ -39,10 +39,10 @@ constexpr int64_t kTaskElements = 64 * 1024;
 // integer, which the low bits of the sum then hold.
 constexpr float kMagic = 12582912.0f;
 constexpr int32_t kMagicBits = 0x4B400000;
+constexpr int32_t kMagicLimit = 1 << 22;
 
-float NextBelow(float x) {
-  return std::nextafter(x, -std::numeric_limits<float>::infinity());
-}
+// Scales whose parameters are made at a time.
+constexpr int64_t kBatchScales = 16;
 
 // What the elements of one scale index have in common.
 struct ScaleParameters {
@@ -55,41 +55,6 @@ struct ScaleParameters {
   // The division may be replaced; see ExactQuotient.
   bool has_reciprocal;
 };
-
-// The largest x with rint(x / scale) <= high, in exact IEEE terms: x / scale
-// rounds to at most `last`, the largest float that rint takes to `high`, while
-// it is below the middle between `last` and its successor. It is never equal:
-// that middle has 25 significant bits, and a product with it at least as many,
-// more than x has. The product with a float's 24 bits is exact in float64.
-float LargestUnclipped(float scale, int32_t high) {
-  const float tie = static_cast<float>(high) + 0.5f;
-  const float last = high % 2 == 0 ? tie : NextBelow(tie);
-  const float next =
-      std::nextafter(last, std::numeric_limits<float>::infinity());
-  const double middle = (double{last} + double{next}) * 0.5;
-  const double bound = scale * middle;
-  const float rounded = static_cast<float>(bound);
-  return rounded > bound ? NextBelow(rounded) : rounded;
-}
-
-ScaleParameters MakeScaleParameters(const QuantizeRange& range,
-                                    int64_t scale_index) {
-  const float scale = range.encoding.scale[scale_index];
-  const int32_t zero_point = range.zero_point(scale_index);
-  const int32_t low = range.encoding.qmin - zero_point;
-  const int32_t high = range.encoding.qmax - zero_point;
-  ScaleParameters p;
-  p.scale = scale;
-  p.reciprocal = 1.0f / scale;
-  p.zero_point = zero_point;
-  // Far from the ends of the exponents no step of ExactQuotient underflows or
-  // overflows; the magic sum has its own limit.
-  p.has_reciprocal = scale >= 0x1p-100f && scale <= 0x1p100f &&
-                     low >= -(1 << 22) && high <= (1 << 22);
-  p.low = -LargestUnclipped(scale, -low);
-  p.high = LargestUnclipped(scale, high);
-  return p;
-}
 
 }  // namespace
 }  // namespace quantd::core
@@ -131,6 +96,108 @@ HWY_INLINE V ExactQuotient(D d, V x, V scale, V y) {
   return hn::Div(x, scale);
 #endif
 }
+
+// The neighbours of floats other than zero.
+template <class D, class V = hn::Vec<D>>
+HWY_INLINE V NextAbove(D d, V x) {
+  const hn::RebindToSigned<D> di;
+  const auto bits = hn::BitCast(di, x);
+  // 1 for positive numbers, -1 for negative ones.
+  const auto step = hn::Or(hn::BroadcastSignBit(bits), hn::Set(di, 1));
+  return hn::BitCast(d, hn::Add(bits, step));
+}
+
+template <class D, class V = hn::Vec<D>>
+HWY_INLINE V NextBelow(D d, V x) {
+  return hn::Neg(NextAbove(d, hn::Neg(x)));
+}
+
+// The largest x with rint(x / scale) <= high, in exact IEEE terms: x / scale
+// rounds to at most `last`, the largest float that rint takes to `high`, while
+// it is below the middle between `last` and its successor. It is never equal:
+// that middle has 25 significant bits, and a product with it at least as many,
+// more than x has. The product with a float's 24 bits is exact in float64.
+template <class DF, class VF = hn::Vec<DF>,
+          class VI = hn::Vec<hn::RebindToSigned<DF>>>
+HWY_INLINE VF LargestUnclipped(DF df, VF scale, VI high) {
+  const hn::RebindToSigned<DF> di;
+  const hn::Rebind<double, DF> dd;
+  const auto tie = hn::Add(hn::ConvertTo(df, high), hn::Set(df, 0.5f));
+  const auto is_even = hn::Eq(hn::And(high, hn::Set(di, 1)), hn::Zero(di));
+  const auto last =
+      hn::IfThenElse(hn::RebindMask(df, is_even), tie, NextBelow(df, tie));
+  const auto middle = hn::Mul(
+      hn::Add(hn::PromoteTo(dd, last), hn::PromoteTo(dd, NextAbove(df, last))),
+      hn::Set(dd, 0.5));
+  const auto bound = hn::Mul(hn::PromoteTo(dd, scale), middle);
+  const auto rounded = hn::DemoteTo(df, bound);
+  // One float64 unit of slack in the other direction has the sign of the
+  // excess, so that a mask of the narrow type is made from numbers.
+  const auto excess = hn::DemoteTo(
+      df, hn::IfThenElseZero(hn::Gt(hn::PromoteTo(dd, rounded), bound),
+                             hn::Set(dd, 1.0)));
+  return hn::IfThenElse(hn::Gt(excess, hn::Zero(df)), NextBelow(df, rounded),
+                        rounded);
+}
+
+// Parameters of up to kBatchScales consecutive scale indices.
+class ScaleBatch {
+ public:
+  explicit ScaleBatch(const QuantizeRange& range) : range_(range) {}
+
+  // Makes those from `scale_index` on where it has them not.
+  HWY_INLINE const ScaleParameters& Get(int64_t scale_index) {
+    if (HWY_UNLIKELY(scale_index < first_ || scale_index >= first_ + count_)) {
+      Make(scale_index);
+    }
+    return parameters_[scale_index - first_];
+  }
+
+ private:
+  HWY_NOINLINE void Make(int64_t first) {
+    const Encoding& encoding = range_.encoding;
+    first_ = first;
+    count_ = std::min<int64_t>(
+        kBatchScales, static_cast<int64_t>(encoding.scale.size()) - first);
+    HWY_ALIGN float scale[kBatchScales];
+    HWY_ALIGN int32_t zero_point[kBatchScales];
+    for (int64_t i = 0; i < kBatchScales; ++i) {
+      scale[i] = i < count_ ? encoding.scale[first + i] : 1.0f;
+      zero_point[i] = i < count_ ? range_.zero_point(first + i) : 0;
+    }
+    HWY_ALIGN float reciprocal[kBatchScales];
+    HWY_ALIGN float low[kBatchScales];
+    HWY_ALIGN float high[kBatchScales];
+    const hn::CappedTag<double, kBatchScales> dd;
+    const hn::Rebind<float, decltype(dd)> df;
+    const hn::Rebind<int32_t, decltype(dd)> di;
+    for (size_t i = 0; i < kBatchScales; i += hn::Lanes(dd)) {
+      const auto s = hn::LoadU(df, scale + i);
+      const auto zero = hn::LoadU(di, zero_point + i);
+      const auto qmin = hn::Set(di, encoding.qmin);
+      const auto qmax = hn::Set(di, encoding.qmax);
+      hn::StoreU(hn::Div(hn::Set(df, 1.0f), s), df, reciprocal + i);
+      hn::StoreU(LargestUnclipped(df, s, hn::Sub(qmax, zero)), df, high + i);
+      hn::StoreU(hn::Neg(LargestUnclipped(df, s, hn::Sub(zero, qmin))), df,
+                 low + i);
+    }
+    for (int64_t i = 0; i < count_; ++i) {
+      // Far from the ends of the exponents no step of ExactQuotient underflows
+      // or overflows; the magic sum has its own limit.
+      const bool has_reciprocal =
+          scale[i] >= 0x1p-100f && scale[i] <= 0x1p100f &&
+          encoding.qmin - zero_point[i] >= -kMagicLimit &&
+          encoding.qmax - zero_point[i] <= kMagicLimit;
+      parameters_[i] = {scale[i], reciprocal[i], low[i],
+                        high[i],  zero_point[i], has_reciprocal};
+    }
+  }
+
+  const QuantizeRange& range_;
+  int64_t first_ = 0;
+  int64_t count_ = 0;
+  ScaleParameters parameters_[kBatchScales];
+};
 
 // Quantizes Lanes(d) elements of one scale index. False if one is clipped or
 // NaN: a clipped code is right, that of a NaN is not.
@@ -309,8 +376,7 @@ void QuantizeTyped(const QuantizeRange& range, QuantizeCounts* counts) {
 
   BlockLayout::RunCursor cursor(range.layout, range.first, range.count);
   BlockLayout::Run run{};
-  ScaleParameters parameters{};
-  int64_t parameters_index = -1;
+  ScaleBatch batch(range);
   for (int64_t begin = 0; begin < range.count; begin += kBlockElements) {
     const int64_t count = std::min(range.count - begin, kBlockElements);
     const uint8_t* in = range.in + begin * element_bytes;
@@ -328,14 +394,12 @@ void QuantizeTyped(const QuantizeRange& range, QuantizeCounts* counts) {
         QuantizeByDivision<1, T>(range, container, run.begin, run.scale_index,
                                  part_in, part, block_codes + i, counts);
       } else {
-        if (std::is_same_v<T, float> && parameters_index != run.scale_index) {
-          parameters = MakeScaleParameters(range, run.scale_index);
-          parameters_index = run.scale_index;
-        }
-        if (std::is_same_v<T, float> && parameters.has_reciprocal) {
+        const ScaleParameters* parameters =
+            std::is_same_v<T, float> ? &batch.Get(run.scale_index) : nullptr;
+        if (parameters != nullptr && parameters->has_reciprocal) {
           QuantizeUniform(
-              part_in, part, parameters,
-              static_cast<Code>(range.NanCode(parameters.zero_point)),
+              part_in, part, *parameters,
+              static_cast<Code>(range.NanCode(parameters->zero_point)),
               block_codes + i, counts);
         } else {
           QuantizeByDivision<0, T>(range, container, run.begin, run.scale_index,
