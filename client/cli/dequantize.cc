@@ -1,0 +1,256 @@
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "CLI/CLI.hpp"
+#include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
+#include "client/cli/commands.h"
+#include "client/cli/progress.h"
+#include "client/cli/quantized_tensor.h"
+#include "client/cli/session.h"
+#include "client/cli/table.h"
+#include "client/cli/tensor_input.h"
+#include "client/cli/tensor_loop.h"
+#include "client/cpp/client.h"
+#include "client/files/errors.h"
+#include "client/files/npy.h"
+#include "client/files/safetensors.h"
+
+namespace quantd::cli {
+namespace {
+
+struct Options {
+  std::string input;
+  std::string output;
+};
+
+struct Outcome {
+  std::string name;
+  std::vector<int64_t> shape;
+  std::string dtype;
+  std::string result;
+  uint64_t input_bytes = 0;
+  uint64_t output_bytes = 0;
+  absl::Status status;
+};
+
+// One run of `quantctl dequantize`. Not thread-safe.
+class Dequantizer {
+ public:
+  Dequantizer(const Options& options, Session* session)
+      : options_(options), session_(*session) {}
+
+  void Run() {
+    absl::StatusOr<std::unique_ptr<Client>> client = session_.Connect();
+    if (!client.ok()) return session_.FailUsage(client.status());
+    client_ = *std::move(client);
+    const absl::Status status = RunFiles();
+    if (!status.ok()) return session_.Fail(status);
+    Report();
+  }
+
+ private:
+  // Errors end the run and leave no output file.
+  absl::Status RunFiles() {
+    const absl::StatusOr<TensorInput> input = TensorInput::Open(options_.input);
+    if (!input.ok()) return input.status();
+    absl::Status status = ReadAll(*input);
+    if (!status.ok()) return status;
+    if (IsNpyPath(options_.output)) return WriteOneNpy();
+    absl::StatusOr<files::SafetensorsWriter> writer =
+        files::SafetensorsWriter::Create(options_.output);
+    if (!writer.ok()) return writer.status();
+    for (const auto& [key, value] : input->metadata()) {
+      absl::string_view name = key;
+      if (absl::ConsumePrefix(&name, kQuantizedKeyPrefix)) continue;
+      writer->SetMetadata(key, value);
+    }
+    status = DequantizeAll(&*writer);
+    if (!status.ok()) return status;
+    for (const files::FileTensor& tensor : input->tensors()) {
+      if (consumed_.contains(tensor.name)) continue;
+      status =
+          writer->AddView(tensor.name, tensor.dtype, tensor.shape, tensor.data);
+      if (!status.ok()) return status;
+      outcomes_.push_back(
+          {tensor.name, tensor.shape, std::string(DtypeName(tensor.dtype)),
+           "copied", tensor.data.size(), tensor.data.size(), absl::OkStatus()});
+    }
+    return writer->Finish().status();
+  }
+
+  absl::Status ReadAll(const TensorInput& input) {
+    for (const auto& [key, value] : input.metadata()) {
+      absl::string_view name = key;
+      if (!absl::ConsumePrefix(&name, kQuantizedKeyPrefix)) continue;
+      absl::StatusOr<QuantizedTensor> tensor =
+          ReadQuantized(input, options_.input, std::string(name), value);
+      if (!tensor.ok()) return tensor.status();
+      consumed_.insert(tensor->name);
+      consumed_.insert(absl::StrCat(tensor->name, kScaleSuffix));
+      consumed_.insert(absl::StrCat(tensor->name, kZeroPointSuffix));
+      tensors_.push_back(*std::move(tensor));
+    }
+    if (tensors_.empty()) {
+      return files::FileMalformedError(
+          options_.input, "expected tensors that quantctl quantized, got none");
+    }
+    return absl::OkStatus();
+  }
+
+  static DequantizeJob MakeJob(const QuantizedTensor& tensor) {
+    DequantizeJob job;
+    // The encoding rides along, so the name is for messages only; one that
+    // the server does not allow must not get in the way.
+    job.tensor.element_type = tensor.element_type;
+    job.tensor.shape = tensor.shape;
+    job.tensor.data = tensor.codes;
+    job.source = tensor.encoding;
+    job.omit_encoding = true;
+    return job;
+  }
+
+  absl::Status WriteOneNpy() {
+    if (tensors_.size() != 1) {
+      return files::FileUnsupportedError(
+          options_.output, absl::StrCat(".npy holds one tensor, the file has ",
+                                        tensors_.size()));
+    }
+    const QuantizedTensor& tensor = tensors_[0];
+    const absl::StatusOr<DequantizeResult> result =
+        client_->Dequantize(MakeJob(tensor));
+    if (!result.ok()) return result.status();
+    outcomes_.push_back(OutcomeOf(tensor, result));
+    return files::WriteNpy(options_.output, DtypeOf(tensor.element_type),
+                           tensor.shape, result->elements)
+        .status();
+  }
+
+  absl::Status DequantizeAll(files::SafetensorsWriter* writer) {
+    std::vector<files::FileTensor> codes;
+    uint64_t total_bytes = 0;
+    for (const QuantizedTensor& tensor : tensors_) {
+      codes.push_back({tensor.name, DtypeOf(tensor.element_type), tensor.shape,
+                       tensor.codes});
+      total_bytes += tensor.codes.size();
+    }
+    std::vector<const files::FileTensor*> pointers;
+    for (const files::FileTensor& tensor : codes) pointers.push_back(&tensor);
+    const auto quantized =
+        [&](const files::FileTensor& tensor) -> const QuantizedTensor& {
+      return tensors_[static_cast<size_t>(&tensor - codes.data())];
+    };
+    Progress progress(total_bytes, !session_.quiet);
+    const std::unique_ptr<DequantizeStream> stream = client_->OpenDequantize();
+    absl::Status fatal;
+    ForEachTensor(
+        stream.get(), pointers,
+        [&](const files::FileTensor& tensor) {
+          return MakeJob(quantized(tensor));
+        },
+        [&](const files::FileTensor& tensor,
+            const absl::StatusOr<DequantizeResult>& result) {
+          progress.Add(tensor.data.size(), tensor.name);
+          outcomes_.push_back(OutcomeOf(quantized(tensor), result));
+          if (!result.ok()) {
+            if (ExitCodeOf(result.status()) == kUnreachable) {
+              fatal = result.status();
+            }
+            return fatal.ok();
+          }
+          fatal = writer->Add(tensor.name, tensor.dtype, tensor.shape,
+                              result->elements);
+          return fatal.ok();
+        });
+    return fatal;
+  }
+
+  static Outcome OutcomeOf(const QuantizedTensor& tensor,
+                           const absl::StatusOr<DequantizeResult>& result) {
+    Outcome outcome;
+    outcome.name = tensor.name;
+    outcome.shape = tensor.shape;
+    outcome.dtype = std::string(DtypeName(DtypeOf(tensor.element_type)));
+    outcome.result = result.ok() ? FormatName(tensor.encoding.format())
+                                 : std::string("failed");
+    outcome.input_bytes = tensor.codes.size();
+    if (result.ok()) outcome.output_bytes = result->elements.size();
+    outcome.status = result.status();
+    return outcome;
+  }
+
+  void Report() {
+    Json list = Json::array();
+    Table table;
+    table.AddColumn("TENSOR", Table::Align::kLeft);
+    table.AddColumn("SHAPE", Table::Align::kLeft);
+    table.AddColumn("DTYPE", Table::Align::kLeft);
+    table.AddColumn("FROM", Table::Align::kLeft);
+    table.AddColumn("BEFORE", Table::Align::kRight);
+    table.AddColumn("AFTER", Table::Align::kRight);
+    for (const Outcome& outcome : outcomes_) {
+      if (!outcome.status.ok()) session_.Note(kServerError);
+      Json json = {{"name", outcome.name},
+                   {"shape", outcome.shape},
+                   {"dtype", outcome.dtype},
+                   {"from", outcome.result},
+                   {"bytes_before", outcome.input_bytes},
+                   {"bytes_after", outcome.output_bytes}};
+      if (!outcome.status.ok()) json["error"] = ErrorJson(outcome.status);
+      list.push_back(std::move(json));
+      table.AddRow({Printable(outcome.name), ShapeText(outcome.shape),
+                    outcome.dtype, outcome.result,
+                    BytesText(outcome.input_bytes),
+                    BytesText(outcome.output_bytes)});
+    }
+    if (session_.json) {
+      return session_.PrintJson({{"input", options_.input},
+                                 {"output", options_.output},
+                                 {"tensors", list}});
+    }
+    session_.Print(table.Render(StdoutHasStyle()));
+    for (const Outcome& outcome : outcomes_) {
+      if (outcome.status.ok()) continue;
+      session_.PrintError(absl::StrCat("quantctl: tensor ", outcome.name, ": ",
+                                       outcome.status.message()));
+    }
+  }
+
+  const Options& options_;
+  Session& session_;
+  std::unique_ptr<Client> client_;
+  std::vector<QuantizedTensor> tensors_;
+  // Names of codes, scales and zero points: not copied.
+  absl::flat_hash_set<std::string> consumed_;
+  std::vector<Outcome> outcomes_;
+};
+
+}  // namespace
+
+void AddDequantizeCommand(CLI::App* app, Session* session) {
+  CLI::App* const command = app->add_subcommand(
+      "dequantize",
+      "Turn a file that `quantize` wrote back into plain tensors; one that "
+      "fails is left out");
+  const auto options = std::make_shared<Options>();
+  command->add_option("file", options->input, "safetensors file")
+      ->required()
+      ->type_name("FILE");
+  command
+      ->add_option("-o,--output", options->output,
+                   "safetensors file, or .npy for a single tensor")
+      ->required()
+      ->type_name("FILE");
+  command->callback(
+      [options, session] { Dequantizer(*options, session).Run(); });
+}
+
+}  // namespace quantd::cli

@@ -1,0 +1,82 @@
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "CLI/CLI.hpp"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "client/cli/commands.h"
+#include "client/cli/session.h"
+#include "client/cli/table.h"
+#include "client/cpp/client.h"
+
+namespace quantd::cli {
+namespace {
+
+void ListModels(Client* client, Session* session) {
+  const absl::StatusOr<std::vector<v1::Model>> models = client->ListModels();
+  if (!models.ok()) return session->Fail(models.status());
+  Json list = Json::array();
+  Table table;
+  table.AddColumn("MODEL", Table::Align::kLeft);
+  table.AddColumn("REVISIONS", Table::Align::kRight);
+  table.AddColumn("ENCODINGS", Table::Align::kRight);
+  for (const v1::Model& model : *models) {
+    list.push_back({{"model", model.model()},
+                    {"revision_count", model.revision_count()},
+                    {"encoding_count", model.encoding_count()}});
+    table.AddRow({Printable(model.model()), CountText(model.revision_count()),
+                  CountText(model.encoding_count())});
+  }
+  if (session->json) {
+    session->PrintJson({{"models", list}});
+  } else {
+    session->Print(table.empty() ? "no models\n"
+                                 : table.Render(StdoutHasStyle()));
+  }
+}
+
+void ListRevisions(Client* client, const std::string& model, Session* session) {
+  const absl::StatusOr<std::vector<v1::Revision>> revisions =
+      client->ListRevisions(model);
+  if (!revisions.ok()) return session->Fail(revisions.status());
+  Json list = Json::array();
+  Table table;
+  table.AddColumn("REVISION", Table::Align::kLeft);
+  table.AddColumn("ENCODINGS", Table::Align::kRight);
+  for (const v1::Revision& revision : *revisions) {
+    list.push_back({{"revision", revision.revision()},
+                    {"encoding_count", revision.encoding_count()}});
+    table.AddRow(
+        {Printable(revision.revision()), CountText(revision.encoding_count())});
+  }
+  if (session->json) {
+    session->PrintJson({{"model", model}, {"revisions", list}});
+  } else {
+    session->Print(table.empty() ? "no revisions\n"
+                                 : table.Render(StdoutHasStyle()));
+  }
+}
+
+void Run(const std::string& model, Session* session) {
+  const absl::StatusOr<std::unique_ptr<Client>> client = session->Connect();
+  if (!client.ok()) return session->FailUsage(client.status());
+  if (model.empty()) {
+    ListModels(client->get(), session);
+  } else {
+    ListRevisions(client->get(), model, session);
+  }
+}
+
+}  // namespace
+
+void AddModelsCommand(CLI::App* app, Session* session) {
+  CLI::App* const command = app->add_subcommand(
+      "models", "List models, or the revisions of one model");
+  const auto model = std::make_shared<std::string>();
+  command->add_option("model", *model, "List the revisions of this model")
+      ->type_name("NAME");
+  command->callback([model, session] { Run(*model, session); });
+}
+
+}  // namespace quantd::cli

@@ -1,0 +1,65 @@
+#include <cstdio>
+#include <string>
+
+#include "CLI/CLI.hpp"
+#include "client/cli/commands.h"
+#include "client/cli/session.h"
+
+namespace quantd::cli {
+namespace {
+
+constexpr char kFooter[] =
+    "Exit codes:\n"
+    "  0  success\n"
+    "  1  the server or at least one tensor reported an error\n"
+    "  2  the command line makes no sense\n"
+    "  3  the server could not be reached\n"
+    "  4  a file could not be read or written\n"
+    "\n"
+    "Environment:\n"
+    "  QUANTD_SERVER  default of --server\n"
+    "  NO_COLOR       no emphasis in tables\n";
+
+}  // namespace
+
+int RunQuantctl(int argc, const char* const* argv) {
+  Session session;
+  CLI::App app("Quantize tensors with a quantd server.", "quantctl");
+  app.set_version_flag("--version", "quantctl " QUANTD_VERSION);
+  app.footer(kFooter);
+  app.require_subcommand(1);
+  // Global options may also stand behind the command.
+  app.fallthrough();
+  app.add_option("--server", session.server,
+                 "host:port, or unix:/path/to/socket")
+      ->envname("QUANTD_SERVER")
+      ->default_val("127.0.0.1:8430")
+      ->type_name("TARGET");
+  app.add_flag("--json", session.json, "One JSON document on stdout");
+  app.add_flag("-q,--quiet", session.quiet,
+               "Nothing on stdout but what was asked for with --json");
+  app.add_option("--timeout", session.timeout_seconds,
+                 "Seconds for a call, or for a tensor without any progress")
+      ->check(CLI::PositiveNumber)
+      ->type_name("SECONDS")
+      ->capture_default_str();
+  AddQuantizeCommand(&app, &session);
+  AddDequantizeCommand(&app, &session);
+  AddCalibrateCommand(&app, &session);
+  AddEvaluateCommand(&app, &session);
+  AddEncodingsCommand(&app, &session);
+  AddModelsCommand(&app, &session);
+  AddHealthCommand(&app, &session);
+  AddBenchCommand(&app, &session);
+  // CLI11 reports by exception; none leaves this function.
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    const int code = app.exit(error);
+    return code == 0 ? kSuccess : kUsageError;
+  }
+  if (std::fflush(stdout) != 0) session.Note(kFileError);
+  return session.exit_code;
+}
+
+}  // namespace quantd::cli

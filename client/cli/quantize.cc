@@ -1,0 +1,320 @@
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "CLI/CLI.hpp"
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "client/cli/commands.h"
+#include "client/cli/progress.h"
+#include "client/cli/quantized_tensor.h"
+#include "client/cli/session.h"
+#include "client/cli/table.h"
+#include "client/cli/tensor_input.h"
+#include "client/cli/tensor_loop.h"
+#include "client/cpp/client.h"
+#include "client/cpp/errors.h"
+#include "client/files/safetensors.h"
+
+namespace quantd::cli {
+namespace {
+
+struct Options {
+  std::string input;
+  std::string output;
+  NameOptions name;
+  SpecOptions spec;
+  TensorFilter filter;
+  bool store = true;
+  bool evaluate = false;
+};
+
+// What became of one tensor.
+struct Outcome {
+  // A tensor that failed is copied, like one that was not selected.
+  absl::Status status;
+  bool is_quantized = false;
+  uint64_t output_bytes = 0;
+  v1::QuantizeSummary summary;
+  std::optional<v1::ErrorMetrics> metrics;
+};
+
+// One run of `quantctl quantize`. Not thread-safe.
+class Quantizer {
+ public:
+  Quantizer(const Options& options, Session* session)
+      : options_(options), session_(*session) {}
+
+  void Run() {
+    const absl::StatusOr<SpecTemplate> spec = options_.spec.Parse();
+    if (!spec.ok()) return session_.FailUsage(spec.status());
+    spec_ = *spec;
+    absl::StatusOr<std::unique_ptr<Client>> client = session_.Connect();
+    if (!client.ok()) return session_.FailUsage(client.status());
+    client_ = *std::move(client);
+    const absl::Status status = RunFiles();
+    if (!status.ok()) return session_.Fail(status);
+    Report();
+  }
+
+ private:
+  // Errors end the run and leave no output file.
+  absl::Status RunFiles() {
+    absl::StatusOr<TensorInput> input = TensorInput::Open(options_.input);
+    if (!input.ok()) return input.status();
+    input_.emplace(*std::move(input));
+    absl::StatusOr<files::SafetensorsWriter> writer =
+        files::SafetensorsWriter::Create(options_.output);
+    if (!writer.ok()) return writer.status();
+    for (const auto& [key, value] : input_->metadata()) {
+      writer->SetMetadata(key, value);
+    }
+    absl::Status status = Quantize(&*writer);
+    if (!status.ok()) return status;
+    status = CopyOthers(&*writer);
+    if (!status.ok()) return status;
+    const absl::StatusOr<uint64_t> size = writer->Finish();
+    if (!size.ok()) return size.status();
+    file_bytes_ = *size;
+    return absl::OkStatus();
+  }
+
+  absl::Status Quantize(files::SafetensorsWriter* writer) {
+    std::vector<const files::FileTensor*> selected;
+    uint64_t total_bytes = 0;
+    for (const files::FileTensor& tensor : input_->tensors()) {
+      if (!options_.filter.Takes(tensor)) continue;
+      absl::Status status = CheckNames(tensor.name);
+      if (status.ok()) status = spec_.SpecOf(tensor.shape).status();
+      if (!status.ok()) {
+        outcomes_[tensor.name].status = status;
+        continue;
+      }
+      selected.push_back(&tensor);
+      total_bytes += tensor.data.size();
+    }
+    Progress progress(total_bytes, !session_.quiet);
+    const std::unique_ptr<QuantizeStream> stream = client_->OpenQuantize();
+    const std::unique_ptr<EvaluateStream> evaluate_stream =
+        client_->OpenEvaluate();
+    absl::Status fatal;
+    ForEachTensor(
+        stream.get(), selected,
+        [this](const files::FileTensor& tensor) { return MakeJob(tensor); },
+        [&](const files::FileTensor& tensor,
+            const absl::StatusOr<QuantizeResult>& result) {
+          progress.Add(tensor.data.size(), tensor.name);
+          fatal = TakeResult(tensor, result, evaluate_stream.get(), writer);
+          return fatal.ok();
+        });
+    return fatal;
+  }
+
+  // The names that a quantized tensor takes must be free.
+  absl::Status CheckNames(const std::string& name) const {
+    for (const absl::string_view suffix : {kScaleSuffix, kZeroPointSuffix}) {
+      const std::string taken = absl::StrCat(name, suffix);
+      if (input_->Find(taken) != nullptr) {
+        return ArgumentInvalidError(
+            absl::StrCat("the file has a tensor \"", taken, "\" of its own"));
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  QuantizeJob MakeJob(const files::FileTensor& tensor) const {
+    QuantizeJob job;
+    job.tensor = MakeTensor(tensor, options_.name.NameOf(tensor.name));
+    // CheckNames' caller has left out what has no spec.
+    job.source = *spec_.SpecOf(tensor.shape);
+    job.store = options_.store;
+    return job;
+  }
+
+  // Errors end the run; those of the tensor alone go to its outcome.
+  absl::Status TakeResult(const files::FileTensor& tensor,
+                          const absl::StatusOr<QuantizeResult>& result,
+                          EvaluateStream* evaluate_stream,
+                          files::SafetensorsWriter* writer) {
+    Outcome& outcome = outcomes_[tensor.name];
+    if (!result.ok()) {
+      outcome.status = result.status();
+      return ExitCodeOf(result.status()) == kUnreachable ? result.status()
+                                                         : absl::OkStatus();
+    }
+    const absl::StatusOr<uint64_t> size =
+        WriteQuantized(tensor.name, *ElementTypeOf(tensor.dtype), tensor.shape,
+                       result->header.encoding(), result->codes, writer);
+    if (!size.ok()) return size.status();
+    outcome.is_quantized = true;
+    outcome.output_bytes = *size;
+    outcome.summary = result->summary;
+    if (!options_.evaluate) return absl::OkStatus();
+    EvaluateJob job;
+    job.tensor = MakeTensor(tensor, options_.name.NameOf(tensor.name));
+    job.candidates.push_back({result->header.encoding(), ""});
+    evaluate_stream->Send(job);
+    const absl::StatusOr<EvaluateResult> evaluation =
+        evaluate_stream->Receive();
+    if (!evaluation.ok()) {
+      outcome.status = evaluation.status();
+    } else if (evaluation->candidates_size() == 1) {
+      outcome.metrics = evaluation->candidates(0).overall();
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status CopyOthers(files::SafetensorsWriter* writer) {
+    for (const files::FileTensor& tensor : input_->tensors()) {
+      Outcome& outcome = outcomes_[tensor.name];
+      if (outcome.is_quantized) continue;
+      const absl::Status status =
+          writer->AddView(tensor.name, tensor.dtype, tensor.shape, tensor.data);
+      if (!status.ok()) return status;
+      outcome.output_bytes = tensor.data.size();
+    }
+    return absl::OkStatus();
+  }
+
+  void Report() {
+    Json list = Json::array();
+    Table table;
+    table.AddColumn("TENSOR", Table::Align::kLeft);
+    table.AddColumn("SHAPE", Table::Align::kLeft);
+    table.AddColumn("DTYPE", Table::Align::kLeft);
+    table.AddColumn("RESULT", Table::Align::kLeft);
+    table.AddColumn("BEFORE", Table::Align::kRight);
+    table.AddColumn("AFTER", Table::Align::kRight);
+    if (options_.evaluate) {
+      table.AddColumn("SQNR DB", Table::Align::kRight);
+      table.AddColumn("MAX ERROR", Table::Align::kRight);
+    }
+    uint64_t before = 0;
+    uint64_t after = 0;
+    uint64_t quantized_count = 0;
+    uint64_t failed_count = 0;
+    for (const files::FileTensor& tensor : input_->tensors()) {
+      const Outcome& outcome = outcomes_[tensor.name];
+      before += tensor.data.size();
+      after += outcome.output_bytes;
+      quantized_count += outcome.is_quantized ? 1 : 0;
+      failed_count += outcome.status.ok() ? 0 : 1;
+      list.push_back(OutcomeJson(tensor, outcome));
+      table.AddRow(OutcomeRow(tensor, outcome));
+    }
+    if (failed_count > 0) session_.Note(kServerError);
+    if (session_.json) {
+      return session_.PrintJson({{"input", options_.input},
+                                 {"output", options_.output},
+                                 {"format", options_.spec.format},
+                                 {"bytes_before", before},
+                                 {"bytes_after", after},
+                                 {"file_bytes", file_bytes_},
+                                 {"quantized_count", quantized_count},
+                                 {"failed_count", failed_count},
+                                 {"tensors", list}});
+    }
+    session_.Print(table.Render(StdoutHasStyle()));
+    session_.Print(absl::StrCat(
+        CountText(quantized_count), " of ", CountText(input_->tensors().size()),
+        " tensors to ", options_.spec.format, ", ", BytesText(before), " to ",
+        BytesText(after), ", written to ", Printable(options_.output), "\n"));
+    for (const files::FileTensor& tensor : input_->tensors()) {
+      const absl::Status& status = outcomes_[tensor.name].status;
+      if (status.ok()) continue;
+      session_.PrintError(absl::StrCat("quantctl: tensor ", tensor.name, ": ",
+                                       status.message()));
+    }
+  }
+
+  const char* ResultName(const Outcome& outcome) const {
+    if (outcome.is_quantized) return options_.spec.format.c_str();
+    return outcome.status.ok() ? "copied" : "failed, copied";
+  }
+
+  std::vector<std::string> OutcomeRow(const files::FileTensor& tensor,
+                                      const Outcome& outcome) const {
+    std::vector<std::string> row = {Printable(tensor.name),
+                                    ShapeText(tensor.shape),
+                                    std::string(DtypeName(tensor.dtype)),
+                                    ResultName(outcome),
+                                    BytesText(tensor.data.size()),
+                                    BytesText(outcome.output_bytes)};
+    if (outcome.metrics.has_value()) {
+      row.push_back(DecibelText(outcome.metrics->sqnr_db()));
+      row.push_back(NumberText(outcome.metrics->max_absolute_error()));
+    }
+    return row;
+  }
+
+  Json OutcomeJson(const files::FileTensor& tensor,
+                   const Outcome& outcome) const {
+    Json json = {{"name", tensor.name},
+                 {"shape", tensor.shape},
+                 {"dtype", std::string(DtypeName(tensor.dtype))},
+                 {"result", outcome.is_quantized  ? "quantized"
+                            : outcome.status.ok() ? "copied"
+                                                  : "failed"},
+                 {"bytes_before", tensor.data.size()},
+                 {"bytes_after", outcome.output_bytes}};
+    if (outcome.is_quantized) {
+      const v1::QuantizeSummary& summary = outcome.summary;
+      json["clipped_low_count"] = summary.clipped_low_count();
+      json["clipped_high_count"] = summary.clipped_high_count();
+      json["nan_count"] = summary.nan_count();
+      json["infinity_count"] =
+          summary.positive_infinity_count() + summary.negative_infinity_count();
+    }
+    if (outcome.metrics.has_value()) {
+      json["sqnr_db"] = outcome.metrics->sqnr_db();
+      json["max_absolute_error"] = outcome.metrics->max_absolute_error();
+      json["mean_squared_error"] = outcome.metrics->mean_squared_error();
+    }
+    if (!outcome.status.ok()) json["error"] = ErrorJson(outcome.status);
+    return json;
+  }
+
+  const Options& options_;
+  Session& session_;
+  SpecTemplate spec_;
+  std::unique_ptr<Client> client_;
+  std::optional<TensorInput> input_;
+  absl::flat_hash_map<std::string, Outcome> outcomes_;
+  uint64_t file_bytes_ = 0;
+};
+
+}  // namespace
+
+void AddQuantizeCommand(CLI::App* app, Session* session) {
+  CLI::App* const command = app->add_subcommand(
+      "quantize",
+      "Quantize the tensors of a file into a safetensors file; others, and "
+      "those that fail, are copied as they are");
+  const auto options = std::make_shared<Options>();
+  command->add_option("file", options->input, "safetensors or .npy file")
+      ->required()
+      ->type_name("FILE");
+  command->add_option("-o,--output", options->output, "safetensors file")
+      ->required()
+      ->type_name("FILE");
+  options->name.AddOptions(command, /*required=*/false);
+  options->spec.AddOptions(command);
+  options->filter.AddOptions(command);
+  command->add_flag("--store,!--no-store", options->store,
+                    "Keep the encodings on the server (the default)");
+  command->add_flag("--evaluate", options->evaluate,
+                    "Measure the error of every quantized tensor");
+  command->callback([options, session] {
+    if (options->name.model.empty()) {
+      options->name.model = FileStem(options->input);
+    }
+    Quantizer(*options, session).Run();
+  });
+}
+
+}  // namespace quantd::cli

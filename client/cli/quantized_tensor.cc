@@ -1,0 +1,247 @@
+#include "client/cli/quantized_tensor.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+#include "client/cli/session.h"
+#include "client/cli/tensor_input.h"
+#include "client/cpp/errors.h"
+#include "client/cpp/tensor.h"
+#include "client/files/dtype.h"
+#include "client/files/errors.h"
+#include "client/files/safetensors.h"
+
+namespace quantd::cli {
+namespace {
+
+files::Dtype CodeDtype(const FormatInfo& format) {
+  if (format.storage_bits < 8) return files::Dtype::kU8;
+  if (format.storage_bits == 8) {
+    return format.is_signed ? files::Dtype::kI8 : files::Dtype::kU8;
+  }
+  return format.is_signed ? files::Dtype::kI16 : files::Dtype::kU16;
+}
+
+template <typename Repeated>
+absl::Span<const uint8_t> BytesOf(const Repeated& values) {
+  return absl::MakeConstSpan(
+      reinterpret_cast<const uint8_t*>(values.data()),
+      static_cast<size_t>(values.size()) * sizeof(*values.data()));
+}
+
+// Elements of a file, which need not be aligned.
+template <typename T>
+std::vector<T> CopyElements(absl::Span<const uint8_t> bytes) {
+  std::vector<T> values(bytes.size() / sizeof(T));
+  if (!values.empty()) {
+    std::memcpy(values.data(), bytes.data(), values.size() * sizeof(T));
+  }
+  return values;
+}
+
+// Reads members of one JSON object; the first that is missing or has the wrong
+// type is kept as the error.
+class Members {
+ public:
+  explicit Members(const Json& object) : object_(object) {}
+
+  const std::string& error() const { return error_; }
+
+  std::string String(const char* key) {
+    const Json* const member = Find(key);
+    if (member == nullptr || !member->is_string()) {
+      return Fail(key, "a string"), "";
+    }
+    return member->get<std::string>();
+  }
+
+  std::vector<int64_t> Integers(const char* key) {
+    std::vector<int64_t> values;
+    const Json* const member = Find(key);
+    if (member == nullptr || !member->is_array()) {
+      return Fail(key, "an array"), values;
+    }
+    for (const Json& item : *member) {
+      if (!item.is_number_integer()) return Fail(key, "integers"), values;
+      values.push_back(item.get<int64_t>());
+    }
+    return values;
+  }
+
+  int32_t Integer(const char* key) {
+    const Json* const member = Find(key);
+    if (member == nullptr || !member->is_number_integer()) {
+      return Fail(key, "an integer"), 0;
+    }
+    const int64_t value = member->get<int64_t>();
+    if (value < INT32_MIN || value > INT32_MAX) {
+      return Fail(key, "an integer of 32 bits"), 0;
+    }
+    return static_cast<int32_t>(value);
+  }
+
+  bool Boolean(const char* key) {
+    const Json* const member = Find(key);
+    if (member == nullptr || !member->is_boolean()) {
+      return Fail(key, "a boolean"), false;
+    }
+    return member->get<bool>();
+  }
+
+ private:
+  const Json* Find(const char* key) const {
+    const auto found = object_.find(key);
+    return found == object_.end() ? nullptr : &*found;
+  }
+
+  void Fail(const char* key, absl::string_view expected) {
+    if (error_.empty()) {
+      error_ = absl::StrCat("expected ", expected, " for \"", key, "\"");
+    }
+  }
+
+  const Json& object_;
+  std::string error_;
+};
+
+}  // namespace
+
+absl::StatusOr<uint64_t> WriteQuantized(const std::string& name,
+                                        ElementType element_type,
+                                        const std::vector<int64_t>& shape,
+                                        const Encoding& encoding,
+                                        absl::Span<const uint8_t> codes,
+                                        files::SafetensorsWriter* writer) {
+  const absl::StatusOr<FormatInfo> format = GetFormatInfo(encoding.format());
+  if (!format.ok()) return format.status();
+  const std::vector<int64_t> block_size(encoding.block_size().begin(),
+                                        encoding.block_size().end());
+  const absl::StatusOr<std::vector<int64_t>> scale_shape =
+      ScaleShape(shape, block_size);
+  if (!scale_shape.ok()) return scale_shape.status();
+
+  const bool is_packed = format->storage_bits < 8;
+  const std::vector<int64_t> code_shape =
+      is_packed ? std::vector<int64_t>{static_cast<int64_t>(codes.size())}
+                : shape;
+  absl::Status status =
+      writer->Add(name, CodeDtype(*format), code_shape, codes);
+  if (!status.ok()) return status;
+  uint64_t size_bytes = codes.size();
+
+  const absl::Span<const uint8_t> scale = BytesOf(encoding.scale());
+  status = writer->Add(absl::StrCat(name, kScaleSuffix), files::Dtype::kF32,
+                       *scale_shape, scale);
+  if (!status.ok()) return status;
+  size_bytes += scale.size();
+
+  if (std::any_of(encoding.zero_point().begin(), encoding.zero_point().end(),
+                  [](int32_t zero_point) { return zero_point != 0; })) {
+    const absl::Span<const uint8_t> zero_point = BytesOf(encoding.zero_point());
+    status = writer->Add(absl::StrCat(name, kZeroPointSuffix),
+                         files::Dtype::kI32, *scale_shape, zero_point);
+    if (!status.ok()) return status;
+    size_bytes += zero_point.size();
+  }
+  const Json metadata = {
+      {"version", 1},
+      {"format", FormatName(encoding.format())},
+      {"shape", shape},
+      {"block_size", block_size},
+      {"qmin", encoding.has_qmin() ? encoding.qmin() : format->qmin},
+      {"qmax", encoding.has_qmax() ? encoding.qmax() : format->qmax},
+      {"exclude_zero", encoding.exclude_zero()},
+      {"element_type", std::string(ElementTypeName(element_type))}};
+  writer->SetMetadata(absl::StrCat(kQuantizedKeyPrefix, name), metadata.dump());
+  return size_bytes;
+}
+
+absl::StatusOr<QuantizedTensor> ReadQuantized(const TensorInput& input,
+                                              const std::string& path,
+                                              const std::string& name,
+                                              absl::string_view json) {
+  const auto malformed = [&path, &name](absl::string_view what) {
+    return files::FileMalformedError(
+        path, absl::StrCat("quantized tensor \"", name, "\": ", what));
+  };
+  const Json object = Json::parse(json, nullptr, /*allow_exceptions=*/false);
+  if (!object.is_object()) return malformed("the metadata are not an object");
+  Members members(object);
+  if (members.Integer("version") != 1 && members.error().empty()) {
+    return malformed("expected version 1");
+  }
+  const std::string format_name = members.String("format");
+  const std::string element_type_name = members.String("element_type");
+  QuantizedTensor tensor;
+  tensor.name = name;
+  tensor.shape = members.Integers("shape");
+  const std::vector<int64_t> block_size = members.Integers("block_size");
+  tensor.encoding.set_qmin(members.Integer("qmin"));
+  tensor.encoding.set_qmax(members.Integer("qmax"));
+  tensor.encoding.set_exclude_zero(members.Boolean("exclude_zero"));
+  if (!members.error().empty()) return malformed(members.error());
+
+  const absl::StatusOr<v1::NumberFormat> number_format =
+      ParseFormat(format_name);
+  if (!number_format.ok()) {
+    return malformed(ErrorText(number_format.status()));
+  }
+  const absl::StatusOr<FormatInfo> format = GetFormatInfo(*number_format);
+  if (!format.ok()) return malformed(ErrorText(format.status()));
+  const absl::StatusOr<ElementType> element_type =
+      ParseElementType(element_type_name);
+  if (!element_type.ok()) return malformed(ErrorText(element_type.status()));
+  const absl::StatusOr<int64_t> count = ElementCount(tensor.shape);
+  if (!count.ok()) return malformed(ErrorText(count.status()));
+  const absl::StatusOr<std::vector<int64_t>> scale_shape =
+      ScaleShape(tensor.shape, block_size);
+  if (!scale_shape.ok()) return malformed(ErrorText(scale_shape.status()));
+
+  tensor.element_type = *element_type;
+  tensor.encoding.set_format(*number_format);
+  for (const int64_t size : block_size) tensor.encoding.add_block_size(size);
+
+  const files::FileTensor* const codes = input.Find(name);
+  if (codes == nullptr) return malformed("the codes are missing");
+  if (codes->dtype != CodeDtype(*format) ||
+      static_cast<int64_t>(codes->data.size()) != format->SizeBytes(*count)) {
+    return malformed(absl::StrCat("expected ", format->SizeBytes(*count),
+                                  " bytes of ", DtypeName(CodeDtype(*format)),
+                                  ", got ", codes->data.size(), " of ",
+                                  DtypeName(codes->dtype)));
+  }
+  tensor.codes = codes->data;
+
+  const files::FileTensor* const scale =
+      input.Find(absl::StrCat(name, kScaleSuffix));
+  if (scale == nullptr || scale->dtype != files::Dtype::kF32 ||
+      scale->shape != *scale_shape) {
+    return malformed("expected scales, F32 in the shape of the blocks");
+  }
+  const std::vector<float> scales = CopyElements<float>(scale->data);
+  tensor.encoding.mutable_scale()->Add(scales.begin(), scales.end());
+
+  const files::FileTensor* const zero_point =
+      input.Find(absl::StrCat(name, kZeroPointSuffix));
+  if (zero_point != nullptr) {
+    if (zero_point->dtype != files::Dtype::kI32 ||
+        zero_point->shape != *scale_shape) {
+      return malformed("expected zero points, I32 in the shape of the blocks");
+    }
+    const std::vector<int32_t> zero_points =
+        CopyElements<int32_t>(zero_point->data);
+    tensor.encoding.mutable_zero_point()->Add(zero_points.begin(),
+                                              zero_points.end());
+  }
+  return tensor;
+}
+
+}  // namespace quantd::cli

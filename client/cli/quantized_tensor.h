@@ -1,0 +1,61 @@
+// How a quantized tensor lies in a safetensors file:
+//
+//   <name>             codes; I8, U8, I16 or U16 in the tensor's shape, packed
+//                      formats U8 of shape [bytes]
+//   <name>.scale       F32 in the shape of the scales
+//   <name>.zero_point  I32 likewise; only where one is not 0
+//   metadata "quantd.<name>": {"version": 1, "format": "int8", "shape": [..],
+//                      "block_size": [..], "qmin": .., "qmax": ..,
+//                      "exclude_zero": false, "element_type": "float32"}
+
+#ifndef QUANTD_CLIENT_CLI_QUANTIZED_TENSOR_H_
+#define QUANTD_CLIENT_CLI_QUANTIZED_TENSOR_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+#include "client/cli/tensor_input.h"
+#include "client/cpp/tensor.h"
+#include "client/files/safetensors.h"
+
+namespace quantd::cli {
+
+constexpr absl::string_view kQuantizedKeyPrefix = "quantd.";
+constexpr absl::string_view kScaleSuffix = ".scale";
+constexpr absl::string_view kZeroPointSuffix = ".zero_point";
+
+// Writes one quantized tensor. Returns its size in bytes with scales and zero
+// points.
+// Errors: of files::SafetensorsWriter; ARGUMENT_INVALID for an encoding that
+// does not fit the shape.
+absl::StatusOr<uint64_t> WriteQuantized(const std::string& name,
+                                        ElementType element_type,
+                                        const std::vector<int64_t>& shape,
+                                        const Encoding& encoding,
+                                        absl::Span<const uint8_t> codes,
+                                        files::SafetensorsWriter* writer);
+
+// One quantized tensor that was read. `codes` points into the file.
+struct QuantizedTensor {
+  std::string name;
+  ElementType element_type;
+  std::vector<int64_t> shape;
+  Encoding encoding;
+  absl::Span<const uint8_t> codes;
+};
+
+// Reads the tensor that `json`, the metadata of "quantd.<name>", describes.
+// Errors: FILE_MALFORMED.
+absl::StatusOr<QuantizedTensor> ReadQuantized(const TensorInput& input,
+                                              const std::string& path,
+                                              const std::string& name,
+                                              absl::string_view json);
+
+}  // namespace quantd::cli
+
+#endif  // QUANTD_CLIENT_CLI_QUANTIZED_TENSOR_H_

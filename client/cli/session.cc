@@ -1,0 +1,83 @@
+#include "client/cli/session.h"
+
+#include <cstdint>
+#include <cstdio>
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/escaping.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "client/cpp/client.h"
+#include "client/cpp/errors.h"
+#include "client/cpp/utf8.h"
+
+namespace quantd::cli {
+
+ExitCode ExitCodeOf(const absl::Status& status) {
+  if (status.ok()) return kSuccess;
+  if (IsServerUnreachable(status) || ErrorReason(status) == "TIMEOUT") {
+    return kUnreachable;
+  }
+  if (absl::StartsWith(ErrorReason(status), "FILE_")) return kFileError;
+  return kServerError;
+}
+
+Json ErrorJson(const absl::Status& status) {
+  return {{"code", absl::StatusCodeToString(status.code())},
+          {"reason", std::string(ErrorReason(status))},
+          {"message", std::string(ErrorText(status))}};
+}
+
+std::string Printable(absl::string_view text) {
+  return internal::IsValidUtf8(text) ? absl::Utf8SafeCHexEscape(text)
+                                     : absl::CHexEscape(text);
+}
+
+absl::StatusOr<std::unique_ptr<Client>> Session::Connect(
+    int64_t chunk_bytes) const {
+  ClientOptions options;
+  options.target = server;
+  options.timeout = absl::Seconds(timeout_seconds);
+  options.chunk_bytes = chunk_bytes;
+  return Client::Connect(std::move(options));
+}
+
+void Session::Fail(const absl::Status& status) {
+  Note(ExitCodeOf(status));
+  if (json) {
+    PrintJson({{"error", ErrorJson(status)}});
+  } else {
+    PrintError(absl::StrCat("quantctl: ", status.message()));
+  }
+}
+
+void Session::FailUsage(const absl::Status& status) {
+  Note(kUsageError);
+  Fail(status);
+}
+
+void Session::Note(ExitCode code) {
+  if (exit_code == kSuccess) exit_code = code;
+}
+
+void Session::PrintJson(const Json& document) const {
+  // Names that are not UTF-8 must not throw.
+  const std::string text =
+      document.dump(2, ' ', false, Json::error_handler_t::replace);
+  std::printf("%s\n", text.c_str());
+}
+
+void Session::Print(absl::string_view text) const {
+  if (!quiet) std::fwrite(text.data(), 1, text.size(), stdout);
+}
+
+void Session::PrintError(absl::string_view text) const {
+  std::fprintf(stderr, "%s\n", Printable(text).c_str());
+}
+
+}  // namespace quantd::cli

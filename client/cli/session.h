@@ -1,0 +1,73 @@
+// What all commands share: global options, the connection, exit codes, output.
+
+#ifndef QUANTD_CLIENT_CLI_SESSION_H_
+#define QUANTD_CLIENT_CLI_SESSION_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "client/cpp/client.h"
+#include "nlohmann/json.hpp"
+
+namespace quantd::cli {
+
+using Json = nlohmann::ordered_json;
+
+enum ExitCode : int {
+  kSuccess = 0,
+  // The server or at least one tensor reported an error.
+  kServerError = 1,
+  kUsageError = 2,
+  // The server could not be reached or did not go on in time.
+  kUnreachable = 3,
+  // A file could not be read or written.
+  kFileError = 4,
+};
+
+// The code that an error ends the process with.
+ExitCode ExitCodeOf(const absl::Status& status);
+
+// {"code": "NOT_FOUND", "reason": "...", "message": "..."}.
+Json ErrorJson(const absl::Status& status);
+
+// Text from a file or a server made safe for a terminal: control characters
+// and what is not UTF-8 are escaped.
+std::string Printable(absl::string_view text);
+
+// One run of quantctl. Not thread-safe.
+class Session {
+ public:
+  // Set by the command line.
+  std::string server;
+  bool json = false;
+  bool quiet = false;
+  double timeout_seconds = 60;
+  ExitCode exit_code = kSuccess;
+
+  // Errors: ARGUMENT_INVALID.
+  absl::StatusOr<std::unique_ptr<Client>> Connect(
+      int64_t chunk_bytes = ClientOptions().chunk_bytes) const;
+
+  // Reports the error that ends the run: to stderr, with --json as a document.
+  void Fail(const absl::Status& status);
+  // The same for a command line that makes no sense.
+  void FailUsage(const absl::Status& status);
+  // Notes an error that was reported otherwise. The first one counts.
+  void Note(ExitCode code);
+
+  // Prints a document to stdout, also with --quiet. Infinities and NaN are
+  // null.
+  void PrintJson(const Json& document) const;
+  // Prints text to stdout, unless --quiet.
+  void Print(absl::string_view text) const;
+  // Prints a line to stderr.
+  void PrintError(absl::string_view text) const;
+};
+
+}  // namespace quantd::cli
+
+#endif  // QUANTD_CLIENT_CLI_SESSION_H_

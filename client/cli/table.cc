@@ -1,0 +1,119 @@
+#include "client/cli/table.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+
+namespace quantd::cli {
+namespace {
+
+constexpr absl::string_view kGap = "  ";
+
+size_t Width(absl::string_view text) {
+  return static_cast<size_t>(std::count_if(
+      text.begin(), text.end(),
+      [](char c) { return (static_cast<unsigned char>(c) & 0xC0) != 0x80; }));
+}
+
+}  // namespace
+
+void Table::AddColumn(absl::string_view title, Align align) {
+  columns_.push_back({std::string(title), align});
+}
+
+void Table::AddRow(std::vector<std::string> cells) {
+  cells.resize(columns_.size());
+  rows_.push_back(std::move(cells));
+}
+
+std::string Table::Render(bool bold) const {
+  std::vector<size_t> widths;
+  for (size_t c = 0; c < columns_.size(); ++c) {
+    size_t width = Width(columns_[c].title);
+    for (const auto& row : rows_) width = std::max(width, Width(row[c]));
+    widths.push_back(width);
+  }
+  const auto line = [&](auto&& cell) {
+    std::string text;
+    for (size_t c = 0; c < columns_.size(); ++c) {
+      const absl::string_view content = cell(c);
+      const std::string space(widths[c] - Width(content), ' ');
+      if (c > 0) absl::StrAppend(&text, kGap);
+      if (columns_[c].align == Align::kRight) {
+        absl::StrAppend(&text, space, content);
+      } else {
+        absl::StrAppend(&text, content, space);
+      }
+    }
+    while (!text.empty() && text.back() == ' ') text.pop_back();
+    return text;
+  };
+  std::string text =
+      line([this](size_t c) -> absl::string_view { return columns_[c].title; });
+  if (bold) text = absl::StrCat("\x1b[1m", text, "\x1b[0m");
+  text.push_back('\n');
+  for (const auto& row : rows_) {
+    absl::StrAppend(
+        &text, line([&row](size_t c) -> absl::string_view { return row[c]; }),
+        "\n");
+  }
+  return text;
+}
+
+bool StdoutHasStyle() {
+  const char* const no_color = std::getenv("NO_COLOR");
+  if (no_color != nullptr && no_color[0] != '\0') return false;
+  const char* const term = std::getenv("TERM");
+  if (term == nullptr || absl::string_view(term) == "dumb") return false;
+  return isatty(STDOUT_FILENO) == 1;
+}
+
+std::string BytesText(uint64_t bytes) {
+  if (bytes < 10 * 1024) return absl::StrCat(CountText(bytes), " B");
+  const char* const units[] = {"KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
+  double value = static_cast<double>(bytes) / 1024;
+  size_t unit = 0;
+  // 1023.95 would be written as 1024.0.
+  while (value >= 1023.95 && unit + 1 < std::size(units)) {
+    value /= 1024;
+    ++unit;
+  }
+  return absl::StrFormat("%.1f %s", value, units[unit]);
+}
+
+std::string CountText(uint64_t count) {
+  std::string digits = absl::StrCat(count);
+  for (int at = static_cast<int>(digits.size()) - 3; at > 0; at -= 3) {
+    digits.insert(static_cast<size_t>(at), ",");
+  }
+  return digits;
+}
+
+std::string ShapeText(absl::Span<const int64_t> shape) {
+  return absl::StrCat("[", absl::StrJoin(shape, ","), "]");
+}
+
+std::string NumberText(double value) {
+  if (std::isnan(value)) return "nan";
+  if (std::isinf(value)) return value > 0 ? "inf" : "-inf";
+  return absl::StrFormat("%.4g", value);
+}
+
+std::string DecibelText(double value) {
+  if (std::isnan(value) || std::isinf(value)) return NumberText(value);
+  return absl::StrFormat("%.2f", value);
+}
+
+}  // namespace quantd::cli

@@ -1,0 +1,60 @@
+// Tables and numbers for people.
+
+#ifndef QUANTD_CLIENT_CLI_TABLE_H_
+#define QUANTD_CLIENT_CLI_TABLE_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+
+namespace quantd::cli {
+
+// Columns of text, as wide as their widest cell. Not thread-safe.
+class Table {
+ public:
+  enum class Align { kLeft, kRight };
+
+  void AddColumn(absl::string_view title, Align align);
+  // A cell per column; missing ones are empty.
+  void AddRow(std::vector<std::string> cells);
+  bool empty() const { return rows_.empty(); }
+
+  // The title row, with `bold` emphasised for a terminal, and the rows; no
+  // trailing spaces. Widths are counted in code points.
+  std::string Render(bool bold) const;
+
+ private:
+  struct Column {
+    std::string title;
+    Align align;
+  };
+
+  std::vector<Column> columns_;
+  std::vector<std::vector<std::string>> rows_;
+};
+
+// True when stdout is a terminal that wants escapes: not with NO_COLOR set to
+// anything but the empty string, nor with TERM=dumb.
+bool StdoutHasStyle();
+
+// "9,999 B" below 10 KiB, otherwise "1.2 MiB".
+std::string BytesText(uint64_t bytes);
+
+// "1,234,567".
+std::string CountText(uint64_t count);
+
+// "[64,3,3,3]".
+std::string ShapeText(absl::Span<const int64_t> shape);
+
+// Significant digits for an error or a range: "0.00123", "1.2e-09", "inf".
+std::string NumberText(double value);
+
+// Two decimals for decibels: "41.27", "inf".
+std::string DecibelText(double value);
+
+}  // namespace quantd::cli
+
+#endif  // QUANTD_CLIENT_CLI_TABLE_H_

@@ -1,0 +1,97 @@
+// The tensors of an input file, and which of them a command takes.
+
+#ifndef QUANTD_CLIENT_CLI_TENSOR_INPUT_H_
+#define QUANTD_CLIENT_CLI_TENSOR_INPUT_H_
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "CLI/CLI.hpp"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "client/cli/spec_syntax.h"
+#include "client/cpp/tensor.h"
+#include "client/files/npy.h"
+#include "client/files/safetensors.h"
+
+namespace quantd::cli {
+
+// True for a path that ends with ".npy".
+bool IsNpyPath(absl::string_view path);
+
+// The file's name without folders and extension.
+std::string FileStem(absl::string_view path);
+
+// A safetensors file, or a .npy file as one tensor named by its stem.
+// Immutable, thread-safe.
+class TensorInput {
+ public:
+  // Errors: of files::SafetensorsReader and files::NpyReader.
+  static absl::StatusOr<TensorInput> Open(const std::string& path);
+
+  // In order of their data; valid while this lives.
+  const std::vector<files::FileTensor>& tensors() const { return tensors_; }
+  const files::FileTensor* Find(absl::string_view name) const;
+  const std::map<std::string, std::string>& metadata() const {
+    return metadata_;
+  }
+
+ private:
+  explicit TensorInput(
+      std::variant<files::SafetensorsReader, files::NpyReader> file)
+      : file_(std::move(file)) {}
+
+  std::variant<files::SafetensorsReader, files::NpyReader> file_;
+  std::vector<files::FileTensor> tensors_;
+  std::map<std::string, std::string> metadata_;
+};
+
+// The element type of a file's type; nothing when quantd does not quantize it.
+std::optional<ElementType> ElementTypeOf(files::Dtype dtype);
+files::Dtype DtypeOf(ElementType type);
+
+// --include, --exclude, --min-rank, --all.
+struct TensorFilter {
+  std::vector<std::string> include;
+  std::vector<std::string> exclude;
+  int64_t min_rank = 2;
+  bool all = false;
+
+  void AddOptions(CLI::App* command);
+  // True for a tensor of reals that the options take.
+  bool Takes(const files::FileTensor& tensor) const;
+};
+
+// --model, --revision.
+struct NameOptions {
+  std::string model;
+  std::string revision = "main";
+
+  // `required` when there is no file to take the model from.
+  void AddOptions(CLI::App* command, bool required);
+  TensorName NameOf(const std::string& tensor) const;
+};
+
+// --format, --granularity, --block-size, --symmetry.
+struct SpecOptions {
+  std::string format = "int8";
+  std::string granularity = "per-tensor";
+  std::string block_size;
+  std::string symmetry = "default";
+
+  void AddOptions(CLI::App* command);
+  // Errors: ARGUMENT_INVALID.
+  absl::StatusOr<SpecTemplate> Parse() const;
+};
+
+// The tensor as the client takes it.
+// Requires: ElementTypeOf(tensor.dtype) has a value.
+Tensor MakeTensor(const files::FileTensor& tensor, TensorName name);
+
+}  // namespace quantd::cli
+
+#endif  // QUANTD_CLIENT_CLI_TENSOR_INPUT_H_
