@@ -13,6 +13,7 @@
 #include <fstream>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -83,7 +84,7 @@ TEST_F(SqliteEncodingStoreTest, CreatesTheFileAndItsLastDirectory) {
   EXPECT_THAT(std::string(status.message()), HasSubstr("/a/b"));
 }
 
-TEST_F(SqliteEncodingStoreTest, ReportsEveryByteThatFlipsInARow) {
+TEST_F(SqliteEncodingStoreTest, ReportsEveryColumnThatChangedInARow) {
   std::unique_ptr<SqliteEncodingStore> store = MustOpen();
   ASSERT_NE(store, nullptr);
   for (const char* change : {
@@ -169,6 +170,39 @@ TEST_F(SqliteEncodingStoreTest, TwoHandlesOfOneFileSeeEachOther) {
   absl::StatusOr<StoredEncoding> got = one->Get(key_);
   ASSERT_TRUE(got.ok()) << got.status();
   EXPECT_EQ(got->etag, second->etag);
+}
+
+// As two processes would: no lock in memory is shared.
+TEST_F(SqliteEncodingStoreTest, TwoHandlesLoseNoCompareAndSet) {
+  constexpr int kHandles = 2;
+  constexpr int kIncrements = 300;
+  std::vector<std::unique_ptr<SqliteEncodingStore>> stores;
+  for (int i = 0; i < kHandles; ++i) stores.push_back(MustOpen());
+  ASSERT_TRUE(stores[0]->Put(key_, MakeEncoding(1), {}).ok());
+  std::vector<std::thread> threads;
+  for (const std::unique_ptr<SqliteEncodingStore>& store : stores) {
+    threads.emplace_back([this, &store] {
+      int done = 0;
+      while (done < kIncrements) {
+        absl::StatusOr<StoredEncoding> got = store->Get(key_);
+        ASSERT_TRUE(got.ok()) << got.status();
+        const absl::Status put =
+            store
+                ->Put(key_, MakeEncoding(got->encoding->scale[0] + 1),
+                      {got->etag})
+                .status();
+        if (put.ok()) {
+          ++done;
+        } else {
+          ASSERT_EQ(core::ErrorReason(put), "ETAG_MISMATCH") << put;
+        }
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  absl::StatusOr<StoredEncoding> got = stores[0]->Get(key_);
+  ASSERT_TRUE(got.ok()) << got.status();
+  EXPECT_EQ(got->encoding->scale[0], 1 + kHandles * kIncrements);
 }
 
 // The child's acknowledgements reach the parent through a pipe; then it is
