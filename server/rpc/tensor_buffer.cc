@@ -22,7 +22,10 @@ absl::Status TensorBuffer::Append(absl::Span<const uint8_t> data) {
       absl::Status status = env_.budget->Grow(
           &lease_, lease_.bytes() + block_bytes, env_.limits.memory_wait,
           "Calibrate the tensor first, then name its encoding by reference");
-      if (!status.ok()) return status;
+      if (!status.ok()) {
+        env_.metrics->LimitRejected("MEMORY_BUDGET");
+        return status;
+      }
       blocks_.emplace_back(new uint8_t[block_bytes]);
     }
     const int64_t taken =
