@@ -188,6 +188,8 @@ grpc::ServerUnaryReactor* EncodingService::PutEncoding(
     if (!encoding.ok()) {
       return core::WithField(encoding.status(), "encoding");
     }
+    // Only quantd itself sets it.
+    encoding->degenerate_count = 0;
     absl::StatusOr<StoredEncoding> stored = env_.store->Put(
         *key, std::make_shared<const core::Encoding>(*std::move(encoding)),
         Precondition{request->if_match()});

@@ -14,7 +14,8 @@
 namespace quantd::server {
 namespace {
 
-// An encoding, with the layout that it has on this tensor.
+// An encoding, with the layout that it has on this tensor. Errors are at no
+// field.
 absl::StatusOr<ResolvedEncoding> Fit(
     const RpcEnvironment& env, std::shared_ptr<const core::Encoding> encoding,
     absl::Span<const int64_t> shape) {
@@ -22,7 +23,7 @@ absl::StatusOr<ResolvedEncoding> Fit(
       CheckedLayout(env, shape, encoding->block_size);
   if (!layout.ok()) return layout.status();
   absl::Status status = core::CheckEncodingFits(*encoding, *layout);
-  if (!status.ok()) return core::WithField(std::move(status), "scale");
+  if (!status.ok()) return status;
   return ResolvedEncoding{
       std::move(encoding),
       std::make_shared<const core::BlockLayout>(*std::move(layout)), ""};
@@ -52,12 +53,17 @@ absl::StatusOr<core::BlockLayout> CheckedLayout(
     absl::Span<const int64_t> block_size) {
   absl::StatusOr<core::BlockLayout> layout =
       core::BlockLayout::Create(shape, block_size);
-  if (!layout.ok()) return core::WithField(layout.status(), "block_size");
+  if (!layout.ok()) return layout.status();
+  if (layout->scale_count() == 0) {
+    return core::BlockSizeInvalidError(
+        "a dimension of 0 is split into blocks, which leaves no scale; "
+        "expected "
+        "block size 0 there");
+  }
   if (layout->scale_count() > env.limits.scale_count) {
     env.metrics->LimitRejected("SCALE_COUNT_LIMIT");
-    return core::WithField(core::ScaleCountLimitError(env.limits.scale_count,
-                                                      layout->scale_count()),
-                           "block_size");
+    return core::ScaleCountLimitError(env.limits.scale_count,
+                                      layout->scale_count());
   }
   return layout;
 }
@@ -87,8 +93,12 @@ absl::StatusOr<ResolvedEncoding> ResolveInline(
     absl::Span<const int64_t> shape) {
   absl::StatusOr<core::Encoding> encoding = EncodingFromProto(proto);
   if (!encoding.ok()) return encoding.status();
-  return Fit(env, std::make_shared<const core::Encoding>(*std::move(encoding)),
-             shape);
+  encoding->degenerate_count = 0;
+  absl::StatusOr<ResolvedEncoding> resolved = Fit(
+      env, std::make_shared<const core::Encoding>(*std::move(encoding)), shape);
+  if (resolved.ok()) return resolved;
+  const bool at_scale = core::ErrorReason(resolved.status()) == "SCALE_COUNT";
+  return core::WithField(resolved.status(), at_scale ? "scale" : "block_size");
 }
 
 absl::StatusOr<std::unique_ptr<SpecCalibration>> SpecCalibration::Create(
@@ -98,7 +108,7 @@ absl::StatusOr<std::unique_ptr<SpecCalibration>> SpecCalibration::Create(
   if (!spec.ok()) return spec.status();
   absl::StatusOr<core::BlockLayout> layout =
       CheckedLayout(env, description.shape, spec->block_size);
-  if (!layout.ok()) return layout.status();
+  if (!layout.ok()) return core::WithField(layout.status(), "block_size");
   constexpr int64_t kBytesPerScale =
       sizeof(core::Extremes) + sizeof(float) + sizeof(int32_t);
   absl::StatusOr<MemoryBudget::Lease> lease =

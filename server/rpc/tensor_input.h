@@ -33,7 +33,8 @@ absl::StatusOr<Header> ParseHeader(const std::string& bytes);
 absl::StatusOr<TensorDescription> CheckDescription(
     const RpcEnvironment& env, const v1::TensorDescription& proto);
 
-// Errors: those of BlockLayout::Create, SCALE_COUNT_LIMIT.
+// Errors: those of BlockLayout::Create, BLOCK_SIZE_INVALID where it leaves no
+// scale at all, SCALE_COUNT_LIMIT; at no field.
 absl::StatusOr<core::BlockLayout> CheckedLayout(
     const RpcEnvironment& env, absl::Span<const int64_t> shape,
     absl::Span<const int64_t> block_size);
@@ -52,7 +53,8 @@ absl::StatusOr<ResolvedEncoding> ResolveReference(
     const RpcEnvironment& env, const v1::EncodingReference& reference,
     const v1::TensorName& tensor_name, absl::Span<const int64_t> shape);
 
-// Errors: those of EncodingFromProto, SCALE_COUNT, SCALE_COUNT_LIMIT.
+// What only quantd sets in an encoding is ignored.
+// Errors: those of EncodingFromProto and CheckedLayout, SCALE_COUNT.
 absl::StatusOr<ResolvedEncoding> ResolveInline(const RpcEnvironment& env,
                                                const v1::Encoding& proto,
                                                absl::Span<const int64_t> shape);
