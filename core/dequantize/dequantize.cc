@@ -45,8 +45,8 @@ void DequantizeSimd(const DequantizeRange& range) { DequantizeScalar(range); }
 
 // Lanes(d) elements with a scale and zero point each (kStep 1) or one for all
 // (kStep 0).
-template <int kStep, class D, typename Code>
-HWY_INLINE void DequantizeVector(D d, const Code* HWY_RESTRICT in,
+template <int kStep, typename Code, class D>
+HWY_INLINE void DequantizeVector(D d, const uint8_t* HWY_RESTRICT in,
                                  const float* HWY_RESTRICT scale,
                                  const int32_t* HWY_RESTRICT zero_point,
                                  uint8_t* HWY_RESTRICT out) {
@@ -57,7 +57,7 @@ HWY_INLINE void DequantizeVector(D d, const Code* HWY_RESTRICT in,
                         ? hn::LoadU(di, zero_point)
                         : hn::Set(di, zero_point == nullptr ? 0 : *zero_point);
   const auto scale_f = kStep == 1 ? hn::LoadU(df, scale) : hn::Set(df, *scale);
-  const auto difference = hn::Sub(hn::PromoteTo(di, hn::LoadU(dc, in)), zero);
+  const auto difference = hn::Sub(hn::PromoteTo(di, LoadBytes(dc, in)), zero);
   if constexpr (std::is_same_v<hn::TFromD<D>, double>) {
     StoreBytes(hn::Mul(hn::PromoteTo(d, difference), hn::PromoteTo(d, scale_f)),
                d, out);
@@ -68,7 +68,7 @@ HWY_INLINE void DequantizeVector(D d, const Code* HWY_RESTRICT in,
 
 template <int kStep, typename T, typename Code>
 void DequantizeRun(const Encoding& encoding, int64_t scale_index,
-                   const Code* HWY_RESTRICT in, int64_t count,
+                   const uint8_t* HWY_RESTRICT in, int64_t count,
                    uint8_t* HWY_RESTRICT out) {
   const hn::ScalableTag<T> d;
   const hn::CappedTag<T, 1> d1;
@@ -78,8 +78,8 @@ void DequantizeRun(const Encoding& encoding, int64_t scale_index,
                                   ? nullptr
                                   : encoding.zero_point.data() + scale_index;
   const auto vector = [&](auto tag, int64_t i) HWY_ATTR {
-    DequantizeVector<kStep>(
-        tag, in + i, scale + i * kStep,
+    DequantizeVector<kStep, Code>(
+        tag, in + i * static_cast<int64_t>(sizeof(Code)), scale + i * kStep,
         zero_point == nullptr ? nullptr : zero_point + i * kStep,
         out + i * static_cast<int64_t>(sizeof(T)));
   };
@@ -107,19 +107,19 @@ void DequantizeTyped(const DequantizeRange& range) {
                   scratch, codes);
       in = codes;
     }
-    const Code* block_codes = reinterpret_cast<const Code*>(in);
     uint8_t* out = range.out + begin * element_bytes;
     uint8_t* block_out = narrows ? reinterpret_cast<uint8_t*>(wide) : out;
     for (int64_t i = 0; i < count;) {
       if (run.count == 0) cursor.Next(&run);
       const int64_t part = std::min(run.count, count - i);
+      const uint8_t* part_in = in + i * static_cast<int64_t>(sizeof(Code));
       uint8_t* part_out = block_out + i * static_cast<int64_t>(sizeof(T));
       if (run.scale_step == 1) {
-        DequantizeRun<1, T>(range.encoding, run.scale_index, block_codes + i,
-                            part, part_out);
+        DequantizeRun<1, T, Code>(range.encoding, run.scale_index, part_in,
+                                  part, part_out);
       } else {
-        DequantizeRun<0, T>(range.encoding, run.scale_index, block_codes + i,
-                            part, part_out);
+        DequantizeRun<0, T, Code>(range.encoding, run.scale_index, part_in,
+                                  part, part_out);
       }
       run.count -= part;
       run.scale_index += part * run.scale_step;

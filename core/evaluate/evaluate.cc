@@ -200,6 +200,27 @@ ErrorSums SumPairs(const T* HWY_RESTRICT real, const T* HWY_RESTRICT restored,
   return sums;
 }
 
+// SumPairs of a single pair.
+ErrorSums SumPair(double x, double y, const RunCounts& counts) {
+  const double error = std::fabs(y - x);
+  ErrorSums sums;
+  sums.count = 1 - counts.non_finite;
+  sums.non_finite = counts.non_finite;
+  sums.clipped_low = counts.clipped_low;
+  sums.clipped_high = counts.clipped_high;
+  sums.zero_flushed = x != 0 && y == 0;
+  sums.squared_error = error * error;
+  sums.absolute_error = error;
+  sums.relative_error = x == 0 ? 0 : error / std::fabs(x);
+  sums.signal = x * x;
+  sums.reconstructed = y * y;
+  // A lane starts at +0, to which -0 adds nothing.
+  sums.product = 0.0 + x * y;
+  sums.max_absolute_error = sums.absolute_error;
+  sums.max_relative_error = sums.relative_error;
+  return sums;
+}
+
 template <typename T>
 void EvaluateTyped(const EvaluateRange& range, ErrorSums* leaves,
                    std::vector<ScalePortion>* portions) {
@@ -230,7 +251,7 @@ void EvaluateTyped(const EvaluateRange& range, ErrorSums* leaves,
                                    1, real + i + k, restored + i + k);
               portions->push_back(
                   {run.scale_index + k,
-                   SumPairs(real + i + k, restored + i + k, 1, element)});
+                   SumPair(real[i + k], restored[i + k], element)});
               counts.non_finite += element.non_finite;
               counts.clipped_low += element.clipped_low;
               counts.clipped_high += element.clipped_high;
@@ -279,10 +300,8 @@ HWY_EXPORT(EvaluateSimd);
 
 // Leaves of a task.
 constexpr int64_t kTaskLeaves = 64;
-// Tasks whose sums are kept before they are added up in order. Sums per scale
-// index can be one per element, so that fewer are kept.
+// Tasks whose sums are kept before they are added up in order.
 constexpr int64_t kWaveTasks = 256;
-constexpr int64_t kWaveTasksPerScaleIndex = 8;
 
 }  // namespace
 
@@ -338,8 +357,11 @@ void Evaluator::Update(int64_t first, int64_t count, const uint8_t* data,
   const int64_t task_count = (leaf_count + kTaskLeaves - 1) / kTaskLeaves;
   const bool per_scale_index = !per_scale_index_.empty();
   const bool is_scalar = internal::UsesScalarKernels();
-  const int64_t wave_tasks = std::min(
-      per_scale_index ? kWaveTasksPerScaleIndex : kWaveTasks, task_count);
+  // Sums per scale index can be one per element: no more than the threads work
+  // on are kept.
+  const int64_t threads = pool == nullptr ? 1 : pool->thread_count() + 1;
+  const int64_t wave_tasks =
+      std::min(per_scale_index ? threads : kWaveTasks, task_count);
   std::vector<ErrorSums> leaves(wave_tasks * kTaskLeaves);
   std::vector<std::vector<ScalePortion>> portions(per_scale_index ? wave_tasks
                                                                   : 0);

@@ -26,11 +26,11 @@ HWY_INLINE void PackPairs(const uint8_t* in, int64_t count, uint8_t* out) {
   const hn::ScalableTag<uint16_t> du16;
   const hn::RebindToSigned<decltype(du16)> di16;
   const hn::Rebind<uint8_t, decltype(du16)> du8;
+  const hn::Repartition<uint8_t, decltype(du16)> dpair;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(du16));
   int64_t i = 0;
   for (; i + lanes <= count; i += lanes) {
-    const auto pair =
-        hn::LoadU(du16, reinterpret_cast<const uint16_t*>(in + i * 2));
+    const auto pair = hn::BitCast(du16, hn::LoadU(dpair, in + i * 2));
     const auto low = hn::And(pair, hn::Set(du16, kMask));
     const auto high = hn::And(hn::ShiftRight<8 - kBits>(pair),
                               hn::Set(du16, uint16_t{kMask << kBits}));

@@ -199,30 +199,81 @@ class ScaleBatch {
   ScaleParameters parameters_[kBatchScales];
 };
 
-// Quantizes Lanes(d) elements of one scale index. False if one is clipped or
-// NaN: a clipped code is right, that of a NaN is not.
-template <class D, typename Code>
-HWY_INLINE hn::Mask<D> QuantizeVector(D d, const uint8_t* HWY_RESTRICT in,
-                                      const ScaleParameters& p,
-                                      Code* HWY_RESTRICT out) {
+// The parameters of one scale index in every lane.
+template <class D>
+struct VectorParameters {
+  VectorParameters(D d, const ScaleParameters& p)
+      : low(hn::Set(d, p.low)),
+        high(hn::Set(d, p.high)),
+        scale(hn::Set(d, p.scale)),
+        reciprocal(hn::Set(d, p.reciprocal)),
+        magic(hn::Set(d, kMagic)),
+        offset(hn::Set(hn::RebindToSigned<D>(), kMagicBits - p.zero_point)) {}
+
+  hn::Vec<D> low;
+  hn::Vec<D> high;
+  hn::Vec<D> scale;
+  hn::Vec<D> reciprocal;
+  hn::Vec<D> magic;
+  hn::Vec<hn::RebindToSigned<D>> offset;
+};
+
+// Codes of Lanes(d) elements of one scale index. Takes lanes out of `good`
+// that are clipped or NaN: a clipped code is right, that of a NaN is not.
+template <class D>
+HWY_INLINE hn::Vec<hn::RebindToSigned<D>> QuantizeVector(
+    D d, const uint8_t* HWY_RESTRICT in, const VectorParameters<D>& p,
+    hn::Mask<D>& good) {
   const hn::RebindToSigned<D> di;
-  const hn::Rebind<Code, D> dc;
   const auto x = LoadBytes(d, in);
-  const auto clamped =
-      hn::Min(hn::Max(x, hn::Set(d, p.low)), hn::Set(d, p.high));
-  const auto quotient =
-      ExactQuotient(d, clamped, hn::Set(d, p.scale), hn::Set(d, p.reciprocal));
-  const auto sum = hn::BitCast(di, hn::Add(quotient, hn::Set(d, kMagic)));
-  const auto code = hn::Sub(sum, hn::Set(di, kMagicBits - p.zero_point));
-  hn::StoreU(hn::DemoteTo(dc, code), dc, out);
-  return hn::Eq(x, clamped);
+  const auto clamped = hn::Min(hn::Max(x, p.low), p.high);
+  good = hn::And(good, hn::Eq(x, clamped));
+  const auto quotient = ExactQuotient(d, clamped, p.scale, p.reciprocal);
+  return hn::Sub(hn::BitCast(di, hn::Add(quotient, p.magic)), p.offset);
+}
+
+// Stores 4 * Lanes(di) codes.
+template <typename Code, class DI, class V = hn::Vec<DI>>
+HWY_INLINE void StoreFour(DI di, V v0, V v1, V v2, V v3,
+                          uint8_t* HWY_RESTRICT out) {
+#if HWY_TARGET == HWY_AVX3
+  // Four demotions take eight shuffles, this takes four. The packs work within
+  // 128-bit blocks; the permutation puts the blocks back in order.
+  if constexpr (sizeof(Code) == 1) {
+    const __m512i low = _mm512_packs_epi32(v0.raw, v1.raw);
+    const __m512i high = _mm512_packs_epi32(v2.raw, v3.raw);
+    const __m512i packed = std::is_signed_v<Code>
+                               ? _mm512_packs_epi16(low, high)
+                               : _mm512_packus_epi16(low, high);
+    const __m512i order =
+        _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    _mm512_storeu_si512(out, _mm512_permutexvar_epi32(order, packed));
+  } else {
+    const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+    const auto pack = [](__m512i a, __m512i b) HWY_ATTR {
+      return std::is_signed_v<Code> ? _mm512_packs_epi32(a, b)
+                                    : _mm512_packus_epi32(a, b);
+    };
+    _mm512_storeu_si512(out,
+                        _mm512_permutexvar_epi64(order, pack(v0.raw, v1.raw)));
+    _mm512_storeu_si512(out + 64,
+                        _mm512_permutexvar_epi64(order, pack(v2.raw, v3.raw)));
+  }
+#else
+  const hn::Rebind<Code, DI> dc;
+  const size_t stride = hn::Lanes(di) * sizeof(Code);
+  StoreBytes(hn::DemoteTo(dc, v0), dc, out);
+  StoreBytes(hn::DemoteTo(dc, v1), dc, out + stride);
+  StoreBytes(hn::DemoteTo(dc, v2), dc, out + 2 * stride);
+  StoreBytes(hn::DemoteTo(dc, v3), dc, out + 3 * stride);
+#endif
 }
 
 // Counts what QuantizeVector found clipped or NaN, and gives NaN its code.
 template <typename Code>
 void CountSpecial(const uint8_t* HWY_RESTRICT in, int64_t count,
-                  const ScaleParameters& p, Code nan_code,
-                  Code* HWY_RESTRICT out, QuantizeCounts* counts) {
+                  const ScaleParameters& p, int32_t nan_code,
+                  uint8_t* HWY_RESTRICT out, QuantizeCounts* counts) {
   const hn::ScalableTag<float> d;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
   const float infinity = std::numeric_limits<float>::infinity();
@@ -251,115 +302,193 @@ void CountSpecial(const uint8_t* HWY_RESTRICT in, int64_t count,
   counts->negative_infinity += negative;
   if (nan == 0) return;
   for (i = 0; i < count; ++i) {
-    if (std::isnan(LoadUnaligned<float>(in + i * 4))) out[i] = nan_code;
+    if (std::isnan(LoadUnaligned<float>(in + i * 4))) {
+      StoreUnaligned(static_cast<Code>(nan_code),
+                     out + i * static_cast<int64_t>(sizeof(Code)));
+    }
   }
 }
 
 // Elements of one scale index that has a reciprocal.
 template <typename Code>
-void QuantizeUniform(const uint8_t* HWY_RESTRICT in, int64_t count,
-                     const ScaleParameters& p, Code nan_code,
-                     Code* HWY_RESTRICT out, QuantizeCounts* counts) {
-  const hn::ScalableTag<float> d;
-  const hn::CappedTag<float, 1> d1;
+HWY_INLINE void QuantizeUniform(const uint8_t* HWY_RESTRICT in, int64_t count,
+                                const ScaleParameters& p, int32_t nan_code,
+                                uint8_t* HWY_RESTRICT out,
+                                QuantizeCounts* counts) {
+  using D = hn::ScalableTag<float>;
+  using D1 = hn::CappedTag<float, 1>;
+  const D d;
+  const D1 d1;
+  const hn::RebindToSigned<D> di;
+  const hn::Rebind<Code, D> dc;
+  const hn::Rebind<Code, D1> dc1;
+  constexpr int64_t kCodeSize = sizeof(Code);
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+  const VectorParameters<D> vp(d, p);
   while (count > 0) {
     const int64_t piece = std::min(count, kPieceElements);
     int64_t i = 0;
     auto good = hn::Eq(hn::Zero(d), hn::Zero(d));
+    for (; i + 4 * lanes <= piece; i += 4 * lanes) {
+      const uint8_t* four = in + i * 4;
+      const auto v0 = QuantizeVector(d, four, vp, good);
+      const auto v1 = QuantizeVector(d, four + 4 * lanes, vp, good);
+      const auto v2 = QuantizeVector(d, four + 8 * lanes, vp, good);
+      const auto v3 = QuantizeVector(d, four + 12 * lanes, vp, good);
+      StoreFour<Code>(di, v0, v1, v2, v3, out + i * kCodeSize);
+    }
     for (; i + lanes <= piece; i += lanes) {
-      good = hn::And(good, QuantizeVector(d, in + i * 4, p, out + i));
+      StoreBytes(hn::DemoteTo(dc, QuantizeVector(d, in + i * 4, vp, good)), dc,
+                 out + i * kCodeSize);
     }
     bool all_good = hn::AllTrue(d, good);
-    for (; i < piece; ++i) {
-      all_good &= hn::AllTrue(d1, QuantizeVector(d1, in + i * 4, p, out + i));
+    if (i < piece) {
+      const VectorParameters<D1> vp1(d1, p);
+      auto good1 = hn::Eq(hn::Zero(d1), hn::Zero(d1));
+      for (; i < piece; ++i) {
+        StoreBytes(
+            hn::DemoteTo(dc1, QuantizeVector(d1, in + i * 4, vp1, good1)), dc1,
+            out + i * kCodeSize);
+      }
+      all_good &= hn::AllTrue(d1, good1);
     }
     if (HWY_UNLIKELY(!all_good)) {
-      CountSpecial(in, piece, p, nan_code, out, counts);
+      CountSpecial<Code>(in, piece, p, nan_code, out, counts);
     }
     in += piece * 4;
-    out += piece;
+    out += piece * kCodeSize;
     count -= piece;
   }
 }
 
-// Quantizes Lanes(d) elements by division, with a scale and zero point each
-// (kStep 1) or one for all (kStep 0). False if one is clipped or NaN; its code
-// is then unspecified.
-template <int kStep, class D, typename Code>
-HWY_INLINE hn::Mask<D> DivideVector(D d, const uint8_t* HWY_RESTRICT in,
-                                    const float* HWY_RESTRICT scale,
-                                    const int32_t* HWY_RESTRICT zero_point,
-                                    int32_t qmin, int32_t qmax,
-                                    Code* HWY_RESTRICT out) {
-  using T = hn::TFromD<D>;
+// Elements and their quotients, with a scale and zero point each or the same in
+// all lanes.
+template <class D>
+struct Quotients {
+  hn::Vec<D> x;
+  hn::Vec<D> rounded;
+  // Codes less the zero point.
+  hn::Vec<D> low;
+  hn::Vec<D> high;
+  hn::Vec<hn::Rebind<int32_t, D>> zero_point;
+};
+
+// The run's scales and zero points [count], or [1] if they do not step.
+struct RunScales {
+  const float* scale;
+  // Null: all zero.
+  const int32_t* zero_point;
+  int32_t qmin;
+  int32_t qmax;
+};
+
+// Lanes(d) elements from the i-th of a run on, at `in`.
+template <int kStep, class D>
+HWY_INLINE Quotients<D> Divide(D d, const uint8_t* HWY_RESTRICT in,
+                               const RunScales& run, int64_t i) {
   const hn::Rebind<int32_t, D> di;
   const hn::Rebind<float, D> df;
-  const hn::Rebind<Code, D> dc;
-  const auto zero = kStep == 1 && zero_point != nullptr
-                        ? hn::LoadU(di, zero_point)
-                        : hn::Set(di, zero_point == nullptr ? 0 : *zero_point);
-  const auto scale_f = kStep == 1 ? hn::LoadU(df, scale) : hn::Set(df, *scale);
-  const auto low_i = hn::Sub(hn::Set(di, qmin), zero);
-  const auto high_i = hn::Sub(hn::Set(di, qmax), zero);
-  const auto x = LoadBytes(d, in);
-  if constexpr (std::is_same_v<T, double>) {
-    const auto rounded = hn::Round(hn::Div(x, hn::PromoteTo(d, scale_f)));
-    const auto clamped = hn::Min(hn::Max(rounded, hn::PromoteTo(d, low_i)),
-                                 hn::PromoteTo(d, high_i));
-    const auto code = hn::Add(hn::DemoteTo(di, clamped), zero);
-    hn::StoreU(hn::DemoteTo(dc, code), dc, out);
-    return hn::Eq(rounded, clamped);
+  Quotients<D> q;
+  q.x = LoadBytes(d, in);
+  if (run.zero_point == nullptr) {
+    q.zero_point = hn::Zero(di);
   } else {
-    const auto rounded = hn::Round(hn::Div(x, scale_f));
-    const auto clamped = hn::Min(hn::Max(rounded, hn::ConvertTo(d, low_i)),
-                                 hn::ConvertTo(d, high_i));
-    const auto code = hn::Add(hn::ConvertTo(di, clamped), zero);
-    hn::StoreU(hn::DemoteTo(dc, code), dc, out);
-    return hn::Eq(rounded, clamped);
+    q.zero_point = kStep == 1 ? hn::LoadU(di, run.zero_point + i)
+                              : hn::Set(di, *run.zero_point);
   }
+  const auto scale =
+      kStep == 1 ? hn::LoadU(df, run.scale + i) : hn::Set(df, *run.scale);
+  const auto low = hn::Sub(hn::Set(di, run.qmin), q.zero_point);
+  const auto high = hn::Sub(hn::Set(di, run.qmax), q.zero_point);
+  if constexpr (std::is_same_v<hn::TFromD<D>, double>) {
+    q.rounded = hn::Round(hn::Div(q.x, hn::PromoteTo(d, scale)));
+    q.low = hn::PromoteTo(d, low);
+    q.high = hn::PromoteTo(d, high);
+  } else {
+    q.rounded = hn::Round(hn::Div(q.x, scale));
+    q.low = hn::ConvertTo(d, low);
+    q.high = hn::ConvertTo(d, high);
+  }
+  return q;
 }
 
-// Elements [begin, begin + count) of `whole`, whose codes are not packed, at
-// in and out: one run. `T` is float or double.
+// Stores codes. Takes lanes out of `good` that are clipped or NaN: a clipped
+// code is right, that of a NaN is not.
+template <typename Code, class D>
+HWY_INLINE void StoreQuotients(D d, const Quotients<D>& q,
+                               uint8_t* HWY_RESTRICT out, hn::Mask<D>& good) {
+  const hn::Rebind<int32_t, D> di;
+  const hn::Rebind<Code, D> dc;
+  const auto clamped = hn::Min(hn::Max(q.rounded, q.low), q.high);
+  good = hn::And(good, hn::Eq(q.rounded, clamped));
+  hn::Vec<decltype(di)> code;
+  if constexpr (std::is_same_v<hn::TFromD<D>, double>) {
+    code = hn::DemoteTo(di, clamped);
+  } else {
+    code = hn::ConvertTo(di, clamped);
+  }
+  StoreBytes(hn::DemoteTo(dc, hn::Add(code, q.zero_point)), dc, out);
+}
+
+template <class D>
+HWY_INLINE void CountQuotients(D d, const Quotients<D>& q,
+                               QuantizeCounts* counts) {
+  using T = hn::TFromD<D>;
+  const auto infinity = hn::Set(d, std::numeric_limits<T>::infinity());
+  counts->clipped_low += hn::CountTrue(d, hn::Lt(q.rounded, q.low));
+  counts->clipped_high += hn::CountTrue(d, hn::Gt(q.rounded, q.high));
+  counts->nan += hn::CountTrue(d, hn::IsNaN(q.x));
+  counts->positive_infinity += hn::CountTrue(d, hn::Eq(q.x, infinity));
+  counts->negative_infinity += hn::CountTrue(d, hn::Eq(q.x, hn::Neg(infinity)));
+}
+
+// Elements of one run. `T` is float or double.
 template <int kStep, typename T, typename Code>
-void QuantizeByDivision(const QuantizeRange& whole, const FormatInfo& container,
-                        int64_t begin, int64_t scale_index,
+void QuantizeByDivision(const QuantizeRange& range, int64_t scale_index,
                         const uint8_t* HWY_RESTRICT in, int64_t count,
-                        Code* HWY_RESTRICT out, QuantizeCounts* counts) {
-  const hn::ScalableTag<T> d;
-  const hn::CappedTag<T, 1> d1;
+                        uint8_t* HWY_RESTRICT out, QuantizeCounts* counts) {
+  using D = hn::ScalableTag<T>;
+  using D1 = hn::CappedTag<T, 1>;
+  const D d;
+  const D1 d1;
+  constexpr int64_t kSize = sizeof(T);
+  constexpr int64_t kCodeSize = sizeof(Code);
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
-  const Encoding& encoding = whole.encoding;
-  const float* scale = encoding.scale.data() + scale_index;
-  const int32_t* zero_point = encoding.zero_point.empty()
-                                  ? nullptr
-                                  : encoding.zero_point.data() + scale_index;
-  for (int64_t piece_begin = 0; piece_begin < count;
-       piece_begin += kPieceElements) {
-    const int64_t end = std::min(piece_begin + kPieceElements, count);
-    const auto vector = [&](auto tag, int64_t i) HWY_ATTR {
-      return DivideVector<kStep>(
-          tag, in + i * static_cast<int64_t>(sizeof(T)), scale + i * kStep,
-          zero_point == nullptr ? nullptr : zero_point + i * kStep,
-          encoding.qmin, encoding.qmax, out + i);
-    };
+  const Encoding& encoding = range.encoding;
+  const RunScales run{encoding.scale.data() + scale_index,
+                      encoding.zero_point.empty()
+                          ? nullptr
+                          : encoding.zero_point.data() + scale_index,
+                      encoding.qmin, encoding.qmax};
+  for (int64_t begin = 0; begin < count; begin += kPieceElements) {
+    const int64_t end = std::min(begin + kPieceElements, count);
     auto good = hn::Eq(hn::Zero(d), hn::Zero(d));
-    int64_t i = piece_begin;
-    for (; i + lanes <= end; i += lanes) good = hn::And(good, vector(d, i));
-    bool all_good = hn::AllTrue(d, good);
-    for (; i < end; ++i) all_good &= hn::AllTrue(d1, vector(d1, i));
-    if (HWY_UNLIKELY(!all_good)) {
-      QuantizeCounts piece;
-      QuantizeScalar({encoding, container, whole.layout,
-                      std::is_same_v<T, double> ? ElementType::kFloat64
-                                                : ElementType::kFloat32,
-                      whole.nan_policy, begin + piece_begin, end - piece_begin,
-                      in + piece_begin * static_cast<int64_t>(sizeof(T)),
-                      reinterpret_cast<uint8_t*>(out + piece_begin)},
-                     &piece);
-      piece.total = 0;
-      counts->Merge(piece);
+    auto good1 = hn::Eq(hn::Zero(d1), hn::Zero(d1));
+    int64_t i = begin;
+    for (; i + lanes <= end; i += lanes) {
+      StoreQuotients<Code>(d, Divide<kStep>(d, in + i * kSize, run, i),
+                           out + i * kCodeSize, good);
+    }
+    for (; i < end; ++i) {
+      StoreQuotients<Code>(d1, Divide<kStep>(d1, in + i * kSize, run, i),
+                           out + i * kCodeSize, good1);
+    }
+    if (HWY_LIKELY(hn::AllTrue(d, good) && hn::AllTrue(d1, good1))) continue;
+    const int64_t nan_before = counts->nan;
+    for (i = begin; i + lanes <= end; i += lanes) {
+      CountQuotients(d, Divide<kStep>(d, in + i * kSize, run, i), counts);
+    }
+    for (; i < end; ++i) {
+      CountQuotients(d1, Divide<kStep>(d1, in + i * kSize, run, i), counts);
+    }
+    if (counts->nan == nan_before) continue;
+    for (i = begin; i < end; ++i) {
+      if (std::isnan(LoadUnaligned<T>(in + i * kSize))) {
+        const int32_t zero_point =
+            run.zero_point == nullptr ? 0 : run.zero_point[i * kStep];
+        StoreUnaligned(static_cast<Code>(range.NanCode(zero_point)),
+                       out + i * kCodeSize);
+      }
     }
   }
 }
@@ -369,10 +498,8 @@ void QuantizeTyped(const QuantizeRange& range, QuantizeCounts* counts) {
   const bool is_packed = range.format.storage_bits < 8;
   const bool widens = sizeof(T) == 4 && range.type != ElementType::kFloat32;
   const int64_t element_bytes = ElementSizeBytes(range.type);
-  const FormatInfo& container =
-      is_packed ? IntegerFormat(8, range.format.is_signed) : range.format;
   HWY_ALIGN float wide[kBlockElements];
-  HWY_ALIGN Code codes[kBlockElements];
+  HWY_ALIGN uint8_t codes[kBlockElements];
 
   BlockLayout::RunCursor cursor(range.layout, range.first, range.count);
   BlockLayout::Run run{};
@@ -385,38 +512,33 @@ void QuantizeTyped(const QuantizeRange& range, QuantizeCounts* counts) {
       Widen(range.type, in, count, wide);
       in = reinterpret_cast<const uint8_t*>(wide);
     }
-    Code* block_codes = is_packed ? codes : reinterpret_cast<Code*>(out);
+    uint8_t* block_codes = is_packed ? codes : out;
     for (int64_t i = 0; i < count;) {
       if (run.count == 0) cursor.Next(&run);
       const int64_t part = std::min(run.count, count - i);
       const uint8_t* part_in = in + i * static_cast<int64_t>(sizeof(T));
+      uint8_t* part_codes =
+          block_codes + i * static_cast<int64_t>(sizeof(Code));
       if (run.scale_step == 1) {
-        QuantizeByDivision<1, T>(range, container, run.begin, run.scale_index,
-                                 part_in, part, block_codes + i, counts);
+        QuantizeByDivision<1, T, Code>(range, run.scale_index, part_in, part,
+                                       part_codes, counts);
       } else {
         const ScaleParameters* parameters =
             std::is_same_v<T, float> ? &batch.Get(run.scale_index) : nullptr;
         if (parameters != nullptr && parameters->has_reciprocal) {
-          QuantizeUniform(
-              part_in, part, *parameters,
-              static_cast<Code>(range.NanCode(parameters->zero_point)),
-              block_codes + i, counts);
+          QuantizeUniform<Code>(part_in, part, *parameters,
+                                range.NanCode(parameters->zero_point),
+                                part_codes, counts);
         } else {
-          QuantizeByDivision<0, T>(range, container, run.begin, run.scale_index,
-                                   part_in, part, block_codes + i, counts);
+          QuantizeByDivision<0, T, Code>(range, run.scale_index, part_in, part,
+                                         part_codes, counts);
         }
       }
-      run.begin += part;
       run.count -= part;
       run.scale_index += part * run.scale_step;
       i += part;
     }
-    if constexpr (sizeof(Code) == 1) {
-      if (is_packed) {
-        PackCodes(range.format.storage_bits, reinterpret_cast<uint8_t*>(codes),
-                  count, out);
-      }
-    }
+    if (is_packed) PackCodes(range.format.storage_bits, codes, count, out);
   }
 }
 

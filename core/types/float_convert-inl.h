@@ -9,6 +9,7 @@
 #endif
 
 #include <cstdint>
+#include <cstring>
 
 #include "core/types/element_type.h"
 #include "core/types/float_convert.h"
@@ -30,14 +31,28 @@ namespace quantd::core {
 namespace HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-template <class D>
+// Loads and stores of any alignment. Those of Highway for less than 16 bytes
+// may go through a lane's type, which may not be misaligned.
+template <class D, typename T = hn::TFromD<D>>
 HWY_INLINE hn::Vec<D> LoadBytes(D d, const uint8_t* in) {
-  return hn::LoadU(d, reinterpret_cast<const hn::TFromD<D>*>(in));
+  if constexpr (hn::MaxLanes(D()) * sizeof(T) >= 16) {
+    return hn::LoadU(d, reinterpret_cast<const T*>(in));
+  } else {
+    HWY_ALIGN T lanes[hn::MaxLanes(D())];
+    std::memcpy(lanes, in, sizeof(lanes));
+    return hn::Load(d, lanes);
+  }
 }
 
-template <class D>
+template <class D, typename T = hn::TFromD<D>>
 HWY_INLINE void StoreBytes(hn::Vec<D> v, D d, uint8_t* out) {
-  hn::StoreU(v, d, reinterpret_cast<hn::TFromD<D>*>(out));
+  if constexpr (hn::MaxLanes(D()) * sizeof(T) >= 16) {
+    hn::StoreU(v, d, reinterpret_cast<T*>(out));
+  } else {
+    HWY_ALIGN T lanes[hn::MaxLanes(D())];
+    hn::Store(v, d, lanes);
+    std::memcpy(out, lanes, sizeof(lanes));
+  }
 }
 
 // out[i] = in[i], exactly. `in` is float16 or bfloat16.
