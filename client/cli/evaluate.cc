@@ -192,6 +192,7 @@ void AddEvaluateCommand(CLI::App* app, Session* session) {
                    "FORMAT[:GRANULARITY][:SYMMETRY], e.g. int4:group:32, or "
                    "stored for the server's own; may be repeated. Default: "
                    "the one of --format, --granularity, --symmetry")
+      ->allow_extra_args(false)
       ->type_name("CANDIDATE");
   options->name.AddOptions(command, /*required=*/false);
   options->spec.AddOptions(command);

@@ -93,11 +93,13 @@ void TensorFilter::AddOptions(CLI::App* command) {
       ->add_option("--include", include,
                    "Only tensors whose name matches this pattern (* and ?); "
                    "may be repeated")
+      ->allow_extra_args(false)
       ->type_name("PATTERN");
   command
       ->add_option("--exclude", exclude,
                    "Not tensors whose name matches this pattern; may be "
                    "repeated")
+      ->allow_extra_args(false)
       ->type_name("PATTERN");
   command
       ->add_option("--min-rank", min_rank,
