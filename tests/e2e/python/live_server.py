@@ -1,8 +1,10 @@
 """What the Python end-to-end tests share: generated stubs and a live quantd."""
 
+import ctypes
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -11,6 +13,12 @@ import time
 ROOT = os.path.realpath(os.path.join(os.path.dirname(__file__), "../../.."))
 PROTO_DIR = os.path.join(ROOT, "proto")
 START_TIMEOUT_S = 60
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent():
+    """For the child: a test that is killed leaves no server behind."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def generate_stubs(folder):
@@ -55,7 +63,8 @@ class LiveServer:
                  "--metrics-listen", "127.0.0.1:0",
                  "--store", "sqlite:" + os.path.join(self.folder, "store.db"),
                  "--ready-file", ready, *flags],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                preexec_fn=die_with_parent)
         deadline = time.monotonic() + START_TIMEOUT_S
         while not os.path.exists(ready):
             if self.process.poll() is not None:
