@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <ostream>
 #include <string>
 #include <thread>
 #include <vector>
@@ -43,6 +44,10 @@ struct Traffic {
   int64_t message_count;
   std::function<v1::DequantizeRequest(int64_t)> message;
   int64_t element_count;
+
+  friend std::ostream& operator<<(std::ostream& os, const Traffic& traffic) {
+    return os << traffic.name;
+  }
 };
 
 // One tensor in many chunks.
