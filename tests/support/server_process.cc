@@ -92,13 +92,15 @@ std::shared_ptr<grpc::Channel> ServerProcess::NewChannel() const {
                                    arguments);
 }
 
+void ServerProcess::Signal(int signal) { kill(pid_, signal); }
+
 void ServerProcess::Kill() {
-  kill(pid_, SIGKILL);
+  Signal(SIGKILL);
   Wait();
 }
 
 int ServerProcess::Terminate() {
-  kill(pid_, SIGTERM);
+  Signal(SIGTERM);
   const int code = Wait();
   if (code != 0) std::fprintf(stderr, "%s", Log().c_str());
   return code;

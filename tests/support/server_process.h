@@ -34,6 +34,7 @@ class ServerProcess {
   // A connection of its own.
   std::shared_ptr<grpc::Channel> NewChannel() const;
 
+  void Signal(int signal);
   // kill -9, and waits until the process is gone.
   void Kill();
   // SIGTERM, and waits for the end. The exit code, or 128 and the signal that
