@@ -101,6 +101,8 @@ absl::Status QuantdServer::Listen() {
     }
     addresses_.push_back(BoundAddress(options_.listen[i], ports[i]));
   }
+  // Before the first scrape, which may come before the first look.
+  metrics_->MemoryBudget(budget_.total_bytes(), budget_.used_bytes());
   watcher_ = std::thread([this] { Watch(); });
   return absl::OkStatus();
 }

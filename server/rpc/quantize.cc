@@ -108,7 +108,10 @@ class CodeProducer {
     env_.metrics->Elements(Rpc::kQuantize, &format_, counts_.total);
     env_.metrics->NonFinite(counts_.nan + counts_.positive_infinity +
                             counts_.negative_infinity);
-    env_.metrics->Clipped(counts_.clipped_low + counts_.clipped_high);
+    // The infinities, all of which are clipped, were counted above.
+    env_.metrics->Clipped(counts_.clipped_low + counts_.clipped_high -
+                          counts_.positive_infinity -
+                          counts_.negative_infinity);
   }
 
  private:
