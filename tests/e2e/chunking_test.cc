@@ -478,6 +478,8 @@ TEST_F(ChunkingTest, RangesOnThreeStreamsJoinToTheSameBytes) {
       EXPECT_EQ(codes[part]->header.range().begin_bytes(), joined_codes.size());
       EXPECT_EQ(codes[part]->header.size_bytes(), expected->codes.size());
       EXPECT_EQ(reals[part]->header.range().begin_bytes(), joined_reals.size());
+      EXPECT_EQ(reals[part]->summary.count(),
+                static_cast<uint64_t>(bounds[part + 1] - bounds[part]));
       joined_codes += codes[part]->codes;
       joined_reals += reals[part]->reals;
       const v1::QuantizeSummary& summary = codes[part]->summary;
