@@ -7,9 +7,9 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "client/cpp/client.h"
@@ -34,8 +34,24 @@ Json ErrorJson(const absl::Status& status) {
 }
 
 std::string Printable(absl::string_view text) {
-  return internal::IsValidUtf8(text) ? absl::Utf8SafeCHexEscape(text)
-                                     : absl::CHexEscape(text);
+  const bool is_utf8 = internal::IsValidUtf8(text);
+  std::string printable;
+  for (size_t i = 0; i < text.size(); ++i) {
+    const unsigned char byte = static_cast<unsigned char>(text[i]);
+    // U+0080 to U+009F control terminals too; in UTF-8 they begin with 0xC2.
+    const bool is_c1 = byte == 0xC2 && i + 1 < text.size() &&
+                       static_cast<unsigned char>(text[i + 1]) < 0xA0;
+    if (byte < 0x20 || byte == 0x7F || is_c1 || (byte >= 0x80 && !is_utf8)) {
+      absl::StrAppendFormat(&printable, "\\x%02x", byte);
+      if (is_c1 && is_utf8) {
+        absl::StrAppendFormat(&printable, "\\x%02x",
+                              static_cast<unsigned char>(text[++i]));
+      }
+    } else {
+      printable.push_back(text[i]);
+    }
+  }
+  return printable;
 }
 
 absl::StatusOr<std::unique_ptr<Client>> Session::Connect(

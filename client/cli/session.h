@@ -34,8 +34,8 @@ ExitCode ExitCodeOf(const absl::Status& status);
 // {"code": "NOT_FOUND", "reason": "...", "message": "..."}.
 Json ErrorJson(const absl::Status& status);
 
-// Text from a file or a server made safe for a terminal: control characters
-// and what is not UTF-8 are escaped.
+// Text from a file or a server made safe for a terminal: control characters,
+// and in text that is not UTF-8 all of its upper half, become \xNN.
 std::string Printable(absl::string_view text);
 
 // One run of quantctl. Not thread-safe.

@@ -316,6 +316,13 @@ absl::StatusOr<SafetensorsReader> SafetensorsReader::Open(
   if (header.empty() || header[0] != '{') {
     return FileMalformedError(path, "expected a header that begins with {");
   }
+  // The parser takes a zero byte for the end and would ignore what follows.
+  const size_t zero_at = static_cast<size_t>(
+      std::find(header.begin(), header.end(), 0) - header.begin());
+  if (zero_at < header.size()) {
+    return FileMalformedError(
+        path, absl::StrCat("the header has a zero byte at byte ", zero_at));
+  }
   HeaderHandler handler;
   if (!nlohmann::json::sax_parse(header.begin(), header.end(), &handler)) {
     return FileMalformedError(path, handler.error());

@@ -1,0 +1,70 @@
+#include "client/cli/table.h"
+
+#include <cmath>
+#include <string>
+
+#include "absl/status/status.h"
+#include "client/cli/session.h"
+#include "client/cpp/errors.h"
+#include "client/files/errors.h"
+#include "gtest/gtest.h"
+
+namespace quantd::cli {
+namespace {
+
+TEST(TableTest, ColumnsAreAsWideAsTheirWidestCell) {
+  Table table;
+  table.AddColumn("NAME", Table::Align::kLeft);
+  table.AddColumn("N", Table::Align::kRight);
+  table.AddColumn("NOTE", Table::Align::kLeft);
+  table.AddRow({"a", "100", "x"});
+  table.AddRow({"größe", "5"});
+  EXPECT_EQ(table.Render(false),
+            "NAME     N  NOTE\n"
+            "a      100  x\n"
+            "größe    5\n");
+  EXPECT_EQ(table.Render(true).substr(0, 4), "\x1b[1m");
+}
+
+TEST(TableTest, BytesHaveTheUnitThatKeepsThemShort) {
+  EXPECT_EQ(BytesText(0), "0 B");
+  EXPECT_EQ(BytesText(10239), "10,239 B");
+  EXPECT_EQ(BytesText(10240), "10.0 KiB");
+  EXPECT_EQ(BytesText(1024 * 1024 - 1), "1.0 MiB");
+  EXPECT_EQ(BytesText(uint64_t{5} << 30), "5.0 GiB");
+  EXPECT_EQ(BytesText(UINT64_MAX), "16.0 EiB");
+}
+
+TEST(TableTest, NumbersAreShortAndNeverMisleading) {
+  EXPECT_EQ(CountText(0), "0");
+  EXPECT_EQ(CountText(999), "999");
+  EXPECT_EQ(CountText(1234567), "1,234,567");
+  EXPECT_EQ(ShapeText({}), "[]");
+  EXPECT_EQ(DecibelText(41.268), "41.27");
+  EXPECT_EQ(DecibelText(INFINITY), "inf");
+  EXPECT_EQ(NumberText(-INFINITY), "-inf");
+  EXPECT_EQ(NumberText(NAN), "nan");
+  EXPECT_EQ(NumberText(1.25e-9), "1.25e-09");
+}
+
+TEST(SessionTest, NothingFromAFileReachesTheTerminalUnescaped) {
+  EXPECT_EQ(Printable("a\x1b[2Jb\n"), "a\\x1b[2Jb\\x0a");
+  EXPECT_EQ(Printable("größe"), "größe");
+  EXPECT_EQ(Printable("\xC2\x9B"), "\\xc2\\x9b");
+  EXPECT_EQ(Printable("\xC2\xA0"), "\xC2\xA0");
+  EXPECT_EQ(Printable("a\xFF"), "a\\xff");
+}
+
+TEST(SessionTest, ExitCodesTellWhoseErrorItIs) {
+  EXPECT_EQ(ExitCodeOf(absl::OkStatus()), kSuccess);
+  EXPECT_EQ(ExitCodeOf(absl::NotFoundError("ENCODING_NOT_FOUND: x")),
+            kServerError);
+  EXPECT_EQ(ExitCodeOf(absl::UnavailableError("STORE_UNAVAILABLE: x")),
+            kServerError);
+  EXPECT_EQ(ExitCodeOf(ServerUnreachableError("host:1", "refused")),
+            kUnreachable);
+  EXPECT_EQ(ExitCodeOf(files::FileMalformedError("f", "x")), kFileError);
+}
+
+}  // namespace
+}  // namespace quantd::cli
