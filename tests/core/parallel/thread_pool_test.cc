@@ -64,6 +64,23 @@ TEST(ThreadPoolTest, UsesItsThreads) {
   });
 }
 
+TEST(ThreadPoolTest, ReturnsOnlyWhenTheWorkersAreDoneToo) {
+  ThreadPool pool(1);
+  absl::Notification reached[2];
+  std::atomic<int> done{0};
+  const std::thread::id caller = std::this_thread::get_id();
+  pool.ParallelFor(2, [&](int64_t i) {
+    reached[i].Notify();
+    reached[1 - i].WaitForNotification();
+    // The caller would be back long before the worker is.
+    if (std::this_thread::get_id() != caller) {
+      for (int k = 0; k < 100000; ++k) std::this_thread::yield();
+    }
+    ++done;
+  });
+  EXPECT_EQ(done, 2);
+}
+
 TEST(ThreadPoolTest, NestsWithoutDeadlockWhenEveryWorkerWaits) {
   ThreadPool pool(2);
   std::atomic<int64_t> calls{0};
