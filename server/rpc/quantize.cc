@@ -14,6 +14,7 @@
 #include "core/errors.h"
 #include "core/formats/number_format.h"
 #include "core/quantize/quantize.h"
+#include "core/statistics/tensor_statistics.h"
 #include "quantd/v1/quantization_service.pb.h"
 #include "server/rpc/code_stream.h"
 #include "server/rpc/stream_rpcs.h"
@@ -233,7 +234,7 @@ class CalibratingQuantizeJob final : public TensorJob {
   absl::Status Calibrate(ChunkWriter* out) {
     absl::StatusOr<ResolvedEncoding> resolved = calibration_->Calibrate();
     if (!resolved.ok()) return resolved.status();
-    if (task_.store_key.has_value()) {
+    if (task_.store_key.has_value() && !WillReject()) {
       absl::StatusOr<StoredEncoding> stored =
           env_.store->Put(*task_.store_key, resolved->encoding, Precondition());
       if (!stored.ok()) return stored.status();
@@ -245,6 +246,13 @@ class CalibratingQuantizeJob final : public TensorJob {
     whole.set_end_bytes(SizeBytes());
     producer_->WriteHeader(whole, out);
     return absl::OkStatus();
+  }
+
+  // Quantizing is going to fail: the tensor must leave nothing behind.
+  bool WillReject() const {
+    const core::ElementCounts& counts = calibration_->statistics().counts();
+    return task_.nan_policy == core::NanPolicy::kReject &&
+           counts.nan + counts.positive_infinity + counts.negative_infinity > 0;
   }
 
   const RpcEnvironment& env_;
