@@ -27,7 +27,8 @@ namespace {
 
 // Store calls block on the disk, one of them on the lock of the writer.
 constexpr int kStoreThreads = 4;
-constexpr absl::Duration kWatchInterval = absl::Seconds(1);
+// How often streams that wait for memory try again.
+constexpr absl::Duration kWatchInterval = absl::Milliseconds(20);
 // How far a client may send ahead of what the server reads: about one chunk.
 constexpr int kLookAheadBytes = 1 << 20;
 // For what gRPC itself holds beside the messages of requests.
@@ -134,6 +135,7 @@ void QuantdServer::Stop(absl::Duration grace) {
 
 void QuantdServer::Watch() {
   while (!stopping_.WaitForNotificationWithTimeout(kWatchInterval)) {
+    registry_.WakeParked();
     registry_.EndIdle(options_.limits.idle_timeout);
     metrics_->MemoryBudget(budget_.total_bytes(), budget_.used_bytes());
   }

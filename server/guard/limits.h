@@ -19,11 +19,12 @@ struct Limits {
   int64_t tensor_bytes = int64_t{1} << 40;
   // Scales of one encoding.
   int64_t scale_count = int64_t{4} << 20;
-  // Candidates of one Evaluate times the scale indices that it answers.
-  int64_t metrics_count = int64_t{1} << 16;
+  // Candidates of one Evaluate times the scale indices that it answers; at
+  // about 100 bytes each, an answer stays below gRPC's 4 MiB.
+  int64_t metrics_count = int64_t{1} << 14;
   // Everything that requests make the server hold.
   int64_t memory_budget_bytes = int64_t{1} << 30;
-  // How long a request waits for room in the memory budget.
+  // How long a tensor waits for room in the memory budget.
   absl::Duration memory_wait = absl::Milliseconds(200);
   // `data` of one response message.
   int64_t response_chunk_bytes = int64_t{1} << 20;

@@ -40,29 +40,24 @@ void MemoryBudget::Lease::Release() {
 }
 
 absl::StatusOr<MemoryBudget::Lease> MemoryBudget::Acquire(
-    int64_t bytes, absl::Duration wait, absl::string_view way_out) {
+    int64_t bytes, absl::string_view way_out) {
   Lease lease;
-  if (absl::Status status = Grow(&lease, bytes, wait, way_out); !status.ok()) {
+  if (absl::Status status = Grow(&lease, bytes, way_out); !status.ok()) {
     return status;
   }
   return lease;
 }
 
 absl::Status MemoryBudget::Grow(Lease* lease, int64_t bytes,
-                                absl::Duration wait,
                                 absl::string_view way_out) {
   if (bytes <= lease->bytes_) return absl::OkStatus();
-  // No wait makes room for what is larger than the whole budget.
+  // No retry makes room for what is larger than the whole budget.
   if (bytes > total_bytes_) {
     return core::MemoryBudgetError(total_bytes_, way_out, absl::ZeroDuration());
   }
   const int64_t more = bytes - lease->bytes_;
-  const auto fits = [this, more] {
-    mutex_.AssertHeld();
-    return more <= total_bytes_ - used_bytes_;
-  };
   absl::MutexLock lock(&mutex_);
-  if (!mutex_.AwaitWithTimeout(absl::Condition(&fits), wait)) {
+  if (more > total_bytes_ - used_bytes_) {
     return core::MemoryBudgetError(total_bytes_, way_out, kRetryAfter);
   }
   used_bytes_ += more;

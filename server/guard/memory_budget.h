@@ -9,7 +9,6 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/time/time.h"
 
 namespace quantd::server {
 
@@ -40,16 +39,17 @@ class MemoryBudget {
 
   explicit MemoryBudget(int64_t total_bytes) : total_bytes_(total_bytes) {}
 
-  // Takes `bytes`, waiting up to `wait` for others to give back.
-  // Errors: MEMORY_BUDGET; its text ends with `way_out`, which tells the
-  // client what to do instead.
-  absl::StatusOr<Lease> Acquire(int64_t bytes, absl::Duration wait,
-                                absl::string_view way_out)
+  // Takes `bytes`. Never waits: those who hold memory may need the calling
+  // thread to give it back.
+  // Errors: MEMORY_BUDGET, with a retry delay if it would fit when others have
+  // given back; its text ends with `way_out`, which tells the client what to do
+  // instead.
+  absl::StatusOr<Lease> Acquire(int64_t bytes, absl::string_view way_out)
       ABSL_LOCKS_EXCLUDED(mutex_);
 
   // Grows `lease` (of this budget, or empty) to `bytes`. Errors: as Acquire.
-  absl::Status Grow(Lease* lease, int64_t bytes, absl::Duration wait,
-                    absl::string_view way_out) ABSL_LOCKS_EXCLUDED(mutex_);
+  absl::Status Grow(Lease* lease, int64_t bytes, absl::string_view way_out)
+      ABSL_LOCKS_EXCLUDED(mutex_);
 
   int64_t total_bytes() const { return total_bytes_; }
   int64_t used_bytes() const ABSL_LOCKS_EXCLUDED(mutex_);

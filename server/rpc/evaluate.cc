@@ -80,6 +80,10 @@ class EvaluateJob final : public TensorJob {
     }
   }
 
+  absl::Status Reserve(int64_t bytes) override {
+    return buffer_ != nullptr ? buffer_->Reserve(bytes) : absl::OkStatus();
+  }
+
   absl::Status Consume(int64_t offset_bytes,
                        absl::Span<const uint8_t> data) override {
     statistics_->Update(offset_bytes, data);
@@ -90,7 +94,8 @@ class EvaluateJob final : public TensorJob {
         candidate.calibration->Update(offset_bytes, data);
       }
     }
-    return buffer_ != nullptr ? buffer_->Append(data) : absl::OkStatus();
+    if (buffer_ != nullptr) buffer_->Append(data);
+    return absl::OkStatus();
   }
 
   absl::StatusOr<bool> Finish(ChunkWriter* out) override {

@@ -142,14 +142,11 @@ class StreamingQuantizeJob final : public TensorJob {
         task_(std::move(task)),
         producer_(env, task_, std::move(resolved)) {}
 
-  // Errors: RANGE_INVALID.
-  absl::Status Start(const v1::ByteRange* range, ChunkWriter* out) {
+  // `range` of the reals will come, as CheckRange answered it.
+  void Start(const v1::ByteRange& range, ChunkWriter* out) {
     const CodeGeometry& geometry = producer_.geometry();
-    absl::StatusOr<v1::ByteRange> checked = CheckRange(
-        range, geometry.reals_size_bytes(), geometry.granule_real_bytes());
-    if (!checked.ok()) return checked.status();
-    frame_.begin_bytes = checked->begin_bytes();
-    frame_.end_bytes = checked->end_bytes();
+    frame_.begin_bytes = range.begin_bytes();
+    frame_.end_bytes = range.end_bytes();
     frame_.unit_bytes = geometry.real_bytes;
     frame_.granule_bytes = geometry.granule_real_bytes();
     // Reals whose codes fill at most one response.
@@ -158,8 +155,7 @@ class StreamingQuantizeJob final : public TensorJob {
         env_.limits.response_chunk_bytes / geometry.granule_code_bytes);
     frame_.quantum_bytes =
         std::max<int64_t>(1, granules) * geometry.granule_real_bytes();
-    producer_.WriteHeader(*checked, out);
-    return absl::OkStatus();
+    producer_.WriteHeader(range, out);
   }
 
   void BeginQuantum(int64_t offset_bytes, int64_t bytes,
@@ -200,10 +196,15 @@ class CalibratingQuantizeJob final : public TensorJob {
     frame_.quantum_bytes = env_.limits.chunk_bytes;
   }
 
+  absl::Status Reserve(int64_t bytes) override {
+    return buffer_.Reserve(bytes);
+  }
+
   absl::Status Consume(int64_t offset_bytes,
                        absl::Span<const uint8_t> data) override {
     calibration_->Update(offset_bytes, data);
-    return buffer_.Append(data);
+    buffer_.Append(data);
+    return absl::OkStatus();
   }
 
   absl::StatusOr<bool> Finish(ChunkWriter* out) override {
@@ -292,12 +293,6 @@ class QuantizeRpc final : public TensorRpc {
         if (!resolved.ok()) {
           return core::WithField(resolved.status(), "header.encoding");
         }
-        if (task->store_key.has_value()) {
-          absl::StatusOr<StoredEncoding> stored = env_.store->Put(
-              *task->store_key, resolved->encoding, Precondition());
-          if (!stored.ok()) return stored.status();
-          resolved->etag = stored->etag;
-        }
         return OpenStreaming(*header, *std::move(task), *std::move(resolved),
                              out);
       }
@@ -337,11 +332,21 @@ class QuantizeRpc final : public TensorRpc {
   absl::StatusOr<std::unique_ptr<TensorJob>> OpenStreaming(
       const v1::QuantizeHeader& header, QuantizeTask task,
       ResolvedEncoding resolved, ChunkWriter* out) {
+    const CodeGeometry geometry = Geometry(
+        task.description, *core::FindFormat(resolved.encoding->format));
+    absl::StatusOr<v1::ByteRange> range =
+        CheckRange(header.has_range() ? &header.range() : nullptr,
+                   geometry.reals_size_bytes(), geometry.granule_real_bytes());
+    if (!range.ok()) return core::WithField(range.status(), "header.range");
+    if (task.store_key.has_value()) {
+      absl::StatusOr<StoredEncoding> stored =
+          env_.store->Put(*task.store_key, resolved.encoding, Precondition());
+      if (!stored.ok()) return stored.status();
+      resolved.etag = stored->etag;
+    }
     auto job = std::make_unique<StreamingQuantizeJob>(env_, std::move(task),
                                                       std::move(resolved));
-    absl::Status status =
-        job->Start(header.has_range() ? &header.range() : nullptr, out);
-    if (!status.ok()) return core::WithField(status, "header.range");
+    job->Start(*range, out);
     return job;
   }
 

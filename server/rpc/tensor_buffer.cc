@@ -13,20 +13,19 @@ namespace quantd::server {
 TensorBuffer::TensorBuffer(const RpcEnvironment& env, int64_t total_bytes)
     : env_(env), total_bytes_(total_bytes) {}
 
-absl::Status TensorBuffer::Append(absl::Span<const uint8_t> data) {
+absl::Status TensorBuffer::Reserve(int64_t bytes) {
+  const int64_t blocks = (size_bytes_ + bytes + kBlockBytes - 1) / kBlockBytes;
+  return env_.budget->Grow(
+      &lease_, std::min(blocks * kBlockBytes, total_bytes_),
+      "Calibrate the tensor first, then name its encoding by reference");
+}
+
+void TensorBuffer::Append(absl::Span<const uint8_t> data) {
   while (!data.empty()) {
     const int64_t in_block = size_bytes_ % kBlockBytes;
     if (in_block == 0) {
-      const int64_t block_bytes =
-          std::min(kBlockBytes, total_bytes_ - size_bytes_);
-      absl::Status status = env_.budget->Grow(
-          &lease_, lease_.bytes() + block_bytes, env_.limits.memory_wait,
-          "Calibrate the tensor first, then name its encoding by reference");
-      if (!status.ok()) {
-        env_.metrics->LimitRejected("MEMORY_BUDGET");
-        return status;
-      }
-      blocks_.emplace_back(new uint8_t[block_bytes]);
+      blocks_.emplace_back(
+          new uint8_t[std::min(kBlockBytes, total_bytes_ - size_bytes_)]);
     }
     const int64_t taken =
         std::min(kBlockBytes - in_block, static_cast<int64_t>(data.size()));
@@ -34,7 +33,6 @@ absl::Status TensorBuffer::Append(absl::Span<const uint8_t> data) {
     size_bytes_ += taken;
     data.remove_prefix(taken);
   }
-  return absl::OkStatus();
 }
 
 absl::Span<const uint8_t> TensorBuffer::block(int64_t index) const {

@@ -14,8 +14,8 @@
 
 namespace quantd::server {
 
-// Keeps bytes in blocks that are allocated as bytes arrive, never ahead of
-// them, and charged to the memory budget. Not thread-safe.
+// Keeps bytes in blocks that are charged to the memory budget and allocated as
+// bytes arrive, never ahead of them. Not thread-safe.
 class TensorBuffer {
  public:
   static constexpr int64_t kBlockBytes = int64_t{1} << 20;
@@ -23,8 +23,12 @@ class TensorBuffer {
   // Of a tensor of `total_bytes`.
   TensorBuffer(const RpcEnvironment& env, int64_t total_bytes);
 
+  // Charges the budget with room for `bytes` more. May be tried again.
   // Errors: MEMORY_BUDGET.
-  absl::Status Append(absl::Span<const uint8_t> data);
+  absl::Status Reserve(int64_t bytes);
+
+  // Requires: reserved.
+  void Append(absl::Span<const uint8_t> data);
 
   // Blocks of kBlockBytes, the last may be short.
   int64_t block_count() const { return static_cast<int64_t>(blocks_.size()); }

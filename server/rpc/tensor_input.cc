@@ -111,9 +111,8 @@ absl::StatusOr<std::unique_ptr<SpecCalibration>> SpecCalibration::Create(
   if (!layout.ok()) return core::WithField(layout.status(), "block_size");
   constexpr int64_t kBytesPerScale =
       sizeof(core::Extremes) + sizeof(float) + sizeof(int32_t);
-  absl::StatusOr<MemoryBudget::Lease> lease =
-      env.budget->Acquire(layout->scale_count() * kBytesPerScale,
-                          env.limits.memory_wait, "send fewer tensors at once");
+  absl::StatusOr<MemoryBudget::Lease> lease = env.budget->Acquire(
+      layout->scale_count() * kBytesPerScale, "send fewer tensors at once");
   if (!lease.ok()) {
     env.metrics->LimitRejected("MEMORY_BUDGET");
     return lease.status();

@@ -29,15 +29,19 @@ struct TensorFrame {
 };
 
 // One tensor of one stream, from its header to its summary. Calls come one at
-// a time, on any thread: for each quantum BeginQuantum, Consume once or more,
-// EndQuantum; in the end Finish until it answers true. After an error nothing
-// more is called.
+// a time, on any thread: for each quantum Reserve, BeginQuantum, Consume once
+// or more, EndQuantum; in the end Finish until it answers true. After an error
+// nothing more is called, but Reserve may be tried again. None of them blocks
+// for long.
 class TensorJob {
  public:
   virtual ~TensorJob() = default;
 
   const TensorFrame& frame() const { return frame_; }
 
+  // Takes the memory that the next `bytes` will need.
+  // Errors: MEMORY_BUDGET.
+  virtual absl::Status Reserve(int64_t bytes) { return absl::OkStatus(); }
   // The next `bytes` from `offset_bytes` on are about to be consumed.
   virtual void BeginQuantum(int64_t offset_bytes, int64_t bytes,
                             ChunkWriter* out) {}

@@ -30,6 +30,11 @@ void StreamRegistry::EndIdle(absl::Duration idle_timeout) {
   for (TensorStream* stream : streams_) stream->EndIfIdle(idle_timeout);
 }
 
+void StreamRegistry::WakeParked() {
+  absl::MutexLock lock(&mutex_);
+  for (TensorStream* stream : streams_) stream->Wake();
+}
+
 bool StreamRegistry::WaitUntilEmpty(absl::Duration timeout) {
   absl::MutexLock lock(&mutex_);
   const auto empty = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
@@ -124,7 +129,7 @@ void TensorStream::OnDone() {
 }
 
 bool TensorStream::HasWork() const {
-  return !end_.has_value() && writes_.size() < kMaxQueuedWrites &&
+  return !end_.has_value() && !parked_ && writes_.size() < kMaxQueuedWrites &&
          (has_more_ || inbox_.has_value() || reads_done_);
 }
 
@@ -180,6 +185,13 @@ void TensorStream::EndIfIdle(absl::Duration idle_timeout) {
   }
 }
 
+void TensorStream::Wake() {
+  absl::MutexLock lock(&mutex_);
+  if (!parked_) return;
+  parked_ = false;
+  Advance();
+}
+
 void TensorStream::Work() {
   bool end_of_stream = false;
   {
@@ -211,6 +223,7 @@ void TensorStream::Work() {
   working_ = false;
   has_more_ = message_.has_value() || finishing();
   has_tensor_ = job_ != nullptr;
+  parked_ = memory_wait_start_ != absl::InfinitePast();
   last_progress_ = absl::Now();
   for (grpc::ByteBuffer& message : messages) {
     writes_.push_back(std::move(message));
@@ -269,6 +282,7 @@ void TensorStream::OpenTensor(const std::string& header) {
 void TensorStream::AdvanceTensor() {
   if (const int64_t ready = reader_->ready_bytes(); ready > 0) {
     const int64_t bytes = std::min(ready, job_->frame().quantum_bytes);
+    if (!ReserveMemory(bytes)) return;
     job_->BeginQuantum(reader_->position_bytes(), bytes, &writer_);
     absl::Status status = reader_->Feed(
         bytes, [this](int64_t offset_bytes, absl::Span<const uint8_t> data) {
@@ -281,6 +295,20 @@ void TensorStream::AdvanceTensor() {
   absl::StatusOr<bool> done = job_->Finish(&writer_);
   if (!done.ok()) return FailTensor(done.status());
   if (*done) CloseTensor(/*ok=*/true);
+}
+
+bool TensorStream::ReserveMemory(int64_t bytes) {
+  const absl::Status status = job_->Reserve(bytes);
+  const absl::Time now = absl::Now();
+  if (!status.ok() && core::ErrorRetryAfter(status) > absl::ZeroDuration()) {
+    if (memory_wait_start_ == absl::InfinitePast()) memory_wait_start_ = now;
+    if (now - memory_wait_start_ < env_.limits.memory_wait) return false;
+  }
+  memory_wait_start_ = absl::InfinitePast();
+  if (status.ok()) return true;
+  env_.metrics->LimitRejected("MEMORY_BUDGET");
+  FailTensor(status);
+  return false;
 }
 
 void TensorStream::FailTensor(const absl::Status& status) {

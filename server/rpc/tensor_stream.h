@@ -33,6 +33,8 @@ class StreamRegistry {
   bool draining() const { return draining_.load(); }
   // Ends streams whose open tensor made no progress for `idle_timeout`.
   void EndIdle(absl::Duration idle_timeout) ABSL_LOCKS_EXCLUDED(mutex_);
+  // Lets streams that wait for memory try again.
+  void WakeParked() ABSL_LOCKS_EXCLUDED(mutex_);
   // True when the last stream has gone before `timeout`.
   bool WaitUntilEmpty(absl::Duration timeout) ABSL_LOCKS_EXCLUDED(mutex_);
 
@@ -93,6 +95,7 @@ class TensorStream final
   void EndWith(absl::Status status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Drain() ABSL_LOCKS_EXCLUDED(mutex_);
   void EndIfIdle(absl::Duration idle_timeout) ABSL_LOCKS_EXCLUDED(mutex_);
+  void Wake() ABSL_LOCKS_EXCLUDED(mutex_);
 
   // The worker task: one quantum of work.
   void Work() ABSL_LOCKS_EXCLUDED(mutex_);
@@ -105,6 +108,9 @@ class TensorStream final
   void OpenTensor(const std::string& header);
   // One quantum of the open tensor's bytes, and its end when it is reached.
   void AdvanceTensor();
+  // Whether the open tensor has the memory for its next quantum. If not, the
+  // stream waits for it for a while, without a thread; then the tensor fails.
+  bool ReserveMemory(int64_t bytes);
   void FailTensor(const absl::Status& status);
   void CloseTensor(bool ok);
   // All bytes of the open tensor are consumed, its answer is not complete.
@@ -127,6 +133,8 @@ class TensorStream final
   absl::Time tensor_start_time_;
   // The last tensor failed: chunks are dropped until the next header.
   bool skipping_ = false;
+  // Since when the open tensor waits for memory; infinite past if it does not.
+  absl::Time memory_wait_start_ = absl::InfinitePast();
 
   absl::Mutex mutex_;
   grpc::ByteBuffer read_buffer_ ABSL_GUARDED_BY(mutex_);
@@ -139,6 +147,8 @@ class TensorStream final
   // What the last task left: more to do, and a tensor that is open.
   bool has_more_ ABSL_GUARDED_BY(mutex_) = false;
   bool has_tensor_ ABSL_GUARDED_BY(mutex_) = false;
+  // The open tensor waits for memory; Wake ends it.
+  bool parked_ ABSL_GUARDED_BY(mutex_) = false;
   absl::Time last_progress_ ABSL_GUARDED_BY(mutex_);
   // Set once: how the call ends, when what is queued has been written.
   absl::optional<absl::Status> end_ ABSL_GUARDED_BY(mutex_);
