@@ -29,6 +29,8 @@ namespace {
 constexpr int kStoreThreads = 4;
 // How often streams that wait for memory try again.
 constexpr absl::Duration kWatchInterval = absl::Milliseconds(20);
+// For streams that are out of time to be told so.
+constexpr absl::Duration kEndGrace = absl::Milliseconds(500);
 // How far a client may send ahead of what the server reads: about one chunk.
 constexpr int kLookAheadBytes = 1 << 20;
 // For what gRPC itself holds beside the messages of requests.
@@ -123,8 +125,11 @@ void QuantdServer::Stop(absl::Duration grace) {
   draining_.store(true);
   if (server_ != nullptr) {
     registry_.Drain();
-    registry_.WaitUntilEmpty(grace);
-    // Streams are gone or out of time; unary calls are short.
+    if (!registry_.WaitUntilEmpty(grace)) {
+      registry_.EndAll();
+      registry_.WaitUntilEmpty(kEndGrace);
+    }
+    // What is left does not even read its status; unary calls are short.
     server_->Shutdown(std::chrono::system_clock::now() +
                       std::chrono::seconds(1));
     server_->Wait();

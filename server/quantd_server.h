@@ -4,6 +4,7 @@
 #define QUANTD_SERVER_QUANTD_SERVER_H_
 
 #include <atomic>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <thread>
@@ -58,6 +59,9 @@ class QuantdServer {
   // within drain_grace and new ones get UNAVAILABLE. Blocks until done; call
   // once.
   void Drain();
+
+  // What requests hold of the memory budget now.
+  int64_t memory_used_bytes() const { return budget_.used_bytes(); }
 
   // False from the beginning of Drain on.
   bool serving() const { return !draining_.load(); }

@@ -35,6 +35,11 @@ void StreamRegistry::WakeParked() {
   for (TensorStream* stream : streams_) stream->Wake();
 }
 
+void StreamRegistry::EndAll() {
+  absl::MutexLock lock(&mutex_);
+  for (TensorStream* stream : streams_) stream->EndNow(core::DrainingError());
+}
+
 bool StreamRegistry::WaitUntilEmpty(absl::Duration timeout) {
   absl::MutexLock lock(&mutex_);
   const auto empty = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
@@ -183,6 +188,12 @@ void TensorStream::EndIfIdle(absl::Duration idle_timeout) {
     EndWith(core::StreamIdleError(idle_timeout));
     Advance();
   }
+}
+
+void TensorStream::EndNow(absl::Status status) {
+  absl::MutexLock lock(&mutex_);
+  EndWith(std::move(status));
+  Advance();
 }
 
 void TensorStream::Wake() {

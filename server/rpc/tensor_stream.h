@@ -35,6 +35,8 @@ class StreamRegistry {
   void EndIdle(absl::Duration idle_timeout) ABSL_LOCKS_EXCLUDED(mutex_);
   // Lets streams that wait for memory try again.
   void WakeParked() ABSL_LOCKS_EXCLUDED(mutex_);
+  // Ends all streams with DRAINING, whatever they are doing.
+  void EndAll() ABSL_LOCKS_EXCLUDED(mutex_);
   // True when the last stream has gone before `timeout`.
   bool WaitUntilEmpty(absl::Duration timeout) ABSL_LOCKS_EXCLUDED(mutex_);
 
@@ -96,6 +98,7 @@ class TensorStream final
   void Drain() ABSL_LOCKS_EXCLUDED(mutex_);
   void EndIfIdle(absl::Duration idle_timeout) ABSL_LOCKS_EXCLUDED(mutex_);
   void Wake() ABSL_LOCKS_EXCLUDED(mutex_);
+  void EndNow(absl::Status status) ABSL_LOCKS_EXCLUDED(mutex_);
 
   // The worker task: one quantum of work.
   void Work() ABSL_LOCKS_EXCLUDED(mutex_);

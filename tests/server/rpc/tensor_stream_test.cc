@@ -1,0 +1,107 @@
+#include "server/rpc/tensor_stream.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "grpcpp/grpcpp.h"
+#include "quantd/v1/quantization_service.grpc.pb.h"
+#include "server/quantd_server.h"
+#include "tests/support/test_server.h"
+
+namespace quantd::server {
+namespace {
+
+constexpr int64_t kMiB = int64_t{1} << 20;
+
+// A Quantize stream with one tensor of `size_bytes` that is calibrated on
+// itself, so that the server holds it.
+class HeldTensor {
+ public:
+  HeldTensor(testing::TestServer& server, int64_t size_bytes)
+      : stub_(v1::QuantizationService::NewStub(server.NewChannel())),
+        stream_(stub_->Quantize(&context_)) {
+    v1::TensorDescription* tensor = message_.mutable_header()->mutable_tensor();
+    tensor->set_element_type(v1::ELEMENT_TYPE_FLOAT32);
+    tensor->add_shape(size_bytes / 4);
+    message_.mutable_header()->mutable_spec()->set_format(
+        v1::NUMBER_FORMAT_INT8);
+  }
+  ~HeldTensor() {
+    context_.TryCancel();
+    stream_->Finish();
+  }
+
+  void Send(int64_t bytes) {
+    message_.set_data(std::string(bytes, '\0'));
+    ASSERT_TRUE(stream_->Write(message_));
+    message_.clear_header();
+    message_.set_offset(message_.offset() + bytes);
+  }
+
+  // "" when the tensor was served, otherwise the reason of its error.
+  std::string Outcome() {
+    v1::QuantizeResponse response;
+    while (stream_->Read(&response)) {
+      if (response.has_summary()) return "";
+      if (response.has_error()) return response.error().reason();
+    }
+    return "end of stream";
+  }
+
+ private:
+  grpc::ClientContext context_;
+  std::unique_ptr<v1::QuantizationService::Stub> stub_;
+  std::unique_ptr<
+      grpc::ClientReaderWriter<v1::QuantizeRequest, v1::QuantizeResponse>>
+      stream_;
+  v1::QuantizeRequest message_;
+};
+
+void WaitForBudget(testing::TestServer& server, int64_t used_bytes) {
+  const absl::Time deadline = absl::Now() + absl::Seconds(30);
+  while (server.server().memory_used_bytes() != used_bytes) {
+    ASSERT_LT(absl::Now(), deadline) << server.server().memory_used_bytes();
+    absl::SleepFor(absl::Milliseconds(1));
+  }
+}
+
+ServerOptions SmallBudget(absl::Duration memory_wait) {
+  ServerOptions options;
+  options.threads = 1;
+  options.limits.memory_budget_bytes = 3 * kMiB;
+  options.limits.memory_wait = memory_wait;
+  return options;
+}
+
+TEST(TensorStreamTest, ServesOthersWhileATensorWaitsForMemory) {
+  testing::TestServer server(SmallBudget(absl::InfiniteDuration()));
+  auto holder = std::make_unique<HeldTensor>(server, 3 * kMiB);
+  holder->Send(2 * kMiB);
+  HeldTensor waiting(server, 2 * kMiB);
+  // What its one scale takes is charged with the header; the rest must wait.
+  WaitForBudget(server, 2 * kMiB + 24);
+  waiting.Send(2 * kMiB);
+  HeldTensor small(server, 16);
+  small.Send(16);
+  EXPECT_EQ(small.Outcome(), "");
+  holder.reset();
+  EXPECT_EQ(waiting.Outcome(), "");
+}
+
+TEST(TensorStreamTest, FailsATensorThatWaitedTooLongForMemory) {
+  testing::TestServer server(SmallBudget(absl::Milliseconds(50)));
+  HeldTensor holder(server, 3 * kMiB);
+  holder.Send(2 * kMiB);
+  WaitForBudget(server, 2 * kMiB + 24);
+  HeldTensor waiting(server, 2 * kMiB);
+  waiting.Send(2 * kMiB);
+  EXPECT_EQ(waiting.Outcome(), "MEMORY_BUDGET");
+}
+
+}  // namespace
+}  // namespace quantd::server
