@@ -375,23 +375,29 @@ void AddBenchCommand(CLI::App* app, Session* session) {
       ->capture_default_str();
   command
       ->add_option("--chunk-bytes", options->chunk_bytes,
-                   "Payload of a message")
+                   "Payload of a message, such as 256KiB")
+      ->transform(CLI::AsSizeValue(/*kb_is_1000=*/false))
       ->check(CLI::Range(int64_t{64}, int64_t{32} << 20))
       ->type_name("BYTES")
       ->capture_default_str();
   command
       ->add_option("--tensor-bytes", options->tensor_bytes,
-                   "Size of a tensor as float32")
+                   "Size of a tensor as float32, such as 16MiB")
+      ->transform(CLI::AsSizeValue(/*kb_is_1000=*/false))
       ->check(CLI::Range(int64_t{4}, int64_t{1} << 33))
       ->type_name("BYTES")
       ->capture_default_str();
-  command->add_option("--duration", options->duration_seconds, "Seconds")
+  command
+      ->add_option("--duration", options->duration_seconds,
+                   "Length of the measurement, such as 5 or 5s")
+      ->transform(SecondsWithUnit())
       ->check(CLI::PositiveNumber)
       ->type_name("SECONDS")
       ->capture_default_str();
   command
       ->add_option("--warmup", options->warmup_seconds,
-                   "Seconds before the measurement")
+                   "Time before the measurement, such as 500ms")
+      ->transform(SecondsWithUnit())
       ->check(CLI::NonNegativeNumber)
       ->type_name("SECONDS")
       ->capture_default_str();

@@ -19,6 +19,9 @@ void AddModelsCommand(CLI::App* app, Session* session);
 void AddHealthCommand(CLI::App* app, Session* session);
 void AddBenchCommand(CLI::App* app, Session* session);
 
+// Takes a number of seconds, also as 200ms, 30s, 5m.
+CLI::Validator SecondsWithUnit();
+
 // Parses the command line and runs the command. Returns the exit code.
 int RunQuantctl(int argc, const char* const* argv);
 

@@ -1,4 +1,5 @@
 #include <cstdio>
+#include <map>
 #include <string>
 
 #include "CLI/CLI.hpp"
@@ -22,6 +23,12 @@ constexpr char kFooter[] =
 
 }  // namespace
 
+CLI::Validator SecondsWithUnit() {
+  return CLI::AsNumberWithUnit(
+      std::map<std::string, double>{{"ms", 1e-3}, {"s", 1}, {"m", 60}},
+      CLI::AsNumberWithUnit::CASE_SENSITIVE, "SECONDS");
+}
+
 int RunQuantctl(int argc, const char* const* argv) {
   Session session;
   CLI::App app("Quantize tensors with a quantd server.", "quantctl");
@@ -39,7 +46,9 @@ int RunQuantctl(int argc, const char* const* argv) {
   app.add_flag("-q,--quiet", session.quiet,
                "Nothing on stdout but what was asked for with --json");
   app.add_option("--timeout", session.timeout_seconds,
-                 "Seconds for a call, or for a tensor without any progress")
+                 "Time for a call, or for a tensor without any progress, such "
+                 "as 60 or 60s")
+      ->transform(SecondsWithUnit())
       ->check(CLI::PositiveNumber)
       ->type_name("SECONDS")
       ->capture_default_str();

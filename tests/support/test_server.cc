@@ -40,12 +40,12 @@ TemporaryDirectory::~TemporaryDirectory() {
 }
 
 TestServer::TestServer(server::ServerOptions options)
-    : store_(ValueOrDie(server::SqliteEncodingStore::Open(
-          directory_.path() + "/encodings.db"))) {
+    : store_(ValueOrDie(server::SqliteEncodingStore::Open(directory_.path() +
+                                                          "/encodings.db"))) {
   if (options.listen.empty()) options.listen = {"127.0.0.1:0"};
   options.drain_delay = absl::ZeroDuration();
-  server_ = ValueOrDie(
-      server::QuantdServer::Start(options, store_.get(), &metrics_));
+  server_ =
+      ValueOrDie(server::QuantdServer::Start(options, store_.get(), &metrics_));
   const std::shared_ptr<grpc::Channel> channel = NewChannel();
   quantization_ = v1::QuantizationService::NewStub(channel);
   encodings_ = v1::EncodingService::NewStub(channel);

@@ -1,8 +1,8 @@
 // A naive QuantizationService for tests of the client: ordinary synchronous
 // protobuf, int8 per tensor, and faults on demand.
 
-#ifndef QUANTD_TESTS_CLIENT_FAKE_SERVICE_H_
-#define QUANTD_TESTS_CLIENT_FAKE_SERVICE_H_
+#ifndef QUANTD_TESTS_CLIENT_CPP_FAKE_SERVICE_H_
+#define QUANTD_TESTS_CLIENT_CPP_FAKE_SERVICE_H_
 
 #include <algorithm>
 #include <atomic>
@@ -241,4 +241,4 @@ class FakeServer {
 
 }  // namespace quantd
 
-#endif  // QUANTD_TESTS_CLIENT_FAKE_SERVICE_H_
+#endif  // QUANTD_TESTS_CLIENT_CPP_FAKE_SERVICE_H_
