@@ -192,11 +192,7 @@ void Dequantize(const Encoding& encoding, const BlockLayout& layout,
       HWY_DYNAMIC_DISPATCH(DequantizeSimd)(range);
     }
   };
-  if (pool != nullptr) {
-    pool->ParallelFor(tasks, run_task);
-  } else {
-    for (int64_t task = 0; task < tasks; ++task) run_task(task);
-  }
+  ParallelFor(pool, tasks, run_task);
 }
 
 }  // namespace quantd::core

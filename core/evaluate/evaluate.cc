@@ -389,11 +389,7 @@ void Evaluator::Update(int64_t first, int64_t count, const uint8_t* data,
         HWY_DYNAMIC_DISPATCH(EvaluateSimd)(range, task_leaves, task_portions);
       }
     };
-    if (pool != nullptr) {
-      pool->ParallelFor(tasks, run_task);
-    } else {
-      for (int64_t task = 0; task < tasks; ++task) run_task(task);
-    }
+    ParallelFor(pool, tasks, run_task);
     const int64_t wave_leaves =
         std::min(tasks * kTaskLeaves, leaf_count - wave * kTaskLeaves);
     for (int64_t leaf = 0; leaf < wave_leaves; ++leaf) {

@@ -109,4 +109,10 @@ void ThreadPool::Work() {
   }
 }
 
+void ParallelFor(ThreadPool* pool, int64_t n,
+                 absl::FunctionRef<void(int64_t)> body) {
+  if (pool != nullptr) return pool->ParallelFor(n, body);
+  for (int64_t i = 0; i < n; ++i) body(i);
+}
+
 }  // namespace quantd::core

@@ -47,6 +47,10 @@ class ThreadPool {
   std::vector<std::thread> threads_;
 };
 
+// pool->ParallelFor, or on the calling thread alone when there is no pool.
+void ParallelFor(ThreadPool* pool, int64_t n,
+                 absl::FunctionRef<void(int64_t)> body);
+
 }  // namespace quantd::core
 
 #endif  // QUANTD_CORE_PARALLEL_THREAD_POOL_H_

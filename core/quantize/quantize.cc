@@ -634,11 +634,7 @@ absl::Status Quantize(const Encoding& encoding, const BlockLayout& layout,
       HWY_DYNAMIC_DISPATCH(QuantizeSimd)(task_range(task), &task_counts[task]);
     }
   };
-  if (pool != nullptr) {
-    pool->ParallelFor(tasks, run_task);
-  } else {
-    for (int64_t task = 0; task < tasks; ++task) run_task(task);
-  }
+  ParallelFor(pool, tasks, run_task);
   for (int64_t task = 0; task < tasks; ++task) {
     const QuantizeCounts& c = task_counts[task];
     if (nan_policy == NanPolicy::kReject &&

@@ -348,11 +348,7 @@ void TensorStatistics::Update(const BlockLayout& layout, ElementType type,
       }
     }
   };
-  if (pool != nullptr) {
-    pool->ParallelFor(tasks, run_task);
-  } else {
-    for (int64_t task = 0; task < tasks; ++task) run_task(task);
-  }
+  ParallelFor(pool, tasks, run_task);
 }
 
 void TensorStatistics::Merge(const TensorStatistics& other) {
