@@ -106,6 +106,11 @@ absl::Status QuantdServer::Listen() {
   }
   // Before the first scrape, which may come before the first look.
   metrics_->MemoryBudget(budget_.total_bytes(), budget_.used_bytes());
+  // Balancers that watch one service ask for it by name.
+  grpc::HealthCheckServiceInterface* const health =
+      server_->GetHealthCheckService();
+  health->SetServingStatus(v1::QuantizationService::service_full_name(), true);
+  health->SetServingStatus(v1::EncodingService::service_full_name(), true);
   watcher_ = std::thread([this] { Watch(); });
   return absl::OkStatus();
 }

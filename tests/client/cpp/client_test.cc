@@ -131,11 +131,13 @@ TEST_F(ClientTest, SendsManyTensorsOnOneStream) {
 TEST_F(ClientTest, OneFailedTensorLeavesItsNeighboursAlone) {
   const std::vector<float> values = Ramp(4'000'000);
   const std::unique_ptr<QuantizeStream> stream = client_->OpenQuantize();
+  server_.faults().wait_after_bad = true;
   stream->Send(MakeJob("a", values));
   stream->Send(MakeJob("bad", values));
   stream->Send(MakeJob("c", values));
   EXPECT_TRUE(stream->Receive().ok());
   const absl::Status status = stream->Receive().status();
+  server_.faults().bad_was_noticed.Notify();
   EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
   EXPECT_EQ(status.message(),
             "NAME_INVALID: this name is bad (header.tensor.name)");

@@ -16,6 +16,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "grpcpp/health_check_service_interface.h"
@@ -50,6 +51,9 @@ struct Faults {
   std::atomic<bool> silent{false};
   // Bytes that were read of tensors called "bad*", which fail at once.
   std::atomic<int64_t> bytes_of_bad_tensors{0};
+  // Read nothing more after a tensor called "bad*" until it was noticed.
+  std::atomic<bool> wait_after_bad{false};
+  absl::Notification bad_was_noticed;
 };
 
 class FakeQuantizationService final : public v1::QuantizationService::Service {
@@ -100,6 +104,9 @@ class FakeQuantizationService final : public v1::QuantizationService::Service {
         if (response.has_error()) {
           is_open = false;
           stream->Write(response);
+          if (faults_.wait_after_bad) {
+            faults_.bad_was_noticed.WaitForNotification();
+          }
         } else {
           auto* const answer = response.mutable_header();
           *answer->mutable_name() = header.tensor().name();
