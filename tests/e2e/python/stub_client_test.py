@@ -430,9 +430,14 @@ class StubClientTest(unittest.TestCase):
         self.assertIn("ENCODING_NOT_FOUND", caught.exception.details())
 
     def test_HealthAnswersServing(self):
-        # HealthCheckRequest{} is empty; HealthCheckResponse{SERVING} is 08 01.
+        # HealthCheckResponse{SERVING} is 08 01.
+        # HealthCheckRequest is {1: service}.
         check = self.channel.unary_unary("/grpc.health.v1.Health/Check")
-        self.assertEqual(check(b"", timeout=TIMEOUT_S), b"\x08\x01")
+        for service in (b"", b"quantd.v1.QuantizationService",
+                        b"quantd.v1.EncodingService"):
+            request = b"\x0a" + bytes([len(service)]) + service
+            self.assertEqual(check(request, timeout=TIMEOUT_S), b"\x08\x01",
+                             service)
 
     def test_ReflectionNamesBothServices(self):
         # ServerReflectionRequest{list_services: "*"}.
