@@ -162,20 +162,6 @@ absl::Status FormatUnknownError(int value) {
                               "; expected a value of quantd.v1.NumberFormat"));
 }
 
-absl::Status FormatNotImplementedError(absl::string_view name) {
-  return Unimplemented("FORMAT_NOT_IMPLEMENTED",
-                       absl::StrCat("number format ", name,
-                                    " is not in this version; expected an "
-                                    "integer format"));
-}
-
-absl::Status MethodNotImplementedError(absl::string_view name) {
-  return Unimplemented("METHOD_NOT_IMPLEMENTED",
-                       absl::StrCat("calibration method ", name,
-                                    " is not in this version; expected "
-                                    "MIN_MAX"));
-}
-
 absl::Status FeatureNotImplementedError(absl::string_view feature) {
   return Unimplemented("FEATURE_NOT_IMPLEMENTED",
                        absl::StrCat(feature, " is not in this version"));
@@ -221,6 +207,18 @@ absl::Status SymmetryInvalidError(absl::string_view what) {
   return Invalid("SYMMETRY_INVALID", what);
 }
 
+absl::Status ScaleTypeInvalidError(absl::string_view what) {
+  return Invalid("SCALE_TYPE_INVALID", what);
+}
+
+absl::Status CodebookInvalidError(absl::string_view what) {
+  return Invalid("CODEBOOK_INVALID", what);
+}
+
+absl::Status MethodInvalidError(absl::string_view what) {
+  return Invalid("METHOD_INVALID", what);
+}
+
 absl::Status ScaleOverflowError(int64_t scale_index, double scale) {
   return Invalid("SCALE_OVERFLOW",
                  absl::StrCat("scale ", scale_index, " would be ", scale,
@@ -241,6 +239,56 @@ absl::Status NonFiniteRejectedError(int64_t element_index, double value) {
   return Invalid("NON_FINITE_REJECTED",
                  absl::StrCat("element ", element_index, " is ", value,
                               "; expected finite elements only"));
+}
+
+absl::Status ContributionInvalidError(absl::string_view what) {
+  return Invalid("CONTRIBUTION_INVALID", what);
+}
+
+absl::Status StatisticsMismatchError(absl::string_view what) {
+  return Error(absl::StatusCode::kFailedPrecondition, "STATISTICS_MISMATCH",
+               what);
+}
+
+absl::Status GranularityTooFineError(absl::string_view what) {
+  return Error(absl::StatusCode::kFailedPrecondition, "GRANULARITY_TOO_FINE",
+               what);
+}
+
+absl::Status StatisticsTooLargeError(int64_t limit_bytes, int64_t got_bytes,
+                                     absl::string_view way_out) {
+  return Exhausted(
+      "STATISTICS_TOO_LARGE",
+      absl::StrCat("the statistics take ", got_bytes, " bytes; the limit is ",
+                   limit_bytes, "; ", way_out));
+}
+
+absl::Status StatisticsInvalidError(absl::string_view what) {
+  return Invalid("STATISTICS_INVALID", what);
+}
+
+absl::Status SpecMissingError() {
+  return Invalid("SPEC_MISSING",
+                 "no spec was given; expected a default spec or an override");
+}
+
+absl::Status PatternInvalidError(absl::string_view what) {
+  return Invalid("PATTERN_INVALID", what);
+}
+
+absl::Status TargetInvalidError(absl::string_view what) {
+  return Invalid("TARGET_INVALID", what);
+}
+
+absl::Status StatisticsNotFoundError(absl::string_view model,
+                                     absl::string_view revision,
+                                     absl::string_view tensor) {
+  const std::string whose = tensor.empty()
+                                ? std::string("any tensor")
+                                : absl::StrCat("tensor \"", tensor, "\"");
+  return Error(absl::StatusCode::kNotFound, "STATISTICS_NOT_FOUND",
+               absl::StrCat("no statistics for ", whose, " of model \"", model,
+                            "\", revision \"", revision, "\""));
 }
 
 absl::Status EncodingNotFoundError(absl::string_view model,

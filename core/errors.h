@@ -67,8 +67,6 @@ absl::Status RangeInvalidError(absl::string_view what);
 // --- Encodings and specs ---------------------------------------------------
 
 absl::Status FormatUnknownError(int value);
-absl::Status FormatNotImplementedError(absl::string_view name);
-absl::Status MethodNotImplementedError(absl::string_view name);
 absl::Status FeatureNotImplementedError(absl::string_view feature);
 absl::Status BlockSizeInvalidError(absl::string_view what);
 absl::Status ScaleInvalidError(int64_t index, double value);
@@ -78,13 +76,39 @@ absl::Status ScaleCountLimitError(int64_t limit, int64_t got);
 absl::Status ZeroPointRangeError(absl::string_view what);
 absl::Status CodeRangeInvalidError(absl::string_view what);
 absl::Status SymmetryInvalidError(absl::string_view what);
+// A scale type that the format or the symmetry does not go with.
+absl::Status ScaleTypeInvalidError(absl::string_view what);
+absl::Status CodebookInvalidError(absl::string_view what);
+// A parameter of a calibration method.
+absl::Status MethodInvalidError(absl::string_view what);
 absl::Status ScaleOverflowError(int64_t scale_index, double scale);
 // Neither reference, encoding nor spec was given.
 absl::Status EncodingMissingError();
 absl::Status CandidatesInvalidError(absl::string_view what);
 absl::Status NonFiniteRejectedError(int64_t element_index, double value);
 
+// --- Statistics ------------------------------------------------------------
+
+// A contribution without a source, with sequence 0 or a parameter out of range.
+absl::Status ContributionInvalidError(absl::string_view what);
+// Statistics that do not go together with those that are there.
+absl::Status StatisticsMismatchError(absl::string_view what);
+// Statistics for larger blocks than those asked for.
+absl::Status GranularityTooFineError(absl::string_view what);
+absl::Status StatisticsTooLargeError(int64_t limit_bytes, int64_t got_bytes,
+                                     absl::string_view way_out);
+// Serialized statistics that are not a state.
+absl::Status StatisticsInvalidError(absl::string_view what);
+absl::Status SpecMissingError();
+absl::Status PatternInvalidError(absl::string_view what);
+absl::Status TargetInvalidError(absl::string_view what);
+
 // --- Store -----------------------------------------------------------------
+
+// A tensor, or with an empty `tensor` a revision, without statistics.
+absl::Status StatisticsNotFoundError(absl::string_view model,
+                                     absl::string_view revision,
+                                     absl::string_view tensor);
 
 absl::Status EncodingNotFoundError(absl::string_view model,
                                    absl::string_view revision,

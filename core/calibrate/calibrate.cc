@@ -4,11 +4,11 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/string_view.h"
 #include "core/errors.h"
 #include "core/formats/number_format.h"
 #include "core/statistics/tensor_statistics.h"
@@ -16,19 +16,6 @@
 
 namespace quantd::core {
 namespace {
-
-// Names of the reserved values of quantd.v1.CalibrationMethod, from 2.
-constexpr absl::string_view kReservedMethods[] = {
-    "PERCENTILE",     "MSE",    "SQNR", "ENTROPY", "FIXED_RANGE",
-    "MOVING_AVERAGE", "BEST_OF"};
-constexpr int kFirstReservedMethod = 2;
-constexpr int kReservedMethodCount =
-    sizeof(kReservedMethods) / sizeof(kReservedMethods[0]);
-
-Symmetry EffectiveSymmetry(const EncodingSpec& spec, const FormatInfo& format) {
-  if (spec.symmetry != Symmetry::kDefault) return spec.symmetry;
-  return format.is_signed ? Symmetry::kStrict : Symmetry::kAsymmetric;
-}
 
 double AbsMax(const Extremes& extremes) {
   return extremes.empty()
@@ -102,60 +89,11 @@ absl::Status CalibrateSymmetric(const TensorStatistics& statistics,
 
 }  // namespace
 
-absl::Status ValidateSpec(const EncodingSpec& spec) {
-  const FormatInfo* format = FindFormat(spec.format);
-  if (format == nullptr) {
-    return FormatUnknownError(static_cast<int>(spec.format));
-  }
-  if (!format->implemented) return FormatNotImplementedError(format->name);
-
-  const int method = static_cast<int>(spec.method);
-  if (method >= kFirstReservedMethod &&
-      method < kFirstReservedMethod + kReservedMethodCount) {
-    return MethodNotImplementedError(
-        kReservedMethods[method - kFirstReservedMethod]);
-  }
-  if (method < 0 || method >= kFirstReservedMethod) {
-    return EnumUnknownError("CalibrationMethod", method);
-  }
-
-  const int symmetry_value = static_cast<int>(spec.symmetry);
-  if (symmetry_value < 0 ||
-      symmetry_value > static_cast<int>(Symmetry::kHalfStep)) {
-    return EnumUnknownError("Symmetry", symmetry_value);
-  }
-  const bool is_asymmetric =
-      EffectiveSymmetry(spec, *format) == Symmetry::kAsymmetric;
-  if (!is_asymmetric && !format->is_signed) {
-    return SymmetryInvalidError(
-        absl::StrCat("symmetric ", format->name,
-                     "; expected a signed format, or asymmetric"));
-  }
-  if (!is_asymmetric && spec.exclude_zero) {
-    return SymmetryInvalidError(
-        "exclude_zero with a symmetric range; expected asymmetric");
-  }
-  if (is_asymmetric && spec.unsigned_if_non_negative) {
-    return SymmetryInvalidError(
-        "unsigned_if_non_negative with an asymmetric range; expected a "
-        "symmetric one");
-  }
-  if (spec.block_size.size() > kMaxRank) {
-    return BlockSizeInvalidError(
-        absl::StrCat("block size has ", spec.block_size.size(),
-                     " entries, expected at most ", kMaxRank));
-  }
-  for (size_t d = 0; d < spec.block_size.size(); ++d) {
-    if (spec.block_size[d] < 0) {
-      return BlockSizeInvalidError(absl::StrCat(
-          "entry ", d, " is ", spec.block_size[d], ", expected at least 0"));
-    }
-  }
-  return absl::OkStatus();
-}
-
-absl::StatusOr<Encoding> CalibrateEncoding(const EncodingSpec& spec,
-                                           const TensorStatistics& statistics) {
+absl::StatusOr<Calibration> Calibrate(const EncodingSpec& spec,
+                                      const BlockLayout& layout,
+                                      const TensorStatistics& statistics,
+                                      absl::Span<const Extremes> moving_average,
+                                      ThreadPool* pool) {
   if (absl::Status status = ValidateSpec(spec); !status.ok()) return status;
   const FormatInfo& format = *FindFormat(spec.format);
 
@@ -167,7 +105,7 @@ absl::StatusOr<Encoding> CalibrateEncoding(const EncodingSpec& spec,
   encoding.exclude_zero = spec.exclude_zero;
   encoding.scale.reserve(statistics.extremes().size());
 
-  const Symmetry symmetry = EffectiveSymmetry(spec, format);
+  const Symmetry symmetry = EffectiveSymmetry(spec);
   absl::Status status;
   if (symmetry == Symmetry::kAsymmetric) {
     encoding.zero_point.reserve(statistics.extremes().size());
@@ -189,7 +127,7 @@ absl::StatusOr<Encoding> CalibrateEncoding(const EncodingSpec& spec,
     status = CalibrateSymmetric(statistics, format.qmax, 1, &encoding);
   }
   if (!status.ok()) return status;
-  return encoding;
+  return Calibration{std::move(encoding), absl::nullopt};
 }
 
 }  // namespace quantd::core

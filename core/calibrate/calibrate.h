@@ -8,53 +8,58 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "core/formats/number_format.h"
+#include "absl/types/optional.h"
+#include "absl/types/span.h"
+#include "core/calibrate/encoding_spec.h"
+#include "core/calibrate/prediction.h"
+#include "core/parallel/thread_pool.h"
 #include "core/statistics/tensor_statistics.h"
+#include "core/types/block_layout.h"
 #include "core/types/encoding.h"
 
 namespace quantd::core {
 
-// The values are those of quantd.v1.Symmetry.
-enum class Symmetry : int {
-  kDefault = 0,     // kStrict for signed formats, kAsymmetric for unsigned
-  kAsymmetric = 1,  // (max - min) / (qmax - qmin), a zero point
-  kStrict = 2,      // absmax / (2^(b-1) - 1), qmin = -qmax
-  kFullRange = 3,   // the same scale, qmin = -2^(b-1)
-  kHalfStep = 4,    // absmax / (2^b - 1) * 2, qmin = -2^(b-1)
+// An encoding, and what to expect of it.
+struct Calibration {
+  Encoding encoding;
+  // Over the whole tensor; only with histograms.
+  absl::optional<Prediction> prediction;
 };
 
-// The values are those of quantd.v1.CalibrationMethod.
-enum class CalibrationMethod : int { kDefault = 0, kMinMax = 1 };
-
-// How to compute an encoding from data.
-struct EncodingSpec {
-  NumberFormat format{};
-  std::vector<int64_t> block_size;
-  Symmetry symmetry = Symmetry::kDefault;
-  CalibrationMethod method = CalibrationMethod::kDefault;
-  bool exclude_zero = false;
-  bool unsigned_if_non_negative = false;
-};
-
-// Errors: FORMAT_UNKNOWN, FORMAT_NOT_IMPLEMENTED, METHOD_NOT_IMPLEMENTED,
-// SYMMETRY_INVALID (symmetric on an unsigned format; exclude_zero or
-// unsigned_if_non_negative where they do not apply), BLOCK_SIZE_INVALID.
-absl::Status ValidateSpec(const EncodingSpec& spec);
-
-// One scale and zero point per scale index of `statistics`.
+// One scale and zero point per scale index of `statistics`. First the method
+// finds a range per scale index, then the range becomes a scale:
 //
 // asymmetric: scale = (max - min) / (qmax - qmin) over [min(min, 0),
 // max(max, 0)], rounded from float64 to float32; zero_point = clamp(qmin -
-// rint(min / scale)) in float64 with the rounded scale. Symmetric: see
-// Symmetry. All zero or no finite element: scale 1, zero point clamp(0),
-// counted as degenerate. No scale is below the smallest normal float32. With
-// exclude_zero the range is not extended and the zero point not clamped, unless
-// the range is one single value, which is extended as usual.
-// Errors: those of ValidateSpec; SCALE_OVERFLOW (a float64 range that needs a
-// scale beyond float32); ZERO_POINT_RANGE (with exclude_zero: the range is too
+// rint(min / scale)) in float64 with the rounded scale. Symmetric integers: see
+// Symmetry. Floats and codebooks: scale = absmax / largest value. All zero or
+// no finite element: scale 1, zero point clamp(0), counted as degenerate. No
+// scale is below the smallest normal float32. With exclude_zero the range is
+// not extended and the zero point not clamped, unless the range is one single
+// value, which is extended as usual. float16 and bfloat16 scales are rounded up
+// to the next value of that type. E8M0: MxScaleRule, of the range's absmax in
+// float32; a block with a non-finite element gets 0xFF, an all zero one 0.
+// E4M3: outer = absmax of the outer block / (largest value * 448), scale code =
+// nearest E4M3FN of absmax / largest value / outer, at least 2^-6. INTEGER:
+// outer = largest scale of the outer block / integer_scale_max, code =
+// clamp(rint(scale / outer), 1, integer_scale_max).
+//
+// `spec`            resolved for the layout's shape (see ResolveSpec).
+// `layout`          of the tensor with spec.block_size.
+// `statistics`      at that granularity; with histograms where the spec needs
+//                   them.
+// `moving_average`  [scale_count] averaged extremes; where empty the extremes
+//                   stand for them.
+// `pool`            spreads the search; may be null.
+// The same result on every machine, for any number of threads.
+// Errors: those of ValidateSpec; SCALE_OVERFLOW (a range that needs a scale
+// beyond the scale type); ZERO_POINT_RANGE (with exclude_zero: the range is too
 // far from zero for its width).
-absl::StatusOr<Encoding> CalibrateEncoding(const EncodingSpec& spec,
-                                           const TensorStatistics& statistics);
+absl::StatusOr<Calibration> Calibrate(const EncodingSpec& spec,
+                                      const BlockLayout& layout,
+                                      const TensorStatistics& statistics,
+                                      absl::Span<const Extremes> moving_average,
+                                      ThreadPool* pool);
 
 }  // namespace quantd::core
 

@@ -346,10 +346,12 @@ double ErrorSums::CosineSimilarity() const {
 }
 
 Evaluator::Evaluator(const Encoding& encoding, const BlockLayout& layout,
-                     ElementType type, bool per_scale_index)
+                     ElementType type, const EvaluateOptions& options)
     : encoding_(encoding), layout_(layout), type_(type) {
-  if (per_scale_index) per_scale_index_.resize(layout.scale_count());
+  if (options.per_scale_index) per_scale_index_.resize(layout.scale_count());
 }
+
+ErrorDistribution Evaluator::distribution() const { return {}; }
 
 void Evaluator::Update(int64_t first, int64_t count, const uint8_t* data,
                        ThreadPool* pool) {

@@ -42,6 +42,28 @@ struct ErrorSums {
   double CosineSimilarity() const;   // 1 when both are zero, 0 when one is
 };
 
+// How errors and values spread.
+struct ErrorDistribution {
+  // Kullback-Leibler divergence of x' from x in nats: sum p log(p / q) over 256
+  // linear bins from the smallest to the largest finite x, with half a count
+  // added to each bin; x' outside goes to the outer bins. Values are cut to 7
+  // mantissa bits before they are put into bins. 0 when there is no finite x.
+  double kl_divergence = 0;
+  // Finite elements without an error.
+  int64_t zero = 0;
+  // Bin k counts 2^(first_exponent + k) <= |e| < 2^(first_exponent + k + 1);
+  // neither the first nor the last bin is 0.
+  int first_exponent = 0;
+  std::vector<int64_t> count;
+};
+
+struct EvaluateOptions {
+  // Keep sums per scale index as well.
+  bool per_scale_index = false;
+  // Keep what ErrorDistribution needs.
+  bool with_distribution = false;
+};
+
 // Measures one encoding on one tensor that arrives in order.
 //
 // Sums run in an order that the elements' indices fix: the tensor is cut into
@@ -55,10 +77,9 @@ class Evaluator {
   static constexpr int64_t kLeafElements = 1024;
 
   // `encoding` and `layout` must outlive the evaluator.
-  // `per_scale_index` keeps sums per scale index as well.
   // Requires: a valid encoding that fits `layout`.
   Evaluator(const Encoding& encoding, const BlockLayout& layout,
-            ElementType type, bool per_scale_index);
+            ElementType type, const EvaluateOptions& options);
 
   // Takes in elements [first, first + count).
   // `data`  [count] elements of the type, any alignment.
@@ -69,6 +90,8 @@ class Evaluator {
               ThreadPool* pool);
 
   const ErrorSums& overall() const { return overall_; }
+  // Requires: with_distribution.
+  ErrorDistribution distribution() const;
   // [scale_count] row-major, or empty.
   absl::Span<const ErrorSums> per_scale_index() const {
     return per_scale_index_;

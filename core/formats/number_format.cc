@@ -8,30 +8,109 @@
 namespace quantd::core {
 namespace {
 
-constexpr FormatInfo Integer(int value, absl::string_view name, int bits,
-                             bool is_signed) {
-  return FormatInfo{static_cast<NumberFormat>(value),
-                    name,
-                    FormatKind::kInteger,
-                    bits,
-                    bits == 2 || bits == 4 ? bits : (bits <= 8 ? 8 : 16),
-                    is_signed,
-                    is_signed ? -(1 << (bits - 1)) : 0,
-                    is_signed ? (1 << (bits - 1)) - 1 : (1 << bits) - 1,
-                    /*implemented=*/true};
+constexpr FloatLayout kNoFloat = {0, 0, 0, FloatSpecials::kNone};
+constexpr FloatLayout kE4m3fn = {4, 3, 7, FloatSpecials::kNan};
+constexpr FloatLayout kE5m2 = {5, 2, 15, FloatSpecials::kIeee};
+constexpr FloatLayout kE4m3fnuz = {4, 3, 8, FloatSpecials::kFnuz};
+constexpr FloatLayout kE5m2fnuz = {5, 2, 16, FloatSpecials::kFnuz};
+constexpr FloatLayout kE2m3 = {2, 3, 1, FloatSpecials::kNone};
+constexpr FloatLayout kE3m2 = {3, 2, 3, FloatSpecials::kNone};
+constexpr FloatLayout kE2m1 = {2, 1, 1, FloatSpecials::kNone};
+
+// The normal float 4 of QLoRA (Dettmers et al., 2023, appendix E).
+constexpr float kNf4[] = {
+    -1.0f,
+    -0.6961928009986877f,
+    -0.5250730514526367f,
+    -0.39491748809814453f,
+    -0.28444138169288635f,
+    -0.18477343022823334f,
+    -0.09105003625154495f,
+    0.0f,
+    0.07958029955625534f,
+    0.16093020141124725f,
+    0.24611230194568634f,
+    0.33791524171829224f,
+    0.44070982933044434f,
+    0.5626170039176941f,
+    0.7229568362236023f,
+    1.0f,
+};
+
+constexpr int StorageBits(int bits) {
+  return bits == 2 || bits == 4 ? bits : (bits <= 8 ? 8 : 16);
 }
 
-constexpr FormatInfo Reserved(int value, absl::string_view name,
-                              FormatKind kind, int bits) {
+constexpr FormatInfo Integer(int value, absl::string_view name, int bits,
+                             bool is_signed) {
+  const int32_t qmax = is_signed ? (1 << (bits - 1)) - 1 : (1 << bits) - 1;
   return FormatInfo{static_cast<NumberFormat>(value),
                     name,
-                    kind,
+                    CodeKind::kInteger,
                     bits,
-                    bits == 4 ? 4 : 8,
+                    StorageBits(bits),
+                    is_signed,
+                    is_signed ? -(1 << (bits - 1)) : 0,
+                    qmax,
+                    kNoFloat,
+                    static_cast<double>(qmax),
+                    {},
+                    ScaleType::kDefault,
+                    /*default_group=*/0,
+                    /*step_exponent=*/0};
+}
+
+constexpr FormatInfo Float(int value, absl::string_view name,
+                           FloatLayout layout, double max_value,
+                           ScaleType scale_type = ScaleType::kDefault,
+                           int64_t default_group = 0) {
+  const int bits = 1 + layout.exponent_bits + layout.mantissa_bits;
+  return FormatInfo{static_cast<NumberFormat>(value),
+                    name,
+                    CodeKind::kFloat,
+                    bits,
+                    StorageBits(bits),
                     /*is_signed=*/false,
                     /*qmin=*/0,
-                    /*qmax=*/0,
-                    /*implemented=*/false};
+                    /*qmax=*/(1 << bits) - 1,
+                    layout,
+                    max_value,
+                    {},
+                    scale_type,
+                    default_group,
+                    /*step_exponent=*/0};
+}
+
+constexpr FormatInfo Codebook(int value, absl::string_view name, int bits,
+                              absl::Span<const float> codebook = {},
+                              int64_t default_group = 0) {
+  return FormatInfo{static_cast<NumberFormat>(value),
+                    name,
+                    CodeKind::kCodebook,
+                    bits,
+                    StorageBits(bits),
+                    /*is_signed=*/false,
+                    /*qmin=*/0,
+                    /*qmax=*/(1 << bits) - 1,
+                    kNoFloat,
+                    /*max_value=*/1,
+                    codebook,
+                    ScaleType::kDefault,
+                    default_group,
+                    /*step_exponent=*/0};
+}
+
+// An integer format in blocks under scales of a prescribed type. MXINT8 does
+// without -128, so that it is symmetric.
+constexpr FormatInfo BlockInteger(int value, absl::string_view name, int bits,
+                                  int32_t qmin, ScaleType scale_type,
+                                  int64_t default_group, int step_exponent) {
+  FormatInfo row = Integer(value, name, bits, true);
+  row.qmin = qmin;
+  row.scale_type = scale_type;
+  row.default_group = default_group;
+  row.step_exponent = step_exponent;
+  return row;
 }
 
 constexpr int kFirstSigned = 0;
@@ -68,23 +147,25 @@ constexpr FormatInfo kFormats[] = {
     Integer(34, "uint14", 14, false),
     Integer(35, "uint15", 15, false),
     Integer(36, "uint16", 16, false),
-    Reserved(40, "float8_e4m3fn", FormatKind::kFloat, 8),
-    Reserved(41, "float8_e5m2", FormatKind::kFloat, 8),
-    Reserved(42, "float8_e4m3fnuz", FormatKind::kFloat, 8),
-    Reserved(43, "float8_e5m2fnuz", FormatKind::kFloat, 8),
-    Reserved(44, "float6_e2m3", FormatKind::kFloat, 6),
-    Reserved(45, "float6_e3m2", FormatKind::kFloat, 6),
-    Reserved(46, "float4_e2m1", FormatKind::kFloat, 4),
-    Reserved(50, "mxfp8_e4m3", FormatKind::kMicroscaling, 8),
-    Reserved(51, "mxfp8_e5m2", FormatKind::kMicroscaling, 8),
-    Reserved(52, "mxfp6_e2m3", FormatKind::kMicroscaling, 6),
-    Reserved(53, "mxfp6_e3m2", FormatKind::kMicroscaling, 6),
-    Reserved(54, "mxfp4_e2m1", FormatKind::kMicroscaling, 4),
-    Reserved(55, "mxint8", FormatKind::kMicroscaling, 8),
-    Reserved(56, "nvfp4", FormatKind::kMicroscaling, 4),
-    Reserved(60, "nf4", FormatKind::kCodebook, 4),
-    Reserved(61, "codebook", FormatKind::kCodebook, 8),
-    Reserved(62, "lpbq", FormatKind::kLpbq, 4),
+    Float(40, "float8_e4m3fn", kE4m3fn, 448),
+    Float(41, "float8_e5m2", kE5m2, 57344),
+    Float(42, "float8_e4m3fnuz", kE4m3fnuz, 240),
+    Float(43, "float8_e5m2fnuz", kE5m2fnuz, 57344),
+    Float(44, "float6_e2m3", kE2m3, 7.5),
+    Float(45, "float6_e3m2", kE3m2, 28),
+    Float(46, "float4_e2m1", kE2m1, 6),
+    Float(50, "mxfp8_e4m3", kE4m3fn, 448, ScaleType::kE8m0, 32),
+    Float(51, "mxfp8_e5m2", kE5m2, 57344, ScaleType::kE8m0, 32),
+    Float(52, "mxfp6_e2m3", kE2m3, 7.5, ScaleType::kE8m0, 32),
+    Float(53, "mxfp6_e3m2", kE3m2, 28, ScaleType::kE8m0, 32),
+    Float(54, "mxfp4_e2m1", kE2m1, 6, ScaleType::kE8m0, 32),
+    BlockInteger(55, "mxint8", 8, -127, ScaleType::kE8m0, 32, -6),
+    Float(56, "nvfp4", kE2m1, 6, ScaleType::kE4m3, 16),
+    Codebook(60, "nf4", 4, kNf4, 64),
+    Codebook(61, "codebook2", 2),
+    Codebook(62, "codebook4", 4),
+    Codebook(63, "codebook8", 8),
+    BlockInteger(64, "lpbq", 4, -8, ScaleType::kInteger, 64, 0),
 };
 
 }  // namespace

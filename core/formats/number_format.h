@@ -7,31 +7,62 @@
 
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
+#include "core/formats/scale_type.h"
 
 namespace quantd::core {
 
 // The values are those of quantd.v1.NumberFormat; FormatInfo::name spells them.
 enum class NumberFormat : int {};
 
-// What a format is made of.
-enum class FormatKind { kInteger, kFloat, kMicroscaling, kCodebook, kLpbq };
+// What a code is; everything else of a format is scales.
+enum class CodeKind { kInteger, kFloat, kCodebook };
+
+// What the patterns at the end of a small float's range stand for.
+enum class FloatSpecials {
+  kNone,  // numbers, all of them
+  kNan,   // S.1..1.1..1 is NaN, there is no infinity (E4M3FN)
+  kIeee,  // the largest exponent is infinity and NaN (E5M2)
+  kFnuz   // 1.0..0.0..0, negative zero elsewhere, is the only NaN
+};
+
+// A sign bit, exponent bits and mantissa bits; subnormals as in IEEE 754.
+struct FloatLayout {
+  int exponent_bits;
+  int mantissa_bits;
+  int bias;
+  FloatSpecials specials;
+};
 
 // One row of the table.
 struct FormatInfo {
   NumberFormat format;
   // As users write it: "int8", "uint4", "float8_e4m3fn", "mxfp4_e2m1".
   absl::string_view name;
-  FormatKind kind;
+  CodeKind kind;
   // Bits of a code.
   int bits;
   // Bits that a code takes in memory: 2 and 4 packed, otherwise 8 or 16.
   int storage_bits;
-  // Integers only: two's complement, and the smallest and largest code.
+  // Integers only: two's complement.
   bool is_signed;
+  // The smallest and largest code; of floats and codebooks 0 and 2^bits - 1.
   int32_t qmin;
   int32_t qmax;
-  // False: reserved by name, answers FORMAT_NOT_IMPLEMENTED.
-  bool implemented;
+  // Floats only.
+  FloatLayout float_layout;
+  // The largest number that a code stands for, before scale and zero point; 1
+  // for codebooks that the encoding carries.
+  double max_value;
+  // Codebooks that the format prescribes, ascending; empty for those that the
+  // encoding carries.
+  absl::Span<const float> codebook;
+  // How scales are stored; kDefault: as the encoding says.
+  ScaleType scale_type;
+  // Elements of a block along the last axis when a spec names no granularity;
+  // 0: per tensor.
+  int64_t default_group;
+  // The scale is 2^step_exponent times what is stored (MXINT8: -6).
+  int step_exponent;
 
   // Codes per byte for packed formats, otherwise 1.
   int64_t codes_per_byte() const {
@@ -43,6 +74,15 @@ struct FormatInfo {
     return storage_bits < 8
                ? count / codes_per_byte() + (count % codes_per_byte() != 0)
                : count * (storage_bits / 8);
+  }
+  // Whether a code can stand for NaN, or for infinity.
+  bool has_nan() const {
+    return kind == CodeKind::kFloat &&
+           float_layout.specials != FloatSpecials::kNone;
+  }
+  bool has_infinity() const {
+    return kind == CodeKind::kFloat &&
+           float_layout.specials == FloatSpecials::kIeee;
   }
 };
 

@@ -316,8 +316,12 @@ void Extremes::Merge(const Extremes& other) {
   max = std::max(max, other.max) + 0.0;
 }
 
-TensorStatistics::TensorStatistics(int64_t scale_count)
-    : extremes_(scale_count, kNoExtremes) {}
+TensorStatistics::TensorStatistics(int64_t scale_count, int mantissa_bits)
+    : extremes_(scale_count, kNoExtremes), mantissa_bits_(mantissa_bits) {
+  if (mantissa_bits > 0) {
+    histograms_.assign(scale_count, Histogram(mantissa_bits));
+  }
+}
 
 void TensorStatistics::Update(const BlockLayout& layout, ElementType type,
                               int64_t first, int64_t count, const uint8_t* data,
@@ -349,6 +353,36 @@ void TensorStatistics::Update(const BlockLayout& layout, ElementType type,
     }
   };
   ParallelFor(pool, tasks, run_task);
+  UpdateHistograms(layout, type, first, count, data);
+}
+
+void TensorStatistics::UpdateHistograms(const BlockLayout& layout,
+                                        ElementType type, int64_t first,
+                                        int64_t count, const uint8_t* data) {
+  layout.ForEachRun(first, count, [&](const BlockLayout::Run& run) {
+    for (int64_t k = 0; k < run.count; ++k) {
+      const int64_t scale_index = run.scale_index + k * run.scale_step;
+      const int64_t i = run.begin + k - first;
+      float x;
+      bool is_finite;
+      if (type == ElementType::kFloat64) {
+        const double wide = LoadElement<double>(type, data, i);
+        is_finite = std::isfinite(wide);
+        constexpr float kLargest = std::numeric_limits<float>::max();
+        x = static_cast<float>(wide);
+        if (is_finite) x = std::clamp(x, -kLargest, kLargest);
+      } else {
+        x = LoadElement<float>(type, data, i);
+        is_finite = std::isfinite(x);
+      }
+      if (is_finite) {
+        if (mantissa_bits_ > 0) histograms_[scale_index].Add(&x, 1);
+      } else {
+        if (has_non_finite_.empty()) has_non_finite_.resize(extremes_.size());
+        has_non_finite_[scale_index] = true;
+      }
+    }
+  });
 }
 
 void TensorStatistics::Merge(const TensorStatistics& other) {
@@ -356,6 +390,58 @@ void TensorStatistics::Merge(const TensorStatistics& other) {
   for (size_t i = 0; i < extremes_.size(); ++i) {
     extremes_[i].Merge(other.extremes_[i]);
   }
+  for (size_t i = 0; i < histograms_.size(); ++i) {
+    histograms_[i].Merge(other.histograms_[i]);
+  }
+  if (other.has_non_finite_.empty()) return;
+  has_non_finite_.resize(extremes_.size());
+  for (size_t i = 0; i < extremes_.size(); ++i) {
+    has_non_finite_[i] = has_non_finite_[i] || other.has_non_finite_[i];
+  }
+}
+
+TensorStatistics TensorStatistics::Coarsen(absl::Span<const int64_t> map,
+                                           int64_t scale_count_out) const {
+  TensorStatistics coarse(scale_count_out, mantissa_bits_);
+  coarse.counts_ = counts_;
+  if (!has_non_finite_.empty()) coarse.has_non_finite_.resize(scale_count_out);
+  for (size_t i = 0; i < extremes_.size(); ++i) {
+    const int64_t to = map[i];
+    coarse.extremes_[to].Merge(extremes_[i]);
+    if (mantissa_bits_ > 0) coarse.histograms_[to].Merge(histograms_[i]);
+    if (has_non_finite(i)) coarse.has_non_finite_[to] = true;
+  }
+  return coarse;
+}
+
+bool TensorStatistics::has_non_finite(int64_t scale_index) const {
+  return !has_non_finite_.empty() && has_non_finite_[scale_index];
+}
+
+int64_t TensorStatistics::memory_bytes() const {
+  int64_t bytes =
+      static_cast<int64_t>(sizeof(*this) + extremes_.size() * sizeof(Extremes));
+  for (const Histogram& histogram : histograms_) {
+    bytes += histogram.memory_bytes();
+  }
+  return bytes;
+}
+
+TensorStatistics TensorStatistics::FromParts(
+    const ElementCounts& counts, std::vector<Extremes> extremes,
+    absl::Span<const int64_t> non_finite_scale_indices, int mantissa_bits,
+    std::vector<Histogram> histograms) {
+  TensorStatistics statistics(0, mantissa_bits);
+  statistics.counts_ = counts;
+  statistics.extremes_ = std::move(extremes);
+  statistics.histograms_ = std::move(histograms);
+  if (!non_finite_scale_indices.empty()) {
+    statistics.has_non_finite_.resize(statistics.extremes_.size());
+    for (const int64_t i : non_finite_scale_indices) {
+      statistics.has_non_finite_[i] = true;
+    }
+  }
+  return statistics;
 }
 
 Extremes TensorStatistics::overall() const {

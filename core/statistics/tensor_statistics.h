@@ -1,4 +1,5 @@
-// What a tensor is made of: extremes per scale index, and counts.
+// What a tensor is made of: extremes and, if asked for, a histogram per scale
+// index, and counts.
 
 #ifndef QUANTD_CORE_STATISTICS_TENSOR_STATISTICS_H_
 #define QUANTD_CORE_STATISTICS_TENSOR_STATISTICS_H_
@@ -8,6 +9,7 @@
 
 #include "absl/types/span.h"
 #include "core/parallel/thread_pool.h"
+#include "core/statistics/histogram.h"
 #include "core/types/block_layout.h"
 #include "core/types/element_type.h"
 
@@ -36,9 +38,13 @@ struct Extremes {
 
 // Mergeable statistics of one tensor at the granularity of a layout. The state
 // does not depend on how the elements were split or ordered. Not thread-safe.
+//
+// Histograms keep float64 elements rounded to float32, to nearest even, those
+// beyond it as its largest; extremes keep them as they are.
 class TensorStatistics {
  public:
-  explicit TensorStatistics(int64_t scale_count);
+  // `mantissa_bits`  of the histograms; 0 for none.
+  explicit TensorStatistics(int64_t scale_count, int mantissa_bits = 0);
 
   // Takes in elements [first, first + count) of a tensor of `layout`.
   // `data`  [count] elements of `type`, any alignment.
@@ -47,18 +53,50 @@ class TensorStatistics {
   void Update(const BlockLayout& layout, ElementType type, int64_t first,
               int64_t count, const uint8_t* data, ThreadPool* pool);
 
-  // Requires: the same scale count.
+  // Requires: the same scale count and mantissa bits.
   void Merge(const TensorStatistics& other);
 
+  // The statistics of larger blocks: scale index i here is part of scale index
+  // map[i] there.
+  // `map`  [scale_count], each below `scale_count_out`.
+  TensorStatistics Coarsen(absl::Span<const int64_t> map,
+                           int64_t scale_count_out) const;
+
   const ElementCounts& counts() const { return counts_; }
+  int64_t scale_count() const { return static_cast<int64_t>(extremes_.size()); }
   // [scale_count], row-major.
   absl::Span<const Extremes> extremes() const { return extremes_; }
   // Over all scale indices.
   Extremes overall() const;
+  // Whether an element of that scale index was NaN or infinite.
+  bool has_non_finite(int64_t scale_index) const;
+
+  // 0 when there are no histograms.
+  int mantissa_bits() const { return mantissa_bits_; }
+  // [scale_count], or empty.
+  absl::Span<const Histogram> histograms() const { return histograms_; }
+
+  // What the statistics take in memory, about.
+  int64_t memory_bytes() const;
+
+  // The parts of a state that was serialized.
+  // Requires: [scale_count] extremes and, unless mantissa_bits is 0,
+  // histograms; non-finite scale indices below the scale count.
+  static TensorStatistics FromParts(
+      const ElementCounts& counts, std::vector<Extremes> extremes,
+      absl::Span<const int64_t> non_finite_scale_indices, int mantissa_bits,
+      std::vector<Histogram> histograms);
 
  private:
+  void UpdateHistograms(const BlockLayout& layout, ElementType type,
+                        int64_t first, int64_t count, const uint8_t* data);
+
   ElementCounts counts_;
   std::vector<Extremes> extremes_;
+  // [scale_count] once a non-finite element was seen, before that empty.
+  std::vector<bool> has_non_finite_;
+  int mantissa_bits_;
+  std::vector<Histogram> histograms_;
 };
 
 }  // namespace quantd::core

@@ -17,7 +17,11 @@ bool operator==(const Encoding& a, const Encoding& b) {
          a.scale == b.scale && a.zero_point == b.zero_point &&
          a.qmin == b.qmin && a.qmax == b.qmax &&
          a.exclude_zero == b.exclude_zero &&
-         a.degenerate_count == b.degenerate_count;
+         a.degenerate_count == b.degenerate_count &&
+         a.scale_type == b.scale_type && a.scale_code == b.scale_code &&
+         a.outer_scale == b.outer_scale &&
+         a.outer_block_size == b.outer_block_size && a.codebook == b.codebook &&
+         a.no_saturation == b.no_saturation && a.scale_shape == b.scale_shape;
 }
 
 absl::Status ValidateEncoding(const Encoding& encoding) {
@@ -25,7 +29,6 @@ absl::Status ValidateEncoding(const Encoding& encoding) {
   if (format == nullptr) {
     return FormatUnknownError(static_cast<int>(encoding.format));
   }
-  if (!format->implemented) return FormatNotImplementedError(format->name);
   if (encoding.block_size.size() > kMaxRank) {
     return BlockSizeInvalidError(
         absl::StrCat("block size has ", encoding.block_size.size(),
@@ -74,6 +77,19 @@ absl::Status ValidateEncoding(const Encoding& encoding) {
     }
   }
   return absl::OkStatus();
+}
+
+absl::Span<const float> CodebookOf(const Encoding& encoding) {
+  const FormatInfo& format = *FindFormat(encoding.format);
+  return format.codebook.empty() ? absl::MakeConstSpan(encoding.codebook)
+                                 : format.codebook;
+}
+
+absl::Status DeriveScales(Encoding* encoding) { return absl::OkStatus(); }
+
+int64_t ScalesSizeBytes(const Encoding& encoding) {
+  return static_cast<int64_t>(encoding.scale.size()) *
+         ScaleSizeBytes(encoding.scale_type);
 }
 
 absl::Status CheckEncodingFits(const Encoding& encoding,

@@ -7,7 +7,9 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/types/span.h"
 #include "core/formats/number_format.h"
+#include "core/formats/scale_type.h"
 #include "core/types/block_layout.h"
 
 namespace quantd::core {
@@ -16,36 +18,79 @@ namespace quantd::core {
 // that q - zero_point is exact in float32.
 constexpr int32_t kMaxZeroPoint = 1 << 22;
 
+// How codes stand for reals. Integer formats:
+//
 //   q  = clamp(rint(x / scale) + zero_point, qmin, qmax)
 //   x' = (q - zero_point) * scale
 //
-// in float32 for float32, float16 and bfloat16 tensors, in float64 for float64
-// ones; ties to even; ONNX QuantizeLinear opset 25.
+// Float formats and codebooks: q is the code whose value is nearest to
+// x / scale, x' = value(q) * scale; see core/formats/codec.h for ties, overflow
+// and NaN. In float32 for float32, float16 and bfloat16 tensors, in float64 for
+// float64 ones; rint takes ties to even; ONNX QuantizeLinear opset 25.
 struct Encoding {
   NumberFormat format{};
   // Per dimension, 0 for the whole; empty for per tensor. See BlockLayout.
   std::vector<int64_t> block_size;
-  // One per scale index, row-major.
+  // One per scale index, row-major. What quantizing computes with; where the
+  // scale type has codes they follow from those, see DeriveScales.
   std::vector<float> scale;
-  // As many as scales, or none: all 0.
+  // As many as scales, or none: all 0. Integer formats only.
   std::vector<int32_t> zero_point;
-  // Smallest and largest code that quantizing produces.
+  // Smallest and largest code that quantizing produces; of float formats and
+  // codebooks always those of the format (a codebook's: its entries).
   int32_t qmin = 0;
   int32_t qmax = 0;
   // The range leaves out zero: zero points may lie outside [qmin, qmax].
   bool exclude_zero = false;
   // Scale indices whose data were all zero or empty.
   int64_t degenerate_count = 0;
+  // Never kDefault in a valid encoding.
+  ScaleType scale_type = ScaleType::kFloat32;
+  // Where HasScaleCodes: one per scale index.
+  std::vector<uint8_t> scale_code;
+  // Where HasOuterScales: one per outer scale index.
+  std::vector<float> outer_scale;
+  // In elements of the tensor; empty for one outer scale.
+  std::vector<int64_t> outer_block_size;
+  // Formats whose codebook the encoding carries: ascending, finite, at least 2.
+  std::vector<float> codebook;
+  // Float formats: overflow becomes infinity or NaN.
+  bool no_saturation = false;
+  // ceil(shape[d] / block[d]); empty where it is not known, which it must be
+  // with more than one outer scale.
+  std::vector<int64_t> scale_shape;
 
   friend bool operator==(const Encoding& a, const Encoding& b);
 };
 
+// The entries that codes index: the format's or the encoding's. Empty unless
+// the format is a codebook.
+absl::Span<const float> CodebookOf(const Encoding& encoding);
+
 // Checks an encoding by itself.
-// Errors: FORMAT_UNKNOWN, FORMAT_NOT_IMPLEMENTED, SCALE_INVALID (not finite,
-// not positive, below the smallest normal float32), SCALE_COUNT (none, or
-// zero points neither as many nor none), ZERO_POINT_RANGE, CODE_RANGE_INVALID
-// (qmin and qmax outside the format, or qmin >= qmax), BLOCK_SIZE_INVALID.
+// Errors: FORMAT_UNKNOWN, SCALE_INVALID (not finite, not positive, below the
+// smallest normal float32, or not a value of the scale type; E8M0 scales may be
+// NaN and subnormal), SCALE_COUNT (none, or zero points, scale codes or outer
+// scales of another number than expected), SCALE_TYPE_INVALID (not the one
+// that the format prescribes; codes or outer scales where the type has none;
+// zero points with scale codes), CODEBOOK_INVALID, ZERO_POINT_RANGE,
+// CODE_RANGE_INVALID (qmin and qmax outside the format, qmin >= qmax, or not a
+// float format's own), BLOCK_SIZE_INVALID.
 absl::Status ValidateEncoding(const Encoding& encoding);
+
+// Fills `scale` in from the scale codes and outer scales; does nothing for
+// other scale types.
+//
+//   kE8m0     2^(code - 127 + step_exponent), NaN for kE8m0Nan
+//   kE4m3     float32(value(code) * outer)
+//   kInteger  float32(code * outer)
+//
+// Errors: those of ValidateEncoding that concern them.
+absl::Status DeriveScales(Encoding* encoding);
+
+// Size in bytes of the stored scales: inner, outer and zero points (one code
+// each where the encoding has any).
+int64_t ScalesSizeBytes(const Encoding& encoding);
 
 // Checks that a valid encoding fits a tensor of that layout.
 // Errors: SCALE_COUNT.

@@ -16,6 +16,7 @@
 #include "server/rpc/tensor_job.h"
 #include "server/wire/encoding_proto.h"
 #include "server/wire/names.h"
+#include "server/wire/statistics_proto.h"
 
 namespace quantd::server {
 namespace {

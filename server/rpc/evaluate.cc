@@ -19,6 +19,7 @@
 #include "server/rpc/tensor_input.h"
 #include "server/rpc/tensor_job.h"
 #include "server/wire/encoding_proto.h"
+#include "server/wire/statistics_proto.h"
 
 namespace quantd::server {
 namespace {
@@ -123,7 +124,7 @@ class EvaluateJob final : public TensorJob {
   void StartEvaluator(Candidate& candidate) {
     candidate.evaluator = std::make_unique<core::Evaluator>(
         *candidate.resolved.encoding, *candidate.resolved.layout, element_type_,
-        per_scale_index_);
+        core::EvaluateOptions{per_scale_index_, false});
   }
 
   void Evaluate(Candidate& candidate, int64_t offset_bytes,

@@ -143,12 +143,12 @@ void SpecCalibration::Update(int64_t offset_bytes,
 }
 
 absl::StatusOr<ResolvedEncoding> SpecCalibration::Calibrate() const {
-  absl::StatusOr<core::Encoding> encoding =
-      core::CalibrateEncoding(spec_, statistics_);
-  if (!encoding.ok()) return encoding.status();
+  absl::StatusOr<core::Calibration> calibration =
+      core::Calibrate(spec_, *layout_, statistics_, {}, env_.pool);
+  if (!calibration.ok()) return calibration.status();
   return ResolvedEncoding{
-      std::make_shared<const core::Encoding>(*std::move(encoding)), layout_,
-      ""};
+      std::make_shared<const core::Encoding>(std::move(calibration->encoding)),
+      layout_, ""};
 }
 
 void StoredEncodingToProto(const EncodingKey& key, const StoredEncoding& stored,

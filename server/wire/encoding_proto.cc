@@ -18,7 +18,7 @@ namespace {
 absl::Status AtField(absl::Status status) {
   const absl::string_view reason = core::ErrorReason(status);
   absl::string_view field;
-  if (reason == "FORMAT_UNKNOWN" || reason == "FORMAT_NOT_IMPLEMENTED") {
+  if (reason == "FORMAT_UNKNOWN") {
     field = "format";
   } else if (reason == "BLOCK_SIZE_INVALID") {
     field = "block_size";
@@ -30,7 +30,7 @@ absl::Status AtField(absl::Status status) {
     field = "qmin";
   } else if (reason == "SYMMETRY_INVALID") {
     field = "symmetry";
-  } else if (reason == "METHOD_NOT_IMPLEMENTED") {
+  } else if (reason == "METHOD_INVALID") {
     field = "method";
   } else {
     return status;
@@ -51,6 +51,17 @@ void EncodingToProto(const core::Encoding& encoding, v1::Encoding* proto) {
   proto->set_qmax(encoding.qmax);
   proto->set_exclude_zero(encoding.exclude_zero);
   proto->set_degenerate_count(encoding.degenerate_count);
+  proto->set_scale_type(static_cast<v1::ScaleType>(encoding.scale_type));
+  proto->set_scale_code(encoding.scale_code.data(), encoding.scale_code.size());
+  proto->mutable_outer_scale()->Assign(encoding.outer_scale.begin(),
+                                       encoding.outer_scale.end());
+  proto->mutable_outer_block_size()->Assign(encoding.outer_block_size.begin(),
+                                            encoding.outer_block_size.end());
+  proto->mutable_codebook()->Assign(encoding.codebook.begin(),
+                                    encoding.codebook.end());
+  proto->set_no_saturation(encoding.no_saturation);
+  proto->mutable_scale_shape()->Assign(encoding.scale_shape.begin(),
+                                       encoding.scale_shape.end());
 }
 
 absl::StatusOr<core::Encoding> EncodingFromProto(const v1::Encoding& proto) {
@@ -68,6 +79,30 @@ absl::StatusOr<core::Encoding> EncodingFromProto(const v1::Encoding& proto) {
   }
   encoding.exclude_zero = proto.exclude_zero();
   encoding.degenerate_count = static_cast<int64_t>(proto.degenerate_count());
+  if (!v1::ScaleType_IsValid(proto.scale_type())) {
+    return core::WithField(
+        core::EnumUnknownError("ScaleType", proto.scale_type()), "scale_type");
+  }
+  encoding.scale_type = static_cast<core::ScaleType>(proto.scale_type());
+  if (encoding.scale_type == core::ScaleType::kDefault) {
+    encoding.scale_type =
+        info == nullptr || info->scale_type == core::ScaleType::kDefault
+            ? core::ScaleType::kFloat32
+            : info->scale_type;
+  }
+  encoding.scale_code.assign(proto.scale_code().begin(),
+                             proto.scale_code().end());
+  encoding.outer_scale.assign(proto.outer_scale().begin(),
+                              proto.outer_scale().end());
+  encoding.outer_block_size.assign(proto.outer_block_size().begin(),
+                                   proto.outer_block_size().end());
+  encoding.codebook.assign(proto.codebook().begin(), proto.codebook().end());
+  encoding.no_saturation = proto.no_saturation();
+  encoding.scale_shape.assign(proto.scale_shape().begin(),
+                              proto.scale_shape().end());
+  if (absl::Status s = core::DeriveScales(&encoding); !s.ok()) {
+    return AtField(std::move(s));
+  }
   if (absl::Status s = core::ValidateEncoding(encoding); !s.ok()) {
     // Two fields share each of these reasons.
     const absl::string_view reason = core::ErrorReason(s);
@@ -125,19 +160,19 @@ absl::StatusOr<TensorDescription> DescriptionFromProto(
   return description;
 }
 
-void StatisticsToProto(const core::TensorStatistics& statistics,
-                       v1::TensorStatistics* proto) {
-  const core::ElementCounts& counts = statistics.counts();
-  proto->set_count(counts.total);
-  const core::Extremes extremes = statistics.overall();
-  if (!extremes.empty()) {
-    proto->set_min(extremes.min);
-    proto->set_max(extremes.max);
-  }
-  proto->set_nan_count(counts.nan);
-  proto->set_positive_infinity_count(counts.positive_infinity);
-  proto->set_negative_infinity_count(counts.negative_infinity);
-  proto->set_zero_count(counts.zero);
+core::Granularity GranularityFromProto(const v1::Granularity& proto) {
+  return {proto.axis(), proto.group_size()};
+}
+
+void PredictionToProto(const core::Prediction& prediction,
+                       v1::Prediction* proto) {
+  proto->set_count(prediction.count);
+  proto->set_mean_squared_error(prediction.MeanSquaredError());
+  proto->set_mean_squared_error_low(prediction.MeanSquaredErrorLow());
+  proto->set_mean_squared_error_high(prediction.MeanSquaredErrorHigh());
+  proto->set_sqnr_db(prediction.SqnrDb());
+  proto->set_sqnr_db_low(prediction.SqnrDbLow());
+  proto->set_sqnr_db_high(prediction.SqnrDbHigh());
 }
 
 }  // namespace quantd::server

@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "core/calibrate/calibrate.h"
+#include "core/calibrate/encoding_spec.h"
+#include "core/calibrate/prediction.h"
 #include "core/quantize/quantize.h"
-#include "core/statistics/tensor_statistics.h"
 #include "core/types/element_type.h"
 #include "core/types/encoding.h"
 #include "quantd/v1/encoding.pb.h"
@@ -26,6 +26,11 @@ absl::StatusOr<core::Encoding> EncodingFromProto(const v1::Encoding& proto);
 // fields.
 absl::StatusOr<core::EncodingSpec> SpecFromProto(const v1::EncodingSpec& proto);
 
+core::Granularity GranularityFromProto(const v1::Granularity& proto);
+
+void PredictionToProto(const core::Prediction& prediction,
+                       v1::Prediction* proto);
+
 // What a header says of its tensor.
 struct TensorDescription {
   core::ElementType element_type{};
@@ -37,9 +42,6 @@ struct TensorDescription {
 // fields.
 absl::StatusOr<TensorDescription> DescriptionFromProto(
     const v1::TensorDescription& proto);
-
-void StatisticsToProto(const core::TensorStatistics& statistics,
-                       v1::TensorStatistics* proto);
 
 }  // namespace quantd::server
 

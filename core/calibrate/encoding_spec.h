@@ -1,0 +1,127 @@
+// How to compute an encoding from data.
+
+#ifndef QUANTD_CORE_CALIBRATE_ENCODING_SPEC_H_
+#define QUANTD_CORE_CALIBRATE_ENCODING_SPEC_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/optional.h"
+#include "absl/types/span.h"
+#include "core/formats/number_format.h"
+#include "core/formats/scale_type.h"
+
+namespace quantd::core {
+
+// The values are those of quantd.v1.Symmetry.
+enum class Symmetry : int {
+  kDefault = 0,     // kStrict for signed formats, kAsymmetric for unsigned
+  kAsymmetric = 1,  // (max - min) / (qmax - qmin), a zero point
+  kStrict = 2,      // absmax / (2^(b-1) - 1), qmin = -qmax
+  kFullRange = 3,   // the same scale, qmin = -2^(b-1)
+  kHalfStep = 4,    // absmax / (2^b - 1) * 2, qmin = -2^(b-1)
+};
+
+// The values are those of quantd.v1.CalibrationMethod.
+enum class CalibrationMethod : int {
+  kDefault = 0,
+  kMinMax = 1,
+  kPercentile = 2,
+  kMse = 3,
+  kSqnr = 4,
+  kEntropy = 5,
+  kFixedRange = 6,
+  kMovingAverage = 7,
+  kBestOf = 8,
+};
+
+// The values are those of quantd.v1.MxScaleRule.
+enum class MxScaleRule : int {
+  kDefault = 0,
+  kFloor = 1,
+  kCeil = 2,
+  kEven = 3,
+  kRceil = 4,
+};
+
+// The values are those of quantd.v1.Tail.
+enum class Tail : int {
+  kDefault = 0,
+  kMagnitude = 1,
+  kBoth = 2,
+  kUpper = 3,
+  kLower = 4,
+};
+
+// The values are those of quantd.v1.Objective.
+enum class Objective : int { kDefault = 0, kMse = 1, kSqnr = 2 };
+
+// Block sizes for tensors of any rank; see quantd.v1.Granularity.
+struct Granularity {
+  int64_t axis = 0;
+  int64_t group_size = 0;
+};
+
+// See quantd.v1.EncodingSpec for every field.
+struct EncodingSpec {
+  NumberFormat format{};
+  std::vector<int64_t> block_size;
+  Symmetry symmetry = Symmetry::kDefault;
+  CalibrationMethod method = CalibrationMethod::kDefault;
+  bool exclude_zero = false;
+  bool unsigned_if_non_negative = false;
+  absl::optional<Granularity> granularity;
+  ScaleType scale_type = ScaleType::kDefault;
+  MxScaleRule mx_scale_rule = MxScaleRule::kDefault;
+  bool power_of_two_scale = false;
+  std::vector<int64_t> outer_block_size;
+  int integer_scale_max = 0;
+  std::vector<float> codebook;
+  double tail_fraction = 0.001;
+  Tail tail = Tail::kDefault;
+  double gamma = 3;
+  int search_steps = 0;
+  int entropy_bins = 0;
+  double range_min = 0;
+  double range_max = 0;
+  std::vector<CalibrationMethod> methods;
+  Objective objective = Objective::kDefault;
+  bool no_saturation = false;
+};
+
+// Checks a spec by itself.
+// Errors: FORMAT_UNKNOWN, ENUM_UNKNOWN, SYMMETRY_INVALID (symmetric on an
+// unsigned format, asymmetric on one that is not integer; exclude_zero or
+// unsigned_if_non_negative where they do not apply), BLOCK_SIZE_INVALID,
+// SCALE_TYPE_INVALID (not the format's, or asymmetric with scale codes;
+// power_of_two_scale, mx_scale_rule, integer_scale_max or outer_block_size
+// where they do not apply), CODEBOOK_INVALID, METHOD_INVALID (a parameter of
+// the method out of its range, or methods without or within best-of).
+absl::Status ValidateSpec(const EncodingSpec& spec);
+
+// What the spec asks for, with every default filled in.
+Symmetry EffectiveSymmetry(const EncodingSpec& spec);
+ScaleType EffectiveScaleType(const EncodingSpec& spec);
+
+// The spec for a tensor of that shape: block_size filled in from granularity or
+// the format's default group, and outer_block_size with the default of the
+// scale type, rounded up to cover whole blocks; granularity cleared.
+// Errors: BLOCK_SIZE_INVALID for a rank or axis that does not fit.
+absl::StatusOr<EncodingSpec> ResolveSpec(const EncodingSpec& spec,
+                                         absl::Span<const int64_t> shape);
+
+// The block size that a granularity means for that shape; empty (per tensor)
+// for a rank below 2.
+// Errors: BLOCK_SIZE_INVALID.
+absl::StatusOr<std::vector<int64_t>> ResolveGranularity(
+    const Granularity& granularity, absl::Span<const int64_t> shape);
+
+// Whether calibrating needs histograms: all methods but min-max, fixed range
+// and moving average.
+bool NeedsHistograms(const EncodingSpec& spec);
+
+}  // namespace quantd::core
+
+#endif  // QUANTD_CORE_CALIBRATE_ENCODING_SPEC_H_

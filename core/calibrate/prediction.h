@@ -1,0 +1,43 @@
+// The error that an encoding will make, from statistics alone.
+
+#ifndef QUANTD_CORE_CALIBRATE_PREDICTION_H_
+#define QUANTD_CORE_CALIBRATE_PREDICTION_H_
+
+#include <cstdint>
+
+#include "core/statistics/tensor_statistics.h"
+#include "core/types/encoding.h"
+
+namespace quantd::core {
+
+// Sums over the finite elements x with x' = dequantize(quantize(x)). The true
+// sum of (x' - x)^2 lies in [squared_error_low, squared_error_high].
+struct Prediction {
+  uint64_t count = 0;
+  double squared_error = 0;
+  double squared_error_low = 0;
+  double squared_error_high = 0;
+  // Sum of x^2; exact but for the rounding of float64.
+  double signal = 0;
+
+  void Add(const Prediction& other);
+
+  double MeanSquaredError() const;      // 0 when count is 0
+  double MeanSquaredErrorLow() const;   // 0 when count is 0
+  double MeanSquaredErrorHigh() const;  // 0 when count is 0
+  // 10 log10(signal / squared error) in decibels; +Inf without error.
+  double SqnrDb() const;
+  double SqnrDbLow() const;
+  double SqnrDbHigh() const;
+  // squared_error / signal, 0 when both are.
+  double NoiseToSignal() const;
+};
+
+// Requires: a valid encoding with a scale per scale index of `statistics`,
+// which has histograms.
+Prediction Predict(const Encoding& encoding,
+                   const TensorStatistics& statistics);
+
+}  // namespace quantd::core
+
+#endif  // QUANTD_CORE_CALIBRATE_PREDICTION_H_

@@ -1,0 +1,94 @@
+#include "core/statistics/statistics_state.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "core/errors.h"
+
+namespace quantd::core {
+
+absl::Status CheckMergeable(const StatisticsState& whole,
+                            const StatisticsState& part) {
+  if (whole.block_size != part.block_size) {
+    return StatisticsMismatchError(absl::StrCat(
+        "the block size is [", absl::StrJoin(part.block_size, ", "),
+        "], expected [", absl::StrJoin(whole.block_size, ", "),
+        "], that of the statistics there are"));
+  }
+  if (whole.statistics.mantissa_bits() != part.statistics.mantissa_bits()) {
+    return StatisticsMismatchError(absl::StrCat(
+        "the histograms have ", part.statistics.mantissa_bits(),
+        " mantissa bits, expected ", whole.statistics.mantissa_bits(),
+        ", those of the statistics there are"));
+  }
+  if (whole.shape.size() != part.shape.size()) {
+    return StatisticsMismatchError(absl::StrCat(
+        "the tensor has ", part.shape.size(), " dimensions, expected ",
+        whole.shape.size(), ", those of the statistics there are"));
+  }
+  for (size_t d = 0; d < whole.block_size.size(); ++d) {
+    if (whole.block_size[d] != 0 && whole.shape[d] != part.shape[d]) {
+      return StatisticsMismatchError(absl::StrCat(
+          "dimension ", d, " is ", part.shape[d], ", expected ", whole.shape[d],
+          ": the statistics are kept in blocks of it"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status MergeState(const StatisticsState& part, StatisticsState* whole) {
+  if (absl::Status s = CheckMergeable(*whole, part); !s.ok()) return s;
+  for (size_t d = 0; d < part.shape.size(); ++d) {
+    whole->shape[d] = std::max(whole->shape[d], part.shape[d]);
+  }
+  whole->statistics.Merge(part.statistics);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<TensorStatistics> StatisticsAt(
+    const StatisticsState& state, absl::Span<const int64_t> block_size) {
+  const absl::StatusOr<BlockLayout> coarse =
+      BlockLayout::Create(state.shape, block_size);
+  if (!coarse.ok()) return coarse.status();
+  const absl::StatusOr<BlockLayout> fine =
+      BlockLayout::Create(state.shape, state.block_size);
+  if (!fine.ok()) return fine.status();
+  const size_t rank = state.shape.size();
+  const auto block = [&](absl::Span<const int64_t> sizes, size_t d) {
+    const int64_t size =
+        sizes.empty() || sizes[d] == 0 ? state.shape[d] : sizes[d];
+    return std::max<int64_t>(1, std::min(size, state.shape[d]));
+  };
+  for (size_t d = 0; d < rank; ++d) {
+    const int64_t from = block(state.block_size, d);
+    const int64_t to = block(block_size, d);
+    if (to < state.shape[d] && to % from != 0) {
+      return GranularityTooFineError(
+          absl::StrCat("dimension ", d, " is asked for in blocks of ", to,
+                       ", expected a multiple of ", from,
+                       ", the blocks that the statistics are kept in"));
+    }
+  }
+  std::vector<int64_t> map(fine->scale_count());
+  std::vector<int64_t> index(rank, 0);
+  for (int64_t i = 0; i < fine->scale_count(); ++i) {
+    int64_t to = 0;
+    for (size_t d = 0; d < rank; ++d) {
+      to = to * coarse->scale_shape()[d] +
+           index[d] * block(state.block_size, d) / block(block_size, d);
+    }
+    map[i] = to;
+    for (size_t d = rank; d-- > 0;) {
+      if (++index[d] < fine->scale_shape()[d]) break;
+      index[d] = 0;
+    }
+  }
+  return state.statistics.Coarsen(map, coarse->scale_count());
+}
+
+}  // namespace quantd::core

@@ -1,0 +1,45 @@
+// Statistics with what they are about, as they are stored: calibrate once,
+// encode many.
+
+#ifndef QUANTD_CORE_STATISTICS_STATISTICS_STATE_H_
+#define QUANTD_CORE_STATISTICS_STATISTICS_STATE_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "core/statistics/tensor_statistics.h"
+#include "core/types/block_layout.h"
+
+namespace quantd::core {
+
+// Plain value.
+struct StatisticsState {
+  // In elements; 0 for the whole dimension; empty for per tensor.
+  std::vector<int64_t> block_size;
+  // The largest extent seen of each dimension.
+  std::vector<int64_t> shape;
+  TensorStatistics statistics{1};
+};
+
+// Checks that `part` may be merged into `whole`: the same block size, rank,
+// mantissa bits, and extent of every dimension that the block size divides.
+// Errors: STATISTICS_MISMATCH.
+absl::Status CheckMergeable(const StatisticsState& whole,
+                            const StatisticsState& part);
+
+// Adds `part` to `whole`; the shape becomes the larger extent of each.
+// Errors: STATISTICS_MISMATCH; `whole` is then as it was.
+absl::Status MergeState(const StatisticsState& part, StatisticsState* whole);
+
+// The statistics at the granularity of `block_size`: the same or one whose
+// every entry is 0 (or beyond the dimension) or a multiple of the state's.
+// Errors: BLOCK_SIZE_INVALID of BlockLayout::Create; GRANULARITY_TOO_FINE.
+absl::StatusOr<TensorStatistics> StatisticsAt(
+    const StatisticsState& state, absl::Span<const int64_t> block_size);
+
+}  // namespace quantd::core
+
+#endif  // QUANTD_CORE_STATISTICS_STATISTICS_STATE_H_

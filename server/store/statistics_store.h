@@ -1,0 +1,95 @@
+// Where statistics are kept: one state per tensor and source, each contribution
+// counted exactly once.
+
+#ifndef QUANTD_SERVER_STORE_STATISTICS_STORE_H_
+#define QUANTD_SERVER_STORE_STATISTICS_STORE_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "core/statistics/statistics_state.h"
+#include "server/store/encoding_store.h"
+
+namespace quantd::server {
+
+// Who contributes, and which of its contributions it is.
+struct ContributionKey {
+  EncodingKey tensor;
+  std::string source;
+  // At least 1.
+  uint64_t sequence = 0;
+};
+
+// What became of a contribution.
+struct ContributionOutcome {
+  // The last sequence of the source that is counted.
+  uint64_t sequence = 0;
+  // It was counted before, or is older, and was not counted now.
+  bool duplicate = false;
+};
+
+// One source of a tensor's statistics.
+struct SourceListEntry {
+  std::string source;
+  uint64_t sequence = 0;
+  absl::Time update_time;
+};
+
+// The statistics of a tensor over all of its sources.
+struct StoredStatistics {
+  core::StatisticsState state;
+  // [scale_count] averaged extremes; only when there is a single source.
+  std::vector<core::Extremes> moving_average;
+  // In order of source, never empty.
+  std::vector<SourceListEntry> sources;
+};
+
+struct StatisticsListEntry {
+  std::string tensor;
+  int64_t source_count = 0;
+  // Of the states as they are stored.
+  int64_t size_bytes = 0;
+  absl::Time update_time;
+};
+
+// Thread-safe. Calls may block on a disk: never call with a lock held.
+// Errors of every call: STORE_UNAVAILABLE, STORE_CORRUPT.
+class StatisticsStore {
+ public:
+  virtual ~StatisticsStore() = default;
+
+  // Adds `part` to the state of the source unless its sequence is not larger
+  // than the last one; durable when it returns, exactly once whatever fails in
+  // between. The source's averaged extremes move by `averaging_constant` of the
+  // difference to those of `part`; the first contribution sets them; a scale
+  // index without a finite element leaves them.
+  // Errors: STATISTICS_MISMATCH (with any source of the tensor),
+  // STATISTICS_TOO_LARGE (the source's state would exceed the limit of the
+  // store).
+  virtual absl::StatusOr<ContributionOutcome> Contribute(
+      const ContributionKey& key, const core::StatisticsState& part,
+      double averaging_constant) = 0;
+
+  // Errors: STATISTICS_NOT_FOUND.
+  virtual absl::StatusOr<StoredStatistics> GetStatistics(
+      const EncodingKey& key) = 0;
+
+  // At most `limit` entries in order of tensor, bytewise, after `after`.
+  virtual absl::StatusOr<std::vector<StatisticsListEntry>> ListStatistics(
+      absl::string_view model, absl::string_view revision,
+      absl::string_view after, int limit) = 0;
+
+  // Of one source, or with an empty `source` of all; durable when it returns.
+  // Errors: STATISTICS_NOT_FOUND.
+  virtual absl::Status DeleteStatistics(const EncodingKey& key,
+                                        absl::string_view source) = 0;
+};
+
+}  // namespace quantd::server
+
+#endif  // QUANTD_SERVER_STORE_STATISTICS_STORE_H_
