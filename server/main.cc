@@ -81,12 +81,12 @@ absl::StatusOr<std::unique_ptr<EncodingStore>> OpenStore(const Config& config,
                        "\": ", error.message()));
     }
   }
-  absl::StatusOr<std::unique_ptr<SqliteEncodingStore>> sqlite =
-      SqliteEncodingStore::Open(config.store_path);
-  if (!sqlite.ok()) return sqlite.status();
+  absl::StatusOr<std::shared_ptr<SqliteDatabase>> database =
+      SqliteDatabase::Open(config.store_path);
+  if (!database.ok()) return database.status();
   // Inside the cache, so that the latencies are those of the disk.
-  auto metering =
-      std::make_unique<MeteringEncodingStore>(*std::move(sqlite), metrics);
+  auto metering = std::make_unique<MeteringEncodingStore>(
+      std::make_unique<SqliteEncodingStore>(*std::move(database)), metrics);
   CachingEncodingStore::Options options;
   options.cap_bytes = config.cache_bytes;
   options.max_age = config.cache_max_age;

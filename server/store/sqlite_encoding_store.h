@@ -7,33 +7,19 @@
 #include <string>
 #include <vector>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "absl/synchronization/mutex.h"
 #include "server/store/encoding_store.h"
+#include "server/store/sqlite_database.h"
 
 namespace quantd::server {
 
-// The version that this program writes into PRAGMA user_version. Migrations
-// only go forward.
-constexpr int kSqliteSchemaVersion = 1;
-
-// WAL and synchronous=FULL: a commit is on disk when it returns. Several
-// processes may open one file. A row carries a checksum over all of it; one
-// that fails is STORE_CORRUPT, and putting or deleting it repairs the store.
-// Thread-safe: reads run side by side, writes one after another.
+// A row carries a checksum over all of it; one that fails is STORE_CORRUPT, and
+// putting or deleting it repairs the store. Thread-safe.
 class SqliteEncodingStore : public EncodingStore {
  public:
-  // Creates the file, and its directory when only the last component is
-  // missing. `path` is a plain path, not a URI and not ":memory:".
-  // Errors: STORE_UNAVAILABLE (a network file system among them),
-  // STORE_CORRUPT, STORE_SCHEMA.
-  static absl::StatusOr<std::unique_ptr<SqliteEncodingStore>> Open(
-      const std::string& path);
-
-  ~SqliteEncodingStore() override;
+  explicit SqliteEncodingStore(std::shared_ptr<SqliteDatabase> database);
 
   absl::StatusOr<StoredEncoding> Get(const EncodingKey& key) override;
   absl::StatusOr<StoredEncoding> Put(
@@ -51,18 +37,7 @@ class SqliteEncodingStore : public EncodingStore {
   absl::Status Ping() override;
 
  private:
-  class Connection;
-  class ReadLease;
-
-  SqliteEncodingStore(std::unique_ptr<Connection> writer,
-                      std::vector<std::unique_ptr<Connection>> readers);
-
-  absl::Mutex write_mutex_;
-  const std::unique_ptr<Connection> writer_ ABSL_PT_GUARDED_BY(write_mutex_);
-
-  const std::vector<std::unique_ptr<Connection>> readers_;
-  absl::Mutex read_mutex_;
-  std::vector<Connection*> idle_readers_ ABSL_GUARDED_BY(read_mutex_);
+  const std::shared_ptr<SqliteDatabase> database_;
 };
 
 }  // namespace quantd::server

@@ -40,8 +40,8 @@ TemporaryDirectory::~TemporaryDirectory() {
 }
 
 TestServer::TestServer(server::ServerOptions options)
-    : store_(ValueOrDie(server::SqliteEncodingStore::Open(directory_.path() +
-                                                          "/encodings.db"))) {
+    : store_(std::make_unique<server::SqliteEncodingStore>(ValueOrDie(
+          server::SqliteDatabase::Open(directory_.path() + "/encodings.db")))) {
   if (options.listen.empty()) options.listen = {"127.0.0.1:0"};
   options.drain_delay = absl::ZeroDuration();
   server_ =

@@ -64,17 +64,18 @@ class EncodingStoreTest : public testing::TestWithParam<Kind> {
   }
 
   std::unique_ptr<EncodingStore> Open() {
-    absl::StatusOr<std::unique_ptr<SqliteEncodingStore>> sqlite =
-        SqliteEncodingStore::Open(directory_ + "/encodings.db");
-    if (!sqlite.ok()) {
-      ADD_FAILURE() << sqlite.status();
+    absl::StatusOr<std::shared_ptr<SqliteDatabase>> database =
+        SqliteDatabase::Open(directory_ + "/encodings.db");
+    if (!database.ok()) {
+      ADD_FAILURE() << database.status();
       return nullptr;
     }
-    if (GetParam() == Kind::kSqlite) return *std::move(sqlite);
+    auto sqlite = std::make_unique<SqliteEncodingStore>(*std::move(database));
+    if (GetParam() == Kind::kSqlite) return sqlite;
     CachingEncodingStore::Options options;
     options.cap_bytes = 1 << 20;
     return std::make_unique<CachingEncodingStore>(
-        std::make_unique<MeteringEncodingStore>(*std::move(sqlite), &metrics_),
+        std::make_unique<MeteringEncodingStore>(std::move(sqlite), &metrics_),
         options, &metrics_);
   }
 

@@ -49,10 +49,11 @@ class SqliteEncodingStoreTest : public testing::Test {
   }
 
   std::unique_ptr<SqliteEncodingStore> MustOpen() {
-    absl::StatusOr<std::unique_ptr<SqliteEncodingStore>> store =
-        SqliteEncodingStore::Open(path_);
-    EXPECT_TRUE(store.ok()) << store.status();
-    return store.ok() ? *std::move(store) : nullptr;
+    absl::StatusOr<std::shared_ptr<SqliteDatabase>> database =
+        SqliteDatabase::Open(path_);
+    EXPECT_TRUE(database.ok()) << database.status();
+    if (!database.ok()) return nullptr;
+    return std::make_unique<SqliteEncodingStore>(*std::move(database));
   }
 
   // Runs SQL behind the store's back.
@@ -79,7 +80,7 @@ TEST_F(SqliteEncodingStoreTest, CreatesTheFileAndItsLastDirectory) {
   ASSERT_NE(store, nullptr);
   EXPECT_TRUE(std::filesystem::exists(path_));
   const absl::Status status =
-      SqliteEncodingStore::Open(directory_ + "/a/b/encodings.db").status();
+      SqliteDatabase::Open(directory_ + "/a/b/encodings.db").status();
   EXPECT_EQ(core::ErrorReason(status), "STORE_UNAVAILABLE") << status;
   EXPECT_THAT(std::string(status.message()), HasSubstr("/a/b"));
 }
@@ -132,13 +133,13 @@ TEST_F(SqliteEncodingStoreTest, PuttingOrDeletingRepairsACorruptRow) {
 
 TEST_F(SqliteEncodingStoreTest, ReportsAFileThatIsNoDatabase) {
   std::ofstream(path_) << std::string(8192, 'x');
-  const absl::Status status = SqliteEncodingStore::Open(path_).status();
+  const absl::Status status = SqliteDatabase::Open(path_).status();
   EXPECT_EQ(core::ErrorReason(status), "STORE_CORRUPT") << status;
 }
 
 TEST_F(SqliteEncodingStoreTest, RefusesAnotherProgramsDatabase) {
   Execute("CREATE TABLE theirs (x)");
-  const absl::Status status = SqliteEncodingStore::Open(path_).status();
+  const absl::Status status = SqliteDatabase::Open(path_).status();
   EXPECT_EQ(core::ErrorReason(status), "STORE_UNAVAILABLE") << status;
   EXPECT_THAT(std::string(status.message()), HasSubstr("another program"));
 }
@@ -146,13 +147,13 @@ TEST_F(SqliteEncodingStoreTest, RefusesAnotherProgramsDatabase) {
 TEST_F(SqliteEncodingStoreTest, RefusesANewerSchema) {
   ASSERT_NE(MustOpen(), nullptr);
   Execute(absl::StrCat("PRAGMA user_version = ", kSqliteSchemaVersion + 1));
-  const absl::Status status = SqliteEncodingStore::Open(path_).status();
+  const absl::Status status = SqliteDatabase::Open(path_).status();
   EXPECT_EQ(core::ErrorReason(status), "STORE_SCHEMA") << status;
 }
 
 TEST_F(SqliteEncodingStoreTest, ReportsADirectoryInPlaceOfTheFile) {
   std::filesystem::create_directory(path_);
-  const absl::Status status = SqliteEncodingStore::Open(path_).status();
+  const absl::Status status = SqliteDatabase::Open(path_).status();
   EXPECT_EQ(core::ErrorReason(status), "STORE_UNAVAILABLE") << status;
 }
 
@@ -214,11 +215,13 @@ TEST_F(SqliteEncodingStoreTest, AcknowledgedPutsSurviveKill) {
   ASSERT_GE(child, 0);
   if (child == 0) {
     close(pipe_fds[0]);
-    absl::StatusOr<std::unique_ptr<SqliteEncodingStore>> store =
-        SqliteEncodingStore::Open(path_);
-    for (int32_t i = 0; store.ok(); ++i) {
+    absl::StatusOr<std::shared_ptr<SqliteDatabase>> database =
+        SqliteDatabase::Open(path_);
+    if (!database.ok()) _exit(2);
+    SqliteEncodingStore store(*std::move(database));
+    for (int32_t i = 0;; ++i) {
       const EncodingKey key{"model", "revision", absl::StrCat(i)};
-      if (!(*store)->Put(key, MakeEncoding(1), {}).ok()) break;
+      if (!store.Put(key, MakeEncoding(1), {}).ok()) break;
       if (write(pipe_fds[1], &i, sizeof(i)) != sizeof(i)) break;
     }
     _exit(1);

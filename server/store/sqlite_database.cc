@@ -1,0 +1,325 @@
+#include "server/store/sqlite_database.h"
+
+#include <array>
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <system_error>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "core/errors.h"
+#include "server/store/file_system.h"
+
+namespace quantd::server {
+namespace {
+
+constexpr int kReaderCount = 4;
+constexpr int kBusyTimeoutMs = 5000;
+constexpr int kApplicationId = 0x716e7464;  // "qntd"
+
+constexpr char kBegin[] = "BEGIN IMMEDIATE";
+constexpr char kCommit[] = "COMMIT";
+constexpr char kRollback[] = "ROLLBACK";
+
+// Migration i brings a store from version i to i + 1.
+constexpr std::array<const char*, kSqliteSchemaVersion> kMigrations = {
+    // The columns that lists read stand before `body`, so that a list never
+    // walks the overflow pages of a large one.
+    R"sql(
+      CREATE TABLE generations (
+        id INTEGER PRIMARY KEY CHECK (id = 0),
+        last INTEGER NOT NULL
+      ) STRICT;
+      INSERT INTO generations (id, last) VALUES (0, 0);
+      CREATE TABLE encodings (
+        model TEXT NOT NULL,
+        revision TEXT NOT NULL,
+        tensor TEXT NOT NULL,
+        generation INTEGER NOT NULL,
+        update_time_us INTEGER NOT NULL,
+        format INTEGER NOT NULL,
+        scale_count INTEGER NOT NULL,
+        checksum INTEGER NOT NULL,
+        body BLOB NOT NULL,
+        PRIMARY KEY (model, revision, tensor)
+      ) STRICT;
+    )sql"};
+
+absl::Status SqliteError(absl::string_view what, int code,
+                         absl::string_view message) {
+  const std::string text =
+      absl::StrCat(what, ": ", message, " (SQLite ", code, ")");
+  switch (code & 0xff) {
+    case SQLITE_CORRUPT:
+    case SQLITE_NOTADB:
+      return core::StoreCorruptError(text);
+    default:
+      return core::StoreUnavailableError(text);
+  }
+}
+
+}  // namespace
+
+SqliteStatement::~SqliteStatement() {
+  if (statement_ == nullptr) return;
+  sqlite3_reset(statement_);
+  sqlite3_clear_bindings(statement_);
+}
+
+void SqliteStatement::BindText(int index, absl::string_view text) {
+  // A null pointer would bind NULL.
+  sqlite3_bind_text64(statement_, index,
+                      text.data() == nullptr ? "" : text.data(), text.size(),
+                      SQLITE_STATIC, SQLITE_UTF8);
+}
+
+void SqliteStatement::BindBlob(int index, absl::string_view blob) {
+  sqlite3_bind_blob64(statement_, index,
+                      blob.data() == nullptr ? "" : blob.data(), blob.size(),
+                      SQLITE_STATIC);
+}
+
+void SqliteStatement::BindInt(int index, int64_t value) {
+  sqlite3_bind_int64(statement_, index, value);
+}
+
+void SqliteStatement::BindKey(const EncodingKey& key) {
+  BindText(1, key.model);
+  BindText(2, key.revision);
+  BindText(3, key.tensor);
+}
+
+absl::StatusOr<bool> SqliteStatement::Step(absl::string_view what) {
+  const int code = sqlite3_step(statement_);
+  if (code == SQLITE_ROW) return true;
+  if (code == SQLITE_DONE) return false;
+  sqlite3* db = sqlite3_db_handle(statement_);
+  return SqliteError(what, sqlite3_extended_errcode(db), sqlite3_errmsg(db));
+}
+
+int64_t SqliteStatement::Int(int column) const {
+  return sqlite3_column_int64(statement_, column);
+}
+
+absl::string_view SqliteStatement::Bytes(int column) const {
+  const void* data = sqlite3_column_blob(statement_, column);
+  const int size = sqlite3_column_bytes(statement_, column);
+  return absl::string_view(static_cast<const char*>(data),
+                           data == nullptr ? 0 : size);
+}
+
+absl::StatusOr<std::unique_ptr<SqliteConnection>> SqliteConnection::Open(
+    const std::string& path) {
+  sqlite3* db = nullptr;
+  const int code =
+      sqlite3_open_v2(path.c_str(), &db,
+                      SQLITE_OPEN_READWRITE | SQLITE_OPEN_CREATE |
+                          SQLITE_OPEN_NOMUTEX | SQLITE_OPEN_EXRESCODE,
+                      nullptr);
+  // Even a failed open gives a handle to close.
+  std::unique_ptr<SqliteConnection> connection(new SqliteConnection(db));
+  if (code != SQLITE_OK) {
+    return SqliteError(absl::StrCat("cannot open \"", path, "\""), code,
+                       db == nullptr ? "out of memory" : sqlite3_errmsg(db));
+  }
+  sqlite3_busy_timeout(db, kBusyTimeoutMs);
+  return connection;
+}
+
+SqliteConnection::~SqliteConnection() {
+  for (const auto& [sql, statement] : statements_) sqlite3_finalize(statement);
+  sqlite3_close(db_);
+}
+
+absl::StatusOr<SqliteStatement> SqliteConnection::Prepare(const char* sql) {
+  sqlite3_stmt*& statement = statements_[sql];
+  if (statement == nullptr) {
+    const int code = sqlite3_prepare_v3(db_, sql, -1, SQLITE_PREPARE_PERSISTENT,
+                                        &statement, nullptr);
+    if (code != SQLITE_OK) {
+      return SqliteError("cannot use the store", code, sqlite3_errmsg(db_));
+    }
+  }
+  return SqliteStatement(statement);
+}
+
+absl::Status SqliteConnection::Run(const char* sql) {
+  absl::StatusOr<SqliteStatement> statement = Prepare(sql);
+  if (!statement.ok()) return statement.status();
+  return statement->Step(absl::StrCat("cannot ", sql)).status();
+}
+
+absl::Status SqliteConnection::Execute(const std::string& sql,
+                                       absl::string_view what) {
+  const int code = sqlite3_exec(db_, sql.c_str(), nullptr, nullptr, nullptr);
+  if (code != SQLITE_OK) return SqliteError(what, code, sqlite3_errmsg(db_));
+  return absl::OkStatus();
+}
+
+absl::StatusOr<int64_t> SqliteConnection::QueryInt(const std::string& sql,
+                                                   absl::string_view what) {
+  sqlite3_stmt* raw = nullptr;
+  const int code = sqlite3_prepare_v2(db_, sql.c_str(), -1, &raw, nullptr);
+  if (code != SQLITE_OK) return SqliteError(what, code, sqlite3_errmsg(db_));
+  const std::unique_ptr<sqlite3_stmt, int (*)(sqlite3_stmt*)> owner(
+      raw, &sqlite3_finalize);
+  SqliteStatement statement(raw);
+  absl::StatusOr<bool> row = statement.Step(what);
+  if (!row.ok()) return row.status();
+  return *row ? statement.Int(0) : 0;
+}
+
+// Switching to WAL takes an exclusive lock for which SQLite does not call the
+// busy handler, and another process may be opening the same new file.
+absl::Status SqliteConnection::UseWal() {
+  const absl::Time deadline = absl::Now() + absl::Milliseconds(kBusyTimeoutMs);
+  while (true) {
+    const int code = sqlite3_exec(db_, "PRAGMA journal_mode = WAL", nullptr,
+                                  nullptr, nullptr);
+    if (code == SQLITE_OK) break;
+    if ((code & 0xff) != SQLITE_BUSY || absl::Now() > deadline) {
+      return SqliteError("cannot open the store", code, sqlite3_errmsg(db_));
+    }
+    absl::SleepFor(absl::Milliseconds(5));
+  }
+  return Execute(
+      "PRAGMA synchronous = FULL; PRAGMA cell_size_check = ON;"
+      "PRAGMA trusted_schema = OFF",
+      "cannot set the store up");
+}
+
+absl::Status SqliteConnection::Migrate() {
+  constexpr absl::string_view kWhat = "cannot prepare the store";
+  absl::StatusOr<int64_t> version = QueryInt("PRAGMA user_version", kWhat);
+  if (!version.ok()) return version.status();
+  if (*version == kSqliteSchemaVersion) return CheckApplication();
+  if (absl::Status status = Run(kBegin); !status.ok()) return status;
+  absl::Status status = MigrateInTransaction();
+  if (status.ok()) status = Run(kCommit);
+  if (!status.ok()) Run(kRollback).IgnoreError();
+  return status;
+}
+
+absl::Status SqliteConnection::CheckApplication() {
+  absl::StatusOr<int64_t> id =
+      QueryInt("PRAGMA application_id", "cannot prepare the store");
+  if (!id.ok()) return id.status();
+  if (*id != kApplicationId) {
+    return core::StoreUnavailableError(
+        "the file is another program's database; expected a new file or one "
+        "of quantd");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status SqliteConnection::MigrateInTransaction() {
+  constexpr absl::string_view kWhat = "cannot prepare the store";
+  // Asked again: another process may have migrated meanwhile.
+  absl::StatusOr<int64_t> version = QueryInt("PRAGMA user_version", kWhat);
+  if (!version.ok()) return version.status();
+  absl::StatusOr<int64_t> tables =
+      QueryInt("SELECT COUNT(*) FROM sqlite_schema", kWhat);
+  if (!tables.ok()) return tables.status();
+  if (*tables > 0) {
+    if (absl::Status s = CheckApplication(); !s.ok()) return s;
+  }
+  if (*version > kSqliteSchemaVersion || *version < 0) {
+    return core::StoreSchemaError(static_cast<int>(*version),
+                                  kSqliteSchemaVersion);
+  }
+  for (int i = static_cast<int>(*version); i < kSqliteSchemaVersion; ++i) {
+    if (absl::Status s = Execute(kMigrations[i], kWhat); !s.ok()) return s;
+  }
+  return Execute(absl::StrCat("PRAGMA application_id = ", kApplicationId,
+                              "; PRAGMA user_version = ", kSqliteSchemaVersion),
+                 kWhat);
+}
+
+absl::StatusOr<std::shared_ptr<SqliteDatabase>> SqliteDatabase::Open(
+    const std::string& path) {
+  if (path.empty()) {
+    return core::StoreUnavailableError("the store's path is empty");
+  }
+  // An absolute path keeps its meaning when the working directory changes,
+  // and has no name that SQLite treats specially.
+  std::error_code error;
+  const std::string absolute = std::filesystem::absolute(path, error).string();
+  if (error) {
+    return core::StoreUnavailableError(
+        absl::StrCat("cannot resolve \"", path, "\": ", error.message()));
+  }
+  if (absl::Status status = PrepareStoreDirectory(absolute); !status.ok()) {
+    return status;
+  }
+  absl::StatusOr<std::unique_ptr<SqliteConnection>> writer =
+      SqliteConnection::Open(absolute);
+  if (!writer.ok()) return writer.status();
+  if (absl::Status status = (*writer)->UseWal(); !status.ok()) return status;
+  if (absl::Status status = (*writer)->Migrate(); !status.ok()) return status;
+  std::vector<std::unique_ptr<SqliteConnection>> readers;
+  for (int i = 0; i < kReaderCount; ++i) {
+    absl::StatusOr<std::unique_ptr<SqliteConnection>> reader =
+        SqliteConnection::Open(absolute);
+    if (!reader.ok()) return reader.status();
+    if (absl::Status status = (*reader)->Execute(
+            "PRAGMA query_only = ON; PRAGMA cell_size_check = ON",
+            "cannot set the store up");
+        !status.ok()) {
+      return status;
+    }
+    readers.push_back(*std::move(reader));
+  }
+  return std::shared_ptr<SqliteDatabase>(
+      new SqliteDatabase(*std::move(writer), std::move(readers)));
+}
+
+SqliteDatabase::SqliteDatabase(
+    std::unique_ptr<SqliteConnection> writer,
+    std::vector<std::unique_ptr<SqliteConnection>> readers)
+    : writer_(std::move(writer)), readers_(std::move(readers)) {
+  absl::MutexLock lock(&read_mutex_);
+  for (const std::unique_ptr<SqliteConnection>& reader : readers_) {
+    idle_readers_.push_back(reader.get());
+  }
+}
+
+absl::Status SqliteDatabase::Read(
+    absl::FunctionRef<absl::Status(SqliteConnection&)> body) {
+  SqliteConnection* connection;
+  {
+    absl::MutexLock lock(&read_mutex_);
+    const auto idle = [this] {
+      read_mutex_.AssertHeld();
+      return !idle_readers_.empty();
+    };
+    read_mutex_.Await(absl::Condition(&idle));
+    connection = idle_readers_.back();
+    idle_readers_.pop_back();
+  }
+  absl::Status status = body(*connection);
+  absl::MutexLock lock(&read_mutex_);
+  idle_readers_.push_back(connection);
+  return status;
+}
+
+absl::Status SqliteDatabase::Write(
+    absl::FunctionRef<absl::Status(SqliteConnection&)> body) {
+  absl::MutexLock lock(&write_mutex_);
+  if (absl::Status status = writer_->Run(kBegin); !status.ok()) return status;
+  absl::Status status = body(*writer_);
+  if (status.ok()) status = writer_->Run(kCommit);
+  // Some errors have rolled back by themselves; then this one fails.
+  if (!status.ok()) writer_->Run(kRollback).IgnoreError();
+  return status;
+}
+
+}  // namespace quantd::server
