@@ -1,9 +1,11 @@
 #include "core/formats/codec.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <vector>
 
 #include "absl/types/span.h"
 
@@ -113,6 +115,20 @@ double OverflowThreshold(const FloatLayout& layout) {
              : std::nextafter(middle, std::numeric_limits<double>::infinity());
 }
 
+double LargestNearLower(float lower, float upper) {
+  const double a = lower;
+  const double b = upper;
+  const double sum = a + b;
+  // What the rounding of the sum left out, exactly (Knuth's two-sum). It is at
+  // most half a unit, so that the next float64 below is below the true sum.
+  const double b_part = sum - a;
+  const double rest = (a - (sum - b_part)) + (b - b_part);
+  const double middle = sum / 2;
+  return rest < 0
+             ? std::nextafter(middle, -std::numeric_limits<double>::infinity())
+             : middle;
+}
+
 uint32_t EncodeCodebook(absl::Span<const float> codebook, double x) {
   if (std::isnan(x)) x = 0;
   const auto above = std::lower_bound(codebook.begin(), codebook.end(), x,
@@ -120,8 +136,24 @@ uint32_t EncodeCodebook(absl::Span<const float> codebook, double x) {
   if (above == codebook.begin()) return 0;
   const auto index = static_cast<uint32_t>(above - codebook.begin());
   if (above == codebook.end()) return index - 1;
-  const double below = *(above - 1);
-  return x - below <= *above - x ? index - 1 : index;
+  return x <= LargestNearLower(*(above - 1), *above) ? index - 1 : index;
+}
+
+const float* FloatValues(const FormatInfo& format) {
+  using Table = std::array<float, 256>;
+  static const auto& tables = *[] {
+    auto* made = new std::vector<Table>(AllFormats().size());
+    for (size_t row = 0; row < AllFormats().size(); ++row) {
+      const FormatInfo& info = AllFormats()[row];
+      if (info.kind != CodeKind::kFloat) continue;
+      const uint32_t mask = (uint32_t{1} << info.bits) - 1;
+      for (uint32_t code = 0; code < 256; ++code) {
+        (*made)[row][code] = DecodeFloat(info.float_layout, code & mask);
+      }
+    }
+    return made;
+  }();
+  return tables[&format - AllFormats().data()].data();
 }
 
 }  // namespace quantd::core

@@ -32,9 +32,18 @@ uint32_t EncodeFloat(const FloatLayout& layout, double x, bool saturate);
 double LargestFloat(const FloatLayout& layout);
 double OverflowThreshold(const FloatLayout& layout);
 
+// The value of every byte [256] as a code of a row of AllFormats(); bits past
+// those of a code are ignored.
+// Requires: CodeKind::kFloat.
+const float* FloatValues(const FormatInfo& format);
+
 // The index of the entry for x.
 // Requires: ascending, finite, not empty.
 uint32_t EncodeCodebook(absl::Span<const float> codebook, double x);
+
+// The largest float64 that is nearer to `lower` than to `upper`, or as near.
+// Requires: lower < upper, both finite.
+double LargestNearLower(float lower, float upper);
 
 }  // namespace quantd::core
 

@@ -9,6 +9,7 @@
 
 #include "absl/status/status.h"
 #include "core/errors.h"
+#include "core/formats/grid.h"
 #include "core/formats/number_format.h"
 #include "core/formats/packing.h"
 #include "core/quantize/quantize_kernel.h"
@@ -20,6 +21,7 @@
 #include "hwy/foreach_target.h"
 #include "hwy/highway.h"
 // After foreach_target.h, once per target.
+#include "core/formats/float_codec-inl.h"
 #include "core/formats/packing-inl.h"
 #include "core/types/float_convert-inl.h"
 
@@ -430,16 +432,24 @@ HWY_INLINE void StoreQuotients(D d, const Quotients<D>& q,
   StoreBytes(hn::DemoteTo(dc, hn::Add(code, q.zero_point)), dc, out);
 }
 
-template <class D>
-HWY_INLINE void CountQuotients(D d, const Quotients<D>& q,
-                               QuantizeCounts* counts) {
+// Counts elements that are not finite.
+template <class D, class V = hn::Vec<D>>
+HWY_INLINE void CountNonFinite(D d, V x, QuantizeCounts* counts) {
   using T = hn::TFromD<D>;
   const auto infinity = hn::Set(d, std::numeric_limits<T>::infinity());
+  counts->nan += hn::CountTrue(d, hn::IsNaN(x));
+  counts->positive_infinity += hn::CountTrue(d, hn::Eq(x, infinity));
+  counts->negative_infinity += hn::CountTrue(d, hn::Eq(x, hn::Neg(infinity)));
+}
+
+// Whether a quotient is NaN: that of a NaN, or of any element by a NaN scale.
+template <class D>
+HWY_INLINE bool CountQuotients(D d, const Quotients<D>& q,
+                               QuantizeCounts* counts) {
   counts->clipped_low += hn::CountTrue(d, hn::Lt(q.rounded, q.low));
   counts->clipped_high += hn::CountTrue(d, hn::Gt(q.rounded, q.high));
-  counts->nan += hn::CountTrue(d, hn::IsNaN(q.x));
-  counts->positive_infinity += hn::CountTrue(d, hn::Eq(q.x, infinity));
-  counts->negative_infinity += hn::CountTrue(d, hn::Eq(q.x, hn::Neg(infinity)));
+  CountNonFinite(d, q.x, counts);
+  return !hn::AllFalse(d, hn::IsNaN(q.rounded));
 }
 
 // Elements of one run. `T` is float or double.
@@ -474,27 +484,123 @@ void QuantizeByDivision(const QuantizeRange& range, int64_t scale_index,
                            out + i * kCodeSize, good1);
     }
     if (HWY_LIKELY(hn::AllTrue(d, good) && hn::AllTrue(d1, good1))) continue;
-    const int64_t nan_before = counts->nan;
+    bool has_nan = false;
     for (i = begin; i + lanes <= end; i += lanes) {
-      CountQuotients(d, Divide<kStep>(d, in + i * kSize, run, i), counts);
+      has_nan |=
+          CountQuotients(d, Divide<kStep>(d, in + i * kSize, run, i), counts);
     }
     for (; i < end; ++i) {
-      CountQuotients(d1, Divide<kStep>(d1, in + i * kSize, run, i), counts);
+      has_nan |=
+          CountQuotients(d1, Divide<kStep>(d1, in + i * kSize, run, i), counts);
     }
+    if (!has_nan) continue;
+    for (i = begin; i < end; ++i) {
+      int32_t code;
+      if (std::isnan(run.scale[i * kStep])) {
+        code = 0;
+      } else if (std::isnan(LoadUnaligned<T>(in + i * kSize))) {
+        code = range.NanCode(
+            run.zero_point == nullptr ? 0 : run.zero_point[i * kStep]);
+      } else {
+        continue;
+      }
+      StoreUnaligned(static_cast<Code>(code), out + i * kCodeSize);
+    }
+  }
+}
+
+// Lanes(d) elements from the i-th of a run on and their quotients.
+template <class D>
+struct GridQuotients {
+  hn::Vec<D> x;
+  hn::Vec<D> quotient;
+};
+
+template <int kStep, class D>
+HWY_INLINE GridQuotients<D> DivideForGrid(D d, const uint8_t* HWY_RESTRICT in,
+                                          const float* HWY_RESTRICT scale,
+                                          int64_t i) {
+  using T = hn::TFromD<D>;
+  const hn::Rebind<float, D> df;
+  const auto x = LoadBytes(d, in + i * static_cast<int64_t>(sizeof(T)));
+  const auto s = kStep == 1 ? hn::LoadU(df, scale + i) : hn::Set(df, *scale);
+  if constexpr (std::is_same_v<T, double>) {
+    return {x, hn::Div(x, hn::PromoteTo(d, s))};
+  } else {
+    return {x, hn::Div(x, s)};
+  }
+}
+
+// Elements of one run, codes on a FloatGrid or CodebookGrid.
+template <int kStep, typename T, class Grid>
+void QuantizeOnGrid(const QuantizeRange& range, const Grid& grid,
+                    int64_t scale_index, const uint8_t* HWY_RESTRICT in,
+                    int64_t count, uint8_t* HWY_RESTRICT out,
+                    QuantizeCounts* counts) {
+  using D = hn::ScalableTag<T>;
+  using D1 = hn::CappedTag<T, 1>;
+  const D d;
+  const D1 d1;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+  const float* scale = range.encoding.scale.data() + scale_index;
+  const auto encode = [&](auto tag, int64_t i, auto& good) HWY_ATTR {
+    const auto q = DivideForGrid<kStep>(tag, in, scale, i).quotient;
+    good = hn::And(good, InRange(tag, grid, q));
+    return EncodeInRange(tag, grid, q);
+  };
+  // Counts, and makes all codes but those of NaN under other policies than the
+  // default.
+  const auto encode_special = [&](auto tag, int64_t i) HWY_ATTR {
+    const hn::Rebind<uint8_t, decltype(tag)> du8;
+    const auto q = DivideForGrid<kStep>(tag, in, scale, i);
+    counts->clipped_low += hn::CountTrue(tag, IsBelow(tag, grid, q.quotient));
+    counts->clipped_high += hn::CountTrue(tag, IsAbove(tag, grid, q.quotient));
+    CountNonFinite(tag, q.x, counts);
+    StoreBytes(hn::DemoteTo(du8, Encode(tag, grid, q.quotient)), du8, out + i);
+  };
+  for (int64_t begin = 0; begin < count; begin += kPieceElements) {
+    const int64_t end = std::min(begin + kPieceElements, count);
+    auto good = hn::Eq(hn::Zero(d), hn::Zero(d));
+    auto good1 = hn::Eq(hn::Zero(d1), hn::Zero(d1));
+    int64_t i = begin;
+    if constexpr (std::is_same_v<T, float>) {
+      const hn::RebindToSigned<D> di;
+      for (; i + 4 * lanes <= end; i += 4 * lanes) {
+        const auto v0 = encode(d, i, good);
+        const auto v1 = encode(d, i + lanes, good);
+        const auto v2 = encode(d, i + 2 * lanes, good);
+        const auto v3 = encode(d, i + 3 * lanes, good);
+        StoreFour<uint8_t>(di, v0, v1, v2, v3, out + i);
+      }
+    }
+    for (; i + lanes <= end; i += lanes) {
+      const hn::Rebind<uint8_t, D> du8;
+      StoreBytes(hn::DemoteTo(du8, encode(d, i, good)), du8, out + i);
+    }
+    for (; i < end; ++i) {
+      const hn::Rebind<uint8_t, D1> du8;
+      StoreBytes(hn::DemoteTo(du8, encode(d1, i, good1)), du8, out + i);
+    }
+    if (HWY_LIKELY(hn::AllTrue(d, good) && hn::AllTrue(d1, good1))) continue;
+    const int64_t nan_before = counts->nan;
+    for (i = begin; i + lanes <= end; i += lanes) encode_special(d, i);
+    for (; i < end; ++i) encode_special(d1, i);
     if (counts->nan == nan_before) continue;
     for (i = begin; i < end; ++i) {
-      if (std::isnan(LoadUnaligned<T>(in + i * kSize))) {
-        const int32_t zero_point =
-            run.zero_point == nullptr ? 0 : run.zero_point[i * kStep];
-        StoreUnaligned(static_cast<Code>(range.NanCode(zero_point)),
-                       out + i * kCodeSize);
+      if (std::isnan(
+              LoadUnaligned<T>(in + i * static_cast<int64_t>(sizeof(T)))) &&
+          !std::isnan(scale[i * kStep])) {
+        out[i] = static_cast<uint8_t>(range.NanCode(0));
       }
     }
   }
 }
 
-template <typename T, typename Code>
-void QuantizeTyped(const QuantizeRange& range, QuantizeCounts* counts) {
+// Calls `quantize_part(run, in, count, codes)` for the parts of the runs,
+// widened to T and with codes of that size each.
+template <typename T, typename Code, class Function>
+HWY_INLINE void ForEachPart(const QuantizeRange& range,
+                            const Function& quantize_part) {
   const bool is_packed = range.format.storage_bits < 8;
   const bool widens = sizeof(T) == 4 && range.type != ElementType::kFloat32;
   const int64_t element_bytes = ElementSizeBytes(range.type);
@@ -503,7 +609,6 @@ void QuantizeTyped(const QuantizeRange& range, QuantizeCounts* counts) {
 
   BlockLayout::RunCursor cursor(range.layout, range.first, range.count);
   BlockLayout::Run run{};
-  ScaleBatch batch(range);
   for (int64_t begin = 0; begin < range.count; begin += kBlockElements) {
     const int64_t count = std::min(range.count - begin, kBlockElements);
     const uint8_t* in = range.in + begin * element_bytes;
@@ -519,21 +624,7 @@ void QuantizeTyped(const QuantizeRange& range, QuantizeCounts* counts) {
       const uint8_t* part_in = in + i * static_cast<int64_t>(sizeof(T));
       uint8_t* part_codes =
           block_codes + i * static_cast<int64_t>(sizeof(Code));
-      if (run.scale_step == 1) {
-        QuantizeByDivision<1, T, Code>(range, run.scale_index, part_in, part,
-                                       part_codes, counts);
-      } else {
-        const ScaleParameters* parameters =
-            std::is_same_v<T, float> ? &batch.Get(run.scale_index) : nullptr;
-        if (parameters != nullptr && parameters->has_reciprocal) {
-          QuantizeUniform<Code>(part_in, part, *parameters,
-                                range.NanCode(parameters->zero_point),
-                                part_codes, counts);
-        } else {
-          QuantizeByDivision<0, T, Code>(range, run.scale_index, part_in, part,
-                                         part_codes, counts);
-        }
-      }
+      quantize_part(run, part_in, part, part_codes);
       run.count -= part;
       run.scale_index += part * run.scale_step;
       i += part;
@@ -542,29 +633,84 @@ void QuantizeTyped(const QuantizeRange& range, QuantizeCounts* counts) {
   }
 }
 
-template <typename Code>
-void QuantizeAs(const QuantizeRange& range, QuantizeCounts* counts) {
-  if (range.type == ElementType::kFloat64) {
-    QuantizeTyped<double, Code>(range, counts);
-  } else {
-    QuantizeTyped<float, Code>(range, counts);
+template <typename T, typename Code>
+void QuantizeIntegers(const QuantizeRange& range, QuantizeCounts* counts) {
+  ScaleBatch batch(range);
+  ForEachPart<T, Code>(
+      range, [&](const BlockLayout::Run& run, const uint8_t* in, int64_t count,
+                 uint8_t* codes) HWY_ATTR {
+        if (run.scale_step == 1) {
+          QuantizeByDivision<1, T, Code>(range, run.scale_index, in, count,
+                                         codes, counts);
+          return;
+        }
+        if constexpr (std::is_same_v<T, float>) {
+          const ScaleParameters& parameters = batch.Get(run.scale_index);
+          if (parameters.has_reciprocal) {
+            QuantizeUniform<Code>(in, count, parameters,
+                                  range.NanCode(parameters.zero_point), codes,
+                                  counts);
+            return;
+          }
+        }
+        QuantizeByDivision<0, T, Code>(range, run.scale_index, in, count, codes,
+                                       counts);
+      });
+}
+
+template <typename T, class Grid>
+void QuantizeToGrid(const QuantizeRange& range, const Grid& grid,
+                    QuantizeCounts* counts) {
+  ForEachPart<T, uint8_t>(
+      range, [&](const BlockLayout::Run& run, const uint8_t* in, int64_t count,
+                 uint8_t* codes) HWY_ATTR {
+        if (run.scale_step == 1) {
+          QuantizeOnGrid<1, T>(range, grid, run.scale_index, in, count, codes,
+                               counts);
+        } else {
+          QuantizeOnGrid<0, T>(range, grid, run.scale_index, in, count, codes,
+                               counts);
+        }
+      });
+}
+
+template <typename T>
+void QuantizeTyped(const QuantizeRange& range, QuantizeCounts* counts) {
+  const FormatInfo& format = range.format;
+  switch (format.kind) {
+    case CodeKind::kInteger:
+      if (format.storage_bits == 16) {
+        if (format.is_signed) {
+          QuantizeIntegers<T, int16_t>(range, counts);
+        } else {
+          QuantizeIntegers<T, uint16_t>(range, counts);
+        }
+      } else {
+        if (format.is_signed) {
+          QuantizeIntegers<T, int8_t>(range, counts);
+        } else {
+          QuantizeIntegers<T, uint8_t>(range, counts);
+        }
+      }
+      return;
+    case CodeKind::kFloat:
+      QuantizeToGrid<T>(
+          range, FloatGrid(format.float_layout, range.encoding.no_saturation),
+          counts);
+      return;
+    case CodeKind::kCodebook:
+      QuantizeToGrid<T>(range, CodebookGrid(CodebookOf(range.encoding)),
+                        counts);
+      return;
   }
 }
 
 void QuantizeSimd(const QuantizeRange& range, QuantizeCounts* counts) {
   counts->total += range.count;
-  if (range.format.storage_bits == 16) {
-    if (range.format.is_signed) {
-      QuantizeAs<int16_t>(range, counts);
-    } else {
-      QuantizeAs<uint16_t>(range, counts);
-    }
+  if (range.type == ElementType::kFloat64) {
+    QuantizeTyped<double>(range, counts);
   } else {
-    if (range.format.is_signed) {
-      QuantizeAs<int8_t>(range, counts);
-    } else {
-      QuantizeAs<uint8_t>(range, counts);
-    }
+    QuantizeTyped<float>(range, counts);
   }
 }
 

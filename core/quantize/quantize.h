@@ -13,11 +13,17 @@
 
 namespace quantd::core {
 
-// The values are those of quantd.v1.NanPolicy.
+// What becomes of NaN. The values are those of quantd.v1.NanPolicy.
 enum class NanPolicy : int {
+  // Integers: clamp(zero_point). Floats: NaN where the format has one,
+  // otherwise
+  // +0. Codebooks: the entry nearest to 0.
   kDefault = 0,
+  // As the default, but +0 for all floats.
   kZeroPoint = 1,
+  // The tensor fails; of infinities too.
   kReject = 2,
+  // The lowest number: qmin, the negative of the largest float, entry 0.
   kQmin = 3
 };
 
@@ -33,11 +39,21 @@ struct QuantizeCounts {
   void Merge(const QuantizeCounts& other);
 };
 
-// out[i] = clamp(rint(in[i] / scale) + zero_point, qmin, qmax), IEEE division,
-// ties to even, clamped before the cast to integer. float64 elements are
-// divided in float64, the others in float32. +Inf gives qmax, -Inf qmin, NaN
-// clamp(zero_point) or as the policy says. An element is clipped when
-// rint(in[i] / scale) + zero_point lies outside [qmin, qmax].
+// Integer formats:
+//
+//   out[i] = clamp(rint(in[i] / scale) + zero_point, qmin, qmax)
+//
+// IEEE division, ties to even, clamped before the cast to integer. +Inf gives
+// qmax, -Inf qmin. An element is clipped when rint(in[i] / scale) + zero_point
+// lies outside [qmin, qmax].
+//
+// Float formats and codebooks: out[i] is the code of in[i] / scale by codec.h.
+// An element is clipped when the quotient rounds beyond the largest number of a
+// float format, or lies outside of the codebook's first and last entry.
+//
+// float64 elements are divided in float64, the others in float32. NaN gives the
+// code of the policy. Under a scale of NaN all elements give the code of NaN,
+// or that of 0 where the format has none, and none is clipped.
 //
 // `first`  index of the first element in the tensor; for packed formats a
 //          multiple of the format's codes_per_byte.

@@ -29,7 +29,7 @@ struct QuantizeRange {
   int32_t zero_point(int64_t scale_index) const {
     return encoding.zero_point.empty() ? 0 : encoding.zero_point[scale_index];
   }
-  // The code of a NaN.
+  // The code of a NaN under a scale that is a number, as the policy says.
   int32_t NanCode(int32_t zero_point) const;
 };
 
