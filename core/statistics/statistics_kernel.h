@@ -44,6 +44,15 @@ struct PartialStatistics {
   // In any order, with repetitions.
   std::vector<Single> singles;
   std::vector<Segment> segments;
+  // Scale indices that had a non-finite element, in any order, with
+  // repetitions.
+  std::vector<int64_t> non_finite;
+
+  void MarkNonFinite(int64_t scale_index) {
+    if (non_finite.empty() || non_finite.back() != scale_index) {
+      non_finite.push_back(scale_index);
+    }
+  }
 };
 
 // The truth: one element after the other, as tensor_statistics.h says it.

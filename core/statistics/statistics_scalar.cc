@@ -20,10 +20,11 @@ void AddAll(const StatisticsRange& range, PartialStatistics* partial) {
               LoadElement<T>(range.type, range.in, run.begin + k - range.first);
           ++counts.total;
           counts.zero += x == 0;
-          if (std::isnan(x)) {
-            ++counts.nan;
-          } else if (std::isinf(x)) {
-            ++(x > 0 ? counts.positive_infinity : counts.negative_infinity);
+          if (!std::isfinite(x)) {
+            ++(std::isnan(x) ? counts.nan
+               : x > 0       ? counts.positive_infinity
+                             : counts.negative_infinity);
+            partial->MarkNonFinite(scale_index);
           } else {
             if (singles.empty() || singles.back().scale_index != scale_index) {
               singles.push_back({scale_index, kNoExtremes});

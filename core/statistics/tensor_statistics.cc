@@ -121,9 +121,9 @@ HWY_INLINE void AddVector(D d, hn::Vec<D> x, Accumulator<D>& a) {
 }
 
 // Extremes and counts of `count` elements, at most kBlockElements, of one scale
-// index.
+// index. Returns whether all are finite.
 template <typename T>
-void AddUniform(const uint8_t* HWY_RESTRICT in, int64_t count, T* min, T* max,
+bool AddUniform(const uint8_t* HWY_RESTRICT in, int64_t count, T* min, T* max,
                 ElementCounts* counts) {
   using D = hn::ScalableTag<T>;
   const D d;
@@ -184,11 +184,12 @@ void AddUniform(const uint8_t* HWY_RESTRICT in, int64_t count, T* min, T* max,
   }
   *min = std::min(*min, low);
   *max = std::max(*max, high);
+  return is_finite;
 }
 
-// `count` elements with a scale index each.
+// `count` elements with a scale index each. Returns whether all are finite.
 template <typename T>
-void AddStepping(const uint8_t* HWY_RESTRICT in, int64_t count,
+bool AddStepping(const uint8_t* HWY_RESTRICT in, int64_t count,
                  T* HWY_RESTRICT min, T* HWY_RESTRICT max,
                  ElementCounts* counts) {
   const hn::ScalableTag<T> d;
@@ -224,6 +225,18 @@ void AddStepping(const uint8_t* HWY_RESTRICT in, int64_t count,
   }
   counts->zero += zeros;
   if (HWY_UNLIKELY(!is_finite)) CountNonFinite<T>(in, count, counts);
+  return is_finite;
+}
+
+// Marks the scale indices, from `scale_index` on, of the elements that are not
+// finite.
+template <typename T>
+void MarkNonFinite(const uint8_t* HWY_RESTRICT in, int64_t count,
+                   int64_t scale_index, PartialStatistics* partial) {
+  for (int64_t i = 0; i < count; ++i) {
+    const T x = LoadUnaligned<T>(in + i * static_cast<int64_t>(sizeof(T)));
+    if (!std::isfinite(x)) partial->MarkNonFinite(scale_index + i);
+  }
 }
 
 template <typename T>
@@ -253,10 +266,14 @@ void StatisticsTyped(const StatisticsRange& range, PartialStatistics* partial) {
         TypedSegment<T>& segment =
             FindSegment(run.scale_index, run.count, &segments);
         const int64_t offset = run.scale_index - segment.scale_index;
-        AddStepping<T>(part_in, part, segment.min.data() + offset,
-                       segment.max.data() + offset, &partial->counts);
+        if (!AddStepping<T>(part_in, part, segment.min.data() + offset,
+                            segment.max.data() + offset, &partial->counts)) {
+          MarkNonFinite<T>(part_in, part, run.scale_index, partial);
+        }
       } else {
-        AddUniform<T>(part_in, part, &min, &max, &partial->counts);
+        if (!AddUniform<T>(part_in, part, &min, &max, &partial->counts)) {
+          partial->MarkNonFinite(run.scale_index);
+        }
         if (part == run.count) {
           partial->singles.push_back({run.scale_index, {min, max}});
           min = infinity;
@@ -351,9 +368,14 @@ void TensorStatistics::Update(const BlockLayout& layout, ElementType type,
         extremes_[segment.scale_index + i].Merge(segment.extremes[i]);
       }
     }
+    if (partial.non_finite.empty()) return;
+    if (has_non_finite_.empty()) has_non_finite_.resize(extremes_.size());
+    for (const int64_t scale_index : partial.non_finite) {
+      has_non_finite_[scale_index] = true;
+    }
   };
   ParallelFor(pool, tasks, run_task);
-  UpdateHistograms(layout, type, first, count, data);
+  if (mantissa_bits_ > 0) UpdateHistograms(layout, type, first, count, data);
 }
 
 void TensorStatistics::UpdateHistograms(const BlockLayout& layout,
@@ -375,12 +397,7 @@ void TensorStatistics::UpdateHistograms(const BlockLayout& layout,
         x = LoadElement<float>(type, data, i);
         is_finite = std::isfinite(x);
       }
-      if (is_finite) {
-        if (mantissa_bits_ > 0) histograms_[scale_index].Add(&x, 1);
-      } else {
-        if (has_non_finite_.empty()) has_non_finite_.resize(extremes_.size());
-        has_non_finite_[scale_index] = true;
-      }
+      if (is_finite) histograms_[scale_index].Add(&x, 1);
     }
   });
 }

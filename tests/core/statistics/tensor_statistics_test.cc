@@ -32,6 +32,7 @@ void ExpectSame(const TensorStatistics& got, const TensorStatistics& want) {
 struct Expected {
   ElementCounts counts;
   std::vector<Extremes> extremes;
+  std::vector<bool> non_finite;
 };
 
 Expected Naive(const LayoutCase& layout_case, ElementType type,
@@ -41,6 +42,7 @@ Expected Naive(const LayoutCase& layout_case, ElementType type,
   expected.extremes.assign(layout.scale_count(),
                            {std::numeric_limits<double>::infinity(),
                             -std::numeric_limits<double>::infinity()});
+  expected.non_finite.resize(layout.scale_count());
   for (int64_t i = 0; i < layout.element_count(); ++i) {
     const double x = NaiveReal(type, reals.data(), i);
     ++expected.counts.total;
@@ -48,7 +50,10 @@ Expected Naive(const LayoutCase& layout_case, ElementType type,
     expected.counts.nan += std::isnan(x);
     expected.counts.positive_infinity += x == INFINITY;
     expected.counts.negative_infinity += x == -INFINITY;
-    if (!std::isfinite(x)) continue;
+    if (!std::isfinite(x)) {
+      expected.non_finite[NaiveScaleIndex(layout_case, i)] = true;
+      continue;
+    }
     Extremes& extremes = expected.extremes[NaiveScaleIndex(layout_case, i)];
     extremes.min = std::min(extremes.min, x);
     extremes.max = std::max(extremes.max, x);
@@ -78,6 +83,7 @@ TEST(TensorStatisticsTest, EqualsTheDefinitionForEveryTypeAndLayout) {
           EXPECT_EQ(got.counts().negative_infinity,
                     want.counts.negative_infinity);
           for (size_t i = 0; i < want.extremes.size(); ++i) {
+            ASSERT_EQ(got.has_non_finite(i), want.non_finite[i]) << i;
             ASSERT_EQ(got.extremes()[i].min, want.extremes[i].min) << i;
             ASSERT_EQ(got.extremes()[i].max, want.extremes[i].max) << i;
             ASSERT_FALSE(got.extremes()[i].min == 0 &&
