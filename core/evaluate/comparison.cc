@@ -1,15 +1,207 @@
 #include "core/evaluate/comparison.h"
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <cstring>
+#include <memory>
+#include <utility>
+#include <vector>
 
+#include "core/evaluate/evaluate_kernel.h"
+#include "core/simd_internal.h"
+#include "core/types/float_convert.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "core/evaluate/comparison.cc"
+#include "hwy/foreach_target.h"
+#include "hwy/highway.h"
+// After foreach_target.h, once per target.
+#include "core/evaluate/pair_sums-inl.h"
+#include "core/types/float_convert-inl.h"
+
+#ifndef QUANTD_CORE_EVALUATE_COMPARISON_CC_
+#define QUANTD_CORE_EVALUATE_COMPARISON_CC_
 namespace quantd::core {
+namespace {
+
+// Leaves of pairs: x, x', x, x', ...
+struct PairRange {
+  ElementType type;
+  int64_t count;
+  const uint8_t* in;
+};
+
+template <typename T>
+void CompareLeaf(const PairRange& range, int64_t begin, int64_t count,
+                 ErrorSums* leaf, DistributionCounts* distribution) {
+  LaneSums sums;
+  for (int64_t k = 0; k < count; ++k) {
+    const T real = LoadElement<T>(range.type, range.in, 2 * (begin + k));
+    const T test = LoadElement<T>(range.type, range.in, 2 * (begin + k) + 1);
+    if (!std::isfinite(real) || !std::isfinite(test)) {
+      sums.AddNonFinite();
+      continue;
+    }
+    sums.Add(k, real, test);
+    if (distribution != nullptr) distribution->Add(&real, &test, 1, 0);
+  }
+  *leaf = sums.Total();
+}
+
+// The truth, one pair after the other.
+void CompareScalar(const PairRange& range, ErrorSums* leaves,
+                   DistributionCounts* distribution) {
+  for (int64_t begin = 0; begin < range.count;
+       begin += Evaluator::kLeafElements) {
+    const int64_t count =
+        std::min(Evaluator::kLeafElements, range.count - begin);
+    if (range.type == ElementType::kFloat64) {
+      CompareLeaf<double>(range, begin, count, leaves++, distribution);
+    } else {
+      CompareLeaf<float>(range, begin, count, leaves++, distribution);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace quantd::core
+#endif  // QUANTD_CORE_EVALUATE_COMPARISON_CC_
+
+HWY_BEFORE_NAMESPACE();
+namespace quantd::core {
+namespace HWY_NAMESPACE {
+namespace {
+namespace hn = hwy::HWY_NAMESPACE;
+
+#if HWY_TARGET == HWY_EMU128 || HWY_TARGET == HWY_SCALAR
+
+void CompareSimd(const PairRange& range, ErrorSums* leaves,
+                 DistributionCounts* distribution) {
+  CompareScalar(range, leaves, distribution);
+}
+
+#else
+
+constexpr int64_t kLeaf = Evaluator::kLeafElements;
+
+// `in` [2 * count] to `real` and `test` [count] each, both 0 where either is
+// not finite. Returns how many those are.
+template <typename T>
+int64_t Deinterleave(const T* HWY_RESTRICT in, int64_t count,
+                     T* HWY_RESTRICT real, T* HWY_RESTRICT test) {
+  const hn::ScalableTag<T> d;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+  int64_t non_finite = 0;
+  int64_t i = 0;
+  for (; i + lanes <= count; i += lanes) {
+    hn::Vec<decltype(d)> x, y;
+    hn::LoadInterleaved2(d, in + 2 * i, x, y);
+    const auto finite = hn::And(hn::IsFinite(x), hn::IsFinite(y));
+    hn::StoreU(hn::IfThenElseZero(finite, x), d, real + i);
+    hn::StoreU(hn::IfThenElseZero(finite, y), d, test + i);
+    non_finite += lanes - static_cast<int64_t>(hn::CountTrue(d, finite));
+  }
+  for (; i < count; ++i) {
+    const bool finite =
+        std::isfinite(in[2 * i]) && std::isfinite(in[2 * i + 1]);
+    real[i] = finite ? in[2 * i] : 0;
+    test[i] = finite ? in[2 * i + 1] : 0;
+    non_finite += !finite;
+  }
+  return non_finite;
+}
+
+template <typename T>
+void CompareTyped(const PairRange& range, ErrorSums* leaves,
+                  DistributionCounts* distribution) {
+  const int64_t pair_bytes = 2 * ElementSizeBytes(range.type);
+  HWY_ALIGN T pairs[2 * kLeaf];
+  HWY_ALIGN T real[kLeaf];
+  HWY_ALIGN T test[kLeaf];
+  for (int64_t begin = 0; begin < range.count; begin += kLeaf) {
+    const int64_t count = std::min(range.count - begin, kLeaf);
+    const uint8_t* in = range.in + begin * pair_bytes;
+    if constexpr (sizeof(T) == 4) {
+      if (range.type == ElementType::kFloat32) {
+        std::memcpy(pairs, in, count * pair_bytes);
+      } else {
+        Widen(range.type, in, 2 * count, pairs);
+      }
+    } else {
+      std::memcpy(pairs, in, count * pair_bytes);
+    }
+    PairCounts counts;
+    counts.non_finite = Deinterleave(pairs, count, real, test);
+    *leaves++ = SumPairs(real, test, count, counts);
+    if (distribution != nullptr) {
+      distribution->Add(real, test, count, counts.non_finite);
+    }
+  }
+}
+
+void CompareSimd(const PairRange& range, ErrorSums* leaves,
+                 DistributionCounts* distribution) {
+  if (range.type == ElementType::kFloat64) {
+    CompareTyped<double>(range, leaves, distribution);
+  } else {
+    CompareTyped<float>(range, leaves, distribution);
+  }
+}
+
+#endif
+
+}  // namespace
+}  // namespace HWY_NAMESPACE
+}  // namespace quantd::core
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace quantd::core {
+namespace {
+
+HWY_EXPORT(CompareSimd);
+
+// Tasks whose sums are kept before they are added up in order.
+constexpr int64_t kWaveTasks = 256;
+
+}  // namespace
 
 Comparison::Comparison(ElementType type, bool with_distribution)
-    : type_(type), reference_(1) {}
+    : type_(type), reference_(1) {
+  if (with_distribution) distribution_ = std::make_unique<DistributionCounts>();
+}
 
 void Comparison::Update(int64_t first, int64_t count, const uint8_t* data,
-                        ThreadPool* pool) {}
-
-ErrorDistribution Comparison::distribution() const { return {}; }
+                        ThreadPool* pool) {
+  const bool is_scalar = internal::UsesScalarKernels();
+  const int64_t element_bytes = ElementSizeBytes(type_);
+  // The references by themselves, for their statistics.
+  std::vector<uint8_t> references(count * element_bytes);
+  DistributionScratch scratch;
+  const auto task = [&](int64_t, int64_t begin, int64_t task_count,
+                        ErrorSums* leaves) {
+    const uint8_t* in = data + 2 * begin * element_bytes;
+    for (int64_t i = 0; i < task_count; ++i) {
+      std::memcpy(&references[(begin + i) * element_bytes],
+                  in + 2 * i * element_bytes, element_bytes);
+    }
+    const PairRange range{type_, task_count, in};
+    std::unique_ptr<DistributionCounts> counts;
+    if (distribution_ != nullptr) counts = scratch.Take();
+    if (is_scalar) {
+      CompareScalar(range, leaves, counts.get());
+    } else {
+      HWY_DYNAMIC_DISPATCH(CompareSimd)(range, leaves, counts.get());
+    }
+    if (counts != nullptr) scratch.Return(std::move(counts));
+  };
+  SumLeaves(
+      count, kWaveTasks, pool, task, [](int64_t) {}, &overall_);
+  if (distribution_ != nullptr) scratch.MergeInto(distribution_.get());
+  const absl::StatusOr<BlockLayout> layout = BlockLayout::Create({count}, {});
+  reference_.Update(*layout, type_, 0, count, references.data(), pool);
+}
 
 }  // namespace quantd::core
+#endif  // HWY_ONCE

@@ -4,7 +4,9 @@
 #define QUANTD_CORE_EVALUATE_COMPARISON_H_
 
 #include <cstdint>
+#include <memory>
 
+#include "core/evaluate/distribution.h"
 #include "core/evaluate/evaluate.h"
 #include "core/parallel/thread_pool.h"
 #include "core/statistics/tensor_statistics.h"
@@ -32,12 +34,16 @@ class Comparison {
   // Counts and extremes of the reference, per tensor.
   const TensorStatistics& reference() const { return reference_; }
   // Requires: with_distribution.
-  ErrorDistribution distribution() const;
+  ErrorDistribution distribution() const {
+    return distribution_->Distribution();
+  }
 
  private:
   const ElementType type_;
   ErrorSums overall_;
   TensorStatistics reference_;
+  // Null unless asked for.
+  std::unique_ptr<DistributionCounts> distribution_;
 };
 
 }  // namespace quantd::core

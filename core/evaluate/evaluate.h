@@ -4,9 +4,11 @@
 #define QUANTD_CORE_EVALUATE_EVALUATE_H_
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "absl/types/span.h"
+#include "core/evaluate/distribution.h"
 #include "core/parallel/thread_pool.h"
 #include "core/types/block_layout.h"
 #include "core/types/element_type.h"
@@ -14,13 +16,16 @@
 
 namespace quantd::core {
 
-// Sums over finite elements x with x' = dequantize(quantize(x)), e = x' - x;
-// e, products and sums in float64. x' has the arithmetic type (float32, or
-// float64 for float64 tensors): it is not rounded to float16 or bfloat16.
+// Sums over the elements of which both x and x' = dequantize(quantize(x)) are
+// finite; the others (x NaN or infinite, a scale of NaN, an overflow of a
+// format that does not saturate) count as non-finite and nowhere else. e = x' -
+// x, and e, products and sums are in float64. x' has the arithmetic type
+// (float32, or float64 for float64 tensors): it is not rounded to float16 or
+// bfloat16. Clipped: see quantize.h.
 struct ErrorSums {
-  int64_t count = 0;        // finite elements
+  int64_t count = 0;        // elements that the sums are over
   int64_t non_finite = 0;   // the others
-  int64_t clipped_low = 0;  // finite elements below the range
+  int64_t clipped_low = 0;  // of those that count, below the range
   int64_t clipped_high = 0;
   int64_t zero_flushed = 0;   // x != 0, x' == 0
   double squared_error = 0;   // sum of e^2
@@ -42,20 +47,8 @@ struct ErrorSums {
   double CosineSimilarity() const;   // 1 when both are zero, 0 when one is
 };
 
-// How errors and values spread.
-struct ErrorDistribution {
-  // Kullback-Leibler divergence of x' from x in nats: sum p log(p / q) over 256
-  // linear bins from the smallest to the largest finite x, with half a count
-  // added to each bin; x' outside goes to the outer bins. Values are cut to 7
-  // mantissa bits before they are put into bins. 0 when there is no finite x.
-  double kl_divergence = 0;
-  // Finite elements without an error.
-  int64_t zero = 0;
-  // Bin k counts 2^(first_exponent + k) <= |e| < 2^(first_exponent + k + 1);
-  // neither the first nor the last bin is 0.
-  int first_exponent = 0;
-  std::vector<int64_t> count;
-};
+// What codes stand for, made ready for the kernels.
+struct CodeValues;
 
 struct EvaluateOptions {
   // Keep sums per scale index as well.
@@ -80,6 +73,7 @@ class Evaluator {
   // Requires: a valid encoding that fits `layout`.
   Evaluator(const Encoding& encoding, const BlockLayout& layout,
             ElementType type, const EvaluateOptions& options);
+  ~Evaluator();
 
   // Takes in elements [first, first + count).
   // `data`  [count] elements of the type, any alignment.
@@ -91,7 +85,9 @@ class Evaluator {
 
   const ErrorSums& overall() const { return overall_; }
   // Requires: with_distribution.
-  ErrorDistribution distribution() const;
+  ErrorDistribution distribution() const {
+    return distribution_->Distribution();
+  }
   // [scale_count] row-major, or empty.
   absl::Span<const ErrorSums> per_scale_index() const {
     return per_scale_index_;
@@ -101,8 +97,11 @@ class Evaluator {
   const Encoding& encoding_;
   const BlockLayout& layout_;
   ElementType type_;
+  const std::unique_ptr<const CodeValues> values_;
   ErrorSums overall_;
   std::vector<ErrorSums> per_scale_index_;
+  // Null unless asked for.
+  std::unique_ptr<DistributionCounts> distribution_;
 };
 
 }  // namespace quantd::core

@@ -3,90 +3,95 @@
 #include <cstdint>
 #include <vector>
 
+#include "absl/types/span.h"
 #include "core/evaluate/evaluate_kernel.h"
+#include "core/formats/codec.h"
 #include "core/types/float_convert.h"
 
 namespace quantd::core {
 namespace {
 
-// Sums of the elements of a leaf or portion, the k-th in lane k mod kSumLanes.
-class LaneSums {
- public:
-  template <typename T>
-  void Add(int64_t k, T x, T scale, int32_t zero_point,
-           const Encoding& encoding) {
-    if (!std::isfinite(x)) {
-      ++sums_.non_finite;
-      return;
-    }
-    const T low = static_cast<T>(encoding.qmin - zero_point);
-    const T high = static_cast<T>(encoding.qmax - zero_point);
-    const T rounded = std::nearbyint(x / scale);
-    const T restored = std::clamp(rounded, low, high) * scale;
-    ++sums_.count;
-    sums_.clipped_low += rounded < low;
-    sums_.clipped_high += rounded > high;
-    sums_.zero_flushed += x != 0 && restored == 0;
+// One element, quantized and dequantized.
+template <typename T>
+struct Pair {
+  T real;
+  T restored;
+  bool clipped_low;
+  bool clipped_high;
 
-    const double real = x;
-    const double approximation = restored;
-    const double error = std::fabs(approximation - real);
-    const double relative = real == 0 ? 0 : error / std::fabs(real);
-    const int64_t lane = k % kSumLanes;
-    squared_error_[lane] += error * error;
-    absolute_error_[lane] += error;
-    relative_error_[lane] += relative;
-    signal_[lane] += real * real;
-    reconstructed_[lane] += approximation * approximation;
-    product_[lane] += real * approximation;
-    sums_.max_absolute_error = std::max(sums_.max_absolute_error, error);
-    sums_.max_relative_error = std::max(sums_.max_relative_error, relative);
+  bool is_finite() const {
+    return std::isfinite(real) && std::isfinite(restored);
   }
-
-  ErrorSums Total() const {
-    ErrorSums sums = sums_;
-    sums.squared_error = AddLanes(squared_error_);
-    sums.absolute_error = AddLanes(absolute_error_);
-    sums.relative_error = AddLanes(relative_error_);
-    sums.signal = AddLanes(signal_);
-    sums.reconstructed = AddLanes(reconstructed_);
-    sums.product = AddLanes(product_);
-    return sums;
-  }
-
- private:
-  // The counts and maxima.
-  ErrorSums sums_;
-  double squared_error_[kSumLanes] = {};
-  double absolute_error_[kSumLanes] = {};
-  double relative_error_[kSumLanes] = {};
-  double signal_[kSumLanes] = {};
-  double reconstructed_[kSumLanes] = {};
-  double product_[kSumLanes] = {};
 };
 
 template <typename T>
+Pair<T> Restore(T x, int64_t scale_index, const Encoding& encoding,
+                const FormatInfo& format) {
+  const T scale = encoding.scale[scale_index];
+  const T quotient = x / scale;
+  switch (format.kind) {
+    case CodeKind::kInteger: {
+      const int32_t zero_point =
+          encoding.zero_point.empty() ? 0 : encoding.zero_point[scale_index];
+      const T low = static_cast<T>(encoding.qmin - zero_point);
+      const T high = static_cast<T>(encoding.qmax - zero_point);
+      const T rounded = std::nearbyint(quotient);
+      return {x, std::clamp(rounded, low, high) * scale,
+              rounded<low, rounded> high};
+    }
+    case CodeKind::kFloat: {
+      const FloatLayout& layout = format.float_layout;
+      const double overflow = OverflowThreshold(layout);
+      const uint32_t code =
+          EncodeFloat(layout, quotient, !encoding.no_saturation);
+      return {x, DecodeFloat(layout, code) * scale, quotient <= -overflow,
+              quotient >= overflow};
+    }
+    case CodeKind::kCodebook:
+      break;
+  }
+  const absl::Span<const float> codebook = CodebookOf(encoding);
+  return {x, codebook[EncodeCodebook(codebook, quotient)] * scale,
+          quotient<codebook.front(), quotient> codebook.back()};
+}
+
+// An element that is left out still takes its place, so that lanes do not
+// depend on it.
+template <typename T>
+void Add(int64_t k, const Pair<T>& pair, LaneSums* sums) {
+  if (!pair.is_finite()) {
+    sums->AddNonFinite();
+    return;
+  }
+  sums->Add(k, pair.real, pair.restored);
+  sums->AddClipped(pair.clipped_low, pair.clipped_high);
+}
+
+template <typename T>
 void EvaluateLeaf(const EvaluateRange& range, int64_t begin, int64_t count,
-                  ErrorSums* leaf, std::vector<ScalePortion>* portions) {
-  const Encoding& encoding = range.encoding;
+                  ErrorSums* leaf, std::vector<ScalePortion>* portions,
+                  DistributionCounts* distribution) {
+  const FormatInfo& format = *FindFormat(range.encoding.format);
   LaneSums leaf_sums;
   range.layout.ForEachRun(begin, count, [&](const BlockLayout::Run& run) {
     LaneSums run_sums;
     for (int64_t k = 0; k < run.count; ++k) {
       const int64_t scale_index = run.scale_index + k * run.scale_step;
       const int64_t i = run.begin + k;
-      const T x = LoadElement<T>(range.type, range.in, i - range.first);
-      const T scale = encoding.scale[scale_index];
-      const int32_t zero_point =
-          encoding.zero_point.empty() ? 0 : encoding.zero_point[scale_index];
-      leaf_sums.Add(i - begin, x, scale, zero_point, encoding);
+      const Pair<T> pair =
+          Restore(LoadElement<T>(range.type, range.in, i - range.first),
+                  scale_index, range.encoding, format);
+      Add(i - begin, pair, &leaf_sums);
+      if (distribution != nullptr && pair.is_finite()) {
+        distribution->Add(&pair.real, &pair.restored, 1, 0);
+      }
       if (portions == nullptr) continue;
       if (run.scale_step == 1) {
         LaneSums element_sums;
-        element_sums.Add(0, x, scale, zero_point, encoding);
+        Add(0, pair, &element_sums);
         portions->push_back({scale_index, element_sums.Total()});
       } else {
-        run_sums.Add(k, x, scale, zero_point, encoding);
+        Add(k, pair, &run_sums);
       }
     }
     if (portions != nullptr && run.scale_step == 0) {
@@ -99,17 +104,18 @@ void EvaluateLeaf(const EvaluateRange& range, int64_t begin, int64_t count,
 }  // namespace
 
 void EvaluateScalar(const EvaluateRange& range, ErrorSums* leaves,
-                    std::vector<ScalePortion>* portions) {
+                    std::vector<ScalePortion>* portions,
+                    DistributionCounts* distribution) {
   for (int64_t begin = 0; begin < range.count;
        begin += Evaluator::kLeafElements) {
     const int64_t count =
         std::min(Evaluator::kLeafElements, range.count - begin);
     if (range.type == ElementType::kFloat64) {
       EvaluateLeaf<double>(range, range.first + begin, count, leaves++,
-                           portions);
+                           portions, distribution);
     } else {
-      EvaluateLeaf<float>(range, range.first + begin, count, leaves++,
-                          portions);
+      EvaluateLeaf<float>(range, range.first + begin, count, leaves++, portions,
+                          distribution);
     }
   }
 }

@@ -2,10 +2,12 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <map>
 #include <vector>
 
+#include "core/formats/codec.h"
 #include "gtest/gtest.h"
 #include "tests/core/kernel_test_util.h"
 
@@ -29,28 +31,96 @@ void ExpectSame(const ErrorSums& got, const ErrorSums& want) {
   EXPECT_EQ(got.max_relative_error, want.max_relative_error);
 }
 
+// What codes other than integers stand for, in ascending order: the codes of
+// their magnitudes, or the entries.
+class NaiveValues {
+ public:
+  explicit NaiveValues(const Encoding& encoding)
+      : format_(*FindFormat(encoding.format)),
+        saturates_(!encoding.no_saturation) {
+    if (format_.kind == CodeKind::kCodebook) {
+      for (const float entry : CodebookOf(encoding)) values_.push_back(entry);
+    } else if (format_.kind == CodeKind::kFloat) {
+      for (int code = 0; code < 1 << (format_.bits - 1); ++code) {
+        const float value = DecodeFloat(format_.float_layout, code);
+        if (std::isfinite(value)) values_.push_back(value);
+      }
+    }
+  }
+
+  // The value for a quotient, and whether it is beyond the range.
+  double Nearest(double quotient, bool* low, bool* high) const {
+    *low = *high = false;
+    if (std::isnan(quotient)) return quotient;
+    if (format_.kind == CodeKind::kCodebook) {
+      *low = quotient < values_.front();
+      *high = quotient > values_.back();
+      return values_[NearestIndex(quotient, /*ties_to_even=*/false)];
+    }
+    const double magnitude = std::fabs(quotient);
+    const double largest = values_.back();
+    const double step = largest - values_[values_.size() - 2];
+    const bool is_odd = values_.size() % 2 == 0;
+    const double end = largest + step / 2;
+    if (magnitude > end || (magnitude == end && is_odd)) {
+      *low = quotient < 0;
+      *high = quotient > 0;
+      if (!saturates_) return std::numeric_limits<double>::infinity();
+      return std::copysign(largest, quotient);
+    }
+    return std::copysign(values_[NearestIndex(magnitude, true)], quotient);
+  }
+
+ private:
+  size_t NearestIndex(double x, bool ties_to_even) const {
+    size_t best = 0;
+    for (size_t i = 1; i < values_.size(); ++i) {
+      const double better = std::fabs(x - values_[i]);
+      const double so_far = std::fabs(x - values_[best]);
+      if (better < so_far || (better == so_far && ties_to_even && i % 2 == 0)) {
+        best = i;
+      }
+    }
+    return best;
+  }
+
+  const FormatInfo& format_;
+  const bool saturates_;
+  std::vector<double> values_;
+};
+
 // Sums of one leaf or portion: element k in lane k mod 16, then the tree.
 class NaiveLanes {
  public:
   void Add(int64_t k, ElementType type, double x, float scale,
-           int32_t zero_point, const Encoding& encoding) {
-    if (!std::isfinite(x)) {
+           int32_t zero_point, const Encoding& encoding,
+           const NaiveValues& values) {
+    double restored;
+    bool low;
+    bool high;
+    const double quotient = NaiveQuotient(type, x, scale);
+    if (FindFormat(encoding.format)->kind == CodeKind::kInteger) {
+      const double unclamped = NaiveRound(quotient) + double{1} * zero_point;
+      low = unclamped < encoding.qmin;
+      high = unclamped > encoding.qmax;
+      restored = std::isnan(x) ? x
+                               : NaiveCode(type, x, scale, zero_point,
+                                           encoding.qmin, encoding.qmax) -
+                                     zero_point;
+    } else {
+      restored = values.Nearest(quotient, &low, &high);
+    }
+    // volatile: the value is to be a float32, whatever the compiler's mind.
+    volatile float product = static_cast<float>(restored) * scale;
+    restored =
+        type == ElementType::kFloat64 ? restored * double{scale} : product;
+    if (!std::isfinite(x) || !std::isfinite(restored)) {
       ++sums_.non_finite;
       return;
     }
-    const int32_t code =
-        NaiveCode(type, x, scale, zero_point, encoding.qmin, encoding.qmax);
-    const double unclamped =
-        NaiveRound(NaiveQuotient(type, x, scale)) + double{1} * zero_point;
     ++sums_.count;
-    sums_.clipped_low += unclamped < encoding.qmin;
-    sums_.clipped_high += unclamped > encoding.qmax;
-    double restored;
-    if (type == ElementType::kFloat64) {
-      restored = (code - zero_point) * double{scale};
-    } else {
-      restored = static_cast<float>(code - zero_point) * scale;
-    }
+    sums_.clipped_low += low;
+    sums_.clipped_high += high;
     sums_.zero_flushed += x != 0 && restored == 0;
     const double error = restored - x;
     const double relative = x == 0 ? 0 : std::fabs(error / x);
@@ -109,6 +179,7 @@ struct Expected {
 Expected Naive(const LayoutCase& layout_case, const Encoding& encoding,
                ElementType type, const std::vector<uint8_t>& reals) {
   const BlockLayout layout = layout_case.Layout();
+  const NaiveValues values(encoding);
   Expected expected;
   expected.per_scale_index.resize(layout.scale_count());
   NaiveLanes leaf;
@@ -120,9 +191,9 @@ Expected Naive(const LayoutCase& layout_case, const Encoding& encoding,
     const int32_t zero_point =
         encoding.zero_point.empty() ? 0 : encoding.zero_point[scale_index];
     leaf.Add(i % 1024, type, x, encoding.scale[scale_index], zero_point,
-             encoding);
+             encoding, values);
     portion.Add(i - portion_first, type, x, encoding.scale[scale_index],
-                zero_point, encoding);
+                zero_point, encoding, values);
     const bool is_last = i + 1 == layout.element_count();
     const bool ends_leaf = is_last || (i + 1) % 1024 == 0;
     if (ends_leaf) {
@@ -159,7 +230,8 @@ TEST(EvaluateTest, EqualsTheDefinitionToTheLastBit) {
         const Expected want = Naive(layout_case, encoding, type, reals);
         ForEachSimdTarget([&] {
           for (const bool per_scale_index : {false, true}) {
-            Evaluator evaluator(encoding, layout, type, per_scale_index);
+            Evaluator evaluator(encoding, layout, type,
+                                EvaluateOptions{per_scale_index, false});
             evaluator.Update(0, layout.element_count(), reals.data(), nullptr);
             ExpectSame(evaluator.overall(), want.overall);
             ASSERT_EQ(evaluator.per_scale_index().size(),
@@ -174,6 +246,227 @@ TEST(EvaluateTest, EqualsTheDefinitionToTheLastBit) {
       }
     }
   }
+}
+
+TEST(EvaluateTest, EqualsTheDefinitionForEveryKindOfCode) {
+  struct Case {
+    const char* name;
+    bool no_saturation;
+  };
+  const Case cases[] = {
+      {"float8_e4m3fn", false},   {"float8_e4m3fn", true},
+      {"float8_e5m2", false},     {"float8_e5m2", true},
+      {"float8_e4m3fnuz", false}, {"float8_e5m2fnuz", true},
+      {"float6_e2m3", false},     {"float6_e3m2", false},
+      {"float4_e2m1", false},     {"mxfp4_e2m1", false},
+      {"mxint8", false},          {"nf4", false},
+      {"codebook8", false},
+  };
+  const LayoutCase layouts[] = {
+      {{700}, {}}, {{3, 2500}, {0, 1}}, {{4, 75}, {1, 32}}, {{6, 5}, {1, 1}}};
+  for (const Case& c : cases) {
+    SCOPED_TRACE(c.name);
+    const FormatInfo& format = *FindFormatByName(c.name);
+    for (const LayoutCase& layout_case : layouts) {
+      SCOPED_TRACE(layout_case.Name());
+      const BlockLayout layout = layout_case.Layout();
+      Encoding encoding =
+          MakeEncoding(format, layout, 3 / format.max_value, false, 3);
+      encoding.no_saturation = c.no_saturation;
+      if (format.name == "codebook8") {
+        encoding.codebook = {-1, -0.3f, -0.1f, -1e-30f, 0, 0.25f, 1};
+      }
+      if (format.scale_type == ScaleType::kE8m0) {
+        encoding.scale.back() = std::numeric_limits<float>::quiet_NaN();
+      }
+      for (const ElementType type : kAllElementTypes) {
+        SCOPED_TRACE(ElementTypeName(type));
+        auto reals = MakeReals(type, layout.element_count(), 0.05, true, 17);
+        // Ties, and what lies about the end of the range.
+        for (int64_t i = 0; i < layout.element_count(); ++i) {
+          const double x = NaiveReal(type, reals.data(), i);
+          // Squares of the largest numbers would hide all others.
+          const bool is_large = std::isfinite(x) && std::fabs(x) > 1e30;
+          if (x == 1e300 || (is_large && layout_case.shape.size() > 1)) {
+            StoreReal(type, 1, reals.data(), i);
+          }
+          if (i % 3 != 0 || std::isnan(encoding.scale[0])) continue;
+          const double steps = static_cast<double>(i % 257 - 128) / 64;
+          StoreReal(type, steps * format.max_value * encoding.scale[0],
+                    reals.data(), i);
+        }
+        const Expected want = Naive(layout_case, encoding, type, reals);
+        ForEachSimdTarget([&] {
+          Evaluator evaluator(encoding, layout, type,
+                              EvaluateOptions{true, false});
+          evaluator.Update(0, layout.element_count(), reals.data(), nullptr);
+          ExpectSame(evaluator.overall(), want.overall);
+          for (size_t i = 0; i < want.per_scale_index.size(); ++i) {
+            ExpectSame(evaluator.per_scale_index()[i], want.per_scale_index[i]);
+          }
+        });
+        if (HasFailure()) return;
+      }
+    }
+  }
+}
+
+TEST(EvaluateTest, LeavesOutWhatComesBackAsNotFinite) {
+  const BlockLayout layout = *BlockLayout::Create({4, 2}, {1, 0});
+  Encoding encoding;
+  encoding.format = FindFormatByName("float8_e5m2")->format;
+  encoding.qmax = 255;
+  encoding.no_saturation = true;
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  encoding.scale = {1, nan, 1, 1};
+  const float reals[] = {1, 2, 3, 4, nan, 5, 60000, 70000};
+  ForEachSimdTarget([&] {
+    Evaluator evaluator(encoding, layout, ElementType::kFloat32,
+                        EvaluateOptions{false, true});
+    evaluator.Update(0, 8, reinterpret_cast<const uint8_t*>(reals), nullptr);
+    EXPECT_EQ(evaluator.overall().count, 4);
+    EXPECT_EQ(evaluator.overall().non_finite, 4);
+    EXPECT_EQ(evaluator.overall().clipped_high, 0);
+    EXPECT_EQ(evaluator.overall().signal, 1 + 4 + 25 + 60000.0 * 60000);
+    // 60000 comes back as 57344.
+    const ErrorDistribution distribution = evaluator.distribution();
+    EXPECT_EQ(distribution.zero, 3);
+    EXPECT_EQ(distribution.first_exponent, 11);
+    EXPECT_EQ(distribution.count, std::vector<int64_t>{1});
+  });
+}
+
+// By the words of distribution.h.
+ErrorDistribution NaiveDistribution(const std::vector<double>& real,
+                                    const std::vector<double>& restored) {
+  const auto cut = [](double value) {
+    constexpr double kLargest = std::numeric_limits<float>::max();
+    const auto single =
+        static_cast<float>(std::max(-kLargest, std::min(value, kLargest)));
+    uint32_t bits;
+    std::memcpy(&bits, &single, 4);
+    bits &= 0xFFFF0000;
+    float result;
+    std::memcpy(&result, &bits, 4);
+    return double{result};
+  };
+  ErrorDistribution want;
+  std::map<int, int64_t> errors;
+  double min = std::numeric_limits<double>::infinity();
+  double max = -min;
+  for (size_t i = 0; i < real.size(); ++i) {
+    const double error = std::fabs(restored[i] - real[i]);
+    if (error == 0) {
+      ++want.zero;
+    } else {
+      ++errors[std::ilogb(error)];
+    }
+    min = std::min(min, cut(real[i]));
+    max = std::max(max, cut(real[i]));
+  }
+  if (!errors.empty()) {
+    want.first_exponent = errors.begin()->first;
+    want.count.resize(errors.rbegin()->first - want.first_exponent + 1);
+    for (const auto& [exponent, count] : errors) {
+      want.count[exponent - want.first_exponent] = count;
+    }
+  }
+  std::vector<double> p(256, 0.5), q(256, 0.5);
+  const auto bin = [&](double value) {
+    const double at = max > min ? (cut(value) - min) * (256 / (max - min)) : 0;
+    return static_cast<int>(std::max(0.0, std::min(std::floor(at), 255.0)));
+  };
+  for (size_t i = 0; i < real.size(); ++i) {
+    ++p[bin(real[i])];
+    ++q[bin(restored[i])];
+  }
+  for (int i = 0; !real.empty() && i < 256; ++i) {
+    want.kl_divergence += p[i] / (real.size() + 128.0) * std::log(p[i] / q[i]);
+  }
+  return want;
+}
+
+void ExpectSame(const ErrorDistribution& got, const ErrorDistribution& want) {
+  EXPECT_EQ(got.kl_divergence, want.kl_divergence);
+  EXPECT_EQ(got.zero, want.zero);
+  EXPECT_EQ(got.first_exponent, want.first_exponent);
+  EXPECT_EQ(got.count, want.count);
+}
+
+TEST(EvaluateTest, DistributionEqualsTheDefinitionOnEveryTargetAndThread) {
+  const LayoutCase layout_case = {{300, 1001}, {1, 32}};
+  const BlockLayout layout = layout_case.Layout();
+  const int64_t count = layout.element_count();
+  const Encoding encoding =
+      MakeEncoding(*FindFormatByName("int4"), layout, 0.05, true, 3);
+  ThreadPool pool(2);
+  for (const ElementType type :
+       {ElementType::kFloat32, ElementType::kBfloat16, ElementType::kFloat64}) {
+    SCOPED_TRACE(ElementTypeName(type));
+    const auto reals = MakeReals(type, count, 0.05, true, 1);
+    std::vector<double> real, restored;
+    for (int64_t i = 0; i < count; ++i) {
+      const double x = NaiveReal(type, reals.data(), i);
+      if (!std::isfinite(x)) continue;
+      const int64_t s = NaiveScaleIndex(layout_case, i);
+      const int32_t steps =
+          NaiveCode(type, x, encoding.scale[s], encoding.zero_point[s],
+                    encoding.qmin, encoding.qmax) -
+          encoding.zero_point[s];
+      real.push_back(x);
+      if (type == ElementType::kFloat64) {
+        restored.push_back(steps * double{encoding.scale[s]});
+      } else {
+        restored.push_back(static_cast<float>(steps) * encoding.scale[s]);
+      }
+    }
+    const ErrorDistribution want = NaiveDistribution(real, restored);
+    ForEachSimdTarget([&] {
+      for (ThreadPool* p : {static_cast<ThreadPool*>(nullptr), &pool}) {
+        for (const int64_t chunk : {count, int64_t{77 * 1024}}) {
+          Evaluator evaluator(encoding, layout, type,
+                              EvaluateOptions{false, true});
+          for (int64_t first = 0; first < count; first += chunk) {
+            evaluator.Update(first, std::min(chunk, count - first),
+                             reals.data() + first * ElementSizeBytes(type), p);
+          }
+          ExpectSame(evaluator.distribution(), want);
+        }
+      }
+    });
+    if (HasFailure()) return;
+  }
+}
+
+TEST(EvaluateTest, DivergenceIsThatOfTheFormula) {
+  const float real[] = {0, 1};
+  const float restored[] = {0, 0};
+  DistributionCounts counts;
+  counts.Add(real, restored, 2, 0);
+  const ErrorDistribution distribution = counts.Distribution();
+  // 1.5 of 130 in the first and the last bin become 2.5 and 0.5.
+  EXPECT_DOUBLE_EQ(distribution.kl_divergence,
+                   1.5 / 130 * (std::log(1.5 / 2.5) + std::log(1.5 / 0.5)));
+  EXPECT_EQ(distribution.zero, 1);
+  EXPECT_EQ(distribution.first_exponent, 0);
+  EXPECT_EQ(distribution.count, std::vector<int64_t>{1});
+}
+
+TEST(EvaluateTest, ValuesOutsideGoToTheOuterBins) {
+  const double real[] = {-1, 1, -1, 1};
+  const double restored[] = {-3, 3, -1, 1e300};
+  DistributionCounts counts;
+  counts.Add(real, restored, 4, 0);
+  EXPECT_EQ(counts.Distribution().kl_divergence, 0);
+  EXPECT_EQ(counts.Distribution().first_exponent, 1);
+  EXPECT_EQ(counts.Distribution().count.size(), 996);
+}
+
+TEST(EvaluateTest, DistributionOfNothingIsEmpty) {
+  const ErrorDistribution distribution = DistributionCounts().Distribution();
+  EXPECT_EQ(distribution.kl_divergence, 0);
+  EXPECT_EQ(distribution.zero, 0);
+  EXPECT_TRUE(distribution.count.empty());
 }
 
 TEST(EvaluateTest, DoesNotDependOnThreadsOrChunking) {
@@ -191,7 +484,8 @@ TEST(EvaluateTest, DoesNotDependOnThreadsOrChunking) {
         Naive(layout_case, encoding, ElementType::kFloat32, reals);
     for (ThreadPool* p : {static_cast<ThreadPool*>(nullptr), &pool}) {
       for (const int64_t chunk : {count, int64_t{1024}, int64_t{77 * 1024}}) {
-        Evaluator evaluator(encoding, layout, ElementType::kFloat32, true);
+        Evaluator evaluator(encoding, layout, ElementType::kFloat32,
+                            EvaluateOptions{true, false});
         for (int64_t first = 0; first < count; first += chunk) {
           evaluator.Update(first, std::min(chunk, count - first),
                            reals.data() + first * 4, p);
