@@ -2,9 +2,13 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
+#include <limits>
 #include <type_traits>
 
+#include "absl/types/span.h"
 #include "core/dequantize/dequantize_kernel.h"
+#include "core/formats/codec.h"
 #include "core/formats/number_format.h"
 #include "core/simd_internal.h"
 #include "core/types/float_convert.h"
@@ -26,6 +30,22 @@ namespace {
 constexpr int64_t kBlockElements = 2048;
 // Elements of a task; a multiple of kBlockElements.
 constexpr int64_t kTaskElements = 64 * 1024;
+
+// What the codes of a float format or a codebook stand for.
+class ValueTable {
+ public:
+  // [256]; valid as long as the table.
+  const float* Of(const Encoding& encoding, const FormatInfo& format) {
+    if (format.kind == CodeKind::kFloat) return FloatValues(format);
+    const absl::Span<const float> codebook = CodebookOf(encoding);
+    std::fill(std::copy(codebook.begin(), codebook.end(), entries_),
+              std::end(entries_), std::numeric_limits<float>::quiet_NaN());
+    return entries_;
+  }
+
+ private:
+  float entries_[256];
+};
 
 }  // namespace
 }  // namespace quantd::core
@@ -88,8 +108,61 @@ void DequantizeRun(const Encoding& encoding, int64_t scale_index,
   for (; i < count; ++i) vector(d1, i);
 }
 
-template <typename T, typename Code>
-void DequantizeTyped(const DequantizeRange& range) {
+// The values of codes of at most 4 bits.
+template <class D>
+HWY_INLINE hn::Vec<D> LookUp16(D d, const float* HWY_RESTRICT values,
+                               hn::Vec<hn::RebindToSigned<D>> code) {
+  if constexpr (hn::MaxLanes(D()) >= 16) {
+    return hn::TableLookupLanes(hn::LoadU(d, values),
+                                hn::IndicesFromVec(d, code));
+  } else {
+    return hn::GatherIndex(d, values, code);
+  }
+}
+
+// As DequantizeVector, of formats whose codes stand for `values` [256], or [16]
+// if kIsSmall.
+template <int kStep, bool kIsSmall, class D>
+HWY_INLINE void LookUpVector(D d, const uint8_t* HWY_RESTRICT in,
+                             const float* HWY_RESTRICT values,
+                             const float* HWY_RESTRICT scale,
+                             uint8_t* HWY_RESTRICT out) {
+  const hn::Rebind<int32_t, D> di;
+  const hn::Rebind<float, D> df;
+  const hn::Rebind<uint8_t, D> du8;
+  const auto code = hn::PromoteTo(di, LoadBytes(du8, in));
+  const auto scale_f = kStep == 1 ? hn::LoadU(df, scale) : hn::Set(df, *scale);
+  const auto value =
+      kIsSmall ? LookUp16(df, values, code) : hn::GatherIndex(df, values, code);
+  if constexpr (std::is_same_v<hn::TFromD<D>, double>) {
+    StoreBytes(hn::Mul(hn::PromoteTo(d, value), hn::PromoteTo(d, scale_f)), d,
+               out);
+  } else {
+    StoreBytes(hn::Mul(value, scale_f), d, out);
+  }
+}
+
+template <int kStep, bool kIsSmall, typename T>
+void LookUpRun(const float* HWY_RESTRICT values,
+               const float* HWY_RESTRICT scale, const uint8_t* HWY_RESTRICT in,
+               int64_t count, uint8_t* HWY_RESTRICT out) {
+  const hn::ScalableTag<T> d;
+  const hn::CappedTag<T, 1> d1;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+  const auto vector = [&](auto tag, int64_t i) HWY_ATTR {
+    LookUpVector<kStep, kIsSmall>(tag, in + i, values, scale + i * kStep,
+                                  out + i * static_cast<int64_t>(sizeof(T)));
+  };
+  int64_t i = 0;
+  for (; i + lanes <= count; i += lanes) vector(d, i);
+  for (; i < count; ++i) vector(d1, i);
+}
+
+// Calls `dequantize_part(run, in, count, out)` for the parts of the runs, with
+// codes unpacked to that size each and outputs of T.
+template <typename T, typename Code, class Function>
+HWY_INLINE void ForEachPart(const DequantizeRange& range,
+                            const Function& dequantize_part) {
   const bool is_packed = range.format.storage_bits < 8;
   const bool narrows = sizeof(T) == 4 && range.type != ElementType::kFloat32;
   const int64_t element_bytes = ElementSizeBytes(range.type);
@@ -112,15 +185,8 @@ void DequantizeTyped(const DequantizeRange& range) {
     for (int64_t i = 0; i < count;) {
       if (run.count == 0) cursor.Next(&run);
       const int64_t part = std::min(run.count, count - i);
-      const uint8_t* part_in = in + i * static_cast<int64_t>(sizeof(Code));
-      uint8_t* part_out = block_out + i * static_cast<int64_t>(sizeof(T));
-      if (run.scale_step == 1) {
-        DequantizeRun<1, T, Code>(range.encoding, run.scale_index, part_in,
-                                  part, part_out);
-      } else {
-        DequantizeRun<0, T, Code>(range.encoding, run.scale_index, part_in,
-                                  part, part_out);
-      }
+      dequantize_part(run, in + i * static_cast<int64_t>(sizeof(Code)), part,
+                      block_out + i * static_cast<int64_t>(sizeof(T)));
       run.count -= part;
       run.scale_index += part * run.scale_step;
       i += part;
@@ -129,28 +195,66 @@ void DequantizeTyped(const DequantizeRange& range) {
   }
 }
 
-template <typename Code>
-void DequantizeAs(const DequantizeRange& range) {
-  if (range.type == ElementType::kFloat64) {
-    DequantizeTyped<double, Code>(range);
+template <typename T, typename Code>
+void DequantizeIntegers(const DequantizeRange& range) {
+  ForEachPart<T, Code>(
+      range, [&](const BlockLayout::Run& run, const uint8_t* in, int64_t count,
+                 uint8_t* out) HWY_ATTR {
+        if (run.scale_step == 1) {
+          DequantizeRun<1, T, Code>(range.encoding, run.scale_index, in, count,
+                                    out);
+        } else {
+          DequantizeRun<0, T, Code>(range.encoding, run.scale_index, in, count,
+                                    out);
+        }
+      });
+}
+
+template <typename T, bool kIsSmall>
+void LookUpAll(const DequantizeRange& range, const float* values) {
+  ForEachPart<T, uint8_t>(
+      range, [&](const BlockLayout::Run& run, const uint8_t* in, int64_t count,
+                 uint8_t* out) HWY_ATTR {
+        const float* scale = range.encoding.scale.data() + run.scale_index;
+        if (run.scale_step == 1) {
+          LookUpRun<1, kIsSmall, T>(values, scale, in, count, out);
+        } else {
+          LookUpRun<0, kIsSmall, T>(values, scale, in, count, out);
+        }
+      });
+}
+
+template <typename T>
+void DequantizeTyped(const DequantizeRange& range) {
+  const FormatInfo& format = range.format;
+  if (format.kind != CodeKind::kInteger) {
+    ValueTable table;
+    const float* values = table.Of(range.encoding, format);
+    if (format.bits <= 4) {
+      LookUpAll<T, true>(range, values);
+    } else {
+      LookUpAll<T, false>(range, values);
+    }
+  } else if (format.storage_bits == 16) {
+    if (format.is_signed) {
+      DequantizeIntegers<T, int16_t>(range);
+    } else {
+      DequantizeIntegers<T, uint16_t>(range);
+    }
   } else {
-    DequantizeTyped<float, Code>(range);
+    if (format.is_signed) {
+      DequantizeIntegers<T, int8_t>(range);
+    } else {
+      DequantizeIntegers<T, uint8_t>(range);
+    }
   }
 }
 
 void DequantizeSimd(const DequantizeRange& range) {
-  if (range.format.storage_bits == 16) {
-    if (range.format.is_signed) {
-      DequantizeAs<int16_t>(range);
-    } else {
-      DequantizeAs<uint16_t>(range);
-    }
+  if (range.type == ElementType::kFloat64) {
+    DequantizeTyped<double>(range);
   } else {
-    if (range.format.is_signed) {
-      DequantizeAs<int8_t>(range);
-    } else {
-      DequantizeAs<uint8_t>(range);
-    }
+    DequantizeTyped<float>(range);
   }
 }
 

@@ -12,9 +12,14 @@
 
 namespace quantd::core {
 
-// out[i] = (in[i] - zero_point) * scale, in float64 for float64 outputs, in
-// float32 for the others, then rounded to nearest even to float16 or bfloat16.
-// Codes outside [qmin, qmax] are taken as they are.
+// out[i] = value(in[i]) * scale in float64 for float64 outputs, in float32 for
+// the others, then rounded to nearest even to float16 or bfloat16.
+//
+//   integers   value(q) = q - zero_point, also of codes outside [qmin, qmax]
+//   floats     value(q) by codec.h; bits past those of a code are ignored
+//   codebooks  value(q) = codebook[q], NaN past the last entry
+//
+// A scale of NaN makes every element of its block NaN.
 //
 // `first`  index of the first element in the tensor; for packed formats a
 //          multiple of the format's codes_per_byte.

@@ -1,11 +1,36 @@
+#include <cstddef>
 #include <cstdint>
+#include <limits>
 
+#include "absl/types/span.h"
 #include "core/dequantize/dequantize_kernel.h"
+#include "core/formats/codec.h"
 #include "core/formats/packing.h"
 #include "core/types/float_convert.h"
 
 namespace quantd::core {
 namespace {
+
+// What a code stands for under scale 1; exact.
+template <typename T>
+T ValueOf(const DequantizeRange& range, int32_t code, int32_t zero_point) {
+  switch (range.format.kind) {
+    case CodeKind::kInteger:
+      return static_cast<T>(code - zero_point);
+    case CodeKind::kFloat: {
+      const uint32_t mask = (uint32_t{1} << range.format.bits) - 1;
+      return DecodeFloat(range.format.float_layout,
+                         static_cast<uint32_t>(code) & mask);
+    }
+    case CodeKind::kCodebook: {
+      const absl::Span<const float> codebook = CodebookOf(range.encoding);
+      const size_t index = static_cast<size_t>(code);
+      return index < codebook.size() ? codebook[index]
+                                     : std::numeric_limits<T>::quiet_NaN();
+    }
+  }
+  return 0;
+}
 
 template <typename T>
 void DequantizeAll(const DequantizeRange& range) {
@@ -18,11 +43,10 @@ void DequantizeAll(const DequantizeRange& range) {
           const int32_t zero_point = encoding.zero_point.empty()
                                          ? 0
                                          : encoding.zero_point[scale_index];
-          const int32_t difference =
-              LoadCode(range.format, range.in, i) - zero_point;
+          const T value = ValueOf<T>(range, LoadCode(range.format, range.in, i),
+                                     zero_point);
           const T scale = encoding.scale[scale_index];
-          StoreElement<T>(range.type, static_cast<T>(difference) * scale,
-                          range.out, i);
+          StoreElement<T>(range.type, value * scale, range.out, i);
         }
       });
 }
