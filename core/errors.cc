@@ -178,9 +178,31 @@ absl::Status ScaleInvalidError(int64_t index, double value) {
                               "1.17549435e-38"));
 }
 
+absl::Status ScaleValueError(int64_t index, double value,
+                             absl::string_view expected) {
+  return Invalid("SCALE_INVALID", absl::StrCat("scale ", index, " is ", value,
+                                               "; expected ", expected));
+}
+
 absl::Status ScaleCountError(int64_t expected, int64_t got) {
   return Invalid("SCALE_COUNT", absl::StrCat("encoding has ", got,
                                              " scales, expected ", expected));
+}
+
+absl::Status ScaleCodeCountError(int64_t expected, int64_t got) {
+  return Invalid(
+      "SCALE_COUNT",
+      absl::StrCat("encoding has ", got, " scale codes, expected ", expected));
+}
+
+absl::Status OuterScaleCountError(int64_t expected, int64_t got) {
+  return Invalid(
+      "SCALE_COUNT",
+      absl::StrCat("encoding has ", got, " outer scales, expected ", expected));
+}
+
+absl::Status ScaleShapeError(absl::string_view what) {
+  return Invalid("SCALE_COUNT", what);
 }
 
 absl::Status ZeroPointCountError(int64_t scale_count, int64_t got) {

@@ -70,7 +70,14 @@ absl::Status FormatUnknownError(int value);
 absl::Status FeatureNotImplementedError(absl::string_view feature);
 absl::Status BlockSizeInvalidError(absl::string_view what);
 absl::Status ScaleInvalidError(int64_t index, double value);
+// A scale that is fit by itself, but not what the scale type makes it.
+absl::Status ScaleValueError(int64_t index, double value,
+                             absl::string_view expected);
 absl::Status ScaleCountError(int64_t expected, int64_t got);
+absl::Status ScaleCodeCountError(int64_t expected, int64_t got);
+absl::Status OuterScaleCountError(int64_t expected, int64_t got);
+// As many scales as expected, but along other dimensions.
+absl::Status ScaleShapeError(absl::string_view what);
 absl::Status ZeroPointCountError(int64_t scale_count, int64_t got);
 absl::Status ScaleCountLimitError(int64_t limit, int64_t got);
 absl::Status ZeroPointRangeError(absl::string_view what);

@@ -67,15 +67,18 @@ struct Encoding {
 // the format is a codebook.
 absl::Span<const float> CodebookOf(const Encoding& encoding);
 
-// Checks an encoding by itself.
+// Checks an encoding by itself. Errors name the field at fault.
 // Errors: FORMAT_UNKNOWN, SCALE_INVALID (not finite, not positive, below the
 // smallest normal float32, or not a value of the scale type; E8M0 scales may be
-// NaN and subnormal), SCALE_COUNT (none, or zero points, scale codes or outer
-// scales of another number than expected), SCALE_TYPE_INVALID (not the one
-// that the format prescribes; codes or outer scales where the type has none;
-// zero points with scale codes), CODEBOOK_INVALID, ZERO_POINT_RANGE,
-// CODE_RANGE_INVALID (qmin and qmax outside the format, qmin >= qmax, or not a
-// float format's own), BLOCK_SIZE_INVALID.
+// NaN and subnormal), SCALE_COUNT (none; zero points, scale codes or outer
+// scales of another number than expected; scale_shape of another product),
+// SCALE_TYPE_INVALID (not the one that the format prescribes; codes or outer
+// scales where the type has none; zero points with scale codes),
+// CODEBOOK_INVALID, ZERO_POINT_RANGE (also zero points or exclude_zero of a
+// format that is not integer), CODE_RANGE_INVALID (qmin and qmax outside the
+// format, qmin >= qmax, or not a float format's own; no_saturation where the
+// format has neither infinity nor NaN), BLOCK_SIZE_INVALID (also an outer block
+// that cuts a block, and no scale_shape with more than one outer scale).
 absl::Status ValidateEncoding(const Encoding& encoding);
 
 // Fills `scale` in from the scale codes and outer scales; does nothing for
@@ -85,15 +88,19 @@ absl::Status ValidateEncoding(const Encoding& encoding);
 //   kE4m3     float32(value(code) * outer)
 //   kInteger  float32(code * outer)
 //
+// Scale index i uses outer scale o[d] = floor(i[d] * block[d] / outer block[d])
+// in row-major order.
 // Errors: those of ValidateEncoding that concern them.
 absl::Status DeriveScales(Encoding* encoding);
 
-// Size in bytes of the stored scales: inner, outer and zero points (one code
-// each where the encoding has any).
+// Size in bytes of the stored scales: inner, outer and zero points (as codes of
+// the format, where the encoding has any). Requires: a valid encoding.
 int64_t ScalesSizeBytes(const Encoding& encoding);
 
-// Checks that a valid encoding fits a tensor of that layout.
-// Errors: SCALE_COUNT.
+// Checks that a valid encoding fits a tensor of that layout, which is that of
+// its block size.
+// Errors: SCALE_COUNT (another number of scales or outer scales, or another
+// scale_shape).
 absl::Status CheckEncodingFits(const Encoding& encoding,
                                const BlockLayout& layout);
 
