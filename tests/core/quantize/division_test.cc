@@ -220,6 +220,9 @@ TEST(DivisionTest, CodesAreThoseOfFloat32Division) {
   std::mt19937_64 random(20);
   const int scales = ScaleCount();
   const std::vector<std::string> targets = Targets();
+  for (const std::string& target : targets) {
+    ASSERT_TRUE(SetSimdTarget(target).ok()) << target;
+  }
   std::vector<int32_t> rounded(kBlock);
   for (int n = 0; n < scales; ++n) {
     const float scale = MakeScale(n, random);

@@ -1,0 +1,70 @@
+// What fuzzers begin with, and what they found, as ordinary tests.
+
+#include <cstdint>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "google/protobuf/stubs/logging.h"
+#include "gtest/gtest.h"
+#include "tests/fuzz/fuzz_target.h"
+
+namespace quantd::fuzz {
+namespace {
+
+// Inputs of every target beside its seeds.
+constexpr int kMutations = 3000;
+
+class FuzzTargetsTest : public ::testing::TestWithParam<FuzzTarget> {
+ protected:
+  // protobuf logs what it refuses.
+  static void SetUpTestSuite() { google::protobuf::SetLogHandler(nullptr); }
+
+  // From memory of its own size, so that a read behind it is seen.
+  void Run(const std::string& input) {
+    const std::vector<uint8_t> bytes(input.begin(), input.end());
+    GetParam().run(bytes);
+  }
+};
+
+TEST_P(FuzzTargetsTest, TakesItsSeedsWhereverTheyAreCutOff) {
+  for (const std::string& seed : GetParam().seeds()) {
+    for (size_t size = 0; size < seed.size(); ++size) Run(seed.substr(0, size));
+    Run(seed);
+  }
+}
+
+TEST_P(FuzzTargetsTest, TakesMutationsOfItsSeeds) {
+  const std::vector<std::string> seeds = GetParam().seeds();
+  std::mt19937 random(7);
+  for (int i = 0; i < kMutations; ++i) {
+    std::string input = seeds[random() % seeds.size()];
+    for (int n = 1 + static_cast<int>(random() % 4); n > 0; --n) {
+      if (input.empty()) break;
+      const size_t at = random() % input.size();
+      switch (random() % 4) {
+        case 0:
+          input[at] = static_cast<char>(random());
+          break;
+        case 1:
+          input[at] = static_cast<char>(input[at] ^ (1 << random() % 8));
+          break;
+        case 2:
+          input.erase(at, 1 + random() % 4);
+          break;
+        default:
+          input.insert(at, input, random() % input.size(), random() % 8);
+      }
+    }
+    Run(input);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, FuzzTargetsTest,
+                         ::testing::ValuesIn(AllFuzzTargets()),
+                         [](const ::testing::TestParamInfo<FuzzTarget>& info) {
+                           return std::string(info.param.name);
+                         });
+
+}  // namespace
+}  // namespace quantd::fuzz
