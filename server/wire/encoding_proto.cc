@@ -1,10 +1,14 @@
 #include "server/wire/encoding_proto.h"
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <utility>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "core/errors.h"
 #include "core/formats/number_format.h"
@@ -14,28 +18,60 @@
 namespace quantd::server {
 namespace {
 
-// Which field of an Encoding or EncodingSpec an error of core is about.
+// At which field of an EncodingSpec an error of core is that names none.
 absl::Status AtField(absl::Status status) {
+  if (status.ok() || !core::ErrorField(status).empty()) return status;
   const absl::string_view reason = core::ErrorReason(status);
   absl::string_view field;
   if (reason == "FORMAT_UNKNOWN") {
     field = "format";
   } else if (reason == "BLOCK_SIZE_INVALID") {
     field = "block_size";
-  } else if (reason == "SCALE_INVALID" || reason == "SCALE_COUNT") {
-    field = "scale";
-  } else if (reason == "ZERO_POINT_RANGE") {
-    field = "zero_point";
-  } else if (reason == "CODE_RANGE_INVALID") {
-    field = "qmin";
   } else if (reason == "SYMMETRY_INVALID") {
     field = "symmetry";
+  } else if (reason == "SCALE_TYPE_INVALID") {
+    field = "scale_type";
+  } else if (reason == "CODEBOOK_INVALID") {
+    field = "codebook";
   } else if (reason == "METHOD_INVALID") {
     field = "method";
+  } else if (reason == "CODE_RANGE_INVALID") {
+    field = "no_saturation";
   } else {
     return status;
   }
   return core::WithField(std::move(status), field);
+}
+
+// Errors: ENUM_UNKNOWN, at the field.
+template <typename ToEnum, typename ProtoEnum>
+absl::StatusOr<ToEnum> EnumFromProto(ProtoEnum value, bool (*is_valid)(int),
+                                     absl::string_view enum_name,
+                                     absl::string_view field) {
+  if (!is_valid(value)) {
+    return core::WithField(core::EnumUnknownError(enum_name, value), field);
+  }
+  return static_cast<ToEnum>(value);
+}
+
+// Counts beyond int stay beyond every limit that core has.
+int ClampToInt(uint32_t value) {
+  return static_cast<int>(
+      std::min<uint32_t>(value, std::numeric_limits<int>::max()));
+}
+
+// The codes that quantizing produces by default.
+int32_t DefaultQmax(const core::FormatInfo& format,
+                    const core::Encoding& encoding) {
+  const bool has_codebook = format.kind == core::CodeKind::kCodebook &&
+                            format.codebook.empty() &&
+                            !encoding.codebook.empty();
+  // A codebook longer than the format's codes is refused as such.
+  return has_codebook ? static_cast<int32_t>(std::min<size_t>(
+                            encoding.codebook.size(),
+                            static_cast<size_t>(format.qmax) + 1)) -
+                            1
+                      : format.qmax;
 }
 
 }  // namespace
@@ -67,77 +103,151 @@ void EncodingToProto(const core::Encoding& encoding, v1::Encoding* proto) {
 absl::StatusOr<core::Encoding> EncodingFromProto(const v1::Encoding& proto) {
   core::Encoding encoding;
   encoding.format = static_cast<core::NumberFormat>(proto.format());
+  const core::FormatInfo* info = core::FindFormat(encoding.format);
+  if (info == nullptr) {
+    return core::WithField(core::FormatUnknownError(proto.format()), "format");
+  }
+  const absl::StatusOr<core::ScaleType> scale_type =
+      EnumFromProto<core::ScaleType>(proto.scale_type(), v1::ScaleType_IsValid,
+                                     "ScaleType", "scale_type");
+  if (!scale_type.ok()) return scale_type.status();
+  encoding.scale_type = *scale_type;
+  if (encoding.scale_type == core::ScaleType::kDefault) {
+    encoding.scale_type = info->scale_type == core::ScaleType::kDefault
+                              ? core::ScaleType::kFloat32
+                              : info->scale_type;
+  }
   encoding.block_size.assign(proto.block_size().begin(),
                              proto.block_size().end());
   encoding.scale.assign(proto.scale().begin(), proto.scale().end());
   encoding.zero_point.assign(proto.zero_point().begin(),
                              proto.zero_point().end());
-  const core::FormatInfo* info = core::FindFormat(encoding.format);
-  if (info != nullptr) {
-    encoding.qmin = proto.has_qmin() ? proto.qmin() : info->qmin;
-    encoding.qmax = proto.has_qmax() ? proto.qmax() : info->qmax;
-  }
+  encoding.codebook.assign(proto.codebook().begin(), proto.codebook().end());
+  encoding.qmin = proto.has_qmin() ? proto.qmin() : info->qmin;
+  encoding.qmax =
+      proto.has_qmax() ? proto.qmax() : DefaultQmax(*info, encoding);
   encoding.exclude_zero = proto.exclude_zero();
   encoding.degenerate_count = static_cast<int64_t>(proto.degenerate_count());
-  if (!v1::ScaleType_IsValid(proto.scale_type())) {
-    return core::WithField(
-        core::EnumUnknownError("ScaleType", proto.scale_type()), "scale_type");
-  }
-  encoding.scale_type = static_cast<core::ScaleType>(proto.scale_type());
-  if (encoding.scale_type == core::ScaleType::kDefault) {
-    encoding.scale_type =
-        info == nullptr || info->scale_type == core::ScaleType::kDefault
-            ? core::ScaleType::kFloat32
-            : info->scale_type;
-  }
   encoding.scale_code.assign(proto.scale_code().begin(),
                              proto.scale_code().end());
   encoding.outer_scale.assign(proto.outer_scale().begin(),
                               proto.outer_scale().end());
   encoding.outer_block_size.assign(proto.outer_block_size().begin(),
                                    proto.outer_block_size().end());
-  encoding.codebook.assign(proto.codebook().begin(), proto.codebook().end());
   encoding.no_saturation = proto.no_saturation();
   encoding.scale_shape.assign(proto.scale_shape().begin(),
                               proto.scale_shape().end());
-  if (absl::Status s = core::DeriveScales(&encoding); !s.ok()) {
-    return AtField(std::move(s));
-  }
-  if (absl::Status s = core::ValidateEncoding(encoding); !s.ok()) {
-    // Two fields share each of these reasons.
-    const absl::string_view reason = core::ErrorReason(s);
-    if (reason == "SCALE_COUNT" && !encoding.scale.empty()) {
-      return core::WithField(std::move(s), "zero_point");
-    }
-    if (reason == "CODE_RANGE_INVALID" && encoding.qmax > info->qmax) {
-      return core::WithField(std::move(s), "qmax");
-    }
-    return AtField(std::move(s));
-  }
+  if (absl::Status s = core::DeriveScales(&encoding); !s.ok()) return s;
+  if (absl::Status s = core::ValidateEncoding(encoding); !s.ok()) return s;
   return encoding;
 }
 
 absl::StatusOr<core::EncodingSpec> SpecFromProto(
     const v1::EncodingSpec& proto) {
-  if (!v1::Symmetry_IsValid(proto.symmetry())) {
-    return core::WithField(core::EnumUnknownError("Symmetry", proto.symmetry()),
-                           "symmetry");
-  }
-  if (!v1::CalibrationMethod_IsValid(proto.method())) {
-    return core::WithField(
-        core::EnumUnknownError("CalibrationMethod", proto.method()), "method");
-  }
   core::EncodingSpec spec;
   spec.format = static_cast<core::NumberFormat>(proto.format());
   spec.block_size.assign(proto.block_size().begin(), proto.block_size().end());
-  spec.symmetry = static_cast<core::Symmetry>(proto.symmetry());
-  spec.method = static_cast<core::CalibrationMethod>(proto.method());
+  const auto symmetry = EnumFromProto<core::Symmetry>(
+      proto.symmetry(), v1::Symmetry_IsValid, "Symmetry", "symmetry");
+  if (!symmetry.ok()) return symmetry.status();
+  spec.symmetry = *symmetry;
+  const auto method = EnumFromProto<core::CalibrationMethod>(
+      proto.method(), v1::CalibrationMethod_IsValid, "CalibrationMethod",
+      "method");
+  if (!method.ok()) return method.status();
+  spec.method = *method;
   spec.exclude_zero = proto.exclude_zero();
   spec.unsigned_if_non_negative = proto.unsigned_if_non_negative();
+  if (proto.has_granularity()) {
+    if (!spec.block_size.empty()) {
+      return core::WithField(
+          core::BlockSizeInvalidError(
+              "granularity and block_size, expected one of them"),
+          "granularity");
+    }
+    if (proto.granularity().group_size() < 0) {
+      return core::WithField(
+          core::BlockSizeInvalidError(
+              absl::StrCat("group size is ", proto.granularity().group_size(),
+                           ", expected at least 0")),
+          "granularity.group_size");
+    }
+    spec.granularity = GranularityFromProto(proto.granularity());
+  }
+  const auto scale_type = EnumFromProto<core::ScaleType>(
+      proto.scale_type(), v1::ScaleType_IsValid, "ScaleType", "scale_type");
+  if (!scale_type.ok()) return scale_type.status();
+  spec.scale_type = *scale_type;
+  const auto mx_scale_rule = EnumFromProto<core::MxScaleRule>(
+      proto.mx_scale_rule(), v1::MxScaleRule_IsValid, "MxScaleRule",
+      "mx_scale_rule");
+  if (!mx_scale_rule.ok()) return mx_scale_rule.status();
+  spec.mx_scale_rule = *mx_scale_rule;
+  spec.power_of_two_scale = proto.power_of_two_scale();
+  spec.outer_block_size.assign(proto.outer_block_size().begin(),
+                               proto.outer_block_size().end());
+  spec.integer_scale_max = ClampToInt(proto.integer_scale_max());
+  spec.codebook.assign(proto.codebook().begin(), proto.codebook().end());
+  if (proto.has_tail_fraction()) spec.tail_fraction = proto.tail_fraction();
+  const auto tail =
+      EnumFromProto<core::Tail>(proto.tail(), v1::Tail_IsValid, "Tail", "tail");
+  if (!tail.ok()) return tail.status();
+  spec.tail = *tail;
+  if (proto.has_gamma()) spec.gamma = proto.gamma();
+  spec.search_steps = ClampToInt(proto.search_steps());
+  spec.entropy_bins = ClampToInt(proto.entropy_bins());
+  spec.range_min = proto.range_min();
+  spec.range_max = proto.range_max();
+  for (const int value : proto.methods()) {
+    const auto one = EnumFromProto<core::CalibrationMethod>(
+        value, v1::CalibrationMethod_IsValid, "CalibrationMethod", "methods");
+    if (!one.ok()) return one.status();
+    spec.methods.push_back(*one);
+  }
+  const auto objective = EnumFromProto<core::Objective>(
+      proto.objective(), v1::Objective_IsValid, "Objective", "objective");
+  if (!objective.ok()) return objective.status();
+  spec.objective = *objective;
+  spec.no_saturation = proto.no_saturation();
   if (absl::Status s = core::ValidateSpec(spec); !s.ok()) {
     return AtField(std::move(s));
   }
   return spec;
+}
+
+void SpecToProto(const core::EncodingSpec& spec, v1::EncodingSpec* proto) {
+  proto->Clear();
+  proto->set_format(static_cast<v1::NumberFormat>(spec.format));
+  proto->mutable_block_size()->Assign(spec.block_size.begin(),
+                                      spec.block_size.end());
+  proto->set_symmetry(static_cast<v1::Symmetry>(spec.symmetry));
+  proto->set_method(static_cast<v1::CalibrationMethod>(spec.method));
+  proto->set_exclude_zero(spec.exclude_zero);
+  proto->set_unsigned_if_non_negative(spec.unsigned_if_non_negative);
+  if (spec.granularity.has_value()) {
+    proto->mutable_granularity()->set_axis(
+        static_cast<int32_t>(spec.granularity->axis));
+    proto->mutable_granularity()->set_group_size(spec.granularity->group_size);
+  }
+  proto->set_scale_type(static_cast<v1::ScaleType>(spec.scale_type));
+  proto->set_mx_scale_rule(static_cast<v1::MxScaleRule>(spec.mx_scale_rule));
+  proto->set_power_of_two_scale(spec.power_of_two_scale);
+  proto->mutable_outer_block_size()->Assign(spec.outer_block_size.begin(),
+                                            spec.outer_block_size.end());
+  proto->set_integer_scale_max(static_cast<uint32_t>(spec.integer_scale_max));
+  proto->mutable_codebook()->Assign(spec.codebook.begin(), spec.codebook.end());
+  proto->set_tail_fraction(spec.tail_fraction);
+  proto->set_tail(static_cast<v1::Tail>(spec.tail));
+  proto->set_gamma(spec.gamma);
+  proto->set_search_steps(static_cast<uint32_t>(spec.search_steps));
+  proto->set_entropy_bins(static_cast<uint32_t>(spec.entropy_bins));
+  proto->set_range_min(spec.range_min);
+  proto->set_range_max(spec.range_max);
+  for (const core::CalibrationMethod method : spec.methods) {
+    proto->add_methods(static_cast<v1::CalibrationMethod>(method));
+  }
+  proto->set_objective(static_cast<v1::Objective>(spec.objective));
+  proto->set_no_saturation(spec.no_saturation);
 }
 
 absl::StatusOr<TensorDescription> DescriptionFromProto(

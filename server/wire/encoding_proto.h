@@ -19,12 +19,17 @@ namespace quantd::server {
 
 void EncodingToProto(const core::Encoding& encoding, v1::Encoding* proto);
 
-// Errors: those of core::ValidateEncoding, at the message's fields.
+// With scale codes `scale` is made from them, whatever the message has there.
+// Errors: ENUM_UNKNOWN and those of core::ValidateEncoding, at the message's
+// fields.
 absl::StatusOr<core::Encoding> EncodingFromProto(const v1::Encoding& proto);
 
-// Errors: ENUM_UNKNOWN and those of core::ValidateSpec, at the message's
+// Errors: ENUM_UNKNOWN, BLOCK_SIZE_INVALID (granularity and block_size, or a
+// negative group size) and those of core::ValidateSpec, at the message's
 // fields.
 absl::StatusOr<core::EncodingSpec> SpecFromProto(const v1::EncodingSpec& proto);
+
+void SpecToProto(const core::EncodingSpec& spec, v1::EncodingSpec* proto);
 
 core::Granularity GranularityFromProto(const v1::Granularity& proto);
 
