@@ -14,10 +14,14 @@
 #ifndef QUANTD_CORE_STATISTICS_HISTOGRAM_H_
 #define QUANTD_CORE_STATISTICS_HISTOGRAM_H_
 
+#include <cstddef>
 #include <cstdint>
-#include <map>
+#include <memory>
+#include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/numeric/int128.h"
+#include "core/statistics/bin_table.h"
 
 namespace quantd::core {
 
@@ -44,6 +48,12 @@ struct HistogramBin {
   }
 };
 
+// A bin and its key.
+struct KeyedBin {
+  uint32_t key;
+  HistogramBin bin;
+};
+
 // Where the elements of a bin lie.
 struct BinEdges {
   // Of the smallest and the largest element that the bin can have, both of its
@@ -60,15 +70,31 @@ struct BinEdges {
 uint32_t HistogramKey(float x, int mantissa_bits);
 BinEdges HistogramBinEdges(uint32_t key, int mantissa_bits);
 
-// Not thread-safe.
+// Not thread-safe. Few elements are kept as they are, 4 bytes each; more as a
+// sorted array of bins, 24 bytes each until a counter could pass that.
 class Histogram {
  public:
+  // Elements that are kept as they are, at most.
+  static constexpr int kMaxValues = 128;
+
   // Requires: kMinMantissaBits <= mantissa_bits <= kMaxMantissaBits.
   explicit Histogram(int mantissa_bits);
 
+  Histogram(const Histogram& other);
+  Histogram& operator=(const Histogram& other);
+  Histogram(Histogram&&) noexcept = default;
+  Histogram& operator=(Histogram&&) noexcept = default;
+  ~Histogram() = default;
+
   // Adds `count` elements. NaN and infinities are left out; -0 counts as +0.
   void Add(const float* x, int64_t count);
-  // Requires: key < 2^(9 + m), of finite elements.
+  // The same, by way of `table`, which is empty before and after and of the
+  // same mantissa bits.
+  void Add(const float* x, int64_t count, BinTable* table);
+  // Adds what `table`, of the same mantissa bits, holds, and empties it.
+  void Drain(BinTable* table);
+  // Quick for keys in ascending order. Requires: key < 2^(9 + m), of finite
+  // elements; moments that bin.count elements of the bin have.
   void AddBin(uint32_t key, const HistogramBin& bin);
   // Requires: the same mantissa bits.
   void Merge(const Histogram& other);
@@ -80,19 +106,55 @@ class Histogram {
   // elements, in ascending order of key, which is that of the elements.
   template <typename Visitor>
   void ForEachBin(Visitor&& visit) const {
-    for (const auto& [key, bin] : bins_) visit(key, bin);
+    Visit(visit);
   }
 
-  // What the histogram takes in memory, itself included.
+  // What the histogram takes in memory, itself included. Depends on how the
+  // elements came as well.
   int64_t memory_bytes() const;
 
   friend bool operator==(const Histogram& a, const Histogram& b);
 
  private:
-  int mantissa_bits_;
+  // Ascending by key; `wide` if is_wide, otherwise `narrow`.
+  struct Bins {
+    bool is_wide = false;
+    std::vector<PackedBin> narrow;
+    std::vector<KeyedBin> wide;
+  };
+
+  void Visit(
+      absl::FunctionRef<void(uint32_t, const HistogramBin&)> visit) const;
+  // Requires: room for them, all finite.
+  void AppendValues(const float* x, int count);
+  // Whether `bin` could be kept as one or two elements, and is.
+  bool AppendBin(uint32_t key, const HistogramBin& bin);
+  // Adds bins in ascending order of key that have `count` elements in all.
+  template <typename Bin>
+  void MergeBins(const Bin* bins, size_t bin_count, uint64_t count);
+
+  // [value_capacity_], of which value_count_ elements are held, finite.
+  std::unique_ptr<float[]> values_;
+  // Null until there are more elements than values_ holds.
+  std::unique_ptr<Bins> bins_;
+  // In values_ and bins_.
   uint64_t count_ = 0;
-  std::map<uint32_t, HistogramBin> bins_;
+  uint8_t mantissa_bits_;
+  uint8_t value_count_ = 0;
+  uint8_t value_capacity_ = 0;
 };
+
+// Sums over elements.
+struct Moments {
+  double sum = 0;
+  double square_sum = 0;
+};
+
+// Of the elements of a bin, each rounded once.
+Moments BinMoments(const BinEdges& edges, const HistogramBin& bin);
+// Of all elements of a histogram: off by less than 1e-15 of the sum of |x|, and
+// of the sum of squares. The same on every machine.
+Moments HistogramMoments(const Histogram& histogram);
 
 }  // namespace quantd::core
 

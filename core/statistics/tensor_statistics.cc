@@ -7,7 +7,10 @@
 #include <vector>
 
 #include "absl/synchronization/mutex.h"
+#include "absl/types/optional.h"
+#include "absl/types/span.h"
 #include "core/simd_internal.h"
+#include "core/statistics/histogram_update.h"
 #include "core/statistics/statistics_kernel.h"
 #include "core/types/float_convert.h"
 
@@ -338,6 +341,7 @@ TensorStatistics::TensorStatistics(int64_t scale_count, int mantissa_bits)
   if (mantissa_bits > 0) {
     histograms_.assign(scale_count, Histogram(mantissa_bits));
   }
+  CountHistogramBytes();
 }
 
 void TensorStatistics::Update(const BlockLayout& layout, ElementType type,
@@ -345,6 +349,10 @@ void TensorStatistics::Update(const BlockLayout& layout, ElementType type,
                               ThreadPool* pool) {
   const int64_t tasks = (count + kTaskElements - 1) / kTaskElements;
   const bool is_scalar = internal::UsesScalarKernels();
+  absl::optional<HistogramUpdate> histogram_update;
+  if (mantissa_bits_ > 0 && count > 0) {
+    histogram_update.emplace(absl::MakeSpan(histograms_));
+  }
   absl::Mutex mutex;
   const auto run_task = [&](int64_t task) {
     const int64_t begin = task * kTaskElements;
@@ -357,6 +365,8 @@ void TensorStatistics::Update(const BlockLayout& layout, ElementType type,
     } else {
       HWY_DYNAMIC_DISPATCH(StatisticsSimd)(range, &partial);
     }
+    // The elements are in the cache now.
+    if (histogram_update.has_value()) histogram_update->Add(range);
     // Merging commutes, so that the order of the tasks does not matter.
     absl::MutexLock lock(&mutex);
     counts_.Merge(partial.counts);
@@ -375,31 +385,9 @@ void TensorStatistics::Update(const BlockLayout& layout, ElementType type,
     }
   };
   ParallelFor(pool, tasks, run_task);
-  if (mantissa_bits_ > 0) UpdateHistograms(layout, type, first, count, data);
-}
-
-void TensorStatistics::UpdateHistograms(const BlockLayout& layout,
-                                        ElementType type, int64_t first,
-                                        int64_t count, const uint8_t* data) {
-  layout.ForEachRun(first, count, [&](const BlockLayout::Run& run) {
-    for (int64_t k = 0; k < run.count; ++k) {
-      const int64_t scale_index = run.scale_index + k * run.scale_step;
-      const int64_t i = run.begin + k - first;
-      float x;
-      bool is_finite;
-      if (type == ElementType::kFloat64) {
-        const double wide = LoadElement<double>(type, data, i);
-        is_finite = std::isfinite(wide);
-        constexpr float kLargest = std::numeric_limits<float>::max();
-        x = static_cast<float>(wide);
-        if (is_finite) x = std::clamp(x, -kLargest, kLargest);
-      } else {
-        x = LoadElement<float>(type, data, i);
-        is_finite = std::isfinite(x);
-      }
-      if (is_finite) histograms_[scale_index].Add(&x, 1);
-    }
-  });
+  if (histogram_update.has_value()) {
+    histogram_bytes_ += histogram_update->Finish();
+  }
 }
 
 void TensorStatistics::Merge(const TensorStatistics& other) {
@@ -410,6 +398,7 @@ void TensorStatistics::Merge(const TensorStatistics& other) {
   for (size_t i = 0; i < histograms_.size(); ++i) {
     histograms_[i].Merge(other.histograms_[i]);
   }
+  CountHistogramBytes();
   if (other.has_non_finite_.empty()) return;
   has_non_finite_.resize(extremes_.size());
   for (size_t i = 0; i < extremes_.size(); ++i) {
@@ -428,6 +417,7 @@ TensorStatistics TensorStatistics::Coarsen(absl::Span<const int64_t> map,
     if (mantissa_bits_ > 0) coarse.histograms_[to].Merge(histograms_[i]);
     if (has_non_finite(i)) coarse.has_non_finite_[to] = true;
   }
+  coarse.CountHistogramBytes();
   return coarse;
 }
 
@@ -436,12 +426,17 @@ bool TensorStatistics::has_non_finite(int64_t scale_index) const {
 }
 
 int64_t TensorStatistics::memory_bytes() const {
-  int64_t bytes =
-      static_cast<int64_t>(sizeof(*this) + extremes_.size() * sizeof(Extremes));
+  return static_cast<int64_t>(sizeof(*this) +
+                              extremes_.capacity() * sizeof(Extremes) +
+                              has_non_finite_.capacity() / 8) +
+         histogram_bytes_;
+}
+
+void TensorStatistics::CountHistogramBytes() {
+  histogram_bytes_ = 0;
   for (const Histogram& histogram : histograms_) {
-    bytes += histogram.memory_bytes();
+    histogram_bytes_ += histogram.memory_bytes();
   }
-  return bytes;
 }
 
 TensorStatistics TensorStatistics::FromParts(
@@ -452,6 +447,7 @@ TensorStatistics TensorStatistics::FromParts(
   statistics.counts_ = counts;
   statistics.extremes_ = std::move(extremes);
   statistics.histograms_ = std::move(histograms);
+  statistics.CountHistogramBytes();
   if (!non_finite_scale_indices.empty()) {
     statistics.has_non_finite_.resize(statistics.extremes_.size());
     for (const int64_t i : non_finite_scale_indices) {

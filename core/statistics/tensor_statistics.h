@@ -76,7 +76,7 @@ class TensorStatistics {
   // [scale_count], or empty.
   absl::Span<const Histogram> histograms() const { return histograms_; }
 
-  // What the statistics take in memory, about.
+  // What the statistics take in memory. Takes constant time.
   int64_t memory_bytes() const;
 
   // The parts of a state that was serialized.
@@ -88,8 +88,7 @@ class TensorStatistics {
       std::vector<Histogram> histograms);
 
  private:
-  void UpdateHistograms(const BlockLayout& layout, ElementType type,
-                        int64_t first, int64_t count, const uint8_t* data);
+  void CountHistogramBytes();
 
   ElementCounts counts_;
   std::vector<Extremes> extremes_;
@@ -97,6 +96,7 @@ class TensorStatistics {
   std::vector<bool> has_non_finite_;
   int mantissa_bits_;
   std::vector<Histogram> histograms_;
+  int64_t histogram_bytes_ = 0;
 };
 
 }  // namespace quantd::core

@@ -1,0 +1,307 @@
+#include "core/statistics/bin_table.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/types/span.h"
+#include "core/simd_internal.h"
+#include "core/statistics/histogram.h"
+#include "core/types/float_convert.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "core/statistics/bin_table.cc"
+#include "hwy/foreach_target.h"
+#include "hwy/highway.h"
+// After foreach_target.h, once per target.
+#include "core/types/float_convert-inl.h"
+
+#ifndef QUANTD_CORE_STATISTICS_BIN_TABLE_ONCE
+#define QUANTD_CORE_STATISTICS_BIN_TABLE_ONCE
+namespace quantd::core {
+namespace {
+
+constexpr uint32_t kSignBit = 0x80000000;
+constexpr uint64_t kOneElement = uint64_t{1} << BinCell::kCountShift;
+
+// Where the kernels add. Cell i is that of the patterns with bits >> shift = i;
+// is_touched[i >> group_shift] is its group's.
+struct TableView {
+  int shift;
+  int group_shift;
+  BinCell* cells;
+  uint8_t* is_touched;
+};
+
+// The truth: one element after the other.
+void AddToTableScalar(const uint8_t* in, int64_t count,
+                      const TableView& table) {
+  const uint32_t mask = (uint32_t{1} << table.shift) - 1;
+  for (int64_t i = 0; i < count; ++i) {
+    uint32_t bits = LoadUnaligned<uint32_t>(in + i * 4);
+    if (bits == kSignBit) bits = 0;
+    const uint64_t low = bits & mask;
+    const uint32_t index = bits >> table.shift;
+    table.cells[index].count_and_low_sum += kOneElement | low;
+    table.cells[index].low_square_sum += low * low;
+    table.is_touched[index >> table.group_shift] = 1;
+  }
+}
+
+float ToHistogramFloat(double x) {
+  const float rounded = static_cast<float>(x);
+  return std::isinf(rounded) && std::isfinite(x)
+             ? std::copysign(std::numeric_limits<float>::max(), rounded)
+             : rounded;
+}
+
+void ToHistogramFloatsScalar(ElementType type, const uint8_t* in, int64_t count,
+                             float* out) {
+  for (int64_t i = 0; i < count; ++i) {
+    out[i] = type == ElementType::kFloat64
+                 ? ToHistogramFloat(LoadElement<double>(type, in, i))
+                 : LoadElement<float>(type, in, i);
+  }
+}
+
+}  // namespace
+}  // namespace quantd::core
+#endif  // QUANTD_CORE_STATISTICS_BIN_TABLE_ONCE
+
+HWY_BEFORE_NAMESPACE();
+namespace quantd::core {
+namespace HWY_NAMESPACE {
+namespace {
+namespace hn = hwy::HWY_NAMESPACE;
+
+#if HWY_TARGET == HWY_EMU128 || HWY_TARGET == HWY_SCALAR
+
+void AddToTable(const uint8_t* in, int64_t count, const TableView& table) {
+  AddToTableScalar(in, count, table);
+}
+
+void ToFloats(ElementType type, const uint8_t* in, int64_t count, float* out) {
+  ToHistogramFloatsScalar(type, in, count, out);
+}
+
+#else
+
+// What is added to each cell is computed by the vector and stored, and then
+// added by the element, as one load, addition and store of 16 bytes each.
+void AddToTable(const uint8_t* HWY_RESTRICT in, int64_t count,
+                const TableView& view) {
+  const hn::ScalableTag<uint32_t> d32;
+  const hn::RepartitionToWide<decltype(d32)> d64;
+  const hn::Full128<uint64_t> d_cell;
+  constexpr int64_t kBatch = 64;
+  HWY_ALIGN uint32_t index[kBatch];
+  HWY_ALIGN uint64_t addend[kBatch * 2];
+  // By value, as the stores into cells may alias `view`.
+  const TableView table = view;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d32));
+  const int64_t blocks = lanes / 4;
+  const auto mask = hn::Set(d32, (uint32_t{1} << table.shift) - 1);
+  const auto sign = hn::Set(d32, kSignBit);
+  const auto one = hn::Set(d64, kOneElement);
+
+  int64_t i = 0;
+  while (count - i >= lanes) {
+    const int64_t batch = std::min(kBatch, (count - i) / lanes * lanes);
+    for (int64_t k = 0; k < batch; k += lanes) {
+      auto bits = LoadBytes(d32, in + (i + k) * 4);
+      bits = hn::IfThenZeroElse(hn::Eq(bits, sign), bits);
+      hn::Store(hn::ShiftRightSame(bits, table.shift), d32, index + k);
+      const auto low = hn::And(bits, mask);
+      const auto even =
+          hn::ShiftRight<32>(hn::ShiftLeft<32>(hn::BitCast(d64, low)));
+      const auto odd = hn::ShiftRight<32>(hn::BitCast(d64, low));
+      const auto even_square = hn::MulEven(low, low);
+      const auto odd_square =
+          hn::MulEven(hn::BitCast(d32, odd), hn::BitCast(d32, odd));
+      const auto even_sum = hn::Or(even, one);
+      const auto odd_sum = hn::Or(odd, one);
+      // Of every block of four elements the first, second, third and fourth.
+      uint64_t* out = addend + k * 2;
+      hn::Store(hn::InterleaveLower(d64, even_sum, even_square), d64, out);
+      hn::Store(hn::InterleaveLower(d64, odd_sum, odd_square), d64,
+                out + blocks * 2);
+      hn::Store(hn::InterleaveUpper(d64, even_sum, even_square), d64,
+                out + blocks * 4);
+      hn::Store(hn::InterleaveUpper(d64, odd_sum, odd_square), d64,
+                out + blocks * 6);
+    }
+    for (int64_t k = 0; k < batch; k += lanes) {
+      for (int64_t part = 0; part < 4; ++part) {
+        const uint64_t* from = addend + (k + part * blocks) * 2;
+        for (int64_t block = 0; block < blocks; ++block) {
+          const uint32_t cell = index[k + block * 4 + part];
+          uint64_t* to = &table.cells[cell].count_and_low_sum;
+          hn::Store(
+              hn::Add(hn::Load(d_cell, to), hn::Load(d_cell, from + block * 2)),
+              d_cell, to);
+          table.is_touched[cell >> table.group_shift] = 1;
+        }
+      }
+    }
+    i += batch;
+  }
+  AddToTableScalar(in + i * 4, count - i, table);
+}
+
+void ToFloats(ElementType type, const uint8_t* in, int64_t count, float* out) {
+  if (type == ElementType::kFloat64) {
+    ToHistogramFloatsScalar(type, in, count, out);
+  } else {
+    Widen(type, in, count, out);
+  }
+}
+
+#endif
+
+}  // namespace
+}  // namespace HWY_NAMESPACE
+}  // namespace quantd::core
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace quantd::core {
+namespace {
+
+HWY_EXPORT(AddToTable);
+HWY_EXPORT(ToFloats);
+
+// Cells of a group: few enough that a group with a single element costs little.
+int GroupShift(int mantissa_bits) { return std::min(mantissa_bits, 5); }
+
+// Tables that are not in use, by mantissa bits.
+class Stock {
+ public:
+  std::unique_ptr<BinTable> Take(int mantissa_bits)
+      ABSL_LOCKS_EXCLUDED(mutex_) {
+    {
+      absl::MutexLock lock(&mutex_);
+      auto& tables = tables_[mantissa_bits];
+      if (!tables.empty()) {
+        std::unique_ptr<BinTable> table = std::move(tables.back());
+        tables.pop_back();
+        return table;
+      }
+    }
+    return std::make_unique<BinTable>(mantissa_bits);
+  }
+
+  void Return(std::unique_ptr<BinTable> table) ABSL_LOCKS_EXCLUDED(mutex_) {
+    constexpr size_t kKeptBytes = 64 << 20;
+    absl::MutexLock lock(&mutex_);
+    auto& tables = tables_[table->mantissa_bits()];
+    const size_t table_bytes = sizeof(BinCell) << (9 + table->mantissa_bits());
+    if (tables.size() < kKeptBytes / table_bytes) {
+      tables.push_back(std::move(table));
+    }
+  }
+
+ private:
+  absl::Mutex mutex_;
+  std::array<std::vector<std::unique_ptr<BinTable>>, kMaxMantissaBits + 1>
+      tables_ ABSL_GUARDED_BY(mutex_);
+};
+
+Stock& TheStock() {
+  static Stock& stock = *new Stock();
+  return stock;
+}
+
+}  // namespace
+
+BinTable::BinTable(int mantissa_bits)
+    : mantissa_bits_(mantissa_bits),
+      cells_(size_t{1} << (9 + mantissa_bits)),
+      is_touched_(cells_.size() >> GroupShift(mantissa_bits)) {}
+
+void BinTable::Add(const uint8_t* in, int64_t count) {
+  const TableView view{23 - mantissa_bits_, GroupShift(mantissa_bits_),
+                       cells_.data(), is_touched_.data()};
+  room_ -= count;
+  if (internal::UsesScalarKernels()) {
+    AddToTableScalar(in, count, view);
+  } else {
+    HWY_DYNAMIC_DISPATCH(AddToTable)(in, count, view);
+  }
+}
+
+absl::Span<const PackedBin> BinTable::Drain() {
+  drained_.clear();
+  const int group_shift = GroupShift(mantissa_bits_);
+  const uint32_t half = uint32_t{1} << (8 + mantissa_bits_);
+  const auto drain_cell = [&](uint32_t index, uint32_t key) {
+    BinCell& cell = cells_[index];
+    if (cell.count_and_low_sum == 0) return;
+    constexpr uint64_t kLowSumMask = kOneElement - 1;
+    if ((index >> mantissa_bits_ & 0xFF) != 0xFF) {
+      drained_.push_back({key,
+                          static_cast<uint32_t>(cell.count_and_low_sum >>
+                                                BinCell::kCountShift),
+                          cell.count_and_low_sum & kLowSumMask,
+                          cell.low_square_sum});
+    }
+    cell = {0, 0};
+  };
+  const uint32_t group_cells = uint32_t{1} << group_shift;
+  // Calls `drain` for each group in [begin, end) that has elements.
+  constexpr uint32_t kWord = 8;
+  const auto for_each_touched = [&](uint32_t begin, bool descending,
+                                    const auto& drain) {
+    const uint32_t count = static_cast<uint32_t>(is_touched_.size() / 2);
+    for (uint32_t k = 0; k < count; k += kWord) {
+      uint8_t* word =
+          &is_touched_[begin + (descending ? count - kWord - k : k)];
+      if (LoadUnaligned<uint64_t>(word) == 0) continue;
+      for (uint32_t i = 0; i < kWord; ++i) {
+        uint8_t* flag = word + (descending ? kWord - 1 - i : i);
+        if (*flag == 0) continue;
+        *flag = 0;
+        drain(static_cast<uint32_t>(flag - is_touched_.data()) << group_shift);
+      }
+    }
+  };
+  for_each_touched(static_cast<uint32_t>(is_touched_.size() / 2), true,
+                   [&](uint32_t first) {
+                     for (uint32_t i = group_cells; i-- > 0;) {
+                       drain_cell(first + i, 2 * half - 1 - (first + i));
+                     }
+                   });
+  for_each_touched(0, false, [&](uint32_t first) {
+    for (uint32_t i = 0; i < group_cells; ++i) {
+      drain_cell(first + i, half + first + i);
+    }
+  });
+  room_ = kCapacity;
+  return drained_;
+}
+
+BinTableLease::BinTableLease(int mantissa_bits)
+    : table_(TheStock().Take(mantissa_bits)) {}
+
+BinTableLease::~BinTableLease() { TheStock().Return(std::move(table_)); }
+
+void ToHistogramFloats(ElementType type, const uint8_t* in, int64_t count,
+                       float* out) {
+  if (type == ElementType::kFloat32) {
+    std::memcpy(out, in, count * sizeof(float));
+  } else if (internal::UsesScalarKernels()) {
+    ToHistogramFloatsScalar(type, in, count, out);
+  } else {
+    HWY_DYNAMIC_DISPATCH(ToFloats)(type, in, count, out);
+  }
+}
+
+}  // namespace quantd::core
+#endif  // HWY_ONCE
