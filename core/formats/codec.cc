@@ -84,11 +84,10 @@ uint32_t EncodeFloat(const FloatLayout& layout, double x, bool saturate) {
     if (layout.specials == FloatSpecials::kIeee) return sign | (largest + 1);
     return NanCode(layout);
   }
-  int exponent = 0;
-  std::frexp(magnitude, &exponent);
-  // The unit in the last place at x, no smaller than that of subnormals.
+  // The unit in the last place at x, no smaller than that of subnormals; the
+  // exponent of 0 is below all others.
   const int unit =
-      std::max(exponent - 1, 1 - layout.bias) - layout.mantissa_bits;
+      std::max(std::ilogb(magnitude), 1 - layout.bias) - layout.mantissa_bits;
   const uint32_t steps =
       static_cast<uint32_t>(std::nearbyint(std::ldexp(magnitude, -unit)));
   // A step past the last mantissa is the next exponent.

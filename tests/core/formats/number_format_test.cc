@@ -14,10 +14,11 @@ TEST(NumberFormatTest, HasTheIntegersOfEveryWidthByValueAndName) {
       const FormatInfo& row = IntegerFormat(bits, is_signed);
       EXPECT_EQ(static_cast<int>(row.format), is_signed ? bits : 20 + bits);
       EXPECT_EQ(row.name, (is_signed ? "int" : "uint") + std::to_string(bits));
-      EXPECT_EQ(row.kind, FormatKind::kInteger);
+      EXPECT_EQ(row.kind, CodeKind::kInteger);
       EXPECT_EQ(row.bits, bits);
       EXPECT_EQ(row.is_signed, is_signed);
-      EXPECT_TRUE(row.implemented);
+      EXPECT_EQ(row.scale_type, ScaleType::kDefault);
+      EXPECT_EQ(row.default_group, 0);
       EXPECT_EQ(row.storage_bits,
                 bits == 2 || bits == 4 ? bits : (bits <= 8 ? 8 : 16));
       EXPECT_EQ(row.qmin, is_signed ? -(1 << (bits - 1)) : 0);
@@ -42,38 +43,75 @@ TEST(NumberFormatTest, FindsEveryRowByItsUniqueValueAndName) {
   EXPECT_EQ(FindFormatByName("INT8"), nullptr);
 }
 
-TEST(NumberFormatTest, ReservesTheOtherFormatsByName) {
+TEST(NumberFormatTest, HasTheOtherFormatsByValueAndName) {
   const struct {
     int value;
     const char* name;
-    FormatKind kind;
+    CodeKind kind;
     int bits;
-  } kReserved[] = {{40, "float8_e4m3fn", FormatKind::kFloat, 8},
-                   {41, "float8_e5m2", FormatKind::kFloat, 8},
-                   {42, "float8_e4m3fnuz", FormatKind::kFloat, 8},
-                   {43, "float8_e5m2fnuz", FormatKind::kFloat, 8},
-                   {44, "float6_e2m3", FormatKind::kFloat, 6},
-                   {45, "float6_e3m2", FormatKind::kFloat, 6},
-                   {46, "float4_e2m1", FormatKind::kFloat, 4},
-                   {50, "mxfp8_e4m3", FormatKind::kMicroscaling, 8},
-                   {51, "mxfp8_e5m2", FormatKind::kMicroscaling, 8},
-                   {52, "mxfp6_e2m3", FormatKind::kMicroscaling, 6},
-                   {53, "mxfp6_e3m2", FormatKind::kMicroscaling, 6},
-                   {54, "mxfp4_e2m1", FormatKind::kMicroscaling, 4},
-                   {55, "mxint8", FormatKind::kMicroscaling, 8},
-                   {56, "nvfp4", FormatKind::kMicroscaling, 4},
-                   {60, "nf4", FormatKind::kCodebook, 4},
-                   {61, "codebook", FormatKind::kCodebook, 8},
-                   {62, "lpbq", FormatKind::kLpbq, 4}};
-  EXPECT_EQ(AllFormats().size(), 30 + std::size(kReserved));
-  for (const auto& reserved : kReserved) {
-    const FormatInfo* row = FindFormatByName(reserved.name);
-    ASSERT_NE(row, nullptr) << reserved.name;
-    EXPECT_EQ(static_cast<int>(row->format), reserved.value);
-    EXPECT_EQ(row->kind, reserved.kind);
-    EXPECT_EQ(row->bits, reserved.bits);
-    EXPECT_EQ(row->storage_bits, reserved.bits == 4 ? 4 : 8);
-    EXPECT_FALSE(row->implemented);
+    ScaleType scale_type;
+    int64_t default_group;
+  } kOthers[] = {
+      {40, "float8_e4m3fn", CodeKind::kFloat, 8, ScaleType::kDefault, 0},
+      {41, "float8_e5m2", CodeKind::kFloat, 8, ScaleType::kDefault, 0},
+      {42, "float8_e4m3fnuz", CodeKind::kFloat, 8, ScaleType::kDefault, 0},
+      {43, "float8_e5m2fnuz", CodeKind::kFloat, 8, ScaleType::kDefault, 0},
+      {44, "float6_e2m3", CodeKind::kFloat, 6, ScaleType::kDefault, 0},
+      {45, "float6_e3m2", CodeKind::kFloat, 6, ScaleType::kDefault, 0},
+      {46, "float4_e2m1", CodeKind::kFloat, 4, ScaleType::kDefault, 0},
+      {50, "mxfp8_e4m3", CodeKind::kFloat, 8, ScaleType::kE8m0, 32},
+      {51, "mxfp8_e5m2", CodeKind::kFloat, 8, ScaleType::kE8m0, 32},
+      {52, "mxfp6_e2m3", CodeKind::kFloat, 6, ScaleType::kE8m0, 32},
+      {53, "mxfp6_e3m2", CodeKind::kFloat, 6, ScaleType::kE8m0, 32},
+      {54, "mxfp4_e2m1", CodeKind::kFloat, 4, ScaleType::kE8m0, 32},
+      {55, "mxint8", CodeKind::kInteger, 8, ScaleType::kE8m0, 32},
+      {56, "nvfp4", CodeKind::kFloat, 4, ScaleType::kE4m3, 16},
+      {60, "nf4", CodeKind::kCodebook, 4, ScaleType::kDefault, 64},
+      {61, "codebook2", CodeKind::kCodebook, 2, ScaleType::kDefault, 0},
+      {62, "codebook4", CodeKind::kCodebook, 4, ScaleType::kDefault, 0},
+      {63, "codebook8", CodeKind::kCodebook, 8, ScaleType::kDefault, 0},
+      {64, "lpbq", CodeKind::kInteger, 4, ScaleType::kInteger, 64}};
+  EXPECT_EQ(AllFormats().size(), 30 + std::size(kOthers));
+  for (const auto& other : kOthers) {
+    const FormatInfo* row = FindFormatByName(other.name);
+    ASSERT_NE(row, nullptr) << other.name;
+    SCOPED_TRACE(other.name);
+    EXPECT_EQ(static_cast<int>(row->format), other.value);
+    EXPECT_EQ(row->kind, other.kind);
+    EXPECT_EQ(row->bits, other.bits);
+    EXPECT_EQ(row->storage_bits, other.bits == 6 ? 8 : other.bits);
+    EXPECT_EQ(row->scale_type, other.scale_type);
+    EXPECT_EQ(row->default_group, other.default_group);
+    if (row->kind != CodeKind::kInteger) {
+      EXPECT_FALSE(row->is_signed);
+      EXPECT_EQ(row->qmin, 0);
+      EXPECT_EQ(row->qmax, (1 << row->bits) - 1);
+    }
+  }
+  const FormatInfo& mxint8 = *FindFormatByName("mxint8");
+  EXPECT_EQ(mxint8.qmin, -127);
+  EXPECT_EQ(mxint8.qmax, 127);
+  EXPECT_EQ(mxint8.step_exponent, -6);
+}
+
+TEST(NumberFormatTest, KnowsWhichFloatsHaveNanAndInfinity) {
+  for (const FormatInfo& row : AllFormats()) {
+    const std::string name(row.name);
+    const bool is_float8 = name.find("float8") == 0 || name.find("mxfp8") == 0;
+    EXPECT_EQ(row.has_nan(), is_float8) << name;
+    EXPECT_EQ(row.has_infinity(), name == "float8_e5m2" || name == "mxfp8_e5m2")
+        << name;
+  }
+}
+
+TEST(NumberFormatTest, HasTheNormalFloatsOfQlora) {
+  const FormatInfo& nf4 = *FindFormatByName("nf4");
+  ASSERT_EQ(nf4.codebook.size(), 16u);
+  EXPECT_EQ(nf4.codebook.front(), -1.0f);
+  EXPECT_EQ(nf4.codebook[7], 0.0f);
+  EXPECT_EQ(nf4.codebook.back(), 1.0f);
+  for (size_t k = 1; k < nf4.codebook.size(); ++k) {
+    EXPECT_LT(nf4.codebook[k - 1], nf4.codebook[k]);
   }
 }
 
