@@ -9,6 +9,7 @@
 #include "core/errors.h"
 #include "core/quantize/quantize_kernel.h"
 #include "gtest/gtest.h"
+#include "tests/core/formats/format_test_util.h"
 #include "tests/core/kernel_test_util.h"
 
 namespace quantd::core {
@@ -183,6 +184,299 @@ TEST(QuantizeTest, EqualsTheDefinitionForEveryLengthAndStart) {
   }
 }
 
+// The codec itself is tested by brute force in codec_test.
+TEST(QuantizeTest, EqualsTheDefinitionForFloatsCodebooksAndBlockFormats) {
+  for (const LayoutCase& layout_case : AllLayoutCases()) {
+    SCOPED_TRACE(layout_case.Name());
+    const BlockLayout layout = layout_case.Layout();
+    const int64_t count = layout.element_count();
+    for (const FormatInfo& format : AllFormats()) {
+      if (format.kind == CodeKind::kInteger &&
+          format.scale_type == ScaleType::kDefault) {
+        continue;
+      }
+      SCOPED_TRACE(format.name);
+      Encoding encoding = MakeFormatEncoding(format, layout, 0.3, 7);
+      for (const ElementType type : kAllElementTypes) {
+        SCOPED_TRACE(ElementTypeName(type));
+        const auto reals = MakeReals(type, count, 0.1, true, format.bits);
+        for (const NanPolicy policy :
+             {NanPolicy::kDefault, NanPolicy::kZeroPoint, NanPolicy::kQmin}) {
+          for (const bool no_saturation : {false, true}) {
+            if (no_saturation && !format.has_nan()) continue;
+            encoding.no_saturation = no_saturation;
+            const Result want = RunScalarDefinition(encoding, layout, type,
+                                                    reals, 0, count, policy);
+            ForEachSimdTarget([&] {
+              ExpectSame(
+                  RunQuantize(encoding, layout, type, reals, 0, count, policy),
+                  want);
+            });
+            if (HasFatalFailure()) return;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(QuantizeTest, EqualsTheDefinitionForFloatsOfEveryLengthAndStart) {
+  const LayoutCase cases[] = {
+      {{3, 700}, {}}, {{3, 700}, {0, 1}}, {{3, 700}, {1, 32}}};
+  for (const LayoutCase& layout_case : cases) {
+    SCOPED_TRACE(layout_case.Name());
+    const BlockLayout layout = layout_case.Layout();
+    for (const char* name :
+         {"float8_e4m3fn", "mxfp4_e2m1", "nf4", "codebook2", "codebook8"}) {
+      SCOPED_TRACE(name);
+      const FormatInfo& format = *FindFormatByName(name);
+      for (const ElementType type :
+           {ElementType::kFloat32, ElementType::kFloat64}) {
+        const Encoding encoding = MakeFormatEncoding(format, layout, 0.3, 3);
+        const auto reals =
+            MakeReals(type, layout.element_count(), 0.1, true, 5);
+        ForEachSimdTarget([&] {
+          for (const int64_t first : {0, 4, 20, 696, 704}) {
+            for (int64_t length = 0; length <= 300;
+                 length += length < 70 ? 1 : 23) {
+              if (length % format.codes_per_byte() != 0) continue;
+              SCOPED_TRACE(absl::StrCat(first, "+", length));
+              ExpectSame(
+                  RunQuantize(encoding, layout, type, reals, first, length),
+                  RunScalarDefinition(encoding, layout, type, reals, first,
+                                      length));
+            }
+          }
+        });
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+// One block of floats and what it gives, by hand.
+struct FloatCase {
+  const char* format;
+  float scale;
+  bool no_saturation;
+  NanPolicy policy;
+  std::vector<float> values;
+  std::vector<int32_t> codes;
+  int64_t clipped_low;
+  int64_t clipped_high;
+};
+
+TEST(QuantizeTest, FloatsSaturateOrNotAndTakeNanAsThePolicySays) {
+  constexpr float kInf = std::numeric_limits<float>::infinity();
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  constexpr NanPolicy kDefault = NanPolicy::kDefault;
+  const std::vector<float> all = {1,     -1,      kInf,    -kInf,
+                                  kNan,  448 * 2, 464 * 2, 466 * 2,
+                                  1e38f, -1e38f,  -0.0f};
+  const FloatCase kCases[] = {
+      {"float8_e4m3fn",
+       2,
+       false,
+       kDefault,
+       all,
+       {0x30, 0xB0, 0x7E, 0xFE, 0x7F, 0x7E, 0x7E, 0x7E, 0x7E, 0xFE, 0x80},
+       2,
+       3},
+      {"float8_e4m3fn",
+       2,
+       true,
+       kDefault,
+       all,
+       {0x30, 0xB0, 0x7F, 0x7F, 0x7F, 0x7E, 0x7E, 0x7F, 0x7F, 0x7F, 0x80},
+       2,
+       3},
+      {"float8_e4m3fn", 2, false, NanPolicy::kZeroPoint, {kNan}, {0}, 0, 0},
+      {"float8_e4m3fn", 2, false, NanPolicy::kQmin, {kNan}, {0xFE}, 0, 0},
+      {"float8_e5m2",
+       1,
+       true,
+       kDefault,
+       {kInf, -kInf, kNan, 57344, 61440, -61440},
+       {0x7C, 0xFC, 0x7F, 0x7B, 0x7C, 0xFC},
+       2,
+       2},
+      {"float8_e5m2",
+       1,
+       false,
+       kDefault,
+       {61440, -61439, 57344},
+       {0x7B, 0xFB, 0x7B},
+       0,
+       1},
+      {"float8_e4m3fnuz",
+       1,
+       false,
+       kDefault,
+       {-0.0f, -1e-9f, kNan, kInf, -240, 1},
+       {0, 0, 0x80, 0x7F, 0xFF, 0x40},
+       0,
+       1},
+      {"float8_e4m3fnuz",
+       1,
+       true,
+       kDefault,
+       {kInf, -kInf, 1e9f},
+       {0x80, 0x80, 0x80},
+       1,
+       2},
+      {"float8_e4m3fnuz", 1, false, NanPolicy::kQmin, {kNan}, {0xFF}, 0, 0},
+      // 0 .5 1 1.5 2 3 4 6 and the ties between them.
+      {"float4_e2m1",
+       0.5f,
+       false,
+       kDefault,
+       {0, 0.125f, 0.126f, 0.25f, 0.375f, 0.625f, 0.875f, 1.25f, 1.75f, 2.5f,
+        3.4f, 3.5f, -3.5f, kNan, kInf, -0.1f},
+       {0, 0, 1, 1, 2, 2, 4, 4, 6, 6, 7, 7, 15, 0, 7, 8},
+       1,
+       2},
+      {"float4_e2m1", 0.5f, false, NanPolicy::kQmin, {kNan}, {15}, 0, 0},
+      {"nf4",
+       2,
+       false,
+       kDefault,
+       {-2, -2.1f, 2, 2.1f, kNan, kInf, 0.1f, -1e-30f, -1.2f},
+       {0, 0, 15, 15, 7, 15, 8, 7, 2},
+       1,
+       2},
+      {"nf4", 2, false, NanPolicy::kQmin, {kNan}, {0}, 0, 0},
+  };
+  for (const FloatCase& c : kCases) {
+    SCOPED_TRACE(c.format);
+    const FormatInfo& format = *FindFormatByName(c.format);
+    const int64_t count = static_cast<int64_t>(c.values.size());
+    const BlockLayout layout = *BlockLayout::Create({count}, {});
+    Encoding encoding;
+    encoding.format = format.format;
+    encoding.scale = {c.scale};
+    encoding.qmin = format.qmin;
+    encoding.qmax = format.qmax;
+    encoding.no_saturation = c.no_saturation;
+    std::vector<uint8_t> reals(count * 4);
+    std::memcpy(reals.data(), c.values.data(), reals.size());
+    ForEachSimdTarget([&] {
+      const Result got = RunQuantize(encoding, layout, ElementType::kFloat32,
+                                     reals, 0, count, c.policy);
+      EXPECT_EQ(got.bytes, NaivePack(format, c.codes));
+      EXPECT_EQ(got.counts.clipped_low, c.clipped_low);
+      EXPECT_EQ(got.counts.clipped_high, c.clipped_high);
+    });
+  }
+}
+
+// The scale types' blocks, by hand: elements, scales from their codes, codes.
+struct BlockCase {
+  const char* format;
+  std::vector<int64_t> shape;
+  std::vector<int64_t> block_size;
+  std::vector<int64_t> scale_shape;
+  std::vector<uint8_t> scale_code;
+  std::vector<float> outer_scale;
+  std::vector<int64_t> outer_block_size;
+  std::vector<float> values;
+  std::vector<int32_t> codes;
+  int64_t clipped;
+};
+
+TEST(QuantizeTest, BlockFormatsFollowTheirScaleCodes) {
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  const BlockCase kCases[] = {
+      // Blocks of 4, the last one ragged: 2^0, 2^-1, NaN (E2M1 has none), and
+      // the smallest scale there is.
+      {"mxfp4_e2m1",
+       {14},
+       {4},
+       {4},
+       {127, 126, 0xFF, 0},
+       {},
+       {},
+       {1, -6, 7, 2.5f, 0.5f, 3, -1.5f, 0.25f, 1, kNan, 5, -5, 0x1.8p-127f,
+        -0x1p-128f},
+       {2, 15, 7, 4, 2, 7, 13, 1, 0, 0, 0, 0, 3, 9},
+       1},
+      // E4M3 has NaN: a marked block gives it back.
+      {"mxfp8_e4m3",
+       {6},
+       {4},
+       {2},
+       {0xFF, 130},
+       {},
+       {},
+       {1, 2, kNan, -1e30f, 8, -8},
+       {0x7F, 0x7F, 0x7F, 0x7F, 0x38, 0xB8},
+       0},
+      // Steps of 2^-6 of the scale, without -128.
+      {"mxint8",
+       {6},
+       {4},
+       {2},
+       {127, 0xFF},
+       {},
+       {},
+       {1, -1.984375f, -2, 0.0078125f, 3, -3},
+       {64, -127, -127, 0, 0, 0},
+       1},
+      // Two blocks of 3 under scales 2 and 0.5 of an outer 0.25.
+      {"nvfp4",
+       {5},
+       {3},
+       {2},
+       {0x40, 0x30},
+       {0.25f},
+       {},
+       {3, -0.5f, 0.25f, 0.75f, -0.1f},
+       {7, 10, 1, 7, 10},
+       0},
+      // Channels on axis 0, blocks of 2 along axis 1: per-channel float scales
+      // 0.5 and 2, integers 1, 16 and 3, 2.
+      {"lpbq",
+       {2, 3},
+       {1, 2},
+       {2, 2},
+       {1, 16, 3, 2},
+       {0.5f, 2},
+       {1, 0},
+       {1, -4, 40, 18, -61, 2},
+       {2, -8, 5, 3, -8, 0},
+       1},
+  };
+  for (const BlockCase& c : kCases) {
+    SCOPED_TRACE(c.format);
+    const FormatInfo& format = *FindFormatByName(c.format);
+    const BlockLayout layout = *BlockLayout::Create(c.shape, c.block_size);
+    const int64_t count = layout.element_count();
+    Encoding encoding;
+    encoding.format = format.format;
+    encoding.block_size = c.block_size;
+    encoding.scale_shape = c.scale_shape;
+    encoding.scale_type = format.scale_type;
+    encoding.scale_code = c.scale_code;
+    encoding.outer_scale = c.outer_scale;
+    encoding.outer_block_size = c.outer_block_size;
+    encoding.qmin = format.qmin;
+    encoding.qmax = format.qmax;
+    ASSERT_TRUE(DeriveScales(&encoding).ok());
+    ASSERT_TRUE(ValidateEncoding(encoding).ok()) << ValidateEncoding(encoding);
+    ASSERT_TRUE(CheckEncodingFits(encoding, layout).ok());
+    std::vector<uint8_t> reals(count * 4);
+    std::memcpy(reals.data(), c.values.data(), reals.size());
+    ForEachSimdTarget([&] {
+      const Result got =
+          RunQuantize(encoding, layout, ElementType::kFloat32, reals, 0, count);
+      EXPECT_EQ(got.bytes, NaivePack(format, c.codes));
+      EXPECT_EQ(got.counts.clipped_low + got.counts.clipped_high, c.clipped);
+      EXPECT_EQ(got.counts.nan,
+                std::count_if(c.values.begin(), c.values.end(),
+                              [](float x) { return std::isnan(x); }));
+    });
+  }
+}
+
 TEST(QuantizeTest, PadsTheLastByteOfAnOddTensorWithZeros) {
   const LayoutCase layout_case{{5}, {}};
   Encoding encoding;
@@ -303,9 +597,10 @@ TEST(QuantizeTest, GivesTheSameBytesAndCountsForAnyNumberOfThreads) {
   for (const LayoutCase& layout_case : cases) {
     const BlockLayout layout = layout_case.Layout();
     const int64_t count = layout.element_count();
-    for (const char* name : {"int2", "uint4", "int8", "int16"}) {
+    for (const char* name : {"int2", "uint4", "int8", "int16", "float8_e5m2",
+                             "nf4", "mxfp4_e2m1"}) {
       const FormatInfo& format = *FindFormatByName(name);
-      const Encoding encoding = MakeEncoding(format, layout, 0.02, true, 3);
+      const Encoding encoding = MakeFormatEncoding(format, layout, 0.02, 3);
       const auto reals = MakeReals(ElementType::kFloat32, count, 0.02, true, 5);
       const Result alone =
           RunQuantize(encoding, layout, ElementType::kFloat32, reals, 0, count);
