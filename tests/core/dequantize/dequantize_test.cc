@@ -2,12 +2,15 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "core/dequantize/dequantize_kernel.h"
 #include "core/types/float_convert.h"
 #include "gtest/gtest.h"
+#include "tests/core/formats/format_test_util.h"
 #include "tests/core/kernel_test_util.h"
 
 namespace quantd::core {
@@ -173,6 +176,160 @@ TEST(DequantizeTest, EqualsTheDefinitionForEveryLengthAndStart) {
   }
 }
 
+// What a code stands for under scale 1, by the specifications.
+double NaiveValue(const FormatInfo& format, const Encoding& encoding,
+                  int32_t code) {
+  if (format.kind == CodeKind::kInteger) return code;
+  if (format.kind == CodeKind::kCodebook) {
+    const auto& codebook = format.codebook.empty()
+                               ? absl::MakeConstSpan(encoding.codebook)
+                               : format.codebook;
+    return code < static_cast<int32_t>(codebook.size()) ? codebook[code]
+                                                        : std::nan("");
+  }
+  // The block formats are named after their floats.
+  const std::string name(format.name);
+  for (const NaiveFloat& naive : kNaiveFloats) {
+    const std::string suffix(naive.name + std::strlen("float8_"));
+    if (format.bits == naive.bits() &&
+        (name == naive.name ||
+         name == absl::StrCat("mxfp", format.bits, "_", suffix) ||
+         (name == "mxfp8_e4m3" && suffix == "e4m3fn") ||
+         (name == "nvfp4" && suffix == "e2m1"))) {
+      return naive.Decode(code & ((1 << format.bits) - 1));
+    }
+  }
+  ADD_FAILURE() << name;
+  return 0;
+}
+
+// Equal to the last bit, or both NaN.
+bool SameReal(ElementType type, const uint8_t* a, const uint8_t* b,
+              int64_t index) {
+  const double x = NaiveReal(type, a, index);
+  const double y = NaiveReal(type, b, index);
+  return std::isnan(x) ? std::isnan(y)
+                       : x == y && std::signbit(x) == std::signbit(y);
+}
+
+TEST(DequantizeTest, EqualsTheDefinitionsForFloatsCodebooksAndBlockFormats) {
+  for (const LayoutCase& layout_case : AllLayoutCases()) {
+    SCOPED_TRACE(layout_case.Name());
+    const BlockLayout layout = layout_case.Layout();
+    const int64_t count = layout.element_count();
+    for (const FormatInfo& format : AllFormats()) {
+      if (format.kind == CodeKind::kInteger &&
+          format.scale_type == ScaleType::kDefault) {
+        continue;
+      }
+      SCOPED_TRACE(format.name);
+      const Encoding encoding = MakeFormatEncoding(format, layout, 0.3, 7);
+      const std::vector<int32_t> codes = RandomCodes(format, count);
+      std::vector<uint8_t> bytes = NaivePack(format, codes);
+      if (format.bits == 6) {
+        // Bits that are no part of a code.
+        for (size_t i = 0; i < bytes.size(); i += 3) bytes[i] |= 0xC0;
+      }
+      for (const ElementType type : kAllElementTypes) {
+        SCOPED_TRACE(ElementTypeName(type));
+        std::vector<uint8_t> want(count * ElementSizeBytes(type));
+        for (int64_t i = 0; i < count; ++i) {
+          const float scale = encoding.scale[NaiveScaleIndex(layout_case, i)];
+          const double value = NaiveValue(format, encoding, codes[i]);
+          if (type == ElementType::kFloat64) {
+            StoreReal(type, value * scale, want.data(), i);
+            continue;
+          }
+          const float product = static_cast<float>(value) * scale;
+          if (type == ElementType::kFloat32 || std::isnan(product)) {
+            StoreReal(type, product, want.data(), i);
+          } else {
+            const uint16_t narrow = NaiveNarrow(type, product);
+            std::memcpy(want.data() + 2 * i, &narrow, 2);
+          }
+        }
+        const std::vector<uint8_t> scalar =
+            RunScalarDefinition(encoding, layout, type, bytes, 0, count);
+        for (int64_t i = 0; i < count; ++i) {
+          ASSERT_TRUE(SameReal(type, scalar.data(), want.data(), i))
+              << "element " << i << " code " << codes[i];
+        }
+        ForEachSimdTarget([&] {
+          EXPECT_TRUE(RunDequantize(encoding, layout, type, bytes, 0, count) ==
+                      scalar);
+        });
+        if (HasFailure()) return;
+      }
+    }
+  }
+}
+
+TEST(DequantizeTest, GivesNaNForWholeMarkedBlocksAndPastACodebook) {
+  const BlockLayout layout = *BlockLayout::Create({6}, {4});
+  Encoding encoding;
+  encoding.format = FindFormatByName("mxint8")->format;
+  encoding.block_size = {4};
+  encoding.scale_type = ScaleType::kE8m0;
+  encoding.scale_code = {kE8m0Nan, 128};
+  encoding.qmin = -127;
+  encoding.qmax = 127;
+  ASSERT_TRUE(DeriveScales(&encoding).ok());
+  Encoding codebook;
+  codebook.format = FindFormatByName("codebook4")->format;
+  codebook.codebook = {-1, 0.25f, 3};
+  codebook.scale = {2, 2};
+  codebook.qmax = 2;
+  ForEachSimdTarget([&] {
+    const auto marked = RunDequantize(encoding, layout, ElementType::kFloat32,
+                                      {0, 1, 127, 0x81, 64, 0xFF}, 0, 6);
+    for (int i = 0; i < 4; ++i) {
+      EXPECT_TRUE(
+          std::isnan(NaiveReal(ElementType::kFloat32, marked.data(), i)));
+    }
+    EXPECT_EQ(NaiveReal(ElementType::kFloat32, marked.data(), 4), 2.0);
+    EXPECT_EQ(NaiveReal(ElementType::kFloat32, marked.data(), 5), -0.03125);
+    const auto entries = RunDequantize(codebook, layout, ElementType::kFloat32,
+                                       {0x10, 0x32, 0x0F}, 0, 6);
+    const double want[] = {-2, 0.5, 6, NAN, NAN, -2};
+    for (int i = 0; i < 6; ++i) {
+      const double got = NaiveReal(ElementType::kFloat32, entries.data(), i);
+      EXPECT_TRUE(got == want[i] || (std::isnan(got) && std::isnan(want[i])))
+          << i << " " << got;
+    }
+  });
+}
+
+TEST(DequantizeTest, EqualsTheDefinitionForFloatsOfEveryLengthAndStart) {
+  const LayoutCase cases[] = {
+      {{3, 700}, {}}, {{3, 700}, {0, 1}}, {{3, 700}, {1, 32}}};
+  for (const LayoutCase& layout_case : cases) {
+    SCOPED_TRACE(layout_case.Name());
+    const BlockLayout layout = layout_case.Layout();
+    for (const char* name : {"float8_e5m2", "nf4", "codebook2", "codebook8"}) {
+      SCOPED_TRACE(name);
+      const FormatInfo& format = *FindFormatByName(name);
+      const Encoding encoding = MakeFormatEncoding(format, layout, 0.3, 3);
+      const std::vector<uint8_t> bytes =
+          NaivePack(format, RandomCodes(format, layout.element_count()));
+      for (const ElementType type : kAllElementTypes) {
+        ForEachSimdTarget([&] {
+          for (const int64_t first : {0, 4, 20, 696, 704}) {
+            for (int64_t length = 0; length <= 133; ++length) {
+              if (length % format.codes_per_byte() != 0) continue;
+              EXPECT_EQ(
+                  RunDequantize(encoding, layout, type, bytes, first, length),
+                  RunScalarDefinition(encoding, layout, type, bytes, first,
+                                      length))
+                  << first << "+" << length;
+            }
+          }
+        });
+        if (HasFailure()) return;
+      }
+    }
+  }
+}
+
 // Products that overflow and underflow the 16-bit types, and ties between
 // their values.
 TEST(DequantizeTest, RoundsToNearestEvenWithSubnormalsAndInfinity) {
@@ -215,9 +372,10 @@ TEST(DequantizeTest, GivesTheSameBytesForAnyNumberOfThreads) {
   for (const LayoutCase& layout_case : cases) {
     const BlockLayout layout = layout_case.Layout();
     const int64_t count = layout.element_count();
-    for (const char* name : {"int2", "uint4", "int8", "int16"}) {
+    for (const char* name :
+         {"int2", "uint4", "int8", "int16", "float8_e5m2", "nf4"}) {
       const FormatInfo& format = *FindFormatByName(name);
-      const Encoding encoding = MakeEncoding(format, layout, 0.02, true, 3);
+      const Encoding encoding = MakeFormatEncoding(format, layout, 0.02, 3);
       const std::vector<uint8_t> bytes =
           NaivePack(format, RandomCodes(format, count));
       const auto alone = RunDequantize(encoding, layout, ElementType::kFloat32,
