@@ -51,6 +51,8 @@ constexpr std::array<RpcName, kRpcCount> kRpcNames = {{
     {"server_stream", kEncoding, "ComputeEncodings"},
     {"server_stream", kEncoding, "Sweep"},
     {"unary", kEncoding, "GetStatistics"},
+    {"unary", kEncoding, "ListStatistics"},
+    {"unary", kEncoding, "DeleteStatistics"},
     {"server_stream", kEncoding, "ExportEncodings"},
     {"client_stream", kEncoding, "ImportEncodings"},
 }};
@@ -79,10 +81,19 @@ constexpr std::array<const char*, kGrpcCodeCount> kGrpcCodes = {
     "Unauthenticated"};
 
 constexpr std::array<const char*, kStoreOperationCount> kStoreOperations = {
-    "get", "put", "delete", "list", "ping"};
+    "get",
+    "put",
+    "delete",
+    "list",
+    "ping",
+    "contribute",
+    "get_statistics",
+    "list_statistics",
+    "delete_statistics"};
 
-constexpr std::array<const char*, 3> kLimitReasons = {
-    "TENSOR_TOO_LARGE", "SCALE_COUNT_LIMIT", "MEMORY_BUDGET"};
+constexpr std::array<const char*, 4> kLimitReasons = {
+    "TENSOR_TOO_LARGE", "SCALE_COUNT_LIMIT", "MEMORY_BUDGET",
+    "STATISTICS_TOO_LARGE"};
 
 // Upper bounds of the buckets of every histogram, in seconds.
 constexpr std::array<double, 17> kBucketSeconds = {
@@ -103,6 +114,8 @@ enum Counter : int {
   kCacheHits,
   kCacheMisses,
   kCacheEvictions,
+  kContributionsCounted,
+  kContributionsDuplicate,
   kLimitRejections,
   kStoreErrors = kLimitRejections + static_cast<int>(kLimitReasons.size()),
   kStoreSeconds = kStoreErrors + kStoreOperationCount,
@@ -179,6 +192,7 @@ struct Metrics::State {
   void CollectRpcs(std::vector<MetricFamily>* families) const;
   void CollectTensors(std::vector<MetricFamily>* families) const;
   void CollectStore(std::vector<MetricFamily>* families) const;
+  void CollectCalibration(std::vector<MetricFamily>* families) const;
   void CollectGuard(std::vector<MetricFamily>* families) const;
 
   ShardedCounters counters;
@@ -300,13 +314,26 @@ void Metrics::State::CollectStore(std::vector<MetricFamily>* families) const {
   }
   MetricFamily& errors =
       AddFamily("quantd_store_errors_total",
-                "Operations of the store that failed; an encoding that is not "
-                "there is no failure.",
+                "Operations of the store that failed; what is not there is no "
+                "failure.",
                 MetricType::Counter, families);
   for (int i = 0; i < kStoreOperationCount; ++i) {
     AddSample(counters.Sum(kStoreErrors + i),
               {{"operation", kStoreOperations[i]}}, &errors);
   }
+}
+
+void Metrics::State::CollectCalibration(
+    std::vector<MetricFamily>* families) const {
+  MetricFamily& merges = AddFamily(
+      "quantd_calibration_merges_total",
+      "Contributions to calibrations: counted, or duplicates, which are "
+      "acknowledged and not counted again.",
+      MetricType::Counter, families);
+  AddSample(counters.Sum(kContributionsCounted), {{"result", "counted"}},
+            &merges);
+  AddSample(counters.Sum(kContributionsDuplicate), {{"result", "duplicate"}},
+            &merges);
 }
 
 void Metrics::State::CollectGuard(std::vector<MetricFamily>* families) const {
@@ -342,6 +369,7 @@ std::vector<MetricFamily> Metrics::Collect() const {
   state_->CollectRpcs(&families);
   state_->CollectTensors(&families);
   state_->CollectStore(&families);
+  state_->CollectCalibration(&families);
   state_->CollectGuard(&families);
   return families;
 }
@@ -416,6 +444,11 @@ void Metrics::StoreDone(StoreOperation operation, bool ok,
   const int index = static_cast<int>(operation);
   if (!ok) state_->counters.Add(kStoreErrors + index, 1);
   state_->Observe(kStoreSeconds + index * kHistogramSize, latency);
+}
+
+void Metrics::Contribution(bool duplicate) {
+  state_->counters.Add(
+      duplicate ? kContributionsDuplicate : kContributionsCounted, 1);
 }
 
 void Metrics::MemoryBudget(int64_t total_bytes, int64_t used_bytes) {

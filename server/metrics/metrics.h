@@ -32,13 +32,25 @@ enum class Rpc {
   kComputeEncodings,
   kSweep,
   kGetStatistics,
+  kListStatistics,
+  kDeleteStatistics,
   kExportEncodings,
   kImportEncodings,
 };
-constexpr int kRpcCount = 15;
+constexpr int kRpcCount = 17;
 
-enum class StoreOperation { kGet, kPut, kDelete, kList, kPing };
-constexpr int kStoreOperationCount = 5;
+enum class StoreOperation {
+  kGet,
+  kPut,
+  kDelete,
+  kList,
+  kPing,
+  kContribute,
+  kGetStatistics,
+  kListStatistics,
+  kDeleteStatistics,
+};
+constexpr int kStoreOperationCount = 9;
 
 // Every call adds to sharded atomics, without a mutex: cheap enough for a chunk
 // path. Labels are bounded sets: never a model or tensor name. Thread-safe.
@@ -81,10 +93,14 @@ class Metrics {
   void CacheResident(int64_t bytes, int64_t entries);
   // quantd_store_seconds{operation}, quantd_store_errors_total{operation}.
   void StoreDone(StoreOperation operation, bool ok, absl::Duration latency);
+  // quantd_calibration_merges_total{result}: contributions to a calibration,
+  // "counted", or "duplicate": acknowledged and not counted again.
+  void Contribution(bool duplicate);
   // quantd_memory_budget_bytes, quantd_memory_budget_used_bytes.
   void MemoryBudget(int64_t total_bytes, int64_t used_bytes);
   // quantd_limit_rejections_total{reason}: RESOURCE_EXHAUSTED by reason, from
-  // the fixed set TENSOR_TOO_LARGE, SCALE_COUNT_LIMIT, MEMORY_BUDGET.
+  // the fixed set TENSOR_TOO_LARGE, SCALE_COUNT_LIMIT, MEMORY_BUDGET,
+  // STATISTICS_TOO_LARGE.
   void LimitRejected(absl::string_view reason);
 
  private:

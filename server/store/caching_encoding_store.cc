@@ -55,14 +55,12 @@ absl::StatusOr<StoredEncoding> CachingEncodingStore::Get(
   int64_t write_events;
   {
     absl::MutexLock lock(&shard.mutex);
-    if (const auto it = shard.index.find(key); it != shard.index.end()) {
-      const Entry& entry = *it->second;
-      shard.entries.splice(shard.entries.begin(), shard.entries, it->second);
-      if (now - entry.read_time <= options_.max_age) {
+    if (const Entry* entry = Touch(shard, key); entry != nullptr) {
+      if (now - entry->read_time <= options_.max_age) {
         metrics_->CacheHit();
-        return entry.stored;
+        return entry->stored;
       }
-      if (now - entry.read_time <= options_.max_stale) stale = entry.stored;
+      if (now - entry->read_time <= options_.max_stale) stale = entry->stored;
     }
     InFlight& in_flight = shard.in_flight[key];
     ++in_flight.reads;
@@ -93,6 +91,27 @@ absl::StatusOr<StoredEncoding> CachingEncodingStore::Get(
     Erase(shard, key);
   }
   return result;
+}
+
+absl::optional<StoredEncoding> CachingEncodingStore::Cached(
+    const EncodingKey& key) {
+  Shard& shard = ShardOf(key);
+  const absl::Duration now = options_.clock();
+  absl::MutexLock lock(&shard.mutex);
+  const Entry* entry = Touch(shard, key);
+  if (entry == nullptr || now - entry->read_time > options_.max_age) {
+    return absl::nullopt;
+  }
+  metrics_->CacheHit();
+  return entry->stored;
+}
+
+const CachingEncodingStore::Entry* CachingEncodingStore::Touch(
+    Shard& shard, const EncodingKey& key) {
+  const auto it = shard.index.find(key);
+  if (it == shard.index.end()) return nullptr;
+  shard.entries.splice(shard.entries.begin(), shard.entries, it->second);
+  return &*it->second;
 }
 
 absl::StatusOr<StoredEncoding> CachingEncodingStore::Put(

@@ -18,6 +18,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "absl/types/optional.h"
 #include "server/metrics/metrics.h"
 #include "server/store/encoding_store.h"
 
@@ -51,6 +52,7 @@ class CachingEncodingStore : public EncodingStore {
   ~CachingEncodingStore() override;
 
   absl::StatusOr<StoredEncoding> Get(const EncodingKey& key) override;
+  absl::optional<StoredEncoding> Cached(const EncodingKey& key) override;
   absl::StatusOr<StoredEncoding> Put(
       const EncodingKey& key, std::shared_ptr<const core::Encoding> encoding,
       const Precondition& precondition) override;
@@ -101,6 +103,10 @@ class CachingEncodingStore : public EncodingStore {
   };
 
   Shard& ShardOf(const EncodingKey& key);
+  // The entry of the key, which becomes the most recently used; null if there
+  // is none.
+  const Entry* Touch(Shard& shard, const EncodingKey& key)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(shard.mutex);
   int64_t BeginWrite(Shard& shard, const EncodingKey& key)
       ABSL_LOCKS_EXCLUDED(shard.mutex);
   // `stored` is what the write left, null if that is nothing or unknown.

@@ -12,6 +12,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "absl/types/optional.h"
 #include "core/types/encoding.h"
 
 namespace quantd::server {
@@ -77,6 +78,11 @@ class EncodingStore {
 
   // Errors: ENCODING_NOT_FOUND.
   virtual absl::StatusOr<StoredEncoding> Get(const EncodingKey& key) = 0;
+
+  // What Get would answer without waiting, if there is anything. Never blocks.
+  virtual absl::optional<StoredEncoding> Cached(const EncodingKey& key) {
+    return absl::nullopt;
+  }
 
   // Durable when it returns: survives kill -9 and power loss. The answer
   // carries `encoding`.

@@ -1,6 +1,5 @@
 #include "server/store/metering_encoding_store.h"
 
-#include <chrono>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -8,34 +7,9 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "absl/time/time.h"
+#include "server/store/metering.h"
 
 namespace quantd::server {
-namespace {
-
-const absl::Status& StatusOf(const absl::Status& status) { return status; }
-template <typename T>
-const absl::Status& StatusOf(const absl::StatusOr<T>& result) {
-  return result.status();
-}
-
-bool IsAnswer(const absl::Status& status) {
-  return status.ok() || absl::IsNotFound(status) ||
-         absl::IsFailedPrecondition(status);
-}
-
-template <typename Call>
-auto Measure(Metrics* metrics, StoreOperation operation, Call call) {
-  const auto start = std::chrono::steady_clock::now();
-  auto result = call();
-  metrics->StoreDone(
-      operation, IsAnswer(StatusOf(result)),
-      absl::FromChrono(std::chrono::steady_clock::now() - start));
-  return result;
-}
-
-}  // namespace
-
 MeteringEncodingStore::MeteringEncodingStore(
     std::unique_ptr<EncodingStore> inner, Metrics* metrics)
     : inner_(std::move(inner)), metrics_(metrics) {}

@@ -52,6 +52,25 @@ constexpr std::array<const char*, kSqliteSchemaVersion> kMigrations = {
         body BLOB NOT NULL,
         PRIMARY KEY (model, revision, tensor)
       ) STRICT;
+    )sql",
+    R"sql(
+      CREATE TABLE statistics (
+        model TEXT NOT NULL,
+        revision TEXT NOT NULL,
+        tensor TEXT NOT NULL,
+        source TEXT NOT NULL,
+        sequence INTEGER NOT NULL,
+        update_time_us INTEGER NOT NULL,
+        size_bytes INTEGER NOT NULL,
+        mantissa_bits INTEGER NOT NULL,
+        block_size BLOB NOT NULL,
+        shape BLOB NOT NULL,
+        body_checksum INTEGER NOT NULL,
+        checksum INTEGER NOT NULL,
+        averages BLOB NOT NULL,
+        body BLOB NOT NULL,
+        PRIMARY KEY (model, revision, tensor, source)
+      ) STRICT;
     )sql"};
 
 absl::Status SqliteError(absl::string_view what, int code,

@@ -25,7 +25,7 @@ namespace quantd::server {
 
 // The version that this program writes into PRAGMA user_version. Migrations
 // only go forward.
-constexpr int kSqliteSchemaVersion = 1;
+constexpr int kSqliteSchemaVersion = 2;
 
 // A prepared statement in use; reset when destroyed. Parameters count from 1,
 // columns from 0. Bound text and blobs must outlive it. Not thread-safe.

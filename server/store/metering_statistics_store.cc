@@ -1,0 +1,51 @@
+#include "server/store/metering_statistics_store.h"
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "server/store/metering.h"
+
+namespace quantd::server {
+
+MeteringStatisticsStore::MeteringStatisticsStore(
+    std::unique_ptr<StatisticsStore> inner, Metrics* metrics)
+    : inner_(std::move(inner)), metrics_(metrics) {}
+
+MeteringStatisticsStore::~MeteringStatisticsStore() = default;
+
+absl::StatusOr<ContributionOutcome> MeteringStatisticsStore::Contribute(
+    const ContributionKey& key, const core::StatisticsState& part,
+    double averaging_constant) {
+  absl::StatusOr<ContributionOutcome> outcome = Measure(
+      metrics_, StoreOperation::kContribute,
+      [&] { return inner_->Contribute(key, part, averaging_constant); });
+  if (outcome.ok()) metrics_->Contribution(outcome->duplicate);
+  return outcome;
+}
+
+absl::StatusOr<StoredStatistics> MeteringStatisticsStore::GetStatistics(
+    const EncodingKey& key) {
+  return Measure(metrics_, StoreOperation::kGetStatistics,
+                 [&] { return inner_->GetStatistics(key); });
+}
+
+absl::StatusOr<std::vector<StatisticsListEntry>>
+MeteringStatisticsStore::ListStatistics(absl::string_view model,
+                                        absl::string_view revision,
+                                        absl::string_view after, int limit) {
+  return Measure(metrics_, StoreOperation::kListStatistics, [&] {
+    return inner_->ListStatistics(model, revision, after, limit);
+  });
+}
+
+absl::Status MeteringStatisticsStore::DeleteStatistics(
+    const EncodingKey& key, absl::string_view source) {
+  return Measure(metrics_, StoreOperation::kDeleteStatistics,
+                 [&] { return inner_->DeleteStatistics(key, source); });
+}
+
+}  // namespace quantd::server

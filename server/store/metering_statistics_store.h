@@ -1,0 +1,45 @@
+// Measures another store of statistics.
+
+#ifndef QUANTD_SERVER_STORE_METERING_STATISTICS_STORE_H_
+#define QUANTD_SERVER_STORE_METERING_STATISTICS_STORE_H_
+
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "server/metrics/metrics.h"
+#include "server/store/statistics_store.h"
+
+namespace quantd::server {
+
+// Passes every call on, its latency and outcome to Metrics, and counts the
+// contributions. Statistics that are not there, do not go together or are too
+// large are answers, not errors. Thread-safe.
+class MeteringStatisticsStore : public StatisticsStore {
+ public:
+  // `metrics` must outlive this.
+  MeteringStatisticsStore(std::unique_ptr<StatisticsStore> inner,
+                          Metrics* metrics);
+  ~MeteringStatisticsStore() override;
+
+  absl::StatusOr<ContributionOutcome> Contribute(
+      const ContributionKey& key, const core::StatisticsState& part,
+      double averaging_constant) override;
+  absl::StatusOr<StoredStatistics> GetStatistics(
+      const EncodingKey& key) override;
+  absl::StatusOr<std::vector<StatisticsListEntry>> ListStatistics(
+      absl::string_view model, absl::string_view revision,
+      absl::string_view after, int limit) override;
+  absl::Status DeleteStatistics(const EncodingKey& key,
+                                absl::string_view source) override;
+
+ private:
+  const std::unique_ptr<StatisticsStore> inner_;
+  Metrics* const metrics_;
+};
+
+}  // namespace quantd::server
+
+#endif  // QUANTD_SERVER_STORE_METERING_STATISTICS_STORE_H_
