@@ -361,7 +361,8 @@ std::vector<Flag> MakeFlags() {
        },
        [](const Config& config) { return QuoteToml(config.ready_file); }},
 
-      {"store", kStore, "URL", "Where encodings are kept: sqlite:PATH.",
+      {"store", kStore, "URL",
+       "Where encodings and statistics are kept: sqlite:PATH.",
        "sqlite:$XDG_STATE_HOME/quantd/encodings.db", false, &ParseStore,
        [](const Config& config) {
          return QuoteToml(absl::StrCat("sqlite:", config.store_path));
@@ -395,6 +396,11 @@ std::vector<Flag> MakeFlags() {
                 "Candidates of one Evaluate times the scales it answers for.",
                 limits.metrics_count, 1, int64_t{1} << 30,
                 QUANTD_FIELD(limits.metrics_count)),
+      SizeFlag("statistics-limit", kLimits,
+               "What the store keeps of one source of a calibration, for one "
+               "tensor.",
+               limits.statistics_bytes, kKiB, 512 * kMiB,
+               QUANTD_FIELD(limits.statistics_bytes)),
       SizeFlag("memory-budget-bytes", kLimits,
                "Everything that requests make the server hold.",
                limits.memory_budget_bytes, kMiB, 1024 * kTiB,

@@ -30,7 +30,10 @@
 #include "server/quantd_server.h"
 #include "server/store/caching_encoding_store.h"
 #include "server/store/metering_encoding_store.h"
+#include "server/store/metering_statistics_store.h"
+#include "server/store/sqlite_database.h"
 #include "server/store/sqlite_encoding_store.h"
+#include "server/store/sqlite_statistics_store.h"
 
 namespace quantd::server {
 namespace {
@@ -69,8 +72,13 @@ sigset_t StopSignals() {
   return signals;
 }
 
-absl::StatusOr<std::unique_ptr<EncodingStore>> OpenStore(const Config& config,
-                                                         Metrics* metrics) {
+// What the server keeps things in.
+struct Stores {
+  std::unique_ptr<EncodingStore> encodings;
+  std::unique_ptr<StatisticsStore> statistics;
+};
+
+absl::StatusOr<Stores> OpenStores(const Config& config, Metrics* metrics) {
   if (config.store_is_default) {
     std::error_code error;
     std::filesystem::create_directories(
@@ -86,12 +94,18 @@ absl::StatusOr<std::unique_ptr<EncodingStore>> OpenStore(const Config& config,
   if (!database.ok()) return database.status();
   // Inside the cache, so that the latencies are those of the disk.
   auto metering = std::make_unique<MeteringEncodingStore>(
-      std::make_unique<SqliteEncodingStore>(*std::move(database)), metrics);
+      std::make_unique<SqliteEncodingStore>(*database), metrics);
   CachingEncodingStore::Options options;
   options.cap_bytes = config.cache_bytes;
   options.max_age = config.cache_max_age;
-  return std::make_unique<CachingEncodingStore>(std::move(metering), options,
-                                                metrics);
+  Stores stores;
+  stores.encodings = std::make_unique<CachingEncodingStore>(std::move(metering),
+                                                            options, metrics);
+  stores.statistics = std::make_unique<MeteringStatisticsStore>(
+      std::make_unique<SqliteStatisticsStore>(*database,
+                                              config.limits.statistics_bytes),
+      metrics);
+  return stores;
 }
 
 // Readers see the whole file or none.
@@ -132,9 +146,8 @@ int Serve(const Config& config) {
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
 
   Metrics metrics;
-  absl::StatusOr<std::unique_ptr<EncodingStore>> store =
-      OpenStore(config, &metrics);
-  if (!store.ok()) return Fail("cannot open the store", store.status());
+  absl::StatusOr<Stores> stores = OpenStores(config, &metrics);
+  if (!stores.ok()) return Fail("cannot open the store", stores.status());
 
   ServerOptions options;
   options.listen = config.listen;
@@ -142,15 +155,15 @@ int Serve(const Config& config) {
   options.threads = config.threads;
   options.drain_delay = config.drain_delay;
   options.drain_grace = config.drain_grace;
-  absl::StatusOr<std::unique_ptr<QuantdServer>> server =
-      QuantdServer::Start(options, store->get(), &metrics);
+  absl::StatusOr<std::unique_ptr<QuantdServer>> server = QuantdServer::Start(
+      options, stores->encodings.get(), stores->statistics.get(), &metrics);
   if (!server.ok()) return Fail("cannot serve", server.status());
 
   std::unique_ptr<HttpServer> http;
   if (!config.metrics_listen.empty()) {
     absl::StatusOr<std::unique_ptr<HttpServer>> started = HttpServer::Start(
         config.metrics_listen, &metrics,
-        [server = server->get(), store = store->get()] {
+        [server = server->get(), store = stores->encodings.get()] {
           return server->serving() ? store->Ping() : core::DrainingError();
         });
     if (!started.ok()) return Fail("cannot serve metrics", started.status());

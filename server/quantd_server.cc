@@ -57,22 +57,24 @@ std::string BoundAddress(const std::string& address, int port) {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<QuantdServer>> QuantdServer::Start(
-    const ServerOptions& options, EncodingStore* store, Metrics* metrics) {
+    const ServerOptions& options, EncodingStore* store,
+    StatisticsStore* statistics, Metrics* metrics) {
   InitPlugins();
   std::unique_ptr<QuantdServer> server(
-      new QuantdServer(options, store, metrics));
+      new QuantdServer(options, store, statistics, metrics));
   if (absl::Status s = server->Listen(); !s.ok()) return s;
   return server;
 }
 
 QuantdServer::QuantdServer(const ServerOptions& options, EncodingStore* store,
-                           Metrics* metrics)
+                           StatisticsStore* statistics, Metrics* metrics)
     : options_(options),
       metrics_(metrics),
       budget_(options.limits.memory_budget_bytes),
       pool_(std::max(1, options.threads)),
       store_pool_(kStoreThreads),
-      env_{options.limits, store, metrics, &budget_, &pool_, &store_pool_},
+      env_{options.limits, store,  statistics,  metrics,
+           &budget_,       &pool_, &store_pool_},
       quantization_service_(env_, &registry_),
       encoding_service_(env_, &registry_) {}
 

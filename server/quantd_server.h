@@ -23,6 +23,7 @@
 #include "server/rpc/rpc_environment.h"
 #include "server/rpc/tensor_stream.h"
 #include "server/store/encoding_store.h"
+#include "server/store/statistics_store.h"
 
 namespace quantd::server {
 
@@ -41,10 +42,11 @@ struct ServerOptions {
 // Thread-safe.
 class QuantdServer {
  public:
-  // Starts listening. `store` and `metrics` must outlive the server.
+  // Starts listening. The stores and `metrics` must outlive the server.
   // Errors: LISTEN.
   static absl::StatusOr<std::unique_ptr<QuantdServer>> Start(
-      const ServerOptions& options, EncodingStore* store, Metrics* metrics);
+      const ServerOptions& options, EncodingStore* store,
+      StatisticsStore* statistics, Metrics* metrics);
 
   // Drains without delay or grace if Drain was not called.
   ~QuantdServer();
@@ -68,7 +70,7 @@ class QuantdServer {
 
  private:
   QuantdServer(const ServerOptions& options, EncodingStore* store,
-               Metrics* metrics);
+               StatisticsStore* statistics, Metrics* metrics);
   absl::Status Listen();
   void Stop(absl::Duration grace);
   // Looks after idle streams and gauges.

@@ -22,6 +22,8 @@ struct Limits {
   // Candidates of one Evaluate times the scale indices that it answers; at
   // about 100 bytes each, an answer stays below gRPC's 4 MiB.
   int64_t metrics_count = int64_t{1} << 14;
+  // The stored statistics of one source of one tensor.
+  int64_t statistics_bytes = int64_t{64} << 20;
   // Everything that requests make the server hold.
   int64_t memory_budget_bytes = int64_t{1} << 30;
   // How long a tensor waits for room in the memory budget.

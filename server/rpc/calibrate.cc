@@ -1,19 +1,28 @@
-// Calibrate: chunks > statistics > encoding > store.
+// Calibrate: chunks > statistics > encoding > store, by itself or together with
+// what other sources contributed.
 
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
+#include "absl/algorithm/container.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
 #include "absl/types/optional.h"
 #include "absl/types/span.h"
 #include "core/errors.h"
+#include "core/statistics/histogram.h"
+#include "core/statistics/statistics_state.h"
 #include "quantd/v1/quantization_service.pb.h"
+#include "server/rpc/stored_calibration.h"
 #include "server/rpc/stream_rpcs.h"
 #include "server/rpc/tensor_input.h"
 #include "server/rpc/tensor_job.h"
+#include "server/store/statistics_store.h"
 #include "server/wire/encoding_proto.h"
 #include "server/wire/names.h"
 #include "server/wire/statistics_proto.h"
@@ -21,59 +30,227 @@
 namespace quantd::server {
 namespace {
 
+constexpr double kDefaultAveragingConstant = 0.01;
+// The statistics of the tensor, what they are merged into, and the result as
+// it is stored.
+constexpr int kContributionCopies = 3;
+
+// A contribution of a header, checked.
+struct CheckedContribution {
+  ContributionKey key;
+  std::vector<int64_t> block_size;
+  int mantissa_bits = TensorAccumulator::kDefaultMantissaBits;
+  double averaging_constant = kDefaultAveragingConstant;
+};
+
+// What a header asks for, checked.
+struct CalibrateTask {
+  v1::TensorName name;
+  TensorDescription description;
+  // Where the encoding goes; with a spec or a contribution.
+  EncodingKey key;
+  // Resolved for the shape only without a contribution, with which the
+  // statistics have a shape of their own.
+  absl::optional<core::EncodingSpec> spec;
+  absl::optional<CheckedContribution> contribution;
+  // Of the statistics that are gathered.
+  std::shared_ptr<const core::BlockLayout> layout;
+};
+
 class CalibrateJob final : public TensorJob {
  public:
-  // `key` is where the encoding goes; without it only statistics are answered.
-  CalibrateJob(const RpcEnvironment& env, v1::TensorName name,
-               const TensorDescription& description,
-               absl::optional<EncodingKey> key,
-               std::unique_ptr<SpecCalibration> calibration)
+  CalibrateJob(const RpcEnvironment& env, CalibrateTask task,
+               std::unique_ptr<TensorAccumulator> accumulator)
       : env_(env),
-        name_(std::move(name)),
-        key_(std::move(key)),
-        calibration_(std::move(calibration)) {
+        task_(std::move(task)),
+        accumulator_(std::move(accumulator)) {
     const int64_t element_bytes =
-        core::ElementSizeBytes(description.element_type);
-    frame_.end_bytes = description.element_count * element_bytes;
+        core::ElementSizeBytes(task_.description.element_type);
+    frame_.end_bytes = task_.description.element_count * element_bytes;
     frame_.unit_bytes = element_bytes;
     frame_.granule_bytes = element_bytes;
-    frame_.quantum_bytes = env_.limits.chunk_bytes;
+    frame_.quantum_bytes = QuantumBytes(env_, *accumulator_);
+    if (task_.contribution.has_value()) step_ = Step::kContribute;
+  }
+
+  bool FinishWaits() const override {
+    return step_ == Step::kContribute || step_ == Step::kPut;
+  }
+
+  absl::Status Reserve(int64_t bytes) override {
+    // What was taken out is charged already.
+    if (step_ != Step::kContribute) {
+      return contributed_ ? absl::OkStatus() : accumulator_->Reserve();
+    }
+    return accumulator_->Reserve(bytes == 0 ? kContributionCopies : 1);
   }
 
   absl::Status Consume(int64_t offset_bytes,
                        absl::Span<const uint8_t> data) override {
-    calibration_->Update(offset_bytes, data);
+    accumulator_->Update(offset_bytes, data);
     return absl::OkStatus();
   }
 
   absl::StatusOr<bool> Finish(ChunkWriter* out) override {
-    v1::CalibrateSummary summary;
-    *summary.mutable_name() = name_;
-    if (key_.has_value()) {
-      absl::StatusOr<ResolvedEncoding> resolved = calibration_->Calibrate();
-      if (!resolved.ok()) return resolved.status();
-      absl::StatusOr<StoredEncoding> stored =
-          env_.store->Put(*key_, resolved->encoding, Precondition());
-      if (!stored.ok()) return stored.status();
-      StoredEncodingToProto(*key_, *stored, /*with_encoding=*/true,
-                            summary.mutable_stored_encoding());
+    absl::Status status;
+    switch (step_) {
+      case Step::kContribute:
+        status = Contribute();
+        break;
+      case Step::kCalibrate:
+        status = Calibrate();
+        break;
+      case Step::kPut:
+        status = Put();
+        break;
     }
-    const core::TensorStatistics& statistics = calibration_->statistics();
-    StatisticsToProto(statistics, summary.mutable_statistics());
-    out->SetSummary(summary);
-    const core::ElementCounts& counts = statistics.counts();
-    env_.metrics->Elements(Rpc::kCalibrate, nullptr, counts.total);
-    env_.metrics->NonFinite(counts.nan + counts.positive_infinity +
-                            counts.negative_infinity);
+    if (!status.ok()) return status;
+    if (!done_) return false;
+    if (!contributed_) TakeCounts();
+    *summary_.mutable_name() = task_.name;
+    out->SetSummary(summary_);
     return true;
   }
 
  private:
+  enum class Step { kContribute, kCalibrate, kPut };
+
+  void TakeCounts() {
+    const core::TensorStatistics& statistics = accumulator_->statistics();
+    StatisticsToProto(statistics, summary_.mutable_statistics());
+    const core::ElementCounts& counts = statistics.counts();
+    env_.metrics->Elements(Rpc::kCalibrate, nullptr, counts.total);
+    env_.metrics->NonFinite(counts.nan + counts.positive_infinity +
+                            counts.negative_infinity);
+  }
+
+  absl::Status Contribute() {
+    const CheckedContribution& contribution = *task_.contribution;
+    TakeCounts();
+    contributed_ = true;
+    absl::StatusOr<ContributionOutcome> outcome = env_.statistics->Contribute(
+        contribution.key,
+        core::StatisticsState{contribution.block_size, task_.description.shape,
+                              accumulator_->Take()},
+        contribution.averaging_constant);
+    if (!outcome.ok()) {
+      return core::WithField(outcome.status(), "header.contribution");
+    }
+    summary_.mutable_contribution()->set_sequence(outcome->sequence);
+    summary_.mutable_contribution()->set_duplicate(outcome->duplicate);
+    if (!task_.spec.has_value()) {
+      done_ = true;
+      return absl::OkStatus();
+    }
+    absl::StatusOr<StoredStatistics> stored =
+        env_.statistics->GetStatistics(task_.key);
+    if (!stored.ok()) return stored.status();
+    stored_ = *std::move(stored);
+    step_ = Step::kCalibrate;
+    return absl::OkStatus();
+  }
+
+  absl::Status Calibrate() {
+    if (!task_.spec.has_value()) {
+      done_ = true;
+      return absl::OkStatus();
+    }
+    absl::StatusOr<CalibratedEncoding> calibrated =
+        contributed_ ? CalibrateStored(env_, *task_.spec, stored_)
+                     : CalibrateTensor(env_, {*task_.spec, task_.layout},
+                                       accumulator_->statistics());
+    if (!calibrated.ok()) {
+      return contributed_ ? core::WithField(calibrated.status(), "header.spec")
+                          : calibrated.status();
+    }
+    encoding_ = std::move(calibrated->resolved.encoding);
+    if (calibrated->prediction.has_value()) {
+      PredictionToProto(*calibrated->prediction, summary_.mutable_prediction());
+    }
+    step_ = Step::kPut;
+    return absl::OkStatus();
+  }
+
+  absl::Status Put() {
+    absl::StatusOr<StoredEncoding> stored =
+        env_.store->Put(task_.key, std::move(encoding_), Precondition());
+    if (!stored.ok()) return stored.status();
+    StoredEncodingToProto(task_.key, *stored, /*with_encoding=*/true,
+                          summary_.mutable_stored_encoding());
+    done_ = true;
+    return absl::OkStatus();
+  }
+
   const RpcEnvironment& env_;
-  const v1::TensorName name_;
-  const absl::optional<EncodingKey> key_;
-  const std::unique_ptr<SpecCalibration> calibration_;
+  const CalibrateTask task_;
+  const std::unique_ptr<TensorAccumulator> accumulator_;
+  Step step_ = Step::kCalibrate;
+  bool done_ = false;
+  // The statistics were handed to the store.
+  bool contributed_ = false;
+  v1::CalibrateSummary summary_;
+  // Of all contributions, with a spec.
+  StoredStatistics stored_;
+  std::shared_ptr<const core::Encoding> encoding_;
 };
+
+absl::Status Invalid(absl::string_view what, absl::string_view field) {
+  return core::WithField(core::ContributionInvalidError(what), field);
+}
+
+// Errors are at the fields of a Contribution.
+absl::StatusOr<CheckedContribution> CheckContribution(
+    const v1::Contribution& proto, absl::Span<const int64_t> shape) {
+  CheckedContribution checked;
+  if (absl::Status s = CheckPathName("source", proto.source()); !s.ok()) {
+    return Invalid(core::ErrorText(s), "source");
+  }
+  constexpr uint64_t kMaxSequence = std::numeric_limits<int64_t>::max();
+  if (proto.sequence() == 0 || proto.sequence() > kMaxSequence) {
+    return Invalid(absl::StrCat("sequence is ", proto.sequence(),
+                                ", expected 1 to ", kMaxSequence),
+                   "sequence");
+  }
+  const uint32_t mantissa_bits = proto.mantissa_bits();
+  if (mantissa_bits != 0 && (mantissa_bits < core::kMinMantissaBits ||
+                             mantissa_bits > core::kMaxMantissaBits)) {
+    return Invalid(
+        absl::StrCat("mantissa_bits is ", mantissa_bits, ", expected 0 or ",
+                     core::kMinMantissaBits, " to ", core::kMaxMantissaBits),
+        "mantissa_bits");
+  }
+  if (proto.has_averaging_constant()) {
+    const double constant = proto.averaging_constant();
+    if (!(constant > 0 && constant <= 1)) {
+      return Invalid(absl::StrCat("averaging_constant is ", constant,
+                                  ", expected above 0 and at most 1"),
+                     "averaging_constant");
+    }
+    checked.averaging_constant = constant;
+  }
+  checked.key.source = proto.source();
+  checked.key.sequence = proto.sequence();
+  if (mantissa_bits != 0) {
+    checked.mantissa_bits = static_cast<int>(mantissa_bits);
+  }
+  if (!proto.has_granularity()) {
+    checked.block_size.assign(proto.block_size().begin(),
+                              proto.block_size().end());
+  } else if (!proto.block_size().empty()) {
+    return core::WithField(
+        core::BlockSizeInvalidError(
+            "both block_size and granularity are given, expected one"),
+        "granularity");
+  } else {
+    absl::StatusOr<std::vector<int64_t>> block_size = core::ResolveGranularity(
+        GranularityFromProto(proto.granularity()), shape);
+    if (!block_size.ok()) {
+      return core::WithField(block_size.status(), "granularity");
+    }
+    checked.block_size = *std::move(block_size);
+  }
+  return checked;
+}
 
 class CalibrateRpc final : public TensorRpc {
  public:
@@ -81,43 +258,87 @@ class CalibrateRpc final : public TensorRpc {
 
   Rpc id() const override { return Rpc::kCalibrate; }
 
-  absl::StatusOr<std::unique_ptr<TensorJob>> Open(const std::string& bytes,
-                                                  ChunkWriter* out) override {
+  absl::StatusOr<std::unique_ptr<TensorJob>> Open(
+      const std::string& bytes) override {
     absl::StatusOr<v1::CalibrateHeader> header =
         ParseHeader<v1::CalibrateHeader>(bytes);
     if (!header.ok()) return header.status();
-    if (header->has_contribution()) {
-      return core::WithField(
-          core::FeatureNotImplementedError("contribution to a calibration"),
-          "header.contribution");
-    }
     absl::StatusOr<TensorDescription> description =
         CheckDescription(env_, header->tensor());
     if (!description.ok()) return description.status();
-    absl::optional<EncodingKey> key;
-    v1::EncodingSpec spec = header->spec();
-    if (header->has_spec()) {
-      absl::StatusOr<EncodingKey> checked =
-          KeyFromProto(header->tensor().name());
-      if (!checked.ok()) {
-        return core::WithField(checked.status(), "header.tensor.name");
+    CalibrateTask task;
+    task.name = header->tensor().name();
+    task.description = *std::move(description);
+    if (header->has_spec() || header->has_contribution()) {
+      absl::StatusOr<EncodingKey> key = KeyFromProto(task.name);
+      if (!key.ok()) {
+        return core::WithField(key.status(), "header.tensor.name");
       }
-      key = *std::move(checked);
+      task.key = *std::move(key);
+    }
+    int mantissa_bits = TensorAccumulator::kNoHistograms;
+    if (header->has_contribution()) {
+      if (absl::Status s = OpenContribution(*header, &task); !s.ok()) return s;
+      mantissa_bits = task.contribution->mantissa_bits;
+    } else if (header->has_spec()) {
+      absl::StatusOr<ResolvedSpec> spec =
+          ResolveSpec(env_, header->spec(), task.description.shape);
+      if (!spec.ok()) return core::WithField(spec.status(), "header.spec");
+      mantissa_bits = MantissaBitsFor(spec->spec);
+      task.spec = std::move(spec->spec);
+      task.layout = std::move(spec->layout);
     } else {
-      // Statistics of the whole tensor do not depend on the format.
-      spec.set_format(v1::NUMBER_FORMAT_INT8);
+      absl::Status status = SetLayout({}, &task);
+      if (!status.ok()) return status;
     }
-    absl::StatusOr<std::unique_ptr<SpecCalibration>> calibration =
-        SpecCalibration::Create(env_, spec, *description);
-    if (!calibration.ok()) {
-      return core::WithField(calibration.status(), "header.spec");
-    }
-    return std::make_unique<CalibrateJob>(env_, header->tensor().name(),
-                                          *description, std::move(key),
-                                          *std::move(calibration));
+    absl::StatusOr<std::unique_ptr<TensorAccumulator>> accumulator =
+        TensorAccumulator::Create(env_, task.description.element_type,
+                                  task.layout, mantissa_bits);
+    if (!accumulator.ok()) return accumulator.status();
+    return std::make_unique<CalibrateJob>(env_, std::move(task),
+                                          *std::move(accumulator));
   }
 
  private:
+  absl::Status SetLayout(absl::Span<const int64_t> block_size,
+                         CalibrateTask* task) {
+    absl::StatusOr<core::BlockLayout> layout =
+        CheckedLayout(env_, task->description.shape, block_size);
+    if (!layout.ok()) return layout.status();
+    task->layout =
+        std::make_shared<const core::BlockLayout>(*std::move(layout));
+    return absl::OkStatus();
+  }
+
+  absl::Status OpenContribution(const v1::CalibrateHeader& header,
+                                CalibrateTask* task) {
+    const v1::Contribution& proto = header.contribution();
+    absl::StatusOr<CheckedContribution> contribution =
+        CheckContribution(proto, task->description.shape);
+    if (!contribution.ok()) {
+      return core::WithField(contribution.status(), "header.contribution");
+    }
+    contribution->key.tensor = task->key;
+    if (absl::Status s = SetLayout(contribution->block_size, task); !s.ok()) {
+      return core::WithField(s, proto.has_granularity()
+                                    ? "header.contribution.granularity"
+                                    : "header.contribution.block_size");
+    }
+    if (header.has_spec()) {
+      // Checked before any data comes; the statistics decide later.
+      absl::StatusOr<core::EncodingSpec> spec = SpecFromProto(header.spec());
+      if (!spec.ok()) return core::WithField(spec.status(), "header.spec");
+      task->spec = *std::move(spec);
+    }
+    // One way to say per tensor, so that both go together.
+    if (absl::c_all_of(contribution->block_size,
+                       [](int64_t size) { return size == 0; })) {
+      contribution->block_size.clear();
+    }
+    task->contribution = *std::move(contribution);
+    return absl::OkStatus();
+  }
+
   const RpcEnvironment& env_;
 };
 

@@ -22,25 +22,60 @@
 namespace quantd::server {
 namespace {
 
+// What a header says of its encoding. Errors are at its field.
+absl::StatusOr<EncodingSource> OpenSource(const RpcEnvironment& env,
+                                          const v1::DequantizeHeader& header) {
+  switch (header.encoding_source_case()) {
+    case v1::DequantizeHeader::kReference: {
+      absl::StatusOr<EncodingSource> source =
+          EncodingSource::Open(env, header.reference(), header.tensor().name());
+      if (source.ok()) return source;
+      return core::WithField(source.status(), "header.reference");
+    }
+    case v1::DequantizeHeader::kEncoding: {
+      absl::StatusOr<EncodingSource> source =
+          EncodingSource::Open(header.encoding());
+      if (source.ok()) return source;
+      return core::WithField(source.status(), "header.encoding");
+    }
+    case v1::DequantizeHeader::ENCODING_SOURCE_NOT_SET:
+      break;
+  }
+  return core::WithField(core::EncodingMissingError(), "header");
+}
+
 class DequantizeJob final : public TensorJob {
  public:
-  DequantizeJob(const RpcEnvironment& env, TensorDescription description,
-                ResolvedEncoding resolved)
+  DequantizeJob(const RpcEnvironment& env, v1::DequantizeHeader request,
+                TensorDescription description, EncodingSource source)
       : env_(env),
+        request_(std::move(request)),
         description_(std::move(description)),
-        resolved_(std::move(resolved)),
-        format_(*core::FindFormat(resolved_.encoding->format)),
-        geometry_{description_.element_count,
-                  core::ElementSizeBytes(description_.element_type),
-                  format_.codes_per_byte(),
-                  format_.SizeBytes(format_.codes_per_byte())} {}
+        source_(std::move(source)) {
+    // It may be large, and is in the source by now.
+    if (request_.has_encoding()) request_.mutable_encoding()->Clear();
+  }
 
-  // Errors: RANGE_INVALID.
-  absl::Status Start(const v1::DequantizeHeader& request, ChunkWriter* out) {
+  bool StartWaits() const override { return source_.waits(); }
+
+  absl::Status Start(ChunkWriter* out) override {
+    absl::StatusOr<ResolvedEncoding> resolved =
+        source_.Resolve(env_, description_.shape);
+    if (!resolved.ok()) {
+      return core::WithField(resolved.status(), request_.has_reference()
+                                                    ? "header.reference"
+                                                    : "header.encoding");
+    }
+    resolved_ = *std::move(resolved);
+    format_ = core::FindFormat(resolved_.encoding->format);
+    geometry_ = {description_.element_count,
+                 core::ElementSizeBytes(description_.element_type),
+                 format_->codes_per_byte(),
+                 format_->SizeBytes(format_->codes_per_byte())};
     absl::StatusOr<v1::ByteRange> range =
-        CheckRange(request.has_range() ? &request.range() : nullptr,
+        CheckRange(request_.has_range() ? &request_.range() : nullptr,
                    geometry_.codes_size_bytes(), geometry_.granule_code_bytes);
-    if (!range.ok()) return range.status();
+    if (!range.ok()) return core::WithField(range.status(), "header.range");
     frame_.begin_bytes = range->begin_bytes();
     frame_.end_bytes = range->end_bytes();
     frame_.unit_bytes = geometry_.granule_code_bytes;
@@ -52,14 +87,14 @@ class DequantizeJob final : public TensorJob {
     first_element_ = geometry_.CodesIndex(frame_.begin_bytes);
 
     v1::DequantizeResponseHeader header;
-    *header.mutable_name() = request.tensor().name();
-    if (!request.omit_encoding()) {
+    *header.mutable_name() = request_.tensor().name();
+    if (!request_.omit_encoding()) {
       EncodingToProto(*resolved_.encoding, header.mutable_encoding());
     }
     header.set_etag(resolved_.etag);
     header.mutable_shape()->Assign(description_.shape.begin(),
                                    description_.shape.end());
-    header.set_element_type(request.tensor().element_type());
+    header.set_element_type(request_.tensor().element_type());
     header.set_size_bytes(geometry_.reals_size_bytes());
     header.mutable_range()->set_begin_bytes(RealsOffset(frame_.begin_bytes));
     header.mutable_range()->set_end_bytes(RealsOffset(frame_.end_bytes));
@@ -99,7 +134,7 @@ class DequantizeJob final : public TensorJob {
     summary.set_count(count);
     summary.set_checksum_xxh3(checksum_.Digest());
     out->SetSummary(summary);
-    env_.metrics->Elements(Rpc::kDequantize, &format_, count);
+    env_.metrics->Elements(Rpc::kDequantize, format_, count);
     return true;
   }
 
@@ -110,10 +145,13 @@ class DequantizeJob final : public TensorJob {
   }
 
   const RpcEnvironment& env_;
+  v1::DequantizeHeader request_;
   const TensorDescription description_;
-  const ResolvedEncoding resolved_;
-  const core::FormatInfo& format_;
-  const CodeGeometry geometry_;
+  const EncodingSource source_;
+  // From Start on.
+  ResolvedEncoding resolved_;
+  const core::FormatInfo* format_ = nullptr;
+  CodeGeometry geometry_;
   Checksum checksum_;
   int64_t first_element_ = 0;
   // Reals of the current quantum, and their offset in the tensor.
@@ -127,47 +165,21 @@ class DequantizeRpc final : public TensorRpc {
 
   Rpc id() const override { return Rpc::kDequantize; }
 
-  absl::StatusOr<std::unique_ptr<TensorJob>> Open(const std::string& bytes,
-                                                  ChunkWriter* out) override {
+  absl::StatusOr<std::unique_ptr<TensorJob>> Open(
+      const std::string& bytes) override {
     absl::StatusOr<v1::DequantizeHeader> header =
         ParseHeader<v1::DequantizeHeader>(bytes);
     if (!header.ok()) return header.status();
     absl::StatusOr<TensorDescription> description =
         CheckDescription(env_, header->tensor());
     if (!description.ok()) return description.status();
-    absl::StatusOr<ResolvedEncoding> resolved =
-        Resolve(*header, description->shape);
-    if (!resolved.ok()) return resolved.status();
-    auto job = std::make_unique<DequantizeJob>(env_, *std::move(description),
-                                               *std::move(resolved));
-    if (absl::Status s = job->Start(*header, out); !s.ok()) {
-      return core::WithField(s, "header.range");
-    }
-    return job;
+    absl::StatusOr<EncodingSource> source = OpenSource(env_, *header);
+    if (!source.ok()) return source.status();
+    return std::make_unique<DequantizeJob>(
+        env_, *std::move(header), *std::move(description), *std::move(source));
   }
 
  private:
-  absl::StatusOr<ResolvedEncoding> Resolve(const v1::DequantizeHeader& header,
-                                           absl::Span<const int64_t> shape) {
-    switch (header.encoding_source_case()) {
-      case v1::DequantizeHeader::kReference: {
-        absl::StatusOr<ResolvedEncoding> resolved = ResolveReference(
-            env_, header.reference(), header.tensor().name(), shape);
-        if (resolved.ok()) return resolved;
-        return core::WithField(resolved.status(), "header.reference");
-      }
-      case v1::DequantizeHeader::kEncoding: {
-        absl::StatusOr<ResolvedEncoding> resolved =
-            ResolveInline(env_, header.encoding(), shape);
-        if (resolved.ok()) return resolved;
-        return core::WithField(resolved.status(), "header.encoding");
-      }
-      case v1::DequantizeHeader::ENCODING_SOURCE_NOT_SET:
-        break;
-    }
-    return core::WithField(core::EncodingMissingError(), "header");
-  }
-
   const RpcEnvironment& env_;
 };
 

@@ -1,6 +1,7 @@
 #include "server/rpc/encoding_service.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
@@ -15,9 +16,11 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "core/errors.h"
+#include "server/rpc/statistics_rpcs.h"
 #include "server/rpc/tensor_input.h"
 #include "server/wire/encoding_proto.h"
 #include "server/wire/names.h"
+#include "server/wire/statistics_proto.h"
 #include "server/wire/status.h"
 
 namespace quantd::server {
@@ -25,6 +28,8 @@ namespace {
 
 constexpr int kDefaultPageSize = 100;
 constexpr int kMaxPageSize = 1000;
+// What clients of gRPC take by default.
+constexpr int64_t kClientMessageBytes = int64_t{4} << 20;
 
 // A page of a list: entries after the name `after`.
 struct Page {
@@ -108,7 +113,7 @@ Base* NotImplemented(const RpcEnvironment& env, Rpc rpc,
 }  // namespace
 
 EncodingService::EncodingService(const RpcEnvironment& env,
-                                 const StreamRegistry* registry)
+                                 StreamRegistry* registry)
     : env_(env), registry_(registry) {}
 
 grpc::ServerUnaryReactor* EncodingService::Run(
@@ -120,6 +125,7 @@ grpc::ServerUnaryReactor* EncodingService::Run(
       [this, rpc, reactor, start = absl::Now(), body = std::move(body)] {
         const absl::Status status =
             registry_->draining() ? core::DrainingError() : body();
+        env_.metrics->LimitRejected(core::ErrorReason(status));
         env_.metrics->RpcHandled(rpc, static_cast<int>(status.code()),
                                  absl::Now() - start);
         reactor->Finish(ToGrpcStatus(status));
@@ -177,7 +183,6 @@ grpc::ServerUnaryReactor* EncodingService::PutEncoding(
       return core::WithField(core::EncodingMissingError(), "encoding");
     }
     if (request->encoding().scale_size() > env_.limits.scale_count) {
-      env_.metrics->LimitRejected("SCALE_COUNT_LIMIT");
       return core::WithField(
           core::ScaleCountLimitError(env_.limits.scale_count,
                                      request->encoding().scale_size()),
@@ -255,22 +260,86 @@ grpc::ServerUnaryReactor* EncodingService::ListRevisions(
 grpc::ServerWriteReactor<v1::ComputeEncodingsResponse>*
 EncodingService::ComputeEncodings(grpc::CallbackServerContext* context,
                                   const v1::ComputeEncodingsRequest* request) {
-  return NotImplemented<grpc::ServerWriteReactor<v1::ComputeEncodingsResponse>>(
-      env_, Rpc::kComputeEncodings, "ComputeEncodings");
+  return StartComputeEncodings(env_, registry_, context, *request);
 }
 
 grpc::ServerWriteReactor<v1::SweepResponse>* EncodingService::Sweep(
     grpc::CallbackServerContext* context, const v1::SweepRequest* request) {
-  return NotImplemented<grpc::ServerWriteReactor<v1::SweepResponse>>(
-      env_, Rpc::kSweep, "Sweep");
+  return StartSweep(env_, registry_, context, *request);
 }
 
 grpc::ServerUnaryReactor* EncodingService::GetStatistics(
     grpc::CallbackServerContext* context,
     const v1::GetStatisticsRequest* request,
     v1::GetStatisticsResponse* response) {
-  return Run(Rpc::kGetStatistics, context,
-             [] { return core::FeatureNotImplementedError("GetStatistics"); });
+  return Run(Rpc::kGetStatistics, context, [this, request, response] {
+    absl::StatusOr<EncodingKey> key = KeyFromProto(request->name());
+    if (!key.ok()) return core::WithField(key.status(), "name");
+    absl::StatusOr<StoredStatistics> stored =
+        env_.statistics->GetStatistics(*key);
+    if (!stored.ok()) return stored.status();
+    StatisticsToProto(stored->state.statistics, response->mutable_statistics());
+    for (const SourceListEntry& source : stored->sources) {
+      v1::StatisticsSource* proto = response->add_sources();
+      proto->set_source(source.source);
+      proto->set_sequence(source.sequence);
+      *proto->mutable_update_time() = ToTimestamp(source.update_time);
+    }
+    if (!request->with_state()) return absl::OkStatus();
+    StateToProto(stored->state, response->mutable_state());
+    const auto size_bytes = static_cast<int64_t>(response->ByteSizeLong());
+    if (size_bytes > kClientMessageBytes) {
+      response->Clear();
+      return core::WithField(
+          core::StatisticsTooLargeError(
+              kClientMessageBytes, size_bytes,
+              "leave with_state out, or contribute with a coarser granularity "
+              "or fewer mantissa bits"),
+          "with_state");
+    }
+    return absl::OkStatus();
+  });
+}
+
+grpc::ServerUnaryReactor* EncodingService::ListStatistics(
+    grpc::CallbackServerContext* context,
+    const v1::ListStatisticsRequest* request,
+    v1::ListStatisticsResponse* response) {
+  return Run(Rpc::kListStatistics, context, [this, request, response] {
+    const std::string& model = request->model();
+    const std::string revision = RevisionOrDefault(request->revision());
+    if (absl::Status s = CheckModel(model); !s.ok()) return s;
+    if (absl::Status s = CheckRevision(revision); !s.ok()) return s;
+    return FillPage(
+        request->page_size(), request->page_token(),
+        [&](absl::string_view after, int limit) {
+          return env_.statistics->ListStatistics(model, revision, after, limit);
+        },
+        [](const StatisticsListEntry& entry) { return entry.tensor; },
+        [&](const StatisticsListEntry& entry) {
+          v1::StatisticsEntry* proto = response->add_entries();
+          proto->set_tensor(entry.tensor);
+          proto->set_source_count(entry.source_count);
+          proto->set_size_bytes(entry.size_bytes);
+          *proto->mutable_update_time() = ToTimestamp(entry.update_time);
+        },
+        response->mutable_next_page_token());
+  });
+}
+
+grpc::ServerUnaryReactor* EncodingService::DeleteStatistics(
+    grpc::CallbackServerContext* context,
+    const v1::DeleteStatisticsRequest* request,
+    v1::DeleteStatisticsResponse* response) {
+  return Run(Rpc::kDeleteStatistics, context, [this, request] {
+    absl::StatusOr<EncodingKey> key = KeyFromProto(request->name());
+    if (!key.ok()) return core::WithField(key.status(), "name");
+    if (!request->source().empty()) {
+      absl::Status status = CheckPathName("source", request->source());
+      if (!status.ok()) return core::WithField(status, "source");
+    }
+    return env_.statistics->DeleteStatistics(*key, request->source());
+  });
 }
 
 grpc::ServerWriteReactor<v1::ExportEncodingsResponse>*

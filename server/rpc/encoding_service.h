@@ -1,4 +1,5 @@
-// The service of stored encodings: ordinary messages over the store.
+// The service of stored encodings and statistics: ordinary messages over the
+// stores.
 
 #ifndef QUANTD_SERVER_RPC_ENCODING_SERVICE_H_
 #define QUANTD_SERVER_RPC_ENCODING_SERVICE_H_
@@ -13,11 +14,11 @@
 
 namespace quantd::server {
 
-// Calls run on the store's pool. Thread-safe.
+// Calls run on the store's pool, what they compute on the workers. Thread-safe.
 class EncodingService final : public v1::EncodingService::CallbackService {
  public:
   // Both must outlive the service.
-  EncodingService(const RpcEnvironment& env, const StreamRegistry* registry);
+  EncodingService(const RpcEnvironment& env, StreamRegistry* registry);
 
   grpc::ServerUnaryReactor* ListEncodings(
       grpc::CallbackServerContext* context,
@@ -44,7 +45,6 @@ class EncodingService final : public v1::EncodingService::CallbackService {
       const v1::ListRevisionsRequest* request,
       v1::ListRevisionsResponse* response) override;
 
-  // FEATURE_NOT_IMPLEMENTED in this version.
   grpc::ServerWriteReactor<v1::ComputeEncodingsResponse>* ComputeEncodings(
       grpc::CallbackServerContext* context,
       const v1::ComputeEncodingsRequest* request) override;
@@ -55,6 +55,16 @@ class EncodingService final : public v1::EncodingService::CallbackService {
       grpc::CallbackServerContext* context,
       const v1::GetStatisticsRequest* request,
       v1::GetStatisticsResponse* response) override;
+  grpc::ServerUnaryReactor* ListStatistics(
+      grpc::CallbackServerContext* context,
+      const v1::ListStatisticsRequest* request,
+      v1::ListStatisticsResponse* response) override;
+  grpc::ServerUnaryReactor* DeleteStatistics(
+      grpc::CallbackServerContext* context,
+      const v1::DeleteStatisticsRequest* request,
+      v1::DeleteStatisticsResponse* response) override;
+
+  // FEATURE_NOT_IMPLEMENTED in this version.
   grpc::ServerWriteReactor<v1::ExportEncodingsResponse>* ExportEncodings(
       grpc::CallbackServerContext* context,
       const v1::ExportEncodingsRequest* request) override;
@@ -68,7 +78,7 @@ class EncodingService final : public v1::EncodingService::CallbackService {
                                 std::function<absl::Status()> body);
 
   const RpcEnvironment& env_;
-  const StreamRegistry* const registry_;
+  StreamRegistry* const registry_;
 };
 
 }  // namespace quantd::server

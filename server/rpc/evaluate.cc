@@ -1,5 +1,6 @@
 // Evaluate: bytes > error of each candidate, as they arrive or, when a
-// candidate is a spec, when the tensor is complete.
+// candidate is a spec, when the tensor is complete; or pairs > error of one
+// tensor against another.
 
 #include <cstdint>
 #include <memory>
@@ -7,13 +8,19 @@
 #include <utility>
 #include <vector>
 
+#include "absl/algorithm/container.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/optional.h"
 #include "absl/types/span.h"
 #include "core/errors.h"
+#include "core/evaluate/comparison.h"
+#include "core/evaluate/distribution.h"
 #include "core/evaluate/evaluate.h"
 #include "quantd/v1/quantization_service.pb.h"
+#include "server/guard/memory_budget.h"
 #include "server/rpc/stream_rpcs.h"
 #include "server/rpc/tensor_buffer.h"
 #include "server/rpc/tensor_input.h"
@@ -25,6 +32,8 @@ namespace quantd::server {
 namespace {
 
 constexpr int kMaxCandidates = 64;
+// What counting a distribution takes at most.
+constexpr int64_t kDistributionBytes = int64_t{5} << 18;
 
 void MetricsToProto(const core::ErrorSums& sums, v1::ErrorMetrics* proto) {
   proto->set_count(sums.count);
@@ -42,58 +51,115 @@ void MetricsToProto(const core::ErrorSums& sums, v1::ErrorMetrics* proto) {
   proto->set_cosine_similarity(sums.CosineSimilarity());
 }
 
+void DistributionToProto(const core::ErrorDistribution& distribution,
+                         v1::ErrorMetrics* proto) {
+  proto->set_kl_divergence(distribution.kl_divergence);
+  v1::ErrorHistogram* histogram = proto->mutable_error_histogram();
+  histogram->set_zero_count(distribution.zero);
+  histogram->mutable_count()->Assign(distribution.count.begin(),
+                                     distribution.count.end());
+  histogram->set_first_exponent(distribution.first_exponent);
+}
+
 // A candidate: an encoding from the start, or a spec until the tensor is
 // complete.
 struct Candidate {
   std::string label;
-  std::unique_ptr<SpecCalibration> calibration;  // null unless a spec
+  // Of a reference or an encoding.
+  absl::optional<EncodingSource> source;
+  // Of a spec.
+  absl::optional<ResolvedSpec> spec;
+  // What the spec is calibrated on; candidates share those that they can.
+  TensorAccumulator* accumulator = nullptr;
+  // "header.candidates[3].reference".
+  std::string field;
   ResolvedEncoding resolved;
   std::unique_ptr<core::Evaluator> evaluator;
 };
 
+// What both kinds of a job need.
+struct EvaluateTask {
+  v1::TensorName name;
+  TensorDescription description;
+  bool per_scale_index = false;
+  bool with_distribution = false;
+
+  int64_t element_bytes() const {
+    return core::ElementSizeBytes(description.element_type);
+  }
+};
+
 class EvaluateJob final : public TensorJob {
  public:
-  EvaluateJob(const RpcEnvironment& env, const v1::EvaluateHeader& header,
-              const TensorDescription& description,
-              std::unique_ptr<SpecCalibration> statistics,
-              std::vector<Candidate> candidates)
+  // The statistics of the tensor are those of the first of `accumulators`.
+  EvaluateJob(const RpcEnvironment& env, EvaluateTask task,
+              std::vector<std::unique_ptr<TensorAccumulator>> accumulators,
+              std::vector<Candidate> candidates, MemoryBudget::Lease lease)
       : env_(env),
-        name_(header.tensor().name()),
-        per_scale_index_(header.per_scale_index()),
-        element_type_(description.element_type),
-        element_bytes_(core::ElementSizeBytes(element_type_)),
-        statistics_(std::move(statistics)),
-        candidates_(std::move(candidates)) {
-    frame_.end_bytes = description.element_count * element_bytes_;
-    frame_.unit_bytes = element_bytes_;
-    frame_.granule_bytes = core::Evaluator::kLeafElements * element_bytes_;
+        task_(std::move(task)),
+        accumulators_(std::move(accumulators)),
+        candidates_(std::move(candidates)),
+        lease_(std::move(lease)) {
+    const int64_t element_bytes = task_.element_bytes();
+    frame_.end_bytes = task_.description.element_count * element_bytes;
+    frame_.unit_bytes = element_bytes;
+    frame_.granule_bytes = core::Evaluator::kLeafElements * element_bytes;
     frame_.quantum_bytes = TensorBuffer::kBlockBytes;
-    bool buffered = false;
-    for (Candidate& candidate : candidates_) {
-      if (candidate.calibration == nullptr) {
-        StartEvaluator(candidate);
-      } else {
-        buffered = true;
+    for (const Candidate& candidate : candidates_) {
+      if (candidate.spec.has_value() && buffer_ == nullptr) {
+        buffer_ = std::make_unique<TensorBuffer>(env_, frame_.end_bytes);
       }
-    }
-    if (buffered) {
-      buffer_ = std::make_unique<TensorBuffer>(env_, frame_.end_bytes);
     }
   }
 
+  bool StartWaits() const override {
+    return absl::c_any_of(candidates_, [](const Candidate& candidate) {
+      return candidate.source.has_value() && candidate.source->waits();
+    });
+  }
+
+  absl::Status Start(ChunkWriter* out) override {
+    int64_t metrics_count = 0;
+    for (Candidate& candidate : candidates_) {
+      if (candidate.spec.has_value()) {
+        metrics_count += candidate.spec->layout->scale_count();
+        continue;
+      }
+      absl::StatusOr<ResolvedEncoding> resolved =
+          candidate.source->Resolve(env_, task_.description.shape);
+      if (!resolved.ok()) {
+        return core::WithField(resolved.status(), candidate.field);
+      }
+      candidate.resolved = *std::move(resolved);
+      metrics_count += candidate.resolved.layout->scale_count();
+    }
+    if (task_.per_scale_index && metrics_count > env_.limits.metrics_count) {
+      return core::WithField(
+          core::ScaleCountLimitError(env_.limits.metrics_count, metrics_count),
+          "header.per_scale_index");
+    }
+    for (Candidate& candidate : candidates_) {
+      if (!candidate.spec.has_value()) StartEvaluator(candidate);
+    }
+    return absl::OkStatus();
+  }
+
   absl::Status Reserve(int64_t bytes) override {
+    for (const std::unique_ptr<TensorAccumulator>& accumulator :
+         accumulators_) {
+      if (absl::Status s = accumulator->Reserve(); !s.ok()) return s;
+    }
     return buffer_ != nullptr ? buffer_->Reserve(bytes) : absl::OkStatus();
   }
 
   absl::Status Consume(int64_t offset_bytes,
                        absl::Span<const uint8_t> data) override {
-    statistics_->Update(offset_bytes, data);
+    for (const std::unique_ptr<TensorAccumulator>& accumulator :
+         accumulators_) {
+      accumulator->Update(offset_bytes, data);
+    }
     for (Candidate& candidate : candidates_) {
-      if (candidate.calibration == nullptr) {
-        Evaluate(candidate, offset_bytes, data);
-      } else {
-        candidate.calibration->Update(offset_bytes, data);
-      }
+      if (!candidate.spec.has_value()) Evaluate(candidate, offset_bytes, data);
     }
     if (buffer_ != nullptr) buffer_->Append(data);
     return absl::OkStatus();
@@ -108,7 +174,7 @@ class EvaluateJob final : public TensorJob {
       if (next_block_ < buffer_->block_count()) {
         const absl::Span<const uint8_t> block = buffer_->block(next_block_);
         for (Candidate& candidate : candidates_) {
-          if (candidate.calibration != nullptr) {
+          if (candidate.spec.has_value()) {
             Evaluate(candidate, next_block_ * TensorBuffer::kBlockBytes, block);
           }
         }
@@ -123,65 +189,116 @@ class EvaluateJob final : public TensorJob {
  private:
   void StartEvaluator(Candidate& candidate) {
     candidate.evaluator = std::make_unique<core::Evaluator>(
-        *candidate.resolved.encoding, *candidate.resolved.layout, element_type_,
-        core::EvaluateOptions{per_scale_index_, false});
+        *candidate.resolved.encoding, *candidate.resolved.layout,
+        task_.description.element_type,
+        core::EvaluateOptions{task_.per_scale_index, task_.with_distribution});
   }
 
   void Evaluate(Candidate& candidate, int64_t offset_bytes,
                 absl::Span<const uint8_t> data) {
     candidate.evaluator->Update(
-        offset_bytes / element_bytes_,
-        static_cast<int64_t>(data.size()) / element_bytes_, data.data(),
+        offset_bytes / task_.element_bytes(),
+        static_cast<int64_t>(data.size()) / task_.element_bytes(), data.data(),
         env_.pool);
   }
 
   absl::Status CalibrateCandidates() {
     for (Candidate& candidate : candidates_) {
-      if (candidate.calibration == nullptr) continue;
-      absl::StatusOr<ResolvedEncoding> resolved =
-          candidate.calibration->Calibrate();
-      if (!resolved.ok()) return resolved.status();
-      candidate.resolved = *std::move(resolved);
+      if (!candidate.spec.has_value()) continue;
+      absl::StatusOr<CalibratedEncoding> calibrated = CalibrateTensor(
+          env_, *candidate.spec, candidate.accumulator->statistics());
+      if (!calibrated.ok()) return calibrated.status();
+      candidate.resolved = std::move(calibrated->resolved);
       StartEvaluator(candidate);
     }
     return absl::OkStatus();
   }
 
   void WriteSummary(ChunkWriter* out) {
+    const core::TensorStatistics& statistics = accumulators_[0]->statistics();
     v1::EvaluateSummary summary;
-    *summary.mutable_name() = name_;
-    StatisticsToProto(statistics_->statistics(), summary.mutable_statistics());
+    *summary.mutable_name() = task_.name;
+    StatisticsToProto(statistics, summary.mutable_statistics());
     for (const Candidate& candidate : candidates_) {
       v1::CandidateMetrics* metrics = summary.add_candidates();
       metrics->set_label(candidate.label);
       metrics->set_etag(candidate.resolved.etag);
       MetricsToProto(candidate.evaluator->overall(),
                      metrics->mutable_overall());
+      if (task_.with_distribution) {
+        DistributionToProto(candidate.evaluator->distribution(),
+                            metrics->mutable_overall());
+      }
       for (const core::ErrorSums& sums :
            candidate.evaluator->per_scale_index()) {
         MetricsToProto(sums, metrics->add_per_scale_index());
       }
-      if (candidate.calibration != nullptr) {
+      if (candidate.spec.has_value()) {
         EncodingToProto(*candidate.resolved.encoding,
                         metrics->mutable_encoding());
       }
       env_.metrics->Elements(
           Rpc::kEvaluate, core::FindFormat(candidate.resolved.encoding->format),
-          statistics_->statistics().counts().total);
+          statistics.counts().total);
     }
     out->SetSummary(summary);
   }
 
   const RpcEnvironment& env_;
-  const v1::TensorName name_;
-  const bool per_scale_index_;
-  const core::ElementType element_type_;
-  const int64_t element_bytes_;
-  const std::unique_ptr<SpecCalibration> statistics_;
+  const EvaluateTask task_;
+  const std::vector<std::unique_ptr<TensorAccumulator>> accumulators_;
   std::vector<Candidate> candidates_;
+  const MemoryBudget::Lease lease_;
   // Only when a candidate is a spec.
   std::unique_ptr<TensorBuffer> buffer_;
   int64_t next_block_ = 0;
+};
+
+// Two tensors against each other, their elements in pairs.
+class CompareJob final : public TensorJob {
+ public:
+  CompareJob(const RpcEnvironment& env, EvaluateTask task,
+             MemoryBudget::Lease lease)
+      : env_(env),
+        task_(std::move(task)),
+        lease_(std::move(lease)),
+        comparison_(task_.description.element_type, task_.with_distribution) {
+    const int64_t element_bytes = task_.element_bytes();
+    frame_.end_bytes = task_.description.element_count * 2 * element_bytes;
+    frame_.unit_bytes = element_bytes;
+    frame_.granule_bytes = core::Evaluator::kLeafElements * 2 * element_bytes;
+    frame_.quantum_bytes = TensorBuffer::kBlockBytes;
+  }
+
+  absl::Status Consume(int64_t offset_bytes,
+                       absl::Span<const uint8_t> data) override {
+    const int64_t pair_bytes = 2 * task_.element_bytes();
+    comparison_.Update(offset_bytes / pair_bytes,
+                       static_cast<int64_t>(data.size()) / pair_bytes,
+                       data.data(), env_.pool);
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<bool> Finish(ChunkWriter* out) override {
+    v1::EvaluateSummary summary;
+    *summary.mutable_name() = task_.name;
+    StatisticsToProto(comparison_.reference(), summary.mutable_statistics());
+    MetricsToProto(comparison_.overall(), summary.mutable_comparison());
+    if (task_.with_distribution) {
+      DistributionToProto(comparison_.distribution(),
+                          summary.mutable_comparison());
+    }
+    out->SetSummary(summary);
+    env_.metrics->Elements(Rpc::kEvaluate, nullptr,
+                           comparison_.reference().counts().total);
+    return true;
+  }
+
+ private:
+  const RpcEnvironment& env_;
+  const EvaluateTask task_;
+  const MemoryBudget::Lease lease_;
+  core::Comparison comparison_;
 };
 
 class EvaluateRpc final : public TensorRpc {
@@ -190,86 +307,167 @@ class EvaluateRpc final : public TensorRpc {
 
   Rpc id() const override { return Rpc::kEvaluate; }
 
-  absl::StatusOr<std::unique_ptr<TensorJob>> Open(const std::string& bytes,
-                                                  ChunkWriter* out) override {
+  absl::StatusOr<std::unique_ptr<TensorJob>> Open(
+      const std::string& bytes) override {
     absl::StatusOr<v1::EvaluateHeader> header =
         ParseHeader<v1::EvaluateHeader>(bytes);
     if (!header.ok()) return header.status();
     absl::StatusOr<TensorDescription> description =
         CheckDescription(env_, header->tensor());
     if (!description.ok()) return description.status();
-    if (header->candidates().empty() ||
-        header->candidates_size() > kMaxCandidates) {
+    EvaluateTask task;
+    task.name = header->tensor().name();
+    task.description = *std::move(description);
+    task.per_scale_index = header->per_scale_index();
+    task.with_distribution = header->with_distribution();
+    return header->comparison() ? OpenComparison(*header, std::move(task))
+                                : OpenCandidates(*header, std::move(task));
+  }
+
+ private:
+  // What the distributions of `count` candidates may take.
+  absl::StatusOr<MemoryBudget::Lease> ChargeDistributions(
+      const EvaluateTask& task, int64_t count) {
+    if (!task.with_distribution) return MemoryBudget::Lease();
+    return env_.budget->Acquire(count * kDistributionBytes,
+                                "send fewer candidates with with_distribution");
+  }
+
+  absl::StatusOr<std::unique_ptr<TensorJob>> OpenComparison(
+      const v1::EvaluateHeader& header, EvaluateTask task) {
+    if (!header.candidates().empty()) {
       return core::WithField(
           core::CandidatesInvalidError(
-              absl::StrCat(header->candidates_size(),
+              absl::StrCat(header.candidates_size(),
+                           " candidates with a comparison, expected none")),
+          "header.candidates");
+    }
+    const int64_t size_bytes =
+        task.description.element_count * 2 * task.element_bytes();
+    if (size_bytes > env_.limits.tensor_bytes) {
+      return core::WithField(
+          core::TensorTooLargeError(size_bytes, env_.limits.tensor_bytes),
+          "header.tensor.shape");
+    }
+    absl::StatusOr<MemoryBudget::Lease> lease = ChargeDistributions(task, 1);
+    if (!lease.ok()) return lease.status();
+    return std::make_unique<CompareJob>(env_, std::move(task),
+                                        *std::move(lease));
+  }
+
+  absl::StatusOr<std::unique_ptr<TensorJob>> OpenCandidates(
+      const v1::EvaluateHeader& header, EvaluateTask task) {
+    if (header.candidates().empty() ||
+        header.candidates_size() > kMaxCandidates) {
+      return core::WithField(
+          core::CandidatesInvalidError(
+              absl::StrCat(header.candidates_size(),
                            " candidates, expected 1 to ", kMaxCandidates)),
           "header.candidates");
     }
     std::vector<Candidate> candidates;
-    int64_t metrics_count = 0;
-    for (const v1::EvaluateCandidate& proto : header->candidates()) {
+    for (const v1::EvaluateCandidate& proto : header.candidates()) {
       const std::string field =
           absl::StrCat("header.candidates[", candidates.size(), "]");
-      absl::StatusOr<Candidate> candidate =
-          OpenCandidate(proto, header->tensor().name(), *description);
+      absl::StatusOr<Candidate> candidate = OpenCandidate(proto, field, task);
       if (!candidate.ok()) return core::WithField(candidate.status(), field);
-      metrics_count += candidate->calibration != nullptr
-                           ? candidate->calibration->scale_count()
-                           : candidate->resolved.layout->scale_count();
       candidates.push_back(*std::move(candidate));
     }
-    if (header->per_scale_index() &&
-        metrics_count > env_.limits.metrics_count) {
-      env_.metrics->LimitRejected("SCALE_COUNT_LIMIT");
-      return core::WithField(
-          core::ScaleCountLimitError(env_.limits.metrics_count, metrics_count),
-          "header.per_scale_index");
-    }
-    // Statistics of the whole tensor do not depend on the format.
-    v1::EncodingSpec per_tensor;
-    per_tensor.set_format(v1::NUMBER_FORMAT_INT8);
-    absl::StatusOr<std::unique_ptr<SpecCalibration>> statistics =
-        SpecCalibration::Create(env_, per_tensor, *description);
-    if (!statistics.ok()) return statistics.status();
-    return std::make_unique<EvaluateJob>(env_, *header, *description,
-                                         *std::move(statistics),
-                                         std::move(candidates));
+    absl::StatusOr<std::vector<std::unique_ptr<TensorAccumulator>>>
+        accumulators = OpenAccumulators(task, absl::MakeSpan(candidates));
+    if (!accumulators.ok()) return accumulators.status();
+    absl::StatusOr<MemoryBudget::Lease> lease =
+        ChargeDistributions(task, header.candidates_size());
+    if (!lease.ok()) return lease.status();
+    return std::make_unique<EvaluateJob>(
+        env_, std::move(task), *std::move(accumulators), std::move(candidates),
+        *std::move(lease));
   }
 
- private:
-  absl::StatusOr<Candidate> OpenCandidate(
-      const v1::EvaluateCandidate& proto, const v1::TensorName& name,
-      const TensorDescription& description) {
+  // Errors are at the fields of a candidate, `field` is its own.
+  absl::StatusOr<Candidate> OpenCandidate(const v1::EvaluateCandidate& proto,
+                                          absl::string_view field,
+                                          const EvaluateTask& task) {
     Candidate candidate;
     candidate.label = proto.label();
-    absl::StatusOr<ResolvedEncoding> resolved;
-    absl::string_view field;
+    absl::StatusOr<EncodingSource> source;
+    absl::string_view source_field;
     switch (proto.encoding_source_case()) {
       case v1::EvaluateCandidate::kReference:
-        field = "reference";
-        resolved =
-            ResolveReference(env_, proto.reference(), name, description.shape);
+        source_field = "reference";
+        source = EncodingSource::Open(env_, proto.reference(), task.name);
         break;
       case v1::EvaluateCandidate::kEncoding:
-        field = "encoding";
-        resolved = ResolveInline(env_, proto.encoding(), description.shape);
+        source_field = "encoding";
+        source = EncodingSource::Open(proto.encoding());
         break;
       case v1::EvaluateCandidate::kSpec: {
-        absl::StatusOr<std::unique_ptr<SpecCalibration>> calibration =
-            SpecCalibration::Create(env_, proto.spec(), description);
-        if (!calibration.ok()) {
-          return core::WithField(calibration.status(), "spec");
-        }
-        candidate.calibration = *std::move(calibration);
+        absl::StatusOr<ResolvedSpec> spec =
+            ResolveSpec(env_, proto.spec(), task.description.shape);
+        if (!spec.ok()) return core::WithField(spec.status(), "spec");
+        candidate.spec = *std::move(spec);
         return candidate;
       }
       case v1::EvaluateCandidate::ENCODING_SOURCE_NOT_SET:
         return core::EncodingMissingError();
     }
-    if (!resolved.ok()) return core::WithField(resolved.status(), field);
-    candidate.resolved = *std::move(resolved);
+    if (!source.ok()) return core::WithField(source.status(), source_field);
+    candidate.source = *std::move(source);
+    candidate.field = absl::StrCat(field, ".", source_field);
     return candidate;
+  }
+
+  // One for each block size of the specs, with histograms where one of them
+  // needs them; at least one, for the statistics of the tensor.
+  absl::StatusOr<std::vector<std::unique_ptr<TensorAccumulator>>>
+  OpenAccumulators(const EvaluateTask& task, absl::Span<Candidate> candidates) {
+    struct Group {
+      const ResolvedSpec* spec;
+      int mantissa_bits;
+      std::vector<Candidate*> members;
+    };
+    std::vector<Group> groups;
+    for (Candidate& candidate : candidates) {
+      if (!candidate.spec.has_value()) continue;
+      const auto same = [&](const Group& group) {
+        return group.spec->spec.block_size == candidate.spec->spec.block_size;
+      };
+      auto group = absl::c_find_if(groups, same);
+      if (group == groups.end()) {
+        groups.push_back({&*candidate.spec, 0, {}});
+        group = groups.end() - 1;
+      }
+      const int mantissa_bits = MantissaBitsFor(candidate.spec->spec);
+      if (mantissa_bits != 0) group->mantissa_bits = mantissa_bits;
+      group->members.push_back(&candidate);
+    }
+    std::vector<std::unique_ptr<TensorAccumulator>> accumulators;
+    const auto add = [&](std::shared_ptr<const core::BlockLayout> layout,
+                         int mantissa_bits) -> absl::Status {
+      absl::StatusOr<std::unique_ptr<TensorAccumulator>> accumulator =
+          TensorAccumulator::Create(env_, task.description.element_type,
+                                    std::move(layout), mantissa_bits);
+      if (!accumulator.ok()) return accumulator.status();
+      accumulators.push_back(*std::move(accumulator));
+      return absl::OkStatus();
+    };
+    for (const Group& group : groups) {
+      absl::Status status = add(group.spec->layout, group.mantissa_bits);
+      if (!status.ok()) return status;
+      for (Candidate* member : group.members) {
+        member->accumulator = accumulators.back().get();
+      }
+    }
+    if (accumulators.empty()) {
+      absl::StatusOr<core::BlockLayout> layout =
+          CheckedLayout(env_, task.description.shape, {});
+      if (!layout.ok()) return layout.status();
+      absl::Status status =
+          add(std::make_shared<const core::BlockLayout>(*std::move(layout)),
+              TensorAccumulator::kNoHistograms);
+      if (!status.ok()) return status;
+    }
+    return accumulators;
   }
 
   const RpcEnvironment& env_;

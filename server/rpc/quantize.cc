@@ -9,6 +9,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "absl/types/optional.h"
 #include "absl/types/span.h"
 #include "core/errors.h"
@@ -136,17 +137,40 @@ class CodeProducer {
 // With an encoding that is known: codes go down while reals come up.
 class StreamingQuantizeJob final : public TensorJob {
  public:
+  // `range` of the reals will come; null for all of them.
   StreamingQuantizeJob(const RpcEnvironment& env, QuantizeTask task,
-                       ResolvedEncoding resolved)
+                       EncodingSource source, absl::string_view source_field,
+                       absl::optional<v1::ByteRange> range)
       : env_(env),
         task_(std::move(task)),
-        producer_(env, task_, std::move(resolved)) {}
+        source_(std::move(source)),
+        source_field_(source_field),
+        range_(std::move(range)) {}
 
-  // `range` of the reals will come, as CheckRange answered it.
-  void Start(const v1::ByteRange& range, ChunkWriter* out) {
-    const CodeGeometry& geometry = producer_.geometry();
-    frame_.begin_bytes = range.begin_bytes();
-    frame_.end_bytes = range.end_bytes();
+  bool StartWaits() const override {
+    return source_.waits() || task_.store_key.has_value();
+  }
+
+  absl::Status Start(ChunkWriter* out) override {
+    absl::StatusOr<ResolvedEncoding> resolved =
+        source_.Resolve(env_, task_.description.shape);
+    if (!resolved.ok()) {
+      return core::WithField(resolved.status(), source_field_);
+    }
+    const CodeGeometry geometry = Geometry(
+        task_.description, *core::FindFormat(resolved->encoding->format));
+    absl::StatusOr<v1::ByteRange> range =
+        CheckRange(range_.has_value() ? &*range_ : nullptr,
+                   geometry.reals_size_bytes(), geometry.granule_real_bytes());
+    if (!range.ok()) return core::WithField(range.status(), "header.range");
+    if (task_.store_key.has_value()) {
+      absl::StatusOr<StoredEncoding> stored =
+          env_.store->Put(*task_.store_key, resolved->encoding, Precondition());
+      if (!stored.ok()) return stored.status();
+      resolved->etag = stored->etag;
+    }
+    frame_.begin_bytes = range->begin_bytes();
+    frame_.end_bytes = range->end_bytes();
     frame_.unit_bytes = geometry.real_bytes;
     frame_.granule_bytes = geometry.granule_real_bytes();
     // Reals whose codes fill at most one response.
@@ -155,62 +179,93 @@ class StreamingQuantizeJob final : public TensorJob {
         env_.limits.response_chunk_bytes / geometry.granule_code_bytes);
     frame_.quantum_bytes =
         std::max<int64_t>(1, granules) * geometry.granule_real_bytes();
-    producer_.WriteHeader(range, out);
+    producer_.emplace(env_, task_, *std::move(resolved));
+    producer_->WriteHeader(*range, out);
+    return absl::OkStatus();
   }
 
   void BeginQuantum(int64_t offset_bytes, int64_t bytes,
                     ChunkWriter* out) override {
-    producer_.Begin(offset_bytes, bytes, out);
+    producer_->Begin(offset_bytes, bytes, out);
   }
 
   absl::Status Consume(int64_t offset_bytes,
                        absl::Span<const uint8_t> data) override {
-    return producer_.Quantize(offset_bytes, data);
+    return producer_->Quantize(offset_bytes, data);
   }
 
-  void EndQuantum() override { producer_.End(); }
+  void EndQuantum() override { producer_->End(); }
 
   absl::StatusOr<bool> Finish(ChunkWriter* out) override {
-    producer_.WriteSummary(out);
+    producer_->WriteSummary(out);
     return true;
   }
 
  private:
   const RpcEnvironment& env_;
   const QuantizeTask task_;
-  CodeProducer producer_;
+  const EncodingSource source_;
+  const absl::string_view source_field_;
+  const absl::optional<v1::ByteRange> range_;
+  // From Start on.
+  absl::optional<CodeProducer> producer_;
 };
 
 // With a spec: reals are held until the tensor is complete.
 class CalibratingQuantizeJob final : public TensorJob {
  public:
   CalibratingQuantizeJob(const RpcEnvironment& env, QuantizeTask task,
-                         std::unique_ptr<SpecCalibration> calibration)
+                         ResolvedSpec spec,
+                         std::unique_ptr<TensorAccumulator> accumulator)
       : env_(env),
         task_(std::move(task)),
-        calibration_(std::move(calibration)),
+        spec_(std::move(spec)),
+        accumulator_(std::move(accumulator)),
         buffer_(env, SizeBytes()) {
     frame_.end_bytes = SizeBytes();
     frame_.unit_bytes = core::ElementSizeBytes(task_.description.element_type);
     frame_.granule_bytes = frame_.unit_bytes;
-    frame_.quantum_bytes = env_.limits.chunk_bytes;
+    frame_.quantum_bytes = QuantumBytes(env_, *accumulator_);
   }
 
+  bool FinishWaits() const override { return step_ == Step::kPut; }
+
   absl::Status Reserve(int64_t bytes) override {
+    if (absl::Status s = accumulator_->Reserve(); !s.ok()) return s;
     return buffer_.Reserve(bytes);
   }
 
   absl::Status Consume(int64_t offset_bytes,
                        absl::Span<const uint8_t> data) override {
-    calibration_->Update(offset_bytes, data);
+    accumulator_->Update(offset_bytes, data);
     buffer_.Append(data);
     return absl::OkStatus();
   }
 
   absl::StatusOr<bool> Finish(ChunkWriter* out) override {
-    if (producer_ == nullptr) {
-      absl::Status status = Calibrate(out);
-      if (!status.ok()) return status;
+    switch (step_) {
+      case Step::kCalibrate: {
+        absl::StatusOr<CalibratedEncoding> calibrated =
+            CalibrateTensor(env_, spec_, accumulator_->statistics());
+        if (!calibrated.ok()) return calibrated.status();
+        resolved_ = std::move(calibrated->resolved);
+        if (task_.store_key.has_value() && !WillReject()) {
+          step_ = Step::kPut;
+          return false;
+        }
+        OpenAnswer(out);
+        break;
+      }
+      case Step::kPut: {
+        absl::StatusOr<StoredEncoding> stored = env_.store->Put(
+            *task_.store_key, resolved_.encoding, Precondition());
+        if (!stored.ok()) return stored.status();
+        resolved_.etag = stored->etag;
+        OpenAnswer(out);
+        return false;
+      }
+      case Step::kQuantize:
+        break;
     }
     if (next_block_ < buffer_.block_count()) {
       const absl::Span<const uint8_t> block = buffer_.block(next_block_);
@@ -227,40 +282,36 @@ class CalibratingQuantizeJob final : public TensorJob {
   }
 
  private:
+  enum class Step { kCalibrate, kPut, kQuantize };
+
   int64_t SizeBytes() const {
     return task_.description.element_count *
            core::ElementSizeBytes(task_.description.element_type);
   }
 
-  absl::Status Calibrate(ChunkWriter* out) {
-    absl::StatusOr<ResolvedEncoding> resolved = calibration_->Calibrate();
-    if (!resolved.ok()) return resolved.status();
-    if (task_.store_key.has_value() && !WillReject()) {
-      absl::StatusOr<StoredEncoding> stored =
-          env_.store->Put(*task_.store_key, resolved->encoding, Precondition());
-      if (!stored.ok()) return stored.status();
-      resolved->etag = stored->etag;
-    }
-    producer_ =
-        std::make_unique<CodeProducer>(env_, task_, *std::move(resolved));
+  void OpenAnswer(ChunkWriter* out) {
+    producer_.emplace(env_, task_, std::move(resolved_));
     v1::ByteRange whole;
     whole.set_end_bytes(SizeBytes());
     producer_->WriteHeader(whole, out);
-    return absl::OkStatus();
+    step_ = Step::kQuantize;
   }
 
   // Quantizing is going to fail: the tensor must leave nothing behind.
   bool WillReject() const {
-    const core::ElementCounts& counts = calibration_->statistics().counts();
+    const core::ElementCounts& counts = accumulator_->statistics().counts();
     return task_.nan_policy == core::NanPolicy::kReject &&
            counts.nan + counts.positive_infinity + counts.negative_infinity > 0;
   }
 
   const RpcEnvironment& env_;
   const QuantizeTask task_;
-  const std::unique_ptr<SpecCalibration> calibration_;
+  const ResolvedSpec spec_;
+  const std::unique_ptr<TensorAccumulator> accumulator_;
   TensorBuffer buffer_;
-  std::unique_ptr<CodeProducer> producer_;
+  Step step_ = Step::kCalibrate;
+  ResolvedEncoding resolved_;
+  absl::optional<CodeProducer> producer_;
   int64_t next_block_ = 0;
 };
 
@@ -270,32 +321,22 @@ class QuantizeRpc final : public TensorRpc {
 
   Rpc id() const override { return Rpc::kQuantize; }
 
-  absl::StatusOr<std::unique_ptr<TensorJob>> Open(const std::string& bytes,
-                                                  ChunkWriter* out) override {
+  absl::StatusOr<std::unique_ptr<TensorJob>> Open(
+      const std::string& bytes) override {
     absl::StatusOr<v1::QuantizeHeader> header =
         ParseHeader<v1::QuantizeHeader>(bytes);
     if (!header.ok()) return header.status();
     absl::StatusOr<QuantizeTask> task = CheckTask(*header);
     if (!task.ok()) return task.status();
     switch (header->encoding_source_case()) {
-      case v1::QuantizeHeader::kReference: {
-        absl::StatusOr<ResolvedEncoding> resolved = ResolveReference(
-            env_, header->reference(), task->name, task->description.shape);
-        if (!resolved.ok()) {
-          return core::WithField(resolved.status(), "header.reference");
-        }
-        return OpenStreaming(*header, *std::move(task), *std::move(resolved),
-                             out);
-      }
-      case v1::QuantizeHeader::kEncoding: {
-        absl::StatusOr<ResolvedEncoding> resolved =
-            ResolveInline(env_, header->encoding(), task->description.shape);
-        if (!resolved.ok()) {
-          return core::WithField(resolved.status(), "header.encoding");
-        }
-        return OpenStreaming(*header, *std::move(task), *std::move(resolved),
-                             out);
-      }
+      case v1::QuantizeHeader::kReference:
+        return OpenStreaming(
+            *header,
+            EncodingSource::Open(env_, header->reference(), task->name),
+            "header.reference", *std::move(task));
+      case v1::QuantizeHeader::kEncoding:
+        return OpenStreaming(*header, EncodingSource::Open(header->encoding()),
+                             "header.encoding", *std::move(task));
       case v1::QuantizeHeader::kSpec:
         return OpenCalibrating(*header, *std::move(task));
       case v1::QuantizeHeader::ENCODING_SOURCE_NOT_SET:
@@ -329,25 +370,15 @@ class QuantizeRpc final : public TensorRpc {
     return task;
   }
 
+  // `field` outlives everything.
   absl::StatusOr<std::unique_ptr<TensorJob>> OpenStreaming(
-      const v1::QuantizeHeader& header, QuantizeTask task,
-      ResolvedEncoding resolved, ChunkWriter* out) {
-    const CodeGeometry geometry = Geometry(
-        task.description, *core::FindFormat(resolved.encoding->format));
-    absl::StatusOr<v1::ByteRange> range =
-        CheckRange(header.has_range() ? &header.range() : nullptr,
-                   geometry.reals_size_bytes(), geometry.granule_real_bytes());
-    if (!range.ok()) return core::WithField(range.status(), "header.range");
-    if (task.store_key.has_value()) {
-      absl::StatusOr<StoredEncoding> stored =
-          env_.store->Put(*task.store_key, resolved.encoding, Precondition());
-      if (!stored.ok()) return stored.status();
-      resolved.etag = stored->etag;
-    }
-    auto job = std::make_unique<StreamingQuantizeJob>(env_, std::move(task),
-                                                      std::move(resolved));
-    job->Start(*range, out);
-    return job;
+      const v1::QuantizeHeader& header, absl::StatusOr<EncodingSource> source,
+      absl::string_view field, QuantizeTask task) {
+    if (!source.ok()) return core::WithField(source.status(), field);
+    absl::optional<v1::ByteRange> range;
+    if (header.has_range()) range = header.range();
+    return std::make_unique<StreamingQuantizeJob>(
+        env_, std::move(task), *std::move(source), field, std::move(range));
   }
 
   absl::StatusOr<std::unique_ptr<TensorJob>> OpenCalibrating(
@@ -358,13 +389,15 @@ class QuantizeRpc final : public TensorRpc {
                                   "reference or an encoding"),
           "header.range");
     }
-    absl::StatusOr<std::unique_ptr<SpecCalibration>> calibration =
-        SpecCalibration::Create(env_, header.spec(), task.description);
-    if (!calibration.ok()) {
-      return core::WithField(calibration.status(), "header.spec");
-    }
-    return std::make_unique<CalibratingQuantizeJob>(env_, std::move(task),
-                                                    *std::move(calibration));
+    absl::StatusOr<ResolvedSpec> spec =
+        ResolveSpec(env_, header.spec(), task.description.shape);
+    if (!spec.ok()) return core::WithField(spec.status(), "header.spec");
+    absl::StatusOr<std::unique_ptr<TensorAccumulator>> accumulator =
+        TensorAccumulator::Create(env_, task.description.element_type,
+                                  spec->layout, MantissaBitsFor(spec->spec));
+    if (!accumulator.ok()) return accumulator.status();
+    return std::make_unique<CalibratingQuantizeJob>(
+        env_, std::move(task), *std::move(spec), *std::move(accumulator));
   }
 
   const RpcEnvironment& env_;

@@ -8,6 +8,7 @@
 #include "server/guard/memory_budget.h"
 #include "server/metrics/metrics.h"
 #include "server/store/encoding_store.h"
+#include "server/store/statistics_store.h"
 
 namespace quantd::server {
 
@@ -15,11 +16,12 @@ namespace quantd::server {
 struct RpcEnvironment {
   Limits limits;
   EncodingStore* store;
+  StatisticsStore* statistics;
   Metrics* metrics;
   MemoryBudget* budget;
   // Kernels and the tasks of streams.
   core::ThreadPool* pool;
-  // Calls that wait for the store and do nothing else.
+  // What waits for the stores.
   core::ThreadPool* store_pool;
 };
 

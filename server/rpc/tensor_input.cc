@@ -1,11 +1,14 @@
 #include "server/rpc/tensor_input.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <utility>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/types/optional.h"
 #include "absl/types/span.h"
 #include "core/errors.h"
 #include "google/protobuf/util/time_util.h"
@@ -40,7 +43,6 @@ absl::StatusOr<TensorDescription> CheckDescription(
   const int64_t size_bytes = description->element_count *
                              core::ElementSizeBytes(description->element_type);
   if (size_bytes > env.limits.tensor_bytes) {
-    env.metrics->LimitRejected("TENSOR_TOO_LARGE");
     return core::WithField(
         core::TensorTooLargeError(size_bytes, env.limits.tensor_bytes),
         "header.tensor.shape");
@@ -61,94 +63,161 @@ absl::StatusOr<core::BlockLayout> CheckedLayout(
         "block size 0 there");
   }
   if (layout->scale_count() > env.limits.scale_count) {
-    env.metrics->LimitRejected("SCALE_COUNT_LIMIT");
     return core::ScaleCountLimitError(env.limits.scale_count,
                                       layout->scale_count());
   }
   return layout;
 }
 
-absl::StatusOr<ResolvedEncoding> ResolveReference(
+absl::StatusOr<EncodingSource> EncodingSource::Open(
     const RpcEnvironment& env, const v1::EncodingReference& reference,
-    const v1::TensorName& tensor_name, absl::Span<const int64_t> shape) {
+    const v1::TensorName& tensor_name) {
   v1::TensorName name = tensor_name;
   // Fields that the reference leaves out are the tensor's own.
   name.MergeFrom(reference.name());
   absl::StatusOr<EncodingKey> key = KeyFromProto(name);
   if (!key.ok()) return core::WithField(key.status(), "name");
-  absl::StatusOr<StoredEncoding> stored = env.store->Get(*key);
-  if (!stored.ok()) return core::WithField(stored.status(), "name");
-  if (!reference.etag().empty() && reference.etag() != stored->etag) {
-    return core::WithField(
-        core::EtagMismatchError(reference.etag(), stored->etag), "etag");
+  EncodingSource source;
+  source.is_reference_ = true;
+  source.key_ = *std::move(key);
+  source.if_match_ = reference.etag();
+  absl::optional<StoredEncoding> cached = env.store->Cached(source.key_);
+  if (cached.has_value()) {
+    source.encoding_ = std::move(cached->encoding);
+    source.etag_ = std::move(cached->etag);
   }
-  absl::StatusOr<ResolvedEncoding> resolved =
-      Fit(env, std::move(stored->encoding), shape);
-  if (resolved.ok()) resolved->etag = std::move(stored->etag);
-  return resolved;
+  return source;
 }
 
-absl::StatusOr<ResolvedEncoding> ResolveInline(
-    const RpcEnvironment& env, const v1::Encoding& proto,
-    absl::Span<const int64_t> shape) {
+absl::StatusOr<EncodingSource> EncodingSource::Open(const v1::Encoding& proto) {
   absl::StatusOr<core::Encoding> encoding = EncodingFromProto(proto);
   if (!encoding.ok()) return encoding.status();
   encoding->degenerate_count = 0;
-  absl::StatusOr<ResolvedEncoding> resolved = Fit(
-      env, std::make_shared<const core::Encoding>(*std::move(encoding)), shape);
-  if (resolved.ok()) return resolved;
+  EncodingSource source;
+  source.encoding_ =
+      std::make_shared<const core::Encoding>(*std::move(encoding));
+  return source;
+}
+
+absl::StatusOr<ResolvedEncoding> EncodingSource::Resolve(
+    const RpcEnvironment& env, absl::Span<const int64_t> shape) const {
+  std::shared_ptr<const core::Encoding> encoding = encoding_;
+  std::string etag = etag_;
+  if (encoding == nullptr) {
+    absl::StatusOr<StoredEncoding> stored = env.store->Get(key_);
+    if (!stored.ok()) return core::WithField(stored.status(), "name");
+    encoding = std::move(stored->encoding);
+    etag = std::move(stored->etag);
+  }
+  if (!if_match_.empty() && if_match_ != etag) {
+    return core::WithField(core::EtagMismatchError(if_match_, etag), "etag");
+  }
+  absl::StatusOr<ResolvedEncoding> resolved =
+      Fit(env, std::move(encoding), shape);
+  if (resolved.ok()) {
+    resolved->etag = std::move(etag);
+    return resolved;
+  }
+  if (is_reference_) return resolved;
   const bool at_scale = core::ErrorReason(resolved.status()) == "SCALE_COUNT";
   return core::WithField(resolved.status(), at_scale ? "scale" : "block_size");
 }
 
-absl::StatusOr<std::unique_ptr<SpecCalibration>> SpecCalibration::Create(
-    const RpcEnvironment& env, const v1::EncodingSpec& proto,
-    const TensorDescription& description) {
-  absl::StatusOr<core::EncodingSpec> spec = SpecFromProto(proto);
-  if (!spec.ok()) return spec.status();
+absl::StatusOr<ResolvedSpec> ResolveSpec(const RpcEnvironment& env,
+                                         const core::EncodingSpec& spec,
+                                         absl::Span<const int64_t> shape) {
+  const absl::string_view field =
+      spec.granularity.has_value() ? "granularity" : "block_size";
+  absl::StatusOr<core::EncodingSpec> resolved = core::ResolveSpec(spec, shape);
+  if (!resolved.ok()) return core::WithField(resolved.status(), field);
   absl::StatusOr<core::BlockLayout> layout =
-      CheckedLayout(env, description.shape, spec->block_size);
-  if (!layout.ok()) return core::WithField(layout.status(), "block_size");
-  constexpr int64_t kBytesPerScale =
-      sizeof(core::Extremes) + sizeof(float) + sizeof(int32_t);
-  absl::StatusOr<MemoryBudget::Lease> lease = env.budget->Acquire(
-      layout->scale_count() * kBytesPerScale, "send fewer tensors at once");
-  if (!lease.ok()) {
-    env.metrics->LimitRejected("MEMORY_BUDGET");
-    return lease.status();
-  }
-  return std::unique_ptr<SpecCalibration>(
-      new SpecCalibration(env, *std::move(spec), *std::move(layout),
-                          description.element_type, *std::move(lease)));
+      CheckedLayout(env, shape, resolved->block_size);
+  if (!layout.ok()) return core::WithField(layout.status(), field);
+  return ResolvedSpec{
+      *std::move(resolved),
+      std::make_shared<const core::BlockLayout>(*std::move(layout))};
 }
 
-SpecCalibration::SpecCalibration(const RpcEnvironment& env,
-                                 core::EncodingSpec spec,
-                                 core::BlockLayout layout,
-                                 core::ElementType element_type,
-                                 MemoryBudget::Lease lease)
-    : env_(env),
-      spec_(std::move(spec)),
-      layout_(std::make_shared<const core::BlockLayout>(std::move(layout))),
-      element_type_(element_type),
-      lease_(std::move(lease)),
-      statistics_(layout_->scale_count()) {}
+absl::StatusOr<ResolvedSpec> ResolveSpec(const RpcEnvironment& env,
+                                         const v1::EncodingSpec& proto,
+                                         absl::Span<const int64_t> shape) {
+  absl::StatusOr<core::EncodingSpec> spec = SpecFromProto(proto);
+  if (!spec.ok()) return spec.status();
+  return ResolveSpec(env, *spec, shape);
+}
 
-void SpecCalibration::Update(int64_t offset_bytes,
-                             absl::Span<const uint8_t> data) {
+absl::StatusOr<std::unique_ptr<TensorAccumulator>> TensorAccumulator::Create(
+    const RpcEnvironment& env, core::ElementType element_type,
+    std::shared_ptr<const core::BlockLayout> layout, int mantissa_bits) {
+  const int64_t scale_count = layout->scale_count();
+  int64_t bytes_per_scale =
+      sizeof(core::Extremes) + sizeof(float) + sizeof(int32_t);
+  if (mantissa_bits != kNoHistograms) {
+    bytes_per_scale += sizeof(core::Histogram);
+  }
+  if (mantissa_bits == kDefaultMantissaBits) {
+    mantissa_bits = core::DefaultMantissaBits(scale_count);
+  }
+  absl::StatusOr<MemoryBudget::Lease> lease = env.budget->Acquire(
+      scale_count * bytes_per_scale, "send fewer tensors at once");
+  if (!lease.ok()) return lease.status();
+  return std::unique_ptr<TensorAccumulator>(new TensorAccumulator(
+      env, element_type, std::move(layout), mantissa_bits, *std::move(lease)));
+}
+
+TensorAccumulator::TensorAccumulator(
+    const RpcEnvironment& env, core::ElementType element_type,
+    std::shared_ptr<const core::BlockLayout> layout, int mantissa_bits,
+    MemoryBudget::Lease lease)
+    : env_(env),
+      element_type_(element_type),
+      layout_(std::move(layout)),
+      lease_(std::move(lease)),
+      statistics_(layout_->scale_count(), mantissa_bits) {}
+
+absl::Status TensorAccumulator::Reserve(int copies) {
+  if (statistics_.mantissa_bits() == kNoHistograms) return absl::OkStatus();
+  return env_.budget->Grow(
+      &lease_, copies * statistics_.memory_bytes(),
+      "take a coarser granularity, fewer mantissa bits or min-max");
+}
+
+void TensorAccumulator::Update(int64_t offset_bytes,
+                               absl::Span<const uint8_t> data) {
   const int64_t element_bytes = core::ElementSizeBytes(element_type_);
   statistics_.Update(*layout_, element_type_, offset_bytes / element_bytes,
                      static_cast<int64_t>(data.size()) / element_bytes,
                      data.data(), env_.pool);
 }
 
-absl::StatusOr<ResolvedEncoding> SpecCalibration::Calibrate() const {
+int64_t QuantumBytes(const RpcEnvironment& env,
+                     const TensorAccumulator& accumulator) {
+  constexpr int64_t kHistogramQuantumBytes = int64_t{1} << 20;
+  return accumulator.statistics().mantissa_bits() == 0
+             ? env.limits.chunk_bytes
+             : std::min(env.limits.chunk_bytes, kHistogramQuantumBytes);
+}
+
+int MantissaBitsFor(const core::EncodingSpec& spec) {
+  return core::NeedsHistograms(spec) ? TensorAccumulator::kDefaultMantissaBits
+                                     : TensorAccumulator::kNoHistograms;
+}
+
+absl::StatusOr<CalibratedEncoding> CalibrateTensor(
+    const RpcEnvironment& env, const ResolvedSpec& spec,
+    const core::TensorStatistics& statistics) {
   absl::StatusOr<core::Calibration> calibration =
-      core::Calibrate(spec_, *layout_, statistics_, {}, env_.pool);
+      core::Calibrate(spec.spec, *spec.layout, statistics, {}, env.pool);
   if (!calibration.ok()) return calibration.status();
-  return ResolvedEncoding{
-      std::make_shared<const core::Encoding>(std::move(calibration->encoding)),
-      layout_, ""};
+  return CalibratedEncoding{
+      {std::make_shared<const core::Encoding>(std::move(calibration->encoding)),
+       spec.layout, ""},
+      std::move(calibration->prediction)};
+}
+
+google::protobuf::Timestamp ToTimestamp(absl::Time time) {
+  return google::protobuf::util::TimeUtil::MicrosecondsToTimestamp(
+      absl::ToUnixMicros(time));
 }
 
 void StoredEncodingToProto(const EncodingKey& key, const StoredEncoding& stored,
@@ -158,9 +227,7 @@ void StoredEncodingToProto(const EncodingKey& key, const StoredEncoding& stored,
   proto->mutable_name()->set_tensor(key.tensor);
   proto->set_etag(stored.etag);
   proto->set_generation(stored.generation);
-  *proto->mutable_update_time() =
-      google::protobuf::util::TimeUtil::MicrosecondsToTimestamp(
-          absl::ToUnixMicros(stored.update_time));
+  *proto->mutable_update_time() = ToTimestamp(stored.update_time);
   if (stored.encoding == nullptr) return;
   proto->set_format(static_cast<v1::NumberFormat>(stored.encoding->format));
   proto->set_scale_count(stored.encoding->scale.size());

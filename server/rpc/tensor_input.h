@@ -6,15 +6,19 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "absl/types/optional.h"
 #include "absl/types/span.h"
 #include "core/calibrate/calibrate.h"
 #include "core/errors.h"
 #include "core/statistics/tensor_statistics.h"
 #include "core/types/block_layout.h"
 #include "core/types/encoding.h"
+#include "google/protobuf/timestamp.pb.h"
 #include "quantd/v1/encoding.pb.h"
 #include "quantd/v1/tensor.pb.h"
 #include "server/rpc/rpc_environment.h"
@@ -47,48 +51,114 @@ struct ResolvedEncoding {
   std::string etag;
 };
 
-// Errors: those of KeyFromProto, of the store, ETAG_MISMATCH, SCALE_COUNT,
-// SCALE_COUNT_LIMIT, BLOCK_SIZE_INVALID.
-absl::StatusOr<ResolvedEncoding> ResolveReference(
-    const RpcEnvironment& env, const v1::EncodingReference& reference,
-    const v1::TensorName& tensor_name, absl::Span<const int64_t> shape);
-
-// What only quantd sets in an encoding is ignored.
-// Errors: those of EncodingFromProto and CheckedLayout, SCALE_COUNT.
-absl::StatusOr<ResolvedEncoding> ResolveInline(const RpcEnvironment& env,
-                                               const v1::Encoding& proto,
-                                               absl::Span<const int64_t> shape);
-
-// Statistics of a tensor at the granularity of a spec, and the encoding that
-// comes of them. Not thread-safe.
-class SpecCalibration {
+// The encoding that a header names: inline, or by reference.
+class EncodingSource {
  public:
+  // A reference to what the store has; without waiting.
+  // Errors: those of KeyFromProto.
+  static absl::StatusOr<EncodingSource> Open(
+      const RpcEnvironment& env, const v1::EncodingReference& reference,
+      const v1::TensorName& tensor_name);
+  // What only quantd sets in an encoding is ignored.
+  // Errors: those of EncodingFromProto.
+  static absl::StatusOr<EncodingSource> Open(const v1::Encoding& proto);
+
+  // Resolve asks the store.
+  bool waits() const { return encoding_ == nullptr; }
+
+  // The encoding, for a tensor of that shape.
+  // Errors: of the store, ETAG_MISMATCH, SCALE_COUNT, SCALE_COUNT_LIMIT,
+  // BLOCK_SIZE_INVALID.
+  absl::StatusOr<ResolvedEncoding> Resolve(
+      const RpcEnvironment& env, absl::Span<const int64_t> shape) const;
+
+ private:
+  bool is_reference_ = false;
+  EncodingKey key_;
+  // That the reference asks for; empty for any.
+  std::string if_match_;
+  std::shared_ptr<const core::Encoding> encoding_;
+  std::string etag_;
+};
+
+// A spec of a request, resolved for a tensor of that shape, and its layout.
+struct ResolvedSpec {
+  core::EncodingSpec spec;
+  std::shared_ptr<const core::BlockLayout> layout;
+};
+
+// Errors: those of core::ResolveSpec and CheckedLayout, at the fields of an
+// EncodingSpec.
+absl::StatusOr<ResolvedSpec> ResolveSpec(const RpcEnvironment& env,
+                                         const core::EncodingSpec& spec,
+                                         absl::Span<const int64_t> shape);
+// Errors: those of SpecFromProto as well.
+absl::StatusOr<ResolvedSpec> ResolveSpec(const RpcEnvironment& env,
+                                         const v1::EncodingSpec& proto,
+                                         absl::Span<const int64_t> shape);
+
+// Statistics of a tensor as it arrives, charged to the memory budget as they
+// grow. Not thread-safe.
+class TensorAccumulator {
+ public:
+  static constexpr int kNoHistograms = 0;
+  // Those of core::DefaultMantissaBits.
+  static constexpr int kDefaultMantissaBits = -1;
+
   // Charges the memory budget with what the scale count needs.
-  // Errors: those of SpecFromProto and CheckedLayout, MEMORY_BUDGET.
-  static absl::StatusOr<std::unique_ptr<SpecCalibration>> Create(
-      const RpcEnvironment& env, const v1::EncodingSpec& proto,
-      const TensorDescription& description);
+  // Errors: MEMORY_BUDGET.
+  static absl::StatusOr<std::unique_ptr<TensorAccumulator>> Create(
+      const RpcEnvironment& env, core::ElementType element_type,
+      std::shared_ptr<const core::BlockLayout> layout, int mantissa_bits);
+
+  // Charges what the statistics take by now, `copies` times; what the next
+  // elements add is charged by the next call. May be tried again.
+  // Errors: MEMORY_BUDGET.
+  absl::Status Reserve(int copies = 1);
 
   // Takes in the elements at `offset_bytes`.
   void Update(int64_t offset_bytes, absl::Span<const uint8_t> data);
 
-  int64_t scale_count() const { return layout_->scale_count(); }
+  const std::shared_ptr<const core::BlockLayout>& layout() const {
+    return layout_;
+  }
   const core::TensorStatistics& statistics() const { return statistics_; }
-  // Errors: those of core::CalibrateEncoding.
-  absl::StatusOr<ResolvedEncoding> Calibrate() const;
+  // Moves the statistics out; what they take stays charged.
+  core::TensorStatistics Take() { return std::move(statistics_); }
 
  private:
-  SpecCalibration(const RpcEnvironment& env, core::EncodingSpec spec,
-                  core::BlockLayout layout, core::ElementType element_type,
-                  MemoryBudget::Lease lease);
+  TensorAccumulator(const RpcEnvironment& env, core::ElementType element_type,
+                    std::shared_ptr<const core::BlockLayout> layout,
+                    int mantissa_bits, MemoryBudget::Lease lease);
 
   const RpcEnvironment& env_;
-  const core::EncodingSpec spec_;
-  const std::shared_ptr<const core::BlockLayout> layout_;
   const core::ElementType element_type_;
+  const std::shared_ptr<const core::BlockLayout> layout_;
   MemoryBudget::Lease lease_;
   core::TensorStatistics statistics_;
 };
+
+// How much of a tensor an accumulator takes at a time: less where histograms
+// grow, which are charged only afterwards.
+int64_t QuantumBytes(const RpcEnvironment& env,
+                     const TensorAccumulator& accumulator);
+
+// The mantissa bits that an accumulator for the spec takes.
+int MantissaBitsFor(const core::EncodingSpec& spec);
+
+// An encoding that was calibrated, and what to expect of it.
+struct CalibratedEncoding {
+  ResolvedEncoding resolved;
+  absl::optional<core::Prediction> prediction;
+};
+
+// The encoding that comes of a tensor's statistics at the spec's granularity.
+// Errors: those of core::Calibrate.
+absl::StatusOr<CalibratedEncoding> CalibrateTensor(
+    const RpcEnvironment& env, const ResolvedSpec& spec,
+    const core::TensorStatistics& statistics);
+
+google::protobuf::Timestamp ToTimestamp(absl::Time time);
 
 // What StoredEncoding says of a stored encoding.
 void StoredEncodingToProto(const EncodingKey& key, const StoredEncoding& stored,

@@ -29,17 +29,27 @@ struct TensorFrame {
 };
 
 // One tensor of one stream, from its header to its summary. Calls come one at
-// a time, on any thread: for each quantum Reserve, BeginQuantum, Consume once
-// or more, EndQuantum; in the end Finish until it answers true. After an error
-// nothing more is called, but Reserve may be tried again. None of them blocks
-// for long.
+// a time, on any thread: Start; for each quantum Reserve, BeginQuantum, Consume
+// once or more, EndQuantum; in the end Reserve(0) and Finish, until it answers
+// true. After an error nothing more is called, but Reserve may be tried again.
+// None of them takes long; only Start and Finish may wait for a store, when
+// they say so before.
 class TensorJob {
  public:
   virtual ~TensorJob() = default;
 
+  // The next call of Start or Finish waits for a store, so that it has to be
+  // made on a thread that may wait and runs no kernel.
+  virtual bool StartWaits() const { return false; }
+  virtual bool FinishWaits() const { return false; }
+
+  virtual absl::Status Start(ChunkWriter* out) { return absl::OkStatus(); }
+
+  // Valid after Start.
   const TensorFrame& frame() const { return frame_; }
 
-  // Takes the memory that the next `bytes` will need.
+  // Takes the memory that the next `bytes`, or with 0 the next call of Finish
+  // will need.
   // Errors: MEMORY_BUDGET.
   virtual absl::Status Reserve(int64_t bytes) { return absl::OkStatus(); }
   // The next `bytes` from `offset_bytes` on are about to be consumed.
@@ -63,9 +73,9 @@ class TensorRpc {
   virtual ~TensorRpc() = default;
 
   virtual Rpc id() const = 0;
-  // Opens a tensor from its serialized header.
+  // Opens a tensor from its serialized header, without waiting.
   virtual absl::StatusOr<std::unique_ptr<TensorJob>> Open(
-      const std::string& header, ChunkWriter* out) = 0;
+      const std::string& header) = 0;
 };
 
 }  // namespace quantd::server

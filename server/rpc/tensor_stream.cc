@@ -28,6 +28,7 @@ void StreamRegistry::Drain() {
 void StreamRegistry::EndIdle(absl::Duration idle_timeout) {
   absl::MutexLock lock(&mutex_);
   for (TensorStream* stream : streams_) stream->EndIfIdle(idle_timeout);
+  for (WatchedCall* call : calls_) call->EndIfIdle(idle_timeout);
 }
 
 void StreamRegistry::WakeParked() {
@@ -43,9 +44,19 @@ void StreamRegistry::EndAll() {
 bool StreamRegistry::WaitUntilEmpty(absl::Duration timeout) {
   absl::MutexLock lock(&mutex_);
   const auto empty = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    return streams_.empty();
+    return streams_.empty() && calls_.empty();
   };
   return mutex_.AwaitWithTimeout(absl::Condition(&empty), timeout);
+}
+
+void StreamRegistry::Enter(WatchedCall* call) {
+  absl::MutexLock lock(&mutex_);
+  calls_.insert(call);
+}
+
+void StreamRegistry::Leave(WatchedCall* call) {
+  absl::MutexLock lock(&mutex_);
+  calls_.erase(call);
 }
 
 void StreamRegistry::Add(TensorStream* stream) {
@@ -147,7 +158,10 @@ void TensorStream::Advance() {
     }
     if (HasWork()) {
       working_ = true;
-      env_.pool->Schedule([self = shared_from_this()] { self->Work(); });
+      core::ThreadPool* const pool = waits_ ? env_.store_pool : env_.pool;
+      pool->Schedule([self = shared_from_this(), may_wait = waits_] {
+        self->Work(may_wait);
+      });
     }
   }
   if (!reading_ && !reads_done_ && !inbox_.has_value() && !end_.has_value()) {
@@ -203,7 +217,7 @@ void TensorStream::Wake() {
   Advance();
 }
 
-void TensorStream::Work() {
+void TensorStream::Work(bool may_wait) {
   bool end_of_stream = false;
   {
     absl::MutexLock lock(&mutex_);
@@ -227,13 +241,14 @@ void TensorStream::Work() {
   if (end_of_stream) {
     if (job_ != nullptr) FailTensor(reader_->CheckComplete());
   } else {
-    status = DoQuantum();
+    status = DoQuantum(may_wait);
   }
   std::vector<grpc::ByteBuffer> messages = writer_.Take();
   absl::MutexLock lock(&mutex_);
   working_ = false;
   has_more_ = message_.has_value() || finishing();
   has_tensor_ = job_ != nullptr;
+  waits_ = waits();
   parked_ = memory_wait_start_ != absl::InfinitePast();
   last_progress_ = absl::Now();
   for (grpc::ByteBuffer& message : messages) {
@@ -243,14 +258,23 @@ void TensorStream::Work() {
   Advance();
 }
 
-absl::Status TensorStream::DoQuantum() {
+absl::Status TensorStream::DoQuantum(bool may_wait) {
   if (message_.has_value() && !message_->opened) {
     if (absl::Status s = OpenMessage(); !s.ok()) return s;
   }
-  if (job_ != nullptr) AdvanceTensor();
+  // A step that waits is a task of its own, so that no kernel runs beside it.
+  if (job_ != nullptr && waits() == may_wait) {
+    if (finishing()) {
+      FinishTensor();
+    } else {
+      if (!started()) StartTensor();
+      if (job_ != nullptr && !may_wait) FeedTensor();
+      if (finishing() && !may_wait && !waits()) FinishTensor();
+    }
+  }
   // The chunk is used up, dropped, or the tensor has all its bytes.
   if (message_.has_value() &&
-      (job_ == nullptr || reader_->ready_bytes() == 0)) {
+      (job_ == nullptr || (started() && reader_->ready_bytes() == 0))) {
     if (job_ != nullptr) reader_->Retain();
     message_.reset();
   }
@@ -269,9 +293,9 @@ absl::Status TensorStream::OpenMessage() {
     OpenTensor(envelope.header);
   } else if (job_ == nullptr && !skipping_) {
     return core::HeaderMissingError();
+  } else if (job_ != nullptr) {
+    if (absl::Status s = reader_->Push(envelope); !s.ok()) FailTensor(s);
   }
-  if (job_ == nullptr) return absl::OkStatus();
-  if (absl::Status s = reader_->Push(envelope); !s.ok()) FailTensor(s);
   return absl::OkStatus();
 }
 
@@ -279,30 +303,40 @@ void TensorStream::OpenTensor(const std::string& header) {
   skipping_ = false;
   tensor_start_time_ = absl::Now();
   env_.metrics->TensorOpened();
-  absl::StatusOr<std::unique_ptr<TensorJob>> job = rpc_->Open(header, &writer_);
+  absl::StatusOr<std::unique_ptr<TensorJob>> job = rpc_->Open(header);
   if (!job.ok()) {
     FailTensor(job.status());
     return;
   }
   job_ = *std::move(job);
+}
+
+void TensorStream::StartTensor() {
+  if (absl::Status s = job_->Start(&writer_); !s.ok()) return FailTensor(s);
   const TensorFrame& frame = job_->frame();
   reader_.emplace(frame.begin_bytes, frame.end_bytes, frame.unit_bytes,
                   frame.granule_bytes, env_.limits.chunk_bytes);
+  if (absl::Status s = reader_->Push(message_->envelope); !s.ok()) {
+    FailTensor(s);
+  }
 }
 
-void TensorStream::AdvanceTensor() {
-  if (const int64_t ready = reader_->ready_bytes(); ready > 0) {
-    const int64_t bytes = std::min(ready, job_->frame().quantum_bytes);
-    if (!ReserveMemory(bytes)) return;
-    job_->BeginQuantum(reader_->position_bytes(), bytes, &writer_);
-    absl::Status status = reader_->Feed(
-        bytes, [this](int64_t offset_bytes, absl::Span<const uint8_t> data) {
-          return job_->Consume(offset_bytes, data);
-        });
-    if (!status.ok()) return FailTensor(status);
-    job_->EndQuantum();
-  }
-  if (!reader_->complete()) return;
+void TensorStream::FeedTensor() {
+  const int64_t ready = reader_->ready_bytes();
+  if (ready == 0) return;
+  const int64_t bytes = std::min(ready, job_->frame().quantum_bytes);
+  if (!ReserveMemory(bytes)) return;
+  job_->BeginQuantum(reader_->position_bytes(), bytes, &writer_);
+  absl::Status status = reader_->Feed(
+      bytes, [this](int64_t offset_bytes, absl::Span<const uint8_t> data) {
+        return job_->Consume(offset_bytes, data);
+      });
+  if (!status.ok()) return FailTensor(status);
+  job_->EndQuantum();
+}
+
+void TensorStream::FinishTensor() {
+  if (!ReserveMemory(0)) return;
   absl::StatusOr<bool> done = job_->Finish(&writer_);
   if (!done.ok()) return FailTensor(done.status());
   if (*done) CloseTensor(/*ok=*/true);
@@ -317,12 +351,12 @@ bool TensorStream::ReserveMemory(int64_t bytes) {
   }
   memory_wait_start_ = absl::InfinitePast();
   if (status.ok()) return true;
-  env_.metrics->LimitRejected("MEMORY_BUDGET");
   FailTensor(status);
   return false;
 }
 
 void TensorStream::FailTensor(const absl::Status& status) {
+  env_.metrics->LimitRejected(core::ErrorReason(status));
   writer_.SetError(status);
   skipping_ = true;
   CloseTensor(/*ok=*/false);

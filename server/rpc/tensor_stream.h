@@ -25,20 +25,35 @@ namespace quantd::server {
 
 class TensorStream;
 
+// A call that is not a TensorStream, but has to be looked after.
+class WatchedCall {
+ public:
+  virtual ~WatchedCall() = default;
+  // Ends the call if its client took nothing for that long.
+  virtual void EndIfIdle(absl::Duration idle_timeout) = 0;
+};
+
 // The streams that are open. Thread-safe.
 class StreamRegistry {
  public:
   // From now on streams end with DRAINING as soon as no tensor is open.
   void Drain() ABSL_LOCKS_EXCLUDED(mutex_);
   bool draining() const { return draining_.load(); }
-  // Ends streams whose open tensor made no progress for `idle_timeout`.
+  // Ends streams whose open tensor made no progress for `idle_timeout`, and
+  // calls whose client took nothing.
   void EndIdle(absl::Duration idle_timeout) ABSL_LOCKS_EXCLUDED(mutex_);
   // Lets streams that wait for memory try again.
   void WakeParked() ABSL_LOCKS_EXCLUDED(mutex_);
   // Ends all streams with DRAINING, whatever they are doing.
   void EndAll() ABSL_LOCKS_EXCLUDED(mutex_);
-  // True when the last stream has gone before `timeout`.
+  // True when the last stream and the last call that entered have gone before
+  // `timeout`.
   bool WaitUntilEmpty(absl::Duration timeout) ABSL_LOCKS_EXCLUDED(mutex_);
+
+  // Other calls that are worth waiting for; they look at draining()
+  // themselves.
+  void Enter(WatchedCall* call) ABSL_LOCKS_EXCLUDED(mutex_);
+  void Leave(WatchedCall* call) ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
   friend class TensorStream;
@@ -48,12 +63,13 @@ class StreamRegistry {
   std::atomic<bool> draining_{false};
   absl::Mutex mutex_;
   absl::flat_hash_set<TensorStream*> streams_ ABSL_GUARDED_BY(mutex_);
+  absl::flat_hash_set<WatchedCall*> calls_ ABSL_GUARDED_BY(mutex_);
 };
 
 // One call of a streaming RPC. Reads one message ahead; works on one message
-// at a time, in quanta of bounded size, on the worker pool; stops working (and
-// so reading) while kMaxQueuedWrites messages wait for the client to read
-// them.
+// at a time, in quanta of bounded size, on the worker pool, and where a tensor
+// waits for a store on the store's pool; stops working (and so reading) while
+// kMaxQueuedWrites messages wait for the client to read them.
 //
 // gRPC's callbacks and one worker task share the state under mutex_; what only
 // the task uses is marked so. gRPC never runs callbacks from within Start* or
@@ -100,24 +116,35 @@ class TensorStream final
   void Wake() ABSL_LOCKS_EXCLUDED(mutex_);
   void EndNow(absl::Status status) ABSL_LOCKS_EXCLUDED(mutex_);
 
-  // The worker task: one quantum of work.
-  void Work() ABSL_LOCKS_EXCLUDED(mutex_);
+  // The worker task: one quantum of work; with `may_wait` one step that waits
+  // for a store.
+  void Work(bool may_wait) ABSL_LOCKS_EXCLUDED(mutex_);
   // Works on message_, or on the end of the open tensor. An error ends the
   // stream.
-  absl::Status DoQuantum();
-  // Takes message_ apart; opens the tensor of its header, if any, and gives
-  // the open tensor its data.
+  absl::Status DoQuantum(bool may_wait);
+  // Takes message_ apart, and opens the tensor of its header, if any.
   absl::Status OpenMessage();
   void OpenTensor(const std::string& header);
-  // One quantum of the open tensor's bytes, and its end when it is reached.
-  void AdvanceTensor();
+  // Starts the open tensor and gives it the data that came with its header.
+  void StartTensor();
+  // One quantum of the open tensor's bytes.
+  void FeedTensor();
+  // The next step of the open tensor's end.
+  void FinishTensor();
   // Whether the open tensor has the memory for its next quantum. If not, the
   // stream waits for it for a while, without a thread; then the tensor fails.
   bool ReserveMemory(int64_t bytes);
   void FailTensor(const absl::Status& status);
   void CloseTensor(bool ok);
+  // The open tensor knows its frame.
+  bool started() const { return reader_.has_value(); }
   // All bytes of the open tensor are consumed, its answer is not complete.
-  bool finishing() const { return job_ != nullptr && reader_->complete(); }
+  bool finishing() const { return started() && reader_->complete(); }
+  // The open tensor's next step waits for a store.
+  bool waits() const {
+    return job_ != nullptr && (started() ? finishing() && job_->FinishWaits()
+                                         : job_->StartWaits());
+  }
 
   const RpcEnvironment& env_;
   TensorRpc* const rpc_;
@@ -150,6 +177,8 @@ class TensorStream final
   // What the last task left: more to do, and a tensor that is open.
   bool has_more_ ABSL_GUARDED_BY(mutex_) = false;
   bool has_tensor_ ABSL_GUARDED_BY(mutex_) = false;
+  // The next task is one for the store's pool.
+  bool waits_ ABSL_GUARDED_BY(mutex_) = false;
   // The open tensor waits for memory; Wake ends it.
   bool parked_ ABSL_GUARDED_BY(mutex_) = false;
   absl::Time last_progress_ ABSL_GUARDED_BY(mutex_);

@@ -11,7 +11,10 @@
 #include "absl/strings/str_cat.h"
 #include "grpcpp/grpcpp.h"
 #include "gtest/gtest.h"
+#include "server/store/metering_statistics_store.h"
+#include "server/store/sqlite_database.h"
 #include "server/store/sqlite_encoding_store.h"
+#include "server/store/sqlite_statistics_store.h"
 
 namespace quantd::testing {
 namespace {
@@ -39,13 +42,18 @@ TemporaryDirectory::~TemporaryDirectory() {
   std::filesystem::remove_all(path_, ignored);
 }
 
-TestServer::TestServer(server::ServerOptions options)
-    : store_(std::make_unique<server::SqliteEncodingStore>(ValueOrDie(
-          server::SqliteDatabase::Open(directory_.path() + "/encodings.db")))) {
+TestServer::TestServer(server::ServerOptions options) {
+  const std::shared_ptr<server::SqliteDatabase> database = ValueOrDie(
+      server::SqliteDatabase::Open(directory_.path() + "/encodings.db"));
+  store_ = std::make_unique<server::SqliteEncodingStore>(database);
+  statistics_ = std::make_unique<server::MeteringStatisticsStore>(
+      std::make_unique<server::SqliteStatisticsStore>(
+          database, options.limits.statistics_bytes),
+      &metrics_);
   if (options.listen.empty()) options.listen = {"127.0.0.1:0"};
   options.drain_delay = absl::ZeroDuration();
-  server_ =
-      ValueOrDie(server::QuantdServer::Start(options, store_.get(), &metrics_));
+  server_ = ValueOrDie(server::QuantdServer::Start(
+      options, store_.get(), statistics_.get(), &metrics_));
   const std::shared_ptr<grpc::Channel> channel = NewChannel();
   quantization_ = v1::QuantizationService::NewStub(channel);
   encodings_ = v1::EncodingService::NewStub(channel);

@@ -12,6 +12,7 @@
 #include "server/metrics/metrics.h"
 #include "server/quantd_server.h"
 #include "server/store/encoding_store.h"
+#include "server/store/statistics_store.h"
 
 namespace quantd::testing {
 
@@ -39,11 +40,13 @@ class TestServer {
   server::QuantdServer& server() { return *server_; }
   server::Metrics& metrics() { return metrics_; }
   server::EncodingStore& store() { return *store_; }
+  server::StatisticsStore& statistics() { return *statistics_; }
 
  private:
   TemporaryDirectory directory_;
   server::Metrics metrics_;
   std::unique_ptr<server::EncodingStore> store_;
+  std::unique_ptr<server::StatisticsStore> statistics_;
   std::unique_ptr<server::QuantdServer> server_;
   std::unique_ptr<v1::QuantizationService::Stub> quantization_;
   std::unique_ptr<v1::EncodingService::Stub> encodings_;

@@ -1,0 +1,68 @@
+#include "server/rpc/statistics_rpcs.h"
+
+#include <cstdint>
+#include <iterator>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "core/errors.h"
+#include "server/wire/names.h"
+
+namespace quantd::server {
+
+absl::Status RevisionStatistics::Open(const std::string& model,
+                                      const std::string& revision) {
+  model_ = model;
+  revision_ = revision.empty() ? std::string(kDefaultRevision) : revision;
+  if (absl::Status s = CheckPathName("model", model_); !s.ok()) {
+    return core::WithField(s, "model");
+  }
+  if (absl::Status s = CheckPathName("revision", revision_); !s.ok()) {
+    return core::WithField(s, "revision");
+  }
+  constexpr int kPageSize = 1000;
+  while (true) {
+    absl::StatusOr<std::vector<StatisticsListEntry>> page =
+        env_.statistics->ListStatistics(
+            model_, revision_, entries_.empty() ? "" : entries_.back().tensor,
+            kPageSize);
+    if (!page.ok()) return page.status();
+    const bool last = page->size() < kPageSize;
+    entries_.insert(entries_.end(), std::make_move_iterator(page->begin()),
+                    std::make_move_iterator(page->end()));
+    if (last) break;
+  }
+  if (entries_.empty()) {
+    return core::StatisticsNotFoundError(model_, revision_, "");
+  }
+  return absl::OkStatus();
+}
+
+EncodingKey RevisionStatistics::KeyOf(const StatisticsListEntry& entry) const {
+  return {model_, revision_, entry.tensor};
+}
+
+absl::Status RevisionStatistics::Load(const StatisticsListEntry& entry,
+                                      StoredStatistics* stored) {
+  constexpr char kWayOut[] = "try again when fewer calls are under way";
+  // A bin takes about four times as much as its varints.
+  constexpr int64_t kMemoryPerStoredByte = 4;
+  Unload();
+  absl::Status status = env_.budget->Grow(
+      &lease_, kMemoryPerStoredByte * entry.size_bytes, kWayOut);
+  if (!status.ok()) return status;
+  absl::StatusOr<StoredStatistics> got =
+      env_.statistics->GetStatistics(KeyOf(entry));
+  if (!got.ok()) return got.status();
+  // Themselves, and at the granularity of a spec.
+  status = env_.budget->Grow(&lease_, 2 * got->state.statistics.memory_bytes(),
+                             kWayOut);
+  if (!status.ok()) return status;
+  *stored = *std::move(got);
+  return absl::OkStatus();
+}
+
+}  // namespace quantd::server

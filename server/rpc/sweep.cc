@@ -1,0 +1,333 @@
+// Sweep: stored statistics > the expected error of many specs, ranked.
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/algorithm/container.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/types/span.h"
+#include "core/calibrate/mixed_precision.h"
+#include "core/calibrate/prediction.h"
+#include "core/errors.h"
+#include "core/formats/number_format.h"
+#include "core/types/block_layout.h"
+#include "server/rpc/statistics_rpcs.h"
+#include "server/rpc/stored_calibration.h"
+#include "server/rpc/tensor_input.h"
+#include "server/rpc/tensorwise_call.h"
+#include "server/wire/encoding_proto.h"
+#include "server/wire/glob.h"
+#include "server/wire/status.h"
+
+namespace quantd::server {
+namespace {
+
+// A spec on one tensor.
+struct SpecResult {
+  int spec_index = 0;
+  absl::Status status;
+  // Only when the status is OK.
+  core::Prediction prediction;
+  int64_t size_bytes = 0;
+};
+
+// Highest expected SQNR first, then the smaller; failures last.
+bool RanksBefore(const SpecResult& a, const SpecResult& b) {
+  if (a.status.ok() != b.status.ok()) return a.status.ok();
+  if (!a.status.ok()) return a.spec_index < b.spec_index;
+  const double sqnr_a = a.prediction.SqnrDb();
+  const double sqnr_b = b.prediction.SqnrDb();
+  if (sqnr_a != sqnr_b) return sqnr_a > sqnr_b;
+  if (a.size_bytes != b.size_bytes) return a.size_bytes < b.size_bytes;
+  return a.spec_index < b.spec_index;
+}
+
+int64_t SizeBytes(const core::Encoding& encoding, int64_t element_count) {
+  return core::FindFormat(encoding.format)->SizeBytes(element_count) +
+         core::ScalesSizeBytes(encoding);
+}
+
+// Adds one tensor to figures over several: those of SweepTotal and
+// SweepMixture.
+template <typename Figures>
+void AddTensor(const core::PrecisionOption& option, double sqnr_db, bool first,
+               Figures* figures) {
+  figures->set_size_bytes(figures->size_bytes() + option.size_bytes);
+  figures->set_noise_to_signal_sum(figures->noise_to_signal_sum() +
+                                   option.noise_to_signal);
+  if (first || sqnr_db < figures->min_sqnr_db()) {
+    figures->set_min_sqnr_db(sqnr_db);
+  }
+}
+
+class SweepCall final : public TensorwiseCall<v1::SweepResponse> {
+ public:
+  SweepCall(const RpcEnvironment& env, StreamRegistry* registry,
+            grpc::CallbackServerContext* context,
+            const v1::SweepRequest& request)
+      : TensorwiseCall(env, Rpc::kSweep, registry, context),
+        request_(request),
+        revision_(env) {}
+
+ protected:
+  absl::StatusOr<bool> Load() override {
+    if (!opened_) {
+      opened_ = true;
+      if (absl::Status s = Open(); !s.ok()) return s;
+    }
+    if (next_ < revision_.entries().size()) {
+      tensor_status_ = revision_.Load(revision_.entries()[next_], &stored_);
+      return true;
+    }
+    return !summarized_;
+  }
+
+  void Compute(v1::SweepResponse* response) override {
+    response->set_total_count(revision_.entries().size());
+    if (next_ == revision_.entries().size()) {
+      response->set_done_count(next_);
+      Summarize(response->mutable_summary());
+      summarized_ = true;
+      return;
+    }
+    const StatisticsListEntry& entry = revision_.entries()[next_++];
+    const EncodingKey key = revision_.KeyOf(entry);
+    v1::TensorName& name = *response->mutable_name();
+    name.set_model(key.model);
+    name.set_revision(key.revision);
+    name.set_tensor(key.tensor);
+    response->set_done_count(next_);
+    if (tensor_status_.ok()) tensor_status_ = SweepTensor(entry, response);
+    if (!tensor_status_.ok()) {
+      env().metrics->LimitRejected(core::ErrorReason(tensor_status_));
+      response->clear_candidates();
+      *response->mutable_error() = ToTensorError(tensor_status_);
+      for (v1::SweepTotal& total : totals_) {
+        total.set_failed_count(total.failed_count() + 1);
+      }
+    }
+    stored_ = StoredStatistics();
+    revision_.Unload();
+  }
+
+ private:
+  // What a mixture is chosen from.
+  struct Tensor {
+    std::string name;
+    core::TensorOptions options;
+    // [options] expected SQNR.
+    std::vector<double> sqnr_db;
+  };
+
+  absl::Status Open() {
+    if (request_.specs().empty()) {
+      return core::WithField(core::SpecMissingError(), "specs");
+    }
+    if (request_.specs_size() > kMaxSweepSpecs) {
+      return core::WithField(
+          core::CandidatesInvalidError(absl::StrCat(
+              request_.specs_size(), " specs, expected 1 to ", kMaxSweepSpecs)),
+          "specs");
+    }
+    for (const v1::EncodingSpec& proto : request_.specs()) {
+      const std::string field = absl::StrCat("specs[", specs_.size(), "]");
+      absl::StatusOr<core::EncodingSpec> spec = SpecFromProto(proto);
+      if (!spec.ok()) return core::WithField(spec.status(), field);
+      totals_.emplace_back().set_spec_index(specs_.size());
+      specs_.push_back(*std::move(spec));
+    }
+    if (absl::Status s = CheckTarget(); !s.ok()) return s;
+    if (request_.patterns_size() > kMaxPatterns) {
+      return core::WithField(core::PatternInvalidError(absl::StrCat(
+                                 request_.patterns_size(),
+                                 " patterns, expected at most ", kMaxPatterns)),
+                             "patterns");
+    }
+    std::vector<Glob> patterns;
+    for (const std::string& text : request_.patterns()) {
+      absl::StatusOr<Glob> pattern = Glob::Create(text);
+      if (!pattern.ok()) {
+        return core::WithField(pattern.status(),
+                               absl::StrCat("patterns[", patterns.size(), "]"));
+      }
+      patterns.push_back(*std::move(pattern));
+    }
+    absl::Status status = revision_.Open(request_.model(), request_.revision());
+    if (!status.ok() || patterns.empty()) return status;
+    std::vector<StatisticsListEntry>& entries = revision_.entries();
+    const auto unwanted = [&patterns](const StatisticsListEntry& entry) {
+      return absl::c_none_of(patterns, [&entry](const Glob& pattern) {
+        return pattern.Matches(entry.tensor);
+      });
+    };
+    entries.erase(std::remove_if(entries.begin(), entries.end(), unwanted),
+                  entries.end());
+    return absl::OkStatus();
+  }
+
+  absl::Status CheckTarget() {
+    switch (request_.mixture_case()) {
+      case v1::SweepRequest::kMinSqnrDb:
+        if (!std::isfinite(request_.min_sqnr_db())) {
+          return core::WithField(core::TargetInvalidError(absl::StrCat(
+                                     "min_sqnr_db is ", request_.min_sqnr_db(),
+                                     ", expected a finite number")),
+                                 "min_sqnr_db");
+        }
+        break;
+      case v1::SweepRequest::kMaxSizeBytes: {
+        constexpr uint64_t kMax = std::numeric_limits<int64_t>::max();
+        if (request_.max_size_bytes() == 0 ||
+            request_.max_size_bytes() > kMax) {
+          return core::WithField(
+              core::TargetInvalidError(absl::StrCat("max_size_bytes is ",
+                                                    request_.max_size_bytes(),
+                                                    ", expected 1 to ", kMax)),
+              "max_size_bytes");
+        }
+        break;
+      }
+      case v1::SweepRequest::MIXTURE_NOT_SET:
+        break;
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status SweepTensor(const StatisticsListEntry& entry,
+                           v1::SweepResponse* response) {
+    absl::StatusOr<int64_t> element_count =
+        core::ElementCount(stored_.state.shape);
+    if (!element_count.ok()) return element_count.status();
+    const int64_t kept_bytes =
+        static_cast<int64_t>(entry.tensor.size() + sizeof(Tensor)) +
+        static_cast<int64_t>(specs_.size()) *
+            static_cast<int64_t>(sizeof(core::PrecisionOption) +
+                                 sizeof(double));
+    absl::Status status =
+        env().budget->Grow(&options_lease_, options_lease_.bytes() + kept_bytes,
+                           "sweep fewer tensors at once, by patterns");
+    if (!status.ok()) return status;
+    std::vector<SpecResult> results(specs_.size());
+    StoredCalibrator calibrator(env(), stored_);
+    for (size_t i = 0; i < specs_.size() && !cancelled(); ++i) {
+      SpecResult& result = results[i];
+      result.spec_index = static_cast<int>(i);
+      absl::StatusOr<CalibratedEncoding> calibrated =
+          calibrator.Calibrate(specs_[i]);
+      if (!calibrated.ok()) {
+        result.status = core::WithField(calibrated.status(),
+                                        absl::StrCat("specs[", i, "]"));
+        continue;
+      }
+      result.prediction = calibrated->prediction.value_or(core::Prediction());
+      result.size_bytes =
+          SizeBytes(*calibrated->resolved.encoding, *element_count);
+    }
+    Tensor tensor{entry.tensor, {}, {}};
+    for (const SpecResult& result : results) AddResult(result, &tensor);
+    if (!tensor.options.empty()) tensors_.push_back(std::move(tensor));
+    absl::c_sort(results, RanksBefore);
+    for (const SpecResult& result : results) {
+      v1::SweepCandidate* candidate = response->add_candidates();
+      candidate->set_spec_index(result.spec_index);
+      if (!result.status.ok()) {
+        *candidate->mutable_error() = ToTensorError(result.status);
+        continue;
+      }
+      PredictionToProto(result.prediction, candidate->mutable_prediction());
+      candidate->set_size_bytes(result.size_bytes);
+    }
+    return absl::OkStatus();
+  }
+
+  // Adds a result to its total and to what a mixture may choose.
+  void AddResult(const SpecResult& result, Tensor* tensor) {
+    v1::SweepTotal& total = totals_[result.spec_index];
+    if (!result.status.ok()) {
+      total.set_failed_count(total.failed_count() + 1);
+      return;
+    }
+    const core::PrecisionOption option{result.spec_index, result.size_bytes,
+                                       result.prediction.NoiseToSignal()};
+    const double sqnr_db = result.prediction.SqnrDb();
+    const bool first = total.min_sqnr_tensor().empty();
+    if (first || sqnr_db < total.min_sqnr_db()) {
+      total.set_min_sqnr_tensor(tensor->name);
+    }
+    AddTensor(option, sqnr_db, first, &total);
+    tensor->options.push_back(option);
+    tensor->sqnr_db.push_back(sqnr_db);
+  }
+
+  void Summarize(v1::SweepSummary* summary) {
+    absl::c_stable_sort(
+        totals_, [](const v1::SweepTotal& a, const v1::SweepTotal& b) {
+          const bool failed_a = a.failed_count() > 0;
+          const bool failed_b = b.failed_count() > 0;
+          if (failed_a != failed_b) return failed_b;
+          return a.noise_to_signal_sum() < b.noise_to_signal_sum();
+        });
+    for (const v1::SweepTotal& total : totals_) *summary->add_totals() = total;
+    std::vector<core::TensorOptions> options;
+    for (const Tensor& tensor : tensors_) options.push_back(tensor.options);
+    core::Mixture mixture;
+    switch (request_.mixture_case()) {
+      case v1::SweepRequest::kMinSqnrDb:
+        mixture = core::SmallestMixture(options, request_.min_sqnr_db());
+        break;
+      case v1::SweepRequest::kMaxSizeBytes:
+        mixture = core::BestMixture(
+            options, static_cast<int64_t>(request_.max_size_bytes()));
+        break;
+      case v1::SweepRequest::MIXTURE_NOT_SET:
+        return;
+    }
+    v1::SweepMixture* proto = summary->mutable_mixture();
+    for (size_t i = 0; i < tensors_.size(); ++i) {
+      const Tensor& tensor = tensors_[i];
+      const int choice = mixture.choice[i];
+      const core::PrecisionOption& option = tensor.options[choice];
+      v1::SweepMixture::Choice* chosen = proto->add_choices();
+      chosen->set_tensor(tensor.name);
+      chosen->set_spec_index(option.spec_index);
+      AddTensor(option, tensor.sqnr_db[choice], i == 0, proto);
+    }
+    proto->set_target_met(mixture.target_met);
+  }
+
+  const v1::SweepRequest request_;
+  bool opened_ = false;
+  bool summarized_ = false;
+  std::vector<core::EncodingSpec> specs_;
+  RevisionStatistics revision_;
+  // Index of the tensor that comes next.
+  size_t next_ = 0;
+  // Of the tensor under way.
+  absl::Status tensor_status_;
+  StoredStatistics stored_;
+  // Over the tensors so far: [specs], and those on which a spec succeeded.
+  std::vector<v1::SweepTotal> totals_;
+  std::vector<Tensor> tensors_;
+  // What tensors_ takes.
+  MemoryBudget::Lease options_lease_;
+};
+
+}  // namespace
+
+grpc::ServerWriteReactor<v1::SweepResponse>* StartSweep(
+    const RpcEnvironment& env, StreamRegistry* registry,
+    grpc::CallbackServerContext* context, const v1::SweepRequest& request) {
+  auto* call = new SweepCall(env, registry, context, request);
+  call->Begin();
+  return call;
+}
+
+}  // namespace quantd::server

@@ -1,0 +1,146 @@
+// A call that answers a message per tensor.
+
+#ifndef QUANTD_SERVER_RPC_TENSORWISE_CALL_H_
+#define QUANTD_SERVER_RPC_TENSORWISE_CALL_H_
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "core/errors.h"
+#include "grpcpp/grpcpp.h"
+#include "server/rpc/rpc_environment.h"
+#include "server/rpc/tensor_stream.h"
+#include "server/wire/status.h"
+
+namespace quantd::server {
+
+// Makes one message at a time, and the next one when the client has taken it:
+// Load on the store's pool, Compute on the workers, Store on the store's pool.
+// Between tensors it ends when the client is gone or the server drains. The
+// steps follow one another; deletes itself at the end.
+template <typename Response>
+class TensorwiseCall : public grpc::ServerWriteReactor<Response>,
+                       private WatchedCall {
+ public:
+  // All arguments must outlive the call.
+  TensorwiseCall(const RpcEnvironment& env, Rpc rpc, StreamRegistry* registry,
+                 grpc::CallbackServerContext* context)
+      : env_(env), rpc_(rpc), registry_(registry), context_(context) {
+    env_.metrics->RpcStarted(rpc_);
+    registry_->Enter(this);
+  }
+
+  // To be called once, when the object is complete.
+  void Begin() {
+    env_.store_pool->Schedule([this] { LoadStep(); });
+  }
+
+  void OnWriteDone(bool ok) final {
+    write_start_ns_.store(0);
+    if (!ok) return End(absl::CancelledError());
+    env_.store_pool->Schedule([this] { LoadStep(); });
+  }
+
+  void OnCancel() final { cancelled_.store(true); }
+
+  void OnDone() final {
+    registry_->Leave(this);
+    int code = static_cast<int>(end_.code());
+    if (context_->IsCancelled()) {
+      const bool late =
+          context_->deadline() <= std::chrono::system_clock::now();
+      code = late ? grpc::StatusCode::DEADLINE_EXCEEDED
+                  : grpc::StatusCode::CANCELLED;
+    }
+    env_.metrics->RpcHandled(rpc_, code, absl::Now() - start_time_);
+    delete this;
+  }
+
+ protected:
+  ~TensorwiseCall() override = default;
+
+  const RpcEnvironment& env() const { return env_; }
+  // The client is gone: what is computed is of no use.
+  bool cancelled() const { return cancelled_.load(); }
+
+  // Reads what the next message needs; false when there is no further one. An
+  // error ends the call.
+  virtual absl::StatusOr<bool> Load() = 0;
+  virtual void Compute(Response* response) = 0;
+  // Whether Store is to be called.
+  virtual bool stores() const { return false; }
+  virtual void Store(Response* response) {}
+
+ private:
+  bool Stopped() {
+    if (cancelled()) {
+      End(absl::CancelledError());
+    } else if (registry_->draining()) {
+      End(core::DrainingError());
+    } else {
+      return false;
+    }
+    return true;
+  }
+
+  void LoadStep() {
+    if (Stopped()) return;
+    absl::StatusOr<bool> more = Load();
+    if (!more.ok()) return End(more.status());
+    if (!*more) return End(absl::OkStatus());
+    env_.pool->Schedule([this] { ComputeStep(); });
+  }
+
+  void ComputeStep() {
+    response_.Clear();
+    Compute(&response_);
+    if (cancelled()) return End(absl::CancelledError());
+    if (!stores()) return Write();
+    env_.store_pool->Schedule([this] {
+      Store(&response_);
+      Write();
+    });
+  }
+
+  void Write() {
+    write_start_ns_.store(absl::GetCurrentTimeNanos());
+    this->StartWrite(&response_);
+  }
+
+  void End(absl::Status status) {
+    env_.metrics->LimitRejected(core::ErrorReason(status));
+    end_ = std::move(status);
+    this->Finish(ToGrpcStatus(end_));
+  }
+
+  // A client that does not read.
+  void EndIfIdle(absl::Duration idle_timeout) final {
+    const int64_t start_ns = write_start_ns_.load();
+    if (start_ns != 0 && absl::Nanoseconds(absl::GetCurrentTimeNanos() -
+                                           start_ns) >= idle_timeout) {
+      context_->TryCancel();
+    }
+  }
+
+  const RpcEnvironment& env_;
+  const Rpc rpc_;
+  StreamRegistry* const registry_;
+  grpc::CallbackServerContext* const context_;
+  const absl::Time start_time_ = absl::Now();
+  std::atomic<bool> cancelled_{false};
+  // When the write that is under way began; 0 when none is.
+  std::atomic<int64_t> write_start_ns_{0};
+  // Used by the steps, one at a time.
+  Response response_;
+  absl::Status end_;
+};
+
+}  // namespace quantd::server
+
+#endif  // QUANTD_SERVER_RPC_TENSORWISE_CALL_H_
