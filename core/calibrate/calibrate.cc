@@ -5,10 +5,20 @@
 #include <cstdint>
 #include <limits>
 #include <utility>
+#include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/types/optional.h"
+#include "core/calibrate/distribution.h"
+#include "core/calibrate/entropy.h"
+#include "core/calibrate/percentile.h"
+#include "core/calibrate/range_scaler.h"
+#include "core/calibrate/range_search.h"
+#include "core/calibrate/scale_indices.h"
+#include "core/calibrate/squared_error.h"
 #include "core/errors.h"
 #include "core/formats/number_format.h"
 #include "core/statistics/tensor_statistics.h"
@@ -17,74 +27,301 @@
 namespace quantd::core {
 namespace {
 
-double AbsMax(const Extremes& extremes) {
-  return extremes.empty()
-             ? 0
-             : std::max(std::fabs(extremes.min), std::fabs(extremes.max));
-}
-
-// The scale as float32, no smaller than the smallest normal one.
-absl::StatusOr<float> RoundScale(int64_t index, double scale) {
-  const float rounded = static_cast<float>(scale);
-  if (!std::isfinite(rounded)) return ScaleOverflowError(index, scale);
-  return std::max(rounded, std::numeric_limits<float>::min());
-}
-
-absl::Status CalibrateAsymmetric(const TensorStatistics& statistics,
-                                 Encoding* encoding) {
-  const int32_t qmin = encoding->qmin;
-  const int32_t qmax = encoding->qmax;
-  const auto extremes = statistics.extremes();
-  for (size_t i = 0; i < extremes.size(); ++i) {
-    double low = extremes[i].min;
-    double high = extremes[i].max;
-    if (extremes[i].empty() || (low == 0 && high == 0)) {
-      encoding->scale.push_back(1);
-      encoding->zero_point.push_back(std::clamp(0, qmin, qmax));
-      ++encoding->degenerate_count;
-      continue;
+// The error of the smallest scale index that has one. Thread-safe.
+class FirstError {
+ public:
+  void Set(int64_t index, absl::Status status) ABSL_LOCKS_EXCLUDED(mutex_) {
+    absl::MutexLock lock(&mutex_);
+    if (status_.ok() || index < index_) {
+      index_ = index;
+      status_ = std::move(status);
     }
-    const bool extends = !encoding->exclude_zero || low == high;
-    if (extends) {
-      low = std::min(low, 0.0);
-      high = std::max(high, 0.0);
-    }
-    const absl::StatusOr<float> scale =
-        RoundScale(i, (high - low) / (qmax - qmin));
-    if (!scale.ok()) return scale.status();
-    double zero_point = qmin - std::rint(low / double{*scale});
-    if (extends) {
-      zero_point = std::clamp<double>(zero_point, qmin, qmax);
-    } else if (!(std::fabs(zero_point) <= kMaxZeroPoint)) {
-      return ZeroPointRangeError(
-          absl::StrCat("zero point ", i, " would be ", zero_point,
-                       ", expected one within +-", kMaxZeroPoint,
-                       "; the range is too far from zero for its width"));
-    }
-    encoding->scale.push_back(*scale);
-    encoding->zero_point.push_back(static_cast<int32_t>(zero_point));
   }
-  return absl::OkStatus();
+  absl::Status status() const ABSL_LOCKS_EXCLUDED(mutex_) {
+    absl::MutexLock lock(&mutex_);
+    return status_;
+  }
+
+ private:
+  mutable absl::Mutex mutex_;
+  int64_t index_ ABSL_GUARDED_BY(mutex_) = 0;
+  absl::Status status_ ABSL_GUARDED_BY(mutex_);
+};
+
+// The format, its codes and how scales are stored; no scales yet.
+Encoding EncodingWithoutScales(const EncodingSpec& spec,
+                               const TensorStatistics& statistics,
+                               const BlockLayout& layout) {
+  const FormatInfo& format = *FindFormat(spec.format);
+  Encoding encoding;
+  encoding.format = spec.format;
+  encoding.block_size = spec.block_size;
+  encoding.qmin = format.qmin;
+  encoding.qmax = format.qmax;
+  encoding.exclude_zero = spec.exclude_zero;
+  encoding.scale_type = EffectiveScaleType(spec);
+  if (HasOuterScales(encoding.scale_type)) {
+    encoding.outer_block_size = spec.outer_block_size;
+  }
+  encoding.no_saturation = spec.no_saturation;
+  encoding.scale_shape.assign(layout.scale_shape().begin(),
+                              layout.scale_shape().end());
+  if (format.kind == CodeKind::kCodebook && format.codebook.empty()) {
+    encoding.codebook = spec.codebook;
+    encoding.qmax = static_cast<int32_t>(spec.codebook.size()) - 1;
+  }
+  const Extremes overall = statistics.overall();
+  if (spec.unsigned_if_non_negative && (overall.empty() || overall.min >= 0) &&
+      statistics.counts().negative_infinity == 0) {
+    const FormatInfo& unsigned_format = IntegerFormat(format.bits, false);
+    encoding.format = unsigned_format.format;
+    encoding.qmin = unsigned_format.qmin;
+    encoding.qmax = unsigned_format.qmax;
+  } else if (format.kind == CodeKind::kInteger &&
+             EffectiveSymmetry(spec) == Symmetry::kStrict) {
+    encoding.qmin = -format.qmax;
+  }
+  return encoding;
 }
 
-// scale = absmax / divisor * factor.
-absl::Status CalibrateSymmetric(const TensorStatistics& statistics,
-                                double divisor, double factor,
-                                Encoding* encoding) {
-  const auto extremes = statistics.extremes();
-  for (size_t i = 0; i < extremes.size(); ++i) {
-    const double abs_max = AbsMax(extremes[i]);
-    if (abs_max == 0) {
-      encoding->scale.push_back(1);
-      ++encoding->degenerate_count;
-      continue;
+// Which outer scale each scale index is under.
+class OuterBlocks {
+ public:
+  OuterBlocks(const Encoding& encoding, int64_t scale_count)
+      : index_(static_cast<size_t>(scale_count), 0) {
+    const auto& shape = encoding.scale_shape;
+    const auto& outer = encoding.outer_block_size;
+    if (outer.empty()) return;
+    const auto& inner = encoding.block_size;
+    std::vector<int64_t> position(shape.size(), 0);
+    // Scales along each dimension that share an outer one.
+    std::vector<int64_t> together(shape.size());
+    for (size_t d = 0; d < shape.size(); ++d) {
+      const bool is_whole = outer[d] == 0 || inner.empty() || inner[d] == 0;
+      together[d] = std::max<int64_t>(
+          1, is_whole ? shape[d] : std::min(shape[d], outer[d] / inner[d]));
+      count_ *= (shape[d] + together[d] - 1) / together[d];
     }
-    const absl::StatusOr<float> scale =
-        RoundScale(i, abs_max / divisor * factor);
-    if (!scale.ok()) return scale.status();
-    encoding->scale.push_back(*scale);
+    for (int64_t& index : index_) {
+      for (size_t d = 0; d < shape.size(); ++d) {
+        const int64_t blocks = (shape[d] + together[d] - 1) / together[d];
+        index = index * blocks + position[d] / together[d];
+      }
+      for (size_t d = shape.size(); d-- > 0;) {
+        if (++position[d] < shape[d]) break;
+        position[d] = 0;
+      }
+    }
   }
-  return absl::OkStatus();
+
+  int64_t count() const { return count_; }
+  int64_t index(int64_t scale_index) const {
+    return index_[static_cast<size_t>(scale_index)];
+  }
+
+ private:
+  std::vector<int64_t> index_;
+  int64_t count_ = 1;
+};
+
+// Finds the range of one scale index after the other. Thread-safe.
+class RangeFinder {
+ public:
+  RangeFinder(const EncodingSpec& spec, const Encoding& encoding,
+              const RangeScaler& scaler, const TensorStatistics& statistics,
+              absl::Span<const Extremes> moving_average)
+      : spec_(spec),
+        scaler_(scaler),
+        numbers_(encoding),
+        levels_(LevelsOf(numbers_, scaler.is_symmetric())),
+        statistics_(statistics),
+        moving_average_(moving_average) {}
+
+  // The range, as RangeScaler::Extend gives it; none where there is nothing but
+  // zeros. `outer` as for RangeScaler::Scale.
+  absl::StatusOr<absl::optional<Range>> Find(int64_t index, float outer) const {
+    if (spec_.method == CalibrationMethod::kFixedRange) return FixedRange();
+    const Extremes& extremes = statistics_.extremes()[index];
+    if (spec_.method == CalibrationMethod::kMovingAverage &&
+        !moving_average_.empty() && !moving_average_[index].empty()) {
+      return Whole(moving_average_[index]);
+    }
+    const absl::optional<Range> whole = Whole(extremes);
+    if (!whole.has_value() || !NeedsHistograms(spec_)) return whole;
+    const Block block(statistics_.histograms()[index], extremes, *whole, index,
+                      outer);
+    // A state that was put together from parts may contradict itself.
+    if (block.distribution.count() == 0) return whole;
+    const absl::StatusOr<Range> range =
+        spec_.method == CalibrationMethod::kBestOf ? BestOf(block)
+                                                   : Run(spec_.method, block);
+    if (!range.ok()) return range.status();
+    return absl::optional<Range>(*range);
+  }
+
+  // Whether the range depends on how its scale is stored.
+  bool Searches() const {
+    return spec_.method == CalibrationMethod::kMse ||
+           spec_.method == CalibrationMethod::kSqnr ||
+           spec_.method == CalibrationMethod::kBestOf;
+  }
+
+ private:
+  struct Block {
+    Block(const Histogram& histogram_in, const Extremes& extremes_in,
+          const Range& whole_in, int64_t index_in, float outer_in)
+        : histogram(histogram_in),
+          extremes(extremes_in),
+          whole(whole_in),
+          index(index_in),
+          outer(outer_in),
+          distribution(histogram_in, extremes_in) {}
+
+    const Histogram& histogram;
+    const Extremes& extremes;
+    const Range whole;
+    const int64_t index;
+    const float outer;
+    const Distribution distribution;
+  };
+
+  absl::optional<Range> Whole(const Extremes& extremes) const {
+    if (extremes.empty() || (extremes.min == 0 && extremes.max == 0)) {
+      return absl::nullopt;
+    }
+    return scaler_.Extend({extremes.min, extremes.max});
+  }
+
+  absl::optional<Range> FixedRange() const {
+    return scaler_.Extend({spec_.range_min, spec_.range_max});
+  }
+
+  absl::StatusOr<Range> Run(CalibrationMethod method,
+                            const Block& block) const {
+    switch (method) {
+      case CalibrationMethod::kPercentile:
+        return Percentile(block);
+      case CalibrationMethod::kMse:
+        return SearchRange(scaler_, block.index, block.outer, numbers_,
+                           block.distribution, block.whole, /*gamma=*/1,
+                           spec_.search_steps);
+      case CalibrationMethod::kSqnr:
+        return SearchRange(scaler_, block.index, block.outer, numbers_,
+                           block.distribution, block.whole, spec_.gamma,
+                           spec_.search_steps);
+      case CalibrationMethod::kEntropy:
+        return EntropyRange(block.histogram, levels_, block.whole,
+                            spec_.search_steps, spec_.entropy_bins);
+      case CalibrationMethod::kFixedRange:
+        return *FixedRange();
+      case CalibrationMethod::kMovingAverage:
+        if (!moving_average_.empty() && !moving_average_[block.index].empty()) {
+          return Whole(moving_average_[block.index]).value_or(block.whole);
+        }
+        return block.whole;
+      case CalibrationMethod::kDefault:
+      case CalibrationMethod::kMinMax:
+      case CalibrationMethod::kBestOf:
+        break;
+    }
+    return block.whole;
+  }
+
+  Range Percentile(const Block& block) const {
+    const double cut = spec_.tail_fraction;
+    Tail tail = spec_.tail;
+    if (tail == Tail::kDefault) {
+      tail = scaler_.is_symmetric() ? Tail::kMagnitude : Tail::kBoth;
+    }
+    const auto quantile = [&](double fraction) {
+      return Quantile(block.distribution, fraction);
+    };
+    Range range = {block.extremes.min, block.extremes.max};
+    switch (tail) {
+      case Tail::kDefault:
+      case Tail::kMagnitude:
+        range.high = Quantile(
+            Distribution::OfMagnitudes(block.histogram, block.extremes),
+            1 - cut);
+        range.low = -range.high;
+        break;
+      case Tail::kBoth:
+        range = {quantile(cut / 2), quantile(1 - cut / 2)};
+        break;
+      case Tail::kUpper:
+        range.high = quantile(1 - cut);
+        if (scaler_.is_symmetric()) range.low = range.high;
+        break;
+      case Tail::kLower:
+        range.low = quantile(cut);
+        if (scaler_.is_symmetric()) range.high = range.low;
+        break;
+    }
+    // Where nearly all elements are zero, a scale needs what is left of them.
+    if (range.low == 0 && range.high == 0) return block.whole;
+    return scaler_.Extend(range);
+  }
+
+  // A method whose range has no scale does not count, unless none has.
+  absl::StatusOr<Range> BestOf(const Block& block) const {
+    const double gamma = spec_.objective == Objective::kSqnr ? spec_.gamma : 1;
+    absl::Status status;
+    absl::optional<Range> best;
+    double least = std::numeric_limits<double>::infinity();
+    for (const CalibrationMethod method : spec_.methods) {
+      const absl::StatusOr<Range> range = Run(method, block);
+      const absl::StatusOr<double> error =
+          range.ok() ? RangeError(scaler_, block.index, block.outer, numbers_,
+                                  block.distribution, *range, gamma)
+                     : range.status();
+      if (!error.ok()) {
+        if (status.ok()) status = error.status();
+      } else if (!best.has_value() || *error < least) {
+        least = *error;
+        best = *range;
+      }
+    }
+    if (!best.has_value()) return status;
+    return *best;
+  }
+
+  const EncodingSpec& spec_;
+  const RangeScaler& scaler_;
+  const CodeNumbers numbers_;
+  const EntropyLevels levels_;
+  const TensorStatistics& statistics_;
+  const absl::Span<const Extremes> moving_average_;
+};
+
+// What was found for one scale index.
+struct Found {
+  absl::optional<Range> range;
+  BlockScale scale{};
+};
+
+// The outer scales, from the ranges that were found without them.
+absl::StatusOr<std::vector<float>> OuterScales(const RangeScaler& scaler,
+                                               const OuterBlocks& blocks,
+                                               absl::Span<const Found> found,
+                                               std::vector<double>* abs_max) {
+  abs_max->assign(static_cast<size_t>(blocks.count()), 0);
+  std::vector<int64_t> largest(abs_max->size(), 0);
+  for (size_t i = 0; i < found.size(); ++i) {
+    if (!found[i].range.has_value()) continue;
+    const int64_t outer = blocks.index(static_cast<int64_t>(i));
+    if (found[i].range->abs_max() > (*abs_max)[outer]) {
+      (*abs_max)[outer] = found[i].range->abs_max();
+      largest[outer] = static_cast<int64_t>(i);
+    }
+  }
+  std::vector<float> scales;
+  for (size_t i = 0; i < abs_max->size(); ++i) {
+    const absl::StatusOr<float> scale =
+        scaler.OuterScale(largest[i], (*abs_max)[i]);
+    if (!scale.ok()) return scale.status();
+    scales.push_back(*scale);
+  }
+  return scales;
 }
 
 }  // namespace
@@ -95,39 +332,77 @@ absl::StatusOr<Calibration> Calibrate(const EncodingSpec& spec,
                                       absl::Span<const Extremes> moving_average,
                                       ThreadPool* pool) {
   if (absl::Status status = ValidateSpec(spec); !status.ok()) return status;
-  const FormatInfo& format = *FindFormat(spec.format);
-
-  Encoding encoding;
-  encoding.format = spec.format;
-  encoding.block_size = spec.block_size;
-  encoding.qmin = format.qmin;
-  encoding.qmax = format.qmax;
-  encoding.exclude_zero = spec.exclude_zero;
-  encoding.scale.reserve(statistics.extremes().size());
-
-  const Symmetry symmetry = EffectiveSymmetry(spec);
-  absl::Status status;
-  if (symmetry == Symmetry::kAsymmetric) {
-    encoding.zero_point.reserve(statistics.extremes().size());
-    status = CalibrateAsymmetric(statistics, &encoding);
-  } else if (const Extremes overall = statistics.overall();
-             spec.unsigned_if_non_negative &&
-             (overall.empty() || overall.min >= 0) &&
-             statistics.counts().negative_infinity == 0) {
-    const FormatInfo& unsigned_format = IntegerFormat(format.bits, false);
-    encoding.format = unsigned_format.format;
-    encoding.qmin = unsigned_format.qmin;
-    encoding.qmax = unsigned_format.qmax;
-    status = CalibrateSymmetric(statistics, unsigned_format.qmax, 1, &encoding);
-  } else if (symmetry == Symmetry::kHalfStep) {
-    status =
-        CalibrateSymmetric(statistics, (1 << format.bits) - 1, 2, &encoding);
-  } else {
-    if (symmetry == Symmetry::kStrict) encoding.qmin = -format.qmax;
-    status = CalibrateSymmetric(statistics, format.qmax, 1, &encoding);
+  const bool has_histograms = !statistics.histograms().empty();
+  if (NeedsHistograms(spec) && !has_histograms) {
+    return MethodInvalidError(
+        "the method needs histograms, which the statistics do not have");
   }
-  if (!status.ok()) return status;
-  return Calibration{std::move(encoding), absl::nullopt};
+  Encoding encoding = EncodingWithoutScales(spec, statistics, layout);
+  const RangeScaler scaler(spec, encoding);
+  const RangeFinder finder(spec, encoding, scaler, statistics, moving_average);
+  const int64_t scale_count = statistics.scale_count();
+  std::vector<Found> found(static_cast<size_t>(scale_count));
+
+  const bool has_nan_scales = encoding.scale_type == ScaleType::kE8m0;
+  FirstError error;
+  // `outer`: 0 in the first of two rounds.
+  const auto find = [&](int64_t i, float outer, bool outer_is_zero) {
+    Found& block = found[static_cast<size_t>(i)];
+    if (has_nan_scales && statistics.has_non_finite(i)) {
+      block.scale = scaler.NanScale();
+      return;
+    }
+    const bool is_known = outer != 0 && !finder.Searches();
+    if (!is_known) {
+      absl::StatusOr<absl::optional<Range>> range = finder.Find(i, outer);
+      if (!range.ok()) return error.Set(i, range.status());
+      block.range = *range;
+    }
+    if (!block.range.has_value()) {
+      block.scale = scaler.DegenerateScale(outer, outer_is_zero);
+      return;
+    }
+    const absl::StatusOr<BlockScale> scale =
+        scaler.Scale(i, *block.range, outer);
+    if (!scale.ok()) return error.Set(i, scale.status());
+    block.scale = *scale;
+  };
+  ForEachScaleIndex(pool, scale_count,
+                    [&](int64_t i) { find(i, 0, /*outer_is_zero=*/true); });
+  if (absl::Status status = error.status(); !status.ok()) return status;
+
+  if (scaler.has_outer_scales()) {
+    const OuterBlocks blocks(encoding, scale_count);
+    std::vector<double> abs_max;
+    absl::StatusOr<std::vector<float>> outer =
+        OuterScales(scaler, blocks, found, &abs_max);
+    if (!outer.ok()) return outer.status();
+    encoding.outer_scale = *std::move(outer);
+    ForEachScaleIndex(pool, scale_count, [&](int64_t i) {
+      const int64_t block = blocks.index(i);
+      find(i, encoding.outer_scale[block], abs_max[block] == 0);
+    });
+    if (absl::Status status = error.status(); !status.ok()) return status;
+  }
+
+  encoding.scale.reserve(found.size());
+  for (const Found& block : found) {
+    encoding.scale.push_back(block.scale.scale);
+    if (!scaler.is_symmetric()) {
+      encoding.zero_point.push_back(block.scale.zero_point);
+    }
+    if (HasScaleCodes(encoding.scale_type)) {
+      encoding.scale_code.push_back(block.scale.code);
+    }
+    encoding.degenerate_count +=
+        !block.range.has_value() && !std::isnan(block.scale.scale);
+  }
+
+  Calibration calibration{std::move(encoding), absl::nullopt};
+  if (has_histograms) {
+    calibration.prediction = Predict(calibration.encoding, statistics, pool);
+  }
+  return calibration;
 }
 
 }  // namespace quantd::core

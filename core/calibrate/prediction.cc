@@ -1,7 +1,17 @@
 #include "core/calibrate/prediction.h"
 
+#include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <limits>
+#include <vector>
+
+#include "core/calibrate/distribution.h"
+#include "core/calibrate/scale_indices.h"
+#include "core/calibrate/squared_error.h"
+#include "core/parallel/thread_pool.h"
+#include "core/statistics/tensor_statistics.h"
+#include "core/types/encoding.h"
 
 namespace quantd::core {
 namespace {
@@ -13,6 +23,77 @@ double Mean(double sum, uint64_t count) {
 double Decibels(double signal, double squared_error) {
   if (squared_error == 0) return std::numeric_limits<double>::infinity();
   return 10 * std::log10(signal / squared_error);
+}
+
+// Widens the bounds of exact arithmetic by what arithmetic really does to e =
+// x' - x. With u = 2^-24, the rounding of float32:
+//
+//   the quotient x / scale is off by u |x / scale|, so that an element that
+//   close to a boundary lands on the wrong side: 2 u |x|;
+//   the product is off by u |x'|, which is at most u (|x| + |e|);
+//   an element of a float64 tensor is off by u |x| from what its histogram has;
+//   results below the smallest normal number are off by 2^-150.
+//
+// The last but one comes instead of the first two. Deviations add up as
+// root-sum-squares do (triangle inequality).
+SquaredError Widen(const SquaredError& exact, const Distribution& distribution,
+                   const Extremes& extremes, double scale) {
+  constexpr double kUnit = 0x1p-24;
+  constexpr double kRelative = 3.0625 * kUnit;
+  constexpr double kAbsolute = 0x1p-148;
+  constexpr double kLargest = std::numeric_limits<float>::max();
+  const double count = static_cast<double>(distribution.count());
+  double deviation = kRelative * std::sqrt(distribution.signal()) +
+                     kAbsolute * (1 + scale) * std::sqrt(count);
+  // Elements that float32 cannot hold are in the histogram as its largest.
+  const double beyond =
+      std::max({0.0, extremes.max - kLargest, -extremes.min - kLargest});
+  if (beyond > 0) deviation += beyond * std::sqrt(count);
+
+  // The rounding of sums in float64, here and wherever the truth is computed.
+  const double sums =
+      0x1p-36 + 0x1p-52 * static_cast<double>(distribution.masses().size());
+  const double low = std::sqrt(exact.low) * (1 - kUnit) - deviation;
+  const double high = std::sqrt(exact.high) * (1 + kUnit) + deviation;
+  return {low > 0 ? low * low * (1 - sums) : 0, exact.estimate,
+          high * high * (1 + sums)};
+}
+
+Prediction PredictScaleIndex(const CodeNumbers& numbers, double scale,
+                             int32_t zero_point, const Extremes& extremes,
+                             const Distribution& distribution) {
+  Prediction prediction;
+  if (std::isnan(scale) || distribution.count() == 0) return prediction;
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  SquaredError error =
+      Widen(SumSquaredError(numbers, scale, zero_point, distribution,
+                            /*by_runs=*/false, kInfinity),
+            distribution, extremes, scale);
+  const double min = distribution.masses().front().low;
+  const double max = distribution.masses().back().high;
+  const double magnitude = std::max(-min, max);
+  const double overflow = numbers.overflow * scale;
+  if (magnitude >= overflow * (1 - 0x1p-20)) {
+    error.low = 0;
+    error.high = kInfinity;
+    if (magnitude >= overflow * (1 + 0x1p-20)) error.estimate = kInfinity;
+  }
+  // x' may overflow float32 at either end of the numbers: only for elements
+  // that are nearer to the end than to zero.
+  constexpr double kLargest = std::numeric_limits<float>::max();
+  const double low_end = numbers.lowest() * scale - zero_point * scale;
+  const double high_end = numbers.highest() * scale - zero_point * scale;
+  if ((low_end < -kLargest && 2 * min <= low_end) ||
+      (high_end > kLargest && 2 * max >= high_end)) {
+    error.low = 0;
+    error.high = kInfinity;
+  }
+  prediction.count = distribution.count();
+  prediction.squared_error = error.estimate;
+  prediction.squared_error_low = error.low;
+  prediction.squared_error_high = error.high;
+  prediction.signal = distribution.signal();
+  return prediction;
 }
 
 }  // namespace
@@ -52,9 +133,32 @@ double Prediction::NoiseToSignal() const {
   return squared_error / signal;
 }
 
-Prediction Predict(const Encoding& encoding,
-                   const TensorStatistics& statistics) {
-  return Prediction();
+Prediction Predict(const Encoding& encoding, const TensorStatistics& statistics,
+                   ThreadPool* pool) {
+  const CodeNumbers numbers(encoding);
+  const auto histograms = statistics.histograms();
+  std::vector<Prediction> parts(histograms.size());
+  ForEachScaleIndex(pool, static_cast<int64_t>(parts.size()), [&](int64_t i) {
+    const Extremes& extremes = statistics.extremes()[i];
+    parts[i] = PredictScaleIndex(
+        numbers, encoding.scale[i],
+        encoding.zero_point.empty() ? 0 : encoding.zero_point[i], extremes,
+        Distribution(histograms[i], extremes));
+  });
+  Prediction whole;
+  CompensatedSum squared_error, low, high, signal;
+  for (const Prediction& part : parts) {
+    whole.count += part.count;
+    squared_error.Add(part.squared_error);
+    low.Add(part.squared_error_low);
+    high.Add(part.squared_error_high);
+    signal.Add(part.signal);
+  }
+  whole.squared_error = squared_error.value();
+  whole.squared_error_low = low.value();
+  whole.squared_error_high = high.value();
+  whole.signal = signal.value();
+  return whole;
 }
 
 }  // namespace quantd::core

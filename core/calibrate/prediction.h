@@ -5,13 +5,16 @@
 
 #include <cstdint>
 
+#include "core/parallel/thread_pool.h"
 #include "core/statistics/tensor_statistics.h"
 #include "core/types/encoding.h"
 
 namespace quantd::core {
 
-// Sums over the finite elements x with x' = dequantize(quantize(x)). The true
-// sum of (x' - x)^2 lies in [squared_error_low, squared_error_high].
+// Sums over the finite elements x with x' = dequantize(quantize(x)), less those
+// under a scale of NaN. The true sum of (x' - x)^2 lies in [squared_error_low,
+// squared_error_high], for tensors of any element type; the latter is +Inf, and
+// so is the expected one, where a format that does not saturate overflows.
 struct Prediction {
   uint64_t count = 0;
   double squared_error = 0;
@@ -33,10 +36,12 @@ struct Prediction {
   double NoiseToSignal() const;
 };
 
+// `pool`  spreads the scale indices; may be null.
+// The same result on every machine, for any number of threads.
 // Requires: a valid encoding with a scale per scale index of `statistics`,
 // which has histograms.
-Prediction Predict(const Encoding& encoding,
-                   const TensorStatistics& statistics);
+Prediction Predict(const Encoding& encoding, const TensorStatistics& statistics,
+                   ThreadPool* pool = nullptr);
 
 }  // namespace quantd::core
 

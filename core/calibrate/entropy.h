@@ -1,0 +1,64 @@
+// The range that keeps the most of what a histogram tells.
+
+#ifndef QUANTD_CORE_CALIBRATE_ENTROPY_H_
+#define QUANTD_CORE_CALIBRATE_ENTROPY_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "core/calibrate/range_scaler.h"
+#include "core/calibrate/squared_error.h"
+#include "core/statistics/histogram.h"
+
+namespace quantd::core {
+
+// How a range is split into what codes tell apart.
+struct EntropyLevels {
+  // Levels of one width, if not 0.
+  int64_t count = 0;
+  // Otherwise where one ends and the next begins, ascending within (0, 1) of
+  // the range.
+  std::vector<double> boundaries;
+  // Levels of |x| from 0 on rather than of x.
+  bool of_magnitudes = false;
+
+  int64_t size() const {
+    return count != 0 ? count : static_cast<int64_t>(boundaries.size()) + 1;
+  }
+};
+
+// Integers: 2^(b-1) levels of |x| for symmetric signed ones, as many as codes
+// otherwise. Floats and codebooks: the cells of x about their numbers.
+EntropyLevels LevelsOf(const CodeNumbers& numbers, bool is_symmetric);
+
+// The natural logarithm, good to some 2^-50: the same bits on every machine,
+// which the C library's are not.
+// Requires: x > 0, normal.
+double PortableLog(double x);
+
+// Of the ranges k / steps of the whole one, 1 <= k <= steps, measured from zero
+// or from the end that is nearest to it, that with the
+// least Kullback-Leibler divergence sum p log(p / q). Elements are cut to the
+// 9 + m bits of their key and counted in linear bins over the whole range, from
+// which
+//
+//   p  has the bins that begin within the range; what lies outside of it is
+//      added to the bin at its end;
+//   q  has the same bins without what was added: the bins of each level share
+//      their sum evenly, but for those that are empty in p. Half a count stands
+//      in a level that has none where p has some.
+//
+// Bin t of n is of level floor(t * levels / n), or where levels have boundaries
+// of that which its middle lies in. Ranges with fewer bins than levels are left
+// out but for the whole one. Of equally good ranges the widest. (Migacz, 8-bit
+// inference with TensorRT, 2017)
+// `steps`  0 for 128.
+// `bins`   over the whole range; 0 for 2,048, or 4 times the levels.
+// `whole`  contains the elements and is not [0, 0]; of |x| all up to its
+//          abs_max.
+Range EntropyRange(const Histogram& histogram, const EntropyLevels& levels,
+                   const Range& whole, int steps, int bins);
+
+}  // namespace quantd::core
+
+#endif  // QUANTD_CORE_CALIBRATE_ENTROPY_H_

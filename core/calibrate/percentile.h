@@ -1,0 +1,36 @@
+// Quantiles from histograms.
+
+#ifndef QUANTD_CORE_CALIBRATE_PERCENTILE_H_
+#define QUANTD_CORE_CALIBRATE_PERCENTILE_H_
+
+#include <cstdint>
+
+#include "core/calibrate/distribution.h"
+
+namespace quantd::core {
+
+// Where a number certainly lies.
+struct Interval {
+  double low;
+  double high;
+
+  double middle() const { return low + (high - low) / 2; }
+};
+
+// The element of that rank in ascending order, from 0. Exact where the element
+// is known; otherwise no wider than its bin, narrowed down by the count, mean
+// and variance of the bin: of n elements with mean u and standard deviation s
+// the k-th is within [u - s sqrt((n - k) / k), u + s sqrt((k - 1) / (n - k +
+// 1))] (Hawkins, 1971).
+// Requires: rank < count.
+Interval OrderStatistic(const Distribution& distribution, uint64_t rank);
+
+// numpy's default: linear between the order statistics on either side of rank
+// fraction * (count - 1), each taken in the middle of its interval, so that the
+// result is off by at most half a bin.
+// Requires: 0 <= fraction <= 1; count > 0.
+double Quantile(const Distribution& distribution, double fraction);
+
+}  // namespace quantd::core
+
+#endif  // QUANTD_CORE_CALIBRATE_PERCENTILE_H_

@@ -1,0 +1,258 @@
+#include "core/calibrate/range_scaler.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "core/calibrate/encoding_spec.h"
+#include "core/errors.h"
+#include "core/formats/codec.h"
+#include "core/formats/number_format.h"
+#include "core/formats/scale_type.h"
+#include "core/types/encoding.h"
+#include "core/types/float_convert.h"
+
+namespace quantd::core {
+namespace {
+
+constexpr float kSmallestNormal = std::numeric_limits<float>::min();
+constexpr int kFloatMantissaBits = 23;
+constexpr int kE8m0Bias = 127;
+constexpr int kMaxE8m0 = 254;
+
+constexpr FloatLayout kE4m3Layout = {4, 3, 7, FloatSpecials::kNan};
+constexpr double kLargestE4m3 = 448;
+constexpr double kSmallestNormalE4m3 = 0x1p-6;
+constexpr uint8_t kE4m3One = 0x38;
+
+// floor(log2(x)).
+// Requires: x > 0.
+int FloorLog2(double x) {
+  int exponent;
+  std::frexp(x, &exponent);
+  return exponent - 1;
+}
+
+int CeilLog2(double x) {
+  int exponent;
+  return std::frexp(x, &exponent) == 0.5 ? exponent - 1 : exponent;
+}
+
+// To the next value of a 16-bit type: its bits are in the order of its values.
+// Requires: x > 0.
+template <typename ToBits, typename FromBits>
+float RoundUp(float x, ToBits to_bits, FromBits from_bits) {
+  const uint16_t nearest = to_bits(x);
+  return from_bits(from_bits(nearest) < x ? nearest + 1 : nearest);
+}
+
+int DefaultIntegerScaleMax(int value) {
+  constexpr int kDefault = 16;
+  return value == 0 ? kDefault : value;
+}
+
+}  // namespace
+
+double Range::abs_max() const {
+  return std::max(std::fabs(low), std::fabs(high));
+}
+
+RangeScaler::RangeScaler(const EncodingSpec& spec, const Encoding& encoding)
+    : scale_type_(EffectiveScaleType(spec)),
+      mx_scale_rule_(spec.mx_scale_rule),
+      is_symmetric_(EffectiveSymmetry(spec) != Symmetry::kAsymmetric),
+      exclude_zero_(encoding.exclude_zero),
+      power_of_two_scale_(spec.power_of_two_scale),
+      integer_scale_max_(DefaultIntegerScaleMax(spec.integer_scale_max)),
+      qmin_(encoding.qmin),
+      qmax_(encoding.qmax),
+      step_exponent_(FindFormat(encoding.format)->step_exponent) {
+  const FormatInfo& format = *FindFormat(encoding.format);
+  mantissa_bits_ = format.bits - 2;
+  switch (format.kind) {
+    case CodeKind::kInteger:
+      largest_ =
+          EffectiveSymmetry(spec) == Symmetry::kHalfStep && format.is_signed
+              ? qmax_ + 0.5
+              : qmax_;
+      break;
+    case CodeKind::kFloat:
+      largest_ = format.max_value;
+      mantissa_bits_ = format.float_layout.mantissa_bits;
+      break;
+    case CodeKind::kCodebook:
+      largest_ = std::max(std::fabs(double{CodebookOf(encoding).front()}),
+                          std::fabs(double{CodebookOf(encoding).back()}));
+      break;
+  }
+}
+
+Range RangeScaler::Extend(const Range& range) const {
+  if (exclude_zero_ && range.low != range.high) return range;
+  return {std::min(range.low, 0.0), std::max(range.high, 0.0)};
+}
+
+absl::StatusOr<BlockScale> RangeScaler::Scale(int64_t index, const Range& range,
+                                              float outer) const {
+  if (!is_symmetric_) return ScaleAsymmetric(index, range);
+  const double abs_max = range.abs_max();
+  if (scale_type_ == ScaleType::kE8m0) return PowerOfTwo(index, abs_max);
+  if (outer == 0) {
+    const absl::StatusOr<float> scale = RoundScale(index, abs_max / largest_);
+    if (!scale.ok()) return scale.status();
+    return BlockScale{*scale, 0, 0};
+  }
+  const double ratio = abs_max / largest_ / double{outer};
+  if (scale_type_ == ScaleType::kE4m3) {
+    return FromCode(
+        static_cast<uint8_t>(EncodeFloat(
+            kE4m3Layout, std::clamp(ratio, kSmallestNormalE4m3, kLargestE4m3),
+            /*saturate=*/true)),
+        outer);
+  }
+  return FromCode(static_cast<uint8_t>(std::clamp<double>(
+                      std::nearbyint(ratio), 1, integer_scale_max_)),
+                  outer);
+}
+
+absl::StatusOr<BlockScale> RangeScaler::ScaleAsymmetric(
+    int64_t index, const Range& range) const {
+  const bool contains_zero = range.low <= 0 && range.high >= 0;
+  const absl::StatusOr<float> scale =
+      RoundScale(index, (range.high - range.low) / (qmax_ - qmin_));
+  if (!scale.ok()) return scale.status();
+  double zero_point = qmin_ - std::nearbyint(range.low / double{*scale});
+  if (!exclude_zero_ || contains_zero) {
+    zero_point = std::clamp<double>(zero_point, qmin_, qmax_);
+  } else if (!(std::fabs(zero_point) <= kMaxZeroPoint)) {
+    return ZeroPointRangeError(
+        absl::StrCat("zero point ", index, " would be ", zero_point,
+                     ", expected one within +-", kMaxZeroPoint,
+                     "; the range is too far from zero for its width"));
+  }
+  return BlockScale{*scale, static_cast<int32_t>(zero_point), 0};
+}
+
+absl::StatusOr<float> RangeScaler::RoundScale(int64_t index,
+                                              double scale) const {
+  constexpr double kLargest = std::numeric_limits<float>::max();
+  // Written so that NaN and what would round to infinity fail.
+  if (!(scale < kLargest * (1 + 0x1p-25))) {
+    return ScaleOverflowError(index, scale);
+  }
+  float rounded = std::max(static_cast<float>(scale), kSmallestNormal);
+  if (power_of_two_scale_) {
+    rounded = std::ldexp(1.0f, CeilLog2(rounded));
+  }
+  if (scale_type_ == ScaleType::kFloat16) {
+    rounded = RoundUp(rounded, FloatToHalf, HalfToFloat);
+  } else if (scale_type_ == ScaleType::kBfloat16) {
+    rounded = RoundUp(rounded, FloatToBfloat, BfloatToFloat);
+  }
+  if (!std::isfinite(rounded)) return ScaleOverflowError(index, scale);
+  return rounded;
+}
+
+absl::StatusOr<BlockScale> RangeScaler::PowerOfTwo(int64_t index,
+                                                   double abs_max) const {
+  constexpr double kLargest = std::numeric_limits<float>::max();
+  if (!(abs_max < kLargest * (1 + 0x1p-25))) {
+    return ScaleOverflowError(index, abs_max);
+  }
+  const double amax = std::max(static_cast<float>(abs_max),
+                               std::numeric_limits<float>::denorm_min());
+  const int emax = FloorLog2(largest_) + step_exponent_;
+  int exponent = 0;
+  switch (mx_scale_rule_) {
+    case MxScaleRule::kDefault:
+    case MxScaleRule::kFloor:
+      exponent = FloorLog2(amax) - emax;
+      break;
+    case MxScaleRule::kCeil:
+      exponent = CeilLog2(amax) - emax;
+      break;
+    case MxScaleRule::kEven: {
+      // Half a unit of the last mantissa bit that is kept; a carry out of the
+      // mantissa is the next exponent.
+      const double unit =
+          std::ldexp(1.0, FloorLog2(amax) -
+                              std::min(mantissa_bits_, kFloatMantissaBits - 1));
+      exponent = FloorLog2(amax + unit / 2) - emax;
+      break;
+    }
+    case MxScaleRule::kRceil: {
+      // The least e with amax <= largest * 2^(e + step), without a quotient
+      // that might round.
+      const double largest = std::ldexp(largest_, step_exponent_);
+      exponent = FloorLog2(amax) - emax - 1;
+      while (amax > std::ldexp(largest, exponent)) ++exponent;
+      break;
+    }
+  }
+  const int code = std::max(exponent + kE8m0Bias, 0);
+  if (code > kMaxE8m0) {
+    return ScaleOverflowError(index, std::ldexp(1.0, exponent));
+  }
+  return FromCode(static_cast<uint8_t>(code), 0);
+}
+
+BlockScale RangeScaler::FromCode(uint8_t code, float outer) const {
+  double scale = 0;
+  switch (scale_type_) {
+    case ScaleType::kE8m0:
+      scale = std::ldexp(1.0, code - kE8m0Bias + step_exponent_);
+      break;
+    case ScaleType::kE4m3:
+      scale = double{DecodeFloat(kE4m3Layout, code)} * double{outer};
+      break;
+    default:
+      scale = double{outer} * code;
+      break;
+  }
+  return {static_cast<float>(scale), 0, code};
+}
+
+absl::StatusOr<float> RangeScaler::OuterScale(int64_t index,
+                                              double abs_max) const {
+  if (abs_max == 0) return 1.0f;
+  constexpr double kLargest = std::numeric_limits<float>::max();
+  const bool is_e4m3 = scale_type_ == ScaleType::kE4m3;
+  const double largest_code = is_e4m3 ? kLargestE4m3 : integer_scale_max_;
+  const double outer = is_e4m3 ? abs_max / (largest_ * largest_code)
+                               : abs_max / largest_ / largest_code;
+  // The largest scale of the block has to be a float32 as well.
+  if (!(outer * largest_code < kLargest * (1 - 0x1p-20))) {
+    return ScaleOverflowError(index, outer * largest_code);
+  }
+  // So that no scale is below the smallest normal float32.
+  const double least =
+      is_e4m3 ? kSmallestNormal / kSmallestNormalE4m3 : double{kSmallestNormal};
+  return static_cast<float>(std::max(outer, least));
+}
+
+BlockScale RangeScaler::DegenerateScale(float outer, bool outer_is_zero) const {
+  switch (scale_type_) {
+    case ScaleType::kE8m0:
+      return FromCode(0, outer);
+    case ScaleType::kE4m3:
+      return FromCode(outer_is_zero
+                          ? kE4m3One
+                          : static_cast<uint8_t>(EncodeFloat(
+                                kE4m3Layout, kSmallestNormalE4m3, true)),
+                      outer);
+    case ScaleType::kInteger:
+      return FromCode(1, outer);
+    default:
+      return {1, is_symmetric_ ? 0 : std::clamp(0, qmin_, qmax_), 0};
+  }
+}
+
+BlockScale RangeScaler::NanScale() const {
+  return {std::numeric_limits<float>::quiet_NaN(), 0, kE8m0Nan};
+}
+
+}  // namespace quantd::core

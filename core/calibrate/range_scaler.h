@@ -1,0 +1,91 @@
+// From the range of a block to its scale, as it will be stored.
+
+#ifndef QUANTD_CORE_CALIBRATE_RANGE_SCALER_H_
+#define QUANTD_CORE_CALIBRATE_RANGE_SCALER_H_
+
+#include <cstdint>
+
+#include "absl/status/statusor.h"
+#include "core/calibrate/encoding_spec.h"
+#include "core/formats/number_format.h"
+#include "core/formats/scale_type.h"
+#include "core/types/encoding.h"
+
+namespace quantd::core {
+
+struct Range {
+  double low;
+  double high;
+
+  // Of the larger end: all that matters to symmetric specs.
+  double abs_max() const;
+};
+
+struct BlockScale {
+  float scale;
+  int32_t zero_point;
+  // Where the scale type has codes.
+  uint8_t code;
+
+  friend bool operator==(const BlockScale& a, const BlockScale& b) {
+    return a.scale == b.scale && a.zero_point == b.zero_point &&
+           a.code == b.code;
+  }
+};
+
+// The formulas are those of calibrate.h. Immutable, thread-safe.
+class RangeScaler {
+ public:
+  // `encoding` has the format, qmin, qmax, codebook and exclude_zero.
+  // Requires: a valid spec.
+  RangeScaler(const EncodingSpec& spec, const Encoding& encoding);
+
+  bool is_symmetric() const { return is_symmetric_; }
+  bool has_outer_scales() const { return HasOuterScales(scale_type_); }
+
+  // The range as it is taken: with zero, unless the spec leaves it out.
+  Range Extend(const Range& range) const;
+
+  // Of the range. `outer` is the outer scale of the block, or 0 while it is not
+  // known: then the result is the float32 scale before it is split in two.
+  // Requires: a range that is not [0, 0].
+  // Errors: SCALE_OVERFLOW, ZERO_POINT_RANGE, both naming `index`.
+  absl::StatusOr<BlockScale> Scale(int64_t index, const Range& range,
+                                   float outer) const;
+
+  // Of an outer block whose ranges reach up to `abs_max`.
+  // Errors: SCALE_OVERFLOW, naming `index`, one of its scale indices.
+  absl::StatusOr<float> OuterScale(int64_t index, double abs_max) const;
+
+  // Of a block without anything but zeros. `outer_is_zero`: as is its whole
+  // outer block.
+  BlockScale DegenerateScale(float outer, bool outer_is_zero) const;
+
+  // Of a block with an element that is not finite, where that has a code.
+  BlockScale NanScale() const;
+
+ private:
+  absl::StatusOr<BlockScale> ScaleAsymmetric(int64_t index,
+                                             const Range& range) const;
+  absl::StatusOr<float> RoundScale(int64_t index, double scale) const;
+  absl::StatusOr<BlockScale> PowerOfTwo(int64_t index, double abs_max) const;
+  BlockScale FromCode(uint8_t code, float outer) const;
+
+  ScaleType scale_type_;
+  MxScaleRule mx_scale_rule_;
+  bool is_symmetric_;
+  bool exclude_zero_;
+  bool power_of_two_scale_;
+  int integer_scale_max_;
+  int32_t qmin_;
+  int32_t qmax_;
+  // The number that the end of a symmetric range is taken to, in scales.
+  double largest_;
+  int step_exponent_;
+  // Of the numbers, as EVEN rounds to.
+  int mantissa_bits_;
+};
+
+}  // namespace quantd::core
+
+#endif  // QUANTD_CORE_CALIBRATE_RANGE_SCALER_H_

@@ -1,0 +1,73 @@
+// What quantizing costs, from a distribution.
+//
+// x' is the number nearest to x of those that codes stand for, so that with v
+// the nearest below the first boundary b of a bin, and d the steps from one
+// number to the next at the boundaries b within it,
+//
+//   (x' - x)^2 = (x - v)^2 - 2 sum d (x - b)+
+//
+// All but the hinges (x - b)+ is exact from the moments of the bin. The sum of
+// a hinge over elements of known count, mean, variance and support has sharp
+// bounds (De Vylder and Goovaerts, 1982, for stop-loss premiums).
+
+#ifndef QUANTD_CORE_CALIBRATE_SQUARED_ERROR_H_
+#define QUANTD_CORE_CALIBRATE_SQUARED_ERROR_H_
+
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "core/calibrate/distribution.h"
+#include "core/types/encoding.h"
+
+namespace quantd::core {
+
+// The numbers that the codes of an encoding stand for, before scale and zero
+// point. Immutable, thread-safe.
+struct CodeNumbers {
+  // Requires: a valid format, qmin and qmax, and codebook.
+  explicit CodeNumbers(const Encoding& encoding);
+
+  // Integers: all of qmin to qmax. Otherwise empty and the rest is used.
+  bool is_integer;
+  int32_t qmin;
+  int32_t qmax;
+  // Ascending.
+  std::vector<double> levels;
+  // [levels - 1] halfway between them.
+  std::vector<double> middles;
+  // What lies beyond is clipped.
+  double clip_low = 0;
+  double clip_high = 0;
+  // Magnitudes from here on become infinity or NaN.
+  double overflow = std::numeric_limits<double>::infinity();
+
+  double lowest() const { return is_integer ? qmin : levels.front(); }
+  double highest() const { return is_integer ? qmax : levels.back(); }
+};
+
+// A sum of (x' - x)^2, and what it certainly lies between if arithmetic were
+// exact.
+struct SquaredError {
+  double low = 0;
+  // Elements of a bin spread uniformly with its mean and variance.
+  double estimate = 0;
+  double high = 0;
+};
+
+// Sums over a distribution, under one scale and zero point (0 unless integer).
+// Stops once the estimate is past `limit`. `by_runs` sums bins between two
+// boundaries at once, at the cost of SquaredDistance's rounding.
+SquaredError SumSquaredError(const CodeNumbers& numbers, double scale,
+                             int32_t zero_point,
+                             const Distribution& distribution, bool by_runs,
+                             double limit);
+
+// The estimate of the part of that sum that clipped elements have.
+double ClippedSquaredError(const CodeNumbers& numbers, double scale,
+                           int32_t zero_point,
+                           const Distribution& distribution);
+
+}  // namespace quantd::core
+
+#endif  // QUANTD_CORE_CALIBRATE_SQUARED_ERROR_H_
