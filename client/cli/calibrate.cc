@@ -1,5 +1,6 @@
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -9,6 +10,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "client/cli/commands.h"
+#include "client/cli/message_json.h"
 #include "client/cli/progress.h"
 #include "client/cli/session.h"
 #include "client/cli/table.h"
@@ -26,21 +28,56 @@ struct Options {
   SpecOptions spec;
   TensorFilter filter;
   bool store = true;
+  // Of a contribution; empty for none.
+  std::string source;
+  uint64_t sequence = 0;
+  uint32_t mantissa_bits = 0;
+  std::optional<double> averaging_constant;
+
+  // Contributions stand for themselves unless a spec was asked for.
+  bool HasSpec() const {
+    return store && (source.empty() || spec.IsGiven() || !spec.specs.empty());
+  }
 };
 
-Json StatisticsJson(const v1::TensorStatistics& statistics) {
-  return {{"count", statistics.count()},
-          {"min", statistics.min()},
-          {"max", statistics.max()},
-          {"nan_count", statistics.nan_count()},
-          {"positive_infinity_count", statistics.positive_infinity_count()},
-          {"negative_infinity_count", statistics.negative_infinity_count()},
-          {"zero_count", statistics.zero_count()}};
+// What --granularity means for the statistics of a contribution.
+v1::Contribution MakeContribution(const Options& options,
+                                  const Granularity& granularity) {
+  v1::Contribution contribution;
+  contribution.set_source(options.source);
+  contribution.set_sequence(options.sequence);
+  contribution.set_mantissa_bits(options.mantissa_bits);
+  if (options.averaging_constant.has_value()) {
+    contribution.set_averaging_constant(*options.averaging_constant);
+  }
+  switch (granularity.kind) {
+    case Granularity::Kind::kDefault:
+    case Granularity::Kind::kPerTensor:
+      break;
+    case Granularity::Kind::kPerChannel:
+      contribution.mutable_granularity()->set_axis(
+          static_cast<int32_t>(granularity.axis));
+      break;
+    case Granularity::Kind::kGroup:
+      contribution.mutable_granularity()->set_axis(-1);
+      contribution.mutable_granularity()->set_group_size(granularity.group);
+      break;
+    case Granularity::Kind::kBlockSize:
+      for (const int64_t size : granularity.block_size) {
+        contribution.add_block_size(size);
+      }
+  }
+  return contribution;
 }
 
 void Run(const Options& options, Session* session) {
-  const absl::StatusOr<SpecTemplate> spec = options.spec.Parse();
-  if (!spec.ok()) return session->FailUsage(spec.status());
+  const absl::StatusOr<SpecSet> specs = options.spec.ParseSet();
+  if (!specs.ok()) return session->FailUsage(specs.status());
+  const bool has_spec = options.HasSpec();
+  const bool contributes = !options.source.empty();
+  const absl::StatusOr<Granularity> granularity =
+      options.spec.ParseGranularityOptions();
+  if (!granularity.ok()) return session->FailUsage(granularity.status());
   const absl::StatusOr<std::unique_ptr<Client>> client = session->Connect();
   if (!client.ok()) return session->FailUsage(client.status());
   const absl::StatusOr<TensorInput> input = TensorInput::Open(options.input);
@@ -55,7 +92,11 @@ void Run(const Options& options, Session* session) {
   table.AddColumn("ZEROS", Table::Align::kRight);
   table.AddColumn("NAN", Table::Align::kRight);
   table.AddColumn("INF", Table::Align::kRight);
-  if (options.store) {
+  if (contributes) {
+    table.AddColumn("SEQUENCE", Table::Align::kRight);
+    table.AddColumn("COUNTED", Table::Align::kLeft);
+  }
+  if (has_spec) {
     table.AddColumn("SCALES", Table::Align::kRight);
     table.AddColumn("ETAG", Table::Align::kLeft);
   }
@@ -74,7 +115,8 @@ void Run(const Options& options, Session* session) {
   uint64_t total_bytes = 0;
   for (const files::FileTensor& tensor : input->tensors()) {
     if (!options.filter.Takes(tensor)) continue;
-    const absl::Status status = spec->SpecOf(tensor.shape).status();
+    const absl::Status status =
+        specs->For(tensor.name).SpecOf(tensor.shape).status();
     if (!status.ok()) {
       fail(tensor, status);
       continue;
@@ -91,7 +133,12 @@ void Run(const Options& options, Session* session) {
         [&](const files::FileTensor& tensor) {
           CalibrateJob job;
           job.tensor = MakeTensor(tensor, options.name.NameOf(tensor.name));
-          if (options.store) job.spec = *spec->SpecOf(tensor.shape);
+          if (has_spec) {
+            job.spec = *specs->For(tensor.name).SpecOf(tensor.shape);
+          }
+          if (contributes) {
+            job.contribution = MakeContribution(options, *granularity);
+          }
           return job;
         },
         [&](const files::FileTensor& tensor,
@@ -117,6 +164,16 @@ void Run(const Options& options, Session* session) {
               CountText(statistics.nan_count()),
               CountText(statistics.positive_infinity_count() +
                         statistics.negative_infinity_count())};
+          if (contributes) {
+            const v1::ContributionResult& counted = result->contribution();
+            json["contribution"] = {{"sequence", counted.sequence()},
+                                    {"duplicate", counted.duplicate()}};
+            row.push_back(CountText(counted.sequence()));
+            row.push_back(counted.duplicate() ? "before" : "now");
+          }
+          if (result->has_prediction()) {
+            json["prediction"] = PredictionJson(result->prediction());
+          }
           if (result->has_stored_encoding()) {
             const v1::StoredEncoding& stored = result->stored_encoding();
             const int scale_count = stored.encoding().scale_size();
@@ -153,17 +210,48 @@ void Run(const Options& options, Session* session) {
 void AddCalibrateCommand(CLI::App* app, Session* session) {
   CLI::App* const command = app->add_subcommand(
       "calibrate",
-      "Compute the encodings of a file's tensors and keep them on the server");
+      "Compute the encodings of a file's tensors, or add to the statistics "
+      "that "
+      "encodings are computed from later, and keep them on the server");
   const auto options = std::make_shared<Options>();
   command->add_option("file", options->input, "safetensors or .npy file")
       ->required()
       ->type_name("FILE");
   options->name.AddOptions(command, /*required=*/false);
-  options->spec.AddOptions(command);
+  options->spec.AddOptionsWithPatterns(command);
   options->filter.AddOptions(command);
   command->add_flag("--store,!--no-store", options->store,
                     "Keep the encodings (the default); --no-store only shows "
                     "the statistics");
+  CLI::Option* const source =
+      command
+          ->add_option("--source", options->source,
+                       "Add the tensors to the statistics that the server "
+                       "keeps, as this source, e.g. rank-3; --granularity is "
+                       "then that of the statistics, and encodings are "
+                       "computed only if a spec is given")
+          ->type_name("NAME");
+  CLI::Option* const sequence =
+      command
+          ->add_option("--sequence", options->sequence,
+                       "Number of this contribution of the source, from 1 on; "
+                       "one that is not larger than the last is not counted "
+                       "again")
+          ->type_name("N")
+          ->needs(source);
+  source->needs(sequence);
+  command
+      ->add_option("--mantissa-bits", options->mantissa_bits,
+                   "Precision of the statistics, 2 to 10; default 7 per "
+                   "tensor, 5 up to 256 scales, otherwise 3")
+      ->type_name("N")
+      ->needs(source);
+  command
+      ->add_option("--averaging-constant", options->averaging_constant,
+                   "Weight of a contribution in the moving average; default "
+                   "0.01")
+      ->type_name("WEIGHT")
+      ->needs(source);
   command->callback([options, session] {
     if (options->name.model.empty()) {
       options->name.model = FileStem(options->input);

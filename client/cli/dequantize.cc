@@ -95,8 +95,9 @@ class Dequantizer {
           ReadQuantized(input, options_.input, std::string(name), value);
       if (!tensor.ok()) return tensor.status();
       consumed_.insert(tensor->name);
-      consumed_.insert(absl::StrCat(tensor->name, kScaleSuffix));
-      consumed_.insert(absl::StrCat(tensor->name, kZeroPointSuffix));
+      for (const absl::string_view suffix : kSuffixes) {
+        consumed_.insert(absl::StrCat(tensor->name, suffix));
+      }
       tensors_.push_back(*std::move(tensor));
     }
     if (tensors_.empty()) {
@@ -228,7 +229,7 @@ class Dequantizer {
   Session& session_;
   std::unique_ptr<Client> client_;
   std::vector<QuantizedTensor> tensors_;
-  // Names of codes, scales and zero points: not copied.
+  // Names of codes and what lies beside them: not copied.
   absl::flat_hash_set<std::string> consumed_;
   std::vector<Outcome> outcomes_;
 };

@@ -3,6 +3,7 @@
 #include <iterator>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "CLI/CLI.hpp"
@@ -10,10 +11,14 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "client/cli/commands.h"
+#include "client/cli/message_json.h"
+#include "client/cli/progress.h"
 #include "client/cli/session.h"
+#include "client/cli/spec_syntax.h"
 #include "client/cli/table.h"
 #include "client/cli/tensor_input.h"
 #include "client/cpp/client.h"
+#include "client/cpp/errors.h"
 #include "client/files/errors.h"
 #include "google/protobuf/util/json_util.h"
 
@@ -25,26 +30,9 @@ struct Options {
   std::string tensor;
   std::string file = "-";
   std::string if_match;
+  SpecOptions spec;
+  bool dry_run = false;
 };
-
-// The protobuf JSON of a message, which any client can read back.
-Json MessageJson(const google::protobuf::Message& message) {
-  google::protobuf::util::JsonPrintOptions options;
-  options.preserve_proto_field_names = true;
-  std::string text;
-  // It fails only for Any of an unknown type, of which there is none.
-  static_cast<void>(
-      google::protobuf::util::MessageToJsonString(message, &text, options));
-  return Json::parse(text, nullptr, /*allow_exceptions=*/false);
-}
-
-// Connects; null when that was reported.
-std::unique_ptr<Client> Connect(Session* session) {
-  absl::StatusOr<std::unique_ptr<Client>> client = session->Connect();
-  if (client.ok()) return *std::move(client);
-  session->FailUsage(client.status());
-  return nullptr;
-}
 
 void PrintStored(const v1::StoredEncoding& stored, const char* verb,
                  Session* session) {
@@ -58,7 +46,7 @@ void PrintStored(const v1::StoredEncoding& stored, const char* verb,
 }
 
 void List(const Options& options, Session* session) {
-  const std::unique_ptr<Client> client = Connect(session);
+  const std::unique_ptr<Client> client = session->ConnectOrFail();
   if (client == nullptr) return;
   const absl::StatusOr<std::vector<v1::StoredEncoding>> encodings =
       client->ListEncodings(options.name.model, options.name.revision);
@@ -87,7 +75,7 @@ void List(const Options& options, Session* session) {
 }
 
 void Get(const Options& options, Session* session) {
-  const std::unique_ptr<Client> client = Connect(session);
+  const std::unique_ptr<Client> client = session->ConnectOrFail();
   if (client == nullptr) return;
   const absl::StatusOr<v1::StoredEncoding> stored =
       client->GetEncoding(options.name.NameOf(options.tensor));
@@ -128,7 +116,7 @@ absl::StatusOr<Encoding> ReadEncoding(const std::string& path) {
 void Put(const Options& options, Session* session) {
   const absl::StatusOr<Encoding> encoding = ReadEncoding(options.file);
   if (!encoding.ok()) return session->Fail(encoding.status());
-  const std::unique_ptr<Client> client = Connect(session);
+  const std::unique_ptr<Client> client = session->ConnectOrFail();
   if (client == nullptr) return;
   const absl::StatusOr<v1::StoredEncoding> stored = client->PutEncoding(
       options.name.NameOf(options.tensor), *encoding, options.if_match);
@@ -137,7 +125,7 @@ void Put(const Options& options, Session* session) {
 }
 
 void Delete(const Options& options, Session* session) {
-  const std::unique_ptr<Client> client = Connect(session);
+  const std::unique_ptr<Client> client = session->ConnectOrFail();
   if (client == nullptr) return;
   const absl::Status status = client->DeleteEncoding(
       options.name.NameOf(options.tensor), options.if_match);
@@ -149,11 +137,97 @@ void Delete(const Options& options, Session* session) {
   }
 }
 
+absl::StatusOr<v1::ComputeEncodingsRequest> MakeComputeRequest(
+    const Options& options) {
+  const absl::StatusOr<SpecSet> specs = options.spec.ParseSet();
+  if (!specs.ok()) return specs.status();
+  v1::ComputeEncodingsRequest request;
+  request.set_model(options.name.model);
+  request.set_revision(options.name.revision);
+  request.set_dry_run(options.dry_run);
+  if (specs->has_base) {
+    const absl::StatusOr<EncodingSpec> base = specs->base.SpecOfAny();
+    if (!base.ok()) return base.status();
+    *request.mutable_default_spec() = *base;
+  }
+  for (const SpecSet::Override& entry : specs->overrides) {
+    const absl::StatusOr<EncodingSpec> spec = entry.spec.SpecOfAny();
+    if (!spec.ok()) return spec.status();
+    v1::SpecOverride* const added = request.add_overrides();
+    added->set_pattern(entry.pattern);
+    *added->mutable_spec() = *spec;
+  }
+  return request;
+}
+
+void Compute(const Options& options, Session* session) {
+  const absl::StatusOr<v1::ComputeEncodingsRequest> request =
+      MakeComputeRequest(options);
+  if (!request.ok()) return session->FailUsage(request.status());
+  const std::unique_ptr<Client> client = session->ConnectOrFail();
+  if (client == nullptr) return;
+  Json list = Json::array();
+  std::vector<std::string> errors;
+  Table table;
+  table.AddColumn("TENSOR", Table::Align::kLeft);
+  table.AddColumn("FORMAT", Table::Align::kLeft);
+  table.AddColumn("SCALES", Table::Align::kRight);
+  table.AddColumn("SQNR DB", Table::Align::kRight);
+  table.AddColumn("AT LEAST", Table::Align::kRight);
+  if (!options.dry_run) table.AddColumn("ETAG", Table::Align::kLeft);
+  absl::Status status;
+  {
+    Progress progress(Progress::Unit::kTensors, !session->quiet);
+    status = client->ComputeEncodings(
+        *request, [&](const v1::ComputeEncodingsResponse& response) {
+          const std::string& name = response.name().tensor();
+          progress.Set(response.done_count(), response.total_count(), name);
+          Json json = {{"name", name}};
+          if (response.has_error()) {
+            const absl::Status error = FromTensorError(response.error());
+            json["error"] = ErrorJson(error);
+            errors.push_back(
+                absl::StrCat("quantctl: tensor ", name, ": ", error.message()));
+            table.AddRow({Printable(name), "failed"});
+          } else {
+            const v1::StoredEncoding& stored = response.stored_encoding();
+            const int scale_count = stored.encoding().scale_size();
+            json["format"] = FormatName(stored.encoding().format());
+            json["scale_count"] = scale_count;
+            if (!options.dry_run) {
+              json["etag"] = stored.etag();
+              json["generation"] = stored.generation();
+            }
+            json["prediction"] = PredictionJson(response.prediction());
+            table.AddRow({Printable(name),
+                          FormatName(stored.encoding().format()),
+                          CountText(static_cast<uint64_t>(scale_count)),
+                          DecibelText(response.prediction().sqnr_db()),
+                          DecibelText(response.prediction().sqnr_db_low()),
+                          Printable(stored.etag())});
+          }
+          list.push_back(std::move(json));
+          return true;
+        });
+  }
+  if (!status.ok()) return session->Fail(status);
+  if (!errors.empty()) session->Note(kServerError);
+  if (session->json) {
+    return session->PrintJson({{"model", options.name.model},
+                               {"revision", options.name.revision},
+                               {"dry_run", options.dry_run},
+                               {"tensors", list}});
+  }
+  session->Print(table.empty() ? "no tensors\n"
+                               : table.Render(StdoutHasStyle()));
+  for (const std::string& error : errors) session->PrintError(error);
+}
+
 }  // namespace
 
 void AddEncodingsCommand(CLI::App* app, Session* session) {
   CLI::App* const command = app->add_subcommand(
-      "encodings", "List, get, put and delete the encodings of a model");
+      "encodings", "List, get, put, delete and compute a model's encodings");
   command->require_subcommand(1);
   const auto options = std::make_shared<Options>();
   const auto add = [&](const char* name, const char* text,
@@ -169,6 +243,12 @@ void AddEncodingsCommand(CLI::App* app, Session* session) {
         ->type_name("TENSOR");
   };
   add("list", "List the encodings of a revision", &List);
+  CLI::App* const compute =
+      add("compute", "Compute encodings from stored statistics and store them",
+          &Compute);
+  options->spec.AddOptionsWithPatterns(compute);
+  compute->add_flag("--dry-run", options->dry_run,
+                    "Show what to expect and store nothing");
   add_tensor(add("get", "Print one encoding as JSON", &Get));
   CLI::App* const put =
       add("put", "Store one encoding, as `get` prints it", &Put);

@@ -1,10 +1,12 @@
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "CLI/CLI.hpp"
+#include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
@@ -16,6 +18,7 @@
 #include "client/cli/tensor_input.h"
 #include "client/cli/tensor_loop.h"
 #include "client/cpp/client.h"
+#include "client/cpp/errors.h"
 #include "client/files/safetensors.h"
 
 namespace quantd::cli {
@@ -27,31 +30,48 @@ struct Options {
   SpecOptions spec;
   TensorFilter filter;
   std::vector<std::string> candidates;
+  bool with_distribution = false;
+  // A file to compare with; empty for candidates.
+  std::string reference;
 };
 
-Json MetricsJson(const v1::CandidateMetrics& candidate) {
-  const v1::ErrorMetrics& metrics = candidate.overall();
-  return {{"label", candidate.label()},
-          {"sqnr_db", metrics.sqnr_db()},
-          {"max_absolute_error", metrics.max_absolute_error()},
-          {"mean_absolute_error", metrics.mean_absolute_error()},
-          {"mean_squared_error", metrics.mean_squared_error()},
-          {"max_relative_error", metrics.max_relative_error()},
-          {"mean_relative_error", metrics.mean_relative_error()},
-          {"cosine_similarity", metrics.cosine_similarity()},
-          {"count", metrics.count()},
-          {"non_finite_count", metrics.non_finite_count()},
-          {"clipped_low_count", metrics.clipped_low_count()},
-          {"clipped_high_count", metrics.clipped_high_count()},
-          {"zero_flushed_count", metrics.zero_flushed_count()}};
+// With a label unless that is empty.
+Json MetricsJson(const std::string& label, const v1::ErrorMetrics& metrics) {
+  Json json = Json::object();
+  if (!label.empty()) json["label"] = label;
+  json.update(Json{{"sqnr_db", metrics.sqnr_db()},
+                   {"max_absolute_error", metrics.max_absolute_error()},
+                   {"mean_absolute_error", metrics.mean_absolute_error()},
+                   {"mean_squared_error", metrics.mean_squared_error()},
+                   {"max_relative_error", metrics.max_relative_error()},
+                   {"mean_relative_error", metrics.mean_relative_error()},
+                   {"cosine_similarity", metrics.cosine_similarity()},
+                   {"count", metrics.count()},
+                   {"non_finite_count", metrics.non_finite_count()},
+                   {"clipped_low_count", metrics.clipped_low_count()},
+                   {"clipped_high_count", metrics.clipped_high_count()},
+                   {"zero_flushed_count", metrics.zero_flushed_count()}});
+  if (metrics.has_kl_divergence()) {
+    const v1::ErrorHistogram& histogram = metrics.error_histogram();
+    json["kl_divergence"] = metrics.kl_divergence();
+    json["error_histogram"] = {
+        {"zero_count", histogram.zero_count()},
+        {"first_exponent", histogram.first_exponent()},
+        {"count", std::vector<uint64_t>(histogram.count().begin(),
+                                        histogram.count().end())}};
+  }
+  return json;
 }
 
 // The candidates of the command line, or the one of --format and the like.
 absl::StatusOr<std::vector<Candidate>> ParseCandidates(const Options& options) {
   std::vector<Candidate> candidates;
+  if (!options.reference.empty()) return candidates;
   for (const std::string& text : options.candidates) {
     absl::StatusOr<Candidate> candidate = ParseCandidate(text);
     if (!candidate.ok()) return candidate.status();
+    const absl::Status status = options.spec.AddCodebook(&candidate->spec);
+    if (!status.ok()) return status;
     candidates.push_back(*std::move(candidate));
   }
   if (!candidates.empty()) return candidates;
@@ -59,10 +79,15 @@ absl::StatusOr<std::vector<Candidate>> ParseCandidates(const Options& options) {
   if (!spec.ok()) return spec.status();
   Candidate candidate;
   candidate.spec = *spec;
-  candidate.label =
-      absl::StrCat(options.spec.format, ":",
-                   options.spec.block_size.empty() ? options.spec.granularity
-                                                   : options.spec.block_size);
+  candidate.label = options.spec.format;
+  if (!options.spec.block_size.empty()) {
+    absl::StrAppend(&candidate.label, ":", options.spec.block_size);
+  } else if (options.spec.granularity != "default") {
+    absl::StrAppend(&candidate.label, ":", options.spec.granularity);
+  }
+  if (options.spec.method != "minmax") {
+    absl::StrAppend(&candidate.label, ":", options.spec.method);
+  }
   candidates.push_back(std::move(candidate));
   return candidates;
 }
@@ -72,6 +97,7 @@ absl::StatusOr<EvaluateJob> MakeJob(const Options& options,
                                     const files::FileTensor& tensor) {
   EvaluateJob job;
   job.tensor = MakeTensor(tensor, options.name.NameOf(tensor.name));
+  job.with_distribution = options.with_distribution;
   for (const Candidate& candidate : candidates) {
     if (candidate.is_stored) {
       job.candidates.push_back({v1::EncodingReference(), candidate.label});
@@ -85,6 +111,22 @@ absl::StatusOr<EvaluateJob> MakeJob(const Options& options,
   return job;
 }
 
+// Whether the reference has the tensor as it is here.
+absl::Status CheckReference(const TensorInput& reference,
+                            const files::FileTensor& tensor) {
+  const files::FileTensor* const found = reference.Find(tensor.name);
+  if (found == nullptr) {
+    return ArgumentInvalidError("the reference has no such tensor");
+  }
+  if (found->dtype != tensor.dtype || found->shape != tensor.shape) {
+    return ArgumentInvalidError(
+        absl::StrCat("expected ", DtypeName(found->dtype), " ",
+                     ShapeText(found->shape), " as in the reference, got ",
+                     DtypeName(tensor.dtype), " ", ShapeText(tensor.shape)));
+  }
+  return absl::OkStatus();
+}
+
 void Run(const Options& options, Session* session) {
   const absl::StatusOr<std::vector<Candidate>> candidates =
       ParseCandidates(options);
@@ -94,15 +136,36 @@ void Run(const Options& options, Session* session) {
   const absl::StatusOr<TensorInput> input = TensorInput::Open(options.input);
   if (!input.ok()) return session->Fail(input.status());
 
+  std::optional<TensorInput> reference;
+  const bool compares = !options.reference.empty();
+  if (compares) {
+    absl::StatusOr<TensorInput> opened = TensorInput::Open(options.reference);
+    if (!opened.ok()) return session->Fail(opened.status());
+    reference.emplace(*std::move(opened));
+  }
+
   Json list = Json::array();
   Table table;
   table.AddColumn("TENSOR", Table::Align::kLeft);
   table.AddColumn("SHAPE", Table::Align::kLeft);
   table.AddColumn("DTYPE", Table::Align::kLeft);
-  for (const Candidate& candidate : *candidates) {
-    table.AddColumn(absl::StrCat(candidate.label, " DB"), Table::Align::kRight);
+  const auto add_columns = [&](const std::string& label) {
+    table.AddColumn(absl::StrCat(label, " DB"), Table::Align::kRight);
     table.AddColumn("MAX ERROR", Table::Align::kRight);
-  }
+    if (options.with_distribution) {
+      table.AddColumn("KL", Table::Align::kRight);
+    }
+  };
+  for (const Candidate& candidate : *candidates) add_columns(candidate.label);
+  if (compares) add_columns("SQNR");
+  const auto add_cells = [&](const v1::ErrorMetrics& metrics,
+                             std::vector<std::string>* row) {
+    row->push_back(DecibelText(metrics.sqnr_db()));
+    row->push_back(NumberText(metrics.max_absolute_error()));
+    if (options.with_distribution) {
+      row->push_back(NumberText(metrics.kl_divergence()));
+    }
+  };
   std::vector<std::string> errors;
   const auto fail = [&](const files::FileTensor& tensor,
                         const absl::Status& status) {
@@ -120,7 +183,8 @@ void Run(const Options& options, Session* session) {
   uint64_t total_bytes = 0;
   for (const files::FileTensor& tensor : input->tensors()) {
     if (!options.filter.Takes(tensor)) continue;
-    const absl::Status status = MakeJob(options, *candidates, tensor).status();
+    absl::Status status = MakeJob(options, *candidates, tensor).status();
+    if (status.ok() && compares) status = CheckReference(*reference, tensor);
     if (!status.ok()) {
       fail(tensor, status);
       continue;
@@ -129,17 +193,29 @@ void Run(const Options& options, Session* session) {
     total_bytes += tensor.data.size();
   }
   absl::Status fatal;
+  // Of a comparison; each stays until its tensor is answered.
+  absl::flat_hash_map<std::string, std::vector<uint8_t>> pairs;
   {
     Progress progress(total_bytes, !session->quiet);
     const std::unique_ptr<EvaluateStream> stream = (*client)->OpenEvaluate();
     ForEachTensor(
         stream.get(), selected,
         [&](const files::FileTensor& tensor) {
-          return *MakeJob(options, *candidates, tensor);
+          EvaluateJob job = *MakeJob(options, *candidates, tensor);
+          if (compares) {
+            std::vector<uint8_t>& data = pairs[tensor.name];
+            data = InterleavePairs(job.tensor.element_type,
+                                   reference->Find(tensor.name)->data,
+                                   tensor.data);
+            job.comparison = true;
+            job.tensor.data = data;
+          }
+          return job;
         },
         [&](const files::FileTensor& tensor,
             const absl::StatusOr<EvaluateResult>& result) {
           progress.Add(tensor.data.size(), tensor.name);
+          pairs.erase(tensor.name);
           if (!result.ok()) {
             if (ExitCodeOf(result.status()) == kUnreachable) {
               fatal = result.status();
@@ -152,14 +228,20 @@ void Run(const Options& options, Session* session) {
                                           ShapeText(tensor.shape),
                                           std::string(DtypeName(tensor.dtype))};
           for (const v1::CandidateMetrics& candidate : result->candidates()) {
-            metrics.push_back(MetricsJson(candidate));
-            row.push_back(DecibelText(candidate.overall().sqnr_db()));
-            row.push_back(NumberText(candidate.overall().max_absolute_error()));
+            metrics.push_back(
+                MetricsJson(candidate.label(), candidate.overall()));
+            add_cells(candidate.overall(), &row);
           }
-          list.push_back({{"name", tensor.name},
-                          {"shape", tensor.shape},
-                          {"dtype", std::string(DtypeName(tensor.dtype))},
-                          {"candidates", std::move(metrics)}});
+          Json json = {{"name", tensor.name},
+                       {"shape", tensor.shape},
+                       {"dtype", std::string(DtypeName(tensor.dtype))}};
+          if (compares) {
+            json["comparison"] = MetricsJson("", result->comparison());
+            add_cells(result->comparison(), &row);
+          } else {
+            json["candidates"] = std::move(metrics);
+          }
+          list.push_back(std::move(json));
           table.AddRow(std::move(row));
           return true;
         });
@@ -182,18 +264,27 @@ void Run(const Options& options, Session* session) {
 void AddEvaluateCommand(CLI::App* app, Session* session) {
   CLI::App* const command = app->add_subcommand(
       "evaluate",
-      "Measure the error of candidate encodings on a file's tensors");
+      "Measure the error of candidate encodings on a file's tensors, or of "
+      "the file against another one");
   const auto options = std::make_shared<Options>();
   command->add_option("file", options->input, "safetensors or .npy file")
       ->required()
       ->type_name("FILE");
   command
       ->add_option("--candidate", options->candidates,
-                   "FORMAT[:GRANULARITY][:SYMMETRY], e.g. int4:group:32, or "
-                   "stored for the server's own; may be repeated. Default: "
-                   "the one of --format, --granularity, --symmetry")
+                   "A spec such as int4:group:32:mse (see quantctl --help), "
+                   "or stored for the server's own encoding; may be repeated. "
+                   "Default: the one of --format and the like")
       ->allow_extra_args(false)
       ->type_name("CANDIDATE");
+  command->add_flag("--distribution", options->with_distribution,
+                    "Kullback-Leibler divergence and, with --json, a histogram "
+                    "of errors as well");
+  command
+      ->add_option("--reference", options->reference,
+                   "Compare the tensors with those of this file instead, which "
+                   "are taken to be exact")
+      ->type_name("FILE");
   options->name.AddOptions(command, /*required=*/false);
   options->spec.AddOptions(command);
   options->filter.AddOptions(command);

@@ -31,7 +31,13 @@ bool StderrIsTerminal() {
 }  // namespace
 
 Progress::Progress(uint64_t total_bytes, bool enabled)
-    : total_bytes_(total_bytes),
+    : Progress(Unit::kBytes, enabled) {
+  total_ = total_bytes;
+}
+
+Progress::Progress(Unit unit, bool enabled)
+    : unit_(unit),
+      total_(0),
       enabled_(enabled && StderrIsTerminal()),
       start_(absl::Now()),
       last_drawn_(start_) {}
@@ -41,24 +47,40 @@ Progress::~Progress() {
 }
 
 void Progress::Add(uint64_t bytes, absl::string_view what) {
-  done_bytes_ += bytes;
+  done_ += bytes;
+  Draw(what);
+}
+
+void Progress::Set(uint64_t done, uint64_t total, absl::string_view what) {
+  done_ = done;
+  total_ = total;
+  Draw(what);
+}
+
+void Progress::Draw(absl::string_view what) {
   if (!enabled_) return;
   const absl::Time now = absl::Now();
   if (now - last_drawn_ < kInterval) return;
   last_drawn_ = now;
-  const double share =
-      total_bytes_ == 0 ? 1.0
-                        : std::min(1.0, static_cast<double>(done_bytes_) /
-                                            static_cast<double>(total_bytes_));
+  const double share = total_ == 0
+                           ? 1.0
+                           : std::min(1.0, static_cast<double>(done_) /
+                                               static_cast<double>(total_));
   const size_t filled = static_cast<size_t>(share * kBarWidth);
   const std::string bar =
       std::string(filled, '#') + std::string(kBarWidth - filled, '-');
-  const double rate = static_cast<double>(done_bytes_) / 1e9 /
-                      absl::ToDoubleSeconds(now - start_);
   const std::string name = Printable(what.substr(0, kNameBytes));
-  const std::string line = absl::StrFormat(
-      "\r[%s] %3.0f%%  %s of %s  %.2f GB/s  %s\x1b[K", bar, share * 100,
-      BytesText(done_bytes_), BytesText(total_bytes_), rate, name);
+  std::string amount;
+  if (unit_ == Unit::kBytes) {
+    const double rate =
+        static_cast<double>(done_) / 1e9 / absl::ToDoubleSeconds(now - start_);
+    amount = absl::StrFormat("%s of %s  %.2f GB/s", BytesText(done_),
+                             BytesText(total_), rate);
+  } else {
+    amount = absl::StrFormat("%d of %d tensors", done_, total_);
+  }
+  const std::string line = absl::StrFormat("\r[%s] %3.0f%%  %s  %s\x1b[K", bar,
+                                           share * 100, amount, name);
   std::fputs(line.c_str(), stderr);
 }
 

@@ -15,8 +15,12 @@ namespace quantd::cli {
 // thread-safe.
 class Progress {
  public:
+  enum class Unit { kBytes, kTensors };
+
   // `enabled` false draws nothing in any case.
   Progress(uint64_t total_bytes, bool enabled);
+  // The total comes with Set.
+  Progress(Unit unit, bool enabled);
   // Removes the bar.
   ~Progress();
   Progress(const Progress&) = delete;
@@ -24,13 +28,18 @@ class Progress {
 
   // Notes that `bytes` more are done; `what` is shown beside the bar.
   void Add(uint64_t bytes, absl::string_view what);
+  // Notes that `done` of `total` are done.
+  void Set(uint64_t done, uint64_t total, absl::string_view what);
 
  private:
-  const uint64_t total_bytes_;
+  void Draw(absl::string_view what);
+
+  const Unit unit_;
+  uint64_t total_;
   const bool enabled_;
   const absl::Time start_;
   absl::Time last_drawn_;
-  uint64_t done_bytes_ = 0;
+  uint64_t done_ = 0;
 };
 
 }  // namespace quantd::cli

@@ -10,6 +10,17 @@ namespace quantd::cli {
 namespace {
 
 constexpr char kFooter[] =
+    "Specs:\n"
+    "  FORMAT[:GRANULARITY][:SYMMETRY][:METHOD[=PARAMETER]][:OPTION...]\n"
+    "    int8:per-channel:mse        one scale per channel, least squared "
+    "error\n"
+    "    uint8:percentile=0.999      all but a thousandth of the elements\n"
+    "    int4:group:32:asymmetric    groups of 32 along the last axis\n"
+    "    int8:best-of=mse,percentile the better of the two\n"
+    "    mxfp4_e2m1:rule=even        blocks of 32 under E8M0 scales\n"
+    "    float8_e4m3fn:scale=float16:power-of-two\n"
+    "  Formats and methods: quantctl quantize --help.\n"
+    "\n"
     "Exit codes:\n"
     "  0  success\n"
     "  1  the server or at least one tensor reported an error\n"
@@ -57,6 +68,8 @@ int RunQuantctl(int argc, const char* const* argv) {
   AddCalibrateCommand(&app, &session);
   AddEvaluateCommand(&app, &session);
   AddEncodingsCommand(&app, &session);
+  AddSweepCommand(&app, &session);
+  AddStatisticsCommand(&app, &session);
   AddModelsCommand(&app, &session);
   AddHealthCommand(&app, &session);
   AddBenchCommand(&app, &session);

@@ -1,6 +1,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -10,6 +11,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "client/cli/commands.h"
 #include "client/cli/progress.h"
 #include "client/cli/quantized_tensor.h"
@@ -39,6 +41,8 @@ struct Outcome {
   // A tensor that failed is copied, like one that was not selected.
   absl::Status status;
   bool is_quantized = false;
+  // Of the codes; an encoding may have turned to the unsigned format.
+  std::string format;
   uint64_t output_bytes = 0;
   v1::QuantizeSummary summary;
   std::optional<v1::ErrorMetrics> metrics;
@@ -51,9 +55,9 @@ class Quantizer {
       : options_(options), session_(*session) {}
 
   void Run() {
-    const absl::StatusOr<SpecTemplate> spec = options_.spec.Parse();
-    if (!spec.ok()) return session_.FailUsage(spec.status());
-    spec_ = *spec;
+    absl::StatusOr<SpecSet> specs = options_.spec.ParseSet();
+    if (!specs.ok()) return session_.FailUsage(specs.status());
+    specs_ = *std::move(specs);
     absl::StatusOr<std::unique_ptr<Client>> client = session_.Connect();
     if (!client.ok()) return session_.FailUsage(client.status());
     client_ = *std::move(client);
@@ -90,7 +94,9 @@ class Quantizer {
     for (const files::FileTensor& tensor : input_->tensors()) {
       if (!options_.filter.Takes(tensor)) continue;
       absl::Status status = CheckNames(tensor.name);
-      if (status.ok()) status = spec_.SpecOf(tensor.shape).status();
+      if (status.ok()) {
+        status = specs_.For(tensor.name).SpecOf(tensor.shape).status();
+      }
       if (!status.ok()) {
         outcomes_[tensor.name].status = status;
         continue;
@@ -117,7 +123,7 @@ class Quantizer {
 
   // The names that a quantized tensor takes must be free.
   absl::Status CheckNames(const std::string& name) const {
-    for (const absl::string_view suffix : {kScaleSuffix, kZeroPointSuffix}) {
+    for (const absl::string_view suffix : kSuffixes) {
       const std::string taken = absl::StrCat(name, suffix);
       if (input_->Find(taken) != nullptr) {
         return ArgumentInvalidError(
@@ -131,7 +137,7 @@ class Quantizer {
     QuantizeJob job;
     job.tensor = MakeTensor(tensor, options_.name.NameOf(tensor.name));
     // CheckNames' caller has left out what has no spec.
-    job.source = *spec_.SpecOf(tensor.shape);
+    job.source = *specs_.For(tensor.name).SpecOf(tensor.shape);
     job.store = options_.store;
     return job;
   }
@@ -152,6 +158,7 @@ class Quantizer {
                        result->header.encoding(), result->codes, writer);
     if (!size.ok()) return size.status();
     outcome.is_quantized = true;
+    outcome.format = FormatName(result->header.encoding().format());
     outcome.output_bytes = *size;
     outcome.summary = result->summary;
     if (!options_.evaluate) return absl::OkStatus();
@@ -198,11 +205,13 @@ class Quantizer {
     uint64_t after = 0;
     uint64_t quantized_count = 0;
     uint64_t failed_count = 0;
+    std::set<std::string> formats;
     for (const files::FileTensor& tensor : input_->tensors()) {
       const Outcome& outcome = outcomes_[tensor.name];
       before += tensor.data.size();
       after += outcome.output_bytes;
       quantized_count += outcome.is_quantized ? 1 : 0;
+      if (outcome.is_quantized) formats.insert(outcome.format);
       failed_count += outcome.status.ok() ? 0 : 1;
       list.push_back(OutcomeJson(tensor, outcome));
       table.AddRow(OutcomeRow(tensor, outcome));
@@ -211,7 +220,7 @@ class Quantizer {
     if (session_.json) {
       return session_.PrintJson({{"input", options_.input},
                                  {"output", options_.output},
-                                 {"format", options_.spec.format},
+                                 {"formats", formats},
                                  {"bytes_before", before},
                                  {"bytes_after", after},
                                  {"file_bytes", file_bytes_},
@@ -220,10 +229,12 @@ class Quantizer {
                                  {"tensors", list}});
     }
     session_.Print(table.Render(StdoutHasStyle()));
-    session_.Print(absl::StrCat(
-        CountText(quantized_count), " of ", CountText(input_->tensors().size()),
-        " tensors to ", options_.spec.format, ", ", BytesText(before), " to ",
-        BytesText(after), ", written to ", Printable(options_.output), "\n"));
+    session_.Print(
+        absl::StrCat(CountText(quantized_count), " of ",
+                     CountText(input_->tensors().size()), " tensors to ",
+                     formats.empty() ? "codes" : absl::StrJoin(formats, ", "),
+                     ", ", BytesText(before), " to ", BytesText(after),
+                     ", written to ", Printable(options_.output), "\n"));
     for (const files::FileTensor& tensor : input_->tensors()) {
       const absl::Status& status = outcomes_[tensor.name].status;
       if (status.ok()) continue;
@@ -233,7 +244,7 @@ class Quantizer {
   }
 
   const char* ResultName(const Outcome& outcome) const {
-    if (outcome.is_quantized) return options_.spec.format.c_str();
+    if (outcome.is_quantized) return outcome.format.c_str();
     return outcome.status.ok() ? "copied" : "failed, copied";
   }
 
@@ -264,6 +275,7 @@ class Quantizer {
                  {"bytes_after", outcome.output_bytes}};
     if (outcome.is_quantized) {
       const v1::QuantizeSummary& summary = outcome.summary;
+      json["format"] = outcome.format;
       json["clipped_low_count"] = summary.clipped_low_count();
       json["clipped_high_count"] = summary.clipped_high_count();
       json["nan_count"] = summary.nan_count();
@@ -281,7 +293,7 @@ class Quantizer {
 
   const Options& options_;
   Session& session_;
-  SpecTemplate spec_;
+  SpecSet specs_;
   std::unique_ptr<Client> client_;
   std::optional<TensorInput> input_;
   absl::flat_hash_map<std::string, Outcome> outcomes_;
@@ -303,7 +315,7 @@ void AddQuantizeCommand(CLI::App* app, Session* session) {
       ->required()
       ->type_name("FILE");
   options->name.AddOptions(command, /*required=*/false);
-  options->spec.AddOptions(command);
+  options->spec.AddOptionsWithPatterns(command);
   options->filter.AddOptions(command);
   command->add_flag("--store,!--no-store", options->store,
                     "Keep the encodings on the server (the default)");

@@ -1,6 +1,7 @@
 #include "client/cli/quantized_tensor.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <string>
@@ -12,6 +13,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "client/cli/session.h"
+#include "client/cli/spec_syntax.h"
 #include "client/cli/tensor_input.h"
 #include "client/cpp/errors.h"
 #include "client/cpp/tensor.h"
@@ -23,6 +25,16 @@ namespace quantd::cli {
 namespace {
 
 files::Dtype CodeDtype(const FormatInfo& format) {
+  switch (format.format) {
+    case v1::NUMBER_FORMAT_FLOAT8_E4M3FN:
+    case v1::NUMBER_FORMAT_MXFP8_E4M3:
+      return files::Dtype::kF8E4M3;
+    case v1::NUMBER_FORMAT_FLOAT8_E5M2:
+    case v1::NUMBER_FORMAT_MXFP8_E5M2:
+      return files::Dtype::kF8E5M2;
+    default:
+      break;
+  }
   if (format.storage_bits < 8) return files::Dtype::kU8;
   if (format.storage_bits == 8) {
     return format.is_signed ? files::Dtype::kI8 : files::Dtype::kU8;
@@ -30,11 +42,81 @@ files::Dtype CodeDtype(const FormatInfo& format) {
   return format.is_signed ? files::Dtype::kI16 : files::Dtype::kU16;
 }
 
+files::Dtype ScaleDtype(v1::ScaleType type) {
+  switch (type) {
+    case v1::SCALE_TYPE_FLOAT16:
+      return files::Dtype::kF16;
+    case v1::SCALE_TYPE_BFLOAT16:
+      return files::Dtype::kBF16;
+    case v1::SCALE_TYPE_E8M0:
+    case v1::SCALE_TYPE_INTEGER:
+      return files::Dtype::kU8;
+    case v1::SCALE_TYPE_E4M3:
+      return files::Dtype::kF8E4M3;
+    default:
+      return files::Dtype::kF32;
+  }
+}
+
+// Scales are positive and normal float32, and values of the type, so that only
+// exponents and zeros are cut: that makes these exact.
+uint16_t ToHalf(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  const int exponent = static_cast<int>(bits >> 23) - 127;
+  const uint32_t mantissa = (bits & 0x7FFFFF) | 0x800000;
+  if (exponent < -14) {
+    return static_cast<uint16_t>(mantissa >> std::min(-1 - exponent, 31));
+  }
+  return static_cast<uint16_t>(((exponent + 14) << 10) + (mantissa >> 13));
+}
+
+float FromHalf(uint16_t half) {
+  const int exponent = (half >> 10) & 31;
+  const int mantissa = half & 1023;
+  return exponent == 0
+             ? std::ldexp(static_cast<float>(mantissa), -24)
+             : std::ldexp(static_cast<float>(1024 + mantissa), exponent - 25);
+}
+
+uint16_t ToBfloat(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return static_cast<uint16_t>(bits >> 16);
+}
+
+float FromBfloat(uint16_t bfloat) {
+  const uint32_t bits = static_cast<uint32_t>(bfloat) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
 template <typename Repeated>
 absl::Span<const uint8_t> BytesOf(const Repeated& values) {
   return absl::MakeConstSpan(
       reinterpret_cast<const uint8_t*>(values.data()),
       static_cast<size_t>(values.size()) * sizeof(*values.data()));
+}
+
+// The scales as they are stored. `copy` keeps them where they are not in the
+// encoding as such.
+absl::Span<const uint8_t> ScaleBytes(const Encoding& encoding,
+                                     std::vector<uint16_t>* copy) {
+  const v1::ScaleType type = ScaleTypeOf(encoding);
+  switch (ScaleDtype(type)) {
+    case files::Dtype::kF32:
+      return BytesOf(encoding.scale());
+    case files::Dtype::kF16:
+    case files::Dtype::kBF16:
+      for (const float scale : encoding.scale()) {
+        copy->push_back(type == v1::SCALE_TYPE_FLOAT16 ? ToHalf(scale)
+                                                       : ToBfloat(scale));
+      }
+      return BytesOf(*copy);
+    default:
+      return BytesOf(encoding.scale_code());
+  }
 }
 
 // Elements of a file, which need not be aligned.
@@ -54,6 +136,8 @@ class Members {
   explicit Members(const Json& object) : object_(object) {}
 
   const std::string& error() const { return error_; }
+
+  bool Has(const char* key) const { return Find(key) != nullptr; }
 
   std::string String(const char* key) {
     const Json* const member = Find(key);
@@ -112,6 +196,33 @@ class Members {
   std::string error_;
 };
 
+bool HasOuterScales(v1::ScaleType type) {
+  return type == v1::SCALE_TYPE_E4M3 || type == v1::SCALE_TYPE_INTEGER;
+}
+
+void SetScales(v1::ScaleType type, absl::Span<const uint8_t> bytes,
+               Encoding* encoding) {
+  std::vector<float> scales;
+  switch (ScaleDtype(type)) {
+    case files::Dtype::kF32:
+      scales = CopyElements<float>(bytes);
+      break;
+    case files::Dtype::kF16:
+      for (const uint16_t half : CopyElements<uint16_t>(bytes)) {
+        scales.push_back(FromHalf(half));
+      }
+      break;
+    case files::Dtype::kBF16:
+      for (const uint16_t bfloat : CopyElements<uint16_t>(bytes)) {
+        scales.push_back(FromBfloat(bfloat));
+      }
+      break;
+    default:
+      encoding->set_scale_code(bytes.data(), bytes.size());
+  }
+  encoding->mutable_scale()->Add(scales.begin(), scales.end());
+}
+
 }  // namespace
 
 absl::StatusOr<uint64_t> WriteQuantized(const std::string& name,
@@ -137,11 +248,37 @@ absl::StatusOr<uint64_t> WriteQuantized(const std::string& name,
   if (!status.ok()) return status;
   uint64_t size_bytes = codes.size();
 
-  const absl::Span<const uint8_t> scale = BytesOf(encoding.scale());
-  status = writer->Add(absl::StrCat(name, kScaleSuffix), files::Dtype::kF32,
+  const v1::ScaleType scale_type = ScaleTypeOf(encoding);
+  std::vector<uint16_t> narrow_scales;
+  const absl::Span<const uint8_t> scale = ScaleBytes(encoding, &narrow_scales);
+  status = writer->Add(absl::StrCat(name, kScaleSuffix), ScaleDtype(scale_type),
                        *scale_shape, scale);
   if (!status.ok()) return status;
   size_bytes += scale.size();
+
+  const auto add_floats = [&](absl::string_view suffix,
+                              const std::vector<int64_t>& floats_shape,
+                              const auto& values) {
+    const absl::Span<const uint8_t> bytes = BytesOf(values);
+    size_bytes += bytes.size();
+    return writer->Add(absl::StrCat(name, suffix), files::Dtype::kF32,
+                       floats_shape, bytes);
+  };
+  const std::vector<int64_t> outer_block_size(
+      encoding.outer_block_size().begin(), encoding.outer_block_size().end());
+  if (HasOuterScales(scale_type)) {
+    const absl::StatusOr<std::vector<int64_t>> outer_shape =
+        ScaleShape(shape, outer_block_size);
+    if (!outer_shape.ok()) return outer_shape.status();
+    status =
+        add_floats(kOuterScaleSuffix, *outer_shape, encoding.outer_scale());
+    if (!status.ok()) return status;
+  }
+  if (!encoding.codebook().empty()) {
+    status = add_floats(kCodebookSuffix, {encoding.codebook_size()},
+                        encoding.codebook());
+    if (!status.ok()) return status;
+  }
 
   if (std::any_of(encoding.zero_point().begin(), encoding.zero_point().end(),
                   [](int32_t zero_point) { return zero_point != 0; })) {
@@ -151,7 +288,7 @@ absl::StatusOr<uint64_t> WriteQuantized(const std::string& name,
     if (!status.ok()) return status;
     size_bytes += zero_point.size();
   }
-  const Json metadata = {
+  Json metadata = {
       {"version", 1},
       {"format", FormatName(encoding.format())},
       {"shape", shape},
@@ -160,6 +297,13 @@ absl::StatusOr<uint64_t> WriteQuantized(const std::string& name,
       {"qmax", encoding.has_qmax() ? encoding.qmax() : format->qmax},
       {"exclude_zero", encoding.exclude_zero()},
       {"element_type", std::string(ElementTypeName(element_type))}};
+  if (scale_type != v1::SCALE_TYPE_FLOAT32) {
+    metadata["scale_type"] = ScaleTypeName(scale_type);
+  }
+  if (!outer_block_size.empty()) {
+    metadata["outer_block_size"] = outer_block_size;
+  }
+  if (encoding.no_saturation()) metadata["no_saturation"] = true;
   writer->SetMetadata(absl::StrCat(kQuantizedKeyPrefix, name), metadata.dump());
   return size_bytes;
 }
@@ -187,8 +331,20 @@ absl::StatusOr<QuantizedTensor> ReadQuantized(const TensorInput& input,
   tensor.encoding.set_qmin(members.Integer("qmin"));
   tensor.encoding.set_qmax(members.Integer("qmax"));
   tensor.encoding.set_exclude_zero(members.Boolean("exclude_zero"));
+  const std::string scale_type_name =
+      members.Has("scale_type") ? members.String("scale_type") : "float32";
+  std::vector<int64_t> outer_block_size;
+  if (members.Has("outer_block_size")) {
+    outer_block_size = members.Integers("outer_block_size");
+  }
+  if (members.Has("no_saturation")) {
+    tensor.encoding.set_no_saturation(members.Boolean("no_saturation"));
+  }
   if (!members.error().empty()) return malformed(members.error());
 
+  const absl::StatusOr<v1::ScaleType> scale_type =
+      ParseScaleType(scale_type_name);
+  if (!scale_type.ok()) return malformed(ErrorText(scale_type.status()));
   const absl::StatusOr<v1::NumberFormat> number_format =
       ParseFormat(format_name);
   if (!number_format.ok()) {
@@ -222,12 +378,43 @@ absl::StatusOr<QuantizedTensor> ReadQuantized(const TensorInput& input,
 
   const files::FileTensor* const scale =
       input.Find(absl::StrCat(name, kScaleSuffix));
-  if (scale == nullptr || scale->dtype != files::Dtype::kF32 ||
+  const files::Dtype scale_dtype = ScaleDtype(*scale_type);
+  if (scale == nullptr || scale->dtype != scale_dtype ||
       scale->shape != *scale_shape) {
-    return malformed("expected scales, F32 in the shape of the blocks");
+    return malformed(absl::StrCat("expected scales, ", DtypeName(scale_dtype),
+                                  " in the shape of the blocks"));
   }
-  const std::vector<float> scales = CopyElements<float>(scale->data);
-  tensor.encoding.mutable_scale()->Add(scales.begin(), scales.end());
+  tensor.encoding.set_scale_type(*scale_type);
+  SetScales(*scale_type, scale->data, &tensor.encoding);
+  if (HasOuterScales(*scale_type)) {
+    const absl::StatusOr<std::vector<int64_t>> outer_shape =
+        ScaleShape(tensor.shape, outer_block_size);
+    if (!outer_shape.ok()) return malformed(ErrorText(outer_shape.status()));
+    const files::FileTensor* const outer =
+        input.Find(absl::StrCat(name, kOuterScaleSuffix));
+    if (outer == nullptr || outer->dtype != files::Dtype::kF32 ||
+        outer->shape != *outer_shape) {
+      return malformed(
+          "expected outer scales, F32 in the shape of the outer blocks");
+    }
+    const std::vector<float> scales = CopyElements<float>(outer->data);
+    tensor.encoding.mutable_outer_scale()->Add(scales.begin(), scales.end());
+    for (const int64_t size : outer_block_size) {
+      tensor.encoding.add_outer_block_size(size);
+    }
+    for (const int64_t size : *scale_shape) {
+      tensor.encoding.add_scale_shape(size);
+    }
+  }
+  const files::FileTensor* const codebook =
+      input.Find(absl::StrCat(name, kCodebookSuffix));
+  if (codebook != nullptr && format->kind == CodeKind::kCodebook) {
+    if (codebook->dtype != files::Dtype::kF32 || codebook->shape.size() != 1) {
+      return malformed("expected a codebook, F32 of one dimension");
+    }
+    const std::vector<float> entries = CopyElements<float>(codebook->data);
+    tensor.encoding.mutable_codebook()->Add(entries.begin(), entries.end());
+  }
 
   const files::FileTensor* const zero_point =
       input.Find(absl::StrCat(name, kZeroPointSuffix));

@@ -1,12 +1,20 @@
 // How a quantized tensor lies in a safetensors file:
 //
-//   <name>             codes; I8, U8, I16 or U16 in the tensor's shape, packed
-//                      formats U8 of shape [bytes]
-//   <name>.scale       F32 in the shape of the scales
-//   <name>.zero_point  I32 likewise; only where one is not 0
+//   <name>              codes in the tensor's shape: I8, U8, I16 or U16, for
+//                       floats of 8 bits F8_E4M3 or F8_E5M2 where they are of
+//                       that kind, otherwise U8; packed formats U8 of [bytes]
+//   <name>.scale        in the shape of the scales, as they are stored: F32,
+//                       F16, BF16, F8_E4M3 (e4m3), or U8 (e8m0, integer)
+//   <name>.zero_point   I32 likewise; only where one is not 0
+//   <name>.outer_scale  F32 in the shape of the outer scales; only under e4m3
+//                       and integer scales
+//   <name>.codebook     F32; only of formats whose encoding carries it
 //   metadata "quantd.<name>": {"version": 1, "format": "int8", "shape": [..],
-//                      "block_size": [..], "qmin": .., "qmax": ..,
-//                      "exclude_zero": false, "element_type": "float32"}
+//                       "block_size": [..], "qmin": .., "qmax": ..,
+//                       "exclude_zero": false, "element_type": "float32"},
+//                       and where they are not the default
+//                       "scale_type": "e8m0", "outer_block_size": [..],
+//                       "no_saturation": true
 
 #ifndef QUANTD_CLIENT_CLI_QUANTIZED_TENSOR_H_
 #define QUANTD_CLIENT_CLI_QUANTIZED_TENSOR_H_
@@ -28,9 +36,14 @@ namespace quantd::cli {
 constexpr absl::string_view kQuantizedKeyPrefix = "quantd.";
 constexpr absl::string_view kScaleSuffix = ".scale";
 constexpr absl::string_view kZeroPointSuffix = ".zero_point";
+constexpr absl::string_view kOuterScaleSuffix = ".outer_scale";
+constexpr absl::string_view kCodebookSuffix = ".codebook";
+// Of all tensors that may lie beside the codes.
+constexpr absl::string_view kSuffixes[] = {kScaleSuffix, kZeroPointSuffix,
+                                           kOuterScaleSuffix, kCodebookSuffix};
 
-// Writes one quantized tensor. Returns its size in bytes with scales and zero
-// points.
+// Writes one quantized tensor. Returns its size in bytes with all that lies
+// beside the codes.
 // Errors: of files::SafetensorsWriter; ARGUMENT_INVALID for an encoding that
 // does not fit the shape.
 absl::StatusOr<uint64_t> WriteQuantized(const std::string& name,

@@ -63,6 +63,13 @@ absl::StatusOr<std::unique_ptr<Client>> Session::Connect(
   return Client::Connect(std::move(options));
 }
 
+std::unique_ptr<Client> Session::ConnectOrFail() {
+  absl::StatusOr<std::unique_ptr<Client>> client = Connect();
+  if (client.ok()) return *std::move(client);
+  FailUsage(client.status());
+  return nullptr;
+}
+
 void Session::Fail(const absl::Status& status) {
   Note(ExitCodeOf(status));
   if (json) {

@@ -52,6 +52,9 @@ class Session {
   absl::StatusOr<std::unique_ptr<Client>> Connect(
       int64_t chunk_bytes = ClientOptions().chunk_bytes) const;
 
+  // The same; null when the error was reported as one of usage.
+  std::unique_ptr<Client> ConnectOrFail();
+
   // Reports the error that ends the run: to stderr, with --json as a document.
   void Fail(const absl::Status& status);
   // The same for a command line that makes no sense.

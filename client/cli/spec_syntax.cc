@@ -1,10 +1,18 @@
 #include "client/cli/spec_syntax.h"
 
+#include <algorithm>
+#include <cerrno>
+#include <cmath>
 #include <cstdint>
+#include <fstream>
+#include <iterator>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -14,13 +22,52 @@
 #include "absl/types/span.h"
 #include "client/cpp/errors.h"
 #include "client/cpp/tensor.h"
+#include "client/files/errors.h"
 
 namespace quantd::cli {
+namespace {
+
+constexpr absl::string_view kScaleTypePrefix = "SCALE_TYPE_";
+
+struct Method {
+  absl::string_view name;
+  v1::CalibrationMethod method;
+};
+
+constexpr Method kMethods[] = {
+    {"minmax", v1::CALIBRATION_METHOD_MIN_MAX},
+    {"percentile", v1::CALIBRATION_METHOD_PERCENTILE},
+    {"mse", v1::CALIBRATION_METHOD_MSE},
+    {"sqnr", v1::CALIBRATION_METHOD_SQNR},
+    {"entropy", v1::CALIBRATION_METHOD_ENTROPY},
+    {"fixed", v1::CALIBRATION_METHOD_FIXED_RANGE},
+    {"moving-average", v1::CALIBRATION_METHOD_MOVING_AVERAGE},
+    {"best-of", v1::CALIBRATION_METHOD_BEST_OF},
+};
+
+// Whether `text` is a method, with or without a parameter.
+bool IsMethod(absl::string_view text) {
+  const absl::string_view name = text.substr(0, text.find('='));
+  return std::any_of(std::begin(kMethods), std::end(kMethods),
+                     [name](const Method& row) { return row.name == name; });
+}
+
+absl::StatusOr<std::string> ReadTextFile(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file) return files::FileUnreadableError(path, errno);
+  return std::string(std::istreambuf_iterator<char>(file), {});
+}
+
+}  // namespace
 
 absl::StatusOr<Granularity> ParseGranularity(absl::string_view text) {
   Granularity granularity;
   absl::string_view rest = text;
-  if (text == "per-tensor") return granularity;
+  if (text == "default") return granularity;
+  if (text == "per-tensor") {
+    granularity.kind = Granularity::Kind::kPerTensor;
+    return granularity;
+  }
   if (absl::ConsumePrefix(&rest, "per-channel")) {
     granularity.kind = Granularity::Kind::kPerChannel;
     if (rest.empty()) return granularity;
@@ -34,10 +81,10 @@ absl::StatusOr<Granularity> ParseGranularity(absl::string_view text) {
       return granularity;
     }
   }
-  return ArgumentInvalidError(
-      absl::StrCat("expected per-tensor, per-channel, per-channel:AXIS or "
-                   "group:N, got \"",
-                   text, "\""));
+  return ArgumentInvalidError(absl::StrCat(
+      "expected default, per-tensor, per-channel, per-channel:AXIS "
+      "or group:N, got \"",
+      text, "\""));
 }
 
 absl::StatusOr<Granularity> ParseBlockSize(absl::string_view text) {
@@ -58,6 +105,7 @@ absl::StatusOr<std::vector<int64_t>> BlockSizeOf(
     const Granularity& granularity, absl::Span<const int64_t> shape) {
   const int64_t rank = static_cast<int64_t>(shape.size());
   switch (granularity.kind) {
+    case Granularity::Kind::kDefault:
     case Granularity::Kind::kPerTensor:
       return std::vector<int64_t>();
     case Granularity::Kind::kPerChannel: {
@@ -100,16 +148,300 @@ absl::StatusOr<v1::Symmetry> ParseSymmetry(absl::string_view text) {
                    text, "\""));
 }
 
+absl::Status ParseRange(absl::string_view text, EncodingSpec* spec) {
+  const std::pair<absl::string_view, absl::string_view> ends =
+      absl::StrSplit(text, absl::MaxSplits(',', 1));
+  double min = 0;
+  double max = 0;
+  if (!absl::SimpleAtod(ends.first, &min) ||
+      !absl::SimpleAtod(ends.second, &max) || !(min < max)) {
+    return ArgumentInvalidError(
+        absl::StrCat("expected a range such as -1,1, got \"", text, "\""));
+  }
+  spec->set_range_min(min);
+  spec->set_range_max(max);
+  return absl::OkStatus();
+}
+
+absl::Status ParseMethod(absl::string_view text, EncodingSpec* spec) {
+  const size_t separator = text.find_first_of("=:");
+  const absl::string_view name = text.substr(0, separator);
+  const bool has_parameter = separator != absl::string_view::npos;
+  const absl::string_view parameter =
+      has_parameter ? text.substr(separator + 1) : "";
+  const Method* method = nullptr;
+  for (const Method& row : kMethods) {
+    if (row.name == name) method = &row;
+  }
+  const auto invalid = [&](absl::string_view expected) {
+    return ArgumentInvalidError(
+        absl::StrCat("expected ", expected, ", got \"", text, "\""));
+  };
+  if (method == nullptr) {
+    return invalid(
+        "minmax, percentile, mse, sqnr, entropy, fixed, moving-average or "
+        "best-of");
+  }
+  spec->set_method(method->method);
+  if (method->method == v1::CALIBRATION_METHOD_BEST_OF) {
+    for (const absl::string_view part : absl::StrSplit(parameter, ',')) {
+      const Method* const found =
+          std::find_if(std::begin(kMethods), std::end(kMethods),
+                       [part](const Method& row) { return row.name == part; });
+      if (found == std::end(kMethods)) {
+        return invalid("methods such as best-of=mse,percentile");
+      }
+      spec->add_methods(found->method);
+    }
+    return absl::OkStatus();
+  }
+  if (!has_parameter) return absl::OkStatus();
+  uint32_t steps = 0;
+  double number = 0;
+  switch (method->method) {
+    case v1::CALIBRATION_METHOD_PERCENTILE:
+      if (!absl::SimpleAtod(parameter, &number) || !(number > 0) ||
+          !(number <= 1)) {
+        return invalid("the part that is kept, such as percentile=0.999");
+      }
+      // 1 - 0.999 is to be 0.001, as it was written.
+      spec->set_tail_fraction(std::round((1 - number) * 1e12) / 1e12);
+      return absl::OkStatus();
+    case v1::CALIBRATION_METHOD_MSE:
+    case v1::CALIBRATION_METHOD_ENTROPY:
+      if (!absl::SimpleAtoi(parameter, &steps)) {
+        return invalid("a number of steps, such as mse=256");
+      }
+      spec->set_search_steps(steps);
+      return absl::OkStatus();
+    case v1::CALIBRATION_METHOD_SQNR:
+      if (!absl::SimpleAtod(parameter, &number)) {
+        return invalid("a weight of clipped elements, such as sqnr=3");
+      }
+      spec->set_gamma(number);
+      return absl::OkStatus();
+    case v1::CALIBRATION_METHOD_FIXED_RANGE:
+      return ParseRange(parameter, spec);
+    default:
+      return invalid("a method without a parameter");
+  }
+}
+
+absl::StatusOr<v1::Tail> ParseTail(absl::string_view text) {
+  if (text == "default") return v1::TAIL_UNSPECIFIED;
+  if (text == "magnitude") return v1::TAIL_MAGNITUDE;
+  if (text == "both") return v1::TAIL_BOTH;
+  if (text == "upper") return v1::TAIL_UPPER;
+  if (text == "lower") return v1::TAIL_LOWER;
+  return ArgumentInvalidError(absl::StrCat(
+      "expected default, magnitude, both, upper or lower, got \"", text, "\""));
+}
+
+absl::StatusOr<v1::ScaleType> ParseScaleType(absl::string_view text) {
+  if (text == "default") return v1::SCALE_TYPE_UNSPECIFIED;
+  v1::ScaleType type;
+  if (v1::ScaleType_Parse(
+          absl::StrCat(kScaleTypePrefix, absl::AsciiStrToUpper(text)), &type) &&
+      type != v1::SCALE_TYPE_UNSPECIFIED) {
+    return type;
+  }
+  return ArgumentInvalidError(absl::StrCat(
+      "expected default, float32, float16, bfloat16, e8m0, e4m3 or integer, "
+      "got \"",
+      text, "\""));
+}
+
+std::string ScaleTypeName(v1::ScaleType type) {
+  return absl::AsciiStrToLower(absl::StripPrefix(
+      absl::string_view(v1::ScaleType_Name(type)), kScaleTypePrefix));
+}
+
+absl::StatusOr<v1::MxScaleRule> ParseMxScaleRule(absl::string_view text) {
+  if (text == "default") return v1::MX_SCALE_RULE_UNSPECIFIED;
+  if (text == "floor") return v1::MX_SCALE_RULE_FLOOR;
+  if (text == "ceil") return v1::MX_SCALE_RULE_CEIL;
+  if (text == "even") return v1::MX_SCALE_RULE_EVEN;
+  if (text == "rceil") return v1::MX_SCALE_RULE_RCEIL;
+  return ArgumentInvalidError(absl::StrCat(
+      "expected default, floor, ceil, even or rceil, got \"", text, "\""));
+}
+
+absl::StatusOr<std::vector<float>> ParseCodebook(const std::string& text) {
+  const auto parse = [](absl::string_view numbers,
+                        std::vector<float>* codebook) {
+    for (const absl::string_view entry : absl::StrSplit(
+             numbers, absl::ByAnyChar(", \t\r\n[]"), absl::SkipEmpty())) {
+      float value = 0;
+      if (!absl::SimpleAtof(entry, &value)) return false;
+      codebook->push_back(value);
+    }
+    return !codebook->empty();
+  };
+  std::vector<float> codebook;
+  if (parse(text, &codebook)) return codebook;
+  const absl::StatusOr<std::string> content = ReadTextFile(text);
+  if (!content.ok()) return content.status();
+  codebook.clear();
+  if (parse(*content, &codebook)) return codebook;
+  return ArgumentInvalidError(
+      absl::StrCat("expected numbers in \"", text, "\""));
+}
+
 absl::StatusOr<EncodingSpec> SpecTemplate::SpecOf(
     absl::Span<const int64_t> shape) const {
   const absl::StatusOr<std::vector<int64_t>> block_size =
       BlockSizeOf(granularity, shape);
   if (!block_size.ok()) return block_size.status();
-  EncodingSpec spec;
-  spec.set_format(format);
-  spec.set_symmetry(symmetry);
-  for (const int64_t size : *block_size) spec.add_block_size(size);
-  return spec;
+  EncodingSpec result = spec;
+  for (const int64_t size : *block_size) result.add_block_size(size);
+  // Without entries a format of blocks would take its own.
+  const absl::StatusOr<FormatInfo> format = GetFormatInfo(spec.format());
+  if (block_size->empty() && granularity.kind != Granularity::Kind::kDefault &&
+      format.ok() && format->default_group != 0) {
+    for (size_t d = 0; d < shape.size(); ++d) result.add_block_size(0);
+  }
+  return result;
+}
+
+absl::StatusOr<EncodingSpec> SpecTemplate::SpecOfAny() const {
+  EncodingSpec result = spec;
+  switch (granularity.kind) {
+    case Granularity::Kind::kDefault:
+      break;
+    case Granularity::Kind::kPerTensor: {
+      const absl::StatusOr<FormatInfo> format = GetFormatInfo(spec.format());
+      if (format.ok() && format->default_group != 0) {
+        return ArgumentInvalidError(absl::StrCat(
+            FormatName(spec.format()),
+            " comes in blocks; per-tensor needs the shape of the tensor"));
+      }
+      break;
+    }
+    case Granularity::Kind::kPerChannel:
+      result.mutable_granularity()->set_axis(
+          static_cast<int32_t>(granularity.axis));
+      break;
+    case Granularity::Kind::kGroup:
+      result.mutable_granularity()->set_axis(-1);
+      result.mutable_granularity()->set_group_size(granularity.group);
+      break;
+    case Granularity::Kind::kBlockSize:
+      for (const int64_t size : granularity.block_size) {
+        result.add_block_size(size);
+      }
+  }
+  return result;
+}
+
+absl::StatusOr<SpecTemplate> ParseSpec(absl::string_view text) {
+  const std::vector<absl::string_view> parts = absl::StrSplit(text, ':');
+  const absl::StatusOr<v1::NumberFormat> format = ParseFormat(parts[0]);
+  if (!format.ok()) return format.status();
+  SpecTemplate result;
+  result.spec.set_format(*format);
+  bool has_symmetry = false;
+  bool has_method = false;
+  const auto twice = [text](absl::string_view what) {
+    return ArgumentInvalidError(
+        absl::StrCat("expected one ", what, " in \"", text, "\", got two"));
+  };
+  for (size_t i = 1; i < parts.size(); ++i) {
+    absl::string_view part = parts[i];
+    const bool has_next = i + 1 < parts.size();
+    // Granularities and methods may have a colon of their own.
+    std::string joined(part);
+    int64_t axis = 0;
+    if (has_next &&
+        (part == "group" || part == "best-of" ||
+         (part == "fixed" && absl::StrContains(parts[i + 1], ',')) ||
+         (part == "per-channel" && absl::SimpleAtoi(parts[i + 1], &axis)))) {
+      absl::StrAppend(&joined, ":", parts[++i]);
+    }
+    if (part == "per-tensor" || part == "per-channel" || part == "group") {
+      if (result.granularity.kind != Granularity::Kind::kDefault) {
+        return twice("granularity");
+      }
+      const absl::StatusOr<Granularity> granularity = ParseGranularity(joined);
+      if (!granularity.ok()) return granularity.status();
+      result.granularity = *granularity;
+    } else if (const absl::StatusOr<v1::Symmetry> symmetry =
+                   ParseSymmetry(part);
+               symmetry.ok()) {
+      if (has_symmetry) return twice("symmetry");
+      has_symmetry = true;
+      result.spec.set_symmetry(*symmetry);
+    } else if (part == "power-of-two") {
+      result.spec.set_power_of_two_scale(true);
+    } else if (part == "no-saturation") {
+      result.spec.set_no_saturation(true);
+    } else if (absl::ConsumePrefix(&part, "scale=")) {
+      const absl::StatusOr<v1::ScaleType> type = ParseScaleType(part);
+      if (!type.ok()) return type.status();
+      result.spec.set_scale_type(*type);
+    } else if (absl::ConsumePrefix(&part, "rule=")) {
+      const absl::StatusOr<v1::MxScaleRule> rule = ParseMxScaleRule(part);
+      if (!rule.ok()) return rule.status();
+      result.spec.set_mx_scale_rule(*rule);
+    } else if (IsMethod(part)) {
+      if (has_method) return twice("method");
+      has_method = true;
+      const absl::Status status = ParseMethod(joined, &result.spec);
+      if (!status.ok()) return status;
+    } else {
+      return ArgumentInvalidError(absl::StrCat(
+          "expected a granularity (per-tensor, per-channel, group:N), a "
+          "symmetry (asymmetric, strict, full-range, half-step), a method "
+          "(minmax, percentile, mse, sqnr, entropy, fixed, moving-average, "
+          "best-of) or an option in \"",
+          text, "\", got \"", part, "\""));
+    }
+  }
+  return result;
+}
+
+const SpecTemplate& SpecSet::For(absl::string_view tensor) const {
+  for (const Override& entry : overrides) {
+    if (MatchesGlob(entry.pattern, tensor)) return entry.spec;
+  }
+  return base;
+}
+
+absl::Status AddSpec(const std::string& text, SpecSet* set, bool* has_base) {
+  if (!text.empty() && text[0] == '@') {
+    const absl::StatusOr<std::string> content = ReadTextFile(text.substr(1));
+    if (!content.ok()) return content.status();
+    for (const absl::string_view line :
+         absl::StrSplit(*content, '\n', absl::SkipWhitespace())) {
+      const std::string entry(absl::StripAsciiWhitespace(line));
+      if (entry[0] == '@') {
+        return ArgumentInvalidError(
+            absl::StrCat("expected specs in ", text, ", got \"", entry, "\""));
+      }
+      const absl::Status status = AddSpec(entry, set, has_base);
+      if (!status.ok()) return status;
+    }
+    return absl::OkStatus();
+  }
+  const absl::StatusOr<SpecTemplate> base = ParseSpec(text);
+  if (base.ok()) {
+    if (*has_base) {
+      return ArgumentInvalidError(absl::StrCat(
+          "expected one spec without a pattern, got \"", text, "\" too"));
+    }
+    *has_base = true;
+    set->base = *base;
+    return absl::OkStatus();
+  }
+  // Only a spec whose format is known can have been meant without a pattern.
+  const size_t equals = text.find('=');
+  const bool is_format =
+      ParseFormat(text.substr(0, text.find_first_of(":="))).ok();
+  if (equals == std::string::npos || is_format) return base.status();
+  const absl::StatusOr<SpecTemplate> spec =
+      ParseSpec(absl::string_view(text).substr(equals + 1));
+  if (!spec.ok()) return spec.status();
+  set->overrides.push_back({text.substr(0, equals), *spec});
+  return absl::OkStatus();
 }
 
 absl::StatusOr<Candidate> ParseCandidate(absl::string_view text) {
@@ -119,27 +451,9 @@ absl::StatusOr<Candidate> ParseCandidate(absl::string_view text) {
     candidate.is_stored = true;
     return candidate;
   }
-  absl::string_view rest = text;
-  const size_t colon = text.find(':');
-  const absl::StatusOr<v1::NumberFormat> format =
-      ParseFormat(text.substr(0, colon));
-  if (!format.ok()) return format.status();
-  candidate.spec.format = *format;
-  if (colon == absl::string_view::npos) return candidate;
-  rest.remove_prefix(colon + 1);
-  // The symmetry comes last, and no granularity has the name of one.
-  const size_t last = rest.rfind(':');
-  const absl::string_view tail =
-      last == absl::string_view::npos ? rest : rest.substr(last + 1);
-  const absl::StatusOr<v1::Symmetry> symmetry = ParseSymmetry(tail);
-  if (symmetry.ok()) {
-    candidate.spec.symmetry = *symmetry;
-    if (last == absl::string_view::npos) return candidate;
-    rest = rest.substr(0, last);
-  }
-  const absl::StatusOr<Granularity> granularity = ParseGranularity(rest);
-  if (!granularity.ok()) return granularity.status();
-  candidate.spec.granularity = *granularity;
+  const absl::StatusOr<SpecTemplate> spec = ParseSpec(text);
+  if (!spec.ok()) return spec.status();
+  candidate.spec = *spec;
   return candidate;
 }
 

@@ -1,4 +1,4 @@
-// How the command line spells formats, granularities and candidates.
+// How the command line spells formats, granularities, methods and candidates.
 
 #ifndef QUANTD_CLIENT_CLI_SPEC_SYNTAX_H_
 #define QUANTD_CLIENT_CLI_SPEC_SYNTAX_H_
@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
@@ -16,8 +17,9 @@ namespace quantd::cli {
 
 // How a tensor is divided among scales, whatever its rank. Plain value.
 struct Granularity {
-  enum class Kind { kPerTensor, kPerChannel, kGroup, kBlockSize };
-  Kind kind = Kind::kPerTensor;
+  // The default leaves it to the format: per tensor, or its blocks.
+  enum class Kind { kDefault, kPerTensor, kPerChannel, kGroup, kBlockSize };
+  Kind kind = Kind::kDefault;
   // Of per-channel.
   int64_t axis = 0;
   // Elements of a group along the last axis.
@@ -26,7 +28,7 @@ struct Granularity {
   std::vector<int64_t> block_size;
 };
 
-// "per-tensor", "per-channel", "per-channel:AXIS", "group:N".
+// "default", "per-tensor", "per-channel", "per-channel:AXIS", "group:N".
 // Errors: ARGUMENT_INVALID.
 absl::StatusOr<Granularity> ParseGranularity(absl::string_view text);
 
@@ -34,9 +36,9 @@ absl::StatusOr<Granularity> ParseGranularity(absl::string_view text);
 // Errors: ARGUMENT_INVALID.
 absl::StatusOr<Granularity> ParseBlockSize(absl::string_view text);
 
-// The block size for a tensor; empty for per tensor. Tensors of rank below 2
-// are per tensor unless the granularity is a block size.
-// Errors: ARGUMENT_INVALID for an axis or block size that does not fit.
+// The block size for a tensor; empty for per tensor or the default. Tensors of
+// rank below 2 are per tensor unless the granularity is a block size. Errors:
+// ARGUMENT_INVALID for an axis or block size that does not fit.
 absl::StatusOr<std::vector<int64_t>> BlockSizeOf(
     const Granularity& granularity, absl::Span<const int64_t> shape);
 
@@ -44,15 +46,76 @@ absl::StatusOr<std::vector<int64_t>> BlockSizeOf(
 // Errors: ARGUMENT_INVALID.
 absl::StatusOr<v1::Symmetry> ParseSymmetry(absl::string_view text);
 
+// "minmax", "percentile[=KEPT]" (0.999: all but a thousandth), "mse[=STEPS]",
+// "sqnr[=GAMMA]", "entropy[=STEPS]", "fixed=MIN,MAX", "moving-average",
+// "best-of=METHOD,METHOD,...", to `spec`; ":" may stand for "=". "fixed" alone
+// leaves the range as it is.
+// Errors: ARGUMENT_INVALID.
+absl::Status ParseMethod(absl::string_view text, EncodingSpec* spec);
+
+// "MIN,MAX", to `spec`.
+// Errors: ARGUMENT_INVALID.
+absl::Status ParseRange(absl::string_view text, EncodingSpec* spec);
+
+// "default", "magnitude", "both", "upper", "lower".
+// Errors: ARGUMENT_INVALID.
+absl::StatusOr<v1::Tail> ParseTail(absl::string_view text);
+
+// "default", "float32", "float16", "bfloat16", "e8m0", "e4m3", "integer", and
+// back.
+// Errors: ARGUMENT_INVALID.
+absl::StatusOr<v1::ScaleType> ParseScaleType(absl::string_view text);
+std::string ScaleTypeName(v1::ScaleType type);
+
+// "default", "floor", "ceil", "even", "rceil".
+// Errors: ARGUMENT_INVALID.
+absl::StatusOr<v1::MxScaleRule> ParseMxScaleRule(absl::string_view text);
+
+// Numbers with commas, or the name of a file that has them, also with spaces,
+// line ends and brackets between them.
+// Errors: ARGUMENT_INVALID, FILE_UNREADABLE.
+absl::StatusOr<std::vector<float>> ParseCodebook(const std::string& text);
+
 // A spec but for the shape of the tensor. Plain value.
 struct SpecTemplate {
-  v1::NumberFormat format = v1::NUMBER_FORMAT_INT8;
+  // Without a block size.
+  EncodingSpec spec;
   Granularity granularity;
-  v1::Symmetry symmetry = v1::SYMMETRY_UNSPECIFIED;
 
   // Errors: as BlockSizeOf.
   absl::StatusOr<EncodingSpec> SpecOf(absl::Span<const int64_t> shape) const;
+  // The spec for tensors of any shape.
+  // Errors: ARGUMENT_INVALID for per-tensor with a format of blocks.
+  absl::StatusOr<EncodingSpec> SpecOfAny() const;
 };
+
+// "FORMAT[:GRANULARITY][:SYMMETRY][:METHOD[=PARAMETER]][:OPTION...]" with the
+// parts behind the format in any order; options are "power-of-two",
+// "no-saturation", "scale=TYPE" and "rule=RULE". E.g.
+// "int4:group:32:asymmetric", "uint8:percentile=0.999", "mxfp4_e2m1:rule=even".
+// Errors: ARGUMENT_INVALID.
+absl::StatusOr<SpecTemplate> ParseSpec(absl::string_view text);
+
+// What `--spec` says: the first override whose pattern matches, otherwise the
+// base. Plain value.
+struct SpecSet {
+  struct Override {
+    std::string pattern;
+    SpecTemplate spec;
+  };
+
+  // False when only overrides were given.
+  bool has_base = true;
+  SpecTemplate base;
+  std::vector<Override> overrides;
+
+  const SpecTemplate& For(absl::string_view tensor) const;
+};
+
+// Adds one value of `--spec`: "SPEC" sets the base, "PATTERN=SPEC" adds an
+// override, "@FILE" has either on each of its lines.
+// Errors: ARGUMENT_INVALID, FILE_UNREADABLE.
+absl::Status AddSpec(const std::string& text, SpecSet* set, bool* has_base);
 
 // One candidate of `evaluate`. Plain value.
 struct Candidate {
@@ -63,8 +126,7 @@ struct Candidate {
   SpecTemplate spec;
 };
 
-// "FORMAT[:GRANULARITY][:SYMMETRY]", e.g. "int4:group:32:asymmetric", or
-// "stored".
+// As ParseSpec, or "stored".
 // Errors: ARGUMENT_INVALID.
 absl::StatusOr<Candidate> ParseCandidate(absl::string_view text);
 

@@ -9,10 +9,12 @@
 #include <vector>
 
 #include "CLI/CLI.hpp"
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/match.h"
 #include "absl/strings/string_view.h"
 #include "client/cli/spec_syntax.h"
+#include "client/cpp/errors.h"
 #include "client/cpp/tensor.h"
 #include "client/files/dtype.h"
 #include "client/files/npy.h"
@@ -148,45 +150,183 @@ TensorName NameOptions::NameOf(const std::string& tensor) const {
 }
 
 void SpecOptions::AddOptions(CLI::App* command) {
-  command->add_option("--format", format, "int2 to int16, uint2 to uint16")
-      ->type_name("FORMAT")
-      ->capture_default_str();
+  const auto text = [&](const char* name, std::string& value, const char* help,
+                        const char* type) {
+    CLI::Option* const option =
+        command->add_option(name, value, help)->type_name(type);
+    if (!value.empty()) option->capture_default_str();
+    return option;
+  };
+  const auto count = [&](CLI::Option* option) { given_.push_back(option); };
+  count(text("--format", format,
+             "int2 to int16, uint2 to uint16, float8_e4m3fn, float8_e5m2, "
+             "float8_e4m3fnuz, float8_e5m2fnuz, float6_e2m3, float6_e3m2, "
+             "float4_e2m1, mxfp8_e4m3, mxfp8_e5m2, mxfp6_e2m3, mxfp6_e3m2, "
+             "mxfp4_e2m1, mxint8, nvfp4, nf4, lpbq, codebook2, codebook4, "
+             "codebook8",
+             "FORMAT"));
   CLI::Option* const option =
-      command
-          ->add_option("--granularity", granularity,
-                       "per-tensor, per-channel (axis 0), per-channel:AXIS or "
-                       "group:N (along the last axis); tensors of rank below "
-                       "2 are per tensor")
-          ->type_name("GRANULARITY")
-          ->capture_default_str();
-  command
-      ->add_option("--block-size", block_size,
-                   "A number per dimension instead, 0 for the whole "
-                   "dimension, e.g. 1,0,32")
-      ->type_name("N,N,...")
+      text("--granularity", granularity,
+           "default (per tensor, or the format's own blocks), per-tensor, "
+           "per-channel (axis 0), per-channel:AXIS or group:N (along the last "
+           "axis); tensors of rank below 2 are per tensor",
+           "GRANULARITY");
+  text("--block-size", block_size,
+       "A number per dimension instead, 0 for the whole dimension, e.g. 1,0,32",
+       "N,N,...")
       ->excludes(option);
+  count(text("--symmetry", symmetry,
+             "default (strict for signed formats, asymmetric for unsigned "
+             "ones), asymmetric, strict, full-range, half-step",
+             "SYMMETRY"));
+  count(text("--method", method,
+             "How the range is found: minmax, percentile[=KEPT], mse[=STEPS], "
+             "sqnr[=GAMMA], entropy[=STEPS], fixed, moving-average, "
+             "best-of:METHOD,METHOD,...",
+             "METHOD"));
+  count(command
+            ->add_option("--tail", tail_fraction,
+                         "percentile: the part that is cut off; default 0.001")
+            ->type_name("FRACTION"));
+  count(text("--tail-side", tail_side,
+             "percentile: where: default (magnitude for symmetric ranges, "
+             "otherwise both), magnitude, both, upper, lower",
+             "SIDE"));
+  count(command
+            ->add_option("--gamma", gamma,
+                         "sqnr: weight of clipped elements; default 3")
+            ->type_name("WEIGHT"));
+  count(command
+            ->add_option("--steps", search_steps,
+                         "mse, sqnr, entropy: candidate ranges; default 128, "
+                         "or 32 for each end")
+            ->type_name("N"));
+  count(command
+            ->add_option("--bins", entropy_bins,
+                         "entropy: linear bins; default 2048 or more")
+            ->type_name("N"));
+  count(text("--range", range, "fixed: the range", "MIN,MAX"));
+  count(command->add_flag("--power-of-two", power_of_two,
+                          "Round scales up to powers of two"));
+  count(command->add_flag("--no-saturation", no_saturation,
+                          "Floats: overflow becomes infinity or NaN"));
+  count(text("--scale-type", scale_type,
+             "How scales are stored: default, float32, float16, bfloat16, "
+             "e8m0, e4m3, integer",
+             "TYPE"));
+  count(text("--mx-rule", mx_rule,
+             "e8m0 scales: default (floor), floor, ceil, even, rceil", "RULE"));
+  AddCodebookOption(command);
+}
+
+void SpecOptions::AddCodebookOption(CLI::App* command) {
   command
-      ->add_option("--symmetry", symmetry,
-                   "default (strict for signed formats, asymmetric for "
-                   "unsigned ones), asymmetric, strict, full-range, half-step")
-      ->type_name("SYMMETRY")
-      ->capture_default_str();
+      ->add_option("--codebook", codebook,
+                   "codebook2, codebook4, codebook8: the entries in ascending "
+                   "order, or a file that has them")
+      ->type_name("FILE|N,N,...");
+}
+
+void SpecOptions::AddOptionsWithPatterns(CLI::App* command) {
+  AddOptions(command);
+  command
+      ->add_option("--spec", specs,
+                   "PATTERN=SPEC for tensors whose name matches (* and ?; the "
+                   "first that matches counts), SPEC for all others, or @FILE "
+                   "with one on each line; may be repeated. SPEC is "
+                   "FORMAT[:GRANULARITY][:SYMMETRY][:METHOD[=PARAMETER]], e.g. "
+                   "'conv*.weight=int8:per-channel:mse', "
+                   "'*.input=uint8:percentile=0.999', int4:group:32, "
+                   "mxfp4_e2m1:rule=even")
+      ->allow_extra_args(false)
+      ->type_name("[PATTERN=]SPEC");
+}
+
+bool SpecOptions::IsGiven() const {
+  return std::any_of(
+      given_.begin(), given_.end(),
+      [](const CLI::Option* option) { return option->count() > 0; });
+}
+
+absl::StatusOr<Granularity> SpecOptions::ParseGranularityOptions() const {
+  return block_size.empty() ? ParseGranularity(granularity)
+                            : ParseBlockSize(block_size);
+}
+
+absl::Status SpecOptions::AddCodebook(SpecTemplate* spec) const {
+  const v1::NumberFormat format = spec->spec.format();
+  if (codebook.empty() || (format != v1::NUMBER_FORMAT_CODEBOOK2 &&
+                           format != v1::NUMBER_FORMAT_CODEBOOK4 &&
+                           format != v1::NUMBER_FORMAT_CODEBOOK8)) {
+    return absl::OkStatus();
+  }
+  const absl::StatusOr<std::vector<float>> entries = ParseCodebook(codebook);
+  if (!entries.ok()) return entries.status();
+  spec->spec.mutable_codebook()->Assign(entries->begin(), entries->end());
+  return absl::OkStatus();
 }
 
 absl::StatusOr<SpecTemplate> SpecOptions::Parse() const {
-  SpecTemplate spec;
+  SpecTemplate result;
+  EncodingSpec& spec = result.spec;
   const absl::StatusOr<v1::NumberFormat> parsed_format = ParseFormat(format);
   if (!parsed_format.ok()) return parsed_format.status();
-  spec.format = *parsed_format;
+  spec.set_format(*parsed_format);
   const absl::StatusOr<Granularity> parsed_granularity =
-      block_size.empty() ? ParseGranularity(granularity)
-                         : ParseBlockSize(block_size);
+      ParseGranularityOptions();
   if (!parsed_granularity.ok()) return parsed_granularity.status();
-  spec.granularity = *parsed_granularity;
+  result.granularity = *parsed_granularity;
   const absl::StatusOr<v1::Symmetry> parsed_symmetry = ParseSymmetry(symmetry);
   if (!parsed_symmetry.ok()) return parsed_symmetry.status();
-  spec.symmetry = *parsed_symmetry;
-  return spec;
+  spec.set_symmetry(*parsed_symmetry);
+  absl::Status status = ParseMethod(method, &spec);
+  if (status.ok() && !range.empty()) status = ParseRange(range, &spec);
+  if (!status.ok()) return status;
+  if (tail_fraction.has_value()) spec.set_tail_fraction(*tail_fraction);
+  const absl::StatusOr<v1::Tail> tail = ParseTail(tail_side);
+  if (!tail.ok()) return tail.status();
+  spec.set_tail(*tail);
+  if (gamma.has_value()) spec.set_gamma(*gamma);
+  if (search_steps != 0) spec.set_search_steps(search_steps);
+  spec.set_entropy_bins(entropy_bins);
+  spec.set_power_of_two_scale(power_of_two);
+  spec.set_no_saturation(no_saturation);
+  const absl::StatusOr<v1::ScaleType> parsed_scale_type =
+      ParseScaleType(scale_type);
+  if (!parsed_scale_type.ok()) return parsed_scale_type.status();
+  spec.set_scale_type(*parsed_scale_type);
+  const absl::StatusOr<v1::MxScaleRule> rule = ParseMxScaleRule(mx_rule);
+  if (!rule.ok()) return rule.status();
+  spec.set_mx_scale_rule(*rule);
+  status = AddCodebook(&result);
+  if (!status.ok()) return status;
+  return result;
+}
+
+absl::StatusOr<SpecSet> SpecOptions::ParseSet() const {
+  SpecSet set;
+  bool has_base = false;
+  for (const std::string& text : specs) {
+    const absl::Status status = AddSpec(text, &set, &has_base);
+    if (!status.ok()) return status;
+  }
+  if (has_base && IsGiven()) {
+    return ArgumentInvalidError(
+        "expected --format and the like or a --spec without a pattern, got "
+        "both");
+  }
+  set.has_base = has_base || IsGiven() || set.overrides.empty();
+  if (!has_base) {
+    const absl::StatusOr<SpecTemplate> base = Parse();
+    if (!base.ok()) return base.status();
+    set.base = *base;
+  }
+  absl::Status status = AddCodebook(&set.base);
+  for (SpecSet::Override& entry : set.overrides) {
+    status.Update(AddCodebook(&entry.spec));
+  }
+  if (!status.ok()) return status;
+  return set;
 }
 
 Tensor MakeTensor(const files::FileTensor& tensor, TensorName name) {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "CLI/CLI.hpp"
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "client/cli/spec_syntax.h"
@@ -76,16 +77,47 @@ struct NameOptions {
   TensorName NameOf(const std::string& tensor) const;
 };
 
-// --format, --granularity, --block-size, --symmetry.
+// --format, --granularity, --method and all else that makes a spec.
 struct SpecOptions {
   std::string format = "int8";
-  std::string granularity = "per-tensor";
+  std::string granularity = "default";
   std::string block_size;
   std::string symmetry = "default";
+  std::string method = "minmax";
+  std::optional<double> tail_fraction;
+  std::string tail_side = "default";
+  std::optional<double> gamma;
+  uint32_t search_steps = 0;
+  uint32_t entropy_bins = 0;
+  std::string range;
+  bool power_of_two = false;
+  bool no_saturation = false;
+  std::string scale_type = "default";
+  std::string mx_rule = "default";
+  std::string codebook;
+  std::vector<std::string> specs;
 
   void AddOptions(CLI::App* command);
-  // Errors: ARGUMENT_INVALID.
+  // The same and --spec.
+  void AddOptionsWithPatterns(CLI::App* command);
+  // --codebook alone.
+  void AddCodebookOption(CLI::App* command);
+
+  // Whether one of the options but --granularity, --codebook and --spec was on
+  // the command line.
+  bool IsGiven() const;
+  // The spec of the options.
+  // Errors: ARGUMENT_INVALID, FILE_UNREADABLE.
   absl::StatusOr<SpecTemplate> Parse() const;
+  // That and those of --spec.
+  absl::StatusOr<SpecSet> ParseSet() const;
+  // Gives the codebook to a spec whose format needs one.
+  absl::Status AddCodebook(SpecTemplate* spec) const;
+  absl::StatusOr<Granularity> ParseGranularityOptions() const;
+
+ private:
+  // The options that IsGiven counts.
+  std::vector<const CLI::Option*> given_;
 };
 
 // The tensor as the client takes it.

@@ -8,12 +8,15 @@
 #include <utility>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
+#include "absl/functional/function_ref.h"
 #include "absl/random/random.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
@@ -27,6 +30,7 @@
 #include "grpcpp/generic/generic_stub.h"
 #include "grpcpp/support/byte_buffer.h"
 #include "grpcpp/support/channel_arguments.h"
+#include "grpcpp/support/client_callback.h"
 #include "grpcpp/support/slice.h"
 #include "quantd/v1/encoding_service.grpc.pb.h"
 #include "quantd/v1/encoding_service.pb.h"
@@ -78,6 +82,74 @@ template <typename Field, typename Item>
 void AppendAll(Field* field, std::vector<Item>* items) {
   for (Item& item : *field) items->push_back(std::move(item));
 }
+
+// Reads the answers of one call, one ahead of the caller. Thread-safe.
+template <typename Response>
+class ResponseReader final : public grpc::ClientReadReactor<Response> {
+ public:
+  enum class Outcome { kResponse, kFinished, kTimeout };
+
+  // Requires: the call was set up with this reactor.
+  void Start() {
+    this->StartRead(&read_);
+    this->StartCall();
+  }
+
+  // The next answer; or the call has finished, with its status; or neither
+  // within `timeout`.
+  Outcome Next(absl::Duration timeout, Response* response)
+      ABSL_LOCKS_EXCLUDED(mutex_) {
+    absl::MutexLock lock(&mutex_);
+    const auto is_ready = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+      return has_response_ || is_finished_;
+    };
+    if (!mutex_.AwaitWithTimeout(absl::Condition(&is_ready), timeout)) {
+      return Outcome::kTimeout;
+    }
+    if (!has_response_) return Outcome::kFinished;
+    response->Swap(&read_);
+    has_response_ = false;
+    this->StartRead(&read_);
+    return Outcome::kResponse;
+  }
+
+  // Waits for the call to finish; what still comes is dropped.
+  grpc::Status Finish() ABSL_LOCKS_EXCLUDED(mutex_) {
+    absl::MutexLock lock(&mutex_);
+    drops_ = true;
+    if (has_response_) {
+      has_response_ = false;
+      this->StartRead(&read_);
+    }
+    mutex_.Await(absl::Condition(&is_finished_));
+    return status_;
+  }
+
+  void OnReadDone(bool ok) override ABSL_LOCKS_EXCLUDED(mutex_) {
+    absl::MutexLock lock(&mutex_);
+    if (!ok) return;
+    if (drops_) {
+      this->StartRead(&read_);
+    } else {
+      has_response_ = true;
+    }
+  }
+
+  void OnDone(const grpc::Status& status) override ABSL_LOCKS_EXCLUDED(mutex_) {
+    absl::MutexLock lock(&mutex_);
+    status_ = status;
+    is_finished_ = true;
+  }
+
+ private:
+  absl::Mutex mutex_;
+  // gRPC's while a read is under way, which is while has_response_ is false.
+  Response read_;
+  bool has_response_ ABSL_GUARDED_BY(mutex_) = false;
+  bool drops_ ABSL_GUARDED_BY(mutex_) = false;
+  bool is_finished_ ABSL_GUARDED_BY(mutex_) = false;
+  grpc::Status status_ ABSL_GUARDED_BY(mutex_);
+};
 
 }  // namespace
 
@@ -270,6 +342,127 @@ absl::StatusOr<std::vector<v1::Revision>> Client::ListRevisions(
       });
   if (!status.ok()) return status;
   return revisions;
+}
+
+template <typename Response, typename Start>
+absl::Status Client::ReadAll(
+    Start start, absl::FunctionRef<bool(const Response&)> on_response) {
+  using Reader = ResponseReader<Response>;
+  absl::BitGen random;
+  bool has_answer = false;
+  for (int attempt = 1;; ++attempt) {
+    grpc::ClientContext context;
+    Reader reader;
+    start(encoding_stub_->async(), &context, &reader);
+    reader.Start();
+    Response response;
+    auto outcome = Reader::Outcome::kResponse;
+    bool is_wanted = true;
+    while (is_wanted) {
+      outcome = reader.Next(options_.timeout, &response);
+      if (outcome != Reader::Outcome::kResponse) break;
+      has_answer = true;
+      is_wanted = on_response(response);
+    }
+    if (outcome != Reader::Outcome::kFinished) context.TryCancel();
+    const absl::Status status =
+        FromGrpcStatus(reader.Finish(), options_.target, options_.timeout);
+    if (!is_wanted) return absl::OkStatus();
+    if (outcome == Reader::Outcome::kTimeout) {
+      return TimeoutError(options_.target, options_.timeout);
+    }
+    if (!absl::IsUnavailable(status) || has_answer ||
+        attempt > options_.max_retries) {
+      return status;
+    }
+    absl::SleepFor(internal::Backoff(options_, attempt, &random));
+  }
+}
+
+absl::Status Client::ComputeEncodings(
+    const v1::ComputeEncodingsRequest& request,
+    absl::FunctionRef<bool(const v1::ComputeEncodingsResponse&)> on_tensor) {
+  return ReadAll<v1::ComputeEncodingsResponse>(
+      [&request](auto* stub, auto* context, auto* reader) {
+        stub->ComputeEncodings(context, &request, reader);
+      },
+      on_tensor);
+}
+
+absl::StatusOr<std::vector<v1::ComputeEncodingsResponse>>
+Client::ComputeEncodings(const v1::ComputeEncodingsRequest& request) {
+  std::vector<v1::ComputeEncodingsResponse> all;
+  const absl::Status status = ComputeEncodings(
+      request, [&all](const v1::ComputeEncodingsResponse& response) {
+        all.push_back(response);
+        return true;
+      });
+  if (!status.ok()) return status;
+  return all;
+}
+
+absl::Status Client::Sweep(
+    const v1::SweepRequest& request,
+    absl::FunctionRef<bool(const v1::SweepResponse&)> on_tensor) {
+  return ReadAll<v1::SweepResponse>(
+      [&request](auto* stub, auto* context, auto* reader) {
+        stub->Sweep(context, &request, reader);
+      },
+      on_tensor);
+}
+
+absl::StatusOr<std::vector<v1::SweepResponse>> Client::Sweep(
+    const v1::SweepRequest& request) {
+  std::vector<v1::SweepResponse> all;
+  const absl::Status status =
+      Sweep(request, [&all](const v1::SweepResponse& response) {
+        all.push_back(response);
+        return true;
+      });
+  if (!status.ok()) return status;
+  return all;
+}
+
+absl::StatusOr<v1::GetStatisticsResponse> Client::GetStatistics(
+    const TensorName& name, bool with_state) {
+  v1::GetStatisticsRequest request;
+  *request.mutable_name() = name;
+  request.set_with_state(with_state);
+  v1::GetStatisticsResponse response;
+  const absl::Status status =
+      Call(&v1::EncodingService::Stub::GetStatistics, request, &response);
+  if (!status.ok()) return status;
+  return response;
+}
+
+absl::StatusOr<std::vector<v1::StatisticsEntry>> Client::ListStatistics(
+    absl::string_view model, absl::string_view revision) {
+  std::vector<v1::StatisticsEntry> entries;
+  const absl::Status status =
+      ForAllPages([&](const std::string& token, std::string* next) {
+        v1::ListStatisticsRequest request;
+        request.set_model(std::string(model));
+        request.set_revision(std::string(revision));
+        request.set_page_size(kPageSize);
+        request.set_page_token(token);
+        v1::ListStatisticsResponse response;
+        const absl::Status page = Call(
+            &v1::EncodingService::Stub::ListStatistics, request, &response);
+        AppendAll(response.mutable_entries(), &entries);
+        *next = response.next_page_token();
+        return page;
+      });
+  if (!status.ok()) return status;
+  return entries;
+}
+
+absl::Status Client::DeleteStatistics(const TensorName& name,
+                                      absl::string_view source) {
+  v1::DeleteStatisticsRequest request;
+  *request.mutable_name() = name;
+  request.set_source(std::string(source));
+  v1::DeleteStatisticsResponse response;
+  return Call(&v1::EncodingService::Stub::DeleteStatistics, request, &response);
 }
 
 absl::StatusOr<Client::Health> Client::CheckHealth(absl::string_view service) {

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -60,6 +61,34 @@ class Client {
   absl::StatusOr<std::vector<v1::Revision>> ListRevisions(
       absl::string_view model);
 
+  // Computes encodings from stored statistics and stores them. Calls
+  // `on_tensor` for every answer, which returns false to cancel the rest.
+  // Tensors that fail say so in their answer. Not retried once an answer came.
+  absl::Status ComputeEncodings(
+      const v1::ComputeEncodingsRequest& request,
+      absl::FunctionRef<bool(const v1::ComputeEncodingsResponse&)> on_tensor);
+  // All answers.
+  absl::StatusOr<std::vector<v1::ComputeEncodingsResponse>> ComputeEncodings(
+      const v1::ComputeEncodingsRequest& request);
+
+  // Predicts the error of many specs from stored statistics; as
+  // ComputeEncodings. The last answer has the summary.
+  absl::Status Sweep(
+      const v1::SweepRequest& request,
+      absl::FunctionRef<bool(const v1::SweepResponse&)> on_tensor);
+  absl::StatusOr<std::vector<v1::SweepResponse>> Sweep(
+      const v1::SweepRequest& request);
+
+  // `with_state` asks for the histograms as well.
+  absl::StatusOr<v1::GetStatisticsResponse> GetStatistics(
+      const TensorName& name, bool with_state);
+  // In order of tensor. Empty `revision` is "main".
+  absl::StatusOr<std::vector<v1::StatisticsEntry>> ListStatistics(
+      absl::string_view model, absl::string_view revision);
+  // Empty `source` deletes those of all sources.
+  absl::Status DeleteStatistics(const TensorName& name,
+                                absl::string_view source);
+
   // As grpc.health.v1 has it; kUnknown is also a service that does not exist.
   enum class Health { kUnknown, kServing, kNotServing };
   // Empty `service` asks for the whole server. Not retried.
@@ -73,6 +102,11 @@ class Client {
   // Calls method(context, request, response) until it is answered.
   template <typename Method, typename Request, typename Response>
   absl::Status Call(Method method, const Request& request, Response* response);
+
+  // Calls start(async stub, context, reader) and passes on what comes.
+  template <typename Response, typename Start>
+  absl::Status ReadAll(Start start,
+                       absl::FunctionRef<bool(const Response&)> on_response);
 
   const ClientOptions options_;
   const std::shared_ptr<grpc::Channel> channel_;

@@ -1,6 +1,7 @@
 #include "client/cpp/tensor.h"
 
 #include <cstdint>
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -16,6 +17,51 @@ namespace {
 
 constexpr absl::string_view kFormatPrefix = "NUMBER_FORMAT_";
 constexpr int64_t kMaxElementCount = int64_t{1} << 56;
+
+// A format that is not an integer with scales of any kind.
+struct OtherFormat {
+  v1::NumberFormat format;
+  CodeKind kind;
+  int bits;
+  int64_t default_group;
+  v1::ScaleType scale_type;
+};
+
+constexpr OtherFormat Float(v1::NumberFormat format, int bits) {
+  return {format, CodeKind::kFloat, bits, 0, v1::SCALE_TYPE_UNSPECIFIED};
+}
+
+constexpr OtherFormat Mx(v1::NumberFormat format, CodeKind kind, int bits) {
+  return {format, kind, bits, 32, v1::SCALE_TYPE_E8M0};
+}
+
+constexpr OtherFormat Codebook(v1::NumberFormat format, int bits,
+                               int64_t default_group) {
+  return {format, CodeKind::kCodebook, bits, default_group,
+          v1::SCALE_TYPE_UNSPECIFIED};
+}
+
+constexpr OtherFormat kOtherFormats[] = {
+    Float(v1::NUMBER_FORMAT_FLOAT8_E4M3FN, 8),
+    Float(v1::NUMBER_FORMAT_FLOAT8_E5M2, 8),
+    Float(v1::NUMBER_FORMAT_FLOAT8_E4M3FNUZ, 8),
+    Float(v1::NUMBER_FORMAT_FLOAT8_E5M2FNUZ, 8),
+    Float(v1::NUMBER_FORMAT_FLOAT6_E2M3, 6),
+    Float(v1::NUMBER_FORMAT_FLOAT6_E3M2, 6),
+    Float(v1::NUMBER_FORMAT_FLOAT4_E2M1, 4),
+    Mx(v1::NUMBER_FORMAT_MXFP8_E4M3, CodeKind::kFloat, 8),
+    Mx(v1::NUMBER_FORMAT_MXFP8_E5M2, CodeKind::kFloat, 8),
+    Mx(v1::NUMBER_FORMAT_MXFP6_E2M3, CodeKind::kFloat, 6),
+    Mx(v1::NUMBER_FORMAT_MXFP6_E3M2, CodeKind::kFloat, 6),
+    Mx(v1::NUMBER_FORMAT_MXFP4_E2M1, CodeKind::kFloat, 4),
+    Mx(v1::NUMBER_FORMAT_MXINT8, CodeKind::kInteger, 8),
+    {v1::NUMBER_FORMAT_NVFP4, CodeKind::kFloat, 4, 16, v1::SCALE_TYPE_E4M3},
+    Codebook(v1::NUMBER_FORMAT_NF4, 4, 64),
+    Codebook(v1::NUMBER_FORMAT_CODEBOOK2, 2, 0),
+    Codebook(v1::NUMBER_FORMAT_CODEBOOK4, 4, 0),
+    Codebook(v1::NUMBER_FORMAT_CODEBOOK8, 8, 0),
+    {v1::NUMBER_FORMAT_LPBQ, CodeKind::kInteger, 4, 64, v1::SCALE_TYPE_INTEGER},
+};
 
 }  // namespace
 
@@ -85,29 +131,62 @@ int64_t FormatInfo::SizeBytes(int64_t count) const {
 
 absl::StatusOr<FormatInfo> GetFormatInfo(v1::NumberFormat format) {
   const int value = static_cast<int>(format);
-  FormatInfo info;
+  FormatInfo info = {};
   info.format = format;
   if (value >= 2 && value <= 16) {
     info.bits = value;
     info.is_signed = true;
-    info.qmin = -(1 << (info.bits - 1));
-    info.qmax = (1 << (info.bits - 1)) - 1;
   } else if (value >= 22 && value <= 36) {
     info.bits = value - 20;
-    info.is_signed = false;
-    info.qmin = 0;
-    info.qmax = (1 << info.bits) - 1;
   } else {
-    return ArgumentInvalidError(
-        absl::StrCat("expected an integer format of 2 to 16 bits, got ",
-                     FormatName(format)));
+    bool is_known = false;
+    for (const OtherFormat& row : kOtherFormats) {
+      if (row.format != format) continue;
+      is_known = true;
+      info.kind = row.kind;
+      info.bits = row.bits;
+      info.is_signed = row.kind == CodeKind::kInteger;
+      info.default_group = row.default_group;
+      info.scale_type = row.scale_type;
+    }
+    if (!is_known) {
+      return ArgumentInvalidError(
+          absl::StrCat("expected a number format, got ", FormatName(format)));
+    }
   }
+  info.qmin = info.is_signed ? -(1 << (info.bits - 1)) : 0;
+  info.qmax = (1 << (info.is_signed ? info.bits - 1 : info.bits)) - 1;
+  // The one that is symmetric.
+  if (format == v1::NUMBER_FORMAT_MXINT8) info.qmin = -info.qmax;
   if (info.bits == 2 || info.bits == 4) {
     info.storage_bits = info.bits;
   } else {
     info.storage_bits = info.bits <= 8 ? 8 : 16;
   }
   return info;
+}
+
+v1::ScaleType ScaleTypeOf(const Encoding& encoding) {
+  if (encoding.scale_type() != v1::SCALE_TYPE_UNSPECIFIED) {
+    return encoding.scale_type();
+  }
+  const absl::StatusOr<FormatInfo> format = GetFormatInfo(encoding.format());
+  if (!format.ok() || format->scale_type == v1::SCALE_TYPE_UNSPECIFIED) {
+    return v1::SCALE_TYPE_FLOAT32;
+  }
+  return format->scale_type;
+}
+
+std::vector<uint8_t> InterleavePairs(ElementType type,
+                                     absl::Span<const uint8_t> reference,
+                                     absl::Span<const uint8_t> test) {
+  const size_t size = static_cast<size_t>(ElementSizeBytes(type));
+  std::vector<uint8_t> pairs(2 * reference.size());
+  for (size_t at = 0; at < reference.size(); at += size) {
+    std::memcpy(&pairs[2 * at], &reference[at], size);
+    std::memcpy(&pairs[2 * at + size], &test[at], size);
+  }
+  return pairs;
 }
 
 std::string FormatName(v1::NumberFormat format) {
@@ -125,7 +204,8 @@ absl::StatusOr<v1::NumberFormat> ParseFormat(absl::string_view name) {
           absl::StrCat(kFormatPrefix, absl::AsciiStrToUpper(name)), &format) ||
       format == v1::NUMBER_FORMAT_UNSPECIFIED) {
     return ArgumentInvalidError(absl::StrCat(
-        "expected a format such as int8 or uint4, got \"", name, "\""));
+        "expected a format such as int8, uint4 or mxfp4_e2m1, got \"", name,
+        "\""));
   }
   return format;
 }

@@ -50,26 +50,46 @@ struct Tensor {
   absl::Span<const uint8_t> data;
 };
 
+// Elements of `reference` and `test` by turns: the data of a comparison.
+// Requires: equal sizes, a multiple of the element's.
+std::vector<uint8_t> InterleavePairs(ElementType type,
+                                     absl::Span<const uint8_t> reference,
+                                     absl::Span<const uint8_t> test);
+
 // Number of elements of a shape: the product of its dimensions.
 // Errors: ARGUMENT_INVALID for a negative dimension or a product over 2^56.
 absl::StatusOr<int64_t> ElementCount(absl::Span<const int64_t> shape);
 
-// What an integer format is made of. Codes of 2 and 4 bits are packed.
+// What a format's codes are.
+enum class CodeKind { kInteger, kFloat, kCodebook };
+
+// What a format is made of. Codes of 2 and 4 bits are packed.
 struct FormatInfo {
   v1::NumberFormat format;
+  CodeKind kind;
   int bits;
   // 2, 4, 8 or 16.
   int storage_bits;
+  // Two's complement.
   bool is_signed;
+  // Of floats and codebooks 0 and 2^bits - 1.
   int32_t qmin;
   int32_t qmax;
+  // The block size along the last axis when a spec names none; 0: per tensor.
+  int64_t default_group;
+  // How scales are stored; SCALE_TYPE_UNSPECIFIED: as the encoding says.
+  v1::ScaleType scale_type;
 
   // Size in bytes of `count` codes, the last byte zero-padded.
   int64_t SizeBytes(int64_t count) const;
 };
 
-// Errors: ARGUMENT_INVALID for what is not an integer of 2 to 16 bits.
+// Errors: ARGUMENT_INVALID for an unknown format.
 absl::StatusOr<FormatInfo> GetFormatInfo(v1::NumberFormat format);
+
+// How the scales of an encoding are stored: its scale_type or what the format
+// prescribes; never SCALE_TYPE_UNSPECIFIED.
+v1::ScaleType ScaleTypeOf(const Encoding& encoding);
 
 // "int8", "uint4", "mxfp4_e2m1", and back; the names are those of
 // quantd.v1.NumberFormat in lower case.

@@ -63,16 +63,18 @@ absl::Status CheckDataSize(const Tensor& tensor,
   return absl::OkStatus();
 }
 
-// Checks a tensor of reals.
+// Checks a tensor of reals, or several of one shape whose data come together.
 absl::Status CheckReals(const Tensor& tensor,
-                        const std::optional<ByteRange>& range) {
+                        const std::optional<ByteRange>& range,
+                        int64_t tensor_count = 1) {
   const absl::Status name_status = CheckName(tensor.name);
   if (!name_status.ok()) return name_status;
   const absl::StatusOr<int64_t> count = ElementCount(tensor.shape);
   if (!count.ok()) return count.status();
   return CheckDataSize(
       tensor, range,
-      static_cast<uint64_t>(*count * ElementSizeBytes(tensor.element_type)));
+      static_cast<uint64_t>(tensor_count * *count *
+                            ElementSizeBytes(tensor.element_type)));
 }
 
 // Fills the alternative of a header's or candidate's oneof.
@@ -267,6 +269,9 @@ class CalibrateExchange final : public SummaryExchange<CalibrateResult> {
     v1::CalibrateHeader header;
     DescribeTensor(job.tensor, header.mutable_tensor());
     if (job.spec.has_value()) *header.mutable_spec() = *job.spec;
+    if (job.contribution.has_value()) {
+      *header.mutable_contribution() = *job.contribution;
+    }
     request_header_ = header.SerializeAsString();
     payload_ = job.tensor.data;
   }
@@ -275,7 +280,8 @@ class CalibrateExchange final : public SummaryExchange<CalibrateResult> {
 class EvaluateExchange final : public SummaryExchange<EvaluateResult> {
  public:
   explicit EvaluateExchange(const EvaluateJob& job) {
-    const absl::Status status = CheckReals(job.tensor, std::nullopt);
+    const absl::Status status =
+        CheckReals(job.tensor, std::nullopt, job.comparison ? 2 : 1);
     if (!status.ok()) {
       Fail(status);
       return;
@@ -288,6 +294,8 @@ class EvaluateExchange final : public SummaryExchange<EvaluateResult> {
       added->set_label(candidate.label);
     }
     header.set_per_scale_index(job.per_scale_index);
+    header.set_with_distribution(job.with_distribution);
+    header.set_comparison(job.comparison);
     request_header_ = header.SerializeAsString();
     payload_ = job.tensor.data;
   }

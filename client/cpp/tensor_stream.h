@@ -87,6 +87,9 @@ struct CalibrateJob {
   Tensor tensor;
   // Without one only the statistics are answered.
   std::optional<EncodingSpec> spec;
+  // Add the tensor to the statistics that the service keeps; see
+  // v1::Contribution. A retry is counted once.
+  std::optional<v1::Contribution> contribution;
 };
 
 using CalibrateResult = v1::CalibrateSummary;
@@ -102,6 +105,11 @@ struct EvaluateJob {
   std::vector<EvaluateCandidate> candidates;
   // Answer the metrics of every scale index as well.
   bool per_scale_index = false;
+  // Answer how values and errors spread as well.
+  bool with_distribution = false;
+  // Compare two tensors of the shape instead: the data are InterleavePairs of
+  // them, and there are no candidates.
+  bool comparison = false;
 };
 
 using EvaluateResult = v1::EvaluateSummary;
