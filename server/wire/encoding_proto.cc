@@ -4,11 +4,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <string>
 #include <utility>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/strings/str_cat.h"
+#include "absl/strings/match.h"
 #include "absl/strings/string_view.h"
 #include "core/errors.h"
 #include "core/formats/number_format.h"
@@ -18,15 +19,21 @@
 namespace quantd::server {
 namespace {
 
-// At which field of an EncodingSpec an error of core is that names none.
-absl::Status AtField(absl::Status status) {
-  if (status.ok() || !core::ErrorField(status).empty()) return status;
+// At which field of the spec an error of core::ValidateSpec is: the one that
+// its text opens with, otherwise that of its reason.
+absl::Status AtField(const v1::EncodingSpec& proto, absl::Status status) {
   const absl::string_view reason = core::ErrorReason(status);
+  const absl::string_view text = core::ErrorText(status);
+  const std::string first_word(text.substr(0, text.find_first_of(" ;,:")));
   absl::string_view field;
-  if (reason == "FORMAT_UNKNOWN") {
+  if (v1::EncodingSpec::descriptor()->FindFieldByName(first_word) != nullptr) {
+    field = first_word;
+  } else if (reason == "FORMAT_UNKNOWN") {
     field = "format";
   } else if (reason == "BLOCK_SIZE_INVALID") {
-    field = "block_size";
+    field = absl::StrContains(text, "outer block size") ? "outer_block_size"
+            : proto.has_granularity()                   ? "granularity"
+                                                        : "block_size";
   } else if (reason == "SYMMETRY_INVALID") {
     field = "symmetry";
   } else if (reason == "SCALE_TYPE_INVALID") {
@@ -34,9 +41,7 @@ absl::Status AtField(absl::Status status) {
   } else if (reason == "CODEBOOK_INVALID") {
     field = "codebook";
   } else if (reason == "METHOD_INVALID") {
-    field = "method";
-  } else if (reason == "CODE_RANGE_INVALID") {
-    field = "no_saturation";
+    field = proto.methods().empty() ? "method" : "methods";
   } else {
     return status;
   }
@@ -159,19 +164,6 @@ absl::StatusOr<core::EncodingSpec> SpecFromProto(
   spec.exclude_zero = proto.exclude_zero();
   spec.unsigned_if_non_negative = proto.unsigned_if_non_negative();
   if (proto.has_granularity()) {
-    if (!spec.block_size.empty()) {
-      return core::WithField(
-          core::BlockSizeInvalidError(
-              "granularity and block_size, expected one of them"),
-          "granularity");
-    }
-    if (proto.granularity().group_size() < 0) {
-      return core::WithField(
-          core::BlockSizeInvalidError(
-              absl::StrCat("group size is ", proto.granularity().group_size(),
-                           ", expected at least 0")),
-          "granularity.group_size");
-    }
     spec.granularity = GranularityFromProto(proto.granularity());
   }
   const auto scale_type = EnumFromProto<core::ScaleType>(
@@ -210,7 +202,7 @@ absl::StatusOr<core::EncodingSpec> SpecFromProto(
   spec.objective = *objective;
   spec.no_saturation = proto.no_saturation();
   if (absl::Status s = core::ValidateSpec(spec); !s.ok()) {
-    return AtField(std::move(s));
+    return AtField(proto, std::move(s));
   }
   return spec;
 }

@@ -24,8 +24,7 @@ void EncodingToProto(const core::Encoding& encoding, v1::Encoding* proto);
 // fields.
 absl::StatusOr<core::Encoding> EncodingFromProto(const v1::Encoding& proto);
 
-// Errors: ENUM_UNKNOWN, BLOCK_SIZE_INVALID (granularity and block_size, or a
-// negative group size) and those of core::ValidateSpec, at the message's
+// Errors: ENUM_UNKNOWN and those of core::ValidateSpec, at the message's
 // fields.
 absl::StatusOr<core::EncodingSpec> SpecFromProto(const v1::EncodingSpec& proto);
 

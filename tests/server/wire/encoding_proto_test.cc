@@ -89,6 +89,61 @@ TEST(EncodingFromProtoTest, CodesAreThoseOfTheFormatUnlessGiven) {
   EXPECT_EQ(encoding->qmax, 0);
 }
 
+TEST(EncodingFromProtoTest, TakesOverScaleCodesCodebooksAndShapes) {
+  core::Encoding nvfp4;
+  nvfp4.format = core::NumberFormat{v1::NUMBER_FORMAT_NVFP4};
+  nvfp4.block_size = {1, 16};
+  nvfp4.qmax = 15;
+  nvfp4.scale_type = core::ScaleType::kE4m3;
+  nvfp4.scale_code = {0x38, 0x7E, 0x30, 0x01};
+  nvfp4.outer_scale = {0.5f, 3};
+  nvfp4.outer_block_size = {1, 0};
+  nvfp4.scale_shape = {2, 2};
+  nvfp4.scale = {0.5f, 224, 1.5f, 0x1.8p-8f};
+  core::Encoding codebook;
+  codebook.format = core::NumberFormat{v1::NUMBER_FORMAT_CODEBOOK8};
+  codebook.scale_type = core::ScaleType::kBfloat16;
+  codebook.scale = {2};
+  codebook.codebook = {-1, 0, 0.3f};
+  codebook.qmax = 2;
+  core::Encoding float8;
+  float8.format = core::NumberFormat{v1::NUMBER_FORMAT_MXFP8_E5M2};
+  float8.qmax = 255;
+  float8.no_saturation = true;
+  float8.scale_type = core::ScaleType::kE8m0;
+  float8.scale_code = {0, 0xFF, 127};
+  float8.scale = {0x1p-127f, kNan, 1};
+  for (const core::Encoding& encoding : {nvfp4, codebook, float8}) {
+    v1::Encoding proto;
+    EncodingToProto(encoding, &proto);
+    absl::StatusOr<core::Encoding> back = EncodingFromProto(proto);
+    ASSERT_TRUE(back.ok()) << back.status();
+    EXPECT_TRUE(*back == encoding);
+
+    // The defaults, and scales that follow from others, may be left out.
+    if (encoding.scale_type != core::ScaleType::kBfloat16) {
+      proto.clear_scale_type();
+      proto.clear_scale();
+    }
+    proto.clear_qmin();
+    proto.clear_qmax();
+    back = EncodingFromProto(proto);
+    ASSERT_TRUE(back.ok()) << back.status();
+    EXPECT_TRUE(*back == encoding);
+  }
+}
+
+TEST(EncodingFromProtoTest, IgnoresScalesThatFollowFromCodes) {
+  v1::Encoding proto;
+  proto.set_format(v1::NUMBER_FORMAT_MXINT8);
+  proto.set_scale_code("\x7f\x80");
+  proto.add_scale(-7);
+  const absl::StatusOr<core::Encoding> encoding = EncodingFromProto(proto);
+  ASSERT_TRUE(encoding.ok()) << encoding.status();
+  EXPECT_EQ(encoding->scale, (std::vector<float>{0x1p-6f, 0x1p-5f}));
+  EXPECT_EQ(encoding->qmin, -127);
+}
+
 template <typename Message>
 struct ErrorCase {
   std::string name;
@@ -111,9 +166,82 @@ TEST(EncodingFromProtoTest, NamesTheFieldAtFault) {
       {"format 17",
        [](E& e) { e.set_format(static_cast<v1::NumberFormat>(17)); },
        "FORMAT_UNKNOWN", "format"},
-      {"reserved format",
-       [](E& e) { e.set_format(v1::NUMBER_FORMAT_FLOAT8_E5M2); },
-       "FORMAT_NOT_IMPLEMENTED", "format"},
+      {"scale type 99",
+       [](E& e) { e.set_scale_type(static_cast<v1::ScaleType>(99)); },
+       "ENUM_UNKNOWN", "scale_type"},
+      {"scale type -1",
+       [](E& e) { e.set_scale_type(static_cast<v1::ScaleType>(-1)); },
+       "ENUM_UNKNOWN", "scale_type"},
+      {"scale type of another format",
+       [](E& e) {
+         e.set_format(v1::NUMBER_FORMAT_MXFP8_E4M3);
+         e.set_scale_type(v1::SCALE_TYPE_FLOAT32);
+       },
+       "SCALE_TYPE_INVALID", "scale_type"},
+      {"no scale code",
+       [](E& e) { e.set_format(v1::NUMBER_FORMAT_MXFP8_E4M3); }, "SCALE_COUNT",
+       "scale_code"},
+      {"no outer scale",
+       [](E& e) {
+         e.set_format(v1::NUMBER_FORMAT_NVFP4);
+         e.set_scale_code("8");
+       },
+       "SCALE_COUNT", "outer_scale"},
+      {"NaN of E4M3",
+       [](E& e) {
+         e.set_format(v1::NUMBER_FORMAT_NVFP4);
+         e.set_scale_code("8\x7f");
+         e.add_outer_scale(1);
+       },
+       "SCALE_INVALID", "scale_code"},
+      {"scale code of float scales", [](E& e) { e.set_scale_code("8"); },
+       "SCALE_TYPE_INVALID", "scale_code"},
+      {"scale that is no float16",
+       [](E& e) {
+         e.set_scale_type(v1::SCALE_TYPE_FLOAT16);
+         e.set_scale(0, 1e6f);
+       },
+       "SCALE_INVALID", "scale"},
+      {"two outer scales without a shape",
+       [](E& e) {
+         e.set_format(v1::NUMBER_FORMAT_LPBQ);
+         e.set_scale_code("\x01\x02");
+         e.add_outer_scale(1);
+         e.add_outer_scale(1);
+       },
+       "BLOCK_SIZE_INVALID", "scale_shape"},
+      {"outer block that cuts a block",
+       [](E& e) {
+         e.set_format(v1::NUMBER_FORMAT_LPBQ);
+         e.set_scale_code("\x01\x02");
+         e.add_block_size(4);
+         e.add_outer_block_size(6);
+         e.add_outer_scale(1);
+       },
+       "BLOCK_SIZE_INVALID", "outer_block_size"},
+      {"no codebook", [](E& e) { e.set_format(v1::NUMBER_FORMAT_CODEBOOK4); },
+       "CODEBOOK_INVALID", "codebook"},
+      {"codebook too long",
+       [](E& e) {
+         e.set_format(v1::NUMBER_FORMAT_CODEBOOK2);
+         for (int k = 0; k < 5; ++k) e.add_codebook(static_cast<float>(k));
+       },
+       "CODEBOOK_INVALID", "codebook"},
+      {"codes past the codebook",
+       [](E& e) {
+         e.set_format(v1::NUMBER_FORMAT_CODEBOOK2);
+         for (int k = 0; k < 3; ++k) e.add_codebook(static_cast<float>(k));
+         e.set_qmax(3);
+       },
+       "CODE_RANGE_INVALID", "qmax"},
+      {"zero point of a float",
+       [](E& e) {
+         e.set_format(v1::NUMBER_FORMAT_FLOAT8_E5M2);
+         e.add_zero_point(0);
+       },
+       "ZERO_POINT_RANGE", "zero_point"},
+      {"no_saturation of an integer", [](E& e) { e.set_no_saturation(true); },
+       "CODE_RANGE_INVALID", "no_saturation"},
       {"negative block", [](E& e) { e.add_block_size(-1); },
        "BLOCK_SIZE_INVALID", "block_size"},
       {"17 blocks",
@@ -227,22 +355,156 @@ TEST(SpecFromProtoTest, TakesOverEveryField) {
   EXPECT_TRUE(spec->unsigned_if_non_negative);
 }
 
+TEST(SpecFromProtoTest, IsTheInverseOfSpecToProto) {
+  core::EncodingSpec lpbq;
+  lpbq.format = core::NumberFormat{v1::NUMBER_FORMAT_LPBQ};
+  lpbq.granularity = core::Granularity{-2, 64};
+  lpbq.method = core::CalibrationMethod::kBestOf;
+  lpbq.methods = {core::CalibrationMethod::kMse,
+                  core::CalibrationMethod::kPercentile};
+  lpbq.objective = core::Objective::kSqnr;
+  lpbq.scale_type = core::ScaleType::kInteger;
+  lpbq.outer_block_size = {1, 0};
+  lpbq.integer_scale_max = 100;
+  lpbq.tail_fraction = 0;
+  lpbq.tail = core::Tail::kLower;
+  lpbq.gamma = 1.5;
+  lpbq.search_steps = 2048;
+  lpbq.entropy_bins = 77;
+  core::EncodingSpec float8;
+  float8.format = core::NumberFormat{v1::NUMBER_FORMAT_MXFP8_E4M3};
+  float8.block_size = {1, 32};
+  float8.mx_scale_rule = core::MxScaleRule::kRceil;
+  float8.no_saturation = true;
+  core::EncodingSpec codebook;
+  codebook.format = core::NumberFormat{v1::NUMBER_FORMAT_CODEBOOK2};
+  codebook.codebook = {-1, 0, 2};
+  codebook.method = core::CalibrationMethod::kFixedRange;
+  codebook.range_min = -3;
+  codebook.range_max = 5;
+  codebook.power_of_two_scale = true;
+  for (const core::EncodingSpec& spec : {lpbq, float8, codebook}) {
+    v1::EncodingSpec proto;
+    SpecToProto(spec, &proto);
+    const absl::StatusOr<core::EncodingSpec> back = SpecFromProto(proto);
+    ASSERT_TRUE(back.ok()) << back.status();
+    EXPECT_EQ(back->format, spec.format);
+    EXPECT_EQ(back->block_size, spec.block_size);
+    EXPECT_EQ(back->symmetry, spec.symmetry);
+    EXPECT_EQ(back->method, spec.method);
+    EXPECT_EQ(back->granularity.has_value(), spec.granularity.has_value());
+    if (spec.granularity.has_value() && back->granularity.has_value()) {
+      EXPECT_EQ(back->granularity->axis, spec.granularity->axis);
+      EXPECT_EQ(back->granularity->group_size, spec.granularity->group_size);
+    }
+    EXPECT_EQ(back->scale_type, spec.scale_type);
+    EXPECT_EQ(back->mx_scale_rule, spec.mx_scale_rule);
+    EXPECT_EQ(back->power_of_two_scale, spec.power_of_two_scale);
+    EXPECT_EQ(back->outer_block_size, spec.outer_block_size);
+    EXPECT_EQ(back->integer_scale_max, spec.integer_scale_max);
+    EXPECT_EQ(back->codebook, spec.codebook);
+    EXPECT_EQ(back->tail_fraction, spec.tail_fraction);
+    EXPECT_EQ(back->tail, spec.tail);
+    EXPECT_EQ(back->gamma, spec.gamma);
+    EXPECT_EQ(back->search_steps, spec.search_steps);
+    EXPECT_EQ(back->entropy_bins, spec.entropy_bins);
+    EXPECT_EQ(back->range_min, spec.range_min);
+    EXPECT_EQ(back->range_max, spec.range_max);
+    EXPECT_EQ(back->methods, spec.methods);
+    EXPECT_EQ(back->objective, spec.objective);
+    EXPECT_EQ(back->no_saturation, spec.no_saturation);
+  }
+}
+
+TEST(SpecFromProtoTest, HasTheDefaultsOfTheMessage) {
+  const absl::StatusOr<core::EncodingSpec> spec = SpecFromProto(Int8Spec());
+  ASSERT_TRUE(spec.ok()) << spec.status();
+  EXPECT_EQ(spec->tail_fraction, 0.001);
+  EXPECT_EQ(spec->gamma, 3);
+  EXPECT_FALSE(spec->granularity.has_value());
+}
+
 TEST(SpecFromProtoTest, NamesTheFieldAtFault) {
   using S = v1::EncodingSpec;
   const std::vector<ErrorCase<S>> cases = {
       {"format unset", [](S& s) { s.clear_format(); }, "FORMAT_UNKNOWN",
        "format"},
-      {"reserved format", [](S& s) { s.set_format(v1::NUMBER_FORMAT_NF4); },
-       "FORMAT_NOT_IMPLEMENTED", "format"},
       {"symmetry 99",
        [](S& s) { s.set_symmetry(static_cast<v1::Symmetry>(99)); },
        "ENUM_UNKNOWN", "symmetry"},
       {"method 99",
        [](S& s) { s.set_method(static_cast<v1::CalibrationMethod>(99)); },
        "ENUM_UNKNOWN", "method"},
-      {"reserved method",
-       [](S& s) { s.set_method(v1::CALIBRATION_METHOD_ENTROPY); },
-       "METHOD_NOT_IMPLEMENTED", "method"},
+      {"scale type 99",
+       [](S& s) { s.set_scale_type(static_cast<v1::ScaleType>(99)); },
+       "ENUM_UNKNOWN", "scale_type"},
+      {"mx_scale_rule 99",
+       [](S& s) { s.set_mx_scale_rule(static_cast<v1::MxScaleRule>(99)); },
+       "ENUM_UNKNOWN", "mx_scale_rule"},
+      {"tail 99", [](S& s) { s.set_tail(static_cast<v1::Tail>(99)); },
+       "ENUM_UNKNOWN", "tail"},
+      {"objective 99",
+       [](S& s) { s.set_objective(static_cast<v1::Objective>(99)); },
+       "ENUM_UNKNOWN", "objective"},
+      {"methods 99",
+       [](S& s) {
+         s.set_method(v1::CALIBRATION_METHOD_BEST_OF);
+         s.add_methods(static_cast<v1::CalibrationMethod>(99));
+       },
+       "ENUM_UNKNOWN", "methods"},
+      {"best-of of nothing",
+       [](S& s) { s.set_method(v1::CALIBRATION_METHOD_BEST_OF); },
+       "METHOD_INVALID", "method"},
+      {"best-of of best-of",
+       [](S& s) {
+         s.set_method(v1::CALIBRATION_METHOD_BEST_OF);
+         s.add_methods(v1::CALIBRATION_METHOD_BEST_OF);
+       },
+       "METHOD_INVALID", "methods"},
+      {"tail_fraction NaN", [](S& s) { s.set_tail_fraction(kNan); },
+       "METHOD_INVALID", "tail_fraction"},
+      {"gamma 0", [](S& s) { s.set_gamma(0); }, "METHOD_INVALID", "gamma"},
+      {"search_steps 1", [](S& s) { s.set_search_steps(1); }, "METHOD_INVALID",
+       "search_steps"},
+      {"search_steps 2^32 - 1", [](S& s) { s.set_search_steps(0xFFFFFFFF); },
+       "METHOD_INVALID", "search_steps"},
+      {"entropy_bins 2^31", [](S& s) { s.set_entropy_bins(0x80000000); },
+       "METHOD_INVALID", "entropy_bins"},
+      {"scale codes with asymmetric",
+       [](S& s) {
+         s.set_symmetry(v1::SYMMETRY_ASYMMETRIC);
+         s.set_scale_type(v1::SCALE_TYPE_E8M0);
+       },
+       "SCALE_TYPE_INVALID", "scale_type"},
+      {"mx_scale_rule of float scales",
+       [](S& s) { s.set_mx_scale_rule(v1::MX_SCALE_RULE_CEIL); },
+       "SCALE_TYPE_INVALID", "mx_scale_rule"},
+      {"integer_scale_max of float scales",
+       [](S& s) { s.set_integer_scale_max(4); }, "SCALE_TYPE_INVALID",
+       "integer_scale_max"},
+      {"codebook of an integer",
+       [](S& s) {
+         s.add_codebook(0);
+         s.add_codebook(1);
+       },
+       "CODEBOOK_INVALID", "codebook"},
+      {"no_saturation of an integer", [](S& s) { s.set_no_saturation(true); },
+       "CODE_RANGE_INVALID", "no_saturation"},
+      {"granularity and block_size",
+       [](S& s) {
+         s.mutable_granularity();
+         s.add_block_size(1);
+       },
+       "BLOCK_SIZE_INVALID", "granularity"},
+      {"negative group",
+       [](S& s) { s.mutable_granularity()->set_group_size(-1); },
+       "BLOCK_SIZE_INVALID", "granularity"},
+      {"negative outer block",
+       [](S& s) {
+         s.set_scale_type(v1::SCALE_TYPE_INTEGER);
+         s.add_outer_block_size(-1);
+       },
+       "BLOCK_SIZE_INVALID", "outer_block_size"},
       {"symmetric unsigned",
        [](S& s) {
          s.set_format(v1::NUMBER_FORMAT_UINT8);
@@ -250,7 +512,7 @@ TEST(SpecFromProtoTest, NamesTheFieldAtFault) {
        },
        "SYMMETRY_INVALID", "symmetry"},
       {"exclude_zero with symmetric", [](S& s) { s.set_exclude_zero(true); },
-       "SYMMETRY_INVALID", "symmetry"},
+       "SYMMETRY_INVALID", "exclude_zero"},
       {"negative block", [](S& s) { s.add_block_size(-2); },
        "BLOCK_SIZE_INVALID", "block_size"},
   };
@@ -318,32 +580,6 @@ TEST(DescriptionFromProtoTest, NamesTheFieldAtFault) {
     EXPECT_EQ(core::ErrorReason(status), c.reason) << c.name << status;
     EXPECT_EQ(core::ErrorField(status), c.field) << c.name;
   }
-}
-
-TEST(StatisticsToProtoTest, GivesCountsAndExtremes) {
-  const float data[] = {1.5f, -2, 0, kNan, kInfinity, -kInfinity, -0.0f};
-  absl::StatusOr<core::BlockLayout> layout = core::BlockLayout::Create({7}, {});
-  ASSERT_TRUE(layout.ok());
-  core::TensorStatistics statistics(1);
-  statistics.Update(*layout, core::ElementType::kFloat32, 0, 7,
-                    reinterpret_cast<const uint8_t*>(data), nullptr);
-  v1::TensorStatistics proto;
-  StatisticsToProto(statistics, &proto);
-  EXPECT_EQ(proto.count(), 7u);
-  EXPECT_EQ(proto.min(), -2);
-  EXPECT_EQ(proto.max(), 1.5);
-  EXPECT_EQ(proto.nan_count(), 1u);
-  EXPECT_EQ(proto.positive_infinity_count(), 1u);
-  EXPECT_EQ(proto.negative_infinity_count(), 1u);
-  EXPECT_EQ(proto.zero_count(), 2u);
-}
-
-TEST(StatisticsToProtoTest, NothingFiniteHasNoExtremes) {
-  v1::TensorStatistics proto;
-  StatisticsToProto(core::TensorStatistics(3), &proto);
-  EXPECT_EQ(proto.min(), 0);
-  EXPECT_EQ(proto.max(), 0);
-  EXPECT_EQ(proto.count(), 0u);
 }
 
 }  // namespace
