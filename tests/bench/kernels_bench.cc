@@ -40,34 +40,47 @@ namespace {
 
 constexpr int64_t kColumns = 4096;
 
-enum class Granularity { kPerTensor, kAxis0, kLastAxis, kGroup32, kGroup128 };
+enum class Blocks {
+  kPerTensor,
+  kAxis0,
+  kLastAxis,
+  kGroup16,
+  kGroup32,
+  kGroup64,
+  kGroup128
+};
 
 struct Row {
   const char* operation;
   const char* format;
   ElementType type;
-  Granularity granularity;
+  Blocks blocks;
 };
 
 std::string Name(const Row& row) {
-  static const char* const kGranularities[] = {"tensor", "axis0", "last_axis",
-                                               "group32", "group128"};
+  static const char* const kBlocks[] = {"tensor",  "axis0",   "last_axis",
+                                        "group16", "group32", "group64",
+                                        "group128"};
   return std::string(row.operation) + "/" +
          std::string(ElementTypeName(row.type)) + "_" + row.format + "_" +
-         kGranularities[static_cast<int>(row.granularity)];
+         kBlocks[static_cast<int>(row.blocks)];
 }
 
-std::vector<int64_t> BlockSize(Granularity granularity) {
-  switch (granularity) {
-    case Granularity::kPerTensor:
-      return {};
-    case Granularity::kAxis0:
+std::vector<int64_t> BlockSize(Blocks blocks) {
+  switch (blocks) {
+    case Blocks::kPerTensor:
+      return {0, 0};
+    case Blocks::kAxis0:
       return {1, 0};
-    case Granularity::kLastAxis:
+    case Blocks::kLastAxis:
       return {0, 1};
-    case Granularity::kGroup32:
+    case Blocks::kGroup16:
+      return {1, 16};
+    case Blocks::kGroup32:
       return {1, 32};
-    case Granularity::kGroup128:
+    case Blocks::kGroup64:
+      return {1, 64};
+    case Blocks::kGroup128:
       return {1, 128};
   }
   return {};
@@ -120,8 +133,8 @@ std::unique_ptr<ThreadPool> Pool(const benchmark::State& state) {
 
 void RunRow(benchmark::State& state, const Row& row) {
   const int64_t count = state.range(0) / 4;
-  const BlockLayout layout = *BlockLayout::Create({count / kColumns, kColumns},
-                                                  BlockSize(row.granularity));
+  const std::vector<int64_t> shape = {count / kColumns, kColumns};
+  const BlockLayout layout = *BlockLayout::Create(shape, BlockSize(row.blocks));
   const std::vector<uint8_t>& reals = Reals(row.type, count);
   const int64_t real_bytes = static_cast<int64_t>(reals.size());
   const std::unique_ptr<ThreadPool> pool = Pool(state);
@@ -140,9 +153,22 @@ void RunRow(benchmark::State& state, const Row& row) {
 
   EncodingSpec spec;
   spec.format = FindFormatByName(row.format)->format;
-  spec.block_size = BlockSize(row.granularity);
-  spec.symmetry = Symmetry::kAsymmetric;
-  const Encoding encoding = *CalibrateEncoding(spec, statistics);
+  spec.block_size = BlockSize(row.blocks);
+  const FormatInfo& format = *FindFormat(spec.format);
+  if (format.kind == CodeKind::kInteger &&
+      format.scale_type == ScaleType::kDefault) {
+    spec.symmetry = Symmetry::kAsymmetric;
+  }
+  if (format.kind == CodeKind::kCodebook && format.codebook.empty()) {
+    // Even steps, which are as hard to search as any.
+    for (int32_t k = 0; k <= format.qmax; ++k) {
+      spec.codebook.push_back(
+          2.0f * static_cast<float>(k) / static_cast<float>(format.qmax) - 1);
+    }
+  }
+  spec = *ResolveSpec(spec, shape);
+  const Encoding encoding =
+      Calibrate(spec, layout, statistics, {}, nullptr)->encoding;
   const int64_t code_bytes = FindFormat(encoding.format)->SizeBytes(count);
   if (operation == "quantize") {
     uint8_t* codes = Output(code_bytes);
@@ -168,9 +194,10 @@ void RunRow(benchmark::State& state, const Row& row) {
     }
     Report(state, real_bytes, code_bytes);
   } else {
-    const bool per_scale_index = operation == "evaluate_each";
+    EvaluateOptions options;
+    options.per_scale_index = operation == "evaluate_each";
     for (auto _ : state) {
-      Evaluator evaluator(encoding, layout, row.type, per_scale_index);
+      Evaluator evaluator(encoding, layout, row.type, options);
       evaluator.Update(0, count, reals.data(), pool.get());
       benchmark::DoNotOptimize(evaluator.overall());
     }
@@ -210,42 +237,60 @@ void RegisterAll(bool large) {
   constexpr ElementType kF16 = ElementType::kFloat16;
   constexpr ElementType kBf16 = ElementType::kBfloat16;
   constexpr ElementType kF64 = ElementType::kFloat64;
-  constexpr Granularity kPerTensor = Granularity::kPerTensor;
+  constexpr Blocks kPerTensor = Blocks::kPerTensor;
   static const Row kRows[] = {
       {"quantize", "int8", kF32, kPerTensor},
       {"quantize", "uint8", kF32, kPerTensor},
       {"quantize", "int8", kF16, kPerTensor},
       {"quantize", "int8", kBf16, kPerTensor},
       {"quantize", "int8", kF64, kPerTensor},
-      {"quantize", "int8", kF32, Granularity::kAxis0},
-      {"quantize", "int8", kF32, Granularity::kLastAxis},
+      {"quantize", "int8", kF32, Blocks::kAxis0},
+      {"quantize", "int8", kF32, Blocks::kLastAxis},
       {"quantize", "int4", kF32, kPerTensor},
-      {"quantize", "int4", kF32, Granularity::kGroup32},
-      {"quantize", "int4", kF32, Granularity::kGroup128},
-      {"quantize", "int2", kF32, Granularity::kGroup128},
+      {"quantize", "int4", kF32, Blocks::kGroup32},
+      {"quantize", "int4", kF32, Blocks::kGroup128},
+      {"quantize", "int2", kF32, Blocks::kGroup128},
       {"quantize", "int16", kF32, kPerTensor},
       {"dequantize", "int8", kF32, kPerTensor},
       {"dequantize", "int8", kF16, kPerTensor},
       {"dequantize", "int8", kBf16, kPerTensor},
       {"dequantize", "int8", kF64, kPerTensor},
-      {"dequantize", "int8", kF32, Granularity::kLastAxis},
-      {"dequantize", "int4", kF32, Granularity::kGroup32},
-      {"dequantize", "int4", kF32, Granularity::kGroup128},
+      {"dequantize", "int8", kF32, Blocks::kLastAxis},
+      {"dequantize", "int4", kF32, Blocks::kGroup32},
+      {"dequantize", "int4", kF32, Blocks::kGroup128},
       {"dequantize", "int16", kF32, kPerTensor},
+      {"quantize", "float8_e4m3fn", kF32, kPerTensor},
+      {"quantize", "float8_e4m3fn", kBf16, kPerTensor},
+      {"quantize", "float8_e4m3fn", kF32, Blocks::kLastAxis},
+      {"quantize", "float8_e5m2", kF32, kPerTensor},
+      {"quantize", "float4_e2m1", kF32, kPerTensor},
+      {"quantize", "mxfp8_e4m3", kF32, Blocks::kGroup32},
+      {"quantize", "mxfp4_e2m1", kF32, Blocks::kGroup32},
+      {"quantize", "nvfp4", kF32, Blocks::kGroup16},
+      {"quantize", "nf4", kF32, Blocks::kGroup64},
+      {"quantize", "codebook8", kF32, kPerTensor},
+      {"dequantize", "float8_e4m3fn", kF32, kPerTensor},
+      {"dequantize", "float8_e4m3fn", kBf16, kPerTensor},
+      {"dequantize", "float4_e2m1", kF32, kPerTensor},
+      {"dequantize", "mxfp8_e4m3", kF32, Blocks::kGroup32},
+      {"dequantize", "mxfp4_e2m1", kF32, Blocks::kGroup32},
+      {"dequantize", "nvfp4", kF32, Blocks::kGroup16},
+      {"dequantize", "nf4", kF32, Blocks::kGroup64},
+      {"dequantize", "codebook8", kF32, kPerTensor},
       {"statistics", "int8", kF32, kPerTensor},
       {"statistics", "int8", kF16, kPerTensor},
       {"statistics", "int8", kBf16, kPerTensor},
       {"statistics", "int8", kF64, kPerTensor},
-      {"statistics", "int8", kF32, Granularity::kAxis0},
-      {"statistics", "int8", kF32, Granularity::kLastAxis},
-      {"statistics", "int8", kF32, Granularity::kGroup32},
+      {"statistics", "int8", kF32, Blocks::kAxis0},
+      {"statistics", "int8", kF32, Blocks::kLastAxis},
+      {"statistics", "int8", kF32, Blocks::kGroup32},
       {"evaluate", "int8", kF32, kPerTensor},
       {"evaluate", "int8", kBf16, kPerTensor},
-      {"evaluate", "int8", kF32, Granularity::kLastAxis},
-      {"evaluate", "int4", kF32, Granularity::kGroup32},
-      {"evaluate_each", "int8", kF32, Granularity::kAxis0},
-      {"evaluate_each", "int4", kF32, Granularity::kGroup32},
-      {"evaluate_each", "int8", kF32, Granularity::kLastAxis},
+      {"evaluate", "int8", kF32, Blocks::kLastAxis},
+      {"evaluate", "int4", kF32, Blocks::kGroup32},
+      {"evaluate_each", "int8", kF32, Blocks::kAxis0},
+      {"evaluate_each", "int4", kF32, Blocks::kGroup32},
+      {"evaluate_each", "int8", kF32, Blocks::kLastAxis},
   };
   std::vector<int64_t> sizes = {64 << 10, 4 << 20};
   if (large) sizes.push_back(256 << 20);
