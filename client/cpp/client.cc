@@ -91,6 +91,9 @@ class ResponseReader final : public grpc::ClientReadReactor<Response> {
 
   // Requires: the call was set up with this reactor.
   void Start() {
+    // Otherwise the call may finish, and take no more reads, before the last
+    // answer is passed on.
+    this->AddHold();
     this->StartRead(&read_);
     this->StartCall();
   }
@@ -126,8 +129,11 @@ class ResponseReader final : public grpc::ClientReadReactor<Response> {
   }
 
   void OnReadDone(bool ok) override ABSL_LOCKS_EXCLUDED(mutex_) {
+    if (!ok) {
+      this->RemoveHold();
+      return;
+    }
     absl::MutexLock lock(&mutex_);
-    if (!ok) return;
     if (drops_) {
       this->StartRead(&read_);
     } else {

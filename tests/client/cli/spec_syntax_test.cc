@@ -1,6 +1,7 @@
 #include "client/cli/spec_syntax.h"
 
 #include <cstdint>
+#include <fstream>
 #include <string>
 #include <vector>
 
@@ -51,23 +52,158 @@ TEST(SpecSyntaxTest, RefusesGranularitiesThatMakeNoSense) {
 
 TEST(SpecSyntaxTest, CandidatesHaveGranularityAndSymmetryInTheirOrder) {
   Candidate candidate = ParseCandidate("int8").value();
-  EXPECT_EQ(candidate.spec.format, v1::NUMBER_FORMAT_INT8);
-  EXPECT_EQ(candidate.spec.granularity.kind, Granularity::Kind::kPerTensor);
+  EXPECT_EQ(candidate.spec.spec.format(), v1::NUMBER_FORMAT_INT8);
+  EXPECT_EQ(candidate.spec.granularity.kind, Granularity::Kind::kDefault);
   candidate = ParseCandidate("uint4:group:32").value();
-  EXPECT_EQ(candidate.spec.format, v1::NUMBER_FORMAT_UINT4);
+  EXPECT_EQ(candidate.spec.spec.format(), v1::NUMBER_FORMAT_UINT4);
   EXPECT_EQ(candidate.spec.granularity.group, 32);
-  EXPECT_EQ(candidate.spec.symmetry, v1::SYMMETRY_UNSPECIFIED);
+  EXPECT_EQ(candidate.spec.spec.symmetry(), v1::SYMMETRY_UNSPECIFIED);
   candidate = ParseCandidate("int4:group:64:asymmetric").value();
   EXPECT_EQ(candidate.spec.granularity.group, 64);
-  EXPECT_EQ(candidate.spec.symmetry, v1::SYMMETRY_ASYMMETRIC);
+  EXPECT_EQ(candidate.spec.spec.symmetry(), v1::SYMMETRY_ASYMMETRIC);
   EXPECT_EQ(candidate.label, "int4:group:64:asymmetric");
   candidate = ParseCandidate("int8:full-range").value();
-  EXPECT_EQ(candidate.spec.symmetry, v1::SYMMETRY_FULL_RANGE);
+  EXPECT_EQ(candidate.spec.spec.symmetry(), v1::SYMMETRY_FULL_RANGE);
   EXPECT_TRUE(ParseCandidate("stored").value().is_stored);
   for (const char* text : {"", "int", "int8:", "int8:group", "int99",
-                           "int8:strict:per-tensor", "unspecified"}) {
+                           "int8:strict:full-range", "unspecified"}) {
     EXPECT_FALSE(ParseCandidate(text).ok()) << text;
   }
+}
+
+EncodingSpec Spec(const std::string& text) {
+  const absl::StatusOr<SpecTemplate> spec = ParseSpec(text);
+  EXPECT_TRUE(spec.ok()) << spec.status();
+  return spec.ok() ? spec->spec : EncodingSpec();
+}
+
+TEST(SpecSyntaxTest, MethodsCarryTheirParameters) {
+  EXPECT_EQ(Spec("int8").method(), v1::CALIBRATION_METHOD_UNSPECIFIED);
+  EXPECT_EQ(Spec("int8:minmax").method(), v1::CALIBRATION_METHOD_MIN_MAX);
+  EncodingSpec spec = Spec("uint8:percentile=0.999");
+  EXPECT_EQ(spec.method(), v1::CALIBRATION_METHOD_PERCENTILE);
+  EXPECT_EQ(spec.tail_fraction(), 0.001);
+  EXPECT_FALSE(Spec("uint8:percentile").has_tail_fraction());
+  EXPECT_EQ(Spec("uint8:percentile=1").tail_fraction(), 0);
+  EXPECT_EQ(Spec("int8:mse=256").search_steps(), 256);
+  EXPECT_EQ(Spec("int8:sqnr=2.5").gamma(), 2.5);
+  EXPECT_EQ(Spec("int8:entropy").method(), v1::CALIBRATION_METHOD_ENTROPY);
+  EXPECT_EQ(Spec("int8:moving-average").method(),
+            v1::CALIBRATION_METHOD_MOVING_AVERAGE);
+  spec = Spec("int8:fixed=-1,2.5");
+  EXPECT_EQ(spec.method(), v1::CALIBRATION_METHOD_FIXED_RANGE);
+  EXPECT_EQ(spec.range_min(), -1);
+  EXPECT_EQ(spec.range_max(), 2.5);
+  for (const char* text : {"int8:best-of:mse,percentile:per-channel",
+                           "int8:per-channel:best-of=mse,percentile"}) {
+    spec = Spec(text);
+    EXPECT_EQ(spec.method(), v1::CALIBRATION_METHOD_BEST_OF) << text;
+    ASSERT_EQ(spec.methods_size(), 2) << text;
+    EXPECT_EQ(spec.methods(0), v1::CALIBRATION_METHOD_MSE) << text;
+    EXPECT_EQ(spec.methods(1), v1::CALIBRATION_METHOD_PERCENTILE) << text;
+    EXPECT_EQ(ParseSpec(text)->granularity.kind,
+              Granularity::Kind::kPerChannel);
+  }
+  for (const char* text :
+       {"int8:percentile=0", "int8:percentile=1.1", "int8:percentile=x",
+        "int8:mse=x", "int8:minmax=1", "int8:fixed=1,-1", "int8:fixed=1",
+        "int8:best-of", "int8:best-of=mse,x", "int8:best-of=", "int8:mse:sqnr",
+        "int8:group:4:per-channel", "int8:what"}) {
+    EXPECT_FALSE(ParseSpec(text).ok()) << text;
+  }
+}
+
+TEST(SpecSyntaxTest, OptionsOfScalesStandAnywhereBehindTheFormat) {
+  const EncodingSpec spec =
+      Spec("mxfp4_e2m1:rule=even:mse:scale=e8m0:power-of-two:no-saturation");
+  EXPECT_EQ(spec.format(), v1::NUMBER_FORMAT_MXFP4_E2M1);
+  EXPECT_EQ(spec.mx_scale_rule(), v1::MX_SCALE_RULE_EVEN);
+  EXPECT_EQ(spec.scale_type(), v1::SCALE_TYPE_E8M0);
+  EXPECT_TRUE(spec.power_of_two_scale());
+  EXPECT_TRUE(spec.no_saturation());
+  EXPECT_FALSE(ParseSpec("nf4:scale=int").ok());
+  EXPECT_FALSE(ParseSpec("nf4:rule=up").ok());
+  EXPECT_EQ(ScaleTypeName(v1::SCALE_TYPE_BFLOAT16), "bfloat16");
+}
+
+TEST(SpecSyntaxTest, EveryFormatHasItsName) {
+  const auto* formats = v1::NumberFormat_descriptor();
+  for (int i = 1; i < formats->value_count(); ++i) {
+    const auto format =
+        static_cast<v1::NumberFormat>(formats->value(i)->number());
+    EXPECT_EQ(ParseFormat(FormatName(format)).value(), format);
+    const absl::StatusOr<FormatInfo> info = GetFormatInfo(format);
+    ASSERT_TRUE(info.ok()) << info.status();
+    EXPECT_EQ(info->format, format);
+    EXPECT_GT(info->bits, 0) << FormatName(format);
+    EXPECT_EQ(Spec(FormatName(format)).format(), format);
+  }
+}
+
+TEST(SpecSyntaxTest, SpecsWithoutAShapeNameTheirGranularity) {
+  EncodingSpec spec = ParseSpec("int8:per-channel:1")->SpecOfAny().value();
+  EXPECT_EQ(spec.granularity().axis(), 1);
+  EXPECT_EQ(spec.granularity().group_size(), 0);
+  spec = ParseSpec("int4:group:32")->SpecOfAny().value();
+  EXPECT_EQ(spec.granularity().axis(), -1);
+  EXPECT_EQ(spec.granularity().group_size(), 32);
+  EXPECT_FALSE(ParseSpec("int8")->SpecOfAny()->has_granularity());
+  EXPECT_FALSE(ParseSpec("nf4:per-tensor")->SpecOfAny().ok());
+  // With the shape it is said by zeros.
+  EXPECT_EQ(ParseSpec("nf4:per-tensor")->SpecOf({2, 64})->block_size_size(), 2);
+  EXPECT_EQ(ParseSpec("nf4")->SpecOf({2, 64})->block_size_size(), 0);
+}
+
+TEST(SpecSyntaxTest, TheFirstPatternThatMatchesCounts) {
+  SpecSet set;
+  bool has_base = false;
+  for (const char* text :
+       {"conv*.weight=int8:per-channel", "*.input=uint8:percentile=0.99",
+        "*.weight=int4", "uint8:percentile=0.999"}) {
+    const absl::Status status = AddSpec(text, &set, &has_base);
+    ASSERT_TRUE(status.ok()) << status;
+  }
+  EXPECT_TRUE(has_base);
+  ASSERT_EQ(set.overrides.size(), 3u);
+  EXPECT_EQ(set.For("conv1.weight").spec.format(), v1::NUMBER_FORMAT_INT8);
+  EXPECT_EQ(set.For("fc.weight").spec.format(), v1::NUMBER_FORMAT_INT4);
+  EXPECT_EQ(set.For("fc.input").spec.tail_fraction(), 0.01);
+  EXPECT_EQ(set.For("fc.bias").spec.tail_fraction(), 0.001);
+  EXPECT_FALSE(AddSpec("int8", &set, &has_base).ok());
+  // The format is known, so that it is the rest that is wrong.
+  const absl::Status status = AddSpec("int8:percentile=2", &set, &has_base);
+  EXPECT_NE(status.message().find("percentile=2"), std::string::npos) << status;
+  EXPECT_FALSE(AddSpec("a*=int99", &set, &has_base).ok());
+  EXPECT_FALSE(AddSpec("a*", &set, &has_base).ok());
+  EXPECT_FALSE(AddSpec("@/nowhere", &set, &has_base).ok());
+}
+
+TEST(SpecSyntaxTest, SpecsComeFromAFile) {
+  const std::string path = testing::TempDir() + "/specs.txt";
+  std::ofstream(path) << "a.weight=int4:group:32\n\n  b*=nf4 \n";
+  SpecSet set;
+  bool has_base = false;
+  const absl::Status status = AddSpec("@" + path, &set, &has_base);
+  ASSERT_TRUE(status.ok()) << status;
+  EXPECT_FALSE(has_base);
+  ASSERT_EQ(set.overrides.size(), 2u);
+  EXPECT_EQ(set.overrides[0].spec.granularity.group, 32);
+  EXPECT_EQ(set.overrides[1].pattern, "b*");
+  EXPECT_EQ(set.overrides[1].spec.spec.format(), v1::NUMBER_FORMAT_NF4);
+  // A file of files could go on for ever.
+  std::ofstream(path) << "@" << path << "\n";
+  EXPECT_FALSE(AddSpec("@" + path, &set, &has_base).ok());
+}
+
+TEST(SpecSyntaxTest, CodebooksAreListsOrFiles) {
+  using Codebook = std::vector<float>;
+  EXPECT_EQ(ParseCodebook("-1,0,0.5,1").value(), (Codebook{-1, 0, 0.5f, 1}));
+  const std::string path = testing::TempDir() + "/codebook.json";
+  std::ofstream(path) << "[-1,\n 0.25,\n 1]\n";
+  EXPECT_EQ(ParseCodebook(path).value(), (Codebook{-1, 0.25f, 1}));
+  EXPECT_FALSE(ParseCodebook("/nowhere").ok());
+  std::ofstream(path) << "[]";
+  EXPECT_FALSE(ParseCodebook(path).ok());
 }
 
 TEST(SpecSyntaxTest, PatternsMatchWholeNames) {

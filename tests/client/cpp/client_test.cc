@@ -309,6 +309,111 @@ TEST_F(ClientTest, ListsAllPages) {
   EXPECT_EQ(encodings->back().name().tensor(), "2499");
 }
 
+TEST_F(ClientTest, ComputesEncodingsTensorByTensor) {
+  server_.faults().unavailable_unary = 2;
+  v1::ComputeEncodingsRequest request;
+  request.set_model("m");
+  const auto all = client_->ComputeEncodings(request);
+  ASSERT_TRUE(all.ok()) << all.status();
+  ASSERT_EQ(all->size(), 3u);
+  EXPECT_EQ(all->back().name().tensor(), "t2");
+  EXPECT_EQ(all->back().name().model(), "m");
+}
+
+TEST_F(ClientTest, DoesNotRepeatWhatWasAnswered) {
+  server_.faults().break_after_two = true;
+  int count = 0;
+  const absl::Status status = client_->ComputeEncodings(
+      {}, [&count](const v1::ComputeEncodingsResponse&) {
+        ++count;
+        return true;
+      });
+  EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+  EXPECT_EQ(ErrorReason(status), "DRAINING");
+  EXPECT_EQ(count, 2);
+}
+
+TEST_F(ClientTest, StopsWhenTheCallerHasSeenEnough) {
+  // The rest would not come by itself.
+  server_.faults().silent = true;
+  int count = 0;
+  const absl::Status status = client_->ComputeEncodings(
+      {},
+      [&count](const v1::ComputeEncodingsResponse&) { return ++count < 2; });
+  EXPECT_TRUE(status.ok()) << status;
+  EXPECT_EQ(count, 2);
+}
+
+TEST_F(ClientTest, TimesOutWhenAnswersStopComing) {
+  server_.faults().silent = true;
+  ClientOptions options;
+  options.target = server_.target();
+  options.timeout = absl::Milliseconds(100);
+  const auto client = std::move(Client::Connect(options)).value();
+  int count = 0;
+  const absl::Status status = client->ComputeEncodings(
+      {}, [&count](const v1::ComputeEncodingsResponse&) {
+        ++count;
+        return true;
+      });
+  EXPECT_EQ(ErrorReason(status), "TIMEOUT") << status;
+  EXPECT_LE(count, 2);
+}
+
+TEST_F(ClientTest, ReportsThatAStreamingCallFindsNoServer) {
+  server_.Stop();
+  EXPECT_TRUE(IsServerUnreachable(client_->Sweep({}).status()));
+}
+
+TEST_F(ClientTest, SweepsUpToTheSummary) {
+  v1::SweepRequest request;
+  request.add_specs();
+  request.add_specs();
+  const auto all = client_->Sweep(request);
+  ASSERT_TRUE(all.ok()) << all.status();
+  ASSERT_EQ(all->size(), 2u);
+  EXPECT_EQ(all->back().summary().totals(0).size_bytes(), 2u);
+}
+
+TEST_F(ClientTest, ManagesStatistics) {
+  const auto entries = client_->ListStatistics("m", "main");
+  ASSERT_TRUE(entries.ok()) << entries.status();
+  ASSERT_EQ(entries->size(), 2500u);
+  EXPECT_EQ(entries->back().tensor(), "2499");
+  EXPECT_FALSE(client_->GetStatistics(TensorName(), false)->has_state());
+  EXPECT_TRUE(client_->GetStatistics(TensorName(), true)->has_state());
+  EXPECT_TRUE(client_->DeleteStatistics(TensorName(), "rank-1").ok());
+  EXPECT_EQ(ErrorReason(client_->DeleteStatistics(TensorName(), "")),
+            "STATISTICS_NOT_FOUND");
+}
+
+TEST_F(ClientTest, SendsContributions) {
+  const std::vector<float> values = Ramp(10);
+  CalibrateJob job;
+  job.tensor = MakeJob("w", values).tensor;
+  job.contribution.emplace().set_sequence(5);
+  const absl::StatusOr<CalibrateResult> result = client_->Calibrate(job);
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_EQ(result->contribution().sequence(), 5u);
+}
+
+TEST_F(ClientTest, AComparisonTakesTwiceTheData) {
+  const std::vector<float> values = Ramp(10);
+  EvaluateJob job;
+  job.tensor = MakeJob("w", values).tensor;
+  job.comparison = true;
+  EXPECT_EQ(ErrorReason(client_->Evaluate(job).status()), "ARGUMENT_INVALID");
+  const std::vector<uint8_t> pairs =
+      InterleavePairs(ElementType::kFloat32, job.tensor.data, job.tensor.data);
+  float pair[2];
+  std::memcpy(pair, &pairs[8 * 3], sizeof(pair));
+  EXPECT_EQ(pair[0], values[3]);
+  EXPECT_EQ(pair[1], values[3]);
+  job.tensor.data = pairs;
+  // The fake does not have the RPC, but it was asked.
+  EXPECT_TRUE(absl::IsUnimplemented(client_->Evaluate(job).status()));
+}
+
 TEST_F(ClientTest, KeepsTheServersReason) {
   const absl::Status status = client_->GetEncoding(TensorName()).status();
   EXPECT_TRUE(absl::IsNotFound(status)) << status;

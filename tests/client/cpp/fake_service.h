@@ -47,7 +47,9 @@ struct Faults {
   std::atomic<bool> wrong_checksum{false};
   // Send bytes that no header announced.
   std::atomic<bool> too_many_bytes{false};
-  // Never answer.
+  // Break computing encodings after two tensors.
+  std::atomic<bool> break_after_two{false};
+  // Never answer, or nothing after two tensors.
   std::atomic<bool> silent{false};
   // Bytes that were read of tensors called "bad*", which fail at once.
   std::atomic<int64_t> bytes_of_bad_tensors{0};
@@ -159,6 +161,10 @@ class FakeQuantizationService final : public v1::QuantizationService::Service {
     while (stream->Read(&request)) {
       if (request.has_header()) {
         response.Clear();
+        if (request.header().has_contribution()) {
+          response.mutable_summary()->mutable_contribution()->set_sequence(
+              request.header().contribution().sequence());
+        }
         size = 4;
         for (const int64_t d : request.header().tensor().shape()) size *= d;
         received = 0;
@@ -200,6 +206,76 @@ class FakeEncodingService final : public v1::EncodingService::Service {
     }
     if (last < 2500) response->set_next_page_token(absl::StrCat(last));
     return grpc::Status::OK;
+  }
+
+  // Three tensors; the last message of a sweep is its summary.
+  grpc::Status ComputeEncodings(
+      grpc::ServerContext* context, const v1::ComputeEncodingsRequest* request,
+      grpc::ServerWriter<v1::ComputeEncodingsResponse>* writer) override {
+    if (faults_.unavailable_unary-- > 0) {
+      return grpc::Status(grpc::StatusCode::UNAVAILABLE,
+                          "STORE_UNAVAILABLE: the store is away");
+    }
+    for (int i = 0; i < 3; ++i) {
+      v1::ComputeEncodingsResponse response;
+      response.mutable_name()->set_tensor(absl::StrCat("t", i));
+      response.mutable_name()->set_model(request->model());
+      response.set_done_count(i + 1);
+      response.set_total_count(3);
+      writer->Write(response);
+      if (i == 1 && faults_.break_after_two) {
+        return grpc::Status(grpc::StatusCode::UNAVAILABLE,
+                            "DRAINING: the server is about to stop");
+      }
+      while (i == 1 && faults_.silent && !context->IsCancelled()) {
+        absl::SleepFor(absl::Milliseconds(1));
+      }
+    }
+    return grpc::Status::OK;
+  }
+
+  grpc::Status Sweep(grpc::ServerContext*, const v1::SweepRequest* request,
+                     grpc::ServerWriter<v1::SweepResponse>* writer) override {
+    v1::SweepResponse response;
+    response.mutable_name()->set_tensor("t");
+    writer->Write(response);
+    response.Clear();
+    response.mutable_summary()->add_totals()->set_size_bytes(
+        request->specs_size());
+    writer->Write(response);
+    return grpc::Status::OK;
+  }
+
+  grpc::Status GetStatistics(grpc::ServerContext*,
+                             const v1::GetStatisticsRequest* request,
+                             v1::GetStatisticsResponse* response) override {
+    response->mutable_statistics()->set_count(7);
+    if (request->with_state()) response->mutable_state()->set_version(1);
+    return grpc::Status::OK;
+  }
+
+  // 2,500 entries in pages of at most 1,000.
+  grpc::Status ListStatistics(grpc::ServerContext*,
+                              const v1::ListStatisticsRequest* request,
+                              v1::ListStatisticsResponse* response) override {
+    const int first =
+        request->page_token().empty() ? 0 : std::stoi(request->page_token());
+    const int last =
+        std::min(2500, first + std::min(1000, request->page_size()));
+    for (int i = first; i < last; ++i) {
+      response->add_entries()->set_tensor(absl::StrCat(i));
+    }
+    if (last < 2500) response->set_next_page_token(absl::StrCat(last));
+    return grpc::Status::OK;
+  }
+
+  grpc::Status DeleteStatistics(grpc::ServerContext*,
+                                const v1::DeleteStatisticsRequest* request,
+                                v1::DeleteStatisticsResponse*) override {
+    return request->source() == "rank-1"
+               ? grpc::Status::OK
+               : grpc::Status(grpc::StatusCode::NOT_FOUND,
+                              "STATISTICS_NOT_FOUND: no such statistics");
   }
 
   grpc::Status GetEncoding(grpc::ServerContext*, const v1::GetEncodingRequest*,

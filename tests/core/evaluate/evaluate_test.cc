@@ -55,7 +55,10 @@ class NaiveValues {
     if (format_.kind == CodeKind::kCodebook) {
       *low = quotient < values_.front();
       *high = quotient > values_.back();
-      return values_[NearestIndex(quotient, /*ties_to_even=*/false)];
+      // Further away the distances to all entries would round to the same.
+      const double near =
+          std::max(values_.front(), std::min(quotient, values_.back()));
+      return values_[NearestIndex(near, /*ties_to_even=*/false)];
     }
     const double magnitude = std::fabs(quotient);
     const double largest = values_.back();
@@ -274,7 +277,7 @@ TEST(EvaluateTest, EqualsTheDefinitionForEveryKindOfCode) {
           MakeEncoding(format, layout, 3 / format.max_value, false, 3);
       encoding.no_saturation = c.no_saturation;
       if (format.name == "codebook8") {
-        encoding.codebook = {-1, -0.3f, -0.1f, -1e-30f, 0, 0.25f, 1};
+        encoding.codebook = {-1, -0.3f, -0.1f, -1e-4f, 0, 0.25f, 1};
       }
       if (format.scale_type == ScaleType::kE8m0) {
         encoding.scale.back() = std::numeric_limits<float>::quiet_NaN();

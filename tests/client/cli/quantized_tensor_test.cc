@@ -1,0 +1,154 @@
+#include "client/cli/quantized_tensor.h"
+
+#include <unistd.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "gtest/gtest.h"
+
+namespace quantd::cli {
+namespace {
+
+class QuantizedTensorTest : public testing::Test {
+ protected:
+  ~QuantizedTensorTest() override { unlink(path_.c_str()); }
+
+  // Writes one tensor "w" and reads it again.
+  QuantizedTensor RoundTrip(const std::vector<int64_t>& shape,
+                            const Encoding& encoding,
+                            const std::vector<uint8_t>& codes) {
+    auto writer = files::SafetensorsWriter::Create(path_).value();
+    const absl::StatusOr<uint64_t> size = WriteQuantized(
+        "w", ElementType::kBfloat16, shape, encoding, codes, &writer);
+    EXPECT_TRUE(size.ok()) << size.status();
+    size_bytes_ = size.value_or(0);
+    EXPECT_TRUE(writer.Finish().ok());
+    input_.emplace(TensorInput::Open(path_).value());
+    const absl::StatusOr<QuantizedTensor> tensor =
+        ReadQuantized(*input_, path_, "w", input_->metadata().at("quantd.w"));
+    EXPECT_TRUE(tensor.ok()) << tensor.status();
+    return tensor.ok() ? *tensor : QuantizedTensor();
+  }
+
+  files::Dtype DtypeOfTensor(const std::string& name) const {
+    return input_->Find(name)->dtype;
+  }
+
+  const std::string path_ = absl::StrCat(
+      testing::TempDir(), "/quantized_tensor_", getpid(), ".safetensors");
+  std::optional<TensorInput> input_;
+  uint64_t size_bytes_ = 0;
+};
+
+Encoding MakeEncoding(v1::NumberFormat format,
+                      const std::vector<int64_t>& block_size) {
+  Encoding encoding;
+  encoding.set_format(format);
+  for (const int64_t size : block_size) encoding.add_block_size(size);
+  return encoding;
+}
+
+TEST_F(QuantizedTensorTest, FloatsOfEightBitsHaveTheirOwnTypes) {
+  const struct {
+    v1::NumberFormat format;
+    files::Dtype dtype;
+  } cases[] = {
+      {v1::NUMBER_FORMAT_FLOAT8_E4M3FN, files::Dtype::kF8E4M3},
+      {v1::NUMBER_FORMAT_FLOAT8_E5M2, files::Dtype::kF8E5M2},
+      {v1::NUMBER_FORMAT_FLOAT8_E4M3FNUZ, files::Dtype::kU8},
+      {v1::NUMBER_FORMAT_FLOAT6_E3M2, files::Dtype::kU8},
+      {v1::NUMBER_FORMAT_INT8, files::Dtype::kI8},
+  };
+  for (const auto& c : cases) {
+    Encoding encoding = MakeEncoding(c.format, {});
+    encoding.add_scale(0.5f);
+    encoding.set_no_saturation(true);
+    const std::vector<uint8_t> codes = {1, 2, 3, 4, 5, 6};
+    const QuantizedTensor tensor = RoundTrip({2, 3}, encoding, codes);
+    EXPECT_EQ(DtypeOfTensor("w"), c.dtype) << FormatName(c.format);
+    EXPECT_EQ(tensor.encoding.format(), c.format);
+    EXPECT_EQ(tensor.encoding.scale(0), 0.5f);
+    EXPECT_TRUE(tensor.encoding.no_saturation());
+    EXPECT_EQ(std::vector<uint8_t>(tensor.codes.begin(), tensor.codes.end()),
+              codes);
+    EXPECT_EQ(size_bytes_, 6u + 4u);
+  }
+}
+
+TEST_F(QuantizedTensorTest, KeepsE8m0ScalesAsBytes) {
+  Encoding encoding = MakeEncoding(v1::NUMBER_FORMAT_MXFP4_E2M1, {1, 32});
+  const std::string scale_code("\x7f\x80\xff\x00", 4);
+  encoding.set_scale_code(scale_code);
+  for (int i = 0; i < 4; ++i) encoding.add_scale(1);
+  const QuantizedTensor tensor =
+      RoundTrip({2, 64}, encoding, std::vector<uint8_t>(64));
+  EXPECT_EQ(DtypeOfTensor("w.scale"), files::Dtype::kU8);
+  EXPECT_EQ(tensor.encoding.scale_code(), scale_code);
+  EXPECT_EQ(tensor.encoding.scale_type(), v1::SCALE_TYPE_E8M0);
+  EXPECT_TRUE(tensor.encoding.scale().empty());
+  EXPECT_EQ(size_bytes_, 64u + 4u);
+}
+
+TEST_F(QuantizedTensorTest, KeepsScalesUnderOuterScales) {
+  Encoding encoding = MakeEncoding(v1::NUMBER_FORMAT_LPBQ, {1, 4});
+  encoding.set_scale_code("\1\2\3\4");
+  encoding.add_outer_block_size(1);
+  encoding.add_outer_block_size(0);
+  encoding.add_outer_scale(0.25f);
+  encoding.add_outer_scale(0.5f);
+  QuantizedTensor tensor = RoundTrip({2, 8}, encoding, std::vector<uint8_t>(8));
+  EXPECT_EQ(tensor.encoding.scale_code(), "\1\2\3\4");
+  EXPECT_EQ(tensor.encoding.outer_scale_size(), 2);
+  EXPECT_EQ(tensor.encoding.outer_scale(1), 0.5f);
+  EXPECT_EQ(tensor.encoding.outer_block_size_size(), 2);
+  EXPECT_EQ(tensor.encoding.scale_shape_size(), 2);
+  EXPECT_EQ(tensor.encoding.scale_shape(1), 2);
+
+  encoding = MakeEncoding(v1::NUMBER_FORMAT_NVFP4, {1, 16});
+  encoding.set_scale_code("\x38\x39");
+  encoding.add_outer_scale(0.125f);
+  tensor = RoundTrip({2, 16}, encoding, std::vector<uint8_t>(16));
+  EXPECT_EQ(DtypeOfTensor("w.scale"), files::Dtype::kF8E4M3);
+  EXPECT_EQ(tensor.encoding.scale_code(), "\x38\x39");
+  EXPECT_EQ(tensor.encoding.outer_scale(0), 0.125f);
+}
+
+TEST_F(QuantizedTensorTest, KeepsTheCodebook) {
+  Encoding encoding = MakeEncoding(v1::NUMBER_FORMAT_CODEBOOK4, {});
+  encoding.add_scale(2);
+  for (const float entry : {-1.0f, -0.25f, 0.5f}) encoding.add_codebook(entry);
+  const QuantizedTensor tensor = RoundTrip({3}, encoding, {0x10, 0x02});
+  ASSERT_EQ(tensor.encoding.codebook_size(), 3);
+  EXPECT_EQ(tensor.encoding.codebook(1), -0.25f);
+  EXPECT_EQ(size_bytes_, 2u + 4u + 12u);
+}
+
+TEST_F(QuantizedTensorTest, NarrowScalesAreKeptExactly) {
+  Encoding encoding = MakeEncoding(v1::NUMBER_FORMAT_INT8, {1});
+  encoding.set_scale_type(v1::SCALE_TYPE_FLOAT16);
+  // The smallest subnormal, subnormals, the smallest normal, the largest.
+  const std::vector<float> halves = {0x1p-24f, 0x1.8p-23f, 0x1.ff8p-15f,
+                                     0x1p-14f, 1.5f,       0x1.ffcp15f};
+  encoding.mutable_scale()->Add(halves.begin(), halves.end());
+  QuantizedTensor tensor = RoundTrip({6}, encoding, std::vector<uint8_t>(6));
+  EXPECT_EQ(DtypeOfTensor("w.scale"), files::Dtype::kF16);
+  EXPECT_EQ(std::vector<float>(tensor.encoding.scale().begin(),
+                               tensor.encoding.scale().end()),
+            halves);
+  encoding.set_scale_type(v1::SCALE_TYPE_BFLOAT16);
+  const std::vector<float> bfloats = {0x1p-126f,   0x1.02p-3f, 1.5f,
+                                      0x1.fep127f, 1,          2};
+  encoding.clear_scale();
+  encoding.mutable_scale()->Add(bfloats.begin(), bfloats.end());
+  tensor = RoundTrip({6}, encoding, std::vector<uint8_t>(6));
+  EXPECT_EQ(std::vector<float>(tensor.encoding.scale().begin(),
+                               tensor.encoding.scale().end()),
+            bfloats);
+  EXPECT_EQ(size_bytes_, 6u + 12u);
+}
+
+}  // namespace
+}  // namespace quantd::cli
