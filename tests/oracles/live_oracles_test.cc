@@ -13,6 +13,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "core/formats/number_format.h"
+#include "core/types/float_convert.h"
 #include "gtest/gtest.h"
 #include "nlohmann/json.hpp"
 #include "tests/support/tensor_streams.h"
@@ -268,6 +269,35 @@ class SeedTables : public ::testing::Test {
     }
   }
 
+  // seed001_percentile_99_9: the seed scales by the percentile of x itself, not
+  // of its magnitude, so that the lower end is cut off much earlier; its codes
+  // are not clamped.
+  void CheckPercentile(const Table& table) {
+    v1::EncodingSpec spec;
+    spec.set_format(v1::NUMBER_FORMAT_INT8);
+    spec.set_symmetry(v1::SYMMETRY_STRICT);
+    spec.set_method(v1::CALIBRATION_METHOD_PERCENTILE);
+    spec.set_tail_fraction(1 -
+                           table.printed.at("percentile").get<double>() / 100);
+    spec.set_tail(v1::TAIL_UPPER);
+    const v1::Encoding encoding = Calibrated(table, spec);
+    ASSERT_EQ(encoding.scale_size(), 1);
+    // Printed with ten digits, of which float32 has seven.
+    EXPECT_NEAR(127.0 * encoding.scale(0),
+                table.printed.at("alpha").get<double>(), 5e-7);
+
+    v1::QuantizeHeader header;
+    *header.mutable_tensor() = table.tensor;
+    *header.mutable_encoding() = encoding;
+    const auto codes = Quantize(stub(), header, ToBytes(table.values));
+    ASSERT_TRUE(codes.ok()) << codes.status();
+    auto clamped = table.printed.at("q_unclamped").get<std::vector<int64_t>>();
+    for (int64_t& code : clamped) code = std::clamp<int64_t>(code, -127, 127);
+    EXPECT_EQ(Unpack(codes->codes, encoding.format(), table.values.size()),
+              clamped);
+    EXPECT_EQ(codes->summary.clipped_low_count(), 1u);
+  }
+
   // "shape": a block of 5 columns of a 5 by 10 tensor has a scale of its own.
   void CheckBlockShape(const json& printed) {
     const auto shape = printed.at("input_shape").get<std::vector<int64_t>>();
@@ -310,14 +340,14 @@ TEST_F(SeedTables, AreReproducedByALiveServer) {
     const Table table(printed);
     SCOPED_TRACE(table.name);
     const std::string kind = printed.at("kind");
-    // Percentiles are not in this version.
-    if (table.name == "seed001_percentile_99_9") continue;
     if (kind == "quantize" || kind == "compare") {
       CheckGivenEncoding(table);
     } else if (kind == "calibrate+quantize") {
       CheckCalibration(table);
     } else if (table.name == "seed000_affine_float_zero_point") {
       CheckExcludeZero(table);
+    } else if (table.name == "seed001_percentile_99_9") {
+      CheckPercentile(table);
     } else if (kind == "shape") {
       CheckBlockShape(printed);
     } else {
@@ -325,7 +355,7 @@ TEST_F(SeedTables, AreReproducedByALiveServer) {
     }
     ++ran;
   }
-  EXPECT_EQ(ran, 8);
+  EXPECT_EQ(ran, 9);
 }
 
 // ONNX backend node tests: tensors as little-endian hex, packed as on the wire.
@@ -352,9 +382,15 @@ class OnnxNodeTests : public ::testing::Test {
     return Tensor(node.at("data").at(name));
   }
 
-  static bool IsInteger(const Tensor& tensor) {
-    return absl::StartsWith(tensor.dtype, "int") ||
-           absl::StartsWith(tensor.dtype, "uint");
+  // float32 or float16, as float32.
+  static std::vector<float> ToFloats(const Tensor& tensor) {
+    if (tensor.dtype == "float32") return FromBytes<float>(tensor.bytes);
+    EXPECT_EQ(tensor.dtype, "float16");
+    std::vector<float> values;
+    for (const uint16_t half : FromBytes<uint16_t>(tensor.bytes)) {
+      values.push_back(core::HalfToFloat(half));
+    }
+    return values;
   }
 
   // What stands for the node's x_scale, x_zero_point, axis and block_size on a
@@ -367,7 +403,7 @@ class OnnxNodeTests : public ::testing::Test {
     v1::Encoding encoding;
     encoding.set_format(format);
     const Tensor scale = Get(node, prefix + "_scale");
-    for (const float s : FromBytes<float>(scale.bytes)) encoding.add_scale(s);
+    for (const float s : ToFloats(scale)) encoding.add_scale(s);
     const int64_t rank = shape.size();
     int64_t axis = attributes.value("axis", 1);
     if (axis < 0) axis += rank;
@@ -379,8 +415,15 @@ class OnnxNodeTests : public ::testing::Test {
     } else if (scale.shape.size() == 1) {
       for (int64_t d = 0; d < rank; ++d) encoding.add_block_size(d == axis);
     }
-    if (node.at("data").contains(prefix + "_zero_point")) {
-      const Tensor zero_point = Get(node, prefix + "_zero_point");
+    for (const std::string& name :
+         {prefix + "_zero_point", std::string("zero_point")}) {
+      if (!node.at("data").contains(name)) continue;
+      const Tensor zero_point = Get(node, name);
+      if (absl::StartsWith(zero_point.dtype, "float")) {
+        // It says what type the codes have and is zero.
+        EXPECT_EQ(zero_point.bytes, std::string(zero_point.bytes.size(), '\0'));
+        continue;
+      }
       for (const int64_t z :
            Unpack(zero_point.bytes, format, zero_point.element_count())) {
         encoding.add_zero_point(static_cast<int32_t>(z));
@@ -391,70 +434,79 @@ class OnnxNodeTests : public ::testing::Test {
     return encoding;
   }
 
-  static v1::TensorDescription Describe(const std::vector<int64_t>& shape) {
+  // The tensor of reals.
+  static v1::TensorDescription Describe(const Tensor& reals) {
     v1::TensorDescription tensor;
-    tensor.set_element_type(v1::ELEMENT_TYPE_FLOAT32);
-    tensor.mutable_shape()->Assign(shape.begin(), shape.end());
+    tensor.set_element_type(reals.dtype == "float16"
+                                ? v1::ELEMENT_TYPE_FLOAT16
+                                : v1::ELEMENT_TYPE_FLOAT32);
+    tensor.mutable_shape()->Assign(reals.shape.begin(), reals.shape.end());
     return tensor;
   }
 
-  // True when the case is one of integers, and so ran.
-  bool CheckQuantize(const json& node) {
+  void CheckQuantize(const json& node) {
     const Tensor x = Get(node, "x");
     const Tensor y = Get(node, "y");
-    if (!IsInteger(y)) return false;
+    EXPECT_EQ(x.dtype, "float32");
     // The one output_dtype of these cases is 5, INT16.
     if (node.at("attributes").contains("output_dtype")) {
       EXPECT_EQ(node.at("attributes").at("output_dtype"), 5);
       EXPECT_EQ(y.dtype, "int16");
     }
     v1::QuantizeHeader header;
-    *header.mutable_tensor() = Describe(x.shape);
+    *header.mutable_tensor() = Describe(x);
     *header.mutable_encoding() =
         MakeEncoding(node, x.shape, FormatByName(y.dtype), "y");
     const auto answer = Quantize(server_.quantization(), header, x.bytes);
-    EXPECT_TRUE(answer.ok()) << answer.status();
-    if (answer.ok()) ExpectBytes(y.bytes, answer->codes);
-    return true;
+    ASSERT_TRUE(answer.ok()) << answer.status();
+    ExpectBytes(WithSignsOfZeros(x, y), answer->codes);
   }
 
-  bool CheckDequantize(const json& node) {
+  // ONNX writes its outputs down as numbers and compares them so: the code of a
+  // zero says nothing of its sign there, which is that of x here.
+  static std::string WithSignsOfZeros(const Tensor& x, const Tensor& y) {
+    const core::FormatInfo& format = *core::FindFormatByName(y.dtype);
+    std::string codes = y.bytes;
+    if (format.kind != core::CodeKind::kFloat) return codes;
+    const std::vector<float> reals = FromBytes<float>(x.bytes);
+    for (size_t i = 0; i < reals.size(); ++i) {
+      if (reals[i] != 0 || !std::signbit(reals[i])) continue;
+      EXPECT_EQ(Unpack(codes, FormatByName(y.dtype), reals.size())[i], 0);
+      const size_t bit = i * format.storage_bits + format.bits - 1;
+      codes[bit / 8] = static_cast<char>(codes[bit / 8] | 1 << bit % 8);
+    }
+    return codes;
+  }
+
+  void CheckDequantize(const json& node) {
     const Tensor x = Get(node, "x");
     const Tensor y = Get(node, "y");
-    if (!IsInteger(x)) return false;
-    EXPECT_EQ(y.dtype, "float32");
     v1::DequantizeHeader header;
-    *header.mutable_tensor() = Describe(x.shape);
+    *header.mutable_tensor() = Describe(y);
     *header.mutable_encoding() =
         MakeEncoding(node, x.shape, FormatByName(x.dtype), "x");
     const auto answer = Dequantize(server_.quantization(), header, x.bytes);
-    EXPECT_TRUE(answer.ok()) << answer.status();
-    if (answer.ok()) ExpectBytes(y.bytes, answer->reals);
-    return true;
+    ASSERT_TRUE(answer.ok()) << answer.status();
+    ExpectBytes(y.bytes, answer->reals);
   }
 
   // The encoding is computed from the tensor: uint8, asymmetric, min-max.
-  bool CheckDynamic(const json& node) {
+  void CheckDynamic(const json& node) {
     const Tensor x = Get(node, "x");
     v1::QuantizeHeader header;
-    *header.mutable_tensor() = Describe(x.shape);
+    *header.mutable_tensor() = Describe(x);
     header.mutable_spec()->set_format(v1::NUMBER_FORMAT_UINT8);
     header.mutable_spec()->set_symmetry(v1::SYMMETRY_ASYMMETRIC);
     const auto answer = Quantize(server_.quantization(), header, x.bytes);
-    EXPECT_TRUE(answer.ok()) << answer.status();
-    if (!answer.ok()) return true;
+    ASSERT_TRUE(answer.ok()) << answer.status();
     const v1::Encoding& encoding = answer->header.encoding();
-    EXPECT_EQ(encoding.scale_size(), 1);
-    EXPECT_EQ(encoding.zero_point_size(), 1);
-    if (encoding.scale_size() != 1 || encoding.zero_point_size() != 1) {
-      return true;
-    }
+    ASSERT_EQ(encoding.scale_size(), 1);
+    ASSERT_EQ(encoding.zero_point_size(), 1);
     ExpectBytes(Get(node, "y").bytes, answer->codes);
     ExpectBytes(Get(node, "y_scale").bytes,
                 ToBytes(std::vector<float>{encoding.scale(0)}));
     ExpectBytes(Get(node, "y_zero_point").bytes,
                 std::string(1, static_cast<char>(encoding.zero_point(0))));
-    return true;
   }
 
   static void ExpectBytes(const std::string& expected,
@@ -466,30 +518,29 @@ class OnnxNodeTests : public ::testing::Test {
   TestServer server_;
 };
 
-TEST_F(OnnxNodeTests, OfIntegersAreReproducedBitForBitByALiveServer) {
+TEST_F(OnnxNodeTests, AreReproducedBitForBitByALiveServer) {
   int ran = 0;
   std::set<std::string> formats;
   for (const json& node : ReadOracles("onnx_quantize_linear.json")) {
     SCOPED_TRACE(node.at("name").get<std::string>());
     const std::string op = node.at("op");
-    bool is_integer = false;
     if (op == "QuantizeLinear") {
-      is_integer = CheckQuantize(node);
+      CheckQuantize(node);
     } else if (op == "DequantizeLinear") {
-      is_integer = CheckDequantize(node);
+      CheckDequantize(node);
     } else if (op == "DynamicQuantizeLinear") {
-      is_integer = CheckDynamic(node);
+      CheckDynamic(node);
     } else {
       ADD_FAILURE() << "a case of a new operator: " << op;
     }
-    if (!is_integer) continue;
     ++ran;
     formats.insert(Get(node, op == "DequantizeLinear" ? "x" : "y").dtype);
   }
-  // The other 8 of 30 are floats of 8 and 4 bits.
-  EXPECT_EQ(ran, 22);
-  EXPECT_EQ(formats, (std::set<std::string>{"int2", "int4", "int16", "uint2",
-                                            "uint4", "uint8", "uint16"}));
+  EXPECT_EQ(ran, 30);
+  EXPECT_EQ(formats,
+            (std::set<std::string>{"float4_e2m1", "float8_e4m3fn",
+                                   "float8_e5m2", "int2", "int4", "int16",
+                                   "uint2", "uint4", "uint8", "uint16"}));
 }
 
 }  // namespace
