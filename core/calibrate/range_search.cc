@@ -23,7 +23,8 @@ double ErrorUnder(const BlockScale& scale, const CodeNumbers& numbers,
       SumSquaredError(numbers, scale.scale, scale.zero_point, distribution,
                       /*by_runs=*/true, limit)
           .estimate;
-  if (gamma == 1) return error;
+  // A sum that was not finished is no error to take anything from.
+  if (gamma == 1 || error > limit) return error;
   return error + (gamma - 1) * ClippedSquaredError(numbers, scale.scale,
                                                    scale.zero_point,
                                                    distribution);
