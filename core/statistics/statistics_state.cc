@@ -12,9 +12,24 @@
 
 namespace quantd::core {
 
+int64_t MaxElementCount(int mantissa_bits) {
+  // The sum of low bits, each below 2^(23 - m), is the first to overflow 64
+  // bits.
+  return mantissa_bits == 0 ? int64_t{1} << 62
+                            : int64_t{1} << (41 + mantissa_bits);
+}
+
+std::vector<int64_t> CanonicalBlockSize(absl::Span<const int64_t> block_size) {
+  for (const int64_t size : block_size) {
+    if (size != 0) return {block_size.begin(), block_size.end()};
+  }
+  return {};
+}
+
 absl::Status CheckMergeable(const StatisticsState& whole,
                             const StatisticsState& part) {
-  if (whole.block_size != part.block_size) {
+  if (CanonicalBlockSize(whole.block_size) !=
+      CanonicalBlockSize(part.block_size)) {
     return StatisticsMismatchError(absl::StrCat(
         "the block size is [", absl::StrJoin(part.block_size, ", "),
         "], expected [", absl::StrJoin(whole.block_size, ", "),
@@ -37,6 +52,14 @@ absl::Status CheckMergeable(const StatisticsState& whole,
           "dimension ", d, " is ", part.shape[d], ", expected ", whole.shape[d],
           ": the statistics are kept in blocks of it"));
     }
+  }
+  const int64_t limit = MaxElementCount(whole.statistics.mantissa_bits());
+  const int64_t there = whole.statistics.counts().total;
+  const int64_t more = part.statistics.counts().total;
+  if (more > limit - there) {
+    return StatisticsMismatchError(
+        absl::StrCat("the statistics are of ", there, " elements and ", more,
+                     " more, expected at most ", limit, " together"));
   }
   return absl::OkStatus();
 }
@@ -73,6 +96,11 @@ absl::StatusOr<TensorStatistics> StatisticsAt(
                        ", expected a multiple of ", from,
                        ", the blocks that the statistics are kept in"));
     }
+  }
+  if (coarse->scale_count() == 0) {
+    // An empty tensor, in blocks of a dimension that is 0.
+    return TensorStatistics::FromParts(state.statistics.counts(), {}, {},
+                                       state.statistics.mantissa_bits(), {});
   }
   std::vector<int64_t> map(fine->scale_count());
   std::vector<int64_t> index(rank, 0);

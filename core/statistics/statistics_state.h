@@ -24,8 +24,17 @@ struct StatisticsState {
   TensorStatistics statistics{1};
 };
 
+// Elements that a state may be of, at most: so many that no sum of a histogram
+// overflows.
+int64_t MaxElementCount(int mantissa_bits);
+
+// The same granularity in its one form: empty when every entry is 0.
+std::vector<int64_t> CanonicalBlockSize(absl::Span<const int64_t> block_size);
+
 // Checks that `part` may be merged into `whole`: the same block size, rank,
-// mantissa bits, and extent of every dimension that the block size divides.
+// mantissa bits, and extent of every dimension that the block size divides, and
+// together not above MaxElementCount. An empty block size and one of zeros are
+// the same.
 // Errors: STATISTICS_MISMATCH.
 absl::Status CheckMergeable(const StatisticsState& whole,
                             const StatisticsState& part);

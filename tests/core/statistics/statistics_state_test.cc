@@ -1,0 +1,141 @@
+#include "core/statistics/statistics_state.h"
+
+#include <cstdint>
+#include <vector>
+
+#include "core/errors.h"
+#include "gtest/gtest.h"
+#include "tests/core/kernel_test_util.h"
+
+namespace quantd::core {
+namespace {
+
+StatisticsState MakeState(const LayoutCase& layout_case, int mantissa_bits,
+                          uint32_t seed) {
+  const BlockLayout layout = layout_case.Layout();
+  const auto reals =
+      MakeReals(ElementType::kFloat32, layout.element_count(), 0.1, true, seed);
+  StatisticsState state;
+  state.block_size = layout_case.block;
+  state.shape = layout_case.shape;
+  state.statistics = TensorStatistics(layout.scale_count(), mantissa_bits);
+  state.statistics.Update(layout, ElementType::kFloat32, 0,
+                          layout.element_count(), reals.data(), nullptr);
+  return state;
+}
+
+void ExpectSame(const TensorStatistics& got, const TensorStatistics& want) {
+  EXPECT_EQ(got.counts().total, want.counts().total);
+  EXPECT_EQ(got.counts().nan, want.counts().nan);
+  EXPECT_EQ(got.counts().zero, want.counts().zero);
+  ASSERT_EQ(got.scale_count(), want.scale_count());
+  ASSERT_EQ(got.histograms().size(), want.histograms().size());
+  for (int64_t i = 0; i < got.scale_count(); ++i) {
+    EXPECT_EQ(got.extremes()[i].min, want.extremes()[i].min) << i;
+    EXPECT_EQ(got.extremes()[i].max, want.extremes()[i].max) << i;
+    EXPECT_EQ(got.has_non_finite(i), want.has_non_finite(i)) << i;
+    EXPECT_TRUE(got.histograms()[i] == want.histograms()[i]) << i;
+  }
+}
+
+TEST(StatisticsStateTest, MergesWhereFreeDimensionsDiffer) {
+  StatisticsState whole = MakeState({{3, 40}, {0, 1}}, 3, 1);
+  const StatisticsState part = MakeState({{9, 40}, {0, 1}}, 3, 2);
+  ASSERT_TRUE(MergeState(part, &whole).ok());
+  EXPECT_EQ(whole.shape, (std::vector<int64_t>{9, 40}));
+  EXPECT_EQ(whole.statistics.counts().total, 12 * 40);
+  ASSERT_TRUE(MergeState(MakeState({{0, 40}, {0, 1}}, 3, 2), &whole).ok());
+  EXPECT_EQ(whole.shape, (std::vector<int64_t>{9, 40}));
+}
+
+TEST(StatisticsStateTest, TakesZerosForPerTensor) {
+  StatisticsState whole = MakeState({{3, 40}, {}}, 3, 1);
+  EXPECT_TRUE(MergeState(MakeState({{3, 40}, {0, 0}}, 3, 1), &whole).ok());
+  EXPECT_EQ(whole.statistics.counts().total, 240);
+  EXPECT_EQ(CanonicalBlockSize({0, 0}), std::vector<int64_t>());
+  EXPECT_EQ(CanonicalBlockSize({0, 2}), (std::vector<int64_t>{0, 2}));
+}
+
+TEST(StatisticsStateTest, RefusesWhatDoesNotGoTogether) {
+  const StatisticsState whole = MakeState({{4, 40}, {1, 0}}, 3, 1);
+  const LayoutCase others[] = {{{4, 40}, {2, 0}},
+                               {{4, 40}, {}},
+                               {{5, 40}, {1, 0}},
+                               {{4, 40, 1}, {1, 0, 0}}};
+  for (const LayoutCase& other : others) {
+    StatisticsState copy = whole;
+    const absl::Status status = MergeState(MakeState(other, 3, 1), &copy);
+    EXPECT_EQ(ErrorReason(status), "STATISTICS_MISMATCH") << other.Name();
+    EXPECT_EQ(copy.shape, whole.shape);
+    ExpectSame(copy.statistics, whole.statistics);
+  }
+  EXPECT_EQ(
+      ErrorReason(CheckMergeable(whole, MakeState({{4, 40}, {1, 0}}, 4, 1))),
+      "STATISTICS_MISMATCH");
+  EXPECT_EQ(ErrorReason(CheckMergeable(MakeState({{4}, {}}, 3, 1),
+                                       MakeState({{4, 1}, {}}, 3, 1))),
+            "STATISTICS_MISMATCH");
+}
+
+TEST(StatisticsStateTest, RefusesMoreElementsThanItsSumsHold) {
+  StatisticsState whole = MakeState({{10}, {}}, 3, 1);
+  StatisticsState part;
+  part.shape = {10};
+  ElementCounts counts;
+  counts.total = counts.nan = MaxElementCount(3) - 10;
+  part.statistics = TensorStatistics::FromParts(counts, {{INFINITY, -INFINITY}},
+                                                {0}, 3, {Histogram(3)});
+  EXPECT_TRUE(CheckMergeable(whole, part).ok());
+  ++counts.total;
+  part.statistics = TensorStatistics::FromParts(counts, {{INFINITY, -INFINITY}},
+                                                {0}, 3, {Histogram(3)});
+  EXPECT_EQ(ErrorReason(MergeState(part, &whole)), "STATISTICS_MISMATCH");
+  EXPECT_EQ(whole.statistics.counts().total, 10);
+}
+
+TEST(StatisticsStateTest, CoarsensToWhatLargerBlocksWouldHave) {
+  struct Case {
+    std::vector<int64_t> shape, fine, coarse;
+  };
+  const Case cases[] = {
+      {{6, 75}, {1, 32}, {1, 32}},         // the same
+      {{6, 75}, {1, 32}, {}},              // per tensor
+      {{6, 75}, {1, 32}, {0, 0}},          //
+      {{6, 75}, {1, 32}, {1, 0}},          // ragged into channels
+      {{6, 75}, {1, 32}, {2, 64}},         // ragged twice
+      {{7, 75}, {2, 5}, {6, 15}},          //
+      {{6, 75}, {1, 32}, {0, 32}},         //
+      {{6, 75}, {1, 32}, {100, 100}},      // beyond the dimensions
+      {{6, 75}, {1, 0}, {1, 75}},          // whole by its size
+      {{5, 7, 11}, {2, 3, 4}, {4, 0, 8}},  //
+      {{}, {}, {}},                        // rank 0
+      {{0}, {}, {1}},                      // no scale left
+      {{0}, {1}, {}},                      // a scale of no element
+      {{0, 4}, {0, 1}, {1, 1}},            //
+      {{3, 0, 2}, {1, 0, 0}, {3, 0, 0}},   //
+  };
+  for (const Case& c : cases) {
+    SCOPED_TRACE((LayoutCase{c.shape, c.coarse}).Name());
+    const StatisticsState fine = MakeState({c.shape, c.fine}, 4, 1);
+    const StatisticsState want = MakeState({c.shape, c.coarse}, 4, 1);
+    const auto got = StatisticsAt(fine, c.coarse);
+    ASSERT_TRUE(got.ok()) << got.status();
+    ExpectSame(*got, want.statistics);
+  }
+}
+
+TEST(StatisticsStateTest, RefusesSmallerOrStraddlingBlocks) {
+  const StatisticsState state = MakeState({{6, 75}, {2, 32}}, 4, 1);
+  for (const std::vector<int64_t>& block :
+       {std::vector<int64_t>{1, 32}, {2, 16}, {2, 33}, {3, 0}, {2, 48}}) {
+    EXPECT_EQ(ErrorReason(StatisticsAt(state, block).status()),
+              "GRANULARITY_TOO_FINE");
+  }
+  EXPECT_EQ(ErrorReason(StatisticsAt(state, {1}).status()),
+            "BLOCK_SIZE_INVALID");
+  EXPECT_EQ(ErrorReason(StatisticsAt(state, {-1, 0}).status()),
+            "BLOCK_SIZE_INVALID");
+}
+
+}  // namespace
+}  // namespace quantd::core
