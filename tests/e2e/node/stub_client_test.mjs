@@ -98,6 +98,15 @@ const unary = (client, rpc, request) => new Promise((resolve, reject) => {
       error ? reject(error) : resolve(answer));
 });
 
+// All messages of a call that answers with a stream.
+const download = async (client, rpc, request) => {
+  const messages = [];
+  for await (const message of client[rpc](request, deadline())) {
+    messages.push(message);
+  }
+  return messages;
+};
+
 const code = (name) => grpc.status[name];
 
 // Ties to even, which Math.round is not.
@@ -185,6 +194,57 @@ const tests = {
     assert.ok(Math.abs(int8.overall.sqnrDb -
                        10 * Math.log10(signal / noise)) < 1e-6);
     assert.ok(int4.overall.sqnrDb < int8.overall.sqnrDb);
+  },
+
+  async ComparesTwoTensors({quantization}) {
+    const pairs = Float32Array.from(
+        {length: 2 * values.length},
+        (_, i) => values[i >> 1] + (i % 2) * 0.25);
+    const [{summary}] = await stream(
+        quantization, 'Evaluate',
+        messages({tensor: description(values), comparison: true},
+                 bytesOf(pairs), 1600));
+    let noise = 0;
+    values.forEach((x, i) => noise += (pairs[2 * i + 1] - x) ** 2);
+    assert.equal(summary.comparison.count, '5000');
+    assert.ok(Math.abs(summary.comparison.sumSquaredError / noise - 1) < 1e-9);
+  },
+
+  async ContributesComputesAndSweeps({quantization, encodings}) {
+    const model = 'acme/contribute';
+    const tensor = {...description(values), name: {model, tensor: 'w'}};
+    const contribution = (sequence) =>
+        messages({tensor, contribution: {source: 'rank-0', sequence}},
+                 bytesOf(values), 3000);
+    const answers = await stream(
+        quantization, 'Calibrate',
+        [...contribution(1), ...contribution(2), ...contribution(2)]);
+    assert.deepEqual(answers.map(({summary}) => summary.contribution.sequence),
+                     ['1', '2', '2']);
+    assert.deepEqual(
+        answers.map(({summary}) => summary.contribution.duplicate ?? false),
+        [false, false, true]);
+
+    const got = await unary(encodings, 'GetStatistics', {name: tensor.name});
+    assert.equal(got.statistics.count, '10000');
+    assert.deepEqual(got.sources.map(({source, sequence}) =>
+        [source, sequence]), [['rank-0', '2']]);
+
+    const [computed] = await download(
+        encodings, 'ComputeEncodings', {model, defaultSpec: int8Spec});
+    assert.deepEqual(computed.storedEncoding.encoding.scale, [scale]);
+    const {storedEncoding} = await unary(encodings, 'GetEncoding',
+                                         {name: tensor.name});
+    assert.equal(storedEncoding.etag, computed.storedEncoding.etag);
+
+    const [swept, last] = await download(encodings, 'Sweep', {
+      model,
+      specs: [{format: 'NUMBER_FORMAT_INT4'}, int8Spec],
+      maxSizeBytes: 6000,
+    });
+    assert.deepEqual(swept.candidates.map((c) => c.specIndex ?? 0), [1, 0]);
+    assert.ok(last.summary.mixture.targetMet);
+    assert.equal(last.summary.mixture.choices[0].specIndex, 1);
   },
 
   async AnErrorEndsItsTensorAndNotTheStream({quantization}) {

@@ -429,6 +429,193 @@ class StubClientTest(unittest.TestCase):
         self.assertEqual(caught.exception.code(), grpc.StatusCode.NOT_FOUND)
         self.assertIn("ENCODING_NOT_FOUND", caught.exception.details())
 
+    def contribute(self, tensor, batches, source="rank-0", first=1, spec=None,
+                   **contribution):
+        """Sends batches as contributions on one stream; their summaries."""
+        def headers():
+            for sequence, x in enumerate(batches, first):
+                header = qs.CalibrateHeader(
+                    tensor=description(x, tensor, "acme/contribute"),
+                    contribution=qs.Contribution(
+                        source=source, sequence=sequence, **contribution))
+                if spec is not None:
+                    header.spec.CopyFrom(spec)
+                yield messages(qs.CalibrateRequest, header, x.tobytes(), 4000)
+
+        summaries = []
+        for _, _, summary, error in self.call(self.quantization.Calibrate,
+                                              *headers()):
+            self.assertIsNone(error, error)
+            summaries.append(summary)
+        self.assertEqual(len(summaries), len(batches))
+        return summaries
+
+    def compute(self, tensor, spec, **request):
+        """Encodings of the tensors that match, by name."""
+        request = es.ComputeEncodingsRequest(model="acme/contribute",
+                                             **request)
+        request.overrides.add(pattern=tensor, spec=spec)
+        answers = {}
+        for answer in self.encodings.ComputeEncodings(request,
+                                                      timeout=TIMEOUT_S):
+            self.assertFalse(answer.HasField("error"), answer)
+            answers[answer.name.tensor] = answer
+        return answers
+
+    def test_CountsEveryContributionExactlyOnce(self):
+        batches = [data_of((4, 50), seed) for seed in range(10, 14)]
+        first = self.contribute("once", batches[:2])
+        self.assertEqual([(s.contribution.sequence, s.contribution.duplicate)
+                          for s in first], [(1, False), (2, False)])
+        again = self.contribute("once", batches[:3])
+        self.assertEqual([(s.contribution.sequence, s.contribution.duplicate)
+                          for s in again], [(2, True), (2, True), (3, False)])
+        self.contribute("once", batches[3:], source="rank-1", first=7)
+
+        x = np.concatenate(batches)
+        name = te.TensorName(model="acme/contribute", tensor="once")
+        got = self.encodings.GetStatistics(
+            es.GetStatisticsRequest(name=name, with_state=True),
+            timeout=TIMEOUT_S)
+        self.assertEqual((got.statistics.count, got.statistics.min,
+                          got.statistics.max),
+                         (x.size, float(x.min()), float(x.max())))
+        self.assertEqual([(s.source, s.sequence) for s in got.sources],
+                         [("rank-0", 3), ("rank-1", 7)])
+        self.assertEqual(list(got.state.shape), [4, 50])
+        (histogram,) = got.state.histograms
+        self.assertEqual(self.histogram_of(x.reshape(-1),
+                                           got.state.mantissa_bits),
+                         (list(np.cumsum(histogram.key_delta)),
+                          list(histogram.count), list(histogram.low_sum)))
+
+        listed = self.encodings.ListStatistics(
+            es.ListStatisticsRequest(model="acme/contribute"),
+            timeout=TIMEOUT_S)
+        self.assertIn(("once", 2), [(e.tensor, e.source_count)
+                                    for e in listed.entries])
+        self.encodings.DeleteStatistics(
+            es.DeleteStatisticsRequest(name=name), timeout=TIMEOUT_S)
+        with self.assertRaises(grpc.RpcError) as caught:
+            self.encodings.GetStatistics(es.GetStatisticsRequest(name=name),
+                                         timeout=TIMEOUT_S)
+        self.assertEqual(caught.exception.code(), grpc.StatusCode.NOT_FOUND)
+        self.assertIn("STATISTICS_NOT_FOUND", caught.exception.details())
+
+    @staticmethod
+    def histogram_of(x, mantissa_bits):
+        """Keys, counts and sums of low bits, as statistics.proto has them."""
+        bits = (x + np.float32(0)).view(np.uint32)
+        ordered = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31))
+        low_bits = 23 - mantissa_bits
+        keys, index = np.unique(ordered >> low_bits, return_inverse=True)
+        low = (bits & np.uint32((1 << low_bits) - 1)).astype(np.uint64)
+        sums = np.zeros(len(keys), np.uint64)
+        np.add.at(sums, index, low)
+        return list(keys), list(np.bincount(index)), list(sums)
+
+    def test_ComputesManyEncodingsFromOneCalibration(self):
+        batches = [data_of((3000,), seed) for seed in range(20, 23)]
+        self.contribute("many", batches)
+        x = np.concatenate(batches)
+        int8 = {"format": en.NUMBER_FORMAT_INT8}
+
+        def encoding(dry_run=True, **spec):
+            answers = self.compute("many", en.EncodingSpec(**spec),
+                                   dry_run=dry_run)
+            self.assertEqual(list(answers), ["many"])
+            answer = answers["many"]
+            self.assertEqual((answer.done_count, answer.total_count), (1, 1))
+            return answer
+
+        min_max = encoding(**int8).stored_encoding.encoding
+        self.assertEqual(list(min_max.scale),
+                         list(calibrate_strict(x[None, :], 8)))
+        # numpy's percentile, within what bins of 7 bits can tell.
+        percentile = encoding(method=en.CALIBRATION_METHOD_PERCENTILE,
+                              tail_fraction=0.01, **int8)
+        want = np.percentile(np.abs(x), 99) / 127
+        got = percentile.stored_encoding.encoding.scale[0]
+        self.assertAlmostEqual(got / want, 1, delta=0.0039)
+        # The predicted error of each is that of numpy, and MSE has the least.
+        errors = {}
+        for method in (en.CALIBRATION_METHOD_MIN_MAX,
+                       en.CALIBRATION_METHOD_PERCENTILE,
+                       en.CALIBRATION_METHOD_ENTROPY,
+                       en.CALIBRATION_METHOD_SQNR,
+                       en.CALIBRATION_METHOD_MSE):
+            answer = encoding(format=en.NUMBER_FORMAT_INT4, method=method)
+            scale = np.float32(answer.stored_encoding.encoding.scale[0])
+            back = quantize(x, scale, 0, -7, 7).astype(np.float32) * scale
+            error = ((back.astype(np.float64) - x) ** 2).mean()
+            prediction = answer.prediction
+            self.assertEqual(prediction.count, x.size)
+            self.assertLessEqual(prediction.mean_squared_error_low,
+                                 error * (1 + 1e-9))
+            self.assertGreaterEqual(prediction.mean_squared_error_high,
+                                    error * (1 - 1e-9))
+            self.assertAlmostEqual(prediction.mean_squared_error / error, 1,
+                                   delta=0.01)
+            errors[method] = error
+        self.assertEqual(min(errors, key=errors.get),
+                         en.CALIBRATION_METHOD_MSE)
+
+        # What is not a dry run is stored.
+        stored = encoding(dry_run=False, format=en.NUMBER_FORMAT_UINT4)
+        name = te.TensorName(model="acme/contribute", tensor="many")
+        got = self.encodings.GetEncoding(es.GetEncodingRequest(name=name),
+                                         timeout=TIMEOUT_S).stored_encoding
+        self.assertEqual(got.etag, stored.stored_encoding.etag)
+        self.assertEqual(got.encoding, stored.stored_encoding.encoding)
+
+    def test_SweepsSpecsOverTheTensorsOfARevision(self):
+        for n, tensor in enumerate(("sweep.a", "sweep.b")):
+            self.contribute(tensor, [data_of((2000,), 30 + n) * 10 ** n])
+        specs = [en.EncodingSpec(format=en.NUMBER_FORMAT_INT4),
+                 en.EncodingSpec(format=en.NUMBER_FORMAT_INT8),
+                 en.EncodingSpec(format=en.NUMBER_FORMAT_INT4,
+                                 method=en.CALIBRATION_METHOD_MSE)]
+        *tensors, last = self.encodings.Sweep(
+            es.SweepRequest(model="acme/contribute", specs=specs,
+                            patterns=["sweep.*"], min_sqnr_db=25),
+            timeout=TIMEOUT_S)
+        self.assertEqual([t.name.tensor for t in tensors],
+                         ["sweep.a", "sweep.b"])
+        for tensor in tensors:
+            self.assertEqual([c.spec_index for c in tensor.candidates],
+                             [1, 2, 0])
+            sqnr = [c.prediction.sqnr_db for c in tensor.candidates]
+            self.assertEqual(sqnr, sorted(sqnr, reverse=True))
+        self.assertEqual([t.spec_index for t in last.summary.totals],
+                         [1, 2, 0])
+        # 4 bits do not reach 25 dB.
+        mixture = last.summary.mixture
+        self.assertTrue(mixture.target_met)
+        self.assertEqual([(c.tensor, c.spec_index) for c in mixture.choices],
+                         [("sweep.a", 1), ("sweep.b", 1)])
+
+    def test_ComparesTwoTensorsLikeNumpy(self):
+        reference = data_of((30, 40), seed=41)
+        test = reference + data_of((30, 40), seed=42) / 100
+        pairs = np.stack([reference, test], axis=-1)
+        _, _, summary = self.one(
+            self.quantization.Evaluate,
+            messages(qs.EvaluateRequest,
+                     qs.EvaluateHeader(tensor=description(reference),
+                                       comparison=True),
+                     pairs.tobytes(), 1000))
+        error = test.astype(np.float64) - reference
+        signal = (reference.astype(np.float64) ** 2).sum()
+        metrics = summary.comparison
+        self.assertEqual(metrics.count, reference.size)
+        self.assertAlmostEqual(
+            metrics.sum_squared_error / (error ** 2).sum(), 1, 9)
+        self.assertAlmostEqual(
+            metrics.sqnr_db, 10 * np.log10(signal / (error ** 2).sum()), 6)
+        self.assertEqual(metrics.max_absolute_error, np.abs(error).max())
+        self.assertEqual((summary.statistics.min, summary.statistics.max),
+                         (float(reference.min()), float(reference.max())))
+
     def test_HealthAnswersServing(self):
         # HealthCheckResponse{SERVING} is 08 01.
         # HealthCheckRequest is {1: service}.
