@@ -69,6 +69,12 @@ def logits_of(weights, images):
     return dense(x, "fc2")
 
 
+def count_right(weights, test):
+    """How many of the test images the weights classify rightly."""
+    logits = logits_of(weights, test["images"])
+    return int((logits.argmax(1) == test["labels"]).sum())
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--test", required=True, metavar="FILE")
