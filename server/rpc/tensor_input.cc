@@ -119,8 +119,12 @@ absl::StatusOr<ResolvedEncoding> EncodingSource::Resolve(
     return resolved;
   }
   if (is_reference_) return resolved;
-  const bool at_scale = core::ErrorReason(resolved.status()) == "SCALE_COUNT";
-  return core::WithField(resolved.status(), at_scale ? "scale" : "block_size");
+  if (core::ErrorReason(resolved.status()) != "SCALE_COUNT") {
+    return core::WithField(resolved.status(), "block_size");
+  }
+  return core::WithField(
+      resolved.status(),
+      core::HasScaleCodes(encoding_->scale_type) ? "scale_code" : "scale");
 }
 
 absl::StatusOr<ResolvedSpec> ResolveSpec(const RpcEnvironment& env,

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
@@ -23,6 +24,7 @@
 #include "quantd/v1/quantization_service.pb.h"
 #include "tests/support/metric_value.h"
 #include "tests/support/raw_stream.h"
+#include "tests/support/tensor_streams.h"
 #include "tests/support/test_server.h"
 
 namespace quantd::testing {
@@ -43,6 +45,7 @@ constexpr int64_t kTensorBytes = 8 << 20;
 constexpr int64_t kScaleCount = 1000;
 constexpr int64_t kMetricsCount = 16;
 constexpr int64_t kBudgetBytes = 256 << 10;
+constexpr int64_t kStatisticsBytes = 4 << 10;
 
 server::ServerOptions Options() {
   server::ServerOptions options;
@@ -53,6 +56,7 @@ server::ServerOptions Options() {
   options.limits.scale_count = kScaleCount;
   options.limits.metrics_count = kMetricsCount;
   options.limits.memory_budget_bytes = kBudgetBytes;
+  options.limits.statistics_bytes = kStatisticsBytes;
   options.limits.memory_wait = absl::Milliseconds(10);
   options.limits.response_chunk_bytes = 16 << 10;
   options.limits.idle_timeout = absl::Seconds(1);
@@ -530,8 +534,110 @@ std::vector<StreamCase> EncodingCases() {
       bad("format unset", format(0), Invalid("FORMAT_UNKNOWN"), "format"),
       bad("unknown format", format(1000), Invalid("FORMAT_UNKNOWN"), "format"),
       bad("negative format", format(-8), Invalid("FORMAT_UNKNOWN"), "format"),
-      bad("reserved format", format(v1::NUMBER_FORMAT_MXFP4_E2M1),
-          "UNIMPLEMENTED/FORMAT_NOT_IMPLEMENTED", "format"),
+      bad(
+          "scale type that is not the format's",
+          [](E& e) {
+            e.set_format(v1::NUMBER_FORMAT_MXFP4_E2M1);
+            e.set_scale_type(v1::SCALE_TYPE_FLOAT32);
+          },
+          Invalid("SCALE_TYPE_INVALID"), "scale_type"),
+      bad(
+          "unknown scale type",
+          [](E& e) { e.set_scale_type(static_cast<v1::ScaleType>(7)); },
+          Invalid("ENUM_UNKNOWN"), "scale_type"),
+      bad(
+          "scale that is no bfloat16",
+          [](E& e) {
+            e.set_scale_type(v1::SCALE_TYPE_BFLOAT16);
+            e.set_scale(0, 0.1f);
+          },
+          Invalid("SCALE_INVALID"), "scale"),
+      bad(
+          "scale codes where there are none",
+          [](E& e) { e.set_scale_code("x"); }, Invalid("SCALE_TYPE_INVALID"),
+          "scale_code"),
+      bad(
+          "too many scale codes",
+          [](E& e) {
+            e.set_format(v1::NUMBER_FORMAT_MXFP8_E4M3);
+            e.clear_scale();
+            e.set_scale_code("xx");
+          },
+          Invalid("SCALE_COUNT"), "scale_code"),
+      bad(
+          "no scale codes",
+          [](E& e) {
+            e.set_format(v1::NUMBER_FORMAT_MXFP4_E2M1);
+            e.clear_scale();
+          },
+          Invalid("SCALE_COUNT"), "scale_code"),
+      bad(
+          "no outer scale",
+          [](E& e) {
+            e.set_format(v1::NUMBER_FORMAT_NVFP4);
+            e.clear_scale();
+            e.set_scale_code("x");
+          },
+          Invalid("SCALE_COUNT"), "outer_scale"),
+      bad(
+          "outer scale 0",
+          [](E& e) {
+            e.set_format(v1::NUMBER_FORMAT_NVFP4);
+            e.clear_scale();
+            e.set_scale_code("x");
+            e.add_outer_scale(0);
+          },
+          Invalid("SCALE_INVALID"), "outer_scale"),
+      bad(
+          "integer scale 0",
+          [](E& e) {
+            e.set_format(v1::NUMBER_FORMAT_LPBQ);
+            e.clear_scale();
+            e.set_scale_code(std::string(1, '\0'));
+            e.add_outer_scale(1);
+          },
+          Invalid("SCALE_INVALID"), "scale_code"),
+      bad(
+          "no codebook",
+          [](E& e) { e.set_format(v1::NUMBER_FORMAT_CODEBOOK4); },
+          Invalid("CODEBOOK_INVALID"), "codebook"),
+      bad(
+          "codebook of one entry",
+          [](E& e) {
+            e.set_format(v1::NUMBER_FORMAT_CODEBOOK4);
+            e.add_codebook(1);
+          },
+          Invalid("CODEBOOK_INVALID"), "codebook"),
+      bad(
+          "codebook of 17 entries for 4 bits",
+          [](E& e) {
+            e.set_format(v1::NUMBER_FORMAT_CODEBOOK4);
+            for (int i = 0; i < 17; ++i) e.add_codebook(i);
+          },
+          Invalid("CODEBOOK_INVALID"), "codebook"),
+      bad(
+          "codebook that descends",
+          [](E& e) {
+            e.set_format(v1::NUMBER_FORMAT_CODEBOOK8);
+            e.add_codebook(1);
+            e.add_codebook(0);
+          },
+          Invalid("CODEBOOK_INVALID"), "codebook"),
+      bad(
+          "codebook with NaN",
+          [](E& e) {
+            e.set_format(v1::NUMBER_FORMAT_CODEBOOK8);
+            e.add_codebook(1);
+            e.add_codebook(kNan);
+          },
+          Invalid("CODEBOOK_INVALID"), "codebook"),
+      bad(
+          "codebook of a format that has none",
+          [](E& e) {
+            e.add_codebook(0);
+            e.add_codebook(1);
+          },
+          Invalid("CODEBOOK_INVALID"), "codebook"),
       Fails("more scales than the limit",
             Message(
                 [] {
@@ -601,10 +707,6 @@ std::vector<StreamCase> SpecCases() {
           "spec without format", [](S& s) { s.clear_format(); },
           Invalid("FORMAT_UNKNOWN"), "format"),
       bad(
-          "spec with a reserved format",
-          [](S& s) { s.set_format(v1::NUMBER_FORMAT_LPBQ); },
-          "UNIMPLEMENTED/FORMAT_NOT_IMPLEMENTED", "format"),
-      bad(
           "unknown symmetry",
           [](S& s) { s.set_symmetry(static_cast<v1::Symmetry>(5)); },
           Invalid("ENUM_UNKNOWN"), "symmetry"),
@@ -613,9 +715,181 @@ std::vector<StreamCase> SpecCases() {
           [](S& s) { s.set_method(static_cast<v1::CalibrationMethod>(9)); },
           Invalid("ENUM_UNKNOWN"), "method"),
       bad(
-          "reserved method",
-          [](S& s) { s.set_method(v1::CALIBRATION_METHOD_PERCENTILE); },
-          "UNIMPLEMENTED/METHOD_NOT_IMPLEMENTED", "method"),
+          "unknown scale type in a spec",
+          [](S& s) { s.set_scale_type(static_cast<v1::ScaleType>(-1)); },
+          Invalid("ENUM_UNKNOWN"), "scale_type"),
+      bad(
+          "unknown scale rule",
+          [](S& s) {
+            s.set_format(v1::NUMBER_FORMAT_MXINT8);
+            s.set_mx_scale_rule(static_cast<v1::MxScaleRule>(5));
+          },
+          Invalid("ENUM_UNKNOWN"), "mx_scale_rule"),
+      bad(
+          "unknown tail",
+          [](S& s) {
+            s.set_method(v1::CALIBRATION_METHOD_PERCENTILE);
+            s.set_tail(static_cast<v1::Tail>(5));
+          },
+          Invalid("ENUM_UNKNOWN"), "tail"),
+      bad(
+          "unknown objective",
+          [](S& s) {
+            s.set_method(v1::CALIBRATION_METHOD_BEST_OF);
+            s.add_methods(v1::CALIBRATION_METHOD_MSE);
+            s.set_objective(static_cast<v1::Objective>(3));
+          },
+          Invalid("ENUM_UNKNOWN"), "objective"),
+      bad(
+          "tail fraction of all elements",
+          [](S& s) {
+            s.set_method(v1::CALIBRATION_METHOD_PERCENTILE);
+            s.set_tail_fraction(1);
+          },
+          Invalid("METHOD_INVALID"), "tail_fraction"),
+      bad(
+          "negative tail fraction",
+          [](S& s) {
+            s.set_method(v1::CALIBRATION_METHOD_PERCENTILE);
+            s.set_tail_fraction(-0.1);
+          },
+          Invalid("METHOD_INVALID"), "tail_fraction"),
+      bad(
+          "tail fraction NaN",
+          [](S& s) {
+            s.set_method(v1::CALIBRATION_METHOD_PERCENTILE);
+            s.set_tail_fraction(kNan);
+          },
+          Invalid("METHOD_INVALID"), "tail_fraction"),
+      bad(
+          "one search step",
+          [](S& s) {
+            s.set_method(v1::CALIBRATION_METHOD_MSE);
+            s.set_search_steps(1);
+          },
+          Invalid("METHOD_INVALID"), "search_steps"),
+      bad(
+          "2^32 - 1 search steps",
+          [](S& s) {
+            s.set_method(v1::CALIBRATION_METHOD_MSE);
+            s.set_search_steps(~uint32_t{0});
+          },
+          Invalid("METHOD_INVALID"), "search_steps"),
+      bad(
+          "gamma 0",
+          [](S& s) {
+            s.set_method(v1::CALIBRATION_METHOD_SQNR);
+            s.set_gamma(0);
+          },
+          Invalid("METHOD_INVALID"), "gamma"),
+      bad(
+          "infinite gamma",
+          [](S& s) {
+            s.set_method(v1::CALIBRATION_METHOD_SQNR);
+            s.set_gamma(kInfinity);
+          },
+          Invalid("METHOD_INVALID"), "gamma"),
+      bad(
+          "too many entropy bins",
+          [](S& s) {
+            s.set_method(v1::CALIBRATION_METHOD_ENTROPY);
+            s.set_entropy_bins(~uint32_t{0});
+          },
+          Invalid("METHOD_INVALID"), "entropy_bins"),
+      bad(
+          "fixed range of nothing",
+          [](S& s) { s.set_method(v1::CALIBRATION_METHOD_FIXED_RANGE); },
+          Invalid("METHOD_INVALID"), "method"),
+      bad(
+          "fixed range that is not finite",
+          [](S& s) {
+            s.set_method(v1::CALIBRATION_METHOD_FIXED_RANGE);
+            s.set_range_max(kInfinity);
+          },
+          Invalid("METHOD_INVALID"), "method"),
+      bad(
+          "best of nothing",
+          [](S& s) { s.set_method(v1::CALIBRATION_METHOD_BEST_OF); },
+          Invalid("METHOD_INVALID"), "method"),
+      bad(
+          "best of itself",
+          [](S& s) {
+            s.set_method(v1::CALIBRATION_METHOD_BEST_OF);
+            s.add_methods(v1::CALIBRATION_METHOD_BEST_OF);
+          },
+          Invalid("METHOD_INVALID"), "methods"),
+      bad(
+          "best of 100,000 methods",
+          [](S& s) {
+            s.set_method(v1::CALIBRATION_METHOD_BEST_OF);
+            for (int i = 0; i < 100000; ++i) {
+              s.add_methods(v1::CALIBRATION_METHOD_MSE);
+            }
+          },
+          Invalid("METHOD_INVALID"), "method"),
+      bad(
+          "methods without best-of",
+          [](S& s) { s.add_methods(v1::CALIBRATION_METHOD_MSE); },
+          Invalid("METHOD_INVALID"), "methods"),
+      bad(
+          "asymmetric floats",
+          [](S& s) {
+            s.set_format(v1::NUMBER_FORMAT_FLOAT8_E5M2);
+            s.set_symmetry(v1::SYMMETRY_ASYMMETRIC);
+          },
+          Invalid("SYMMETRY_INVALID"), "symmetry"),
+      bad(
+          "scale type of another format",
+          [](S& s) {
+            s.set_format(v1::NUMBER_FORMAT_MXINT8);
+            s.set_scale_type(v1::SCALE_TYPE_E4M3);
+          },
+          Invalid("SCALE_TYPE_INVALID"), "scale_type"),
+      bad(
+          "scale rule without E8M0",
+          [](S& s) { s.set_mx_scale_rule(v1::MX_SCALE_RULE_CEIL); },
+          Invalid("SCALE_TYPE_INVALID"), "mx_scale_rule"),
+      bad(
+          "power of two without a float scale",
+          [](S& s) {
+            s.set_format(v1::NUMBER_FORMAT_MXFP8_E4M3);
+            s.set_power_of_two_scale(true);
+          },
+          Invalid("SCALE_TYPE_INVALID"), "power_of_two_scale"),
+      bad(
+          "integer scale of 129",
+          [](S& s) {
+            s.set_format(v1::NUMBER_FORMAT_LPBQ);
+            s.set_integer_scale_max(129);
+          },
+          Invalid("SCALE_TYPE_INVALID"), "integer_scale_max"),
+      bad(
+          "outer blocks without outer scales",
+          [](S& s) { s.add_outer_block_size(0); },
+          Invalid("SCALE_TYPE_INVALID"), "outer_block_size"),
+      bad(
+          "spec without its codebook",
+          [](S& s) { s.set_format(v1::NUMBER_FORMAT_CODEBOOK2); },
+          Invalid("CODEBOOK_INVALID"), "codebook"),
+      bad(
+          "spec with a codebook of infinities",
+          [](S& s) {
+            s.set_format(v1::NUMBER_FORMAT_CODEBOOK2);
+            s.add_codebook(-kInfinity);
+            s.add_codebook(kInfinity);
+          },
+          Invalid("CODEBOOK_INVALID"), "codebook"),
+      bad(
+          "axis beyond the rank",
+          [](S& s) {
+            s.add_block_size(0);
+            s.mutable_granularity()->set_axis(2);
+          },
+          Invalid("BLOCK_SIZE_INVALID"), "granularity"),
+      bad(
+          "negative group",
+          [](S& s) { s.mutable_granularity()->set_group_size(-1); },
+          Invalid("BLOCK_SIZE_INVALID"), "granularity"),
       bad(
           "symmetric on an unsigned format",
           [](S& s) {
@@ -626,7 +900,7 @@ std::vector<StreamCase> SpecCases() {
       bad(
           "zero left out of a symmetric range",
           [](S& s) { s.set_exclude_zero(true); }, Invalid("SYMMETRY_INVALID"),
-          "symmetry"),
+          "exclude_zero"),
       bad(
           "block size of wrong rank in a spec",
           [](S& s) {
@@ -668,10 +942,6 @@ std::vector<StreamCase> SpecCases() {
                 return header;
               }()),
               Invalid("BLOCK_SIZE_INVALID"), "header.spec.block_size"),
-      FailsOn("contribution", kCalibrate, Calibrate([](v1::CalibrateHeader& h) {
-                h.mutable_contribution()->set_source("rank-3");
-              }),
-              "UNIMPLEMENTED/FEATURE_NOT_IMPLEMENTED", "header.contribution"),
       FailsOn("calibration without a model", kCalibrate,
               Calibrate([](v1::CalibrateHeader& h) {
                 h.mutable_spec()->set_format(v1::NUMBER_FORMAT_INT8);
@@ -698,6 +968,157 @@ std::vector<StreamCase> SpecCases() {
                   }(),
                   Floats(2048)),
               "RESOURCE_EXHAUSTED/MEMORY_BUDGET", ""),
+  };
+}
+
+// "acme" has statistics of four elements for "fc", two blocks of 2 with 4
+// mantissa bits, of source "rank-0", whose last sequence is 9.
+std::vector<StreamCase> ContributionCases() {
+  using C = v1::Contribution;
+  const auto contribution = [](const std::function<void(C&)>& change) {
+    return Calibrate([&](v1::CalibrateHeader& h) {
+      v1::TensorName& name = *h.mutable_tensor()->mutable_name();
+      name.set_model("acme");
+      name.set_tensor("fc");
+      C& c = *h.mutable_contribution();
+      c.set_source("rank-3");
+      c.set_sequence(1);
+      c.add_block_size(2);
+      c.set_mantissa_bits(4);
+      change(c);
+    });
+  };
+  const auto bad = [&](const std::string& name,
+                       const std::function<void(C&)>& change,
+                       const std::string& answer, const std::string& field) {
+    return FailsOn(name, kCalibrate, contribution(change), answer,
+                   "header.contribution" + field);
+  };
+  const std::string invalid = Invalid("CONTRIBUTION_INVALID");
+  const std::string mismatch = "FAILED_PRECONDITION/STATISTICS_MISMATCH";
+  return {
+      {"contribution",
+       kCalibrate,
+       {contribution([](C& c) { c.set_source("rank-0"), c.set_sequence(9); })},
+       {kServed}},
+      bad(
+          "contribution without a source", [](C& c) { c.clear_source(); },
+          invalid, ".source"),
+      bad(
+          "source out of the folder", [](C& c) { c.set_source("../x"); },
+          invalid, ".source"),
+      bad(
+          "source of 257 bytes",
+          [](C& c) { c.set_source(std::string(257, 's')); }, invalid,
+          ".source"),
+      bad(
+          "sequence 0", [](C& c) { c.clear_sequence(); }, invalid, ".sequence"),
+      bad(
+          "sequence 2^64 - 1", [](C& c) { c.set_sequence(~uint64_t{0}); },
+          invalid, ".sequence"),
+      bad(
+          "one mantissa bit", [](C& c) { c.set_mantissa_bits(1); }, invalid,
+          ".mantissa_bits"),
+      bad(
+          "11 mantissa bits", [](C& c) { c.set_mantissa_bits(11); }, invalid,
+          ".mantissa_bits"),
+      bad(
+          "2^32 - 1 mantissa bits",
+          [](C& c) { c.set_mantissa_bits(~uint32_t{0}); }, invalid,
+          ".mantissa_bits"),
+      bad(
+          "averaging constant 0", [](C& c) { c.set_averaging_constant(0); },
+          invalid, ".averaging_constant"),
+      bad(
+          "averaging constant above 1",
+          [](C& c) { c.set_averaging_constant(1.5); }, invalid,
+          ".averaging_constant"),
+      bad(
+          "averaging constant NaN",
+          [](C& c) { c.set_averaging_constant(kNan); }, invalid,
+          ".averaging_constant"),
+      bad(
+          "contribution with blocks of wrong rank",
+          [](C& c) { c.add_block_size(1); }, Invalid("BLOCK_SIZE_INVALID"),
+          ".block_size"),
+      bad(
+          "contribution with negative blocks",
+          [](C& c) { c.set_block_size(0, -1); }, Invalid("BLOCK_SIZE_INVALID"),
+          ".block_size"),
+      bad(
+          "contribution with two granularities",
+          [](C& c) { c.mutable_granularity(); }, Invalid("BLOCK_SIZE_INVALID"),
+          ".granularity"),
+      bad(
+          "contribution of other blocks", [](C& c) { c.set_block_size(0, 1); },
+          mismatch, ""),
+      bad(
+          "contribution of other mantissa bits",
+          [](C& c) { c.set_mantissa_bits(5); }, mismatch, ""),
+      FailsOn("contribution without a model", kCalibrate,
+              Calibrate([](v1::CalibrateHeader& h) {
+                h.mutable_contribution()->set_source("rank-3");
+                h.mutable_contribution()->set_sequence(1);
+              }),
+              Invalid("NAME_INVALID"), "header.tensor.name.model"),
+      FailsOn("contribution with a bad spec", kCalibrate,
+              Calibrate([](v1::CalibrateHeader& h) {
+                v1::TensorName& name = *h.mutable_tensor()->mutable_name();
+                name.set_model("acme");
+                name.set_tensor("other");
+                h.mutable_contribution()->set_source("rank-3");
+                h.mutable_contribution()->set_sequence(1);
+                h.mutable_spec();
+              }),
+              Invalid("FORMAT_UNKNOWN"), "header.spec.format"),
+      FailsOn("contribution with a spec that is too fine", kCalibrate,
+              Calibrate([](v1::CalibrateHeader& h) {
+                v1::TensorName& name = *h.mutable_tensor()->mutable_name();
+                name.set_model("acme");
+                name.set_tensor("coarse");
+                h.mutable_contribution()->set_source("rank-3");
+                h.mutable_contribution()->set_sequence(1);
+                h.mutable_spec()->set_format(v1::NUMBER_FORMAT_INT8);
+                h.mutable_spec()->add_block_size(1);
+              }),
+              "FAILED_PRECONDITION/GRANULARITY_TOO_FINE",
+              "header.spec.block_size"),
+      FailsOn("contribution of more blocks than the limit", kCalibrate,
+              Message([] {
+                auto header = Described<v1::CalibrateHeader>(kScaleCount + 1);
+                v1::TensorName& name = *header.mutable_tensor()->mutable_name();
+                name.set_model("acme");
+                name.set_tensor("many");
+                C& c = *header.mutable_contribution();
+                c.set_source("rank-3");
+                c.set_sequence(1);
+                c.add_block_size(1);
+                return header;
+              }()),
+              "RESOURCE_EXHAUSTED/SCALE_COUNT_LIMIT",
+              "header.contribution.block_size"),
+      FailsOn("contribution of more than the store keeps", kCalibrate,
+              Message(
+                  [] {
+                    auto header = Described<v1::CalibrateHeader>(1024);
+                    v1::TensorName& name =
+                        *header.mutable_tensor()->mutable_name();
+                    name.set_model("acme");
+                    name.set_tensor("many");
+                    C& c = *header.mutable_contribution();
+                    c.set_source("rank-3");
+                    c.set_sequence(1);
+                    c.set_mantissa_bits(10);
+                    return header;
+                  }(),
+                  Elements([] {
+                    std::vector<float> values;
+                    for (int i = 0; i < 1024; ++i) {
+                      values.push_back(1 + std::ldexp(i, -10));
+                    }
+                    return values;
+                  }())),
+              "RESOURCE_EXHAUSTED/STATISTICS_TOO_LARGE", "header.contribution"),
   };
 }
 
@@ -821,14 +1242,35 @@ std::vector<StreamCase> EvaluateCases() {
           },
           Invalid("SCALE_INVALID"), "header.candidates[1].encoding.scale"),
       bad(
-          "candidate with a reserved method",
+          "candidate with a bad parameter",
           [](H& h) {
             v1::EncodingSpec& spec = *h.add_candidates()->mutable_spec();
             spec.set_format(v1::NUMBER_FORMAT_INT8);
-            spec.set_method(v1::CALIBRATION_METHOD_MSE);
+            spec.set_method(v1::CALIBRATION_METHOD_SQNR);
+            spec.set_gamma(-1);
           },
-          "UNIMPLEMENTED/METHOD_NOT_IMPLEMENTED",
-          "header.candidates[1].spec.method"),
+          Invalid("METHOD_INVALID"), "header.candidates[1].spec.gamma"),
+      bad(
+          "comparison with candidates", [](H& h) { h.set_comparison(true); },
+          Invalid("CANDIDATES_INVALID"), "header.candidates"),
+      {"comparison of half of the pairs",
+       kEvaluate,
+       {Evaluate([](H& h) {
+          h.clear_candidates();
+          h.set_comparison(true);
+        }),
+        Good(kEvaluate)},
+       {Invalid("TENSOR_INCOMPLETE"), kServed}},
+      FailsOn("comparison over the limit", kEvaluate, Message([] {
+                auto header = Described<H>(kTensorBytes / 8 + 1);
+                header.set_comparison(true);
+                return header;
+              }()),
+              "RESOURCE_EXHAUSTED/TENSOR_TOO_LARGE", "header.tensor.shape"),
+      bad(
+          "distribution that can never fit the memory budget",
+          [](H& h) { h.set_with_distribution(true); },
+          "RESOURCE_EXHAUSTED/MEMORY_BUDGET", ""),
       bad(
           "candidate that nobody stored",
           [](H& h) {
@@ -867,12 +1309,155 @@ std::string Built(const std::function<void(Request&)>& change) {
   return request.SerializeAsString();
 }
 
-std::vector<CallCase> EncodingServiceCases() {
-  const auto call = [](const std::string& name, const std::string& method,
-                       const std::string& request, const std::string& status) {
-    return CallCase{name, "/quantd.v1.EncodingService/" + method, request,
-                    status};
+CallCase ServiceCall(const std::string& name, const std::string& method,
+                     const std::string& request, const std::string& status) {
+  return {name, "/quantd.v1.EncodingService/" + method, request, status};
+}
+
+// See ContributionCases for what "acme" has.
+std::vector<CallCase> StatisticsCases() {
+  using Compute = v1::ComputeEncodingsRequest;
+  using Sweep = v1::SweepRequest;
+  const auto compute = [](const std::string& name,
+                          const std::function<void(Compute&)>& change,
+                          const std::string& status) {
+    Compute request;
+    request.set_model("acme");
+    request.mutable_default_spec()->set_format(v1::NUMBER_FORMAT_INT8);
+    change(request);
+    return ServiceCall(name, "ComputeEncodings", request.SerializeAsString(),
+                       status);
   };
+  const auto sweep = [](const std::string& name,
+                        const std::function<void(Sweep&)>& change,
+                        const std::string& status) {
+    Sweep request;
+    request.set_model("acme");
+    request.add_specs()->set_format(v1::NUMBER_FORMAT_INT8);
+    change(request);
+    return ServiceCall(name, "Sweep", request.SerializeAsString(), status);
+  };
+  const auto overridden = [](const std::string& pattern) {
+    return [pattern](Compute& r) {
+      v1::SpecOverride& o = *r.add_overrides();
+      o.set_pattern(pattern);
+      *o.mutable_spec() = r.default_spec();
+    };
+  };
+  const std::string not_found = "NOT_FOUND/STATISTICS_NOT_FOUND";
+  return {
+      ServiceCall("compute nothing", "ComputeEncodings", "",
+                  Invalid("SPEC_MISSING")),
+      compute(
+          "compute without a model", [](Compute& r) { r.clear_model(); },
+          Invalid("NAME_INVALID")),
+      compute(
+          "compute for a bad revision", [](Compute& r) { r.set_revision("/"); },
+          Invalid("NAME_INVALID")),
+      compute(
+          "compute without statistics", [](Compute& r) { r.set_model("m"); },
+          not_found),
+      compute(
+          "compute with a bad spec",
+          [](Compute& r) { r.mutable_default_spec()->set_gamma(kNan); },
+          Invalid("METHOD_INVALID")),
+      compute("compute with an empty pattern", overridden(""),
+              Invalid("PATTERN_INVALID")),
+      compute("compute with a pattern of 1,025 bytes",
+              overridden(std::string(1025, '*')), Invalid("PATTERN_INVALID")),
+      compute(
+          "compute with 1,001 overrides",
+          [&](Compute& r) {
+            for (int i = 0; i < 1001; ++i) overridden("x")(r);
+          },
+          Invalid("PATTERN_INVALID")),
+      compute(
+          "compute with an override without a spec",
+          [](Compute& r) { r.add_overrides()->set_pattern("x"); },
+          Invalid("SPEC_MISSING")),
+      compute(
+          "compute with an override with a bad spec",
+          [](Compute& r) {
+            r.add_overrides()->set_pattern("x");
+            r.mutable_overrides(0)->mutable_spec();
+          },
+          Invalid("FORMAT_UNKNOWN")),
+      sweep(
+          "sweep of nothing", [](Sweep& r) { r.clear_specs(); },
+          Invalid("SPEC_MISSING")),
+      sweep(
+          "sweep of 65 specs",
+          [](Sweep& r) {
+            while (r.specs_size() < 65) *r.add_specs() = r.specs(0);
+          },
+          Invalid("CANDIDATES_INVALID")),
+      sweep(
+          "sweep of a bad spec", [](Sweep& r) { r.add_specs(); },
+          Invalid("FORMAT_UNKNOWN")),
+      sweep(
+          "sweep without statistics", [](Sweep& r) { r.set_model("m"); },
+          not_found),
+      sweep(
+          "sweep with an empty pattern", [](Sweep& r) { r.add_patterns(""); },
+          Invalid("PATTERN_INVALID")),
+      sweep(
+          "sweep with 1,001 patterns",
+          [](Sweep& r) {
+            for (int i = 0; i < 1001; ++i) r.add_patterns("x");
+          },
+          Invalid("PATTERN_INVALID")),
+      sweep(
+          "target NaN", [](Sweep& r) { r.set_min_sqnr_db(kNan); },
+          Invalid("TARGET_INVALID")),
+      sweep(
+          "infinite target", [](Sweep& r) { r.set_min_sqnr_db(kInfinity); },
+          Invalid("TARGET_INVALID")),
+      sweep(
+          "target of no bytes", [](Sweep& r) { r.set_max_size_bytes(0); },
+          Invalid("TARGET_INVALID")),
+      sweep(
+          "target of 2^64 - 1 bytes",
+          [](Sweep& r) { r.set_max_size_bytes(~uint64_t{0}); },
+          Invalid("TARGET_INVALID")),
+      ServiceCall("sweep garbage", "Sweep", "\xff\xff\xff", "UNIMPLEMENTED"),
+      ServiceCall("statistics without a name", "GetStatistics", "",
+                  Invalid("NAME_INVALID")),
+      ServiceCall("statistics that nobody contributed", "GetStatistics",
+                  Built<v1::GetStatisticsRequest>([](auto& r) {
+                    r.mutable_name()->set_model("acme");
+                    r.mutable_name()->set_tensor("none");
+                  }),
+                  not_found),
+      ServiceCall("statistics listed without a model", "ListStatistics", "",
+                  Invalid("NAME_INVALID")),
+      ServiceCall("statistics listed by a bad page", "ListStatistics",
+                  Built<v1::ListStatisticsRequest>([](auto& r) {
+                    r.set_model("acme");
+                    r.set_page_size(1001);
+                  }),
+                  Invalid("PAGE_INVALID")),
+      ServiceCall("delete statistics without a name", "DeleteStatistics", "",
+                  Invalid("NAME_INVALID")),
+      ServiceCall("delete statistics of a bad source", "DeleteStatistics",
+                  Built<v1::DeleteStatisticsRequest>([](auto& r) {
+                    r.mutable_name()->set_model("acme");
+                    r.mutable_name()->set_tensor("fc");
+                    r.set_source("../x");
+                  }),
+                  Invalid("NAME_INVALID")),
+      ServiceCall("delete statistics of a source that is not there",
+                  "DeleteStatistics",
+                  Built<v1::DeleteStatisticsRequest>([](auto& r) {
+                    r.mutable_name()->set_model("acme");
+                    r.mutable_name()->set_tensor("fc");
+                    r.set_source("rank-77");
+                  }),
+                  not_found),
+  };
+}
+
+std::vector<CallCase> EncodingServiceCases() {
+  const auto& call = ServiceCall;
   const auto put = [&](const std::string& name,
                        const std::function<void(v1::PutEncodingRequest&)>& f,
                        const std::string& status) {
@@ -977,9 +1562,6 @@ std::vector<CallCase> EncodingServiceCases() {
       call("revisions of a bad model", "ListRevisions",
            Built<v1::ListRevisionsRequest>([](auto& r) { r.set_model("/"); }),
            Invalid("NAME_INVALID")),
-      call("ComputeEncodings", "ComputeEncodings", "", feature),
-      call("Sweep", "Sweep", "", feature),
-      call("GetStatistics", "GetStatistics", "", feature),
       call("ExportEncodings", "ExportEncodings", "", feature),
       call("ImportEncodings", "ImportEncodings", "", feature),
       call("unary garbage", "GetEncoding", "\xff\xff\xff", "UNIMPLEMENTED"),
@@ -1004,6 +1586,19 @@ class MalformedInputTest : public ::testing::Test {
     const grpc::Status status =
         server_.encodings().PutEncoding(&context, request, &response);
     EXPECT_TRUE(status.ok()) << status.error_message();
+
+    v1::CalibrateHeader header;
+    header.mutable_tensor()->mutable_name()->set_model("acme");
+    header.mutable_tensor()->mutable_name()->set_tensor("fc");
+    header.mutable_tensor()->set_element_type(v1::ELEMENT_TYPE_FLOAT32);
+    header.mutable_tensor()->add_shape(4);
+    header.mutable_contribution()->set_source("rank-0");
+    header.mutable_contribution()->set_sequence(9);
+    header.mutable_contribution()->add_block_size(2);
+    header.mutable_contribution()->set_mantissa_bits(4);
+    const absl::StatusOr<v1::CalibrateSummary> summary =
+        testing::Calibrate(server_.quantization(), header, Floats(4));
+    EXPECT_TRUE(summary.ok()) << summary.status();
   }
 
   // The answers of tensors up to the end of the stream; of the last error also
@@ -1259,10 +1854,12 @@ TEST_F(MalformedInputTest, WhatOnlyTheServerSetsIsIgnored) {
 TEST_F(MalformedInputTest, GetsItsErrorAndHarmsNobodyElse) {
   for (const std::vector<StreamCase>& cases :
        {FramingCases(), ProtobufCases(), DescriptionCases(), EncodingCases(),
-        SpecCases(), RangeCases(), ReferenceCases(), EvaluateCases()}) {
+        SpecCases(), ContributionCases(), RangeCases(), ReferenceCases(),
+        EvaluateCases()}) {
     for (const StreamCase& c : cases) Run(c);
   }
   for (const CallCase& c : EncodingServiceCases()) Run(c);
+  for (const CallCase& c : StatisticsCases()) Run(c);
   RunAbandonedStreams();
   RunMemoryPressure();
 

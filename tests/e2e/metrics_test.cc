@@ -361,25 +361,102 @@ TEST_F(MetricsE2eTest, UnaryCallsCountByTheirCode) {
     EXPECT_TRUE(encodings_->DeleteEncoding(&context, request, &response).ok());
   });
   // What this version does not have counts like anything else.
-  ExpectSteps(UnarySteps("GetStatistics", "Unimplemented"), [&] {
+  ExpectSteps(CallSteps("server_stream", "EncodingService", "ExportEncodings",
+                        "Unimplemented"),
+              [&] {
+                grpc::ClientContext context;
+                SetDeadline(&context);
+                const auto stream = encodings_->ExportEncodings(&context, {});
+                v1::ExportEncodingsResponse response;
+                EXPECT_FALSE(stream->Read(&response));
+                EXPECT_EQ(stream->Finish().error_code(),
+                          grpc::StatusCode::UNIMPLEMENTED);
+              });
+}
+
+TEST_F(MetricsE2eTest, ContributionsCountOnceAndWhatComesOfThemToo) {
+  const auto contribute = [&] {
+    v1::CalibrateHeader header;
+    *header.mutable_tensor() = Describe("activation");
+    header.mutable_contribution()->set_source("rank-0");
+    header.mutable_contribution()->set_sequence(1);
+    const auto summary = Calibrate(*quantization_, header, TensorData(), 8);
+    ASSERT_TRUE(summary.ok()) << summary.status();
+  };
+  const auto merges = [](const std::string& result) {
+    return absl::StrCat("quantd_calibration_merges_total{result=\"", result,
+                        "\"}");
+  };
+  Steps steps = StreamSteps("Calibrate", "OK");
+  steps.insert(steps.end(), {{merges("counted"), 1},
+                             {merges("duplicate"), 0},
+                             {StoreCount("contribute"), 1}});
+  ExpectSteps(steps, contribute);
+  ExpectSteps({{merges("counted"), 0}, {merges("duplicate"), 1}}, contribute);
+
+  steps = UnarySteps("GetStatistics", "OK");
+  steps.push_back({StoreCount("get_statistics"), 1});
+  ExpectSteps(steps, [&] {
     grpc::ClientContext context;
     SetDeadline(&context);
+    v1::GetStatisticsRequest request;
+    *request.mutable_name() = Describe("activation").name();
     v1::GetStatisticsResponse response;
-    EXPECT_EQ(encodings_->GetStatistics(&context, {}, &response).error_code(),
-              grpc::StatusCode::UNIMPLEMENTED);
+    EXPECT_TRUE(encodings_->GetStatistics(&context, request, &response).ok());
   });
-  ExpectSteps(
-      CallSteps("server_stream", "EncodingService", "Sweep", "Unimplemented"),
-      [&] {
-        grpc::ClientContext context;
-        SetDeadline(&context);
-        SetDeadline(&context);
-        const auto stream = encodings_->Sweep(&context, {});
-        v1::SweepResponse response;
-        EXPECT_FALSE(stream->Read(&response));
-        EXPECT_EQ(stream->Finish().error_code(),
-                  grpc::StatusCode::UNIMPLEMENTED);
-      });
+  steps = UnarySteps("ListStatistics", "OK");
+  steps.push_back({StoreCount("list_statistics"), 1});
+  ExpectSteps(steps, [&] {
+    grpc::ClientContext context;
+    SetDeadline(&context);
+    v1::ListStatisticsRequest request;
+    request.set_model("metrics/net");
+    v1::ListStatisticsResponse response;
+    EXPECT_TRUE(encodings_->ListStatistics(&context, request, &response).ok());
+  });
+  steps = CallSteps("server_stream", "EncodingService", "Sweep", "OK");
+  steps.insert(steps.end(), {{StoreCount("list_statistics"), 1},
+                             {StoreCount("get_statistics"), 1}});
+  ExpectSteps(steps, [&] {
+    grpc::ClientContext context;
+    SetDeadline(&context);
+    v1::SweepRequest request;
+    request.set_model("metrics/net");
+    request.add_specs()->set_format(v1::NUMBER_FORMAT_INT8);
+    const auto stream = encodings_->Sweep(&context, request);
+    v1::SweepResponse response;
+    int count = 0;
+    while (stream->Read(&response)) ++count;
+    EXPECT_EQ(count, 2);
+    EXPECT_TRUE(stream->Finish().ok());
+  });
+  steps =
+      CallSteps("server_stream", "EncodingService", "ComputeEncodings", "OK");
+  steps.push_back({StoreCount("put"), 1});
+  ExpectSteps(steps, [&] {
+    grpc::ClientContext context;
+    SetDeadline(&context);
+    v1::ComputeEncodingsRequest request;
+    request.set_model("metrics/net");
+    request.mutable_default_spec()->set_format(v1::NUMBER_FORMAT_INT8);
+    const auto stream = encodings_->ComputeEncodings(&context, request);
+    v1::ComputeEncodingsResponse response;
+    EXPECT_TRUE(stream->Read(&response));
+    EXPECT_FALSE(response.has_error()) << response.error().message();
+    EXPECT_FALSE(stream->Read(&response));
+    EXPECT_TRUE(stream->Finish().ok());
+  });
+  steps = UnarySteps("DeleteStatistics", "OK");
+  steps.push_back({StoreCount("delete_statistics"), 1});
+  ExpectSteps(steps, [&] {
+    grpc::ClientContext context;
+    SetDeadline(&context);
+    v1::DeleteStatisticsRequest request;
+    *request.mutable_name() = Describe("activation").name();
+    v1::DeleteStatisticsResponse response;
+    EXPECT_TRUE(
+        encodings_->DeleteStatistics(&context, request, &response).ok());
+  });
 }
 
 TEST_F(MetricsE2eTest, TheCacheCountsHitsEvictionsAndWhatItHolds) {
@@ -444,7 +521,8 @@ TEST_F(MetricsE2eTest, OpenStreamsAndTensorsAndTheirMemoryShow) {
 TEST_F(MetricsE2eTest, WhatALimitTurnsAwayCountsByReason) {
   EXPECT_EQ(server_->Terminate(), 0);
   Start({"--tensor-bytes", "64MiB", "--scale-count", "100",
-         "--memory-budget-bytes", "32MiB", "--memory-wait", "10ms"});
+         "--memory-budget-bytes", "32MiB", "--memory-wait", "10ms",
+         "--statistics-limit", "1KiB"});
   const auto rejections = [](const std::string& reason) {
     return absl::StrCat("quantd_limit_rejections_total{reason=\"", reason,
                         "\"}");
@@ -467,6 +545,18 @@ TEST_F(MetricsE2eTest, WhatALimitTurnsAwayCountsByReason) {
   });
   ExpectSteps({{rejections("SCALE_COUNT_LIMIT"), 1}}, [&] {
     EXPECT_THAT(quantize(101, 1).ToString(), HasSubstr("SCALE_COUNT_LIMIT"));
+  });
+  ExpectSteps({{rejections("STATISTICS_TOO_LARGE"), 1}}, [&] {
+    v1::CalibrateHeader header;
+    *header.mutable_tensor() = Describe("activation");
+    header.mutable_tensor()->set_shape(0, 1000);
+    header.mutable_contribution()->set_source("rank-0");
+    header.mutable_contribution()->set_sequence(1);
+    std::vector<float> values;
+    for (int i = 0; i < 1000; ++i) values.push_back(1.01f * i);
+    EXPECT_THAT(
+        Calibrate(*quantization_, header, ToBytes(values)).status().ToString(),
+        HasSubstr("STATISTICS_TOO_LARGE"));
   });
   ExpectSteps({{rejections("MEMORY_BUDGET"), 1}}, [&] {
     EXPECT_THAT(quantize(int64_t{12} << 20, 0).ToString(),

@@ -1,0 +1,193 @@
+#include "server/store/sqlite_statistics_store.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sqlite3.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "core/errors.h"
+#include "core/types/block_layout.h"
+#include "core/types/encoding.h"
+#include "server/store/sqlite_database.h"
+#include "server/store/sqlite_encoding_store.h"
+
+namespace quantd::server {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr int64_t kLimitBytes = 1 << 20;
+
+core::StatisticsState MakeState(float element) {
+  const auto layout = core::BlockLayout::Create({1}, {});
+  core::StatisticsState state;
+  state.shape = {1};
+  state.statistics = core::TensorStatistics(1, 7);
+  state.statistics.Update(*layout, core::ElementType::kFloat32, 0, 1,
+                          reinterpret_cast<const uint8_t*>(&element), nullptr);
+  return state;
+}
+
+class SqliteStatisticsStoreTest : public ::testing::Test {
+ protected:
+  SqliteStatisticsStoreTest() {
+    std::string pattern = ::testing::TempDir() + "/quantd-sqlite-XXXXXX";
+    directory_ = mkdtemp(pattern.data());
+    path_ = directory_ + "/encodings.db";
+  }
+  ~SqliteStatisticsStoreTest() override {
+    std::filesystem::remove_all(directory_);
+  }
+
+  std::shared_ptr<SqliteDatabase> MustOpen() {
+    absl::StatusOr<std::shared_ptr<SqliteDatabase>> database =
+        SqliteDatabase::Open(path_);
+    EXPECT_TRUE(database.ok()) << database.status();
+    return database.ok() ? *std::move(database) : nullptr;
+  }
+
+  // Runs SQL behind the store's back.
+  void Execute(const std::string& sql) {
+    sqlite3* db = nullptr;
+    ASSERT_EQ(sqlite3_open(path_.c_str(), &db), SQLITE_OK);
+    sqlite3_busy_timeout(db, 1000);
+    char* message = nullptr;
+    EXPECT_EQ(sqlite3_exec(db, sql.c_str(), nullptr, nullptr, &message),
+              SQLITE_OK)
+        << message;
+    sqlite3_free(message);
+    sqlite3_close(db);
+  }
+
+  std::string directory_;
+  std::string path_;
+  const EncodingKey key_{"model", "revision", "tensor"};
+};
+
+TEST_F(SqliteStatisticsStoreTest, ReportsEveryColumnThatChangedInARow) {
+  SqliteStatisticsStore store(MustOpen(), kLimitBytes);
+  for (const char* change : {
+           "body = zeroblob(length(body))",
+           "body = substr(body, 1, length(body) - 1)",
+           "body = x''",
+           "averages = zeroblob(length(averages))",
+           "averages = x''",
+           "sequence = sequence - 1",
+           "update_time_us = update_time_us + 1",
+           "size_bytes = 1",
+           "mantissa_bits = 6",
+           "block_size = zeroblob(8)",
+           "shape = zeroblob(8)",
+           "source = 'other'",
+           "tensor = 'other'",
+           "body_checksum = body_checksum + 1",
+           "checksum = checksum + 1",
+       }) {
+    ASSERT_TRUE(store.Contribute({key_, "source", 7}, MakeState(1), 1).ok());
+    ASSERT_TRUE(store.GetStatistics(key_).ok());
+    Execute(absl::StrCat("UPDATE statistics SET ", change));
+    const bool moved = absl::string_view(change) == "tensor = 'other'";
+    EncodingKey key = key_;
+    if (moved) key.tensor = "other";
+    const absl::Status status = store.GetStatistics(key).status();
+    EXPECT_EQ(core::ErrorReason(status), "STORE_CORRUPT") << change;
+    EXPECT_THAT(std::string(status.message()), HasSubstr("delete them"));
+    EXPECT_TRUE(store.ListStatistics("model", "revision", "", 10).ok());
+    // Deleting repairs.
+    EXPECT_TRUE(store.DeleteStatistics(key, "").ok()) << change;
+  }
+}
+
+TEST_F(SqliteStatisticsStoreTest, ACorruptRowTakesNoContributionUntilDeleted) {
+  SqliteStatisticsStore store(MustOpen(), kLimitBytes);
+  ASSERT_TRUE(store.Contribute({key_, "a", 1}, MakeState(1), 1).ok());
+  Execute("UPDATE statistics SET mantissa_bits = 6");
+  for (const char* source : {"a", "b"}) {
+    const absl::Status status =
+        store.Contribute({key_, source, 2}, MakeState(2), 1).status();
+    EXPECT_EQ(core::ErrorReason(status), "STORE_CORRUPT") << source;
+  }
+  EXPECT_TRUE(store.DeleteStatistics(key_, "a").ok());
+  EXPECT_TRUE(store.Contribute({key_, "b", 2}, MakeState(2), 1).ok());
+}
+
+// What an older quantd has left behind: its only table, and an encoding.
+TEST_F(SqliteStatisticsStoreTest, TakesOverAStoreOfVersionOne) {
+  {
+    SqliteEncodingStore encodings(MustOpen());
+    core::Encoding encoding;
+    encoding.format = static_cast<core::NumberFormat>(8);
+    encoding.scale = {0.5f};
+    encoding.qmin = -128;
+    encoding.qmax = 127;
+    ASSERT_TRUE(
+        encodings
+            .Put(key_, std::make_shared<const core::Encoding>(encoding), {})
+            .ok());
+  }
+  Execute("DROP TABLE statistics; PRAGMA user_version = 1");
+  const std::shared_ptr<SqliteDatabase> database = MustOpen();
+  ASSERT_NE(database, nullptr);
+  EXPECT_TRUE(SqliteEncodingStore(database).Get(key_).ok());
+  SqliteStatisticsStore store(database, kLimitBytes);
+  EXPECT_TRUE(store.Contribute({key_, "a", 1}, MakeState(1), 1).ok());
+}
+
+// Children contribute to sources of their own and to one that they share, and
+// die without a word when they are done.
+TEST_F(SqliteStatisticsStoreTest, TwoProcessesLoseNoContribution) {
+  constexpr int kProcesses = 2;
+  constexpr int kSequences = 100;
+  std::vector<pid_t> children;
+  for (int process = 0; process < kProcesses; ++process) {
+    const pid_t child = fork();
+    ASSERT_GE(child, 0);
+    if (child == 0) {
+      absl::StatusOr<std::shared_ptr<SqliteDatabase>> database =
+          SqliteDatabase::Open(path_);
+      if (!database.ok()) _exit(2);
+      SqliteStatisticsStore store(*std::move(database), kLimitBytes);
+      for (uint64_t i = 1; i <= kSequences; ++i) {
+        for (const std::string& source :
+             {absl::StrCat("rank-", process), std::string("shared")}) {
+          const auto outcome =
+              store.Contribute({key_, source, i}, MakeState(i), 0.01);
+          if (!outcome.ok() || outcome->sequence < i) _exit(3);
+        }
+      }
+      _exit(0);
+    }
+    children.push_back(child);
+  }
+  for (const pid_t child : children) {
+    int state = 0;
+    ASSERT_EQ(waitpid(child, &state, 0), child);
+    EXPECT_TRUE(WIFEXITED(state) && WEXITSTATUS(state) == 0) << state;
+  }
+  SqliteStatisticsStore store(MustOpen(), kLimitBytes);
+  const absl::StatusOr<StoredStatistics> stored = store.GetStatistics(key_);
+  ASSERT_TRUE(stored.ok()) << stored.status();
+  ASSERT_EQ(stored->sources.size(), 3u);
+  for (const SourceListEntry& source : stored->sources) {
+    EXPECT_EQ(source.sequence, uint64_t{kSequences}) << source.source;
+  }
+  // In the shared source one process may run ahead of the other: what comes
+  // late is older than what is there. The others have everything.
+  ASSERT_TRUE(store.DeleteStatistics(key_, "shared").ok());
+  EXPECT_EQ(store.GetStatistics(key_)->state.statistics.counts().total,
+            kProcesses * kSequences);
+}
+
+}  // namespace
+}  // namespace quantd::server

@@ -1,0 +1,404 @@
+// What every StatisticsStore promises, on each implementation.
+
+#include "server/store/statistics_store.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "core/errors.h"
+#include "core/types/block_layout.h"
+#include "quantd/v1/statistics.pb.h"
+#include "server/metrics/metrics.h"
+#include "server/store/metering_statistics_store.h"
+#include "server/store/sqlite_database.h"
+#include "server/store/sqlite_statistics_store.h"
+#include "server/wire/statistics_proto.h"
+#include "tests/support/metric_value.h"
+
+namespace quantd::server {
+namespace {
+
+using ::testing::IsEmpty;
+
+constexpr int64_t kLimitBytes = 1 << 20;
+
+enum class Kind { kSqlite, kMeteredSqlite };
+
+std::string KindName(const ::testing::TestParamInfo<Kind>& info) {
+  return info.param == Kind::kSqlite ? "Sqlite" : "MeteredSqlite";
+}
+
+// The statistics of a tensor of `shape` with these elements.
+core::StatisticsState MakeState(const std::vector<float>& elements,
+                                std::vector<int64_t> shape,
+                                std::vector<int64_t> block_size = {},
+                                int mantissa_bits = 7) {
+  const auto layout = core::BlockLayout::Create(shape, block_size);
+  EXPECT_TRUE(layout.ok()) << layout.status();
+  core::StatisticsState state;
+  state.block_size = std::move(block_size);
+  state.shape = std::move(shape);
+  state.statistics =
+      core::TensorStatistics(layout->scale_count(), mantissa_bits);
+  state.statistics.Update(*layout, core::ElementType::kFloat32, 0,
+                          static_cast<int64_t>(elements.size()),
+                          reinterpret_cast<const uint8_t*>(elements.data()),
+                          nullptr);
+  return state;
+}
+
+core::StatisticsState MakeState(const std::vector<float>& elements) {
+  return MakeState(elements, {static_cast<int64_t>(elements.size())});
+}
+
+// Equal states have equal bytes.
+std::string Bytes(const core::StatisticsState& state) {
+  v1::StatisticsState message;
+  StateToProto(state, &message);
+  return message.SerializeAsString();
+}
+
+class StatisticsStoreTest : public ::testing::TestWithParam<Kind> {
+ protected:
+  StatisticsStoreTest() {
+    std::string pattern = ::testing::TempDir() + "/quantd-store-XXXXXX";
+    directory_ = mkdtemp(pattern.data());
+    Reopen();
+  }
+  ~StatisticsStoreTest() override {
+    store_.reset();
+    std::filesystem::remove_all(directory_);
+  }
+
+  void Reopen() {
+    store_.reset();
+    store_ = Open();
+  }
+
+  // A handle of its own, as another process has it.
+  std::unique_ptr<StatisticsStore> Open() {
+    absl::StatusOr<std::shared_ptr<SqliteDatabase>> database =
+        SqliteDatabase::Open(directory_ + "/encodings.db");
+    if (!database.ok()) {
+      ADD_FAILURE() << database.status();
+      return nullptr;
+    }
+    auto sqlite = std::make_unique<SqliteStatisticsStore>(*std::move(database),
+                                                          kLimitBytes);
+    if (GetParam() == Kind::kSqlite) return sqlite;
+    return std::make_unique<MeteringStatisticsStore>(std::move(sqlite),
+                                                     &metrics_);
+  }
+
+  absl::StatusOr<ContributionOutcome> Contribute(
+      const std::string& source, uint64_t sequence,
+      const core::StatisticsState& part, double averaging_constant = 0.01) {
+    return store_->Contribute({key_, source, sequence}, part,
+                              averaging_constant);
+  }
+
+  // Expects the contribution to be counted.
+  void MustContribute(const std::string& source, uint64_t sequence,
+                      const core::StatisticsState& part,
+                      double averaging_constant = 0.01) {
+    const absl::StatusOr<ContributionOutcome> outcome =
+        Contribute(source, sequence, part, averaging_constant);
+    ASSERT_TRUE(outcome.ok()) << outcome.status();
+    EXPECT_EQ(outcome->sequence, sequence);
+    EXPECT_FALSE(outcome->duplicate);
+  }
+
+  StoredStatistics MustGet() {
+    absl::StatusOr<StoredStatistics> got = store_->GetStatistics(key_);
+    EXPECT_TRUE(got.ok()) << got.status();
+    return got.ok() ? *std::move(got) : StoredStatistics();
+  }
+
+  static std::string Reason(const absl::Status& status) {
+    return std::string(core::ErrorReason(status));
+  }
+
+  std::string directory_;
+  Metrics metrics_;
+  std::unique_ptr<StatisticsStore> store_;
+  const EncodingKey key_{"resnet/50", "main", "conv1.output"};
+};
+
+TEST_P(StatisticsStoreTest, GivesBackWhatWasContributed) {
+  const core::StatisticsState part =
+      MakeState({-1.5f, 0, 3, 1e-20f, 3.4e38f, -0.0f}, {2, 3}, {0, 1}, 5);
+  const absl::Time before = absl::Now() - absl::Milliseconds(1);
+  MustContribute("rank-0", 7, part);
+  for (const bool reopened : {false, true}) {
+    if (reopened) Reopen();
+    const StoredStatistics got = MustGet();
+    EXPECT_EQ(Bytes(got.state), Bytes(part));
+    ASSERT_EQ(got.sources.size(), 1u);
+    EXPECT_EQ(got.sources[0].source, "rank-0");
+    EXPECT_EQ(got.sources[0].sequence, 7u);
+    EXPECT_GE(got.sources[0].update_time, before);
+    EXPECT_LE(got.sources[0].update_time, absl::Now());
+    ASSERT_EQ(got.moving_average.size(), 3u);
+    EXPECT_EQ(got.moving_average[0].min, -1.5);
+    EXPECT_EQ(got.moving_average[2].max, 3);
+  }
+}
+
+TEST_P(StatisticsStoreTest, SaysWhatIsNotThere) {
+  EXPECT_EQ(Reason(store_->GetStatistics(key_).status()),
+            "STATISTICS_NOT_FOUND");
+  EXPECT_EQ(Reason(store_->DeleteStatistics(key_, "")), "STATISTICS_NOT_FOUND");
+  MustContribute("rank-0", 1, MakeState({1}));
+  EXPECT_EQ(Reason(store_->DeleteStatistics(key_, "rank-1")),
+            "STATISTICS_NOT_FOUND");
+  for (const EncodingKey& other :
+       {EncodingKey{"resnet/5", "0main", "conv1.output"},
+        EncodingKey{"resnet/50", "main", "conv1.outpu"}}) {
+    EXPECT_EQ(Reason(store_->GetStatistics(other).status()),
+              "STATISTICS_NOT_FOUND");
+  }
+}
+
+TEST_P(StatisticsStoreTest, AddsContributionsOfASourceAndOfSeveral) {
+  MustContribute("b", 1, MakeState({1, 2, 3}));
+  MustContribute("a", 5, MakeState({-4, 5}));
+  MustContribute("b", 2, MakeState({6, 7, 8, 9}));
+  const StoredStatistics got = MustGet();
+  EXPECT_EQ(
+      Bytes(got.state), Bytes([] {
+        // The largest extent of a dimension that is not divided counts.
+        core::StatisticsState whole = MakeState({1, 2, 3, -4, 5, 6, 7, 8, 9});
+        whole.shape = {4};
+        return whole;
+      }()));
+  ASSERT_EQ(got.sources.size(), 2u);
+  EXPECT_EQ(got.sources[0].source, "a");
+  EXPECT_EQ(got.sources[0].sequence, 5u);
+  EXPECT_EQ(got.sources[1].source, "b");
+  EXPECT_EQ(got.sources[1].sequence, 2u);
+}
+
+TEST_P(StatisticsStoreTest, CountsARepeatedOrOlderContributionOnce) {
+  MustContribute("a", 3, MakeState({1, 2}));
+  const std::string once = Bytes(MustGet().state);
+  for (const uint64_t sequence : {3, 2, 1}) {
+    // What it carries does not matter any more.
+    for (const core::StatisticsState& part :
+         {MakeState({1, 2}), MakeState({9}, {1}, {}, 3)}) {
+      const absl::StatusOr<ContributionOutcome> outcome =
+          Contribute("a", sequence, part);
+      ASSERT_TRUE(outcome.ok()) << outcome.status();
+      EXPECT_TRUE(outcome->duplicate);
+      EXPECT_EQ(outcome->sequence, 3u);
+    }
+  }
+  EXPECT_EQ(Bytes(MustGet().state), once);
+  MustContribute("a", 4, MakeState({1, 2}));
+  EXPECT_EQ(MustGet().state.statistics.counts().total, 4);
+}
+
+TEST_P(StatisticsStoreTest, SequencesOfSourcesAreApart) {
+  MustContribute("a", 100, MakeState({1}));
+  MustContribute("b", 1, MakeState({2}));
+  EXPECT_EQ(MustGet().state.statistics.counts().total, 2);
+}
+
+TEST_P(StatisticsStoreTest, RefusesWhatDoesNotGoTogether) {
+  const std::vector<float> elements = {1, 2, 3, 4, 5, 6};
+  MustContribute("a", 1, MakeState(elements, {2, 3}, {1, 0}, 5));
+  const std::string before = Bytes(MustGet().state);
+  for (const core::StatisticsState& part : {
+           MakeState(elements, {2, 3}, {0, 1}, 5),
+           MakeState(elements, {2, 3}, {1, 0}, 6),
+           MakeState(elements, {2, 3, 1}, {1, 0, 0}, 5),
+           MakeState(elements, {3, 2}, {1, 0}, 5),
+       }) {
+    // The same source, and one that has nothing yet.
+    for (const char* source : {"a", "b"}) {
+      EXPECT_EQ(Reason(Contribute(source, 2, part).status()),
+                "STATISTICS_MISMATCH");
+    }
+  }
+  EXPECT_EQ(Bytes(MustGet().state), before);
+  MustContribute("b", 2, MakeState({1, 2}, {2, 1}, {1, 0}, 5));
+}
+
+TEST_P(StatisticsStoreTest, RefusesASourceThatGetsTooLarge) {
+  std::vector<float> elements;
+  uint32_t bits = 1;
+  // A bin for each of them.
+  while (bits < 0x7f000000) {
+    elements.push_back(
+        core::HistogramBinEdges((bits | 0x80000000) >> 13, 10).low);
+    bits += 1 << 13;
+  }
+  const int64_t count = static_cast<int64_t>(elements.size()) / 8;
+  // Parts that fit by themselves, for scale indices of their own.
+  absl::Status status;
+  uint64_t sequence = 0;
+  while (status.ok() && sequence < 64) {
+    ++sequence;
+    std::vector<float> part(64 * count, 0);
+    std::copy(elements.begin(), elements.begin() + count,
+              part.begin() + static_cast<int64_t>(sequence - 1) * count);
+    status = Contribute("a", sequence, MakeState(part, {64, count}, {1, 0}, 10))
+                 .status();
+  }
+  EXPECT_EQ(Reason(status), "STATISTICS_TOO_LARGE") << status;
+  EXPECT_GT(sequence, 2u);
+  // What was there is still there.
+  EXPECT_EQ(MustGet().sources[0].sequence, sequence - 1);
+  // The limit is one of each source.
+  EXPECT_TRUE(
+      Contribute("b", 1,
+                 MakeState(std::vector<float>(64, 1), {64, 1}, {1, 0}, 10))
+          .ok());
+}
+
+TEST_P(StatisticsStoreTest, AveragesTheExtremesOfASingleSource) {
+  MustContribute("a", 1, MakeState({-1, 1, 0, 10}, {2, 2}, {1, 0}));
+  MustContribute("a", 2, MakeState({-3, 5, 2, 20}, {2, 2}, {1, 0}), 0.25);
+  std::vector<core::Extremes> average = MustGet().moving_average;
+  ASSERT_EQ(average.size(), 2u);
+  EXPECT_EQ(average[0].min, -1.5);
+  EXPECT_EQ(average[0].max, 2);
+  EXPECT_EQ(average[1].min, 0.5);
+  EXPECT_EQ(average[1].max, 12.5);
+  // No finite element leaves an average as it is.
+  const float nan = std::nanf("");
+  MustContribute("a", 3, MakeState({nan, nan, 0.5f, 16.5f}, {2, 2}, {1, 0}),
+                 0.5);
+  average = MustGet().moving_average;
+  EXPECT_EQ(average[0].max, 2);
+  EXPECT_EQ(average[1].max, 14.5);
+  MustContribute("b", 1, MakeState({1, 1, 1, 1}, {2, 2}, {1, 0}));
+  EXPECT_THAT(MustGet().moving_average, IsEmpty());
+}
+
+TEST_P(StatisticsStoreTest, DeletesASourceOrAll) {
+  for (const char* source : {"a", "b", "c"}) {
+    MustContribute(source, 9, MakeState({1}));
+  }
+  EXPECT_TRUE(store_->DeleteStatistics(key_, "b").ok());
+  const StoredStatistics rest = MustGet();
+  ASSERT_EQ(rest.sources.size(), 2u);
+  EXPECT_EQ(rest.sources[0].source, "a");
+  EXPECT_EQ(rest.sources[1].source, "c");
+  EXPECT_EQ(rest.state.statistics.counts().total, 2);
+  // It starts over.
+  MustContribute("b", 1, MakeState({1}));
+  EXPECT_TRUE(store_->DeleteStatistics(key_, "").ok());
+  EXPECT_TRUE(absl::IsNotFound(store_->GetStatistics(key_).status()));
+  // With nothing there, another layout may come.
+  MustContribute("a", 1, MakeState({1, 2}, {2}, {1}, 3));
+}
+
+TEST_P(StatisticsStoreTest, ListsPagesInOrderOfBytes) {
+  const std::vector<std::string> names = {"A", "Z", "a", "a.b", "a/b", "é"};
+  for (auto name = names.rbegin(); name != names.rend(); ++name) {
+    for (const char* source : {"x", "y"}) {
+      ASSERT_TRUE(
+          store_
+              ->Contribute({{"m", "r", *name}, source, 1}, MakeState({1}), 0.01)
+              .ok());
+    }
+  }
+  ASSERT_TRUE(
+      store_->Contribute({{"m", "r2", "t"}, "x", 1}, MakeState({1}), 0.01)
+          .ok());
+  std::vector<std::string> seen;
+  std::string after;
+  while (true) {
+    absl::StatusOr<std::vector<StatisticsListEntry>> page =
+        store_->ListStatistics("m", "r", after, 4);
+    ASSERT_TRUE(page.ok()) << page.status();
+    if (page->empty()) break;
+    EXPECT_LE(page->size(), 4u);
+    for (const StatisticsListEntry& entry : *page) {
+      seen.push_back(entry.tensor);
+      EXPECT_EQ(entry.source_count, 2);
+      EXPECT_GT(entry.size_bytes, 0);
+      EXPECT_GT(entry.update_time, absl::Now() - absl::Hours(1));
+      EXPECT_LE(entry.update_time, absl::Now());
+    }
+    after = seen.back();
+  }
+  EXPECT_EQ(seen, names);
+  EXPECT_THAT(*store_->ListStatistics("m", "r", "", 0), IsEmpty());
+  EXPECT_THAT(*store_->ListStatistics("m", "r", "", -1), IsEmpty());
+  EXPECT_THAT(*store_->ListStatistics("m", "none", "", 4), IsEmpty());
+}
+
+// Each source has several writers, as when a rank's retry overtakes it, on two
+// handles of the file, as two processes have them.
+TEST_P(StatisticsStoreTest, ConcurrentContributionsLoseAndRepeatNothing) {
+  constexpr int kSources = 3;
+  constexpr int kSequences = 40;
+  constexpr int kWriters = 2;
+  std::vector<std::unique_ptr<StatisticsStore>> handles;
+  for (int i = 0; i < kWriters; ++i) handles.push_back(Open());
+  std::vector<std::thread> threads;
+  for (int source = 0; source < kSources; ++source) {
+    for (const std::unique_ptr<StatisticsStore>& store : handles) {
+      threads.emplace_back([this, source, &store] {
+        // The writers of a source send the same contributions: an odd one
+        // skips ahead where the other has gone on.
+        uint64_t sequence = 1;
+        while (sequence <= kSequences) {
+          const absl::StatusOr<ContributionOutcome> outcome = store->Contribute(
+              {key_, absl::StrCat("rank-", source), sequence},
+              MakeState({static_cast<float>(sequence)}), 0.01);
+          ASSERT_TRUE(outcome.ok()) << outcome.status();
+          ASSERT_GE(outcome->sequence, sequence);
+          sequence = outcome->sequence + 1;
+        }
+      });
+    }
+  }
+  for (std::thread& thread : threads) thread.join();
+  std::vector<float> all;
+  for (int i = 1; i <= kSequences; ++i) all.push_back(static_cast<float>(i));
+  core::StatisticsState expected = MakeState(all);
+  expected.shape = {1};
+  for (int i = 1; i < kSources; ++i) {
+    core::StatisticsState again = MakeState(all);
+    again.shape = {1};
+    ASSERT_TRUE(core::MergeState(again, &expected).ok());
+  }
+  for (const bool reopened : {false, true}) {
+    if (reopened) Reopen();
+    EXPECT_EQ(Bytes(MustGet().state), Bytes(expected));
+  }
+}
+
+TEST_P(StatisticsStoreTest, MeteringCountsContributionsAndNoAnswerAsError) {
+  if (GetParam() != Kind::kMeteredSqlite) GTEST_SKIP();
+  MustContribute("a", 1, MakeState({1}));
+  ASSERT_TRUE(Contribute("a", 1, MakeState({1})).ok());
+  EXPECT_FALSE(Contribute("a", 2, MakeState({1}, {1}, {}, 4)).ok());
+  EXPECT_FALSE(store_->GetStatistics({"m", "r", "t"}).ok());
+  EXPECT_EQ(testing::MetricValue(metrics_, "quantd_calibration_merges_total"),
+            2);
+  EXPECT_EQ(testing::MetricValue(metrics_, "quantd_store_errors_total"), 0);
+}
+
+INSTANTIATE_TEST_SUITE_P(Stores, StatisticsStoreTest,
+                         ::testing::Values(Kind::kSqlite, Kind::kMeteredSqlite),
+                         KindName);
+
+}  // namespace
+}  // namespace quantd::server
