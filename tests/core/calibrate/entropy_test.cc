@@ -30,7 +30,6 @@ double Cut(double x, int mantissa_bits) {
 double NaiveDivergence(const std::vector<double>& counts, int first, int last,
                        const std::vector<int>& level_of_bin) {
   const int size = last - first;
-  const double inliers_begin = 0;
   std::vector<double> p(counts.begin() + first, counts.begin() + last);
   const std::vector<double> inside = p;
   for (int t = 0; t < static_cast<int>(counts.size()); ++t) {
@@ -40,7 +39,7 @@ double NaiveDivergence(const std::vector<double>& counts, int first, int last,
   std::vector<double> q(size, 0.0);
   const int levels = level_of_bin.back() + 1;
   for (int level = 0; level < levels; ++level) {
-    double sum = inliers_begin;
+    double sum = 0;
     int filled = 0;
     for (int t = 0; t < size; ++t) {
       if (level_of_bin[t] != level) continue;
