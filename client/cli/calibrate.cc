@@ -71,10 +71,10 @@ v1::Contribution MakeContribution(const Options& options,
 }
 
 void Run(const Options& options, Session* session) {
-  const absl::StatusOr<SpecSet> specs = options.spec.ParseSet();
-  if (!specs.ok()) return session->FailUsage(specs.status());
   const bool has_spec = options.HasSpec();
   const bool contributes = !options.source.empty();
+  const absl::StatusOr<SpecSet> specs = options.spec.ParseSet(contributes);
+  if (!specs.ok()) return session->FailUsage(specs.status());
   const absl::StatusOr<Granularity> granularity =
       options.spec.ParseGranularityOptions();
   if (!granularity.ok()) return session->FailUsage(granularity.status());
@@ -228,8 +228,8 @@ void AddCalibrateCommand(CLI::App* app, Session* session) {
           ->add_option("--source", options->source,
                        "Add the tensors to the statistics that the server "
                        "keeps, as this source, e.g. rank-3; --granularity is "
-                       "then that of the statistics, and encodings are "
-                       "computed only if a spec is given")
+                       "then that of the statistics too, and encodings are "
+                       "computed only if --format or a spec is given")
           ->type_name("NAME");
   CLI::Option* const sequence =
       command

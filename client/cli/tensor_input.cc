@@ -21,6 +21,15 @@
 #include "client/files/safetensors.h"
 
 namespace quantd::cli {
+namespace {
+
+bool AnyGiven(const std::vector<const CLI::Option*>& options) {
+  return std::any_of(
+      options.begin(), options.end(),
+      [](const CLI::Option* option) { return option->count() > 0; });
+}
+
+}  // namespace
 
 bool IsNpyPath(absl::string_view path) {
   return absl::EndsWithIgnoreCase(path, ".npy");
@@ -171,10 +180,12 @@ void SpecOptions::AddOptions(CLI::App* command) {
            "per-channel (axis 0), per-channel:AXIS or group:N (along the last "
            "axis); tensors of rank below 2 are per tensor",
            "GRANULARITY");
-  text("--block-size", block_size,
-       "A number per dimension instead, 0 for the whole dimension, e.g. 1,0,32",
-       "N,N,...")
-      ->excludes(option);
+  granularity_given_.push_back(option);
+  granularity_given_.push_back(text("--block-size", block_size,
+                                    "A number per dimension instead, 0 for the "
+                                    "whole dimension, e.g. 1,0,32",
+                                    "N,N,...")
+                                   ->excludes(option));
   count(text("--symmetry", symmetry,
              "default (strict for signed formats, asymmetric for unsigned "
              "ones), asymmetric, strict, full-range, half-step",
@@ -242,11 +253,7 @@ void SpecOptions::AddOptionsWithPatterns(CLI::App* command) {
       ->type_name("[PATTERN=]SPEC");
 }
 
-bool SpecOptions::IsGiven() const {
-  return std::any_of(
-      given_.begin(), given_.end(),
-      [](const CLI::Option* option) { return option->count() > 0; });
-}
+bool SpecOptions::IsGiven() const { return AnyGiven(given_); }
 
 absl::StatusOr<Granularity> SpecOptions::ParseGranularityOptions() const {
   return block_size.empty() ? ParseGranularity(granularity)
@@ -303,19 +310,22 @@ absl::StatusOr<SpecTemplate> SpecOptions::Parse() const {
   return result;
 }
 
-absl::StatusOr<SpecSet> SpecOptions::ParseSet() const {
+absl::StatusOr<SpecSet> SpecOptions::ParseSet(bool granularity_is_apart) const {
   SpecSet set;
   bool has_base = false;
   for (const std::string& text : specs) {
     const absl::Status status = AddSpec(text, &set, &has_base);
     if (!status.ok()) return status;
   }
-  if (has_base && IsGiven()) {
+  const bool has_granularity =
+      !granularity_is_apart && AnyGiven(granularity_given_);
+  if (has_base && (IsGiven() || has_granularity)) {
     return ArgumentInvalidError(
         "expected --format and the like or a --spec without a pattern, got "
         "both");
   }
-  set.has_base = has_base || IsGiven() || set.overrides.empty();
+  set.has_base =
+      has_base || IsGiven() || has_granularity || set.overrides.empty();
   if (!has_base) {
     const absl::StatusOr<SpecTemplate> base = Parse();
     if (!base.ok()) return base.status();

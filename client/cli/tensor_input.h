@@ -109,8 +109,9 @@ struct SpecOptions {
   // The spec of the options.
   // Errors: ARGUMENT_INVALID, FILE_UNREADABLE.
   absl::StatusOr<SpecTemplate> Parse() const;
-  // That and those of --spec.
-  absl::StatusOr<SpecSet> ParseSet() const;
+  // That and those of --spec. `granularity_is_apart` says that --granularity
+  // may stand beside a --spec without a pattern, for something else.
+  absl::StatusOr<SpecSet> ParseSet(bool granularity_is_apart = false) const;
   // Gives the codebook to a spec whose format needs one.
   absl::Status AddCodebook(SpecTemplate* spec) const;
   absl::StatusOr<Granularity> ParseGranularityOptions() const;
@@ -118,6 +119,8 @@ struct SpecOptions {
  private:
   // The options that IsGiven counts.
   std::vector<const CLI::Option*> given_;
+  // --granularity and --block-size.
+  std::vector<const CLI::Option*> granularity_given_;
 };
 
 // The tensor as the client takes it.

@@ -1,6 +1,6 @@
 """Runs what README.md tells people to paste, against a live server.
 
-  readme_snippets_test.py --quantd BINARY [--cxx BUILD_DIR]
+  readme_snippets_test.py --quantd BINARY --quantctl BINARY [--cxx BUILD_DIR]
 
 With --cxx also builds and runs the C++ example, in BUILD_DIR.
 """
@@ -19,6 +19,7 @@ README_ADDRESS = "127.0.0.1:8430"
 
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--quantd", required=True)
+arguments.add_argument("--quantctl", required=True)
 arguments.add_argument("--cxx")
 options, unittest_arguments = arguments.parse_known_args()
 
@@ -34,8 +35,9 @@ def snippet(language, containing):
     return block
 
 
-def run(command, folder):
+def run(command, folder, environment=None):
     result = subprocess.run(command, cwd=folder, text=True, check=False,
+                            env=environment,
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if result.returncode != 0:
         raise AssertionError(f"{command} ended with {result.returncode}:\n"
@@ -63,6 +65,29 @@ class ReadmeSnippetsTest(unittest.TestCase):
                           self.at_server(snippet("python", "import grpc"))],
                          folder)
         self.assertRegex(output, r"64 scales, largest error 0\.01\d+")
+
+    def test_TheQuantctlSnippetsWorkAsPasted(self):
+        environment = dict(
+            os.environ, QUANTD_SERVER=self.server.address,
+            PATH=os.path.dirname(os.path.realpath(options.quantctl)) + ":"
+            + os.environ["PATH"])
+        with tempfile.TemporaryDirectory() as folder:
+            for name in ("model.safetensors", "activations.safetensors"):
+                os.symlink(os.path.join(live_server.ROOT,
+                                        "tests/data/digits-cnn", name),
+                           os.path.join(folder, name))
+            once = run(["bash", "-e", "-c",
+                        snippet("bash", "quantctl encodings compute")],
+                       folder, environment)
+            self.assertRegex(once, r"conv2.input +int8 ")
+            self.assertRegex(once, r"fc1.input +uint8 ")
+            mixed = run(["bash", "-e", "-c",
+                         snippet("bash", "quantctl sweep")],
+                        folder, environment)
+        self.assertRegex(mixed, r"fc1.weight +int8:per-channel")
+        self.assertIn("written to mixed.safetensors", mixed)
+        self.assertNotIn("failed", mixed)
+        self.assertIn("SQNR DB", mixed)
 
     @unittest.skipUnless(options.cxx, "without --cxx")
     def test_TheCxxSnippetWorksAsPasted(self):
