@@ -124,7 +124,7 @@ bool Distribution::TakeOut(double x, Piece* piece) {
 }
 
 void Distribution::AddPoint(double x, uint64_t count) {
-  masses_.push_back({x, x, static_cast<double>(count), x, 0});
+  masses_.push_back({x, x, static_cast<double>(count), x, 0, 0, 0});
   rank_.push_back(rank_.back() + count);
 }
 
@@ -135,10 +135,10 @@ void Distribution::AddPiece(const Piece& piece) {
     return std::clamp(piece.base + static_cast<double>(low) * piece.unit,
                       piece.low, piece.high);
   };
-  const uint64_t mean_low = bin.low_sum / bin.count;
+  if (bin.count == 1) return AddPoint(value(bin.low_sum), 1);
   const double scaled_variance = ScaledVariance(bin);
   if (scaled_variance == 0 && bin.low_sum % bin.count == 0) {
-    AddPoint(value(mean_low), bin.count);
+    AddPoint(value(bin.low_sum / bin.count), bin.count);
     return;
   }
   if (bin.count == 2) {
@@ -156,12 +156,17 @@ void Distribution::AddPiece(const Piece& piece) {
       return;
     }
   }
+  constexpr double kSqrt3 = 1.7320508075688772;
   const double count = static_cast<double>(bin.count);
-  const double mean =
-      piece.base + piece.unit * (static_cast<double>(bin.low_sum) / count);
-  masses_.push_back({piece.low, piece.high, count,
-                     std::clamp(mean, piece.low, piece.high),
-                     scaled_variance / count * piece.unit * piece.unit});
+  const double mean = std::clamp(
+      piece.base + piece.unit * (static_cast<double>(bin.low_sum) / count),
+      piece.low, piece.high);
+  const double spread = scaled_variance / count * piece.unit * piece.unit;
+  // No distribution on [low, high] has more.
+  const double variance =
+      std::min(spread / count, (mean - piece.low) * (piece.high - mean));
+  masses_.push_back({piece.low, piece.high, count, mean, spread, variance,
+                     kSqrt3 * std::sqrt(variance)});
   rank_.push_back(rank_.back() + bin.count);
 }
 

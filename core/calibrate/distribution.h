@@ -22,8 +22,11 @@ struct Mass {
   double high;
   double count;
   double mean;
-  // Sum of (x - mean)^2.
+  // Sum of (x - mean)^2, and its mean.
   double spread;
+  double variance;
+  // Of the uniform density with that mean and variance, from its middle.
+  double half_width;
 };
 
 // Sum with the rounding errors carried along: as good as if it were rounded

@@ -17,7 +17,7 @@ Interval OrderStatistic(const Distribution& distribution, uint64_t rank) {
   if (mass.low == mass.high) return {mass.low, mass.high};
   const double n = mass.count;
   const double k = static_cast<double>(rank - ranks[index] + 1);
-  const double deviation = std::sqrt(mass.spread / n);
+  const double deviation = std::sqrt(mass.variance);
   // With all others as far away as they can be.
   const double above = std::min(deviation * std::sqrt((k - 1) / (n - k + 1)),
                                 (k - 1) / (n - k + 1) * (mass.mean - mass.low));

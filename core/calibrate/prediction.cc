@@ -66,8 +66,7 @@ Prediction PredictScaleIndex(const CodeNumbers& numbers, double scale,
   if (std::isnan(scale) || distribution.count() == 0) return prediction;
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
   SquaredError error =
-      Widen(SumSquaredError(numbers, scale, zero_point, distribution,
-                            /*by_runs=*/false, kInfinity),
+      Widen(BoundSquaredError(numbers, scale, zero_point, distribution),
             distribution, extremes, scale);
   const double min = distribution.masses().front().low;
   const double max = distribution.masses().back().high;

@@ -19,10 +19,8 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 double ErrorUnder(const BlockScale& scale, const CodeNumbers& numbers,
                   const Distribution& distribution, double gamma,
                   double limit) {
-  const double error =
-      SumSquaredError(numbers, scale.scale, scale.zero_point, distribution,
-                      /*by_runs=*/true, limit)
-          .estimate;
+  const double error = EstimateSquaredError(
+      numbers, scale.scale, scale.zero_point, distribution, limit);
   // A sum that was not finished is no error to take anything from.
   if (gamma == 1 || error > limit) return error;
   return error + (gamma - 1) * ClippedSquaredError(numbers, scale.scale,

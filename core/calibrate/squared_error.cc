@@ -16,7 +16,6 @@ namespace quantd::core {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr double kSqrt3 = 1.7320508075688772;
 
 // Numbers (first + j) * scale for j of 0 to last.
 class UniformNumbers {
@@ -26,9 +25,10 @@ class UniformNumbers {
 
   // Of the nearest number.
   int64_t Index(double x) const {
-    const double index = std::floor(x / scale_ - first_ + 0.5);
-    return static_cast<int64_t>(
-        std::clamp<double>(index, 0, static_cast<double>(last_)));
+    const double index = x / scale_ - first_ + 0.5;
+    if (!(index > 0)) return 0;
+    return index < static_cast<double>(last_) ? static_cast<int64_t>(index)
+                                              : last_;
   }
   double Value(int64_t j) const {
     return (first_ + static_cast<double>(j)) * scale_;
@@ -90,76 +90,82 @@ class ListedNumbers {
   const double scale_;
 };
 
-// Elements about their mean: [mean - below, mean + above] with that variance.
-struct Spread {
-  explicit Spread(const Mass& mass)
-      : below(mass.mean - mass.low),
-        above(mass.high - mass.mean),
-        variance(std::min(mass.spread / mass.count, below * above)),
-        half_width(kSqrt3 * std::sqrt(variance)) {}
+// The mean of (x - b)+ over the uniform density, b = mean + t.
+double UniformHinge(const Mass& mass, double t) {
+  if (t >= mass.half_width) return 0;
+  if (-t >= mass.half_width) return -t;
+  const double rest = mass.half_width - t;
+  return rest * rest / (4 * mass.half_width);
+}
 
-  double below;
-  double above;
-  double variance;
-  // Of a uniform density with that variance.
-  double half_width;
-};
-
-// The mean of (x - b)+ with b = mean + t within the support.
-SquaredError MeanHinge(const Spread& s, double t) {
-  SquaredError hinge;
+// The mean of (x - b)+ over the elements, b = mean + t within their support.
+SquaredError MeanHinge(const Mass& mass, double t) {
   const double plain = std::max(0.0, -t);
-  if (s.variance == 0) return {plain, plain, plain};
-  const double width = s.below + s.above;
-  hinge.low = std::max(plain, (s.variance - s.below * t) / width);
-  const double from_low = s.below * s.below + s.variance;
-  const double from_high = s.above * s.above + s.variance;
-  if (2 * s.below * (s.below + t) <= from_low) {
-    hinge.high = s.below - (s.below + t) * (s.below * s.below / from_low);
-  } else if (2 * s.above * (s.above - t) <= from_high) {
-    hinge.high = (s.above - t) * (s.variance / from_high);
+  const double variance = mass.variance;
+  if (variance == 0) return {plain, plain, plain};
+  const double below = mass.mean - mass.low;
+  const double above = mass.high - mass.mean;
+  SquaredError hinge;
+  hinge.low = std::max(plain, (variance - below * t) / (below + above));
+  const double from_low = below * below + variance;
+  const double from_high = above * above + variance;
+  if (2 * below * (below + t) <= from_low) {
+    hinge.high = below - (below + t) * (below * below / from_low);
+  } else if (2 * above * (above - t) <= from_high) {
+    hinge.high = (above - t) * (variance / from_high);
   } else {
-    hinge.high = (std::sqrt(s.variance + t * t) - t) / 2;
+    hinge.high = (std::sqrt(variance + t * t) - t) / 2;
   }
-  const double rest = s.half_width - t;
-  hinge.estimate = t >= s.half_width    ? 0
-                   : -t >= s.half_width ? -t
-                                        : rest * rest / (4 * s.half_width);
   hinge.high = std::max(hinge.low, hinge.high);
-  hinge.estimate = std::clamp(hinge.estimate, hinge.low, hinge.high);
+  hinge.estimate = std::clamp(UniformHinge(mass, t), hinge.low, hinge.high);
   return hinge;
 }
 
+// Whether the uniform density lies within the support, and so its hinges
+// within their bounds.
+bool IsUniformPossible(const Mass& mass) {
+  return mass.half_width <= mass.mean - mass.low &&
+         mass.half_width <= mass.high - mass.mean;
+}
+
 // The sum over a mass whose elements may be nearest to any of numbers `first`
-// to `last`.
-template <typename Numbers>
+// to `last`. Without bounds all three are the estimate.
+template <bool kHasBounds, typename Numbers>
 SquaredError SumMass(const Numbers& numbers, int64_t first, int64_t last,
                      const Mass& mass) {
   const double distance = mass.mean - numbers.Value(first);
   const double parabola = mass.spread + mass.count * distance * distance;
   if (first == last) return {parabola, parabola, parabola};
 
-  const Spread spread(mass);
   // No element is further from its number than this.
   double furthest = std::max(numbers.Value(first) - mass.low,
                              mass.high - numbers.Value(last));
   SquaredError sum;
   if (last - first <= Numbers::kMaxHinges) {
+    const bool is_plain = !kHasBounds && IsUniformPossible(mass);
     sum = {parabola, parabola, parabola};
     for (int64_t j = first + 1; j <= last; ++j) {
       const double step = numbers.Value(j) - numbers.Value(j - 1);
       furthest = std::max(furthest, step / 2);
-      const SquaredError hinge =
-          MeanHinge(spread, numbers.Boundary(j) - mass.mean);
       const double weight = 2 * step * mass.count;
+      const double t = numbers.Boundary(j) - mass.mean;
+      if (is_plain) {
+        sum.estimate -= weight * UniformHinge(mass, t);
+        continue;
+      }
+      const SquaredError hinge = MeanHinge(mass, t);
       sum.low -= weight * hinge.high;
       sum.estimate -= weight * hinge.estimate;
       sum.high -= weight * hinge.low;
     }
+    if (is_plain) {
+      const double estimate = std::max(sum.estimate, 0.0);
+      return {estimate, estimate, estimate};
+    }
   } else {
     furthest = std::max(furthest, numbers.LargestStep() / 2);
-    const double half_width =
-        std::min({spread.half_width, spread.below, spread.above});
+    const double half_width = std::min(
+        {mass.half_width, mass.mean - mass.low, mass.high - mass.mean});
     sum.high = kInfinity;
     sum.estimate = mass.count *
                    (numbers.Integral(mass.mean + half_width) -
@@ -178,32 +184,39 @@ SquaredError SumMass(const Numbers& numbers, int64_t first, int64_t last,
 }
 
 template <typename Numbers>
-SquaredError SumAll(const Numbers& numbers, const Distribution& distribution,
-                    bool by_runs, double limit) {
-  const auto masses = distribution.masses();
+SquaredError BoundAll(const Numbers& numbers,
+                      const Distribution& distribution) {
   SquaredError sum;
-  for (size_t i = 0; i < masses.size() && !(sum.estimate > limit);) {
+  for (const Mass& mass : distribution.masses()) {
+    const SquaredError part = SumMass</*kHasBounds=*/true>(
+        numbers, numbers.Index(mass.low), numbers.Index(mass.high), mass);
+    sum.low += part.low;
+    sum.estimate += part.estimate;
+    sum.high += part.high;
+  }
+  return sum;
+}
+
+template <typename Numbers>
+double EstimateAll(const Numbers& numbers, const Distribution& distribution,
+                   double limit) {
+  const auto masses = distribution.masses();
+  double sum = 0;
+  for (size_t i = 0; i < masses.size() && !(sum > limit);) {
     const int64_t j = numbers.Index(masses[i].low);
     const double upper =
         j == numbers.last() ? kInfinity : numbers.Boundary(j + 1);
-    if (by_runs && masses[i].high <= upper) {
+    if (masses[i].high <= upper) {
       const size_t end = distribution.FirstAbove(i, upper);
-      const double squares =
-          distribution.SquaredDistance(i, end, numbers.Value(j));
-      sum.low += squares;
-      sum.estimate += squares;
-      sum.high += squares;
+      sum += distribution.SquaredDistance(i, end, numbers.Value(j));
       i = end;
-      continue;
+    } else {
+      // Index may round otherwise than the boundary.
+      const int64_t last = std::max(j, numbers.Index(masses[i].high));
+      sum +=
+          SumMass</*kHasBounds=*/false>(numbers, j, last, masses[i]).estimate;
+      ++i;
     }
-    const int64_t last = masses[i].high <= upper
-                             ? j
-                             : std::max(j, numbers.Index(masses[i].high));
-    const SquaredError mass = SumMass(numbers, j, last, masses[i]);
-    sum.low += mass.low;
-    sum.estimate += mass.estimate;
-    sum.high += mass.high;
-    ++i;
   }
   return sum;
 }
@@ -219,12 +232,11 @@ double SumAbove(const Distribution& distribution, double clip, double value) {
     return distribution.SquaredDistance(first, masses.size(), value);
   }
   double sum = distribution.SquaredDistance(first + 1, masses.size(), value);
-  const Spread spread(mass);
-  const double low = std::max(mass.mean - spread.half_width, clip) - value;
-  const double high = mass.mean + spread.half_width - value;
+  const double low = std::max(mass.mean - mass.half_width, clip) - value;
+  const double high = mass.mean + mass.half_width - value;
   if (high > low) {
     sum += mass.count * (high * high * high - low * low * low) /
-           (6 * spread.half_width);
+           (6 * mass.half_width);
   }
   return sum;
 }
@@ -236,14 +248,19 @@ double SumBelow(const Distribution& distribution, double clip, double value) {
   double sum = distribution.SquaredDistance(0, end, value);
   if (end == masses.size() || masses[end].low >= clip) return sum;
   const Mass& mass = masses[end];
-  const Spread spread(mass);
-  const double high = value - std::min(mass.mean + spread.half_width, clip);
-  const double low = value - (mass.mean - spread.half_width);
+  const double high = value - std::min(mass.mean + mass.half_width, clip);
+  const double low = value - (mass.mean - mass.half_width);
   if (low > high) {
     sum += mass.count * (low * low * low - high * high * high) /
-           (6 * spread.half_width);
+           (6 * mass.half_width);
   }
   return sum;
+}
+
+UniformNumbers Uniform(const CodeNumbers& numbers, double scale,
+                       int32_t zero_point) {
+  return UniformNumbers(double{1} * numbers.qmin - zero_point,
+                        int64_t{numbers.qmax} - numbers.qmin, scale);
 }
 
 }  // namespace
@@ -283,16 +300,23 @@ CodeNumbers::CodeNumbers(const Encoding& encoding)
   }
 }
 
-SquaredError SumSquaredError(const CodeNumbers& numbers, double scale,
-                             int32_t zero_point,
-                             const Distribution& distribution, bool by_runs,
-                             double limit) {
+SquaredError BoundSquaredError(const CodeNumbers& numbers, double scale,
+                               int32_t zero_point,
+                               const Distribution& distribution) {
   if (numbers.is_integer) {
-    return SumAll(UniformNumbers(double{1} * numbers.qmin - zero_point,
-                                 int64_t{numbers.qmax} - numbers.qmin, scale),
-                  distribution, by_runs, limit);
+    return BoundAll(Uniform(numbers, scale, zero_point), distribution);
   }
-  return SumAll(ListedNumbers(numbers, scale), distribution, by_runs, limit);
+  return BoundAll(ListedNumbers(numbers, scale), distribution);
+}
+
+double EstimateSquaredError(const CodeNumbers& numbers, double scale,
+                            int32_t zero_point,
+                            const Distribution& distribution, double limit) {
+  if (numbers.is_integer) {
+    return EstimateAll(Uniform(numbers, scale, zero_point), distribution,
+                       limit);
+  }
+  return EstimateAll(ListedNumbers(numbers, scale), distribution, limit);
 }
 
 double ClippedSquaredError(const CodeNumbers& numbers, double scale,

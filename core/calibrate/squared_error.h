@@ -55,13 +55,16 @@ struct SquaredError {
   double high = 0;
 };
 
-// Sums over a distribution, under one scale and zero point (0 unless integer).
-// Stops once the estimate is past `limit`. `by_runs` sums bins between two
-// boundaries at once, at the cost of SquaredDistance's rounding.
-SquaredError SumSquaredError(const CodeNumbers& numbers, double scale,
-                             int32_t zero_point,
-                             const Distribution& distribution, bool by_runs,
-                             double limit);
+// Over a distribution, under one scale and zero point (0 unless integer).
+SquaredError BoundSquaredError(const CodeNumbers& numbers, double scale,
+                               int32_t zero_point,
+                               const Distribution& distribution);
+
+// The estimate alone, but for rounding, in less time: it sums the bins between
+// two boundaries at once. Stops once it is past `limit`.
+double EstimateSquaredError(const CodeNumbers& numbers, double scale,
+                            int32_t zero_point,
+                            const Distribution& distribution, double limit);
 
 // The estimate of the part of that sum that clipped elements have.
 double ClippedSquaredError(const CodeNumbers& numbers, double scale,
