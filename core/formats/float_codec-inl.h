@@ -184,26 +184,26 @@ HWY_INLINE hn::Vec<hn::RebindToSigned<D>> EntryIndex(D d,
         hn::Add(index, hn::IfThenElseZero(hn::RebindMask(di, hn::Gt(q, probe)),
                                           hn::Set(di, step)));
   };
+  int rest_steps = grid.search_steps;
   if constexpr (hn::MaxLanes(D()) >= 16) {
-    if (grid.search_steps <= 4) {
-      // All thresholds fit one vector.
-      const auto all = hn::Load(d, threshold);
-      for (TI step = 8; step > 0; step /= 2) {
-        const auto at = hn::Add(index, hn::Set(di, static_cast<TI>(step - 1)));
-        add_where_above(hn::TableLookupLanes(all, hn::IndicesFromVec(d, at)),
-                        step);
-      }
-      return index;
+    // 16 thresholds fit one vector.
+    const bool fits = grid.search_steps <= 4;
+    const auto table = hn::Load(d, fits ? threshold : grid.coarse_threshold);
+    for (TI step = 8; step > 0; step /= 2) {
+      const auto at = hn::Add(index, hn::Set(di, static_cast<TI>(step - 1)));
+      add_where_above(hn::TableLookupLanes(table, hn::IndicesFromVec(d, at)),
+                      step);
     }
-  } else {
-    if (grid.search_steps <= 4) {
-      for (int k = 0; k + 1 < grid.count; ++k) {
-        add_where_above(hn::Set(d, threshold[k]), 1);
-      }
-      return index;
+    if (fits) return index;
+    index = hn::ShiftLeft<4>(index);
+    rest_steps = 4;
+  } else if (grid.search_steps <= 4) {
+    for (int k = 0; k + 1 < grid.count; ++k) {
+      add_where_above(hn::Set(d, threshold[k]), 1);
     }
+    return index;
   }
-  for (TI step = TI{1} << (grid.search_steps - 1); step > 0; step /= 2) {
+  for (TI step = TI{1} << (rest_steps - 1); step > 0; step /= 2) {
     const auto at = hn::Add(index, hn::Set(di, static_cast<TI>(step - 1)));
     add_where_above(hn::GatherIndex(d, threshold, at), step);
   }

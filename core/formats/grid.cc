@@ -60,7 +60,6 @@ FloatGrid::FloatGrid(const FloatLayout& layout, bool no_saturation)
 CodebookGrid::CodebookGrid(absl::Span<const float> codebook)
     : count(static_cast<int>(codebook.size())), search_steps(0) {
   while ((1 << search_steps) < count) ++search_steps;
-  nan_code = static_cast<int32_t>(EncodeCodebook(codebook, 0));
   std::fill(std::begin(entry), std::end(entry), codebook.back());
   std::copy(codebook.begin(), codebook.end(), entry);
   std::fill(std::begin(threshold_float), std::end(threshold_float),
@@ -70,6 +69,9 @@ CodebookGrid::CodebookGrid(absl::Span<const float> codebook)
   for (int k = 0; k + 1 < count; ++k) {
     threshold_double[k] = LargestNearLower(codebook[k], codebook[k + 1]);
     threshold_float[k] = RoundDown<float>(threshold_double[k]);
+  }
+  for (int k = 0; k < 16; ++k) {
+    coarse_threshold[k] = threshold_float[16 * k + 15];
   }
 }
 

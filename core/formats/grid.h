@@ -76,10 +76,10 @@ struct CodebookGrid {
   int count;
   // Smallest with count <= 2^search_steps.
   int search_steps;
-  // That of NaN: the entry nearest to 0.
-  int32_t nan_code;
   alignas(64) float entry[kMaxLevels];
   alignas(64) float threshold_float[kMaxLevels];
+  // threshold_float[16 k + 15]: what a search begins with.
+  alignas(64) float coarse_threshold[16];
   alignas(64) double threshold_double[kMaxLevels];
 };
 
