@@ -329,14 +329,16 @@ class QuantizeRpc final : public TensorRpc {
     absl::StatusOr<QuantizeTask> task = CheckTask(*header);
     if (!task.ok()) return task.status();
     switch (header->encoding_source_case()) {
-      case v1::QuantizeHeader::kReference:
-        return OpenStreaming(
-            *header,
-            EncodingSource::Open(env_, header->reference(), task->name),
-            "header.reference", *std::move(task));
+      case v1::QuantizeHeader::kReference: {
+        absl::StatusOr<EncodingSource> source =
+            EncodingSource::Open(env_, header->reference(), task->name);
+        return OpenStreaming(*header, *std::move(task), std::move(source),
+                             "header.reference");
+      }
       case v1::QuantizeHeader::kEncoding:
-        return OpenStreaming(*header, EncodingSource::Open(header->encoding()),
-                             "header.encoding", *std::move(task));
+        return OpenStreaming(*header, *std::move(task),
+                             EncodingSource::Open(header->encoding()),
+                             "header.encoding");
       case v1::QuantizeHeader::kSpec:
         return OpenCalibrating(*header, *std::move(task));
       case v1::QuantizeHeader::ENCODING_SOURCE_NOT_SET:
@@ -372,8 +374,8 @@ class QuantizeRpc final : public TensorRpc {
 
   // `field` outlives everything.
   absl::StatusOr<std::unique_ptr<TensorJob>> OpenStreaming(
-      const v1::QuantizeHeader& header, absl::StatusOr<EncodingSource> source,
-      absl::string_view field, QuantizeTask task) {
+      const v1::QuantizeHeader& header, QuantizeTask task,
+      absl::StatusOr<EncodingSource> source, absl::string_view field) {
     if (!source.ok()) return core::WithField(source.status(), field);
     absl::optional<v1::ByteRange> range;
     if (header.has_range()) range = header.range();
