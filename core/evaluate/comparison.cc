@@ -165,6 +165,27 @@ HWY_EXPORT(CompareSimd);
 // Tasks whose sums are kept before they are added up in order.
 constexpr int64_t kWaveTasks = 256;
 
+// out[i] = in[2 * i], elements as wide as T.
+template <typename T>
+void CopyReferences(const uint8_t* in, int64_t count, uint8_t* out) {
+  constexpr int64_t kBytes = sizeof(T);
+  for (int64_t i = 0; i < count; ++i) {
+    StoreUnaligned(LoadUnaligned<T>(in + 2 * i * kBytes), out + i * kBytes);
+  }
+}
+
+void CopyReferences(ElementType type, const uint8_t* in, int64_t count,
+                    uint8_t* out) {
+  switch (ElementSizeBytes(type)) {
+    case 2:
+      return CopyReferences<uint16_t>(in, count, out);
+    case 4:
+      return CopyReferences<uint32_t>(in, count, out);
+    default:
+      return CopyReferences<uint64_t>(in, count, out);
+  }
+}
+
 }  // namespace
 
 Comparison::Comparison(ElementType type, bool with_distribution)
@@ -182,10 +203,7 @@ void Comparison::Update(int64_t first, int64_t count, const uint8_t* data,
   const auto task = [&](int64_t, int64_t begin, int64_t task_count,
                         ErrorSums* leaves) {
     const uint8_t* in = data + 2 * begin * element_bytes;
-    for (int64_t i = 0; i < task_count; ++i) {
-      std::memcpy(&references[(begin + i) * element_bytes],
-                  in + 2 * i * element_bytes, element_bytes);
-    }
+    CopyReferences(type_, in, task_count, &references[begin * element_bytes]);
     const PairRange range{type_, task_count, in};
     std::unique_ptr<DistributionCounts> counts;
     if (distribution_ != nullptr) counts = scratch.Take();

@@ -1,0 +1,280 @@
+"""What quantctl does with a live server: files of every format and back,
+contributions, encodings computed from them, tables and exit codes.
+
+  quantctl_test.py --quantd BINARY --quantctl BINARY
+"""
+
+import argparse
+import json
+import math
+import os
+import random
+import struct
+import subprocess
+import sys
+import tempfile
+import unittest
+
+import live_server
+
+arguments = argparse.ArgumentParser()
+arguments.add_argument("--quantd", required=True)
+arguments.add_argument("--quantctl", required=True)
+options, unittest_arguments = arguments.parse_known_args()
+
+DATA = os.path.join(live_server.ROOT, "tests/data/digits-cnn")
+WEIGHTS = os.path.join(DATA, "model.safetensors")
+ACTIVATIONS = os.path.join(DATA, "activations.safetensors")
+
+# The dtype of the codes, where they have one of their own.
+FORMATS = {
+    "int2": "U8", "int3": "I8", "int4": "U8", "int8": "I8", "int12": "I16",
+    "uint2": "U8", "uint5": "U8", "uint8": "U8", "uint16": "U16",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fnuz": "U8", "float8_e5m2fnuz": "U8", "float6_e2m3": "U8",
+    "float6_e3m2": "U8", "float4_e2m1": "U8", "mxfp8_e4m3": "F8_E4M3",
+    "mxfp8_e5m2": "F8_E5M2", "mxfp6_e2m3": "U8", "mxfp6_e3m2": "U8",
+    "mxfp4_e2m1": "U8", "mxint8": "I8", "nvfp4": "U8", "nf4": "U8",
+    "codebook2": "U8", "codebook4": "U8", "codebook8": "U8", "lpbq": "U8",
+}
+CODEBOOK = "-1,-0.25,0.25,1"
+
+
+def read_safetensors(path):
+    """Returns {name: (dtype, shape, bytes)} and the metadata."""
+    with open(path, "rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        data = file.read()
+    metadata = header.pop("__metadata__", {})
+    return {name: (info["dtype"], info["shape"],
+                   data[slice(*info["data_offsets"])])
+            for name, info in header.items()}, metadata
+
+
+def write_safetensors(path, tensors):
+    """Writes {name: (dtype, shape, bytes)}."""
+    header, data = {}, b""
+    for name, (dtype, shape, payload) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape,
+                        "data_offsets": [len(data), len(data) + len(payload)]}
+        data += payload
+    text = json.dumps(header).encode()
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text + data)
+
+
+class QuantctlTest(unittest.TestCase):
+
+    @classmethod
+    def setUpClass(cls):
+        cls.server = live_server.LiveServer(options.quantd)
+        cls.addClassCleanup(cls.server.stop)
+        cls.environment = dict(os.environ, QUANTD_SERVER=cls.server.address)
+
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = folder.name
+
+    def path(self, name):
+        return os.path.join(self.folder, name)
+
+    def run_quantctl(self, *command, code=0, environment=None):
+        result = subprocess.run(
+            [options.quantctl, *command], check=False, encoding="utf-8",
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=environment or self.environment)
+        self.assertEqual(result.returncode, code, result.stderr)
+        return result
+
+    def json(self, *command, code=0):
+        return json.loads(self.run_quantctl(*command, "--json",
+                                            code=code).stdout)
+
+    def test_EveryFormatGoesToAFileAndBack(self):
+        # 37 columns, so that the last blocks are ragged and a byte is padded.
+        values = [random.Random(0).gauss(0, 1) for _ in range(5 * 37)]
+        tensor = ("F32", [5, 37], struct.pack(f"<{5 * 37}f", *values))
+        write_safetensors(self.path("in"), {"w": tensor})
+        for name, dtype in FORMATS.items():
+            for scale_type in ("default", "float16", "bfloat16"):
+                if scale_type != "default" and name not in (
+                        "uint8", "float8_e5m2", "nf4"):
+                    continue
+                with self.subTest(format=name, scale_type=scale_type):
+                    report = self.json(
+                        "quantize", self.path("in"), "-o", self.path("codes"),
+                        "--model", "formats", "--format", name, "--evaluate",
+                        "--scale-type", scale_type, "--codebook", CODEBOOK)
+                    (row,) = report["tensors"]
+                    codes, _ = read_safetensors(self.path("codes"))
+                    self.assertEqual(codes["w"][0], dtype)
+                    self.assertEqual(
+                        row["bytes_after"],
+                        sum(len(payload) for _, _, payload in codes.values()))
+                    self.run_quantctl("dequantize", self.path("codes"), "-o",
+                                      self.path("out"))
+                    out, metadata = read_safetensors(self.path("out"))
+                    self.assertEqual(out["w"][:2], tensor[:2])
+                    self.assertEqual((len(out), metadata), (1, {}))
+                    # The same error, measured by the server from the tensor
+                    # and from the pairs, and here from the files.
+                    (compared,) = self.json(
+                        "evaluate", self.path("out"), "--reference",
+                        self.path("in"))["tensors"]
+                    comparison = compared["comparison"]
+                    self.assertEqual(comparison["sqnr_db"], row["sqnr_db"])
+                    restored = struct.unpack(f"<{5 * 37}f", out["w"][2])
+                    squared = sum((a - b) ** 2 for a, b in zip(
+                        struct.unpack(f"<{5 * 37}f", tensor[2]), restored))
+                    self.assertAlmostEqual(
+                        comparison["mean_squared_error"] * len(values),
+                        squared, delta=1e-6 * squared)
+
+    def test_PatternsGiveTensorsSpecsOfTheirOwn(self):
+        report = self.json(
+            "quantize", WEIGHTS, "-o", self.path("out"), "--model", "patterns",
+            "--spec", "conv*=int8:per-channel", "--spec", "fc2*=nf4",
+            "--spec", "int4:group:32")
+        self.assertEqual(
+            {row["name"]: row["format"] for row in report["tensors"]
+             if row["result"] == "quantized"},
+            {"conv1.weight": "int8", "conv2.weight": "int8",
+             "fc1.weight": "int4", "fc2.weight": "nf4"})
+        self.assertEqual(sorted(report["formats"]), ["int4", "int8", "nf4"])
+
+    def test_AContributionCountsOnce(self):
+        def calibrate(sequence):
+            report = self.json(
+                "calibrate", ACTIVATIONS, "--model", "once", "--all",
+                "--include", "fc2.input", "--source", "rank-1", "--sequence",
+                str(sequence))
+            (tensor,) = report["tensors"]
+            self.assertNotIn("etag", tensor)
+            return tensor["contribution"]
+
+        self.assertEqual(calibrate(7), {"sequence": 7, "duplicate": False})
+        self.assertEqual(calibrate(7), {"sequence": 7, "duplicate": True})
+        self.assertEqual(calibrate(3), {"sequence": 7, "duplicate": True})
+        names = ("--model", "once")
+        got = self.json("statistics", "get", "fc2.input", *names)
+        self.assertEqual(got["statistics"]["count"], 256 * 128)
+        self.assertEqual([(s["source"], s["sequence"]) for s in got["sources"]],
+                         [("rank-1", 7)])
+        self.assertEqual(calibrate(8), {"sequence": 8, "duplicate": False})
+        state = self.json("statistics", "get", "fc2.input", *names, "--state")
+        self.assertEqual(state["statistics"]["count"], 2 * 256 * 128)
+        self.assertEqual(len(state["state"]["histograms"]), 1)
+        (entry,) = self.json("statistics", "list", *names)["statistics"]
+        self.assertEqual((entry["tensor"], entry["source_count"]),
+                         ("fc2.input", 1))
+        self.run_quantctl("statistics", "delete", "fc2.input", *names)
+        self.run_quantctl("statistics", "get", "fc2.input", *names, code=1)
+        self.assertEqual(
+            self.json("statistics", "list", *names)["statistics"], [])
+
+    def test_EncodingsComeFromStatisticsAsFromTheData(self):
+        names = ("--model", "compute")
+        self.run_quantctl("calibrate", WEIGHTS, *names, "--source", "a",
+                          "--sequence", "1", "--granularity", "per-channel")
+        dry = self.json("encodings", "compute", *names, "--dry-run",
+                        "--format", "int8", "--granularity", "per-channel")
+        self.assertEqual([t["scale_count"] for t in dry["tensors"]],
+                         [32, 64, 128, 10])
+        self.assertNotIn("etag", dry["tensors"][0])
+        self.assertEqual(self.json("encodings", "list", *names)["encodings"],
+                         [])
+        computed = self.json("encodings", "compute", *names, "--spec",
+                             "conv*=int8:per-channel", "--spec", "fc1*=uint8")
+        self.assertEqual([t["name"] for t in computed["tensors"]],
+                         ["conv1.weight", "conv2.weight", "fc1.weight"])
+        stored = self.json("encodings", "get", "conv2.weight", *names)
+        self.run_quantctl("calibrate", WEIGHTS, "--model", "data", "--format",
+                          "int8", "--granularity", "per-channel")
+        data = self.json("encodings", "get", "conv2.weight", "--model", "data")
+        self.assertEqual(stored["encoding"], data["encoding"])
+        failed = self.json("encodings", "compute", *names, "--spec",
+                           "int4:group:32", code=1)
+        self.assertIn("error", failed["tensors"][0])
+
+    def test_SweepsRankAndMix(self):
+        names = ("--model", "sweep")
+        self.run_quantctl("calibrate", WEIGHTS, *names, "--source", "a",
+                          "--sequence", "1", "--granularity", "group:32")
+        specs = ("--spec", "int8:per-channel", "--spec", "int4:group:32",
+                 "--spec", "int4:per-channel")
+        text = self.run_quantctl("sweep", *names, *specs, "--min-sqnr", "25",
+                                 "-o", self.path("mixture")).stdout
+        tables = text.split("\n\n")
+        self.assertEqual(tables[0].splitlines()[0].split(),
+                         ["TENSOR", "SPEC", "SQNR", "DB", "AT", "LEAST",
+                          "SIZE"])
+        self.assertEqual(len(tables[0].splitlines()), 1 + 4 * 3)
+        self.assertEqual(len(tables[1].splitlines()), 1 + 3)
+        with open(self.path("mixture"), encoding="utf-8") as file:
+            mixture = file.read().splitlines()
+        self.assertEqual(mixture, [
+            "conv1.weight=int8:per-channel", "conv2.weight=int8:per-channel",
+            "fc1.weight=int8:per-channel", "fc2.weight=int8:per-channel"])
+        report = self.json("sweep", *names, *specs, "--pattern", "fc*",
+                           "--max-bits-per-element", "6")
+        self.assertEqual([t["name"] for t in report["tensors"]],
+                         ["fc1.weight", "fc2.weight"])
+        elements = 128 * 1024 + 10 * 128
+        self.assertLessEqual(report["mixture"]["size_bytes"], elements * 6 / 8)
+        self.assertTrue(report["mixture"]["target_met"])
+        too_small = self.json("sweep", *names, *specs, "--max-bytes", "100")
+        self.assertFalse(too_small["mixture"]["target_met"])
+
+    def test_DistributionsAreAnsweredWhenAskedFor(self):
+        plain = self.json("evaluate", WEIGHTS, "--candidate", "int4")
+        self.assertNotIn("kl_divergence", plain["tensors"][0]["candidates"][0])
+        for tensor in self.json("evaluate", WEIGHTS, "--candidate", "int4",
+                                "--distribution")["tensors"]:
+            metrics = tensor["candidates"][0]
+            histogram = metrics["error_histogram"]
+            self.assertEqual(histogram["zero_count"] + sum(histogram["count"]),
+                             metrics["count"])
+            self.assertEqual(
+                histogram["first_exponent"] + len(histogram["count"]) - 1,
+                math.floor(math.log2(metrics["max_absolute_error"])))
+            self.assertGreater(metrics["kl_divergence"], 0)
+
+    def test_AReferenceMustHaveTheTensors(self):
+        write_safetensors(self.path("other"),
+                          {"conv1.weight": ("F32", [1, 2], bytes(8))})
+        report = self.json("evaluate", WEIGHTS, "--reference",
+                           self.path("other"), code=1)
+        self.assertEqual(len(report["tensors"]), 4)
+        for tensor in report["tensors"]:
+            self.assertEqual(tensor["error"]["reason"], "ARGUMENT_INVALID")
+
+    def test_CommandLinesThatMakeNoSenseAreRefused(self):
+        for command in (
+                ("quantize", WEIGHTS, "-o", self.path("x"), "--spec", "int99"),
+                ("quantize", WEIGHTS, "-o", self.path("x"), "--spec", "int8",
+                 "--format", "int4"),
+                ("quantize", WEIGHTS, "-o", self.path("x"), "--spec", "int8",
+                 "--granularity", "per-channel"),
+                ("quantize", WEIGHTS, "-o", self.path("x"), "--method", "best"),
+                ("quantize", WEIGHTS, "-o", self.path("x"), "--method",
+                 "fixed", "--range", "1"),
+                ("calibrate", WEIGHTS, "--source", "a"),
+                ("calibrate", WEIGHTS, "--sequence", "1"),
+                ("sweep", "--model", "m"),
+                ("sweep", "--model", "m", "--spec", "int8", "--min-sqnr", "1",
+                 "--max-bytes", "1"),
+                ("sweep", "--model", "m", "--spec", "nf4:per-tensor"),
+                ("evaluate", WEIGHTS, "--candidate", "int8:mse:mse")):
+            with self.subTest(command=command):
+                self.run_quantctl(*command, code=2)
+        self.assertFalse(os.path.exists(self.path("x")))
+        nowhere = dict(self.environment, QUANTD_SERVER="127.0.0.1:1")
+        self.run_quantctl("sweep", "--model", "m", "--spec", "int8", code=3,
+                          environment=nowhere)
+        self.run_quantctl("sweep", "--model", "absent", "--spec", "int8",
+                          code=1)
+
+
+if __name__ == "__main__":
+    unittest.main(argv=[sys.argv[0], *unittest_arguments], verbosity=2)
