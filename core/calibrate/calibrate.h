@@ -32,17 +32,26 @@ struct Calibration {
 // asymmetric: scale = (max - min) / (qmax - qmin) over [min(min, 0),
 // max(max, 0)], rounded from float64 to float32; zero_point = clamp(qmin -
 // rint(min / scale)) in float64 with the rounded scale. Symmetric integers: see
-// Symmetry. Floats and codebooks: scale = absmax / largest value. All zero or
-// no finite element: scale 1, zero point clamp(0), counted as degenerate. No
+// Symmetry. Floats and codebooks: scale = absmax / largest magnitude. All zero
+// or no finite element: scale 1, zero point clamp(0), counted as degenerate. No
 // scale is below the smallest normal float32. With exclude_zero the range is
 // not extended and the zero point not clamped, unless the range is one single
-// value, which is extended as usual. float16 and bfloat16 scales are rounded up
-// to the next value of that type. E8M0: MxScaleRule, of the range's absmax in
-// float32; a block with a non-finite element gets 0xFF, an all zero one 0.
-// E4M3: outer = absmax of the outer block / (largest value * 448), scale code =
-// nearest E4M3FN of absmax / largest value / outer, at least 2^-6. INTEGER:
-// outer = largest scale of the outer block / integer_scale_max, code =
-// clamp(rint(scale / outer), 1, integer_scale_max).
+// value, which is extended as usual. Powers of two, and after that float16 and
+// bfloat16 scales, are rounded up from the float32 scale.
+//
+// E8M0: MxScaleRule, of the range's absmax in float32; mantissa bits of
+// integers and codebooks are their bits less 2. A block with a non-finite
+// element gets 0xFF, an all zero one 0. E4M3: outer = absmax of the outer block
+// / (largest magnitude * 448), at least 2^-120; scale code = nearest E4M3FN of
+// absmax / largest magnitude / outer, at least 2^-6. INTEGER: outer = largest
+// scale of the outer block / integer_scale_max, code = clamp(rint(scale /
+// outer), 1, integer_scale_max). An outer block of nothing but zeros has outer
+// scale 1 and scales of 1.
+//
+// Methods: see quantd.v1.CalibrationMethod, percentile.h, range_search.h and
+// entropy.h. Searches judge a range by the scale as it will be stored; under
+// outer scales they run twice, first without to find those. A percentile of
+// zero where not all elements are takes the whole range.
 //
 // `spec`            resolved for the layout's shape (see ResolveSpec).
 // `layout`          of the tensor with spec.block_size.
@@ -54,7 +63,8 @@ struct Calibration {
 // The same result on every machine, for any number of threads.
 // Errors: those of ValidateSpec; SCALE_OVERFLOW (a range that needs a scale
 // beyond the scale type); ZERO_POINT_RANGE (with exclude_zero: the range is too
-// far from zero for its width).
+// far from zero for its width); METHOD_INVALID where there are no histograms
+// for a method that needs them.
 absl::StatusOr<Calibration> Calibrate(const EncodingSpec& spec,
                                       const BlockLayout& layout,
                                       const TensorStatistics& statistics,

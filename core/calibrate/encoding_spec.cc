@@ -21,6 +21,8 @@ namespace {
 
 constexpr int kMinSearchSteps = 2;
 constexpr int kMaxSearchSteps = 2048;
+// Of both ends by themselves: the work grows with the square.
+constexpr int kMaxSearchStepsOfTwoEnds = 128;
 constexpr int kMaxEntropyBins = 16384;
 
 template <typename Enum>
@@ -228,11 +230,14 @@ absl::Status CheckMethod(const EncodingSpec& spec) {
     return MethodInvalidError(absl::StrCat(
         "gamma is ", spec.gamma, ", expected a finite number above 0"));
   }
-  if (spec.search_steps != 0 && (spec.search_steps < kMinSearchSteps ||
-                                 spec.search_steps > kMaxSearchSteps)) {
+  const int most = EffectiveSymmetry(spec) == Symmetry::kAsymmetric
+                       ? kMaxSearchStepsOfTwoEnds
+                       : kMaxSearchSteps;
+  if (spec.search_steps != 0 &&
+      (spec.search_steps < kMinSearchSteps || spec.search_steps > most)) {
     return MethodInvalidError(
         absl::StrCat("search_steps is ", spec.search_steps, ", expected 0 or ",
-                     kMinSearchSteps, " to ", kMaxSearchSteps));
+                     kMinSearchSteps, " to ", most));
   }
   if (spec.entropy_bins < 0 || spec.entropy_bins > kMaxEntropyBins) {
     return MethodInvalidError(

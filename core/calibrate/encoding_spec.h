@@ -97,8 +97,10 @@ struct EncodingSpec {
 // unsigned_if_non_negative where they do not apply), BLOCK_SIZE_INVALID,
 // SCALE_TYPE_INVALID (not the format's, or asymmetric with scale codes;
 // power_of_two_scale, mx_scale_rule, integer_scale_max or outer_block_size
-// where they do not apply), CODEBOOK_INVALID, METHOD_INVALID (a parameter of
-// the method out of its range, or methods without or within best-of).
+// where they do not apply), CODEBOOK_INVALID, CODE_RANGE_INVALID
+// (no_saturation on a format without NaN and infinity), METHOD_INVALID (a
+// parameter of the method out of its range, or methods without or within
+// best-of).
 absl::Status ValidateSpec(const EncodingSpec& spec);
 
 // What the spec asks for, with every default filled in.
@@ -108,7 +110,8 @@ ScaleType EffectiveScaleType(const EncodingSpec& spec);
 // The spec for a tensor of that shape: block_size filled in from granularity or
 // the format's default group, and outer_block_size with the default of the
 // scale type, rounded up to cover whole blocks; granularity cleared.
-// Errors: BLOCK_SIZE_INVALID for a rank or axis that does not fit.
+// Errors: BLOCK_SIZE_INVALID for a rank or axis that does not fit, or an outer
+// block that is not made of whole blocks.
 absl::StatusOr<EncodingSpec> ResolveSpec(const EncodingSpec& spec,
                                          absl::Span<const int64_t> shape);
 

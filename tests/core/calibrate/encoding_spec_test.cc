@@ -211,6 +211,10 @@ TEST(EncodingSpecTest, RefusesParametersOutOfTheirRange) {
     EXPECT_EQ(Reason("int8", [&](EncodingSpec& s) { s.search_steps = value; }),
               invalid);
   }
+  EXPECT_EQ(Reason("int8", [](EncodingSpec& s) { s.search_steps = 2048; }), "");
+  EXPECT_EQ(Reason("uint8", [](EncodingSpec& s) { s.search_steps = 128; }), "");
+  EXPECT_EQ(Reason("uint8", [](EncodingSpec& s) { s.search_steps = 129; }),
+            invalid);
   for (const int value : {-1, 16385}) {
     EXPECT_EQ(Reason("int8", [&](EncodingSpec& s) { s.entropy_bins = value; }),
               invalid);
