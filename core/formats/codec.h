@@ -25,7 +25,8 @@ namespace quantd::core {
 // Requires: code < 2^(1 + exponent_bits + mantissa_bits).
 float DecodeFloat(const FloatLayout& layout, uint32_t code);
 
-// The code of x.
+// The code of x. NaN has no sign.
+// Requires: saturate, for formats that have neither infinity nor NaN.
 uint32_t EncodeFloat(const FloatLayout& layout, double x, bool saturate);
 
 // The largest number, and the smallest magnitude that rounds beyond it.
