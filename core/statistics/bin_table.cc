@@ -238,53 +238,49 @@ void BinTable::Add(const uint8_t* in, int64_t count) {
 }
 
 absl::Span<const PackedBin> BinTable::Drain() {
-  drained_.clear();
-  const int group_shift = GroupShift(mantissa_bits_);
-  const uint32_t half = uint32_t{1} << (8 + mantissa_bits_);
-  const auto drain_cell = [&](uint32_t index, uint32_t key) {
-    BinCell& cell = cells_[index];
-    if (cell.count_and_low_sum == 0) return;
-    constexpr uint64_t kLowSumMask = kOneElement - 1;
-    if ((index >> mantissa_bits_ & 0xFF) != 0xFF) {
-      drained_.push_back({key,
-                          static_cast<uint32_t>(cell.count_and_low_sum >>
-                                                BinCell::kCountShift),
-                          cell.count_and_low_sum & kLowSumMask,
-                          cell.low_square_sum});
-    }
-    cell = {0, 0};
-  };
-  const uint32_t group_cells = uint32_t{1} << group_shift;
-  // Calls `drain` for each group in [begin, end) that has elements.
+  const uint32_t groups = static_cast<uint32_t>(is_touched_.size());
   constexpr uint32_t kWord = 8;
-  const auto for_each_touched = [&](uint32_t begin, bool descending,
-                                    const auto& drain) {
-    const uint32_t count = static_cast<uint32_t>(is_touched_.size() / 2);
-    for (uint32_t k = 0; k < count; k += kWord) {
-      uint8_t* word =
-          &is_touched_[begin + (descending ? count - kWord - k : k)];
-      if (LoadUnaligned<uint64_t>(word) == 0) continue;
-      for (uint32_t i = 0; i < kWord; ++i) {
-        uint8_t* flag = word + (descending ? kWord - 1 - i : i);
-        if (*flag == 0) continue;
-        *flag = 0;
-        drain(static_cast<uint32_t>(flag - is_touched_.data()) << group_shift);
-      }
+  drained_count_ = 0;
+  // In order of key, a word of marks at a time: of the negatives, which are the
+  // second half, from the end.
+  for (uint32_t k = 0; k < groups; k += kWord) {
+    const bool is_negative = k < groups / 2;
+    const uint32_t first = is_negative ? groups - kWord - k : k - groups / 2;
+    if (LoadUnaligned<uint64_t>(&is_touched_[first]) == 0) continue;
+    for (uint32_t i = 0; i < kWord; ++i) {
+      const uint32_t group = first + (is_negative ? kWord - 1 - i : i);
+      if (is_touched_[group] != 0) DrainGroup(group, is_negative);
+      is_touched_[group] = 0;
     }
-  };
-  for_each_touched(static_cast<uint32_t>(is_touched_.size() / 2), true,
-                   [&](uint32_t first) {
-                     for (uint32_t i = group_cells; i-- > 0;) {
-                       drain_cell(first + i, 2 * half - 1 - (first + i));
-                     }
-                   });
-  for_each_touched(0, false, [&](uint32_t first) {
-    for (uint32_t i = 0; i < group_cells; ++i) {
-      drain_cell(first + i, half + first + i);
-    }
-  });
+  }
   room_ = kCapacity;
-  return drained_;
+  return absl::MakeConstSpan(drained_.data(), drained_count_);
+}
+
+void BinTable::DrainGroup(uint32_t group, bool is_negative) {
+  const int group_shift = GroupShift(mantissa_bits_);
+  const uint32_t size = uint32_t{1} << group_shift;
+  const uint32_t first = group << group_shift;
+  const uint32_t half = uint32_t{1} << (8 + mantissa_bits_);
+  const bool is_finite = (first >> mantissa_bits_ & 0xFF) != 0xFF;
+  if (is_finite) {
+    if (drained_.size() < drained_count_ + size) {
+      drained_.resize(2 * drained_count_ + size);
+    }
+    PackedBin* out = drained_.data() + drained_count_;
+    for (uint32_t i = 0; i < size; ++i) {
+      const uint32_t index = first + (is_negative ? size - 1 - i : i);
+      const BinCell& cell = cells_[index];
+      // Written even if empty: a branch would be a guess.
+      *out = {
+          is_negative ? 2 * half - 1 - index : half + index,
+          static_cast<uint32_t>(cell.count_and_low_sum >> BinCell::kCountShift),
+          cell.count_and_low_sum & (kOneElement - 1), cell.low_square_sum};
+      out += cell.count_and_low_sum != 0;
+    }
+    drained_count_ = out - drained_.data();
+  }
+  std::fill_n(cells_.begin() + first, size, BinCell{0, 0});
 }
 
 BinTableLease::BinTableLease(int mantissa_bits)

@@ -3,6 +3,7 @@
 #ifndef QUANTD_CORE_STATISTICS_BIN_TABLE_H_
 #define QUANTD_CORE_STATISTICS_BIN_TABLE_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -54,13 +55,18 @@ class BinTable {
   absl::Span<const PackedBin> Drain();
 
  private:
+  // Appends the bins of a group of cells, of one sign, and empties it.
+  void DrainGroup(uint32_t group, bool is_negative);
+
   int mantissa_bits_;
   int64_t room_ = kCapacity;
   // By the pattern's top bits.
   std::vector<BinCell> cells_;
   // Not 0 where a group of neighbouring cells has elements.
   std::vector<uint8_t> is_touched_;
+  // The first drained_count_ are what Drain returned.
   std::vector<PackedBin> drained_;
+  size_t drained_count_ = 0;
 };
 
 // An empty table out of a stock that the process keeps, and back. Must be
