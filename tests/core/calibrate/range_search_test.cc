@@ -162,21 +162,26 @@ TEST(RangeSearchTest, RefinesBetweenTheNeighboursOfTheBest) {
   std::mt19937 random(2);
   const Sample sample(ElementType::kFloat32,
                       Draw(Shape::kNormal, 20000, &random), 7);
-  EncodingSpec spec = Spec("int4");
-  spec.method = CalibrationMethod::kMse;
-  spec.search_steps = 4;
-  const auto coarse =
-      Calibrate(spec, sample.layout, sample.statistics, {}, nullptr);
-  ASSERT_TRUE(coarse.ok());
-  double best = kInfinity;
-  const double abs_max = std::max(-sample.statistics.overall().min,
-                                  sample.statistics.overall().max);
-  for (int k = 1; k <= 4; ++k) {
-    const Encoding candidate =
-        NaiveEncoding(spec, -abs_max * k / 4, abs_max * k / 4);
-    best = std::min(best, NaiveSquaredError(sample, candidate).squared);
+  constexpr int kSteps = 4;
+  for (const Symmetry symmetry : {Symmetry::kStrict, Symmetry::kAsymmetric}) {
+    EncodingSpec spec = Spec("int4", symmetry);
+    spec.method = CalibrationMethod::kMse;
+    spec.search_steps = kSteps;
+    const auto refined =
+        Calibrate(spec, sample.layout, sample.statistics, {}, nullptr);
+    ASSERT_TRUE(refined.ok());
+    double best = kInfinity;
+    const Extremes whole = sample.statistics.overall();
+    for (int i = 1; i <= kSteps; ++i) {
+      for (int j = 1; j <= kSteps; ++j) {
+        const Encoding candidate =
+            NaiveEncoding(spec, whole.min * i / kSteps, whole.max * j / kSteps);
+        best = std::min(best, NaiveSquaredError(sample, candidate).squared);
+      }
+    }
+    EXPECT_LT(NaiveSquaredError(sample, refined->encoding).squared,
+              0.99 * best);
   }
-  EXPECT_LT(NaiveSquaredError(sample, coarse->encoding).squared, 0.99 * best);
 }
 
 TEST(RangeSearchTest, CutsOutliersOffThatMinMaxKeeps) {
