@@ -262,8 +262,12 @@ std::vector<std::string> Seeds() {
   return seeds;
 }
 
+size_t MessageAt(absl::Span<const uint8_t>) { return 2; }
+
 }  // namespace
 
-FuzzTarget EncodingTarget() { return {"encoding", Run, Seeds}; }
+FuzzTarget EncodingTarget() {
+  return {"encoding", Run, Seeds, MessageAt, &v1::Encoding::default_instance()};
+}
 
 }  // namespace quantd::fuzz

@@ -1,10 +1,12 @@
 // One target as a fuzzer. With --write-seeds=DIRECTORY it only writes the
 // target's seeds there.
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
 #include <fstream>
+#include <random>
 #include <string>
 
 #include "absl/strings/str_cat.h"
@@ -52,6 +54,23 @@ extern "C" int LLVMFuzzerInitialize(int* argc, char*** argv) {
     }
   }
   return 0;
+}
+
+extern "C" size_t LLVMFuzzerMutate(uint8_t* data, size_t size, size_t max_size);
+
+extern "C" size_t LLVMFuzzerCustomMutator(uint8_t* data, size_t size,
+                                          size_t max_size, unsigned int seed) {
+  std::mt19937_64 random(seed);
+  if (random() % 2 == 0) {
+    const std::string mutated = quantd::fuzz::MutateMessageOf(
+        quantd::fuzz::Target(), {data, size}, random);
+    if (mutated.size() <= max_size &&
+        mutated != std::string(data, data + size)) {
+      std::copy(mutated.begin(), mutated.end(), data);
+      return mutated.size();
+    }
+  }
+  return LLVMFuzzerMutate(data, size, max_size);
 }
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {

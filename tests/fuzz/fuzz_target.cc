@@ -3,22 +3,40 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <random>
 #include <string>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "google/protobuf/message.h"
+#include "tests/fuzz/message_mutator.h"
 
 namespace quantd::fuzz {
 
 std::vector<FuzzTarget> AllFuzzTargets() {
   return {StatisticsTarget(), EncodingTarget(),    SpecTarget(),
           ChunksTarget(),     SafetensorsTarget(), NpyTarget()};
+}
+
+std::string MutateMessageOf(const FuzzTarget& target,
+                            absl::Span<const uint8_t> input,
+                            std::mt19937_64& random) {
+  std::string mutated(input.begin(), input.end());
+  if (target.prototype == nullptr) return mutated;
+  const size_t at = std::min(target.message_at(input), input.size());
+  const std::unique_ptr<google::protobuf::Message> message(
+      target.prototype->New());
+  if (!message->ParseFromString(mutated.substr(at))) return mutated;
+  MutateMessage(message.get(), random);
+  mutated.resize(at);
+  return mutated + message->SerializeAsString();
 }
 
 void Require(bool holds, absl::string_view promise) {

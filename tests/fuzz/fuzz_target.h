@@ -7,11 +7,13 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <random>
 #include <string>
 #include <vector>
 
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
+#include "google/protobuf/message.h"
 
 namespace quantd::fuzz {
 
@@ -21,7 +23,17 @@ struct FuzzTarget {
   void (*run)(absl::Span<const uint8_t> input);
   // Inputs that get past the first checks, for a fuzzer to start from.
   std::vector<std::string> (*seeds)();
+  // Of inputs that end with a message: where it begins, and what it is; null
+  // otherwise.
+  size_t (*message_at)(absl::Span<const uint8_t> input) = nullptr;
+  const google::protobuf::Message* prototype = nullptr;
 };
+
+// Mutates the message at the end of the input, which stays as it is where it
+// has none.
+std::string MutateMessageOf(const FuzzTarget& target,
+                            absl::Span<const uint8_t> input,
+                            std::mt19937_64& random);
 
 FuzzTarget StatisticsTarget();
 FuzzTarget EncodingTarget();

@@ -13,7 +13,7 @@ namespace quantd::fuzz {
 namespace {
 
 // Inputs of every target beside its seeds.
-constexpr int kMutations = 3000;
+constexpr int kMutations = 10000;
 
 class FuzzTargetsTest : public ::testing::TestWithParam<FuzzTarget> {
  protected:
@@ -60,11 +60,38 @@ TEST_P(FuzzTargetsTest, TakesMutationsOfItsSeeds) {
   }
 }
 
+// Of the targets whose inputs end with a message.
+class FuzzMessagesTest : public FuzzTargetsTest {};
+
+TEST_P(FuzzMessagesTest, TakesMutationsOfItsMessages) {
+  const std::vector<std::string> seeds = GetParam().seeds();
+  std::mt19937_64 random(8);
+  for (int i = 0; i < kMutations; ++i) {
+    std::string input = seeds[random() % seeds.size()];
+    for (int n = 1 + static_cast<int>(random() % 4); n > 0; --n) {
+      const std::vector<uint8_t> bytes(input.begin(), input.end());
+      input = MutateMessageOf(GetParam(), bytes, random);
+    }
+    Run(input);
+  }
+}
+
+std::string NameOf(const ::testing::TestParamInfo<FuzzTarget>& info) {
+  return std::string(info.param.name);
+}
+
+std::vector<FuzzTarget> TargetsWithMessages() {
+  std::vector<FuzzTarget> targets;
+  for (const FuzzTarget& target : AllFuzzTargets()) {
+    if (target.prototype != nullptr) targets.push_back(target);
+  }
+  return targets;
+}
+
 INSTANTIATE_TEST_SUITE_P(All, FuzzTargetsTest,
-                         ::testing::ValuesIn(AllFuzzTargets()),
-                         [](const ::testing::TestParamInfo<FuzzTarget>& info) {
-                           return std::string(info.param.name);
-                         });
+                         ::testing::ValuesIn(AllFuzzTargets()), NameOf);
+INSTANTIATE_TEST_SUITE_P(All, FuzzMessagesTest,
+                         ::testing::ValuesIn(TargetsWithMessages()), NameOf);
 
 }  // namespace
 }  // namespace quantd::fuzz

@@ -161,8 +161,16 @@ std::vector<std::string> Seeds() {
   return seeds;
 }
 
+// The first byte says whether there is one.
+size_t MessageAt(absl::Span<const uint8_t> input) {
+  return input.empty() || input[0] % 2 == 1 ? input.size() : 1;
+}
+
 }  // namespace
 
-FuzzTarget StatisticsTarget() { return {"statistics", Run, Seeds}; }
+FuzzTarget StatisticsTarget() {
+  return {"statistics", Run, Seeds, MessageAt,
+          &v1::StatisticsState::default_instance()};
+}
 
 }  // namespace quantd::fuzz
