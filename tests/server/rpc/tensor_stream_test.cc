@@ -2,15 +2,26 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <thread>
+#include <vector>
 
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "core/errors.h"
 #include "grpcpp/grpcpp.h"
 #include "quantd/v1/quantization_service.grpc.pb.h"
+#include "server/metrics/metrics.h"
 #include "server/quantd_server.h"
+#include "server/store/encoding_store.h"
+#include "tests/support/tensor_streams.h"
 #include "tests/support/test_server.h"
 
 namespace quantd::server {
@@ -91,6 +102,107 @@ TEST(TensorStreamTest, ServesOthersWhileATensorWaitsForMemory) {
   EXPECT_EQ(small.Outcome(), "");
   holder.reset();
   EXPECT_EQ(waiting.Outcome(), "");
+}
+
+// Every call waits until it is let go.
+class StuckStore : public EncodingStore {
+ public:
+  absl::StatusOr<StoredEncoding> Get(const EncodingKey& key) override {
+    return Wait();
+  }
+  absl::StatusOr<StoredEncoding> Put(
+      const EncodingKey& key, std::shared_ptr<const core::Encoding> encoding,
+      const Precondition& precondition) override {
+    return Wait();
+  }
+  absl::Status Delete(const EncodingKey& key,
+                      const Precondition& precondition) override {
+    return Wait();
+  }
+  absl::StatusOr<std::vector<EncodingListEntry>> ListEncodings(
+      absl::string_view model, absl::string_view revision,
+      absl::string_view after, int limit) override {
+    return Wait();
+  }
+  absl::StatusOr<std::vector<ModelListEntry>> ListModels(
+      absl::string_view after, int limit) override {
+    return Wait();
+  }
+  absl::StatusOr<std::vector<RevisionListEntry>> ListRevisions(
+      absl::string_view model, absl::string_view after, int limit) override {
+    return Wait();
+  }
+  absl::Status Ping() override { return absl::OkStatus(); }
+
+  void LetGo() { let_go_.Notify(); }
+  // Waits until a call is stuck.
+  void AwaitCall() { called_.WaitForNotification(); }
+
+ private:
+  absl::Status Wait() {
+    if (!was_called_.exchange(true)) called_.Notify();
+    let_go_.WaitForNotification();
+    return core::StoreUnavailableError("stuck");
+  }
+
+  std::atomic<bool> was_called_{false};
+  absl::Notification called_;
+  absl::Notification let_go_;
+};
+
+// One worker, and a tensor that waits for the store.
+void ExpectServingBeside(const v1::QuantizeHeader& stuck_header) {
+  StuckStore store;
+  Metrics metrics;
+  ServerOptions options;
+  options.listen = {"127.0.0.1:0"};
+  options.threads = 1;
+  options.drain_delay = absl::ZeroDuration();
+  absl::StatusOr<std::unique_ptr<QuantdServer>> server =
+      QuantdServer::Start(options, &store, /*statistics=*/nullptr, &metrics);
+  ASSERT_TRUE(server.ok()) << server.status();
+  const auto stub = v1::QuantizationService::NewStub(grpc::CreateChannel(
+      (*server)->addresses()[0], grpc::InsecureChannelCredentials()));
+  std::thread stuck([&] {
+    const absl::Status status =
+        testing::Quantize(*stub, stuck_header, std::string(16, '\0')).status();
+    EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+  });
+  store.AwaitCall();
+  v1::QuantizeHeader header;
+  header.mutable_tensor()->set_element_type(v1::ELEMENT_TYPE_FLOAT32);
+  header.mutable_tensor()->add_shape(4);
+  header.mutable_spec()->set_format(v1::NUMBER_FORMAT_INT8);
+  const absl::Status status =
+      testing::Quantize(*stub, header, std::string(16, '\0')).status();
+  EXPECT_TRUE(status.ok()) << status;
+  store.LetGo();
+  stuck.join();
+}
+
+v1::QuantizeHeader NamedHeader() {
+  v1::QuantizeHeader header;
+  header.mutable_tensor()->mutable_name()->set_model("m");
+  header.mutable_tensor()->mutable_name()->set_tensor("t");
+  header.mutable_tensor()->set_element_type(v1::ELEMENT_TYPE_FLOAT32);
+  header.mutable_tensor()->add_shape(4);
+  return header;
+}
+
+TEST(TensorStreamTest, ServesOthersWhileATensorReadsFromTheStore) {
+  v1::QuantizeHeader header = NamedHeader();
+  header.mutable_reference();
+  ExpectServingBeside(header);
+}
+
+TEST(TensorStreamTest, ServesOthersWhileATensorWritesToTheStore) {
+  v1::QuantizeHeader header = NamedHeader();
+  header.mutable_spec()->set_format(v1::NUMBER_FORMAT_INT8);
+  header.set_store(true);
+  ExpectServingBeside(header);
+  header.mutable_encoding()->set_format(v1::NUMBER_FORMAT_INT8);
+  header.mutable_encoding()->add_scale(1);
+  ExpectServingBeside(header);
 }
 
 TEST(TensorStreamTest, FailsATensorThatWaitedTooLongForMemory) {

@@ -153,6 +153,22 @@ class CachingEncodingStoreTest : public testing::Test {
   const EncodingKey key_{"m", "r", "t"};
 };
 
+TEST_F(CachingEncodingStoreTest, CachedAnswersOnlyWhatIsFresh) {
+  const EncodingKey key{"m", "r", "t"};
+  EXPECT_FALSE(cache_->Cached(key).has_value());
+  EXPECT_EQ(inner_->gets, 0);
+  const absl::StatusOr<StoredEncoding> put =
+      cache_->Put(key, MakeEncoding(2), {});
+  ASSERT_TRUE(put.ok()) << put.status();
+  const absl::optional<StoredEncoding> cached = cache_->Cached(key);
+  ASSERT_TRUE(cached.has_value());
+  EXPECT_EQ(cached->etag, put->etag);
+  EXPECT_EQ(cached->encoding->scale[0], 2);
+  now_ms_ = 1001;
+  EXPECT_FALSE(cache_->Cached(key).has_value());
+  EXPECT_EQ(inner_->gets, 0);
+}
+
 TEST_F(CachingEncodingStoreTest, AsksTheInnerStoreOnce) {
   ASSERT_TRUE(inner_->Put(key_, MakeEncoding(1), {}).ok());
   for (int i = 0; i < 3; ++i) EXPECT_EQ(ScaleOf(key_), 1);
