@@ -112,7 +112,7 @@ def main():
     if as_good:
         best = min(as_good, key=lambda row: row["size_bytes"])
         print(f"{best['label']}: {1 - best['size_bytes'] / base['size_bytes']:.0%}"
-              f" smaller than {BASELINE}, and no image worse")
+              f" smaller than {BASELINE}, and as many images right")
     else:
         print(f"no mixture is smaller than {BASELINE} and at least as accurate "
               "on these images")
