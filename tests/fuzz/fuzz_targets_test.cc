@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/escaping.h"
 #include "google/protobuf/stubs/logging.h"
 #include "gtest/gtest.h"
 #include "tests/fuzz/fuzz_target.h"
@@ -73,6 +74,34 @@ TEST_P(FuzzMessagesTest, TakesMutationsOfItsMessages) {
       input = MutateMessageOf(GetParam(), bytes, random);
     }
     Run(input);
+  }
+}
+
+// What fuzzers found.
+struct Regression {
+  const char* what;
+  const char* target;
+  const char* input_hex;
+};
+
+constexpr Regression kRegressions[] = {
+    {"a weight of clipped elements that makes every error infinite", "spec",
+     "03021303a3083220048101ffffffffffffef7f990100000000000000c0a10100000000"
+     "00000840"},
+};
+
+TEST(FuzzRegressionsTest, StayFixed) {
+  for (const Regression& regression : kRegressions) {
+    SCOPED_TRACE(regression.what);
+    const std::string input = absl::HexStringToBytes(regression.input_hex);
+    bool found = false;
+    for (const FuzzTarget& target : AllFuzzTargets()) {
+      if (target.name != regression.target) continue;
+      found = true;
+      target.run(
+          {reinterpret_cast<const uint8_t*>(input.data()), input.size()});
+    }
+    EXPECT_TRUE(found) << regression.target;
   }
 }
 
