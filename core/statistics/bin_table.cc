@@ -115,10 +115,17 @@ void AddToTable(const uint8_t* HWY_RESTRICT in, int64_t count,
   int64_t i = 0;
   while (count - i >= lanes) {
     const int64_t batch = std::min(kBatch, (count - i) / lanes * lanes);
+    const uint32_t first_bits = LoadUnaligned<uint32_t>(in + i * 4);
+    const uint32_t first_cell =
+        (first_bits == kSignBit ? 0 : first_bits) >> table.shift;
+    const auto first = hn::Set(d32, first_cell);
+    auto differs = hn::Zero(d32);
     for (int64_t k = 0; k < batch; k += lanes) {
       auto bits = LoadBytes(d32, in + (i + k) * 4);
       bits = hn::IfThenZeroElse(hn::Eq(bits, sign), bits);
-      hn::Store(hn::ShiftRightSame(bits, table.shift), d32, index + k);
+      const auto cells = hn::ShiftRightSame(bits, table.shift);
+      hn::Store(cells, d32, index + k);
+      differs = hn::Or(differs, hn::Xor(cells, first));
       const auto low = hn::And(bits, mask);
       const auto even =
           hn::ShiftRight<32>(hn::ShiftLeft<32>(hn::BitCast(d64, low)));
@@ -138,6 +145,20 @@ void AddToTable(const uint8_t* HWY_RESTRICT in, int64_t count,
       hn::Store(hn::InterleaveUpper(d64, odd_sum, odd_square), d64,
                 out + blocks * 6);
     }
+    i += batch;
+    if (hn::AllTrue(d32, hn::Eq(differs, hn::Zero(d32)))) {
+      // One cell: additions to memory would wait for each other.
+      auto even = hn::Zero(d_cell);
+      auto odd = hn::Zero(d_cell);
+      for (int64_t k = 0; k < batch * 2; k += 4) {
+        even = hn::Add(even, hn::Load(d_cell, addend + k));
+        odd = hn::Add(odd, hn::Load(d_cell, addend + k + 2));
+      }
+      uint64_t* to = &table.cells[first_cell].count_and_low_sum;
+      hn::Store(hn::Add(hn::Load(d_cell, to), hn::Add(even, odd)), d_cell, to);
+      table.is_touched[first_cell >> table.group_shift] = 1;
+      continue;
+    }
     for (int64_t k = 0; k < batch; k += lanes) {
       for (int64_t part = 0; part < 4; ++part) {
         const uint64_t* from = addend + (k + part * blocks) * 2;
@@ -151,7 +172,6 @@ void AddToTable(const uint8_t* HWY_RESTRICT in, int64_t count,
         }
       }
     }
-    i += batch;
   }
   AddToTableScalar(in + i * 4, count - i, table);
 }

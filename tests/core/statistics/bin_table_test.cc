@@ -57,6 +57,31 @@ TEST(BinTableTest, EqualsTheDefinitionForEveryLengthAndAlignment) {
   }
 }
 
+// Runs of one bin among others, of all lengths: they may go another way.
+TEST(BinTableTest, EqualsTheDefinitionForRunsOfEqualBins) {
+  std::mt19937 random(1);
+  std::vector<float> x;
+  for (int run = 0; run < 400; ++run) {
+    const float values[] = {0.0f, -0.0f, -1.5f, 3.0f, NAN, 1e-40f};
+    const float value = values[random() % std::size(values)];
+    for (uint32_t length = random() % 200; length > 0; --length) {
+      // Mostly the same bin with other low bits.
+      x.push_back(value + static_cast<float>(random() % 4) * 1e-5f);
+      if (value == 0) x.back() = value;
+    }
+  }
+  const int64_t count = static_cast<int64_t>(x.size());
+  for (const int m : {2, 7, 10}) {
+    NaiveHistogram want;
+    for (const float value : x) NaiveAdd(value, m, &want);
+    ForEachSimdTarget([&] {
+      BinTable table(m);
+      table.Add(reinterpret_cast<const uint8_t*>(x.data()), count);
+      ExpectDrains(&table, want);
+    });
+  }
+}
+
 // As many elements as there is room for, with the largest low bits.
 TEST(BinTableTest, HoldsItsCapacityInOneBin) {
   std::vector<uint8_t> bytes(BinTable::kCapacity * 4);
