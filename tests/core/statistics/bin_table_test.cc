@@ -82,6 +82,17 @@ TEST(BinTableTest, EqualsTheDefinitionForRunsOfEqualBins) {
   }
 }
 
+TEST(BinTableTest, FindsABinThatOnlyARunTouched) {
+  const std::vector<float> x(128, 0.3f);
+  NaiveHistogram want;
+  for (const float value : x) NaiveAdd(value, 7, &want);
+  ForEachSimdTarget([&] {
+    BinTable table(7);
+    table.Add(reinterpret_cast<const uint8_t*>(x.data()), 128);
+    ExpectDrains(&table, want);
+  });
+}
+
 // As many elements as there is room for, with the largest low bits.
 TEST(BinTableTest, HoldsItsCapacityInOneBin) {
   std::vector<uint8_t> bytes(BinTable::kCapacity * 4);
