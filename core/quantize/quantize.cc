@@ -524,10 +524,12 @@ HWY_INLINE GridQuotients<D> DivideForGrid(D d, const uint8_t* HWY_RESTRICT in,
   const hn::Rebind<float, D> df;
   const auto x = LoadBytes(d, in + i * static_cast<int64_t>(sizeof(T)));
   const auto s = kStep == 1 ? hn::LoadU(df, scale + i) : hn::Set(df, *scale);
+  // The zero point: it makes +0 of -0.
+  const auto zero = hn::Zero(d);
   if constexpr (std::is_same_v<T, double>) {
-    return {x, hn::Div(x, hn::PromoteTo(d, s))};
+    return {x, hn::Add(hn::Div(x, hn::PromoteTo(d, s)), zero)};
   } else {
-    return {x, hn::Div(x, s)};
+    return {x, hn::Add(hn::Div(x, s), zero)};
   }
 }
 

@@ -47,7 +47,8 @@ struct QuantizeCounts {
 // qmax, -Inf qmin. An element is clipped when rint(in[i] / scale) + zero_point
 // lies outside [qmin, qmax].
 //
-// Float formats and codebooks: out[i] is the code of in[i] / scale by codec.h.
+// Float formats and codebooks: out[i] is the code of in[i] / scale + 0 by
+// codec.h; the sum, ONNX's zero point, makes +0 of -0.
 // An element is clipped when the quotient rounds beyond the largest number of a
 // float format, or lies outside of the codebook's first and last entry.
 //

@@ -44,7 +44,8 @@ int32_t EncodeElement(T x, T scale, int32_t nan_code,
   counts->positive_infinity += std::isinf(x) && x > 0;
   counts->negative_infinity += std::isinf(x) && x < 0;
   if (std::isnan(x) && !std::isnan(scale)) return nan_code;
-  const T quotient = x / scale;
+  // The zero point: it makes +0 of -0.
+  const T quotient = x / scale + T{0};
   if (is_float) {
     const double threshold = OverflowThreshold(format.float_layout);
     counts->clipped_low += quotient <= -threshold;
