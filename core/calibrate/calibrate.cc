@@ -186,7 +186,9 @@ class RangeFinder {
   };
 
   absl::optional<Range> Whole(const Extremes& extremes) const {
-    if (extremes.empty() || (extremes.min == 0 && extremes.max == 0)) {
+    // Written so that NaN, which a state from outside may have, is nothing.
+    if (!(extremes.min <= extremes.max) ||
+        (extremes.min == 0 && extremes.max == 0)) {
       return absl::nullopt;
     }
     return scaler_.Extend({extremes.min, extremes.max});

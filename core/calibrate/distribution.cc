@@ -95,8 +95,10 @@ Distribution::Distribution(std::vector<Piece> pieces,
                            const Extremes& extremes) {
   masses_.reserve(pieces.size() + 2);
   bool has_max = false;
-  const double max = extremes.empty() ? 0 : AsHistogramKeeps(extremes.max);
-  if (!extremes.empty() && !pieces.empty()) {
+  // False for NaN, which a state from outside may have.
+  const bool has_extremes = extremes.min <= extremes.max;
+  const double max = has_extremes ? AsHistogramKeeps(extremes.max) : 0;
+  if (has_extremes && !pieces.empty()) {
     const double min = AsHistogramKeeps(extremes.min);
     Piece& first = pieces.front();
     if (TakeOut(min, &first)) AddPoint(min, 1);
@@ -144,11 +146,14 @@ void Distribution::AddPiece(const Piece& piece) {
   if (bin.count == 2) {
     // With a sum s and a difference d the two are (s - d) / 2 and (s + d) / 2;
     // 2 * (sum of squares) - s^2 is d^2.
+    const double root = std::sqrt(scaled_variance);
     const uint64_t difference =
-        static_cast<uint64_t>(std::llround(std::sqrt(scaled_variance)));
+        root <= static_cast<double>(bin.low_sum) && root < 0x1p32
+            ? static_cast<uint64_t>(std::llround(root))
+            : 0;
     if (static_cast<double>(difference) * static_cast<double>(difference) ==
             scaled_variance &&
-        difference <= bin.low_sum && (bin.low_sum - difference) % 2 == 0) {
+        (bin.low_sum - difference) % 2 == 0) {
       const double a = value((bin.low_sum - difference) / 2);
       const double b = value((bin.low_sum + difference) / 2);
       AddPoint(std::min(a, b), 1);

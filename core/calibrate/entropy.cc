@@ -45,13 +45,11 @@ class LinearBins {
 
   // The bin that x lies in, or the one nearest to it.
   int64_t BinOf(double x) const {
-    return static_cast<int64_t>(
-        std::clamp<double>(std::floor(Position(x)), 0, bins_ - 1));
+    return Clamped(std::floor(Position(x)), 0, bins_ - 1);
   }
   // How many bins lie before x, the one it is in among them.
   int64_t BinsUpTo(double x) const {
-    return static_cast<int64_t>(
-        std::clamp<double>(std::ceil(Position(x)), 1, bins_));
+    return Clamped(std::ceil(Position(x)), 1, bins_);
   }
   int64_t bins() const { return bins_; }
 
@@ -60,6 +58,11 @@ class LinearBins {
                     int64_t last) const;
 
  private:
+  // Written so that NaN is in the range too.
+  static int64_t Clamped(double x, int64_t low, int64_t high) {
+    if (!(x > static_cast<double>(low))) return low;
+    return x < static_cast<double>(high) ? static_cast<int64_t>(x) : high;
+  }
   double Position(double x) const {
     return (x - low_) * static_cast<double>(bins_) / width_;
   }

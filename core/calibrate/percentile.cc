@@ -12,7 +12,8 @@ namespace quantd::core {
 Interval OrderStatistic(const Distribution& distribution, uint64_t rank) {
   const auto ranks = distribution.rank();
   const size_t index = static_cast<size_t>(
-      std::upper_bound(ranks.begin(), ranks.end(), rank) - ranks.begin() - 1);
+      std::upper_bound(ranks.begin(), ranks.end() - 1, rank) - ranks.begin() -
+      1);
   const Mass& mass = distribution.masses()[index];
   if (mass.low == mass.high) return {mass.low, mass.high};
   const double n = mass.count;

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/numeric/int128.h"
 #include "core/errors.h"
 #include "gtest/gtest.h"
 #include "tests/core/calibrate/calibrate_test_util.h"
@@ -219,6 +220,54 @@ TEST(CalibrateTest, RefusesAScaleBeyondFloat32) {
   for (const Symmetry symmetry :
        {Symmetry::kAsymmetric, Symmetry::kStrict, Symmetry::kHalfStep}) {
     Calibrated(Spec("int2", symmetry), {-largest, largest});
+  }
+}
+
+// States come from outside: parts that do not belong together give some
+// encoding or an error.
+TEST(CalibrateTest, SurvivesStatisticsThatContradictThemselves) {
+  std::mt19937_64 random(7);
+  const double values[] = {0,    1,        -1,        1e-320, 1e300, -1e300,
+                           3e38, INFINITY, -INFINITY, NAN,    1e-40, 0.1};
+  const char* const formats[] = {"int4",  "uint8",       "int16", "mxfp4_e2m1",
+                                 "nvfp4", "float8_e5m2", "nf4",   "lpbq"};
+  for (int round = 0; round < Rounds(3000); ++round) {
+    const int mantissa_bits = 2 + static_cast<int>(random() % 9);
+    std::vector<Histogram> histograms(2, Histogram(mantissa_bits));
+    for (Histogram& histogram : histograms) {
+      for (int i = 0, bins = static_cast<int>(random() % 6); i < bins; ++i) {
+        const uint32_t key =
+            HistogramKey(static_cast<float>(std::ldexp(
+                             random() % 1000 - 500.0,
+                             static_cast<int>(random() % 200) - 100)),
+                         mantissa_bits);
+        HistogramBin bin;
+        bin.count = random() >> (random() % 64);
+        bin.low_sum = random() >> (random() % 64);
+        bin.low_square_sum =
+            absl::MakeUint128(random() >> (random() % 64), random()) >>
+            (random() % 128);
+        histogram.AddBin(key, bin);
+      }
+    }
+    std::vector<Extremes> extremes;
+    for (int i = 0; i < 2; ++i) {
+      extremes.push_back({values[random() % std::size(values)],
+                          values[random() % std::size(values)]});
+    }
+    const TensorStatistics statistics = TensorStatistics::FromParts(
+        {}, extremes, {}, mantissa_bits, histograms);
+    const BlockLayout layout = *BlockLayout::Create({2, 8}, {1, 0});
+    EncodingSpec spec = Spec(formats[random() % std::size(formats)]);
+    spec.block_size = {1, 0};
+    spec.search_steps = 5;
+    for (int method = 1; method <= 5; ++method) {
+      spec.method = static_cast<CalibrationMethod>(method);
+      const auto calibration = Calibrate(spec, layout, statistics, {}, nullptr);
+      if (calibration.ok()) {
+        EXPECT_EQ(calibration->encoding.scale.size(), 2u);
+      }
+    }
   }
 }
 
