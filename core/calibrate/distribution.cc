@@ -83,10 +83,12 @@ Distribution Distribution::OfMagnitudes(const Histogram& histogram,
   Extremes magnitudes = extremes;
   if (!extremes.empty()) {
     magnitudes.max = std::max(std::fabs(extremes.min), std::fabs(extremes.max));
+    // Which element is nearest to zero is not known where both signs occur:
+    // below all magnitudes, this narrows nothing down.
+    constexpr double kUnknown = -1;
     magnitudes.min = extremes.min > 0   ? extremes.min
                      : extremes.max < 0 ? -extremes.max
-                     : merged.empty()   ? 0
-                                        : merged[0].low;
+                                        : kUnknown;
   }
   return Distribution(std::move(merged), magnitudes);
 }

@@ -65,7 +65,8 @@ void ExpectQuantilesNear(const Sample& sample) {
   std::sort(magnitudes.begin(), magnitudes.end());
   const Distribution folded = Distribution::OfMagnitudes(histogram, extremes);
   ASSERT_EQ(folded.count(), magnitudes.size());
-  for (const double fraction : {0.3, 0.9, 0.99, 0.999, 1.0}) {
+  for (const double fraction :
+       {0.0, 0.001, 0.01, 0.1, 0.3, 0.9, 0.99, 0.999, 1.0}) {
     const size_t rank = static_cast<size_t>(
         fraction * static_cast<double>(magnitudes.size() - 1));
     const Interval interval = OrderStatistic(folded, rank);
