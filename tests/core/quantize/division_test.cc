@@ -30,7 +30,14 @@ namespace {
 // all.
 constexpr char kScalesVariable[] = "QUANTD_DIVISION_SCALES";
 constexpr char kTargetsVariable[] = "QUANTD_DIVISION_TARGETS";
+#ifdef __OPTIMIZE__
 constexpr int kDefaultScales = 24;
+constexpr int kHardStride = 1;
+#else
+// A hundred times slower: one of each kind of scale.
+constexpr int kDefaultScales = 12;
+constexpr int kHardStride = 50;
+#endif
 
 // Inputs of a set, and how many go through the kernel at a time.
 constexpr int64_t kInputs = 1'000'000;
@@ -304,8 +311,10 @@ std::vector<HardQuotient> HardQuotients() {
 }
 
 TEST(DivisionTest, CodesOfTheHardestQuotientsAreThoseOfTheDivision) {
-  const std::vector<HardQuotient> hard = HardQuotients();
-  ASSERT_GT(hard.size(), 700'000u);
+  std::vector<HardQuotient> hard;
+  const std::vector<HardQuotient> all = HardQuotients();
+  ASSERT_GT(all.size(), 700'000u);
+  for (size_t i = 0; i < all.size(); i += kHardStride) hard.push_back(all[i]);
   // Long enough for every vector loop, and with a tail.
   constexpr int64_t kRow = 67;
   constexpr int64_t kRows = 4096;
