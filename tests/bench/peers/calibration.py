@@ -1,7 +1,8 @@
 #!/usr/bin/python3
 """Calibration: torch's HistogramObserver and numpy.percentile beside quantd.
 
-  calibration.py --quantd BINARY [--elements N] [--json FILE]
+  calibration.py --quantd BINARY [--elements N] [--mantissa-bits M]
+                 [--json FILE]
 
 All see the same batches. Errors are those of quantizing all elements with the
 scale and zero point that each found, computed in float64 by numpy, the same way
@@ -201,8 +202,9 @@ def percentile_with_numpy(batches, grid):
 class Quantd:
     """A live server and the calls that the table takes."""
 
-    def __init__(self, server):
+    def __init__(self, server, mantissa_bits):
         self.pid = server.process.pid
+        self._mantissa_bits = mantissa_bits
         channel = grpc.insecure_channel(
             server.address, options=[("grpc.enable_http_proxy", 0)])
         self._quantization = qs_grpc.QuantizationServiceStub(channel)
@@ -218,8 +220,9 @@ class Quantd:
                         name=te.TensorName(model=MODEL, tensor=tensor),
                         element_type=te.ELEMENT_TYPE_FLOAT32,
                         shape=batch.shape),
-                    contribution=qs.Contribution(source="bench",
-                                                 sequence=sequence))
+                    contribution=qs.Contribution(
+                        source="bench", sequence=sequence,
+                        mantissa_bits=self._mantissa_bits))
                 yield qs.CalibrateRequest(header=header,
                                           data=data[:CHUNK_BYTES])
                 for offset in range(CHUNK_BYTES, len(data), CHUNK_BYTES):
@@ -310,6 +313,8 @@ def main():
     arguments.add_argument("--quantd", required=True)
     arguments.add_argument("--elements", type=int, default=1 << 21,
                            help="of each synthetic data set")
+    arguments.add_argument("--mantissa-bits", type=int, default=0,
+                           help="of the histograms; 0 for quantd's default")
     arguments.add_argument("--json", help="where to write the rows")
     options = arguments.parse_args()
 
@@ -321,7 +326,7 @@ def main():
     print(f"{'':<92} {'ms':>9} {'ms':>9} {'MiB':>8}", flush=True)
     with contextlib.ExitStack() as stack:
         quantd = Quantd(stack.enter_context(
-            live_server.LiveServer(options.quantd)))
+            live_server.LiveServer(options.quantd)), options.mantissa_bits)
         data = {**synthetic(options.elements), **activations()}
         for index, (name, batches) in enumerate(data.items()):
             for measured in measure(name, index, batches, quantd):
