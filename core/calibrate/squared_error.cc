@@ -23,6 +23,8 @@ class UniformNumbers {
   UniformNumbers(double first, int64_t last, double scale)
       : first_(first), last_(last), scale_(scale) {}
 
+  // Of the nearest number, which is not before `from`.
+  int64_t IndexFrom(int64_t /*from*/, double x) const { return Index(x); }
   // Of the nearest number.
   int64_t Index(double x) const {
     const double index = x / scale_ - first_ + 0.5;
@@ -64,11 +66,12 @@ class ListedNumbers {
   ListedNumbers(const CodeNumbers& numbers, double scale)
       : levels_(numbers.levels), middles_(numbers.middles), scale_(scale) {}
 
-  int64_t Index(double x) const {
-    return std::upper_bound(
-               middles_.begin(), middles_.end(), x,
-               [this](double a, double b) { return a < b * scale_; }) -
-           middles_.begin();
+  // There are few: from one element to the next it is not far.
+  int64_t IndexFrom(int64_t from, double x) const {
+    while (from < last() && middles_[static_cast<size_t>(from)] * scale_ <= x) {
+      ++from;
+    }
+    return from;
   }
   double Value(int64_t j) const {
     return levels_[static_cast<size_t>(j)] * scale_;
@@ -173,7 +176,8 @@ SquaredError SumMass(const Numbers& numbers, int64_t first, int64_t last,
                    (2 * half_width);
     // A density too narrow for the difference is as good as a point.
     if (!(half_width > 0x1p-20 * numbers.LargestStep())) {
-      const double rest = mass.mean - numbers.Value(numbers.Index(mass.mean));
+      const double rest =
+          mass.mean - numbers.Value(numbers.IndexFrom(first, mass.mean));
       sum.estimate = mass.count * rest * rest;
     }
   }
@@ -187,9 +191,11 @@ template <typename Numbers>
 SquaredError BoundAll(const Numbers& numbers,
                       const Distribution& distribution) {
   SquaredError sum;
+  int64_t first = 0;
   for (const Mass& mass : distribution.masses()) {
+    first = numbers.IndexFrom(first, mass.low);
     const SquaredError part = SumMass</*kHasBounds=*/true>(
-        numbers, numbers.Index(mass.low), numbers.Index(mass.high), mass);
+        numbers, first, numbers.IndexFrom(first, mass.high), mass);
     sum.low += part.low;
     sum.estimate += part.estimate;
     sum.high += part.high;
@@ -202,8 +208,9 @@ double EstimateAll(const Numbers& numbers, const Distribution& distribution,
                    double limit) {
   const auto masses = distribution.masses();
   double sum = 0;
+  int64_t j = 0;
   for (size_t i = 0; i < masses.size() && !(sum > limit);) {
-    const int64_t j = numbers.Index(masses[i].low);
+    j = numbers.IndexFrom(j, masses[i].low);
     const double upper =
         j == numbers.last() ? kInfinity : numbers.Boundary(j + 1);
     if (masses[i].high <= upper) {
@@ -212,7 +219,7 @@ double EstimateAll(const Numbers& numbers, const Distribution& distribution,
       i = end;
     } else {
       // Index may round otherwise than the boundary.
-      const int64_t last = std::max(j, numbers.Index(masses[i].high));
+      const int64_t last = std::max(j, numbers.IndexFrom(j, masses[i].high));
       sum +=
           SumMass</*kHasBounds=*/false>(numbers, j, last, masses[i]).estimate;
       ++i;
