@@ -18,6 +18,7 @@
 #include "core/statistics/histogram.h"
 #include "core/statistics/statistics_state.h"
 #include "quantd/v1/quantization_service.pb.h"
+#include "server/guard/memory_budget.h"
 #include "server/rpc/stored_calibration.h"
 #include "server/rpc/stream_rpcs.h"
 #include "server/rpc/tensor_input.h"
@@ -34,6 +35,8 @@ constexpr double kDefaultAveragingConstant = 0.01;
 // The statistics of the tensor, what they are merged into, and the result as
 // it is stored.
 constexpr int kContributionCopies = 3;
+// All contributions, and the same at the granularity of a spec.
+constexpr int kCalibrationCopies = 2;
 
 // A contribution of a header, checked.
 struct CheckedContribution {
@@ -134,7 +137,11 @@ class CalibrateJob final : public TensorJob {
                               accumulator_->Take()},
         contribution.averaging_constant);
     if (!outcome.ok()) {
-      return core::WithField(outcome.status(), "header.contribution");
+      // Neither an unavailable store nor a corrupt row is the request's fault.
+      const bool at_fault = absl::IsFailedPrecondition(outcome.status()) ||
+                            absl::IsResourceExhausted(outcome.status());
+      return at_fault ? core::WithField(outcome.status(), "header.contribution")
+                      : outcome.status();
     }
     summary_.mutable_contribution()->set_sequence(outcome->sequence);
     summary_.mutable_contribution()->set_duplicate(outcome->duplicate);
@@ -145,6 +152,11 @@ class CalibrateJob final : public TensorJob {
     absl::StatusOr<StoredStatistics> stored =
         env_.statistics->GetStatistics(task_.key);
     if (!stored.ok()) return stored.status();
+    absl::StatusOr<MemoryBudget::Lease> lease = env_.budget->Acquire(
+        kCalibrationCopies * stored->state.statistics.memory_bytes(),
+        "send it again, which counts it once, or compute the encoding later");
+    if (!lease.ok()) return lease.status();
+    stored_lease_ = *std::move(lease);
     stored_ = *std::move(stored);
     step_ = Step::kCalibrate;
     return absl::OkStatus();
@@ -191,6 +203,7 @@ class CalibrateJob final : public TensorJob {
   v1::CalibrateSummary summary_;
   // Of all contributions, with a spec.
   StoredStatistics stored_;
+  MemoryBudget::Lease stored_lease_;
   std::shared_ptr<const core::Encoding> encoding_;
 };
 

@@ -12,6 +12,11 @@
 #include "server/wire/names.h"
 
 namespace quantd::server {
+namespace {
+
+constexpr char kWayOut[] = "try again when fewer calls are under way";
+
+}  // namespace
 
 absl::Status RevisionStatistics::Open(const std::string& model,
                                       const std::string& revision) {
@@ -30,6 +35,12 @@ absl::Status RevisionStatistics::Open(const std::string& model,
             model_, revision_, entries_.empty() ? "" : entries_.back().tensor,
             kPageSize);
     if (!page.ok()) return page.status();
+    int64_t bytes = entries_lease_.bytes();
+    for (const StatisticsListEntry& entry : *page) {
+      bytes += static_cast<int64_t>(sizeof(entry) + entry.tensor.size());
+    }
+    absl::Status status = env_.budget->Grow(&entries_lease_, bytes, kWayOut);
+    if (!status.ok()) return status;
     const bool last = page->size() < kPageSize;
     entries_.insert(entries_.end(), std::make_move_iterator(page->begin()),
                     std::make_move_iterator(page->end()));
@@ -47,7 +58,6 @@ EncodingKey RevisionStatistics::KeyOf(const StatisticsListEntry& entry) const {
 
 absl::Status RevisionStatistics::Load(const StatisticsListEntry& entry,
                                       StoredStatistics* stored) {
-  constexpr char kWayOut[] = "try again when fewer calls are under way";
   // A bin takes about four times as much as its varints.
   constexpr int64_t kMemoryPerStoredByte = 4;
   Unload();

@@ -38,7 +38,8 @@ class RevisionStatistics {
   explicit RevisionStatistics(const RpcEnvironment& env) : env_(env) {}
 
   // Checks the names and lists all tensors, in order of name.
-  // Errors: NAME_INVALID; STATISTICS_NOT_FOUND when there is none.
+  // Errors: NAME_INVALID; STATISTICS_NOT_FOUND when there is none;
+  // MEMORY_BUDGET.
   absl::Status Open(const std::string& model, const std::string& revision);
 
   std::vector<StatisticsListEntry>& entries() { return entries_; }
@@ -56,6 +57,8 @@ class RevisionStatistics {
   std::string model_;
   std::string revision_;
   std::vector<StatisticsListEntry> entries_;
+  // What entries_ take, and what was loaded.
+  MemoryBudget::Lease entries_lease_;
   MemoryBudget::Lease lease_;
 };
 
