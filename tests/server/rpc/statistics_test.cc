@@ -510,6 +510,49 @@ TEST_F(StatisticsRpcTest, ADrainingServerEndsASweepBetweenTensors) {
   EXPECT_LT(count, kTensors);
 }
 
+server::ServerOptions ShortIdleTimeout() {
+  server::ServerOptions options;
+  options.limits.idle_timeout = absl::Milliseconds(300);
+  return options;
+}
+
+class ShortIdleTimeoutTest : public StatisticsRpcTest {
+ protected:
+  ShortIdleTimeoutTest() : StatisticsRpcTest(ShortIdleTimeout()) {}
+};
+
+TEST_F(ShortIdleTimeoutTest, ASweepThatNobodyReadsIsEnded) {
+  constexpr int kTensors = 100;
+  for (int i = 0; i < kTensors; ++i) {
+    Contribute(absl::StrCat("t", i), {1, 2, 3});
+  }
+  v1::SweepRequest request;
+  request.set_model(kModel);
+  // Answers of half a megabyte in all, and a client that takes no more than the
+  // first 64 KiB before it reads.
+  for (int i = 0; i < 64; ++i) {
+    *request.add_specs() = Spec(v1::NUMBER_FORMAT_INT8);
+  }
+  const auto handled = [this] {
+    return MetricValue(server_.metrics(), "grpc_server_handled_total");
+  };
+  EXPECT_TRUE(
+      PollUntil(absl::Seconds(20), [&] { return handled() == kTensors; }));
+  grpc::ChannelArguments arguments;
+  arguments.SetInt(GRPC_ARG_HTTP2_BDP_PROBE, 0);
+  const auto stub = v1::EncodingService::NewStub(grpc::CreateCustomChannel(
+      server_.address(), grpc::InsecureChannelCredentials(), arguments));
+  grpc::ClientContext context;
+  const auto stream = stub->Sweep(&context, request);
+  EXPECT_TRUE(
+      PollUntil(absl::Seconds(20), [&] { return handled() == kTensors + 1; }));
+  v1::SweepResponse response;
+  int count = 0;
+  while (stream->Read(&response)) ++count;
+  EXPECT_LT(count, kTensors);
+  EXPECT_FALSE(stream->Finish().ok());
+}
+
 server::ServerOptions SmallBudget() {
   server::ServerOptions options;
   options.limits.memory_budget_bytes = int64_t{2} << 20;
