@@ -258,6 +258,7 @@ TEST_F(ConfigTest, NamesFlagExpectationAndValue) {
            {"tensor-bytes", {"0"}, "a size from"},
            {"scale-count", {"0", "1KiB"}, "a whole number from"},
            {"metrics-count", {"-5"}, "a whole number from"},
+           {"statistics-limit", {"0", "1GiB"}, "a size from 1KiB to 512MiB"},
            {"memory-budget-bytes", {"0"}, "a size from"},
            {"memory-wait", {"2m"}, "a duration from 0 to 1m"},
            {"response-chunk-bytes", {"1"}, "a size from"},
