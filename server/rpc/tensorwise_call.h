@@ -33,16 +33,17 @@ class TensorwiseCall : public grpc::ServerWriteReactor<Response>,
                  grpc::CallbackServerContext* context)
       : env_(env), rpc_(rpc), registry_(registry), context_(context) {
     env_.metrics->RpcStarted(rpc_);
-    registry_->Enter(this);
   }
 
   // To be called once, when the object is complete.
   void Begin() {
+    registry_->Enter(this);
     env_.store_pool->Schedule([this] { LoadStep(); });
   }
 
   void OnWriteDone(bool ok) final {
-    write_start_ns_.store(0);
+    // The exchange also hands the next step what the last one has written.
+    write_start_ns_.exchange(0);
     if (!ok) return End(absl::CancelledError());
     env_.store_pool->Schedule([this] { LoadStep(); });
   }
