@@ -24,6 +24,7 @@
 #include "client/cpp/errors.h"
 #include "client/cpp/retrying_stream.h"
 #include "client/cpp/tensor_stream.h"
+#include "grpc/grpc.h"
 #include "grpcpp/channel.h"
 #include "grpcpp/client_context.h"
 #include "grpcpp/create_channel.h"
@@ -157,6 +158,16 @@ class ResponseReader final : public grpc::ClientReadReactor<Response> {
   grpc::Status status_ ABSL_GUARDED_BY(mutex_);
 };
 
+// Otherwise the end of the last client shuts gRPC down, which may wait 10 s for
+// a poll of its own to end.
+void KeepGrpcRunning() {
+  static const bool is_kept = [] {
+    grpc_init();
+    return true;
+  }();
+  static_cast<void>(is_kept);
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Client>> Client::Connect(ClientOptions options) {
@@ -180,6 +191,7 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(ClientOptions options) {
   if (options.credentials == nullptr) {
     options.credentials = grpc::InsecureChannelCredentials();
   }
+  KeepGrpcRunning();
   grpc::ChannelArguments arguments;
   arguments.SetMaxReceiveMessageSize(kMaxReceiveBytes);
   // A connection per client: that is what several clients are for.

@@ -72,7 +72,7 @@ class RetryingStream {
   const std::string method_;
   const ClientOptions options_;
   absl::BitGen random_;
-  std::shared_ptr<StreamCall> call_;
+  std::unique_ptr<StreamCall> call_;
   std::deque<Pending> pending_;
   // Calls that broke one after another without any answer.
   int broken_count_ = 0;

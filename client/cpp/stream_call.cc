@@ -17,13 +17,12 @@
 
 namespace quantd::internal {
 
-std::shared_ptr<StreamCall> StreamCall::Start(
+std::unique_ptr<StreamCall> StreamCall::Start(
     const std::shared_ptr<grpc::Channel>& channel, const std::string& method,
     int64_t chunk_bytes) {
-  const std::shared_ptr<StreamCall> call(new StreamCall(chunk_bytes));
+  std::unique_ptr<StreamCall> call(new StreamCall(chunk_bytes));
   {
     absl::MutexLock lock(&call->mutex_);
-    call->self_ = call;
     call->last_progress_ = absl::Now();
   }
   grpc::GenericStub stub(channel);
@@ -34,6 +33,8 @@ std::shared_ptr<StreamCall> StreamCall::Start(
   call->StartCall();
   return call;
 }
+
+StreamCall::~StreamCall() { Cancel(); }
 
 uint64_t StreamCall::Enqueue(Exchange* exchange, bool is_last) {
   Step step;
@@ -149,10 +150,7 @@ void StreamCall::OnWriteSideDone(bool ok) {
 }
 
 void StreamCall::OnDone(const grpc::Status& status) {
-  // Goes last, after the lock: it may be the only owner.
-  std::shared_ptr<StreamCall> self;
   absl::MutexLock lock(&mutex_);
-  self = std::move(self_);
   grpc_status_ = status;
   finished_ = true;
 }

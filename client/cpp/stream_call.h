@@ -25,14 +25,19 @@ namespace quantd::internal {
 // Reads and writes at once on gRPC's threads, with one message of at most
 // chunk_bytes of payload in flight each way, so that neither side can block
 // the other. A call that failed may refer to its last payload until it is
-// destroyed. Thread-safe.
+// destroyed, which waits until gRPC is done with it: the last reference to a
+// channel must not go on one of gRPC's threads, which it would wait for.
+// Thread-safe.
 class StreamCall final
     : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> {
  public:
   // Starts the call of e.g. "/quantd.v1.QuantizationService/Quantize".
-  static std::shared_ptr<StreamCall> Start(
+  static std::unique_ptr<StreamCall> Start(
       const std::shared_ptr<grpc::Channel>& channel, const std::string& method,
       int64_t chunk_bytes);
+
+  // Cancels the call unless it has finished.
+  ~StreamCall() override;
 
   // Queues an exchange, which must live until it is answered or the call has
   // finished. Returns its number. With `is_last` no other may follow.
@@ -110,8 +115,6 @@ class StreamCall final
   absl::Time last_progress_ ABSL_GUARDED_BY(mutex_);
   grpc::Status grpc_status_ ABSL_GUARDED_BY(mutex_);
   absl::Status protocol_status_ ABSL_GUARDED_BY(mutex_);
-  // Keeps the call alive until OnDone has returned.
-  std::shared_ptr<StreamCall> self_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace quantd::internal

@@ -25,7 +25,6 @@ class LinearBins {
       : low_(low),
         width_(width),
         bins_(bins),
-        total_(static_cast<double>(histogram.count())),
         count_(static_cast<size_t>(bins) + 1),
         x_log_x_(count_.size()),
         filled_(count_.size()) {
@@ -33,6 +32,8 @@ class LinearBins {
       const BinEdges edges = HistogramBinEdges(key, histogram.mantissa_bits());
       // What all elements of the bin are when they are cut.
       const double cut = edges.base;
+      if (cut == 0) return;
+      total_ += static_cast<double>(bin.count);
       count_[static_cast<size_t>(BinOf(of_magnitudes ? std::fabs(cut) : cut)) +
              1] += static_cast<double>(bin.count);
     });
@@ -52,6 +53,8 @@ class LinearBins {
     return Clamped(std::ceil(Position(x)), 1, bins_);
   }
   int64_t bins() const { return bins_; }
+  // Elements in all bins.
+  double total() const { return total_; }
 
   // The divergence with bins [first, last) in p and q.
   double Divergence(const EntropyLevels& levels, int64_t first,
@@ -74,7 +77,7 @@ class LinearBins {
   const double low_;
   const double width_;
   const int64_t bins_;
-  const double total_;
+  double total_ = 0;
   // [bins + 1] each: sums over the bins before.
   std::vector<double> count_;
   std::vector<double> x_log_x_;
@@ -201,6 +204,7 @@ Range EntropyRange(const Histogram& histogram, const EntropyLevels& levels,
   }
   const LinearBins linear(histogram, levels.of_magnitudes, span.low,
                           span.high - span.low, bin_count);
+  if (linear.total() == 0) return whole;
   Range best = whole;
   double least = std::numeric_limits<double>::infinity();
   const double from = std::clamp(0.0, span.low, span.high);

@@ -39,8 +39,9 @@ double PortableLog(double x);
 // Of the ranges k / steps of the whole one, 1 <= k <= steps, measured from zero
 // or from the end that is nearest to it, that with the
 // least Kullback-Leibler divergence sum p log(p / q). Elements are cut to the
-// 9 + m bits of their key and counted in linear bins over the whole range, from
-// which
+// 9 + m bits of their key and counted in linear bins over the whole range;
+// those that are then zero are left out, since every range keeps them, and as
+// many as a ReLU makes would outweigh all others. From these bins
 //
 //   p  has the bins that begin within the range; what lies outside of it is
 //      added to the bin at its end;

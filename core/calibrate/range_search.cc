@@ -56,7 +56,8 @@ class Search {
     const double limit = error_ / std::min(gamma_, 1.0);
     const double error =
         ErrorUnder(*scale, numbers_, distribution_, gamma_, limit);
-    if (!(error < error_)) return false;
+    // All of them may be beyond float64: then the first is as good as any.
+    if (best_.has_value() && !(error < error_)) return false;
     error_ = error;
     best_ = range;
     return true;

@@ -80,6 +80,7 @@ Candidates TryAll(const Sample& sample, int mantissa_bits, int64_t levels,
   };
   for (const double x : sample.x) {
     const double cut = Cut(of_magnitudes ? std::fabs(x) : x, mantissa_bits);
+    if (cut == 0) continue;
     ++counts[std::clamp(static_cast<int>(std::floor(position(cut))), 0,
                         bins - 1)];
   }
@@ -159,6 +160,26 @@ TEST(EntropyTest, IsNoWorseThanTryingAllRangesOnTheCutElements) {
   }
   // The test means little where the whole range always wins.
   EXPECT_GT(narrower, rounds / 10);
+}
+
+TEST(EntropyTest, IsNotMovedByZeros) {
+  std::mt19937 random(3);
+  std::vector<double> values = Draw(Shape::kNormal, 5000, &random);
+  for (double& x : values) x = std::fabs(x);
+  std::vector<double> with_zeros = values;
+  with_zeros.resize(4 * values.size(), 0.0);
+  for (const char* format : {"uint8", "int8", "uint4", "float8_e4m3fn"}) {
+    EncodingSpec spec = Spec(format);
+    spec.method = CalibrationMethod::kEntropy;
+    const Sample sparse(ElementType::kFloat32, with_zeros, 7);
+    const Sample dense(ElementType::kFloat32, values, 7);
+    const auto of_sparse =
+        Calibrate(spec, sparse.layout, sparse.statistics, {}, nullptr);
+    const auto of_dense =
+        Calibrate(spec, dense.layout, dense.statistics, {}, nullptr);
+    ASSERT_TRUE(of_sparse.ok() && of_dense.ok());
+    EXPECT_EQ(of_sparse->encoding.scale, of_dense->encoding.scale) << format;
+  }
 }
 
 TEST(EntropyTest, CutsOutliersOff) {
