@@ -242,9 +242,73 @@ TEST(RangeSearchTest, TriesPowersOfTwoAloneWhereScalesAre) {
 }
 
 TEST(RangeSearchTest, LeavesZeroOutWhereTheSpecDoes) {
-  const std::vector<double> values = {1, 3, -1.5, 0.25, -3.9};
-  for (const double size : {1.0, 1e30}) {
-    std::vector<double> x = values;
+  std::mt19937 random(5);
+  std::normal_distribution<double> normal(0, 1);
+  std::vector<double> values;
+  for (int i = 0; i < 5000; ++i) values.push_back(50 + normal(random));
+  values.push_back(80);
+  const Sample sample(ElementType::kFloat32, values, 10);
+  EncodingSpec spec = Spec("uint8");
+  spec.exclude_zero = true;
+  spec.method = CalibrationMethod::kMse;
+  const auto searched =
+      Calibrate(spec, sample.layout, sample.statistics, {}, nullptr);
+  spec.method = CalibrationMethod::kMinMax;
+  const auto whole =
+      Calibrate(spec, sample.layout, sample.statistics, {}, nullptr);
+  ASSERT_TRUE(searched.ok() && whole.ok());
+  EXPECT_LT(searched->encoding.zero_point[0], 0);
+  EXPECT_LE(NaiveSquaredError(sample, searched->encoding).squared,
+            NaiveSquaredError(sample, whole->encoding).squared);
+}
+
+TEST(RangeSearchTest, BestOfIsNoWorseThanEachOfItsMethods) {
+  std::mt19937 random(6);
+  for (int round = 0; round < 80; ++round) {
+    const Sample sample(ElementType::kFloat32,
+                        Draw(kAllShapes[round % 8], 64 * 20, &random), 5,
+                        {20, 64}, {1, 0});
+    EncodingSpec spec = Spec(round % 2 ? "int4" : "uint8");
+    spec.block_size = {1, 0};
+    spec.objective = round % 3 ? Objective::kMse : Objective::kSqnr;
+    spec.methods = {CalibrationMethod::kMinMax, CalibrationMethod::kPercentile,
+                    CalibrationMethod::kEntropy, CalibrationMethod::kSqnr};
+    spec.tail_fraction = 0.05;
+    const std::vector<CalibrationMethod> methods = spec.methods;
+    spec.method = CalibrationMethod::kBestOf;
+    const auto best =
+        Calibrate(spec, sample.layout, sample.statistics, {}, nullptr);
+    ASSERT_TRUE(best.ok()) << best.status();
+    spec.methods.clear();
+    std::vector<Encoding> encodings;
+    for (const CalibrationMethod method : methods) {
+      spec.method = method;
+      const auto one =
+          Calibrate(spec, sample.layout, sample.statistics, {}, nullptr);
+      ASSERT_TRUE(one.ok());
+      if (spec.objective == Objective::kMse) {
+        EXPECT_LE(best->prediction->squared_error,
+                  one->prediction->squared_error * (1 + 1e-9));
+      }
+      encodings.push_back(one->encoding);
+    }
+    // Each scale index takes that of one of the methods.
+    for (size_t i = 0; i < 20; ++i) {
+      EXPECT_TRUE(std::any_of(
+          encodings.begin(), encodings.end(), [&](const Encoding& encoding) {
+            return encoding.scale[i] == best->encoding.scale[i];
+          }));
+    }
+  }
+}
+
+TEST(RangeSearchTest, TakesARangeWhereEveryErrorIsBeyondFloat64) {
+  // The rule FLOOR clips -3.9 under all of its scales.
+  EncodingSpec spec = Spec("mxfp4_e2m1");
+  spec.method = CalibrationMethod::kSqnr;
+  spec.gamma = std::numeric_limits<double>::max();
+  for (const double size : {1.0, 0x1p100}) {
+    std::vector<double> x = {1, 3, -1.5, 0.25, -3.9};
     for (double& value : x) value *= size;
     const Sample sample(ElementType::kFloat32, x, 3);
     const auto calibration =
