@@ -128,8 +128,9 @@ void CheckEncodes(const NaiveFloat& naive, ElementType type,
   std::vector<uint8_t> unsaturated(count);
   int64_t clipped = 0;
   for (int64_t i = 0; i < count; ++i) {
+    // Quantizing makes +0 of -0.
     const BruteForce::Result result =
-        brute_force.Encode(NaiveReal(type, reals.data(), i));
+        brute_force.Encode(NaiveReal(type, reals.data(), i) + 0.0);
     saturated[i] = result.saturated;
     unsaturated[i] = result.unsaturated;
     clipped += result.is_clipped;
