@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "core/calibrate/range_scaler.h"
@@ -16,31 +17,59 @@ namespace {
 
 double XLogX(double x) { return x > 0 ? x * PortableLog(x) : 0; }
 
-// Counts in linear bins, and running sums over them.
+// Which level bin t of a range lies in; t must not fall.
+class LevelCursor {
+ public:
+  // `size`  bins of the range.
+  LevelCursor(const EntropyLevels& levels, int64_t size)
+      : levels_(levels), size_(size) {}
+
+  int64_t At(int64_t t) {
+    if (levels_.count != 0) return t * levels_.count / size_;
+    while (level_ < levels_.boundaries.size() && t >= End(level_)) ++level_;
+    return static_cast<int64_t>(level_);
+  }
+
+ private:
+  // The first bin whose middle is past the level.
+  int64_t End(size_t level) const {
+    return static_cast<int64_t>(std::ceil(
+        levels_.boundaries[level] * static_cast<double>(size_) - 0.5));
+  }
+
+  const EntropyLevels& levels_;
+  const int64_t size_;
+  size_t level_ = 0;
+};
+
+// Counts in those linear bins that have elements, and running sums over them:
+// time and memory follow what there is, not the number of bins or levels.
 class LinearBins {
  public:
   // `low` and `width` of all bins together.
   LinearBins(const Histogram& histogram, bool of_magnitudes, double low,
              double width, int64_t bins)
-      : low_(low),
-        width_(width),
-        bins_(bins),
-        count_(static_cast<size_t>(bins) + 1),
-        x_log_x_(count_.size()),
-        filled_(count_.size()) {
+      : low_(low), width_(width), bins_(bins) {
+    std::vector<std::pair<int64_t, double>> counts;
     histogram.ForEachBin([&](uint32_t key, const HistogramBin& bin) {
       const BinEdges edges = HistogramBinEdges(key, histogram.mantissa_bits());
       // What all elements of the bin are when they are cut.
       const double cut = edges.base;
       if (cut == 0) return;
-      total_ += static_cast<double>(bin.count);
-      count_[static_cast<size_t>(BinOf(of_magnitudes ? std::fabs(cut) : cut)) +
-             1] += static_cast<double>(bin.count);
+      counts.emplace_back(BinOf(of_magnitudes ? std::fabs(cut) : cut),
+                          static_cast<double>(bin.count));
     });
-    for (size_t t = 1; t < count_.size(); ++t) {
-      x_log_x_[t] = x_log_x_[t - 1] + XLogX(count_[t]);
-      filled_[t] = filled_[t - 1] + (count_[t] > 0);
-      count_[t] += count_[t - 1];
+    // Magnitudes come from both sides.
+    std::sort(counts.begin(), counts.end());
+    for (const auto& [t, count] : counts) {
+      if (bin_.empty() || bin_.back() != t) {
+        bin_.push_back(t);
+        count_.push_back(count_.back());
+      }
+      count_.back() += count;
+    }
+    for (size_t i = 0; i < bin_.size(); ++i) {
+      x_log_x_.push_back(x_log_x_[i] + XLogX(Count(i, i + 1)));
     }
   }
 
@@ -54,7 +83,7 @@ class LinearBins {
   }
   int64_t bins() const { return bins_; }
   // Elements in all bins.
-  double total() const { return total_; }
+  double total() const { return count_.back(); }
 
   // The divergence with bins [first, last) in p and q.
   double Divergence(const EntropyLevels& levels, int64_t first,
@@ -69,32 +98,40 @@ class LinearBins {
   double Position(double x) const {
     return (x - low_) * static_cast<double>(bins_) / width_;
   }
-  double Count(int64_t first, int64_t last) const {
-    return count_[static_cast<size_t>(last)] -
-           count_[static_cast<size_t>(first)];
+  // How many of bin_ come before bin t.
+  size_t Before(int64_t t) const {
+    return static_cast<size_t>(std::lower_bound(bin_.begin(), bin_.end(), t) -
+                               bin_.begin());
+  }
+  // Elements of bin_[begin] to bin_[end - 1].
+  double Count(size_t begin, size_t end) const {
+    return count_[end] - count_[begin];
   }
 
   const double low_;
   const double width_;
   const int64_t bins_;
-  double total_ = 0;
-  // [bins + 1] each: sums over the bins before.
-  std::vector<double> count_;
-  std::vector<double> x_log_x_;
-  std::vector<int32_t> filled_;
+  // Bins that have elements, ascending.
+  std::vector<int64_t> bin_;
+  // [bin_ + 1] each: sums over those before.
+  std::vector<double> count_ = {0};
+  std::vector<double> x_log_x_ = {0};
 };
 
 double LinearBins::Divergence(const EntropyLevels& levels, int64_t first,
                               int64_t last) const {
   const int64_t size = last - first;
-  const double below = Count(0, first);
-  const double above = Count(last, bins_);
-  const double first_count = Count(first, first + 1);
-  const double last_count = Count(last - 1, last);
+  const size_t begin = Before(first);
+  const size_t end = Before(last);
+  const double below = Count(0, begin);
+  const double above = Count(end, bin_.size());
+  const bool has_first = begin < end && bin_[begin] == first;
+  const bool has_last = begin < end && bin_[end - 1] == last - 1;
+  const double first_count = has_first ? Count(begin, begin + 1) : 0;
+  const double last_count = has_last ? Count(end - 1, end) : 0;
 
   // sum p log p, in counts.
-  double p_log_p = x_log_x_[static_cast<size_t>(last)] -
-                   x_log_x_[static_cast<size_t>(first)];
+  double p_log_p = x_log_x_[end] - x_log_x_[begin];
   if (size == 1) {
     p_log_p = XLogX(first_count + below + above);
   } else {
@@ -105,46 +142,42 @@ double LinearBins::Divergence(const EntropyLevels& levels, int64_t first,
   // sum p log q and sum q, in counts, level by level.
   double p_log_q = 0;
   double q_total = 0;
-  const int64_t level_count = levels.size();
-  int64_t begin = first;
-  for (int64_t level = 0; level < level_count && begin < last; ++level) {
-    int64_t end = last;
-    if (level + 1 < level_count) {
-      if (levels.count != 0) {
-        // The first bin t with floor(t * levels / size) > level.
-        end = first + ((level + 1) * size + level_count - 1) / level_count;
-      } else {
-        end = first + static_cast<int64_t>(std::ceil(
-                          levels.boundaries[static_cast<size_t>(level)] *
-                              static_cast<double>(size) -
-                          0.5));
-      }
-      end = std::clamp(end, begin, last);
-    }
-    if (end == begin) continue;
-    const double count = Count(begin, end);
+  const int64_t first_level = LevelCursor(levels, size).At(0);
+  const int64_t last_level = LevelCursor(levels, size).At(size - 1);
+  const auto add = [&](int64_t level, double count, int64_t filled) {
     double p = count;
-    int64_t filled =
-        filled_[static_cast<size_t>(end)] - filled_[static_cast<size_t>(begin)];
-    const bool is_one_bin = size == 1;
-    if (begin == first && below > 0) {
+    if (level == first_level && below > 0) {
       p += below;
-      filled += first_count == 0;
+      filled += !has_first;
     }
-    if (end == last && above > 0) {
+    if (level == last_level && above > 0) {
       p += above;
-      filled += last_count == 0 && !(is_one_bin && below > 0);
+      filled += !has_last && !(size == 1 && below > 0);
     }
-    if (filled > 0) {
-      constexpr double kHalf = 0.5;
-      const double q = count > 0 ? count : kHalf;
-      q_total += q;
-      p_log_q += p * PortableLog(q / static_cast<double>(filled));
-    }
-    begin = end;
+    constexpr double kHalf = 0.5;
+    const double q = count > 0 ? count : kHalf;
+    q_total += q;
+    p_log_q += p * PortableLog(q / static_cast<double>(filled));
+  };
+  // The levels at the ends also have what lies outside.
+  LevelCursor cursor(levels, size);
+  int64_t added = -1;
+  for (size_t i = begin; i < end;) {
+    const int64_t level = cursor.At(bin_[i] - first);
+    if (i == begin && level != first_level && below > 0) add(first_level, 0, 0);
+    size_t next = i + 1;
+    while (next < end && cursor.At(bin_[next] - first) == level) ++next;
+    add(level, Count(i, next), static_cast<int64_t>(next - i));
+    added = level;
+    i = next;
   }
-  return (p_log_p - p_log_q) / total_ +
-         (PortableLog(q_total) - PortableLog(total_));
+  if (begin == end && below > 0) {
+    add(first_level, 0, 0);
+    added = first_level;
+  }
+  if (added != last_level && above > 0) add(last_level, 0, 0);
+  return (p_log_p - p_log_q) / total() +
+         (PortableLog(q_total) - PortableLog(total()));
 }
 
 }  // namespace
