@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "gtest/gtest.h"
+#include "tests/core/evaluate/evaluate_test_util.h"
 #include "tests/core/kernel_test_util.h"
 
 namespace quantd::core {
@@ -23,23 +24,6 @@ std::vector<uint8_t> Interleave(ElementType type,
     pairs.insert(pairs.end(), &test[at], &test[at] + size);
   }
   return pairs;
-}
-
-// To the last bit.
-void ExpectSame(const ErrorSums& got, const ErrorSums& want) {
-  EXPECT_EQ(got.count, want.count);
-  EXPECT_EQ(got.non_finite, want.non_finite);
-  EXPECT_EQ(got.clipped_low, want.clipped_low);
-  EXPECT_EQ(got.clipped_high, want.clipped_high);
-  EXPECT_EQ(got.zero_flushed, want.zero_flushed);
-  EXPECT_EQ(got.squared_error, want.squared_error);
-  EXPECT_EQ(got.absolute_error, want.absolute_error);
-  EXPECT_EQ(got.relative_error, want.relative_error);
-  EXPECT_EQ(got.signal, want.signal);
-  EXPECT_EQ(got.reconstructed, want.reconstructed);
-  EXPECT_EQ(got.product, want.product);
-  EXPECT_EQ(got.max_absolute_error, want.max_absolute_error);
-  EXPECT_EQ(got.max_relative_error, want.max_relative_error);
 }
 
 // Leaves of 1,024, element k in lane k mod 16, the tree, leaves in order.
