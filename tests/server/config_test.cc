@@ -5,7 +5,6 @@
 
 #include <cstdint>
 #include <cstdlib>
-#include <filesystem>
 #include <fstream>
 #include <string>
 #include <vector>
@@ -17,6 +16,7 @@
 #include "absl/strings/str_replace.h"
 #include "absl/time/time.h"
 #include "core/errors.h"
+#include "tests/support/temporary_directory.h"
 
 namespace quantd::server {
 namespace {
@@ -27,16 +27,11 @@ using ::testing::HasSubstr;
 using ::testing::Not;
 using ::testing::StartsWith;
 
-class ConfigTest : public testing::Test {
+class ConfigTest : public ::testing::Test {
  protected:
-  ConfigTest() {
-    std::string pattern = testing::TempDir() + "/quantd-config-XXXXXX";
-    directory_ = mkdtemp(pattern.data());
-    Set("XDG_STATE_HOME", "/state");
-  }
+  ConfigTest() { Set("XDG_STATE_HOME", "/state"); }
   ~ConfigTest() override {
     for (const std::string& name : variables_) unsetenv(name.c_str());
-    std::filesystem::remove_all(directory_);
   }
 
   void Set(const std::string& name, const std::string& value) {
@@ -46,7 +41,7 @@ class ConfigTest : public testing::Test {
 
   // The path of a new file with that text.
   std::string File(const std::string& text) {
-    const std::string path = directory_ + "/quantd.toml";
+    const std::string path = directory_.File("quantd.toml");
     std::ofstream(path) << text;
     return path;
   }
@@ -75,7 +70,7 @@ class ConfigTest : public testing::Test {
     return std::string(status.message());
   }
 
-  std::string directory_;
+  const testing::TemporaryDirectory directory_;
   std::vector<std::string> variables_;
 };
 
@@ -192,9 +187,9 @@ TEST_F(ConfigTest, ReadsAFile) {
 }
 
 TEST_F(ConfigTest, RefusesBadFiles) {
-  EXPECT_THAT(Error({"--config", directory_ + "/none"}),
+  EXPECT_THAT(Error({"--config", directory_.File("none")}),
               HasSubstr("expected a file that can be read"));
-  EXPECT_THAT(Error({"--config", directory_}),
+  EXPECT_THAT(Error({"--config", directory_.path()}),
               HasSubstr("expected a file that can be read"));
   EXPECT_THAT(Error({"--config", File("thread = 5\n")}),
               HasSubstr("got \"thread\""));

@@ -1,14 +1,11 @@
 #include "tests/support/test_server.h"
 
 #include <cstdlib>
-#include <filesystem>
 #include <memory>
 #include <string>
-#include <system_error>
 #include <utility>
 
 #include "absl/status/statusor.h"
-#include "absl/strings/str_cat.h"
 #include "grpcpp/grpcpp.h"
 #include "gtest/gtest.h"
 #include "server/store/metering_statistics_store.h"
@@ -31,20 +28,9 @@ T ValueOrDie(absl::StatusOr<T> value) {
 
 }  // namespace
 
-TemporaryDirectory::TemporaryDirectory() {
-  std::string path = absl::StrCat(::testing::TempDir(), "/quantd-XXXXXX");
-  if (mkdtemp(path.data()) == nullptr) std::abort();
-  path_ = path;
-}
-
-TemporaryDirectory::~TemporaryDirectory() {
-  std::error_code ignored;
-  std::filesystem::remove_all(path_, ignored);
-}
-
 TestServer::TestServer(server::ServerOptions options) {
-  const std::shared_ptr<server::SqliteDatabase> database = ValueOrDie(
-      server::SqliteDatabase::Open(directory_.path() + "/encodings.db"));
+  const std::shared_ptr<server::SqliteDatabase> database =
+      ValueOrDie(server::SqliteDatabase::Open(directory_.File("encodings.db")));
   store_ = std::make_unique<server::SqliteEncodingStore>(database);
   statistics_ = std::make_unique<server::MeteringStatisticsStore>(
       std::make_unique<server::SqliteStatisticsStore>(

@@ -13,19 +13,9 @@
 #include "server/quantd_server.h"
 #include "server/store/encoding_store.h"
 #include "server/store/statistics_store.h"
+#include "tests/support/temporary_directory.h"
 
 namespace quantd::testing {
-
-// A directory that goes away with the object.
-class TemporaryDirectory {
- public:
-  TemporaryDirectory();
-  ~TemporaryDirectory();
-  const std::string& path() const { return path_; }
-
- private:
-  std::string path_;
-};
 
 class TestServer {
  public:

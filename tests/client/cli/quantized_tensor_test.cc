@@ -1,21 +1,17 @@
 #include "client/cli/quantized_tensor.h"
 
-#include <unistd.h>
-
 #include <cstdint>
 #include <string>
 #include <vector>
 
-#include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
+#include "tests/support/temporary_directory.h"
 
 namespace quantd::cli {
 namespace {
 
-class QuantizedTensorTest : public testing::Test {
+class QuantizedTensorTest : public ::testing::Test {
  protected:
-  ~QuantizedTensorTest() override { unlink(path_.c_str()); }
-
   // Writes one tensor "w" and reads it again.
   QuantizedTensor RoundTrip(const std::vector<int64_t>& shape,
                             const Encoding& encoding,
@@ -37,8 +33,8 @@ class QuantizedTensorTest : public testing::Test {
     return input_->Find(name)->dtype;
   }
 
-  const std::string path_ = absl::StrCat(
-      testing::TempDir(), "/quantized_tensor_", getpid(), ".safetensors");
+  const testing::TemporaryDirectory directory_;
+  const std::string path_ = directory_.File("quantized.safetensors");
   std::optional<TensorInput> input_;
   uint64_t size_bytes_ = 0;
 };

@@ -7,6 +7,7 @@
 
 #include "absl/status/statusor.h"
 #include "gtest/gtest.h"
+#include "tests/support/temporary_directory.h"
 
 namespace quantd::cli {
 namespace {
@@ -179,7 +180,8 @@ TEST(SpecSyntaxTest, TheFirstPatternThatMatchesCounts) {
 }
 
 TEST(SpecSyntaxTest, SpecsComeFromAFile) {
-  const std::string path = testing::TempDir() + "/specs.txt";
+  const testing::TemporaryDirectory directory;
+  const std::string path = directory.File("specs.txt");
   std::ofstream(path) << "a.weight=int4:group:32\n\n  b*=nf4 \n";
   SpecSet set;
   bool has_base = false;
@@ -198,7 +200,8 @@ TEST(SpecSyntaxTest, SpecsComeFromAFile) {
 TEST(SpecSyntaxTest, CodebooksAreListsOrFiles) {
   using Codebook = std::vector<float>;
   EXPECT_EQ(ParseCodebook("-1,0,0.5,1").value(), (Codebook{-1, 0, 0.5f, 1}));
-  const std::string path = testing::TempDir() + "/codebook.json";
+  const testing::TemporaryDirectory directory;
+  const std::string path = directory.File("codebook.json");
   std::ofstream(path) << "[-1,\n 0.25,\n 1]\n";
   EXPECT_EQ(ParseCodebook(path).value(), (Codebook{-1, 0.25f, 1}));
   EXPECT_FALSE(ParseCodebook("/nowhere").ok());

@@ -1,7 +1,5 @@
 #include "client/cpp/client.h"
 
-#include <unistd.h>
-
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -18,6 +16,7 @@
 #include "client/cpp/tensor.h"
 #include "gtest/gtest.h"
 #include "tests/client/cpp/fake_service.h"
+#include "tests/support/temporary_directory.h"
 
 namespace quantd {
 namespace {
@@ -58,7 +57,7 @@ std::vector<uint8_t> ToVector(absl::Span<const uint8_t> bytes) {
   return std::vector<uint8_t>(bytes.begin(), bytes.end());
 }
 
-class ClientTest : public testing::Test {
+class ClientTest : public ::testing::Test {
  protected:
   std::unique_ptr<Client> Connect(const std::string& target) {
     ClientOptions options;
@@ -274,8 +273,9 @@ TEST_F(ClientTest, EndsACallThatDoesNotGoOn) {
 }
 
 TEST_F(ClientTest, WorksOverAUnixSocket) {
+  const testing::TemporaryDirectory directory;
   const std::string socket =
-      absl::StrCat("unix:", testing::TempDir(), "/quantd-", getpid(), ".sock");
+      absl::StrCat("unix:", directory.File("quantd.sock"));
   FakeServer server(socket);
   const std::vector<float> values = Ramp(300'000);
   const absl::StatusOr<QuantizeResult> result =

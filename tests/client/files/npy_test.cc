@@ -1,7 +1,5 @@
 #include "client/files/npy.h"
 
-#include <unistd.h>
-
 #include <cstdint>
 #include <fstream>
 #include <string>
@@ -12,19 +10,26 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
+#include "tests/support/temporary_directory.h"
 
 namespace quantd::files {
 namespace {
 
-std::string TempPath(const std::string& name) {
-  return absl::StrCat(testing::TempDir(), "/", getpid(), "-", name);
-}
+class NpyTest : public ::testing::Test {
+ protected:
+  std::string TempPath(const std::string& name) const {
+    return directory_.File(name);
+  }
+  std::string WriteFile(const std::string& name,
+                        const std::string& bytes) const {
+    const std::string path = TempPath(name);
+    std::ofstream(path, std::ios::binary) << bytes;
+    return path;
+  }
 
-std::string WriteFile(const std::string& name, const std::string& bytes) {
-  const std::string path = TempPath(name);
-  std::ofstream(path, std::ios::binary) << bytes;
-  return path;
-}
+ private:
+  const testing::TemporaryDirectory directory_;
+};
 
 std::string ReadFile(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
@@ -47,7 +52,7 @@ std::string Header(const std::string& descr, const std::string& order,
                       ", 'shape': ", shape, ", }\n");
 }
 
-TEST(NpyTest, ReadsBackWhatItWrote) {
+TEST_F(NpyTest, ReadsBackWhatItWrote) {
   const std::vector<std::vector<int64_t>> shapes = {
       {}, {0}, {5}, {2, 3}, {1, 2, 3, 4}};
   for (const Dtype dtype :
@@ -77,7 +82,7 @@ TEST(NpyTest, ReadsBackWhatItWrote) {
 }
 
 // What numpy.save writes for numpy.arange(3, dtype='<f4'), byte for byte.
-TEST(NpyTest, WritesTheBytesThatNumpyWrites) {
+TEST_F(NpyTest, WritesTheBytesThatNumpyWrites) {
   const std::string path = TempPath("same.npy");
   const std::vector<uint8_t> data(12, 'd');
   ASSERT_TRUE(WriteNpy(path, Dtype::kF32, {3}, data).ok());
@@ -87,13 +92,13 @@ TEST(NpyTest, WritesTheBytesThatNumpyWrites) {
   EXPECT_EQ(ReadFile(path), Npy(1, header + "\n", 12));
 }
 
-TEST(NpyTest, HasNoBfloat16) {
+TEST_F(NpyTest, HasNoBfloat16) {
   EXPECT_TRUE(absl::IsUnimplemented(
       WriteNpy(TempPath("bf16.npy"), Dtype::kBF16, {1}, std::vector<uint8_t>(2))
           .status()));
 }
 
-TEST(NpyTest, AcceptsWhatTheFormatAllows) {
+TEST_F(NpyTest, AcceptsWhatTheFormatAllows) {
   const std::string cases[] = {
       Npy(1, Header("<f4", "False", "(2,)"), 8),
       Npy(2, Header("<f4", "False", "(2,)"), 8),
@@ -176,7 +181,8 @@ std::vector<Malformed> MalformedFiles() {
   };
 }
 
-class MalformedNpyTest : public testing::TestWithParam<Malformed> {};
+class MalformedNpyTest : public NpyTest,
+                         public ::testing::WithParamInterface<Malformed> {};
 
 TEST_P(MalformedNpyTest, IsRefusedInWords) {
   const absl::Status status =
@@ -189,12 +195,12 @@ TEST_P(MalformedNpyTest, IsRefusedInWords) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Table, MalformedNpyTest,
-                         testing::ValuesIn(MalformedFiles()),
-                         [](const testing::TestParamInfo<Malformed>& info) {
+                         ::testing::ValuesIn(MalformedFiles()),
+                         [](const ::testing::TestParamInfo<Malformed>& info) {
                            return info.param.name;
                          });
 
-TEST(NpyTest, EveryCutAndEveryFlippedByteIsReadOrRefused) {
+TEST_F(NpyTest, EveryCutAndEveryFlippedByteIsReadOrRefused) {
   const std::string good = Npy(1, Header("<f4", "False", "(2, 3)"), 24);
   for (size_t i = 0; i < good.size(); ++i) {
     EXPECT_FALSE(NpyReader::Open(WriteFile("cut.npy", good.substr(0, i))).ok());

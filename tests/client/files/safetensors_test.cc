@@ -1,7 +1,6 @@
 #include "client/files/safetensors.h"
 
 #include <sys/stat.h>
-#include <unistd.h>
 
 #include <cstdint>
 #include <filesystem>
@@ -14,19 +13,26 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
+#include "tests/support/temporary_directory.h"
 
 namespace quantd::files {
 namespace {
 
-std::string TempPath(const std::string& name) {
-  return absl::StrCat(testing::TempDir(), "/", getpid(), "-", name);
-}
+class SafetensorsTest : public ::testing::Test {
+ protected:
+  std::string TempPath(const std::string& name) const {
+    return directory_.File(name);
+  }
+  std::string WriteFile(const std::string& name,
+                        const std::string& bytes) const {
+    const std::string path = TempPath(name);
+    std::ofstream(path, std::ios::binary) << bytes;
+    return path;
+  }
 
-std::string WriteFile(const std::string& name, const std::string& bytes) {
-  const std::string path = TempPath(name);
-  std::ofstream(path, std::ios::binary) << bytes;
-  return path;
-}
+ private:
+  const testing::TemporaryDirectory directory_;
+};
 
 std::string Length(uint64_t length) {
   std::string bytes(8, '\0');
@@ -49,7 +55,7 @@ std::vector<uint8_t> ToVector(absl::Span<const uint8_t> bytes) {
   return std::vector<uint8_t>(bytes.begin(), bytes.end());
 }
 
-TEST(SafetensorsTest, ReadsBackWhatItWrote) {
+TEST_F(SafetensorsTest, ReadsBackWhatItWrote) {
   const std::string path = TempPath("round.safetensors");
   const std::vector<uint8_t> a = Bytes(3);
   const std::vector<uint8_t> b = Bytes(24);
@@ -88,7 +94,7 @@ TEST(SafetensorsTest, ReadsBackWhatItWrote) {
   }
 }
 
-TEST(SafetensorsTest, ReadsFilesThatOthersWrote) {
+TEST_F(SafetensorsTest, ReadsFilesThatOthersWrote) {
   const absl::StatusOr<SafetensorsReader> reader = SafetensorsReader::Open(
       absl::StrCat(QUANTD_TEST_DATA_DIR, "/digits-cnn/model.safetensors"));
   ASSERT_TRUE(reader.ok()) << reader.status();
@@ -97,7 +103,7 @@ TEST(SafetensorsTest, ReadsFilesThatOthersWrote) {
             (std::vector<int64_t>{32, 1, 3, 3}));
 }
 
-TEST(SafetensorsTest, LeavesNothingBehindWithoutFinish) {
+TEST_F(SafetensorsTest, LeavesNothingBehindWithoutFinish) {
   const std::string folder = TempPath("abandoned");
   ASSERT_EQ(mkdir(folder.c_str(), 0700), 0);
   const std::string path = folder + "/x.safetensors";
@@ -109,7 +115,7 @@ TEST(SafetensorsTest, LeavesNothingBehindWithoutFinish) {
   EXPECT_TRUE(std::filesystem::is_empty(folder));
 }
 
-TEST(SafetensorsTest, KeepsTheOldFileWhenFinishFails) {
+TEST_F(SafetensorsTest, KeepsTheOldFileWhenFinishFails) {
   const std::string path = TempPath("folder.safetensors");
   ASSERT_EQ(mkdir(path.c_str(), 0700), 0);
   absl::StatusOr<SafetensorsWriter> writer = SafetensorsWriter::Create(path);
@@ -119,7 +125,7 @@ TEST(SafetensorsTest, KeepsTheOldFileWhenFinishFails) {
   EXPECT_TRUE(std::filesystem::is_directory(path));
 }
 
-TEST(SafetensorsTest, WriterRefusesWhatTheFormatForbids) {
+TEST_F(SafetensorsTest, WriterRefusesWhatTheFormatForbids) {
   absl::StatusOr<SafetensorsWriter> writer =
       SafetensorsWriter::Create(TempPath("forbidden.safetensors"));
   ASSERT_TRUE(writer.ok());
@@ -130,14 +136,14 @@ TEST(SafetensorsTest, WriterRefusesWhatTheFormatForbids) {
   EXPECT_FALSE(writer->Add("c", Dtype::kU8, {-1}, Bytes(3)).ok());
 }
 
-TEST(SafetensorsTest, SaysWhenThereIsNoFile) {
+TEST_F(SafetensorsTest, SaysWhenThereIsNoFile) {
   EXPECT_TRUE(
       absl::IsNotFound(SafetensorsReader::Open(TempPath("none")).status()));
-  EXPECT_TRUE(absl::IsUnimplemented(
-      SafetensorsReader::Open(testing::TempDir()).status()));
+  EXPECT_TRUE(
+      absl::IsUnimplemented(SafetensorsReader::Open(TempPath("")).status()));
 }
 
-TEST(SafetensorsTest, AcceptsWhatTheFormatAllows) {
+TEST_F(SafetensorsTest, AcceptsWhatTheFormatAllows) {
   const std::string a =
       R"("a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]})";
   const struct {
@@ -314,7 +320,9 @@ std::vector<Malformed> MalformedFiles() {
   };
 }
 
-class MalformedSafetensorsTest : public testing::TestWithParam<Malformed> {};
+class MalformedSafetensorsTest
+    : public SafetensorsTest,
+      public ::testing::WithParamInterface<Malformed> {};
 
 TEST_P(MalformedSafetensorsTest, IsRefusedInWords) {
   const std::string path = WriteFile(
@@ -327,12 +335,12 @@ TEST_P(MalformedSafetensorsTest, IsRefusedInWords) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Table, MalformedSafetensorsTest,
-                         testing::ValuesIn(MalformedFiles()),
-                         [](const testing::TestParamInfo<Malformed>& info) {
+                         ::testing::ValuesIn(MalformedFiles()),
+                         [](const ::testing::TestParamInfo<Malformed>& info) {
                            return info.param.name;
                          });
 
-TEST(SafetensorsTest, EveryCutAndEveryFlippedByteIsReadOrRefused) {
+TEST_F(SafetensorsTest, EveryCutAndEveryFlippedByteIsReadOrRefused) {
   const std::string good =
       File(R"({"__metadata__":{"k":"v"},"a":{"dtype":"F32","shape":[2],)"
            R"("data_offsets":[0,8]}})",

@@ -6,7 +6,6 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
-#include <filesystem>
 #include <memory>
 #include <string>
 #include <thread>
@@ -15,7 +14,6 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "core/errors.h"
 #include "core/types/encoding.h"
@@ -23,6 +21,7 @@
 #include "server/store/caching_encoding_store.h"
 #include "server/store/metering_encoding_store.h"
 #include "server/store/sqlite_encoding_store.h"
+#include "tests/support/temporary_directory.h"
 
 namespace quantd::server {
 namespace {
@@ -31,7 +30,7 @@ using ::testing::IsEmpty;
 
 enum class Kind { kSqlite, kCachedSqlite };
 
-std::string KindName(const testing::TestParamInfo<Kind>& info) {
+std::string KindName(const ::testing::TestParamInfo<Kind>& info) {
   return info.param == Kind::kSqlite ? "Sqlite" : "CachedSqlite";
 }
 
@@ -46,17 +45,10 @@ std::shared_ptr<const core::Encoding> MakeEncoding(float scale,
   return std::make_shared<const core::Encoding>(std::move(encoding));
 }
 
-class EncodingStoreTest : public testing::TestWithParam<Kind> {
+class EncodingStoreTest : public ::testing::TestWithParam<Kind> {
  protected:
-  EncodingStoreTest() {
-    std::string pattern = testing::TempDir() + "/quantd-store-XXXXXX";
-    directory_ = mkdtemp(pattern.data());
-    Reopen();
-  }
-  ~EncodingStoreTest() override {
-    store_.reset();
-    std::filesystem::remove_all(directory_);
-  }
+  EncodingStoreTest() { Reopen(); }
+  ~EncodingStoreTest() override { store_.reset(); }
 
   void Reopen() {
     store_.reset();
@@ -65,7 +57,7 @@ class EncodingStoreTest : public testing::TestWithParam<Kind> {
 
   std::unique_ptr<EncodingStore> Open() {
     absl::StatusOr<std::shared_ptr<SqliteDatabase>> database =
-        SqliteDatabase::Open(directory_ + "/encodings.db");
+        SqliteDatabase::Open(directory_.File("encodings.db"));
     if (!database.ok()) {
       ADD_FAILURE() << database.status();
       return nullptr;
@@ -87,7 +79,7 @@ class EncodingStoreTest : public testing::TestWithParam<Kind> {
     return stored.ok() ? *stored : StoredEncoding();
   }
 
-  std::string directory_;
+  const testing::TemporaryDirectory directory_;
   Metrics metrics_;
   std::unique_ptr<EncodingStore> store_;
   const EncodingKey key_{"resnet/50", "main", "conv1.weight"};
@@ -151,7 +143,8 @@ TEST_P(EncodingStoreTest, PutHonoursItsPrecondition) {
   const absl::Status needs_etag =
       store_->Put(key_, MakeEncoding(1), {"1-00"}).status();
   EXPECT_EQ(core::ErrorReason(needs_etag), "ETAG_MISMATCH") << needs_etag;
-  EXPECT_THAT(std::string(needs_etag.message()), testing::HasSubstr("absent"));
+  EXPECT_THAT(std::string(needs_etag.message()),
+              ::testing::HasSubstr("absent"));
 
   const StoredEncoding first = MustPut(key_, 1, "absent");
   const absl::Status needs_absence =
@@ -321,7 +314,7 @@ TEST_P(EncodingStoreTest, LosesNoIncrementOfConcurrentCompareAndSet) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Stores, EncodingStoreTest,
-                         testing::Values(Kind::kSqlite, Kind::kCachedSqlite),
+                         ::testing::Values(Kind::kSqlite, Kind::kCachedSqlite),
                          KindName);
 
 }  // namespace

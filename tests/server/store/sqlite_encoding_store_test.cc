@@ -2,7 +2,6 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <sqlite3.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -22,6 +21,7 @@
 #include "absl/strings/str_cat.h"
 #include "core/errors.h"
 #include "server/store/file_system.h"
+#include "tests/server/store/sqlite_fixture.h"
 
 namespace quantd::server {
 namespace {
@@ -37,50 +37,22 @@ std::shared_ptr<const core::Encoding> MakeEncoding(float scale) {
   return std::make_shared<const core::Encoding>(std::move(encoding));
 }
 
-class SqliteEncodingStoreTest : public testing::Test {
+class SqliteEncodingStoreTest : public SqliteFixture {
  protected:
-  SqliteEncodingStoreTest() {
-    std::string pattern = testing::TempDir() + "/quantd-sqlite-XXXXXX";
-    directory_ = mkdtemp(pattern.data());
-    path_ = directory_ + "/encodings.db";
+  std::unique_ptr<SqliteEncodingStore> MustOpen() const {
+    std::shared_ptr<SqliteDatabase> database = OpenDatabase();
+    if (database == nullptr) return nullptr;
+    return std::make_unique<SqliteEncodingStore>(std::move(database));
   }
-  ~SqliteEncodingStoreTest() override {
-    std::filesystem::remove_all(directory_);
-  }
-
-  std::unique_ptr<SqliteEncodingStore> MustOpen() {
-    absl::StatusOr<std::shared_ptr<SqliteDatabase>> database =
-        SqliteDatabase::Open(path_);
-    EXPECT_TRUE(database.ok()) << database.status();
-    if (!database.ok()) return nullptr;
-    return std::make_unique<SqliteEncodingStore>(*std::move(database));
-  }
-
-  // Runs SQL behind the store's back.
-  void Execute(const std::string& sql) {
-    sqlite3* db = nullptr;
-    ASSERT_EQ(sqlite3_open(path_.c_str(), &db), SQLITE_OK);
-    sqlite3_busy_timeout(db, 1000);
-    char* message = nullptr;
-    EXPECT_EQ(sqlite3_exec(db, sql.c_str(), nullptr, nullptr, &message),
-              SQLITE_OK)
-        << message;
-    sqlite3_free(message);
-    sqlite3_close(db);
-  }
-
-  std::string directory_;
-  std::string path_;
-  const EncodingKey key_{"model", "revision", "tensor"};
 };
 
 TEST_F(SqliteEncodingStoreTest, CreatesTheFileAndItsLastDirectory) {
-  path_ = directory_ + "/state/encodings.db";
+  path_ = directory_.File("state/encodings.db");
   std::unique_ptr<SqliteEncodingStore> store = MustOpen();
   ASSERT_NE(store, nullptr);
   EXPECT_TRUE(std::filesystem::exists(path_));
   const absl::Status status =
-      SqliteDatabase::Open(directory_ + "/a/b/encodings.db").status();
+      SqliteDatabase::Open(directory_.File("a/b/encodings.db")).status();
   EXPECT_EQ(core::ErrorReason(status), "STORE_UNAVAILABLE") << status;
   EXPECT_THAT(std::string(status.message()), HasSubstr("/a/b"));
 }

@@ -2,12 +2,10 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <sqlite3.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstdint>
-#include <filesystem>
 #include <memory>
 #include <string>
 #include <utility>
@@ -21,6 +19,7 @@
 #include "core/types/encoding.h"
 #include "server/store/sqlite_database.h"
 #include "server/store/sqlite_encoding_store.h"
+#include "tests/server/store/sqlite_fixture.h"
 
 namespace quantd::server {
 namespace {
@@ -39,44 +38,10 @@ core::StatisticsState MakeState(float element) {
   return state;
 }
 
-class SqliteStatisticsStoreTest : public ::testing::Test {
- protected:
-  SqliteStatisticsStoreTest() {
-    std::string pattern = ::testing::TempDir() + "/quantd-sqlite-XXXXXX";
-    directory_ = mkdtemp(pattern.data());
-    path_ = directory_ + "/encodings.db";
-  }
-  ~SqliteStatisticsStoreTest() override {
-    std::filesystem::remove_all(directory_);
-  }
-
-  std::shared_ptr<SqliteDatabase> MustOpen() {
-    absl::StatusOr<std::shared_ptr<SqliteDatabase>> database =
-        SqliteDatabase::Open(path_);
-    EXPECT_TRUE(database.ok()) << database.status();
-    return database.ok() ? *std::move(database) : nullptr;
-  }
-
-  // Runs SQL behind the store's back.
-  void Execute(const std::string& sql) {
-    sqlite3* db = nullptr;
-    ASSERT_EQ(sqlite3_open(path_.c_str(), &db), SQLITE_OK);
-    sqlite3_busy_timeout(db, 1000);
-    char* message = nullptr;
-    EXPECT_EQ(sqlite3_exec(db, sql.c_str(), nullptr, nullptr, &message),
-              SQLITE_OK)
-        << message;
-    sqlite3_free(message);
-    sqlite3_close(db);
-  }
-
-  std::string directory_;
-  std::string path_;
-  const EncodingKey key_{"model", "revision", "tensor"};
-};
+using SqliteStatisticsStoreTest = SqliteFixture;
 
 TEST_F(SqliteStatisticsStoreTest, ReportsEveryColumnThatChangedInARow) {
-  SqliteStatisticsStore store(MustOpen(), kLimitBytes);
+  SqliteStatisticsStore store(OpenDatabase(), kLimitBytes);
   for (const char* change : {
            "body = zeroblob(length(body))",
            "body = substr(body, 1, length(body) - 1)",
@@ -110,7 +75,7 @@ TEST_F(SqliteStatisticsStoreTest, ReportsEveryColumnThatChangedInARow) {
 }
 
 TEST_F(SqliteStatisticsStoreTest, ACorruptRowTakesNoContributionUntilDeleted) {
-  SqliteStatisticsStore store(MustOpen(), kLimitBytes);
+  SqliteStatisticsStore store(OpenDatabase(), kLimitBytes);
   ASSERT_TRUE(store.Contribute({key_, "a", 1}, MakeState(1), 1).ok());
   Execute("UPDATE statistics SET mantissa_bits = 6");
   for (const char* source : {"a", "b"}) {
@@ -125,7 +90,7 @@ TEST_F(SqliteStatisticsStoreTest, ACorruptRowTakesNoContributionUntilDeleted) {
 // What an older quantd has left behind: its only table, and an encoding.
 TEST_F(SqliteStatisticsStoreTest, TakesOverAStoreOfVersionOne) {
   {
-    SqliteEncodingStore encodings(MustOpen());
+    SqliteEncodingStore encodings(OpenDatabase());
     core::Encoding encoding;
     encoding.format = static_cast<core::NumberFormat>(8);
     encoding.scale = {0.5f};
@@ -137,7 +102,7 @@ TEST_F(SqliteStatisticsStoreTest, TakesOverAStoreOfVersionOne) {
             .ok());
   }
   Execute("DROP TABLE statistics; PRAGMA user_version = 1");
-  const std::shared_ptr<SqliteDatabase> database = MustOpen();
+  const std::shared_ptr<SqliteDatabase> database = OpenDatabase();
   ASSERT_NE(database, nullptr);
   EXPECT_TRUE(SqliteEncodingStore(database).Get(key_).ok());
   SqliteStatisticsStore store(database, kLimitBytes);
@@ -175,7 +140,7 @@ TEST_F(SqliteStatisticsStoreTest, TwoProcessesLoseNoContribution) {
     ASSERT_EQ(waitpid(child, &state, 0), child);
     EXPECT_TRUE(WIFEXITED(state) && WEXITSTATUS(state) == 0) << state;
   }
-  SqliteStatisticsStore store(MustOpen(), kLimitBytes);
+  SqliteStatisticsStore store(OpenDatabase(), kLimitBytes);
   const absl::StatusOr<StoredStatistics> stored = store.GetStatistics(key_);
   ASSERT_TRUE(stored.ok()) << stored.status();
   ASSERT_EQ(stored->sources.size(), 3u);

@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <filesystem>
 #include <memory>
 #include <string>
 #include <thread>
@@ -28,6 +27,7 @@
 #include "server/store/sqlite_statistics_store.h"
 #include "server/wire/statistics_proto.h"
 #include "tests/support/metric_value.h"
+#include "tests/support/temporary_directory.h"
 
 namespace quantd::server {
 namespace {
@@ -74,15 +74,8 @@ std::string Bytes(const core::StatisticsState& state) {
 
 class StatisticsStoreTest : public ::testing::TestWithParam<Kind> {
  protected:
-  StatisticsStoreTest() {
-    std::string pattern = ::testing::TempDir() + "/quantd-store-XXXXXX";
-    directory_ = mkdtemp(pattern.data());
-    Reopen();
-  }
-  ~StatisticsStoreTest() override {
-    store_.reset();
-    std::filesystem::remove_all(directory_);
-  }
+  StatisticsStoreTest() { Reopen(); }
+  ~StatisticsStoreTest() override { store_.reset(); }
 
   void Reopen() {
     store_.reset();
@@ -92,7 +85,7 @@ class StatisticsStoreTest : public ::testing::TestWithParam<Kind> {
   // A handle of its own, as another process has it.
   std::unique_ptr<StatisticsStore> Open() {
     absl::StatusOr<std::shared_ptr<SqliteDatabase>> database =
-        SqliteDatabase::Open(directory_ + "/encodings.db");
+        SqliteDatabase::Open(directory_.File("encodings.db"));
     if (!database.ok()) {
       ADD_FAILURE() << database.status();
       return nullptr;
@@ -132,7 +125,7 @@ class StatisticsStoreTest : public ::testing::TestWithParam<Kind> {
     return std::string(core::ErrorReason(status));
   }
 
-  std::string directory_;
+  const testing::TemporaryDirectory directory_;
   Metrics metrics_;
   std::unique_ptr<StatisticsStore> store_;
   const EncodingKey key_{"resnet/50", "main", "conv1.output"};
