@@ -84,45 +84,18 @@ Encoding EncodingWithoutScales(const EncodingSpec& spec,
   return encoding;
 }
 
-// Which outer scale each scale index is under.
-class OuterBlocks {
- public:
-  OuterBlocks(const Encoding& encoding, int64_t scale_count)
-      : index_(static_cast<size_t>(scale_count), 0) {
-    const auto& shape = encoding.scale_shape;
-    const auto& outer = encoding.outer_block_size;
-    if (outer.empty()) return;
-    const auto& inner = encoding.block_size;
-    std::vector<int64_t> position(shape.size(), 0);
-    // Scales along each dimension that share an outer one.
-    std::vector<int64_t> together(shape.size());
-    for (size_t d = 0; d < shape.size(); ++d) {
-      const bool is_whole = outer[d] == 0 || inner.empty() || inner[d] == 0;
-      together[d] = std::max<int64_t>(
-          1, is_whole ? shape[d] : std::min(shape[d], outer[d] / inner[d]));
-      count_ *= (shape[d] + together[d] - 1) / together[d];
-    }
-    for (int64_t& index : index_) {
-      for (size_t d = 0; d < shape.size(); ++d) {
-        const int64_t blocks = (shape[d] + together[d] - 1) / together[d];
-        index = index * blocks + position[d] / together[d];
-      }
-      for (size_t d = shape.size(); d-- > 0;) {
-        if (++position[d] < shape[d]) break;
-        position[d] = 0;
-      }
-    }
-  }
-
-  int64_t count() const { return count_; }
-  int64_t index(int64_t scale_index) const {
-    return index_[static_cast<size_t>(scale_index)];
-  }
-
- private:
-  std::vector<int64_t> index_;
-  int64_t count_ = 1;
-};
+// The outer scale index of each scale index.
+std::vector<int64_t> OuterIndices(const BlockLayout& outer_layout) {
+  std::vector<int64_t> indices;
+  indices.reserve(static_cast<size_t>(outer_layout.element_count()));
+  outer_layout.ForEachRun(
+      0, outer_layout.element_count(), [&](const BlockLayout::Run& run) {
+        for (int64_t k = 0; k < run.count; ++k) {
+          indices.push_back(run.scale_index + k * run.scale_step);
+        }
+      });
+  return indices;
+}
 
 // Finds the range of one scale index after the other. Thread-safe.
 class RangeFinder {
@@ -302,15 +275,13 @@ struct Found {
 };
 
 // The outer scales, from the ranges that were found without them.
-absl::StatusOr<std::vector<float>> OuterScales(const RangeScaler& scaler,
-                                               const OuterBlocks& blocks,
-                                               absl::Span<const Found> found,
-                                               std::vector<double>* abs_max) {
-  abs_max->assign(static_cast<size_t>(blocks.count()), 0);
+absl::StatusOr<std::vector<float>> OuterScales(
+    const RangeScaler& scaler, absl::Span<const int64_t> outer_indices,
+    absl::Span<const Found> found, std::vector<double>* abs_max) {
   std::vector<int64_t> largest(abs_max->size(), 0);
   for (size_t i = 0; i < found.size(); ++i) {
     if (!found[i].range.has_value()) continue;
-    const int64_t outer = blocks.index(static_cast<int64_t>(i));
+    const int64_t outer = outer_indices[i];
     if (found[i].range->abs_max() > (*abs_max)[outer]) {
       (*abs_max)[outer] = found[i].range->abs_max();
       largest[outer] = static_cast<int64_t>(i);
@@ -374,14 +345,18 @@ absl::StatusOr<Calibration> Calibrate(const EncodingSpec& spec,
   if (absl::Status status = error.status(); !status.ok()) return status;
 
   if (scaler.has_outer_scales()) {
-    const OuterBlocks blocks(encoding, scale_count);
-    std::vector<double> abs_max;
+    const absl::StatusOr<BlockLayout> outer_layout =
+        OuterLayout(encoding, layout.scale_shape());
+    if (!outer_layout.ok()) return outer_layout.status();
+    const std::vector<int64_t> outer_indices = OuterIndices(*outer_layout);
+    std::vector<double> abs_max(
+        static_cast<size_t>(outer_layout->scale_count()), 0);
     absl::StatusOr<std::vector<float>> outer =
-        OuterScales(scaler, blocks, found, &abs_max);
+        OuterScales(scaler, outer_indices, found, &abs_max);
     if (!outer.ok()) return outer.status();
     encoding.outer_scale = *std::move(outer);
     ForEachScaleIndex(pool, scale_count, [&](int64_t i) {
-      const int64_t block = blocks.index(i);
+      const int64_t block = outer_indices[i];
       find(i, encoding.outer_scale[block], abs_max[block] == 0);
     });
     if (absl::Status status = error.status(); !status.ok()) return status;

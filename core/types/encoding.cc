@@ -97,24 +97,6 @@ absl::Status CheckScaleShape(const Encoding& encoding, int64_t scale_count) {
   return absl::OkStatus();
 }
 
-// Scales as elements and outer blocks as their blocks.
-// Errors: BLOCK_SIZE_INVALID.
-absl::StatusOr<BlockLayout> OuterLayout(const Encoding& encoding,
-                                        absl::Span<const int64_t> scale_shape) {
-  const std::vector<int64_t>& outer = encoding.outer_block_size;
-  const std::vector<int64_t>& inner = encoding.block_size;
-  std::vector<int64_t> ratio(outer.size(), 0);
-  for (size_t d = 0; d < outer.size(); ++d) {
-    // A block of the whole dimension has but one scale along it.
-    if (!inner.empty() && inner[d] > 0) ratio[d] = outer[d] / inner[d];
-  }
-  absl::StatusOr<BlockLayout> layout = BlockLayout::Create(scale_shape, ratio);
-  if (!layout.ok()) {
-    return BlockSizeAt("outer_block_size", ErrorText(layout.status()));
-  }
-  return layout;
-}
-
 // Errors: BLOCK_SIZE_INVALID.
 absl::Status CheckOuterBlockSize(const Encoding& encoding) {
   constexpr absl::string_view kField = "outer_block_size";
@@ -442,6 +424,22 @@ absl::Span<const float> CodebookOf(const Encoding& encoding) {
   const FormatInfo& format = *FindFormat(encoding.format);
   return format.codebook.empty() ? absl::MakeConstSpan(encoding.codebook)
                                  : format.codebook;
+}
+
+absl::StatusOr<BlockLayout> OuterLayout(const Encoding& encoding,
+                                        absl::Span<const int64_t> scale_shape) {
+  const std::vector<int64_t>& outer = encoding.outer_block_size;
+  const std::vector<int64_t>& inner = encoding.block_size;
+  std::vector<int64_t> ratio(outer.size(), 0);
+  for (size_t d = 0; d < outer.size(); ++d) {
+    // A block of the whole dimension has but one scale along it.
+    if (!inner.empty() && inner[d] > 0) ratio[d] = outer[d] / inner[d];
+  }
+  absl::StatusOr<BlockLayout> layout = BlockLayout::Create(scale_shape, ratio);
+  if (!layout.ok()) {
+    return BlockSizeAt("outer_block_size", ErrorText(layout.status()));
+  }
+  return layout;
 }
 
 absl::Status DeriveScales(Encoding* encoding) {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "core/formats/number_format.h"
 #include "core/formats/scale_type.h"
@@ -92,6 +93,12 @@ absl::Status ValidateEncoding(const Encoding& encoding);
 // in row-major order.
 // Errors: those of ValidateEncoding that concern them.
 absl::Status DeriveScales(Encoding* encoding);
+
+// Scales of `scale_shape` as elements and outer blocks as their blocks: the
+// scale index of element i is the outer scale index of scale i.
+// Errors: BLOCK_SIZE_INVALID.
+absl::StatusOr<BlockLayout> OuterLayout(const Encoding& encoding,
+                                        absl::Span<const int64_t> scale_shape);
 
 // Size in bytes of the stored scales: inner, outer and zero points (as codes of
 // the format, where the encoding has any). Requires: a valid encoding.

@@ -78,16 +78,20 @@ absl::Status FillPage(int page_size, absl::string_view page_token, List list,
   return absl::OkStatus();
 }
 
-std::string RevisionOrDefault(const std::string& revision) {
-  return revision.empty() ? std::string(kDefaultRevision) : revision;
-}
-
 absl::Status CheckModel(const std::string& model) {
   return core::WithField(CheckPathName("model", model), "model");
 }
 
-absl::Status CheckRevision(const std::string& revision) {
-  return core::WithField(CheckPathName("revision", revision), "revision");
+// The revision, or the default, of a request that names a model and a revision.
+template <typename Request>
+absl::StatusOr<std::string> CheckRevision(const Request& request) {
+  if (absl::Status s = CheckModel(request.model()); !s.ok()) return s;
+  std::string revision = request.revision().empty()
+                             ? std::string(kDefaultRevision)
+                             : request.revision();
+  absl::Status status = CheckPathName("revision", revision);
+  if (!status.ok()) return core::WithField(std::move(status), "revision");
+  return revision;
 }
 
 // Ends a streaming call at once.
@@ -139,18 +143,17 @@ grpc::ServerUnaryReactor* EncodingService::ListEncodings(
     v1::ListEncodingsResponse* response) {
   return Run(Rpc::kListEncodings, context, [this, request, response] {
     const std::string& model = request->model();
-    const std::string revision = RevisionOrDefault(request->revision());
-    if (absl::Status s = CheckModel(model); !s.ok()) return s;
-    if (absl::Status s = CheckRevision(revision); !s.ok()) return s;
+    const absl::StatusOr<std::string> revision = CheckRevision(*request);
+    if (!revision.ok()) return revision.status();
     return FillPage(
         request->page_size(), request->page_token(),
         [&](absl::string_view after, int limit) {
-          return env_.store->ListEncodings(model, revision, after, limit);
+          return env_.store->ListEncodings(model, *revision, after, limit);
         },
         [](const EncodingListEntry& entry) { return entry.tensor; },
         [&](const EncodingListEntry& entry) {
           v1::StoredEncoding* proto = response->add_encodings();
-          StoredEncodingToProto({model, revision, entry.tensor}, entry.stored,
+          StoredEncodingToProto({model, *revision, entry.tensor}, entry.stored,
                                 /*with_encoding=*/false, proto);
           proto->set_format(static_cast<v1::NumberFormat>(entry.format));
           proto->set_scale_count(entry.scale_count);
@@ -307,13 +310,13 @@ grpc::ServerUnaryReactor* EncodingService::ListStatistics(
     v1::ListStatisticsResponse* response) {
   return Run(Rpc::kListStatistics, context, [this, request, response] {
     const std::string& model = request->model();
-    const std::string revision = RevisionOrDefault(request->revision());
-    if (absl::Status s = CheckModel(model); !s.ok()) return s;
-    if (absl::Status s = CheckRevision(revision); !s.ok()) return s;
+    const absl::StatusOr<std::string> revision = CheckRevision(*request);
+    if (!revision.ok()) return revision.status();
     return FillPage(
         request->page_size(), request->page_token(),
         [&](absl::string_view after, int limit) {
-          return env_.statistics->ListStatistics(model, revision, after, limit);
+          return env_.statistics->ListStatistics(model, *revision, after,
+                                                 limit);
         },
         [](const StatisticsListEntry& entry) { return entry.tensor; },
         [&](const StatisticsListEntry& entry) {
