@@ -237,11 +237,6 @@ void AddEncodingsCommand(CLI::App* app, Session* session) {
     sub->callback([options, session, run] { run(*options, session); });
     return sub;
   };
-  const auto add_tensor = [&](CLI::App* sub) {
-    sub->add_option("tensor", options->tensor, "Name of the tensor")
-        ->required()
-        ->type_name("TENSOR");
-  };
   add("list", "List the encodings of a revision", &List);
   CLI::App* const compute =
       add("compute", "Compute encodings from stored statistics and store them",
@@ -249,10 +244,11 @@ void AddEncodingsCommand(CLI::App* app, Session* session) {
   options->spec.AddOptionsWithPatterns(compute);
   compute->add_flag("--dry-run", options->dry_run,
                     "Show what to expect and store nothing");
-  add_tensor(add("get", "Print one encoding as JSON", &Get));
+  AddTensorArgument(add("get", "Print one encoding as JSON", &Get),
+                    &options->tensor);
   CLI::App* const put =
       add("put", "Store one encoding, as `get` prints it", &Put);
-  add_tensor(put);
+  AddTensorArgument(put, &options->tensor);
   put->add_option("-f,--file", options->file, "JSON file, - for stdin")
       ->type_name("FILE")
       ->capture_default_str();
@@ -261,7 +257,7 @@ void AddEncodingsCommand(CLI::App* app, Session* session) {
                   "there is none")
       ->type_name("ETAG");
   CLI::App* const remove = add("delete", "Delete one encoding", &Delete);
-  add_tensor(remove);
+  AddTensorArgument(remove, &options->tensor);
   remove
       ->add_option("--if-match", options->if_match,
                    "Only the encoding of this etag")

@@ -126,20 +126,15 @@ void AddStatisticsCommand(CLI::App* app, Session* session) {
     sub->callback([options, session, run] { run(*options, session); });
     return sub;
   };
-  const auto add_tensor = [&](CLI::App* sub) {
-    sub->add_option("tensor", options->tensor, "Name of the tensor")
-        ->required()
-        ->type_name("TENSOR");
-  };
   add("list", "List the tensors of a revision that have statistics", &List);
   CLI::App* const get =
       add("get", "Show the statistics of a tensor over all sources", &Get);
-  add_tensor(get);
+  AddTensorArgument(get, &options->tensor);
   get->add_flag("--state", options->with_state,
                 "With --json: the histograms as well");
   CLI::App* const remove =
       add("delete", "Delete the statistics of a tensor", &Delete);
-  add_tensor(remove);
+  AddTensorArgument(remove, &options->tensor);
   remove->add_option("--source", options->source, "Only those of this source")
       ->type_name("NAME");
 }

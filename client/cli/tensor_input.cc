@@ -150,6 +150,12 @@ void NameOptions::AddOptions(CLI::App* command, bool required) {
       ->capture_default_str();
 }
 
+void AddTensorArgument(CLI::App* command, std::string* tensor) {
+  command->add_option("tensor", *tensor, "Name of the tensor")
+      ->required()
+      ->type_name("TENSOR");
+}
+
 TensorName NameOptions::NameOf(const std::string& tensor) const {
   TensorName name;
   name.set_model(model);

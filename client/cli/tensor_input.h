@@ -77,6 +77,9 @@ struct NameOptions {
   TensorName NameOf(const std::string& tensor) const;
 };
 
+// Adds the argument that names one tensor, which is required.
+void AddTensorArgument(CLI::App* command, std::string* tensor);
+
 // --format, --granularity, --method and all else that makes a spec.
 struct SpecOptions {
   std::string format = "int8";
