@@ -25,7 +25,6 @@
 #include "core/calibrate/calibrate.h"
 #include "core/cpu.h"
 #include "core/dequantize/dequantize.h"
-#include "core/evaluate/evaluate.h"
 #include "core/formats/number_format.h"
 #include "core/parallel/thread_pool.h"
 #include "core/quantize/quantize.h"
@@ -179,7 +178,7 @@ void RunRow(benchmark::State& state, const Row& row) {
                    reals.data(), codes, &counts, pool.get()));
     }
     Report(state, real_bytes, code_bytes);
-  } else if (operation == "dequantize") {
+  } else {
     uint8_t* codes = Output(code_bytes);
     uint8_t* restored = Output(real_bytes, 1);
     QuantizeCounts counts;
@@ -193,15 +192,6 @@ void RunRow(benchmark::State& state, const Row& row) {
       benchmark::ClobberMemory();
     }
     Report(state, real_bytes, code_bytes);
-  } else {
-    EvaluateOptions options;
-    options.per_scale_index = operation == "evaluate_each";
-    for (auto _ : state) {
-      Evaluator evaluator(encoding, layout, row.type, options);
-      evaluator.Update(0, count, reals.data(), pool.get());
-      benchmark::DoNotOptimize(evaluator.overall());
-    }
-    Report(state, real_bytes, 0);
   }
 }
 
@@ -284,13 +274,6 @@ void RegisterAll(bool large) {
       {"statistics", "int8", kF32, Blocks::kAxis0},
       {"statistics", "int8", kF32, Blocks::kLastAxis},
       {"statistics", "int8", kF32, Blocks::kGroup32},
-      {"evaluate", "int8", kF32, kPerTensor},
-      {"evaluate", "int8", kBf16, kPerTensor},
-      {"evaluate", "int8", kF32, Blocks::kLastAxis},
-      {"evaluate", "int4", kF32, Blocks::kGroup32},
-      {"evaluate_each", "int8", kF32, Blocks::kAxis0},
-      {"evaluate_each", "int4", kF32, Blocks::kGroup32},
-      {"evaluate_each", "int8", kF32, Blocks::kLastAxis},
   };
   std::vector<int64_t> sizes = {64 << 10, 4 << 20};
   if (large) sizes.push_back(256 << 20);
