@@ -359,6 +359,20 @@ absl::Status MemoryBudgetError(int64_t budget_bytes, absl::string_view way_out,
   return status;
 }
 
+absl::Status RegionInvalidError(absl::string_view what) {
+  return Invalid("REGION_INVALID", what);
+}
+
+absl::Status RegionNotFoundError() {
+  return Error(absl::StatusCode::kNotFound, "REGION_NOT_FOUND",
+               "this process has no such region of shared memory here; "
+               "regions go with the connection that asked for them");
+}
+
+absl::Status RegionLimitError(absl::string_view what) {
+  return Exhausted("REGION_LIMIT", what);
+}
+
 absl::Status DrainingError() {
   return Error(absl::StatusCode::kUnavailable, "DRAINING",
                "the server is about to stop; try another");

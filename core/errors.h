@@ -132,6 +132,14 @@ absl::Status PageInvalidError(absl::string_view what);
 
 absl::Status MemoryBudgetError(int64_t budget_bytes, absl::string_view way_out,
                                absl::Duration retry_after);
+// A span of shared memory, or a request for some, that contradicts itself or
+// does not fit.
+absl::Status RegionInvalidError(absl::string_view what);
+// No shared memory by that name, or it is not the caller's, or there is none at
+// all: one text for all of them.
+absl::Status RegionNotFoundError();
+// No more regions for this connection, no more connections, or no more memory.
+absl::Status RegionLimitError(absl::string_view what);
 absl::Status DrainingError();
 // An open tensor made no progress for that long. Ends the stream.
 absl::Status StreamIdleError(absl::Duration timeout);

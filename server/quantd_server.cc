@@ -73,8 +73,8 @@ QuantdServer::QuantdServer(const ServerOptions& options, EncodingStore* store,
       budget_(options.limits.memory_budget_bytes),
       pool_(std::max(1, options.threads)),
       store_pool_(kStoreThreads),
-      env_{options.limits, store,  statistics,  metrics,
-           &budget_,       &pool_, &store_pool_},
+      env_{options.limits, store,  statistics,   metrics,
+           &budget_,       &pool_, &store_pool_, nullptr},
       quantization_service_(env_, &registry_),
       encoding_service_(env_, &registry_) {}
 

@@ -91,9 +91,9 @@ constexpr std::array<const char*, kStoreOperationCount> kStoreOperations = {
     "list_statistics",
     "delete_statistics"};
 
-constexpr std::array<const char*, 4> kLimitReasons = {
+constexpr std::array<const char*, 5> kLimitReasons = {
     "TENSOR_TOO_LARGE", "SCALE_COUNT_LIMIT", "MEMORY_BUDGET",
-    "STATISTICS_TOO_LARGE"};
+    "STATISTICS_TOO_LARGE", "REGION_LIMIT"};
 
 // Upper bounds of the buckets of every histogram, in seconds.
 constexpr std::array<double, 17> kBucketSeconds = {
@@ -111,6 +111,8 @@ enum Counter : int {
   kClipped,
   kActiveStreams,
   kActiveTensors,
+  kSharedRegions,
+  kSharedBytes,
   kCacheHits,
   kCacheMisses,
   kCacheEvictions,
@@ -253,7 +255,8 @@ void Metrics::State::CollectTensors(std::vector<MetricFamily>* families) const {
   }
   MetricFamily& payload = AddFamily(
       "quantd_payload_bytes_total",
-      "Bytes of tensor data in the messages of the streams, by direction.",
+      "Bytes of tensor data in the messages of the streams, or in shared "
+      "memory in their place, by direction.",
       MetricType::Counter, families);
   AddSample(counters.Sum(kPayloadIn), {{"direction", "in"}}, &payload);
   AddSample(counters.Sum(kPayloadOut), {{"direction", "out"}}, &payload);
@@ -345,6 +348,12 @@ void Metrics::State::CollectGuard(std::vector<MetricFamily>* families) const {
             &AddFamily("quantd_memory_budget_used_bytes",
                        "Bytes that requests make the server hold.",
                        MetricType::Gauge, families));
+  AddSingle("quantd_shared_memory_regions",
+            "Regions of memory shared with clients.", MetricType::Gauge,
+            kSharedRegions, families);
+  AddSingle("quantd_shared_memory_bytes",
+            "Bytes of the regions shared with clients.", MetricType::Gauge,
+            kSharedBytes, families);
   MetricFamily& rejections =
       AddFamily("quantd_limit_rejections_total",
                 "Requests and tensors turned away by a limit, by reason.",
@@ -454,6 +463,11 @@ void Metrics::Contribution(bool duplicate) {
 void Metrics::MemoryBudget(int64_t total_bytes, int64_t used_bytes) {
   state_->memory_budget_bytes.store(total_bytes, std::memory_order_relaxed);
   state_->memory_budget_used_bytes.store(used_bytes, std::memory_order_relaxed);
+}
+
+void Metrics::SharedMemory(int64_t regions, int64_t bytes) {
+  state_->counters.Add(kSharedRegions, regions);
+  state_->counters.Add(kSharedBytes, bytes);
 }
 
 void Metrics::LimitRejected(absl::string_view reason) {

@@ -69,7 +69,8 @@ class Metrics {
 
   // quantd_tensor_seconds: from a tensor's header to its summary or error.
   void TensorDone(Rpc rpc, bool ok, absl::Duration latency);
-  // quantd_payload_bytes_total{direction}: `data` of the streams.
+  // quantd_payload_bytes_total{direction}: `data` of the streams, and what is
+  // in shared memory in its place.
   void PayloadIn(int64_t bytes);
   void PayloadOut(int64_t bytes);
   // quantd_elements_total{rpc,format}: elements quantized, dequantized,
@@ -98,9 +99,12 @@ class Metrics {
   void Contribution(bool duplicate);
   // quantd_memory_budget_bytes, quantd_memory_budget_used_bytes.
   void MemoryBudget(int64_t total_bytes, int64_t used_bytes);
+  // quantd_shared_memory_regions, quantd_shared_memory_bytes: what is there now
+  // grows by that much.
+  void SharedMemory(int64_t regions, int64_t bytes);
   // quantd_limit_rejections_total{reason}: RESOURCE_EXHAUSTED by reason, from
   // the fixed set TENSOR_TOO_LARGE, SCALE_COUNT_LIMIT, MEMORY_BUDGET,
-  // STATISTICS_TOO_LARGE.
+  // STATISTICS_TOO_LARGE, REGION_LIMIT.
   void LimitRejected(absl::string_view reason);
 
  private:

@@ -272,7 +272,7 @@ class CalibrateRpc final : public TensorRpc {
   Rpc id() const override { return Rpc::kCalibrate; }
 
   absl::StatusOr<std::unique_ptr<TensorJob>> Open(
-      const std::string& bytes) override {
+      const std::string& bytes, const SharedMemoryAccess& access) override {
     absl::StatusOr<v1::CalibrateHeader> header =
         ParseHeader<v1::CalibrateHeader>(bytes);
     if (!header.ok()) return header.status();

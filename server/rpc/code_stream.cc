@@ -5,6 +5,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "absl/types/optional.h"
 #include "absl/types/span.h"
 #include "core/errors.h"
 
@@ -47,6 +48,39 @@ absl::StatusOr<v1::ByteRange> CheckRange(const v1::ByteRange* range,
         " and multiples of ", granule_bytes, " or the tensor's end"));
   }
   return *range;
+}
+
+absl::Status CheckOutput(const absl::optional<SharedBytes>& output,
+                         int64_t size_bytes) {
+  if (!output.has_value() ||
+      static_cast<int64_t>(output->bytes.size()) >= size_bytes) {
+    return absl::OkStatus();
+  }
+  return core::WithField(core::RegionInvalidError(absl::StrCat(
+                             "output has ", output->bytes.size(),
+                             " bytes, expected at least ", size_bytes)),
+                         "header.output");
+}
+
+void AnswerBytes::Begin(int64_t offset_bytes, int64_t size_bytes,
+                        ChunkWriter* out) {
+  quantum_ =
+      output_.has_value()
+          ? output_->bytes.subspan(offset_bytes - begin_bytes_, size_bytes)
+          : absl::MakeSpan(out->AddData(offset_bytes, size_bytes), size_bytes);
+  quantum_begin_bytes_ = offset_bytes;
+  hashed_bytes_ = 0;
+}
+
+void AnswerBytes::Made(int64_t offset_bytes) {
+  const int64_t made_bytes = offset_bytes - quantum_begin_bytes_;
+  checksum_.Update(quantum_.subspan(hashed_bytes_, made_bytes - hashed_bytes_));
+  hashed_bytes_ = made_bytes;
+}
+
+void AnswerBytes::End(Metrics* metrics) {
+  Made(quantum_begin_bytes_ + static_cast<int64_t>(quantum_.size()));
+  metrics->PayloadOut(static_cast<int64_t>(quantum_.size()));
 }
 
 }  // namespace quantd::server

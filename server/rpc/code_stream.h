@@ -5,11 +5,18 @@
 
 #include <cstdint>
 #include <memory>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/types/optional.h"
 #include "absl/types/span.h"
+#include "core/errors.h"
 #include "quantd/v1/tensor.pb.h"
+#include "server/metrics/metrics.h"
+#include "server/shared_memory/region.h"
+#include "server/shared_memory/region_registry.h"
+#include "server/wire/chunk_writer.h"
 #include "xxhash.h"
 
 namespace quantd::server {
@@ -47,6 +54,10 @@ struct CodeGeometry {
     return (index + codes_per_granule - 1) / codes_per_granule *
            granule_code_bytes;
   }
+  // Offset of the codes of the real at `real_offset_bytes`.
+  int64_t CodesOffsetOfReal(int64_t real_offset_bytes) const {
+    return CodesOffset(real_offset_bytes / real_bytes);
+  }
   // Index of the element whose codes start at `offset_bytes`, at most
   // element_count.
   int64_t CodesIndex(int64_t offset_bytes) const;
@@ -58,6 +69,58 @@ struct CodeGeometry {
 absl::StatusOr<v1::ByteRange> CheckRange(const v1::ByteRange* range,
                                          int64_t size_bytes,
                                          int64_t granule_bytes);
+
+// Where a header wants the answer's bytes: none means in messages.
+// Errors: those of SharedMemoryAccess::Find, at "header.output".
+template <typename Header>
+absl::StatusOr<absl::optional<SharedBytes>> FindOutput(
+    const Header& header, const SharedMemoryAccess& access) {
+  if (!header.has_output()) return absl::optional<SharedBytes>();
+  absl::StatusOr<SharedBytes> output = access.Find(header.output());
+  if (!output.ok()) return core::WithField(output.status(), "header.output");
+  return absl::make_optional(*std::move(output));
+}
+
+// Errors: REGION_INVALID, at "header.output", for one that is there and has
+// less than `size_bytes`.
+absl::Status CheckOutput(const absl::optional<SharedBytes>& output,
+                         int64_t size_bytes);
+
+// The bytes of an answer as they are made, quantum by quantum: in the messages
+// that go out, or in shared memory. Counts them and their checksum. Not
+// thread-safe.
+class AnswerBytes {
+ public:
+  // The answer is [begin_bytes, ...) of what the RPC makes of the tensor; all
+  // of it fits into `output`, which may be none.
+  AnswerBytes(absl::optional<SharedBytes> output, int64_t begin_bytes)
+      : output_(std::move(output)), begin_bytes_(begin_bytes) {}
+
+  // Makes room for the next `size_bytes` at `offset_bytes`.
+  void Begin(int64_t offset_bytes, int64_t size_bytes, ChunkWriter* out);
+  // Where the byte at `offset_bytes` goes.
+  // Requires: within what Begin made room for.
+  uint8_t* At(int64_t offset_bytes) const {
+    return quantum_.data() + (offset_bytes - quantum_begin_bytes_);
+  }
+  // All bytes before `offset_bytes` are made. May be called while others behind
+  // them are being made.
+  void Made(int64_t offset_bytes);
+  // All bytes since Begin are made.
+  void End(Metrics* metrics);
+
+  // XXH3 of all bytes.
+  uint64_t Digest() const { return checksum_.Digest(); }
+
+ private:
+  const absl::optional<SharedBytes> output_;
+  const int64_t begin_bytes_;
+  Checksum checksum_;
+  // Since Begin, and how much of it the checksum has.
+  absl::Span<uint8_t> quantum_;
+  int64_t quantum_begin_bytes_ = 0;
+  int64_t hashed_bytes_ = 0;
+};
 
 }  // namespace quantd::server
 

@@ -8,15 +8,20 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/types/optional.h"
 #include "absl/types/span.h"
 #include "core/dequantize/dequantize.h"
 #include "core/errors.h"
 #include "core/formats/number_format.h"
+#include "core/parallel/thread_pool.h"
 #include "quantd/v1/quantization_service.pb.h"
 #include "server/rpc/code_stream.h"
 #include "server/rpc/stream_rpcs.h"
 #include "server/rpc/tensor_input.h"
 #include "server/rpc/tensor_job.h"
+#include "server/shared_memory/region.h"
+#include "server/shared_memory/region_registry.h"
+#include "server/shared_memory/shared_blocks.h"
 #include "server/wire/encoding_proto.h"
 
 namespace quantd::server {
@@ -47,11 +52,13 @@ absl::StatusOr<EncodingSource> OpenSource(const RpcEnvironment& env,
 class DequantizeJob final : public TensorJob {
  public:
   DequantizeJob(const RpcEnvironment& env, v1::DequantizeHeader request,
-                TensorDescription description, EncodingSource source)
+                TensorDescription description, EncodingSource source,
+                absl::optional<SharedBytes> output)
       : env_(env),
         request_(std::move(request)),
         description_(std::move(description)),
-        source_(std::move(source)) {
+        source_(std::move(source)),
+        output_(std::move(output)) {
     // It may be large, and is in the source by now.
     if (request_.has_encoding()) request_.mutable_encoding()->Clear();
   }
@@ -80,11 +87,16 @@ class DequantizeJob final : public TensorJob {
     frame_.end_bytes = range->end_bytes();
     frame_.unit_bytes = geometry_.granule_code_bytes;
     frame_.granule_bytes = geometry_.granule_code_bytes;
-    // Codes whose reals fill one response.
-    const int64_t granules = std::max<int64_t>(
-        1, env_.limits.response_chunk_bytes / geometry_.granule_real_bytes());
-    frame_.quantum_bytes = granules * geometry_.granule_code_bytes;
+    absl::Status status =
+        CheckOutput(output_, RealsOffset(frame_.end_bytes) -
+                                 RealsOffset(frame_.begin_bytes));
+    if (!status.ok()) return status;
+    // Codes whose reals fill one response, if they go there.
+    frame_.quantum_bytes =
+        CodesOfReals(output_.has_value() ? kSharedQuantumBytes
+                                         : env_.limits.response_chunk_bytes);
     first_element_ = geometry_.CodesIndex(frame_.begin_bytes);
+    answer_.emplace(output_, RealsOffset(frame_.begin_bytes));
 
     v1::DequantizeResponseHeader header;
     *header.mutable_name() = request_.tensor().name();
@@ -104,41 +116,67 @@ class DequantizeJob final : public TensorJob {
 
   void BeginQuantum(int64_t offset_bytes, int64_t bytes,
                     ChunkWriter* out) override {
-    reals_offset_ = RealsOffset(offset_bytes);
-    const int64_t size = RealsOffset(offset_bytes + bytes) - reals_offset_;
-    reals_ = {out->AddData(reals_offset_, size), static_cast<size_t>(size)};
+    const int64_t begin = RealsOffset(offset_bytes);
+    answer_->Begin(begin, RealsOffset(offset_bytes + bytes) - begin, out);
   }
 
   absl::Status Consume(int64_t offset_bytes,
                        absl::Span<const uint8_t> data) override {
-    const int64_t first = geometry_.CodesIndex(offset_bytes);
-    const int64_t last =
-        geometry_.CodesIndex(offset_bytes + static_cast<int64_t>(data.size()));
-    core::Dequantize(
-        *resolved_.encoding, *resolved_.layout, description_.element_type,
-        first, last - first, data.data(),
-        reals_.data() + (first * geometry_.real_bytes - reals_offset_),
-        env_.pool);
+    Dequantize(offset_bytes, data, env_.pool);
     return absl::OkStatus();
   }
 
-  void EndQuantum() override {
-    checksum_.Update(reals_);
-    env_.metrics->PayloadOut(static_cast<int64_t>(reals_.size()));
+  absl::Status ConsumeShared(int64_t offset_bytes,
+                             const std::shared_ptr<const Region>& region,
+                             absl::Span<const uint8_t> shared,
+                             core::ThreadPool* pool,
+                             PrivateCopy* copy) override {
+    const int64_t end_bytes =
+        offset_bytes + static_cast<int64_t>(shared.size());
+    const int64_t block_bytes = CodesOfReals(kSharedBlockBytes);
+    ForEachBlockCopy(
+        pool, shared, block_bytes,
+        [&](int64_t block, absl::Span<const uint8_t> codes) {
+          Dequantize(offset_bytes + block * block_bytes, codes, nullptr);
+        },
+        [&](int64_t block) {
+          answer_->Made(RealsOffset(
+              std::min(offset_bytes + (block + 1) * block_bytes, end_bytes)));
+        });
+    return absl::OkStatus();
   }
+
+  void EndQuantum() override { answer_->End(env_.metrics); }
 
   absl::StatusOr<bool> Finish(ChunkWriter* out) override {
     v1::DequantizeSummary summary;
     const int64_t count =
         geometry_.CodesIndex(frame_.end_bytes) - first_element_;
     summary.set_count(count);
-    summary.set_checksum_xxh3(checksum_.Digest());
+    summary.set_checksum_xxh3(answer_->Digest());
     out->SetSummary(summary);
     env_.metrics->Elements(Rpc::kDequantize, format_, count);
     return true;
   }
 
  private:
+  void Dequantize(int64_t offset_bytes, absl::Span<const uint8_t> codes,
+                  core::ThreadPool* pool) {
+    const int64_t first = geometry_.CodesIndex(offset_bytes);
+    const int64_t last =
+        geometry_.CodesIndex(offset_bytes + static_cast<int64_t>(codes.size()));
+    core::Dequantize(*resolved_.encoding, *resolved_.layout,
+                     description_.element_type, first, last - first,
+                     codes.data(), answer_->At(first * geometry_.real_bytes),
+                     pool);
+  }
+
+  // Bytes of the codes of at most `real_bytes` of reals, at least one granule.
+  int64_t CodesOfReals(int64_t real_bytes) const {
+    return std::max<int64_t>(1, real_bytes / geometry_.granule_real_bytes()) *
+           geometry_.granule_code_bytes;
+  }
+
   // Offset of the real whose codes are at `codes_offset_bytes`.
   int64_t RealsOffset(int64_t codes_offset_bytes) const {
     return geometry_.CodesIndex(codes_offset_bytes) * geometry_.real_bytes;
@@ -148,15 +186,14 @@ class DequantizeJob final : public TensorJob {
   v1::DequantizeHeader request_;
   const TensorDescription description_;
   const EncodingSource source_;
+  // Where the reals go, if not into messages.
+  const absl::optional<SharedBytes> output_;
   // From Start on.
   ResolvedEncoding resolved_;
   const core::FormatInfo* format_ = nullptr;
   CodeGeometry geometry_;
-  Checksum checksum_;
   int64_t first_element_ = 0;
-  // Reals of the current quantum, and their offset in the tensor.
-  absl::Span<uint8_t> reals_;
-  int64_t reals_offset_ = 0;
+  absl::optional<AnswerBytes> answer_;
 };
 
 class DequantizeRpc final : public TensorRpc {
@@ -166,7 +203,7 @@ class DequantizeRpc final : public TensorRpc {
   Rpc id() const override { return Rpc::kDequantize; }
 
   absl::StatusOr<std::unique_ptr<TensorJob>> Open(
-      const std::string& bytes) override {
+      const std::string& bytes, const SharedMemoryAccess& access) override {
     absl::StatusOr<v1::DequantizeHeader> header =
         ParseHeader<v1::DequantizeHeader>(bytes);
     if (!header.ok()) return header.status();
@@ -175,8 +212,12 @@ class DequantizeRpc final : public TensorRpc {
     if (!description.ok()) return description.status();
     absl::StatusOr<EncodingSource> source = OpenSource(env_, *header);
     if (!source.ok()) return source.status();
+    absl::StatusOr<absl::optional<SharedBytes>> output =
+        FindOutput(*header, access);
+    if (!output.ok()) return output.status();
     return std::make_unique<DequantizeJob>(
-        env_, *std::move(header), *std::move(description), *std::move(source));
+        env_, *std::move(header), *std::move(description), *std::move(source),
+        *std::move(output));
   }
 
  private:

@@ -308,7 +308,7 @@ class EvaluateRpc final : public TensorRpc {
   Rpc id() const override { return Rpc::kEvaluate; }
 
   absl::StatusOr<std::unique_ptr<TensorJob>> Open(
-      const std::string& bytes) override {
+      const std::string& bytes, const SharedMemoryAccess& access) override {
     absl::StatusOr<v1::EvaluateHeader> header =
         ParseHeader<v1::EvaluateHeader>(bytes);
     if (!header.ok()) return header.status();

@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -14,6 +15,7 @@
 #include "absl/types/span.h"
 #include "core/errors.h"
 #include "core/formats/number_format.h"
+#include "core/parallel/thread_pool.h"
 #include "core/quantize/quantize.h"
 #include "core/statistics/tensor_statistics.h"
 #include "quantd/v1/quantization_service.pb.h"
@@ -22,6 +24,9 @@
 #include "server/rpc/tensor_buffer.h"
 #include "server/rpc/tensor_input.h"
 #include "server/rpc/tensor_job.h"
+#include "server/shared_memory/region.h"
+#include "server/shared_memory/region_registry.h"
+#include "server/shared_memory/shared_blocks.h"
 #include "server/wire/encoding_proto.h"
 #include "server/wire/names.h"
 
@@ -43,23 +48,39 @@ struct QuantizeTask {
   bool omit_encoding = false;
   // Where the encoding is to be stored, if it is.
   absl::optional<EncodingKey> store_key;
+  // Where the codes go, if not into messages.
+  absl::optional<SharedBytes> output;
 };
 
-// Turns reals into codes in the slices that go out.
+// Reals of a quantum: their codes fill at most one message, if they go there.
+int64_t QuantumRealBytes(const RpcEnvironment& env, const QuantizeTask& task,
+                         const CodeGeometry& geometry) {
+  const int64_t granules =
+      task.output.has_value()
+          ? kSharedQuantumBytes / geometry.granule_real_bytes()
+          : std::min(
+                env.limits.chunk_bytes / geometry.granule_real_bytes(),
+                env.limits.response_chunk_bytes / geometry.granule_code_bytes);
+  return std::max<int64_t>(1, granules) * geometry.granule_real_bytes();
+}
+
+// Turns reals into codes where they go out.
 class CodeProducer {
  public:
+  // The answer is the codes of the reals [range).
   CodeProducer(const RpcEnvironment& env, const QuantizeTask& task,
-               ResolvedEncoding resolved)
+               ResolvedEncoding resolved, const v1::ByteRange& range)
       : env_(env),
         task_(task),
         resolved_(std::move(resolved)),
         format_(*core::FindFormat(resolved_.encoding->format)),
-        geometry_(Geometry(task.description, format_)) {}
+        geometry_(Geometry(task.description, format_)),
+        range_(range),
+        answer_(task.output, geometry_.CodesOffsetOfReal(range.begin_bytes())) {
+  }
 
-  const CodeGeometry& geometry() const { return geometry_; }
-
-  // The answer's header, for the codes of the reals [range).
-  void WriteHeader(const v1::ByteRange& range, ChunkWriter* out) const {
+  // The answer's header.
+  void WriteHeader(ChunkWriter* out) const {
     v1::QuantizeResponseHeader header;
     *header.mutable_name() = task_.name;
     if (!task_.omit_encoding) {
@@ -69,33 +90,53 @@ class CodeProducer {
     header.mutable_shape()->Assign(task_.description.shape.begin(),
                                    task_.description.shape.end());
     header.set_size_bytes(geometry_.codes_size_bytes());
-    header.mutable_range()->set_begin_bytes(CodesOffset(range.begin_bytes()));
-    header.mutable_range()->set_end_bytes(CodesOffset(range.end_bytes()));
+    header.mutable_range()->set_begin_bytes(
+        geometry_.CodesOffsetOfReal(range_.begin_bytes()));
+    header.mutable_range()->set_end_bytes(
+        geometry_.CodesOffsetOfReal(range_.end_bytes()));
     out->SetHeader(header);
   }
 
   // Makes room for the codes of `bytes` of reals at `offset_bytes`.
   void Begin(int64_t offset_bytes, int64_t bytes, ChunkWriter* out) {
-    const int64_t begin = CodesOffset(offset_bytes);
-    const int64_t size = CodesOffset(offset_bytes + bytes) - begin;
-    codes_ = {out->AddData(begin, size), static_cast<size_t>(size)};
-    codes_offset_ = begin;
+    const int64_t begin = geometry_.CodesOffsetOfReal(offset_bytes);
+    answer_.Begin(
+        begin, geometry_.CodesOffsetOfReal(offset_bytes + bytes) - begin, out);
   }
 
   absl::Status Quantize(int64_t offset_bytes, absl::Span<const uint8_t> data) {
-    const int64_t first = offset_bytes / geometry_.real_bytes;
-    return core::Quantize(
-        *resolved_.encoding, *resolved_.layout, task_.description.element_type,
-        task_.nan_policy, first,
-        static_cast<int64_t>(data.size()) / geometry_.real_bytes, data.data(),
-        codes_.data() + (geometry_.CodesOffset(first) - codes_offset_),
-        &counts_, env_.pool);
+    return Quantize(offset_bytes, data, &counts_, env_.pool);
   }
 
-  void End() {
-    checksum_.Update(codes_);
-    env_.metrics->PayloadOut(static_cast<int64_t>(codes_.size()));
+  // Of data that may change meanwhile.
+  absl::Status QuantizeShared(int64_t offset_bytes,
+                              absl::Span<const uint8_t> shared) {
+    const int64_t block_bytes =
+        kSharedBlockBytes - kSharedBlockBytes % geometry_.granule_real_bytes();
+    const int64_t end_bytes =
+        offset_bytes + static_cast<int64_t>(shared.size());
+    const int64_t blocks =
+        (end_bytes - offset_bytes + block_bytes - 1) / block_bytes;
+    std::vector<core::QuantizeCounts> counts(blocks);
+    std::vector<absl::Status> statuses(blocks);
+    ForEachBlockCopy(
+        env_.pool, shared, block_bytes,
+        [&](int64_t block, absl::Span<const uint8_t> copy) {
+          statuses[block] = Quantize(offset_bytes + block * block_bytes, copy,
+                                     &counts[block], nullptr);
+        },
+        [&](int64_t block) {
+          answer_.Made(geometry_.CodesOffsetOfReal(
+              std::min(offset_bytes + (block + 1) * block_bytes, end_bytes)));
+        });
+    for (int64_t block = 0; block < blocks; ++block) {
+      if (!statuses[block].ok()) return statuses[block];
+      counts_.Merge(counts[block]);
+    }
+    return absl::OkStatus();
   }
+
+  void End() { answer_.End(env_.metrics); }
 
   void WriteSummary(ChunkWriter* out) const {
     v1::QuantizeSummary summary;
@@ -105,7 +146,7 @@ class CodeProducer {
     summary.set_nan_count(counts_.nan);
     summary.set_positive_infinity_count(counts_.positive_infinity);
     summary.set_negative_infinity_count(counts_.negative_infinity);
-    summary.set_checksum_xxh3(checksum_.Digest());
+    summary.set_checksum_xxh3(answer_.Digest());
     out->SetSummary(summary);
     env_.metrics->Elements(Rpc::kQuantize, &format_, counts_.total);
     env_.metrics->NonFinite(counts_.nan + counts_.positive_infinity +
@@ -117,9 +158,14 @@ class CodeProducer {
   }
 
  private:
-  // Offset of the codes of the real at `offset_bytes`.
-  int64_t CodesOffset(int64_t offset_bytes) const {
-    return geometry_.CodesOffset(offset_bytes / geometry_.real_bytes);
+  absl::Status Quantize(int64_t offset_bytes, absl::Span<const uint8_t> data,
+                        core::QuantizeCounts* counts, core::ThreadPool* pool) {
+    const int64_t first = offset_bytes / geometry_.real_bytes;
+    return core::Quantize(
+        *resolved_.encoding, *resolved_.layout, task_.description.element_type,
+        task_.nan_policy, first,
+        static_cast<int64_t>(data.size()) / geometry_.real_bytes, data.data(),
+        answer_.At(geometry_.CodesOffset(first)), counts, pool);
   }
 
   const RpcEnvironment& env_;
@@ -127,11 +173,9 @@ class CodeProducer {
   const ResolvedEncoding resolved_;
   const core::FormatInfo& format_;
   const CodeGeometry geometry_;
+  const v1::ByteRange range_;
   core::QuantizeCounts counts_;
-  Checksum checksum_;
-  // Codes of the current quantum, and their offset in the tensor's codes.
-  absl::Span<uint8_t> codes_;
-  int64_t codes_offset_ = 0;
+  AnswerBytes answer_;
 };
 
 // With an encoding that is known: codes go down while reals come up.
@@ -163,6 +207,10 @@ class StreamingQuantizeJob final : public TensorJob {
         CheckRange(range_.has_value() ? &*range_ : nullptr,
                    geometry.reals_size_bytes(), geometry.granule_real_bytes());
     if (!range.ok()) return core::WithField(range.status(), "header.range");
+    absl::Status status = CheckOutput(
+        task_.output, geometry.CodesOffsetOfReal(range->end_bytes()) -
+                          geometry.CodesOffsetOfReal(range->begin_bytes()));
+    if (!status.ok()) return status;
     if (task_.store_key.has_value()) {
       absl::StatusOr<StoredEncoding> stored =
           env_.store->Put(*task_.store_key, resolved->encoding, Precondition());
@@ -173,14 +221,9 @@ class StreamingQuantizeJob final : public TensorJob {
     frame_.end_bytes = range->end_bytes();
     frame_.unit_bytes = geometry.real_bytes;
     frame_.granule_bytes = geometry.granule_real_bytes();
-    // Reals whose codes fill at most one response.
-    const int64_t granules = std::min(
-        env_.limits.chunk_bytes / geometry.granule_real_bytes(),
-        env_.limits.response_chunk_bytes / geometry.granule_code_bytes);
-    frame_.quantum_bytes =
-        std::max<int64_t>(1, granules) * geometry.granule_real_bytes();
-    producer_.emplace(env_, task_, *std::move(resolved));
-    producer_->WriteHeader(*range, out);
+    frame_.quantum_bytes = QuantumRealBytes(env_, task_, geometry);
+    producer_.emplace(env_, task_, *std::move(resolved), *range);
+    producer_->WriteHeader(out);
     return absl::OkStatus();
   }
 
@@ -192,6 +235,14 @@ class StreamingQuantizeJob final : public TensorJob {
   absl::Status Consume(int64_t offset_bytes,
                        absl::Span<const uint8_t> data) override {
     return producer_->Quantize(offset_bytes, data);
+  }
+
+  absl::Status ConsumeShared(int64_t offset_bytes,
+                             const std::shared_ptr<const Region>& region,
+                             absl::Span<const uint8_t> shared,
+                             core::ThreadPool* pool,
+                             PrivateCopy* copy) override {
+    return producer_->QuantizeShared(offset_bytes, shared);
   }
 
   void EndQuantum() override { producer_->End(); }
@@ -290,10 +341,10 @@ class CalibratingQuantizeJob final : public TensorJob {
   }
 
   void OpenAnswer(ChunkWriter* out) {
-    producer_.emplace(env_, task_, std::move(resolved_));
     v1::ByteRange whole;
     whole.set_end_bytes(SizeBytes());
-    producer_->WriteHeader(whole, out);
+    producer_.emplace(env_, task_, std::move(resolved_), whole);
+    producer_->WriteHeader(out);
     step_ = Step::kQuantize;
   }
 
@@ -322,11 +373,11 @@ class QuantizeRpc final : public TensorRpc {
   Rpc id() const override { return Rpc::kQuantize; }
 
   absl::StatusOr<std::unique_ptr<TensorJob>> Open(
-      const std::string& bytes) override {
+      const std::string& bytes, const SharedMemoryAccess& access) override {
     absl::StatusOr<v1::QuantizeHeader> header =
         ParseHeader<v1::QuantizeHeader>(bytes);
     if (!header.ok()) return header.status();
-    absl::StatusOr<QuantizeTask> task = CheckTask(*header);
+    absl::StatusOr<QuantizeTask> task = CheckTask(*header, access);
     if (!task.ok()) return task.status();
     switch (header->encoding_source_case()) {
       case v1::QuantizeHeader::kReference: {
@@ -348,7 +399,8 @@ class QuantizeRpc final : public TensorRpc {
   }
 
  private:
-  absl::StatusOr<QuantizeTask> CheckTask(const v1::QuantizeHeader& header) {
+  absl::StatusOr<QuantizeTask> CheckTask(const v1::QuantizeHeader& header,
+                                         const SharedMemoryAccess& access) {
     absl::StatusOr<TensorDescription> description =
         CheckDescription(env_, header.tensor());
     if (!description.ok()) return description.status();
@@ -357,7 +409,11 @@ class QuantizeRpc final : public TensorRpc {
           core::EnumUnknownError("NanPolicy", header.nan_policy()),
           "header.nan_policy");
     }
+    absl::StatusOr<absl::optional<SharedBytes>> output =
+        FindOutput(header, access);
+    if (!output.ok()) return output.status();
     QuantizeTask task;
+    task.output = *std::move(output);
     task.name = header.tensor().name();
     task.description = *std::move(description);
     task.nan_policy = static_cast<core::NanPolicy>(header.nan_policy());
@@ -394,6 +450,10 @@ class QuantizeRpc final : public TensorRpc {
     absl::StatusOr<ResolvedSpec> spec =
         ResolveSpec(env_, header.spec(), task.description.shape);
     if (!spec.ok()) return core::WithField(spec.status(), "header.spec");
+    const CodeGeometry geometry =
+        Geometry(task.description, *core::FindFormat(spec->spec.format));
+    absl::Status status = CheckOutput(task.output, geometry.codes_size_bytes());
+    if (!status.ok()) return status;
     absl::StatusOr<std::unique_ptr<TensorAccumulator>> accumulator =
         TensorAccumulator::Create(env_, task.description.element_type,
                                   spec->layout, MantissaBitsFor(spec->spec));

@@ -7,6 +7,7 @@
 #include "server/guard/limits.h"
 #include "server/guard/memory_budget.h"
 #include "server/metrics/metrics.h"
+#include "server/shared_memory/region_registry.h"
 #include "server/store/encoding_store.h"
 #include "server/store/statistics_store.h"
 
@@ -23,6 +24,8 @@ struct RpcEnvironment {
   core::ThreadPool* pool;
   // What waits for the stores.
   core::ThreadPool* store_pool;
+  // Null without shared memory.
+  RegionRegistry* regions;
 };
 
 }  // namespace quantd::server

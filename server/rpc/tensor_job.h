@@ -10,7 +10,11 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "core/parallel/thread_pool.h"
 #include "server/metrics/metrics.h"
+#include "server/shared_memory/region.h"
+#include "server/shared_memory/region_registry.h"
+#include "server/shared_memory/shared_blocks.h"
 #include "server/wire/chunk_writer.h"
 
 namespace quantd::server {
@@ -30,10 +34,10 @@ struct TensorFrame {
 
 // One tensor of one stream, from its header to its summary. Calls come one at
 // a time, on any thread: Start; for each quantum Reserve, BeginQuantum, Consume
-// once or more, EndQuantum; in the end Reserve(0) and Finish, until it answers
-// true. After an error nothing more is called, but Reserve may be tried again.
-// None of them takes long; only Start and Finish may wait for a store, when
-// they say so before.
+// or ConsumeShared once or more, EndQuantum; in the end Reserve(0) and Finish,
+// until it answers true. After an error nothing more is called, but Reserve may
+// be tried again. None of them takes long; only Start and Finish may wait for a
+// store, when they say so before.
 class TensorJob {
  public:
   virtual ~TensorJob() = default;
@@ -57,6 +61,14 @@ class TensorJob {
                             ChunkWriter* out) {}
   virtual absl::Status Consume(int64_t offset_bytes,
                                absl::Span<const uint8_t> data) = 0;
+  // The same for `shared` data, part of `region`, which the client may change
+  // at any time. By default works on a copy, which `copy` makes.
+  virtual absl::Status ConsumeShared(
+      int64_t offset_bytes, const std::shared_ptr<const Region>& region,
+      absl::Span<const uint8_t> shared, core::ThreadPool* pool,
+      PrivateCopy* copy) {
+    return Consume(offset_bytes, copy->Of(shared, pool));
+  }
   virtual void EndQuantum() {}
 
   // All bytes are consumed: does the next part of what is left, of bounded
@@ -73,9 +85,10 @@ class TensorRpc {
   virtual ~TensorRpc() = default;
 
   virtual Rpc id() const = 0;
-  // Opens a tensor from its serialized header, without waiting.
+  // Opens a tensor from its serialized header, without waiting. `access` is to
+  // what the header may name in shared memory.
   virtual absl::StatusOr<std::unique_ptr<TensorJob>> Open(
-      const std::string& header) = 0;
+      const std::string& header, const SharedMemoryAccess& access) = 0;
 };
 
 }  // namespace quantd::server

@@ -88,6 +88,8 @@ TensorStream::TensorStream(const RpcEnvironment& env, TensorRpc* rpc,
       registry_(registry),
       context_(context),
       start_time_(absl::Now()),
+      shared_memory_(env.regions,
+                     env.regions != nullptr ? context->peer() : ""),
       last_progress_(start_time_) {
   env_.metrics->RpcStarted(rpc_->id());
   env_.metrics->StreamOpened();
@@ -286,16 +288,36 @@ absl::Status TensorStream::OpenMessage() {
   absl::Status status = ParseRequestEnvelope(&message_->buffer, &envelope);
   if (!status.ok()) return status;
   message_->opened = true;
-  env_.metrics->PayloadIn(envelope.data_bytes);
   if (envelope.has_header) {
     if (job_ != nullptr) FailTensor(reader_->CheckComplete());
     if (registry_->draining()) return core::DrainingError();
     OpenTensor(envelope.header);
   } else if (job_ == nullptr && !skipping_) {
     return core::HeaderMissingError();
-  } else if (job_ != nullptr) {
+  }
+  if (job_ != nullptr && envelope.shared.has_value()) {
+    if (absl::Status s = FindShared(); !s.ok()) {
+      FailTensor(core::WithField(s, "shared"));
+    }
+  }
+  env_.metrics->PayloadIn(envelope.data_bytes);
+  if (job_ != nullptr && !envelope.has_header) {
     if (absl::Status s = reader_->Push(envelope); !s.ok()) FailTensor(s);
   }
+  return absl::OkStatus();
+}
+
+absl::Status TensorStream::FindShared() {
+  RequestEnvelope& envelope = message_->envelope;
+  if (envelope.data_bytes > 0) {
+    return core::RegionInvalidError(
+        "both data and shared in one message, expected one of them");
+  }
+  absl::StatusOr<SharedBytes> found = shared_memory_.Find(*envelope.shared);
+  if (!found.ok()) return found.status();
+  message_->region = std::move(found->region);
+  envelope.data.assign(1, found->bytes);
+  envelope.data_bytes = static_cast<int64_t>(found->bytes.size());
   return absl::OkStatus();
 }
 
@@ -303,7 +325,8 @@ void TensorStream::OpenTensor(const std::string& header) {
   skipping_ = false;
   tensor_start_time_ = absl::Now();
   env_.metrics->TensorOpened();
-  absl::StatusOr<std::unique_ptr<TensorJob>> job = rpc_->Open(header);
+  absl::StatusOr<std::unique_ptr<TensorJob>> job =
+      rpc_->Open(header, shared_memory_);
   if (!job.ok()) {
     FailTensor(job.status());
     return;
@@ -327,9 +350,12 @@ void TensorStream::FeedTensor() {
   const int64_t bytes = std::min(ready, job_->frame().quantum_bytes);
   if (!ReserveMemory(bytes)) return;
   job_->BeginQuantum(reader_->position_bytes(), bytes, &writer_);
+  const std::shared_ptr<const Region>& region = message_->region;
   absl::Status status = reader_->Feed(
-      bytes, [this](int64_t offset_bytes, absl::Span<const uint8_t> data) {
-        return job_->Consume(offset_bytes, data);
+      bytes, [&](int64_t offset_bytes, absl::Span<const uint8_t> data) {
+        return region == nullptr ? job_->Consume(offset_bytes, data)
+                                 : job_->ConsumeShared(offset_bytes, region,
+                                                       data, env_.pool, &copy_);
       });
   if (!status.ok()) return FailTensor(status);
   job_->EndQuantum();

@@ -17,6 +17,9 @@
 #include "grpcpp/grpcpp.h"
 #include "server/rpc/rpc_environment.h"
 #include "server/rpc/tensor_job.h"
+#include "server/shared_memory/region.h"
+#include "server/shared_memory/region_registry.h"
+#include "server/shared_memory/shared_blocks.h"
 #include "server/wire/chunk_reader.h"
 #include "server/wire/chunk_writer.h"
 #include "server/wire/envelope.h"
@@ -104,6 +107,8 @@ class TensorStream final
     grpc::ByteBuffer buffer;
     RequestEnvelope envelope;
     bool opened = false;
+    // Of `shared`, which the envelope's data then points into.
+    std::shared_ptr<const Region> region;
   };
 
   // Starts what the state allows: a read, a write, the worker task, the end.
@@ -125,6 +130,9 @@ class TensorStream final
   // Takes message_ apart, and opens the tensor of its header, if any.
   absl::Status OpenMessage();
   void OpenTensor(const std::string& header);
+  // Makes the data of message_ those of its `shared`.
+  // Errors: REGION_NOT_FOUND, REGION_INVALID.
+  absl::Status FindShared();
   // Starts the open tensor and gives it the data that came with its header.
   void StartTensor();
   // One quantum of the open tensor's bytes.
@@ -151,6 +159,7 @@ class TensorStream final
   StreamRegistry* const registry_;
   grpc::CallbackServerContext* const context_;
   const absl::Time start_time_;
+  const SharedMemoryAccess shared_memory_;
 
   // Keeps the stream alive until OnDone; tasks hold another reference.
   std::shared_ptr<TensorStream> self_;
@@ -160,6 +169,7 @@ class TensorStream final
   std::unique_ptr<TensorJob> job_;
   absl::optional<ChunkReader> reader_;
   ChunkWriter writer_;
+  PrivateCopy copy_;
   absl::Time tensor_start_time_;
   // The last tensor failed: chunks are dropped until the next header.
   bool skipping_ = false;

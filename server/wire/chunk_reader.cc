@@ -21,7 +21,7 @@ ChunkReader::ChunkReader(int64_t begin_bytes, int64_t end_bytes,
       pushed_(begin_bytes) {}
 
 absl::Status ChunkReader::Push(const RequestEnvelope& chunk) {
-  if (chunk.data_bytes > chunk_limit_) {
+  if (chunk.data_bytes > chunk_limit_ && !chunk.shared.has_value()) {
     return core::ChunkTooLargeError(chunk_limit_, chunk.data_bytes);
   }
   if (chunk.data_bytes == 0) return absl::OkStatus();

@@ -21,7 +21,8 @@ namespace quantd::server {
 class ChunkReader {
  public:
   // The tensor's bytes [begin_bytes, end_bytes) will come, cut at multiples of
-  // `unit_bytes` into chunks of at most `chunk_limit_bytes`.
+  // `unit_bytes` into chunks of at most `chunk_limit_bytes`, or of any size in
+  // shared memory.
   // Requires: begin_bytes is a multiple of granule_bytes, granule_bytes of
   // unit_bytes; the last granule may be short.
   ChunkReader(int64_t begin_bytes, int64_t end_bytes, int64_t unit_bytes,

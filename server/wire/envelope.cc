@@ -20,12 +20,14 @@ using ::google::protobuf::io::CodedInputStream;
 constexpr int kHeader = v1::QuantizeRequest::kHeaderFieldNumber;
 constexpr int kOffset = v1::QuantizeRequest::kOffsetFieldNumber;
 constexpr int kData = v1::QuantizeRequest::kDataFieldNumber;
+constexpr int kShared = v1::QuantizeRequest::kSharedFieldNumber;
 
 template <typename Request>
 constexpr bool HasEnvelope() {
   return Request::kHeaderFieldNumber == kHeader &&
          Request::kOffsetFieldNumber == kOffset &&
-         Request::kDataFieldNumber == kData;
+         Request::kDataFieldNumber == kData &&
+         Request::kSharedFieldNumber == kShared;
 }
 static_assert(HasEnvelope<v1::CalibrateRequest>());
 static_assert(HasEnvelope<v1::DequantizeRequest>());
@@ -127,6 +129,20 @@ bool ReadData(CodedInputStream* in, RequestEnvelope* envelope) {
   return true;
 }
 
+bool ReadShared(CodedInputStream* in, RequestEnvelope* envelope) {
+  int size = 0;
+  if (!ReadLength(in, &size)) return false;
+  std::string shared;
+  if (!in->ReadString(&shared, size)) return false;
+  if (!envelope->shared.has_value()) envelope->shared.emplace();
+  CodedInputStream fields(reinterpret_cast<const uint8_t*>(shared.data()),
+                          size);
+  // Groups in it are one level deeper than those of the message.
+  fields.SetRecursionLimit(kMaxGroupDepth - 1);
+  return envelope->shared->MergePartialFromCodedStream(&fields) &&
+         fields.ConsumedEntireMessage();
+}
+
 bool ReadFields(CodedInputStream* in, RequestEnvelope* envelope) {
   int header_count = 0;
   while (const uint32_t tag = ReadTag(in)) {
@@ -140,6 +156,9 @@ bool ReadFields(CodedInputStream* in, RequestEnvelope* envelope) {
         break;
       case Tag(kData, WireFormatLite::WIRETYPE_LENGTH_DELIMITED):
         read = ReadData(in, envelope);
+        break;
+      case Tag(kShared, WireFormatLite::WIRETYPE_LENGTH_DELIMITED):
+        read = ReadShared(in, envelope);
         break;
       default:
         read = SkipValue(in, tag, 0);
@@ -161,8 +180,8 @@ absl::Status ParseRequestEnvelope(grpc::ByteBuffer* buffer,
   CodedInputStream in(&reader);
   if (!ReadFields(&in, envelope)) {
     return core::MessageMalformedError(
-        "the message is not protobuf; expected fields 1 (header), 2 (offset) "
-        "and 3 (data)");
+        "the message is not protobuf; expected fields 1 (header), 2 (offset), "
+        "3 (data) and 4 (shared)");
   }
   return absl::OkStatus();
 }

@@ -1,4 +1,5 @@
-// The envelope of a stream's message: {1: header, 2: offset, 3: data}.
+// The envelope of a stream's message: {1: header, 2: offset, 3: data,
+// 4: shared}.
 //
 // All four requests share it, so that one parser serves them and `data` stays
 // where the transport put it. For every other client these are ordinary
@@ -12,8 +13,10 @@
 
 #include "absl/container/inlined_vector.h"
 #include "absl/status/status.h"
+#include "absl/types/optional.h"
 #include "absl/types/span.h"
 #include "grpcpp/support/byte_buffer.h"
+#include "quantd/v1/shared_memory.pb.h"
 
 namespace quantd::server {
 
@@ -26,6 +29,8 @@ struct RequestEnvelope {
   // The payload, in place, in as many pieces as it arrived in.
   absl::InlinedVector<absl::Span<const uint8_t>, 16> data;
   int64_t data_bytes = 0;
+  // What stands for `data`, which the message then lacks.
+  absl::optional<v1::SharedSpan> shared;
 };
 
 // Parses as protobuf does: unknown fields are skipped, the last value of a

@@ -30,18 +30,23 @@ struct Parsed {
   std::string header;  // as the message it is, serialized again
   uint64_t offset = 0;
   std::string data;
+  bool has_shared = false;
+  std::string shared;  // serialized again
 
   friend bool operator==(const Parsed& a, const Parsed& b) {
     if (!a.ok || !b.ok) return a.ok == b.ok;
     return a.has_header == b.has_header && a.header == b.header &&
-           a.offset == b.offset && a.data == b.data;
+           a.offset == b.offset && a.data == b.data &&
+           a.has_shared == b.has_shared && a.shared == b.shared;
   }
 };
 
 std::ostream& operator<<(std::ostream& os, const Parsed& p) {
   if (!p.ok) return os << "malformed";
   return os << "header " << (p.has_header ? absl::CHexEscape(p.header) : "none")
-            << " offset " << p.offset << " data " << absl::CHexEscape(p.data);
+            << " offset " << p.offset << " data " << absl::CHexEscape(p.data)
+            << " shared "
+            << (p.has_shared ? absl::CHexEscape(p.shared) : "none");
 }
 
 template <typename Request>
@@ -53,6 +58,8 @@ Parsed ByProtobuf(const std::string& bytes) {
   parsed.header = request.header().SerializeAsString();
   parsed.offset = request.offset();
   parsed.data = request.data();
+  parsed.has_shared = request.has_shared();
+  parsed.shared = request.shared().SerializeAsString();
   return parsed;
 }
 
@@ -75,6 +82,8 @@ Parsed ByHand(grpc::ByteBuffer* buffer) {
     parsed.data.append(piece.begin(), piece.end());
   }
   EXPECT_EQ(static_cast<int64_t>(parsed.data.size()), envelope.data_bytes);
+  parsed.has_shared = envelope.shared.has_value();
+  if (parsed.has_shared) parsed.shared = envelope.shared->SerializeAsString();
   return parsed;
 }
 
@@ -197,6 +206,14 @@ class Generator {
     return header.SerializeAsString();
   }
 
+  std::string Shared() {
+    v1::SharedSpan span;
+    if (random_() % 2) span.set_region_id(RandomBytes(16));
+    if (random_() % 2) span.set_offset_bytes(random_() >> random_() % 64);
+    if (random_() % 2) span.set_size_bytes(random_() >> random_() % 64);
+    return span.SerializeAsString();
+  }
+
   std::string Unknown(int depth) {
     const uint32_t field = 1 + random_() % (random_() % 2 ? 30 : 1u << 29);
     switch (random_() % 5) {
@@ -220,7 +237,9 @@ class Generator {
   }
 
   std::string Field() {
-    switch (random_() % 8) {
+    switch (random_() % 9) {
+      case 8:
+        return Bytes(4, random_() % 8 ? Shared() : RandomBytes(12));
       case 0:
         return Bytes(1, random_() % 8 ? Header() : RandomBytes(12));
       case 1:
@@ -230,7 +249,7 @@ class Generator {
         return Bytes(3, RandomBytes(random_() % 4 ? 30 : 400));
       case 4:
         // A known field with any wire type, or field 0.
-        return Tag(random_() % 4, static_cast<int>(random_() % 8)) +
+        return Tag(random_() % 5, static_cast<int>(random_() % 8)) +
                RandomBytes(12);
       case 5:
         // Lengths and tags in more bytes than they need.
@@ -371,6 +390,17 @@ TEST_F(EnvelopeTest, AgreesWithProtobufOnCornersOfTheWireFormat) {
       Tag(1, 2) + Overlong(0, 5),
       Tag(1, 2) + Overlong(0, 6),
       Tag(9, 2) + Overlong(0, 6),
+      // Spans that occur twice are merged; broken ones are malformed.
+      Bytes(4, "") + Bytes(4, ""),
+      Bytes(4, Bytes(1, "id")) + Bytes(4, Offset(8)),
+      Bytes(4, Bytes(1, "id")) + Bytes(4, Bytes(1, "")),
+      Bytes(4, Bytes(3, "xy")),
+      Bytes(4, "garbage"),
+      Bytes(4, group) + Bytes(4, group_end),
+      Bytes(4, Nested(98)),
+      Bytes(4, Nested(99)),
+      Bytes(4, Nested(100)),
+      Bytes(4, Bytes(1, "id") + Nested(1)),
       // A header that is not one.
       Bytes(1, "garbage"),
       Bytes(1, std::string(200, '\xff')),
@@ -393,7 +423,8 @@ TEST_F(EnvelopeTest, LeavesTheDataWhereItIs) {
 }
 
 TEST_F(EnvelopeTest, ForgetsWhatWasInTheEnvelopeBefore) {
-  grpc::ByteBuffer full = OneSlice(Bytes(1, "") + Offset(4) + Bytes(3, "abc"));
+  grpc::ByteBuffer full =
+      OneSlice(Bytes(1, "") + Offset(4) + Bytes(3, "abc") + Bytes(4, ""));
   grpc::ByteBuffer empty = OneSlice("");
   RequestEnvelope envelope;
   ASSERT_TRUE(ParseRequestEnvelope(&full, &envelope).ok());
@@ -402,6 +433,7 @@ TEST_F(EnvelopeTest, ForgetsWhatWasInTheEnvelopeBefore) {
   EXPECT_EQ(envelope.offset_bytes, 0u);
   EXPECT_TRUE(envelope.data.empty());
   EXPECT_EQ(envelope.data_bytes, 0);
+  EXPECT_FALSE(envelope.shared.has_value());
 }
 
 TEST_F(EnvelopeTest, AnUnreadableBufferIsMalformed) {

@@ -1,0 +1,84 @@
+// Memory that the server shares with one client process.
+
+#ifndef QUANTD_SERVER_SHARED_MEMORY_REGION_H_
+#define QUANTD_SERVER_SHARED_MEMORY_REGION_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "server/guard/memory_budget.h"
+#include "server/metrics/metrics.h"
+
+namespace quantd::server {
+
+// A file descriptor that is closed with the object. Not thread-safe.
+class FileDescriptor {
+ public:
+  FileDescriptor() = default;
+  explicit FileDescriptor(int fd) : fd_(fd) {}
+  FileDescriptor(FileDescriptor&& other) noexcept;
+  FileDescriptor& operator=(FileDescriptor&& other) noexcept;
+  ~FileDescriptor();
+
+  // -1 for none.
+  int get() const { return fd_; }
+  // The caller's from now on.
+  int Release();
+
+ private:
+  int fd_ = -1;
+};
+
+// A mapping of memory whose pages are all there from the beginning, and which
+// no process can shrink, grow or seal further. Whoever holds the region may
+// read and write it while the client does the same or punches holes into it:
+// that is undefined in its results, and memory-safe for code that reads nothing
+// twice. The mapping, and what it takes of the memory budget, go with the
+// object. Thread-safe.
+class Region {
+ public:
+  static constexpr size_t kIdBytes = 16;
+
+  // A region, and the file that the client is to map.
+  struct Created;
+  // `size_bytes` is rounded up to whole pages. `budget` and `metrics` must
+  // outlive the region.
+  // Errors: REGION_INVALID for a size of 0, MEMORY_BUDGET, REGION_LIMIT where
+  // the system has no more.
+  static absl::StatusOr<Created> Create(uint64_t size_bytes,
+                                        MemoryBudget* budget, Metrics* metrics);
+  ~Region();
+  Region(const Region&) = delete;
+  Region& operator=(const Region&) = delete;
+
+  // kIdBytes of randomness.
+  const std::string& id() const { return id_; }
+  absl::Span<uint8_t> bytes() const { return bytes_; }
+
+ private:
+  Region(std::string id, absl::Span<uint8_t> bytes, MemoryBudget::Lease lease,
+         Metrics* metrics);
+
+  const std::string id_;
+  const absl::Span<uint8_t> bytes_;
+  const MemoryBudget::Lease lease_;
+  Metrics* const metrics_;
+};
+
+struct Region::Created {
+  std::shared_ptr<const Region> region;
+  FileDescriptor file;
+};
+
+// Bytes of a region, which they keep mapped. Plain value.
+struct SharedBytes {
+  std::shared_ptr<const Region> region;
+  absl::Span<uint8_t> bytes;
+};
+
+}  // namespace quantd::server
+
+#endif  // QUANTD_SERVER_SHARED_MEMORY_REGION_H_
