@@ -32,6 +32,11 @@ namespace {
 constexpr uint32_t kSignBit = 0x80000000;
 constexpr uint64_t kOneElement = uint64_t{1} << BinCell::kCountShift;
 
+// Cells beyond those of patterns, a lane of a vector each: elements of one cell
+// that many elements fall into are spread over them, because additions to one
+// place in memory wait for each other.
+constexpr size_t kSpareCells = 16;
+
 // Where the kernels add. Cell i is that of the patterns with bits >> shift = i;
 // is_touched[i >> group_shift] is its group's.
 struct TableView {
@@ -39,6 +44,14 @@ struct TableView {
   int group_shift;
   BinCell* cells;
   uint8_t* is_touched;
+
+  uint32_t cell_count() const { return uint32_t{1} << (32 - shift); }
+  // Marks the groups of the patterns from `first` to `last`.
+  void Mark(uint32_t first, uint32_t last) const {
+    const int group_bits = shift + group_shift;
+    std::memset(is_touched + (first >> group_bits), 1,
+                (last >> group_bits) - (first >> group_bits) + 1);
+  }
 };
 
 // The truth: one element after the other.
@@ -84,7 +97,8 @@ namespace hn = hwy::HWY_NAMESPACE;
 
 #if HWY_TARGET == HWY_EMU128 || HWY_TARGET == HWY_SCALAR
 
-void AddToTable(const uint8_t* in, int64_t count, const TableView& table) {
+void AddToTable(const uint8_t* in, int64_t count, const TableView& table,
+                bool is_sparse) {
   AddToTableScalar(in, count, table);
 }
 
@@ -94,94 +108,194 @@ void ToFloats(ElementType type, const uint8_t* in, int64_t count, float* out) {
 
 #else
 
+// The cell that many of the latest elements fell into, if there is one.
+class HotCell {
+ public:
+  explicit HotCell(const TableView& table)
+      : cells_(table.cells),
+        spare_(table.cells + table.cell_count()),
+        spare_offset_(table.cell_count() * sizeof(BinCell)) {}
+
+  // Where it is, in bytes from the first cell; beyond the table for none.
+  uint32_t offset() const { return offset_; }
+  uint32_t spare_offset() const { return spare_offset_; }
+
+  // After `count` more elements, one of which fell into `sample`: takes that
+  // cell if few fell into this one.
+  void Review(int64_t count, uint32_t sample) {
+    const int64_t found = Collect();
+    if (found * 8 < count && sample < spare_offset_) offset_ = sample;
+  }
+
+  // Empties the spare cells. Returns how many elements they held.
+  int64_t Collect() {
+    const hn::Full128<uint64_t> d_cell;
+    auto sum = hn::Zero(d_cell);
+    for (size_t i = 0; i < kSpareCells; ++i) {
+      sum = hn::Add(sum, hn::Load(d_cell, &spare_[i].count_and_low_sum));
+      hn::Store(hn::Zero(d_cell), d_cell, &spare_[i].count_and_low_sum);
+    }
+    const int64_t count =
+        static_cast<int64_t>(hn::GetLane(sum) >> BinCell::kCountShift);
+    if (count > 0) {
+      uint64_t* to = &cells_[offset_ / sizeof(BinCell)].count_and_low_sum;
+      hn::Store(hn::Add(hn::Load(d_cell, to), sum), d_cell, to);
+    }
+    return count;
+  }
+
+ private:
+  BinCell* const cells_;
+  BinCell* const spare_;
+  const uint32_t spare_offset_;
+  uint32_t offset_ = ~uint32_t{0};
+};
+
 // What is added to each cell is computed by the vector and stored, and then
 // added by the element, as one load, addition and store of 16 bytes each.
-void AddToTable(const uint8_t* HWY_RESTRICT in, int64_t count,
-                const TableView& view) {
+// `kIsSparse`: marks the group of each element; otherwise all groups between
+// the smallest and the largest magnitude, which takes less for each element and
+// more for Drain.
+template <bool kIsSparse>
+HWY_INLINE void AddVectorsToTable(const uint8_t* HWY_RESTRICT in, int64_t count,
+                                  const TableView& table) {
   const hn::ScalableTag<uint32_t> d32;
+  const hn::RebindToFloat<decltype(d32)> df;
   const hn::RepartitionToWide<decltype(d32)> d64;
   const hn::Full128<uint64_t> d_cell;
   constexpr int64_t kBatch = 64;
-  HWY_ALIGN uint32_t index[kBatch];
+  constexpr int64_t kReviewBatches = 16;
+  constexpr int kCellShift = 4;
+  static_assert(sizeof(BinCell) == 1 << kCellShift);
+  static_assert(hn::MaxLanes(d32) <= kSpareCells);
+  HWY_ALIGN uint32_t offset[kBatch];
   HWY_ALIGN uint64_t addend[kBatch * 2];
-  // By value, as the stores into cells may alias `view`.
-  const TableView table = view;
+  uint8_t* const cells = reinterpret_cast<uint8_t*>(table.cells);
+  uint8_t* const is_touched = table.is_touched;
+  const int mark_shift = table.group_shift + kCellShift;
+  const int offset_shift = table.shift - kCellShift;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d32));
   const int64_t blocks = lanes / 4;
-  const auto mask = hn::Set(d32, (uint32_t{1} << table.shift) - 1);
-  const auto sign = hn::Set(d32, kSignBit);
+  const auto offset_mask = hn::Set(d32, (table.cell_count() - 1) << kCellShift);
+  const auto low_mask = hn::Set(d64, (uint64_t{1} << table.shift) - 1);
   const auto one = hn::Set(d64, kOneElement);
 
-  int64_t i = 0;
-  while (count - i >= lanes) {
-    const int64_t batch = std::min(kBatch, (count - i) / lanes * lanes);
-    const uint32_t first_bits = LoadUnaligned<uint32_t>(in + i * 4);
-    const uint32_t first_cell =
-        (first_bits == kSignBit ? 0 : first_bits) >> table.shift;
-    const auto first = hn::Set(d32, first_cell);
-    auto differs = hn::Zero(d32);
+  HotCell hot_cell(table);
+  const auto spare = hn::Add(hn::Set(d32, hot_cell.spare_offset()),
+                             hn::ShiftLeft<kCellShift>(hn::Iota(d32, 0)));
+  auto hot = hn::Set(d32, hot_cell.offset());
+  int64_t review_at = kBatch;
+  int64_t reviewed = 0;
+  uint32_t sample = 0;
+  // Of twice the magnitudes, less one: zero is the largest of these.
+  auto least = hn::Set(d32, ~uint32_t{0});
+  auto most = hn::Zero(d32);
+  auto all = hn::Zero(d32);
+
+  for (int64_t i = 0; i < count;) {
+    const int64_t batch = std::min(kBatch, count - i);
     for (int64_t k = 0; k < batch; k += lanes) {
-      auto bits = LoadBytes(d32, in + (i + k) * 4);
-      bits = hn::IfThenZeroElse(hn::Eq(bits, sign), bits);
-      const auto cells = hn::ShiftRightSame(bits, table.shift);
-      hn::Store(cells, d32, index + k);
-      differs = hn::Or(differs, hn::Xor(cells, first));
-      const auto low = hn::And(bits, mask);
-      const auto even =
-          hn::ShiftRight<32>(hn::ShiftLeft<32>(hn::BitCast(d64, low)));
-      const auto odd = hn::ShiftRight<32>(hn::BitCast(d64, low));
-      const auto even_square = hn::MulEven(low, low);
+      // Adding zero makes +0 of -0.
+      const auto bits = hn::BitCast(
+          d32, hn::Add(LoadBytes(df, in + (i + k) * 4), hn::Zero(df)));
+      if constexpr (!kIsSparse) {
+        const auto twice = hn::Add(bits, bits);
+        most = hn::Max(most, twice);
+        least = hn::Min(least, hn::Sub(twice, hn::Set(d32, 1)));
+        all = hn::Or(all, bits);
+      }
+      const auto at =
+          hn::And(hn::ShiftRightSame(bits, offset_shift), offset_mask);
+      hn::Store(hn::IfThenElse(hn::Eq(at, hot), spare, at), d32, offset + k);
+      // The count and low bits; the product is of their low halves.
+      const auto bits64 = hn::BitCast(d64, bits);
+      const auto even = hn::OrAnd(one, bits64, low_mask);
+      const auto odd = hn::OrAnd(one, hn::ShiftRight<32>(bits64), low_mask);
+      const auto even_square =
+          hn::MulEven(hn::BitCast(d32, even), hn::BitCast(d32, even));
       const auto odd_square =
           hn::MulEven(hn::BitCast(d32, odd), hn::BitCast(d32, odd));
-      const auto even_sum = hn::Or(even, one);
-      const auto odd_sum = hn::Or(odd, one);
       // Of every block of four elements the first, second, third and fourth.
       uint64_t* out = addend + k * 2;
-      hn::Store(hn::InterleaveLower(d64, even_sum, even_square), d64, out);
-      hn::Store(hn::InterleaveLower(d64, odd_sum, odd_square), d64,
+      hn::Store(hn::InterleaveLower(d64, even, even_square), d64, out);
+      hn::Store(hn::InterleaveLower(d64, odd, odd_square), d64,
                 out + blocks * 2);
-      hn::Store(hn::InterleaveUpper(d64, even_sum, even_square), d64,
+      hn::Store(hn::InterleaveUpper(d64, even, even_square), d64,
                 out + blocks * 4);
-      hn::Store(hn::InterleaveUpper(d64, odd_sum, odd_square), d64,
+      hn::Store(hn::InterleaveUpper(d64, odd, odd_square), d64,
                 out + blocks * 6);
-    }
-    i += batch;
-    if (hn::AllTrue(d32, hn::Eq(differs, hn::Zero(d32)))) {
-      // One cell: additions to memory would wait for each other.
-      auto even = hn::Zero(d_cell);
-      auto odd = hn::Zero(d_cell);
-      for (int64_t k = 0; k < batch * 2; k += 4) {
-        even = hn::Add(even, hn::Load(d_cell, addend + k));
-        odd = hn::Add(odd, hn::Load(d_cell, addend + k + 2));
-      }
-      uint64_t* to = &table.cells[first_cell].count_and_low_sum;
-      hn::Store(hn::Add(hn::Load(d_cell, to), hn::Add(even, odd)), d_cell, to);
-      table.is_touched[first_cell >> table.group_shift] = 1;
-      continue;
     }
     for (int64_t k = 0; k < batch; k += lanes) {
       for (int64_t part = 0; part < 4; ++part) {
         const uint64_t* from = addend + (k + part * blocks) * 2;
         for (int64_t block = 0; block < blocks; ++block) {
-          const uint32_t cell = index[k + block * 4 + part];
-          uint64_t* to = &table.cells[cell].count_and_low_sum;
+          const uint32_t at = offset[k + block * 4 + part];
+          uint64_t* to = reinterpret_cast<uint64_t*>(cells + at);
           hn::Store(
               hn::Add(hn::Load(d_cell, to), hn::Load(d_cell, from + block * 2)),
               d_cell, to);
-          table.is_touched[cell >> table.group_shift] = 1;
+          if constexpr (kIsSparse) is_touched[at >> mark_shift] = 1;
         }
       }
     }
+    i += batch;
+    if (i >= review_at) {
+      // Not always from the same place: data may repeat.
+      sample = (sample + 29) % static_cast<uint32_t>(batch);
+      hot_cell.Review(i - reviewed, offset[sample]);
+      hot = hn::Set(d32, hot_cell.offset());
+      reviewed = i;
+      review_at = i + kReviewBatches * kBatch;
+    }
   }
-  AddToTableScalar(in + i * 4, count - i, table);
+  hot_cell.Collect();
+
+  if constexpr (!kIsSparse) {
+    table.Mark(0, 0);
+    const uint32_t last = hn::GetLane(hn::MaxOfLanes(d32, most)) / 2;
+    if (last == 0) return;
+    const uint32_t first = hn::GetLane(hn::MinOfLanes(d32, least)) / 2;
+    table.Mark(first, last);
+    if (!hn::AllTrue(
+            d32, hn::Eq(hn::And(all, hn::Set(d32, kSignBit)), hn::Zero(d32)))) {
+      table.Mark(first | kSignBit, last | kSignBit);
+    }
+  }
 }
 
-void ToFloats(ElementType type, const uint8_t* in, int64_t count, float* out) {
-  if (type == ElementType::kFloat64) {
-    ToHistogramFloatsScalar(type, in, count, out);
+void AddToTable(const uint8_t* HWY_RESTRICT in, int64_t count,
+                const TableView& view, bool is_sparse) {
+  // By value, as the stores into cells may alias `view`.
+  const TableView table = view;
+  const hn::ScalableTag<uint32_t> d32;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d32));
+  const int64_t whole = count / lanes * lanes;
+  if (is_sparse) {
+    AddVectorsToTable<true>(in, whole, table);
   } else {
-    Widen(type, in, count, out);
+    AddVectorsToTable<false>(in, whole, table);
   }
+  AddToTableScalar(in + whole * 4, count - whole, table);
+}
+
+void ToFloats(ElementType type, const uint8_t* HWY_RESTRICT in, int64_t count,
+              float* HWY_RESTRICT out) {
+  if (type != ElementType::kFloat64) {
+    Widen(type, in, count, out);
+    return;
+  }
+  const hn::ScalableTag<double> d;
+  const hn::Rebind<float, decltype(d)> df;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+  const auto largest = hn::Set(d, double{std::numeric_limits<float>::max()});
+  int64_t i = 0;
+  for (; i + lanes <= count; i += lanes) {
+    const auto x = LoadBytes(d, in + i * 8);
+    const auto clamped = hn::Min(hn::Max(x, hn::Neg(largest)), largest);
+    StoreBytes(hn::DemoteTo(df, hn::IfThenElse(hn::IsFinite(x), clamped, x)),
+               df, reinterpret_cast<uint8_t*>(out + i));
+  }
+  ToHistogramFloatsScalar(type, in + i * 8, count - i, out + i);
 }
 
 #endif
@@ -243,7 +357,8 @@ Stock& TheStock() {
 
 BinTable::BinTable(int mantissa_bits)
     : mantissa_bits_(mantissa_bits),
-      cells_(size_t{1} << (9 + mantissa_bits)),
+      cell_count_(size_t{1} << (9 + mantissa_bits)),
+      cells_(cell_count_ + kSpareCells),
       is_touched_(cells_.size() >> GroupShift(mantissa_bits)) {}
 
 void BinTable::Add(const uint8_t* in, int64_t count) {
@@ -252,13 +367,17 @@ void BinTable::Add(const uint8_t* in, int64_t count) {
   room_ -= count;
   if (internal::UsesScalarKernels()) {
     AddToTableScalar(in, count, view);
-  } else {
-    HWY_DYNAMIC_DISPATCH(AddToTable)(in, count, view);
+    return;
   }
+  // So many elements pay for looking at a large part of the table.
+  const bool is_sparse =
+      kCapacity - room_ < static_cast<int64_t>(cell_count_ / 2);
+  HWY_DYNAMIC_DISPATCH(AddToTable)(in, count, view, is_sparse);
 }
 
 absl::Span<const PackedBin> BinTable::Drain() {
-  const uint32_t groups = static_cast<uint32_t>(is_touched_.size());
+  const uint32_t groups =
+      static_cast<uint32_t>(cell_count_ >> GroupShift(mantissa_bits_));
   constexpr uint32_t kWord = 8;
   drained_count_ = 0;
   // In order of key, a word of marks at a time: of the negatives, which are the
@@ -283,6 +402,11 @@ void BinTable::DrainGroup(uint32_t group, bool is_negative) {
   const uint32_t first = group << group_shift;
   const uint32_t half = uint32_t{1} << (8 + mantissa_bits_);
   const bool is_finite = (first >> mantissa_bits_ & 0xFF) != 0xFF;
+  uint64_t any = 0;
+  for (uint32_t i = 0; i < size; ++i) {
+    any |= cells_[first + i].count_and_low_sum;
+  }
+  if (any == 0) return;
   if (is_finite) {
     if (drained_.size() < drained_count_ + size) {
       drained_.resize(2 * drained_count_ + size);

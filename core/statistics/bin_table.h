@@ -60,9 +60,10 @@ class BinTable {
 
   int mantissa_bits_;
   int64_t room_ = kCapacity;
-  // By the pattern's top bits.
+  // By the pattern's top bits, and some more that are empty between calls.
+  size_t cell_count_;
   std::vector<BinCell> cells_;
-  // Not 0 where a group of neighbouring cells has elements.
+  // Not 0 where a group of neighbouring cells has elements, or may have.
   std::vector<uint8_t> is_touched_;
   // The first drained_count_ are what Drain returned.
   std::vector<PackedBin> drained_;
