@@ -1,0 +1,46 @@
+"""Client of quantd, a quantization service.
+
+    import quantd
+
+    with quantd.Client("127.0.0.1:8430") as client:
+        quantized = client.quantize(weight, "int8:per-channel")
+        restored = client.dequantize(quantized)
+
+The messages of the protocol are in quantd.v1, generated from proto/.
+"""
+
+try:
+    from quantd.v1 import tensor_pb2 as _tensor_pb2
+except ImportError as error:
+    raise ImportError(
+        "quantd: no stubs of its protocol; in a checkout run "
+        f"client/python/generate first ({error})") from error
+
+from quantd.client import Client, Contribution, QuantizeJob
+from quantd.encoding import (Encoding, EncodingReference, EncodingSpec,
+                             Granularity, blocks, group, per_channel,
+                             per_tensor)
+from quantd.errors import QuantdError
+from quantd.results import (CalibrateResult, CandidateMetrics,
+                            ComputedEncoding, ContributionResult,
+                            ErrorHistogram, ErrorMetrics, Model, Prediction,
+                            QuantizedTensor, QuantizeSummary, Revision,
+                            StatisticsEntry, StatisticsSource, StoredEncoding,
+                            StoredStatistics, SweepCandidate, SweepMixture,
+                            SweepResult, SweepTensor, SweepTotal,
+                            TensorStatistics)
+from quantd.tensor import FormatInfo, TensorName, format_info, unpack
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CalibrateResult", "CandidateMetrics", "Client", "ComputedEncoding",
+    "Contribution", "ContributionResult", "Encoding", "EncodingReference",
+    "EncodingSpec", "ErrorHistogram", "ErrorMetrics", "FormatInfo",
+    "Granularity", "Model", "Prediction", "QuantdError", "QuantizeJob",
+    "QuantizeSummary", "QuantizedTensor", "Revision", "StatisticsEntry",
+    "StatisticsSource", "StoredEncoding", "StoredStatistics",
+    "SweepCandidate", "SweepMixture", "SweepResult", "SweepTensor",
+    "SweepTotal", "TensorName", "TensorStatistics", "blocks", "format_info",
+    "group", "per_channel", "per_tensor", "unpack",
+]

@@ -1,0 +1,113 @@
+"""Arrays and tensors of others as bytes, without a copy where that is
+possible."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any, Optional
+
+import numpy as np
+
+from quantd import errors
+from quantd.tensor import ELEMENT_DTYPES, ELEMENT_TYPES
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Reals:
+    """A real-valued tensor. data: its elements as uint8 in one dimension,
+    little-endian and row-major; the caller's memory unless that was laid out
+    otherwise."""
+
+    data: np.ndarray
+    shape: tuple[int, ...]
+    element_type: str
+
+
+def as_bytes(array: np.ndarray) -> np.ndarray:
+    """The memory of a contiguous array as uint8 in one dimension."""
+    return array.reshape(-1).view(np.uint8)
+
+
+def to_numpy(array: Any) -> tuple[np.ndarray, Optional[str]]:
+    """An array of what may be a tensor of torch, and the element type where
+    numpy has none of its own. Shares memory on the CPU.
+
+    Raises: ARGUMENT_INVALID.
+    """
+    torch = sys.modules.get("torch")
+    try:
+        if torch is not None and isinstance(array, torch.Tensor):
+            tensor = array.detach().cpu()
+            if tensor.dtype == torch.bfloat16:
+                return tensor.view(torch.int16).numpy().view(np.uint16), (
+                    "bfloat16")
+            return tensor.numpy(), None
+        array = np.asarray(array)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise errors.argument_invalid(f"expected an array: {error}", "array"
+                                      ) from error
+    # That of ml_dtypes, which JAX uses.
+    if array.dtype.name == "bfloat16":
+        return array.view(np.uint16), "bfloat16"
+    return array, None
+
+
+def reals(array: Any, element_type: Optional[str] = None) -> Reals:
+    """A tensor to send. `element_type` says what elements are, where their
+    dtype does not: "bfloat16" for uint16.
+
+    Raises: ARGUMENT_INVALID.
+    """
+    array, found = to_numpy(array)
+    if found is None:
+        found = element_type if element_type == "bfloat16" and (
+            array.dtype == np.uint16) else array.dtype.name
+    if found not in ELEMENT_DTYPES:
+        raise errors.argument_invalid(
+            f"expected elements of {', '.join(ELEMENT_DTYPES)}, got "
+            f"{array.dtype} (bfloat16 is uint16 with element_type='bfloat16')",
+            "array")
+    if element_type not in (None, found):
+        raise errors.argument_invalid(
+            f"expected elements of {element_type}, got {found}", "array")
+    shape = array.shape
+    array = np.ascontiguousarray(array, ELEMENT_DTYPES[found])
+    return Reals(as_bytes(array), shape, found)
+
+
+def codes(array: Any) -> np.ndarray:
+    """Codes to send, as uint8 in one dimension.
+
+    Raises: ARGUMENT_INVALID.
+    """
+    array, _ = to_numpy(array)
+    if array.dtype.kind not in "iu" or array.dtype.itemsize > 2:
+        raise errors.argument_invalid(
+            f"expected codes of 8 or 16 bits, got {array.dtype}", "codes")
+    return as_bytes(np.ascontiguousarray(array,
+                                         array.dtype.newbyteorder("<")))
+
+
+def output(out: Any) -> Optional[np.ndarray]:
+    """The memory of an array to write, as uint8 in one dimension.
+
+    Raises: ARGUMENT_INVALID.
+    """
+    if out is None:
+        return None
+    array, _ = to_numpy(out)
+    torch = sys.modules.get("torch")
+    is_elsewhere = not isinstance(out, np.ndarray) and not (
+        torch is not None and isinstance(out, torch.Tensor) and
+        out.device.type == "cpu")
+    if is_elsewhere or not array.flags.c_contiguous or (
+            not array.flags.writeable):
+        raise errors.argument_invalid(
+            "expected an array that is contiguous and can be written", "out")
+    return as_bytes(array)
+
+
+def element_type_of(name: str) -> int:
+    """Of proto/. Raises: ARGUMENT_INVALID."""
+    return ELEMENT_TYPES.value(name)

@@ -1,0 +1,347 @@
+"""One tensor on its way up and its answer on its way down."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Generic, Iterator, Optional, TypeVar
+
+import grpc
+import numpy as np
+
+from quantd import _wire, errors
+from quantd.encoding import Encoding
+from quantd.results import (CalibrateResult, CandidateMetrics, ErrorMetrics,
+                            QuantizedTensor, QuantizeSummary)
+from quantd.tensor import (ELEMENT_DTYPES, ELEMENT_TYPES, FORMATS, TensorName,
+                           format_info)
+from quantd.v1 import quantization_service_pb2 as service_pb2
+from quantd.v1 import tensor_pb2
+
+if TYPE_CHECKING:
+    from quantd._shared_memory import Placement
+
+try:
+    from xxhash import xxh3_64
+except ImportError:
+    # Then what comes down is not compared with its checksum.
+    xxh3_64 = None
+
+Result = TypeVar("Result")
+
+
+class Exchange(Generic[Result]):
+    """What goes up is fixed at birth. What comes down is gathered by `accept`,
+    on the thread that reads the stream, until that says that the tensor is
+    answered; the rest is for the thread that waits for it."""
+
+    # Of the answer's summary.
+    SUMMARY: Any = None
+
+    def __init__(self, header: Any, payload: np.ndarray) -> None:
+        """header: that of the RPC; payload: the tensor's bytes, as uint8."""
+        self.header = header
+        self.payload = payload
+        # Where bytes are in shared memory; None: on the stream.
+        self.placement: Optional[Placement] = None
+        self.error: Optional[errors.QuantdError] = None
+        # Answered, on the stream that it is on now.
+        self.is_answered = False
+        self.attempts = 0
+        self._summary: Any = None
+
+    @property
+    def name(self) -> TensorName:
+        """Of the tensor."""
+        return TensorName.from_proto(self.header.tensor.name)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the payload."""
+        return self.payload.nbytes
+
+    def messages(self, chunk_bytes: int) -> Iterator[bytes]:
+        """The messages up. Requires: chunk_bytes is a multiple of 64."""
+        header: Optional[bytes] = self.header.SerializeToString()
+        if self.placement is not None and self.placement.has_payload:
+            for offset, span in self.placement.send(self.payload):
+                yield _wire.request(header, offset, shared=span)
+                header = None
+            return
+        view = memoryview(self.payload)
+        yield _wire.request(header, 0, view[:chunk_bytes])
+        for offset in range(chunk_bytes, len(view), chunk_bytes):
+            # The rest of a tensor that failed would be dropped.
+            if self.is_answered:
+                return
+            yield _wire.request(None, offset, view[offset:offset + chunk_bytes])
+
+    def accept(self, message: bytes) -> bool:
+        """Takes one message down; True when it was the tensor's last.
+
+        Raises: RESPONSE_MALFORMED, which ends the stream; MalformedError and
+        DecodeError likewise.
+        """
+        response = _wire.Response(message)
+        if response.error is not None:
+            self.error = errors.from_tensor_error(
+                tensor_pb2.TensorError.FromString(bytes(response.error)))
+            return True
+        self._accept_parts(response)
+        if response.summary is None:
+            return False
+        self._summary = self.SUMMARY.FromString(bytes(response.summary))
+        self._on_summary()
+        return True
+
+    def _accept_parts(self, response: _wire.Response) -> None:
+        """Takes header and data."""
+
+    def _on_summary(self) -> None:
+        """Looks whether the answer is whole."""
+
+    def reset(self) -> None:
+        """Forgets the answer, for a retry."""
+        self.is_answered = False
+        self.error = None
+        self._summary = None
+
+    def unshare(self) -> None:
+        """Leaves shared memory, which the server does not know any more."""
+        if self.placement is not None:
+            self.placement.release(is_over=False)
+            self.placement = None
+            if "output" in self.header.DESCRIPTOR.fields_by_name:
+                self.header.ClearField("output")
+
+    def take_result(self) -> Result:
+        """What the tensor was answered with.
+
+        Raises: QuantdError, how it failed.
+        """
+        try:
+            if self.error is not None:
+                if self.error.name is None:
+                    self.error.name = self.name
+                raise self.error
+            return self._result()
+        finally:
+            if self.placement is not None:
+                # After an error parts may still be on their way.
+                self.placement.release(is_over=self.error is None)
+
+    def _result(self) -> Result:
+        raise NotImplementedError
+
+
+class FailedExchange(Exchange[Any]):
+    """A tensor that can not be sent, in its place among others."""
+
+    def __init__(self, error: errors.QuantdError) -> None:
+        super().__init__(service_pb2.CalibrateHeader(), np.empty(0, np.uint8))
+        self.error = error
+        self.is_answered = True
+
+
+class _OutputExchange(Exchange[Result]):
+    """An answer of a header, data and a summary."""
+
+    HEADER: Any = None
+
+    def __init__(self, header: Any, payload: np.ndarray,
+                 out: Optional[np.ndarray], most_output_bytes: int) -> None:
+        """out: the caller's memory for the output, as uint8, or None."""
+        super().__init__(header, payload)
+        self.caller_out = out
+        self._most_output_bytes = most_output_bytes
+        self._forget()
+
+    def reset(self) -> None:
+        super().reset()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._response_header: Any = None
+        self._out: Optional[np.ndarray] = None
+        self._view: Optional[memoryview] = None
+        self._received_bytes = 0
+        self._hash = xxh3_64() if xxh3_64 is not None else None
+
+    def _accept_parts(self, response: _wire.Response) -> None:
+        if response.header is not None:
+            if self._response_header is not None:
+                raise errors.response_malformed("a second header for a tensor")
+            self._open(self.HEADER.FromString(bytes(response.header)))
+        if not len(response.data):
+            return
+        if self._response_header is None:
+            raise errors.response_malformed("data before the header")
+        if self._view is None:
+            # Failed here; what still comes is dropped.
+            return
+        begin = self._received_bytes
+        end = begin + len(response.data)
+        if response.offset != begin or end > len(self._view):
+            raise errors.response_malformed(
+                f"expected bytes from {begin} up to {len(self._view)}, got "
+                f"{len(response.data)} from {response.offset}")
+        self._view[begin:end] = response.data
+        self._received_bytes = end
+        if self._hash is not None:
+            self._hash.update(response.data)
+
+    def _open(self, header: Any) -> None:
+        """Makes room for the output."""
+        self._response_header = header
+        size = header.size_bytes
+        if size > self._most_output_bytes:
+            raise errors.response_malformed(
+                f"expected at most {self._most_output_bytes} bytes, got {size}")
+        if self.placement is not None and self.placement.has_output:
+            self._out = self.placement.output
+        elif self.caller_out is not None:
+            self._out = self.caller_out
+        else:
+            try:
+                self._out = np.empty(size, np.uint8)
+            except MemoryError:
+                self.error = errors.QuantdError(
+                    grpc.StatusCode.RESOURCE_EXHAUSTED, "ARGUMENT_INVALID",
+                    f"no memory for an output of {size} bytes")
+                return
+        if self._out.nbytes != size:
+            self.error = errors.argument_invalid(
+                f"expected an array of {size} bytes, got {self._out.nbytes}",
+                "out")
+            return
+        self._view = memoryview(self._out)
+
+    def _on_summary(self) -> None:
+        if self._response_header is None:
+            raise errors.response_malformed("a summary before the header")
+        if self.error is not None:
+            return
+        if self.placement is not None and self.placement.has_output:
+            # Written in place: nothing was on its way.
+            return
+        if self._received_bytes != len(self._view or b""):
+            raise errors.response_malformed(
+                f"expected {len(self._view or b'')} bytes, got "
+                f"{self._received_bytes}")
+        if self._hash is not None:
+            expected, got = self._summary.checksum_xxh3, self._hash.intdigest()
+            if expected != got:
+                self.error = errors.checksum_mismatch(expected, got)
+
+    def _take_output(self) -> np.ndarray:
+        """The output in memory that stays."""
+        assert self._out is not None
+        if self.placement is None or not self.placement.output_is_staged:
+            return self._out if self.caller_out is None else self.caller_out
+        if self.caller_out is None:
+            return self._out.copy()
+        np.copyto(self.caller_out, self._out)
+        return self.caller_out
+
+
+class QuantizeExchange(_OutputExchange[QuantizedTensor]):
+    """Of Quantize."""
+
+    HEADER = service_pb2.QuantizeResponseHeader
+    SUMMARY = service_pb2.QuantizeSummary
+
+    def __init__(self, header: service_pb2.QuantizeHeader,
+                 payload: np.ndarray, out: Optional[np.ndarray]) -> None:
+        self.element_type = ELEMENT_TYPES.name(header.tensor.element_type)
+        self._count = (payload.nbytes //
+                       ELEMENT_DTYPES[self.element_type].itemsize)
+        super().__init__(header, payload, out, 2 * self._count)
+
+    def output_bytes(self) -> Optional[int]:
+        """Size of the codes, where it is known before they come."""
+        source = self.header.WhichOneof("encoding_source")
+        if source == "reference":
+            return None
+        value = getattr(self.header, source).format
+        name = FORMATS.name(value)
+        if name not in FORMATS:
+            return None
+        return format_info(name).size_bytes(self._count)
+
+    def _result(self) -> QuantizedTensor:
+        header = self._response_header
+        encoding = (Encoding.from_proto(header.encoding)
+                    if header.HasField("encoding") else None)
+        shape = tuple(self.header.tensor.shape)
+        codes = self._take_output()
+        source = self.header.WhichOneof("encoding_source")
+        name = encoding.format if encoding is not None else (
+            "" if source == "reference"
+            else FORMATS.name(getattr(self.header, source).format))
+        # Without the encoding the sign is not known where it may depend on the
+        # data, and of a format that is not known here nothing is.
+        if name in FORMATS and not (
+                encoding is None and source == "spec" and
+                self.header.spec.unsigned_if_non_negative):
+            info = format_info(name)
+            if info.size_bytes(self._count) != codes.nbytes:
+                raise errors.response_malformed(
+                    f"expected {info.size_bytes(self._count)} bytes of {name}, "
+                    f"got {codes.nbytes}")
+            if not info.is_packed:
+                codes = codes.view(info.dtype).reshape(shape)
+        return QuantizedTensor(
+            self.name, codes, encoding, shape, self.element_type, header.etag,
+            QuantizeSummary.from_proto(self._summary))
+
+
+class DequantizeExchange(_OutputExchange[np.ndarray]):
+    """Of Dequantize."""
+
+    HEADER = service_pb2.DequantizeResponseHeader
+    SUMMARY = service_pb2.DequantizeSummary
+
+    def __init__(self, header: service_pb2.DequantizeHeader,
+                 payload: np.ndarray, out: Optional[np.ndarray],
+                 most_output_bytes: int) -> None:
+        self._dtype = ELEMENT_DTYPES[
+            ELEMENT_TYPES.name(header.tensor.element_type)]
+        super().__init__(header, payload, out, most_output_bytes)
+
+    def output_bytes(self) -> Optional[int]:
+        """Size of the reals."""
+        return self._most_output_bytes
+
+    def _result(self) -> np.ndarray:
+        reals = self._take_output()
+        if reals.nbytes != self._most_output_bytes:
+            raise errors.response_malformed(
+                f"expected {self._most_output_bytes} bytes, got "
+                f"{reals.nbytes}")
+        return reals.view(self._dtype).reshape(tuple(self.header.tensor.shape))
+
+
+class CalibrateExchange(Exchange[CalibrateResult]):
+    """Of Calibrate."""
+
+    SUMMARY = service_pb2.CalibrateSummary
+
+    def _result(self) -> CalibrateResult:
+        return CalibrateResult.from_proto(self._summary)
+
+
+class EvaluateExchange(Exchange["list[CandidateMetrics]"]):
+    """Of Evaluate with candidates."""
+
+    SUMMARY = service_pb2.EvaluateSummary
+
+    def _result(self) -> list[CandidateMetrics]:
+        return [CandidateMetrics.from_proto(candidate)
+                for candidate in self._summary.candidates]
+
+
+class CompareExchange(Exchange[ErrorMetrics]):
+    """Of Evaluate with a pair of tensors."""
+
+    SUMMARY = service_pb2.EvaluateSummary
+
+    def _result(self) -> ErrorMetrics:
+        return ErrorMetrics.from_proto(self._summary.comparison)

@@ -1,0 +1,403 @@
+"""Encodings, and the specs that say how to compute them.
+
+What the fields mean, and their limits, is in proto/quantd/v1/encoding.proto.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Optional, Sequence, Union
+
+import numpy as np
+
+from quantd import errors
+from quantd.tensor import (FORMATS, EnumNames, TensorName, format_info)
+from quantd.v1 import encoding_pb2
+
+_SYMMETRIES = EnumNames(encoding_pb2.Symmetry, "SYMMETRY_", "a symmetry",
+                        symmetric="strict")
+_METHODS = EnumNames(encoding_pb2.CalibrationMethod, "CALIBRATION_METHOD_",
+                     "a method", minmax="min_max", fixed="fixed_range")
+_TAILS = EnumNames(encoding_pb2.Tail, "TAIL_", "a tail")
+_OBJECTIVES = EnumNames(encoding_pb2.Objective, "OBJECTIVE_", "an objective")
+_SCALE_TYPES = EnumNames(encoding_pb2.ScaleType, "SCALE_TYPE_", "a scale type")
+_MX_RULES = EnumNames(encoding_pb2.MxScaleRule, "MX_SCALE_RULE_", "a rule")
+
+
+@dataclasses.dataclass(frozen=True)
+class Granularity:
+    """How a tensor is divided among scales; made by per_tensor, per_channel,
+    group and blocks."""
+
+    kind: str = "default"
+    axis: int = 0
+    group_size: int = 0
+    block_size: tuple[int, ...] = ()
+
+
+def per_tensor() -> Granularity:
+    """One scale."""
+    return Granularity("per_tensor")
+
+
+def per_channel(axis: int = 0) -> Granularity:
+    """A scale for each index of a dimension; -1 is the last. A tensor of fewer
+    than two dimensions gets one scale."""
+    return Granularity("per_channel", axis=axis)
+
+
+def group(size: int, axis: int = -1) -> Granularity:
+    """A scale for each `size` elements along a dimension, and for each index of
+    the others. A tensor of fewer than two dimensions gets one scale."""
+    if size < 1:
+        raise errors.argument_invalid(f"expected groups of at least 1, got {size}")
+    return Granularity("group", axis=axis, group_size=size)
+
+
+def blocks(*block_size: int) -> Granularity:
+    """A scale for each block of so many elements in each dimension; 0 is the
+    whole dimension."""
+    return Granularity("blocks", block_size=tuple(block_size))
+
+
+# A block size as a tuple is blocks(*it).
+GranularityLike = Union[Granularity, Sequence[int], None]
+
+
+def as_granularity(granularity: GranularityLike) -> Granularity:
+    """Raises: ARGUMENT_INVALID."""
+    if granularity is None:
+        return Granularity()
+    if isinstance(granularity, Granularity):
+        return granularity
+    try:
+        return blocks(*(int(size) for size in granularity))
+    except (TypeError, ValueError) as error:
+        raise errors.argument_invalid(
+            "expected a granularity such as per_channel() or a block size, got "
+            f"{granularity!r}") from error
+
+
+def set_granularity(granularity: Granularity, message,
+                    rank: Optional[int], has_blocks: bool = False) -> None:
+    """Fills block_size or granularity of an EncodingSpec or a Contribution.
+    `has_blocks`: nothing at all would stand for blocks.
+
+    Raises: ARGUMENT_INVALID.
+    """
+    if granularity.kind == "blocks":
+        message.block_size.extend(granularity.block_size)
+    elif granularity.kind in ("per_channel", "group"):
+        message.granularity.axis = granularity.axis
+        message.granularity.group_size = granularity.group_size
+    elif granularity.kind == "per_tensor" and has_blocks:
+        if rank is None:
+            raise errors.argument_invalid(
+                "a format of blocks, per tensor, needs the tensor's rank: give "
+                "blocks(0, ...)")
+        message.block_size.extend([0] * rank)
+
+
+@dataclasses.dataclass(frozen=True)
+class EncodingSpec:
+    """How to compute an encoding from data.
+
+    Words are those of proto/quantd/v1/encoding.proto in lower case, and those
+    of quantctl: method "min_max" or "minmax", symmetry "strict", ... None is
+    the default. `range` is (min, max) for the method "fixed".
+    """
+
+    format: str
+    granularity: GranularityLike = None
+    symmetry: Optional[str] = None
+    method: Optional[str] = None
+    methods: Sequence[str] = ()
+    objective: Optional[str] = None
+    tail_fraction: Optional[float] = None
+    tail: Optional[str] = None
+    gamma: Optional[float] = None
+    search_steps: int = 0
+    entropy_bins: int = 0
+    range: Optional[tuple[float, float]] = None
+    exclude_zero: bool = False
+    unsigned_if_non_negative: bool = False
+    scale_type: Optional[str] = None
+    mx_scale_rule: Optional[str] = None
+    power_of_two_scale: bool = False
+    outer_block_size: Sequence[int] = ()
+    integer_scale_max: int = 0
+    codebook: Sequence[float] = ()
+    no_saturation: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> EncodingSpec:
+        """From one word, FORMAT[:GRANULARITY][:SYMMETRY][:METHOD][:OPTION], as
+        quantctl writes it: "int8:per-channel:mse", "int4:group:32:asymmetric",
+        "uint8:percentile=0.999", "mxfp4_e2m1:rule=even".
+
+        Raises: ARGUMENT_INVALID.
+        """
+        first, *parts = text.split(":")
+        values: dict[str, object] = {
+            "format": FORMATS.name(FORMATS.value(first))}
+
+        def put(**items: object) -> None:
+            for key, value in items.items():
+                if key in values:
+                    raise errors.argument_invalid(
+                        f"expected one {key} in {text!r}, got two")
+                values[key] = value
+
+        try:
+            while parts:
+                word, _, parameter = parts.pop(0).partition("=")
+                if word in ("group", "per-channel", "best-of", "fixed") and (
+                        not parameter and parts and _is_parameter(word,
+                                                                  parts[0])):
+                    parameter = parts.pop(0)
+                for key, value in _parse_part(word, parameter).items():
+                    put(**{key: value})
+        except (errors.QuantdError, ValueError) as error:
+            raise errors.argument_invalid(
+                f"expected a spec such as int8:per-channel:mse, got {text!r}: "
+                f"{getattr(error, 'message', error)}") from error
+        return cls(**values)  # type: ignore[arg-type]
+
+    def to_proto(self, rank: Optional[int] = None) -> encoding_pb2.EncodingSpec:
+        """For tensors of `rank` dimensions, or of any.
+
+        Raises: ARGUMENT_INVALID.
+        """
+        info = format_info(self.format)
+        try:
+            message = encoding_pb2.EncodingSpec(
+                format=FORMATS.value(self.format),
+                symmetry=_SYMMETRIES.value(self.symmetry),
+                method=_METHODS.value(self.method),
+                methods=[_METHODS.value(name) for name in self.methods],
+                objective=_OBJECTIVES.value(self.objective),
+                tail=_TAILS.value(self.tail),
+                tail_fraction=self.tail_fraction, gamma=self.gamma,
+                search_steps=self.search_steps,
+                entropy_bins=self.entropy_bins,
+                exclude_zero=self.exclude_zero,
+                unsigned_if_non_negative=self.unsigned_if_non_negative,
+                scale_type=_SCALE_TYPES.value(self.scale_type),
+                mx_scale_rule=_MX_RULES.value(self.mx_scale_rule),
+                power_of_two_scale=self.power_of_two_scale,
+                outer_block_size=self.outer_block_size,
+                integer_scale_max=self.integer_scale_max,
+                codebook=self.codebook, no_saturation=self.no_saturation)
+            if self.range is not None:
+                message.range_min, message.range_max = self.range
+            set_granularity(as_granularity(self.granularity), message, rank,
+                            info.comes_in_blocks)
+        except (TypeError, ValueError) as error:
+            raise errors.argument_invalid(f"not a spec: {error}") from error
+        return message
+
+
+def _is_parameter(word: str, text: str) -> bool:
+    """Whether the part after `word` belongs to it."""
+    if word == "per-channel":
+        return text.lstrip("-").isdigit()
+    return word != "fixed" or "," in text
+
+
+def _parse_part(word: str, parameter: str) -> dict[str, object]:
+    """The fields of EncodingSpec that one part of a spec's word sets."""
+    if word == "per-tensor":
+        return {"granularity": per_tensor()}
+    if word == "per-channel":
+        return {"granularity": per_channel(int(parameter or 0))}
+    if word == "group":
+        return {"granularity": group(int(parameter))}
+    if word in ("asymmetric", "strict", "symmetric", "full-range", "half-step"):
+        return {"symmetry": word}
+    if word == "power-of-two":
+        return {"power_of_two_scale": True}
+    if word == "no-saturation":
+        return {"no_saturation": True}
+    if word == "scale":
+        _SCALE_TYPES.value(parameter)
+        return {"scale_type": parameter}
+    if word == "rule":
+        _MX_RULES.value(parameter)
+        return {"mx_scale_rule": parameter}
+    _METHODS.value(word)
+    fields: dict[str, object] = {"method": word}
+    if word == "best-of":
+        fields["methods"] = tuple(parameter.split(","))
+        for name in parameter.split(","):
+            _METHODS.value(name)
+    elif parameter and word == "percentile":
+        # 1 - 0.999 is to be 0.001, as it was written.
+        fields["tail_fraction"] = round(1 - float(parameter), 12)
+    elif parameter and word in ("mse", "entropy"):
+        fields["search_steps"] = int(parameter)
+    elif parameter and word == "sqnr":
+        fields["gamma"] = float(parameter)
+    elif parameter and word == "fixed":
+        low, high = parameter.split(",")
+        fields["range"] = (float(low), float(high))
+    elif parameter:
+        raise ValueError(f"{word} takes no parameter")
+    return fields
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Encoding:
+    """How codes stand for reals.
+
+    scale: float32, in the shape of the scales where it is known, otherwise in
+        one dimension and row-major order. Left empty for formats whose scales
+        follow from scale_code and outer_scale: quantd fills it in.
+    zero_point: int32, as many as scales, or empty: all 0.
+    scale_code: uint8; outer_scale, codebook: float32; empty where the format
+        has none.
+    block_size: elements per scale in each dimension, 0 the whole one; empty for
+        one scale.
+    """
+
+    format: str
+    scale: np.ndarray = dataclasses.field(
+        default_factory=lambda: np.empty(0, np.float32))
+    zero_point: np.ndarray = dataclasses.field(
+        default_factory=lambda: np.empty(0, np.int32))
+    block_size: tuple[int, ...] = ()
+    qmin: Optional[int] = None
+    qmax: Optional[int] = None
+    exclude_zero: bool = False
+    scale_type: Optional[str] = None
+    scale_code: np.ndarray = dataclasses.field(
+        default_factory=lambda: np.empty(0, np.uint8))
+    outer_scale: np.ndarray = dataclasses.field(
+        default_factory=lambda: np.empty(0, np.float32))
+    outer_block_size: tuple[int, ...] = ()
+    codebook: np.ndarray = dataclasses.field(
+        default_factory=lambda: np.empty(0, np.float32))
+    no_saturation: bool = False
+    scale_shape: tuple[int, ...] = ()
+    degenerate_count: int = 0
+
+    def __post_init__(self) -> None:
+        for name, dtype in (("scale", np.float32), ("zero_point", np.int32),
+                            ("scale_code", np.uint8),
+                            ("outer_scale", np.float32),
+                            ("codebook", np.float32)):
+            try:
+                given = np.asarray(getattr(self, name))
+                kinds = "iuf" if np.dtype(dtype).kind == "f" else "iu"
+                if given.size and given.dtype.kind not in kinds:
+                    raise TypeError(f"got {given.dtype}")
+                array = np.atleast_1d(given.astype(dtype, copy=False))
+                if kinds == "iu" and not np.array_equal(array.ravel(),
+                                                        given.ravel()):
+                    raise ValueError("got numbers beyond it")
+            except (TypeError, ValueError) as error:
+                raise errors.argument_invalid(
+                    f"expected {np.dtype(dtype).name}: {error}", name
+                ) from error
+            object.__setattr__(self, name, array)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Encoding):
+            return NotImplemented
+        # Bit by bit: a scale of NaN marks a block that is not finite.
+        return (self._with_scales().SerializeToString(deterministic=True) ==
+                other._with_scales().SerializeToString(deterministic=True))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _with_scales(self) -> encoding_pb2.Encoding:
+        try:
+            return encoding_pb2.Encoding(
+                format=FORMATS.value(self.format), block_size=self.block_size,
+                scale=self.scale.ravel().tolist(),
+                zero_point=self.zero_point.ravel().tolist(),
+                qmin=self.qmin, qmax=self.qmax, exclude_zero=self.exclude_zero,
+                scale_type=_SCALE_TYPES.value(self.scale_type),
+                scale_code=self.scale_code.tobytes(),
+                outer_scale=self.outer_scale.ravel().tolist(),
+                outer_block_size=self.outer_block_size,
+                codebook=self.codebook.ravel().tolist(),
+                no_saturation=self.no_saturation,
+                scale_shape=self.scale_shape)
+        except (TypeError, ValueError) as error:
+            raise errors.argument_invalid(f"not an encoding: {error}"
+                                          ) from error
+
+    def to_proto(self) -> encoding_pb2.Encoding:
+        """Raises: ARGUMENT_INVALID."""
+        message = self._with_scales()
+        if message.scale_code:
+            message.ClearField("scale")
+        return message
+
+    @classmethod
+    def from_proto(cls, message: encoding_pb2.Encoding) -> Encoding:
+        """As the server has it."""
+        shape = tuple(message.scale_shape)
+
+        def numbers(values, dtype, is_shaped: bool = True) -> np.ndarray:
+            array = np.fromiter(values, dtype, len(values))
+            # Otherwise what is said of the shape is not of these scales.
+            fits = shape and np.prod(shape) == array.size
+            return array.reshape(shape) if is_shaped and fits else array
+
+        return cls(
+            format=FORMATS.name(message.format),
+            scale=numbers(message.scale, np.float32),
+            zero_point=numbers(message.zero_point, np.int32),
+            block_size=tuple(message.block_size),
+            qmin=message.qmin if message.HasField("qmin") else None,
+            qmax=message.qmax if message.HasField("qmax") else None,
+            exclude_zero=message.exclude_zero,
+            scale_type=_SCALE_TYPES.name(message.scale_type)
+            if message.scale_type else None,
+            scale_code=numbers(message.scale_code, np.uint8),
+            outer_scale=numbers(message.outer_scale, np.float32, False),
+            outer_block_size=tuple(message.outer_block_size),
+            codebook=numbers(message.codebook, np.float32, False),
+            no_saturation=message.no_saturation, scale_shape=shape,
+            degenerate_count=message.degenerate_count)
+
+
+@dataclasses.dataclass(frozen=True)
+class EncodingReference:
+    """An encoding that the service has; by default that of the tensor itself.
+
+    etag: if not empty, the encoding must have it.
+    """
+
+    name: Optional[TensorName] = None
+    etag: str = ""
+
+    def to_proto(self) -> encoding_pb2.EncodingReference:
+        """Raises: ARGUMENT_INVALID."""
+        return encoding_pb2.EncodingReference(
+            name=self.name.to_proto() if self.name else None, etag=self.etag)
+
+
+# Where an encoding comes from: the service, the caller, or the data. A string
+# is a spec as EncodingSpec.parse takes it.
+Source = Union[EncodingReference, Encoding, EncodingSpec, str]
+
+
+def set_source(source: Source, message, rank: int) -> None:
+    """Fills the oneof encoding_source of a header or a candidate.
+
+    Raises: ARGUMENT_INVALID.
+    """
+    if isinstance(source, str):
+        source = EncodingSpec.parse(source)
+    if isinstance(source, EncodingReference):
+        message.reference.CopyFrom(source.to_proto())
+    elif isinstance(source, Encoding):
+        message.encoding.CopyFrom(source.to_proto())
+    elif isinstance(source, EncodingSpec):
+        message.spec.CopyFrom(source.to_proto(rank))
+    else:
+        raise errors.argument_invalid(
+            "expected a spec, an Encoding or an EncodingReference, got "
+            f"{type(source).__name__}", "source")

@@ -1,0 +1,142 @@
+"""The one exception of the package, and where it comes from."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Optional
+
+import grpc
+
+from quantd import _wire
+
+if TYPE_CHECKING:
+    from quantd.tensor import TensorName
+    from quantd.v1 import tensor_pb2
+
+_REASON = re.compile(r"([A-Z][A-Z0-9_]*): ")
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+class QuantdError(Exception):
+    """A call, or one tensor of a stream, failed.
+
+    code: canonical code of gRPC.
+    reason: stable upper-case word to program against, e.g. "CHUNK_OFFSET":
+        those of the server are listed in proto/; those of the client are
+        ARGUMENT_INVALID, SERVER_UNREACHABLE, TIMEOUT, RESPONSE_MALFORMED,
+        CHECKSUM_MISMATCH, SHARED_MEMORY_UNAVAILABLE and CLIENT_CLOSED. Empty
+        where gRPC itself gives none.
+    message: for people.
+    field: path of the request field or the argument at fault, or empty.
+    retry_after: seconds to wait before a retry, None where none helps.
+    name: the tensor, where one of several failed.
+    """
+
+    def __init__(self, code: grpc.StatusCode, reason: str, message: str, *,
+                 field: str = "", retry_after: Optional[float] = None) -> None:
+        super().__init__(code, reason, message)
+        self.code = code
+        self.reason = reason
+        self.message = message
+        self.field = field
+        self.retry_after = retry_after
+        self.name: Optional[TensorName] = None
+
+    def __str__(self) -> str:
+        text = f"{self.reason}: {self.message}" if self.reason else (
+            f"{self.code.name}: {self.message}")
+        return f"{text} ({self.field})" if self.field else text
+
+
+def argument_invalid(message: str, field: str = "") -> QuantdError:
+    """A call that can not be sent."""
+    return QuantdError(grpc.StatusCode.INVALID_ARGUMENT, "ARGUMENT_INVALID",
+                       message, field=field)
+
+
+def response_malformed(message: str) -> QuantdError:
+    """An answer that breaks the protocol."""
+    return QuantdError(grpc.StatusCode.INTERNAL, "RESPONSE_MALFORMED", message)
+
+
+def checksum_mismatch(expected: int, got: int) -> QuantdError:
+    """What arrived is not what was sent."""
+    return QuantdError(
+        grpc.StatusCode.DATA_LOSS, "CHECKSUM_MISMATCH",
+        f"XXH3 of the data received is {got:016x}, the server sent "
+        f"{expected:016x}")
+
+
+def timed_out(target: str, timeout: float) -> QuantdError:
+    """The server did not go on in time."""
+    return QuantdError(grpc.StatusCode.DEADLINE_EXCEEDED, "TIMEOUT",
+                       f"{target} did not go on within {timeout:g} s")
+
+
+def client_closed() -> QuantdError:
+    """A call of a client after close(), or while it closes."""
+    return QuantdError(grpc.StatusCode.CANCELLED, "CLIENT_CLOSED",
+                       "the client was closed")
+
+
+def shared_memory_unavailable(path: str, what: str) -> QuantdError:
+    """No connection for shared memory."""
+    return QuantdError(
+        grpc.StatusCode.UNAVAILABLE, "SHARED_MEMORY_UNAVAILABLE",
+        f"no shared memory at {path} (is quantd running with "
+        f"--shared-memory?): {what}")
+
+
+def from_tensor_error(error: tensor_pb2.TensorError) -> QuantdError:
+    """How one tensor failed."""
+    return QuantdError(
+        _CODES.get(error.code) if error.code > 0 and error.code in _CODES
+        else grpc.StatusCode.UNKNOWN,
+        error.reason or "UNKNOWN", error.message, field=error.field,
+        retry_after=error.retry_after_ms / 1000 or None)
+
+
+def from_rpc_error(error: grpc.RpcError, target: str,
+                   timeout: float) -> QuantdError:
+    """How a call failed, with the details that its status carries."""
+    code = error.code()
+    message = error.details() or ""
+    match = _REASON.match(message)
+    if match is None:
+        if code == grpc.StatusCode.UNAVAILABLE:
+            return QuantdError(code, "SERVER_UNREACHABLE",
+                               f"no answer from {target}: {message}")
+        if code == grpc.StatusCode.DEADLINE_EXCEEDED:
+            return timed_out(target, timeout)
+        return QuantdError(code, "", message)
+    field, retry_after = "", None
+    for key, value in error.trailing_metadata() or ():
+        if key == "grpc-status-details-bin":
+            field, retry_after = _read_details(value)
+    return QuantdError(code, match.group(1), message[match.end():],
+                       field=field, retry_after=retry_after)
+
+
+def _read_details(status: bytes) -> tuple[str, Optional[float]]:
+    """Field of BadRequest and delay of RetryInfo in a google.rpc.Status, whose
+    Python stubs are not everywhere."""
+    field, retry_after = "", None
+    try:
+        for _, detail in _wire.fields(status, 3):
+            # google.protobuf.Any{1: type_url, 2: value}.
+            url = b"".join(bytes(text) for _, text in _wire.fields(detail, 1))
+            for _, value in _wire.fields(detail, 2):
+                if url.endswith(b"/google.rpc.BadRequest"):
+                    for _, violation in _wire.fields(value, 1):
+                        for _, path in _wire.fields(violation, 1):
+                            field = field or bytes(path).decode("utf-8",
+                                                                "replace")
+                elif url.endswith(b"/google.rpc.RetryInfo"):
+                    for _, delay in _wire.fields(value, 1):
+                        parts = dict(_wire.fields(delay))
+                        retry_after = (parts.get(1, 0) +
+                                       parts.get(2, 0) / 1e9) or None
+    except (_wire.MalformedError, TypeError):
+        # The status itself says what matters.
+        pass
+    return field, retry_after

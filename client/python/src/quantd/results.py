@@ -1,0 +1,437 @@
+"""What the service answers. The fields are those of the messages of the same
+names in proto/quantd/v1, where their meaning and units are."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from typing import Optional
+
+import numpy as np
+
+from quantd import errors
+from quantd.encoding import Encoding
+from quantd.tensor import FORMATS, TensorName, unpack
+from quantd.v1 import (encoding_pb2, encoding_service_pb2,
+                       quantization_service_pb2, statistics_pb2, tensor_pb2)
+
+
+def _read(cls, message, **fields):
+    """A `cls` of the fields that it shares with the message, and of these."""
+    for field in dataclasses.fields(cls):
+        if field.name not in fields:
+            fields[field.name] = getattr(message, field.name)
+    return cls(**fields)
+
+
+def _optional(message, field: str, read):
+    """read(the field), or None where it is not set."""
+    return read(getattr(message, field)) if message.HasField(field) else None
+
+
+def _time(message) -> datetime.datetime:
+    """In UTC."""
+    return message.ToDatetime(tzinfo=datetime.timezone.utc)
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorStatistics:
+    """Counts and extremes of the elements of a tensor."""
+
+    count: int
+    min: float
+    max: float
+    nan_count: int
+    positive_infinity_count: int
+    negative_infinity_count: int
+    zero_count: int
+
+    @classmethod
+    def from_proto(cls, message: tensor_pb2.TensorStatistics
+                   ) -> TensorStatistics:
+        """As the server has it."""
+        return _read(cls, message)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """The error to expect of an encoding, with bounds that hold for certain."""
+
+    count: int
+    mean_squared_error: float
+    mean_squared_error_low: float
+    mean_squared_error_high: float
+    sqnr_db: float
+    sqnr_db_low: float
+    sqnr_db_high: float
+
+    @classmethod
+    def from_proto(cls, message: encoding_pb2.Prediction) -> Prediction:
+        """As the server has it."""
+        return _read(cls, message)
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredEncoding:
+    """An encoding as the service keeps it; `encoding` is None in lists."""
+
+    name: TensorName
+    encoding: Optional[Encoding]
+    etag: str
+    generation: int
+    update_time: datetime.datetime
+    format: str
+    scale_count: int
+
+    @classmethod
+    def from_proto(cls, message: encoding_pb2.StoredEncoding
+                   ) -> StoredEncoding:
+        """As the server has it."""
+        return _read(
+            cls, message, name=TensorName.from_proto(message.name),
+            encoding=_optional(message, "encoding", Encoding.from_proto),
+            update_time=_time(message.update_time),
+            format=FORMATS.name(message.format or message.encoding.format))
+
+
+@dataclasses.dataclass(frozen=True)
+class ContributionResult:
+    """What became of a contribution. duplicate: it was counted before."""
+
+    sequence: int
+    duplicate: bool
+
+    @classmethod
+    def from_proto(cls, message: quantization_service_pb2.ContributionResult
+                   ) -> ContributionResult:
+        """As the server has it."""
+        return _read(cls, message)
+
+
+@dataclasses.dataclass(frozen=True)
+class CalibrateResult:
+    """stored_encoding: with a spec; contribution: with one; prediction: where
+    the method keeps a histogram, and with a contribution."""
+
+    name: TensorName
+    statistics: TensorStatistics
+    stored_encoding: Optional[StoredEncoding]
+    prediction: Optional[Prediction]
+    contribution: Optional[ContributionResult]
+
+    @property
+    def encoding(self) -> Encoding:
+        """Raises: ARGUMENT_INVALID when no spec was given."""
+        if self.stored_encoding is None or self.stored_encoding.encoding is None:
+            raise errors.argument_invalid(
+                "no encoding was computed: calibrate with a spec")
+        return self.stored_encoding.encoding
+
+    @classmethod
+    def from_proto(cls, message: quantization_service_pb2.CalibrateSummary
+                   ) -> CalibrateResult:
+        """As the server has it."""
+        return cls(
+            TensorName.from_proto(message.name),
+            TensorStatistics.from_proto(message.statistics),
+            _optional(message, "stored_encoding", StoredEncoding.from_proto),
+            _optional(message, "prediction", Prediction.from_proto),
+            _optional(message, "contribution", ContributionResult.from_proto))
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizeSummary:
+    """Counts over the elements of a quantized tensor."""
+
+    count: int
+    clipped_low_count: int
+    clipped_high_count: int
+    nan_count: int
+    positive_infinity_count: int
+    negative_infinity_count: int
+
+    @classmethod
+    def from_proto(cls, message: quantization_service_pb2.QuantizeSummary
+                   ) -> QuantizeSummary:
+        """As the server has it."""
+        return _read(cls, message)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class QuantizedTensor:
+    """Codes and how to read them.
+
+    codes: in the tensor's shape, as int8, uint8, int16 or uint16; the bits of
+        floats as uint8; one dimension of packed bytes for formats of 2 and 4
+        bits. It is the caller's `out` where one was given.
+    encoding: None when it was asked to be left out.
+    element_type: of the reals, "float32", "float16", "bfloat16" or "float64".
+    etag: of the encoding when it came from the store or went there.
+    """
+
+    name: TensorName
+    codes: np.ndarray
+    encoding: Optional[Encoding]
+    shape: tuple[int, ...]
+    element_type: str
+    etag: str
+    summary: QuantizeSummary
+
+    def unpacked(self) -> np.ndarray:
+        """One code per element, in the tensor's shape."""
+        if self.encoding is None:
+            raise errors.argument_invalid("the encoding was left out")
+        count = int(np.prod(self.shape, dtype=np.int64))
+        return unpack(self.codes, self.encoding.format, count).reshape(
+            self.shape)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ErrorHistogram:
+    """Bin k counts errors of 2^(first_exponent + k) up to twice that; zero_count
+    those without any."""
+
+    zero_count: int
+    count: np.ndarray
+    first_exponent: int
+
+    @classmethod
+    def from_proto(cls, message: quantization_service_pb2.ErrorHistogram
+                   ) -> ErrorHistogram:
+        """As the server has it."""
+        return _read(cls, message, count=np.array(message.count, np.uint64))
+
+
+@dataclasses.dataclass(frozen=True)
+class ErrorMetrics:
+    """The error of quantizing and dequantizing."""
+
+    count: int
+    non_finite_count: int
+    clipped_low_count: int
+    clipped_high_count: int
+    zero_flushed_count: int
+    sum_squared_error: float
+    mean_squared_error: float
+    mean_absolute_error: float
+    max_absolute_error: float
+    mean_relative_error: float
+    max_relative_error: float
+    sqnr_db: float
+    cosine_similarity: float
+    kl_divergence: Optional[float]
+    error_histogram: Optional[ErrorHistogram]
+
+    @classmethod
+    def from_proto(cls, message: quantization_service_pb2.ErrorMetrics
+                   ) -> ErrorMetrics:
+        """As the server has it."""
+        return _read(
+            cls, message,
+            kl_divergence=_optional(message, "kl_divergence", float),
+            error_histogram=_optional(message, "error_histogram",
+                                      ErrorHistogram.from_proto))
+
+
+@dataclasses.dataclass(frozen=True)
+class CandidateMetrics:
+    """One candidate of an evaluation. encoding: when it was a spec; etag: when
+    it was a reference."""
+
+    label: str
+    overall: ErrorMetrics
+    per_scale_index: tuple[ErrorMetrics, ...]
+    encoding: Optional[Encoding]
+    etag: str
+
+    @classmethod
+    def from_proto(cls, message: quantization_service_pb2.CandidateMetrics
+                   ) -> CandidateMetrics:
+        """As the server has it."""
+        return _read(
+            cls, message, overall=ErrorMetrics.from_proto(message.overall),
+            per_scale_index=tuple(ErrorMetrics.from_proto(metrics)
+                                  for metrics in message.per_scale_index),
+            encoding=_optional(message, "encoding", Encoding.from_proto))
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """One model that has encodings."""
+
+    model: str
+    revision_count: int
+    encoding_count: int
+
+    @classmethod
+    def from_proto(cls, message: encoding_service_pb2.Model) -> Model:
+        """As the server has it."""
+        return _read(cls, message)
+
+
+@dataclasses.dataclass(frozen=True)
+class Revision:
+    """One revision of a model that has encodings."""
+
+    revision: str
+    encoding_count: int
+
+    @classmethod
+    def from_proto(cls, message: encoding_service_pb2.Revision) -> Revision:
+        """As the server has it."""
+        return _read(cls, message)
+
+
+@dataclasses.dataclass(frozen=True)
+class ComputedEncoding:
+    """One tensor of compute_encodings: either an encoding and the error to
+    expect, or how it failed."""
+
+    name: TensorName
+    stored_encoding: Optional[StoredEncoding]
+    prediction: Optional[Prediction]
+    error: Optional[errors.QuantdError]
+    done_count: int
+    total_count: int
+
+    @classmethod
+    def from_proto(cls, message: encoding_service_pb2.ComputeEncodingsResponse
+                   ) -> ComputedEncoding:
+        """As the server has it."""
+        return _read(
+            cls, message, name=TensorName.from_proto(message.name),
+            stored_encoding=_optional(message, "stored_encoding",
+                                      StoredEncoding.from_proto),
+            prediction=_optional(message, "prediction", Prediction.from_proto),
+            error=_optional(message, "error", errors.from_tensor_error))
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepCandidate:
+    """One spec on one tensor; with an error there is nothing else."""
+
+    spec_index: int
+    prediction: Optional[Prediction]
+    size_bytes: int
+    error: Optional[errors.QuantdError]
+
+    @classmethod
+    def from_proto(cls, message: encoding_service_pb2.SweepCandidate
+                   ) -> SweepCandidate:
+        """As the server has it."""
+        return _read(
+            cls, message,
+            prediction=_optional(message, "prediction", Prediction.from_proto),
+            error=_optional(message, "error", errors.from_tensor_error))
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepTensor:
+    """One tensor of a sweep: candidates, the best first, or how it failed."""
+
+    name: TensorName
+    candidates: tuple[SweepCandidate, ...]
+    error: Optional[errors.QuantdError]
+
+    @classmethod
+    def from_proto(cls, message: encoding_service_pb2.SweepResponse
+                   ) -> SweepTensor:
+        """As the server has it."""
+        return cls(TensorName.from_proto(message.name),
+                   tuple(SweepCandidate.from_proto(candidate)
+                         for candidate in message.candidates),
+                   _optional(message, "error", errors.from_tensor_error))
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepTotal:
+    """One spec on all tensors."""
+
+    spec_index: int
+    size_bytes: int
+    min_sqnr_db: float
+    min_sqnr_tensor: str
+    noise_to_signal_sum: float
+    failed_count: int
+
+    @classmethod
+    def from_proto(cls, message: encoding_service_pb2.SweepTotal
+                   ) -> SweepTotal:
+        """As the server has it."""
+        return _read(cls, message)
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepMixture:
+    """One spec for each tensor: spec_index by tensor."""
+
+    choices: dict[str, int]
+    size_bytes: int
+    min_sqnr_db: float
+    noise_to_signal_sum: float
+    target_met: bool
+
+    @classmethod
+    def from_proto(cls, message: encoding_service_pb2.SweepMixture
+                   ) -> SweepMixture:
+        """As the server has it."""
+        return _read(cls, message, choices={
+            choice.tensor: choice.spec_index for choice in message.choices})
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepResult:
+    """totals: the best first; mixture: only when a target was given."""
+
+    tensors: tuple[SweepTensor, ...]
+    totals: tuple[SweepTotal, ...]
+    mixture: Optional[SweepMixture]
+
+
+@dataclasses.dataclass(frozen=True)
+class StatisticsSource:
+    """One source of a tensor's statistics."""
+
+    source: str
+    sequence: int
+    update_time: datetime.datetime
+
+    @classmethod
+    def from_proto(cls, message: encoding_service_pb2.StatisticsSource
+                   ) -> StatisticsSource:
+        """As the server has it."""
+        return _read(cls, message, update_time=_time(message.update_time))
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredStatistics:
+    """Statistics over all contributions; state: the histograms when asked."""
+
+    statistics: TensorStatistics
+    sources: tuple[StatisticsSource, ...]
+    state: Optional[statistics_pb2.StatisticsState]
+
+    @classmethod
+    def from_proto(cls, message: encoding_service_pb2.GetStatisticsResponse
+                   ) -> StoredStatistics:
+        """As the server has it."""
+        return cls(TensorStatistics.from_proto(message.statistics),
+                   tuple(StatisticsSource.from_proto(source)
+                         for source in message.sources),
+                   _optional(message, "state", lambda state: state))
+
+
+@dataclasses.dataclass(frozen=True)
+class StatisticsEntry:
+    """One tensor that has statistics."""
+
+    tensor: str
+    source_count: int
+    size_bytes: int
+    update_time: datetime.datetime
+
+    @classmethod
+    def from_proto(cls, message: encoding_service_pb2.StatisticsEntry
+                   ) -> StatisticsEntry:
+        """As the server has it."""
+        return _read(cls, message, update_time=_time(message.update_time))

@@ -1,0 +1,756 @@
+"""The Python client with a live quantd, and with a server that misbehaves.
+
+  client_test.py --quantd BINARY --quantctl BINARY
+"""
+
+import argparse
+import concurrent.futures
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import unittest
+from unittest import mock
+
+import package  # pylint: disable=unused-import
+# pylint: disable=wrong-import-order
+import grpc
+import numpy as np
+
+import live_server
+import quantd
+from quantd import client as client_module
+from quantd import _stream
+from quantd.tensor import FORMATS
+from quantd.v1 import encoding_service_pb2 as es
+from quantd.v1 import quantization_service_pb2 as qs
+from quantd.v1 import tensor_pb2 as te
+
+arguments = argparse.ArgumentParser()
+arguments.add_argument("--quantd", required=True)
+arguments.add_argument("--quantctl", required=True)
+options, unittest_arguments = arguments.parse_known_args()
+
+
+def data_of(*shape, seed=1, dtype=np.float32):
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def strict_scale(x, qmax):
+    """SYMMETRY_STRICT over all but the first axis."""
+    absmax = np.abs(x.astype(np.float64)).reshape(len(x), -1).max(axis=1)
+    return (absmax / qmax).astype(np.float32)
+
+
+def read_safetensors(path):
+    """{name: bytes}."""
+    with open(path, "rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        data = file.read()
+    header.pop("__metadata__", None)
+    return {name: data[slice(*info["data_offsets"])]
+            for name, info in header.items()}
+
+
+class ClientTest(unittest.TestCase):
+
+    @classmethod
+    def setUpClass(cls):
+        cls.server = live_server.LiveServer(options.quantd)
+        cls.addClassCleanup(cls.server.stop)
+        cls.client = quantd.Client(cls.server.address)
+        cls.addClassCleanup(cls.client.close)
+
+    def assert_fails(self, reason, call, *args, **kwargs):
+        with self.assertRaises(quantd.QuantdError) as caught:
+            call(*args, **kwargs)
+        self.assertEqual(caught.exception.reason, reason)
+        return caught.exception
+
+    def test_QuantizesLikeNumpyWhateverTheChunking(self):
+        x = data_of(64, 1000)
+        x[3, 5], x[4, 6] = np.nan, np.inf
+        finite = np.where(np.isfinite(x), x, 0)
+        scale = strict_scale(finite, 127)
+        with np.errstate(invalid="ignore"):
+            codes = np.clip(np.rint(x / scale[:, None]), -127, 127)
+        want = np.where(np.isnan(x), 0, codes).astype(np.int8)
+        for chunk_bytes in (64, 4100, 1 << 20):
+            with self.subTest(chunk_bytes=chunk_bytes), quantd.Client(
+                    self.server.address, chunk_bytes=chunk_bytes) as client:
+                got = client.quantize(x, "int8:per-channel")
+                np.testing.assert_array_equal(got.codes, want)
+                np.testing.assert_array_equal(got.encoding.scale,
+                                              scale[:, None])
+                self.assertEqual(got.codes.dtype, np.int8)
+                self.assertEqual(
+                    (got.summary.count, got.summary.nan_count,
+                     got.summary.positive_infinity_count), (64000, 1, 1))
+                np.testing.assert_array_equal(
+                    client.dequantize(got), want * scale[:, None])
+
+    def test_EveryFormatHasTheBytesOfQuantctl(self):
+        # 37 columns, so that the last blocks are ragged and a byte is padded.
+        x = data_of(5, 37)
+        codebook = (-1, -0.25, 0.25, 1)
+        with tempfile.TemporaryDirectory() as folder:
+            source = os.path.join(folder, "w.npy")
+            np.save(source, x)
+            for name in FORMATS:
+                if name.startswith(("int", "uint")) and name[-1] not in "2458":
+                    continue
+                with self.subTest(format=name):
+                    target = os.path.join(folder, "codes")
+                    subprocess.run(
+                        [options.quantctl, "quantize", source, "-o", target,
+                         "--format", name, "--codebook", str(codebook)[1:-1],
+                         "--server", self.server.address],
+                        check=True, stdout=subprocess.PIPE,
+                        stderr=subprocess.PIPE)
+                    got = self.client.quantize(x, quantd.EncodingSpec(
+                        name, codebook=codebook if "codebook" in name else ()))
+                    self.assertIn(got.codes.tobytes(),
+                                  read_safetensors(target).values())
+                    info = quantd.format_info(name)
+                    self.assertEqual(got.codes.nbytes,
+                                     info.size_bytes(x.size))
+                    self.assertEqual(got.unpacked().shape, x.shape)
+                    # Inline, the encoding gives the same bytes again.
+                    again = self.client.quantize(x, got.encoding)
+                    np.testing.assert_array_equal(again.codes, got.codes)
+                    self.assertEqual(again.encoding, got.encoding)
+                    error = self.client.compare(
+                        x, self.client.dequantize(got))
+                    (measured,) = self.client.evaluate(x, [got.encoding])
+                    self.assertEqual(error.sqnr_db, measured.overall.sqnr_db)
+
+    def test_EveryElementTypeGoesThereAndBack(self):
+        for name in ("float32", "float16", "float64", "bfloat16"):
+            with self.subTest(element_type=name):
+                if name == "bfloat16":
+                    x = (data_of(9, 50).view(np.uint32) >> 16).astype(np.uint16)
+                    real = (x.astype(np.uint32) << 16).view(np.float32)
+                else:
+                    x = real = data_of(9, 50, dtype=name)
+                got = self.client.quantize(x, "int8:per-channel",
+                                           element_type=name)
+                self.assertEqual(got.element_type, name)
+                wide = np.float64 if name == "float64" else np.float32
+                scale = strict_scale(real, 127)[:, None].astype(wide)
+                want = np.rint(real.astype(wide) / scale)
+                np.testing.assert_array_equal(got.codes, want)
+                back = self.client.dequantize(got)
+                self.assertEqual((back.dtype, back.shape), (x.dtype, x.shape))
+                if name == "float64":
+                    np.testing.assert_array_equal(back, want * scale)
+
+    def test_ViewsScalarsAndEmptyArraysKeepTheirShape(self):
+        x = data_of(8, 6)
+        for array in (x.T, x[::2, 1:4], np.float32(0.5), x[:0], x[:, :0],
+                      x[None, :, None, :]):
+            got = self.client.quantize(array, "int8")
+            self.assertEqual(got.codes.shape, np.shape(array))
+            self.assertEqual(self.client.dequantize(got).shape,
+                             np.shape(array))
+            np.testing.assert_array_equal(
+                got.codes, np.rint(np.asarray(array) /
+                                   got.encoding.scale.ravel()[0]))
+
+    def test_OutputsAreWrittenInPlace(self):
+        x = data_of(100, 1000)
+        codes, reals = np.zeros_like(x, np.int8), np.zeros_like(x)
+        got = self.client.quantize(x, "int8", out=codes)
+        self.assertTrue(np.shares_memory(got.codes, codes))
+        np.testing.assert_array_equal(codes,
+                                      self.client.quantize(x, "int8").codes)
+        back = self.client.dequantize(got, out=reals)
+        self.assertTrue(np.shares_memory(back, reals))
+        np.testing.assert_array_equal(reals, self.client.dequantize(got))
+        # Known before anything is sent, and only after the header.
+        self.assertEqual(self.assert_fails(
+            "ARGUMENT_INVALID", self.client.quantize, x, "int8",
+            out=codes[1:]).field, "out")
+        self.client.quantize(x, "int8", store=True,
+                             name=quantd.TensorName("m", "out"))
+        self.assertEqual(self.assert_fails(
+            "ARGUMENT_INVALID", self.client.quantize, x,
+            quantd.EncodingReference(quantd.TensorName("m", "out")),
+            out=codes[1:]).field, "out")
+
+    def test_TensorsOfTorchAreTensors(self):
+        try:
+            import torch  # pylint: disable=import-outside-toplevel
+        except ImportError:
+            self.skipTest("without torch")
+        x = torch.from_numpy(data_of(10, 70)).to(torch.bfloat16)
+        got = self.client.quantize(x, "int8:per-channel")
+        bits = x.view(torch.int16).numpy().view(np.uint16)
+        np.testing.assert_array_equal(
+            got.codes, self.client.quantize(
+                bits, "int8:per-channel", element_type="bfloat16").codes)
+        out = torch.empty(10, 70, dtype=torch.bfloat16)
+        self.client.dequantize(got, out=out)
+        np.testing.assert_array_equal(
+            out.view(torch.int16).numpy().view(np.uint16),
+            self.client.dequantize(got))
+
+    def test_ManyTensorsComeInOrderWithAnErrorInTheMiddle(self):
+        x = [data_of(n + 1, 40, seed=n) for n in range(30)]
+        tensors = [(f"t{n}", array) for n, array in enumerate(x)]
+        # One fails here and one at the server.
+        tensors[11] = ("t11", x[11].astype(np.int32))
+        tensors[17] = quantd.QuantizeJob(
+            x[17], quantd.EncodingReference(), name="t17")
+        got = list(self.client.quantize_many(
+            tensors, "int8:per-channel", model="acme/many", store=True,
+            on_error="return"))
+        for n, result in enumerate(got):
+            self.assertEqual(result.name.tensor, f"t{n}")
+            if n in (11, 17):
+                self.assertIsInstance(result, quantd.QuantdError)
+                self.assertEqual(result.reason, "ARGUMENT_INVALID" if n == 11
+                                 else "ENCODING_NOT_FOUND")
+                continue
+            np.testing.assert_array_equal(
+                result.codes, self.client.quantize(
+                    x[n], "int8:per-channel").codes)
+        self.assertEqual(
+            len(list(self.client.list_encodings("acme/many"))), 28)
+        whole = [result for result in got if not isinstance(result,
+                                                            Exception)]
+        for tensor, back in zip(whole, self.client.dequantize_many(whole)):
+            np.testing.assert_array_equal(back, self.client.dequantize(tensor))
+
+        results = self.client.quantize_many(tensors, "int8")
+        for _ in range(11):
+            next(results)
+        with self.assertRaises(quantd.QuantdError):
+            next(results)
+        self.assertEqual(list(results), [])
+
+    def test_ManyTensorsAreTakenOnlyAsFarAheadAsThereIsRoom(self):
+        taken, received, ahead, threads = 0, 0, 0, set()
+
+        def tensors():
+            nonlocal taken
+            for n in range(40):
+                taken += 1
+                threads.add(threading.get_ident())
+                yield f"t{n}", data_of(1000, seed=n)
+
+        with mock.patch.object(client_module, "_WINDOW_BYTES", 10000):
+            for _ in self.client.quantize_many(tensors(), "int8"):
+                received += 1
+                ahead = max(ahead, taken - received)
+        self.assertEqual((taken, received), (40, 40))
+        self.assertLessEqual(ahead, 3)
+        self.assertEqual(threads, {threading.get_ident()})
+
+    def test_ManyTensorsCanBeLeftHalfway(self):
+        results = self.client.quantize_many(
+            ((f"t{n}", data_of(50000)) for n in range(100)), "int8")
+        next(results)
+        results.close()
+
+        def broken():
+            yield "a", data_of(5)
+            raise KeyError("of the caller")
+
+        with self.assertRaises(KeyError):
+            list(self.client.quantize_many(broken(), "int8"))
+        self.assertEqual(self.client.quantize(data_of(3), "int8").codes.size,
+                         3)
+
+    def test_ThreadsShareAClient(self):
+        x = [data_of(300, 100, seed=n) for n in range(8)]
+        want = [self.client.quantize(array, "uint8").codes for array in x]
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            for n, got in enumerate(pool.map(
+                    lambda n: self.client.quantize(x[n % 8], "uint8"),
+                    range(64))):
+                np.testing.assert_array_equal(got.codes, want[n % 8])
+
+    def test_ErrorsSayWhatAndWhere(self):
+        x = data_of(4, 4)
+        error = self.assert_fails("BLOCK_SIZE_INVALID", self.client.quantize,
+                                  x, quantd.EncodingSpec("int8", (1, 0, 0)))
+        self.assertEqual(error.code, grpc.StatusCode.INVALID_ARGUMENT)
+        self.assertIn("block_size", error.field)
+        self.assertIn(error.field, str(error))
+        x[1, 2] = np.nan
+        self.assert_fails("NON_FINITE_REJECTED", self.client.quantize, x,
+                          "int8", nan_policy="reject")
+        error = self.assert_fails("NAME_INVALID", self.client.get_encoding,
+                                  quantd.TensorName("../m", "t"))
+        self.assertEqual(error.field, "name.model")
+        for call in (lambda: self.client.quantize(x, "int99"),
+                     lambda: self.client.quantize(x, 8),
+                     lambda: self.client.quantize(x, "int8", name=3),
+                     lambda: self.client.quantize(x, "int8", name="\ud800"),
+                     lambda: self.client.quantize(x, "int8", nan_policy="?"),
+                     lambda: self.client.dequantize(x, quantd.Encoding("int8")),
+                     lambda: self.client.dequantize(
+                         np.zeros(3, np.int8), quantd.Encoding("int8"),
+                         shape=(4,)),
+                     lambda: self.client.dequantize(np.zeros(3, np.int8)),
+                     lambda: self.client.evaluate(x, ["int8"], labels=["a",
+                                                                       "b"]),
+                     lambda: self.client.compare(x, x[1:]),
+                     lambda: self.client.quantize_many([], on_error="?"),
+                     lambda: self.client.empty_shared(3),
+                     lambda: self.client.sweep("m", ["int8"], min_sqnr_db=1,
+                                               max_size_bytes=1),
+                     lambda: quantd.Client(""),
+                     lambda: quantd.Client(timeout=0),
+                     lambda: quantd.Client(chunk_bytes=63),
+                     lambda: quantd.Client(max_retries=-1),
+                     lambda: quantd.Client(shared_memory=True)):
+            self.assert_fails("ARGUMENT_INVALID", call)
+
+    def test_EncodingsArePutListedReplacedAndDeleted(self):
+        name = quantd.TensorName("acme/put", "t", "v2")
+        put = self.client.put_encoding(
+            name, quantd.Encoding("uint4", scale=[0.5], zero_point=[7]),
+            if_match="absent")
+        self.assert_fails("ETAG_MISMATCH", self.client.put_encoding, name,
+                          quantd.Encoding("int4", scale=[1]),
+                          if_match="absent")
+        got = self.client.get_encoding(name)
+        self.assertEqual((got.name, got.etag, got.format),
+                         (name, put.etag, "uint4"))
+        self.assertEqual(got.encoding.scale.tolist(), [0.5])
+        self.assertEqual(got.encoding.zero_point.tolist(), [7])
+        self.assertIsNotNone(got.update_time.tzinfo)
+        (listed,) = self.client.list_encodings("acme/put", "v2")
+        self.assertEqual((listed.name, listed.etag, listed.encoding,
+                          listed.scale_count), (name, put.etag, None, 1))
+        self.assertIn("acme/put",
+                      [model.model for model in self.client.list_models()])
+        self.assertEqual([(revision.revision, revision.encoding_count)
+                          for revision in
+                          self.client.list_revisions("acme/put")], [("v2", 1)])
+        x = data_of(20)
+        reference = quantd.EncodingReference(name, got.etag)
+        by_name = self.client.quantize(x, reference)
+        self.assertEqual(by_name.etag, put.etag)
+        np.testing.assert_array_equal(
+            by_name.codes, self.client.quantize(x, got.encoding).codes)
+        np.testing.assert_array_equal(
+            self.client.dequantize(by_name.codes, reference, shape=(20,)),
+            self.client.dequantize(by_name))
+        bare = self.client.quantize(x, reference, omit_encoding=True)
+        self.assertIsNone(bare.encoding)
+        self.assertEqual(bare.codes.tobytes(), by_name.codes.tobytes())
+        self.client.delete_encoding(name, if_match=put.etag)
+        self.assert_fails("ENCODING_NOT_FOUND", self.client.get_encoding, name)
+
+    def test_PagesFollowOneAnother(self):
+        with mock.patch.object(client_module, "_PAGE_SIZE", 2):
+            for n in range(5):
+                self.client.put_encoding(
+                    quantd.TensorName("acme/pages", f"t{n}"),
+                    quantd.Encoding("int8", scale=[1]))
+            self.assertEqual(
+                [stored.name.tensor for stored in
+                 self.client.list_encodings("acme/pages")],
+                ["t0", "t1", "t2", "t3", "t4"])
+
+    def test_CalibratesAndStores(self):
+        x = data_of(40, 30)
+        name = quantd.TensorName("acme/calibrate", "t")
+        got = self.client.calibrate(x, name, "int8:per-channel")
+        self.assertEqual((got.statistics.count, got.statistics.min,
+                          got.statistics.max),
+                         (x.size, float(x.min()), float(x.max())))
+        np.testing.assert_array_equal(got.encoding.scale.ravel(),
+                                      strict_scale(x, 127))
+        self.assertEqual(self.client.get_encoding(name).etag,
+                         got.stored_encoding.etag)
+        self.assertIsNone(got.contribution)
+        only = self.client.calibrate(x)
+        self.assertIsNone(only.stored_encoding)
+        with self.assertRaises(quantd.QuantdError):
+            print(only.encoding)
+
+    def test_ContributionsCountOnceAndGiveManyEncodings(self):
+        batches = [data_of(3000, seed=seed) for seed in range(3)]
+        model = "acme/contribute"
+        name = quantd.TensorName(model, "a")
+        for sequence, batch in enumerate(batches, 1):
+            for is_again in (False, True):
+                got = self.client.calibrate(
+                    batch, name,
+                    contribution=quantd.Contribution("rank-0", sequence))
+                self.assertEqual((got.contribution.sequence,
+                                  got.contribution.duplicate),
+                                 (sequence, is_again))
+        list(self.client.calibrate_many(
+            [("b", 10 * batches[0])], model=model,
+            contribution=quantd.Contribution("rank-0", 1)))
+
+        x = np.concatenate(batches)
+        stored = self.client.get_statistics(name, with_state=True)
+        self.assertEqual(stored.statistics.count, x.size)
+        self.assertEqual([(source.source, source.sequence)
+                          for source in stored.sources], [("rank-0", 3)])
+        self.assertEqual(sum(stored.state.histograms[0].count), x.size)
+        self.assertEqual([entry.tensor for entry in
+                          self.client.list_statistics(model)], ["a", "b"])
+
+        dry = {answer.name.tensor: answer for answer in
+               self.client.compute_encodings(model, "int8", dry_run=True)}
+        self.assertEqual(dry["a"].stored_encoding.encoding.scale[0],
+                         strict_scale(x[None], 127)[0])
+        self.assertEqual(dry["a"].total_count, 2)
+        self.assertGreater(dry["a"].prediction.sqnr_db, 30)
+        self.assertEqual(list(self.client.list_encodings(model)), [])
+        answers = list(self.client.compute_encodings(
+            model, overrides=[("b*", "uint4:mse"), ("*", "int8")]))
+        self.assertEqual([answer.stored_encoding.format
+                          for answer in answers], ["int8", "uint4"])
+        self.assertEqual(len(list(self.client.list_encodings(model))), 2)
+
+        sweep = self.client.sweep(model, ["int4", "int8"], min_sqnr_db=25)
+        self.assertEqual([tensor.name.tensor for tensor in sweep.tensors],
+                         ["a", "b"])
+        self.assertEqual([candidate.spec_index for candidate in
+                          sweep.tensors[0].candidates], [1, 0])
+        self.assertEqual([total.spec_index for total in sweep.totals], [1, 0])
+        self.assertEqual(sweep.mixture.choices, {"a": 1, "b": 1})
+        self.assertTrue(sweep.mixture.target_met)
+        self.assertIsNone(self.client.sweep(model, ["int8"]).mixture)
+        self.assert_fails("STATISTICS_NOT_FOUND", self.client.sweep, "acme/no",
+                          ["int8"])
+
+        self.client.delete_statistics(name)
+        self.assert_fails("STATISTICS_NOT_FOUND", self.client.get_statistics,
+                          name)
+
+    def test_EvaluatesLikeNumpy(self):
+        x = data_of(30, 40)
+        int8, nf4 = self.client.evaluate(
+            x, ["int8:per-channel", "nf4"], per_scale_index=True,
+            with_distribution=True)
+        scale = strict_scale(x, 127)[:, None]
+        error = (np.rint(x / scale).astype(np.float32) * scale).astype(
+            np.float64) - x
+        self.assertEqual((int8.label, nf4.label), ("int8:per-channel", "nf4"))
+        self.assertAlmostEqual(
+            int8.overall.sum_squared_error / (error ** 2).sum(), 1, 9)
+        self.assertEqual(len(int8.per_scale_index), 30)
+        self.assertGreater(int8.overall.sqnr_db, nf4.overall.sqnr_db)
+        self.assertEqual(int8.overall.error_histogram.zero_count +
+                         int8.overall.error_histogram.count.sum(), x.size)
+        (plain,) = self.client.evaluate(x, [int8.encoding], labels=["mine"])
+        self.assertEqual(plain.overall.sum_squared_error,
+                         int8.overall.sum_squared_error)
+        self.assertIsNone(plain.overall.kl_divergence)
+        self.assertEqual(plain.label, "mine")
+
+    def test_HealthIsThatOfTheServer(self):
+        self.assertEqual(self.client.health(), "SERVING")
+        self.assertEqual(self.client.health("quantd.v1.EncodingService"),
+                         "SERVING")
+        self.assertEqual(self.client.health("nothing"), "SERVICE_UNKNOWN")
+
+    def test_AClosedClientSaysSo(self):
+        with quantd.Client(self.server.address) as client:
+            client.quantize(data_of(3), "int8")
+        for call in (lambda: client.quantize(data_of(3), "int8"), client.health,
+                     lambda: list(client.list_models()),
+                     lambda: list(client.compute_encodings("m", "int8"))):
+            self.assert_fails("CLIENT_CLOSED", call)
+        client.close()
+
+    def test_StreamsEndWithTheirClient(self):
+        before = threading.active_count()
+        client = quantd.Client(self.server.address)
+        client.quantize(data_of(3), "int8")
+        threads = [thread for thread in threading.enumerate()
+                   if thread.name == "quantd-stream"]
+        client.close()
+        for thread in threads[-1:]:
+            thread.join(10)
+            self.assertFalse(thread.is_alive())
+        self.assertLessEqual(threading.active_count(), before + 2)
+
+
+class RestartTest(unittest.TestCase):
+
+    def test_TensorsAreSentAgainToAServerThatComesBack(self):
+        x = data_of(1000, 300)
+        retrying = threading.Event()
+
+        def backoff(*unused):
+            retrying.set()
+            return 0.02
+
+        with tempfile.TemporaryDirectory() as folder:
+            target = "unix:" + os.path.join(folder, "socket")
+
+            def server():
+                return live_server.LiveServer(options.quantd, folder,
+                                              ["--listen", target])
+
+            with mock.patch.object(_stream.Options, "backoff", backoff), (
+                    quantd.Client(target, max_retries=10000)) as client, (
+                    concurrent.futures.ThreadPoolExecutor(2)) as pool:
+                with server():
+                    want = client.quantize(x, "int8")
+                self.assertFalse(retrying.is_set())
+                tensor = pool.submit(client.quantize, x, "int8")
+                names = pool.submit(lambda: list(client.list_models()))
+                self.assertTrue(retrying.wait(60))
+                self.assertFalse(tensor.done())
+                with server():
+                    np.testing.assert_array_equal(tensor.result(60).codes,
+                                                  want.codes)
+                    self.assertEqual(names.result(60), [])
+
+    def test_WithoutAServerTheErrorNamesIt(self):
+        with tempfile.TemporaryDirectory() as folder:
+            target = "unix:" + os.path.join(folder, "nobody")
+            with quantd.Client(target, max_retries=1,
+                               initial_backoff=0.001) as client:
+                for call in (lambda: client.quantize(data_of(3), "int8"),
+                             lambda: list(client.list_models()),
+                             lambda: client.sweep("m", ["int8"])):
+                    with self.assertRaises(quantd.QuantdError) as caught:
+                        call()
+                    self.assertEqual(caught.exception.reason,
+                                     "SERVER_UNREACHABLE")
+                    self.assertIn("nobody", str(caught.exception))
+
+
+class FakeServer(grpc.GenericRpcHandler):
+    """Answers Quantize with what `script` yields for (call number, requests),
+    and counts the calls."""
+
+    def __init__(self, script):
+        self._script = script
+        self.call_count = 0
+        self._server = grpc.server(concurrent.futures.ThreadPoolExecutor(4))
+        self._server.add_generic_rpc_handlers((self,))
+        self.address = "127.0.0.1:%d" % self._server.add_insecure_port(
+            "127.0.0.1:0")
+        self._server.start()
+
+    def service(self, details):
+        return grpc.stream_stream_rpc_method_handler(
+            self._run, qs.QuantizeRequest.FromString,
+            lambda message: message if isinstance(message, bytes) else
+            message.SerializeToString())
+
+    def _run(self, requests, context):
+        self.call_count += 1
+        yield from self._script(self.call_count, requests, context)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *unused):
+        self._server.stop(0).wait()
+
+
+def answer(data=b"\1\2\3", size=3, checksum=None):
+    """What Quantize says of a tensor of int8."""
+    # pylint: disable=import-outside-toplevel
+    response = qs.QuantizeResponse(data=data)
+    response.header.size_bytes = size
+    response.summary.count = 3
+    if checksum is None:
+        try:
+            import xxhash
+            checksum = xxhash.xxh3_64_intdigest(data)
+        except ImportError:
+            checksum = 0
+    response.summary.checksum_xxh3 = checksum
+    return response
+
+
+class MisbehavingServerTest(unittest.TestCase):
+
+    def quantize(self, script, count=3, **client_options):
+        """The error or the codes, and how many calls it took."""
+        client_options.setdefault("initial_backoff", 0.001)
+        with FakeServer(script) as server, quantd.Client(
+                server.address, **client_options) as client:
+            try:
+                got = client.quantize(np.ones(count, np.float32), "int8")
+            except quantd.QuantdError as error:
+                return error, server.call_count
+            return got.codes.tolist(), server.call_count
+
+    def assert_reason(self, reason, script, **client_options):
+        error, _ = self.quantize(script, **client_options)
+        self.assertIsInstance(error, quantd.QuantdError)
+        self.assertEqual(error.reason, reason, error)
+        return error
+
+    def test_AnswersThatBreakTheProtocolAreErrors(self):
+        def then(*responses):
+            def script(call, requests, context):
+                next(requests)
+                yield from responses
+            return script
+
+        no_header = answer()
+        no_header.ClearField("header")
+        gap = answer()
+        gap.offset = 1
+        twice = answer()
+        twice.ClearField("summary")
+        for name, script in {
+                "bytes": then(b"\xff"),
+                "a header that is none": then(b"\x0a\x01\xff"),
+                "a number for data": then(b"\x18\x01"),
+                "no header": then(no_header),
+                "two headers": then(twice, answer()),
+                "a gap": then(gap),
+                "too much data": then(answer(size=2)),
+                "too little data": then(answer(size=4)),
+                "codes that are too few": then(answer(b"12", size=2)),
+                "too large": then(answer(size=1 << 50)),
+                "an answer too many": then(answer(), answer(), answer()),
+                "the end": then(),
+                "the end within": then(twice)}.items():
+            with self.subTest(name=name):
+                if name == "an answer too many":
+                    # It belongs to nobody: the tensor has its result.
+                    self.assertEqual(self.quantize(script)[0], [1, 2, 3])
+                    continue
+                self.assert_reason("RESPONSE_MALFORMED", script)
+
+    def test_AWrongChecksumIsNotedWhereItCanBe(self):
+        try:
+            import xxhash  # pylint: disable=import-outside-toplevel,unused-import
+        except ImportError:
+            self.skipTest("without xxhash")
+
+        def script(call, requests, context):
+            next(requests)
+            yield answer(checksum=1)
+
+        error = self.assert_reason("CHECKSUM_MISMATCH", script)
+        self.assertEqual(error.code, grpc.StatusCode.DATA_LOSS)
+
+    def test_ACallThatBreaksWithinATensorIsMadeAgain(self):
+        sent = []
+
+        def script(call, requests, context):
+            sent.append(0)
+            for request in requests:
+                sent[-1] += len(request.data)
+                if call < 3 and request.offset >= 128:
+                    yield qs.QuantizeResponse(header=answer(
+                        b"", size=100).header, data=b"\7" * 10)
+                    context.abort(grpc.StatusCode.UNAVAILABLE,
+                                  "DRAINING: about to stop")
+                if sent[-1] == 400:
+                    yield answer(b"\1" * 100, size=100)
+
+        codes, calls = self.quantize(script, count=100, chunk_bytes=64)
+        self.assertEqual((codes, calls), ([1] * 100, 3))
+        self.assertEqual(sent[2], 400)
+        error, calls = self.quantize(
+            lambda call, requests, context: context.abort(
+                grpc.StatusCode.UNAVAILABLE, "DRAINING: about to stop") or (),
+            max_retries=2)
+        self.assertEqual((error.reason, calls), ("DRAINING", 3))
+
+    def test_OtherStatusesAreNotRetried(self):
+        error, calls = self.quantize(
+            lambda call, requests, context: context.abort(
+                grpc.StatusCode.PERMISSION_DENIED, "DENIED: no") or ())
+        self.assertEqual((error.code, error.reason, error.message, calls),
+                         (grpc.StatusCode.PERMISSION_DENIED, "DENIED", "no",
+                          1))
+
+    def test_ATensorThatShouldComeLaterDoes(self):
+        times = []
+
+        def script(call, requests, context):
+            for _ in requests:
+                times.append(call)
+                yield answer() if len(times) > 2 else qs.QuantizeResponse(
+                    error=te.TensorError(code=8, reason="MEMORY_BUDGET",
+                                         message="full", retry_after_ms=1))
+
+        self.assertEqual(self.quantize(script), ([1, 2, 3], 1))
+        self.assertEqual(times, [1, 1, 1])
+        times[:] = []
+        error = self.assert_reason("MEMORY_BUDGET", script, max_retries=1)
+        self.assertEqual((len(times), error.retry_after), (2, 0.001))
+
+    def test_AServerThatDoesNotGoOnIsLeft(self):
+        released = threading.Event()
+
+        def script(call, requests, context):
+            context.add_callback(released.set)
+            released.wait(60)
+            yield from ()
+
+        error = self.assert_reason("TIMEOUT", script, timeout=0.2)
+        self.assertEqual(error.code, grpc.StatusCode.DEADLINE_EXCEEDED)
+        self.assertTrue(released.is_set())
+
+    def test_WhatMovesIsNotLate(self):
+        def script(call, requests, context):
+            next(requests)
+            yield qs.QuantizeResponse(header=answer(b"", size=3).header)
+            for n in range(3):
+                # Longer than the timeout altogether.
+                threading.Event().wait(0.3)
+                yield qs.QuantizeResponse(offset=n, data=bytes([n + 1]))
+            yield qs.QuantizeResponse(summary=answer().summary)
+
+        self.assertEqual(self.quantize(script, timeout=0.6)[0], [1, 2, 3])
+
+    def test_DetailsOfAStatusAreRead(self):
+        # google.rpc.Status with BadRequest{field: "a.b"} and
+        # RetryInfo{0.5 s}, whose stubs are not everywhere.
+        def any_of(name, value):
+            url = b"type.googleapis.com/google.rpc." + name
+            body = (b"\x0a" + bytes([len(url)]) + url +
+                    b"\x12" + bytes([len(value)]) + value)
+            return b"\x1a" + bytes([len(body)]) + body
+
+        details = (any_of(b"BadRequest", b"\x0a\x05\x0a\x03a.b") +
+                   any_of(b"RetryInfo", b"\x0a\x06\x10\x80\xca\xb5\xee\x01"))
+        for value in (details, details[:-1], b"\xff", b""):
+            def script(call, requests, context, value=value):
+                context.set_trailing_metadata(
+                    (("grpc-status-details-bin", value),))
+                context.abort(grpc.StatusCode.INVALID_ARGUMENT, "BAD: so")
+                yield
+
+            error = self.assert_reason("BAD", script)
+            if value == details:
+                self.assertEqual((error.field, error.retry_after),
+                                 ("a.b", 0.5))
+
+    def test_NoThreadEndsWithAnException(self):
+        log = []
+        with mock.patch("threading.excepthook", log.append):
+            self.assert_reason(
+                "RESPONSE_MALFORMED",
+                lambda call, requests, context: iter([b"\xff"]))
+        self.assertEqual(log, [])
+
+
+class PagesTest(unittest.TestCase):
+
+    def test_APageThatLeadsToItselfIsAnError(self):
+        with quantd.Client("127.0.0.1:1") as client:
+            with mock.patch.object(
+                    client, "_call", lambda *unused:
+                    es.ListModelsResponse(next_page_token="again")):
+                with self.assertRaises(quantd.QuantdError) as caught:
+                    list(client.list_models())
+        self.assertEqual(caught.exception.reason, "RESPONSE_MALFORMED")
+
+
+if __name__ == "__main__":
+    unittest.main(argv=[sys.argv[0], *unittest_arguments], verbosity=2)
