@@ -1,4 +1,5 @@
-// Packing of codes of 2 and 4 bits, lowest bits first.
+// Packing of codes of 2 and 4 bits, lowest bits first, and of vectors of int32
+// to codes of 8 and 16 bits.
 
 #if defined(QUANTD_CORE_FORMATS_PACKING_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef QUANTD_CORE_FORMATS_PACKING_INL_H_
@@ -9,6 +10,7 @@
 
 #include <cstdint>
 
+#include "core/types/float_convert-inl.h"
 #include "hwy/highway.h"
 
 // The targets without vectors run the scalar definitions.
@@ -17,6 +19,101 @@ HWY_BEFORE_NAMESPACE();
 namespace quantd::core {
 namespace HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
+
+// Where the packs of two vectors work within 128-bit blocks, as they do on x86,
+// a permutation at the end restores the order; the others keep it.
+
+// The lanes of `a` and `b` saturated to int16, in an order that PackToBytes and
+// OrderWords know.
+template <class DI, class V = hn::Vec<DI>>
+HWY_INLINE hn::Vec<hn::Repartition<int16_t, DI>> PackToWords(DI di, V a, V b) {
+  using Words = hn::Vec<hn::Repartition<int16_t, DI>>;
+#if HWY_ARCH_X86 && HWY_MAX_BYTES == 64
+  return Words{_mm512_packs_epi32(a.raw, b.raw)};
+#elif HWY_ARCH_X86 && HWY_MAX_BYTES == 32
+  return Words{_mm256_packs_epi32(a.raw, b.raw)};
+#elif HWY_ARCH_X86
+  return Words{_mm_packs_epi32(a.raw, b.raw)};
+#else
+  const hn::Repartition<int16_t, DI> di16;
+  const hn::Half<decltype(di16)> dhalf;
+  return hn::Combine(di16, hn::DemoteTo(dhalf, b), hn::DemoteTo(dhalf, a));
+#endif
+}
+
+// Words saturated to uint8, in an order that OrderBytes knows.
+template <class DW, class V = hn::Vec<DW>>
+HWY_INLINE hn::Vec<hn::Repartition<uint8_t, DW>> PackToBytes(DW dw, V a, V b) {
+  using Bytes = hn::Vec<hn::Repartition<uint8_t, DW>>;
+#if HWY_ARCH_X86 && HWY_MAX_BYTES == 64
+  return Bytes{_mm512_packus_epi16(a.raw, b.raw)};
+#elif HWY_ARCH_X86 && HWY_MAX_BYTES == 32
+  return Bytes{_mm256_packus_epi16(a.raw, b.raw)};
+#elif HWY_ARCH_X86
+  return Bytes{_mm_packus_epi16(a.raw, b.raw)};
+#else
+  const hn::Repartition<uint8_t, DW> du8;
+  const hn::Half<decltype(du8)> dhalf;
+  return hn::Combine(du8, hn::DemoteTo(dhalf, b), hn::DemoteTo(dhalf, a));
+#endif
+}
+
+template <class DW, class V = hn::Vec<DW>>
+HWY_INLINE V OrderWords(DW dw, V v) {
+#if HWY_ARCH_X86 && HWY_MAX_BYTES == 64
+  const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+  return V{_mm512_permutexvar_epi64(order, v.raw)};
+#elif HWY_ARCH_X86 && HWY_MAX_BYTES == 32
+  return V{_mm256_permute4x64_epi64(v.raw, 0xD8)};
+#else
+  return v;
+#endif
+}
+
+template <class DB, class V = hn::Vec<DB>>
+HWY_INLINE V OrderBytes(DB db, V v) {
+#if HWY_ARCH_X86 && HWY_MAX_BYTES == 64
+  const __m512i order =
+      _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  return V{_mm512_permutexvar_epi32(order, v.raw)};
+#elif HWY_ARCH_X86 && HWY_MAX_BYTES == 32
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  return V{_mm256_permutevar8x32_epi32(v.raw, order)};
+#else
+  return v;
+#endif
+}
+
+// Stores codes of `bits` bits, each in the low bits of its byte, whatever is in
+// the others.
+template <class DB, class V = hn::Vec<DB>>
+HWY_INLINE void StorePacked(DB db, V codes, int bits,
+                            uint8_t* HWY_RESTRICT out) {
+  if (HWY_LIKELY(bits == 8)) {
+    hn::StoreU(codes, db, out);
+    return;
+  }
+  const hn::Repartition<uint16_t, DB> du16;
+  const hn::Repartition<int16_t, DB> di16;
+  const hn::Repartition<uint32_t, DB> du32;
+  const hn::Repartition<int32_t, DB> di32;
+  if (bits == 4) {
+    const auto pair = hn::BitCast(du16, hn::And(codes, hn::Set(db, 0x0F)));
+    const auto both =
+        hn::And(hn::Or(pair, hn::ShiftRight<4>(pair)), hn::Set(du16, 0x00FF));
+    const hn::Rebind<uint8_t, decltype(du16)> dout;
+    hn::StoreU(hn::DemoteTo(dout, hn::BitCast(di16, both)), dout, out);
+  } else {
+    const auto pair = hn::BitCast(du16, hn::And(codes, hn::Set(db, 0x03)));
+    const auto both =
+        hn::And(hn::Or(pair, hn::ShiftRight<6>(pair)), hn::Set(du16, 0x000F));
+    const auto two = hn::BitCast(du32, both);
+    const auto four = hn::And(hn::Or(two, hn::ShiftRight<12>(two)),
+                              hn::Set(du32, 0x000000FF));
+    const hn::Rebind<uint8_t, decltype(du32)> dout;
+    StoreBytes(hn::DemoteTo(dout, hn::BitCast(di32, four)), dout, out);
+  }
+}
 
 // Two codes of kBits bits, each in the low bits of its byte, to one byte of
 // 2 * kBits bits. May work in place. `count` is the number of bytes out.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <type_traits>
 #include <vector>
@@ -23,6 +24,8 @@
 // After foreach_target.h, once per target.
 #include "core/formats/float_codec-inl.h"
 #include "core/formats/packing-inl.h"
+#include "core/quantize/coders-inl.h"
+#include "core/quantize/scales-inl.h"
 #include "core/types/float_convert-inl.h"
 
 #ifndef QUANTD_CORE_QUANTIZE_QUANTIZE_ONCE
@@ -33,30 +36,20 @@ namespace {
 // Elements that go through the L1 buffers at a time.
 constexpr int64_t kBlockElements = 2048;
 // Elements that are done over when one of them is clipped or not a number.
-constexpr int64_t kPieceElements = 256;
+constexpr int64_t kPieceElements = 512;
 // Elements of a task; a multiple of kBlockElements.
 constexpr int64_t kTaskElements = 64 * 1024;
+// Groups whose scales are prepared at a time.
+constexpr int64_t kBatchGroups = 256;
+// The sizes of groups that share vectors or calls with their neighbours.
+constexpr int64_t kSmallestGroup = 16;
+constexpr int64_t kLargestGroup = 256;
+// Elements that share prepared scales in each row, where rows share scales.
+constexpr int64_t kTileElements = 1024;
 
-// Adding 1.5 * 2^23 rounds a float of magnitude up to 2^22 to the nearest even
-// integer, which the low bits of the sum then hold.
-constexpr float kMagic = 12582912.0f;
-constexpr int32_t kMagicBits = 0x4B400000;
-constexpr int32_t kMagicLimit = 1 << 22;
-
-// Scales whose parameters are made at a time.
-constexpr int64_t kBatchScales = 16;
-
-// What the elements of one scale index have in common.
-struct ScaleParameters {
-  float scale;
-  float reciprocal;
-  // The smallest and the largest x that are not clipped.
-  float low;
-  float high;
-  int32_t zero_point;
-  // The division may be replaced; see ExactQuotient.
-  bool has_reciprocal;
-};
+// Inputs are prefetched so far ahead, in tensors that the L2 does not hold.
+constexpr int64_t kPrefetchBytes = 4096;
+constexpr int64_t kPrefetchFromBytes = 2 << 20;
 
 }  // namespace
 }  // namespace quantd::core
@@ -75,293 +68,6 @@ void QuantizeSimd(const QuantizeRange& range, QuantizeCounts* counts) {
 }
 
 #else
-
-#undef QUANTD_HAS_FMA
-#if HWY_TARGET == HWY_SSSE3 || HWY_TARGET == HWY_SSE4
-#define QUANTD_HAS_FMA 0
-#else
-#define QUANTD_HAS_FMA 1
-#endif
-
-// x / scale, correctly rounded. With y the correctly rounded reciprocal and q
-// within one unit in the last place of the quotient, fma(x - q * scale, y, q)
-// is the correctly rounded quotient (Markstein); a product x * y can be 1.5
-// units off, so one such step makes it good enough for the other. Quotients
-// below a quarter may come out different, but round to zero all the same.
-template <class D, class V = hn::Vec<D>>
-HWY_INLINE V ExactQuotient(D d, V x, V scale, V y) {
-#if QUANTD_HAS_FMA
-  const V product = hn::Mul(x, y);
-  const V near = hn::MulAdd(hn::NegMulAdd(product, scale, x), y, product);
-  return hn::MulAdd(hn::NegMulAdd(near, scale, x), y, near);
-#else
-  return hn::Div(x, scale);
-#endif
-}
-
-// The neighbours of floats other than zero.
-template <class D, class V = hn::Vec<D>>
-HWY_INLINE V NextAbove(D d, V x) {
-  const hn::RebindToSigned<D> di;
-  const auto bits = hn::BitCast(di, x);
-  // 1 for positive numbers, -1 for negative ones.
-  const auto step = hn::Or(hn::BroadcastSignBit(bits), hn::Set(di, 1));
-  return hn::BitCast(d, hn::Add(bits, step));
-}
-
-template <class D, class V = hn::Vec<D>>
-HWY_INLINE V NextBelow(D d, V x) {
-  return hn::Neg(NextAbove(d, hn::Neg(x)));
-}
-
-// The largest x with rint(x / scale) <= high, in exact IEEE terms: x / scale
-// rounds to at most `last`, the largest float that rint takes to `high`, while
-// it is below the middle between `last` and its successor. It is never equal:
-// that middle has 25 significant bits, and a product with it at least as many,
-// more than x has. The product with a float's 24 bits is exact in float64.
-template <class DF, class VF = hn::Vec<DF>,
-          class VI = hn::Vec<hn::RebindToSigned<DF>>>
-HWY_INLINE VF LargestUnclipped(DF df, VF scale, VI high) {
-  const hn::RebindToSigned<DF> di;
-  const hn::Rebind<double, DF> dd;
-  const auto tie = hn::Add(hn::ConvertTo(df, high), hn::Set(df, 0.5f));
-  const auto is_even = hn::Eq(hn::And(high, hn::Set(di, 1)), hn::Zero(di));
-  const auto last =
-      hn::IfThenElse(hn::RebindMask(df, is_even), tie, NextBelow(df, tie));
-  const auto middle = hn::Mul(
-      hn::Add(hn::PromoteTo(dd, last), hn::PromoteTo(dd, NextAbove(df, last))),
-      hn::Set(dd, 0.5));
-  const auto bound = hn::Mul(hn::PromoteTo(dd, scale), middle);
-  const auto rounded = hn::DemoteTo(df, bound);
-  // One float64 unit of slack in the other direction has the sign of the
-  // excess, so that a mask of the narrow type is made from numbers.
-  const auto excess = hn::DemoteTo(
-      df, hn::IfThenElseZero(hn::Gt(hn::PromoteTo(dd, rounded), bound),
-                             hn::Set(dd, 1.0)));
-  return hn::IfThenElse(hn::Gt(excess, hn::Zero(df)), NextBelow(df, rounded),
-                        rounded);
-}
-
-// Parameters of up to kBatchScales consecutive scale indices.
-class ScaleBatch {
- public:
-  explicit ScaleBatch(const QuantizeRange& range) : range_(range) {}
-
-  // Makes those from `scale_index` on where it has them not.
-  HWY_INLINE const ScaleParameters& Get(int64_t scale_index) {
-    if (HWY_UNLIKELY(scale_index < first_ || scale_index >= first_ + count_)) {
-      Make(scale_index);
-    }
-    return parameters_[scale_index - first_];
-  }
-
- private:
-  HWY_NOINLINE void Make(int64_t first) {
-    const Encoding& encoding = range_.encoding;
-    first_ = first;
-    count_ = std::min<int64_t>(
-        kBatchScales, static_cast<int64_t>(encoding.scale.size()) - first);
-    HWY_ALIGN float scale[kBatchScales];
-    HWY_ALIGN int32_t zero_point[kBatchScales];
-    for (int64_t i = 0; i < kBatchScales; ++i) {
-      scale[i] = i < count_ ? encoding.scale[first + i] : 1.0f;
-      zero_point[i] = i < count_ ? range_.zero_point(first + i) : 0;
-    }
-    HWY_ALIGN float reciprocal[kBatchScales];
-    HWY_ALIGN float low[kBatchScales];
-    HWY_ALIGN float high[kBatchScales];
-    const hn::CappedTag<double, kBatchScales> dd;
-    const hn::Rebind<float, decltype(dd)> df;
-    const hn::Rebind<int32_t, decltype(dd)> di;
-    for (size_t i = 0; i < kBatchScales; i += hn::Lanes(dd)) {
-      const auto s = hn::LoadU(df, scale + i);
-      const auto zero = hn::LoadU(di, zero_point + i);
-      const auto qmin = hn::Set(di, encoding.qmin);
-      const auto qmax = hn::Set(di, encoding.qmax);
-      hn::StoreU(hn::Div(hn::Set(df, 1.0f), s), df, reciprocal + i);
-      hn::StoreU(LargestUnclipped(df, s, hn::Sub(qmax, zero)), df, high + i);
-      hn::StoreU(hn::Neg(LargestUnclipped(df, s, hn::Sub(zero, qmin))), df,
-                 low + i);
-    }
-    for (int64_t i = 0; i < count_; ++i) {
-      // Far from the ends of the exponents no step of ExactQuotient underflows
-      // or overflows; the magic sum has its own limit.
-      const bool has_reciprocal =
-          scale[i] >= 0x1p-100f && scale[i] <= 0x1p100f &&
-          encoding.qmin - zero_point[i] >= -kMagicLimit &&
-          encoding.qmax - zero_point[i] <= kMagicLimit;
-      parameters_[i] = {scale[i], reciprocal[i], low[i],
-                        high[i],  zero_point[i], has_reciprocal};
-    }
-  }
-
-  const QuantizeRange& range_;
-  int64_t first_ = 0;
-  int64_t count_ = 0;
-  ScaleParameters parameters_[kBatchScales];
-};
-
-// The parameters of one scale index in every lane.
-template <class D>
-struct VectorParameters {
-  VectorParameters(D d, const ScaleParameters& p)
-      : low(hn::Set(d, p.low)),
-        high(hn::Set(d, p.high)),
-        scale(hn::Set(d, p.scale)),
-        reciprocal(hn::Set(d, p.reciprocal)),
-        magic(hn::Set(d, kMagic)),
-        offset(hn::Set(hn::RebindToSigned<D>(), kMagicBits - p.zero_point)) {}
-
-  hn::Vec<D> low;
-  hn::Vec<D> high;
-  hn::Vec<D> scale;
-  hn::Vec<D> reciprocal;
-  hn::Vec<D> magic;
-  hn::Vec<hn::RebindToSigned<D>> offset;
-};
-
-// Codes of Lanes(d) elements of one scale index. Takes lanes out of `good`
-// that are clipped or NaN: a clipped code is right, that of a NaN is not.
-template <class D>
-HWY_INLINE hn::Vec<hn::RebindToSigned<D>> QuantizeVector(
-    D d, const uint8_t* HWY_RESTRICT in, const VectorParameters<D>& p,
-    hn::Mask<D>& good) {
-  const hn::RebindToSigned<D> di;
-  const auto x = LoadBytes(d, in);
-  const auto clamped = hn::Min(hn::Max(x, p.low), p.high);
-  good = hn::And(good, hn::Eq(x, clamped));
-  const auto quotient = ExactQuotient(d, clamped, p.scale, p.reciprocal);
-  return hn::Sub(hn::BitCast(di, hn::Add(quotient, p.magic)), p.offset);
-}
-
-// Stores 4 * Lanes(di) codes.
-template <typename Code, class DI, class V = hn::Vec<DI>>
-HWY_INLINE void StoreFour(DI di, V v0, V v1, V v2, V v3,
-                          uint8_t* HWY_RESTRICT out) {
-#if HWY_TARGET == HWY_AVX3
-  // Four demotions take eight shuffles, this takes four. The packs work within
-  // 128-bit blocks; the permutation puts the blocks back in order.
-  if constexpr (sizeof(Code) == 1) {
-    const __m512i low = _mm512_packs_epi32(v0.raw, v1.raw);
-    const __m512i high = _mm512_packs_epi32(v2.raw, v3.raw);
-    const __m512i packed = std::is_signed_v<Code>
-                               ? _mm512_packs_epi16(low, high)
-                               : _mm512_packus_epi16(low, high);
-    const __m512i order =
-        _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    _mm512_storeu_si512(out, _mm512_permutexvar_epi32(order, packed));
-  } else {
-    const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
-    const auto pack = [](__m512i a, __m512i b) HWY_ATTR {
-      return std::is_signed_v<Code> ? _mm512_packs_epi32(a, b)
-                                    : _mm512_packus_epi32(a, b);
-    };
-    _mm512_storeu_si512(out,
-                        _mm512_permutexvar_epi64(order, pack(v0.raw, v1.raw)));
-    _mm512_storeu_si512(out + 64,
-                        _mm512_permutexvar_epi64(order, pack(v2.raw, v3.raw)));
-  }
-#else
-  const hn::Rebind<Code, DI> dc;
-  const size_t stride = hn::Lanes(di) * sizeof(Code);
-  StoreBytes(hn::DemoteTo(dc, v0), dc, out);
-  StoreBytes(hn::DemoteTo(dc, v1), dc, out + stride);
-  StoreBytes(hn::DemoteTo(dc, v2), dc, out + 2 * stride);
-  StoreBytes(hn::DemoteTo(dc, v3), dc, out + 3 * stride);
-#endif
-}
-
-// Counts what QuantizeVector found clipped or NaN, and gives NaN its code.
-template <typename Code>
-void CountSpecial(const uint8_t* HWY_RESTRICT in, int64_t count,
-                  const ScaleParameters& p, int32_t nan_code,
-                  uint8_t* HWY_RESTRICT out, QuantizeCounts* counts) {
-  const hn::ScalableTag<float> d;
-  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
-  const float infinity = std::numeric_limits<float>::infinity();
-  int64_t low = 0, high = 0, nan = 0, positive = 0, negative = 0;
-  int64_t i = 0;
-  for (; i + lanes <= count; i += lanes) {
-    const auto x = LoadBytes(d, in + i * 4);
-    low += hn::CountTrue(d, hn::Lt(x, hn::Set(d, p.low)));
-    high += hn::CountTrue(d, hn::Gt(x, hn::Set(d, p.high)));
-    nan += hn::CountTrue(d, hn::IsNaN(x));
-    positive += hn::CountTrue(d, hn::Eq(x, hn::Set(d, infinity)));
-    negative += hn::CountTrue(d, hn::Eq(x, hn::Set(d, -infinity)));
-  }
-  for (; i < count; ++i) {
-    const float x = LoadUnaligned<float>(in + i * 4);
-    low += x < p.low;
-    high += x > p.high;
-    nan += std::isnan(x);
-    positive += x == infinity;
-    negative += x == -infinity;
-  }
-  counts->clipped_low += low;
-  counts->clipped_high += high;
-  counts->nan += nan;
-  counts->positive_infinity += positive;
-  counts->negative_infinity += negative;
-  if (nan == 0) return;
-  for (i = 0; i < count; ++i) {
-    if (std::isnan(LoadUnaligned<float>(in + i * 4))) {
-      StoreUnaligned(static_cast<Code>(nan_code),
-                     out + i * static_cast<int64_t>(sizeof(Code)));
-    }
-  }
-}
-
-// Elements of one scale index that has a reciprocal.
-template <typename Code>
-HWY_INLINE void QuantizeUniform(const uint8_t* HWY_RESTRICT in, int64_t count,
-                                const ScaleParameters& p, int32_t nan_code,
-                                uint8_t* HWY_RESTRICT out,
-                                QuantizeCounts* counts) {
-  using D = hn::ScalableTag<float>;
-  using D1 = hn::CappedTag<float, 1>;
-  const D d;
-  const D1 d1;
-  const hn::RebindToSigned<D> di;
-  const hn::Rebind<Code, D> dc;
-  const hn::Rebind<Code, D1> dc1;
-  constexpr int64_t kCodeSize = sizeof(Code);
-  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
-  const VectorParameters<D> vp(d, p);
-  while (count > 0) {
-    const int64_t piece = std::min(count, kPieceElements);
-    int64_t i = 0;
-    auto good = hn::Eq(hn::Zero(d), hn::Zero(d));
-    for (; i + 4 * lanes <= piece; i += 4 * lanes) {
-      const uint8_t* four = in + i * 4;
-      const auto v0 = QuantizeVector(d, four, vp, good);
-      const auto v1 = QuantizeVector(d, four + 4 * lanes, vp, good);
-      const auto v2 = QuantizeVector(d, four + 8 * lanes, vp, good);
-      const auto v3 = QuantizeVector(d, four + 12 * lanes, vp, good);
-      StoreFour<Code>(di, v0, v1, v2, v3, out + i * kCodeSize);
-    }
-    for (; i + lanes <= piece; i += lanes) {
-      StoreBytes(hn::DemoteTo(dc, QuantizeVector(d, in + i * 4, vp, good)), dc,
-                 out + i * kCodeSize);
-    }
-    bool all_good = hn::AllTrue(d, good);
-    if (i < piece) {
-      const VectorParameters<D1> vp1(d1, p);
-      auto good1 = hn::Eq(hn::Zero(d1), hn::Zero(d1));
-      for (; i < piece; ++i) {
-        StoreBytes(
-            hn::DemoteTo(dc1, QuantizeVector(d1, in + i * 4, vp1, good1)), dc1,
-            out + i * kCodeSize);
-      }
-      all_good &= hn::AllTrue(d1, good1);
-    }
-    if (HWY_UNLIKELY(!all_good)) {
-      CountSpecial<Code>(in, piece, p, nan_code, out, counts);
-    }
-    in += piece * 4;
-    out += piece * kCodeSize;
-    count -= piece;
-  }
-}
 
 // Elements and their quotients, with a scale and zero point each or the same in
 // all lanes.
@@ -565,16 +271,6 @@ void QuantizeOnGrid(const QuantizeRange& range, const Grid& grid,
     auto good = hn::Eq(hn::Zero(d), hn::Zero(d));
     auto good1 = hn::Eq(hn::Zero(d1), hn::Zero(d1));
     int64_t i = begin;
-    if constexpr (std::is_same_v<T, float>) {
-      const hn::RebindToSigned<D> di;
-      for (; i + 4 * lanes <= end; i += 4 * lanes) {
-        const auto v0 = encode(d, i, good);
-        const auto v1 = encode(d, i + lanes, good);
-        const auto v2 = encode(d, i + 2 * lanes, good);
-        const auto v3 = encode(d, i + 3 * lanes, good);
-        StoreFour<uint8_t>(di, v0, v1, v2, v3, out + i);
-      }
-    }
     for (; i + lanes <= end; i += lanes) {
       const hn::Rebind<uint8_t, D> du8;
       StoreBytes(hn::DemoteTo(du8, encode(d, i, good)), du8, out + i);
@@ -598,23 +294,43 @@ void QuantizeOnGrid(const QuantizeRange& range, const Grid& grid,
   }
 }
 
+// A part of a range, and where its codes go.
+struct Part {
+  // Of the range, not of the tensor.
+  int64_t begin;
+  int64_t count;
+  uint8_t* out;
+  // Bits that a code takes at `out`: those of the format, or 8 where the caller
+  // packs them.
+  int bits;
+
+  // [offset, offset + n) of it; `offset` begins a byte.
+  HWY_INLINE Part Sub(int64_t offset, int64_t n) const {
+    return {begin + offset, n, out + offset * bits / 8, bits};
+  }
+};
+
+// --- By division ------------------------------------------------------------
+// Of any type, scale and layout.
+
 // Calls `quantize_part(run, in, count, codes)` for the parts of the runs,
 // widened to T and with codes of that size each.
 template <typename T, typename Code, class Function>
-HWY_INLINE void ForEachPart(const QuantizeRange& range,
-                            const Function& quantize_part) {
-  const bool is_packed = range.format.storage_bits < 8;
+HWY_INLINE void ForEachRunOf(const QuantizeRange& range, const Part& part,
+                             const Function& quantize_part) {
+  const bool is_packed = part.bits < 8;
   const bool widens = sizeof(T) == 4 && range.type != ElementType::kFloat32;
   const int64_t element_bytes = ElementSizeBytes(range.type);
   HWY_ALIGN float wide[kBlockElements];
   HWY_ALIGN uint8_t codes[kBlockElements];
 
-  BlockLayout::RunCursor cursor(range.layout, range.first, range.count);
+  BlockLayout::RunCursor cursor(range.layout, range.first + part.begin,
+                                part.count);
   BlockLayout::Run run{};
-  for (int64_t begin = 0; begin < range.count; begin += kBlockElements) {
-    const int64_t count = std::min(range.count - begin, kBlockElements);
-    const uint8_t* in = range.in + begin * element_bytes;
-    uint8_t* out = range.out + range.format.SizeBytes(begin);
+  for (int64_t begin = 0; begin < part.count; begin += kBlockElements) {
+    const int64_t count = std::min(part.count - begin, kBlockElements);
+    const uint8_t* in = range.in + (part.begin + begin) * element_bytes;
+    uint8_t* out = part.out + begin * part.bits / 8;
     if (widens) {
       Widen(range.type, in, count, wide);
       in = reinterpret_cast<const uint8_t*>(wide);
@@ -622,50 +338,41 @@ HWY_INLINE void ForEachPart(const QuantizeRange& range,
     uint8_t* block_codes = is_packed ? codes : out;
     for (int64_t i = 0; i < count;) {
       if (run.count == 0) cursor.Next(&run);
-      const int64_t part = std::min(run.count, count - i);
-      const uint8_t* part_in = in + i * static_cast<int64_t>(sizeof(T));
-      uint8_t* part_codes =
-          block_codes + i * static_cast<int64_t>(sizeof(Code));
-      quantize_part(run, part_in, part, part_codes);
-      run.count -= part;
-      run.scale_index += part * run.scale_step;
-      i += part;
+      const int64_t n = std::min(run.count, count - i);
+      quantize_part(run, in + i * static_cast<int64_t>(sizeof(T)), n,
+                    block_codes + i * static_cast<int64_t>(sizeof(Code)));
+      run.count -= n;
+      run.scale_index += n * run.scale_step;
+      i += n;
     }
-    if (is_packed) PackCodes(range.format.storage_bits, codes, count, out);
+    if (is_packed) PackCodes(part.bits, codes, count, out);
   }
 }
 
 template <typename T, typename Code>
-void QuantizeIntegers(const QuantizeRange& range, QuantizeCounts* counts) {
-  ScaleBatch batch(range);
-  ForEachPart<T, Code>(
-      range, [&](const BlockLayout::Run& run, const uint8_t* in, int64_t count,
-                 uint8_t* codes) HWY_ATTR {
+void DivideIntegers(const QuantizeRange& range, const Part& part,
+                    QuantizeCounts* counts) {
+  ForEachRunOf<T, Code>(
+      range, part,
+      [&](const BlockLayout::Run& run, const uint8_t* in, int64_t count,
+          uint8_t* codes) HWY_ATTR {
         if (run.scale_step == 1) {
           QuantizeByDivision<1, T, Code>(range, run.scale_index, in, count,
                                          codes, counts);
-          return;
+        } else {
+          QuantizeByDivision<0, T, Code>(range, run.scale_index, in, count,
+                                         codes, counts);
         }
-        if constexpr (std::is_same_v<T, float>) {
-          const ScaleParameters& parameters = batch.Get(run.scale_index);
-          if (parameters.has_reciprocal) {
-            QuantizeUniform<Code>(in, count, parameters,
-                                  range.NanCode(parameters.zero_point), codes,
-                                  counts);
-            return;
-          }
-        }
-        QuantizeByDivision<0, T, Code>(range, run.scale_index, in, count, codes,
-                                       counts);
       });
 }
 
 template <typename T, class Grid>
-void QuantizeToGrid(const QuantizeRange& range, const Grid& grid,
-                    QuantizeCounts* counts) {
-  ForEachPart<T, uint8_t>(
-      range, [&](const BlockLayout::Run& run, const uint8_t* in, int64_t count,
-                 uint8_t* codes) HWY_ATTR {
+void DivideToGrid(const QuantizeRange& range, const Grid& grid,
+                  const Part& part, QuantizeCounts* counts) {
+  ForEachRunOf<T, uint8_t>(
+      range, part,
+      [&](const BlockLayout::Run& run, const uint8_t* in, int64_t count,
+          uint8_t* codes) HWY_ATTR {
         if (run.scale_step == 1) {
           QuantizeOnGrid<1, T>(range, grid, run.scale_index, in, count, codes,
                                counts);
@@ -677,42 +384,325 @@ void QuantizeToGrid(const QuantizeRange& range, const Grid& grid,
 }
 
 template <typename T>
-void QuantizeTyped(const QuantizeRange& range, QuantizeCounts* counts) {
+void QuantizePartByDivision(const QuantizeRange& range, const Part& part,
+                            QuantizeCounts* counts) {
   const FormatInfo& format = range.format;
   switch (format.kind) {
     case CodeKind::kInteger:
       if (format.storage_bits == 16) {
         if (format.is_signed) {
-          QuantizeIntegers<T, int16_t>(range, counts);
+          DivideIntegers<T, int16_t>(range, part, counts);
         } else {
-          QuantizeIntegers<T, uint16_t>(range, counts);
+          DivideIntegers<T, uint16_t>(range, part, counts);
         }
       } else {
         if (format.is_signed) {
-          QuantizeIntegers<T, int8_t>(range, counts);
+          DivideIntegers<T, int8_t>(range, part, counts);
         } else {
-          QuantizeIntegers<T, uint8_t>(range, counts);
+          DivideIntegers<T, uint8_t>(range, part, counts);
         }
       }
       return;
     case CodeKind::kFloat:
-      QuantizeToGrid<T>(
+      DivideToGrid<T>(
           range, FloatGrid(format.float_layout, range.encoding.no_saturation),
-          counts);
+          part, counts);
       return;
     case CodeKind::kCodebook:
-      QuantizeToGrid<T>(range, CodebookGrid(CodebookOf(range.encoding)),
-                        counts);
+      DivideToGrid<T>(range, CodebookGrid(CodebookOf(range.encoding)), part,
+                      counts);
       return;
+  }
+}
+
+// --- By reciprocals ---------------------------------------------------------
+// Of types that are computed in float32, with a Coder of coders-inl.h.
+
+template <class Coder>
+class PartQuantizer {
+ public:
+  PartQuantizer(const QuantizeRange& range, const Coder& coder,
+                QuantizeCounts* counts)
+      : range_(range), coder_(coder), counts_(counts) {}
+
+  // Requires: groups and rows begin bytes, unless part.bits is 8 or more.
+  void Quantize(const Part& part) {
+    const BlockLayout& layout = range_.layout;
+    if (layout.row_block() == 1 && layout.row_size() > 1) {
+      if (!layout.rows_share_scales() || !QuantizeTiles(part)) {
+        QuantizePartByDivision<float>(range_, part, counts_);
+      }
+      return;
+    }
+    const int64_t first = range_.first + part.begin;
+    BlockLayout::RowCursor cursor(layout, first, part.count);
+    BlockLayout::Row row;
+    while (cursor.Next(&row)) {
+      QuantizeRow(row, part.Sub(row.begin - first, row.count));
+    }
+  }
+
+ private:
+  const int32_t* ZeroPoints(int64_t scale_index) const {
+    return range_.encoding.zero_point.empty()
+               ? nullptr
+               : range_.encoding.zero_point.data() + scale_index;
+  }
+
+  // Whether the coder works with the index-th of the prepared scales.
+  bool Accepts(int64_t scale_index) const {
+    const FloatTag d;
+    const int32_t* zero_point = ZeroPoints(scale_index);
+    return hn::AllTrue(
+        d, coder_.Accepts(d, hn::Set(d, range_.encoding.scale[scale_index]),
+                          hn::Set(IntTag(), zero_point ? *zero_point : 0)));
+  }
+
+  void QuantizeRow(const BlockLayout::Row& row, const Part& part) {
+    const int64_t block = row.block;
+    const int shift = static_cast<int>(
+        hwy::Num0BitsBelowLS1Bit_Nonzero64(static_cast<uint64_t>(block)));
+    const bool is_group = block == int64_t{1} << shift &&
+                          block >= kSmallestGroup && block <= kLargestGroup;
+    int64_t done = 0;
+    int64_t scale_index = row.scale_index;
+    int64_t offset = row.offset;
+    while (done < row.count) {
+      // What remains, in scales.
+      const int64_t scales = (offset + row.count - done + block - 1) / block;
+      const int64_t batch = std::min(scales, kBatchGroups);
+      const bool all_good =
+          arrays_.Fill(coder_, range_.encoding.scale.data() + scale_index,
+                       ZeroPoints(scale_index), batch, 1);
+      for (int64_t k = 0; k < batch;) {
+        const int64_t rest = row.count - done;
+        int64_t groups = 1;
+        int64_t count = std::min(block - offset, rest);
+        if (is_group && all_good && offset == 0 && rest >= block) {
+          groups = std::min(batch - k, rest >> shift);
+          count = groups << shift;
+          QuantizeSpan(GroupScales{&arrays_, k, shift}, part.Sub(done, count),
+                       kPrefetchBytes);
+        } else if (all_good || Accepts(scale_index + k)) {
+          QuantizeSpan(UniformScale{&arrays_, k}, part.Sub(done, count),
+                       kPrefetchBytes);
+        } else {
+          QuantizePartByDivision<float>(range_, part.Sub(done, count), counts_);
+        }
+        done += count;
+        offset = 0;
+        k += groups;
+      }
+      scale_index += batch;
+    }
+  }
+
+  // A scale per column, the same in all rows: a tile of columns after the
+  // other, so that its scales are prepared once. Short rows are taken several
+  // at a time. False if the coder does not work with the scales.
+  bool QuantizeTiles(const Part& part) {
+    const int64_t columns = range_.layout.row_size();
+    // A multiple of 4, so that rows begin bytes.
+    const int64_t times =
+        columns * 4 <= kTileElements ? kTileElements / columns / 4 * 4 : 1;
+    const int64_t width = columns * times;
+    const int64_t first = range_.first + part.begin;
+    const int64_t end = first + part.count;
+    const int64_t first_row = first / width;
+    const int64_t end_row = (end + width - 1) / width;
+    for (int64_t tile = 0; tile < width; tile += kTileElements) {
+      const int64_t count = std::min(width - tile, kTileElements);
+      if (!arrays_.Fill(coder_, range_.encoding.scale.data() + tile,
+                        ZeroPoints(tile), count / times, times)) {
+        if (tile == 0) return false;
+        for (int64_t row = first_row; row < end_row; ++row) {
+          const int64_t begin = std::max(row * width + tile, first);
+          const int64_t n = std::min(row * width + tile + count, end) - begin;
+          if (n > 0) {
+            QuantizePartByDivision<float>(range_, part.Sub(begin - first, n),
+                                          counts_);
+          }
+        }
+        continue;
+      }
+      for (int64_t row = first_row; row < end_row; ++row) {
+        const int64_t row_tile = row * width + tile;
+        const int64_t begin = std::max(row_tile, first);
+        const int64_t n = std::min(row_tile + count, end) - begin;
+        if (n > 0) {
+          QuantizeSpan(ElementScales{&arrays_, begin - row_tile},
+                       part.Sub(begin - first, n),
+                       width * ElementSizeBytes(range_.type));
+        }
+      }
+    }
+    return true;
+  }
+
+  template <class Scales>
+  void QuantizeSpan(const Scales& scales, const Part& part,
+                    int64_t prefetch_bytes) {
+    const FloatTag d;
+    constexpr int64_t kLanes = hn::MaxLanes(FloatTag());
+    const bool widens = range_.type != ElementType::kFloat32;
+    const int64_t element_bytes = ElementSizeBytes(range_.type);
+    const int64_t ahead = range_.is_large ? prefetch_bytes : 0;
+    const int64_t ahead_out = ahead / element_bytes * part.bits / 8;
+    // Copies: what they hold stays in registers whatever `out` points at.
+    const Coder coder = coder_;
+    const auto bound = scales.Bind(d);
+    const int bits = part.bits;
+    HWY_ALIGN float wide[kPieceElements];
+
+    for (int64_t begin = 0; begin < part.count; begin += kPieceElements) {
+      const int64_t count = std::min(part.count - begin, kPieceElements);
+      const uint8_t* HWY_RESTRICT in =
+          range_.in + (part.begin + begin) * element_bytes;
+      uint8_t* HWY_RESTRICT out = part.out + begin * bits / 8;
+      int64_t ahead_in = ahead;
+      if (widens) {
+        for (int64_t at = 0; at < count * 2; at += kLineBytes) {
+          Prefetch(in + at + ahead);
+        }
+        Widen(range_.type, in, count, wide);
+        in = reinterpret_cast<const uint8_t*>(wide);
+        ahead_in = 0;
+      }
+      typename Coder::State state;
+      const auto code = [&](const uint8_t* HWY_RESTRICT from,
+                            int64_t i) HWY_ATTR {
+        return coder.template Code<Scales::kVaries>(
+            d, LoadBytes(d, from), bound.Get(d, begin + i), state);
+      };
+      const auto quad = [&](const uint8_t* HWY_RESTRICT from, int64_t i,
+                            int code_bits, uint8_t* HWY_RESTRICT to) HWY_ATTR {
+        const auto v0 = code(from, i);
+        const auto v1 = code(from + kLanes * 4, i + kLanes);
+        const auto v2 = code(from + kLanes * 8, i + kLanes * 2);
+        const auto v3 = code(from + kLanes * 12, i + kLanes * 3);
+        coder.template Store<Scales::kVaries>(
+            v0, v1, v2, v3, bound.Get(d, begin + i), state, code_bits, to);
+      };
+      int64_t i = 0;
+      for (; i + 4 * kLanes <= count; i += 4 * kLanes) {
+        const uint8_t* from = in + i * 4;
+        uint8_t* to = out + i * bits / 8;
+        for (int64_t at = 0; at < kLanes * 16; at += kLineBytes) {
+          Prefetch(from + at + ahead_in);
+        }
+        PrefetchWrite(to + ahead_out);
+        quad(from, i, bits, to);
+      }
+      if (i < count) {
+        HWY_ALIGN float rest[4 * kLanes] = {};
+        HWY_ALIGN uint8_t codes[4 * kLanes * Coder::kCodeBytes];
+        std::memcpy(rest, in + i * 4, (count - i) * 4);
+        quad(reinterpret_cast<const uint8_t*>(rest), i, std::max(bits, 8),
+             codes);
+        CopyCodes(codes, count - i, bits, out + i * bits / 8);
+      }
+      if (HWY_UNLIKELY(!coder.AllGood(state))) {
+        QuantizeSpecial(scales, begin, in, count, bits, out);
+      }
+    }
+  }
+
+  // The piece that begins at that offset of the scales, with its counts.
+  template <class Scales>
+  HWY_NOINLINE void QuantizeSpecial(const Scales& scales, int64_t begin,
+                                    const uint8_t* in, int64_t count, int bits,
+                                    uint8_t* out) {
+    using Code = std::conditional_t<Coder::kCodeBytes == 1, uint8_t, uint16_t>;
+    const FloatTag d;
+    const hn::Rebind<Code, FloatTag> dcode;
+    constexpr int64_t kLanes = hn::MaxLanes(FloatTag());
+    const auto bound = scales.Bind(d);
+    HWY_ALIGN Code codes[kPieceElements];
+    for (int64_t i = 0; i < count; i += kLanes) {
+      const int64_t n = std::min(kLanes, count - i);
+      HWY_ALIGN float x[kLanes] = {};
+      std::memcpy(x, in + i * 4, n * 4);
+      const auto code =
+          coder_.SpecialCode(d, hn::Load(d, x), bound.Get(d, begin + i),
+                             hn::FirstN(d, n), counts_);
+      // The low bits alone: negative codes as well.
+      const auto low =
+          hn::And(code, hn::Set(IntTag(), std::numeric_limits<Code>::max()));
+      hn::StoreU(hn::DemoteTo(dcode, low), dcode, codes + i);
+    }
+    CopyCodes(reinterpret_cast<uint8_t*>(codes), count, bits, out);
+  }
+
+  // Codes of kCodeBytes each to codes of `bits` each.
+  static void CopyCodes(uint8_t* codes, int64_t count, int bits, uint8_t* out) {
+    if (bits >= 8) {
+      std::memcpy(out, codes, count * Coder::kCodeBytes);
+    } else {
+      PackCodes(bits, codes, count, out);
+    }
+  }
+
+  const QuantizeRange& range_;
+  const Coder coder_;
+  QuantizeCounts* const counts_;
+  ScaleArrays arrays_;
+};
+
+// Whether all groups and rows of a range begin bytes of packed codes.
+bool BeginBytes(const QuantizeRange& range) {
+  const int64_t per_byte = range.format.codes_per_byte();
+  const BlockLayout& layout = range.layout;
+  const int64_t row_size = layout.row_size();
+  const bool is_one_row =
+      range.first / row_size == (range.first + range.count - 1) / row_size;
+  const int64_t block = layout.row_block();
+  return (is_one_row || row_size % per_byte == 0) &&
+         (block == 1 || block == row_size || block % per_byte == 0);
+}
+
+template <class Coder>
+void QuantizeWith(const QuantizeRange& range, const Coder& coder,
+                  QuantizeCounts* counts) {
+  PartQuantizer<Coder> quantizer(range, coder, counts);
+  const int bits = range.format.storage_bits;
+  if (bits >= 8 || BeginBytes(range)) {
+    quantizer.Quantize({0, range.count, range.out, bits});
+    return;
+  }
+  HWY_ALIGN uint8_t codes[kBlockElements];
+  for (int64_t begin = 0; begin < range.count; begin += kBlockElements) {
+    const int64_t count = std::min(range.count - begin, kBlockElements);
+    quantizer.Quantize({begin, count, codes, 8});
+    PackCodes(bits, codes, count, range.out + begin * bits / 8);
   }
 }
 
 void QuantizeSimd(const QuantizeRange& range, QuantizeCounts* counts) {
   counts->total += range.count;
+  const FormatInfo& format = range.format;
   if (range.type == ElementType::kFloat64) {
-    QuantizeTyped<double>(range, counts);
-  } else {
-    QuantizeTyped<float>(range, counts);
+    QuantizePartByDivision<double>(
+        range, {0, range.count, range.out, format.storage_bits}, counts);
+    return;
+  }
+  switch (format.kind) {
+    case CodeKind::kInteger:
+      if (format.storage_bits == 16) {
+        QuantizeWith(range, IntegerCoder<2>(range), counts);
+      } else {
+        QuantizeWith(range, IntegerCoder<1>(range), counts);
+      }
+      return;
+    case CodeKind::kFloat: {
+      const FloatGrid grid(format.float_layout, range.encoding.no_saturation);
+      QuantizeWith(range, FloatCoder(range, grid), counts);
+      return;
+    }
+    case CodeKind::kCodebook: {
+      const CodebookGrid grid(CodebookOf(range.encoding));
+      QuantizeWith(range, CodebookCoder(range, grid), counts);
+      return;
+    }
   }
 }
 
@@ -761,6 +751,7 @@ absl::Status Quantize(const Encoding& encoding, const BlockLayout& layout,
   const FormatInfo& format = *FindFormat(encoding.format);
   const int64_t element_bytes = ElementSizeBytes(type);
   const int64_t tasks = (count + kTaskElements - 1) / kTaskElements;
+  const bool is_large = count * element_bytes >= kPrefetchFromBytes;
   const auto task_range = [&](int64_t task) {
     const int64_t begin = task * kTaskElements;
     return QuantizeRange{encoding,
@@ -771,7 +762,8 @@ absl::Status Quantize(const Encoding& encoding, const BlockLayout& layout,
                          first + begin,
                          std::min(kTaskElements, count - begin),
                          in + begin * element_bytes,
-                         out + format.SizeBytes(begin)};
+                         out + format.SizeBytes(begin),
+                         is_large};
   };
   std::vector<QuantizeCounts> task_counts(tasks);
   const bool is_scalar = internal::UsesScalarKernels();

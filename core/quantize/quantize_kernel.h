@@ -25,6 +25,8 @@ struct QuantizeRange {
   int64_t count;
   const uint8_t* in;
   uint8_t* out;
+  // Part of so much that caches do not hold it.
+  bool is_large = false;
 
   int32_t zero_point(int64_t scale_index) const {
     return encoding.zero_point.empty() ? 0 : encoding.zero_point[scale_index];

@@ -97,13 +97,15 @@ absl::StatusOr<BlockLayout> BlockLayout::Create(
   return layout;
 }
 
-BlockLayout::RunCursor::RunCursor(const BlockLayout& layout, int64_t first,
+BlockLayout::RowCursor::RowCursor(const BlockLayout& layout, int64_t first,
                                   int64_t count)
     : layout_(layout), position_(first), end_(first + count) {
   const auto& dimensions = layout.dimensions_;
-  coordinates_.resize(dimensions.size());
-  int64_t rest = first;
-  for (size_t d = dimensions.size(); d-- > 0;) {
+  const size_t innermost = dimensions.size() - 1;
+  coordinates_.resize(innermost);
+  column_ = first % dimensions[innermost].size;
+  int64_t rest = first / dimensions[innermost].size;
+  for (size_t d = innermost; d-- > 0;) {
     const Dimension& dimension = dimensions[d];
     const int64_t index = rest % dimension.size;
     rest /= dimension.size;
@@ -113,35 +115,25 @@ BlockLayout::RunCursor::RunCursor(const BlockLayout& layout, int64_t first,
   }
 }
 
-bool BlockLayout::RunCursor::Next(Run* run) {
+bool BlockLayout::RowCursor::Next(Row* row) {
   if (position_ >= end_) return false;
   const auto& dimensions = layout_.dimensions_;
-  size_t d = dimensions.size() - 1;
-  // What remains of the row, and of the block in it.
-  const int64_t row_rest = dimensions[d].size - coordinates_[d].index;
-  const bool steps = dimensions[d].block == 1 && dimensions[d].size > 1;
-  run->begin = position_;
-  run->scale_index = scale_index_;
-  run->scale_step = steps ? 1 : 0;
-  run->count =
-      steps ? row_rest
-            : std::min(row_rest, dimensions[d].block - coordinates_[d].offset);
-  if (run->count > end_ - position_) run->count = end_ - position_;
-  position_ += run->count;
-  if (position_ >= end_) return true;
+  const Dimension& innermost = dimensions.back();
+  const int64_t block_index = column_ / innermost.block;
+  row->begin = position_;
+  row->count = std::min(innermost.size - column_, end_ - position_);
+  row->scale_index = scale_index_ + block_index * innermost.scale_stride;
+  row->block = innermost.block;
+  row->offset = column_ - block_index * innermost.block;
+  position_ += row->count;
+  column_ = 0;
 
-  // Steps the innermost coordinate past the run, the outer ones as they carry.
-  int64_t advance = run->count;
-  if (steps) {
-    scale_index_ += advance - 1;
-    coordinates_[d].index += advance - 1;
-    advance = 1;
-  }
-  for (;; --d) {
+  // Steps the outer coordinates as they carry.
+  for (size_t d = coordinates_.size(); d-- > 0;) {
     const Dimension& dimension = dimensions[d];
     Coordinate& coordinate = coordinates_[d];
-    coordinate.index += advance;
-    coordinate.offset += advance;
+    ++coordinate.index;
+    ++coordinate.offset;
     if (coordinate.index < dimension.size) {
       if (coordinate.offset == dimension.block) {
         coordinate.offset = 0;
@@ -152,9 +144,8 @@ bool BlockLayout::RunCursor::Next(Run* run) {
     scale_index_ -=
         (dimension.size - 1) / dimension.block * dimension.scale_stride;
     coordinate = {0, 0};
-    advance = 1;
-    if (d == 0) return true;
   }
+  return true;
 }
 
 }  // namespace quantd::core

@@ -3,6 +3,7 @@
 #ifndef QUANTD_CORE_TYPES_BLOCK_LAYOUT_H_
 #define QUANTD_CORE_TYPES_BLOCK_LAYOUT_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -55,12 +56,33 @@ class BlockLayout {
     while (cursor.Next(&run)) visit(run);
   }
 
-  // Pull form of ForEachRun.
-  class RunCursor {
+  // Elements [begin, begin + count) of one row of the innermost dimension that
+  // remains after neighbours that behave alike are merged; element begin + k
+  // uses scale scale_index + floor((offset + k) / block).
+  struct Row {
+    int64_t begin;
+    int64_t count;
+    int64_t scale_index;
+    int64_t block;   // >= 1
+    int64_t offset;  // < block
+  };
+
+  // Elements of a row.
+  int64_t row_size() const { return dimensions_.back().size; }
+  // Elements that follow each other and use the same scale, within a row.
+  int64_t row_block() const { return dimensions_.back().block; }
+  // Whether all rows use the same scales.
+  bool rows_share_scales() const {
+    const Dimension& row = dimensions_.back();
+    return scale_count_ == (row.size + row.block - 1) / row.block;
+  }
+
+  // The rows of a range, cut off where it begins and ends.
+  class RowCursor {
    public:
-    RunCursor(const BlockLayout& layout, int64_t first, int64_t count);
+    RowCursor(const BlockLayout& layout, int64_t first, int64_t count);
     // False when the range is used up.
-    bool Next(Run* run);
+    bool Next(Row* row);
 
    private:
     // Where position_ is in a collapsed dimension and in its block.
@@ -72,8 +94,37 @@ class BlockLayout {
     const BlockLayout& layout_;
     int64_t position_;
     int64_t end_;
+    // Of the row's first element.
     int64_t scale_index_ = 0;
+    // Of the dimensions but the innermost, whose index is column_.
     absl::InlinedVector<Coordinate, 4> coordinates_;
+    int64_t column_ = 0;
+  };
+
+  // Pull form of ForEachRun.
+  class RunCursor {
+   public:
+    RunCursor(const BlockLayout& layout, int64_t first, int64_t count)
+        : rows_(layout, first, count) {}
+    // False when the range is used up.
+    bool Next(Run* run) {
+      if (row_.count == 0 && !rows_.Next(&row_)) return false;
+      const bool steps = row_.block == 1;
+      run->begin = row_.begin;
+      run->scale_index = row_.scale_index;
+      run->scale_step = steps && row_.count > 1 ? 1 : 0;
+      run->count =
+          steps ? row_.count : std::min(row_.count, row_.block - row_.offset);
+      row_.begin += run->count;
+      row_.count -= run->count;
+      row_.scale_index += 1;
+      row_.offset = 0;
+      return true;
+    }
+
+   private:
+    RowCursor rows_;
+    Row row_{};
   };
 
  private:

@@ -55,6 +55,25 @@ HWY_INLINE void StoreBytes(hn::Vec<D> v, D d, uint8_t* out) {
   }
 }
 
+constexpr int64_t kLineBytes = 64;
+
+// Fetch a cache line that will be read, or written to. The address may lie
+// anywhere.
+HWY_INLINE void Prefetch(const uint8_t* address) {
+#if HWY_COMPILER_GCC || HWY_COMPILER_CLANG
+  __builtin_prefetch(address, 0, 3);
+#endif
+}
+HWY_INLINE void PrefetchWrite(const uint8_t* address) {
+#if HWY_ARCH_X86 && (HWY_COMPILER_GCC || HWY_COMPILER_CLANG)
+  // The builtin gives it only where the compiler's target has it; processors
+  // that do not take it for a no-op.
+  asm volatile("prefetchw %0" : : "m"(*address));
+#elif HWY_COMPILER_GCC || HWY_COMPILER_CLANG
+  __builtin_prefetch(address, 1, 3);
+#endif
+}
+
 // out[i] = in[i], exactly. `in` is float16 or bfloat16.
 HWY_INLINE void Widen(ElementType type, const uint8_t* HWY_RESTRICT in,
                       int64_t count, float* HWY_RESTRICT out) {

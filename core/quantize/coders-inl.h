@@ -1,0 +1,391 @@
+// How the kernels of quantize.cc make codes of float32 vectors, one class per
+// kind of code. All have the same members:
+//
+//   State                 what a loop keeps of the elements that it saw
+//   Accepts, Auxiliary    for ScaleArrays::Fill: which scales the class can
+//                         work with, and what it needs of them besides
+//   Code(d, x, scales)    codes of a vector; Store takes four of them
+//   AllGood(state)        no element was clipped or NaN; otherwise their codes
+//                         are unspecified, and the caller does them over with
+//   SpecialCode(...)      codes of any elements; counts those in `mask`
+
+#if defined(QUANTD_CORE_QUANTIZE_CODERS_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef QUANTD_CORE_QUANTIZE_CODERS_INL_H_
+#undef QUANTD_CORE_QUANTIZE_CODERS_INL_H_
+#else
+#define QUANTD_CORE_QUANTIZE_CODERS_INL_H_
+#endif
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+#include "core/formats/float_codec-inl.h"
+#include "core/formats/grid.h"
+#include "core/formats/packing-inl.h"
+#include "core/quantize/quantize_kernel.h"
+#include "core/quantize/scales-inl.h"
+#include "hwy/highway.h"
+
+// The targets without vectors run the scalar definitions.
+#if HWY_TARGET != HWY_EMU128 && HWY_TARGET != HWY_SCALAR
+HWY_BEFORE_NAMESPACE();
+namespace quantd::core {
+namespace HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+// Vectors are as wide as the target has them.
+using FloatTag = hn::ScalableTag<float>;
+using IntTag = hn::RebindToSigned<FloatTag>;
+using WordTag = hn::Repartition<int16_t, FloatTag>;
+using ByteTag = hn::Repartition<uint8_t, FloatTag>;
+using FloatVector = hn::Vec<FloatTag>;
+using IntVector = hn::Vec<IntTag>;
+using FloatMask = hn::Mask<FloatTag>;
+
+// To nearest even. Of NaN and numbers beyond int32 the result depends on the
+// target.
+HWY_INLINE IntVector RoundToInt(FloatVector v) {
+#if HWY_ARCH_X86 && HWY_MAX_BYTES == 64
+  return IntVector{_mm512_cvtps_epi32(v.raw)};
+#elif HWY_ARCH_X86 && HWY_MAX_BYTES == 32
+  return IntVector{_mm256_cvtps_epi32(v.raw)};
+#elif HWY_ARCH_X86
+  return IntVector{_mm_cvtps_epi32(v.raw)};
+#else
+  return hn::NearestInt(v);
+#endif
+}
+
+// mask && a < b
+HWY_INLINE FloatMask AndLess(FloatMask mask, FloatVector a, FloatVector b) {
+#if HWY_ARCH_X86 && HWY_MAX_BYTES == 64
+  return FloatMask{_mm512_mask_cmp_ps_mask(mask.raw, a.raw, b.raw, _CMP_LT_OQ)};
+#else
+  return hn::And(mask, hn::Lt(a, b));
+#endif
+}
+
+// v, and the bits in the lanes of the mask
+HWY_INLINE IntVector OrWhere(FloatMask mask, IntVector v, IntVector bits) {
+#if HWY_ARCH_X86 && HWY_MAX_BYTES == 64
+  return IntVector{_mm512_mask_or_epi32(v.raw, mask.raw, v.raw, bits.raw)};
+#else
+  return hn::Or(v, hn::IfThenElseZero(hn::RebindMask(IntTag(), mask), bits));
+#endif
+}
+
+HWY_INLINE void CountNonFinite(FloatMask mask, FloatVector x,
+                               QuantizeCounts* counts) {
+  const FloatTag d;
+  const auto infinity = hn::Set(d, std::numeric_limits<float>::infinity());
+  // One comparison where there is nothing to count.
+  const auto is_special = hn::And(mask, hn::Not(hn::Lt(hn::Abs(x), infinity)));
+  if (HWY_LIKELY(hn::AllFalse(d, is_special))) return;
+  counts->nan += hn::CountTrue(d, hn::And(mask, hn::IsNaN(x)));
+  counts->positive_infinity +=
+      hn::CountTrue(d, hn::And(mask, hn::Eq(x, infinity)));
+  counts->negative_infinity +=
+      hn::CountTrue(d, hn::And(mask, hn::Eq(x, hn::Neg(infinity))));
+}
+
+// Integers in kBytes bytes. Codes are computed as what they are above qmin,
+// which is 0 to qmax - qmin; `aux` is the zero point above qmin.
+template <int kBytes>
+class IntegerCoder {
+ public:
+  static constexpr int kCodeBytes = kBytes;
+
+  // The largest code seen, as an unsigned number: what is below qmin is above
+  // all others. Bytes are tested as int16, to which they saturate.
+  using Seen = std::conditional_t<kBytes == 1, uint16_t, uint32_t>;
+  using SeenTag = hn::Repartition<Seen, FloatTag>;
+  struct State {
+    HWY_INLINE State() : largest(hn::Zero(SeenTag())) {}
+    hn::Vec<SeenTag> largest;
+  };
+
+  explicit IntegerCoder(const QuantizeRange& range)
+      : qmin_(range.encoding.qmin),
+        span_(range.encoding.qmax - range.encoding.qmin),
+        nan_is_qmin_(range.nan_policy == NanPolicy::kQmin) {}
+
+  // Far from the ends of the exponents no step of ExactQuotient underflows or
+  // overflows. Zero points outside of the codes may not leave int16.
+  HWY_INLINE FloatMask Accepts(FloatTag d, FloatVector scale,
+                               IntVector zero_point) const {
+    const IntTag di;
+    const auto aux = hn::Sub(zero_point, hn::Set(di, qmin_));
+    const auto inside =
+        hn::And(hn::Gt(aux, hn::Set(di, kBytes == 1 ? -16384 : -1)),
+                hn::Lt(aux, hn::Set(di, kBytes == 1 ? 16384 : 65536)));
+    return hn::And(hn::And(hn::Ge(scale, hn::Set(d, 0x1p-100f)),
+                           hn::Le(scale, hn::Set(d, 0x1p100f))),
+                   hn::RebindMask(d, inside));
+  }
+  HWY_INLINE IntVector Auxiliary(FloatTag d, FloatVector scale,
+                                 IntVector zero_point) const {
+    return hn::Sub(zero_point, hn::Set(IntTag(), qmin_));
+  }
+
+  // A zero point that all elements share is added in Store if that is cheaper.
+  template <bool kVaries>
+  HWY_INLINE IntVector Code(FloatTag d, FloatVector x,
+                            const ScaleLanes<FloatTag>& s, State& state) const {
+    const auto code = RoundToInt(ExactQuotient<1>(d, x, s.scale, s.reciprocal));
+    return kVaries || kBytes == 2 ? hn::Add(code, s.aux) : code;
+  }
+
+  template <bool kVaries>
+  HWY_INLINE void Store(IntVector v0, IntVector v1, IntVector v2, IntVector v3,
+                        const ScaleLanes<FloatTag>& s, State& state, int bits,
+                        uint8_t* HWY_RESTRICT out) const {
+    const IntTag di;
+    const WordTag dw;
+    const ByteTag db;
+    const SeenTag ds;
+    if constexpr (kBytes == 1) {
+      auto low = PackToWords(di, v0, v1);
+      auto high = PackToWords(di, v2, v3);
+      if constexpr (!kVaries) {
+        const auto aux = PackToWords(di, s.aux, s.aux);
+        low = hn::SaturatedAdd(low, aux);
+        high = hn::SaturatedAdd(high, aux);
+      }
+      state.largest = hn::Max(state.largest, hn::BitCast(ds, low));
+      state.largest = hn::Max(state.largest, hn::BitCast(ds, high));
+      const auto bytes = OrderBytes(db, PackToBytes(dw, low, high));
+      StorePacked(db, hn::Add(bytes, hn::Set(db, static_cast<uint8_t>(qmin_))),
+                  bits, out);
+    } else {
+      for (const auto& v : {v0, v1, v2, v3}) {
+        state.largest = hn::Max(state.largest, hn::BitCast(ds, v));
+      }
+      const auto store = [&](IntVector a, IntVector b, int64_t at) HWY_ATTR {
+        const auto half = hn::Set(di, 32768);
+        const auto words =
+            OrderWords(dw, PackToWords(di, hn::Sub(a, half), hn::Sub(b, half)));
+        const auto base = hn::Set(dw, static_cast<int16_t>(qmin_ + 32768));
+        hn::StoreU(hn::BitCast(db, hn::Add(words, base)), db, out + at);
+      };
+      store(v0, v1, 0);
+      store(v2, v3, static_cast<int64_t>(hn::Lanes(db)));
+    }
+  }
+
+  HWY_INLINE bool AllGood(const State& state) const {
+    const SeenTag ds;
+    // Saturated: Max gives the span unless a code is above it.
+    const auto span = hn::Set(ds, static_cast<Seen>(span_));
+    return hn::AllTrue(ds, hn::Eq(hn::Max(state.largest, span), span));
+  }
+
+  HWY_INLINE IntVector SpecialCode(FloatTag d, FloatVector x,
+                                   const ScaleLanes<FloatTag>& s,
+                                   FloatMask mask,
+                                   QuantizeCounts* counts) const {
+    const IntTag di;
+    const auto nan = hn::IsNaN(x);
+    // Beyond all codes and zero points, where rounding is still exact.
+    const auto limit = hn::Mul(s.scale, hn::Set(d, 0x1p22f));
+    const auto clamped =
+        hn::Min(hn::Max(hn::IfThenZeroElse(nan, x), hn::Neg(limit)), limit);
+    const auto code = hn::Add(
+        RoundToInt(ExactQuotient<1>(d, clamped, s.scale, s.reciprocal)), s.aux);
+    const auto span = hn::Set(di, span_);
+    const auto counted = hn::RebindMask(di, hn::AndNot(nan, mask));
+    counts->clipped_low +=
+        hn::CountTrue(di, hn::And(counted, hn::Lt(code, hn::Zero(di))));
+    counts->clipped_high +=
+        hn::CountTrue(di, hn::And(counted, hn::Gt(code, span)));
+    CountNonFinite(mask, x, counts);
+    const auto number = hn::IfThenZeroElse(
+        hn::And(hn::RebindMask(di, nan),
+                hn::Eq(hn::Set(di, nan_is_qmin_), hn::Set(di, 1))),
+        hn::Min(hn::Max(code, hn::Zero(di)), span));
+    return hn::Add(number, hn::Set(di, qmin_));
+  }
+
+ private:
+  int32_t qmin_;
+  int32_t span_;
+  int32_t nan_is_qmin_;
+};
+
+// What floats and codebooks share. Their codes are bytes.
+template <class Grid>
+class GridCoder {
+ public:
+  static constexpr int kCodeBytes = 1;
+
+  struct State {
+    HWY_INLINE State() : good(hn::FirstN(FloatTag(), ~size_t{0})) {}
+    FloatMask good;
+  };
+
+  template <bool kVaries>
+  HWY_INLINE void Store(IntVector v0, IntVector v1, IntVector v2, IntVector v3,
+                        const ScaleLanes<FloatTag>& s, State& state, int bits,
+                        uint8_t* HWY_RESTRICT out) const {
+    const IntTag di;
+    const WordTag dw;
+    const ByteTag db;
+    const auto low = PackToWords(di, v0, v1);
+    const auto high = PackToWords(di, v2, v3);
+    StorePacked(db, OrderBytes(db, PackToBytes(dw, low, high)), bits, out);
+  }
+
+  HWY_INLINE bool AllGood(const State& state) const {
+    return hn::AllTrue(FloatTag(), state.good);
+  }
+
+  HWY_INLINE IntVector SpecialCode(FloatTag d, FloatVector x,
+                                   const ScaleLanes<FloatTag>& s,
+                                   FloatMask mask,
+                                   QuantizeCounts* counts) const {
+    const IntTag di;
+    // The zero point: it makes +0 of -0.
+    const auto q = hn::Add(hn::Div(x, s.scale), hn::Zero(d));
+    counts->clipped_low +=
+        hn::CountTrue(d, hn::And(mask, IsBelow(d, *grid_, q)));
+    counts->clipped_high +=
+        hn::CountTrue(d, hn::And(mask, IsAbove(d, *grid_, q)));
+    CountNonFinite(mask, x, counts);
+    return hn::IfThenElse(hn::RebindMask(di, hn::IsNaN(x)),
+                          hn::Set(di, nan_code_), Encode(d, *grid_, q));
+  }
+
+ protected:
+  GridCoder(const QuantizeRange& range, const Grid& grid)
+      : grid_(&grid), nan_code_(range.NanCode(0)) {}
+
+  const Grid* grid_;
+  int32_t nan_code_;
+};
+
+// Small floats, from quotients with one correction: ties between their numbers
+// and the threshold of overflow have at most 5 bits. `aux` holds the bits of
+// the largest float32 x at most 0 whose quotient is not -0 for its smallness:
+// -2^-150 times the scale, rounded up to a float32.
+class FloatCoder : public GridCoder<FloatGrid> {
+ public:
+  FloatCoder(const QuantizeRange& range, const FloatGrid& grid)
+      : GridCoder(range, grid),
+        overflow_(grid.for_float.overflow),
+        smallest_normal_(grid.for_float.smallest_normal),
+        mantissa_shift_(grid.mantissa_shift),
+        sign_bit_(grid.sign_bit),
+        has_negative_zero_(grid.has_negative_zero) {
+    const int mantissa_bits = 23 - grid.mantissa_shift;
+    // Even, so that ties keep their parity.
+    const int32_t low_bits = -grid.exponent_offset & (sign_bit_ - 1);
+    magic_ =
+        std::ldexp(static_cast<float>((1 << 23) + low_bits), -mantissa_bits);
+  }
+
+  // Scales down to where quotients of at least 2^-18, half of the smallest
+  // number of all formats, have corrections that do not underflow; up to where
+  // the bits of `aux`, a subnormal number, are half the scale.
+  HWY_INLINE FloatMask Accepts(FloatTag d, FloatVector scale,
+                               IntVector zero_point) const {
+    return hn::And(hn::Ge(scale, hn::Set(d, 0x1p-80f)),
+                   hn::Le(scale, hn::Set(d, 0x1p23f)));
+  }
+  HWY_INLINE IntVector Auxiliary(FloatTag d, FloatVector scale,
+                                 IntVector zero_point) const {
+    const IntTag di;
+    const auto bound = hn::ConvertTo(di, hn::Mul(scale, hn::Set(d, 0.5f)));
+    return hn::Or(bound, hn::Set(di, std::numeric_limits<int32_t>::min()));
+  }
+
+  template <bool kVaries>
+  HWY_INLINE IntVector Code(FloatTag d, FloatVector x,
+                            const ScaleLanes<FloatTag>& s, State& state) const {
+    const IntTag di;
+    const auto magnitude =
+        hn::Abs(ExactQuotient<1>(d, x, s.scale, s.reciprocal));
+    state.good = AndLess(state.good, magnitude, hn::Set(d, overflow_));
+    // The bits of infinity are those of an exponent.
+    const auto exponent = hn::Set(d, std::numeric_limits<float>::infinity());
+    const auto power =
+        hn::Max(hn::And(magnitude, exponent), hn::Set(d, smallest_normal_));
+    // The unit in the last place of the sum is that of the format's numbers
+    // from `power` on. Its low bits count them, from what takes the bias out of
+    // the exponent; one past the last mantissa is the next exponent.
+    const auto sum = hn::MulAdd(power, hn::Set(d, magic_), magnitude);
+    const auto base =
+        hn::ShiftRightSame(hn::BitCast(di, power), mantissa_shift_);
+    const auto rest = hn::And(hn::Add(hn::BitCast(di, sum), base),
+                              hn::Set(di, sign_bit_ - 1));
+    auto negative = hn::Lt(x, hn::BitCast(d, s.aux));
+    if (!has_negative_zero_) {
+      negative =
+          hn::And(negative, hn::RebindMask(d, hn::Ne(rest, hn::Zero(di))));
+    }
+    return OrWhere(negative, rest, hn::Set(di, sign_bit_));
+  }
+
+ private:
+  float overflow_;
+  float smallest_normal_;
+  float magic_;
+  int mantissa_shift_;
+  int32_t sign_bit_;
+  bool has_negative_zero_;
+};
+
+// Codebooks, from correctly rounded quotients: their thresholds may be any
+// float32.
+class CodebookCoder : public GridCoder<CodebookGrid> {
+ public:
+  CodebookCoder(const QuantizeRange& range, const CodebookGrid& grid)
+      : GridCoder(range, grid),
+        first_(grid.entry[0]),
+        last_(grid.entry[grid.count - 1]) {
+    // Quotients that are compared with 0 or numbers next to it must not
+    // underflow.
+    const auto is_small = [](float x) { return std::fabs(x) < 0x1p-40f; };
+    const float* thresholds = grid.threshold_float;
+    const bool is_safe =
+        !is_small(first_) && !is_small(last_) &&
+        std::none_of(thresholds, thresholds + grid.count - 1, is_small);
+    const bool is_zero_or_safe =
+        std::all_of(thresholds, thresholds + grid.count - 1,
+                    [&](float x) { return x == 0 || !is_small(x); }) &&
+        (first_ == 0 || !is_small(first_)) && (last_ == 0 || !is_small(last_));
+    // With a reciprocal of at least 1 a quotient is 0 only if x is.
+    largest_scale_ = is_safe ? 0x1p60f : is_zero_or_safe ? 1.0f : 0.0f;
+  }
+
+  HWY_INLINE FloatMask Accepts(FloatTag d, FloatVector scale,
+                               IntVector zero_point) const {
+    return hn::And(hn::Ge(scale, hn::Set(d, 0x1p-60f)),
+                   hn::Le(scale, hn::Set(d, largest_scale_)));
+  }
+  HWY_INLINE IntVector Auxiliary(FloatTag d, FloatVector scale,
+                                 IntVector zero_point) const {
+    return hn::Zero(IntTag());
+  }
+
+  template <bool kVaries>
+  HWY_INLINE IntVector Code(FloatTag d, FloatVector x,
+                            const ScaleLanes<FloatTag>& s, State& state) const {
+    const auto q = ExactQuotient<2>(d, x, s.scale, s.reciprocal);
+    state.good = hn::And(state.good, hn::And(hn::Ge(q, hn::Set(d, first_)),
+                                             hn::Le(q, hn::Set(d, last_))));
+    return EncodeInRange(d, *grid_, q);
+  }
+
+ private:
+  float first_;
+  float last_;
+  float largest_scale_;
+};
+
+}  // namespace HWY_NAMESPACE
+}  // namespace quantd::core
+HWY_AFTER_NAMESPACE();
+#endif
+
+#endif  // QUANTD_CORE_QUANTIZE_CODERS_INL_H_
