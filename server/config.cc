@@ -178,6 +178,26 @@ Flag DurationFlag(const char* name, const char* group, const char* help,
           }};
 }
 
+template <typename Accessor>
+Flag SwitchFlag(const char* name, const char* group, const char* help,
+                Accessor field) {
+  return {name,
+          group,
+          "",
+          help,
+          "false",
+          false,
+          [=](const Values& values, Config* config) {
+            if (!absl::SimpleAtob(values[0], &field(*config))) {
+              return Expected("true or false");
+            }
+            return absl::OkStatus();
+          },
+          [=](const Config& config) -> std::string {
+            return field(config) ? "true" : "false";
+          }};
+}
+
 // The host and the port of host:port or [host]:port; false for anything else.
 bool SplitHostPort(absl::string_view address, std::string* host) {
   const size_t colon = address.rfind(':');
@@ -319,19 +339,14 @@ std::vector<Flag> MakeFlags() {
                            }),
              "]");
        }},
-      {"insecure-listen", kServing, "",
-       "Serve plaintext on addresses other than loopback and unix sockets. "
-       "Only behind a proxy or on a network that you trust.",
-       "false", false,
-       [](const Values& values, Config* config) {
-         if (!absl::SimpleAtob(values[0], &config->insecure_listen)) {
-           return Expected("true or false");
-         }
-         return absl::OkStatus();
-       },
-       [](const Config& config) -> std::string {
-         return config.insecure_listen ? "true" : "false";
-       }},
+      SwitchFlag("insecure-listen", kServing,
+                 "Serve plaintext on addresses other than loopback and unix "
+                 "sockets. Only behind a proxy or on a network that you trust.",
+                 QUANTD_FIELD(insecure_listen)),
+      SwitchFlag("shared-memory", kServing,
+                 "Share memory with clients on unix sockets: next to each "
+                 "unix:/path, a socket /path.memory hands it out.",
+                 QUANTD_FIELD(shared_memory)),
       {"metrics-listen", kServing, "ADDRESS",
        "Where to serve /metrics, /healthz and /readyz over HTTP: host:port, or "
        "off.",
@@ -409,6 +424,14 @@ std::vector<Flag> MakeFlags() {
                    "How long a request waits for room in the memory budget.",
                    limits.memory_wait, absl::ZeroDuration(), absl::Minutes(1),
                    QUANTD_FIELD(limits.memory_wait)),
+      CountFlag("shared-connections", kLimits,
+                "Clients that may hold shared memory at once.",
+                limits.shared_connections, 1, 1 << 14,
+                QUANTD_FIELD(limits.shared_connections)),
+      CountFlag("shared-regions", kLimits,
+                "Regions of shared memory that one of them may hold.",
+                limits.shared_regions, 1, 1 << 12,
+                QUANTD_FIELD(limits.shared_regions)),
       DurationFlag("idle-timeout", kLimits,
                    "A stream without progress for this long is ended.",
                    limits.idle_timeout, absl::Milliseconds(100),
@@ -551,6 +574,16 @@ absl::Status CheckTogether(const Config& config) {
             "network that you trust"));
       }
     }
+  }
+  if (config.shared_memory &&
+      std::none_of(config.listen.begin(), config.listen.end(),
+                   [](const std::string& address) {
+                     return absl::StartsWith(address, "unix:");
+                   })) {
+    return core::ConfigInvalidError(
+        absl::StrCat("--shared-memory: expected a unix socket in --listen, "
+                     "because memory can't be shared over others, got \"",
+                     absl::StrJoin(config.listen, ","), "\""));
   }
   const Limits& limits = config.limits;
   // Headers and envelopes need room beside the data.

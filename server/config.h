@@ -24,6 +24,8 @@ struct Config {
   // host:port or unix:/path; never empty.
   std::vector<std::string> listen;
   bool insecure_listen = false;
+  // On unix sockets.
+  bool shared_memory = false;
   // host:port; empty for none.
   std::string metrics_listen;
   // Of the SQLite file.

@@ -151,6 +151,7 @@ int Serve(const Config& config) {
 
   ServerOptions options;
   options.listen = config.listen;
+  options.shared_memory = config.shared_memory;
   options.limits = config.limits;
   options.threads = config.threads;
   options.drain_delay = config.drain_delay;

@@ -12,6 +12,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "core/errors.h"
@@ -21,6 +22,7 @@
 #include "grpcpp/grpcpp.h"
 #include "grpcpp/health_check_service_interface.h"
 #include "grpcpp/resource_quota.h"
+#include "grpcpp/server_posix.h"
 
 namespace quantd::server {
 namespace {
@@ -36,6 +38,10 @@ constexpr int kLookAheadBytes = 1 << 20;
 // For what gRPC itself holds beside the messages of requests.
 constexpr int64_t kTransportBytes = int64_t{64} << 20;
 
+constexpr absl::string_view kUnixScheme = "unix:";
+// What stands for the port of a socket that is not gRPC's own.
+constexpr int kSharedPort = 1;
+
 // Registers gRPC's plugins, which are global, once.
 void InitPlugins() {
   static const bool done = [] {
@@ -50,7 +56,7 @@ void InitPlugins() {
 
 // `address` with the port that was taken for 0.
 std::string BoundAddress(const std::string& address, int port) {
-  if (absl::StartsWith(address, "unix:")) return address;
+  if (absl::StartsWith(address, kUnixScheme)) return address;
   return absl::StrCat(address.substr(0, address.rfind(':')), ":", port);
 }
 
@@ -73,17 +79,26 @@ QuantdServer::QuantdServer(const ServerOptions& options, EncodingStore* store,
       budget_(options.limits.memory_budget_bytes),
       pool_(std::max(1, options.threads)),
       store_pool_(kStoreThreads),
-      env_{options.limits, store,  statistics,   metrics,
-           &budget_,       &pool_, &store_pool_, nullptr},
+      env_{options.limits, store,
+           statistics,     metrics,
+           &budget_,       &pool_,
+           &store_pool_,   options.shared_memory ? &regions_ : nullptr},
       quantization_service_(env_, &registry_),
       encoding_service_(env_, &registry_) {}
 
 absl::Status QuantdServer::Listen() {
   grpc::ServerBuilder builder;
   std::vector<int> ports(options_.listen.size(), 0);
+  std::vector<std::string> shared_paths;
   for (size_t i = 0; i < ports.size(); ++i) {
-    builder.AddListeningPort(options_.listen[i],
-                             grpc::InsecureServerCredentials(), &ports[i]);
+    absl::string_view path = options_.listen[i];
+    if (options_.shared_memory && absl::ConsumePrefix(&path, kUnixScheme)) {
+      shared_paths.emplace_back(path);
+      ports[i] = kSharedPort;
+    } else {
+      builder.AddListeningPort(options_.listen[i],
+                               grpc::InsecureServerCredentials(), &ports[i]);
+    }
   }
   builder.RegisterService(&quantization_service_);
   builder.RegisterService(&encoding_service_);
@@ -106,6 +121,9 @@ absl::Status QuantdServer::Listen() {
     }
     addresses_.push_back(BoundAddress(options_.listen[i], ports[i]));
   }
+  if (options_.shared_memory) {
+    if (absl::Status s = ShareMemory(shared_paths); !s.ok()) return s;
+  }
   // Before the first scrape, which may come before the first look.
   metrics_->MemoryBudget(budget_.total_bytes(), budget_.used_bytes());
   // Balancers that watch one service ask for it by name.
@@ -114,6 +132,27 @@ absl::Status QuantdServer::Listen() {
   health->SetServingStatus(v1::QuantizationService::service_full_name(), true);
   health->SetServingStatus(v1::EncodingService::service_full_name(), true);
   watcher_ = std::thread([this] { Watch(); });
+  return absl::OkStatus();
+}
+
+absl::Status QuantdServer::ShareMemory(const std::vector<std::string>& paths) {
+  std::vector<std::string> control_paths;
+  for (const std::string& path : paths) {
+    control_paths.push_back(ControlPath(path));
+  }
+  // First, so that who finds the one socket finds the other.
+  absl::StatusOr<std::unique_ptr<ControlServer>> control = ControlServer::Start(
+      control_paths, options_.limits, &regions_, &budget_, metrics_);
+  if (!control.ok()) return control.status();
+  control_server_ = *std::move(control);
+  for (const std::string& path : paths) {
+    absl::StatusOr<std::unique_ptr<UnixListener>> listener =
+        UnixListener::Start(path, [this](FileDescriptor connection) {
+          grpc::AddInsecureChannelFromFd(server_.get(), connection.Release());
+        });
+    if (!listener.ok()) return listener.status();
+    unix_listeners_.push_back(*std::move(listener));
+  }
   return absl::OkStatus();
 }
 
@@ -136,10 +175,13 @@ void QuantdServer::Stop(absl::Duration grace) {
       registry_.EndAll();
       registry_.WaitUntilEmpty(kEndGrace);
     }
+    // gRPC takes no connections any more once it is shut down.
+    unix_listeners_.clear();
     // What is left does not even read its status; unary calls are short.
     server_->Shutdown(std::chrono::system_clock::now() +
                       std::chrono::seconds(1));
     server_->Wait();
+    control_server_.reset();
   }
   stopping_.Notify();
   if (watcher_.joinable()) watcher_.join();

@@ -22,6 +22,9 @@
 #include "server/rpc/quantization_service.h"
 #include "server/rpc/rpc_environment.h"
 #include "server/rpc/tensor_stream.h"
+#include "server/shared_memory/control_server.h"
+#include "server/shared_memory/region_registry.h"
+#include "server/shared_memory/unix_socket.h"
 #include "server/store/encoding_store.h"
 #include "server/store/statistics_store.h"
 
@@ -30,6 +33,8 @@ namespace quantd::server {
 struct ServerOptions {
   // Plaintext addresses, "host:port" or "unix:path"; port 0 takes a free one.
   std::vector<std::string> listen;
+  // Share memory with clients on the unix sockets.
+  bool shared_memory = false;
   Limits limits;
   // Worker threads for kernels, at least 1.
   int threads = 1;
@@ -72,6 +77,8 @@ class QuantdServer {
   QuantdServer(const ServerOptions& options, EncodingStore* store,
                StatisticsStore* statistics, Metrics* metrics);
   absl::Status Listen();
+  // Unix sockets whose clients may share memory, and their control sockets.
+  absl::Status ShareMemory(const std::vector<std::string>& paths);
   void Stop(absl::Duration grace);
   // Looks after idle streams and gauges.
   void Watch();
@@ -79,6 +86,7 @@ class QuantdServer {
   const ServerOptions options_;
   Metrics* const metrics_;
   MemoryBudget budget_;
+  RegionRegistry regions_;
   core::ThreadPool pool_;
   core::ThreadPool store_pool_;
   const RpcEnvironment env_;
@@ -87,6 +95,9 @@ class QuantdServer {
   EncodingService encoding_service_;
   std::vector<std::string> addresses_;
   std::unique_ptr<grpc::Server> server_;
+  // Only with shared memory, for which gRPC's own do not tell enough.
+  std::vector<std::unique_ptr<UnixListener>> unix_listeners_;
+  std::unique_ptr<ControlServer> control_server_;
   std::atomic<bool> draining_{false};
   absl::Notification stopping_;
   std::thread watcher_;

@@ -30,6 +30,9 @@ struct Limits {
   absl::Duration memory_wait = absl::Milliseconds(200);
   // `data` of one response message.
   int64_t response_chunk_bytes = int64_t{1} << 20;
+  // Clients that hold shared memory, and regions of each.
+  int64_t shared_connections = 256;
+  int64_t shared_regions = 64;
   // A stream that makes no progress for this long is ended.
   absl::Duration idle_timeout = absl::Seconds(30);
 };

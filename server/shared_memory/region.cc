@@ -43,23 +43,6 @@ absl::Status Populate(int file, void* address, size_t size_bytes) {
 
 }  // namespace
 
-FileDescriptor::FileDescriptor(FileDescriptor&& other) noexcept
-    : fd_(other.Release()) {}
-
-FileDescriptor& FileDescriptor::operator=(FileDescriptor&& other) noexcept {
-  if (this != &other) {
-    if (fd_ >= 0) close(fd_);
-    fd_ = other.Release();
-  }
-  return *this;
-}
-
-FileDescriptor::~FileDescriptor() {
-  if (fd_ >= 0) close(fd_);
-}
-
-int FileDescriptor::Release() { return std::exchange(fd_, -1); }
-
 absl::StatusOr<Region::Created> Region::Create(uint64_t size_bytes,
                                                MemoryBudget* budget,
                                                Metrics* metrics) {

@@ -11,26 +11,9 @@
 #include "absl/types/span.h"
 #include "server/guard/memory_budget.h"
 #include "server/metrics/metrics.h"
+#include "server/shared_memory/file_descriptor.h"
 
 namespace quantd::server {
-
-// A file descriptor that is closed with the object. Not thread-safe.
-class FileDescriptor {
- public:
-  FileDescriptor() = default;
-  explicit FileDescriptor(int fd) : fd_(fd) {}
-  FileDescriptor(FileDescriptor&& other) noexcept;
-  FileDescriptor& operator=(FileDescriptor&& other) noexcept;
-  ~FileDescriptor();
-
-  // -1 for none.
-  int get() const { return fd_; }
-  // The caller's from now on.
-  int Release();
-
- private:
-  int fd_ = -1;
-};
 
 // A mapping of memory whose pages are all there from the beginning, and which
 // no process can shrink, grow or seal further. Whoever holds the region may
