@@ -48,40 +48,13 @@ class FirstError {
   absl::Status status_ ABSL_GUARDED_BY(mutex_);
 };
 
-// The format, its codes and how scales are stored; no scales yet.
-Encoding EncodingWithoutScales(const EncodingSpec& spec,
-                               const TensorStatistics& statistics,
-                               const BlockLayout& layout) {
-  const FormatInfo& format = *FindFormat(spec.format);
-  Encoding encoding;
-  encoding.format = spec.format;
-  encoding.block_size = spec.block_size;
-  encoding.qmin = format.qmin;
-  encoding.qmax = format.qmax;
-  encoding.exclude_zero = spec.exclude_zero;
-  encoding.scale_type = EffectiveScaleType(spec);
-  if (HasOuterScales(encoding.scale_type)) {
-    encoding.outer_block_size = spec.outer_block_size;
-  }
-  encoding.no_saturation = spec.no_saturation;
-  encoding.scale_shape.assign(layout.scale_shape().begin(),
-                              layout.scale_shape().end());
-  if (format.kind == CodeKind::kCodebook && format.codebook.empty()) {
-    encoding.codebook = spec.codebook;
-    encoding.qmax = static_cast<int32_t>(spec.codebook.size()) - 1;
-  }
+// Whether the codes are to be unsigned.
+bool TurnsUnsigned(const EncodingSpec& spec,
+                   const TensorStatistics& statistics) {
   const Extremes overall = statistics.overall();
-  if (spec.unsigned_if_non_negative && (overall.empty() || overall.min >= 0) &&
-      statistics.counts().negative_infinity == 0) {
-    const FormatInfo& unsigned_format = IntegerFormat(format.bits, false);
-    encoding.format = unsigned_format.format;
-    encoding.qmin = unsigned_format.qmin;
-    encoding.qmax = unsigned_format.qmax;
-  } else if (format.kind == CodeKind::kInteger &&
-             EffectiveSymmetry(spec) == Symmetry::kStrict) {
-    encoding.qmin = -format.qmax;
-  }
-  return encoding;
+  return spec.unsigned_if_non_negative &&
+         (overall.empty() || overall.min >= 0) &&
+         statistics.counts().negative_infinity == 0;
 }
 
 // The outer scale index of each scale index.
@@ -299,6 +272,38 @@ absl::StatusOr<std::vector<float>> OuterScales(
 
 }  // namespace
 
+Encoding EncodingWithoutScales(const EncodingSpec& spec,
+                               const BlockLayout& layout, bool is_unsigned) {
+  const FormatInfo& format = *FindFormat(spec.format);
+  Encoding encoding;
+  encoding.format = spec.format;
+  encoding.block_size = spec.block_size;
+  encoding.qmin = format.qmin;
+  encoding.qmax = format.qmax;
+  encoding.exclude_zero = spec.exclude_zero;
+  encoding.scale_type = EffectiveScaleType(spec);
+  if (HasOuterScales(encoding.scale_type)) {
+    encoding.outer_block_size = spec.outer_block_size;
+  }
+  encoding.no_saturation = spec.no_saturation;
+  encoding.scale_shape.assign(layout.scale_shape().begin(),
+                              layout.scale_shape().end());
+  if (format.kind == CodeKind::kCodebook && format.codebook.empty()) {
+    encoding.codebook = spec.codebook;
+    encoding.qmax = static_cast<int32_t>(spec.codebook.size()) - 1;
+  }
+  if (is_unsigned) {
+    const FormatInfo& unsigned_format = IntegerFormat(format.bits, false);
+    encoding.format = unsigned_format.format;
+    encoding.qmin = unsigned_format.qmin;
+    encoding.qmax = unsigned_format.qmax;
+  } else if (format.kind == CodeKind::kInteger &&
+             EffectiveSymmetry(spec) == Symmetry::kStrict) {
+    encoding.qmin = -format.qmax;
+  }
+  return encoding;
+}
+
 absl::StatusOr<Calibration> Calibrate(const EncodingSpec& spec,
                                       const BlockLayout& layout,
                                       const TensorStatistics& statistics,
@@ -310,7 +315,8 @@ absl::StatusOr<Calibration> Calibrate(const EncodingSpec& spec,
     return MethodInvalidError(
         "the method needs histograms, which the statistics do not have");
   }
-  Encoding encoding = EncodingWithoutScales(spec, statistics, layout);
+  Encoding encoding =
+      EncodingWithoutScales(spec, layout, TurnsUnsigned(spec, statistics));
   const RangeScaler scaler(spec, encoding);
   const RangeFinder finder(spec, encoding, scaler, statistics, moving_average);
   const int64_t scale_count = statistics.scale_count();

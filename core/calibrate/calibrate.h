@@ -26,6 +26,13 @@ struct Calibration {
   absl::optional<Prediction> prediction;
 };
 
+// What Calibrate begins with: the format, its codes and how scales are stored,
+// but no scales.
+// `is_unsigned`  the data allow what spec.unsigned_if_non_negative asks for.
+// Requires: a valid spec, resolved for the layout's shape.
+Encoding EncodingWithoutScales(const EncodingSpec& spec,
+                               const BlockLayout& layout, bool is_unsigned);
+
 // One scale and zero point per scale index of `statistics`. First the method
 // finds a range per scale index, then the range becomes a scale:
 //

@@ -21,6 +21,8 @@ namespace {
 
 constexpr float kSmallestNormal = std::numeric_limits<float>::min();
 constexpr int kFloatMantissaBits = 23;
+constexpr int kDoubleMantissaBits = 52;
+constexpr int kDoubleBias = 1023;
 constexpr int kE8m0Bias = 127;
 constexpr int kMaxE8m0 = 254;
 
@@ -29,17 +31,24 @@ constexpr double kLargestE4m3 = 448;
 constexpr double kSmallestNormalE4m3 = 0x1p-6;
 constexpr uint8_t kE4m3One = 0x38;
 
-// floor(log2(x)).
-// Requires: x > 0.
-int FloorLog2(double x) {
-  int exponent;
-  std::frexp(x, &exponent);
-  return exponent - 1;
+// 2^exponent, from its bits: ldexp and frexp took most of the time of scales.
+// Requires: a normal float64.
+double PowerOf2(int exponent) {
+  return BitsAs<double>(static_cast<uint64_t>(exponent + kDoubleBias)
+                        << kDoubleMantissaBits);
 }
 
+// floor(log2(x)).
+// Requires: x > 0, a normal float64, as every float32 is.
+int FloorLog2(double x) {
+  return static_cast<int>(BitsAs<uint64_t>(x) >> kDoubleMantissaBits) -
+         kDoubleBias;
+}
+
+// Requires: the same.
 int CeilLog2(double x) {
-  int exponent;
-  return std::frexp(x, &exponent) == 0.5 ? exponent - 1 : exponent;
+  const int floor = FloorLog2(x);
+  return x == PowerOf2(floor) ? floor : floor + 1;
 }
 
 // To the next value of a 16-bit type: its bits are in the order of its values.
@@ -204,7 +213,7 @@ BlockScale RangeScaler::FromCode(uint8_t code, float outer) const {
   double scale = 0;
   switch (scale_type_) {
     case ScaleType::kE8m0:
-      scale = std::ldexp(1.0, code - kE8m0Bias + step_exponent_);
+      scale = PowerOf2(code - kE8m0Bias + step_exponent_);
       break;
     case ScaleType::kE4m3:
       scale = double{DecodeFloat(kE4m3Layout, code)} * double{outer};
@@ -214,6 +223,21 @@ BlockScale RangeScaler::FromCode(uint8_t code, float outer) const {
       break;
   }
   return {static_cast<float>(scale), 0, code};
+}
+
+bool RangeScaler::floors_powers_of_two() const {
+  return scale_type_ == ScaleType::kE8m0 &&
+         (mx_scale_rule_ == MxScaleRule::kDefault ||
+          mx_scale_rule_ == MxScaleRule::kFloor);
+}
+
+BlockScale RangeScaler::FlooredPowerOfTwo(float abs_max) const {
+  // The exponent of a subnormal number is too large by this, which makes no
+  // difference: its code is 0 either way, as no emax is negative.
+  const int exponent =
+      static_cast<int>(BitsAs<uint32_t>(abs_max) >> kFloatMantissaBits);
+  const int emax = FloorLog2(largest_) + step_exponent_;
+  return FromCode(static_cast<uint8_t>(std::max(exponent - emax, 0)), 0);
 }
 
 absl::StatusOr<float> RangeScaler::OuterScale(int64_t index,

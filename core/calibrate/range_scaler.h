@@ -41,6 +41,8 @@ class RangeScaler {
   RangeScaler(const EncodingSpec& spec, const Encoding& encoding);
 
   bool is_symmetric() const { return is_symmetric_; }
+  // The number that the end of a symmetric range is taken to, in scales.
+  double largest() const { return largest_; }
   bool has_outer_scales() const { return HasOuterScales(scale_type_); }
 
   // The range as it is taken: with zero, unless the spec leaves it out.
@@ -52,6 +54,12 @@ class RangeScaler {
   // Errors: SCALE_OVERFLOW, ZERO_POINT_RANGE, both naming `index`.
   absl::StatusOr<BlockScale> Scale(int64_t index, const Range& range,
                                    float outer) const;
+
+  // Whether scales are the powers of two that FLOOR gives.
+  bool floors_powers_of_two() const;
+  // The same as Scale then, of a range up to `abs_max` in magnitude.
+  // Requires: 0 < abs_max, finite.
+  BlockScale FlooredPowerOfTwo(float abs_max) const;
 
   // Of an outer block whose ranges reach up to `abs_max`.
   // Errors: SCALE_OVERFLOW, naming `index`, one of its scale indices.
@@ -79,7 +87,6 @@ class RangeScaler {
   int integer_scale_max_;
   int32_t qmin_;
   int32_t qmax_;
-  // The number that the end of a symmetric range is taken to, in scales.
   double largest_;
   int step_exponent_;
   // Of the numbers, as EVEN rounds to.

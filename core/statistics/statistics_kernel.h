@@ -8,6 +8,7 @@
 #include <limits>
 #include <vector>
 
+#include "absl/container/inlined_vector.h"
 #include "core/statistics/tensor_statistics.h"
 #include "core/types/block_layout.h"
 #include "core/types/element_type.h"
@@ -17,6 +18,9 @@ namespace quantd::core {
 // The extremes of no element.
 constexpr Extremes kNoExtremes = {std::numeric_limits<double>::infinity(),
                                   -std::numeric_limits<double>::infinity()};
+
+// The largest blocks that are reduced many at a time.
+constexpr int64_t kMaxGroup = 128;
 
 // The arguments of TensorStatistics::Update, less the threads.
 struct StatisticsRange {
@@ -42,7 +46,7 @@ struct PartialStatistics {
 
   ElementCounts counts;
   // In any order, with repetitions.
-  std::vector<Single> singles;
+  absl::InlinedVector<Single, 4> singles;
   std::vector<Segment> segments;
   // Scale indices that had a non-finite element, in any order, with
   // repetitions.
@@ -54,6 +58,11 @@ struct PartialStatistics {
     }
   }
 };
+
+// On the SIMD target in use. The same as StatisticsScalar, but the parts of one
+// scale index may be cut differently, and a zero extreme may be -0.
+void ComputeStatistics(const StatisticsRange& range,
+                       PartialStatistics* partial);
 
 // The truth: one element after the other, as tensor_statistics.h says it.
 void StatisticsScalar(const StatisticsRange& range, PartialStatistics* partial);

@@ -4,6 +4,8 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "absl/synchronization/mutex.h"
@@ -12,6 +14,7 @@
 #include "core/simd_internal.h"
 #include "core/statistics/histogram_update.h"
 #include "core/statistics/statistics_kernel.h"
+#include "core/types/element_type.h"
 #include "core/types/float_convert.h"
 
 #undef HWY_TARGET_INCLUDE
@@ -19,6 +22,7 @@
 #include "hwy/foreach_target.h"
 #include "hwy/highway.h"
 // After foreach_target.h, once per target.
+#include "core/statistics/extremes-inl.h"
 #include "core/types/float_convert-inl.h"
 
 #ifndef QUANTD_CORE_STATISTICS_TENSOR_STATISTICS_ONCE
@@ -26,37 +30,32 @@
 namespace quantd::core {
 namespace {
 
-// Elements that go through the L1 buffer at a time.
-constexpr int64_t kBlockElements = 2048;
-// Elements of a task; a multiple of kBlockElements.
+// Elements of a task.
 constexpr int64_t kTaskElements = 64 * 1024;
-
-// Extremes of scale indices from scale_index on, in the type of the elements.
-template <typename T>
-struct TypedSegment {
-  int64_t scale_index;
-  std::vector<T> min;
-  std::vector<T> max;
-};
+// Columns whose extremes are gathered at a time: few enough for the L1 cache.
+constexpr int64_t kTileColumns = 1024;
 
 // The segment with scale indices [scale_index, scale_index + count), from among
 // the latest, or a new one.
-template <typename T>
-TypedSegment<T>& FindSegment(int64_t scale_index, int64_t count,
-                             std::vector<TypedSegment<T>>* segments) {
+PartialStatistics::Segment& FindSegment(int64_t scale_index, int64_t count,
+                                        PartialStatistics* partial) {
   constexpr size_t kLatest = 4;
-  for (size_t i = 0; i < std::min(kLatest, segments->size()); ++i) {
-    TypedSegment<T>& segment = (*segments)[segments->size() - 1 - i];
+  auto& segments = partial->segments;
+  for (size_t i = 0; i < std::min(kLatest, segments.size()); ++i) {
+    PartialStatistics::Segment& segment = segments[segments.size() - 1 - i];
     if (segment.scale_index <= scale_index &&
         scale_index + count <=
-            segment.scale_index + static_cast<int64_t>(segment.min.size())) {
+            segment.scale_index +
+                static_cast<int64_t>(segment.extremes.size())) {
       return segment;
     }
   }
-  const T infinity = std::numeric_limits<T>::infinity();
-  segments->push_back({scale_index, std::vector<T>(count, infinity),
-                       std::vector<T>(count, -infinity)});
-  return segments->back();
+  segments.push_back({scale_index, std::vector<Extremes>(count, kNoExtremes)});
+  return segments.back();
+}
+
+void MergeExtremesScalar(const Extremes* from, int64_t count, Extremes* to) {
+  for (int64_t i = 0; i < count; ++i) to[i].Merge(from[i]);
 }
 
 }  // namespace
@@ -75,234 +74,407 @@ void StatisticsSimd(const StatisticsRange& range, PartialStatistics* partial) {
   StatisticsScalar(range, partial);
 }
 
+void MergeExtremes(const Extremes* from, int64_t count, Extremes* to) {
+  MergeExtremesScalar(from, count, to);
+}
+
 #else
 
-template <typename T>
-void CountNonFinite(const uint8_t* HWY_RESTRICT in, int64_t count,
-                    ElementCounts* counts) {
+// Counts elements that are not finite, and zeros.
+template <ElementType kType>
+HWY_NOINLINE void CountSpecial(const uint8_t* HWY_RESTRICT in, int64_t count,
+                               ElementCounts* counts) {
+  using T = Real<kType>;
   const hn::ScalableTag<T> d;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+  const int64_t size = ElementSizeBytes(kType);
   const T infinity = std::numeric_limits<T>::infinity();
-  int64_t nan = 0, positive = 0, negative = 0;
+  int64_t nan = 0, positive = 0, negative = 0, zero = 0;
   int64_t i = 0;
   for (; i + lanes <= count; i += lanes) {
-    const auto x = LoadBytes(d, in + i * static_cast<int64_t>(sizeof(T)));
+    const auto x = LoadReals<kType>(d, in + i * size);
     nan += hn::CountTrue(d, hn::IsNaN(x));
     positive += hn::CountTrue(d, hn::Eq(x, hn::Set(d, infinity)));
     negative += hn::CountTrue(d, hn::Eq(x, hn::Set(d, -infinity)));
+    zero += hn::CountTrue(d, hn::Eq(x, hn::Zero(d)));
   }
   for (; i < count; ++i) {
-    const T x = LoadUnaligned<T>(in + i * static_cast<int64_t>(sizeof(T)));
+    const T x = LoadElement<T>(kType, in, i);
     nan += std::isnan(x);
     positive += x == infinity;
     negative += x == -infinity;
+    zero += x == 0;
   }
   counts->nan += nan;
   counts->positive_infinity += positive;
   counts->negative_infinity += negative;
+  counts->zero += zero;
 }
 
-// The extremes over a vector's lanes as they build up.
-template <class D>
-struct Accumulator {
-  hn::Vec<D> min;
-  hn::Vec<D> max;
-  // NaN in a lane once a non-finite element came by, otherwise zero.
-  hn::Vec<D> taint;
-  // Minus the number of zeros, as integers.
-  hn::Vec<hn::RebindToSigned<D>> zeros;
+template <typename T>
+struct TypedExtremes {
+  T min = std::numeric_limits<T>::infinity();
+  T max = -std::numeric_limits<T>::infinity();
 };
 
-template <class D>
-HWY_INLINE void AddVector(D d, hn::Vec<D> x, Accumulator<D>& a) {
-  a.min = hn::Min(a.min, x);
-  a.max = hn::Max(a.max, x);
-  a.taint = hn::MulAdd(x, hn::Zero(d), a.taint);
-  const hn::RebindToSigned<D> di;
-  a.zeros = hn::Add(
-      a.zeros, hn::VecFromMask(di, hn::RebindMask(di, hn::Eq(x, hn::Zero(d)))));
-}
-
-// Extremes and counts of `count` elements, at most kBlockElements, of one scale
-// index. Returns whether all are finite.
-template <typename T>
-bool AddUniform(const uint8_t* HWY_RESTRICT in, int64_t count, T* min, T* max,
-                ElementCounts* counts) {
-  using D = hn::ScalableTag<T>;
-  const D d;
-  const hn::RebindToSigned<D> di;
-  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
-  constexpr int64_t kSize = sizeof(T);
-  const T infinity = std::numeric_limits<T>::infinity();
-  const Accumulator<D> empty{hn::Set(d, infinity), hn::Set(d, -infinity),
-                             hn::Zero(d), hn::Zero(di)};
-  Accumulator<D> a0 = empty, a1 = empty, a2 = empty, a3 = empty;
-  int64_t i = 0;
-  for (; i + 4 * lanes <= count; i += 4 * lanes) {
-    AddVector(d, LoadBytes(d, in + i * kSize), a0);
-    AddVector(d, LoadBytes(d, in + (i + lanes) * kSize), a1);
-    AddVector(d, LoadBytes(d, in + (i + 2 * lanes) * kSize), a2);
-    AddVector(d, LoadBytes(d, in + (i + 3 * lanes) * kSize), a3);
-  }
-  for (; i + lanes <= count; i += lanes) {
-    AddVector(d, LoadBytes(d, in + i * kSize), a0);
-  }
-  const auto taint =
-      hn::Add(hn::Add(a0.taint, a1.taint), hn::Add(a2.taint, a3.taint));
-  bool is_finite = hn::AllFalse(d, hn::IsNaN(taint));
-  T low = hn::GetLane(hn::MinOfLanes(
-      d, hn::Min(hn::Min(a0.min, a1.min), hn::Min(a2.min, a3.min))));
-  T high = hn::GetLane(hn::MaxOfLanes(
-      d, hn::Max(hn::Max(a0.max, a1.max), hn::Max(a2.max, a3.max))));
-  int64_t zeros = -static_cast<int64_t>(hn::GetLane(hn::SumOfLanes(
-      di, hn::Add(hn::Add(a0.zeros, a1.zeros), hn::Add(a2.zeros, a3.zeros)))));
-  for (; i < count; ++i) {
-    const T x = LoadUnaligned<T>(in + i * kSize);
-    is_finite &= std::isfinite(x);
-    low = x < low ? x : low;
-    high = x > high ? x : high;
-    zeros += x == 0;
-  }
-  counts->zero += zeros;
-  if (HWY_UNLIKELY(!is_finite)) {
-    CountNonFinite<T>(in, count, counts);
-    auto clean_min = hn::Set(d, infinity);
-    auto clean_max = hn::Set(d, -infinity);
-    for (i = 0; i + lanes <= count; i += lanes) {
-      const auto x = LoadBytes(d, in + i * kSize);
-      const auto finite = hn::IsFinite(x);
-      clean_min =
-          hn::Min(clean_min, hn::IfThenElse(finite, x, hn::Set(d, infinity)));
-      clean_max =
-          hn::Max(clean_max, hn::IfThenElse(finite, x, hn::Set(d, -infinity)));
-    }
-    low = hn::GetLane(hn::MinOfLanes(d, clean_min));
-    high = hn::GetLane(hn::MaxOfLanes(d, clean_max));
-    for (; i < count; ++i) {
-      const T x = LoadUnaligned<T>(in + i * kSize);
-      if (!std::isfinite(x)) continue;
-      low = std::min(low, x);
-      high = std::max(high, x);
-    }
-  }
-  *min = std::min(*min, low);
-  *max = std::max(*max, high);
-  return is_finite;
-}
-
-// `count` elements with a scale index each. Returns whether all are finite.
-template <typename T>
-bool AddStepping(const uint8_t* HWY_RESTRICT in, int64_t count,
-                 T* HWY_RESTRICT min, T* HWY_RESTRICT max,
-                 ElementCounts* counts) {
+// The finite extremes and all counts where some elements are not finite.
+template <ElementType kType>
+HWY_NOINLINE TypedExtremes<Real<kType>> ReduceSpecial(
+    const uint8_t* HWY_RESTRICT in, int64_t count, ElementCounts* counts) {
+  using T = Real<kType>;
   const hn::ScalableTag<T> d;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
-  constexpr int64_t kSize = sizeof(T);
-  const auto infinity = hn::Set(d, std::numeric_limits<T>::infinity());
-  int64_t zeros = 0;
-  bool is_finite = true;
+  const int64_t size = ElementSizeBytes(kType);
+  CountSpecial<kType>(in, count, counts);
+  TypedExtremes<T> result;
+  auto min = hn::Set(d, result.min);
+  auto max = hn::Set(d, result.max);
   int64_t i = 0;
-  auto all_finite = hn::Eq(hn::Zero(d), hn::Zero(d));
   for (; i + lanes <= count; i += lanes) {
-    const auto x = LoadBytes(d, in + i * kSize);
+    const auto x = LoadReals<kType>(d, in + i * size);
     const auto finite = hn::IsFinite(x);
-    all_finite = hn::And(all_finite, finite);
-    hn::StoreU(
-        hn::Min(hn::LoadU(d, min + i), hn::IfThenElse(finite, x, infinity)), d,
-        min + i);
-    hn::StoreU(hn::Max(hn::LoadU(d, max + i),
-                       hn::IfThenElse(finite, x, hn::Neg(infinity))),
-               d, max + i);
-    zeros += hn::CountTrue(d, hn::Eq(x, hn::Zero(d)));
+    min = hn::IfThenElse(finite, hn::Min(min, x), min);
+    max = hn::IfThenElse(finite, hn::Max(max, x), max);
   }
-  is_finite = hn::AllTrue(d, all_finite);
+  result.min = hn::GetLane(hn::MinOfLanes(d, min));
+  result.max = hn::GetLane(hn::MaxOfLanes(d, max));
   for (; i < count; ++i) {
-    const T x = LoadUnaligned<T>(in + i * kSize);
-    zeros += x == 0;
-    if (std::isfinite(x)) {
-      min[i] = std::min(min[i], x);
-      max[i] = std::max(max[i], x);
-    } else {
-      is_finite = false;
+    const T x = LoadElement<T>(kType, in, i);
+    if (!std::isfinite(x)) continue;
+    result.min = std::min(result.min, x);
+    result.max = std::max(result.max, x);
+  }
+  return result;
+}
+
+// Extremes and counts of `count` elements of one scale index, at most
+// kTaskElements. `all_finite` becomes false where one is not.
+template <ElementType kType>
+HWY_INLINE TypedExtremes<Real<kType>> Reduce(const uint8_t* HWY_RESTRICT in,
+                                             int64_t count,
+                                             ElementCounts* counts,
+                                             bool* all_finite) {
+  using T = Real<kType>;
+  using D = hn::ScalableTag<T>;
+  const D d;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+  const int64_t size = ElementSizeBytes(kType);
+  TypedExtremes<T> result;
+  bool is_finite = true;
+  int64_t zeros = 0;
+  int64_t i = 0;
+  if (count >= lanes) {
+    auto min0 = hn::Set(d, result.min), min1 = min0, min2 = min0, min3 = min0;
+    auto max0 = hn::Set(d, result.max), max1 = max0, max2 = max0, max3 = max0;
+    Tally<D> t0, t1, t2, t3;
+    for (; i + 4 * lanes <= count; i += 4 * lanes) {
+      const auto x0 = LoadReals<kType>(d, in + i * size);
+      const auto x1 = LoadReals<kType>(d, in + (i + lanes) * size);
+      const auto x2 = LoadReals<kType>(d, in + (i + 2 * lanes) * size);
+      const auto x3 = LoadReals<kType>(d, in + (i + 3 * lanes) * size);
+      min0 = hn::Min(min0, x0);
+      min1 = hn::Min(min1, x1);
+      min2 = hn::Min(min2, x2);
+      min3 = hn::Min(min3, x3);
+      max0 = hn::Max(max0, x0);
+      max1 = hn::Max(max1, x1);
+      max2 = hn::Max(max2, x2);
+      max3 = hn::Max(max3, x3);
+      t0.Add(d, x0);
+      t1.Add(d, x1);
+      t2.Add(d, x2);
+      t3.Add(d, x3);
     }
+    for (; i + lanes <= count; i += lanes) {
+      const auto x = LoadReals<kType>(d, in + i * size);
+      min0 = hn::Min(min0, x);
+      max0 = hn::Max(max0, x);
+      t0.Add(d, x);
+    }
+    t0.Add(d, t1);
+    t2.Add(d, t3);
+    t0.Add(d, t2);
+    is_finite = t0.AllFinite(d);
+    zeros = is_finite ? t0.Zeros(d) : 0;
+    result.min = hn::GetLane(
+        hn::MinOfLanes(d, hn::Min(hn::Min(min0, min1), hn::Min(min2, min3))));
+    result.max = hn::GetLane(
+        hn::MaxOfLanes(d, hn::Max(hn::Max(max0, max1), hn::Max(max2, max3))));
+  }
+  for (; i < count; ++i) {
+    const T x = LoadElement<T>(kType, in, i);
+    is_finite &= std::isfinite(x);
+    result.min = x < result.min ? x : result.min;
+    result.max = x > result.max ? x : result.max;
+    zeros += x == 0;
+  }
+  if (HWY_UNLIKELY(!is_finite)) {
+    *all_finite = false;
+    return ReduceSpecial<kType>(in, count, counts);
   }
   counts->zero += zeros;
-  if (HWY_UNLIKELY(!is_finite)) CountNonFinite<T>(in, count, counts);
-  return is_finite;
+  return result;
 }
 
-// Marks the scale indices, from `scale_index` on, of the elements that are not
-// finite.
+// Stores min[i] and max[i] as extremes.
 template <typename T>
-void MarkNonFinite(const uint8_t* HWY_RESTRICT in, int64_t count,
-                   int64_t scale_index, PartialStatistics* partial) {
-  for (int64_t i = 0; i < count; ++i) {
-    const T x = LoadUnaligned<T>(in + i * static_cast<int64_t>(sizeof(T)));
-    if (!std::isfinite(x)) partial->MarkNonFinite(scale_index + i);
+void StoreExtremes(const T* HWY_RESTRICT min, const T* HWY_RESTRICT max,
+                   int64_t count, Extremes* HWY_RESTRICT out) {
+  for (int64_t i = 0; i < count; ++i) out[i] = {min[i], max[i]};
+}
+
+void MergeExtremes(const Extremes* from, int64_t count, Extremes* to) {
+  static_assert(sizeof(Extremes) == 2 * sizeof(double));
+  const hn::ScalableTag<double> d;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+  int64_t i = 0;
+  for (; (i + 1) * lanes <= count * 2; ++i) {
+    const double* in = &from->min + i * lanes;
+    double* out = &to->min + i * lanes;
+    const auto a = hn::LoadU(d, in);
+    const auto b = hn::LoadU(d, out);
+    // Adding zero: see Extremes::Merge.
+    hn::StoreU(hn::Add(hn::OddEven(hn::Max(a, b), hn::Min(a, b)), hn::Zero(d)),
+               d, out);
   }
+  const int64_t done = i * lanes / 2;
+  MergeExtremesScalar(from + done, count - done, to + done);
 }
 
-template <typename T>
-void StatisticsTyped(const StatisticsRange& range, PartialStatistics* partial) {
-  const bool widens = sizeof(T) == 4 && range.type != ElementType::kFloat32;
-  const int64_t element_bytes = ElementSizeBytes(range.type);
-  HWY_ALIGN float wide[kBlockElements];
-  const T infinity = std::numeric_limits<T>::infinity();
-  std::vector<TypedSegment<T>> segments;
-
-  BlockLayout::RunCursor cursor(range.layout, range.first, range.count);
-  BlockLayout::Run run{};
-  T min = infinity;
-  T max = -infinity;
-  for (int64_t begin = 0; begin < range.count; begin += kBlockElements) {
-    const int64_t count = std::min(range.count - begin, kBlockElements);
-    const uint8_t* in = range.in + begin * element_bytes;
-    if (widens) {
-      Widen(range.type, in, count, wide);
-      in = reinterpret_cast<const uint8_t*>(wide);
-    }
-    for (int64_t i = 0; i < count;) {
-      if (run.count == 0) cursor.Next(&run);
-      const int64_t part = std::min(run.count, count - i);
-      const uint8_t* part_in = in + i * static_cast<int64_t>(sizeof(T));
-      if (run.scale_step == 1) {
-        TypedSegment<T>& segment =
-            FindSegment(run.scale_index, run.count, &segments);
-        const int64_t offset = run.scale_index - segment.scale_index;
-        if (!AddStepping<T>(part_in, part, segment.min.data() + offset,
-                            segment.max.data() + offset, &partial->counts)) {
-          MarkNonFinite<T>(part_in, part, run.scale_index, partial);
-        }
-      } else {
-        if (!AddUniform<T>(part_in, part, &min, &max, &partial->counts)) {
-          partial->MarkNonFinite(run.scale_index);
-        }
-        if (part == run.count) {
-          partial->singles.push_back({run.scale_index, {min, max}});
-          min = infinity;
-          max = -infinity;
+// Of a [rows, columns] matrix the extremes of each of up to kTileColumns
+// columns, where some elements are not finite.
+template <ElementType kType>
+HWY_NOINLINE void ReduceColumnsSpecial(const uint8_t* HWY_RESTRICT in,
+                                       int64_t stride_bytes, int64_t rows,
+                                       int64_t columns, int64_t scale_index,
+                                       Real<kType>* HWY_RESTRICT min,
+                                       Real<kType>* HWY_RESTRICT max,
+                                       PartialStatistics* partial) {
+  using T = Real<kType>;
+  const hn::ScalableTag<T> d;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+  const int64_t size = ElementSizeBytes(kType);
+  const TypedExtremes<T> none;
+  std::fill_n(min, columns, none.min);
+  std::fill_n(max, columns, none.max);
+  for (int64_t row = 0; row < rows; ++row, in += stride_bytes) {
+    CountSpecial<kType>(in, columns, &partial->counts);
+    int64_t k = 0;
+    while (k < columns) {
+      if (k + lanes <= columns) {
+        const auto x = LoadReals<kType>(d, in + k * size);
+        if (hn::AllTrue(d, hn::IsFinite(x))) {
+          hn::StoreU(hn::Min(hn::LoadU(d, min + k), x), d, min + k);
+          hn::StoreU(hn::Max(hn::LoadU(d, max + k), x), d, max + k);
+          k += lanes;
+          continue;
         }
       }
-      run.count -= part;
-      run.scale_index += part * run.scale_step;
-      i += part;
+      for (const int64_t end = std::min(k + lanes, columns); k < end; ++k) {
+        const T x = LoadElement<T>(kType, in, k);
+        if (std::isfinite(x)) {
+          min[k] = std::min(min[k], x);
+          max[k] = std::max(max[k], x);
+        } else {
+          partial->MarkNonFinite(scale_index + k);
+        }
+      }
     }
   }
-  partial->counts.total += range.count;
-  for (const TypedSegment<T>& segment : segments) {
-    std::vector<Extremes> extremes(segment.min.size());
-    for (size_t i = 0; i < extremes.size(); ++i) {
-      extremes[i] = {segment.min[i], segment.max[i]};
+}
+
+// The same where all are finite. Returns whether they are: otherwise nothing
+// was counted, and the extremes are wrong.
+template <ElementType kType>
+bool ReduceColumns(const uint8_t* HWY_RESTRICT in, int64_t stride_bytes,
+                   int64_t rows, int64_t columns, Real<kType>* HWY_RESTRICT min,
+                   Real<kType>* HWY_RESTRICT max, ElementCounts* counts) {
+  using T = Real<kType>;
+  using D = hn::ScalableTag<T>;
+  const D d;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+  const int64_t size = ElementSizeBytes(kType);
+  const TypedExtremes<T> none;
+  std::fill_n(min, columns, none.min);
+  std::fill_n(max, columns, none.max);
+  const int64_t whole = columns / lanes * lanes;
+  Tally<D> t0, t1;
+  int64_t zeros = 0;
+  bool is_finite = true;
+  int64_t row = 0;
+  for (; row + 4 <= rows; row += 4) {
+    const uint8_t* r0 = in + row * stride_bytes;
+    const uint8_t* r1 = r0 + stride_bytes;
+    const uint8_t* r2 = r1 + stride_bytes;
+    const uint8_t* r3 = r2 + stride_bytes;
+    for (int64_t k = 0; k < whole; k += lanes) {
+      const auto x0 = LoadReals<kType>(d, r0 + k * size);
+      const auto x1 = LoadReals<kType>(d, r1 + k * size);
+      const auto x2 = LoadReals<kType>(d, r2 + k * size);
+      const auto x3 = LoadReals<kType>(d, r3 + k * size);
+      t0.Add(d, x0);
+      t1.Add(d, x1);
+      t0.Add(d, x2);
+      t1.Add(d, x3);
+      const auto low = hn::Min(hn::Min(x0, x1), hn::Min(x2, x3));
+      const auto high = hn::Max(hn::Max(x0, x1), hn::Max(x2, x3));
+      hn::StoreU(hn::Min(hn::LoadU(d, min + k), low), d, min + k);
+      hn::StoreU(hn::Max(hn::LoadU(d, max + k), high), d, max + k);
     }
-    partial->segments.push_back({segment.scale_index, std::move(extremes)});
+  }
+  for (; row < rows; ++row) {
+    const uint8_t* r = in + row * stride_bytes;
+    for (int64_t k = 0; k < whole; k += lanes) {
+      const auto x = LoadReals<kType>(d, r + k * size);
+      t0.Add(d, x);
+      hn::StoreU(hn::Min(hn::LoadU(d, min + k), x), d, min + k);
+      hn::StoreU(hn::Max(hn::LoadU(d, max + k), x), d, max + k);
+    }
+  }
+  for (int64_t k = whole; k < columns; ++k) {
+    for (row = 0; row < rows; ++row) {
+      const T x = LoadElement<T>(kType, in + row * stride_bytes, k);
+      is_finite &= std::isfinite(x);
+      zeros += x == 0;
+      min[k] = x < min[k] ? x : min[k];
+      max[k] = x > max[k] ? x : max[k];
+    }
+  }
+  t0.Add(d, t1);
+  if (!is_finite || !t0.AllFinite(d)) return false;
+  counts->zero += zeros + t0.Zeros(d);
+  return true;
+}
+
+// A matrix whose columns have a scale index each.
+template <ElementType kType>
+void AddMatrix(const uint8_t* HWY_RESTRICT in, int64_t rows, int64_t columns,
+               int64_t scale_index, PartialStatistics* partial) {
+  using T = Real<kType>;
+  const int64_t size = ElementSizeBytes(kType);
+  HWY_ALIGN T min[kTileColumns];
+  HWY_ALIGN T max[kTileColumns];
+  Extremes extremes[kTileColumns];
+  PartialStatistics::Segment& segment =
+      FindSegment(scale_index, columns, partial);
+  Extremes* to = segment.extremes.data() + (scale_index - segment.scale_index);
+  for (int64_t k = 0; k < columns; k += kTileColumns) {
+    const int64_t width = std::min(columns - k, kTileColumns);
+    if (HWY_UNLIKELY(!ReduceColumns<kType>(in + k * size, columns * size, rows,
+                                           width, min, max,
+                                           &partial->counts))) {
+      ReduceColumnsSpecial<kType>(in + k * size, columns * size, rows, width,
+                                  scale_index + k, min, max, partial);
+    }
+    StoreExtremes(min, max, width, extremes);
+    MergeExtremes(extremes, width, to + k);
+  }
+}
+
+// A row whose blocks are consecutive elements.
+template <ElementType kType>
+void AddRow(const uint8_t* HWY_RESTRICT in, const BlockLayout::Row& row,
+            PartialStatistics* partial) {
+  const int64_t size = ElementSizeBytes(kType);
+  // Positions are those from the beginning of the first block.
+  const int64_t end = row.offset + row.count;
+  const auto reduce_one = [&](int64_t* position) HWY_ATTR {
+    const int64_t index = *position / row.block;
+    const int64_t part = std::min((index + 1) * row.block, end) - *position;
+    bool all_finite = true;
+    const auto one = Reduce<kType>(in + (*position - row.offset) * size, part,
+                                   &partial->counts, &all_finite);
+    if (!all_finite) partial->MarkNonFinite(row.scale_index + index);
+    *position += part;
+    return Extremes{one.min, one.max};
+  };
+  int64_t position = row.offset;
+  if constexpr (kHasGroups && kType != ElementType::kFloat64) {
+    using D = hn::ScalableTag<float>;
+    const D d;
+    const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+    if (row.block <= kMaxGroup && row.block % lanes == 0 &&
+        end >= (lanes + 1) * row.block) {
+      const int64_t blocks = (end + row.block - 1) / row.block;
+      PartialStatistics::Segment& segment =
+          FindSegment(row.scale_index, blocks, partial);
+      Extremes* to =
+          segment.extremes.data() + (row.scale_index - segment.scale_index);
+      const auto add_one = [&]() HWY_ATTR {
+        Extremes& extremes = to[position / row.block];
+        extremes.Merge(reduce_one(&position));
+      };
+      if (position > 0) add_one();
+      Tally<D> total;
+      while (position + lanes * row.block <= end) {
+        Tally<D> tally;
+        const auto reduced = ReduceGroups<kType>(
+            d, in + (position - row.offset) * size, row.block, tally);
+        if (HWY_UNLIKELY(!tally.AllFinite(d))) {
+          for (int64_t g = 0; g < lanes; ++g) add_one();
+          continue;
+        }
+        total.Add(d, tally);
+        HWY_ALIGN float min[hn::MaxLanes(D())];
+        HWY_ALIGN float max[hn::MaxLanes(D())];
+        Extremes extremes[hn::MaxLanes(D())];
+        hn::Store(reduced.min, d, min);
+        hn::Store(reduced.max, d, max);
+        StoreExtremes(min, max, lanes, extremes);
+        MergeExtremes(extremes, lanes, to + position / row.block);
+        position += lanes * row.block;
+      }
+      partial->counts.zero += total.Zeros(d);
+      while (position < end) add_one();
+      return;
+    }
+  }
+  while (position < end) {
+    const int64_t scale_index = row.scale_index + position / row.block;
+    partial->singles.push_back({scale_index, reduce_one(&position)});
+  }
+}
+
+template <ElementType kType>
+void StatisticsTyped(const StatisticsRange& range, PartialStatistics* partial) {
+  const int64_t size = ElementSizeBytes(kType);
+  partial->counts.total += range.count;
+  BlockLayout::RowCursor cursor(range.layout, range.first, range.count);
+  BlockLayout::Row row;
+  bool has_row = cursor.Next(&row);
+  while (has_row) {
+    const BlockLayout::Row first = row;
+    const uint8_t* in = range.in + (row.begin - range.first) * size;
+    has_row = cursor.Next(&row);
+    if (first.block > 1) {
+      AddRow<kType>(in, first, partial);
+      continue;
+    }
+    // Rows that step through the same scale indices follow each other.
+    int64_t rows = 1;
+    for (; has_row && row.scale_index == first.scale_index &&
+           row.count == first.count;
+         ++rows) {
+      has_row = cursor.Next(&row);
+    }
+    AddMatrix<kType>(in, rows, first.count, first.scale_index, partial);
   }
 }
 
 void StatisticsSimd(const StatisticsRange& range, PartialStatistics* partial) {
-  if (range.type == ElementType::kFloat64) {
-    StatisticsTyped<double>(range, partial);
-  } else {
-    StatisticsTyped<float>(range, partial);
+  switch (range.type) {
+    case ElementType::kFloat32:
+      StatisticsTyped<ElementType::kFloat32>(range, partial);
+      return;
+    case ElementType::kFloat16:
+      StatisticsTyped<ElementType::kFloat16>(range, partial);
+      return;
+    case ElementType::kBfloat16:
+      StatisticsTyped<ElementType::kBfloat16>(range, partial);
+      return;
+    case ElementType::kFloat64:
+      StatisticsTyped<ElementType::kFloat64>(range, partial);
+      return;
   }
 }
 
@@ -318,8 +490,18 @@ namespace quantd::core {
 namespace {
 
 HWY_EXPORT(StatisticsSimd);
+HWY_EXPORT(MergeExtremes);
 
 }  // namespace
+
+void ComputeStatistics(const StatisticsRange& range,
+                       PartialStatistics* partial) {
+  if (internal::UsesScalarKernels()) {
+    StatisticsScalar(range, partial);
+  } else {
+    HWY_DYNAMIC_DISPATCH(StatisticsSimd)(range, partial);
+  }
+}
 
 void ElementCounts::Merge(const ElementCounts& other) {
   total += other.total;
@@ -360,11 +542,7 @@ void TensorStatistics::Update(const BlockLayout& layout, ElementType type,
                                 std::min(kTaskElements, count - begin),
                                 data + begin * ElementSizeBytes(type)};
     PartialStatistics partial;
-    if (is_scalar) {
-      StatisticsScalar(range, &partial);
-    } else {
-      HWY_DYNAMIC_DISPATCH(StatisticsSimd)(range, &partial);
-    }
+    ComputeStatistics(range, &partial);
     // The elements are in the cache now.
     if (histogram_update.has_value()) histogram_update->Add(range);
     // Merging commutes, so that the order of the tasks does not matter.
@@ -374,8 +552,13 @@ void TensorStatistics::Update(const BlockLayout& layout, ElementType type,
       extremes_[single.scale_index].Merge(single.extremes);
     }
     for (const PartialStatistics::Segment& segment : partial.segments) {
-      for (size_t i = 0; i < segment.extremes.size(); ++i) {
-        extremes_[segment.scale_index + i].Merge(segment.extremes[i]);
+      const int64_t scales = static_cast<int64_t>(segment.extremes.size());
+      Extremes* to = extremes_.data() + segment.scale_index;
+      if (is_scalar) {
+        MergeExtremesScalar(segment.extremes.data(), scales, to);
+      } else {
+        HWY_DYNAMIC_DISPATCH(MergeExtremes)
+        (segment.extremes.data(), scales, to);
       }
     }
     if (partial.non_finite.empty()) return;

@@ -1,0 +1,327 @@
+#include "core/calibrate/block_quantizer.h"
+
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "core/calibrate/calibrate.h"
+#include "core/formats/number_format.h"
+#include "core/statistics/tensor_statistics.h"
+#include "gtest/gtest.h"
+#include "tests/core/kernel_test_util.h"
+
+namespace quantd::core {
+namespace {
+
+// What both ways come to.
+struct Quantized {
+  absl::Status status;
+  Encoding encoding;
+  std::vector<uint8_t> codes;
+  QuantizeCounts counts;
+};
+
+Quantized InTwoSteps(const EncodingSpec& spec, const BlockLayout& layout,
+                     ElementType type, NanPolicy nan_policy,
+                     const std::vector<uint8_t>& reals) {
+  Quantized result;
+  const int64_t count = layout.element_count();
+  TensorStatistics statistics(layout.scale_count());
+  statistics.Update(layout, type, 0, count, reals.data(), nullptr);
+  absl::StatusOr<Calibration> calibration =
+      Calibrate(spec, layout, statistics, {}, nullptr);
+  result.status = calibration.status();
+  if (!result.status.ok()) return result;
+  result.encoding = calibration->encoding;
+  result.codes.resize(FindFormat(result.encoding.format)->SizeBytes(count));
+  result.status =
+      Quantize(result.encoding, layout, type, nan_policy, 0, count,
+               reals.data(), result.codes.data(), &result.counts, nullptr);
+  return result;
+}
+
+// In ranges of about `range_elements`.
+Quantized InOnePass(const EncodingSpec& spec, const BlockLayout& layout,
+                    ElementType type, NanPolicy nan_policy,
+                    const std::vector<uint8_t>& reals, int64_t range_elements,
+                    ThreadPool* pool) {
+  Quantized result;
+  const int64_t count = layout.element_count();
+  const FormatInfo& format = *FindFormat(spec.format);
+  // A canary past the end.
+  result.codes.assign(format.SizeBytes(count) + 1, 0xA5);
+  BlockQuantizer quantizer(spec, layout, type, nan_policy);
+  const int64_t step = (range_elements + quantizer.granule() - 1) /
+                       quantizer.granule() * quantizer.granule();
+  for (int64_t first = 0; first < count; first += step) {
+    quantizer.Add(first, std::min(step, count - first),
+                  reals.data() + first * ElementSizeBytes(type),
+                  result.codes.data() + format.SizeBytes(first), pool);
+  }
+  EXPECT_EQ(result.codes.back(), 0xA5);
+  result.codes.pop_back();
+  absl::StatusOr<Encoding> encoding = quantizer.Finish();
+  result.status = encoding.status();
+  if (encoding.ok()) result.encoding = *encoding;
+  result.counts = quantizer.counts();
+  return result;
+}
+
+void ExpectSame(const Quantized& got, const Quantized& want) {
+  ASSERT_EQ(got.status, want.status);
+  if (!want.status.ok()) return;
+  // Compared by their bits, because NaN is a scale too.
+  ASSERT_EQ(got.encoding.scale.size(), want.encoding.scale.size());
+  for (size_t i = 0; i < want.encoding.scale.size(); ++i) {
+    ASSERT_EQ(std::memcmp(&got.encoding.scale[i], &want.encoding.scale[i],
+                          sizeof(float)),
+              0)
+        << "scale " << i << ": " << got.encoding.scale[i] << ", expected "
+        << want.encoding.scale[i];
+  }
+  Encoding got_rest = got.encoding, want_rest = want.encoding;
+  got_rest.scale.clear();
+  want_rest.scale.clear();
+  ASSERT_TRUE(got_rest == want_rest);
+  EXPECT_EQ(got.encoding.degenerate_count, want.encoding.degenerate_count);
+  for (size_t i = 0; i < want.codes.size(); ++i) {
+    ASSERT_EQ(got.codes[i], want.codes[i]) << "byte " << i;
+  }
+  EXPECT_EQ(got.counts.total, want.counts.total);
+  EXPECT_EQ(got.counts.clipped_low, want.counts.clipped_low);
+  EXPECT_EQ(got.counts.clipped_high, want.counts.clipped_high);
+  EXPECT_EQ(got.counts.nan, want.counts.nan);
+  EXPECT_EQ(got.counts.positive_infinity, want.counts.positive_infinity);
+  EXPECT_EQ(got.counts.negative_infinity, want.counts.negative_infinity);
+}
+
+// Blocks of every size of the kernel and others, ragged at the tensor's end and
+// in every row; two tasks and more.
+std::vector<LayoutCase> BlockCases() {
+  return {{{8, 256}, {1, 16}},     {{9, 160}, {1, 32}},   {{3, 320}, {1, 64}},
+          {{5, 384}, {1, 128}},    {{20, 96}, {1, 48}},   {{40, 24}, {1, 8}},
+          {{7, 40}, {1, 20}},      {{3, 1024}, {1, 256}}, {{1003}, {32}},
+          {{5, 75}, {1, 32}},      {{9, 33}, {1, 0}},     {{700}, {}},
+          {{2, 6, 32}, {1, 0, 0}}, {{70, 2048}, {1, 32}}};
+}
+
+std::vector<EncodingSpec> AllSpecs() {
+  std::vector<EncodingSpec> specs;
+  for (const FormatInfo& format : AllFormats()) {
+    EncodingSpec spec;
+    spec.format = format.format;
+    if (format.kind == CodeKind::kCodebook && format.codebook.empty()) {
+      spec.codebook = {-1, -0.25f, 0.5f};
+    }
+    specs.push_back(spec);
+    if (format.scale_type == ScaleType::kE8m0) {
+      for (const MxScaleRule rule :
+           {MxScaleRule::kCeil, MxScaleRule::kEven, MxScaleRule::kRceil}) {
+        spec.mx_scale_rule = rule;
+        specs.push_back(spec);
+      }
+      continue;
+    }
+    if (format.kind != CodeKind::kInteger) continue;
+    spec.symmetry = Symmetry::kAsymmetric;
+    specs.push_back(spec);
+    if (format.is_signed) {
+      for (const Symmetry symmetry :
+           {Symmetry::kFullRange, Symmetry::kHalfStep}) {
+        spec.symmetry = symmetry;
+        specs.push_back(spec);
+      }
+    }
+    if (format.bits != 4) continue;
+    spec.symmetry = Symmetry::kDefault;
+    spec.power_of_two_scale = true;
+    specs.push_back(spec);
+    spec.power_of_two_scale = false;
+    spec.scale_type = ScaleType::kFloat16;
+    specs.push_back(spec);
+    spec.scale_type = ScaleType::kDefault;
+    spec.symmetry = Symmetry::kAsymmetric;
+    spec.exclude_zero = true;
+    specs.push_back(spec);
+  }
+  return specs;
+}
+
+std::string Name(const EncodingSpec& spec) {
+  return absl::StrCat(FindFormat(spec.format)->name, " symmetry ",
+                      static_cast<int>(spec.symmetry), " rule ",
+                      static_cast<int>(spec.mx_scale_rule));
+}
+
+// Data that ties, huge and tiny scales, blocks of zeros, of one sign, and, if
+// asked for, elements that are not finite in some blocks.
+std::vector<uint8_t> MakeBlocks(ElementType type, int64_t count,
+                                bool specials) {
+  std::vector<uint8_t> reals = MakeReals(type, count, 0.1, false, 7);
+  const std::vector<uint8_t> special = MakeReals(type, count, 0.1, true, 9);
+  const int64_t size = ElementSizeBytes(type);
+  for (int64_t i = 0; i < count; ++i) {
+    const double x = NaiveReal(type, reals.data(), i);
+    switch (i / 512 % 8) {
+      case 1:
+        StoreReal(type, 0, reals.data(), i);
+        break;
+      case 2:
+        StoreReal(type, std::abs(x), reals.data(), i);
+        break;
+      case 3:
+        StoreReal(type, -std::abs(x) - 1, reals.data(), i);
+        break;
+      case 4:
+        StoreReal(type, x * 1e-38, reals.data(), i);
+        break;
+      case 5:
+        if (specials) std::memcpy(&reals[i * size], &special[i * size], size);
+        break;
+      case 6:
+        // Ties of ranges whose scale is 1 or 1/2.
+        StoreReal(type, static_cast<double>(i * 7 % 31 - 15) / 4, reals.data(),
+                  i);
+        break;
+      default:
+        break;
+    }
+  }
+  return reals;
+}
+
+TEST(BlockQuantizerTest, EqualsStatisticsCalibrationAndQuantizing) {
+  for (const LayoutCase& layout_case : BlockCases()) {
+    SCOPED_TRACE(layout_case.Name());
+    const BlockLayout layout = layout_case.Layout();
+    for (const ElementType type : kAllElementTypes) {
+      SCOPED_TRACE(ElementTypeName(type));
+      for (const bool specials : {false, true}) {
+        const auto reals = MakeBlocks(type, layout.element_count(), specials);
+        for (EncodingSpec spec : AllSpecs()) {
+          SCOPED_TRACE(Name(spec));
+          spec.block_size = layout_case.block;
+          spec = *ResolveSpec(spec, layout_case.shape);
+          if (!ValidateSpec(spec).ok() ||
+              !BlockQuantizer::Takes(spec, layout)) {
+            continue;
+          }
+          // The large layout only where the kernel for groups may take it.
+          if (layout.element_count() > 100000 &&
+              (type != ElementType::kFloat32 ||
+               FindFormat(spec.format)->kind != CodeKind::kInteger)) {
+            continue;
+          }
+          ASSERT_TRUE(SetSimdTarget("scalar").ok());
+          const Quantized want =
+              InTwoSteps(spec, layout, type, NanPolicy::kDefault, reals);
+          ForEachSimdTarget([&] {
+            ExpectSame(InOnePass(spec, layout, type, NanPolicy::kDefault, reals,
+                                 layout.element_count(), nullptr),
+                       want);
+          });
+          if (HasFailure()) return;
+        }
+      }
+    }
+  }
+}
+
+TEST(BlockQuantizerTest, DoesNotDependOnRangesOrThreads) {
+  ThreadPool pool(2);
+  const LayoutCase cases[] = {{{300, 2048}, {1, 32}}, {{300, 1001}, {1, 128}}};
+  for (const LayoutCase& layout_case : cases) {
+    SCOPED_TRACE(layout_case.Name());
+    const BlockLayout layout = layout_case.Layout();
+    const auto reals =
+        MakeBlocks(ElementType::kFloat32, layout.element_count(), true);
+    for (const char* format : {"int4", "uint8", "mxfp4_e2m1", "int5"}) {
+      SCOPED_TRACE(format);
+      EncodingSpec spec;
+      spec.format = FindFormatByName(format)->format;
+      spec.block_size = layout_case.block;
+      spec = *ResolveSpec(spec, layout_case.shape);
+      ASSERT_TRUE(BlockQuantizer::Takes(spec, layout));
+      const Quantized want = InTwoSteps(spec, layout, ElementType::kFloat32,
+                                        NanPolicy::kDefault, reals);
+      for (const int64_t step : {1, 5000, 70000, 1000000}) {
+        ExpectSame(InOnePass(spec, layout, ElementType::kFloat32,
+                             NanPolicy::kDefault, reals, step, &pool),
+                   want);
+      }
+    }
+  }
+}
+
+TEST(BlockQuantizerTest, RefusesTheFirstElementThatIsNotFinite) {
+  ThreadPool pool(2);
+  const BlockLayout layout = *BlockLayout::Create({200, 1024}, {1, 32});
+  auto reals = MakeReals(ElementType::kFloat32, 200 * 1024, 0.1, false, 3);
+  EncodingSpec spec;
+  spec.format = FindFormatByName("int4")->format;
+  spec.block_size = {1, 32};
+  for (const int64_t i : {190000, 150001, 150000, 70000}) {
+    StoreReal(ElementType::kFloat32, NAN, reals.data(), i);
+    const Quantized want = InTwoSteps(spec, layout, ElementType::kFloat32,
+                                      NanPolicy::kReject, reals);
+    ASSERT_FALSE(want.status.ok());
+    ForEachSimdTarget([&] {
+      ExpectSame(InOnePass(spec, layout, ElementType::kFloat32,
+                           NanPolicy::kReject, reals, 50000, &pool),
+                 want);
+    });
+  }
+}
+
+TEST(BlockQuantizerTest, TellsTheFirstScaleThatThereIsNoneOf) {
+  ThreadPool pool(2);
+  const BlockLayout layout = *BlockLayout::Create({200, 1024}, {1, 32});
+  auto reals = MakeReals(ElementType::kFloat32, 200 * 1024, 0.1, false, 3);
+  EncodingSpec spec;
+  spec.format = FindFormatByName("int4")->format;
+  spec.block_size = {1, 32};
+  spec.scale_type = ScaleType::kFloat16;
+  // The scale comes before what is refused, wherever that is.
+  StoreReal(ElementType::kFloat32, INFINITY, reals.data(), 5);
+  for (const int64_t i : {190000, 150001, 70000}) {
+    StoreReal(ElementType::kFloat32, 1e30, reals.data(), i);
+    const Quantized want = InTwoSteps(spec, layout, ElementType::kFloat32,
+                                      NanPolicy::kReject, reals);
+    ASSERT_FALSE(want.status.ok());
+    ExpectSame(InOnePass(spec, layout, ElementType::kFloat32,
+                         NanPolicy::kReject, reals, 50000, &pool),
+               want);
+  }
+}
+
+TEST(BlockQuantizerTest, TakesNoSpecWhoseScalesNeedMoreThanTheirBlock) {
+  const std::vector<int64_t> shape = {8, 64};
+  const auto takes = [&](EncodingSpec spec, std::vector<int64_t> block) {
+    spec.block_size = block;
+    spec = *ResolveSpec(spec, shape);
+    return BlockQuantizer::Takes(spec,
+                                 *BlockLayout::Create(shape, spec.block_size));
+  };
+  EncodingSpec spec;
+  spec.format = FindFormatByName("int8")->format;
+  EXPECT_TRUE(takes(spec, {1, 32}));
+  EXPECT_TRUE(takes(spec, {}));
+  EXPECT_FALSE(takes(spec, {0, 1}));
+  EXPECT_FALSE(takes(spec, {2, 32}));
+  EXPECT_FALSE(takes(spec, {0, 32}));
+  EncodingSpec other = spec;
+  other.method = CalibrationMethod::kMse;
+  EXPECT_FALSE(takes(other, {1, 32}));
+  other = spec;
+  other.unsigned_if_non_negative = true;
+  EXPECT_FALSE(takes(other, {1, 32}));
+  other = EncodingSpec();
+  other.format = FindFormatByName("nvfp4")->format;
+  EXPECT_FALSE(takes(other, {1, 16}));
+}
+
+}  // namespace
+}  // namespace quantd::core
