@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <memory>
 #include <type_traits>
@@ -12,6 +13,7 @@
 #include "core/evaluate/evaluate_kernel.h"
 #include "core/simd_internal.h"
 #include "core/types/float_convert.h"
+#include "hwy/cache_control.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "core/evaluate/evaluate.cc"
@@ -21,6 +23,26 @@
 #include "core/evaluate/pair_sums-inl.h"
 #include "core/formats/float_codec-inl.h"
 #include "core/types/float_convert-inl.h"
+
+#ifndef QUANTD_CORE_EVALUATE_EVALUATE_ONCE
+#define QUANTD_CORE_EVALUATE_EVALUATE_ONCE
+namespace quantd::core {
+namespace {
+
+// Rows of the same consecutive scale indices, an element for each, one row
+// right after the other in memory.
+struct ColumnPanel {
+  // Of the first element.
+  int64_t first;
+  int64_t scale_index;
+  int64_t columns;
+  int64_t rows;
+  const uint8_t* in;
+};
+
+}  // namespace
+}  // namespace quantd::core
+#endif  // QUANTD_CORE_EVALUATE_EVALUATE_ONCE
 
 HWY_BEFORE_NAMESPACE();
 namespace quantd::core {
@@ -36,6 +58,9 @@ void EvaluateSimd(const EvaluateRange& range, ErrorSums* leaves,
   EvaluateScalar(range, leaves, portions, distribution);
 }
 
+void AddColumnsSimd(const EvaluateRange&, const ColumnPanel&, int64_t, int64_t,
+                    ErrorSums*) {}
+
 #else
 
 constexpr int64_t kLeaf = Evaluator::kLeafElements;
@@ -49,85 +74,270 @@ HWY_INLINE const auto& GridOf(const CodeValues& values) {
   }
 }
 
-// Lanes(d) elements: x to `real` and x' to `restored`, both 0 where either is
-// not finite, so that it adds nothing to any sum. `scale` and `zero_point` are
-// those of the first element; zero_point is null for none.
-template <CodeKind kKind, int kStep, class D, typename T = hn::TFromD<D>>
-HWY_INLINE void RestoreVector(D d, const uint8_t* HWY_RESTRICT in,
-                              const float* HWY_RESTRICT scale,
-                              const int32_t* HWY_RESTRICT zero_point,
-                              const EvaluateRange& range, T* HWY_RESTRICT real,
-                              T* HWY_RESTRICT restored, PairCounts* counts) {
+// The run's scales and zero points, or its one scale and zero point if they do
+// not step.
+struct RunScales {
+  const float* scale;
+  // Null: all zero.
+  const int32_t* zero_point;
+};
+
+RunScales ScalesAt(const Encoding& encoding, int64_t scale_index) {
+  return {encoding.scale.data() + scale_index,
+          encoding.zero_point.empty()
+              ? nullptr
+              : encoding.zero_point.data() + scale_index};
+}
+
+// Elements x, their quotients (integers: rounded, but not clamped), and x'.
+template <class D>
+struct Restored {
+  hn::Vec<D> x;
+  hn::Vec<D> quotient;
+  hn::Vec<D> y;
+  // Integers: the codes' range, less the zero point.
+  hn::Vec<D> low;
+  hn::Vec<D> high;
+};
+
+// Lanes(d) elements from the i-th of a run on.
+template <CodeKind kKind, int kStep, class D, class V = hn::Vec<D>>
+HWY_INLINE Restored<D> Restore(D d, V x, const RunScales& run, int64_t i,
+                               const EvaluateRange& range) {
+  using T = hn::TFromD<D>;
   const hn::Rebind<int32_t, D> di;
   const hn::Rebind<float, D> df;
-  const auto scale_f = kStep == 1 ? hn::LoadU(df, scale) : hn::Set(df, *scale);
-  hn::Vec<D> scale_v;
+  const auto scale_f =
+      kStep == 1 ? hn::LoadU(df, run.scale + i) : hn::Set(df, *run.scale);
+  V scale;
   if constexpr (std::is_same_v<T, double>) {
-    scale_v = hn::PromoteTo(d, scale_f);
+    scale = hn::PromoteTo(d, scale_f);
   } else {
-    scale_v = scale_f;
+    scale = scale_f;
   }
-  const auto x = LoadBytes(d, in);
-  const auto quotient = hn::Div(x, scale_v);
-  hn::Vec<D> value;
-  hn::Mask<D> is_low, is_high;
+  Restored<D> r;
+  r.x = x;
+  const V quotient = hn::Div(x, scale);
   if constexpr (kKind == CodeKind::kInteger) {
-    const auto zero =
-        kStep == 1 && zero_point != nullptr
-            ? hn::LoadU(di, zero_point)
-            : hn::Set(di, zero_point == nullptr ? 0 : *zero_point);
-    const auto low_i = hn::Sub(hn::Set(di, range.encoding.qmin), zero);
-    const auto high_i = hn::Sub(hn::Set(di, range.encoding.qmax), zero);
-    hn::Vec<D> low, high;
-    if constexpr (std::is_same_v<T, double>) {
-      low = hn::PromoteTo(d, low_i);
-      high = hn::PromoteTo(d, high_i);
-    } else {
-      low = hn::ConvertTo(d, low_i);
-      high = hn::ConvertTo(d, high_i);
+    auto zero = hn::Zero(di);
+    if (run.zero_point != nullptr) {
+      zero = kStep == 1 ? hn::LoadU(di, run.zero_point + i)
+                        : hn::Set(di, *run.zero_point);
     }
-    const auto rounded = hn::Round(quotient);
-    value = hn::Min(hn::Max(rounded, low), high);
-    is_low = hn::Lt(rounded, low);
-    is_high = hn::Gt(rounded, high);
+    const auto low = hn::Sub(hn::Set(di, range.encoding.qmin), zero);
+    const auto high = hn::Sub(hn::Set(di, range.encoding.qmax), zero);
+    if constexpr (std::is_same_v<T, double>) {
+      r.low = hn::PromoteTo(d, low);
+      r.high = hn::PromoteTo(d, high);
+    } else {
+      r.low = hn::ConvertTo(d, low);
+      r.high = hn::ConvertTo(d, high);
+    }
+    r.quotient = hn::Round(quotient);
+    r.y = hn::Mul(hn::Min(hn::Max(r.quotient, r.low), r.high), scale);
+  } else {
+    r.low = r.high = hn::Zero(d);
+    r.quotient = quotient;
+    r.y = hn::Mul(Round(d, GridOf<kKind>(range.values), quotient), scale);
+  }
+  return r;
+}
+
+// Lanes that count and are not clipped.
+template <CodeKind kKind, class D>
+HWY_INLINE hn::Mask<D> IsGood(D d, const Restored<D>& r,
+                              const EvaluateRange& range) {
+  // Quotients within the range are those of finite elements.
+  if constexpr (kKind == CodeKind::kInteger) {
+    const auto in_range =
+        hn::And(hn::Ge(r.quotient, r.low), hn::Le(r.quotient, r.high));
+    return hn::And(in_range, hn::IsFinite(r.y));
+  } else {
+    return hn::And(InRange(d, GridOf<kKind>(range.values), r.quotient),
+                   hn::IsFinite(r.y));
+  }
+}
+
+// What a lane counts as. Clipped ones are finite.
+template <class D>
+struct LaneKinds {
+  hn::Mask<D> finite;
+  hn::Mask<D> low;
+  hn::Mask<D> high;
+};
+
+template <CodeKind kKind, class D>
+HWY_INLINE LaneKinds<D> KindsOf(D d, const Restored<D>& r,
+                                const EvaluateRange& range) {
+  LaneKinds<D> kinds;
+  kinds.finite = hn::And(hn::IsFinite(r.x), hn::IsFinite(r.y));
+  if constexpr (kKind == CodeKind::kInteger) {
+    kinds.low = hn::And(kinds.finite, hn::Lt(r.quotient, r.low));
+    kinds.high = hn::And(kinds.finite, hn::Gt(r.quotient, r.high));
   } else {
     const auto& grid = GridOf<kKind>(range.values);
-    value = Round(d, grid, quotient);
-    is_low = IsBelow(d, grid, quotient);
-    is_high = IsAbove(d, grid, quotient);
+    kinds.low = hn::And(kinds.finite, IsBelow(d, grid, r.quotient));
+    kinds.high = hn::And(kinds.finite, IsAbove(d, grid, r.quotient));
   }
-  const auto approximation = hn::Mul(value, scale_v);
-  const auto finite = hn::And(hn::IsFinite(x), hn::IsFinite(approximation));
-  hn::StoreU(hn::IfThenElseZero(finite, x), d, real);
-  hn::StoreU(hn::IfThenElseZero(finite, approximation), d, restored);
-  counts->non_finite +=
-      static_cast<int64_t>(hn::Lanes(d)) - hn::CountTrue(d, finite);
-  counts->clipped_low += hn::CountTrue(d, hn::And(finite, is_low));
-  counts->clipped_high += hn::CountTrue(d, hn::And(finite, is_high));
+  return kinds;
 }
+
+// The parts of Restore that are the same for all elements of one scale index,
+// for integers whose x' is found without a division. n, an integer near x / s
+// within the range, is the code's if it is certain: with u the unit roundoff
+// and N the largest |n|, |n s - x| < s (1/2 - 4 u (N + 1)) leaves neither the
+// rounding of x / s nor those of n s and its difference from x (at most u (N +
+// 1) each, in units of s) a way across a tie or the end of the range. All
+// other elements are divided.
+template <typename T>
+struct CertainIntegers {
+  static constexpr T kUnit = std::numeric_limits<T>::epsilon() / 2;
+  // More than these and too little is certain.
+  static constexpr double kMaxLevels = sizeof(T) == 4 ? 0x1p10 : 0x1p24;
+  // Adding it rounds to nearest, ties to even.
+  static constexpr T kMagic = T{1.5} / (2 * kUnit);
+
+  CertainIntegers(const Encoding& encoding, const RunScales& run)
+      : scale(*run.scale), reciprocal(T{1} / scale) {
+    const int32_t zero = run.zero_point == nullptr ? 0 : *run.zero_point;
+    low = static_cast<T>(encoding.qmin - zero);
+    high = static_cast<T>(encoding.qmax - zero);
+    const T levels = std::max(-low, high) + 1;
+    // Far from the ends of the exponents nothing underflows or overflows.
+    usable =
+        levels <= kMaxLevels && scale >= T{0x1p-100f} && scale <= T{0x1p100f};
+    limit = scale * (T{0.5} - 4 * kUnit * levels);
+  }
+
+  T scale;
+  T reciprocal;
+  T low;
+  T high;
+  // Errors below it are certain.
+  T limit;
+  bool usable;
+};
+
+// How far ahead of its use the input is asked for.
+constexpr int64_t kPrefetchBytes = 4096;
+
+// Calls vector(i) for vectors that cover [0, count), the last of which may
+// overlap the one before.
+// Requires: count >= lanes.
+template <class Function>
+HWY_INLINE void ForEachOverlapping(int64_t lanes, int64_t count,
+                                   const Function& vector) {
+  int64_t i = 0;
+  for (; i + lanes <= count; i += lanes) vector(i);
+  if (i < count) vector(count - lanes);
+}
+
+// Restores elements of one scale index to `real` and `restored`. False if one
+// of them is not certain.
+template <typename T>
+HWY_INLINE bool RestoreCertain(const CertainIntegers<T>& p,
+                               const uint8_t* HWY_RESTRICT in, int64_t count,
+                               T* HWY_RESTRICT real, T* HWY_RESTRICT restored) {
+  const hn::ScalableTag<T> d;
+  const auto magic = hn::Set(d, CertainIntegers<T>::kMagic);
+  const auto reciprocal = hn::Set(d, p.reciprocal);
+  const auto scale = hn::Set(d, p.scale);
+  const auto low = hn::Set(d, p.low);
+  const auto high = hn::Set(d, p.high);
+  const auto limit = hn::Set(d, p.limit);
+  auto good = hn::Eq(limit, limit);
+  ForEachOverlapping(
+      static_cast<int64_t>(hn::Lanes(d)), count, [&](int64_t i) HWY_ATTR {
+        const uint8_t* at = in + i * static_cast<int64_t>(sizeof(T));
+        hwy::Prefetch(at + kPrefetchBytes);
+        const auto x = LoadBytes(d, at);
+        const auto rounded = hn::Sub(hn::MulAdd(x, reciprocal, magic), magic);
+        const auto y = hn::Mul(hn::Min(hn::Max(rounded, low), high), scale);
+        good = hn::And(good, hn::Lt(hn::Abs(hn::Sub(y, x)), limit));
+        hn::StoreU(x, d, real + i);
+        hn::StoreU(y, d, restored + i);
+      });
+  return hn::AllTrue(d, good);
+}
+
+// Restores elements of a run to `real` and `restored`. False if one of them is
+// clipped or does not count.
+template <CodeKind kKind, int kStep, typename T>
+HWY_INLINE bool RestoreGood(const EvaluateRange& range, const RunScales& run,
+                            int64_t first, const uint8_t* HWY_RESTRICT in,
+                            int64_t count, T* HWY_RESTRICT real,
+                            T* HWY_RESTRICT restored) {
+  const hn::ScalableTag<T> d;
+  auto good = hn::Eq(hn::Zero(d), hn::Zero(d));
+  ForEachOverlapping(
+      static_cast<int64_t>(hn::Lanes(d)), count, [&](int64_t i) HWY_ATTR {
+        const uint8_t* at = in + i * static_cast<int64_t>(sizeof(T));
+        hwy::Prefetch(at + kPrefetchBytes);
+        const auto r =
+            Restore<kKind, kStep>(d, LoadBytes(d, at), run, first + i, range);
+        good = hn::And(good, IsGood<kKind>(d, r, range));
+        hn::StoreU(r.x, d, real + i);
+        hn::StoreU(r.y, d, restored + i);
+      });
+  return hn::AllTrue(d, good);
+}
+
+// Restores elements of a run to `real` and `restored`, both 0 where either is
+// not finite, so that it adds nothing to any sum.
+template <CodeKind kKind, int kStep, typename T>
+void RestoreAny(const EvaluateRange& range, const RunScales& run, int64_t first,
+                const uint8_t* HWY_RESTRICT in, int64_t count,
+                T* HWY_RESTRICT real, T* HWY_RESTRICT restored,
+                PairCounts* counts) {
+  const hn::ScalableTag<T> d;
+  const hn::CappedTag<T, 1> d1;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+  const auto vector = [&](auto tag, int64_t i) HWY_ATTR {
+    const auto x = LoadBytes(tag, in + i * static_cast<int64_t>(sizeof(T)));
+    const auto r = Restore<kKind, kStep>(tag, x, run, first + i, range);
+    const auto kinds = KindsOf<kKind>(tag, r, range);
+    hn::StoreU(hn::IfThenElseZero(kinds.finite, r.x), tag, real + i);
+    hn::StoreU(hn::IfThenElseZero(kinds.finite, r.y), tag, restored + i);
+    counts->non_finite +=
+        static_cast<int64_t>(hn::Lanes(tag)) -
+        static_cast<int64_t>(hn::CountTrue(tag, kinds.finite));
+    counts->clipped_low += hn::CountTrue(tag, kinds.low);
+    counts->clipped_high += hn::CountTrue(tag, kinds.high);
+  };
+  int64_t i = 0;
+  for (; i + lanes <= count; i += lanes) vector(d, i);
+  for (; i < count; ++i) vector(d1, i);
+}
+
+// Elements that are done over when one of them is clipped or the like.
+constexpr int64_t kPiece = 128;
 
 template <CodeKind kKind, int kStep, typename T>
 PairCounts RestoreKind(const EvaluateRange& range, int64_t scale_index,
                        const uint8_t* HWY_RESTRICT in, int64_t count,
                        T* HWY_RESTRICT real, T* HWY_RESTRICT restored) {
-  const hn::ScalableTag<T> d;
-  const hn::CappedTag<T, 1> d1;
-  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
-  const Encoding& encoding = range.encoding;
-  const float* scale = encoding.scale.data() + scale_index;
-  const int32_t* zero_point = encoding.zero_point.empty()
-                                  ? nullptr
-                                  : encoding.zero_point.data() + scale_index;
+  constexpr bool kMayBeCertain = kKind == CodeKind::kInteger && kStep == 0;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(hn::ScalableTag<T>()));
+  const RunScales run = ScalesAt(range.encoding, scale_index);
+  const CertainIntegers<T> integers(range.encoding, run);
   PairCounts counts;
-  const auto vector = [&](auto tag, int64_t i) HWY_ATTR {
-    RestoreVector<kKind, kStep>(
-        tag, in + i * static_cast<int64_t>(sizeof(T)), scale + i * kStep,
-        zero_point == nullptr ? nullptr : zero_point + i * kStep, range,
-        real + i, restored + i, &counts);
-  };
-  int64_t i = 0;
-  for (; i + lanes <= count; i += lanes) vector(d, i);
-  for (; i < count; ++i) vector(d1, i);
+  for (int64_t i = 0; i < count; i += kPiece) {
+    const int64_t piece = std::min(kPiece, count - i);
+    const uint8_t* piece_in = in + i * static_cast<int64_t>(sizeof(T));
+    bool is_done = false;
+    if (piece < lanes) {
+      // Too short for a vector.
+    } else if (kMayBeCertain && integers.usable) {
+      is_done =
+          RestoreCertain(integers, piece_in, piece, real + i, restored + i);
+    } else {
+      is_done = RestoreGood<kKind, kStep>(range, run, i, piece_in, piece,
+                                          real + i, restored + i);
+    }
+    if (HWY_LIKELY(is_done)) continue;
+    RestoreAny<kKind, kStep>(range, run, i, piece_in, piece, real + i,
+                             restored + i, &counts);
+  }
   return counts;
 }
 
@@ -167,44 +377,208 @@ void EvaluateTyped(const EvaluateRange& range, ErrorSums* leaves,
       in = reinterpret_cast<const uint8_t*>(wide);
     }
     PairCounts leaf_counts;
+    // The one run of the leaf, and its portion.
+    bool is_portion = false;
     range.layout.ForEachRun(
         first, count, [&](const BlockLayout::Run& run) HWY_ATTR {
           const int64_t i = run.begin - first;
           const uint8_t* run_in = in + i * static_cast<int64_t>(sizeof(T));
-          PairCounts counts;
-          if (run.scale_step == 1 && portions != nullptr) {
-            for (int64_t k = 0; k < run.count; ++k) {
-              const PairCounts element =
-                  RestoreRun<0, T>(range, run.scale_index + k,
-                                   run_in + k * static_cast<int64_t>(sizeof(T)),
-                                   1, real + i + k, restored + i + k);
-              portions->push_back(
-                  {run.scale_index + k,
-                   SumPair(real[i + k], restored[i + k], element)});
-              counts.non_finite += element.non_finite;
-              counts.clipped_low += element.clipped_low;
-              counts.clipped_high += element.clipped_high;
-            }
-          } else if (run.scale_step == 1) {
-            counts = RestoreRun<1, T>(range, run.scale_index, run_in, run.count,
-                                      real + i, restored + i);
-          } else {
-            counts = RestoreRun<0, T>(range, run.scale_index, run_in, run.count,
-                                      real + i, restored + i);
-            if (portions != nullptr) {
-              portions->push_back(
-                  {run.scale_index,
-                   SumPairs(real + i, restored + i, run.count, counts)});
-            }
+          const PairCounts counts =
+              run.scale_step == 1
+                  ? RestoreRun<1, T>(range, run.scale_index, run_in, run.count,
+                                     real + i, restored + i)
+                  : RestoreRun<0, T>(range, run.scale_index, run_in, run.count,
+                                     real + i, restored + i);
+          leaf_counts.Add(counts);
+          if (portions == nullptr) return;
+          portions->push_back({run.scale_index, ErrorSums()});
+          is_portion = run.count == count;
+          if (!is_portion) {
+            portions->back().sums =
+                SumPairs(real + i, restored + i, run.count, counts);
           }
-          leaf_counts.non_finite += counts.non_finite;
-          leaf_counts.clipped_low += counts.clipped_low;
-          leaf_counts.clipped_high += counts.clipped_high;
         });
-    *leaves++ = SumPairs(real, restored, count, leaf_counts);
+    *leaves = SumPairs(real, restored, count, leaf_counts);
+    if (is_portion) portions->back().sums = *leaves;
+    ++leaves;
     if (distribution != nullptr) {
       distribution->Add(real, restored, count, leaf_counts.non_finite);
     }
+  }
+}
+
+// Adds rows of up to Lanes(d) columns to their sums, row after row.
+template <CodeKind kKind, typename T>
+void AddColumnBlock(const EvaluateRange& range, const ColumnPanel& panel,
+                    int64_t column, ErrorSums* sums) {
+  const hn::ScalableTag<T> d;
+  const hn::RebindToSigned<decltype(d)> di;
+  const hn::ScalableTag<double> d64;
+  using TI = hn::TFromD<decltype(di)>;
+  constexpr int64_t kLanes = hn::MaxLanes(decltype(d)());
+  constexpr int64_t kHalf = hn::MaxLanes(decltype(d64)());
+  constexpr bool kFromFloat = std::is_same_v<T, float>;
+  const int64_t count = std::min(kLanes, panel.columns - column);
+  const int64_t element_bytes = ElementSizeBytes(range.type);
+  const bool is_direct =
+      count == kLanes && element_bytes == static_cast<int64_t>(sizeof(T));
+
+  HWY_ALIGN float scale[kLanes];
+  HWY_ALIGN int32_t zero_point[kLanes];
+  LaneArrays lanes;
+  for (int64_t c = 0; c < kLanes; ++c) {
+    // The columns past the last are never stored.
+    const int64_t source = std::min(c, count - 1);
+    const int64_t scale_index = panel.scale_index + column + source;
+    scale[c] = range.encoding.scale[scale_index];
+    zero_point[c] = range.encoding.zero_point.empty()
+                        ? 0
+                        : range.encoding.zero_point[scale_index];
+    lanes.squared[c] = sums[source].squared_error;
+    lanes.absolute[c] = sums[source].absolute_error;
+    lanes.relative[c] = sums[source].relative_error;
+    lanes.signal[c] = sums[source].signal;
+    lanes.reconstructed[c] = sums[source].reconstructed;
+    lanes.product[c] = sums[source].product;
+  }
+  const RunScales run{scale, zero_point};
+
+  auto low = lanes.Load(d64, 0);
+  auto high = lanes.Load(d64, kLanes - kHalf);
+  auto max_absolute = hn::Zero(d);
+  auto max_relative = hn::Zero(d);
+  // Less these.
+  auto finite = hn::Zero(di);
+  auto flushed = hn::Zero(di);
+  auto clipped_low = hn::Zero(di);
+  auto clipped_high = hn::Zero(di);
+  HWY_ALIGN T terms[4 * kLanes];
+  T* const real = terms;
+  T* const restored = terms + kLanes;
+  T* const absolute = terms + 2 * kLanes;
+  T* const relative = terms + 3 * kLanes;
+  HWY_ALIGN T elements[kLanes] = {};
+  for (int64_t row = 0; row < panel.rows; ++row) {
+    const uint8_t* in =
+        panel.in + (row * panel.columns + column) * element_bytes;
+    if (!is_direct) {
+      if constexpr (kFromFloat) {
+        if (range.type == ElementType::kFloat32) {
+          std::memcpy(elements, in, count * sizeof(T));
+        } else {
+          Widen(range.type, in, count, elements);
+        }
+      } else {
+        std::memcpy(elements, in, count * sizeof(T));
+      }
+    }
+    const auto element = is_direct ? LoadBytes(d, in) : hn::Load(d, elements);
+    const auto r = Restore<kKind, 1>(d, element, run, 0, range);
+    const auto kinds = KindsOf<kKind>(d, r, range);
+    const auto subtract = [&](hn::Vec<decltype(di)> counts,
+                              hn::Mask<decltype(d)> mask) HWY_ATTR {
+      return hn::Add(counts, hn::VecFromMask(di, hn::RebindMask(di, mask)));
+    };
+    const auto x = hn::IfThenElseZero(kinds.finite, r.x);
+    const auto y = hn::IfThenElseZero(kinds.finite, r.y);
+    const auto errors = ErrorsOf(d, x, y);
+    finite = subtract(finite, kinds.finite);
+    flushed = subtract(flushed, errors.flushed);
+    clipped_low = subtract(clipped_low, kinds.low);
+    clipped_high = subtract(clipped_high, kinds.high);
+    max_absolute = hn::Max(max_absolute, errors.absolute);
+    max_relative = hn::Max(max_relative, errors.relative);
+    if constexpr (kFromFloat) {
+      hn::Store(x, d, real);
+      hn::Store(y, d, restored);
+      hn::Store(errors.absolute, d, absolute);
+      hn::Store(errors.relative, d, relative);
+      KeepInMemory(terms);
+      low.template Add<true>(LoadDouble(d64, real), LoadDouble(d64, restored),
+                             LoadDouble(d64, absolute),
+                             LoadDouble(d64, relative));
+      high.template Add<true>(
+          LoadDouble(d64, real + kHalf), LoadDouble(d64, restored + kHalf),
+          LoadDouble(d64, absolute + kHalf), LoadDouble(d64, relative + kHalf));
+    } else {
+      low.template Add<false>(x, y, errors.absolute, errors.relative);
+    }
+  }
+
+  if constexpr (kFromFloat) {
+    const auto largest = hn::Set(d, std::numeric_limits<float>::max());
+    if (HWY_UNLIKELY(!hn::AllFalse(
+            d, hn::Gt(hn::Max(max_absolute, max_relative), largest)))) {
+      // Errors that only float64 holds.
+      std::vector<ScalePortion> portions;
+      for (int64_t row = 0; row < panel.rows; ++row) {
+        const int64_t offset = row * panel.columns + column;
+        ErrorSums leaf;
+        portions.clear();
+        EvaluateScalar(
+            {range.encoding, range.values, range.layout, range.type,
+             panel.first + offset, count, panel.in + offset * element_bytes},
+            &leaf, &portions, nullptr);
+        for (int64_t c = 0; c < count; ++c) sums[c].Add(portions[c].sums);
+      }
+      return;
+    }
+  }
+
+  // float64 has but one vector of lanes.
+  if constexpr (kFromFloat) lanes.Store(d64, high, kHalf);
+  lanes.Store(d64, low, 0);
+  hn::Store(max_absolute, d, absolute);
+  hn::Store(max_relative, d, relative);
+  HWY_ALIGN TI kinds[4 * kLanes];
+  hn::Store(finite, di, kinds);
+  hn::Store(flushed, di, kinds + kLanes);
+  hn::Store(clipped_low, di, kinds + 2 * kLanes);
+  hn::Store(clipped_high, di, kinds + 3 * kLanes);
+  for (int64_t c = 0; c < count; ++c) {
+    sums[c].count -= kinds[c];
+    sums[c].non_finite += panel.rows + kinds[c];
+    sums[c].zero_flushed -= kinds[kLanes + c];
+    sums[c].clipped_low -= kinds[2 * kLanes + c];
+    sums[c].clipped_high -= kinds[3 * kLanes + c];
+    sums[c].squared_error = lanes.squared[c];
+    sums[c].absolute_error = lanes.absolute[c];
+    sums[c].relative_error = lanes.relative[c];
+    sums[c].signal = lanes.signal[c];
+    sums[c].reconstructed = lanes.reconstructed[c];
+    sums[c].product = lanes.product[c];
+    sums[c].max_absolute_error =
+        std::max<double>(sums[c].max_absolute_error, absolute[c]);
+    sums[c].max_relative_error =
+        std::max<double>(sums[c].max_relative_error, relative[c]);
+  }
+}
+
+template <typename T>
+void AddColumnsTyped(const EvaluateRange& range, const ColumnPanel& panel,
+                     int64_t begin, int64_t end, ErrorSums* sums) {
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(hn::ScalableTag<T>()));
+  for (int64_t c = begin; c < end; c += lanes) {
+    switch (range.values.kind) {
+      case CodeKind::kInteger:
+        AddColumnBlock<CodeKind::kInteger, T>(range, panel, c, sums + c);
+        break;
+      case CodeKind::kFloat:
+        AddColumnBlock<CodeKind::kFloat, T>(range, panel, c, sums + c);
+        break;
+      case CodeKind::kCodebook:
+        AddColumnBlock<CodeKind::kCodebook, T>(range, panel, c, sums + c);
+        break;
+    }
+  }
+}
+
+void AddColumnsSimd(const EvaluateRange& range, const ColumnPanel& panel,
+                    int64_t begin, int64_t end, ErrorSums* sums) {
+  if (range.type == ElementType::kFloat64) {
+    AddColumnsTyped<double>(range, panel, begin, end, sums);
+  } else {
+    AddColumnsTyped<float>(range, panel, begin, end, sums);
   }
 }
 
@@ -230,9 +604,58 @@ namespace quantd::core {
 namespace {
 
 HWY_EXPORT(EvaluateSimd);
+HWY_EXPORT(AddColumnsSimd);
 
 // Tasks whose sums are kept before they are added up in order.
 constexpr int64_t kWaveTasks = 256;
+// Columns of a task, a multiple of any vector's lanes, and the elements that
+// are worth more than one task.
+constexpr int64_t kTaskColumns = 128;
+constexpr int64_t kTaskElements = 16 * 1024;
+// So that counts fit an int32.
+constexpr int64_t kMaxPanelRows = int64_t{1} << 30;
+
+// Whether neighbours have scale indices of their own.
+bool Steps(const BlockLayout& layout) {
+  const int64_t count = std::min<int64_t>(layout.element_count(), 2);
+  BlockLayout::Run run{};
+  return BlockLayout::RunCursor(layout, 0, count).Next(&run) &&
+         run.scale_step == 1;
+}
+
+// Adds the elements of a range whose layout steps to the sums of their scale
+// indices, those of one index in order. Threads take columns apart.
+void AddColumns(const EvaluateRange& range, ThreadPool* pool, ErrorSums* sums) {
+  const auto add = [&](const ColumnPanel& panel) {
+    ErrorSums* panel_sums = sums + panel.scale_index;
+    if (panel.columns * panel.rows < kTaskElements) {
+      HWY_DYNAMIC_DISPATCH(AddColumnsSimd)
+      (range, panel, 0, panel.columns, panel_sums);
+      return;
+    }
+    const int64_t tasks = (panel.columns + kTaskColumns - 1) / kTaskColumns;
+    ParallelFor(pool, tasks, [&](int64_t task) {
+      const int64_t begin = task * kTaskColumns;
+      HWY_DYNAMIC_DISPATCH(AddColumnsSimd)
+      (range, panel, begin, std::min(begin + kTaskColumns, panel.columns),
+       panel_sums);
+    });
+  };
+  ColumnPanel panel{};
+  range.layout.ForEachRun(
+      range.first, range.count, [&](const BlockLayout::Run& run) {
+        if (run.scale_index == panel.scale_index &&
+            run.count == panel.columns && panel.rows < kMaxPanelRows) {
+          ++panel.rows;
+          return;
+        }
+        if (panel.rows > 0) add(panel);
+        panel = {run.begin, run.scale_index, run.count, 1,
+                 range.in +
+                     (run.begin - range.first) * ElementSizeBytes(range.type)};
+      });
+  if (panel.rows > 0) add(panel);
+}
 
 }  // namespace
 
@@ -328,26 +751,32 @@ Evaluator::~Evaluator() = default;
 
 void Evaluator::Update(int64_t first, int64_t count, const uint8_t* data,
                        ThreadPool* pool) {
-  const bool per_scale_index = !per_scale_index_.empty();
   const bool is_scalar = internal::UsesScalarKernels();
+  const bool per_scale_index = !per_scale_index_.empty();
+  // The scalar definition has a portion for each element instead.
+  const bool adds_columns = per_scale_index && !is_scalar && Steps(layout_);
+  const bool has_portions = per_scale_index && !adds_columns;
   // Sums per scale index can be one per element: no more than the threads work
   // on are kept.
   const int64_t threads = pool == nullptr ? 1 : pool->thread_count() + 1;
-  const int64_t wave_tasks = per_scale_index ? threads : kWaveTasks;
-  std::vector<std::vector<ScalePortion>> portions(per_scale_index ? wave_tasks
-                                                                  : 0);
+  const int64_t wave_tasks = has_portions ? threads : kWaveTasks;
+  std::vector<std::vector<ScalePortion>> portions(has_portions ? wave_tasks
+                                                               : 0);
   DistributionScratch scratch;
+  const auto range_of = [&](int64_t begin, int64_t range_count) {
+    return EvaluateRange{encoding_,
+                         *values_,
+                         layout_,
+                         type_,
+                         first + begin,
+                         range_count,
+                         data + begin * ElementSizeBytes(type_)};
+  };
   const auto task = [&](int64_t i, int64_t begin, int64_t task_count,
                         ErrorSums* leaves) {
-    const EvaluateRange range{encoding_,
-                              *values_,
-                              layout_,
-                              type_,
-                              first + begin,
-                              task_count,
-                              data + begin * ElementSizeBytes(type_)};
+    const EvaluateRange range = range_of(begin, task_count);
     std::vector<ScalePortion>* task_portions = nullptr;
-    if (per_scale_index) {
+    if (has_portions) {
       task_portions = &portions[i];
       task_portions->clear();
     }
@@ -362,7 +791,7 @@ void Evaluator::Update(int64_t first, int64_t count, const uint8_t* data,
     if (counts != nullptr) scratch.Return(std::move(counts));
   };
   const auto after_wave = [&](int64_t tasks) {
-    if (!per_scale_index) return;
+    if (!has_portions) return;
     for (int64_t i = 0; i < tasks; ++i) {
       for (const ScalePortion& portion : portions[i]) {
         per_scale_index_[portion.scale_index].Add(portion.sums);
@@ -370,6 +799,9 @@ void Evaluator::Update(int64_t first, int64_t count, const uint8_t* data,
     }
   };
   SumLeaves(count, wave_tasks, pool, task, after_wave, &overall_);
+  if (adds_columns) {
+    AddColumns(range_of(0, count), pool, per_scale_index_.data());
+  }
   if (distribution_ != nullptr) scratch.MergeInto(distribution_.get());
 }
 

@@ -18,10 +18,14 @@ namespace quantd::core {
 
 // Sums over the elements of which both x and x' = dequantize(quantize(x)) are
 // finite; the others (x NaN or infinite, a scale of NaN, an overflow of a
-// format that does not saturate) count as non-finite and nowhere else. e = x' -
-// x, and e, products and sums are in float64. x' has the arithmetic type
-// (float32, or float64 for float64 tensors): it is not rounded to float16 or
-// bfloat16. Clipped: see quantize.h.
+// format that does not saturate) count as non-finite and nowhere else. x' has
+// the arithmetic type (float32, or float64 for float64 tensors): it is not
+// rounded to float16 or bfloat16. e = x' - x and |e / x| are rounded to the
+// arithmetic type, but to float64 where float32 cannot hold e, or the latter;
+// products and sums are in float64. float32's e is exact where x' is 0 or
+// within a factor of 2 of x, otherwise within 2^-24; all else but |e / x|,
+// which is rounded to float32 once more, is as exact as float64. Clipped: see
+// quantize.h.
 struct ErrorSums {
   int64_t count = 0;        // elements that the sums are over
   int64_t non_finite = 0;   // the others

@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
@@ -82,14 +83,41 @@ inline double AddLanes(const double lanes[kSumLanes]) {
   return sums[0];
 }
 
+// |x' - x|, rounded to float32 where that is finite. Requires: finite.
+inline double AbsoluteError(float real, float restored) {
+  const float error = std::fabs(restored - real);
+  return std::isfinite(error) ? error
+                              : std::fabs(double{restored} - double{real});
+}
+inline double AbsoluteError(double real, double restored) {
+  return std::fabs(restored - real);
+}
+
+// |e / x| of an AbsoluteError, rounded to float32 where both are finite in it;
+// 0 where x is 0.
+inline double RelativeError(float real, double error) {
+  if (real == 0) return 0;
+  if (error <= std::numeric_limits<float>::max()) {
+    const float relative = static_cast<float>(error) / std::fabs(real);
+    if (std::isfinite(relative)) return relative;
+  }
+  return error / std::fabs(double{real});
+}
+inline double RelativeError(double real, double error) {
+  return real == 0 ? 0 : error / std::fabs(real);
+}
+
 // Sums of the elements of a leaf or portion, the k-th in lane k mod kSumLanes:
 // the scalar definition.
 class LaneSums {
  public:
-  // Requires: finite.
-  void Add(int64_t k, double real, double restored) {
-    const double error = std::fabs(restored - real);
-    const double relative = real == 0 ? 0 : error / std::fabs(real);
+  // `T` is float or double. Requires: finite.
+  template <typename T>
+  void Add(int64_t k, T x, T y) {
+    const double error = AbsoluteError(x, y);
+    const double relative = RelativeError(x, error);
+    const double real = x;
+    const double restored = y;
     const int64_t lane = k % kSumLanes;
     ++sums_.count;
     sums_.zero_flushed += real != 0 && restored == 0;

@@ -11,6 +11,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "core/evaluate/evaluate_kernel.h"
@@ -28,6 +30,12 @@ struct PairCounts {
   int64_t non_finite = 0;
   int64_t clipped_low = 0;
   int64_t clipped_high = 0;
+
+  void Add(const PairCounts& other) {
+    non_finite += other.non_finite;
+    clipped_low += other.clipped_low;
+    clipped_high += other.clipped_high;
+  }
 };
 
 // Loads Lanes(d) elements as float64.
@@ -40,108 +48,296 @@ HWY_INLINE hn::Vec<D> LoadDouble(D d, const T* HWY_RESTRICT in) {
   }
 }
 
+// Makes the compiler load what was stored to `values`, because loads convert
+// halves of vectors for less than registers do.
+template <class Array>
+HWY_INLINE void KeepInMemory(Array& values) {
+  asm volatile("" : "+m"(values));
+}
+
+// The errors of Lanes(d) pairs, in the type of D: AbsoluteError and
+// RelativeError where they are finite, otherwise infinite.
+template <class D>
+struct PairErrors {
+  hn::Vec<D> absolute;
+  hn::Vec<D> relative;
+  // x != 0, x' == 0.
+  hn::Mask<D> flushed;
+};
+
+template <class D, class V = hn::Vec<D>>
+HWY_INLINE PairErrors<D> ErrorsOf(D d, V x, V y) {
+  PairErrors<D> errors;
+  const V zero = hn::Zero(d);
+  errors.absolute = hn::Abs(hn::Sub(y, x));
+  const V magnitude = hn::Abs(x);
+#if HWY_TARGET == HWY_AVX3
+  // Masks of comparisons and divisions cost nothing of their own.
+  if constexpr (sizeof(V) == 64) {
+    if constexpr (std::is_same_v<hn::TFromD<D>, float>) {
+      const __mmask16 nonzero =
+          _mm512_cmp_ps_mask(x.raw, zero.raw, _CMP_NEQ_UQ);
+      errors.relative.raw =
+          _mm512_maskz_div_ps(nonzero, errors.absolute.raw, magnitude.raw);
+      errors.flushed.raw =
+          _mm512_mask_cmp_ps_mask(nonzero, y.raw, zero.raw, _CMP_EQ_OQ);
+    } else {
+      const __mmask8 nonzero = _mm512_cmp_pd_mask(x.raw, zero.raw, _CMP_NEQ_UQ);
+      errors.relative.raw =
+          _mm512_maskz_div_pd(nonzero, errors.absolute.raw, magnitude.raw);
+      errors.flushed.raw =
+          _mm512_mask_cmp_pd_mask(nonzero, y.raw, zero.raw, _CMP_EQ_OQ);
+    }
+    return errors;
+  }
+#endif
+  const auto is_zero = hn::Eq(x, zero);
+  errors.relative =
+      hn::IfThenZeroElse(is_zero, hn::Div(errors.absolute, magnitude));
+  errors.flushed = hn::AndNot(is_zero, hn::Eq(y, zero));
+  return errors;
+}
+
+// Sums of the terms of Lanes(d) lanes in float64.
+template <class D>
+struct TermSums {
+  explicit TermSums(D d)
+      : squared(hn::Zero(d)),
+        absolute(hn::Zero(d)),
+        relative(hn::Zero(d)),
+        signal(hn::Zero(d)),
+        reconstructed(hn::Zero(d)),
+        product(hn::Zero(d)) {}
+
+  // kFromFloat: all four are float32 values, whose products are exact, so that
+  // a fused step rounds as the product and the sum do.
+  template <bool kFromFloat, class V = hn::Vec<D>>
+  HWY_INLINE void Add(V x, V y, V error, V ratio) {
+    if constexpr (kFromFloat) {
+      squared = hn::MulAdd(error, error, squared);
+      signal = hn::MulAdd(x, x, signal);
+      reconstructed = hn::MulAdd(y, y, reconstructed);
+      product = hn::MulAdd(x, y, product);
+    } else {
+      squared = hn::Add(squared, hn::Mul(error, error));
+      signal = hn::Add(signal, hn::Mul(x, x));
+      reconstructed = hn::Add(reconstructed, hn::Mul(y, y));
+      product = hn::Add(product, hn::Mul(x, y));
+    }
+    absolute = hn::Add(absolute, error);
+    relative = hn::Add(relative, ratio);
+  }
+
+  hn::Vec<D> squared;
+  hn::Vec<D> absolute;
+  hn::Vec<D> relative;
+  hn::Vec<D> signal;
+  hn::Vec<D> reconstructed;
+  hn::Vec<D> product;
+};
+
+// The lanes of a leaf in memory.
+struct LaneArrays {
+  HWY_ALIGN double squared[kSumLanes] = {};
+  HWY_ALIGN double absolute[kSumLanes] = {};
+  HWY_ALIGN double relative[kSumLanes] = {};
+  HWY_ALIGN double signal[kSumLanes] = {};
+  HWY_ALIGN double reconstructed[kSumLanes] = {};
+  HWY_ALIGN double product[kSumLanes] = {};
+
+  template <class D>
+  HWY_INLINE TermSums<D> Load(D d, int64_t lane) const {
+    TermSums<D> sums(d);
+    sums.squared = hn::Load(d, squared + lane);
+    sums.absolute = hn::Load(d, absolute + lane);
+    sums.relative = hn::Load(d, relative + lane);
+    sums.signal = hn::Load(d, signal + lane);
+    sums.reconstructed = hn::Load(d, reconstructed + lane);
+    sums.product = hn::Load(d, product + lane);
+    return sums;
+  }
+
+  template <class D>
+  HWY_INLINE void Store(D d, const TermSums<D>& sums, int64_t lane) {
+    hn::Store(sums.squared, d, squared + lane);
+    hn::Store(sums.absolute, d, absolute + lane);
+    hn::Store(sums.relative, d, relative + lane);
+    hn::Store(sums.signal, d, signal + lane);
+    hn::Store(sums.reconstructed, d, reconstructed + lane);
+    hn::Store(sums.product, d, product + lane);
+  }
+};
+
+// The sum of all lanes, lane i with lane i + Lanes(d) / 2 and so on: the rest
+// of the tree of AddLanes.
+template <class D, class V = hn::Vec<D>>
+HWY_INLINE double SumTree(D d, V v) {
+  if constexpr (hn::MaxLanes(D()) == 1) {
+    return hn::GetLane(v);
+  } else {
+    const hn::Half<D> half;
+    return SumTree(half,
+                   hn::Add(hn::LowerHalf(half, v), hn::UpperHalf(half, v)));
+  }
+}
+
+// The same of the float64 lanes in memory.
+HWY_INLINE double SumTree(const double* HWY_RESTRICT lanes) {
+  const hn::CappedTag<double, kSumLanes> d;
+  constexpr int64_t kLanes = hn::MaxLanes(decltype(d)());
+  hn::Vec<decltype(d)> sums[kSumLanes / kLanes];
+  for (int64_t i = 0; i < kSumLanes / kLanes; ++i) {
+    sums[i] = hn::Load(d, lanes + i * kLanes);
+  }
+  for (int64_t half = kSumLanes / kLanes / 2; half > 0; half /= 2) {
+    for (int64_t i = 0; i < half; ++i)
+      sums[i] = hn::Add(sums[i], sums[i + half]);
+  }
+  return SumTree(d, sums[0]);
+}
+
+HWY_INLINE void SetSums(const LaneArrays& lanes, ErrorSums* sums) {
+  sums->squared_error = SumTree(lanes.squared);
+  sums->absolute_error = SumTree(lanes.absolute);
+  sums->relative_error = SumTree(lanes.relative);
+  sums->signal = SumTree(lanes.signal);
+  sums->reconstructed = SumTree(lanes.reconstructed);
+  sums->product = SumTree(lanes.product);
+}
+
+// Adds `count` pairs, a multiple of kSumLanes, to what there is of a leaf.
+HWY_INLINE void AddPairs(const double* HWY_RESTRICT real,
+                         const double* HWY_RESTRICT restored, int64_t count,
+                         LaneArrays* lanes, ErrorSums* sums) {
+  const hn::CappedTag<double, kSumLanes> d;
+  const int64_t vector_lanes = static_cast<int64_t>(hn::Lanes(d));
+  auto max_absolute = hn::Zero(d);
+  auto max_relative = hn::Zero(d);
+  // One vector's width of the lanes at a time, so that all sums fit registers.
+  for (int64_t lane = 0; lane < kSumLanes; lane += vector_lanes) {
+    auto terms = lanes->Load(d, lane);
+    for (int64_t i = lane; i < count; i += kSumLanes) {
+      const auto x = hn::LoadU(d, real + i);
+      const auto y = hn::LoadU(d, restored + i);
+      const auto errors = ErrorsOf(d, x, y);
+      terms.template Add<false>(x, y, errors.absolute, errors.relative);
+      sums->zero_flushed += hn::CountTrue(d, errors.flushed);
+      max_absolute = hn::Max(max_absolute, errors.absolute);
+      max_relative = hn::Max(max_relative, errors.relative);
+    }
+    lanes->Store(d, terms, lane);
+  }
+  sums->max_absolute_error = std::max(
+      sums->max_absolute_error, hn::GetLane(hn::MaxOfLanes(d, max_absolute)));
+  sums->max_relative_error = std::max(
+      sums->max_relative_error, hn::GetLane(hn::MaxOfLanes(d, max_relative)));
+}
+
+// Of float32, in two steps: errors as float32 into L1, then everything from
+// there as float64; see KeepInMemory.
+HWY_INLINE void AddPairs(const float* HWY_RESTRICT real,
+                         const float* HWY_RESTRICT restored, int64_t count,
+                         LaneArrays* lanes, ErrorSums* sums) {
+  const hn::CappedTag<float, kSumLanes> df;
+  const hn::CappedTag<double, kSumLanes> d;
+  const int64_t float_lanes = static_cast<int64_t>(hn::Lanes(df));
+  const int64_t vector_lanes = static_cast<int64_t>(hn::Lanes(d));
+  auto max_absolute = hn::Zero(df);
+  auto max_relative = hn::Zero(df);
+  int64_t flushed = 0;
+#if HWY_TARGET == HWY_AVX3
+  // All sums fit the registers.
+  auto low = lanes->Load(d, 0);
+  auto high = lanes->Load(d, vector_lanes);
+  HWY_ALIGN float errors[2 * kSumLanes];
+  float* const absolute = errors;
+  float* const relative = errors + kSumLanes;
+  for (int64_t i = 0; i < count; i += float_lanes) {
+    const auto e =
+        ErrorsOf(df, hn::LoadU(df, real + i), hn::LoadU(df, restored + i));
+    flushed += static_cast<int64_t>(hn::CountTrue(df, e.flushed));
+    max_absolute = hn::Max(max_absolute, e.absolute);
+    max_relative = hn::Max(max_relative, e.relative);
+    hn::Store(e.absolute, df, absolute);
+    hn::Store(e.relative, df, relative);
+    KeepInMemory(errors);
+    low.template Add<true>(LoadDouble(d, real + i), LoadDouble(d, restored + i),
+                           LoadDouble(d, absolute), LoadDouble(d, relative));
+    high.template Add<true>(LoadDouble(d, real + i + vector_lanes),
+                            LoadDouble(d, restored + i + vector_lanes),
+                            LoadDouble(d, absolute + vector_lanes),
+                            LoadDouble(d, relative + vector_lanes));
+  }
+  lanes->Store(d, low, 0);
+  lanes->Store(d, high, vector_lanes);
+#else
+  // Short enough for the divisions of one block to overlap the sums of the one
+  // before.
+  constexpr int64_t kBlock = 4 * kSumLanes;
+  HWY_ALIGN float absolute[kBlock];
+  HWY_ALIGN float relative[kBlock];
+  for (int64_t begin = 0; begin < count; begin += kBlock) {
+    const int64_t block = std::min(kBlock, count - begin);
+    const float* x = real + begin;
+    const float* y = restored + begin;
+    for (int64_t i = 0; i < block; i += float_lanes) {
+      const auto e = ErrorsOf(df, hn::LoadU(df, x + i), hn::LoadU(df, y + i));
+      flushed += static_cast<int64_t>(hn::CountTrue(df, e.flushed));
+      max_absolute = hn::Max(max_absolute, e.absolute);
+      max_relative = hn::Max(max_relative, e.relative);
+      hn::Store(e.absolute, df, absolute + i);
+      hn::Store(e.relative, df, relative + i);
+    }
+    for (int64_t lane = 0; lane < kSumLanes; lane += vector_lanes) {
+      auto terms = lanes->Load(d, lane);
+      for (int64_t i = lane; i < block; i += kSumLanes) {
+        terms.template Add<true>(LoadDouble(d, x + i), LoadDouble(d, y + i),
+                                 LoadDouble(d, absolute + i),
+                                 LoadDouble(d, relative + i));
+      }
+      lanes->Store(d, terms, lane);
+    }
+  }
+#endif
+  sums->zero_flushed += flushed;
+  sums->max_absolute_error = std::max<double>(
+      sums->max_absolute_error, hn::GetLane(hn::MaxOfLanes(df, max_absolute)));
+  sums->max_relative_error = std::max<double>(
+      sums->max_relative_error, hn::GetLane(hn::MaxOfLanes(df, max_relative)));
+}
+
 // The sums over pairs (x, x') of a leaf or portion; (0, 0) stands for an
 // element that is left out and counted in `counts`.
 template <typename T>
 HWY_INLINE ErrorSums SumPairs(const T* HWY_RESTRICT real,
                               const T* HWY_RESTRICT restored, int64_t count,
                               const PairCounts& counts) {
-  const hn::CappedTag<double, kSumLanes> d;
-  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
-  const int64_t whole = count - count % kSumLanes;
-  HWY_ALIGN double squared_error[kSumLanes];
-  HWY_ALIGN double absolute_error[kSumLanes];
-  HWY_ALIGN double relative_error[kSumLanes];
-  HWY_ALIGN double signal[kSumLanes];
-  HWY_ALIGN double reconstructed[kSumLanes];
-  HWY_ALIGN double product[kSumLanes];
-  auto max_absolute = hn::Zero(d);
-  auto max_relative = hn::Zero(d);
-  int64_t zero_flushed = 0;
-  // One vector's width of the lanes at a time, so that all sums fit registers.
-  for (int64_t lane = 0; lane < kSumLanes; lane += lanes) {
-    auto sum_squared = hn::Zero(d);
-    auto sum_absolute = hn::Zero(d);
-    auto sum_relative = hn::Zero(d);
-    auto sum_signal = hn::Zero(d);
-    auto sum_reconstructed = hn::Zero(d);
-    auto sum_product = hn::Zero(d);
-    for (int64_t i = lane; i < whole; i += kSumLanes) {
-      const auto x = LoadDouble(d, real + i);
-      const auto y = LoadDouble(d, restored + i);
-      const auto error = hn::Abs(hn::Sub(y, x));
-      const auto is_zero = hn::Eq(x, hn::Zero(d));
-      const auto relative =
-          hn::IfThenZeroElse(is_zero, hn::Div(error, hn::Abs(x)));
-      zero_flushed +=
-          hn::CountTrue(d, hn::AndNot(is_zero, hn::Eq(y, hn::Zero(d))));
-      sum_squared = hn::Add(sum_squared, hn::Mul(error, error));
-      sum_absolute = hn::Add(sum_absolute, error);
-      sum_relative = hn::Add(sum_relative, relative);
-      sum_signal = hn::Add(sum_signal, hn::Mul(x, x));
-      sum_reconstructed = hn::Add(sum_reconstructed, hn::Mul(y, y));
-      sum_product = hn::Add(sum_product, hn::Mul(x, y));
-      max_absolute = hn::Max(max_absolute, error);
-      max_relative = hn::Max(max_relative, relative);
-    }
-    hn::Store(sum_squared, d, squared_error + lane);
-    hn::Store(sum_absolute, d, absolute_error + lane);
-    hn::Store(sum_relative, d, relative_error + lane);
-    hn::Store(sum_signal, d, signal + lane);
-    hn::Store(sum_reconstructed, d, reconstructed + lane);
-    hn::Store(sum_product, d, product + lane);
-  }
   ErrorSums sums;
-  sums.max_absolute_error = hn::GetLane(hn::MaxOfLanes(d, max_absolute));
-  sums.max_relative_error = hn::GetLane(hn::MaxOfLanes(d, max_relative));
-  for (int64_t i = whole; i < count; ++i) {
-    const double x = real[i];
-    const double y = restored[i];
-    const double error = std::fabs(y - x);
-    const double relative = x == 0 ? 0 : error / std::fabs(x);
-    const int64_t lane = i - whole;
-    zero_flushed += x != 0 && y == 0;
-    squared_error[lane] += error * error;
-    absolute_error[lane] += error;
-    relative_error[lane] += relative;
-    signal[lane] += x * x;
-    reconstructed[lane] += y * y;
-    product[lane] += x * y;
-    sums.max_absolute_error = std::max(sums.max_absolute_error, error);
-    sums.max_relative_error = std::max(sums.max_relative_error, relative);
+  LaneArrays lanes;
+  const int64_t whole = count - count % kSumLanes;
+  if (whole > 0) AddPairs(real, restored, whole, &lanes, &sums);
+  if (whole < count) {
+    HWY_ALIGN T last_real[kSumLanes] = {};
+    HWY_ALIGN T last_restored[kSumLanes] = {};
+    const size_t bytes = (count - whole) * sizeof(T);
+    std::memcpy(last_real, real + whole, bytes);
+    std::memcpy(last_restored, restored + whole, bytes);
+    AddPairs(last_real, last_restored, kSumLanes, &lanes, &sums);
+  }
+  SetSums(lanes, &sums);
+  if constexpr (std::is_same_v<T, float>) {
+    constexpr double kLargest = std::numeric_limits<float>::max();
+    if (HWY_UNLIKELY(sums.max_absolute_error > kLargest ||
+                     sums.max_relative_error > kLargest)) {
+      LaneSums wide;
+      for (int64_t k = 0; k < count; ++k) wide.Add(k, real[k], restored[k]);
+      sums = wide.Total();
+    }
   }
   sums.count = count - counts.non_finite;
   sums.non_finite = counts.non_finite;
   sums.clipped_low = counts.clipped_low;
   sums.clipped_high = counts.clipped_high;
-  sums.zero_flushed = zero_flushed;
-  sums.squared_error = AddLanes(squared_error);
-  sums.absolute_error = AddLanes(absolute_error);
-  sums.relative_error = AddLanes(relative_error);
-  sums.signal = AddLanes(signal);
-  sums.reconstructed = AddLanes(reconstructed);
-  sums.product = AddLanes(product);
-  return sums;
-}
-
-// SumPairs of a single pair.
-HWY_INLINE ErrorSums SumPair(double x, double y, const PairCounts& counts) {
-  const double error = std::fabs(y - x);
-  ErrorSums sums;
-  sums.count = 1 - counts.non_finite;
-  sums.non_finite = counts.non_finite;
-  sums.clipped_low = counts.clipped_low;
-  sums.clipped_high = counts.clipped_high;
-  sums.zero_flushed = x != 0 && y == 0;
-  sums.squared_error = error * error;
-  sums.absolute_error = error;
-  sums.relative_error = x == 0 ? 0 : error / std::fabs(x);
-  sums.signal = x * x;
-  sums.reconstructed = y * y;
-  // A lane starts at +0, to which -0 adds nothing.
-  sums.product = 0.0 + x * y;
-  sums.max_absolute_error = sums.absolute_error;
-  sums.max_relative_error = sums.relative_error;
   return sums;
 }
 

@@ -39,8 +39,8 @@ ErrorSums Naive(ElementType type, const std::vector<uint8_t>& pairs) {
         ++sums.non_finite;
         continue;
       }
-      const double error = std::fabs(y - x);
-      const double relative = x == 0 ? 0 : error / std::fabs(x);
+      const double error = NaiveError(type, x, y);
+      const double relative = NaiveRelative(type, x, error);
       const double terms[6] = {error * error, error, relative,
                                x * x,         y * y, x * y};
       for (int t = 0; t < 6; ++t) lanes[t][(i - leaf) % 16] += terms[t];

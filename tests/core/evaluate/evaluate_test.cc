@@ -5,6 +5,7 @@
 #include <cstring>
 #include <limits>
 #include <map>
+#include <random>
 #include <vector>
 
 #include "core/formats/codec.h"
@@ -109,13 +110,12 @@ class NaiveLanes {
     sums_.clipped_low += low;
     sums_.clipped_high += high;
     sums_.zero_flushed += x != 0 && restored == 0;
-    const double error = restored - x;
-    const double relative = x == 0 ? 0 : std::fabs(error / x);
-    const double terms[6] = {error * error, std::fabs(error),    relative,
-                             x * x,         restored * restored, x * restored};
+    const double error = NaiveError(type, x, restored);
+    const double relative = NaiveRelative(type, x, error);
+    const double terms[6] = {error * error,       error,       relative, x * x,
+                             restored * restored, x * restored};
     for (int t = 0; t < 6; ++t) lanes_[t][k % 16] += terms[t];
-    sums_.max_absolute_error =
-        std::max(sums_.max_absolute_error, std::fabs(error));
+    sums_.max_absolute_error = std::max(sums_.max_absolute_error, error);
     sums_.max_relative_error = std::max(sums_.max_relative_error, relative);
   }
 
@@ -295,6 +295,106 @@ TEST(EvaluateTest, EqualsTheDefinitionForEveryKindOfCode) {
         if (HasFailure()) return;
       }
     }
+  }
+}
+
+// All targets, per tensor and per element of rows, against the definition.
+void ExpectDefinition(const Encoding& encoding, ElementType type,
+                      const std::vector<uint8_t>& reals) {
+  const int64_t count = reals.size() / ElementSizeBytes(type);
+  const LayoutCase per_tensor = {{count}, {}};
+  const LayoutCase columns = {{count / 40, 40}, {0, 1}};
+  Encoding wide = encoding;
+  wide.scale.assign(40, encoding.scale[0]);
+  if (!encoding.zero_point.empty()) {
+    wide.zero_point.assign(40, encoding.zero_point[0]);
+  }
+  for (const LayoutCase& layout_case : {per_tensor, columns}) {
+    SCOPED_TRACE(layout_case.Name());
+    const BlockLayout layout = layout_case.Layout();
+    const Encoding& used = layout.scale_count() == 1 ? encoding : wide;
+    const Expected want = Naive(layout_case, used, type, reals);
+    ForEachSimdTarget([&] {
+      Evaluator evaluator(used, layout, type, EvaluateOptions{true, false});
+      evaluator.Update(0, layout.element_count(), reals.data(), nullptr);
+      ExpectSame(evaluator.overall(), want.overall);
+      for (size_t i = 0; i < want.per_scale_index.size(); ++i) {
+        ExpectSame(evaluator.per_scale_index()[i], want.per_scale_index[i]);
+      }
+    });
+  }
+}
+
+TEST(EvaluateTest, RoundsTiesAndTheirNeighboursAsTheQuotientIs) {
+  std::mt19937 random(1);
+  for (const char* name : {"int4", "int8", "uint8", "int16"}) {
+    SCOPED_TRACE(name);
+    const FormatInfo& format = *FindFormatByName(name);
+    for (const ElementType type :
+         {ElementType::kFloat32, ElementType::kFloat64}) {
+      SCOPED_TRACE(ElementTypeName(type));
+      for (int round = 0; round < 20; ++round) {
+        SCOPED_TRACE(round);
+        Encoding encoding;
+        encoding.format = format.format;
+        encoding.qmin = format.qmin;
+        encoding.qmax = format.qmax;
+        // The ends of the exponents too.
+        const int exponent[] = {0, -5, 3, -101, 99, -126, 127};
+        encoding.scale = {
+            std::ldexp(1 + static_cast<float>(random() % (1 << 23)) * 0x1p-23f,
+                       exponent[round % 7])};
+        if (name[0] == 'u') encoding.zero_point = {round * 10};
+        std::vector<uint8_t> reals(4000 * ElementSizeBytes(type));
+        for (int64_t i = 0; i < 4000; ++i) {
+          const auto span =
+              static_cast<uint32_t>(format.qmax - format.qmin + 8);
+          const double tie =
+              static_cast<double>(random() % span) + format.qmin - 4 + 0.5;
+          double x = tie * encoding.scale[0];
+          for (int64_t step = i % 5; step < 2; ++step) {
+            x = type == ElementType::kFloat64
+                    ? std::nextafter(x, 1e300)
+                    : std::nextafter(static_cast<float>(x), 3e38f);
+          }
+          for (int64_t step = i % 5; step > 2; --step) {
+            x = type == ElementType::kFloat64
+                    ? std::nextafter(x, -1e300)
+                    : std::nextafter(static_cast<float>(x), -3e38f);
+          }
+          StoreReal(type, x, reals.data(), i);
+        }
+        ExpectDefinition(encoding, type, reals);
+        if (HasFailure()) return;
+      }
+    }
+  }
+}
+
+TEST(EvaluateTest, ErrorsBeyondFloat32AreThoseOfFloat64) {
+  Encoding encoding;
+  encoding.format = FindFormatByName("codebook8")->format;
+  encoding.qmax = 1;
+  encoding.codebook = {1, 1.5};
+  for (const float scale : {0x1p127f, 0x1p-1f}) {
+    SCOPED_TRACE(scale);
+    encoding.scale = {scale};
+    std::vector<uint8_t> reals(2000 * 4);
+    for (int64_t i = 0; i < 2000; ++i) {
+      const double odd = scale > 1 ? -3e38 : 1e-45;
+      StoreReal(ElementType::kFloat32, i % 300 == 7 ? odd : scale * (i % 3),
+                reals.data(), i);
+    }
+    ExpectDefinition(encoding, ElementType::kFloat32, reals);
+    const BlockLayout layout = *BlockLayout::Create({2000}, {});
+    Evaluator evaluator(encoding, layout, ElementType::kFloat32, {});
+    evaluator.Update(0, 2000, reals.data(), nullptr);
+    if (scale > 1) {
+      EXPECT_GT(evaluator.overall().max_absolute_error, 4e38);
+    } else {
+      EXPECT_GT(evaluator.overall().max_relative_error, 3e44);
+    }
+    EXPECT_TRUE(std::isfinite(evaluator.overall().squared_error));
   }
 }
 

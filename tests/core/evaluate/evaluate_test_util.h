@@ -3,10 +3,34 @@
 #ifndef QUANTD_TESTS_CORE_EVALUATE_EVALUATE_TEST_UTIL_H_
 #define QUANTD_TESTS_CORE_EVALUATE_EVALUATE_TEST_UTIL_H_
 
+#include <cmath>
+#include <limits>
+
 #include "core/evaluate/evaluate.h"
+#include "core/types/element_type.h"
 #include "gtest/gtest.h"
 
 namespace quantd::core {
+
+// Rounded to the arithmetic type of the element type, where it is finite there.
+inline double NaiveInType(ElementType type, double value) {
+  if (type == ElementType::kFloat64) return value;
+  // volatile: the value is to be a float32, whatever the compiler's mind.
+  volatile float single = static_cast<float>(value);
+  return std::isfinite(single) ? single : value;
+}
+
+// |e| and |e / x|. Rounding float64's difference or quotient of two float32
+// to float32 is rounding the exact one: float64 has more than twice the digits.
+inline double NaiveError(ElementType type, double x, double restored) {
+  return NaiveInType(type, std::fabs(restored - x));
+}
+inline double NaiveRelative(ElementType type, double x, double error) {
+  if (x == 0) return 0;
+  const double relative = error / std::fabs(x);
+  const bool is_wide = error > std::numeric_limits<float>::max();
+  return is_wide ? relative : NaiveInType(type, relative);
+}
 
 // To the last bit.
 inline void ExpectSame(const ErrorSums& got, const ErrorSums& want) {
