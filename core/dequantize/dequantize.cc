@@ -1,8 +1,8 @@
 #include "core/dequantize/dequantize.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
-#include <iterator>
 #include <limits>
 #include <type_traits>
 
@@ -30,22 +30,35 @@ namespace {
 constexpr int64_t kBlockElements = 2048;
 // Elements of a task; a multiple of kBlockElements.
 constexpr int64_t kTaskElements = 64 * 1024;
+// The sizes of groups that share a call with their neighbours.
+constexpr int64_t kSmallestGroup = 16;
+constexpr int64_t kLargestGroup = 256;
 
-// What the codes of a float format or a codebook stand for.
-class ValueTable {
- public:
-  // [256]; valid as long as the table.
-  const float* Of(const Encoding& encoding, const FormatInfo& format) {
-    if (format.kind == CodeKind::kFloat) return FloatValues(format);
-    const absl::Span<const float> codebook = CodebookOf(encoding);
-    std::fill(std::copy(codebook.begin(), codebook.end(), entries_),
-              std::end(entries_), std::numeric_limits<float>::quiet_NaN());
-    return entries_;
+// Outputs are fetched so far ahead, in tensors that the L2 does not hold.
+constexpr int64_t kPrefetchBytes = 4096;
+constexpr int64_t kPrefetchFromBytes = 2 << 20;
+
+constexpr int kTableEntries = 256;
+
+// What the codes of a float format or a codebook stand for [kTableEntries];
+// `entries` may hold it.
+const float* ValuesOf(const Encoding& encoding, const FormatInfo& format,
+                      float* entries) {
+  if (format.kind == CodeKind::kFloat) return FloatValues(format);
+  const absl::Span<const float> codebook = CodebookOf(encoding);
+  std::fill(std::copy(codebook.begin(), codebook.end(), entries),
+            entries + kTableEntries, std::numeric_limits<float>::quiet_NaN());
+  return entries;
+}
+
+// What the codes of an integer format of at most 4 bits stand for [16].
+void FillIntegers(const FormatInfo& format, float* entries) {
+  const int sign = format.is_signed ? 1 << (format.bits - 1) : 0;
+  const int mask = (1 << format.bits) - 1;
+  for (int code = 0; code < 16; ++code) {
+    entries[code] = static_cast<float>(((code & mask) ^ sign) - sign);
   }
-
- private:
-  float entries_[256];
-};
+}
 
 }  // namespace
 }  // namespace quantd::core
@@ -63,190 +76,379 @@ void DequantizeSimd(const DequantizeRange& range) { DequantizeScalar(range); }
 
 #else
 
-// Lanes(d) elements with a scale and zero point each (kStep 1) or one for all
-// (kStep 0).
-template <int kStep, typename Code, class D>
-HWY_INLINE void DequantizeVector(D d, const uint8_t* HWY_RESTRICT in,
-                                 const float* HWY_RESTRICT scale,
-                                 const int32_t* HWY_RESTRICT zero_point,
-                                 uint8_t* HWY_RESTRICT out) {
-  const hn::Rebind<int32_t, D> di;
-  const hn::Rebind<float, D> df;
-  const hn::Rebind<Code, D> dc;
-  const auto zero = kStep == 1 && zero_point != nullptr
-                        ? hn::LoadU(di, zero_point)
-                        : hn::Set(di, zero_point == nullptr ? 0 : *zero_point);
-  const auto scale_f = kStep == 1 ? hn::LoadU(df, scale) : hn::Set(df, *scale);
-  const auto difference = hn::Sub(hn::PromoteTo(di, LoadBytes(dc, in)), zero);
-  if constexpr (std::is_same_v<hn::TFromD<D>, double>) {
-    StoreBytes(hn::Mul(hn::PromoteTo(d, difference), hn::PromoteTo(d, scale_f)),
-               d, out);
-  } else {
-    StoreBytes(hn::Mul(hn::ConvertTo(d, difference), scale_f), d, out);
+// --- What codes stand for ---------------------------------------------------
+// Value(d, in, values): the values of Lanes(d) codes, as float32.
+
+template <typename Code>
+struct IntegerValues {
+  static constexpr int kCodeBytes = sizeof(Code);
+
+  template <class D>
+  HWY_INLINE hn::Vec<D> Value(D d, const uint8_t* HWY_RESTRICT in) const {
+    const hn::RebindToSigned<D> di;
+    const hn::Rebind<Code, D> dc;
+    return hn::ConvertTo(d, hn::PromoteTo(di, LoadBytes(dc, in)));
   }
-}
+};
 
-template <int kStep, typename T, typename Code>
-void DequantizeRun(const Encoding& encoding, int64_t scale_index,
-                   const uint8_t* HWY_RESTRICT in, int64_t count,
-                   uint8_t* HWY_RESTRICT out) {
-  const hn::ScalableTag<T> d;
-  const hn::CappedTag<T, 1> d1;
-  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
-  const float* scale = encoding.scale.data() + scale_index;
-  const int32_t* zero_point = encoding.zero_point.empty()
-                                  ? nullptr
-                                  : encoding.zero_point.data() + scale_index;
-  const auto vector = [&](auto tag, int64_t i) HWY_ATTR {
-    DequantizeVector<kStep, Code>(
-        tag, in + i * static_cast<int64_t>(sizeof(Code)), scale + i * kStep,
-        zero_point == nullptr ? nullptr : zero_point + i * kStep,
-        out + i * static_cast<int64_t>(sizeof(T)));
-  };
-  int64_t i = 0;
-  for (; i + lanes <= count; i += lanes) vector(d, i);
-  for (; i < count; ++i) vector(d1, i);
-}
+// Of a table of 16.
+struct SmallTable {
+  static constexpr int kCodeBytes = 1;
 
-// The values of codes of at most 4 bits.
+  template <class D>
+  HWY_INLINE hn::Vec<D> Value(D d, const uint8_t* HWY_RESTRICT in) const {
+    const hn::RebindToSigned<D> di;
+    const hn::Rebind<uint8_t, D> du8;
+    const auto code = hn::PromoteTo(di, LoadBytes(du8, in));
+    if constexpr (hn::MaxLanes(D()) >= 16) {
+      return hn::TableLookupLanes(hn::LoadU(d, values),
+                                  hn::IndicesFromVec(d, code));
+    } else if constexpr (hn::MaxLanes(D()) == 8) {
+      const auto index = hn::IndicesFromVec(d, hn::And(code, hn::Set(di, 7)));
+      return hn::IfThenElse(
+          hn::RebindMask(d, hn::Gt(code, hn::Set(di, 7))),
+          hn::TableLookupLanes(hn::LoadU(d, values + 8), index),
+          hn::TableLookupLanes(hn::LoadU(d, values), index));
+    } else {
+      return hn::GatherIndex(d, values, code);
+    }
+  }
+
+  const float* HWY_RESTRICT values;
+};
+
+// Of a table of 256.
+struct LargeTable {
+  static constexpr int kCodeBytes = 1;
+
+  template <class D>
+  HWY_INLINE hn::Vec<D> Value(D d, const uint8_t* HWY_RESTRICT in) const {
+    const hn::RebindToSigned<D> di;
+    const hn::Rebind<uint8_t, D> du8;
+    return hn::GatherIndex(d, values, hn::PromoteTo(di, LoadBytes(du8, in)));
+  }
+
+  const float* HWY_RESTRICT values;
+};
+
+#if QUANTD_HAS_F16
+// Small floats by way of float16, which has as many exponent bits or more: with
+// the fields at their places there the value is 2^(bias - 15) times too large,
+// exactly, subnormals included. Codes of infinity and NaN are the caller's.
+struct HalfValues {
+  static constexpr int kCodeBytes = 1;
+
+  static bool Supports(const FloatLayout& layout) {
+    // The largest exponent is infinity and NaN in float16.
+    return layout.exponent_bits < 5 || layout.specials == FloatSpecials::kIeee;
+  }
+
+  explicit HalfValues(const FloatLayout& layout)
+      : left(15 - layout.exponent_bits - layout.mantissa_bits),
+        right(5 - layout.exponent_bits),
+        mask(static_cast<int16_t>(0x8000 | (0x7FFF >> right))),
+        factor(std::ldexp(1.0f, 15 - layout.bias)) {
+    const int rest_bits = layout.exponent_bits + layout.mantissa_bits;
+    switch (layout.specials) {
+      case FloatSpecials::kNan:
+        special_mask = special = (1 << rest_bits) - 1;
+        break;
+      case FloatSpecials::kIeee:
+        special_mask = special = (1 << rest_bits) - (1 << layout.mantissa_bits);
+        break;
+      case FloatSpecials::kFnuz:
+        special_mask = 0xFF;
+        special = 1 << rest_bits;
+        break;
+      case FloatSpecials::kNone:
+        // No code has it.
+        special_mask = 0;
+        special = 1;
+        break;
+    }
+  }
+
+  template <class D>
+  HWY_INLINE hn::Vec<D> Value(D d, const uint8_t* HWY_RESTRICT in) const {
+    const hn::Rebind<uint8_t, D> du8;
+    const hn::Rebind<uint16_t, D> du16;
+    const hn::Rebind<int16_t, D> di16;
+    const hn::Rebind<hwy::float16_t, D> df16;
+    const auto code = hn::PromoteTo(du16, LoadBytes(du8, in));
+    const auto high = hn::BitCast(di16, hn::ShiftLeftSame(code, left));
+    const auto half =
+        hn::And(hn::ShiftRightSame(high, right), hn::Set(di16, mask));
+    return hn::Mul(hn::PromoteTo(d, hn::BitCast(df16, half)),
+                   hn::Set(d, factor));
+  }
+
+  // Whether one of the codes is infinity or NaN.
+  bool HasSpecial(const uint8_t* in, int64_t count) const {
+    const hn::ScalableTag<uint8_t> d;
+    const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+    const auto mask_v = hn::Set(d, special_mask);
+    const auto special_v = hn::Set(d, special);
+    int64_t i = 0;
+    auto found = hn::Ne(special_v, special_v);
+    for (; i + lanes <= count; i += lanes) {
+      found = hn::Or(found,
+                     hn::Eq(hn::And(hn::LoadU(d, in + i), mask_v), special_v));
+    }
+    bool rest = false;
+    for (; i < count; ++i) rest |= (in[i] & special_mask) == special;
+    return rest || !hn::AllFalse(d, found);
+  }
+
+  int left;
+  int right;
+  int16_t mask;
+  float factor;
+  uint8_t special_mask;
+  uint8_t special;
+};
+#endif
+
+// --- What scales them -------------------------------------------------------
+// Get(d, i): scales and zero points, as float32, of Lanes(d) elements from the
+// i-th on. The zero points are exact: all are below 2^24.
+
 template <class D>
-HWY_INLINE hn::Vec<D> LookUp16(D d, const float* HWY_RESTRICT values,
-                               hn::Vec<hn::RebindToSigned<D>> code) {
-  if constexpr (hn::MaxLanes(D()) >= 16) {
-    return hn::TableLookupLanes(hn::LoadU(d, values),
-                                hn::IndicesFromVec(d, code));
-  } else {
-    return hn::GatherIndex(d, values, code);
-  }
-}
+struct ScaleLanes {
+  hn::Vec<D> scale;
+  hn::Vec<D> zero_point;
+};
 
-// As DequantizeVector, of formats whose codes stand for `values` [256], or [16]
-// if kIsSmall.
-template <int kStep, bool kIsSmall, class D>
-HWY_INLINE void LookUpVector(D d, const uint8_t* HWY_RESTRICT in,
-                             const float* HWY_RESTRICT values,
-                             const float* HWY_RESTRICT scale,
-                             uint8_t* HWY_RESTRICT out) {
-  const hn::Rebind<int32_t, D> di;
+// One for each 2^shift elements; all of them with a shift of 63.
+template <bool kHasZeroPoints>
+struct GroupScales {
+  template <class D>
+  HWY_INLINE ScaleLanes<D> Get(D d, int64_t i) const {
+    const int64_t group = i >> shift;
+    return {hn::Set(d, scale[group]),
+            kHasZeroPoints ? hn::Set(d, static_cast<float>(zero_point[group]))
+                           : hn::Zero(d)};
+  }
+
+  const float* HWY_RESTRICT scale;
+  const int32_t* HWY_RESTRICT zero_point;
+  int shift;
+};
+
+template <bool kHasZeroPoints>
+struct ElementScales {
+  template <class D>
+  HWY_INLINE ScaleLanes<D> Get(D d, int64_t i) const {
+    const hn::RebindToSigned<D> di;
+    if constexpr (kHasZeroPoints) {
+      return {hn::LoadU(d, scale + i),
+              hn::ConvertTo(d, hn::LoadU(di, zero_point + i))};
+    } else {
+      return {hn::LoadU(d, scale + i), hn::Zero(d)};
+    }
+  }
+
+  const float* HWY_RESTRICT scale;
+  const int32_t* HWY_RESTRICT zero_point;
+};
+
+// --- Runs -------------------------------------------------------------------
+
+// Lanes(d) elements to floats or doubles.
+template <class Values, class D>
+HWY_INLINE void DequantizeVector(D d, const Values& values,
+                                 const ScaleLanes<hn::Rebind<float, D>>& s,
+                                 const uint8_t* HWY_RESTRICT in,
+                                 uint8_t* HWY_RESTRICT out) {
   const hn::Rebind<float, D> df;
-  const hn::Rebind<uint8_t, D> du8;
-  const auto code = hn::PromoteTo(di, LoadBytes(du8, in));
-  const auto scale_f = kStep == 1 ? hn::LoadU(df, scale) : hn::Set(df, *scale);
-  const auto value =
-      kIsSmall ? LookUp16(df, values, code) : hn::GatherIndex(df, values, code);
+  // -0 less +0 is -0.
+  const auto value = hn::Sub(values.Value(df, in), s.zero_point);
   if constexpr (std::is_same_v<hn::TFromD<D>, double>) {
-    StoreBytes(hn::Mul(hn::PromoteTo(d, value), hn::PromoteTo(d, scale_f)), d,
+    StoreBytes(hn::Mul(hn::PromoteTo(d, value), hn::PromoteTo(d, s.scale)), d,
                out);
   } else {
-    StoreBytes(hn::Mul(value, scale_f), d, out);
+    StoreBytes(hn::Mul(value, s.scale), d, out);
   }
 }
 
-template <int kStep, bool kIsSmall, typename T>
-void LookUpRun(const float* HWY_RESTRICT values,
-               const float* HWY_RESTRICT scale, const uint8_t* HWY_RESTRICT in,
-               int64_t count, uint8_t* HWY_RESTRICT out) {
+// `ahead`: bytes of `out` that are prefetched.
+template <typename T, class Values, class Scales>
+void DequantizeSpan(const Values& values_in, const Scales& scales_in,
+                    const uint8_t* HWY_RESTRICT in, int64_t count,
+                    uint8_t* HWY_RESTRICT out, int64_t ahead) {
+  constexpr int64_t kCodeBytes = Values::kCodeBytes;
+  constexpr int64_t kSize = sizeof(T);
   const hn::ScalableTag<T> d;
-  const hn::CappedTag<T, 1> d1;
-  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
-  const auto vector = [&](auto tag, int64_t i) HWY_ATTR {
-    LookUpVector<kStep, kIsSmall>(tag, in + i, values, scale + i * kStep,
-                                  out + i * static_cast<int64_t>(sizeof(T)));
-  };
+  const hn::Rebind<float, decltype(d)> df;
+  constexpr int64_t kLanes = hn::MaxLanes(hn::ScalableTag<T>());
+  // Copies: what they hold stays in registers whatever `out` points at.
+  const Values values = values_in;
+  const Scales scales = scales_in;
   int64_t i = 0;
-  for (; i + lanes <= count; i += lanes) vector(d, i);
-  for (; i < count; ++i) vector(d1, i);
+  for (; i + 4 * kLanes <= count; i += 4 * kLanes) {
+    uint8_t* to = out + i * kSize;
+    for (int64_t at = 0; at < 4 * kLanes * kSize; at += kLineBytes) {
+      PrefetchWrite(to + at + ahead);
+    }
+    for (int64_t k = 0; k < 4 * kLanes; k += kLanes) {
+      DequantizeVector(d, values, scales.Get(df, i + k),
+                       in + (i + k) * kCodeBytes, to + k * kSize);
+    }
+  }
+  for (; i + kLanes <= count; i += kLanes) {
+    DequantizeVector(d, values, scales.Get(df, i), in + i * kCodeBytes,
+                     out + i * kSize);
+  }
+  const hn::CappedTag<T, 1> d1;
+  const hn::Rebind<float, decltype(d1)> df1;
+  for (; i < count; ++i) {
+    DequantizeVector(d1, values, scales.Get(df1, i), in + i * kCodeBytes,
+                     out + i * kSize);
+  }
 }
 
-// Calls `dequantize_part(run, in, count, out)` for the parts of the runs, with
-// codes unpacked to that size each and outputs of T.
-template <typename T, typename Code, class Function>
-HWY_INLINE void ForEachPart(const DequantizeRange& range,
-                            const Function& dequantize_part) {
+// `count` elements of a row; `row` is where they begin.
+template <typename T, bool kHasZeroPoints, class Values>
+void DequantizeRow(const Encoding& encoding, const BlockLayout::Row& row,
+                   const Values& values, const uint8_t* in, int64_t count,
+                   uint8_t* out, int64_t ahead) {
+  constexpr int64_t kSize = sizeof(T);
+  const float* scale = encoding.scale.data() + row.scale_index;
+  const int32_t* zero_point =
+      kHasZeroPoints ? encoding.zero_point.data() + row.scale_index : nullptr;
+  if (row.block == 1) {
+    DequantizeSpan<T>(values, ElementScales<kHasZeroPoints>{scale, zero_point},
+                      in, count, out, ahead);
+    return;
+  }
+  const int shift = static_cast<int>(
+      hwy::Num0BitsBelowLS1Bit_Nonzero64(static_cast<uint64_t>(row.block)));
+  const bool is_group = row.block == int64_t{1} << shift &&
+                        row.block >= kSmallestGroup &&
+                        row.block <= kLargestGroup;
+  int64_t offset = row.offset;
+  for (int64_t done = 0; done < count;) {
+    int64_t groups = 1;
+    int64_t n = std::min(row.block - offset, count - done);
+    GroupScales<kHasZeroPoints> scales{scale, zero_point, 63};
+    if (is_group && offset == 0 && n == row.block) {
+      groups = (count - done) >> shift;
+      n = groups << shift;
+      scales.shift = shift;
+    }
+    DequantizeSpan<T>(values, scales, in + done * Values::kCodeBytes, n,
+                      out + done * kSize, ahead);
+    done += n;
+    offset = 0;
+    scale += groups;
+    if (kHasZeroPoints) zero_point += groups;
+  }
+}
+
+// A range in blocks, with codes unpacked to a byte each and outputs of T.
+// `fallback` takes the blocks that have codes that `values` cannot take.
+template <typename T, bool kHasZeroPoints, class Values, class Fallback>
+void DequantizeBlocks(const DequantizeRange& range, bool unpacks_sign,
+                      const Values& values, const Fallback& fallback) {
   const bool is_packed = range.format.storage_bits < 8;
   const bool narrows = sizeof(T) == 4 && range.type != ElementType::kFloat32;
   const int64_t element_bytes = ElementSizeBytes(range.type);
+  const int64_t ahead = range.is_large ? kPrefetchBytes : 0;
   HWY_ALIGN float wide[kBlockElements];
   HWY_ALIGN uint8_t codes[kBlockElements + 3];
   HWY_ALIGN uint8_t scratch[kBlockElements + 3];
 
-  BlockLayout::RunCursor cursor(range.layout, range.first, range.count);
-  BlockLayout::Run run{};
+  BlockLayout::RowCursor cursor(range.layout, range.first, range.count);
+  BlockLayout::Row row{};
   for (int64_t begin = 0; begin < range.count; begin += kBlockElements) {
     const int64_t count = std::min(range.count - begin, kBlockElements);
     const uint8_t* in = range.in + range.format.SizeBytes(begin);
     if (is_packed) {
-      UnpackCodes(range.format.storage_bits, range.format.is_signed, in, count,
-                  scratch, codes);
+      UnpackCodes(range.format.storage_bits, unpacks_sign, in, count, scratch,
+                  codes);
       in = codes;
     }
     uint8_t* out = range.out + begin * element_bytes;
     uint8_t* block_out = narrows ? reinterpret_cast<uint8_t*>(wide) : out;
-    for (int64_t i = 0; i < count;) {
-      if (run.count == 0) cursor.Next(&run);
-      const int64_t part = std::min(run.count, count - i);
-      dequantize_part(run, in + i * static_cast<int64_t>(sizeof(Code)), part,
-                      block_out + i * static_cast<int64_t>(sizeof(T)));
-      run.count -= part;
-      run.scale_index += part * run.scale_step;
-      i += part;
+    bool falls_back = false;
+#if QUANTD_HAS_F16
+    if constexpr (std::is_same_v<Values, HalfValues>) {
+      falls_back = values.HasSpecial(in, count);
     }
-    if (narrows) Narrow(range.type, wide, count, out);
+#endif
+    for (int64_t i = 0; i < count;) {
+      if (row.count == 0) cursor.Next(&row);
+      const int64_t n = std::min(row.count, count - i);
+      const uint8_t* from = in + i * Values::kCodeBytes;
+      uint8_t* to = block_out + i * static_cast<int64_t>(sizeof(T));
+      if (HWY_UNLIKELY(falls_back)) {
+        DequantizeRow<T, kHasZeroPoints>(range.encoding, row, fallback, from, n,
+                                         to, narrows ? 0 : ahead);
+      } else {
+        DequantizeRow<T, kHasZeroPoints>(range.encoding, row, values, from, n,
+                                         to, narrows ? 0 : ahead);
+      }
+      const int64_t past = row.offset + n;
+      row.count -= n;
+      row.scale_index += past / row.block;
+      row.offset = past % row.block;
+      i += n;
+    }
+    if (narrows) {
+      for (int64_t at = 0; at < count * 2; at += kLineBytes) {
+        PrefetchWrite(out + at + ahead);
+      }
+      Narrow(range.type, wide, count, out);
+    }
   }
 }
 
-template <typename T, typename Code>
-void DequantizeIntegers(const DequantizeRange& range) {
-  ForEachPart<T, Code>(
-      range, [&](const BlockLayout::Run& run, const uint8_t* in, int64_t count,
-                 uint8_t* out) HWY_ATTR {
-        if (run.scale_step == 1) {
-          DequantizeRun<1, T, Code>(range.encoding, run.scale_index, in, count,
-                                    out);
-        } else {
-          DequantizeRun<0, T, Code>(range.encoding, run.scale_index, in, count,
-                                    out);
-        }
-      });
-}
-
-template <typename T, bool kIsSmall>
-void LookUpAll(const DequantizeRange& range, const float* values) {
-  ForEachPart<T, uint8_t>(
-      range, [&](const BlockLayout::Run& run, const uint8_t* in, int64_t count,
-                 uint8_t* out) HWY_ATTR {
-        const float* scale = range.encoding.scale.data() + run.scale_index;
-        if (run.scale_step == 1) {
-          LookUpRun<1, kIsSmall, T>(values, scale, in, count, out);
-        } else {
-          LookUpRun<0, kIsSmall, T>(values, scale, in, count, out);
-        }
-      });
+template <typename T, class Values>
+void DequantizeIntegers(const DequantizeRange& range, const Values& values) {
+  // Unpacked codes are negative where a table does not take them as they are.
+  const bool unpacks_sign =
+      range.format.is_signed && !std::is_same_v<Values, SmallTable>;
+  if (range.encoding.zero_point.empty()) {
+    DequantizeBlocks<T, false>(range, unpacks_sign, values, values);
+  } else {
+    DequantizeBlocks<T, true>(range, unpacks_sign, values, values);
+  }
 }
 
 template <typename T>
 void DequantizeTyped(const DequantizeRange& range) {
   const FormatInfo& format = range.format;
+  HWY_ALIGN float entries[kTableEntries];
   if (format.kind != CodeKind::kInteger) {
-    ValueTable table;
-    const float* values = table.Of(range.encoding, format);
+    const float* values = ValuesOf(range.encoding, format, entries);
+    const LargeTable table{values};
     if (format.bits <= 4) {
-      LookUpAll<T, true>(range, values);
-    } else {
-      LookUpAll<T, false>(range, values);
+      const SmallTable small_table{values};
+      DequantizeBlocks<T, false>(range, false, small_table, small_table);
+      return;
     }
+#if QUANTD_HAS_F16
+    if (format.kind == CodeKind::kFloat &&
+        HalfValues::Supports(format.float_layout)) {
+      DequantizeBlocks<T, false>(range, false, HalfValues(format.float_layout),
+                                 table);
+      return;
+    }
+#endif
+    DequantizeBlocks<T, false>(range, false, table, table);
   } else if (format.storage_bits == 16) {
     if (format.is_signed) {
-      DequantizeIntegers<T, int16_t>(range);
+      DequantizeIntegers<T>(range, IntegerValues<int16_t>());
     } else {
-      DequantizeIntegers<T, uint16_t>(range);
+      DequantizeIntegers<T>(range, IntegerValues<uint16_t>());
     }
+  } else if (format.storage_bits < 8 &&
+             hn::MaxLanes(hn::ScalableTag<float>()) >= 8) {
+    FillIntegers(format, entries);
+    DequantizeIntegers<T>(range, SmallTable{entries});
+  } else if (format.is_signed) {
+    DequantizeIntegers<T>(range, IntegerValues<int8_t>());
   } else {
-    if (format.is_signed) {
-      DequantizeIntegers<T, int8_t>(range);
-    } else {
-      DequantizeIntegers<T, uint8_t>(range);
-    }
+    DequantizeIntegers<T>(range, IntegerValues<uint8_t>());
   }
 }
 
@@ -279,6 +481,7 @@ void Dequantize(const Encoding& encoding, const BlockLayout& layout,
   if (count == 0) return;
   const FormatInfo& format = *FindFormat(encoding.format);
   const int64_t tasks = (count + kTaskElements - 1) / kTaskElements;
+  const bool is_large = count * ElementSizeBytes(type) >= kPrefetchFromBytes;
   const bool is_scalar = internal::UsesScalarKernels();
   const auto run_task = [&](int64_t task) {
     const int64_t begin = task * kTaskElements;
@@ -289,7 +492,8 @@ void Dequantize(const Encoding& encoding, const BlockLayout& layout,
                                 first + begin,
                                 std::min(kTaskElements, count - begin),
                                 in + format.SizeBytes(begin),
-                                out + begin * ElementSizeBytes(type)};
+                                out + begin * ElementSizeBytes(type),
+                                is_large};
     if (is_scalar) {
       DequantizeScalar(range);
     } else {

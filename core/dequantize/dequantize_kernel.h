@@ -23,6 +23,8 @@ struct DequantizeRange {
   int64_t count;
   const uint8_t* in;
   uint8_t* out;
+  // Part of so much that caches do not hold it.
+  bool is_large = false;
 };
 
 // The truth: one element after the other, as dequantize.h says it.

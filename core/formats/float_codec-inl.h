@@ -186,18 +186,32 @@ HWY_INLINE hn::Vec<hn::RebindToSigned<D>> EntryIndex(D d,
   };
   int rest_steps = grid.search_steps;
   if constexpr (hn::MaxLanes(D()) >= 16) {
-    // 16 thresholds fit one vector.
+    // 16 thresholds fit one vector. The index is a multiple of twice the step:
+    // a table that begins step - 1 thresholds later takes it as it is.
     const bool fits = grid.search_steps <= 4;
-    const auto table = hn::Load(d, fits ? threshold : grid.coarse_threshold);
-    for (TI step = 8; step > 0; step /= 2) {
-      const auto at = hn::Add(index, hn::Set(di, static_cast<TI>(step - 1)));
-      add_where_above(hn::TableLookupLanes(table, hn::IndicesFromVec(d, at)),
+    const T* table = fits ? threshold : grid.coarse_threshold;
+    add_where_above(hn::Set(d, table[7]), 8);
+    for (TI step = 4; step > 0; step /= 2) {
+      add_where_above(hn::TableLookupLanes(hn::LoadU(d, table + step - 1),
+                                           hn::IndicesFromVec(d, index)),
                       step);
     }
     if (fits) return index;
     index = hn::ShiftLeft<4>(index);
     rest_steps = 4;
   } else if (grid.search_steps <= 4) {
+    if constexpr (hn::MaxLanes(D()) == 8 && sizeof(T) == 4) {
+      // A vector holds the thresholds of each level of the search.
+      for (const auto& level : grid.level_threshold) {
+        const auto above =
+            hn::Gt(q, hn::TableLookupLanes(hn::Load(d, level),
+                                           hn::IndicesFromVec(d, index)));
+        // True is -1.
+        index = hn::Sub(hn::Add(index, index),
+                        hn::VecFromMask(di, hn::RebindMask(di, above)));
+      }
+      return index;
+    }
     for (int k = 0; k + 1 < grid.count; ++k) {
       add_where_above(hn::Set(d, threshold[k]), 1);
     }

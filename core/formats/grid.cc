@@ -71,8 +71,17 @@ CodebookGrid::CodebookGrid(absl::Span<const float> codebook)
     threshold_double[k] = LargestNearLower(codebook[k], codebook[k + 1]);
     threshold_float[k] = RoundDown<float>(threshold_double[k]);
   }
+  std::fill(std::begin(coarse_threshold), std::end(coarse_threshold),
+            std::numeric_limits<float>::infinity());
   for (int k = 0; k < 16; ++k) {
     coarse_threshold[k] = threshold_float[16 * k + 15];
+  }
+  for (int level = 0; level < 4; ++level) {
+    for (int k = 0; k < 8; ++k) {
+      const int known = k & ((1 << level) - 1);
+      level_threshold[level][k] =
+          threshold_float[(2 * known + 1) * (8 >> level) - 1];
+    }
   }
 }
 

@@ -78,8 +78,11 @@ struct CodebookGrid {
   int search_steps;
   alignas(64) float entry[kMaxLevels];
   alignas(64) float threshold_float[kMaxLevels];
-  // threshold_float[16 k + 15]: what a search begins with.
-  alignas(64) float coarse_threshold[16];
+  // threshold_float[16 k + 15]: what a search begins with. Infinity behind.
+  alignas(64) float coarse_threshold[32];
+  // What each step of a binary search among 16 entries compares with, by the
+  // bits of the index that it knows.
+  alignas(64) float level_threshold[4][8];
   alignas(64) double threshold_double[kMaxLevels];
 };
 

@@ -5,8 +5,12 @@
 //   Accepts, Auxiliary    for ScaleArrays::Fill: which scales the class can
 //                         work with, and what it needs of them besides
 //   Code(d, x, scales)    codes of a vector; Store takes four of them
-//   AllGood(state)        no element was clipped or NaN; otherwise their codes
-//                         are unspecified, and the caller does them over with
+//   AllGood(state)        no element was clipped or NaN
+//   Saturates             codes of clipped elements are right, but for
+//   quotients
+//                         that overflow
+//   CountClipped(...)     counts those in `mask`; takes lanes out of `ordinary`
+//                         whose codes may be wrong
 //   SpecialCode(...)      codes of any elements; counts those in `mask`
 
 #if defined(QUANTD_CORE_QUANTIZE_CODERS_INL_H_) == defined(HWY_TARGET_TOGGLE)
@@ -56,6 +60,19 @@ HWY_INLINE IntVector RoundToInt(FloatVector v) {
 #else
   return hn::NearestInt(v);
 #endif
+}
+
+// v, loaded once: otherwise compilers load it again for every use, and loads
+// that straddle cache lines are the bottleneck of what the L2 holds.
+HWY_INLINE FloatVector InRegister(FloatVector v) {
+#if HWY_ARCH_X86 && (HWY_COMPILER_GCC || HWY_COMPILER_CLANG)
+#if HWY_MAX_BYTES == 64
+  asm("" : "+v"(v.raw));
+#else
+  asm("" : "+x"(v.raw));
+#endif
+#endif
+  return v;
 }
 
 // mask && a < b
@@ -155,19 +172,22 @@ class IntegerCoder {
       }
       state.largest = hn::Max(state.largest, hn::BitCast(ds, low));
       state.largest = hn::Max(state.largest, hn::BitCast(ds, high));
-      const auto bytes = OrderBytes(db, PackToBytes(dw, low, high));
+      const auto bytes = hn::Min(OrderBytes(db, PackToBytes(dw, low, high)),
+                                 hn::Set(db, static_cast<uint8_t>(span_)));
       StorePacked(db, hn::Add(bytes, hn::Set(db, static_cast<uint8_t>(qmin_))),
                   bits, out);
     } else {
       for (const auto& v : {v0, v1, v2, v3}) {
         state.largest = hn::Max(state.largest, hn::BitCast(ds, v));
       }
+      const auto half = hn::Set(di, 32768);
+      const auto last = hn::Set(dw, static_cast<int16_t>(span_ - 32768));
+      const auto base = hn::Set(dw, static_cast<int16_t>(qmin_ + 32768));
       const auto store = [&](IntVector a, IntVector b, int64_t at) HWY_ATTR {
-        const auto half = hn::Set(di, 32768);
         const auto words =
-            OrderWords(dw, PackToWords(di, hn::Sub(a, half), hn::Sub(b, half)));
-        const auto base = hn::Set(dw, static_cast<int16_t>(qmin_ + 32768));
-        hn::StoreU(hn::BitCast(db, hn::Add(words, base)), db, out + at);
+            hn::Min(PackToWords(di, hn::Sub(a, half), hn::Sub(b, half)), last);
+        hn::StoreU(hn::BitCast(db, OrderWords(dw, hn::Add(words, base))), db,
+                   out + at);
       };
       store(v0, v1, 0);
       store(v2, v3, static_cast<int64_t>(hn::Lanes(db)));
@@ -179,6 +199,23 @@ class IntegerCoder {
     // Saturated: Max gives the span unless a code is above it.
     const auto span = hn::Set(ds, static_cast<Seen>(span_));
     return hn::AllTrue(ds, hn::Eq(hn::Max(state.largest, span), span));
+  }
+
+  bool Saturates() const { return true; }
+
+  HWY_INLINE FloatMask CountClipped(FloatTag d, FloatVector x,
+                                    const ScaleLanes<FloatTag>& s,
+                                    FloatMask mask, FloatMask ordinary,
+                                    int64_t* low, int64_t* high) const {
+    const IntTag di;
+    const auto q = ExactQuotient<1>(d, x, s.scale, s.reciprocal);
+    const auto code = hn::Add(RoundToInt(q), s.aux);
+    const auto counted = hn::RebindMask(di, mask);
+    *low += static_cast<int64_t>(
+        hn::CountTrue(di, hn::And(counted, hn::Lt(code, hn::Zero(di)))));
+    *high += static_cast<int64_t>(
+        hn::CountTrue(di, hn::And(counted, hn::Gt(code, hn::Set(di, span_)))));
+    return AndLess(ordinary, hn::Abs(q), hn::Set(d, 0x1p30f));
   }
 
   HWY_INLINE IntVector SpecialCode(FloatTag d, FloatVector x,
@@ -273,10 +310,12 @@ class FloatCoder : public GridCoder<FloatGrid> {
   FloatCoder(const QuantizeRange& range, const FloatGrid& grid)
       : GridCoder(range, grid),
         overflow_(grid.for_float.overflow),
+        largest_(grid.for_float.largest),
         smallest_normal_(grid.for_float.smallest_normal),
         mantissa_shift_(grid.mantissa_shift),
         sign_bit_(grid.sign_bit),
-        has_negative_zero_(grid.has_negative_zero) {
+        has_negative_zero_(grid.has_negative_zero),
+        saturates_(!range.encoding.no_saturation) {
     const int mantissa_bits = 23 - grid.mantissa_shift;
     // Even, so that ties keep their parity.
     const int32_t low_bits = -grid.exponent_offset & (sign_bit_ - 1);
@@ -306,14 +345,15 @@ class FloatCoder : public GridCoder<FloatGrid> {
     const auto magnitude =
         hn::Abs(ExactQuotient<1>(d, x, s.scale, s.reciprocal));
     state.good = AndLess(state.good, magnitude, hn::Set(d, overflow_));
+    const auto clamped = hn::Min(magnitude, hn::Set(d, largest_));
     // The bits of infinity are those of an exponent.
     const auto exponent = hn::Set(d, std::numeric_limits<float>::infinity());
     const auto power =
-        hn::Max(hn::And(magnitude, exponent), hn::Set(d, smallest_normal_));
+        hn::Max(hn::And(clamped, exponent), hn::Set(d, smallest_normal_));
     // The unit in the last place of the sum is that of the format's numbers
     // from `power` on. Its low bits count them, from what takes the bias out of
     // the exponent; one past the last mantissa is the next exponent.
-    const auto sum = hn::MulAdd(power, hn::Set(d, magic_), magnitude);
+    const auto sum = hn::MulAdd(power, hn::Set(d, magic_), clamped);
     const auto base =
         hn::ShiftRightSame(hn::BitCast(di, power), mantissa_shift_);
     const auto rest = hn::And(hn::Add(hn::BitCast(di, sum), base),
@@ -326,13 +366,30 @@ class FloatCoder : public GridCoder<FloatGrid> {
     return OrWhere(negative, rest, hn::Set(di, sign_bit_));
   }
 
+  bool Saturates() const { return saturates_; }
+
+  HWY_INLINE FloatMask CountClipped(FloatTag d, FloatVector x,
+                                    const ScaleLanes<FloatTag>& s,
+                                    FloatMask mask, FloatMask ordinary,
+                                    int64_t* low, int64_t* high) const {
+    const auto q = ExactQuotient<1>(d, x, s.scale, s.reciprocal);
+    const auto overflow = hn::Set(d, overflow_);
+    *low += static_cast<int64_t>(
+        hn::CountTrue(d, hn::And(mask, hn::Le(q, hn::Neg(overflow)))));
+    *high += static_cast<int64_t>(
+        hn::CountTrue(d, hn::And(mask, hn::Ge(q, overflow))));
+    return AndLess(ordinary, hn::Abs(q), hn::Set(d, 0x1p100f));
+  }
+
  private:
   float overflow_;
+  float largest_;
   float smallest_normal_;
   float magic_;
   int mantissa_shift_;
   int32_t sign_bit_;
   bool has_negative_zero_;
+  bool saturates_;
 };
 
 // Codebooks, from correctly rounded quotients: their thresholds may be any
@@ -375,6 +432,20 @@ class CodebookCoder : public GridCoder<CodebookGrid> {
     state.good = hn::And(state.good, hn::And(hn::Ge(q, hn::Set(d, first_)),
                                              hn::Le(q, hn::Set(d, last_))));
     return EncodeInRange(d, *grid_, q);
+  }
+
+  bool Saturates() const { return true; }
+
+  HWY_INLINE FloatMask CountClipped(FloatTag d, FloatVector x,
+                                    const ScaleLanes<FloatTag>& s,
+                                    FloatMask mask, FloatMask ordinary,
+                                    int64_t* low, int64_t* high) const {
+    const auto q = ExactQuotient<2>(d, x, s.scale, s.reciprocal);
+    *low += static_cast<int64_t>(
+        hn::CountTrue(d, hn::And(mask, hn::Lt(q, hn::Set(d, first_)))));
+    *high += static_cast<int64_t>(
+        hn::CountTrue(d, hn::And(mask, hn::Gt(q, hn::Set(d, last_)))));
+    return AndLess(ordinary, hn::Abs(q), hn::Set(d, 0x1p100f));
   }
 
  private:

@@ -47,9 +47,11 @@ constexpr int64_t kLargestGroup = 256;
 // Elements that share prepared scales in each row, where rows share scales.
 constexpr int64_t kTileElements = 1024;
 
-// Inputs are prefetched so far ahead, in tensors that the L2 does not hold.
+// Inputs are prefetched so far ahead: from memory, in tensors of that size on,
+// and from the L2.
 constexpr int64_t kPrefetchBytes = 4096;
 constexpr int64_t kPrefetchFromBytes = 2 << 20;
+constexpr int64_t kNearPrefetchBytes = 1024;
 
 }  // namespace
 }  // namespace quantd::core
@@ -546,7 +548,7 @@ class PartQuantizer {
     constexpr int64_t kLanes = hn::MaxLanes(FloatTag());
     const bool widens = range_.type != ElementType::kFloat32;
     const int64_t element_bytes = ElementSizeBytes(range_.type);
-    const int64_t ahead = range_.is_large ? prefetch_bytes : 0;
+    const int64_t ahead = range_.is_large ? prefetch_bytes : kNearPrefetchBytes;
     const int64_t ahead_out = ahead / element_bytes * part.bits / 8;
     // Copies: what they hold stays in registers whatever `out` points at.
     const Coder coder = coder_;
@@ -572,7 +574,7 @@ class PartQuantizer {
       const auto code = [&](const uint8_t* HWY_RESTRICT from,
                             int64_t i) HWY_ATTR {
         return coder.template Code<Scales::kVaries>(
-            d, LoadBytes(d, from), bound.Get(d, begin + i), state);
+            d, InRegister(LoadBytes(d, from)), bound.Get(d, begin + i), state);
       };
       const auto quad = [&](const uint8_t* HWY_RESTRICT from, int64_t i,
                             int code_bits, uint8_t* HWY_RESTRICT to) HWY_ATTR {
@@ -607,7 +609,25 @@ class PartQuantizer {
     }
   }
 
-  // The piece that begins at that offset of the scales, with its counts.
+  // Calls `visit(i, x, mask)` for the vectors of a piece, with zeros where
+  // `mask` is false: past the end.
+  template <class Visitor>
+  HWY_INLINE static void ForEachVector(const uint8_t* HWY_RESTRICT in,
+                                       int64_t count, const Visitor& visit) {
+    const FloatTag d;
+    constexpr int64_t kLanes = hn::MaxLanes(FloatTag());
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) {
+      visit(i, InRegister(LoadBytes(d, in + i * 4)), hn::FirstN(d, kLanes));
+    }
+    if (i == count) return;
+    HWY_ALIGN float x[kLanes] = {};
+    std::memcpy(x, in + i * 4, (count - i) * 4);
+    visit(i, hn::Load(d, x), hn::FirstN(d, count - i));
+  }
+
+  // The counts of a piece that has clipped elements or NaN and begins at that
+  // offset of the scales; and its codes, unless they are right already.
   template <class Scales>
   HWY_NOINLINE void QuantizeSpecial(const Scales& scales, int64_t begin,
                                     const uint8_t* in, int64_t count, int bits,
@@ -615,21 +635,33 @@ class PartQuantizer {
     using Code = std::conditional_t<Coder::kCodeBytes == 1, uint8_t, uint16_t>;
     const FloatTag d;
     const hn::Rebind<Code, FloatTag> dcode;
-    constexpr int64_t kLanes = hn::MaxLanes(FloatTag());
+    const Coder coder = coder_;
     const auto bound = scales.Bind(d);
-    HWY_ALIGN Code codes[kPieceElements];
-    for (int64_t i = 0; i < count; i += kLanes) {
-      const int64_t n = std::min(kLanes, count - i);
-      HWY_ALIGN float x[kLanes] = {};
-      std::memcpy(x, in + i * 4, n * 4);
-      const auto code =
-          coder_.SpecialCode(d, hn::Load(d, x), bound.Get(d, begin + i),
-                             hn::FirstN(d, n), counts_);
-      // The low bits alone: negative codes as well.
-      const auto low =
-          hn::And(code, hn::Set(IntTag(), std::numeric_limits<Code>::max()));
-      hn::StoreU(hn::DemoteTo(dcode, low), dcode, codes + i);
+    if (coder.Saturates()) {
+      auto ordinary = hn::FirstN(d, hn::Lanes(d));
+      int64_t low = 0;
+      int64_t high = 0;
+      ForEachVector(
+          in, count, [&](int64_t i, FloatVector x, FloatMask mask) HWY_ATTR {
+            ordinary = coder.CountClipped(d, x, bound.Get(d, begin + i), mask,
+                                          ordinary, &low, &high);
+          });
+      if (HWY_LIKELY(hn::AllTrue(d, ordinary))) {
+        counts_->clipped_low += low;
+        counts_->clipped_high += high;
+        return;
+      }
     }
+    HWY_ALIGN Code codes[kPieceElements];
+    ForEachVector(
+        in, count, [&](int64_t i, FloatVector x, FloatMask mask) HWY_ATTR {
+          const auto code =
+              coder.SpecialCode(d, x, bound.Get(d, begin + i), mask, counts_);
+          // The low bits alone: negative codes as well.
+          const auto low_bits = hn::And(
+              code, hn::Set(IntTag(), std::numeric_limits<Code>::max()));
+          hn::StoreU(hn::DemoteTo(dcode, low_bits), dcode, codes + i);
+        });
     CopyCodes(reinterpret_cast<uint8_t*>(codes), count, bits, out);
   }
 
