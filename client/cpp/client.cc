@@ -23,6 +23,7 @@
 #include "client/cpp/client_options.h"
 #include "client/cpp/errors.h"
 #include "client/cpp/retrying_stream.h"
+#include "client/cpp/shared_memory.h"
 #include "client/cpp/tensor_stream.h"
 #include "grpc/grpc.h"
 #include "grpcpp/channel.h"
@@ -40,6 +41,8 @@ namespace quantd {
 namespace {
 
 constexpr int kMaxReceiveBytes = 64 << 20;
+// A frame of HTTP/2 that the server may send: a whole answer of a chunk.
+constexpr int kFrameBytes = 2 << 20;
 constexpr int64_t kChunkUnitBytes = 64;
 constexpr int64_t kMaxChunkBytes = 32 << 20;
 // The most that a page may hold.
@@ -198,6 +201,7 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(ClientOptions options) {
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
   // Retries are ours; gRPC's would buffer what it sends.
   arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);
+  arguments.SetInt(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, kFrameBytes);
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 50);
   arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 50);
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 2000);
@@ -210,30 +214,36 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(ClientOptions options) {
 Client::Client(ClientOptions options, std::shared_ptr<grpc::Channel> channel)
     : options_(std::move(options)),
       channel_(std::move(channel)),
+      shared_buffers_(std::make_shared<internal::SharedBuffers>()),
       encoding_stub_(v1::EncodingService::NewStub(channel_)) {}
 
 std::unique_ptr<QuantizeStream> Client::OpenQuantize() {
   return std::make_unique<QuantizeStream>(
       std::make_unique<internal::RetryingStream>(channel_, kQuantizeMethod,
-                                                 options_));
+                                                 options_, shared_buffers_));
 }
 
 std::unique_ptr<DequantizeStream> Client::OpenDequantize() {
   return std::make_unique<DequantizeStream>(
       std::make_unique<internal::RetryingStream>(channel_, kDequantizeMethod,
-                                                 options_));
+                                                 options_, shared_buffers_));
 }
 
 std::unique_ptr<CalibrateStream> Client::OpenCalibrate() {
   return std::make_unique<CalibrateStream>(
       std::make_unique<internal::RetryingStream>(channel_, kCalibrateMethod,
-                                                 options_));
+                                                 options_, shared_buffers_));
 }
 
 std::unique_ptr<EvaluateStream> Client::OpenEvaluate() {
   return std::make_unique<EvaluateStream>(
       std::make_unique<internal::RetryingStream>(channel_, kEvaluateMethod,
-                                                 options_));
+                                                 options_, shared_buffers_));
+}
+
+absl::StatusOr<std::unique_ptr<SharedBuffer>> Client::AllocateShared(
+    uint64_t size_bytes) {
+  return shared_buffers_->Allocate(options_, size_bytes);
 }
 
 absl::StatusOr<QuantizeResult> Client::Quantize(const QuantizeJob& job) {

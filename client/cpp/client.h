@@ -15,6 +15,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "client/cpp/client_options.h"
+#include "client/cpp/shared_memory.h"
 #include "client/cpp/tensor_stream.h"
 #include "grpcpp/channel.h"
 #include "quantd/v1/encoding_service.grpc.pb.h"
@@ -26,7 +27,8 @@ namespace quantd {
 // code: those of the server as proto/ lists them, those of the client as
 // errors.h does. Retries by itself, see ClientOptions.
 //
-// Thread-safe; a stream that it opens is not. Streams may outlive the client.
+// Thread-safe; a stream that it opens is not. Streams and shared memory may
+// outlive the client.
 class Client {
  public:
   // Does not wait for the server: the first call finds out.
@@ -38,6 +40,16 @@ class Client {
   absl::StatusOr<DequantizeResult> Dequantize(const DequantizeJob& job);
   absl::StatusOr<CalibrateResult> Calibrate(const CalibrateJob& job);
   absl::StatusOr<EvaluateResult> Evaluate(const EvaluateJob& job);
+
+  // Memory shared with the server. A tensor whose data are in it goes by name
+  // and is not copied, whatever its size; so does an output in it. Data begin
+  // at a multiple of 8 bytes in it, or go over the stream as those elsewhere.
+  // It does not outlive its server: what names it then is REGION_NOT_FOUND, and
+  // needs a new one. Shared outputs are not checked against the checksum.
+  // Errors: ARGUMENT_INVALID without options().shared_memory,
+  // SHARED_MEMORY_UNAVAILABLE, TIMEOUT, MEMORY_BUDGET, REGION_LIMIT.
+  absl::StatusOr<std::unique_ptr<SharedBuffer>> AllocateShared(
+      uint64_t size_bytes);
 
   // Many tensors on one open stream.
   std::unique_ptr<QuantizeStream> OpenQuantize();
@@ -110,6 +122,7 @@ class Client {
 
   const ClientOptions options_;
   const std::shared_ptr<grpc::Channel> channel_;
+  const std::shared_ptr<internal::SharedBuffers> shared_buffers_;
   const std::unique_ptr<v1::EncodingService::Stub> encoding_stub_;
 };
 

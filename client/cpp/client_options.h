@@ -29,6 +29,9 @@ struct ClientOptions {
   // half, so that clients do not come back all at once.
   absl::Duration initial_backoff = absl::Milliseconds(50);
   absl::Duration max_backoff = absl::Seconds(5);
+  // Lets Client::AllocateShared hand out memory that the server reads and
+  // writes in place. Needs a unix socket and a server with --shared-memory.
+  bool shared_memory = false;
   // TLS, tokens. Default: none.
   std::shared_ptr<grpc::ChannelCredentials> credentials;
 };

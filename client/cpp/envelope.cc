@@ -25,6 +25,7 @@ constexpr size_t kCopyBelowBytes = 4096;
 constexpr int kHeaderField = 1;
 constexpr int kOffsetField = 2;
 constexpr int kDataField = 3;
+constexpr int kSharedField = 4;
 constexpr int kSummaryField = 4;
 constexpr int kErrorField = 5;
 
@@ -44,6 +45,12 @@ void AppendVarint(uint64_t value, std::string* out) {
 void AppendTag(int field, int type, std::string* out) {
   AppendVarint(static_cast<uint64_t>(field) << 3 | static_cast<uint64_t>(type),
                out);
+}
+
+void AppendBytes(int field, absl::string_view value, std::string* out) {
+  AppendTag(field, kBytesType, out);
+  AppendVarint(value.size(), out);
+  out->append(value.data(), value.size());
 }
 
 void DropReference(void* references) {
@@ -162,6 +169,20 @@ grpc::ByteBuffer EncodeRequest(
                   new std::shared_ptr<PayloadReferences>(references)),
   };
   return grpc::ByteBuffer(slices, 2);
+}
+
+grpc::ByteBuffer EncodeSharedRequest(absl::string_view header,
+                                     uint64_t offset_bytes,
+                                     absl::string_view shared) {
+  std::string message;
+  AppendBytes(kHeaderField, header, &message);
+  if (offset_bytes != 0) {
+    AppendTag(kOffsetField, kVarintType, &message);
+    AppendVarint(offset_bytes, &message);
+  }
+  AppendBytes(kSharedField, shared, &message);
+  const grpc::Slice slice(message.data(), message.size());
+  return grpc::ByteBuffer(&slice, 1);
 }
 
 absl::Status DecodeResponse(const grpc::ByteBuffer& buffer,

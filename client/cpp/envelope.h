@@ -3,8 +3,8 @@
 // down.
 //
 // All requests of quantd.v1.QuantizationService are {1: header, 2: offset,
-// 3: data}; all responses {1: header, 2: offset, 3: data, 4: summary,
-// 5: error}.
+// 3: data, 4: shared}; all responses {1: header, 2: offset, 3: data,
+// 4: summary, 5: error}.
 
 #ifndef QUANTD_CLIENT_CPP_ENVELOPE_H_
 #define QUANTD_CLIENT_CPP_ENVELOPE_H_
@@ -48,6 +48,12 @@ grpc::ByteBuffer EncodeRequest(
     absl::string_view header, uint64_t offset_bytes,
     absl::Span<const uint8_t> data,
     const std::shared_ptr<PayloadReferences>& references);
+
+// A request message for a whole tensor, whose data are where `shared`, a
+// serialized quantd.v1.SharedSpan, says.
+grpc::ByteBuffer EncodeSharedRequest(absl::string_view header,
+                                     uint64_t offset_bytes,
+                                     absl::string_view shared);
 
 // A response message in parts. Plain value.
 struct Response {

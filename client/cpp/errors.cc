@@ -57,6 +57,15 @@ absl::Status TimeoutError(absl::string_view target, absl::Duration timeout) {
                             absl::FormatDuration(timeout)));
 }
 
+absl::Status SharedMemoryUnavailableError(absl::string_view target,
+                                          absl::string_view what) {
+  return Error(absl::StatusCode::kFailedPrecondition,
+               "SHARED_MEMORY_UNAVAILABLE",
+               absl::StrCat("no shared memory at ", target, ": ", what,
+                            "; expected a quantd on unix:/path with "
+                            "--shared-memory"));
+}
+
 absl::Status ArgumentInvalidError(absl::string_view what) {
   return Error(absl::StatusCode::kInvalidArgument, "ARGUMENT_INVALID", what);
 }

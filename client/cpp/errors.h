@@ -32,6 +32,11 @@ bool IsServerUnreachable(const absl::Status& status);
 // The server did not go on in time. DEADLINE_EXCEEDED / TIMEOUT.
 absl::Status TimeoutError(absl::string_view target, absl::Duration timeout);
 
+// The server shares no memory with this client. FAILED_PRECONDITION /
+// SHARED_MEMORY_UNAVAILABLE.
+absl::Status SharedMemoryUnavailableError(absl::string_view target,
+                                          absl::string_view what);
+
 // A call that can not be sent. INVALID_ARGUMENT / ARGUMENT_INVALID.
 absl::Status ArgumentInvalidError(absl::string_view what);
 

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <string>
 
 #include "absl/status/status.h"
@@ -43,7 +44,8 @@ absl::StatusOr<bool> Exchange::Accept(const Response& response) {
   if (HasOutput() && !has_header_) {
     return ResponseMalformedError("a summary before the header");
   }
-  if (status_.ok() && received_bytes_ != output_.bytes.size()) {
+  if (status_.ok() && !shares_output_ &&
+      received_bytes_ != output_.bytes.size()) {
     return ResponseMalformedError(absl::StrCat(
         "expected ", output_.bytes.size(), " bytes, got ", received_bytes_));
   }
@@ -78,6 +80,13 @@ absl::Status Exchange::AcceptData(const Response& response) {
     received_bytes_ += piece.size();
   }
   return absl::OkStatus();
+}
+
+void Exchange::SetPayload(absl::Span<const uint8_t> payload,
+                          const SharedBuffers& shared_buffers) {
+  payload_ = payload;
+  const std::optional<v1::SharedSpan> span = shared_buffers.Name(payload);
+  if (span.has_value()) shared_payload_ = span->SerializeAsString();
 }
 
 void Exchange::Reset() {

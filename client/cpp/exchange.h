@@ -13,6 +13,7 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "client/cpp/envelope.h"
+#include "client/cpp/shared_memory.h"
 #include "xxhash.h"
 
 namespace quantd::internal {
@@ -31,6 +32,9 @@ class Exchange {
   const std::string& request_header() const { return request_header_; }
   // Payload, and the offset of its first byte in the whole tensor.
   absl::Span<const uint8_t> payload() const { return payload_; }
+  // The serialized quantd.v1.SharedSpan that goes up in place of the payload;
+  // empty for none.
+  const std::string& shared_payload() const { return shared_payload_; }
   uint64_t payload_offset_bytes() const { return payload_offset_bytes_; }
   const std::shared_ptr<PayloadReferences>& references() const {
     return references_;
@@ -58,6 +62,9 @@ class Exchange {
     uint64_t offset_bytes = 0;
   };
 
+  void SetPayload(absl::Span<const uint8_t> payload,
+                  const SharedBuffers& shared_buffers);
+
   // Reads the response header and prepares output_. An error that is only the
   // caller's goes to Fail; the rest of the tensor is then skipped.
   // Errors: RESPONSE_MALFORMED.
@@ -74,6 +81,8 @@ class Exchange {
   absl::Span<const uint8_t> payload_;
   uint64_t payload_offset_bytes_ = 0;
   Output output_;
+  // The server writes the answer's payload, and nothing of it comes down.
+  bool shares_output_ = false;
 
  private:
   struct FreeHash {
@@ -81,6 +90,8 @@ class Exchange {
   };
 
   absl::Status AcceptData(const Response& response);
+
+  std::string shared_payload_;
 
   const std::shared_ptr<PayloadReferences> references_ =
       std::make_shared<PayloadReferences>();

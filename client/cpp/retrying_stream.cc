@@ -41,11 +41,13 @@ absl::Duration Backoff(const ClientOptions& options, int attempt,
          absl::Uniform(*random, 0.5, 1.5);
 }
 
-RetryingStream::RetryingStream(std::shared_ptr<grpc::Channel> channel,
-                               std::string method, ClientOptions options)
+RetryingStream::RetryingStream(
+    std::shared_ptr<grpc::Channel> channel, std::string method,
+    ClientOptions options, std::shared_ptr<const SharedBuffers> shared_buffers)
     : channel_(std::move(channel)),
       method_(std::move(method)),
-      options_(std::move(options)) {}
+      options_(std::move(options)),
+      shared_buffers_(std::move(shared_buffers)) {}
 
 RetryingStream::~RetryingStream() {
   if (call_ != nullptr) {

@@ -13,6 +13,7 @@
 #include "absl/time/time.h"
 #include "client/cpp/client_options.h"
 #include "client/cpp/exchange.h"
+#include "client/cpp/shared_memory.h"
 #include "client/cpp/stream_call.h"
 #include "grpcpp/channel.h"
 
@@ -28,7 +29,8 @@ absl::Duration Backoff(const ClientOptions& options, int attempt,
 class RetryingStream {
  public:
   RetryingStream(std::shared_ptr<grpc::Channel> channel, std::string method,
-                 ClientOptions options);
+                 ClientOptions options,
+                 std::shared_ptr<const SharedBuffers> shared_buffers);
   // Cancels what was not received.
   ~RetryingStream();
   RetryingStream(const RetryingStream&) = delete;
@@ -42,6 +44,9 @@ class RetryingStream {
   // of its payload.
   // Requires: pending_count() > 0.
   std::unique_ptr<Exchange> Receive();
+
+  // What may go by name.
+  const SharedBuffers& shared_buffers() const { return *shared_buffers_; }
 
   // Sent and not received.
   int64_t pending_count() const {
@@ -71,6 +76,7 @@ class RetryingStream {
   const std::shared_ptr<grpc::Channel> channel_;
   const std::string method_;
   const ClientOptions options_;
+  const std::shared_ptr<const SharedBuffers> shared_buffers_;
   absl::BitGen random_;
   std::unique_ptr<StreamCall> call_;
   std::deque<Pending> pending_;

@@ -161,12 +161,19 @@ StreamCall::Step StreamCall::NextStep() {
     if (!unsent_.empty()) {
       Exchange* const exchange = unsent_.front();
       const absl::Span<const uint8_t> payload = exchange->payload();
-      const uint64_t size = std::min<uint64_t>(
-          payload.size() - sent_bytes_, static_cast<uint64_t>(chunk_bytes_));
-      write_buffer_ = EncodeRequest(
-          header_sent_ ? absl::string_view() : exchange->request_header(),
-          exchange->payload_offset_bytes() + sent_bytes_,
-          payload.subspan(sent_bytes_, size), exchange->references());
+      uint64_t size = payload.size();
+      if (exchange->shared_payload().empty()) {
+        size = std::min<uint64_t>(size - sent_bytes_,
+                                  static_cast<uint64_t>(chunk_bytes_));
+        write_buffer_ = EncodeRequest(
+            header_sent_ ? absl::string_view() : exchange->request_header(),
+            exchange->payload_offset_bytes() + sent_bytes_,
+            payload.subspan(sent_bytes_, size), exchange->references());
+      } else {
+        write_buffer_ = EncodeSharedRequest(exchange->request_header(),
+                                            exchange->payload_offset_bytes(),
+                                            exchange->shared_payload());
+      }
       header_sent_ = true;
       sent_bytes_ += size;
       if (sent_bytes_ == payload.size()) {

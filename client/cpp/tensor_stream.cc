@@ -16,6 +16,7 @@
 #include "client/cpp/errors.h"
 #include "client/cpp/exchange.h"
 #include "client/cpp/retrying_stream.h"
+#include "client/cpp/shared_memory.h"
 #include "client/cpp/tensor.h"
 #include "client/cpp/utf8.h"
 
@@ -23,6 +24,7 @@ namespace quantd {
 namespace {
 
 using internal::Exchange;
+using internal::SharedBuffers;
 
 void DescribeTensor(const Tensor& tensor, v1::TensorDescription* out) {
   *out->mutable_name() = tensor.name;
@@ -138,22 +140,31 @@ class OutputExchange : public Exchange {
       return ResponseMalformedError("the summary is not of this RPC");
     }
     if (!status().ok()) return absl::OkStatus();
-    if (result_.summary.checksum_xxh3() != checksum_xxh3) {
+    if (!shares_output_ && result_.summary.checksum_xxh3() != checksum_xxh3) {
       Fail(ChecksumMismatchError(result_.summary.checksum_xxh3(),
                                  checksum_xxh3));
     }
-    SetPayload(&result_, output_.bytes);
+    SetBytes(&result_, output_.bytes);
     return absl::OkStatus();
   }
 
   bool HasOutput() const override { return true; }
   void OnReset() override { result_ = Result(); }
 
+  // Lets the server write an output that is shared.
+  template <typename Header>
+  void NameOutput(const SharedBuffers& shared_buffers, Header* header) {
+    std::optional<v1::SharedSpan> span = shared_buffers.Name(caller_output_);
+    if (!span.has_value()) return;
+    *header->mutable_output() = *std::move(span);
+    shares_output_ = true;
+  }
+
  private:
-  static void SetPayload(QuantizeResult* result, absl::Span<uint8_t> bytes) {
+  static void SetBytes(QuantizeResult* result, absl::Span<uint8_t> bytes) {
     result->codes = bytes;
   }
-  static void SetPayload(DequantizeResult* result, absl::Span<uint8_t> bytes) {
+  static void SetBytes(DequantizeResult* result, absl::Span<uint8_t> bytes) {
     result->elements = bytes;
   }
 
@@ -165,7 +176,7 @@ class OutputExchange : public Exchange {
 class QuantizeExchange final : public OutputExchange<QuantizeResult> {
  public:
   // Codes are of at most 16 bits, and as many as elements.
-  explicit QuantizeExchange(const QuantizeJob& job)
+  QuantizeExchange(const QuantizeJob& job, const SharedBuffers& shared_buffers)
       : OutputExchange(job.output,
                        job.tensor.data.size() /
                            ElementSizeBytes(job.tensor.element_type) * 2) {
@@ -185,15 +196,17 @@ class QuantizeExchange final : public OutputExchange<QuantizeResult> {
       header.mutable_range()->set_end_bytes(job.range->end_bytes);
       payload_offset_bytes_ = job.range->begin_bytes;
     }
+    NameOutput(shared_buffers, &header);
     request_header_ = header.SerializeAsString();
-    payload_ = job.tensor.data;
+    SetPayload(job.tensor.data, shared_buffers);
   }
 };
 
 class DequantizeExchange final : public OutputExchange<DequantizeResult> {
  public:
   // A byte holds at most four codes, an element takes at most 8 bytes.
-  explicit DequantizeExchange(const DequantizeJob& job)
+  DequantizeExchange(const DequantizeJob& job,
+                     const SharedBuffers& shared_buffers)
       : OutputExchange(job.output, job.tensor.data.size() * 4 * 8) {
     const absl::Status status = Check(job);
     if (!status.ok()) {
@@ -213,8 +226,9 @@ class DequantizeExchange final : public OutputExchange<DequantizeResult> {
       header.mutable_range()->set_end_bytes(job.range->end_bytes);
       payload_offset_bytes_ = job.range->begin_bytes;
     }
+    NameOutput(shared_buffers, &header);
     request_header_ = header.SerializeAsString();
-    payload_ = job.tensor.data;
+    SetPayload(job.tensor.data, shared_buffers);
   }
 
  private:
@@ -260,7 +274,8 @@ class SummaryExchange : public Exchange {
 
 class CalibrateExchange final : public SummaryExchange<CalibrateResult> {
  public:
-  explicit CalibrateExchange(const CalibrateJob& job) {
+  CalibrateExchange(const CalibrateJob& job,
+                    const SharedBuffers& shared_buffers) {
     const absl::Status status = CheckReals(job.tensor, std::nullopt);
     if (!status.ok()) {
       Fail(status);
@@ -273,13 +288,14 @@ class CalibrateExchange final : public SummaryExchange<CalibrateResult> {
       *header.mutable_contribution() = *job.contribution;
     }
     request_header_ = header.SerializeAsString();
-    payload_ = job.tensor.data;
+    SetPayload(job.tensor.data, shared_buffers);
   }
 };
 
 class EvaluateExchange final : public SummaryExchange<EvaluateResult> {
  public:
-  explicit EvaluateExchange(const EvaluateJob& job) {
+  EvaluateExchange(const EvaluateJob& job,
+                   const SharedBuffers& shared_buffers) {
     const absl::Status status =
         CheckReals(job.tensor, std::nullopt, job.comparison ? 2 : 1);
     if (!status.ok()) {
@@ -297,21 +313,25 @@ class EvaluateExchange final : public SummaryExchange<EvaluateResult> {
     header.set_with_distribution(job.with_distribution);
     header.set_comparison(job.comparison);
     request_header_ = header.SerializeAsString();
-    payload_ = job.tensor.data;
+    SetPayload(job.tensor.data, shared_buffers);
   }
 };
 
-std::unique_ptr<QuantizeExchange> MakeExchange(const QuantizeJob& job) {
-  return std::make_unique<QuantizeExchange>(job);
+std::unique_ptr<QuantizeExchange> MakeExchange(
+    const QuantizeJob& job, const SharedBuffers& shared_buffers) {
+  return std::make_unique<QuantizeExchange>(job, shared_buffers);
 }
-std::unique_ptr<DequantizeExchange> MakeExchange(const DequantizeJob& job) {
-  return std::make_unique<DequantizeExchange>(job);
+std::unique_ptr<DequantizeExchange> MakeExchange(
+    const DequantizeJob& job, const SharedBuffers& shared_buffers) {
+  return std::make_unique<DequantizeExchange>(job, shared_buffers);
 }
-std::unique_ptr<CalibrateExchange> MakeExchange(const CalibrateJob& job) {
-  return std::make_unique<CalibrateExchange>(job);
+std::unique_ptr<CalibrateExchange> MakeExchange(
+    const CalibrateJob& job, const SharedBuffers& shared_buffers) {
+  return std::make_unique<CalibrateExchange>(job, shared_buffers);
 }
-std::unique_ptr<EvaluateExchange> MakeExchange(const EvaluateJob& job) {
-  return std::make_unique<EvaluateExchange>(job);
+std::unique_ptr<EvaluateExchange> MakeExchange(
+    const EvaluateJob& job, const SharedBuffers& shared_buffers) {
+  return std::make_unique<EvaluateExchange>(job, shared_buffers);
 }
 
 }  // namespace
@@ -326,7 +346,7 @@ TensorStream<Job, Result>::~TensorStream() = default;
 
 template <typename Job, typename Result>
 void TensorStream<Job, Result>::Send(const Job& job, bool is_last) {
-  stream_->Send(MakeExchange(job), is_last);
+  stream_->Send(MakeExchange(job, stream_->shared_buffers()), is_last);
 }
 
 template <typename Job, typename Result>
@@ -336,8 +356,8 @@ absl::StatusOr<Result> TensorStream<Job, Result>::Receive() {
   }
   const std::unique_ptr<Exchange> exchange = stream_->Receive();
   if (!exchange->status().ok()) return exchange->status();
-  using ExchangeOfJob =
-      typename decltype(MakeExchange(std::declval<Job>()))::element_type;
+  using ExchangeOfJob = typename decltype(MakeExchange(
+      std::declval<Job>(), std::declval<SharedBuffers>()))::element_type;
   return static_cast<ExchangeOfJob*>(exchange.get())->TakeResult();
 }
 

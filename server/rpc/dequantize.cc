@@ -134,7 +134,7 @@ class DequantizeJob final : public TensorJob {
     const int64_t end_bytes =
         offset_bytes + static_cast<int64_t>(shared.size());
     const int64_t block_bytes = CodesOfReals(kSharedBlockBytes);
-    ForEachBlockCopy(
+    ForEachBlock(
         pool, shared, block_bytes,
         [&](int64_t block, absl::Span<const uint8_t> codes) {
           Dequantize(offset_bytes + block * block_bytes, codes, nullptr);

@@ -108,7 +108,7 @@ class CodeProducer {
     return Quantize(offset_bytes, data, &counts_, env_.pool);
   }
 
-  // Of data that may change meanwhile.
+  // Of data that may change meanwhile, which core::Quantize allows for.
   absl::Status QuantizeShared(int64_t offset_bytes,
                               absl::Span<const uint8_t> shared) {
     const int64_t block_bytes =
@@ -119,10 +119,10 @@ class CodeProducer {
         (end_bytes - offset_bytes + block_bytes - 1) / block_bytes;
     std::vector<core::QuantizeCounts> counts(blocks);
     std::vector<absl::Status> statuses(blocks);
-    ForEachBlockCopy(
+    ForEachBlock(
         env_.pool, shared, block_bytes,
-        [&](int64_t block, absl::Span<const uint8_t> copy) {
-          statuses[block] = Quantize(offset_bytes + block * block_bytes, copy,
+        [&](int64_t block, absl::Span<const uint8_t> part) {
+          statuses[block] = Quantize(offset_bytes + block * block_bytes, part,
                                      &counts[block], nullptr);
         },
         [&](int64_t block) {

@@ -60,19 +60,14 @@ int64_t BlockCount(absl::Span<const uint8_t> bytes, int64_t block_bytes) {
 
 }  // namespace
 
-void ForEachBlockCopy(
+void ForEachBlock(
     core::ThreadPool* pool, absl::Span<const uint8_t> in, int64_t block_bytes,
     absl::FunctionRef<void(int64_t, absl::Span<const uint8_t>)> work,
     absl::FunctionRef<void(int64_t)> in_order) {
   const int64_t blocks = BlockCount(in, block_bytes);
   Sequencer sequencer(blocks, in_order);
   core::ParallelFor(pool, blocks, [&](int64_t block) {
-    // As many as there are threads, for good: always in some cache.
-    thread_local const std::unique_ptr<uint8_t[]> buffer(
-        new uint8_t[kSharedBlockBytes]);
-    const absl::Span<const uint8_t> part = Block(in, block, block_bytes);
-    std::memcpy(buffer.get(), part.data(), part.size());
-    work(block, {buffer.get(), part.size()});
+    work(block, Block(in, block, block_bytes));
     sequencer.Done(block);
   });
   sequencer.Finish();
