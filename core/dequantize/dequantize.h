@@ -29,7 +29,7 @@ namespace quantd::core {
 // `out`    [count] elements of `type`, any alignment; must not overlap `in`.
 // `pool`   spreads a large range over its threads; may be null.
 // Requires: a valid encoding that fits `layout`.
-// Another process may change `in` meanwhile, as in quantize.h.
+// Another process may change both meanwhile, as in quantize.h.
 // Thread-safe; the same bytes on every SIMD target.
 void Dequantize(const Encoding& encoding, const BlockLayout& layout,
                 ElementType type, int64_t first, int64_t count,

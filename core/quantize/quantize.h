@@ -64,9 +64,9 @@ struct QuantizeCounts {
 // `out`    [FormatInfo::SizeBytes(count)], must not overlap `in`.
 // `pool`   spreads a large range over its threads; may be null.
 // Requires: a valid encoding that fits `layout`.
-// Another process may change `in` meanwhile: `out`, the counts and the error
-// are then undefined, and nothing else is. So `in` never decides what is read
-// or written where, and `out` is never read.
+// Another process may change both meanwhile: `out`, the counts and the error
+// are then undefined, and nothing else is. So an index that comes of what is
+// read is within its table by how it is made, not by an earlier look.
 // Errors: NON_FINITE_REJECTED, naming the smallest index of a NaN or infinity
 // in the range, only with NanPolicy::kReject; `out` is then unspecified.
 // Thread-safe; the same bytes on every SIMD target.
