@@ -1,5 +1,6 @@
 #include "server/store/caching_encoding_store.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -55,8 +56,17 @@ absl::StatusOr<StoredEncoding> CachingEncodingStore::Get(
   int64_t write_events;
   {
     absl::MutexLock lock(&shard.mutex);
-    if (const Entry* entry = Touch(shard, key); entry != nullptr) {
-      if (now - entry->read_time <= options_.max_age) {
+    Entry* const entry = Touch(shard, key);
+    if (entry != nullptr && IsFresh(*entry, now)) {
+      metrics_->CacheHit();
+      return entry->stored;
+    }
+  }
+  const absl::optional<int64_t> version = CheckVersion(now);
+  {
+    absl::MutexLock lock(&shard.mutex);
+    if (Entry* const entry = Touch(shard, key); entry != nullptr) {
+      if (IsFresh(*entry, now)) {
         metrics_->CacheHit();
         return entry->stored;
       }
@@ -83,7 +93,7 @@ absl::StatusOr<StoredEncoding> CachingEncodingStore::Get(
     const auto cached = shard.index.find(key);
     if (cached == shard.index.end() ||
         cached->second->stored.generation <= result->generation) {
-      Insert(shard, key, *result, now);
+      Insert(shard, key, *result, now, version);
     }
   } else if (absl::IsUnavailable(result.status())) {
     if (stale.has_value()) return *std::move(stale);
@@ -98,15 +108,13 @@ absl::optional<StoredEncoding> CachingEncodingStore::Cached(
   Shard& shard = ShardOf(key);
   const absl::Duration now = options_.clock();
   absl::MutexLock lock(&shard.mutex);
-  const Entry* entry = Touch(shard, key);
-  if (entry == nullptr || now - entry->read_time > options_.max_age) {
-    return absl::nullopt;
-  }
+  Entry* const entry = Touch(shard, key);
+  if (entry == nullptr || !IsFresh(*entry, now)) return absl::nullopt;
   metrics_->CacheHit();
   return entry->stored;
 }
 
-const CachingEncodingStore::Entry* CachingEncodingStore::Touch(
+CachingEncodingStore::Entry* CachingEncodingStore::Touch(
     Shard& shard, const EncodingKey& key) {
   const auto it = shard.index.find(key);
   if (it == shard.index.end()) return nullptr;
@@ -114,15 +122,42 @@ const CachingEncodingStore::Entry* CachingEncodingStore::Touch(
   return &*it->second;
 }
 
+bool CachingEncodingStore::IsFresh(Entry& entry, absl::Duration now) {
+  if (now - entry.read_time <= options_.max_age) return true;
+  if (!entry.version.has_value()) return false;
+  absl::MutexLock lock(&version_mutex_);
+  // Nobody else wrote from before the entry was read until then.
+  if (entry.version == version_.number) {
+    entry.read_time = std::max(entry.read_time, version_.time);
+  }
+  return now - entry.read_time <= options_.max_age;
+}
+
+absl::optional<int64_t> CachingEncodingStore::CheckVersion(absl::Duration now) {
+  {
+    absl::MutexLock lock(&version_mutex_);
+    if (now - version_.time <= options_.max_age) return version_.number;
+  }
+  const absl::optional<int64_t> number = inner_->ForeignVersion();
+  // Unknown for now: what is known stays good for what it is known of.
+  if (!number.has_value()) return absl::nullopt;
+  absl::MutexLock lock(&version_mutex_);
+  // Checks that overlap may end out of order.
+  if (version_.time <= now) version_ = {number, now};
+  return number;
+}
+
 absl::StatusOr<StoredEncoding> CachingEncodingStore::Put(
     const EncodingKey& key, std::shared_ptr<const core::Encoding> encoding,
     const Precondition& precondition) {
   Shard& shard = ShardOf(key);
   const absl::Duration now = options_.clock();
+  const absl::optional<int64_t> version = CheckVersion(now);
   const int64_t begin_event = BeginWrite(shard, key);
   absl::StatusOr<StoredEncoding> result =
       inner_->Put(key, std::move(encoding), precondition);
-  EndWrite(shard, key, begin_event, result.ok() ? &*result : nullptr, now);
+  EndWrite(shard, key, begin_event, result.ok() ? &*result : nullptr, now,
+           version);
   return result;
 }
 
@@ -132,7 +167,7 @@ absl::Status CachingEncodingStore::Delete(const EncodingKey& key,
   const absl::Duration now = options_.clock();
   const int64_t begin_event = BeginWrite(shard, key);
   const absl::Status status = inner_->Delete(key, precondition);
-  EndWrite(shard, key, begin_event, nullptr, now);
+  EndWrite(shard, key, begin_event, nullptr, now, absl::nullopt);
   return status;
 }
 
@@ -184,7 +219,8 @@ int64_t CachingEncodingStore::BeginWrite(Shard& shard, const EncodingKey& key) {
 void CachingEncodingStore::EndWrite(Shard& shard, const EncodingKey& key,
                                     int64_t begin_event,
                                     const StoredEncoding* stored,
-                                    absl::Duration begin_time) {
+                                    absl::Duration begin_time,
+                                    absl::optional<int64_t> version) {
   absl::MutexLock lock(&shard.mutex);
   const auto it = shard.in_flight.find(key);
   InFlight& in_flight = it->second;
@@ -194,12 +230,15 @@ void CachingEncodingStore::EndWrite(Shard& shard, const EncodingKey& key,
   if (--in_flight.writes == 0 && in_flight.reads == 0) {
     shard.in_flight.erase(it);
   }
-  if (alone && stored != nullptr) Insert(shard, key, *stored, begin_time);
+  if (alone && stored != nullptr) {
+    Insert(shard, key, *stored, begin_time, version);
+  }
 }
 
 void CachingEncodingStore::Insert(Shard& shard, const EncodingKey& key,
                                   const StoredEncoding& stored,
-                                  absl::Duration read_time) {
+                                  absl::Duration read_time,
+                                  absl::optional<int64_t> version) {
   Erase(shard, key);
   const int64_t cost_bytes = CostBytes(key, stored);
   if (cost_bytes > shard_cap_bytes_) return;
@@ -211,7 +250,7 @@ void CachingEncodingStore::Insert(Shard& shard, const EncodingKey& key,
     ++evicted;
   }
   if (evicted > 0) metrics_->CacheEvicted(evicted);
-  shard.entries.push_front({key, stored, read_time, cost_bytes});
+  shard.entries.push_front({key, stored, read_time, version, cost_bytes});
   shard.index.emplace(key, shard.entries.begin());
   shard.bytes += cost_bytes;
   AddResident(cost_bytes, 1);

@@ -30,8 +30,10 @@ absl::Duration SteadyNow();
 // Answers Get from memory: least recently used encodings go first when the cap
 // is reached. Everything else goes to the inner store. Within this process a
 // Get never answers what a finished Put or Delete replaced; what another
-// process put into the same store is seen within `max_age`. While the inner
-// store is unavailable, cached encodings are answered for up to `max_stale`.
+// process put into the same store is seen within `max_age`: an inner store that
+// tells whether there was such a put (ForeignVersion) is asked that, once for
+// all encodings, any other for each encoding. While the inner store is
+// unavailable, cached encodings are answered for up to `max_stale`.
 // Thread-safe; no lock is held while the inner store works.
 class CachingEncodingStore : public EncodingStore {
  public:
@@ -39,7 +41,7 @@ class CachingEncodingStore : public EncodingStore {
     // Of everything cached, keys and overhead included. An encoding larger
     // than a sixteenth of it is not cached; 0 caches nothing.
     int64_t cap_bytes = int64_t{256} << 20;
-    // After this an encoding is read again from the inner store.
+    // After this the inner store is asked again.
     absl::Duration max_age = absl::Seconds(1);
     absl::Duration max_stale = absl::Minutes(10);
     // Monotonic, from any start.
@@ -77,9 +79,17 @@ class CachingEncodingStore : public EncodingStore {
   struct Entry {
     EncodingKey key;
     StoredEncoding stored;
-    // When the inner store was asked.
+    // When the inner store was asked, or was last known to hold just this.
     absl::Duration read_time;
+    // ForeignVersion of some time before the inner store was asked.
+    absl::optional<int64_t> version;
     int64_t cost_bytes;
+  };
+
+  // ForeignVersion, and when it was asked.
+  struct Version {
+    absl::optional<int64_t> number;
+    absl::Duration time = -absl::InfiniteDuration();
   };
 
   // Reads and writes of one key that are at the inner store now. What a read
@@ -105,16 +115,24 @@ class CachingEncodingStore : public EncodingStore {
   Shard& ShardOf(const EncodingKey& key);
   // The entry of the key, which becomes the most recently used; null if there
   // is none.
-  const Entry* Touch(Shard& shard, const EncodingKey& key)
+  Entry* Touch(Shard& shard, const EncodingKey& key)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(shard.mutex);
+  // Whether the entry may be answered without asking.
+  bool IsFresh(Entry& entry, absl::Duration now)
+      ABSL_LOCKS_EXCLUDED(version_mutex_);
+  // The inner store's version, not older than max_age.
+  absl::optional<int64_t> CheckVersion(absl::Duration now)
+      ABSL_LOCKS_EXCLUDED(version_mutex_);
   int64_t BeginWrite(Shard& shard, const EncodingKey& key)
       ABSL_LOCKS_EXCLUDED(shard.mutex);
   // `stored` is what the write left, null if that is nothing or unknown.
   void EndWrite(Shard& shard, const EncodingKey& key, int64_t begin_event,
-                const StoredEncoding* stored, absl::Duration begin_time)
+                const StoredEncoding* stored, absl::Duration begin_time,
+                absl::optional<int64_t> version)
       ABSL_LOCKS_EXCLUDED(shard.mutex);
   void Insert(Shard& shard, const EncodingKey& key,
-              const StoredEncoding& stored, absl::Duration read_time)
+              const StoredEncoding& stored, absl::Duration read_time,
+              absl::optional<int64_t> version)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(shard.mutex);
   void Erase(Shard& shard, const EncodingKey& key)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(shard.mutex);
@@ -126,6 +144,9 @@ class CachingEncodingStore : public EncodingStore {
   const int64_t shard_cap_bytes_;
   Metrics* const metrics_;
   std::array<Shard, kShardCount> shards_;
+
+  absl::Mutex version_mutex_;
+  Version version_ ABSL_GUARDED_BY(version_mutex_);
 
   mutable absl::Mutex totals_mutex_;
   int64_t resident_bytes_ ABSL_GUARDED_BY(totals_mutex_) = 0;

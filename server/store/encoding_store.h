@@ -105,6 +105,11 @@ class EncodingStore {
   virtual absl::StatusOr<std::vector<RevisionListEntry>> ListRevisions(
       absl::string_view model, absl::string_view after, int limit) = 0;
 
+  // A number that changes when anybody but this store changes an encoding, and
+  // perhaps at other times, never back to one that it had; none where that
+  // cannot be told now. Takes microseconds.
+  virtual absl::optional<int64_t> ForeignVersion() { return absl::nullopt; }
+
   // Whether the store answers now; for /readyz.
   virtual absl::Status Ping() = 0;
 };

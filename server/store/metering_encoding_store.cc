@@ -7,6 +7,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/optional.h"
 #include "server/store/metering.h"
 
 namespace quantd::server {
@@ -56,6 +57,10 @@ MeteringEncodingStore::ListRevisions(absl::string_view model,
                                      absl::string_view after, int limit) {
   return Measure(metrics_, StoreOperation::kList,
                  [&] { return inner_->ListRevisions(model, after, limit); });
+}
+
+absl::optional<int64_t> MeteringEncodingStore::ForeignVersion() {
+  return inner_->ForeignVersion();
 }
 
 absl::Status MeteringEncodingStore::Ping() {

@@ -9,6 +9,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/optional.h"
 #include "server/metrics/metrics.h"
 #include "server/store/encoding_store.h"
 
@@ -36,6 +37,7 @@ class MeteringEncodingStore : public EncodingStore {
       absl::string_view after, int limit) override;
   absl::StatusOr<std::vector<RevisionListEntry>> ListRevisions(
       absl::string_view model, absl::string_view after, int limit) override;
+  absl::optional<int64_t> ForeignVersion() override;
   absl::Status Ping() override;
 
  private:

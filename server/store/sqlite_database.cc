@@ -16,6 +16,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "absl/types/optional.h"
 #include "core/errors.h"
 #include "server/store/file_system.h"
 
@@ -29,6 +30,7 @@ constexpr int kApplicationId = 0x716e7464;  // "qntd"
 constexpr char kBegin[] = "BEGIN IMMEDIATE";
 constexpr char kCommit[] = "COMMIT";
 constexpr char kRollback[] = "ROLLBACK";
+constexpr char kDataVersion[] = "PRAGMA data_version";
 
 // Migration i brings a store from version i to i + 1.
 constexpr std::array<const char*, kSqliteSchemaVersion> kMigrations = {
@@ -339,6 +341,21 @@ absl::Status SqliteDatabase::Write(
   // Some errors have rolled back by themselves; then this one fails.
   if (!status.ok()) writer_->Run(kRollback).IgnoreError();
   return status;
+}
+
+absl::optional<int64_t> SqliteDatabase::ForeignVersion() {
+  // For the connection that writes, SQLite does not count its own commits. A
+  // writer may hold it for as long as another process writes.
+  if (!write_mutex_.TryLock()) return absl::nullopt;
+  absl::optional<int64_t> version;
+  {
+    absl::StatusOr<SqliteStatement> row = writer_->Prepare(kDataVersion);
+    if (row.ok() && row->Step("cannot read the store").value_or(false)) {
+      version = row->Int(0);
+    }
+  }
+  write_mutex_.Unlock();
+  return version;
 }
 
 }  // namespace quantd::server

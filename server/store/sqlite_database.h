@@ -19,6 +19,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/types/optional.h"
 #include "server/store/encoding_store.h"
 
 namespace quantd::server {
@@ -112,6 +113,11 @@ class SqliteDatabase {
   // it fails.
   absl::Status Write(absl::FunctionRef<absl::Status(SqliteConnection&)> body)
       ABSL_LOCKS_EXCLUDED(write_mutex_);
+
+  // A number that changes when another process, or another SqliteDatabase,
+  // commits to the file; none while a write of this one is under way, or when
+  // the file cannot be read.
+  absl::optional<int64_t> ForeignVersion() ABSL_LOCKS_EXCLUDED(write_mutex_);
 
  private:
   SqliteDatabase(std::unique_ptr<SqliteConnection> writer,

@@ -14,6 +14,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "absl/types/optional.h"
 #include "core/errors.h"
 #include "quantd/v1/encoding.pb.h"
 #include "server/wire/encoding_proto.h"
@@ -297,6 +298,10 @@ SqliteEncodingStore::ListRevisions(absl::string_view model,
   };
   if (absl::Status s = database_->Read(list); !s.ok()) return s;
   return entries;
+}
+
+absl::optional<int64_t> SqliteEncodingStore::ForeignVersion() {
+  return database_->ForeignVersion();
 }
 
 absl::Status SqliteEncodingStore::Ping() {

@@ -17,6 +17,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
+#include "absl/time/time.h"
+#include "absl/types/optional.h"
 #include "core/errors.h"
 #include "prometheus/metric_family.h"
 #include "server/metrics/metrics.h"
@@ -92,9 +94,18 @@ class FakeStore : public EncodingStore {
       absl::string_view, absl::string_view, int) override {
     return std::vector<RevisionListEntry>();
   }
+  absl::optional<int64_t> ForeignVersion() override {
+    ++version_checks;
+    const int64_t number = version;
+    if (number < 0) return absl::nullopt;
+    return number;
+  }
   absl::Status Ping() override { return absl::OkStatus(); }
 
   std::atomic<int> gets{0};
+  std::atomic<int> version_checks{0};
+  // Negative: it cannot be told.
+  std::atomic<int64_t> version{-1};
   std::atomic<bool> unavailable{false};
   std::atomic<Gate*> get_gate{nullptr};
   std::atomic<Gate*> before_put_gate{nullptr};
@@ -305,6 +316,66 @@ TEST_F(CachingEncodingStoreTest, SeesAnotherProcessAfterTheMaximalAge) {
   now_ms_ = 3000;
   EXPECT_EQ(ScaleOf(key_), -1);
   EXPECT_EQ(cache_->resident_entries(), 0);
+}
+
+TEST_F(CachingEncodingStoreTest, ReadsNothingAgainWhileNobodyElseWrites) {
+  inner_->version = 5;
+  ASSERT_TRUE(inner_->Put(key_, MakeEncoding(1), {}).ok());
+  const EncodingKey other{"m", "r", "other"};
+  ASSERT_TRUE(cache_->Put(other, MakeEncoding(2), {}).ok());
+  for (int second = 0; second < 100; ++second) {
+    now_ms_ = second * 1001;
+    for (int i = 0; i < 10; ++i) {
+      EXPECT_EQ(ScaleOf(key_), 1);
+      EXPECT_EQ(ScaleOf(other), 2);
+      EXPECT_TRUE(cache_->Cached(key_).has_value());
+    }
+  }
+  EXPECT_EQ(inner_->gets, 1);
+  EXPECT_EQ(inner_->version_checks, 100);
+}
+
+TEST_F(CachingEncodingStoreTest, ReadsAgainOnceSomebodyElseHasWritten) {
+  inner_->version = 5;
+  ASSERT_TRUE(cache_->Put(key_, MakeEncoding(1), {}).ok());
+  now_ms_ = 1001;
+  EXPECT_EQ(ScaleOf(key_), 1);
+  ASSERT_TRUE(inner_->Put(key_, MakeEncoding(2), {}).ok());
+  inner_->version = 6;
+  now_ms_ = 2003;
+  EXPECT_FALSE(cache_->Cached(key_).has_value());
+  EXPECT_EQ(ScaleOf(key_), 2);
+  EXPECT_EQ(inner_->gets, 1);
+  now_ms_ = 3005;
+  EXPECT_EQ(ScaleOf(key_), 2);
+  EXPECT_EQ(inner_->gets, 1);
+}
+
+// A read tells nothing of what came after the version that it began with.
+TEST_F(CachingEncodingStoreTest, AWriteBetweenCheckAndReadIsNotMissed) {
+  inner_->version = 5;
+  ASSERT_TRUE(inner_->Put(key_, MakeEncoding(1), {}).ok());
+  FakeStore::Gate gate;
+  inner_->get_gate = &gate;
+  std::thread reader([&] { EXPECT_EQ(ScaleOf(key_), 1); });
+  gate.reached.WaitForNotification();
+  ASSERT_TRUE(inner_->Put(key_, MakeEncoding(2), {}).ok());
+  inner_->version = 6;
+  now_ms_ = 1001;
+  EXPECT_EQ(ScaleOf({"m", "r", "another"}), -1);
+  gate.go.Notify();
+  reader.join();
+  now_ms_ = 2003;
+  EXPECT_EQ(ScaleOf(key_), 2);
+}
+
+TEST_F(CachingEncodingStoreTest, ReadsAgainWhileTheVersionCannotBeTold) {
+  inner_->version = 5;
+  ASSERT_TRUE(cache_->Put(key_, MakeEncoding(1), {}).ok());
+  inner_->version = -1;
+  ASSERT_TRUE(inner_->Put(key_, MakeEncoding(2), {}).ok());
+  now_ms_ = 1001;
+  EXPECT_EQ(ScaleOf(key_), 2);
 }
 
 TEST_F(CachingEncodingStoreTest, ServesWhileTheInnerStoreIsAway) {

@@ -19,6 +19,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "absl/types/optional.h"
 #include "core/errors.h"
 #include "server/store/file_system.h"
 #include "tests/server/store/sqlite_fixture.h"
@@ -55,6 +56,24 @@ TEST_F(SqliteEncodingStoreTest, CreatesTheFileAndItsLastDirectory) {
       SqliteDatabase::Open(directory_.File("a/b/encodings.db")).status();
   EXPECT_EQ(core::ErrorReason(status), "STORE_UNAVAILABLE") << status;
   EXPECT_THAT(std::string(status.message()), HasSubstr("/a/b"));
+}
+
+TEST_F(SqliteEncodingStoreTest, ForeignVersionChangesWhenOthersWriteOnly) {
+  std::unique_ptr<SqliteEncodingStore> ours = MustOpen();
+  std::unique_ptr<SqliteEncodingStore> others = MustOpen();
+  ASSERT_NE(ours, nullptr);
+  ASSERT_NE(others, nullptr);
+  const EncodingKey key{"m", "r", "t"};
+  const absl::optional<int64_t> before = ours->ForeignVersion();
+  ASSERT_TRUE(before.has_value());
+  ASSERT_TRUE(ours->Put(key, MakeEncoding(1), {}).ok());
+  ASSERT_TRUE(ours->Get(key).ok());
+  EXPECT_EQ(ours->ForeignVersion(), before);
+  ASSERT_TRUE(others->Put(key, MakeEncoding(2), {}).ok());
+  const absl::optional<int64_t> after_put = ours->ForeignVersion();
+  EXPECT_NE(after_put, before);
+  ASSERT_TRUE(others->Delete(key, {}).ok());
+  EXPECT_NE(ours->ForeignVersion(), after_put);
 }
 
 TEST_F(SqliteEncodingStoreTest, ReportsEveryColumnThatChangedInARow) {
