@@ -58,6 +58,8 @@ struct GroupRange {
   int32_t qmax;
   bool is_signed;
   int storage_bits;
+  // Part of more than a cache holds: what comes next is fetched ahead.
+  bool is_far;
   // [groups * group] codes.
   uint8_t* out;
   // [groups].
@@ -211,6 +213,15 @@ HWY_INLINE void StoreFour(DI di, V v0, V v1, V v2, V v3,
   const __m512i order =
       _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   _mm512_storeu_si512(out, _mm512_permutexvar_epi32(order, packed));
+#elif HWY_TARGET == HWY_AVX2
+  // The same, with half as many blocks.
+  const __m256i low = _mm256_packs_epi32(v0.raw, v1.raw);
+  const __m256i high = _mm256_packs_epi32(v2.raw, v3.raw);
+  const __m256i packed = kIsSigned ? _mm256_packs_epi16(low, high)
+                                   : _mm256_packus_epi16(low, high);
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out),
+                      _mm256_permutevar8x32_epi32(packed, order));
 #else
   using Code = std::conditional_t<kIsSigned, int8_t, uint8_t>;
   const hn::Rebind<Code, DI> dc;
@@ -260,6 +271,7 @@ HWY_INLINE void QuantizeVectors(const GroupRange& range,
   constexpr int64_t kAheadBytes = 4096;
   constexpr int64_t kLineBytes = 64;
   const auto fetch = [&]() HWY_ATTR {
+    if (!range.is_far) return;
     for (int64_t k = 0; k < 4 * lanes * 4; k += kLineBytes) {
       hwy::Prefetch(in + kAheadBytes + k);
     }
@@ -406,6 +418,8 @@ namespace {
 HWY_EXPORT(GroupLanes);
 HWY_EXPORT(QuantizeGroups);
 
+// Elements of tensors that no cache near the processor holds.
+constexpr int64_t kFarElements = 128 * 1024;
 // Elements of a task, about; and of a part of one that fits the L1 cache.
 constexpr int64_t kTaskElements = 64 * 1024;
 constexpr int64_t kTileElements = 8 * 1024;
@@ -522,6 +536,7 @@ void BlockQuantizer::AddTask(int64_t first, int64_t count, const uint8_t* in,
         encoding_.qmax,
         format_.is_signed,
         format_.storage_bits,
+        layout_.element_count() > kFarElements,
         out_at(i),
         encoding_.scale.data() + group,
         scaler_.is_symmetric() ? nullptr : encoding_.zero_point.data() + group};

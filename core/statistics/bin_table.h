@@ -42,13 +42,28 @@ class BinTable {
 
   int mantissa_bits() const { return mantissa_bits_; }
   bool empty() const { return room_ == kCapacity; }
-  // Elements that still fit.
+  // Elements that still fit, and that were added.
   int64_t room() const { return room_; }
+  int64_t count() const { return kCapacity - room_; }
 
   // `in`  [count] float32, any alignment; NaN and infinities are left out by
   //       Drain; -0 counts as +0.
   // Requires: count <= room().
   void Add(const uint8_t* in, int64_t count);
+
+  // The bin of a key, emptied; its count is 0 where it has no elements.
+  // Requires: key < 2^(9 + m), of finite elements.
+  PackedBin Take(uint32_t key) {
+    const uint32_t half = static_cast<uint32_t>(cell_count_ / 2);
+    BinCell& cell = cells_[key < half ? 2 * half - 1 - key : key - half];
+    const PackedBin bin = {
+        key,
+        static_cast<uint32_t>(cell.count_and_low_sum >> BinCell::kCountShift),
+        cell.count_and_low_sum & ((uint64_t{1} << BinCell::kCountShift) - 1),
+        cell.low_square_sum};
+    cell = {0, 0};
+    return bin;
+  }
 
   // The bins that have elements, in ascending order of key, good until the next
   // call; empties the table. Takes time for the bins and their neighbours only.

@@ -54,6 +54,23 @@ void AddTo(const PackedBin& from, PackedBin* to) {
 
 void AddTo(const KeyedBin& from, KeyedBin* to) { to->bin.Add(from.bin); }
 
+// Moves what `table` has of `bins` there, unless those are too many for it to
+// be worth while. Returns the number of elements.
+template <typename Bin>
+uint64_t TakeKnown(BinTable* table, std::vector<Bin>* bins) {
+  constexpr size_t kBinsPerElement = 4;
+  uint64_t count = 0;
+  if (bins->size() > kBinsPerElement * static_cast<size_t>(table->count())) {
+    return count;
+  }
+  for (Bin& bin : *bins) {
+    const PackedBin taken = table->Take(bin.key);
+    count += taken.count;
+    AddTo(Convert<Bin>(taken), &bin);
+  }
+  return count;
+}
+
 // Adds `bins` to `to`, both in ascending order of key.
 template <typename From, typename To>
 void MergeSorted(const From* bins, size_t bin_count, std::vector<To>* to) {
@@ -99,6 +116,21 @@ void MergeSorted(const From* bins, size_t bin_count, std::vector<To>* to) {
       --i;
     }
   }
+}
+
+// So many elements fit the narrow counters, however large their low bits.
+uint64_t NarrowCount(int mantissa_bits) {
+  return uint64_t{1} << std::min(31,
+                                 64 - 2 * (kFloatMantissaBits - mantissa_bits));
+}
+
+bool AllFinite(const float* x, int64_t count) {
+  constexpr uint32_t kExponent = 0x7F800000;
+  uint32_t found = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    found |= (BitsAs<uint32_t>(x[i]) & kExponent) == kExponent;
+  }
+  return found == 0;
 }
 
 // A sum with the rounding errors of its additions kept aside.
@@ -175,6 +207,10 @@ void Histogram::Add(const float* x, int64_t count) {
 
 void Histogram::Add(const float* x, int64_t count, BinTable* table) {
   if (value_count_ + count <= kMaxValues) {
+    if (AllFinite(x, count)) {
+      if (count > 0) AppendValues(x, static_cast<int>(count));
+      return;
+    }
     float finite[kMaxValues];
     int finite_count = 0;
     for (int64_t i = 0; i < count; ++i) {
@@ -197,8 +233,17 @@ void Histogram::Add(const float* x, int64_t count, BinTable* table) {
 }
 
 void Histogram::Drain(BinTable* table) {
-  const absl::Span<const PackedBin> bins = table->Drain();
+  // Mostly all the bins are there, and are soon looked through.
+  if (bins_ != nullptr) {
+    const uint64_t added = static_cast<uint64_t>(table->count());
+    if (!bins_->is_wide && count_ + added <= NarrowCount(mantissa_bits_)) {
+      count_ += TakeKnown(table, &bins_->narrow);
+    } else if (bins_->is_wide) {
+      count_ += TakeKnown(table, &bins_->wide);
+    }
+  }
   uint64_t count = 0;
+  const absl::Span<const PackedBin> bins = table->Drain();
   for (const PackedBin& bin : bins) count += bin.count;
   MergeBins(bins.data(), bins.size(), count);
 }
@@ -208,7 +253,8 @@ void Histogram::AppendValues(const float* x, int count) {
   if (needed > value_capacity_) {
     const int capacity = std::min(
         kMaxValues, std::max((needed + 3) / 4 * 4, 2 * value_capacity_));
-    auto values = std::make_unique<float[]>(capacity);
+    // Not initialised: that would take as long as the rest.
+    std::unique_ptr<float[]> values(new float[capacity]);
     std::copy_n(values_.get(), value_count_, values.get());
     values_ = std::move(values);
     value_capacity_ = static_cast<uint8_t>(capacity);
@@ -278,11 +324,7 @@ void Histogram::MergeBins(const Bin* bins, size_t bin_count, uint64_t count) {
   if (bin_count == 0) return;
   if (bins_ == nullptr) bins_ = std::make_unique<Bins>();
   count_ += count;
-  // So many elements fit the narrow counters, however large their low bits.
-  const uint64_t narrow_count =
-      uint64_t{1} << std::min(31,
-                              64 - 2 * (kFloatMantissaBits - mantissa_bits_));
-  if (count_ > narrow_count && !bins_->is_wide) {
+  if (count_ > NarrowCount(mantissa_bits_) && !bins_->is_wide) {
     bins_->is_wide = true;
     bins_->wide.reserve(bins_->narrow.size());
     for (const PackedBin& bin : bins_->narrow) {

@@ -31,6 +31,7 @@ class HistogramUpdate::Worker {
       : update_(*update), lease_(update->histograms_[0].mantissa_bits()) {}
 
   void Add(const StatisticsRange& range);
+  void AddColumns(const StatisticsRange& range, int64_t column, int64_t count);
   // Adds what the table holds to its histogram.
   void Drain();
 
@@ -46,12 +47,17 @@ class HistogramUpdate::Worker {
   };
 
   void AddLong(const StatisticsRange& range, const BlockLayout::Run& run);
-  void AddShort(const StatisticsRange& range, const BlockLayout::Run& run);
-  void AddRow(const StatisticsRange& range, const BlockLayout::Run& run);
+  void AddLongBlocks(const StatisticsRange& range, const BlockLayout::Row& row);
+  void AddShortBlocks(const StatisticsRange& range,
+                      const BlockLayout::Row& row);
+  void AddRow(const StatisticsRange& range, const BlockLayout::Row& row);
   void AddRows(const StatisticsRange& range);
   // Calls `change(histogram)` under its lock and keeps the books.
-  template <typename Change>
-  void ChangeHistogram(int64_t scale_index, const Change& change);
+  template <typename Function>
+  void ChangeHistogram(int64_t scale_index, const Function& change);
+  // The same where the lock is held.
+  template <typename Function>
+  void Change(int64_t scale_index, const Function& change);
 
   HistogramUpdate& update_;
   const BinTableLease lease_;
@@ -61,10 +67,16 @@ class HistogramUpdate::Worker {
   Rows rows_;
 };
 
-template <typename Change>
+template <typename Function>
 void HistogramUpdate::Worker::ChangeHistogram(int64_t scale_index,
-                                              const Change& change) {
+                                              const Function& change) {
   absl::MutexLock lock(&update_.MutexOf(scale_index));
+  Change(scale_index, change);
+}
+
+template <typename Function>
+void HistogramUpdate::Worker::Change(int64_t scale_index,
+                                     const Function& change) {
   Histogram& histogram = update_.histograms_[scale_index];
   const int64_t before = histogram.memory_bytes();
   change(&histogram);
@@ -79,16 +91,17 @@ void HistogramUpdate::Worker::Drain() {
 }
 
 void HistogramUpdate::Worker::Add(const StatisticsRange& range) {
-  range.layout.ForEachRun(range.first, range.count,
-                          [&](const BlockLayout::Run& run) {
-                            if (run.scale_step == 1) {
-                              AddRow(range, run);
-                            } else if (run.count > Histogram::kMaxValues) {
-                              AddLong(range, run);
-                            } else {
-                              AddShort(range, run);
-                            }
-                          });
+  BlockLayout::RowCursor cursor(range.layout, range.first, range.count);
+  BlockLayout::Row row;
+  while (cursor.Next(&row)) {
+    if (row.block == 1) {
+      AddRow(range, row);
+    } else if (row.block <= Histogram::kMaxValues) {
+      AddShortBlocks(range, row);
+    } else {
+      AddLongBlocks(range, row);
+    }
+  }
   AddRows(range);
 }
 
@@ -115,28 +128,52 @@ void HistogramUpdate::Worker::AddLong(const StatisticsRange& range,
   }
 }
 
-void HistogramUpdate::Worker::AddShort(const StatisticsRange& range,
-                                       const BlockLayout::Run& run) {
+void HistogramUpdate::Worker::AddLongBlocks(const StatisticsRange& range,
+                                            const BlockLayout::Row& row) {
+  int64_t done = 0;
+  for (int64_t i = 0; done < row.count; ++i) {
+    const int64_t count =
+        std::min(row.count - done, (i + 1) * row.block - row.offset - done);
+    AddLong(range, {row.begin + done, count, row.scale_index + i, 0});
+    done += count;
+  }
+}
+
+void HistogramUpdate::Worker::AddShortBlocks(const StatisticsRange& range,
+                                             const BlockLayout::Row& row) {
   Drain();
-  float x[Histogram::kMaxValues];
-  ToHistogramFloats(
-      range.type,
-      range.in + (run.begin - range.first) * ElementSizeBytes(range.type),
-      run.count, x);
-  ChangeHistogram(run.scale_index, [&](Histogram* histogram) {
-    histogram->Add(x, run.count, lease_.get());
-  });
+  const int64_t size = ElementSizeBytes(range.type);
+  int64_t done = 0;
+  int64_t i = row.scale_index;
+  while (done < row.count) {
+    // Those under one lock.
+    const int64_t end = (i / kNeighbours + 1) * kNeighbours;
+    absl::MutexLock lock(&update_.MutexOf(i));
+    for (; i < end && done < row.count; ++i) {
+      const int64_t count =
+          std::min(row.count - done,
+                   (i - row.scale_index + 1) * row.block - row.offset - done);
+      float x[Histogram::kMaxValues];
+      ToHistogramFloats(range.type,
+                        range.in + (row.begin - range.first + done) * size,
+                        count, x);
+      Change(i, [&](Histogram* histogram) {
+        histogram->Add(x, count, lease_.get());
+      });
+      done += count;
+    }
+  }
 }
 
 void HistogramUpdate::Worker::AddRow(const StatisticsRange& range,
-                                     const BlockLayout::Run& run) {
-  if (run.scale_index != rows_.scale_index || run.count != rows_.columns ||
+                                     const BlockLayout::Row& row) {
+  if (row.scale_index != rows_.scale_index || row.count != rows_.columns ||
       rows_.rows == kTileRows) {
     AddRows(range);
-    rows_.scale_index = run.scale_index;
-    rows_.columns = run.count;
+    rows_.scale_index = row.scale_index;
+    rows_.columns = row.count;
   }
-  rows_.begin[rows_.rows++] = run.begin;
+  rows_.begin[rows_.rows++] = row.begin;
 }
 
 void HistogramUpdate::Worker::AddRows(const StatisticsRange& range) {
@@ -163,24 +200,66 @@ void HistogramUpdate::Worker::AddRows(const StatisticsRange& range) {
   rows_.rows = 0;
 }
 
+void HistogramUpdate::Worker::AddColumns(const StatisticsRange& range,
+                                         int64_t column, int64_t count) {
+  Drain();
+  constexpr int64_t kRows = 256;
+  // So that the cache lines of a row of the tile do not share a few sets.
+  constexpr int64_t kPadding = 16;
+  float tile[kMaxColumns][kRows + kPadding];
+  const int64_t columns = range.layout.row_size();
+  const int64_t rows = range.count / columns;
+  const int64_t size = ElementSizeBytes(range.type);
+  for (int64_t first = 0; first < rows; first += kRows) {
+    const int64_t height = std::min(kRows, rows - first);
+    for (int64_t row = 0; row < height; ++row) {
+      float x[kMaxColumns];
+      ToHistogramFloats(range.type,
+                        range.in + ((first + row) * columns + column) * size,
+                        count, x);
+      for (int64_t k = 0; k < count; ++k) tile[k][row] = x[k];
+    }
+    for (int64_t k = 0; k < count; ++k) {
+      ChangeHistogram(column + k, [&](Histogram* histogram) {
+        histogram->Add(tile[k], height, lease_.get());
+      });
+    }
+  }
+}
+
 HistogramUpdate::HistogramUpdate(absl::Span<Histogram> histograms)
     : histograms_(histograms) {}
 
 HistogramUpdate::~HistogramUpdate() = default;
 
-void HistogramUpdate::Add(const StatisticsRange& range) {
-  std::unique_ptr<Worker> worker;
+std::unique_ptr<HistogramUpdate::Worker> HistogramUpdate::TakeWorker() {
   {
     absl::MutexLock lock(&mutex_);
     if (!idle_.empty()) {
-      worker = std::move(idle_.back());
+      std::unique_ptr<Worker> worker = std::move(idle_.back());
       idle_.pop_back();
+      return worker;
     }
   }
-  if (worker == nullptr) worker = std::make_unique<Worker>(this);
-  worker->Add(range);
+  return std::make_unique<Worker>(this);
+}
+
+void HistogramUpdate::ReturnWorker(std::unique_ptr<Worker> worker) {
   absl::MutexLock lock(&mutex_);
   idle_.push_back(std::move(worker));
+}
+
+void HistogramUpdate::Add(const StatisticsRange& range) {
+  std::unique_ptr<Worker> worker = TakeWorker();
+  worker->Add(range);
+  ReturnWorker(std::move(worker));
+}
+
+void HistogramUpdate::AddColumns(const StatisticsRange& range, int64_t column,
+                                 int64_t count) {
+  std::unique_ptr<Worker> worker = TakeWorker();
+  worker->AddColumns(range, column, count);
+  ReturnWorker(std::move(worker));
 }
 
 int64_t HistogramUpdate::Finish() {

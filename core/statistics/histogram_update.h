@@ -21,7 +21,8 @@ namespace quantd::core {
 // Long runs of one scale index are added up in a table per thread, which goes
 // into the histogram when the scale index changes; short ones go there at
 // once, and rows that step through scale indices after a transposition. A lock
-// covers every kStripes-th histogram. Sums of integers: the order is nothing.
+// covers every kStripes-th lot of kNeighbours histograms. Sums of integers: the
+// order is nothing.
 class HistogramUpdate {
  public:
   // `histograms`  one per scale index, touched by nobody else until Finish.
@@ -34,17 +35,31 @@ class HistogramUpdate {
   // Takes in the elements of `range`.
   void Add(const StatisticsRange& range) ABSL_LOCKS_EXCLUDED(mutex_);
 
+  // Takes in columns [column, column + count) of `range`: the more rows, the
+  // less each element of a column takes.
+  // Requires: `range` is whole rows of the layout, whose elements have a scale
+  // index each, the same in all rows; count <= kMaxColumns.
+  void AddColumns(const StatisticsRange& range, int64_t column, int64_t count)
+      ABSL_LOCKS_EXCLUDED(mutex_);
+  static constexpr int64_t kMaxColumns = 64;
+
   // Adds what the tables still hold. Once, after all else.
   // Returns by how many bytes the histograms grew.
   int64_t Finish() ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
   static constexpr int64_t kStripes = 64;
+  // Histograms that follow each other and share a lock, so that short runs do
+  // not take one each.
+  static constexpr int64_t kNeighbours = 16;
 
   class Worker;
 
+  std::unique_ptr<Worker> TakeWorker() ABSL_LOCKS_EXCLUDED(mutex_);
+  void ReturnWorker(std::unique_ptr<Worker> worker) ABSL_LOCKS_EXCLUDED(mutex_);
+
   absl::Mutex& MutexOf(int64_t scale_index) {
-    return stripes_[scale_index % kStripes];
+    return stripes_[scale_index / kNeighbours % kStripes];
   }
 
   // Each under MutexOf its index.

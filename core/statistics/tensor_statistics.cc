@@ -535,6 +535,14 @@ void TensorStatistics::Update(const BlockLayout& layout, ElementType type,
   if (mantissa_bits_ > 0 && count > 0) {
     histogram_update.emplace(absl::MakeSpan(histograms_));
   }
+  // Whole rows of many columns with a scale index each go into the histograms
+  // by columns.
+  const int64_t columns = layout.row_size();
+  const int64_t rows_first = (first + columns - 1) / columns * columns;
+  const int64_t rows_end = (first + count) / columns * columns;
+  const bool by_columns = histogram_update.has_value() && columns > 1 &&
+                          layout.row_block() == 1 &&
+                          layout.rows_share_scales() && rows_first < rows_end;
   absl::Mutex mutex;
   const auto run_task = [&](int64_t task) {
     const int64_t begin = task * kTaskElements;
@@ -544,7 +552,9 @@ void TensorStatistics::Update(const BlockLayout& layout, ElementType type,
     PartialStatistics partial;
     ComputeStatistics(range, &partial);
     // The elements are in the cache now.
-    if (histogram_update.has_value()) histogram_update->Add(range);
+    if (histogram_update.has_value() && !by_columns) {
+      histogram_update->Add(range);
+    }
     // Merging commutes, so that the order of the tasks does not matter.
     absl::MutexLock lock(&mutex);
     counts_.Merge(partial.counts);
@@ -568,6 +578,20 @@ void TensorStatistics::Update(const BlockLayout& layout, ElementType type,
     }
   };
   ParallelFor(pool, tasks, run_task);
+  const auto part = [&](int64_t begin, int64_t end) {
+    return StatisticsRange{layout, type, begin, end - begin,
+                           data + (begin - first) * ElementSizeBytes(type)};
+  };
+  if (by_columns) {
+    constexpr int64_t kStrip = HistogramUpdate::kMaxColumns;
+    ParallelFor(pool, (columns + kStrip - 1) / kStrip, [&](int64_t strip) {
+      const int64_t column = strip * kStrip;
+      histogram_update->AddColumns(part(rows_first, rows_end), column,
+                                   std::min(kStrip, columns - column));
+    });
+    histogram_update->Add(part(first, rows_first));
+    histogram_update->Add(part(rows_end, first + count));
+  }
   if (histogram_update.has_value()) {
     histogram_bytes_ += histogram_update->Finish();
   }
