@@ -30,7 +30,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/calibrate/calibrate.h"
+#include "core/calibrate/block_quantizer.h"
 #include "core/calibrate/encoding_spec.h"
 #include "core/cpu.h"
 #include "core/dequantize/dequantize.h"
@@ -152,10 +152,10 @@ Body QuantdBody(const Cell& cell, ThreadPool* pool, Buffers* buffers) {
     spec.block_size = cell.block_size;
     work->spec = *core::ResolveSpec(spec, shape);
     return [work] {
-      const TensorStatistics statistics = work->Statistics(0);
-      work->Quantize(
-          core::Calibrate(work->spec, work->layout, statistics, {}, work->pool)
-              ->encoding);
+      core::BlockQuantizer quantizer(work->spec, work->layout, work->cell.type,
+                                     core::NanPolicy::kDefault);
+      quantizer.Add(0, work->cell.count, work->reals, work->codes, work->pool);
+      quantizer.Finish().IgnoreError();
     };
   }
   work->encoding = EncodingOf(cell);
