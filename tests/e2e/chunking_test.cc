@@ -208,6 +208,7 @@ class Recorder {
     EXPECT_EQ(Serialize(response.stored_encoding()),
               Serialize(summary->stored_encoding()));
 
+    calibrated_ = summary->stored_encoding().encoding();
     // Tighter than what calibration found, so that elements are clipped.
     tight_ = summary->stored_encoding().encoding();
     for (float& scale : *tight_.mutable_scale()) {
@@ -234,7 +235,12 @@ class Recorder {
     EXPECT_EQ(codes_, Add("quantize by reference", header));
     *header.mutable_spec() = spec_;
     header.set_nan_policy(v1::NAN_POLICY_QMIN);
-    Add("quantize by spec", header);
+    const std::string by_spec = Add("quantize by spec", header);
+    *header.mutable_encoding() = calibrated_;
+    EXPECT_EQ(by_spec, Add("quantize with what the spec gives", header));
+    // The headers too, and so the encodings.
+    EXPECT_EQ(transcript_.entries["quantize by spec"],
+              transcript_.entries["quantize with what the spec gives"]);
   }
 
   std::string Add(const std::string& entry, const v1::QuantizeHeader& header) {
@@ -312,6 +318,7 @@ class Recorder {
   const absl::string_view data_;
   v1::TensorDescription tensor_;
   v1::EncodingSpec spec_;
+  v1::Encoding calibrated_;
   v1::Encoding tight_;
   v1::TensorName tight_name_;
   std::string codes_;
