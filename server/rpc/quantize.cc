@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <utility>
@@ -13,12 +14,15 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/optional.h"
 #include "absl/types/span.h"
+#include "core/calibrate/block_quantizer.h"
+#include "core/calibrate/encoding_spec.h"
 #include "core/errors.h"
 #include "core/formats/number_format.h"
 #include "core/parallel/thread_pool.h"
 #include "core/quantize/quantize.h"
 #include "core/statistics/tensor_statistics.h"
 #include "quantd/v1/quantization_service.pb.h"
+#include "server/guard/memory_budget.h"
 #include "server/rpc/code_stream.h"
 #include "server/rpc/stream_rpcs.h"
 #include "server/rpc/tensor_buffer.h"
@@ -135,6 +139,13 @@ class CodeProducer {
     }
     return absl::OkStatus();
   }
+
+  // Takes codes that were made before, `counts` in all, instead.
+  void Take(int64_t offset_bytes, absl::Span<const uint8_t> codes) {
+    std::memcpy(answer_.At(geometry_.CodesOffsetOfReal(offset_bytes)),
+                codes.data(), codes.size());
+  }
+  void Take(const core::QuantizeCounts& counts) { counts_ = counts; }
 
   void End() { answer_.End(env_.metrics); }
 
@@ -366,6 +377,133 @@ class CalibratingQuantizeJob final : public TensorJob {
   int64_t next_block_ = 0;
 };
 
+// With a spec whose scales follow from their own blocks: reals become codes as
+// they come, which are held until the tensor, and so its encoding, is complete.
+class BlockQuantizeJob final : public TensorJob {
+ public:
+  // The largest blocks that are put together from chunks.
+  static constexpr int64_t kMaxGranuleBytes = 64 << 10;
+
+  // `lease`  of the memory that the encoding takes.
+  // Requires: BlockQuantizer::Takes the spec.
+  BlockQuantizeJob(const RpcEnvironment& env, QuantizeTask task,
+                   ResolvedSpec spec, MemoryBudget::Lease lease)
+      : env_(env),
+        task_(std::move(task)),
+        spec_(std::move(spec)),
+        geometry_(
+            Geometry(task_.description, *core::FindFormat(spec_.spec.format))),
+        lease_(std::move(lease)),
+        quantizer_(spec_.spec, *spec_.layout, task_.description.element_type,
+                   task_.nan_policy),
+        codes_(env, geometry_.codes_size_bytes()) {
+    frame_.end_bytes = geometry_.reals_size_bytes();
+    frame_.unit_bytes = geometry_.real_bytes;
+    frame_.granule_bytes = GranuleBytes();
+    frame_.quantum_bytes =
+        std::max<int64_t>(1, env.limits.chunk_bytes / frame_.granule_bytes) *
+        frame_.granule_bytes;
+  }
+
+  int64_t GranuleBytes() const {
+    return quantizer_.granule() * geometry_.real_bytes;
+  }
+
+  bool FinishWaits() const override { return step_ == Step::kPut; }
+
+  absl::Status Reserve(int64_t bytes) override {
+    return codes_.Reserve(geometry_.CodesOffsetOfReal(bytes));
+  }
+
+  absl::Status Consume(int64_t offset_bytes,
+                       absl::Span<const uint8_t> data) override {
+    const int64_t bytes = static_cast<int64_t>(data.size());
+    made_.resize(
+        static_cast<size_t>(geometry_.CodesOffsetOfReal(offset_bytes + bytes) -
+                            geometry_.CodesOffsetOfReal(offset_bytes)));
+    quantizer_.Add(offset_bytes / geometry_.real_bytes,
+                   bytes / geometry_.real_bytes, data.data(), made_.data(),
+                   env_.pool);
+    codes_.Append(made_);
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<bool> Finish(ChunkWriter* out) override {
+    switch (step_) {
+      case Step::kEncode: {
+        absl::StatusOr<core::Encoding> encoding = quantizer_.Finish();
+        if (!encoding.ok()) return encoding.status();
+        resolved_.encoding =
+            std::make_shared<const core::Encoding>(*std::move(encoding));
+        resolved_.layout = spec_.layout;
+        if (task_.store_key.has_value()) {
+          step_ = Step::kPut;
+          return false;
+        }
+        OpenAnswer(out);
+        break;
+      }
+      case Step::kPut: {
+        absl::StatusOr<StoredEncoding> stored = env_.store->Put(
+            *task_.store_key, resolved_.encoding, Precondition());
+        if (!stored.ok()) return stored.status();
+        resolved_.etag = stored->etag;
+        OpenAnswer(out);
+        return false;
+      }
+      case Step::kAnswer:
+        break;
+    }
+    if (next_block_ < codes_.block_count()) {
+      const absl::Span<const uint8_t> block = codes_.block(next_block_);
+      const int64_t begin = RealsOffset(next_block_);
+      producer_->Begin(
+          begin,
+          std::min(RealsOffset(next_block_ + 1), geometry_.reals_size_bytes()) -
+              begin,
+          out);
+      producer_->Take(begin, block);
+      producer_->End();
+      ++next_block_;
+    }
+    if (next_block_ < codes_.block_count()) return false;
+    producer_->WriteSummary(out);
+    return true;
+  }
+
+ private:
+  enum class Step { kEncode, kPut, kAnswer };
+
+  // Offset of the real whose codes begin that block of them.
+  int64_t RealsOffset(int64_t block) const {
+    return block * (TensorBuffer::kBlockBytes / geometry_.granule_code_bytes) *
+           geometry_.granule_real_bytes();
+  }
+
+  void OpenAnswer(ChunkWriter* out) {
+    v1::ByteRange whole;
+    whole.set_end_bytes(geometry_.reals_size_bytes());
+    producer_.emplace(env_, task_, std::move(resolved_), whole);
+    producer_->WriteHeader(out);
+    producer_->Take(quantizer_.counts());
+    step_ = Step::kAnswer;
+  }
+
+  const RpcEnvironment& env_;
+  const QuantizeTask task_;
+  const ResolvedSpec spec_;
+  const CodeGeometry geometry_;
+  const MemoryBudget::Lease lease_;
+  core::BlockQuantizer quantizer_;
+  // Codes of the latest reals, and of all.
+  std::vector<uint8_t> made_;
+  TensorBuffer codes_;
+  Step step_ = Step::kEncode;
+  ResolvedEncoding resolved_;
+  absl::optional<CodeProducer> producer_;
+  int64_t next_block_ = 0;
+};
+
 class QuantizeRpc final : public TensorRpc {
  public:
   explicit QuantizeRpc(const RpcEnvironment& env) : env_(env) {}
@@ -454,6 +592,20 @@ class QuantizeRpc final : public TensorRpc {
         Geometry(task.description, *core::FindFormat(spec->spec.format));
     absl::Status status = CheckOutput(task.output, geometry.codes_size_bytes());
     if (!status.ok()) return status;
+    if (core::ValidateSpec(spec->spec).ok() &&
+        core::BlockQuantizer::Takes(spec->spec, *spec->layout)) {
+      constexpr int64_t kBytesPerScale =
+          sizeof(float) + sizeof(int32_t) + sizeof(uint8_t);
+      absl::StatusOr<MemoryBudget::Lease> lease =
+          env_.budget->Acquire(spec->layout->scale_count() * kBytesPerScale,
+                               "send fewer tensors at once");
+      if (!lease.ok()) return lease.status();
+      auto job = std::make_unique<BlockQuantizeJob>(env_, task, *spec,
+                                                    *std::move(lease));
+      if (job->GranuleBytes() <= BlockQuantizeJob::kMaxGranuleBytes) {
+        return job;
+      }
+    }
     absl::StatusOr<std::unique_ptr<TensorAccumulator>> accumulator =
         TensorAccumulator::Create(env_, task.description.element_type,
                                   spec->layout, MantissaBitsFor(spec->spec));
