@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -85,54 +84,55 @@ void CompareSimd(const PairRange& range, ErrorSums* leaves,
 
 constexpr int64_t kLeaf = Evaluator::kLeafElements;
 
-// `in` [2 * count] to `real` and `test` [count] each, both 0 where either is
-// not finite. Returns how many those are.
+// Pairs `in` [2 * count], any alignment, to `real` and `test` [count] each,
+// both 0 where either is not finite. Returns how many those are.
 template <typename T>
-int64_t Deinterleave(const T* HWY_RESTRICT in, int64_t count,
+int64_t Deinterleave(const uint8_t* HWY_RESTRICT in, int64_t count,
                      T* HWY_RESTRICT real, T* HWY_RESTRICT test) {
   const hn::ScalableTag<T> d;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
-  int64_t non_finite = 0;
+  constexpr int64_t kSize = sizeof(T);
+  int64_t finite_count = 0;
   int64_t i = 0;
   for (; i + lanes <= count; i += lanes) {
-    hn::Vec<decltype(d)> x, y;
-    hn::LoadInterleaved2(d, in + 2 * i, x, y);
+    const uint8_t* pairs = in + 2 * i * kSize;
+    const auto low = LoadBytes(d, pairs);
+    const auto high = LoadBytes(d, pairs + lanes * kSize);
+    const auto x = hn::ConcatEven(d, high, low);
+    const auto y = hn::ConcatOdd(d, high, low);
     const auto finite = hn::And(hn::IsFinite(x), hn::IsFinite(y));
     hn::StoreU(hn::IfThenElseZero(finite, x), d, real + i);
     hn::StoreU(hn::IfThenElseZero(finite, y), d, test + i);
-    non_finite += lanes - static_cast<int64_t>(hn::CountTrue(d, finite));
+    finite_count += static_cast<int64_t>(hn::CountTrue(d, finite));
   }
   for (; i < count; ++i) {
-    const bool finite =
-        std::isfinite(in[2 * i]) && std::isfinite(in[2 * i + 1]);
-    real[i] = finite ? in[2 * i] : 0;
-    test[i] = finite ? in[2 * i + 1] : 0;
-    non_finite += !finite;
+    const T x = LoadUnaligned<T>(in + 2 * i * kSize);
+    const T y = LoadUnaligned<T>(in + (2 * i + 1) * kSize);
+    const bool finite = std::isfinite(x) && std::isfinite(y);
+    real[i] = finite ? x : 0;
+    test[i] = finite ? y : 0;
+    finite_count += finite;
   }
-  return non_finite;
+  return count - finite_count;
 }
 
 template <typename T>
 void CompareTyped(const PairRange& range, ErrorSums* leaves,
                   DistributionCounts* distribution) {
   const int64_t pair_bytes = 2 * ElementSizeBytes(range.type);
-  HWY_ALIGN T pairs[2 * kLeaf];
+  const bool widens = pair_bytes < 2 * static_cast<int64_t>(sizeof(T));
+  HWY_ALIGN float wide[2 * kLeaf];
   HWY_ALIGN T real[kLeaf];
   HWY_ALIGN T test[kLeaf];
   for (int64_t begin = 0; begin < range.count; begin += kLeaf) {
     const int64_t count = std::min(range.count - begin, kLeaf);
     const uint8_t* in = range.in + begin * pair_bytes;
-    if constexpr (sizeof(T) == 4) {
-      if (range.type == ElementType::kFloat32) {
-        std::memcpy(pairs, in, count * pair_bytes);
-      } else {
-        Widen(range.type, in, 2 * count, pairs);
-      }
-    } else {
-      std::memcpy(pairs, in, count * pair_bytes);
+    if (widens) {
+      Widen(range.type, in, 2 * count, wide);
+      in = reinterpret_cast<const uint8_t*>(wide);
     }
     PairCounts counts;
-    counts.non_finite = Deinterleave(pairs, count, real, test);
+    counts.non_finite = Deinterleave(in, count, real, test);
     *leaves++ = SumPairs(real, test, count, counts);
     if (distribution != nullptr) {
       distribution->Add(real, test, count, counts.non_finite);
@@ -162,8 +162,9 @@ namespace {
 
 HWY_EXPORT(CompareSimd);
 
-// Tasks whose sums are kept before they are added up in order.
-constexpr int64_t kWaveTasks = 256;
+// Tasks of a thread whose references are copied before their statistics are
+// taken, which are then in the cache.
+constexpr int64_t kThreadTasks = 4;
 
 // out[i] = in[2 * i], elements as wide as T.
 template <typename T>
@@ -197,28 +198,39 @@ void Comparison::Update(int64_t first, int64_t count, const uint8_t* data,
                         ThreadPool* pool) {
   const bool is_scalar = internal::UsesScalarKernels();
   const int64_t element_bytes = ElementSizeBytes(type_);
-  // The references by themselves, for their statistics.
-  std::vector<uint8_t> references(count * element_bytes);
+  const int64_t threads = pool == nullptr ? 1 : pool->thread_count() + 1;
+  const int64_t wave_tasks = kThreadTasks * threads;
+  const int64_t wave_elements =
+      wave_tasks * kTaskLeaves * Evaluator::kLeafElements;
+  // The references by themselves, of a wave.
+  const std::unique_ptr<uint8_t[]> references(
+      new uint8_t[std::min(count, wave_elements) * element_bytes]);
   DistributionScratch scratch;
-  const auto task = [&](int64_t, int64_t begin, int64_t task_count,
-                        ErrorSums* leaves) {
-    const uint8_t* in = data + 2 * begin * element_bytes;
-    CopyReferences(type_, in, task_count, &references[begin * element_bytes]);
-    const PairRange range{type_, task_count, in};
-    std::unique_ptr<DistributionCounts> counts;
-    if (distribution_ != nullptr) counts = scratch.Take();
-    if (is_scalar) {
-      CompareScalar(range, leaves, counts.get());
-    } else {
-      HWY_DYNAMIC_DISPATCH(CompareSimd)(range, leaves, counts.get());
-    }
-    if (counts != nullptr) scratch.Return(std::move(counts));
-  };
-  SumLeaves(
-      count, kWaveTasks, pool, task, [](int64_t) {}, &overall_);
+  for (int64_t wave = 0; wave < count; wave += wave_elements) {
+    const int64_t wave_count = std::min(wave_elements, count - wave);
+    const uint8_t* wave_data = data + 2 * wave * element_bytes;
+    const auto task = [&](int64_t, int64_t begin, int64_t task_count,
+                          ErrorSums* leaves) {
+      const uint8_t* in = wave_data + 2 * begin * element_bytes;
+      CopyReferences(type_, in, task_count,
+                     references.get() + begin * element_bytes);
+      const PairRange range{type_, task_count, in};
+      std::unique_ptr<DistributionCounts> counts;
+      if (distribution_ != nullptr) counts = scratch.Take();
+      if (is_scalar) {
+        CompareScalar(range, leaves, counts.get());
+      } else {
+        HWY_DYNAMIC_DISPATCH(CompareSimd)(range, leaves, counts.get());
+      }
+      if (counts != nullptr) scratch.Return(std::move(counts));
+    };
+    SumLeaves(
+        wave_count, wave_tasks, pool, task, [](int64_t) {}, &overall_);
+    const absl::StatusOr<BlockLayout> layout =
+        BlockLayout::Create({wave_count}, {});
+    reference_.Update(*layout, type_, 0, wave_count, references.get(), pool);
+  }
   if (distribution_ != nullptr) scratch.MergeInto(distribution_.get());
-  const absl::StatusOr<BlockLayout> layout = BlockLayout::Create({count}, {});
-  reference_.Update(*layout, type_, 0, count, references.data(), pool);
 }
 
 }  // namespace quantd::core

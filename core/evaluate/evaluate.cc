@@ -100,8 +100,23 @@ struct Restored {
   hn::Vec<D> high;
 };
 
-// Lanes(d) elements from the i-th of a run on.
-template <CodeKind kKind, int kStep, class D, class V = hn::Vec<D>>
+// Round, of what is in range.
+template <class D, class V = hn::Vec<D>>
+HWY_INLINE V RoundInRange(D d, const FloatGrid& grid, V q) {
+  const auto rounded = RoundMagnitude(d, grid, hn::Abs(q));
+  const V value = hn::CopySignToAbs(hn::Sub(rounded.sum, rounded.magic), q);
+  // Makes +0 of -0.
+  return grid.has_negative_zero ? value : hn::Add(value, hn::Zero(d));
+}
+template <class D, class V = hn::Vec<D>>
+HWY_INLINE V RoundInRange(D d, const CodebookGrid& grid, V q) {
+  return Round(d, grid, q);
+}
+
+// Lanes(d) elements from the i-th of a run on. kInRange: x' of elements that
+// are not good may be anything.
+template <CodeKind kKind, int kStep, bool kInRange, class D,
+          class V = hn::Vec<D>>
 HWY_INLINE Restored<D> Restore(D d, V x, const RunScales& run, int64_t i,
                                const EvaluateRange& range) {
   using T = hn::TFromD<D>;
@@ -138,7 +153,10 @@ HWY_INLINE Restored<D> Restore(D d, V x, const RunScales& run, int64_t i,
   } else {
     r.low = r.high = hn::Zero(d);
     r.quotient = quotient;
-    r.y = hn::Mul(Round(d, GridOf<kKind>(range.values), quotient), scale);
+    const auto& grid = GridOf<kKind>(range.values);
+    r.y = hn::Mul(
+        kInRange ? RoundInRange(d, grid, quotient) : Round(d, grid, quotient),
+        scale);
   }
   return r;
 }
@@ -190,33 +208,70 @@ HWY_INLINE LaneKinds<D> KindsOf(D d, const Restored<D>& r,
 // 1) each, in units of s) a way across a tie or the end of the range. All
 // other elements are divided.
 template <typename T>
-struct CertainIntegers {
-  static constexpr T kUnit = std::numeric_limits<T>::epsilon() / 2;
-  // More than these and too little is certain.
-  static constexpr double kMaxLevels = sizeof(T) == 4 ? 0x1p10 : 0x1p24;
+class CertainIntegers {
+ public:
   // Adding it rounds to nearest, ties to even.
-  static constexpr T kMagic = T{1.5} / (2 * kUnit);
+  static constexpr T kMagic = T{1.5} / std::numeric_limits<T>::epsilon();
 
-  CertainIntegers(const Encoding& encoding, const RunScales& run)
-      : scale(*run.scale), reciprocal(T{1} / scale) {
-    const int32_t zero = run.zero_point == nullptr ? 0 : *run.zero_point;
-    low = static_cast<T>(encoding.qmin - zero);
-    high = static_cast<T>(encoding.qmax - zero);
-    const T levels = std::max(-low, high) + 1;
-    // Far from the ends of the exponents nothing underflows or overflows.
-    usable =
-        levels <= kMaxLevels && scale >= T{0x1p-100f} && scale <= T{0x1p100f};
-    limit = scale * (T{0.5} - 4 * kUnit * levels);
+  explicit CertainIntegers(const Encoding& encoding) : encoding_(encoding) {
+    SetZeroPoint(0);
   }
 
-  T scale;
-  T reciprocal;
-  T low;
-  T high;
+  // False if it is not worth trying.
+  HWY_INLINE bool SetRun(const RunScales& run) {
+    const int32_t zero_point = run.zero_point == nullptr ? 0 : *run.zero_point;
+    if (zero_point != zero_point_) SetZeroPoint(zero_point);
+    scale = *run.scale;
+    reciprocal = T{1} / scale;
+    limit = scale * margin_;
+    // Far from the ends of the exponents nothing underflows or overflows.
+    return has_few_levels_ && scale >= T{0x1p-100f} && scale <= T{0x1p100f};
+  }
+
+  // Those of the run.
+  T scale = 0;
+  T reciprocal = 0;
+  T low = 0;
+  T high = 0;
   // Errors below it are certain.
-  T limit;
-  bool usable;
+  T limit = 0;
+
+ private:
+  // With more than these too little is certain.
+  static constexpr double kMaxLevels = sizeof(T) == 4 ? 0x1p10 : 0x1p24;
+
+  void SetZeroPoint(int32_t zero_point) {
+    constexpr T kUnit = std::numeric_limits<T>::epsilon() / 2;
+    zero_point_ = zero_point;
+    low = static_cast<T>(encoding_.qmin - zero_point);
+    high = static_cast<T>(encoding_.qmax - zero_point);
+    const T levels = std::max(-low, high) + 1;
+    has_few_levels_ = levels <= kMaxLevels;
+    margin_ = T{0.5} - 4 * kUnit * levels;
+  }
+
+  const Encoding& encoding_;
+  int32_t zero_point_;
+  T margin_;
+  bool has_few_levels_;
 };
+
+// Lanes of `mask` with a < b.
+template <class D, class V = hn::Vec<D>>
+HWY_INLINE hn::Mask<D> AndLess(D d, hn::Mask<D> mask, V a, V b) {
+#if HWY_TARGET == HWY_AVX3
+  // One instruction instead of two.
+  hn::Mask<D> less;
+  if constexpr (sizeof(V) == 64 && sizeof(hn::TFromD<D>) == 4) {
+    less.raw = _mm512_mask_cmp_ps_mask(mask.raw, a.raw, b.raw, _CMP_LT_OQ);
+    return less;
+  } else if constexpr (sizeof(V) == 64) {
+    less.raw = _mm512_mask_cmp_pd_mask(mask.raw, a.raw, b.raw, _CMP_LT_OQ);
+    return less;
+  }
+#endif
+  return hn::And(mask, hn::Lt(a, b));
+}
 
 // How far ahead of its use the input is asked for.
 constexpr int64_t kPrefetchBytes = 4096;
@@ -253,7 +308,7 @@ HWY_INLINE bool RestoreCertain(const CertainIntegers<T>& p,
         const auto x = LoadBytes(d, at);
         const auto rounded = hn::Sub(hn::MulAdd(x, reciprocal, magic), magic);
         const auto y = hn::Mul(hn::Min(hn::Max(rounded, low), high), scale);
-        good = hn::And(good, hn::Lt(hn::Abs(hn::Sub(y, x)), limit));
+        good = AndLess(d, good, hn::Abs(hn::Sub(y, x)), limit);
         hn::StoreU(x, d, real + i);
         hn::StoreU(y, d, restored + i);
       });
@@ -273,8 +328,8 @@ HWY_INLINE bool RestoreGood(const EvaluateRange& range, const RunScales& run,
       static_cast<int64_t>(hn::Lanes(d)), count, [&](int64_t i) HWY_ATTR {
         const uint8_t* at = in + i * static_cast<int64_t>(sizeof(T));
         hwy::Prefetch(at + kPrefetchBytes);
-        const auto r =
-            Restore<kKind, kStep>(d, LoadBytes(d, at), run, first + i, range);
+        const auto r = Restore<kKind, kStep, true>(d, LoadBytes(d, at), run,
+                                                   first + i, range);
         good = hn::And(good, IsGood<kKind>(d, r, range));
         hn::StoreU(r.x, d, real + i);
         hn::StoreU(r.y, d, restored + i);
@@ -294,7 +349,7 @@ void RestoreAny(const EvaluateRange& range, const RunScales& run, int64_t first,
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
   const auto vector = [&](auto tag, int64_t i) HWY_ATTR {
     const auto x = LoadBytes(tag, in + i * static_cast<int64_t>(sizeof(T)));
-    const auto r = Restore<kKind, kStep>(tag, x, run, first + i, range);
+    const auto r = Restore<kKind, kStep, false>(tag, x, run, first + i, range);
     const auto kinds = KindsOf<kKind>(tag, r, range);
     hn::StoreU(hn::IfThenElseZero(kinds.finite, r.x), tag, real + i);
     hn::StoreU(hn::IfThenElseZero(kinds.finite, r.y), tag, restored + i);
@@ -313,13 +368,14 @@ void RestoreAny(const EvaluateRange& range, const RunScales& run, int64_t first,
 constexpr int64_t kPiece = 128;
 
 template <CodeKind kKind, int kStep, typename T>
-PairCounts RestoreKind(const EvaluateRange& range, int64_t scale_index,
-                       const uint8_t* HWY_RESTRICT in, int64_t count,
-                       T* HWY_RESTRICT real, T* HWY_RESTRICT restored) {
+PairCounts RestoreRun(const EvaluateRange& range, int64_t scale_index,
+                      CertainIntegers<T>* integers,
+                      const uint8_t* HWY_RESTRICT in, int64_t count,
+                      T* HWY_RESTRICT real, T* HWY_RESTRICT restored) {
   constexpr bool kMayBeCertain = kKind == CodeKind::kInteger && kStep == 0;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(hn::ScalableTag<T>()));
   const RunScales run = ScalesAt(range.encoding, scale_index);
-  const CertainIntegers<T> integers(range.encoding, run);
+  const bool tries = kMayBeCertain && integers->SetRun(run);
   PairCounts counts;
   for (int64_t i = 0; i < count; i += kPiece) {
     const int64_t piece = std::min(kPiece, count - i);
@@ -327,9 +383,9 @@ PairCounts RestoreKind(const EvaluateRange& range, int64_t scale_index,
     bool is_done = false;
     if (piece < lanes) {
       // Too short for a vector.
-    } else if (kMayBeCertain && integers.usable) {
+    } else if (tries) {
       is_done =
-          RestoreCertain(integers, piece_in, piece, real + i, restored + i);
+          RestoreCertain(*integers, piece_in, piece, real + i, restored + i);
     } else {
       is_done = RestoreGood<kKind, kStep>(range, run, i, piece_in, piece,
                                           real + i, restored + i);
@@ -341,33 +397,16 @@ PairCounts RestoreKind(const EvaluateRange& range, int64_t scale_index,
   return counts;
 }
 
-template <int kStep, typename T>
-PairCounts RestoreRun(const EvaluateRange& range, int64_t scale_index,
-                      const uint8_t* HWY_RESTRICT in, int64_t count,
-                      T* HWY_RESTRICT real, T* HWY_RESTRICT restored) {
-  switch (range.values.kind) {
-    case CodeKind::kInteger:
-      return RestoreKind<CodeKind::kInteger, kStep, T>(range, scale_index, in,
-                                                       count, real, restored);
-    case CodeKind::kFloat:
-      return RestoreKind<CodeKind::kFloat, kStep, T>(range, scale_index, in,
-                                                     count, real, restored);
-    case CodeKind::kCodebook:
-      break;
-  }
-  return RestoreKind<CodeKind::kCodebook, kStep, T>(range, scale_index, in,
-                                                    count, real, restored);
-}
-
-template <typename T>
-void EvaluateTyped(const EvaluateRange& range, ErrorSums* leaves,
-                   std::vector<ScalePortion>* portions,
-                   DistributionCounts* distribution) {
+template <CodeKind kKind, typename T>
+void EvaluateKind(const EvaluateRange& range, ErrorSums* leaves,
+                  std::vector<ScalePortion>* portions,
+                  DistributionCounts* distribution) {
   const bool widens = sizeof(T) == 4 && range.type != ElementType::kFloat32;
   const int64_t element_bytes = ElementSizeBytes(range.type);
   HWY_ALIGN float wide[kLeaf];
   HWY_ALIGN T real[kLeaf];
   HWY_ALIGN T restored[kLeaf];
+  CertainIntegers<T> integers(range.encoding);
   for (int64_t begin = 0; begin < range.count; begin += kLeaf) {
     const int64_t count = std::min(range.count - begin, kLeaf);
     const int64_t first = range.first + begin;
@@ -385,10 +424,12 @@ void EvaluateTyped(const EvaluateRange& range, ErrorSums* leaves,
           const uint8_t* run_in = in + i * static_cast<int64_t>(sizeof(T));
           const PairCounts counts =
               run.scale_step == 1
-                  ? RestoreRun<1, T>(range, run.scale_index, run_in, run.count,
-                                     real + i, restored + i)
-                  : RestoreRun<0, T>(range, run.scale_index, run_in, run.count,
-                                     real + i, restored + i);
+                  ? RestoreRun<kKind, 1>(range, run.scale_index, &integers,
+                                         run_in, run.count, real + i,
+                                         restored + i)
+                  : RestoreRun<kKind, 0>(range, run.scale_index, &integers,
+                                         run_in, run.count, real + i,
+                                         restored + i);
           leaf_counts.Add(counts);
           if (portions == nullptr) return;
           portions->push_back({run.scale_index, ErrorSums()});
@@ -405,6 +446,23 @@ void EvaluateTyped(const EvaluateRange& range, ErrorSums* leaves,
       distribution->Add(real, restored, count, leaf_counts.non_finite);
     }
   }
+}
+
+template <typename T>
+void EvaluateTyped(const EvaluateRange& range, ErrorSums* leaves,
+                   std::vector<ScalePortion>* portions,
+                   DistributionCounts* distribution) {
+  switch (range.values.kind) {
+    case CodeKind::kInteger:
+      return EvaluateKind<CodeKind::kInteger, T>(range, leaves, portions,
+                                                 distribution);
+    case CodeKind::kFloat:
+      return EvaluateKind<CodeKind::kFloat, T>(range, leaves, portions,
+                                               distribution);
+    case CodeKind::kCodebook:
+      break;
+  }
+  EvaluateKind<CodeKind::kCodebook, T>(range, leaves, portions, distribution);
 }
 
 // Adds rows of up to Lanes(d) columns to their sums, row after row.
@@ -473,7 +531,7 @@ void AddColumnBlock(const EvaluateRange& range, const ColumnPanel& panel,
       }
     }
     const auto element = is_direct ? LoadBytes(d, in) : hn::Load(d, elements);
-    const auto r = Restore<kKind, 1>(d, element, run, 0, range);
+    const auto r = Restore<kKind, 1, false>(d, element, run, 0, range);
     const auto kinds = KindsOf<kKind>(d, r, range);
     const auto subtract = [&](hn::Vec<decltype(di)> counts,
                               hn::Mask<decltype(d)> mask) HWY_ATTR {

@@ -205,106 +205,212 @@ HWY_INLINE void SetSums(const LaneArrays& lanes, ErrorSums* sums) {
   sums->product = SumTree(lanes.product);
 }
 
-// Adds `count` pairs, a multiple of kSumLanes, to what there is of a leaf.
-HWY_INLINE void AddPairs(const double* HWY_RESTRICT real,
-                         const double* HWY_RESTRICT restored, int64_t count,
-                         LaneArrays* lanes, ErrorSums* sums) {
-  const hn::CappedTag<double, kSumLanes> d;
-  const int64_t vector_lanes = static_cast<int64_t>(hn::Lanes(d));
-  auto max_absolute = hn::Zero(d);
-  auto max_relative = hn::Zero(d);
-  // One vector's width of the lanes at a time, so that all sums fit registers.
-  for (int64_t lane = 0; lane < kSumLanes; lane += vector_lanes) {
-    auto terms = lanes->Load(d, lane);
-    for (int64_t i = lane; i < count; i += kSumLanes) {
-      const auto x = hn::LoadU(d, real + i);
-      const auto y = hn::LoadU(d, restored + i);
-      const auto errors = ErrorsOf(d, x, y);
-      terms.template Add<false>(x, y, errors.absolute, errors.relative);
-      sums->zero_flushed += hn::CountTrue(d, errors.flushed);
-      max_absolute = hn::Max(max_absolute, errors.absolute);
-      max_relative = hn::Max(max_relative, errors.relative);
+class DoubleSums {
+ public:
+  // Adds `count` pairs, a multiple of kSumLanes.
+  HWY_INLINE void Add(const double* HWY_RESTRICT real,
+                      const double* HWY_RESTRICT restored, int64_t count) {
+    const hn::CappedTag<double, kSumLanes> d;
+    const int64_t vector_lanes = static_cast<int64_t>(hn::Lanes(d));
+    auto max_absolute = hn::Zero(d);
+    auto max_relative = hn::Zero(d);
+    // One vector's width of the lanes at a time, so that all sums fit
+    // registers.
+    for (int64_t lane = 0; lane < kSumLanes; lane += vector_lanes) {
+      auto terms = lanes_.Load(d, lane);
+      for (int64_t i = lane; i < count; i += kSumLanes) {
+        const auto x = hn::LoadU(d, real + i);
+        const auto y = hn::LoadU(d, restored + i);
+        const auto errors = ErrorsOf(d, x, y);
+        terms.template Add<false>(x, y, errors.absolute, errors.relative);
+        sums_.zero_flushed +=
+            static_cast<int64_t>(hn::CountTrue(d, errors.flushed));
+        max_absolute = hn::Max(max_absolute, errors.absolute);
+        max_relative = hn::Max(max_relative, errors.relative);
+      }
+      lanes_.Store(d, terms, lane);
     }
-    lanes->Store(d, terms, lane);
+    sums_.max_absolute_error = std::max(
+        sums_.max_absolute_error, hn::GetLane(hn::MaxOfLanes(d, max_absolute)));
+    sums_.max_relative_error = std::max(
+        sums_.max_relative_error, hn::GetLane(hn::MaxOfLanes(d, max_relative)));
   }
-  sums->max_absolute_error = std::max(
-      sums->max_absolute_error, hn::GetLane(hn::MaxOfLanes(d, max_absolute)));
-  sums->max_relative_error = std::max(
-      sums->max_relative_error, hn::GetLane(hn::MaxOfLanes(d, max_relative)));
+
+  HWY_INLINE void Finish(ErrorSums* sums) {
+    *sums = sums_;
+    SetSums(lanes_, sums);
+  }
+
+ private:
+  LaneArrays lanes_;
+  ErrorSums sums_;
+};
+
+#if HWY_TARGET == HWY_AVX3
+
+// The sums of the six lanes of vectors, by SumTree, and the largest of the
+// lanes of two others, several at a time to save shuffles.
+HWY_INLINE void SetSums(const TermSums<hn::Full512<double>>& terms,
+                        hn::Vec<hn::Full512<float>> max_absolute,
+                        hn::Vec<hn::Full512<float>> max_relative,
+                        ErrorSums* sums) {
+  // Lane i with i + 4, of two vectors.
+  const auto fold = [](hn::Vec<hn::Full512<double>> a,
+                       hn::Vec<hn::Full512<double>> b) HWY_ATTR {
+    return _mm512_add_pd(_mm512_shuffle_f64x2(a.raw, b.raw, 0x44),
+                         _mm512_shuffle_f64x2(a.raw, b.raw, 0xEE));
+  };
+  const __m512d fold0 = fold(terms.squared, terms.absolute);
+  const __m512d fold1 = fold(terms.relative, terms.signal);
+  const __m512d fold2 = fold(terms.reconstructed, terms.product);
+  // Lane i with i + 2.
+  const __m512d pair0 = _mm512_add_pd(_mm512_shuffle_f64x2(fold0, fold1, 0x88),
+                                      _mm512_shuffle_f64x2(fold0, fold1, 0xDD));
+  const __m512d pair1 = _mm512_add_pd(_mm512_shuffle_f64x2(fold2, fold2, 0x88),
+                                      _mm512_shuffle_f64x2(fold2, fold2, 0xDD));
+  const __m512d total = _mm512_add_pd(_mm512_unpacklo_pd(pair0, pair1),
+                                      _mm512_unpackhi_pd(pair0, pair1));
+  HWY_ALIGN double totals[8];
+  _mm512_store_pd(totals, total);
+  sums->squared_error = totals[0];
+  sums->reconstructed = totals[1];
+  sums->absolute_error = totals[2];
+  sums->product = totals[3];
+  sums->relative_error = totals[4];
+  sums->signal = totals[6];
+
+  const __m512 both = _mm512_max_ps(
+      _mm512_shuffle_f32x4(max_absolute.raw, max_relative.raw, 0x44),
+      _mm512_shuffle_f32x4(max_absolute.raw, max_relative.raw, 0xEE));
+  const __m512 quads = _mm512_max_ps(_mm512_shuffle_f32x4(both, both, 0x88),
+                                     _mm512_shuffle_f32x4(both, both, 0xDD));
+  const __m512 pairs = _mm512_max_ps(quads, _mm512_permute_ps(quads, 0x4E));
+  HWY_ALIGN float largest[16];
+  _mm512_store_ps(largest,
+                  _mm512_max_ps(pairs, _mm512_permute_ps(pairs, 0xB1)));
+  sums->max_absolute_error = largest[0];
+  sums->max_relative_error = largest[4];
 }
 
-// Of float32, in two steps: errors as float32 into L1, then everything from
-// there as float64; see KeepInMemory.
-HWY_INLINE void AddPairs(const float* HWY_RESTRICT real,
-                         const float* HWY_RESTRICT restored, int64_t count,
-                         LaneArrays* lanes, ErrorSums* sums) {
-  const hn::CappedTag<float, kSumLanes> df;
-  const hn::CappedTag<double, kSumLanes> d;
-  const int64_t float_lanes = static_cast<int64_t>(hn::Lanes(df));
-  const int64_t vector_lanes = static_cast<int64_t>(hn::Lanes(d));
-  auto max_absolute = hn::Zero(df);
-  auto max_relative = hn::Zero(df);
-  int64_t flushed = 0;
-#if HWY_TARGET == HWY_AVX3
-  // All sums fit the registers.
-  auto low = lanes->Load(d, 0);
-  auto high = lanes->Load(d, vector_lanes);
-  HWY_ALIGN float errors[2 * kSumLanes];
-  float* const absolute = errors;
-  float* const relative = errors + kSumLanes;
-  for (int64_t i = 0; i < count; i += float_lanes) {
-    const auto e =
-        ErrorsOf(df, hn::LoadU(df, real + i), hn::LoadU(df, restored + i));
-    flushed += static_cast<int64_t>(hn::CountTrue(df, e.flushed));
-    max_absolute = hn::Max(max_absolute, e.absolute);
-    max_relative = hn::Max(max_relative, e.relative);
-    hn::Store(e.absolute, df, absolute);
-    hn::Store(e.relative, df, relative);
-    KeepInMemory(errors);
-    low.template Add<true>(LoadDouble(d, real + i), LoadDouble(d, restored + i),
-                           LoadDouble(d, absolute), LoadDouble(d, relative));
-    high.template Add<true>(LoadDouble(d, real + i + vector_lanes),
-                            LoadDouble(d, restored + i + vector_lanes),
-                            LoadDouble(d, absolute + vector_lanes),
-                            LoadDouble(d, relative + vector_lanes));
+// All sums fit the registers.
+class FloatSums {
+ public:
+  HWY_INLINE FloatSums()
+      : low_(hn::Full512<double>()),
+        high_(hn::Full512<double>()),
+        max_absolute_(hn::Zero(hn::Full512<float>())),
+        max_relative_(hn::Zero(hn::Full512<float>())) {}
+
+  // Adds `count` pairs, a multiple of kSumLanes.
+  HWY_INLINE void Add(const float* HWY_RESTRICT real,
+                      const float* HWY_RESTRICT restored, int64_t count) {
+    const hn::Full512<float> df;
+    const hn::Full512<double> d;
+    constexpr int64_t kHalf = kSumLanes / 2;
+    HWY_ALIGN float errors[2 * kSumLanes];
+    float* const absolute = errors;
+    float* const relative = errors + kSumLanes;
+    for (int64_t i = 0; i < count; i += kSumLanes) {
+      const auto e =
+          ErrorsOf(df, hn::LoadU(df, real + i), hn::LoadU(df, restored + i));
+      flushed_ += static_cast<int64_t>(hn::CountTrue(df, e.flushed));
+      max_absolute_ = hn::Max(max_absolute_, e.absolute);
+      max_relative_ = hn::Max(max_relative_, e.relative);
+      hn::Store(e.absolute, df, absolute);
+      hn::Store(e.relative, df, relative);
+      KeepInMemory(errors);
+      low_.template Add<true>(LoadDouble(d, real + i),
+                              LoadDouble(d, restored + i),
+                              LoadDouble(d, absolute), LoadDouble(d, relative));
+      high_.template Add<true>(
+          LoadDouble(d, real + i + kHalf), LoadDouble(d, restored + i + kHalf),
+          LoadDouble(d, absolute + kHalf), LoadDouble(d, relative + kHalf));
+    }
   }
-  lanes->Store(d, low, 0);
-  lanes->Store(d, high, vector_lanes);
+
+  HWY_INLINE void Finish(ErrorSums* sums) {
+    low_.squared = hn::Add(low_.squared, high_.squared);
+    low_.absolute = hn::Add(low_.absolute, high_.absolute);
+    low_.relative = hn::Add(low_.relative, high_.relative);
+    low_.signal = hn::Add(low_.signal, high_.signal);
+    low_.reconstructed = hn::Add(low_.reconstructed, high_.reconstructed);
+    low_.product = hn::Add(low_.product, high_.product);
+    SetSums(low_, max_absolute_, max_relative_, sums);
+    sums->zero_flushed = flushed_;
+  }
+
+ private:
+  TermSums<hn::Full512<double>> low_;
+  TermSums<hn::Full512<double>> high_;
+  hn::Vec<hn::Full512<float>> max_absolute_;
+  hn::Vec<hn::Full512<float>> max_relative_;
+  int64_t flushed_ = 0;
+};
+
 #else
-  // Short enough for the divisions of one block to overlap the sums of the one
-  // before.
-  constexpr int64_t kBlock = 4 * kSumLanes;
-  HWY_ALIGN float absolute[kBlock];
-  HWY_ALIGN float relative[kBlock];
-  for (int64_t begin = 0; begin < count; begin += kBlock) {
-    const int64_t block = std::min(kBlock, count - begin);
-    const float* x = real + begin;
-    const float* y = restored + begin;
-    for (int64_t i = 0; i < block; i += float_lanes) {
-      const auto e = ErrorsOf(df, hn::LoadU(df, x + i), hn::LoadU(df, y + i));
-      flushed += static_cast<int64_t>(hn::CountTrue(df, e.flushed));
-      max_absolute = hn::Max(max_absolute, e.absolute);
-      max_relative = hn::Max(max_relative, e.relative);
-      hn::Store(e.absolute, df, absolute + i);
-      hn::Store(e.relative, df, relative + i);
-    }
-    for (int64_t lane = 0; lane < kSumLanes; lane += vector_lanes) {
-      auto terms = lanes->Load(d, lane);
-      for (int64_t i = lane; i < block; i += kSumLanes) {
-        terms.template Add<true>(LoadDouble(d, x + i), LoadDouble(d, y + i),
-                                 LoadDouble(d, absolute + i),
-                                 LoadDouble(d, relative + i));
+
+// In two steps: errors as float32 into L1, then everything from there as
+// float64; see KeepInMemory.
+class FloatSums {
+ public:
+  // Adds `count` pairs, a multiple of kSumLanes.
+  HWY_INLINE void Add(const float* HWY_RESTRICT real,
+                      const float* HWY_RESTRICT restored, int64_t count) {
+    const hn::CappedTag<float, kSumLanes> df;
+    const hn::CappedTag<double, kSumLanes> d;
+    const int64_t float_lanes = static_cast<int64_t>(hn::Lanes(df));
+    const int64_t vector_lanes = static_cast<int64_t>(hn::Lanes(d));
+    // Short enough for the divisions of one block to overlap the sums of the
+    // one before.
+    constexpr int64_t kBlock = 8 * kSumLanes;
+    HWY_ALIGN float absolute[kBlock];
+    HWY_ALIGN float relative[kBlock];
+    auto max_absolute = hn::Zero(df);
+    auto max_relative = hn::Zero(df);
+    for (int64_t begin = 0; begin < count; begin += kBlock) {
+      const int64_t block = std::min(kBlock, count - begin);
+      const float* x = real + begin;
+      const float* y = restored + begin;
+      for (int64_t i = 0; i < block; i += float_lanes) {
+        const auto e = ErrorsOf(df, hn::LoadU(df, x + i), hn::LoadU(df, y + i));
+        sums_.zero_flushed +=
+            static_cast<int64_t>(hn::CountTrue(df, e.flushed));
+        max_absolute = hn::Max(max_absolute, e.absolute);
+        max_relative = hn::Max(max_relative, e.relative);
+        hn::Store(e.absolute, df, absolute + i);
+        hn::Store(e.relative, df, relative + i);
       }
-      lanes->Store(d, terms, lane);
+      // One vector's width of the lanes at a time, so that all sums fit
+      // registers.
+      for (int64_t lane = 0; lane < kSumLanes; lane += vector_lanes) {
+        auto terms = lanes_.Load(d, lane);
+        for (int64_t i = lane; i < block; i += kSumLanes) {
+          terms.template Add<true>(LoadDouble(d, x + i), LoadDouble(d, y + i),
+                                   LoadDouble(d, absolute + i),
+                                   LoadDouble(d, relative + i));
+        }
+        lanes_.Store(d, terms, lane);
+      }
     }
+    sums_.max_absolute_error =
+        std::max<double>(sums_.max_absolute_error,
+                         hn::GetLane(hn::MaxOfLanes(df, max_absolute)));
+    sums_.max_relative_error =
+        std::max<double>(sums_.max_relative_error,
+                         hn::GetLane(hn::MaxOfLanes(df, max_relative)));
   }
+
+  HWY_INLINE void Finish(ErrorSums* sums) {
+    *sums = sums_;
+    SetSums(lanes_, sums);
+  }
+
+ private:
+  LaneArrays lanes_;
+  ErrorSums sums_;
+};
+
 #endif
-  sums->zero_flushed += flushed;
-  sums->max_absolute_error = std::max<double>(
-      sums->max_absolute_error, hn::GetLane(hn::MaxOfLanes(df, max_absolute)));
-  sums->max_relative_error = std::max<double>(
-      sums->max_relative_error, hn::GetLane(hn::MaxOfLanes(df, max_relative)));
-}
 
 // The sums over pairs (x, x') of a leaf or portion; (0, 0) stands for an
 // element that is left out and counted in `counts`.
@@ -312,19 +418,19 @@ template <typename T>
 HWY_INLINE ErrorSums SumPairs(const T* HWY_RESTRICT real,
                               const T* HWY_RESTRICT restored, int64_t count,
                               const PairCounts& counts) {
-  ErrorSums sums;
-  LaneArrays lanes;
+  std::conditional_t<std::is_same_v<T, float>, FloatSums, DoubleSums> lanes;
   const int64_t whole = count - count % kSumLanes;
-  if (whole > 0) AddPairs(real, restored, whole, &lanes, &sums);
+  lanes.Add(real, restored, whole);
   if (whole < count) {
     HWY_ALIGN T last_real[kSumLanes] = {};
     HWY_ALIGN T last_restored[kSumLanes] = {};
     const size_t bytes = (count - whole) * sizeof(T);
     std::memcpy(last_real, real + whole, bytes);
     std::memcpy(last_restored, restored + whole, bytes);
-    AddPairs(last_real, last_restored, kSumLanes, &lanes, &sums);
+    lanes.Add(last_real, last_restored, kSumLanes);
   }
-  SetSums(lanes, &sums);
+  ErrorSums sums;
+  lanes.Finish(&sums);
   if constexpr (std::is_same_v<T, float>) {
     constexpr double kLargest = std::numeric_limits<float>::max();
     if (HWY_UNLIKELY(sums.max_absolute_error > kLargest ||
