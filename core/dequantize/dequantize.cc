@@ -253,56 +253,67 @@ struct ElementScales {
 
 // --- Runs -------------------------------------------------------------------
 
-// Lanes(d) elements to floats or doubles.
+// Where elements go: `type` is double's, or one that float32 vectors are stored
+// as.
+struct Sink {
+  ElementType type;
+  int64_t size_bytes;
+  // Bytes that are fetched ahead.
+  int64_t ahead;
+};
+
+// Lanes(d) elements.
 template <class Values, class D>
 HWY_INLINE void DequantizeVector(D d, const Values& values,
                                  const ScaleLanes<hn::Rebind<float, D>>& s,
                                  const uint8_t* HWY_RESTRICT in,
-                                 uint8_t* HWY_RESTRICT out) {
+                                 ElementType type, uint8_t* HWY_RESTRICT out) {
   const hn::Rebind<float, D> df;
   // -0 less +0 is -0.
   const auto value = hn::Sub(values.Value(df, in), s.zero_point);
   if constexpr (std::is_same_v<hn::TFromD<D>, double>) {
     StoreBytes(hn::Mul(hn::PromoteTo(d, value), hn::PromoteTo(d, s.scale)), d,
                out);
-  } else {
+  } else if (type == ElementType::kFloat32) {
     StoreBytes(hn::Mul(value, s.scale), d, out);
+  } else {
+    StoreNarrow(type, d, hn::Mul(value, s.scale), out);
   }
 }
 
-// `ahead`: bytes of `out` that are prefetched.
 template <typename T, class Values, class Scales>
 void DequantizeSpan(const Values& values_in, const Scales& scales_in,
                     const uint8_t* HWY_RESTRICT in, int64_t count,
-                    uint8_t* HWY_RESTRICT out, int64_t ahead) {
+                    const Sink& sink_in, uint8_t* HWY_RESTRICT out) {
   constexpr int64_t kCodeBytes = Values::kCodeBytes;
-  constexpr int64_t kSize = sizeof(T);
   const hn::ScalableTag<T> d;
   const hn::Rebind<float, decltype(d)> df;
   constexpr int64_t kLanes = hn::MaxLanes(hn::ScalableTag<T>());
   // Copies: what they hold stays in registers whatever `out` points at.
   const Values values = values_in;
   const Scales scales = scales_in;
+  const Sink sink = sink_in;
   int64_t i = 0;
   for (; i + 4 * kLanes <= count; i += 4 * kLanes) {
-    uint8_t* to = out + i * kSize;
-    for (int64_t at = 0; at < 4 * kLanes * kSize; at += kLineBytes) {
-      PrefetchWrite(to + at + ahead);
+    uint8_t* to = out + i * sink.size_bytes;
+    for (int64_t at = 0; at < 4 * kLanes * sink.size_bytes; at += kLineBytes) {
+      PrefetchWrite(to + at + sink.ahead);
     }
     for (int64_t k = 0; k < 4 * kLanes; k += kLanes) {
       DequantizeVector(d, values, scales.Get(df, i + k),
-                       in + (i + k) * kCodeBytes, to + k * kSize);
+                       in + (i + k) * kCodeBytes, sink.type,
+                       to + k * sink.size_bytes);
     }
   }
   for (; i + kLanes <= count; i += kLanes) {
     DequantizeVector(d, values, scales.Get(df, i), in + i * kCodeBytes,
-                     out + i * kSize);
+                     sink.type, out + i * sink.size_bytes);
   }
   const hn::CappedTag<T, 1> d1;
   const hn::Rebind<float, decltype(d1)> df1;
   for (; i < count; ++i) {
     DequantizeVector(d1, values, scales.Get(df1, i), in + i * kCodeBytes,
-                     out + i * kSize);
+                     sink.type, out + i * sink.size_bytes);
   }
 }
 
@@ -310,14 +321,13 @@ void DequantizeSpan(const Values& values_in, const Scales& scales_in,
 template <typename T, bool kHasZeroPoints, class Values>
 void DequantizeRow(const Encoding& encoding, const BlockLayout::Row& row,
                    const Values& values, const uint8_t* in, int64_t count,
-                   uint8_t* out, int64_t ahead) {
-  constexpr int64_t kSize = sizeof(T);
+                   const Sink& sink, uint8_t* out) {
   const float* scale = encoding.scale.data() + row.scale_index;
   const int32_t* zero_point =
       kHasZeroPoints ? encoding.zero_point.data() + row.scale_index : nullptr;
   if (row.block == 1) {
     DequantizeSpan<T>(values, ElementScales<kHasZeroPoints>{scale, zero_point},
-                      in, count, out, ahead);
+                      in, count, sink, out);
     return;
   }
   const int shift = static_cast<int>(
@@ -335,8 +345,8 @@ void DequantizeRow(const Encoding& encoding, const BlockLayout::Row& row,
       n = groups << shift;
       scales.shift = shift;
     }
-    DequantizeSpan<T>(values, scales, in + done * Values::kCodeBytes, n,
-                      out + done * kSize, ahead);
+    DequantizeSpan<T>(values, scales, in + done * Values::kCodeBytes, n, sink,
+                      out + done * sink.size_bytes);
     done += n;
     offset = 0;
     scale += groups;
@@ -350,9 +360,11 @@ template <typename T, bool kHasZeroPoints, class Values, class Fallback>
 void DequantizeBlocks(const DequantizeRange& range, bool unpacks_sign,
                       const Values& values, const Fallback& fallback) {
   const bool is_packed = range.format.storage_bits < 8;
-  const bool narrows = sizeof(T) == 4 && range.type != ElementType::kFloat32;
   const int64_t element_bytes = ElementSizeBytes(range.type);
-  const int64_t ahead = range.is_large ? kPrefetchBytes : 0;
+  Sink sink{range.type, element_bytes, range.is_large ? kPrefetchBytes : 0};
+  const bool narrows = sizeof(T) == 4 && range.type != ElementType::kFloat32 &&
+                       !CanStoreNarrow(range.type);
+  if (narrows) sink = {ElementType::kFloat32, 4, 0};
   HWY_ALIGN float wide[kBlockElements];
   HWY_ALIGN uint8_t codes[kBlockElements + 3];
   HWY_ALIGN uint8_t scratch[kBlockElements + 3];
@@ -379,13 +391,13 @@ void DequantizeBlocks(const DequantizeRange& range, bool unpacks_sign,
       if (row.count == 0) cursor.Next(&row);
       const int64_t n = std::min(row.count, count - i);
       const uint8_t* from = in + i * Values::kCodeBytes;
-      uint8_t* to = block_out + i * static_cast<int64_t>(sizeof(T));
+      uint8_t* to = block_out + i * sink.size_bytes;
       if (HWY_UNLIKELY(falls_back)) {
         DequantizeRow<T, kHasZeroPoints>(range.encoding, row, fallback, from, n,
-                                         to, narrows ? 0 : ahead);
+                                         sink, to);
       } else {
         DequantizeRow<T, kHasZeroPoints>(range.encoding, row, values, from, n,
-                                         to, narrows ? 0 : ahead);
+                                         sink, to);
       }
       const int64_t past = row.offset + n;
       row.count -= n;
@@ -393,12 +405,7 @@ void DequantizeBlocks(const DequantizeRange& range, bool unpacks_sign,
       row.offset = past % row.block;
       i += n;
     }
-    if (narrows) {
-      for (int64_t at = 0; at < count * 2; at += kLineBytes) {
-        PrefetchWrite(out + at + ahead);
-      }
-      Narrow(range.type, wide, count, out);
-    }
+    if (narrows) Narrow(range.type, wide, count, out);
   }
 }
 

@@ -257,7 +257,8 @@ class GridCoder {
   static constexpr int kCodeBytes = 1;
 
   struct State {
-    HWY_INLINE State() : good(hn::FirstN(FloatTag(), ~size_t{0})) {}
+    HWY_INLINE State()
+        : good(hn::Eq(hn::Zero(FloatTag()), hn::Zero(FloatTag()))) {}
     FloatMask good;
   };
 

@@ -124,39 +124,46 @@ HWY_INLINE void Widen(ElementType type, const uint8_t* HWY_RESTRICT in,
   for (; i < count; ++i) out[i] = LoadElement<float>(type, in, i);
 }
 
+// Whether StoreNarrow takes the type.
+constexpr bool CanStoreNarrow(ElementType type) {
+  return type == ElementType::kBfloat16 ||
+         (type == ElementType::kFloat16 && QUANTD_HAS_F16 != 0);
+}
+
+// Stores a vector to nearest even, as float16 or bfloat16.
+template <class D, class V = hn::Vec<D>>
+HWY_INLINE void StoreNarrow(ElementType type, D df, V value,
+                            uint8_t* HWY_RESTRICT out) {
+  const hn::Rebind<uint16_t, D> du16;
+#if QUANTD_HAS_F16
+  if (type == ElementType::kFloat16) {
+    const hn::Rebind<hwy::float16_t, D> df16;
+    StoreBytes(hn::BitCast(du16, hn::DemoteTo(df16, value)), du16, out);
+    return;
+  }
+#endif
+  const hn::RebindToUnsigned<D> du32;
+  const hn::RebindToSigned<D> di32;
+  const auto bits = hn::BitCast(du32, value);
+  const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(du32, 1));
+  const auto rounded = hn::Add(hn::Add(bits, hn::Set(du32, 0x7FFF)), odd);
+  const auto nan = hn::Or(bits, hn::Set(du32, uint32_t{0x400000}));
+  const auto result = hn::ShiftRight<16>(
+      hn::IfThenElse(hn::RebindMask(du32, hn::IsNaN(value)), nan, rounded));
+  // At most 0xFFFF, so that the saturating demotion keeps all bits.
+  StoreBytes(hn::DemoteTo(du16, hn::BitCast(di32, result)), du16, out);
+}
+
 // out[i] = in[i], to nearest even. `out` is float16 or bfloat16.
 HWY_INLINE void Narrow(ElementType type, const float* HWY_RESTRICT in,
                        int64_t count, uint8_t* HWY_RESTRICT out) {
   const hn::ScalableTag<float> df;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(df));
   int64_t i = 0;
-  if (type == ElementType::kBfloat16) {
-    const hn::RebindToUnsigned<decltype(df)> du32;
-    const hn::RebindToSigned<decltype(df)> di32;
-    const hn::Rebind<uint16_t, decltype(df)> du16;
+  if (CanStoreNarrow(type)) {
     for (; i + lanes <= count; i += lanes) {
-      const auto value = hn::LoadU(df, in + i);
-      const auto bits = hn::BitCast(du32, value);
-      const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(du32, 1));
-      const auto rounded = hn::ShiftRight<16>(
-          hn::Add(hn::Add(bits, hn::Set(du32, 0x7FFF)), odd));
-      const auto nan =
-          hn::Or(hn::ShiftRight<16>(bits), hn::Set(du32, uint32_t{0x40}));
-      const auto result =
-          hn::IfThenElse(hn::RebindMask(du32, hn::IsNaN(value)), nan, rounded);
-      // At most 0xFFFF, so that the saturating demotion keeps all bits.
-      StoreBytes(hn::DemoteTo(du16, hn::BitCast(di32, result)), du16,
-                 out + i * 2);
+      StoreNarrow(type, df, hn::LoadU(df, in + i), out + i * 2);
     }
-  } else {
-#if QUANTD_HAS_F16
-    const hn::Rebind<hwy::float16_t, decltype(df)> df16;
-    const hn::Rebind<uint16_t, decltype(df)> du16;
-    for (; i + lanes <= count; i += lanes) {
-      const auto half = hn::DemoteTo(df16, hn::LoadU(df, in + i));
-      StoreBytes(hn::BitCast(du16, half), du16, out + i * 2);
-    }
-#endif
   }
   for (; i < count; ++i) StoreElement<float>(type, in[i], out, i);
 }

@@ -10,6 +10,7 @@
 //   kernels_bench --large                       also 256 MiB
 //   QUANTD_SIMD=avx2 kernels_bench              on another target
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstdio>
@@ -21,6 +22,8 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 #include "benchmark/benchmark.h"
 #include "core/calibrate/calibrate.h"
 #include "core/cpu.h"
@@ -51,7 +54,7 @@ enum class Blocks {
 
 struct Row {
   const char* operation;
-  const char* format;
+  absl::string_view format;
   ElementType type;
   Blocks blocks;
 };
@@ -61,8 +64,8 @@ std::string Name(const Row& row) {
                                         "group16", "group32", "group64",
                                         "group128"};
   return std::string(row.operation) + "/" +
-         std::string(ElementTypeName(row.type)) + "_" + row.format + "_" +
-         kBlocks[static_cast<int>(row.blocks)];
+         std::string(ElementTypeName(row.type)) + "_" +
+         std::string(row.format) + "_" + kBlocks[static_cast<int>(row.blocks)];
 }
 
 std::vector<int64_t> BlockSize(Blocks blocks) {
@@ -222,6 +225,36 @@ void BenchReadAndSum(benchmark::State& state) {
   Report(state, state.range(0), 0);
 }
 
+// Quantizing and dequantizing of all formats that `rows` do not name.
+std::vector<Row> OtherFormats(absl::Span<const Row> rows) {
+  std::vector<Row> others;
+  for (const FormatInfo& format : AllFormats()) {
+    const auto names_it = [&](const Row& row) {
+      return row.format == format.name;
+    };
+    if (std::any_of(rows.begin(), rows.end(), names_it)) continue;
+    const Blocks blocks = format.default_group == 16   ? Blocks::kGroup16
+                          : format.default_group == 32 ? Blocks::kGroup32
+                          : format.default_group == 64 ? Blocks::kGroup64
+                                                       : Blocks::kPerTensor;
+    for (const char* operation : {"quantize", "dequantize"}) {
+      others.push_back({operation, format.name, ElementType::kFloat32, blocks});
+    }
+  }
+  return others;
+}
+
+void RegisterRow(const Row& row, int64_t size) {
+  for (const int64_t threads : {1, 2}) {
+    benchmark::internal::Benchmark* bench = benchmark::RegisterBenchmark(
+        Name(row).c_str(),
+        [&row](benchmark::State& state) { RunRow(state, row); });
+    bench->Args({size, threads});
+    // Otherwise CPU time, which a busy machine disturbs less.
+    if (threads > 1) bench->UseRealTime();
+  }
+}
+
 void RegisterAll(bool large) {
   constexpr ElementType kF32 = ElementType::kFloat32;
   constexpr ElementType kF16 = ElementType::kFloat16;
@@ -236,6 +269,7 @@ void RegisterAll(bool large) {
       {"quantize", "int8", kF64, kPerTensor},
       {"quantize", "int8", kF32, Blocks::kAxis0},
       {"quantize", "int8", kF32, Blocks::kLastAxis},
+      {"quantize", "int8", kF32, Blocks::kGroup64},
       {"quantize", "int4", kF32, kPerTensor},
       {"quantize", "int4", kF32, Blocks::kGroup32},
       {"quantize", "int4", kF32, Blocks::kGroup128},
@@ -245,6 +279,7 @@ void RegisterAll(bool large) {
       {"dequantize", "int8", kF16, kPerTensor},
       {"dequantize", "int8", kBf16, kPerTensor},
       {"dequantize", "int8", kF64, kPerTensor},
+      {"dequantize", "int8", kF32, Blocks::kAxis0},
       {"dequantize", "int8", kF32, Blocks::kLastAxis},
       {"dequantize", "int4", kF32, Blocks::kGroup32},
       {"dequantize", "int4", kF32, Blocks::kGroup128},
@@ -275,22 +310,16 @@ void RegisterAll(bool large) {
       {"statistics", "int8", kF32, Blocks::kLastAxis},
       {"statistics", "int8", kF32, Blocks::kGroup32},
   };
+  // The formats that have no row above, as their specs have them by default.
+  static const std::vector<Row> kOtherRows = OtherFormats(kRows);
   std::vector<int64_t> sizes = {64 << 10, 4 << 20};
   if (large) sizes.push_back(256 << 20);
   for (const int64_t size : sizes) {
     benchmark::RegisterBenchmark("memcpy", BenchMemcpy)->Args({size, 1});
     benchmark::RegisterBenchmark("read_and_sum", BenchReadAndSum)
         ->Args({size, 1});
-    for (const Row& row : kRows) {
-      for (const int64_t threads : {1, 2}) {
-        benchmark::internal::Benchmark* bench = benchmark::RegisterBenchmark(
-            Name(row).c_str(),
-            [&row](benchmark::State& state) { RunRow(state, row); });
-        bench->Args({size, threads});
-        // Otherwise CPU time, which a busy machine disturbs less.
-        if (threads > 1) bench->UseRealTime();
-      }
-    }
+    for (const Row& row : kRows) RegisterRow(row, size);
+    for (const Row& row : kOtherRows) RegisterRow(row, size);
   }
 }
 

@@ -354,6 +354,70 @@ TEST(DivisionTest, CodesOfTheHardestQuotientsAreThoseOfTheDivision) {
   ASSERT_TRUE(SetSimdTarget("auto").ok());
 }
 
+// Every way to scale: one for a row, for groups within a vector, for columns.
+// Small floats have their ties at powers of two times those of integers, down
+// to half of their smallest number.
+TEST(DivisionTest, CodesOfTheHardestQuotientsDoNotDependOnFormatOrLayout) {
+  std::vector<HardQuotient> hard;
+  for (const HardQuotient& q : HardQuotients()) {
+    if (q.x / q.scale < 256) hard.push_back(q);
+  }
+  ASSERT_GT(hard.size(), 2'000u);
+  constexpr int64_t kGroup = 32;
+  const int64_t groups = static_cast<int64_t>(hard.size());
+  std::vector<float> scale;
+  for (const HardQuotient& q : hard) scale.push_back(q.scale);
+  struct Case {
+    BlockLayout layout;
+    bool is_columns;
+  };
+  const Case cases[] = {
+      {*BlockLayout::Create({groups, kGroup}, {1, 0}), false},
+      {*BlockLayout::Create({groups * kGroup}, {kGroup}), false},
+      {*BlockLayout::Create({kGroup, groups}, {0, 1}), true}};
+  const std::vector<std::string> targets = AvailableSimdTargets();
+  for (const char* format : {"int8", "uint8", "int16", "float8_e4m3fn",
+                             "float8_e5m2", "float8_e4m3fnuz", "float6_e2m3",
+                             "float6_e3m2", "float4_e2m1", "codebook8"}) {
+    SCOPED_TRACE(format);
+    Encoding encoding = MakeEncoding(format, scale, 0);
+    if (FindFormatByName(format)->kind != CodeKind::kInteger) {
+      encoding.zero_point.clear();
+    }
+    if (FindFormatByName(format)->kind == CodeKind::kCodebook) {
+      for (int k = 0; k < 256; ++k) {
+        encoding.codebook.push_back(static_cast<float>(k));
+      }
+    }
+    for (const Case& c : cases) {
+      std::vector<float> x(groups * kGroup);
+      for (int64_t g = 0; g < groups; ++g) {
+        for (int64_t i = 0; i < kGroup; ++i) {
+          // From 2^3 to 2^-12 times the quotient, both signs.
+          x[c.is_columns ? i * groups + g : g * kGroup + i] = std::ldexp(
+              i % 2 ? -hard[g].x : hard[g].x, 3 - static_cast<int>(i / 2));
+        }
+      }
+      const int64_t size = FindFormatByName(format)->SizeBytes(groups * kGroup);
+      std::vector<uint8_t> expected(size);
+      std::vector<uint8_t> codes(size);
+      for (size_t t = targets.size(); t-- > 0;) {
+        ASSERT_TRUE(SetSimdTarget(targets[t]).ok());
+        QuantizeCounts counts;
+        ASSERT_TRUE(Quantize(encoding, c.layout, ElementType::kFloat32,
+                             NanPolicy::kDefault, 0, groups * kGroup,
+                             reinterpret_cast<const uint8_t*>(x.data()),
+                             codes.data(), &counts, nullptr)
+                        .ok());
+        // The last one is the scalar definition.
+        if (t + 1 == targets.size()) expected = codes;
+        ASSERT_TRUE(codes == expected) << targets[t];
+      }
+    }
+  }
+  ASSERT_TRUE(SetSimdTarget("auto").ok());
+}
+
 // Why the kernels may take one corrected product for the quotient: in none of
 // the cases above does a second correction change the code, while without the
 // first one in four is wrong.

@@ -1,7 +1,10 @@
 #include "core/quantize/quantize.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
+#include <iterator>
 #include <limits>
 #include <random>
 #include <vector>
@@ -250,6 +253,130 @@ TEST(QuantizeTest, EqualsTheDefinitionForFloatsOfEveryLengthAndStart) {
         });
         if (HasFatalFailure()) return;
       }
+    }
+  }
+}
+
+// The layouts that have ways of their own: groups that share vectors, more of
+// them than are prepared at a time, columns that share scales in tiles or
+// several rows at a time, rows that do not begin bytes.
+TEST(QuantizeTest, EqualsTheDefinitionForManyGroupsAndColumns) {
+  const LayoutCase cases[] = {
+      {{3, 9216}, {1, 16}},  {{40, 256}, {1, 64}},    {{9, 1024}, {1, 256}},
+      {{9, 1024}, {1, 512}}, {{70, 48}, {1, 48}},     {{5, 1031}, {1, 32}},
+      {{4000, 3}, {0, 1}},   {{9, 1500}, {0, 1}},     {{11, 1027}, {0, 1}},
+      {{37, 257}, {1, 0}},   {{6, 40, 25}, {0, 1, 0}}};
+  for (const LayoutCase& layout_case : cases) {
+    SCOPED_TRACE(layout_case.Name());
+    const BlockLayout layout = layout_case.Layout();
+    const int64_t count = layout.element_count();
+    for (const char* name :
+         {"int2", "int4", "int8", "uint8", "int12", "float8_e4m3fn",
+          "float8_e5m2fnuz", "float4_e2m1", "nf4", "codebook8"}) {
+      SCOPED_TRACE(name);
+      const FormatInfo& format = *FindFormatByName(name);
+      const Encoding encoding = MakeFormatEncoding(format, layout, 0.05, 11);
+      for (const ElementType type :
+           {ElementType::kFloat32, ElementType::kBfloat16}) {
+        // Clipped elements alone, and all kinds of special ones.
+        for (const bool specials : {false, true}) {
+          const auto reals = MakeReals(type, count, 0.02, specials, 3);
+          for (const int64_t first : {int64_t{0}, int64_t{1000}}) {
+            const int64_t n = (count - first) / 4 * 4;
+            const Result want =
+                RunScalarDefinition(encoding, layout, type, reals, first, n);
+            ForEachSimdTarget([&] {
+              ExpectSame(RunQuantize(encoding, layout, type, reals, first, n),
+                         want);
+            });
+            if (HasFatalFailure()) return;
+          }
+        }
+      }
+    }
+  }
+}
+
+// Scales that reciprocals do not serve, among others that they do.
+TEST(QuantizeTest, EqualsTheDefinitionWhereSomeScalesAreExtreme) {
+  const LayoutCase cases[] = {{{20, 640}, {1, 32}},
+                              {{20, 640}, {1, 0}},
+                              {{20, 640}, {0, 1}},
+                              {{8, 1600}, {0, 1}}};
+  const float extremes[] = {0x1p-126f, 0x1p-101f, 0x1.8p-80f, 0x1p24f,
+                            0x1.8p61f, 0x1p101f,  0x1p127f};
+  for (const LayoutCase& layout_case : cases) {
+    SCOPED_TRACE(layout_case.Name());
+    const BlockLayout layout = layout_case.Layout();
+    const int64_t count = layout.element_count();
+    for (const char* name :
+         {"int4", "int8", "uint16", "float8_e4m3fn", "float4_e2m1", "nf4"}) {
+      SCOPED_TRACE(name);
+      const FormatInfo& format = *FindFormatByName(name);
+      Encoding encoding = MakeFormatEncoding(format, layout, 0.3, 7);
+      const int64_t scales = static_cast<int64_t>(encoding.scale.size());
+      for (size_t k = 0; k < std::size(extremes); ++k) {
+        encoding.scale[(k * 37 + scales / 2) % scales] = extremes[k];
+      }
+      auto reals = MakeReals(ElementType::kFloat32, count, 0.1, true, 5);
+      for (int64_t i = 0; i < count; i += 3) {
+        float x;
+        std::memcpy(&x, reals.data() + i * 4, 4);
+        x *= encoding.scale[NaiveScaleIndex(layout_case, i)];
+        std::memcpy(reals.data() + i * 4, &x, 4);
+      }
+      const Result want = RunScalarDefinition(
+          encoding, layout, ElementType::kFloat32, reals, 0, count);
+      ForEachSimdTarget([&] {
+        ExpectSame(RunQuantize(encoding, layout, ElementType::kFloat32, reals,
+                               0, count),
+                   want);
+      });
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+// Quotients that are too small for float32 are +0 if they round to zero, and
+// otherwise give a code with their sign.
+TEST(QuantizeTest, KeepsTheSignOfTheSmallestQuotients) {
+  const LayoutCase cases[] = {
+      {{64, 32}, {1, 0}}, {{64, 32}, {1, 32}}, {{32, 64}, {0, 1}}};
+  for (const LayoutCase& layout_case : cases) {
+    SCOPED_TRACE(layout_case.Name());
+    const BlockLayout layout = layout_case.Layout();
+    const int64_t count = layout.element_count();
+    for (const char* name :
+         {"float8_e4m3fn", "float8_e5m2fnuz", "float4_e2m1", "codebook2"}) {
+      SCOPED_TRACE(name);
+      const FormatInfo& format = *FindFormatByName(name);
+      Encoding encoding = MakeFormatEncoding(format, layout, 0.3, 7);
+      if (format.kind == CodeKind::kCodebook) {
+        encoding.codebook = {-1, -0x1p-149f, 0x1p-149f, 1};
+        encoding.qmax = 3;
+      }
+      for (size_t k = 0; k < encoding.scale.size(); ++k) {
+        encoding.scale[k] = std::ldexp(1.0f + static_cast<float>(k % 8) / 8,
+                                       static_cast<int>(k % 27) - 2);
+      }
+      std::vector<uint8_t> reals(count * 4);
+      for (int64_t i = 0; i < count; ++i) {
+        const float scale = encoding.scale[NaiveScaleIndex(layout_case, i)];
+        // About 2^-150 of the scale, or the smallest number.
+        const float least = std::max(std::ldexp(scale, -150), 0x1p-149f);
+        const int steps = static_cast<int>(i % 5) - 2;
+        const float x =
+            (i % 2 ? -1 : 1) * (least + static_cast<float>(steps) * 0x1p-149f);
+        std::memcpy(reals.data() + i * 4, &x, 4);
+      }
+      const Result want = RunScalarDefinition(
+          encoding, layout, ElementType::kFloat32, reals, 0, count);
+      ForEachSimdTarget([&] {
+        ExpectSame(RunQuantize(encoding, layout, ElementType::kFloat32, reals,
+                               0, count),
+                   want);
+      });
+      if (HasFatalFailure()) return;
     }
   }
 }

@@ -28,6 +28,35 @@ void ExpectCovers(const LayoutCase& layout_case, int64_t first, int64_t count) {
     position += run.count;
   });
   EXPECT_EQ(position, first + count);
+
+  position = first;
+  BlockLayout::RowCursor rows(layout, first, count);
+  BlockLayout::Row row;
+  while (rows.Next(&row)) {
+    ASSERT_EQ(row.begin, position);
+    ASSERT_GT(row.count, 0);
+    ASSERT_LT(row.offset, row.block);
+    ASSERT_EQ(row.block, layout.row_block());
+    for (int64_t k = 0; k < row.count; ++k, ++position) {
+      ASSERT_EQ(row.scale_index + (row.offset + k) / row.block,
+                NaiveScaleIndex(layout_case, position))
+          << "element " << position;
+    }
+    // Rows end where the formula begins anew, or with the range.
+    ASSERT_TRUE(position % layout.row_size() == 0 || position == first + count);
+  }
+  EXPECT_EQ(position, first + count);
+}
+
+TEST(BlockLayoutTest, KnowsWhetherRowsShareScales) {
+  const auto share = [](const LayoutCase& layout_case) {
+    return layout_case.Layout().rows_share_scales();
+  };
+  EXPECT_TRUE(share({{8, 4, 2}, {}}));
+  EXPECT_TRUE(share({{8, 4, 2}, {0, 0, 1}}));
+  EXPECT_TRUE(share({{8, 6}, {0, 2}}));
+  EXPECT_FALSE(share({{8, 4, 3}, {4, 0, 2}}));
+  EXPECT_FALSE(share({{8, 4, 3}, {2, 0, 1}}));
 }
 
 TEST(BlockLayoutTest, FollowsTheFormulaFromEveryStart) {
