@@ -34,8 +34,10 @@ constexpr uint64_t kOneElement = uint64_t{1} << BinCell::kCountShift;
 
 // Cells beyond those of patterns, a lane of a vector each: elements of one cell
 // that many elements fall into are spread over them, because additions to one
-// place in memory wait for each other.
+// place in memory wait for each other. For two such cells, as data of few
+// values may have.
 constexpr size_t kSpareCells = 16;
+constexpr size_t kHotCells = 2;
 
 // Where the kernels add. Cell i is that of the patterns with bits >> shift = i;
 // is_touched[i >> group_shift] is its group's.
@@ -111,10 +113,13 @@ void ToFloats(ElementType type, const uint8_t* in, int64_t count, float* out) {
 // The cell that many of the latest elements fell into, if there is one.
 class HotCell {
  public:
-  explicit HotCell(const TableView& table)
+  // The index-th of them.
+  HotCell(const TableView& table, size_t index)
       : cells_(table.cells),
-        spare_(table.cells + table.cell_count()),
-        spare_offset_(table.cell_count() * sizeof(BinCell)) {}
+        spare_(table.cells + table.cell_count() + index * kSpareCells),
+        cells_end_(table.cell_count() * sizeof(BinCell)),
+        spare_offset_(static_cast<uint32_t>(
+            cells_end_ + index * kSpareCells * sizeof(BinCell))) {}
 
   // Where it is, in bytes from the first cell; beyond the table for none.
   uint32_t offset() const { return offset_; }
@@ -124,7 +129,7 @@ class HotCell {
   // cell if few fell into this one.
   void Review(int64_t count, uint32_t sample) {
     const int64_t found = Collect();
-    if (found * 8 < count && sample < spare_offset_) offset_ = sample;
+    if (found * 8 < count && sample < cells_end_) offset_ = sample;
   }
 
   // Empties the spare cells. Returns how many elements they held.
@@ -147,6 +152,7 @@ class HotCell {
  private:
   BinCell* const cells_;
   BinCell* const spare_;
+  const uint32_t cells_end_;
   const uint32_t spare_offset_;
   uint32_t offset_ = ~uint32_t{0};
 };
@@ -180,10 +186,14 @@ HWY_INLINE void AddVectorsToTable(const uint8_t* HWY_RESTRICT in, int64_t count,
   const auto low_mask = hn::Set(d64, (uint64_t{1} << table.shift) - 1);
   const auto one = hn::Set(d64, kOneElement);
 
-  HotCell hot_cell(table);
-  const auto spare = hn::Add(hn::Set(d32, hot_cell.spare_offset()),
-                             hn::ShiftLeft<kCellShift>(hn::Iota(d32, 0)));
-  auto hot = hn::Set(d32, hot_cell.offset());
+  HotCell hot_cells[kHotCells] = {{table, 0}, {table, 1}};
+  const auto lane_offset = hn::ShiftLeft<kCellShift>(hn::Iota(d32, 0));
+  const auto spare0 =
+      hn::Add(hn::Set(d32, hot_cells[0].spare_offset()), lane_offset);
+  const auto spare1 =
+      hn::Add(hn::Set(d32, hot_cells[1].spare_offset()), lane_offset);
+  auto hot0 = hn::Set(d32, hot_cells[0].offset());
+  auto hot1 = hn::Set(d32, hot_cells[1].offset());
   int64_t review_at = kBatch;
   int64_t reviewed = 0;
   uint32_t sample = 0;
@@ -206,7 +216,10 @@ HWY_INLINE void AddVectorsToTable(const uint8_t* HWY_RESTRICT in, int64_t count,
       }
       const auto at =
           hn::And(hn::ShiftRightSame(bits, offset_shift), offset_mask);
-      hn::Store(hn::IfThenElse(hn::Eq(at, hot), spare, at), d32, offset + k);
+      const auto to =
+          hn::IfThenElse(hn::Eq(at, hot0), spare0,
+                         hn::IfThenElse(hn::Eq(at, hot1), spare1, at));
+      hn::Store(to, d32, offset + k);
       // The count and low bits; the product is of their low halves.
       const auto bits64 = hn::BitCast(d64, bits);
       const auto even = hn::OrAnd(one, bits64, low_mask);
@@ -240,15 +253,18 @@ HWY_INLINE void AddVectorsToTable(const uint8_t* HWY_RESTRICT in, int64_t count,
     }
     i += batch;
     if (i >= review_at) {
-      // Not always from the same place: data may repeat.
-      sample = (sample + 29) % static_cast<uint32_t>(batch);
-      hot_cell.Review(i - reviewed, offset[sample]);
-      hot = hn::Set(d32, hot_cell.offset());
+      // Not always from the same places: data may repeat.
+      for (HotCell& hot_cell : hot_cells) {
+        sample = (sample + 29) % static_cast<uint32_t>(batch);
+        hot_cell.Review(i - reviewed, offset[sample]);
+      }
+      hot0 = hn::Set(d32, hot_cells[0].offset());
+      hot1 = hn::Set(d32, hot_cells[1].offset());
       reviewed = i;
       review_at = i + kReviewBatches * kBatch;
     }
   }
-  hot_cell.Collect();
+  for (HotCell& hot_cell : hot_cells) hot_cell.Collect();
 
   if constexpr (!kIsSparse) {
     table.Mark(0, 0);
@@ -358,7 +374,7 @@ Stock& TheStock() {
 BinTable::BinTable(int mantissa_bits)
     : mantissa_bits_(mantissa_bits),
       cell_count_(size_t{1} << (9 + mantissa_bits)),
-      cells_(cell_count_ + kSpareCells),
+      cells_(cell_count_ + kHotCells * kSpareCells),
       is_touched_(cells_.size() >> GroupShift(mantissa_bits)) {}
 
 void BinTable::Add(const uint8_t* in, int64_t count) {
