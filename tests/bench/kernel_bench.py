@@ -28,6 +28,7 @@ FROM_4M = ("4M", "256M")
 NAMES = {
     "xnnpack": "XNNPACK", "onednn": "oneDNN", "onnxruntime": "ONNX Runtime",
     "torch": "torch", "numpy": "numpy", "read_and_sum": "read and sum",
+    "read_ahead_and_sum": "read and sum, prefetching",
     "four_in_one_out": "4 bytes in, 1 out", "one_in_four_out":
     "1 byte in, 4 out", "memcpy": "memcpy", "quantd@avx2": "quantd at AVX-512",
 }
@@ -78,7 +79,8 @@ ROWS = [
         "xnnpack": {"64K": 1.0, "4M": 1.0, "256M": 1.05},
         "onnxruntime": None}),
     Row("min and max", "min_max", references={
-        "read_and_sum": of_limit(0.70, 0.9, 0.9), "torch": None}, floor=4),
+        "read_and_sum": of_limit(0.70, 0.9, 0.9),
+        "read_ahead_and_sum": None, "torch": None}, floor=4),
     Row("min and max, all equal", "min_max", data="equal", floor=4, avx2=False,
         references={"read_and_sum": None}),
     Row("min and max, ReLU", "min_max", data="relu", floor=4, avx2=False,
@@ -113,6 +115,7 @@ ROWS = [
         references={"four_in_one_out": None, "onnxruntime": 20.0}),
     Row("evaluate int8 per tensor", "evaluate",
         references={"read_and_sum": of_limit(None, 0.85, 0.85),
+                    "read_ahead_and_sum": None,
                     "onnxruntime": 5.0, "torch": None}),
     Row("statistics, m = 7", "statistics", mantissa_bits=7, floor=1.2,
         sizes=FROM_4M, references={"read_and_sum": None, "torch": 3.0}),
@@ -124,7 +127,7 @@ ROWS = [
         references={"read_and_sum": None, "torch": 3.0}),
 ]
 # Limits beside nothing, once a size.
-LIMITS = ("read_and_sum", "memcpy", "four_in_one_out", "one_in_four_out")
+LIMITS = ("read_and_sum", "read_ahead_and_sum", "memcpy", "four_in_one_out", "one_in_four_out")
 
 
 class Side:

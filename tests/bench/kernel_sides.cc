@@ -10,7 +10,8 @@
 //
 // A line each. `bytes` are those of as many float32; gb_per_s counts those of
 // the type. Zero seconds warm up. Sides: quantd, quantd@<SIMD target>,
-// read_and_sum, memcpy, four_in_one_out, one_in_four_out, xnnpack, onednn.
+// read_and_sum, read_ahead_and_sum, memcpy, four_in_one_out, one_in_four_out,
+// xnnpack, onednn.
 //
 //   kernel_sides --threads 2
 
@@ -200,6 +201,13 @@ Body LimitBody(const std::string& side, const Cell& cell, ThreadPool* pool,
                      [reals](int64_t begin, int64_t size) {
                        static std::atomic<uint64_t> sink;
                        sink = ReadAndSum(reals + begin, size);
+                     });
+  }
+  if (side == "read_ahead_and_sum") {
+    return OnThreads(size_bytes, cell.threads, pool,
+                     [reals](int64_t begin, int64_t size) {
+                       static std::atomic<uint64_t> sink;
+                       sink = ReadAheadAndSum(reals + begin, size);
                      });
   }
   if (side == "memcpy") {

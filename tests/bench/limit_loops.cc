@@ -21,18 +21,18 @@ constexpr int64_t kAheadBytes = 4096;
 // Below this prefetching only takes issue slots.
 constexpr int64_t kLargeBytes = 1 << 20;
 
-uint64_t Sum(const uint8_t* in, int64_t size_bytes) {
+template <bool kPrefetches>
+uint64_t SumLoop(const uint8_t* in, int64_t size_bytes) {
   const auto* words = reinterpret_cast<const uint64_t*>(in);
   const size_t lanes = hn::Lanes(kWords);
   const size_t count = static_cast<size_t>(size_bytes) / sizeof(uint64_t);
   auto a = hn::Zero(kWords);
   auto b = a, c = a, d = a;
   for (size_t i = 0; i < count; i += 4 * lanes) {
-    if (size_bytes >= kLargeBytes) {
-      __builtin_prefetch(in + i * 8 + kAheadBytes);
-      __builtin_prefetch(in + i * 8 + kAheadBytes + 64);
-      __builtin_prefetch(in + i * 8 + kAheadBytes + 128);
-      __builtin_prefetch(in + i * 8 + kAheadBytes + 192);
+    if (kPrefetches) {
+      for (size_t k = 0; k < 4 * lanes * 8; k += 64) {
+        __builtin_prefetch(in + i * 8 + kAheadBytes + k);
+      }
     }
     a = hn::Add(a, hn::LoadU(kWords, words + i));
     b = hn::Add(b, hn::LoadU(kWords, words + i + lanes));
@@ -41,6 +41,14 @@ uint64_t Sum(const uint8_t* in, int64_t size_bytes) {
   }
   return hn::GetLane(
       hn::SumOfLanes(kWords, hn::Add(hn::Add(a, b), hn::Add(c, d))));
+}
+
+uint64_t Sum(const uint8_t* in, int64_t size_bytes) {
+  return SumLoop<false>(in, size_bytes);
+}
+
+uint64_t SumAhead(const uint8_t* in, int64_t size_bytes) {
+  return SumLoop<true>(in, size_bytes);
 }
 
 void Narrow(const uint8_t* in, int64_t size_bytes, uint8_t* out) {
@@ -91,11 +99,16 @@ HWY_AFTER_NAMESPACE();
 namespace quantd::bench {
 
 HWY_EXPORT(Sum);
+HWY_EXPORT(SumAhead);
 HWY_EXPORT(Narrow);
 HWY_EXPORT(Widen);
 
 uint64_t ReadAndSum(const uint8_t* in, int64_t size_bytes) {
   return HWY_DYNAMIC_DISPATCH(Sum)(in, size_bytes);
+}
+
+uint64_t ReadAheadAndSum(const uint8_t* in, int64_t size_bytes) {
+  return HWY_DYNAMIC_DISPATCH(SumAhead)(in, size_bytes);
 }
 
 void FourInOneOut(const uint8_t* in, int64_t size_bytes, uint8_t* out) {

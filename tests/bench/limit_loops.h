@@ -10,6 +10,8 @@ namespace quantd::bench {
 
 // Sizes are multiples of 1 KiB. Thread-safe.
 uint64_t ReadAndSum(const uint8_t* in, int64_t size_bytes);
+// The same, prefetching.
+uint64_t ReadAheadAndSum(const uint8_t* in, int64_t size_bytes);
 // `out`  [size_bytes / 4].
 void FourInOneOut(const uint8_t* in, int64_t size_bytes, uint8_t* out);
 // `in`  [size_bytes / 4].

@@ -3,7 +3,7 @@
 //
 //   scale_bench fill --store FILE --first A --last B
 //       encodings [A, B) straight into a store that no server has open
-//   scale_bench touch --target ADDRESS --first A --last B
+//   scale_bench touch --target ADDRESS --first A --last B --streams N
 //       quantizes 1 KiB by each of them, so that the server's cache has them
 //   scale_bench put --target ADDRESS --first A --last B --streams N
 //       puts them, durably, N calls at a time
@@ -11,13 +11,12 @@
 //       latencies of lookups among COUNT encodings, target after target
 //   scale_bench list --target ADDRESS --first A
 //       lists the model that has encoding A
-//   scale_bench contribute --target ADDRESS --first A --last B
+//   scale_bench contribute --target ADDRESS --first A --last B --streams N
 //       calibrates that many tensors of 1 KiB, each into statistics of its own
 //
 // Encoding i belongs to model "scale/<i / per_model>".
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <iostream>
@@ -104,27 +103,24 @@ Tensor TensorOf(const TensorName& name) {
   return tensor;
 }
 
-// Calls body(index, thread) for all indices, each once.
+// Calls body(client, first, last) for equal parts of the indices, each on a
+// thread and a connection of its own.
 template <typename Body>
 Json OnThreads(const Options& options, Body body) {
-  std::atomic<int64_t> next{options.first};
+  const int64_t count = options.last - options.first;
   const Clock::time_point begin = Clock::now();
   std::vector<std::thread> threads;
-  for (int t = 0; t < options.streams; ++t) {
-    threads.emplace_back([&, t] {
+  for (int64_t t = 0; t < options.streams; ++t) {
+    threads.emplace_back([&options, &body, count, t] {
       const std::unique_ptr<Client> client = Connect(options.targets[0]);
-      while (true) {
-        const int64_t index = next++;
-        if (index >= options.last) return;
-        body(client.get(), index);
-      }
+      body(client.get(), options.first + count * t / options.streams,
+           options.first + count * (t + 1) / options.streams);
     });
   }
   for (std::thread& thread : threads) thread.join();
   const double seconds = SecondsSince(begin);
   return {{"seconds", seconds},
-          {"per_second",
-           static_cast<double>(options.last - options.first) / seconds}};
+          {"per_second", static_cast<double>(count) / seconds}};
 }
 
 Json Fill(const Options& options) {
@@ -145,22 +141,17 @@ Json Fill(const Options& options) {
   return {{"seconds", SecondsSince(begin)}};
 }
 
-// Keeps kInFlight tensors on one stream; `job(index)` makes them.
+// Keeps kInFlight tensors on the stream; `make_job(index)` makes them.
 template <typename Stream, typename MakeJob>
-Json Bulk(const Options& options, std::unique_ptr<Stream> stream,
+void Bulk(int64_t first, int64_t last, std::unique_ptr<Stream> stream,
           MakeJob make_job) {
-  const Clock::time_point begin = Clock::now();
-  int64_t sent = options.first;
-  for (int64_t received = sent; received < options.last; ++received) {
-    for (; sent < options.last && sent < received + kInFlight; ++sent) {
+  int64_t sent = first;
+  for (int64_t received = first; received < last; ++received) {
+    for (; sent < last && sent < received + kInFlight; ++sent) {
       stream->Send(make_job(sent));
     }
     Value(stream->Receive());
   }
-  const double seconds = SecondsSince(begin);
-  return {{"seconds", seconds},
-          {"per_second",
-           static_cast<double>(options.last - options.first) / seconds}};
 }
 
 QuantizeJob QuantizeByReference(const TensorName& name) {
@@ -172,9 +163,10 @@ QuantizeJob QuantizeByReference(const TensorName& name) {
 }
 
 Json Touch(const Options& options) {
-  const std::unique_ptr<Client> client = Connect(options.targets[0]);
-  return Bulk(options, client->OpenQuantize(), [&options](int64_t index) {
-    return QuantizeByReference(NameOf(options, index));
+  return OnThreads(options, [&](Client* client, int64_t first, int64_t last) {
+    Bulk(first, last, client->OpenQuantize(), [&options](int64_t index) {
+      return QuantizeByReference(NameOf(options, index));
+    });
   });
 }
 
@@ -184,20 +176,23 @@ Json Put(const Options& options) {
   encoding.add_scale(0.0247f);
   encoding.set_qmin(-128);
   encoding.set_qmax(127);
-  return OnThreads(options, [&](Client* client, int64_t index) {
-    Value(client->PutEncoding(NameOf(options, index), encoding, ""));
+  return OnThreads(options, [&](Client* client, int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) {
+      Value(client->PutEncoding(NameOf(options, i), encoding, ""));
+    }
   });
 }
 
 Json Contribute(const Options& options) {
-  const std::unique_ptr<Client> client = Connect(options.targets[0]);
-  return Bulk(options, client->OpenCalibrate(), [&options](int64_t index) {
-    CalibrateJob job;
-    job.tensor = TensorOf(NameOf(options, index));
-    job.contribution.emplace();
-    job.contribution->set_source("bench");
-    job.contribution->set_sequence(1);
-    return job;
+  return OnThreads(options, [&](Client* client, int64_t first, int64_t last) {
+    Bulk(first, last, client->OpenCalibrate(), [&options](int64_t index) {
+      CalibrateJob job;
+      job.tensor = TensorOf(NameOf(options, index));
+      job.contribution.emplace();
+      job.contribution->set_source("bench");
+      job.contribution->set_sequence(1);
+      return job;
+    });
   });
 }
 

@@ -33,7 +33,9 @@ def reals(cell):
     elif cell["data"] == "equal":
         period = np.full_like(period, 0.3)
     x = np.resize(period, count).reshape(-1, COLUMNS)
-    return torch.from_numpy(x).to(TYPES[cell["type"]])
+    # Not numpy's memory, which is of huge pages where that of the others is not.
+    return torch.empty(x.shape, dtype=TYPES[cell["type"]]).copy_(
+        torch.from_numpy(x))
 
 
 def torch_min_max(x, unused_cell):
