@@ -495,10 +495,13 @@ class RestartTest(unittest.TestCase):
                                               ["--listen", target])
 
             with mock.patch.object(_stream.Options, "backoff", backoff), (
-                    quantd.Client(target, max_retries=10000)) as client, (
+                    quantd.Client(target, max_retries=10000,
+                                  max_backoff=0.1)) as client, (
                     concurrent.futures.ThreadPoolExecutor(2)) as pool:
-                with server():
-                    want = client.quantize(x, "int8")
+                first = server()
+                want = client.quantize(x, "int8")
+                first.process.kill()
+                first.process.wait()
                 self.assertFalse(retrying.is_set())
                 tensor = pool.submit(client.quantize, x, "int8")
                 names = pool.submit(lambda: list(client.list_models()))
@@ -508,6 +511,7 @@ class RestartTest(unittest.TestCase):
                     np.testing.assert_array_equal(tensor.result(60).codes,
                                                   want.codes)
                     self.assertEqual(names.result(60), [])
+                    client.close()
 
     def test_WithoutAServerTheErrorNamesIt(self):
         with tempfile.TemporaryDirectory() as folder:
@@ -625,7 +629,8 @@ class MisbehavingServerTest(unittest.TestCase):
 
     def test_AWrongChecksumIsNotedWhereItCanBe(self):
         try:
-            import xxhash  # pylint: disable=import-outside-toplevel,unused-import
+            # pylint: disable-next=import-outside-toplevel,unused-import
+            import xxhash
         except ImportError:
             self.skipTest("without xxhash")
 

@@ -3,7 +3,6 @@ messages by hand."""
 
 import dataclasses
 import random
-import sys
 import unittest
 
 import package  # pylint: disable=unused-import
@@ -47,8 +46,9 @@ class WireTest(unittest.TestCase):
         generator = random.Random(2)
         for n in range(300):
             want = qs.QuantizeResponse(
-                offset=generator.choice([0, 300, 1 << 63]),
-                data=generator.randbytes(generator.choice([0, 5, 3000])))
+                offset=generator.choice([0, 300, generator.getrandbits(64)]),
+                data=generator.randbytes(generator.choice(
+                    [0, 5, generator.randrange(30000)])))
             if n % 2:
                 want.header.size_bytes = n
             if n % 3:
@@ -256,4 +256,4 @@ class ArraysTest(unittest.TestCase):
 
 
 if __name__ == "__main__":
-    unittest.main(argv=sys.argv[:1], verbosity=2)
+    unittest.main(verbosity=2)

@@ -6,8 +6,10 @@ With --cxx also builds and runs the C++ example, in BUILD_DIR.
 """
 
 import argparse
+import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,6 +18,7 @@ import unittest
 import live_server
 
 README_ADDRESS = "127.0.0.1:8430"
+README_SOCKET = "unix:/run/quantd.sock"
 
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--quantd", required=True)
@@ -65,6 +68,42 @@ class ReadmeSnippetsTest(unittest.TestCase):
                           self.at_server(snippet("python", "import grpc"))],
                          folder)
         self.assertRegex(output, r"64 scales, largest error 0\.01\d+")
+
+    @unittest.skipUnless(
+        all(importlib.util.find_spec(name)
+            for name in ("ensurepip", "numpy", "setuptools", "wheel")),
+        "without what the Python package is built with")
+    def test_ThePythonClientInstallsAndWorksAsPasted(self):
+        environment = dict(
+            os.environ, PATH=os.path.dirname(sys.executable) + ":"
+            + os.environ["PATH"], PIP_DISABLE_PIP_VERSION_CHECK="1")
+        with tempfile.TemporaryDirectory() as folder:
+            # Building leaves files beside the sources.
+            for name in ("proto", "client/python"):
+                shutil.copytree(os.path.join(live_server.ROOT, name),
+                                os.path.join(folder, name),
+                                ignore=shutil.ignore_patterns("build"))
+            run(["bash", "-e", "-c", snippet("bash", "client/python")], folder,
+                environment)
+            python = os.path.join(folder, "venv/bin/python")
+            os.makedirs(os.path.join(folder, "elsewhere"))
+            output = run(
+                [python, "-c",
+                 self.at_server(snippet("python", "quantize_many"))],
+                os.path.join(folder, "elsewhere"))
+            self.assertRegex(
+                output, r"layer2.weight: int8 \(64, 288\), largest error 0\.01")
+            self.assertRegex(output, r"int4:group:32: \d+\.\d dB")
+
+            target = "unix:" + os.path.join(folder, "socket")
+            text = snippet("python", "empty_shared")
+            self.assertEqual(text.count(README_SOCKET), 1)
+            with live_server.LiveServer(
+                    options.quantd, folder,
+                    ["--listen", target, "--shared-memory"]):
+                output = run([python, "-c",
+                              text.replace(README_SOCKET, target)], folder)
+        self.assertEqual(len(re.findall(r"^\[.*\] \[.*\]$", output, re.M)), 3)
 
     def test_TheQuantctlSnippetsWorkAsPasted(self):
         environment = dict(

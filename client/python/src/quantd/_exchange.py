@@ -141,7 +141,7 @@ class FailedExchange(Exchange[Any]):
         self.is_answered = True
 
 
-class _OutputExchange(Exchange[Result]):
+class OutputExchange(Exchange[Result]):
     """An answer of a header, data and a summary."""
 
     HEADER: Any = None
@@ -153,6 +153,16 @@ class _OutputExchange(Exchange[Result]):
         self.caller_out = out
         self._most_output_bytes = most_output_bytes
         self._forget()
+
+    def output_bytes(self) -> Optional[int]:
+        """Size of the output, where it is known before it comes."""
+        raise NotImplementedError
+
+    @property
+    def most_output_bytes(self) -> int:
+        """That, or a bound of it."""
+        known = self.output_bytes()
+        return self._most_output_bytes if known is None else known
 
     def reset(self) -> None:
         super().reset()
@@ -195,8 +205,10 @@ class _OutputExchange(Exchange[Result]):
         if size > self._most_output_bytes:
             raise errors.response_malformed(
                 f"expected at most {self._most_output_bytes} bytes, got {size}")
-        if self.placement is not None and self.placement.has_output:
+        if self.placement is not None and self.placement.output is not None:
             self._out = self.placement.output
+            if self.placement.output_is_staged:
+                self._out = self._out[:size]
         elif self.caller_out is not None:
             self._out = self.caller_out
         else:
@@ -242,7 +254,7 @@ class _OutputExchange(Exchange[Result]):
         return self.caller_out
 
 
-class QuantizeExchange(_OutputExchange[QuantizedTensor]):
+class QuantizeExchange(OutputExchange[QuantizedTensor]):
     """Of Quantize."""
 
     HEADER = service_pb2.QuantizeResponseHeader
@@ -256,7 +268,6 @@ class QuantizeExchange(_OutputExchange[QuantizedTensor]):
         super().__init__(header, payload, out, 2 * self._count)
 
     def output_bytes(self) -> Optional[int]:
-        """Size of the codes, where it is known before they come."""
         source = self.header.WhichOneof("encoding_source")
         if source == "reference":
             return None
@@ -293,7 +304,7 @@ class QuantizeExchange(_OutputExchange[QuantizedTensor]):
             QuantizeSummary.from_proto(self._summary))
 
 
-class DequantizeExchange(_OutputExchange[np.ndarray]):
+class DequantizeExchange(OutputExchange[np.ndarray]):
     """Of Dequantize."""
 
     HEADER = service_pb2.DequantizeResponseHeader
@@ -307,7 +318,6 @@ class DequantizeExchange(_OutputExchange[np.ndarray]):
         super().__init__(header, payload, out, most_output_bytes)
 
     def output_bytes(self) -> Optional[int]:
-        """Size of the reals."""
         return self._most_output_bytes
 
     def _result(self) -> np.ndarray:

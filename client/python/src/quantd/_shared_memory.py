@@ -15,7 +15,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from quantd import errors
-from quantd._exchange import Exchange
+from quantd._exchange import Exchange, OutputExchange
 from quantd._stream import Options
 from quantd.v1 import shared_memory_pb2
 
@@ -234,14 +234,13 @@ class SharedMemory:
             placement.name_payload(*found)
         elif payload.nbytes >= _MIN_STAGED_BYTES:
             staged_payload = payload.nbytes
-        size = getattr(exchange, "output_bytes", lambda: None)()
-        out = getattr(exchange, "caller_out", None)
-        found = self._find(out) if out is not None else None
-        if found is not None:
-            assert out is not None
-            placement.name_output(*found, out.nbytes, exchange)
-        elif size is not None and size >= _MIN_STAGED_BYTES:
-            staged_output = size
+        if isinstance(exchange, OutputExchange):
+            out = exchange.caller_out
+            found = self._find(out) if out is not None else None
+            if found is not None:
+                placement.name_output(*found, out.nbytes, exchange)
+            elif exchange.most_output_bytes >= _MIN_STAGED_BYTES:
+                staged_output = exchange.most_output_bytes
         if staged_payload or staged_output:
             region = self._take_staging(_aligned(staged_payload) +
                                         staged_output)

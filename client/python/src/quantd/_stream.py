@@ -168,10 +168,13 @@ class RetryingStream:
     """
 
     def __init__(self, method: Callable[..., Any], options: Options,
+                 pause: Callable[[float, errors.QuantdError], None],
                  is_gone: Callable[[Exchange], bool]) -> None:
-        """is_gone: whether shared memory of an exchange is lost."""
+        """pause: waits for so many seconds after an error; is_gone: whether
+        shared memory of an exchange is lost."""
         self._method = method
         self._options = options
+        self._pause = pause
         self._is_gone = is_gone
         self._call: Optional[StreamCall] = None
         self._pending: collections.deque[Exchange] = collections.deque()
@@ -274,8 +277,7 @@ class RetryingStream:
             exchange.unshare()
             exchange.reset()
         self._broken_count += 1
-        time.sleep(max(self._options.backoff(self._broken_count),
-                       error.retry_after or 0))
+        self._pause(self._options.backoff(self._broken_count), error)
 
     def _wants_retry(self, exchange: Exchange) -> bool:
         error = exchange.error
@@ -293,8 +295,7 @@ class RetryingStream:
         if error.reason == "REGION_NOT_FOUND":
             exchange.unshare()
         else:
-            time.sleep(max(self._options.backoff(exchange.attempts),
-                           error.retry_after or 0))
+            self._pause(self._options.backoff(exchange.attempts), error)
         exchange.reset()
         if self._call is not None:
             self._call.send(exchange)

@@ -50,8 +50,8 @@ _NAN_POLICIES = EnumNames(qs.NanPolicy, "NAN_POLICY_", "a policy")
 @dataclasses.dataclass(frozen=True)
 class Contribution:
     """One part of a calibration that many sources feed, counted exactly once;
-    see the Contribution of proto/. `granularity` is what the statistics are kept
-    for, the same in all contributions to a tensor."""
+    see the Contribution of proto/. `granularity` is what the statistics are
+    kept for, the same in all contributions to a tensor."""
 
     source: str
     sequence: int
@@ -98,13 +98,24 @@ class _Connection:
         # Open streams without a tensor on them, by method; None: closed.
         self.idle: Optional[dict[str, list[RetryingStream]]] = {}
 
+    def pause(self, seconds: float, error: errors.QuantdError) -> None:
+        """Waits after an error, longer if that says so."""
+        end = time.monotonic() + max(seconds, error.retry_after or 0)
+        if error.reason == "SERVER_UNREACHABLE":
+            # gRPC goes on connecting only while a call waits for that,
+            # otherwise every 5 s.
+            try:
+                self.channel.unary_unary(_HEALTH_METHOD)(
+                    b"", timeout=seconds, wait_for_ready=True)
+            except (grpc.RpcError, ValueError):
+                pass
+        time.sleep(max(0.0, end - time.monotonic()))
+
     def close(self) -> None:
         """Ends idle streams, and breaks those that are in use."""
         with self.lock:
             idle, self.idle = self.idle, None
-        if idle is None:
-            return
-        for streams in idle.values():
+        for streams in (idle or {}).values():
             for stream in streams:
                 stream.close(cancel=False)
         self.channel.close()
@@ -173,7 +184,8 @@ class Client:
             ("grpc.enable_retries", 0),
             ("grpc.initial_reconnect_backoff_ms", 50),
             ("grpc.min_reconnect_backoff_ms", 50),
-            ("grpc.max_reconnect_backoff_ms", 2000)]
+            ("grpc.max_reconnect_backoff_ms",
+             max(50, int(1000 * min(max_backoff, 2))))]
         if target.startswith(_LOOPBACK):
             channel_options.append(("grpc.enable_http_proxy", 0))
         channel = (grpc.insecure_channel(target, channel_options)
@@ -576,8 +588,8 @@ class Client:
             expected = format_info(source.format).size_bytes(count)
             if data.nbytes != expected:
                 raise errors.argument_invalid(
-                    f"expected {expected} bytes of {source.format} for a tensor "
-                    f"of {shape}, got {data.nbytes}", "codes")
+                    f"expected {expected} bytes of {source.format} for a "
+                    f"tensor of {shape}, got {data.nbytes}", "codes")
         set_source(source, header, len(shape))
         exchange = DequantizeExchange(
             header, data, _arrays.output(out),
@@ -616,7 +628,7 @@ class Client:
                 stream.close(cancel=True)
         return RetryingStream(
             connection.channel.stream_stream(_SERVICE + method),
-            self._options,
+            self._options, connection.pause,
             lambda exchange: exchange.placement is not None and
             exchange.placement.is_lost)
 
@@ -713,8 +725,7 @@ class Client:
                 error.code != grpc.StatusCode.UNAVAILABLE and
                 error.retry_after is None):
             raise error
-        time.sleep(max(self._options.backoff(attempt + 1),
-                       error.retry_after or 0))
+        self._connection.pause(self._options.backoff(attempt + 1), error)
         return attempt + 1
 
     def _read(self, method: Callable[..., Any], request: Any

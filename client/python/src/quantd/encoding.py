@@ -50,7 +50,8 @@ def group(size: int, axis: int = -1) -> Granularity:
     """A scale for each `size` elements along a dimension, and for each index of
     the others. A tensor of fewer than two dimensions gets one scale."""
     if size < 1:
-        raise errors.argument_invalid(f"expected groups of at least 1, got {size}")
+        raise errors.argument_invalid(
+            f"expected groups of at least 1, got {size}")
     return Granularity("group", axis=axis, group_size=size)
 
 

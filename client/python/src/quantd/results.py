@@ -122,10 +122,11 @@ class CalibrateResult:
     @property
     def encoding(self) -> Encoding:
         """Raises: ARGUMENT_INVALID when no spec was given."""
-        if self.stored_encoding is None or self.stored_encoding.encoding is None:
+        stored = self.stored_encoding
+        if stored is None or stored.encoding is None:
             raise errors.argument_invalid(
                 "no encoding was computed: calibrate with a spec")
-        return self.stored_encoding.encoding
+        return stored.encoding
 
     @classmethod
     def from_proto(cls, message: quantization_service_pb2.CalibrateSummary
@@ -188,8 +189,8 @@ class QuantizedTensor:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ErrorHistogram:
-    """Bin k counts errors of 2^(first_exponent + k) up to twice that; zero_count
-    those without any."""
+    """Bin k counts errors of 2^(first_exponent + k) up to twice that;
+    zero_count those without any."""
 
     zero_count: int
     count: np.ndarray
