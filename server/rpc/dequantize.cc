@@ -64,6 +64,7 @@ class DequantizeJob final : public TensorJob {
   }
 
   bool StartWaits() const override { return source_.waits(); }
+  bool light() const override { return true; }
 
   absl::Status Start(ChunkWriter* out) override {
     absl::StatusOr<ResolvedEncoding> resolved =

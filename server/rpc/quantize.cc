@@ -205,6 +205,7 @@ class StreamingQuantizeJob final : public TensorJob {
   bool StartWaits() const override {
     return source_.waits() || task_.store_key.has_value();
   }
+  bool light() const override { return true; }
 
   absl::Status Start(ChunkWriter* out) override {
     absl::StatusOr<ResolvedEncoding> resolved =

@@ -46,6 +46,9 @@ class TensorJob {
   // made on a thread that may wait and runs no kernel.
   virtual bool StartWaits() const { return false; }
   virtual bool FinishWaits() const { return false; }
+  // Calls for data of a few KiB take no more than microseconds, but where they
+  // wait for a store.
+  virtual bool light() const { return false; }
 
   virtual absl::Status Start(ChunkWriter* out) { return absl::OkStatus(); }
 

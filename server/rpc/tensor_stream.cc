@@ -96,28 +96,39 @@ TensorStream::TensorStream(const RpcEnvironment& env, TensorRpc* rpc,
 }
 
 void TensorStream::OnReadDone(bool ok) {
-  absl::MutexLock lock(&mutex_);
-  reading_ = false;
-  last_progress_ = absl::Now();
-  if (ok) {
-    inbox_.emplace(std::move(read_buffer_));
-    read_buffer_.Clear();
-  } else {
-    reads_done_ = true;
+  bool work_here;
+  {
+    absl::MutexLock lock(&mutex_);
+    reading_ = false;
+    last_progress_ = absl::Now();
+    if (ok) {
+      inbox_.emplace(std::move(read_buffer_));
+      read_buffer_.Clear();
+    } else {
+      reads_done_ = true;
+    }
+    work_here = ClaimLightWork();
+    Advance();
   }
-  Advance();
+  if (work_here) Work(Place::kTransport);
 }
 
 void TensorStream::OnWriteDone(bool ok) {
-  absl::MutexLock lock(&mutex_);
-  writing_ = false;
-  last_progress_ = absl::Now();
-  writes_.pop_front();
-  if (!ok) {
-    cancelled_ = true;
-    EndWith(absl::CancelledError());
+  bool work_here;
+  {
+    absl::MutexLock lock(&mutex_);
+    writing_ = false;
+    last_progress_ = absl::Now();
+    queued_bytes_ -= writes_.front().charge_bytes;
+    writes_.pop_front();
+    if (!ok) {
+      cancelled_ = true;
+      EndWith(absl::CancelledError());
+    }
+    work_here = ClaimLightWork();
+    Advance();
   }
-  Advance();
+  if (work_here) Work(Place::kTransport);
 }
 
 void TensorStream::OnCancel() {
@@ -147,8 +158,17 @@ void TensorStream::OnDone() {
 }
 
 bool TensorStream::HasWork() const {
-  return !end_.has_value() && !parked_ && writes_.size() < kMaxQueuedWrites &&
+  return !end_.has_value() && !parked_ && queued_bytes_ < kMaxQueuedBytes &&
          (has_more_ || inbox_.has_value() || reads_done_);
+}
+
+bool TensorStream::ClaimLightWork() {
+  if (working_ || finished_ || has_more_ || !HasWork() || !inbox_.has_value() ||
+      inbox_->Length() > kLightMessageBytes) {
+    return false;
+  }
+  working_ = true;
+  return true;
 }
 
 void TensorStream::Advance() {
@@ -161,18 +181,21 @@ void TensorStream::Advance() {
     if (HasWork()) {
       working_ = true;
       core::ThreadPool* const pool = waits_ ? env_.store_pool : env_.pool;
-      pool->Schedule([self = shared_from_this(), may_wait = waits_] {
-        self->Work(may_wait);
-      });
+      const Place place = waits_ ? Place::kStore : Place::kWorker;
+      pool->Schedule([self = shared_from_this(), place] { self->Work(place); });
     }
+  }
+  // First what the client waits for.
+  if (!writing_ && !writes_.empty() && !cancelled_) {
+    writing_ = true;
+    // Answers that are ready go out together.
+    grpc::WriteOptions options;
+    if (writes_.size() > 1) options.set_buffer_hint();
+    StartWrite(&writes_.front().message, options);
   }
   if (!reading_ && !reads_done_ && !inbox_.has_value() && !end_.has_value()) {
     reading_ = true;
     StartRead(&read_buffer_);
-  }
-  if (!writing_ && !writes_.empty() && !cancelled_) {
-    writing_ = true;
-    StartWrite(&writes_.front());
   }
   if (end_.has_value() && !working_ && !writing_ &&
       (writes_.empty() || cancelled_)) {
@@ -219,7 +242,7 @@ void TensorStream::Wake() {
   Advance();
 }
 
-void TensorStream::Work(bool may_wait) {
+void TensorStream::Work(Place place) {
   bool end_of_stream = false;
   {
     absl::MutexLock lock(&mutex_);
@@ -232,8 +255,9 @@ void TensorStream::Work(bool may_wait) {
         message_.emplace();
         message_->buffer = *std::move(inbox_);
         inbox_.reset();
-        // The next message may come while this one is worked on.
-        Advance();
+        // The next message may come while this one is worked on, unless that
+        // takes no time.
+        if (place != Place::kTransport) Advance();
       } else {
         end_of_stream = true;
       }
@@ -243,7 +267,7 @@ void TensorStream::Work(bool may_wait) {
   if (end_of_stream) {
     if (job_ != nullptr) FailTensor(reader_->CheckComplete());
   } else {
-    status = DoQuantum(may_wait);
+    status = DoQuantum(place);
   }
   std::vector<grpc::ByteBuffer> messages = writer_.Take();
   absl::MutexLock lock(&mutex_);
@@ -254,24 +278,28 @@ void TensorStream::Work(bool may_wait) {
   parked_ = memory_wait_start_ != absl::InfinitePast();
   last_progress_ = absl::Now();
   for (grpc::ByteBuffer& message : messages) {
-    writes_.push_back(std::move(message));
+    const int64_t charge_bytes =
+        static_cast<int64_t>(message.Length()) + kQueuedMessageBytes;
+    queued_bytes_ += charge_bytes;
+    writes_.push_back({std::move(message), charge_bytes});
   }
   if (end_of_stream || !status.ok()) EndWith(std::move(status));
   Advance();
 }
 
-absl::Status TensorStream::DoQuantum(bool may_wait) {
+absl::Status TensorStream::DoQuantum(Place place) {
   if (message_.has_value() && !message_->opened) {
     if (absl::Status s = OpenMessage(); !s.ok()) return s;
   }
   // A step that waits is a task of its own, so that no kernel runs beside it.
-  if (job_ != nullptr && waits() == may_wait) {
+  if (job_ != nullptr && MayRun(place)) {
+    const bool may_feed = place != Place::kStore;
     if (finishing()) {
       FinishTensor();
     } else {
       if (!started()) StartTensor();
-      if (job_ != nullptr && !may_wait) FeedTensor();
-      if (finishing() && !may_wait && !waits()) FinishTensor();
+      if (job_ != nullptr && may_feed) FeedTensor();
+      if (finishing() && may_feed && !waits()) FinishTensor();
     }
   }
   // The chunk is used up, dropped, or the tensor has all its bytes.
@@ -370,8 +398,8 @@ void TensorStream::FinishTensor() {
 
 bool TensorStream::ReserveMemory(int64_t bytes) {
   const absl::Status status = job_->Reserve(bytes);
-  const absl::Time now = absl::Now();
   if (!status.ok() && core::ErrorRetryAfter(status) > absl::ZeroDuration()) {
+    const absl::Time now = absl::Now();
     if (memory_wait_start_ == absl::InfinitePast()) memory_wait_start_ = now;
     if (now - memory_wait_start_ < env_.limits.memory_wait) return false;
   }

@@ -70,9 +70,10 @@ class StreamRegistry {
 };
 
 // One call of a streaming RPC. Reads one message ahead; works on one message
-// at a time, in quanta of bounded size, on the worker pool, and where a tensor
-// waits for a store on the store's pool; stops working (and so reading) while
-// kMaxQueuedWrites messages wait for the client to read them.
+// at a time, in quanta of bounded size: on the worker pool; where a tensor
+// waits for a store on the store's pool; and where message and job are light on
+// gRPC's own thread, because changing threads would take longer. Stops working
+// (and so reading) while kMaxQueuedBytes wait for the client to read them.
 //
 // gRPC's callbacks and one worker task share the state under mutex_; what only
 // the task uses is marked so. gRPC never runs callbacks from within Start* or
@@ -99,8 +100,23 @@ class TensorStream final
  private:
   friend class StreamRegistry;
 
-  // What bounds the memory of a stream whose client does not read.
-  static constexpr size_t kMaxQueuedWrites = 3;
+  // What bounds the memory of a stream whose client does not read; the answer
+  // of one more quantum may come on top.
+  static constexpr int64_t kMaxQueuedBytes = int64_t{2} << 20;
+  // What a queued message takes beside its bytes.
+  static constexpr int64_t kQueuedMessageBytes = 512;
+  // Messages up to this size are looked at on gRPC's threads.
+  static constexpr size_t kLightMessageBytes = 8 << 10;
+
+  // Where a step of the work is done.
+  enum class Place { kTransport, kWorker, kStore };
+
+  // A message for the client.
+  struct Answer {
+    grpc::ByteBuffer message;
+    // What it counts for in queued_bytes_.
+    int64_t charge_bytes;
+  };
 
   // A message being worked on; the envelope points into the buffer.
   struct Message {
@@ -113,6 +129,9 @@ class TensorStream final
 
   // Starts what the state allows: a read, a write, the worker task, the end.
   void Advance() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // When there is work and the next message is light, claims it: the caller,
+  // one of gRPC's callbacks, has to call Work(kTransport).
+  bool ClaimLightWork() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Whether the task has something to do.
   bool HasWork() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void EndWith(absl::Status status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -121,12 +140,12 @@ class TensorStream final
   void Wake() ABSL_LOCKS_EXCLUDED(mutex_);
   void EndNow(absl::Status status) ABSL_LOCKS_EXCLUDED(mutex_);
 
-  // The worker task: one quantum of work; with `may_wait` one step that waits
-  // for a store.
-  void Work(bool may_wait) ABSL_LOCKS_EXCLUDED(mutex_);
+  // The worker task: one quantum of work, or what of it may be done in that
+  // place; kStore: one step that waits for a store.
+  void Work(Place place) ABSL_LOCKS_EXCLUDED(mutex_);
   // Works on message_, or on the end of the open tensor. An error ends the
   // stream.
-  absl::Status DoQuantum(bool may_wait);
+  absl::Status DoQuantum(Place place);
   // Takes message_ apart, and opens the tensor of its header, if any.
   absl::Status OpenMessage();
   void OpenTensor(const std::string& header);
@@ -152,6 +171,13 @@ class TensorStream final
   bool waits() const {
     return job_ != nullptr && (started() ? finishing() && job_->FinishWaits()
                                          : job_->StartWaits());
+  }
+  // The open tensor's next step may be done in that place.
+  bool MayRun(Place place) const {
+    if (waits()) return place == Place::kStore;
+    return place == Place::kWorker ||
+           (place == Place::kTransport && job_->light() &&
+            message_->region == nullptr);
   }
 
   const RpcEnvironment& env_;
@@ -181,7 +207,8 @@ class TensorStream final
   absl::optional<grpc::ByteBuffer> inbox_ ABSL_GUARDED_BY(mutex_);
   bool reading_ ABSL_GUARDED_BY(mutex_) = false;
   bool reads_done_ ABSL_GUARDED_BY(mutex_) = false;
-  std::deque<grpc::ByteBuffer> writes_ ABSL_GUARDED_BY(mutex_);
+  std::deque<Answer> writes_ ABSL_GUARDED_BY(mutex_);
+  int64_t queued_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   bool writing_ ABSL_GUARDED_BY(mutex_) = false;
   bool working_ ABSL_GUARDED_BY(mutex_) = false;
   // What the last task left: more to do, and a tensor that is open.
