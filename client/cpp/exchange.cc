@@ -14,6 +14,11 @@
 #include "client/cpp/errors.h"
 #include "quantd/v1/tensor.pb.h"
 
+#if defined(__x86_64__)
+// The same functions, for the widest vectors that the machine has.
+#include "xxh_x86dispatch.h"
+#endif
+
 namespace quantd::internal {
 
 Exchange::Exchange() : hash_(XXH3_createState()) {

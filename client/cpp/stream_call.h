@@ -4,6 +4,7 @@
 #ifndef QUANTD_CLIENT_CPP_STREAM_CALL_H_
 #define QUANTD_CLIENT_CPP_STREAM_CALL_H_
 
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -76,11 +77,22 @@ class StreamCall final
  private:
   explicit StreamCall(int64_t chunk_bytes) : chunk_bytes_(chunk_bytes) {}
 
-  enum class Step { kNone, kWrite, kWriteLast, kWritesDone, kRelease };
+  enum class Step {
+    kNone,
+    kWrite,
+    kWriteAndFollow,
+    kWriteLast,
+    kWritesDone,
+    kRelease
+  };
   // Decides what the writing side does next and prepares write_buffer_; the
   // caller runs it after unlocking.
   Step NextStep() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Run(Step step);
+  // The tensor is small, and all that is under way.
+  bool IsLoneSmall(uint64_t number) const ABSL_LOCKS_EXCLUDED(mutex_);
+  // Returns when the tensor is answered, or soon.
+  void Poll(uint64_t number) const;
   void OnWriteSideDone(bool ok) ABSL_LOCKS_EXCLUDED(mutex_);
   // Handles read_buffer_. Errors: RESPONSE_MALFORMED.
   absl::Status HandleResponse() ABSL_LOCKS_EXCLUDED(mutex_);
@@ -100,7 +112,8 @@ class StreamCall final
   // Not answered, oldest first.
   std::deque<Exchange*> unanswered_ ABSL_GUARDED_BY(mutex_);
   uint64_t enqueued_count_ ABSL_GUARDED_BY(mutex_) = 0;
-  uint64_t answered_count_ ABSL_GUARDED_BY(mutex_) = 0;
+  // Changes under mutex_.
+  std::atomic<uint64_t> answered_count_{0};
   // A write is in flight, or is about to start.
   bool writing_ ABSL_GUARDED_BY(mutex_) = false;
   // No exchange follows those in unsent_.

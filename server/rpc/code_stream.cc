@@ -9,6 +9,11 @@
 #include "absl/types/span.h"
 #include "core/errors.h"
 
+#if defined(__x86_64__)
+// The same functions, for the widest vectors that the machine has.
+#include "xxh_x86dispatch.h"
+#endif
+
 namespace quantd::server {
 
 Checksum::Checksum() : state_(XXH3_createState()) {
