@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <csignal>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -62,6 +63,14 @@ void TuneAllocator() {
        {"trim_threshold_bytes", kTrimThresholdBytes},
        {"top_pad_bytes", kTopPadBytes},
        {"arenas", kArenas}});
+}
+
+// gRPC otherwise wakes up for every few packets of a large frame; with these
+// it sleeps until most of the frame is there. It reads them from the
+// environment once; what the operator has set there stays.
+void TuneTransport() {
+  setenv("GRPC_EXPERIMENTS", "tcp_frame_size_tuning,tcp_rcv_lowat",
+         /*overwrite=*/0);
 }
 
 sigset_t StopSignals() {
@@ -135,6 +144,7 @@ int Fail(absl::string_view message, const absl::Status& status) {
 
 int Serve(const Config& config) {
   TuneAllocator();
+  TuneTransport();
   if (absl::Status status = core::SetSimdTarget(config.simd); !status.ok()) {
     Log(LogLevel::kError, "bad configuration",
         {{"error", absl::StrCat("--simd: ", status.message())}});

@@ -35,6 +35,9 @@ constexpr absl::Duration kWatchInterval = absl::Milliseconds(20);
 constexpr absl::Duration kEndGrace = absl::Milliseconds(500);
 // How far a client may send ahead of what the server reads: about one chunk.
 constexpr int kLookAheadBytes = 1 << 20;
+// A frame of HTTP/2: a default chunk fits into one. The default of 16 KiB costs
+// a look at the connection for each.
+constexpr int kFrameBytes = 2 << 20;
 // For what gRPC itself holds beside the messages of requests.
 constexpr int64_t kTransportBytes = int64_t{64} << 20;
 
@@ -109,6 +112,7 @@ absl::Status QuantdServer::Listen() {
   builder.AddChannelArgument(GRPC_ARG_HTTP2_BDP_PROBE, 0);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES,
                              kLookAheadBytes);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, kFrameBytes);
   // Two servers must not share one port unnoticed.
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
   grpc::ResourceQuota quota("quantd");

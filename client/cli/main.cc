@@ -1,6 +1,7 @@
 #include <malloc.h>
 
 #include <csignal>
+#include <cstdlib>
 
 #include "client/cli/commands.h"
 
@@ -10,6 +11,9 @@ int main(int argc, char** argv) {
   mallopt(M_MMAP_THRESHOLD, 1 << 30);
   mallopt(M_TRIM_THRESHOLD, 1 << 30);
   mallopt(M_TOP_PAD, 16 << 20);
+  // gRPC otherwise wakes up for every few packets of a large message.
+  setenv("GRPC_EXPERIMENTS", "tcp_frame_size_tuning,tcp_rcv_lowat",
+         /*overwrite=*/0);
   // A reader that closes the pipe ends the process by itself; a server that
   // closes the connection must not.
   std::signal(SIGPIPE, SIG_DFL);
