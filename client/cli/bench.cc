@@ -44,6 +44,7 @@ struct Options {
   int streams = 1;
   int connections = 1;
   int in_flight = 1;
+  int candidates = 1;
   int64_t chunk_bytes = 1 << 20;
   int64_t tensor_bytes = 16 << 20;
   double duration_seconds = 5;
@@ -165,6 +166,17 @@ void Drive(std::unique_ptr<Stream> stream, std::vector<Job> jobs,
   measurements->AddLatencies(latencies);
 }
 
+// The encoding with a range that is narrower by 1/16 for each of `steps`, as in
+// a search for the best one; the same where scales cannot be any number.
+Encoding Narrowed(Encoding encoding, int steps) {
+  if (encoding.scale_type() <= v1::SCALE_TYPE_FLOAT32) {
+    for (float& scale : *encoding.mutable_scale()) {
+      scale *= std::pow(1.0f - 1.0f / 16, static_cast<float>(steps));
+    }
+  }
+  return encoding;
+}
+
 void DriveOperation(const Options& options, const Load& load, Client* client,
                     const std::atomic<Phase>& phase,
                     Measurements* measurements) {
@@ -199,7 +211,9 @@ void DriveOperation(const Options& options, const Load& load, Client* client,
     std::vector<EvaluateJob> jobs(count);
     for (EvaluateJob& job : jobs) {
       job.tensor = load.Reals();
-      job.candidates.push_back({load.encoding, ""});
+      for (int i = 0; i < options.candidates; ++i) {
+        job.candidates.push_back({Narrowed(load.encoding, i), ""});
+      }
     }
     Drive(client->OpenEvaluate(), std::move(jobs), phase, measurements);
   }
@@ -267,6 +281,7 @@ void Report(const Options& options, const Window& begin, const Window& end,
       {"streams", options.streams},
       {"connections", options.connections},
       {"in_flight", options.in_flight},
+      {"candidates", options.candidates},
       {"chunk_bytes", options.chunk_bytes},
       {"tensor_bytes", static_cast<int64_t>(tensor_bytes)},
       {"format", options.spec.format},
@@ -371,6 +386,12 @@ void AddBenchCommand(CLI::App* app, Session* session) {
                    "Tensors on a stream at once; above 1 the latency includes "
                    "waiting for those before")
       ->check(CLI::Range(1, 1024))
+      ->type_name("N")
+      ->capture_default_str();
+  command
+      ->add_option("--candidates", options->candidates,
+                   "Encodings that evaluate measures at once")
+      ->check(CLI::Range(1, 64))
       ->type_name("N")
       ->capture_default_str();
   command
