@@ -337,10 +337,23 @@ TEST_F(ConfigTest, PrintsHelpAndVersionWhateverElseIsWrong) {
   }
 }
 
+TEST_F(ConfigTest, SharesMemoryOnUnixSocketsOnly) {
+  EXPECT_FALSE(MustParse({}).shared_memory);
+  EXPECT_THAT(Error({"--shared-memory"}),
+              AllOf(HasSubstr("--shared-memory: expected a unix socket"),
+                    HasSubstr("127.0.0.1:8430")));
+  const Config config =
+      MustParse({"--shared-memory", "--listen=127.0.0.1:1,unix:/tmp/x",
+                 "--shared-regions=7", "--shared-connections=8"});
+  EXPECT_TRUE(config.shared_memory);
+  EXPECT_EQ(config.limits.shared_regions, 7);
+  EXPECT_EQ(config.limits.shared_connections, 8);
+}
+
 TEST_F(ConfigTest, PrintedConfigurationReadsBackTheSame) {
   absl::StatusOr<CommandLine> first =
       Parse({"--print-config", "--listen=127.0.0.1:0", "--listen=unix:/a b",
-             "--chunk-bytes=1234567", "--insecure-listen",
+             "--chunk-bytes=1234567", "--insecure-listen", "--shared-memory",
              "--store=sqlite:/data/e.db", "--memory-wait=0",
              "--log-format=json", "--metrics-listen=off"});
   ASSERT_TRUE(first.ok()) << first.status();
