@@ -133,7 +133,8 @@ void CompareTyped(const PairRange& range, ErrorSums* leaves,
     }
     PairCounts counts;
     counts.non_finite = Deinterleave(in, count, real, test);
-    *leaves++ = SumPairs(real, test, count, counts);
+    const Ahead ahead = {range.in + (begin + kLeaf) * pair_bytes, pair_bytes};
+    *leaves++ = SumPairs(real, test, count, counts, ahead);
     if (distribution != nullptr) {
       distribution->Add(real, test, count, counts.non_finite);
     }

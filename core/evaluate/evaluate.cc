@@ -29,6 +29,11 @@
 namespace quantd::core {
 namespace {
 
+// Columns of a task, a multiple of any vector's lanes, and rows that are added
+// to a vector of them at a time.
+constexpr int64_t kTaskColumns = 128;
+constexpr int64_t kTileRows = 4;
+
 // Rows of the same consecutive scale indices, an element for each, one row
 // right after the other in memory.
 struct ColumnPanel {
@@ -273,9 +278,6 @@ HWY_INLINE hn::Mask<D> AndLess(D d, hn::Mask<D> mask, V a, V b) {
   return hn::And(mask, hn::Lt(a, b));
 }
 
-// How far ahead of its use the input is asked for.
-constexpr int64_t kPrefetchBytes = 4096;
-
 // Calls vector(i) for vectors that cover [0, count), the last of which may
 // overlap the one before.
 // Requires: count >= lanes.
@@ -304,7 +306,6 @@ HWY_INLINE bool RestoreCertain(const CertainIntegers<T>& p,
   ForEachOverlapping(
       static_cast<int64_t>(hn::Lanes(d)), count, [&](int64_t i) HWY_ATTR {
         const uint8_t* at = in + i * static_cast<int64_t>(sizeof(T));
-        hwy::Prefetch(at + kPrefetchBytes);
         const auto x = LoadBytes(d, at);
         const auto rounded = hn::Sub(hn::MulAdd(x, reciprocal, magic), magic);
         const auto y = hn::Mul(hn::Min(hn::Max(rounded, low), high), scale);
@@ -327,7 +328,6 @@ HWY_INLINE bool RestoreGood(const EvaluateRange& range, const RunScales& run,
   ForEachOverlapping(
       static_cast<int64_t>(hn::Lanes(d)), count, [&](int64_t i) HWY_ATTR {
         const uint8_t* at = in + i * static_cast<int64_t>(sizeof(T));
-        hwy::Prefetch(at + kPrefetchBytes);
         const auto r = Restore<kKind, kStep, true>(d, LoadBytes(d, at), run,
                                                    first + i, range);
         good = hn::And(good, IsGood<kKind>(d, r, range));
@@ -415,6 +415,8 @@ void EvaluateKind(const EvaluateRange& range, ErrorSums* leaves,
       Widen(range.type, in, count, wide);
       in = reinterpret_cast<const uint8_t*>(wide);
     }
+    const Ahead ahead = {range.in + (begin + kLeaf) * element_bytes,
+                         element_bytes};
     PairCounts leaf_counts;
     // The one run of the leaf, and its portion.
     bool is_portion = false;
@@ -436,10 +438,10 @@ void EvaluateKind(const EvaluateRange& range, ErrorSums* leaves,
           is_portion = run.count == count;
           if (!is_portion) {
             portions->back().sums =
-                SumPairs(real + i, restored + i, run.count, counts);
+                SumPairs(real + i, restored + i, run.count, counts, ahead);
           }
         });
-    *leaves = SumPairs(real, restored, count, leaf_counts);
+    *leaves = SumPairs(real, restored, count, leaf_counts, ahead);
     if (is_portion) portions->back().sums = *leaves;
     ++leaves;
     if (distribution != nullptr) {
@@ -465,66 +467,94 @@ void EvaluateTyped(const EvaluateRange& range, ErrorSums* leaves,
   EvaluateKind<CodeKind::kCodebook, T>(range, leaves, portions, distribution);
 }
 
-// Adds rows of up to Lanes(d) columns to their sums, row after row.
-template <CodeKind kKind, typename T>
-void AddColumnBlock(const EvaluateRange& range, const ColumnPanel& panel,
-                    int64_t column, ErrorSums* sums) {
-  const hn::ScalableTag<T> d;
-  const hn::RebindToSigned<decltype(d)> di;
-  const hn::ScalableTag<double> d64;
-  using TI = hn::TFromD<decltype(di)>;
-  constexpr int64_t kLanes = hn::MaxLanes(decltype(d)());
-  constexpr int64_t kHalf = hn::MaxLanes(decltype(d64)());
-  constexpr bool kFromFloat = std::is_same_v<T, float>;
-  const int64_t count = std::min(kLanes, panel.columns - column);
-  const int64_t element_bytes = ElementSizeBytes(range.type);
-  const bool is_direct =
-      count == kLanes && element_bytes == static_cast<int64_t>(sizeof(T));
+// Up to a vector of columns while rows are added to them.
+template <typename T>
+struct ColumnState {
+  static constexpr int64_t kLanes = hn::MaxLanes(hn::ScalableTag<T>());
+  using Count = hn::TFromD<hn::RebindToSigned<hn::ScalableTag<T>>>;
 
+  // The columns past the last are never stored.
+  int64_t count;
   HWY_ALIGN float scale[kLanes];
   HWY_ALIGN int32_t zero_point[kLanes];
   LaneArrays lanes;
-  for (int64_t c = 0; c < kLanes; ++c) {
-    // The columns past the last are never stored.
-    const int64_t source = std::min(c, count - 1);
-    const int64_t scale_index = panel.scale_index + column + source;
-    scale[c] = range.encoding.scale[scale_index];
-    zero_point[c] = range.encoding.zero_point.empty()
-                        ? 0
-                        : range.encoding.zero_point[scale_index];
-    lanes.squared[c] = sums[source].squared_error;
-    lanes.absolute[c] = sums[source].absolute_error;
-    lanes.relative[c] = sums[source].relative_error;
-    lanes.signal[c] = sums[source].signal;
-    lanes.reconstructed[c] = sums[source].reconstructed;
-    lanes.product[c] = sums[source].product;
-  }
-  const RunScales run{scale, zero_point};
+  HWY_ALIGN T max_absolute[kLanes] = {};
+  HWY_ALIGN T max_relative[kLanes] = {};
+  // Less the elements that are so.
+  HWY_ALIGN Count finite[kLanes] = {};
+  HWY_ALIGN Count flushed[kLanes] = {};
+  HWY_ALIGN Count clipped_low[kLanes] = {};
+  HWY_ALIGN Count clipped_high[kLanes] = {};
+};
 
-  auto low = lanes.Load(d64, 0);
-  auto high = lanes.Load(d64, kLanes - kHalf);
-  auto max_absolute = hn::Zero(d);
-  auto max_relative = hn::Zero(d);
-  // Less these.
-  auto finite = hn::Zero(di);
-  auto flushed = hn::Zero(di);
-  auto clipped_low = hn::Zero(di);
-  auto clipped_high = hn::Zero(di);
+// `sums` are those of the panel's columns.
+template <typename T>
+void StartColumns(const EvaluateRange& range, const ColumnPanel& panel,
+                  int64_t column, const ErrorSums* sums,
+                  ColumnState<T>* state) {
+  const std::vector<int32_t>& zero_point = range.encoding.zero_point;
+  state->count = std::min(ColumnState<T>::kLanes, panel.columns - column);
+  for (int64_t c = 0; c < ColumnState<T>::kLanes; ++c) {
+    const int64_t source = column + std::min(c, state->count - 1);
+    const int64_t scale_index = panel.scale_index + source;
+    state->scale[c] = range.encoding.scale[scale_index];
+    state->zero_point[c] = zero_point.empty() ? 0 : zero_point[scale_index];
+    state->lanes.squared[c] = sums[source].squared_error;
+    state->lanes.absolute[c] = sums[source].absolute_error;
+    state->lanes.relative[c] = sums[source].relative_error;
+    state->lanes.signal[c] = sums[source].signal;
+    state->lanes.reconstructed[c] = sums[source].reconstructed;
+    state->lanes.product[c] = sums[source].product;
+  }
+}
+
+// Adds a few rows, one after the other.
+template <CodeKind kKind, typename T>
+void AddRows(const EvaluateRange& range, const ColumnPanel& panel,
+             int64_t column, int64_t first_row, int64_t end_row,
+             ColumnState<T>* state) {
+  const hn::ScalableTag<T> d;
+  const hn::RebindToSigned<decltype(d)> di;
+  const hn::ScalableTag<double> d64;
+  constexpr int64_t kLanes = ColumnState<T>::kLanes;
+  constexpr int64_t kHalf = hn::MaxLanes(decltype(d64)());
+  constexpr bool kFromFloat = std::is_same_v<T, float>;
+  const int64_t count = state->count;
+  const int64_t element_bytes = ElementSizeBytes(range.type);
+  const int64_t row_bytes = panel.columns * element_bytes;
+  const bool widens = element_bytes < static_cast<int64_t>(sizeof(T));
+  const bool is_direct = count == kLanes && !widens;
+  const RunScales run{state->scale, state->zero_point};
+
+  auto low = state->lanes.Load(d64, 0);
+  auto high = state->lanes.Load(d64, kLanes - kHalf);
+  auto max_absolute = hn::Load(d, state->max_absolute);
+  auto max_relative = hn::Load(d, state->max_relative);
+  auto finite = hn::Load(di, state->finite);
+  auto flushed = hn::Load(di, state->flushed);
+  auto clipped_low = hn::Load(di, state->clipped_low);
+  auto clipped_high = hn::Load(di, state->clipped_high);
+  const auto subtract = [&](hn::Vec<decltype(di)> counts,
+                            hn::Mask<decltype(d)> mask) HWY_ATTR {
+    return hn::Add(counts, hn::VecFromMask(di, hn::RebindMask(di, mask)));
+  };
   HWY_ALIGN T terms[4 * kLanes];
   T* const real = terms;
   T* const restored = terms + kLanes;
   T* const absolute = terms + 2 * kLanes;
   T* const relative = terms + 3 * kLanes;
   HWY_ALIGN T elements[kLanes] = {};
-  for (int64_t row = 0; row < panel.rows; ++row) {
-    const uint8_t* in =
-        panel.in + (row * panel.columns + column) * element_bytes;
+  for (int64_t row = first_row; row < end_row; ++row) {
+    const uint8_t* in = panel.in + row * row_bytes + column * element_bytes;
+    // The same columns a few rows on: they lie too far apart for processors to
+    // foresee.
+    hwy::Prefetch(in + kTileRows * row_bytes);
     if (!is_direct) {
       if constexpr (kFromFloat) {
-        if (range.type == ElementType::kFloat32) {
-          std::memcpy(elements, in, count * sizeof(T));
-        } else {
+        if (widens) {
           Widen(range.type, in, count, elements);
+        } else {
+          std::memcpy(elements, in, count * sizeof(T));
         }
       } else {
         std::memcpy(elements, in, count * sizeof(T));
@@ -533,10 +563,6 @@ void AddColumnBlock(const EvaluateRange& range, const ColumnPanel& panel,
     const auto element = is_direct ? LoadBytes(d, in) : hn::Load(d, elements);
     const auto r = Restore<kKind, 1, false>(d, element, run, 0, range);
     const auto kinds = KindsOf<kKind>(d, r, range);
-    const auto subtract = [&](hn::Vec<decltype(di)> counts,
-                              hn::Mask<decltype(d)> mask) HWY_ATTR {
-      return hn::Add(counts, hn::VecFromMask(di, hn::RebindMask(di, mask)));
-    };
     const auto x = hn::IfThenElseZero(kinds.finite, r.x);
     const auto y = hn::IfThenElseZero(kinds.finite, r.y);
     const auto errors = ErrorsOf(d, x, y);
@@ -562,73 +588,98 @@ void AddColumnBlock(const EvaluateRange& range, const ColumnPanel& panel,
       low.template Add<false>(x, y, errors.absolute, errors.relative);
     }
   }
+  // float64 has but one vector of lanes.
+  if constexpr (kFromFloat) state->lanes.Store(d64, high, kHalf);
+  state->lanes.Store(d64, low, 0);
+  hn::Store(max_absolute, d, state->max_absolute);
+  hn::Store(max_relative, d, state->max_relative);
+  hn::Store(finite, di, state->finite);
+  hn::Store(flushed, di, state->flushed);
+  hn::Store(clipped_low, di, state->clipped_low);
+  hn::Store(clipped_high, di, state->clipped_high);
+}
 
-  if constexpr (kFromFloat) {
-    const auto largest = hn::Set(d, std::numeric_limits<float>::max());
-    if (HWY_UNLIKELY(!hn::AllFalse(
-            d, hn::Gt(hn::Max(max_absolute, max_relative), largest)))) {
-      // Errors that only float64 holds.
-      std::vector<ScalePortion> portions;
-      for (int64_t row = 0; row < panel.rows; ++row) {
-        const int64_t offset = row * panel.columns + column;
-        ErrorSums leaf;
-        portions.clear();
-        EvaluateScalar(
-            {range.encoding, range.values, range.layout, range.type,
-             panel.first + offset, count, panel.in + offset * element_bytes},
-            &leaf, &portions, nullptr);
-        for (int64_t c = 0; c < count; ++c) sums[c].Add(portions[c].sums);
-      }
-      return;
+// A column by its definition, where errors are such that only float64 holds
+// them.
+void AddWideColumn(const EvaluateRange& range, const ColumnPanel& panel,
+                   int64_t column, ErrorSums* sum) {
+  std::vector<ScalePortion> portions;
+  for (int64_t row = 0; row < panel.rows; ++row) {
+    const int64_t offset = row * panel.columns + column;
+    ErrorSums leaf;
+    portions.clear();
+    EvaluateScalar({range.encoding, range.values, range.layout, range.type,
+                    panel.first + offset, 1,
+                    panel.in + offset * ElementSizeBytes(range.type)},
+                   &leaf, &portions, nullptr);
+    sum->Add(portions[0].sums);
+  }
+}
+
+template <typename T>
+void FinishColumns(const EvaluateRange& range, const ColumnPanel& panel,
+                   int64_t column, const ColumnState<T>& state,
+                   ErrorSums* sums) {
+  for (int64_t c = 0; c < state.count; ++c) {
+    if (std::is_same_v<T, float> && (std::isinf(state.max_absolute[c]) ||
+                                     std::isinf(state.max_relative[c]))) {
+      AddWideColumn(range, panel, column + c, &sums[column + c]);
+      continue;
+    }
+    ErrorSums& sum = sums[column + c];
+    sum.count -= state.finite[c];
+    sum.non_finite += panel.rows + state.finite[c];
+    sum.zero_flushed -= state.flushed[c];
+    sum.clipped_low -= state.clipped_low[c];
+    sum.clipped_high -= state.clipped_high[c];
+    sum.squared_error = state.lanes.squared[c];
+    sum.absolute_error = state.lanes.absolute[c];
+    sum.relative_error = state.lanes.relative[c];
+    sum.signal = state.lanes.signal[c];
+    sum.reconstructed = state.lanes.reconstructed[c];
+    sum.product = state.lanes.product[c];
+    sum.max_absolute_error =
+        std::max<double>(sum.max_absolute_error, state.max_absolute[c]);
+    sum.max_relative_error =
+        std::max<double>(sum.max_relative_error, state.max_relative[c]);
+  }
+}
+
+// Columns [begin, begin + kTaskColumns) or to the end, a few rows at a time.
+template <CodeKind kKind, typename T>
+void AddColumnsKind(const EvaluateRange& range, const ColumnPanel& panel,
+                    int64_t begin, int64_t end, ErrorSums* sums) {
+  constexpr int64_t kLanes = ColumnState<T>::kLanes;
+  ColumnState<T> states[kTaskColumns / kLanes];
+  for (int64_t c = begin; c < end; c += kLanes) {
+    StartColumns(range, panel, c, sums, &states[(c - begin) / kLanes]);
+  }
+  for (int64_t row = 0; row < panel.rows; row += kTileRows) {
+    const int64_t end_row = std::min(row + kTileRows, panel.rows);
+    for (int64_t c = begin; c < end; c += kLanes) {
+      AddRows<kKind>(range, panel, c, row, end_row,
+                     &states[(c - begin) / kLanes]);
     }
   }
-
-  // float64 has but one vector of lanes.
-  if constexpr (kFromFloat) lanes.Store(d64, high, kHalf);
-  lanes.Store(d64, low, 0);
-  hn::Store(max_absolute, d, absolute);
-  hn::Store(max_relative, d, relative);
-  HWY_ALIGN TI kinds[4 * kLanes];
-  hn::Store(finite, di, kinds);
-  hn::Store(flushed, di, kinds + kLanes);
-  hn::Store(clipped_low, di, kinds + 2 * kLanes);
-  hn::Store(clipped_high, di, kinds + 3 * kLanes);
-  for (int64_t c = 0; c < count; ++c) {
-    sums[c].count -= kinds[c];
-    sums[c].non_finite += panel.rows + kinds[c];
-    sums[c].zero_flushed -= kinds[kLanes + c];
-    sums[c].clipped_low -= kinds[2 * kLanes + c];
-    sums[c].clipped_high -= kinds[3 * kLanes + c];
-    sums[c].squared_error = lanes.squared[c];
-    sums[c].absolute_error = lanes.absolute[c];
-    sums[c].relative_error = lanes.relative[c];
-    sums[c].signal = lanes.signal[c];
-    sums[c].reconstructed = lanes.reconstructed[c];
-    sums[c].product = lanes.product[c];
-    sums[c].max_absolute_error =
-        std::max<double>(sums[c].max_absolute_error, absolute[c]);
-    sums[c].max_relative_error =
-        std::max<double>(sums[c].max_relative_error, relative[c]);
+  for (int64_t c = begin; c < end; c += kLanes) {
+    FinishColumns(range, panel, c, states[(c - begin) / kLanes], sums);
   }
 }
 
 template <typename T>
 void AddColumnsTyped(const EvaluateRange& range, const ColumnPanel& panel,
                      int64_t begin, int64_t end, ErrorSums* sums) {
-  const int64_t lanes = static_cast<int64_t>(hn::Lanes(hn::ScalableTag<T>()));
-  for (int64_t c = begin; c < end; c += lanes) {
-    switch (range.values.kind) {
-      case CodeKind::kInteger:
-        AddColumnBlock<CodeKind::kInteger, T>(range, panel, c, sums + c);
-        break;
-      case CodeKind::kFloat:
-        AddColumnBlock<CodeKind::kFloat, T>(range, panel, c, sums + c);
-        break;
-      case CodeKind::kCodebook:
-        AddColumnBlock<CodeKind::kCodebook, T>(range, panel, c, sums + c);
-        break;
-    }
+  switch (range.values.kind) {
+    case CodeKind::kInteger:
+      return AddColumnsKind<CodeKind::kInteger, T>(range, panel, begin, end,
+                                                   sums);
+    case CodeKind::kFloat:
+      return AddColumnsKind<CodeKind::kFloat, T>(range, panel, begin, end,
+                                                 sums);
+    case CodeKind::kCodebook:
+      break;
   }
+  AddColumnsKind<CodeKind::kCodebook, T>(range, panel, begin, end, sums);
 }
 
 void AddColumnsSimd(const EvaluateRange& range, const ColumnPanel& panel,
@@ -666,10 +717,8 @@ HWY_EXPORT(AddColumnsSimd);
 
 // Tasks whose sums are kept before they are added up in order.
 constexpr int64_t kWaveTasks = 256;
-// Columns of a task, a multiple of any vector's lanes, and the elements that
-// are worth more than one task.
-constexpr int64_t kTaskColumns = 128;
-constexpr int64_t kTaskElements = 16 * 1024;
+// Elements of a panel that are worth more than one thread.
+constexpr int64_t kThreadsElements = 16 * 1024;
 // So that counts fit an int32.
 constexpr int64_t kMaxPanelRows = int64_t{1} << 30;
 
@@ -686,13 +735,10 @@ bool Steps(const BlockLayout& layout) {
 void AddColumns(const EvaluateRange& range, ThreadPool* pool, ErrorSums* sums) {
   const auto add = [&](const ColumnPanel& panel) {
     ErrorSums* panel_sums = sums + panel.scale_index;
-    if (panel.columns * panel.rows < kTaskElements) {
-      HWY_DYNAMIC_DISPATCH(AddColumnsSimd)
-      (range, panel, 0, panel.columns, panel_sums);
-      return;
-    }
+    ThreadPool* panel_pool =
+        panel.columns * panel.rows < kThreadsElements ? nullptr : pool;
     const int64_t tasks = (panel.columns + kTaskColumns - 1) / kTaskColumns;
-    ParallelFor(pool, tasks, [&](int64_t task) {
+    ParallelFor(panel_pool, tasks, [&](int64_t task) {
       const int64_t begin = task * kTaskColumns;
       HWY_DYNAMIC_DISPATCH(AddColumnsSimd)
       (range, panel, begin, std::min(begin + kTaskColumns, panel.columns),

@@ -16,6 +16,7 @@
 #include <type_traits>
 
 #include "core/evaluate/evaluate_kernel.h"
+#include "hwy/cache_control.h"
 #include "hwy/highway.h"
 
 // The targets without vectors run the scalar definitions.
@@ -205,11 +206,23 @@ HWY_INLINE void SetSums(const LaneArrays& lanes, ErrorSums* sums) {
   sums->product = SumTree(lanes.product);
 }
 
+// The input that comes after a leaf, asked for while the leaf is summed:
+// there is time for it then, unlike when it is read.
+struct Ahead {
+  HWY_INLINE void Fetch(int64_t element) const {
+    hwy::Prefetch(in + element * element_bytes);
+  }
+
+  const uint8_t* in;
+  int64_t element_bytes;
+};
+
 class DoubleSums {
  public:
   // Adds `count` pairs, a multiple of kSumLanes.
   HWY_INLINE void Add(const double* HWY_RESTRICT real,
-                      const double* HWY_RESTRICT restored, int64_t count) {
+                      const double* HWY_RESTRICT restored, int64_t count,
+                      const Ahead& ahead) {
     const hn::CappedTag<double, kSumLanes> d;
     const int64_t vector_lanes = static_cast<int64_t>(hn::Lanes(d));
     auto max_absolute = hn::Zero(d);
@@ -219,6 +232,7 @@ class DoubleSums {
     for (int64_t lane = 0; lane < kSumLanes; lane += vector_lanes) {
       auto terms = lanes_.Load(d, lane);
       for (int64_t i = lane; i < count; i += kSumLanes) {
+        ahead.Fetch(i);
         const auto x = hn::LoadU(d, real + i);
         const auto y = hn::LoadU(d, restored + i);
         const auto errors = ErrorsOf(d, x, y);
@@ -303,7 +317,8 @@ class FloatSums {
 
   // Adds `count` pairs, a multiple of kSumLanes.
   HWY_INLINE void Add(const float* HWY_RESTRICT real,
-                      const float* HWY_RESTRICT restored, int64_t count) {
+                      const float* HWY_RESTRICT restored, int64_t count,
+                      const Ahead& ahead) {
     const hn::Full512<float> df;
     const hn::Full512<double> d;
     constexpr int64_t kHalf = kSumLanes / 2;
@@ -311,6 +326,7 @@ class FloatSums {
     float* const absolute = errors;
     float* const relative = errors + kSumLanes;
     for (int64_t i = 0; i < count; i += kSumLanes) {
+      ahead.Fetch(i);
       const auto e =
           ErrorsOf(df, hn::LoadU(df, real + i), hn::LoadU(df, restored + i));
       flushed_ += static_cast<int64_t>(hn::CountTrue(df, e.flushed));
@@ -355,7 +371,8 @@ class FloatSums {
  public:
   // Adds `count` pairs, a multiple of kSumLanes.
   HWY_INLINE void Add(const float* HWY_RESTRICT real,
-                      const float* HWY_RESTRICT restored, int64_t count) {
+                      const float* HWY_RESTRICT restored, int64_t count,
+                      const Ahead& ahead) {
     const hn::CappedTag<float, kSumLanes> df;
     const hn::CappedTag<double, kSumLanes> d;
     const int64_t float_lanes = static_cast<int64_t>(hn::Lanes(df));
@@ -372,6 +389,7 @@ class FloatSums {
       const float* x = real + begin;
       const float* y = restored + begin;
       for (int64_t i = 0; i < block; i += float_lanes) {
+        ahead.Fetch(begin + i);
         const auto e = ErrorsOf(df, hn::LoadU(df, x + i), hn::LoadU(df, y + i));
         sums_.zero_flushed +=
             static_cast<int64_t>(hn::CountTrue(df, e.flushed));
@@ -417,17 +435,17 @@ class FloatSums {
 template <typename T>
 HWY_INLINE ErrorSums SumPairs(const T* HWY_RESTRICT real,
                               const T* HWY_RESTRICT restored, int64_t count,
-                              const PairCounts& counts) {
+                              const PairCounts& counts, const Ahead& ahead) {
   std::conditional_t<std::is_same_v<T, float>, FloatSums, DoubleSums> lanes;
   const int64_t whole = count - count % kSumLanes;
-  lanes.Add(real, restored, whole);
+  lanes.Add(real, restored, whole, ahead);
   if (whole < count) {
     HWY_ALIGN T last_real[kSumLanes] = {};
     HWY_ALIGN T last_restored[kSumLanes] = {};
     const size_t bytes = (count - whole) * sizeof(T);
     std::memcpy(last_real, real + whole, bytes);
     std::memcpy(last_restored, restored + whole, bytes);
-    lanes.Add(last_real, last_restored, kSumLanes);
+    lanes.Add(last_real, last_restored, kSumLanes, ahead);
   }
   ErrorSums sums;
   lanes.Finish(&sums);
