@@ -215,5 +215,77 @@ TEST(TensorStreamTest, FailsATensorThatWaitedTooLongForMemory) {
   EXPECT_EQ(waiting.Outcome(), "MEMORY_BUDGET");
 }
 
+// What a stream is asked in turn: some of it is done where it arrives, some on
+// the workers, some fails.
+struct SmallTensor {
+  std::vector<v1::QuantizeRequest> messages;
+  // "" for one that is served.
+  std::string reason;
+};
+
+SmallTensor MakeSmallTensor(int64_t index) {
+  const int64_t bytes = 4 * (2 + index % 100);
+  v1::QuantizeRequest message;
+  v1::TensorDescription* tensor = message.mutable_header()->mutable_tensor();
+  tensor->set_element_type(v1::ELEMENT_TYPE_FLOAT32);
+  tensor->add_shape(bytes / 4);
+  if (index % 4 == 1) {
+    message.mutable_header()->mutable_spec()->set_format(
+        v1::NUMBER_FORMAT_INT8);
+  } else {
+    v1::Encoding* encoding = message.mutable_header()->mutable_encoding();
+    encoding->set_format(v1::NUMBER_FORMAT_INT8);
+    encoding->add_scale(0.5f);
+  }
+  if (index % 4 == 2) {
+    message.set_data(std::string(bytes - 1, '\0'));
+    return {{message}, "CHUNK_ALIGNMENT"};
+  }
+  if (index % 4 == 3) {
+    message.set_data(std::string(4, '\0'));
+    v1::QuantizeRequest rest;
+    rest.set_offset(4);
+    rest.set_data(std::string(bytes - 4, '\0'));
+    return {{message, rest}, ""};
+  }
+  message.set_data(std::string(bytes, '\0'));
+  return {{message}, ""};
+}
+
+TEST(TensorStreamTest, AnswersManySmallTensorsOfAllKindsInOrder) {
+  constexpr int64_t kCount = 2000;
+  testing::TestServer server;
+  const auto stub = v1::QuantizationService::NewStub(server.NewChannel());
+  grpc::ClientContext context;
+  const auto stream = stub->Quantize(&context);
+  std::thread writer([&stream] {
+    for (int64_t i = 0; i < kCount; ++i) {
+      for (const v1::QuantizeRequest& message : MakeSmallTensor(i).messages) {
+        if (!stream->Write(message)) return;
+      }
+    }
+    stream->WritesDone();
+  });
+  const auto read_all = [&stream] {
+    v1::QuantizeResponse response;
+    for (int64_t i = 0; i < kCount; ++i) {
+      uint64_t bytes = 0;
+      do {
+        ASSERT_TRUE(stream->Read(&response)) << i;
+        bytes += response.data().size();
+      } while (!response.has_summary() && !response.has_error());
+      ASSERT_EQ(response.error().reason(), MakeSmallTensor(i).reason) << i;
+      if (response.has_error()) continue;
+      ASSERT_EQ(response.summary().count(), 2 + i % 100) << i;
+      ASSERT_EQ(bytes, response.summary().count()) << i;
+    }
+    EXPECT_FALSE(stream->Read(&response));
+  };
+  read_all();
+  if (HasFailure()) context.TryCancel();
+  writer.join();
+  EXPECT_TRUE(stream->Finish().ok());
+}
+
 }  // namespace
 }  // namespace quantd::server
