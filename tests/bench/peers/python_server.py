@@ -54,10 +54,11 @@ class Service(qs_grpc.QuantizationServiceServicer):
             response.header.shape.extend(header.tensor.shape)
             for offset, data in chunks:
                 reals = torch.frombuffer(bytearray(data), dtype=torch.float32)
-                reals.div_(encoding.scale[0]).round_().add_(zero_point)
-                reals.clamp_(encoding.qmin, encoding.qmax)
+                codes = torch.clamp(
+                    torch.round(reals / encoding.scale[0]) + zero_point,
+                    encoding.qmin, encoding.qmax).to(torch.int8)
                 response.offset = offset // 4
-                response.data = reals.to(torch.int8).numpy().tobytes()
+                response.data = codes.numpy().tobytes()
                 yield response
                 response = qs.QuantizeResponse()
             response.summary.SetInParent()
@@ -71,8 +72,8 @@ class Service(qs_grpc.QuantizationServiceServicer):
             response.header.shape.extend(header.tensor.shape)
             for offset, data in chunks:
                 codes = torch.frombuffer(bytearray(data), dtype=torch.int8)
-                reals = codes.to(torch.float32)
-                reals.sub_(zero_point).mul_(encoding.scale[0])
+                reals = (codes.to(torch.float32) -
+                         zero_point) * encoding.scale[0]
                 response.offset = offset * 4
                 response.data = reals.numpy().tobytes()
                 yield response
