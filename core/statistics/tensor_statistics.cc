@@ -16,6 +16,7 @@
 #include "core/statistics/statistics_kernel.h"
 #include "core/types/element_type.h"
 #include "core/types/float_convert.h"
+#include "hwy/cache_control.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "core/statistics/tensor_statistics.cc"
@@ -32,6 +33,10 @@ namespace {
 
 // Elements of a task.
 constexpr int64_t kTaskElements = 64 * 1024;
+// Bytes of tensors that no cache near the processor holds: what comes next is
+// fetched ahead.
+constexpr int64_t kFarBytes = 1 << 20;
+constexpr int64_t kAheadBytes = 4096;
 // Columns whose extremes are gathered at a time: few enough for the L1 cache.
 constexpr int64_t kTileColumns = 1024;
 
@@ -147,11 +152,18 @@ HWY_NOINLINE TypedExtremes<Real<kType>> ReduceSpecial(
   return result;
 }
 
+HWY_INLINE void FetchAhead(const uint8_t* in, int64_t bytes) {
+  constexpr int64_t kLineBytes = 64;
+  for (int64_t k = 0; k < bytes; k += kLineBytes) {
+    hwy::Prefetch(in + kAheadBytes + k);
+  }
+}
+
 // Extremes and counts of `count` elements of one scale index, at most
 // kTaskElements. `all_finite` becomes false where one is not.
 template <ElementType kType>
 HWY_INLINE TypedExtremes<Real<kType>> Reduce(const uint8_t* HWY_RESTRICT in,
-                                             int64_t count,
+                                             int64_t count, bool is_far,
                                              ElementCounts* counts,
                                              bool* all_finite) {
   using T = Real<kType>;
@@ -168,6 +180,7 @@ HWY_INLINE TypedExtremes<Real<kType>> Reduce(const uint8_t* HWY_RESTRICT in,
     auto max0 = hn::Set(d, result.max), max1 = max0, max2 = max0, max3 = max0;
     Tally<D> t0, t1, t2, t3;
     for (; i + 4 * lanes <= count; i += 4 * lanes) {
+      if (is_far) FetchAhead(in + i * size, 4 * lanes * size);
       const auto x0 = LoadReals<kType>(d, in + i * size);
       const auto x1 = LoadReals<kType>(d, in + (i + lanes) * size);
       const auto x2 = LoadReals<kType>(d, in + (i + 2 * lanes) * size);
@@ -374,7 +387,7 @@ void AddMatrix(const uint8_t* HWY_RESTRICT in, int64_t rows, int64_t columns,
 // A row whose blocks are consecutive elements.
 template <ElementType kType>
 void AddRow(const uint8_t* HWY_RESTRICT in, const BlockLayout::Row& row,
-            PartialStatistics* partial) {
+            bool is_far, PartialStatistics* partial) {
   const int64_t size = ElementSizeBytes(kType);
   // Positions are those from the beginning of the first block.
   const int64_t end = row.offset + row.count;
@@ -383,7 +396,7 @@ void AddRow(const uint8_t* HWY_RESTRICT in, const BlockLayout::Row& row,
     const int64_t part = std::min((index + 1) * row.block, end) - *position;
     bool all_finite = true;
     const auto one = Reduce<kType>(in + (*position - row.offset) * size, part,
-                                   &partial->counts, &all_finite);
+                                   is_far, &partial->counts, &all_finite);
     if (!all_finite) partial->MarkNonFinite(row.scale_index + index);
     *position += part;
     return Extremes{one.min, one.max};
@@ -408,8 +421,9 @@ void AddRow(const uint8_t* HWY_RESTRICT in, const BlockLayout::Row& row,
       Tally<D> total;
       while (position + lanes * row.block <= end) {
         Tally<D> tally;
-        const auto reduced = ReduceGroups<kType>(
-            d, in + (position - row.offset) * size, row.block, tally);
+        const uint8_t* groups = in + (position - row.offset) * size;
+        if (is_far) FetchAhead(groups, lanes * row.block * size);
+        const auto reduced = ReduceGroups<kType>(d, groups, row.block, tally);
         if (HWY_UNLIKELY(!tally.AllFinite(d))) {
           for (int64_t g = 0; g < lanes; ++g) add_one();
           continue;
@@ -438,6 +452,7 @@ void AddRow(const uint8_t* HWY_RESTRICT in, const BlockLayout::Row& row,
 template <ElementType kType>
 void StatisticsTyped(const StatisticsRange& range, PartialStatistics* partial) {
   const int64_t size = ElementSizeBytes(kType);
+  const bool is_far = range.layout.element_count() * size > kFarBytes;
   partial->counts.total += range.count;
   BlockLayout::RowCursor cursor(range.layout, range.first, range.count);
   BlockLayout::Row row;
@@ -447,7 +462,7 @@ void StatisticsTyped(const StatisticsRange& range, PartialStatistics* partial) {
     const uint8_t* in = range.in + (row.begin - range.first) * size;
     has_row = cursor.Next(&row);
     if (first.block > 1) {
-      AddRow<kType>(in, first, partial);
+      AddRow<kType>(in, first, is_far, partial);
       continue;
     }
     // Rows that step through the same scale indices follow each other.
