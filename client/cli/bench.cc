@@ -10,6 +10,7 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -45,6 +46,7 @@ struct Options {
   int connections = 1;
   int in_flight = 1;
   int candidates = 1;
+  bool shared_memory = false;
   int64_t chunk_bytes = 1 << 20;
   int64_t tensor_bytes = 16 << 20;
   double duration_seconds = 5;
@@ -166,6 +168,61 @@ void Drive(std::unique_ptr<Stream> stream, std::vector<Job> jobs,
   measurements->AddLatencies(latencies);
 }
 
+// Where one stream has its tensors: in memory of this process, or shared with
+// the server. Not thread-safe.
+class StreamMemory {
+ public:
+  // Null `client`: not shared. It must outlive the object.
+  explicit StreamMemory(Client* client) : client_(client) {}
+
+  absl::StatusOr<absl::Span<uint8_t>> Allocate(size_t size_bytes) {
+    if (client_ == nullptr) {
+      own_.emplace_back(size_bytes);
+      return absl::MakeSpan(own_.back());
+    }
+    absl::StatusOr<std::unique_ptr<SharedBuffer>> buffer =
+        client_->AllocateShared(size_bytes);
+    if (!buffer.ok()) return buffer.status();
+    shared_.push_back(*std::move(buffer));
+    return shared_.back()->bytes().subspan(0, size_bytes);
+  }
+
+  // `data`, or where memory is shared a copy.
+  absl::StatusOr<absl::Span<const uint8_t>> Place(
+      absl::Span<const uint8_t> data) {
+    if (client_ == nullptr) return data;
+    const absl::StatusOr<absl::Span<uint8_t>> copy = Allocate(data.size());
+    if (!copy.ok()) return copy.status();
+    std::copy(data.begin(), data.end(), copy->begin());
+    return *copy;
+  }
+
+ private:
+  Client* const client_;
+  std::vector<std::vector<uint8_t>> own_;
+  std::vector<std::unique_ptr<SharedBuffer>> shared_;
+};
+
+// Jobs on `data` whose outputs are as large as `output_bytes` says, reused from
+// tensor to tensor: fresh pages cost more than the kernels.
+template <typename Job>
+absl::Status SetUp(absl::Span<const uint8_t> data, size_t output_bytes,
+                   StreamMemory* memory, std::vector<Job>* jobs) {
+  const absl::StatusOr<absl::Span<const uint8_t>> placed = memory->Place(data);
+  if (!placed.ok()) return placed.status();
+  for (Job& job : *jobs) {
+    job.tensor.data = *placed;
+    if constexpr (std::is_same_v<Job, QuantizeJob> ||
+                  std::is_same_v<Job, DequantizeJob>) {
+      const absl::StatusOr<absl::Span<uint8_t>> output =
+          memory->Allocate(output_bytes);
+      if (!output.ok()) return output.status();
+      job.output = *output;
+    }
+  }
+  return absl::OkStatus();
+}
+
 // The encoding with a range that is narrower by 1/16 for each of `steps`, as in
 // a search for the best one; the same where scales cannot be any number.
 Encoding Narrowed(Encoding encoding, int steps) {
@@ -181,32 +238,34 @@ void DriveOperation(const Options& options, const Load& load, Client* client,
                     const std::atomic<Phase>& phase,
                     Measurements* measurements) {
   const size_t count = static_cast<size_t>(options.in_flight);
-  // Reused from tensor to tensor: fresh pages cost more than the kernels.
-  std::vector<std::vector<uint8_t>> outputs(count);
+  StreamMemory memory(options.shared_memory ? client : nullptr);
+  const auto drive = [&](auto stream, auto jobs, size_t output_bytes) {
+    const absl::Status status =
+        SetUp(jobs[0].tensor.data, output_bytes, &memory, &jobs);
+    if (!status.ok()) return measurements->Fail(status);
+    Drive(std::move(stream), std::move(jobs), phase, measurements);
+  };
   if (options.operation == "quantize") {
     std::vector<QuantizeJob> jobs(count);
-    for (size_t i = 0; i < count; ++i) {
-      outputs[i].resize(load.codes.size());
-      jobs[i].tensor = load.Reals();
-      jobs[i].source = load.encoding;
-      jobs[i].omit_encoding = true;
-      jobs[i].output = absl::MakeSpan(outputs[i]);
+    for (QuantizeJob& job : jobs) {
+      job.tensor = load.Reals();
+      job.source = load.encoding;
+      job.omit_encoding = true;
     }
-    Drive(client->OpenQuantize(), std::move(jobs), phase, measurements);
+    drive(client->OpenQuantize(), std::move(jobs), load.codes.size());
   } else if (options.operation == "dequantize") {
     std::vector<DequantizeJob> jobs(count);
-    for (size_t i = 0; i < count; ++i) {
-      outputs[i].resize(load.elements.size() * sizeof(float));
-      jobs[i].tensor = load.Codes();
-      jobs[i].source = load.encoding;
-      jobs[i].omit_encoding = true;
-      jobs[i].output = absl::MakeSpan(outputs[i]);
+    for (DequantizeJob& job : jobs) {
+      job.tensor = load.Codes();
+      job.source = load.encoding;
+      job.omit_encoding = true;
     }
-    Drive(client->OpenDequantize(), std::move(jobs), phase, measurements);
+    drive(client->OpenDequantize(), std::move(jobs),
+          load.elements.size() * sizeof(float));
   } else if (options.operation == "calibrate") {
     std::vector<CalibrateJob> jobs(count);
     for (CalibrateJob& job : jobs) job.tensor = load.Reals();
-    Drive(client->OpenCalibrate(), std::move(jobs), phase, measurements);
+    drive(client->OpenCalibrate(), std::move(jobs), 0);
   } else {
     std::vector<EvaluateJob> jobs(count);
     for (EvaluateJob& job : jobs) {
@@ -215,7 +274,7 @@ void DriveOperation(const Options& options, const Load& load, Client* client,
         job.candidates.push_back({Narrowed(load.encoding, i), ""});
       }
     }
-    Drive(client->OpenEvaluate(), std::move(jobs), phase, measurements);
+    drive(client->OpenEvaluate(), std::move(jobs), 0);
   }
 }
 
@@ -282,6 +341,7 @@ void Report(const Options& options, const Window& begin, const Window& end,
       {"connections", options.connections},
       {"in_flight", options.in_flight},
       {"candidates", options.candidates},
+      {"shared_memory", options.shared_memory},
       {"chunk_bytes", options.chunk_bytes},
       {"tensor_bytes", static_cast<int64_t>(tensor_bytes)},
       {"format", options.spec.format},
@@ -326,7 +386,7 @@ void Run(const Options& options, Session* session) {
   std::vector<std::unique_ptr<Client>> clients;
   for (int i = 0; i < options.connections; ++i) {
     absl::StatusOr<std::unique_ptr<Client>> client =
-        session->Connect(options.chunk_bytes);
+        session->Connect(options.chunk_bytes, options.shared_memory);
     if (!client.ok()) return session->FailUsage(client.status());
     clients.push_back(*std::move(client));
   }
@@ -394,6 +454,9 @@ void AddBenchCommand(CLI::App* app, Session* session) {
       ->check(CLI::Range(1, 64))
       ->type_name("N")
       ->capture_default_str();
+  command->add_flag("--shared-memory", options->shared_memory,
+                    "Keep tensors in memory shared with the server, on a unix "
+                    "socket");
   command
       ->add_option("--chunk-bytes", options->chunk_bytes,
                    "Payload of a message, such as 256KiB")

@@ -55,11 +55,12 @@ std::string Printable(absl::string_view text) {
 }
 
 absl::StatusOr<std::unique_ptr<Client>> Session::Connect(
-    int64_t chunk_bytes) const {
+    int64_t chunk_bytes, bool shared_memory) const {
   ClientOptions options;
   options.target = server;
   options.timeout = absl::Seconds(timeout_seconds);
   options.chunk_bytes = chunk_bytes;
+  options.shared_memory = shared_memory;
   return Client::Connect(std::move(options));
 }
 

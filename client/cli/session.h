@@ -50,7 +50,8 @@ class Session {
 
   // Errors: ARGUMENT_INVALID.
   absl::StatusOr<std::unique_ptr<Client>> Connect(
-      int64_t chunk_bytes = ClientOptions().chunk_bytes) const;
+      int64_t chunk_bytes = ClientOptions().chunk_bytes,
+      bool shared_memory = false) const;
 
   // The same; null when the error was reported as one of usage.
   std::unique_ptr<Client> ConnectOrFail();
