@@ -304,8 +304,8 @@ class GridCoder {
 
 // Small floats, from quotients with one correction: ties between their numbers
 // and the threshold of overflow have at most 5 bits. `aux` holds the bits of
-// the largest float32 x at most 0 whose quotient is not -0 for its smallness:
-// -2^-150 times the scale, rounded up to a float32.
+// the lowest float32 whose quotient is -0, for it is too small, and becomes +0:
+// -2^-150 times the scale, rounded towards 0.
 class FloatCoder : public GridCoder<FloatGrid> {
  public:
   FloatCoder(const QuantizeRange& range, const FloatGrid& grid)

@@ -35,7 +35,7 @@ namespace {
 
 // Elements that go through the L1 buffers at a time.
 constexpr int64_t kBlockElements = 2048;
-// Elements that are done over when one of them is clipped or not a number.
+// Elements that are looked at again when one of them is clipped or NaN.
 constexpr int64_t kPieceElements = 512;
 // Elements of a task; a multiple of kBlockElements.
 constexpr int64_t kTaskElements = 64 * 1024;
@@ -418,7 +418,8 @@ void QuantizePartByDivision(const QuantizeRange& range, const Part& part,
 }
 
 // --- By reciprocals ---------------------------------------------------------
-// Of types that are computed in float32, with a Coder of coders-inl.h.
+// Of types that are computed in float32, with a Coder of coders-inl.h. Scales
+// that it does not accept go by division.
 
 template <class Coder>
 class PartQuantizer {
