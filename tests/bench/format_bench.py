@@ -56,7 +56,7 @@ def main():
         if not os.access(program, os.X_OK):
             continue
         values = run(program, min_time, repetitions)
-        for (row, size, threads), value in values.items():
+        for (row, size, threads), value in sorted(values.items()):
             limit = values.get(("read_and_sum", size, 1))
             rows.append({
                 "section": "Formats", "row": row,

@@ -5,7 +5,8 @@
 //
 //   request   {"side": "quantd", "operation": "quantize", "type": "float32",
 //              "format": "int8", "block_size": [], "data": "normal",
-//              "mantissa_bits": 0, "bytes": 65536, "seconds": 0.05}
+//              "scale": 0.0247, "zero_point": 3, "mantissa_bits": 0,
+//              "bytes": 65536, "seconds": 0.05}
 //   answer    {"gb_per_s": 35.1}, or {} when the side does not have it
 //
 // A line each. `bytes` are those of as many float32; gb_per_s counts those of
@@ -87,16 +88,12 @@ core::Encoding EncodingOf(const Cell& cell) {
   encoding.qmax = format.qmax;
   const auto scale_count = static_cast<size_t>(
       core::BlockLayout::Create(shape, cell.block_size)->scale_count());
-  // N(0, 1) hardly clipped; float8 up to 448.
-  const float scale = cell.format == "int8"   ? 0.0247f
-                      : cell.format == "int4" ? 0.4f
-                                              : 0.0107f;
   for (size_t i = 0; i < scale_count; ++i) {
-    encoding.scale.push_back(scale * (1 + 0.01f * static_cast<float>(i % 7)));
+    encoding.scale.push_back(cell.scale *
+                             (1 + 0.01f * static_cast<float>(i % 7)));
   }
-  if (cell.format == "int8" && cell.block_size.empty() &&
-      cell.type == core::ElementType::kFloat32) {
-    encoding.zero_point = {3};
+  if (cell.zero_point != 0) {
+    encoding.zero_point.assign(scale_count, cell.zero_point);
   }
   return encoding;
 }
@@ -290,6 +287,8 @@ class Sides {
     cell_.block_size = request["block_size"].get<std::vector<int64_t>>();
     cell_.data = request["data"];
     cell_.mantissa_bits = request["mantissa_bits"];
+    cell_.scale = request["scale"];
+    cell_.zero_point = request["zero_point"];
     cell_.count = request["bytes"].get<int64_t>() / 4;
     cell_.threads = threads_;
     // Now, so that no side's memory moves when another wants more.

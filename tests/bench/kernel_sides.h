@@ -30,6 +30,9 @@ struct Cell {
   std::vector<int64_t> block_size;
   // normal: N(0, 1); equal: one value; relu: max(N(0, 1), 0).
   std::string data = "normal";
+  // All zero points; the scales begin with this one.
+  float scale = 1;
+  int32_t zero_point = 0;
   // Of the histograms of statistics.
   int mantissa_bits = 0;
   // Elements, whatever their type.
@@ -57,8 +60,7 @@ class Buffers {
 // Does the work of the cell once; empty where the side does not have it.
 using Body = std::function<void()>;
 
-// The encoding that all sides quantize with: int8 per tensor has zero point 3,
-// all others 0.
+// The encoding that all sides quantize with.
 core::Encoding EncodingOf(const Cell& cell);
 
 // The peers. Codes to dequantize are those of the cell's encoding.

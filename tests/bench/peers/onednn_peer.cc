@@ -25,8 +25,8 @@ Body OnednnBody(const Cell& cell, Buffers* buffers) {
   for (const float scale : encoding.scale) factors.push_back(1 / scale);
   dnnl::primitive_attr attributes;
   attributes.set_output_scales(last_axis ? 1 << 1 : 0, factors);
-  if (!encoding.zero_point.empty()) {
-    attributes.set_zero_points(DNNL_ARG_DST, 0, {encoding.zero_point[0]});
+  if (cell.zero_point != 0) {
+    attributes.set_zero_points(DNNL_ARG_DST, 0, {cell.zero_point});
   }
 
   using Memory = dnnl::memory;

@@ -106,7 +106,7 @@ function graphOf(cell, rows) {
   const initializers = [];
   const scales = (shape, attributes = {}) => {
     const count = shape.reduce((a, b) => a * b, 1);
-    const base = format === 'int4' ? 0.4 : 0.0247;
+    const base = cell.scale;
     initializers.push(
         type === 'float16'
             ? initializer('scale', FLOAT16, shape,
@@ -118,7 +118,7 @@ function graphOf(cell, rows) {
             ? initializer('zero', INT4, shape,
                           Buffer.alloc(Math.ceil(count / 2)))
             : initializer('zero', INT8, shape,
-                          Buffer.alloc(count, shape.length ? 0 : 3)));
+                          Buffer.alloc(count, cell.zero_point)));
     return attributes;
   };
   let attributes;
@@ -203,7 +203,7 @@ async function makeBody(cell) {
   const shape = [rows, COLUMNS];
   let x;
   if (parts.input === INT8) {
-    const code = v => Math.max(-128, Math.min(127, v / 0.0247));
+    const code = v => Math.max(-128, Math.min(127, v / cell.scale));
     x = new ort.Tensor('int8', normal(count, Int8Array, code), shape);
   } else if (parts.input === FLOAT16) {
     x = new ort.Tensor('float16', normal(count, Uint16Array, half), shape);

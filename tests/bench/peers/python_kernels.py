@@ -54,11 +54,12 @@ def torch_quantize(x, cell):
     if cell["format"] != "int8" or cell["type"] != "float32":
         return None
     if not cell["block_size"]:
-        return lambda: torch.quantize_per_tensor(x, 0.0247, 3, torch.qint8)
+        return lambda: torch.quantize_per_tensor(
+            x, cell["scale"], cell["zero_point"], torch.qint8)
     if cell["block_size"] == [1, 0]:
         rows = x.shape[0]
-        scale = torch.full((rows,), 0.0247)
-        zero = torch.zeros(rows, dtype=torch.int64)
+        scale = torch.full((rows,), cell["scale"])
+        zero = torch.full((rows,), cell["zero_point"])
         return lambda: torch.quantize_per_channel(x, scale, zero, 0,
                                                   torch.qint8)
     return None
@@ -67,7 +68,7 @@ def torch_quantize(x, cell):
 def torch_evaluate(x, cell):
     if cell["block_size"]:
         return None
-    scale, zero = 0.0247, 3
+    scale, zero = cell["scale"], cell["zero_point"]
     y = torch.empty_like(x)
 
     def run():

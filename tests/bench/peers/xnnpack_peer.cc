@@ -41,7 +41,7 @@ Body XnnpackBody(const Cell& cell, Buffers* buffers) {
   Check(xnn_initialize(nullptr));
   const core::Encoding encoding = EncodingOf(cell);
   const float scale = encoding.scale[0];
-  const auto zero_point = static_cast<int8_t>(encoding.zero_point[0]);
+  const auto zero_point = static_cast<int8_t>(cell.zero_point);
   auto convert = std::make_shared<Convert>();
   if (cell.threads > 1) {
     convert->pool = pthreadpool_create(static_cast<size_t>(cell.threads));
