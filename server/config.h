@@ -28,8 +28,12 @@ struct Config {
   bool shared_memory = false;
   // host:port; empty for none.
   std::string metrics_listen;
-  // Of the SQLite file.
+  // Of the SQLite file; empty with a store_url.
   std::string store_path;
+  // Of a PostgreSQL database; empty with a store_path.
+  std::string store_url;
+  int store_connections = 0;
+  absl::Duration store_timeout;
   // The store is where nobody named it: its directories may be made.
   bool store_is_default = false;
   int64_t cache_bytes = 0;

@@ -32,9 +32,11 @@
 #include "server/store/caching_encoding_store.h"
 #include "server/store/metering_encoding_store.h"
 #include "server/store/metering_statistics_store.h"
+#include "server/store/postgresql_database.h"
+#include "server/store/sql_database.h"
+#include "server/store/sql_encoding_store.h"
+#include "server/store/sql_statistics_store.h"
 #include "server/store/sqlite_database.h"
-#include "server/store/sqlite_encoding_store.h"
-#include "server/store/sqlite_statistics_store.h"
 
 namespace quantd::server {
 namespace {
@@ -87,7 +89,15 @@ struct Stores {
   std::unique_ptr<StatisticsStore> statistics;
 };
 
-absl::StatusOr<Stores> OpenStores(const Config& config, Metrics* metrics) {
+absl::StatusOr<std::shared_ptr<SqlDatabase>> OpenDatabase(
+    const Config& config) {
+  if (!config.store_url.empty()) {
+    PostgresqlDatabase::Options options;
+    options.url = config.store_url;
+    options.connections = config.store_connections;
+    options.timeout = config.store_timeout;
+    return PostgresqlDatabase::Open(std::move(options));
+  }
   if (config.store_is_default) {
     std::error_code error;
     std::filesystem::create_directories(
@@ -98,12 +108,15 @@ absl::StatusOr<Stores> OpenStores(const Config& config, Metrics* metrics) {
                        "\": ", error.message()));
     }
   }
-  absl::StatusOr<std::shared_ptr<SqliteDatabase>> database =
-      SqliteDatabase::Open(config.store_path);
+  return SqliteDatabase::Open(config.store_path);
+}
+
+absl::StatusOr<Stores> OpenStores(const Config& config, Metrics* metrics) {
+  absl::StatusOr<std::shared_ptr<SqlDatabase>> database = OpenDatabase(config);
   if (!database.ok()) return database.status();
   // Inside the cache, so that the latencies are those of the disk.
   auto metering = std::make_unique<MeteringEncodingStore>(
-      std::make_unique<SqliteEncodingStore>(*database), metrics);
+      std::make_unique<SqlEncodingStore>(*database), metrics);
   CachingEncodingStore::Options options;
   options.cap_bytes = config.cache_bytes;
   options.max_age = config.cache_max_age;
@@ -111,8 +124,8 @@ absl::StatusOr<Stores> OpenStores(const Config& config, Metrics* metrics) {
   stores.encodings = std::make_unique<CachingEncodingStore>(std::move(metering),
                                                             options, metrics);
   stores.statistics = std::make_unique<MeteringStatisticsStore>(
-      std::make_unique<SqliteStatisticsStore>(*database,
-                                              config.limits.statistics_bytes),
+      std::make_unique<SqlStatisticsStore>(*database,
+                                           config.limits.statistics_bytes),
       metrics);
   return stores;
 }

@@ -31,6 +31,9 @@ constexpr char kBegin[] = "BEGIN IMMEDIATE";
 constexpr char kCommit[] = "COMMIT";
 constexpr char kRollback[] = "ROLLBACK";
 constexpr char kDataVersion[] = "PRAGMA data_version";
+constexpr char kNextGeneration[] =
+    "UPDATE generations SET last = last + 1 WHERE id = 0 RETURNING last";
+constexpr char kPing[] = "SELECT last FROM generations WHERE id = 0";
 
 // Migration i brings a store from version i to i + 1.
 constexpr std::array<const char*, kSqliteSchemaVersion> kMigrations = {
@@ -88,55 +91,60 @@ absl::Status SqliteError(absl::string_view what, int code,
   }
 }
 
+// Resets the statement when destroyed.
+class SqliteStatement final : public SqlStatement {
+ public:
+  // `error`: why there is none.
+  SqliteStatement(sqlite3_stmt* statement, absl::Status error)
+      : statement_(statement), error_(std::move(error)) {}
+  ~SqliteStatement() override {
+    if (statement_ == nullptr) return;
+    sqlite3_reset(statement_);
+    sqlite3_clear_bindings(statement_);
+  }
+  SqliteStatement(const SqliteStatement&) = delete;
+  SqliteStatement& operator=(const SqliteStatement&) = delete;
+
+  void BindText(int index, absl::string_view text) override {
+    // A null pointer would bind NULL.
+    sqlite3_bind_text64(statement_, index,
+                        text.data() == nullptr ? "" : text.data(), text.size(),
+                        SQLITE_STATIC, SQLITE_UTF8);
+  }
+  void BindBytes(int index, absl::string_view bytes) override {
+    sqlite3_bind_blob64(statement_, index,
+                        bytes.data() == nullptr ? "" : bytes.data(),
+                        bytes.size(), SQLITE_STATIC);
+  }
+  void BindInt(int index, int64_t value) override {
+    sqlite3_bind_int64(statement_, index, value);
+  }
+
+  absl::StatusOr<bool> Step(absl::string_view what) override {
+    if (!error_.ok()) return error_;
+    const int code = sqlite3_step(statement_);
+    if (code == SQLITE_ROW) return true;
+    if (code == SQLITE_DONE) return false;
+    sqlite3* db = sqlite3_db_handle(statement_);
+    return SqliteError(what, sqlite3_extended_errcode(db), sqlite3_errmsg(db));
+  }
+
+  int64_t Int(int column) const override {
+    return sqlite3_column_int64(statement_, column);
+  }
+  absl::string_view Bytes(int column) const override {
+    const void* data = sqlite3_column_blob(statement_, column);
+    const int size = sqlite3_column_bytes(statement_, column);
+    return absl::string_view(static_cast<const char*>(data),
+                             data == nullptr ? 0 : size);
+  }
+
+ private:
+  sqlite3_stmt* const statement_;
+  const absl::Status error_;
+};
+
 }  // namespace
-
-SqliteStatement::~SqliteStatement() {
-  if (statement_ == nullptr) return;
-  sqlite3_reset(statement_);
-  sqlite3_clear_bindings(statement_);
-}
-
-void SqliteStatement::BindText(int index, absl::string_view text) {
-  // A null pointer would bind NULL.
-  sqlite3_bind_text64(statement_, index,
-                      text.data() == nullptr ? "" : text.data(), text.size(),
-                      SQLITE_STATIC, SQLITE_UTF8);
-}
-
-void SqliteStatement::BindBlob(int index, absl::string_view blob) {
-  sqlite3_bind_blob64(statement_, index,
-                      blob.data() == nullptr ? "" : blob.data(), blob.size(),
-                      SQLITE_STATIC);
-}
-
-void SqliteStatement::BindInt(int index, int64_t value) {
-  sqlite3_bind_int64(statement_, index, value);
-}
-
-void SqliteStatement::BindKey(const EncodingKey& key) {
-  BindText(1, key.model);
-  BindText(2, key.revision);
-  BindText(3, key.tensor);
-}
-
-absl::StatusOr<bool> SqliteStatement::Step(absl::string_view what) {
-  const int code = sqlite3_step(statement_);
-  if (code == SQLITE_ROW) return true;
-  if (code == SQLITE_DONE) return false;
-  sqlite3* db = sqlite3_db_handle(statement_);
-  return SqliteError(what, sqlite3_extended_errcode(db), sqlite3_errmsg(db));
-}
-
-int64_t SqliteStatement::Int(int column) const {
-  return sqlite3_column_int64(statement_, column);
-}
-
-absl::string_view SqliteStatement::Bytes(int column) const {
-  const void* data = sqlite3_column_blob(statement_, column);
-  const int size = sqlite3_column_bytes(statement_, column);
-  return absl::string_view(static_cast<const char*>(data),
-                           data == nullptr ? 0 : size);
-}
 
 absl::StatusOr<std::unique_ptr<SqliteConnection>> SqliteConnection::Open(
     const std::string& path) {
@@ -161,22 +169,31 @@ SqliteConnection::~SqliteConnection() {
   sqlite3_close(db_);
 }
 
-absl::StatusOr<SqliteStatement> SqliteConnection::Prepare(const char* sql) {
+std::unique_ptr<SqlStatement> SqliteConnection::Prepare(const char* sql) {
   sqlite3_stmt*& statement = statements_[sql];
+  absl::Status error;
   if (statement == nullptr) {
     const int code = sqlite3_prepare_v3(db_, sql, -1, SQLITE_PREPARE_PERSISTENT,
                                         &statement, nullptr);
     if (code != SQLITE_OK) {
-      return SqliteError("cannot use the store", code, sqlite3_errmsg(db_));
+      error = SqliteError("cannot use the store", code, sqlite3_errmsg(db_));
     }
   }
-  return SqliteStatement(statement);
+  return std::make_unique<SqliteStatement>(statement, std::move(error));
+}
+
+absl::StatusOr<int64_t> SqliteConnection::NextGeneration() {
+  const std::unique_ptr<SqlStatement> row = Prepare(kNextGeneration);
+  absl::StatusOr<bool> found = row->Step("cannot count a generation");
+  if (!found.ok()) return found.status();
+  if (!*found) {
+    return core::StoreCorruptError("the generation counter is missing");
+  }
+  return row->Int(0);
 }
 
 absl::Status SqliteConnection::Run(const char* sql) {
-  absl::StatusOr<SqliteStatement> statement = Prepare(sql);
-  if (!statement.ok()) return statement.status();
-  return statement->Step(absl::StrCat("cannot ", sql)).status();
+  return Prepare(sql)->Step(absl::StrCat("cannot ", sql)).status();
 }
 
 absl::Status SqliteConnection::Execute(const std::string& sql,
@@ -193,7 +210,7 @@ absl::StatusOr<int64_t> SqliteConnection::QueryInt(const std::string& sql,
   if (code != SQLITE_OK) return SqliteError(what, code, sqlite3_errmsg(db_));
   const std::unique_ptr<sqlite3_stmt, int (*)(sqlite3_stmt*)> owner(
       raw, &sqlite3_finalize);
-  SqliteStatement statement(raw);
+  SqliteStatement statement(raw, absl::OkStatus());
   absl::StatusOr<bool> row = statement.Step(what);
   if (!row.ok()) return row.status();
   return *row ? statement.Int(0) : 0;
@@ -314,7 +331,7 @@ SqliteDatabase::SqliteDatabase(
 }
 
 absl::Status SqliteDatabase::Read(
-    absl::FunctionRef<absl::Status(SqliteConnection&)> body) {
+    absl::FunctionRef<absl::Status(SqlConnection&)> body) {
   SqliteConnection* connection;
   {
     absl::MutexLock lock(&read_mutex_);
@@ -333,7 +350,7 @@ absl::Status SqliteDatabase::Read(
 }
 
 absl::Status SqliteDatabase::Write(
-    absl::FunctionRef<absl::Status(SqliteConnection&)> body) {
+    absl::FunctionRef<absl::Status(SqlConnection&)> body) {
   absl::MutexLock lock(&write_mutex_);
   if (absl::Status status = writer_->Run(kBegin); !status.ok()) return status;
   absl::Status status = body(*writer_);
@@ -349,13 +366,25 @@ absl::optional<int64_t> SqliteDatabase::ForeignVersion() {
   if (!write_mutex_.TryLock()) return absl::nullopt;
   absl::optional<int64_t> version;
   {
-    absl::StatusOr<SqliteStatement> row = writer_->Prepare(kDataVersion);
-    if (row.ok() && row->Step("cannot read the store").value_or(false)) {
+    const std::unique_ptr<SqlStatement> row = writer_->Prepare(kDataVersion);
+    if (row->Step("cannot read the store").value_or(false)) {
       version = row->Int(0);
     }
   }
   write_mutex_.Unlock();
   return version;
+}
+
+absl::Status SqliteDatabase::Ping() {
+  return Read([](SqlConnection& connection) -> absl::Status {
+    const std::unique_ptr<SqlStatement> row = connection.Prepare(kPing);
+    absl::StatusOr<bool> found = row->Step("cannot read the store");
+    if (!found.ok()) return found.status();
+    if (!*found) {
+      return core::StoreCorruptError("the generation counter is missing");
+    }
+    return absl::OkStatus();
+  });
 }
 
 }  // namespace quantd::server

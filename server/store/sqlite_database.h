@@ -9,7 +9,6 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -21,6 +20,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/types/optional.h"
 #include "server/store/encoding_store.h"
+#include "server/store/sql_database.h"
 
 namespace quantd::server {
 
@@ -28,47 +28,25 @@ namespace quantd::server {
 // only go forward.
 constexpr int kSqliteSchemaVersion = 2;
 
-// A prepared statement in use; reset when destroyed. Parameters count from 1,
-// columns from 0. Bound text and blobs must outlive it. Not thread-safe.
-class SqliteStatement {
- public:
-  explicit SqliteStatement(sqlite3_stmt* statement) : statement_(statement) {}
-  SqliteStatement(SqliteStatement&& other) noexcept
-      : statement_(std::exchange(other.statement_, nullptr)) {}
-  SqliteStatement& operator=(SqliteStatement&&) = delete;
-  ~SqliteStatement();
-
-  void BindText(int index, absl::string_view text);
-  void BindBlob(int index, absl::string_view blob);
-  void BindInt(int index, int64_t value);
-  // Parameters 1, 2 and 3.
-  void BindKey(const EncodingKey& key);
-
-  // True when there is a row, false at the end. `what` opens an error's text.
-  // Errors: STORE_UNAVAILABLE, STORE_CORRUPT.
-  absl::StatusOr<bool> Step(absl::string_view what);
-
-  int64_t Int(int column) const;
-  // Text or blob; valid until the next Step.
-  absl::string_view Bytes(int column) const;
-
- private:
-  sqlite3_stmt* statement_;
-};
-
 // One SQLite handle with its prepared statements. Not thread-safe.
-class SqliteConnection {
+class SqliteConnection : public SqlConnection {
  public:
   // Errors: STORE_UNAVAILABLE, STORE_CORRUPT; so for every call.
   static absl::StatusOr<std::unique_ptr<SqliteConnection>> Open(
       const std::string& path);
-  ~SqliteConnection();
+  ~SqliteConnection() override;
 
   SqliteConnection(const SqliteConnection&) = delete;
   SqliteConnection& operator=(const SqliteConnection&) = delete;
 
-  // `sql` must outlive the connection; it is prepared once per address.
-  absl::StatusOr<SqliteStatement> Prepare(const char* sql);
+  std::unique_ptr<SqlStatement> Prepare(const char* sql) override;
+  // Every transaction that writes holds the lock of the whole file.
+  absl::Status LockTensor(const EncodingKey& key) override {
+    return absl::OkStatus();
+  }
+  absl::StatusOr<int64_t> NextGeneration() override;
+  // SQLite tells of every commit to the file.
+  absl::Status Announce() override { return absl::OkStatus(); }
   // Prepares and runs a statement without parameters and rows.
   absl::Status Run(const char* sql);
 
@@ -96,7 +74,7 @@ class SqliteConnection {
 // WAL and synchronous=FULL: a commit is on disk when it returns. Several
 // processes may open one file. Thread-safe: reads run side by side, writes one
 // after another.
-class SqliteDatabase {
+class SqliteDatabase : public SqlDatabase {
  public:
   // Creates the file, and its directory when only the last component is
   // missing. `path` is a plain path, not a URI and not ":memory:".
@@ -105,19 +83,15 @@ class SqliteDatabase {
   static absl::StatusOr<std::shared_ptr<SqliteDatabase>> Open(
       const std::string& path);
 
-  // Runs `body` on a connection that only reads; waits for one.
-  absl::Status Read(absl::FunctionRef<absl::Status(SqliteConnection&)> body)
-      ABSL_LOCKS_EXCLUDED(read_mutex_);
+  absl::Status Read(absl::FunctionRef<absl::Status(SqlConnection&)> body)
+      override ABSL_LOCKS_EXCLUDED(read_mutex_);
+  absl::Status Write(absl::FunctionRef<absl::Status(SqlConnection&)> body)
+      override ABSL_LOCKS_EXCLUDED(write_mutex_);
+  absl::Status Ping() override;
 
-  // Runs `body` in a transaction; durable when it returns, without effect when
-  // it fails.
-  absl::Status Write(absl::FunctionRef<absl::Status(SqliteConnection&)> body)
+  // None also while a write of this object is under way.
+  absl::optional<int64_t> ForeignVersion() override
       ABSL_LOCKS_EXCLUDED(write_mutex_);
-
-  // A number that changes when another process, or another SqliteDatabase,
-  // commits to the file; none while a write of this one is under way, or when
-  // the file cannot be read.
-  absl::optional<int64_t> ForeignVersion() ABSL_LOCKS_EXCLUDED(write_mutex_);
 
  private:
   SqliteDatabase(std::unique_ptr<SqliteConnection> writer,

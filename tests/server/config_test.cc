@@ -63,6 +63,15 @@ class ConfigTest : public ::testing::Test {
     return parsed->config;
   }
 
+  // What is printed in place of serving.
+  static std::string MustPrint(const std::vector<std::string>& arguments) {
+    absl::StatusOr<CommandLine> parsed = Parse(arguments);
+    EXPECT_TRUE(parsed.ok()) << parsed.status();
+    if (!parsed.ok()) return "";
+    EXPECT_EQ(parsed->action, CommandLine::Action::kPrint);
+    return parsed->text;
+  }
+
   // The error's message, after checking its reason.
   static std::string Error(const std::vector<std::string>& arguments) {
     const absl::Status status = Parse(arguments).status();
@@ -244,6 +253,8 @@ TEST_F(ConfigTest, NamesFlagExpectationAndValue) {
             {"", "x", "-1", "1MB", "1.5GiB", "9223372036854775807KiB",
              "99999999999999999999", "KiB"},
             "a size from 0 to 1TiB"},
+           {"store-connections", {"0", "x"}, "a whole number from 1 to 1000"},
+           {"store-timeout", {"0", "2m"}, "a duration from 10ms to 1m"},
            {"cache-max-age", {"1", "-1s", "inf", "", "2h"}, "a duration from"},
            {"threads",
             {"0", "1025", "two", "", "1.5"},
@@ -286,11 +297,25 @@ TEST_F(ConfigTest, NamesFlagExpectationAndValue) {
   EXPECT_THAT(Error({}), HasSubstr("expected true or false, got \"maybe\""));
 }
 
-TEST_F(ConfigTest, SaysThatPostgresqlIsNotHereAndKeepsItsPassword) {
-  EXPECT_THAT(
-      Error({"--store=postgresql://user:secret@host/db"}),
-      AllOf(HasSubstr("PostgreSQL is not in this version"),
-            HasSubstr("expected sqlite:PATH"), Not(HasSubstr("secret"))));
+TEST_F(ConfigTest, TakesAPostgresqlStoreAndKeepsItsPassword) {
+  const std::string url =
+      "postgresql://user:secret@host1,host2:5433/db?password=secret&sslmode=a";
+  const Config config = MustParse({"--store=" + url});
+  EXPECT_EQ(config.store_url, url);
+  EXPECT_EQ(config.store_path, "");
+  EXPECT_FALSE(config.store_is_default);
+  const std::string shown = MustPrint({"--store=" + url, "--print-config"});
+  EXPECT_THAT(shown, HasSubstr("\"postgresql://user:***@host1,host2:5433/"
+                               "db?password=***&sslmode=a\""));
+  for (const char* open : {"postgres://host/db", "postgresql:///db",
+                           "postgresql://user@host:5432/db?x=a:b@c"}) {
+    EXPECT_THAT(MustPrint({absl::StrCat("--store=", open), "--print-config"}),
+                HasSubstr(absl::StrCat("\"", open, "\"")));
+  }
+  // What is no URL of a store may be one of another.
+  EXPECT_THAT(Error({"--store=mysql://user:secret@host/db"}),
+              AllOf(HasSubstr("expected sqlite:PATH or postgresql://"),
+                    Not(HasSubstr("secret"))));
 }
 
 TEST_F(ConfigTest, RefusesWhatTheParserDoesNotKnow) {

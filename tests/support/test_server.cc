@@ -9,9 +9,9 @@
 #include "grpcpp/grpcpp.h"
 #include "gtest/gtest.h"
 #include "server/store/metering_statistics_store.h"
+#include "server/store/sql_encoding_store.h"
+#include "server/store/sql_statistics_store.h"
 #include "server/store/sqlite_database.h"
-#include "server/store/sqlite_encoding_store.h"
-#include "server/store/sqlite_statistics_store.h"
 
 namespace quantd::testing {
 namespace {
@@ -31,9 +31,9 @@ T ValueOrDie(absl::StatusOr<T> value) {
 TestServer::TestServer(server::ServerOptions options) {
   const std::shared_ptr<server::SqliteDatabase> database =
       ValueOrDie(server::SqliteDatabase::Open(directory_.File("encodings.db")));
-  store_ = std::make_unique<server::SqliteEncodingStore>(database);
+  store_ = std::make_unique<server::SqlEncodingStore>(database);
   statistics_ = std::make_unique<server::MeteringStatisticsStore>(
-      std::make_unique<server::SqliteStatisticsStore>(
+      std::make_unique<server::SqlStatisticsStore>(
           database, options.limits.statistics_bytes),
       &metrics_);
   if (options.listen.empty()) options.listen = {"127.0.0.1:0"};

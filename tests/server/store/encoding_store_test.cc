@@ -20,18 +20,37 @@
 #include "server/metrics/metrics.h"
 #include "server/store/caching_encoding_store.h"
 #include "server/store/metering_encoding_store.h"
-#include "server/store/sqlite_encoding_store.h"
-#include "tests/support/temporary_directory.h"
+#include "server/store/sql_database.h"
+#include "server/store/sql_encoding_store.h"
+#include "tests/server/store/test_database.h"
+#include "tests/support/postgresql_cluster.h"
 
 namespace quantd::server {
 namespace {
 
 using ::testing::IsEmpty;
 
-enum class Kind { kSqlite, kCachedSqlite };
+using testing::Backend;
+
+// A store as the server has it, or without what is in front of it.
+struct Kind {
+  std::string name;
+  Backend backend;
+  bool is_cached;
+};
+
+std::vector<Kind> Kinds() {
+  std::vector<Kind> kinds = {{"Sqlite", Backend::kSqlite, false},
+                             {"CachedSqlite", Backend::kSqlite, true}};
+  if (testing::PostgresqlCluster::IsInstalled()) {
+    kinds.push_back({"Postgresql", Backend::kPostgresql, false});
+    kinds.push_back({"CachedPostgresql", Backend::kPostgresql, true});
+  }
+  return kinds;
+}
 
 std::string KindName(const ::testing::TestParamInfo<Kind>& info) {
-  return info.param == Kind::kSqlite ? "Sqlite" : "CachedSqlite";
+  return info.param.name;
 }
 
 std::shared_ptr<const core::Encoding> MakeEncoding(float scale,
@@ -56,18 +75,14 @@ class EncodingStoreTest : public ::testing::TestWithParam<Kind> {
   }
 
   std::unique_ptr<EncodingStore> Open() {
-    absl::StatusOr<std::shared_ptr<SqliteDatabase>> database =
-        SqliteDatabase::Open(directory_.File("encodings.db"));
-    if (!database.ok()) {
-      ADD_FAILURE() << database.status();
-      return nullptr;
-    }
-    auto sqlite = std::make_unique<SqliteEncodingStore>(*std::move(database));
-    if (GetParam() == Kind::kSqlite) return sqlite;
+    std::shared_ptr<SqlDatabase> database = database_.Open();
+    if (database == nullptr) return nullptr;
+    auto store = std::make_unique<SqlEncodingStore>(std::move(database));
+    if (!GetParam().is_cached) return store;
     CachingEncodingStore::Options options;
     options.cap_bytes = 1 << 20;
     return std::make_unique<CachingEncodingStore>(
-        std::make_unique<MeteringEncodingStore>(std::move(sqlite), &metrics_),
+        std::make_unique<MeteringEncodingStore>(std::move(store), &metrics_),
         options, &metrics_);
   }
 
@@ -79,7 +94,7 @@ class EncodingStoreTest : public ::testing::TestWithParam<Kind> {
     return stored.ok() ? *stored : StoredEncoding();
   }
 
-  const testing::TemporaryDirectory directory_;
+  const testing::TestDatabase database_{GetParam().backend};
   Metrics metrics_;
   std::unique_ptr<EncodingStore> store_;
   const EncodingKey key_{"resnet/50", "main", "conv1.weight"};
@@ -314,8 +329,7 @@ TEST_P(EncodingStoreTest, LosesNoIncrementOfConcurrentCompareAndSet) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Stores, EncodingStoreTest,
-                         ::testing::Values(Kind::kSqlite, Kind::kCachedSqlite),
-                         KindName);
+                         ::testing::ValuesIn(Kinds()), KindName);
 
 }  // namespace
 }  // namespace quantd::server

@@ -1,4 +1,4 @@
-#include "server/store/sqlite_encoding_store.h"
+#include "server/store/sql_encoding_store.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -40,16 +40,16 @@ std::shared_ptr<const core::Encoding> MakeEncoding(float scale) {
 
 class SqliteEncodingStoreTest : public SqliteFixture {
  protected:
-  std::unique_ptr<SqliteEncodingStore> MustOpen() const {
+  std::unique_ptr<SqlEncodingStore> MustOpen() const {
     std::shared_ptr<SqliteDatabase> database = OpenDatabase();
     if (database == nullptr) return nullptr;
-    return std::make_unique<SqliteEncodingStore>(std::move(database));
+    return std::make_unique<SqlEncodingStore>(std::move(database));
   }
 };
 
 TEST_F(SqliteEncodingStoreTest, CreatesTheFileAndItsLastDirectory) {
   path_ = directory_.File("state/encodings.db");
-  std::unique_ptr<SqliteEncodingStore> store = MustOpen();
+  std::unique_ptr<SqlEncodingStore> store = MustOpen();
   ASSERT_NE(store, nullptr);
   EXPECT_TRUE(std::filesystem::exists(path_));
   const absl::Status status =
@@ -77,7 +77,7 @@ TEST_F(SqliteEncodingStoreTest, ForeignVersionChangesWhenOthersWriteOnly) {
 }
 
 TEST_F(SqliteEncodingStoreTest, ReportsEveryColumnThatChangedInARow) {
-  std::unique_ptr<SqliteEncodingStore> store = MustOpen();
+  std::unique_ptr<SqlEncodingStore> store = MustOpen();
   ASSERT_NE(store, nullptr);
   for (const char* change : {
            "body = zeroblob(length(body))",
@@ -100,7 +100,7 @@ TEST_F(SqliteEncodingStoreTest, ReportsEveryColumnThatChangedInARow) {
 }
 
 TEST_F(SqliteEncodingStoreTest, ReportsARowMovedToAnotherKey) {
-  std::unique_ptr<SqliteEncodingStore> store = MustOpen();
+  std::unique_ptr<SqlEncodingStore> store = MustOpen();
   ASSERT_NE(store, nullptr);
   ASSERT_TRUE(store->Put(key_, MakeEncoding(0.5f), {}).ok());
   Execute("UPDATE encodings SET model = 'modelr', revision = 'evision'");
@@ -110,7 +110,7 @@ TEST_F(SqliteEncodingStoreTest, ReportsARowMovedToAnotherKey) {
 }
 
 TEST_F(SqliteEncodingStoreTest, PuttingOrDeletingRepairsACorruptRow) {
-  std::unique_ptr<SqliteEncodingStore> store = MustOpen();
+  std::unique_ptr<SqlEncodingStore> store = MustOpen();
   ASSERT_NE(store, nullptr);
   ASSERT_TRUE(store->Put(key_, MakeEncoding(0.5f), {}).ok());
   Execute("UPDATE encodings SET body = x'00'");
@@ -149,8 +149,8 @@ TEST_F(SqliteEncodingStoreTest, ReportsADirectoryInPlaceOfTheFile) {
 }
 
 TEST_F(SqliteEncodingStoreTest, TwoHandlesOfOneFileSeeEachOther) {
-  std::unique_ptr<SqliteEncodingStore> one = MustOpen();
-  std::unique_ptr<SqliteEncodingStore> two = MustOpen();
+  std::unique_ptr<SqlEncodingStore> one = MustOpen();
+  std::unique_ptr<SqlEncodingStore> two = MustOpen();
   ASSERT_NE(one, nullptr);
   ASSERT_NE(two, nullptr);
   absl::StatusOr<StoredEncoding> first = one->Put(key_, MakeEncoding(1), {});
@@ -168,11 +168,11 @@ TEST_F(SqliteEncodingStoreTest, TwoHandlesOfOneFileSeeEachOther) {
 TEST_F(SqliteEncodingStoreTest, TwoHandlesLoseNoCompareAndSet) {
   constexpr int kHandles = 2;
   constexpr int kIncrements = 300;
-  std::vector<std::unique_ptr<SqliteEncodingStore>> stores;
+  std::vector<std::unique_ptr<SqlEncodingStore>> stores;
   for (int i = 0; i < kHandles; ++i) stores.push_back(MustOpen());
   ASSERT_TRUE(stores[0]->Put(key_, MakeEncoding(1), {}).ok());
   std::vector<std::thread> threads;
-  for (const std::unique_ptr<SqliteEncodingStore>& store : stores) {
+  for (const std::unique_ptr<SqlEncodingStore>& store : stores) {
     threads.emplace_back([this, &store] {
       int done = 0;
       while (done < kIncrements) {
@@ -209,7 +209,7 @@ TEST_F(SqliteEncodingStoreTest, AcknowledgedPutsSurviveKill) {
     absl::StatusOr<std::shared_ptr<SqliteDatabase>> database =
         SqliteDatabase::Open(path_);
     if (!database.ok()) _exit(2);
-    SqliteEncodingStore store(*std::move(database));
+    SqlEncodingStore store(*std::move(database));
     for (int32_t i = 0;; ++i) {
       const EncodingKey key{"model", "revision", absl::StrCat(i)};
       if (!store.Put(key, MakeEncoding(1), {}).ok()) break;
@@ -229,7 +229,7 @@ TEST_F(SqliteEncodingStoreTest, AcknowledgedPutsSurviveKill) {
   close(pipe_fds[0]);
   waitpid(child, nullptr, 0);
 
-  std::unique_ptr<SqliteEncodingStore> store = MustOpen();
+  std::unique_ptr<SqlEncodingStore> store = MustOpen();
   ASSERT_NE(store, nullptr);
   for (int32_t i = 0; i <= acknowledged; ++i) {
     const absl::Status status =

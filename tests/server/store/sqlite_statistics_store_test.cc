@@ -1,4 +1,4 @@
-#include "server/store/sqlite_statistics_store.h"
+#include "server/store/sql_statistics_store.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -17,8 +17,8 @@
 #include "core/errors.h"
 #include "core/types/block_layout.h"
 #include "core/types/encoding.h"
+#include "server/store/sql_encoding_store.h"
 #include "server/store/sqlite_database.h"
-#include "server/store/sqlite_encoding_store.h"
 #include "tests/server/store/sqlite_fixture.h"
 
 namespace quantd::server {
@@ -41,7 +41,7 @@ core::StatisticsState MakeState(float element) {
 using SqliteStatisticsStoreTest = SqliteFixture;
 
 TEST_F(SqliteStatisticsStoreTest, ReportsEveryColumnThatChangedInARow) {
-  SqliteStatisticsStore store(OpenDatabase(), kLimitBytes);
+  SqlStatisticsStore store(OpenDatabase(), kLimitBytes);
   for (const char* change : {
            "body = zeroblob(length(body))",
            "body = substr(body, 1, length(body) - 1)",
@@ -75,7 +75,7 @@ TEST_F(SqliteStatisticsStoreTest, ReportsEveryColumnThatChangedInARow) {
 }
 
 TEST_F(SqliteStatisticsStoreTest, ACorruptRowTakesNoContributionUntilDeleted) {
-  SqliteStatisticsStore store(OpenDatabase(), kLimitBytes);
+  SqlStatisticsStore store(OpenDatabase(), kLimitBytes);
   ASSERT_TRUE(store.Contribute({key_, "a", 1}, MakeState(1), 1).ok());
   Execute("UPDATE statistics SET mantissa_bits = 6");
   for (const char* source : {"a", "b"}) {
@@ -90,7 +90,7 @@ TEST_F(SqliteStatisticsStoreTest, ACorruptRowTakesNoContributionUntilDeleted) {
 // What an older quantd has left behind: its only table, and an encoding.
 TEST_F(SqliteStatisticsStoreTest, TakesOverAStoreOfVersionOne) {
   {
-    SqliteEncodingStore encodings(OpenDatabase());
+    SqlEncodingStore encodings(OpenDatabase());
     core::Encoding encoding;
     encoding.format = static_cast<core::NumberFormat>(8);
     encoding.scale = {0.5f};
@@ -104,8 +104,8 @@ TEST_F(SqliteStatisticsStoreTest, TakesOverAStoreOfVersionOne) {
   Execute("DROP TABLE statistics; PRAGMA user_version = 1");
   const std::shared_ptr<SqliteDatabase> database = OpenDatabase();
   ASSERT_NE(database, nullptr);
-  EXPECT_TRUE(SqliteEncodingStore(database).Get(key_).ok());
-  SqliteStatisticsStore store(database, kLimitBytes);
+  EXPECT_TRUE(SqlEncodingStore(database).Get(key_).ok());
+  SqlStatisticsStore store(database, kLimitBytes);
   EXPECT_TRUE(store.Contribute({key_, "a", 1}, MakeState(1), 1).ok());
 }
 
@@ -122,7 +122,7 @@ TEST_F(SqliteStatisticsStoreTest, TwoProcessesLoseNoContribution) {
       absl::StatusOr<std::shared_ptr<SqliteDatabase>> database =
           SqliteDatabase::Open(path_);
       if (!database.ok()) _exit(2);
-      SqliteStatisticsStore store(*std::move(database), kLimitBytes);
+      SqlStatisticsStore store(*std::move(database), kLimitBytes);
       for (uint64_t i = 1; i <= kSequences; ++i) {
         for (const std::string& source :
              {absl::StrCat("rank-", process), std::string("shared")}) {
@@ -140,7 +140,7 @@ TEST_F(SqliteStatisticsStoreTest, TwoProcessesLoseNoContribution) {
     ASSERT_EQ(waitpid(child, &state, 0), child);
     EXPECT_TRUE(WIFEXITED(state) && WEXITSTATUS(state) == 0) << state;
   }
-  SqliteStatisticsStore store(OpenDatabase(), kLimitBytes);
+  SqlStatisticsStore store(OpenDatabase(), kLimitBytes);
   const absl::StatusOr<StoredStatistics> stored = store.GetStatistics(key_);
   ASSERT_TRUE(stored.ok()) << stored.status();
   ASSERT_EQ(stored->sources.size(), 3u);

@@ -23,11 +23,12 @@
 #include "quantd/v1/statistics.pb.h"
 #include "server/metrics/metrics.h"
 #include "server/store/metering_statistics_store.h"
-#include "server/store/sqlite_database.h"
-#include "server/store/sqlite_statistics_store.h"
+#include "server/store/sql_database.h"
+#include "server/store/sql_statistics_store.h"
 #include "server/wire/statistics_proto.h"
+#include "tests/server/store/test_database.h"
 #include "tests/support/metric_value.h"
-#include "tests/support/temporary_directory.h"
+#include "tests/support/postgresql_cluster.h"
 
 namespace quantd::server {
 namespace {
@@ -36,10 +37,26 @@ using ::testing::IsEmpty;
 
 constexpr int64_t kLimitBytes = 1 << 20;
 
-enum class Kind { kSqlite, kMeteredSqlite };
+using testing::Backend;
+
+// A store as the server has it, or without what is in front of it.
+struct Kind {
+  std::string name;
+  Backend backend;
+  bool is_metered;
+};
+
+std::vector<Kind> Kinds() {
+  std::vector<Kind> kinds = {{"Sqlite", Backend::kSqlite, false},
+                             {"MeteredSqlite", Backend::kSqlite, true}};
+  if (testing::PostgresqlCluster::IsInstalled()) {
+    kinds.push_back({"Postgresql", Backend::kPostgresql, false});
+  }
+  return kinds;
+}
 
 std::string KindName(const ::testing::TestParamInfo<Kind>& info) {
-  return info.param == Kind::kSqlite ? "Sqlite" : "MeteredSqlite";
+  return info.param.name;
 }
 
 // The statistics of a tensor of `shape` with these elements.
@@ -84,16 +101,12 @@ class StatisticsStoreTest : public ::testing::TestWithParam<Kind> {
 
   // A handle of its own, as another process has it.
   std::unique_ptr<StatisticsStore> Open() {
-    absl::StatusOr<std::shared_ptr<SqliteDatabase>> database =
-        SqliteDatabase::Open(directory_.File("encodings.db"));
-    if (!database.ok()) {
-      ADD_FAILURE() << database.status();
-      return nullptr;
-    }
-    auto sqlite = std::make_unique<SqliteStatisticsStore>(*std::move(database),
-                                                          kLimitBytes);
-    if (GetParam() == Kind::kSqlite) return sqlite;
-    return std::make_unique<MeteringStatisticsStore>(std::move(sqlite),
+    std::shared_ptr<SqlDatabase> database = database_.Open();
+    if (database == nullptr) return nullptr;
+    auto store =
+        std::make_unique<SqlStatisticsStore>(std::move(database), kLimitBytes);
+    if (!GetParam().is_metered) return store;
+    return std::make_unique<MeteringStatisticsStore>(std::move(store),
                                                      &metrics_);
   }
 
@@ -125,7 +138,7 @@ class StatisticsStoreTest : public ::testing::TestWithParam<Kind> {
     return std::string(core::ErrorReason(status));
   }
 
-  const testing::TemporaryDirectory directory_;
+  const testing::TestDatabase database_{GetParam().backend};
   Metrics metrics_;
   std::unique_ptr<StatisticsStore> store_;
   const EncodingKey key_{"resnet/50", "main", "conv1.output"};
@@ -379,7 +392,7 @@ TEST_P(StatisticsStoreTest, ConcurrentContributionsLoseAndRepeatNothing) {
 }
 
 TEST_P(StatisticsStoreTest, MeteringCountsContributionsAndNoAnswerAsError) {
-  if (GetParam() != Kind::kMeteredSqlite) GTEST_SKIP();
+  if (!GetParam().is_metered) GTEST_SKIP();
   MustContribute("a", 1, MakeState({1}));
   ASSERT_TRUE(Contribute("a", 1, MakeState({1})).ok());
   EXPECT_FALSE(Contribute("a", 2, MakeState({1}, {1}, {}, 4)).ok());
@@ -390,8 +403,7 @@ TEST_P(StatisticsStoreTest, MeteringCountsContributionsAndNoAnswerAsError) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Stores, StatisticsStoreTest,
-                         ::testing::Values(Kind::kSqlite, Kind::kMeteredSqlite),
-                         KindName);
+                         ::testing::ValuesIn(Kinds()), KindName);
 
 }  // namespace
 }  // namespace quantd::server

@@ -1,0 +1,298 @@
+#include "server/store/sql_encoding_store.h"
+
+#include <xxhash.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "absl/types/optional.h"
+#include "core/errors.h"
+#include "quantd/v1/encoding.pb.h"
+#include "server/wire/encoding_proto.h"
+
+namespace quantd::server {
+namespace {
+
+constexpr absl::string_view kAbsent = "absent";
+
+constexpr char kSelect[] =
+    "SELECT generation, update_time_us, format, scale_count, checksum, body "
+    "FROM encodings WHERE model = $1 AND revision = $2 AND tensor = $3";
+constexpr char kSelectEtag[] =
+    "SELECT generation, checksum FROM encodings "
+    "WHERE model = $1 AND revision = $2 AND tensor = $3";
+constexpr char kUpsert[] =
+    "INSERT INTO encodings (model, revision, tensor, generation, "
+    "update_time_us, format, scale_count, checksum, body) "
+    "VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9) "
+    "ON CONFLICT (model, revision, tensor) DO UPDATE SET "
+    "generation = excluded.generation, "
+    "update_time_us = excluded.update_time_us, format = excluded.format, "
+    "scale_count = excluded.scale_count, checksum = excluded.checksum, "
+    "body = excluded.body";
+constexpr char kDelete[] =
+    "DELETE FROM encodings WHERE model = $1 AND revision = $2 AND tensor = $3";
+constexpr char kListEncodings[] =
+    "SELECT tensor, generation, update_time_us, format, scale_count, checksum "
+    "FROM encodings WHERE model = $1 AND revision = $2 AND tensor > $3 "
+    "ORDER BY tensor LIMIT $4";
+constexpr char kListModels[] =
+    "SELECT model, COUNT(DISTINCT revision), COUNT(*) FROM encodings "
+    "WHERE model > $1 GROUP BY model ORDER BY model LIMIT $2";
+constexpr char kListRevisions[] =
+    "SELECT revision, COUNT(*) FROM encodings "
+    "WHERE model = $1 AND revision > $2 "
+    "GROUP BY revision ORDER BY revision LIMIT $3";
+
+// What of a row the checksum covers, beside its key.
+struct RowHead {
+  int64_t generation = 0;
+  int64_t update_time_us = 0;
+  int64_t format = 0;
+  int64_t scale_count = 0;
+};
+
+// XXH3-64 over the key, the head and the body; lengths are hashed with the
+// strings, so that no two keys run together.
+uint64_t Checksum(const EncodingKey& key, const RowHead& head,
+                  absl::string_view body) {
+  const std::unique_ptr<XXH3_state_t, XXH_errorcode (*)(XXH3_state_t*)> state(
+      XXH3_createState(), &XXH3_freeState);
+  XXH3_64bits_reset(state.get());
+  const int64_t numbers[] = {static_cast<int64_t>(key.model.size()),
+                             static_cast<int64_t>(key.revision.size()),
+                             static_cast<int64_t>(key.tensor.size()),
+                             head.generation,
+                             head.update_time_us,
+                             head.format,
+                             head.scale_count};
+  XXH3_64bits_update(state.get(), numbers, sizeof(numbers));
+  XXH3_64bits_update(state.get(), key.model.data(), key.model.size());
+  XXH3_64bits_update(state.get(), key.revision.data(), key.revision.size());
+  XXH3_64bits_update(state.get(), key.tensor.data(), key.tensor.size());
+  XXH3_64bits_update(state.get(), body.data(), body.size());
+  return XXH3_64bits_digest(state.get());
+}
+
+std::string MakeEtag(int64_t generation, uint64_t checksum) {
+  return absl::StrCat(absl::Hex(generation), "-",
+                      absl::Hex(checksum, absl::kZeroPad16));
+}
+
+absl::Status NotFound(const EncodingKey& key) {
+  return core::EncodingNotFoundError(key.model, key.revision, key.tensor);
+}
+
+absl::Status Corrupt(const EncodingKey& key, absl::string_view what) {
+  return core::StoreCorruptError(
+      absl::StrCat("the encoding for tensor \"", key.tensor, "\" of model \"",
+                   key.model, "\", revision \"", key.revision, "\" ", what,
+                   "; put it again or delete it"));
+}
+
+// The etag in a row of kSelectEtag.
+std::string EtagOf(const SqlStatement& row) {
+  return MakeEtag(row.Int(0), static_cast<uint64_t>(row.Int(1)));
+}
+
+}  // namespace
+
+SqlEncodingStore::SqlEncodingStore(std::shared_ptr<SqlDatabase> database)
+    : database_(std::move(database)) {}
+
+absl::StatusOr<StoredEncoding> SqlEncodingStore::Get(const EncodingKey& key) {
+  StoredEncoding stored;
+  v1::Encoding message;
+  const auto read = [&](SqlConnection& connection) -> absl::Status {
+    const std::unique_ptr<SqlStatement> row = connection.Prepare(kSelect);
+    row->BindKey(key);
+    absl::StatusOr<bool> found = row->Step("cannot read an encoding");
+    if (!found.ok()) return found.status();
+    if (!*found) return NotFound(key);
+    RowHead head;
+    head.generation = row->Int(0);
+    head.update_time_us = row->Int(1);
+    head.format = row->Int(2);
+    head.scale_count = row->Int(3);
+    const uint64_t checksum = static_cast<uint64_t>(row->Int(4));
+    const absl::string_view body = row->Bytes(5);
+    if (checksum != Checksum(key, head, body)) {
+      return Corrupt(key, "fails its checksum");
+    }
+    if (!message.ParseFromArray(body.data(), static_cast<int>(body.size()))) {
+      return Corrupt(key, "does not decode");
+    }
+    stored.generation = head.generation;
+    stored.update_time = absl::FromUnixMicros(head.update_time_us);
+    stored.etag = MakeEtag(head.generation, checksum);
+    return absl::OkStatus();
+  };
+  if (absl::Status s = database_->Read(read); !s.ok()) return s;
+  absl::StatusOr<core::Encoding> encoding = EncodingFromProto(message);
+  if (!encoding.ok()) {
+    return Corrupt(key,
+                   absl::StrCat("is invalid: ", encoding.status().message()));
+  }
+  stored.encoding =
+      std::make_shared<const core::Encoding>(*std::move(encoding));
+  return stored;
+}
+
+absl::StatusOr<StoredEncoding> SqlEncodingStore::Put(
+    const EncodingKey& key, std::shared_ptr<const core::Encoding> encoding,
+    const Precondition& precondition) {
+  constexpr absl::string_view kWhat = "cannot put an encoding";
+  v1::Encoding message;
+  EncodingToProto(*encoding, &message);
+  const std::string body = message.SerializeAsString();
+  RowHead head;
+  head.format = static_cast<int64_t>(encoding->format);
+  head.scale_count = static_cast<int64_t>(encoding->scale.size());
+  uint64_t checksum = 0;
+
+  const auto put = [&](SqlConnection& connection) -> absl::Status {
+    if (absl::Status s = connection.LockTensor(key); !s.ok()) return s;
+    if (!precondition.if_match.empty()) {
+      const std::unique_ptr<SqlStatement> row = connection.Prepare(kSelectEtag);
+      row->BindKey(key);
+      absl::StatusOr<bool> found = row->Step(kWhat);
+      if (!found.ok()) return found.status();
+      const std::string etag = *found ? EtagOf(*row) : std::string(kAbsent);
+      if (etag != precondition.if_match) {
+        return core::EtagMismatchError(precondition.if_match, etag);
+      }
+    }
+    absl::StatusOr<int64_t> generation = connection.NextGeneration();
+    if (!generation.ok()) return generation.status();
+    head.generation = *generation;
+    head.update_time_us = absl::ToUnixMicros(absl::Now());
+    checksum = Checksum(key, head, body);
+    const std::unique_ptr<SqlStatement> row = connection.Prepare(kUpsert);
+    row->BindKey(key);
+    row->BindInt(4, head.generation);
+    row->BindInt(5, head.update_time_us);
+    row->BindInt(6, head.format);
+    row->BindInt(7, head.scale_count);
+    row->BindInt(8, static_cast<int64_t>(checksum));
+    row->BindBytes(9, body);
+    absl::Status status = row->Step(kWhat).status();
+    return status.ok() ? connection.Announce() : status;
+  };
+  if (absl::Status s = database_->Write(put); !s.ok()) return s;
+  StoredEncoding stored;
+  stored.encoding = std::move(encoding);
+  stored.etag = MakeEtag(head.generation, checksum);
+  stored.generation = head.generation;
+  stored.update_time = absl::FromUnixMicros(head.update_time_us);
+  return stored;
+}
+
+absl::Status SqlEncodingStore::Delete(const EncodingKey& key,
+                                      const Precondition& precondition) {
+  constexpr absl::string_view kWhat = "cannot delete an encoding";
+  return database_->Write([&](SqlConnection& connection) -> absl::Status {
+    if (absl::Status s = connection.LockTensor(key); !s.ok()) return s;
+    {
+      const std::unique_ptr<SqlStatement> row = connection.Prepare(kSelectEtag);
+      row->BindKey(key);
+      absl::StatusOr<bool> found = row->Step(kWhat);
+      if (!found.ok()) return found.status();
+      if (!*found) return NotFound(key);
+      const std::string etag = EtagOf(*row);
+      if (!precondition.if_match.empty() && etag != precondition.if_match) {
+        return core::EtagMismatchError(precondition.if_match, etag);
+      }
+    }
+    const std::unique_ptr<SqlStatement> row = connection.Prepare(kDelete);
+    row->BindKey(key);
+    absl::Status status = row->Step(kWhat).status();
+    return status.ok() ? connection.Announce() : status;
+  });
+}
+
+absl::StatusOr<std::vector<EncodingListEntry>> SqlEncodingStore::ListEncodings(
+    absl::string_view model, absl::string_view revision,
+    absl::string_view after, int limit) {
+  std::vector<EncodingListEntry> entries;
+  if (limit <= 0) return entries;
+  const auto list = [&](SqlConnection& connection) -> absl::Status {
+    const std::unique_ptr<SqlStatement> row =
+        connection.Prepare(kListEncodings);
+    row->BindText(1, model);
+    row->BindText(2, revision);
+    row->BindText(3, after);
+    row->BindInt(4, limit);
+    while (true) {
+      absl::StatusOr<bool> found = row->Step("cannot list encodings");
+      if (!found.ok()) return found.status();
+      if (!*found) return absl::OkStatus();
+      EncodingListEntry& entry = entries.emplace_back();
+      entry.tensor = std::string(row->Bytes(0));
+      entry.stored.generation = row->Int(1);
+      entry.stored.update_time = absl::FromUnixMicros(row->Int(2));
+      entry.format = static_cast<core::NumberFormat>(row->Int(3));
+      entry.scale_count = row->Int(4);
+      entry.stored.etag =
+          MakeEtag(entry.stored.generation, static_cast<uint64_t>(row->Int(5)));
+    }
+  };
+  if (absl::Status s = database_->Read(list); !s.ok()) return s;
+  return entries;
+}
+
+absl::StatusOr<std::vector<ModelListEntry>> SqlEncodingStore::ListModels(
+    absl::string_view after, int limit) {
+  std::vector<ModelListEntry> entries;
+  if (limit <= 0) return entries;
+  const auto list = [&](SqlConnection& connection) -> absl::Status {
+    const std::unique_ptr<SqlStatement> row = connection.Prepare(kListModels);
+    row->BindText(1, after);
+    row->BindInt(2, limit);
+    while (true) {
+      absl::StatusOr<bool> found = row->Step("cannot list models");
+      if (!found.ok()) return found.status();
+      if (!*found) return absl::OkStatus();
+      entries.push_back({std::string(row->Bytes(0)), row->Int(1), row->Int(2)});
+    }
+  };
+  if (absl::Status s = database_->Read(list); !s.ok()) return s;
+  return entries;
+}
+
+absl::StatusOr<std::vector<RevisionListEntry>> SqlEncodingStore::ListRevisions(
+    absl::string_view model, absl::string_view after, int limit) {
+  std::vector<RevisionListEntry> entries;
+  if (limit <= 0) return entries;
+  const auto list = [&](SqlConnection& connection) -> absl::Status {
+    const std::unique_ptr<SqlStatement> row =
+        connection.Prepare(kListRevisions);
+    row->BindText(1, model);
+    row->BindText(2, after);
+    row->BindInt(3, limit);
+    while (true) {
+      absl::StatusOr<bool> found = row->Step("cannot list revisions");
+      if (!found.ok()) return found.status();
+      if (!*found) return absl::OkStatus();
+      entries.push_back({std::string(row->Bytes(0)), row->Int(1)});
+    }
+  };
+  if (absl::Status s = database_->Read(list); !s.ok()) return s;
+  return entries;
+}
+
+absl::optional<int64_t> SqlEncodingStore::ForeignVersion() {
+  return database_->ForeignVersion();
+}
+
+absl::Status SqlEncodingStore::Ping() { return database_->Ping(); }
+
+}  // namespace quantd::server

@@ -1,0 +1,47 @@
+// Encodings in a table of a SQL database.
+
+#ifndef QUANTD_SERVER_STORE_SQL_ENCODING_STORE_H_
+#define QUANTD_SERVER_STORE_SQL_ENCODING_STORE_H_
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/optional.h"
+#include "server/store/encoding_store.h"
+#include "server/store/sql_database.h"
+
+namespace quantd::server {
+
+// A row carries a checksum over all of it; one that fails is STORE_CORRUPT, and
+// putting or deleting it repairs the store. Thread-safe.
+class SqlEncodingStore : public EncodingStore {
+ public:
+  explicit SqlEncodingStore(std::shared_ptr<SqlDatabase> database);
+
+  absl::StatusOr<StoredEncoding> Get(const EncodingKey& key) override;
+  absl::StatusOr<StoredEncoding> Put(
+      const EncodingKey& key, std::shared_ptr<const core::Encoding> encoding,
+      const Precondition& precondition) override;
+  absl::Status Delete(const EncodingKey& key,
+                      const Precondition& precondition) override;
+  absl::StatusOr<std::vector<EncodingListEntry>> ListEncodings(
+      absl::string_view model, absl::string_view revision,
+      absl::string_view after, int limit) override;
+  absl::StatusOr<std::vector<ModelListEntry>> ListModels(
+      absl::string_view after, int limit) override;
+  absl::StatusOr<std::vector<RevisionListEntry>> ListRevisions(
+      absl::string_view model, absl::string_view after, int limit) override;
+  absl::optional<int64_t> ForeignVersion() override;
+  absl::Status Ping() override;
+
+ private:
+  const std::shared_ptr<SqlDatabase> database_;
+};
+
+}  // namespace quantd::server
+
+#endif  // QUANTD_SERVER_STORE_SQL_ENCODING_STORE_H_

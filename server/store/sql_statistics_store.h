@@ -1,0 +1,46 @@
+// Statistics in a table of a SQL database.
+
+#ifndef QUANTD_SERVER_STORE_SQL_STATISTICS_STORE_H_
+#define QUANTD_SERVER_STORE_SQL_STATISTICS_STORE_H_
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "server/store/sql_database.h"
+#include "server/store/statistics_store.h"
+
+namespace quantd::server {
+
+// A row per tensor and source. A contribution is merged in memory, outside of
+// any transaction, and replaces the row that it was merged with, or starts
+// over. Rows carry checksums over all of them; one that fails is STORE_CORRUPT
+// for its tensor, until its source is deleted. Thread-safe.
+class SqlStatisticsStore : public StatisticsStore {
+ public:
+  // `limit_bytes`  what a row may take.
+  SqlStatisticsStore(std::shared_ptr<SqlDatabase> database,
+                     int64_t limit_bytes);
+
+  absl::StatusOr<ContributionOutcome> Contribute(
+      const ContributionKey& key, const core::StatisticsState& part,
+      double averaging_constant) override;
+  absl::StatusOr<StoredStatistics> GetStatistics(
+      const EncodingKey& key) override;
+  absl::StatusOr<std::vector<StatisticsListEntry>> ListStatistics(
+      absl::string_view model, absl::string_view revision,
+      absl::string_view after, int limit) override;
+  absl::Status DeleteStatistics(const EncodingKey& key,
+                                absl::string_view source) override;
+
+ private:
+  const std::shared_ptr<SqlDatabase> database_;
+  const int64_t limit_bytes_;
+};
+
+}  // namespace quantd::server
+
+#endif  // QUANTD_SERVER_STORE_SQL_STATISTICS_STORE_H_
