@@ -123,6 +123,7 @@ CachingEncodingStore::Entry* CachingEncodingStore::Touch(
 }
 
 bool CachingEncodingStore::IsFresh(Entry& entry, absl::Duration now) {
+  if (entry.is_in_doubt) return false;
   if (now - entry.read_time <= options_.max_age) return true;
   if (!entry.version.has_value()) return false;
   absl::MutexLock lock(&version_mutex_);
@@ -156,8 +157,8 @@ absl::StatusOr<StoredEncoding> CachingEncodingStore::Put(
   const int64_t begin_event = BeginWrite(shard, key);
   absl::StatusOr<StoredEncoding> result =
       inner_->Put(key, std::move(encoding), precondition);
-  EndWrite(shard, key, begin_event, result.ok() ? &*result : nullptr, now,
-           version);
+  EndWrite(shard, key, begin_event, result.status(),
+           result.ok() ? &*result : nullptr, now, version);
   return result;
 }
 
@@ -167,7 +168,7 @@ absl::Status CachingEncodingStore::Delete(const EncodingKey& key,
   const absl::Duration now = options_.clock();
   const int64_t begin_event = BeginWrite(shard, key);
   const absl::Status status = inner_->Delete(key, precondition);
-  EndWrite(shard, key, begin_event, nullptr, now, absl::nullopt);
+  EndWrite(shard, key, begin_event, status, nullptr, now, absl::nullopt);
   return status;
 }
 
@@ -210,7 +211,8 @@ int64_t CachingEncodingStore::BeginWrite(Shard& shard, const EncodingKey& key) {
   absl::MutexLock lock(&shard.mutex);
   // From here on reads go to the inner store, so that none answers the old
   // encoding after another has answered the new one.
-  Erase(shard, key);
+  const auto cached = shard.index.find(key);
+  if (cached != shard.index.end()) cached->second->is_in_doubt = true;
   InFlight& in_flight = shard.in_flight[key];
   ++in_flight.writes;
   return ++in_flight.write_events;
@@ -218,6 +220,7 @@ int64_t CachingEncodingStore::BeginWrite(Shard& shard, const EncodingKey& key) {
 
 void CachingEncodingStore::EndWrite(Shard& shard, const EncodingKey& key,
                                     int64_t begin_event,
+                                    const absl::Status& status,
                                     const StoredEncoding* stored,
                                     absl::Duration begin_time,
                                     absl::optional<int64_t> version) {
@@ -230,6 +233,10 @@ void CachingEncodingStore::EndWrite(Shard& shard, const EncodingKey& key,
   if (--in_flight.writes == 0 && in_flight.reads == 0) {
     shard.in_flight.erase(it);
   }
+  // What a write that failed left, the next read finds out; while the inner
+  // store is away, what was there before is better than nothing.
+  if (!status.ok()) return;
+  Erase(shard, key);
   if (alone && stored != nullptr) {
     Insert(shard, key, *stored, begin_time, version);
   }
@@ -250,7 +257,8 @@ void CachingEncodingStore::Insert(Shard& shard, const EncodingKey& key,
     ++evicted;
   }
   if (evicted > 0) metrics_->CacheEvicted(evicted);
-  shard.entries.push_front({key, stored, read_time, version, cost_bytes});
+  shard.entries.push_front(
+      {key, stored, read_time, version, cost_bytes, /*is_in_doubt=*/false});
   shard.index.emplace(key, shard.entries.begin());
   shard.bytes += cost_bytes;
   AddResident(cost_bytes, 1);

@@ -84,6 +84,9 @@ class CachingEncodingStore : public EncodingStore {
     // ForeignVersion of some time before the inner store was asked.
     absl::optional<int64_t> version;
     int64_t cost_bytes;
+    // A write of this process may have replaced it: good only while the inner
+    // store is unavailable.
+    bool is_in_doubt;
   };
 
   // ForeignVersion, and when it was asked.
@@ -125,10 +128,10 @@ class CachingEncodingStore : public EncodingStore {
       ABSL_LOCKS_EXCLUDED(version_mutex_);
   int64_t BeginWrite(Shard& shard, const EncodingKey& key)
       ABSL_LOCKS_EXCLUDED(shard.mutex);
-  // `stored` is what the write left, null if that is nothing or unknown.
+  // `stored` is what the write left, null if that is nothing or it failed.
   void EndWrite(Shard& shard, const EncodingKey& key, int64_t begin_event,
-                const StoredEncoding* stored, absl::Duration begin_time,
-                absl::optional<int64_t> version)
+                const absl::Status& status, const StoredEncoding* stored,
+                absl::Duration begin_time, absl::optional<int64_t> version)
       ABSL_LOCKS_EXCLUDED(shard.mutex);
   void Insert(Shard& shard, const EncodingKey& key,
               const StoredEncoding& stored, absl::Duration read_time,

@@ -60,6 +60,9 @@ class FakeStore : public EncodingStore {
       const Precondition& precondition) override {
     if (Gate* gate = before_put_gate.exchange(nullptr)) gate->Pass();
     if (unavailable) return core::StoreUnavailableError("away");
+    if (!precondition.if_match.empty()) {
+      return core::EtagMismatchError(precondition.if_match, "another");
+    }
     StoredEncoding stored;
     {
       absl::MutexLock lock(&mutex_);
@@ -74,6 +77,7 @@ class FakeStore : public EncodingStore {
 
   absl::Status Delete(const EncodingKey& key,
                       const Precondition& precondition) override {
+    if (unavailable) return core::StoreUnavailableError("away");
     {
       absl::MutexLock lock(&mutex_);
       if (rows_.erase(key.tensor) == 0) return NotFound(key);
@@ -296,13 +300,27 @@ TEST_F(CachingEncodingStoreTest, ReadsOutOfOrderLeaveTheNewest) {
   EXPECT_EQ(ScaleOf(key_), 2);
 }
 
-TEST_F(CachingEncodingStoreTest, FailedPutLeavesNothingCached) {
+TEST_F(CachingEncodingStoreTest, AFailedPutLeavesWhatServesMeanwhile) {
   ASSERT_TRUE(cache_->Put(key_, MakeEncoding(1), {}).ok());
   inner_->unavailable = true;
   EXPECT_FALSE(cache_->Put(key_, MakeEncoding(2), {}).ok());
-  EXPECT_EQ(cache_->resident_entries(), 0);
-  inner_->unavailable = false;
+  EXPECT_FALSE(cache_->Delete(key_, {}).ok());
   EXPECT_EQ(ScaleOf(key_), 1);
+  // The inner store knows what came of it.
+  EXPECT_EQ(cache_->Cached(key_), absl::nullopt);
+  inner_->unavailable = false;
+  const int gets = inner_->gets;
+  EXPECT_EQ(ScaleOf(key_), 1);
+  EXPECT_EQ(inner_->gets, gets + 1);
+  EXPECT_NE(cache_->Cached(key_), absl::nullopt);
+}
+
+TEST_F(CachingEncodingStoreTest, APutThatWasRefusedAsksAgain) {
+  ASSERT_TRUE(cache_->Put(key_, MakeEncoding(1), {}).ok());
+  EXPECT_FALSE(cache_->Put(key_, MakeEncoding(2), {"other"}).ok());
+  const int gets = inner_->gets;
+  EXPECT_EQ(ScaleOf(key_), 1);
+  EXPECT_EQ(inner_->gets, gets + 1);
 }
 
 TEST_F(CachingEncodingStoreTest, SeesAnotherProcessAfterTheMaximalAge) {
