@@ -1,0 +1,184 @@
+// What stores promise to several processes, and to those that are killed.
+//
+// QUANTD_STORE_MERGES and QUANTD_STORE_KILLS set how many of each; the whole
+// count of the promise is 10000 and 200.
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <csignal>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "core/errors.h"
+#include "core/types/encoding.h"
+#include "server/store/encoding_store.h"
+#include "server/store/sql_database.h"
+#include "server/store/sql_encoding_store.h"
+#include "tests/server/store/test_database.h"
+#include "tests/support/postgresql_cluster.h"
+
+namespace quantd::server {
+namespace {
+
+using testing::Backend;
+
+constexpr int kProcesses = 4;
+
+int64_t Count(const char* variable, int64_t default_count) {
+  int64_t count = 0;
+  const char* text = std::getenv(variable);
+  return text != nullptr && absl::SimpleAtoi(text, &count) ? count
+                                                           : default_count;
+}
+
+// Of many scales, so that a row takes several pages and can be torn.
+std::shared_ptr<const core::Encoding> MakeEncoding(float value) {
+  core::Encoding encoding;
+  encoding.format = static_cast<core::NumberFormat>(8);
+  encoding.block_size = {1};
+  encoding.scale.assign(5000, value);
+  encoding.qmin = -128;
+  encoding.qmax = 127;
+  return std::make_shared<const core::Encoding>(std::move(encoding));
+}
+
+std::vector<Backend> Backends() {
+  std::vector<Backend> backends = {Backend::kSqlite};
+  if (testing::PostgresqlCluster::IsInstalled()) {
+    backends.push_back(Backend::kPostgresql);
+  }
+  return backends;
+}
+
+std::string BackendName(const ::testing::TestParamInfo<Backend>& info) {
+  return info.param == Backend::kSqlite ? "Sqlite" : "Postgresql";
+}
+
+class StoreProcessesTest : public ::testing::TestWithParam<Backend> {
+ protected:
+  std::unique_ptr<SqlEncodingStore> Open() const {
+    std::shared_ptr<SqlDatabase> database = database_.Open();
+    if (database == nullptr) return nullptr;
+    return std::make_unique<SqlEncodingStore>(std::move(database));
+  }
+
+  // Runs `work` on a store in another process, which ends with what it answers.
+  template <typename Work>
+  pid_t Fork(Work work) const {
+    const pid_t child = fork();
+    if (child == 0) {
+      const std::unique_ptr<SqlEncodingStore> store = Open();
+      _exit(store == nullptr ? 2 : work(store.get()));
+    }
+    return child;
+  }
+
+  const testing::TestDatabase database_{GetParam()};
+  const EncodingKey key_{"model", "revision", "tensor"};
+};
+
+TEST_P(StoreProcessesTest, NoCompareAndSetIsLost) {
+  const int64_t merges = Count("QUANTD_STORE_MERGES", 300);
+  const std::unique_ptr<SqlEncodingStore> store = Open();
+  ASSERT_NE(store, nullptr);
+  ASSERT_TRUE(store->Put(key_, MakeEncoding(1), {}).ok());
+  std::vector<pid_t> children;
+  for (int i = 0; i < kProcesses; ++i) {
+    children.push_back(Fork([&](SqlEncodingStore* own) {
+      for (int64_t done = 0; done < merges;) {
+        const absl::StatusOr<StoredEncoding> got = own->Get(key_);
+        if (!got.ok()) return 3;
+        const absl::Status put =
+            own->Put(key_, MakeEncoding(got->encoding->scale[0] + 1),
+                     {got->etag})
+                .status();
+        if (put.ok()) {
+          ++done;
+        } else if (core::ErrorReason(put) != "ETAG_MISMATCH") {
+          return 4;
+        }
+      }
+      return 0;
+    }));
+  }
+  for (const pid_t child : children) {
+    int status = -1;
+    ASSERT_EQ(waitpid(child, &status, 0), child);
+    EXPECT_EQ(status, 0);
+  }
+  const absl::StatusOr<StoredEncoding> got = store->Get(key_);
+  ASSERT_TRUE(got.ok()) << got.status();
+  EXPECT_EQ(got->encoding->scale[0],
+            static_cast<float>(1 + kProcesses * merges));
+}
+
+// The child says through a pipe what was acknowledged, and is killed at a
+// random moment, round after round over the same keys.
+TEST_P(StoreProcessesTest, KillingLosesAndTearsNothing) {
+  constexpr int kKeys = 8;
+  const int64_t kills = Count("QUANTD_STORE_KILLS", 10);
+  std::mt19937 random(7);
+  const auto key = [](int64_t i) {
+    return EncodingKey{"model", "revision", absl::StrCat(i % kKeys)};
+  };
+  const std::unique_ptr<SqlEncodingStore> store = Open();
+  ASSERT_NE(store, nullptr);
+  // The value of the last acknowledged put; they count up from 1.
+  int64_t acknowledged = 0;
+  for (int64_t round = 0; round < kills; ++round) {
+    int fds[2];
+    ASSERT_EQ(pipe(fds), 0);
+    const pid_t child = Fork([&](SqlEncodingStore* own) {
+      close(fds[0]);
+      for (int64_t i = acknowledged + 1;; ++i) {
+        const auto encoding = MakeEncoding(static_cast<float>(i));
+        if (!own->Put(key(i), encoding, {}).ok()) return 3;
+        if (write(fds[1], &i, sizeof(i)) != sizeof(i)) return 4;
+      }
+    });
+    close(fds[1]);
+    // It works before it dies, then dies at any moment of its work.
+    int64_t last = 0;
+    ASSERT_EQ(read(fds[0], &last, sizeof(last)),
+              static_cast<ssize_t>(sizeof(last)));
+    absl::SleepFor(absl::Microseconds(random() % 20'000));
+    kill(child, SIGKILL);
+    acknowledged = last;
+    while (read(fds[0], &last, sizeof(last)) > 0) acknowledged = last;
+    close(fds[0]);
+    waitpid(child, nullptr, 0);
+
+    for (int64_t i = std::max<int64_t>(1, acknowledged - kKeys + 1);
+         i <= acknowledged; ++i) {
+      const absl::StatusOr<StoredEncoding> got = store->Get(key(i));
+      ASSERT_TRUE(got.ok()) << got.status();
+      const float value = got->encoding->scale[0];
+      // The one that was under way when the child died may be there or not.
+      const bool was_under_way = i == acknowledged - kKeys + 1;
+      EXPECT_TRUE(value == static_cast<float>(i) ||
+                  (was_under_way && value == static_cast<float>(i + kKeys)))
+          << value << " for put " << i;
+      EXPECT_EQ(got->encoding->scale, std::vector<float>(5000, value));
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Stores, StoreProcessesTest,
+                         ::testing::ValuesIn(Backends()), BackendName);
+
+}  // namespace
+}  // namespace quantd::server
