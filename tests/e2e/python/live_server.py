@@ -4,11 +4,13 @@ import ctypes
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 
 ROOT = os.path.realpath(os.path.join(os.path.dirname(__file__), "../../.."))
 PROTO_DIR = os.path.join(ROOT, "proto")
@@ -45,12 +47,13 @@ def which(program):
 
 
 class LiveServer:
-    """A quantd on free loopback ports with its own store; a context manager.
+    """A quantd on free loopback ports, with a store of its own or the URL of
+    another; a context manager.
 
     Stopping it checks that it drained and exited with 0.
     """
 
-    def __init__(self, binary, folder=None, flags=()):
+    def __init__(self, binary, folder=None, flags=(), store=None):
         self._own = tempfile.TemporaryDirectory() if folder is None else None
         self.folder = folder or self._own.name
         ready = os.path.join(self.folder, "ready.json")
@@ -61,7 +64,8 @@ class LiveServer:
             self.process = subprocess.Popen(
                 [binary, "--listen", "127.0.0.1:0",
                  "--metrics-listen", "127.0.0.1:0",
-                 "--store", "sqlite:" + os.path.join(self.folder, "store.db"),
+                 "--store",
+                 store or "sqlite:" + os.path.join(self.folder, "store.db"),
                  "--ready-file", ready, *flags],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 preexec_fn=die_with_parent)
@@ -81,6 +85,18 @@ class LiveServer:
     def log(self):
         with open(self._log_path, encoding="utf-8", errors="replace") as file:
             return file.read()
+
+    def metric(self, name, **labels):
+        """The sum of the samples of that name that have these labels."""
+        url = f"http://{self.metrics_address}/metrics"
+        total = 0.0
+        with urllib.request.urlopen(url, timeout=START_TIMEOUT_S) as response:
+            for line in response.read().decode().splitlines():
+                if re.match(name + r"[{ ]", line) and all(
+                        f'{key}="{value}"' in line
+                        for key, value in labels.items()):
+                    total += float(line.rsplit(" ", 1)[1])
+        return total
 
     def stop(self):
         self.process.terminate()

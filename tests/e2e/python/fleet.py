@@ -1,0 +1,148 @@
+"""What a fleet takes beside quantd: PostgreSQL, and nginx in front."""
+
+import glob
+import os
+import pwd
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+
+from live_server import ROOT, die_with_parent, which
+
+START_TIMEOUT_S = 60
+
+
+class PostgresqlCluster:
+    """A private PostgreSQL on a unix socket; a context manager.
+
+    Runs as the user "postgres" when the test runs as root, because PostgreSQL
+    does not run as root.
+    """
+
+    def __init__(self):
+        self._folder = tempfile.mkdtemp()
+        self._user = None
+        if os.geteuid() == 0:
+            self._user = pwd.getpwnam("postgres")
+            os.chown(self._folder, self._user.pw_uid, self._user.pw_gid)
+        self._programs = sorted(glob.glob("/usr/lib/postgresql/*/bin"))[-1]
+        self._data = os.path.join(self._folder, "data")
+        self._run("initdb", "-D", self._data, "-U", "postgres", "--auth=trust",
+                  "--encoding=UTF8", "--locale=C", "--no-sync")
+        self._process = None
+        self.start()
+
+    @property
+    def url(self):
+        return ("postgresql://postgres@/postgres?host="
+                + self._folder.replace("/", "%2F"))
+
+    def start(self):
+        self._process = subprocess.Popen(
+            [os.path.join(self._programs, "postgres"), "-D", self._data,
+             "-k", self._folder, "-c", "listen_addresses=", "-c", "fsync=off"],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL, preexec_fn=self._become)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while subprocess.run(
+                [os.path.join(self._programs, "pg_isready"), "-q", "-h",
+                 self._folder], check=False).returncode != 0:
+            if time.monotonic() > deadline or self._process.poll() is not None:
+                raise RuntimeError("PostgreSQL did not start")
+            time.sleep(0.02)
+
+    def stop(self):
+        """Ends sessions and the server; the data stay."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGINT)
+            self._process.wait(timeout=START_TIMEOUT_S)
+            self._process = None
+
+    def _become(self):
+        if self._user is not None:
+            os.setgid(self._user.pw_gid)
+            os.setuid(self._user.pw_uid)
+        die_with_parent()
+
+    def _run(self, program, *arguments):
+        subprocess.run([os.path.join(self._programs, program), *arguments],
+                       check=True, stdout=subprocess.DEVNULL,
+                       preexec_fn=self._become)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *unused):
+        self.stop()
+        shutil.rmtree(self._folder)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Nginx:
+    """nginx with the configuration that is shipped; a context manager.
+
+    Only the port, the replicas and the certificate are other ones.
+    """
+
+    def __init__(self, replicas):
+        self._folder = tempfile.mkdtemp()
+        self.certificate = os.path.join(self._folder, "server.pem")
+        subprocess.run(
+            ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt",
+             "ec_paramgen_curve:P-256", "-nodes", "-days", "2", "-subj",
+             "/CN=localhost", "-addext", "subjectAltName=DNS:localhost",
+             "-keyout", os.path.join(self._folder, "server.key"), "-out",
+             self.certificate], check=True, stderr=subprocess.DEVNULL)
+        port = free_port()
+        self.address = f"localhost:{port}"
+        with open(os.path.join(ROOT, "deploy/nginx/quantd.conf"),
+                  encoding="utf-8") as file:
+            text = file.read()
+        server = re.search(r"server 127\.0\.0\.1:8430 (.*)", text).group(0)
+        text = text.replace(server, "\n".join(
+            server.replace("127.0.0.1:8430", replica) for replica in replicas))
+        text = text.replace("listen 8443", f"listen 127.0.0.1:{port}")
+        path = os.path.join(self._folder, "quantd.conf")
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+        self._log = os.path.join(self._folder, "log")
+        with open(self._log, "wb") as log:
+            self._process = subprocess.Popen(
+                [which("nginx"), "-p", self._folder, "-c", path,
+                 "-g", "daemon off;"], stdin=subprocess.DEVNULL, stdout=log,
+                stderr=log, preexec_fn=die_with_parent)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port), 1).close()
+                return
+            except OSError:
+                if self._process.poll() is not None or (
+                        time.monotonic() > deadline):
+                    raise RuntimeError("nginx did not start:\n" + self.log())
+                time.sleep(0.01)
+
+    def log(self):
+        with open(self._log, encoding="utf-8", errors="replace") as file:
+            return file.read()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *unused):
+        self._process.send_signal(signal.SIGQUIT)
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        shutil.rmtree(self._folder)
