@@ -17,7 +17,8 @@ import subprocess
 import sys
 
 PROGRAMS = ("kernels_bench", "evaluate_bench", "statistics_bench")
-SIZES = {64 << 10: "64K", 1 << 20: "1M", 4 << 20: "4M"}
+SIZES = {64 << 10: "64K", 1 << 20: "1M", 4 << 20: "4M",
+         256 << 20: "256M"}
 # operation/variant/<bytes>/<threads>
 ROW = re.compile(r"(?P<row>.*)/(?P<bytes>\d+)/(?P<threads>\d+)")
 
