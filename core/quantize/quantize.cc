@@ -688,12 +688,12 @@ bool BeginBytes(const QuantizeRange& range) {
   const int64_t row_size = layout.row_size();
   const bool is_one_row =
       range.first / row_size == (range.first + range.count - 1) / row_size;
-  // Groups begin where their row does, which may be before the range.
+  // Groups and tiles begin where their row does, which may be before the range.
   const int64_t row_begin = range.first / row_size * row_size;
   const int64_t block = layout.row_block();
   return (is_one_row || row_size % per_byte == 0) &&
-         (block == 1 || block == row_size ||
-          (block % per_byte == 0 && row_begin % per_byte == 0));
+         (block == row_size ||
+          (row_begin % per_byte == 0 && (block == 1 || block % per_byte == 0)));
 }
 
 template <class Coder>

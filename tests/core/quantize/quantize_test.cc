@@ -297,6 +297,33 @@ TEST(QuantizeTest, EqualsTheDefinitionForManyGroupsAndColumns) {
   }
 }
 
+// A range within a row that begins in the middle of a byte before it.
+TEST(QuantizeTest, EqualsTheDefinitionWithinRowsThatDoNotBeginBytes) {
+  const LayoutCase cases[] = {
+      {{3, 5003}, {0, 1}}, {{3, 5003}, {1, 32}}, {{3, 5003}, {1, 0}}};
+  for (const LayoutCase& layout_case : cases) {
+    SCOPED_TRACE(layout_case.Name());
+    const BlockLayout layout = layout_case.Layout();
+    for (const char* name : {"int2", "int4", "float4_e2m1", "nf4"}) {
+      SCOPED_TRACE(name);
+      const FormatInfo& format = *FindFormatByName(name);
+      const Encoding encoding = MakeFormatEncoding(format, layout, 0.05, 11);
+      const auto reals = MakeReals(ElementType::kFloat32,
+                                   layout.element_count(), 0.02, false, 3);
+      for (const int64_t first : {5004, 5100, 10008}) {
+        const Result want = RunScalarDefinition(
+            encoding, layout, ElementType::kFloat32, reals, first, 4000);
+        ForEachSimdTarget([&] {
+          ExpectSame(RunQuantize(encoding, layout, ElementType::kFloat32, reals,
+                                 first, 4000),
+                     want);
+        });
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
 // Scales that reciprocals do not serve, among others that they do.
 TEST(QuantizeTest, EqualsTheDefinitionWhereSomeScalesAreExtreme) {
   const LayoutCase cases[] = {{{20, 640}, {1, 32}},
