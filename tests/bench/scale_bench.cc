@@ -35,8 +35,8 @@
 #include "client/cpp/client.h"
 #include "core/formats/number_format.h"
 #include "core/types/encoding.h"
+#include "server/store/sql_encoding_store.h"
 #include "server/store/sqlite_database.h"
-#include "server/store/sqlite_encoding_store.h"
 
 namespace quantd::bench {
 namespace {
@@ -124,7 +124,7 @@ Json OnThreads(const Options& options, Body body) {
 }
 
 Json Fill(const Options& options) {
-  server::SqliteEncodingStore store(
+  server::SqlEncodingStore store(
       Value(server::SqliteDatabase::Open(options.store)));
   const core::FormatInfo& format = *core::FindFormatByName("int8");
   core::Encoding encoding;
