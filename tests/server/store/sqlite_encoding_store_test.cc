@@ -59,8 +59,8 @@ TEST_F(SqliteEncodingStoreTest, CreatesTheFileAndItsLastDirectory) {
 }
 
 TEST_F(SqliteEncodingStoreTest, ForeignVersionChangesWhenOthersWriteOnly) {
-  std::unique_ptr<SqliteEncodingStore> ours = MustOpen();
-  std::unique_ptr<SqliteEncodingStore> others = MustOpen();
+  std::unique_ptr<SqlEncodingStore> ours = MustOpen();
+  std::unique_ptr<SqlEncodingStore> others = MustOpen();
   ASSERT_NE(ours, nullptr);
   ASSERT_NE(others, nullptr);
   const EncodingKey key{"m", "r", "t"};
