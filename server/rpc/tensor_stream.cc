@@ -118,6 +118,7 @@ void TensorStream::OnWriteDone(bool ok) {
   {
     absl::MutexLock lock(&mutex_);
     writing_ = false;
+    has_written_ = true;
     last_progress_ = absl::Now();
     queued_bytes_ -= writes_.front().charge_bytes;
     writes_.pop_front();
@@ -188,9 +189,11 @@ void TensorStream::Advance() {
   // First what the client waits for.
   if (!writing_ && !writes_.empty() && !cancelled_) {
     writing_ = true;
-    // Answers that are ready go out together.
+    // Answers that are ready go out together. Not with the first, which brings
+    // the initial metadata: gRPC completes such a write only when it is sent,
+    // and the hint says not to send it yet.
     grpc::WriteOptions options;
-    if (writes_.size() > 1) options.set_buffer_hint();
+    if (writes_.size() > 1 && has_written_) options.set_buffer_hint();
     StartWrite(&writes_.front().message, options);
   }
   if (!reading_ && !reads_done_ && !inbox_.has_value() && !end_.has_value()) {

@@ -210,6 +210,8 @@ class TensorStream final
   std::deque<Answer> writes_ ABSL_GUARDED_BY(mutex_);
   int64_t queued_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   bool writing_ ABSL_GUARDED_BY(mutex_) = false;
+  // A write has completed.
+  bool has_written_ ABSL_GUARDED_BY(mutex_) = false;
   bool working_ ABSL_GUARDED_BY(mutex_) = false;
   // What the last task left: more to do, and a tensor that is open.
   bool has_more_ ABSL_GUARDED_BY(mutex_) = false;

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -285,6 +286,37 @@ TEST(TensorStreamTest, AnswersManySmallTensorsOfAllKindsInOrder) {
   if (HasFailure()) context.TryCancel();
   writer.join();
   EXPECT_TRUE(stream->Finish().ok());
+}
+
+// Both answers are ready before anything was written: the first must not wait
+// for the transport's next occasion to send.
+TEST(TensorStreamTest, SendsTheFirstAnswersThatAreReadyTogether) {
+  testing::TestServer server;
+  const auto stub = v1::QuantizationService::NewStub(server.NewChannel());
+  v1::QuantizeRequest incomplete;
+  v1::TensorDescription* tensor = incomplete.mutable_header()->mutable_tensor();
+  tensor->set_element_type(v1::ELEMENT_TYPE_FLOAT32);
+  tensor->add_shape(256);
+  incomplete.mutable_header()->mutable_spec()->set_format(
+      v1::NUMBER_FORMAT_INT4);
+  v1::QuantizeRequest whole = incomplete;
+  whole.set_data(std::string(1024, '\0'));
+  for (int i = 0; i < 100; ++i) {
+    grpc::ClientContext context;
+    context.set_deadline(std::chrono::system_clock::now() +
+                         std::chrono::seconds(10));
+    const auto stream = stub->Quantize(&context);
+    stream->Write(incomplete);
+    stream->Write(whole);
+    stream->WritesDone();
+    v1::QuantizeResponse response;
+    ASSERT_TRUE(stream->Read(&response)) << i;
+    EXPECT_EQ(response.error().reason(), "TENSOR_INCOMPLETE");
+    ASSERT_TRUE(stream->Read(&response)) << i;
+    EXPECT_TRUE(response.has_summary());
+    EXPECT_FALSE(stream->Read(&response));
+    EXPECT_TRUE(stream->Finish().ok());
+  }
 }
 
 }  // namespace
