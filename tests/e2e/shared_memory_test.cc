@@ -1107,9 +1107,8 @@ TEST_F(SharedMemoryTest, SurvivesRandomMisuse) {
     return named;
   };
   const int sequences = kSanitized ? 1000 : 10000;
-  const absl::Time deadline = absl::Now() + absl::Seconds(30);
   int good = 0;
-  for (int i = 0; i < sequences && absl::Now() < deadline; ++i) {
+  for (int i = 0; i < sequences; ++i) {
     if (random() % 50 == 0) {
       // Its regions go while others work, and maybe while they are used.
       if (random() % 2 == 0) loose->Send(std::string(random() % 9, '\x7F'));
