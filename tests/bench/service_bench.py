@@ -17,6 +17,9 @@ GB/s of float32; beside quantd's
   plain    a synchronous server and client with generated messages and quantd's
            kernels (peers/plain_server, peers/plain_client)
   Python   grpcio and torch (peers/python_server.py), driven by plain_client
+The rows of shared memory are tensors of 256 MiB in memory shared with the
+server, beside the same over TCP and beside the kernel in one process
+(kernels_bench), on as many threads as there are processors.
 Small tensors are 1 KiB on an open stream, beside a gRPC stream that echoes
 messages of that size (peers/grpc_echo).
 """
@@ -38,6 +41,7 @@ PR_SET_PDEATHSIG = 1
 CHUNK_BYTES = 1 << 20
 SMALL_BYTES = 1 << 10
 SERVER_MEMORY_GOAL_MIB = 256
+LARGE_BYTES = 256 << 20
 BULK_GOAL_PER_SECOND = 50000
 # Bytes up and down of one message of float32 in chunks.
 SHAPES = {
@@ -89,14 +93,16 @@ class PeerServer(Server):
 
 
 class Quantd(Server):
-    """quantd on a free port with a store of its own."""
+    """quantd on a free port, or at another address, with a store of its
+    own."""
 
-    def __init__(self, build, folder):
+    def __init__(self, build, folder, listen="127.0.0.1:0", flags=()):
         ready = os.path.join(folder, "ready.json")
         super().__init__([
-            os.path.join(build, "server/quantd"), "--listen", "127.0.0.1:0",
+            os.path.join(build, "server/quantd"), "--listen", listen,
             "--metrics-listen", "off", "--store",
-            "sqlite:" + os.path.join(folder, "store.db"), "--ready-file", ready
+            "sqlite:" + os.path.join(folder, "store.db"), "--ready-file", ready,
+            *flags
         ])
         deadline = time.monotonic() + START_TIMEOUT_S
         while not os.path.exists(ready):
@@ -225,6 +231,35 @@ class Bench:
             [item["tensors_per_second"] for item in results["echo bulk"]],
             None))
 
+    def shared_memory(self, quantd):
+        """A large tensor by name, beside TCP and the kernel alone."""
+        threads = os.cpu_count()
+
+        def drive_kernel():
+            result = run_json([
+                os.path.join(self.build, "tests/bench/kernels_bench"),
+                "--large", f"--benchmark_min_time={self.seconds / 2}",
+                "--benchmark_format=json", "--benchmark_filter="
+                f"^quantize/float32_int8_tensor/{LARGE_BYTES}/{threads}"])
+            return {"gigabytes_per_second":
+                    result["benchmarks"][0]["bytes_per_second"] / 1e9}
+
+        with tempfile.TemporaryDirectory() as folder, Quantd(
+                self.build, folder, "unix:" + os.path.join(folder, "socket"),
+                ["--shared-memory"]) as shared:
+            large = ("--tensor-bytes", LARGE_BYTES)
+            results = interleave({
+                "shared": lambda: self.drive_quantd(
+                    shared, "quantize", "--shared-memory", *large),
+                "TCP": lambda: self.drive_quantd(quantd, "quantize", *large),
+                "kernel": drive_kernel,
+            }, self.rounds)
+        rates = {side: [item["gigabytes_per_second"] for item in items]
+                 for side, items in results.items()}
+        for side, goal in (("TCP", 5.0), ("kernel", 0.6)):
+            self.rows.append(row(f"shared memory, 256 MiB / {side}", "GB/s",
+                                 rates["shared"], rates[side], goal))
+
     def many_streams(self, quantd):
         """Many streams, for what they take of the server's memory."""
         self.drive_quantd(quantd, "quantize", "--streams", 64, "--connections",
@@ -244,6 +279,7 @@ class Bench:
             self.evaluate(quantd)
             self.small(quantd)
             self.many_streams(quantd)
+            self.shared_memory(quantd)
 
 
 def main():
