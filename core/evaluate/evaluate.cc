@@ -478,7 +478,6 @@ struct ColumnState {
   HWY_ALIGN float scale[kLanes];
   HWY_ALIGN int32_t zero_point[kLanes];
   LaneArrays lanes;
-  HWY_ALIGN T max_absolute[kLanes] = {};
   HWY_ALIGN T max_relative[kLanes] = {};
   // Less the elements that are so.
   HWY_ALIGN Count finite[kLanes] = {};
@@ -528,7 +527,6 @@ void AddRows(const EvaluateRange& range, const ColumnPanel& panel,
 
   auto low = state->lanes.Load(d64, 0);
   auto high = state->lanes.Load(d64, kLanes - kHalf);
-  auto max_absolute = hn::Load(d, state->max_absolute);
   auto max_relative = hn::Load(d, state->max_relative);
   auto finite = hn::Load(di, state->finite);
   auto flushed = hn::Load(di, state->flushed);
@@ -538,11 +536,10 @@ void AddRows(const EvaluateRange& range, const ColumnPanel& panel,
                             hn::Mask<decltype(d)> mask) HWY_ATTR {
     return hn::Add(counts, hn::VecFromMask(di, hn::RebindMask(di, mask)));
   };
-  HWY_ALIGN T terms[4 * kLanes];
+  HWY_ALIGN T terms[3 * kLanes];
   T* const real = terms;
   T* const restored = terms + kLanes;
-  T* const absolute = terms + 2 * kLanes;
-  T* const relative = terms + 3 * kLanes;
+  T* const relative = terms + 2 * kLanes;
   HWY_ALIGN T elements[kLanes] = {};
   for (int64_t row = first_row; row < end_row; ++row) {
     const uint8_t* in = panel.in + row * row_bytes + column * element_bytes;
@@ -570,28 +567,24 @@ void AddRows(const EvaluateRange& range, const ColumnPanel& panel,
     flushed = subtract(flushed, errors.flushed);
     clipped_low = subtract(clipped_low, kinds.low);
     clipped_high = subtract(clipped_high, kinds.high);
-    max_absolute = hn::Max(max_absolute, errors.absolute);
     max_relative = hn::Max(max_relative, errors.relative);
     if constexpr (kFromFloat) {
       hn::Store(x, d, real);
       hn::Store(y, d, restored);
-      hn::Store(errors.absolute, d, absolute);
       hn::Store(errors.relative, d, relative);
       KeepInMemory(terms);
       low.template Add<true>(LoadDouble(d64, real), LoadDouble(d64, restored),
-                             LoadDouble(d64, absolute),
                              LoadDouble(d64, relative));
-      high.template Add<true>(
-          LoadDouble(d64, real + kHalf), LoadDouble(d64, restored + kHalf),
-          LoadDouble(d64, absolute + kHalf), LoadDouble(d64, relative + kHalf));
+      high.template Add<true>(LoadDouble(d64, real + kHalf),
+                              LoadDouble(d64, restored + kHalf),
+                              LoadDouble(d64, relative + kHalf));
     } else {
-      low.template Add<false>(x, y, errors.absolute, errors.relative);
+      low.template Add<false>(x, y, errors.relative);
     }
   }
   // float64 has but one vector of lanes.
   if constexpr (kFromFloat) state->lanes.Store(d64, high, kHalf);
   state->lanes.Store(d64, low, 0);
-  hn::Store(max_absolute, d, state->max_absolute);
   hn::Store(max_relative, d, state->max_relative);
   hn::Store(finite, di, state->finite);
   hn::Store(flushed, di, state->flushed);
@@ -621,8 +614,7 @@ void FinishColumns(const EvaluateRange& range, const ColumnPanel& panel,
                    int64_t column, const ColumnState<T>& state,
                    ErrorSums* sums) {
   for (int64_t c = 0; c < state.count; ++c) {
-    if (std::is_same_v<T, float> && (std::isinf(state.max_absolute[c]) ||
-                                     std::isinf(state.max_relative[c]))) {
+    if (std::is_same_v<T, float> && std::isinf(state.max_relative[c])) {
       AddWideColumn(range, panel, column + c, &sums[column + c]);
       continue;
     }
@@ -639,7 +631,7 @@ void FinishColumns(const EvaluateRange& range, const ColumnPanel& panel,
     sum.reconstructed = state.lanes.reconstructed[c];
     sum.product = state.lanes.product[c];
     sum.max_absolute_error =
-        std::max<double>(sum.max_absolute_error, state.max_absolute[c]);
+        std::max(sum.max_absolute_error, state.lanes.max_absolute[c]);
     sum.max_relative_error =
         std::max<double>(sum.max_relative_error, state.max_relative[c]);
   }

@@ -20,12 +20,11 @@ namespace quantd::core {
 // finite; the others (x NaN or infinite, a scale of NaN, an overflow of a
 // format that does not saturate) count as non-finite and nowhere else. x' has
 // the arithmetic type (float32, or float64 for float64 tensors): it is not
-// rounded to float16 or bfloat16. e = x' - x and |e / x| are rounded to the
-// arithmetic type, but to float64 where float32 cannot hold e, or the latter;
-// products and sums are in float64. float32's e is exact where x' is 0 or
-// within a factor of 2 of x, otherwise within 2^-24; all else but |e / x|,
-// which is rounded to float32 once more, is as exact as float64. Clipped: see
-// quantize.h.
+// rounded to float16 or bfloat16. e = x' - x, products and sums are in float64.
+// |e / x| is the quotient of float64 for float64 tensors; otherwise that of e
+// rounded to float32, rounded to float32, which is within 2^-23 of the exact
+// one where it is normal, or float64's where float32 cannot hold either.
+// Clipped: see quantize.h.
 struct ErrorSums {
   int64_t count = 0;        // elements that the sums are over
   int64_t non_finite = 0;   // the others

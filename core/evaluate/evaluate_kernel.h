@@ -6,7 +6,6 @@
 
 #include <cmath>
 #include <cstdint>
-#include <limits>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
@@ -83,28 +82,16 @@ inline double AddLanes(const double lanes[kSumLanes]) {
   return sums[0];
 }
 
-// |x' - x|, rounded to float32 where that is finite. Requires: finite.
-inline double AbsoluteError(float real, float restored) {
-  const float error = std::fabs(restored - real);
-  return std::isfinite(error) ? error
-                              : std::fabs(double{restored} - double{real});
-}
-inline double AbsoluteError(double real, double restored) {
-  return std::fabs(restored - real);
-}
-
-// |e / x| of an AbsoluteError, rounded to float32 where both are finite in it;
-// 0 where x is 0.
-inline double RelativeError(float real, double error) {
+// |e / x|, 0 where x is 0; of float32 the quotient of e rounded to float32,
+// rounded likewise, where both are finite in it. Requires: finite.
+inline double RelativeError(float real, float restored) {
   if (real == 0) return 0;
-  if (error <= std::numeric_limits<float>::max()) {
-    const float relative = static_cast<float>(error) / std::fabs(real);
-    if (std::isfinite(relative)) return relative;
-  }
-  return error / std::fabs(double{real});
+  const float relative = std::fabs((restored - real) / real);
+  if (std::isfinite(relative)) return relative;
+  return std::fabs((double{restored} - double{real}) / double{real});
 }
-inline double RelativeError(double real, double error) {
-  return real == 0 ? 0 : error / std::fabs(real);
+inline double RelativeError(double real, double restored) {
+  return real == 0 ? 0 : std::fabs((restored - real) / real);
 }
 
 // Sums of the elements of a leaf or portion, the k-th in lane k mod kSumLanes:
@@ -114,10 +101,10 @@ class LaneSums {
   // `T` is float or double. Requires: finite.
   template <typename T>
   void Add(int64_t k, T x, T y) {
-    const double error = AbsoluteError(x, y);
-    const double relative = RelativeError(x, error);
+    const double relative = RelativeError(x, y);
     const double real = x;
     const double restored = y;
+    const double error = std::fabs(restored - real);
     const int64_t lane = k % kSumLanes;
     ++sums_.count;
     sums_.zero_flushed += real != 0 && restored == 0;

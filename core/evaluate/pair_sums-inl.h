@@ -56,11 +56,10 @@ HWY_INLINE void KeepInMemory(Array& values) {
   asm volatile("" : "+m"(values));
 }
 
-// The errors of Lanes(d) pairs, in the type of D: AbsoluteError and
-// RelativeError where they are finite, otherwise infinite.
+// Of Lanes(d) pairs, in the type of D.
 template <class D>
 struct PairErrors {
-  hn::Vec<D> absolute;
+  // RelativeError where it is finite, otherwise infinite.
   hn::Vec<D> relative;
   // x != 0, x' == 0.
   hn::Mask<D> flushed;
@@ -70,36 +69,33 @@ template <class D, class V = hn::Vec<D>>
 HWY_INLINE PairErrors<D> ErrorsOf(D d, V x, V y) {
   PairErrors<D> errors;
   const V zero = hn::Zero(d);
-  errors.absolute = hn::Abs(hn::Sub(y, x));
-  const V magnitude = hn::Abs(x);
+  const V error = hn::Sub(y, x);
 #if HWY_TARGET == HWY_AVX3
   // Masks of comparisons and divisions cost nothing of their own.
   if constexpr (sizeof(V) == 64) {
     if constexpr (std::is_same_v<hn::TFromD<D>, float>) {
       const __mmask16 nonzero =
           _mm512_cmp_ps_mask(x.raw, zero.raw, _CMP_NEQ_UQ);
-      errors.relative.raw =
-          _mm512_maskz_div_ps(nonzero, errors.absolute.raw, magnitude.raw);
+      errors.relative.raw = _mm512_maskz_div_ps(nonzero, error.raw, x.raw);
       errors.flushed.raw =
           _mm512_mask_cmp_ps_mask(nonzero, y.raw, zero.raw, _CMP_EQ_OQ);
     } else {
       const __mmask8 nonzero = _mm512_cmp_pd_mask(x.raw, zero.raw, _CMP_NEQ_UQ);
-      errors.relative.raw =
-          _mm512_maskz_div_pd(nonzero, errors.absolute.raw, magnitude.raw);
+      errors.relative.raw = _mm512_maskz_div_pd(nonzero, error.raw, x.raw);
       errors.flushed.raw =
           _mm512_mask_cmp_pd_mask(nonzero, y.raw, zero.raw, _CMP_EQ_OQ);
     }
+    errors.relative = hn::Abs(errors.relative);
     return errors;
   }
 #endif
   const auto is_zero = hn::Eq(x, zero);
-  errors.relative =
-      hn::IfThenZeroElse(is_zero, hn::Div(errors.absolute, magnitude));
+  errors.relative = hn::IfThenZeroElse(is_zero, hn::Abs(hn::Div(error, x)));
   errors.flushed = hn::AndNot(is_zero, hn::Eq(y, zero));
   return errors;
 }
 
-// Sums of the terms of Lanes(d) lanes in float64.
+// Sums of the terms of Lanes(d) lanes in float64, and the largest error.
 template <class D>
 struct TermSums {
   explicit TermSums(D d)
@@ -108,25 +104,28 @@ struct TermSums {
         relative(hn::Zero(d)),
         signal(hn::Zero(d)),
         reconstructed(hn::Zero(d)),
-        product(hn::Zero(d)) {}
+        product(hn::Zero(d)),
+        max_absolute(hn::Zero(d)) {}
 
-  // kFromFloat: all four are float32 values, whose products are exact, so that
-  // a fused step rounds as the product and the sum do.
+  // kFromFloat: x and y are float32 values, whose products are exact, so that
+  // a fused step rounds as the product and the sum do; the square of the error
+  // is not, and not every target has a fused step.
   template <bool kFromFloat, class V = hn::Vec<D>>
-  HWY_INLINE void Add(V x, V y, V error, V ratio) {
+  HWY_INLINE void Add(V x, V y, V ratio) {
+    const V error = hn::Abs(hn::Sub(y, x));
+    squared = hn::Add(squared, hn::Mul(error, error));
     if constexpr (kFromFloat) {
-      squared = hn::MulAdd(error, error, squared);
       signal = hn::MulAdd(x, x, signal);
       reconstructed = hn::MulAdd(y, y, reconstructed);
       product = hn::MulAdd(x, y, product);
     } else {
-      squared = hn::Add(squared, hn::Mul(error, error));
       signal = hn::Add(signal, hn::Mul(x, x));
       reconstructed = hn::Add(reconstructed, hn::Mul(y, y));
       product = hn::Add(product, hn::Mul(x, y));
     }
     absolute = hn::Add(absolute, error);
     relative = hn::Add(relative, ratio);
+    max_absolute = hn::Max(max_absolute, error);
   }
 
   hn::Vec<D> squared;
@@ -135,6 +134,7 @@ struct TermSums {
   hn::Vec<D> signal;
   hn::Vec<D> reconstructed;
   hn::Vec<D> product;
+  hn::Vec<D> max_absolute;
 };
 
 // The lanes of a leaf in memory.
@@ -145,6 +145,7 @@ struct LaneArrays {
   HWY_ALIGN double signal[kSumLanes] = {};
   HWY_ALIGN double reconstructed[kSumLanes] = {};
   HWY_ALIGN double product[kSumLanes] = {};
+  HWY_ALIGN double max_absolute[kSumLanes] = {};
 
   template <class D>
   HWY_INLINE TermSums<D> Load(D d, int64_t lane) const {
@@ -155,6 +156,7 @@ struct LaneArrays {
     sums.signal = hn::Load(d, signal + lane);
     sums.reconstructed = hn::Load(d, reconstructed + lane);
     sums.product = hn::Load(d, product + lane);
+    sums.max_absolute = hn::Load(d, max_absolute + lane);
     return sums;
   }
 
@@ -166,6 +168,7 @@ struct LaneArrays {
     hn::Store(sums.signal, d, signal + lane);
     hn::Store(sums.reconstructed, d, reconstructed + lane);
     hn::Store(sums.product, d, product + lane);
+    hn::Store(sums.max_absolute, d, max_absolute + lane);
   }
 };
 
@@ -204,6 +207,8 @@ HWY_INLINE void SetSums(const LaneArrays& lanes, ErrorSums* sums) {
   sums->signal = SumTree(lanes.signal);
   sums->reconstructed = SumTree(lanes.reconstructed);
   sums->product = SumTree(lanes.product);
+  sums->max_absolute_error =
+      *std::max_element(lanes.max_absolute, lanes.max_absolute + kSumLanes);
 }
 
 // The input that comes after a leaf, asked for while the leaf is summed:
@@ -225,7 +230,6 @@ class DoubleSums {
                       const Ahead& ahead) {
     const hn::CappedTag<double, kSumLanes> d;
     const int64_t vector_lanes = static_cast<int64_t>(hn::Lanes(d));
-    auto max_absolute = hn::Zero(d);
     auto max_relative = hn::Zero(d);
     // One vector's width of the lanes at a time, so that all sums fit
     // registers.
@@ -236,16 +240,13 @@ class DoubleSums {
         const auto x = hn::LoadU(d, real + i);
         const auto y = hn::LoadU(d, restored + i);
         const auto errors = ErrorsOf(d, x, y);
-        terms.template Add<false>(x, y, errors.absolute, errors.relative);
+        terms.template Add<false>(x, y, errors.relative);
         sums_.zero_flushed +=
             static_cast<int64_t>(hn::CountTrue(d, errors.flushed));
-        max_absolute = hn::Max(max_absolute, errors.absolute);
         max_relative = hn::Max(max_relative, errors.relative);
       }
       lanes_.Store(d, terms, lane);
     }
-    sums_.max_absolute_error = std::max(
-        sums_.max_absolute_error, hn::GetLane(hn::MaxOfLanes(d, max_absolute)));
     sums_.max_relative_error = std::max(
         sums_.max_relative_error, hn::GetLane(hn::MaxOfLanes(d, max_relative)));
   }
@@ -262,10 +263,9 @@ class DoubleSums {
 
 #if HWY_TARGET == HWY_AVX3
 
-// The sums of the six lanes of vectors, by SumTree, and the largest of the
-// lanes of two others, several at a time to save shuffles.
+// The sums of the lanes of six vectors, by SumTree, several at a time to save
+// shuffles, and the largest of the lanes of two others.
 HWY_INLINE void SetSums(const TermSums<hn::Full512<double>>& terms,
-                        hn::Vec<hn::Full512<float>> max_absolute,
                         hn::Vec<hn::Full512<float>> max_relative,
                         ErrorSums* sums) {
   // Lane i with i + 4, of two vectors.
@@ -293,17 +293,10 @@ HWY_INLINE void SetSums(const TermSums<hn::Full512<double>>& terms,
   sums->relative_error = totals[4];
   sums->signal = totals[6];
 
-  const __m512 both = _mm512_max_ps(
-      _mm512_shuffle_f32x4(max_absolute.raw, max_relative.raw, 0x44),
-      _mm512_shuffle_f32x4(max_absolute.raw, max_relative.raw, 0xEE));
-  const __m512 quads = _mm512_max_ps(_mm512_shuffle_f32x4(both, both, 0x88),
-                                     _mm512_shuffle_f32x4(both, both, 0xDD));
-  const __m512 pairs = _mm512_max_ps(quads, _mm512_permute_ps(quads, 0x4E));
-  HWY_ALIGN float largest[16];
-  _mm512_store_ps(largest,
-                  _mm512_max_ps(pairs, _mm512_permute_ps(pairs, 0xB1)));
-  sums->max_absolute_error = largest[0];
-  sums->max_relative_error = largest[4];
+  const hn::Full512<double> d;
+  sums->max_absolute_error = hn::GetLane(hn::MaxOfLanes(d, terms.max_absolute));
+  const hn::Full512<float> df;
+  sums->max_relative_error = hn::GetLane(hn::MaxOfLanes(df, max_relative));
 }
 
 // All sums fit the registers.
@@ -312,7 +305,6 @@ class FloatSums {
   HWY_INLINE FloatSums()
       : low_(hn::Full512<double>()),
         high_(hn::Full512<double>()),
-        max_absolute_(hn::Zero(hn::Full512<float>())),
         max_relative_(hn::Zero(hn::Full512<float>())) {}
 
   // Adds `count` pairs, a multiple of kSumLanes.
@@ -322,25 +314,21 @@ class FloatSums {
     const hn::Full512<float> df;
     const hn::Full512<double> d;
     constexpr int64_t kHalf = kSumLanes / 2;
-    HWY_ALIGN float errors[2 * kSumLanes];
-    float* const absolute = errors;
-    float* const relative = errors + kSumLanes;
+    HWY_ALIGN float relative[kSumLanes];
     for (int64_t i = 0; i < count; i += kSumLanes) {
       ahead.Fetch(i);
       const auto e =
           ErrorsOf(df, hn::LoadU(df, real + i), hn::LoadU(df, restored + i));
       flushed_ += static_cast<int64_t>(hn::CountTrue(df, e.flushed));
-      max_absolute_ = hn::Max(max_absolute_, e.absolute);
       max_relative_ = hn::Max(max_relative_, e.relative);
-      hn::Store(e.absolute, df, absolute);
       hn::Store(e.relative, df, relative);
-      KeepInMemory(errors);
+      KeepInMemory(relative);
       low_.template Add<true>(LoadDouble(d, real + i),
                               LoadDouble(d, restored + i),
-                              LoadDouble(d, absolute), LoadDouble(d, relative));
-      high_.template Add<true>(
-          LoadDouble(d, real + i + kHalf), LoadDouble(d, restored + i + kHalf),
-          LoadDouble(d, absolute + kHalf), LoadDouble(d, relative + kHalf));
+                              LoadDouble(d, relative));
+      high_.template Add<true>(LoadDouble(d, real + i + kHalf),
+                               LoadDouble(d, restored + i + kHalf),
+                               LoadDouble(d, relative + kHalf));
     }
   }
 
@@ -351,22 +339,22 @@ class FloatSums {
     low_.signal = hn::Add(low_.signal, high_.signal);
     low_.reconstructed = hn::Add(low_.reconstructed, high_.reconstructed);
     low_.product = hn::Add(low_.product, high_.product);
-    SetSums(low_, max_absolute_, max_relative_, sums);
+    low_.max_absolute = hn::Max(low_.max_absolute, high_.max_absolute);
+    SetSums(low_, max_relative_, sums);
     sums->zero_flushed = flushed_;
   }
 
  private:
   TermSums<hn::Full512<double>> low_;
   TermSums<hn::Full512<double>> high_;
-  hn::Vec<hn::Full512<float>> max_absolute_;
   hn::Vec<hn::Full512<float>> max_relative_;
   int64_t flushed_ = 0;
 };
 
 #else
 
-// In two steps: errors as float32 into L1, then everything from there as
-// float64; see KeepInMemory.
+// In two steps: relative errors as float32 into L1, then everything from there
+// as float64; see KeepInMemory.
 class FloatSums {
  public:
   // Adds `count` pairs, a multiple of kSumLanes.
@@ -380,9 +368,7 @@ class FloatSums {
     // Short enough for the divisions of one block to overlap the sums of the
     // one before.
     constexpr int64_t kBlock = 8 * kSumLanes;
-    HWY_ALIGN float absolute[kBlock];
     HWY_ALIGN float relative[kBlock];
-    auto max_absolute = hn::Zero(df);
     auto max_relative = hn::Zero(df);
     for (int64_t begin = 0; begin < count; begin += kBlock) {
       const int64_t block = std::min(kBlock, count - begin);
@@ -393,9 +379,7 @@ class FloatSums {
         const auto e = ErrorsOf(df, hn::LoadU(df, x + i), hn::LoadU(df, y + i));
         sums_.zero_flushed +=
             static_cast<int64_t>(hn::CountTrue(df, e.flushed));
-        max_absolute = hn::Max(max_absolute, e.absolute);
         max_relative = hn::Max(max_relative, e.relative);
-        hn::Store(e.absolute, df, absolute + i);
         hn::Store(e.relative, df, relative + i);
       }
       // One vector's width of the lanes at a time, so that all sums fit
@@ -404,15 +388,11 @@ class FloatSums {
         auto terms = lanes_.Load(d, lane);
         for (int64_t i = lane; i < block; i += kSumLanes) {
           terms.template Add<true>(LoadDouble(d, x + i), LoadDouble(d, y + i),
-                                   LoadDouble(d, absolute + i),
                                    LoadDouble(d, relative + i));
         }
         lanes_.Store(d, terms, lane);
       }
     }
-    sums_.max_absolute_error =
-        std::max<double>(sums_.max_absolute_error,
-                         hn::GetLane(hn::MaxOfLanes(df, max_absolute)));
     sums_.max_relative_error =
         std::max<double>(sums_.max_relative_error,
                          hn::GetLane(hn::MaxOfLanes(df, max_relative)));
@@ -451,8 +431,7 @@ HWY_INLINE ErrorSums SumPairs(const T* HWY_RESTRICT real,
   lanes.Finish(&sums);
   if constexpr (std::is_same_v<T, float>) {
     constexpr double kLargest = std::numeric_limits<float>::max();
-    if (HWY_UNLIKELY(sums.max_absolute_error > kLargest ||
-                     sums.max_relative_error > kLargest)) {
+    if (HWY_UNLIKELY(sums.max_relative_error > kLargest)) {
       LaneSums wide;
       for (int64_t k = 0; k < count; ++k) wide.Add(k, real[k], restored[k]);
       sums = wide.Total();

@@ -39,7 +39,7 @@ ErrorSums Naive(ElementType type, const std::vector<uint8_t>& pairs) {
         ++sums.non_finite;
         continue;
       }
-      const double error = NaiveError(type, x, y);
+      const double error = std::fabs(y - x);
       const double relative = NaiveRelative(type, x, error);
       const double terms[6] = {error * error, error, relative,
                                x * x,         y * y, x * y};

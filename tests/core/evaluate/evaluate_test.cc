@@ -110,7 +110,7 @@ class NaiveLanes {
     sums_.clipped_low += low;
     sums_.clipped_high += high;
     sums_.zero_flushed += x != 0 && restored == 0;
-    const double error = NaiveError(type, x, restored);
+    const double error = std::fabs(restored - x);
     const double relative = NaiveRelative(type, x, error);
     const double terms[6] = {error * error,       error,       relative, x * x,
                              restored * restored, x * restored};

@@ -20,15 +20,13 @@ inline double NaiveInType(ElementType type, double value) {
   return std::isfinite(single) ? single : value;
 }
 
-// |e| and |e / x|. Rounding float64's difference or quotient of two float32
+// |e / x| of e = |e|. Rounding float64's difference or quotient of two float32
 // to float32 is rounding the exact one: float64 has more than twice the digits.
-inline double NaiveError(ElementType type, double x, double restored) {
-  return NaiveInType(type, std::fabs(restored - x));
-}
 inline double NaiveRelative(ElementType type, double x, double error) {
   if (x == 0) return 0;
-  const double relative = error / std::fabs(x);
-  const bool is_wide = error > std::numeric_limits<float>::max();
+  const double relative = NaiveInType(type, error) / std::fabs(x);
+  const bool is_wide =
+      NaiveInType(type, error) > std::numeric_limits<float>::max();
   return is_wide ? relative : NaiveInType(type, relative);
 }
 
