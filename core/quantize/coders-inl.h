@@ -1,11 +1,19 @@
 // How the kernels of quantize.cc make codes of float32 vectors, one class per
 // kind of code. All have the same members:
 //
-//   State                 what a loop keeps of the elements that it saw
+//   State<kCounts>        what a loop keeps of the elements that it saw:
+//   whether
+//                         some were not ordinary, or with kCounts how many of
+//                         them were clipped
 //   Accepts, Auxiliary    for ScaleArrays::Fill: which scales the class can
 //                         work with, and what it needs of them besides
 //   Code(d, x, scales)    codes of a vector; Store takes four of them
 //   AllGood(state)        no element was clipped or NaN
+//   CanCount              State<true> may be used
+//   AllOrdinary(state)    its counts and the codes are right: there may be
+//                         clipped elements, but none that are not finite
+//   SawClipped(state)     some element was clipped
+//   AddCounts(...)        adds its counts to sums over any lanes
 //   Saturates             codes of clipped elements are right, but for
 //   quotients
 //                         that overflow
@@ -24,6 +32,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 
 #include "core/formats/float_codec-inl.h"
 #include "core/formats/grid.h"
@@ -93,6 +102,22 @@ HWY_INLINE IntVector OrWhere(FloatMask mask, IntVector v, IntVector bits) {
 #endif
 }
 
+// v, and 1 more in the lanes of the mask
+template <class D, class V = hn::Vec<D>>
+HWY_INLINE V CountWhere(D d, hn::Mask<D> mask, V v) {
+#if HWY_ARCH_X86 && HWY_MAX_BYTES == 64
+  if constexpr (sizeof(hn::TFromD<D>) == 2) {
+    return V{
+        _mm512_mask_sub_epi16(v.raw, mask.raw, v.raw, _mm512_set1_epi16(-1))};
+  } else {
+    return V{
+        _mm512_mask_sub_epi32(v.raw, mask.raw, v.raw, _mm512_set1_epi32(-1))};
+  }
+#else
+  return hn::Sub(v, hn::VecFromMask(d, mask));
+#endif
+}
+
 HWY_INLINE void CountNonFinite(FloatMask mask, FloatVector x,
                                QuantizeCounts* counts) {
   const FloatTag d;
@@ -118,10 +143,27 @@ class IntegerCoder {
   // all others. Bytes are tested as int16, to which they saturate.
   using Seen = std::conditional_t<kBytes == 1, uint16_t, uint32_t>;
   using SeenTag = hn::Repartition<Seen, FloatTag>;
-  struct State {
-    HWY_INLINE State() : largest(hn::Zero(SeenTag())) {}
+  struct FastState {
+    HWY_INLINE FastState() : largest(hn::Zero(SeenTag())) {}
     hn::Vec<SeenTag> largest;
   };
+  // Counts per lane, of a piece at the most, and the smallest and largest code
+  // before the zero point or after it: what is not finite or overflows becomes
+  // the end of a range of integers.
+  using CountTag = std::conditional_t<kBytes == 1, WordTag, IntTag>;
+  struct CountingState {
+    HWY_INLINE CountingState()
+        : low(hn::Zero(CountTag())),
+          high(hn::Zero(CountTag())),
+          smallest(hn::Zero(CountTag())),
+          largest(hn::Zero(CountTag())) {}
+    hn::Vec<CountTag> low;
+    hn::Vec<CountTag> high;
+    hn::Vec<CountTag> smallest;
+    hn::Vec<CountTag> largest;
+  };
+  template <bool kCounts>
+  using State = std::conditional_t<kCounts, CountingState, FastState>;
 
   explicit IntegerCoder(const QuantizeRange& range)
       : qmin_(range.encoding.qmin),
@@ -147,14 +189,14 @@ class IntegerCoder {
   }
 
   // A zero point that all elements share is added in Store if that is cheaper.
-  template <bool kVaries>
+  template <bool kVaries, class State>
   HWY_INLINE IntVector Code(FloatTag d, FloatVector x,
                             const ScaleLanes<FloatTag>& s, State& state) const {
     const auto code = RoundToInt(ExactQuotient<1>(d, x, s.scale, s.reciprocal));
     return kVaries || kBytes == 2 ? hn::Add(code, s.aux) : code;
   }
 
-  template <bool kVaries>
+  template <bool kVaries, class State>
   HWY_INLINE void Store(IntVector v0, IntVector v1, IntVector v2, IntVector v3,
                         const ScaleLanes<FloatTag>& s, State& state, int bits,
                         uint8_t* HWY_RESTRICT out) const {
@@ -162,23 +204,42 @@ class IntegerCoder {
     const WordTag dw;
     const ByteTag db;
     const SeenTag ds;
+    constexpr bool kCounts = std::is_same_v<State, CountingState>;
     if constexpr (kBytes == 1) {
       auto low = PackToWords(di, v0, v1);
       auto high = PackToWords(di, v2, v3);
+      if constexpr (kCounts && !kVaries) {
+        state.smallest = hn::Min(state.smallest, hn::Min(low, high));
+      }
       if constexpr (!kVaries) {
         const auto aux = PackToWords(di, s.aux, s.aux);
         low = hn::SaturatedAdd(low, aux);
         high = hn::SaturatedAdd(high, aux);
       }
-      state.largest = hn::Max(state.largest, hn::BitCast(ds, low));
-      state.largest = hn::Max(state.largest, hn::BitCast(ds, high));
+      if constexpr (kCounts) {
+        // The zero points may have wrapped what is at either end around.
+        if constexpr (kVaries) {
+          state.smallest = hn::Min(state.smallest, hn::Min(low, high));
+          state.largest = hn::Max(state.largest, hn::Max(low, high));
+        }
+        Count(low, state);
+        Count(high, state);
+      } else {
+        state.largest = hn::Max(state.largest, hn::BitCast(ds, low));
+        state.largest = hn::Max(state.largest, hn::BitCast(ds, high));
+      }
       const auto bytes = hn::Min(OrderBytes(db, PackToBytes(dw, low, high)),
                                  hn::Set(db, static_cast<uint8_t>(span_)));
       StorePacked(db, hn::Add(bytes, hn::Set(db, static_cast<uint8_t>(qmin_))),
                   bits, out);
     } else {
       for (const auto& v : {v0, v1, v2, v3}) {
-        state.largest = hn::Max(state.largest, hn::BitCast(ds, v));
+        if constexpr (kCounts) {
+          state.smallest = hn::Min(state.smallest, v);
+          Count(v, state);
+        } else {
+          state.largest = hn::Max(state.largest, hn::BitCast(ds, v));
+        }
       }
       const auto half = hn::Set(di, 32768);
       const auto last = hn::Set(dw, static_cast<int16_t>(span_ - 32768));
@@ -194,11 +255,37 @@ class IntegerCoder {
     }
   }
 
-  HWY_INLINE bool AllGood(const State& state) const {
+  HWY_INLINE bool AllGood(const FastState& state) const {
     const SeenTag ds;
     // Saturated: Max gives the span unless a code is above it.
     const auto span = hn::Set(ds, static_cast<Seen>(span_));
     return hn::AllTrue(ds, hn::Eq(hn::Max(state.largest, span), span));
+  }
+
+  // Where RoundToInt makes the lowest int32 of what is not finite.
+  bool CanCount() const { return HWY_ARCH_X86 != 0; }
+
+  HWY_INLINE bool AllOrdinary(const CountingState& state) const {
+    const CountTag dc;
+    using T = hn::TFromD<CountTag>;
+    // A zero point of 16 bits is less than half of the numbers below.
+    const auto lowest = hn::Set(dc, kBytes == 1 ? std::numeric_limits<T>::min()
+                                                : static_cast<T>(-1) << 30);
+    const auto highest = hn::Set(dc, std::numeric_limits<T>::max());
+    return hn::AllTrue(dc, hn::And(hn::Gt(state.smallest, lowest),
+                                   hn::Lt(state.largest, highest)));
+  }
+
+  HWY_INLINE bool SawClipped(const CountingState& state) const {
+    const CountTag dc;
+    return !hn::AllTrue(dc,
+                        hn::Eq(hn::Or(state.low, state.high), hn::Zero(dc)));
+  }
+
+  HWY_INLINE void AddCounts(const CountingState& state, IntVector& low,
+                            IntVector& high) const {
+    low = Widened(state.low, low);
+    high = Widened(state.high, high);
   }
 
   bool Saturates() const { return true; }
@@ -245,6 +332,25 @@ class IntegerCoder {
   }
 
  private:
+  HWY_INLINE void Count(hn::Vec<CountTag> code, CountingState& state) const {
+    const CountTag dc;
+    const auto span = hn::Set(dc, static_cast<hn::TFromD<CountTag>>(span_));
+    state.low = hn::Sub(state.low, hn::BroadcastSignBit(code));
+    state.high = CountWhere(dc, hn::Gt(code, span), state.high);
+  }
+
+  HWY_INLINE static IntVector Widened(hn::Vec<CountTag> counts, IntVector sum) {
+    const IntTag di;
+    if constexpr (kBytes == 1) {
+      auto rest = hn::Zero(di);
+      sum = hn::ReorderWidenMulAccumulate(di, counts, hn::Set(WordTag(), 1),
+                                          sum, rest);
+      return hn::Add(sum, rest);
+    } else {
+      return hn::Add(sum, counts);
+    }
+  }
+
   int32_t qmin_;
   int32_t span_;
   int32_t nan_is_qmin_;
@@ -256,13 +362,26 @@ class GridCoder {
  public:
   static constexpr int kCodeBytes = 1;
 
-  struct State {
-    HWY_INLINE State()
+  struct FastState {
+    HWY_INLINE FastState()
         : good(hn::Eq(hn::Zero(FloatTag()), hn::Zero(FloatTag()))) {}
     FloatMask good;
   };
+  // Counts per lane, and the largest magnitude of a quotient, by its bits: NaN
+  // is above all numbers.
+  struct CountingState {
+    HWY_INLINE CountingState()
+        : clipped(hn::Zero(IntTag())),
+          low(hn::Zero(IntTag())),
+          largest(hn::Zero(IntTag())) {}
+    IntVector clipped;
+    IntVector low;
+    IntVector largest;
+  };
+  template <bool kCounts>
+  using State = std::conditional_t<kCounts, CountingState, FastState>;
 
-  template <bool kVaries>
+  template <bool kVaries, class State>
   HWY_INLINE void Store(IntVector v0, IntVector v1, IntVector v2, IntVector v3,
                         const ScaleLanes<FloatTag>& s, State& state, int bits,
                         uint8_t* HWY_RESTRICT out) const {
@@ -274,8 +393,25 @@ class GridCoder {
     StorePacked(db, OrderBytes(db, PackToBytes(dw, low, high)), bits, out);
   }
 
-  HWY_INLINE bool AllGood(const State& state) const {
+  HWY_INLINE bool AllGood(const FastState& state) const {
     return hn::AllTrue(FloatTag(), state.good);
+  }
+
+  HWY_INLINE bool AllOrdinary(const CountingState& state) const {
+    const IntTag di;
+    const auto limit = hn::BitCast(di, hn::Set(FloatTag(), 0x1p100f));
+    return hn::AllTrue(di, hn::Lt(state.largest, limit));
+  }
+
+  HWY_INLINE bool SawClipped(const CountingState& state) const {
+    const IntTag di;
+    return !hn::AllTrue(di, hn::Eq(state.clipped, hn::Zero(di)));
+  }
+
+  HWY_INLINE void AddCounts(const CountingState& state, IntVector& low,
+                            IntVector& high) const {
+    low = hn::Add(low, state.low);
+    high = hn::Add(high, hn::Sub(state.clipped, state.low));
   }
 
   HWY_INLINE IntVector SpecialCode(FloatTag d, FloatVector x,
@@ -297,6 +433,14 @@ class GridCoder {
  protected:
   GridCoder(const QuantizeRange& range, const Grid& grid)
       : grid_(&grid), nan_code_(range.NanCode(0)) {}
+
+  HWY_INLINE static void Count(FloatMask clipped, FloatMask low,
+                               FloatVector magnitude, CountingState& state) {
+    const IntTag di;
+    state.clipped = CountWhere(di, hn::RebindMask(di, clipped), state.clipped);
+    state.low = CountWhere(di, hn::RebindMask(di, low), state.low);
+    state.largest = hn::Max(state.largest, hn::BitCast(di, magnitude));
+  }
 
   const Grid* grid_;
   int32_t nan_code_;
@@ -339,13 +483,15 @@ class FloatCoder : public GridCoder<FloatGrid> {
     return hn::Or(bound, hn::Set(di, std::numeric_limits<int32_t>::min()));
   }
 
-  template <bool kVaries>
+  template <bool kVaries, class State>
   HWY_INLINE IntVector Code(FloatTag d, FloatVector x,
                             const ScaleLanes<FloatTag>& s, State& state) const {
     const IntTag di;
     const auto magnitude =
         hn::Abs(ExactQuotient<1>(d, x, s.scale, s.reciprocal));
-    state.good = AndLess(state.good, magnitude, hn::Set(d, overflow_));
+    if constexpr (!std::is_same_v<State, CountingState>) {
+      state.good = AndLess(state.good, magnitude, hn::Set(d, overflow_));
+    }
     const auto clamped = hn::Min(magnitude, hn::Set(d, largest_));
     // The bits of infinity are those of an exponent.
     const auto exponent = hn::Set(d, std::numeric_limits<float>::infinity());
@@ -360,6 +506,10 @@ class FloatCoder : public GridCoder<FloatGrid> {
     const auto rest = hn::And(hn::Add(hn::BitCast(di, sum), base),
                               hn::Set(di, sign_bit_ - 1));
     auto negative = hn::Lt(x, hn::BitCast(d, s.aux));
+    if constexpr (std::is_same_v<State, CountingState>) {
+      const auto clipped = hn::Ge(magnitude, hn::Set(d, overflow_));
+      Count(clipped, hn::And(clipped, negative), magnitude, state);
+    }
     if (!has_negative_zero_) {
       negative =
           hn::And(negative, hn::RebindMask(d, hn::Ne(rest, hn::Zero(di))));
@@ -367,6 +517,7 @@ class FloatCoder : public GridCoder<FloatGrid> {
     return OrWhere(negative, rest, hn::Set(di, sign_bit_));
   }
 
+  bool CanCount() const { return saturates_; }
   bool Saturates() const { return saturates_; }
 
   HWY_INLINE FloatMask CountClipped(FloatTag d, FloatVector x,
@@ -426,15 +577,22 @@ class CodebookCoder : public GridCoder<CodebookGrid> {
     return hn::Zero(IntTag());
   }
 
-  template <bool kVaries>
+  template <bool kVaries, class State>
   HWY_INLINE IntVector Code(FloatTag d, FloatVector x,
                             const ScaleLanes<FloatTag>& s, State& state) const {
     const auto q = ExactQuotient<2>(d, x, s.scale, s.reciprocal);
-    state.good = hn::And(state.good, hn::And(hn::Ge(q, hn::Set(d, first_)),
-                                             hn::Le(q, hn::Set(d, last_))));
+    if constexpr (std::is_same_v<State, CountingState>) {
+      const auto low = hn::Lt(q, hn::Set(d, first_));
+      const auto high = hn::Gt(q, hn::Set(d, last_));
+      Count(hn::Or(low, high), low, hn::Abs(q), state);
+    } else {
+      state.good = hn::And(state.good, hn::And(hn::Ge(q, hn::Set(d, first_)),
+                                               hn::Le(q, hn::Set(d, last_))));
+    }
     return EncodeInRange(d, *grid_, q);
   }
 
+  bool CanCount() const { return true; }
   bool Saturates() const { return true; }
 
   HWY_INLINE FloatMask CountClipped(FloatTag d, FloatVector x,

@@ -37,6 +37,8 @@ namespace {
 constexpr int64_t kBlockElements = 2048;
 // Elements that are looked at again when one of them is clipped or NaN.
 constexpr int64_t kPieceElements = 512;
+// Pieces without clipped elements after which a loop stops counting them.
+constexpr int kCountedPieces = 8;
 // Elements of a task; a multiple of kBlockElements.
 constexpr int64_t kTaskElements = 64 * 1024;
 // Groups whose scales are prepared at a time.
@@ -556,6 +558,10 @@ class PartQuantizer {
     const auto bound = scales.Bind(d);
     const int bits = part.bits;
     HWY_ALIGN float wide[kPieceElements];
+    int pieces_to_count = pieces_to_count_;
+    auto low = hn::Zero(IntTag());
+    auto high = hn::Zero(IntTag());
+    bool counted = false;
 
     for (int64_t begin = 0; begin < part.count; begin += kPieceElements) {
       const int64_t count = std::min(part.count - begin, kPieceElements);
@@ -571,43 +577,87 @@ class PartQuantizer {
         in = reinterpret_cast<const uint8_t*>(wide);
         ahead_in = 0;
       }
-      typename Coder::State state;
-      const auto code = [&](const uint8_t* HWY_RESTRICT from,
-                            int64_t i) HWY_ATTR {
-        return coder.template Code<Scales::kVaries>(
-            d, InRegister(LoadBytes(d, from)), bound.Get(d, begin + i), state);
-      };
       const auto quad = [&](const uint8_t* HWY_RESTRICT from, int64_t i,
-                            int code_bits, uint8_t* HWY_RESTRICT to) HWY_ATTR {
-        const auto v0 = code(from, i);
-        const auto v1 = code(from + kLanes * 4, i + kLanes);
-        const auto v2 = code(from + kLanes * 8, i + kLanes * 2);
-        const auto v3 = code(from + kLanes * 12, i + kLanes * 3);
-        coder.template Store<Scales::kVaries>(
-            v0, v1, v2, v3, bound.Get(d, begin + i), state, code_bits, to);
+                            int code_bits, uint8_t* HWY_RESTRICT to,
+                            auto& state) HWY_ATTR {
+        Quad<Scales::kVaries>(coder, bound, from, begin + i, code_bits, to,
+                              state);
       };
-      int64_t i = 0;
-      for (; i + 4 * kLanes <= count; i += 4 * kLanes) {
-        const uint8_t* from = in + i * 4;
-        uint8_t* to = out + i * bits / 8;
-        for (int64_t at = 0; at < kLanes * 16; at += kLineBytes) {
-          Prefetch(from + at + ahead_in);
+      const int64_t whole = count / (4 * kLanes) * (4 * kLanes);
+      const auto quads = [&](auto& state) HWY_ATTR {
+        for (int64_t i = 0; i < whole; i += 4 * kLanes) {
+          const uint8_t* from = in + i * 4;
+          uint8_t* to = out + i * bits / 8;
+          for (int64_t at = 0; at < kLanes * 16; at += kLineBytes) {
+            Prefetch(from + at + ahead_in);
+          }
+          PrefetchWrite(to + ahead_out);
+          quad(from, i, bits, to, state);
         }
-        PrefetchWrite(to + ahead_out);
-        quad(from, i, bits, to);
+      };
+      if (HWY_LIKELY(pieces_to_count == 0)) {
+        typename Coder::template State<false> state;
+        quads(state);
+        if (HWY_UNLIKELY(!coder.AllGood(state))) {
+          QuantizeSpecial(scales, begin, in, whole, bits, out);
+          if (coder.CanCount()) pieces_to_count = kCountedPieces;
+        }
+      } else {
+        typename Coder::template State<true> state;
+        quads(state);
+        --pieces_to_count;
+        if (HWY_UNLIKELY(!coder.AllOrdinary(state))) {
+          QuantizeSpecial(scales, begin, in, whole, bits, out);
+          pieces_to_count = kCountedPieces;
+        } else if (coder.SawClipped(state)) {
+          coder.AddCounts(state, low, high);
+          counted = true;
+          pieces_to_count = kCountedPieces;
+        }
       }
-      if (i < count) {
+      if (whole < count) {
+        // Never counted: what is padded may be clipped.
+        typename Coder::template State<false> state;
         HWY_ALIGN float rest[4 * kLanes] = {};
         HWY_ALIGN uint8_t codes[4 * kLanes * Coder::kCodeBytes];
-        std::memcpy(rest, in + i * 4, (count - i) * 4);
-        quad(reinterpret_cast<const uint8_t*>(rest), i, std::max(bits, 8),
-             codes);
-        CopyCodes(codes, count - i, bits, out + i * bits / 8);
-      }
-      if (HWY_UNLIKELY(!coder.AllGood(state))) {
-        QuantizeSpecial(scales, begin, in, count, bits, out);
+        std::memcpy(rest, in + whole * 4, (count - whole) * 4);
+        quad(reinterpret_cast<const uint8_t*>(rest), whole, std::max(bits, 8),
+             codes, state);
+        uint8_t* to = out + whole * bits / 8;
+        CopyCodes(codes, count - whole, bits, to);
+        if (HWY_UNLIKELY(!coder.AllGood(state))) {
+          QuantizeSpecial(scales, begin + whole, in + whole * 4, count - whole,
+                          bits, to);
+        }
       }
     }
+    if (counted) {
+      const IntTag di;
+      counts_->clipped_low += hn::GetLane(hn::SumOfLanes(di, low));
+      counts_->clipped_high += hn::GetLane(hn::SumOfLanes(di, high));
+    }
+    pieces_to_count_ = pieces_to_count;
+  }
+
+  // The codes of four vectors of elements, from the i-th of the scales on.
+  template <bool kVaries, class Bound, class State>
+  HWY_INLINE static void Quad(const Coder& coder, const Bound& bound,
+                              const uint8_t* HWY_RESTRICT from, int64_t i,
+                              int bits, uint8_t* HWY_RESTRICT to,
+                              State& state) {
+    const FloatTag d;
+    constexpr int64_t kLanes = hn::MaxLanes(FloatTag());
+    const auto code = [&](int64_t at) HWY_ATTR {
+      return coder.template Code<kVaries>(
+          d, InRegister(LoadBytes(d, from + at * 4)), bound.Get(d, i + at),
+          state);
+    };
+    const auto v0 = code(0);
+    const auto v1 = code(kLanes);
+    const auto v2 = code(kLanes * 2);
+    const auto v3 = code(kLanes * 3);
+    coder.template Store<kVaries>(v0, v1, v2, v3, bound.Get(d, i), state, bits,
+                                  to);
   }
 
   // Calls `visit(i, x, mask)` for the vectors of a piece, with zeros where
@@ -678,6 +728,8 @@ class PartQuantizer {
   const QuantizeRange& range_;
   const Coder coder_;
   QuantizeCounts* const counts_;
+  // Pieces that are still to be quantized by the loop that counts.
+  int pieces_to_count_ = 0;
   ScaleArrays arrays_;
 };
 

@@ -324,6 +324,86 @@ TEST(QuantizeTest, EqualsTheDefinitionWithinRowsThatDoNotBeginBytes) {
   }
 }
 
+// Clean stretches and clipped ones, longer and shorter than what is looked at
+// or counted at a time, from every element of a vector on, with numbers among
+// them that are not finite or whose quotients overflow.
+TEST(QuantizeTest, EqualsTheDefinitionWhereCleanStretchesFollowClippedOnes) {
+  constexpr int64_t kCount = 48000;
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  const float specials[] = {std::numeric_limits<float>::quiet_NaN(),
+                            kInfinity,
+                            -kInfinity,
+                            3e38f,
+                            -3e38f,
+                            1e9f,
+                            -1e9f,
+                            3e4f,
+                            -3e4f};
+  const LayoutCase cases[] = {{{4, 12000}, {}},
+                              {{4, 12000}, {1, 0}},
+                              {{16, 3000}, {0, 1}},
+                              {{4, 12000}, {1, 32}}};
+  for (const char* name : {"int4", "int8", "uint8", "int16", "float8_e4m3fn",
+                           "float4_e2m1", "mxfp4_e2m1", "nf4", "codebook8"}) {
+    SCOPED_TRACE(name);
+    const FormatInfo& format = *FindFormatByName(name);
+    const bool is_integer = format.kind == CodeKind::kInteger;
+    for (const LayoutCase& layout_case : cases) {
+      SCOPED_TRACE(layout_case.Name());
+      const BlockLayout layout = layout_case.Layout();
+      Encoding encoding = MakeFormatEncoding(format, layout, 1, 3);
+      for (size_t i = 0; i < encoding.scale.size(); ++i) {
+        encoding.scale[i] = 1 + 0.25f * static_cast<float>(i % 3);
+        if (!encoding.zero_point.empty()) {
+          encoding.zero_point[i] = (format.qmin + format.qmax + 1) / 2;
+        }
+      }
+      if (format.scale_type == ScaleType::kE8m0) {
+        std::fill(encoding.scale_code.begin(), encoding.scale_code.end(), 127);
+        std::fill(encoding.scale.begin(), encoding.scale.end(), 1.0f);
+      }
+      const double inside = is_integer ? 0.49 * (format.qmax - format.qmin) - 1
+                            : format.kind == CodeKind::kFloat ? format.max_value
+                                                              : 0.5;
+      std::mt19937 random(11);
+      std::uniform_real_distribution<double> uniform(-inside, inside);
+      std::vector<uint8_t> reals(kCount * sizeof(float));
+      for (int64_t i = 0; i < kCount;) {
+        // One element in so many is clipped, or clipped or special.
+        const int kind = static_cast<int>(random() % 8);
+        const uint32_t every = kind < 2 ? 0 : kind < 4 ? 7 : 300;
+        const bool has_specials = kind == 4;
+        const int64_t lengths[] = {1, 100, 600, 6000};
+        const int64_t length =
+            1 + static_cast<int64_t>(random()) % lengths[random() % 4];
+        const int64_t end = std::min(kCount, i + length);
+        for (; i < end; ++i) {
+          double x = uniform(random);
+          if (every != 0 && random() % every == 0) {
+            x *= 100;
+            if (has_specials) x = specials[random() % std::size(specials)];
+          }
+          StoreReal(ElementType::kFloat32, x, reals.data(), i);
+        }
+      }
+      for (int64_t first = 0; first < 64; first += 4) {
+        const int64_t n = (kCount - first * 37) / 8 * 8;
+        const Result want = RunScalarDefinition(
+            encoding, layout, ElementType::kFloat32, reals, first, n);
+        EXPECT_GT(want.counts.clipped_low, 0);
+        EXPECT_GT(want.counts.clipped_high, 0);
+        EXPECT_GT(want.counts.nan, 0);
+        ForEachSimdTarget([&] {
+          ExpectSame(RunQuantize(encoding, layout, ElementType::kFloat32, reals,
+                                 first, n),
+                     want);
+        });
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
 // Scales that reciprocals do not serve, among others that they do.
 TEST(QuantizeTest, EqualsTheDefinitionWhereSomeScalesAreExtreme) {
   const LayoutCase cases[] = {{{20, 640}, {1, 32}},
