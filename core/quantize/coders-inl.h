@@ -14,8 +14,7 @@
 //                         clipped elements, but none that are not finite
 //   SawClipped(state)     some element was clipped
 //   AddCounts(...)        adds its counts to sums over any lanes
-//   Saturates             codes of clipped elements are right, but for
-//   quotients
+//   Saturates             codes of clipped elements are right, but for quotients
 //                         that overflow
 //   CountClipped(...)     counts those in `mask`; takes lanes out of `ordinary`
 //                         whose codes may be wrong
@@ -90,6 +89,15 @@ HWY_INLINE FloatMask AndLess(FloatMask mask, FloatVector a, FloatVector b) {
   return FloatMask{_mm512_mask_cmp_ps_mask(mask.raw, a.raw, b.raw, _CMP_LT_OQ)};
 #else
   return hn::And(mask, hn::Lt(a, b));
+#endif
+}
+
+// !(a < b): true of NaN
+HWY_INLINE FloatMask NotLess(FloatVector a, FloatVector b) {
+#if HWY_ARCH_X86 && HWY_MAX_BYTES == 64
+  return FloatMask{_mm512_cmp_ps_mask(a.raw, b.raw, _CMP_NLT_UQ)};
+#else
+  return hn::Not(hn::Lt(a, b));
 #endif
 }
 
@@ -367,20 +375,6 @@ class GridCoder {
         : good(hn::Eq(hn::Zero(FloatTag()), hn::Zero(FloatTag()))) {}
     FloatMask good;
   };
-  // Counts per lane, and the largest magnitude of a quotient, by its bits: NaN
-  // is above all numbers.
-  struct CountingState {
-    HWY_INLINE CountingState()
-        : clipped(hn::Zero(IntTag())),
-          low(hn::Zero(IntTag())),
-          largest(hn::Zero(IntTag())) {}
-    IntVector clipped;
-    IntVector low;
-    IntVector largest;
-  };
-  template <bool kCounts>
-  using State = std::conditional_t<kCounts, CountingState, FastState>;
-
   template <bool kVaries, class State>
   HWY_INLINE void Store(IntVector v0, IntVector v1, IntVector v2, IntVector v3,
                         const ScaleLanes<FloatTag>& s, State& state, int bits,
@@ -395,23 +389,6 @@ class GridCoder {
 
   HWY_INLINE bool AllGood(const FastState& state) const {
     return hn::AllTrue(FloatTag(), state.good);
-  }
-
-  HWY_INLINE bool AllOrdinary(const CountingState& state) const {
-    const IntTag di;
-    const auto limit = hn::BitCast(di, hn::Set(FloatTag(), 0x1p100f));
-    return hn::AllTrue(di, hn::Lt(state.largest, limit));
-  }
-
-  HWY_INLINE bool SawClipped(const CountingState& state) const {
-    const IntTag di;
-    return !hn::AllTrue(di, hn::Eq(state.clipped, hn::Zero(di)));
-  }
-
-  HWY_INLINE void AddCounts(const CountingState& state, IntVector& low,
-                            IntVector& high) const {
-    low = hn::Add(low, state.low);
-    high = hn::Add(high, hn::Sub(state.clipped, state.low));
   }
 
   HWY_INLINE IntVector SpecialCode(FloatTag d, FloatVector x,
@@ -434,14 +411,6 @@ class GridCoder {
   GridCoder(const QuantizeRange& range, const Grid& grid)
       : grid_(&grid), nan_code_(range.NanCode(0)) {}
 
-  HWY_INLINE static void Count(FloatMask clipped, FloatMask low,
-                               FloatVector magnitude, CountingState& state) {
-    const IntTag di;
-    state.clipped = CountWhere(di, hn::RebindMask(di, clipped), state.clipped);
-    state.low = CountWhere(di, hn::RebindMask(di, low), state.low);
-    state.largest = hn::Max(state.largest, hn::BitCast(di, magnitude));
-  }
-
   const Grid* grid_;
   int32_t nan_code_;
 };
@@ -452,6 +421,18 @@ class GridCoder {
 // -2^-150 times the scale, rounded towards 0.
 class FloatCoder : public GridCoder<FloatGrid> {
  public:
+  // Per lane, of the clipped elements alone: the sum of the magnitudes of their
+  // quotients, which are all the largest number, or NaN where a quotient is
+  // NaN; and the sum of their codes.
+  struct CountingState {
+    HWY_INLINE CountingState()
+        : magnitudes(hn::Zero(FloatTag())), codes(hn::Zero(IntTag())) {}
+    FloatVector magnitudes;
+    IntVector codes;
+  };
+  template <bool kCounts>
+  using State = std::conditional_t<kCounts, CountingState, FastState>;
+
   FloatCoder(const QuantizeRange& range, const FloatGrid& grid)
       : GridCoder(range, grid),
         overflow_(grid.for_float.overflow),
@@ -459,6 +440,7 @@ class FloatCoder : public GridCoder<FloatGrid> {
         smallest_normal_(grid.for_float.smallest_normal),
         mantissa_shift_(grid.mantissa_shift),
         sign_bit_(grid.sign_bit),
+        largest_code_(grid.overflow_code),
         has_negative_zero_(grid.has_negative_zero),
         saturates_(!range.encoding.no_saturation) {
     const int mantissa_bits = 23 - grid.mantissa_shift;
@@ -466,6 +448,8 @@ class FloatCoder : public GridCoder<FloatGrid> {
     const int32_t low_bits = -grid.exponent_offset & (sign_bit_ - 1);
     magic_ =
         std::ldexp(static_cast<float>((1 << 23) + low_bits), -mantissa_bits);
+    sign_shift_ = static_cast<int>(
+        hwy::Num0BitsBelowLS1Bit_Nonzero32(static_cast<uint32_t>(sign_bit_)));
   }
 
   // Scales down to where quotients of at least 2^-18, half of the smallest
@@ -489,10 +473,12 @@ class FloatCoder : public GridCoder<FloatGrid> {
     const IntTag di;
     const auto magnitude =
         hn::Abs(ExactQuotient<1>(d, x, s.scale, s.reciprocal));
-    if constexpr (!std::is_same_v<State, CountingState>) {
+    constexpr bool kCounts = std::is_same_v<State, CountingState>;
+    if constexpr (!kCounts) {
       state.good = AndLess(state.good, magnitude, hn::Set(d, overflow_));
     }
-    const auto clamped = hn::Min(magnitude, hn::Set(d, largest_));
+    // NaN if the quotient is, where CanCount.
+    const auto clamped = hn::Min(hn::Set(d, largest_), magnitude);
     // The bits of infinity are those of an exponent.
     const auto exponent = hn::Set(d, std::numeric_limits<float>::infinity());
     const auto power =
@@ -506,18 +492,50 @@ class FloatCoder : public GridCoder<FloatGrid> {
     const auto rest = hn::And(hn::Add(hn::BitCast(di, sum), base),
                               hn::Set(di, sign_bit_ - 1));
     auto negative = hn::Lt(x, hn::BitCast(d, s.aux));
-    if constexpr (std::is_same_v<State, CountingState>) {
-      const auto clipped = hn::Ge(magnitude, hn::Set(d, overflow_));
-      Count(clipped, hn::And(clipped, negative), magnitude, state);
-    }
     if (!has_negative_zero_) {
       negative =
           hn::And(negative, hn::RebindMask(d, hn::Ne(rest, hn::Zero(di))));
     }
-    return OrWhere(negative, rest, hn::Set(di, sign_bit_));
+    const auto code = OrWhere(negative, rest, hn::Set(di, sign_bit_));
+    if constexpr (kCounts) {
+      const auto clipped = NotLess(magnitude, hn::Set(d, overflow_));
+      state.magnitudes = hn::IfThenElse(
+          clipped, hn::Add(state.magnitudes, clamped), state.magnitudes);
+      state.codes = hn::IfThenElse(hn::RebindMask(di, clipped),
+                                   hn::Add(state.codes, code), state.codes);
+    }
+    return code;
   }
 
-  bool CanCount() const { return saturates_; }
+  // Where quotients of numbers that are not finite are NaN, and Min gives its
+  // second operand if that is NaN.
+  bool CanCount() const {
+    return saturates_ && HWY_ARCH_X86 != 0 && QUANTD_HAS_FMA != 0;
+  }
+
+  HWY_INLINE bool AllOrdinary(const CountingState& state) const {
+    return hn::AllTrue(FloatTag(), hn::Eq(state.magnitudes, state.magnitudes));
+  }
+
+  HWY_INLINE bool SawClipped(const CountingState& state) const {
+    const IntTag di;
+    return !hn::AllTrue(di, hn::Eq(state.codes, hn::Zero(di)));
+  }
+
+  HWY_INLINE void AddCounts(const CountingState& state, IntVector& low,
+                            IntVector& high) const {
+    const FloatTag d;
+    const IntTag di;
+    // Both are exact: the codes of those below have the bit of the sign too.
+    const auto clipped =
+        hn::ConvertTo(di, hn::Div(state.magnitudes, hn::Set(d, largest_)));
+    const auto signs =
+        hn::Sub(state.codes, hn::Mul(clipped, hn::Set(di, largest_code_)));
+    const auto below = hn::ShiftRightSame(signs, sign_shift_);
+    low = hn::Add(low, below);
+    high = hn::Add(high, hn::Sub(clipped, below));
+  }
+
   bool Saturates() const { return saturates_; }
 
   HWY_INLINE FloatMask CountClipped(FloatTag d, FloatVector x,
@@ -540,6 +558,9 @@ class FloatCoder : public GridCoder<FloatGrid> {
   float magic_;
   int mantissa_shift_;
   int32_t sign_bit_;
+  int sign_shift_;
+  // Of saturating formats.
+  int32_t largest_code_;
   bool has_negative_zero_;
   bool saturates_;
 };
@@ -548,6 +569,20 @@ class FloatCoder : public GridCoder<FloatGrid> {
 // float32.
 class CodebookCoder : public GridCoder<CodebookGrid> {
  public:
+  // Counts per lane, and the largest magnitude of a quotient, by its bits: NaN
+  // is above all numbers.
+  struct CountingState {
+    HWY_INLINE CountingState()
+        : low(hn::Zero(IntTag())),
+          high(hn::Zero(IntTag())),
+          largest(hn::Zero(IntTag())) {}
+    IntVector low;
+    IntVector high;
+    IntVector largest;
+  };
+  template <bool kCounts>
+  using State = std::conditional_t<kCounts, CountingState, FastState>;
+
   CodebookCoder(const QuantizeRange& range, const CodebookGrid& grid)
       : GridCoder(range, grid),
         first_(grid.entry[0]),
@@ -584,7 +619,10 @@ class CodebookCoder : public GridCoder<CodebookGrid> {
     if constexpr (std::is_same_v<State, CountingState>) {
       const auto low = hn::Lt(q, hn::Set(d, first_));
       const auto high = hn::Gt(q, hn::Set(d, last_));
-      Count(hn::Or(low, high), low, hn::Abs(q), state);
+      const IntTag di;
+      state.low = CountWhere(di, hn::RebindMask(di, low), state.low);
+      state.high = CountWhere(di, hn::RebindMask(di, high), state.high);
+      state.largest = hn::Max(state.largest, hn::BitCast(di, hn::Abs(q)));
     } else {
       state.good = hn::And(state.good, hn::And(hn::Ge(q, hn::Set(d, first_)),
                                                hn::Le(q, hn::Set(d, last_))));
@@ -593,6 +631,25 @@ class CodebookCoder : public GridCoder<CodebookGrid> {
   }
 
   bool CanCount() const { return true; }
+
+  HWY_INLINE bool AllOrdinary(const CountingState& state) const {
+    const IntTag di;
+    const auto limit = hn::BitCast(di, hn::Set(FloatTag(), 0x1p100f));
+    return hn::AllTrue(di, hn::Lt(state.largest, limit));
+  }
+
+  HWY_INLINE bool SawClipped(const CountingState& state) const {
+    const IntTag di;
+    return !hn::AllTrue(di,
+                        hn::Eq(hn::Or(state.low, state.high), hn::Zero(di)));
+  }
+
+  HWY_INLINE void AddCounts(const CountingState& state, IntVector& low,
+                            IntVector& high) const {
+    low = hn::Add(low, state.low);
+    high = hn::Add(high, state.high);
+  }
+
   bool Saturates() const { return true; }
 
   HWY_INLINE FloatMask CountClipped(FloatTag d, FloatVector x,

@@ -37,8 +37,14 @@ namespace {
 constexpr int64_t kBlockElements = 2048;
 // Elements that are looked at again when one of them is clipped or NaN.
 constexpr int64_t kPieceElements = 512;
-// Pieces without clipped elements after which a loop stops counting them.
-constexpr int kCountedPieces = 8;
+// The loop that counts clipped elements costs about a quarter of what looking
+// at a piece again does, and is worth it if more than one piece in 4 has some:
+// those add to a score and the others subtract from it.
+constexpr int kClippedPieceScore = 3;
+constexpr int kCleanPieceScore = -1;
+constexpr int kMostScore = 12;
+// Above it pieces are counted.
+constexpr int kCountingScore = 4;
 // Elements of a task; a multiple of kBlockElements.
 constexpr int64_t kTaskElements = 64 * 1024;
 // Groups whose scales are prepared at a time.
@@ -558,7 +564,7 @@ class PartQuantizer {
     const auto bound = scales.Bind(d);
     const int bits = part.bits;
     HWY_ALIGN float wide[kPieceElements];
-    int pieces_to_count = pieces_to_count_;
+    int score = score_;
     auto low = hn::Zero(IntTag());
     auto high = hn::Zero(IntTag());
     bool counted = false;
@@ -595,26 +601,28 @@ class PartQuantizer {
           quad(from, i, bits, to, state);
         }
       };
-      if (HWY_LIKELY(pieces_to_count == 0)) {
+      bool has_clipped = false;
+      if (HWY_LIKELY(score <= kCountingScore)) {
         typename Coder::template State<false> state;
         quads(state);
         if (HWY_UNLIKELY(!coder.AllGood(state))) {
           QuantizeSpecial(scales, begin, in, whole, bits, out);
-          if (coder.CanCount()) pieces_to_count = kCountedPieces;
+          has_clipped = coder.CanCount();
         }
       } else {
         typename Coder::template State<true> state;
         quads(state);
-        --pieces_to_count;
         if (HWY_UNLIKELY(!coder.AllOrdinary(state))) {
           QuantizeSpecial(scales, begin, in, whole, bits, out);
-          pieces_to_count = kCountedPieces;
+          has_clipped = true;
         } else if (coder.SawClipped(state)) {
           coder.AddCounts(state, low, high);
+          has_clipped = true;
           counted = true;
-          pieces_to_count = kCountedPieces;
         }
       }
+      score += has_clipped ? kClippedPieceScore : kCleanPieceScore;
+      score = std::min(std::max(score, 0), kMostScore);
       if (whole < count) {
         // Never counted: what is padded may be clipped.
         typename Coder::template State<false> state;
@@ -636,7 +644,7 @@ class PartQuantizer {
       counts_->clipped_low += hn::GetLane(hn::SumOfLanes(di, low));
       counts_->clipped_high += hn::GetLane(hn::SumOfLanes(di, high));
     }
-    pieces_to_count_ = pieces_to_count;
+    score_ = score;
   }
 
   // The codes of four vectors of elements, from the i-th of the scales on.
@@ -728,8 +736,8 @@ class PartQuantizer {
   const QuantizeRange& range_;
   const Coder coder_;
   QuantizeCounts* const counts_;
-  // Pieces that are still to be quantized by the loop that counts.
-  int pieces_to_count_ = 0;
+  // The first piece that has clipped elements begins counting.
+  int score_ = kCountingScore;
   ScaleArrays arrays_;
 };
 

@@ -57,8 +57,9 @@ struct Row {
   absl::string_view format;
   ElementType type;
   Blocks blocks;
-  // With scales that clip one element in 600, as calibration by percentiles
-  // or errors has them; of block formats whatever their own scales clip.
+  // With a scale that clips one element in 600 of int8 and fewer of coarser
+  // formats, as calibration by percentiles or errors does. Those of MX formats
+  // clip anyway.
   bool clips = false;
 };
 
