@@ -14,8 +14,8 @@
 //                         clipped elements, but none that are not finite
 //   SawClipped(state)     some element was clipped
 //   AddCounts(...)        adds its counts to sums over any lanes
-//   Saturates             codes of clipped elements are right, but for quotients
-//                         that overflow
+//   Saturates             codes of clipped elements are right, but where
+//                         quotients overflow
 //   CountClipped(...)     counts those in `mask`; takes lanes out of `ordinary`
 //                         whose codes may be wrong
 //   SpecialCode(...)      codes of any elements; counts those in `mask`
