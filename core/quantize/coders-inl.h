@@ -277,8 +277,9 @@ class IntegerCoder {
     const CountTag dc;
     using T = hn::TFromD<CountTag>;
     // A zero point of 16 bits is less than half of the numbers below.
-    const auto lowest = hn::Set(dc, kBytes == 1 ? std::numeric_limits<T>::min()
-                                                : static_cast<T>(-1) << 30);
+    const auto lowest =
+        hn::Set(dc, kBytes == 1 ? std::numeric_limits<T>::min()
+                                : std::numeric_limits<T>::min() / 2);
     const auto highest = hn::Set(dc, std::numeric_limits<T>::max());
     return hn::AllTrue(dc, hn::And(hn::Gt(state.smallest, lowest),
                                    hn::Lt(state.largest, highest)));
