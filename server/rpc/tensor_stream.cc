@@ -140,7 +140,6 @@ void TensorStream::OnCancel() {
 }
 
 void TensorStream::OnDone() {
-  registry_->Remove(this);
   if (job_ != nullptr) CloseTensor(/*ok=*/false);
   absl::StatusCode code;
   {
@@ -155,6 +154,10 @@ void TensorStream::OnDone() {
   env_.metrics->StreamClosed();
   env_.metrics->RpcHandled(rpc_->id(), static_cast<int>(code),
                            absl::Now() - start_time_);
+  // It may hold a region of shared memory, and with it a part of the budget.
+  message_.reset();
+  // The server waits for this, and may go away from here on.
+  registry_->Remove(this);
   self_.reset();
 }
 
