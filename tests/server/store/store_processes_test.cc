@@ -77,6 +77,7 @@ class StoreProcessesTest : public ::testing::TestWithParam<Backend> {
   }
 
   // Runs `work` on a store in another process, which ends with what it answers.
+  // No store of this process may be open: a fork copies no thread of it.
   template <typename Work>
   pid_t Fork(Work work) const {
     const pid_t child = fork();
@@ -93,9 +94,11 @@ class StoreProcessesTest : public ::testing::TestWithParam<Backend> {
 
 TEST_P(StoreProcessesTest, NoCompareAndSetIsLost) {
   const int64_t merges = Count("QUANTD_STORE_MERGES", 300);
-  const std::unique_ptr<SqlEncodingStore> store = Open();
-  ASSERT_NE(store, nullptr);
-  ASSERT_TRUE(store->Put(key_, MakeEncoding(1), {}).ok());
+  {
+    const std::unique_ptr<SqlEncodingStore> store = Open();
+    ASSERT_NE(store, nullptr);
+    ASSERT_TRUE(store->Put(key_, MakeEncoding(1), {}).ok());
+  }
   std::vector<pid_t> children;
   for (int i = 0; i < kProcesses; ++i) {
     children.push_back(Fork([&](SqlEncodingStore* own) {
@@ -120,6 +123,8 @@ TEST_P(StoreProcessesTest, NoCompareAndSetIsLost) {
     ASSERT_EQ(waitpid(child, &status, 0), child);
     EXPECT_EQ(status, 0);
   }
+  const std::unique_ptr<SqlEncodingStore> store = Open();
+  ASSERT_NE(store, nullptr);
   const absl::StatusOr<StoredEncoding> got = store->Get(key_);
   ASSERT_TRUE(got.ok()) << got.status();
   EXPECT_EQ(got->encoding->scale[0],
@@ -135,8 +140,6 @@ TEST_P(StoreProcessesTest, KillingLosesAndTearsNothing) {
   const auto key = [](int64_t i) {
     return EncodingKey{"model", "revision", absl::StrCat(i % kKeys)};
   };
-  const std::unique_ptr<SqlEncodingStore> store = Open();
-  ASSERT_NE(store, nullptr);
   // The value of the last acknowledged put; they count up from 1.
   int64_t acknowledged = 0;
   for (int64_t round = 0; round < kills; ++round) {
@@ -162,6 +165,8 @@ TEST_P(StoreProcessesTest, KillingLosesAndTearsNothing) {
     close(fds[0]);
     waitpid(child, nullptr, 0);
 
+    const std::unique_ptr<SqlEncodingStore> store = Open();
+    ASSERT_NE(store, nullptr);
     for (int64_t i = std::max<int64_t>(1, acknowledged - kKeys + 1);
          i <= acknowledged; ++i) {
       const absl::StatusOr<StoredEncoding> got = store->Get(key(i));
