@@ -12,8 +12,6 @@
 //   QUANTD_SIMD=avx2 evaluate_bench             on another target
 
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <memory>
 #include <random>
 #include <string>
@@ -22,7 +20,6 @@
 
 #include "benchmark/benchmark.h"
 #include "core/calibrate/calibrate.h"
-#include "core/cpu.h"
 #include "core/evaluate/comparison.h"
 #include "core/evaluate/evaluate.h"
 #include "core/formats/number_format.h"
@@ -32,6 +29,7 @@
 #include "core/types/element_type.h"
 #include "core/types/encoding.h"
 #include "core/types/float_convert.h"
+#include "tests/bench/bench_main.h"
 
 namespace quantd::core {
 namespace {
@@ -250,27 +248,5 @@ void RegisterAll(bool large) {
 }  // namespace quantd::core
 
 int main(int argc, char** argv) {
-  bool large = false;
-  int kept = 1;
-  for (int i = 1; i < argc; ++i) {
-    if (std::string(argv[i]) == "--large") {
-      large = true;
-    } else {
-      argv[kept++] = argv[i];
-    }
-  }
-  argc = kept;
-  if (const char* target = std::getenv("QUANTD_SIMD"); target != nullptr) {
-    const absl::Status status = quantd::core::SetSimdTarget(target);
-    if (!status.ok()) {
-      std::fprintf(stderr, "%s\n", status.ToString().c_str());
-      return 1;
-    }
-  }
-  benchmark::AddCustomContext("simd_target", quantd::core::SimdTarget());
-  quantd::core::RegisterAll(large);
-  benchmark::Initialize(&argc, argv);
-  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
-  benchmark::RunSpecifiedBenchmarks();
-  return 0;
+  return quantd::bench::RunBenchmarks(argc, argv, quantd::core::RegisterAll);
 }

@@ -10,11 +10,8 @@
 //   kernels_bench --large                       also 256 MiB
 //   QUANTD_SIMD=avx2 kernels_bench              on another target
 
-#include <algorithm>
 #include <array>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <random>
@@ -26,7 +23,6 @@
 #include "absl/types/span.h"
 #include "benchmark/benchmark.h"
 #include "core/calibrate/calibrate.h"
-#include "core/cpu.h"
 #include "core/dequantize/dequantize.h"
 #include "core/formats/number_format.h"
 #include "core/parallel/thread_pool.h"
@@ -36,6 +32,7 @@
 #include "core/types/element_type.h"
 #include "core/types/encoding.h"
 #include "core/types/float_convert.h"
+#include "tests/bench/bench_main.h"
 
 namespace quantd::core {
 namespace {
@@ -343,27 +340,5 @@ void RegisterAll(bool large) {
 }  // namespace quantd::core
 
 int main(int argc, char** argv) {
-  bool large = false;
-  int kept = 1;
-  for (int i = 1; i < argc; ++i) {
-    if (std::string(argv[i]) == "--large") {
-      large = true;
-    } else {
-      argv[kept++] = argv[i];
-    }
-  }
-  argc = kept;
-  if (const char* target = std::getenv("QUANTD_SIMD"); target != nullptr) {
-    const absl::Status status = quantd::core::SetSimdTarget(target);
-    if (!status.ok()) {
-      std::fprintf(stderr, "%s\n", status.ToString().c_str());
-      return 1;
-    }
-  }
-  benchmark::AddCustomContext("simd_target", quantd::core::SimdTarget());
-  quantd::core::RegisterAll(large);
-  benchmark::Initialize(&argc, argv);
-  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
-  benchmark::RunSpecifiedBenchmarks();
-  return 0;
+  return quantd::bench::RunBenchmarks(argc, argv, quantd::core::RegisterAll);
 }

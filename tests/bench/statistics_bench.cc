@@ -13,13 +13,9 @@
 //   statistics_bench --large                       also 256 MiB
 //   QUANTD_SIMD=avx2 statistics_bench              on another target
 
-#include <malloc.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <functional>
 #include <memory>
 #include <random>
@@ -33,7 +29,6 @@
 #include "benchmark/benchmark.h"
 #include "core/calibrate/block_quantizer.h"
 #include "core/calibrate/calibrate.h"
-#include "core/cpu.h"
 #include "core/formats/number_format.h"
 #include "core/parallel/thread_pool.h"
 #include "core/quantize/quantize.h"
@@ -41,6 +36,7 @@
 #include "core/types/block_layout.h"
 #include "core/types/element_type.h"
 #include "core/types/float_convert.h"
+#include "tests/bench/bench_main.h"
 #include "tests/bench/limit_loops.h"
 
 namespace quantd::core {
@@ -315,27 +311,5 @@ void RegisterAll(bool is_large) {
 }  // namespace quantd::core
 
 int main(int argc, char** argv) {
-  bool is_large = false;
-  const auto end = std::remove_if(argv + 1, argv + argc, [&](char* argument) {
-    const bool is_flag = absl::string_view(argument) == "--large";
-    is_large |= is_flag;
-    return is_flag;
-  });
-  argc = static_cast<int>(end - argv);
-  if (const char* target = std::getenv("QUANTD_SIMD"); target != nullptr) {
-    const absl::Status status = quantd::core::SetSimdTarget(target);
-    if (!status.ok()) {
-      std::fprintf(stderr, "%s\n", status.ToString().c_str());
-      return 1;
-    }
-  }
-  // As the server has it: scales and statistics are not fresh pages each time.
-  mallopt(M_MMAP_THRESHOLD, 1 << 30);
-  mallopt(M_TRIM_THRESHOLD, 1 << 30);
-  benchmark::AddCustomContext("simd_target", quantd::core::SimdTarget());
-  quantd::core::RegisterAll(is_large);
-  benchmark::Initialize(&argc, argv);
-  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
-  benchmark::RunSpecifiedBenchmarks();
-  return 0;
+  return quantd::bench::RunBenchmarks(argc, argv, quantd::core::RegisterAll);
 }

@@ -5,6 +5,7 @@
 
 #include <cstdlib>
 #include <filesystem>
+#include <fstream>
 #include <string>
 #include <system_error>
 
@@ -28,6 +29,12 @@ class TemporaryDirectory {
   const std::string& path() const { return path_; }
   // The path of a file in it, which need not exist.
   std::string File(const std::string& name) const { return path_ + "/" + name; }
+  // Writes a file, and answers its path.
+  std::string Write(const std::string& name, const std::string& bytes) const {
+    const std::string path = File(name);
+    std::ofstream(path, std::ios::binary) << bytes;
+    return path;
+  }
 
  private:
   std::string path_;

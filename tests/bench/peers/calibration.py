@@ -4,6 +4,8 @@
   calibration.py --quantd BINARY [--elements N] [--mantissa-bits M]
                  [--json FILE]
 
+tests/bench/run --only calibration builds and installs what it takes first.
+
 All see the same batches. Errors are those of quantizing all elements with the
 scale and zero point that each found, computed in float64 by numpy, the same way
 for all. quantd sees every batch once, as a contribution over gRPC, and computes

@@ -17,17 +17,6 @@ namespace {
 
 class NpyTest : public ::testing::Test {
  protected:
-  std::string TempPath(const std::string& name) const {
-    return directory_.File(name);
-  }
-  std::string WriteFile(const std::string& name,
-                        const std::string& bytes) const {
-    const std::string path = TempPath(name);
-    std::ofstream(path, std::ios::binary) << bytes;
-    return path;
-  }
-
- private:
   const testing::TemporaryDirectory directory_;
 };
 
@@ -65,7 +54,7 @@ TEST_F(NpyTest, ReadsBackWhatItWrote) {
       for (size_t i = 0; i < data.size(); ++i) {
         data[i] = static_cast<uint8_t>(i);
       }
-      const std::string path = TempPath("round.npy");
+      const std::string path = directory_.File("round.npy");
       const absl::StatusOr<uint64_t> size = WriteNpy(path, dtype, shape, data);
       ASSERT_TRUE(size.ok()) << size.status();
       EXPECT_EQ(*size, ReadFile(path).size());
@@ -83,7 +72,7 @@ TEST_F(NpyTest, ReadsBackWhatItWrote) {
 
 // What numpy.save writes for numpy.arange(3, dtype='<f4'), byte for byte.
 TEST_F(NpyTest, WritesTheBytesThatNumpyWrites) {
-  const std::string path = TempPath("same.npy");
+  const std::string path = directory_.File("same.npy");
   const std::vector<uint8_t> data(12, 'd');
   ASSERT_TRUE(WriteNpy(path, Dtype::kF32, {3}, data).ok());
   std::string header =
@@ -93,9 +82,10 @@ TEST_F(NpyTest, WritesTheBytesThatNumpyWrites) {
 }
 
 TEST_F(NpyTest, HasNoBfloat16) {
-  EXPECT_TRUE(absl::IsUnimplemented(
-      WriteNpy(TempPath("bf16.npy"), Dtype::kBF16, {1}, std::vector<uint8_t>(2))
-          .status()));
+  EXPECT_TRUE(
+      absl::IsUnimplemented(WriteNpy(directory_.File("bf16.npy"), Dtype::kBF16,
+                                     {1}, std::vector<uint8_t>(2))
+                                .status()));
 }
 
 TEST_F(NpyTest, AcceptsWhatTheFormatAllows) {
@@ -111,7 +101,7 @@ TEST_F(NpyTest, AcceptsWhatTheFormatAllows) {
   };
   for (const std::string& bytes : cases) {
     const absl::StatusOr<NpyReader> reader =
-        NpyReader::Open(WriteFile("good.npy", bytes));
+        NpyReader::Open(directory_.Write("good.npy", bytes));
     EXPECT_TRUE(reader.ok()) << reader.status();
   }
 }
@@ -186,8 +176,8 @@ class MalformedNpyTest : public NpyTest,
 
 TEST_P(MalformedNpyTest, IsRefusedInWords) {
   const absl::Status status =
-      NpyReader::Open(
-          WriteFile(absl::StrCat(GetParam().name, ".npy"), GetParam().bytes))
+      NpyReader::Open(directory_.Write(absl::StrCat(GetParam().name, ".npy"),
+                                       GetParam().bytes))
           .status();
   EXPECT_FALSE(status.ok());
   EXPECT_TRUE(absl::StrContains(status.message(), GetParam().expected))
@@ -203,12 +193,13 @@ INSTANTIATE_TEST_SUITE_P(Table, MalformedNpyTest,
 TEST_F(NpyTest, EveryCutAndEveryFlippedByteIsReadOrRefused) {
   const std::string good = Npy(1, Header("<f4", "False", "(2, 3)"), 24);
   for (size_t i = 0; i < good.size(); ++i) {
-    EXPECT_FALSE(NpyReader::Open(WriteFile("cut.npy", good.substr(0, i))).ok());
+    EXPECT_FALSE(
+        NpyReader::Open(directory_.Write("cut.npy", good.substr(0, i))).ok());
     for (const char flip : {'\x01', '\x20', '\x80'}) {
       std::string bad = good;
       bad[i] = static_cast<char>(bad[i] ^ flip);
       const absl::StatusOr<NpyReader> reader =
-          NpyReader::Open(WriteFile("flip.npy", bad));
+          NpyReader::Open(directory_.Write("flip.npy", bad));
       if (!reader.ok()) continue;
       EXPECT_EQ(reader->data().size(), 24u);
     }

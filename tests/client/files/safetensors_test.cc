@@ -20,17 +20,6 @@ namespace {
 
 class SafetensorsTest : public ::testing::Test {
  protected:
-  std::string TempPath(const std::string& name) const {
-    return directory_.File(name);
-  }
-  std::string WriteFile(const std::string& name,
-                        const std::string& bytes) const {
-    const std::string path = TempPath(name);
-    std::ofstream(path, std::ios::binary) << bytes;
-    return path;
-  }
-
- private:
   const testing::TemporaryDirectory directory_;
 };
 
@@ -56,7 +45,7 @@ std::vector<uint8_t> ToVector(absl::Span<const uint8_t> bytes) {
 }
 
 TEST_F(SafetensorsTest, ReadsBackWhatItWrote) {
-  const std::string path = TempPath("round.safetensors");
+  const std::string path = directory_.File("round.safetensors");
   const std::vector<uint8_t> a = Bytes(3);
   const std::vector<uint8_t> b = Bytes(24);
   const std::vector<uint8_t> c = Bytes(8);
@@ -104,7 +93,7 @@ TEST_F(SafetensorsTest, ReadsFilesThatOthersWrote) {
 }
 
 TEST_F(SafetensorsTest, LeavesNothingBehindWithoutFinish) {
-  const std::string folder = TempPath("abandoned");
+  const std::string folder = directory_.File("abandoned");
   ASSERT_EQ(mkdir(folder.c_str(), 0700), 0);
   const std::string path = folder + "/x.safetensors";
   {
@@ -116,7 +105,7 @@ TEST_F(SafetensorsTest, LeavesNothingBehindWithoutFinish) {
 }
 
 TEST_F(SafetensorsTest, KeepsTheOldFileWhenFinishFails) {
-  const std::string path = TempPath("folder.safetensors");
+  const std::string path = directory_.File("folder.safetensors");
   ASSERT_EQ(mkdir(path.c_str(), 0700), 0);
   absl::StatusOr<SafetensorsWriter> writer = SafetensorsWriter::Create(path);
   ASSERT_TRUE(writer.ok());
@@ -127,7 +116,7 @@ TEST_F(SafetensorsTest, KeepsTheOldFileWhenFinishFails) {
 
 TEST_F(SafetensorsTest, WriterRefusesWhatTheFormatForbids) {
   absl::StatusOr<SafetensorsWriter> writer =
-      SafetensorsWriter::Create(TempPath("forbidden.safetensors"));
+      SafetensorsWriter::Create(directory_.File("forbidden.safetensors"));
   ASSERT_TRUE(writer.ok());
   EXPECT_TRUE(writer->Add("a", Dtype::kU8, {3}, Bytes(3)).ok());
   EXPECT_FALSE(writer->Add("a", Dtype::kU8, {3}, Bytes(3)).ok());
@@ -137,10 +126,10 @@ TEST_F(SafetensorsTest, WriterRefusesWhatTheFormatForbids) {
 }
 
 TEST_F(SafetensorsTest, SaysWhenThereIsNoFile) {
-  EXPECT_TRUE(
-      absl::IsNotFound(SafetensorsReader::Open(TempPath("none")).status()));
-  EXPECT_TRUE(
-      absl::IsUnimplemented(SafetensorsReader::Open(TempPath("")).status()));
+  EXPECT_TRUE(absl::IsNotFound(
+      SafetensorsReader::Open(directory_.File("none")).status()));
+  EXPECT_TRUE(absl::IsUnimplemented(
+      SafetensorsReader::Open(directory_.File("")).status()));
 }
 
 TEST_F(SafetensorsTest, AcceptsWhatTheFormatAllows) {
@@ -166,8 +155,8 @@ TEST_F(SafetensorsTest, AcceptsWhatTheFormatAllows) {
        3},
   };
   for (const auto& test : cases) {
-    const absl::StatusOr<SafetensorsReader> reader =
-        SafetensorsReader::Open(WriteFile("good.safetensors", test.bytes));
+    const absl::StatusOr<SafetensorsReader> reader = SafetensorsReader::Open(
+        directory_.Write("good.safetensors", test.bytes));
     ASSERT_TRUE(reader.ok()) << reader.status();
     EXPECT_EQ(reader->tensors().size(), test.tensor_count);
   }
@@ -325,7 +314,7 @@ class MalformedSafetensorsTest
       public ::testing::WithParamInterface<Malformed> {};
 
 TEST_P(MalformedSafetensorsTest, IsRefusedInWords) {
-  const std::string path = WriteFile(
+  const std::string path = directory_.Write(
       absl::StrCat(GetParam().name, ".safetensors"), GetParam().bytes);
   const absl::Status status = SafetensorsReader::Open(path).status();
   EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
@@ -346,15 +335,15 @@ TEST_F(SafetensorsTest, EveryCutAndEveryFlippedByteIsReadOrRefused) {
            R"("data_offsets":[0,8]}})",
            8);
   for (size_t i = 0; i < good.size(); ++i) {
-    EXPECT_FALSE(
-        SafetensorsReader::Open(WriteFile("cut.safetensors", good.substr(0, i)))
-            .ok())
+    EXPECT_FALSE(SafetensorsReader::Open(
+                     directory_.Write("cut.safetensors", good.substr(0, i)))
+                     .ok())
         << "cut at " << i;
     for (const char flip : {'\x01', '\x20', '\x80'}) {
       std::string bad = good;
       bad[i] = static_cast<char>(bad[i] ^ flip);
       const absl::StatusOr<SafetensorsReader> reader =
-          SafetensorsReader::Open(WriteFile("flip.safetensors", bad));
+          SafetensorsReader::Open(directory_.Write("flip.safetensors", bad));
       if (!reader.ok()) continue;
       EXPECT_LE(reader->tensors().size(), 1u);
     }
