@@ -373,6 +373,28 @@ absl::Status RegionLimitError(absl::string_view what) {
   return Exhausted("REGION_LIMIT", what);
 }
 
+absl::Status TokenMissingError() {
+  return Error(absl::StatusCode::kUnauthenticated, "TOKEN_MISSING",
+               "no credential; expected \"authorization: Bearer TOKEN\" or a "
+               "client certificate");
+}
+
+absl::Status TokenInvalidError() {
+  return Error(absl::StatusCode::kUnauthenticated, "TOKEN_INVALID",
+               "the credential is unknown or has expired");
+}
+
+absl::Status ScopeMissingError(absl::string_view scope) {
+  return Error(absl::StatusCode::kPermissionDenied, "SCOPE_MISSING",
+               absl::StrCat("the caller lacks the scope \"", scope, "\""));
+}
+
+absl::Status ModelDeniedError(absl::string_view model) {
+  return Error(
+      absl::StatusCode::kPermissionDenied, "MODEL_DENIED",
+      absl::StrCat("the caller may not write to model \"", model, "\""));
+}
+
 absl::Status DrainingError() {
   return Error(absl::StatusCode::kUnavailable, "DRAINING",
                "the server is about to stop; try another");

@@ -141,6 +141,15 @@ absl::Status RegionNotFoundError();
 // No more regions for this connection, no more connections, or no more memory.
 absl::Status RegionLimitError(absl::string_view what);
 absl::Status DrainingError();
+// No credential came with the call.
+absl::Status TokenMissingError();
+// A credential that is unknown or has expired; never says which.
+absl::Status TokenInvalidError();
+// The caller is known but may not do this. `scope` is what it lacks.
+absl::Status ScopeMissingError(absl::string_view scope);
+// The caller may not write under the names of that model. Says nothing of what
+// is there.
+absl::Status ModelDeniedError(absl::string_view model);
 // An open tensor made no progress for that long. Ends the stream.
 absl::Status StreamIdleError(absl::Duration timeout);
 // An address that could not be listened on.

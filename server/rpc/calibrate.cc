@@ -19,6 +19,7 @@
 #include "core/statistics/statistics_state.h"
 #include "quantd/v1/quantization_service.pb.h"
 #include "server/guard/memory_budget.h"
+#include "server/rpc/caller.h"
 #include "server/rpc/stored_calibration.h"
 #include "server/rpc/stream_rpcs.h"
 #include "server/rpc/tensor_input.h"
@@ -272,7 +273,7 @@ class CalibrateRpc final : public TensorRpc {
   Rpc id() const override { return Rpc::kCalibrate; }
 
   absl::StatusOr<std::unique_ptr<TensorJob>> Open(
-      const std::string& bytes, const SharedMemoryAccess& access) override {
+      const std::string& bytes, const Caller& caller) override {
     absl::StatusOr<v1::CalibrateHeader> header =
         ParseHeader<v1::CalibrateHeader>(bytes);
     if (!header.ok()) return header.status();

@@ -15,6 +15,7 @@
 #include "core/formats/number_format.h"
 #include "core/parallel/thread_pool.h"
 #include "quantd/v1/quantization_service.pb.h"
+#include "server/rpc/caller.h"
 #include "server/rpc/code_stream.h"
 #include "server/rpc/stream_rpcs.h"
 #include "server/rpc/tensor_input.h"
@@ -204,7 +205,7 @@ class DequantizeRpc final : public TensorRpc {
   Rpc id() const override { return Rpc::kDequantize; }
 
   absl::StatusOr<std::unique_ptr<TensorJob>> Open(
-      const std::string& bytes, const SharedMemoryAccess& access) override {
+      const std::string& bytes, const Caller& caller) override {
     absl::StatusOr<v1::DequantizeHeader> header =
         ParseHeader<v1::DequantizeHeader>(bytes);
     if (!header.ok()) return header.status();
@@ -214,7 +215,7 @@ class DequantizeRpc final : public TensorRpc {
     absl::StatusOr<EncodingSource> source = OpenSource(env_, *header);
     if (!source.ok()) return source.status();
     absl::StatusOr<absl::optional<SharedBytes>> output =
-        FindOutput(*header, access);
+        FindOutput(*header, caller.shared_memory);
     if (!output.ok()) return output.status();
     return std::make_unique<DequantizeJob>(
         env_, *std::move(header), *std::move(description), *std::move(source),

@@ -21,6 +21,7 @@
 #include "core/evaluate/evaluate.h"
 #include "quantd/v1/quantization_service.pb.h"
 #include "server/guard/memory_budget.h"
+#include "server/rpc/caller.h"
 #include "server/rpc/stream_rpcs.h"
 #include "server/rpc/tensor_buffer.h"
 #include "server/rpc/tensor_input.h"
@@ -308,7 +309,7 @@ class EvaluateRpc final : public TensorRpc {
   Rpc id() const override { return Rpc::kEvaluate; }
 
   absl::StatusOr<std::unique_ptr<TensorJob>> Open(
-      const std::string& bytes, const SharedMemoryAccess& access) override {
+      const std::string& bytes, const Caller& caller) override {
     absl::StatusOr<v1::EvaluateHeader> header =
         ParseHeader<v1::EvaluateHeader>(bytes);
     if (!header.ok()) return header.status();

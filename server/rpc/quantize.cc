@@ -23,6 +23,7 @@
 #include "core/statistics/tensor_statistics.h"
 #include "quantd/v1/quantization_service.pb.h"
 #include "server/guard/memory_budget.h"
+#include "server/rpc/caller.h"
 #include "server/rpc/code_stream.h"
 #include "server/rpc/stream_rpcs.h"
 #include "server/rpc/tensor_buffer.h"
@@ -274,170 +275,19 @@ class StreamingQuantizeJob final : public TensorJob {
   absl::optional<CodeProducer> producer_;
 };
 
-// With a spec: reals are held until the tensor is complete.
-class CalibratingQuantizeJob final : public TensorJob {
+// With a spec, which needs the whole tensor: it is held in one form or another,
+// and answered block by block when its encoding is known.
+class BufferedQuantizeJob : public TensorJob {
  public:
-  CalibratingQuantizeJob(const RpcEnvironment& env, QuantizeTask task,
-                         ResolvedSpec spec,
-                         std::unique_ptr<TensorAccumulator> accumulator)
-      : env_(env),
-        task_(std::move(task)),
-        spec_(std::move(spec)),
-        accumulator_(std::move(accumulator)),
-        buffer_(env, SizeBytes()) {
-    frame_.end_bytes = SizeBytes();
-    frame_.unit_bytes = core::ElementSizeBytes(task_.description.element_type);
-    frame_.granule_bytes = frame_.unit_bytes;
-    frame_.quantum_bytes = QuantumBytes(env_, *accumulator_);
-  }
+  bool FinishWaits() const final { return step_ == Step::kPut; }
 
-  bool FinishWaits() const override { return step_ == Step::kPut; }
-
-  absl::Status Reserve(int64_t bytes) override {
-    if (absl::Status s = accumulator_->Reserve(); !s.ok()) return s;
-    return buffer_.Reserve(bytes);
-  }
-
-  absl::Status Consume(int64_t offset_bytes,
-                       absl::Span<const uint8_t> data) override {
-    accumulator_->Update(offset_bytes, data);
-    buffer_.Append(data);
-    return absl::OkStatus();
-  }
-
-  absl::StatusOr<bool> Finish(ChunkWriter* out) override {
-    switch (step_) {
-      case Step::kCalibrate: {
-        absl::StatusOr<CalibratedEncoding> calibrated =
-            CalibrateTensor(env_, spec_, accumulator_->statistics());
-        if (!calibrated.ok()) return calibrated.status();
-        resolved_ = std::move(calibrated->resolved);
-        if (task_.store_key.has_value() && !WillReject()) {
-          step_ = Step::kPut;
-          return false;
-        }
-        OpenAnswer(out);
-        break;
-      }
-      case Step::kPut: {
-        absl::StatusOr<StoredEncoding> stored = env_.store->Put(
-            *task_.store_key, resolved_.encoding, Precondition());
-        if (!stored.ok()) return stored.status();
-        resolved_.etag = stored->etag;
-        OpenAnswer(out);
-        return false;
-      }
-      case Step::kQuantize:
-        break;
-    }
-    if (next_block_ < buffer_.block_count()) {
-      const absl::Span<const uint8_t> block = buffer_.block(next_block_);
-      const int64_t offset_bytes = next_block_ * TensorBuffer::kBlockBytes;
-      producer_->Begin(offset_bytes, static_cast<int64_t>(block.size()), out);
-      absl::Status status = producer_->Quantize(offset_bytes, block);
-      if (!status.ok()) return status;
-      producer_->End();
-      ++next_block_;
-    }
-    if (next_block_ < buffer_.block_count()) return false;
-    producer_->WriteSummary(out);
-    return true;
-  }
-
- private:
-  enum class Step { kCalibrate, kPut, kQuantize };
-
-  int64_t SizeBytes() const {
-    return task_.description.element_count *
-           core::ElementSizeBytes(task_.description.element_type);
-  }
-
-  void OpenAnswer(ChunkWriter* out) {
-    v1::ByteRange whole;
-    whole.set_end_bytes(SizeBytes());
-    producer_.emplace(env_, task_, std::move(resolved_), whole);
-    producer_->WriteHeader(out);
-    step_ = Step::kQuantize;
-  }
-
-  // Quantizing is going to fail: the tensor must leave nothing behind.
-  bool WillReject() const {
-    const core::ElementCounts& counts = accumulator_->statistics().counts();
-    return task_.nan_policy == core::NanPolicy::kReject &&
-           counts.nan + counts.positive_infinity + counts.negative_infinity > 0;
-  }
-
-  const RpcEnvironment& env_;
-  const QuantizeTask task_;
-  const ResolvedSpec spec_;
-  const std::unique_ptr<TensorAccumulator> accumulator_;
-  TensorBuffer buffer_;
-  Step step_ = Step::kCalibrate;
-  ResolvedEncoding resolved_;
-  absl::optional<CodeProducer> producer_;
-  int64_t next_block_ = 0;
-};
-
-// With a spec whose scales follow from their own blocks: reals become codes as
-// they come, which are held until the tensor, and so its encoding, is complete.
-class BlockQuantizeJob final : public TensorJob {
- public:
-  // The largest blocks that are put together from chunks.
-  static constexpr int64_t kMaxGranuleBytes = 64 << 10;
-
-  // `lease`  of the memory that the encoding takes.
-  // Requires: BlockQuantizer::Takes the spec.
-  BlockQuantizeJob(const RpcEnvironment& env, QuantizeTask task,
-                   ResolvedSpec spec, MemoryBudget::Lease lease)
-      : env_(env),
-        task_(std::move(task)),
-        spec_(std::move(spec)),
-        geometry_(
-            Geometry(task_.description, *core::FindFormat(spec_.spec.format))),
-        lease_(std::move(lease)),
-        quantizer_(spec_.spec, *spec_.layout, task_.description.element_type,
-                   task_.nan_policy),
-        codes_(env, geometry_.codes_size_bytes()) {
-    frame_.end_bytes = geometry_.reals_size_bytes();
-    frame_.unit_bytes = geometry_.real_bytes;
-    frame_.granule_bytes = GranuleBytes();
-    frame_.quantum_bytes =
-        std::max<int64_t>(1, env.limits.chunk_bytes / frame_.granule_bytes) *
-        frame_.granule_bytes;
-  }
-
-  int64_t GranuleBytes() const {
-    return quantizer_.granule() * geometry_.real_bytes;
-  }
-
-  bool FinishWaits() const override { return step_ == Step::kPut; }
-
-  absl::Status Reserve(int64_t bytes) override {
-    return codes_.Reserve(geometry_.CodesOffsetOfReal(bytes));
-  }
-
-  absl::Status Consume(int64_t offset_bytes,
-                       absl::Span<const uint8_t> data) override {
-    const int64_t bytes = static_cast<int64_t>(data.size());
-    made_.resize(
-        static_cast<size_t>(geometry_.CodesOffsetOfReal(offset_bytes + bytes) -
-                            geometry_.CodesOffsetOfReal(offset_bytes)));
-    quantizer_.Add(offset_bytes / geometry_.real_bytes,
-                   bytes / geometry_.real_bytes, data.data(), made_.data(),
-                   env_.pool);
-    codes_.Append(made_);
-    return absl::OkStatus();
-  }
-
-  absl::StatusOr<bool> Finish(ChunkWriter* out) override {
+  absl::StatusOr<bool> Finish(ChunkWriter* out) final {
     switch (step_) {
       case Step::kEncode: {
-        absl::StatusOr<core::Encoding> encoding = quantizer_.Finish();
-        if (!encoding.ok()) return encoding.status();
-        resolved_.encoding =
-            std::make_shared<const core::Encoding>(*std::move(encoding));
-        resolved_.layout = spec_.layout;
-        if (task_.store_key.has_value()) {
+        absl::StatusOr<ResolvedEncoding> resolved = Encode();
+        if (!resolved.ok()) return resolved.status();
+        resolved_ = *std::move(resolved);
+        if (task_.store_key.has_value() && !WillReject()) {
           step_ = Step::kPut;
           return false;
         }
@@ -455,54 +305,202 @@ class BlockQuantizeJob final : public TensorJob {
       case Step::kAnswer:
         break;
     }
-    if (next_block_ < codes_.block_count()) {
-      const absl::Span<const uint8_t> block = codes_.block(next_block_);
+    if (next_block_ < buffer_.block_count()) {
       const int64_t begin = RealsOffset(next_block_);
-      producer_->Begin(
-          begin,
-          std::min(RealsOffset(next_block_ + 1), geometry_.reals_size_bytes()) -
-              begin,
-          out);
-      producer_->Take(begin, block);
+      const int64_t end = std::min(RealsOffset(next_block_ + 1), SizeBytes());
+      producer_->Begin(begin, end - begin, out);
+      absl::Status status =
+          Answer(begin, buffer_.block(next_block_), &*producer_);
+      if (!status.ok()) return status;
       producer_->End();
       ++next_block_;
     }
-    if (next_block_ < codes_.block_count()) return false;
+    if (next_block_ < buffer_.block_count()) return false;
     producer_->WriteSummary(out);
     return true;
   }
 
+ protected:
+  // `buffered_bytes`  of the tensor in the form that is held.
+  BufferedQuantizeJob(const RpcEnvironment& env, QuantizeTask task,
+                      int64_t buffered_bytes)
+      : env_(env), task_(std::move(task)), buffer_(env, buffered_bytes) {
+    frame_.end_bytes = SizeBytes();
+    frame_.unit_bytes = core::ElementSizeBytes(task_.description.element_type);
+  }
+
+  const RpcEnvironment& env() const { return env_; }
+  const QuantizeTask& task() const { return task_; }
+  TensorBuffer& buffer() { return buffer_; }
+  // Of the reals.
+  int64_t SizeBytes() const {
+    return task_.description.element_count *
+           core::ElementSizeBytes(task_.description.element_type);
+  }
+
+  // The encoding, once all is held.
+  virtual absl::StatusOr<ResolvedEncoding> Encode() = 0;
+  // Quantizing is going to fail: the tensor must leave nothing behind.
+  virtual bool WillReject() const { return false; }
+  // Offset of the real that begins that block of what is held.
+  virtual int64_t RealsOffset(int64_t block) const = 0;
+  // Gives `out` the codes of a block that begins with the real at
+  // `offset_bytes`.
+  virtual absl::Status Answer(int64_t offset_bytes,
+                              absl::Span<const uint8_t> block,
+                              CodeProducer* out) = 0;
+
  private:
   enum class Step { kEncode, kPut, kAnswer };
 
-  // Offset of the real whose codes begin that block of them.
-  int64_t RealsOffset(int64_t block) const {
-    return block * (TensorBuffer::kBlockBytes / geometry_.granule_code_bytes) *
-           geometry_.granule_real_bytes();
-  }
-
   void OpenAnswer(ChunkWriter* out) {
     v1::ByteRange whole;
-    whole.set_end_bytes(geometry_.reals_size_bytes());
+    whole.set_end_bytes(SizeBytes());
     producer_.emplace(env_, task_, std::move(resolved_), whole);
     producer_->WriteHeader(out);
-    producer_->Take(quantizer_.counts());
     step_ = Step::kAnswer;
   }
 
   const RpcEnvironment& env_;
   const QuantizeTask task_;
-  const ResolvedSpec spec_;
-  const CodeGeometry geometry_;
-  const MemoryBudget::Lease lease_;
-  core::BlockQuantizer quantizer_;
-  // Codes of the latest reals, and of all.
-  std::vector<uint8_t> made_;
-  TensorBuffer codes_;
+  TensorBuffer buffer_;
   Step step_ = Step::kEncode;
   ResolvedEncoding resolved_;
   absl::optional<CodeProducer> producer_;
   int64_t next_block_ = 0;
+};
+
+// With any spec: reals are held.
+class CalibratingQuantizeJob final : public BufferedQuantizeJob {
+ public:
+  CalibratingQuantizeJob(const RpcEnvironment& env, QuantizeTask task,
+                         ResolvedSpec spec,
+                         std::unique_ptr<TensorAccumulator> accumulator)
+      : BufferedQuantizeJob(
+            env, task,
+            task.description.element_count *
+                core::ElementSizeBytes(task.description.element_type)),
+        spec_(std::move(spec)),
+        accumulator_(std::move(accumulator)) {
+    frame_.granule_bytes = frame_.unit_bytes;
+    frame_.quantum_bytes = QuantumBytes(env, *accumulator_);
+  }
+
+  absl::Status Reserve(int64_t bytes) override {
+    if (absl::Status s = accumulator_->Reserve(); !s.ok()) return s;
+    return buffer().Reserve(bytes);
+  }
+
+  absl::Status Consume(int64_t offset_bytes,
+                       absl::Span<const uint8_t> data) override {
+    accumulator_->Update(offset_bytes, data);
+    buffer().Append(data);
+    return absl::OkStatus();
+  }
+
+ protected:
+  absl::StatusOr<ResolvedEncoding> Encode() override {
+    absl::StatusOr<CalibratedEncoding> calibrated =
+        CalibrateTensor(env(), spec_, accumulator_->statistics());
+    if (!calibrated.ok()) return calibrated.status();
+    return std::move(calibrated->resolved);
+  }
+
+  bool WillReject() const override {
+    const core::ElementCounts& counts = accumulator_->statistics().counts();
+    return task().nan_policy == core::NanPolicy::kReject &&
+           counts.nan + counts.positive_infinity + counts.negative_infinity > 0;
+  }
+
+  int64_t RealsOffset(int64_t block) const override {
+    return block * TensorBuffer::kBlockBytes;
+  }
+
+  absl::Status Answer(int64_t offset_bytes, absl::Span<const uint8_t> block,
+                      CodeProducer* out) override {
+    return out->Quantize(offset_bytes, block);
+  }
+
+ private:
+  const ResolvedSpec spec_;
+  const std::unique_ptr<TensorAccumulator> accumulator_;
+};
+
+// With a spec whose scales follow from their own blocks: reals become codes as
+// they come, and those are held.
+class BlockQuantizeJob final : public BufferedQuantizeJob {
+ public:
+  // The largest blocks that are put together from chunks.
+  static constexpr int64_t kMaxGranuleBytes = 64 << 10;
+
+  // `geometry`  of the codes.
+  // `lease`     of the memory that the encoding takes.
+  // Requires: BlockQuantizer::Takes the spec.
+  BlockQuantizeJob(const RpcEnvironment& env, QuantizeTask task,
+                   ResolvedSpec spec, const CodeGeometry& geometry,
+                   MemoryBudget::Lease lease)
+      : BufferedQuantizeJob(env, std::move(task), geometry.codes_size_bytes()),
+        spec_(std::move(spec)),
+        geometry_(geometry),
+        lease_(std::move(lease)),
+        quantizer_(spec_.spec, *spec_.layout,
+                   this->task().description.element_type,
+                   this->task().nan_policy) {
+    frame_.granule_bytes = GranuleBytes();
+    frame_.quantum_bytes =
+        std::max<int64_t>(1, env.limits.chunk_bytes / frame_.granule_bytes) *
+        frame_.granule_bytes;
+  }
+
+  int64_t GranuleBytes() const {
+    return quantizer_.granule() * geometry_.real_bytes;
+  }
+
+  absl::Status Reserve(int64_t bytes) override {
+    return buffer().Reserve(geometry_.CodesOffsetOfReal(bytes));
+  }
+
+  absl::Status Consume(int64_t offset_bytes,
+                       absl::Span<const uint8_t> data) override {
+    const int64_t bytes = static_cast<int64_t>(data.size());
+    made_.resize(
+        static_cast<size_t>(geometry_.CodesOffsetOfReal(offset_bytes + bytes) -
+                            geometry_.CodesOffsetOfReal(offset_bytes)));
+    quantizer_.Add(offset_bytes / geometry_.real_bytes,
+                   bytes / geometry_.real_bytes, data.data(), made_.data(),
+                   env().pool);
+    buffer().Append(made_);
+    return absl::OkStatus();
+  }
+
+ protected:
+  absl::StatusOr<ResolvedEncoding> Encode() override {
+    absl::StatusOr<core::Encoding> encoding = quantizer_.Finish();
+    if (!encoding.ok()) return encoding.status();
+    return ResolvedEncoding{
+        std::make_shared<const core::Encoding>(*std::move(encoding)),
+        spec_.layout, ""};
+  }
+
+  int64_t RealsOffset(int64_t block) const override {
+    return block * (TensorBuffer::kBlockBytes / geometry_.granule_code_bytes) *
+           geometry_.granule_real_bytes();
+  }
+
+  absl::Status Answer(int64_t offset_bytes, absl::Span<const uint8_t> block,
+                      CodeProducer* out) override {
+    out->Take(offset_bytes, block);
+    out->Take(quantizer_.counts());
+    return absl::OkStatus();
+  }
+
+ private:
+  const ResolvedSpec spec_;
+  const CodeGeometry geometry_;
+  const MemoryBudget::Lease lease_;
+  core::BlockQuantizer quantizer_;
+  // Codes of the latest reals.
+  std::vector<uint8_t> made_;
 };
 
 class QuantizeRpc final : public TensorRpc {
@@ -512,11 +510,11 @@ class QuantizeRpc final : public TensorRpc {
   Rpc id() const override { return Rpc::kQuantize; }
 
   absl::StatusOr<std::unique_ptr<TensorJob>> Open(
-      const std::string& bytes, const SharedMemoryAccess& access) override {
+      const std::string& bytes, const Caller& caller) override {
     absl::StatusOr<v1::QuantizeHeader> header =
         ParseHeader<v1::QuantizeHeader>(bytes);
     if (!header.ok()) return header.status();
-    absl::StatusOr<QuantizeTask> task = CheckTask(*header, access);
+    absl::StatusOr<QuantizeTask> task = CheckTask(*header, caller);
     if (!task.ok()) return task.status();
     switch (header->encoding_source_case()) {
       case v1::QuantizeHeader::kReference: {
@@ -539,7 +537,7 @@ class QuantizeRpc final : public TensorRpc {
 
  private:
   absl::StatusOr<QuantizeTask> CheckTask(const v1::QuantizeHeader& header,
-                                         const SharedMemoryAccess& access) {
+                                         const Caller& caller) {
     absl::StatusOr<TensorDescription> description =
         CheckDescription(env_, header.tensor());
     if (!description.ok()) return description.status();
@@ -549,7 +547,7 @@ class QuantizeRpc final : public TensorRpc {
           "header.nan_policy");
     }
     absl::StatusOr<absl::optional<SharedBytes>> output =
-        FindOutput(header, access);
+        FindOutput(header, caller.shared_memory);
     if (!output.ok()) return output.status();
     QuantizeTask task;
     task.output = *std::move(output);
@@ -601,7 +599,7 @@ class QuantizeRpc final : public TensorRpc {
           env_.budget->Acquire(spec->layout->scale_count() * kBytesPerScale,
                                "send fewer tensors at once");
       if (!lease.ok()) return lease.status();
-      auto job = std::make_unique<BlockQuantizeJob>(env_, task, *spec,
+      auto job = std::make_unique<BlockQuantizeJob>(env_, task, *spec, geometry,
                                                     *std::move(lease));
       if (job->GranuleBytes() <= BlockQuantizeJob::kMaxGranuleBytes) {
         return job;

@@ -12,8 +12,8 @@
 #include "absl/types/span.h"
 #include "core/parallel/thread_pool.h"
 #include "server/metrics/metrics.h"
+#include "server/rpc/caller.h"
 #include "server/shared_memory/region.h"
-#include "server/shared_memory/region_registry.h"
 #include "server/shared_memory/shared_blocks.h"
 #include "server/wire/chunk_writer.h"
 
@@ -88,10 +88,9 @@ class TensorRpc {
   virtual ~TensorRpc() = default;
 
   virtual Rpc id() const = 0;
-  // Opens a tensor from its serialized header, without waiting. `access` is to
-  // what the header may name in shared memory.
+  // Opens a tensor of `caller` from its serialized header, without waiting.
   virtual absl::StatusOr<std::unique_ptr<TensorJob>> Open(
-      const std::string& header, const SharedMemoryAccess& access) = 0;
+      const std::string& header, const Caller& caller) = 0;
 };
 
 }  // namespace quantd::server

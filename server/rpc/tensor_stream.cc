@@ -88,8 +88,9 @@ TensorStream::TensorStream(const RpcEnvironment& env, TensorRpc* rpc,
       registry_(registry),
       context_(context),
       start_time_(absl::Now()),
-      shared_memory_(env.regions,
-                     env.regions != nullptr ? context->peer() : ""),
+      caller_{Principal::Unrestricted(),
+              SharedMemoryAccess(
+                  env.regions, env.regions != nullptr ? context->peer() : "")},
       last_progress_(start_time_) {
   env_.metrics->RpcStarted(rpc_->id());
   env_.metrics->StreamOpened();
@@ -347,7 +348,8 @@ absl::Status TensorStream::FindShared() {
     return core::RegionInvalidError(
         "both data and shared in one message, expected one of them");
   }
-  absl::StatusOr<SharedBytes> found = shared_memory_.Find(*envelope.shared);
+  absl::StatusOr<SharedBytes> found =
+      caller_.shared_memory.Find(*envelope.shared);
   if (!found.ok()) return found.status();
   message_->region = std::move(found->region);
   envelope.data.assign(1, found->bytes);
@@ -359,8 +361,7 @@ void TensorStream::OpenTensor(const std::string& header) {
   skipping_ = false;
   tensor_start_time_ = absl::Now();
   env_.metrics->TensorOpened();
-  absl::StatusOr<std::unique_ptr<TensorJob>> job =
-      rpc_->Open(header, shared_memory_);
+  absl::StatusOr<std::unique_ptr<TensorJob>> job = rpc_->Open(header, caller_);
   if (!job.ok()) {
     FailTensor(job.status());
     return;

@@ -15,10 +15,10 @@
 #include "absl/time/time.h"
 #include "absl/types/optional.h"
 #include "grpcpp/grpcpp.h"
+#include "server/rpc/caller.h"
 #include "server/rpc/rpc_environment.h"
 #include "server/rpc/tensor_job.h"
 #include "server/shared_memory/region.h"
-#include "server/shared_memory/region_registry.h"
 #include "server/shared_memory/shared_blocks.h"
 #include "server/wire/chunk_reader.h"
 #include "server/wire/chunk_writer.h"
@@ -185,7 +185,7 @@ class TensorStream final
   StreamRegistry* const registry_;
   grpc::CallbackServerContext* const context_;
   const absl::Time start_time_;
-  const SharedMemoryAccess shared_memory_;
+  const Caller caller_;
 
   // Keeps the stream alive until OnDone; tasks hold another reference.
   std::shared_ptr<TensorStream> self_;

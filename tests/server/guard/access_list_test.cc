@@ -1,0 +1,140 @@
+#include "server/guard/access_list.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <fstream>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "core/errors.h"
+#include "tests/support/temporary_directory.h"
+
+namespace quantd::server {
+namespace {
+
+using ::testing::HasSubstr;
+
+// SHA-256 of "abc" and of "", from FIPS 180-2.
+constexpr char kAbc[] =
+    "sha256:ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad";
+constexpr char kEmpty[] =
+    "sha256:e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855";
+
+std::shared_ptr<const AccessList> MustParse(const std::string& text) {
+  absl::StatusOr<std::shared_ptr<const AccessList>> list =
+      AccessList::Parse(text);
+  EXPECT_TRUE(list.ok()) << list.status();
+  return list.ok() ? *list : nullptr;
+}
+
+std::string Reason(const absl::Status& status) {
+  return std::string(core::ErrorReason(status));
+}
+
+TEST(AccessListTest, FindsTheCallerOfAToken) {
+  const auto list = MustParse(absl::StrCat("# the team\n\nacme ", kAbc,
+                                           " read,quantize acme/ # comment\n"));
+  const auto caller = list->Find("abc", {}, absl::Now());
+  ASSERT_TRUE(caller.ok()) << caller.status();
+  EXPECT_EQ((*caller)->name(), "acme");
+  EXPECT_TRUE((*caller)->MaySee("acme/net"));
+  EXPECT_FALSE((*caller)->MaySee("acme"));
+  EXPECT_FALSE((*caller)->MaySee("other/net"));
+  EXPECT_TRUE((*caller)->Check(Scope::kRead).ok());
+  EXPECT_TRUE((*caller)->Check(Scope::kQuantize).ok());
+  const absl::Status denied = (*caller)->Check(Scope::kCalibrate);
+  EXPECT_EQ(Reason(denied), "SCOPE_MISSING");
+  EXPECT_TRUE(absl::IsPermissionDenied(denied));
+  EXPECT_THAT(std::string(denied.message()), HasSubstr("calibrate"));
+  EXPECT_EQ(Reason((*caller)->Check(Scope::kAdmin)), "SCOPE_MISSING");
+}
+
+TEST(AccessListTest, RefusesWhatItDoesNotKnow) {
+  const auto list =
+      MustParse(absl::StrCat("a ", kAbc, " read *\nb ", kEmpty, " read *\n"));
+  EXPECT_EQ(Reason(list->Find("abd", {}, absl::Now()).status()),
+            "TOKEN_INVALID");
+  // Also where the file has the digest of nothing.
+  EXPECT_EQ(Reason(list->Find("", {}, absl::Now()).status()), "TOKEN_MISSING");
+  EXPECT_EQ(Reason(list->Find("", {"stranger"}, absl::Now()).status()),
+            "TOKEN_INVALID");
+  // The digest itself is no token, nor is a name that looks like one.
+  EXPECT_EQ(Reason(list->Find(kAbc, {}, absl::Now()).status()),
+            "TOKEN_INVALID");
+}
+
+TEST(AccessListTest, FindsTheCallerOfACertificate) {
+  const auto list =
+      MustParse("trainer certificate:trainer.acme calibrate acme/");
+  const auto caller = list->Find("", {"10.0.0.1", "trainer.acme"}, absl::Now());
+  ASSERT_TRUE(caller.ok()) << caller.status();
+  EXPECT_EQ((*caller)->name(), "trainer");
+  // A token that came with it decides, and a name is no token.
+  EXPECT_FALSE(list->Find("abc", {"trainer.acme"}, absl::Now()).ok());
+  EXPECT_FALSE(list->Find("certificate:trainer.acme", {}, absl::Now()).ok());
+}
+
+TEST(AccessListTest, TokensExpire) {
+  const auto list =
+      MustParse(absl::StrCat("a ", kAbc, " read * 2027-01-31T12:00:00Z"));
+  const absl::Time end =
+      absl::FromCivil(absl::CivilSecond(2027, 1, 31, 12), absl::UTCTimeZone());
+  EXPECT_TRUE(list->Find("abc", {}, end - absl::Seconds(1)).ok());
+  const absl::Status expired = list->Find("abc", {}, end).status();
+  const absl::Status unknown = list->Find("abd", {}, end).status();
+  EXPECT_EQ(expired, unknown);
+}
+
+TEST(AccessListTest, NamesTheLineThatIsWrong) {
+  const std::string good = absl::StrCat("a ", kAbc, " read *\n");
+  for (const std::string& bad : std::vector<std::string>{
+           "b", absl::StrCat("b ", kEmpty, " read"), "b sha256:12 read *",
+           absl::StrCat("b ", std::string(kEmpty).replace(10, 1, "g"),
+                        " read *"),
+           "b certificate: read *", "b md5:12 read *",
+           absl::StrCat("b ", kEmpty, " read,write *"),
+           absl::StrCat("b ", kEmpty, " read,, *"),
+           absl::StrCat("b ", kEmpty, " read * tomorrow"),
+           absl::StrCat("b ", kEmpty, " read * 2027-01-31T00:00:00Z more"),
+           absl::StrCat("b ", kAbc, " read *")}) {
+    const absl::Status status = AccessList::Parse(good + bad).status();
+    EXPECT_EQ(Reason(status), "CONFIG_INVALID") << bad;
+    EXPECT_THAT(std::string(status.message()), HasSubstr("line 2")) << bad;
+  }
+}
+
+TEST(AccessListTest, TakesTheTokenFromItsHeader) {
+  EXPECT_EQ(BearerToken("Bearer abc"), "abc");
+  EXPECT_EQ(BearerToken("bearer  abc "), "abc");
+  EXPECT_EQ(BearerToken("Basic abc"), "");
+  EXPECT_EQ(BearerToken("Bearer"), "");
+  EXPECT_EQ(BearerToken(""), "");
+}
+
+TEST(AccessFileTest, FollowsTheFileAndKeepsTheLastGoodOne) {
+  const testing::TemporaryDirectory directory;
+  const std::string path = directory.File("access");
+  EXPECT_EQ(Reason(AccessFile::Open(path).status()), "CONFIG_INVALID");
+  std::ofstream(path) << "a " << kAbc << " read *\n";
+  const auto file = AccessFile::Open(path);
+  ASSERT_TRUE(file.ok()) << file.status();
+  EXPECT_FALSE((*file)->Reload().value());
+  std::ofstream(path) << "nonsense\n";
+  EXPECT_EQ(Reason((*file)->Reload().status()), "CONFIG_INVALID");
+  // Said once.
+  EXPECT_FALSE((*file)->Reload().value());
+  EXPECT_TRUE((*file)->list()->Find("abc", {}, absl::Now()).ok());
+  std::ofstream(path) << "a " << kEmpty << " read *\n";
+  EXPECT_TRUE((*file)->Reload().value());
+  EXPECT_FALSE((*file)->list()->Find("abc", {}, absl::Now()).ok());
+}
+
+}  // namespace
+}  // namespace quantd::server
