@@ -22,7 +22,7 @@ import numpy as np
 import live_server
 import quantd
 from quantd import client as client_module
-from quantd import _stream
+from quantd import _requests, _stream
 from quantd.tensor import FORMATS
 from quantd.v1 import encoding_service_pb2 as es
 from quantd.v1 import quantization_service_pb2 as qs
@@ -347,7 +347,7 @@ class ClientTest(unittest.TestCase):
         self.assert_fails("ENCODING_NOT_FOUND", self.client.get_encoding, name)
 
     def test_PagesFollowOneAnother(self):
-        with mock.patch.object(client_module, "_PAGE_SIZE", 2):
+        with mock.patch.object(_requests, "PAGE_SIZE", 2):
             for n in range(5):
                 self.client.put_encoding(
                     quantd.TensorName("acme/pages", f"t{n}"),

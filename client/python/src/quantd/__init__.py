@@ -16,7 +16,9 @@ except ImportError as error:
         "quantd: no stubs of its protocol; in a checkout run "
         f"client/python/generate first ({error})") from error
 
-from quantd.client import Client, Contribution, QuantizeJob
+from quantd._chunks import DequantizedChunks, QuantizedChunks
+from quantd._requests import CalibrateJob, Contribution, QuantizeJob
+from quantd.client import Client
 from quantd.encoding import (Encoding, EncodingReference, EncodingSpec,
                              Granularity, blocks, group, per_channel,
                              per_tensor)
@@ -34,11 +36,11 @@ from quantd.tensor import FormatInfo, TensorName, format_info, unpack
 __version__ = "0.1.0"
 
 __all__ = [
-    "CalibrateResult", "CandidateMetrics", "Client", "ComputedEncoding",
+    "CalibrateJob", "CalibrateResult", "CandidateMetrics", "Client", "ComputedEncoding",
     "Contribution", "ContributionResult", "Encoding", "EncodingReference",
-    "EncodingSpec", "ErrorHistogram", "ErrorMetrics", "FormatInfo",
+    "DequantizedChunks", "EncodingSpec", "ErrorHistogram", "ErrorMetrics", "FormatInfo",
     "Granularity", "Model", "Prediction", "QuantdError", "QuantizeJob",
-    "QuantizeSummary", "QuantizedTensor", "Revision", "StatisticsEntry",
+    "QuantizeSummary", "QuantizedChunks", "QuantizedTensor", "Revision", "StatisticsEntry",
     "StatisticsSource", "StoredEncoding", "StoredStatistics",
     "SweepCandidate", "SweepMixture", "SweepResult", "SweepTensor",
     "SweepTotal", "TensorName", "TensorStatistics", "blocks", "format_info",

@@ -10,7 +10,7 @@ from typing import Any, Optional
 import numpy as np
 
 from quantd import errors
-from quantd.tensor import ELEMENT_DTYPES, ELEMENT_TYPES
+from quantd.tensor import ELEMENT_DTYPES, ELEMENT_TYPES, Array
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -19,17 +19,17 @@ class Reals:
     little-endian and row-major; the caller's memory unless that was laid out
     otherwise."""
 
-    data: np.ndarray
+    data: Array
     shape: tuple[int, ...]
     element_type: str
 
 
-def as_bytes(array: np.ndarray) -> np.ndarray:
+def as_bytes(array: Array) -> Array:
     """The memory of a contiguous array as uint8 in one dimension."""
     return array.reshape(-1).view(np.uint8)
 
 
-def to_numpy(array: Any) -> tuple[np.ndarray, Optional[str]]:
+def to_numpy(array: Any) -> tuple[Array, Optional[str]]:
     """An array of what may be a tensor of torch, and the element type where
     numpy has none of its own. Shares memory on the CPU.
 
@@ -76,7 +76,7 @@ def reals(array: Any, element_type: Optional[str] = None) -> Reals:
     return Reals(as_bytes(array), shape, found)
 
 
-def codes(array: Any) -> np.ndarray:
+def codes(array: Any) -> Array:
     """Codes to send, as uint8 in one dimension.
 
     Raises: ARGUMENT_INVALID.
@@ -89,7 +89,7 @@ def codes(array: Any) -> np.ndarray:
                                          array.dtype.newbyteorder("<")))
 
 
-def output(out: Any) -> Optional[np.ndarray]:
+def output(out: Any) -> Optional[Array]:
     """The memory of an array to write, as uint8 in one dimension.
 
     Raises: ARGUMENT_INVALID.
@@ -108,6 +108,6 @@ def output(out: Any) -> Optional[np.ndarray]:
     return as_bytes(array)
 
 
-def element_type_of(name: str) -> int:
+def element_type_of(name: str) -> Any:
     """Of proto/. Raises: ARGUMENT_INVALID."""
     return ELEMENT_TYPES.value(name)

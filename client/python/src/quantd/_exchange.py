@@ -11,19 +11,21 @@ from quantd import _wire, errors
 from quantd.encoding import Encoding
 from quantd.results import (CalibrateResult, CandidateMetrics, ErrorMetrics,
                             QuantizedTensor, QuantizeSummary)
-from quantd.tensor import (ELEMENT_DTYPES, ELEMENT_TYPES, FORMATS, TensorName,
-                           format_info)
+from quantd.tensor import (ELEMENT_DTYPES, ELEMENT_TYPES, FORMATS, Array,
+                           TensorName, format_info)
 from quantd.v1 import quantization_service_pb2 as service_pb2
 from quantd.v1 import tensor_pb2
 
 if TYPE_CHECKING:
     from quantd._shared_memory import Placement
 
+xxh3_64: Any = None
 try:
-    from xxhash import xxh3_64
+    import xxhash
+    xxh3_64 = xxhash.xxh3_64
 except ImportError:
     # Then what comes down is not compared with its checksum.
-    xxh3_64 = None
+    pass
 
 Result = TypeVar("Result")
 
@@ -36,7 +38,7 @@ class Exchange(Generic[Result]):
     # Of the answer's summary.
     SUMMARY: Any = None
 
-    def __init__(self, header: Any, payload: np.ndarray) -> None:
+    def __init__(self, header: Any, payload: Array) -> None:
         """header: that of the RPC; payload: the tensor's bytes, as uint8."""
         self.header = header
         self.payload = payload
@@ -54,6 +56,12 @@ class Exchange(Generic[Result]):
         return TensorName.from_proto(self.header.tensor.name)
 
     @property
+    def order_key(self) -> Any:
+        """Two exchanges that share one other than None must not be on their way
+        at once."""
+        return None
+
+    @property
     def size_bytes(self) -> int:
         """Of the payload."""
         return self.payload.nbytes
@@ -66,7 +74,7 @@ class Exchange(Generic[Result]):
                 yield _wire.request(header, offset, shared=span)
                 header = None
             return
-        view = memoryview(self.payload)
+        view = memoryview(self.payload.data)
         yield _wire.request(header, 0, view[:chunk_bytes])
         for offset in range(chunk_bytes, len(view), chunk_bytes):
             # The rest of a tensor that failed would be dropped.
@@ -146,8 +154,8 @@ class OutputExchange(Exchange[Result]):
 
     HEADER: Any = None
 
-    def __init__(self, header: Any, payload: np.ndarray,
-                 out: Optional[np.ndarray], most_output_bytes: int) -> None:
+    def __init__(self, header: Any, payload: Array,
+                 out: Optional[Array], most_output_bytes: int) -> None:
         """out: the caller's memory for the output, as uint8, or None."""
         super().__init__(header, payload)
         self.caller_out = out
@@ -170,7 +178,7 @@ class OutputExchange(Exchange[Result]):
 
     def _forget(self) -> None:
         self._response_header: Any = None
-        self._out: Optional[np.ndarray] = None
+        self._out: Optional[Array] = None
         self._view: Optional[memoryview] = None
         self._received_bytes = 0
         self._hash = xxh3_64() if xxh3_64 is not None else None
@@ -224,7 +232,7 @@ class OutputExchange(Exchange[Result]):
                 f"expected an array of {size} bytes, got {self._out.nbytes}",
                 "out")
             return
-        self._view = memoryview(self._out)
+        self._view = memoryview(self._out.data)
 
     def _on_summary(self) -> None:
         if self._response_header is None:
@@ -243,7 +251,7 @@ class OutputExchange(Exchange[Result]):
             if expected != got:
                 self.error = errors.checksum_mismatch(expected, got)
 
-    def _take_output(self) -> np.ndarray:
+    def _take_output(self) -> Array:
         """The output in memory that stays."""
         assert self._out is not None
         if self.placement is None or not self.placement.output_is_staged:
@@ -261,7 +269,7 @@ class QuantizeExchange(OutputExchange[QuantizedTensor]):
     SUMMARY = service_pb2.QuantizeSummary
 
     def __init__(self, header: service_pb2.QuantizeHeader,
-                 payload: np.ndarray, out: Optional[np.ndarray]) -> None:
+                 payload: Array, out: Optional[Array]) -> None:
         self.element_type = ELEMENT_TYPES.name(header.tensor.element_type)
         self._count = (payload.nbytes //
                        ELEMENT_DTYPES[self.element_type].itemsize)
@@ -304,14 +312,14 @@ class QuantizeExchange(OutputExchange[QuantizedTensor]):
             QuantizeSummary.from_proto(self._summary))
 
 
-class DequantizeExchange(OutputExchange[np.ndarray]):
+class DequantizeExchange(OutputExchange[Array]):
     """Of Dequantize."""
 
     HEADER = service_pb2.DequantizeResponseHeader
     SUMMARY = service_pb2.DequantizeSummary
 
     def __init__(self, header: service_pb2.DequantizeHeader,
-                 payload: np.ndarray, out: Optional[np.ndarray],
+                 payload: Array, out: Optional[Array],
                  most_output_bytes: int) -> None:
         self._dtype = ELEMENT_DTYPES[
             ELEMENT_TYPES.name(header.tensor.element_type)]
@@ -320,7 +328,7 @@ class DequantizeExchange(OutputExchange[np.ndarray]):
     def output_bytes(self) -> Optional[int]:
         return self._most_output_bytes
 
-    def _result(self) -> np.ndarray:
+    def _result(self) -> Array:
         reals = self._take_output()
         if reals.nbytes != self._most_output_bytes:
             raise errors.response_malformed(
@@ -333,6 +341,12 @@ class CalibrateExchange(Exchange[CalibrateResult]):
     """Of Calibrate."""
 
     SUMMARY = service_pb2.CalibrateSummary
+
+    @property
+    def order_key(self) -> Any:
+        if not self.header.HasField("contribution"):
+            return None
+        return self.name, self.header.contribution.source
 
     def _result(self) -> CalibrateResult:
         return CalibrateResult.from_proto(self._summary)

@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from typing import Iterator, Optional
+from typing import Any, Iterator, Optional
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 from quantd import errors
 from quantd._exchange import Exchange, OutputExchange
 from quantd._stream import Options
+from quantd.tensor import Array
 from quantd.v1 import shared_memory_pb2
 
 # Offsets of spans must be multiples of this.
@@ -39,7 +40,7 @@ class Region:
     """A mapping, and the connection that it lives as long as. Thread-safe."""
 
     def __init__(self, connection: socket.socket, region_id: bytes,
-                 memory: np.ndarray) -> None:
+                 memory: Array) -> None:
         self._connection = connection
         self._id = region_id
         self.memory = memory
@@ -68,12 +69,16 @@ class Region:
             region_id=self._id, offset_bytes=offset, size_bytes=size)
 
 
+# Free ones of one size: (region, offset).
+_Slots = collections.deque[tuple[Region, int]]
+
+
 class _Slot:
     """What an array of shared memory holds on to, so that its memory comes back
     with the last view of it."""
 
     def __init__(self, region: Region, offset: int, size: int,
-                 free: Optional[collections.deque]) -> None:
+                 free: Optional[_Slots]) -> None:
         self._region = region
         self._offset = offset
         self._free = free
@@ -100,7 +105,7 @@ class Placement:
         self._payload_is_staged = False
         self.output_is_staged = False
         # What the server writes, as uint8.
-        self.output: Optional[np.ndarray] = None
+        self.output: Optional[Array] = None
         self._output_region: Optional[Region] = None
 
     @property
@@ -126,14 +131,14 @@ class Placement:
         self._payload = (region, offset)
 
     def name_output(self, region: Region, offset: int, size: int,
-                    exchange: Exchange) -> None:
+                    exchange: Exchange[Any]) -> None:
         """The output is to go there."""
         self._output_region = region
         self.output = region.memory[offset:offset + size]
         exchange.header.output.CopyFrom(region.span(offset, size))
 
     def stage(self, region: Region, payload_bytes: int, output_bytes: int,
-              exchange: Exchange) -> None:
+              exchange: Exchange[Any]) -> None:
         """Takes a region for the payload, the output or both; 0 for not."""
         self._staging = region
         if payload_bytes:
@@ -144,7 +149,7 @@ class Placement:
             self.name_output(region, _aligned(payload_bytes), output_bytes,
                              exchange)
 
-    def send(self, payload: np.ndarray) -> Iterator[tuple[int, bytes]]:
+    def send(self, payload: Array) -> Iterator[tuple[int, bytes]]:
         """(offset in the tensor, serialized span) of one part after another."""
         assert self._payload is not None
         region, begin = self._payload
@@ -179,7 +184,7 @@ class SharedMemory:
         self._lock = threading.Lock()
         # Of arrays; those that were closed are dropped now and then.
         self._regions: list[Region] = []
-        self._free_slots: dict[int, collections.deque] = {}
+        self._free_slots: dict[int, _Slots] = {}
         self._free_staging: list[Region] = []
         self._staging_bytes = 0
         self._is_known_to_work = False
@@ -195,7 +200,7 @@ class SharedMemory:
             self._free_staging.clear()
             self._free_slots.clear()
 
-    def allocate(self, size: int) -> np.ndarray:
+    def allocate(self, size: int) -> Array:
         """An array of `size` bytes, as uint8; zeros, or what was there before.
 
         Raises: SHARED_MEMORY_UNAVAILABLE, and those of RegionReply.
@@ -221,7 +226,7 @@ class SharedMemory:
             if not region.is_lost():
                 return np.asarray(_Slot(region, offset, size, free))
 
-    def place(self, exchange: Exchange) -> None:
+    def place(self, exchange: Exchange[Any]) -> None:
         """Gives an exchange a placement where that helps.
 
         Raises: SHARED_MEMORY_UNAVAILABLE when the server never had any.
@@ -237,7 +242,7 @@ class SharedMemory:
         if isinstance(exchange, OutputExchange):
             out = exchange.caller_out
             found = self._find(out) if out is not None else None
-            if found is not None:
+            if out is not None and found is not None:
                 placement.name_output(*found, out.nbytes, exchange)
             elif exchange.most_output_bytes >= _MIN_STAGED_BYTES:
                 staged_output = exchange.most_output_bytes
@@ -266,7 +271,7 @@ class SharedMemory:
         if self._is_closed:
             region.close()
 
-    def _find(self, data: np.ndarray) -> Optional[tuple[Region, int]]:
+    def _find(self, data: Array) -> Optional[tuple[Region, int]]:
         """Region and offset of an array's bytes, if the server can see them."""
         if not data.nbytes:
             return None

@@ -31,7 +31,7 @@ class Options:
 
     def backoff(self, attempt: int) -> float:
         """The pause before retry `attempt`, from 1 on."""
-        pause = min(self.initial_backoff * 2 ** min(attempt - 1, 60),
+        pause = min(self.initial_backoff * 2.0 ** min(attempt - 1, 60),
                     self.max_backoff)
         return pause * random.uniform(0.5, 1.5)
 
@@ -48,8 +48,8 @@ class StreamCall:
         self._options = options
         self._changed = threading.Condition()
         # Not handed to gRPC, and not answered, oldest first.
-        self._unsent: collections.deque[Exchange] = collections.deque()
-        self._unanswered: collections.deque[Exchange] = collections.deque()
+        self._unsent: collections.deque[Exchange[Any]] = collections.deque()
+        self._unanswered: collections.deque[Exchange[Any]] = collections.deque()
         self._no_more = False
         self._is_finished = False
         self._error: Optional[errors.QuantdError] = None
@@ -59,7 +59,7 @@ class StreamCall:
                                         name="quantd-stream")
         self._reader.start()
 
-    def send(self, exchange: Exchange) -> None:
+    def send(self, exchange: Exchange[Any]) -> None:
         """Queues what is not answered."""
         with self._changed:
             if not self._unanswered:
@@ -68,7 +68,7 @@ class StreamCall:
             self._unanswered.append(exchange)
             self._changed.notify_all()
 
-    def wait(self, exchange: Exchange) -> bool:
+    def wait(self, exchange: Exchange[Any]) -> bool:
         """Until the exchange is answered, the call has finished, or nothing has
         moved for the timeout: then False."""
         with self._changed:
@@ -169,7 +169,7 @@ class RetryingStream:
 
     def __init__(self, method: Callable[..., Any], options: Options,
                  pause: Callable[[float, errors.QuantdError], None],
-                 is_gone: Callable[[Exchange], bool]) -> None:
+                 is_gone: Callable[[Exchange[Any]], bool]) -> None:
         """pause: waits for so many seconds after an error; is_gone: whether
         shared memory of an exchange is lost."""
         self._method = method
@@ -177,7 +177,7 @@ class RetryingStream:
         self._pause = pause
         self._is_gone = is_gone
         self._call: Optional[StreamCall] = None
-        self._pending: collections.deque[Exchange] = collections.deque()
+        self._pending: collections.deque[Exchange[Any]] = collections.deque()
         # Calls that broke one after another without any answer.
         self._broken_count = 0
 
@@ -197,7 +197,7 @@ class RetryingStream:
         """Whether a call waits for more."""
         return self._call is not None and not self._call.is_finished
 
-    def send(self, exchange: Exchange) -> None:
+    def send(self, exchange: Exchange[Any]) -> None:
         """Queues an exchange and does not wait."""
         self._pending.append(exchange)
         if exchange.is_answered:
@@ -207,7 +207,7 @@ class RetryingStream:
         else:
             self._call.send(exchange)
 
-    def receive(self) -> Exchange:
+    def receive(self) -> Exchange[Any]:
         """The oldest exchange, answered or failed. Requires: pending_count."""
         front = self._pending[0]
         while True:
@@ -279,7 +279,7 @@ class RetryingStream:
         self._broken_count += 1
         self._pause(self._options.backoff(self._broken_count), error)
 
-    def _wants_retry(self, exchange: Exchange) -> bool:
+    def _wants_retry(self, exchange: Exchange[Any]) -> bool:
         error = exchange.error
         if error is None or exchange.attempts >= self._options.max_retries:
             return False
@@ -288,7 +288,7 @@ class RetryingStream:
                 (error.reason == "REGION_NOT_FOUND" and
                  self._is_gone(exchange)))
 
-    def _retry(self, exchange: Exchange) -> None:
+    def _retry(self, exchange: Exchange[Any]) -> None:
         error = exchange.error
         assert error is not None
         exchange.attempts += 1

@@ -3,89 +3,33 @@
 from __future__ import annotations
 
 import collections
-import contextlib
-import dataclasses
 import threading
 import time
 import weakref
-from typing import (Any, Callable, Iterable, Iterator, Optional, Sequence,
-                    Union)
+from typing import (Any, Callable, Iterable, Iterator, Literal, Optional,
+                    Sequence, Union, overload)
 
 import grpc
 import numpy as np
 
-from quantd import _arrays, errors, results
-from quantd._exchange import (CalibrateExchange, CompareExchange,
-                              DequantizeExchange, EvaluateExchange, Exchange,
-                              FailedExchange, QuantizeExchange)
+from quantd import _channel, _chunks, _requests, errors, results
+from quantd._exchange import Exchange, FailedExchange
+from quantd._progress import Progress, ProgressLike, total_bytes
+from quantd._requests import (HEALTH_METHOD, CalibrateJob, Contribution,
+                              Pages, QuantizeJob, SpecLike)
 from quantd._shared_memory import SharedMemory
 from quantd._stream import Options, RetryingStream
-from quantd.encoding import (Encoding, EncodingReference, EncodingSpec,
-                             GranularityLike, Source, as_granularity,
-                             set_granularity, set_source)
-from quantd.tensor import (EnumNames, NameLike, TensorName, as_name,
+from quantd.encoding import Encoding, EncodingReference, Source
+from quantd.tensor import (Array, NameLike, TensorName, as_name,
                            format_info)
 from quantd.v1 import encoding_service_pb2 as es
 from quantd.v1 import encoding_service_pb2_grpc as es_grpc
-from quantd.v1 import quantization_service_pb2 as qs
-from quantd.v1 import tensor_pb2
 
 _SERVICE = "/quantd.v1.QuantizationService/"
-_HEALTH_METHOD = "/grpc.health.v1.Health/Check"
-_HEALTH = {0: "UNKNOWN", 1: "SERVING", 2: "NOT_SERVING", 3: "SERVICE_UNKNOWN"}
-_MAX_RECEIVE_BYTES = 64 << 20
-# A whole number of elements, and of pairs of them, of every type.
-_CHUNK_UNIT_BYTES = 64
-_MAX_CHUNK_BYTES = 32 << 20
-_PAGE_SIZE = 1000
 # Tensors on their way at once on one stream: two, and more while they are
 # small.
 _WINDOW_BYTES = 64 << 20
 _WINDOW_COUNT = 64
-_LOOPBACK = ("127.", "localhost:", "[::1]:", "unix:", "unix-abstract:")
-
-_NAN_POLICIES = EnumNames(qs.NanPolicy, "NAN_POLICY_", "a policy")
-
-
-@dataclasses.dataclass(frozen=True)
-class Contribution:
-    """One part of a calibration that many sources feed, counted exactly once;
-    see the Contribution of proto/. `granularity` is what the statistics are
-    kept for, the same in all contributions to a tensor."""
-
-    source: str
-    sequence: int
-    granularity: GranularityLike = None
-    mantissa_bits: int = 0
-    averaging_constant: Optional[float] = None
-
-    def to_proto(self) -> qs.Contribution:
-        """Raises: ARGUMENT_INVALID."""
-        try:
-            message = qs.Contribution(
-                source=self.source, sequence=self.sequence,
-                mantissa_bits=self.mantissa_bits,
-                averaging_constant=self.averaging_constant)
-        except (TypeError, ValueError) as error:
-            raise errors.argument_invalid(f"not a contribution: {error}"
-                                          ) from error
-        set_granularity(as_granularity(self.granularity), message, None)
-        return message
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class QuantizeJob:
-    """One tensor of quantize_many; the fields are the arguments of quantize.
-    source: None is that of all."""
-
-    array: Any
-    source: Optional[Source] = None
-    name: NameLike = None
-    store: Optional[bool] = None
-    nan_policy: Optional[str] = None
-    omit_encoding: bool = False
-    out: Any = None
-    element_type: Optional[str] = None
 
 
 class _Connection:
@@ -105,7 +49,7 @@ class _Connection:
             # gRPC goes on connecting only while a call waits for that,
             # otherwise every 5 s.
             try:
-                self.channel.unary_unary(_HEALTH_METHOD)(
+                self.channel.unary_unary(HEALTH_METHOD)(
                     b"", timeout=seconds, wait_for_ready=True)
             except (grpc.RpcError, ValueError):
                 pass
@@ -136,6 +80,8 @@ class Client:
     initial_backoff, max_backoff: seconds before the first retry; the pause
         doubles up to the second and varies by half.
     credentials: for TLS; None: plaintext.
+    channel_options: (name, value) of gRPC, e.g. ("grpc.keepalive_time_ms",
+        20000); they come before those that are set here.
     shared_memory: tensors in arrays of empty_shared() go up by name, and others
         of 64 KiB and more are copied into shared memory once, up to 256 MiB of
         them at a time. Takes a unix socket as target, and a server with
@@ -156,41 +102,19 @@ class Client:
                  max_retries: int = 4, initial_backoff: float = 0.05,
                  max_backoff: float = 5.0,
                  credentials: Optional[grpc.ChannelCredentials] = None,
+                 channel_options: Iterable[tuple[str, Any]] = (),
                  shared_memory: bool = False) -> None:
-        if not target:
-            raise errors.argument_invalid("expected a server", "target")
-        if not timeout > 0:
-            raise errors.argument_invalid(
-                f"expected more than 0 s, got {timeout}", "timeout")
-        if not _CHUNK_UNIT_BYTES <= chunk_bytes <= _MAX_CHUNK_BYTES:
-            raise errors.argument_invalid(
-                f"expected {_CHUNK_UNIT_BYTES} to {_MAX_CHUNK_BYTES}, got "
-                f"{chunk_bytes}", "chunk_bytes")
-        if max_retries < 0:
-            raise errors.argument_invalid(
-                f"expected at least 0, got {max_retries}", "max_retries")
+        self._options = _channel.check_options(
+            target, timeout, chunk_bytes, max_retries, initial_backoff,
+            max_backoff)
         if shared_memory and not target.startswith("unix:"):
             raise errors.argument_invalid(
                 f"expected a target unix:PATH, got {target!r}",
                 "shared_memory")
-        self._options = Options(
-            target, timeout, chunk_bytes // _CHUNK_UNIT_BYTES *
-            _CHUNK_UNIT_BYTES, max_retries, initial_backoff, max_backoff)
-        channel_options = [
-            ("grpc.max_receive_message_length", _MAX_RECEIVE_BYTES),
-            # A connection per client: that is what several clients are for.
-            ("grpc.use_local_subchannel_pool", 1),
-            # Retries are made here; those of gRPC buffer what they send.
-            ("grpc.enable_retries", 0),
-            ("grpc.initial_reconnect_backoff_ms", 50),
-            ("grpc.min_reconnect_backoff_ms", 50),
-            ("grpc.max_reconnect_backoff_ms",
-             max(50, int(1000 * min(max_backoff, 2))))]
-        if target.startswith(_LOOPBACK):
-            channel_options.append(("grpc.enable_http_proxy", 0))
-        channel = (grpc.insecure_channel(target, channel_options)
+        arguments = _channel.channel_arguments(self._options, channel_options)
+        channel = (grpc.insecure_channel(target, arguments)
                    if credentials is None else
-                   grpc.secure_channel(target, credentials, channel_options))
+                   grpc.secure_channel(target, credentials, arguments))
         self._connection = _Connection(channel)
         if shared_memory:
             path = target[len("unix:"):]
@@ -198,7 +122,8 @@ class Client:
                 path = path[2:]
             self._connection.shared = SharedMemory(path + ".memory",
                                                    self._options)
-        self._encodings = es_grpc.EncodingServiceStub(channel)
+        self._encodings: Any = es_grpc.EncodingServiceStub(  # type: ignore
+            channel)
         self._finalizer = weakref.finalize(self, self._connection.close)
 
     def __enter__(self) -> Client:
@@ -228,16 +153,69 @@ class Client:
         nan_policy: "zero_point" (the default), "reject" or "qmin".
         out: contiguous array of as many bytes as there are codes.
         """
-        return self._one("Quantize", self._quantize_exchange(QuantizeJob(
-            array, source, name, store, nan_policy, omit_encoding, out,
-            element_type)))
+        tensor: results.QuantizedTensor = self._one(
+            "Quantize", _requests.quantize(QuantizeJob(
+                array, source, name, store, nan_policy, omit_encoding, out,
+                element_type)))
+        return tensor
+
+    def quantize_chunks(
+            self, chunks: Iterable[Any], source: Source, *,
+            shape: Sequence[int], element_type: str = "float32",
+            name: NameLike = None, store: bool = False,
+            nan_policy: Optional[str] = None, omit_encoding: bool = False
+    ) -> _chunks.QuantizedChunks:
+        """Turns reals that do not fit in memory into codes, part by part:
+
+            parts = client.quantize_chunks(chunks, encoding, shape=shape)
+            for codes in parts:
+                file.write(codes)
+            print(parts.summary.clipped_high_count)
+
+        chunks: arrays whose elements, one array after another, are those of the
+            tensor in row-major order. Taken on another thread.
+        source: best an Encoding or an EncodingReference: with a spec the server
+            has to hold the whole tensor (see calibrate_chunks).
+        shape, element_type: of the tensor.
+
+        Not tried again when the server goes away: the chunks are gone. An
+        np.memmap, with another as `out`, is tried again by quantize().
+        """
+        job = QuantizeJob(None, source, name, store, nan_policy, omit_encoding)
+        header = _requests.quantize_header(
+            _requests.describe(shape, element_type, name), job)
+        download = _chunks.quantize_download()
+        return _chunks.QuantizedChunks(self._chunked(
+            "Quantize", header, element_type,
+            _chunks.size_of(shape, element_type), chunks, download), download)
+
+    @overload
+    def quantize_many(
+            self, tensors: Iterable[Union[QuantizeJob, tuple[str, Any]]],
+            source: Optional[Source] = None, *, model: str = "",
+            revision: str = "", store: bool = False,
+            nan_policy: Optional[str] = None,
+            on_error: Literal["raise"] = "raise",
+            progress: ProgressLike = False
+    ) -> Iterator[results.QuantizedTensor]:
+        ...
+
+    @overload
+    def quantize_many(
+            self, tensors: Iterable[Union[QuantizeJob, tuple[str, Any]]],
+            source: Optional[Source] = None, *, model: str = "",
+            revision: str = "", store: bool = False,
+            nan_policy: Optional[str] = None,
+            on_error: str, progress: ProgressLike = False
+    ) -> Iterator[Union[results.QuantizedTensor, errors.QuantdError]]:
+        ...
 
     def quantize_many(
             self, tensors: Iterable[Union[QuantizeJob, tuple[str, Any]]],
             source: Optional[Source] = None, *, model: str = "",
             revision: str = "", store: bool = False,
-            nan_policy: Optional[str] = None, on_error: str = "raise"
-    ) -> Iterator[Union[results.QuantizedTensor, errors.QuantdError]]:
+            nan_policy: Optional[str] = None, on_error: str = "raise",
+            progress: ProgressLike = False) -> Iterator[Any]:
         """Quantizes one tensor after another on one stream, and yields the
         results in the same order, while the next ones are on their way.
 
@@ -247,25 +225,19 @@ class Client:
         model, revision: of names that are strings.
         on_error: "raise" the error of a tensor, which ends the rest, or
             "return" it in its place.
+        progress: True for a bar of tqdm, or a function that is called with the
+            bytes of each tensor that is done.
         """
-        def exchange(item: Union[QuantizeJob, tuple[str, Any]]) -> Exchange:
-            job = item if isinstance(item, QuantizeJob) else QuantizeJob(
-                name=item[0], array=item[1])
-            name = _full_name(job.name, model, revision)
-            with _naming(name):
-                return self._quantize_exchange(dataclasses.replace(
-                    job, name=name,
-                    source=source if job.source is None else job.source,
-                    store=store if job.store is None else job.store,
-                    nan_policy=job.nan_policy or nan_policy))
-
-        return self._many("Quantize", tensors, exchange, on_error)
+        return self._many(
+            "Quantize", tensors, lambda item: _requests.quantize_of(
+                item, source, model, revision, store, nan_policy),
+            on_error, progress)
 
     def dequantize(self, codes: Any,
                    source: Union[Encoding, EncodingReference, None] = None, *,
                    shape: Optional[Sequence[int]] = None,
                    element_type: Optional[str] = None, name: NameLike = None,
-                   out: Any = None) -> np.ndarray:
+                   out: Any = None) -> Array:
         """Turns codes into reals; bfloat16 as uint16.
 
         codes: a QuantizedTensor, which knows the rest, or an array of codes.
@@ -275,48 +247,121 @@ class Client:
         element_type: default that of the QuantizedTensor, or "float32".
         out: contiguous array of as many bytes as there are reals.
         """
-        return self._one("Dequantize", self._dequantize_exchange(
+        reals: Array = self._one("Dequantize", _requests.dequantize(
             codes, source, shape, element_type, name, out))
+        return reals
+
+    def dequantize_chunks(
+            self, chunks: Iterable[Any],
+            source: Union[Encoding, EncodingReference], *,
+            shape: Sequence[int], element_type: str = "float32",
+            name: NameLike = None) -> _chunks.DequantizedChunks:
+        """Turns codes that do not fit in memory into reals, part by part; see
+        quantize_chunks.
+
+        chunks: arrays of codes, those of 2 and 4 bits as packed bytes.
+        shape: of the tensor. element_type: of the reals.
+        """
+        header = _requests.dequantize_header(
+            _requests.describe(shape, element_type, name), source)
+        size = None
+        if isinstance(source, Encoding):
+            count = _chunks.size_of(shape, "float32") // 4
+            size = format_info(source.format).size_bytes(count)
+        download = _chunks.dequantize_download()
+        return _chunks.DequantizedChunks(self._chunked(
+            "Dequantize", header, None, size, chunks, download), download)
+
+    @overload
+    def dequantize_many(
+            self, tensors: Iterable[results.QuantizedTensor], *,
+            element_type: Optional[str] = None,
+            on_error: Literal["raise"] = "raise",
+            progress: ProgressLike = False) -> Iterator[Array]:
+        ...
+
+    @overload
+    def dequantize_many(
+            self, tensors: Iterable[results.QuantizedTensor], *,
+            element_type: Optional[str] = None, on_error: str,
+            progress: ProgressLike = False
+    ) -> Iterator[Union[Array, errors.QuantdError]]:
+        ...
 
     def dequantize_many(
             self, tensors: Iterable[results.QuantizedTensor], *,
-            element_type: Optional[str] = None, on_error: str = "raise"
-    ) -> Iterator[Union[np.ndarray, errors.QuantdError]]:
+            element_type: Optional[str] = None, on_error: str = "raise",
+            progress: ProgressLike = False) -> Iterator[Any]:
         """Dequantizes one tensor after another on one stream; see
         quantize_many."""
-        def exchange(tensor: results.QuantizedTensor) -> Exchange:
-            with _naming(tensor.name):
-                return self._dequantize_exchange(tensor, None, None,
-                                                 element_type, None, None)
-
-        return self._many("Dequantize", tensors, exchange, on_error)
+        return self._many(
+            "Dequantize", tensors,
+            lambda tensor: _requests.dequantize_of(tensor, element_type),
+            on_error, progress)
 
     def calibrate(self, array: Any, name: NameLike = None,
-                  spec: Union[EncodingSpec, str, None] = None,
+                  spec: Optional[SpecLike] = None,
                   contribution: Optional[Contribution] = None, *,
                   element_type: Optional[str] = None
                   ) -> results.CalibrateResult:
         """Statistics of a tensor; with a spec also an encoding, which is stored
         under `name`; with a contribution the tensor is added to the statistics
         that the service keeps under `name`."""
-        return self._one("Calibrate", self._calibrate_exchange(
-            array, name, spec, contribution, element_type))
+        result: results.CalibrateResult = self._one(
+            "Calibrate", _requests.calibrate(CalibrateJob(
+                array, name, spec, contribution, element_type)))
+        return result
+
+    def calibrate_chunks(
+            self, chunks: Iterable[Any], name: NameLike = None,
+            spec: Optional[SpecLike] = None,
+            contribution: Optional[Contribution] = None, *,
+            shape: Sequence[int], element_type: str = "float32"
+    ) -> results.CalibrateResult:
+        """calibrate() of a tensor that does not fit in memory, see
+        quantize_chunks for `chunks`. Not tried again when the server goes away;
+        with a contribution it is safe to call it again."""
+        header = _requests.calibrate_header(
+            _requests.describe(shape, element_type, name), spec, contribution)
+        return results.CalibrateResult.from_proto(self._summary_of(
+            "Calibrate", header, element_type, shape, chunks,
+            _chunks.calibrate_download()))
+
+    @overload
+    def calibrate_many(
+            self, tensors: Iterable[Union[CalibrateJob, tuple[str, Any]]],
+            spec: Optional[SpecLike] = None,
+            contribution: Optional[Contribution] = None, *, model: str = "",
+            revision: str = "", on_error: Literal["raise"] = "raise",
+            progress: ProgressLike = False
+    ) -> Iterator[results.CalibrateResult]:
+        ...
+
+    @overload
+    def calibrate_many(
+            self, tensors: Iterable[Union[CalibrateJob, tuple[str, Any]]],
+            spec: Optional[SpecLike] = None,
+            contribution: Optional[Contribution] = None, *, model: str = "",
+            revision: str = "", on_error: str,
+            progress: ProgressLike = False
+    ) -> Iterator[Union[results.CalibrateResult, errors.QuantdError]]:
+        ...
 
     def calibrate_many(
-            self, tensors: Iterable[tuple[str, Any]],
-            spec: Union[EncodingSpec, str, None] = None,
+            self, tensors: Iterable[Union[CalibrateJob, tuple[str, Any]]],
+            spec: Optional[SpecLike] = None,
             contribution: Optional[Contribution] = None, *, model: str = "",
-            revision: str = "", on_error: str = "raise"
-    ) -> Iterator[Union[results.CalibrateResult, errors.QuantdError]]:
-        """Calibrates (name, array) after another on one stream; see
-        quantize_many. The contribution is that of each tensor."""
-        def exchange(item: tuple[str, Any]) -> Exchange:
-            name = _full_name(item[0], model, revision)
-            with _naming(name):
-                return self._calibrate_exchange(item[1], name, spec,
-                                                contribution, None)
-
-        return self._many("Calibrate", tensors, exchange, on_error)
+            revision: str = "", on_error: str = "raise",
+            progress: ProgressLike = False) -> Iterator[Any]:
+        """Calibrates jobs, or (name, array), one after another on one stream;
+        see quantize_many. Without contributions of their own that of all is
+        that of each tensor. A tensor that comes twice waits until the first one
+        is answered: were that one tried again after the second, it would look
+        like one that was counted."""
+        return self._many(
+            "Calibrate", tensors, lambda item: _requests.calibrate_of(
+                item, spec, contribution, model, revision),
+            on_error, progress)
 
     def evaluate(self, array: Any, candidates: Iterable[Source], *,
                  name: NameLike = None, labels: Sequence[str] = (),
@@ -332,47 +377,42 @@ class Client:
         per_scale_index: the metrics of each scale as well.
         with_distribution: kl_divergence and error_histogram as well.
         """
-        reals = _arrays.reals(array, element_type)
-        header = qs.EvaluateHeader(
-            tensor=_describe(reals, name), per_scale_index=per_scale_index,
-            with_distribution=with_distribution)
-        candidates = list(candidates)
-        if labels and len(labels) != len(candidates):
-            raise errors.argument_invalid(
-                f"expected {len(candidates)}, got {len(labels)}", "labels")
-        for i, candidate in enumerate(candidates):
-            added = header.candidates.add()
-            set_source(candidate, added, len(reals.shape))
-            added.label = labels[i] if labels else (
-                candidate if isinstance(candidate, str) else "")
-        return self._one("Evaluate",
-                         self._placed(EvaluateExchange(header, reals.data)))
+        metrics: list[results.CandidateMetrics] = self._one(
+            "Evaluate", _requests.evaluate(
+                array, candidates, name, labels, per_scale_index,
+                with_distribution, element_type))
+        return metrics
+
+    def evaluate_chunks(
+            self, chunks: Iterable[Any], candidates: Iterable[Source], *,
+            shape: Sequence[int], element_type: str = "float32",
+            name: NameLike = None, labels: Sequence[str] = (),
+            per_scale_index: bool = False, with_distribution: bool = False
+    ) -> list[results.CandidateMetrics]:
+        """evaluate() of a tensor that does not fit in memory; see
+        quantize_chunks for `chunks`, and for candidates that are specs."""
+        header = _requests.evaluate_header(
+            _requests.describe(shape, element_type, name), candidates, labels,
+            per_scale_index, with_distribution)
+        summary = self._summary_of("Evaluate", header, element_type, shape,
+                                   chunks, _chunks.evaluate_download())
+        return [results.CandidateMetrics.from_proto(candidate)
+                for candidate in summary.candidates]
 
     def compare(self, reference: Any, test: Any, *,
                 with_distribution: bool = False,
                 element_type: Optional[str] = None) -> results.ErrorMetrics:
         """The error of `test` against `reference`, of the same shape and
         type."""
-        left = _arrays.reals(reference, element_type)
-        right = _arrays.reals(test, element_type)
-        if (left.shape, left.element_type) != (right.shape,
-                                               right.element_type):
-            raise errors.argument_invalid(
-                f"expected {left.element_type} of {left.shape}, got "
-                f"{right.element_type} of {right.shape}", "test")
-        header = qs.EvaluateHeader(
-            tensor=_describe(left, None), comparison=True,
-            with_distribution=with_distribution)
-        dtype = _arrays.ELEMENT_DTYPES[left.element_type]
-        pairs = np.stack([left.data.view(dtype), right.data.view(dtype)],
-                         axis=-1)
-        return self._one("Evaluate", self._placed(
-            CompareExchange(header, _arrays.as_bytes(pairs))))
+        metrics: results.ErrorMetrics = self._one(
+            "Evaluate", _requests.compare(reference, test, with_distribution,
+                                          element_type))
+        return metrics
 
     # Shared memory.
 
     def empty_shared(self, shape: Union[int, Sequence[int]],
-                     dtype: Any = np.float32) -> np.ndarray:
+                     dtype: Any = np.float32) -> Array:
         """An array in memory that the server sees too, of undefined content.
         Tensors and outputs in it, or in contiguous parts of it that begin at a
         multiple of 8 bytes, are never copied. Make few and use them again: the
@@ -398,8 +438,9 @@ class Client:
         for extent in shape:
             size *= extent
         memory = shared.allocate(size)
-        return memory.view(dtype).reshape(shape) if size else np.empty(shape,
-                                                                       dtype)
+        array: Array = memory.view(dtype).reshape(shape) if size else (
+            np.empty(shape, dtype))
+        return array
 
     # Encodings.
 
@@ -407,9 +448,8 @@ class Client:
                      if_match: str = "") -> results.StoredEncoding:
         """Stores an encoding; the answer leaves it out. if_match: the etag to
         replace, or "absent"."""
-        answer = self._call(self._encodings.PutEncoding, es.PutEncodingRequest(
-            name=as_name(name).to_proto(), encoding=encoding.to_proto(),
-            if_match=if_match))
+        answer = self._call(self._encodings.PutEncoding,
+            _requests.put_encoding(name, encoding, if_match))
         return results.StoredEncoding.from_proto(answer.stored_encoding)
 
     def get_encoding(self, name: TensorName) -> results.StoredEncoding:
@@ -426,33 +466,20 @@ class Client:
     def list_encodings(self, model: str, revision: str = ""
                        ) -> Iterator[results.StoredEncoding]:
         """The encodings of a revision in order of tensor, without scales."""
-        return self._pages(
-            self._encodings.ListEncodings,
-            lambda token: es.ListEncodingsRequest(
-                model=model, revision=revision, page_size=_PAGE_SIZE,
-                page_token=token),
-            "encodings", results.StoredEncoding.from_proto)
+        return self._pages(_requests.list_encodings(model, revision))
 
     def list_models(self) -> Iterator[results.Model]:
         """The models that have encodings, in order of name."""
-        return self._pages(
-            self._encodings.ListModels,
-            lambda token: es.ListModelsRequest(page_size=_PAGE_SIZE,
-                                               page_token=token),
-            "models", results.Model.from_proto)
+        return self._pages(_requests.list_models())
 
     def list_revisions(self, model: str) -> Iterator[results.Revision]:
         """The revisions of a model that have encodings, in order of name."""
-        return self._pages(
-            self._encodings.ListRevisions,
-            lambda token: es.ListRevisionsRequest(
-                model=model, page_size=_PAGE_SIZE, page_token=token),
-            "revisions", results.Revision.from_proto)
+        return self._pages(_requests.list_revisions(model))
 
     def compute_encodings(
-            self, model: str, spec: Union[EncodingSpec, str, None] = None, *,
+            self, model: str, spec: Optional[SpecLike] = None, *,
             revision: str = "",
-            overrides: Iterable[tuple[str, Union[EncodingSpec, str]]] = (),
+            overrides: Iterable[tuple[str, SpecLike]] = (),
             dry_run: bool = False) -> Iterator[results.ComputedEncoding]:
         """Computes encodings from stored statistics, and stores them unless
         dry_run; yields one tensor after another in order of name.
@@ -460,16 +487,12 @@ class Client:
         overrides: (pattern, spec); the first whose glob matches the name of a
             tensor counts, then `spec`. Tensors without either are left out.
         """
-        request = es.ComputeEncodingsRequest(model=model, revision=revision,
-                                             dry_run=dry_run)
-        if spec is not None:
-            request.default_spec.CopyFrom(_spec(spec))
-        for pattern, override in overrides:
-            request.overrides.add(pattern=pattern, spec=_spec(override))
+        request = _requests.compute_encodings(model, spec, revision, overrides,
+                                              dry_run)
         for answer in self._read(self._encodings.ComputeEncodings, request):
             yield results.ComputedEncoding.from_proto(answer)
 
-    def sweep(self, model: str, specs: Iterable[Union[EncodingSpec, str]], *,
+    def sweep(self, model: str, specs: Iterable[SpecLike], *,
               revision: str = "", patterns: Iterable[str] = (),
               min_sqnr_db: Optional[float] = None,
               max_size_bytes: Optional[int] = None) -> results.SweepResult:
@@ -480,26 +503,10 @@ class Client:
             tensor: the fewest bytes with that SQNR in each, or the least noise
             within that size.
         """
-        if min_sqnr_db is not None and max_size_bytes is not None:
-            raise errors.argument_invalid(
-                "expected min_sqnr_db or max_size_bytes, got both")
-        request = es.SweepRequest(
-            model=model, revision=revision, specs=[_spec(s) for s in specs],
-            patterns=patterns, min_sqnr_db=min_sqnr_db,
-            max_size_bytes=max_size_bytes)
-        tensors = []
-        for answer in self._read(self._encodings.Sweep, request):
-            if not answer.HasField("summary"):
-                tensors.append(results.SweepTensor.from_proto(answer))
-                continue
-            summary = answer.summary
-            return results.SweepResult(
-                tuple(tensors),
-                tuple(results.SweepTotal.from_proto(total)
-                      for total in summary.totals),
-                results.SweepMixture.from_proto(summary.mixture)
-                if summary.HasField("mixture") else None)
-        raise errors.response_malformed("a sweep without a summary")
+        request = _requests.sweep(model, specs, revision, patterns, min_sqnr_db,
+                                  max_size_bytes)
+        return _requests.sweep_result(
+            list(self._read(self._encodings.Sweep, request)))
 
     # Statistics.
 
@@ -513,12 +520,7 @@ class Client:
     def list_statistics(self, model: str, revision: str = ""
                         ) -> Iterator[results.StatisticsEntry]:
         """The tensors of a revision that have statistics, in order of name."""
-        return self._pages(
-            self._encodings.ListStatistics,
-            lambda token: es.ListStatisticsRequest(
-                model=model, revision=revision, page_size=_PAGE_SIZE,
-                page_token=token),
-            "entries", results.StatisticsEntry.from_proto)
+        return self._pages(_requests.list_statistics(model, revision))
 
     def delete_statistics(self, name: TensorName, *, source: str = "") -> None:
         """Deletes statistics, of all sources or of one."""
@@ -529,91 +531,43 @@ class Client:
     def health(self, service: str = "") -> str:
         """"SERVING", "NOT_SERVING", "UNKNOWN" or "SERVICE_UNKNOWN" of the whole
         server or of one service. Not retried."""
-        # HealthCheckRequest{1: service}, HealthCheckResponse{1: status}: the
-        # stubs are not everywhere.
-        text = service.encode()
-        if len(text) > 127:
+        request = _requests.health(service)
+        if request is None:
             return "SERVICE_UNKNOWN"
-        check = self._connection.channel.unary_unary(_HEALTH_METHOD)
+        check = self._connection.channel.unary_unary(HEALTH_METHOD)
         try:
-            answer = self._attempt(
-                check, b"\x0a" + bytes([len(text)]) + text)
+            answer = self._attempt(check, request)
         except errors.QuantdError as error:
             if error.code == grpc.StatusCode.NOT_FOUND:
                 return "SERVICE_UNKNOWN"
             raise
-        return _HEALTH.get(answer[1] if len(answer) > 1 else 0, "UNKNOWN")
+        return _requests.health_result(answer)
 
     # How all of them are sent.
 
-    def _quantize_exchange(self, job: QuantizeJob) -> QuantizeExchange:
-        reals = _arrays.reals(job.array, job.element_type)
-        header = qs.QuantizeHeader(
-            tensor=_describe(reals, job.name), store=bool(job.store),
-            nan_policy=_NAN_POLICIES.value(job.nan_policy),
-            omit_encoding=job.omit_encoding)
-        if job.source is None:
-            raise errors.argument_invalid(
-                "expected a spec, an Encoding or an EncodingReference",
-                "source")
-        set_source(job.source, header, len(reals.shape))
-        exchange = QuantizeExchange(header, reals.data,
-                                    _arrays.output(job.out))
-        _check_out(exchange)
-        return self._placed(exchange)
-
-    def _dequantize_exchange(
-            self, codes: Any, source: Union[Encoding, EncodingReference, None],
-            shape: Optional[Sequence[int]], element_type: Optional[str],
-            name: NameLike, out: Any) -> DequantizeExchange:
-        if isinstance(codes, results.QuantizedTensor):
-            source = codes.encoding if source is None else source
-            shape = codes.shape if shape is None else shape
-            element_type = element_type or codes.element_type
-            name = codes.name if name is None else name
-            codes = codes.codes
-        if not isinstance(source, (Encoding, EncodingReference)):
-            raise errors.argument_invalid(
-                "expected an Encoding or an EncodingReference, got "
-                f"{type(source).__name__}", "source")
-        data = _arrays.codes(codes)
-        shape = tuple(np.shape(codes) if shape is None else shape)
-        element_type = element_type or "float32"
-        header = qs.DequantizeHeader(
-            tensor=_describe_parts(shape, element_type, name))
-        count = 1
-        for size in shape:
-            count *= size
-        if isinstance(source, Encoding):
-            expected = format_info(source.format).size_bytes(count)
-            if data.nbytes != expected:
-                raise errors.argument_invalid(
-                    f"expected {expected} bytes of {source.format} for a "
-                    f"tensor of {shape}, got {data.nbytes}", "codes")
-        set_source(source, header, len(shape))
-        exchange = DequantizeExchange(
-            header, data, _arrays.output(out),
-            count * _arrays.ELEMENT_DTYPES[element_type].itemsize)
-        _check_out(exchange)
-        return self._placed(exchange)
-
-    def _calibrate_exchange(
-            self, array: Any, name: NameLike,
-            spec: Union[EncodingSpec, str, None],
-            contribution: Optional[Contribution],
-            element_type: Optional[str]) -> CalibrateExchange:
-        reals = _arrays.reals(array, element_type)
-        header = qs.CalibrateHeader(tensor=_describe(reals, name))
-        if spec is not None:
-            header.spec.CopyFrom(_spec(spec, len(reals.shape)))
-        if contribution is not None:
-            header.contribution.CopyFrom(contribution.to_proto())
-        return self._placed(CalibrateExchange(header, reals.data))
-
-    def _placed(self, exchange: Any) -> Any:
+    def _placed(self, exchange: Exchange[Any]) -> Exchange[Any]:
         if self._connection.shared is not None:
             self._connection.shared.place(exchange)
         return exchange
+
+    def _chunked(self, method: str, header: Any, element_type: Optional[str],
+                 size_bytes: Optional[int], chunks: Iterable[Any],
+                 download: _chunks.Download) -> _chunks.ChunkedCall:
+        upload = _chunks.Upload(header, element_type, size_bytes,
+                                self._options.chunk_bytes)
+        return _chunks.ChunkedCall(
+            self._connection.channel.stream_stream(_SERVICE + method),
+            self._options, upload, chunks, download)
+
+    def _summary_of(self, method: str, header: Any, element_type: str,
+                    shape: Sequence[int], chunks: Iterable[Any],
+                    download: _chunks.Download) -> Any:
+        call = self._chunked(method, header, element_type,
+                             _chunks.size_of(shape, element_type), chunks,
+                             download)
+        for _ in call.read():
+            pass
+        return download.summary
 
     def _take_stream(self, method: str) -> RetryingStream:
         connection = self._connection
@@ -644,6 +598,7 @@ class Client:
         stream.close(cancel=True)
 
     def _one(self, method: str, exchange: Exchange[Any]) -> Any:
+        exchange = self._placed(exchange)
         try:
             stream = self._take_stream(method)
         except errors.QuantdError:
@@ -660,22 +615,33 @@ class Client:
         return exchange.take_result()
 
     def _many(self, method: str, items: Iterable[Any],
-              make: Callable[[Any], Exchange[Any]],
-              on_error: str) -> Iterator[Any]:
+              make: Callable[[Any], Exchange[Any]], on_error: str,
+              progress: ProgressLike) -> Iterator[Any]:
         if on_error not in ("raise", "return"):
             raise errors.argument_invalid(
                 f"expected 'raise' or 'return', got {on_error!r}", "on_error")
-        return self._run_many(method, items, make, on_error == "raise")
+        return self._run_many(method, items, make, on_error == "raise",
+                              progress)
 
     def _run_many(self, method: str, items: Iterable[Any],
-                  make: Callable[[Any], Exchange[Any]],
-                  raises: bool) -> Iterator[Any]:
+                  make: Callable[[Any], Exchange[Any]], raises: bool,
+                  wanted: ProgressLike) -> Iterator[Any]:
+        total = total_bytes(items) if wanted is True else None
+        with Progress(wanted, method, total) as progress:
+            yield from self._send_many(method, items, make, raises, progress)
+
+    def _send_many(self, method: str, items: Iterable[Any],
+                   make: Callable[[Any], Exchange[Any]], raises: bool,
+                   progress: Progress) -> Iterator[Any]:
         stream = self._take_stream(method)
         sizes: collections.deque[int] = collections.deque()
+        # What of those must be answered before another like it is sent.
+        pending: dict[Any, None] = {}
 
         def receive() -> Any:
             exchange = stream.receive()
-            sizes.popleft()
+            progress.add(sizes.popleft())
+            pending.pop(exchange.order_key, None)
             try:
                 return exchange.take_result()
             except errors.QuantdError as error:
@@ -686,9 +652,14 @@ class Client:
         try:
             for item in items:
                 try:
-                    exchange = make(item)
+                    exchange = self._placed(make(item))
                 except errors.QuantdError as error:
                     exchange = FailedExchange(error)
+                key = exchange.order_key
+                while key is not None and key in pending:
+                    yield receive()
+                if key is not None:
+                    pending[key] = None
                 stream.send(exchange)
                 sizes.append(exchange.size_bytes)
                 # Nothing of it is to stay here until the next one comes.
@@ -752,67 +723,13 @@ class Client:
                 if call is not None:
                     call.cancel()
 
-    def _pages(self, method: Callable[..., Any],
-               request: Callable[[str], Any], field: str,
-               read: Callable[[Any], Any]) -> Iterator[Any]:
+    def _pages(self, pages: Pages) -> Iterator[Any]:
         token = ""
         while True:
-            answer = self._call(method, request(token))
-            for item in getattr(answer, field):
-                yield read(item)
-            if not answer.next_page_token:
+            answer = self._call(getattr(self._encodings, pages.method),
+                                pages.request(token))
+            for item in getattr(answer, pages.field):
+                yield pages.read(item)
+            token = pages.next_token(answer, token)
+            if not token:
                 return
-            # Otherwise a faulty server would keep the caller here for ever.
-            if answer.next_page_token == token:
-                raise errors.response_malformed(
-                    "a page whose next page is itself")
-            token = answer.next_page_token
-
-
-def _full_name(name: NameLike, model: str, revision: str) -> TensorName:
-    return name if isinstance(name, TensorName) else TensorName(
-        model, as_name(name).tensor, revision)
-
-
-@contextlib.contextmanager
-def _naming(name: TensorName) -> Iterator[None]:
-    """Errors within are those of that tensor."""
-    try:
-        yield
-    except errors.QuantdError as error:
-        error.name = name
-        raise
-
-
-def _describe_parts(shape: Sequence[int], element_type: str, name: NameLike
-                    ) -> tensor_pb2.TensorDescription:
-    try:
-        return tensor_pb2.TensorDescription(
-            name=as_name(name).to_proto(),
-            element_type=_arrays.element_type_of(element_type), shape=shape)
-    except (TypeError, ValueError) as error:
-        raise errors.argument_invalid(
-            f"expected a shape, got {shape!r}: {error}", "shape") from error
-
-
-def _describe(reals: _arrays.Reals, name: NameLike
-              ) -> tensor_pb2.TensorDescription:
-    return _describe_parts(reals.shape, reals.element_type, name)
-
-
-def _spec(spec: Union[EncodingSpec, str], rank: Optional[int] = None) -> Any:
-    if isinstance(spec, str):
-        spec = EncodingSpec.parse(spec)
-    if not isinstance(spec, EncodingSpec):
-        raise errors.argument_invalid(
-            f"expected a spec, got {type(spec).__name__}", "spec")
-    return spec.to_proto(rank)
-
-
-def _check_out(exchange: Union[QuantizeExchange, DequantizeExchange]) -> None:
-    """Before anything is sent, where the size is known by then."""
-    size = exchange.output_bytes()
-    out = exchange.caller_out
-    if out is not None and size is not None and out.nbytes != size:
-        raise errors.argument_invalid(
-            f"expected an array of {size} bytes, got {out.nbytes}", "out")

@@ -6,12 +6,12 @@ What the fields mean, and their limits, is in proto/quantd/v1/encoding.proto.
 from __future__ import annotations
 
 import dataclasses
-from typing import Optional, Sequence, Union
+from typing import Any, Optional, Sequence, Union
 
 import numpy as np
 
 from quantd import errors
-from quantd.tensor import (FORMATS, EnumNames, TensorName, format_info)
+from quantd.tensor import (FORMATS, Array, EnumNames, TensorName, format_info)
 from quantd.v1 import encoding_pb2
 
 _SYMMETRIES = EnumNames(encoding_pb2.Symmetry, "SYMMETRY_", "a symmetry",
@@ -79,7 +79,7 @@ def as_granularity(granularity: GranularityLike) -> Granularity:
             f"{granularity!r}") from error
 
 
-def set_granularity(granularity: Granularity, message,
+def set_granularity(granularity: Granularity, message: Any,
                     rank: Optional[int], has_blocks: bool = False) -> None:
     """Fills block_size or granularity of an EncodingSpec or a Contribution.
     `has_blocks`: nothing at all would stand for blocks.
@@ -261,21 +261,21 @@ class Encoding:
     """
 
     format: str
-    scale: np.ndarray = dataclasses.field(
+    scale: Array = dataclasses.field(
         default_factory=lambda: np.empty(0, np.float32))
-    zero_point: np.ndarray = dataclasses.field(
+    zero_point: Array = dataclasses.field(
         default_factory=lambda: np.empty(0, np.int32))
     block_size: tuple[int, ...] = ()
     qmin: Optional[int] = None
     qmax: Optional[int] = None
     exclude_zero: bool = False
     scale_type: Optional[str] = None
-    scale_code: np.ndarray = dataclasses.field(
+    scale_code: Array = dataclasses.field(
         default_factory=lambda: np.empty(0, np.uint8))
-    outer_scale: np.ndarray = dataclasses.field(
+    outer_scale: Array = dataclasses.field(
         default_factory=lambda: np.empty(0, np.float32))
     outer_block_size: tuple[int, ...] = ()
-    codebook: np.ndarray = dataclasses.field(
+    codebook: Array = dataclasses.field(
         default_factory=lambda: np.empty(0, np.float32))
     no_saturation: bool = False
     scale_shape: tuple[int, ...] = ()
@@ -305,8 +305,9 @@ class Encoding:
         if not isinstance(other, Encoding):
             return NotImplemented
         # Bit by bit: a scale of NaN marks a block that is not finite.
-        return (self._with_scales().SerializeToString(deterministic=True) ==
-                other._with_scales().SerializeToString(deterministic=True))
+        return bool(
+            self._with_scales().SerializeToString(deterministic=True) ==
+            other._with_scales().SerializeToString(deterministic=True))
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -340,7 +341,7 @@ class Encoding:
         """As the server has it."""
         shape = tuple(message.scale_shape)
 
-        def numbers(values, dtype, is_shaped: bool = True) -> np.ndarray:
+        def numbers(values: Any, dtype: Any, is_shaped: bool = True) -> Array:
             array = np.fromiter(values, dtype, len(values))
             # Otherwise what is said of the shape is not of these scales.
             fits = shape and np.prod(shape) == array.size
@@ -385,7 +386,7 @@ class EncodingReference:
 Source = Union[EncodingReference, Encoding, EncodingSpec, str]
 
 
-def set_source(source: Source, message, rank: int) -> None:
+def set_source(source: Source, message: Any, rank: int) -> None:
     """Fills the oneof encoding_source of a header or a candidate.
 
     Raises: ARGUMENT_INVALID.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Any, Iterator, Optional
 
 import grpc
 
@@ -121,21 +121,25 @@ def _read_details(status: bytes) -> tuple[str, Optional[float]]:
     """Field of BadRequest and delay of RetryInfo in a google.rpc.Status, whose
     Python stubs are not everywhere."""
     field, retry_after = "", None
+
+    def parts(message: Any, number: int) -> Iterator[Any]:
+        return (value for _, value in _wire.fields(message, number))
+
     try:
-        for _, detail in _wire.fields(status, 3):
+        for detail in parts(status, 3):
             # google.protobuf.Any{1: type_url, 2: value}.
-            url = b"".join(bytes(text) for _, text in _wire.fields(detail, 1))
-            for _, value in _wire.fields(detail, 2):
+            url = b"".join(bytes(text) for text in parts(detail, 1))
+            for value in parts(detail, 2):
                 if url.endswith(b"/google.rpc.BadRequest"):
-                    for _, violation in _wire.fields(value, 1):
-                        for _, path in _wire.fields(violation, 1):
+                    for violation in parts(value, 1):
+                        for path in parts(violation, 1):
                             field = field or bytes(path).decode("utf-8",
                                                                 "replace")
                 elif url.endswith(b"/google.rpc.RetryInfo"):
-                    for _, delay in _wire.fields(value, 1):
-                        parts = dict(_wire.fields(delay))
-                        retry_after = (parts.get(1, 0) +
-                                       parts.get(2, 0) / 1e9) or None
+                    for delay in parts(value, 1):
+                        time: dict[int, Any] = dict(_wire.fields(delay))
+                        retry_after = (time.get(1, 0) +
+                                       time.get(2, 0) / 1e9) or None
     except (_wire.MalformedError, TypeError):
         # The status itself says what matters.
         pass

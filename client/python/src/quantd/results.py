@@ -5,18 +5,21 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from typing import Optional
+from typing import Any, Callable, Optional, Type, TypeVar
 
 import numpy as np
 
 from quantd import errors
 from quantd.encoding import Encoding
-from quantd.tensor import FORMATS, TensorName, unpack
+from quantd.tensor import FORMATS, Array, TensorName, unpack
 from quantd.v1 import (encoding_pb2, encoding_service_pb2,
                        quantization_service_pb2, statistics_pb2, tensor_pb2)
 
 
-def _read(cls, message, **fields):
+_T = TypeVar("_T")
+
+
+def _read(cls: Type[_T], message: Any, **fields: Any) -> _T:
     """A `cls` of the fields that it shares with the message, and of these."""
     for field in dataclasses.fields(cls):
         if field.name not in fields:
@@ -24,14 +27,20 @@ def _read(cls, message, **fields):
     return cls(**fields)
 
 
-def _optional(message, field: str, read):
+def _optional(message: Any, field: str, read: Callable[[Any], _T]
+              ) -> Optional[_T]:
     """read(the field), or None where it is not set."""
     return read(getattr(message, field)) if message.HasField(field) else None
 
 
-def _time(message) -> datetime.datetime:
+def _itself(message: Any) -> Any:
+    return message
+
+
+def _time(message: Any) -> datetime.datetime:
     """In UTC."""
-    return message.ToDatetime(tzinfo=datetime.timezone.utc)
+    time: datetime.datetime = message.ToDatetime(tzinfo=datetime.timezone.utc)
+    return time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,14 +180,14 @@ class QuantizedTensor:
     """
 
     name: TensorName
-    codes: np.ndarray
+    codes: Array
     encoding: Optional[Encoding]
     shape: tuple[int, ...]
     element_type: str
     etag: str
     summary: QuantizeSummary
 
-    def unpacked(self) -> np.ndarray:
+    def unpacked(self) -> Array:
         """One code per element, in the tensor's shape."""
         if self.encoding is None:
             raise errors.argument_invalid("the encoding was left out")
@@ -193,7 +202,7 @@ class ErrorHistogram:
     zero_count those without any."""
 
     zero_count: int
-    count: np.ndarray
+    count: Array
     first_exponent: int
 
     @classmethod
@@ -419,7 +428,7 @@ class StoredStatistics:
         return cls(TensorStatistics.from_proto(message.statistics),
                    tuple(StatisticsSource.from_proto(source)
                          for source in message.sources),
-                   _optional(message, "state", lambda state: state))
+                   _optional(message, "state", _itself))
 
 
 @dataclasses.dataclass(frozen=True)

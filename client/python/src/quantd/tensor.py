@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Optional, Union
+from typing import Any, Iterator, Optional, Union
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quantd import errors
 from quantd.v1 import encoding_pb2, tensor_pb2
+
+
+# Of any elements.
+Array = NDArray[Any]
 
 
 class EnumNames:
     """The values of an enum of the protos by lower-case name: "mxfp4_e2m1" for
     NUMBER_FORMAT_MXFP4_E2M1. "-" may stand for "_"."""
 
-    def __init__(self, enum, prefix: str, what: str, **aliases: str) -> None:
+    def __init__(self, enum: Any, prefix: str, what: str,
+                 **aliases: str) -> None:
         self._what = what
         self._aliases = aliases
         self._values = {
@@ -23,10 +29,10 @@ class EnumNames:
             if not name.endswith("_UNSPECIFIED")}
         self._names = {number: name for name, number in self._values.items()}
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[str]:
         return iter(self._values)
 
-    def value(self, name: Optional[str]) -> int:
+    def value(self, name: Optional[str]) -> Any:
         """0, the default, for None. Raises: ARGUMENT_INVALID."""
         if name is None:
             return 0
@@ -48,7 +54,7 @@ ELEMENT_TYPES = EnumNames(tensor_pb2.ElementType, "ELEMENT_TYPE_",
                           "an element type")
 
 # numpy has no bfloat16: their bits are kept as uint16.
-ELEMENT_DTYPES = {
+ELEMENT_DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype("<f4"), "float16": np.dtype("<f2"),
     "bfloat16": np.dtype("<u2"), "float64": np.dtype("<f8"),
 }
@@ -75,7 +81,7 @@ class FormatInfo:
     bits: int
     is_signed: bool
     comes_in_blocks: bool
-    dtype: np.dtype
+    dtype: np.dtype[Any]
 
     @property
     def is_packed(self) -> bool:
@@ -97,7 +103,7 @@ def format_info(name: str) -> FormatInfo:
     is_signed = name.startswith("int") or name in ("mxint8", "lpbq")
     bits = int(digits) if is_integer else _OTHER_BITS.get(name, 8)
     if bits in (2, 4):
-        dtype = np.dtype(np.uint8)
+        dtype: np.dtype[Any] = np.dtype(np.uint8)
     elif bits > 8:
         dtype = np.dtype("<i2" if is_signed else "<u2")
     else:
@@ -107,7 +113,7 @@ def format_info(name: str) -> FormatInfo:
                       dtype)
 
 
-def unpack(codes: np.ndarray, format_name: str, count: int) -> np.ndarray:
+def unpack(codes: Array, format_name: str, count: int) -> Array:
     """One code per entry: `count` codes of packed bytes, as int8 where they are
     signed integers, otherwise uint8. Codes that are not packed stay as they
     are, in one dimension."""

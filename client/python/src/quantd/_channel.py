@@ -1,0 +1,56 @@
+"""How a client of either kind connects."""
+
+from __future__ import annotations
+
+from typing import Any, Iterable
+
+from quantd import errors
+from quantd._stream import Options
+
+_MAX_RECEIVE_BYTES = 64 << 20
+# A whole number of elements, and of pairs of them, of every type.
+_CHUNK_UNIT_BYTES = 64
+_MAX_CHUNK_BYTES = 32 << 20
+_LOOPBACK = ("127.", "localhost:", "[::1]:", "unix:", "unix-abstract:")
+
+
+def check_options(target: str, timeout: float, chunk_bytes: int,
+                  max_retries: int, initial_backoff: float,
+                  max_backoff: float) -> Options:
+    """Raises: ARGUMENT_INVALID."""
+    if not target:
+        raise errors.argument_invalid("expected a server", "target")
+    if not timeout > 0:
+        raise errors.argument_invalid(
+            f"expected more than 0 s, got {timeout}", "timeout")
+    if not _CHUNK_UNIT_BYTES <= chunk_bytes <= _MAX_CHUNK_BYTES:
+        raise errors.argument_invalid(
+            f"expected {_CHUNK_UNIT_BYTES} to {_MAX_CHUNK_BYTES}, got "
+            f"{chunk_bytes}", "chunk_bytes")
+    if max_retries < 0:
+        raise errors.argument_invalid(
+            f"expected at least 0, got {max_retries}", "max_retries")
+    return Options(target, timeout,
+                   chunk_bytes // _CHUNK_UNIT_BYTES * _CHUNK_UNIT_BYTES,
+                   max_retries, initial_backoff, max_backoff)
+
+
+def channel_arguments(options: Options,
+                      extra: Iterable[tuple[str, Any]]
+                      ) -> list[tuple[str, Any]]:
+    """Ours, and after them those of the caller, which count."""
+    arguments: list[tuple[str, Any]] = [
+        ("grpc.max_receive_message_length", _MAX_RECEIVE_BYTES),
+        # A connection per client: that is what several clients are for.
+        ("grpc.use_local_subchannel_pool", 1),
+        # Retries are made here; those of gRPC buffer what they send.
+        ("grpc.enable_retries", 0),
+        ("grpc.initial_reconnect_backoff_ms", 50),
+        ("grpc.min_reconnect_backoff_ms", 50),
+        ("grpc.max_reconnect_backoff_ms",
+         max(50, int(1000 * min(options.max_backoff, 2))))]
+    if options.target.startswith(_LOOPBACK):
+        arguments.append(("grpc.enable_http_proxy", 0))
+    given = list(extra)
+    names = {name for name, _ in given}
+    return [item for item in arguments if item[0] not in names] + given

@@ -1,0 +1,429 @@
+"""What goes up, checked and in the messages of the protocol; for clients of
+either kind. Everything here raises ARGUMENT_INVALID."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any, Callable, Iterable, Iterator, Optional, Sequence, Union
+
+import numpy as np
+
+from quantd import _arrays, errors, results
+from quantd._exchange import (CalibrateExchange, CompareExchange,
+                              DequantizeExchange, EvaluateExchange,
+                              QuantizeExchange)
+from quantd.encoding import (Encoding, EncodingReference, EncodingSpec,
+                             GranularityLike, Source, as_granularity,
+                             set_granularity, set_source)
+from quantd.tensor import (ELEMENT_DTYPES, EnumNames, NameLike, TensorName,
+                           as_name, format_info)
+from quantd.v1 import encoding_service_pb2 as es
+from quantd.v1 import quantization_service_pb2 as qs
+from quantd.v1 import tensor_pb2
+
+PAGE_SIZE = 1000
+
+_NAN_POLICIES = EnumNames(qs.NanPolicy, "NAN_POLICY_", "a policy")
+
+SpecLike = Union[EncodingSpec, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Contribution:
+    """One part of a calibration that many sources feed, counted exactly once;
+    see the Contribution of proto/.
+
+    source: who sends, e.g. "rank-3".
+    sequence: from 1 on; one that is not larger than the last of the source is
+        acknowledged and not counted again.
+    granularity: what the statistics are kept for, the same in all contributions
+        to a tensor.
+    mantissa_bits: 2 to 10, of the histogram's bins; 0: as many as fit.
+    averaging_constant: weight in a moving average, above 0 and at most 1.
+    """
+
+    source: str
+    sequence: int
+    granularity: GranularityLike = None
+    mantissa_bits: int = 0
+    averaging_constant: Optional[float] = None
+
+    def to_proto(self) -> qs.Contribution:
+        """Raises: ARGUMENT_INVALID."""
+        try:
+            message = qs.Contribution(
+                source=self.source, sequence=self.sequence,
+                mantissa_bits=self.mantissa_bits,
+                averaging_constant=self.averaging_constant)
+        except (TypeError, ValueError) as error:
+            raise errors.argument_invalid(f"not a contribution: {error}"
+                                          ) from error
+        set_granularity(as_granularity(self.granularity), message, None)
+        return message
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class QuantizeJob:
+    """One tensor of quantize_many; the fields are the arguments of quantize.
+    source: None is that of all."""
+
+    array: Any
+    source: Optional[Source] = None
+    name: NameLike = None
+    store: Optional[bool] = None
+    nan_policy: Optional[str] = None
+    omit_encoding: bool = False
+    out: Any = None
+    element_type: Optional[str] = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CalibrateJob:
+    """One tensor of calibrate_many; the fields are the arguments of calibrate.
+    spec, contribution: None is that of all."""
+
+    array: Any
+    name: NameLike = None
+    spec: Optional[SpecLike] = None
+    contribution: Optional[Contribution] = None
+    element_type: Optional[str] = None
+
+
+def full_name(name: NameLike, model: str, revision: str) -> TensorName:
+    """A string is a tensor of that model and revision."""
+    return name if isinstance(name, TensorName) else TensorName(
+        model, as_name(name).tensor, revision)
+
+
+@contextlib.contextmanager
+def naming(name: TensorName) -> Iterator[None]:
+    """Errors within are those of that tensor."""
+    try:
+        yield
+    except errors.QuantdError as error:
+        error.name = name
+        raise
+
+
+# The tensor streams.
+
+
+def describe(shape: Sequence[int], element_type: str, name: NameLike
+             ) -> tensor_pb2.TensorDescription:
+    """What a header says of its tensor."""
+    try:
+        return tensor_pb2.TensorDescription(
+            name=as_name(name).to_proto(),
+            element_type=_arrays.element_type_of(element_type), shape=shape)
+    except (TypeError, ValueError) as error:
+        raise errors.argument_invalid(
+            f"expected a shape, got {shape!r}: {error}", "shape") from error
+
+
+def quantize_header(tensor: tensor_pb2.TensorDescription,
+                    job: QuantizeJob) -> qs.QuantizeHeader:
+    """Of a job; its array is not looked at."""
+    if job.source is None:
+        raise errors.argument_invalid(
+            "expected a spec, an Encoding or an EncodingReference", "source")
+    header = qs.QuantizeHeader(
+        tensor=tensor, store=bool(job.store),
+        nan_policy=_NAN_POLICIES.value(job.nan_policy),
+        omit_encoding=job.omit_encoding)
+    set_source(job.source, header, len(tensor.shape))
+    return header
+
+
+def quantize(job: QuantizeJob) -> QuantizeExchange:
+    """See Client.quantize."""
+    reals = _arrays.reals(job.array, job.element_type)
+    exchange = QuantizeExchange(
+        quantize_header(describe(reals.shape, reals.element_type, job.name),
+                        job), reals.data, _arrays.output(job.out))
+    _check_out(exchange)
+    return exchange
+
+
+def quantize_of(item: Union[QuantizeJob, tuple[str, Any]],
+                source: Optional[Source], model: str, revision: str,
+                store: bool, nan_policy: Optional[str]) -> QuantizeExchange:
+    """One item of quantize_many."""
+    job = item if isinstance(item, QuantizeJob) else QuantizeJob(
+        name=item[0], array=item[1])
+    name = full_name(job.name, model, revision)
+    with naming(name):
+        return quantize(dataclasses.replace(
+            job, name=name,
+            source=source if job.source is None else job.source,
+            store=store if job.store is None else job.store,
+            nan_policy=job.nan_policy or nan_policy))
+
+
+def dequantize_header(tensor: tensor_pb2.TensorDescription, source: Any
+                      ) -> qs.DequantizeHeader:
+    """With an encoding, or a reference to one."""
+    if not isinstance(source, (Encoding, EncodingReference)):
+        raise errors.argument_invalid(
+            "expected an Encoding or an EncodingReference, got "
+            f"{type(source).__name__}", "source")
+    header = qs.DequantizeHeader(tensor=tensor)
+    set_source(source, header, len(tensor.shape))
+    return header
+
+
+def dequantize(codes: Any,
+               source: Union[Encoding, EncodingReference, None] = None,
+               shape: Optional[Sequence[int]] = None,
+               element_type: Optional[str] = None, name: NameLike = None,
+               out: Any = None) -> DequantizeExchange:
+    """See Client.dequantize."""
+    if isinstance(codes, results.QuantizedTensor):
+        source = codes.encoding if source is None else source
+        shape = codes.shape if shape is None else shape
+        element_type = element_type or codes.element_type
+        name = codes.name if name is None else name
+        codes = codes.codes
+    element_type = element_type or "float32"
+    data = _arrays.codes(codes)
+    shape = tuple(np.shape(codes) if shape is None else shape)
+    header = dequantize_header(describe(shape, element_type, name), source)
+    count = 1
+    for size in shape:
+        count *= size
+    if isinstance(source, Encoding):
+        expected = format_info(source.format).size_bytes(count)
+        if data.nbytes != expected:
+            raise errors.argument_invalid(
+                f"expected {expected} bytes of {source.format} for a "
+                f"tensor of {shape}, got {data.nbytes}", "codes")
+    exchange = DequantizeExchange(
+        header, data, _arrays.output(out),
+        count * ELEMENT_DTYPES[element_type].itemsize)
+    _check_out(exchange)
+    return exchange
+
+
+def dequantize_of(tensor: results.QuantizedTensor,
+                  element_type: Optional[str]) -> DequantizeExchange:
+    """One item of dequantize_many."""
+    with naming(tensor.name):
+        return dequantize(tensor, element_type=element_type)
+
+
+def calibrate_header(tensor: tensor_pb2.TensorDescription,
+                     spec: Optional[SpecLike],
+                     contribution: Optional[Contribution]
+                     ) -> qs.CalibrateHeader:
+    """With either, both, or none."""
+    header = qs.CalibrateHeader(tensor=tensor)
+    if spec is not None:
+        header.spec.CopyFrom(_spec(spec, len(tensor.shape)))
+    if contribution is not None:
+        header.contribution.CopyFrom(contribution.to_proto())
+    return header
+
+
+def calibrate(job: CalibrateJob) -> CalibrateExchange:
+    """See Client.calibrate."""
+    reals = _arrays.reals(job.array, job.element_type)
+    return CalibrateExchange(
+        calibrate_header(describe(reals.shape, reals.element_type, job.name),
+                         job.spec, job.contribution), reals.data)
+
+
+def calibrate_of(item: Union[CalibrateJob, tuple[str, Any]],
+                 spec: Optional[SpecLike],
+                 contribution: Optional[Contribution], model: str,
+                 revision: str) -> CalibrateExchange:
+    """One item of calibrate_many."""
+    job = item if isinstance(item, CalibrateJob) else CalibrateJob(
+        name=item[0], array=item[1])
+    name = full_name(job.name, model, revision)
+    with naming(name):
+        return calibrate(dataclasses.replace(
+            job, name=name, spec=spec if job.spec is None else job.spec,
+            contribution=contribution if job.contribution is None
+            else job.contribution))
+
+
+def evaluate_header(tensor: tensor_pb2.TensorDescription,
+                    candidates: Iterable[Source], labels: Sequence[str],
+                    per_scale_index: bool, with_distribution: bool
+                    ) -> qs.EvaluateHeader:
+    """Labels are those given, or the candidates that are strings."""
+    header = qs.EvaluateHeader(
+        tensor=tensor, per_scale_index=per_scale_index,
+        with_distribution=with_distribution)
+    candidates = list(candidates)
+    if labels and len(labels) != len(candidates):
+        raise errors.argument_invalid(
+            f"expected {len(candidates)}, got {len(labels)}", "labels")
+    for i, candidate in enumerate(candidates):
+        added = header.candidates.add()
+        set_source(candidate, added, len(tensor.shape))
+        added.label = labels[i] if labels else (
+            candidate if isinstance(candidate, str) else "")
+    return header
+
+
+def evaluate(array: Any, candidates: Iterable[Source], name: NameLike,
+             labels: Sequence[str], per_scale_index: bool,
+             with_distribution: bool, element_type: Optional[str]
+             ) -> EvaluateExchange:
+    """See Client.evaluate."""
+    reals = _arrays.reals(array, element_type)
+    return EvaluateExchange(evaluate_header(
+        describe(reals.shape, reals.element_type, name), candidates, labels,
+        per_scale_index, with_distribution), reals.data)
+
+
+def compare(reference: Any, test: Any, with_distribution: bool,
+            element_type: Optional[str]) -> CompareExchange:
+    """See Client.compare."""
+    left = _arrays.reals(reference, element_type)
+    right = _arrays.reals(test, element_type)
+    if (left.shape, left.element_type) != (right.shape, right.element_type):
+        raise errors.argument_invalid(
+            f"expected {left.element_type} of {left.shape}, got "
+            f"{right.element_type} of {right.shape}", "test")
+    header = qs.EvaluateHeader(
+        tensor=describe(left.shape, left.element_type, None), comparison=True,
+        with_distribution=with_distribution)
+    dtype = ELEMENT_DTYPES[left.element_type]
+    pairs = np.stack([left.data.view(dtype), right.data.view(dtype)], axis=-1)
+    return CompareExchange(header, _arrays.as_bytes(pairs))
+
+
+def _check_out(exchange: Union[QuantizeExchange, DequantizeExchange]) -> None:
+    """Before anything is sent, where the size is known by then."""
+    size = exchange.output_bytes()
+    out = exchange.caller_out
+    if out is not None and size is not None and out.nbytes != size:
+        raise errors.argument_invalid(
+            f"expected an array of {size} bytes, got {out.nbytes}", "out")
+
+
+def _spec(spec: SpecLike, rank: Optional[int] = None) -> Any:
+    if isinstance(spec, str):
+        spec = EncodingSpec.parse(spec)
+    if not isinstance(spec, EncodingSpec):
+        raise errors.argument_invalid(
+            f"expected a spec, got {type(spec).__name__}", "spec")
+    return spec.to_proto(rank)
+
+
+# The calls of EncodingService.
+
+
+@dataclasses.dataclass(frozen=True)
+class Pages:
+    """A call that answers in pages. request: of the next page's token; field,
+    read: of an answer's items."""
+
+    method: str
+    request: Callable[[str], Any]
+    field: str
+    read: Callable[[Any], Any]
+
+    def next_token(self, answer: Any, token: str) -> str:
+        """Empty after the last page. Raises: RESPONSE_MALFORMED."""
+        # Otherwise a faulty server would keep the caller here for ever.
+        if answer.next_page_token and answer.next_page_token == token:
+            raise errors.response_malformed("a page whose next page is itself")
+        return str(answer.next_page_token)
+
+
+def list_encodings(model: str, revision: str) -> Pages:
+    """See Client.list_encodings."""
+    return Pages("ListEncodings", lambda token: es.ListEncodingsRequest(
+        model=model, revision=revision, page_size=PAGE_SIZE, page_token=token),
+                 "encodings", results.StoredEncoding.from_proto)
+
+
+def list_models() -> Pages:
+    """See Client.list_models."""
+    return Pages("ListModels", lambda token: es.ListModelsRequest(
+        page_size=PAGE_SIZE, page_token=token), "models",
+                 results.Model.from_proto)
+
+
+def list_revisions(model: str) -> Pages:
+    """See Client.list_revisions."""
+    return Pages("ListRevisions", lambda token: es.ListRevisionsRequest(
+        model=model, page_size=PAGE_SIZE, page_token=token), "revisions",
+                 results.Revision.from_proto)
+
+
+def list_statistics(model: str, revision: str) -> Pages:
+    """See Client.list_statistics."""
+    return Pages("ListStatistics", lambda token: es.ListStatisticsRequest(
+        model=model, revision=revision, page_size=PAGE_SIZE, page_token=token),
+                 "entries", results.StatisticsEntry.from_proto)
+
+
+def put_encoding(name: NameLike, encoding: Encoding, if_match: str
+                 ) -> es.PutEncodingRequest:
+    """See Client.put_encoding."""
+    return es.PutEncodingRequest(
+        name=as_name(name).to_proto(), encoding=encoding.to_proto(),
+        if_match=if_match)
+
+
+def compute_encodings(model: str, spec: Optional[SpecLike], revision: str,
+                      overrides: Iterable[tuple[str, SpecLike]], dry_run: bool
+                      ) -> es.ComputeEncodingsRequest:
+    """See Client.compute_encodings."""
+    request = es.ComputeEncodingsRequest(model=model, revision=revision,
+                                         dry_run=dry_run)
+    if spec is not None:
+        request.default_spec.CopyFrom(_spec(spec))
+    for pattern, override in overrides:
+        request.overrides.add(pattern=pattern, spec=_spec(override))
+    return request
+
+
+def sweep(model: str, specs: Iterable[SpecLike], revision: str,
+          patterns: Iterable[str], min_sqnr_db: Optional[float],
+          max_size_bytes: Optional[int]) -> es.SweepRequest:
+    """See Client.sweep."""
+    if min_sqnr_db is not None and max_size_bytes is not None:
+        raise errors.argument_invalid(
+            "expected min_sqnr_db or max_size_bytes, got both")
+    return es.SweepRequest(
+        model=model, revision=revision, specs=[_spec(s) for s in specs],
+        patterns=patterns, min_sqnr_db=min_sqnr_db,
+        max_size_bytes=max_size_bytes)
+
+
+def sweep_result(answers: Sequence[Any]) -> results.SweepResult:
+    """Of all messages of one sweep. Raises: RESPONSE_MALFORMED."""
+    if not answers or not answers[-1].HasField("summary"):
+        raise errors.response_malformed("a sweep without a summary")
+    summary = answers[-1].summary
+    return results.SweepResult(
+        tuple(results.SweepTensor.from_proto(answer)
+              for answer in answers[:-1]),
+        tuple(results.SweepTotal.from_proto(total)
+              for total in summary.totals),
+        results.SweepMixture.from_proto(summary.mixture)
+        if summary.HasField("mixture") else None)
+
+
+# grpc.health.v1 by hand: the stubs are not everywhere.
+
+HEALTH_METHOD = "/grpc.health.v1.Health/Check"
+_HEALTH = {0: "UNKNOWN", 1: "SERVING", 2: "NOT_SERVING", 3: "SERVICE_UNKNOWN"}
+
+
+def health(service: str) -> Optional[bytes]:
+    """HealthCheckRequest{1: service}; None: no service has such a name."""
+    text = service.encode()
+    if len(text) > 127:
+        return None
+    return b"\x0a" + bytes([len(text)]) + text
+
+
+def health_result(answer: bytes) -> str:
+    """Of HealthCheckResponse{1: status}."""
+    return _HEALTH.get(answer[1] if len(answer) > 1 else 0, "UNKNOWN")
