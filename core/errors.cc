@@ -263,6 +263,24 @@ absl::Status NonFiniteRejectedError(int64_t element_index, double value) {
                               "; expected finite elements only"));
 }
 
+absl::Status InterchangeInvalidError(absl::string_view what) {
+  return Invalid("INTERCHANGE_INVALID", what);
+}
+
+absl::Status InterchangeUnsupportedError(absl::string_view what) {
+  return Unimplemented("INTERCHANGE_UNSUPPORTED", what);
+}
+
+absl::Status InterchangeTooLargeError(int64_t limit_bytes) {
+  return Exhausted("INTERCHANGE_TOO_LARGE",
+                   absl::StrCat("the file has more than ", limit_bytes,
+                                " bytes, send it in parts of fewer tensors"));
+}
+
+absl::Status AxisUnknownError(absl::string_view what) {
+  return Invalid("AXIS_UNKNOWN", what);
+}
+
 absl::Status ContributionInvalidError(absl::string_view what) {
   return Invalid("CONTRIBUTION_INVALID", what);
 }

@@ -94,6 +94,17 @@ absl::Status EncodingMissingError();
 absl::Status CandidatesInvalidError(absl::string_view what);
 absl::Status NonFiniteRejectedError(int64_t element_index, double value);
 
+// --- Files of encodings ----------------------------------------------------
+
+// `what` opens with the place in the file: "encodings[3].scale: ...".
+absl::Status InterchangeInvalidError(absl::string_view what);
+// A file or an encoding that is sound, but has no counterpart on the other
+// side.
+absl::Status InterchangeUnsupportedError(absl::string_view what);
+absl::Status InterchangeTooLargeError(int64_t limit_bytes);
+// A file does not say along which dimension scales lie, nor does anything else.
+absl::Status AxisUnknownError(absl::string_view what);
+
 // --- Statistics ------------------------------------------------------------
 
 // A contribution without a source, with sequence 0 or a parameter out of range.

@@ -1,0 +1,235 @@
+#include "server/interchange/entry_format.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "core/errors.h"
+#include "core/formats/number_format.h"
+#include "core/formats/scale_type.h"
+
+namespace quantd::server {
+namespace {
+
+absl::string_view NameOf(core::NumberFormat format) {
+  const core::FormatInfo* const info = core::FindFormat(format);
+  return info == nullptr ? "?" : info->name;
+}
+
+bool IsInteger(core::NumberFormat format) {
+  const core::FormatInfo* const info = core::FindFormat(format);
+  return info != nullptr && info->kind == core::CodeKind::kInteger;
+}
+
+bool SameBits(float a, float b) {
+  return std::memcmp(&a, &b, sizeof(a)) == 0 ||
+         (std::isnan(a) && std::isnan(b));
+}
+
+// Blocks of the same elements; block sizes of dimensions with one scale may
+// differ.
+bool SameBlocks(const core::Encoding& a, const core::Encoding& b) {
+  if (a.block_size == b.block_size) return true;
+  const size_t rank = std::max(a.block_size.size(), b.block_size.size());
+  for (size_t d = 0; d < rank; ++d) {
+    const bool whole_a = IsWhole(a, d);
+    if (whole_a != IsWhole(b, d)) return false;
+    if (!whole_a && a.block_size[d] != b.block_size[d]) return false;
+  }
+  // Without entries the rank is open, and per tensor.
+  return a.block_size.empty() || b.block_size.empty() ||
+         a.block_size.size() == b.block_size.size();
+}
+
+// What of `before` is not in `after`.
+std::vector<std::string> Differences(const core::Encoding& before,
+                                     const core::Encoding& after) {
+  std::vector<std::string> differences;
+  // How far codes moved: another type of integer for the same reals.
+  int64_t shift = 0;
+  if (before.format != after.format) {
+    differences.push_back(absl::StrCat("format: ", NameOf(before.format),
+                                       " becomes ", NameOf(after.format)));
+    if (IsInteger(before.format) && IsInteger(after.format)) {
+      shift = int64_t{core::FindFormat(after.format)->qmin} -
+              core::FindFormat(before.format)->qmin;
+      differences.back() +=
+          absl::StrCat(", codes and zero points move by ", shift);
+    }
+  }
+  if (!SameBlocks(before, after)) differences.push_back("block_size");
+  int64_t changed = 0;
+  for (size_t i = 0; i < before.scale.size(); ++i) {
+    changed +=
+        i >= after.scale.size() || !SameBits(before.scale[i], after.scale[i]);
+  }
+  if (changed != 0 || before.scale.size() != after.scale.size()) {
+    differences.push_back(
+        absl::StrCat("scale: ", changed, " of ", before.scale.size()));
+  }
+  const std::vector<int32_t> zero_before = ZeroPoints(before);
+  const std::vector<int32_t> zero_after = ZeroPoints(after);
+  changed = 0;
+  for (size_t i = 0; i < std::min(zero_before.size(), zero_after.size()); ++i) {
+    changed += zero_before[i] + shift != zero_after[i];
+  }
+  if (changed != 0) {
+    differences.push_back(
+        absl::StrCat("zero_point: ", changed, " of ", zero_before.size()));
+  }
+  const auto range = [&](absl::string_view name, int32_t a, int32_t b) {
+    if (a + shift == b) return;
+    differences.push_back(absl::StrCat(name, ": ", a + shift, " becomes ", b));
+  };
+  range("qmin", before.qmin, after.qmin);
+  range("qmax", before.qmax, after.qmax);
+  if (before.exclude_zero && !after.exclude_zero) {
+    differences.push_back("exclude_zero");
+  }
+  if (before.scale_type != after.scale_type) {
+    differences.push_back("scale_type: scales are kept as numbers");
+  }
+  if (before.outer_scale != after.outer_scale &&
+      before.scale_type == after.scale_type) {
+    differences.push_back("outer_scale");
+  }
+  if (before.codebook != after.codebook) differences.push_back("codebook");
+  if (before.no_saturation != after.no_saturation) {
+    differences.push_back("no_saturation");
+  }
+  if (before.degenerate_count != after.degenerate_count) {
+    differences.push_back(
+        absl::StrCat("degenerate_count: ", before.degenerate_count));
+  }
+  return differences;
+}
+
+}  // namespace
+
+bool WriteEntry(const EntryFormat& format, const std::string& tensor,
+                const core::Encoding& encoding, Json* entry,
+                std::vector<InterchangeLoss>* losses) {
+  const auto leave_out = [&](const absl::Status& status) {
+    losses->push_back({tensor, std::string(core::ErrorText(status)), true});
+    return false;
+  };
+  if (absl::Status s = format.Write(tensor, encoding, entry); !s.ok()) {
+    return leave_out(s);
+  }
+  PendingEncoding back;
+  std::vector<std::string> notes;
+  absl::Status status = format.Read(*entry, "entry", &back, &notes);
+  if (!status.ok()) return leave_out(status);
+  if (back.open != PendingEncoding::Open::kNothing) {
+    losses->push_back({tensor,
+                       back.axis.has_value()
+                           ? "block_size: only the axis; importing takes the "
+                             "tensor's shape"
+                           : "block_size: importing takes the tensor's shape",
+                       false});
+  }
+  LayoutHint hint;
+  // Dimensions of one scale as the reader would have them.
+  hint.block_size = encoding.block_size;
+  for (size_t d = 0; d < hint.block_size.size(); ++d) {
+    if (IsWhole(encoding, d)) hint.block_size[d] = 0;
+  }
+  if (!encoding.scale_shape.empty()) {
+    // Any shape with these scales: the order of blocks depends on no more.
+    hint.shape_known = true;
+    hint.shape.assign(encoding.scale_shape.begin(), encoding.scale_shape.end());
+    for (size_t d = 0; d < hint.block_size.size(); ++d) {
+      if (hint.block_size[d] > 1) hint.shape[d] *= hint.block_size[d];
+    }
+    // Per tensor there may be no block size.
+    if (hint.block_size.empty()) hint.block_size.assign(hint.shape.size(), 0);
+  }
+  if (status = ResolveLayout(hint, &back); !status.ok()) {
+    return leave_out(status);
+  }
+  for (std::string& note : Differences(encoding, back.encoding)) {
+    losses->push_back({tensor, std::move(note), false});
+  }
+  return true;
+}
+
+bool IsWhole(const core::Encoding& encoding, size_t d) {
+  return d >= encoding.block_size.size() || encoding.block_size[d] == 0 ||
+         (d < encoding.scale_shape.size() && encoding.scale_shape[d] == 1);
+}
+
+int ChannelAxis(const core::Encoding& encoding) {
+  int axis = -1;
+  for (size_t d = 0; d < encoding.block_size.size(); ++d) {
+    if (IsWhole(encoding, d)) continue;
+    if (encoding.block_size[d] != 1 || axis >= 0) return -1;
+    axis = static_cast<int>(d);
+  }
+  return axis;
+}
+
+std::vector<int32_t> ZeroPoints(const core::Encoding& encoding) {
+  return encoding.zero_point.empty()
+             ? std::vector<int32_t>(encoding.scale.size(), 0)
+             : encoding.zero_point;
+}
+
+bool IsLpbq(const core::Encoding& encoding) {
+  return NameOf(encoding.format) == "lpbq";
+}
+
+absl::Status CheckIsInteger(const core::Encoding& encoding,
+                            absl::string_view target) {
+  if (IsInteger(encoding.format) && !IsLpbq(encoding) &&
+      !core::HasOuterScales(encoding.scale_type) &&
+      core::FindFormat(encoding.format)->step_exponent == 0) {
+    return absl::OkStatus();
+  }
+  return core::InterchangeUnsupportedError(
+      absl::StrCat(target, " has nothing for ", NameOf(encoding.format)));
+}
+
+void SetIntegerFormat(int bits, bool is_signed, core::Encoding* encoding) {
+  const core::FormatInfo& info = core::IntegerFormat(bits, is_signed);
+  encoding->format = info.format;
+  encoding->qmin = info.qmin;
+  encoding->qmax = info.qmax;
+}
+
+void SetLpbq(const std::vector<int64_t>& codes, std::vector<float> outer,
+             core::Encoding* encoding) {
+  const core::FormatInfo* const info = core::FindFormatByName("lpbq");
+  encoding->format = info->format;
+  encoding->qmin = info->qmin;
+  encoding->qmax = info->qmax;
+  encoding->scale_type = core::ScaleType::kInteger;
+  encoding->scale_code.assign(codes.begin(), codes.end());
+  encoding->outer_scale = std::move(outer);
+}
+
+void NormalizeZeroPoints(core::Encoding* encoding) {
+  const core::FormatInfo& info = *core::FindFormat(encoding->format);
+  if (std::all_of(encoding->zero_point.begin(), encoding->zero_point.end(),
+                  [](int32_t z) { return z == 0; })) {
+    encoding->zero_point.clear();
+  }
+  encoding->exclude_zero = std::any_of(
+      encoding->zero_point.begin(), encoding->zero_point.end(),
+      [&info](int32_t z) { return z < info.qmin || z > info.qmax; });
+}
+
+void NoteRounded(int64_t rounded, std::vector<std::string>* notes) {
+  if (rounded == 0) return;
+  notes->push_back(
+      absl::StrCat("scale: ", rounded, " rounded to the nearest float32"));
+}
+
+}  // namespace quantd::server

@@ -1,0 +1,99 @@
+// Files that carry encodings: our own JSON and those of other projects.
+//
+// What a format cannot hold is never lost in silence: a writer reads back what
+// it wrote, and tells where that differs from what it was given.
+
+#ifndef QUANTD_SERVER_INTERCHANGE_INTERCHANGE_H_
+#define QUANTD_SERVER_INTERCHANGE_INTERCHANGE_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "core/types/encoding.h"
+#include "server/interchange/layout.h"
+
+namespace quantd::server {
+
+// The values are those of quantd.v1.InterchangeFormat.
+enum class InterchangeFormat : int {
+  kUnspecified = 0,
+  kJson = 1,
+  kAimet061 = 2,
+  kAimet100 = 3,
+  kAimet200 = 4,
+  kOnnxQdq = 5,
+  kCompressedTensors = 6,
+};
+
+// What did not get over.
+struct InterchangeLoss {
+  std::string tensor;
+  // For people: the field and what became of it, or why there is nothing.
+  std::string what;
+  // The tensor has no encoding on the other side.
+  bool left_out = false;
+};
+
+struct ExportOptions {
+  // For formats that say where encodings come from.
+  std::string model;
+  std::string revision;
+  // For formats that keep parameters and activations apart.
+  std::function<bool(absl::string_view tensor, const core::Encoding& encoding)>
+      is_parameter;
+};
+
+// Writes a file piece by piece. The encodings are added once in every pass, in
+// the same order. Not thread-safe.
+class EncodingsWriter {
+ public:
+  // Errors: INTERCHANGE_UNSUPPORTED for a format that is none.
+  static absl::StatusOr<std::unique_ptr<EncodingsWriter>> Create(
+      InterchangeFormat format, ExportOptions options);
+
+  virtual ~EncodingsWriter() = default;
+
+  virtual int pass_count() const { return 1; }
+  // Appends to `out`. Losses of a tensor are told in one of the passes.
+  virtual void Begin(int pass, std::string* out) = 0;
+  virtual void Add(int pass, const std::string& tensor,
+                   const core::Encoding& encoding, std::string* out,
+                   std::vector<InterchangeLoss>* losses) = 0;
+  virtual void Finish(std::string* out) = 0;
+
+  // Encodings that the file has so far.
+  int64_t encoding_count() const { return encoding_count_; }
+
+ protected:
+  int64_t encoding_count_ = 0;
+};
+
+// An upper bound in bytes on what ParseEncodings takes for a file, beside the
+// file itself. Allocates little.
+// Errors: INTERCHANGE_INVALID (not JSON, nested too deeply, or a key twice in
+// one object), which names the place.
+absl::StatusOr<int64_t> ParseMemoryBytes(absl::string_view text);
+
+struct ParsedEncodings {
+  InterchangeFormat format = InterchangeFormat::kUnspecified;
+  // Each valid once its layout is resolved; no tensor twice.
+  std::vector<PendingEncoding> encodings;
+  std::vector<InterchangeLoss> losses;
+};
+
+// Reads a file that ParseMemoryBytes took; kUnspecified tells the format from
+// the file.
+// Errors: INTERCHANGE_INVALID, which names the place; INTERCHANGE_UNSUPPORTED
+// (a version, or a format that has no scales).
+absl::StatusOr<ParsedEncodings> ParseEncodings(absl::string_view text,
+                                               InterchangeFormat format);
+
+}  // namespace quantd::server
+
+#endif  // QUANTD_SERVER_INTERCHANGE_INTERCHANGE_H_

@@ -1,0 +1,81 @@
+// JSON from strangers: its size and depth are known before it is built, and
+// what it lacks is said with the place.
+
+#ifndef QUANTD_SERVER_INTERCHANGE_JSON_TEXT_H_
+#define QUANTD_SERVER_INTERCHANGE_JSON_TEXT_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "nlohmann/json.hpp"
+
+namespace quantd::server {
+
+using Json = nlohmann::json;
+
+// Deeper documents are refused.
+constexpr int kMaxJsonDepth = 32;
+
+// An upper bound on the memory of the document as a tree, in bytes.
+// Errors: INTERCHANGE_INVALID (not JSON, too deep, a key twice in one object).
+absl::StatusOr<int64_t> JsonMemoryBytes(absl::string_view text);
+
+// `text` in quotes, safe to show and cut to a bounded length.
+std::string QuotedText(absl::string_view text);
+
+// "what", at `place`. INTERCHANGE_INVALID.
+absl::Status InvalidAt(absl::string_view place, absl::string_view what);
+
+// Reads members of an object. The first that is missing or wrong is kept as
+// the status; what is read after it is empty. Not thread-safe.
+class ObjectReader {
+ public:
+  // `object` must outlive the reader and may be anything.
+  ObjectReader(const Json& object, std::string place);
+
+  const absl::Status& status() const { return status_; }
+  const std::string& place() const { return place_; }
+  // The place of a member.
+  std::string PlaceOf(absl::string_view key) const;
+  void Fail(absl::string_view key, absl::string_view what);
+
+  bool Has(absl::string_view key) const { return Find(key) != nullptr; }
+  // Null where there is none. A member that is null counts as none.
+  const Json* Find(absl::string_view key) const;
+
+  std::string String(absl::string_view key);
+  // Also the strings "True" and "False", in any case.
+  bool Boolean(absl::string_view key);
+  // Also a float without fraction.
+  int64_t Integer(absl::string_view key, int64_t min, int64_t max);
+  // A number, or a list of numbers.
+  std::vector<double> Numbers(absl::string_view key);
+  std::vector<int64_t> Integers(absl::string_view key, int64_t min,
+                                int64_t max);
+  // The same as float32; `rounded` grows by those that were not.
+  std::vector<float> Floats(absl::string_view key, int64_t* rounded);
+  // Numbers in nested lists of the same lengths, row-major; a number is of
+  // rank 0.
+  std::vector<double> Nested(absl::string_view key,
+                             std::vector<int64_t>* shape);
+
+ private:
+  void Flatten(const Json& value, const std::string& place, size_t depth,
+               std::vector<int64_t>* shape, std::vector<double>* values);
+
+  const Json& object_;
+  const std::string place_;
+  absl::Status status_;
+};
+
+// The nearest float32, and whether it is another number. Beyond the largest
+// it is infinity.
+float ToFloat(double value, int64_t* rounded);
+
+}  // namespace quantd::server
+
+#endif  // QUANTD_SERVER_INTERCHANGE_JSON_TEXT_H_
