@@ -1,9 +1,12 @@
 #include "core/calibrate/calibrate.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -12,13 +15,10 @@
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/types/optional.h"
-#include "core/calibrate/distribution.h"
-#include "core/calibrate/entropy.h"
-#include "core/calibrate/percentile.h"
+#include "absl/types/span.h"
+#include "core/calibrate/range_finder.h"
 #include "core/calibrate/range_scaler.h"
-#include "core/calibrate/range_search.h"
 #include "core/calibrate/scale_indices.h"
-#include "core/calibrate/squared_error.h"
 #include "core/errors.h"
 #include "core/formats/number_format.h"
 #include "core/statistics/tensor_statistics.h"
@@ -57,217 +57,11 @@ bool TurnsUnsigned(const EncodingSpec& spec,
          statistics.counts().negative_infinity == 0;
 }
 
-// The outer scale index of each scale index.
-std::vector<int64_t> OuterIndices(const BlockLayout& outer_layout) {
-  std::vector<int64_t> indices;
-  indices.reserve(static_cast<size_t>(outer_layout.element_count()));
-  outer_layout.ForEachRun(
-      0, outer_layout.element_count(), [&](const BlockLayout::Run& run) {
-        for (int64_t k = 0; k < run.count; ++k) {
-          indices.push_back(run.scale_index + k * run.scale_step);
-        }
-      });
-  return indices;
-}
-
-// Finds the range of one scale index after the other. Thread-safe.
-class RangeFinder {
- public:
-  RangeFinder(const EncodingSpec& spec, const Encoding& encoding,
-              const RangeScaler& scaler, const TensorStatistics& statistics,
-              absl::Span<const Extremes> moving_average)
-      : spec_(spec),
-        scaler_(scaler),
-        numbers_(encoding),
-        levels_(LevelsOf(numbers_, scaler.is_symmetric())),
-        statistics_(statistics),
-        moving_average_(moving_average) {}
-
-  // The range, as RangeScaler::Extend gives it; none where there is nothing but
-  // zeros. `outer` as for RangeScaler::Scale.
-  absl::StatusOr<absl::optional<Range>> Find(int64_t index, float outer) const {
-    if (spec_.method == CalibrationMethod::kFixedRange) return FixedRange();
-    const Extremes& extremes = statistics_.extremes()[index];
-    if (spec_.method == CalibrationMethod::kMovingAverage &&
-        !moving_average_.empty() && !moving_average_[index].empty()) {
-      return Whole(moving_average_[index]);
-    }
-    const absl::optional<Range> whole = Whole(extremes);
-    if (!whole.has_value() || !NeedsHistograms(spec_)) return whole;
-    const Block block(statistics_.histograms()[index], extremes, *whole, index,
-                      outer);
-    // A state that was put together from parts may contradict itself.
-    if (block.distribution.count() == 0) return whole;
-    const absl::StatusOr<Range> range =
-        spec_.method == CalibrationMethod::kBestOf ? BestOf(block)
-                                                   : Run(spec_.method, block);
-    if (!range.ok()) return range.status();
-    return absl::optional<Range>(*range);
-  }
-
-  // Whether the range depends on how its scale is stored.
-  bool Searches() const {
-    return spec_.method == CalibrationMethod::kMse ||
-           spec_.method == CalibrationMethod::kSqnr ||
-           spec_.method == CalibrationMethod::kBestOf;
-  }
-
- private:
-  struct Block {
-    Block(const Histogram& histogram_in, const Extremes& extremes_in,
-          const Range& whole_in, int64_t index_in, float outer_in)
-        : histogram(histogram_in),
-          extremes(extremes_in),
-          whole(whole_in),
-          index(index_in),
-          outer(outer_in),
-          distribution(histogram_in, extremes_in) {}
-
-    const Histogram& histogram;
-    const Extremes& extremes;
-    const Range whole;
-    const int64_t index;
-    const float outer;
-    const Distribution distribution;
-  };
-
-  absl::optional<Range> Whole(const Extremes& extremes) const {
-    // Written so that NaN, which a state from outside may have, is nothing.
-    if (!(extremes.min <= extremes.max) ||
-        (extremes.min == 0 && extremes.max == 0)) {
-      return absl::nullopt;
-    }
-    return scaler_.Extend({extremes.min, extremes.max});
-  }
-
-  absl::optional<Range> FixedRange() const {
-    return scaler_.Extend({spec_.range_min, spec_.range_max});
-  }
-
-  absl::StatusOr<Range> Run(CalibrationMethod method,
-                            const Block& block) const {
-    switch (method) {
-      case CalibrationMethod::kPercentile:
-        return Percentile(block);
-      case CalibrationMethod::kMse:
-        return SearchRange(scaler_, block.index, block.outer, numbers_,
-                           block.distribution, block.whole, /*gamma=*/1,
-                           spec_.search_steps);
-      case CalibrationMethod::kSqnr:
-        return SearchRange(scaler_, block.index, block.outer, numbers_,
-                           block.distribution, block.whole, spec_.gamma,
-                           spec_.search_steps);
-      case CalibrationMethod::kEntropy:
-        return EntropyRange(block.histogram, levels_, block.whole,
-                            spec_.search_steps, spec_.entropy_bins);
-      case CalibrationMethod::kFixedRange:
-        return *FixedRange();
-      case CalibrationMethod::kMovingAverage:
-        if (!moving_average_.empty() && !moving_average_[block.index].empty()) {
-          return Whole(moving_average_[block.index]).value_or(block.whole);
-        }
-        return block.whole;
-      case CalibrationMethod::kDefault:
-      case CalibrationMethod::kMinMax:
-      case CalibrationMethod::kBestOf:
-        break;
-    }
-    return block.whole;
-  }
-
-  Range Percentile(const Block& block) const {
-    const double cut = spec_.tail_fraction;
-    Tail tail = spec_.tail;
-    if (tail == Tail::kDefault) {
-      tail = scaler_.is_symmetric() ? Tail::kMagnitude : Tail::kBoth;
-    }
-    const auto quantile = [&](double fraction) {
-      return Quantile(block.distribution, fraction);
-    };
-    Range range = {block.extremes.min, block.extremes.max};
-    switch (tail) {
-      case Tail::kDefault:
-      case Tail::kMagnitude:
-        range.high = Quantile(
-            Distribution::OfMagnitudes(block.histogram, block.extremes),
-            1 - cut);
-        range.low = -range.high;
-        break;
-      case Tail::kBoth:
-        range = {quantile(cut / 2), quantile(1 - cut / 2)};
-        break;
-      case Tail::kUpper:
-        range.high = quantile(1 - cut);
-        if (scaler_.is_symmetric()) range.low = range.high;
-        break;
-      case Tail::kLower:
-        range.low = quantile(cut);
-        if (scaler_.is_symmetric()) range.high = range.low;
-        break;
-    }
-    // Where nearly all elements are zero, a scale needs what is left of them.
-    if (range.low == 0 && range.high == 0) return block.whole;
-    return scaler_.Extend(range);
-  }
-
-  // A method whose range has no scale does not count, unless none has.
-  absl::StatusOr<Range> BestOf(const Block& block) const {
-    const double gamma = spec_.objective == Objective::kSqnr ? spec_.gamma : 1;
-    absl::Status status;
-    absl::optional<Range> best;
-    double least = std::numeric_limits<double>::infinity();
-    for (const CalibrationMethod method : spec_.methods) {
-      const absl::StatusOr<Range> range = Run(method, block);
-      const absl::StatusOr<double> error =
-          range.ok() ? RangeError(scaler_, block.index, block.outer, numbers_,
-                                  block.distribution, *range, gamma)
-                     : range.status();
-      if (!error.ok()) {
-        if (status.ok()) status = error.status();
-      } else if (!best.has_value() || *error < least) {
-        least = *error;
-        best = *range;
-      }
-    }
-    if (!best.has_value()) return status;
-    return *best;
-  }
-
-  const EncodingSpec& spec_;
-  const RangeScaler& scaler_;
-  const CodeNumbers numbers_;
-  const EntropyLevels levels_;
-  const TensorStatistics& statistics_;
-  const absl::Span<const Extremes> moving_average_;
-};
-
-// What was found for one scale index.
-struct Found {
-  absl::optional<Range> range;
-  BlockScale scale{};
-};
-
-// The outer scales, from the ranges that were found without them.
-absl::StatusOr<std::vector<float>> OuterScales(
-    const RangeScaler& scaler, absl::Span<const int64_t> outer_indices,
-    absl::Span<const Found> found, std::vector<double>* abs_max) {
-  std::vector<int64_t> largest(abs_max->size(), 0);
-  for (size_t i = 0; i < found.size(); ++i) {
-    if (!found[i].range.has_value()) continue;
-    const int64_t outer = outer_indices[i];
-    if (found[i].range->abs_max() > (*abs_max)[outer]) {
-      (*abs_max)[outer] = found[i].range->abs_max();
-      largest[outer] = static_cast<int64_t>(i);
-    }
-  }
-  std::vector<float> scales;
-  for (size_t i = 0; i < abs_max->size(); ++i) {
-    const absl::StatusOr<float> scale =
-        scaler.OuterScale(largest[i], (*abs_max)[i]);
-    if (!scale.ok()) return scale.status();
-    scales.push_back(*scale);
-  }
-  return scales;
+// That of a scale index without anything but zeros.
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+constexpr Range kNoRange = {kNan, kNan};
+bool IsNone(const Range& range) {
+  return std::isnan(range.low) && std::isnan(range.high);
 }
 
 }  // namespace
@@ -304,88 +98,331 @@ Encoding EncodingWithoutScales(const EncodingSpec& spec,
   return encoding;
 }
 
+// Goes through the scale indices once, or twice under outer scales, which
+// follow from the first round. In a round each of several lanes takes a few
+// scale indices at a time; when the slice is over it keeps what it has begun.
+class Calibrator::Work {
+ public:
+  Work(const EncodingSpec& spec, const BlockLayout& layout,
+       const TensorStatistics& statistics,
+       absl::Span<const Extremes> moving_average)
+      : spec_(spec),
+        layout_(layout),
+        statistics_(statistics),
+        scale_count_(statistics.scale_count()),
+        encoding_(EncodingWithoutScales(spec, layout,
+                                        TurnsUnsigned(spec, statistics))),
+        scaler_(spec_, encoding_),
+        finder_(spec_, encoding_, scaler_, statistics, moving_average) {}
+
+  absl::StatusOr<bool> Run(const TimeSlice& slice, ThreadPool* pool) {
+    for (;;) {
+      absl::Status status;
+      switch (phase_) {
+        case Phase::kStart:
+          Start(pool);
+          phase_ = Phase::kRound;
+          break;
+        case Phase::kRound:
+          if (!RunRound(slice, pool)) return false;
+          if (status = error_.status(); !status.ok()) return status;
+          phase_ = scaler_.has_outer_scales() && outer_layout_ == nullptr
+                       ? Phase::kOuterRanges
+                       : Phase::kPrediction;
+          break;
+        case Phase::kOuterRanges:
+          if (status = StartOuter(); !status.ok()) return status;
+          if (!MergeOuterRanges(slice)) return false;
+          phase_ = Phase::kOuterScales;
+          break;
+        case Phase::kOuterScales: {
+          const absl::StatusOr<bool> done = FindOuterScales(slice);
+          if (!done.ok() || !*done) return done;
+          next_ = 0;
+          phase_ = Phase::kRound;
+          break;
+        }
+        case Phase::kPrediction:
+          encoding_.degenerate_count = 0;
+          for (const Lane& lane : lanes_) {
+            encoding_.degenerate_count += lane.degenerate_count;
+          }
+          if (statistics_.histograms().empty()) {
+            phase_ = Phase::kDone;
+            break;
+          }
+          if (predictor_ == nullptr) {
+            predictor_ = std::make_unique<Predictor>(encoding_, statistics_);
+          }
+          if (!predictor_->Run(slice, pool)) return false;
+          phase_ = Phase::kDone;
+          break;
+        case Phase::kDone:
+          return true;
+      }
+      if (phase_ != Phase::kDone && slice.over()) return false;
+    }
+  }
+
+  Calibration Take() {
+    Calibration calibration;
+    if (predictor_ != nullptr) {
+      calibration.prediction = predictor_->prediction();
+    }
+    predictor_ = nullptr;
+    calibration.encoding = std::move(encoding_);
+    return calibration;
+  }
+
+ private:
+  enum class Phase {
+    kStart,
+    kRound,
+    kOuterRanges,
+    kOuterScales,
+    kPrediction,
+    kDone
+  };
+
+  // Scale indices that one thread has taken.
+  struct Lane {
+    int64_t next = 0;
+    int64_t end = 0;
+    int64_t degenerate_count = 0;
+    // Of `next`, when it was begun.
+    absl::optional<RangeFinder::Task> task;
+  };
+
+  void Start(ThreadPool* pool) {
+    const auto count = static_cast<size_t>(scale_count_);
+    encoding_.scale.resize(count);
+    if (!scaler_.is_symmetric()) encoding_.zero_point.resize(count);
+    if (HasScaleCodes(encoding_.scale_type)) encoding_.scale_code.resize(count);
+    // Written before it is read, and large.
+    if (scaler_.has_outer_scales()) ranges_.reset(new Range[count]);
+    // Large batches where there are many: their scales are next to each other.
+    constexpr int64_t kBatches = 64;
+    constexpr int64_t kMostAtOnce = 256;
+    const int64_t lanes = LaneCount(pool);
+    at_once_ = std::clamp(scale_count_ / (kBatches * lanes),
+                          kScaleIndicesAtOnce, kMostAtOnce);
+    lanes_ = std::vector<Lane>(static_cast<size_t>(
+        std::min(lanes, (scale_count_ + at_once_ - 1) / at_once_)));
+  }
+
+  // One of the two rounds: answers whether it got to its end.
+  bool RunRound(const TimeSlice& slice, ThreadPool* pool) {
+    ParallelFor(pool, static_cast<int64_t>(lanes_.size()),
+                [&](int64_t lane) { RunLane(slice, &lanes_[lane]); });
+    const bool is_any_left = next_.load() < scale_count_ && !failed_.load();
+    return !is_any_left &&
+           std::all_of(lanes_.begin(), lanes_.end(),
+                       [](const Lane& lane) { return lane.next == lane.end; });
+  }
+
+  void RunLane(const TimeSlice& slice, Lane* lane) {
+    do {
+      if (lane->next == lane->end) {
+        // After an error only those before it matter, all of which are taken.
+        if (failed_.load()) return;
+        const int64_t first = next_.fetch_add(at_once_);
+        if (first >= scale_count_) return;
+        lane->next = first;
+        lane->end = std::min(scale_count_, first + at_once_);
+      }
+      const int64_t pause =
+          std::min(lane->end, lane->next + kScaleIndicesAtOnce);
+      for (; lane->next < pause; ++lane->next) {
+        if (!RunScaleIndex(slice, lane)) return;
+      }
+    } while (!slice.over());
+  }
+
+  // Answers whether the scale index is done with.
+  bool RunScaleIndex(const TimeSlice& slice, Lane* lane) {
+    const int64_t i = lane->next;
+    if (encoding_.scale_type == ScaleType::kE8m0 &&
+        statistics_.has_non_finite(i)) {
+      if (ranges_ != nullptr) ranges_[i] = kNoRange;
+      SetScale(i, scaler_.NanScale());
+      return true;
+    }
+    const int64_t outer_index =
+        outer_layout_ != nullptr ? outer_indices_[i] : -1;
+    const float outer =
+        outer_index >= 0 ? encoding_.outer_scale[outer_index] : 0;
+    Range range;
+    if (outer_index >= 0 && !finder_.searches()) {
+      range = ranges_[i];
+    } else {
+      if (!lane->task.has_value()) lane->task.emplace(finder_, i, outer);
+      if (!lane->task->Run(slice)) return false;
+      const absl::StatusOr<absl::optional<Range>>& found = lane->task->range();
+      if (!found.ok()) Fail(i, found.status());
+      range = found.ok() ? found->value_or(kNoRange) : kNoRange;
+      lane->task.reset();
+    }
+    if (ranges_ != nullptr) ranges_[i] = range;
+    if (IsNone(range)) {
+      SetScale(i,
+               scaler_.DegenerateScale(
+                   outer, outer_index < 0 || outer_abs_max_[outer_index] == 0));
+      // Only the last round counts.
+      if (!scaler_.has_outer_scales() || outer_index >= 0) {
+        ++lane->degenerate_count;
+      }
+      return true;
+    }
+    const absl::StatusOr<BlockScale> scale = scaler_.Scale(i, range, outer);
+    if (scale.ok()) {
+      SetScale(i, *scale);
+    } else {
+      Fail(i, scale.status());
+    }
+    return true;
+  }
+
+  void SetScale(int64_t i, const BlockScale& scale) {
+    encoding_.scale[i] = scale.scale;
+    if (!encoding_.zero_point.empty()) {
+      encoding_.zero_point[i] = scale.zero_point;
+    }
+    if (!encoding_.scale_code.empty()) encoding_.scale_code[i] = scale.code;
+  }
+
+  void Fail(int64_t i, absl::Status status) {
+    error_.Set(i, std::move(status));
+    failed_.store(true);
+  }
+
+  absl::Status StartOuter() {
+    if (outer_layout_ != nullptr) return absl::OkStatus();
+    absl::StatusOr<BlockLayout> outer_layout =
+        OuterLayout(encoding_, layout_.scale_shape());
+    if (!outer_layout.ok()) return outer_layout.status();
+    outer_layout_ =
+        std::make_unique<const BlockLayout>(*std::move(outer_layout));
+    const auto count = static_cast<size_t>(outer_layout_->scale_count());
+    outer_abs_max_.resize(count);
+    largest_.resize(count);
+    outer_indices_.reset(new int64_t[static_cast<size_t>(scale_count_)]);
+    next_outer_ = 0;
+    return absl::OkStatus();
+  }
+
+  // The outer scale index of each scale index, and what outer scales follow
+  // from.
+  bool MergeOuterRanges(const TimeSlice& slice) {
+    constexpr int64_t kAtOnce = 4096;
+    while (next_outer_ < scale_count_) {
+      const int64_t begin = next_outer_;
+      next_outer_ = std::min(scale_count_, begin + kAtOnce);
+      int64_t i = begin;
+      outer_layout_->ForEachRun(
+          begin, next_outer_ - begin, [&](const BlockLayout::Run& run) {
+            for (int64_t k = 0; k < run.count; ++k, ++i) {
+              const int64_t outer = run.scale_index + k * run.scale_step;
+              outer_indices_[i] = outer;
+              if (IsNone(ranges_[i])) continue;
+              if (ranges_[i].abs_max() > outer_abs_max_[outer]) {
+                outer_abs_max_[outer] = ranges_[i].abs_max();
+                largest_[outer] = i;
+              }
+            }
+          });
+      if (slice.over()) break;
+    }
+    if (next_outer_ < scale_count_) return false;
+    next_outer_ = 0;
+    encoding_.outer_scale.reserve(outer_abs_max_.size());
+    return true;
+  }
+
+  absl::StatusOr<bool> FindOuterScales(const TimeSlice& slice) {
+    constexpr int64_t kAtOnce = 256;
+    const int64_t count = outer_layout_->scale_count();
+    while (next_outer_ < count) {
+      const int64_t end = std::min(count, next_outer_ + kAtOnce);
+      for (; next_outer_ < end; ++next_outer_) {
+        const absl::StatusOr<float> scale = scaler_.OuterScale(
+            largest_[next_outer_], outer_abs_max_[next_outer_]);
+        if (!scale.ok()) return scale.status();
+        encoding_.outer_scale.push_back(*scale);
+      }
+      if (slice.over()) break;
+    }
+    return next_outer_ == count;
+  }
+
+  const EncodingSpec spec_;
+  const BlockLayout& layout_;
+  const TensorStatistics& statistics_;
+  const int64_t scale_count_;
+  // Each thread writes the scales that it has taken.
+  Encoding encoding_;
+  const RangeScaler scaler_;
+  const RangeFinder finder_;
+
+  Phase phase_ = Phase::kStart;
+  // Each is used by one thread at a time.
+  std::vector<Lane> lanes_;
+  // Scale indices that a lane takes.
+  int64_t at_once_ = 0;
+  // What the lanes of a round take next.
+  std::atomic<int64_t> next_{0};
+  FirstError error_;
+  std::atomic<bool> failed_{false};
+
+  // [scale_count] only with outer scales; of the first round or the latest.
+  std::unique_ptr<Range[]> ranges_;
+  // From the first round on, with outer scales.
+  std::unique_ptr<const BlockLayout> outer_layout_;
+  // [scale_count]
+  std::unique_ptr<int64_t[]> outer_indices_;
+  // [outer scale count] the largest magnitude of a range, and a scale index
+  // that has it.
+  std::vector<double> outer_abs_max_;
+  std::vector<int64_t> largest_;
+  int64_t next_outer_ = 0;
+
+  std::unique_ptr<Predictor> predictor_;
+};
+
+Calibrator::Calibrator(std::unique_ptr<Work> work) : work_(std::move(work)) {}
+
+Calibrator::~Calibrator() = default;
+
+absl::StatusOr<std::unique_ptr<Calibrator>> Calibrator::Create(
+    const EncodingSpec& spec, const BlockLayout& layout,
+    const TensorStatistics& statistics,
+    absl::Span<const Extremes> moving_average) {
+  if (absl::Status status = ValidateSpec(spec); !status.ok()) return status;
+  if (NeedsHistograms(spec) && statistics.histograms().empty()) {
+    return MethodInvalidError(
+        "the method needs histograms, which the statistics do not have");
+  }
+  return std::unique_ptr<Calibrator>(new Calibrator(
+      std::make_unique<Work>(spec, layout, statistics, moving_average)));
+}
+
+absl::StatusOr<bool> Calibrator::Run(const TimeSlice& slice, ThreadPool* pool) {
+  return work_->Run(slice, pool);
+}
+
+Calibration Calibrator::Take() { return work_->Take(); }
+
 absl::StatusOr<Calibration> Calibrate(const EncodingSpec& spec,
                                       const BlockLayout& layout,
                                       const TensorStatistics& statistics,
                                       absl::Span<const Extremes> moving_average,
                                       ThreadPool* pool) {
-  if (absl::Status status = ValidateSpec(spec); !status.ok()) return status;
-  const bool has_histograms = !statistics.histograms().empty();
-  if (NeedsHistograms(spec) && !has_histograms) {
-    return MethodInvalidError(
-        "the method needs histograms, which the statistics do not have");
-  }
-  Encoding encoding =
-      EncodingWithoutScales(spec, layout, TurnsUnsigned(spec, statistics));
-  const RangeScaler scaler(spec, encoding);
-  const RangeFinder finder(spec, encoding, scaler, statistics, moving_average);
-  const int64_t scale_count = statistics.scale_count();
-  std::vector<Found> found(static_cast<size_t>(scale_count));
-
-  const bool has_nan_scales = encoding.scale_type == ScaleType::kE8m0;
-  FirstError error;
-  // `outer`: 0 in the first of two rounds.
-  const auto find = [&](int64_t i, float outer, bool outer_is_zero) {
-    Found& block = found[static_cast<size_t>(i)];
-    if (has_nan_scales && statistics.has_non_finite(i)) {
-      block.scale = scaler.NanScale();
-      return;
-    }
-    const bool is_known = outer != 0 && !finder.Searches();
-    if (!is_known) {
-      absl::StatusOr<absl::optional<Range>> range = finder.Find(i, outer);
-      if (!range.ok()) return error.Set(i, range.status());
-      block.range = *range;
-    }
-    if (!block.range.has_value()) {
-      block.scale = scaler.DegenerateScale(outer, outer_is_zero);
-      return;
-    }
-    const absl::StatusOr<BlockScale> scale =
-        scaler.Scale(i, *block.range, outer);
-    if (!scale.ok()) return error.Set(i, scale.status());
-    block.scale = *scale;
-  };
-  ForEachScaleIndex(pool, scale_count,
-                    [&](int64_t i) { find(i, 0, /*outer_is_zero=*/true); });
-  if (absl::Status status = error.status(); !status.ok()) return status;
-
-  if (scaler.has_outer_scales()) {
-    const absl::StatusOr<BlockLayout> outer_layout =
-        OuterLayout(encoding, layout.scale_shape());
-    if (!outer_layout.ok()) return outer_layout.status();
-    const std::vector<int64_t> outer_indices = OuterIndices(*outer_layout);
-    std::vector<double> abs_max(
-        static_cast<size_t>(outer_layout->scale_count()), 0);
-    absl::StatusOr<std::vector<float>> outer =
-        OuterScales(scaler, outer_indices, found, &abs_max);
-    if (!outer.ok()) return outer.status();
-    encoding.outer_scale = *std::move(outer);
-    ForEachScaleIndex(pool, scale_count, [&](int64_t i) {
-      const int64_t block = outer_indices[i];
-      find(i, encoding.outer_scale[block], abs_max[block] == 0);
-    });
-    if (absl::Status status = error.status(); !status.ok()) return status;
-  }
-
-  encoding.scale.reserve(found.size());
-  for (const Found& block : found) {
-    encoding.scale.push_back(block.scale.scale);
-    if (!scaler.is_symmetric()) {
-      encoding.zero_point.push_back(block.scale.zero_point);
-    }
-    if (HasScaleCodes(encoding.scale_type)) {
-      encoding.scale_code.push_back(block.scale.code);
-    }
-    encoding.degenerate_count +=
-        !block.range.has_value() && !std::isnan(block.scale.scale);
-  }
-
-  Calibration calibration{std::move(encoding), absl::nullopt};
-  if (has_histograms) {
-    calibration.prediction = Predict(calibration.encoding, statistics, pool);
-  }
-  return calibration;
+  absl::StatusOr<std::unique_ptr<Calibrator>> calibrator =
+      Calibrator::Create(spec, layout, statistics, moving_average);
+  if (!calibrator.ok()) return calibrator.status();
+  const absl::StatusOr<bool> done =
+      (*calibrator)->Run(TimeSlice::Endless(), pool);
+  if (!done.ok()) return done.status();
+  return (*calibrator)->Take();
 }
 
 }  // namespace quantd::core
