@@ -21,7 +21,7 @@ from quantd.tensor import (ELEMENT_DTYPES, ELEMENT_TYPES, FORMATS, Array,
 from quantd.v1 import quantization_service_pb2 as qs
 from quantd.v1 import tensor_pb2
 
-_Summary = TypeVar("_Summary")
+Summary = TypeVar("Summary")
 # How often, in a timeout, it is looked whether that has passed.
 _LOOKS = 8
 
@@ -226,31 +226,11 @@ class ChunkedCall:
                 return
 
 
-class Chunks(Generic[_Summary]):
-    """The output of one tensor in parts, one dimension each, in row-major
-    order; to be iterated over once, or closed. For one thread."""
+class Parts(Generic[Summary]):
+    """What is known of an output that comes in parts."""
 
-    def __init__(self, call: ChunkedCall, download: Download) -> None:
-        self._call = call
+    def __init__(self, download: Download) -> None:
         self._download = download
-        self._parts = self._read()
-
-    def __iter__(self) -> Iterator[Array]:
-        return self._parts
-
-    def __next__(self) -> Array:
-        return next(self._parts)
-
-    def __enter__(self) -> Chunks[_Summary]:
-        return self
-
-    def __exit__(self, *unused: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Gives up what has not come."""
-        self._parts.close()
-        self._call.close()
 
     @property
     def encoding(self) -> Optional[Encoding]:
@@ -269,29 +249,26 @@ class Chunks(Generic[_Summary]):
         return str(header.etag) if header is not None else ""
 
     @property
-    def summary(self) -> _Summary:
+    def summary(self) -> Summary:
         """Raises: ARGUMENT_INVALID before the last part."""
         if self._download.summary is None:
             raise errors.argument_invalid("the tensor is not done yet")
         return self._read_summary(self._download.summary)
 
-    def _read(self) -> Generator[Array, None, None]:
-        dtype: Optional[np.dtype[Any]] = None
-        for data in self._call.read():
-            if dtype is None:
-                dtype = self._dtype(self._download.header)
-            if data.nbytes % dtype.itemsize:
-                raise errors.response_malformed("a part of an element")
-            yield data.view(dtype)
+    def _part(self, data: Array) -> Array:
+        dtype = self._dtype(self._download.header)
+        if data.nbytes % dtype.itemsize:
+            raise errors.response_malformed("a part of an element")
+        return data.view(dtype)
 
     def _dtype(self, header: Any) -> np.dtype[Any]:
         raise NotImplementedError
 
-    def _read_summary(self, summary: Any) -> _Summary:
+    def _read_summary(self, summary: Any) -> Summary:
         raise NotImplementedError
 
 
-class QuantizedChunks(Chunks[QuantizeSummary]):
+class QuantizedParts(Parts[QuantizeSummary]):
     """Codes; those of formats of 2 and 4 bits as packed bytes, and without the
     encoding all as bytes."""
 
@@ -304,7 +281,7 @@ class QuantizedChunks(Chunks[QuantizeSummary]):
         return QuantizeSummary.from_proto(summary)
 
 
-class DequantizedChunks(Chunks[int]):
+class DequantizedParts(Parts[int]):
     """Reals, bfloat16 as uint16. summary: how many."""
 
     def _dtype(self, header: Any) -> np.dtype[Any]:
@@ -312,6 +289,45 @@ class DequantizedChunks(Chunks[int]):
 
     def _read_summary(self, summary: Any) -> int:
         return int(summary.count)
+
+
+class Chunks(Parts[Summary]):
+    """The output of one tensor in parts, one dimension each, in row-major
+    order; to be iterated over once, or closed. For one thread."""
+
+    def __init__(self, call: ChunkedCall, download: Download) -> None:
+        super().__init__(download)
+        self._call = call
+        self._parts = self._read()
+
+    def __iter__(self) -> Iterator[Array]:
+        return self._parts
+
+    def __next__(self) -> Array:
+        return next(self._parts)
+
+    def __enter__(self) -> Chunks[Summary]:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Gives up what has not come."""
+        self._parts.close()
+        self._call.close()
+
+    def _read(self) -> Generator[Array, None, None]:
+        for data in self._call.read():
+            yield self._part(data)
+
+
+class QuantizedChunks(QuantizedParts, Chunks[QuantizeSummary]):
+    """Codes in parts; see QuantizedParts and Chunks."""
+
+
+class DequantizedChunks(DequantizedParts, Chunks[int]):
+    """Reals in parts; see DequantizedParts and Chunks."""
 
 
 def quantize_download() -> Download:

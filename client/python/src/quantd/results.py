@@ -10,6 +10,7 @@ from typing import Any, Callable, Optional, Type, TypeVar
 import numpy as np
 
 from quantd import errors
+from quantd._values import dequantize
 from quantd.encoding import Encoding
 from quantd.tensor import FORMATS, Array, TensorName, unpack
 from quantd.v1 import (encoding_pb2, encoding_service_pb2,
@@ -194,6 +195,37 @@ class QuantizedTensor:
         count = int(np.prod(self.shape, dtype=np.int64))
         return unpack(self.codes, self.encoding.format, count).reshape(
             self.shape)
+
+    @property
+    def scale(self) -> Array:
+        """float32, one per block in the shape of the scales; see Encoding.
+
+        Raises: ARGUMENT_INVALID without the encoding.
+        """
+        if self.encoding is None:
+            raise errors.argument_invalid("the encoding was left out")
+        return self.encoding.scale
+
+    @property
+    def zero_point(self) -> Array:
+        """int32, as many as scales, or empty: all 0.
+
+        Raises: ARGUMENT_INVALID without the encoding.
+        """
+        if self.encoding is None:
+            raise errors.argument_invalid("the encoding was left out")
+        return self.encoding.zero_point
+
+    def dequantize(self) -> Array:
+        """The reals, in the tensor's shape and type, bfloat16 as uint16;
+        computed here, with the bits that Client.dequantize answers.
+
+        Raises: ARGUMENT_INVALID without the encoding.
+        """
+        if self.encoding is None:
+            raise errors.argument_invalid("the encoding was left out")
+        return dequantize(self.codes, self.encoding, self.shape,
+                          self.element_type)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

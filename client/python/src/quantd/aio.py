@@ -1,0 +1,695 @@
+"""The client for asyncio.
+
+    import quantd.aio
+
+    async with quantd.aio.Client("127.0.0.1:8430") as client:
+        quantized = await client.quantize(weight, "int8:per-channel")
+
+Calls, arguments and errors are those of quantd.Client, without shared memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import collections.abc
+import time
+from typing import (Any, AsyncIterable, AsyncIterator, Callable, Iterable,
+                    Literal, Optional, Sequence, Union, overload)
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from quantd import _channel, _chunks, _requests, _wire, errors, results
+from quantd._exchange import Exchange, FailedExchange
+from quantd._progress import Progress, ProgressLike, total_bytes
+from quantd._requests import (HEALTH_METHOD, CalibrateJob, Contribution,
+                              Pages, QuantizeJob, SpecLike)
+from quantd.encoding import Encoding, EncodingReference, Source
+from quantd.tensor import Array, NameLike, TensorName, as_name, format_info
+from quantd.v1 import encoding_service_pb2 as es
+from quantd.v1 import encoding_service_pb2_grpc as es_grpc
+
+_SERVICE = "/quantd.v1.QuantizationService/"
+# Tensors on their way at once.
+_WINDOW_BYTES = 64 << 20
+_WINDOW_COUNT = 16
+
+_Items = Union[Iterable[Any], AsyncIterable[Any]]
+
+
+class _Call:
+    """One attempt of a bidirectional call, whose sides move by themselves.
+    Nothing that moves for the timeout is an error."""
+
+    def __init__(self, method: Callable[..., Any], options: Any,
+                 messages: AsyncIterator[bytes]) -> None:
+        self._options = options
+        self._moved_at = time.monotonic()
+        # While the caller is asked for more, time does not count.
+        self._is_producing = False
+        self._call = method()
+        self._writer = asyncio.ensure_future(self._write(messages))
+
+    async def read(self) -> bytes:
+        """The next message. Raises: QuantdError, and what the messages up
+        raised."""
+        self._moved_at = time.monotonic()
+        reading = asyncio.ensure_future(self._call.read())
+        try:
+            while True:
+                left = (self._moved_at + self._options.timeout -
+                        time.monotonic())
+                done, _ = await asyncio.wait({reading}, timeout=max(left, 0))
+                if done:
+                    break
+                if self._is_producing:
+                    self._moved_at = time.monotonic()
+                elif left <= 0:
+                    raise errors.timed_out(self._options.target,
+                                           self._options.timeout)
+            self._moved_at = time.monotonic()
+            message: Any = await reading
+        except grpc.RpcError as error:
+            self._raise_fault()
+            raise errors.from_rpc_error(error, self._options.target,
+                                        self._options.timeout) from None
+        except asyncio.CancelledError:
+            self._raise_fault()
+            raise
+        finally:
+            reading.cancel()
+        if message is grpc.aio.EOF:
+            raise errors.response_malformed(
+                "the server ended the stream before it had answered")
+        return bytes(message)
+
+    async def close(self) -> None:
+        """Ends both sides."""
+        self._writer.cancel()
+        self._call.cancel()
+        try:
+            await self._writer
+        except (asyncio.CancelledError, Exception):  # pylint: disable=W0718
+            # Was raised where it mattered.
+            pass
+
+    def _raise_fault(self) -> None:
+        """What the messages up raised."""
+        if self._writer.done() and not self._writer.cancelled():
+            fault = self._writer.exception()
+            if fault is not None:
+                raise fault
+
+    async def _write(self, messages: AsyncIterator[bytes]) -> None:
+        try:
+            self._is_producing = True
+            async for message in messages:
+                self._is_producing = False
+                await self._call.write(message)
+                self._moved_at = time.monotonic()
+                self._is_producing = True
+            self._is_producing = False
+            await self._call.done_writing()
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            # The call is over; who reads finds out why.
+            pass
+        except Exception:
+            self._call.cancel()
+            raise
+        finally:
+            self._is_producing = False
+
+
+class Chunks(_chunks.Parts[_chunks.Summary]):
+    """The output of one tensor in parts, one dimension each, in row-major
+    order; to be iterated over once with `async for`, or closed."""
+
+    def __init__(self, data: AsyncIterator[Array],
+                 download: _chunks.Download) -> None:
+        super().__init__(download)
+        self._data = data
+
+    async def __aiter__(self) -> AsyncIterator[Array]:
+        async for data in self._data:
+            yield self._part(data)
+
+    async def close(self) -> None:
+        """Gives up what has not come."""
+        await self._data.aclose()  # type: ignore[attr-defined]
+
+
+class QuantizedChunks(_chunks.QuantizedParts,
+                      Chunks[results.QuantizeSummary]):
+    """Codes in parts."""
+
+
+class DequantizedChunks(_chunks.DequantizedParts, Chunks[int]):
+    """Reals in parts."""
+
+
+class Client:
+    """A connection to one server; see quantd.Client for the arguments. An
+    async context manager; for one event loop."""
+
+    def __init__(self, target: str = "127.0.0.1:8430", *,
+                 timeout: float = 60.0, chunk_bytes: int = 1 << 20,
+                 max_retries: int = 4, initial_backoff: float = 0.05,
+                 max_backoff: float = 5.0,
+                 credentials: Optional[grpc.ChannelCredentials] = None,
+                 channel_options: Iterable[tuple[str, Any]] = ()) -> None:
+        self._options = _channel.check_options(
+            target, timeout, chunk_bytes, max_retries, initial_backoff,
+            max_backoff)
+        self._arguments = _channel.channel_arguments(self._options,
+                                                     channel_options)
+        self._credentials = credentials
+        # Made by the first call, which is on the loop that it belongs to.
+        self._channel: Any = None
+        self._is_closed = False
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(self, *unused: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends the connection; calls on their way fail with CLIENT_CLOSED."""
+        self._is_closed = True
+        if self._channel is not None:
+            await self._channel.close()
+
+    # Tensors.
+
+    async def quantize(self, array: Any, source: Source, *,
+                       name: NameLike = None, store: bool = False,
+                       nan_policy: Optional[str] = None,
+                       omit_encoding: bool = False, out: Any = None,
+                       element_type: Optional[str] = None
+                       ) -> results.QuantizedTensor:
+        """Turns reals into codes; see quantd.Client.quantize."""
+        tensor: results.QuantizedTensor = await self._one(
+            "Quantize", _requests.quantize(QuantizeJob(
+                array, source, name, store, nan_policy, omit_encoding, out,
+                element_type)))
+        return tensor
+
+    def quantize_chunks(
+            self, chunks: _Items, source: Source, *, shape: Sequence[int],
+            element_type: str = "float32", name: NameLike = None,
+            store: bool = False, nan_policy: Optional[str] = None,
+            omit_encoding: bool = False) -> QuantizedChunks:
+        """See quantd.Client.quantize_chunks; chunks may be async."""
+        job = QuantizeJob(None, source, name, store, nan_policy, omit_encoding)
+        header = _requests.quantize_header(
+            _requests.describe(shape, element_type, name), job)
+        download = _chunks.quantize_download()
+        return QuantizedChunks(self._chunked(
+            "Quantize", header, element_type,
+            _chunks.size_of(shape, element_type), chunks, download), download)
+
+    @overload
+    def quantize_many(
+            self, tensors: _Items, source: Optional[Source] = None, *,
+            model: str = "", revision: str = "", store: bool = False,
+            nan_policy: Optional[str] = None,
+            on_error: Literal["raise"] = "raise",
+            progress: ProgressLike = False
+    ) -> AsyncIterator[results.QuantizedTensor]:
+        ...
+
+    @overload
+    def quantize_many(
+            self, tensors: _Items, source: Optional[Source] = None, *,
+            model: str = "", revision: str = "", store: bool = False,
+            nan_policy: Optional[str] = None, on_error: str,
+            progress: ProgressLike = False
+    ) -> AsyncIterator[Union[results.QuantizedTensor, errors.QuantdError]]:
+        ...
+
+    def quantize_many(
+            self, tensors: _Items, source: Optional[Source] = None, *,
+            model: str = "", revision: str = "", store: bool = False,
+            nan_policy: Optional[str] = None, on_error: str = "raise",
+            progress: ProgressLike = False) -> AsyncIterator[Any]:
+        """Quantizes many tensors at once and yields the results in their
+        order; see quantd.Client.quantize_many. tensors may be async."""
+        return self._many(
+            "Quantize", tensors, lambda item: _requests.quantize_of(
+                item, source, model, revision, store, nan_policy),
+            on_error, progress)
+
+    async def dequantize(
+            self, codes: Any,
+            source: Union[Encoding, EncodingReference, None] = None, *,
+            shape: Optional[Sequence[int]] = None,
+            element_type: Optional[str] = None, name: NameLike = None,
+            out: Any = None) -> Array:
+        """Turns codes into reals; see quantd.Client.dequantize."""
+        reals: Array = await self._one("Dequantize", _requests.dequantize(
+            codes, source, shape, element_type, name, out))
+        return reals
+
+    def dequantize_chunks(
+            self, chunks: _Items, source: Union[Encoding, EncodingReference],
+            *, shape: Sequence[int], element_type: str = "float32",
+            name: NameLike = None) -> DequantizedChunks:
+        """See quantd.Client.dequantize_chunks; chunks may be async."""
+        header = _requests.dequantize_header(
+            _requests.describe(shape, element_type, name), source)
+        size = None
+        if isinstance(source, Encoding):
+            count = _chunks.size_of(shape, "float32") // 4
+            size = format_info(source.format).size_bytes(count)
+        download = _chunks.dequantize_download()
+        return DequantizedChunks(self._chunked(
+            "Dequantize", header, None, size, chunks, download), download)
+
+    async def calibrate(self, array: Any, name: NameLike = None,
+                        spec: Optional[SpecLike] = None,
+                        contribution: Optional[Contribution] = None, *,
+                        element_type: Optional[str] = None
+                        ) -> results.CalibrateResult:
+        """Statistics of a tensor; see quantd.Client.calibrate."""
+        result: results.CalibrateResult = await self._one(
+            "Calibrate", _requests.calibrate(CalibrateJob(
+                array, name, spec, contribution, element_type)))
+        return result
+
+    async def calibrate_chunks(
+            self, chunks: _Items, name: NameLike = None,
+            spec: Optional[SpecLike] = None,
+            contribution: Optional[Contribution] = None, *,
+            shape: Sequence[int], element_type: str = "float32"
+    ) -> results.CalibrateResult:
+        """See quantd.Client.calibrate_chunks; chunks may be async."""
+        header = _requests.calibrate_header(
+            _requests.describe(shape, element_type, name), spec, contribution)
+        return results.CalibrateResult.from_proto(await self._summary_of(
+            "Calibrate", header, element_type, shape, chunks,
+            _chunks.calibrate_download()))
+
+    @overload
+    def calibrate_many(
+            self, tensors: _Items, spec: Optional[SpecLike] = None,
+            contribution: Optional[Contribution] = None, *, model: str = "",
+            revision: str = "", on_error: Literal["raise"] = "raise",
+            progress: ProgressLike = False
+    ) -> AsyncIterator[results.CalibrateResult]:
+        ...
+
+    @overload
+    def calibrate_many(
+            self, tensors: _Items, spec: Optional[SpecLike] = None,
+            contribution: Optional[Contribution] = None, *, model: str = "",
+            revision: str = "", on_error: str,
+            progress: ProgressLike = False
+    ) -> AsyncIterator[Union[results.CalibrateResult, errors.QuantdError]]:
+        ...
+
+    def calibrate_many(
+            self, tensors: _Items, spec: Optional[SpecLike] = None,
+            contribution: Optional[Contribution] = None, *, model: str = "",
+            revision: str = "", on_error: str = "raise",
+            progress: ProgressLike = False) -> AsyncIterator[Any]:
+        """See quantd.Client.calibrate_many; tensors may be async."""
+        return self._many(
+            "Calibrate", tensors, lambda item: _requests.calibrate_of(
+                item, spec, contribution, model, revision),
+            on_error, progress)
+
+    async def evaluate(self, array: Any, candidates: Iterable[Source], *,
+                       name: NameLike = None, labels: Sequence[str] = (),
+                       per_scale_index: bool = False,
+                       with_distribution: bool = False,
+                       element_type: Optional[str] = None
+                       ) -> list[results.CandidateMetrics]:
+        """The error of candidates; see quantd.Client.evaluate."""
+        metrics: list[results.CandidateMetrics] = await self._one(
+            "Evaluate", _requests.evaluate(
+                array, candidates, name, labels, per_scale_index,
+                with_distribution, element_type))
+        return metrics
+
+    async def evaluate_chunks(
+            self, chunks: _Items, candidates: Iterable[Source], *,
+            shape: Sequence[int], element_type: str = "float32",
+            name: NameLike = None, labels: Sequence[str] = (),
+            per_scale_index: bool = False, with_distribution: bool = False
+    ) -> list[results.CandidateMetrics]:
+        """See quantd.Client.evaluate_chunks; chunks may be async."""
+        header = _requests.evaluate_header(
+            _requests.describe(shape, element_type, name), candidates, labels,
+            per_scale_index, with_distribution)
+        summary = await self._summary_of(
+            "Evaluate", header, element_type, shape, chunks,
+            _chunks.evaluate_download())
+        return [results.CandidateMetrics.from_proto(candidate)
+                for candidate in summary.candidates]
+
+    async def compare(self, reference: Any, test: Any, *,
+                      with_distribution: bool = False,
+                      element_type: Optional[str] = None
+                      ) -> results.ErrorMetrics:
+        """The error of `test` against `reference`; see
+        quantd.Client.compare."""
+        metrics: results.ErrorMetrics = await self._one(
+            "Evaluate", _requests.compare(reference, test, with_distribution,
+                                          element_type))
+        return metrics
+
+    # Encodings.
+
+    async def put_encoding(self, name: TensorName, encoding: Encoding, *,
+                           if_match: str = "") -> results.StoredEncoding:
+        """Stores an encoding; see quantd.Client.put_encoding."""
+        answer = await self._call("PutEncoding", _requests.put_encoding(
+            name, encoding, if_match))
+        return results.StoredEncoding.from_proto(answer.stored_encoding)
+
+    async def get_encoding(self, name: TensorName) -> results.StoredEncoding:
+        """An encoding with its scales."""
+        answer = await self._call("GetEncoding", es.GetEncodingRequest(
+            name=as_name(name).to_proto()))
+        return results.StoredEncoding.from_proto(answer.stored_encoding)
+
+    async def delete_encoding(self, name: TensorName, *,
+                              if_match: str = "") -> None:
+        """Deletes an encoding. if_match: only the one that has this etag."""
+        await self._call("DeleteEncoding", es.DeleteEncodingRequest(
+            name=as_name(name).to_proto(), if_match=if_match))
+
+    def list_encodings(self, model: str, revision: str = ""
+                       ) -> AsyncIterator[results.StoredEncoding]:
+        """The encodings of a revision in order of tensor, without scales."""
+        return self._pages(_requests.list_encodings(model, revision))
+
+    def list_models(self) -> AsyncIterator[results.Model]:
+        """The models that have encodings, in order of name."""
+        return self._pages(_requests.list_models())
+
+    def list_revisions(self, model: str) -> AsyncIterator[results.Revision]:
+        """The revisions of a model that have encodings, in order of name."""
+        return self._pages(_requests.list_revisions(model))
+
+    async def compute_encodings(
+            self, model: str, spec: Optional[SpecLike] = None, *,
+            revision: str = "", overrides: Iterable[tuple[str, SpecLike]] = (),
+            dry_run: bool = False) -> AsyncIterator[results.ComputedEncoding]:
+        """Encodings from statistics; see quantd.Client.compute_encodings."""
+        request = _requests.compute_encodings(model, spec, revision, overrides,
+                                              dry_run)
+        async for answer in self._read("ComputeEncodings", request):
+            yield results.ComputedEncoding.from_proto(answer)
+
+    async def sweep(self, model: str, specs: Iterable[SpecLike], *,
+                    revision: str = "", patterns: Iterable[str] = (),
+                    min_sqnr_db: Optional[float] = None,
+                    max_size_bytes: Optional[int] = None
+                    ) -> results.SweepResult:
+        """Ranks specs; see quantd.Client.sweep."""
+        request = _requests.sweep(model, specs, revision, patterns, min_sqnr_db,
+                                  max_size_bytes)
+        return _requests.sweep_result(
+            [answer async for answer in self._read("Sweep", request)])
+
+    # Statistics.
+
+    async def get_statistics(self, name: TensorName, *,
+                             with_state: bool = False
+                             ) -> results.StoredStatistics:
+        """Statistics over all contributions. with_state: the histograms too."""
+        return results.StoredStatistics.from_proto(await self._call(
+            "GetStatistics", es.GetStatisticsRequest(
+                name=as_name(name).to_proto(), with_state=with_state)))
+
+    def list_statistics(self, model: str, revision: str = ""
+                        ) -> AsyncIterator[results.StatisticsEntry]:
+        """The tensors of a revision that have statistics, in order of name."""
+        return self._pages(_requests.list_statistics(model, revision))
+
+    async def delete_statistics(self, name: TensorName, *,
+                                source: str = "") -> None:
+        """Deletes statistics, of all sources or of one."""
+        await self._call("DeleteStatistics", es.DeleteStatisticsRequest(
+            name=as_name(name).to_proto(), source=source))
+
+    async def health(self, service: str = "") -> str:
+        """See quantd.Client.health."""
+        request = _requests.health(service)
+        if request is None:
+            return "SERVICE_UNKNOWN"
+        try:
+            answer = await self._attempt(
+                self._open().unary_unary(HEALTH_METHOD), request)
+        except errors.QuantdError as error:
+            if error.code == grpc.StatusCode.NOT_FOUND:
+                return "SERVICE_UNKNOWN"
+            raise
+        return _requests.health_result(answer)
+
+    # How all of them are sent.
+
+    def _open(self) -> Any:
+        if self._is_closed:
+            raise errors.client_closed()
+        if self._channel is None:
+            target = self._options.target
+            self._channel = (
+                grpc.aio.insecure_channel(target, self._arguments)
+                if self._credentials is None else grpc.aio.secure_channel(
+                    target, self._credentials, self._arguments))
+        return self._channel
+
+    def _begin(self, method: str, messages: AsyncIterator[bytes]) -> _Call:
+        try:
+            return _Call(self._open().stream_stream(_SERVICE + method),
+                         self._options, messages)
+        except grpc.aio.UsageError as error:
+            raise errors.client_closed() from error
+
+    async def _one(self, method: str, exchange: Exchange[Any]) -> Any:
+        attempt = 0
+        while True:
+            try:
+                await self._exchange(method, exchange)
+            except errors.QuantdError as error:
+                error.name = exchange.name
+                attempt = await self._pause(error, attempt)
+            else:
+                if exchange.error is None:
+                    return exchange.take_result()
+                exchange.error.name = exchange.name
+                attempt = await self._pause(exchange.error, attempt)
+            exchange.reset()
+
+    async def _exchange(self, method: str, exchange: Exchange[Any]) -> None:
+        """One attempt."""
+        async def messages() -> AsyncIterator[bytes]:
+            for message in exchange.messages(self._options.chunk_bytes):
+                yield message
+
+        call = self._begin(method, messages())
+        try:
+            while not exchange.accept(await call.read()):
+                pass
+        except (_wire.MalformedError, DecodeError, TypeError) as malformed:
+            raise errors.response_malformed(str(malformed)) from malformed
+        except asyncio.CancelledError:
+            self._raise_if_closed()
+            raise
+        finally:
+            # The rest of a tensor that failed would be dropped.
+            exchange.is_answered = True
+            await call.close()
+
+    def _raise_if_closed(self) -> None:
+        """gRPC cancels what is on its way when a channel closes."""
+        if self._is_closed:
+            raise errors.client_closed()
+
+    async def _many(self, method: str, items: _Items,
+                    make: Callable[[Any], Exchange[Any]], on_error: str,
+                    wanted: ProgressLike) -> AsyncIterator[Any]:
+        if on_error not in ("raise", "return"):
+            raise errors.argument_invalid(
+                f"expected 'raise' or 'return', got {on_error!r}", "on_error")
+        pending: collections.deque[tuple[asyncio.Future[Any], Exchange[Any]]]
+        pending = collections.deque()
+        total = total_bytes(items) if wanted is True and isinstance(
+            items, collections.abc.Iterable) else None
+
+        async def receive() -> Any:
+            task, exchange = pending[0]
+            try:
+                return await task
+            except errors.QuantdError as error:
+                if on_error == "raise":
+                    raise
+                return error
+            finally:
+                pending.popleft()
+                progress.add(exchange.size_bytes)
+
+        with Progress(wanted, method, total) as progress:
+            try:
+                async for item in _each(items):
+                    try:
+                        exchange = make(item)
+                    except errors.QuantdError as error:
+                        exchange = FailedExchange(error)
+                    key = exchange.order_key
+                    while len(pending) >= _WINDOW_COUNT or (
+                            len(pending) > 1 and sum(
+                                other.size_bytes for _, other in pending)
+                            > _WINDOW_BYTES) or (
+                                key is not None and any(
+                                    other.order_key == key
+                                    for _, other in pending)):
+                        yield await receive()
+                    pending.append((asyncio.ensure_future(
+                        self._settle(method, exchange)), exchange))
+                    while pending and pending[0][0].done():
+                        yield await receive()
+                while pending:
+                    yield await receive()
+            finally:
+                for task, _ in pending:
+                    task.cancel()
+                await asyncio.gather(*(task for task, _ in pending),
+                                     return_exceptions=True)
+
+    async def _settle(self, method: str, exchange: Exchange[Any]) -> Any:
+        if exchange.is_answered:
+            return exchange.take_result()
+        return await self._one(method, exchange)
+
+    async def _chunked(self, method: str, header: Any,
+                       element_type: Optional[str], size_bytes: Optional[int],
+                       chunks: _Items, download: _chunks.Download
+                       ) -> AsyncIterator[Array]:
+        """The data down, as uint8."""
+        upload = _chunks.Upload(header, element_type, size_bytes,
+                                self._options.chunk_bytes)
+
+        async def messages() -> AsyncIterator[bytes]:
+            async for array in _each(chunks):
+                for message in upload.messages(array):
+                    yield message
+            for message in upload.end():
+                yield message
+
+        call = self._begin(method, messages())
+        try:
+            while download.summary is None:
+                data = download.accept(await call.read())
+                if data is not None:
+                    yield data
+        except (_wire.MalformedError, DecodeError, TypeError) as malformed:
+            raise errors.response_malformed(str(malformed)) from malformed
+        except asyncio.CancelledError:
+            self._raise_if_closed()
+            raise
+        finally:
+            await call.close()
+
+    async def _summary_of(self, method: str, header: Any, element_type: str,
+                          shape: Sequence[int], chunks: _Items,
+                          download: _chunks.Download) -> Any:
+        async for _ in self._chunked(
+                method, header, element_type,
+                _chunks.size_of(shape, element_type), chunks, download):
+            pass
+        return download.summary
+
+    async def _attempt(self, method: Callable[..., Any], request: Any) -> Any:
+        try:
+            return await method(request, timeout=self._options.timeout)
+        except grpc.RpcError as error:
+            raise errors.from_rpc_error(error, self._options.target,
+                                        self._options.timeout) from None
+        except grpc.aio.UsageError as error:
+            raise errors.client_closed() from error
+        except asyncio.CancelledError:
+            self._raise_if_closed()
+            raise
+
+    def _encodings(self, method: str) -> Any:
+        return getattr(es_grpc.EncodingServiceStub(  # type: ignore
+            self._open()), method)
+
+    async def _call(self, method: str, request: Any) -> Any:
+        attempt = 0
+        while True:
+            try:
+                return await self._attempt(self._encodings(method), request)
+            except errors.QuantdError as error:
+                attempt = await self._pause(error, attempt)
+
+    async def _pause(self, error: errors.QuantdError, attempt: int) -> int:
+        """Waits before the next attempt and returns its number, or raises."""
+        if attempt >= self._options.max_retries or (
+                error.code != grpc.StatusCode.UNAVAILABLE and
+                error.retry_after is None):
+            raise error
+        seconds = self._options.backoff(attempt + 1)
+        end = time.monotonic() + max(seconds, error.retry_after or 0)
+        if error.reason == "SERVER_UNREACHABLE":
+            # gRPC goes on connecting only while a call waits for that,
+            # otherwise every 5 s.
+            try:
+                await self._open().unary_unary(HEALTH_METHOD)(
+                    b"", timeout=seconds, wait_for_ready=True)
+            except grpc.RpcError:
+                pass
+        await asyncio.sleep(max(0.0, end - time.monotonic()))
+        return attempt + 1
+
+    async def _read(self, method: str, request: Any) -> AsyncIterator[Any]:
+        """The answers of one call; not retried once there was one."""
+        attempt, has_answers = 0, False
+        while True:
+            call = None
+            try:
+                call = self._encodings(method)(request,
+                                               timeout=self._options.timeout)
+                async for answer in call:
+                    has_answers = True
+                    yield answer
+                return
+            except grpc.RpcError as ended:
+                error = errors.from_rpc_error(ended, self._options.target,
+                                              self._options.timeout)
+                if has_answers:
+                    raise error from None
+                attempt = await self._pause(error, attempt)
+            except grpc.aio.UsageError as closed:
+                raise errors.client_closed() from closed
+            except asyncio.CancelledError:
+                self._raise_if_closed()
+                raise
+            finally:
+                if call is not None:
+                    call.cancel()
+
+    async def _pages(self, pages: Pages) -> AsyncIterator[Any]:
+        token = ""
+        while True:
+            answer = await self._call(pages.method, pages.request(token))
+            for item in getattr(answer, pages.field):
+                yield pages.read(item)
+            token = pages.next_token(answer, token)
+            if not token:
+                return
+
+
+async def _each(items: _Items) -> AsyncIterator[Any]:
+    """Of either kind."""
+    if isinstance(items, collections.abc.AsyncIterable):
+        async for item in items:
+            yield item
+    else:
+        for item in items:
+            yield item

@@ -1,0 +1,245 @@
+"""The client for asyncio with a live quantd, and with none."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+import live_server
+import quantd
+import quantd.aio
+
+
+def data_of(*shape, seed=1):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def run(server, body, **kwargs):
+    """body(client) on a loop of its own."""
+    async def main():
+        async with quantd.aio.Client(server.address, **kwargs) as client:
+            return await body(client)
+
+    return asyncio.run(main())
+
+
+async def reason_of(awaitable):
+    with pytest.raises(quantd.QuantdError) as caught:
+        await awaitable
+    return caught.value.reason
+
+
+@pytest.mark.parametrize("chunk_bytes", [64, 1 << 20])
+def test_ResultsAreThoseOfTheOtherClient(server, client, chunk_bytes):
+    x = data_of(50, 300)
+    want = client.quantize(x, "int8:per-channel")
+
+    async def body(other):
+        out = np.empty(x.shape, np.int8)
+        got, int4 = await asyncio.gather(
+            other.quantize(x, "int8:per-channel", out=out),
+            other.quantize(x, "int4"))
+        assert np.shares_memory(got.codes, out)
+        np.testing.assert_array_equal(got.codes, want.codes)
+        assert (got.encoding, got.summary) == (want.encoding, want.summary)
+        assert int4.encoding.format == "int4"
+        np.testing.assert_array_equal(await other.dequantize(got),
+                                      client.dequantize(want))
+        assert (await other.evaluate(x, ["nf4"]))[0].overall == (
+            client.evaluate(x, ["nf4"])[0].overall)
+        assert (await other.compare(x, x)).max_absolute_error == 0
+        assert await other.health() == "SERVING"
+        assert await other.health("?") == "SERVICE_UNKNOWN"
+
+    run(server, body, chunk_bytes=chunk_bytes)
+
+
+def test_ManyTensorsComeInOrderWithAnErrorInTheMiddle(server, client):
+    tensors = [(f"t{n}", data_of(n + 1, 40, seed=n)) for n in range(60)]
+    tensors[11] = ("t11", np.zeros(3, np.int32))
+
+    async def slowly():
+        for tensor in tensors:
+            await asyncio.sleep(0)
+            yield tensor
+
+    async def body(other):
+        for items in (tensors, slowly()):
+            got = [tensor async for tensor in other.quantize_many(
+                items, "int8", model="acme/aio", store=True,
+                on_error="return")]
+            assert [tensor.name.tensor for tensor in got] == [
+                name for name, _ in tensors]
+            assert got[11].reason == "ARGUMENT_INVALID"
+            np.testing.assert_array_equal(
+                got[59].codes, client.quantize(tensors[59][1], "int8").codes)
+        seen = 0
+        with pytest.raises(quantd.QuantdError):
+            async for _ in other.quantize_many(tensors, "int8"):
+                seen += 1
+        assert seen == 11
+        # Left halfway.
+        async for _ in other.quantize_many(tensors, "int8"):
+            break
+        listed = [stored async for stored in other.list_encodings("acme/aio")]
+        assert len(listed) == 59
+
+    run(server, body)
+
+
+def test_PartsGiveTheBytesOfTheWhole(server, client):
+    x = data_of(60, 500)
+    want = client.quantize(x, "int8")
+
+    async def chunks():
+        for part in np.split(x.ravel(), [1, 1, 7000, 29000]):
+            await asyncio.sleep(0)
+            yield part
+
+    async def broken():
+        yield x[:3]
+        raise KeyError("of the caller")
+
+    async def body(other):
+        for source in (chunks(), [x]):
+            parts = other.quantize_chunks(source, want.encoding, shape=x.shape)
+            codes = np.concatenate([part async for part in parts])
+            np.testing.assert_array_equal(codes, want.codes.ravel())
+            assert parts.summary == want.summary
+        reals = other.dequantize_chunks([codes], want.encoding, shape=x.shape)
+        np.testing.assert_array_equal(
+            np.concatenate([part async for part in reals]),
+            client.dequantize(want).ravel())
+        got = await other.calibrate_chunks(chunks(), shape=x.shape)
+        assert got.statistics.count == x.size
+        metrics = await other.evaluate_chunks(chunks(), ["nf4"], shape=x.shape)
+        assert metrics[0].overall == client.evaluate(x, ["nf4"])[0].overall
+        with pytest.raises(KeyError):
+            await other.calibrate_chunks(broken(), shape=x.shape)
+        assert await reason_of(other.calibrate_chunks(
+            [x], shape=(1, 2))) == "ARGUMENT_INVALID"
+
+    run(server, body, chunk_bytes=4096)
+
+
+def test_WhatTheServiceKeepsIsReadAndWritten(server):
+    async def body(client):
+        name = quantd.TensorName("acme/kept", "t")
+        for n in range(3):
+            got = await client.calibrate(
+                data_of(500, seed=n), name,
+                contribution=quantd.Contribution("rank-0", n + 1))
+            assert not got.contribution.duplicate
+        many = [got async for got in client.calibrate_many(
+            [("t", data_of(500))], model="acme/kept",
+            contribution=quantd.Contribution("rank-0", 3))]
+        assert many[0].contribution.duplicate
+        stored = await client.get_statistics(name)
+        assert stored.statistics.count == 1500
+        computed = [one async for one in client.compute_encodings(
+            "acme/kept", "int8:mse")]
+        assert computed[0].stored_encoding.format == "int8"
+        sweep = await client.sweep("acme/kept", ["int4", "int8"],
+                                   min_sqnr_db=20)
+        assert sweep.mixture.choices == {"t": 1}
+        put = await client.put_encoding(name, quantd.Encoding("int8", [0.5]))
+        assert (await client.get_encoding(name)).etag == put.etag
+        await client.delete_encoding(name, if_match=put.etag)
+        assert await reason_of(
+            client.get_encoding(name)) == "ENCODING_NOT_FOUND"
+        assert [one.tensor async for one in
+                client.list_statistics("acme/kept")] == ["t"]
+        await client.delete_statistics(name)
+        assert await reason_of(
+            client.sweep("acme/kept", ["int8"])) == "STATISTICS_NOT_FOUND"
+
+    run(server, body)
+
+
+def test_CallsEndWhenTheirTaskIsCancelled(server):
+    async def body(client):
+        started = asyncio.Event()
+
+        async def never():
+            yield data_of(10)
+            started.set()
+            await asyncio.Event().wait()
+
+        task = asyncio.ensure_future(
+            client.calibrate_chunks(never(), shape=(1000,)))
+        await started.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (await client.quantize(data_of(3), "int8")).codes.size == 3
+
+    run(server, body)
+
+
+def test_AClosedClientSaysSo(server):
+    async def body(client):
+        started = asyncio.Event()
+
+        async def never():
+            yield data_of(10)
+            started.set()
+            await asyncio.Event().wait()
+
+        task = asyncio.ensure_future(
+            client.calibrate_chunks(never(), shape=(1000,)))
+        await started.wait()
+        await client.close()
+        assert await reason_of(task) == "CLIENT_CLOSED"
+        assert await reason_of(client.quantize(data_of(3), "int8")) == (
+            "CLIENT_CLOSED")
+        assert await reason_of(client.health()) == "CLIENT_CLOSED"
+
+    run(server, body)
+
+
+def test_TensorsAreSentAgainToAServerThatComesBack(request, tmp_path):
+    target = f"unix:{tmp_path}/socket"
+    x = data_of(1000, 300)
+
+    def start():
+        return live_server.LiveServer(request.config.getoption("--quantd"),
+                                      str(tmp_path), ["--listen", target])
+
+    async def main():
+        async with quantd.aio.Client(target, max_retries=10000,
+                                     max_backoff=0.1) as client:
+            first = start()
+            want = await client.quantize(x, "int8")
+            first.process.kill()
+            first.process.wait()
+            retrying = asyncio.Event()
+            pause = client._pause  # pylint: disable=protected-access
+
+            async def noted(*args):
+                retrying.set()
+                return await pause(*args)
+
+            client._pause = noted  # pylint: disable=protected-access
+            task = asyncio.ensure_future(client.quantize(x, "int8"))
+            await asyncio.wait_for(retrying.wait(), 60)
+            assert not task.done()
+            second = await asyncio.get_running_loop().run_in_executor(
+                None, start)
+            with second:
+                got = await asyncio.wait_for(task, 60)
+                await client.close()
+            np.testing.assert_array_equal(got.codes, want.codes)
+
+    asyncio.run(main())
+
+
+def test_WithoutAServerTheErrorNamesIt(tmp_path):
+    async def main():
+        async with quantd.aio.Client(f"unix:{tmp_path}/nobody", max_retries=1,
+                                     initial_backoff=0.001) as client:
+            assert await reason_of(client.quantize(data_of(3), "int8")) == (
+                "SERVER_UNREACHABLE")
+            assert await reason_of(client.sweep("m", ["int8"])) == (
+                "SERVER_UNREACHABLE")
+
+    asyncio.run(main())
