@@ -21,11 +21,16 @@ PACKAGE = os.path.join(ROOT, "client/python")
 
 sys.path.insert(0, os.path.join(ROOT, "tests/e2e/python"))
 
-_folder = tempfile.mkdtemp()
-atexit.register(shutil.rmtree, _folder)
-shutil.copytree(os.path.join(PACKAGE, "src/quantd"),
-                os.path.join(_folder, "quantd"),
-                ignore=shutil.ignore_patterns("v1", "__pycache__"))
-subprocess.run([sys.executable, os.path.join(PACKAGE, "generate"), _folder],
-               check=True)
+# Processes that a test starts share its copy.
+_folder = os.environ.get("QUANTD_TEST_PACKAGE")
+if _folder is None:
+    _folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, _folder)
+    shutil.copytree(os.path.join(PACKAGE, "src/quantd"),
+                    os.path.join(_folder, "quantd"),
+                    ignore=shutil.ignore_patterns("v1", "__pycache__"))
+    subprocess.run([sys.executable, os.path.join(PACKAGE, "generate"), _folder],
+                   check=True)
+    os.environ["QUANTD_TEST_PACKAGE"] = _folder
+FOLDER = _folder
 sys.path.insert(0, _folder)

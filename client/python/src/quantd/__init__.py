@@ -17,6 +17,7 @@ except ImportError as error:
         f"client/python/generate first ({error})") from error
 
 from quantd._chunks import DequantizedChunks, QuantizedChunks
+from quantd._credentials import tls_credentials
 from quantd._requests import CalibrateJob, Contribution, QuantizeJob
 from quantd.client import Client
 from quantd.encoding import (Encoding, EncodingReference, EncodingSpec,
@@ -44,5 +45,5 @@ __all__ = [
     "StatisticsSource", "StoredEncoding", "StoredStatistics",
     "SweepCandidate", "SweepMixture", "SweepResult", "SweepTensor",
     "SweepTotal", "TensorName", "TensorStatistics", "blocks", "format_info",
-    "group", "per_channel", "per_tensor", "unpack",
+    "group", "per_channel", "per_tensor", "tls_credentials", "unpack",
 ]

@@ -12,7 +12,8 @@ from typing import (Any, Callable, Iterable, Iterator, Literal, Optional,
 import grpc
 import numpy as np
 
-from quantd import _channel, _chunks, _requests, errors, results
+from quantd import (_channel, _chunks, _credentials, _requests, errors,
+                    results)
 from quantd._exchange import Exchange, FailedExchange
 from quantd._progress import Progress, ProgressLike, total_bytes
 from quantd._requests import (HEALTH_METHOD, CalibrateJob, Contribution,
@@ -79,7 +80,9 @@ class Client:
         asks for a retry. Every call may be repeated without harm.
     initial_backoff, max_backoff: seconds before the first retry; the pause
         doubles up to the second and varies by half.
-    credentials: for TLS; None: plaintext.
+    credentials: for TLS, see tls_credentials(); None: plaintext.
+    token_file: path of a file with the token that every call brings; read again
+        when it changes. Needs TLS, but to loopback and unix sockets.
     channel_options: (name, value) of gRPC, e.g. ("grpc.keepalive_time_ms",
         20000); they come before those that are set here.
     shared_memory: tensors in arrays of empty_shared() go up by name, and others
@@ -103,7 +106,8 @@ class Client:
                  max_backoff: float = 5.0,
                  credentials: Optional[grpc.ChannelCredentials] = None,
                  channel_options: Iterable[tuple[str, Any]] = (),
-                 shared_memory: bool = False) -> None:
+                 shared_memory: bool = False,
+                 token_file: Optional[str] = None) -> None:
         self._options = _channel.check_options(
             target, timeout, chunk_bytes, max_retries, initial_backoff,
             max_backoff)
@@ -115,6 +119,13 @@ class Client:
         channel = (grpc.insecure_channel(target, arguments)
                    if credentials is None else
                    grpc.secure_channel(target, credentials, arguments))
+        if token_file is not None:
+            if credentials is None and not _credentials.is_local(target):
+                raise errors.argument_invalid(
+                    "expected TLS for a token to leave the machine, got "
+                    f"plaintext to {target!r}", "token_file")
+            channel = grpc.intercept_channel(channel, _credentials.TokenSender(
+                _credentials.TokenFile(token_file)))
         self._connection = _Connection(channel)
         if shared_memory:
             path = target[len("unix:"):]

@@ -1,0 +1,116 @@
+"""What a client shows to a server, and what it wants to see."""
+
+from __future__ import annotations
+
+import collections
+import re
+import threading
+import time
+from typing import Any, Callable, Optional
+
+import grpc
+
+from quantd import errors
+
+_INTERVAL_S = 1.0
+_LOCAL = re.compile(r"(127\.[0-9.]+|localhost|\[::1\])(:\d+)?$")
+
+
+def tls_credentials(ca: Optional[str] = None, certificate: Optional[str] = None,
+                    key: Optional[str] = None) -> grpc.ChannelCredentials:
+    """TLS for Client(credentials=...), from paths of PEM files.
+
+    ca: the authorities whose servers are believed; None: gRPC's own.
+    certificate, key: the client's own, both or neither.
+
+    The files are read once: make another client for new ones.
+    """
+    if (certificate is None) != (key is None):
+        raise errors.argument_invalid(
+            "expected a client's certificate together with its key, got one "
+            "of them", "certificate")
+    return grpc.ssl_channel_credentials(*(
+        None if path is None else _read(path, field)
+        for path, field in ((ca, "ca"), (key, "key"),
+                            (certificate, "certificate"))))
+
+
+def _read(path: str, field: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise errors.argument_invalid(
+            f"expected a file that can be read, got {path!r}: "
+            f"{error.strerror}", field) from error
+
+
+def is_local(target: str) -> bool:
+    """Whether everything behind a target is on this machine."""
+    if target.startswith("unix:"):
+        return True
+    addresses = re.sub(r"^(dns:(///)?|ipv4:|ipv6:)", "", target).split(",")
+    return all(_LOCAL.match(address) for address in addresses)
+
+
+class TokenFile:
+    """The token of a file, read again once a second. Thread-safe."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._token = self._read()
+        self._time = time.monotonic()
+
+    def _read(self) -> str:
+        token = _read(self._path, "token_file").decode("ascii", "replace")
+        token = token.strip()
+        if not re.fullmatch(r"[!-~]+", token):
+            raise errors.argument_invalid(
+                "expected one token of printable characters in "
+                f"{self._path!r}", "token_file")
+        return token
+
+    def metadata(self) -> tuple[str, str]:
+        with self._lock:
+            now = time.monotonic()
+            if now - self._time >= _INTERVAL_S:
+                self._time = now
+                try:
+                    self._token = self._read()
+                except errors.QuantdError:
+                    # What was there stays.
+                    pass
+            return ("authorization", "Bearer " + self._token)
+
+
+class _CallDetails(
+        collections.namedtuple(  # type: ignore[misc]
+            "_CallDetails", ("method", "timeout", "metadata", "credentials",
+                             "wait_for_ready", "compression")),
+        grpc.ClientCallDetails):  # type: ignore[misc]
+    pass
+
+
+class TokenSender(
+        grpc.UnaryUnaryClientInterceptor,  # type: ignore[misc]
+        grpc.UnaryStreamClientInterceptor,  # type: ignore[misc]
+        grpc.StreamUnaryClientInterceptor,  # type: ignore[misc]
+        grpc.StreamStreamClientInterceptor):  # type: ignore[misc]
+    """Sends a token with every call."""
+
+    def __init__(self, file: TokenFile) -> None:
+        self._file = file
+
+    def _send(self, call: Callable[..., Any], details: Any,
+              request: Any) -> Any:
+        return call(_CallDetails(
+            details.method, details.timeout,
+            (*(details.metadata or ()), self._file.metadata()),
+            details.credentials, getattr(details, "wait_for_ready", None),
+            getattr(details, "compression", None)), request)
+
+    intercept_unary_unary = _send
+    intercept_unary_stream = _send
+    intercept_stream_unary = _send
+    intercept_stream_stream = _send

@@ -1,0 +1,336 @@
+"""For torch: results as tensors, and activations calibrated while a model runs.
+
+    import quantd.torch
+
+    with quantd.torch.calibrate(model, client, model_name="acme/net",
+                                source=f"rank-{rank}"):
+        for batch in batches:
+            model(batch)
+"""
+
+from __future__ import annotations
+
+import collections
+import fnmatch
+import threading
+import warnings
+from typing import (Any, Callable, Iterable, Iterator, Mapping, Optional,
+                    Sequence, Union)
+
+import torch
+
+from quantd import errors
+from quantd._requests import CalibrateJob, Contribution
+from quantd.client import Client
+from quantd.encoding import GranularityLike
+from quantd.results import QuantizedTensor
+from quantd.tensor import Array, TensorName
+
+_KINDS = ("input", "output")
+_ELEMENT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def from_numpy(array: Array, element_type: str = "") -> torch.Tensor:
+    """A tensor on the CPU that shares the memory of `array`. element_type
+    "bfloat16": its uint16 are the bits of such. Other uint16 become int32,
+    which torch has, by a copy."""
+    if element_type == "bfloat16":
+        return torch.from_numpy(array.view("<i2")).view(torch.bfloat16)
+    if array.dtype.kind == "u" and array.dtype.itemsize == 2:
+        return torch.from_numpy(array.astype("<i4"))
+    return torch.from_numpy(array)
+
+
+def codes(quantized: QuantizedTensor) -> torch.Tensor:
+    """One code per element, in the tensor's shape: int8, uint8, int16, or int32
+    for unsigned ones of more than 8 bits."""
+    return from_numpy(quantized.unpacked())
+
+
+def dequantize(quantized: QuantizedTensor) -> torch.Tensor:
+    """The reals, in the tensor's shape and type; see
+    QuantizedTensor.dequantize."""
+    return from_numpy(quantized.dequantize(), quantized.element_type)
+
+
+def calibrate(model: torch.nn.Module, client: Client, *, model_name: str,
+              source: str, revision: str = "",
+              modules: Union[Iterable[str], Callable[[str, Any], bool], None]
+              = None, record: Sequence[str] = ("input",),
+              start: Union[int, Mapping[str, int], None] = None,
+              granularity: GranularityLike = None, mantissa_bits: int = 0,
+              on_error: str = "raise", max_pending_bytes: int = 256 << 20
+              ) -> Calibration:
+    """Sends what a model computes to the statistics of the service, under the
+    names "MODULE.input" and "MODULE.output" of model_name, with ".1" and so on
+    for further tensors. The rest of the model's run is untouched.
+
+    client: of this process.
+    source: of this process among those that feed the same model, such as its
+        rank: each counts its own contributions.
+    modules: globs over names of modules, or a function of name and module that
+        says which; default all that have a weight of two dimensions or more and
+        no modules of their own. Names are without the "module." that
+        DistributedDataParallel puts in front.
+    record: "input", "output" or both: what is quantized of a layer are its
+        inputs.
+    start: how many times each tensor was seen before this block, which is what
+        makes it exactly once over restarts. A job that starts again from a
+        checkpoint and repeats what came after gives the number, or the
+        `sequences`, that it had saved with that: what was counted before is not
+        counted again. None: goes on after what the service has of this source;
+        batches that are repeated count twice.
+    granularity, mantissa_bits: see Contribution.
+    on_error: "raise" from the model, or from the end of the block; "warn" drops
+        what can not be delivered after all retries and lets training go on.
+    max_pending_bytes: of copies that wait to be sent; beyond it the model
+        waits.
+
+    Raises: ARGUMENT_INVALID.
+    """
+    return Calibration(model, client, model_name=model_name, source=source,
+                       revision=revision, modules=modules, record=record,
+                       start=start, granularity=granularity,
+                       mantissa_bits=mantissa_bits, on_error=on_error,
+                       max_pending_bytes=max_pending_bytes)
+
+
+class Calibration:
+    """The block of calibrate(). Models may run in several threads.
+
+    is_enabled: False lets what the model computes pass, e.g. in validation; it
+        is not counted in `sequences` either.
+    """
+
+    def __init__(self, model: torch.nn.Module, client: Client, *,
+                 model_name: str, source: str, revision: str, modules: Any,
+                 record: Sequence[str],
+                 start: Union[int, Mapping[str, int], None],
+                 granularity: GranularityLike, mantissa_bits: int,
+                 on_error: str, max_pending_bytes: int) -> None:
+        if on_error not in ("raise", "warn"):
+            raise errors.argument_invalid(
+                f"expected 'raise' or 'warn', got {on_error!r}", "on_error")
+        if not record or isinstance(record, str) or not set(record) <= set(
+                _KINDS):
+            raise errors.argument_invalid(
+                f"expected some of {_KINDS}, got {record!r}", "record")
+        self.is_enabled = True
+        self._client = client
+        self._model_name = model_name
+        self._revision = revision
+        self._source = source
+        self._record = tuple(record)
+        self._start = start
+        self._granularity = granularity
+        self._mantissa_bits = mantissa_bits
+        self._on_error = on_error
+        self._max_pending_bytes = max_pending_bytes
+        self._modules = list(_chosen(model, modules))
+        if not self._modules:
+            raise errors.argument_invalid("no module of the model is chosen",
+                                          "modules")
+        self._handles: list[Any] = []
+        self._changed = threading.Condition()
+        # Guarded by _changed, as is all that follows.
+        self._sequences: dict[str, int] = {}
+        self._waiting: collections.deque[tuple[str, int, torch.Tensor]]
+        self._waiting = collections.deque()
+        self._pending_bytes = 0
+        self._is_ending = False
+        self._error: Optional[errors.QuantdError] = None
+        self._thread: Optional[threading.Thread] = None
+
+    @property
+    def sequences(self) -> dict[str, int]:
+        """How many times each tensor was seen, those before the block
+        included: what `start` takes. To be saved after flush()."""
+        with self._changed:
+            return dict(self._sequences)
+
+    def __enter__(self) -> Calibration:
+        if self._thread is not None:
+            raise errors.argument_invalid("the block was entered before")
+        self._thread = threading.Thread(target=self._send, daemon=True,
+                                        name="quantd-calibrate")
+        self._thread.start()
+        for name, module in self._modules:
+            # Before the module runs: it may write over its inputs.
+            if "input" in self._record:
+                self._handles.append(module.register_forward_pre_hook(
+                    lambda _, inputs, name=name:
+                    self._observe(_join(name, "input"), inputs)))
+            if "output" in self._record:
+                self._handles.append(module.register_forward_hook(
+                    lambda _, inputs, output, name=name:
+                    self._observe(_join(name, "output"), output)))
+        return self
+
+    def __exit__(self, exception_type: Any, *unused: object) -> None:
+        """Delivers what is pending; after an exception gives it up."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        try:
+            if exception_type is None:
+                self.flush()
+        finally:
+            with self._changed:
+                self._is_ending = True
+                self._changed.notify_all()
+            assert self._thread is not None
+            self._thread.join()
+
+    def flush(self) -> None:
+        """Waits until everything seen so far is counted for good.
+
+        Raises: QuantdError where it can not be, and on_error is "raise".
+        """
+        with self._changed:
+            while self._pending_bytes and self._error is None:
+                self._changed.wait()
+            self._raise_error()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _observe(self, name: str, value: Any) -> None:
+        """Of a hook: what goes into a module, or comes out."""
+        if not self.is_enabled:
+            return
+        values = value if isinstance(value, (tuple, list)) else (value,)
+        for i, tensor in enumerate(values):
+            if isinstance(tensor, torch.Tensor) and (
+                    tensor.dtype in _ELEMENT_TYPES and tensor.numel()):
+                self._add(f"{name}.{i}" if i else name, tensor)
+
+    def _add(self, name: str, tensor: torch.Tensor) -> None:
+        with self._changed:
+            known = name in self._sequences
+        # Asked once for each tensor, outside of the lock.
+        try:
+            first = 0 if known else self._first_sequence(name)
+        except errors.QuantdError as error:
+            if self._on_error == "raise":
+                raise
+            self._warn(name, error)
+            return
+        # The model may write over it before it is sent.
+        copy = tensor.detach().to("cpu", copy=True).contiguous()
+        size = copy.element_size() * copy.nelement()
+        with self._changed:
+            while self._pending_bytes and self._error is None and (
+                    self._pending_bytes + size > self._max_pending_bytes):
+                self._changed.wait()
+            self._raise_error()
+            sequence = self._sequences.setdefault(name, first) + 1
+            self._sequences[name] = sequence
+            self._waiting.append((name, sequence, copy))
+            self._pending_bytes += size
+            self._changed.notify_all()
+
+    def _first_sequence(self, name: str) -> int:
+        """What was seen before the first of this block."""
+        if isinstance(self._start, int):
+            return self._start
+        if self._start is not None:
+            return self._start.get(name, 0)
+        try:
+            stored = self._client.get_statistics(self._name(name))
+        except errors.QuantdError as error:
+            if error.reason == "STATISTICS_NOT_FOUND":
+                return 0
+            raise
+        return max((source.sequence for source in stored.sources
+                    if source.source == self._source), default=0)
+
+    def _name(self, tensor: str) -> TensorName:
+        return TensorName(self._model_name, tensor, self._revision)
+
+    def _send(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting and not self._is_ending:
+                    self._changed.wait()
+                if self._is_ending or self._error is not None:
+                    self._waiting.clear()
+                    self._pending_bytes = 0
+                    self._changed.notify_all()
+                    return
+                round_ = self._take_round()
+            try:
+                self._deliver(round_)
+            except Exception as fault:  # pylint: disable=broad-except
+                # Otherwise nobody would be told, and flush would wait.
+                error = fault if isinstance(fault, errors.QuantdError) else (
+                    errors.argument_invalid(f"{type(fault).__name__}: {fault}"))
+                with self._changed:
+                    self._error = error
+                    self._changed.notify_all()
+
+    def _take_round(self) -> list[tuple[str, int, torch.Tensor]]:
+        """The oldest of each tensor: were a later one counted first, the
+        earlier one would look like one that was counted."""
+        round_: dict[str, tuple[str, int, torch.Tensor]] = {}
+        rest: collections.deque[tuple[str, int, torch.Tensor]]
+        rest = collections.deque()
+        for item in self._waiting:
+            if item[0] in round_:
+                rest.append(item)
+            else:
+                round_[item[0]] = item
+        self._waiting = rest
+        return list(round_.values())
+
+    def _deliver(self, round_: list[tuple[str, int, torch.Tensor]]) -> None:
+        jobs = (CalibrateJob(
+            tensor, self._name(name), contribution=Contribution(
+                self._source, sequence, self._granularity,
+                self._mantissa_bits))
+                for name, sequence, tensor in round_)
+        answers = self._client.calibrate_many(jobs, on_error="return")
+        for answer, (name, _, tensor) in zip(answers, round_):
+            if isinstance(answer, errors.QuantdError):
+                if self._on_error == "raise":
+                    raise answer
+                self._warn(name, answer)
+            with self._changed:
+                self._pending_bytes -= tensor.element_size() * tensor.nelement()
+                self._changed.notify_all()
+
+    def _warn(self, name: str, error: errors.QuantdError) -> None:
+        warnings.warn(f"quantd: {name} was not counted: {error}",
+                      RuntimeWarning)
+
+
+def _join(name: str, kind: str) -> str:
+    return f"{name}.{kind}" if name else kind
+
+
+def _chosen(model: torch.nn.Module, modules: Any
+            ) -> Iterator[tuple[str, torch.nn.Module]]:
+    if isinstance(model, (torch.nn.DataParallel,
+                          torch.nn.parallel.DistributedDataParallel)):
+        model = model.module
+    if modules is None:
+        modules = _has_weights
+    elif not callable(modules):
+        patterns = [modules] if isinstance(modules, str) else list(modules)
+
+        def matches(name: str, module: Any) -> bool:
+            del module
+            return any(fnmatch.fnmatchcase(name, pattern)
+                       for pattern in patterns)
+
+        modules = matches
+    for name, module in model.named_modules():
+        if modules(name, module):
+            yield name, module
+
+
+def _has_weights(name: str, module: Any) -> bool:
+    del name
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, torch.Tensor) and weight.dim() >= 2 and (
+        next(module.children(), None) is None)

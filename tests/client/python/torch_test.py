@@ -1,0 +1,342 @@
+"""The hook on models of torch, with a live quantd: what it sends, that it
+counts exactly once, and what a trained network keeps of its accuracy."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+# pylint: disable=wrong-import-position
+import numpy as np
+
+import live_server
+import quantd
+import quantd.torch
+import training
+
+RANKS = 4
+TIMEOUT_S = 240
+
+
+def small_model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(1, 2, 3), torch.nn.ReLU(inplace=True),
+        torch.nn.Flatten(), torch.nn.Linear(72, 5))
+
+
+def batches(count, size=3):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(size, 1, 8, 8, generator=generator)
+            for _ in range(count)]
+
+
+def statistics(client, model, tensor):
+    return client.get_statistics(quantd.TensorName(model, tensor),
+                                 with_state=True)
+
+
+def names(client, model):
+    return [entry.tensor for entry in client.list_statistics(model)]
+
+
+def test_TheHookCountsWhatGoesInAndNothingElse(client):
+    model, data = small_model(), batches(5)
+    want = [model(x) for x in data]
+    seen = []
+    linear = model[3]
+    handle = linear.register_forward_pre_hook(
+        lambda _, inputs: seen.append(inputs[0].detach().numpy().copy()))
+    with quantd.torch.calibrate(model, client, model_name="t/in",
+                                source="rank-0") as calibration:
+        for x, y in zip(data, want):
+            assert torch.equal(model(x), y)
+        calibration.is_enabled = False
+        model(data[0])
+        calibration.is_enabled = True
+        calibration.flush()
+        assert calibration.sequences == {"0.input": 5, "3.input": 5}
+    handle.remove()
+    model(data[0])
+    assert names(client, "t/in") == ["0.input", "3.input"]
+    stored = statistics(client, "t/in", "3.input")
+    # Without the batch that was not to be counted.
+    x = np.concatenate(seen[:5])
+    client.calibrate(x, quantd.TensorName("t/want", "x"),
+                     contribution=quantd.Contribution("a", 1))
+    whole = statistics(client, "t/want", "x")
+    assert stored.statistics == whole.statistics
+    assert list(stored.state.histograms) == list(whole.state.histograms)
+    assert not any(thread.name == "quantd-calibrate"
+                   for thread in threading.enumerate())
+
+
+def test_ModulesAndTensorsCanBeChosen(client):
+    model = small_model().to(torch.bfloat16)
+    x = batches(1)[0].to(torch.bfloat16)
+    with quantd.torch.calibrate(
+            model, client, model_name="t/choose", source="s",
+            modules=["1", "3"], record=("input", "output"),
+            granularity=quantd.per_channel(1)):
+        y = model(x)
+    assert names(client, "t/choose") == [
+        "1.input", "1.output", "3.input", "3.output"]
+    # ReLU writes over its input; what went in was taken before.
+    assert statistics(client, "t/choose", "1.input").statistics.min < 0
+    stored = statistics(client, "t/choose", "3.output")
+    assert len(stored.state.histograms) == 5
+    assert stored.statistics.max == float(y.max())
+
+    class Pair(torch.nn.Module):
+        def forward(self, a, b):
+            return a, b.long(), b
+
+    pair = Pair()
+    with quantd.torch.calibrate(
+            pair, client, model_name="t/pair", source="s",
+            modules=lambda name, module: module is pair,
+            record=["input", "output"]):
+        pair(torch.ones(3), torch.zeros(2))
+    assert names(client, "t/pair") == ["input", "input.1", "output",
+                                       "output.2"]
+    for arguments in ({"modules": "nothing"}, {"record": "input"},
+                      {"record": ()}, {"on_error": "?"}):
+        with pytest.raises(quantd.QuantdError):
+            quantd.torch.calibrate(model, client, model_name="t/bad",
+                                   source="s", **arguments)
+
+
+def test_WhatIsRepeatedAfterARestartCountsOnce(client):
+    model, data = small_model(), batches(8)
+
+    def run(which, start):
+        with quantd.torch.calibrate(model, client, model_name="t/again",
+                                    source="rank-0", start=start) as block:
+            for x in which:
+                model(x)
+            block.flush()
+            return block.sequences
+
+    def count():
+        return statistics(client, "t/again", "0.input").statistics.count
+
+    checkpoint = run(data[:3], 0)
+    run(data[3:5], checkpoint)
+    assert count() == 5 * 3 * 64
+    # From the checkpoint on once more, and further.
+    assert run(data[3:], checkpoint) == {"0.input": 8, "3.input": 8}
+    assert count() == 8 * 3 * 64
+    # What is new goes on after what the service has.
+    assert run(data[:1], None)["0.input"] == 9
+    assert count() == 9 * 3 * 64
+    run(data, 0)
+    assert count() == 9 * 3 * 64
+
+
+def test_AServerThatComesBackLosesNothingAndCountsNothingTwice(request,
+                                                               tmp_path):
+    target = f"unix:{tmp_path}/socket"
+    model, data = small_model(), batches(40)
+
+    def start():
+        return live_server.LiveServer(request.config.getoption("--quantd"),
+                                      str(tmp_path), ["--listen", target])
+
+    server = start()
+    with quantd.Client(target, max_retries=10000, initial_backoff=0.01,
+                       max_backoff=0.05) as client:
+        with quantd.torch.calibrate(model, client, model_name="t/back",
+                                    source="rank-0", start=0):
+            for n, x in enumerate(data):
+                if n in (10, 11, 25):
+                    # With what it was just sent, acknowledged or not.
+                    server.process.kill()
+                    server.process.wait()
+                    server = start()
+                model(x)
+        for name, size in (("0.input", 64), ("3.input", 72)):
+            got = statistics(client, "t/back", name).statistics
+            assert got.count == 40 * 3 * size
+        client.close()
+    server.stop()
+
+
+# Kills itself after `kill` batches, the last of which it may have sent.
+RANK = """
+import os, signal, sys
+sys.path.insert(0, {here!r})
+import package, torch, quantd, quantd.torch
+{definitions}
+start, kill = int(sys.argv[2]), int(sys.argv[3])
+model = small_model()
+with quantd.Client(sys.argv[1]) as client, quantd.torch.calibrate(
+        model, client, model_name="t/kill", source="rank-0",
+        start=start) as block:
+    for n, x in enumerate(batches(20)):
+        if n < start:
+            continue
+        if n == kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+        model(x)
+        if n % 5 == 4:
+            block.flush()
+            print(n + 1, flush=True)
+"""
+
+
+def test_ARankThatIsKilledGoesOnFromItsCheckpoint(server, client, tmp_path):
+    # pylint: disable-next=import-outside-toplevel
+    import inspect
+    script = tmp_path / "rank.py"
+    script.write_text(RANK.format(
+        here=os.path.dirname(os.path.realpath(__file__)),
+        definitions=inspect.getsource(small_model) +
+        inspect.getsource(batches)), encoding="utf-8")
+    start = "0"
+    for kill in ("8", "-1"):
+        result = subprocess.run(
+            [sys.executable, str(script), server.address, start, kill],
+            stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=False)
+        start = (result.stdout.split() or [start])[-1]
+        assert result.returncode == (0 if kill == "-1" else -signal.SIGKILL)
+    assert start == "20"
+    got = statistics(client, "t/kill", "0.input")
+    assert got.statistics.count == 20 * 3 * 64
+    assert [source.sequence for source in got.sources] == [20]
+
+
+def test_ErrorsAreRaisedOrAreWarnings(client, tmp_path):
+    model, x = small_model(), batches(1)[0]
+    client.calibrate(x, quantd.TensorName("t/bad", "0.input"),
+                     contribution=quantd.Contribution(
+                         "other", 1, granularity=quantd.per_channel(1)))
+    with pytest.raises(quantd.QuantdError) as caught:
+        with quantd.torch.calibrate(model, client, model_name="t/bad",
+                                    source="rank-0"):
+            model(x)
+    assert caught.value.name.tensor == "0.input"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with quantd.torch.calibrate(model, client, model_name="t/bad",
+                                    source="rank-0", on_error="warn"):
+            model(x)
+    assert "0.input" in str(caught[0].message)
+    with quantd.Client(f"unix:{tmp_path}/nobody", max_retries=0) as nobody:
+        with pytest.raises(quantd.QuantdError):
+            with quantd.torch.calibrate(model, nobody, model_name="t/bad",
+                                        source="rank-0"):
+                model(x)
+    # What the model raises is what comes out.
+    with pytest.raises(RuntimeError):
+        with quantd.torch.calibrate(model, client, model_name="t/raise",
+                                    source="rank-0"):
+            model(torch.zeros(3))
+
+
+def test_ResultsBecomeTensors(client):
+    x = batches(1)[0]
+    for dtype in (torch.float32, torch.float16, torch.bfloat16,
+                  torch.float64):
+        got = client.quantize(x.to(dtype), "int4")
+        codes = quantd.torch.codes(got)
+        assert (codes.dtype, codes.shape) == (torch.int8, x.shape)
+        back = quantd.torch.dequantize(got)
+        assert (back.dtype, back.shape) == (dtype, x.shape)
+        want = (codes.double() * float(got.scale[0])).to(dtype)
+        assert torch.allclose(back.double(), want.double(), rtol=1e-2)
+    wide = quantd.torch.codes(client.quantize(x.abs(), "uint16"))
+    assert (wide.dtype, int(wide.max())) == (torch.int32, 65535)
+
+
+def right_of(weights, test, encodings=None):
+    """How many of the test images, with inputs of layers quantized and
+    dequantized as the encodings have it."""
+    model = training.Digits()
+    model.load_state_dict(weights)
+
+    def fake_quantize(name):
+        encoding = encodings[name + ".input"]
+        scale, zero_point = float(encoding.scale[0]), (
+            int(encoding.zero_point[0]) if encoding.zero_point.size else 0)
+        return lambda _, inputs: (torch.fake_quantize_per_tensor_affine(
+            inputs[0], scale, zero_point, 0, 255),)
+
+    if encodings is not None:
+        for name, layer in model.named_children():
+            layer.register_forward_pre_hook(fake_quantize(name))
+    with torch.no_grad():
+        return int((model(test["images"]).argmax(1) == test["labels"]).sum())
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(),
+                    reason="without torch.distributed")
+def test_ATrainedNetworkKeepsItsAccuracy(server, client, tmp_path, capsys):
+    """Four ranks train and calibrate; then uint8 activations with weights of
+    int8, and of mostly int4, are within 0.5 and 1.5 points."""
+    name = "digits/trained"
+    command = [sys.executable, training.__file__, "--server", server.address,
+               "--model", name, "--folder", str(tmp_path), "--ranks",
+               str(RANKS)]
+    ranks = [subprocess.Popen([*command, "--rank", str(rank)],
+                              preexec_fn=live_server.die_with_parent)
+             for rank in range(RANKS)]
+    try:
+        assert [rank.wait(TIMEOUT_S) for rank in ranks] == [0] * RANKS
+    finally:
+        for rank in ranks:
+            rank.kill()
+    stored = statistics(client, name, "fc1.input")
+    assert [source.source for source in stored.sources] == [
+        f"rank-{rank}" for rank in range(RANKS)]
+    # 4 epochs of 256 images.
+    assert stored.statistics.count == 4 * 256 * 1024
+
+    weights = torch.load(tmp_path / "weights.pt")
+    test = training.load("test.safetensors")
+    count = len(test["labels"])
+    exact = right_of(weights, test)
+    assert exact >= 0.95 * count
+    encodings = {
+        answer.name.tensor: answer.stored_encoding.encoding for answer in
+        client.compute_encodings(name, "uint8:mse")}
+    assert len(encodings) == 4
+
+    def with_specs(spec_of):
+        """The weights there and back, and their bytes."""
+        restored, size = dict(weights), 0
+        for key in spec_of:
+            got = client.quantize(weights[key], spec_of[key])
+            restored[key] = quantd.torch.dequantize(got)
+            size += got.codes.nbytes
+        return restored, size
+
+    keys = [key for key in weights if key.endswith(".weight")]
+    int8, int8_bytes = with_specs(dict.fromkeys(keys, "int8:per-channel"))
+    int8_right = right_of(int8, test, encodings)
+
+    # The least noise within 5 bits for each weight, scales included.
+    list(client.calibrate_many(
+        [(key, weights[key]) for key in keys], model=name, revision="weights",
+        contribution=quantd.Contribution("file", 1,
+                                         granularity=quantd.group(16))))
+    specs = ["int8:per-channel", "int4:per-channel:mse", "int4:group:32"]
+    elements = sum(weights[key].numel() for key in keys)
+    mixture = client.sweep(name, specs, revision="weights",
+                           max_size_bytes=elements * 5 // 8).mixture
+    assert mixture.target_met
+    mixed, mixed_bytes = with_specs({
+        key: specs[index] for key, index in mixture.choices.items()})
+    mixed_right = right_of(mixed, test, encodings)
+    with capsys.disabled():
+        print(f"\nfloat32 {exact}, uint8 x int8 {int8_right} "
+              f"({int8_bytes:,} B), uint8 x int4 mixed {mixed_right} "
+              f"({mixed_bytes:,} B) of {count}: {mixture.choices}")
+    assert mixed_bytes < 0.65 * int8_bytes
+    assert exact - int8_right <= 0.005 * count
+    assert exact - mixed_right <= 0.015 * count
