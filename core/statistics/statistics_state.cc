@@ -73,7 +73,7 @@ absl::Status MergeState(const StatisticsState& part, StatisticsState* whole) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<TensorStatistics> StatisticsAt(
+absl::StatusOr<StatisticsCoarsener> StatisticsCoarsener::Create(
     const StatisticsState& state, absl::Span<const int64_t> block_size) {
   const absl::StatusOr<BlockLayout> coarse =
       BlockLayout::Create(state.shape, block_size);
@@ -87,6 +87,8 @@ absl::StatusOr<TensorStatistics> StatisticsAt(
         sizes.empty() || sizes[d] == 0 ? state.shape[d] : sizes[d];
     return std::max<int64_t>(1, std::min(size, state.shape[d]));
   };
+  StatisticsCoarsener coarsener(
+      state.statistics, state.statistics.Outline(coarse->scale_count()));
   for (size_t d = 0; d < rank; ++d) {
     const int64_t from = block(state.block_size, d);
     const int64_t to = block(block_size, d);
@@ -96,27 +98,47 @@ absl::StatusOr<TensorStatistics> StatisticsAt(
                        ", expected a multiple of ", from,
                        ", the blocks that the statistics are kept in"));
     }
+    coarsener.fine_block_.push_back(from);
+    coarsener.coarse_block_.push_back(to);
   }
-  if (coarse->scale_count() == 0) {
-    // An empty tensor, in blocks of a dimension that is 0.
-    return TensorStatistics::FromParts(state.statistics.counts(), {}, {},
-                                       state.statistics.mantissa_bits(), {});
-  }
-  std::vector<int64_t> map(fine->scale_count());
-  std::vector<int64_t> index(rank, 0);
-  for (int64_t i = 0; i < fine->scale_count(); ++i) {
-    int64_t to = 0;
-    for (size_t d = 0; d < rank; ++d) {
-      to = to * coarse->scale_shape()[d] +
-           index[d] * block(state.block_size, d) / block(block_size, d);
+  coarsener.fine_shape_.assign(fine->scale_shape().begin(),
+                               fine->scale_shape().end());
+  coarsener.coarse_shape_.assign(coarse->scale_shape().begin(),
+                                 coarse->scale_shape().end());
+  coarsener.index_.resize(rank);
+  return coarsener;
+}
+
+bool StatisticsCoarsener::Run(const TimeSlice& slice) {
+  // An empty tensor may have no block left, of a dimension that is 0.
+  const int64_t count = coarse_.scale_count() == 0 ? 0 : fine_->scale_count();
+  constexpr int64_t kAtOnce = 8;
+  while (next_ < count) {
+    const int64_t end = std::min(count, next_ + kAtOnce);
+    for (; next_ < end; ++next_) {
+      int64_t to = 0;
+      for (size_t d = 0; d < index_.size(); ++d) {
+        to = to * coarse_shape_[d] +
+             index_[d] * fine_block_[d] / coarse_block_[d];
+      }
+      coarse_.MergeScaleIndex(*fine_, next_, to);
+      for (size_t d = index_.size(); d-- > 0;) {
+        if (++index_[d] < fine_shape_[d]) break;
+        index_[d] = 0;
+      }
     }
-    map[i] = to;
-    for (size_t d = rank; d-- > 0;) {
-      if (++index[d] < fine->scale_shape()[d]) break;
-      index[d] = 0;
-    }
+    if (slice.over()) break;
   }
-  return state.statistics.Coarsen(map, coarse->scale_count());
+  return next_ == count;
+}
+
+absl::StatusOr<TensorStatistics> StatisticsAt(
+    const StatisticsState& state, absl::Span<const int64_t> block_size) {
+  absl::StatusOr<StatisticsCoarsener> coarsener =
+      StatisticsCoarsener::Create(state, block_size);
+  if (!coarsener.ok()) return coarsener.status();
+  coarsener->Run(TimeSlice::Endless());
+  return coarsener->Take();
 }
 
 }  // namespace quantd::core

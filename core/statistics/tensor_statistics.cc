@@ -628,19 +628,26 @@ void TensorStatistics::Merge(const TensorStatistics& other) {
   }
 }
 
-TensorStatistics TensorStatistics::Coarsen(absl::Span<const int64_t> map,
-                                           int64_t scale_count_out) const {
-  TensorStatistics coarse(scale_count_out, mantissa_bits_);
-  coarse.counts_ = counts_;
-  if (!has_non_finite_.empty()) coarse.has_non_finite_.resize(scale_count_out);
-  for (size_t i = 0; i < extremes_.size(); ++i) {
-    const int64_t to = map[i];
-    coarse.extremes_[to].Merge(extremes_[i]);
-    if (mantissa_bits_ > 0) coarse.histograms_[to].Merge(histograms_[i]);
-    if (has_non_finite(i)) coarse.has_non_finite_[to] = true;
+TensorStatistics TensorStatistics::Outline(int64_t scale_count) const {
+  TensorStatistics outline(scale_count, mantissa_bits_);
+  outline.counts_ = counts_;
+  if (!has_non_finite_.empty()) outline.has_non_finite_.resize(scale_count);
+  return outline;
+}
+
+void TensorStatistics::MergeScaleIndex(const TensorStatistics& from,
+                                       int64_t from_index, int64_t to_index) {
+  extremes_[to_index].Merge(from.extremes_[from_index]);
+  if (mantissa_bits_ > 0) {
+    Histogram& histogram = histograms_[to_index];
+    histogram_bytes_ -= histogram.memory_bytes();
+    histogram.Merge(from.histograms_[from_index]);
+    histogram_bytes_ += histogram.memory_bytes();
   }
-  coarse.CountHistogramBytes();
-  return coarse;
+  if (from.has_non_finite(from_index)) {
+    has_non_finite_.resize(extremes_.size());
+    has_non_finite_[to_index] = true;
+  }
 }
 
 bool TensorStatistics::has_non_finite(int64_t scale_index) const {

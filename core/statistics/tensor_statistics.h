@@ -56,11 +56,14 @@ class TensorStatistics {
   // Requires: the same scale count and mantissa bits.
   void Merge(const TensorStatistics& other);
 
-  // The statistics of larger blocks: scale index i here is part of scale index
-  // map[i] there.
-  // `map`  [scale_count], each below `scale_count_out`.
-  TensorStatistics Coarsen(absl::Span<const int64_t> map,
-                           int64_t scale_count_out) const;
+  // The same elements in `scale_count` larger blocks, which MergeScaleIndex has
+  // yet to fill.
+  TensorStatistics Outline(int64_t scale_count) const;
+  // Adds what `from` has at one scale index to another one here, but for the
+  // counts over all elements.
+  // Requires: the same mantissa bits.
+  void MergeScaleIndex(const TensorStatistics& from, int64_t from_index,
+                       int64_t to_index);
 
   const ElementCounts& counts() const { return counts_; }
   int64_t scale_count() const { return static_cast<int64_t>(extremes_.size()); }

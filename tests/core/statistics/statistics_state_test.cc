@@ -3,7 +3,9 @@
 #include <cstdint>
 #include <vector>
 
+#include "absl/time/time.h"
 #include "core/errors.h"
+#include "core/parallel/time_slice.h"
 #include "gtest/gtest.h"
 #include "tests/core/kernel_test_util.h"
 
@@ -122,6 +124,18 @@ TEST(StatisticsStateTest, CoarsensToWhatLargerBlocksWouldHave) {
     ASSERT_TRUE(got.ok()) << got.status();
     ExpectSame(*got, want.statistics);
   }
+}
+
+TEST(StatisticsStateTest, CoarsensToTheSameInSlicesOfNoTime) {
+  const StatisticsState fine = MakeState({{60, 75}, {1, 5}}, 4, 1);
+  const auto want = StatisticsAt(fine, {2, 0});
+  ASSERT_TRUE(want.ok()) << want.status();
+  auto coarsener = StatisticsCoarsener::Create(fine, {2, 0});
+  ASSERT_TRUE(coarsener.ok()) << coarsener.status();
+  int slices = 1;
+  while (!coarsener->Run(TimeSlice(absl::ZeroDuration()))) ++slices;
+  EXPECT_GE(slices, 60 * 15 / 8);
+  ExpectSame(coarsener->Take(), *want);
 }
 
 TEST(StatisticsStateTest, RefusesSmallerOrStraddlingBlocks) {
