@@ -1,0 +1,611 @@
+#include "server/interchange/interchange.h"
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "core/errors.h"
+#include "core/formats/number_format.h"
+#include "core/types/encoding.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "nlohmann/json.hpp"
+#include "server/interchange/layout.h"
+
+namespace quantd::server {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+core::Encoding MakeEncoding(absl::string_view format,
+                            std::vector<float> scale) {
+  const core::FormatInfo& info = *core::FindFormatByName(format);
+  core::Encoding encoding;
+  encoding.format = info.format;
+  encoding.qmin = info.qmin;
+  encoding.qmax = info.qmax;
+  encoding.scale = std::move(scale);
+  return encoding;
+}
+
+// Scales that few decimal digits do not give back.
+std::vector<float> Scales(size_t count) {
+  std::vector<float> scales;
+  for (size_t i = 0; i < count; ++i) {
+    scales.push_back(0.1f / (3.0f + static_cast<float>(i)));
+  }
+  return scales;
+}
+
+core::Encoding PerChannel(absl::string_view format, size_t rank, size_t axis,
+                          size_t count) {
+  core::Encoding encoding = MakeEncoding(format, Scales(count));
+  encoding.block_size.assign(rank, 0);
+  encoding.block_size[axis] = 1;
+  encoding.scale_shape.assign(rank, 1);
+  encoding.scale_shape[axis] = static_cast<int64_t>(count);
+  return encoding;
+}
+
+// Blocks of 32 of a matrix with 4 rows.
+core::Encoding Grouped(absl::string_view format) {
+  core::Encoding encoding = MakeEncoding(format, Scales(12));
+  encoding.block_size = {1, 32};
+  encoding.scale_shape = {4, 3};
+  return encoding;
+}
+
+core::Encoding Lpbq() {
+  core::Encoding encoding = MakeEncoding("lpbq", {});
+  encoding.scale_type = core::ScaleType::kInteger;
+  encoding.block_size = {1, 64};
+  encoding.scale_shape = {2, 3};
+  encoding.scale_code = {1, 16, 3, 4, 5, 16};
+  encoding.outer_block_size = {1, 0};
+  encoding.outer_scale = Scales(2);
+  EXPECT_TRUE(core::DeriveScales(&encoding).ok());
+  return encoding;
+}
+
+// Encodings by name.
+using Encodings = std::vector<std::pair<std::string, core::Encoding>>;
+
+struct Written {
+  std::string text;
+  std::vector<InterchangeLoss> losses;
+  int64_t count = 0;
+};
+
+Written Write(InterchangeFormat format, const Encodings& encodings) {
+  ExportOptions options;
+  options.model = "acme/net";
+  options.revision = "main";
+  options.is_parameter = [](absl::string_view tensor, const core::Encoding&) {
+    return absl::EndsWith(tensor, "weight");
+  };
+  absl::StatusOr<std::unique_ptr<EncodingsWriter>> writer =
+      EncodingsWriter::Create(format, std::move(options));
+  Written written;
+  EXPECT_TRUE(writer.ok()) << writer.status();
+  if (!writer.ok()) return written;
+  for (int pass = 0; pass < (*writer)->pass_count(); ++pass) {
+    (*writer)->Begin(pass, &written.text);
+    for (const auto& [name, encoding] : encodings) {
+      EXPECT_TRUE(core::ValidateEncoding(encoding).ok())
+          << name << ": " << core::ValidateEncoding(encoding);
+      (*writer)->Add(pass, name, encoding, &written.text, &written.losses);
+    }
+  }
+  (*writer)->Finish(&written.text);
+  written.count = (*writer)->encoding_count();
+  return written;
+}
+
+absl::StatusOr<ParsedEncodings> Parse(
+    absl::string_view text,
+    InterchangeFormat format = InterchangeFormat::kUnspecified) {
+  const absl::StatusOr<int64_t> bytes = ParseMemoryBytes(text);
+  if (!bytes.ok()) return bytes.status();
+  return ParseEncodings(text, format);
+}
+
+LayoutHint Shape(std::vector<int64_t> shape) {
+  LayoutHint hint;
+  hint.shape_known = true;
+  hint.shape = std::move(shape);
+  return hint;
+}
+
+// The only encoding of a file.
+absl::StatusOr<core::Encoding> ParseOne(absl::string_view text,
+                                        const LayoutHint& hint = {}) {
+  absl::StatusOr<ParsedEncodings> parsed = Parse(text);
+  if (!parsed.ok()) return parsed.status();
+  if (parsed->encodings.size() != 1) {
+    return absl::InternalError(
+        absl::StrCat(parsed->encodings.size(), " encodings"));
+  }
+  absl::Status status = ResolveLayout(hint, &parsed->encodings[0]);
+  if (!status.ok()) return status;
+  return std::move(parsed->encodings[0].encoding);
+}
+
+std::string Losses(const std::vector<InterchangeLoss>& losses) {
+  std::string text;
+  for (const InterchangeLoss& loss : losses) {
+    absl::StrAppend(&text, loss.tensor, loss.left_out ? " left out: " : ": ",
+                    loss.what, "\n");
+  }
+  return text;
+}
+
+// Every kind of encoding that there is.
+Encodings AllKinds() {
+  Encodings all;
+  all.emplace_back("plain", MakeEncoding("int8", {0.1f}));
+  core::Encoding strict = PerChannel("int8", 4, 0, 5);
+  strict.qmin = -127;
+  strict.degenerate_count = 2;
+  all.emplace_back("strict.weight", strict);
+  core::Encoding asymmetric = MakeEncoding("uint8", {3.14159274e-5f});
+  asymmetric.zero_point = {131};
+  all.emplace_back("activation", asymmetric);
+  core::Encoding outside = MakeEncoding("uint8", {1.17549435e-38f});
+  outside.zero_point = {-300};
+  outside.exclude_zero = true;
+  all.emplace_back("outside", outside);
+  core::Encoding wide = Grouped("int12");
+  wide.zero_point.assign(12, -7);
+  all.emplace_back("wide.weight", wide);
+  core::Encoding half = Grouped("uint4");
+  half.scale_type = core::ScaleType::kFloat16;
+  for (float& scale : half.scale) scale = 0.25f;
+  all.emplace_back("half.weight", half);
+  core::Encoding blocks = MakeEncoding("int4", Scales(4));
+  blocks.block_size = {128, 64};
+  blocks.scale_shape = {2, 2};
+  all.emplace_back("blocks.weight", blocks);
+  core::Encoding mx = MakeEncoding("mxfp4_e2m1", {});
+  mx.scale_type = core::ScaleType::kE8m0;
+  mx.block_size = {1, 32};
+  mx.scale_shape = {2, 2};
+  mx.scale_code = {120, 0, 255, 254};
+  EXPECT_TRUE(core::DeriveScales(&mx).ok());
+  all.emplace_back("mx.weight", mx);
+  core::Encoding nvfp4 = MakeEncoding("nvfp4", {});
+  nvfp4.scale_type = core::ScaleType::kE4m3;
+  nvfp4.block_size = {1, 16};
+  nvfp4.scale_code = {0x38, 0x01, 0x7E};
+  nvfp4.outer_scale = {0.0123f};
+  EXPECT_TRUE(core::DeriveScales(&nvfp4).ok());
+  all.emplace_back("nvfp4.weight", nvfp4);
+  all.emplace_back("lpbq.weight", Lpbq());
+  core::Encoding codebook = MakeEncoding("codebook4", {0.3f});
+  codebook.codebook = {-1, -0.1f, 0.1f, 1};
+  codebook.qmax = 3;
+  all.emplace_back("codebook", codebook);
+  all.emplace_back("nf4", MakeEncoding("nf4", {0.7f}));
+  core::Encoding fp8 = PerChannel("float8_e4m3fn", 2, 1, 3);
+  fp8.no_saturation = true;
+  all.emplace_back("fp8.weight", fp8);
+  return all;
+}
+
+TEST(InterchangeTest, OurJsonHoldsEverything) {
+  const Encodings all = AllKinds();
+  const Written written = Write(InterchangeFormat::kJson, all);
+  EXPECT_EQ(Losses(written.losses), "");
+  absl::StatusOr<ParsedEncodings> parsed = Parse(written.text);
+  ASSERT_TRUE(parsed.ok()) << parsed.status();
+  EXPECT_EQ(parsed->format, InterchangeFormat::kJson);
+  EXPECT_THAT(parsed->losses, IsEmpty());
+  ASSERT_EQ(parsed->encodings.size(), all.size());
+  for (size_t i = 0; i < all.size(); ++i) {
+    PendingEncoding& pending = parsed->encodings[i];
+    EXPECT_EQ(pending.tensor, all[i].first);
+    const absl::Status status = ResolveLayout({}, &pending);
+    ASSERT_TRUE(status.ok()) << status;
+    EXPECT_TRUE(pending.encoding == all[i].second) << all[i].first;
+  }
+}
+
+// What is not told as a loss comes back.
+TEST(InterchangeTest, EveryFormatGivesBackWhatItDoesNotTellAsLost) {
+  const Encodings all = AllKinds();
+  for (const InterchangeFormat format :
+       {InterchangeFormat::kAimet061, InterchangeFormat::kAimet100,
+        InterchangeFormat::kAimet200, InterchangeFormat::kOnnxQdq}) {
+    for (const auto& [name, encoding] : all) {
+      SCOPED_TRACE(absl::StrCat(static_cast<int>(format), " ", name));
+      const Written written = Write(format, {{name, encoding}});
+      absl::StatusOr<ParsedEncodings> parsed = Parse(written.text);
+      ASSERT_TRUE(parsed.ok()) << parsed.status() << "\n" << written.text;
+      EXPECT_EQ(parsed->format, format);
+      if (!written.losses.empty() && written.losses[0].left_out) {
+        EXPECT_EQ(written.count, 0);
+        EXPECT_THAT(parsed->encodings, IsEmpty());
+        continue;
+      }
+      ASSERT_EQ(parsed->encodings.size(), 1);
+      LayoutHint hint;
+      hint.block_size = encoding.block_size;
+      const absl::Status status = ResolveLayout(hint, &parsed->encodings[0]);
+      ASSERT_TRUE(status.ok()) << status;
+      core::Encoding back = std::move(parsed->encodings[0].encoding);
+      EXPECT_EQ(parsed->encodings[0].tensor, name);
+      // Where the layout had to be told, and where it may differ in form.
+      if (back.block_size.empty() || encoding.scale.size() == 1) {
+        back.block_size = encoding.block_size;
+      }
+      back.scale_shape = encoding.scale_shape;
+      const std::string losses = Losses(written.losses);
+      const bool is_told =
+          absl::StrContains(losses, ": ") &&
+          losses != absl::StrCat(name,
+                                 ": block_size: importing takes the tensor's "
+                                 "shape\n") &&
+          losses != absl::StrCat(name,
+                                 ": block_size: only the axis; importing takes "
+                                 "the tensor's shape\n");
+      EXPECT_EQ(back == encoding, !is_told) << losses << written.text;
+    }
+  }
+}
+
+TEST(InterchangeTest, Aimet061CountsOffsetsFromUnsignedCodes) {
+  core::Encoding symmetric = PerChannel("int8", 4, 0, 2);
+  symmetric.scale = {0.5f, 0.25f};
+  core::Encoding activation = MakeEncoding("uint8", {0.5f});
+  activation.zero_point = {10};
+  const Written written = Write(InterchangeFormat::kAimet061,
+                                {{"input", activation}, {"weight", symmetric}});
+  const auto json = nlohmann::json::parse(written.text);
+  EXPECT_EQ(json["version"], "0.6.1");
+  EXPECT_EQ(json["activation_encodings"]["input"],
+            nlohmann::json::parse(
+                R"([{"bitwidth":8,"dtype":"int","is_symmetric":"False",
+                     "min":-5.0,"max":122.5,"scale":0.5,"offset":-10}])"));
+  EXPECT_EQ(json["param_encodings"]["weight"],
+            nlohmann::json::parse(
+                R"([{"bitwidth":8,"dtype":"int","is_symmetric":"True",
+                     "min":-64.0,"max":63.5,"scale":0.5,"offset":-128},
+                    {"bitwidth":8,"dtype":"int","is_symmetric":"True",
+                     "min":-32.0,"max":31.75,"scale":0.25,"offset":-128}])"));
+  EXPECT_EQ(json["quantizer_args"]["param_bitwidth"], 8);
+  EXPECT_EQ(Losses(written.losses),
+            "weight: block_size: importing takes the tensor's shape\n");
+}
+
+TEST(InterchangeTest, SignedCodesWithAZeroPointBecomeUnsignedOnesInAimet) {
+  core::Encoding encoding = MakeEncoding("int8", {0.5f});
+  encoding.zero_point = {-28};
+  const Written written =
+      Write(InterchangeFormat::kAimet100, {{"a", encoding}});
+  EXPECT_EQ(Losses(written.losses),
+            "a: format: int8 becomes uint8, codes and zero points move by "
+            "128\n");
+  const absl::StatusOr<core::Encoding> back = ParseOne(written.text);
+  ASSERT_TRUE(back.ok()) << back.status();
+  EXPECT_EQ(back->zero_point, std::vector<int32_t>{100});
+}
+
+constexpr char kAimet061[] = R"({
+  "version": "0.6.1",
+  "activation_encodings": {},
+  "param_encodings": {
+    "conv.weight": [
+      {"bitwidth": 8, "dtype": "int", "is_symmetric": "True", "max": 1.27,
+       "min": -1.28, "offset": -128, "scale": 0.01},
+      {"bitwidth": 8, "dtype": "int", "is_symmetric": "True", "max": 2.54,
+       "min": -2.56, "offset": -128, "scale": 0.02}]},
+  "quantizer_args": {"activation_bitwidth": 8, "param_bitwidth": 8,
+    "dtype": "int", "is_symmetric": true, "per_channel_quantization": true,
+    "quant_scheme": "post_training_tf"}})";
+
+TEST(InterchangeTest, ReadsAimet061ByTheShape) {
+  const absl::StatusOr<core::Encoding> encoding =
+      ParseOne(kAimet061, Shape({2, 3, 3, 3}));
+  ASSERT_TRUE(encoding.ok()) << encoding.status();
+  EXPECT_EQ(encoding->format, core::FindFormatByName("int8")->format);
+  EXPECT_EQ(encoding->block_size, (std::vector<int64_t>{1, 0, 0, 0}));
+  EXPECT_EQ(encoding->scale_shape, (std::vector<int64_t>{2, 1, 1, 1}));
+  EXPECT_EQ(encoding->scale, (std::vector<float>{0.01f, 0.02f}));
+  EXPECT_THAT(encoding->zero_point, IsEmpty());
+  EXPECT_EQ(encoding->qmin, -128);
+  const absl::StatusOr<ParsedEncodings> parsed = Parse(kAimet061);
+  EXPECT_EQ(Losses(parsed->losses),
+            "conv.weight: scale: 2 rounded to the nearest float32\n");
+}
+
+TEST(InterchangeTest, SaysWhenTheAxisIsOpen) {
+  const auto error = [](const LayoutHint& hint) {
+    return std::string(ParseOne(kAimet061, hint).status().message());
+  };
+  EXPECT_EQ(error({}),
+            "AXIS_UNKNOWN: param_encodings[\"conv.weight\"]: 2 scales, and the "
+            "file does not say along which dimension; give the tensor's shape "
+            "or block size");
+  EXPECT_EQ(error(Shape({2, 2, 3, 3})),
+            "AXIS_UNKNOWN: param_encodings[\"conv.weight\"]: 2 scales fit axis "
+            "0 and axis 1; give the axis");
+  EXPECT_EQ(error(Shape({4, 3, 3, 3})),
+            "INTERCHANGE_INVALID: param_encodings[\"conv.weight\"]: 2 scales "
+            "do not fit a tensor of shape [4,3,3,3]");
+  LayoutHint hint = Shape({2, 2, 3, 3});
+  hint.axis = -3;
+  const absl::StatusOr<core::Encoding> encoding = ParseOne(kAimet061, hint);
+  ASSERT_TRUE(encoding.ok()) << encoding.status();
+  EXPECT_EQ(encoding->block_size, (std::vector<int64_t>{0, 1, 0, 0}));
+  hint = {};
+  hint.block_size = {0, 0, 1};
+  EXPECT_EQ(ParseOne(kAimet061, hint)->scale_shape,
+            (std::vector<int64_t>{1, 1, 2}));
+  hint.block_size = {0, 2, 1};
+  EXPECT_THAT(error(hint), HasSubstr("do not fit a block size of [0,2,1]"));
+}
+
+TEST(InterchangeTest, ReadsStrictSymmetryOfAimet) {
+  const absl::StatusOr<core::Encoding> encoding = ParseOne(
+      R"({"version":"0.6.1","param_encodings":{},"activation_encodings":{"a":
+          [{"bitwidth":8,"dtype":"int","is_symmetric":"True","min":-63.5,
+            "max":63.5,"offset":-127,"scale":0.5}]}})");
+  ASSERT_TRUE(encoding.ok()) << encoding.status();
+  EXPECT_EQ(encoding->qmin, -127);
+  EXPECT_EQ(encoding->qmax, 127);
+  EXPECT_THAT(encoding->zero_point, IsEmpty());
+}
+
+TEST(InterchangeTest, ReadsAimet100) {
+  const absl::StatusOr<ParsedEncodings> parsed = Parse(
+      R"({"version":"1.0.0",
+          "activation_encodings":[
+            {"name":"a","dtype":"INT","bw":8,"enc_type":"PER_TENSOR",
+             "is_sym":false,"scale":[0.5],"offset":[-3]},
+            {"name":"f","dtype":"FLOAT","bw":16,"enc_type":"PER_TENSOR"},
+            {"name":"v","dtype":"INT","bw":8,"enc_type":"VECTOR"},
+            {"name":"s","dtype":"INT","bw":8,"enc_type":"PER_TENSOR",
+             "is_sym":true,"scale":[0.5],"offset":[-128],
+             "zero_point_shift":[0.5]}],
+          "param_encodings":[
+            {"name":"w","dtype":"INT","bw":4,"enc_type":"PER_BLOCK",
+             "is_sym":true,"block_size":2,"scale":[1,2,3,4,5,6],
+             "offset":[-8,-8,-8,-8,-8,-8]}]})");
+  ASSERT_TRUE(parsed.ok()) << parsed.status();
+  ASSERT_EQ(parsed->encodings.size(), 2);
+  EXPECT_EQ(parsed->encodings[0].encoding.zero_point, std::vector<int32_t>{3});
+  EXPECT_EQ(Losses(parsed->losses),
+            "f left out: activation_encodings[1]: a float of 16 bits without "
+            "scale, nothing to keep\n"
+            "v left out: activation_encodings[2]: no vector quantization\n"
+            "s left out: activation_encodings[3].zero_point_shift: a zero "
+            "point between codes, expected 0\n");
+  PendingEncoding rows = parsed->encodings[1];
+  ASSERT_TRUE(ResolveLayout(Shape({3, 4}), &rows).ok());
+  EXPECT_EQ(rows.encoding.block_size, (std::vector<int64_t>{1, 2}));
+  EXPECT_EQ(rows.encoding.scale, (std::vector<float>{1, 2, 3, 4, 5, 6}));
+  // Channels behind the blocks: the file has [channels, blocks] all the same.
+  PendingEncoding columns = parsed->encodings[1];
+  ASSERT_TRUE(ResolveLayout(Shape({4, 3}), &columns).ok());
+  EXPECT_EQ(columns.encoding.block_size, (std::vector<int64_t>{2, 1}));
+  EXPECT_EQ(columns.encoding.scale, (std::vector<float>{1, 3, 5, 2, 4, 6}));
+  PendingEncoding kernel = parsed->encodings[1];
+  ASSERT_TRUE(ResolveLayout(Shape({3, 4, 5, 5}), &kernel).ok());
+  EXPECT_EQ(kernel.encoding.block_size, (std::vector<int64_t>{1, 2, 0, 0}));
+}
+
+TEST(InterchangeTest, WritesLpbqOfAimetBothWays) {
+  const Written written =
+      Write(InterchangeFormat::kAimet100, {{"w.weight", Lpbq()}});
+  const auto entry = nlohmann::json::parse(written.text)["param_encodings"][0];
+  EXPECT_EQ(entry["enc_type"], "LPBQ");
+  EXPECT_EQ(entry["bw"], 8);
+  EXPECT_EQ(entry["compressed_bw"], 4);
+  EXPECT_EQ(entry["offset"], nlohmann::json({-128, -128}));
+  EXPECT_EQ(entry["per_block_int_scale"], nlohmann::json({1, 16, 3, 4, 5, 16}));
+  const Written nested =
+      Write(InterchangeFormat::kAimet200, {{"w.weight", Lpbq()}});
+  const auto other = nlohmann::json::parse(nested.text)["encodings"][0];
+  EXPECT_EQ(other["output_dtype"], "int4");
+  EXPECT_EQ(other["axis"], 1);
+  EXPECT_EQ(other["block_size"], 64);
+  EXPECT_EQ(other["per_block_int_scale"],
+            nlohmann::json({{1, 16, 3}, {4, 5, 16}}));
+  EXPECT_EQ(other["per_channel_float_scale"].size(), 2);
+  EXPECT_EQ(Losses(nested.losses), "");
+}
+
+TEST(InterchangeTest, ReadsAimet200) {
+  const absl::StatusOr<ParsedEncodings> parsed = Parse(
+      R"({"version":"2.0.0","encodings":[
+          {"name":"a","output_dtype":"uint8","y_scale":0.5,"y_zero_point":3},
+          {"name":"c","output_dtype":"int8","y_scale":[0.5,0.25],"axis":0},
+          {"name":"b","output_dtype":"int4","axis":1,"block_size":2,
+           "y_scale":[[1,2],[3,4],[5,6]]},
+          {"name":"f","output_dtype":"float16"}]})");
+  ASSERT_TRUE(parsed.ok()) << parsed.status();
+  ASSERT_EQ(parsed->encodings.size(), 3);
+  EXPECT_EQ(parsed->encodings[0].encoding.zero_point, std::vector<int32_t>{3});
+  PendingEncoding channels = parsed->encodings[1];
+  ASSERT_TRUE(ResolveLayout(Shape({2, 2}), &channels).ok());
+  EXPECT_EQ(channels.encoding.block_size, (std::vector<int64_t>{1, 0}));
+  EXPECT_EQ(parsed->encodings[2].encoding.block_size,
+            (std::vector<int64_t>{1, 2}));
+  EXPECT_EQ(parsed->encodings[2].encoding.scale_shape,
+            (std::vector<int64_t>{3, 2}));
+  EXPECT_THAT(Losses(parsed->losses), HasSubstr("f left out"));
+}
+
+TEST(InterchangeTest, WritesTheSchemesOfCompressedTensors) {
+  core::Encoding input = MakeEncoding("uint8", {0.5f});
+  input.zero_point = {3};
+  const Written written =
+      Write(InterchangeFormat::kCompressedTensors,
+            {{"a.input", input},
+             {"a.weight", PerChannel("int8", 2, 0, 3)},
+             {"b.weight", Grouped("int4")},
+             {"c.weight", Grouped("int4")},
+             {"d.weight", PerChannel("float8_e4m3fn", 2, 0, 3)},
+             {"odd", MakeEncoding("int8", {1})},
+             {"e.weight", PerChannel("int12", 2, 0, 3)}});
+  const auto config =
+      nlohmann::json::parse(written.text)["quantization_config"];
+  EXPECT_EQ(config["quant_method"], "compressed-tensors");
+  EXPECT_EQ(config["format"], "mixed-precision");
+  const auto& groups = config["config_groups"];
+  ASSERT_EQ(groups.size(), 3);
+  EXPECT_EQ(groups["group_0"]["targets"], nlohmann::json({"a"}));
+  EXPECT_EQ(groups["group_0"]["format"], "int-quantized");
+  EXPECT_EQ(groups["group_0"]["weights"]["strategy"], "channel");
+  EXPECT_EQ(groups["group_0"]["input_activations"]["symmetric"], false);
+  EXPECT_EQ(groups["group_1"]["targets"], nlohmann::json({"b", "c"}));
+  EXPECT_EQ(groups["group_1"]["format"], "pack-quantized");
+  EXPECT_EQ(groups["group_1"]["weights"]["group_size"], 32);
+  EXPECT_EQ(groups["group_2"]["format"], "float-quantized");
+  EXPECT_THAT(Losses(written.losses), HasSubstr("odd left out"));
+  EXPECT_THAT(Losses(written.losses), HasSubstr("e.weight left out"));
+  EXPECT_THAT(Losses(written.losses), HasSubstr("b.weight: scale"));
+}
+
+struct Malformed {
+  const char* text;
+  const char* message;
+};
+
+TEST(InterchangeTest, NamesThePlaceOfWhatIsWrong) {
+  const std::string deep = std::string(40, '[') + "1" + std::string(40, ']');
+  const Malformed files[] = {
+      {"", "the file: not valid JSON at byte"},
+      {"{\"a\":1", "the file: not valid JSON at byte"},
+      {"[1]", "the file: expected a JSON object"},
+      {"{}", "the file: expected one of our own JSON"},
+      {"{\"version\":1,\"version\":2}", "the key \"version\" stands twice"},
+      {deep.c_str(), "nested deeper than 32"},
+      {R"({"format":"quantd-encodings","version":2,"encodings":[]})",
+       "version \"2\", expected 1"},
+      {R"({"format":"quantd-encodings","version":1})",
+       "encodings: is missing, expected a list"},
+      {R"({"format":"quantd-encodings","version":1,"encodings":{}})",
+       "encodings: expected a list"},
+      {R"({"format":"quantd-encodings","version":1,"encodings":[7]})",
+       "encodings[0]: expected an object, got a number"},
+      {R"({"format":"quantd-encodings","version":1,
+           "encodings":[{"name":"a","format":"int99"}]})",
+       "encodings[0].format: no format \"int99\""},
+      {R"({"format":"quantd-encodings","version":1,
+           "encodings":[{"name":"a","format":"int8","scale":[1,"x"]}]})",
+       "encodings[0].scale[1]: expected a number, got a string"},
+      {R"({"format":"quantd-encodings","version":1,
+           "encodings":[{"name":"a","format":"int8","scale":[1],
+                         "scale_type":"float31"}]})",
+       "encodings[0].scale_type: no scale type \"float31\""},
+      {R"({"format":"quantd-encodings","version":1,
+           "encodings":[{"name":"a","format":"int8","scale":[1],
+                         "block_size":[-1]}]})",
+       "encodings[0].block_size[0]: expected an integer of 0 to"},
+      {R"({"format":"quantd-encodings","version":1,
+           "encodings":[{"name":"a","format":"int8","scale":[1]},
+                        {"name":"a","format":"int8","scale":[1]}]})",
+       "encodings[1]: tensor \"a\" stands twice in the file"},
+      {R"({"version":"0.6.1","param_encodings":{"w":[]}})",
+       "param_encodings[\"w\"]: expected a list of at least one encoding"},
+      {R"({"version":"0.6.1","param_encodings":{"w":[
+           {"bitwidth":8,"scale":1,"offset":-128},
+           {"bitwidth":4,"scale":1,"offset":-8}]}})",
+       "param_encodings[\"w\"][1]: another bitwidth or symmetry"},
+      {R"({"version":"0.6.1","param_encodings":{"w":[
+           {"bitwidth":1,"scale":1,"offset":-128}]}})",
+       "param_encodings[\"w\"][0].bitwidth[0]: expected an integer of 2 to 16"},
+      {R"({"version":"0.6.1","param_encodings":{"w":[
+           {"bitwidth":8,"scale":1,"offset":-0.5}]}})",
+       "param_encodings[\"w\"][0].offset[0]: expected an integer"},
+      {R"({"version":"1.0.0","param_encodings":[
+           {"name":"w","dtype":"INT","bw":8,"enc_type":"PER_TENSOR",
+            "scale":[1,2],"offset":[0,0]}]})",
+       "param_encodings[0].scale: 2 scales, expected 1 per tensor"},
+      {R"({"version":"1.0.0","param_encodings":[
+           {"name":"w","dtype":"INT","bw":8,"enc_type":"PER_CHANNEL",
+            "scale":[1,2],"offset":[0]}]})",
+       "param_encodings[0]: 1 offsets for 2 scales"},
+      {R"({"version":"1.0.0","param_encodings":[
+           {"name":"w","dtype":"INT","bw":8,"enc_type":"PER_PIXEL",
+            "scale":[1],"offset":[0]}]})",
+       "param_encodings[0].enc_type: expected PER_TENSOR"},
+      {R"({"version":"2.0.0","encodings":[
+           {"name":"w","output_dtype":"uint8","y_scale":1,
+            "y_zero_point":-128}]})",
+       "encodings[0].y_zero_point: entry 0 is -128, expected an integer of 0 "
+       "to 255; it is the zero point, not the offset"},
+      {R"({"version":"2.0.0","encodings":[
+           {"name":"w","output_dtype":"int4","axis":1,"block_size":2,
+            "y_scale":[[1,2],[3]]}]})",
+       "encodings[0].y_scale[1]: expected a list of 2 as its neighbours are"},
+      {R"({"version":"2.0.0","encodings":[
+           {"name":"w","output_dtype":"int4","axis":5,"block_size":2,
+            "y_scale":[[1,2],[3,4]]}]})",
+       "encodings[0].axis[0]: expected an integer of -2 to 1"},
+      {R"({"version":"2.0.0","encodings":[
+           {"name":"w","output_dtype":"int4","axis":1,"block_size":2,
+            "per_block_int_scale":[[1,200]],
+            "per_channel_float_scale":[[1]]}]})",
+       "encodings[0].per_block_int_scale: entry 1 is 200"},
+      {R"({"quantization_config":{"config_groups":{}}})",
+       "a compressed-tensors configuration has no scales"},
+  };
+  for (const Malformed& file : files) {
+    const absl::StatusOr<ParsedEncodings> parsed = Parse(file.text);
+    ASSERT_FALSE(parsed.ok()) << file.text;
+    EXPECT_THAT(std::string(parsed.status().message()), HasSubstr(file.message))
+        << file.text;
+  }
+}
+
+TEST(InterchangeTest, RefusesEncodingsThatAreNotValid) {
+  const char* const entries[] = {
+      R"({"name":"a","format":"int8","scale":[0]})",
+      R"({"name":"a","format":"int8","scale":[-1]})",
+      R"({"name":"a","format":"int8","scale":[1e39]})",
+      R"({"name":"a","format":"int8","scale":[1e-39]})",
+      R"({"name":"a","format":"int8","scale":[]})",
+      R"({"name":"a","format":"int8","scale":[1],"zero_point":[200]})",
+      R"({"name":"a","format":"int8","scale":[1],"qmin":5,"qmax":4})",
+      R"({"name":"a","format":"nf4","scale":[1],"codebook":[1,2]})",
+      R"({"name":"a","format":"mxfp8_e4m3","scale_code":[]})",
+      R"({"name":"a","format":"nvfp4","scale_code":[56],"outer_scale":[]})",
+      R"({"name":"a","format":"int8","scale":[1,2],"block_size":[1],
+          "scale_shape":[3]})",
+  };
+  for (const char* const entry : entries) {
+    const absl::StatusOr<core::Encoding> encoding = ParseOne(absl::StrCat(
+        R"({"format":"quantd-encodings","version":1,"encodings":[)", entry,
+        "]}"));
+    EXPECT_EQ(core::ErrorReason(encoding.status()), "INTERCHANGE_INVALID")
+        << entry << " " << encoding.status();
+    EXPECT_THAT(std::string(encoding.status().message()),
+                HasSubstr("encodings[0]: "));
+  }
+}
+
+TEST(InterchangeTest, CountsWhatAFileWouldTake) {
+  const std::string flat = "{\"a\":[" + std::string(200000, '0') + "]}";
+  EXPECT_FALSE(ParseMemoryBytes(flat).ok());
+  std::string list = "{\"a\":[0";
+  for (int i = 0; i < 100000; ++i) list += ",0";
+  list += "]}";
+  const absl::StatusOr<int64_t> bytes = ParseMemoryBytes(list);
+  ASSERT_TRUE(bytes.ok());
+  EXPECT_GE(*bytes, 100000 * int64_t{sizeof(nlohmann::json)});
+  EXPECT_EQ(
+      core::ErrorReason(ParseMemoryBytes(std::string("{}\0{}", 5)).status()),
+      "INTERCHANGE_INVALID");
+}
+
+}  // namespace
+}  // namespace quantd::server
