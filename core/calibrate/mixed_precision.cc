@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <queue>
 #include <vector>
 
 #include "absl/numeric/int128.h"
@@ -139,27 +140,47 @@ Mixture BestMixture(absl::Span<const TensorOptions> tensors,
     mixture.choice[step.tensor] = step.to;
   }
 
-  // What is left goes to the options that save most, on a hull or not.
-  for (;;) {
-    double most = 0;
-    size_t best_tensor = 0;
-    int best = -1;
-    for (size_t tensor = 0; tensor < tensors.size(); ++tensor) {
-      const TensorOptions& options = tensors[tensor];
-      const PrecisionOption& now = options[mixture.choice[tensor]];
-      for (int i = 0; i < static_cast<int>(options.size()); ++i) {
-        const double saved = Noise(now) - Noise(options[i]);
-        if (saved > most && more_bytes(tensor, i) <= left) {
-          most = saved;
-          best_tensor = tensor;
-          best = i;
-        }
+  // What is left goes to the options that save most, on a hull or not. Room
+  // only shrinks and an option is never taken back for a noisier one, so that
+  // what an option saves only falls: the most that each tensor saved when it
+  // was last looked at is a bound.
+  struct Saving {
+    double noise;
+    size_t tensor;
+    int option;
+
+    bool operator<(const Saving& other) const {
+      if (noise != other.noise) return noise < other.noise;
+      return tensor > other.tensor;
+    }
+  };
+  std::priority_queue<Saving> savings;
+  // Of the options that fit, the first of those that save most.
+  const auto look_at = [&](size_t tensor) {
+    const TensorOptions& options = tensors[tensor];
+    Saving best = {0, tensor, -1};
+    for (int i = 0; i < static_cast<int>(options.size()); ++i) {
+      const double saved =
+          Noise(options[mixture.choice[tensor]]) - Noise(options[i]);
+      if (saved > best.noise && more_bytes(tensor, i) <= left) {
+        best.noise = saved;
+        best.option = i;
       }
     }
-    if (best < 0) return mixture;
-    left -= more_bytes(best_tensor, best);
-    mixture.choice[best_tensor] = best;
+    if (best.option >= 0) savings.push(best);
+  };
+  for (size_t tensor = 0; tensor < tensors.size(); ++tensor) look_at(tensor);
+  while (!savings.empty()) {
+    const Saving saving = savings.top();
+    savings.pop();
+    const int64_t bytes = more_bytes(saving.tensor, saving.option);
+    if (bytes <= left) {
+      left -= bytes;
+      mixture.choice[saving.tensor] = saving.option;
+    }
+    look_at(saving.tensor);
   }
+  return mixture;
 }
 
 }  // namespace quantd::core
