@@ -48,6 +48,11 @@ constexpr int64_t kMaxChunkBytes = 32 << 20;
 // The most that a page may hold.
 constexpr int kPageSize = 1000;
 
+// In turn over the addresses that say SERVING for the whole server.
+constexpr char kBalancingConfig[] =
+    R"({"loadBalancingConfig": [{"round_robin": {}}],
+        "healthCheckConfig": {"serviceName": ""}})";
+
 constexpr char kQuantizeMethod[] = "/quantd.v1.QuantizationService/Quantize";
 constexpr char kDequantizeMethod[] =
     "/quantd.v1.QuantizationService/Dequantize";
@@ -189,8 +194,18 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(ClientOptions options) {
   if (options.max_retries < 0) {
     return ArgumentInvalidError("expected retries of at least 0");
   }
+  if (options.deadline <= absl::ZeroDuration()) {
+    return ArgumentInvalidError("expected a deadline above 0");
+  }
+  if (options.part_bytes < options.chunk_bytes) {
+    return ArgumentInvalidError(
+        absl::StrCat("expected parts of at least a chunk, ",
+                     options.chunk_bytes, " bytes, got ", options.part_bytes));
+  }
   // A whole number of elements of every type.
   options.chunk_bytes -= options.chunk_bytes % kChunkUnitBytes;
+  // The way that gRPC lists addresses.
+  options.balance = options.balance || absl::StrContains(options.target, ',');
   if (options.credentials == nullptr) {
     options.credentials = grpc::InsecureChannelCredentials();
   }
@@ -202,9 +217,16 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(ClientOptions options) {
   // Retries are ours; gRPC's would buffer what it sends.
   arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);
   arguments.SetInt(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, kFrameBytes);
-  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 50);
-  arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 50);
+  // By default a server that is back would be left alone for up to two minutes.
+  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 2000);
+  // This one is the time to connect in.
+  arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 2000);
+  // A machine that is gone without a word.
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 30000);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20000);
+  arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
+  if (options.balance) arguments.SetServiceConfigJSON(kBalancingConfig);
   std::shared_ptr<grpc::Channel> channel =
       grpc::CreateCustomChannel(options.target, options.credentials, arguments);
   return std::unique_ptr<Client>(
@@ -266,17 +288,20 @@ template <typename Method, typename Request, typename Response>
 absl::Status Client::Call(Method method, const Request& request,
                           Response* response) {
   absl::BitGen random;
-  for (int attempt = 1;; ++attempt) {
+  internal::RetryPolicy policy(options_, &random);
+  const absl::Time deadline = absl::Now() + options_.deadline;
+  for (int retries = 0;; ++retries) {
     grpc::ClientContext context;
-    context.set_deadline(Deadline(options_.timeout));
+    const absl::Duration timeout =
+        std::min(options_.timeout, deadline - absl::Now());
+    context.set_deadline(Deadline(timeout));
     response->Clear();
     const absl::Status status = FromGrpcStatus(
         (encoding_stub_.get()->*method)(&context, request, response),
-        options_.target, options_.timeout);
-    if (!absl::IsUnavailable(status) || attempt > options_.max_retries) {
-      return status;
+        options_.target, timeout);
+    if (!policy.Pause(status, retries, deadline)) {
+      return WithAttempts(status, retries + 1);
     }
-    absl::SleepFor(internal::Backoff(options_, attempt, &random));
   }
 }
 
@@ -377,9 +402,14 @@ absl::Status Client::ReadAll(
     Start start, absl::FunctionRef<bool(const Response&)> on_response) {
   using Reader = ResponseReader<Response>;
   absl::BitGen random;
+  internal::RetryPolicy policy(options_, &random);
+  const absl::Time deadline = absl::Now() + options_.deadline;
   bool has_answer = false;
-  for (int attempt = 1;; ++attempt) {
+  for (int retries = 0;; ++retries) {
     grpc::ClientContext context;
+    if (deadline != absl::InfiniteFuture()) {
+      context.set_deadline(absl::ToChronoTime(deadline));
+    }
     Reader reader;
     start(encoding_stub_->async(), &context, &reader);
     reader.Start();
@@ -399,11 +429,9 @@ absl::Status Client::ReadAll(
     if (outcome == Reader::Outcome::kTimeout) {
       return TimeoutError(options_.target, options_.timeout);
     }
-    if (!absl::IsUnavailable(status) || has_answer ||
-        attempt > options_.max_retries) {
-      return status;
+    if (has_answer || !policy.Pause(status, retries, deadline)) {
+      return WithAttempts(status, retries + 1);
     }
-    absl::SleepFor(internal::Backoff(options_, attempt, &random));
   }
 }
 

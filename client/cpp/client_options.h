@@ -4,31 +4,62 @@
 #define QUANTD_CLIENT_CPP_CLIENT_OPTIONS_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 
+#include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "grpcpp/security/credentials.h"
 
 namespace quantd {
 
+// What is about to be tried again. Plain value, not synchronised.
+struct Retry {
+  // Why.
+  absl::Status status;
+  // 1 for the first one since something was answered, of at most `max_number`.
+  int number = 0;
+  int max_number = 0;
+  // How long until then.
+  absl::Duration pause;
+};
+
 // Plain value, not synchronised.
 struct ClientOptions {
-  // "host:port", or "unix:/path/to/socket".
+  // "host:port", "unix:/path/to/socket", or several replicas as
+  // "ipv4:10.0.0.1:8430,10.0.0.2:8430".
   std::string target = "127.0.0.1:8430";
-  // Deadline of a unary call; of a tensor, the longest time in which nothing
-  // moves either way.
+  // Sends calls to all addresses of the target in turn, and to none that does
+  // not report itself healthy: for replicas without a proxy in front of them.
+  // Always so when the target lists several. A name that stands for several is
+  // "dns:///name:port".
+  bool balance = false;
+  // Deadline of an attempt of a unary call; of a tensor, the longest time in
+  // which nothing moves either way.
   absl::Duration timeout = absl::Seconds(60);
+  // Of a unary call or a tensor over all attempts, the latter from when those
+  // before it on its stream were received.
+  absl::Duration deadline = absl::InfiniteDuration();
   // Payload of a message in bytes, 64 to 32 MiB, cut down to a multiple of 64.
   // A server takes 4 MiB by default.
   int64_t chunk_bytes = int64_t{1} << 20;
-  // Attempts after the first, on UNAVAILABLE and where the server asks for a
-  // retry. Every call may be repeated without harm.
-  int max_retries = 4;
+  // Attempts after the first without an answer, on UNAVAILABLE and where the
+  // server asks for a retry. Every call may be repeated without harm.
+  int max_retries = 6;
   // Pause before the first retry; it doubles up to max_backoff and varies by
   // half, so that clients do not come back all at once.
   absl::Duration initial_backoff = absl::Milliseconds(50);
   absl::Duration max_backoff = absl::Seconds(5);
+  // A tensor that is larger, and whose encoding is given or referred to, goes
+  // up in parts of that many bytes, or more where the encoding is large; each
+  // is answered with a checksum of its own. What broke goes on behind the last
+  // of them, on whichever replica. The result is that of the whole. At least
+  // chunk_bytes, rounded up to a multiple of 64.
+  int64_t part_bytes = int64_t{32} << 20;
+  // Told of every retry, on the thread that waits for it, which may be several
+  // threads at once. Default: nobody.
+  std::function<void(const Retry&)> on_retry;
   // Lets Client::AllocateShared hand out memory that the server reads and
   // writes in place. Needs a unix socket and a server with --shared-memory.
   bool shared_memory = false;

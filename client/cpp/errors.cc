@@ -1,22 +1,80 @@
 #include "client/cpp/errors.h"
 
 #include <cstdint>
+#include <string>
 
 #include "absl/status/status.h"
 #include "absl/strings/ascii.h"
+#include "absl/strings/cord.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "absl/types/optional.h"
+#include "google/protobuf/any.pb.h"
+#include "google/protobuf/duration.pb.h"
+#include "google/protobuf/io/coded_stream.h"
+#include "google/protobuf/wire_format_lite.h"
 
 namespace quantd {
 namespace {
 
 constexpr absl::string_view kServerUnreachable = "SERVER_UNREACHABLE";
+// The payload of a status that holds a duration.
+constexpr absl::string_view kRetryAfter = "quantd/retry_after";
 
 absl::Status Error(absl::StatusCode code, absl::string_view reason,
                    absl::string_view text) {
   return absl::Status(code, absl::StrCat(reason, ": ", text));
+}
+
+// Calls visit(bytes) for each length-delimited field `field` of a message, as
+// far as it is one.
+template <typename Visitor>
+void ForEachBytes(const std::string& message, int field, Visitor&& visit) {
+  using ::google::protobuf::internal::WireFormatLite;
+  google::protobuf::io::CodedInputStream in(
+      reinterpret_cast<const uint8_t*>(message.data()),
+      static_cast<int>(message.size()));
+  while (const uint32_t tag = in.ReadTag()) {
+    if (tag == WireFormatLite::MakeTag(
+                   field, WireFormatLite::WIRETYPE_LENGTH_DELIMITED)) {
+      std::string bytes;
+      if (!WireFormatLite::ReadBytes(&in, &bytes)) return;
+      visit(bytes);
+    } else if (!WireFormatLite::SkipField(&in, tag)) {
+      return;
+    }
+  }
+}
+
+// The RetryInfo {1: retry_delay} among the details of a google.rpc.Status {3:
+// repeated Any details}, read by number: Debian has no package with those
+// messages. Zero for none.
+absl::Duration RetryDelay(const std::string& rpc_status) {
+  absl::Duration retry_after = absl::ZeroDuration();
+  ForEachBytes(rpc_status, 3, [&](const std::string& bytes) {
+    google::protobuf::Any any;
+    if (!any.ParseFromString(bytes) ||
+        !absl::EndsWith(any.type_url(), "/google.rpc.RetryInfo")) {
+      return;
+    }
+    ForEachBytes(any.value(), 1, [&](const std::string& delay_bytes) {
+      google::protobuf::Duration delay;
+      if (!delay.ParseFromString(delay_bytes)) return;
+      retry_after =
+          absl::Seconds(delay.seconds()) + absl::Nanoseconds(delay.nanos());
+    });
+  });
+  return retry_after;
+}
+
+// What gRPC says without a word from quantd when a connection, or a proxy's to
+// a replica, went away.
+bool IsBroken(const absl::Status& status) {
+  return absl::IsUnavailable(status) || absl::IsCancelled(status) ||
+         (absl::IsInternal(status) &&
+          absl::StrContains(status.message(), "RST_STREAM"));
 }
 
 }  // namespace
@@ -57,6 +115,38 @@ absl::Status TimeoutError(absl::string_view target, absl::Duration timeout) {
                             absl::FormatDuration(timeout)));
 }
 
+absl::Duration RetryAfter(const absl::Status& status) {
+  const absl::optional<absl::Cord> payload = status.GetPayload(kRetryAfter);
+  absl::Duration retry_after = absl::ZeroDuration();
+  if (payload.has_value()) {
+    static_cast<void>(absl::ParseDuration(std::string(*payload), &retry_after));
+  }
+  return retry_after;
+}
+
+absl::Status WithRetryAfter(absl::Status status, absl::Duration retry_after) {
+  if (retry_after > absl::ZeroDuration()) {
+    status.SetPayload(kRetryAfter,
+                      absl::Cord(absl::FormatDuration(retry_after)));
+  }
+  return status;
+}
+
+absl::Status WithAttempts(const absl::Status& status, int attempts) {
+  if (status.ok() || attempts < 2) return status;
+  return WithRetryAfter(
+      absl::Status(status.code(), absl::StrCat(status.message(), " (after ",
+                                               attempts, " attempts)")),
+      RetryAfter(status));
+}
+
+absl::Status EncodingReplacedError(absl::string_view expected_etag,
+                                   absl::string_view got_etag) {
+  return Error(absl::StatusCode::kAborted, "ENCODING_REPLACED",
+               absl::StrCat("expected the encoding ", expected_etag,
+                            " for the whole tensor, got ", got_etag));
+}
+
 absl::Status SharedMemoryUnavailableError(absl::string_view target,
                                           absl::string_view what) {
   return Error(absl::StatusCode::kFailedPrecondition,
@@ -93,8 +183,10 @@ absl::Status FromGrpcStatus(const grpc::Status& status,
   if (status.ok()) return absl::OkStatus();
   const absl::Status plain(static_cast<absl::StatusCode>(status.error_code()),
                            status.error_message());
-  if (!ErrorReason(plain).empty()) return plain;
-  if (absl::IsUnavailable(plain)) {
+  if (!ErrorReason(plain).empty()) {
+    return WithRetryAfter(plain, RetryDelay(status.error_details()));
+  }
+  if (IsBroken(plain)) {
     return ServerUnreachableError(target, plain.message());
   }
   if (absl::IsDeadlineExceeded(plain)) return TimeoutError(target, timeout);
@@ -109,9 +201,12 @@ absl::Status FromTensorError(const v1::TensorError& error) {
           : absl::StatusCode::kUnknown;
   const absl::string_view reason =
       error.reason().empty() ? "UNKNOWN" : absl::string_view(error.reason());
-  if (error.field().empty()) return Error(code, reason, error.message());
-  return Error(code, reason,
-               absl::StrCat(error.message(), " (", error.field(), ")"));
+  const std::string text =
+      error.field().empty()
+          ? error.message()
+          : absl::StrCat(error.message(), " (", error.field(), ")");
+  return WithRetryAfter(Error(code, reason, text),
+                        absl::Milliseconds(error.retry_after_ms()));
 }
 
 }  // namespace quantd

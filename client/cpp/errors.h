@@ -32,6 +32,18 @@ bool IsServerUnreachable(const absl::Status& status);
 // The server did not go on in time. DEADLINE_EXCEEDED / TIMEOUT.
 absl::Status TimeoutError(absl::string_view target, absl::Duration timeout);
 
+// How long the server asks to wait before a retry; zero for not at all.
+absl::Duration RetryAfter(const absl::Status& status);
+absl::Status WithRetryAfter(absl::Status status, absl::Duration retry_after);
+
+// The same error, telling that it is that of the last of several attempts.
+absl::Status WithAttempts(const absl::Status& status, int attempts);
+
+// Another encoding came under the name while a tensor was on its way. ABORTED /
+// ENCODING_REPLACED.
+absl::Status EncodingReplacedError(absl::string_view expected_etag,
+                                   absl::string_view got_etag);
+
 // The server shares no memory with this client. FAILED_PRECONDITION /
 // SHARED_MEMORY_UNAVAILABLE.
 absl::Status SharedMemoryUnavailableError(absl::string_view target,
@@ -49,8 +61,9 @@ absl::Status ResponseMalformedError(absl::string_view what);
 // What arrived is not what was sent. DATA_LOSS / CHECKSUM_MISMATCH.
 absl::Status ChecksumMismatchError(uint64_t expected, uint64_t got);
 
-// The status of a call to `target`. UNAVAILABLE without a reason, which gRPC
-// itself makes, becomes SERVER_UNREACHABLE; DEADLINE_EXCEEDED becomes TIMEOUT.
+// The status of a call to `target` that was not cancelled here. What gRPC
+// itself makes of a connection or stream that broke becomes
+// SERVER_UNREACHABLE, DEADLINE_EXCEEDED becomes TIMEOUT.
 absl::Status FromGrpcStatus(const grpc::Status& status,
                             absl::string_view target, absl::Duration timeout);
 

@@ -1,5 +1,6 @@
 #include "client/cpp/exchange.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <optional>
@@ -8,7 +9,6 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
-#include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "client/cpp/envelope.h"
 #include "client/cpp/errors.h"
@@ -25,6 +25,12 @@ Exchange::Exchange() : hash_(XXH3_createState()) {
   XXH3_64bits_reset(hash_.get());
 }
 
+uint64_t Exchange::PartEnd(uint64_t begin_bytes) const {
+  if (!HasParts()) return payload_.size();
+  return begin_bytes +
+         std::min<uint64_t>(part_bytes_, payload_.size() - begin_bytes);
+}
+
 absl::StatusOr<bool> Exchange::Accept(const Response& response) {
   if (response.has_error) {
     v1::TensorError error;
@@ -32,7 +38,6 @@ absl::StatusOr<bool> Exchange::Accept(const Response& response) {
       return ResponseMalformedError("the error is not a TensorError");
     }
     status_ = FromTensorError(error);
-    retry_after_ = absl::Milliseconds(error.retry_after_ms());
     return true;
   }
   if (response.has_header && HasOutput()) {
@@ -57,7 +62,11 @@ absl::StatusOr<bool> Exchange::Accept(const Response& response) {
   const absl::Status summary_status =
       OnSummary(response.summary, XXH3_64bits_digest(hash_.get()));
   if (!summary_status.ok()) return summary_status;
-  return true;
+  if (!status_.ok()) return true;
+  answered_bytes_ = PartEnd(answered_bytes_);
+  if (HasParts()) XXH3_copyState(answered_hash_.get(), joined_hash_.get());
+  BeginPart();
+  return answered_bytes_ == payload_.size();
 }
 
 absl::Status Exchange::AcceptData(const Response& response) {
@@ -82,6 +91,9 @@ absl::Status Exchange::AcceptData(const Response& response) {
                 piece.size());
     // Hashed where it was just read: the bytes are still in cache.
     XXH3_64bits_update(hash_.get(), piece.data(), piece.size());
+    if (HasParts()) {
+      XXH3_64bits_update(joined_hash_.get(), piece.data(), piece.size());
+    }
     received_bytes_ += piece.size();
   }
   return absl::OkStatus();
@@ -94,14 +106,33 @@ void Exchange::SetPayload(absl::Span<const uint8_t> payload,
   if (span.has_value()) shared_payload_ = span->SerializeAsString();
 }
 
-void Exchange::Reset() {
-  status_ = absl::OkStatus();
-  retry_after_ = absl::ZeroDuration();
+void Exchange::SetPartBytes(uint64_t part_bytes) {
+  part_bytes_ = part_bytes;
+  if (answered_hash_ != nullptr) return;
+  answered_hash_.reset(XXH3_createState());
+  joined_hash_.reset(XXH3_createState());
+  XXH3_64bits_reset(answered_hash_.get());
+  XXH3_64bits_reset(joined_hash_.get());
+}
+
+uint64_t Exchange::JoinedChecksum() const {
+  return XXH3_64bits_digest(joined_hash_.get());
+}
+
+void Exchange::BeginPart() {
   has_header_ = false;
   received_bytes_ = 0;
   output_ = Output();
   XXH3_64bits_reset(hash_.get());
-  OnReset();
+}
+
+void Exchange::Resume() {
+  status_ = absl::OkStatus();
+  BeginPart();
+  OnResume();
+  if (!HasParts()) return;
+  if (answered_bytes_ == 0) XXH3_64bits_reset(answered_hash_.get());
+  XXH3_copyState(joined_hash_.get(), answered_hash_.get());
 }
 
 }  // namespace quantd::internal

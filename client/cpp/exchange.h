@@ -10,7 +10,6 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "client/cpp/envelope.h"
 #include "client/cpp/shared_memory.h"
@@ -20,7 +19,12 @@ namespace quantd::internal {
 
 // What goes up is fixed at birth. What comes down is gathered by Accept, which
 // a stream calls for one message after another. Not thread-safe: it belongs to
-// the stream's reader until the stream says that the tensor is answered.
+// the stream's reader until the stream says that the tensor is answered; what
+// tells how to send it changes only in Resume.
+//
+// A large tensor whose encoding is known goes up in parts, each of them a range
+// to the server, with an answer and a checksum of its own: a retry goes on
+// behind the last part that was answered.
 class Exchange {
  public:
   Exchange();
@@ -28,8 +32,15 @@ class Exchange {
   Exchange(const Exchange&) = delete;
   Exchange& operator=(const Exchange&) = delete;
 
-  // Serialized request header.
-  const std::string& request_header() const { return request_header_; }
+  // Offset in the payload of the first byte that is not answered: where a
+  // stream begins to send.
+  uint64_t resume_bytes() const { return answered_bytes_; }
+  // End in the payload of the part that begins there.
+  uint64_t PartEnd(uint64_t begin_bytes) const;
+  // Serialized request header of the part that begins there.
+  virtual std::string PartHeader(uint64_t begin_bytes) const {
+    return request_header_;
+  }
   // Payload, and the offset of its first byte in the whole tensor.
   absl::Span<const uint8_t> payload() const { return payload_; }
   // The serialized quantd.v1.SharedSpan that goes up in place of the payload;
@@ -40,19 +51,21 @@ class Exchange {
     return references_;
   }
 
-  // Takes one response; true when it was the tensor's last.
+  // Takes one response; true when it was the tensor's last, of the last part or
+  // of one that failed.
   // Errors: RESPONSE_MALFORMED, which ends the stream.
   absl::StatusOr<bool> Accept(const Response& response);
 
   // How the tensor ended, once Accept has said true or Fail was called.
   const absl::Status& status() const { return status_; }
-  // How long the server asked to wait before a retry; zero for not at all.
-  absl::Duration retry_after() const { return retry_after_; }
   void Fail(absl::Status status) { status_ = std::move(status); }
 
-  // Forgets the answer, for a retry.
-  void Reset();
-  int attempts = 0;
+  // Forgets what is not complete of the answer, for a retry.
+  void Resume();
+  // Retries that the server asked for, for this tensor.
+  int retries = 0;
+  // How often it was put on a call.
+  int sendings = 0;
 
  protected:
   // Where the payload of the answer goes.
@@ -64,22 +77,36 @@ class Exchange {
 
   void SetPayload(absl::Span<const uint8_t> payload,
                   const SharedBuffers& shared_buffers);
+  // Sends it in parts of that size. Requires: a multiple of 64, once at birth
+  // and then in OnResume.
+  void SetPartBytes(uint64_t part_bytes);
+  bool HasParts() const { return part_bytes_ > 0; }
+  bool IsLastPart() const {
+    return PartEnd(answered_bytes_) == payload_.size();
+  }
+  // XXH3 of the answer's payload up to here, over all parts.
+  // Requires: HasParts().
+  uint64_t JoinedChecksum() const;
 
-  // Reads the response header and prepares output_. An error that is only the
-  // caller's goes to Fail; the rest of the tensor is then skipped.
+  // Reads the response header of a part and prepares output_. An error that is
+  // only the caller's goes to Fail; the rest of the part is then skipped.
   // Errors: RESPONSE_MALFORMED.
   virtual absl::Status OnHeader(absl::string_view header) = 0;
-  // Reads the summary. `checksum_xxh3` is that of the payload received.
+  // Reads the summary of a part. `checksum_xxh3` is that of its payload.
   // Errors: RESPONSE_MALFORMED. A wrong checksum goes to Fail.
   virtual absl::Status OnSummary(absl::string_view summary,
                                  uint64_t checksum_xxh3) = 0;
   // True when the answer must have a header.
   virtual bool HasOutput() const = 0;
-  virtual void OnReset() = 0;
+  // Forgets the answer from resume_bytes() on.
+  virtual void OnResume() = 0;
+  // For OnResume: forgets also what was complete.
+  void Restart() { answered_bytes_ = 0; }
 
   std::string request_header_;
   absl::Span<const uint8_t> payload_;
   uint64_t payload_offset_bytes_ = 0;
+  // Of the part that is being answered.
   Output output_;
   // The server writes the answer's payload, and nothing of it comes down.
   bool shares_output_ = false;
@@ -88,18 +115,28 @@ class Exchange {
   struct FreeHash {
     void operator()(XXH3_state_t* state) const { XXH3_freeState(state); }
   };
+  using Hash = std::unique_ptr<XXH3_state_t, FreeHash>;
 
   absl::Status AcceptData(const Response& response);
+  // Makes ready for the header of the part at answered_bytes_.
+  void BeginPart();
 
   std::string shared_payload_;
 
   const std::shared_ptr<PayloadReferences> references_ =
       std::make_shared<PayloadReferences>();
   absl::Status status_;
-  absl::Duration retry_after_ = absl::ZeroDuration();
+  // 0: in one.
+  uint64_t part_bytes_ = 0;
+  // Of the payload, up to the end of a part.
+  uint64_t answered_bytes_ = 0;
+  // Of the part that is being answered.
   bool has_header_ = false;
   uint64_t received_bytes_ = 0;
-  std::unique_ptr<XXH3_state_t, FreeHash> hash_;
+  Hash hash_;
+  // With parts: of the answer up to answered_bytes_, and up to here.
+  Hash answered_hash_;
+  Hash joined_hash_;
 };
 
 }  // namespace quantd::internal

@@ -25,20 +25,29 @@ constexpr absl::Duration kFinishTimeout = absl::Seconds(1);
 // broken.
 constexpr absl::Duration kReleasePoll = absl::Milliseconds(10);
 
-bool IsRetryable(const Exchange& exchange, const ClientOptions& options) {
-  return (absl::IsUnavailable(exchange.status()) ||
-          exchange.retry_after() > absl::ZeroDuration()) &&
-         exchange.attempts < options.max_retries;
-}
-
 }  // namespace
 
-absl::Duration Backoff(const ClientOptions& options, int attempt,
-                       absl::BitGen* random) {
-  absl::Duration pause = options.initial_backoff;
-  for (int i = 1; i < attempt && pause < options.max_backoff; ++i) pause *= 2;
-  return std::min(pause, options.max_backoff) *
-         absl::Uniform(*random, 0.5, 1.5);
+bool RetryPolicy::Wants(const absl::Status& status, int retries) const {
+  const absl::Duration asked = RetryAfter(status);
+  return retries < options_.max_retries && asked <= options_.timeout &&
+         (absl::IsUnavailable(status) || absl::IsAborted(status) ||
+          asked > absl::ZeroDuration());
+}
+
+bool RetryPolicy::Pause(const absl::Status& status, int retries,
+                        absl::Time deadline) {
+  if (!Wants(status, retries)) return false;
+  absl::Duration pause = options_.initial_backoff;
+  for (int i = 0; i < retries && pause < options_.max_backoff; ++i) pause *= 2;
+  pause =
+      std::min(pause, options_.max_backoff) * absl::Uniform(random_, 0.5, 1.5);
+  pause = std::max(pause, RetryAfter(status));
+  if (absl::Now() + pause >= deadline) return false;
+  if (options_.on_retry != nullptr) {
+    options_.on_retry({status, retries + 1, options_.max_retries, pause});
+  }
+  absl::SleepFor(pause);
+  return true;
 }
 
 RetryingStream::RetryingStream(
@@ -65,21 +74,26 @@ RetryingStream::~RetryingStream() {
 
 void RetryingStream::Send(std::unique_ptr<Exchange> exchange, bool is_last) {
   const bool is_over = !exchange->status().ok();
-  pending_.push_back({std::move(exchange), is_last, 0, is_over});
-  Pending& added = pending_.back();
+  pending_.push_back(
+      {std::move(exchange), is_last, 0, is_over, absl::Now(), 0});
   if (is_over) return;
   if (call_ == nullptr) {
     Open();
   } else {
-    added.number = call_->Enqueue(added.exchange.get(), is_last);
+    Enqueue(pending_.back());
   }
+}
+
+void RetryingStream::Enqueue(Pending& pending) {
+  ++pending.exchange->sendings;
+  pending.resumed_bytes = pending.exchange->resume_bytes();
+  pending.number = call_->Enqueue(pending.exchange.get(), pending.is_last);
 }
 
 void RetryingStream::Open() {
   call_ = StreamCall::Start(channel_, method_, options_.chunk_bytes);
   for (Pending& pending : pending_) {
-    if (pending.is_over) continue;
-    pending.number = call_->Enqueue(pending.exchange.get(), pending.is_last);
+    if (!pending.is_over) Enqueue(pending);
   }
 }
 
@@ -87,12 +101,15 @@ absl::Status RetryingStream::CloseBroken(bool timed_out) {
   call_->Cancel();
   for (Pending& pending : pending_) {
     if (pending.is_over) continue;
-    if (call_->IsAnswered(pending.number) &&
-        !IsRetryable(*pending.exchange, options_)) {
-      pending.is_over = true;
-    } else {
-      pending.exchange->Reset();
+    Exchange& exchange = *pending.exchange;
+    const bool is_answered = call_->IsAnswered(pending.number);
+    if (is_answered &&
+        !retry_policy_.Wants(exchange.status(), exchange.retries)) {
+      Fail(pending, exchange.status());
+      continue;
     }
+    if (is_answered) ++exchange.retries;
+    exchange.Resume();
   }
   absl::Status status = call_->protocol_status();
   if (status.ok() && timed_out) {
@@ -124,57 +141,78 @@ void RetryingStream::Release(Exchange& exchange) {
   }
 }
 
+void RetryingStream::Fail(Pending& pending, const absl::Status& status) {
+  pending.exchange->Fail(WithAttempts(status, pending.exchange->sendings));
+  pending.is_over = true;
+}
+
 void RetryingStream::FailAll(const absl::Status& status) {
   for (Pending& pending : pending_) {
-    if (pending.is_over) continue;
-    pending.exchange->Fail(status);
-    pending.is_over = true;
+    if (!pending.is_over) Fail(pending, status);
+  }
+}
+
+void RetryingStream::FailOrPause(const absl::Status& status,
+                                 absl::Time deadline) {
+  Pending& front = pending_.front();
+  if (front.exchange->resume_bytes() > front.resumed_bytes) broken_count_ = 0;
+  if (absl::Now() >= deadline) {
+    return Fail(front, absl::IsDeadlineExceeded(status)
+                           ? TimeoutError(options_.target, options_.deadline)
+                           : status);
+  }
+  if (retry_policy_.Pause(status, broken_count_, deadline)) {
+    ++broken_count_;
+  } else if (retry_policy_.Wants(status, broken_count_)) {
+    // Only this one has no more time.
+    Fail(front, status);
+  } else {
+    broken_count_ = 0;
+    FailAll(status);
+  }
+}
+
+void RetryingStream::SendAgain() {
+  Pending& front = pending_.front();
+  ++front.exchange->retries;
+  front.exchange->Resume();
+  if (front.is_last) {
+    // That call took its end with it.
+    call_->Finish(kFinishTimeout);
+    call_ = nullptr;
+  } else {
+    Enqueue(front);
   }
 }
 
 std::unique_ptr<Exchange> RetryingStream::Receive() {
   Pending& front = pending_.front();
+  const absl::Time deadline =
+      std::max(front.sent, last_received_) + options_.deadline;
   while (!front.is_over) {
     if (call_ == nullptr) Open();
     const StreamCall::Outcome outcome =
-        call_->Await(front.number, options_.timeout);
+        call_->Await(front.number, options_.timeout, deadline);
     if (outcome != StreamCall::Outcome::kAnswered) {
       const absl::Status status =
           CloseBroken(outcome == StreamCall::Outcome::kTimeout);
       // What this very call answered before it broke needs no other.
-      if (front.is_over) continue;
-      if (!absl::IsUnavailable(status) ||
-          broken_count_ >= options_.max_retries) {
-        broken_count_ = 0;
-        FailAll(status);
-        continue;
-      }
-      ++broken_count_;
-      absl::SleepFor(Backoff(options_, broken_count_, &random_));
+      if (!front.is_over) FailOrPause(status, deadline);
       continue;
     }
     broken_count_ = 0;
     Exchange& exchange = *front.exchange;
     Release(exchange);
     if (call_ == nullptr) continue;
-    if (!IsRetryable(exchange, options_)) {
-      front.is_over = true;
-      continue;
-    }
-    ++exchange.attempts;
-    absl::SleepFor(std::max(exchange.retry_after(),
-                            Backoff(options_, exchange.attempts, &random_)));
-    exchange.Reset();
-    if (front.is_last) {
-      // That call took its end with it.
-      call_->Finish(kFinishTimeout);
-      call_ = nullptr;
+    if (retry_policy_.Pause(exchange.status(), exchange.retries, deadline)) {
+      SendAgain();
     } else {
-      front.number = call_->Enqueue(&exchange, front.is_last);
+      Fail(front, exchange.status());
     }
   }
   std::unique_ptr<Exchange> exchange = std::move(front.exchange);
   pending_.pop_front();
+  last_received_ = absl::Now();
   return exchange;
 }
 

@@ -19,13 +19,26 @@
 
 namespace quantd::internal {
 
-// The pause before attempt `attempt` (1 for the first retry), with jitter.
-absl::Duration Backoff(const ClientOptions& options, int attempt,
-                       absl::BitGen* random);
+// Decides about the retries of one call. Not thread-safe.
+class RetryPolicy {
+ public:
+  // Both must outlive it.
+  RetryPolicy(const ClientOptions& options, absl::BitGen* random)
+      : options_(options), random_(*random) {}
+
+  // True when another retry may help after `retries` of them.
+  bool Wants(const absl::Status& status, int retries) const;
+  // The same, and waits; false when that would take until `deadline`.
+  bool Pause(const absl::Status& status, int retries, absl::Time deadline);
+
+ private:
+  const ClientOptions& options_;
+  absl::BitGen& random_;
+};
 
 // Opens a call when there is something to send, opens another one when that
-// breaks with UNAVAILABLE, and sends again what was not answered. Not
-// thread-safe; retries go on while Receive waits.
+// breaks with UNAVAILABLE, and sends what was not answered. Not thread-safe;
+// retries go on while Receive waits.
 class RetryingStream {
  public:
   RetryingStream(std::shared_ptr<grpc::Channel> channel, std::string method,
@@ -45,6 +58,7 @@ class RetryingStream {
   // Requires: pending_count() > 0.
   std::unique_ptr<Exchange> Receive();
 
+  const ClientOptions& options() const { return options_; }
   // What may go by name.
   const SharedBuffers& shared_buffers() const { return *shared_buffers_; }
 
@@ -61,10 +75,19 @@ class RetryingStream {
     uint64_t number;
     // Answered, or failed: not part of call_ any more.
     bool is_over;
+    absl::Time sent;
+    // resume_bytes() when it was put on call_.
+    uint64_t resumed_bytes;
   };
 
+  // Puts it on the call.
+  void Enqueue(Pending& pending);
   // Starts a call and sends all that is not over.
   void Open();
+  // Sends the front, which was answered, once more.
+  void SendAgain();
+  // What becomes of the oldest exchange after its call broke with `status`.
+  void FailOrPause(const absl::Status& status, absl::Time deadline);
   // Ends the call; takes note of what it answered. Returns why it ended.
   absl::Status CloseBroken(bool timed_out);
   // Waits until gRPC has let go of the payload of an answered exchange; closes
@@ -72,14 +95,17 @@ class RetryingStream {
   void Release(Exchange& exchange);
   // Ends all that is not over.
   void FailAll(const absl::Status& status);
+  static void Fail(Pending& pending, const absl::Status& status);
 
   const std::shared_ptr<grpc::Channel> channel_;
   const std::string method_;
   const ClientOptions options_;
   const std::shared_ptr<const SharedBuffers> shared_buffers_;
   absl::BitGen random_;
+  RetryPolicy retry_policy_{options_, &random_};
   std::unique_ptr<StreamCall> call_;
   std::deque<Pending> pending_;
+  absl::Time last_received_ = absl::InfinitePast();
   // Calls that broke one after another without any answer.
   int broken_count_ = 0;
 };

@@ -66,9 +66,8 @@ uint64_t StreamCall::Enqueue(Exchange* exchange, bool is_last) {
   {
     absl::MutexLock lock(&mutex_);
     // A silence before there was anything to say is not the server's.
-    if (unanswered_.empty()) last_progress_ = absl::Now();
+    if (answered_count_ == enqueued_count_) last_progress_ = absl::Now();
     unsent_.push_back(exchange);
-    unanswered_.push_back(exchange);
     number = enqueued_count_++;
     no_more_ = no_more_ || is_last;
     step = NextStep();
@@ -88,20 +87,23 @@ void StreamCall::Poll(uint64_t number) const {
 
 bool StreamCall::IsLoneSmall(uint64_t number) const {
   absl::MutexLock lock(&mutex_);
-  return unanswered_.size() == 1 && answered_count_ == number &&
-         unanswered_.front()->payload().size() < kPollBelowBytes;
+  if (answered_count_ != number || enqueued_count_ != number + 1) return false;
+  const Exchange* const exchange =
+      unanswered_.empty() ? unsent_.front() : unanswered_.front().exchange;
+  return exchange->payload().size() < kPollBelowBytes;
 }
 
-StreamCall::Outcome StreamCall::Await(uint64_t number, absl::Duration timeout) {
+StreamCall::Outcome StreamCall::Await(uint64_t number, absl::Duration timeout,
+                                      absl::Time deadline) {
   if (IsLoneSmall(number)) Poll(number);
   absl::MutexLock lock(&mutex_);
   const auto is_over = [this, number]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     return answered_count_ > number || finished_;
   };
   while (!is_over()) {
-    const absl::Time deadline = last_progress_ + timeout;
-    if (!mutex_.AwaitWithDeadline(absl::Condition(&is_over), deadline) &&
-        absl::Now() >= last_progress_ + timeout) {
+    const absl::Time end = std::min(last_progress_ + timeout, deadline);
+    if (!mutex_.AwaitWithDeadline(absl::Condition(&is_over), end) &&
+        absl::Now() >= std::min(last_progress_ + timeout, deadline)) {
       return Outcome::kTimeout;
     }
   }
@@ -201,25 +203,32 @@ StreamCall::Step StreamCall::NextStep() {
     if (!unsent_.empty()) {
       Exchange* const exchange = unsent_.front();
       const absl::Span<const uint8_t> payload = exchange->payload();
+      std::string header;
+      if (!header_sent_) {
+        if (!begun_) sent_bytes_ = exchange->resume_bytes();
+        begun_ = true;
+        header = exchange->PartHeader(sent_bytes_);
+        part_end_bytes_ = exchange->PartEnd(sent_bytes_);
+        unanswered_.push_back({exchange, part_end_bytes_ == payload.size(),
+                               /*is_void=*/false});
+      }
       uint64_t size = payload.size();
       if (exchange->shared_payload().empty()) {
-        size = std::min<uint64_t>(size - sent_bytes_,
+        size = std::min<uint64_t>(part_end_bytes_ - sent_bytes_,
                                   static_cast<uint64_t>(chunk_bytes_));
         write_buffer_ = EncodeRequest(
-            header_sent_ ? absl::string_view() : exchange->request_header(),
-            exchange->payload_offset_bytes() + sent_bytes_,
+            header, exchange->payload_offset_bytes() + sent_bytes_,
             payload.subspan(sent_bytes_, size), exchange->references());
       } else {
-        write_buffer_ = EncodeSharedRequest(exchange->request_header(),
-                                            exchange->payload_offset_bytes(),
-                                            exchange->shared_payload());
+        write_buffer_ =
+            EncodeSharedRequest(header, exchange->payload_offset_bytes(),
+                                exchange->shared_payload());
       }
-      header_sent_ = true;
       sent_bytes_ += size;
-      if (sent_bytes_ == payload.size()) {
-        unsent_.pop_front();
-        sent_bytes_ = 0;
-        header_sent_ = false;
+      header_sent_ = sent_bytes_ != part_end_bytes_;
+      if (!header_sent_ &&
+          (stops_after_part_ || sent_bytes_ == payload.size())) {
+        PopUnsent();
       }
       writing_ = true;
       writes_done_ = unsent_.empty() && no_more_;
@@ -265,32 +274,61 @@ void StreamCall::Run(Step step) {
   }
 }
 
+void StreamCall::PopUnsent() {
+  unsent_.pop_front();
+  begun_ = false;
+  header_sent_ = false;
+  stops_after_part_ = false;
+}
+
+void StreamCall::DropRest(Exchange* exchange) {
+  Part* last = nullptr;
+  for (Part& part : unanswered_) {
+    if (part.exchange != exchange) break;
+    part.is_void = true;
+    last = &part;
+  }
+  const bool is_unsent = !unsent_.empty() && unsent_.front() == exchange;
+  if (last == nullptr) {
+    // The rest of the very part that failed is not waited for.
+    if (is_unsent && begun_) PopUnsent();
+    ++answered_count_;
+    return;
+  }
+  last->is_last = true;
+  if (!is_unsent) return;
+  if (header_sent_) {
+    stops_after_part_ = true;
+  } else {
+    PopUnsent();
+  }
+}
+
 absl::Status StreamCall::HandleResponse() {
-  Exchange* exchange = nullptr;
+  Part part;
   {
     absl::MutexLock lock(&mutex_);
     last_progress_ = absl::Now();
     if (unanswered_.empty()) {
       return ResponseMalformedError("an answer to no tensor");
     }
-    exchange = unanswered_.front();
+    part = unanswered_.front();
   }
   absl::Status status = DecodeResponse(read_buffer_, &response_);
   if (!status.ok()) return status;
-  const absl::StatusOr<bool> is_answered = exchange->Accept(response_);
+  const bool ends_part = response_.has_summary || response_.has_error;
+  absl::StatusOr<bool> ends_tensor = false;
+  if (!part.is_void) ends_tensor = part.exchange->Accept(response_);
   response_ = Response();
   read_buffer_.Clear();
-  if (!is_answered.ok()) return is_answered.status();
-  if (*is_answered) {
-    absl::MutexLock lock(&mutex_);
-    unanswered_.pop_front();
+  if (!ends_tensor.ok()) return ends_tensor.status();
+  if (!ends_part) return absl::OkStatus();
+  absl::MutexLock lock(&mutex_);
+  unanswered_.pop_front();
+  if (*ends_tensor) {
+    DropRest(part.exchange);
+  } else if (part.is_last) {
     ++answered_count_;
-    // An error that came early ends its tensor: the rest need not go up.
-    if (!unsent_.empty() && unsent_.front() == exchange) {
-      unsent_.pop_front();
-      sent_bytes_ = 0;
-      header_sent_ = false;
-    }
   }
   return absl::OkStatus();
 }

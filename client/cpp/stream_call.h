@@ -47,8 +47,9 @@ class StreamCall final
 
   enum class Outcome { kAnswered, kFinished, kTimeout };
   // Returns when exchange `number` is answered, when the call has finished
-  // without answering it, or when nothing has moved for `timeout`.
-  Outcome Await(uint64_t number, absl::Duration timeout)
+  // without answering it, or when nothing has moved for `timeout` or it is
+  // `deadline`.
+  Outcome Await(uint64_t number, absl::Duration timeout, absl::Time deadline)
       ABSL_LOCKS_EXCLUDED(mutex_);
 
   // True when exchange `number` was answered.
@@ -89,11 +90,24 @@ class StreamCall final
   // caller runs it after unlocking.
   Step NextStep() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Run(Step step);
+  // A part of a tensor that is on its way.
+  struct Part {
+    Exchange* exchange;
+    // With its answer the tensor is answered.
+    bool is_last;
+    // An earlier part has failed: the answer is of no interest.
+    bool is_void;
+  };
+  // Takes note that the tensor at the front of unanswered_, whose part has just
+  // been answered, has failed, and that nothing more of it need be sent.
+  void DropRest(Exchange* exchange) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // The tensor is small, and all that is under way.
   bool IsLoneSmall(uint64_t number) const ABSL_LOCKS_EXCLUDED(mutex_);
   // Returns when the tensor is answered, or soon.
   void Poll(uint64_t number) const;
   void OnWriteSideDone(bool ok) ABSL_LOCKS_EXCLUDED(mutex_);
+  // The front of unsent_ is done with.
+  void PopUnsent() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Handles read_buffer_. Errors: RESPONSE_MALFORMED.
   absl::Status HandleResponse() ABSL_LOCKS_EXCLUDED(mutex_);
 
@@ -105,12 +119,17 @@ class StreamCall final
   Response response_;
 
   mutable absl::Mutex mutex_;
-  // Not completely sent, oldest first; the front one up to sent_bytes_.
+  // Not completely sent, oldest first; the front one up to sent_bytes_ once
+  // begun_, which is within its part when header_sent_.
   std::deque<Exchange*> unsent_ ABSL_GUARDED_BY(mutex_);
+  bool begun_ ABSL_GUARDED_BY(mutex_) = false;
   uint64_t sent_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t part_end_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   bool header_sent_ ABSL_GUARDED_BY(mutex_) = false;
-  // Not answered, oldest first.
-  std::deque<Exchange*> unanswered_ ABSL_GUARDED_BY(mutex_);
+  // The front one has failed, but the server waits for the rest of this part.
+  bool stops_after_part_ ABSL_GUARDED_BY(mutex_) = false;
+  // Begun and not answered, oldest first.
+  std::deque<Part> unanswered_ ABSL_GUARDED_BY(mutex_);
   uint64_t enqueued_count_ ABSL_GUARDED_BY(mutex_) = 0;
   // Changes under mutex_.
   std::atomic<uint64_t> answered_count_{0};

@@ -1,5 +1,6 @@
 #include "client/cpp/tensor_stream.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -91,68 +92,178 @@ void SetSource(const EncodingSource& source, Message* message) {
   }
 }
 
+// Headers of parts are at most this part of what goes up.
+constexpr uint64_t kHeaderShare = 32;
+constexpr uint64_t kPartUnitBytes = 64;
+
+// The size of parts that `wanted_bytes` becomes under headers of that size.
+uint64_t PartBytes(int64_t wanted_bytes, size_t header_bytes) {
+  const uint64_t size = std::max(static_cast<uint64_t>(wanted_bytes),
+                                 kHeaderShare * header_bytes);
+  return (size + kPartUnitBytes - 1) / kPartUnitBytes * kPartUnitBytes;
+}
+
+// Leaves storing the encoding to the first part.
+void MoveStore(v1::QuantizeHeader* from, v1::QuantizeHeader* first_part) {
+  first_part->set_store(from->store());
+  from->clear_store();
+}
+void MoveStore(v1::DequantizeHeader*, v1::DequantizeHeader*) {}
+
+// Sums the counts.
+void AddSummary(const v1::QuantizeSummary& part, v1::QuantizeSummary* sum) {
+  sum->set_count(sum->count() + part.count());
+  sum->set_clipped_low_count(sum->clipped_low_count() +
+                             part.clipped_low_count());
+  sum->set_clipped_high_count(sum->clipped_high_count() +
+                              part.clipped_high_count());
+  sum->set_nan_count(sum->nan_count() + part.nan_count());
+  sum->set_positive_infinity_count(sum->positive_infinity_count() +
+                                   part.positive_infinity_count());
+  sum->set_negative_infinity_count(sum->negative_infinity_count() +
+                                   part.negative_infinity_count());
+}
+void AddSummary(const v1::DequantizeSummary& part, v1::DequantizeSummary* sum) {
+  sum->set_count(sum->count() + part.count());
+}
+
 // What Quantize and Dequantize share: an output in the caller's memory or in
 // a buffer of its own.
-template <typename Result>
+template <typename Header, typename Result>
 class OutputExchange : public Exchange {
  public:
   explicit OutputExchange(absl::Span<uint8_t> output,
                           uint64_t most_output_bytes)
       : caller_output_(output), most_output_bytes_(most_output_bytes) {}
 
+  std::string PartHeader(uint64_t begin_bytes) const override {
+    if (!HasParts()) return request_header_;
+    Header part = begin_bytes == 0 ? first_part_ : Header();
+    // It is that of the first.
+    if (begin_bytes > 0) part.set_omit_encoding(true);
+    part.mutable_range()->set_begin_bytes(begin_bytes);
+    part.mutable_range()->set_end_bytes(PartEnd(begin_bytes));
+    // Messages one after another are their union.
+    return absl::StrCat(request_header_, part.SerializeAsString());
+  }
+
   Result TakeResult() { return std::move(result_); }
 
  protected:
-  absl::Status OnHeader(absl::string_view header) override {
-    if (!result_.header.ParseFromArray(header.data(),
-                                       static_cast<int>(header.size()))) {
+  // Completes the header of a job without a spec, or of one that goes in one.
+  template <typename Job>
+  void SetRequest(const Job& job, bool may_split, int64_t part_bytes,
+                  const SharedBuffers& shared_buffers, Header* header) {
+    SetPayload(job.tensor.data, shared_buffers);
+    NameOutput(shared_buffers, header);
+    may_split = may_split && !job.range.has_value() && !shares_output_ &&
+                shared_payload().empty();
+    if (may_split && payload_.size() > static_cast<uint64_t>(part_bytes)) {
+      part_bytes_wanted_ = part_bytes;
+      first_part_.set_omit_encoding(job.omit_encoding);
+      MoveStore(header, &first_part_);
+      request_header_ = header->SerializeAsString();
+      is_by_reference_ = header->has_reference();
+      if (is_by_reference_) header_ = *header;
+      SetPartBytes(PartBytes(part_bytes, request_header_.size()));
+      return;
+    }
+    header->set_omit_encoding(job.omit_encoding);
+    if (job.range.has_value()) {
+      header->mutable_range()->set_begin_bytes(job.range->begin_bytes);
+      header->mutable_range()->set_end_bytes(job.range->end_bytes);
+      payload_offset_bytes_ = job.range->begin_bytes;
+    }
+    request_header_ = header->SerializeAsString();
+  }
+
+  absl::Status OnHeader(absl::string_view bytes) override {
+    decltype(Result::header) header;
+    if (!header.ParseFromArray(bytes.data(), static_cast<int>(bytes.size()))) {
       return ResponseMalformedError("the header is not of this RPC");
     }
     uint64_t begin = 0;
-    uint64_t end = result_.header.size_bytes();
-    if (result_.header.has_range()) {
-      begin = result_.header.range().begin_bytes();
-      end = result_.header.range().end_bytes();
+    uint64_t end = header.size_bytes();
+    if (header.has_range()) {
+      begin = header.range().begin_bytes();
+      end = header.range().end_bytes();
     }
-    if (begin > end || end - begin > most_output_bytes_) {
+    const uint64_t size = HasParts() ? header.size_bytes() : end - begin;
+    if (begin > end || size > most_output_bytes_) {
       return ResponseMalformedError(
           absl::StrCat("expected an output of at most ", most_output_bytes_,
-                       " bytes, got [", begin, ", ", end, ")"));
+                       " bytes, got ", size, " and [", begin, ", ", end, ")"));
     }
-    const size_t size = end - begin;
+    if (resume_bytes() == 0) {
+      result_.header = std::move(header);
+      if (!MakeRoom(size)) return absl::OkStatus();
+    } else if (is_by_reference_ && header.etag() != result_.header.etag()) {
+      is_replaced_ = true;
+      Fail(EncodingReplacedError(result_.header.etag(), header.etag()));
+      return absl::OkStatus();
+    } else if (size != room_.size()) {
+      return ResponseMalformedError(absl::StrCat(
+          "expected an output of ", room_.size(), " bytes, got ", size));
+    }
     output_.offset_bytes = begin;
-    if (caller_output_.empty()) {
-      result_.buffer.bytes.reset(new uint8_t[size]);
-      result_.buffer.size_bytes = size;
-      output_.bytes = absl::MakeSpan(result_.buffer.bytes.get(), size);
-    } else if (caller_output_.size() < size) {
-      Fail(OutputTooSmallError(size, caller_output_.size()));
-    } else {
-      output_.bytes = caller_output_.subspan(0, size);
+    output_.bytes = room_;
+    if (HasParts()) {
+      if (begin != joined_bytes_ || end > size ||
+          (IsLastPart() && end != size)) {
+        return ResponseMalformedError(
+            absl::StrCat("expected bytes from ", joined_bytes_, " on of ", size,
+                         ", got [", begin, ", ", end, ")"));
+      }
+      output_.bytes = room_.subspan(begin, end - begin);
     }
     return absl::OkStatus();
   }
 
-  absl::Status OnSummary(absl::string_view summary,
+  absl::Status OnSummary(absl::string_view bytes,
                          uint64_t checksum_xxh3) override {
-    if (!result_.summary.ParseFromArray(summary.data(),
-                                        static_cast<int>(summary.size()))) {
+    decltype(Result::summary) summary;
+    if (!summary.ParseFromArray(bytes.data(), static_cast<int>(bytes.size()))) {
       return ResponseMalformedError("the summary is not of this RPC");
     }
     if (!status().ok()) return absl::OkStatus();
-    if (!shares_output_ && result_.summary.checksum_xxh3() != checksum_xxh3) {
-      Fail(ChecksumMismatchError(result_.summary.checksum_xxh3(),
-                                 checksum_xxh3));
+    if (!shares_output_ && summary.checksum_xxh3() != checksum_xxh3) {
+      Fail(ChecksumMismatchError(summary.checksum_xxh3(), checksum_xxh3));
+      return absl::OkStatus();
     }
-    SetBytes(&result_, output_.bytes);
+    if (!HasParts()) {
+      result_.summary = std::move(summary);
+    } else {
+      AddSummary(summary, &result_.summary);
+      joined_bytes_ += output_.bytes.size();
+      if (!IsLastPart()) return absl::OkStatus();
+      result_.summary.set_checksum_xxh3(JoinedChecksum());
+      result_.header.mutable_range()->set_begin_bytes(0);
+      result_.header.mutable_range()->set_end_bytes(joined_bytes_);
+    }
+    SetBytes(&result_, room_);
     return absl::OkStatus();
   }
 
   bool HasOutput() const override { return true; }
-  void OnReset() override { result_ = Result(); }
 
+  void OnResume() override {
+    if (resume_bytes() == 0 || is_replaced_) {
+      Restart();
+      is_replaced_ = false;
+      result_ = Result();
+      room_ = {};
+      joined_bytes_ = 0;
+    } else if (is_by_reference_ && result_.header.has_encoding()) {
+      // By now another one may go by that name, or not yet at the next server.
+      is_by_reference_ = false;
+      *header_.mutable_encoding() = result_.header.encoding();
+      request_header_ = header_.SerializeAsString();
+      SetPartBytes(PartBytes(part_bytes_wanted_, request_header_.size()));
+    }
+  }
+
+ private:
   // Lets the server write an output that is shared.
-  template <typename Header>
   void NameOutput(const SharedBuffers& shared_buffers, Header* header) {
     std::optional<v1::SharedSpan> span = shared_buffers.Name(caller_output_);
     if (!span.has_value()) return;
@@ -160,7 +271,21 @@ class OutputExchange : public Exchange {
     shares_output_ = true;
   }
 
- private:
+  // False when the caller's is too small.
+  bool MakeRoom(size_t size) {
+    if (caller_output_.empty()) {
+      result_.buffer.bytes.reset(new uint8_t[size]);
+      result_.buffer.size_bytes = size;
+      room_ = absl::MakeSpan(result_.buffer.bytes.get(), size);
+    } else if (caller_output_.size() < size) {
+      Fail(OutputTooSmallError(size, caller_output_.size()));
+      return false;
+    } else {
+      room_ = caller_output_.subspan(0, size);
+    }
+    return true;
+  }
+
   static void SetBytes(QuantizeResult* result, absl::Span<uint8_t> bytes) {
     result->codes = bytes;
   }
@@ -171,12 +296,27 @@ class OutputExchange : public Exchange {
   const absl::Span<uint8_t> caller_output_;
   const uint64_t most_output_bytes_;
   Result result_;
+  // For the whole output.
+  absl::Span<uint8_t> room_;
+
+  // With parts: what only the first one's header says.
+  Header first_part_;
+  int64_t part_bytes_wanted_ = 0;
+  // What all say, where that is a reference.
+  Header header_;
+  bool is_by_reference_ = false;
+  // The reference has become another encoding's.
+  bool is_replaced_ = false;
+  // Output of the parts that are answered.
+  uint64_t joined_bytes_ = 0;
 };
 
-class QuantizeExchange final : public OutputExchange<QuantizeResult> {
+class QuantizeExchange final
+    : public OutputExchange<v1::QuantizeHeader, QuantizeResult> {
  public:
   // Codes are of at most 16 bits, and as many as elements.
-  QuantizeExchange(const QuantizeJob& job, const SharedBuffers& shared_buffers)
+  QuantizeExchange(const QuantizeJob& job, int64_t part_bytes,
+                   const SharedBuffers& shared_buffers)
       : OutputExchange(job.output,
                        job.tensor.data.size() /
                            ElementSizeBytes(job.tensor.element_type) * 2) {
@@ -190,22 +330,16 @@ class QuantizeExchange final : public OutputExchange<QuantizeResult> {
     SetSource(job.source, &header);
     header.set_store(job.store);
     header.set_nan_policy(job.nan_policy);
-    header.set_omit_encoding(job.omit_encoding);
-    if (job.range.has_value()) {
-      header.mutable_range()->set_begin_bytes(job.range->begin_bytes);
-      header.mutable_range()->set_end_bytes(job.range->end_bytes);
-      payload_offset_bytes_ = job.range->begin_bytes;
-    }
-    NameOutput(shared_buffers, &header);
-    request_header_ = header.SerializeAsString();
-    SetPayload(job.tensor.data, shared_buffers);
+    SetRequest(job, !std::holds_alternative<EncodingSpec>(job.source),
+               part_bytes, shared_buffers, &header);
   }
 };
 
-class DequantizeExchange final : public OutputExchange<DequantizeResult> {
+class DequantizeExchange final
+    : public OutputExchange<v1::DequantizeHeader, DequantizeResult> {
  public:
   // A byte holds at most four codes, an element takes at most 8 bytes.
-  DequantizeExchange(const DequantizeJob& job,
+  DequantizeExchange(const DequantizeJob& job, int64_t part_bytes,
                      const SharedBuffers& shared_buffers)
       : OutputExchange(job.output, job.tensor.data.size() * 4 * 8) {
     const absl::Status status = Check(job);
@@ -220,15 +354,7 @@ class DequantizeExchange final : public OutputExchange<DequantizeResult> {
     } else {
       *header.mutable_reference() = std::get<v1::EncodingReference>(job.source);
     }
-    header.set_omit_encoding(job.omit_encoding);
-    if (job.range.has_value()) {
-      header.mutable_range()->set_begin_bytes(job.range->begin_bytes);
-      header.mutable_range()->set_end_bytes(job.range->end_bytes);
-      payload_offset_bytes_ = job.range->begin_bytes;
-    }
-    NameOutput(shared_buffers, &header);
-    request_header_ = header.SerializeAsString();
-    SetPayload(job.tensor.data, shared_buffers);
+    SetRequest(job, /*may_split=*/true, part_bytes, shared_buffers, &header);
   }
 
  private:
@@ -266,7 +392,7 @@ class SummaryExchange : public Exchange {
     return absl::OkStatus();
   }
   bool HasOutput() const override { return false; }
-  void OnReset() override { summary_.Clear(); }
+  void OnResume() override { summary_.Clear(); }
 
  private:
   Summary summary_;
@@ -318,19 +444,21 @@ class EvaluateExchange final : public SummaryExchange<EvaluateResult> {
 };
 
 std::unique_ptr<QuantizeExchange> MakeExchange(
-    const QuantizeJob& job, const SharedBuffers& shared_buffers) {
-  return std::make_unique<QuantizeExchange>(job, shared_buffers);
+    const QuantizeJob& job, int64_t part_bytes,
+    const SharedBuffers& shared_buffers) {
+  return std::make_unique<QuantizeExchange>(job, part_bytes, shared_buffers);
 }
 std::unique_ptr<DequantizeExchange> MakeExchange(
-    const DequantizeJob& job, const SharedBuffers& shared_buffers) {
-  return std::make_unique<DequantizeExchange>(job, shared_buffers);
+    const DequantizeJob& job, int64_t part_bytes,
+    const SharedBuffers& shared_buffers) {
+  return std::make_unique<DequantizeExchange>(job, part_bytes, shared_buffers);
 }
 std::unique_ptr<CalibrateExchange> MakeExchange(
-    const CalibrateJob& job, const SharedBuffers& shared_buffers) {
+    const CalibrateJob& job, int64_t, const SharedBuffers& shared_buffers) {
   return std::make_unique<CalibrateExchange>(job, shared_buffers);
 }
 std::unique_ptr<EvaluateExchange> MakeExchange(
-    const EvaluateJob& job, const SharedBuffers& shared_buffers) {
+    const EvaluateJob& job, int64_t, const SharedBuffers& shared_buffers) {
   return std::make_unique<EvaluateExchange>(job, shared_buffers);
 }
 
@@ -346,7 +474,9 @@ TensorStream<Job, Result>::~TensorStream() = default;
 
 template <typename Job, typename Result>
 void TensorStream<Job, Result>::Send(const Job& job, bool is_last) {
-  stream_->Send(MakeExchange(job, stream_->shared_buffers()), is_last);
+  stream_->Send(MakeExchange(job, stream_->options().part_bytes,
+                             stream_->shared_buffers()),
+                is_last);
 }
 
 template <typename Job, typename Result>
@@ -357,7 +487,8 @@ absl::StatusOr<Result> TensorStream<Job, Result>::Receive() {
   const std::unique_ptr<Exchange> exchange = stream_->Receive();
   if (!exchange->status().ok()) return exchange->status();
   using ExchangeOfJob = typename decltype(MakeExchange(
-      std::declval<Job>(), std::declval<SharedBuffers>()))::element_type;
+      std::declval<Job>(), int64_t{},
+      std::declval<SharedBuffers>()))::element_type;
   return static_cast<ExchangeOfJob*>(exchange.get())->TakeResult();
 }
 

@@ -14,9 +14,11 @@
 #include "absl/types/span.h"
 #include "client/cpp/errors.h"
 #include "client/cpp/tensor.h"
+#include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/client/cpp/fake_service.h"
 #include "tests/support/temporary_directory.h"
+#include "xxhash.h"
 
 namespace quantd {
 namespace {
@@ -60,14 +62,27 @@ std::vector<uint8_t> ToVector(absl::Span<const uint8_t> bytes) {
 class ClientTest : public ::testing::Test {
  protected:
   std::unique_ptr<Client> Connect(const std::string& target) {
+    return std::move(Client::Connect(OptionsFor(target))).value();
+  }
+
+  static ClientOptions OptionsFor(const std::string& target) {
     ClientOptions options;
     options.target = target;
     options.timeout = absl::Seconds(20);
     options.chunk_bytes = 64 << 10;
+    options.max_retries = 4;
     options.initial_backoff = absl::Milliseconds(1);
     options.max_backoff = absl::Milliseconds(10);
+    return options;
+  }
+
+  // Sends tensors in parts of kPartBytes.
+  std::unique_ptr<Client> ConnectWithParts() {
+    ClientOptions options = OptionsFor(server_.target());
+    options.part_bytes = kPartBytes;
     return std::move(Client::Connect(options)).value();
   }
+  static constexpr int64_t kPartBytes = 256 << 10;
 
   FakeServer server_;
   std::unique_ptr<Client> client_ = Connect(server_.target());
@@ -219,6 +234,219 @@ TEST_F(ClientTest, GivesUpAfterTheLastRetry) {
   EXPECT_EQ(ErrorReason(status), "DRAINING");
   EXPECT_EQ(server_.faults().unavailable_streams, 0);
   EXPECT_FALSE(IsServerUnreachable(status));
+}
+
+// Ten parts and a bit.
+constexpr size_t kManyParts = 10 * (256 << 10) / sizeof(float) + 1000;
+
+void ExpectWhole(const absl::StatusOr<QuantizeResult>& result,
+                 const std::vector<float>& values, float scale = kScale) {
+  ASSERT_TRUE(result.ok()) << result.status();
+  std::vector<uint8_t> codes(values.size());
+  for (size_t i = 0; i < values.size(); ++i) {
+    codes[i] = static_cast<uint8_t>(FakeQuantize(values[i], scale));
+  }
+  EXPECT_EQ(ToVector(result->codes), codes);
+  EXPECT_EQ(result->summary.count(), values.size());
+  EXPECT_EQ(result->summary.checksum_xxh3(),
+            XXH3_64bits(codes.data(), codes.size()));
+  EXPECT_EQ(result->header.size_bytes(), codes.size());
+  EXPECT_EQ(result->header.range().begin_bytes(), 0u);
+  EXPECT_EQ(result->header.range().end_bytes(), codes.size());
+}
+
+TEST_F(ClientTest, GoesOnBehindTheLastPartThatWasAnswered) {
+  const std::vector<float> values = Ramp(kManyParts);
+  const int64_t bytes = static_cast<int64_t>(values.size() * sizeof(float));
+  server_.faults().break_every_bytes = bytes * 9 / 10;
+  server_.faults().breaks = 1;
+  const absl::StatusOr<QuantizeResult> result =
+      ConnectWithParts()->Quantize(MakeJob("w", values));
+  ExpectWhole(result, values);
+  // One for each part that was counted.
+  EXPECT_EQ(result->summary.clipped_low_count(), 11u);
+  EXPECT_EQ(result->header.encoding().scale(0), kScale);
+  EXPECT_EQ(server_.faults().breaks, 0);
+  EXPECT_LE(server_.faults().data_bytes, bytes + kPartBytes)
+      << "more than one part was sent twice";
+}
+
+TEST_F(ClientTest, PartsThatGetThroughMakeRetriesStartAnew) {
+  const std::vector<float> values = Ramp(kManyParts);
+  // Each call takes one part to its end, and half of the next one.
+  server_.faults().break_every_bytes = kPartBytes * 3 / 2;
+  const std::unique_ptr<Client> client = ConnectWithParts();
+  const std::unique_ptr<QuantizeStream> stream = client->OpenQuantize();
+  for (int i = 0; i < 3; ++i) stream->Send(MakeJob("w", values));
+  for (int i = 0; i < 3; ++i) ExpectWhole(stream->Receive(), values);
+}
+
+TEST_F(ClientTest, APartThatFailsEndsItsTensorOnly) {
+  const std::vector<float> values = Ramp(kManyParts);
+  for (const int64_t part : {0, 3, 10}) {
+    server_.faults().bad_part = part * kPartBytes;
+    const std::unique_ptr<Client> client = ConnectWithParts();
+    const std::unique_ptr<QuantizeStream> stream = client->OpenQuantize();
+    const std::vector<float> one = Ramp(100);
+    stream->Send(MakeJob("a", values));
+    EXPECT_EQ(ErrorReason(stream->Receive().status()), "NON_FINITE_REJECTED");
+    server_.faults().bad_part = -1;
+    stream->Send(MakeJob("b", values));
+    stream->Send(MakeJob("c", one));
+    ExpectWhole(stream->Receive(), values);
+    ExpectWhole(stream->Receive(), one);
+  }
+}
+
+TEST_F(ClientTest, TensorsBehindAFailedPartAreAnsweredAsTheirOwn) {
+  const std::vector<float> values = Ramp(kManyParts);
+  const std::vector<float> one = Ramp(100);
+  server_.faults().bad_part = 2 * kPartBytes;
+  const std::unique_ptr<Client> client = ConnectWithParts();
+  const std::unique_ptr<QuantizeStream> stream = client->OpenQuantize();
+  stream->Send(MakeJob("a", values));
+  stream->Send(MakeJob("b", one));
+  stream->SendLast(MakeJob("c", values));
+  EXPECT_EQ(ErrorReason(stream->Receive().status()), "NON_FINITE_REJECTED");
+  ExpectWhole(stream->Receive(), one);
+  EXPECT_EQ(ErrorReason(stream->Receive().status()), "NON_FINITE_REJECTED");
+}
+
+TEST_F(ClientTest, OutputThatIsTooSmallEndsATensorInParts) {
+  const std::vector<float> values = Ramp(kManyParts);
+  std::vector<uint8_t> output(10);
+  QuantizeJob job = MakeJob("w", values);
+  job.output = absl::MakeSpan(output);
+  const std::unique_ptr<Client> client = ConnectWithParts();
+  const std::unique_ptr<QuantizeStream> stream = client->OpenQuantize();
+  stream->Send(job);
+  stream->Send(MakeJob("v", values));
+  EXPECT_EQ(ErrorReason(stream->Receive().status()), "OUTPUT_TOO_SMALL");
+  ExpectWhole(stream->Receive(), values);
+}
+
+TEST_F(ClientTest, APartMayBeAskedForAgain) {
+  const std::vector<float> values = Ramp(kManyParts);
+  server_.faults().retry_part = 4 * kPartBytes;
+  const absl::StatusOr<QuantizeResult> result =
+      ConnectWithParts()->Quantize(MakeJob("w", values));
+  ExpectWhole(result, values);
+  EXPECT_EQ(result->summary.clipped_low_count(), 11u);
+  EXPECT_EQ(server_.faults().retry_part, -1);
+}
+
+TEST_F(ClientTest, StoresAnEncodingOnceForAllParts) {
+  const std::vector<float> values = Ramp(kManyParts);
+  server_.faults().break_every_bytes = kPartBytes * 5 / 2;
+  QuantizeJob job = MakeJob("w", values);
+  job.store = true;
+  ExpectWhole(ConnectWithParts()->Quantize(job), values);
+  EXPECT_EQ(server_.faults().stored, 1);
+}
+
+TEST_F(ClientTest, GoesOnWithTheEncodingThatItsReferenceHad) {
+  const std::vector<float> values = Ramp(kManyParts);
+  server_.faults().break_every_bytes = kPartBytes * 5;
+  server_.faults().breaks = 1;
+  QuantizeJob job = MakeJob("w", values);
+  job.source = v1::EncodingReference();
+  // Not asked for again after the break.
+  ClientOptions options = OptionsFor(server_.target());
+  options.part_bytes = kPartBytes;
+  options.on_retry = [this](const Retry&) {
+    server_.faults().reference_scale = 0.5f;
+  };
+  const auto client = std::move(Client::Connect(options)).value();
+  const absl::StatusOr<QuantizeResult> result = client->Quantize(job);
+  ExpectWhole(result, values);
+  EXPECT_EQ(result->header.etag(), "0.25");
+  EXPECT_EQ(server_.faults().reference_scale, 0.5f);
+}
+
+TEST_F(ClientTest, StartsAgainWhenTheReferenceIsReplacedInTheMiddle) {
+  const std::vector<float> values = Ramp(kManyParts);
+  server_.faults().replaced_part = 6 * kPartBytes;
+  QuantizeJob job = MakeJob("w", values);
+  job.source = v1::EncodingReference();
+  job.omit_encoding = true;
+  const absl::StatusOr<QuantizeResult> result =
+      ConnectWithParts()->Quantize(job);
+  ExpectWhole(result, values, 0.5f);
+  EXPECT_EQ(result->header.etag(), "0.5");
+  EXPECT_FALSE(result->header.has_encoding());
+}
+
+TEST_F(ClientTest, TellsOfRetriesAndOfTheLastError) {
+  server_.faults().unavailable_streams = 3;
+  ClientOptions options = OptionsFor(server_.target());
+  options.max_retries = 2;
+  std::vector<Retry> retries;
+  options.on_retry = [&](const Retry& retry) { retries.push_back(retry); };
+  const auto client = std::move(Client::Connect(options)).value();
+  const std::vector<float> values = Ramp(1000);
+  const absl::Status status = client->Quantize(MakeJob("w", values)).status();
+  EXPECT_EQ(status.message(),
+            "DRAINING: the server is about to stop (after 3 attempts)");
+  ASSERT_EQ(retries.size(), 2u);
+  EXPECT_EQ(ErrorReason(retries[0].status), "DRAINING");
+  EXPECT_EQ(retries[0].number, 1);
+  EXPECT_EQ(retries[1].number, 2);
+  EXPECT_EQ(retries[1].max_number, 2);
+  EXPECT_GT(retries[1].pause, absl::ZeroDuration());
+}
+
+TEST_F(ClientTest, RetriesWhatAStatusWithRetryInfoAsksFor) {
+  server_.faults().exhausted_unary = 2;
+  EXPECT_TRUE(client_->ListEncodings("m", "").ok());
+  server_.faults().exhausted_unary = 9;
+  const absl::Status status = client_->ListEncodings("m", "").status();
+  EXPECT_EQ(status.message(), "OVERLOADED: too much (after 5 attempts)");
+  EXPECT_EQ(RetryAfter(status), absl::Milliseconds(1));
+}
+
+TEST_F(ClientTest, ADeadlineCoversAllAttempts) {
+  server_.faults().unavailable_streams = 1 << 20;
+  ClientOptions options = OptionsFor(server_.target());
+  options.max_retries = 1 << 20;
+  options.deadline = absl::Milliseconds(200);
+  const auto client = std::move(Client::Connect(options)).value();
+  const std::vector<float> values = Ramp(1000);
+  absl::Status status = client->Quantize(MakeJob("w", values)).status();
+  EXPECT_THAT(std::string(ErrorReason(status)),
+              ::testing::AnyOf("DRAINING", "TIMEOUT"));
+  EXPECT_THAT(std::string(status.message()), ::testing::HasSubstr("attempts"));
+  server_.faults().unavailable_streams = 0;
+  server_.faults().silent = true;
+  status = client->Quantize(MakeJob("w", values)).status();
+  EXPECT_EQ(ErrorReason(status), "TIMEOUT");
+}
+
+TEST_F(ClientTest, BalancesOverTheAddressesThatAreHealthy) {
+  FakeServer other;
+  const std::unique_ptr<Client> client =
+      Connect(absl::StrCat("ipv4:", server_.target(), ",", other.target()));
+  const std::vector<float> values = Ramp(1000);
+  const auto took_calls = [&](FakeServer& server) {
+    const int64_t before = server.faults().data_bytes;
+    for (int i = 0; i < 4; ++i) {
+      ExpectWhole(client->Quantize(MakeJob("w", values)), values);
+    }
+    return server.faults().data_bytes > before;
+  };
+  const auto eventually = [&](FakeServer& server, bool expected) {
+    const absl::Time deadline = absl::Now() + absl::Seconds(20);
+    while (took_calls(server) != expected) {
+      if (absl::Now() > deadline) return false;
+    }
+    return true;
+  };
+  EXPECT_TRUE(eventually(server_, true));
+  EXPECT_TRUE(eventually(other, true));
+  server_.SetServing(false);
+  EXPECT_TRUE(eventually(server_, false));
+  EXPECT_TRUE(took_calls(other));
+  server_.SetServing(true);
+  EXPECT_TRUE(eventually(server_, true));
 }
 
 TEST_F(ClientTest, SendsATensorAgainWhenTheServerAsksForIt) {
@@ -440,6 +668,12 @@ TEST(ClientOptionsTest, RefusesWhatCanNotWork) {
   EXPECT_FALSE(Client::Connect(options).ok());
   options = ClientOptions();
   options.timeout = absl::ZeroDuration();
+  EXPECT_FALSE(Client::Connect(options).ok());
+  options = ClientOptions();
+  options.deadline = absl::ZeroDuration();
+  EXPECT_FALSE(Client::Connect(options).ok());
+  options = ClientOptions();
+  options.part_bytes = options.chunk_bytes - 1;
   EXPECT_FALSE(Client::Connect(options).ok());
 }
 

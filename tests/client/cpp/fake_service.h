@@ -35,6 +35,17 @@ inline int8_t FakeQuantize(float x, float scale) {
       std::clamp(std::nearbyint(x / scale), -128.0f, 127.0f));
 }
 
+// google.rpc.Status with a RetryInfo of a millisecond.
+inline std::string RetryDetails() {
+  const std::string delay("\x0A\x04\x10\xC0\x84\x3D", 6);
+  const std::string type = "type.googleapis.com/google.rpc.RetryInfo";
+  const auto bytes = [](char tag, const std::string& value) {
+    return absl::StrCat(std::string(1, tag),
+                        std::string(1, static_cast<char>(value.size())), value);
+  };
+  return bytes(0x1A, absl::StrCat(bytes(0x0A, type), bytes(0x12, delay)));
+}
+
 // Faults are set before the client calls and counted down by the calls.
 struct Faults {
   // Streams that end with UNAVAILABLE after their first message.
@@ -43,6 +54,23 @@ struct Faults {
   std::atomic<int> retry_tensors{0};
   // Unary calls that fail with UNAVAILABLE.
   std::atomic<int> unavailable_unary{0};
+  // Breaks streams with UNAVAILABLE whenever so many more bytes came; 0: never.
+  std::atomic<int64_t> break_every_bytes{0};
+  // How many of those breaks are left.
+  std::atomic<int> breaks{1 << 30};
+  // Bytes of tensors that came, and headers with `store`.
+  std::atomic<int64_t> data_bytes{0};
+  std::atomic<int> stored{0};
+  // The part that begins there fails, or asks once to come again; -1: none.
+  std::atomic<int64_t> bad_part{-1};
+  std::atomic<int64_t> retry_part{-1};
+  // A part that begins there finds another encoding under its reference, from
+  // then on; -1: none.
+  std::atomic<int64_t> replaced_part{-1};
+  // The scale under every reference; its etag is its number.
+  std::atomic<float> reference_scale{0.25f};
+  // Unary calls that fail with RESOURCE_EXHAUSTED and ask to come again.
+  std::atomic<int> exhausted_unary{0};
   // Send a wrong checksum.
   std::atomic<bool> wrong_checksum{false};
   // Send bytes that no header announced.
@@ -68,8 +96,9 @@ class FakeQuantizationService final : public v1::QuantizationService::Service {
           stream) override {
     v1::QuantizeRequest request;
     v1::QuantizeHeader header;
-    uint64_t size = 0;
     uint64_t received = 0;
+    uint64_t end = 0;
+    float scale = 1;
     bool is_open = false;
     XXH3_state_t* const hash = XXH3_createState();
     const std::unique_ptr<XXH3_state_t, void (*)(XXH3_state_t*)> owner(
@@ -86,13 +115,28 @@ class FakeQuantizationService final : public v1::QuantizationService::Service {
       v1::QuantizeResponse response;
       if (request.has_header()) {
         header = request.header();
-        received = 0;
-        size =
+        uint64_t size =
             header.tensor().element_type() == v1::ELEMENT_TYPE_FLOAT32 ? 4 : 0;
         for (const int64_t d : header.tensor().shape()) size *= d;
+        received = header.range().begin_bytes();
+        end = header.has_range() ? header.range().end_bytes() : size;
+        const auto begin = static_cast<int64_t>(received);
         is_open = true;
         XXH3_64bits_reset(hash);
-        if (faults_.retry_tensors-- > 0) {
+        faults_.stored += header.store() ? 1 : 0;
+        if (header.has_reference() && faults_.replaced_part == begin) {
+          faults_.replaced_part = -1;
+          faults_.reference_scale = 0.5f;
+        }
+        scale = header.has_reference() ? faults_.reference_scale.load()
+                                       : header.encoding().scale(0);
+        int64_t retried = begin;
+        if (faults_.bad_part == begin) {
+          response.mutable_error()->set_code(3);
+          response.mutable_error()->set_reason("NON_FINITE_REJECTED");
+          response.mutable_error()->set_message("this part is bad");
+        } else if (faults_.retry_tensors-- > 0 ||
+                   faults_.retry_part.compare_exchange_strong(retried, -1)) {
           response.mutable_error()->set_code(8);
           response.mutable_error()->set_reason("MEMORY_BUDGET");
           response.mutable_error()->set_message("no memory now");
@@ -113,8 +157,16 @@ class FakeQuantizationService final : public v1::QuantizationService::Service {
           auto* const answer = response.mutable_header();
           *answer->mutable_name() = header.tensor().name();
           *answer->mutable_shape() = header.tensor().shape();
-          *answer->mutable_encoding() = header.encoding();
+          if (!header.omit_encoding()) {
+            *answer->mutable_encoding() = header.encoding();
+            answer->mutable_encoding()->set_format(v1::NUMBER_FORMAT_INT8);
+            answer->mutable_encoding()->clear_scale();
+            answer->mutable_encoding()->add_scale(scale);
+          }
+          if (header.has_reference()) answer->set_etag(absl::StrCat(scale));
           answer->set_size_bytes(size / 4);
+          answer->mutable_range()->set_begin_bytes(received / 4);
+          answer->mutable_range()->set_end_bytes(end / 4);
         }
       }
       if (!is_open) {
@@ -127,20 +179,30 @@ class FakeQuantizationService final : public v1::QuantizationService::Service {
                                          ", expected ", received));
       }
       const std::string& data = request.data();
+      const int64_t before = faults_.data_bytes.fetch_add(data.size());
+      const int64_t every = faults_.break_every_bytes;
+      if (every > 0 &&
+          before / every !=
+              (before + static_cast<int64_t>(data.size())) / every &&
+          faults_.breaks-- > 0) {
+        return grpc::Status(grpc::StatusCode::UNAVAILABLE,
+                            "DRAINING: the server is about to stop");
+      }
       std::string codes(data.size() / 4, '\0');
       for (size_t i = 0; i < codes.size(); ++i) {
         float x;
         std::memcpy(&x, data.data() + 4 * i, 4);
-        codes[i] =
-            static_cast<char>(FakeQuantize(x, header.encoding().scale(0)));
+        codes[i] = static_cast<char>(FakeQuantize(x, scale));
       }
       XXH3_64bits_update(hash, codes.data(), codes.size());
       response.set_offset(received / 4);
       if (faults_.too_many_bytes) codes.push_back('x');
       response.set_data(codes);
       received += data.size();
-      if (received == size) {
-        response.mutable_summary()->set_count(size / 4);
+      if (received == end) {
+        response.mutable_summary()->set_count(
+            (end - header.range().begin_bytes()) / 4);
+        response.mutable_summary()->set_clipped_low_count(1);
         response.mutable_summary()->set_checksum_xxh3(
             XXH3_64bits_digest(hash) + (faults_.wrong_checksum ? 1 : 0));
         is_open = false;
@@ -192,6 +254,10 @@ class FakeEncodingService final : public v1::EncodingService::Service {
   grpc::Status ListEncodings(grpc::ServerContext*,
                              const v1::ListEncodingsRequest* request,
                              v1::ListEncodingsResponse* response) override {
+    if (faults_.exhausted_unary-- > 0) {
+      return grpc::Status(grpc::StatusCode::RESOURCE_EXHAUSTED,
+                          "OVERLOADED: too much", RetryDetails());
+    }
     if (faults_.unavailable_unary-- > 0) {
       return grpc::Status(grpc::StatusCode::UNAVAILABLE,
                           "STORE_UNAVAILABLE: the store is away");
