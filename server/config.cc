@@ -338,6 +338,22 @@ Flag ChoiceFlag(const char* name, const char* group, const char* value_name,
       }};
 }
 
+template <typename Accessor>
+Flag FileFlag(const char* name, const char* group, const char* help,
+              Accessor field) {
+  return {name,
+          group,
+          "FILE",
+          help,
+          "",
+          false,
+          [=](const Values& values, Config* config) {
+            field(*config) = values[0];
+            return absl::OkStatus();
+          },
+          [=](const Config& config) { return QuoteToml(field(config)); }};
+}
+
 // A member of Config, or of its Limits, const or not.
 #define QUANTD_FIELD(path) \
   [](auto& config) -> auto& { return config.path; }
@@ -347,6 +363,7 @@ std::vector<Flag> MakeFlags() {
   const int cores =
       std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
   const char* const kServing = "Serving";
+  const char* const kSecurity = "Security";
   const char* const kStore = "Store";
   const char* const kLimits = "Limits";
   const char* const kStopping = "Stopping";
@@ -366,8 +383,9 @@ std::vector<Flag> MakeFlags() {
              "]");
        }},
       SwitchFlag("insecure-listen", kServing,
-                 "Serve plaintext on addresses other than loopback and unix "
-                 "sockets. Only behind a proxy or on a network that you trust.",
+                 "Serve on addresses other than loopback and unix sockets "
+                 "without requiring certificates of clients. Only behind a "
+                 "proxy or on a network that you trust.",
                  QUANTD_FIELD(insecure_listen)),
       SwitchFlag("shared-memory", kServing,
                  "Share memory with clients on unix sockets: next to each "
@@ -392,15 +410,40 @@ std::vector<Flag> MakeFlags() {
          return absl::OkStatus();
        },
        [](const Config& config) { return QuoteToml(config.simd); }},
-      {"ready-file", kServing, "FILE",
-       "Once serving, write the bound addresses to FILE as JSON: "
-       "{\"grpc\":[\"host:port\"],\"metrics\":\"host:port\"}.",
-       "", false,
-       [](const Values& values, Config* config) {
-         config->ready_file = values[0];
-         return absl::OkStatus();
-       },
-       [](const Config& config) { return QuoteToml(config.ready_file); }},
+      FileFlag("ready-file", kServing,
+               "Once serving, write the bound addresses to FILE as JSON: "
+               "{\"grpc\":[\"host:port\"],\"metrics\":\"host:port\"}.",
+               QUANTD_FIELD(ready_file)),
+
+      FileFlag("tls-certificate", kSecurity,
+               "PEM file of the server's certificate and those between it and "
+               "its authority: serve TLS on host:port, plaintext on unix "
+               "sockets only. It and the other files of TLS are read again "
+               "when they change.",
+               QUANTD_FIELD(tls.certificate)),
+      FileFlag("tls-key", kSecurity, "PEM file of the certificate's key.",
+               QUANTD_FIELD(tls.key)),
+      FileFlag("tls-client-ca", kSecurity,
+               "PEM file of the authorities whose certificates clients have.",
+               QUANTD_FIELD(tls.client_ca)),
+      FileFlag("tls-client-crl", kSecurity,
+               "PEM file of what these authorities have revoked.",
+               QUANTD_FIELD(tls.client_crl)),
+      ChoiceFlag<ClientAuth>(
+          "tls-client-auth", kSecurity, "MODE",
+          "Whether clients need a certificate: none, request (or a token) or "
+          "require; auto is require with --tls-client-ca, else none.",
+          {{"auto", ClientAuth::kAuto},
+           {"none", ClientAuth::kNone},
+           {"request", ClientAuth::kRequest},
+           {"require", ClientAuth::kRequire}},
+          "auto", QUANTD_FIELD(tls.client_auth)),
+      FileFlag("access-file", kSecurity,
+               "Who may do what: lines of NAME, sha256:HEX of a token or "
+               "certificate:SUBJECT, scopes, models and perhaps an expiry. "
+               "Without it everybody may do everything. It is read again when "
+               "it changes.",
+               QUANTD_FIELD(access_file)),
 
       {"store", kStore, "URL",
        "Where encodings and statistics are kept: sqlite:PATH, or what replicas "
@@ -597,21 +640,60 @@ absl::StatusOr<std::map<std::string, Values>> ReadConfigFile(
   return values;
 }
 
-// What has to hold between flags.
-absl::Status CheckTogether(const Config& config) {
-  if (!config.insecure_listen) {
-    for (const std::string& address : config.listen) {
-      std::string host;
-      if (SplitHostPort(address, &host) && !IsLoopback(host)) {
-        return core::ConfigInvalidError(absl::StrCat(
-            "--listen: expected a loopback address or a unix socket for "
-            "plaintext, got \"",
-            address,
-            "\"; put a TLS proxy in front, or give --insecure-listen on a "
-            "network that you trust"));
-      }
+absl::Status CheckTls(const TlsOptions& tls) {
+  const auto needs = [](absl::string_view flag, absl::string_view other) {
+    return core::ConfigInvalidError(absl::StrCat(
+        "--", flag, ": expected together with --", other, ", got it alone"));
+  };
+  if (tls.certificate.empty()) {
+    if (!tls.key.empty()) return needs("tls-key", "tls-certificate");
+    if (!tls.client_ca.empty()) {
+      return needs("tls-client-ca", "tls-certificate");
+    }
+  } else if (tls.key.empty()) {
+    return needs("tls-certificate", "tls-key");
+  }
+  if (tls.client_ca.empty()) {
+    if (!tls.client_crl.empty()) {
+      return needs("tls-client-crl", "tls-client-ca");
+    }
+    if (tls.EffectiveClientAuth() != ClientAuth::kNone) {
+      return needs("tls-client-auth", "tls-client-ca");
+    }
+  } else if (tls.EffectiveClientAuth() == ClientAuth::kNone) {
+    return core::ConfigInvalidError(
+        "--tls-client-auth: expected request or require with --tls-client-ca, "
+        "got \"none\"");
+  }
+  return absl::OkStatus();
+}
+
+// gRPC works through what a stranger sends before quantd can ask for a token,
+// so that only a certificate keeps strangers out.
+absl::Status CheckListen(const Config& config) {
+  if (config.insecure_listen ||
+      config.tls.EffectiveClientAuth() == ClientAuth::kRequire) {
+    return absl::OkStatus();
+  }
+  for (const std::string& address : config.listen) {
+    std::string host;
+    if (SplitHostPort(address, &host) && !IsLoopback(host)) {
+      return core::ConfigInvalidError(absl::StrCat(
+          "--listen: expected a loopback address or a unix socket ",
+          config.tls.certificate.empty() ? "for plaintext"
+                                         : "where clients need no certificate",
+          ", got \"", address,
+          "\"; require certificates (--tls-client-ca), put a TLS proxy in "
+          "front, or give --insecure-listen on a network that you trust"));
     }
   }
+  return absl::OkStatus();
+}
+
+// What has to hold between flags.
+absl::Status CheckTogether(const Config& config) {
+  if (absl::Status status = CheckTls(config.tls); !status.ok()) return status;
+  if (absl::Status status = CheckListen(config); !status.ok()) return status;
   if (config.shared_memory &&
       std::none_of(config.listen.begin(), config.listen.end(),
                    [](const std::string& address) {

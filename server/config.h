@@ -11,6 +11,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "server/guard/limits.h"
+#include "server/guard/tls_files.h"
 #include "server/logging.h"
 
 namespace quantd::server {
@@ -24,6 +25,10 @@ struct Config {
   // host:port or unix:/path; never empty.
   std::vector<std::string> listen;
   bool insecure_listen = false;
+  // Empty for no TLS.
+  TlsOptions tls;
+  // Empty for none.
+  std::string access_file;
   // On unix sockets.
   bool shared_memory = false;
   // host:port; empty for none.

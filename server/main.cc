@@ -174,6 +174,8 @@ int Serve(const Config& config) {
 
   ServerOptions options;
   options.listen = config.listen;
+  options.tls = config.tls;
+  options.access_file = config.access_file;
   options.shared_memory = config.shared_memory;
   options.limits = config.limits;
   options.threads = config.threads;

@@ -23,6 +23,9 @@
 #include "grpcpp/health_check_service_interface.h"
 #include "grpcpp/resource_quota.h"
 #include "grpcpp/server_posix.h"
+#include "server/logging.h"
+#include "server/rpc/reflection_guard.h"
+#include "server/tls_credentials.h"
 
 namespace quantd::server {
 namespace {
@@ -31,6 +34,11 @@ namespace {
 constexpr int kStoreThreads = 4;
 // How often streams that wait for memory try again.
 constexpr absl::Duration kWatchInterval = absl::Milliseconds(20);
+// How long a changed access file or certificate may go unseen.
+constexpr absl::Duration kFollowInterval = absl::Seconds(1);
+// From when on, and how often, it is told that the certificate expires.
+constexpr absl::Duration kExpiryWarning = absl::Hours(14 * 24);
+constexpr absl::Duration kExpiryInterval = absl::Hours(24);
 // For streams that are out of time to be told so.
 constexpr absl::Duration kEndGrace = absl::Milliseconds(500);
 // How far a client may send ahead of what the server reads: about one chunk.
@@ -69,23 +77,46 @@ absl::StatusOr<std::unique_ptr<QuantdServer>> QuantdServer::Start(
     const ServerOptions& options, EncodingStore* store,
     StatisticsStore* statistics, Metrics* metrics) {
   InitPlugins();
-  std::unique_ptr<QuantdServer> server(
-      new QuantdServer(options, store, statistics, metrics));
+  std::unique_ptr<AccessFile> access;
+  if (!options.access_file.empty()) {
+    absl::StatusOr<std::unique_ptr<AccessFile>> opened =
+        AccessFile::Open(options.access_file);
+    if (!opened.ok()) return opened.status();
+    access = *std::move(opened);
+  }
+  std::unique_ptr<TlsFiles> tls;
+  if (!options.tls.certificate.empty()) {
+    absl::StatusOr<std::unique_ptr<TlsFiles>> opened =
+        TlsFiles::Open(options.tls);
+    if (!opened.ok()) return opened.status();
+    tls = *std::move(opened);
+  }
+  std::unique_ptr<QuantdServer> server(new QuantdServer(
+      options, std::move(access), std::move(tls), store, statistics, metrics));
   if (absl::Status s = server->Listen(); !s.ok()) return s;
   return server;
 }
 
-QuantdServer::QuantdServer(const ServerOptions& options, EncodingStore* store,
+QuantdServer::QuantdServer(const ServerOptions& options,
+                           std::unique_ptr<AccessFile> access,
+                           std::unique_ptr<TlsFiles> tls, EncodingStore* store,
                            StatisticsStore* statistics, Metrics* metrics)
     : options_(options),
       metrics_(metrics),
       budget_(options.limits.memory_budget_bytes),
       pool_(std::max(1, options.threads)),
       store_pool_(kStoreThreads),
-      env_{options.limits, store,
-           statistics,     metrics,
-           &budget_,       &pool_,
-           &store_pool_,   options.shared_memory ? &regions_ : nullptr},
+      access_(std::move(access)),
+      tls_(std::move(tls)),
+      authenticator_(access_.get(), tls_.get(), store, statistics,
+                     options.shared_memory ? &regions_ : nullptr, metrics),
+      env_{options.limits,
+           &authenticator_,
+           metrics,
+           &budget_,
+           &pool_,
+           &store_pool_,
+           options.shared_memory ? &regions_ : nullptr},
       quantization_service_(env_, &registry_),
       encoding_service_(env_, &registry_) {}
 
@@ -99,8 +130,12 @@ absl::Status QuantdServer::Listen() {
       shared_paths.emplace_back(path);
       ports[i] = kSharedPort;
     } else {
-      builder.AddListeningPort(options_.listen[i],
-                               grpc::InsecureServerCredentials(), &ports[i]);
+      const bool secure =
+          tls_ != nullptr && !absl::StartsWith(options_.listen[i], kUnixScheme);
+      credentials_.push_back(secure ? MakeTlsCredentials(tls_.get())
+                                    : grpc::InsecureServerCredentials());
+      builder.AddListeningPort(options_.listen[i], credentials_.back(),
+                               &ports[i]);
     }
   }
   builder.RegisterService(&quantization_service_);
@@ -118,6 +153,13 @@ absl::Status QuantdServer::Listen() {
   grpc::ResourceQuota quota("quantd");
   quota.Resize(options_.limits.memory_budget_bytes + kTransportBytes);
   builder.SetResourceQuota(quota);
+  if (access_ != nullptr) {
+    std::vector<
+        std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface>>
+        interceptors;
+    interceptors.push_back(MakeReflectionGuard(&authenticator_));
+    builder.experimental().SetInterceptorCreators(std::move(interceptors));
+  }
   server_ = builder.BuildAndStart();
   for (size_t i = 0; i < ports.size(); ++i) {
     if (server_ == nullptr || ports[i] == 0) {
@@ -136,6 +178,10 @@ absl::Status QuantdServer::Listen() {
   health->SetServingStatus(v1::QuantizationService::service_full_name(), true);
   health->SetServingStatus(v1::EncodingService::service_full_name(), true);
   watcher_ = std::thread([this] { Watch(); });
+  if (access_ != nullptr || tls_ != nullptr) {
+    TellExpiry();
+    follower_ = std::thread([this] { Follow(); });
+  }
   return absl::OkStatus();
 }
 
@@ -189,6 +235,7 @@ void QuantdServer::Stop(absl::Duration grace) {
   }
   stopping_.Notify();
   if (watcher_.joinable()) watcher_.join();
+  if (follower_.joinable()) follower_.join();
 }
 
 void QuantdServer::Watch() {
@@ -196,6 +243,46 @@ void QuantdServer::Watch() {
     registry_.WakeParked();
     registry_.EndIdle(options_.limits.idle_timeout);
     metrics_->MemoryBudget(budget_.total_bytes(), budget_.used_bytes());
+  }
+}
+
+void QuantdServer::Follow() {
+  const auto take = [this](ReloadedFile file, absl::string_view name,
+                           const absl::StatusOr<bool>& changed) {
+    if (changed.ok() && !*changed) return;
+    metrics_->Reloaded(file, changed.ok());
+    if (changed.ok()) {
+      Log(LogLevel::kInfo, absl::StrCat("took the new ", name));
+    } else {
+      Log(LogLevel::kError, absl::StrCat("keeping the old ", name),
+          {{"error", changed.status().message()}});
+    }
+  };
+  absl::Time told = absl::Now();
+  while (!stopping_.WaitForNotificationWithTimeout(kFollowInterval)) {
+    if (access_ != nullptr) {
+      take(ReloadedFile::kAccess, "access file", access_->Reload());
+    }
+    if (tls_ != nullptr) {
+      const absl::StatusOr<bool> changed = tls_->Reload();
+      take(ReloadedFile::kCertificate, "certificates", changed);
+      const bool is_new = changed.ok() && *changed;
+      if (is_new || absl::Now() - told >= kExpiryInterval) {
+        TellExpiry();
+        told = absl::Now();
+      }
+    }
+  }
+}
+
+void QuantdServer::TellExpiry() {
+  if (tls_ == nullptr) return;
+  const absl::Time expires = tls_->material()->expires;
+  metrics_->CertificateExpiry(expires);
+  const absl::Duration left = expires - absl::Now();
+  if (left < kExpiryWarning) {
+    Log(LogLevel::kWarning, "the server's certificate expires soon",
+        {{"expires", absl::FormatTime(expires, absl::UTCTimeZone())}});
   }
 }
 

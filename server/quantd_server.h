@@ -15,9 +15,12 @@
 #include "absl/time/time.h"
 #include "core/parallel/thread_pool.h"
 #include "grpcpp/grpcpp.h"
+#include "server/guard/access_list.h"
 #include "server/guard/limits.h"
 #include "server/guard/memory_budget.h"
+#include "server/guard/tls_files.h"
 #include "server/metrics/metrics.h"
+#include "server/rpc/caller.h"
 #include "server/rpc/encoding_service.h"
 #include "server/rpc/quantization_service.h"
 #include "server/rpc/rpc_environment.h"
@@ -31,8 +34,13 @@
 namespace quantd::server {
 
 struct ServerOptions {
-  // Plaintext addresses, "host:port" or "unix:path"; port 0 takes a free one.
+  // "host:port" or "unix:path"; port 0 takes a free one.
   std::vector<std::string> listen;
+  // For host:port; plaintext without a certificate. Unix sockets are always
+  // plaintext.
+  TlsOptions tls;
+  // Path of an access file; empty lets everybody do everything.
+  std::string access_file;
   // Share memory with clients on the unix sockets.
   bool shared_memory = false;
   Limits limits;
@@ -48,7 +56,7 @@ struct ServerOptions {
 class QuantdServer {
  public:
   // Starts listening. The stores and `metrics` must outlive the server.
-  // Errors: LISTEN.
+  // Errors: LISTEN, CONFIG_INVALID (the files of `options`).
   static absl::StatusOr<std::unique_ptr<QuantdServer>> Start(
       const ServerOptions& options, EncodingStore* store,
       StatisticsStore* statistics, Metrics* metrics);
@@ -74,7 +82,9 @@ class QuantdServer {
   bool serving() const { return !draining_.load(); }
 
  private:
-  QuantdServer(const ServerOptions& options, EncodingStore* store,
+  // Either of the files may be null.
+  QuantdServer(const ServerOptions& options, std::unique_ptr<AccessFile> access,
+               std::unique_ptr<TlsFiles> tls, EncodingStore* store,
                StatisticsStore* statistics, Metrics* metrics);
   absl::Status Listen();
   // Unix sockets whose clients may share memory, and their control sockets.
@@ -82,6 +92,9 @@ class QuantdServer {
   void Stop(absl::Duration grace);
   // Looks after idle streams and gauges.
   void Watch();
+  // Follows the files while they change.
+  void Follow();
+  void TellExpiry();
 
   const ServerOptions options_;
   Metrics* const metrics_;
@@ -89,11 +102,15 @@ class QuantdServer {
   RegionRegistry regions_;
   core::ThreadPool pool_;
   core::ThreadPool store_pool_;
+  const std::unique_ptr<AccessFile> access_;
+  const std::unique_ptr<TlsFiles> tls_;
+  const Authenticator authenticator_;
   const RpcEnvironment env_;
   StreamRegistry registry_;
   QuantizationService quantization_service_;
   EncodingService encoding_service_;
   std::vector<std::string> addresses_;
+  std::vector<std::shared_ptr<grpc::ServerCredentials>> credentials_;
   std::unique_ptr<grpc::Server> server_;
   // Only with shared memory, for which gRPC's own do not tell enough.
   std::vector<std::unique_ptr<UnixListener>> unix_listeners_;
@@ -101,6 +118,8 @@ class QuantdServer {
   std::atomic<bool> draining_{false};
   absl::Notification stopping_;
   std::thread watcher_;
+  // Files may be on a slow disk: not the watcher's business.
+  std::thread follower_;
 };
 
 }  // namespace quantd::server

@@ -3,8 +3,6 @@
 #include <openssl/sha.h>
 
 #include <cstdint>
-#include <fstream>
-#include <iterator>
 #include <memory>
 #include <string>
 #include <utility>
@@ -21,13 +19,16 @@
 #include "absl/strings/strip.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
-#include "absl/types/span.h"
+#include "absl/types/optional.h"
 #include "core/errors.h"
+#include "server/guard/text_file.h"
 
 namespace quantd::server {
 namespace {
 
 constexpr uint8_t kAllScopes = 15;
+constexpr absl::string_view kModelCharacters =
+    "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._/-";
 constexpr absl::string_view kCertificate = "certificate:";
 
 struct ScopeName {
@@ -76,22 +77,45 @@ uint8_t ParseScopes(absl::string_view text) {
   return scopes;
 }
 
-absl::Status AtLine(int line, absl::string_view expected) {
-  return core::ConfigInvalidError(
-      absl::StrCat("access file, line ", line, ": expected ", expected));
+bool IsModelPattern(absl::string_view text) {
+  return text == "*" ||
+         (text[0] != '/' && !absl::StrContains(text, "..") &&
+          text.find_first_not_of(kModelCharacters) == absl::string_view::npos);
 }
 
-absl::StatusOr<std::string> ReadFile(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  std::string text(std::istreambuf_iterator<char>(file), {});
-  if (!file) {
-    return core::ConfigInvalidError(
-        absl::StrCat("cannot read the access file \"", path, "\""));
-  }
-  return text;
+absl::Status AtLine(int line, absl::string_view expected) {
+  return core::ConfigInvalidError(
+      absl::StrCat("--access-file: line ", line, ": expected ", expected));
 }
 
 }  // namespace
+
+Scope ScopeOf(Rpc rpc) {
+  switch (rpc) {
+    case Rpc::kListEncodings:
+    case Rpc::kGetEncoding:
+    case Rpc::kListModels:
+    case Rpc::kListRevisions:
+    case Rpc::kSweep:
+    case Rpc::kGetStatistics:
+    case Rpc::kListStatistics:
+    case Rpc::kExportEncodings:
+      return Scope::kRead;
+    case Rpc::kQuantize:
+    case Rpc::kDequantize:
+    case Rpc::kEvaluate:
+      return Scope::kQuantize;
+    case Rpc::kCalibrate:
+    case Rpc::kPutEncoding:
+    case Rpc::kComputeEncodings:
+    case Rpc::kImportEncodings:
+      return Scope::kCalibrate;
+    case Rpc::kDeleteEncoding:
+    case Rpc::kDeleteStatistics:
+      return Scope::kAdmin;
+  }
+  return Scope::kAdmin;
+}
 
 std::shared_ptr<const Principal> Principal::Unrestricted() {
   static const auto* const kUnrestricted = [] {
@@ -103,7 +127,18 @@ std::shared_ptr<const Principal> Principal::Unrestricted() {
 }
 
 bool Principal::MaySee(absl::string_view model) const {
-  return absl::StartsWith(model, model_prefix_);
+  return models_.empty() || model == models_ ||
+         (models_.back() == '/' && absl::StartsWith(model, models_));
+}
+
+std::string Principal::BeforeModels() const {
+  if (models_.empty()) return "";
+  // Above every name that begins with the character before the last one.
+  constexpr char kAboveNames = '\x7f';
+  std::string before = models_;
+  --before.back();
+  before += kAboveNames;
+  return before;
 }
 
 absl::Status Principal::Check(Scope scope) const {
@@ -112,6 +147,11 @@ absl::Status Principal::Check(Scope scope) const {
     if (known.scope == scope) return core::ScopeMissingError(known.name);
   }
   return core::ScopeMissingError("");
+}
+
+absl::Status Principal::CheckWrite(absl::string_view model) const {
+  if (absl::Status s = Check(Scope::kCalibrate); !s.ok()) return s;
+  return MaySee(model) ? absl::OkStatus() : core::ModelDeniedError(model);
 }
 
 absl::Status Principal::CheckTime(absl::Time now) const {
@@ -145,7 +185,12 @@ absl::StatusOr<std::shared_ptr<const AccessList>> AccessList::Parse(
                     "some of read, quantize, calibrate and admin, separated "
                     "by commas, as the third field");
     }
-    if (fields[3] != "*") principal->model_prefix_ = std::string(fields[3]);
+    if (!IsModelPattern(fields[3])) {
+      return AtLine(number,
+                    "*, a prefix of models that ends in /, or the name of a "
+                    "model, as the fourth field");
+    }
+    if (fields[3] != "*") principal->models_ = std::string(fields[3]);
     if (fields.size() == 5 && !absl::ParseTime(absl::RFC3339_full, fields[4],
                                                &principal->expires_, nullptr)) {
       return AtLine(number,
@@ -158,28 +203,28 @@ absl::StatusOr<std::shared_ptr<const AccessList>> AccessList::Parse(
   return list;
 }
 
+Credential::Credential(absl::string_view token,
+                       std::vector<std::string> certificate_names)
+    : token_digest(token.empty() ? "" : Digest(token)),
+      certificate_names(std::move(certificate_names)) {}
+
 absl::StatusOr<std::shared_ptr<const Principal>> AccessList::Find(
-    absl::string_view token, absl::Span<const std::string> certificate_names,
-    absl::Time now) const {
-  if (token.empty() && certificate_names.empty()) {
+    const Credential& credential, absl::Time now) const {
+  if (credential.token_digest.empty() && credential.certificate_names.empty()) {
     return core::TokenMissingError();
   }
-  // A token says more than the connection that it came on.
-  std::vector<std::string> keys;
-  if (!token.empty()) {
-    keys.push_back(Digest(token));
+  auto found = principals_.end();
+  if (!credential.token_digest.empty()) {
+    found = principals_.find(credential.token_digest);
   } else {
-    for (const std::string& name : certificate_names) {
-      keys.push_back(absl::StrCat(kCertificate, name));
+    for (const std::string& name : credential.certificate_names) {
+      found = principals_.find(absl::StrCat(kCertificate, name));
+      if (found != principals_.end()) break;
     }
   }
-  for (const std::string& key : keys) {
-    const auto found = principals_.find(key);
-    if (found == principals_.end()) continue;
-    if (absl::Status s = found->second->CheckTime(now); !s.ok()) return s;
-    return found->second;
-  }
-  return core::TokenInvalidError();
+  if (found == principals_.end()) return core::TokenInvalidError();
+  if (absl::Status s = found->second->CheckTime(now); !s.ok()) return s;
+  return found->second;
 }
 
 absl::StatusOr<std::unique_ptr<AccessFile>> AccessFile::Open(
@@ -195,13 +240,15 @@ std::shared_ptr<const AccessList> AccessFile::list() const {
 }
 
 absl::StatusOr<bool> AccessFile::Reload() {
-  absl::StatusOr<std::string> text = ReadFile(path_);
+  const absl::optional<std::string> text = ReadTextFile(path_);
   absl::MutexLock lock(&mutex_);
-  // A file that is not there any more is a change to nothing.
-  const std::string seen = text.ok() ? *text : "";
-  if (list_ != nullptr && seen == text_) return false;
-  text_ = seen;
-  if (!text.ok()) return text.status();
+  if (list_ != nullptr && text == text_) return false;
+  text_ = text;
+  if (!text.has_value()) {
+    return core::ConfigInvalidError(
+        absl::StrCat("--access-file: expected a file that can be read, got \"",
+                     path_, "\""));
+  }
   absl::StatusOr<std::shared_ptr<const AccessList>> list =
       AccessList::Parse(*text);
   if (!list.ok()) return list.status();

@@ -1,22 +1,26 @@
 // Who may do what.
 //
-// An access file has a line per caller; # begins a comment:
+// An access file has a line per credential; # begins a comment:
 //
-//   NAME  sha256:HEX       SCOPES          MODELS  [EXPIRES]
-//   NAME  certificate:CN   SCOPES          MODELS  [EXPIRES]
+//   NAME  sha256:HEX           SCOPES  MODELS  [EXPIRES]
+//   NAME  certificate:SUBJECT  SCOPES  MODELS  [EXPIRES]
 //
-// HEX is the SHA-256 of a bearer token (64 digits), CN the common name or a
-// subject alternative name of a client's certificate. SCOPES are some of read,
-// quantize, calibrate and admin, separated by commas. MODELS is the prefix of
-// the names of the models that the caller may see, or * for all. EXPIRES is a
-// time as RFC 3339 has it, e.g. 2027-01-31T00:00:00Z.
+// NAME is for logs, and may come more than once: two tokens while one replaces
+// the other. HEX is the SHA-256 of a bearer token (64 digits), SUBJECT the
+// common name or a subject alternative name of a client's certificate. SCOPES
+// are some of read, quantize, calibrate and admin, separated by commas. MODELS
+// is * for all models, PREFIX/ for all whose names begin so, or the name of
+// one. EXPIRES is a time as RFC 3339 has it, e.g. 2027-01-31T00:00:00Z.
 
 #ifndef QUANTD_SERVER_GUARD_ACCESS_LIST_H_
 #define QUANTD_SERVER_GUARD_ACCESS_LIST_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
@@ -25,26 +29,31 @@
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
-#include "absl/types/span.h"
+#include "absl/types/optional.h"
+#include "server/metrics/metrics.h"
 
 namespace quantd::server {
 
-// What a call does; each RPC needs one of them.
+// What a call does. None includes another.
 enum class Scope : uint8_t {
-  // Get and list encodings, statistics and models; dequantize, evaluate.
+  // Get and list what is stored, and look at what could follow from it.
   kRead = 1,
-  // Quantize, and store the encodings that come of it.
+  // Work on tensors that come with the call, with stored encodings too.
   kQuantize = 2,
-  // Calibrate, contribute statistics, compute and put encodings.
+  // Write: contribute statistics, store encodings.
   kCalibrate = 4,
   // Delete.
   kAdmin = 8,
 };
 
+// The one that a call of the RPC needs. Storing an encoding on the way, as
+// Quantize can, needs kCalibrate as well.
+Scope ScopeOf(Rpc rpc);
+
 // One caller. Immutable, thread-safe.
 class Principal {
  public:
-  // Everything: who calls where no access file is.
+  // May do everything: who calls where no access file is.
   static std::shared_ptr<const Principal> Unrestricted();
 
   // For logs; never secret.
@@ -52,8 +61,14 @@ class Principal {
   // Whether names of that model mean anything to the caller. What it may not
   // see does not exist for it.
   bool MaySee(absl::string_view model) const;
+  // Comes before all models that the caller may see, which lie together, and
+  // after all others before them; in the order of names, bytewise.
+  std::string BeforeModels() const;
   // Errors: SCOPE_MISSING.
   absl::Status Check(Scope scope) const;
+  // Whether the caller may store something under the names of that model.
+  // Errors: SCOPE_MISSING; MODEL_DENIED, whether there is such a model or not.
+  absl::Status CheckWrite(absl::string_view model) const;
   // Errors: TOKEN_INVALID once it has expired.
   absl::Status CheckTime(absl::Time now) const;
 
@@ -62,29 +77,46 @@ class Principal {
 
   std::string name_;
   uint8_t scopes_ = 0;
-  // Empty for all models.
-  std::string model_prefix_;
+  // A prefix that ends in a slash, one name, or empty for all.
+  std::string models_;
   absl::Time expires_ = absl::InfiniteFuture();
+};
+
+// What a call brings to say who makes it. Holds no secret.
+struct Credential {
+  // `token`  of an "authorization: Bearer" header; empty for none.
+  Credential(absl::string_view token,
+             std::vector<std::string> certificate_names);
+
+  // SHA-256; empty without a token.
+  std::string token_digest;
+  // Of the client's certificate: common name, then alternative names.
+  std::vector<std::string> certificate_names;
+  // Of that certificate; empty where nobody wants to know.
+  std::string certificate_id;
 };
 
 // An access file, parsed. Immutable, thread-safe.
 class AccessList {
  public:
-  // Errors: CONFIG_INVALID, which names the line.
+  // Errors: CONFIG_INVALID, which names the line but not what is in it.
   static absl::StatusOr<std::shared_ptr<const AccessList>> Parse(
       absl::string_view text);
 
-  // The caller of a token, or with one of a certificate's names.
+  // The caller of a credential: who its token belongs to; without one, who the
+  // first name of its certificate belongs to that is in the list.
   // Errors: TOKEN_MISSING (no credential of any kind), TOKEN_INVALID (unknown,
   // or expired at `now`).
   absl::StatusOr<std::shared_ptr<const Principal>> Find(
-      absl::string_view token, absl::Span<const std::string> certificate_names,
-      absl::Time now) const;
+      const Credential& credential, absl::Time now) const;
 
   size_t size() const { return principals_.size(); }
 
  private:
-  // Under the digest of the token, or "certificate:" and the name.
+  // Under the digest of the token, or "certificate:" and the name. Comparing
+  // digests takes a time that depends on how much of them is equal. That is no
+  // way in: whoever could choose a digest to compare would have to know a token
+  // with that digest.
   absl::flat_hash_map<std::string, std::shared_ptr<const Principal>>
       principals_;
 };
@@ -108,7 +140,8 @@ class AccessFile {
 
   const std::string path_;
   mutable absl::Mutex mutex_;
-  std::string text_ ABSL_GUARDED_BY(mutex_);
+  // What was there at the last look; none if the file could not be read.
+  absl::optional<std::string> text_ ABSL_GUARDED_BY(mutex_);
   std::shared_ptr<const AccessList> list_ ABSL_GUARDED_BY(mutex_);
 };
 

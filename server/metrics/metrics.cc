@@ -95,6 +95,12 @@ constexpr std::array<const char*, 5> kLimitReasons = {
     "TENSOR_TOO_LARGE", "SCALE_COUNT_LIMIT", "MEMORY_BUDGET",
     "STATISTICS_TOO_LARGE", "REGION_LIMIT"};
 
+constexpr std::array<const char*, 4> kDeniedReasons = {
+    "TOKEN_MISSING", "TOKEN_INVALID", "SCOPE_MISSING", "MODEL_DENIED"};
+
+constexpr std::array<const char*, kReloadedFileCount> kReloadedFiles = {
+    "access", "certificate"};
+
 // Upper bounds of the buckets of every histogram, in seconds.
 constexpr std::array<double, 17> kBucketSeconds = {
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05,
@@ -119,7 +125,10 @@ enum Counter : int {
   kContributionsCounted,
   kContributionsDuplicate,
   kLimitRejections,
-  kStoreErrors = kLimitRejections + static_cast<int>(kLimitReasons.size()),
+  kAccessDenied = kLimitRejections + static_cast<int>(kLimitReasons.size()),
+  // Per file: taken, then not.
+  kReloads = kAccessDenied + static_cast<int>(kDeniedReasons.size()),
+  kStoreErrors = kReloads + kReloadedFileCount * 2,
   kStoreSeconds = kStoreErrors + kStoreOperationCount,
   kRpcStarted = kStoreSeconds + kStoreOperationCount * kHistogramSize,
   kRpcHandled = kRpcStarted + kRpcCount,
@@ -203,6 +212,8 @@ struct Metrics::State {
   std::atomic<int64_t> cache_entries{0};
   std::atomic<int64_t> memory_budget_bytes{0};
   std::atomic<int64_t> memory_budget_used_bytes{0};
+  // 0 for none.
+  std::atomic<int64_t> certificate_expiry_seconds{0};
 };
 
 void Metrics::State::CollectRpcs(std::vector<MetricFamily>* families) const {
@@ -362,6 +373,36 @@ void Metrics::State::CollectGuard(std::vector<MetricFamily>* families) const {
     AddSample(counters.Sum(kLimitRejections + static_cast<int>(i)),
               {{"reason", kLimitReasons[i]}}, &rejections);
   }
+  MetricFamily& denied =
+      AddFamily("quantd_access_denied_total",
+                "Calls turned away because of who makes them, by reason.",
+                MetricType::Counter, families);
+  for (size_t i = 0; i < kDeniedReasons.size(); ++i) {
+    AddSample(counters.Sum(kAccessDenied + static_cast<int>(i)),
+              {{"reason", kDeniedReasons[i]}}, &denied);
+  }
+  MetricFamily& reloads =
+      AddFamily("quantd_reloads_total",
+                "Files that changed while the server ran, and were taken or "
+                "left for what was there before.",
+                MetricType::Counter, families);
+  for (int i = 0; i < kReloadedFileCount; ++i) {
+    for (int failed = 0; failed < 2; ++failed) {
+      AddSample(counters.Sum(kReloads + 2 * i + failed),
+                {{"file", kReloadedFiles[i]},
+                 {"result", failed == 0 ? "ok" : "error"}},
+                &reloads);
+    }
+  }
+  const int64_t expiry =
+      certificate_expiry_seconds.load(std::memory_order_relaxed);
+  if (expiry != 0) {
+    AddSample(expiry, {},
+              &AddFamily("quantd_tls_certificate_expiry_timestamp_seconds",
+                         "When the server's certificate expires, in seconds "
+                         "since 1970.",
+                         MetricType::Gauge, families));
+  }
 }
 
 Metrics::Metrics() : state_(std::make_unique<State>()) {}
@@ -476,6 +517,23 @@ void Metrics::LimitRejected(absl::string_view reason) {
       state_->counters.Add(kLimitRejections + static_cast<int>(i), 1);
     }
   }
+}
+
+void Metrics::AccessDenied(absl::string_view reason) {
+  for (size_t i = 0; i < kDeniedReasons.size(); ++i) {
+    if (reason == kDeniedReasons[i]) {
+      state_->counters.Add(kAccessDenied + static_cast<int>(i), 1);
+    }
+  }
+}
+
+void Metrics::Reloaded(ReloadedFile file, bool ok) {
+  state_->counters.Add(kReloads + 2 * static_cast<int>(file) + (ok ? 0 : 1), 1);
+}
+
+void Metrics::CertificateExpiry(absl::Time time) {
+  state_->certificate_expiry_seconds.store(absl::ToUnixSeconds(time),
+                                           std::memory_order_relaxed);
 }
 
 }  // namespace quantd::server

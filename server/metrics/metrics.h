@@ -52,6 +52,10 @@ enum class StoreOperation {
 };
 constexpr int kStoreOperationCount = 9;
 
+// Files that may change while the server runs.
+enum class ReloadedFile { kAccess, kCertificate };
+constexpr int kReloadedFileCount = 2;
+
 // Every call adds to sharded atomics, without a mutex: cheap enough for a chunk
 // path. Labels are bounded sets: never a model or tensor name. Thread-safe.
 class Metrics {
@@ -106,6 +110,13 @@ class Metrics {
   // the fixed set TENSOR_TOO_LARGE, SCALE_COUNT_LIMIT, MEMORY_BUDGET,
   // STATISTICS_TOO_LARGE, REGION_LIMIT.
   void LimitRejected(absl::string_view reason);
+  // quantd_access_denied_total{reason}: calls turned away, from the fixed set
+  // TOKEN_MISSING, TOKEN_INVALID, SCOPE_MISSING, MODEL_DENIED.
+  void AccessDenied(absl::string_view reason);
+  // quantd_reloads_total{file,result}: a changed file was taken, or not.
+  void Reloaded(ReloadedFile file, bool ok);
+  // quantd_tls_certificate_expiry_timestamp_seconds; absent until it is told.
+  void CertificateExpiry(absl::Time time);
 
  private:
   struct State;

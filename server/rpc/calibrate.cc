@@ -53,6 +53,9 @@ struct CalibrateTask {
   TensorDescription description;
   // Where the encoding goes; with a spec or a contribution.
   EncodingKey key;
+  // The caller's.
+  std::shared_ptr<EncodingStore> encodings;
+  std::shared_ptr<StatisticsStore> statistics;
   // Resolved for the shape only without a contribution, with which the
   // statistics have a shape of their own.
   absl::optional<core::EncodingSpec> spec;
@@ -132,7 +135,7 @@ class CalibrateJob final : public TensorJob {
     const CheckedContribution& contribution = *task_.contribution;
     TakeCounts();
     contributed_ = true;
-    absl::StatusOr<ContributionOutcome> outcome = env_.statistics->Contribute(
+    absl::StatusOr<ContributionOutcome> outcome = task_.statistics->Contribute(
         contribution.key,
         core::StatisticsState{contribution.block_size, task_.description.shape,
                               accumulator_->Take()},
@@ -151,7 +154,7 @@ class CalibrateJob final : public TensorJob {
       return absl::OkStatus();
     }
     absl::StatusOr<StoredStatistics> stored =
-        env_.statistics->GetStatistics(task_.key);
+        task_.statistics->GetStatistics(task_.key);
     if (!stored.ok()) return stored.status();
     absl::StatusOr<MemoryBudget::Lease> lease = env_.budget->Acquire(
         kCalibrationCopies * stored->state.statistics.memory_bytes(),
@@ -186,7 +189,7 @@ class CalibrateJob final : public TensorJob {
 
   absl::Status Put() {
     absl::StatusOr<StoredEncoding> stored =
-        env_.store->Put(task_.key, std::move(encoding_), Precondition());
+        task_.encodings->Put(task_.key, std::move(encoding_), Precondition());
     if (!stored.ok()) return stored.status();
     StoredEncodingToProto(task_.key, *stored, /*with_encoding=*/true,
                           summary_.mutable_stored_encoding());
@@ -288,7 +291,11 @@ class CalibrateRpc final : public TensorRpc {
       if (!key.ok()) {
         return core::WithField(key.status(), "header.tensor.name");
       }
+      absl::Status status = env_.authenticator->CheckWrite(caller, key->model);
+      if (!status.ok()) return core::WithField(status, "header.tensor.name");
       task.key = *std::move(key);
+      task.encodings = caller.encodings;
+      task.statistics = caller.statistics;
     }
     int mantissa_bits = TensorAccumulator::kNoHistograms;
     if (header->has_contribution()) {

@@ -1,12 +1,21 @@
-// Who makes a call.
+// Who makes a call, and what of the server it gets to see.
 
 #ifndef QUANTD_SERVER_RPC_CALLER_H_
 #define QUANTD_SERVER_RPC_CALLER_H_
 
 #include <memory>
+#include <string>
 
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "grpcpp/grpcpp.h"
 #include "server/guard/access_list.h"
+#include "server/guard/tls_files.h"
+#include "server/metrics/metrics.h"
 #include "server/shared_memory/region_registry.h"
+#include "server/store/encoding_store.h"
+#include "server/store/statistics_store.h"
 
 namespace quantd::server {
 
@@ -15,6 +24,56 @@ struct Caller {
   std::shared_ptr<const Principal> principal = Principal::Unrestricted();
   // To what the caller may name in shared memory.
   SharedMemoryAccess shared_memory;
+  // As the caller sees them.
+  std::shared_ptr<EncodingStore> encodings;
+  std::shared_ptr<StatisticsStore> statistics;
+};
+
+// Tells who makes a call. The only way to the stores. Thread-safe.
+class Authenticator {
+ public:
+  // Without `access` everybody may do everything, but whoever comes with a
+  // certificate that `tls`, which may be null, has as revoked; without
+  // `regions` nobody has shared memory. All must outlive the object and its
+  // callers.
+  Authenticator(const AccessFile* access, const TlsFiles* tls,
+                EncodingStore* encodings, StatisticsStore* statistics,
+                const RegionRegistry* regions, Metrics* metrics);
+
+  // What the call brings to say who makes it.
+  Credential CredentialOf(const grpc::ServerContextBase& context) const;
+
+  // Errors: TOKEN_MISSING, TOKEN_INVALID, SCOPE_MISSING, all of them counted.
+  absl::StatusOr<Caller> Authenticate(
+      const grpc::CallbackServerContext& context, const Credential& credential,
+      Rpc rpc) const;
+  // The same in a call that goes on, by the access file as it is now.
+  absl::Status Renew(const Credential& credential, Rpc rpc,
+                     Caller* caller) const;
+  // For calls that are not one of ours: that the caller is known.
+  // Errors: TOKEN_MISSING, TOKEN_INVALID, both counted.
+  absl::Status CheckKnown(const Credential& credential) const;
+
+  // Whether the caller may store something under that model's names; to be
+  // asked before there is work for it.
+  // Errors: SCOPE_MISSING, MODEL_DENIED, both counted.
+  absl::Status CheckWrite(const Caller& caller, absl::string_view model) const;
+
+ private:
+  // Errors: TOKEN_MISSING, TOKEN_INVALID.
+  absl::StatusOr<std::shared_ptr<const Principal>> Find(
+      const Credential& credential) const;
+  absl::StatusOr<std::shared_ptr<const Principal>> FindFor(
+      const Credential& credential, Rpc rpc) const;
+  absl::Status Count(absl::Status status) const;
+  void Bind(std::shared_ptr<const Principal> principal, Caller* caller) const;
+
+  const AccessFile* const access_;
+  const TlsFiles* const tls_;
+  EncodingStore* const encodings_;
+  StatisticsStore* const statistics_;
+  const RegionRegistry* const regions_;
+  Metrics* const metrics_;
 };
 
 }  // namespace quantd::server

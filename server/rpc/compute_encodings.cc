@@ -66,7 +66,7 @@ class ComputeEncodingsCall final
 
   void Store(v1::ComputeEncodingsResponse* response) override {
     absl::StatusOr<StoredEncoding> stored =
-        env().store->Put(key_, std::move(encoding_), Precondition());
+        caller().encodings->Put(key_, std::move(encoding_), Precondition());
     if (!stored.ok()) return Fail(stored.status(), response);
     StoredEncodingToProto(key_, *stored, /*with_encoding=*/true,
                           response->mutable_stored_encoding());
@@ -109,7 +109,8 @@ class ComputeEncodingsCall final
       if (!spec.ok()) return core::WithField(spec.status(), field + ".spec");
       overrides_.push_back({*std::move(pattern), *std::move(spec)});
     }
-    absl::Status status = revision_.Open(request_.model(), request_.revision());
+    absl::Status status = revision_.Open(caller().statistics, request_.model(),
+                                         request_.revision());
     if (!status.ok()) return status;
     std::vector<StatisticsListEntry>& entries = revision_.entries();
     const auto unwanted = [this](const StatisticsListEntry& entry) {

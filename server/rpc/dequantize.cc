@@ -29,12 +29,12 @@ namespace quantd::server {
 namespace {
 
 // What a header says of its encoding. Errors are at its field.
-absl::StatusOr<EncodingSource> OpenSource(const RpcEnvironment& env,
+absl::StatusOr<EncodingSource> OpenSource(const Caller& caller,
                                           const v1::DequantizeHeader& header) {
   switch (header.encoding_source_case()) {
     case v1::DequantizeHeader::kReference: {
-      absl::StatusOr<EncodingSource> source =
-          EncodingSource::Open(env, header.reference(), header.tensor().name());
+      absl::StatusOr<EncodingSource> source = EncodingSource::Open(
+          caller, header.reference(), header.tensor().name());
       if (source.ok()) return source;
       return core::WithField(source.status(), "header.reference");
     }
@@ -212,7 +212,7 @@ class DequantizeRpc final : public TensorRpc {
     absl::StatusOr<TensorDescription> description =
         CheckDescription(env_, header->tensor());
     if (!description.ok()) return description.status();
-    absl::StatusOr<EncodingSource> source = OpenSource(env_, *header);
+    absl::StatusOr<EncodingSource> source = OpenSource(caller, *header);
     if (!source.ok()) return source.status();
     absl::StatusOr<absl::optional<SharedBytes>> output =
         FindOutput(*header, caller.shared_memory);

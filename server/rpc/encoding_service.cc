@@ -106,8 +106,14 @@ class EndedReactor final : public Base {
 
 template <typename Base>
 Base* NotImplemented(const RpcEnvironment& env, Rpc rpc,
+                     grpc::CallbackServerContext* context,
                      absl::string_view name) {
-  const absl::Status status = core::FeatureNotImplementedError(name);
+  absl::Status status =
+      env.authenticator
+          ->Authenticate(*context, env.authenticator->CredentialOf(*context),
+                         rpc)
+          .status();
+  if (status.ok()) status = core::FeatureNotImplementedError(name);
   env.metrics->RpcStarted(rpc);
   env.metrics->RpcHandled(rpc, static_cast<int>(status.code()),
                           absl::ZeroDuration());
@@ -122,18 +128,28 @@ EncodingService::EncodingService(const RpcEnvironment& env,
 
 grpc::ServerUnaryReactor* EncodingService::Run(
     Rpc rpc, grpc::CallbackServerContext* context,
-    std::function<absl::Status()> body) {
+    std::function<absl::Status(const Caller&)> body) {
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
   env_.metrics->RpcStarted(rpc);
-  env_.store_pool->Schedule(
-      [this, rpc, reactor, start = absl::Now(), body = std::move(body)] {
-        const absl::Status status =
-            registry_->draining() ? core::DrainingError() : body();
-        env_.metrics->LimitRejected(core::ErrorReason(status));
-        env_.metrics->RpcHandled(rpc, static_cast<int>(status.code()),
-                                 absl::Now() - start);
-        reactor->Finish(ToGrpcStatus(status));
-      });
+  const absl::Time start = absl::Now();
+  absl::StatusOr<Caller> caller = env_.authenticator->Authenticate(
+      *context, env_.authenticator->CredentialOf(*context), rpc);
+  if (!caller.ok()) {
+    env_.metrics->RpcHandled(rpc, caller.status().raw_code(),
+                             absl::Now() - start);
+    reactor->Finish(ToGrpcStatus(caller.status()));
+    return reactor;
+  }
+  env_.store_pool->Schedule([this, rpc, reactor, start,
+                             caller = *std::move(caller),
+                             body = std::move(body)] {
+    const absl::Status status =
+        registry_->draining() ? core::DrainingError() : body(caller);
+    env_.metrics->LimitRejected(core::ErrorReason(status));
+    env_.metrics->RpcHandled(rpc, static_cast<int>(status.code()),
+                             absl::Now() - start);
+    reactor->Finish(ToGrpcStatus(status));
+  });
   return reactor;
 }
 
@@ -141,123 +157,140 @@ grpc::ServerUnaryReactor* EncodingService::ListEncodings(
     grpc::CallbackServerContext* context,
     const v1::ListEncodingsRequest* request,
     v1::ListEncodingsResponse* response) {
-  return Run(Rpc::kListEncodings, context, [this, request, response] {
-    const std::string& model = request->model();
-    const absl::StatusOr<std::string> revision = CheckRevision(*request);
-    if (!revision.ok()) return revision.status();
-    return FillPage(
-        request->page_size(), request->page_token(),
-        [&](absl::string_view after, int limit) {
-          return env_.store->ListEncodings(model, *revision, after, limit);
-        },
-        [](const EncodingListEntry& entry) { return entry.tensor; },
-        [&](const EncodingListEntry& entry) {
-          v1::StoredEncoding* proto = response->add_encodings();
-          StoredEncodingToProto({model, *revision, entry.tensor}, entry.stored,
-                                /*with_encoding=*/false, proto);
-          proto->set_format(static_cast<v1::NumberFormat>(entry.format));
-          proto->set_scale_count(entry.scale_count);
-        },
-        response->mutable_next_page_token());
-  });
+  return Run(
+      Rpc::kListEncodings, context,
+      [this, request, response](const Caller& caller) {
+        const std::string& model = request->model();
+        const absl::StatusOr<std::string> revision = CheckRevision(*request);
+        if (!revision.ok()) return revision.status();
+        return FillPage(
+            request->page_size(), request->page_token(),
+            [&](absl::string_view after, int limit) {
+              return caller.encodings->ListEncodings(model, *revision, after,
+                                                     limit);
+            },
+            [](const EncodingListEntry& entry) { return entry.tensor; },
+            [&](const EncodingListEntry& entry) {
+              v1::StoredEncoding* proto = response->add_encodings();
+              StoredEncodingToProto({model, *revision, entry.tensor},
+                                    entry.stored,
+                                    /*with_encoding=*/false, proto);
+              proto->set_format(static_cast<v1::NumberFormat>(entry.format));
+              proto->set_scale_count(entry.scale_count);
+            },
+            response->mutable_next_page_token());
+      });
 }
 
 grpc::ServerUnaryReactor* EncodingService::GetEncoding(
     grpc::CallbackServerContext* context, const v1::GetEncodingRequest* request,
     v1::GetEncodingResponse* response) {
-  return Run(Rpc::kGetEncoding, context, [this, request, response] {
-    absl::StatusOr<EncodingKey> key = KeyFromProto(request->name());
-    if (!key.ok()) return core::WithField(key.status(), "name");
-    absl::StatusOr<StoredEncoding> stored = env_.store->Get(*key);
-    if (!stored.ok()) return stored.status();
-    StoredEncodingToProto(*key, *stored, /*with_encoding=*/true,
-                          response->mutable_stored_encoding());
-    return absl::OkStatus();
-  });
+  return Run(Rpc::kGetEncoding, context,
+             [this, request, response](const Caller& caller) {
+               absl::StatusOr<EncodingKey> key = KeyFromProto(request->name());
+               if (!key.ok()) return core::WithField(key.status(), "name");
+               absl::StatusOr<StoredEncoding> stored =
+                   caller.encodings->Get(*key);
+               if (!stored.ok()) return stored.status();
+               StoredEncodingToProto(*key, *stored, /*with_encoding=*/true,
+                                     response->mutable_stored_encoding());
+               return absl::OkStatus();
+             });
 }
 
 grpc::ServerUnaryReactor* EncodingService::PutEncoding(
     grpc::CallbackServerContext* context, const v1::PutEncodingRequest* request,
     v1::PutEncodingResponse* response) {
-  return Run(Rpc::kPutEncoding, context, [this, request, response] {
-    absl::StatusOr<EncodingKey> key = KeyFromProto(request->name());
-    if (!key.ok()) return core::WithField(key.status(), "name");
-    if (!request->has_encoding()) {
-      return core::WithField(core::EncodingMissingError(), "encoding");
-    }
-    if (request->encoding().scale_size() > env_.limits.scale_count) {
-      return core::WithField(
-          core::ScaleCountLimitError(env_.limits.scale_count,
-                                     request->encoding().scale_size()),
-          "encoding.scale");
-    }
-    absl::StatusOr<core::Encoding> encoding =
-        EncodingFromProto(request->encoding());
-    if (!encoding.ok()) {
-      return core::WithField(encoding.status(), "encoding");
-    }
-    // Only quantd itself sets it.
-    encoding->degenerate_count = 0;
-    absl::StatusOr<StoredEncoding> stored = env_.store->Put(
-        *key, std::make_shared<const core::Encoding>(*std::move(encoding)),
-        Precondition{request->if_match()});
-    if (!stored.ok()) return stored.status();
-    StoredEncodingToProto(*key, *stored, /*with_encoding=*/false,
-                          response->mutable_stored_encoding());
-    return absl::OkStatus();
-  });
+  return Run(
+      Rpc::kPutEncoding, context,
+      [this, request, response](const Caller& caller) {
+        absl::StatusOr<EncodingKey> key = KeyFromProto(request->name());
+        if (!key.ok()) return core::WithField(key.status(), "name");
+        absl::Status status =
+            env_.authenticator->CheckWrite(caller, key->model);
+        if (!status.ok()) return core::WithField(status, "name");
+        if (!request->has_encoding()) {
+          return core::WithField(core::EncodingMissingError(), "encoding");
+        }
+        if (request->encoding().scale_size() > env_.limits.scale_count) {
+          return core::WithField(
+              core::ScaleCountLimitError(env_.limits.scale_count,
+                                         request->encoding().scale_size()),
+              "encoding.scale");
+        }
+        absl::StatusOr<core::Encoding> encoding =
+            EncodingFromProto(request->encoding());
+        if (!encoding.ok()) {
+          return core::WithField(encoding.status(), "encoding");
+        }
+        // Only quantd itself sets it.
+        encoding->degenerate_count = 0;
+        absl::StatusOr<StoredEncoding> stored = caller.encodings->Put(
+            *key, std::make_shared<const core::Encoding>(*std::move(encoding)),
+            Precondition{request->if_match()});
+        if (!stored.ok()) return stored.status();
+        StoredEncodingToProto(*key, *stored, /*with_encoding=*/false,
+                              response->mutable_stored_encoding());
+        return absl::OkStatus();
+      });
 }
 
 grpc::ServerUnaryReactor* EncodingService::DeleteEncoding(
     grpc::CallbackServerContext* context,
     const v1::DeleteEncodingRequest* request,
     v1::DeleteEncodingResponse* response) {
-  return Run(Rpc::kDeleteEncoding, context, [this, request] {
-    absl::StatusOr<EncodingKey> key = KeyFromProto(request->name());
-    if (!key.ok()) return core::WithField(key.status(), "name");
-    return env_.store->Delete(*key, Precondition{request->if_match()});
-  });
+  return Run(Rpc::kDeleteEncoding, context,
+             [this, request](const Caller& caller) {
+               absl::StatusOr<EncodingKey> key = KeyFromProto(request->name());
+               if (!key.ok()) return core::WithField(key.status(), "name");
+               return caller.encodings->Delete(
+                   *key, Precondition{request->if_match()});
+             });
 }
 
 grpc::ServerUnaryReactor* EncodingService::ListModels(
     grpc::CallbackServerContext* context, const v1::ListModelsRequest* request,
     v1::ListModelsResponse* response) {
-  return Run(Rpc::kListModels, context, [this, request, response] {
-    return FillPage(
-        request->page_size(), request->page_token(),
-        [&](absl::string_view after, int limit) {
-          return env_.store->ListModels(after, limit);
-        },
-        [](const ModelListEntry& entry) { return entry.model; },
-        [&](const ModelListEntry& entry) {
-          v1::Model* proto = response->add_models();
-          proto->set_model(entry.model);
-          proto->set_revision_count(entry.revision_count);
-          proto->set_encoding_count(entry.encoding_count);
-        },
-        response->mutable_next_page_token());
-  });
+  return Run(Rpc::kListModels, context,
+             [this, request, response](const Caller& caller) {
+               return FillPage(
+                   request->page_size(), request->page_token(),
+                   [&](absl::string_view after, int limit) {
+                     return caller.encodings->ListModels(after, limit);
+                   },
+                   [](const ModelListEntry& entry) { return entry.model; },
+                   [&](const ModelListEntry& entry) {
+                     v1::Model* proto = response->add_models();
+                     proto->set_model(entry.model);
+                     proto->set_revision_count(entry.revision_count);
+                     proto->set_encoding_count(entry.encoding_count);
+                   },
+                   response->mutable_next_page_token());
+             });
 }
 
 grpc::ServerUnaryReactor* EncodingService::ListRevisions(
     grpc::CallbackServerContext* context,
     const v1::ListRevisionsRequest* request,
     v1::ListRevisionsResponse* response) {
-  return Run(Rpc::kListRevisions, context, [this, request, response] {
-    if (absl::Status s = CheckModel(request->model()); !s.ok()) return s;
-    return FillPage(
-        request->page_size(), request->page_token(),
-        [&](absl::string_view after, int limit) {
-          return env_.store->ListRevisions(request->model(), after, limit);
-        },
-        [](const RevisionListEntry& entry) { return entry.revision; },
-        [&](const RevisionListEntry& entry) {
-          v1::Revision* proto = response->add_revisions();
-          proto->set_revision(entry.revision);
-          proto->set_encoding_count(entry.encoding_count);
-        },
-        response->mutable_next_page_token());
-  });
+  return Run(
+      Rpc::kListRevisions, context,
+      [this, request, response](const Caller& caller) {
+        if (absl::Status s = CheckModel(request->model()); !s.ok()) return s;
+        return FillPage(
+            request->page_size(), request->page_token(),
+            [&](absl::string_view after, int limit) {
+              return caller.encodings->ListRevisions(request->model(), after,
+                                                     limit);
+            },
+            [](const RevisionListEntry& entry) { return entry.revision; },
+            [&](const RevisionListEntry& entry) {
+              v1::Revision* proto = response->add_revisions();
+              proto->set_revision(entry.revision);
+              proto->set_encoding_count(entry.encoding_count);
+            },
+            response->mutable_next_page_token());
+      });
 }
 
 grpc::ServerWriteReactor<v1::ComputeEncodingsResponse>*
@@ -275,88 +308,94 @@ grpc::ServerUnaryReactor* EncodingService::GetStatistics(
     grpc::CallbackServerContext* context,
     const v1::GetStatisticsRequest* request,
     v1::GetStatisticsResponse* response) {
-  return Run(Rpc::kGetStatistics, context, [this, request, response] {
-    absl::StatusOr<EncodingKey> key = KeyFromProto(request->name());
-    if (!key.ok()) return core::WithField(key.status(), "name");
-    absl::StatusOr<StoredStatistics> stored =
-        env_.statistics->GetStatistics(*key);
-    if (!stored.ok()) return stored.status();
-    StatisticsToProto(stored->state.statistics, response->mutable_statistics());
-    for (const SourceListEntry& source : stored->sources) {
-      v1::StatisticsSource* proto = response->add_sources();
-      proto->set_source(source.source);
-      proto->set_sequence(source.sequence);
-      *proto->mutable_update_time() = ToTimestamp(source.update_time);
-    }
-    if (!request->with_state()) return absl::OkStatus();
-    StateToProto(stored->state, response->mutable_state());
-    const auto size_bytes = static_cast<int64_t>(response->ByteSizeLong());
-    if (size_bytes > kClientMessageBytes) {
-      response->Clear();
-      return core::WithField(
-          core::StatisticsTooLargeError(
-              kClientMessageBytes, size_bytes,
-              "leave with_state out, or contribute with a coarser granularity "
-              "or fewer mantissa bits"),
-          "with_state");
-    }
-    return absl::OkStatus();
-  });
+  return Run(
+      Rpc::kGetStatistics, context,
+      [this, request, response](const Caller& caller) {
+        absl::StatusOr<EncodingKey> key = KeyFromProto(request->name());
+        if (!key.ok()) return core::WithField(key.status(), "name");
+        absl::StatusOr<StoredStatistics> stored =
+            caller.statistics->GetStatistics(*key);
+        if (!stored.ok()) return stored.status();
+        StatisticsToProto(stored->state.statistics,
+                          response->mutable_statistics());
+        for (const SourceListEntry& source : stored->sources) {
+          v1::StatisticsSource* proto = response->add_sources();
+          proto->set_source(source.source);
+          proto->set_sequence(source.sequence);
+          *proto->mutable_update_time() = ToTimestamp(source.update_time);
+        }
+        if (!request->with_state()) return absl::OkStatus();
+        StateToProto(stored->state, response->mutable_state());
+        const auto size_bytes = static_cast<int64_t>(response->ByteSizeLong());
+        if (size_bytes > kClientMessageBytes) {
+          response->Clear();
+          return core::WithField(core::StatisticsTooLargeError(
+                                     kClientMessageBytes, size_bytes,
+                                     "leave with_state out, or contribute with "
+                                     "a coarser granularity "
+                                     "or fewer mantissa bits"),
+                                 "with_state");
+        }
+        return absl::OkStatus();
+      });
 }
 
 grpc::ServerUnaryReactor* EncodingService::ListStatistics(
     grpc::CallbackServerContext* context,
     const v1::ListStatisticsRequest* request,
     v1::ListStatisticsResponse* response) {
-  return Run(Rpc::kListStatistics, context, [this, request, response] {
-    const std::string& model = request->model();
-    const absl::StatusOr<std::string> revision = CheckRevision(*request);
-    if (!revision.ok()) return revision.status();
-    return FillPage(
-        request->page_size(), request->page_token(),
-        [&](absl::string_view after, int limit) {
-          return env_.statistics->ListStatistics(model, *revision, after,
-                                                 limit);
-        },
-        [](const StatisticsListEntry& entry) { return entry.tensor; },
-        [&](const StatisticsListEntry& entry) {
-          v1::StatisticsEntry* proto = response->add_entries();
-          proto->set_tensor(entry.tensor);
-          proto->set_source_count(entry.source_count);
-          proto->set_size_bytes(entry.size_bytes);
-          *proto->mutable_update_time() = ToTimestamp(entry.update_time);
-        },
-        response->mutable_next_page_token());
-  });
+  return Run(
+      Rpc::kListStatistics, context,
+      [this, request, response](const Caller& caller) {
+        const std::string& model = request->model();
+        const absl::StatusOr<std::string> revision = CheckRevision(*request);
+        if (!revision.ok()) return revision.status();
+        return FillPage(
+            request->page_size(), request->page_token(),
+            [&](absl::string_view after, int limit) {
+              return caller.statistics->ListStatistics(model, *revision, after,
+                                                       limit);
+            },
+            [](const StatisticsListEntry& entry) { return entry.tensor; },
+            [&](const StatisticsListEntry& entry) {
+              v1::StatisticsEntry* proto = response->add_entries();
+              proto->set_tensor(entry.tensor);
+              proto->set_source_count(entry.source_count);
+              proto->set_size_bytes(entry.size_bytes);
+              *proto->mutable_update_time() = ToTimestamp(entry.update_time);
+            },
+            response->mutable_next_page_token());
+      });
 }
 
 grpc::ServerUnaryReactor* EncodingService::DeleteStatistics(
     grpc::CallbackServerContext* context,
     const v1::DeleteStatisticsRequest* request,
     v1::DeleteStatisticsResponse* response) {
-  return Run(Rpc::kDeleteStatistics, context, [this, request] {
-    absl::StatusOr<EncodingKey> key = KeyFromProto(request->name());
-    if (!key.ok()) return core::WithField(key.status(), "name");
-    if (!request->source().empty()) {
-      absl::Status status = CheckPathName("source", request->source());
-      if (!status.ok()) return core::WithField(status, "source");
-    }
-    return env_.statistics->DeleteStatistics(*key, request->source());
-  });
+  return Run(
+      Rpc::kDeleteStatistics, context, [this, request](const Caller& caller) {
+        absl::StatusOr<EncodingKey> key = KeyFromProto(request->name());
+        if (!key.ok()) return core::WithField(key.status(), "name");
+        if (!request->source().empty()) {
+          absl::Status status = CheckPathName("source", request->source());
+          if (!status.ok()) return core::WithField(status, "source");
+        }
+        return caller.statistics->DeleteStatistics(*key, request->source());
+      });
 }
 
 grpc::ServerWriteReactor<v1::ExportEncodingsResponse>*
 EncodingService::ExportEncodings(grpc::CallbackServerContext* context,
                                  const v1::ExportEncodingsRequest* request) {
   return NotImplemented<grpc::ServerWriteReactor<v1::ExportEncodingsResponse>>(
-      env_, Rpc::kExportEncodings, "ExportEncodings");
+      env_, Rpc::kExportEncodings, context, "ExportEncodings");
 }
 
 grpc::ServerReadReactor<v1::ImportEncodingsRequest>*
 EncodingService::ImportEncodings(grpc::CallbackServerContext* context,
                                  v1::ImportEncodingsResponse* response) {
   return NotImplemented<grpc::ServerReadReactor<v1::ImportEncodingsRequest>>(
-      env_, Rpc::kImportEncodings, "ImportEncodings");
+      env_, Rpc::kImportEncodings, context, "ImportEncodings");
 }
 
 }  // namespace quantd::server

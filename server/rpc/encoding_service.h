@@ -74,8 +74,9 @@ class EncodingService final : public v1::EncodingService::CallbackService {
 
  private:
   // Runs `body` on the store's pool and ends the call with its status.
-  grpc::ServerUnaryReactor* Run(Rpc rpc, grpc::CallbackServerContext* context,
-                                std::function<absl::Status()> body);
+  grpc::ServerUnaryReactor* Run(
+      Rpc rpc, grpc::CallbackServerContext* context,
+      std::function<absl::Status(const Caller&)> body);
 
   const RpcEnvironment& env_;
   StreamRegistry* const registry_;

@@ -321,8 +321,9 @@ class EvaluateRpc final : public TensorRpc {
     task.description = *std::move(description);
     task.per_scale_index = header->per_scale_index();
     task.with_distribution = header->with_distribution();
-    return header->comparison() ? OpenComparison(*header, std::move(task))
-                                : OpenCandidates(*header, std::move(task));
+    return header->comparison()
+               ? OpenComparison(*header, std::move(task))
+               : OpenCandidates(caller, *header, std::move(task));
   }
 
  private:
@@ -357,7 +358,8 @@ class EvaluateRpc final : public TensorRpc {
   }
 
   absl::StatusOr<std::unique_ptr<TensorJob>> OpenCandidates(
-      const v1::EvaluateHeader& header, EvaluateTask task) {
+      const Caller& caller, const v1::EvaluateHeader& header,
+      EvaluateTask task) {
     if (header.candidates().empty() ||
         header.candidates_size() > kMaxCandidates) {
       return core::WithField(
@@ -370,7 +372,8 @@ class EvaluateRpc final : public TensorRpc {
     for (const v1::EvaluateCandidate& proto : header.candidates()) {
       const std::string field =
           absl::StrCat("header.candidates[", candidates.size(), "]");
-      absl::StatusOr<Candidate> candidate = OpenCandidate(proto, field, task);
+      absl::StatusOr<Candidate> candidate =
+          OpenCandidate(caller, proto, field, task);
       if (!candidate.ok()) return core::WithField(candidate.status(), field);
       candidates.push_back(*std::move(candidate));
     }
@@ -386,7 +389,8 @@ class EvaluateRpc final : public TensorRpc {
   }
 
   // Errors are at the fields of a candidate, `field` is its own.
-  absl::StatusOr<Candidate> OpenCandidate(const v1::EvaluateCandidate& proto,
+  absl::StatusOr<Candidate> OpenCandidate(const Caller& caller,
+                                          const v1::EvaluateCandidate& proto,
                                           absl::string_view field,
                                           const EvaluateTask& task) {
     Candidate candidate;
@@ -396,7 +400,7 @@ class EvaluateRpc final : public TensorRpc {
     switch (proto.encoding_source_case()) {
       case v1::EvaluateCandidate::kReference:
         source_field = "reference";
-        source = EncodingSource::Open(env_, proto.reference(), task.name);
+        source = EncodingSource::Open(caller, proto.reference(), task.name);
         break;
       case v1::EvaluateCandidate::kEncoding:
         source_field = "encoding";

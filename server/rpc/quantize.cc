@@ -53,6 +53,8 @@ struct QuantizeTask {
   bool omit_encoding = false;
   // Where the encoding is to be stored, if it is.
   absl::optional<EncodingKey> store_key;
+  // The caller's.
+  std::shared_ptr<EncodingStore> store;
   // Where the codes go, if not into messages.
   absl::optional<SharedBytes> output;
 };
@@ -225,8 +227,8 @@ class StreamingQuantizeJob final : public TensorJob {
                           geometry.CodesOffsetOfReal(range->begin_bytes()));
     if (!status.ok()) return status;
     if (task_.store_key.has_value()) {
-      absl::StatusOr<StoredEncoding> stored =
-          env_.store->Put(*task_.store_key, resolved->encoding, Precondition());
+      absl::StatusOr<StoredEncoding> stored = task_.store->Put(
+          *task_.store_key, resolved->encoding, Precondition());
       if (!stored.ok()) return stored.status();
       resolved->etag = stored->etag;
     }
@@ -295,7 +297,7 @@ class BufferedQuantizeJob : public TensorJob {
         break;
       }
       case Step::kPut: {
-        absl::StatusOr<StoredEncoding> stored = env_.store->Put(
+        absl::StatusOr<StoredEncoding> stored = task_.store->Put(
             *task_.store_key, resolved_.encoding, Precondition());
         if (!stored.ok()) return stored.status();
         resolved_.etag = stored->etag;
@@ -519,7 +521,7 @@ class QuantizeRpc final : public TensorRpc {
     switch (header->encoding_source_case()) {
       case v1::QuantizeHeader::kReference: {
         absl::StatusOr<EncodingSource> source =
-            EncodingSource::Open(env_, header->reference(), task->name);
+            EncodingSource::Open(caller, header->reference(), task->name);
         return OpenStreaming(*header, *std::move(task), std::move(source),
                              "header.reference");
       }
@@ -560,7 +562,10 @@ class QuantizeRpc final : public TensorRpc {
       if (!key.ok()) {
         return core::WithField(key.status(), "header.tensor.name");
       }
+      absl::Status status = env_.authenticator->CheckWrite(caller, key->model);
+      if (!status.ok()) return core::WithField(status, "header.tensor.name");
       task.store_key = *std::move(key);
+      task.store = caller.encodings;
     }
     return task;
   }

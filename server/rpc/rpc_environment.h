@@ -7,17 +7,16 @@
 #include "server/guard/limits.h"
 #include "server/guard/memory_budget.h"
 #include "server/metrics/metrics.h"
+#include "server/rpc/caller.h"
 #include "server/shared_memory/region_registry.h"
-#include "server/store/encoding_store.h"
-#include "server/store/statistics_store.h"
 
 namespace quantd::server {
 
 // Outlives every handler; all members are thread-safe.
 struct RpcEnvironment {
   Limits limits;
-  EncodingStore* store;
-  StatisticsStore* statistics;
+  // And the way to the stores.
+  const Authenticator* authenticator;
   Metrics* metrics;
   MemoryBudget* budget;
   // Kernels and the tasks of streams.

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <iterator>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -18,8 +19,10 @@ constexpr char kWayOut[] = "try again when fewer calls are under way";
 
 }  // namespace
 
-absl::Status RevisionStatistics::Open(const std::string& model,
+absl::Status RevisionStatistics::Open(std::shared_ptr<StatisticsStore> store,
+                                      const std::string& model,
                                       const std::string& revision) {
+  store_ = std::move(store);
   model_ = model;
   revision_ = revision.empty() ? std::string(kDefaultRevision) : revision;
   if (absl::Status s = CheckPathName("model", model_); !s.ok()) {
@@ -31,9 +34,9 @@ absl::Status RevisionStatistics::Open(const std::string& model,
   constexpr int kPageSize = 1000;
   while (true) {
     absl::StatusOr<std::vector<StatisticsListEntry>> page =
-        env_.statistics->ListStatistics(
-            model_, revision_, entries_.empty() ? "" : entries_.back().tensor,
-            kPageSize);
+        store_->ListStatistics(model_, revision_,
+                               entries_.empty() ? "" : entries_.back().tensor,
+                               kPageSize);
     if (!page.ok()) return page.status();
     int64_t bytes = entries_lease_.bytes();
     for (const StatisticsListEntry& entry : *page) {
@@ -64,8 +67,7 @@ absl::Status RevisionStatistics::Load(const StatisticsListEntry& entry,
   absl::Status status = env_.budget->Grow(
       &lease_, kMemoryPerStoredByte * entry.size_bytes, kWayOut);
   if (!status.ok()) return status;
-  absl::StatusOr<StoredStatistics> got =
-      env_.statistics->GetStatistics(KeyOf(entry));
+  absl::StatusOr<StoredStatistics> got = store_->GetStatistics(KeyOf(entry));
   if (!got.ok()) return got.status();
   // Themselves, and at the granularity of a spec.
   status = env_.budget->Grow(&lease_, 2 * got->state.statistics.memory_bytes(),

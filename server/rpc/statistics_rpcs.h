@@ -4,6 +4,7 @@
 #define QUANTD_SERVER_RPC_STATISTICS_RPCS_H_
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -37,10 +38,12 @@ class RevisionStatistics {
  public:
   explicit RevisionStatistics(const RpcEnvironment& env) : env_(env) {}
 
-  // Checks the names and lists all tensors, in order of name.
+  // Checks the names and lists all tensors, in order of name, as `store` has
+  // them.
   // Errors: NAME_INVALID; STATISTICS_NOT_FOUND when there is none;
   // MEMORY_BUDGET.
-  absl::Status Open(const std::string& model, const std::string& revision);
+  absl::Status Open(std::shared_ptr<StatisticsStore> store,
+                    const std::string& model, const std::string& revision);
 
   std::vector<StatisticsListEntry>& entries() { return entries_; }
   EncodingKey KeyOf(const StatisticsListEntry& entry) const;
@@ -54,6 +57,8 @@ class RevisionStatistics {
 
  private:
   const RpcEnvironment& env_;
+  // From Open on.
+  std::shared_ptr<StatisticsStore> store_;
   std::string model_;
   std::string revision_;
   std::vector<StatisticsListEntry> entries_;

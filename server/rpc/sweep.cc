@@ -160,7 +160,8 @@ class SweepCall final : public TensorwiseCall<v1::SweepResponse> {
       }
       patterns.push_back(*std::move(pattern));
     }
-    absl::Status status = revision_.Open(request_.model(), request_.revision());
+    absl::Status status = revision_.Open(caller().statistics, request_.model(),
+                                         request_.revision());
     if (!status.ok() || patterns.empty()) return status;
     std::vector<StatisticsListEntry>& entries = revision_.entries();
     const auto unwanted = [&patterns](const StatisticsListEntry& entry) {

@@ -70,7 +70,7 @@ absl::StatusOr<core::BlockLayout> CheckedLayout(
 }
 
 absl::StatusOr<EncodingSource> EncodingSource::Open(
-    const RpcEnvironment& env, const v1::EncodingReference& reference,
+    const Caller& caller, const v1::EncodingReference& reference,
     const v1::TensorName& tensor_name) {
   v1::TensorName name = tensor_name;
   // Fields that the reference leaves out are the tensor's own.
@@ -81,7 +81,8 @@ absl::StatusOr<EncodingSource> EncodingSource::Open(
   source.is_reference_ = true;
   source.key_ = *std::move(key);
   source.if_match_ = reference.etag();
-  absl::optional<StoredEncoding> cached = env.store->Cached(source.key_);
+  source.store_ = caller.encodings;
+  absl::optional<StoredEncoding> cached = source.store_->Cached(source.key_);
   if (cached.has_value()) {
     source.encoding_ = std::move(cached->encoding);
     source.etag_ = std::move(cached->etag);
@@ -104,7 +105,7 @@ absl::StatusOr<ResolvedEncoding> EncodingSource::Resolve(
   std::shared_ptr<const core::Encoding> encoding = encoding_;
   std::string etag = etag_;
   if (encoding == nullptr) {
-    absl::StatusOr<StoredEncoding> stored = env.store->Get(key_);
+    absl::StatusOr<StoredEncoding> stored = store_->Get(key_);
     if (!stored.ok()) return core::WithField(stored.status(), "name");
     encoding = std::move(stored->encoding);
     etag = std::move(stored->etag);

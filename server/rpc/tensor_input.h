@@ -54,10 +54,10 @@ struct ResolvedEncoding {
 // The encoding that a header names: inline, or by reference.
 class EncodingSource {
  public:
-  // A reference to what the store has; without waiting.
+  // A reference to what the caller's store has; without waiting.
   // Errors: those of KeyFromProto.
   static absl::StatusOr<EncodingSource> Open(
-      const RpcEnvironment& env, const v1::EncodingReference& reference,
+      const Caller& caller, const v1::EncodingReference& reference,
       const v1::TensorName& tensor_name);
   // What only quantd sets in an encoding is ignored.
   // Errors: those of EncodingFromProto.
@@ -75,6 +75,8 @@ class EncodingSource {
  private:
   bool is_reference_ = false;
   EncodingKey key_;
+  // Of a reference.
+  std::shared_ptr<EncodingStore> store_;
   // That the reference asks for; empty for any.
   std::string if_match_;
   std::shared_ptr<const core::Encoding> encoding_;

@@ -74,8 +74,12 @@ TensorStream* TensorStream::Start(const RpcEnvironment& env, TensorRpc* rpc,
                                   grpc::CallbackServerContext* context) {
   auto stream = std::make_shared<TensorStream>(env, rpc, registry, context);
   stream->self_ = stream;
+  absl::StatusOr<Caller> caller =
+      env.authenticator->Authenticate(*context, stream->credential_, rpc->id());
+  if (caller.ok()) stream->caller_ = *caller;
   registry->Add(stream.get());
   absl::MutexLock lock(&stream->mutex_);
+  if (!caller.ok()) stream->EndWith(caller.status());
   stream->Advance();
   return stream.get();
 }
@@ -88,9 +92,7 @@ TensorStream::TensorStream(const RpcEnvironment& env, TensorRpc* rpc,
       registry_(registry),
       context_(context),
       start_time_(absl::Now()),
-      caller_{Principal::Unrestricted(),
-              SharedMemoryAccess(
-                  env.regions, env.regions != nullptr ? context->peer() : "")},
+      credential_(env.authenticator->CredentialOf(*context)),
       last_progress_(start_time_) {
   env_.metrics->RpcStarted(rpc_->id());
   env_.metrics->StreamOpened();
@@ -326,6 +328,8 @@ absl::Status TensorStream::OpenMessage() {
   if (envelope.has_header) {
     if (job_ != nullptr) FailTensor(reader_->CheckComplete());
     if (registry_->draining()) return core::DrainingError();
+    status = env_.authenticator->Renew(credential_, rpc_->id(), &caller_);
+    if (!status.ok()) return status;
     OpenTensor(envelope.header);
   } else if (job_ == nullptr && !skipping_) {
     return core::HeaderMissingError();

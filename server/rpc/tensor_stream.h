@@ -185,12 +185,13 @@ class TensorStream final
   StreamRegistry* const registry_;
   grpc::CallbackServerContext* const context_;
   const absl::Time start_time_;
-  const Caller caller_;
+  const Credential credential_;
 
   // Keeps the stream alive until OnDone; tasks hold another reference.
   std::shared_ptr<TensorStream> self_;
 
   // Used by the worker task only, of which there is one at a time.
+  Caller caller_;
   absl::optional<Message> message_;
   std::unique_ptr<TensorJob> job_;
   absl::optional<ChunkReader> reader_;

@@ -14,6 +14,7 @@
 #include "absl/time/time.h"
 #include "core/errors.h"
 #include "grpcpp/grpcpp.h"
+#include "server/rpc/caller.h"
 #include "server/rpc/rpc_environment.h"
 #include "server/rpc/tensor_stream.h"
 #include "server/wire/status.h"
@@ -31,13 +32,19 @@ class TensorwiseCall : public grpc::ServerWriteReactor<Response>,
   // All arguments must outlive the call.
   TensorwiseCall(const RpcEnvironment& env, Rpc rpc, StreamRegistry* registry,
                  grpc::CallbackServerContext* context)
-      : env_(env), rpc_(rpc), registry_(registry), context_(context) {
+      : env_(env),
+        rpc_(rpc),
+        registry_(registry),
+        context_(context),
+        caller_(env.authenticator->Authenticate(
+            *context, env.authenticator->CredentialOf(*context), rpc)) {
     env_.metrics->RpcStarted(rpc_);
   }
 
   // To be called once, when the object is complete.
   void Begin() {
     registry_->Enter(this);
+    if (!caller_.ok()) return End(caller_.status());
     env_.store_pool->Schedule([this] { LoadStep(); });
   }
 
@@ -67,6 +74,8 @@ class TensorwiseCall : public grpc::ServerWriteReactor<Response>,
   ~TensorwiseCall() override = default;
 
   const RpcEnvironment& env() const { return env_; }
+  // Requires: in a step.
+  const Caller& caller() const { return *caller_; }
   // The client is gone: what is computed is of no use.
   bool cancelled() const { return cancelled_.load(); }
 
@@ -133,6 +142,7 @@ class TensorwiseCall : public grpc::ServerWriteReactor<Response>,
   const Rpc rpc_;
   StreamRegistry* const registry_;
   grpc::CallbackServerContext* const context_;
+  const absl::StatusOr<Caller> caller_;
   const absl::Time start_time_ = absl::Now();
   std::atomic<bool> cancelled_{false};
   // When the write that is under way began; 0 when none is.

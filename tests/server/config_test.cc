@@ -233,6 +233,57 @@ TEST_F(ConfigTest, RefusesPlaintextOffLoopback) {
   }
 }
 
+TEST_F(ConfigTest, OnlyRequiredCertificatesMakeOtherAddressesLawful) {
+  const std::vector<std::string> tls = {"--listen=0.0.0.0:1",
+                                        "--tls-certificate=/c", "--tls-key=/k"};
+  const auto with = [&tls](std::vector<std::string> more) {
+    more.insert(more.begin(), tls.begin(), tls.end());
+    return more;
+  };
+  const Config config = MustParse(with({"--tls-client-ca=/a"}));
+  EXPECT_EQ(config.tls.certificate, "/c");
+  EXPECT_EQ(config.tls.key, "/k");
+  EXPECT_EQ(config.tls.client_ca, "/a");
+  EXPECT_EQ(config.tls.EffectiveClientAuth(), ClientAuth::kRequire);
+  MustParse(with({"--tls-client-ca=/a", "--tls-client-crl=/r",
+                  "--tls-client-auth=require"}));
+  // What a stranger sends is read before a token can be asked for.
+  for (const std::vector<std::string>& flags :
+       std::vector<std::vector<std::string>>{
+           {},
+           {"--access-file=/t"},
+           {"--tls-client-ca=/a", "--tls-client-auth=request"}}) {
+    EXPECT_THAT(Error(with(flags)),
+                AllOf(HasSubstr("clients need no certificate"),
+                      HasSubstr("--insecure-listen")));
+    std::vector<std::string> insecure = flags;
+    insecure.push_back("--insecure-listen");
+    MustParse(with(insecure));
+  }
+  EXPECT_EQ(MustParse({"--access-file=/t"}).access_file, "/t");
+}
+
+TEST_F(ConfigTest, RefusesFlagsOfTlsWithoutThoseThatTheyNeed) {
+  const std::string certificate = "--tls-certificate=/c";
+  const std::string key = "--tls-key=/k";
+  EXPECT_THAT(Error({certificate}), HasSubstr("together with --tls-key"));
+  EXPECT_THAT(Error({key}), HasSubstr("together with --tls-certificate"));
+  EXPECT_THAT(Error({"--tls-client-ca=/a"}),
+              HasSubstr("together with --tls-certificate"));
+  EXPECT_THAT(Error({certificate, key, "--tls-client-crl=/r"}),
+              HasSubstr("together with --tls-client-ca"));
+  for (const char* mode : {"request", "require"}) {
+    EXPECT_THAT(
+        Error({certificate, key, absl::StrCat("--tls-client-auth=", mode)}),
+        HasSubstr("together with --tls-client-ca"));
+  }
+  EXPECT_THAT(
+      Error({certificate, key, "--tls-client-ca=/a", "--tls-client-auth=none"}),
+      HasSubstr("expected request or require"));
+  EXPECT_THAT(Error({"--tls-client-auth=maybe"}),
+              HasSubstr("one of auto, none, request, require"));
+}
+
 TEST_F(ConfigTest, NamesFlagExpectationAndValue) {
   struct Case {
     std::string flag;
@@ -376,11 +427,12 @@ TEST_F(ConfigTest, SharesMemoryOnUnixSocketsOnly) {
 }
 
 TEST_F(ConfigTest, PrintedConfigurationReadsBackTheSame) {
-  absl::StatusOr<CommandLine> first =
-      Parse({"--print-config", "--listen=127.0.0.1:0", "--listen=unix:/a b",
-             "--chunk-bytes=1234567", "--insecure-listen", "--shared-memory",
-             "--store=sqlite:/data/e.db", "--memory-wait=0",
-             "--log-format=json", "--metrics-listen=off"});
+  absl::StatusOr<CommandLine> first = Parse(
+      {"--print-config", "--listen=127.0.0.1:0", "--listen=unix:/a b",
+       "--chunk-bytes=1234567", "--insecure-listen", "--shared-memory",
+       "--store=sqlite:/data/e.db", "--memory-wait=0", "--log-format=json",
+       "--metrics-listen=off", "--tls-certificate=/c", "--tls-key=/k",
+       "--tls-client-ca=/a", "--tls-client-auth=request", "--access-file=/t"});
   ASSERT_TRUE(first.ok()) << first.status();
   EXPECT_EQ(first->action, CommandLine::Action::kPrint);
   EXPECT_THAT(first->text, HasSubstr("chunk-bytes = \"1234567\"\n"));

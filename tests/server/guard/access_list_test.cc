@@ -10,7 +10,9 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "core/errors.h"
@@ -41,7 +43,7 @@ std::string Reason(const absl::Status& status) {
 TEST(AccessListTest, FindsTheCallerOfAToken) {
   const auto list = MustParse(absl::StrCat("# the team\n\nacme ", kAbc,
                                            " read,quantize acme/ # comment\n"));
-  const auto caller = list->Find("abc", {}, absl::Now());
+  const auto caller = list->Find(Credential("abc", {}), absl::Now());
   ASSERT_TRUE(caller.ok()) << caller.status();
   EXPECT_EQ((*caller)->name(), "acme");
   EXPECT_TRUE((*caller)->MaySee("acme/net"));
@@ -59,26 +61,31 @@ TEST(AccessListTest, FindsTheCallerOfAToken) {
 TEST(AccessListTest, RefusesWhatItDoesNotKnow) {
   const auto list =
       MustParse(absl::StrCat("a ", kAbc, " read *\nb ", kEmpty, " read *\n"));
-  EXPECT_EQ(Reason(list->Find("abd", {}, absl::Now()).status()),
+  EXPECT_EQ(Reason(list->Find(Credential("abd", {}), absl::Now()).status()),
             "TOKEN_INVALID");
   // Also where the file has the digest of nothing.
-  EXPECT_EQ(Reason(list->Find("", {}, absl::Now()).status()), "TOKEN_MISSING");
-  EXPECT_EQ(Reason(list->Find("", {"stranger"}, absl::Now()).status()),
-            "TOKEN_INVALID");
+  EXPECT_EQ(Reason(list->Find(Credential("", {}), absl::Now()).status()),
+            "TOKEN_MISSING");
+  EXPECT_EQ(
+      Reason(list->Find(Credential("", {"stranger"}), absl::Now()).status()),
+      "TOKEN_INVALID");
   // The digest itself is no token, nor is a name that looks like one.
-  EXPECT_EQ(Reason(list->Find(kAbc, {}, absl::Now()).status()),
+  EXPECT_EQ(Reason(list->Find(Credential(kAbc, {}), absl::Now()).status()),
             "TOKEN_INVALID");
 }
 
 TEST(AccessListTest, FindsTheCallerOfACertificate) {
   const auto list =
       MustParse("trainer certificate:trainer.acme calibrate acme/");
-  const auto caller = list->Find("", {"10.0.0.1", "trainer.acme"}, absl::Now());
+  const auto caller =
+      list->Find(Credential("", {"10.0.0.1", "trainer.acme"}), absl::Now());
   ASSERT_TRUE(caller.ok()) << caller.status();
   EXPECT_EQ((*caller)->name(), "trainer");
   // A token that came with it decides, and a name is no token.
-  EXPECT_FALSE(list->Find("abc", {"trainer.acme"}, absl::Now()).ok());
-  EXPECT_FALSE(list->Find("certificate:trainer.acme", {}, absl::Now()).ok());
+  EXPECT_FALSE(
+      list->Find(Credential("abc", {"trainer.acme"}), absl::Now()).ok());
+  EXPECT_FALSE(
+      list->Find(Credential("certificate:trainer.acme", {}), absl::Now()).ok());
 }
 
 TEST(AccessListTest, TokensExpire) {
@@ -86,9 +93,9 @@ TEST(AccessListTest, TokensExpire) {
       MustParse(absl::StrCat("a ", kAbc, " read * 2027-01-31T12:00:00Z"));
   const absl::Time end =
       absl::FromCivil(absl::CivilSecond(2027, 1, 31, 12), absl::UTCTimeZone());
-  EXPECT_TRUE(list->Find("abc", {}, end - absl::Seconds(1)).ok());
-  const absl::Status expired = list->Find("abc", {}, end).status();
-  const absl::Status unknown = list->Find("abd", {}, end).status();
+  EXPECT_TRUE(list->Find(Credential("abc", {}), end - absl::Seconds(1)).ok());
+  const absl::Status expired = list->Find(Credential("abc", {}), end).status();
+  const absl::Status unknown = list->Find(Credential("abd", {}), end).status();
   EXPECT_EQ(expired, unknown);
 }
 
@@ -101,12 +108,58 @@ TEST(AccessListTest, NamesTheLineThatIsWrong) {
            "b certificate: read *", "b md5:12 read *",
            absl::StrCat("b ", kEmpty, " read,write *"),
            absl::StrCat("b ", kEmpty, " read,, *"),
+           absl::StrCat("b ", kEmpty, " read acme/*"),
+           absl::StrCat("b ", kEmpty, " read /acme"),
+           absl::StrCat("b ", kEmpty, " read acme/../rival/"),
            absl::StrCat("b ", kEmpty, " read * tomorrow"),
            absl::StrCat("b ", kEmpty, " read * 2027-01-31T00:00:00Z more"),
            absl::StrCat("b ", kAbc, " read *")}) {
     const absl::Status status = AccessList::Parse(good + bad).status();
     EXPECT_EQ(Reason(status), "CONFIG_INVALID") << bad;
     EXPECT_THAT(std::string(status.message()), HasSubstr("line 2")) << bad;
+  }
+}
+
+TEST(AccessListTest, ModelsAreAllOrThoseBelowAPrefixOrOne) {
+  const auto list =
+      MustParse(absl::StrCat("a ", kAbc, " read acme/net\nb ", kEmpty,
+                             " read *\nc certificate:c read acme/\n"));
+  const auto one = *list->Find(Credential("abc", {}), absl::Now());
+  EXPECT_TRUE(one->MaySee("acme/net"));
+  EXPECT_FALSE(one->MaySee("acme/net2"));
+  EXPECT_FALSE(one->MaySee("acme/net/large"));
+  const auto below = *list->Find(Credential("", {"c"}), absl::Now());
+  EXPECT_TRUE(below->MaySee("acme/net/large"));
+  EXPECT_FALSE(below->MaySee("acme-rival/net"));
+  EXPECT_LT(below->BeforeModels(), "acme/");
+  EXPECT_GT(below->BeforeModels(), "acme.zzz");
+  EXPECT_TRUE(Principal::Unrestricted()->MaySee("anything"));
+  EXPECT_EQ(Principal::Unrestricted()->BeforeModels(), "");
+}
+
+TEST(AccessListTest, WritingNeedsItsScopeAndAModelOfOnesOwn) {
+  const auto list = MustParse(absl::StrCat("a ", kAbc, " calibrate acme/\nb ",
+                                           kEmpty, " quantize acme/\n"));
+  const auto writer = *list->Find(Credential("abc", {}), absl::Now());
+  EXPECT_TRUE(writer->CheckWrite("acme/net").ok());
+  const absl::Status denied = writer->CheckWrite("other/net");
+  EXPECT_TRUE(absl::IsPermissionDenied(denied));
+  EXPECT_EQ(Reason(denied), "MODEL_DENIED");
+  Credential reader("", {});
+  reader.token_digest =
+      absl::HexStringToBytes(absl::string_view(kEmpty).substr(7));
+  EXPECT_EQ(Reason((*list->Find(reader, absl::Now()))->CheckWrite("acme/net")),
+            "SCOPE_MISSING");
+}
+
+TEST(AccessListTest, EveryRpcNeedsAScope) {
+  EXPECT_EQ(ScopeOf(Rpc::kQuantize), Scope::kQuantize);
+  EXPECT_EQ(ScopeOf(Rpc::kGetEncoding), Scope::kRead);
+  EXPECT_EQ(ScopeOf(Rpc::kPutEncoding), Scope::kCalibrate);
+  EXPECT_EQ(ScopeOf(Rpc::kDeleteEncoding), Scope::kAdmin);
+  for (int rpc = 0; rpc < kRpcCount; ++rpc) {
+    EXPECT_TRUE(
+        Principal::Unrestricted()->Check(ScopeOf(static_cast<Rpc>(rpc))).ok());
   }
 }
 
@@ -130,10 +183,10 @@ TEST(AccessFileTest, FollowsTheFileAndKeepsTheLastGoodOne) {
   EXPECT_EQ(Reason((*file)->Reload().status()), "CONFIG_INVALID");
   // Said once.
   EXPECT_FALSE((*file)->Reload().value());
-  EXPECT_TRUE((*file)->list()->Find("abc", {}, absl::Now()).ok());
+  EXPECT_TRUE((*file)->list()->Find(Credential("abc", {}), absl::Now()).ok());
   std::ofstream(path) << "a " << kEmpty << " read *\n";
   EXPECT_TRUE((*file)->Reload().value());
-  EXPECT_FALSE((*file)->list()->Find("abc", {}, absl::Now()).ok());
+  EXPECT_FALSE((*file)->list()->Find(Credential("abc", {}), absl::Now()).ok());
 }
 
 }  // namespace

@@ -1,0 +1,54 @@
+#include "server/guard/tenant_statistics_store.h"
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "core/errors.h"
+
+namespace quantd::server {
+namespace {
+
+absl::Status NotFound(const EncodingKey& key) {
+  return core::StatisticsNotFoundError(key.model, key.revision, key.tensor);
+}
+
+}  // namespace
+
+TenantStatisticsStore::TenantStatisticsStore(
+    StatisticsStore* inner, std::shared_ptr<const Principal> principal)
+    : inner_(inner), principal_(std::move(principal)) {}
+
+absl::StatusOr<ContributionOutcome> TenantStatisticsStore::Contribute(
+    const ContributionKey& key, const core::StatisticsState& part,
+    double averaging_constant) {
+  if (absl::Status s = principal_->CheckWrite(key.tensor.model); !s.ok()) {
+    return s;
+  }
+  return inner_->Contribute(key, part, averaging_constant);
+}
+
+absl::StatusOr<StoredStatistics> TenantStatisticsStore::GetStatistics(
+    const EncodingKey& key) {
+  return principal_->MaySee(key.model) ? inner_->GetStatistics(key)
+                                       : NotFound(key);
+}
+
+absl::StatusOr<std::vector<StatisticsListEntry>>
+TenantStatisticsStore::ListStatistics(absl::string_view model,
+                                      absl::string_view revision,
+                                      absl::string_view after, int limit) {
+  if (!principal_->MaySee(model)) return std::vector<StatisticsListEntry>();
+  return inner_->ListStatistics(model, revision, after, limit);
+}
+
+absl::Status TenantStatisticsStore::DeleteStatistics(const EncodingKey& key,
+                                                     absl::string_view source) {
+  return principal_->MaySee(key.model) ? inner_->DeleteStatistics(key, source)
+                                       : NotFound(key);
+}
+
+}  // namespace quantd::server

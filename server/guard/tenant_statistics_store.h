@@ -1,0 +1,46 @@
+// A store of statistics as one caller sees it.
+
+#ifndef QUANTD_SERVER_GUARD_TENANT_STATISTICS_STORE_H_
+#define QUANTD_SERVER_GUARD_TENANT_STATISTICS_STORE_H_
+
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "server/guard/access_list.h"
+#include "server/store/statistics_store.h"
+
+namespace quantd::server {
+
+// What the caller may not see does not exist for it: reading and deleting
+// answer as for a name that was never stored, without asking the store, and
+// lists are empty. Thread-safe.
+class TenantStatisticsStore : public StatisticsStore {
+ public:
+  // `inner` must outlive this.
+  TenantStatisticsStore(StatisticsStore* inner,
+                        std::shared_ptr<const Principal> principal);
+
+  // Errors: SCOPE_MISSING without calibrate, MODEL_DENIED whether or not there
+  // is anything, as well.
+  absl::StatusOr<ContributionOutcome> Contribute(
+      const ContributionKey& key, const core::StatisticsState& part,
+      double averaging_constant) override;
+  absl::StatusOr<StoredStatistics> GetStatistics(
+      const EncodingKey& key) override;
+  absl::StatusOr<std::vector<StatisticsListEntry>> ListStatistics(
+      absl::string_view model, absl::string_view revision,
+      absl::string_view after, int limit) override;
+  absl::Status DeleteStatistics(const EncodingKey& key,
+                                absl::string_view source) override;
+
+ private:
+  StatisticsStore* const inner_;
+  const std::shared_ptr<const Principal> principal_;
+};
+
+}  // namespace quantd::server
+
+#endif  // QUANTD_SERVER_GUARD_TENANT_STATISTICS_STORE_H_

@@ -1,0 +1,243 @@
+#include "server/guard/tls_files.h"
+
+#include <openssl/bio.h>
+#include <openssl/err.h>
+#include <openssl/evp.h>
+#include <openssl/pem.h>
+#include <openssl/x509.h>
+
+#include <cstdint>
+#include <ctime>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "absl/types/optional.h"
+#include "core/errors.h"
+#include "server/guard/text_file.h"
+
+namespace quantd::server {
+namespace {
+
+template <auto Free>
+struct Deleter {
+  template <typename T>
+  void operator()(T* object) const {
+    Free(object);
+  }
+};
+using Bio = std::unique_ptr<BIO, Deleter<BIO_free>>;
+using Certificate = std::unique_ptr<X509, Deleter<X509_free>>;
+using Crl = std::unique_ptr<X509_CRL, Deleter<X509_CRL_free>>;
+using Key = std::unique_ptr<EVP_PKEY, Deleter<EVP_PKEY_free>>;
+
+Bio Reader(absl::string_view text) {
+  return Bio(BIO_new_mem_buf(text.data(), static_cast<int>(text.size())));
+}
+
+// Instead of asking on the terminal.
+int NoPassphrase(char*, int, int, void*) { return -1; }
+
+absl::Status Invalid(absl::string_view flag, const std::string& path,
+                     absl::string_view expected) {
+  // Nobody else looks at what OpenSSL has noted.
+  ERR_clear_error();
+  return core::ConfigInvalidError(absl::StrCat(
+      "--", flag, ": expected ", expected, ", got \"", path, "\""));
+}
+
+std::vector<Certificate> ParseCertificates(absl::string_view pem) {
+  const Bio reader = Reader(pem);
+  std::vector<Certificate> certificates;
+  while (X509* const certificate =
+             PEM_read_bio_X509(reader.get(), nullptr, NoPassphrase, nullptr)) {
+    certificates.emplace_back(certificate);
+  }
+  ERR_clear_error();
+  return certificates;
+}
+
+std::string IdOf(const X509_NAME* issuer, const ASN1_INTEGER* serial) {
+  uint8_t* der = nullptr;
+  const int size = i2d_X509_NAME(issuer, &der);
+  std::string id;
+  if (size > 0) id.assign(reinterpret_cast<const char*>(der), size);
+  OPENSSL_free(der);
+  absl::StrAppend(&id, "#",
+                  absl::string_view(reinterpret_cast<const char*>(
+                                        ASN1_STRING_get0_data(serial)),
+                                    ASN1_STRING_length(serial)));
+  return id;
+}
+
+absl::Time ToTime(const ASN1_TIME* time) {
+  std::tm parts{};
+  if (ASN1_TIME_to_tm(time, &parts) != 1) return absl::InfinitePast();
+  return absl::FromTM(parts, absl::UTCTimeZone());
+}
+
+absl::Status LoadCertificate(const TlsOptions& options, absl::Time now,
+                             TlsMaterial* material) {
+  const std::vector<Certificate> chain =
+      ParseCertificates(material->certificate_pem);
+  if (chain.empty()) {
+    return Invalid("tls-certificate", options.certificate,
+                   "a certificate in PEM");
+  }
+  const Bio reader = Reader(material->key_pem);
+  const Key key(
+      PEM_read_bio_PrivateKey(reader.get(), nullptr, NoPassphrase, nullptr));
+  if (key == nullptr) {
+    return Invalid("tls-key", options.key,
+                   "a private key in PEM without a passphrase");
+  }
+  if (X509_check_private_key(chain[0].get(), key.get()) != 1) {
+    return Invalid("tls-key", options.key,
+                   absl::StrCat("the key of the certificate \"",
+                                options.certificate, "\""));
+  }
+  material->expires = ToTime(X509_get0_notAfter(chain[0].get()));
+  const absl::Time begins = ToTime(X509_get0_notBefore(chain[0].get()));
+  if (now < begins || now >= material->expires) {
+    return Invalid("tls-certificate", options.certificate,
+                   absl::StrCat("a certificate that is valid now, not from ",
+                                absl::FormatTime(begins), " to ",
+                                absl::FormatTime(material->expires)));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status LoadRevoked(const TlsOptions& options, absl::string_view pem,
+                         TlsMaterial* material) {
+  const Bio reader = Reader(pem);
+  int lists = 0;
+  while (X509_CRL* const list = PEM_read_bio_X509_CRL(reader.get(), nullptr,
+                                                      NoPassphrase, nullptr)) {
+    const Crl crl(list);
+    ++lists;
+    const STACK_OF(X509_REVOKED)* const revoked = X509_CRL_get_REVOKED(list);
+    for (int i = 0; i < sk_X509_REVOKED_num(revoked); ++i) {
+      material->revoked.insert(IdOf(
+          X509_CRL_get_issuer(list),
+          X509_REVOKED_get0_serialNumber(sk_X509_REVOKED_value(revoked, i))));
+    }
+  }
+  ERR_clear_error();
+  if (lists > 0) return absl::OkStatus();
+  return Invalid("tls-client-crl", options.client_crl,
+                 "certificate revocation lists in PEM");
+}
+
+// What the files hold.
+struct TlsTexts {
+  std::string certificate;
+  std::string key;
+  std::string client_ca;
+  std::string client_crl;
+
+  // Differs when one of them does.
+  std::string Joined() const {
+    return absl::StrCat(certificate, "\n", key, "\n", client_ca, "\n",
+                        client_crl);
+  }
+};
+
+absl::StatusOr<TlsTexts> ReadTexts(const TlsOptions& options) {
+  TlsTexts texts;
+  const struct {
+    const char* flag;
+    const std::string& path;
+    std::string* text;
+  } kFiles[] = {
+      {"tls-certificate", options.certificate, &texts.certificate},
+      {"tls-key", options.key, &texts.key},
+      {"tls-client-ca", options.client_ca, &texts.client_ca},
+      {"tls-client-crl", options.client_crl, &texts.client_crl},
+  };
+  for (const auto& file : kFiles) {
+    if (file.path.empty()) continue;
+    absl::optional<std::string> text = ReadTextFile(file.path);
+    if (!text.has_value()) {
+      return Invalid(file.flag, file.path, "a file that can be read");
+    }
+    *file.text = *std::move(text);
+  }
+  return texts;
+}
+
+absl::StatusOr<std::shared_ptr<const TlsMaterial>> Check(
+    const TlsOptions& options, TlsTexts texts, absl::Time now) {
+  auto material = std::make_shared<TlsMaterial>();
+  material->certificate_pem = std::move(texts.certificate);
+  material->key_pem = std::move(texts.key);
+  material->client_ca_pem = std::move(texts.client_ca);
+  absl::Status status = LoadCertificate(options, now, material.get());
+  if (!status.ok()) return status;
+  if (!options.client_ca.empty() &&
+      ParseCertificates(material->client_ca_pem).empty()) {
+    return Invalid("tls-client-ca", options.client_ca,
+                   "certificates of authorities in PEM");
+  }
+  if (!options.client_crl.empty()) {
+    status = LoadRevoked(options, texts.client_crl, material.get());
+    if (!status.ok()) return status;
+  }
+  return material;
+}
+
+}  // namespace
+
+ClientAuth TlsOptions::EffectiveClientAuth() const {
+  if (client_auth != ClientAuth::kAuto) return client_auth;
+  return client_ca.empty() ? ClientAuth::kNone : ClientAuth::kRequire;
+}
+
+absl::StatusOr<std::shared_ptr<const TlsMaterial>> LoadTlsMaterial(
+    const TlsOptions& options, absl::Time now) {
+  absl::StatusOr<TlsTexts> texts = ReadTexts(options);
+  if (!texts.ok()) return texts.status();
+  return Check(options, *std::move(texts), now);
+}
+
+std::string CertificateId(absl::string_view pem) {
+  const std::vector<Certificate> chain = ParseCertificates(pem);
+  if (chain.empty()) return "";
+  return IdOf(X509_get_issuer_name(chain[0].get()),
+              X509_get0_serialNumber(chain[0].get()));
+}
+
+absl::StatusOr<std::unique_ptr<TlsFiles>> TlsFiles::Open(TlsOptions options) {
+  std::unique_ptr<TlsFiles> files(new TlsFiles(std::move(options)));
+  if (absl::Status s = files->Reload().status(); !s.ok()) return s;
+  return files;
+}
+
+std::shared_ptr<const TlsMaterial> TlsFiles::material() const {
+  absl::MutexLock lock(&mutex_);
+  return material_;
+}
+
+absl::StatusOr<bool> TlsFiles::Reload() {
+  absl::StatusOr<TlsTexts> texts = ReadTexts(options_);
+  absl::MutexLock lock(&mutex_);
+  // One that can't be read is a change, too.
+  const std::string seen = texts.ok() ? texts->Joined() : "";
+  if (material_ != nullptr && seen == seen_) return false;
+  seen_ = seen;
+  if (!texts.ok()) return texts.status();
+  absl::StatusOr<std::shared_ptr<const TlsMaterial>> material =
+      Check(options_, *std::move(texts), absl::Now());
+  if (!material.ok()) return material.status();
+  material_ = *std::move(material);
+  return true;
+}
+
+}  // namespace quantd::server

@@ -1,0 +1,94 @@
+// The server's certificate, and whose clients it believes, from files that may
+// change while it runs.
+
+#ifndef QUANTD_SERVER_GUARD_TLS_FILES_H_
+#define QUANTD_SERVER_GUARD_TLS_FILES_H_
+
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+
+namespace quantd::server {
+
+// Whether clients are asked for a certificate, and have to show one.
+enum class ClientAuth {
+  // kRequire where it is known whose they may be, else kNone.
+  kAuto,
+  kNone,
+  kRequest,
+  kRequire,
+};
+
+// All are paths of PEM files.
+struct TlsOptions {
+  // The certificate, then those between it and its authority; empty without
+  // TLS.
+  std::string certificate;
+  std::string key;
+  // Whose certificates clients may have; empty for none.
+  std::string client_ca;
+  // What these authorities have revoked; empty for nothing.
+  std::string client_crl;
+  ClientAuth client_auth = ClientAuth::kAuto;
+
+  // What kAuto stands for, else client_auth.
+  ClientAuth EffectiveClientAuth() const;
+};
+
+// What the files hold, checked. Immutable, thread-safe.
+struct TlsMaterial {
+  std::string certificate_pem;
+  std::string key_pem;
+  std::string client_ca_pem;
+  // Of the server's certificate.
+  absl::Time expires;
+  // CertificateId of those that are revoked.
+  absl::flat_hash_set<std::string> revoked;
+};
+
+// Errors: CONFIG_INVALID, in words: a file that can't be read, is not what it
+// is given for, a key that is not the certificate's, a certificate that is not
+// valid at `now`.
+absl::StatusOr<std::shared_ptr<const TlsMaterial>> LoadTlsMaterial(
+    const TlsOptions& options, absl::Time now);
+
+// Issuer and serial number of a certificate; empty for what is none.
+std::string CertificateId(absl::string_view pem);
+
+// Thread-safe.
+class TlsFiles {
+ public:
+  // Errors: those of LoadTlsMaterial.
+  static absl::StatusOr<std::unique_ptr<TlsFiles>> Open(TlsOptions options);
+
+  const TlsOptions& options() const { return options_; }
+  std::shared_ptr<const TlsMaterial> material() const
+      ABSL_LOCKS_EXCLUDED(mutex_);
+
+  // Reads the files again if one has changed: true when they have. After an
+  // error what was there stays: a key that came before its certificate is
+  // taken together with it.
+  // Errors: as Open, once for every change.
+  absl::StatusOr<bool> Reload() ABSL_LOCKS_EXCLUDED(mutex_);
+
+ private:
+  explicit TlsFiles(TlsOptions options) : options_(std::move(options)) {}
+
+  const TlsOptions options_;
+  mutable absl::Mutex mutex_;
+  // What the files held when they were looked at last.
+  std::string seen_ ABSL_GUARDED_BY(mutex_);
+  std::shared_ptr<const TlsMaterial> material_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace quantd::server
+
+#endif  // QUANTD_SERVER_GUARD_TLS_FILES_H_

@@ -1,0 +1,145 @@
+#include "server/rpc/caller.h"
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/clock.h"
+#include "core/errors.h"
+#include "grpc/grpc_security_constants.h"
+#include "server/guard/tenant_encoding_store.h"
+#include "server/guard/tenant_statistics_store.h"
+
+namespace quantd::server {
+namespace {
+
+absl::string_view ToView(grpc::string_ref text) {
+  return absl::string_view(text.data(), text.size());
+}
+
+// One that is there for as long as the callers are.
+template <typename Store>
+std::shared_ptr<Store> Unowned(Store* store) {
+  return std::shared_ptr<Store>(std::shared_ptr<Store>(), store);
+}
+
+}  // namespace
+
+Authenticator::Authenticator(const AccessFile* access, const TlsFiles* tls,
+                             EncodingStore* encodings,
+                             StatisticsStore* statistics,
+                             const RegionRegistry* regions, Metrics* metrics)
+    : access_(access),
+      tls_(tls),
+      encodings_(encodings),
+      statistics_(statistics),
+      regions_(regions),
+      metrics_(metrics) {}
+
+Credential Authenticator::CredentialOf(
+    const grpc::ServerContextBase& context) const {
+  const bool revokes = tls_ != nullptr && !tls_->options().client_crl.empty();
+  if (access_ == nullptr && !revokes) return Credential("", {});
+  absl::string_view token;
+  const auto header = context.client_metadata().find("authorization");
+  if (header != context.client_metadata().end()) {
+    token = BearerToken(ToView(header->second));
+  }
+  std::vector<std::string> names;
+  std::string certificate_id;
+  const std::shared_ptr<const grpc::AuthContext> peer = context.auth_context();
+  if (peer != nullptr) {
+    for (const char* property :
+         {GRPC_X509_CN_PROPERTY_NAME, GRPC_X509_SAN_PROPERTY_NAME}) {
+      for (const grpc::string_ref& name : peer->FindPropertyValues(property)) {
+        names.emplace_back(name.data(), name.size());
+      }
+    }
+    if (revokes) {
+      for (const grpc::string_ref& pem :
+           peer->FindPropertyValues(GRPC_X509_PEM_CERT_PROPERTY_NAME)) {
+        certificate_id = CertificateId(ToView(pem));
+      }
+    }
+  }
+  Credential credential(token, std::move(names));
+  credential.certificate_id = std::move(certificate_id);
+  return credential;
+}
+
+absl::StatusOr<std::shared_ptr<const Principal>> Authenticator::Find(
+    const Credential& credential) const {
+  // Also on a connection that was there before.
+  if (!credential.certificate_id.empty() &&
+      tls_->material()->revoked.contains(credential.certificate_id)) {
+    return core::TokenInvalidError();
+  }
+  if (access_ == nullptr) return Principal::Unrestricted();
+  return access_->list()->Find(credential, absl::Now());
+}
+
+absl::StatusOr<std::shared_ptr<const Principal>> Authenticator::FindFor(
+    const Credential& credential, Rpc rpc) const {
+  absl::StatusOr<std::shared_ptr<const Principal>> principal = Find(credential);
+  if (!principal.ok()) return Count(principal.status());
+  absl::Status status = Count((*principal)->Check(ScopeOf(rpc)));
+  if (!status.ok()) return status;
+  return principal;
+}
+
+absl::StatusOr<Caller> Authenticator::Authenticate(
+    const grpc::CallbackServerContext& context, const Credential& credential,
+    Rpc rpc) const {
+  absl::StatusOr<std::shared_ptr<const Principal>> principal =
+      FindFor(credential, rpc);
+  if (!principal.ok()) return principal.status();
+  Caller caller;
+  if (regions_ != nullptr) {
+    caller.shared_memory = SharedMemoryAccess(regions_, context.peer());
+  }
+  Bind(*std::move(principal), &caller);
+  return caller;
+}
+
+absl::Status Authenticator::Renew(const Credential& credential, Rpc rpc,
+                                  Caller* caller) const {
+  absl::StatusOr<std::shared_ptr<const Principal>> principal =
+      FindFor(credential, rpc);
+  if (!principal.ok()) return principal.status();
+  if (*principal != caller->principal) Bind(*std::move(principal), caller);
+  return absl::OkStatus();
+}
+
+absl::Status Authenticator::CheckKnown(const Credential& credential) const {
+  return Count(Find(credential).status());
+}
+
+absl::Status Authenticator::CheckWrite(const Caller& caller,
+                                       absl::string_view model) const {
+  return Count(caller.principal->CheckWrite(model));
+}
+
+absl::Status Authenticator::Count(absl::Status status) const {
+  if (!status.ok()) metrics_->AccessDenied(core::ErrorReason(status));
+  return status;
+}
+
+void Authenticator::Bind(std::shared_ptr<const Principal> principal,
+                         Caller* caller) const {
+  caller->principal = std::move(principal);
+  if (access_ == nullptr) {
+    caller->encodings = Unowned(encodings_);
+    caller->statistics = Unowned(statistics_);
+    return;
+  }
+  caller->encodings =
+      std::make_shared<TenantEncodingStore>(encodings_, caller->principal);
+  caller->statistics =
+      std::make_shared<TenantStatisticsStore>(statistics_, caller->principal);
+}
+
+}  // namespace quantd::server
