@@ -64,8 +64,10 @@ class TlsCredentials final : public grpc::ServerCredentials {
     used_ = std::move(material);
     const grpc_ssl_pem_key_cert_pair pair = {used_->key_pem.c_str(),
                                              used_->certificate_pem.c_str()};
+    // gRPC wants authorities also where it asks clients for no certificate.
     *config = grpc_ssl_server_certificate_config_create(
-        used_->client_ca_pem.empty() ? nullptr : used_->client_ca_pem.c_str(),
+        used_->client_ca_pem.empty() ? used_->certificate_pem.c_str()
+                                     : used_->client_ca_pem.c_str(),
         &pair, 1);
     return GRPC_SSL_CERTIFICATE_CONFIG_RELOAD_NEW;
   }
