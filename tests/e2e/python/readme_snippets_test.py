@@ -95,6 +95,17 @@ class ReadmeSnippetsTest(unittest.TestCase):
                 output, r"layer2.weight: int8 \(64, 288\), largest error 0\.01")
             self.assertRegex(output, r"int4:group:32: \d+\.\d dB")
 
+            if importlib.util.find_spec("torch") and (
+                    importlib.util.find_spec("plotly")):
+                output = run(
+                    [python, "-c", self.at_server(
+                        snippet("python", "quantd.torch.calibrate"))],
+                    os.path.join(folder, "elsewhere"))
+                self.assertIn("{'0.input': 20, '2.input': 20}", output)
+                self.assertRegex(output, r"2.input uint8 \d+\.\d dB expected")
+                self.assertTrue(os.path.exists(
+                    os.path.join(folder, "elsewhere/report.html")))
+
             target = "unix:" + os.path.join(folder, "socket")
             text = snippet("python", "empty_shared")
             self.assertEqual(text.count(README_SOCKET), 1)

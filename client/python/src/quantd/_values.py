@@ -118,3 +118,26 @@ def dequantize(codes: Array, encoding: Encoding, shape: Sequence[int],
         if element_type == "bfloat16":
             return _to_bfloat16(reals)
         return reals.astype(ELEMENT_DTYPES[element_type], copy=False)
+
+
+def limits(encoding: Encoding) -> tuple[float, float]:
+    """The smallest and the largest real that has a code, over all scales."""
+    info = format_info(encoding.format)
+    scale = encoding.scale.ravel().astype(np.float64)
+    scale = scale[np.isfinite(scale)]
+    if not scale.size:
+        return 0.0, 0.0
+    values = table(info.name, encoding.codebook)
+    if values is not None:
+        finite = values[np.isfinite(values)]
+        ends = np.outer(scale, [finite.min(), finite.max()])
+        return float(ends.min()), float(ends.max())
+    lowest = -(1 << info.bits - 1) if info.is_signed else 0
+    qmin = lowest if encoding.qmin is None else encoding.qmin
+    qmax = (lowest + (1 << info.bits) - 1 if encoding.qmax is None
+            else encoding.qmax)
+    zero_point = encoding.zero_point.ravel().astype(np.float64)
+    if zero_point.size != scale.size:
+        zero_point = np.zeros_like(scale)
+    return (float(((qmin - zero_point) * scale).min()),
+            float(((qmax - zero_point) * scale).max()))
