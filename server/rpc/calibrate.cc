@@ -171,19 +171,46 @@ class CalibrateJob final : public TensorJob {
       done_ = true;
       return absl::OkStatus();
     }
-    absl::StatusOr<CalibratedEncoding> calibrated =
-        contributed_ ? CalibrateStored(env_, *task_.spec, stored_)
-                     : CalibrateTensor(env_, {*task_.spec, task_.layout},
-                                       accumulator_->statistics());
-    if (!calibrated.ok()) {
-      return contributed_ ? core::WithField(calibrated.status(), "header.spec")
-                          : calibrated.status();
+    absl::optional<CalibratedEncoding> calibrated;
+    absl::Status status = contributed_ ? CalibrateStored(&calibrated)
+                                       : CalibrateTensor(&calibrated);
+    if (!status.ok()) {
+      return contributed_ ? core::WithField(status, "header.spec") : status;
     }
+    if (!calibrated.has_value()) return absl::OkStatus();
     encoding_ = std::move(calibrated->resolved.encoding);
     if (calibrated->prediction.has_value()) {
       PredictionToProto(*calibrated->prediction, summary_.mutable_prediction());
     }
     step_ = Step::kPut;
+    return absl::OkStatus();
+  }
+
+  // The next step with this tensor alone; the result after the last.
+  absl::Status CalibrateTensor(absl::optional<CalibratedEncoding>* result) {
+    if (calibrator_ == nullptr) {
+      absl::StatusOr<std::unique_ptr<TensorCalibrator>> calibrator =
+          TensorCalibrator::Create(env_, {*task_.spec, task_.layout},
+                                   accumulator_->statistics());
+      if (!calibrator.ok()) return calibrator.status();
+      calibrator_ = *std::move(calibrator);
+    }
+    absl::StatusOr<bool> done = calibrator_->Step();
+    if (!done.ok()) return done.status();
+    if (*done) *result = calibrator_->Take();
+    return absl::OkStatus();
+  }
+
+  // The same with all contributions.
+  absl::Status CalibrateStored(absl::optional<CalibratedEncoding>* result) {
+    if (!stored_calibrator_.has_value()) {
+      stored_calibrator_.emplace(env_, stored_);
+      absl::Status status = stored_calibrator_->Begin(*task_.spec);
+      if (!status.ok()) return status;
+    }
+    absl::StatusOr<bool> done = stored_calibrator_->Step();
+    if (!done.ok()) return done.status();
+    if (*done) *result = stored_calibrator_->Take();
     return absl::OkStatus();
   }
 
@@ -208,6 +235,9 @@ class CalibrateJob final : public TensorJob {
   // Of all contributions, with a spec.
   StoredStatistics stored_;
   MemoryBudget::Lease stored_lease_;
+  // One of them, once calibrating has begun.
+  std::unique_ptr<TensorCalibrator> calibrator_;
+  absl::optional<StoredCalibrator> stored_calibrator_;
   std::shared_ptr<const core::Encoding> encoding_;
 };
 

@@ -44,20 +44,35 @@ class ComputeEncodingsCall final
     return true;
   }
 
-  void Compute(v1::ComputeEncodingsResponse* response) override {
-    const StatisticsListEntry& entry = revision_.entries()[next_++];
-    key_ = revision_.KeyOf(entry);
+  bool Compute(v1::ComputeEncodingsResponse* response) override {
+    if (!calibrator_.has_value()) {
+      encoding_.reset();
+      if (tensor_status_.ok()) tensor_status_ = BeginCalibrating();
+    }
+    if (tensor_status_.ok()) {
+      const absl::StatusOr<bool> calibrated = calibrator_->Step();
+      if (calibrated.ok() && !*calibrated) return false;
+      tensor_status_ = calibrated.status();
+      if (!tensor_status_.ok()) {
+        tensor_status_ = core::WithField(tensor_status_, SpecField());
+      }
+    }
+    key_ = revision_.KeyOf(revision_.entries()[next_++]);
     v1::TensorName& name = *response->mutable_name();
     name.set_model(key_.model);
     name.set_revision(key_.revision);
     name.set_tensor(key_.tensor);
     response->set_done_count(next_);
     response->set_total_count(revision_.entries().size());
-    encoding_.reset();
-    if (tensor_status_.ok()) tensor_status_ = Calibrate(entry, response);
+    if (tensor_status_.ok()) {
+      TakeResult(response);
+    } else {
+      Fail(tensor_status_, response);
+    }
+    calibrator_.reset();
     stored_ = StoredStatistics();
     revision_.Unload();
-    if (!tensor_status_.ok()) Fail(tensor_status_, response);
+    return true;
   }
 
   bool stores() const override {
@@ -134,17 +149,24 @@ class ComputeEncodingsCall final
             default_spec_.has_value() ? &*default_spec_ : nullptr};
   }
 
-  absl::Status Calibrate(const StatisticsListEntry& entry,
-                         v1::ComputeEncodingsResponse* response) {
-    const auto [field, spec] = FieldAndSpecOf(entry.tensor);
-    absl::StatusOr<CalibratedEncoding> calibrated =
-        CalibrateStored(env(), *spec, stored_);
-    if (!calibrated.ok()) return core::WithField(calibrated.status(), field);
-    if (calibrated->prediction.has_value()) {
-      PredictionToProto(*calibrated->prediction,
-                        response->mutable_prediction());
+  // Of the tensor under way.
+  std::string SpecField() const {
+    return FieldAndSpecOf(revision_.entries()[next_].tensor).first;
+  }
+
+  absl::Status BeginCalibrating() {
+    const auto [field, spec] =
+        FieldAndSpecOf(revision_.entries()[next_].tensor);
+    calibrator_.emplace(env(), stored_);
+    return core::WithField(calibrator_->Begin(*spec), field);
+  }
+
+  void TakeResult(v1::ComputeEncodingsResponse* response) {
+    CalibratedEncoding calibrated = calibrator_->Take();
+    if (calibrated.prediction.has_value()) {
+      PredictionToProto(*calibrated.prediction, response->mutable_prediction());
     }
-    encoding_ = std::move(calibrated->resolved.encoding);
+    encoding_ = std::move(calibrated.resolved.encoding);
     if (request_.dry_run()) {
       v1::StoredEncoding* proto = response->mutable_stored_encoding();
       *proto->mutable_name() = response->name();
@@ -152,7 +174,6 @@ class ComputeEncodingsCall final
       proto->set_format(static_cast<v1::NumberFormat>(encoding_->format));
       proto->set_scale_count(encoding_->scale.size());
     }
-    return absl::OkStatus();
   }
 
   void Fail(const absl::Status& status,
@@ -172,6 +193,7 @@ class ComputeEncodingsCall final
   // Of the tensor under way.
   absl::Status tensor_status_;
   StoredStatistics stored_;
+  absl::optional<StoredCalibrator> calibrator_;
   EncodingKey key_;
   std::shared_ptr<const core::Encoding> encoding_;
 };

@@ -19,6 +19,7 @@
 #include "core/evaluate/comparison.h"
 #include "core/evaluate/distribution.h"
 #include "core/evaluate/evaluate.h"
+#include "core/parallel/time_slice.h"
 #include "quantd/v1/quantization_service.pb.h"
 #include "server/guard/memory_budget.h"
 #include "server/rpc/caller.h"
@@ -168,22 +169,12 @@ class EvaluateJob final : public TensorJob {
 
   absl::StatusOr<bool> Finish(ChunkWriter* out) override {
     if (buffer_ != nullptr) {
-      if (next_block_ == 0) {
-        absl::Status status = CalibrateCandidates();
-        if (!status.ok()) return status;
-      }
-      if (next_block_ < buffer_->block_count()) {
-        const absl::Span<const uint8_t> block = buffer_->block(next_block_);
-        for (Candidate& candidate : candidates_) {
-          if (candidate.spec.has_value()) {
-            Evaluate(candidate, next_block_ * TensorBuffer::kBlockBytes, block);
-          }
-        }
-        ++next_block_;
-      }
-      if (next_block_ < buffer_->block_count()) return false;
+      const absl::StatusOr<bool> calibrated = CalibrateCandidates();
+      if (!calibrated.ok() || !*calibrated) return calibrated;
+      if (!EvaluateBuffer()) return false;
     }
-    WriteSummary(out);
+    if (!AddToSummary()) return false;
+    out->SetSummary(summary_);
     return true;
   }
 
@@ -203,25 +194,58 @@ class EvaluateJob final : public TensorJob {
         env_.pool);
   }
 
-  absl::Status CalibrateCandidates() {
-    for (Candidate& candidate : candidates_) {
+  // The next step of it; answers whether that was the last.
+  absl::StatusOr<bool> CalibrateCandidates() {
+    for (; next_calibrated_ < candidates_.size(); ++next_calibrated_) {
+      Candidate& candidate = candidates_[next_calibrated_];
       if (!candidate.spec.has_value()) continue;
-      absl::StatusOr<CalibratedEncoding> calibrated = CalibrateTensor(
-          env_, *candidate.spec, candidate.accumulator->statistics());
-      if (!calibrated.ok()) return calibrated.status();
-      candidate.resolved = std::move(calibrated->resolved);
+      if (calibrator_ == nullptr) {
+        absl::StatusOr<std::unique_ptr<TensorCalibrator>> calibrator =
+            TensorCalibrator::Create(env_, *candidate.spec,
+                                     candidate.accumulator->statistics());
+        if (!calibrator.ok()) return calibrator.status();
+        calibrator_ = *std::move(calibrator);
+      }
+      const absl::StatusOr<bool> done = calibrator_->Step();
+      if (!done.ok() || !*done) return done;
+      candidate.resolved = calibrator_->Take().resolved;
+      calibrator_.reset();
       StartEvaluator(candidate);
     }
-    return absl::OkStatus();
+    return true;
   }
 
-  void WriteSummary(ChunkWriter* out) {
+  // Some of what was held, for some candidates; answers whether that was the
+  // last.
+  bool EvaluateBuffer() {
+    const core::TimeSlice slice(kCalibrationSlice);
+    for (; next_block_ < buffer_->block_count(); ++next_block_) {
+      for (; next_evaluated_ < candidates_.size(); ++next_evaluated_) {
+        Candidate& candidate = candidates_[next_evaluated_];
+        if (!candidate.spec.has_value()) continue;
+        Evaluate(candidate, next_block_ * TensorBuffer::kBlockBytes,
+                 buffer_->block(next_block_));
+        if (slice.over()) {
+          ++next_evaluated_;
+          return false;
+        }
+      }
+      next_evaluated_ = 0;
+    }
+    return true;
+  }
+
+  // Answers whether the summary is complete.
+  bool AddToSummary() {
+    const core::TimeSlice slice(kCalibrationSlice);
     const core::TensorStatistics& statistics = accumulators_[0]->statistics();
-    v1::EvaluateSummary summary;
-    *summary.mutable_name() = task_.name;
-    StatisticsToProto(statistics, summary.mutable_statistics());
-    for (const Candidate& candidate : candidates_) {
-      v1::CandidateMetrics* metrics = summary.add_candidates();
+    if (next_summarized_ == 0) {
+      *summary_.mutable_name() = task_.name;
+      StatisticsToProto(statistics, summary_.mutable_statistics());
+    }
+    while (next_summarized_ < candidates_.size()) {
+      const Candidate& candidate = candidates_[next_summarized_++];
+      v1::CandidateMetrics* metrics = summary_.add_candidates();
       metrics->set_label(candidate.label);
       metrics->set_etag(candidate.resolved.etag);
       MetricsToProto(candidate.evaluator->overall(),
@@ -241,8 +265,9 @@ class EvaluateJob final : public TensorJob {
       env_.metrics->Elements(
           Rpc::kEvaluate, core::FindFormat(candidate.resolved.encoding->format),
           statistics.counts().total);
+      if (slice.over()) break;
     }
-    out->SetSummary(summary);
+    return next_summarized_ == candidates_.size();
   }
 
   const RpcEnvironment& env_;
@@ -252,7 +277,15 @@ class EvaluateJob final : public TensorJob {
   const MemoryBudget::Lease lease_;
   // Only when a candidate is a spec.
   std::unique_ptr<TensorBuffer> buffer_;
+  // How far Finish has come: candidates that are calibrated, and of which one
+  // is being calibrated; blocks, and candidates for the next one of those;
+  // candidates in the summary.
+  size_t next_calibrated_ = 0;
+  std::unique_ptr<TensorCalibrator> calibrator_;
   int64_t next_block_ = 0;
+  size_t next_evaluated_ = 0;
+  size_t next_summarized_ = 0;
+  v1::EvaluateSummary summary_;
 };
 
 // Two tensors against each other, their elements in pairs.

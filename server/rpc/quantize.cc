@@ -286,9 +286,8 @@ class BufferedQuantizeJob : public TensorJob {
   absl::StatusOr<bool> Finish(ChunkWriter* out) final {
     switch (step_) {
       case Step::kEncode: {
-        absl::StatusOr<ResolvedEncoding> resolved = Encode();
-        if (!resolved.ok()) return resolved.status();
-        resolved_ = *std::move(resolved);
+        absl::StatusOr<bool> encoded = Encode(&resolved_);
+        if (!encoded.ok() || !*encoded) return encoded;
         if (task_.store_key.has_value() && !WillReject()) {
           step_ = Step::kPut;
           return false;
@@ -340,8 +339,9 @@ class BufferedQuantizeJob : public TensorJob {
            core::ElementSizeBytes(task_.description.element_type);
   }
 
-  // The encoding, once all is held.
-  virtual absl::StatusOr<ResolvedEncoding> Encode() = 0;
+  // The next step to the encoding, once all is held; answers whether that was
+  // the last.
+  virtual absl::StatusOr<bool> Encode(ResolvedEncoding* resolved) = 0;
   // Quantizing is going to fail: the tensor must leave nothing behind.
   virtual bool WillReject() const { return false; }
   // Offset of the real that begins that block of what is held.
@@ -401,11 +401,18 @@ class CalibratingQuantizeJob final : public BufferedQuantizeJob {
   }
 
  protected:
-  absl::StatusOr<ResolvedEncoding> Encode() override {
-    absl::StatusOr<CalibratedEncoding> calibrated =
-        CalibrateTensor(env(), spec_, accumulator_->statistics());
-    if (!calibrated.ok()) return calibrated.status();
-    return std::move(calibrated->resolved);
+  absl::StatusOr<bool> Encode(ResolvedEncoding* resolved) override {
+    if (calibrator_ == nullptr) {
+      absl::StatusOr<std::unique_ptr<TensorCalibrator>> calibrator =
+          TensorCalibrator::Create(env(), spec_, accumulator_->statistics());
+      if (!calibrator.ok()) return calibrator.status();
+      calibrator_ = *std::move(calibrator);
+    }
+    absl::StatusOr<bool> done = calibrator_->Step();
+    if (!done.ok() || !*done) return done;
+    *resolved = calibrator_->Take().resolved;
+    calibrator_.reset();
+    return true;
   }
 
   bool WillReject() const override {
@@ -426,6 +433,8 @@ class CalibratingQuantizeJob final : public BufferedQuantizeJob {
  private:
   const ResolvedSpec spec_;
   const std::unique_ptr<TensorAccumulator> accumulator_;
+  // While the encoding is being found.
+  std::unique_ptr<TensorCalibrator> calibrator_;
 };
 
 // With a spec whose scales follow from their own blocks: reals become codes as
@@ -476,12 +485,13 @@ class BlockQuantizeJob final : public BufferedQuantizeJob {
   }
 
  protected:
-  absl::StatusOr<ResolvedEncoding> Encode() override {
+  absl::StatusOr<bool> Encode(ResolvedEncoding* resolved) override {
     absl::StatusOr<core::Encoding> encoding = quantizer_.Finish();
     if (!encoding.ok()) return encoding.status();
-    return ResolvedEncoding{
-        std::make_shared<const core::Encoding>(*std::move(encoding)),
-        spec_.layout, ""};
+    resolved->encoding =
+        std::make_shared<const core::Encoding>(*std::move(encoding));
+    resolved->layout = spec_.layout;
+    return true;
   }
 
   int64_t RealsOffset(int64_t block) const override {

@@ -46,6 +46,7 @@ class RevisionStatistics {
                     const std::string& model, const std::string& revision);
 
   std::vector<StatisticsListEntry>& entries() { return entries_; }
+  const std::vector<StatisticsListEntry>& entries() const { return entries_; }
   EncodingKey KeyOf(const StatisticsListEntry& entry) const;
 
   // Reads a tensor's statistics and charges the memory budget with them. What

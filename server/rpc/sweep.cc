@@ -13,7 +13,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
-#include "absl/types/span.h"
+#include "absl/types/optional.h"
 #include "core/calibrate/mixed_precision.h"
 #include "core/calibrate/prediction.h"
 #include "core/errors.h"
@@ -90,14 +90,15 @@ class SweepCall final : public TensorwiseCall<v1::SweepResponse> {
     return !summarized_;
   }
 
-  void Compute(v1::SweepResponse* response) override {
+  bool Compute(v1::SweepResponse* response) override {
     response->set_total_count(revision_.entries().size());
     if (next_ == revision_.entries().size()) {
       response->set_done_count(next_);
       Summarize(response->mutable_summary());
       summarized_ = true;
-      return;
+      return true;
     }
+    if (tensor_status_.ok() && !CalibrateSpecs()) return false;
     const StatisticsListEntry& entry = revision_.entries()[next_++];
     const EncodingKey key = revision_.KeyOf(entry);
     v1::TensorName& name = *response->mutable_name();
@@ -105,8 +106,9 @@ class SweepCall final : public TensorwiseCall<v1::SweepResponse> {
     name.set_revision(key.revision);
     name.set_tensor(key.tensor);
     response->set_done_count(next_);
-    if (tensor_status_.ok()) tensor_status_ = SweepTensor(entry, response);
-    if (!tensor_status_.ok()) {
+    if (tensor_status_.ok()) {
+      TakeResults(entry, response);
+    } else {
       env().metrics->LimitRejected(core::ErrorReason(tensor_status_));
       response->clear_candidates();
       *response->mutable_error() = ToTensorError(tensor_status_);
@@ -114,8 +116,11 @@ class SweepCall final : public TensorwiseCall<v1::SweepResponse> {
         total.set_failed_count(total.failed_count() + 1);
       }
     }
+    calibrator_.reset();
+    results_.clear();
     stored_ = StoredStatistics();
     revision_.Unload();
+    return true;
   }
 
  private:
@@ -202,11 +207,41 @@ class SweepCall final : public TensorwiseCall<v1::SweepResponse> {
     return absl::OkStatus();
   }
 
-  absl::Status SweepTensor(const StatisticsListEntry& entry,
-                           v1::SweepResponse* response) {
-    absl::StatusOr<int64_t> element_count =
+  // The next step with the tensor under way; answers whether that was the last,
+  // for all specs or because of what is in tensor_status_.
+  bool CalibrateSpecs() {
+    if (!calibrator_.has_value()) {
+      tensor_status_ = BeginTensor(revision_.entries()[next_]);
+      if (!tensor_status_.ok()) return true;
+    }
+    const size_t i = results_.size();
+    absl::Status status;
+    if (!has_begun_) status = calibrator_->Begin(specs_[i]);
+    has_begun_ = status.ok();
+    if (status.ok()) {
+      const absl::StatusOr<bool> done = calibrator_->Step();
+      if (done.ok() && !*done) return false;
+      status = done.status();
+    }
+    has_begun_ = false;
+    SpecResult& result = results_.emplace_back();
+    result.spec_index = static_cast<int>(i);
+    if (status.ok()) {
+      const CalibratedEncoding calibrated = calibrator_->Take();
+      result.prediction = calibrated.prediction.value_or(core::Prediction());
+      result.size_bytes =
+          SizeBytes(*calibrated.resolved.encoding, element_count_);
+    }
+    result.status =
+        core::WithField(std::move(status), absl::StrCat("specs[", i, "]"));
+    return results_.size() == specs_.size();
+  }
+
+  absl::Status BeginTensor(const StatisticsListEntry& entry) {
+    const absl::StatusOr<int64_t> element_count =
         core::ElementCount(stored_.state.shape);
     if (!element_count.ok()) return element_count.status();
+    element_count_ = *element_count;
     const int64_t kept_bytes =
         static_cast<int64_t>(entry.tensor.size() + sizeof(Tensor)) +
         static_cast<int64_t>(specs_.size()) *
@@ -216,27 +251,17 @@ class SweepCall final : public TensorwiseCall<v1::SweepResponse> {
         env().budget->Grow(&options_lease_, options_lease_.bytes() + kept_bytes,
                            "sweep fewer tensors at once, by patterns");
     if (!status.ok()) return status;
-    std::vector<SpecResult> results(specs_.size());
-    StoredCalibrator calibrator(env(), stored_);
-    for (size_t i = 0; i < specs_.size() && !cancelled(); ++i) {
-      SpecResult& result = results[i];
-      result.spec_index = static_cast<int>(i);
-      absl::StatusOr<CalibratedEncoding> calibrated =
-          calibrator.Calibrate(specs_[i]);
-      if (!calibrated.ok()) {
-        result.status = core::WithField(calibrated.status(),
-                                        absl::StrCat("specs[", i, "]"));
-        continue;
-      }
-      result.prediction = calibrated->prediction.value_or(core::Prediction());
-      result.size_bytes =
-          SizeBytes(*calibrated->resolved.encoding, *element_count);
-    }
+    calibrator_.emplace(env(), stored_);
+    return absl::OkStatus();
+  }
+
+  void TakeResults(const StatisticsListEntry& entry,
+                   v1::SweepResponse* response) {
     Tensor tensor{entry.tensor, {}, {}};
-    for (const SpecResult& result : results) AddResult(result, &tensor);
+    for (const SpecResult& result : results_) AddResult(result, &tensor);
     if (!tensor.options.empty()) tensors_.push_back(std::move(tensor));
-    absl::c_sort(results, RanksBefore);
-    for (const SpecResult& result : results) {
+    absl::c_sort(results_, RanksBefore);
+    for (const SpecResult& result : results_) {
       v1::SweepCandidate* candidate = response->add_candidates();
       candidate->set_spec_index(result.spec_index);
       if (!result.status.ok()) {
@@ -246,7 +271,6 @@ class SweepCall final : public TensorwiseCall<v1::SweepResponse> {
       PredictionToProto(result.prediction, candidate->mutable_prediction());
       candidate->set_size_bytes(result.size_bytes);
     }
-    return absl::OkStatus();
   }
 
   // Adds a result to its total and to what a mixture may choose.
@@ -314,6 +338,12 @@ class SweepCall final : public TensorwiseCall<v1::SweepResponse> {
   // Of the tensor under way.
   absl::Status tensor_status_;
   StoredStatistics stored_;
+  int64_t element_count_ = 0;
+  absl::optional<StoredCalibrator> calibrator_;
+  // The calibrator is at the spec after those of results_.
+  bool has_begun_ = false;
+  // Of the specs so far.
+  std::vector<SpecResult> results_;
   // Over the tensors so far: [specs], and those on which a spec succeeded.
   std::vector<v1::SweepTotal> totals_;
   std::vector<Tensor> tensors_;

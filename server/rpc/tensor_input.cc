@@ -11,6 +11,7 @@
 #include "absl/types/optional.h"
 #include "absl/types/span.h"
 #include "core/errors.h"
+#include "core/parallel/time_slice.h"
 #include "google/protobuf/util/time_util.h"
 #include "server/wire/names.h"
 
@@ -208,16 +209,28 @@ int MantissaBitsFor(const core::EncodingSpec& spec) {
                                      : TensorAccumulator::kNoHistograms;
 }
 
-absl::StatusOr<CalibratedEncoding> CalibrateTensor(
+absl::StatusOr<std::unique_ptr<TensorCalibrator>> TensorCalibrator::Create(
     const RpcEnvironment& env, const ResolvedSpec& spec,
-    const core::TensorStatistics& statistics) {
-  absl::StatusOr<core::Calibration> calibration =
-      core::Calibrate(spec.spec, *spec.layout, statistics, {}, env.pool);
-  if (!calibration.ok()) return calibration.status();
-  return CalibratedEncoding{
-      {std::make_shared<const core::Encoding>(std::move(calibration->encoding)),
-       spec.layout, ""},
-      std::move(calibration->prediction)};
+    const core::TensorStatistics& statistics,
+    absl::Span<const core::Extremes> moving_average) {
+  absl::StatusOr<std::unique_ptr<core::Calibrator>> calibrator =
+      core::Calibrator::Create(spec.spec, *spec.layout, statistics,
+                               moving_average);
+  if (!calibrator.ok()) return calibrator.status();
+  return std::unique_ptr<TensorCalibrator>(
+      new TensorCalibrator(env, spec.layout, *std::move(calibrator)));
+}
+
+absl::StatusOr<bool> TensorCalibrator::Step() {
+  return calibrator_->Run(core::TimeSlice(kCalibrationSlice), env_.pool);
+}
+
+CalibratedEncoding TensorCalibrator::Take() {
+  core::Calibration calibration = calibrator_->Take();
+  return {
+      {std::make_shared<const core::Encoding>(std::move(calibration.encoding)),
+       layout_, ""},
+      std::move(calibration.prediction)};
 }
 
 google::protobuf::Timestamp ToTimestamp(absl::Time time) {

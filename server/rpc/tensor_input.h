@@ -154,11 +154,41 @@ struct CalibratedEncoding {
   absl::optional<core::Prediction> prediction;
 };
 
-// The encoding that comes of a tensor's statistics at the spec's granularity.
-// Errors: those of core::Calibrate.
-absl::StatusOr<CalibratedEncoding> CalibrateTensor(
-    const RpcEnvironment& env, const ResolvedSpec& spec,
-    const core::TensorStatistics& statistics);
+// How long one step of a calibration takes: many fit into the time in which
+// cancelled work has to stop, and others have their turn between them.
+constexpr absl::Duration kCalibrationSlice = absl::Milliseconds(2);
+
+// Finds the encoding that comes of a tensor's statistics at the spec's
+// granularity, step by step. Not thread-safe.
+class TensorCalibrator {
+ public:
+  // `statistics` and what `moving_average` points at outlive the calibrator;
+  // see core::Calibrator.
+  // Errors: those of core::Calibrator::Create.
+  static absl::StatusOr<std::unique_ptr<TensorCalibrator>> Create(
+      const RpcEnvironment& env, const ResolvedSpec& spec,
+      const core::TensorStatistics& statistics,
+      absl::Span<const core::Extremes> moving_average = {});
+
+  // Does the next step; answers whether that was the last.
+  // Errors: those of core::Calibrator::Run.
+  absl::StatusOr<bool> Step();
+
+  // Moves the result out. Requires: the last step was done.
+  CalibratedEncoding Take();
+
+ private:
+  TensorCalibrator(const RpcEnvironment& env,
+                   std::shared_ptr<const core::BlockLayout> layout,
+                   std::unique_ptr<core::Calibrator> calibrator)
+      : env_(env),
+        layout_(std::move(layout)),
+        calibrator_(std::move(calibrator)) {}
+
+  const RpcEnvironment& env_;
+  const std::shared_ptr<const core::BlockLayout> layout_;
+  const std::unique_ptr<core::Calibrator> calibrator_;
+};
 
 google::protobuf::Timestamp ToTimestamp(absl::Time time);
 

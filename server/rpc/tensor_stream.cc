@@ -39,6 +39,7 @@ void StreamRegistry::WakeParked() {
 void StreamRegistry::EndAll() {
   absl::MutexLock lock(&mutex_);
   for (TensorStream* stream : streams_) stream->EndNow(core::DrainingError());
+  for (WatchedCall* call : calls_) call->EndNow();
 }
 
 bool StreamRegistry::WaitUntilEmpty(absl::Duration timeout) {

@@ -34,6 +34,9 @@ class WatchedCall {
   virtual ~WatchedCall() = default;
   // Ends the call if its client took nothing for that long.
   virtual void EndIfIdle(absl::Duration idle_timeout) = 0;
+  // Ends the call with DRAINING as soon as what it is doing allows. To be done
+  // where more than one short step follows a look at draining().
+  virtual void EndNow() {}
 };
 
 // The streams that are open. Thread-safe.
@@ -47,7 +50,7 @@ class StreamRegistry {
   void EndIdle(absl::Duration idle_timeout) ABSL_LOCKS_EXCLUDED(mutex_);
   // Lets streams that wait for memory try again.
   void WakeParked() ABSL_LOCKS_EXCLUDED(mutex_);
-  // Ends all streams with DRAINING, whatever they are doing.
+  // Ends all streams and calls with DRAINING, whatever they are doing.
   void EndAll() ABSL_LOCKS_EXCLUDED(mutex_);
   // True when the last stream and the last call that entered have gone before
   // `timeout`.

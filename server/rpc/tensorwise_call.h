@@ -23,8 +23,9 @@ namespace quantd::server {
 
 // Makes one message at a time, and the next one when the client has taken it:
 // Load on the store's pool, Compute on the workers, Store on the store's pool.
-// Between tensors it ends when the client is gone or the server drains. The
-// steps follow one another; deletes itself at the end.
+// Between steps it ends when the client is gone or the server is out of time,
+// between tensors also when it drains. The steps follow one another; deletes
+// itself at the end.
 template <typename Response>
 class TensorwiseCall : public grpc::ServerWriteReactor<Response>,
                        private WatchedCall {
@@ -82,7 +83,9 @@ class TensorwiseCall : public grpc::ServerWriteReactor<Response>,
   // Reads what the next message needs; false when there is no further one. An
   // error ends the call.
   virtual absl::StatusOr<bool> Load() = 0;
-  virtual void Compute(Response* response) = 0;
+  // Does the next part of the message, of bounded size; answers whether that
+  // was the last.
+  virtual bool Compute(Response* response) = 0;
   // Whether Store is to be called.
   virtual bool stores() const { return false; }
   virtual void Store(Response* response) {}
@@ -91,7 +94,7 @@ class TensorwiseCall : public grpc::ServerWriteReactor<Response>,
   bool Stopped() {
     if (cancelled()) {
       End(absl::CancelledError());
-    } else if (registry_->draining()) {
+    } else if (out_of_time_.load()) {
       End(core::DrainingError());
     } else {
       return false;
@@ -101,21 +104,30 @@ class TensorwiseCall : public grpc::ServerWriteReactor<Response>,
 
   void LoadStep() {
     if (Stopped()) return;
+    if (registry_->draining()) return End(core::DrainingError());
     absl::StatusOr<bool> more = Load();
+    if (Stopped()) return;
     if (!more.ok()) return End(more.status());
     if (!*more) return End(absl::OkStatus());
+    response_.Clear();
     env_.pool->Schedule([this] { ComputeStep(); });
   }
 
   void ComputeStep() {
-    response_.Clear();
-    Compute(&response_);
-    if (cancelled()) return End(absl::CancelledError());
-    if (!stores()) return Write();
-    env_.store_pool->Schedule([this] {
-      Store(&response_);
+    if (Stopped()) return;
+    if (!Compute(&response_)) {
+      env_.pool->Schedule([this] { ComputeStep(); });
+    } else if (stores()) {
+      env_.store_pool->Schedule([this] { StoreStep(); });
+    } else {
       Write();
-    });
+    }
+  }
+
+  void StoreStep() {
+    if (Stopped()) return;
+    Store(&response_);
+    Write();
   }
 
   void Write() {
@@ -128,6 +140,8 @@ class TensorwiseCall : public grpc::ServerWriteReactor<Response>,
     end_ = std::move(status);
     this->Finish(ToGrpcStatus(end_));
   }
+
+  void EndNow() final { out_of_time_.store(true); }
 
   // A client that does not read.
   void EndIfIdle(absl::Duration idle_timeout) final {
@@ -145,6 +159,8 @@ class TensorwiseCall : public grpc::ServerWriteReactor<Response>,
   const absl::StatusOr<Caller> caller_;
   const absl::Time start_time_ = absl::Now();
   std::atomic<bool> cancelled_{false};
+  // The server does not wait any longer.
+  std::atomic<bool> out_of_time_{false};
   // When the write that is under way began; 0 when none is.
   std::atomic<int64_t> write_start_ns_{0};
   // Used by the steps, one at a time.
