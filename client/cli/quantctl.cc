@@ -29,8 +29,12 @@ constexpr char kFooter[] =
     "  4  a file could not be read or written\n"
     "\n"
     "Environment:\n"
-    "  QUANTD_SERVER  default of --server\n"
-    "  NO_COLOR       no emphasis in tables\n";
+    "  QUANTD_SERVER              default of --server\n"
+    "  QUANTD_TLS_CA              default of --tls-ca\n"
+    "  QUANTD_CLIENT_CERTIFICATE  default of --tls-certificate\n"
+    "  QUANTD_CLIENT_KEY          default of --tls-key\n"
+    "  QUANTD_TOKEN_FILE          default of --token-file\n"
+    "  NO_COLOR                   no emphasis in tables\n";
 
 }  // namespace
 
@@ -53,6 +57,24 @@ int RunQuantctl(int argc, const char* const* argv) {
       ->envname("QUANTD_SERVER")
       ->default_val("127.0.0.1:8430")
       ->type_name("TARGET");
+  app.add_flag("--tls", session.tls,
+               "TLS, with the system's authorities unless there is --tls-ca");
+  app.add_option("--tls-ca", session.tls_paths.ca,
+                 "TLS, and the PEM file of the authorities to believe")
+      ->envname("QUANTD_TLS_CA")
+      ->type_name("FILE");
+  app.add_option("--tls-certificate", session.tls_paths.certificate,
+                 "PEM file of a certificate to show; with --tls-key")
+      ->envname("QUANTD_CLIENT_CERTIFICATE")
+      ->type_name("FILE");
+  app.add_option("--tls-key", session.tls_paths.key,
+                 "PEM file of the certificate's key")
+      ->envname("QUANTD_CLIENT_KEY")
+      ->type_name("FILE");
+  app.add_option("--token-file", session.token_file,
+                 "File with the token to bring; needs TLS, but to this machine")
+      ->envname("QUANTD_TOKEN_FILE")
+      ->type_name("FILE");
   app.add_flag("--json", session.json, "One JSON document on stdout");
   app.add_flag("-q,--quiet", session.quiet,
                "Nothing on stdout but what was asked for with --json");

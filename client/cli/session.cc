@@ -13,6 +13,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "client/cpp/client.h"
+#include "client/cpp/credentials.h"
 #include "client/cpp/errors.h"
 #include "client/cpp/utf8.h"
 
@@ -61,6 +62,14 @@ absl::StatusOr<std::unique_ptr<Client>> Session::Connect(
   options.timeout = absl::Seconds(timeout_seconds);
   options.chunk_bytes = chunk_bytes;
   options.shared_memory = shared_memory;
+  options.token_file = token_file;
+  if (tls || !tls_paths.ca.empty() || !tls_paths.certificate.empty() ||
+      !tls_paths.key.empty()) {
+    absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> credentials =
+        TlsCredentials(tls_paths);
+    if (!credentials.ok()) return credentials.status();
+    options.credentials = *std::move(credentials);
+  }
   return Client::Connect(std::move(options));
 }
 

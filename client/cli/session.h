@@ -11,6 +11,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "client/cpp/client.h"
+#include "client/cpp/credentials.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::cli {
@@ -46,6 +47,11 @@ class Session {
   bool json = false;
   bool quiet = false;
   double timeout_seconds = 60;
+  // With the authorities of the system where `tls_paths` names none.
+  bool tls = false;
+  TlsPaths tls_paths;
+  // Empty for no token.
+  std::string token_file;
   ExitCode exit_code = kSuccess;
 
   // Errors: ARGUMENT_INVALID.

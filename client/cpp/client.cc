@@ -21,6 +21,7 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "client/cpp/client_options.h"
+#include "client/cpp/credentials.h"
 #include "client/cpp/errors.h"
 #include "client/cpp/retrying_stream.h"
 #include "client/cpp/shared_memory.h"
@@ -206,6 +207,19 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(ClientOptions options) {
   options.chunk_bytes -= options.chunk_bytes % kChunkUnitBytes;
   // The way that gRPC lists addresses.
   options.balance = options.balance || absl::StrContains(options.target, ',');
+  std::vector<std::unique_ptr<internal::InterceptorFactory>> interceptors;
+  if (!options.token_file.empty()) {
+    if (options.credentials == nullptr &&
+        !internal::IsLocalTarget(options.target)) {
+      return ArgumentInvalidError(absl::StrCat(
+          "expected TLS for a token to leave the machine, got plaintext to \"",
+          options.target, "\""));
+    }
+    absl::StatusOr<std::unique_ptr<internal::InterceptorFactory>> sender =
+        internal::SendTokenOf(options.token_file);
+    if (!sender.ok()) return sender.status();
+    interceptors.push_back(*std::move(sender));
+  }
   if (options.credentials == nullptr) {
     options.credentials = grpc::InsecureChannelCredentials();
   }
@@ -228,7 +242,12 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(ClientOptions options) {
   arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
   if (options.balance) arguments.SetServiceConfigJSON(kBalancingConfig);
   std::shared_ptr<grpc::Channel> channel =
-      grpc::CreateCustomChannel(options.target, options.credentials, arguments);
+      interceptors.empty()
+          ? grpc::CreateCustomChannel(options.target, options.credentials,
+                                      arguments)
+          : grpc::experimental::CreateCustomChannelWithInterceptors(
+                options.target, options.credentials, arguments,
+                std::move(interceptors));
   return std::unique_ptr<Client>(
       new Client(std::move(options), std::move(channel)));
 }

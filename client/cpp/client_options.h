@@ -63,8 +63,11 @@ struct ClientOptions {
   // Lets Client::AllocateShared hand out memory that the server reads and
   // writes in place. Needs a unix socket and a server with --shared-memory.
   bool shared_memory = false;
-  // TLS, tokens. Default: none.
+  // TLS; see TlsCredentials. Default: plaintext.
   std::shared_ptr<grpc::ChannelCredentials> credentials;
+  // Path of a file with the token that every call brings; read again when it
+  // changes. Needs TLS, but to loopback and unix sockets. Default: no token.
+  std::string token_file;
 };
 
 }  // namespace quantd

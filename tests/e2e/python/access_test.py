@@ -214,7 +214,8 @@ class AccessCase(unittest.TestCase):
         certificates.replace(self.access_path, "".join(lines).encode())
 
     def serve(self, *flags):
-        server = live_server.LiveServer(options.quantd, self.folder, flags)
+        server = live_server.LiveServer(options.quantd, self.folder,
+                                        ("--drain-delay=0", *flags))
         self.addCleanup(server.stop)
         return server
 
@@ -555,6 +556,15 @@ class CertificateTest(AccessCase):
                      self.other_authority.issue("writer")):
             self.assert_refused(server, pair)
 
+    def test_tokens_do_over_tls_without_certificates_of_clients(self):
+        token = secrets.token_urlsafe(32)
+        self.write_access(token_line("caller", token))
+        server = self.serve(*self.flags[:4], "--access-file", self.access_path)
+        for brought, reason in ((None, "TOKEN_MISSING"), (token, "")):
+            rpcs = self.client(server, token=brought).rpcs()
+            self.assertEqual(outcome(lambda: rpcs["ListModels"][2](""))[1],
+                             reason)
+
     def test_a_revoked_certificate_is_of_no_use_on_an_open_connection(self):
         crl_path = certificates.replace(
             os.path.join(self.folder, "crl"), self.authority.revoke([]))
@@ -627,7 +637,8 @@ class CertificateTest(AccessCase):
         self.assertEqual(failures, [])
         print(f"{counts[0]} calls on one connection, {counts[1]} on one each",
               file=sys.stderr)
-        expiry = server.metric("quantd_tls_certificate_expiry_timestamp_seconds")
+        expiry = server.metric(
+            "quantd_tls_certificate_expiry_timestamp_seconds")
         self.assertAlmostEqual(expiry, time.time() + 90 * 86400, delta=3600)
 
     def test_files_that_do_not_go_together_are_told_at_start(self):

@@ -53,7 +53,7 @@ class TenantStoresTest : public ::testing::Test {
 
   static absl::Status PutInto(EncodingStore* store, const std::string& model) {
     auto encoding = std::make_shared<core::Encoding>();
-    encoding->format = core::NumberFormat::kInt8;
+    encoding->format = static_cast<core::NumberFormat>(8);
     encoding->scale = {0.5f};
     encoding->qmin = -127;
     encoding->qmax = 127;

@@ -1,0 +1,49 @@
+// What a client shows to a server, and what it wants to see.
+
+#ifndef QUANTD_CLIENT_CPP_CREDENTIALS_H_
+#define QUANTD_CLIENT_CPP_CREDENTIALS_H_
+
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "grpcpp/security/credentials.h"
+#include "grpcpp/support/client_interceptor.h"
+
+namespace quantd {
+
+// Paths of PEM files; all may be empty. Plain value.
+struct TlsPaths {
+  // The authorities whose servers are believed; empty for those of the system.
+  std::string ca;
+  // The client's own certificate and its key: both or neither.
+  std::string certificate;
+  std::string key;
+};
+
+// Credentials for ClientOptions. The files are read once: connect again with
+// new ones.
+// Errors: ARGUMENT_INVALID.
+absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> TlsCredentials(
+    const TlsPaths& paths);
+
+namespace internal {
+
+using InterceptorFactory =
+    grpc::experimental::ClientInterceptorFactoryInterface;
+
+// Sends the token of a file with every call; the file is looked at again once a
+// second, and what was there stays when it can't be read.
+// Errors: ARGUMENT_INVALID for a file that can't be read or holds no token.
+absl::StatusOr<std::unique_ptr<InterceptorFactory>> SendTokenOf(
+    const std::string& path);
+
+// Whether everything behind `target` is on this machine.
+bool IsLocalTarget(absl::string_view target);
+
+}  // namespace internal
+}  // namespace quantd
+
+#endif  // QUANTD_CLIENT_CPP_CREDENTIALS_H_
