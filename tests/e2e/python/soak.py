@@ -350,7 +350,8 @@ class Line:
 
     def text(self, unit):
         return (f"{self.start:.0f} {unit} at half time, drift "
-                f"{self.drift:+.1f} {unit} by the end ({self.slope * 60:+.2f} {unit} a minute), "
+                f"{self.drift:+.1f} {unit} by the end "
+                f"({self.slope * 60:+.2f} {unit} a minute), "
                 f"from {self.values.min():.0f} to {self.values.max():.0f}")
 
 
