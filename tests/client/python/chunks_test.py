@@ -1,13 +1,16 @@
 """Tensors in parts, results without the server, and progress, with a live
 quantd."""
 
+import concurrent.futures
 import threading
 
+import grpc
 import numpy as np
 import pytest
 
 import quantd
 from quantd.tensor import FORMATS
+from quantd.v1 import quantization_service_pb2 as qs
 
 
 def data_of(*shape, seed=1, dtype=np.float32):
@@ -171,15 +174,49 @@ def test_WithoutAnEncodingNothingIsDequantizedHere(client):
     fails("ARGUMENT_INVALID", lambda: got.scale)
 
 
-def test_ContributionsToOneTensorAreOneAtATime(client):
+class BusyService(grpc.GenericRpcHandler):
+    """Calibrate of a server without room for what comes first."""
+
+    def __init__(self):
+        self.sequences = []
+
+    def service(self, handler_call_details):
+        return grpc.stream_stream_rpc_method_handler(
+            self._run, qs.CalibrateRequest.FromString,
+            qs.CalibrateResponse.SerializeToString)
+
+    def _run(self, requests, context):
+        for request in requests:
+            contribution = request.header.contribution
+            self.sequences.append(contribution.sequence)
+            answer = qs.CalibrateResponse()
+            if len(self.sequences) == 1:
+                answer.error.code = 8
+                answer.error.reason = "MEMORY_BUDGET"
+                answer.error.retry_after_ms = 1
+            else:
+                answer.summary.contribution.sequence = contribution.sequence
+            yield answer
+
+
+def test_ContributionsToOneTensorAreOneAtATime():
     """Were the first tried again after the second, it would not be counted."""
-    x = data_of(1000)
-    answers = list(client.calibrate_many(
-        [quantd.CalibrateJob(x, "t", contribution=quantd.Contribution(
-            "rank-0", n + 1)) for n in range(20)], model="acme/order"))
-    assert [answer.contribution.duplicate for answer in answers] == [False] * 20
-    stored = client.get_statistics(quantd.TensorName("acme/order", "t"))
-    assert stored.statistics.count == 20000
+    service = BusyService()
+    server = grpc.server(concurrent.futures.ThreadPoolExecutor(2))
+    server.add_generic_rpc_handlers((service,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with quantd.Client(f"127.0.0.1:{port}",
+                           initial_backoff=0.001) as client:
+            answers = list(client.calibrate_many(
+                [quantd.CalibrateJob(
+                    data_of(10), "t", contribution=quantd.Contribution(
+                        "rank-0", n + 1)) for n in range(4)]))
+    finally:
+        server.stop(0).wait()
+    assert [answer.contribution.sequence for answer in answers] == [1, 2, 3, 4]
+    assert service.sequences == [1, 1, 2, 3, 4]
 
 
 def test_ProgressCountsEveryByte(client, capsys):

@@ -85,7 +85,7 @@ class TokenFile:
 
 
 class _CallDetails(
-        collections.namedtuple(  # type: ignore[misc]
+        collections.namedtuple(
             "_CallDetails", ("method", "timeout", "metadata", "credentials",
                              "wait_for_ready", "compression")),
         grpc.ClientCallDetails):  # type: ignore[misc]
