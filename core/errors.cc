@@ -31,6 +31,13 @@ absl::Status Exhausted(absl::string_view reason, absl::string_view text) {
   return Error(absl::StatusCode::kResourceExhausted, reason, text);
 }
 
+absl::Status WithRetryAfter(absl::Status status, absl::Duration retry_after) {
+  status.SetPayload(
+      kRetryPayload,
+      absl::Cord(absl::StrCat(absl::ToInt64Milliseconds(retry_after))));
+  return status;
+}
+
 absl::Status Unimplemented(absl::string_view reason, absl::string_view text) {
   return Error(absl::StatusCode::kUnimplemented, reason, text);
 }
@@ -106,6 +113,11 @@ absl::Status TensorTooLargeError(int64_t size_bytes, int64_t limit_bytes) {
   return Exhausted("TENSOR_TOO_LARGE",
                    absl::StrCat("tensor has ", size_bytes,
                                 " bytes; the limit is ", limit_bytes));
+}
+absl::Status RankLimitError(int64_t limit, int64_t got) {
+  return Exhausted("RANK_LIMIT",
+                   absl::StrCat("the tensor has ", got,
+                                " dimensions, expected at most ", limit));
 }
 
 absl::Status MessageMalformedError(absl::string_view what) {
@@ -368,13 +380,11 @@ absl::Status PageInvalidError(absl::string_view what) {
 
 absl::Status MemoryBudgetError(int64_t budget_bytes, absl::string_view way_out,
                                absl::Duration retry_after) {
-  absl::Status status = Exhausted(
-      "MEMORY_BUDGET", absl::StrCat("the memory budget of ", budget_bytes,
-                                    " bytes is used up; ", way_out));
-  status.SetPayload(
-      kRetryPayload,
-      absl::Cord(absl::StrCat(absl::ToInt64Milliseconds(retry_after))));
-  return status;
+  return WithRetryAfter(
+      Exhausted("MEMORY_BUDGET",
+                absl::StrCat("the memory budget of ", budget_bytes,
+                             " bytes is used up; ", way_out)),
+      retry_after);
 }
 
 absl::Status RegionInvalidError(absl::string_view what) {
@@ -413,6 +423,30 @@ absl::Status ModelDeniedError(absl::string_view model) {
       absl::StrCat("the caller may not write to model \"", model, "\""));
 }
 
+absl::Status OverloadedError(absl::Duration delay, absl::Duration limit,
+                             absl::Duration retry_after) {
+  const auto in_ms = [](absl::Duration duration) {
+    return absl::FormatDuration(absl::Trunc(duration, absl::Milliseconds(1)));
+  };
+  return WithRetryAfter(
+      Exhausted("OVERLOADED",
+                absl::StrCat("the workers are ", in_ms(delay),
+                             " behind, expected at most ", in_ms(limit))),
+      retry_after);
+}
+absl::Status TensorCountError(int64_t limit, absl::Duration retry_after) {
+  return WithRetryAfter(
+      Exhausted("OVERLOADED", absl::StrCat(limit,
+                                           " tensors are open, which is the "
+                                           "limit")),
+      retry_after);
+}
+absl::Status StreamAgeError(absl::Duration limit) {
+  return Error(
+      absl::StatusCode::kUnavailable, "STREAM_AGE",
+      absl::StrCat("the stream was open for ", absl::FormatDuration(limit),
+                   ", which is the limit; open another"));
+}
 absl::Status DrainingError() {
   return Error(absl::StatusCode::kUnavailable, "DRAINING",
                "the server is about to stop; try another");

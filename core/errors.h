@@ -45,6 +45,8 @@ absl::Status HeaderInvalidError(absl::string_view what);
 // An enum field with a value that this version does not know.
 absl::Status EnumUnknownError(absl::string_view enum_name, int value);
 absl::Status TensorTooLargeError(int64_t size_bytes, int64_t limit_bytes);
+// More dimensions than this server takes.
+absl::Status RankLimitError(int64_t limit, int64_t got);
 
 // --- Framing ---------------------------------------------------------------
 
@@ -151,7 +153,14 @@ absl::Status RegionInvalidError(absl::string_view what);
 absl::Status RegionNotFoundError();
 // No more regions for this connection, no more connections, or no more memory.
 absl::Status RegionLimitError(absl::string_view what);
+// The workers are that far behind with what has arrived.
+absl::Status OverloadedError(absl::Duration delay, absl::Duration limit,
+                             absl::Duration retry_after);
+// As many tensors are open as may be.
+absl::Status TensorCountError(int64_t limit, absl::Duration retry_after);
 absl::Status DrainingError();
+// The stream has been open for that long; another goes on. Ends the stream.
+absl::Status StreamAgeError(absl::Duration limit);
 // No credential came with the call.
 absl::Status TokenMissingError();
 // A credential that is unknown or has expired; never says which.

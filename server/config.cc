@@ -31,6 +31,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "core/errors.h"
+#include "core/types/block_layout.h"
 #include "server/guard/limits.h"
 #include "server/logging.h"
 
@@ -484,6 +485,9 @@ std::vector<Flag> MakeFlags() {
       SizeFlag("tensor-bytes", kLimits, "One whole tensor.",
                limits.tensor_bytes, kKiB, 1024 * kTiB,
                QUANTD_FIELD(limits.tensor_bytes)),
+      CountFlag("tensor-rank", kLimits, "Dimensions of a tensor.",
+                limits.tensor_rank, 0, core::kMaxRank,
+                QUANTD_FIELD(limits.tensor_rank)),
       CountFlag("scale-count", kLimits, "Scales of one encoding.",
                 limits.scale_count, 1, int64_t{1} << 30,
                 QUANTD_FIELD(limits.scale_count)),
@@ -504,6 +508,14 @@ std::vector<Flag> MakeFlags() {
                    "How long a request waits for room in the memory budget.",
                    limits.memory_wait, absl::ZeroDuration(), absl::Minutes(1),
                    QUANTD_FIELD(limits.memory_wait)),
+      CountFlag("tensor-count", kLimits, "Tensors that are open at once.",
+                limits.tensor_count, 1, int64_t{1} << 30,
+                QUANTD_FIELD(limits.tensor_count)),
+      DurationFlag("queue-delay", kLimits,
+                   "New tensors are turned away while the workers need longer "
+                   "than this for what has arrived.",
+                   limits.queue_delay, absl::ZeroDuration(), absl::Hours(1),
+                   QUANTD_FIELD(limits.queue_delay)),
       CountFlag("shared-connections", kLimits,
                 "Clients that may hold shared memory at once.",
                 limits.shared_connections, 1, 1 << 14,
@@ -516,6 +528,31 @@ std::vector<Flag> MakeFlags() {
                    "A stream without progress for this long is ended.",
                    limits.idle_timeout, absl::Milliseconds(100),
                    absl::Hours(24), QUANTD_FIELD(limits.idle_timeout)),
+      DurationFlag("stream-age", kLimits,
+                   "A stream this old is ended between two tensors, so that "
+                   "clients open another; at twice the age, at once. inf for "
+                   "any age.",
+                   limits.stream_age, absl::Milliseconds(100),
+                   absl::InfiniteDuration(), QUANTD_FIELD(limits.stream_age)),
+      CountFlag("connection-streams", kLimits,
+                "Streams and calls of one connection at once.",
+                limits.connection_streams, 1, 1 << 20,
+                QUANTD_FIELD(limits.connection_streams)),
+      DurationFlag("connection-idle", kLimits,
+                   "A connection without a call for this long is closed. inf "
+                   "for never.",
+                   limits.connection_idle, absl::Seconds(1),
+                   absl::InfiniteDuration(),
+                   QUANTD_FIELD(limits.connection_idle)),
+      DurationFlag("connection-age", kLimits,
+                   "A connection this old takes no new calls, so that clients "
+                   "spread over replicas again. inf for any age.",
+                   limits.connection_age, absl::Seconds(1),
+                   absl::InfiniteDuration(),
+                   QUANTD_FIELD(limits.connection_age)),
+      SizeFlag("metadata-bytes", kLimits, "All headers of one call.",
+               limits.metadata_bytes, kKiB, kMiB,
+               QUANTD_FIELD(limits.metadata_bytes)),
 
       DurationFlag(
           "drain-delay", kStopping,

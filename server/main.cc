@@ -2,6 +2,7 @@
 
 #include <malloc.h>
 #include <pthread.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -65,6 +66,27 @@ void TuneAllocator() {
        {"trim_threshold_bytes", kTrimThresholdBytes},
        {"top_pad_bytes", kTopPadBytes},
        {"arenas", kArenas}});
+}
+
+// Threads reserve their stacks: with the default of 8 MiB gRPC's would take
+// more of the address space than the memory budget does. Nothing here recurses
+// deeply.
+void TuneThreads() {
+  constexpr size_t kStackBytes = size_t{1} << 20;
+  pthread_attr_t attributes;
+  if (pthread_attr_init(&attributes) != 0) return;
+  if (pthread_attr_setstacksize(&attributes, kStackBytes) == 0) {
+    pthread_setattr_default_np(&attributes);
+  }
+  pthread_attr_destroy(&attributes);
+}
+
+// A server has a descriptor for each connection; more are there for the asking.
+void RaiseDescriptorLimit() {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
+  limit.rlim_cur = limit.rlim_max;
+  setrlimit(RLIMIT_NOFILE, &limit);
 }
 
 // gRPC otherwise wakes up for every few packets of a large frame; with these
@@ -157,6 +179,8 @@ int Fail(absl::string_view message, const absl::Status& status) {
 
 int Serve(const Config& config) {
   TuneAllocator();
+  TuneThreads();
+  RaiseDescriptorLimit();
   TuneTransport();
   if (absl::Status status = core::SetSimdTarget(config.simd); !status.ok()) {
     Log(LogLevel::kError, "bad configuration",

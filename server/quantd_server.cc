@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <climits>
 #include <memory>
 #include <string>
 #include <utility>
@@ -41,13 +42,21 @@ constexpr absl::Duration kExpiryWarning = absl::Hours(14 * 24);
 constexpr absl::Duration kExpiryInterval = absl::Hours(24);
 // For streams that are out of time to be told so.
 constexpr absl::Duration kEndGrace = absl::Milliseconds(500);
-// How far a client may send ahead of what the server reads: about one chunk.
-constexpr int kLookAheadBytes = 1 << 20;
 // A frame of HTTP/2: a default chunk fits into one. The default of 16 KiB costs
 // a look at the connection for each.
 constexpr int kFrameBytes = 2 << 20;
-// For what gRPC itself holds beside the messages of requests.
-constexpr int64_t kTransportBytes = int64_t{64} << 20;
+// What may be in transit beside the memory budget: little enough to leave room
+// for the server itself within 64 MiB of it.
+constexpr int64_t kTransitBytes = int64_t{24} << 20;
+// A connection has to be set up within this time.
+constexpr int kHandshakeTimeoutMs = 10'000;
+// After this long without a sign of life a connection is asked for one, and
+// closed when none comes.
+constexpr int kKeepaliveTimeMs = 60'000;
+constexpr int kKeepaliveTimeoutMs = 20'000;
+// Clients may ask as often; those that do it more often are sent away.
+constexpr int kMinPingIntervalMs = 10'000;
+constexpr int kMaxPingStrikes = 2;
 
 constexpr absl::string_view kUnixScheme = "unix:";
 // What stands for the port of a socket that is not gRPC's own.
@@ -69,6 +78,32 @@ void InitPlugins() {
 std::string BoundAddress(const std::string& address, int port) {
   if (absl::StartsWith(address, kUnixScheme)) return address;
   return absl::StrCat(address.substr(0, address.rfind(':')), ":", port);
+}
+
+// gRPC has milliseconds, and a largest number for never.
+int Milliseconds(absl::Duration duration) {
+  return static_cast<int>(
+      std::min<int64_t>(absl::ToInt64Milliseconds(duration), INT_MAX));
+}
+
+void LimitConnections(const Limits& limits, grpc::ServerBuilder* builder) {
+  builder->AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS,
+                              static_cast<int>(limits.connection_streams));
+  builder->AddChannelArgument(GRPC_ARG_MAX_CONNECTION_IDLE_MS,
+                              Milliseconds(limits.connection_idle));
+  builder->AddChannelArgument(GRPC_ARG_MAX_CONNECTION_AGE_MS,
+                              Milliseconds(limits.connection_age));
+  builder->AddChannelArgument(GRPC_ARG_MAX_METADATA_SIZE,
+                              static_cast<int>(limits.metadata_bytes));
+  builder->AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS,
+                              kHandshakeTimeoutMs);
+  builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, kKeepaliveTimeMs);
+  builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS,
+                              kKeepaliveTimeoutMs);
+  builder->AddChannelArgument(
+      GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS,
+      kMinPingIntervalMs);
+  builder->AddChannelArgument(GRPC_ARG_HTTP2_MAX_PING_STRIKES, kMaxPingStrikes);
 }
 
 }  // namespace
@@ -103,20 +138,19 @@ QuantdServer::QuantdServer(const ServerOptions& options,
                            StatisticsStore* statistics, Metrics* metrics)
     : options_(options),
       metrics_(metrics),
-      budget_(options.limits.memory_budget_bytes),
+      budget_(options.limits.memory_budget_bytes, kTransitBytes),
+      admission_(std::max(1, options.threads), options.limits.queue_delay,
+                 options.limits.tensor_count),
       pool_(std::max(1, options.threads)),
       store_pool_(kStoreThreads),
       access_(std::move(access)),
       tls_(std::move(tls)),
       authenticator_(access_.get(), tls_.get(), store, statistics,
                      options.shared_memory ? &regions_ : nullptr, metrics),
-      env_{options.limits,
-           &authenticator_,
-           metrics,
-           &budget_,
-           &pool_,
-           &store_pool_,
-           options.shared_memory ? &regions_ : nullptr},
+      env_{options.limits, &authenticator_,
+           metrics,        &budget_,
+           &admission_,    &pool_,
+           &store_pool_,   options.shared_memory ? &regions_ : nullptr},
       quantization_service_(env_, &registry_),
       encoding_service_(env_, &registry_) {}
 
@@ -146,13 +180,13 @@ absl::Status QuantdServer::Listen() {
   // Otherwise the transport reads ahead of a handler without bound.
   builder.AddChannelArgument(GRPC_ARG_HTTP2_BDP_PROBE, 0);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES,
-                             kLookAheadBytes);
+                             static_cast<int>(kLookAheadBytes));
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, kFrameBytes);
   // Two servers must not share one port unnoticed.
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
-  grpc::ResourceQuota quota("quantd");
-  quota.Resize(options_.limits.memory_budget_bytes + kTransportBytes);
-  builder.SetResourceQuota(quota);
+  LimitConnections(options_.limits, &builder);
+  FitQuota();
+  builder.SetResourceQuota(quota_);
   if (access_ != nullptr) {
     std::vector<
         std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface>>
@@ -238,11 +272,17 @@ void QuantdServer::Stop(absl::Duration grace) {
   if (follower_.joinable()) follower_.join();
 }
 
+void QuantdServer::FitQuota() {
+  quota_.Resize(budget_.total_bytes() - budget_.leased_bytes() + kTransitBytes);
+}
+
 void QuantdServer::Watch() {
   while (!stopping_.WaitForNotificationWithTimeout(kWatchInterval)) {
-    registry_.WakeParked();
-    registry_.EndIdle(options_.limits.idle_timeout);
+    registry_.LookAfterMemory();
+    registry_.EndOverdue(options_.limits);
+    FitQuota();
     metrics_->MemoryBudget(budget_.total_bytes(), budget_.used_bytes());
+    metrics_->QueueDelay(admission_.delay());
   }
 }
 

@@ -15,7 +15,9 @@
 #include "absl/time/time.h"
 #include "core/parallel/thread_pool.h"
 #include "grpcpp/grpcpp.h"
+#include "grpcpp/resource_quota.h"
 #include "server/guard/access_list.h"
+#include "server/guard/admission.h"
 #include "server/guard/limits.h"
 #include "server/guard/memory_budget.h"
 #include "server/guard/tls_files.h"
@@ -90,7 +92,9 @@ class QuantdServer {
   // Unix sockets whose clients may share memory, and their control sockets.
   absl::Status ShareMemory(const std::vector<std::string>& paths);
   void Stop(absl::Duration grace);
-  // Looks after idle streams and gauges.
+  // Leaves to gRPC what tensors do not hold.
+  void FitQuota();
+  // Looks after memory, overdue streams and gauges.
   void Watch();
   // Follows the files while they change.
   void Follow();
@@ -99,6 +103,7 @@ class QuantdServer {
   const ServerOptions options_;
   Metrics* const metrics_;
   MemoryBudget budget_;
+  Admission admission_;
   RegionRegistry regions_;
   core::ThreadPool pool_;
   core::ThreadPool store_pool_;
@@ -111,6 +116,8 @@ class QuantdServer {
   EncodingService encoding_service_;
   std::vector<std::string> addresses_;
   std::vector<std::shared_ptr<grpc::ServerCredentials>> credentials_;
+  // Shrinks by what tensors hold.
+  grpc::ResourceQuota quota_{"quantd"};
   std::unique_ptr<grpc::Server> server_;
   // Only with shared memory, for which gRPC's own do not tell enough.
   std::vector<std::unique_ptr<UnixListener>> unix_listeners_;

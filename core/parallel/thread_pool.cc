@@ -105,7 +105,9 @@ void ThreadPool::Work() {
       task = std::move(queue_.front());
       queue_.pop_front();
     }
+    busy_threads_.fetch_add(1, std::memory_order_relaxed);
     task();
+    busy_threads_.fetch_sub(1, std::memory_order_relaxed);
   }
 }
 

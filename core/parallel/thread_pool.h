@@ -3,6 +3,7 @@
 #ifndef QUANTD_CORE_PARALLEL_THREAD_POOL_H_
 #define QUANTD_CORE_PARALLEL_THREAD_POOL_H_
 
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <thread>
@@ -28,6 +29,10 @@ class ThreadPool {
   ThreadPool& operator=(const ThreadPool&) = delete;
 
   int thread_count() const { return static_cast<int>(threads_.size()); }
+  // Whether some thread has nothing to do, at this moment.
+  bool has_idle_thread() const {
+    return busy_threads_.load(std::memory_order_relaxed) < thread_count();
+  }
 
   // Runs `task` on some worker, soon. Tasks must not throw.
   void Schedule(std::function<void()> task) ABSL_LOCKS_EXCLUDED(mutex_);
@@ -44,6 +49,7 @@ class ThreadPool {
   absl::Mutex mutex_;
   std::deque<std::function<void()>> queue_ ABSL_GUARDED_BY(mutex_);
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  std::atomic<int> busy_threads_{0};
   std::vector<std::thread> threads_;
 };
 

@@ -17,6 +17,8 @@ struct Limits {
   int64_t chunk_bytes = int64_t{4} << 20;
   // One whole tensor.
   int64_t tensor_bytes = int64_t{1} << 40;
+  // Dimensions of a tensor.
+  int64_t tensor_rank = 16;
   // Scales of one encoding.
   int64_t scale_count = int64_t{4} << 20;
   // Candidates of one Evaluate times the scale indices that it answers; at
@@ -30,11 +32,25 @@ struct Limits {
   absl::Duration memory_wait = absl::Milliseconds(200);
   // `data` of one response message.
   int64_t response_chunk_bytes = int64_t{1} << 20;
+  // Tensors that are open at once.
+  int64_t tensor_count = 4096;
+  // A tensor is turned away when the workers are further behind than this.
+  absl::Duration queue_delay = absl::Milliseconds(100);
   // Clients that hold shared memory, and regions of each.
   int64_t shared_connections = 256;
   int64_t shared_regions = 64;
   // A stream that makes no progress for this long is ended.
   absl::Duration idle_timeout = absl::Seconds(30);
+  // A stream this old is ended between two tensors; at twice the age, at once.
+  absl::Duration stream_age = absl::Hours(1);
+  // Streams and calls of one connection at once.
+  int64_t connection_streams = 256;
+  // A connection without any call for this long is closed.
+  absl::Duration connection_idle = absl::Minutes(15);
+  // A connection this old takes no new calls; infinite for any age.
+  absl::Duration connection_age = absl::InfiniteDuration();
+  // All headers of one call.
+  int64_t metadata_bytes = int64_t{8} << 10;
 };
 
 }  // namespace quantd::server

@@ -1,5 +1,6 @@
 #include "server/guard/memory_budget.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <utility>
 
@@ -15,6 +16,8 @@ namespace {
 
 // What a client is told to wait when the budget is full for now.
 constexpr absl::Duration kRetryAfter = absl::Seconds(1);
+
+constexpr int64_t kTransitStepBytes = 256 << 10;
 
 }  // namespace
 
@@ -39,6 +42,35 @@ void MemoryBudget::Lease::Release() {
   bytes_ = 0;
 }
 
+void MemoryBudget::Transit::Set(int64_t bytes) {
+  const int64_t counted = bytes < kTransitStepBytes
+                              ? 0
+                              : (bytes + kTransitStepBytes - 1) /
+                                    kTransitStepBytes * kTransitStepBytes;
+  if (counted == bytes_) return;
+  absl::MutexLock lock(&budget_->mutex_);
+  budget_->Add(0, counted - bytes_);
+  budget_->transit_count_ += (counted > 0 ? 1 : 0) - (bytes_ > 0 ? 1 : 0);
+  bytes_ = counted;
+}
+
+bool MemoryBudget::Transit::excessive(int64_t more_bytes) const {
+  if (bytes_ == 0 ||
+      budget_->used_bytes() + more_bytes <= budget_->total_bytes_) {
+    return false;
+  }
+  absl::MutexLock lock(&budget_->mutex_);
+  const int64_t room = budget_->total_bytes_ - budget_->leased_bytes_ +
+                       budget_->free_transit_bytes_;
+  return bytes_ + more_bytes > room / budget_->transit_count_;
+}
+
+absl::Status MemoryBudget::TransitError() const {
+  return core::MemoryBudgetError(
+      total_bytes_, "read the answers as they come, or send less at once",
+      kRetryAfter);
+}
+
 absl::StatusOr<MemoryBudget::Lease> MemoryBudget::Acquire(
     int64_t bytes, absl::string_view way_out) {
   Lease lease;
@@ -57,23 +89,32 @@ absl::Status MemoryBudget::Grow(Lease* lease, int64_t bytes,
   }
   const int64_t more = bytes - lease->bytes_;
   absl::MutexLock lock(&mutex_);
-  if (more > total_bytes_ - used_bytes_) {
+  if (more > total_bytes_ - used_bytes()) {
     return core::MemoryBudgetError(total_bytes_, way_out, kRetryAfter);
   }
-  used_bytes_ += more;
+  Add(more, 0);
   lease->budget_ = this;
   lease->bytes_ = bytes;
   return absl::OkStatus();
 }
 
-int64_t MemoryBudget::used_bytes() const {
+int64_t MemoryBudget::leased_bytes() const {
   absl::MutexLock lock(&mutex_);
-  return used_bytes_;
+  return leased_bytes_;
 }
 
 void MemoryBudget::Return(int64_t bytes) {
   absl::MutexLock lock(&mutex_);
-  used_bytes_ -= bytes;
+  Add(-bytes, 0);
+}
+
+void MemoryBudget::Add(int64_t leased_bytes, int64_t transit_bytes) {
+  leased_bytes_ += leased_bytes;
+  transit_bytes_ += transit_bytes;
+  used_bytes_.store(
+      leased_bytes_ +
+          std::max<int64_t>(0, transit_bytes_ - free_transit_bytes_),
+      std::memory_order_relaxed);
 }
 
 }  // namespace quantd::server

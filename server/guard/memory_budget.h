@@ -3,16 +3,22 @@
 #ifndef QUANTD_SERVER_GUARD_MEMORY_BUDGET_H_
 #define QUANTD_SERVER_GUARD_MEMORY_BUDGET_H_
 
+#include <atomic>
 #include <cstdint>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 
 namespace quantd::server {
 
-// Thread-safe.
+// Memory is held in two ways. What a tensor needs is leased before it is
+// allocated, and may be refused. What passes through a stream (messages that
+// came and answers that were not read yet) is there before anybody can refuse
+// it: it is counted, and a stream that has more than its share while there is
+// too much of it has to let its tensor go. Thread-safe.
 class MemoryBudget {
  public:
   // Bytes held of a budget; given back when destroyed. Movable. Not
@@ -37,7 +43,30 @@ class MemoryBudget {
     int64_t bytes_ = 0;
   };
 
-  explicit MemoryBudget(int64_t total_bytes) : total_bytes_(total_bytes) {}
+  // What passes through one stream. Not thread-safe.
+  class Transit {
+   public:
+    explicit Transit(MemoryBudget* budget) : budget_(budget) {}
+    ~Transit() { Set(0); }
+    Transit(const Transit&) = delete;
+    Transit& operator=(const Transit&) = delete;
+
+    // The bytes that are there now. Counted in steps of 256 KiB, and not at
+    // all below the first: small streams come in large numbers.
+    void Set(int64_t bytes);
+    // With `more_bytes`, more is in use than there should be, and this is more
+    // than an equal share: the stream has to let its tensor go.
+    bool excessive(int64_t more_bytes) const;
+
+   private:
+    MemoryBudget* const budget_;
+    int64_t bytes_ = 0;
+  };
+
+  // `transit_bytes` may be in transit beside the `total_bytes`; only what
+  // exceeds that is taken from them.
+  explicit MemoryBudget(int64_t total_bytes, int64_t transit_bytes = 0)
+      : total_bytes_(total_bytes), free_transit_bytes_(transit_bytes) {}
 
   // Takes `bytes`. Never waits: those who hold memory may need the calling
   // thread to give it back.
@@ -52,14 +81,37 @@ class MemoryBudget {
       ABSL_LOCKS_EXCLUDED(mutex_);
 
   int64_t total_bytes() const { return total_bytes_; }
-  int64_t used_bytes() const ABSL_LOCKS_EXCLUDED(mutex_);
+  // Leases, and what is in transit beyond what is free.
+  int64_t used_bytes() const {
+    return used_bytes_.load(std::memory_order_relaxed);
+  }
+  int64_t leased_bytes() const ABSL_LOCKS_EXCLUDED(mutex_);
+  // Little is in use: streams may hold what only makes them faster.
+  bool roomy() const {
+    return used_bytes_.load(std::memory_order_relaxed) < total_bytes_ / 4;
+  }
+  // More is in use than there should be.
+  bool exceeded() const {
+    return used_bytes_.load(std::memory_order_relaxed) > total_bytes_;
+  }
+  // What a stream with excessive() transit is told.
+  absl::Status TransitError() const;
 
  private:
   void Return(int64_t bytes) ABSL_LOCKS_EXCLUDED(mutex_);
+  // Adds what may be negative, and finds the sum anew.
+  void Add(int64_t leased_bytes, int64_t transit_bytes)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const int64_t total_bytes_;
+  const int64_t free_transit_bytes_;
   mutable absl::Mutex mutex_;
-  int64_t used_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
+  int64_t leased_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
+  int64_t transit_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
+  // Changes under mutex_.
+  std::atomic<int64_t> used_bytes_{0};
+  // Streams that have something in transit.
+  int64_t transit_count_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace quantd::server

@@ -91,9 +91,11 @@ constexpr std::array<const char*, kStoreOperationCount> kStoreOperations = {
     "list_statistics",
     "delete_statistics"};
 
-constexpr std::array<const char*, 5> kLimitReasons = {
-    "TENSOR_TOO_LARGE", "SCALE_COUNT_LIMIT", "MEMORY_BUDGET",
-    "STATISTICS_TOO_LARGE", "REGION_LIMIT"};
+constexpr std::array<const char*, 10> kLimitReasons = {
+    "TENSOR_TOO_LARGE", "RANK_LIMIT",           "SCALE_COUNT_LIMIT",
+    "CHUNK_TOO_LARGE",  "STATISTICS_TOO_LARGE", "MEMORY_BUDGET",
+    "OVERLOADED",       "REGION_LIMIT",         "STREAM_IDLE",
+    "STREAM_AGE"};
 
 constexpr std::array<const char*, 4> kDeniedReasons = {
     "TOKEN_MISSING", "TOKEN_INVALID", "SCOPE_MISSING", "MODEL_DENIED"};
@@ -214,6 +216,7 @@ struct Metrics::State {
   std::atomic<int64_t> memory_budget_used_bytes{0};
   // 0 for none.
   std::atomic<int64_t> certificate_expiry_seconds{0};
+  std::atomic<int64_t> queue_delay_ns{0};
 };
 
 void Metrics::State::CollectRpcs(std::vector<MetricFamily>* families) const {
@@ -359,6 +362,12 @@ void Metrics::State::CollectGuard(std::vector<MetricFamily>* families) const {
             &AddFamily("quantd_memory_budget_used_bytes",
                        "Bytes that requests make the server hold.",
                        MetricType::Gauge, families));
+  AddFamily("quantd_queue_delay_seconds",
+            "How long the workers need for the data that has arrived, about.",
+            MetricType::Gauge, families)
+      .metric.emplace_back()
+      .gauge.value = 1e-9 * static_cast<double>(
+                                queue_delay_ns.load(std::memory_order_relaxed));
   AddSingle("quantd_shared_memory_regions",
             "Regions of memory shared with clients.", MetricType::Gauge,
             kSharedRegions, families);
@@ -509,6 +518,11 @@ void Metrics::MemoryBudget(int64_t total_bytes, int64_t used_bytes) {
 void Metrics::SharedMemory(int64_t regions, int64_t bytes) {
   state_->counters.Add(kSharedRegions, regions);
   state_->counters.Add(kSharedBytes, bytes);
+}
+
+void Metrics::QueueDelay(absl::Duration delay) {
+  state_->queue_delay_ns.store(absl::ToInt64Nanoseconds(delay),
+                               std::memory_order_relaxed);
 }
 
 void Metrics::LimitRejected(absl::string_view reason) {

@@ -106,9 +106,12 @@ class Metrics {
   // quantd_shared_memory_regions, quantd_shared_memory_bytes: what is there now
   // grows by that much.
   void SharedMemory(int64_t regions, int64_t bytes);
-  // quantd_limit_rejections_total{reason}: RESOURCE_EXHAUSTED by reason, from
-  // the fixed set TENSOR_TOO_LARGE, SCALE_COUNT_LIMIT, MEMORY_BUDGET,
-  // STATISTICS_TOO_LARGE, REGION_LIMIT.
+  // quantd_queue_delay_seconds: how long the workers need for what has arrived.
+  void QueueDelay(absl::Duration delay);
+  // quantd_limit_rejections_total{reason}: what was turned away or ended
+  // because of a limit, from the fixed set TENSOR_TOO_LARGE, RANK_LIMIT,
+  // SCALE_COUNT_LIMIT, CHUNK_TOO_LARGE, STATISTICS_TOO_LARGE, MEMORY_BUDGET,
+  // OVERLOADED, REGION_LIMIT, STREAM_IDLE, STREAM_AGE.
   void LimitRejected(absl::string_view reason);
   // quantd_access_denied_total{reason}: calls turned away, from the fixed set
   // TOKEN_MISSING, TOKEN_INVALID, SCOPE_MISSING, MODEL_DENIED.

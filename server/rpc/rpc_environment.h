@@ -4,6 +4,7 @@
 #define QUANTD_SERVER_RPC_RPC_ENVIRONMENT_H_
 
 #include "core/parallel/thread_pool.h"
+#include "server/guard/admission.h"
 #include "server/guard/limits.h"
 #include "server/guard/memory_budget.h"
 #include "server/metrics/metrics.h"
@@ -19,6 +20,7 @@ struct RpcEnvironment {
   const Authenticator* authenticator;
   Metrics* metrics;
   MemoryBudget* budget;
+  Admission* admission;
   // Kernels and the tasks of streams.
   core::ThreadPool* pool;
   // What waits for the stores.

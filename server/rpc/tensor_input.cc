@@ -48,6 +48,11 @@ absl::StatusOr<TensorDescription> CheckDescription(
         core::TensorTooLargeError(size_bytes, env.limits.tensor_bytes),
         "header.tensor.shape");
   }
+  const auto rank = static_cast<int64_t>(description->shape.size());
+  if (rank > env.limits.tensor_rank) {
+    return core::WithField(core::RankLimitError(env.limits.tensor_rank, rank),
+                           "header.tensor.shape");
+  }
   return description;
 }
 

@@ -33,7 +33,7 @@ template <typename Header>
 absl::StatusOr<Header> ParseHeader(const std::string& bytes);
 
 // The checked description of a header's tensor, within the limits.
-// Errors: those of DescriptionFromProto, TENSOR_TOO_LARGE.
+// Errors: those of DescriptionFromProto, TENSOR_TOO_LARGE, RANK_LIMIT.
 absl::StatusOr<TensorDescription> CheckDescription(
     const RpcEnvironment& env, const v1::TensorDescription& proto);
 

@@ -25,15 +25,15 @@ void StreamRegistry::Drain() {
   for (TensorStream* stream : streams_) stream->Drain();
 }
 
-void StreamRegistry::EndIdle(absl::Duration idle_timeout) {
+void StreamRegistry::EndOverdue(const Limits& limits) {
   absl::MutexLock lock(&mutex_);
-  for (TensorStream* stream : streams_) stream->EndIfIdle(idle_timeout);
-  for (WatchedCall* call : calls_) call->EndIfIdle(idle_timeout);
+  for (TensorStream* stream : streams_) stream->EndIfOverdue(limits);
+  for (WatchedCall* call : calls_) call->EndIfIdle(limits.idle_timeout);
 }
 
-void StreamRegistry::WakeParked() {
+void StreamRegistry::LookAfterMemory() {
   absl::MutexLock lock(&mutex_);
-  for (TensorStream* stream : streams_) stream->Wake();
+  for (TensorStream* stream : streams_) stream->LookAfterMemory();
 }
 
 void StreamRegistry::EndAll() {
@@ -94,6 +94,8 @@ TensorStream::TensorStream(const RpcEnvironment& env, TensorRpc* rpc,
       context_(context),
       start_time_(absl::Now()),
       credential_(env.authenticator->CredentialOf(*context)),
+      load_(env.admission),
+      transit_(env.budget),
       last_progress_(start_time_) {
   env_.metrics->RpcStarted(rpc_->id());
   env_.metrics->StreamOpened();
@@ -108,6 +110,12 @@ void TensorStream::OnReadDone(bool ok) {
     if (ok) {
       inbox_.emplace(std::move(read_buffer_));
       read_buffer_.Clear();
+      const auto bytes = static_cast<int64_t>(inbox_->Length());
+      if (has_tensor_) {
+        pending_work_ += env_.admission->FeedTime(rpc_->id(), bytes);
+        load_.Set(pending_work_);
+      }
+      CountTransit();
     } else {
       reads_done_ = true;
     }
@@ -126,6 +134,7 @@ void TensorStream::OnWriteDone(bool ok) {
     last_progress_ = absl::Now();
     queued_bytes_ -= writes_.front().charge_bytes;
     writes_.pop_front();
+    CountTransit();
     if (!ok) {
       cancelled_ = true;
       EndWith(absl::CancelledError());
@@ -144,10 +153,12 @@ void TensorStream::OnCancel() {
 }
 
 void TensorStream::OnDone() {
-  if (job_ != nullptr) CloseTensor(/*ok=*/false);
+  if (tensor_open_) CloseTensor(/*ok=*/false);
   absl::StatusCode code;
   {
     absl::MutexLock lock(&mutex_);
+    load_.Set(absl::ZeroDuration());
+    transit_.Set(0);
     code = end_->code();
     if (context_->IsCancelled()) code = absl::StatusCode::kCancelled;
     if (cancelled_ &&
@@ -166,13 +177,19 @@ void TensorStream::OnDone() {
 }
 
 bool TensorStream::HasWork() const {
-  return !end_.has_value() && !parked_ && queued_bytes_ < kMaxQueuedBytes &&
-         (has_more_ || inbox_.has_value() || reads_done_);
+  if (end_.has_value() || parked_ ||
+      !(has_more_ || inbox_.has_value() || reads_done_)) {
+    return false;
+  }
+  // Dropping chunks makes no answers.
+  const int64_t limit_bytes =
+      skips_ || env_.budget->roomy() ? kMaxQueuedBytes : kShortQueuedBytes;
+  return queued_bytes_ < limit_bytes || (has_tensor_ && transit_.excessive(0));
 }
 
 bool TensorStream::ClaimLightWork() {
   if (working_ || finished_ || has_more_ || !HasWork() || !inbox_.has_value() ||
-      inbox_->Length() > kLightMessageBytes) {
+      (has_tensor_ && inbox_->Length() > kLightMessageBytes)) {
     return false;
   }
   working_ = true;
@@ -182,9 +199,13 @@ bool TensorStream::ClaimLightWork() {
 void TensorStream::Advance() {
   if (finished_) return;
   if (!working_) {
-    if (!end_.has_value() && registry_->draining() && !has_more_ &&
-        !has_tensor_ && !inbox_.has_value() && !reads_done_) {
-      EndWith(core::DrainingError());
+    if (!end_.has_value() && !has_more_ && !has_tensor_ &&
+        !inbox_.has_value() && !reads_done_) {
+      if (registry_->draining()) {
+        EndWith(core::DrainingError());
+      } else if (old_.load()) {
+        EndWith(core::StreamAgeError(env_.limits.stream_age));
+      }
     }
     if (HasWork()) {
       working_ = true;
@@ -196,6 +217,7 @@ void TensorStream::Advance() {
   // First what the client waits for.
   if (!writing_ && !writes_.empty() && !cancelled_) {
     writing_ = true;
+    write_start_time_ = absl::Now();
     // Answers that are ready go out together. Not with the first, which brings
     // the initial metadata: gRPC completes such a write only when it is sent,
     // and the hint says not to send it yet.
@@ -203,7 +225,11 @@ void TensorStream::Advance() {
     if (writes_.size() > 1 && has_written_) options.set_buffer_hint();
     StartWrite(&writes_.front().message, options);
   }
-  if (!reading_ && !reads_done_ && !inbox_.has_value() && !end_.has_value()) {
+  // Ahead of the work only while there is memory to spare, and what is dropped
+  // only while there is some.
+  if (!reading_ && !reads_done_ && !inbox_.has_value() && !end_.has_value() &&
+      (message_bytes_ == 0 || env_.budget->roomy()) &&
+      !(skips_ && env_.budget->exceeded())) {
     reading_ = true;
     StartRead(&read_buffer_);
   }
@@ -215,7 +241,17 @@ void TensorStream::Advance() {
 }
 
 void TensorStream::EndWith(absl::Status status) {
-  if (!end_.has_value()) end_ = std::move(status);
+  if (end_.has_value()) return;
+  env_.metrics->LimitRejected(core::ErrorReason(status));
+  end_ = std::move(status);
+}
+
+void TensorStream::CountTransit() {
+  int64_t bytes = queued_bytes_ + message_bytes_;
+  if (inbox_.has_value()) bytes += static_cast<int64_t>(inbox_->Length());
+  // What is worth counting has more behind it.
+  if (bytes > kShortQueuedBytes) bytes += kLookAheadBytes;
+  transit_.Set(bytes);
 }
 
 void TensorStream::Drain() {
@@ -223,18 +259,27 @@ void TensorStream::Drain() {
   Advance();
 }
 
-void TensorStream::EndIfIdle(absl::Duration idle_timeout) {
+void TensorStream::EndIfOverdue(const Limits& limits) {
   absl::MutexLock lock(&mutex_);
+  const absl::Time now = absl::Now();
+  const absl::Duration age = now - start_time_;
+  if (age >= limits.stream_age && !end_.has_value()) {
+    old_.store(true);
+    if (age >= 2 * limits.stream_age) {
+      EndWith(core::StreamAgeError(limits.stream_age));
+    }
+    Advance();
+  }
   const bool waiting = has_tensor_ || end_.has_value() || !writes_.empty();
   if (!waiting || working_ || cancelled_ ||
-      absl::Now() - last_progress_ < idle_timeout) {
+      now - last_progress_ < limits.idle_timeout) {
     return;
   }
   // What the client does not read can't be followed by a status.
   if (writing_) {
     context_->TryCancel();
   } else {
-    EndWith(core::StreamIdleError(idle_timeout));
+    EndWith(core::StreamIdleError(limits.idle_timeout));
     Advance();
   }
 }
@@ -245,9 +290,8 @@ void TensorStream::EndNow(absl::Status status) {
   Advance();
 }
 
-void TensorStream::Wake() {
+void TensorStream::LookAfterMemory() {
   absl::MutexLock lock(&mutex_);
-  if (!parked_) return;
   parked_ = false;
   Advance();
 }
@@ -260,10 +304,12 @@ void TensorStream::Work(Place place) {
       working_ = false;
       return Advance();
     }
+    excessive_ = transit_.excessive(env_.limits.response_chunk_bytes);
     if (!message_.has_value() && !finishing()) {
       if (inbox_.has_value()) {
         message_.emplace();
         message_->buffer = *std::move(inbox_);
+        message_bytes_ = static_cast<int64_t>(message_->buffer.Length());
         inbox_.reset();
         // The next message may come while this one is worked on, unless that
         // takes no time.
@@ -275,7 +321,7 @@ void TensorStream::Work(Place place) {
   }
   absl::Status status;
   if (end_of_stream) {
-    if (job_ != nullptr) FailTensor(reader_->CheckComplete());
+    if (tensor_open_) FailTensor(reader_->CheckComplete());
   } else {
     status = DoQuantum(place);
   }
@@ -283,8 +329,16 @@ void TensorStream::Work(Place place) {
   absl::MutexLock lock(&mutex_);
   working_ = false;
   has_more_ = message_.has_value() || finishing();
-  has_tensor_ = job_ != nullptr;
+  has_tensor_ = tensor_open_;
+  skips_ = skipping_;
   waits_ = waits();
+  if (!message_.has_value()) message_bytes_ = 0;
+  pending_work_ = PendingWork();
+  if (has_tensor_ && inbox_.has_value()) {
+    pending_work_ += env_.admission->FeedTime(
+        rpc_->id(), static_cast<int64_t>(inbox_->Length()));
+  }
+  load_.Set(pending_work_);
   parked_ = memory_wait_start_ != absl::InfinitePast();
   last_progress_ = absl::Now();
   for (grpc::ByteBuffer& message : messages) {
@@ -293,13 +347,22 @@ void TensorStream::Work(Place place) {
     queued_bytes_ += charge_bytes;
     writes_.push_back({std::move(message), charge_bytes});
   }
+  CountTransit();
+  // There is no way to tell a client that does not read, and no reason to hold
+  // what it does not.
+  if (cut_off_ && writing_ &&
+      absl::Now() - write_start_time_ >= env_.limits.memory_wait) {
+    EndWith(env_.budget->TransitError());
+    context_->TryCancel();
+  }
   if (end_of_stream || !status.ok()) EndWith(std::move(status));
   Advance();
 }
 
 absl::Status TensorStream::DoQuantum(Place place) {
   if (message_.has_value() && !message_->opened) {
-    if (absl::Status s = OpenMessage(); !s.ok()) return s;
+    if (absl::Status s = OpenMessage(place); !s.ok()) return s;
+    if (!message_->opened) return absl::OkStatus();
   }
   // A step that waits is a task of its own, so that no kernel runs beside it.
   if (job_ != nullptr && MayRun(place)) {
@@ -321,18 +384,30 @@ absl::Status TensorStream::DoQuantum(Place place) {
   return absl::OkStatus();
 }
 
-absl::Status TensorStream::OpenMessage() {
+absl::Status TensorStream::OpenMessage(Place place) {
   RequestEnvelope& envelope = message_->envelope;
-  absl::Status status = ParseRequestEnvelope(&message_->buffer, &envelope);
-  if (!status.ok()) return status;
-  message_->opened = true;
-  if (envelope.has_header) {
-    if (job_ != nullptr) FailTensor(reader_->CheckComplete());
-    if (registry_->draining()) return core::DrainingError();
-    status = env_.authenticator->Renew(credential_, rpc_->id(), &caller_);
+  if (!message_->parsed) {
+    absl::Status status = ParseRequestEnvelope(&message_->buffer, &envelope);
     if (!status.ok()) return status;
+    message_->parsed = true;
+  }
+  if (envelope.has_header && !message_->admitted) {
+    if (tensor_open_) FailTensor(reader_->CheckComplete());
+    if (registry_->draining()) return core::DrainingError();
+    if (old_.load()) return core::StreamAgeError(env_.limits.stream_age);
+    absl::Status status =
+        env_.authenticator->Renew(credential_, rpc_->id(), &caller_);
+    if (!status.ok()) return status;
+    message_->admitted = AdmitTensor();
+  }
+  if (message_->admitted && place == Place::kTransport &&
+      message_->buffer.Length() > kLightMessageBytes) {
+    return absl::OkStatus();
+  }
+  message_->opened = true;
+  if (message_->admitted) {
     OpenTensor(envelope.header);
-  } else if (job_ == nullptr && !skipping_) {
+  } else if (!envelope.has_header && job_ == nullptr && !skipping_) {
     return core::HeaderMissingError();
   }
   if (job_ != nullptr && envelope.shared.has_value()) {
@@ -362,21 +437,61 @@ absl::Status TensorStream::FindShared() {
   return absl::OkStatus();
 }
 
-void TensorStream::OpenTensor(const std::string& header) {
+bool TensorStream::AdmitTensor() {
   skipping_ = false;
+  cut_off_ = false;
+  tensor_open_ = true;
   tensor_start_time_ = absl::Now();
+  finish_time_ = absl::ZeroDuration();
   env_.metrics->TensorOpened();
+  light_only_ = env_.admission->Admit(env_.pool->has_idle_thread());
+  env_.admission->TensorOpened();
+  if (!light_only_.ok() && message_->buffer.Length() > kLightMessageBytes) {
+    FailTensor(light_only_);
+    return false;
+  }
+  absl::MutexLock lock(&mutex_);
+  load_.Set(PendingWork());
+  return true;
+}
+
+absl::Duration TensorStream::PendingWork() const {
+  if (!tensor_open_ || waits()) return absl::ZeroDuration();
+  if (!started()) {
+    // What came with the header may be all of it.
+    const int64_t bytes =
+        message_.has_value() ? message_->envelope.data_bytes : 0;
+    return env_.admission->FeedTime(rpc_->id(), bytes) +
+           env_.admission->FinishTime(rpc_->id(), bytes);
+  }
+  absl::Duration work =
+      env_.admission->FeedTime(rpc_->id(), reader_->ready_bytes());
+  if (arrived()) {
+    // When it takes longer than others did, nobody knows for how long.
+    work += std::max(
+        env_.admission->FinishTime(rpc_->id(), size_bytes()) - finish_time_,
+        finish_time_ / 4);
+  }
+  return work;
+}
+
+void TensorStream::OpenTensor(const std::string& header) {
   absl::StatusOr<std::unique_ptr<TensorJob>> job = rpc_->Open(header, caller_);
   if (!job.ok()) {
     FailTensor(job.status());
     return;
   }
   job_ = *std::move(job);
+  if (!light_only_.ok() && !job_->light()) FailTensor(light_only_);
 }
 
 void TensorStream::StartTensor() {
   if (absl::Status s = job_->Start(&writer_); !s.ok()) return FailTensor(s);
   const TensorFrame& frame = job_->frame();
+  if (!light_only_.ok() &&
+      size_bytes() > static_cast<int64_t>(kLightMessageBytes)) {
+    return FailTensor(light_only_);
+  }
   reader_.emplace(frame.begin_bytes, frame.end_bytes, frame.unit_bytes,
                   frame.granule_bytes, env_.limits.chunk_bytes);
   if (absl::Status s = reader_->Push(message_->envelope); !s.ok()) {
@@ -389,6 +504,7 @@ void TensorStream::FeedTensor() {
   if (ready == 0) return;
   const int64_t bytes = std::min(ready, job_->frame().quantum_bytes);
   if (!ReserveMemory(bytes)) return;
+  const absl::Time start = absl::Now();
   job_->BeginQuantum(reader_->position_bytes(), bytes, &writer_);
   const std::shared_ptr<const Region>& region = message_->region;
   absl::Status status = reader_->Feed(
@@ -399,17 +515,22 @@ void TensorStream::FeedTensor() {
       });
   if (!status.ok()) return FailTensor(status);
   job_->EndQuantum();
+  env_.admission->Fed(rpc_->id(), bytes, absl::Now() - start);
 }
 
 void TensorStream::FinishTensor() {
   if (!ReserveMemory(0)) return;
+  const bool waited = waits();
+  const absl::Time start = absl::Now();
   absl::StatusOr<bool> done = job_->Finish(&writer_);
+  if (!waited) finish_time_ += absl::Now() - start;
   if (!done.ok()) return FailTensor(done.status());
   if (*done) CloseTensor(/*ok=*/true);
 }
 
 bool TensorStream::ReserveMemory(int64_t bytes) {
-  const absl::Status status = job_->Reserve(bytes);
+  absl::Status status = job_->Reserve(bytes);
+  if (status.ok() && excessive_) status = env_.budget->TransitError();
   if (!status.ok() && core::ErrorRetryAfter(status) > absl::ZeroDuration()) {
     const absl::Time now = absl::Now();
     if (memory_wait_start_ == absl::InfinitePast()) memory_wait_start_ = now;
@@ -417,6 +538,7 @@ bool TensorStream::ReserveMemory(int64_t bytes) {
   }
   memory_wait_start_ = absl::InfinitePast();
   if (status.ok()) return true;
+  cut_off_ = excessive_;
   FailTensor(status);
   return false;
 }
@@ -429,8 +551,11 @@ void TensorStream::FailTensor(const absl::Status& status) {
 }
 
 void TensorStream::CloseTensor(bool ok) {
+  if (ok) env_.admission->Finished(rpc_->id(), size_bytes(), finish_time_);
+  env_.admission->TensorClosed();
   env_.metrics->TensorClosed();
   env_.metrics->TensorDone(rpc_->id(), ok, absl::Now() - tensor_start_time_);
+  tensor_open_ = false;
   job_.reset();
   reader_.reset();
 }

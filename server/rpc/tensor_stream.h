@@ -15,6 +15,9 @@
 #include "absl/time/time.h"
 #include "absl/types/optional.h"
 #include "grpcpp/grpcpp.h"
+#include "server/guard/admission.h"
+#include "server/guard/limits.h"
+#include "server/guard/memory_budget.h"
 #include "server/rpc/caller.h"
 #include "server/rpc/rpc_environment.h"
 #include "server/rpc/tensor_job.h"
@@ -27,6 +30,9 @@
 namespace quantd::server {
 
 class TensorStream;
+
+// How far a client may send ahead of what the server reads: about one chunk.
+constexpr int64_t kLookAheadBytes = int64_t{1} << 20;
 
 // A call that is not a TensorStream, but has to be looked after.
 class WatchedCall {
@@ -45,11 +51,12 @@ class StreamRegistry {
   // From now on streams end with DRAINING as soon as no tensor is open.
   void Drain() ABSL_LOCKS_EXCLUDED(mutex_);
   bool draining() const { return draining_.load(); }
-  // Ends streams whose open tensor made no progress for `idle_timeout`, and
-  // calls whose client took nothing.
-  void EndIdle(absl::Duration idle_timeout) ABSL_LOCKS_EXCLUDED(mutex_);
-  // Lets streams that wait for memory try again.
-  void WakeParked() ABSL_LOCKS_EXCLUDED(mutex_);
+  // Ends streams whose open tensor made no progress for the idle timeout, those
+  // that have been open for too long, and calls whose client took nothing.
+  void EndOverdue(const Limits& limits) ABSL_LOCKS_EXCLUDED(mutex_);
+  // Lets streams that wait for memory try again, and lets go of it those that
+  // have too much.
+  void LookAfterMemory() ABSL_LOCKS_EXCLUDED(mutex_);
   // Ends all streams and calls with DRAINING, whatever they are doing.
   void EndAll() ABSL_LOCKS_EXCLUDED(mutex_);
   // True when the last stream and the last call that entered have gone before
@@ -75,8 +82,11 @@ class StreamRegistry {
 // One call of a streaming RPC. Reads one message ahead; works on one message
 // at a time, in quanta of bounded size: on the worker pool; where a tensor
 // waits for a store on the store's pool; and where message and job are light on
-// gRPC's own thread, because changing threads would take longer. Stops working
-// (and so reading) while kMaxQueuedBytes wait for the client to read them.
+// gRPC's own thread, because changing threads would take longer. There tensors
+// are admitted too, so that one that is turned away need not wait for a worker
+// to hear of it, and what comes of it is dropped. Stops working (and so
+// reading) while kMaxQueuedBytes wait for the client to read them, or fewer
+// when memory is short.
 //
 // gRPC's callbacks and one worker task share the state under mutex_; what only
 // the task uses is marked so. gRPC never runs callbacks from within Start* or
@@ -106,6 +116,8 @@ class TensorStream final
   // What bounds the memory of a stream whose client does not read; the answer
   // of one more quantum may come on top.
   static constexpr int64_t kMaxQueuedBytes = int64_t{2} << 20;
+  // The same, when half of the memory budget is in use.
+  static constexpr int64_t kShortQueuedBytes = int64_t{256} << 10;
   // What a queued message takes beside its bytes.
   static constexpr int64_t kQueuedMessageBytes = 512;
   // Messages up to this size are looked at on gRPC's threads.
@@ -125,6 +137,9 @@ class TensorStream final
   struct Message {
     grpc::ByteBuffer buffer;
     RequestEnvelope envelope;
+    bool parsed = false;
+    // Its tensor was admitted, but not opened yet.
+    bool admitted = false;
     bool opened = false;
     // Of `shared`, which the envelope's data then points into.
     std::shared_ptr<const Region> region;
@@ -132,15 +147,18 @@ class TensorStream final
 
   // Starts what the state allows: a read, a write, the worker task, the end.
   void Advance() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // When there is work and the next message is light, claims it: the caller,
-  // one of gRPC's callbacks, has to call Work(kTransport).
+  // When there is work that is light, or nothing yet but a message to look at,
+  // claims it: the caller, one of gRPC's callbacks, has to call
+  // Work(kTransport).
   bool ClaimLightWork() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Whether the task has something to do.
   bool HasWork() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void EndWith(absl::Status status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Drain() ABSL_LOCKS_EXCLUDED(mutex_);
-  void EndIfIdle(absl::Duration idle_timeout) ABSL_LOCKS_EXCLUDED(mutex_);
-  void Wake() ABSL_LOCKS_EXCLUDED(mutex_);
+  void EndIfOverdue(const Limits& limits) ABSL_LOCKS_EXCLUDED(mutex_);
+  void LookAfterMemory() ABSL_LOCKS_EXCLUDED(mutex_);
+  // Tells the memory budget what the stream holds.
+  void CountTransit() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void EndNow(absl::Status status) ABSL_LOCKS_EXCLUDED(mutex_);
 
   // The worker task: one quantum of work, or what of it may be done in that
@@ -149,9 +167,15 @@ class TensorStream final
   // Works on message_, or on the end of the open tensor. An error ends the
   // stream.
   absl::Status DoQuantum(Place place);
-  // Takes message_ apart, and opens the tensor of its header, if any.
-  absl::Status OpenMessage();
+  // Takes message_ apart, and admits and opens the tensor of its header, if
+  // any; a large one is opened on a worker only.
+  absl::Status OpenMessage(Place place);
+  // A tensor begins. False when it was turned away.
+  bool AdmitTensor();
   void OpenTensor(const std::string& header);
+  // How long a worker needs for what has arrived of the open tensor, without
+  // the inbox.
+  absl::Duration PendingWork() const;
   // Makes the data of message_ those of its `shared`.
   // Errors: REGION_NOT_FOUND, REGION_INVALID.
   absl::Status FindShared();
@@ -168,6 +192,15 @@ class TensorStream final
   void CloseTensor(bool ok);
   // The open tensor knows its frame.
   bool started() const { return reader_.has_value(); }
+  // Bytes that come of the open tensor, which has started.
+  int64_t size_bytes() const {
+    return job_->frame().end_bytes - job_->frame().begin_bytes;
+  }
+  // All of them are there.
+  bool arrived() const {
+    return started() && reader_->position_bytes() + reader_->ready_bytes() ==
+                            job_->frame().end_bytes;
+  }
   // All bytes of the open tensor are consumed, its answer is not complete.
   bool finishing() const { return started() && reader_->complete(); }
   // The open tensor's next step waits for a store.
@@ -190,17 +223,30 @@ class TensorStream final
   const absl::Time start_time_;
   const Credential credential_;
 
+  // Older than it should be: the stream ends as soon as no tensor is open.
+  std::atomic<bool> old_{false};
+
   // Keeps the stream alive until OnDone; tasks hold another reference.
   std::shared_ptr<TensorStream> self_;
 
   // Used by the worker task only, of which there is one at a time.
   Caller caller_;
   absl::optional<Message> message_;
+  // A tensor began and has not ended; it has a job once it is opened.
+  bool tensor_open_ = false;
   std::unique_ptr<TensorJob> job_;
   absl::optional<ChunkReader> reader_;
   ChunkWriter writer_;
   PrivateCopy copy_;
   absl::Time tensor_start_time_;
+  // What the end of the open tensor took of the workers until now.
+  absl::Duration finish_time_;
+  // Why the open tensor may only be served if it is light.
+  absl::Status light_only_;
+  // The stream had too much memory when the task began.
+  bool excessive_ = false;
+  // It lost its last tensor for that.
+  bool cut_off_ = false;
   // The last tensor failed: chunks are dropped until the next header.
   bool skipping_ = false;
   // Since when the open tensor waits for memory; infinite past if it does not.
@@ -214,12 +260,22 @@ class TensorStream final
   std::deque<Answer> writes_ ABSL_GUARDED_BY(mutex_);
   int64_t queued_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   bool writing_ ABSL_GUARDED_BY(mutex_) = false;
+  // Of the write that is under way.
+  absl::Time write_start_time_ ABSL_GUARDED_BY(mutex_);
   // A write has completed.
   bool has_written_ ABSL_GUARDED_BY(mutex_) = false;
   bool working_ ABSL_GUARDED_BY(mutex_) = false;
   // What the last task left: more to do, and a tensor that is open.
   bool has_more_ ABSL_GUARDED_BY(mutex_) = false;
   bool has_tensor_ ABSL_GUARDED_BY(mutex_) = false;
+  // Chunks are dropped.
+  bool skips_ ABSL_GUARDED_BY(mutex_) = false;
+  // What the workers have to do for the open tensor, and with the inbox.
+  absl::Duration pending_work_ ABSL_GUARDED_BY(mutex_);
+  Admission::Load load_ ABSL_GUARDED_BY(mutex_);
+  // Bytes of message_.
+  int64_t message_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
+  MemoryBudget::Transit transit_ ABSL_GUARDED_BY(mutex_);
   // The next task is one for the store's pool.
   bool waits_ ABSL_GUARDED_BY(mutex_) = false;
   // The open tensor waits for memory; Wake ends it.

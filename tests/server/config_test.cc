@@ -16,6 +16,7 @@
 #include "absl/strings/str_replace.h"
 #include "absl/time/time.h"
 #include "core/errors.h"
+#include "core/types/block_layout.h"
 #include "tests/support/temporary_directory.h"
 
 namespace quantd::server {
@@ -109,6 +110,15 @@ TEST_F(ConfigTest, HasSafeDefaults) {
   EXPECT_EQ(config.limits.memory_wait, limits.memory_wait);
   EXPECT_EQ(config.limits.response_chunk_bytes, limits.response_chunk_bytes);
   EXPECT_EQ(config.limits.idle_timeout, limits.idle_timeout);
+  EXPECT_EQ(config.limits.tensor_rank, limits.tensor_rank);
+  EXPECT_EQ(config.limits.tensor_rank, core::kMaxRank);
+  EXPECT_EQ(config.limits.tensor_count, limits.tensor_count);
+  EXPECT_EQ(config.limits.queue_delay, limits.queue_delay);
+  EXPECT_EQ(config.limits.stream_age, limits.stream_age);
+  EXPECT_EQ(config.limits.connection_streams, limits.connection_streams);
+  EXPECT_EQ(config.limits.connection_idle, limits.connection_idle);
+  EXPECT_EQ(config.limits.connection_age, limits.connection_age);
+  EXPECT_EQ(config.limits.metadata_bytes, limits.metadata_bytes);
 }
 
 TEST_F(ConfigTest, ReadsEveryFlag) {
@@ -133,6 +143,14 @@ TEST_F(ConfigTest, ReadsEveryFlag) {
                                    "--memory-wait=1.5s",
                                    "--response-chunk-bytes=524288",
                                    "--idle-timeout=1m30s",
+                                   "--tensor-rank=4",
+                                   "--tensor-count=12",
+                                   "--queue-delay=30ms",
+                                   "--stream-age=2h",
+                                   "--connection-streams=64",
+                                   "--connection-idle=inf",
+                                   "--connection-age=90m",
+                                   "--metadata-bytes=16KiB",
                                    "--drain-delay=0",
                                    "--drain-grace=5s",
                                    "--ready-file=/tmp/ready.json"});
@@ -156,6 +174,14 @@ TEST_F(ConfigTest, ReadsEveryFlag) {
   EXPECT_EQ(config.limits.memory_wait, absl::Milliseconds(1500));
   EXPECT_EQ(config.limits.response_chunk_bytes, 524288);
   EXPECT_EQ(config.limits.idle_timeout, absl::Seconds(90));
+  EXPECT_EQ(config.limits.tensor_rank, 4);
+  EXPECT_EQ(config.limits.tensor_count, 12);
+  EXPECT_EQ(config.limits.queue_delay, absl::Milliseconds(30));
+  EXPECT_EQ(config.limits.stream_age, absl::Hours(2));
+  EXPECT_EQ(config.limits.connection_streams, 64);
+  EXPECT_EQ(config.limits.connection_idle, absl::InfiniteDuration());
+  EXPECT_EQ(config.limits.connection_age, absl::Minutes(90));
+  EXPECT_EQ(config.limits.metadata_bytes, 16 << 10);
   EXPECT_EQ(config.drain_delay, absl::ZeroDuration());
   EXPECT_EQ(config.drain_grace, absl::Seconds(5));
   EXPECT_EQ(config.ready_file, "/tmp/ready.json");

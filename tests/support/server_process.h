@@ -31,6 +31,7 @@ class ServerProcess {
   // host:port of gRPC and of the metrics; the latter is empty when off.
   const std::string& address() const { return address_; }
   const std::string& metrics_address() const { return metrics_address_; }
+  pid_t pid() const { return pid_; }
   // A connection of its own.
   std::shared_ptr<grpc::Channel> NewChannel() const;
 

@@ -103,5 +103,55 @@ TEST(MemoryBudgetTest, NeverGivesMoreThanItsTotal) {
   EXPECT_EQ(budget.used_bytes(), 0);
 }
 
+constexpr int64_t kMiB = int64_t{1} << 20;
+
+TEST(MemoryBudgetTest, CountsWhatIsInTransitBeyondWhatIsFree) {
+  MemoryBudget budget(16 * kMiB, /*transit_bytes=*/4 * kMiB);
+  {
+    MemoryBudget::Transit first(&budget);
+    MemoryBudget::Transit second(&budget);
+    first.Set(3 * kMiB);
+    EXPECT_EQ(budget.used_bytes(), 0);
+    second.Set(3 * kMiB - 1);
+    EXPECT_EQ(budget.used_bytes(), 2 * kMiB);
+    EXPECT_TRUE(budget.roomy());
+    EXPECT_FALSE(second.excessive(14 * kMiB));
+    EXPECT_TRUE(second.excessive(14 * kMiB + 1));
+    // Too little to count.
+    second.Set(1000);
+    EXPECT_EQ(budget.used_bytes(), 0);
+    second.Set(13 * kMiB);
+    EXPECT_EQ(budget.used_bytes(), 12 * kMiB);
+    EXPECT_FALSE(budget.roomy());
+    EXPECT_EQ(budget.leased_bytes(), 0);
+    EXPECT_FALSE(budget.Acquire(5 * kMiB, kWayOut).ok());
+    EXPECT_TRUE(budget.Acquire(4 * kMiB, kWayOut).ok());
+  }
+  EXPECT_EQ(budget.used_bytes(), 0);
+}
+
+TEST(MemoryBudgetTest, TransitIsExcessiveBeyondAnEqualShareOnly) {
+  MemoryBudget budget(16 * kMiB, /*transit_bytes=*/4 * kMiB);
+  const absl::StatusOr<MemoryBudget::Lease> lease =
+      budget.Acquire(8 * kMiB, kWayOut);
+  MemoryBudget::Transit large(&budget);
+  MemoryBudget::Transit small(&budget);
+  MemoryBudget::Transit none(&budget);
+  large.Set(10 * kMiB);
+  small.Set(2 * kMiB);
+  EXPECT_FALSE(budget.exceeded());
+  EXPECT_FALSE(large.excessive(0));
+  small.Set(3 * kMiB);
+  EXPECT_TRUE(budget.exceeded());
+  EXPECT_TRUE(large.excessive(0));
+  EXPECT_FALSE(small.excessive(0));
+  EXPECT_FALSE(none.excessive(0));
+  const absl::Status status = budget.TransitError();
+  EXPECT_EQ(core::ErrorReason(status), "MEMORY_BUDGET");
+  EXPECT_GT(core::ErrorRetryAfter(status), absl::ZeroDuration());
+  large.Set(0);
+  EXPECT_FALSE(budget.exceeded());
+}
+
 }  // namespace
 }  // namespace quantd::server

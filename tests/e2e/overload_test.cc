@@ -1,0 +1,372 @@
+// Ten times as many tensors as the server can quantize: as many are served as
+// without overload, about as fast, and the others hear of it at once. The load
+// comes from this program, which takes little time itself: tensors are small,
+// and what is done with each takes long. The server has 512 MiB of address
+// space and a memory budget of 256 MiB.
+//
+// QUANTD_OVERLOAD_SECONDS=60 loads for that long instead of 3 seconds, and
+// holds the figures to their goals; only on a machine that is quiet.
+
+#include <sys/resource.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "grpcpp/generic/generic_stub.h"
+#include "grpcpp/grpcpp.h"
+#include "gtest/gtest.h"
+#include "quantd/v1/quantization_service.pb.h"
+#include "tests/support/server_process.h"
+#include "tests/support/temporary_directory.h"
+
+namespace quantd::testing {
+namespace {
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr bool kSanitized = true;
+#else
+constexpr bool kSanitized = false;
+#endif
+
+constexpr char kQuantize[] = "/quantd.v1.QuantizationService/Quantize";
+constexpr int kThreads = 2;
+constexpr int kConnections = 4;
+constexpr int64_t kRows = 8;
+constexpr int64_t kElements = 16 << 10;
+
+// 0 unless the environment asks for the whole test.
+int FullSeconds() {
+  const char* const text = std::getenv("QUANTD_OVERLOAD_SECONDS");
+  int seconds = 0;
+  return text != nullptr && absl::SimpleAtoi(text, &seconds) ? seconds : 0;
+}
+
+// The search for both ends of the range with the least error, for every row.
+grpc::ByteBuffer HardTensor() {
+  v1::QuantizeRequest request;
+  v1::QuantizeHeader& header = *request.mutable_header();
+  header.mutable_tensor()->set_element_type(v1::ELEMENT_TYPE_FLOAT32);
+  header.mutable_tensor()->add_shape(kRows);
+  header.mutable_tensor()->add_shape(kElements / kRows);
+  header.mutable_spec()->set_format(v1::NUMBER_FORMAT_INT8);
+  header.mutable_spec()->set_symmetry(v1::SYMMETRY_ASYMMETRIC);
+  header.mutable_spec()->set_method(v1::CALIBRATION_METHOD_MSE);
+  header.mutable_spec()->set_search_steps(64);
+  header.mutable_spec()->add_block_size(1);
+  header.mutable_spec()->add_block_size(0);
+  std::mt19937 random(7);
+  std::normal_distribution<float> normal;
+  std::string* const data = request.mutable_data();
+  for (int64_t i = 0; i < kElements; ++i) {
+    const float value = normal(random);
+    data->append(reinterpret_cast<const char*>(&value), sizeof(value));
+  }
+  const grpc::Slice slice(request.SerializeAsString());
+  return grpc::ByteBuffer(&slice, 1);
+}
+
+// What came of tensors. Thread-safe.
+class Outcomes {
+ public:
+  void Served(absl::Duration latency) {
+    absl::MutexLock lock(&mutex_);
+    served_.push_back(latency);
+  }
+  void Refused(absl::Duration latency, absl::Duration retry_after) {
+    absl::MutexLock lock(&mutex_);
+    refused_.push_back(latency);
+    retry_after_.push_back(retry_after);
+  }
+  void Failed(const std::string& what) {
+    absl::MutexLock lock(&mutex_);
+    ++failed_;
+    last_failure_ = what;
+  }
+
+  struct Summary {
+    int64_t served = 0;
+    int64_t refused = 0;
+    int64_t failed = 0;
+    std::string last_failure;
+    absl::Duration served_p50;
+    absl::Duration served_p99;
+    absl::Duration refused_p50;
+    absl::Duration refused_p99;
+    absl::Duration least_retry_after;
+    absl::Duration most_retry_after;
+  };
+  Summary Take() {
+    absl::MutexLock lock(&mutex_);
+    Summary summary;
+    summary.served = static_cast<int64_t>(served_.size());
+    summary.refused = static_cast<int64_t>(refused_.size());
+    summary.failed = failed_;
+    summary.last_failure = last_failure_;
+    summary.served_p50 = Quantile(&served_, 0.5);
+    summary.served_p99 = Quantile(&served_, 0.99);
+    summary.refused_p50 = Quantile(&refused_, 0.5);
+    summary.refused_p99 = Quantile(&refused_, 0.99);
+    summary.least_retry_after = Quantile(&retry_after_, 0);
+    summary.most_retry_after = Quantile(&retry_after_, 1);
+    return summary;
+  }
+
+ private:
+  static absl::Duration Quantile(std::vector<absl::Duration>* values,
+                                 double quantile) {
+    if (values->empty()) return absl::ZeroDuration();
+    std::sort(values->begin(), values->end());
+    return (*values)[static_cast<size_t>(
+        std::ceil(quantile * static_cast<double>(values->size() - 1)))];
+  }
+
+  absl::Mutex mutex_;
+  std::vector<absl::Duration> served_ ABSL_GUARDED_BY(mutex_);
+  std::vector<absl::Duration> refused_ ABSL_GUARDED_BY(mutex_);
+  std::vector<absl::Duration> retry_after_ ABSL_GUARDED_BY(mutex_);
+  int64_t failed_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::string last_failure_ ABSL_GUARDED_BY(mutex_);
+};
+
+class Generator;
+
+// One tensor on a stream of its own; deletes itself.
+class OneTensor final
+    : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> {
+ public:
+  OneTensor(Generator* generator, const std::shared_ptr<grpc::Channel>& channel,
+            const grpc::ByteBuffer& message);
+
+  void OnReadDone(bool ok) override;
+  void OnDone(const grpc::Status& status) override;
+
+ private:
+  Generator* const generator_;
+  grpc::ClientContext context_;
+  grpc::GenericStub stub_;
+  grpc::ByteBuffer message_;
+  grpc::ByteBuffer answer_;
+  const absl::Time start_;
+  bool answered_ = false;
+};
+
+// Sends tensors. Thread-safe.
+class Generator {
+ public:
+  explicit Generator(const ServerProcess& server) : message_(HardTensor()) {
+    for (int i = 0; i < kConnections; ++i) {
+      channels_.push_back(server.NewChannel());
+      channels_.back()->WaitForConnected(std::chrono::system_clock::now() +
+                                         std::chrono::seconds(30));
+    }
+  }
+  ~Generator() { AwaitAtMost(0); }
+
+  void Send() {
+    {
+      absl::MutexLock lock(&mutex_);
+      ++under_way_;
+    }
+    new OneTensor(this, channels_[next_++ % kConnections], message_);
+  }
+  // Waits until no more than that are under way.
+  void AwaitAtMost(int64_t count) {
+    absl::MutexLock lock(&mutex_);
+    const auto reached = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+      return under_way_ <= count;
+    };
+    mutex_.Await(absl::Condition(&reached));
+  }
+  void Ended() {
+    absl::MutexLock lock(&mutex_);
+    --under_way_;
+  }
+  Outcomes& outcomes() { return *outcomes_; }
+
+  // `count` tensors at a time, for that long.
+  Outcomes::Summary ClosedLoop(int count, absl::Duration time) {
+    Begin();
+    const absl::Time end = absl::Now() + time;
+    while (absl::Now() < end) {
+      Send();
+      AwaitAtMost(count - 1);
+    }
+    AwaitAtMost(0);
+    return outcomes_->Take();
+  }
+  // So many a second, whatever comes of them.
+  Outcomes::Summary OpenLoop(double per_second, absl::Duration time) {
+    Begin();
+    const absl::Time start = absl::Now();
+    for (int64_t i = 0;; ++i) {
+      const absl::Time next =
+          start + absl::Seconds(1) * (static_cast<double>(i) / per_second);
+      if (next >= start + time) break;
+      absl::SleepFor(next - absl::Now());
+      Send();
+    }
+    AwaitAtMost(0);
+    return outcomes_->Take();
+  }
+
+ private:
+  void Begin() { outcomes_ = std::make_unique<Outcomes>(); }
+
+  const grpc::ByteBuffer message_;
+  std::vector<std::shared_ptr<grpc::Channel>> channels_;
+  int64_t next_ = 0;
+  std::unique_ptr<Outcomes> outcomes_;
+  absl::Mutex mutex_;
+  int64_t under_way_ ABSL_GUARDED_BY(mutex_) = 0;
+};
+
+OneTensor::OneTensor(Generator* generator,
+                     const std::shared_ptr<grpc::Channel>& channel,
+                     const grpc::ByteBuffer& message)
+    : generator_(generator),
+      stub_(channel),
+      message_(message),
+      start_(absl::Now()) {
+  stub_.PrepareBidiStreamingCall(&context_, kQuantize, {}, this);
+  StartWriteLast(&message_, grpc::WriteOptions());
+  StartRead(&answer_);
+  StartCall();
+}
+
+void OneTensor::OnReadDone(bool ok) {
+  if (!ok) return;
+  const absl::Duration latency = absl::Now() - start_;
+  grpc::Slice slice;
+  v1::QuantizeResponse response;
+  if (!answer_.DumpToSingleSlice(&slice).ok() ||
+      !response.ParseFromArray(slice.begin(), static_cast<int>(slice.size()))) {
+    generator_->outcomes().Failed("not a response");
+    answered_ = true;
+  } else if (response.error().reason() == "OVERLOADED") {
+    generator_->outcomes().Refused(
+        latency, absl::Milliseconds(response.error().retry_after_ms()));
+    EXPECT_EQ(response.error().code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+    answered_ = true;
+  } else if (response.has_error()) {
+    generator_->outcomes().Failed(response.error().reason());
+    answered_ = true;
+  } else if (response.has_summary()) {
+    generator_->outcomes().Served(latency);
+    answered_ = true;
+  }
+  StartRead(&answer_);
+}
+
+void OneTensor::OnDone(const grpc::Status& status) {
+  if (!answered_) {
+    generator_->outcomes().Failed(absl::StrCat("status ", status.error_code(),
+                                               " ", status.error_message()));
+  } else {
+    EXPECT_TRUE(status.ok()) << status.error_message();
+  }
+  generator_->Ended();
+  delete this;
+}
+
+double CpuSeconds(int who) {
+  rusage usage{};
+  getrusage(who, &usage);
+  const auto seconds = [](const timeval& time) {
+    return static_cast<double>(time.tv_sec) + 1e-6 * time.tv_usec;
+  };
+  return seconds(usage.ru_utime) + seconds(usage.ru_stime);
+}
+
+// Runs quantd with little address space, which sanitizers cannot do with.
+std::string ConfinedQuantd(const TemporaryDirectory& directory) {
+  if (kSanitized) return QUANTD_BINARY;
+  const std::string path = directory.File("quantd");
+  std::ofstream(path) << "#!/bin/sh\nulimit -v 524288\nexec '" << QUANTD_BINARY
+                      << "' \"$@\"\n";
+  chmod(path.c_str(), 0700);
+  return path;
+}
+
+void Print(const char* what, const Outcomes::Summary& summary,
+           absl::Duration time) {
+  const auto ms = [](absl::Duration duration) {
+    return absl::ToDoubleMilliseconds(duration);
+  };
+  std::printf(
+      "[          ] %s: %.1f served a second, p50 %.1f ms, p99 %.1f ms; %lld "
+      "refused, p50 %.2f ms, p99 %.2f ms, told to retry after %.0f to %.0f ms; "
+      "%lld failed %s\n",
+      what, static_cast<double>(summary.served) / absl::ToDoubleSeconds(time),
+      ms(summary.served_p50), ms(summary.served_p99),
+      static_cast<long long>(summary.refused), ms(summary.refused_p50),
+      ms(summary.refused_p99), ms(summary.least_retry_after),
+      ms(summary.most_retry_after), static_cast<long long>(summary.failed),
+      summary.last_failure.c_str());
+}
+
+TEST(OverloadTest, ServesAsManyAsItCanAndTurnsTheRestAwayAtOnce) {
+  const int full_seconds = FullSeconds();
+  const absl::Duration load_time =
+      absl::Seconds(full_seconds > 0 ? full_seconds : 3);
+  const absl::Duration calm_time = std::min(load_time / 3, absl::Seconds(20));
+  TemporaryDirectory directory;
+  ServerProcess server(ConfinedQuantd(directory),
+                       directory.File("encodings.db"),
+                       {"--threads", absl::StrCat(kThreads), "--queue-delay",
+                        "20ms", "--memory-budget-bytes", "256MiB",
+                        "--metrics-listen", "off", "--log-level", "warning"});
+  Generator generator(server);
+  generator.ClosedLoop(1, calm_time / 4);
+  const Outcomes::Summary calm = generator.ClosedLoop(1, calm_time);
+  Print("one at a time", calm, calm_time);
+  double peak = 0;
+  for (const int count : {kThreads, kThreads + 1}) {
+    const Outcomes::Summary busy = generator.ClosedLoop(count, calm_time);
+    Print("as many as it can", busy, calm_time);
+    peak = std::max(peak, static_cast<double>(busy.served) /
+                              absl::ToDoubleSeconds(calm_time));
+  }
+  ASSERT_GT(peak, 0);
+
+  const double cpu_seconds = CpuSeconds(RUSAGE_SELF);
+  const Outcomes::Summary load = generator.OpenLoop(10 * peak, load_time);
+  Print("ten times as many", load, load_time);
+  std::printf("[          ] the generator took %.1f%% of a core\n",
+              100 * (CpuSeconds(RUSAGE_SELF) - cpu_seconds) /
+                  absl::ToDoubleSeconds(load_time));
+  EXPECT_EQ(load.failed, 0) << load.last_failure;
+  EXPECT_GT(load.served, 0);
+  EXPECT_GT(load.refused, load.served);
+  EXPECT_GT(load.least_retry_after, absl::ZeroDuration());
+  EXPECT_GT(load.most_retry_after, 1.5 * load.least_retry_after);
+  if (full_seconds > 0) {
+    EXPECT_GE(static_cast<double>(load.served) / full_seconds, 0.9 * peak);
+    EXPECT_LE(load.served_p99, 2 * calm.served_p99);
+    EXPECT_LE(load.refused_p99, absl::Milliseconds(10));
+  }
+  // And all is as before.
+  const Outcomes::Summary after = generator.ClosedLoop(1, calm_time / 4);
+  EXPECT_EQ(after.refused + after.failed, 0) << after.last_failure;
+  EXPECT_EQ(server.Terminate(), 0);
+}
+
+}  // namespace
+}  // namespace quantd::testing
