@@ -198,6 +198,7 @@ void Run(const Options& options, Session* session) {
     return session->PrintJson({{"input", options.input},
                                {"model", options.name.model},
                                {"revision", options.name.revision},
+                               {"retries", session->retries()},
                                {"tensors", list}});
   }
   session->Print(table.empty() ? "no tensors\n"

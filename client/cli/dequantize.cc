@@ -215,6 +215,7 @@ class Dequantizer {
     if (session_.json) {
       return session_.PrintJson({{"input", options_.input},
                                  {"output", options_.output},
+                                 {"retries", session_.retries()},
                                  {"tensors", list}});
     }
     session_.Print(table.Render(StdoutHasStyle()));

@@ -252,7 +252,9 @@ void Run(const Options& options, Session* session) {
     return session->Fail(fatal);
   }
   if (session->json) {
-    return session->PrintJson({{"input", options.input}, {"tensors", list}});
+    return session->PrintJson({{"input", options.input},
+                               {"retries", session->retries()},
+                               {"tensors", list}});
   }
   session->Print(table.empty() ? "no tensors\n"
                                : table.Render(StdoutHasStyle()));

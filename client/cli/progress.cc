@@ -22,13 +22,13 @@ constexpr absl::Duration kInterval = absl::Milliseconds(100);
 constexpr size_t kBarWidth = 30;
 constexpr size_t kNameBytes = 32;
 
+}  // namespace
+
 bool StderrIsTerminal() {
   const char* const term = std::getenv("TERM");
   return isatty(STDERR_FILENO) == 1 && term != nullptr &&
          absl::string_view(term) != "dumb";
 }
-
-}  // namespace
 
 Progress::Progress(uint64_t total_bytes, bool enabled)
     : Progress(Unit::kBytes, enabled) {

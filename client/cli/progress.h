@@ -11,6 +11,9 @@
 
 namespace quantd::cli {
 
+// True where control characters do what they say.
+bool StderrIsTerminal();
+
 // Draws at most ten times a second, and only when stderr is a terminal. Not
 // thread-safe.
 class Progress {

@@ -85,6 +85,21 @@ int RunQuantctl(int argc, const char* const* argv) {
       ->check(CLI::PositiveNumber)
       ->type_name("SECONDS")
       ->capture_default_str();
+  app.add_option("--deadline", session.deadline_seconds,
+                 "Time for a call or a tensor over all attempts, such as 10m; "
+                 "default none")
+      ->transform(SecondsWithUnit())
+      ->check(CLI::PositiveNumber)
+      ->type_name("SECONDS");
+  app.add_option("--retries", session.max_retries,
+                 "Attempts after the first without an answer, when the server "
+                 "is away or busy")
+      ->check(CLI::NonNegativeNumber)
+      ->type_name("N")
+      ->capture_default_str();
+  app.add_flag("--balance", session.balance,
+               "Call all addresses of the server's name in turn that are "
+               "healthy; always so for several, ipv4:HOST:PORT,HOST:PORT");
   AddQuantizeCommand(&app, &session);
   AddDequantizeCommand(&app, &session);
   AddCalibrateCommand(&app, &session);

@@ -226,6 +226,7 @@ class Quantizer {
                                  {"file_bytes", file_bytes_},
                                  {"quantized_count", quantized_count},
                                  {"failed_count", failed_count},
+                                 {"retries", session_.retries()},
                                  {"tensors", list}});
     }
     session_.Print(table.Render(StdoutHasStyle()));

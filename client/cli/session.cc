@@ -1,5 +1,6 @@
 #include "client/cli/session.h"
 
+#include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <memory>
@@ -12,6 +13,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "client/cli/progress.h"
 #include "client/cpp/client.h"
 #include "client/cpp/credentials.h"
 #include "client/cpp/errors.h"
@@ -60,6 +62,18 @@ absl::StatusOr<std::unique_ptr<Client>> Session::Connect(
   ClientOptions options;
   options.target = server;
   options.timeout = absl::Seconds(timeout_seconds);
+  if (deadline_seconds > 0) options.deadline = absl::Seconds(deadline_seconds);
+  options.max_retries = max_retries;
+  options.balance = balance;
+  options.on_retry = [retries = retries_, shows = !quiet && StderrIsTerminal()](
+                         const Retry& retry) {
+    ++*retries;
+    if (!shows) return;
+    // In place of the progress bar, which comes back below.
+    std::fprintf(stderr, "\r\x1b[Kquantctl: %s; trying again (%d of %d)\n",
+                 Printable(retry.status.message()).c_str(), retry.number,
+                 retry.max_number);
+  };
   options.chunk_bytes = chunk_bytes;
   options.shared_memory = shared_memory;
   options.token_file = token_file;

@@ -3,6 +3,7 @@
 #ifndef QUANTD_CLIENT_CLI_SESSION_H_
 #define QUANTD_CLIENT_CLI_SESSION_H_
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -47,6 +48,10 @@ class Session {
   bool json = false;
   bool quiet = false;
   double timeout_seconds = 60;
+  // 0 for none.
+  double deadline_seconds = 0;
+  int max_retries = ClientOptions().max_retries;
+  bool balance = false;
   // With the authorities of the system where `tls_paths` names none.
   bool tls = false;
   TlsPaths tls_paths;
@@ -62,6 +67,9 @@ class Session {
   // The same; null when the error was reported as one of usage.
   std::unique_ptr<Client> ConnectOrFail();
 
+  // Attempts of the clients after the first one, so far.
+  int64_t retries() const { return *retries_; }
+
   // Reports the error that ends the run: to stderr, with --json as a document.
   void Fail(const absl::Status& status);
   // The same for a command line that makes no sense.
@@ -76,6 +84,11 @@ class Session {
   void Print(absl::string_view text) const;
   // Prints a line to stderr.
   void PrintError(absl::string_view text) const;
+
+ private:
+  // Clients may outlive the session.
+  const std::shared_ptr<std::atomic<int64_t>> retries_ =
+      std::make_shared<std::atomic<int64_t>>(0);
 };
 
 }  // namespace quantd::cli

@@ -11,6 +11,9 @@ _MAX_RECEIVE_BYTES = 64 << 20
 # A whole number of elements, and of pairs of them, of every type.
 _CHUNK_UNIT_BYTES = 64
 _MAX_CHUNK_BYTES = 32 << 20
+# In turn over the addresses that say SERVING for the whole server.
+_BALANCING = """{"loadBalancingConfig": [{"round_robin": {}}],
+                 "healthCheckConfig": {"serviceName": ""}}"""
 _LOOPBACK = ("127.", "localhost:", "[::1]:", "unix:", "unix-abstract:")
 
 
@@ -46,9 +49,12 @@ def channel_arguments(options: Options,
         # Retries are made here; those of gRPC buffer what they send.
         ("grpc.enable_retries", 0),
         ("grpc.initial_reconnect_backoff_ms", 50),
-        ("grpc.min_reconnect_backoff_ms", 50),
+        # This one is the time to connect in.
+        ("grpc.min_reconnect_backoff_ms", 2000),
         ("grpc.max_reconnect_backoff_ms",
          max(50, int(1000 * min(options.max_backoff, 2))))]
+    if "," in options.target:
+        arguments.append(("grpc.service_config", _BALANCING))
     if options.target.startswith(_LOOPBACK):
         arguments.append(("grpc.enable_http_proxy", 0))
     given = list(extra)

@@ -71,7 +71,9 @@ class _Connection:
 class Client:
     """A connection to one server.
 
-    target: "host:port", or "unix:/path/to/socket".
+    target: "host:port", "unix:/path/to/socket", or several replicas as
+        "ipv4:10.0.0.1:8430,10.0.0.2:8430": calls go to all of them in turn, and
+        to none that does not report itself healthy.
     timeout: seconds; the deadline of a call, and of a tensor the longest time
         in which nothing moves either way.
     chunk_bytes: payload of a message, 64 bytes to 32 MiB; a server takes 4 MiB
@@ -102,7 +104,7 @@ class Client:
 
     def __init__(self, target: str = "127.0.0.1:8430", *,
                  timeout: float = 60.0, chunk_bytes: int = 1 << 20,
-                 max_retries: int = 4, initial_backoff: float = 0.05,
+                 max_retries: int = 6, initial_backoff: float = 0.05,
                  max_backoff: float = 5.0,
                  credentials: Optional[grpc.ChannelCredentials] = None,
                  channel_options: Iterable[tuple[str, Any]] = (),

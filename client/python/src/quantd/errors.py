@@ -103,8 +103,14 @@ def from_rpc_error(error: grpc.RpcError, target: str,
     message = error.details() or ""
     match = _REASON.match(message)
     if match is None:
-        if code == grpc.StatusCode.UNAVAILABLE:
-            return QuantdError(code, "SERVER_UNREACHABLE",
+        # A proxy whose server went away in the middle resets the stream, and a
+        # server that ends just when a call comes cancels it unseen. What was
+        # cancelled here has another message.
+        if code == grpc.StatusCode.UNAVAILABLE or (
+                code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED)
+                and ("RST_STREAM" in message or message == "CANCELLED")):
+            return QuantdError(grpc.StatusCode.UNAVAILABLE,
+                               "SERVER_UNREACHABLE",
                                f"no answer from {target}: {message}")
         if code == grpc.StatusCode.DEADLINE_EXCEEDED:
             return timed_out(target, timeout)
