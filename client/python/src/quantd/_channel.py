@@ -8,6 +8,8 @@ from quantd import errors
 from quantd._stream import Options
 
 _MAX_RECEIVE_BYTES = 64 << 20
+# The answer to a chunk is to come in one frame.
+_FRAME_BYTES = 2 << 20
 # A whole number of elements, and of pairs of them, of every type.
 _CHUNK_UNIT_BYTES = 64
 _MAX_CHUNK_BYTES = 32 << 20
@@ -44,6 +46,7 @@ def channel_arguments(options: Options,
     """Ours, and after them those of the caller, which count."""
     arguments: list[tuple[str, Any]] = [
         ("grpc.max_receive_message_length", _MAX_RECEIVE_BYTES),
+        ("grpc.http2.max_frame_size", _FRAME_BYTES),
         # A connection per client: that is what several clients are for.
         ("grpc.use_local_subchannel_pool", 1),
         # Retries are made here; those of gRPC buffer what they send.

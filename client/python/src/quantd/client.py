@@ -103,7 +103,7 @@ class Client:
     """
 
     def __init__(self, target: str = "127.0.0.1:8430", *,
-                 timeout: float = 60.0, chunk_bytes: int = 1 << 20,
+                 timeout: float = 60.0, chunk_bytes: int = 2 << 20,
                  max_retries: int = 6, initial_backoff: float = 0.05,
                  max_backoff: float = 5.0,
                  credentials: Optional[grpc.ChannelCredentials] = None,
