@@ -348,8 +348,10 @@ absl::Status EncodingNotFoundError(absl::string_view model,
                                    absl::string_view tensor) {
   return Error(
       absl::StatusCode::kNotFound, "ENCODING_NOT_FOUND",
-      absl::StrCat("no encoding for tensor \"", tensor, "\" of model \"", model,
-                   "\", revision \"", revision, "\""));
+      absl::StrCat(tensor.empty() ? "no encodings"
+                                  : absl::StrCat("no encoding for tensor \"",
+                                                 tensor, "\""),
+                   " of model \"", model, "\", revision \"", revision, "\""));
 }
 
 absl::Status EtagMismatchError(absl::string_view expected,

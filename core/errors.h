@@ -130,6 +130,7 @@ absl::Status StatisticsNotFoundError(absl::string_view model,
                                      absl::string_view revision,
                                      absl::string_view tensor);
 
+// No encoding for a tensor, or with an empty `tensor` none in a revision.
 absl::Status EncodingNotFoundError(absl::string_view model,
                                    absl::string_view revision,
                                    absl::string_view tensor);

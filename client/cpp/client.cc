@@ -498,6 +498,59 @@ absl::StatusOr<std::vector<v1::SweepResponse>> Client::Sweep(
   return all;
 }
 
+absl::Status Client::ExportEncodings(
+    const v1::ExportEncodingsRequest& request,
+    absl::FunctionRef<bool(const v1::ExportEncodingsResponse&)> on_piece) {
+  return ReadAll<v1::ExportEncodingsResponse>(
+      [&request](auto* stub, auto* context, auto* reader) {
+        stub->ExportEncodings(context, &request, reader);
+      },
+      on_piece);
+}
+
+absl::StatusOr<v1::ImportEncodingsResponse> Client::ImportEncodings(
+    v1::ImportEncodingsRequest request, absl::string_view data) {
+  constexpr size_t kPieceBytes = size_t{1} << 20;
+  constexpr int kHintsOfMessage = 1000;
+  const absl::Duration timeout =
+      (1 + static_cast<int64_t>(data.size() >> 24)) * options_.timeout;
+  // Hints may be many: they are spread over the messages.
+  google::protobuf::RepeatedPtrField<v1::TensorHint> hints;
+  hints.Swap(request.mutable_hints());
+  absl::BitGen random;
+  internal::RetryPolicy policy(options_, &random);
+  const absl::Time deadline = absl::Now() + options_.deadline;
+  for (int retries = 0;; ++retries) {
+    grpc::ClientContext context;
+    context.set_deadline(
+        Deadline(std::min(timeout, deadline - absl::Now())));
+    v1::ImportEncodingsResponse response;
+    const std::unique_ptr<grpc::ClientWriter<v1::ImportEncodingsRequest>>
+        writer = encoding_stub_->ImportEncodings(&context, &response);
+    v1::ImportEncodingsRequest message = request;
+    int hint = 0;
+    size_t offset = 0;
+    bool is_taken = true;
+    do {
+      const int last_hint = std::min(hint + kHintsOfMessage, hints.size());
+      for (; hint < last_hint; ++hint) *message.add_hints() = hints[hint];
+      const absl::string_view piece =
+          data.substr(std::min(offset, data.size()), kPieceBytes);
+      message.set_data(piece.data(), piece.size());
+      offset += piece.size();
+      is_taken = writer->Write(message);
+      message.Clear();
+    } while (is_taken && (offset < data.size() || hint < hints.size()));
+    writer->WritesDone();
+    const absl::Status status =
+        FromGrpcStatus(writer->Finish(), options_.target, timeout);
+    if (status.ok()) return response;
+    if (!policy.Pause(status, retries, deadline)) {
+      return WithAttempts(status, retries + 1);
+    }
+  }
+}
+
 absl::StatusOr<v1::GetStatisticsResponse> Client::GetStatistics(
     const TensorName& name, bool with_state) {
   v1::GetStatisticsRequest request;

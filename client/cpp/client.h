@@ -91,6 +91,17 @@ class Client {
   absl::StatusOr<std::vector<v1::SweepResponse>> Sweep(
       const v1::SweepRequest& request);
 
+  // Writes encodings as a file of an interchange format. Calls `on_piece` for
+  // every answer, whose data follow one another; it returns false to stop. Not
+  // retried once an answer came.
+  absl::Status ExportEncodings(
+      const v1::ExportEncodingsRequest& request,
+      absl::FunctionRef<bool(const v1::ExportEncodingsResponse&)> on_piece);
+  // Reads encodings from the file `data`; `request` has all the rest. The time
+  // for the call grows with the file: the timeout for every 16 MiB begun.
+  absl::StatusOr<v1::ImportEncodingsResponse> ImportEncodings(
+      v1::ImportEncodingsRequest request, absl::string_view data);
+
   // `with_state` asks for the histograms as well.
   absl::StatusOr<v1::GetStatisticsResponse> GetStatistics(
       const TensorName& name, bool with_state);

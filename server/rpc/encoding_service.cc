@@ -16,6 +16,7 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "core/errors.h"
+#include "server/rpc/interchange_rpcs.h"
 #include "server/rpc/statistics_rpcs.h"
 #include "server/rpc/tensor_input.h"
 #include "server/wire/encoding_proto.h"
@@ -94,32 +95,6 @@ absl::StatusOr<std::string> CheckRevision(const Request& request) {
   return revision;
 }
 
-// Ends a streaming call at once.
-template <typename Base>
-class EndedReactor final : public Base {
- public:
-  explicit EndedReactor(const absl::Status& status) {
-    this->Finish(ToGrpcStatus(status));
-  }
-  void OnDone() override { delete this; }
-};
-
-template <typename Base>
-Base* NotImplemented(const RpcEnvironment& env, Rpc rpc,
-                     grpc::CallbackServerContext* context,
-                     absl::string_view name) {
-  absl::Status status =
-      env.authenticator
-          ->Authenticate(*context, env.authenticator->CredentialOf(*context),
-                         rpc)
-          .status();
-  if (status.ok()) status = core::FeatureNotImplementedError(name);
-  env.metrics->RpcStarted(rpc);
-  env.metrics->RpcHandled(rpc, static_cast<int>(status.code()),
-                          absl::ZeroDuration());
-  return new EndedReactor<Base>(status);
-}
-
 }  // namespace
 
 EncodingService::EncodingService(const RpcEnvironment& env,
@@ -140,11 +115,12 @@ grpc::ServerUnaryReactor* EncodingService::Run(
     reactor->Finish(ToGrpcStatus(caller.status()));
     return reactor;
   }
-  env_.store_pool->Schedule([this, rpc, reactor, start,
+  env_.store_pool->Schedule([this, rpc, context, reactor, start,
                              caller = *std::move(caller),
                              body = std::move(body)] {
-    const absl::Status status =
-        registry_->draining() ? core::DrainingError() : body(caller);
+    const absl::Status status = context->IsCancelled()  ? absl::CancelledError()
+                                : registry_->draining() ? core::DrainingError()
+                                                        : body(caller);
     env_.metrics->LimitRejected(core::ErrorReason(status));
     env_.metrics->RpcHandled(rpc, static_cast<int>(status.code()),
                              absl::Now() - start);
@@ -310,11 +286,12 @@ grpc::ServerUnaryReactor* EncodingService::GetStatistics(
     v1::GetStatisticsResponse* response) {
   return Run(
       Rpc::kGetStatistics, context,
-      [this, request, response](const Caller& caller) {
+      [context, request, response](const Caller& caller) {
         absl::StatusOr<EncodingKey> key = KeyFromProto(request->name());
         if (!key.ok()) return core::WithField(key.status(), "name");
         absl::StatusOr<StoredStatistics> stored =
-            caller.statistics->GetStatistics(*key);
+            caller.statistics->ReadStatistics(
+                *key, [context] { return context->IsCancelled(); });
         if (!stored.ok()) return stored.status();
         StatisticsToProto(stored->state.statistics,
                           response->mutable_statistics());
@@ -387,15 +364,13 @@ grpc::ServerUnaryReactor* EncodingService::DeleteStatistics(
 grpc::ServerWriteReactor<v1::ExportEncodingsResponse>*
 EncodingService::ExportEncodings(grpc::CallbackServerContext* context,
                                  const v1::ExportEncodingsRequest* request) {
-  return NotImplemented<grpc::ServerWriteReactor<v1::ExportEncodingsResponse>>(
-      env_, Rpc::kExportEncodings, context, "ExportEncodings");
+  return StartExportEncodings(env_, registry_, context, *request);
 }
 
 grpc::ServerReadReactor<v1::ImportEncodingsRequest>*
 EncodingService::ImportEncodings(grpc::CallbackServerContext* context,
                                  v1::ImportEncodingsResponse* response) {
-  return NotImplemented<grpc::ServerReadReactor<v1::ImportEncodingsRequest>>(
-      env_, Rpc::kImportEncodings, context, "ImportEncodings");
+  return StartImportEncodings(env_, registry_, context, response);
 }
 
 }  // namespace quantd::server

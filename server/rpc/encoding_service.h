@@ -64,7 +64,6 @@ class EncodingService final : public v1::EncodingService::CallbackService {
       const v1::DeleteStatisticsRequest* request,
       v1::DeleteStatisticsResponse* response) override;
 
-  // FEATURE_NOT_IMPLEMENTED in this version.
   grpc::ServerWriteReactor<v1::ExportEncodingsResponse>* ExportEncodings(
       grpc::CallbackServerContext* context,
       const v1::ExportEncodingsRequest* request) override;

@@ -1491,7 +1491,6 @@ std::vector<CallCase> EncodingServiceCases() {
   };
   const std::string mismatch = "FAILED_PRECONDITION/ETAG_MISMATCH";
   const std::string not_found = "NOT_FOUND/ENCODING_NOT_FOUND";
-  const std::string feature = "UNIMPLEMENTED/FEATURE_NOT_IMPLEMENTED";
   return {
       put(
           "put without an encoding", [](auto& r) { r.clear_encoding(); },
@@ -1562,8 +1561,10 @@ std::vector<CallCase> EncodingServiceCases() {
       call("revisions of a bad model", "ListRevisions",
            Built<v1::ListRevisionsRequest>([](auto& r) { r.set_model("/"); }),
            Invalid("NAME_INVALID")),
-      call("ExportEncodings", "ExportEncodings", "", feature),
-      call("ImportEncodings", "ImportEncodings", "", feature),
+      call("export without a model", "ExportEncodings", "",
+           Invalid("NAME_INVALID")),
+      call("import without a model", "ImportEncodings", "",
+           Invalid("NAME_INVALID")),
       call("unary garbage", "GetEncoding", "\xff\xff\xff", "UNIMPLEMENTED"),
       call("unary text that is not UTF-8", "GetEncoding",
            "\x0a\x03\x0a\x01\xff", "UNIMPLEMENTED"),

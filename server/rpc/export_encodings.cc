@@ -1,0 +1,273 @@
+// ExportEncodings: store > a file of an interchange format, in pieces.
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <iterator>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/optional.h"
+#include "core/errors.h"
+#include "server/guard/memory_budget.h"
+#include "server/interchange/interchange.h"
+#include "server/rpc/interchange_rpcs.h"
+#include "server/rpc/statistics_rpcs.h"
+#include "server/rpc/tensorwise_call.h"
+#include "server/wire/glob.h"
+#include "server/wire/names.h"
+
+namespace quantd::server {
+namespace {
+
+constexpr size_t kPieceBytes = size_t{1} << 20;
+// Losses of one message; with names and texts some 100 KiB.
+constexpr size_t kMostLosses = 256;
+// Of one step, unless a single encoding has more.
+constexpr int64_t kBatchScales = 4096;
+constexpr size_t kBatchEncodings = 256;
+// What a scale takes as a tree, as text, and read back.
+constexpr int64_t kMemoryPerScale = 200;
+constexpr int64_t kMemoryPerEncoding = 4096;
+constexpr char kWayOut[] = "try again when fewer calls are under way";
+
+bool MatchesAny(const std::vector<Glob>& globs, absl::string_view name) {
+  return std::any_of(globs.begin(), globs.end(),
+                     [name](const Glob& glob) { return glob.Matches(name); });
+}
+
+bool IsParameterByDefault(absl::string_view tensor,
+                          const core::Encoding& encoding) {
+  return absl::EndsWith(tensor, "weight") || absl::EndsWith(tensor, "bias") ||
+         encoding.scale.size() > 1;
+}
+
+class ExportEncodingsCall final
+    : public TensorwiseCall<v1::ExportEncodingsResponse> {
+ public:
+  ExportEncodingsCall(const RpcEnvironment& env, StreamRegistry* registry,
+                      grpc::CallbackServerContext* context,
+                      const v1::ExportEncodingsRequest& request)
+      : TensorwiseCall(env, Rpc::kExportEncodings, registry, context),
+        request_(request) {}
+
+ protected:
+  absl::StatusOr<bool> Load() override {
+    if (writer_ == nullptr) {
+      if (absl::Status s = Open(); !s.ok()) return s;
+    }
+    if (is_finished_ && Pending() == 0 && losses_.empty()) return false;
+    // What is written goes out first.
+    if (is_finished_ || Pending() >= kPieceBytes ||
+        losses_.size() > kMostLosses) {
+      return true;
+    }
+    if (absl::Status s = LoadBatch(); !s.ok()) return s;
+    return true;
+  }
+
+  bool Compute(v1::ExportEncodingsResponse* response) override {
+    for (const auto& [tensor, encoding] : batch_) {
+      writer_->Add(pass_, tensor, *encoding, &text_, &losses_);
+    }
+    batch_.clear();
+    if (is_pass_over_ && !is_finished_) EndPass();
+    const size_t size = std::min(Pending(), kPieceBytes);
+    response->set_data(text_.data() + text_begin_, size);
+    text_begin_ += size;
+    if (Pending() == 0) {
+      text_ = std::string();
+      text_begin_ = 0;
+      lease_.Release();
+    }
+    const size_t loss_count = std::min(losses_.size(), kMostLosses);
+    for (size_t i = 0; i < loss_count; ++i) {
+      v1::InterchangeLoss* const loss = response->add_losses();
+      loss->set_tensor(losses_[i].tensor);
+      loss->set_what(losses_[i].what);
+      loss->set_left_out(losses_[i].left_out);
+    }
+    losses_.erase(losses_.begin(),
+                  losses_.begin() + static_cast<int64_t>(loss_count));
+    response->set_encoding_count(
+        static_cast<uint64_t>(writer_->encoding_count()));
+    return true;
+  }
+
+ private:
+  size_t Pending() const { return text_.size() - text_begin_; }
+
+  static absl::StatusOr<std::vector<Glob>> MakeGlobs(
+      const google::protobuf::RepeatedPtrField<std::string>& patterns,
+      absl::string_view field) {
+    std::vector<Glob> globs;
+    if (patterns.size() > kMaxPatterns) {
+      return core::WithField(
+          core::PatternInvalidError(absl::StrCat(
+              patterns.size(), " patterns, expected at most ", kMaxPatterns)),
+          field);
+    }
+    for (const std::string& pattern : patterns) {
+      absl::StatusOr<Glob> glob = Glob::Create(pattern);
+      if (!glob.ok()) {
+        return core::WithField(glob.status(),
+                               absl::StrCat(field, "[", globs.size(), "]"));
+      }
+      globs.push_back(*std::move(glob));
+    }
+    return globs;
+  }
+
+  absl::Status Open() {
+    revision_ = request_.revision().empty() ? std::string(kDefaultRevision)
+                                            : request_.revision();
+    if (absl::Status s = CheckPathName("model", request_.model()); !s.ok()) {
+      return core::WithField(s, "model");
+    }
+    if (absl::Status s = CheckPathName("revision", revision_); !s.ok()) {
+      return core::WithField(s, "revision");
+    }
+    if (!v1::InterchangeFormat_IsValid(request_.format())) {
+      return core::WithField(
+          core::EnumUnknownError("InterchangeFormat", request_.format()),
+          "format");
+    }
+    absl::StatusOr<std::vector<Glob>> patterns =
+        MakeGlobs(request_.patterns(), "patterns");
+    if (!patterns.ok()) return patterns.status();
+    patterns_ = *std::move(patterns);
+    patterns = MakeGlobs(request_.parameter_patterns(), "parameter_patterns");
+    if (!patterns.ok()) return patterns.status();
+    ExportOptions options;
+    options.model = request_.model();
+    options.revision = revision_;
+    options.is_parameter = &IsParameterByDefault;
+    if (!patterns->empty()) {
+      options.is_parameter = [globs = *std::move(patterns)](
+                                 absl::string_view tensor,
+                                 const core::Encoding&) {
+        return MatchesAny(globs, tensor);
+      };
+    }
+    absl::StatusOr<std::unique_ptr<EncodingsWriter>> writer =
+        EncodingsWriter::Create(
+            static_cast<InterchangeFormat>(request_.format()),
+            std::move(options));
+    if (!writer.ok()) return core::WithField(writer.status(), "format");
+    if (absl::Status s = ListPage(); !s.ok()) return s;
+    if (page_.empty()) {
+      return core::EncodingNotFoundError(request_.model(), revision_, "");
+    }
+    writer_ = *std::move(writer);
+    writer_->Begin(pass_, &text_);
+    return absl::OkStatus();
+  }
+
+  absl::Status ListPage() {
+    constexpr int kPageSize = 1000;
+    absl::StatusOr<std::vector<EncodingListEntry>> page =
+        caller().encodings->ListEncodings(request_.model(), revision_,
+                                          last_tensor_, kPageSize);
+    if (!page.ok()) return page.status();
+    is_last_page_ = page->size() < kPageSize;
+    page_ = *std::move(page);
+    next_ = 0;
+    if (!page_.empty()) last_tensor_ = page_.back().tensor;
+    return absl::OkStatus();
+  }
+
+  // Reads encodings for the next step.
+  absl::Status LoadBatch() {
+    int64_t scale_count = 0;
+    int64_t bytes = static_cast<int64_t>(Pending());
+    while (batch_.size() < kBatchEncodings) {
+      if (next_ == page_.size()) {
+        if (is_last_page_) {
+          is_pass_over_ = true;
+          break;
+        }
+        if (absl::Status s = ListPage(); !s.ok()) return s;
+        continue;
+      }
+      const EncodingListEntry& entry = page_[next_];
+      if (!patterns_.empty() && !MatchesAny(patterns_, entry.tensor)) {
+        ++next_;
+        continue;
+      }
+      if (!batch_.empty() && scale_count + entry.scale_count > kBatchScales) {
+        break;
+      }
+      bytes += kMemoryPerEncoding + kMemoryPerScale * entry.scale_count;
+      absl::Status status =
+          env().budget->Grow(&lease_, std::max(bytes, lease_.bytes()), kWayOut);
+      if (!status.ok()) return status;
+      absl::StatusOr<StoredEncoding> stored =
+          caller().encodings->Get({request_.model(), revision_, entry.tensor});
+      scale_count += entry.scale_count;
+      ++next_;
+      // It was deleted in between.
+      if (core::ErrorReason(stored.status()) == "ENCODING_NOT_FOUND") continue;
+      if (!stored.ok()) return stored.status();
+      batch_.emplace_back(entry.tensor, std::move(stored->encoding));
+    }
+    return absl::OkStatus();
+  }
+
+  void EndPass() {
+    ++pass_;
+    if (pass_ == writer_->pass_count()) {
+      writer_->Finish(&text_);
+      is_finished_ = true;
+      return;
+    }
+    writer_->Begin(pass_, &text_);
+    is_pass_over_ = false;
+    // From the first page again.
+    last_tensor_.clear();
+    page_.clear();
+    next_ = 0;
+    is_last_page_ = false;
+  }
+
+  const v1::ExportEncodingsRequest request_;
+  std::string revision_;
+  std::vector<Glob> patterns_;
+  std::unique_ptr<EncodingsWriter> writer_;
+  int pass_ = 0;
+  bool is_pass_over_ = false;
+  bool is_finished_ = false;
+  // The page under way, and the entry that comes next.
+  std::vector<EncodingListEntry> page_;
+  size_t next_ = 0;
+  bool is_last_page_ = false;
+  std::string last_tensor_;
+  // For Compute.
+  std::vector<std::pair<std::string, std::shared_ptr<const core::Encoding>>>
+      batch_;
+  // Written, and sent up to text_begin_.
+  std::string text_;
+  size_t text_begin_ = 0;
+  std::vector<InterchangeLoss> losses_;
+  // What batch_ and text_ take.
+  MemoryBudget::Lease lease_;
+};
+
+}  // namespace
+
+grpc::ServerWriteReactor<v1::ExportEncodingsResponse>* StartExportEncodings(
+    const RpcEnvironment& env, StreamRegistry* registry,
+    grpc::CallbackServerContext* context,
+    const v1::ExportEncodingsRequest& request) {
+  auto* call = new ExportEncodingsCall(env, registry, context, request);
+  call->Begin();
+  return call;
+}
+
+}  // namespace quantd::server
