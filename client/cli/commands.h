@@ -15,6 +15,8 @@ void AddDequantizeCommand(CLI::App* app, Session* session);
 void AddCalibrateCommand(CLI::App* app, Session* session);
 void AddEvaluateCommand(CLI::App* app, Session* session);
 void AddEncodingsCommand(CLI::App* app, Session* session);
+void AddExportCommand(CLI::App* app, Session* session);
+void AddImportCommand(CLI::App* app, Session* session);
 void AddSweepCommand(CLI::App* app, Session* session);
 void AddStatisticsCommand(CLI::App* app, Session* session);
 void AddModelsCommand(CLI::App* app, Session* session);

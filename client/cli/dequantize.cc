@@ -9,10 +9,12 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "client/cli/commands.h"
+#include "client/cli/compressed_tensors.h"
 #include "client/cli/progress.h"
 #include "client/cli/quantized_tensor.h"
 #include "client/cli/session.h"
@@ -70,7 +72,10 @@ class Dequantizer {
     if (!writer.ok()) return writer.status();
     for (const auto& [key, value] : input->metadata()) {
       absl::string_view name = key;
-      if (absl::ConsumePrefix(&name, kQuantizedKeyPrefix)) continue;
+      if (absl::ConsumePrefix(&name, kQuantizedKeyPrefix) ||
+          absl::StartsWith(key, "quantctl.")) {
+        continue;
+      }
       writer->SetMetadata(key, value);
     }
     status = DequantizeAll(&*writer);
@@ -94,15 +99,22 @@ class Dequantizer {
       absl::StatusOr<QuantizedTensor> tensor =
           ReadQuantized(input, options_.input, std::string(name), value);
       if (!tensor.ok()) return tensor.status();
-      consumed_.insert(tensor->name);
-      for (const absl::string_view suffix : kSuffixes) {
-        consumed_.insert(absl::StrCat(tensor->name, suffix));
-      }
       tensors_.push_back(*std::move(tensor));
     }
     if (tensors_.empty()) {
+      absl::StatusOr<std::vector<QuantizedTensor>> compressed =
+          ReadCompressed(input, options_.input);
+      if (!compressed.ok()) return compressed.status();
+      tensors_ = *std::move(compressed);
+    }
+    for (const QuantizedTensor& tensor : tensors_) {
+      consumed_.insert(tensor.parts.begin(), tensor.parts.end());
+    }
+    if (tensors_.empty()) {
       return files::FileMalformedError(
-          options_.input, "expected tensors that quantctl quantized, got none");
+          options_.input,
+          "expected tensors that quantctl quantized, or those of a "
+          "compressed-tensors model, got none");
     }
     return absl::OkStatus();
   }
@@ -243,7 +255,10 @@ void AddDequantizeCommand(CLI::App* app, Session* session) {
       "Turn a file that `quantize` wrote back into plain tensors; one that "
       "fails is left out");
   const auto options = std::make_shared<Options>();
-  command->add_option("file", options->input, "safetensors file")
+  command
+      ->add_option("file", options->input,
+                   "safetensors file, or the folder of a compressed-tensors "
+                   "model")
       ->required()
       ->type_name("FILE");
   command

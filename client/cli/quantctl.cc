@@ -105,6 +105,8 @@ int RunQuantctl(int argc, const char* const* argv) {
   AddCalibrateCommand(&app, &session);
   AddEvaluateCommand(&app, &session);
   AddEncodingsCommand(&app, &session);
+  AddExportCommand(&app, &session);
+  AddImportCommand(&app, &session);
   AddSweepCommand(&app, &session);
   AddStatisticsCommand(&app, &session);
   AddModelsCommand(&app, &session);

@@ -1,4 +1,11 @@
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cerrno>
 #include <cstdint>
+#include <fstream>
+#include <iterator>
+#include <map>
 #include <memory>
 #include <optional>
 #include <set>
@@ -11,8 +18,10 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "client/cli/commands.h"
+#include "client/cli/compressed_tensors.h"
 #include "client/cli/progress.h"
 #include "client/cli/quantized_tensor.h"
 #include "client/cli/session.h"
@@ -21,7 +30,11 @@
 #include "client/cli/tensor_loop.h"
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
+#include "client/files/atomic_file.h"
+#include "client/files/errors.h"
 #include "client/files/safetensors.h"
+#include "client/files/shard_index.h"
+#include "xxhash.h"
 
 namespace quantd::cli {
 namespace {
@@ -32,15 +45,24 @@ struct Options {
   NameOptions name;
   SpecOptions spec;
   TensorFilter filter;
+  std::string layout = "quantd";
   bool store = true;
   bool evaluate = false;
+  bool restart = false;
 };
+
+// What a shard was made from and how; with the same, an earlier run's is kept.
+constexpr char kRunKey[] = "quantctl.run";
+// The schemes of a compressed-tensors shard.
+constexpr char kModulesKey[] = "quantctl.modules";
 
 // What became of one tensor.
 struct Outcome {
   // A tensor that failed is copied, like one that was not selected.
   absl::Status status;
   bool is_quantized = false;
+  // An earlier run has done it.
+  bool is_kept = false;
   // Of the codes; an encoding may have turned to the unsigned format.
   std::string format;
   uint64_t output_bytes = 0;
@@ -67,24 +89,158 @@ class Quantizer {
   }
 
  private:
-  // Errors end the run and leave no output file.
+  bool IsCompressed() const { return options_.layout != "quantd"; }
+
+  // Errors end the run and leave the shards that are complete.
   absl::Status RunFiles() {
-    absl::StatusOr<TensorInput> input = TensorInput::Open(options_.input);
+    const bool is_folder = files::IsFolder(options_.input);
+    if (!is_folder && !IsCompressed()) {
+      return RunFile(options_.input, options_.output);
+    }
+    if (mkdir(options_.output.c_str(), 0777) != 0 && errno != EEXIST) {
+      return files::FileUnwritableError(options_.output, errno);
+    }
+    files::ShardIndex shards;
+    shards.shards = {files::kSingleShardName};
+    if (is_folder) {
+      absl::StatusOr<files::ShardIndex> index =
+          files::ReadShardIndex(options_.input);
+      if (!index.ok()) return index.status();
+      shards = *std::move(index);
+    }
+    for (const std::string& shard : shards.shards) {
+      absl::Status status = RunFile(
+          is_folder ? absl::StrCat(options_.input, "/", shard) : options_.input,
+          absl::StrCat(options_.output, "/", shard));
+      if (!status.ok()) return status;
+    }
+    if (!shards.weight_map.empty()) {
+      absl::Status status = WriteIndex(shards);
+      if (!status.ok()) return status;
+    }
+    return IsCompressed() ? WriteConfig() : absl::OkStatus();
+  }
+
+  absl::Status WriteIndex(const files::ShardIndex& shards) {
+    std::map<std::string, std::string> weight_map;
+    uint64_t total_bytes = 0;
+    for (const std::string& shard : shards.shards) {
+      const absl::StatusOr<files::SafetensorsReader> written =
+          files::SafetensorsReader::Open(
+              absl::StrCat(options_.output, "/", shard));
+      if (!written.ok()) return written.status();
+      for (const files::FileTensor& tensor : written->tensors()) {
+        weight_map[tensor.name] = shard;
+        total_bytes += tensor.data.size();
+      }
+    }
+    return files::WriteShardIndex(options_.output, weight_map, total_bytes);
+  }
+
+  // The model's configuration with the schemes of its modules.
+  absl::Status WriteConfig() {
+    Json config = Json::object();
+    if (files::IsFolder(options_.input)) {
+      const std::string path = absl::StrCat(options_.input, "/config.json");
+      std::ifstream file(path, std::ios::binary);
+      if (file) {
+        const std::string text(std::istreambuf_iterator<char>(file), {});
+        config = Json::parse(text, nullptr, /*allow_exceptions=*/false);
+        if (!config.is_object()) {
+          return files::FileMalformedError(path, "expected a JSON object");
+        }
+      }
+    }
+    config["quantization_config"] = compressed_.Config();
+    absl::StatusOr<files::AtomicFile> file = files::AtomicFile::Create(
+        absl::StrCat(options_.output, "/config.json"));
+    if (!file.ok()) return file.status();
+    absl::Status status = file->Append(absl::StrCat(
+        config.dump(2, ' ', false, Json::error_handler_t::replace), "\n"));
+    return status.ok() ? file->Commit() : status;
+  }
+
+  // Everything that the shard of an input depends on.
+  std::string RunOf(const std::string& path) const {
+    std::string text = absl::StrCat(options_.layout, "\n", options_.name.model,
+                                    "\n", options_.name.revision, "\n");
+    struct stat status;
+    if (stat(path.c_str(), &status) == 0) {
+      absl::StrAppend(&text, status.st_size, " ", status.st_mtim.tv_sec, " ",
+                      status.st_mtim.tv_nsec, "\n");
+    }
+    for (const files::FileTensor& tensor : input_->tensors()) {
+      if (!options_.filter.Takes(tensor)) continue;
+      const absl::StatusOr<EncodingSpec> spec =
+          specs_.For(tensor.name).SpecOf(tensor.shape);
+      absl::StrAppend(&text, tensor.name, "\n",
+                      spec.ok() ? spec->SerializeAsString() : "", "\n");
+    }
+    return absl::StrFormat("%016x", XXH3_64bits(text.data(), text.size()));
+  }
+
+  // Whether an earlier run has written that shard.
+  bool Keep(const std::string& path, const std::string& run) {
+    if (options_.restart) return false;
+    const absl::StatusOr<files::SafetensorsReader> written =
+        files::SafetensorsReader::Open(path);
+    if (!written.ok()) return false;
+    const auto found = written->metadata().find(kRunKey);
+    if (found == written->metadata().end() || found->second != run) {
+      return false;
+    }
+    const auto modules = written->metadata().find(kModulesKey);
+    if (modules != written->metadata().end()) {
+      const Json json =
+          Json::parse(modules->second, nullptr, /*allow_exceptions=*/false);
+      if (json.is_object()) compressed_.Restore(json);
+    }
+    for (const files::FileTensor& tensor : written->tensors()) {
+      outcomes_[tensor.name].output_bytes = tensor.data.size();
+      file_bytes_ += tensor.data.size();
+    }
+    for (const files::FileTensor& tensor : input_->tensors()) {
+      outcomes_[tensor.name].is_kept = true;
+    }
+    return true;
+  }
+
+  absl::Status RunFile(const std::string& input_path,
+                       const std::string& output_path) {
+    absl::StatusOr<TensorInput> input = TensorInput::Open(input_path);
     if (!input.ok()) return input.status();
-    input_.emplace(*std::move(input));
+    inputs_.push_back(std::make_unique<const TensorInput>(*std::move(input)));
+    input_ = inputs_.back().get();
+    const bool is_shard = output_path != options_.output;
+    const std::string run = is_shard ? RunOf(input_path) : "";
+    if (is_shard && Keep(output_path, run)) return absl::OkStatus();
     absl::StatusOr<files::SafetensorsWriter> writer =
-        files::SafetensorsWriter::Create(options_.output);
+        files::SafetensorsWriter::Create(output_path);
     if (!writer.ok()) return writer.status();
     for (const auto& [key, value] : input_->metadata()) {
       writer->SetMetadata(key, value);
     }
+    CompressedModel shard(options_.layout == "pack-quantized");
+    shard_ = &shard;
     absl::Status status = Quantize(&*writer);
     if (!status.ok()) return status;
     status = CopyOthers(&*writer);
     if (!status.ok()) return status;
+    compressed_.Restore(shard.modules());
+    if (IsCompressed()) {
+      writer->SetMetadata("format", "pt");
+      writer->SetMetadata(kModulesKey, shard.modules().dump());
+    }
+    // One that failed in part is done again.
+    const bool is_whole =
+        std::all_of(input_->tensors().begin(), input_->tensors().end(),
+                    [this](const files::FileTensor& tensor) {
+                      return outcomes_[tensor.name].status.ok();
+                    });
+    if (is_shard && is_whole) writer->SetMetadata(kRunKey, run);
     const absl::StatusOr<uint64_t> size = writer->Finish();
     if (!size.ok()) return size.status();
-    file_bytes_ = *size;
+    file_bytes_ += *size;
     return absl::OkStatus();
   }
 
@@ -154,8 +310,16 @@ class Quantizer {
                                                          : absl::OkStatus();
     }
     const absl::StatusOr<uint64_t> size =
-        WriteQuantized(tensor.name, *ElementTypeOf(tensor.dtype), tensor.shape,
-                       result->header.encoding(), result->codes, writer);
+        IsCompressed()
+            ? shard_->Write(tensor.name, tensor.shape,
+                            result->header.encoding(), result->codes, writer)
+            : WriteQuantized(tensor.name, *ElementTypeOf(tensor.dtype),
+                             tensor.shape, result->header.encoding(),
+                             result->codes, writer);
+    if (ErrorReason(size.status()) == "ARGUMENT_INVALID") {
+      outcome.status = size.status();
+      return absl::OkStatus();
+    }
     if (!size.ok()) return size.status();
     outcome.is_quantized = true;
     outcome.format = FormatName(result->header.encoding().format());
@@ -206,7 +370,14 @@ class Quantizer {
     uint64_t quantized_count = 0;
     uint64_t failed_count = 0;
     std::set<std::string> formats;
-    for (const files::FileTensor& tensor : input_->tensors()) {
+    std::vector<const files::FileTensor*> tensors;
+    for (const std::unique_ptr<const TensorInput>& input : inputs_) {
+      for (const files::FileTensor& tensor : input->tensors()) {
+        tensors.push_back(&tensor);
+      }
+    }
+    for (const files::FileTensor* const one : tensors) {
+      const files::FileTensor& tensor = *one;
       const Outcome& outcome = outcomes_[tensor.name];
       before += tensor.data.size();
       after += outcome.output_bytes;
@@ -232,20 +403,21 @@ class Quantizer {
     session_.Print(table.Render(StdoutHasStyle()));
     session_.Print(
         absl::StrCat(CountText(quantized_count), " of ",
-                     CountText(input_->tensors().size()), " tensors to ",
+                     CountText(tensors.size()), " tensors to ",
                      formats.empty() ? "codes" : absl::StrJoin(formats, ", "),
                      ", ", BytesText(before), " to ", BytesText(after),
                      ", written to ", Printable(options_.output), "\n"));
-    for (const files::FileTensor& tensor : input_->tensors()) {
-      const absl::Status& status = outcomes_[tensor.name].status;
+    for (const files::FileTensor* const tensor : tensors) {
+      const absl::Status& status = outcomes_[tensor->name].status;
       if (status.ok()) continue;
-      session_.PrintError(absl::StrCat("quantctl: tensor ", tensor.name, ": ",
+      session_.PrintError(absl::StrCat("quantctl: tensor ", tensor->name, ": ",
                                        status.message()));
     }
   }
 
   const char* ResultName(const Outcome& outcome) const {
     if (outcome.is_quantized) return outcome.format.c_str();
+    if (outcome.is_kept) return "kept";
     return outcome.status.ok() ? "copied" : "failed, copied";
   }
 
@@ -270,6 +442,7 @@ class Quantizer {
                  {"shape", tensor.shape},
                  {"dtype", std::string(DtypeName(tensor.dtype))},
                  {"result", outcome.is_quantized  ? "quantized"
+                            : outcome.is_kept     ? "kept"
                             : outcome.status.ok() ? "copied"
                                                   : "failed"},
                  {"bytes_before", tensor.data.size()},
@@ -296,7 +469,13 @@ class Quantizer {
   Session& session_;
   SpecSet specs_;
   std::unique_ptr<Client> client_;
-  std::optional<TensorInput> input_;
+  // Of all shards; the one under way.
+  std::vector<std::unique_ptr<const TensorInput>> inputs_;
+  const TensorInput* input_ = nullptr;
+  // What a compressed-tensors configuration will have; that of the shard under
+  // way.
+  CompressedModel compressed_{false};
+  CompressedModel* shard_ = nullptr;
   absl::flat_hash_map<std::string, Outcome> outcomes_;
   uint64_t file_bytes_ = 0;
 };
@@ -309,12 +488,27 @@ void AddQuantizeCommand(CLI::App* app, Session* session) {
       "Quantize the tensors of a file into a safetensors file; others, and "
       "those that fail, are copied as they are");
   const auto options = std::make_shared<Options>();
-  command->add_option("file", options->input, "safetensors or .npy file")
+  command
+      ->add_option("file", options->input,
+                   "safetensors or .npy file, or a folder with "
+                   "model.safetensors.index.json or model.safetensors")
       ->required()
       ->type_name("FILE");
-  command->add_option("-o,--output", options->output, "safetensors file")
+  command
+      ->add_option("-o,--output", options->output,
+                   "safetensors file; a folder for a folder, whose finished "
+                   "shards the next run keeps, and for compressed-tensors")
       ->required()
       ->type_name("FILE");
+  command
+      ->add_option("--layout", options->layout,
+                   "How the codes lie in the file: as quantctl dequantize "
+                   "takes them, or as compressed-tensors models have them, "
+                   "with config.json; pack-quantized packs 8 bits too")
+      ->check(CLI::IsMember({"quantd", "compressed-tensors", "pack-quantized"}))
+      ->capture_default_str();
+  command->add_flag("--restart", options->restart,
+                    "Do finished shards again as well");
   options->name.AddOptions(command, /*required=*/false);
   options->spec.AddOptionsWithPatterns(command);
   options->filter.AddOptions(command);

@@ -42,22 +42,6 @@ files::Dtype CodeDtype(const FormatInfo& format) {
   return format.is_signed ? files::Dtype::kI16 : files::Dtype::kU16;
 }
 
-files::Dtype ScaleDtype(v1::ScaleType type) {
-  switch (type) {
-    case v1::SCALE_TYPE_FLOAT16:
-      return files::Dtype::kF16;
-    case v1::SCALE_TYPE_BFLOAT16:
-      return files::Dtype::kBF16;
-    case v1::SCALE_TYPE_E8M0:
-    case v1::SCALE_TYPE_INTEGER:
-      return files::Dtype::kU8;
-    case v1::SCALE_TYPE_E4M3:
-      return files::Dtype::kF8E4M3;
-    default:
-      return files::Dtype::kF32;
-  }
-}
-
 // Scales are positive and normal float32, and values of the type, so that only
 // exponents and zeros are cut: that makes these exact.
 uint16_t ToHalf(float value) {
@@ -97,26 +81,6 @@ absl::Span<const uint8_t> BytesOf(const Repeated& values) {
   return absl::MakeConstSpan(
       reinterpret_cast<const uint8_t*>(values.data()),
       static_cast<size_t>(values.size()) * sizeof(*values.data()));
-}
-
-// The scales as they are stored. `copy` keeps them where they are not in the
-// encoding as such.
-absl::Span<const uint8_t> ScaleBytes(const Encoding& encoding,
-                                     std::vector<uint16_t>* copy) {
-  const v1::ScaleType type = ScaleTypeOf(encoding);
-  switch (ScaleDtype(type)) {
-    case files::Dtype::kF32:
-      return BytesOf(encoding.scale());
-    case files::Dtype::kF16:
-    case files::Dtype::kBF16:
-      for (const float scale : encoding.scale()) {
-        copy->push_back(type == v1::SCALE_TYPE_FLOAT16 ? ToHalf(scale)
-                                                       : ToBfloat(scale));
-      }
-      return BytesOf(*copy);
-    default:
-      return BytesOf(encoding.scale_code());
-  }
 }
 
 // Elements of a file, which need not be aligned.
@@ -225,6 +189,58 @@ void SetScales(v1::ScaleType type, absl::Span<const uint8_t> bytes,
 
 }  // namespace
 
+files::Dtype ScaleDtype(v1::ScaleType type) {
+  switch (type) {
+    case v1::SCALE_TYPE_FLOAT16:
+      return files::Dtype::kF16;
+    case v1::SCALE_TYPE_BFLOAT16:
+      return files::Dtype::kBF16;
+    case v1::SCALE_TYPE_E8M0:
+    case v1::SCALE_TYPE_INTEGER:
+      return files::Dtype::kU8;
+    case v1::SCALE_TYPE_E4M3:
+      return files::Dtype::kF8E4M3;
+    default:
+      return files::Dtype::kF32;
+  }
+}
+
+absl::Span<const uint8_t> ScaleBytes(const Encoding& encoding,
+                                     std::vector<uint16_t>* copy) {
+  const v1::ScaleType type = ScaleTypeOf(encoding);
+  switch (ScaleDtype(type)) {
+    case files::Dtype::kF32:
+      return BytesOf(encoding.scale());
+    case files::Dtype::kF16:
+    case files::Dtype::kBF16:
+      for (const float scale : encoding.scale()) {
+        copy->push_back(type == v1::SCALE_TYPE_FLOAT16 ? ToHalf(scale)
+                                                       : ToBfloat(scale));
+      }
+      return BytesOf(*copy);
+    default:
+      return BytesOf(encoding.scale_code());
+  }
+}
+
+bool ReadScales(const files::FileTensor& tensor, Encoding* encoding) {
+  switch (tensor.dtype) {
+    case files::Dtype::kF32:
+      encoding->set_scale_type(v1::SCALE_TYPE_FLOAT32);
+      break;
+    case files::Dtype::kF16:
+      encoding->set_scale_type(v1::SCALE_TYPE_FLOAT16);
+      break;
+    case files::Dtype::kBF16:
+      encoding->set_scale_type(v1::SCALE_TYPE_BFLOAT16);
+      break;
+    default:
+      return false;
+  }
+  SetScales(encoding->scale_type(), tensor.data, encoding);
+  return true;
+}
+
 absl::StatusOr<uint64_t> WriteQuantized(const std::string& name,
                                         ElementType element_type,
                                         const std::vector<int64_t>& shape,
@@ -326,6 +342,10 @@ absl::StatusOr<QuantizedTensor> ReadQuantized(const TensorInput& input,
   const std::string element_type_name = members.String("element_type");
   QuantizedTensor tensor;
   tensor.name = name;
+  tensor.parts.push_back(name);
+  for (const absl::string_view suffix : kSuffixes) {
+    tensor.parts.push_back(absl::StrCat(name, suffix));
+  }
   tensor.shape = members.Integers("shape");
   const std::vector<int64_t> block_size = members.Integers("block_size");
   tensor.encoding.set_qmin(members.Integer("qmin"));

@@ -20,6 +20,7 @@
 #define QUANTD_CLIENT_CLI_QUANTIZED_TENSOR_H_
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -42,6 +43,18 @@ constexpr absl::string_view kCodebookSuffix = ".codebook";
 constexpr absl::string_view kSuffixes[] = {kScaleSuffix, kZeroPointSuffix,
                                            kOuterScaleSuffix, kCodebookSuffix};
 
+// The type that scales have in a file.
+files::Dtype ScaleDtype(v1::ScaleType type);
+
+// The scales as they are stored. `copy` keeps them where they are not in the
+// encoding as such.
+absl::Span<const uint8_t> ScaleBytes(const Encoding& encoding,
+                                     std::vector<uint16_t>* copy);
+
+// Sets the scales of a tensor of F32, F16 or BF16, and their type; false for
+// any other.
+bool ReadScales(const files::FileTensor& tensor, Encoding* encoding);
+
 // Writes one quantized tensor. Returns its size in bytes with all that lies
 // beside the codes.
 // Errors: of files::SafetensorsWriter; ARGUMENT_INVALID for an encoding that
@@ -53,13 +66,17 @@ absl::StatusOr<uint64_t> WriteQuantized(const std::string& name,
                                         absl::Span<const uint8_t> codes,
                                         files::SafetensorsWriter* writer);
 
-// One quantized tensor that was read. `codes` points into the file.
+// One quantized tensor that was read. `codes` points into the file, or into
+// `unpacked` where the file packs them otherwise.
 struct QuantizedTensor {
   std::string name;
   ElementType element_type;
   std::vector<int64_t> shape;
   Encoding encoding;
   absl::Span<const uint8_t> codes;
+  std::shared_ptr<const std::vector<uint8_t>> unpacked;
+  // The tensors of the file that it is made of.
+  std::vector<std::string> parts;
 };
 
 // Reads the tensor that `json`, the metadata of "quantd.<name>", describes.

@@ -12,13 +12,17 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
 #include "client/cli/spec_syntax.h"
 #include "client/cpp/errors.h"
 #include "client/cpp/tensor.h"
 #include "client/files/dtype.h"
+#include "client/files/errors.h"
 #include "client/files/npy.h"
 #include "client/files/safetensors.h"
+#include "client/files/shard_index.h"
 
 namespace quantd::cli {
 namespace {
@@ -36,6 +40,8 @@ bool IsNpyPath(absl::string_view path) {
 }
 
 std::string FileStem(absl::string_view path) {
+  while (absl::ConsumeSuffix(&path, "/")) {
+  }
   const size_t slash = path.rfind('/');
   if (slash != absl::string_view::npos) path.remove_prefix(slash + 1);
   const size_t dot = path.rfind('.');
@@ -44,30 +50,56 @@ std::string FileStem(absl::string_view path) {
 }
 
 absl::StatusOr<TensorInput> TensorInput::Open(const std::string& path) {
+  TensorInput input;
   if (IsNpyPath(path)) {
     absl::StatusOr<files::NpyReader> reader = files::NpyReader::Open(path);
     if (!reader.ok()) return reader.status();
-    const files::FileTensor tensor = {FileStem(path), reader->dtype(),
-                                      reader->shape(), reader->data()};
-    TensorInput input(*std::move(reader));
-    input.tensors_.push_back(tensor);
+    input.tensors_.push_back(
+        {FileStem(path), reader->dtype(), reader->shape(), reader->data()});
+    input.index_[input.tensors_[0].name] = 0;
+    input.files_.emplace_back(*std::move(reader));
     return input;
   }
-  absl::StatusOr<files::SafetensorsReader> reader =
-      files::SafetensorsReader::Open(path);
-  if (!reader.ok()) return reader.status();
-  TensorInput input(*std::move(reader));
-  const auto& file = std::get<files::SafetensorsReader>(input.file_);
-  input.tensors_ = file.tensors();
-  input.metadata_ = file.metadata();
+  if (!files::IsFolder(path)) {
+    absl::Status status = input.Add(path);
+    if (!status.ok()) return status;
+    return input;
+  }
+  const absl::StatusOr<files::ShardIndex> shards = files::ReadShardIndex(path);
+  if (!shards.ok()) return shards.status();
+  for (const std::string& shard : shards->shards) {
+    absl::Status status = input.Add(absl::StrCat(path, "/", shard));
+    if (!status.ok()) return status;
+  }
+  for (const auto& [tensor, shard] : shards->weight_map) {
+    if (input.Find(tensor) != nullptr) continue;
+    return files::FileMalformedError(
+        path, absl::StrCat("the index has tensor \"", tensor, "\" in ", shard,
+                           ", where it is not"));
+  }
   return input;
 }
 
-const files::FileTensor* TensorInput::Find(absl::string_view name) const {
-  if (const auto* file = std::get_if<files::SafetensorsReader>(&file_)) {
-    return file->Find(name);
+absl::Status TensorInput::Add(const std::string& path) {
+  absl::StatusOr<files::SafetensorsReader> reader =
+      files::SafetensorsReader::Open(path);
+  if (!reader.ok()) return reader.status();
+  for (const files::FileTensor& tensor : reader->tensors()) {
+    if (!index_.emplace(tensor.name, tensors_.size()).second) {
+      return files::FileMalformedError(
+          path,
+          absl::StrCat("tensor \"", tensor.name, "\" is in another file too"));
+    }
+    tensors_.push_back(tensor);
   }
-  return tensors_[0].name == name ? &tensors_[0] : nullptr;
+  metadata_.insert(reader->metadata().begin(), reader->metadata().end());
+  files_.emplace_back(*std::move(reader));
+  return absl::OkStatus();
+}
+
+const files::FileTensor* TensorInput::Find(absl::string_view name) const {
+  const auto found = index_.find(name);
+  return found == index_.end() ? nullptr : &tensors_[found->second];
 }
 
 std::optional<ElementType> ElementTypeOf(files::Dtype dtype) {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "CLI/CLI.hpp"
+#include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -27,11 +28,12 @@ bool IsNpyPath(absl::string_view path);
 // The file's name without folders and extension.
 std::string FileStem(absl::string_view path);
 
-// A safetensors file, or a .npy file as one tensor named by its stem.
-// Immutable, thread-safe.
+// A safetensors file, a .npy file as one tensor named by its stem, or a folder
+// of safetensors files that make one model. Immutable, thread-safe.
 class TensorInput {
  public:
-  // Errors: of files::SafetensorsReader and files::NpyReader.
+  // Errors: of files::SafetensorsReader, files::NpyReader and
+  // files::ReadShardIndex.
   static absl::StatusOr<TensorInput> Open(const std::string& path);
 
   // In order of their data; valid while this lives.
@@ -42,12 +44,15 @@ class TensorInput {
   }
 
  private:
-  explicit TensorInput(
-      std::variant<files::SafetensorsReader, files::NpyReader> file)
-      : file_(std::move(file)) {}
+  TensorInput() = default;
 
-  std::variant<files::SafetensorsReader, files::NpyReader> file_;
+  // Adds the tensors of a safetensors file.
+  absl::Status Add(const std::string& path);
+
+  // What tensors_ point into.
+  std::vector<std::variant<files::SafetensorsReader, files::NpyReader>> files_;
   std::vector<files::FileTensor> tensors_;
+  absl::flat_hash_map<std::string, size_t> index_;
   std::map<std::string, std::string> metadata_;
 };
 

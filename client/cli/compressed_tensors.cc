@@ -1,0 +1,718 @@
+#include "client/cli/compressed_tensors.h"
+
+#include <regex.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <fstream>
+#include <iterator>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_replace.h"
+#include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
+#include "absl/types/span.h"
+#include "client/cpp/errors.h"
+#include "client/files/dtype.h"
+#include "client/files/errors.h"
+
+namespace quantd::cli {
+namespace {
+
+constexpr absl::string_view kWeight = ".weight";
+constexpr int kMaxBits = 8;
+constexpr int64_t kNvfp4Group = 16;
+constexpr int64_t kMxfp4Group = 32;
+
+// Values of `bits` bits one behind the other in the words of a row.
+class BitStream {
+ public:
+  BitStream(int bits, uint32_t* words, size_t stride)
+      : bits_(bits), words_(words), stride_(stride) {}
+
+  void Put(uint32_t value) {
+    const uint64_t shifted = static_cast<uint64_t>(value) << (position_ % 32);
+    const size_t word = position_ / 32;
+    words_[word * stride_] |= static_cast<uint32_t>(shifted);
+    if (shifted >> 32 != 0) {
+      words_[(word + 1) * stride_] |= static_cast<uint32_t>(shifted >> 32);
+    }
+    position_ += static_cast<size_t>(bits_);
+  }
+
+  uint32_t Get() {
+    const size_t word = position_ / 32;
+    const size_t shift = position_ % 32;
+    uint64_t value = words_[word * stride_];
+    if (shift + static_cast<size_t>(bits_) > 32) {
+      value |= static_cast<uint64_t>(words_[(word + 1) * stride_]) << 32;
+    }
+    position_ += static_cast<size_t>(bits_);
+    return static_cast<uint32_t>(value >> shift) & ((1U << bits_) - 1);
+  }
+
+ private:
+  const int bits_;
+  uint32_t* const words_;
+  const size_t stride_;
+  size_t position_ = 0;
+};
+
+int64_t CeilDivide(int64_t a, int64_t b) { return a / b + (a % b != 0); }
+
+// Code `index` of a tensor as the server packs it, from 0 on: plus 2^(bits - 1)
+// where it is signed.
+uint32_t CodeFromZero(const FormatInfo& format, absl::Span<const uint8_t> codes,
+                      int64_t index) {
+  const auto i = static_cast<size_t>(index);
+  const auto per_byte = static_cast<size_t>(8 / format.storage_bits);
+  uint32_t code = codes[i / per_byte] >>
+                  (i % per_byte * static_cast<size_t>(format.storage_bits));
+  code &= (1U << format.bits) - 1;
+  return format.is_signed ? code ^ (1U << (format.bits - 1)) : code;
+}
+
+absl::Status NotHeld(absl::string_view what) {
+  return ArgumentInvalidError(absl::StrCat("compressed-tensors holds ", what));
+}
+
+// Which elements share a scale, or nothing where the layout has no word for it.
+absl::StatusOr<Json> StrategyOf(const std::vector<int64_t>& scale_shape,
+                                const Encoding& encoding, int64_t count) {
+  Json json = Json::object();
+  const auto& block = encoding.block_size();
+  if (count == 1) {
+    json["strategy"] = "tensor";
+    return json;
+  }
+  if (scale_shape[0] == count && block[0] == 1) {
+    json["strategy"] = "channel";
+    return json;
+  }
+  if (block.size() == 2 && block[1] > 0) {
+    if (block[0] == 1) {
+      json["strategy"] = "group";
+      json["group_size"] = block[1];
+      return json;
+    }
+    if (block[0] > 1) {
+      json["strategy"] = "block";
+      json["block_structure"] = {block[0], block[1]};
+      return json;
+    }
+  }
+  return NotHeld(
+      "scales per tensor, per row, and of matrices in groups along rows or in "
+      "blocks");
+}
+
+template <typename Repeated>
+absl::Span<const uint8_t> BytesOf(const Repeated& values) {
+  return absl::MakeConstSpan(
+      reinterpret_cast<const uint8_t*>(values.data()),
+      static_cast<size_t>(values.size()) * sizeof(*values.data()));
+}
+
+template <typename T>
+std::vector<T> Elements(const files::FileTensor& tensor) {
+  std::vector<T> values(tensor.data.size() / sizeof(T));
+  if (!values.empty()) {
+    std::memcpy(values.data(), tensor.data.data(), values.size() * sizeof(T));
+  }
+  return values;
+}
+
+}  // namespace
+
+absl::StatusOr<uint64_t> CompressedModel::Write(
+    const std::string& name, const std::vector<int64_t>& shape,
+    const Encoding& encoding, absl::Span<const uint8_t> codes,
+    files::SafetensorsWriter* writer) {
+  const absl::StatusOr<FormatInfo> format = GetFormatInfo(encoding.format());
+  if (!format.ok()) return format.status();
+  absl::string_view module = name;
+  if (!absl::ConsumeSuffix(&module, kWeight) || module.empty()) {
+    return NotHeld("tensors that are named MODULE.weight");
+  }
+  const std::vector<int64_t> block_size(encoding.block_size().begin(),
+                                        encoding.block_size().end());
+  const absl::StatusOr<std::vector<int64_t>> blocks =
+      ScaleShape(shape, block_size);
+  if (!blocks.ok()) return blocks.status();
+  const v1::ScaleType scale_type = ScaleTypeOf(encoding);
+  const std::string format_name = FormatName(encoding.format());
+  const bool is_nvfp4 = format_name == "nvfp4";
+  const bool is_mxfp4 = format_name == "mxfp4_e2m1";
+  const bool is_float8 = format_name == "float8_e4m3fn";
+  const bool is_integer = format->kind == CodeKind::kInteger &&
+                          format->bits <= kMaxBits &&
+                          scale_type <= v1::SCALE_TYPE_BFLOAT16;
+  if (!(is_nvfp4 || is_mxfp4 || is_float8 || is_integer) ||
+      (is_float8 && scale_type > v1::SCALE_TYPE_BFLOAT16)) {
+    return NotHeld(absl::StrCat(
+        "integers of at most 8 bits, float8_e4m3fn, nvfp4 and mxfp4_e2m1, not ",
+        format_name));
+  }
+  const int64_t count = encoding.scale_size();
+  absl::StatusOr<Json> scheme = StrategyOf(*blocks, encoding, count);
+  if (!scheme.ok()) return scheme.status();
+  const bool is_matrix = shape.size() == 2;
+  const bool is_symmetric = encoding.zero_point().empty();
+  const bool is_packed =
+      is_integer && is_matrix && (packs_all_ || format->bits < kMaxBits);
+  std::string layout = is_packed ? "pack-quantized" : "int-quantized";
+  if (is_float8) layout = "float-quantized";
+  if (is_nvfp4 || is_mxfp4) {
+    const int64_t group = is_nvfp4 ? kNvfp4Group : kMxfp4Group;
+    if (!is_matrix || block_size.size() != 2 || block_size[0] != 1 ||
+        block_size[1] != group || shape[1] % 2 != 0 ||
+        encoding.outer_scale_size() > 1) {
+      return NotHeld(absl::StrCat(format_name,
+                                  " of matrices with an even "
+                                  "number of columns in groups of ",
+                                  group));
+    }
+    layout = absl::StrCat(is_nvfp4 ? "nvfp4" : "mxfp4", "-pack-quantized");
+    (*scheme)["strategy"] = is_nvfp4 ? "tensor_group" : "group";
+    (*scheme)["group_size"] = group;
+  }
+  if (is_integer && !is_packed && format->bits < kMaxBits) {
+    return NotHeld("fewer than 8 bits of matrices alone");
+  }
+
+  uint64_t size_bytes = 0;
+  const std::string prefix(module);
+  const auto add = [&](absl::string_view suffix, files::Dtype dtype,
+                       const std::vector<int64_t>& tensor_shape,
+                       absl::Span<const uint8_t> data) {
+    size_bytes += data.size();
+    return writer->Add(absl::StrCat(prefix, suffix), dtype, tensor_shape, data);
+  };
+  const std::vector<int64_t> scale_shape =
+      count == 1 ? std::vector<int64_t>{1} : *blocks;
+  absl::Status status;
+  if (is_nvfp4 || is_mxfp4) {
+    status = add(".weight_packed", files::Dtype::kU8, {shape[0], shape[1] / 2},
+                 codes);
+    if (status.ok()) {
+      status = add(".weight_scale",
+                   is_nvfp4 ? files::Dtype::kF8E4M3 : files::Dtype::kU8,
+                   *blocks, BytesOf(encoding.scale_code()));
+    }
+    if (status.ok() && is_nvfp4) {
+      const std::vector<float> inverse = {1.0f / encoding.outer_scale(0)};
+      status = add(".weight_global_scale", files::Dtype::kF32, {1},
+                   BytesOf(inverse));
+    }
+  } else {
+    // Codes of integers from 0 on, then as this layout has them: signed.
+    const int64_t half = int64_t{1} << (format->bits - 1);
+    const int64_t elements = ElementCount(shape).value_or(0);
+    if (is_float8) {
+      status = add(kWeight, files::Dtype::kF8E4M3, shape, codes);
+    } else if (!is_packed) {
+      std::vector<uint8_t> values(codes.begin(), codes.end());
+      if (!format->is_signed) {
+        for (uint8_t& value : values) value ^= 0x80;
+      }
+      status = add(kWeight, files::Dtype::kI8, shape, values);
+    } else {
+      const int64_t row_words = CeilDivide(shape[1] * format->bits, 32);
+      std::vector<uint32_t> words(static_cast<size_t>(shape[0] * row_words));
+      int64_t index = 0;
+      for (int64_t row = 0; row < shape[0] && elements > 0; ++row) {
+        BitStream stream(format->bits, words.data() + row * row_words, 1);
+        for (int64_t column = 0; column < shape[1]; ++column) {
+          stream.Put(CodeFromZero(*format, codes, index++));
+        }
+      }
+      status = add(".weight_packed", files::Dtype::kI32, {shape[0], row_words},
+                   BytesOf(words));
+      if (status.ok()) {
+        status = add(".weight_shape", files::Dtype::kI64, {2}, BytesOf(shape));
+      }
+    }
+    if (status.ok()) {
+      std::vector<uint16_t> narrow;
+      const absl::Span<const uint8_t> scale = ScaleBytes(encoding, &narrow);
+      status = add(".weight_scale", ScaleDtype(scale_type), scale_shape, scale);
+    }
+    if (status.ok() && !is_symmetric) {
+      // Zero points move with the codes.
+      const int64_t shift = format->is_signed ? 0 : half;
+      const int rank_of_groups =
+          (*scheme)["strategy"] == "group" || (*scheme)["strategy"] == "channel"
+              ? 2
+              : 0;
+      if (is_packed && rank_of_groups == 2) {
+        const int64_t groups = (*blocks)[1];
+        const int64_t rows = CeilDivide(shape[0] * format->bits, 32);
+        std::vector<uint32_t> words(static_cast<size_t>(rows * groups));
+        for (int64_t group = 0; group < groups; ++group) {
+          BitStream stream(format->bits, words.data() + group,
+                           static_cast<size_t>(groups));
+          for (int64_t row = 0; row < shape[0]; ++row) {
+            stream.Put(static_cast<uint32_t>(
+                encoding.zero_point(static_cast<int>(row * groups + group)) -
+                shift + half));
+          }
+        }
+        status = add(".weight_zero_point", files::Dtype::kI32, {rows, groups},
+                     BytesOf(words));
+      } else {
+        std::vector<int8_t> zero_points;
+        for (const int32_t zero_point : encoding.zero_point()) {
+          zero_points.push_back(static_cast<int8_t>(zero_point - shift));
+        }
+        status = add(".weight_zero_point", files::Dtype::kI8, scale_shape,
+                     BytesOf(zero_points));
+      }
+    }
+  }
+  if (!status.ok()) return status;
+  Json weights = {{"num_bits", is_nvfp4 || is_mxfp4 ? 4 : format->bits},
+                  {"type", is_integer ? "int" : "float"},
+                  {"symmetric", is_symmetric},
+                  {"dynamic", false},
+                  {"observer", "minmax"}};
+  weights.update(*scheme);
+  modules_[prefix] = {{"format", layout}, {"weights", std::move(weights)}};
+  return size_bytes;
+}
+
+Json CompressedModel::Config() const {
+  absl::flat_hash_map<std::string, size_t> index;
+  std::vector<std::pair<Json, Json>> groups;
+  std::string format;
+  for (const auto& [module, scheme] : modules_.items()) {
+    const auto [found, is_new] = index.emplace(scheme.dump(), groups.size());
+    if (is_new) groups.emplace_back(scheme, Json::array());
+    groups[found->second].second.push_back(module);
+    const std::string layout = scheme["format"];
+    format = format.empty() || format == layout ? layout : "mixed-precision";
+  }
+  Json config_groups = Json::object();
+  for (size_t i = 0; i < groups.size(); ++i) {
+    Json group = {{"targets", groups[i].second},
+                  {"weights", groups[i].first["weights"]},
+                  {"input_activations", nullptr},
+                  {"output_activations", nullptr},
+                  {"format", groups[i].first["format"]}};
+    config_groups[absl::StrCat("group_", i)] = std::move(group);
+  }
+  return {{"quant_method", "compressed-tensors"},
+          {"quantization_status", "compressed"},
+          {"format", format},
+          {"global_compression_ratio", nullptr},
+          {"kv_cache_scheme", nullptr},
+          {"ignore", Json::array()},
+          {"config_groups", std::move(config_groups)}};
+}
+
+namespace {
+
+// Whether a target of the configuration is this module. Class names stand for
+// all modules: the file does not say what class one is.
+bool IsTarget(const std::string& target, const std::string& module) {
+  constexpr absl::string_view kRegex = "re:";
+  absl::string_view pattern = target;
+  if (!absl::ConsumePrefix(&pattern, kRegex)) {
+    return target == module || target == "Linear" || target == "Conv2d" ||
+           target == "Conv1d";
+  }
+  // Python's, from the beginning on; POSIX lacks \d and \w.
+  const std::string posix = absl::StrCat(
+      "^", absl::StrReplaceAll(pattern,
+                               {{"\\d", "[0-9]"}, {"\\w", "[A-Za-z0-9_]"}}));
+  regex_t regex;
+  if (regcomp(&regex, posix.c_str(), REG_EXTENDED | REG_NOSUB) != 0) {
+    return false;
+  }
+  const bool matches = regexec(&regex, module.c_str(), 0, nullptr, 0) == 0;
+  regfree(&regex);
+  return matches;
+}
+
+// Reads the tensors of one model. Not thread-safe.
+class CompressedReader {
+ public:
+  CompressedReader(const TensorInput& input, const std::string& path,
+                   const Json& config)
+      : input_(input), path_(path), config_(config) {}
+
+  absl::StatusOr<std::vector<QuantizedTensor>> ReadAll() {
+    std::vector<QuantizedTensor> tensors;
+    for (const files::FileTensor& tensor : input_.tensors()) {
+      absl::string_view module = tensor.name;
+      if (!absl::ConsumeSuffix(&module, ".weight_scale")) continue;
+      absl::StatusOr<QuantizedTensor> read = Read(std::string(module), tensor);
+      if (!read.ok()) return read.status();
+      tensors.push_back(*std::move(read));
+    }
+    return tensors;
+  }
+
+ private:
+  absl::Status Malformed(const std::string& module, absl::string_view what) {
+    return files::FileMalformedError(
+        path_, absl::StrCat("module \"", module, "\": ", what));
+  }
+
+  // The arguments of the weights, null where no group has the module.
+  const Json* SchemeOf(const std::string& module) const {
+    const auto groups = config_.find("config_groups");
+    if (groups == config_.end() || !groups->is_object()) return nullptr;
+    for (const Json& group : *groups) {
+      if (!group.is_object()) continue;
+      const auto targets = group.find("targets");
+      const auto weights = group.find("weights");
+      if (targets == group.end() || !targets->is_array() ||
+          weights == group.end() || !weights->is_object()) {
+        continue;
+      }
+      for (const Json& target : *targets) {
+        if (target.is_string() && IsTarget(target, module)) return &*weights;
+      }
+    }
+    return nullptr;
+  }
+
+  static int64_t IntegerOf(const Json& object, const char* key,
+                           int64_t otherwise) {
+    const auto found = object.find(key);
+    return found != object.end() && found->is_number_integer()
+               ? found->get<int64_t>()
+               : otherwise;
+  }
+
+  static std::string StringOf(const Json& object, const char* key) {
+    const auto found = object.find(key);
+    return found != object.end() && found->is_string()
+               ? found->get<std::string>()
+               : "";
+  }
+
+  absl::StatusOr<QuantizedTensor> Read(const std::string& module,
+                                       const files::FileTensor& scale) {
+    const Json* const scheme = SchemeOf(module);
+    if (scheme == nullptr) {
+      return Malformed(module, "no group of config.json targets it");
+    }
+    const auto part = [&](absl::string_view suffix) {
+      return input_.Find(absl::StrCat(module, suffix));
+    };
+    if (part(".weight_g_idx") != nullptr) {
+      return files::FileUnsupportedError(
+          path_, absl::StrCat("module \"", module, "\": reordered groups"));
+    }
+    QuantizedTensor tensor;
+    tensor.name = absl::StrCat(module, kWeight);
+    tensor.element_type =
+        ElementTypeOf(scale.dtype).value_or(ElementType::kFloat32);
+    for (const char* suffix :
+         {".weight", ".weight_packed", ".weight_scale", ".weight_zero_point",
+          ".weight_shape", ".weight_global_scale"}) {
+      if (part(suffix) != nullptr) {
+        tensor.parts.push_back(absl::StrCat(module, suffix));
+      }
+    }
+    const bool is_integer = StringOf(*scheme, "type") != "float";
+    const int64_t bits = IntegerOf(*scheme, "num_bits", 8);
+    if (bits < 2 || bits > kMaxBits) {
+      return Malformed(module,
+                       absl::StrCat("num_bits is ", bits, ", expected 2 to 8"));
+    }
+    const files::FileTensor* const plain = part(kWeight);
+    const files::FileTensor* const packed = part(".weight_packed");
+    if ((plain == nullptr) == (packed == nullptr)) {
+      return Malformed(module, "expected weight or weight_packed");
+    }
+    absl::Status status;
+    if (!is_integer && packed != nullptr) {
+      status = ReadFloat4(module, *packed, scale, part(".weight_global_scale"),
+                          &tensor);
+    } else if (packed != nullptr) {
+      status = ReadPacked(module, static_cast<int>(bits), *packed,
+                          part(".weight_shape"), &tensor);
+    } else {
+      status = ReadPlain(module, is_integer, static_cast<int>(bits), *plain,
+                         &tensor);
+    }
+    if (!status.ok()) return status;
+    status = AddScales(module, *scheme, scale, &tensor);
+    if (!status.ok()) return status;
+    const files::FileTensor* const zero_point = part(".weight_zero_point");
+    if (zero_point != nullptr && is_integer) {
+      status =
+          AddZeroPoints(module, static_cast<int>(bits), *zero_point, &tensor);
+      if (!status.ok()) return status;
+    }
+    return tensor;
+  }
+
+  absl::Status SetIntegers(int bits, QuantizedTensor* tensor) {
+    const absl::StatusOr<v1::NumberFormat> format =
+        ParseFormat(absl::StrCat("int", bits));
+    if (!format.ok()) return format.status();
+    tensor->encoding.set_format(*format);
+    return absl::OkStatus();
+  }
+
+  // Codes as the server takes them, of values plus 2^(bits - 1).
+  static void SetCodes(const FormatInfo& format,
+                       const std::vector<uint8_t>& from_zero,
+                       QuantizedTensor* tensor) {
+    auto codes = std::make_shared<std::vector<uint8_t>>(static_cast<size_t>(
+        format.SizeBytes(static_cast<int64_t>(from_zero.size()))));
+    const uint32_t half = 1U << (format.bits - 1);
+    for (size_t i = 0; i < from_zero.size(); ++i) {
+      const uint32_t value = from_zero[i] - half;
+      if (format.storage_bits == 8) {
+        (*codes)[i] = static_cast<uint8_t>(value);
+        continue;
+      }
+      const size_t per_byte = 8 / static_cast<size_t>(format.storage_bits);
+      (*codes)[i / per_byte] |= static_cast<uint8_t>(
+          (value & ((1U << format.bits) - 1))
+          << (i % per_byte * static_cast<size_t>(format.storage_bits)));
+    }
+    tensor->codes = *codes;
+    tensor->unpacked = std::move(codes);
+  }
+
+  absl::Status ReadPlain(const std::string& module, bool is_integer, int bits,
+                         const files::FileTensor& plain,
+                         QuantizedTensor* tensor) {
+    tensor->shape = plain.shape;
+    tensor->codes = plain.data;
+    if (!is_integer) {
+      if (plain.dtype != files::Dtype::kF8E4M3) {
+        return Malformed(module, "expected a weight of F8_E4M3");
+      }
+      tensor->encoding.set_format(v1::NUMBER_FORMAT_FLOAT8_E4M3FN);
+      return absl::OkStatus();
+    }
+    if (plain.dtype != files::Dtype::kI8) {
+      return Malformed(module, "expected a weight of I8");
+    }
+    if (absl::Status s = SetIntegers(bits, tensor); !s.ok()) return s;
+    if (bits == 8) return absl::OkStatus();
+    const FormatInfo format = *GetFormatInfo(tensor->encoding.format());
+    std::vector<uint8_t> from_zero;
+    const int half = 1 << (bits - 1);
+    for (const uint8_t byte : plain.data) {
+      const int value = static_cast<int8_t>(byte);
+      if (value < -half || value >= half) {
+        return Malformed(module, absl::StrCat("a weight is ", value,
+                                              ", not of ", bits, " bits"));
+      }
+      from_zero.push_back(static_cast<uint8_t>(value + half));
+    }
+    SetCodes(format, from_zero, tensor);
+    return absl::OkStatus();
+  }
+
+  absl::Status ReadPacked(const std::string& module, int bits,
+                          const files::FileTensor& packed,
+                          const files::FileTensor* shape,
+                          QuantizedTensor* tensor) {
+    if (shape == nullptr || shape->shape != std::vector<int64_t>{2} ||
+        (shape->dtype != files::Dtype::kI64 &&
+         shape->dtype != files::Dtype::kI32)) {
+      return Malformed(module, "expected a weight_shape of two integers");
+    }
+    if (shape->dtype == files::Dtype::kI64) {
+      tensor->shape = Elements<int64_t>(*shape);
+    } else {
+      for (const int32_t size : Elements<int32_t>(*shape)) {
+        tensor->shape.push_back(size);
+      }
+    }
+    const absl::StatusOr<int64_t> count = ElementCount(tensor->shape);
+    const int64_t rows = tensor->shape[0];
+    const int64_t columns = tensor->shape[1];
+    if (!count.ok() || packed.dtype != files::Dtype::kI32 ||
+        packed.shape !=
+            std::vector<int64_t>{rows, CeilDivide(columns * bits, 32)}) {
+      return Malformed(
+          module,
+          absl::StrCat("expected a weight_packed of I32 that holds ", bits,
+                       " bits for each of [", rows, ",", columns, "]"));
+    }
+    if (absl::Status s = SetIntegers(bits, tensor); !s.ok()) return s;
+    std::vector<uint32_t> words = Elements<uint32_t>(packed);
+    std::vector<uint8_t> from_zero;
+    from_zero.reserve(static_cast<size_t>(*count));
+    for (int64_t row = 0; row<rows&& * count> 0; ++row) {
+      BitStream stream(bits, words.data() + row * packed.shape[1], 1);
+      for (int64_t column = 0; column < columns; ++column) {
+        from_zero.push_back(static_cast<uint8_t>(stream.Get()));
+      }
+    }
+    SetCodes(*GetFormatInfo(tensor->encoding.format()), from_zero, tensor);
+    return absl::OkStatus();
+  }
+
+  absl::Status ReadFloat4(const std::string& module,
+                          const files::FileTensor& packed,
+                          const files::FileTensor& scale,
+                          const files::FileTensor* global,
+                          QuantizedTensor* tensor) {
+    if (packed.dtype != files::Dtype::kU8 || packed.shape.size() != 2 ||
+        packed.shape[1] > INT64_MAX / 2) {
+      return Malformed(module, "expected a weight_packed of U8, a matrix");
+    }
+    tensor->shape = {packed.shape[0], packed.shape[1] * 2};
+    tensor->codes = packed.data;
+    tensor->element_type = ElementType::kFloat32;
+    Encoding& encoding = tensor->encoding;
+    encoding.set_scale_code(scale.data.data(), scale.data.size());
+    if (global == nullptr) {
+      if (scale.dtype != files::Dtype::kU8) {
+        return Malformed(module, "expected a weight_scale of U8");
+      }
+      encoding.set_format(v1::NUMBER_FORMAT_MXFP4_E2M1);
+      return absl::OkStatus();
+    }
+    if (scale.dtype != files::Dtype::kF8E4M3 ||
+        global->dtype != files::Dtype::kF32 || global->data.size() != 4) {
+      return Malformed(module,
+                       "expected a weight_scale of F8_E4M3 under one "
+                       "weight_global_scale of F32");
+    }
+    encoding.set_format(v1::NUMBER_FORMAT_NVFP4);
+    encoding.add_outer_scale(1.0f / Elements<float>(*global)[0]);
+    return absl::OkStatus();
+  }
+
+  absl::Status AddScales(const std::string& module, const Json& scheme,
+                         const files::FileTensor& scale,
+                         QuantizedTensor* tensor) {
+    Encoding& encoding = tensor->encoding;
+    const size_t rank = tensor->shape.size();
+    const std::string strategy = StringOf(scheme, "strategy");
+    std::vector<int64_t> block(rank, 0);
+    if (strategy == "channel" && rank > 0) {
+      block[0] = 1;
+    } else if ((strategy == "group" || strategy == "tensor_group") &&
+               rank == 2) {
+      block = {1, IntegerOf(scheme, "group_size", 0)};
+    } else if (strategy == "block" && rank == 2) {
+      const auto found = scheme.find("block_structure");
+      if (found == scheme.end() || !found->is_array() || found->size() != 2 ||
+          !(*found)[0].is_number_integer() ||
+          !(*found)[1].is_number_integer()) {
+        return Malformed(module, "expected a block_structure of two integers");
+      }
+      block = {(*found)[0].get<int64_t>(), (*found)[1].get<int64_t>()};
+    } else if (strategy != "tensor" && !strategy.empty()) {
+      return files::FileUnsupportedError(
+          path_, absl::StrCat("module \"", module, "\": strategy \"", strategy,
+                              "\" of a tensor of ", rank, " dimensions"));
+    }
+    const absl::StatusOr<std::vector<int64_t>> shape =
+        ScaleShape(tensor->shape, block);
+    if (!shape.ok()) return Malformed(module, ErrorText(shape.status()));
+    const absl::StatusOr<int64_t> expected = ElementCount(*shape);
+    const int64_t got =
+        static_cast<int64_t>(scale.data.size()) / DtypeSizeBytes(scale.dtype);
+    if (!expected.ok() || *expected != got) {
+      return Malformed(module, absl::StrCat("weight_scale has ", got,
+                                            " elements, a ", strategy, " of [",
+                                            absl::StrJoin(tensor->shape, ","),
+                                            "] takes ", expected.value_or(0)));
+    }
+    for (const int64_t size : block) encoding.add_block_size(size);
+    for (const int64_t size : *shape) encoding.add_scale_shape(size);
+    if (!encoding.scale_code().empty()) return absl::OkStatus();
+    if (!ReadScales(scale, &encoding)) {
+      return Malformed(module, "expected a weight_scale of F32, F16 or BF16");
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status AddZeroPoints(const std::string& module, int bits,
+                             const files::FileTensor& zero_point,
+                             QuantizedTensor* tensor) {
+    Encoding& encoding = tensor->encoding;
+    const int count = encoding.scale_size();
+    if (zero_point.dtype == files::Dtype::kI8 &&
+        zero_point.data.size() == static_cast<size_t>(count)) {
+      for (const int8_t value : Elements<int8_t>(zero_point)) {
+        encoding.add_zero_point(value);
+      }
+      return absl::OkStatus();
+    }
+    const int64_t rows = tensor->shape[0];
+    const int64_t groups = rows > 0 ? count / rows : 0;
+    if (zero_point.dtype != files::Dtype::kI32 || groups * rows != count ||
+        zero_point.shape !=
+            std::vector<int64_t>{CeilDivide(rows * bits, 32), groups}) {
+      return Malformed(module,
+                       "expected a weight_zero_point as many as scales, I8 or "
+                       "packed in I32");
+    }
+    std::vector<uint32_t> words = Elements<uint32_t>(zero_point);
+    encoding.mutable_zero_point()->Resize(count, 0);
+    for (int64_t group = 0; group < groups; ++group) {
+      BitStream stream(bits, words.data() + group, static_cast<size_t>(groups));
+      for (int64_t row = 0; row < rows; ++row) {
+        encoding.set_zero_point(
+            static_cast<int>(row * groups + group),
+            static_cast<int32_t>(stream.Get()) - (1 << (bits - 1)));
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  const TensorInput& input_;
+  const std::string& path_;
+  const Json& config_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::vector<QuantizedTensor>> ReadCompressed(
+    const TensorInput& input, const std::string& path) {
+  struct stat status;
+  const bool is_folder =
+      stat(path.c_str(), &status) == 0 && S_ISDIR(status.st_mode);
+  const size_t slash = path.rfind('/');
+  const std::string folder = is_folder ? path
+                             : slash == std::string::npos
+                                 ? "."
+                                 : path.substr(0, slash + 1);
+  const std::string config_path = absl::StrCat(folder, "/config.json");
+  std::ifstream file(config_path, std::ios::binary);
+  if (!file) return std::vector<QuantizedTensor>();
+  const std::string text(std::istreambuf_iterator<char>(file), {});
+  const Json document = Json::parse(text, nullptr, /*allow_exceptions=*/false);
+  if (!document.is_object()) {
+    return files::FileMalformedError(config_path, "expected a JSON object");
+  }
+  const auto config = document.find("quantization_config");
+  if (config == document.end() || !config->is_object()) {
+    return std::vector<QuantizedTensor>();
+  }
+  const auto method = config->find("quant_method");
+  if (method == config->end() || *method != "compressed-tensors") {
+    return files::FileUnsupportedError(
+        config_path, "a quantization that is not of compressed-tensors");
+  }
+  return CompressedReader(input, path, *config).ReadAll();
+}
+
+}  // namespace quantd::cli

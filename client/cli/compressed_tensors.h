@@ -1,0 +1,76 @@
+// How quantized tensors lie in the safetensors of compressed-tensors models.
+// X is a module, whose tensor "X.weight" is quantized:
+//
+//   int-quantized    X.weight (I8 in the tensor's shape), X.weight_scale,
+//                    X.weight_zero_point (I8)
+//   float-quantized  X.weight (F8_E4M3), X.weight_scale
+//   pack-quantized   X.weight_packed (I32: each row a dense stream of value +
+//                    2^(bits - 1), lowest bits first), X.weight_shape (I64),
+//                    X.weight_scale, X.weight_zero_point (I32, packed likewise
+//                    along columns)
+//   nvfp4-pack-quantized  X.weight_packed (U8), X.weight_scale (F8_E4M3),
+//                    X.weight_global_scale (F32 of [1], the inverse)
+//   mxfp4-pack-quantized  X.weight_packed (U8), X.weight_scale (U8, E8M0)
+//
+// Scales are of [1], of [rows, 1], or as many as groups or blocks. The folder's
+// config.json says which module has what, in "quantization_config".
+
+#ifndef QUANTD_CLIENT_CLI_COMPRESSED_TENSORS_H_
+#define QUANTD_CLIENT_CLI_COMPRESSED_TENSORS_H_
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+#include "client/cli/quantized_tensor.h"
+#include "client/cli/session.h"
+#include "client/cli/tensor_input.h"
+#include "client/cpp/tensor.h"
+#include "client/files/safetensors.h"
+
+namespace quantd::cli {
+
+// Writes the tensors of one model. Not thread-safe.
+class CompressedModel {
+ public:
+  // `packs_all`: pack-quantized for 8 bits too, which otherwise are
+  // int-quantized.
+  explicit CompressedModel(bool packs_all) : packs_all_(packs_all) {}
+
+  // Writes one quantized tensor. Returns its size in bytes with all that lies
+  // beside the codes.
+  // Errors: of files::SafetensorsWriter; ARGUMENT_INVALID for what the layout
+  // does not hold.
+  absl::StatusOr<uint64_t> Write(const std::string& name,
+                                 const std::vector<int64_t>& shape,
+                                 const Encoding& encoding,
+                                 absl::Span<const uint8_t> codes,
+                                 files::SafetensorsWriter* writer);
+
+  // Takes over what an earlier run wrote of a model.
+  void Restore(const Json& modules) { modules_.update(modules); }
+  // Scheme by module.
+  const Json& modules() const { return modules_; }
+
+  // The "quantization_config" of what was written.
+  Json Config() const;
+
+ private:
+  const bool packs_all_;
+  Json modules_ = Json::object();
+};
+
+// Reads all quantized tensors of a model. Empty where the folder has no
+// config.json of compressed-tensors.
+// Errors: FILE_MALFORMED, FILE_UNSUPPORTED.
+absl::StatusOr<std::vector<QuantizedTensor>> ReadCompressed(
+    const TensorInput& input, const std::string& path);
+
+}  // namespace quantd::cli
+
+#endif  // QUANTD_CLIENT_CLI_COMPRESSED_TENSORS_H_

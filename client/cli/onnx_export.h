@@ -1,0 +1,29 @@
+// Encodings put into an ONNX model.
+
+#ifndef QUANTD_CLIENT_CLI_ONNX_EXPORT_H_
+#define QUANTD_CLIENT_CLI_ONNX_EXPORT_H_
+
+#include <string>
+#include <vector>
+
+#include "client/cli/session.h"
+#include "client/cli/tensor_input.h"
+
+namespace quantd::cli {
+
+struct OnnxExport {
+  NameOptions name;
+  std::string model_path;
+  std::string output_path;
+  // Patterns of the tensors to quantize; empty for all.
+  std::vector<std::string> include;
+};
+
+// Writes the model with each weight that has an encoding as its codes under a
+// DequantizeLinear, and QuantizeLinear and DequantizeLinear behind each
+// activation that has one. Reports to `session`.
+void ExportOnnx(const OnnxExport& job, Session* session);
+
+}  // namespace quantd::cli
+
+#endif  // QUANTD_CLIENT_CLI_ONNX_EXPORT_H_

@@ -1,0 +1,102 @@
+// ONNX models, and QuantizeLinear and DequantizeLinear put into them.
+
+#ifndef QUANTD_CLIENT_FILES_ONNX_MODEL_H_
+#define QUANTD_CLIENT_FILES_ONNX_MODEL_H_
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+#include "client/files/dtype.h"
+
+namespace quantd::files {
+
+// One model in memory. Not thread-safe.
+class OnnxModel {
+ public:
+  // An initializer of the main graph.
+  struct Weight {
+    std::string name;
+    // Nothing for types that are not floats.
+    std::optional<Dtype> dtype;
+    std::vector<int64_t> shape;
+    // Row-major, little-endian; empty where the data are in another file. Stays
+    // until the weight is quantized.
+    absl::Span<const uint8_t> data;
+  };
+
+  // Parameters of QuantizeLinear and DequantizeLinear.
+  struct Quantizer {
+    // Of the codes, as quantd calls it: "int8", "uint4", "float8_e4m3fn".
+    std::string type;
+    std::vector<float> scale;
+    // As many as scales; none for floats.
+    std::vector<int32_t> zero_point;
+    // Of the scales: empty per tensor, [n] per axis, otherwise in blocks.
+    std::vector<int64_t> scale_shape;
+    int64_t axis = 0;
+    // 0 without blocks.
+    int64_t block_size = 0;
+  };
+
+  // Errors: FILE_UNREADABLE, FILE_MALFORMED.
+  static absl::StatusOr<OnnxModel> Open(const std::string& path);
+
+  OnnxModel(OnnxModel&& other) noexcept;
+  OnnxModel& operator=(OnnxModel&& other) noexcept;
+  ~OnnxModel();
+
+  const std::vector<Weight>& weights() const { return weights_; }
+  const Weight* FindWeight(absl::string_view name) const;
+  // Whether the main graph has an input or a node's output of that name.
+  bool HasActivation(absl::string_view name) const;
+
+  // Whether ONNX has that type of codes.
+  static bool HasType(absl::string_view type);
+
+  // Replaces a weight of float32 by its codes, packed as ONNX has them, and a
+  // DequantizeLinear that gives the weight its name.
+  // Requires: FindWeight(name), HasType.
+  void QuantizeWeight(absl::string_view name, const Quantizer& quantizer,
+                      absl::Span<const uint8_t> codes);
+  // Puts QuantizeLinear and DequantizeLinear behind an activation.
+  // Requires: HasActivation(name), HasType.
+  void QuantizeActivation(absl::string_view name, const Quantizer& quantizer);
+
+  // The version of the operators that the model has, and that it will have.
+  int64_t opset() const;
+  int64_t needed_opset() const { return needed_opset_; }
+
+  // Raises the version of the operators as far as is needed and writes the
+  // model.
+  // Errors: FILE_UNSUPPORTED (an operator of the model means something else in
+  // the version that is needed; data in other files; over 2 GiB);
+  // FILE_UNWRITABLE.
+  absl::Status Write(const std::string& path);
+
+ private:
+  struct Graph;
+
+  explicit OnnxModel(std::unique_ptr<Graph> graph);
+
+  // A name like `name` that nothing has.
+  std::string NewName(const std::string& name);
+  // Adds scale and zero point; returns the inputs behind the first.
+  std::vector<std::string> AddParameters(const std::string& name,
+                                         const Quantizer& quantizer);
+  absl::Status RaiseOpset(const std::string& path);
+
+  std::unique_ptr<Graph> graph_;
+  std::vector<Weight> weights_;
+  int64_t needed_opset_ = 0;
+};
+
+}  // namespace quantd::files
+
+#endif  // QUANTD_CLIENT_FILES_ONNX_MODEL_H_

@@ -1,0 +1,91 @@
+#include "client/files/shard_index.h"
+
+#include <sys/stat.h>
+
+#include <cstdint>
+#include <map>
+#include <set>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/escaping.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "client/files/atomic_file.h"
+#include "client/files/errors.h"
+#include "client/files/mapped_file.h"
+#include "nlohmann/json.hpp"
+
+namespace quantd::files {
+namespace {
+
+// A name in the folder itself.
+bool IsShardName(absl::string_view name) {
+  return absl::EndsWith(name, ".safetensors") &&
+         !absl::StrContains(name, '/') && !absl::StartsWith(name, ".") &&
+         !absl::StrContains(name, '\0');
+}
+
+}  // namespace
+
+bool IsFolder(const std::string& path) {
+  struct stat status;
+  return stat(path.c_str(), &status) == 0 && S_ISDIR(status.st_mode);
+}
+
+absl::StatusOr<ShardIndex> ReadShardIndex(const std::string& folder) {
+  const std::string path = absl::StrCat(folder, "/", kShardIndexName);
+  ShardIndex index;
+  struct stat status;
+  if (stat(path.c_str(), &status) != 0) {
+    index.shards.push_back(kSingleShardName);
+    return index;
+  }
+  const absl::StatusOr<MappedFile> file = MappedFile::Open(path);
+  if (!file.ok()) return file.status();
+  const auto document =
+      nlohmann::json::parse(file->bytes().begin(), file->bytes().end(), nullptr,
+                            /*allow_exceptions=*/false);
+  if (!document.is_object()) {
+    return FileMalformedError(path, "expected a JSON object");
+  }
+  const auto weight_map = document.find("weight_map");
+  if (weight_map == document.end() || !weight_map->is_object() ||
+      weight_map->empty()) {
+    return FileMalformedError(path, "expected a weight_map of tensors");
+  }
+  std::set<std::string> shards;
+  for (const auto& [tensor, shard] : weight_map->items()) {
+    if (!shard.is_string() ||
+        !IsShardName(shard.get_ref<const std::string&>())) {
+      return FileMalformedError(
+          path, absl::StrCat("weight_map[\"", absl::Utf8SafeCHexEscape(tensor),
+                             "\"]: expected the name of a .safetensors file in "
+                             "the folder"));
+    }
+    index.weight_map[tensor] = shard.get<std::string>();
+    shards.insert(shard.get<std::string>());
+  }
+  index.shards.assign(shards.begin(), shards.end());
+  return index;
+}
+
+absl::Status WriteShardIndex(
+    const std::string& folder,
+    const std::map<std::string, std::string>& weight_map,
+    uint64_t total_bytes) {
+  const nlohmann::ordered_json document = {
+      {"metadata", {{"total_size", total_bytes}}}, {"weight_map", weight_map}};
+  absl::StatusOr<AtomicFile> file =
+      AtomicFile::Create(absl::StrCat(folder, "/", kShardIndexName));
+  if (!file.ok()) return file.status();
+  absl::Status appended = file->Append(absl::StrCat(
+      document.dump(2, ' ', false, nlohmann::json::error_handler_t::replace),
+      "\n"));
+  if (!appended.ok()) return appended;
+  return file->Commit();
+}
+
+}  // namespace quantd::files

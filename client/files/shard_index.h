@@ -1,0 +1,45 @@
+// Folders of safetensors files that make one model:
+//
+//   model.safetensors.index.json   {"metadata": {"total_size": bytes},
+//                                   "weight_map": {tensor: file}}
+//   model-00001-of-00002.safetensors ...
+//
+// or model.safetensors alone.
+
+#ifndef QUANTD_CLIENT_FILES_SHARD_INDEX_H_
+#define QUANTD_CLIENT_FILES_SHARD_INDEX_H_
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+
+namespace quantd::files {
+
+constexpr char kShardIndexName[] = "model.safetensors.index.json";
+constexpr char kSingleShardName[] = "model.safetensors";
+
+struct ShardIndex {
+  // Names of the files in the folder, each once, in order of name.
+  std::vector<std::string> shards;
+  // The file of every tensor; empty without an index.
+  std::map<std::string, std::string> weight_map;
+};
+
+bool IsFolder(const std::string& path);
+
+// Errors: FILE_UNREADABLE, FILE_MALFORMED (also names that lead out of the
+// folder).
+absl::StatusOr<ShardIndex> ReadShardIndex(const std::string& folder);
+
+// Errors: FILE_UNWRITABLE.
+absl::Status WriteShardIndex(
+    const std::string& folder,
+    const std::map<std::string, std::string>& weight_map, uint64_t total_bytes);
+
+}  // namespace quantd::files
+
+#endif  // QUANTD_CLIENT_FILES_SHARD_INDEX_H_
