@@ -77,14 +77,31 @@ def test_TheHookCountsWhatGoesInAndNothingElse(client):
                    for thread in threading.enumerate())
 
 
+class HeldClient:
+    """Sends nothing until it is told to."""
+
+    def __init__(self, client):
+        self._client = client
+        self.released = threading.Event()
+
+    def get_statistics(self, *args):
+        return self._client.get_statistics(*args)
+
+    def calibrate_many(self, *args, **kwargs):
+        self.released.wait(TIMEOUT_S)
+        return self._client.calibrate_many(*args, **kwargs)
+
+
 def test_ModulesAndTensorsCanBeChosen(client):
     model = small_model().to(torch.bfloat16)
     x = batches(1)[0].to(torch.bfloat16)
+    held = HeldClient(client)
     with quantd.torch.calibrate(
-            model, client, model_name="t/choose", source="s",
+            model, held, model_name="t/choose", source="s",
             modules=["1", "3"], record=("input", "output"),
             granularity=quantd.per_channel(1)):
         y = model(x)
+        held.released.set()
     assert names(client, "t/choose") == [
         "1.input", "1.output", "3.input", "3.output"]
     # ReLU writes over its input; what went in was taken before.

@@ -292,6 +292,7 @@ def _names_axis(tensors: Sequence[TensorReport]) -> dict[str, Any]:
     return {"automargin": True, "tickvals": list(range(len(tensors))),
             "ticktext": [_short(tensor.name) for tensor in tensors],
             "range": [len(tensors) - 0.4, -0.6], "gridcolor": "#e8e8e8",
+            "ticks": "outside", "ticklen": 6, "tickcolor": "#fff",
             "zeroline": False}
 
 
@@ -379,15 +380,15 @@ def _sensitivity_plot(report: ModelReport) -> dict[str, Any]:
     return {
         "data": [{
             "type": "bar", "orientation": "h", "width": 0.65,
-            "x": [ratio for ratio, _ in noise],
+            "x": [100 * ratio for ratio, _ in noise],
             "y": list(range(len(noise))),
             "text": [html.escape(tensor.name) for _, tensor in noise],
             "textposition": "none",
-            "hovertemplate": "%{text}<br>%{x:.3g} of the signal's power",
+            "hovertemplate": "%{text}<br>%{x:.3g} % of the signal's power",
             "marker": {"color": _color(index)}}],
         "height": _rows_height(len(noise)),
-        "layout": {"xaxis": _axis("power of the noise / of the signal",
-                                  type="log", tickformat="~g"),
+        "layout": {"xaxis": _axis("noise, % of the signal's power", nticks=6,
+                                  rangemode="tozero"),
                    "yaxis": _names_axis([tensor for _, tensor in noise])}}
 
 
@@ -481,7 +482,7 @@ p { margin: .2rem 0 .6rem; color: #444; max-width: 46rem; }
 .facts b { color: #1a1a1a; }
 .table { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .9rem; }
-th, td { padding: 4px 14px 4px 0; text-align: right; white-space: nowrap;
+th, td { padding: 4px clamp(6px, 1.2vw, 14px) 4px 0; text-align: right; white-space: nowrap;
   border-bottom: 1px solid #e4e4e4; }
 th:first-child, td:first-child, td.name { text-align: left; }
 .legend { display: flex; flex-wrap: wrap; gap: 2px 16px; font-size: .85rem;
