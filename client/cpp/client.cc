@@ -522,8 +522,7 @@ absl::StatusOr<v1::ImportEncodingsResponse> Client::ImportEncodings(
   const absl::Time deadline = absl::Now() + options_.deadline;
   for (int retries = 0;; ++retries) {
     grpc::ClientContext context;
-    context.set_deadline(
-        Deadline(std::min(timeout, deadline - absl::Now())));
+    context.set_deadline(Deadline(std::min(timeout, deadline - absl::Now())));
     v1::ImportEncodingsResponse response;
     const std::unique_ptr<grpc::ClientWriter<v1::ImportEncodingsRequest>>
         writer = encoding_stub_->ImportEncodings(&context, &response);

@@ -21,8 +21,9 @@
 namespace quantd::fuzz {
 
 std::vector<FuzzTarget> AllFuzzTargets() {
-  return {StatisticsTarget(), EncodingTarget(),    SpecTarget(), ChunksTarget(),
-          EnvelopeTarget(),   SafetensorsTarget(), NpyTarget()};
+  return {StatisticsTarget(),  EncodingTarget(), SpecTarget(),
+          ChunksTarget(),      EnvelopeTarget(), InterchangeTarget(),
+          SafetensorsTarget(), NpyTarget()};
 }
 
 std::string MutateMessageOf(const FuzzTarget& target,

@@ -40,6 +40,7 @@ FuzzTarget EncodingTarget();
 FuzzTarget SpecTarget();
 FuzzTarget ChunksTarget();
 FuzzTarget EnvelopeTarget();
+FuzzTarget InterchangeTarget();
 FuzzTarget SafetensorsTarget();
 FuzzTarget NpyTarget();
 
