@@ -31,9 +31,9 @@ absl::StatusOr<ContributionOutcome> TenantStatisticsStore::Contribute(
   return inner_->Contribute(key, part, averaging_constant);
 }
 
-absl::StatusOr<StoredStatistics> TenantStatisticsStore::GetStatistics(
-    const EncodingKey& key) {
-  return principal_->MaySee(key.model) ? inner_->GetStatistics(key)
+absl::StatusOr<StoredStatistics> TenantStatisticsStore::ReadStatistics(
+    const EncodingKey& key, absl::FunctionRef<bool()> stopped) {
+  return principal_->MaySee(key.model) ? inner_->ReadStatistics(key, stopped)
                                        : NotFound(key);
 }
 

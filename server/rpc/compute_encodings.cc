@@ -40,7 +40,8 @@ class ComputeEncodingsCall final
       if (absl::Status s = Open(); !s.ok()) return s;
     }
     if (next_ == revision_.entries().size()) return false;
-    tensor_status_ = revision_.Load(revision_.entries()[next_], &stored_);
+    tensor_status_ = revision_.Load(
+        revision_.entries()[next_], [this] { return stopped(); }, &stored_);
     return true;
   }
 

@@ -60,6 +60,7 @@ EncodingKey RevisionStatistics::KeyOf(const StatisticsListEntry& entry) const {
 }
 
 absl::Status RevisionStatistics::Load(const StatisticsListEntry& entry,
+                                      absl::FunctionRef<bool()> stopped,
                                       StoredStatistics* stored) {
   // A bin takes about four times as much as its varints.
   constexpr int64_t kMemoryPerStoredByte = 4;
@@ -67,7 +68,8 @@ absl::Status RevisionStatistics::Load(const StatisticsListEntry& entry,
   absl::Status status = env_.budget->Grow(
       &lease_, kMemoryPerStoredByte * entry.size_bytes, kWayOut);
   if (!status.ok()) return status;
-  absl::StatusOr<StoredStatistics> got = store_->GetStatistics(KeyOf(entry));
+  absl::StatusOr<StoredStatistics> got =
+      store_->ReadStatistics(KeyOf(entry), stopped);
   if (!got.ok()) return got.status();
   // Themselves, and at the granularity of a spec.
   status = env_.budget->Grow(&lease_, 2 * got->state.statistics.memory_bytes(),

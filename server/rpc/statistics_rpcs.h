@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "grpcpp/grpcpp.h"
@@ -51,8 +52,11 @@ class RevisionStatistics {
 
   // Reads a tensor's statistics and charges the memory budget with them. What
   // was loaded before must be gone.
-  // Errors: those of StatisticsStore::GetStatistics, MEMORY_BUDGET.
-  absl::Status Load(const StatisticsListEntry& entry, StoredStatistics* stored);
+  // `stopped`  as for StatisticsStore::ReadStatistics.
+  // Errors: those of StatisticsStore::ReadStatistics, MEMORY_BUDGET.
+  absl::Status Load(const StatisticsListEntry& entry,
+                    absl::FunctionRef<bool()> stopped,
+                    StoredStatistics* stored);
   // Gives back what Load has charged.
   void Unload() { lease_.Release(); }
 

@@ -84,7 +84,8 @@ class SweepCall final : public TensorwiseCall<v1::SweepResponse> {
       if (absl::Status s = Open(); !s.ok()) return s;
     }
     if (next_ < revision_.entries().size()) {
-      tensor_status_ = revision_.Load(revision_.entries()[next_], &stored_);
+      tensor_status_ = revision_.Load(
+          revision_.entries()[next_], [this] { return stopped(); }, &stored_);
       return true;
     }
     return !summarized_;

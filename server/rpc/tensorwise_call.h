@@ -77,8 +77,9 @@ class TensorwiseCall : public grpc::ServerWriteReactor<Response>,
   const RpcEnvironment& env() const { return env_; }
   // Requires: in a step.
   const Caller& caller() const { return *caller_; }
-  // The client is gone: what is computed is of no use.
-  bool cancelled() const { return cancelled_.load(); }
+  // What is computed is of no use: the client is gone, or the server does not
+  // wait any longer.
+  bool stopped() const { return cancelled_.load() || out_of_time_.load(); }
 
   // Reads what the next message needs; false when there is no further one. An
   // error ends the call.
@@ -92,7 +93,7 @@ class TensorwiseCall : public grpc::ServerWriteReactor<Response>,
 
  private:
   bool Stopped() {
-    if (cancelled()) {
+    if (cancelled_.load()) {
       End(absl::CancelledError());
     } else if (out_of_time_.load()) {
       End(core::DrainingError());

@@ -27,10 +27,10 @@ absl::StatusOr<ContributionOutcome> MeteringStatisticsStore::Contribute(
   return outcome;
 }
 
-absl::StatusOr<StoredStatistics> MeteringStatisticsStore::GetStatistics(
-    const EncodingKey& key) {
+absl::StatusOr<StoredStatistics> MeteringStatisticsStore::ReadStatistics(
+    const EncodingKey& key, absl::FunctionRef<bool()> stopped) {
   return Measure(metrics_, StoreOperation::kGetStatistics,
-                 [&] { return inner_->GetStatistics(key); });
+                 [&] { return inner_->ReadStatistics(key, stopped); });
 }
 
 absl::StatusOr<std::vector<StatisticsListEntry>>

@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -27,8 +28,8 @@ class MeteringStatisticsStore : public StatisticsStore {
   absl::StatusOr<ContributionOutcome> Contribute(
       const ContributionKey& key, const core::StatisticsState& part,
       double averaging_constant) override;
-  absl::StatusOr<StoredStatistics> GetStatistics(
-      const EncodingKey& key) override;
+  absl::StatusOr<StoredStatistics> ReadStatistics(
+      const EncodingKey& key, absl::FunctionRef<bool()> stopped) override;
   absl::StatusOr<std::vector<StatisticsListEntry>> ListStatistics(
       absl::string_view model, absl::string_view revision,
       absl::string_view after, int limit) override;

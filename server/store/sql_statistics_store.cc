@@ -342,8 +342,8 @@ absl::StatusOr<ContributionOutcome> SqlStatisticsStore::Contribute(
   }
 }
 
-absl::StatusOr<StoredStatistics> SqlStatisticsStore::GetStatistics(
-    const EncodingKey& key) {
+absl::StatusOr<StoredStatistics> SqlStatisticsStore::ReadStatistics(
+    const EncodingKey& key, absl::FunctionRef<bool()> stopped) {
   StoredStatistics stored;
   const auto read = [&](SqlConnection& connection) -> absl::Status {
     const std::unique_ptr<SqlStatement> row = connection.Prepare(kSelectAll);
@@ -352,6 +352,7 @@ absl::StatusOr<StoredStatistics> SqlStatisticsStore::GetStatistics(
       absl::StatusOr<bool> found = row->Step("cannot read statistics");
       if (!found.ok()) return found.status();
       if (!*found) break;
+      if (stopped()) return absl::CancelledError();
       absl::StatusOr<SourceState> source = ReadSource(key, *row);
       if (!source.ok()) return source.status();
       if (stored.sources.empty()) {

@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -28,8 +29,8 @@ class SqlStatisticsStore : public StatisticsStore {
   absl::StatusOr<ContributionOutcome> Contribute(
       const ContributionKey& key, const core::StatisticsState& part,
       double averaging_constant) override;
-  absl::StatusOr<StoredStatistics> GetStatistics(
-      const EncodingKey& key) override;
+  absl::StatusOr<StoredStatistics> ReadStatistics(
+      const EncodingKey& key, absl::FunctionRef<bool()> stopped) override;
   absl::StatusOr<std::vector<StatisticsListEntry>> ListStatistics(
       absl::string_view model, absl::string_view revision,
       absl::string_view after, int limit) override;

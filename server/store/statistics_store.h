@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -75,9 +76,15 @@ class StatisticsStore {
       const ContributionKey& key, const core::StatisticsState& part,
       double averaging_constant) = 0;
 
-  // Errors: STATISTICS_NOT_FOUND.
-  virtual absl::StatusOr<StoredStatistics> GetStatistics(
-      const EncodingKey& key) = 0;
+  // Of all sources, of which there may be thousands: asks `stopped` now and
+  // then whether nobody wants them any more. Errors: STATISTICS_NOT_FOUND;
+  // CANCELLED when it is stopped.
+  virtual absl::StatusOr<StoredStatistics> ReadStatistics(
+      const EncodingKey& key, absl::FunctionRef<bool()> stopped) = 0;
+  // The same, to the end.
+  absl::StatusOr<StoredStatistics> GetStatistics(const EncodingKey& key) {
+    return ReadStatistics(key, [] { return false; });
+  }
 
   // At most `limit` entries in order of tensor, bytewise, after `after`.
   virtual absl::StatusOr<std::vector<StatisticsListEntry>> ListStatistics(
