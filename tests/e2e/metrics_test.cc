@@ -1,11 +1,7 @@
 // Every metric moves when what it counts happens: seen in scrapes of the
 // binary.
 
-#include <arpa/inet.h>
-#include <netinet/in.h>
 #include <signal.h>
-#include <sys/socket.h>
-#include <unistd.h>
 
 #include <chrono>
 #include <cstdint>
@@ -26,6 +22,7 @@
 #include "gtest/gtest.h"
 #include "quantd/v1/encoding_service.grpc.pb.h"
 #include "quantd/v1/quantization_service.grpc.pb.h"
+#include "tests/support/http_get.h"
 #include "tests/support/metric_value.h"
 #include "tests/support/server_process.h"
 #include "tests/support/tensor_streams.h"
@@ -36,32 +33,6 @@ namespace {
 
 using ::testing::HasSubstr;
 using ::testing::StartsWith;
-
-// The whole response to GET `path` at host:port, an IPv4 address.
-std::string HttpGet(const std::string& host_port, const std::string& path) {
-  const std::vector<std::string> parts = absl::StrSplit(host_port, ':');
-  sockaddr_in address = {};
-  address.sin_family = AF_INET;
-  int port = 0;
-  EXPECT_TRUE(absl::SimpleAtoi(parts.at(1), &port));
-  address.sin_port = htons(static_cast<uint16_t>(port));
-  EXPECT_EQ(inet_pton(AF_INET, parts[0].c_str(), &address.sin_addr), 1);
-  const int fd = socket(AF_INET, SOCK_STREAM, 0);
-  EXPECT_EQ(connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)),
-            0);
-  const std::string request =
-      absl::StrCat("GET ", path, " HTTP/1.1\r\nHost: ", host_port, "\r\n\r\n");
-  EXPECT_EQ(write(fd, request.data(), request.size()),
-            static_cast<ssize_t>(request.size()));
-  std::string response;
-  char buffer[4096];
-  ssize_t count;
-  while ((count = read(fd, buffer, sizeof(buffer))) > 0) {
-    response.append(buffer, static_cast<size_t>(count));
-  }
-  close(fd);
-  return response;
-}
 
 void SetDeadline(grpc::ClientContext* context) {
   context->set_deadline(std::chrono::system_clock::now() +
@@ -360,18 +331,18 @@ TEST_F(MetricsE2eTest, UnaryCallsCountByTheirCode) {
     v1::DeleteEncodingResponse response;
     EXPECT_TRUE(encodings_->DeleteEncoding(&context, request, &response).ok());
   });
-  // What this version does not have counts like anything else.
-  ExpectSteps(CallSteps("server_stream", "EncodingService", "ExportEncodings",
-                        "Unimplemented"),
-              [&] {
-                grpc::ClientContext context;
-                SetDeadline(&context);
-                const auto stream = encodings_->ExportEncodings(&context, {});
-                v1::ExportEncodingsResponse response;
-                EXPECT_FALSE(stream->Read(&response));
-                EXPECT_EQ(stream->Finish().error_code(),
-                          grpc::StatusCode::UNIMPLEMENTED);
-              });
+  // Calls that answer with a stream too.
+  ExpectSteps(
+      CallSteps("server_stream", "EncodingService", "Sweep", "InvalidArgument"),
+      [&] {
+        grpc::ClientContext context;
+        SetDeadline(&context);
+        const auto stream = encodings_->Sweep(&context, {});
+        v1::SweepResponse response;
+        EXPECT_FALSE(stream->Read(&response));
+        EXPECT_EQ(stream->Finish().error_code(),
+                  grpc::StatusCode::INVALID_ARGUMENT);
+      });
 }
 
 TEST_F(MetricsE2eTest, ContributionsCountOnceAndWhatComesOfThemToo) {
