@@ -209,6 +209,12 @@ int Serve(const Config& config) {
       options, stores->encodings.get(), stores->statistics.get(), &metrics);
   if (!server.ok()) return Fail("cannot serve", server.status());
 
+  if (config.insecure_listen && config.tls.certificate.empty() &&
+      !config.access_file.empty()) {
+    Log(LogLevel::kWarning,
+        "tokens come in plaintext: whoever reads the network has them");
+  }
+
   std::unique_ptr<HttpServer> http;
   if (!config.metrics_listen.empty()) {
     absl::StatusOr<std::unique_ptr<HttpServer>> started = HttpServer::Start(

@@ -172,7 +172,6 @@ absl::StatusOr<std::shared_ptr<const AccessList>> AccessList::Parse(
       return AtLine(number, "NAME CREDENTIAL SCOPES MODELS [EXPIRES]");
     }
     auto principal = std::make_shared<Principal>();
-    principal->name_ = std::string(fields[0]);
     const std::string key = KeyOf(fields[1]);
     if (key.empty()) {
       return AtLine(number,

@@ -5,8 +5,8 @@
 //   NAME  sha256:HEX           SCOPES  MODELS  [EXPIRES]
 //   NAME  certificate:SUBJECT  SCOPES  MODELS  [EXPIRES]
 //
-// NAME is for logs, and may come more than once: two tokens while one replaces
-// the other. HEX is the SHA-256 of a bearer token (64 digits), SUBJECT the
+// NAME is for people, and may come more than once: two tokens while one
+// replaces the other. HEX is the SHA-256 of a bearer token (64 digits), SUBJECT the
 // common name or a subject alternative name of a client's certificate. SCOPES
 // are some of read, quantize, calibrate and admin, separated by commas. MODELS
 // is * for all models, PREFIX/ for all whose names begin so, or the name of
@@ -15,7 +15,6 @@
 #ifndef QUANTD_SERVER_GUARD_ACCESS_LIST_H_
 #define QUANTD_SERVER_GUARD_ACCESS_LIST_H_
 
-#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -56,8 +55,6 @@ class Principal {
   // May do everything: who calls where no access file is.
   static std::shared_ptr<const Principal> Unrestricted();
 
-  // For logs; never secret.
-  const std::string& name() const { return name_; }
   // Whether names of that model mean anything to the caller. What it may not
   // see does not exist for it.
   bool MaySee(absl::string_view model) const;
@@ -75,7 +72,6 @@ class Principal {
  private:
   friend class AccessList;
 
-  std::string name_;
   uint8_t scopes_ = 0;
   // A prefix that ends in a slash, one name, or empty for all.
   std::string models_;
@@ -110,7 +106,6 @@ class AccessList {
   absl::StatusOr<std::shared_ptr<const Principal>> Find(
       const Credential& credential, absl::Time now) const;
 
-  size_t size() const { return principals_.size(); }
 
  private:
   // Under the digest of the token, or "certificate:" and the name. Comparing
