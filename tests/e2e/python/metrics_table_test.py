@@ -79,22 +79,28 @@ class Scrape:
 
 
 class Bench:
-    """A server, and what the acts below need of it. A guarded one has
-    certificates and asks for tokens on its unix socket too."""
+    """A server, and what the acts below need of it: "plain"; "guarded", with
+    certificates, and a socket that asks for tokens; or "hurried"."""
 
-    def __init__(self, folder, guarded):
+    KINDS = ("plain", "guarded", "hurried")
+
+    def __init__(self, folder, kind):
         self.folder = folder
-        self.guarded = guarded
-        flags = self.guard() if guarded else []
+        self.kind = kind
+        flags = {"plain": [], "guarded": self.guard,
+                 "hurried": ["--tensor-count", "1", "--idle-timeout", "500ms",
+                             "--stream-age", "1s"]}[kind]
+        if callable(flags):
+            flags = flags()
         self.server = live_server.LiveServer(
             options.quantd, folder=folder,
             flags=["--listen", f"unix:{folder}/socket", "--shared-memory",
                    "--drain-delay", "0", "--tensor-bytes", "64MiB",
                    "--scale-count", "1000", "--memory-budget-bytes", "32MiB",
                    "--memory-wait", "10ms", "--statistics-limit", "16KiB",
-                   "--shared-regions", "4", "--cache-bytes", "64KiB",
-                   "--cache-max-age", "1h", *flags])
-        self.address = (f"unix:{folder}/socket" if guarded
+                   "--shared-regions", "4", "--tensor-rank", "4",
+                   "--cache-bytes", "64KiB", "--cache-max-age", "1h", *flags])
+        self.address = (f"unix:{folder}/socket" if kind == "guarded"
                         else self.server.address)
         self.client = self.new_client()
         self.channel = grpc.insecure_channel(self.address)
@@ -297,14 +303,15 @@ def damage_the_store(bench):
         database.execute(f"UPDATE {table} SET {blobs[-1]} = X'FFFF' "
                          "WHERE tensor = 'damaged'")
         database.commit()
-    bench.__init__(bench.folder, bench.guarded)
+    bench.__init__(bench.folder, bench.kind)
     bench.fails("STORE_CORRUPT",
                 lambda: bench.client.get_encoding(name("damaged")))
 
 
 @contextlib.contextmanager
-def open_tensor(bench):
-    """The first half of a tensor that has to be held until it is complete."""
+def open_tensor(bench, patient=True):
+    """The first half of a tensor that has to be held until it is complete;
+    where the server is not `patient`, it ends the stream."""
     closing = threading.Event()
 
     def messages():
@@ -320,8 +327,10 @@ def open_tensor(bench):
         yield
     finally:
         closing.set()
-        for response in call:
-            assert not response.HasField("error"), response
+        with (contextlib.nullcontext() if patient
+              else contextlib.suppress(grpc.RpcError)):
+            for response in call:
+                assert not response.HasField("error"), response
 
 
 @contextlib.contextmanager
@@ -349,12 +358,79 @@ def ask_for_too_much(reason, call):
     return lambda bench: bench.fails(reason, lambda: call(bench))
 
 
-def tensor_too_large(bench):
+def refused(bench, reason, shape, data=b""):
     header = qs.QuantizeHeader(tensor=te.TensorDescription(
-        element_type=te.ELEMENT_TYPE_FLOAT32, shape=[1 << 40]))
-    responses = bench.streams.Quantize(
-        iter([qs.QuantizeRequest(header=header)]), timeout=TIMEOUT_S)
-    assert next(responses).error.reason == "TENSOR_TOO_LARGE"
+        element_type=te.ELEMENT_TYPE_FLOAT32, shape=shape))
+    header.encoding.format = en.NUMBER_FORMAT_INT8
+    header.encoding.scale.append(1)
+    for response in bench.streams.Quantize(
+            iter([qs.QuantizeRequest(header=header, data=data)]),
+            timeout=TIMEOUT_S):
+        if response.HasField("error"):
+            assert response.error.reason == reason, response
+            return
+    raise AssertionError(f"expected {reason}")
+
+
+def tensor_too_large(bench):
+    refused(bench, "TENSOR_TOO_LARGE", [1 << 40])
+
+
+def too_many_dimensions(bench):
+    refused(bench, "RANK_LIMIT", [1] * 5)
+
+
+def chunk_too_large(bench):
+    refused(bench, "CHUNK_TOO_LARGE", [2 << 20], bytes(5 << 20))
+
+
+def too_many_tensors(bench):
+    with open_tensor(bench, patient=False):
+        deadline = time.monotonic() + TIMEOUT_S
+        while Scrape(bench.server).sum("quantd_active_tensors", {}) == 0:
+            assert time.monotonic() < deadline
+        # What takes no time is let in anyhow.
+        refused(bench, "OVERLOADED", [1 << 16], bytes(1 << 18))
+
+
+@contextlib.contextmanager
+def work_in_the_background(bench):
+    """More than the workers have done when they are looked at."""
+    done = threading.Event()
+    array = floats(1 << 20)
+
+    def work():
+        with bench.fresh_client() as client:
+            while not done.is_set():
+                client.evaluate(array, ["int8:mse", "int4:mse"])
+
+    workers = [threading.Thread(target=work) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    try:
+        yield
+    finally:
+        done.set()
+        for worker in workers:
+            worker.join()
+
+
+@contextlib.contextmanager
+def idle_stream(bench):
+    """A stream on which nothing comes, and no tensor is open."""
+    closing = threading.Event()
+
+    def messages():
+        closing.wait()
+        yield from ()
+
+    call = bench.streams.Quantize(messages(), timeout=TIMEOUT_S)
+    try:
+        yield
+    finally:
+        closing.set()
+        with contextlib.suppress(grpc.RpcError):
+            list(call)
 
 
 too_many_scales = ask_for_too_much(
@@ -383,16 +459,16 @@ class Row:
     """A series that `act` moves: up where it counts, anyhow where it is a
     gauge. With `level`, it is up while `act` lasts and 0 before and after. With
     `still`, it says what hardly changes, or begins anew with the server that
-    `act` starts: it is above 0. With `guarded`, on a guarded Bench."""
+    `act` starts: it is above 0. On a Bench of that kind."""
 
     def __init__(self, metric, act, sample=None, *, level=False, still=False,
-                 guarded=False, **labels):
+                 kind="plain", **labels):
         self.metric = metric
         self.act = act
         self.sample = sample or metric
         self.level = level
         self.still = still
-        self.guarded = guarded
+        self.kind = kind
         self.labels = labels
 
 
@@ -470,6 +546,18 @@ TABLE = [
         result="duplicate"),
     Row("quantd_limit_rejections_total", tensor_too_large,
         reason="TENSOR_TOO_LARGE"),
+    Row("quantd_limit_rejections_total", too_many_dimensions,
+        reason="RANK_LIMIT"),
+    Row("quantd_limit_rejections_total", chunk_too_large,
+        reason="CHUNK_TOO_LARGE"),
+    Row("quantd_limit_rejections_total", too_many_tensors, kind="hurried",
+        reason="OVERLOADED"),
+    Row("quantd_limit_rejections_total",
+        lambda b: open_tensor(b, patient=False), kind="hurried",
+        reason="STREAM_IDLE"),
+    Row("quantd_limit_rejections_total", idle_stream, kind="hurried",
+        reason="STREAM_AGE"),
+    Row("quantd_queue_delay_seconds", work_in_the_background),
     Row("quantd_limit_rejections_total", too_many_scales,
         reason="SCALE_COUNT_LIMIT"),
     Row("quantd_limit_rejections_total", past_the_budget,
@@ -479,25 +567,25 @@ TABLE = [
     Row("quantd_limit_rejections_total", ask_for_too_many_regions,
         reason="REGION_LIMIT"),
     Row("quantd_access_denied_total", lambda b: b.denied("", "ours/net"),
-        guarded=True, reason="TOKEN_MISSING"),
+        kind="guarded", reason="TOKEN_MISSING"),
     Row("quantd_access_denied_total", lambda b: b.denied("wrong", "ours/net"),
-        guarded=True, reason="TOKEN_INVALID"),
+        kind="guarded", reason="TOKEN_INVALID"),
     Row("quantd_access_denied_total", lambda b: b.denied("read", "ours/net"),
-        guarded=True, reason="SCOPE_MISSING"),
+        kind="guarded", reason="SCOPE_MISSING"),
     Row("quantd_access_denied_total",
-        lambda b: b.denied("calibrate", "theirs/net"), guarded=True,
+        lambda b: b.denied("calibrate", "theirs/net"), kind="guarded",
         reason="MODEL_DENIED"),
     Row("quantd_tls_certificate_expiry_timestamp_seconds", nothing, still=True,
-        guarded=True),
-    Row("quantd_reloads_total", Bench.write_certificate, guarded=True,
+        kind="guarded"),
+    Row("quantd_reloads_total", Bench.write_certificate, kind="guarded",
         file="certificate", result="ok"),
-    Row("quantd_reloads_total", break_the_certificate, guarded=True,
+    Row("quantd_reloads_total", break_the_certificate, kind="guarded",
         file="certificate", result="error"),
     Row("quantd_reloads_total",
-        lambda b: b.write_access_file("# something new\n"), guarded=True,
-        file="access", result="ok"),
+        lambda b: b.write_access_file("# something new\n"),
+        kind="guarded", file="access", result="ok"),
     Row("quantd_reloads_total", lambda b: b.write_access_file("nonsense\n"),
-        guarded=True, file="access", result="error"),
+        kind="guarded", file="access", result="error"),
     Row("quantd_build_info", nothing, still=True),
     Row("process_cpu_seconds_total", quantize),
     Row("process_resident_memory_bytes", nothing, still=True),
@@ -511,12 +599,12 @@ TABLE = [
 class MetricsTableTest(unittest.TestCase):
 
     def setUp(self):
-        self.bench = self.new_bench(guarded=False)
+        self.bench = self.new_bench("plain")
 
-    def new_bench(self, guarded):
+    def new_bench(self, kind):
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
-        bench = Bench(folder.name, guarded)
+        bench = Bench(folder.name, kind)
         self.addCleanup(bench.close)
         return bench
 
@@ -561,17 +649,17 @@ class MetricsTableTest(unittest.TestCase):
 
     def test_EveryMetricMovesAndIsInTheTable(self):
         exported = {}
-        for guarded in (False, True):
-            self.bench = self.new_bench(guarded)
+        for kind in Bench.KINDS:
+            self.bench = self.new_bench(kind)
             for row in TABLE:
-                if row.guarded == guarded:
+                if row.kind == kind:
                     with self.subTest(row.sample, **row.labels):
                         self.expect_move(row)
                     exported.update(self.scrape().types)
         self.assertEqual(sorted(exported), sorted({r.metric for r in TABLE}))
 
     def test_SeriesAreFewHoweverMuchIsAskedFor(self):
-        acts = {row.act for row in TABLE if not row.guarded}
+        acts = {row.act for row in TABLE if row.kind == "plain"}
         for act in sorted(acts - {damage_the_store},
                           key=lambda act: act.__name__):
             lasting = act(self.bench)
@@ -621,7 +709,7 @@ class MetricsTableTest(unittest.TestCase):
                 row.act(self.bench)
         # With all that a guarded one adds.
         self.check_with_promtool()
-        self.bench = self.new_bench(guarded=True)
+        self.bench = self.new_bench("guarded")
         self.check_with_promtool()
 
     def check_with_promtool(self):

@@ -46,10 +46,10 @@ METHODS = ["Calibrate", "Quantize", "Dequantize", "Evaluate"]
 NAMES = 24
 SAMPLE_S = 0.25
 # What a client may be told that does its work as it should.
-EXPECTED_REASONS = {"MEMORY_BUDGET", "ENCODING_NOT_FOUND", "ETAG_MISMATCH",
-                    "STATISTICS_NOT_FOUND", "STATISTICS_MISMATCH",
-                    "GRANULARITY_TOO_FINE", "REGION_LIMIT",
-                    "BLOCK_SIZE_INVALID", "SCALE_COUNT"}
+EXPECTED_REASONS = {"MEMORY_BUDGET", "OVERLOADED", "ENCODING_NOT_FOUND",
+                    "ETAG_MISMATCH", "STATISTICS_NOT_FOUND",
+                    "STATISTICS_MISMATCH", "GRANULARITY_TOO_FINE",
+                    "REGION_LIMIT", "BLOCK_SIZE_INVALID", "SCALE_COUNT"}
 
 
 # --- Clients ---------------------------------------------------------------
