@@ -456,21 +456,27 @@ bool TensorStream::AdmitTensor() {
 }
 
 absl::Duration TensorStream::PendingWork() const {
+  // Others have their turn between the steps of a tensor's end: however long
+  // that takes in all, they wait for a few steps of it.
+  constexpr absl::Duration kMostFinishWork = absl::Milliseconds(20);
   if (!tensor_open_ || waits()) return absl::ZeroDuration();
   if (!started()) {
     // What came with the header may be all of it.
     const int64_t bytes =
         message_.has_value() ? message_->envelope.data_bytes : 0;
     return env_.admission->FeedTime(rpc_->id(), bytes) +
-           env_.admission->FinishTime(rpc_->id(), bytes);
+           std::min(kMostFinishWork,
+                    env_.admission->FinishTime(rpc_->id(), bytes));
   }
   absl::Duration work =
       env_.admission->FeedTime(rpc_->id(), reader_->ready_bytes());
   if (arrived()) {
     // When it takes longer than others did, nobody knows for how long.
-    work += std::max(
-        env_.admission->FinishTime(rpc_->id(), size_bytes()) - finish_time_,
-        finish_time_ / 4);
+    work +=
+        std::min(kMostFinishWork,
+                 std::max(env_.admission->FinishTime(rpc_->id(), size_bytes()) -
+                              finish_time_,
+                          finish_time_ / 4));
   }
   return work;
 }
