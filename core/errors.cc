@@ -174,11 +174,6 @@ absl::Status FormatUnknownError(int value) {
                               "; expected a value of quantd.v1.NumberFormat"));
 }
 
-absl::Status FeatureNotImplementedError(absl::string_view feature) {
-  return Unimplemented("FEATURE_NOT_IMPLEMENTED",
-                       absl::StrCat(feature, " is not in this version"));
-}
-
 absl::Status BlockSizeInvalidError(absl::string_view what) {
   return Invalid("BLOCK_SIZE_INVALID", what);
 }

@@ -69,7 +69,6 @@ absl::Status RangeInvalidError(absl::string_view what);
 // --- Encodings and specs ---------------------------------------------------
 
 absl::Status FormatUnknownError(int value);
-absl::Status FeatureNotImplementedError(absl::string_view feature);
 absl::Status BlockSizeInvalidError(absl::string_view what);
 absl::Status ScaleInvalidError(int64_t index, double value);
 // A scale that is fit by itself, but not what the scale type makes it.

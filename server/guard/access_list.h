@@ -6,11 +6,11 @@
 //   NAME  certificate:SUBJECT  SCOPES  MODELS  [EXPIRES]
 //
 // NAME is for people, and may come more than once: two tokens while one
-// replaces the other. HEX is the SHA-256 of a bearer token (64 digits), SUBJECT the
-// common name or a subject alternative name of a client's certificate. SCOPES
-// are some of read, quantize, calibrate and admin, separated by commas. MODELS
-// is * for all models, PREFIX/ for all whose names begin so, or the name of
-// one. EXPIRES is a time as RFC 3339 has it, e.g. 2027-01-31T00:00:00Z.
+// replaces the other. HEX is the SHA-256 of a bearer token (64 digits), SUBJECT
+// the common name or a subject alternative name of a client's certificate.
+// SCOPES are some of read, quantize, calibrate and admin, separated by commas.
+// MODELS is * for all models, PREFIX/ for all whose names begin so, or the name
+// of one. EXPIRES is a time as RFC 3339 has it, e.g. 2027-01-31T00:00:00Z.
 
 #ifndef QUANTD_SERVER_GUARD_ACCESS_LIST_H_
 #define QUANTD_SERVER_GUARD_ACCESS_LIST_H_
@@ -105,7 +105,6 @@ class AccessList {
   // or expired at `now`).
   absl::StatusOr<std::shared_ptr<const Principal>> Find(
       const Credential& credential, absl::Time now) const;
-
 
  private:
   // Under the digest of the token, or "certificate:" and the name. Comparing
