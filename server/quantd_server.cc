@@ -47,7 +47,7 @@ constexpr absl::Duration kEndGrace = absl::Milliseconds(500);
 constexpr int kFrameBytes = 2 << 20;
 // What may be in transit beside the memory budget: little enough to leave room
 // for the server itself within 64 MiB of it.
-constexpr int64_t kTransitBytes = int64_t{24} << 20;
+constexpr int64_t kTransitBytes = int64_t{16} << 20;
 // A connection has to be set up within this time.
 constexpr int kHandshakeTimeoutMs = 10'000;
 // After this long without a sign of life a connection is asked for one, and
@@ -78,6 +78,15 @@ void InitPlugins() {
 std::string BoundAddress(const std::string& address, int port) {
   if (absl::StartsWith(address, kUnixScheme)) return address;
   return absl::StrCat(address.substr(0, address.rfind(':')), ":", port);
+}
+
+// What clients send ahead is in no budget: a thousand streams may take as much
+// as the budget is.
+int LookAheadBytes(const Limits& limits) {
+  constexpr int64_t kStreams = 1024;
+  constexpr int64_t kMinBytes = 64 << 10;
+  return static_cast<int>(std::clamp(limits.memory_budget_bytes / kStreams,
+                                     kMinBytes, kLookAheadBytes));
 }
 
 // gRPC has milliseconds, and a largest number for never.
@@ -180,7 +189,7 @@ absl::Status QuantdServer::Listen() {
   // Otherwise the transport reads ahead of a handler without bound.
   builder.AddChannelArgument(GRPC_ARG_HTTP2_BDP_PROBE, 0);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES,
-                             static_cast<int>(kLookAheadBytes));
+                             LookAheadBytes(options_.limits));
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, kFrameBytes);
   // Two servers must not share one port unnoticed.
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);

@@ -55,14 +55,18 @@ void MemoryBudget::Transit::Set(int64_t bytes) {
 }
 
 bool MemoryBudget::Transit::excessive(int64_t more_bytes) const {
-  if (bytes_ == 0 ||
-      budget_->used_bytes() + more_bytes <= budget_->total_bytes_) {
-    return false;
-  }
+  if (bytes_ == 0) return false;
   absl::MutexLock lock(&budget_->mutex_);
-  const int64_t room = budget_->total_bytes_ - budget_->leased_bytes_ +
-                       budget_->free_transit_bytes_;
-  return bytes_ + more_bytes > room / budget_->transit_count_;
+  // The rest is for what comes on top of every byte that is counted: messages
+  // that are not complete yet, and what the allocator keeps.
+  const int64_t limit_bytes =
+      std::min(budget_->total_bytes_ - budget_->leased_bytes_,
+               budget_->total_bytes_ / 2);
+  const int64_t beyond_bytes = std::max<int64_t>(
+      0, budget_->transit_bytes_ - budget_->free_transit_bytes_);
+  if (beyond_bytes + more_bytes <= limit_bytes) return false;
+  return bytes_ + more_bytes >
+         (limit_bytes + budget_->free_transit_bytes_) / budget_->transit_count_;
 }
 
 absl::Status MemoryBudget::TransitError() const {

@@ -31,7 +31,8 @@ namespace quantd::server {
 
 class TensorStream;
 
-// How far a client may send ahead of what the server reads: about one chunk.
+// How far a client may send ahead of what the server reads, at most: about one
+// chunk.
 constexpr int64_t kLookAheadBytes = int64_t{1} << 20;
 
 // A call that is not a TensorStream, but has to be looked after.

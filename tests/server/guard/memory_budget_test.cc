@@ -115,8 +115,8 @@ TEST(MemoryBudgetTest, CountsWhatIsInTransitBeyondWhatIsFree) {
     second.Set(3 * kMiB - 1);
     EXPECT_EQ(budget.used_bytes(), 2 * kMiB);
     EXPECT_TRUE(budget.roomy());
-    EXPECT_FALSE(second.excessive(14 * kMiB));
-    EXPECT_TRUE(second.excessive(14 * kMiB + 1));
+    EXPECT_FALSE(second.excessive(6 * kMiB));
+    EXPECT_TRUE(second.excessive(6 * kMiB + 1));
     // Too little to count.
     second.Set(1000);
     EXPECT_EQ(budget.used_bytes(), 0);
