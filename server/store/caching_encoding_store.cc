@@ -84,16 +84,32 @@ absl::StatusOr<StoredEncoding> CachingEncodingStore::Get(
   InFlight& in_flight = it->second;
   const bool undisturbed =
       in_flight.writes == 0 && in_flight.write_events == write_events;
+  if (result.ok()) {
+    in_flight.answered_generation =
+        std::max(in_flight.answered_generation, result->generation);
+  }
   if (--in_flight.reads == 0 && in_flight.writes == 0) {
     shard.in_flight.erase(it);
   }
-  if (!undisturbed) return result;
+  const auto cached = shard.index.find(key);
+  if (!undisturbed) {
+    // It may be outdated by now, but who was answered this must not be answered
+    // an older one when the inner store goes away.
+    if (cached == shard.index.end() || absl::IsUnavailable(result.status())) {
+      return result;
+    }
+    if (!result.ok()) {
+      Erase(shard, key);
+    } else if (cached->second->stored.generation < result->generation) {
+      Insert(shard, key, *result, now, version, /*is_in_doubt=*/true);
+    }
+    return result;
+  }
   if (result.ok()) {
     // Reads that overlap may end out of order.
-    const auto cached = shard.index.find(key);
     if (cached == shard.index.end() ||
         cached->second->stored.generation <= result->generation) {
-      Insert(shard, key, *result, now, version);
+      Insert(shard, key, *result, now, version, /*is_in_doubt=*/false);
     }
   } else if (absl::IsUnavailable(result.status())) {
     if (stale.has_value()) return *std::move(stale);
@@ -229,6 +245,9 @@ void CachingEncodingStore::EndWrite(Shard& shard, const EncodingKey& key,
   InFlight& in_flight = it->second;
   const bool alone =
       in_flight.writes == 1 && in_flight.write_events == begin_event;
+  // Another process may have replaced it, and a read answered that.
+  const bool is_newest =
+      stored != nullptr && stored->generation >= in_flight.answered_generation;
   ++in_flight.write_events;
   if (--in_flight.writes == 0 && in_flight.reads == 0) {
     shard.in_flight.erase(it);
@@ -237,15 +256,16 @@ void CachingEncodingStore::EndWrite(Shard& shard, const EncodingKey& key,
   // store is away, what was there before is better than nothing.
   if (!status.ok()) return;
   Erase(shard, key);
-  if (alone && stored != nullptr) {
-    Insert(shard, key, *stored, begin_time, version);
+  if (alone && is_newest) {
+    Insert(shard, key, *stored, begin_time, version, /*is_in_doubt=*/false);
   }
 }
 
 void CachingEncodingStore::Insert(Shard& shard, const EncodingKey& key,
                                   const StoredEncoding& stored,
                                   absl::Duration read_time,
-                                  absl::optional<int64_t> version) {
+                                  absl::optional<int64_t> version,
+                                  bool is_in_doubt) {
   Erase(shard, key);
   const int64_t cost_bytes = CostBytes(key, stored);
   if (cost_bytes > shard_cap_bytes_) return;
@@ -258,7 +278,7 @@ void CachingEncodingStore::Insert(Shard& shard, const EncodingKey& key,
   }
   if (evicted > 0) metrics_->CacheEvicted(evicted);
   shard.entries.push_front(
-      {key, stored, read_time, version, cost_bytes, /*is_in_doubt=*/false});
+      {key, stored, read_time, version, cost_bytes, is_in_doubt});
   shard.index.emplace(key, shard.entries.begin());
   shard.bytes += cost_bytes;
   AddResident(cost_bytes, 1);

@@ -84,8 +84,8 @@ class CachingEncodingStore : public EncodingStore {
     // ForeignVersion of some time before the inner store was asked.
     absl::optional<int64_t> version;
     int64_t cost_bytes;
-    // A write of this process may have replaced it: good only while the inner
-    // store is unavailable.
+    // A write of this process may have replaced it, or may have been under way
+    // when it was read: good only while the inner store is unavailable.
     bool is_in_doubt;
   };
 
@@ -103,6 +103,8 @@ class CachingEncodingStore : public EncodingStore {
     int writes = 0;
     // Counts the begins and ends of writes.
     int64_t write_events = 0;
+    // The newest that was read meanwhile.
+    int64_t answered_generation = 0;
   };
 
   struct Shard {
@@ -135,7 +137,7 @@ class CachingEncodingStore : public EncodingStore {
       ABSL_LOCKS_EXCLUDED(shard.mutex);
   void Insert(Shard& shard, const EncodingKey& key,
               const StoredEncoding& stored, absl::Duration read_time,
-              absl::optional<int64_t> version)
+              absl::optional<int64_t> version, bool is_in_doubt)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(shard.mutex);
   void Erase(Shard& shard, const EncodingKey& key)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(shard.mutex);

@@ -4,11 +4,13 @@
 """
 
 import argparse
+import concurrent.futures
 import glob
 import itertools
 import os
 import shutil
 import sys
+import threading
 import time
 import unittest
 
@@ -163,6 +165,94 @@ class FleetTest(unittest.TestCase):
                 self.store.start()
         # The client's retries see to the rest.
         client.put_encoding(name, quantd.Encoding("int8", [0.04]))
+
+    def test_TheStoreMayRestartUnderLoad(self):
+        name = quantd.TensorName("fleet", "outage")
+        written = quantd.TensorName("fleet", "written")
+        array = data_of(1000, 6)
+        encoding = quantd.Encoding("int8", [0.02])
+        clients = [quantd.Client(s.address, timeout=20, max_retries=0)
+                   for s in self.replicas]
+        for client in clients:
+            self.addCleanup(client.close)
+        clients[0].put_encoding(name, encoding)
+        clients[0].put_encoding(written, encoding)
+        expected = clients[0].quantize(array, encoding).codes
+        for client in clients:
+            client.quantize(array, quantd.EncodingReference(name))
+            client.get_encoding(written)
+        is_over = threading.Event()
+        failed, slowest, generations = [0] * REPLICAS, [0.0] * REPLICAS, []
+
+        def quantize(client):
+            """What is cached, and what comes along: never fails."""
+            for count in itertools.count(1):
+                for source in (quantd.EncodingReference(name), encoding):
+                    np.testing.assert_array_equal(client.quantize(
+                        array, source, name=name).codes, expected)
+                if is_over.is_set():
+                    return count
+
+        def write(i, client):
+            """Fails soon, or is written."""
+            while not is_over.is_set():
+                begin = time.monotonic()
+                try:
+                    client.put_encoding(written, encoding)
+                except quantd.QuantdError as error:
+                    self.assertEqual(error.reason, "STORE_UNAVAILABLE")
+                    failed[i] += 1
+                slowest[i] = max(slowest[i], time.monotonic() - begin)
+
+        def watch(client):
+            """Sees no older version after a newer one. There may be none, where
+            one was just replaced and the newer one can't be had."""
+            last = 0
+            while not is_over.is_set():
+                try:
+                    generation = client.get_encoding(written).generation
+                except quantd.QuantdError as error:
+                    self.assertEqual(error.reason, "STORE_UNAVAILABLE")
+                    continue
+                self.assertGreaterEqual(generation, last)
+                last = generation
+            generations.append(last)
+
+        with concurrent.futures.ThreadPoolExecutor(3 * REPLICAS) as pool:
+            workers = []
+            for i, client in enumerate(clients):
+                workers += [pool.submit(quantize, client),
+                            pool.submit(write, i, client),
+                            pool.submit(watch, client)]
+            try:
+                for _ in range(2):
+                    self.store.stop()
+                    try:
+                        before = list(failed)
+                        self.assertTrue(eventually(
+                            lambda b=before: all(
+                                now > then + 2 for now, then in zip(failed, b)),
+                            30), failed)
+                    finally:
+                        self.store.start()
+                    # By themselves.
+                    self.assertTrue(eventually(
+                        lambda: self.is_written(clients, written, encoding),
+                        30))
+            finally:
+                is_over.set()
+            for worker in workers:
+                worker.result()
+        self.assertLess(max(slowest), FAILS_S)
+        self.assertEqual(len(generations), REPLICAS)
+
+    def is_written(self, clients, name, encoding):
+        try:
+            for client in clients:
+                client.put_encoding(name, encoding)
+        except quantd.QuantdError:
+            return False
+        return True
 
     @unittest.skipUnless(shutil.which("nginx", path="/usr/sbin:/usr/bin"),
                          "nginx is not installed")

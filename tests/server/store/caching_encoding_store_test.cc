@@ -315,6 +315,40 @@ TEST_F(CachingEncodingStoreTest, AFailedPutLeavesWhatServesMeanwhile) {
   EXPECT_NE(cache_->Cached(key_), absl::nullopt);
 }
 
+TEST_F(CachingEncodingStoreTest, WhatWasReadDuringAPutOutlivesTheInnerStore) {
+  ASSERT_TRUE(cache_->Put(key_, MakeEncoding(1), {}).ok());
+  ASSERT_TRUE(inner_->Put(key_, MakeEncoding(2), {}).ok());
+  FakeStore::Gate gate;
+  inner_->before_put_gate = &gate;
+  std::thread put([&] {
+    EXPECT_TRUE(
+        absl::IsUnavailable(cache_->Put(key_, MakeEncoding(3), {}).status()));
+  });
+  gate.reached.WaitForNotification();
+  EXPECT_EQ(cache_->Get(key_)->generation, 2);
+  inner_->unavailable = true;
+  gate.go.Notify();
+  put.join();
+  EXPECT_EQ(cache_->Get(key_)->generation, 2);
+  inner_->unavailable = false;
+  const int gets = inner_->gets;
+  EXPECT_EQ(cache_->Get(key_)->generation, 2);
+  EXPECT_EQ(inner_->gets, gets + 1);
+}
+
+TEST_F(CachingEncodingStoreTest, APutThatAnotherProcessOvertookIsNotCached) {
+  FakeStore::Gate gate;
+  inner_->after_put_gate = &gate;
+  std::thread put(
+      [&] { EXPECT_TRUE(cache_->Put(key_, MakeEncoding(1), {}).ok()); });
+  gate.reached.WaitForNotification();
+  ASSERT_TRUE(inner_->Put(key_, MakeEncoding(2), {}).ok());
+  EXPECT_EQ(cache_->Get(key_)->generation, 2);
+  gate.go.Notify();
+  put.join();
+  EXPECT_EQ(cache_->Get(key_)->generation, 2);
+}
+
 TEST_F(CachingEncodingStoreTest, APutThatWasRefusedAsksAgain) {
   ASSERT_TRUE(cache_->Put(key_, MakeEncoding(1), {}).ok());
   EXPECT_FALSE(cache_->Put(key_, MakeEncoding(2), {"other"}).ok());
