@@ -409,9 +409,11 @@ class RandomEnds {
     Exchange(call, &stream);
     // A client that does not read waits for its end.
     const grpc::Status status = stream.Finish();
-    EXPECT_TRUE(status.error_code() == grpc::StatusCode::CANCELLED ||
-                status.error_code() == grpc::StatusCode::DEADLINE_EXCEEDED ||
-                (status.ok() && !call.is_slow))
+    // A quick call may end before, and tensors are turned away while the
+    // workers are far behind.
+    EXPECT_TRUE(status.ok() ||
+                status.error_code() == grpc::StatusCode::CANCELLED ||
+                status.error_code() == grpc::StatusCode::DEADLINE_EXCEEDED)
         << call.name << ": " << status.error_code() << " "
         << status.error_message();
     if (canceller.joinable()) canceller.join();
@@ -426,7 +428,7 @@ TEST_F(CancelTest, LeavesNothingBehindWhenCallsEndAtRandomMoments) {
   const std::vector<Call> calls = AllCalls();
   const auto connect = [this] { return server_.NewChannel(); };
   const int count = CancelCount();
-  RandomEnds(calls, std::max(count / 2, 100)).RunAll(connect);
+  RandomEnds(calls, IsFullCount() ? count : count / 2).RunAll(connect);
   ExpectAtRest();
   const int64_t threads = ProcessStatus("Threads");
   const int64_t resident_kb = ProcessStatus("VmRSS");
@@ -530,7 +532,6 @@ TEST_F(CancelTest, TakesTurnsWithSlowCalls) {
   std::vector<std::unique_ptr<RawStream>> streams;
   std::vector<std::thread> runners;
   std::atomic<int> ended{0};
-  const absl::Duration before = CpuTime();
   for (int i = 0; i < kClients; ++i) {
     streams.push_back(std::make_unique<RawStream>(channel_, slow->method,
                                                   absl::InfiniteDuration()));
@@ -543,6 +544,12 @@ TEST_F(CancelTest, TakesTurnsWithSlowCalls) {
     for (const auto& stream : streams) stream->Cancel();
     for (std::thread& runner : runners) runner.join();
   });
+  // All of it has come, and nothing but the search is left.
+  EXPECT_TRUE(PollUntil(kLongEnough, [&] {
+    return Metric("quantd_payload_bytes_total") >=
+           kClients * kRows * kColumns * 4.0;
+  }));
+  const absl::Duration before = CpuTime();
   EXPECT_TRUE(PollUntil(kLongEnough, [&] {
     return CpuTime() - before > absl::Milliseconds(600);
   }));
