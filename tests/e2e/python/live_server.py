@@ -17,6 +17,11 @@ PROTO_DIR = os.path.join(ROOT, "proto")
 START_TIMEOUT_S = 60
 PR_SET_PDEATHSIG = 1
 
+# gRPC would take a hand in every fork of a process that has channels open, and
+# now and then wait for ever there; servers that are forked off need none of it.
+# It looks at this when the first channel is made.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+
 
 def die_with_parent():
     """For the child: a test that is killed leaves no server behind."""
