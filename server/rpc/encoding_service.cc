@@ -134,8 +134,7 @@ grpc::ServerUnaryReactor* EncodingService::ListEncodings(
     const v1::ListEncodingsRequest* request,
     v1::ListEncodingsResponse* response) {
   return Run(
-      Rpc::kListEncodings, context,
-      [this, request, response](const Caller& caller) {
+      Rpc::kListEncodings, context, [request, response](const Caller& caller) {
         const std::string& model = request->model();
         const absl::StatusOr<std::string> revision = CheckRevision(*request);
         if (!revision.ok()) return revision.status();
@@ -161,17 +160,16 @@ grpc::ServerUnaryReactor* EncodingService::ListEncodings(
 grpc::ServerUnaryReactor* EncodingService::GetEncoding(
     grpc::CallbackServerContext* context, const v1::GetEncodingRequest* request,
     v1::GetEncodingResponse* response) {
-  return Run(Rpc::kGetEncoding, context,
-             [this, request, response](const Caller& caller) {
-               absl::StatusOr<EncodingKey> key = KeyFromProto(request->name());
-               if (!key.ok()) return core::WithField(key.status(), "name");
-               absl::StatusOr<StoredEncoding> stored =
-                   caller.encodings->Get(*key);
-               if (!stored.ok()) return stored.status();
-               StoredEncodingToProto(*key, *stored, /*with_encoding=*/true,
-                                     response->mutable_stored_encoding());
-               return absl::OkStatus();
-             });
+  return Run(
+      Rpc::kGetEncoding, context, [request, response](const Caller& caller) {
+        absl::StatusOr<EncodingKey> key = KeyFromProto(request->name());
+        if (!key.ok()) return core::WithField(key.status(), "name");
+        absl::StatusOr<StoredEncoding> stored = caller.encodings->Get(*key);
+        if (!stored.ok()) return stored.status();
+        StoredEncodingToProto(*key, *stored, /*with_encoding=*/true,
+                              response->mutable_stored_encoding());
+        return absl::OkStatus();
+      });
 }
 
 grpc::ServerUnaryReactor* EncodingService::PutEncoding(
@@ -215,20 +213,18 @@ grpc::ServerUnaryReactor* EncodingService::DeleteEncoding(
     grpc::CallbackServerContext* context,
     const v1::DeleteEncodingRequest* request,
     v1::DeleteEncodingResponse* response) {
-  return Run(Rpc::kDeleteEncoding, context,
-             [this, request](const Caller& caller) {
-               absl::StatusOr<EncodingKey> key = KeyFromProto(request->name());
-               if (!key.ok()) return core::WithField(key.status(), "name");
-               return caller.encodings->Delete(
-                   *key, Precondition{request->if_match()});
-             });
+  return Run(Rpc::kDeleteEncoding, context, [request](const Caller& caller) {
+    absl::StatusOr<EncodingKey> key = KeyFromProto(request->name());
+    if (!key.ok()) return core::WithField(key.status(), "name");
+    return caller.encodings->Delete(*key, Precondition{request->if_match()});
+  });
 }
 
 grpc::ServerUnaryReactor* EncodingService::ListModels(
     grpc::CallbackServerContext* context, const v1::ListModelsRequest* request,
     v1::ListModelsResponse* response) {
   return Run(Rpc::kListModels, context,
-             [this, request, response](const Caller& caller) {
+             [request, response](const Caller& caller) {
                return FillPage(
                    request->page_size(), request->page_token(),
                    [&](absl::string_view after, int limit) {
@@ -250,8 +246,7 @@ grpc::ServerUnaryReactor* EncodingService::ListRevisions(
     const v1::ListRevisionsRequest* request,
     v1::ListRevisionsResponse* response) {
   return Run(
-      Rpc::kListRevisions, context,
-      [this, request, response](const Caller& caller) {
+      Rpc::kListRevisions, context, [request, response](const Caller& caller) {
         if (absl::Status s = CheckModel(request->model()); !s.ok()) return s;
         return FillPage(
             request->page_size(), request->page_token(),
@@ -322,8 +317,7 @@ grpc::ServerUnaryReactor* EncodingService::ListStatistics(
     const v1::ListStatisticsRequest* request,
     v1::ListStatisticsResponse* response) {
   return Run(
-      Rpc::kListStatistics, context,
-      [this, request, response](const Caller& caller) {
+      Rpc::kListStatistics, context, [request, response](const Caller& caller) {
         const std::string& model = request->model();
         const absl::StatusOr<std::string> revision = CheckRevision(*request);
         if (!revision.ok()) return revision.status();
@@ -349,16 +343,15 @@ grpc::ServerUnaryReactor* EncodingService::DeleteStatistics(
     grpc::CallbackServerContext* context,
     const v1::DeleteStatisticsRequest* request,
     v1::DeleteStatisticsResponse* response) {
-  return Run(
-      Rpc::kDeleteStatistics, context, [this, request](const Caller& caller) {
-        absl::StatusOr<EncodingKey> key = KeyFromProto(request->name());
-        if (!key.ok()) return core::WithField(key.status(), "name");
-        if (!request->source().empty()) {
-          absl::Status status = CheckPathName("source", request->source());
-          if (!status.ok()) return core::WithField(status, "source");
-        }
-        return caller.statistics->DeleteStatistics(*key, request->source());
-      });
+  return Run(Rpc::kDeleteStatistics, context, [request](const Caller& caller) {
+    absl::StatusOr<EncodingKey> key = KeyFromProto(request->name());
+    if (!key.ok()) return core::WithField(key.status(), "name");
+    if (!request->source().empty()) {
+      absl::Status status = CheckPathName("source", request->source());
+      if (!status.ok()) return core::WithField(status, "source");
+    }
+    return caller.statistics->DeleteStatistics(*key, request->source());
+  });
 }
 
 grpc::ServerWriteReactor<v1::ExportEncodingsResponse>*
