@@ -236,7 +236,10 @@ int Serve(const Config& config) {
       {{"version", Version()},
        {"grpc", absl::StrJoin((*server)->addresses(), ",")},
        {"metrics", http == nullptr ? "off" : http->address()},
-       {"store", absl::StrCat("sqlite:", config.store_path)},
+       // Without the URL, which may hold a password.
+       {"store", config.store_url.empty()
+                     ? absl::StrCat("sqlite:", config.store_path)
+                     : "postgresql"},
        {"threads", config.threads},
        {"simd", core::SimdTarget()}});
 

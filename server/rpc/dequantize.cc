@@ -61,7 +61,7 @@ class DequantizeJob final : public TensorJob {
         source_(std::move(source)),
         output_(std::move(output)) {
     // It may be large, and is in the source by now.
-    if (request_.has_encoding()) request_.mutable_encoding()->Clear();
+    request_.clear_encoding();
   }
 
   bool StartWaits() const override { return source_.waits(); }

@@ -208,7 +208,8 @@ class StreamingQuantizeJob final : public TensorJob {
   bool StartWaits() const override {
     return source_.waits() || task_.store_key.has_value();
   }
-  bool light() const override { return true; }
+  // What is stored must not be turned away after it was stored.
+  bool light() const override { return !task_.store_key.has_value(); }
 
   absl::Status Start(ChunkWriter* out) override {
     absl::StatusOr<ResolvedEncoding> resolved =
