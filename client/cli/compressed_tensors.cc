@@ -656,7 +656,7 @@ class CompressedReader {
       }
       return absl::OkStatus();
     }
-    const int64_t rows = tensor->shape[0];
+    const int64_t rows = tensor->shape.empty() ? 0 : tensor->shape[0];
     const int64_t groups = rows > 0 ? count / rows : 0;
     if (zero_point.dtype != files::Dtype::kI32 || groups * rows != count ||
         zero_point.shape !=

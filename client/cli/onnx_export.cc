@@ -74,6 +74,8 @@ absl::Status SetLayout(const Encoding& encoding,
     }
     axis = d;
   }
+  // A scale for every element.
+  if (axis == shape->size()) axis = shape->size() - 1;
   quantizer->axis = static_cast<int64_t>(axis);
   quantizer->block_size = block[axis] == 0 ? (*shape)[axis] : block[axis];
   quantizer->scale_shape = *scales;

@@ -73,7 +73,7 @@ absl::StatusOr<Scheme> SchemeOf(const core::Encoding& encoding) {
   Scheme scheme;
   Json& json = scheme.arguments;
   json = {{"num_bits", info.bits},
-          {"symmetric", encoding.zero_point.empty()},
+          {"symmetric", IsSymmetric(encoding)},
           {"dynamic", false},
           {"observer", "minmax"}};
   if (absl::Status s = AddStrategy(encoding, &json); !s.ok()) return s;

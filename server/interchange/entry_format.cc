@@ -186,6 +186,12 @@ bool IsLpbq(const core::Encoding& encoding) {
   return NameOf(encoding.format) == "lpbq";
 }
 
+bool IsSymmetric(const core::Encoding& encoding) {
+  const core::FormatInfo& info = *core::FindFormat(encoding.format);
+  return encoding.zero_point.empty() &&
+         (info.kind != core::CodeKind::kInteger || info.is_signed);
+}
+
 absl::Status CheckIsInteger(const core::Encoding& encoding,
                             absl::string_view target) {
   if (IsInteger(encoding.format) && !IsLpbq(encoding) &&

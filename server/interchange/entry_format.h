@@ -65,6 +65,10 @@ absl::Status CheckIsInteger(const core::Encoding& encoding,
 
 bool IsLpbq(const core::Encoding& encoding);
 
+// Whether the codes lie around zero: what others mean by symmetric. Unsigned
+// integers do not, also where their zero point is 0.
+bool IsSymmetric(const core::Encoding& encoding);
+
 // Sets an integer format and what follows from it.
 void SetIntegerFormat(int bits, bool is_signed, core::Encoding* encoding);
 

@@ -112,7 +112,7 @@ class AimetWriter final : public EncodingsWriter {
     const int bits = core::FindFormat(encoding.format)->bits;
     bits_[pass] = std::max(bits_[pass], bits);
     if (pass == 0) return;
-    is_symmetric_ |= encoding.zero_point.empty();
+    is_symmetric_ |= IsSymmetric(encoding);
     is_per_channel_ |= encoding.scale.size() > 1;
   }
 

@@ -453,6 +453,7 @@ TEST(InterchangeTest, WritesTheSchemesOfCompressedTensors) {
              {"b.weight", Grouped("int4")},
              {"c.weight", Grouped("int4")},
              {"d.weight", PerChannel("float8_e4m3fn", 2, 0, 3)},
+             {"d.input", MakeEncoding("uint8", {0.5f})},
              {"odd", MakeEncoding("int8", {1})},
              {"e.weight", PerChannel("int12", 2, 0, 3)}});
   const auto config =
@@ -469,6 +470,8 @@ TEST(InterchangeTest, WritesTheSchemesOfCompressedTensors) {
   EXPECT_EQ(groups["group_1"]["format"], "pack-quantized");
   EXPECT_EQ(groups["group_1"]["weights"]["group_size"], 32);
   EXPECT_EQ(groups["group_2"]["format"], "float-quantized");
+  // Its zero point of 0 is -128 where the codes are signed.
+  EXPECT_EQ(groups["group_2"]["input_activations"]["symmetric"], false);
   EXPECT_THAT(Losses(written.losses), HasSubstr("odd left out"));
   EXPECT_THAT(Losses(written.losses), HasSubstr("e.weight left out"));
   EXPECT_THAT(Losses(written.losses), HasSubstr("b.weight: scale"));
