@@ -200,6 +200,8 @@ class ChunkedCall:
         try:
             self._is_producing = True
             for array in chunks:
+                # The time that the caller took does not count.
+                self._moved_at = time.monotonic()
                 self._is_producing = False
                 for message in upload.messages(array):
                     if self._is_over.is_set():
@@ -207,6 +209,7 @@ class ChunkedCall:
                     yield message
                     self._moved_at = time.monotonic()
                 self._is_producing = True
+            self._moved_at = time.monotonic()
             self._is_producing = False
             yield from upload.end()
         except GeneratorExit:

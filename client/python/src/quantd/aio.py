@@ -14,8 +14,8 @@ import asyncio
 import collections
 import collections.abc
 import time
-from typing import (Any, AsyncIterable, AsyncIterator, Callable, Iterable,
-                    Literal, Optional, Sequence, Union, overload)
+from typing import (Any, AsyncIterable, AsyncIterator, Awaitable, Callable,
+                    Iterable, Literal, Optional, Sequence, Union, overload)
 
 import grpc
 import grpc.aio
@@ -102,19 +102,27 @@ class _Call:
             if fault is not None:
                 raise fault
 
+    async def _move(self, step: Awaitable[None]) -> bool:
+        """One step up; False when the call is over: who reads finds out
+        why."""
+        # The time that the caller took for the message does not count.
+        self._moved_at = time.monotonic()
+        self._is_producing = False
+        try:
+            await step
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            return False
+        self._moved_at = time.monotonic()
+        return True
+
     async def _write(self, messages: AsyncIterator[bytes]) -> None:
         try:
             self._is_producing = True
             async for message in messages:
-                self._is_producing = False
-                await self._call.write(message)
-                self._moved_at = time.monotonic()
+                if not await self._move(self._call.write(message)):
+                    return
                 self._is_producing = True
-            self._is_producing = False
-            await self._call.done_writing()
-        except (grpc.RpcError, asyncio.InvalidStateError):
-            # The call is over; who reads finds out why.
-            pass
+            await self._move(self._call.done_writing())
         except Exception:
             self._call.cancel()
             raise
