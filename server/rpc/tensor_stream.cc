@@ -153,9 +153,9 @@ void TensorStream::OnCancel() {
 }
 
 void TensorStream::OnDone() {
-  if (tensor_open_) CloseTensor(/*ok=*/false);
   absl::StatusCode code;
   {
+    // With the mutex comes what the last task has left, too.
     absl::MutexLock lock(&mutex_);
     load_.Set(absl::ZeroDuration());
     transit_.Set(0);
@@ -166,6 +166,7 @@ void TensorStream::OnDone() {
       code = absl::StatusCode::kDeadlineExceeded;
     }
   }
+  if (tensor_open_) CloseTensor(/*ok=*/false);
   env_.metrics->StreamClosed();
   env_.metrics->RpcHandled(rpc_->id(), static_cast<int>(code),
                            absl::Now() - start_time_);

@@ -60,9 +60,9 @@ using Random = std::mt19937_64;
 constexpr int64_t kChunkBytes = 64 << 10;
 constexpr int64_t kTensorBytes = 8 << 20;
 constexpr int64_t kScaleCount = 1000;
-// Of the server, while it serves most of the streams. AddressSanitizer's own
-// allocator takes longer to come to rest.
-#ifdef __SANITIZE_ADDRESS__
+// Of the server, while it serves most of the streams. The sanitizers' own
+// allocators take longer to come to rest.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 constexpr int64_t kMostGrownBytes = int64_t{64} << 20;
 #else
 constexpr int64_t kMostGrownBytes = int64_t{16} << 20;
