@@ -166,6 +166,8 @@ class ImportEncodingsCall final
   void OnCancel() override { cancelled_.store(true); }
 
   void OnDone() override {
+    // After OnCancel, if that was called, is done with the call.
+    cancelled_.exchange(true);
     registry_->Leave(this);
     int code = static_cast<int>(end_.code());
     if (context_->IsCancelled()) {

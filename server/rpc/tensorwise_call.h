@@ -59,7 +59,7 @@ class TensorwiseCall : public grpc::ServerWriteReactor<Response>,
   void OnCancel() final { cancelled_.store(true); }
 
   void OnDone() final {
-    // After OnCancel, if that was called: nothing is to touch the call any more.
+    // After OnCancel, if that was called, is done with the call.
     cancelled_.exchange(true);
     registry_->Leave(this);
     int code = static_cast<int>(end_.code());
