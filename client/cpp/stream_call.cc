@@ -322,8 +322,9 @@ absl::Status StreamCall::HandleResponse() {
   response_ = Response();
   read_buffer_.Clear();
   if (!ends_tensor.ok()) return ends_tensor.status();
-  if (!ends_part) return absl::OkStatus();
+  // The next response, on whatever thread of gRPC's, comes after this one.
   absl::MutexLock lock(&mutex_);
+  if (!ends_part) return absl::OkStatus();
   unanswered_.pop_front();
   if (*ends_tensor) {
     DropRest(part.exchange);
