@@ -18,6 +18,7 @@ import tempfile
 import unittest
 
 import live_server
+from quantctl_case import QuantctlCase, read_safetensors, write_safetensors
 
 try:
     import numpy as np
@@ -48,62 +49,16 @@ from quantd.v1 import encoding_service_pb2 as es  # noqa: E402
 from quantd.v1 import encoding_service_pb2_grpc as es_grpc  # noqa: E402
 
 
-def read_safetensors(path):
-    """Returns {name: (dtype, shape, bytes)} and the metadata."""
-    with open(path, "rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        data = file.read()
-    metadata = header.pop("__metadata__", {})
-    return {name: (info["dtype"], info["shape"],
-                   data[slice(*info["data_offsets"])])
-            for name, info in header.items()}, metadata
-
-
-def write_safetensors(path, tensors, metadata=None):
-    """Writes {name: (dtype, shape, bytes)}."""
-    header, data = {}, b""
-    if metadata:
-        header["__metadata__"] = metadata
-    for name, (dtype, shape, payload) in tensors.items():
-        header[name] = {"dtype": dtype, "shape": shape,
-                        "data_offsets": [len(data), len(data) + len(payload)]}
-        data += payload
-    text = json.dumps(header).encode()
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text + data)
-
-
-class InterchangeCase(unittest.TestCase):
+class InterchangeCase(QuantctlCase):
+    quantd = options.quantd
+    quantctl = options.quantctl
 
     @classmethod
     def setUpClass(cls):
-        cls.server = live_server.LiveServer(options.quantd)
-        cls.addClassCleanup(cls.server.stop)
-        cls.environment = dict(os.environ, QUANTD_SERVER=cls.server.address)
+        super().setUpClass()
         channel = grpc.insecure_channel(cls.server.address)
         cls.addClassCleanup(channel.close)
         cls.encodings = es_grpc.EncodingServiceStub(channel)
-
-    def setUp(self):
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = folder.name
-
-    def path(self, name):
-        return os.path.join(self.folder, name)
-
-    def run_quantctl(self, *command, code=0):
-        result = subprocess.run(
-            [options.quantctl, *command], check=False, encoding="utf-8",
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env=self.environment)
-        self.assertEqual(result.returncode, code,
-                         result.stdout + result.stderr)
-        return result
-
-    def json(self, *command, code=0):
-        return json.loads(self.run_quantctl(*command, "--json",
-                                            code=code).stdout)
 
     def calibrate(self, model, *spec, file=WEIGHTS):
         self.run_quantctl("calibrate", file, "--model", model, *spec)

@@ -5,17 +5,15 @@ contributions, encodings computed from them, tables and exit codes.
 """
 
 import argparse
-import json
 import math
 import os
 import random
 import struct
-import subprocess
 import sys
-import tempfile
 import unittest
 
 import live_server
+from quantctl_case import QuantctlCase, read_safetensors, write_safetensors
 
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--quantd", required=True)
@@ -40,56 +38,9 @@ FORMATS = {
 CODEBOOK = "-1,-0.25,0.25,1"
 
 
-def read_safetensors(path):
-    """Returns {name: (dtype, shape, bytes)} and the metadata."""
-    with open(path, "rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        data = file.read()
-    metadata = header.pop("__metadata__", {})
-    return {name: (info["dtype"], info["shape"],
-                   data[slice(*info["data_offsets"])])
-            for name, info in header.items()}, metadata
-
-
-def write_safetensors(path, tensors):
-    """Writes {name: (dtype, shape, bytes)}."""
-    header, data = {}, b""
-    for name, (dtype, shape, payload) in tensors.items():
-        header[name] = {"dtype": dtype, "shape": shape,
-                        "data_offsets": [len(data), len(data) + len(payload)]}
-        data += payload
-    text = json.dumps(header).encode()
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text + data)
-
-
-class QuantctlTest(unittest.TestCase):
-
-    @classmethod
-    def setUpClass(cls):
-        cls.server = live_server.LiveServer(options.quantd)
-        cls.addClassCleanup(cls.server.stop)
-        cls.environment = dict(os.environ, QUANTD_SERVER=cls.server.address)
-
-    def setUp(self):
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = folder.name
-
-    def path(self, name):
-        return os.path.join(self.folder, name)
-
-    def run_quantctl(self, *command, code=0, environment=None):
-        result = subprocess.run(
-            [options.quantctl, *command], check=False, encoding="utf-8",
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env=environment or self.environment)
-        self.assertEqual(result.returncode, code, result.stderr)
-        return result
-
-    def json(self, *command, code=0):
-        return json.loads(self.run_quantctl(*command, "--json",
-                                            code=code).stdout)
+class QuantctlTest(QuantctlCase):
+    quantd = options.quantd
+    quantctl = options.quantctl
 
     def test_EveryFormatGoesToAFileAndBack(self):
         # 37 columns, so that the last blocks are ragged and a byte is padded.

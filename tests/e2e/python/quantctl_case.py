@@ -1,0 +1,66 @@
+"""What tests of quantctl share: a live server, a folder, and safetensors."""
+
+import json
+import os
+import subprocess
+import tempfile
+import unittest
+
+import live_server
+
+
+def read_safetensors(path):
+    """Returns {name: (dtype, shape, bytes)} and the metadata."""
+    with open(path, "rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        data = file.read()
+    metadata = header.pop("__metadata__", {})
+    return {name: (info["dtype"], info["shape"],
+                   data[slice(*info["data_offsets"])])
+            for name, info in header.items()}, metadata
+
+
+def write_safetensors(path, tensors, metadata=None):
+    """Writes {name: (dtype, shape, bytes)}."""
+    header, data = {}, b""
+    if metadata:
+        header["__metadata__"] = metadata
+    for name, (dtype, shape, payload) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape,
+                        "data_offsets": [len(data), len(data) + len(payload)]}
+        data += payload
+    text = json.dumps(header).encode()
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text + data)
+
+
+class QuantctlCase(unittest.TestCase):
+    """Has a server of its own, and a folder for each test. Subclasses name the
+    programs in `quantd` and `quantctl`."""
+
+    @classmethod
+    def setUpClass(cls):
+        cls.server = live_server.LiveServer(cls.quantd)
+        cls.addClassCleanup(cls.server.stop)
+        cls.environment = dict(os.environ, QUANTD_SERVER=cls.server.address)
+
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = folder.name
+
+    def path(self, name):
+        return os.path.join(self.folder, name)
+
+    def run_quantctl(self, *command, code=0, environment=None):
+        result = subprocess.run(
+            [self.quantctl, *command], check=False, encoding="utf-8",
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=environment or self.environment)
+        self.assertEqual(result.returncode, code,
+                         result.stdout + result.stderr)
+        return result
+
+    def json(self, *command, code=0):
+        return json.loads(self.run_quantctl(*command, "--json",
+                                            code=code).stdout)
