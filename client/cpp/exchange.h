@@ -51,6 +51,10 @@ class Exchange {
     return references_;
   }
 
+  // Two exchanges with the same one, unless it is empty, must not be on their
+  // way at once.
+  const std::string& order_key() const { return order_key_; }
+
   // Takes one response; true when it was the tensor's last, of the last part or
   // of one that failed.
   // Errors: RESPONSE_MALFORMED, which ends the stream.
@@ -104,6 +108,7 @@ class Exchange {
   void Restart() { answered_bytes_ = 0; }
 
   std::string request_header_;
+  std::string order_key_;
   absl::Span<const uint8_t> payload_;
   uint64_t payload_offset_bytes_ = 0;
   // Of the part that is being answered.

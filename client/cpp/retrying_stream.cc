@@ -74,38 +74,57 @@ RetryingStream::~RetryingStream() {
 
 void RetryingStream::Send(std::unique_ptr<Exchange> exchange, bool is_last) {
   const bool is_over = !exchange->status().ok();
-  pending_.push_back(
-      {std::move(exchange), is_last, 0, is_over, absl::Now(), 0});
+  pending_.push_back({std::move(exchange), is_last, is_over, absl::Now()});
   if (is_over) return;
   if (call_ == nullptr) {
     Open();
   } else {
-    Enqueue(pending_.back());
+    EnqueueReady();
   }
 }
 
 void RetryingStream::Enqueue(Pending& pending) {
   ++pending.exchange->sendings;
   pending.resumed_bytes = pending.exchange->resume_bytes();
+  pending.is_on_call = true;
   pending.number = call_->Enqueue(pending.exchange.get(), pending.is_last);
+  if (pending.is_last) last_number_ = pending.number;
+}
+
+void RetryingStream::EnqueueReady() {
+  // They go in order, so that those that wait are at the back.
+  size_t first = pending_.size();
+  while (first > 0 && !pending_[first - 1].is_on_call) --first;
+  for (size_t i = first; i < pending_.size(); ++i) {
+    Pending& pending = pending_[i];
+    if (pending.is_over) continue;
+    const std::string& key = pending.exchange->order_key();
+    if (!key.empty() && !keys_on_call_.insert(key).second) return;
+    Enqueue(pending);
+  }
 }
 
 void RetryingStream::Open() {
   call_ = StreamCall::Start(channel_, method_, options_.chunk_bytes);
-  for (Pending& pending : pending_) {
-    if (!pending.is_over) Enqueue(pending);
-  }
+  EnqueueReady();
+}
+
+void RetryingStream::DropCall() {
+  call_ = nullptr;
+  last_number_.reset();
+  keys_on_call_.clear();
+  for (Pending& pending : pending_) pending.is_on_call = false;
 }
 
 absl::Status RetryingStream::CloseBroken(bool timed_out) {
   call_->Cancel();
   for (Pending& pending : pending_) {
-    if (pending.is_over) continue;
+    if (pending.is_over || !pending.is_on_call) continue;
     Exchange& exchange = *pending.exchange;
     const bool is_answered = call_->IsAnswered(pending.number);
     if (is_answered &&
         !retry_policy_.Wants(exchange.status(), exchange.retries)) {
-      Fail(pending, exchange.status());
+      End(pending, exchange.status());
       continue;
     }
     if (is_answered) ++exchange.retries;
@@ -124,7 +143,7 @@ absl::Status RetryingStream::CloseBroken(bool timed_out) {
         "the server ended the stream before it had answered");
   }
   // The call goes first: until then it may refer to what it last sent.
-  call_ = nullptr;
+  DropCall();
   for (Pending& pending : pending_) {
     pending.exchange->references()->AwaitNone(absl::InfiniteDuration());
   }
@@ -141,14 +160,15 @@ void RetryingStream::Release(Exchange& exchange) {
   }
 }
 
-void RetryingStream::Fail(Pending& pending, const absl::Status& status) {
+void RetryingStream::End(Pending& pending, const absl::Status& status) {
   pending.exchange->Fail(WithAttempts(status, pending.exchange->sendings));
   pending.is_over = true;
+  if (pending.is_on_call) keys_on_call_.erase(pending.exchange->order_key());
 }
 
 void RetryingStream::FailAll(const absl::Status& status) {
   for (Pending& pending : pending_) {
-    if (!pending.is_over) Fail(pending, status);
+    if (!pending.is_over) End(pending, status);
   }
 }
 
@@ -157,32 +177,36 @@ void RetryingStream::FailOrPause(const absl::Status& status,
   Pending& front = pending_.front();
   if (front.exchange->resume_bytes() > front.resumed_bytes) broken_count_ = 0;
   if (absl::Now() >= deadline) {
-    return Fail(front, absl::IsDeadlineExceeded(status)
-                           ? TimeoutError(options_.target, options_.deadline)
-                           : status);
+    return End(front, absl::IsDeadlineExceeded(status)
+                          ? TimeoutError(options_.target, options_.deadline)
+                          : status);
   }
   if (retry_policy_.Pause(status, broken_count_, deadline)) {
     ++broken_count_;
   } else if (retry_policy_.Wants(status, broken_count_)) {
     // Only this one has no more time.
-    Fail(front, status);
+    End(front, status);
   } else {
     broken_count_ = 0;
     FailAll(status);
   }
 }
 
-void RetryingStream::SendAgain() {
+void RetryingStream::SendAgain(absl::Time deadline) {
   Pending& front = pending_.front();
+  if (last_number_.has_value()) {
+    // This call has seen its end and takes nothing more, but the answers to
+    // the rest still come.
+    const bool timed_out =
+        call_->Await(*last_number_, options_.timeout, deadline) ==
+        StreamCall::Outcome::kTimeout;
+    if (!timed_out) call_->Finish(kFinishTimeout);
+    CloseBroken(timed_out).IgnoreError();
+    return;
+  }
   ++front.exchange->retries;
   front.exchange->Resume();
-  if (front.is_last) {
-    // That call took its end with it.
-    call_->Finish(kFinishTimeout);
-    call_ = nullptr;
-  } else {
-    Enqueue(front);
-  }
+  Enqueue(front);
 }
 
 std::unique_ptr<Exchange> RetryingStream::Receive() {
@@ -205,14 +229,16 @@ std::unique_ptr<Exchange> RetryingStream::Receive() {
     Release(exchange);
     if (call_ == nullptr) continue;
     if (retry_policy_.Pause(exchange.status(), exchange.retries, deadline)) {
-      SendAgain();
+      SendAgain(deadline);
     } else {
-      Fail(front, exchange.status());
+      End(front, exchange.status());
     }
   }
   std::unique_ptr<Exchange> exchange = std::move(front.exchange);
   pending_.pop_front();
   last_received_ = absl::Now();
+  // What waited for this one.
+  if (call_ != nullptr) EnqueueReady();
   return exchange;
 }
 

@@ -6,8 +6,10 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <string>
 
+#include "absl/container/flat_hash_set.h"
 #include "absl/random/random.h"
 #include "absl/status/status.h"
 #include "absl/time/time.h"
@@ -37,8 +39,9 @@ class RetryPolicy {
 };
 
 // Opens a call when there is something to send, opens another one when that
-// breaks with UNAVAILABLE, and sends what was not answered. Not thread-safe;
-// retries go on while Receive waits.
+// breaks with UNAVAILABLE, and sends what was not answered. An exchange whose
+// order_key() another one before it has, and all behind it, wait until that one
+// was received. Not thread-safe; retries go on while Receive waits.
 class RetryingStream {
  public:
   RetryingStream(std::shared_ptr<grpc::Channel> channel, std::string method,
@@ -49,8 +52,9 @@ class RetryingStream {
   RetryingStream(const RetryingStream&) = delete;
   RetryingStream& operator=(const RetryingStream&) = delete;
 
-  // Queues an exchange and starts to send, unless it has failed already. With
-  // `is_last` nothing may follow, which saves a round trip.
+  // Queues an exchange and starts to send, unless it has failed already or has
+  // to wait for another. With `is_last` nothing may follow, which saves a round
+  // trip.
   void Send(std::unique_ptr<Exchange> exchange, bool is_last);
 
   // The oldest exchange, answered or failed: see its status(). gRPC has let go
@@ -71,21 +75,26 @@ class RetryingStream {
   struct Pending {
     std::unique_ptr<Exchange> exchange;
     bool is_last;
-    // Number in call_.
-    uint64_t number;
     // Answered, or failed: not part of call_ any more.
     bool is_over;
     absl::Time sent;
+    // Of call_, with this number there.
+    bool is_on_call = false;
+    uint64_t number = 0;
     // resume_bytes() when it was put on call_.
-    uint64_t resumed_bytes;
+    uint64_t resumed_bytes = 0;
   };
 
   // Puts it on the call.
   void Enqueue(Pending& pending);
-  // Starts a call and sends all that is not over.
+  // Puts on the call what is not there yet and need not wait for another.
+  void EnqueueReady();
+  // Starts a call and sends what is not over.
   void Open();
+  // Lets go of the call; what is not over goes on the next one.
+  void DropCall();
   // Sends the front, which was answered, once more.
-  void SendAgain();
+  void SendAgain(absl::Time deadline);
   // What becomes of the oldest exchange after its call broke with `status`.
   void FailOrPause(const absl::Status& status, absl::Time deadline);
   // Ends the call; takes note of what it answered. Returns why it ended.
@@ -95,7 +104,8 @@ class RetryingStream {
   void Release(Exchange& exchange);
   // Ends all that is not over.
   void FailAll(const absl::Status& status);
-  static void Fail(Pending& pending, const absl::Status& status);
+  // Takes note of how it ended, which may be well.
+  void End(Pending& pending, const absl::Status& status);
 
   const std::shared_ptr<grpc::Channel> channel_;
   const std::string method_;
@@ -104,7 +114,11 @@ class RetryingStream {
   absl::BitGen random_;
   RetryPolicy retry_policy_{options_, &random_};
   std::unique_ptr<StreamCall> call_;
+  // The number in call_ of the exchange after which it takes no other.
+  std::optional<uint64_t> last_number_;
   std::deque<Pending> pending_;
+  // Keys of those that are on call_ and not over.
+  absl::flat_hash_set<std::string> keys_on_call_;
   absl::Time last_received_ = absl::InfinitePast();
   // Calls that broke one after another without any answer.
   int broken_count_ = 0;

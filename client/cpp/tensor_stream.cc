@@ -398,6 +398,13 @@ class SummaryExchange : public Exchange {
   Summary summary_;
 };
 
+// Of contributions: one that arrived behind a later one would not be counted.
+std::string OrderKey(const TensorName& name, const std::string& source) {
+  v1::TensorName key = name;
+  if (key.revision().empty()) key.set_revision("main");
+  return absl::StrCat(key.SerializeAsString(), source);
+}
+
 class CalibrateExchange final : public SummaryExchange<CalibrateResult> {
  public:
   CalibrateExchange(const CalibrateJob& job,
@@ -412,6 +419,7 @@ class CalibrateExchange final : public SummaryExchange<CalibrateResult> {
     if (job.spec.has_value()) *header.mutable_spec() = *job.spec;
     if (job.contribution.has_value()) {
       *header.mutable_contribution() = *job.contribution;
+      order_key_ = OrderKey(job.tensor.name, job.contribution->source());
     }
     request_header_ = header.SerializeAsString();
     SetPayload(job.tensor.data, shared_buffers);
