@@ -41,7 +41,6 @@
 namespace quantd {
 namespace {
 
-constexpr int kMaxReceiveBytes = 64 << 20;
 // A frame of HTTP/2 that the server may send: a whole answer of a chunk.
 constexpr int kFrameBytes = 2 << 20;
 constexpr int64_t kChunkUnitBytes = 64;
@@ -86,6 +85,23 @@ absl::Status ForAllPages(Page&& page) {
     }
     token = std::move(next);
   }
+}
+
+// True when `stored` is what the service makes of `put`: that fills in what was
+// left out, and counts the degenerate scales itself.
+bool IsStoredFrom(const Encoding& put, const Encoding& stored) {
+  Encoding whole = put;
+  if (!put.has_qmin()) whole.set_qmin(stored.qmin());
+  if (!put.has_qmax()) whole.set_qmax(stored.qmax());
+  if (put.scale().empty()) *whole.mutable_scale() = stored.scale();
+  if (put.scale_shape().empty()) {
+    *whole.mutable_scale_shape() = stored.scale_shape();
+  }
+  if (put.scale_type() == v1::SCALE_TYPE_UNSPECIFIED) {
+    whole.set_scale_type(stored.scale_type());
+  }
+  whole.set_degenerate_count(stored.degenerate_count());
+  return whole.SerializeAsString() == stored.SerializeAsString();
 }
 
 template <typename Field, typename Item>
@@ -225,7 +241,9 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(ClientOptions options) {
   }
   KeepGrpcRunning();
   grpc::ChannelArguments arguments;
-  arguments.SetMaxReceiveMessageSize(kMaxReceiveBytes);
+  // How large an encoding may be is the server's to say; gRPC's default would
+  // stop at 4 MiB.
+  arguments.SetMaxReceiveMessageSize(-1);
   // A connection per client: that is what several clients are for.
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
   // Retries are ours; gRPC's would buffer what it sends.
@@ -241,6 +259,10 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(ClientOptions options) {
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20000);
   arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
   if (options.balance) arguments.SetServiceConfigJSON(kBalancingConfig);
+  // What stays on the machine, tokens among it, goes through no proxy.
+  if (internal::IsLocalTarget(options.target)) {
+    arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
+  }
   std::shared_ptr<grpc::Channel> channel =
       interceptors.empty()
           ? grpc::CreateCustomChannel(options.target, options.credentials,
@@ -305,7 +327,7 @@ absl::StatusOr<EvaluateResult> Client::Evaluate(const EvaluateJob& job) {
 
 template <typename Method, typename Request, typename Response>
 absl::Status Client::Call(Method method, const Request& request,
-                          Response* response) {
+                          Response* response, bool* may_repeat) {
   absl::BitGen random;
   internal::RetryPolicy policy(options_, &random);
   const absl::Time deadline = absl::Now() + options_.deadline;
@@ -321,7 +343,19 @@ absl::Status Client::Call(Method method, const Request& request,
     if (!policy.Pause(status, retries, deadline)) {
       return WithAttempts(status, retries + 1);
     }
+    if (may_repeat != nullptr && absl::IsUnavailable(status)) {
+      *may_repeat = true;
+    }
   }
+}
+
+template <typename Method, typename Request, typename Response>
+absl::Status Client::CallDelete(Method method, const Request& request,
+                                Response* response) {
+  bool may_repeat = false;
+  const absl::Status status = Call(method, request, response, &may_repeat);
+  if (may_repeat && absl::IsNotFound(status)) return absl::OkStatus();
+  return status;
 }
 
 absl::StatusOr<std::vector<v1::StoredEncoding>> Client::ListEncodings(
@@ -363,8 +397,16 @@ absl::StatusOr<v1::StoredEncoding> Client::PutEncoding(
   *request.mutable_encoding() = encoding;
   request.set_if_match(std::string(if_match));
   v1::PutEncodingResponse response;
-  const absl::Status status =
-      Call(&v1::EncodingService::Stub::PutEncoding, request, &response);
+  bool may_repeat = false;
+  const absl::Status status = Call(&v1::EncodingService::Stub::PutEncoding,
+                                   request, &response, &may_repeat);
+  if (may_repeat && ErrorReason(status) == "ETAG_MISMATCH") {
+    absl::StatusOr<v1::StoredEncoding> stored = GetEncoding(name);
+    if (stored.ok() && IsStoredFrom(encoding, stored->encoding())) {
+      stored->clear_encoding();
+      return stored;
+    }
+  }
   if (!status.ok()) return status;
   return std::move(*response.mutable_stored_encoding());
 }
@@ -375,7 +417,8 @@ absl::Status Client::DeleteEncoding(const TensorName& name,
   *request.mutable_name() = name;
   request.set_if_match(std::string(if_match));
   v1::DeleteEncodingResponse response;
-  return Call(&v1::EncodingService::Stub::DeleteEncoding, request, &response);
+  return CallDelete(&v1::EncodingService::Stub::DeleteEncoding, request,
+                    &response);
 }
 
 absl::StatusOr<std::vector<v1::Model>> Client::ListModels() {
@@ -589,7 +632,8 @@ absl::Status Client::DeleteStatistics(const TensorName& name,
   *request.mutable_name() = name;
   request.set_source(std::string(source));
   v1::DeleteStatisticsResponse response;
-  return Call(&v1::EncodingService::Stub::DeleteStatistics, request, &response);
+  return CallDelete(&v1::EncodingService::Stub::DeleteStatistics, request,
+                    &response);
 }
 
 absl::StatusOr<Client::Health> Client::CheckHealth(absl::string_view service) {

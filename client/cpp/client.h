@@ -62,10 +62,15 @@ class Client {
   absl::StatusOr<std::vector<v1::StoredEncoding>> ListEncodings(
       absl::string_view model, absl::string_view revision);
   absl::StatusOr<v1::StoredEncoding> GetEncoding(const TensorName& name);
-  // `if_match` is empty for any, "absent", or the etag to replace.
+  // `if_match` is empty for any, "absent", or the etag to replace. When the
+  // answer was lost and the retry finds another etag, the encoding is read
+  // again: if it is this one, that is a success, whoever put it.
   absl::StatusOr<v1::StoredEncoding> PutEncoding(const TensorName& name,
                                                  const Encoding& encoding,
                                                  absl::string_view if_match);
+  // When the answer was lost and the retry finds nothing, that is a success. If
+  // it finds another etag, an encoding was put since; whether the one to delete
+  // went before, nobody can tell, and ETAG_MISMATCH stays.
   absl::Status DeleteEncoding(const TensorName& name,
                               absl::string_view if_match);
   // In order of name.
@@ -108,7 +113,8 @@ class Client {
   // In order of tensor. Empty `revision` is "main".
   absl::StatusOr<std::vector<v1::StatisticsEntry>> ListStatistics(
       absl::string_view model, absl::string_view revision);
-  // Empty `source` deletes those of all sources.
+  // Empty `source` deletes those of all sources. A lost answer as with
+  // DeleteEncoding.
   absl::Status DeleteStatistics(const TensorName& name,
                                 absl::string_view source);
 
@@ -122,9 +128,16 @@ class Client {
  private:
   Client(ClientOptions options, std::shared_ptr<grpc::Channel> channel);
 
-  // Calls method(context, request, response) until it is answered.
+  // Calls method(context, request, response) until it is answered. `may_repeat`
+  // becomes true when the server may have done it already in an attempt before
+  // the last.
   template <typename Method, typename Request, typename Response>
-  absl::Status Call(Method method, const Request& request, Response* response);
+  absl::Status Call(Method method, const Request& request, Response* response,
+                    bool* may_repeat = nullptr);
+  // The same; what it does not find because of that counts as deleted.
+  template <typename Method, typename Request, typename Response>
+  absl::Status CallDelete(Method method, const Request& request,
+                          Response* response);
 
   // Calls start(async stub, context, reader) and passes on what comes.
   template <typename Response, typename Start>

@@ -156,7 +156,9 @@ absl::StatusOr<std::unique_ptr<InterceptorFactory>> SendTokenOf(
 }
 
 bool IsLocalTarget(absl::string_view target) {
-  if (absl::StartsWith(target, "unix:")) return true;
+  for (const absl::string_view scheme : {"unix:", "unix-abstract:"}) {
+    if (absl::StartsWith(target, scheme)) return true;
+  }
   for (const absl::string_view scheme : {"dns:///", "dns:", "ipv4:", "ipv6:"}) {
     if (absl::ConsumePrefix(&target, scheme)) break;
   }

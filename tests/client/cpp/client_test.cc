@@ -1,9 +1,11 @@
 #include "client/cpp/client.h"
 
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -466,6 +468,24 @@ TEST_F(ClientTest, SendsATensorAgainWhenTheServerAsksForIt) {
   EXPECT_TRUE(client_->Quantize(MakeJob("one", values)).ok());
 }
 
+TEST_F(ClientTest, SendsATensorAgainBehindTheEndOfItsCall) {
+  const std::vector<float> values = Ramp(300'000);
+  const std::unique_ptr<QuantizeStream> stream = client_->OpenQuantize();
+  server_.faults().retry_tensors = 1;
+  stream->Send(MakeJob("t0", values));
+  stream->Send(MakeJob("t1", values));
+  stream->SendLast(MakeJob("t2", values));
+  for (int i = 0; i < 3; ++i) {
+    const absl::StatusOr<QuantizeResult> result = stream->Receive();
+    ASSERT_TRUE(result.ok()) << result.status();
+    EXPECT_EQ(result->header.name().tensor(), absl::StrCat("t", i));
+    EXPECT_EQ(ToVector(result->codes), ExpectedCodes(values));
+  }
+  EXPECT_EQ(server_.faults().data_bytes,
+            static_cast<int64_t>(3 * values.size() * sizeof(float)))
+      << "what was answered was sent again";
+}
+
 TEST_F(ClientTest, SaysThatTheServerIsUnreachable) {
   const std::string target = server_.target();
   server_.Stop();
@@ -498,6 +518,16 @@ TEST_F(ClientTest, EndsACallThatDoesNotGoOn) {
   const absl::Status status = client->Quantize(MakeJob("w", values)).status();
   EXPECT_TRUE(absl::IsDeadlineExceeded(status)) << status;
   EXPECT_EQ(ErrorReason(status), "TIMEOUT");
+}
+
+TEST_F(ClientTest, AsksNoProxyForAServerOnThisMachine) {
+  unsetenv("no_proxy");
+  unsetenv("no_grpc_proxy");
+  setenv("http_proxy", "http://127.0.0.1:1", /*overwrite=*/1);
+  const std::unique_ptr<Client> client = Connect(server_.target());
+  const std::vector<float> values = Ramp(1000);
+  ExpectWhole(client->Quantize(MakeJob("w", values)), values);
+  unsetenv("http_proxy");
 }
 
 TEST_F(ClientTest, WorksOverAUnixSocket) {
@@ -625,6 +655,46 @@ TEST_F(ClientTest, SendsContributions) {
   EXPECT_EQ(result->contribution().sequence(), 5u);
 }
 
+CalibrateJob MakeContribution(const std::string& tensor,
+                              const std::string& source, uint64_t sequence,
+                              const std::vector<float>& values) {
+  CalibrateJob job;
+  job.tensor = MakeJob(tensor, values).tensor;
+  job.contribution.emplace().set_source(source);
+  job.contribution->set_sequence(sequence);
+  return job;
+}
+
+TEST_F(ClientTest, ALaterContributionWaitsForOneThatIsSentAgain) {
+  const std::vector<float> values = Ramp(1000);
+  const std::unique_ptr<CalibrateStream> stream = client_->OpenCalibrate();
+  server_.faults().retry_tensors = 1;
+  for (uint64_t sequence = 1; sequence <= 3; ++sequence) {
+    stream->Send(MakeContribution("a", "rank-0", sequence, values));
+    stream->Send(MakeContribution("b", "rank-0", sequence, values));
+    stream->Send(MakeContribution("a", "rank-1", sequence, values));
+  }
+  stream->SendLast(MakeContribution("a", "rank-0", 4, values));
+  for (int i = 0; i < 10; ++i) {
+    const absl::StatusOr<CalibrateResult> result = stream->Receive();
+    ASSERT_TRUE(result.ok()) << result.status();
+    EXPECT_FALSE(result->contribution().duplicate()) << i;
+    EXPECT_EQ(result->contribution().sequence(), i / 3 + 1) << i;
+  }
+}
+
+TEST_F(ClientTest, ContributionsGoOnBehindOneThatFailed) {
+  const std::vector<float> values = Ramp(1000);
+  server_.faults().retry_tensors = 5;
+  const std::unique_ptr<CalibrateStream> stream = client_->OpenCalibrate();
+  stream->Send(MakeContribution("a", "rank-0", 1, values));
+  stream->Send(MakeContribution("a", "rank-0", 2, values));
+  EXPECT_EQ(ErrorReason(stream->Receive().status()), "MEMORY_BUDGET");
+  const absl::StatusOr<CalibrateResult> next = stream->Receive();
+  ASSERT_TRUE(next.ok()) << next.status();
+  EXPECT_FALSE(next->contribution().duplicate());
+}
+
 TEST_F(ClientTest, AComparisonTakesTwiceTheData) {
   const std::vector<float> values = Ramp(10);
   EvaluateJob job;
@@ -647,6 +717,79 @@ TEST_F(ClientTest, KeepsTheServersReason) {
   EXPECT_TRUE(absl::IsNotFound(status)) << status;
   EXPECT_EQ(ErrorReason(status), "ENCODING_NOT_FOUND");
   EXPECT_EQ(ErrorText(status), "no such encoding");
+}
+
+TEST_F(ClientTest, TakesAnEncodingOfAnySize) {
+  server_.faults().large_encoding_bytes = 70 << 20;
+  TensorName name;
+  name.set_tensor("large");
+  const absl::StatusOr<v1::StoredEncoding> stored = client_->GetEncoding(name);
+  ASSERT_TRUE(stored.ok()) << stored.status();
+  EXPECT_EQ(stored->encoding().scale_code().size(), size_t{70} << 20);
+}
+
+TEST_F(ClientTest, APutWhoseAnswerWasLostIsNotRefusedForItself) {
+  TensorName name;
+  name.set_tensor("w");
+  Encoding encoding;
+  encoding.set_format(v1::NUMBER_FORMAT_INT8);
+  encoding.add_scale(0.5f);
+  server_.faults().lost_answers = 1;
+  const absl::StatusOr<v1::StoredEncoding> first =
+      client_->PutEncoding(name, encoding, "absent");
+  ASSERT_TRUE(first.ok()) << first.status();
+  EXPECT_EQ(first->etag(), "1");
+  EXPECT_FALSE(first->has_encoding());
+  encoding.set_scale(0, 0.25f);
+  server_.faults().lost_answers = 1;
+  const absl::StatusOr<v1::StoredEncoding> second =
+      client_->PutEncoding(name, encoding, first->etag());
+  ASSERT_TRUE(second.ok()) << second.status();
+  EXPECT_EQ(second->etag(), "2");
+}
+
+TEST_F(ClientTest, APutThatAnotherCameBeforeIsRefusedAlsoAfterARetry) {
+  TensorName name;
+  name.set_tensor("w");
+  Encoding encoding;
+  encoding.set_format(v1::NUMBER_FORMAT_INT8);
+  encoding.add_scale(0.5f);
+  ASSERT_TRUE(client_->PutEncoding(name, encoding, "").ok());
+  EXPECT_EQ(
+      ErrorReason(client_->PutEncoding(name, encoding, "absent").status()),
+      "ETAG_MISMATCH")
+      << "the very same, but not after a retry";
+  ClientOptions options = OptionsFor(server_.target());
+  options.on_retry = [&](const Retry&) {
+    encoding.set_scale(0, 0.125f);
+    EXPECT_TRUE(client_->PutEncoding(name, encoding, "").ok());
+  };
+  const auto client = std::move(Client::Connect(options)).value();
+  Encoding mine = encoding;
+  mine.set_scale(0, 0.25f);
+  server_.faults().lost_answers = 1;
+  const absl::Status status = client->PutEncoding(name, mine, "1").status();
+  EXPECT_EQ(ErrorReason(status), "ETAG_MISMATCH") << status;
+  EXPECT_EQ(client_->GetEncoding(name)->encoding().scale(0), 0.125f);
+}
+
+TEST_F(ClientTest, ADeleteWhoseAnswerWasLostFindsNothingLeft) {
+  TensorName name;
+  name.set_tensor("w");
+  Encoding encoding;
+  encoding.set_format(v1::NUMBER_FORMAT_INT8);
+  encoding.add_scale(0.5f);
+  ASSERT_TRUE(client_->PutEncoding(name, encoding, "").ok());
+  server_.faults().lost_answers = 1;
+  const absl::Status status = client_->DeleteEncoding(name, "1");
+  EXPECT_TRUE(status.ok()) << status;
+  EXPECT_EQ(ErrorReason(client_->GetEncoding(name).status()),
+            "ENCODING_NOT_FOUND");
+  EXPECT_EQ(ErrorReason(client_->DeleteEncoding(name, "1")),
+            "ENCODING_NOT_FOUND")
+      << "not after a retry";
+  server_.faults().lost_answers = 1;
+  EXPECT_TRUE(client_->DeleteStatistics(TensorName(), "").ok());
 }
 
 TEST_F(ClientTest, AsksForTheHealth) {

@@ -9,13 +9,16 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <set>
 #include <string>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
@@ -54,6 +57,10 @@ struct Faults {
   std::atomic<int> retry_tensors{0};
   // Unary calls that fail with UNAVAILABLE.
   std::atomic<int> unavailable_unary{0};
+  // Puts and deletes that are done, but answered by UNAVAILABLE.
+  std::atomic<int> lost_answers{0};
+  // Size of an encoding that GetEncoding answers for a tensor called "large".
+  std::atomic<int64_t> large_encoding_bytes{0};
   // Breaks streams with UNAVAILABLE whenever so many more bytes came; 0: never.
   std::atomic<int64_t> break_every_bytes{0};
   // How many of those breaks are left.
@@ -218,32 +225,57 @@ class FakeQuantizationService final : public v1::QuantizationService::Service {
           stream) override {
     v1::CalibrateRequest request;
     v1::CalibrateResponse response;
+    v1::CalibrateHeader header;
     uint64_t size = 0;
     uint64_t received = 0;
+    bool is_open = false;
     while (stream->Read(&request)) {
       if (request.has_header()) {
         response.Clear();
-        if (request.header().has_contribution()) {
-          response.mutable_summary()->mutable_contribution()->set_sequence(
-              request.header().contribution().sequence());
-        }
+        is_open = true;
         size = 4;
         for (const int64_t d : request.header().tensor().shape()) size *= d;
         received = 0;
-        *response.mutable_summary()->mutable_name() =
-            request.header().tensor().name();
+        if (faults_.retry_tensors-- > 0) {
+          is_open = false;
+          response.mutable_error()->set_code(8);
+          response.mutable_error()->set_reason("MEMORY_BUDGET");
+          response.mutable_error()->set_message("no memory now");
+          response.mutable_error()->set_retry_after_ms(1);
+          stream->Write(response);
+        }
+        header = request.header();
       }
+      if (!is_open) continue;
       received += request.data().size();
-      if (received == size) {
-        response.mutable_summary()->mutable_statistics()->set_count(size / 4);
-        stream->Write(response);
+      if (received < size) continue;
+      *response.mutable_summary()->mutable_name() = header.tensor().name();
+      response.mutable_summary()->mutable_statistics()->set_count(size / 4);
+      if (header.has_contribution()) {
+        Contribute(header, response.mutable_summary()->mutable_contribution());
       }
+      stream->Write(response);
+      is_open = false;
     }
     return grpc::Status::OK;
   }
 
  private:
+  // Counts only what is later than what was counted, as the service does.
+  void Contribute(const v1::CalibrateHeader& header,
+                  v1::ContributionResult* result) {
+    const absl::MutexLock lock(&mutex_);
+    uint64_t& last = sequences_[absl::StrCat(
+        header.tensor().name().tensor(), "/", header.contribution().source())];
+    result->set_duplicate(header.contribution().sequence() <= last);
+    last = std::max(last, header.contribution().sequence());
+    result->set_sequence(last);
+  }
+
   Faults& faults_;
+  absl::Mutex mutex_;
+  // The last one of every tensor and source.
+  std::map<std::string, uint64_t> sequences_ ABSL_GUARDED_BY(mutex_);
 };
 
 class FakeEncodingService final : public v1::EncodingService::Service {
@@ -338,20 +370,89 @@ class FakeEncodingService final : public v1::EncodingService::Service {
   grpc::Status DeleteStatistics(grpc::ServerContext*,
                                 const v1::DeleteStatisticsRequest* request,
                                 v1::DeleteStatisticsResponse*) override {
+    if (faults_.lost_answers-- > 0) {
+      return grpc::Status(grpc::StatusCode::UNAVAILABLE, "Socket closed");
+    }
     return request->source() == "rank-1"
                ? grpc::Status::OK
                : grpc::Status(grpc::StatusCode::NOT_FOUND,
                               "STATISTICS_NOT_FOUND: no such statistics");
   }
 
-  grpc::Status GetEncoding(grpc::ServerContext*, const v1::GetEncodingRequest*,
-                           v1::GetEncodingResponse*) override {
-    return grpc::Status(grpc::StatusCode::NOT_FOUND,
-                        "ENCODING_NOT_FOUND: no such encoding");
+  grpc::Status GetEncoding(grpc::ServerContext*,
+                           const v1::GetEncodingRequest* request,
+                           v1::GetEncodingResponse* response) override {
+    if (request->name().tensor() == "large") {
+      response->mutable_stored_encoding()->mutable_encoding()->set_scale_code(
+          std::string(static_cast<size_t>(faults_.large_encoding_bytes), 'x'));
+      return grpc::Status::OK;
+    }
+    const absl::MutexLock lock(&mutex_);
+    const auto found = encodings_.find(request->name().tensor());
+    if (found == encodings_.end()) return NotFound();
+    *response->mutable_stored_encoding() = found->second;
+    return grpc::Status::OK;
+  }
+
+  // Fills in the limits of the codes, as the service does.
+  grpc::Status PutEncoding(grpc::ServerContext*,
+                           const v1::PutEncodingRequest* request,
+                           v1::PutEncodingResponse* response) override {
+    const absl::MutexLock lock(&mutex_);
+    const std::string& tensor = request->name().tensor();
+    const auto found = encodings_.find(tensor);
+    const std::string etag =
+        found == encodings_.end() ? "absent" : found->second.etag();
+    if (!request->if_match().empty() && request->if_match() != etag) {
+      return Mismatch(request->if_match(), etag);
+    }
+    v1::StoredEncoding& stored = encodings_[tensor];
+    *stored.mutable_name() = request->name();
+    *stored.mutable_encoding() = request->encoding();
+    stored.mutable_encoding()->set_qmin(-128);
+    stored.mutable_encoding()->set_qmax(127);
+    stored.set_etag(absl::StrCat(++generation_));
+    *response->mutable_stored_encoding() = stored;
+    response->mutable_stored_encoding()->clear_encoding();
+    return Answered();
+  }
+
+  grpc::Status DeleteEncoding(grpc::ServerContext*,
+                              const v1::DeleteEncodingRequest* request,
+                              v1::DeleteEncodingResponse*) override {
+    const absl::MutexLock lock(&mutex_);
+    const auto found = encodings_.find(request->name().tensor());
+    if (found == encodings_.end()) return NotFound();
+    if (!request->if_match().empty() &&
+        request->if_match() != found->second.etag()) {
+      return Mismatch(request->if_match(), found->second.etag());
+    }
+    encodings_.erase(found);
+    return Answered();
   }
 
  private:
+  static grpc::Status NotFound() {
+    return grpc::Status(grpc::StatusCode::NOT_FOUND,
+                        "ENCODING_NOT_FOUND: no such encoding");
+  }
+  static grpc::Status Mismatch(const std::string& expected,
+                               const std::string& got) {
+    return grpc::Status(
+        grpc::StatusCode::FAILED_PRECONDITION,
+        absl::StrCat("ETAG_MISMATCH: expected ", expected, ", got ", got));
+  }
+  // Of what was done.
+  grpc::Status Answered() {
+    return faults_.lost_answers-- > 0
+               ? grpc::Status(grpc::StatusCode::UNAVAILABLE, "Socket closed")
+               : grpc::Status::OK;
+  }
+
   Faults& faults_;
+  absl::Mutex mutex_;
+  std::map<std::string, v1::StoredEncoding> encodings_ ABSL_GUARDED_BY(mutex_);
+  int generation_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
 // Listens on loopback until it is destroyed.
