@@ -28,6 +28,7 @@ import grpc
 import numpy as np
 
 import attacks
+import certificates
 import fleet
 import live_server
 import quantd
@@ -218,25 +219,6 @@ class NginxTest(Attacked, unittest.TestCase):
         self.assertGreater(done["done"], 300)
 
 
-def certificate(folder, name, issuer=None):
-    """Makes NAME.pem and NAME.key, by itself or by an issuer."""
-    path = os.path.join(folder, name)
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt",
-               "ec_paramgen_curve:P-256", "-nodes", "-days", "2", "-subj",
-               f"/CN={name}", "-addext", "subjectAltName=DNS:localhost",
-               "-keyout", path + ".key", "-out", path + ".pem"]
-    if issuer is not None:
-        command += ["-CA", os.path.join(folder, issuer + ".pem"), "-CAkey",
-                    os.path.join(folder, issuer + ".key"), "-addext",
-                    "basicConstraints=critical,CA:false"]
-    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
-
-
-def content(*path):
-    with open(os.path.join(*path), "rb") as file:
-        return file.read()
-
-
 class MutualTlsTest(Attacked, unittest.TestCase):
     """Straight to a port that asks for a certificate, by who has none."""
 
@@ -247,19 +229,19 @@ class MutualTlsTest(Attacked, unittest.TestCase):
     def setUpClass(cls):
         folder = tempfile.TemporaryDirectory()
         cls.addClassCleanup(folder.cleanup)
-        certificate(folder.name, "authority")
-        for name in ("server", "client"):
-            certificate(folder.name, name, "authority")
-        path = os.path.join(folder.name, "")
+        authority = certificates.Authority("authority")
+        certificate, key = authority.issue(
+            "server", names=["localhost"]).write(folder.name, "server")
+        client = authority.issue("client")
         cls.server = live_server.LiveServer(
             options.quantd, flags=[
-                "--drain-delay", "0", "--tls-certificate", path + "server.pem",
-                "--tls-key", path + "server.key", "--tls-client-ca",
-                path + "authority.pem"])
+                "--drain-delay", "0", "--tls-certificate", certificate,
+                "--tls-key", key, "--tls-client-ca", certificates.replace(
+                    os.path.join(folder.name, "ca.crt"),
+                    authority.certificate)])
         cls.addClassCleanup(cls.server.stop)
         cls.credentials = grpc.ssl_channel_credentials(
-            content(path + "authority.pem"), content(path + "client.key"),
-            content(path + "client.pem"))
+            authority.certificate, client.key, client.certificate)
         cls.address = "localhost:" + cls.server.address.rsplit(":", 1)[1]
         cls.channels = {"with a certificate": grpc.secure_channel(
             cls.address, cls.credentials)}

@@ -3,7 +3,6 @@
 import glob
 import os
 import pwd
-import re
 import shutil
 import signal
 import socket
@@ -11,6 +10,7 @@ import subprocess
 import tempfile
 import time
 
+import certificates
 from live_server import ROOT, die_with_parent, which
 
 START_TIMEOUT_S = 60
@@ -90,27 +90,29 @@ def free_port():
 class Nginx:
     """nginx with the configuration that is shipped; a context manager.
 
-    Only the port, the replicas and the certificate are other ones.
+    Only the port, the replicas and the certificate are other ones; the
+    authority of that is the file `certificate`.
     """
 
     def __init__(self, replicas):
         self._folder = tempfile.mkdtemp()
-        self.certificate = os.path.join(self._folder, "server.pem")
-        subprocess.run(
-            ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt",
-             "ec_paramgen_curve:P-256", "-nodes", "-days", "2", "-subj",
-             "/CN=localhost", "-addext", "subjectAltName=DNS:localhost",
-             "-keyout", os.path.join(self._folder, "server.key"), "-out",
-             self.certificate], check=True, stderr=subprocess.DEVNULL)
+        authority = certificates.Authority("authority")
+        self.certificate = certificates.replace(
+            os.path.join(self._folder, "authority.pem"), authority.certificate)
+        pair = authority.issue("localhost", names=["localhost"])
+        for name, content in (("server.pem", pair.certificate),
+                              ("server.key", pair.key)):
+            certificates.replace(os.path.join(self._folder, name), content)
         port = free_port()
         self.address = f"localhost:{port}"
         with open(os.path.join(ROOT, "deploy/nginx/quantd.conf"),
                   encoding="utf-8") as file:
             text = file.read()
-        server = re.search(r"server 127\.0\.0\.1:8430 (.*)", text).group(0)
-        text = text.replace(server, "\n".join(
-            server.replace("127.0.0.1:8430", replica) for replica in replicas))
         text = text.replace("listen 8443", f"listen 127.0.0.1:{port}")
+        with open(os.path.join(self._folder, "replicas.conf"), "w",
+                  encoding="utf-8") as file:
+            file.writelines(f"server {replica} max_fails=0;\n"
+                            for replica in replicas)
         path = os.path.join(self._folder, "quantd.conf")
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
