@@ -25,10 +25,8 @@ messages of that size (peers/grpc_echo).
 """
 
 import argparse
-import ctypes
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -36,8 +34,11 @@ import tempfile
 import time
 
 HERE = os.path.dirname(os.path.realpath(__file__))
+sys.path.insert(0, os.path.join(HERE, "../e2e/python"))
+# pylint: disable=wrong-import-position
+from live_server import die_with_parent
+
 START_TIMEOUT_S = 60
-PR_SET_PDEATHSIG = 1
 CHUNK_BYTES = 1 << 20
 SMALL_BYTES = 1 << 10
 SERVER_MEMORY_GOAL_MIB = 256
@@ -50,11 +51,6 @@ SHAPES = {
     # A connection without any answer could not tell what has arrived.
     "calibrate": (CHUNK_BYTES, 1),
 }
-
-
-def die_with_parent():
-    """For the child: a run that is killed leaves no server behind."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Server:
