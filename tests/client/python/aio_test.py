@@ -233,6 +233,34 @@ def test_TensorsAreSentAgainToAServerThatComesBack(request, tmp_path):
     asyncio.run(main())
 
 
+def test_ClosingWhileItWaitsForAServerSaysSo(tmp_path):
+    async def main(delay):
+        client = quantd.aio.Client(
+            f"unix:{tmp_path}/nobody", max_retries=10000,
+            initial_backoff=delay, max_backoff=delay)
+        tasks = [asyncio.ensure_future(call) for call in (
+            client.quantize(data_of(3), "int8"),
+            client.get_encoding(quantd.TensorName("m", "t")),
+            client.sweep("m", ["int8"]))]
+        pauses = asyncio.Semaphore(0)
+        pause = client._pause  # pylint: disable=protected-access
+
+        async def noted(*args):
+            pauses.release()
+            return await pause(*args)
+
+        client._pause = noted  # pylint: disable=protected-access
+        for _ in tasks:
+            await asyncio.wait_for(pauses.acquire(), 60)
+        await client.close()
+        for task in tasks:
+            assert await reason_of(asyncio.wait_for(task, 60)) == (
+                "CLIENT_CLOSED")
+
+    for delay in (0.001, 5):
+        asyncio.run(main(delay))
+
+
 def test_WithoutAServerTheErrorNamesIt(tmp_path):
     async def main():
         async with quantd.aio.Client(f"unix:{tmp_path}/nobody", max_retries=1,

@@ -128,16 +128,35 @@ def test_ErrorsOfPartsSayWhatIsWrong(client):
     assert client.quantize(data_of(3), "int8").codes.size == 3
 
 
+def threads_of_parts():
+    return [thread for thread in threading.enumerate()
+            if thread.name == "quantd-chunks"]
+
+
+def test_PartsThatNobodyReadsTakeNothing(client):
+    taken, before = [], threads_of_parts()
+
+    def chunks():
+        taken.append(1)
+        yield data_of(10)
+
+    parts = client.quantize_chunks(chunks(), quantd.Encoding("int8", [0.1]),
+                                   shape=(10,))
+    assert set(threads_of_parts()) <= set(before)
+    parts.close()
+    assert not list(parts) and not taken
+
+
 def test_ThreadsOfPartsEndWithThem(client):
     encoding = quantd.Encoding("int8", [0.1])
     parts = client.quantize_chunks((data_of(1000) for _ in range(1000)),
                                    encoding, shape=(1000000,))
     next(parts)
+    assert threads_of_parts()
     parts.close()
-    for thread in threading.enumerate():
-        if thread.name == "quantd-chunks":
-            thread.join(30)
-            assert not thread.is_alive()
+    for thread in threads_of_parts():
+        thread.join(30)
+        assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("name", FORMATS)

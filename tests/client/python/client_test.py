@@ -346,6 +346,16 @@ class ClientTest(unittest.TestCase):
         self.client.delete_encoding(name, if_match=put.etag)
         self.assert_fails("ENCODING_NOT_FOUND", self.client.get_encoding, name)
 
+    def test_EncodingsOfMoreThanAMillionScalesComeBack(self):
+        name = quantd.TensorName("acme/large", "t")
+        encoding = self.client.quantize(
+            data_of(1100000, 1), "int8:per-channel", name=name,
+            store=True).encoding
+        self.assertEqual(encoding.scale.size, 1100000)
+        self.assertGreater(encoding.scale.nbytes, 4 << 20)
+        np.testing.assert_array_equal(
+            self.client.get_encoding(name).encoding.scale, encoding.scale)
+
     def test_PagesFollowOneAnother(self):
         with mock.patch.object(_requests, "PAGE_SIZE", 2):
             for n in range(5):

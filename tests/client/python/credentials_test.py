@@ -4,6 +4,7 @@
 """
 
 import argparse
+import asyncio
 import hashlib
 import os
 import sys
@@ -17,6 +18,7 @@ import numpy as np
 import certificates
 import live_server
 import quantd
+import quantd.aio
 from quantd import _credentials
 
 arguments = argparse.ArgumentParser()
@@ -71,6 +73,25 @@ class CredentialsTest(unittest.TestCase):
                 client.quantize(ARRAY, "int8", store=True,
                                 name=quantd.TensorName("net", "t"))
             self.assertEqual(caught.exception.reason, "SCOPE_MISSING")
+
+        async def use():
+            async with quantd.aio.Client(server.address,
+                                         token_file=path) as client:
+                codes = await client.quantize(ARRAY, "int8")
+                self.assertEqual((await client.dequantize(codes)).shape,
+                                 ARRAY.shape)
+                self.assertEqual([one async for one in client.list_models()],
+                                 [])
+                self.assertEqual(
+                    [one async for one in client.quantize_chunks(
+                        [ARRAY], codes.encoding, shape=ARRAY.shape)][0].size,
+                    ARRAY.size)
+                with self.assertRaises(quantd.QuantdError) as caught:
+                    async for _ in client.compute_encodings("m", "int8"):
+                        pass
+                self.assertNotEqual(caught.exception.reason, "TOKEN_MISSING")
+
+        asyncio.run(use())
         file = _credentials.TokenFile(path)
         self.assertEqual(file.metadata()[1], "Bearer first")
         self.write("token", "second\n")
@@ -88,9 +109,10 @@ class CredentialsTest(unittest.TestCase):
         path = self.write("token", "secret\n")
         for target in ("db:8430", "10.0.0.1:8430", "127.evil.example:1",
                        "ipv4:127.0.0.1:1,10.0.0.1:1", "dns:///db:1"):
-            with self.assertRaises(quantd.QuantdError) as caught:
-                quantd.Client(target, token_file=path)
-            self.assertIn("expected TLS", str(caught.exception))
+            for kind in (quantd.Client, quantd.aio.Client):
+                with self.assertRaises(quantd.QuantdError) as caught:
+                    kind(target, token_file=path)
+                self.assertIn("expected TLS", str(caught.exception))
         for target in ("127.0.0.1:1", "localhost:1", "[::1]:1", "unix:/x",
                        "ipv4:127.0.0.1:1,127.0.0.2:1"):
             quantd.Client(target, token_file=path).close()

@@ -1,6 +1,7 @@
 """The hook on models of torch, with a live quantd: what it sends, that it
 counts exactly once, and what a trained network keeps of its accuracy."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import numpy as np
 import live_server
 import quantd
 import quantd.torch
+import torch.utils.checkpoint
 import training
 
 RANKS = 4
@@ -127,6 +129,42 @@ def test_ModulesAndTensorsCanBeChosen(client):
         with pytest.raises(quantd.QuantdError):
             quantd.torch.calibrate(model, client, model_name="t/bad",
                                    source="s", **arguments)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_WhatIsComputedAgainInTheBackwardPassCountsOnce(client, use_reentrant):
+    model, name = small_model(), f"t/checkpoint-{use_reentrant}"
+    with quantd.torch.calibrate(model, client, model_name=name, source="s",
+                                record=["input", "output"]) as block:
+        for x in batches(3):
+            y = torch.utils.checkpoint.checkpoint(
+                model, x.requires_grad_(), use_reentrant=use_reentrant)
+            (y.sum() + model(x).sum()).backward()
+            assert model[0].weight.grad is not None
+    assert block.sequences == dict.fromkeys(
+        ["0.input", "0.output", "3.input", "3.output"], 6)
+
+
+def test_InputsByKeywordAreThoseOfTheirPlace(client):
+    class Mixed(torch.nn.Module):
+        def forward(self, a, b=None, *, scale=None, **more):
+            return a
+
+    mixed, x = Mixed(), torch.ones(3)
+    outer = torch.nn.ModuleDict({"mixed": mixed, "linear":
+                                 torch.nn.Linear(3, 2)})
+    with quantd.torch.calibrate(outer, client, model_name="t/keyword",
+                                source="s", modules=["mixed", "linear"]
+                                ) as block:
+        outer["linear"](input=x)
+        outer["linear"](x)
+        mixed(b=2 * x, a=x)
+        mixed(x, scale=3 * x, other=4 * x, text="no tensor")
+    assert block.sequences == {
+        "linear.input": 2, "mixed.input": 2, "mixed.input.1": 1,
+        "mixed.input.scale": 1, "mixed.input.other": 1}
+    stored = statistics(client, "t/keyword", "mixed.input.scale")
+    assert stored.statistics.max == 3
 
 
 def test_WhatIsRepeatedAfterARestartCountsOnce(client):
@@ -254,6 +292,49 @@ def test_ErrorsAreRaisedOrAreWarnings(client, tmp_path):
         with quantd.torch.calibrate(model, client, model_name="t/raise",
                                     source="rank-0"):
             model(torch.zeros(3))
+
+
+def tensors_of(size):
+    gc.collect()
+    return sum(isinstance(found, torch.Tensor) and found.numel() == size
+               for found in gc.get_objects())
+
+
+@pytest.mark.parametrize("how", ["a closed client", "no server",
+                                 "warnings that are errors"])
+def test_WarningsAreAllThatStaysOfAServerThatIsGone(client, server, tmp_path,
+                                                    how):
+    """Training goes on, and neither hooks, threads nor tensors are left."""
+    model, data = small_model(), batches(4, size=1777)
+    gone = quantd.Client(
+        f"unix:{tmp_path}/nobody" if how == "no server" else server.address,
+        max_retries=0)
+    hooks = [len(module._forward_pre_hooks) for module in model]
+    before = tensors_of(1777 * 64)
+    with warnings.catch_warnings(record=how != "warnings that are errors"
+                                 ) as caught, gone:
+        warnings.simplefilter("error" if caught is None else "always")
+        with quantd.torch.calibrate(
+                model, gone, model_name="t/gone", source="s",
+                start=None if how == "no server" else 0,
+                on_error="warn") as block:
+            for n, x in enumerate(data):
+                if n == 1:
+                    gone.close()
+                model(x)
+        if caught is not None:
+            # Without a server it is asked once, not at every layer.
+            want = 1 if how == "no server" else 6
+            assert want <= len(caught) <= (1 if want == 1 else 8)
+    if how == "no server":
+        assert not block.sequences
+    else:
+        assert block.sequences == {"0.input": 4, "3.input": 4}
+    assert hooks == [len(module._forward_pre_hooks) for module in model]
+    assert not any(thread.name == "quantd-calibrate"
+                   for thread in threading.enumerate())
+    del x
+    assert tensors_of(1777 * 64) == before
 
 
 def test_ResultsBecomeTensors(client):

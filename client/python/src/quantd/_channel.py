@@ -7,7 +7,6 @@ from typing import Any, Iterable
 from quantd import errors
 from quantd._stream import Options
 
-_MAX_RECEIVE_BYTES = 64 << 20
 # The answer to a chunk is to come in one frame.
 _FRAME_BYTES = 2 << 20
 # A whole number of elements, and of pairs of them, of every type.
@@ -45,7 +44,9 @@ def channel_arguments(options: Options,
                       ) -> list[tuple[str, Any]]:
     """Ours, and after them those of the caller, which count."""
     arguments: list[tuple[str, Any]] = [
-        ("grpc.max_receive_message_length", _MAX_RECEIVE_BYTES),
+        # The answer with an encoding is as large as its scales are many, and
+        # only the server knows its limit of those.
+        ("grpc.max_receive_message_length", -1),
         ("grpc.http2.max_frame_size", _FRAME_BYTES),
         # A connection per client: that is what several clients are for.
         ("grpc.use_local_subchannel_pool", 1),

@@ -132,15 +132,19 @@ class Download:
 
 
 class ChunkedCall:
-    """One tensor on a call of its own. gRPC takes what goes up on a thread of
-    its own; what comes down is read by who iterates, and while nobody does the
-    server waits. For one thread."""
+    """One tensor on a call of its own, which begins with the first read. gRPC
+    takes what goes up on a thread of its own; what comes down is read by who
+    iterates, and while nobody does the server waits. For one thread."""
 
     def __init__(self, method: Callable[..., Any], options: Options,
                  upload: Upload, chunks: Iterable[Any],
                  download: Download) -> None:
+        self._method = method
         self._options = options
+        self._upload = upload
+        self._chunks = chunks
         self._download = download
+        self._call: Any = None
         self._fault: Optional[BaseException] = None
         self._is_late = False
         self._is_over = threading.Event()
@@ -149,25 +153,22 @@ class ChunkedCall:
         self._is_producing = False
         self._moved_at = time.monotonic()
         self._has_call = threading.Event()
-        try:
-            self._call = method(self._messages(upload, chunks))
-        except ValueError as error:
-            raise errors.client_closed() from error
-        self._has_call.set()
-        threading.Thread(target=self._watch, daemon=True,
-                         name="quantd-chunks").start()
 
     def close(self) -> None:
         """Gives up what has not come."""
         self._is_over.set()
-        self._call.cancel()
+        if self._call is not None:
+            self._call.cancel()
 
     def read(self) -> Iterator[Array]:
         """The data down, as uint8; afterwards there is a summary.
 
         Raises: QuantdError, and what the caller's chunks raised.
         """
+        if self._is_over.is_set():
+            return
         try:
+            self._begin()
             while True:
                 self._moved_at = time.monotonic()
                 self._is_waiting = True
@@ -194,6 +195,16 @@ class ChunkedCall:
                                         self._options.timeout) from None
         finally:
             self.close()
+
+    def _begin(self) -> None:
+        try:
+            self._call = self._method(self._messages(self._upload,
+                                                     self._chunks))
+        except ValueError as error:
+            raise errors.client_closed() from error
+        self._has_call.set()
+        threading.Thread(target=self._watch, daemon=True,
+                         name="quantd-chunks").start()
 
     def _messages(self, upload: Upload, chunks: Iterable[Any]
                   ) -> Iterator[bytes]:

@@ -84,6 +84,19 @@ class TokenFile:
             return ("authorization", "Bearer " + self._token)
 
 
+def token_of(path: Optional[str], target: str,
+             credentials: Optional[grpc.ChannelCredentials]
+             ) -> Optional[TokenFile]:
+    """That of a client to a target. Raises: ARGUMENT_INVALID."""
+    if path is None:
+        return None
+    if credentials is None and not is_local(target):
+        raise errors.argument_invalid(
+            "expected TLS for a token to leave the machine, got plaintext to "
+            f"{target!r}", "token_file")
+    return TokenFile(path)
+
+
 class _CallDetails(
         collections.namedtuple(
             "_CallDetails", ("method", "timeout", "metadata", "credentials",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import collections.abc
+import functools
 import time
 from typing import (Any, AsyncIterable, AsyncIterator, Awaitable, Callable,
                     Iterable, Literal, Optional, Sequence, Union, overload)
@@ -21,7 +22,8 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from quantd import _channel, _chunks, _requests, _wire, errors, results
+from quantd import (_channel, _chunks, _credentials, _requests, _wire, errors,
+                    results)
 from quantd._exchange import Exchange, FailedExchange
 from quantd._progress import Progress, ProgressLike, total_bytes
 from quantd._requests import (HEALTH_METHOD, CalibrateJob, Contribution,
@@ -166,10 +168,12 @@ class Client:
                  max_retries: int = 6, initial_backoff: float = 0.05,
                  max_backoff: float = 5.0,
                  credentials: Optional[grpc.ChannelCredentials] = None,
-                 channel_options: Iterable[tuple[str, Any]] = ()) -> None:
+                 channel_options: Iterable[tuple[str, Any]] = (),
+                 token_file: Optional[str] = None) -> None:
         self._options = _channel.check_options(
             target, timeout, chunk_bytes, max_retries, initial_backoff,
             max_backoff)
+        self._token = _credentials.token_of(token_file, target, credentials)
         self._arguments = _channel.channel_arguments(self._options,
                                                      channel_options)
         self._credentials = credentials
@@ -471,10 +475,15 @@ class Client:
                     target, self._credentials, self._arguments))
         return self._channel
 
+    def _metadata(self) -> Optional[tuple[tuple[str, str]]]:
+        """Of every call."""
+        return None if self._token is None else (self._token.metadata(),)
+
     def _begin(self, method: str, messages: AsyncIterator[bytes]) -> _Call:
         try:
-            return _Call(self._open().stream_stream(_SERVICE + method),
-                         self._options, messages)
+            return _Call(functools.partial(
+                self._open().stream_stream(_SERVICE + method),
+                metadata=self._metadata()), self._options, messages)
         except grpc.aio.UsageError as error:
             raise errors.client_closed() from error
 
@@ -614,7 +623,8 @@ class Client:
 
     async def _attempt(self, method: Callable[..., Any], request: Any) -> Any:
         try:
-            return await method(request, timeout=self._options.timeout)
+            return await method(request, timeout=self._options.timeout,
+                                metadata=self._metadata())
         except grpc.RpcError as error:
             raise errors.from_rpc_error(error, self._options.target,
                                         self._options.timeout) from None
@@ -652,6 +662,11 @@ class Client:
                     b"", timeout=seconds, wait_for_ready=True)
             except grpc.RpcError:
                 pass
+            except grpc.aio.UsageError as closed:
+                raise errors.client_closed() from closed
+            except asyncio.CancelledError:
+                self._raise_if_closed()
+                raise
         await asyncio.sleep(max(0.0, end - time.monotonic()))
         return attempt + 1
 
@@ -661,8 +676,9 @@ class Client:
         while True:
             call = None
             try:
-                call = self._encodings(method)(request,
-                                               timeout=self._options.timeout)
+                call = self._encodings(method)(
+                    request, timeout=self._options.timeout,
+                    metadata=self._metadata())
                 async for answer in call:
                     has_answers = True
                     yield answer

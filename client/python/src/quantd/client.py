@@ -117,17 +117,14 @@ class Client:
             raise errors.argument_invalid(
                 f"expected a target unix:PATH, got {target!r}",
                 "shared_memory")
+        token = _credentials.token_of(token_file, target, credentials)
         arguments = _channel.channel_arguments(self._options, channel_options)
         channel = (grpc.insecure_channel(target, arguments)
                    if credentials is None else
                    grpc.secure_channel(target, credentials, arguments))
-        if token_file is not None:
-            if credentials is None and not _credentials.is_local(target):
-                raise errors.argument_invalid(
-                    "expected TLS for a token to leave the machine, got "
-                    f"plaintext to {target!r}", "token_file")
-            channel = grpc.intercept_channel(channel, _credentials.TokenSender(
-                _credentials.TokenFile(token_file)))
+        if token is not None:
+            channel = grpc.intercept_channel(channel,
+                                             _credentials.TokenSender(token))
         self._connection = _Connection(channel)
         if shared_memory:
             path = target[len("unix:"):]

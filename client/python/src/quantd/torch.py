@@ -12,12 +12,17 @@ from __future__ import annotations
 
 import collections
 import fnmatch
+import inspect
+import sys
 import threading
+import time
+import traceback
 import warnings
 from typing import (Any, Callable, Iterable, Iterator, Mapping, Optional,
                     Sequence, Union)
 
 import torch
+import torch.utils.checkpoint
 
 from quantd import errors
 from quantd._requests import CalibrateJob, Contribution
@@ -28,6 +33,12 @@ from quantd.tensor import Array, TensorName
 
 _KINDS = ("input", "output")
 _ELEMENT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+# With on_error "warn" a server that gave no answer is not asked again for so
+# long: the model would wait for all retries at each of its layers.
+_SILENCE_S = 30.0
+# torch before 2.0 hands no keywords to hooks.
+_HOOKS_TAKE_KEYWORDS = "with_kwargs" in inspect.signature(
+    torch.nn.Module.register_forward_pre_hook).parameters
 
 
 def from_numpy(array: Array, element_type: str = "") -> torch.Tensor:
@@ -63,7 +74,10 @@ def calibrate(model: torch.nn.Module, client: Client, *, model_name: str,
               ) -> Calibration:
     """Sends what a model computes to the statistics of the service, under the
     names "MODULE.input" and "MODULE.output" of model_name, with ".1" and so on
-    for further tensors. The rest of the model's run is untouched.
+    for further tensors, by their place among the parameters of forward();
+    keywords that have no place there end in their name. The rest of the model's
+    run is untouched. What checkpointing computes a second time, in the backward
+    pass, is not counted again.
 
     client: of this process.
     source: of this process among those that feed the same model, such as its
@@ -82,7 +96,8 @@ def calibrate(model: torch.nn.Module, client: Client, *, model_name: str,
         batches that are repeated count twice.
     granularity, mantissa_bits: see Contribution.
     on_error: "raise" from the model, or from the end of the block; "warn" drops
-        what can not be delivered after all retries and lets training go on.
+        what can not be delivered after all retries and lets training go on,
+        whatever the reason is.
     max_pending_bytes: of copies that wait to be sent; beyond it the model
         waits.
 
@@ -139,6 +154,7 @@ class Calibration:
         self._pending_bytes = 0
         self._is_ending = False
         self._error: Optional[errors.QuantdError] = None
+        self._silent_until = 0.0
         self._thread: Optional[threading.Thread] = None
 
     @property
@@ -151,26 +167,51 @@ class Calibration:
     def __enter__(self) -> Calibration:
         if self._thread is not None:
             raise errors.argument_invalid("the block was entered before")
-        self._thread = threading.Thread(target=self._send, daemon=True,
-                                        name="quantd-calibrate")
-        self._thread.start()
-        for name, module in self._modules:
-            # Before the module runs: it may write over its inputs.
-            if "input" in self._record:
-                self._handles.append(module.register_forward_pre_hook(
-                    lambda _, inputs, name=name:
-                    self._observe(_join(name, "input"), inputs)))
-            if "output" in self._record:
-                self._handles.append(module.register_forward_hook(
-                    lambda _, inputs, output, name=name:
-                    self._observe(_join(name, "output"), output)))
+        try:
+            for name, module in self._modules:
+                self._hook(name, module)
+            self._thread = threading.Thread(target=self._send, daemon=True,
+                                            name="quantd-calibrate")
+            self._thread.start()
+        except BaseException:
+            self._remove_hooks()
+            raise
         return self
 
-    def __exit__(self, exception_type: Any, *unused: object) -> None:
-        """Delivers what is pending; after an exception gives it up."""
+    def _hook(self, name: str, module: torch.nn.Module) -> None:
+        # Before the module runs: it may write over its inputs.
+        if "input" in self._record:
+            self._handles.append(self._hook_inputs(name, module))
+        if "output" in self._record:
+            self._handles.append(module.register_forward_hook(
+                lambda _, inputs, output: self._observe(
+                    _join(name, "output"), _numbered(output))))
+
+    def _remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def _hook_inputs(self, name: str, module: torch.nn.Module) -> Any:
+        name = _join(name, "input")
+        places = _places(module)
+
+        def observe(_: Any, inputs: Any, keywords: Any) -> None:
+            values = _numbered(inputs)
+            for key, value in keywords.items():
+                values[places.get(key, key)] = value
+            self._observe(name, values)
+
+        if _HOOKS_TAKE_KEYWORDS:
+            # pylint: disable-next=unexpected-keyword-arg
+            return module.register_forward_pre_hook(observe, with_kwargs=True)
+        return module.register_forward_pre_hook(
+            lambda module, inputs: observe(module, inputs,
+                                           _keywords_of_call(module)))
+
+    def __exit__(self, exception_type: Any, *unused: object) -> None:
+        """Delivers what is pending; after an exception gives it up."""
+        self._remove_hooks()
         try:
             if exception_type is None:
                 self.flush()
@@ -195,26 +236,31 @@ class Calibration:
         if self._error is not None:
             raise self._error
 
-    def _observe(self, name: str, value: Any) -> None:
-        """Of a hook: what goes into a module, or comes out."""
-        if not self.is_enabled:
+    def _observe(self, name: str, values: Mapping[Union[int, str], Any]
+                 ) -> None:
+        """Of a hook: what goes into a module, or comes out, by place or
+        keyword."""
+        if not self.is_enabled or _is_going_backward():
             return
-        values = value if isinstance(value, (tuple, list)) else (value,)
-        for i, tensor in enumerate(values):
+        for place, tensor in values.items():
             if isinstance(tensor, torch.Tensor) and (
                     tensor.dtype in _ELEMENT_TYPES and tensor.numel()):
-                self._add(f"{name}.{i}" if i else name, tensor)
+                self._add(f"{name}.{place}" if place else name, tensor)
 
     def _add(self, name: str, tensor: torch.Tensor) -> None:
         with self._changed:
             known = name in self._sequences
+            if not known and time.monotonic() < self._silent_until:
+                return
         # Asked once for each tensor, outside of the lock.
         try:
             first = 0 if known else self._first_sequence(name)
         except errors.QuantdError as error:
             if self._on_error == "raise":
                 raise
-            self._warn(name, error)
+            with self._changed:
+                self._silent_until = time.monotonic() + _SILENCE_S
+            _warn(name, error)
             return
         # The model may write over it before it is sent.
         copy = tensor.detach().to("cpu", copy=True).contiguous()
@@ -259,15 +305,9 @@ class Calibration:
                     self._changed.notify_all()
                     return
                 round_ = self._take_round()
-            try:
-                self._deliver(round_)
-            except Exception as fault:  # pylint: disable=broad-except
-                # Otherwise nobody would be told, and flush would wait.
-                error = fault if isinstance(fault, errors.QuantdError) else (
-                    errors.argument_invalid(f"{type(fault).__name__}: {fault}"))
-                with self._changed:
-                    self._error = error
-                    self._changed.notify_all()
+            self._deliver(round_)
+            # Not to be kept until there is another.
+            del round_
 
     def _take_round(self) -> list[tuple[str, int, torch.Tensor]]:
         """The oldest of each tensor: were a later one counted first, the
@@ -289,19 +329,92 @@ class Calibration:
                 self._source, sequence, self._granularity,
                 self._mantissa_bits))
                 for name, sequence, tensor in round_)
-        answers = self._client.calibrate_many(jobs, on_error="return")
-        for answer, (name, _, tensor) in zip(answers, round_):
-            if isinstance(answer, errors.QuantdError):
-                if self._on_error == "raise":
-                    raise answer
-                self._warn(name, answer)
-            with self._changed:
-                self._pending_bytes -= tensor.element_size() * tensor.nelement()
-                self._changed.notify_all()
+        answered = 0
+        try:
+            answers = self._client.calibrate_many(jobs, on_error="return")
+            for answer in answers:
+                self._settle(round_[answered], answer)
+                answered += 1
+        except Exception as fault:  # pylint: disable=broad-except
+            # Otherwise nobody would be told, and flush would wait.
+            for item in round_[answered:]:
+                self._settle(item, fault)
 
-    def _warn(self, name: str, error: errors.QuantdError) -> None:
+    def _settle(self, item: tuple[str, int, torch.Tensor], answer: Any) -> None:
+        """What became of a tensor."""
+        name, _, tensor = item
+        error = None
+        if isinstance(answer, Exception):
+            # Its frames hold tensors.
+            traceback.clear_frames(answer.__traceback__)
+            error = answer if isinstance(answer, errors.QuantdError) else (
+                errors.argument_invalid(f"{type(answer).__name__}: {answer}"))
+        if error is not None and self._on_error == "warn":
+            _warn(name, error)
+        with self._changed:
+            if error is not None and self._on_error == "raise":
+                self._error = self._error or error.with_traceback(None)
+            self._pending_bytes -= tensor.element_size() * tensor.nelement()
+            self._changed.notify_all()
+
+
+def _warn(name: str, error: errors.QuantdError) -> None:
+    try:
         warnings.warn(f"quantd: {name} was not counted: {error}",
                       RuntimeWarning)
+    except RuntimeWarning:
+        # Warnings are errors here, but not those of training.
+        pass
+
+
+def _is_going_backward() -> bool:
+    """Whether this thread is in the backward pass, where modules run only
+    because checkpointing computes once more what it did not keep."""
+    task_id = getattr(torch._C, "_current_graph_task_id", None)
+    if task_id is not None:
+        return bool(task_id() != -1)
+    # torch before 2.0: the engine calls Python from the thread that called it,
+    # or from one of its own.
+    engine = {torch.autograd.backward.__code__, torch.autograd.grad.__code__,
+              torch.autograd.function.BackwardCFunction.apply.__code__}
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code in engine or (
+                code.co_name == "unpack" and
+                code.co_filename == torch.utils.checkpoint.__file__):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _keywords_of_call(module: torch.nn.Module) -> Mapping[str, Any]:
+    """For a hook of torch before 2.0: the keywords that the module is called
+    with."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is torch.nn.Module._call_impl.__code__ and (
+                frame.f_locals["self"] is module):
+            keywords: Mapping[str, Any] = frame.f_locals["kwargs"]
+            return keywords
+        frame = frame.f_back
+    return {}
+
+
+def _numbered(value: Any) -> dict[Union[int, str], Any]:
+    return dict(enumerate(value if isinstance(value, (tuple, list))
+                          else (value,)))
+
+
+def _places(module: torch.nn.Module) -> dict[str, int]:
+    """Of the parameters of forward() that have one."""
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):
+        return {}
+    return {parameter.name: place
+            for place, parameter in enumerate(parameters)
+            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD}
 
 
 def _join(name: str, kind: str) -> str:
