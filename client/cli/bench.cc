@@ -14,7 +14,6 @@
 #include <utility>
 #include <vector>
 
-#include "CLI/CLI.hpp"
 #include "absl/base/thread_annotations.h"
 #include "absl/random/random.h"
 #include "absl/status/status.h"
@@ -27,6 +26,7 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "client/cli/command_line.h"
 #include "client/cli/commands.h"
 #include "client/cli/session.h"
 #include "client/cli/spec_syntax.h"
@@ -34,6 +34,7 @@
 #include "client/cli/tensor_input.h"
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
+#include "nlohmann/json.hpp"
 
 namespace quantd::cli {
 namespace {
@@ -423,75 +424,65 @@ void Run(const Options& options, Session* session) {
 
 }  // namespace
 
-void AddBenchCommand(CLI::App* app, Session* session) {
-  CLI::App* const command = app->add_subcommand(
+void AddBenchCommand(Command* quantctl, Session* session) {
+  Command* const command = quantctl->AddCommand(
       "bench", "Measure a live server with tensors of normal data");
   const auto options = std::make_shared<Options>();
-  command->add_option("--op", options->operation, "What to measure")
-      ->check(
-          CLI::IsMember({"quantize", "dequantize", "calibrate", "evaluate"}))
-      ->capture_default_str();
-  command->add_option("--streams", options->streams, "Parallel streams")
-      ->check(CLI::Range(1, 1024))
-      ->type_name("N")
-      ->capture_default_str();
+  command->AddOption("--op", &options->operation, "", "What to measure")
+      ->OneOf({"quantize", "dequantize", "calibrate", "evaluate"})
+      ->ShowDefault();
+  command->AddOption("--streams", &options->streams, "N", "Parallel streams")
+      ->Between(1, 1024)
+      ->ShowDefault();
   command
-      ->add_option("--connections", options->connections,
-                   "Connections that the streams share")
-      ->check(CLI::Range(1, 256))
-      ->type_name("N")
-      ->capture_default_str();
+      ->AddOption("--connections", &options->connections, "N",
+                  "Connections that the streams share")
+      ->Between(1, 256)
+      ->ShowDefault();
   command
-      ->add_option("--in-flight", options->in_flight,
-                   "Tensors on a stream at once; above 1 the latency includes "
-                   "waiting for those before")
-      ->check(CLI::Range(1, 1024))
-      ->type_name("N")
-      ->capture_default_str();
+      ->AddOption("--in-flight", &options->in_flight, "N",
+                  "Tensors on a stream at once; above 1 the latency includes "
+                  "waiting for those before")
+      ->Between(1, 1024)
+      ->ShowDefault();
   command
-      ->add_option("--candidates", options->candidates,
-                   "Encodings that evaluate measures at once")
-      ->check(CLI::Range(1, 64))
-      ->type_name("N")
-      ->capture_default_str();
-  command->add_flag("--shared-memory", options->shared_memory,
-                    "Keep tensors in memory shared with the server, on a unix "
-                    "socket");
+      ->AddOption("--candidates", &options->candidates, "N",
+                  "Encodings that evaluate measures at once")
+      ->Between(1, 64)
+      ->ShowDefault();
+  command->AddFlag("--shared-memory", &options->shared_memory,
+                   "Keep tensors in memory shared with the server, on a unix "
+                   "socket");
   command
-      ->add_option("--chunk-bytes", options->chunk_bytes,
-                   "Payload of a message, such as 256KiB")
-      ->transform(CLI::AsSizeValue(/*kb_is_1000=*/false))
-      ->check(CLI::Range(int64_t{64}, int64_t{32} << 20))
-      ->type_name("BYTES")
-      ->capture_default_str();
+      ->AddOption("--chunk-bytes", &options->chunk_bytes, "BYTES",
+                  "Payload of a message, such as 256KiB")
+      ->Bytes()
+      ->Between(64, int64_t{32} << 20)
+      ->ShowDefault();
   command
-      ->add_option("--tensor-bytes", options->tensor_bytes,
-                   "Size of a tensor as float32, such as 16MiB")
-      ->transform(CLI::AsSizeValue(/*kb_is_1000=*/false))
-      ->check(CLI::Range(int64_t{4}, int64_t{1} << 33))
-      ->type_name("BYTES")
-      ->capture_default_str();
+      ->AddOption("--tensor-bytes", &options->tensor_bytes, "BYTES",
+                  "Size of a tensor as float32, such as 16MiB")
+      ->Bytes()
+      ->Between(4, int64_t{1} << 33)
+      ->ShowDefault();
   command
-      ->add_option("--duration", options->duration_seconds,
-                   "Length of the measurement, such as 5 or 5s")
-      ->transform(SecondsWithUnit())
-      ->check(CLI::PositiveNumber)
-      ->type_name("SECONDS")
-      ->capture_default_str();
+      ->AddOption("--duration", &options->duration_seconds, "SECONDS",
+                  "Length of the measurement, such as 5 or 5s")
+      ->Seconds()
+      ->Positive()
+      ->ShowDefault();
   command
-      ->add_option("--warmup", options->warmup_seconds,
-                   "Time before the measurement, such as 500ms")
-      ->transform(SecondsWithUnit())
-      ->check(CLI::NonNegativeNumber)
-      ->type_name("SECONDS")
-      ->capture_default_str();
+      ->AddOption("--warmup", &options->warmup_seconds, "SECONDS",
+                  "Time before the measurement, such as 500ms")
+      ->Seconds()
+      ->NotNegative()
+      ->ShowDefault();
   command
-      ->add_option("--server-pid", options->server_pid,
-                   "Process of the server, to measure its CPU time")
-      ->check(CLI::PositiveNumber)
-      ->type_name("PID");
+      ->AddOption("--server-pid", &options->server_pid, "PID",
+                  "Process of the server, to measure its CPU time")
+      ->Positive();
   options->spec.AddOptions(command);
-  command->callback([options, session] { Run(*options, session); });
+  command->OnRun([options, session] { Run(*options, session); });
 }
 
 }  // namespace quantd::cli

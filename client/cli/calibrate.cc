@@ -5,10 +5,10 @@
 #include <utility>
 #include <vector>
 
-#include "CLI/CLI.hpp"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "client/cli/command_line.h"
 #include "client/cli/commands.h"
 #include "client/cli/message_json.h"
 #include "client/cli/progress.h"
@@ -18,6 +18,7 @@
 #include "client/cli/tensor_loop.h"
 #include "client/cpp/client.h"
 #include "client/files/safetensors.h"
+#include "nlohmann/json.hpp"
 
 namespace quantd::cli {
 namespace {
@@ -208,52 +209,47 @@ void Run(const Options& options, Session* session) {
 
 }  // namespace
 
-void AddCalibrateCommand(CLI::App* app, Session* session) {
-  CLI::App* const command = app->add_subcommand(
+void AddCalibrateCommand(Command* quantctl, Session* session) {
+  Command* const command = quantctl->AddCommand(
       "calibrate",
       "Compute the encodings of a file's tensors, or add to the statistics "
       "that "
       "encodings are computed from later, and keep them on the server");
   const auto options = std::make_shared<Options>();
-  command->add_option("file", options->input, "safetensors or .npy file")
-      ->required()
-      ->type_name("FILE");
+  command
+      ->AddArgument("file", &options->input, "FILE", "safetensors or .npy file")
+      ->Required();
   options->name.AddOptions(command, /*required=*/false);
   options->spec.AddOptionsWithPatterns(command);
   options->filter.AddOptions(command);
-  command->add_flag("--store,!--no-store", options->store,
-                    "Keep the encodings (the default); --no-store only shows "
-                    "the statistics");
-  CLI::Option* const source =
+  command->AddFlag("--store,!--no-store", &options->store,
+                   "Keep the encodings (the default); --no-store only shows "
+                   "the statistics");
+  Option* const source = command->AddOption(
+      "--source", &options->source, "NAME",
+      "Add the tensors to the statistics that the server keeps, as this "
+      "source, e.g. rank-3; --granularity is then that of the statistics too, "
+      "and encodings are computed only if --format or a spec is given");
+  Option* const sequence =
       command
-          ->add_option("--source", options->source,
-                       "Add the tensors to the statistics that the server "
-                       "keeps, as this source, e.g. rank-3; --granularity is "
-                       "then that of the statistics too, and encodings are "
-                       "computed only if --format or a spec is given")
-          ->type_name("NAME");
-  CLI::Option* const sequence =
-      command
-          ->add_option("--sequence", options->sequence,
-                       "Number of this contribution of the source, from 1 on; "
-                       "one that is not larger than the last is not counted "
-                       "again")
-          ->type_name("N")
-          ->needs(source);
-  source->needs(sequence);
+          ->AddOption("--sequence", &options->sequence, "N",
+                      "Number of this contribution of the source, from 1 on; "
+                      "one that is not larger than the last is not counted "
+                      "again")
+          ->Needs(source);
+  source->Needs(sequence);
   command
-      ->add_option("--mantissa-bits", options->mantissa_bits,
-                   "Precision of the statistics, 2 to 10; default 7 per "
-                   "tensor, 5 up to 256 scales, otherwise 3")
-      ->type_name("N")
-      ->needs(source);
+      ->AddOption("--mantissa-bits", &options->mantissa_bits, "N",
+                  "Precision of the statistics, 2 to 10; default 7 per "
+                  "tensor, 5 up to 256 scales, otherwise 3")
+      ->Needs(source);
   command
-      ->add_option("--averaging-constant", options->averaging_constant,
-                   "Weight of a contribution in the moving average; default "
-                   "0.01")
-      ->type_name("WEIGHT")
-      ->needs(source);
-  command->callback([options, session] {
+      ->AddOption("--averaging-constant", &options->averaging_constant,
+                  "WEIGHT",
+                  "Weight of a contribution in the moving average; default "
+                  "0.01")
+      ->Needs(source);
+  command->OnRun([options, session] {
     if (options->name.model.empty()) {
       options->name.model = FileStem(options->input);
     }

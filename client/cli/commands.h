@@ -4,27 +4,24 @@
 #ifndef QUANTD_CLIENT_CLI_COMMANDS_H_
 #define QUANTD_CLIENT_CLI_COMMANDS_H_
 
-#include "CLI/CLI.hpp"
+#include "client/cli/command_line.h"
 #include "client/cli/session.h"
 
 namespace quantd::cli {
 
-// `session` must outlive `app`.
-void AddQuantizeCommand(CLI::App* app, Session* session);
-void AddDequantizeCommand(CLI::App* app, Session* session);
-void AddCalibrateCommand(CLI::App* app, Session* session);
-void AddEvaluateCommand(CLI::App* app, Session* session);
-void AddEncodingsCommand(CLI::App* app, Session* session);
-void AddExportCommand(CLI::App* app, Session* session);
-void AddImportCommand(CLI::App* app, Session* session);
-void AddSweepCommand(CLI::App* app, Session* session);
-void AddStatisticsCommand(CLI::App* app, Session* session);
-void AddModelsCommand(CLI::App* app, Session* session);
-void AddHealthCommand(CLI::App* app, Session* session);
-void AddBenchCommand(CLI::App* app, Session* session);
-
-// Takes a number of seconds, also as 200ms, 30s, 5m.
-CLI::Validator SecondsWithUnit();
+// `session` must outlive `quantctl`.
+void AddQuantizeCommand(Command* quantctl, Session* session);
+void AddDequantizeCommand(Command* quantctl, Session* session);
+void AddCalibrateCommand(Command* quantctl, Session* session);
+void AddEvaluateCommand(Command* quantctl, Session* session);
+void AddEncodingsCommand(Command* quantctl, Session* session);
+void AddExportCommand(Command* quantctl, Session* session);
+void AddImportCommand(Command* quantctl, Session* session);
+void AddSweepCommand(Command* quantctl, Session* session);
+void AddStatisticsCommand(Command* quantctl, Session* session);
+void AddModelsCommand(Command* quantctl, Session* session);
+void AddHealthCommand(Command* quantctl, Session* session);
+void AddBenchCommand(Command* quantctl, Session* session);
 
 // Parses the command line and runs the command. Returns the exit code.
 int RunQuantctl(int argc, const char* const* argv);

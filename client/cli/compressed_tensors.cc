@@ -28,6 +28,7 @@
 #include "client/cpp/errors.h"
 #include "client/files/dtype.h"
 #include "client/files/errors.h"
+#include "nlohmann/json.hpp"
 
 namespace quantd::cli {
 namespace {
@@ -170,7 +171,13 @@ absl::StatusOr<uint64_t> CompressedModel::Write(
   absl::StatusOr<Json> scheme = StrategyOf(*blocks, encoding, count);
   if (!scheme.ok()) return scheme.status();
   const bool is_matrix = shape.size() == 2;
-  const bool is_symmetric = encoding.zero_point().empty();
+  // As others mean it: without zero points, codes lie around 0. Those of
+  // unsigned formats do not once they are signed.
+  const bool is_symmetric =
+      encoding.zero_point().empty() && (!is_integer || format->is_signed);
+  std::vector<int32_t> zero_points(encoding.zero_point().begin(),
+                                   encoding.zero_point().end());
+  if (!is_symmetric) zero_points.resize(static_cast<size_t>(count), 0);
   const bool is_packed =
       is_integer && is_matrix && (packs_all_ || format->bits < kMaxBits);
   std::string layout = is_packed ? "pack-quantized" : "int-quantized";
@@ -266,19 +273,19 @@ absl::StatusOr<uint64_t> CompressedModel::Write(
                            static_cast<size_t>(groups));
           for (int64_t row = 0; row < shape[0]; ++row) {
             stream.Put(static_cast<uint32_t>(
-                encoding.zero_point(static_cast<int>(row * groups + group)) -
-                shift + half));
+                zero_points[static_cast<size_t>(row * groups + group)] - shift +
+                half));
           }
         }
         status = add(".weight_zero_point", files::Dtype::kI32, {rows, groups},
                      BytesOf(words));
       } else {
-        std::vector<int8_t> zero_points;
-        for (const int32_t zero_point : encoding.zero_point()) {
-          zero_points.push_back(static_cast<int8_t>(zero_point - shift));
+        std::vector<int8_t> bytes;
+        for (const int32_t zero_point : zero_points) {
+          bytes.push_back(static_cast<int8_t>(zero_point - shift));
         }
         status = add(".weight_zero_point", files::Dtype::kI8, scale_shape,
-                     BytesOf(zero_points));
+                     BytesOf(bytes));
       }
     }
   }

@@ -32,6 +32,7 @@
 #include "client/cli/tensor_input.h"
 #include "client/cpp/tensor.h"
 #include "client/files/safetensors.h"
+#include "nlohmann/json.hpp"
 
 namespace quantd::cli {
 

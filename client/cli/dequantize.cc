@@ -4,7 +4,6 @@
 #include <utility>
 #include <vector>
 
-#include "CLI/CLI.hpp"
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
@@ -13,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
+#include "client/cli/command_line.h"
 #include "client/cli/commands.h"
 #include "client/cli/compressed_tensors.h"
 #include "client/cli/progress.h"
@@ -25,6 +25,7 @@
 #include "client/files/errors.h"
 #include "client/files/npy.h"
 #include "client/files/safetensors.h"
+#include "nlohmann/json.hpp"
 
 namespace quantd::cli {
 namespace {
@@ -249,25 +250,22 @@ class Dequantizer {
 
 }  // namespace
 
-void AddDequantizeCommand(CLI::App* app, Session* session) {
-  CLI::App* const command = app->add_subcommand(
+void AddDequantizeCommand(Command* quantctl, Session* session) {
+  Command* const command = quantctl->AddCommand(
       "dequantize",
       "Turn a file that `quantize` wrote back into plain tensors; one that "
       "fails is left out");
   const auto options = std::make_shared<Options>();
   command
-      ->add_option("file", options->input,
-                   "safetensors file, or the folder of a compressed-tensors "
-                   "model")
-      ->required()
-      ->type_name("FILE");
+      ->AddArgument("file", &options->input, "FILE",
+                    "safetensors file, or the folder of a compressed-tensors "
+                    "model")
+      ->Required();
   command
-      ->add_option("-o,--output", options->output,
-                   "safetensors file, or .npy for a single tensor")
-      ->required()
-      ->type_name("FILE");
-  command->callback(
-      [options, session] { Dequantizer(*options, session).Run(); });
+      ->AddOption("-o,--output", &options->output, "FILE",
+                  "safetensors file, or .npy for a single tensor")
+      ->Required();
+  command->OnRun([options, session] { Dequantizer(*options, session).Run(); });
 }
 
 }  // namespace quantd::cli

@@ -6,10 +6,10 @@
 #include <utility>
 #include <vector>
 
-#include "CLI/CLI.hpp"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "client/cli/command_line.h"
 #include "client/cli/commands.h"
 #include "client/cli/message_json.h"
 #include "client/cli/progress.h"
@@ -21,6 +21,7 @@
 #include "client/cpp/errors.h"
 #include "client/files/errors.h"
 #include "google/protobuf/util/json_util.h"
+#include "nlohmann/json.hpp"
 
 namespace quantd::cli {
 namespace {
@@ -225,43 +226,38 @@ void Compute(const Options& options, Session* session) {
 
 }  // namespace
 
-void AddEncodingsCommand(CLI::App* app, Session* session) {
-  CLI::App* const command = app->add_subcommand(
+void AddEncodingsCommand(Command* quantctl, Session* session) {
+  Command* const command = quantctl->AddCommand(
       "encodings", "List, get, put, delete and compute a model's encodings");
-  command->require_subcommand(1);
   const auto options = std::make_shared<Options>();
   const auto add = [&](const char* name, const char* text,
                        void (*run)(const Options&, Session*)) {
-    CLI::App* const sub = command->add_subcommand(name, text);
+    Command* const sub = command->AddCommand(name, text);
     options->name.AddOptions(sub, /*required=*/true);
-    sub->callback([options, session, run] { run(*options, session); });
+    sub->OnRun([options, session, run] { run(*options, session); });
     return sub;
   };
   add("list", "List the encodings of a revision", &List);
-  CLI::App* const compute =
+  Command* const compute =
       add("compute", "Compute encodings from stored statistics and store them",
           &Compute);
   options->spec.AddOptionsWithPatterns(compute);
-  compute->add_flag("--dry-run", options->dry_run,
-                    "Show what to expect and store nothing");
+  compute->AddFlag("--dry-run", &options->dry_run,
+                   "Show what to expect and store nothing");
   AddTensorArgument(add("get", "Print one encoding as JSON", &Get),
                     &options->tensor);
-  CLI::App* const put =
+  Command* const put =
       add("put", "Store one encoding, as `get` prints it", &Put);
   AddTensorArgument(put, &options->tensor);
-  put->add_option("-f,--file", options->file, "JSON file, - for stdin")
-      ->type_name("FILE")
-      ->capture_default_str();
-  put->add_option("--if-match", options->if_match,
-                  "Only over the encoding of this etag; absent: only where "
-                  "there is none")
-      ->type_name("ETAG");
-  CLI::App* const remove = add("delete", "Delete one encoding", &Delete);
+  put->AddOption("-f,--file", &options->file, "FILE", "JSON file, - for stdin")
+      ->ShowDefault();
+  put->AddOption("--if-match", &options->if_match, "ETAG",
+                 "Only over the encoding of this etag; absent: only where "
+                 "there is none");
+  Command* const remove = add("delete", "Delete one encoding", &Delete);
   AddTensorArgument(remove, &options->tensor);
-  remove
-      ->add_option("--if-match", options->if_match,
-                   "Only the encoding of this etag")
-      ->type_name("ETAG");
+  remove->AddOption("--if-match", &options->if_match, "ETAG",
+                    "Only the encoding of this etag");
 }
 
 }  // namespace quantd::cli

@@ -5,11 +5,11 @@
 #include <utility>
 #include <vector>
 
-#include "CLI/CLI.hpp"
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "client/cli/command_line.h"
 #include "client/cli/commands.h"
 #include "client/cli/progress.h"
 #include "client/cli/session.h"
@@ -20,6 +20,7 @@
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
 #include "client/files/safetensors.h"
+#include "nlohmann/json.hpp"
 
 namespace quantd::cli {
 namespace {
@@ -263,34 +264,29 @@ void Run(const Options& options, Session* session) {
 
 }  // namespace
 
-void AddEvaluateCommand(CLI::App* app, Session* session) {
-  CLI::App* const command = app->add_subcommand(
+void AddEvaluateCommand(Command* quantctl, Session* session) {
+  Command* const command = quantctl->AddCommand(
       "evaluate",
       "Measure the error of candidate encodings on a file's tensors, or of "
       "the file against another one");
   const auto options = std::make_shared<Options>();
-  command->add_option("file", options->input, "safetensors or .npy file")
-      ->required()
-      ->type_name("FILE");
   command
-      ->add_option("--candidate", options->candidates,
-                   "A spec such as int4:group:32:mse (see quantctl --help), "
-                   "or stored for the server's own encoding; may be repeated. "
-                   "Default: the one of --format and the like")
-      ->allow_extra_args(false)
-      ->type_name("CANDIDATE");
-  command->add_flag("--distribution", options->with_distribution,
-                    "Kullback-Leibler divergence and, with --json, a histogram "
-                    "of errors as well");
-  command
-      ->add_option("--reference", options->reference,
-                   "Compare the tensors with those of this file instead, which "
-                   "are taken to be exact")
-      ->type_name("FILE");
+      ->AddArgument("file", &options->input, "FILE", "safetensors or .npy file")
+      ->Required();
+  command->AddOption("--candidate", &options->candidates, "CANDIDATE",
+                     "A spec such as int4:group:32:mse (see quantctl --help), "
+                     "or stored for the server's own encoding; may be "
+                     "repeated. Default: the one of --format and the like");
+  command->AddFlag("--distribution", &options->with_distribution,
+                   "Kullback-Leibler divergence and, with --json, a histogram "
+                   "of errors as well");
+  command->AddOption("--reference", &options->reference, "FILE",
+                     "Compare the tensors with those of this file instead, "
+                     "which are taken to be exact");
   options->name.AddOptions(command, /*required=*/false);
   options->spec.AddOptions(command);
   options->filter.AddOptions(command);
-  command->callback([options, session] {
+  command->OnRun([options, session] {
     if (options->name.model.empty()) {
       options->name.model = FileStem(options->input);
     }

@@ -6,10 +6,10 @@
 #include <utility>
 #include <vector>
 
-#include "CLI/CLI.hpp"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "client/cli/command_line.h"
 #include "client/cli/commands.h"
 #include "client/cli/interchange.h"
 #include "client/cli/onnx_export.h"
@@ -18,6 +18,7 @@
 #include "client/cli/tensor_input.h"
 #include "client/cpp/client.h"
 #include "client/files/atomic_file.h"
+#include "nlohmann/json.hpp"
 
 namespace quantd::cli {
 namespace {
@@ -122,46 +123,38 @@ void Run(const Options& options, Session* session) {
 
 }  // namespace
 
-void AddExportCommand(CLI::App* app, Session* session) {
-  CLI::App* const command = app->add_subcommand(
+void AddExportCommand(Command* quantctl, Session* session) {
+  Command* const command = quantctl->AddCommand(
       "export",
       "Write the encodings of a revision as a file of another project, or into "
       "an ONNX model; exits with 1 when a tensor had to be left out");
   const auto options = std::make_shared<Options>();
   options->name.AddOptions(command, /*required=*/true);
-  CLI::Option* const format =
+  Option* const format =
       command
-          ->add_option("--format", options->format,
-                       "Format of the file; json is our own and holds "
-                       "everything")
-          ->check(CLI::IsMember(InterchangeFormatNames()))
-          ->capture_default_str();
-  CLI::Option* const onnx =
+          ->AddOption("--format", &options->format, "",
+                      "Format of the file; json is our own and holds "
+                      "everything")
+          ->OneOf(InterchangeFormatNames())
+          ->ShowDefault();
+  Option* const onnx =
       command
-          ->add_option("--onnx", options->onnx,
-                       "ONNX model to put QuantizeLinear and DequantizeLinear "
-                       "into, in place of --format")
-          ->excludes(format)
-          ->type_name("FILE");
-  CLI::Option* const output = command
-                                  ->add_option("-o,--output", options->output,
-                                               "File to write; default stdout")
-                                  ->type_name("FILE");
-  onnx->needs(output);
+          ->AddOption("--onnx", &options->onnx, "FILE",
+                      "ONNX model to put QuantizeLinear and DequantizeLinear "
+                      "into, in place of --format")
+          ->Excludes(format);
+  Option* const output = command->AddOption(
+      "-o,--output", &options->output, "FILE", "File to write; default stdout");
+  onnx->Needs(output);
+  command->AddOption("--include", &options->include, "PATTERN",
+                     "Only tensors whose name matches this pattern (* and ?); "
+                     "may be repeated");
   command
-      ->add_option("--include", options->include,
-                   "Only tensors whose name matches this pattern (* and ?); "
-                   "may be repeated")
-      ->allow_extra_args(false)
-      ->type_name("PATTERN");
-  command
-      ->add_option("--parameter", options->parameters,
-                   "Tensors that are parameters, for AIMET 0.6.1 and 1.0.0; "
-                   "default *weight, *bias, and all of more than one scale")
-      ->allow_extra_args(false)
-      ->excludes(onnx)
-      ->type_name("PATTERN");
-  command->callback([options, session] { Run(*options, session); });
+      ->AddOption("--parameter", &options->parameters, "PATTERN",
+                  "Tensors that are parameters, for AIMET 0.6.1 and 1.0.0; "
+                  "default *weight, *bias, and all of more than one scale")
+      ->Excludes(onnx);
+  command->OnRun([options, session] { Run(*options, session); });
 }
 
 }  // namespace quantd::cli

@@ -1,12 +1,13 @@
 #include <memory>
 #include <string>
 
-#include "CLI/CLI.hpp"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "client/cli/command_line.h"
 #include "client/cli/commands.h"
 #include "client/cli/session.h"
 #include "client/cpp/client.h"
+#include "nlohmann/json.hpp"
 
 namespace quantd::cli {
 namespace {
@@ -39,16 +40,14 @@ void Run(const std::string& service, Session* session) {
 
 }  // namespace
 
-void AddHealthCommand(CLI::App* app, Session* session) {
-  CLI::App* const command = app->add_subcommand(
+void AddHealthCommand(Command* quantctl, Session* session) {
+  Command* const command = quantctl->AddCommand(
       "health", "Ask whether the server serves; exit code 0 only if it does");
   const auto service = std::make_shared<std::string>();
-  command
-      ->add_option("--service", *service,
-                   "One service, e.g. quantd.v1.QuantizationService; default "
-                   "the whole server")
-      ->type_name("NAME");
-  command->callback([service, session] { Run(*service, session); });
+  command->AddOption("--service", service.get(), "NAME",
+                     "One service, e.g. quantd.v1.QuantizationService; default "
+                     "the whole server");
+  command->OnRun([service, session] { Run(*service, session); });
 }
 
 }  // namespace quantd::cli

@@ -9,7 +9,6 @@
 #include <utility>
 #include <vector>
 
-#include "CLI/CLI.hpp"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/match.h"
@@ -17,6 +16,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
+#include "client/cli/command_line.h"
 #include "client/cli/commands.h"
 #include "client/cli/compressed_tensors.h"
 #include "client/cli/interchange.h"
@@ -28,6 +28,7 @@
 #include "client/files/errors.h"
 #include "client/files/onnx_model.h"
 #include "client/files/shard_index.h"
+#include "nlohmann/json.hpp"
 
 namespace quantd::cli {
 namespace {
@@ -204,46 +205,39 @@ void Run(const Options& options, Session* session) {
 
 }  // namespace
 
-void AddImportCommand(CLI::App* app, Session* session) {
-  CLI::App* const command = app->add_subcommand(
+void AddImportCommand(Command* quantctl, Session* session) {
+  Command* const command = quantctl->AddCommand(
       "import",
       "Store the encodings of a file: our own JSON, AIMET encodings, ONNX "
       "parameters, or a compressed-tensors model; exits with 1 when a tensor "
       "had to be left out");
   const auto options = std::make_shared<Options>();
   command
-      ->add_option("file", options->file,
-                   "JSON file, - for stdin; or the folder or safetensors file "
-                   "of a compressed-tensors model")
-      ->required()
-      ->type_name("FILE");
+      ->AddArgument("file", &options->file, "FILE",
+                    "JSON file, - for stdin; or the folder or safetensors file "
+                    "of a compressed-tensors model")
+      ->Required();
   options->name.AddOptions(command, /*required=*/true);
   std::vector<std::string> formats = InterchangeFormatNames();
   formats.emplace_back("auto");
   command
-      ->add_option("--format", options->format,
-                   "Format of the file; auto tells it from the file")
-      ->check(CLI::IsMember(formats))
-      ->capture_default_str();
-  command
-      ->add_option("--tensors", options->tensors,
-                   "Where the shapes of the tensors are, for formats that do "
-                   "not say along which dimension scales lie: safetensors file "
-                   "or folder, or ONNX model")
-      ->type_name("FILE");
-  command
-      ->add_option("--axis", options->axis,
-                   "Dimension of the channels where the shape leaves several")
-      ->type_name("N");
-  command
-      ->add_option("--block-size", options->block_sizes,
-                   "Block size of the tensors that match: [PATTERN=]N,N,...; "
-                   "may be repeated")
-      ->allow_extra_args(false)
-      ->type_name("TEXT");
-  command->add_flag("--dry-run", options->dry_run,
-                    "Check the file and store nothing");
-  command->callback([options, session] { Run(*options, session); });
+      ->AddOption("--format", &options->format, "",
+                  "Format of the file; auto tells it from the file")
+      ->OneOf(formats)
+      ->ShowDefault();
+  command->AddOption("--tensors", &options->tensors, "FILE",
+                     "Where the shapes of the tensors are, for formats that "
+                     "do not say along which dimension scales lie: safetensors "
+                     "file or folder, or ONNX model");
+  command->AddOption("--axis", &options->axis, "N",
+                     "Dimension of the channels where the shape leaves "
+                     "several");
+  command->AddOption("--block-size", &options->block_sizes, "TEXT",
+                     "Block size of the tensors that match: "
+                     "[PATTERN=]N,N,...; may be repeated");
+  command->AddFlag("--dry-run", &options->dry_run,
+                   "Check the file and store nothing");
+  command->OnRun([options, session] { Run(*options, session); });
 }
 
 }  // namespace quantd::cli

@@ -9,6 +9,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
 #include "client/cpp/errors.h"
+#include "nlohmann/json.hpp"
 
 namespace quantd::cli {
 namespace {

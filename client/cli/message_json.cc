@@ -4,6 +4,7 @@
 
 #include "client/cli/session.h"
 #include "google/protobuf/util/json_util.h"
+#include "nlohmann/json.hpp"
 
 namespace quantd::cli {
 

@@ -2,13 +2,14 @@
 #include <string>
 #include <vector>
 
-#include "CLI/CLI.hpp"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "client/cli/command_line.h"
 #include "client/cli/commands.h"
 #include "client/cli/session.h"
 #include "client/cli/table.h"
 #include "client/cpp/client.h"
+#include "nlohmann/json.hpp"
 
 namespace quantd::cli {
 namespace {
@@ -70,13 +71,13 @@ void Run(const std::string& model, Session* session) {
 
 }  // namespace
 
-void AddModelsCommand(CLI::App* app, Session* session) {
-  CLI::App* const command = app->add_subcommand(
+void AddModelsCommand(Command* quantctl, Session* session) {
+  Command* const command = quantctl->AddCommand(
       "models", "List models, or the revisions of one model");
   const auto model = std::make_shared<std::string>();
-  command->add_option("model", *model, "List the revisions of this model")
-      ->type_name("NAME");
-  command->callback([model, session] { Run(*model, session); });
+  command->AddArgument("model", model.get(), "NAME",
+                       "List the revisions of this model");
+  command->OnRun([model, session] { Run(*model, session); });
 }
 
 }  // namespace quantd::cli

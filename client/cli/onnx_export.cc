@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -17,6 +18,7 @@
 #include "client/cpp/errors.h"
 #include "client/files/dtype.h"
 #include "client/files/onnx_model.h"
+#include "nlohmann/json.hpp"
 
 namespace quantd::cli {
 namespace {
@@ -26,15 +28,21 @@ absl::Status NotHeld(absl::string_view what) {
 }
 
 // How the scales lie, as ONNX says it. `shape` is null for activations, whose
-// dimensions are not known.
+// dimensions are not known, and sometimes their number, `rank`.
 absl::Status SetLayout(const Encoding& encoding,
                        const std::vector<int64_t>* shape,
+                       std::optional<int64_t> rank,
                        files::OnnxModel::Quantizer* quantizer) {
   const std::vector<int64_t> block(encoding.block_size().begin(),
                                    encoding.block_size().end());
   const int64_t count = encoding.scale_size();
   if (count == 1) return absl::OkStatus();
   if (shape == nullptr) {
+    if (rank.has_value() && *rank != static_cast<int64_t>(block.size())) {
+      return ArgumentInvalidError(
+          absl::StrCat("the encoding is of ", block.size(),
+                       " dimensions, the activation of the model has ", *rank));
+    }
     size_t axis = block.size();
     for (size_t d = 0; d < block.size(); ++d) {
       if (block[d] == 0) continue;
@@ -83,7 +91,8 @@ absl::Status SetLayout(const Encoding& encoding,
 }
 
 absl::StatusOr<files::OnnxModel::Quantizer> MakeQuantizer(
-    const Encoding& encoding, const std::vector<int64_t>* shape) {
+    const Encoding& encoding, const std::vector<int64_t>* shape,
+    std::optional<int64_t> rank) {
   const absl::StatusOr<FormatInfo> format = GetFormatInfo(encoding.format());
   if (!format.ok()) return format.status();
   files::OnnxModel::Quantizer quantizer;
@@ -102,7 +111,8 @@ absl::StatusOr<files::OnnxModel::Quantizer> MakeQuantizer(
       return NotHeld("no zero points outside of the codes");
     }
   }
-  const absl::Status status = SetLayout(encoding, shape, &quantizer);
+  quantizer.saturates = !encoding.no_saturation();
+  const absl::Status status = SetLayout(encoding, shape, rank, &quantizer);
   if (!status.ok()) return status;
   return quantizer;
 }
@@ -171,15 +181,30 @@ class Exporter {
   // Errors: ARGUMENT_INVALID for a tensor that is left out; others end the run.
   absl::Status QuantizeOne(const std::string& tensor, files::OnnxModel* model) {
     const files::OnnxModel::Weight* const weight = model->FindWeight(tensor);
-    if (weight == nullptr && !model->HasActivation(tensor)) {
+    const std::optional<files::OnnxModel::Activation> activation =
+        model->FindActivation(tensor);
+    if (weight == nullptr && !activation.has_value()) {
       return ArgumentInvalidError("the model has no such tensor");
+    }
+    const std::optional<files::Dtype> dtype =
+        weight == nullptr ? activation->dtype : weight->dtype;
+    if (!dtype.has_value() && weight == nullptr && !activation->has_type) {
+      return ArgumentInvalidError(
+          "the model does not tell its type; infer its shapes first, as "
+          "onnx.shape_inference does");
+    }
+    if (dtype != files::Dtype::kF32 && dtype != files::Dtype::kF16 &&
+        dtype != files::Dtype::kBF16) {
+      return NotHeld("quantized tensors of float32, float16 and bfloat16");
     }
     const absl::StatusOr<v1::StoredEncoding> stored =
         client_->GetEncoding(job_.name.NameOf(tensor));
     if (!stored.ok()) return stored.status();
     const Encoding& encoding = stored->encoding();
     absl::StatusOr<files::OnnxModel::Quantizer> quantizer =
-        MakeQuantizer(encoding, weight == nullptr ? nullptr : &weight->shape);
+        weight == nullptr
+            ? MakeQuantizer(encoding, nullptr, activation->rank)
+            : MakeQuantizer(encoding, &weight->shape, std::nullopt);
     if (!quantizer.ok()) return quantizer.status();
     if (weight == nullptr) {
       const FormatInfo format = *GetFormatInfo(encoding.format());
@@ -193,15 +218,12 @@ class Exporter {
       ++activation_count_;
       return absl::OkStatus();
     }
-    if (weight->dtype != files::Dtype::kF32 ||
-        (weight->data.empty() &&
-         ElementCount(weight->shape).value_or(1) != 0)) {
-      return ArgumentInvalidError(
-          "only weights of float32 that are in the model itself");
+    if (weight->data.empty() && ElementCount(weight->shape).value_or(1) != 0) {
+      return ArgumentInvalidError("only weights that are in the model itself");
     }
     QuantizeJob job;
     job.tensor.name = job_.name.NameOf(tensor);
-    job.tensor.element_type = ElementType::kFloat32;
+    job.tensor.element_type = *ElementTypeOf(*dtype);
     job.tensor.shape = weight->shape;
     job.tensor.data = weight->data;
     job.source = encoding;

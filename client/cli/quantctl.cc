@@ -1,8 +1,6 @@
 #include <cstdio>
-#include <map>
-#include <string>
 
-#include "CLI/CLI.hpp"
+#include "client/cli/command_line.h"
 #include "client/cli/commands.h"
 #include "client/cli/session.h"
 
@@ -36,88 +34,86 @@ constexpr char kFooter[] =
     "  QUANTD_TOKEN_FILE          default of --token-file\n"
     "  NO_COLOR                   no emphasis in tables\n";
 
-}  // namespace
-
-CLI::Validator SecondsWithUnit() {
-  return CLI::AsNumberWithUnit(
-      std::map<std::string, double>{{"ms", 1e-3}, {"s", 1}, {"m", 60}},
-      CLI::AsNumberWithUnit::CASE_SENSITIVE, "SECONDS");
+void AddGlobalOptions(Command* quantctl, Session* session) {
+  quantctl
+      ->AddOption("--server", &session->server, "TARGET",
+                  "host:port, or unix:/path/to/socket")
+      ->FromEnvironment("QUANTD_SERVER")
+      ->ShowDefault();
+  quantctl->AddFlag("--tls", &session->tls,
+                    "TLS, with the system's authorities unless there is "
+                    "--tls-ca");
+  quantctl
+      ->AddOption("--tls-ca", &session->tls_paths.ca, "FILE",
+                  "TLS, and the PEM file of the authorities to believe")
+      ->FromEnvironment("QUANTD_TLS_CA");
+  quantctl
+      ->AddOption("--tls-certificate", &session->tls_paths.certificate, "FILE",
+                  "PEM file of a certificate to show; with --tls-key")
+      ->FromEnvironment("QUANTD_CLIENT_CERTIFICATE");
+  quantctl
+      ->AddOption("--tls-key", &session->tls_paths.key, "FILE",
+                  "PEM file of the certificate's key")
+      ->FromEnvironment("QUANTD_CLIENT_KEY");
+  quantctl
+      ->AddOption("--token-file", &session->token_file, "FILE",
+                  "File with the token to bring; needs TLS, but to this "
+                  "machine")
+      ->FromEnvironment("QUANTD_TOKEN_FILE");
+  quantctl->AddFlag("--json", &session->json, "One JSON document on stdout");
+  quantctl->AddFlag("-q,--quiet", &session->quiet,
+                    "Nothing on stdout but what was asked for with --json");
+  quantctl
+      ->AddOption("--timeout", &session->timeout_seconds, "SECONDS",
+                  "Time for a call, or for a tensor without any progress, such "
+                  "as 60 or 60s")
+      ->Seconds()
+      ->Positive()
+      ->ShowDefault();
+  quantctl
+      ->AddOption("--deadline", &session->deadline_seconds, "SECONDS",
+                  "Time for a call or a tensor over all attempts, such as 10m; "
+                  "default none")
+      ->Seconds()
+      ->Positive();
+  quantctl
+      ->AddOption("--retries", &session->max_retries, "N",
+                  "Attempts after the first without an answer, when the server "
+                  "is away or busy")
+      ->NotNegative()
+      ->ShowDefault();
+  quantctl->AddFlag("--balance", &session->balance,
+                    "Call all addresses of the server's name in turn that are "
+                    "healthy; always so for several, ipv4:HOST:PORT,HOST:PORT");
 }
+
+}  // namespace
 
 int RunQuantctl(int argc, const char* const* argv) {
   Session session;
-  CLI::App app("Quantize tensors with a quantd server.", "quantctl");
-  app.set_version_flag("--version", "quantctl " QUANTD_VERSION);
-  app.footer(kFooter);
-  app.require_subcommand(1);
-  // Global options may also stand behind the command.
-  app.fallthrough();
-  app.add_option("--server", session.server,
-                 "host:port, or unix:/path/to/socket")
-      ->envname("QUANTD_SERVER")
-      ->default_val("127.0.0.1:8430")
-      ->type_name("TARGET");
-  app.add_flag("--tls", session.tls,
-               "TLS, with the system's authorities unless there is --tls-ca");
-  app.add_option("--tls-ca", session.tls_paths.ca,
-                 "TLS, and the PEM file of the authorities to believe")
-      ->envname("QUANTD_TLS_CA")
-      ->type_name("FILE");
-  app.add_option("--tls-certificate", session.tls_paths.certificate,
-                 "PEM file of a certificate to show; with --tls-key")
-      ->envname("QUANTD_CLIENT_CERTIFICATE")
-      ->type_name("FILE");
-  app.add_option("--tls-key", session.tls_paths.key,
-                 "PEM file of the certificate's key")
-      ->envname("QUANTD_CLIENT_KEY")
-      ->type_name("FILE");
-  app.add_option("--token-file", session.token_file,
-                 "File with the token to bring; needs TLS, but to this machine")
-      ->envname("QUANTD_TOKEN_FILE")
-      ->type_name("FILE");
-  app.add_flag("--json", session.json, "One JSON document on stdout");
-  app.add_flag("-q,--quiet", session.quiet,
-               "Nothing on stdout but what was asked for with --json");
-  app.add_option("--timeout", session.timeout_seconds,
-                 "Time for a call, or for a tensor without any progress, such "
-                 "as 60 or 60s")
-      ->transform(SecondsWithUnit())
-      ->check(CLI::PositiveNumber)
-      ->type_name("SECONDS")
-      ->capture_default_str();
-  app.add_option("--deadline", session.deadline_seconds,
-                 "Time for a call or a tensor over all attempts, such as 10m; "
-                 "default none")
-      ->transform(SecondsWithUnit())
-      ->check(CLI::PositiveNumber)
-      ->type_name("SECONDS");
-  app.add_option("--retries", session.max_retries,
-                 "Attempts after the first without an answer, when the server "
-                 "is away or busy")
-      ->check(CLI::NonNegativeNumber)
-      ->type_name("N")
-      ->capture_default_str();
-  app.add_flag("--balance", session.balance,
-               "Call all addresses of the server's name in turn that are "
-               "healthy; always so for several, ipv4:HOST:PORT,HOST:PORT");
-  AddQuantizeCommand(&app, &session);
-  AddDequantizeCommand(&app, &session);
-  AddCalibrateCommand(&app, &session);
-  AddEvaluateCommand(&app, &session);
-  AddEncodingsCommand(&app, &session);
-  AddExportCommand(&app, &session);
-  AddImportCommand(&app, &session);
-  AddSweepCommand(&app, &session);
-  AddStatisticsCommand(&app, &session);
-  AddModelsCommand(&app, &session);
-  AddHealthCommand(&app, &session);
-  AddBenchCommand(&app, &session);
-  // CLI11 reports by exception; none leaves this function.
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::ParseError& error) {
-    const int code = app.exit(error);
-    return code == 0 ? kSuccess : kUsageError;
+  CommandLine command_line("quantctl", "Quantize tensors with a quantd server.",
+                           "quantctl " QUANTD_VERSION, kFooter);
+  Command* const quantctl = command_line.program();
+  AddGlobalOptions(quantctl, &session);
+  AddQuantizeCommand(quantctl, &session);
+  AddDequantizeCommand(quantctl, &session);
+  AddCalibrateCommand(quantctl, &session);
+  AddEvaluateCommand(quantctl, &session);
+  AddEncodingsCommand(quantctl, &session);
+  AddExportCommand(quantctl, &session);
+  AddImportCommand(quantctl, &session);
+  AddSweepCommand(quantctl, &session);
+  AddStatisticsCommand(quantctl, &session);
+  AddModelsCommand(quantctl, &session);
+  AddHealthCommand(quantctl, &session);
+  AddBenchCommand(quantctl, &session);
+  switch (command_line.Run(argc, argv)) {
+    case CommandLine::Outcome::kHelped:
+      return kSuccess;
+    case CommandLine::Outcome::kWrong:
+      return kUsageError;
+    case CommandLine::Outcome::kRan:
+      break;
   }
   if (std::fflush(stdout) != 0) session.Note(kFileError);
   return session.exit_code;

@@ -13,13 +13,13 @@
 #include <utility>
 #include <vector>
 
-#include "CLI/CLI.hpp"
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "client/cli/command_line.h"
 #include "client/cli/commands.h"
 #include "client/cli/compressed_tensors.h"
 #include "client/cli/progress.h"
@@ -34,6 +34,7 @@
 #include "client/files/errors.h"
 #include "client/files/safetensors.h"
 #include "client/files/shard_index.h"
+#include "nlohmann/json.hpp"
 #include "xxhash.h"
 
 namespace quantd::cli {
@@ -482,41 +483,39 @@ class Quantizer {
 
 }  // namespace
 
-void AddQuantizeCommand(CLI::App* app, Session* session) {
-  CLI::App* const command = app->add_subcommand(
+void AddQuantizeCommand(Command* quantctl, Session* session) {
+  Command* const command = quantctl->AddCommand(
       "quantize",
       "Quantize the tensors of a file into a safetensors file; others, and "
       "those that fail, are copied as they are");
   const auto options = std::make_shared<Options>();
   command
-      ->add_option("file", options->input,
-                   "safetensors or .npy file, or a folder with "
-                   "model.safetensors.index.json or model.safetensors")
-      ->required()
-      ->type_name("FILE");
+      ->AddArgument("file", &options->input, "FILE",
+                    "safetensors or .npy file, or a folder with "
+                    "model.safetensors.index.json or model.safetensors")
+      ->Required();
   command
-      ->add_option("-o,--output", options->output,
-                   "safetensors file; a folder for a folder, whose finished "
-                   "shards the next run keeps, and for compressed-tensors")
-      ->required()
-      ->type_name("FILE");
+      ->AddOption("-o,--output", &options->output, "FILE",
+                  "safetensors file; a folder for a folder, whose finished "
+                  "shards the next run keeps, and for compressed-tensors")
+      ->Required();
   command
-      ->add_option("--layout", options->layout,
-                   "How the codes lie in the file: as quantctl dequantize "
-                   "takes them, or as compressed-tensors models have them, "
-                   "with config.json; pack-quantized packs 8 bits too")
-      ->check(CLI::IsMember({"quantd", "compressed-tensors", "pack-quantized"}))
-      ->capture_default_str();
-  command->add_flag("--restart", options->restart,
-                    "Do finished shards again as well");
+      ->AddOption("--layout", &options->layout, "",
+                  "How the codes lie in the file: as quantctl dequantize "
+                  "takes them, or as compressed-tensors models have them, "
+                  "with config.json; pack-quantized packs 8 bits too")
+      ->OneOf({"quantd", "compressed-tensors", "pack-quantized"})
+      ->ShowDefault();
+  command->AddFlag("--restart", &options->restart,
+                   "Do finished shards again as well");
   options->name.AddOptions(command, /*required=*/false);
   options->spec.AddOptionsWithPatterns(command);
   options->filter.AddOptions(command);
-  command->add_flag("--store,!--no-store", options->store,
-                    "Keep the encodings on the server (the default)");
-  command->add_flag("--evaluate", options->evaluate,
-                    "Measure the error of every quantized tensor");
-  command->callback([options, session] {
+  command->AddFlag("--store,!--no-store", &options->store,
+                   "Keep the encodings on the server (the default)");
+  command->AddFlag("--evaluate", &options->evaluate,
+                   "Measure the error of every quantized tensor");
+  command->OnRun([options, session] {
     if (options->name.model.empty()) {
       options->name.model = FileStem(options->input);
     }

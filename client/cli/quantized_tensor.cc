@@ -20,6 +20,7 @@
 #include "client/files/dtype.h"
 #include "client/files/errors.h"
 #include "client/files/safetensors.h"
+#include "nlohmann/json.hpp"
 
 namespace quantd::cli {
 namespace {

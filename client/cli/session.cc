@@ -18,6 +18,7 @@
 #include "client/cpp/credentials.h"
 #include "client/cpp/errors.h"
 #include "client/cpp/utf8.h"
+#include "nlohmann/json.hpp"
 
 namespace quantd::cli {
 

@@ -13,7 +13,7 @@
 #include "absl/strings/string_view.h"
 #include "client/cpp/client.h"
 #include "client/cpp/credentials.h"
-#include "nlohmann/json.hpp"
+#include "nlohmann/json_fwd.hpp"
 
 namespace quantd::cli {
 
@@ -44,7 +44,7 @@ std::string Printable(absl::string_view text);
 class Session {
  public:
   // Set by the command line.
-  std::string server;
+  std::string server = "127.0.0.1:8430";
   bool json = false;
   bool quiet = false;
   double timeout_seconds = 60;

@@ -3,17 +3,18 @@
 #include <string>
 #include <vector>
 
-#include "CLI/CLI.hpp"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
+#include "client/cli/command_line.h"
 #include "client/cli/commands.h"
 #include "client/cli/message_json.h"
 #include "client/cli/session.h"
 #include "client/cli/table.h"
 #include "client/cli/tensor_input.h"
 #include "client/cpp/client.h"
+#include "nlohmann/json.hpp"
 
 namespace quantd::cli {
 namespace {
@@ -114,29 +115,28 @@ void Delete(const Options& options, Session* session) {
 
 }  // namespace
 
-void AddStatisticsCommand(CLI::App* app, Session* session) {
-  CLI::App* const command = app->add_subcommand(
+void AddStatisticsCommand(Command* quantctl, Session* session) {
+  Command* const command = quantctl->AddCommand(
       "statistics", "List, get and delete the statistics of a model");
-  command->require_subcommand(1);
   const auto options = std::make_shared<Options>();
   const auto add = [&](const char* name, const char* text,
                        void (*run)(const Options&, Session*)) {
-    CLI::App* const sub = command->add_subcommand(name, text);
+    Command* const sub = command->AddCommand(name, text);
     options->name.AddOptions(sub, /*required=*/true);
-    sub->callback([options, session, run] { run(*options, session); });
+    sub->OnRun([options, session, run] { run(*options, session); });
     return sub;
   };
   add("list", "List the tensors of a revision that have statistics", &List);
-  CLI::App* const get =
+  Command* const get =
       add("get", "Show the statistics of a tensor over all sources", &Get);
   AddTensorArgument(get, &options->tensor);
-  get->add_flag("--state", options->with_state,
-                "With --json: the histograms as well");
-  CLI::App* const remove =
+  get->AddFlag("--state", &options->with_state,
+               "With --json: the histograms as well");
+  Command* const remove =
       add("delete", "Delete the statistics of a tensor", &Delete);
   AddTensorArgument(remove, &options->tensor);
-  remove->add_option("--source", options->source, "Only those of this source")
-      ->type_name("NAME");
+  remove->AddOption("--source", &options->source, "NAME",
+                    "Only those of this source");
 }
 
 }  // namespace quantd::cli

@@ -6,10 +6,10 @@
 #include <utility>
 #include <vector>
 
-#include "CLI/CLI.hpp"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "client/cli/command_line.h"
 #include "client/cli/commands.h"
 #include "client/cli/message_json.h"
 #include "client/cli/progress.h"
@@ -20,6 +20,7 @@
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
 #include "client/files/errors.h"
+#include "nlohmann/json.hpp"
 
 namespace quantd::cli {
 namespace {
@@ -265,50 +266,43 @@ class Sweeper {
 
 }  // namespace
 
-void AddSweepCommand(CLI::App* app, Session* session) {
-  CLI::App* const command = app->add_subcommand(
+void AddSweepCommand(Command* quantctl, Session* session) {
+  Command* const command = quantctl->AddCommand(
       "sweep",
       "Predict the error of many specs from stored statistics, rank them, and "
       "choose one for each tensor");
   const auto options = std::make_shared<Options>();
   options->name.AddOptions(command, /*required=*/true);
   command
-      ->add_option("--spec", options->spec.specs,
-                   "FORMAT[:GRANULARITY][:SYMMETRY][:METHOD[=PARAMETER]], e.g. "
-                   "int4:group:32:mse; may be repeated")
-      ->required()
-      ->allow_extra_args(false)
-      ->type_name("SPEC");
+      ->AddOption("--spec", &options->spec.specs, "SPEC",
+                  "FORMAT[:GRANULARITY][:SYMMETRY][:METHOD[=PARAMETER]], e.g. "
+                  "int4:group:32:mse; may be repeated")
+      ->Required();
   options->spec.AddCodebookOption(command);
-  command
-      ->add_option("--pattern", options->patterns,
-                   "Only tensors whose name matches (* and ?); may be repeated")
-      ->allow_extra_args(false)
-      ->type_name("PATTERN");
-  CLI::Option_group* const target = command->add_option_group("Mixture");
-  target
-      ->add_option("--min-sqnr", options->min_sqnr_db,
-                   "Choose the fewest bytes with at least this expected SQNR "
-                   "in every tensor")
-      ->type_name("DB");
-  target
-      ->add_option("--max-bytes", options->max_bytes,
-                   "Choose the least noise with at most this many bytes of "
-                   "codes and scales")
-      ->transform(CLI::AsSizeValue(/*kb_is_1000=*/false))
-      ->type_name("N");
-  target
-      ->add_option("--max-bits-per-element", options->max_bits_per_element,
-                   "The same, as bits of codes and scales for each element")
-      ->check(CLI::PositiveNumber)
-      ->type_name("X");
-  target->require_option(0, 1);
-  command
-      ->add_option("-o,--output", options->output,
-                   "Write the mixture as TENSOR=SPEC lines, for quantize "
-                   "--spec @FILE")
-      ->type_name("FILE");
-  command->callback([options, session] { Sweeper(*options, session).Run(); });
+  command->AddOption("--pattern", &options->patterns, "PATTERN",
+                     "Only tensors whose name matches (* and ?); may be "
+                     "repeated");
+  Option* const min_sqnr = command->AddOption(
+      "--min-sqnr", &options->min_sqnr_db, "DB",
+      "Choose the fewest bytes with at least this expected SQNR in every "
+      "tensor");
+  Option* const max_bytes =
+      command
+          ->AddOption("--max-bytes", &options->max_bytes, "N",
+                      "Choose the least noise with at most this many bytes of "
+                      "codes and scales")
+          ->Bytes();
+  Option* const max_bits =
+      command
+          ->AddOption("--max-bits-per-element", &options->max_bits_per_element,
+                      "X",
+                      "The same, as bits of codes and scales for each element")
+          ->Positive();
+  command->AddAlternatives("Mixture", {min_sqnr, max_bytes, max_bits});
+  command->AddOption("-o,--output", &options->output, "FILE",
+                     "Write the mixture as TENSOR=SPEC lines, for quantize "
+                     "--spec @FILE");
+  command->OnRun([options, session] { Sweeper(*options, session).Run(); });
 }
 
 }  // namespace quantd::cli

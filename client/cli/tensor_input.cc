@@ -8,13 +8,13 @@
 #include <utility>
 #include <vector>
 
-#include "CLI/CLI.hpp"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
+#include "client/cli/command_line.h"
 #include "client/cli/spec_syntax.h"
 #include "client/cpp/errors.h"
 #include "client/cpp/tensor.h"
@@ -27,10 +27,9 @@
 namespace quantd::cli {
 namespace {
 
-bool AnyGiven(const std::vector<const CLI::Option*>& options) {
-  return std::any_of(
-      options.begin(), options.end(),
-      [](const CLI::Option* option) { return option->count() > 0; });
+bool AnyGiven(const std::vector<const Option*>& options) {
+  return std::any_of(options.begin(), options.end(),
+                     [](const Option* option) { return option->IsGiven(); });
 }
 
 }  // namespace
@@ -131,26 +130,19 @@ files::Dtype DtypeOf(ElementType type) {
   return files::Dtype::kF32;
 }
 
-void TensorFilter::AddOptions(CLI::App* command) {
+void TensorFilter::AddOptions(Command* command) {
+  command->AddOption("--include", &include, "PATTERN",
+                     "Only tensors whose name matches this pattern (* and ?); "
+                     "may be repeated");
+  command->AddOption("--exclude", &exclude, "PATTERN",
+                     "Not tensors whose name matches this pattern; may be "
+                     "repeated");
   command
-      ->add_option("--include", include,
-                   "Only tensors whose name matches this pattern (* and ?); "
-                   "may be repeated")
-      ->allow_extra_args(false)
-      ->type_name("PATTERN");
-  command
-      ->add_option("--exclude", exclude,
-                   "Not tensors whose name matches this pattern; may be "
-                   "repeated")
-      ->allow_extra_args(false)
-      ->type_name("PATTERN");
-  command
-      ->add_option("--min-rank", min_rank,
-                   "Only tensors of at least that many dimensions")
-      ->check(CLI::NonNegativeNumber)
-      ->type_name("N")
-      ->capture_default_str();
-  command->add_flag("--all", all, "Tensors of any rank");
+      ->AddOption("--min-rank", &min_rank, "N",
+                  "Only tensors of at least that many dimensions")
+      ->NotNegative()
+      ->ShowDefault();
+  command->AddFlag("--all", &all, "Tensors of any rank");
 }
 
 bool TensorFilter::Takes(const files::FileTensor& tensor) const {
@@ -168,24 +160,20 @@ bool TensorFilter::Takes(const files::FileTensor& tensor) const {
   return std::none_of(exclude.begin(), exclude.end(), matches);
 }
 
-void NameOptions::AddOptions(CLI::App* command, bool required) {
-  CLI::Option* const option =
-      command
-          ->add_option("--model", model,
-                       required ? "Model"
-                                : "Model to keep encodings under; default the "
-                                  "file's name without extension")
-          ->type_name("NAME");
-  if (required) option->required();
-  command->add_option("--revision", revision, "Revision of the model")
-      ->type_name("NAME")
-      ->capture_default_str();
+void NameOptions::AddOptions(Command* command, bool required) {
+  Option* const option =
+      command->AddOption("--model", &model, "NAME",
+                         required ? "Model"
+                                  : "Model to keep encodings under; default "
+                                    "the file's name without extension");
+  if (required) option->Required();
+  command->AddOption("--revision", &revision, "NAME", "Revision of the model")
+      ->ShowDefault();
 }
 
-void AddTensorArgument(CLI::App* command, std::string* tensor) {
-  command->add_option("tensor", *tensor, "Name of the tensor")
-      ->required()
-      ->type_name("TENSOR");
+void AddTensorArgument(Command* command, std::string* tensor) {
+  command->AddArgument("tensor", tensor, "TENSOR", "Name of the tensor")
+      ->Required();
 }
 
 TensorName NameOptions::NameOf(const std::string& tensor) const {
@@ -196,99 +184,94 @@ TensorName NameOptions::NameOf(const std::string& tensor) const {
   return name;
 }
 
-void SpecOptions::AddOptions(CLI::App* command) {
-  const auto text = [&](const char* name, std::string& value, const char* help,
-                        const char* type) {
-    CLI::Option* const option =
-        command->add_option(name, value, help)->type_name(type);
-    if (!value.empty()) option->capture_default_str();
-    return option;
-  };
-  const auto count = [&](CLI::Option* option) { given_.push_back(option); };
-  count(text("--format", format,
-             "int2 to int16, uint2 to uint16, float8_e4m3fn, float8_e5m2, "
-             "float8_e4m3fnuz, float8_e5m2fnuz, float6_e2m3, float6_e3m2, "
-             "float4_e2m1, mxfp8_e4m3, mxfp8_e5m2, mxfp6_e2m3, mxfp6_e3m2, "
-             "mxfp4_e2m1, mxint8, nvfp4, nf4, lpbq, codebook2, codebook4, "
-             "codebook8",
-             "FORMAT"));
-  CLI::Option* const option =
-      text("--granularity", granularity,
-           "default (per tensor, or the format's own blocks), per-tensor, "
-           "per-channel (axis 0), per-channel:AXIS or group:N (along the last "
-           "axis); tensors of rank below 2 are per tensor",
-           "GRANULARITY");
-  granularity_given_.push_back(option);
-  granularity_given_.push_back(text("--block-size", block_size,
-                                    "A number per dimension instead, 0 for the "
-                                    "whole dimension, e.g. 1,0,32",
-                                    "N,N,...")
-                                   ->excludes(option));
-  count(text("--symmetry", symmetry,
-             "default (strict for signed formats, asymmetric for unsigned "
-             "ones), asymmetric, strict, full-range, half-step",
-             "SYMMETRY"));
-  count(text("--method", method,
-             "How the range is found: minmax, percentile[=KEPT], mse[=STEPS], "
-             "sqnr[=GAMMA], entropy[=STEPS], fixed, moving-average, "
-             "best-of:METHOD,METHOD,...",
-             "METHOD"));
+void SpecOptions::AddOptions(Command* command) {
+  const auto count = [this](Option* option) { given_.push_back(option); };
   count(command
-            ->add_option("--tail", tail_fraction,
-                         "percentile: the part that is cut off; default 0.001")
-            ->type_name("FRACTION"));
-  count(text("--tail-side", tail_side,
-             "percentile: where: default (magnitude for symmetric ranges, "
-             "otherwise both), magnitude, both, upper, lower",
-             "SIDE"));
+            ->AddOption("--format", &format, "FORMAT",
+                        "int2 to int16, uint2 to uint16, float8_e4m3fn, "
+                        "float8_e5m2, float8_e4m3fnuz, float8_e5m2fnuz, "
+                        "float6_e2m3, float6_e3m2, float4_e2m1, mxfp8_e4m3, "
+                        "mxfp8_e5m2, mxfp6_e2m3, mxfp6_e3m2, mxfp4_e2m1, "
+                        "mxint8, nvfp4, nf4, lpbq, codebook2, codebook4, "
+                        "codebook8")
+            ->ShowDefault());
+  Option* const granularity_option =
+      command
+          ->AddOption("--granularity", &granularity, "GRANULARITY",
+                      "default (per tensor, or the format's own blocks), "
+                      "per-tensor, per-channel (axis 0), per-channel:AXIS or "
+                      "group:N (along the last axis); tensors of rank below 2 "
+                      "are per tensor")
+          ->ShowDefault();
+  Option* const block_size_option =
+      command
+          ->AddOption("--block-size", &block_size, "N,N,...",
+                      "A number per dimension instead, 0 for the whole "
+                      "dimension, e.g. 1,0,32")
+          ->Excludes(granularity_option);
+  granularity_given_ = {granularity_option, block_size_option};
   count(command
-            ->add_option("--gamma", gamma,
-                         "sqnr: weight of clipped elements; default 3")
-            ->type_name("WEIGHT"));
+            ->AddOption("--symmetry", &symmetry, "SYMMETRY",
+                        "default (strict for signed formats, asymmetric for "
+                        "unsigned ones), asymmetric, strict, full-range, "
+                        "half-step")
+            ->ShowDefault());
   count(command
-            ->add_option("--steps", search_steps,
-                         "mse, sqnr, entropy: candidate ranges; default 128, "
-                         "or 32 for each end")
-            ->type_name("N"));
+            ->AddOption("--method", &method, "METHOD",
+                        "How the range is found: minmax, percentile[=KEPT], "
+                        "mse[=STEPS], sqnr[=GAMMA], entropy[=STEPS], fixed, "
+                        "moving-average, best-of:METHOD,METHOD,...")
+            ->ShowDefault());
+  count(command->AddOption("--tail", &tail_fraction, "FRACTION",
+                           "percentile: the part that is cut off; default "
+                           "0.001"));
   count(command
-            ->add_option("--bins", entropy_bins,
-                         "entropy: linear bins; default 2048 or more")
-            ->type_name("N"));
-  count(text("--range", range, "fixed: the range", "MIN,MAX"));
-  count(command->add_flag("--power-of-two", power_of_two,
-                          "Round scales up to powers of two"));
-  count(command->add_flag("--no-saturation", no_saturation,
-                          "Floats: overflow becomes infinity or NaN"));
-  count(text("--scale-type", scale_type,
-             "How scales are stored: default, float32, float16, bfloat16, "
-             "e8m0, e4m3, integer",
-             "TYPE"));
-  count(text("--mx-rule", mx_rule,
-             "e8m0 scales: default (floor), floor, ceil, even, rceil", "RULE"));
+            ->AddOption("--tail-side", &tail_side, "SIDE",
+                        "percentile: where: default (magnitude for symmetric "
+                        "ranges, otherwise both), magnitude, both, upper, "
+                        "lower")
+            ->ShowDefault());
+  count(command->AddOption("--gamma", &gamma, "WEIGHT",
+                           "sqnr: weight of clipped elements; default 3"));
+  count(command->AddOption("--steps", &search_steps, "N",
+                           "mse, sqnr, entropy: candidate ranges; default "
+                           "128, or 32 for each end"));
+  count(command->AddOption("--bins", &entropy_bins, "N",
+                           "entropy: linear bins; default 2048 or more"));
+  count(command->AddOption("--range", &range, "MIN,MAX", "fixed: the range"));
+  count(command->AddFlag("--power-of-two", &power_of_two,
+                         "Round scales up to powers of two"));
+  count(command->AddFlag("--no-saturation", &no_saturation,
+                         "Floats: overflow becomes infinity or NaN"));
+  count(command
+            ->AddOption("--scale-type", &scale_type, "TYPE",
+                        "How scales are stored: default, float32, float16, "
+                        "bfloat16, e8m0, e4m3, integer")
+            ->ShowDefault());
+  count(command
+            ->AddOption("--mx-rule", &mx_rule, "RULE",
+                        "e8m0 scales: default (floor), floor, ceil, even, "
+                        "rceil")
+            ->ShowDefault());
   AddCodebookOption(command);
 }
 
-void SpecOptions::AddCodebookOption(CLI::App* command) {
-  command
-      ->add_option("--codebook", codebook,
-                   "codebook2, codebook4, codebook8: the entries in ascending "
-                   "order, or a file that has them")
-      ->type_name("FILE|N,N,...");
+void SpecOptions::AddCodebookOption(Command* command) {
+  command->AddOption("--codebook", &codebook, "FILE|N,N,...",
+                     "codebook2, codebook4, codebook8: the entries in "
+                     "ascending order, or a file that has them");
 }
 
-void SpecOptions::AddOptionsWithPatterns(CLI::App* command) {
+void SpecOptions::AddOptionsWithPatterns(Command* command) {
   AddOptions(command);
-  command
-      ->add_option("--spec", specs,
-                   "PATTERN=SPEC for tensors whose name matches (* and ?; the "
-                   "first that matches counts), SPEC for all others, or @FILE "
-                   "with one on each line; may be repeated. SPEC is "
-                   "FORMAT[:GRANULARITY][:SYMMETRY][:METHOD[=PARAMETER]], e.g. "
-                   "'conv*.weight=int8:per-channel:mse', "
-                   "'*.input=uint8:percentile=0.999', int4:group:32, "
-                   "mxfp4_e2m1:rule=even")
-      ->allow_extra_args(false)
-      ->type_name("[PATTERN=]SPEC");
+  command->AddOption("--spec", &specs, "[PATTERN=]SPEC",
+                     "PATTERN=SPEC for tensors whose name matches (* and ?; "
+                     "the first that matches counts), SPEC for all others, or "
+                     "@FILE with one on each line; may be repeated. SPEC is "
+                     "FORMAT[:GRANULARITY][:SYMMETRY][:METHOD[=PARAMETER]], "
+                     "e.g. 'conv*.weight=int8:per-channel:mse', "
+                     "'*.input=uint8:percentile=0.999', int4:group:32, "
+                     "mxfp4_e2m1:rule=even");
 }
 
 bool SpecOptions::IsGiven() const { return AnyGiven(given_); }

@@ -10,11 +10,11 @@
 #include <variant>
 #include <vector>
 
-#include "CLI/CLI.hpp"
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "client/cli/command_line.h"
 #include "client/cli/spec_syntax.h"
 #include "client/cpp/tensor.h"
 #include "client/files/npy.h"
@@ -67,7 +67,7 @@ struct TensorFilter {
   int64_t min_rank = 2;
   bool all = false;
 
-  void AddOptions(CLI::App* command);
+  void AddOptions(Command* command);
   // True for a tensor of reals that the options take.
   bool Takes(const files::FileTensor& tensor) const;
 };
@@ -78,12 +78,12 @@ struct NameOptions {
   std::string revision = "main";
 
   // `required` when there is no file to take the model from.
-  void AddOptions(CLI::App* command, bool required);
+  void AddOptions(Command* command, bool required);
   TensorName NameOf(const std::string& tensor) const;
 };
 
 // Adds the argument that names one tensor, which is required.
-void AddTensorArgument(CLI::App* command, std::string* tensor);
+void AddTensorArgument(Command* command, std::string* tensor);
 
 // --format, --granularity, --method and all else that makes a spec.
 struct SpecOptions {
@@ -105,11 +105,11 @@ struct SpecOptions {
   std::string codebook;
   std::vector<std::string> specs;
 
-  void AddOptions(CLI::App* command);
+  void AddOptions(Command* command);
   // The same and --spec.
-  void AddOptionsWithPatterns(CLI::App* command);
+  void AddOptionsWithPatterns(Command* command);
   // --codebook alone.
-  void AddCodebookOption(CLI::App* command);
+  void AddCodebookOption(Command* command);
 
   // Whether one of the options but --granularity, --codebook and --spec was on
   // the command line.
@@ -126,9 +126,9 @@ struct SpecOptions {
 
  private:
   // The options that IsGiven counts.
-  std::vector<const CLI::Option*> given_;
+  std::vector<const Option*> given_;
   // --granularity and --block-size.
-  std::vector<const CLI::Option*> granularity_given_;
+  std::vector<const Option*> granularity_given_;
 };
 
 // The tensor as the client takes it.

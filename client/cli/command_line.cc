@@ -1,0 +1,171 @@
+#include "client/cli/command_line.h"
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "CLI/CLI.hpp"
+
+namespace quantd::cli {
+
+Option::Option(CLI::Option* option, std::string value_name, std::string help)
+    : option_(option),
+      value_name_(std::move(value_name)),
+      help_(std::move(help)) {
+  if (!value_name_.empty()) option_->type_name(value_name_);
+}
+
+Option* Option::Required() {
+  option_->required();
+  return this;
+}
+
+Option* Option::ShowDefault() {
+  option_->capture_default_str();
+  return this;
+}
+
+Option* Option::FromEnvironment(const char* variable) {
+  option_->envname(variable);
+  return this;
+}
+
+Option* Option::NotNegative() {
+  option_->check(CLI::NonNegativeNumber);
+  return this;
+}
+
+Option* Option::Positive() {
+  option_->check(CLI::PositiveNumber);
+  return this;
+}
+
+Option* Option::Between(int64_t min, int64_t max) {
+  option_->check(CLI::Range(min, max));
+  return this;
+}
+
+Option* Option::OneOf(std::vector<std::string> values) {
+  option_->check(CLI::IsMember(std::move(values)));
+  return this;
+}
+
+Option* Option::Seconds() {
+  option_->transform(CLI::AsNumberWithUnit(
+      std::map<std::string, double>{{"ms", 1e-3}, {"s", 1}, {"m", 60}},
+      CLI::AsNumberWithUnit::CASE_SENSITIVE, "SECONDS"));
+  return this;
+}
+
+Option* Option::Bytes() {
+  option_->transform(CLI::AsSizeValue(/*kb_is_1000=*/false));
+  return this;
+}
+
+Option* Option::Needs(Option* other) {
+  option_->needs(other->option_);
+  return this;
+}
+
+Option* Option::Excludes(Option* other) {
+  option_->excludes(other->option_);
+  return this;
+}
+
+bool Option::IsGiven() const { return option_->count() > 0; }
+
+Command::Command(CLI::App* app, std::string name, std::string help)
+    : app_(app), name_(std::move(name)), help_(std::move(help)) {}
+
+Command::~Command() = default;
+
+Command* Command::AddCommand(const char* name, const char* help) {
+  app_->require_subcommand(1);
+  return &commands_.emplace_back(app_->add_subcommand(name, help), name, help);
+}
+
+template <typename T>
+Option* Command::AddOption(const char* names, T* value, const char* value_name,
+                           const char* help) {
+  return Add(app_->add_option(names, *value, help), value_name, help);
+}
+
+template <>
+Option* Command::AddOption(const char* names, std::vector<std::string>* value,
+                           const char* value_name, const char* help) {
+  // One value each time, so that an argument may follow.
+  return Add(app_->add_option(names, *value, help)->allow_extra_args(false),
+             value_name, help);
+}
+
+template Option* Command::AddOption(const char*, std::string*, const char*,
+                                    const char*);
+template Option* Command::AddOption(const char*, int*, const char*,
+                                    const char*);
+template Option* Command::AddOption(const char*, int64_t*, const char*,
+                                    const char*);
+template Option* Command::AddOption(const char*, uint32_t*, const char*,
+                                    const char*);
+template Option* Command::AddOption(const char*, uint64_t*, const char*,
+                                    const char*);
+template Option* Command::AddOption(const char*, double*, const char*,
+                                    const char*);
+template Option* Command::AddOption(const char*, std::optional<int>*,
+                                    const char*, const char*);
+template Option* Command::AddOption(const char*, std::optional<uint64_t>*,
+                                    const char*, const char*);
+template Option* Command::AddOption(const char*, std::optional<double>*,
+                                    const char*, const char*);
+
+Option* Command::AddArgument(const char* name, std::string* value,
+                             const char* value_name, const char* help) {
+  return AddOption(name, value, value_name, help);
+}
+
+Option* Command::AddFlag(const char* names, bool* value, const char* help) {
+  return Add(app_->add_flag(names, *value, help), "", help);
+}
+
+void Command::AddAlternatives(const char* title,
+                              const std::vector<Option*>& options) {
+  CLI::Option_group* const group = app_->add_option_group(title);
+  for (const Option* const option : options) group->add_option(option->option_);
+  group->require_option(0, 1);
+}
+
+void Command::OnRun(std::function<void()> run) {
+  app_->callback(std::move(run));
+}
+
+Option* Command::Add(CLI::Option* option, const char* value_name,
+                     const char* help) {
+  return &options_.emplace_back(option, value_name, help);
+}
+
+CommandLine::CommandLine(const char* name, const char* help,
+                         const char* version, const char* footer)
+    : app_(std::make_unique<CLI::App>(help, name)),
+      program_(std::make_unique<Command>(app_.get(), name, help)) {
+  app_->set_version_flag("--version", version);
+  app_->footer(footer);
+  app_->fallthrough();
+}
+
+CommandLine::~CommandLine() = default;
+
+CommandLine::Outcome CommandLine::Run(int argc, const char* const* argv) {
+  // CLI11 reports by exception; none leaves this function.
+  try {
+    app_->parse(argc, argv);
+    return Outcome::kRan;
+  } catch (const CLI::ParseError& error) {
+    return app_->exit(error) == 0 ? Outcome::kHelped : Outcome::kWrong;
+  }
+}
+
+}  // namespace quantd::cli

@@ -1,0 +1,127 @@
+// The command line: a tree of commands and what they take. It hides the library
+// that parses it, which would be compiled into every command.
+
+#ifndef QUANTD_CLIENT_CLI_COMMAND_LINE_H_
+#define QUANTD_CLIENT_CLI_COMMAND_LINE_H_
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace CLI {
+class App;
+class Option;
+}  // namespace CLI
+
+namespace quantd::cli {
+
+// An option, a flag, or an argument that has its meaning by its position. All
+// calls but the queries say more about it and return it. Not thread-safe.
+class Option {
+ public:
+  Option(CLI::Option* option, std::string value_name, std::string help);
+
+  // There is no going without it.
+  Option* Required();
+  // The help shows what the variable has now.
+  Option* ShowDefault();
+  // The variable of the environment counts where the option is not given.
+  Option* FromEnvironment(const char* variable);
+  Option* NotNegative();
+  Option* Positive();
+  Option* Between(int64_t min, int64_t max);
+  // Other values are errors.
+  Option* OneOf(std::vector<std::string> values);
+  // Seconds, also as 200ms, 30s or 5m.
+  Option* Seconds();
+  // Bytes, also as 256KiB or 4m.
+  Option* Bytes();
+  Option* Needs(Option* other);
+  Option* Excludes(Option* other);
+
+  // Whether the command line or the environment has it.
+  bool IsGiven() const;
+
+ private:
+  friend class Command;
+
+  CLI::Option* option_;
+  std::string value_name_;
+  std::string help_;
+};
+
+// A command, or a group of commands. Not thread-safe.
+class Command {
+ public:
+  Command(CLI::App* app, std::string name, std::string help);
+  ~Command();
+  Command(const Command&) = delete;
+  Command& operator=(const Command&) = delete;
+
+  // Adds a command below this one, of which one must then be given.
+  Command* AddCommand(const char* name, const char* help);
+  // `names` is "--name" or "-n,--name". `value` receives the value and must
+  // outlive the command; a vector receives that of each time that the option
+  // is given. `value_name` stands for the value in the help; one that begins
+  // with FILE says that files and folders are meant. Empty for OneOf.
+  // T: std::string, int, int64_t, uint32_t, uint64_t, double, std::optional of
+  // int, uint64_t or double, or std::vector<std::string>.
+  template <typename T>
+  Option* AddOption(const char* names, T* value, const char* value_name,
+                    const char* help);
+  // The same for an argument that has its meaning by its position.
+  Option* AddArgument(const char* name, std::string* value,
+                      const char* value_name, const char* help);
+  // "--name" sets `value`; in "--name,!--no-name" the second clears it.
+  Option* AddFlag(const char* names, bool* value, const char* help);
+  // At most one of these is to be given; the help shows them under a title.
+  void AddAlternatives(const char* title, const std::vector<Option*>& options);
+  // What the command does once its options have their values.
+  void OnRun(std::function<void()> run);
+
+ private:
+  Option* Add(CLI::Option* option, const char* value_name, const char* help);
+
+  CLI::App* app_;
+  std::string name_;
+  std::string help_;
+  // Their addresses are stable.
+  std::deque<Option> options_;
+  std::deque<Command> commands_;
+};
+
+// The whole command line of a program. Not thread-safe.
+class CommandLine {
+ public:
+  enum class Outcome {
+    // The command ran.
+    kRan,
+    // The help or the version was asked for and is on stdout.
+    kHelped,
+    // What is wrong is on stderr.
+    kWrong,
+  };
+
+  // `version` is what --version prints; `footer` ends the help.
+  CommandLine(const char* name, const char* help, const char* version,
+              const char* footer);
+  ~CommandLine();
+
+  // What the options of the program itself belong to; they may also stand
+  // behind the command.
+  Command* program() { return &*program_; }
+
+  // Parses the arguments behind the program's name and runs the command.
+  Outcome Run(int argc, const char* const* argv);
+
+ private:
+  std::unique_ptr<CLI::App> app_;
+  std::unique_ptr<Command> program_;
+};
+
+}  // namespace quantd::cli
+
+#endif  // QUANTD_CLIENT_CLI_COMMAND_LINE_H_
