@@ -563,7 +563,7 @@ class CompressedReader {
     std::vector<uint32_t> words = Elements<uint32_t>(packed);
     std::vector<uint8_t> from_zero;
     from_zero.reserve(static_cast<size_t>(*count));
-    for (int64_t row = 0; row<rows&& * count> 0; ++row) {
+    for (int64_t row = 0; *count > 0 && row < rows; ++row) {
       BitStream stream(bits, words.data() + row * packed.shape[1], 1);
       for (int64_t column = 0; column < columns; ++column) {
         from_zero.push_back(static_cast<uint8_t>(stream.Get()));
