@@ -215,6 +215,7 @@ absl::Status QuantdServer::Listen() {
   }
   // Before the first scrape, which may come before the first look.
   metrics_->MemoryBudget(budget_.total_bytes(), budget_.used_bytes());
+  metrics_->ActiveTensorsLimit(options_.limits.tensor_count);
   // Balancers that watch one service ask for it by name.
   grpc::HealthCheckServiceInterface* const health =
       server_->GetHealthCheckService();
@@ -255,6 +256,7 @@ QuantdServer::~QuantdServer() {
 
 void QuantdServer::Drain() {
   draining_.store(true);
+  metrics_->Draining();
   server_->GetHealthCheckService()->SetServingStatus(false);
   absl::SleepFor(options_.drain_delay);
   Stop(options_.drain_grace);

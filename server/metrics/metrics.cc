@@ -137,8 +137,9 @@ enum Counter : int {
   kRpcSeconds = kRpcHandled + kRpcCount * kGrpcCodeCount,
   // Per RPC: done well, then failed.
   kTensorSeconds = kRpcSeconds + kRpcCount * kHistogramSize,
+  kTensorErrors = kTensorSeconds + kTensorRpcCount * 2 * kHistogramSize,
   // Per RPC: none, then the rows of the table of formats.
-  kElements = kTensorSeconds + kTensorRpcCount * 2 * kHistogramSize,
+  kElements = kTensorErrors + kTensorRpcCount * kGrpcCodeCount,
 };
 
 int FormatCount() { return static_cast<int>(core::AllFormats().size()); }
@@ -160,6 +161,12 @@ void AddSample(int64_t value, Labels labels, MetricFamily* family) {
   } else {
     metric.gauge.value = static_cast<double>(value);
   }
+}
+
+// The place of a code among kGrpcCodes: that of Unknown for any that is none.
+int CodeIndex(int grpc_code) {
+  constexpr int kUnknown = 2;
+  return grpc_code >= 0 && grpc_code < kGrpcCodeCount ? grpc_code : kUnknown;
 }
 
 Labels RpcLabels(const RpcName& name) {
@@ -217,6 +224,9 @@ struct Metrics::State {
   // 0 for none.
   std::atomic<int64_t> certificate_expiry_seconds{0};
   std::atomic<int64_t> queue_delay_ns{0};
+  std::atomic<int64_t> active_tensors_limit{0};
+  std::atomic<bool> is_draining{false};
+  std::array<std::atomic<bool>, kReloadedFileCount> reload_failed{};
 };
 
 void Metrics::State::CollectRpcs(std::vector<MetricFamily>* families) const {
@@ -267,6 +277,20 @@ void Metrics::State::CollectTensors(std::vector<MetricFamily>* families) const {
                    &seconds);
     }
   }
+  MetricFamily& errors = AddFamily(
+      "quantd_tensor_errors_total",
+      "Tensors that were answered with an error, by the code of the error.",
+      MetricType::Counter, families);
+  for (int i = 0; i < kTensorRpcCount; ++i) {
+    for (int code = 0; code < kGrpcCodeCount; ++code) {
+      const int64_t count =
+          counters.Sum(kTensorErrors + i * kGrpcCodeCount + code);
+      if (count == 0) continue;
+      AddSample(count,
+                {{"rpc", kRpcNames[i].method}, {"grpc_code", kGrpcCodes[code]}},
+                &errors);
+    }
+  }
   MetricFamily& payload = AddFamily(
       "quantd_payload_bytes_total",
       "Bytes of tensor data in the messages of the streams, or in shared "
@@ -303,6 +327,10 @@ void Metrics::State::CollectTensors(std::vector<MetricFamily>* families) const {
             MetricType::Gauge, kActiveStreams, families);
   AddSingle("quantd_active_tensors", "Tensors that are being worked on.",
             MetricType::Gauge, kActiveTensors, families);
+  AddSample(active_tensors_limit.load(std::memory_order_relaxed), {},
+            &AddFamily("quantd_active_tensors_limit",
+                       "Tensors that may be worked on at once.",
+                       MetricType::Gauge, families));
 }
 
 void Metrics::State::CollectStore(std::vector<MetricFamily>* families) const {
@@ -403,6 +431,19 @@ void Metrics::State::CollectGuard(std::vector<MetricFamily>* families) const {
                 &reloads);
     }
   }
+  MetricFamily& successful = AddFamily(
+      "quantd_reload_successful",
+      "0 while a file has changed to what could not be taken, else 1.",
+      MetricType::Gauge, families);
+  for (int i = 0; i < kReloadedFileCount; ++i) {
+    AddSample(reload_failed[i].load(std::memory_order_relaxed) ? 0 : 1,
+              {{"file", kReloadedFiles[i]}}, &successful);
+  }
+  AddSample(is_draining.load(std::memory_order_relaxed) ? 1 : 0, {},
+            &AddFamily("quantd_draining",
+                       "1 while the server finishes what it has and is about "
+                       "to stop, else 0.",
+                       MetricType::Gauge, families));
   const int64_t expiry =
       certificate_expiry_seconds.load(std::memory_order_relaxed);
   if (expiry != 0) {
@@ -438,11 +479,9 @@ void Metrics::RpcStarted(Rpc rpc) {
 }
 
 void Metrics::RpcHandled(Rpc rpc, int grpc_code, absl::Duration latency) {
-  constexpr int kUnknown = 2;
-  const int code =
-      grpc_code >= 0 && grpc_code < kGrpcCodeCount ? grpc_code : kUnknown;
   const int index = static_cast<int>(rpc);
-  state_->counters.Add(kRpcHandled + index * kGrpcCodeCount + code, 1);
+  state_->counters.Add(
+      kRpcHandled + index * kGrpcCodeCount + CodeIndex(grpc_code), 1);
   state_->Observe(kRpcSeconds + index * kHistogramSize, latency);
 }
 
@@ -451,6 +490,13 @@ void Metrics::TensorDone(Rpc rpc, bool ok, absl::Duration latency) {
   if (index >= kTensorRpcCount) return;
   state_->Observe(kTensorSeconds + (2 * index + (ok ? 0 : 1)) * kHistogramSize,
                   latency);
+}
+
+void Metrics::TensorFailed(Rpc rpc, int grpc_code) {
+  const int index = static_cast<int>(rpc);
+  if (index >= kTensorRpcCount) return;
+  state_->counters.Add(
+      kTensorErrors + index * kGrpcCodeCount + CodeIndex(grpc_code), 1);
 }
 
 void Metrics::PayloadIn(int64_t bytes) {
@@ -486,6 +532,9 @@ void Metrics::StreamOpened() { state_->counters.Add(kActiveStreams, 1); }
 void Metrics::StreamClosed() { state_->counters.Add(kActiveStreams, -1); }
 void Metrics::TensorOpened() { state_->counters.Add(kActiveTensors, 1); }
 void Metrics::TensorClosed() { state_->counters.Add(kActiveTensors, -1); }
+void Metrics::ActiveTensorsLimit(int64_t count) {
+  state_->active_tensors_limit.store(count, std::memory_order_relaxed);
+}
 
 void Metrics::CacheHit() { state_->counters.Add(kCacheHits, 1); }
 void Metrics::CacheMiss() { state_->counters.Add(kCacheMisses, 1); }
@@ -541,8 +590,14 @@ void Metrics::AccessDenied(absl::string_view reason) {
   }
 }
 
+void Metrics::Draining() {
+  state_->is_draining.store(true, std::memory_order_relaxed);
+}
+
 void Metrics::Reloaded(ReloadedFile file, bool ok) {
-  state_->counters.Add(kReloads + 2 * static_cast<int>(file) + (ok ? 0 : 1), 1);
+  const int index = static_cast<int>(file);
+  state_->counters.Add(kReloads + 2 * index + (ok ? 0 : 1), 1);
+  state_->reload_failed[index].store(!ok, std::memory_order_relaxed);
 }
 
 void Metrics::CertificateExpiry(absl::Time time) {

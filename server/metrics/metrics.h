@@ -73,6 +73,9 @@ class Metrics {
 
   // quantd_tensor_seconds: from a tensor's header to its summary or error.
   void TensorDone(Rpc rpc, bool ok, absl::Duration latency);
+  // quantd_tensor_errors_total{rpc,grpc_code}: tensors that were answered with
+  // an error; `grpc_code` is 1 to 16.
+  void TensorFailed(Rpc rpc, int grpc_code);
   // quantd_payload_bytes_total{direction}: `data` of the streams, and what is
   // in shared memory in its place.
   void PayloadIn(int64_t bytes);
@@ -86,9 +89,10 @@ class Metrics {
   // quantd_active_streams.
   void StreamOpened();
   void StreamClosed();
-  // quantd_active_tensors.
+  // quantd_active_tensors, quantd_active_tensors_limit.
   void TensorOpened();
   void TensorClosed();
+  void ActiveTensorsLimit(int64_t count);
 
   // quantd_cache_{hits,misses,evictions}_total, quantd_cache_resident_bytes,
   // quantd_cache_entries.
@@ -116,7 +120,10 @@ class Metrics {
   // quantd_access_denied_total{reason}: calls turned away, from the fixed set
   // TOKEN_MISSING, TOKEN_INVALID, SCOPE_MISSING, MODEL_DENIED.
   void AccessDenied(absl::string_view reason);
-  // quantd_reloads_total{file,result}: a changed file was taken, or not.
+  // quantd_draining: 1 from now on.
+  void Draining();
+  // quantd_reloads_total{file,result}: a changed file was taken, or not;
+  // quantd_reload_successful{file}: 0 from the one until the other.
   void Reloaded(ReloadedFile file, bool ok);
   // quantd_tls_certificate_expiry_timestamp_seconds; absent until it is told.
   void CertificateExpiry(absl::Time time);

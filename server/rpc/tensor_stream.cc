@@ -552,6 +552,7 @@ bool TensorStream::ReserveMemory(int64_t bytes) {
 
 void TensorStream::FailTensor(const absl::Status& status) {
   env_.metrics->LimitRejected(core::ErrorReason(status));
+  env_.metrics->TensorFailed(rpc_->id(), status.raw_code());
   writer_.SetError(status);
   skipping_ = true;
   CloseTensor(/*ok=*/false);

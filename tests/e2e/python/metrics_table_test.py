@@ -153,6 +153,11 @@ class Bench:
             return
         raise AssertionError("expected not to be let in")
 
+    def wait_for_open_tensor(self):
+        deadline = time.monotonic() + TIMEOUT_S
+        while Scrape(self.server).sum("quantd_active_tensors", {}) == 0:
+            assert time.monotonic() < deadline
+
     def end_streams(self):
         """Those that the client keeps for its next tensors."""
         self.client.close()
@@ -309,6 +314,18 @@ def damage_the_store(bench):
 
 
 @contextlib.contextmanager
+def drain(bench):
+    """The server is told to stop while it has a tensor; another follows."""
+    with open_tensor(bench, patient=False):
+        bench.wait_for_open_tensor()
+        bench.server.process.terminate()
+        yield
+    bench.server.process.wait(TIMEOUT_S)
+    bench.close()
+    bench.__init__(bench.folder, bench.kind)
+
+
+@contextlib.contextmanager
 def open_tensor(bench, patient=True):
     """The first half of a tensor that has to be held until it is complete;
     where the server is not `patient`, it ends the stream."""
@@ -386,9 +403,7 @@ def chunk_too_large(bench):
 
 def too_many_tensors(bench):
     with open_tensor(bench, patient=False):
-        deadline = time.monotonic() + TIMEOUT_S
-        while Scrape(bench.server).sum("quantd_active_tensors", {}) == 0:
-            assert time.monotonic() < deadline
+        bench.wait_for_open_tensor()
         # What takes no time is let in anyhow.
         refused(bench, "OVERLOADED", [1 << 16], bytes(1 << 18))
 
@@ -508,6 +523,8 @@ TABLE = [
     *histogram("quantd_tensor_seconds", dequantize, rpc="Dequantize",
                result="ok"),
     *histogram("quantd_tensor_seconds", evaluate, rpc="Evaluate", result="ok"),
+    Row("quantd_tensor_errors_total", quantize_wrongly, rpc="Quantize",
+        grpc_code="NotFound"),
     Row("quantd_payload_bytes_total", quantize, direction="in"),
     Row("quantd_payload_bytes_total", quantize, direction="out"),
     Row("quantd_elements_total", quantize, rpc="Quantize", format="int8"),
@@ -518,6 +535,7 @@ TABLE = [
     Row("quantd_clipped_elements_total", quantize_strange_numbers),
     Row("quantd_active_streams", open_tensor, level=True),
     Row("quantd_active_tensors", open_tensor, level=True),
+    Row("quantd_active_tensors_limit", nothing, still=True),
     Row("quantd_memory_budget_used_bytes", open_tensor, level=True),
     Row("quantd_memory_budget_bytes", nothing, still=True),
     Row("quantd_shared_memory_regions", share_memory, level=True),
@@ -584,8 +602,13 @@ TABLE = [
     Row("quantd_reloads_total",
         lambda b: b.write_access_file("# something new\n"),
         kind="guarded", file="access", result="ok"),
+    Row("quantd_reload_successful", nothing, kind="guarded", still=True,
+        file="access"),
     Row("quantd_reloads_total", lambda b: b.write_access_file("nonsense\n"),
         kind="guarded", file="access", result="error"),
+    Row("quantd_reload_successful", Bench.write_access_file, kind="guarded",
+        file="access"),
+    Row("quantd_draining", drain, still=True),
     Row("quantd_build_info", nothing, still=True),
     Row("process_cpu_seconds_total", quantize),
     Row("process_resident_memory_bytes", nothing, still=True),
@@ -660,7 +683,7 @@ class MetricsTableTest(unittest.TestCase):
 
     def test_SeriesAreFewHoweverMuchIsAskedFor(self):
         acts = {row.act for row in TABLE if row.kind == "plain"}
-        for act in sorted(acts - {damage_the_store},
+        for act in sorted(acts - {damage_the_store, drain},
                           key=lambda act: act.__name__):
             lasting = act(self.bench)
             with lasting or contextlib.nullcontext():

@@ -32,6 +32,7 @@ void TouchEverything(Metrics* metrics) {
     metrics->RpcStarted(rpc);
     for (int code = -1; code <= 17; ++code) {
       metrics->RpcHandled(rpc, code, absl::Milliseconds(3));
+      metrics->TensorFailed(rpc, code);
     }
     metrics->TensorDone(rpc, true, absl::Milliseconds(3));
     metrics->TensorDone(rpc, false, absl::Hours(3));
@@ -48,6 +49,7 @@ void TouchEverything(Metrics* metrics) {
   metrics->StreamOpened();
   metrics->StreamClosed();
   metrics->TensorOpened();
+  metrics->ActiveTensorsLimit(40);
   metrics->CacheHit();
   metrics->CacheMiss();
   metrics->CacheEvicted(4);
@@ -60,6 +62,9 @@ void TouchEverything(Metrics* metrics) {
   metrics->Contribution(/*duplicate=*/true);
   metrics->Contribution(/*duplicate=*/true);
   metrics->MemoryBudget(1 << 30, 77);
+  metrics->Reloaded(ReloadedFile::kAccess, /*ok=*/false);
+  metrics->Reloaded(ReloadedFile::kCertificate, /*ok=*/false);
+  metrics->Reloaded(ReloadedFile::kCertificate, /*ok=*/true);
   metrics->LimitRejected("MEMORY_BUDGET");
   metrics->LimitRejected("model \"secret\"");
 }
@@ -83,6 +88,15 @@ TEST(MetricsTest, ScrapeShowsEveryFamilyThatWasTouched) {
            "le=\"60\"} 0",
            "quantd_tensor_seconds_bucket{rpc=\"Evaluate\",result=\"error\","
            "le=\"+Inf\"} 1",
+           "quantd_tensor_errors_total{rpc=\"Quantize\","
+           "grpc_code=\"Unavailable\"} 1",
+           // And the two that are no codes.
+           "quantd_tensor_errors_total{rpc=\"Evaluate\","
+           "grpc_code=\"Unknown\"} 3",
+           "quantd_active_tensors_limit 40",
+           "quantd_draining 0",
+           "quantd_reload_successful{file=\"access\"} 0",
+           "quantd_reload_successful{file=\"certificate\"} 1",
            "quantd_payload_bytes_total{direction=\"in\"} 1000",
            "quantd_payload_bytes_total{direction=\"out\"} 250",
            "quantd_elements_total{rpc=\"Quantize\",format=\"int8\"} 7",
