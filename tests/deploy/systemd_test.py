@@ -19,6 +19,7 @@ arguments.add_argument("--quantd", required=True)
 options, unittest_arguments = arguments.parse_known_args()
 
 UNIT = os.path.join(configuration.ROOT, "deploy/systemd/quantd.service")
+README = os.path.join(configuration.ROOT, "deploy/README.md")
 # In tenths, of 10; a service without any protection has about 9.6.
 MAX_EXPOSURE = 15
 
@@ -31,13 +32,14 @@ class SystemdTest(unittest.TestCase):
         cls.settings = dict(re.findall(r"^(\w+)=(.*)$", cls.text, re.M))
         cls.quantd = configuration.Quantd(options.quantd)
 
-    def analyze(self, *command):
+    def analyze(self, *command, more=""):
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "quantd.service")
             with open(path, "w", encoding="utf-8") as file:
                 # The program has to be there.
                 file.write(self.text.replace("/usr/bin/quantd",
-                                             options.quantd))
+                                             os.path.realpath(
+                                                 options.quantd)) + more)
             done = subprocess.run(
                 ["systemd-analyze", *command, path], check=False, text=True,
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -64,6 +66,24 @@ class SystemdTest(unittest.TestCase):
                                    self.settings["MemoryMax"])
         self.assertGreater(int(self.settings["TimeoutStopSec"]),
                            configuration.drain_s(effective))
+
+    def test_WhatTheReadmeAddsForOtherMachinesIsValid(self):
+        with open(README, encoding="utf-8") as file:
+            more = re.search(r"^```\n(\[Service\]\n.*?)^```$", file.read(),
+                             re.M | re.S).group(1)
+        self.assertEqual(self.analyze("verify", "--man=no", more="\n" + more),
+                         "")
+        credentials = dict(re.findall(r"^LoadCredential=(.*):(.*)$", more,
+                                      re.M))
+        environment = dict(item.split("=", 1) for item in re.findall(
+            r"^Environment=(.*)$", self.text + more, re.M))
+        self.assertLessEqual(set(environment), self.quantd.variables)
+        for text in environment.values():
+            if text.startswith("%d/"):
+                self.assertIn(text.removeprefix("%d/"), credentials)
+        effective = self.quantd.effective(environment)
+        self.assertEqual(effective["tls-client-auth"], "auto")
+        self.assertFalse(effective["insecure-listen"])
 
 
 if __name__ == "__main__":
