@@ -54,6 +54,9 @@ constexpr CodeType kTypes[] = {
 };
 constexpr int64_t kPerAxisOpset = 13;
 constexpr int64_t kBlockOpset = 21;
+constexpr int64_t kCastBfloat16Opset = 13;
+// Before it, operators without an axis of their own broadcast in other ways.
+constexpr int64_t kOldestOpset = 7;
 
 const CodeType* FindType(absl::string_view name) {
   for (const CodeType& type : kTypes) {
@@ -67,9 +70,13 @@ const CodeType* FindType(absl::string_view name) {
 struct BreakingChange {
   absl::string_view op_type;
   int64_t opset;
+  // If not empty, only nodes that have this attribute.
+  absl::string_view attribute = "";
 };
 
 constexpr BreakingChange kBreakingChanges[] = {
+    {"BatchNormalization", 9, "spatial"},
+    {"Scan", 9},
     {"Upsample", 10},
     {"Slice", 10},
     {"TopK", 10},
@@ -121,21 +128,30 @@ bool IsOnnxDomain(absl::string_view domain) {
   return domain.empty() || domain == "ai.onnx";
 }
 
-// Calls visit(node) for all nodes of a graph and the graphs in it.
+// Calls visit(graph) for a graph and all those in it.
 template <typename Visit>
-void ForEachNode(onnx::GraphProto* graph, Visit& visit, int depth = 0) {
+void ForEachGraph(onnx::GraphProto* graph, Visit& visit, int depth = 0) {
   if (depth > kMaxDepth) return;
+  visit(graph);
   for (onnx::NodeProto& node : *graph->mutable_node()) {
-    visit(&node);
     for (onnx::AttributeProto& attribute : *node.mutable_attribute()) {
       if (attribute.has_g()) {
-        ForEachNode(attribute.mutable_g(), visit, depth + 1);
+        ForEachGraph(attribute.mutable_g(), visit, depth + 1);
       }
       for (onnx::GraphProto& inner : *attribute.mutable_graphs()) {
-        ForEachNode(&inner, visit, depth + 1);
+        ForEachGraph(&inner, visit, depth + 1);
       }
     }
   }
+}
+
+// Calls visit(node) for all nodes of a graph and the graphs in it.
+template <typename Visit>
+void ForEachNode(onnx::GraphProto* graph, Visit& visit) {
+  auto visit_graph = [&visit](onnx::GraphProto* one) {
+    for (onnx::NodeProto& node : *one->mutable_node()) visit(&node);
+  };
+  ForEachGraph(graph, visit_graph);
 }
 
 std::optional<Dtype> DtypeOf(int data_type) {
@@ -151,6 +167,21 @@ std::optional<Dtype> DtypeOf(int data_type) {
     default:
       return std::nullopt;
   }
+}
+
+int DataTypeOf(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::kF16:
+      return 10;
+    case Dtype::kBF16:
+      return 16;
+    default:
+      return kFloat;
+  }
+}
+
+bool IsOtherFloat(int64_t data_type) {
+  return data_type == 10 || data_type == 11 || data_type == 16;
 }
 
 // Moves the data of a float tensor to where all types may have them.
@@ -182,6 +213,26 @@ void MakeRaw(onnx::TensorProto* tensor) {
   tensor->set_raw_data(std::move(raw));
 }
 
+bool HasAttribute(const onnx::NodeProto& node, absl::string_view name) {
+  return std::any_of(node.attribute().begin(), node.attribute().end(),
+                     [name](const onnx::AttributeProto& attribute) {
+                       return attribute.name() == name;
+                     });
+}
+
+// Raises the version of ONNX's own operators; false where there is none.
+bool SetOpset(
+    int64_t version,
+    google::protobuf::RepeatedPtrField<onnx::OperatorSetIdProto>* imports) {
+  bool is_set = false;
+  for (onnx::OperatorSetIdProto& import : *imports) {
+    if (!IsOnnxDomain(import.domain())) continue;
+    import.set_version(std::max(import.version(), version));
+    is_set = true;
+  }
+  return is_set;
+}
+
 void AddInt(absl::string_view name, int64_t value, onnx::NodeProto* node) {
   onnx::AttributeProto* const attribute = node->add_attribute();
   attribute->set_name(std::string(name));
@@ -192,6 +243,17 @@ void AddInt(absl::string_view name, int64_t value, onnx::NodeProto* node) {
 }  // namespace
 
 struct OnnxModel::Graph {
+  // Notes the names, and what tells of types, of a graph within the main one or
+  // of that itself.
+  void Note(const onnx::GraphProto& graph);
+  // Notes the type that a value of the main graph is said to have.
+  void NoteType(const onnx::ValueInfoProto& value);
+  // A name like `name` that nothing has.
+  std::string NewName(const std::string& name);
+  // Adds a Cast, named after the value that it makes.
+  void AddCast(Dtype to, const std::string& input, const std::string& output,
+               std::vector<onnx::NodeProto>* nodes);
+
   onnx::ModelProto model;
   absl::flat_hash_set<std::string> names;
   // Indices of initializers.
@@ -202,7 +264,66 @@ struct OnnxModel::Graph {
   // Index of the node that makes a value.
   absl::flat_hash_map<std::string, int> producers;
   absl::flat_hash_set<std::string> inputs;
+  // Of values whose type is told.
+  absl::flat_hash_map<std::string, Activation> types;
+  // Something is, or becomes, a float of another type than float32.
+  bool has_other_floats = false;
 };
+
+void OnnxModel::Graph::Note(const onnx::GraphProto& graph) {
+  for (const onnx::NodeProto& node : graph.node()) {
+    names.insert(node.name());
+    names.insert(node.input().begin(), node.input().end());
+    names.insert(node.output().begin(), node.output().end());
+    for (const onnx::AttributeProto& attribute : node.attribute()) {
+      has_other_floats |=
+          (attribute.name() == "to" || attribute.name() == "dtype") &&
+          IsOtherFloat(attribute.i());
+    }
+  }
+  for (const onnx::TensorProto& tensor : graph.initializer()) {
+    names.insert(tensor.name());
+    has_other_floats |= IsOtherFloat(tensor.data_type());
+  }
+  for (const onnx::SparseTensorProto& tensor : graph.sparse_initializer()) {
+    names.insert(tensor.values().name());
+  }
+  for (const auto* values :
+       {&graph.input(), &graph.output(), &graph.value_info()}) {
+    for (const onnx::ValueInfoProto& value : *values) {
+      names.insert(value.name());
+      has_other_floats |= IsOtherFloat(value.type().tensor_type().elem_type());
+    }
+  }
+}
+
+void OnnxModel::Graph::NoteType(const onnx::ValueInfoProto& value) {
+  const onnx::TensorTypeProto& type = value.type().tensor_type();
+  if (type.elem_type() == 0) return;
+  Activation& activation = types[value.name()];
+  activation.dtype = DtypeOf(type.elem_type());
+  activation.has_type = true;
+  if (type.has_shape()) activation.rank = type.shape().dim_size();
+}
+
+std::string OnnxModel::Graph::NewName(const std::string& name) {
+  std::string unique = name;
+  for (int i = 1; !names.insert(unique).second; ++i) {
+    unique = absl::StrCat(name, "_", i);
+  }
+  return unique;
+}
+
+void OnnxModel::Graph::AddCast(Dtype to, const std::string& input,
+                               const std::string& output,
+                               std::vector<onnx::NodeProto>* nodes) {
+  onnx::NodeProto& node = nodes->emplace_back();
+  node.set_op_type("Cast");
+  node.set_name(NewName(output + "_Cast"));
+  node.add_input(input);
+  node.add_output(output);
+  AddInt("to", DataTypeOf(to), &node);
+}
 
 OnnxModel::OnnxModel(std::unique_ptr<Graph> graph) : graph_(std::move(graph)) {}
 OnnxModel::OnnxModel(OnnxModel&& other) noexcept = default;
@@ -222,13 +343,13 @@ absl::StatusOr<OnnxModel> OnnxModel::Open(const std::string& path) {
     return FileMalformedError(path, "expected an ONNX model below 2 GiB");
   }
   onnx::GraphProto& main = *model.mutable_graph();
-  auto note_names = [&graph](onnx::NodeProto* node) {
-    graph->names.insert(node->input().begin(), node->input().end());
-    graph->names.insert(node->output().begin(), node->output().end());
-  };
-  ForEachNode(&main, note_names);
+  auto note = [&graph](onnx::GraphProto* one) { graph->Note(*one); };
+  ForEachGraph(&main, note);
+  for (const auto* values :
+       {&main.input(), &main.output(), &main.value_info()}) {
+    for (const onnx::ValueInfoProto& value : *values) graph->NoteType(value);
+  }
   for (const onnx::ValueInfoProto& input : main.input()) {
-    graph->names.insert(input.name());
     graph->inputs.insert(input.name());
   }
   for (int i = 0; i < main.node_size(); ++i) {
@@ -257,7 +378,6 @@ absl::StatusOr<OnnxModel> OnnxModel::Open(const std::string& path) {
           reinterpret_cast<const uint8_t*>(tensor.raw_data().data()),
           tensor.raw_data().size());
     }
-    result.graph_->names.insert(weight.name);
     // Old models list initializers as inputs with a default.
     result.graph_->inputs.erase(weight.name);
     result.graph_->initializers[weight.name] = i;
@@ -273,21 +393,21 @@ const OnnxModel::Weight* OnnxModel::FindWeight(absl::string_view name) const {
              : &weights_[static_cast<size_t>(found->second)];
 }
 
-bool OnnxModel::HasActivation(absl::string_view name) const {
-  return !name.empty() &&
-         (graph_->inputs.contains(name) || graph_->producers.contains(name));
+std::optional<OnnxModel::Activation> OnnxModel::FindActivation(
+    absl::string_view name) const {
+  if (name.empty() ||
+      !(graph_->inputs.contains(name) || graph_->producers.contains(name))) {
+    return std::nullopt;
+  }
+  const auto found = graph_->types.find(name);
+  if (found != graph_->types.end()) return found->second;
+  Activation activation;
+  if (!graph_->has_other_floats) activation.dtype = Dtype::kF32;
+  return activation;
 }
 
 bool OnnxModel::HasType(absl::string_view type) {
   return FindType(type) != nullptr;
-}
-
-std::string OnnxModel::NewName(const std::string& name) {
-  std::string unique = name;
-  for (int i = 1; !graph_->names.insert(unique).second; ++i) {
-    unique = absl::StrCat(name, "_", i);
-  }
-  return unique;
 }
 
 std::vector<std::string> OnnxModel::AddParameters(const std::string& name,
@@ -299,7 +419,7 @@ std::vector<std::string> OnnxModel::AddParameters(const std::string& name,
                                                             : kPerAxisOpset});
   onnx::GraphProto& graph = *graph_->model.mutable_graph();
   onnx::TensorProto& scale = *graph.add_initializer();
-  scale.set_name(NewName(name + "_scale"));
+  scale.set_name(graph_->NewName(name + "_scale"));
   scale.set_data_type(kFloat);
   scale.mutable_dims()->Assign(quantizer.scale_shape.begin(),
                                quantizer.scale_shape.end());
@@ -309,7 +429,7 @@ std::vector<std::string> OnnxModel::AddParameters(const std::string& name,
 
   // It also says the type of the codes.
   onnx::TensorProto& zero_point = *graph.add_initializer();
-  zero_point.set_name(NewName(name + "_zero_point"));
+  zero_point.set_name(graph_->NewName(name + "_zero_point"));
   zero_point.set_data_type(type.data_type);
   zero_point.mutable_dims()->Assign(quantizer.scale_shape.begin(),
                                     quantizer.scale_shape.end());
@@ -336,6 +456,12 @@ std::vector<std::string> OnnxModel::AddParameters(const std::string& name,
   return {scale_name, zero_point.name()};
 }
 
+void OnnxModel::NeedCast(Dtype dtype) {
+  if (dtype == Dtype::kBF16) {
+    needed_opset_ = std::max(needed_opset_, kCastBfloat16Opset);
+  }
+}
+
 void OnnxModel::QuantizeWeight(absl::string_view name,
                                const Quantizer& quantizer,
                                absl::Span<const uint8_t> codes) {
@@ -344,7 +470,7 @@ void OnnxModel::QuantizeWeight(absl::string_view name,
   const std::string weight(name);
   const std::vector<std::string> parameters = AddParameters(weight, quantizer);
   onnx::TensorProto& tensor = *graph.mutable_initializer(index);
-  tensor.set_name(NewName(weight + "_quantized"));
+  tensor.set_name(graph_->NewName(weight + "_quantized"));
   tensor.set_data_type(FindType(quantizer.type)->data_type);
   tensor.set_raw_data(codes.data(), codes.size());
   weights_[static_cast<size_t>(index)].data = {};
@@ -353,38 +479,46 @@ void OnnxModel::QuantizeWeight(absl::string_view name,
     graph.mutable_input()->DeleteSubrange(i, 1);
     break;
   }
+  const Dtype dtype = *weights_[static_cast<size_t>(index)].dtype;
+  NeedCast(dtype);
+  const std::string output =
+      dtype == Dtype::kF32 ? weight : graph_->NewName(weight + "_float32");
   onnx::NodeProto& node = graph_->first.emplace_back();
   node.set_op_type("DequantizeLinear");
-  node.set_name(NewName(weight + "_DequantizeLinear"));
+  node.set_name(graph_->NewName(weight + "_DequantizeLinear"));
   node.add_input(tensor.name());
   for (const std::string& input : parameters) node.add_input(input);
-  node.add_output(weight);
+  node.add_output(output);
   if (!quantizer.scale_shape.empty()) AddInt("axis", quantizer.axis, &node);
   if (quantizer.block_size != 0) {
     AddInt("block_size", quantizer.block_size, &node);
   }
+  if (dtype != Dtype::kF32)
+    graph_->AddCast(dtype, output, weight, &graph_->first);
 }
 
 void OnnxModel::QuantizeActivation(absl::string_view name,
                                    const Quantizer& quantizer) {
   const std::string value(name);
+  const Dtype dtype = *FindActivation(name)->dtype;
+  NeedCast(dtype);
   onnx::GraphProto& graph = *graph_->model.mutable_graph();
   const std::vector<std::string> parameters = AddParameters(value, quantizer);
-  const std::string codes = NewName(value + "_quantized");
+  const std::string codes = graph_->NewName(value + "_quantized");
   std::vector<onnx::NodeProto>* nodes = &graph_->first;
   std::string from = value;
   std::string to = value;
   const auto producer = graph_->producers.find(value);
   if (producer != graph_->producers.end()) {
     // All others go on by the name.
-    from = NewName(value + "_float");
+    from = graph_->NewName(value + "_float");
     onnx::NodeProto& node = *graph.mutable_node(producer->second);
     for (std::string& output : *node.mutable_output()) {
       if (output == value) output = from;
     }
     nodes = &graph_->behind[producer->second];
   } else {
-    to = NewName(value + "_dequantized");
+    to = graph_->NewName(value + "_dequantized");
     auto rename = [&value, &to](onnx::NodeProto* node) {
       for (std::string& input : *node->mutable_input()) {
         if (input == value) input = to;
@@ -396,7 +530,7 @@ void OnnxModel::QuantizeActivation(absl::string_view name,
                        const std::string& output) {
     onnx::NodeProto& node = nodes->emplace_back();
     node.set_op_type(op_type);
-    node.set_name(NewName(absl::StrCat(value, "_", op_type)));
+    node.set_name(graph_->NewName(absl::StrCat(value, "_", op_type)));
     node.add_input(input);
     for (const std::string& parameter : parameters) node.add_input(parameter);
     node.add_output(output);
@@ -404,9 +538,19 @@ void OnnxModel::QuantizeActivation(absl::string_view name,
     if (quantizer.block_size != 0) {
       AddInt("block_size", quantizer.block_size, &node);
     }
+    return &node;
   };
-  add("QuantizeLinear", from, codes);
-  add("DequantizeLinear", codes, to);
+  std::string quantized_from = from;
+  std::string dequantized_to = to;
+  if (dtype != Dtype::kF32) {
+    quantized_from = graph_->NewName(value + "_float32");
+    dequantized_to = graph_->NewName(value + "_dequantized_float32");
+    graph_->AddCast(Dtype::kF32, from, quantized_from, nodes);
+  }
+  onnx::NodeProto* const node = add("QuantizeLinear", quantized_from, codes);
+  if (!quantizer.saturates) AddInt("saturate", 0, node);
+  add("DequantizeLinear", codes, dequantized_to);
+  if (dtype != Dtype::kF32) graph_->AddCast(dtype, dequantized_to, to, nodes);
 }
 
 int64_t OnnxModel::opset() const {
@@ -417,35 +561,52 @@ int64_t OnnxModel::opset() const {
 }
 
 absl::Status OnnxModel::RaiseOpset(const std::string& path) {
+  onnx::ModelProto& model = graph_->model;
+  // New types of codes need it too.
+  model.set_ir_version(
+      std::max(model.ir_version(), IrVersionOf(needed_opset_)));
   const int64_t from = opset();
   if (from >= needed_opset_) return absl::OkStatus();
+  const std::string versions =
+      absl::StrCat("operators of version ", needed_opset_,
+                   " are needed, the model has ", from);
+  constexpr absl::string_view kConvert =
+      "; convert the model to that version first";
+  if (from < kOldestOpset) {
+    return FileUnsupportedError(
+        path, absl::StrCat(versions, ", from before ", kOldestOpset, kConvert));
+  }
   absl::Status status;
   auto check = [&](onnx::NodeProto* node) {
     if (!IsOnnxDomain(node->domain())) return;
     for (const BreakingChange& change : kBreakingChanges) {
-      if (node->op_type() != change.op_type || change.opset <= from ||
-          change.opset > needed_opset_) {
-        continue;
+      if (node->op_type() == change.op_type && change.opset > from &&
+          change.opset <= needed_opset_ &&
+          (change.attribute.empty() || HasAttribute(*node, change.attribute))) {
+        status = FileUnsupportedError(
+            path, absl::StrCat(versions, ", and ", node->op_type(),
+                               " is another one from ", change.opset, " on",
+                               kConvert));
       }
-      status = FileUnsupportedError(
-          path,
-          absl::StrCat("operators of version ", needed_opset_,
-                       " are needed, the model has ", from, ", and ",
-                       node->op_type(), " is another one from ", change.opset,
-                       " on; convert the model to that version first"));
     }
   };
-  ForEachNode(graph_->model.mutable_graph(), check);
-  if (!status.ok()) return status;
-  onnx::OperatorSetIdProto* target = nullptr;
-  for (onnx::OperatorSetIdProto& import :
-       *graph_->model.mutable_opset_import()) {
-    if (IsOnnxDomain(import.domain())) target = &import;
+  ForEachNode(model.mutable_graph(), check);
+  // Those of the model's own functions go with it.
+  for (onnx::FunctionProto& function : *model.mutable_functions()) {
+    for (onnx::NodeProto& node : *function.mutable_node()) {
+      check(&node);
+      for (onnx::AttributeProto& attribute : *node.mutable_attribute()) {
+        if (attribute.has_g()) ForEachNode(attribute.mutable_g(), check);
+      }
+    }
   }
-  if (target == nullptr) target = graph_->model.add_opset_import();
-  target->set_version(needed_opset_);
-  graph_->model.set_ir_version(
-      std::max(graph_->model.ir_version(), IrVersionOf(needed_opset_)));
+  if (!status.ok()) return status;
+  for (onnx::FunctionProto& function : *model.mutable_functions()) {
+    SetOpset(needed_opset_, function.mutable_opset_import());
+  }
+  if (!SetOpset(needed_opset_, model.mutable_opset_import())) {
+    model.add_opset_import()->set_version(needed_opset_);
+  }
   return absl::OkStatus();
 }
 

@@ -31,6 +31,15 @@ class OnnxModel {
     absl::Span<const uint8_t> data;
   };
 
+  // A value of the main graph that is not an initializer.
+  struct Activation {
+    // Nothing where the model does not tell the type, or it is no float.
+    std::optional<Dtype> dtype;
+    bool has_type = false;
+    // Where the model tells it.
+    std::optional<int64_t> rank;
+  };
+
   // Parameters of QuantizeLinear and DequantizeLinear.
   struct Quantizer {
     // Of the codes, as quantd calls it: "int8", "uint4", "float8_e4m3fn".
@@ -43,6 +52,8 @@ class OnnxModel {
     int64_t axis = 0;
     // 0 without blocks.
     int64_t block_size = 0;
+    // Of float8: whether what is out of range becomes the largest code.
+    bool saturates = true;
   };
 
   // Errors: FILE_UNREADABLE, FILE_MALFORMED.
@@ -54,19 +65,23 @@ class OnnxModel {
 
   const std::vector<Weight>& weights() const { return weights_; }
   const Weight* FindWeight(absl::string_view name) const;
-  // Whether the main graph has an input or a node's output of that name.
-  bool HasActivation(absl::string_view name) const;
+  // An input or a node's output of the main graph; nothing for any other name.
+  // One whose type the model does not tell is float32 if nothing in the model
+  // is of another type of floats.
+  std::optional<Activation> FindActivation(absl::string_view name) const;
 
   // Whether ONNX has that type of codes.
   static bool HasType(absl::string_view type);
 
-  // Replaces a weight of float32 by its codes, packed as ONNX has them, and a
-  // DequantizeLinear that gives the weight its name.
-  // Requires: FindWeight(name), HasType.
+  // Replaces a weight by its codes, packed as ONNX has them, and a
+  // DequantizeLinear that gives the weight its name; for a type other than
+  // float32 with a Cast behind it.
+  // Requires: FindWeight(name), of float32, float16 or bfloat16; HasType.
   void QuantizeWeight(absl::string_view name, const Quantizer& quantizer,
                       absl::Span<const uint8_t> codes);
-  // Puts QuantizeLinear and DequantizeLinear behind an activation.
-  // Requires: HasActivation(name), HasType.
+  // Puts QuantizeLinear and DequantizeLinear behind an activation, between
+  // Casts where it is not float32: scales stay float32.
+  // Requires: FindActivation(name), of float32, float16 or bfloat16; HasType.
   void QuantizeActivation(absl::string_view name, const Quantizer& quantizer);
 
   // The version of the operators that the model has, and that it will have.
@@ -76,8 +91,8 @@ class OnnxModel {
   // Raises the version of the operators as far as is needed and writes the
   // model.
   // Errors: FILE_UNSUPPORTED (an operator of the model means something else in
-  // the version that is needed; data in other files; over 2 GiB);
-  // FILE_UNWRITABLE.
+  // the version that is needed; a version before 7; data in other files; over
+  // 2 GiB); FILE_UNWRITABLE.
   absl::Status Write(const std::string& path);
 
  private:
@@ -85,11 +100,11 @@ class OnnxModel {
 
   explicit OnnxModel(std::unique_ptr<Graph> graph);
 
-  // A name like `name` that nothing has.
-  std::string NewName(const std::string& name);
   // Adds scale and zero point; returns the inputs behind the first.
   std::vector<std::string> AddParameters(const std::string& name,
                                          const Quantizer& quantizer);
+  // Notes the version that a Cast from and to that type takes.
+  void NeedCast(Dtype dtype);
   absl::Status RaiseOpset(const std::string& path);
 
   std::unique_ptr<Graph> graph_;
