@@ -167,11 +167,9 @@ class ComposeTest(unittest.TestCase):
             for where, what in self.mounts(service).items():
                 shutil.copy(what.replace(SECRETS, secrets),
                             os.path.join(folder, os.path.basename(where)))
-            command = [
-                text.replace("/etc/nginx/quantd", folder).replace("/tmp",
-                                                                  folder)
-                if text.startswith("/") else text
-                for text in service["entrypoint"]]
+            own = {"/tmp": folder, "/etc/nginx/quantd/quantd.conf":
+                   os.path.join(folder, "quantd.conf")}
+            command = [own.get(text, text) for text in service["entrypoint"]]
             done = subprocess.run(
                 [*command, "-t"], check=False, text=True, capture_output=True,
                 env={"PATH": "/usr/sbin:/usr/bin"})
@@ -183,7 +181,7 @@ class ComposeTest(unittest.TestCase):
             read("grafana/provisioning/dashboards/quantd.yml"))["providers"]
         self.assertIn(provider["options"]["path"] + "/quantd.json", mounts)
         source, = yaml.safe_load(
-            read("grafana/provisioning/datasources/quantd.yml"))["datasources"]
+            read("grafana/provisioning/datasources/prometheus.yml"))["datasources"]
         self.assertEqual(source["url"], "http://prometheus:9090")
 
 

@@ -287,7 +287,9 @@ class KubernetesTest(unittest.TestCase):
                     self.assertNotIn("grpc", probe)
                     self.assertGreaterEqual(probe["timeoutSeconds"], 2)
                 else:
-                    self.assertIn(probe["grpc"]["port"], self.image.ports)
+                    self.assertIn(probe["grpc"]["port"], [
+                        configuration.port(address)
+                        for address in effective["listen"]])
                     self.assertNotIn("exec", probe)
             startup = fleet.probes["startupProbe"]
             self.assertGreaterEqual(
