@@ -683,6 +683,22 @@ TEST_F(ClientTest, ALaterContributionWaitsForOneThatIsSentAgain) {
   }
 }
 
+TEST_F(ClientTest, ContributionsKeepTheirOrderWhenTheirCallBreaks) {
+  const std::vector<float> values = Ramp(1000);
+  const std::unique_ptr<CalibrateStream> stream = client_->OpenCalibrate();
+  server_.faults().unavailable_streams = 3;
+  for (uint64_t sequence = 1; sequence <= 3; ++sequence) {
+    stream->Send(MakeContribution("a", "rank-0", sequence, values));
+    stream->Send(MakeContribution("b", "rank-0", sequence, values));
+  }
+  for (int i = 0; i < 6; ++i) {
+    const absl::StatusOr<CalibrateResult> result = stream->Receive();
+    ASSERT_TRUE(result.ok()) << result.status();
+    EXPECT_FALSE(result->contribution().duplicate()) << i;
+    EXPECT_EQ(result->contribution().sequence(), i / 2 + 1) << i;
+  }
+}
+
 TEST_F(ClientTest, ContributionsGoOnBehindOneThatFailed) {
   const std::vector<float> values = Ramp(1000);
   server_.faults().retry_tensors = 5;

@@ -230,6 +230,10 @@ class FakeQuantizationService final : public v1::QuantizationService::Service {
     uint64_t received = 0;
     bool is_open = false;
     while (stream->Read(&request)) {
+      if (faults_.unavailable_streams-- > 0) {
+        return grpc::Status(grpc::StatusCode::UNAVAILABLE,
+                            "DRAINING: the server is about to stop");
+      }
       if (request.has_header()) {
         response.Clear();
         is_open = true;

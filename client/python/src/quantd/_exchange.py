@@ -17,6 +17,7 @@ from quantd.v1 import quantization_service_pb2 as service_pb2
 from quantd.v1 import tensor_pb2
 
 if TYPE_CHECKING:
+    from quantd._output_memory import OutputMemory
     from quantd._shared_memory import Placement
 
 xxh3_64: Any = None
@@ -159,6 +160,8 @@ class OutputExchange(Exchange[Result]):
         """out: the caller's memory for the output, as uint8, or None."""
         super().__init__(header, payload)
         self.caller_out = out
+        # Where the output comes from without it; None: numpy.
+        self.output_memory: Optional[OutputMemory] = None
         self._most_output_bytes = most_output_bytes
         self._forget()
 
@@ -221,7 +224,9 @@ class OutputExchange(Exchange[Result]):
             self._out = self.caller_out
         else:
             try:
-                self._out = np.empty(size, np.uint8)
+                self._out = (np.empty(size, np.uint8)
+                             if self.output_memory is None
+                             else self.output_memory.take(size))
             except MemoryError:
                 self.error = errors.QuantdError(
                     grpc.StatusCode.RESOURCE_EXHAUSTED, "ARGUMENT_INVALID",

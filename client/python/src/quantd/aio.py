@@ -24,7 +24,8 @@ from google.protobuf.message import DecodeError
 
 from quantd import (_channel, _chunks, _credentials, _requests, _wire, errors,
                     results)
-from quantd._exchange import Exchange, FailedExchange
+from quantd._exchange import Exchange, FailedExchange, OutputExchange
+from quantd._output_memory import OutputMemory
 from quantd._progress import Progress, ProgressLike, total_bytes
 from quantd._requests import (HEALTH_METHOD, CalibrateJob, Contribution,
                               Pages, QuantizeJob, SpecLike)
@@ -177,6 +178,7 @@ class Client:
         self._arguments = _channel.channel_arguments(self._options,
                                                      channel_options)
         self._credentials = credentials
+        self._output_memory = OutputMemory()
         # Made by the first call, which is on the loop that it belongs to.
         self._channel: Any = None
         self._is_closed = False
@@ -190,6 +192,7 @@ class Client:
     async def close(self) -> None:
         """Ends the connection; calls on their way fail with CLIENT_CLOSED."""
         self._is_closed = True
+        self._output_memory.close()
         if self._channel is not None:
             await self._channel.close()
 
@@ -488,6 +491,8 @@ class Client:
             raise errors.client_closed() from error
 
     async def _one(self, method: str, exchange: Exchange[Any]) -> Any:
+        if isinstance(exchange, OutputExchange):
+            exchange.output_memory = self._output_memory
         attempt = 0
         while True:
             try:

@@ -14,7 +14,8 @@ import numpy as np
 
 from quantd import (_channel, _chunks, _credentials, _requests, errors,
                     results)
-from quantd._exchange import Exchange, FailedExchange
+from quantd._exchange import Exchange, FailedExchange, OutputExchange
+from quantd._output_memory import OutputMemory
 from quantd._progress import Progress, ProgressLike, total_bytes
 from quantd._requests import (HEALTH_METHOD, CalibrateJob, Contribution,
                               Pages, QuantizeJob, SpecLike)
@@ -40,6 +41,7 @@ class _Connection:
         self.channel = channel
         self.lock = threading.Lock()
         self.shared: Optional[SharedMemory] = None
+        self.output_memory = OutputMemory()
         # Open streams without a tensor on them, by method; None: closed.
         self.idle: Optional[dict[str, list[RetryingStream]]] = {}
 
@@ -64,6 +66,7 @@ class _Connection:
             for stream in streams:
                 stream.close(cancel=False)
         self.channel.close()
+        self.output_memory.close()
         if self.shared is not None:
             self.shared.close()
 
@@ -556,8 +559,11 @@ class Client:
     # How all of them are sent.
 
     def _placed(self, exchange: Exchange[Any]) -> Exchange[Any]:
+        """Says where its bytes go."""
         if self._connection.shared is not None:
             self._connection.shared.place(exchange)
+        if isinstance(exchange, OutputExchange):
+            exchange.output_memory = self._connection.output_memory
         return exchange
 
     def _chunked(self, method: str, header: Any, element_type: Optional[str],
