@@ -31,6 +31,7 @@ import package  # pylint: disable=unused-import,wrong-import-position
 import grpc
 import numpy as np
 
+import certificates
 import live_server
 import quantd
 from quantd.v1 import encoding_pb2 as en
@@ -117,7 +118,7 @@ class Bench:
         self.write_access_file()
         self.write_certificate()
         return ["--access-file", self.path("access"), "--tls-certificate",
-                self.path("server.pem"), "--tls-key", self.path("server.key")]
+                self.path("server.crt"), "--tls-key", self.path("server.key")]
 
     def write_access_file(self, more=""):
         lines = [
@@ -126,17 +127,11 @@ class Bench:
         self.replace("access", "".join(lines) + more)
 
     def write_certificate(self):
-        subprocess.run(
-            ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt",
-             "ec_paramgen_curve:P-256", "-nodes", "-days", "2", "-subj",
-             "/CN=localhost", "-keyout", self.path("server.key"), "-out",
-             self.path("new.pem")], check=True, stderr=subprocess.DEVNULL)
-        os.rename(self.path("new.pem"), self.path("server.pem"))
+        certificates.Authority("authority").issue("localhost").write(
+            self.folder, "server")
 
     def replace(self, file, text):
-        with open(self.path("new"), "w", encoding="utf-8") as new:
-            new.write(text)
-        os.rename(self.path("new"), self.path(file))
+        certificates.replace(self.path(file), text.encode())
 
     def denied(self, token, model):
         """Tries to store something, and may not."""
@@ -463,7 +458,7 @@ statistics_too_large = ask_for_too_much(
 
 
 def break_the_certificate(bench):
-    bench.replace("server.pem", "nonsense")
+    bench.replace("server.crt", "nonsense")
 
 
 def nothing(_):
