@@ -3,9 +3,10 @@ says it counts.
 
   metrics_table_test.py --quantd BINARY [unittest arguments]
 
-TABLE names them all: a metric that is exported and is not in it fails the test,
-and so does one in it that is not exported. Where promtool is installed the
-names, types and help texts have to pass its check too.
+TABLE names them all, and deploy/prometheus/README.md does with their types: a
+metric that is exported and is not there fails the test, and so does one there
+that is not exported. Where promtool is installed the names, types and help texts
+have to pass its check too.
 """
 
 import argparse
@@ -614,6 +615,13 @@ TABLE = [
 ]
 
 
+def documented_types():
+    """Metrics and their types, as deploy/prometheus/README.md has them."""
+    path = os.path.join(live_server.ROOT, "deploy/prometheus/README.md")
+    with open(path, encoding="utf-8") as file:
+        return dict(re.findall(r"^\| `(\w+)` \| (\w+) \|", file.read(), re.M))
+
+
 class MetricsTableTest(unittest.TestCase):
 
     def setUp(self):
@@ -675,6 +683,7 @@ class MetricsTableTest(unittest.TestCase):
                         self.expect_move(row)
                     exported.update(self.scrape().types)
         self.assertEqual(sorted(exported), sorted({r.metric for r in TABLE}))
+        self.assertEqual(documented_types(), exported)
 
     def test_SeriesAreFewHoweverMuchIsAskedFor(self):
         acts = {row.act for row in TABLE if row.kind == "plain"}
