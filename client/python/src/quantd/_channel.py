@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from typing import Any, Iterable
 
 from quantd import errors
@@ -17,23 +19,63 @@ _BALANCING = """{"loadBalancingConfig": [{"round_robin": {}}],
                  "healthCheckConfig": {"serviceName": ""}}"""
 _LOOPBACK = ("127.", "localhost:", "[::1]:", "unix:", "unix-abstract:")
 
+# gRPC's threads do not survive a fork, so that calls of the child would wait
+# for ever; unless it was told to take care of that.
+_SURVIVES_FORK = os.environ.get("GRPC_ENABLE_FORK_SUPPORT", "").lower() in (
+    "1", "t", "true", "y", "yes")
+
+
+class _Process:
+    """Whether gRPC runs here, and whether it ran in the parent."""
+
+    has_channel = False
+    is_forked = False
+
+
+def _after_fork() -> None:
+    _Process.is_forked = _Process.has_channel
+
+
+if hasattr(os, "register_at_fork") and not _SURVIVES_FORK:
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def is_forked() -> bool:
+    """Whether the channels that there are belong to another process."""
+    return _Process.is_forked
+
+
+def check_process() -> None:
+    """Before a channel is made or used. Raises: PROCESS_FORKED."""
+    if is_forked():
+        raise errors.process_forked()
+    _Process.has_channel = True
+
+
+def _check_number(value: Any, least: float, what: str, field: str,
+                  most: float = math.inf) -> None:
+    try:
+        if least <= value <= most:
+            return
+    except TypeError:
+        pass
+    raise errors.argument_invalid(f"expected {what}, got {value!r}", field)
+
 
 def check_options(target: str, timeout: float, chunk_bytes: int,
                   max_retries: int, initial_backoff: float,
                   max_backoff: float) -> Options:
     """Raises: ARGUMENT_INVALID."""
-    if not target:
-        raise errors.argument_invalid("expected a server", "target")
-    if not timeout > 0:
+    if not target or not isinstance(target, str):
         raise errors.argument_invalid(
-            f"expected more than 0 s, got {timeout}", "timeout")
-    if not _CHUNK_UNIT_BYTES <= chunk_bytes <= _MAX_CHUNK_BYTES:
-        raise errors.argument_invalid(
-            f"expected {_CHUNK_UNIT_BYTES} to {_MAX_CHUNK_BYTES}, got "
-            f"{chunk_bytes}", "chunk_bytes")
-    if max_retries < 0:
-        raise errors.argument_invalid(
-            f"expected at least 0, got {max_retries}", "max_retries")
+            f"expected the address of a server, got {target!r}", "target")
+    _check_number(timeout, 1e-9, "more than 0 s", "timeout")
+    _check_number(max_retries, 0, "at least 0", "max_retries")
+    _check_number(initial_backoff, 0, "at least 0 s", "initial_backoff")
+    _check_number(max_backoff, 0, "at least 0 s", "max_backoff")
+    _check_number(chunk_bytes, _CHUNK_UNIT_BYTES,
+                  f"{_CHUNK_UNIT_BYTES} to {_MAX_CHUNK_BYTES} bytes",
+                  "chunk_bytes", _MAX_CHUNK_BYTES)
     return Options(target, timeout,
                    chunk_bytes // _CHUNK_UNIT_BYTES * _CHUNK_UNIT_BYTES,
                    max_retries, initial_backoff, max_backoff)

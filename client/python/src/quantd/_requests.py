@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 from typing import Any, Callable, Iterable, Iterator, Optional, Sequence, Union
 
 import numpy as np
@@ -109,14 +110,27 @@ def naming(name: TensorName) -> Iterator[None]:
 # The tensor streams.
 
 
+def as_shape(shape: Any) -> tuple[int, ...]:
+    """Of whole numbers of at least 0."""
+    try:
+        sizes = tuple(operator.index(size) for size in shape)
+        if min(sizes, default=0) >= 0:
+            return sizes
+    except TypeError:
+        pass
+    raise errors.argument_invalid(
+        f"expected a shape, a tuple of whole numbers, got {shape!r}", "shape")
+
+
 def describe(shape: Sequence[int], element_type: str, name: NameLike
              ) -> tensor_pb2.TensorDescription:
     """What a header says of its tensor."""
     try:
         return tensor_pb2.TensorDescription(
             name=as_name(name).to_proto(),
-            element_type=_arrays.element_type_of(element_type), shape=shape)
-    except (TypeError, ValueError) as error:
+            element_type=_arrays.element_type_of(element_type),
+            shape=as_shape(shape))
+    except ValueError as error:
         raise errors.argument_invalid(
             f"expected a shape, got {shape!r}: {error}", "shape") from error
 
@@ -145,12 +159,21 @@ def quantize(job: QuantizeJob) -> QuantizeExchange:
     return exchange
 
 
+def _named_array(item: Any, job: str) -> dict[str, Any]:
+    """Of (name, array)."""
+    if not isinstance(item, (tuple, list)) or len(item) != 2:
+        raise errors.argument_invalid(
+            f"expected (name, array), as of state_dict().items(), or {job}, "
+            f"got {type(item).__name__}", "tensors")
+    return {"name": item[0], "array": item[1]}
+
+
 def quantize_of(item: Union[QuantizeJob, tuple[str, Any]],
                 source: Optional[Source], model: str, revision: str,
                 store: bool, nan_policy: Optional[str]) -> QuantizeExchange:
     """One item of quantize_many."""
     job = item if isinstance(item, QuantizeJob) else QuantizeJob(
-        name=item[0], array=item[1])
+        **_named_array(item, "a QuantizeJob"))
     name = full_name(job.name, model, revision)
     with naming(name):
         return quantize(dataclasses.replace(
@@ -186,7 +209,7 @@ def dequantize(codes: Any,
         codes = codes.codes
     element_type = element_type or "float32"
     data = _arrays.codes(codes)
-    shape = tuple(np.shape(codes) if shape is None else shape)
+    shape = as_shape(np.shape(codes) if shape is None else shape)
     header = dequantize_header(describe(shape, element_type, name), source)
     count = 1
     for size in shape:
@@ -207,6 +230,10 @@ def dequantize(codes: Any,
 def dequantize_of(tensor: results.QuantizedTensor,
                   element_type: Optional[str]) -> DequantizeExchange:
     """One item of dequantize_many."""
+    if not isinstance(tensor, results.QuantizedTensor):
+        raise errors.argument_invalid(
+            f"expected a QuantizedTensor, got {type(tensor).__name__}",
+            "tensors")
     with naming(tensor.name):
         return dequantize(tensor, element_type=element_type)
 
@@ -220,6 +247,10 @@ def calibrate_header(tensor: tensor_pb2.TensorDescription,
     if spec is not None:
         header.spec.CopyFrom(_spec(spec, len(tensor.shape)))
     if contribution is not None:
+        if not isinstance(contribution, Contribution):
+            raise errors.argument_invalid(
+                f"expected a Contribution, got {type(contribution).__name__}",
+                "contribution")
         header.contribution.CopyFrom(contribution.to_proto())
     return header
 
@@ -238,7 +269,7 @@ def calibrate_of(item: Union[CalibrateJob, tuple[str, Any]],
                  revision: str) -> CalibrateExchange:
     """One item of calibrate_many."""
     job = item if isinstance(item, CalibrateJob) else CalibrateJob(
-        name=item[0], array=item[1])
+        **_named_array(item, "a CalibrateJob"))
     name = full_name(job.name, model, revision)
     with naming(name):
         return calibrate(dataclasses.replace(
@@ -255,6 +286,9 @@ def evaluate_header(tensor: tensor_pb2.TensorDescription,
     header = qs.EvaluateHeader(
         tensor=tensor, per_scale_index=per_scale_index,
         with_distribution=with_distribution)
+    if isinstance(candidates, str):
+        # Otherwise each of its letters were one.
+        candidates = [candidates]
     candidates = list(candidates)
     if labels and len(labels) != len(candidates):
         raise errors.argument_invalid(
@@ -316,15 +350,29 @@ def _spec(spec: SpecLike, rank: Optional[int] = None) -> Any:
 # The calls of EncodingService.
 
 
+@contextlib.contextmanager
+def _arguments() -> Iterator[None]:
+    """What does not go into the messages of protobuf is a bad argument."""
+    try:
+        yield
+    except (TypeError, ValueError, AttributeError) as error:
+        raise errors.argument_invalid(str(error)) from error
+
+
 @dataclasses.dataclass(frozen=True)
 class Pages:
-    """A call that answers in pages. request: of the next page's token; field,
+    """A call that answers in pages. make: a request of the page's token; field,
     read: of an answer's items."""
 
     method: str
-    request: Callable[[str], Any]
+    make: Callable[[str], Any]
     field: str
     read: Callable[[Any], Any]
+
+    def request(self, token: str) -> Any:
+        """Of a page; the first has no token. Raises: ARGUMENT_INVALID."""
+        with _arguments():
+            return self.make(token)
 
     def next_token(self, answer: Any, token: str) -> str:
         """Empty after the last page. Raises: RESPONSE_MALFORMED."""
@@ -362,6 +410,7 @@ def list_statistics(model: str, revision: str) -> Pages:
                  "entries", results.StatisticsEntry.from_proto)
 
 
+@_arguments()
 def put_encoding(name: NameLike, encoding: Encoding, if_match: str
                  ) -> es.PutEncodingRequest:
     """See Client.put_encoding."""
@@ -370,6 +419,7 @@ def put_encoding(name: NameLike, encoding: Encoding, if_match: str
         if_match=if_match)
 
 
+@_arguments()
 def compute_encodings(model: str, spec: Optional[SpecLike], revision: str,
                       overrides: Iterable[tuple[str, SpecLike]], dry_run: bool
                       ) -> es.ComputeEncodingsRequest:
@@ -383,10 +433,14 @@ def compute_encodings(model: str, spec: Optional[SpecLike], revision: str,
     return request
 
 
+@_arguments()
 def sweep(model: str, specs: Iterable[SpecLike], revision: str,
           patterns: Iterable[str], min_sqnr_db: Optional[float],
           max_size_bytes: Optional[int]) -> es.SweepRequest:
     """See Client.sweep."""
+    if isinstance(specs, str):
+        # Otherwise each of its letters were one.
+        specs = [specs]
     if min_sqnr_db is not None and max_size_bytes is not None:
         raise errors.argument_invalid(
             "expected min_sqnr_db or max_size_bytes, got both")
@@ -416,6 +470,7 @@ HEALTH_METHOD = "/grpc.health.v1.Health/Check"
 _HEALTH = {0: "UNKNOWN", 1: "SERVING", 2: "NOT_SERVING", 3: "SERVICE_UNKNOWN"}
 
 
+@_arguments()
 def health(service: str) -> Optional[bytes]:
     """HealthCheckRequest{1: service}; None: no service has such a name."""
     text = service.encode()

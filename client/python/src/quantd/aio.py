@@ -183,6 +183,10 @@ class Client:
         self._channel: Any = None
         self._is_closed = False
 
+    def __repr__(self) -> str:
+        state = ", closed" if self._is_closed else ""
+        return f"<quantd.aio.Client of {self._options.target}{state}>"
+
     async def __aenter__(self) -> Client:
         return self
 
@@ -470,6 +474,7 @@ class Client:
     def _open(self) -> Any:
         if self._is_closed:
             raise errors.client_closed()
+        _channel.check_process()
         if self._channel is None:
             target = self._options.target
             self._channel = (

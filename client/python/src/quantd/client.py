@@ -60,6 +60,8 @@ class _Connection:
 
     def close(self) -> None:
         """Ends idle streams, and breaks those that are in use."""
+        if _channel.is_forked():
+            return
         with self.lock:
             idle, self.idle = self.idle, None
         for streams in (idle or {}).values():
@@ -96,7 +98,8 @@ class Client:
         --shared-memory on the same machine.
 
     Does not wait for the server: the first call finds out. A context manager;
-    thread-safe, but for one process: after a fork make another.
+    thread-safe, but for one process: those that are forked off later have no
+    use for any client (start them with "spawn").
 
     All calls raise QuantdError. Arrays are those of numpy, tensors of torch,
     or what numpy.asarray takes; of float32, float16, float64, and bfloat16 as a
@@ -122,6 +125,7 @@ class Client:
                 "shared_memory")
         token = _credentials.token_of(token_file, target, credentials)
         arguments = _channel.channel_arguments(self._options, channel_options)
+        _channel.check_process()
         channel = (grpc.insecure_channel(target, arguments)
                    if credentials is None else
                    grpc.secure_channel(target, credentials, arguments))
@@ -138,6 +142,14 @@ class Client:
         self._encodings: Any = es_grpc.EncodingServiceStub(  # type: ignore
             channel)
         self._finalizer = weakref.finalize(self, self._connection.close)
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._connection.idle is None else ""
+        return f"<quantd.Client of {self._options.target}{state}>"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a client is for one process: make another where it is "
+                        "unpickled")
 
     def __enter__(self) -> Client:
         return self
@@ -569,6 +581,7 @@ class Client:
     def _chunked(self, method: str, header: Any, element_type: Optional[str],
                  size_bytes: Optional[int], chunks: Iterable[Any],
                  download: _chunks.Download) -> _chunks.ChunkedCall:
+        _channel.check_process()
         upload = _chunks.Upload(header, element_type, size_bytes,
                                 self._options.chunk_bytes)
         return _chunks.ChunkedCall(
@@ -586,6 +599,7 @@ class Client:
         return download.summary
 
     def _take_stream(self, method: str) -> RetryingStream:
+        _channel.check_process()
         connection = self._connection
         with connection.lock:
             if connection.idle is None:
@@ -690,6 +704,7 @@ class Client:
 
     def _attempt(self, method: Callable[..., Any], request: Any) -> Any:
         """One attempt of a unary call."""
+        _channel.check_process()
         try:
             return method(request, timeout=self._options.timeout)
         except grpc.RpcError as error:
@@ -719,6 +734,7 @@ class Client:
               ) -> Iterator[Any]:
         """The answers of one call; not retried once there was one."""
         attempt, has_answers = 0, False
+        _channel.check_process()
         while True:
             call = None
             try:

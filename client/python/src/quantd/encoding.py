@@ -49,10 +49,10 @@ def per_channel(axis: int = 0) -> Granularity:
 def group(size: int, axis: int = -1) -> Granularity:
     """A scale for each `size` elements along a dimension, and for each index of
     the others. A tensor of fewer than two dimensions gets one scale."""
-    if size < 1:
+    if not isinstance(size, (int, np.integer)) or size < 1:
         raise errors.argument_invalid(
-            f"expected groups of at least 1, got {size}")
-    return Granularity("group", axis=axis, group_size=size)
+            f"expected groups of at least 1, got {size!r}", "size")
+    return Granularity("group", axis=axis, group_size=int(size))
 
 
 def blocks(*block_size: int) -> Granularity:
@@ -246,7 +246,13 @@ def _parse_part(word: str, parameter: str) -> dict[str, object]:
     return fields
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+def _brief(array: Array) -> str:
+    if array.size > 8:
+        return f"<{array.dtype} of {array.shape}>"
+    return repr(array.tolist())
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Encoding:
     """How codes stand for reals.
 
@@ -310,6 +316,18 @@ class Encoding:
             other._with_scales().SerializeToString(deterministic=True))
 
     __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        """What is not as by default; of long arrays how long they are."""
+        words = [repr(self.format)]
+        for field in dataclasses.fields(self)[1:]:
+            value = getattr(self, field.name)
+            if isinstance(value, np.ndarray):
+                if value.size:
+                    words.append(f"{field.name}={_brief(value)}")
+            elif value != field.default:
+                words.append(f"{field.name}={value!r}")
+        return f"Encoding({', '.join(words)})"
 
     def _with_scales(self) -> encoding_pb2.Encoding:
         try:

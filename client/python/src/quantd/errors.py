@@ -24,8 +24,8 @@ class QuantdError(Exception):
     reason: stable upper-case word to program against, e.g. "CHUNK_OFFSET":
         those of the server are listed in proto/; those of the client are
         ARGUMENT_INVALID, SERVER_UNREACHABLE, TIMEOUT, RESPONSE_MALFORMED,
-        CHECKSUM_MISMATCH, SHARED_MEMORY_UNAVAILABLE and CLIENT_CLOSED. Empty
-        where gRPC itself gives none.
+        CHECKSUM_MISMATCH, SHARED_MEMORY_UNAVAILABLE, CLIENT_CLOSED and
+        PROCESS_FORKED. Empty where gRPC itself gives none.
     message: for people.
     field: path of the request field or the argument at fault, or empty.
     retry_after: seconds to wait before a retry, None where none helps.
@@ -77,6 +77,15 @@ def client_closed() -> QuantdError:
     """A call of a client after close(), or while it closes."""
     return QuantdError(grpc.StatusCode.CANCELLED, "CLIENT_CLOSED",
                        "the client was closed")
+
+
+def process_forked() -> QuantdError:
+    """A call in a process that was forked off one with a client."""
+    return QuantdError(
+        grpc.StatusCode.FAILED_PRECONDITION, "PROCESS_FORKED",
+        "this process was forked off one that had a client, and gRPC does not "
+        "survive that; start processes with 'spawn', or fork them before there "
+        "is a client")
 
 
 def shared_memory_unavailable(path: str, what: str) -> QuantdError:

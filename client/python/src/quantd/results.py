@@ -168,7 +168,7 @@ class QuantizeSummary:
         return _read(cls, message)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class QuantizedTensor:
     """Codes and how to read them.
 
@@ -187,6 +187,14 @@ class QuantizedTensor:
     element_type: str
     etag: str
     summary: QuantizeSummary
+
+    def __repr__(self) -> str:
+        name = f" {self.name.tensor!r}" if self.name.tensor else ""
+        format_name = "codes" if self.encoding is None else self.encoding.format
+        scales = "" if self.encoding is None else (
+            f", {self.encoding.scale.size:,} scales")
+        return (f"<QuantizedTensor{name} of {format_name}, {self.shape} of "
+                f"{self.element_type}{scales}, {self.codes.nbytes:,} bytes>")
 
     def unpacked(self) -> Array:
         """One code per element, in the tensor's shape."""
