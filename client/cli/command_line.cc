@@ -10,13 +10,22 @@
 #include <vector>
 
 #include "CLI/CLI.hpp"
+#include "absl/strings/match.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
 
 namespace quantd::cli {
 
-Option::Option(CLI::Option* option, std::string value_name, std::string help)
+Option::Option(CLI::Option* option, absl::string_view names,
+               std::string value_name, std::string help)
     : option_(option),
       value_name_(std::move(value_name)),
       help_(std::move(help)) {
+  for (absl::string_view name : absl::StrSplit(names, ',')) {
+    absl::ConsumePrefix(&name, "!");
+    names_.emplace_back(name);
+  }
   if (!value_name_.empty()) option_->type_name(value_name_);
 }
 
@@ -51,7 +60,14 @@ Option* Option::Between(int64_t min, int64_t max) {
 }
 
 Option* Option::OneOf(std::vector<std::string> values) {
-  option_->check(CLI::IsMember(std::move(values)));
+  option_->check(CLI::IsMember(values));
+  values_ = std::move(values);
+  other_values_are_errors_ = true;
+  return this;
+}
+
+Option* Option::Suggest(std::vector<std::string> values) {
+  values_ = std::move(values);
   return this;
 }
 
@@ -79,6 +95,24 @@ Option* Option::Excludes(Option* other) {
 
 bool Option::IsGiven() const { return option_->count() > 0; }
 
+bool Option::IsRequired() const { return option_->get_required(); }
+
+bool Option::TakesValue() const { return option_->get_expected_min() > 0; }
+
+bool Option::TakesFile() const { return absl::StartsWith(value_name_, "FILE"); }
+
+bool Option::MayBeRepeated() const {
+  return TakesValue() && option_->get_expected_max() > 1;
+}
+
+std::string Option::value_name() const {
+  return value_name_.empty() ? "VALUE" : value_name_;
+}
+
+std::string Option::DefaultText() const { return option_->get_default_str(); }
+
+std::string Option::Environment() const { return option_->get_envname(); }
+
 Command::Command(CLI::App* app, std::string name, std::string help)
     : app_(app), name_(std::move(name)), help_(std::move(help)) {}
 
@@ -92,7 +126,7 @@ Command* Command::AddCommand(const char* name, const char* help) {
 template <typename T>
 Option* Command::AddOption(const char* names, T* value, const char* value_name,
                            const char* help) {
-  return Add(app_->add_option(names, *value, help), value_name, help);
+  return Add(app_->add_option(names, *value, help), names, value_name, help);
 }
 
 template <>
@@ -100,7 +134,7 @@ Option* Command::AddOption(const char* names, std::vector<std::string>* value,
                            const char* value_name, const char* help) {
   // One value each time, so that an argument may follow.
   return Add(app_->add_option(names, *value, help)->allow_extra_args(false),
-             value_name, help);
+             names, value_name, help);
 }
 
 template Option* Command::AddOption(const char*, std::string*, const char*,
@@ -128,7 +162,7 @@ Option* Command::AddArgument(const char* name, std::string* value,
 }
 
 Option* Command::AddFlag(const char* names, bool* value, const char* help) {
-  return Add(app_->add_flag(names, *value, help), "", help);
+  return Add(app_->add_flag(names, *value, help), names, "", help);
 }
 
 void Command::AddAlternatives(const char* title,
@@ -142,14 +176,16 @@ void Command::OnRun(std::function<void()> run) {
   app_->callback(std::move(run));
 }
 
-Option* Command::Add(CLI::Option* option, const char* value_name,
-                     const char* help) {
-  return &options_.emplace_back(option, value_name, help);
+Option* Command::Add(CLI::Option* option, const char* names,
+                     const char* value_name, const char* help) {
+  return &options_.emplace_back(option, names, value_name, help);
 }
 
 CommandLine::CommandLine(const char* name, const char* help,
                          const char* version, const char* footer)
-    : app_(std::make_unique<CLI::App>(help, name)),
+    : version_(version),
+      footer_(footer),
+      app_(std::make_unique<CLI::App>(help, name)),
       program_(std::make_unique<Command>(app_.get(), name, help)) {
   app_->set_version_flag("--version", version);
   app_->footer(footer);

@@ -11,6 +11,8 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/string_view.h"
+
 namespace CLI {
 class App;
 class Option;
@@ -22,7 +24,9 @@ namespace quantd::cli {
 // calls but the queries say more about it and return it. Not thread-safe.
 class Option {
  public:
-  Option(CLI::Option* option, std::string value_name, std::string help);
+  // `names` as in Command::AddOption.
+  Option(CLI::Option* option, absl::string_view names, std::string value_name,
+         std::string help);
 
   // There is no going without it.
   Option* Required();
@@ -35,6 +39,8 @@ class Option {
   Option* Between(int64_t min, int64_t max);
   // Other values are errors.
   Option* OneOf(std::vector<std::string> values);
+  // What completion offers, of what the option takes.
+  Option* Suggest(std::vector<std::string> values);
   // Seconds, also as 200ms, 30s or 5m.
   Option* Seconds();
   // Bytes, also as 256KiB or 4m.
@@ -45,12 +51,34 @@ class Option {
   // Whether the command line or the environment has it.
   bool IsGiven() const;
 
+  // "-n", "--name"; of an argument its name.
+  const std::vector<std::string>& names() const { return names_; }
+  bool IsArgument() const { return names_[0][0] != '-'; }
+  bool IsRequired() const;
+  // False for a flag.
+  bool TakesValue() const;
+  bool TakesFile() const;
+  bool MayBeRepeated() const;
+  // "VALUE" where it has no name.
+  std::string value_name() const;
+  const std::string& help() const { return help_; }
+  // The only values, or those to offer; may be empty.
+  const std::vector<std::string>& values() const { return values_; }
+  bool OtherValuesAreErrors() const { return other_values_are_errors_; }
+  // As ShowDefault shows it; may be empty.
+  std::string DefaultText() const;
+  // The variable of the environment; may be empty.
+  std::string Environment() const;
+
  private:
   friend class Command;
 
   CLI::Option* option_;
+  std::vector<std::string> names_;
   std::string value_name_;
   std::string help_;
+  std::vector<std::string> values_;
+  bool other_values_are_errors_ = false;
 };
 
 // A command, or a group of commands. Not thread-safe.
@@ -82,8 +110,15 @@ class Command {
   // What the command does once its options have their values.
   void OnRun(std::function<void()> run);
 
+  const std::string& name() const { return name_; }
+  const std::string& help() const { return help_; }
+  // In the order in which they were added.
+  const std::deque<Option>& options() const { return options_; }
+  const std::deque<Command>& commands() const { return commands_; }
+
  private:
-  Option* Add(CLI::Option* option, const char* value_name, const char* help);
+  Option* Add(CLI::Option* option, const char* names, const char* value_name,
+              const char* help);
 
   CLI::App* app_;
   std::string name_;
@@ -112,12 +147,17 @@ class CommandLine {
 
   // What the options of the program itself belong to; they may also stand
   // behind the command.
-  Command* program() { return &*program_; }
+  Command* program() { return program_.get(); }
+  const Command* program() const { return program_.get(); }
+  const std::string& version() const { return version_; }
+  const std::string& footer() const { return footer_; }
 
   // Parses the arguments behind the program's name and runs the command.
   Outcome Run(int argc, const char* const* argv);
 
  private:
+  const std::string version_;
+  const std::string footer_;
   std::unique_ptr<CLI::App> app_;
   std::unique_ptr<Command> program_;
 };

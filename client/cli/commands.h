@@ -22,6 +22,8 @@ void AddStatisticsCommand(Command* quantctl, Session* session);
 void AddModelsCommand(Command* quantctl, Session* session);
 void AddHealthCommand(Command* quantctl, Session* session);
 void AddBenchCommand(Command* quantctl, Session* session);
+void AddCompletionCommand(Command* quantctl);
+void AddManCommand(CommandLine* quantctl);
 
 // Parses the command line and runs the command. Returns the exit code.
 int RunQuantctl(int argc, const char* const* argv);

@@ -107,6 +107,8 @@ int RunQuantctl(int argc, const char* const* argv) {
   AddModelsCommand(quantctl, &session);
   AddHealthCommand(quantctl, &session);
   AddBenchCommand(quantctl, &session);
+  AddCompletionCommand(quantctl);
+  AddManCommand(&command_line);
   switch (command_line.Run(argc, argv)) {
     case CommandLine::Outcome::kHelped:
       return kSuccess;

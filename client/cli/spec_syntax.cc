@@ -60,6 +60,46 @@ absl::StatusOr<std::string> ReadTextFile(const std::string& path) {
 
 }  // namespace
 
+std::vector<std::string> FormatNames() {
+  std::vector<std::string> names;
+  for (int number = 1; number < v1::NumberFormat_ARRAYSIZE; ++number) {
+    if (!v1::NumberFormat_IsValid(number)) continue;
+    names.push_back(FormatName(static_cast<v1::NumberFormat>(number)));
+  }
+  return names;
+}
+
+std::vector<std::string> GranularityNames() {
+  return {"default", "per-tensor", "per-channel", "group:32"};
+}
+
+std::vector<std::string> SymmetryNames() {
+  return {"default", "asymmetric", "strict", "full-range", "half-step"};
+}
+
+std::vector<std::string> MethodNames() {
+  std::vector<std::string> names;
+  for (const Method& row : kMethods) names.emplace_back(row.name);
+  return names;
+}
+
+std::vector<std::string> TailNames() {
+  return {"default", "magnitude", "both", "upper", "lower"};
+}
+
+std::vector<std::string> ScaleTypeNames() {
+  std::vector<std::string> names = {"default"};
+  for (int number = 1; number < v1::ScaleType_ARRAYSIZE; ++number) {
+    if (!v1::ScaleType_IsValid(number)) continue;
+    names.push_back(ScaleTypeName(static_cast<v1::ScaleType>(number)));
+  }
+  return names;
+}
+
+std::vector<std::string> MxScaleRuleNames() {
+  return {"default", "floor", "ceil", "even", "rceil"};
+}
+
 absl::StatusOr<Granularity> ParseGranularity(absl::string_view text) {
   Granularity granularity;
   absl::string_view rest = text;

@@ -42,6 +42,15 @@ absl::StatusOr<Granularity> ParseBlockSize(absl::string_view text);
 absl::StatusOr<std::vector<int64_t>> BlockSizeOf(
     const Granularity& granularity, absl::Span<const int64_t> shape);
 
+// Names to offer for what the functions below take.
+std::vector<std::string> FormatNames();
+std::vector<std::string> GranularityNames();
+std::vector<std::string> SymmetryNames();
+std::vector<std::string> MethodNames();
+std::vector<std::string> TailNames();
+std::vector<std::string> ScaleTypeNames();
+std::vector<std::string> MxScaleRuleNames();
+
 // "default", "asymmetric", "strict" or "symmetric", "full-range", "half-step".
 // Errors: ARGUMENT_INVALID.
 absl::StatusOr<v1::Symmetry> ParseSymmetry(absl::string_view text);

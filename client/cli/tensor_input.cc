@@ -194,6 +194,7 @@ void SpecOptions::AddOptions(Command* command) {
                         "mxfp8_e5m2, mxfp6_e2m3, mxfp6_e3m2, mxfp4_e2m1, "
                         "mxint8, nvfp4, nf4, lpbq, codebook2, codebook4, "
                         "codebook8")
+            ->Suggest(FormatNames())
             ->ShowDefault());
   Option* const granularity_option =
       command
@@ -202,6 +203,7 @@ void SpecOptions::AddOptions(Command* command) {
                       "per-tensor, per-channel (axis 0), per-channel:AXIS or "
                       "group:N (along the last axis); tensors of rank below 2 "
                       "are per tensor")
+          ->Suggest(GranularityNames())
           ->ShowDefault();
   Option* const block_size_option =
       command
@@ -215,12 +217,14 @@ void SpecOptions::AddOptions(Command* command) {
                         "default (strict for signed formats, asymmetric for "
                         "unsigned ones), asymmetric, strict, full-range, "
                         "half-step")
+            ->Suggest(SymmetryNames())
             ->ShowDefault());
   count(command
             ->AddOption("--method", &method, "METHOD",
                         "How the range is found: minmax, percentile[=KEPT], "
                         "mse[=STEPS], sqnr[=GAMMA], entropy[=STEPS], fixed, "
                         "moving-average, best-of:METHOD,METHOD,...")
+            ->Suggest(MethodNames())
             ->ShowDefault());
   count(command->AddOption("--tail", &tail_fraction, "FRACTION",
                            "percentile: the part that is cut off; default "
@@ -230,6 +234,7 @@ void SpecOptions::AddOptions(Command* command) {
                         "percentile: where: default (magnitude for symmetric "
                         "ranges, otherwise both), magnitude, both, upper, "
                         "lower")
+            ->Suggest(TailNames())
             ->ShowDefault());
   count(command->AddOption("--gamma", &gamma, "WEIGHT",
                            "sqnr: weight of clipped elements; default 3"));
@@ -247,11 +252,13 @@ void SpecOptions::AddOptions(Command* command) {
             ->AddOption("--scale-type", &scale_type, "TYPE",
                         "How scales are stored: default, float32, float16, "
                         "bfloat16, e8m0, e4m3, integer")
+            ->Suggest(ScaleTypeNames())
             ->ShowDefault());
   count(command
             ->AddOption("--mx-rule", &mx_rule, "RULE",
                         "e8m0 scales: default (floor), floor, ceil, even, "
                         "rceil")
+            ->Suggest(MxScaleRuleNames())
             ->ShowDefault());
   AddCodebookOption(command);
 }
