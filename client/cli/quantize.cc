@@ -163,8 +163,11 @@ class Quantizer {
 
   // Everything that the shard of an input depends on.
   std::string RunOf(const std::string& path) const {
-    std::string text = absl::StrCat(options_.layout, "\n", options_.name.model,
-                                    "\n", options_.name.revision, "\n");
+    std::string text =
+        absl::StrCat(options_.layout, "\n", options_.name.model, "\n",
+                     options_.name.revision, "\n", options_.evaluate, "\n",
+                     // Where the encodings are.
+                     options_.store ? session_.server : "", "\n");
     struct stat status;
     if (stat(path.c_str(), &status) == 0) {
       absl::StrAppend(&text, status.st_size, " ", status.st_mtim.tv_sec, " ",
