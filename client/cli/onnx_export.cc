@@ -172,8 +172,11 @@ class Exporter {
       AddLoss(tensor, ErrorText(status), /*left_out=*/true);
     }
     if (weight_count_ + activation_count_ == 0) {
-      return ArgumentInvalidError(
-          "no tensor of the model has an encoding that ONNX can hold");
+      return ArgumentInvalidError(absl::StrCat(
+          "no tensor of the model has an encoding that ONNX can hold",
+          losses_.empty() ? ""
+                          : absl::StrCat("; \"", losses_[0].tensor(),
+                                         "\": ", losses_[0].what())));
     }
     return absl::OkStatus();
   }

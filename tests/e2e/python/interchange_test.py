@@ -433,6 +433,11 @@ class CompressedTensorsTest(InterchangeCase):
         self.assertEqual(set(quantize("--exclude", "x").values()), {"kept"})
         self.assertEqual(quantize("--exclude", "a*"),
                          {"a.weight": "copied", "b.weight": "kept"})
+        # So are encodings that are to be elsewhere, and errors to be measured.
+        for more in (("--no-store",), ("--evaluate",),
+                     ("--server", "dns:///" + self.server.address), ()):
+            self.assertEqual(set(quantize(*more).values()), {"quantized"})
+            self.assertEqual(set(quantize(*more).values()), {"kept"})
         shutil.rmtree(self.path("out"))
         self.assertEqual(set(quantize("--layout",
                                       "compressed-tensors").values()),
@@ -646,6 +651,201 @@ class OnnxTest(InterchangeCase):
                 attributes = {a.name: a.i for a in node.attribute}
                 self.assertEqual(attributes, {"axis": 1, "block_size": 32}
                                  if "group" in spec else {})
+
+    def encode(self, model, *entries):
+        """Stores encodings as of our own JSON."""
+        path = self.write_json("encodings", {
+            "format": "quantd-encodings", "version": 1,
+            "encodings": list(entries)})
+        self.run_quantctl("import", path, "--model", model)
+
+    def save(self, nodes, inputs, outputs, initializers=(), opset=13, **more):
+        """A model of values (name, element type, shape)."""
+        model = helper.make_model(
+            helper.make_graph(
+                nodes, "test",
+                [helper.make_tensor_value_info(*value) for value in inputs],
+                [helper.make_tensor_value_info(*value) for value in outputs],
+                initializers, value_info=more.get("values")),
+            opset_imports=[helper.make_opsetid("", opset)],
+            functions=more.get("functions"))
+        model.ir_version = 8 if more.get("functions") else 6
+        onnx.save(model, self.path("model.onnx"))
+
+    def put_into(self, model, *more, code=0):
+        """Returns the report and the model written."""
+        report = self.json("export", "--model", model, "--onnx",
+                           self.path("model.onnx"), "-o",
+                           self.path("qdq.onnx"), *more, code=code)
+        return report, onnx.load(self.path("qdq.onnx")) if code == 0 else None
+
+    def test_HalfPrecisionStaysWhatItIs(self):
+        int8 = {"format": "int8", "scale": [0.5]}
+        self.encode("half", {"name": "x", **int8}, {"name": "y", **int8},
+                    {"name": "w", "format": "int8", "scale": [0.25]})
+        for type_, dtype, opset in (
+                (TensorProto.FLOAT16, np.float16, 13),
+                (TensorProto.BFLOAT16, None, 13)):
+            with self.subTest(type=type_):
+                values = np.array([[1, -2], [3.3, 0.1]], np.float32)
+                raw = (values.astype(dtype) if dtype else
+                       (values.view(np.uint32) >> 16).astype(np.uint16))
+                self.save(
+                    [helper.make_node("Mul", ["x", "w"], ["y"]),
+                     helper.make_node("Add", ["y", "y"], ["z"])],
+                    [("x", type_, [2, 2])],
+                    [("z", type_, [2, 2]), ("y", type_, [2, 2])],
+                    [helper.make_tensor("w", type_, [2, 2], raw.tobytes(),
+                                        raw=True)], opset=opset)
+                report, model = self.put_into("half")
+                self.assertEqual((report["weight_count"],
+                                  report["activation_count"]), (1, 2))
+                # Types that do not agree are found here.
+                onnx.checker.check_model(model, full_check=True)
+                types = {value.name: value.type.tensor_type.elem_type
+                         for value in onnx.shape_inference.infer_shapes(
+                             model, strict_mode=True).graph.value_info}
+                for node in model.graph.node:
+                    if node.op_type == "QuantizeLinear":
+                        self.assertEqual(types[node.input[0]],
+                                         TensorProto.FLOAT)
+                    if node.op_type == "Mul":
+                        self.assertEqual([types[name] for name in node.input],
+                                         [type_, type_])
+                (codes,) = (numpy_helper.to_array(i)
+                            for i in model.graph.initializer
+                            if i.name == "w_quantized")
+                self.assertEqual(codes.tolist(), [[4, -8], [13, 0]])
+
+    def test_WhatTheTypeOfAnActivationIsIsNotGuessed(self):
+        self.encode("types", {"name": "x", "format": "int8", "scale": [0.5]},
+                    {"name": "h", "format": "int8", "scale": [0.5]},
+                    {"name": "d", "format": "int8", "scale": [0.5]})
+        nodes = [helper.make_node("Cast", ["x"], ["h"],
+                                  to=TensorProto.FLOAT16),
+                 helper.make_node("Cast", ["x"], ["d"],
+                                  to=TensorProto.DOUBLE)]
+        outputs = [("d", TensorProto.DOUBLE, [2])]
+        self.save(nodes, [("x", TensorProto.FLOAT, [2])], outputs)
+        report, _ = self.put_into("types", code=1)
+        lost = {l["tensor"]: l["what"] for l in report["losses"]}
+        self.assertIn("infer its shapes", lost["h"])
+        self.assertIn("float32, float16 and bfloat16", lost["d"])
+        self.assertEqual(report["activation_count"], 1)
+        self.save(nodes, [("x", TensorProto.FLOAT, [2])], outputs,
+                  values=[helper.make_tensor_value_info(
+                      "h", TensorProto.FLOAT16, [2])])
+        report, _ = self.put_into("types", code=1)
+        self.assertEqual([l["tensor"] for l in report["losses"]], ["d"])
+        # A channel of a dimension that the activation does not have.
+        self.encode("rank", {"name": "x", "format": "int8", "scale": [1, 2],
+                             "block_size": [1, 0], "scale_shape": [2, 1]})
+        report, _ = self.put_into("rank", code=1)
+        self.assertIn("has 1", report["error"]["message"])
+
+    def test_FloatsOfEightBitsOverflowAsTheyAreTo(self):
+        for no_saturation in (False, True):
+            self.encode("fp8", {"name": "x", "format": "float8_e4m3fn",
+                                "scale": [1], "no_saturation": no_saturation})
+            self.save([helper.make_node("Relu", ["x"], ["y"])],
+                      [("x", TensorProto.FLOAT, [2])],
+                      [("y", TensorProto.FLOAT, [2])])
+            report, model = self.put_into("fp8")
+            self.assertEqual(report["opset"], 19)
+            attributes = {
+                node.op_type: {a.name: a.i for a in node.attribute}
+                for node in model.graph.node}
+            self.assertEqual(attributes["QuantizeLinear"],
+                             {"saturate": 0} if no_saturation else {})
+            self.assertEqual(attributes["DequantizeLinear"], {})
+
+    def test_OldOperatorsAreNotTakenForNewOnes(self):
+        self.encode("old", {"name": "x", "format": "int8", "scale": [0.5]})
+        values = ([("x", TensorProto.FLOAT, [2, 3, 1, 1])],
+                  [("y", TensorProto.FLOAT, [2, 3, 1, 1])])
+        normalize = dict(inputs=["x", "s", "b", "m", "v"], outputs=["y"])
+        three = [helper.make_tensor(n, TensorProto.FLOAT, [3], [1, 2, 3])
+                 for n in "sbmv"]
+
+        def refused(text):
+            result = self.run_quantctl(
+                "export", "--model", "old", "--onnx", self.path("model.onnx"),
+                "-o", self.path("x"), code=4)
+            self.assertIn(text, result.stderr)
+            self.assertFalse(os.path.exists(self.path("x")))
+
+        self.save([helper.make_node("Add", ["x", "x"], ["y"])], *values,
+                  opset=6)
+        refused("from before 7")
+        self.save([helper.make_node("BatchNormalization", spatial=0,
+                                    **normalize)], *values, three, opset=8)
+        refused("BatchNormalization is another one from 9 on")
+        self.save([helper.make_node("BatchNormalization", **normalize)],
+                  *values, three, opset=8)
+        _, model = self.put_into("old")
+        onnx.checker.check_model(model, full_check=True)
+        self.assertEqual(model.opset_import[0].version, 10)
+
+    def test_FunctionsOfAModelGoWithIt(self):
+        self.encode("functions", {"name": "x", "format": "int16",
+                                  "scale": [0.5]})
+        values = ([("x", TensorProto.FLOAT, [2])],
+                  [("y", TensorProto.FLOAT, [2])])
+        for op_type, taken in (("Relu", True), ("GroupNormalization", False)):
+            function = helper.make_function(
+                "own", "F", ["a"], ["b"],
+                [helper.make_node(op_type, ["a"], ["b"])],
+                [helper.make_opsetid("", 15)])
+            self.save([helper.make_node("F", ["x"], ["y"], domain="own")],
+                      *values, opset=15, functions=[function])
+            if not taken:
+                report, _ = self.put_into("functions", code=4)
+                self.assertIn("GroupNormalization is another one",
+                              report["error"]["message"])
+                continue
+            _, model = self.put_into("functions")
+            self.assertEqual(model.opset_import[0].version, 21)
+            self.assertEqual(model.functions[0].opset_import[0].version, 21)
+            self.assertEqual(model.ir_version, 10)
+
+    def test_ModelsThatAreNotSoundAreRefused(self):
+        self.encode("sound", {"name": "w", "format": "int8", "scale": [0.5]})
+        values = ([("x", TensorProto.FLOAT, [2])],
+                  [("y", TensorProto.FLOAT, [2])])
+        nodes = [helper.make_node("Add", ["x", "w"], ["y"])]
+
+        def initializer(dims, raw, type_=TensorProto.FLOAT):
+            tensor = TensorProto(name="w", data_type=type_, raw_data=raw)
+            tensor.dims.extend(dims)
+            return [tensor]
+
+        for tensor in (initializer([2], b"1234"), initializer([-2], b""),
+                       initializer([2], bytes(8), TensorProto.FLOAT16),
+                       initializer([1 << 40, 1 << 40], bytes(8))):
+            self.save(nodes, *values, tensor)
+            report, _ = self.put_into("sound", code=4)
+            self.assertEqual(report["error"]["reason"], "FILE_MALFORMED")
+            self.assertIn("do not fit the dimensions",
+                          report["error"]["message"])
+        self.save(nodes, *values, initializer([2], bytes(8)))
+        with open(self.path("model.onnx"), "rb") as file:
+            whole = file.read()
+        # An attribute whose length goes beyond its node, at the very end.
+        broken = whole[:-1] + b"\x3a\x0a\x0a\x08\x2a\x7f" + bytes(4)
+        for data in (b"", whole[:-1], whole[:40], broken, b"\x08\x07",
+                     bytes(100)):
+            with open(self.path("model.onnx"), "wb") as file:
+                file.write(data)
+            report, _ = self.put_into("sound", code=4)
+            self.assertEqual(report["error"]["reason"], "FILE_MALFORMED")
+        # One scale for each of three, for a weight of two.
+        self.save(nodes, *values, initializer([2], bytes(8)))
+        self.encode("sound", {"name": "w", "format": "int8",
+                              "scale": [1, 2, 3], "block_size": [1],
+                              "scale_shape": [3]})
+        report, _ = self.put_into("sound", code=1)
+        self.assertIn("3 scales, the weight of the model takes 2",
+                      report["error"]["message"])
 
     def test_WhatCannotBeDoneIsSaid(self):
         self.write_digits(self.path("model.onnx"), 12)
