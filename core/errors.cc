@@ -375,6 +375,12 @@ absl::Status PageInvalidError(absl::string_view what) {
   return Invalid("PAGE_INVALID", what);
 }
 
+absl::Status RequestTooLargeError(int64_t limit_bytes) {
+  return Exhausted("REQUEST_TOO_LARGE",
+                   absl::StrCat("the request takes more than ", limit_bytes,
+                                " bytes of memory, send less at once"));
+}
+
 absl::Status MemoryBudgetError(int64_t budget_bytes, absl::string_view way_out,
                                absl::Duration retry_after) {
   return WithRetryAfter(

@@ -145,6 +145,8 @@ absl::Status PageInvalidError(absl::string_view what);
 
 absl::Status MemoryBudgetError(int64_t budget_bytes, absl::string_view way_out,
                                absl::Duration retry_after);
+// A request that would take more memory than its RPC may, once it is parsed.
+absl::Status RequestTooLargeError(int64_t limit_bytes);
 // A span of shared memory, or a request for some, that contradicts itself or
 // does not fit.
 absl::Status RegionInvalidError(absl::string_view what);

@@ -24,6 +24,7 @@
 #include "grpcpp/health_check_service_interface.h"
 #include "grpcpp/resource_quota.h"
 #include "grpcpp/server_posix.h"
+#include "quantd/v1/encoding_service.grpc.pb.h"
 #include "server/logging.h"
 #include "server/rpc/reflection_guard.h"
 #include "server/tls_credentials.h"

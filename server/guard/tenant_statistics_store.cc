@@ -32,8 +32,9 @@ absl::StatusOr<ContributionOutcome> TenantStatisticsStore::Contribute(
 }
 
 absl::StatusOr<StoredStatistics> TenantStatisticsStore::ReadStatistics(
-    const EncodingKey& key, absl::FunctionRef<bool()> stopped) {
-  return principal_->MaySee(key.model) ? inner_->ReadStatistics(key, stopped)
+    const EncodingKey& key,
+    absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
+  return principal_->MaySee(key.model) ? inner_->ReadStatistics(key, proceed)
                                        : NotFound(key);
 }
 

@@ -30,7 +30,8 @@ class TenantStatisticsStore : public StatisticsStore {
       const ContributionKey& key, const core::StatisticsState& part,
       double averaging_constant) override;
   absl::StatusOr<StoredStatistics> ReadStatistics(
-      const EncodingKey& key, absl::FunctionRef<bool()> stopped) override;
+      const EncodingKey& key,
+      absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) override;
   absl::StatusOr<std::vector<StatisticsListEntry>> ListStatistics(
       absl::string_view model, absl::string_view revision,
       absl::string_view after, int limit) override;

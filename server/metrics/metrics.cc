@@ -91,11 +91,11 @@ constexpr std::array<const char*, kStoreOperationCount> kStoreOperations = {
     "list_statistics",
     "delete_statistics"};
 
-constexpr std::array<const char*, 10> kLimitReasons = {
+constexpr std::array<const char*, 11> kLimitReasons = {
     "TENSOR_TOO_LARGE", "RANK_LIMIT",           "SCALE_COUNT_LIMIT",
     "CHUNK_TOO_LARGE",  "STATISTICS_TOO_LARGE", "MEMORY_BUDGET",
     "OVERLOADED",       "REGION_LIMIT",         "STREAM_IDLE",
-    "STREAM_AGE"};
+    "STREAM_AGE",       "REQUEST_TOO_LARGE"};
 
 constexpr std::array<const char*, 4> kDeniedReasons = {
     "TOKEN_MISSING", "TOKEN_INVALID", "SCOPE_MISSING", "MODEL_DENIED"};

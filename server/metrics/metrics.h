@@ -115,7 +115,7 @@ class Metrics {
   // quantd_limit_rejections_total{reason}: what was turned away or ended
   // because of a limit, from the fixed set TENSOR_TOO_LARGE, RANK_LIMIT,
   // SCALE_COUNT_LIMIT, CHUNK_TOO_LARGE, STATISTICS_TOO_LARGE, MEMORY_BUDGET,
-  // OVERLOADED, REGION_LIMIT, STREAM_IDLE, STREAM_AGE.
+  // OVERLOADED, REGION_LIMIT, STREAM_IDLE, STREAM_AGE, REQUEST_TOO_LARGE.
   void LimitRejected(absl::string_view reason);
   // quantd_access_denied_total{reason}: calls turned away, from the fixed set
   // TOKEN_MISSING, TOKEN_INVALID, SCOPE_MISSING, MODEL_DENIED.

@@ -1,48 +1,60 @@
 // ComputeEncodings: stored statistics > encodings > store.
 
-#include <algorithm>
 #include <cstddef>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "absl/algorithm/container.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/types/optional.h"
 #include "core/errors.h"
+#include "quantd/v1/encoding_service.pb.h"
+#include "server/rpc/encoding_call.h"
+#include "server/rpc/patterns.h"
 #include "server/rpc/statistics_rpcs.h"
 #include "server/rpc/stored_calibration.h"
 #include "server/rpc/tensor_input.h"
 #include "server/rpc/tensorwise_call.h"
 #include "server/wire/encoding_proto.h"
-#include "server/wire/glob.h"
 #include "server/wire/status.h"
 
 namespace quantd::server {
 namespace {
 
 class ComputeEncodingsCall final
-    : public TensorwiseCall<v1::ComputeEncodingsResponse> {
+    : public TensorwiseCall<v1::ComputeEncodingsRequest,
+                            v1::ComputeEncodingsResponse> {
  public:
-  ComputeEncodingsCall(const RpcEnvironment& env, StreamRegistry* registry,
-                       grpc::CallbackServerContext* context,
-                       const v1::ComputeEncodingsRequest& request)
-      : TensorwiseCall(env, Rpc::kComputeEncodings, registry, context),
-        request_(request),
-        revision_(env) {}
+  explicit ComputeEncodingsCall(const CallArguments& arguments)
+      : TensorwiseCall(arguments, Rpc::kComputeEncodings),
+        patterns_(env().budget),
+        revision_(env()) {}
 
  protected:
-  absl::StatusOr<bool> Load() override {
+  absl::StatusOr<Loaded> Load() override {
+    StatisticsStore* const store = caller().statistics.get();
     if (!opened_) {
       opened_ = true;
       if (absl::Status s = Open(); !s.ok()) return s;
     }
-    if (next_ == revision_.entries().size()) return false;
+    if (!listed_) {
+      const absl::StatusOr<bool> listed =
+          revision_.List(store, [this](const std::string& tensor) {
+            return SpecIndexOf(tensor) < specs_.size();
+          });
+      if (!listed.ok()) return listed.status();
+      listed_ = *listed;
+      return Loaded::kPart;
+    }
+    if (next_ == revision_.entries().size()) return Loaded::kNothing;
     tensor_status_ = revision_.Load(
-        revision_.entries()[next_], [this] { return stopped(); }, &stored_);
-    return true;
+        store, revision_.entries()[next_], [this] { return stopped(); },
+        &stored_);
+    return Loaded::kMessage;
   }
 
   bool Compute(v1::ComputeEncodingsResponse* response) override {
@@ -77,7 +89,7 @@ class ComputeEncodingsCall final
   }
 
   bool stores() const override {
-    return encoding_ != nullptr && !request_.dry_run();
+    return encoding_ != nullptr && !request().dry_run();
   }
 
   void Store(v1::ComputeEncodingsResponse* response) override {
@@ -89,77 +101,56 @@ class ComputeEncodingsCall final
   }
 
  private:
-  struct Override {
-    Glob pattern;
-    core::EncodingSpec spec;
-  };
-
   absl::Status Open() {
-    if (!request_.has_default_spec() && request_.overrides().empty()) {
+    if (!request().has_default_spec() && request().overrides().empty()) {
       return core::WithField(core::SpecMissingError(), "default_spec");
     }
-    if (request_.overrides_size() > kMaxPatterns) {
-      return core::WithField(
-          core::PatternInvalidError(
-              absl::StrCat(request_.overrides_size(),
-                           " overrides, expected at most ", kMaxPatterns)),
-          "overrides");
-    }
-    if (request_.has_default_spec()) {
-      absl::StatusOr<core::EncodingSpec> spec =
-          SpecFromProto(request_.default_spec());
-      if (!spec.ok()) return core::WithField(spec.status(), "default_spec");
-      default_spec_ = *std::move(spec);
-    }
-    for (const v1::SpecOverride& proto : request_.overrides()) {
-      const std::string field =
-          absl::StrCat("overrides[", overrides_.size(), "]");
-      absl::StatusOr<Glob> pattern = Glob::Create(proto.pattern());
-      if (!pattern.ok()) {
-        return core::WithField(pattern.status(), field + ".pattern");
+    absl::Status status = PatternList::CheckCount(request().overrides_size());
+    if (!status.ok()) return core::WithField(status, "overrides");
+    for (const v1::SpecOverride& proto : request().overrides()) {
+      const std::string field = absl::StrCat("overrides[", specs_.size(), "]");
+      if (absl::Status s = patterns_.Add(proto.pattern()); !s.ok()) {
+        return core::WithField(s, field + ".pattern");
       }
       if (!proto.has_spec()) {
         return core::WithField(core::SpecMissingError(), field + ".spec");
       }
       absl::StatusOr<core::EncodingSpec> spec = SpecFromProto(proto.spec());
       if (!spec.ok()) return core::WithField(spec.status(), field + ".spec");
-      overrides_.push_back({*std::move(pattern), *std::move(spec)});
+      specs_.push_back(*std::move(spec));
     }
-    absl::Status status = revision_.Open(caller().statistics, request_.model(),
-                                         request_.revision());
-    if (!status.ok()) return status;
-    std::vector<StatisticsListEntry>& entries = revision_.entries();
-    const auto unwanted = [this](const StatisticsListEntry& entry) {
-      return FieldAndSpecOf(entry.tensor).second == nullptr;
-    };
-    entries.erase(std::remove_if(entries.begin(), entries.end(), unwanted),
-                  entries.end());
-    return absl::OkStatus();
+    if (request().has_default_spec()) {
+      absl::StatusOr<core::EncodingSpec> spec =
+          SpecFromProto(request().default_spec());
+      if (!spec.ok()) return core::WithField(spec.status(), "default_spec");
+      specs_.push_back(*std::move(spec));
+    }
+    return revision_.Open(request().model(), request().revision());
   }
 
-  // The spec of the first override that matches, or the default one, and where
-  // it stands; null when there is none.
-  std::pair<std::string, const core::EncodingSpec*> FieldAndSpecOf(
-      const std::string& tensor) const {
-    for (size_t i = 0; i < overrides_.size(); ++i) {
-      if (overrides_[i].pattern.Matches(tensor)) {
-        return {absl::StrCat("overrides[", i, "].spec"), &overrides_[i].spec};
-      }
-    }
-    return {"default_spec",
-            default_spec_.has_value() ? &*default_spec_ : nullptr};
+  // Of the first override that matches, else of the default; past specs_ when
+  // there is none.
+  size_t SpecIndexOf(const std::string& tensor) const {
+    const std::vector<Glob>& globs = patterns_.globs();
+    return static_cast<size_t>(absl::c_find_if(globs,
+                                               [&tensor](const Glob& glob) {
+                                                 return glob.Matches(tensor);
+                                               }) -
+                               globs.begin());
   }
 
-  // Of the tensor under way.
+  // Where the spec of the tensor under way stands.
   std::string SpecField() const {
-    return FieldAndSpecOf(revision_.entries()[next_].tensor).first;
+    return spec_index_ < patterns_.globs().size()
+               ? absl::StrCat("overrides[", spec_index_, "].spec")
+               : "default_spec";
   }
 
   absl::Status BeginCalibrating() {
-    const auto [field, spec] =
-        FieldAndSpecOf(revision_.entries()[next_].tensor);
+    spec_index_ = SpecIndexOf(revision_.entries()[next_].tensor);
     calibrator_.emplace(env(), stored_);
-    return core::WithField(calibrator_->Begin(*spec), field);
+    return core::WithField(calibrator_->Begin(specs_[spec_index_]),
+                           SpecField());
   }
 
   void TakeResult(v1::ComputeEncodingsResponse* response) {
@@ -168,7 +159,7 @@ class ComputeEncodingsCall final
       PredictionToProto(*calibrated.prediction, response->mutable_prediction());
     }
     encoding_ = std::move(calibrated.resolved.encoding);
-    if (request_.dry_run()) {
+    if (request().dry_run()) {
       v1::StoredEncoding* proto = response->mutable_stored_encoding();
       *proto->mutable_name() = response->name();
       EncodingToProto(*encoding_, proto->mutable_encoding());
@@ -184,14 +175,16 @@ class ComputeEncodingsCall final
     *response->mutable_error() = ToTensorError(status);
   }
 
-  const v1::ComputeEncodingsRequest request_;
   bool opened_ = false;
-  absl::optional<core::EncodingSpec> default_spec_;
-  std::vector<Override> overrides_;
+  bool listed_ = false;
+  PatternList patterns_;
+  // Of the patterns, then the default one.
+  std::vector<core::EncodingSpec> specs_;
   RevisionStatistics revision_;
   // Index of the tensor that comes next.
   size_t next_ = 0;
   // Of the tensor under way.
+  size_t spec_index_ = 0;
   absl::Status tensor_status_;
   StoredStatistics stored_;
   absl::optional<StoredCalibrator> calibrator_;
@@ -201,13 +194,8 @@ class ComputeEncodingsCall final
 
 }  // namespace
 
-grpc::ServerWriteReactor<v1::ComputeEncodingsResponse>* StartComputeEncodings(
-    const RpcEnvironment& env, StreamRegistry* registry,
-    grpc::CallbackServerContext* context,
-    const v1::ComputeEncodingsRequest& request) {
-  auto* call = new ComputeEncodingsCall(env, registry, context, request);
-  call->Begin();
-  return call;
+EncodingCall* StartComputeEncodings(const CallArguments& arguments) {
+  return EncodingCall::Start<ComputeEncodingsCall>(arguments);
 }
 
 }  // namespace quantd::server

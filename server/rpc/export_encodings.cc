@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <iterator>
 #include <memory>
 #include <string>
 #include <utility>
@@ -16,12 +15,14 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/optional.h"
 #include "core/errors.h"
+#include "core/parallel/time_slice.h"
+#include "quantd/v1/encoding_service.pb.h"
 #include "server/guard/memory_budget.h"
 #include "server/interchange/interchange.h"
+#include "server/rpc/encoding_call.h"
 #include "server/rpc/interchange_rpcs.h"
-#include "server/rpc/statistics_rpcs.h"
+#include "server/rpc/patterns.h"
 #include "server/rpc/tensorwise_call.h"
-#include "server/wire/glob.h"
 #include "server/wire/names.h"
 
 namespace quantd::server {
@@ -38,11 +39,6 @@ constexpr int64_t kMemoryPerScale = 200;
 constexpr int64_t kMemoryPerEncoding = 4096;
 constexpr char kWayOut[] = "try again when fewer calls are under way";
 
-bool MatchesAny(const std::vector<Glob>& globs, absl::string_view name) {
-  return std::any_of(globs.begin(), globs.end(),
-                     [name](const Glob& glob) { return glob.Matches(name); });
-}
-
 bool IsParameterByDefault(absl::string_view tensor,
                           const core::Encoding& encoding) {
   return absl::EndsWith(tensor, "weight") || absl::EndsWith(tensor, "bias") ||
@@ -50,27 +46,29 @@ bool IsParameterByDefault(absl::string_view tensor,
 }
 
 class ExportEncodingsCall final
-    : public TensorwiseCall<v1::ExportEncodingsResponse> {
+    : public TensorwiseCall<v1::ExportEncodingsRequest,
+                            v1::ExportEncodingsResponse> {
  public:
-  ExportEncodingsCall(const RpcEnvironment& env, StreamRegistry* registry,
-                      grpc::CallbackServerContext* context,
-                      const v1::ExportEncodingsRequest& request)
-      : TensorwiseCall(env, Rpc::kExportEncodings, registry, context),
-        request_(request) {}
+  explicit ExportEncodingsCall(const CallArguments& arguments)
+      : TensorwiseCall(arguments, Rpc::kExportEncodings),
+        patterns_(env().budget),
+        parameter_patterns_(env().budget) {}
 
  protected:
-  absl::StatusOr<bool> Load() override {
+  absl::StatusOr<Loaded> Load() override {
     if (writer_ == nullptr) {
       if (absl::Status s = Open(); !s.ok()) return s;
     }
-    if (is_finished_ && Pending() == 0 && losses_.empty()) return false;
+    if (is_finished_ && Pending() == 0 && losses_.empty()) {
+      return Loaded::kNothing;
+    }
     // What is written goes out first.
     if (is_finished_ || Pending() >= kPieceBytes ||
         losses_.size() > kMostLosses) {
-      return true;
+      return Loaded::kMessage;
     }
     if (absl::Status s = LoadBatch(); !s.ok()) return s;
-    return true;
+    return batch_.empty() && !is_pass_over_ ? Loaded::kPart : Loaded::kMessage;
   }
 
   bool Compute(v1::ExportEncodingsResponse* response) override {
@@ -104,66 +102,43 @@ class ExportEncodingsCall final
  private:
   size_t Pending() const { return text_.size() - text_begin_; }
 
-  static absl::StatusOr<std::vector<Glob>> MakeGlobs(
-      const google::protobuf::RepeatedPtrField<std::string>& patterns,
-      absl::string_view field) {
-    std::vector<Glob> globs;
-    if (patterns.size() > kMaxPatterns) {
-      return core::WithField(
-          core::PatternInvalidError(absl::StrCat(
-              patterns.size(), " patterns, expected at most ", kMaxPatterns)),
-          field);
-    }
-    for (const std::string& pattern : patterns) {
-      absl::StatusOr<Glob> glob = Glob::Create(pattern);
-      if (!glob.ok()) {
-        return core::WithField(glob.status(),
-                               absl::StrCat(field, "[", globs.size(), "]"));
-      }
-      globs.push_back(*std::move(glob));
-    }
-    return globs;
-  }
-
   absl::Status Open() {
-    revision_ = request_.revision().empty() ? std::string(kDefaultRevision)
-                                            : request_.revision();
-    if (absl::Status s = CheckPathName("model", request_.model()); !s.ok()) {
+    revision_ = request().revision().empty() ? std::string(kDefaultRevision)
+                                             : request().revision();
+    if (absl::Status s = CheckPathName("model", request().model()); !s.ok()) {
       return core::WithField(s, "model");
     }
     if (absl::Status s = CheckPathName("revision", revision_); !s.ok()) {
       return core::WithField(s, "revision");
     }
-    if (!v1::InterchangeFormat_IsValid(request_.format())) {
+    if (!v1::InterchangeFormat_IsValid(request().format())) {
       return core::WithField(
-          core::EnumUnknownError("InterchangeFormat", request_.format()),
+          core::EnumUnknownError("InterchangeFormat", request().format()),
           "format");
     }
-    absl::StatusOr<std::vector<Glob>> patterns =
-        MakeGlobs(request_.patterns(), "patterns");
-    if (!patterns.ok()) return patterns.status();
-    patterns_ = *std::move(patterns);
-    patterns = MakeGlobs(request_.parameter_patterns(), "parameter_patterns");
-    if (!patterns.ok()) return patterns.status();
+    absl::Status status = patterns_.AddAll(request().patterns(), "patterns");
+    if (!status.ok()) return status;
+    status = parameter_patterns_.AddAll(request().parameter_patterns(),
+                                        "parameter_patterns");
+    if (!status.ok()) return status;
     ExportOptions options;
-    options.model = request_.model();
+    options.model = request().model();
     options.revision = revision_;
     options.is_parameter = &IsParameterByDefault;
-    if (!patterns->empty()) {
-      options.is_parameter = [globs = *std::move(patterns)](
-                                 absl::string_view tensor,
-                                 const core::Encoding&) {
-        return MatchesAny(globs, tensor);
+    if (!parameter_patterns_.empty()) {
+      options.is_parameter = [this](absl::string_view tensor,
+                                    const core::Encoding&) {
+        return parameter_patterns_.MatchesAny(tensor);
       };
     }
     absl::StatusOr<std::unique_ptr<EncodingsWriter>> writer =
         EncodingsWriter::Create(
-            static_cast<InterchangeFormat>(request_.format()),
+            static_cast<InterchangeFormat>(request().format()),
             std::move(options));
     if (!writer.ok()) return core::WithField(writer.status(), "format");
     if (absl::Status s = ListPage(); !s.ok()) return s;
     if (page_.empty()) {
-      return core::EncodingNotFoundError(request_.model(), revision_, "");
+      return core::EncodingNotFoundError(request().model(), revision_, "");
     }
     writer_ = *std::move(writer);
     writer_->Begin(pass_, &text_);
@@ -173,7 +148,7 @@ class ExportEncodingsCall final
   absl::Status ListPage() {
     constexpr int kPageSize = 1000;
     absl::StatusOr<std::vector<EncodingListEntry>> page =
-        caller().encodings->ListEncodings(request_.model(), revision_,
+        caller().encodings->ListEncodings(request().model(), revision_,
                                           last_tensor_, kPageSize);
     if (!page.ok()) return page.status();
     is_last_page_ = page->size() < kPageSize;
@@ -183,11 +158,12 @@ class ExportEncodingsCall final
     return absl::OkStatus();
   }
 
-  // Reads encodings for the next step.
+  // Reads encodings for the next message, some at a time.
   absl::Status LoadBatch() {
     int64_t scale_count = 0;
     int64_t bytes = static_cast<int64_t>(Pending());
-    while (batch_.size() < kBatchEncodings) {
+    const core::TimeSlice slice(kNamesSlice);
+    while (batch_.size() < kBatchEncodings && !slice.over()) {
       if (next_ == page_.size()) {
         if (is_last_page_) {
           is_pass_over_ = true;
@@ -197,7 +173,7 @@ class ExportEncodingsCall final
         continue;
       }
       const EncodingListEntry& entry = page_[next_];
-      if (!patterns_.empty() && !MatchesAny(patterns_, entry.tensor)) {
+      if (!patterns_.empty() && !patterns_.MatchesAny(entry.tensor)) {
         ++next_;
         continue;
       }
@@ -209,7 +185,7 @@ class ExportEncodingsCall final
           env().budget->Grow(&lease_, std::max(bytes, lease_.bytes()), kWayOut);
       if (!status.ok()) return status;
       absl::StatusOr<StoredEncoding> stored =
-          caller().encodings->Get({request_.model(), revision_, entry.tensor});
+          caller().encodings->Get({request().model(), revision_, entry.tensor});
       scale_count += entry.scale_count;
       ++next_;
       // It was deleted in between.
@@ -236,9 +212,9 @@ class ExportEncodingsCall final
     is_last_page_ = false;
   }
 
-  const v1::ExportEncodingsRequest request_;
   std::string revision_;
-  std::vector<Glob> patterns_;
+  PatternList patterns_;
+  PatternList parameter_patterns_;
   std::unique_ptr<EncodingsWriter> writer_;
   int pass_ = 0;
   bool is_pass_over_ = false;
@@ -261,13 +237,8 @@ class ExportEncodingsCall final
 
 }  // namespace
 
-grpc::ServerWriteReactor<v1::ExportEncodingsResponse>* StartExportEncodings(
-    const RpcEnvironment& env, StreamRegistry* registry,
-    grpc::CallbackServerContext* context,
-    const v1::ExportEncodingsRequest& request) {
-  auto* call = new ExportEncodingsCall(env, registry, context, request);
-  call->Begin();
-  return call;
+EncodingCall* StartExportEncodings(const CallArguments& arguments) {
+  return EncodingCall::Start<ExportEncodingsCall>(arguments);
 }
 
 }  // namespace quantd::server

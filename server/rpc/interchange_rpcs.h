@@ -3,25 +3,13 @@
 #ifndef QUANTD_SERVER_RPC_INTERCHANGE_RPCS_H_
 #define QUANTD_SERVER_RPC_INTERCHANGE_RPCS_H_
 
-#include <string>
-
-#include "absl/status/status.h"
-#include "grpcpp/grpcpp.h"
-#include "quantd/v1/encoding_service.pb.h"
-#include "server/rpc/rpc_environment.h"
-#include "server/rpc/tensor_stream.h"
+#include "server/rpc/encoding_call.h"
 
 namespace quantd::server {
 
-// Each takes over a call. `env`, `registry` and `context` must outlive it.
-grpc::ServerWriteReactor<v1::ExportEncodingsResponse>* StartExportEncodings(
-    const RpcEnvironment& env, StreamRegistry* registry,
-    grpc::CallbackServerContext* context,
-    const v1::ExportEncodingsRequest& request);
-grpc::ServerReadReactor<v1::ImportEncodingsRequest>* StartImportEncodings(
-    const RpcEnvironment& env, StreamRegistry* registry,
-    grpc::CallbackServerContext* context,
-    v1::ImportEncodingsResponse* response);
+// Each starts a call.
+EncodingCall* StartExportEncodings(const CallArguments& arguments);
+EncodingCall* StartImportEncodings(const CallArguments& arguments);
 
 }  // namespace quantd::server
 

@@ -1,8 +1,6 @@
 #include "server/rpc/statistics_rpcs.h"
 
 #include <cstdint>
-#include <iterator>
-#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -10,6 +8,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "core/errors.h"
+#include "core/parallel/time_slice.h"
 #include "server/wire/names.h"
 
 namespace quantd::server {
@@ -19,61 +18,63 @@ constexpr char kWayOut[] = "try again when fewer calls are under way";
 
 }  // namespace
 
-absl::Status RevisionStatistics::Open(std::shared_ptr<StatisticsStore> store,
-                                      const std::string& model,
+absl::Status RevisionStatistics::Open(const std::string& model,
                                       const std::string& revision) {
-  store_ = std::move(store);
   model_ = model;
   revision_ = revision.empty() ? std::string(kDefaultRevision) : revision;
   if (absl::Status s = CheckPathName("model", model_); !s.ok()) {
     return core::WithField(s, "model");
   }
-  if (absl::Status s = CheckPathName("revision", revision_); !s.ok()) {
-    return core::WithField(s, "revision");
-  }
+  return core::WithField(CheckPathName("revision", revision_), "revision");
+}
+
+absl::StatusOr<bool> RevisionStatistics::List(
+    StatisticsStore* store,
+    absl::FunctionRef<bool(const std::string&)> wanted) {
   constexpr int kPageSize = 1000;
-  while (true) {
+  if (next_ == page_.size()) {
     absl::StatusOr<std::vector<StatisticsListEntry>> page =
-        store_->ListStatistics(model_, revision_,
-                               entries_.empty() ? "" : entries_.back().tensor,
-                               kPageSize);
+        store->ListStatistics(model_, revision_, last_tensor_, kPageSize);
     if (!page.ok()) return page.status();
-    int64_t bytes = entries_lease_.bytes();
-    for (const StatisticsListEntry& entry : *page) {
-      bytes += static_cast<int64_t>(sizeof(entry) + entry.tensor.size());
+    if (page->empty() && last_tensor_.empty()) {
+      return core::StatisticsNotFoundError(model_, revision_, "");
     }
-    absl::Status status = env_.budget->Grow(&entries_lease_, bytes, kWayOut);
-    if (!status.ok()) return status;
-    const bool last = page->size() < kPageSize;
-    entries_.insert(entries_.end(), std::make_move_iterator(page->begin()),
-                    std::make_move_iterator(page->end()));
-    if (last) break;
+    page_ = *std::move(page);
+    next_ = 0;
+    is_last_page_ = page_.size() < kPageSize;
+    if (!page_.empty()) last_tensor_ = page_.back().tensor;
   }
-  if (entries_.empty()) {
-    return core::StatisticsNotFoundError(model_, revision_, "");
+  const core::TimeSlice slice(kNamesSlice);
+  int64_t bytes = entries_lease_.bytes();
+  for (; next_ < page_.size() && !slice.over(); ++next_) {
+    StatisticsListEntry& entry = page_[next_];
+    if (!wanted(entry.tensor)) continue;
+    bytes += static_cast<int64_t>(sizeof(entry) + entry.tensor.size());
+    entries_.push_back(std::move(entry));
   }
-  return absl::OkStatus();
+  absl::Status status = env_.budget->Grow(&entries_lease_, bytes, kWayOut);
+  if (!status.ok()) return status;
+  return is_last_page_ && next_ == page_.size();
 }
 
 EncodingKey RevisionStatistics::KeyOf(const StatisticsListEntry& entry) const {
   return {model_, revision_, entry.tensor};
 }
 
-absl::Status RevisionStatistics::Load(const StatisticsListEntry& entry,
+absl::Status RevisionStatistics::Load(StatisticsStore* store,
+                                      const StatisticsListEntry& entry,
                                       absl::FunctionRef<bool()> stopped,
                                       StoredStatistics* stored) {
-  // A bin takes about four times as much as its varints.
-  constexpr int64_t kMemoryPerStoredByte = 4;
   Unload();
-  absl::Status status = env_.budget->Grow(
-      &lease_, kMemoryPerStoredByte * entry.size_bytes, kWayOut);
-  if (!status.ok()) return status;
-  absl::StatusOr<StoredStatistics> got =
-      store_->ReadStatistics(KeyOf(entry), stopped);
+  absl::StatusOr<StoredStatistics> got = store->ReadStatistics(
+      KeyOf(entry), [&](int64_t memory_bytes) -> absl::Status {
+        if (stopped()) return absl::CancelledError();
+        return env_.budget->Grow(&lease_, memory_bytes, kWayOut);
+      });
   if (!got.ok()) return got.status();
   // Themselves, and at the granularity of a spec.
-  status = env_.budget->Grow(&lease_, 2 * got->state.statistics.memory_bytes(),
-                             kWayOut);
+  absl::Status status = env_.budget->Grow(
+      &lease_, 2 * got->state.statistics.memory_bytes(), kWayOut);
   if (!status.ok()) return status;
   *stored = *std::move(got);
   return absl::OkStatus();

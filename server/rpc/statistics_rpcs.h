@@ -3,34 +3,25 @@
 #ifndef QUANTD_SERVER_RPC_STATISTICS_RPCS_H_
 #define QUANTD_SERVER_RPC_STATISTICS_RPCS_H_
 
-#include <cstdint>
-#include <memory>
+#include <cstddef>
 #include <string>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "grpcpp/grpcpp.h"
-#include "quantd/v1/encoding_service.pb.h"
 #include "server/guard/memory_budget.h"
+#include "server/rpc/encoding_call.h"
 #include "server/rpc/rpc_environment.h"
-#include "server/rpc/tensor_stream.h"
 #include "server/store/statistics_store.h"
 
 namespace quantd::server {
 
-// Each takes over a call. `env`, `registry` and `context` must outlive it.
-grpc::ServerWriteReactor<v1::ComputeEncodingsResponse>* StartComputeEncodings(
-    const RpcEnvironment& env, StreamRegistry* registry,
-    grpc::CallbackServerContext* context,
-    const v1::ComputeEncodingsRequest& request);
-grpc::ServerWriteReactor<v1::SweepResponse>* StartSweep(
-    const RpcEnvironment& env, StreamRegistry* registry,
-    grpc::CallbackServerContext* context, const v1::SweepRequest& request);
+// Each starts a call.
+EncodingCall* StartComputeEncodings(const CallArguments& arguments);
+EncodingCall* StartSweep(const CallArguments& arguments);
 
-// The most patterns of a request, and the most specs of a sweep.
-constexpr int kMaxPatterns = 1000;
+// The most specs of a sweep.
 constexpr int kMaxSweepSpecs = 64;
 
 // One revision's statistics, tensor by tensor. Calls wait for the store. Not
@@ -39,22 +30,24 @@ class RevisionStatistics {
  public:
   explicit RevisionStatistics(const RpcEnvironment& env) : env_(env) {}
 
-  // Checks the names and lists all tensors, in order of name, as `store` has
-  // them.
-  // Errors: NAME_INVALID; STATISTICS_NOT_FOUND when there is none;
-  // MEMORY_BUDGET.
-  absl::Status Open(std::shared_ptr<StatisticsStore> store,
-                    const std::string& model, const std::string& revision);
+  // Errors: NAME_INVALID.
+  absl::Status Open(const std::string& model, const std::string& revision);
 
-  std::vector<StatisticsListEntry>& entries() { return entries_; }
+  // Lists some more tensors, in order of name, as `store` has them, and keeps
+  // those that are `wanted`; answers whether these were the last.
+  // Errors: STATISTICS_NOT_FOUND when the revision has none; MEMORY_BUDGET.
+  absl::StatusOr<bool> List(StatisticsStore* store,
+                            absl::FunctionRef<bool(const std::string&)> wanted);
+
   const std::vector<StatisticsListEntry>& entries() const { return entries_; }
   EncodingKey KeyOf(const StatisticsListEntry& entry) const;
 
   // Reads a tensor's statistics and charges the memory budget with them. What
   // was loaded before must be gone.
-  // `stopped`  as for StatisticsStore::ReadStatistics.
-  // Errors: those of StatisticsStore::ReadStatistics, MEMORY_BUDGET.
-  absl::Status Load(const StatisticsListEntry& entry,
+  // `stopped`  is asked now and then whether nobody wants them any more.
+  // Errors: those of StatisticsStore::ReadStatistics, MEMORY_BUDGET, CANCELLED
+  // when it is stopped.
+  absl::Status Load(StatisticsStore* store, const StatisticsListEntry& entry,
                     absl::FunctionRef<bool()> stopped,
                     StoredStatistics* stored);
   // Gives back what Load has charged.
@@ -63,9 +56,14 @@ class RevisionStatistics {
  private:
   const RpcEnvironment& env_;
   // From Open on.
-  std::shared_ptr<StatisticsStore> store_;
   std::string model_;
   std::string revision_;
+  // The page under way, and the entry that comes next.
+  std::vector<StatisticsListEntry> page_;
+  size_t next_ = 0;
+  bool is_last_page_ = false;
+  std::string last_tensor_;
+  // Those that are wanted.
   std::vector<StatisticsListEntry> entries_;
   // What entries_ take, and what was loaded.
   MemoryBudget::Lease entries_lease_;

@@ -1,6 +1,5 @@
 // Sweep: stored statistics > the expected error of many specs, ranked.
 
-#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -19,12 +18,14 @@
 #include "core/errors.h"
 #include "core/formats/number_format.h"
 #include "core/types/block_layout.h"
+#include "quantd/v1/encoding_service.pb.h"
+#include "server/rpc/encoding_call.h"
+#include "server/rpc/patterns.h"
 #include "server/rpc/statistics_rpcs.h"
 #include "server/rpc/stored_calibration.h"
 #include "server/rpc/tensor_input.h"
 #include "server/rpc/tensorwise_call.h"
 #include "server/wire/encoding_proto.h"
-#include "server/wire/glob.h"
 #include "server/wire/status.h"
 
 namespace quantd::server {
@@ -68,27 +69,37 @@ void AddTensor(const core::PrecisionOption& option, double sqnr_db, bool first,
   }
 }
 
-class SweepCall final : public TensorwiseCall<v1::SweepResponse> {
+class SweepCall final
+    : public TensorwiseCall<v1::SweepRequest, v1::SweepResponse> {
  public:
-  SweepCall(const RpcEnvironment& env, StreamRegistry* registry,
-            grpc::CallbackServerContext* context,
-            const v1::SweepRequest& request)
-      : TensorwiseCall(env, Rpc::kSweep, registry, context),
-        request_(request),
-        revision_(env) {}
+  explicit SweepCall(const CallArguments& arguments)
+      : TensorwiseCall(arguments, Rpc::kSweep),
+        patterns_(env().budget),
+        revision_(env()) {}
 
  protected:
-  absl::StatusOr<bool> Load() override {
+  absl::StatusOr<Loaded> Load() override {
+    StatisticsStore* const store = caller().statistics.get();
     if (!opened_) {
       opened_ = true;
       if (absl::Status s = Open(); !s.ok()) return s;
     }
+    if (!listed_) {
+      const absl::StatusOr<bool> listed =
+          revision_.List(store, [this](const std::string& tensor) {
+            return patterns_.empty() || patterns_.MatchesAny(tensor);
+          });
+      if (!listed.ok()) return listed.status();
+      listed_ = *listed;
+      return Loaded::kPart;
+    }
     if (next_ < revision_.entries().size()) {
       tensor_status_ = revision_.Load(
-          revision_.entries()[next_], [this] { return stopped(); }, &stored_);
-      return true;
+          store, revision_.entries()[next_], [this] { return stopped(); },
+          &stored_);
+      return Loaded::kMessage;
     }
-    return !summarized_;
+    return summarized_ ? Loaded::kNothing : Loaded::kMessage;
   }
 
   bool Compute(v1::SweepResponse* response) override {
@@ -134,16 +145,16 @@ class SweepCall final : public TensorwiseCall<v1::SweepResponse> {
   };
 
   absl::Status Open() {
-    if (request_.specs().empty()) {
+    if (request().specs().empty()) {
       return core::WithField(core::SpecMissingError(), "specs");
     }
-    if (request_.specs_size() > kMaxSweepSpecs) {
-      return core::WithField(
-          core::CandidatesInvalidError(absl::StrCat(
-              request_.specs_size(), " specs, expected 1 to ", kMaxSweepSpecs)),
-          "specs");
+    if (request().specs_size() > kMaxSweepSpecs) {
+      return core::WithField(core::CandidatesInvalidError(absl::StrCat(
+                                 request().specs_size(),
+                                 " specs, expected 1 to ", kMaxSweepSpecs)),
+                             "specs");
     }
-    for (const v1::EncodingSpec& proto : request_.specs()) {
+    for (const v1::EncodingSpec& proto : request().specs()) {
       const std::string field = absl::StrCat("specs[", specs_.size(), "]");
       absl::StatusOr<core::EncodingSpec> spec = SpecFromProto(proto);
       if (!spec.ok()) return core::WithField(spec.status(), field);
@@ -151,52 +162,28 @@ class SweepCall final : public TensorwiseCall<v1::SweepResponse> {
       specs_.push_back(*std::move(spec));
     }
     if (absl::Status s = CheckTarget(); !s.ok()) return s;
-    if (request_.patterns_size() > kMaxPatterns) {
-      return core::WithField(core::PatternInvalidError(absl::StrCat(
-                                 request_.patterns_size(),
-                                 " patterns, expected at most ", kMaxPatterns)),
-                             "patterns");
-    }
-    std::vector<Glob> patterns;
-    for (const std::string& text : request_.patterns()) {
-      absl::StatusOr<Glob> pattern = Glob::Create(text);
-      if (!pattern.ok()) {
-        return core::WithField(pattern.status(),
-                               absl::StrCat("patterns[", patterns.size(), "]"));
-      }
-      patterns.push_back(*std::move(pattern));
-    }
-    absl::Status status = revision_.Open(caller().statistics, request_.model(),
-                                         request_.revision());
-    if (!status.ok() || patterns.empty()) return status;
-    std::vector<StatisticsListEntry>& entries = revision_.entries();
-    const auto unwanted = [&patterns](const StatisticsListEntry& entry) {
-      return absl::c_none_of(patterns, [&entry](const Glob& pattern) {
-        return pattern.Matches(entry.tensor);
-      });
-    };
-    entries.erase(std::remove_if(entries.begin(), entries.end(), unwanted),
-                  entries.end());
-    return absl::OkStatus();
+    absl::Status status = patterns_.AddAll(request().patterns(), "patterns");
+    if (!status.ok()) return status;
+    return revision_.Open(request().model(), request().revision());
   }
 
   absl::Status CheckTarget() {
-    switch (request_.mixture_case()) {
+    switch (request().mixture_case()) {
       case v1::SweepRequest::kMinSqnrDb:
-        if (!std::isfinite(request_.min_sqnr_db())) {
+        if (!std::isfinite(request().min_sqnr_db())) {
           return core::WithField(core::TargetInvalidError(absl::StrCat(
-                                     "min_sqnr_db is ", request_.min_sqnr_db(),
+                                     "min_sqnr_db is ", request().min_sqnr_db(),
                                      ", expected a finite number")),
                                  "min_sqnr_db");
         }
         break;
       case v1::SweepRequest::kMaxSizeBytes: {
         constexpr uint64_t kMax = std::numeric_limits<int64_t>::max();
-        if (request_.max_size_bytes() == 0 ||
-            request_.max_size_bytes() > kMax) {
+        if (request().max_size_bytes() == 0 ||
+            request().max_size_bytes() > kMax) {
           return core::WithField(
               core::TargetInvalidError(absl::StrCat("max_size_bytes is ",
-                                                    request_.max_size_bytes(),
+                                                    request().max_size_bytes(),
                                                     ", expected 1 to ", kMax)),
               "max_size_bytes");
         }
@@ -305,13 +292,13 @@ class SweepCall final : public TensorwiseCall<v1::SweepResponse> {
     std::vector<core::TensorOptions> options;
     for (const Tensor& tensor : tensors_) options.push_back(tensor.options);
     core::Mixture mixture;
-    switch (request_.mixture_case()) {
+    switch (request().mixture_case()) {
       case v1::SweepRequest::kMinSqnrDb:
-        mixture = core::SmallestMixture(options, request_.min_sqnr_db());
+        mixture = core::SmallestMixture(options, request().min_sqnr_db());
         break;
       case v1::SweepRequest::kMaxSizeBytes:
         mixture = core::BestMixture(
-            options, static_cast<int64_t>(request_.max_size_bytes()));
+            options, static_cast<int64_t>(request().max_size_bytes()));
         break;
       case v1::SweepRequest::MIXTURE_NOT_SET:
         return;
@@ -329,10 +316,11 @@ class SweepCall final : public TensorwiseCall<v1::SweepResponse> {
     proto->set_target_met(mixture.target_met);
   }
 
-  const v1::SweepRequest request_;
   bool opened_ = false;
+  bool listed_ = false;
   bool summarized_ = false;
   std::vector<core::EncodingSpec> specs_;
+  PatternList patterns_;
   RevisionStatistics revision_;
   // Index of the tensor that comes next.
   size_t next_ = 0;
@@ -354,12 +342,8 @@ class SweepCall final : public TensorwiseCall<v1::SweepResponse> {
 
 }  // namespace
 
-grpc::ServerWriteReactor<v1::SweepResponse>* StartSweep(
-    const RpcEnvironment& env, StreamRegistry* registry,
-    grpc::CallbackServerContext* context, const v1::SweepRequest& request) {
-  auto* call = new SweepCall(env, registry, context, request);
-  call->Begin();
-  return call;
+EncodingCall* StartSweep(const CallArguments& arguments) {
+  return EncodingCall::Start<SweepCall>(arguments);
 }
 
 }  // namespace quantd::server

@@ -23,12 +23,13 @@ void StreamRegistry::Drain() {
   draining_.store(true);
   absl::MutexLock lock(&mutex_);
   for (TensorStream* stream : streams_) stream->Drain();
+  for (WatchedCall* call : calls_) call->Drain();
 }
 
 void StreamRegistry::EndOverdue(const Limits& limits) {
   absl::MutexLock lock(&mutex_);
   for (TensorStream* stream : streams_) stream->EndIfOverdue(limits);
-  for (WatchedCall* call : calls_) call->EndIfIdle(limits.idle_timeout);
+  for (WatchedCall* call : calls_) call->EndIfOverdue(limits);
 }
 
 void StreamRegistry::LookAfterMemory() {
@@ -45,7 +46,7 @@ void StreamRegistry::EndAll() {
 bool StreamRegistry::WaitUntilEmpty(absl::Duration timeout) {
   absl::MutexLock lock(&mutex_);
   const auto empty = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    return streams_.empty() && calls_.empty();
+    return streams_.empty() && call_count_ == 0;
   };
   return mutex_.AwaitWithTimeout(absl::Condition(&empty), timeout);
 }
@@ -53,11 +54,17 @@ bool StreamRegistry::WaitUntilEmpty(absl::Duration timeout) {
 void StreamRegistry::Enter(WatchedCall* call) {
   absl::MutexLock lock(&mutex_);
   calls_.insert(call);
+  ++call_count_;
 }
 
 void StreamRegistry::Leave(WatchedCall* call) {
+  {
+    absl::MutexLock lock(&mutex_);
+    calls_.erase(call);
+  }
+  delete call;
   absl::MutexLock lock(&mutex_);
-  calls_.erase(call);
+  --call_count_;
 }
 
 void StreamRegistry::Add(TensorStream* stream) {

@@ -39,11 +39,13 @@ constexpr int64_t kLookAheadBytes = int64_t{1} << 20;
 class WatchedCall {
  public:
   virtual ~WatchedCall() = default;
-  // Ends the call if its client took nothing for that long.
-  virtual void EndIfIdle(absl::Duration idle_timeout) = 0;
-  // Ends the call with DRAINING as soon as what it is doing allows. To be done
-  // where more than one short step follows a look at draining().
-  virtual void EndNow() {}
+  // Ends the call if its client took or sent nothing for too long, or goes on
+  // sending for too long.
+  virtual void EndIfOverdue(const Limits& limits) = 0;
+  // Ends the call with DRAINING if it waits for its client to send something.
+  virtual void Drain() = 0;
+  // Ends the call with DRAINING as soon as what it is doing allows.
+  virtual void EndNow() = 0;
 };
 
 // The streams that are open. Thread-safe.
@@ -53,7 +55,8 @@ class StreamRegistry {
   void Drain() ABSL_LOCKS_EXCLUDED(mutex_);
   bool draining() const { return draining_.load(); }
   // Ends streams whose open tensor made no progress for the idle timeout, those
-  // that have been open for too long, and calls whose client took nothing.
+  // that have been open for too long, and calls that wait for their client for
+  // too long.
   void EndOverdue(const Limits& limits) ABSL_LOCKS_EXCLUDED(mutex_);
   // Lets streams that wait for memory try again, and lets go of it those that
   // have too much.
@@ -67,6 +70,7 @@ class StreamRegistry {
   // Other calls that are worth waiting for; they look at draining()
   // themselves.
   void Enter(WatchedCall* call) ABSL_LOCKS_EXCLUDED(mutex_);
+  // Deletes the call: what it holds is gone before nobody waits for it.
   void Leave(WatchedCall* call) ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
@@ -78,6 +82,8 @@ class StreamRegistry {
   absl::Mutex mutex_;
   absl::flat_hash_set<TensorStream*> streams_ ABSL_GUARDED_BY(mutex_);
   absl::flat_hash_set<WatchedCall*> calls_ ABSL_GUARDED_BY(mutex_);
+  // Those, and what is being deleted.
+  int64_t call_count_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
 // One call of a streaming RPC. Reads one message ahead; works on one message

@@ -28,9 +28,10 @@ absl::StatusOr<ContributionOutcome> MeteringStatisticsStore::Contribute(
 }
 
 absl::StatusOr<StoredStatistics> MeteringStatisticsStore::ReadStatistics(
-    const EncodingKey& key, absl::FunctionRef<bool()> stopped) {
+    const EncodingKey& key,
+    absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
   return Measure(metrics_, StoreOperation::kGetStatistics,
-                 [&] { return inner_->ReadStatistics(key, stopped); });
+                 [&] { return inner_->ReadStatistics(key, proceed); });
 }
 
 absl::StatusOr<std::vector<StatisticsListEntry>>

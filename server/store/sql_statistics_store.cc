@@ -343,16 +343,25 @@ absl::StatusOr<ContributionOutcome> SqlStatisticsStore::Contribute(
 }
 
 absl::StatusOr<StoredStatistics> SqlStatisticsStore::ReadStatistics(
-    const EncodingKey& key, absl::FunctionRef<bool()> stopped) {
+    const EncodingKey& key,
+    absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
+  // A bin takes about four times as much as its varints: in the state of the
+  // source, and in the merged one, which may not have had it.
+  constexpr int64_t kMemoryPerStoredByte = 8;
   StoredStatistics stored;
   const auto read = [&](SqlConnection& connection) -> absl::Status {
+    uint64_t checksum;
     const std::unique_ptr<SqlStatement> row = connection.Prepare(kSelectAll);
     row->BindKey(key);
     while (true) {
       absl::StatusOr<bool> found = row->Step("cannot read statistics");
       if (!found.ok()) return found.status();
       if (!*found) break;
-      if (stopped()) return absl::CancelledError();
+      absl::StatusOr<RowHead> head = ReadHead(key, *row, &checksum);
+      if (!head.ok()) return head.status();
+      absl::Status proceeds = proceed(stored.state.statistics.memory_bytes() +
+                                      kMemoryPerStoredByte * head->size_bytes);
+      if (!proceeds.ok()) return proceeds;
       absl::StatusOr<SourceState> source = ReadSource(key, *row);
       if (!source.ok()) return source.status();
       if (stored.sources.empty()) {

@@ -76,14 +76,16 @@ class StatisticsStore {
       const ContributionKey& key, const core::StatisticsState& part,
       double averaging_constant) = 0;
 
-  // Of all sources, of which there may be thousands: asks `stopped` now and
-  // then whether nobody wants them any more. Errors: STATISTICS_NOT_FOUND;
-  // CANCELLED when it is stopped.
+  // Of all sources, of which there may be thousands: calls `proceed` before
+  // each with what reading it will hold in memory, those before it included.
+  // Errors: STATISTICS_NOT_FOUND; that of `proceed`, which ends the reading.
   virtual absl::StatusOr<StoredStatistics> ReadStatistics(
-      const EncodingKey& key, absl::FunctionRef<bool()> stopped) = 0;
-  // The same, to the end.
+      const EncodingKey& key,
+      absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) = 0;
+  // The same, to the end, whatever it takes.
   absl::StatusOr<StoredStatistics> GetStatistics(const EncodingKey& key) {
-    return ReadStatistics(key, [] { return false; });
+    return ReadStatistics(key,
+                          [](int64_t /*memory*/) { return absl::OkStatus(); });
   }
 
   // At most `limit` entries in order of tensor, bytewise, after `after`.

@@ -1,0 +1,254 @@
+#include "server/rpc/encoding_call.h"
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "core/errors.h"
+#include "grpcpp/support/proto_buffer_reader.h"
+#include "grpcpp/support/proto_buffer_writer.h"
+#include "server/wire/parsed_bytes.h"
+#include "server/wire/status.h"
+
+namespace quantd::server {
+namespace {
+
+constexpr int64_t kMiB = int64_t{1} << 20;
+// Requests up to this size are parsed on gRPC's threads.
+constexpr int64_t kLightRequestBytes = int64_t{8} << 10;
+// What takes no more is not charged: so that small calls, which come in large
+// numbers, go on while tensors have used up the budget.
+constexpr int64_t kUnchargedBytes = int64_t{64} << 10;
+constexpr char kWayOut[] = "try again when fewer calls are under way";
+
+// The most memory that a request may take, once it is parsed.
+int64_t MostRequestBytes(Rpc rpc, const Limits& limits) {
+  switch (rpc) {
+    // A thousand patterns, some with specs.
+    case Rpc::kComputeEncodings:
+    case Rpc::kSweep:
+    case Rpc::kExportEncodings:
+      return 16 * kMiB;
+    // As many scales or hints as a message has room for.
+    case Rpc::kPutEncoding:
+    case Rpc::kImportEncodings:
+      return 8 * limits.message_bytes;
+    // Some names.
+    default:
+      return 64 << 10;
+  }
+}
+
+}  // namespace
+
+EncodingCall::EncodingCall(const CallArguments& arguments, Rpc rpc,
+                           google::protobuf::Message* request)
+    : env_(arguments.env),
+      rpc_(rpc),
+      registry_(arguments.registry),
+      context_(arguments.context),
+      request_(request),
+      credential_(env_.authenticator->CredentialOf(*context_)),
+      caller_(env_.authenticator->Authenticate(*context_, credential_, rpc)) {
+  env_.metrics->RpcStarted(rpc_);
+}
+
+void EncodingCall::Begin() {
+  self_ = shared_from_this();
+  registry_->Enter(this);
+  if (!caller_.ok()) return End(caller_.status());
+  Read();
+}
+
+void EncodingCall::Read() {
+  // What is read may be the end of the call, before the mutex is let go of.
+  const std::shared_ptr<EncodingCall> self = shared_from_this();
+  absl::MutexLock lock(&mutex_);
+  if (registry_->draining()) return EndLocked(core::DrainingError());
+  reading_ = true;
+  read_start_time_ = absl::Now();
+  StartRead(&request_bytes_);
+}
+
+void EncodingCall::OnReadDone(bool ok) {
+  {
+    absl::MutexLock lock(&mutex_);
+    if (!std::exchange(reading_, false)) return;
+  }
+  // What broke off is not what ended.
+  if (!ok && context_->IsCancelled()) return End(absl::CancelledError());
+  const int64_t bytes =
+      ok ? static_cast<int64_t>(request_bytes_.Length()) : int64_t{0};
+  if (bytes <= kLightRequestBytes) return TakeRequest(ok);
+  if (bytes > kUnchargedBytes) {
+    absl::Status status = env_.budget->Grow(&arrival_lease_, bytes, kWayOut);
+    if (!status.ok()) return End(std::move(status));
+  }
+  env_.pool->Schedule([this, ok] { TakeRequest(ok); });
+}
+
+void EncodingCall::TakeRequest(bool more) {
+  if (!MayGoOn()) return;
+  if (more) {
+    absl::Status status = ParseRequest();
+    request_bytes_.Clear();
+    arrival_lease_.Release();
+    if (!status.ok()) return End(std::move(status));
+  }
+  Took(more);
+}
+
+absl::Status EncodingCall::ParseRequest() {
+  request_->Clear();
+  request_lease_.Release();
+  const absl::StatusOr<int64_t> bytes =
+      ParsedBytes(&request_bytes_, *request_->GetDescriptor(),
+                  MostRequestBytes(rpc_, env_.limits));
+  if (!bytes.ok()) return bytes.status();
+  if (*bytes > kUnchargedBytes) {
+    absl::Status status = env_.budget->Grow(&request_lease_, *bytes, kWayOut);
+    if (!status.ok()) return status;
+  }
+  grpc::ProtoBufferReader reader(&request_bytes_);
+  if (!request_->ParseFromZeroCopyStream(&reader)) {
+    return core::MessageMalformedError(
+        "the request is not protobuf, or has text that is not UTF-8");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status EncodingCall::Serialize(
+    const google::protobuf::Message& response) {
+  const auto bytes = static_cast<int64_t>(response.ByteSizeLong());
+  if (bytes > kUnchargedBytes) {
+    absl::Status status = env_.budget->Grow(&response_lease_, bytes, kWayOut);
+    if (!status.ok()) return status;
+  }
+  grpc::ProtoBufferWriter writer(&response_bytes_, kMiB,
+                                 static_cast<int>(bytes));
+  if (response.SerializeToZeroCopyStream(&writer)) return absl::OkStatus();
+  return absl::InternalError("the answer could not be written");
+}
+
+void EncodingCall::BeginSending() {
+  // A timeout for each MiB.
+  const auto parts = static_cast<int64_t>(response_bytes_.Length()) / kMiB + 1;
+  send_end_time_ = absl::Now() + parts * env_.limits.idle_timeout;
+}
+
+void EncodingCall::Write(const google::protobuf::Message& response) {
+  if (absl::Status s = Serialize(response); !s.ok()) return End(std::move(s));
+  const std::shared_ptr<EncodingCall> self = shared_from_this();
+  absl::MutexLock lock(&mutex_);
+  BeginSending();
+  StartWrite(&response_bytes_);
+}
+
+void EncodingCall::OnWriteDone(bool ok) {
+  {
+    absl::MutexLock lock(&mutex_);
+    send_end_time_ = absl::InfiniteFuture();
+  }
+  response_bytes_.Clear();
+  response_lease_.Release();
+  if (!ok) return End(absl::CancelledError());
+  Sent();
+}
+
+void EncodingCall::EndWith(const google::protobuf::Message& response) {
+  if (absl::Status s = Serialize(response); !s.ok()) return End(std::move(s));
+  const std::shared_ptr<EncodingCall> self = shared_from_this();
+  absl::MutexLock lock(&mutex_);
+  BeginSending();
+  StartWriteAndFinish(&response_bytes_, grpc::WriteOptions(), grpc::Status::OK);
+}
+
+void EncodingCall::End(absl::Status status) {
+  const std::shared_ptr<EncodingCall> self = shared_from_this();
+  absl::MutexLock lock(&mutex_);
+  EndLocked(std::move(status));
+}
+
+void EncodingCall::EndLocked(absl::Status status) {
+  env_.metrics->LimitRejected(core::ErrorReason(status));
+  end_ = std::move(status);
+  Finish(ToGrpcStatus(end_));
+}
+
+void EncodingCall::EndRead(absl::Status status) {
+  if (std::exchange(reading_, false)) EndLocked(std::move(status));
+}
+
+void EncodingCall::OnCancel() { cancelled_.store(true); }
+
+void EncodingCall::OnDone() {
+  int code;
+  {
+    absl::MutexLock lock(&mutex_);
+    // Nothing is to be done with the context any more.
+    send_end_time_ = absl::InfiniteFuture();
+    code = static_cast<int>(end_.code());
+  }
+  // After OnCancel, if that was called, is done with the call.
+  cancelled_.exchange(true);
+  if (context_->IsCancelled()) {
+    const bool late = context_->deadline() <= std::chrono::system_clock::now();
+    code = late ? grpc::StatusCode::DEADLINE_EXCEEDED
+                : grpc::StatusCode::CANCELLED;
+  }
+  env_.metrics->RpcHandled(rpc_, code, absl::Now() - start_time_);
+  self_.reset();
+}
+
+bool EncodingCall::IsWanted() {
+  if (cancelled_.load()) {
+    End(absl::CancelledError());
+  } else if (out_of_time_.load()) {
+    End(core::DrainingError());
+  } else {
+    return true;
+  }
+  return false;
+}
+
+bool EncodingCall::MayGoOn() {
+  if (!IsWanted()) return false;
+  absl::Status status =
+      registry_->draining()
+          ? core::DrainingError()
+          : env_.authenticator->Renew(credential_, rpc_, &*caller_);
+  if (status.ok()) return true;
+  End(std::move(status));
+  return false;
+}
+
+void EncodingCall::Drain() {
+  absl::MutexLock lock(&mutex_);
+  EndRead(core::DrainingError());
+}
+
+void EncodingCall::EndNow() {
+  out_of_time_.store(true);
+  Drain();
+}
+
+void EncodingCall::EndIfOverdue(const Limits& limits) {
+  const absl::Time now = absl::Now();
+  absl::MutexLock lock(&mutex_);
+  // What the client does not read can't be followed by a status.
+  if (now >= send_end_time_) context_->TryCancel();
+  if (!reading_) return;
+  if (now - start_time_ >= limits.stream_age) {
+    EndRead(core::StreamAgeError(limits.stream_age));
+  } else if (now - read_start_time_ >= limits.idle_timeout) {
+    EndRead(core::StreamIdleError(limits.idle_timeout));
+  }
+}
+
+}  // namespace quantd::server

@@ -1,0 +1,148 @@
+// A call of EncodingService, whatever its shape.
+
+#ifndef QUANTD_SERVER_RPC_ENCODING_CALL_H_
+#define QUANTD_SERVER_RPC_ENCODING_CALL_H_
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "google/protobuf/message.h"
+#include "grpcpp/grpcpp.h"
+#include "server/guard/limits.h"
+#include "server/guard/memory_budget.h"
+#include "server/rpc/caller.h"
+#include "server/rpc/rpc_environment.h"
+#include "server/rpc/tensor_stream.h"
+
+namespace quantd::server {
+
+// How long a step that reads or matches names may take before others have their
+// turn.
+constexpr absl::Duration kNamesSlice = absl::Milliseconds(2);
+
+// What every call of EncodingService is made with; all outlives the call.
+struct CallArguments {
+  const RpcEnvironment& env;
+  StreamRegistry* registry;
+  grpc::CallbackServerContext* context;
+};
+
+// Takes messages up and sends messages down, in steps that follow one another:
+// each ends by starting the next one, or the call. To gRPC every call is a
+// stream of bytes in both directions, which on the wire is what a unary call
+// is, too: so the caller is known before a byte of its request is read, and how
+// much memory that will take before it is parsed. Thread-safe.
+class EncodingCall
+    : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>,
+      public std::enable_shared_from_this<EncodingCall>,
+      private WatchedCall {
+ public:
+  // Starts a call of a subclass, made with `arguments` and `more`. It deletes
+  // itself at its end.
+  template <typename Call, typename... More>
+  static EncodingCall* Start(const CallArguments& arguments, More&&... more) {
+    StreamRegistry* const registry = arguments.registry;
+    const std::shared_ptr<EncodingCall> call(
+        new Call(arguments, std::forward<More>(more)...),
+        [registry](EncodingCall* gone) { registry->Leave(gone); });
+    call->Begin();
+    return call.get();
+  }
+
+  ~EncodingCall() override = default;
+
+  void OnReadDone(bool ok) final ABSL_LOCKS_EXCLUDED(mutex_);
+  void OnWriteDone(bool ok) final ABSL_LOCKS_EXCLUDED(mutex_);
+  void OnCancel() final;
+  void OnDone() final ABSL_LOCKS_EXCLUDED(mutex_);
+
+ protected:
+  // `request`  what messages up are parsed into; a member of the subclass.
+  EncodingCall(const CallArguments& arguments, Rpc rpc,
+               google::protobuf::Message* request);
+
+  const RpcEnvironment& env() const { return env_; }
+  // By the access file as it was at the last MayGoOn. Requires: in a step.
+  const Caller& caller() const { return *caller_; }
+  // What is computed is of no use: the client is gone, or the server does not
+  // wait any longer.
+  bool stopped() const { return cancelled_.load() || out_of_time_.load(); }
+
+  // The step after a message up: `more` with a request, else after the last.
+  // On a worker, or on gRPC's thread after a light one.
+  virtual void Took(bool more) = 0;
+  // The step after a message down was taken by the client, on gRPC's thread.
+  virtual void Sent() = 0;
+
+  // False when the call is of no more use; then it has been ended.
+  bool IsWanted();
+  // The same where a call may as well end: also while the server drains, and
+  // when the caller may not make the call any more.
+  bool MayGoOn();
+
+  // What a step ends with, once.
+  void Read() ABSL_LOCKS_EXCLUDED(mutex_);
+  void Write(const google::protobuf::Message& response)
+      ABSL_LOCKS_EXCLUDED(mutex_);
+  void End(absl::Status status) ABSL_LOCKS_EXCLUDED(mutex_);
+  // With the only message down.
+  void EndWith(const google::protobuf::Message& response)
+      ABSL_LOCKS_EXCLUDED(mutex_);
+
+ private:
+  void Begin();
+  void TakeRequest(bool more);
+  absl::Status ParseRequest();
+  // Into response_bytes_, charged to the budget while it waits.
+  absl::Status Serialize(const google::protobuf::Message& response);
+  // For as long as a client may take for what is in response_bytes_.
+  void BeginSending() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void EndLocked(absl::Status status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Ends a call that waits for a request.
+  void EndRead(absl::Status status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  void Drain() final ABSL_LOCKS_EXCLUDED(mutex_);
+  void EndNow() final ABSL_LOCKS_EXCLUDED(mutex_);
+  void EndIfOverdue(const Limits& limits) final ABSL_LOCKS_EXCLUDED(mutex_);
+
+  const RpcEnvironment& env_;
+  const Rpc rpc_;
+  StreamRegistry* const registry_;
+  grpc::CallbackServerContext* const context_;
+  google::protobuf::Message* const request_;
+  const Credential credential_;
+  const absl::Time start_time_ = absl::Now();
+  std::atomic<bool> cancelled_{false};
+  std::atomic<bool> out_of_time_{false};
+  // Until OnDone.
+  std::shared_ptr<EncodingCall> self_;
+
+  // Used by the steps, one at a time.
+  absl::StatusOr<Caller> caller_;
+  // What came, and what is under way.
+  grpc::ByteBuffer request_bytes_;
+  grpc::ByteBuffer response_bytes_;
+  MemoryBudget::Lease arrival_lease_;
+  MemoryBudget::Lease request_lease_;
+  MemoryBudget::Lease response_lease_;
+
+  // Steps hand over what they have left with it.
+  absl::Mutex mutex_;
+  // A request is waited for; whoever sets it to false goes on with the call.
+  bool reading_ ABSL_GUARDED_BY(mutex_) = false;
+  absl::Time read_start_time_ ABSL_GUARDED_BY(mutex_);
+  // When the client must have taken what is under way.
+  absl::Time send_end_time_ ABSL_GUARDED_BY(mutex_) = absl::InfiniteFuture();
+  absl::Status end_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace quantd::server
+
+#endif  // QUANTD_SERVER_RPC_ENCODING_CALL_H_

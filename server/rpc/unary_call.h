@@ -1,0 +1,57 @@
+// A call that answers one message with one.
+
+#ifndef QUANTD_SERVER_RPC_UNARY_CALL_H_
+#define QUANTD_SERVER_RPC_UNARY_CALL_H_
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "core/errors.h"
+#include "server/rpc/caller.h"
+#include "server/rpc/encoding_call.h"
+#include "server/rpc/rpc_environment.h"
+
+namespace quantd::server {
+
+// What the body of a unary call works with.
+struct UnaryContext {
+  const RpcEnvironment& env;
+  const Caller& caller;
+  // Whether the answer is of no use any more.
+  absl::FunctionRef<bool()> stopped;
+};
+
+// Runs a body, which waits for the store, on the store's pool.
+template <typename Request, typename Response>
+class UnaryCall final : public EncodingCall {
+ public:
+  using Body = absl::Status (*)(const UnaryContext& context,
+                                const Request& request, Response* response);
+
+  UnaryCall(const CallArguments& arguments, Rpc rpc, Body body)
+      : EncodingCall(arguments, rpc, &request_), body_(body) {}
+
+ private:
+  void Took(bool more) override {
+    if (!more)
+      return End(core::MessageMalformedError("expected a request, got none"));
+    env().store_pool->Schedule([this] { Run(); });
+  }
+
+  void Run() {
+    if (!MayGoOn()) return;
+    Response response;
+    absl::Status status = body_({env(), caller(), [this] { return stopped(); }},
+                                request_, &response);
+    status.ok() ? EndWith(response) : End(std::move(status));
+  }
+
+  // The answer is the end.
+  void Sent() override {}
+
+  const Body body_;
+  Request request_;
+};
+
+}  // namespace quantd::server
+
+#endif  // QUANTD_SERVER_RPC_UNARY_CALL_H_

@@ -1,0 +1,354 @@
+// What calls of EncodingService may cost: before their caller is known, while
+// they wait for a client, and once nobody wants them any more.
+
+#include "server/rpc/encoding_call.h"
+
+#include <cstdint>
+#include <fstream>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "gmock/gmock.h"
+#include "google/protobuf/descriptor.h"
+#include "grpcpp/grpcpp.h"
+#include "gtest/gtest.h"
+#include "quantd/v1/encoding_service.grpc.pb.h"
+#include "tests/support/metric_value.h"
+#include "tests/support/raw_stream.h"
+#include "tests/support/temporary_directory.h"
+#include "tests/support/test_server.h"
+
+namespace quantd::testing {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
+
+constexpr absl::Duration kLongEnough = absl::Seconds(60);
+constexpr char kService[] = "/quantd.v1.EncodingService/";
+// The digest of "abc".
+constexpr char kAccess[] =
+    "ci sha256:"
+    "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad "
+    "read,calibrate *\n";
+
+std::string Repeated(const std::string& bytes, int64_t count) {
+  std::string repeated;
+  for (int64_t i = 0; i < count; ++i) repeated += bytes;
+  return repeated;
+}
+
+// The end of a call that sends one message, or none.
+grpc::Status Ask(const std::shared_ptr<grpc::Channel>& channel,
+                 const std::string& method, const std::string* request) {
+  RawStream stream(channel, kService + method);
+  if (request != nullptr) {
+    stream.Write(*request);
+    stream.WritesDone();
+    std::string answer;
+    while (stream.Read(&answer)) {
+    }
+  }
+  return stream.Finish();
+}
+
+server::ServerOptions Impatient(absl::Duration idle_timeout) {
+  server::ServerOptions options;
+  options.limits.idle_timeout = idle_timeout;
+  return options;
+}
+
+TEST(EncodingCallTest, ServesEveryMethodOfTheProto) {
+  TestServer server;
+  const auto channel = server.NewChannel();
+  const std::string nothing;
+  const google::protobuf::ServiceDescriptor* const service =
+      google::protobuf::DescriptorPool::generated_pool()->FindServiceByName(
+          v1::EncodingService::service_full_name());
+  ASSERT_NE(service, nullptr);
+  for (int i = 0; i < service->method_count(); ++i) {
+    const std::string& name = service->method(i)->name();
+    const grpc::Status status = Ask(channel, name, &nothing);
+    EXPECT_NE(status.error_code(), grpc::StatusCode::UNIMPLEMENTED) << name;
+  }
+}
+
+TEST(EncodingCallTest, RefusesRequestsThatWouldGrowTooLarge) {
+  TestServer server;
+  const auto channel = server.NewChannel();
+  constexpr int64_t kCount = 8 << 20;
+  const std::vector<std::pair<std::string, std::string>> requests = {
+      {"Sweep", Repeated({"\x1a\0", 2}, kCount)},
+      {"ComputeEncodings", Repeated({"\x22\0", 2}, kCount)},
+      {"ExportEncodings", Repeated({"\x22\0", 2}, kCount)},
+      {"ImportEncodings", Repeated({"\x2a\0", 2}, kCount)},
+      {"PutEncoding", Repeated("\x78\x01", kCount)},
+      {"GetEncoding", Repeated("\x78\x01", 64 << 10)}};
+  for (const auto& [method, request] : requests) {
+    const grpc::Status status = Ask(channel, method, &request);
+    EXPECT_EQ(status.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED)
+        << method;
+    EXPECT_THAT(status.error_message(), StartsWith("REQUEST_TOO_LARGE"))
+        << method;
+  }
+  EXPECT_TRUE(PollUntil(
+      kLongEnough, [&] { return server.server().memory_used_bytes() == 0; }));
+}
+
+TEST(EncodingCallTest, RefusesMorePatternsThanItTries) {
+  TestServer server;
+  const auto channel = server.NewChannel();
+  v1::SweepRequest sweep;
+  sweep.set_model("m");
+  sweep.add_specs()->set_format(v1::NUMBER_FORMAT_INT8);
+  v1::ComputeEncodingsRequest compute;
+  compute.set_model("m");
+  v1::ExportEncodingsRequest exported;
+  exported.set_model("m");
+  for (int i = 0; i < 1001; ++i) {
+    sweep.add_patterns("*");
+    compute.add_overrides()->set_pattern("*");
+    exported.add_parameter_patterns("*");
+  }
+  const std::vector<std::pair<std::string, std::string>> requests = {
+      {"Sweep", sweep.SerializeAsString()},
+      {"ComputeEncodings", compute.SerializeAsString()},
+      {"ExportEncodings", exported.SerializeAsString()}};
+  for (const auto& [method, request] : requests) {
+    EXPECT_THAT(Ask(channel, method, &request).error_message(),
+                StartsWith("PATTERN_INVALID: 1001 patterns"))
+        << method;
+  }
+}
+
+TEST(EncodingCallTest, ChargesRequestsToTheMemoryBudget) {
+  server::ServerOptions options;
+  options.limits.memory_budget_bytes = 4 << 20;
+  TestServer server(std::move(options));
+  v1::PutEncodingRequest request;
+  request.mutable_name()->set_model("m");
+  request.mutable_name()->set_tensor("t");
+  for (int i = 0; i < 1 << 20; ++i) {
+    request.mutable_encoding()->add_zero_point(0);
+  }
+  grpc::ClientContext context;
+  v1::PutEncodingResponse response;
+  const grpc::Status status =
+      server.encodings().PutEncoding(&context, request, &response);
+  EXPECT_THAT(status.error_message(), StartsWith("MEMORY_BUDGET"));
+}
+
+TEST(EncodingCallTest, KnowsTheCallerBeforeTheRequestComes) {
+  TemporaryDirectory directory;
+  std::ofstream(directory.File("access")) << kAccess;
+  server::ServerOptions options;
+  options.access_file = directory.File("access");
+  TestServer server(std::move(options));
+  const auto channel = server.NewChannel();
+  for (const char* method : {"PutEncoding", "Sweep", "ImportEncodings"}) {
+    EXPECT_EQ(Ask(channel, method, nullptr).error_code(),
+              grpc::StatusCode::UNAUTHENTICATED)
+        << method;
+  }
+}
+
+TEST(EncodingCallTest, EndsWhenItsTokenIsTakenAway) {
+  TemporaryDirectory directory;
+  std::ofstream(directory.File("access")) << kAccess;
+  server::ServerOptions options;
+  options.access_file = directory.File("access");
+  TestServer server(std::move(options));
+  grpc::ClientContext context;
+  context.AddMetadata("authorization", "Bearer abc");
+  v1::ImportEncodingsResponse response;
+  const auto stream = server.encodings().ImportEncodings(&context, &response);
+  v1::ImportEncodingsRequest request;
+  request.set_model("m");
+  request.set_data("{");
+  ASSERT_TRUE(stream->Write(request));
+  std::ofstream(directory.File("access")) << "# nobody\n";
+  EXPECT_TRUE(PollUntil(kLongEnough, [&] { return !stream->Write(request); }));
+  EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::UNAUTHENTICATED);
+}
+
+TEST(EncodingCallTest, EndsWithoutARequest) {
+  TestServer server(Impatient(absl::Milliseconds(100)));
+  const auto channel = server.NewChannel();
+  for (const char* method : {"GetEncoding", "Sweep", "ImportEncodings"}) {
+    EXPECT_THAT(Ask(channel, method, nullptr).error_message(),
+                StartsWith("STREAM_IDLE"))
+        << method;
+  }
+}
+
+TEST(EncodingCallTest, EndsAnImportThatGoesOnForTooLong) {
+  server::ServerOptions options;
+  options.limits.stream_age = absl::Milliseconds(200);
+  TestServer server(std::move(options));
+  grpc::ClientContext context;
+  v1::ImportEncodingsResponse response;
+  const auto stream = server.encodings().ImportEncodings(&context, &response);
+  v1::ImportEncodingsRequest request;
+  request.set_model("m");
+  request.set_data(" ");
+  EXPECT_TRUE(PollUntil(kLongEnough, [&] { return !stream->Write(request); }));
+  EXPECT_THAT(stream->Finish().error_message(), StartsWith("STREAM_AGE"));
+}
+
+TEST(EncodingCallTest, HoldsAnAnswerThatIsNotReadOnlyForSoLong) {
+  TestServer server(Impatient(absl::Milliseconds(200)));
+  v1::PutEncodingRequest put;
+  put.mutable_name()->set_model("m");
+  put.mutable_name()->set_tensor("t");
+  put.mutable_encoding()->set_format(v1::NUMBER_FORMAT_INT8);
+  put.mutable_encoding()->add_block_size(1);
+  for (int i = 0; i < 2 << 20; ++i) put.mutable_encoding()->add_scale(1);
+  grpc::ClientContext context;
+  v1::PutEncodingResponse response;
+  grpc::Status status =
+      server.encodings().PutEncoding(&context, put, &response);
+  ASSERT_TRUE(status.ok()) << status.error_message();
+  v1::GetEncodingRequest get;
+  *get.mutable_name() = put.name();
+  RawStream stream(server.NewChannel(), absl::StrCat(kService, "GetEncoding"));
+  ASSERT_TRUE(stream.Write(get.SerializeAsString()));
+  EXPECT_TRUE(PollUntil(kLongEnough, [&] {
+    return server.server().memory_used_bytes() >= 8 << 20;
+  }));
+  EXPECT_TRUE(PollUntil(
+      kLongEnough, [&] { return server.server().memory_used_bytes() == 0; }));
+}
+
+TEST(EncodingCallTest, DoesNotKeepAServerThatDrains) {
+  server::ServerOptions options;
+  options.drain_grace = kLongEnough;
+  TestServer server(std::move(options));
+  const auto channel = server.NewChannel();
+  RawStream unary(channel, absl::StrCat(kService, "GetEncoding"));
+  RawStream import(channel, absl::StrCat(kService, "ImportEncodings"));
+  v1::ImportEncodingsRequest request;
+  request.set_model("m");
+  ASSERT_TRUE(import.Write(request.SerializeAsString()));
+  EXPECT_TRUE(PollUntil(kLongEnough, [&] {
+    return MetricValue(server.metrics(), "grpc_server_started_total") == 2;
+  }));
+  std::thread drain([&server] { server.server().Drain(); });
+  EXPECT_THAT(unary.Finish().error_message(), StartsWith("DRAINING"));
+  EXPECT_THAT(import.Finish().error_message(), StartsWith("DRAINING"));
+  drain.join();
+}
+
+// Names and patterns that it takes long to tell apart.
+class LongMatchingTest : public ::testing::Test {
+ protected:
+  static constexpr int kTensors = 40;
+  static constexpr int kPatterns = 1000;
+
+  static std::string Name(int i) {
+    return absl::StrCat(std::string(1000, 'a'), i);
+  }
+  static std::string Pattern() {
+    return absl::StrCat("*", std::string(1000, 'a'), "b");
+  }
+
+  void ContributeToAll() {
+    for (int i = 0; i < kTensors; ++i) {
+      core::StatisticsState state;
+      state.shape = {1};
+      state.statistics = core::TensorStatistics(1, 7);
+      ASSERT_TRUE(server_.statistics()
+                      .Contribute({{"m", "main", Name(i)}, "a", 1}, state, 0)
+                      .ok());
+    }
+  }
+
+  // Makes as many calls as there are threads for them, and another one
+  // meanwhile: that one does not wait for any of them.
+  void ExpectTurns(const std::string& method, const std::string& request) {
+    constexpr int kCalls = 4;
+    std::vector<std::unique_ptr<RawStream>> streams;
+    const auto channel = server_.NewChannel();
+    const absl::Time start = absl::Now();
+    for (int i = 0; i < kCalls; ++i) {
+      streams.push_back(
+          std::make_unique<RawStream>(channel, kService + method));
+      ASSERT_TRUE(streams.back()->Write(request));
+      streams.back()->WritesDone();
+    }
+    grpc::ClientContext context;
+    v1::ListModelsResponse response;
+    const grpc::Status status = server_.encodings().ListModels(
+        &context, v1::ListModelsRequest(), &response);
+    const absl::Duration other_time = absl::Now() - start;
+    EXPECT_TRUE(status.ok()) << status.error_message();
+    for (const auto& stream : streams) {
+      std::string answer;
+      while (stream->Read(&answer)) {
+      }
+      EXPECT_NE(stream->Finish().error_code(),
+                grpc::StatusCode::RESOURCE_EXHAUSTED);
+    }
+    EXPECT_LT(other_time, (absl::Now() - start) / 2) << method;
+  }
+
+  TestServer server_;
+};
+
+TEST_F(LongMatchingTest, LetsOthersHaveTheirTurnInComputing) {
+  ContributeToAll();
+  v1::SweepRequest sweep;
+  sweep.set_model("m");
+  sweep.add_specs()->set_format(v1::NUMBER_FORMAT_INT8);
+  v1::ComputeEncodingsRequest compute;
+  compute.set_model("m");
+  for (int i = 0; i < kPatterns; ++i) {
+    sweep.add_patterns(Pattern());
+    compute.add_overrides()->set_pattern(Pattern());
+    compute.mutable_overrides(i)->mutable_spec()->set_format(
+        v1::NUMBER_FORMAT_INT8);
+  }
+  ExpectTurns("Sweep", sweep.SerializeAsString());
+  ExpectTurns("ComputeEncodings", compute.SerializeAsString());
+}
+
+TEST_F(LongMatchingTest, LetsOthersHaveTheirTurnInImportAndExport) {
+  v1::ImportEncodingsRequest import;
+  import.set_model("m");
+  std::string file =
+      R"({"format": "quantd-encodings", "version": 1, "encodings": [)";
+  for (int i = 0; i < kTensors; ++i) {
+    absl::StrAppend(&file, i == 0 ? "" : ",", R"({"name": ")", Name(i),
+                    R"(", "format": "int8", "scale": [1]})");
+  }
+  import.set_data(file + "]}");
+  {
+    grpc::ClientContext context;
+    v1::ImportEncodingsResponse response;
+    const auto stream =
+        server_.encodings().ImportEncodings(&context, &response);
+    ASSERT_TRUE(stream->Write(import));
+    ASSERT_TRUE(stream->WritesDone());
+    const grpc::Status status = stream->Finish();
+    ASSERT_TRUE(status.ok()) << status.error_message();
+  }
+  import.set_dry_run(true);
+  v1::ExportEncodingsRequest exported;
+  exported.set_model("m");
+  exported.set_format(v1::INTERCHANGE_FORMAT_JSON);
+  for (int i = 0; i < kPatterns; ++i) {
+    import.add_hints()->set_pattern(Pattern());
+    exported.add_patterns(Pattern());
+  }
+  ExpectTurns("ImportEncodings", import.SerializeAsString());
+  ExpectTurns("ExportEncodings", exported.SerializeAsString());
+}
+
+}  // namespace
+}  // namespace quantd::testing
