@@ -49,6 +49,9 @@ constexpr int kFrameBytes = 2 << 20;
 // What may be in transit beside the memory budget: little enough to leave room
 // for the server itself within 64 MiB of it.
 constexpr int64_t kTransitBytes = int64_t{16} << 20;
+// gRPC's threads for calls that hold one each, which only those of reflection
+// do; it refuses what is more.
+constexpr int kReflectionThreads = 16;
 // A connection has to be set up within this time.
 constexpr int kHandshakeTimeoutMs = 10'000;
 // After this long without a sign of life a connection is asked for one, and
@@ -196,14 +199,13 @@ absl::Status QuantdServer::Listen() {
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
   LimitConnections(options_.limits, &builder);
   FitQuota();
+  quota_.SetMaxThreads(kReflectionThreads);
   builder.SetResourceQuota(quota_);
-  if (access_ != nullptr) {
-    std::vector<
-        std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface>>
-        interceptors;
-    interceptors.push_back(MakeReflectionGuard(&authenticator_));
-    builder.experimental().SetInterceptorCreators(std::move(interceptors));
-  }
+  std::vector<
+      std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface>>
+      interceptors;
+  interceptors.push_back(MakeReflectionGuard(&authenticator_, &registry_));
+  builder.experimental().SetInterceptorCreators(std::move(interceptors));
   server_ = builder.BuildAndStart();
   for (size_t i = 0; i < ports.size(); ++i) {
     if (server_ == nullptr || ports[i] == 0) {

@@ -4,7 +4,10 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/match.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "grpcpp/grpcpp.h"
+#include "server/guard/limits.h"
 #include "server/wire/status.h"
 
 namespace quantd::server {
@@ -12,18 +15,44 @@ namespace {
 
 using grpc::experimental::InterceptionHookPoints;
 
+// A stream of reflection: short, or it is ended.
+class ReflectionStream final : public WatchedCall {
+ public:
+  explicit ReflectionStream(grpc::ServerContextBase* context)
+      : context_(context) {}
+
+  void EndIfOverdue(const Limits& limits) override {
+    if (absl::Now() - start_time_ >= limits.idle_timeout) {
+      context_->TryCancel();
+    }
+  }
+  void Drain() override { context_->TryCancel(); }
+  void EndNow() override { context_->TryCancel(); }
+
+ private:
+  grpc::ServerContextBase* const context_;
+  const absl::Time start_time_ = absl::Now();
+};
+
 class Guard final : public grpc::experimental::Interceptor {
  public:
-  Guard(const Authenticator* authenticator,
+  Guard(const Authenticator* authenticator, StreamRegistry* registry,
         grpc::experimental::ServerRpcInfo* info)
-      : authenticator_(authenticator), info_(info) {}
+      : authenticator_(authenticator), registry_(registry), info_(info) {}
+  // gRPC's context is still there.
+  ~Guard() override {
+    if (stream_ != nullptr) registry_->Leave(stream_);
+  }
 
   void Intercept(
       grpc::experimental::InterceptorBatchMethods* methods) override {
     if (methods->QueryInterceptionHookPoint(
             InterceptionHookPoints::POST_RECV_INITIAL_METADATA)) {
-      status_ = authenticator_->CheckKnown(
-          authenticator_->CredentialOf(*info_->server_context()));
+      grpc::ServerContextBase* const context = info_->server_context();
+      status_ =
+          authenticator_->CheckKnown(authenticator_->CredentialOf(*context));
+      stream_ = new ReflectionStream(context);
+      registry_->Enter(stream_);
     }
     if (!status_.ok()) {
       if (methods->QueryInterceptionHookPoint(
@@ -40,31 +69,36 @@ class Guard final : public grpc::experimental::Interceptor {
 
  private:
   const Authenticator* const authenticator_;
+  StreamRegistry* const registry_;
   grpc::experimental::ServerRpcInfo* const info_;
   absl::Status status_;
+  // The registry deletes it.
+  ReflectionStream* stream_ = nullptr;
 };
 
 class GuardFactory final
     : public grpc::experimental::ServerInterceptorFactoryInterface {
  public:
-  explicit GuardFactory(const Authenticator* authenticator)
-      : authenticator_(authenticator) {}
+  GuardFactory(const Authenticator* authenticator, StreamRegistry* registry)
+      : authenticator_(authenticator), registry_(registry) {}
 
   grpc::experimental::Interceptor* CreateServerInterceptor(
       grpc::experimental::ServerRpcInfo* info) override {
     const bool guarded = absl::StartsWith(info->method(), "/grpc.reflection.");
-    return guarded ? new Guard(authenticator_, info) : nullptr;
+    return guarded ? new Guard(authenticator_, registry_, info) : nullptr;
   }
 
  private:
   const Authenticator* const authenticator_;
+  StreamRegistry* const registry_;
 };
 
 }  // namespace
 
 std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface>
-MakeReflectionGuard(const Authenticator* authenticator) {
-  return std::make_unique<GuardFactory>(authenticator);
+MakeReflectionGuard(const Authenticator* authenticator,
+                    StreamRegistry* registry) {
+  return std::make_unique<GuardFactory>(authenticator, registry);
 }
 
 }  // namespace quantd::server
