@@ -32,7 +32,7 @@ arguments.add_argument("--quantd", required=True)
 arguments.add_argument("--quantctl", required=True)
 arguments.add_argument("--node-modules",
                        default=os.path.join(live_server.ROOT,
-                                            "build/bench/node"))
+                                            "build/node"))
 options, unittest_arguments = arguments.parse_known_args()
 
 DATA = os.path.join(live_server.ROOT, "tests/data/digits-cnn")
@@ -581,15 +581,26 @@ class OnnxTest(InterchangeCase):
         self.assertEqual((kinds.count("QuantizeLinear"),
                           kinds.count("DequantizeLinear")), (5, 9))
 
-    def test_OnnxRuntimeComputesWhatWeDo(self):
+    def run_model(self, values, level):
+        """The outputs that ONNX Runtime computes of qdq.onnx."""
         if not os.path.isdir(os.path.join(
                 options.node_modules, "node_modules/onnxruntime-node")):
             self.skipTest("no onnxruntime-node")
-        self.export(opset=13)
-        images = self.arrays(IMAGES)["images"]
-        images.tofile(self.path("images"))
+        values.tofile(self.path("input"))
         with open(self.path("run.mjs"), "w", encoding="utf-8") as file:
             file.write(NODE_RUNNER)
+        subprocess.run(
+            ["node", self.path("run.mjs"), options.node_modules,
+             self.path("qdq.onnx"), self.path("input"),
+             json.dumps(values.shape), self.path("results"), level],
+            check=True, timeout=TIMEOUT_S)
+        with open(self.path("results"), encoding="utf-8") as file:
+            return {name: np.array(value["data"], np.float32).reshape(
+                value["dims"]) for name, value in json.load(file).items()}
+
+    def test_OnnxRuntimeComputesWhatWeDo(self):
+        self.export(opset=13)
+        images = self.arrays(IMAGES)["images"]
         weights = {name: (self.fake_quantize(value, name, -127, 127)[1]
                           if name.endswith("weight") else value)
                    for name, value in self.arrays(WEIGHTS).items()}
@@ -603,14 +614,7 @@ class OnnxTest(InterchangeCase):
             return weights[name + ".weight"], weights[name + ".bias"]
 
         for level in ("disabled", "all"):
-            subprocess.run(
-                ["node", self.path("run.mjs"), options.node_modules,
-                 self.path("qdq.onnx"), self.path("images"),
-                 json.dumps(images.shape), self.path("results"), level],
-                check=True)
-            with open(self.path("results"), encoding="utf-8") as file:
-                results = {name: np.array(value["data"], np.float32).reshape(
-                    value["dims"]) for name, value in json.load(file).items()}
+            results = self.run_model(images, level)
             # Each step from what ONNX Runtime had before it, so that codes
             # that sums in another order move do not add up.
             x = np.maximum(digits.conv3x3(seen(images, "conv1.input"),
@@ -716,6 +720,39 @@ class OnnxTest(InterchangeCase):
                             for i in model.graph.initializer
                             if i.name == "w_quantized")
                 self.assertEqual(codes.tolist(), [[4, -8], [13, 0]])
+
+    def test_OnnxRuntimeComputesHalfPrecisionAsWeDo(self):
+        self.encode("half-2", {"name": "x", "format": "int8", "scale": [0.5]},
+                    {"name": "y", "format": "uint8", "scale": [0.25],
+                     "zero_point": [128]},
+                    {"name": "w", "format": "int8", "scale": [0.25]})
+        w = np.array([[1, -2, 0.3]], np.float16)
+        self.save([helper.make_node("Cast", ["in"], ["x"],
+                                    to=TensorProto.FLOAT16),
+                   helper.make_node("Mul", ["x", "w"], ["y"]),
+                   helper.make_node("Cast", ["y"], ["out"],
+                                    to=TensorProto.FLOAT)],
+                  [("in", TensorProto.FLOAT, [3, 3])],
+                  [("out", TensorProto.FLOAT, [3, 3])],
+                  [numpy_helper.from_array(w, "w")],
+                  values=[helper.make_tensor_value_info(
+                      name, TensorProto.FLOAT16, [3, 3]) for name in "xy"])
+        report, _ = self.put_into("half-2")
+        self.assertEqual((report["weight_count"], report["activation_count"]),
+                         (1, 2))
+        x = np.array([[0.3, -0.8, 9.9], [70, -70, 4], [0, 1.26, -3.3]],
+                     np.float32)
+
+        def seen(values, scale, zero, low, high):
+            codes = np.clip(np.rint(values.astype(np.float32) / scale) + zero,
+                            low, high)
+            return ((codes - zero) * np.float32(scale)).astype(np.float16)
+
+        ours = seen(seen(x.astype(np.float16), 0.5, 0, -128, 127) *
+                    seen(w, 0.25, 0, -128, 127), 0.25, 128, 0, 255)
+        for level in ("disabled", "all"):
+            np.testing.assert_array_equal(self.run_model(x, level)["out"],
+                                          ours.astype(np.float32))
 
     def test_WhatTheTypeOfAnActivationIsIsNotGuessed(self):
         self.encode("types", {"name": "x", "format": "int8", "scale": [0.5]},
