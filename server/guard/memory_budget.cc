@@ -102,6 +102,14 @@ absl::Status MemoryBudget::Grow(Lease* lease, int64_t bytes,
   return absl::OkStatus();
 }
 
+void MemoryBudget::Count(Lease* lease, int64_t bytes) {
+  if (bytes <= lease->bytes_) return;
+  absl::MutexLock lock(&mutex_);
+  Add(bytes - lease->bytes_, 0);
+  lease->budget_ = this;
+  lease->bytes_ = bytes;
+}
+
 int64_t MemoryBudget::leased_bytes() const {
   absl::MutexLock lock(&mutex_);
   return leased_bytes_;

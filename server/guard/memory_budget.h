@@ -79,6 +79,8 @@ class MemoryBudget {
   // Grows `lease` (of this budget, or empty) to `bytes`. Errors: as Acquire.
   absl::Status Grow(Lease* lease, int64_t bytes, absl::string_view way_out)
       ABSL_LOCKS_EXCLUDED(mutex_);
+  // The same for what is there already, which nobody can refuse.
+  void Count(Lease* lease, int64_t bytes) ABSL_LOCKS_EXCLUDED(mutex_);
 
   int64_t total_bytes() const { return total_bytes_; }
   // Leases, and what is in transit beyond what is free.

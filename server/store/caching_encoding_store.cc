@@ -14,22 +14,20 @@
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "core/types/encoding_memory.h"
 
 namespace quantd::server {
 namespace {
 
-// The encoding's own allocations, the key twice (list and index), the etag,
-// and what the allocator and the containers add, rounded up.
+// The encoding, the key twice (list and index), the etag, and what the
+// allocator and the containers add, rounded up.
 int64_t CostBytes(const EncodingKey& key, const StoredEncoding& stored) {
   constexpr int64_t kOverheadBytes = 512;
-  const core::Encoding& encoding = *stored.encoding;
   const size_t key_bytes =
       key.model.size() + key.revision.size() + key.tensor.size();
   return kOverheadBytes + 2 * static_cast<int64_t>(key_bytes) +
-         static_cast<int64_t>(stored.etag.size() + sizeof(core::Encoding) +
-                              encoding.block_size.size() * sizeof(int64_t) +
-                              encoding.scale.size() * sizeof(float) +
-                              encoding.zero_point.size() * sizeof(int32_t));
+         static_cast<int64_t>(stored.etag.size()) +
+         core::MemoryBytes(*stored.encoding);
 }
 
 }  // namespace

@@ -117,17 +117,23 @@ v1::Encoding Int8Encoding() {
   return encoding;
 }
 
+// The header of a tensor of that many float32 elements.
+v1::QuantizeRequest Opening(int64_t count) {
+  v1::QuantizeRequest request;
+  v1::QuantizeHeader& header = *request.mutable_header();
+  header.mutable_tensor()->set_element_type(v1::ELEMENT_TYPE_FLOAT32);
+  header.mutable_tensor()->add_shape(count);
+  *header.mutable_encoding() = Int8Encoding();
+  return request;
+}
+
 // A tensor that has no end. Every fourth stream sends tensors of one chunk
 // each.
 std::unique_ptr<DeafStream> NewDeafStream(
     const std::shared_ptr<grpc::Channel>& channel, int index) {
   const std::string chunk(kMiB, '\x01');
   if (index % 4 == 0) {
-    v1::QuantizeRequest whole;
-    v1::QuantizeHeader& header = *whole.mutable_header();
-    header.mutable_tensor()->set_element_type(v1::ELEMENT_TYPE_FLOAT32);
-    header.mutable_tensor()->add_shape(kMiB / 4);
-    *header.mutable_encoding() = Int8Encoding();
+    v1::QuantizeRequest whole = Opening(kMiB / 4);
     whole.set_data(chunk);
     return std::make_unique<DeafStream>(channel, kQuantize, ToBuffer(whole),
                                         /*is_large=*/false);
@@ -348,11 +354,7 @@ TEST(SlowClientsTest, AStreamThatWritesByteByByteEndsWithTheIdleTimeout) {
   options.threads = 1;
   options.limits.idle_timeout = absl::Milliseconds(500);
   TestServer server(options);
-  v1::QuantizeRequest first;
-  v1::QuantizeHeader& header = *first.mutable_header();
-  header.mutable_tensor()->set_element_type(v1::ELEMENT_TYPE_FLOAT32);
-  header.mutable_tensor()->add_shape(1000);
-  *header.mutable_encoding() = Int8Encoding();
+  const v1::QuantizeRequest first = Opening(1000);
   v1::QuantizeRequest rest;
   rest.set_data(std::string(4000, '\0'));
   const std::string slow = Framed(rest.SerializeAsString());
@@ -402,11 +404,7 @@ TEST(SlowClientsTest, AnOldStreamEndsBetweenTwoTensors) {
   options.threads = 1;
   options.limits.stream_age = absl::Milliseconds(300);
   TestServer server(options);
-  v1::QuantizeRequest request;
-  v1::QuantizeHeader& header = *request.mutable_header();
-  header.mutable_tensor()->set_element_type(v1::ELEMENT_TYPE_FLOAT32);
-  header.mutable_tensor()->add_shape(4);
-  *header.mutable_encoding() = Int8Encoding();
+  v1::QuantizeRequest request = Opening(4);
   request.set_data(std::string(16, '\0'));
   const std::string whole = request.SerializeAsString();
   request.set_data(std::string(8, '\0'));
@@ -457,11 +455,7 @@ TEST(SlowClientsTest, AnOpenTensorDoesNotKeepAStreamForever) {
   options.threads = 1;
   options.limits.stream_age = absl::Milliseconds(200);
   TestServer server(options);
-  v1::QuantizeRequest request;
-  v1::QuantizeHeader& header = *request.mutable_header();
-  header.mutable_tensor()->set_element_type(v1::ELEMENT_TYPE_FLOAT32);
-  header.mutable_tensor()->add_shape(4);
-  *header.mutable_encoding() = Int8Encoding();
+  const v1::QuantizeRequest request = Opening(4);
   RawStream stream(server.NewChannel(), kQuantize);
   ASSERT_TRUE(stream.Write(request.SerializeAsString()));
   std::string answer;

@@ -57,6 +57,21 @@ TEST(MemoryBudgetTest, RefusesWithAWayOutAndARetry) {
   EXPECT_TRUE(budget.Acquire(40, kWayOut).ok());
 }
 
+TEST(MemoryBudgetTest, CountsWhatNobodyCanRefuse) {
+  MemoryBudget budget(100);
+  MemoryBudget::Lease lease;
+  budget.Count(&lease, 60);
+  EXPECT_EQ(budget.used_bytes(), 60);
+  budget.Count(&lease, 150);
+  EXPECT_EQ(lease.bytes(), 150);
+  EXPECT_EQ(budget.used_bytes(), 150);
+  EXPECT_FALSE(budget.Acquire(1, kWayOut).ok());
+  budget.Count(&lease, 20);
+  EXPECT_EQ(budget.used_bytes(), 150);
+  lease.Release();
+  EXPECT_EQ(budget.used_bytes(), 0);
+}
+
 TEST(MemoryBudgetTest, GivesNoRetryForWhatNeverFits) {
   MemoryBudget budget(100);
   for (const int64_t bytes :

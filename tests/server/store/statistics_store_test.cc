@@ -164,6 +164,36 @@ TEST_P(StatisticsStoreTest, GivesBackWhatWasContributed) {
   }
 }
 
+TEST_P(StatisticsStoreTest, ReadingAsksBeforeEachSource) {
+  std::vector<float> elements(2000);
+  for (int source = 0; source < 3; ++source) {
+    for (size_t i = 0; i < elements.size(); ++i) {
+      elements[i] = static_cast<float>(i + 5000 * source);
+    }
+    MustContribute(absl::StrCat("rank-", source), 1, MakeState(elements));
+  }
+  std::vector<int64_t> asked;
+  const absl::StatusOr<StoredStatistics> got =
+      store_->ReadStatistics(key_, [&](int64_t memory_bytes) {
+        asked.push_back(memory_bytes);
+        return absl::OkStatus();
+      });
+  ASSERT_TRUE(got.ok()) << got.status();
+  ASSERT_EQ(asked.size(), 3u);
+  EXPECT_GE(asked[2], got->state.statistics.memory_bytes());
+  int calls = 0;
+  const absl::Status refusal = absl::CancelledError("enough");
+  EXPECT_EQ(store_
+                ->ReadStatistics(key_,
+                                 [&](int64_t memory_bytes) {
+                                   return ++calls == 2 ? refusal
+                                                       : absl::OkStatus();
+                                 })
+                .status(),
+            refusal);
+  EXPECT_EQ(calls, 2);
+}
+
 TEST_P(StatisticsStoreTest, SaysWhatIsNotThere) {
   EXPECT_EQ(Reason(store_->GetStatistics(key_).status()),
             "STATISTICS_NOT_FOUND");

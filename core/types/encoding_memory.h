@@ -1,0 +1,26 @@
+// What an encoding takes in memory.
+
+#ifndef QUANTD_CORE_TYPES_ENCODING_MEMORY_H_
+#define QUANTD_CORE_TYPES_ENCODING_MEMORY_H_
+
+#include <cstdint>
+
+#include "core/types/encoding.h"
+
+namespace quantd::core {
+
+// In bytes, the encoding itself included, without what the allocator adds.
+inline int64_t MemoryBytes(const Encoding& encoding) {
+  const auto bytes = [](const auto& values) {
+    return static_cast<int64_t>(values.size() * sizeof(values[0]));
+  };
+  return static_cast<int64_t>(sizeof(Encoding)) + bytes(encoding.block_size) +
+         bytes(encoding.scale) + bytes(encoding.zero_point) +
+         bytes(encoding.scale_code) + bytes(encoding.outer_scale) +
+         bytes(encoding.outer_block_size) + bytes(encoding.codebook) +
+         bytes(encoding.scale_shape);
+}
+
+}  // namespace quantd::core
+
+#endif  // QUANTD_CORE_TYPES_ENCODING_MEMORY_H_
