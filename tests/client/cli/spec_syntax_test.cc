@@ -232,5 +232,34 @@ TEST(SpecSyntaxTest, SpecsCarryFormatBlockSizeAndSymmetry) {
             (Shape{1, 0}));
 }
 
+TEST(SpecSyntaxTest, TakesWhatCompletionOffers) {
+  EXPECT_GE(FormatNames().size(), 47U);
+  for (const std::string& name : FormatNames()) {
+    EXPECT_TRUE(ParseFormat(name).ok()) << name;
+  }
+  for (const std::string& name : GranularityNames()) {
+    EXPECT_TRUE(ParseGranularity(name).ok()) << name;
+  }
+  for (const std::string& name : SymmetryNames()) {
+    EXPECT_TRUE(ParseSymmetry(name).ok()) << name;
+  }
+  for (const std::string& name : MethodNames()) {
+    EncodingSpec spec;
+    EXPECT_TRUE(
+        ParseMethod(name == "best-of" ? "best-of=mse,sqnr" : name, &spec).ok())
+        << name;
+  }
+  for (const std::string& name : TailNames()) {
+    EXPECT_TRUE(ParseTail(name).ok()) << name;
+  }
+  EXPECT_EQ(ScaleTypeNames().size(), 7U);
+  for (const std::string& name : ScaleTypeNames()) {
+    EXPECT_TRUE(ParseScaleType(name).ok()) << name;
+  }
+  for (const std::string& name : MxScaleRuleNames()) {
+    EXPECT_TRUE(ParseMxScaleRule(name).ok()) << name;
+  }
+}
+
 }  // namespace
 }  // namespace quantd::cli

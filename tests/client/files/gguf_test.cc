@@ -68,14 +68,13 @@ class GgufTest : public ::testing::Test {
 
 TEST_F(GgufTest, ReadsPlainTensorsInRowMajorOrder) {
   for (const uint32_t version : {2U, 3U}) {
-    const absl::StatusOr<GgufReader> reader =
-        Open(Padded(absl::StrCat(
-                 Header(version, 2, 3), Text("general.name"), Le(uint32_t{8}),
-                 Text("x"), Text("k"), Le(uint32_t{9}), Le(uint32_t{8}),
-                 Le(uint64_t{2}), Text(""), Text("tok"), Text("n"),
-                 Le(uint32_t{12}), Le(uint64_t{7}), Info("a", {3, 2}, 0, 0),
-                 Info("b", {2}, 30, 32))) +
-             Padded(std::string(24, '\1')) + std::string(4, '\2'));
+    const absl::StatusOr<GgufReader> reader = Open(
+        Padded(absl::StrCat(
+            Header(version, 2, 3), Text("general.name"), Le(uint32_t{8}),
+            Text("x"), Text("k"), Le(uint32_t{9}), Le(uint32_t{8}),
+            Le(uint64_t{2}), Text(""), Text("tok"), Text("n"), Le(uint32_t{12}),
+            Le(uint64_t{7}), Info("a", {3, 2}, 0, 0), Info("b", {2}, 30, 32))) +
+        Padded(std::string(24, '\1')) + std::string(4, '\2'));
     ASSERT_TRUE(reader.ok()) << reader.status();
     ASSERT_EQ(reader->tensors().size(), 2U);
     const GgufTensor& a = reader->tensors()[0];
@@ -123,7 +122,7 @@ TEST_F(GgufTest, DequantizesBlocksExactly) {
 
 TEST_F(GgufTest, KeepsTheNamesOfTensorsOfOtherTypes) {
   const absl::StatusOr<GgufReader> reader =
-      Open(absl::StrCat(Header(3, 1, 0), Info("k", {256}, kQ6K, 0), "      "));
+      Open(Padded(absl::StrCat(Header(3, 1, 0), Info("k", {256}, kQ6K, 0))));
   ASSERT_TRUE(reader.ok()) << reader.status();
   EXPECT_EQ(reader->tensors()[0].type, GgufType::kOther);
   EXPECT_EQ(reader->tensors()[0].type_number, kQ6K);

@@ -179,6 +179,47 @@ class ClientTest(unittest.TestCase):
             quantd.EncodingReference(quantd.TensorName("m", "out")),
             out=codes[1:]).field, "out")
 
+    def test_LargeTensorsGoInPartsWithTheSameResult(self):
+        x = data_of(70, 1001)
+        x[5, 7], x[60, 8], x[65, 9] = np.nan, np.inf, 100
+        name = quantd.TensorName("acme/parts", "t")
+        for spec in ("int8:per-channel", "int4:group:16", "uint16", "nf4"):
+            want = self.client.quantize(x, spec, name=name, store=True)
+            reference = quantd.EncodingReference(name)
+            reals = self.client.dequantize(want)
+            with mock.patch.object(client_module, "_PART_BYTES", 10000):
+                for source in (want.encoding, reference):
+                    with self.subTest(spec=spec, source=type(source)):
+                        before = self.server.metric(
+                            "quantd_tensor_seconds_count")
+                        out = np.empty_like(want.codes)
+                        for chunk_bytes in (3200, 1 << 20):
+                            with quantd.Client(
+                                    self.server.address,
+                                    chunk_bytes=chunk_bytes) as client:
+                                got = client.quantize(x, source, out=out)
+                                self.assertTrue(
+                                    np.shares_memory(got.codes, out))
+                                np.testing.assert_array_equal(got.codes,
+                                                              want.codes)
+                                self.assertEqual(got.summary, want.summary)
+                                self.assertEqual(got.encoding, want.encoding)
+                                np.testing.assert_array_equal(
+                                    client.dequantize(got), reals)
+                        # Large headers make large parts.
+                        if spec == "uint16":
+                            self.assertGreater(self.server.metric(
+                                "quantd_tensor_seconds_count"), before + 50)
+                again = quantd.TensorName("acme/parts", "again")
+                stored = self.client.quantize(x, want.encoding, name=again,
+                                              store=True)
+                self.assertEqual(stored.etag,
+                                 self.client.get_encoding(again).etag)
+                self.assert_fails("ARGUMENT_INVALID", self.client.quantize, x,
+                                  reference, out=np.empty(3, np.int8))
+                self.assert_fails("NON_FINITE_REJECTED", self.client.quantize,
+                                  x, want.encoding, nan_policy="reject")
+
     def test_TensorsOfTorchAreTensors(self):
         try:
             import torch  # pylint: disable=import-outside-toplevel
@@ -674,6 +715,44 @@ class MisbehavingServerTest(unittest.TestCase):
                 grpc.StatusCode.UNAVAILABLE, "DRAINING: about to stop") or (),
             max_retries=2)
         self.assertEqual((error.reason, calls), ("DRAINING", 3))
+
+    def test_ACallThatBreaksGoesOnBehindThePartsThatWereAnswered(self):
+        begins, omits = [], []
+
+        def script(call, requests, context):
+            for request in requests:
+                if not request.HasField("header"):
+                    continue
+                begin = request.header.range.begin_bytes // 4
+                end = request.header.range.end_bytes // 4
+                begins.append((call, begin))
+                omits.append(request.header.omit_encoding == (begin > 0))
+                response = answer(bytes([begin]) * (end - begin), 100)
+                response.offset = begin
+                response.header.range.begin_bytes = begin
+                response.header.range.end_bytes = end
+                if (call, begin) == (1, 32):
+                    # In the middle of the third.
+                    response.ClearField("summary")
+                    response.data = b"\7"
+                    yield response
+                    context.abort(grpc.StatusCode.UNAVAILABLE, "DRAINING: now")
+                yield response
+
+        with mock.patch.multiple(client_module, _PART_BYTES=64,
+                                 _PART_BYTES_PER_HEADER_BYTE=0):
+            with FakeServer(script) as server, quantd.Client(
+                    server.address, initial_backoff=0.001) as client:
+                got = client.quantize(np.ones(100, np.float32),
+                                      quantd.Encoding("int8", [1.0]))
+        self.assertEqual(got.codes.tolist(),
+                         [n // 16 * 16 for n in range(100)])
+        self.assertEqual(got.summary.count, 7 * 3)
+        first = [begin for call, begin in begins if call == 1]
+        self.assertEqual(first[:3], [0, 16, 32])
+        self.assertEqual([begin for call, begin in begins if call == 2],
+                         [32, 48, 64, 80, 96])
+        self.assertTrue(all(omits))
 
     def test_OtherStatusesAreNotRetried(self):
         error, calls = self.quantize(

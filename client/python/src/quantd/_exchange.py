@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any, Generic, Iterator, Optional, TypeVar
 
 import grpc
@@ -43,6 +44,8 @@ class Exchange(Generic[Result]):
         """header: that of the RPC; payload: the tensor's bytes, as uint8."""
         self.header = header
         self.payload = payload
+        # Of the payload in the whole tensor.
+        self.offset_bytes = 0
         # Where bytes are in shared memory; None: on the stream.
         self.placement: Optional[Placement] = None
         self.error: Optional[errors.QuantdError] = None
@@ -76,12 +79,14 @@ class Exchange(Generic[Result]):
                 header = None
             return
         view = memoryview(self.payload.data)
-        yield _wire.request(header, 0, view[:chunk_bytes])
+        base = self.offset_bytes
+        yield _wire.request(header, base, view[:chunk_bytes])
         for offset in range(chunk_bytes, len(view), chunk_bytes):
             # The rest of a tensor that failed would be dropped.
             if self.is_answered:
                 return
-            yield _wire.request(None, offset, view[offset:offset + chunk_bytes])
+            yield _wire.request(None, base + offset,
+                                view[offset:offset + chunk_bytes])
 
     def accept(self, message: bytes) -> bool:
         """Takes one message down; True when it was the tensor's last.
@@ -127,15 +132,18 @@ class Exchange(Generic[Result]):
         Raises: QuantdError, how it failed.
         """
         try:
-            if self.error is not None:
-                if self.error.name is None:
-                    self.error.name = self.name
-                raise self.error
+            self._raise_error()
             return self._result()
         finally:
             if self.placement is not None:
                 # After an error parts may still be on their way.
                 self.placement.release(is_over=self.error is None)
+
+    def _raise_error(self) -> None:
+        if self.error is not None:
+            if self.error.name is None:
+                self.error.name = self.name
+            raise self.error
 
     def _result(self) -> Result:
         raise NotImplementedError
@@ -160,6 +168,8 @@ class OutputExchange(Exchange[Result]):
         """out: the caller's memory for the output, as uint8, or None."""
         super().__init__(header, payload)
         self.caller_out = out
+        # Of which this is a part.
+        self.joined: Optional[OutputExchange[Result]] = None
         # Where the output comes from without it; None: numpy.
         self.output_memory: Optional[OutputMemory] = None
         self._most_output_bytes = most_output_bytes
@@ -174,6 +184,51 @@ class OutputExchange(Exchange[Result]):
         """That, or a bound of it."""
         known = self.output_bytes()
         return self._most_output_bytes if known is None else known
+
+    def parts(self, part_bytes: int, begin_bytes: int = 0
+              ) -> list[OutputExchange[Result]]:
+        """One exchange for each range of so many bytes from there on, whose
+        outputs are joined by `join`: a retry sends only those again that were
+        not answered. Each is quantized or dequantized with a copy of the
+        header.
+
+        Requires: part_bytes is a multiple of 64; room was made where begin_bytes
+        is not 0.
+        """
+        found = []
+        for begin in range(begin_bytes, self.payload.nbytes, part_bytes):
+            payload = self.payload[begin:begin + part_bytes]
+            header = copy.deepcopy(self.header)
+            header.range.begin_bytes = begin
+            header.range.end_bytes = begin + payload.nbytes
+            if begin:
+                # It is that of the first, and so is what is stored.
+                header.omit_encoding = True
+                if "store" in header.DESCRIPTOR.fields_by_name:
+                    header.store = False
+            part = copy.copy(self)
+            part.header, part.payload, part.offset_bytes = (header, payload,
+                                                            begin)
+            part.joined = self
+            part.reset()
+            found.append(part)
+        return found
+
+    def fix_encoding(self) -> None:
+        """Takes the encoding that the first part was answered with for all
+        others: by now another one may go by its name."""
+        if self.header.HasField("reference"):
+            self.header.encoding.CopyFrom(self._response_header.encoding)
+
+    def join(self, part: OutputExchange[Result]) -> None:
+        """Adds an answered part. Raises: QuantdError, how it failed."""
+        part._raise_error()
+        if self._summary is None:
+            self._summary = self.SUMMARY()
+        for field in self._summary.DESCRIPTOR.fields:
+            setattr(self._summary, field.name, getattr(
+                self._summary, field.name) + getattr(part._summary, field.name)
+                if field.name != "checksum_xxh3" else 0)
 
     def reset(self) -> None:
         super().reset()
@@ -200,10 +255,12 @@ class OutputExchange(Exchange[Result]):
             return
         begin = self._received_bytes
         end = begin + len(response.data)
-        if response.offset != begin or end > len(self._view):
+        base = self._response_header.range.begin_bytes
+        if response.offset != base + begin or end > len(self._view):
             raise errors.response_malformed(
-                f"expected bytes from {begin} up to {len(self._view)}, got "
-                f"{len(response.data)} from {response.offset}")
+                f"expected bytes from {base + begin} up to "
+                f"{base + len(self._view)}, got {len(response.data)} from "
+                f"{response.offset}")
         self._view[begin:end] = response.data
         self._received_bytes = end
         if self._hash is not None:
@@ -216,28 +273,50 @@ class OutputExchange(Exchange[Result]):
         if size > self._most_output_bytes:
             raise errors.response_malformed(
                 f"expected at most {self._most_output_bytes} bytes, got {size}")
+        whole = self.joined or self
+        if not self.offset_bytes:
+            # Another try of the first part may be answered otherwise.
+            whole._response_header = header
+            whole._make_room(size)
+            self.error = whole.error
+        if self.error is not None:
+            return
+        assert whole._out is not None
+        self._out = whole._out
+        if self.joined is not None:
+            span = header.range
+            if whole._out.nbytes != size or not (
+                    span.begin_bytes <= span.end_bytes <= size):
+                raise errors.response_malformed(
+                    f"expected a part of {whole._out.nbytes} bytes, got "
+                    f"[{span.begin_bytes}, {span.end_bytes}) of {size}")
+            self._out = whole._out[span.begin_bytes:span.end_bytes]
+        self._view = memoryview(self._out.data)
+
+    def _make_room(self, size: int) -> None:
+        """For the whole output."""
+        if self._out is not None and self._out.nbytes == size:
+            return
         if self.placement is not None and self.placement.output is not None:
-            self._out = self.placement.output
+            out = self.placement.output
             if self.placement.output_is_staged:
-                self._out = self._out[:size]
+                out = out[:size]
         elif self.caller_out is not None:
-            self._out = self.caller_out
+            out = self.caller_out
         else:
             try:
-                self._out = (np.empty(size, np.uint8)
-                             if self.output_memory is None
-                             else self.output_memory.take(size))
+                out = (np.empty(size, np.uint8) if self.output_memory is None
+                       else self.output_memory.take(size))
             except MemoryError:
                 self.error = errors.QuantdError(
                     grpc.StatusCode.RESOURCE_EXHAUSTED, "ARGUMENT_INVALID",
                     f"no memory for an output of {size} bytes")
                 return
-        if self._out.nbytes != size:
+        if out.nbytes != size:
             self.error = errors.argument_invalid(
-                f"expected an array of {size} bytes, got {self._out.nbytes}",
-                "out")
+                f"expected an array of {size} bytes, got {out.nbytes}", "out")
             return
-        self._view = memoryview(self._out.data)
+        self._out = out
 
     def _on_summary(self) -> None:
         if self._response_header is None:

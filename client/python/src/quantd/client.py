@@ -32,6 +32,10 @@ _SERVICE = "/quantd.v1.QuantizationService/"
 # small.
 _WINDOW_BYTES = 64 << 20
 _WINDOW_COUNT = 64
+# A tensor whose encoding is known goes up in ranges of this, so that a retry
+# does not send all of it again; more where the header is large.
+_PART_BYTES = 64 << 20
+_PART_BYTES_PER_HEADER_BYTE = 32
 
 
 class _Connection:
@@ -84,7 +88,9 @@ class Client:
     chunk_bytes: payload of a message, 64 bytes to 32 MiB; a server takes 4 MiB
         by default.
     max_retries: attempts after the first, on UNAVAILABLE and where the server
-        asks for a retry. Every call may be repeated without harm.
+        asks for a retry. Every call may be repeated without harm; quantize() and
+        dequantize() of more than 64 MiB with an Encoding or an
+        EncodingReference go on behind what was answered.
     initial_backoff, max_backoff: seconds before the first retry; the pause
         doubles up to the second and varies by half.
     credentials: for TLS, see tls_credentials(); None: plaintext.
@@ -635,14 +641,46 @@ class Client:
             exchange.unshare()
             raise
         try:
-            stream.send(exchange)
-            stream.receive()
+            if isinstance(exchange, OutputExchange) and (
+                    exchange.placement is None):
+                self._run_parts(stream, exchange)
+            else:
+                stream.send(exchange)
+                stream.receive()
         except ValueError as error:
             # What gRPC says of a channel that another thread has closed.
             raise errors.client_closed() from error
         finally:
             self._give_back(method, stream)
         return exchange.take_result()
+
+    def _run_parts(self, stream: RetryingStream,
+                   exchange: OutputExchange[Any]) -> None:
+        """In parts where that is possible."""
+        header_bytes = exchange.header.ByteSize() * _PART_BYTES_PER_HEADER_BYTE
+        part_bytes = -(-max(_PART_BYTES, header_bytes) // 64) * 64
+        source = exchange.header.WhichOneof("encoding_source")
+        if exchange.size_bytes <= part_bytes or source == "spec" or (
+                source == "reference" and exchange.header.omit_encoding):
+            stream.send(exchange)
+            stream.receive()
+            return
+        parts = exchange.parts(part_bytes)
+        # The answer to the first says what goes by the name now.
+        first = parts[:1] if source == "reference" else parts
+        for part in first:
+            stream.send(part)
+        for part in first:
+            stream.receive()
+            exchange.join(part)
+        if source == "reference":
+            exchange.fix_encoding()
+            parts = exchange.parts(part_bytes, part_bytes)
+            for part in parts:
+                stream.send(part)
+            for part in parts:
+                stream.receive()
+                exchange.join(part)
 
     def _many(self, method: str, items: Iterable[Any],
               make: Callable[[Any], Exchange[Any]], on_error: str,
