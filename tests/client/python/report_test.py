@@ -42,6 +42,14 @@ def model(client):
     return MODEL
 
 
+@pytest.fixture(scope="module")
+def page(client, model, tmp_path_factory):  # pylint: disable=unused-argument
+    """The file of its report, alone in a folder."""
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    report.write(str(path), client, MODEL, specs=SPECS)
+    return path
+
+
 def browse(path, folder, script="", style=""):
     """The page as it is once everything has run. `script` runs at its end."""
     with open(path, encoding="utf-8") as file:
@@ -62,7 +70,8 @@ def browse(path, folder, script="", style=""):
         check=True).stdout.decode()
 
 
-# Marks what was drawn, and how far anything sticks out.
+# Marks what was drawn, how far anything sticks out, and which tensor comes first
+# once they are sorted by name.
 MEASURE = """
 window.addEventListener("load", () => setTimeout(() => {
   const plots = [...document.querySelectorAll(".js-plotly-plot")];
@@ -71,25 +80,27 @@ window.addEventListener("load", () => setTimeout(() => {
   const labels = [...document.querySelectorAll(
     ".plot text, .plot .main-svg")].map(
     t => t.getBoundingClientRect()).filter(r => r.width);
+  const table = [...document.querySelectorAll("table")].pop();
+  table.querySelector("th button").click();
   const root = document.documentElement.getBoundingClientRect();
   document.title = JSON.stringify({
     plots: plots.length, empty: traces.filter(n => !n).length,
     outside: labels.filter(
-      r => r.left < root.left - 1 || r.right > root.right + 1).length});
+      r => r.left < root.left - 1 || r.right > root.right + 1).length,
+    first: table.querySelector("td").textContent});
 }, 3000));
 """
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="without Chromium")
 @pytest.mark.parametrize("width", [1280, 390])
-def test_EveryPlotIsDrawnWithinThePage(client, tmp_path, width):
-    path = tmp_path / "report.html"
-    report.write(str(path), client, MODEL, specs=SPECS)
-    dom = browse(path, tmp_path, MEASURE,
+def test_EveryPlotIsDrawnWithinThePage(page, tmp_path, width):
+    dom = browse(page, tmp_path, MEASURE,
                  f"html {{ width: {width}px; }}")
     title = re.search(r"<title>(.*?)</title>", dom).group(1)
     # SQNR, sensitivity, size, two of ranges, and a histogram of each tensor.
-    assert title == '{"plots":13,"empty":0,"outside":0}'
+    assert title == ('{"plots":13,"empty":0,"outside":0,'
+                     '"first":"conv1.input"}')
     for name in ("conv1.weight", "fc2.input"):
         assert f"<h3>{name}</h3>" in dom
     for kind in ("weights", "activations"):
@@ -112,17 +123,15 @@ def test_NamesAreTextAndNothingElse(client, tmp_path):
     assert 'a &lt;b&gt;&amp;amp;"odd&lt;/b&gt; name&lt;/script&gt;' in dom
 
 
-def test_ThePageHasEverythingInIt(client, tmp_path):
-    path = tmp_path / "report.html"
-    report.write(str(path), client, MODEL, specs=SPECS)
-    text = path.read_text(encoding="utf-8")
+def test_ThePageHasEverythingInIt(client, page):
+    text = page.read_text(encoding="utf-8")
     # What plotly.js itself could load are maps, which are not used.
     head = text.split("plotly.js v", 1)[0]
     assert not re.search(r"(src|href)\s*=|@import|url\(|https?://", head)
-    assert sorted(os.listdir(tmp_path)) == ["report.html"]
+    assert os.listdir(page.parent) == ["report.html"]
     with pytest.raises(quantd.QuantdError):
-        report.write(str(tmp_path / "none.html"), client, "nothing")
-    assert sorted(os.listdir(tmp_path)) == ["report.html"]
+        report.write(str(page.parent / "none.html"), client, "nothing")
+    assert os.listdir(page.parent) == ["report.html"]
 
 
 def test_HistogramsAndQuantilesAreThoseOfTheData(client):
