@@ -223,11 +223,15 @@ def test_TensorsAreSentAgainToAServerThatComesBack(request, tmp_path):
             task = asyncio.ensure_future(client.quantize(x, "int8"))
             await asyncio.wait_for(retrying.wait(), 60)
             assert not task.done()
-            second = await asyncio.get_running_loop().run_in_executor(
-                None, start)
-            with second:
+            # The loop goes on meanwhile: the server waits for the connection to
+            # end.
+            loop = asyncio.get_running_loop()
+            second = await loop.run_in_executor(None, start)
+            try:
                 got = await asyncio.wait_for(task, 60)
                 await client.close()
+            finally:
+                await loop.run_in_executor(None, second.stop)
             np.testing.assert_array_equal(got.codes, want.codes)
 
     asyncio.run(main())
