@@ -422,6 +422,42 @@ TEST(InterchangeTest, WritesLpbqOfAimetBothWays) {
   EXPECT_EQ(Losses(nested.losses), "");
 }
 
+// One channel, and channels of one block: what is left of the layout is enough.
+TEST(InterchangeTest, BlocksOfOneChannelComeBack) {
+  for (const std::vector<int64_t>& scale_shape :
+       {std::vector<int64_t>{1, 6}, std::vector<int64_t>{6, 1}}) {
+    core::Encoding lpbq = Lpbq();
+    lpbq.scale_shape = scale_shape;
+    lpbq.outer_scale = Scales(scale_shape[0]);
+    EXPECT_TRUE(core::DeriveScales(&lpbq).ok());
+    core::Encoding integers = MakeEncoding("int4", Scales(6));
+    integers.block_size = {1, 64};
+    integers.scale_shape = scale_shape;
+    for (const core::Encoding& encoding : {lpbq, integers}) {
+      const Written written =
+          Write(InterchangeFormat::kAimet100, {{"w.weight", encoding}});
+      EXPECT_EQ(written.count, 1) << Losses(written.losses);
+      const absl::StatusOr<core::Encoding> back =
+          ParseOne(written.text, Shape({scale_shape[0], 64 * scale_shape[1]}));
+      ASSERT_TRUE(back.ok()) << back.status();
+      EXPECT_EQ(back->scale, encoding.scale);
+    }
+  }
+}
+
+TEST(InterchangeTest, TellsOfLayersThatAreNotToBeQuantized) {
+  for (const char* text :
+       {R"({"version":"0.6.1","excluded_layers":["a"],"param_encodings":{},
+            "activation_encodings":{}})",
+        R"({"version":"1.0.0","excluded_layers":["a"],"param_encodings":[],
+            "activation_encodings":[]})",
+        R"({"version":"2.0.0","excluded_layers":["a"],"encodings":[]})"}) {
+    const absl::StatusOr<ParsedEncodings> parsed = Parse(text);
+    ASSERT_TRUE(parsed.ok()) << parsed.status();
+    EXPECT_THAT(Losses(parsed->losses), HasSubstr("excluded_layers"));
+  }
+}
+
 TEST(InterchangeTest, ReadsAimet200) {
   const absl::StatusOr<ParsedEncodings> parsed = Parse(
       R"({"version":"2.0.0","encodings":[
@@ -441,6 +477,97 @@ TEST(InterchangeTest, ReadsAimet200) {
   EXPECT_EQ(parsed->encodings[2].encoding.scale_shape,
             (std::vector<int64_t>{3, 2}));
   EXPECT_THAT(Losses(parsed->losses), HasSubstr("f left out"));
+}
+
+TEST(InterchangeTest, TellsWhatCompressedTensorsHaveNoWordFor) {
+  core::Encoding strict = PerChannel("int8", 2, 0, 3);
+  strict.qmin = -127;
+  core::Encoding floats = MakeEncoding("float8_e4m3fn", {1});
+  floats.no_saturation = true;
+  core::Encoding row = MakeEncoding("mxfp4_e2m1", {});
+  row.scale_type = core::ScaleType::kE8m0;
+  row.block_size = {1, 32};
+  row.scale_code = {120};
+  EXPECT_TRUE(core::DeriveScales(&row).ok());
+  const Written written =
+      Write(InterchangeFormat::kCompressedTensors,
+            {{"a.weight", strict}, {"b.weight", floats}, {"c.weight", row}});
+  EXPECT_THAT(Losses(written.losses), HasSubstr("a.weight: qmin and qmax"));
+  EXPECT_THAT(Losses(written.losses), HasSubstr("b.weight: no_saturation"));
+  const auto groups = nlohmann::json::parse(
+      written.text)["quantization_config"]["config_groups"];
+  // Of a single group, too.
+  EXPECT_EQ(groups["group_2"]["weights"]["strategy"], "group");
+  EXPECT_EQ(groups["group_2"]["weights"]["group_size"], 32);
+}
+
+struct Malformed {
+  const char* text;
+  const char* message;
+};
+
+TEST(InterchangeTest, ReadsParametersOfOnnx) {
+  const absl::StatusOr<ParsedEncodings> parsed = Parse(
+      R"({"format":"onnx-qdq","version":1,"encodings":[
+          {"name":"t","output_dtype":"uint8","y_scale":0.5,"y_zero_point":3},
+          {"name":"c","output_dtype":"int8","y_scale":[0.5,0.25]},
+          {"name":"b","output_dtype":"uint4","axis":-1,"block_size":2,
+           "y_scale":[[1,2],[3,4]],"y_zero_point":[[8,7],[0,15]]},
+          {"name":"f","output_dtype":"float8_e4m3fn","y_scale":0.5,
+           "saturate":false,"scale_dtype":"float16"},
+          {"name":"h","output_dtype":"float16"}]})");
+  ASSERT_TRUE(parsed.ok()) << parsed.status();
+  ASSERT_EQ(parsed->encodings.size(), 4);
+  EXPECT_EQ(parsed->encodings[0].encoding.zero_point, std::vector<int32_t>{3});
+  // ONNX's default axis is 1.
+  PendingEncoding channels = parsed->encodings[1];
+  ASSERT_TRUE(ResolveLayout(Shape({2, 2}), &channels).ok());
+  EXPECT_EQ(channels.encoding.block_size, (std::vector<int64_t>{0, 1}));
+  const core::Encoding& blocks = parsed->encodings[2].encoding;
+  EXPECT_EQ(blocks.block_size, (std::vector<int64_t>{1, 2}));
+  EXPECT_EQ(blocks.scale, (std::vector<float>{1, 2, 3, 4}));
+  EXPECT_EQ(blocks.zero_point, (std::vector<int32_t>{8, 7, 0, 15}));
+  const core::Encoding& floats = parsed->encodings[3].encoding;
+  EXPECT_TRUE(floats.no_saturation);
+  EXPECT_EQ(floats.scale_type, core::ScaleType::kFloat16);
+  EXPECT_EQ(Losses(parsed->losses),
+            "h left out: encodings[4].output_dtype: a float of 16 bits without "
+            "scale, nothing to keep\n");
+}
+
+TEST(InterchangeTest, NamesThePlaceOfWhatIsWrongInParametersOfOnnx) {
+  const Malformed entries[] = {
+      {R"("output_dtype":"int8")", "encodings[0].y_scale: is missing"},
+      {R"("y_scale":1)", "encodings[0].output_dtype: is missing"},
+      {R"("output_dtype":"int7","y_scale":1)",
+       "encodings[0].output_dtype: no type \"int7\""},
+      {R"("output_dtype":"float8_e4m3fn","y_scale":1,"y_zero_point":1)",
+       "encodings[0].y_zero_point: entry 0 is 1, expected an integer of 0 to "
+       "0"},
+      {R"("output_dtype":"int8","y_scale":[1,2],"y_zero_point":0)",
+       "encodings[0].y_zero_point: expected lists of the lengths of y_scale"},
+      {R"("output_dtype":"int8","y_scale":[[1,2]],"axis":2,"block_size":2)",
+       "encodings[0].axis[0]: expected an integer of -2 to 1"},
+      {R"("output_dtype":"int8","y_scale":[1],"axis":1e9)",
+       "encodings[0].axis[0]: expected an integer of"},
+      {R"("output_dtype":"int8","y_scale":[[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]])",
+       "encodings[0].y_scale: lists of 17 dimensions"},
+      {R"("output_dtype":"int8","y_scale":1,"scale_dtype":"float31")",
+       "encodings[0].scale_dtype: expected float32, float16 or bfloat16"},
+      {R"("output_dtype":"float8_e5m2","y_scale":1,"saturate":0)",
+       "encodings[0].saturate: expected"},
+  };
+  for (const Malformed& entry : entries) {
+    const std::string text = absl::StrCat(
+        R"({"format":"onnx-qdq","version":1,"encodings":[{"name":"w",)",
+        entry.text, "}]}");
+    const absl::StatusOr<ParsedEncodings> parsed = Parse(text);
+    ASSERT_FALSE(parsed.ok()) << text;
+    EXPECT_EQ(core::ErrorReason(parsed.status()), "INTERCHANGE_INVALID");
+    EXPECT_THAT(std::string(parsed.status().message()),
+                HasSubstr(entry.message))
+        << text;
+  }
 }
 
 TEST(InterchangeTest, WritesTheSchemesOfCompressedTensors) {
@@ -476,11 +603,6 @@ TEST(InterchangeTest, WritesTheSchemesOfCompressedTensors) {
   EXPECT_THAT(Losses(written.losses), HasSubstr("e.weight left out"));
   EXPECT_THAT(Losses(written.losses), HasSubstr("b.weight: scale"));
 }
-
-struct Malformed {
-  const char* text;
-  const char* message;
-};
 
 TEST(InterchangeTest, NamesThePlaceOfWhatIsWrong) {
   const std::string deep = std::string(40, '[') + "1" + std::string(40, ']');
