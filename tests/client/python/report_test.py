@@ -70,8 +70,8 @@ def browse(path, folder, script="", style=""):
         check=True).stdout.decode()
 
 
-# Marks what was drawn, how far anything sticks out, and which tensor comes first
-# once they are sorted by name.
+# Marks what was drawn, how far anything sticks out, and which tensor comes
+# first once they are sorted by name.
 MEASURE = """
 window.addEventListener("load", () => setTimeout(() => {
   const plots = [...document.querySelectorAll(".js-plotly-plot")];

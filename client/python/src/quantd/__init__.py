@@ -37,13 +37,14 @@ from quantd.tensor import FormatInfo, TensorName, format_info, unpack
 __version__ = "0.1.0"
 
 __all__ = [
-    "CalibrateJob", "CalibrateResult", "CandidateMetrics", "Client", "ComputedEncoding",
-    "Contribution", "ContributionResult", "Encoding", "EncodingReference",
-    "DequantizedChunks", "EncodingSpec", "ErrorHistogram", "ErrorMetrics", "FormatInfo",
-    "Granularity", "Model", "Prediction", "QuantdError", "QuantizeJob",
-    "QuantizeSummary", "QuantizedChunks", "QuantizedTensor", "Revision", "StatisticsEntry",
-    "StatisticsSource", "StoredEncoding", "StoredStatistics",
-    "SweepCandidate", "SweepMixture", "SweepResult", "SweepTensor",
-    "SweepTotal", "TensorName", "TensorStatistics", "blocks", "format_info",
-    "group", "per_channel", "per_tensor", "tls_credentials", "unpack",
+    "CalibrateJob", "CalibrateResult", "CandidateMetrics", "Client",
+    "ComputedEncoding", "Contribution", "ContributionResult",
+    "DequantizedChunks", "Encoding", "EncodingReference", "EncodingSpec",
+    "ErrorHistogram", "ErrorMetrics", "FormatInfo", "Granularity", "Model",
+    "Prediction", "QuantdError", "QuantizeJob", "QuantizeSummary",
+    "QuantizedChunks", "QuantizedTensor", "Revision", "StatisticsEntry",
+    "StatisticsSource", "StoredEncoding", "StoredStatistics", "SweepCandidate",
+    "SweepMixture", "SweepResult", "SweepTensor", "SweepTotal", "TensorName",
+    "TensorStatistics", "blocks", "format_info", "group", "per_channel",
+    "per_tensor", "tls_credentials", "unpack",
 ]

@@ -192,8 +192,8 @@ class OutputExchange(Exchange[Result]):
         not answered. Each is quantized or dequantized with a copy of the
         header.
 
-        Requires: part_bytes is a multiple of 64; room was made where begin_bytes
-        is not 0.
+        Requires: part_bytes is a multiple of 64; room was made where
+        begin_bytes is not 0.
         """
         found = []
         for begin in range(begin_bytes, self.payload.nbytes, part_bytes):

@@ -88,8 +88,8 @@ class Client:
     chunk_bytes: payload of a message, 64 bytes to 32 MiB; a server takes 4 MiB
         by default.
     max_retries: attempts after the first, on UNAVAILABLE and where the server
-        asks for a retry. Every call may be repeated without harm; quantize() and
-        dequantize() of more than 64 MiB with an Encoding or an
+        asks for a retry. Every call may be repeated without harm; quantize()
+        and dequantize() of more than 64 MiB with an Encoding or an
         EncodingReference go on behind what was answered.
     initial_backoff, max_backoff: seconds before the first retry; the pause
         doubles up to the second and varies by half.
