@@ -512,8 +512,8 @@ std::vector<Flag> MakeFlags() {
                 limits.tensor_count, 1, int64_t{1} << 30,
                 QUANTD_FIELD(limits.tensor_count)),
       DurationFlag("queue-delay", kLimits,
-                   "New tensors are turned away while the workers need longer "
-                   "than this for what has arrived.",
+                   "New tensors are turned away while others would delay them "
+                   "longer than this, and than they take themselves.",
                    limits.queue_delay, absl::ZeroDuration(), absl::Hours(1),
                    QUANTD_FIELD(limits.queue_delay)),
       CountFlag("shared-connections", kLimits,

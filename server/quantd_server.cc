@@ -43,6 +43,14 @@ constexpr absl::Duration kExpiryWarning = absl::Hours(14 * 24);
 constexpr absl::Duration kExpiryInterval = absl::Hours(24);
 // For streams that are out of time to be told so.
 constexpr absl::Duration kEndGrace = absl::Milliseconds(500);
+// From when on clients are taken to have heard that the server drains, and how
+// long to wait for that. gRPC cancels without a word what comes later.
+constexpr absl::Duration kQuietTime = absl::Milliseconds(50);
+constexpr absl::Duration kMaxQuietWait = absl::Milliseconds(500);
+// For connections to hear that the server goes, when no call of ours is left.
+constexpr auto kGoAwayTime = std::chrono::milliseconds(100);
+// For calls that take no notice.
+constexpr auto kCutTime = std::chrono::seconds(1);
 // A frame of HTTP/2: a default chunk fits into one. The default of 16 KiB costs
 // a look at the connection for each.
 constexpr int kFrameBytes = 2 << 20;
@@ -269,15 +277,20 @@ void QuantdServer::Stop(absl::Duration grace) {
   draining_.store(true);
   if (server_ != nullptr) {
     registry_.Drain();
-    if (!registry_.WaitUntilEmpty(grace)) {
+    bool is_empty = registry_.WaitUntilEmpty(grace);
+    if (!is_empty) {
       registry_.EndAll();
-      registry_.WaitUntilEmpty(kEndGrace);
+      is_empty = registry_.WaitUntilEmpty(kEndGrace);
+    }
+    if (grace > absl::ZeroDuration()) {
+      registry_.WaitUntilQuiet(kQuietTime, kMaxQuietWait);
     }
     // gRPC takes no connections any more once it is shut down.
     unix_listeners_.clear();
-    // What is left does not even read its status; unary calls are short.
+    // Peers that are silent, and those that watch our health, do not leave by
+    // themselves.
     server_->Shutdown(std::chrono::system_clock::now() +
-                      std::chrono::seconds(1));
+                      (is_empty ? kGoAwayTime : kCutTime));
     server_->Wait();
     control_server_.reset();
   }
@@ -296,7 +309,7 @@ void QuantdServer::Watch() {
     registry_.EndOverdue(options_.limits);
     FitQuota();
     metrics_->MemoryBudget(budget_.total_bytes(), budget_.used_bytes());
-    metrics_->QueueDelay(admission_.delay());
+    metrics_->QueueDelay(admission_.Delay(Admission::kUnknownWork));
   }
 }
 

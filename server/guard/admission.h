@@ -16,11 +16,16 @@
 
 namespace quantd::server {
 
-// Estimates how long the workers need for the data that has arrived, and turns
-// new tensors away while that is too long. What has not arrived does not count:
-// a client that sends slowly, or that flow control holds back, is no load. A
-// tensor's size does not matter to whether it is taken, so that large ones are
-// not starved. Thread-safe.
+// Estimates how long a new tensor would wait for the others, and turns it away
+// while that is too long. The workers take turns, so that each of the others
+// delays it by no more work than it brings itself: short ones pass long ones,
+// and long ones do not pile up. What has not arrived does not count: a client
+// that sends slowly, or that flow control holds back, is no load.
+//
+// A burst may wait for the whole delay. When tensors have waited for too long
+// behind their like, it is none: then one waits no longer than it takes itself,
+// so that those that are served are served soon. Tensors that take seconds are
+// patient: several share a worker. Thread-safe.
 class Admission {
  public:
   // The load of one stream on the workers. Not thread-safe.
@@ -31,25 +36,34 @@ class Admission {
     Load(const Load&) = delete;
     Load& operator=(const Load&) = delete;
 
-    // How long one worker needs for what the stream has.
-    void Set(absl::Duration work);
+    // How long one worker needs for what the stream has, and has spent on the
+    // same tensor before.
+    void Set(absl::Duration work,
+             absl::Duration spent_work = absl::ZeroDuration());
 
    private:
     Admission* const admission_;
     int64_t work_ns_ = 0;
+    int64_t tensor_ns_ = 0;
   };
 
-  // Takes up to `max_tensors` at once, while work for `threads` workers is done
-  // within `max_delay`.
+  // What a tensor is taken for of which nothing is known.
+  static constexpr absl::Duration kUnknownWork = absl::Milliseconds(20);
+
+  // Takes up to `max_tensors` at once, while `threads` workers get to each
+  // within `max_delay`, or as long as it takes itself.
   Admission(int threads, absl::Duration max_delay, int64_t max_tensors);
 
-  // Whether one more tensor may be worked on, beside what is loaded. A worker
-  // that has nothing to do needs no estimate.
+  // Whether one more tensor may be worked on, beside what is loaded, that takes
+  // one worker as long as `work`. A worker that has nothing to do needs no
+  // estimate.
   // Errors: OVERLOADED, with a retry delay that grows with the share that is
   // turned away and differs from call to call, so that clients spread out.
-  absl::Status Admit(bool worker_is_idle) ABSL_LOCKS_EXCLUDED(mutex_);
-  // How long the workers need for what there is.
-  absl::Duration delay() const;
+  absl::Status Admit(bool worker_is_idle, absl::Duration work)
+      ABSL_LOCKS_EXCLUDED(mutex_);
+  // How long what there is delays a tensor that takes one worker as long as
+  // `work`.
+  absl::Duration Delay(absl::Duration work) const;
 
   void TensorOpened() { tensors_.fetch_add(1, std::memory_order_relaxed); }
   void TensorClosed() { tensors_.fetch_sub(1, std::memory_order_relaxed); }
@@ -63,20 +77,32 @@ class Admission {
   void Finished(Rpc rpc, int64_t tensor_bytes, absl::Duration time);
 
  private:
-  // Powers of two of bytes.
+  // Powers of two of bytes, and of nanoseconds.
   static constexpr int kSizes = 64;
   static constexpr int kRpcs = 4;
 
-  bool Busy(bool worker_is_idle) const;
+  // The loads of tensors whose work has the same power of two in all.
+  struct Loads {
+    std::atomic<int64_t> work_ns{0};
+    std::atomic<int64_t> count{0};
+  };
+
+  void Add(int64_t work_ns, int64_t tensor_ns, int count);
+  // By tensors of less work than `below`.
+  absl::Duration DelayBy(absl::Duration below, absl::Duration work) const;
+  // How long such a tensor may wait now.
+  absl::Duration MostDelay(absl::Duration work);
   // After a tensor was turned away.
   absl::Duration RetryAfter() ABSL_LOCKS_EXCLUDED(mutex_);
 
   const int threads_;
-  const int64_t max_delay_ns_;
+  const absl::Duration max_delay_;
   const int64_t max_tensors_;
-  // Sums over all loads, and how many are not zero.
-  std::atomic<int64_t> work_ns_{0};
+  std::array<Loads, kSizes> loads_{};
+  // How many are not zero.
   std::atomic<int> loaded_{0};
+  // When a tensor last came that had to wait no longer than it takes.
+  std::atomic<int64_t> calm_ns_{0};
   std::atomic<int64_t> tensors_{0};
   // Since window_start_.
   std::atomic<int64_t> admitted_{0};

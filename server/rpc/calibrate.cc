@@ -153,14 +153,19 @@ class CalibrateJob final : public TensorJob {
       done_ = true;
       return absl::OkStatus();
     }
+    const auto charge = [this](int64_t memory_bytes) {
+      return stopped() ? absl::CancelledError()
+                       : env_.budget->Grow(&stored_lease_, memory_bytes,
+                                           "send it again, which counts it "
+                                           "once, or compute the encoding "
+                                           "later");
+    };
     absl::StatusOr<StoredStatistics> stored =
-        task_.statistics->GetStatistics(task_.key);
+        task_.statistics->ReadStatistics(task_.key, charge);
     if (!stored.ok()) return stored.status();
-    absl::StatusOr<MemoryBudget::Lease> lease = env_.budget->Acquire(
-        kCalibrationCopies * stored->state.statistics.memory_bytes(),
-        "send it again, which counts it once, or compute the encoding later");
-    if (!lease.ok()) return lease.status();
-    stored_lease_ = *std::move(lease);
+    absl::Status status =
+        charge(kCalibrationCopies * stored->state.statistics.memory_bytes());
+    if (!status.ok()) return status;
     stored_ = *std::move(stored);
     step_ = Step::kCalibrate;
     return absl::OkStatus();
@@ -307,16 +312,17 @@ class CalibrateRpc final : public TensorRpc {
 
   absl::StatusOr<std::unique_ptr<TensorJob>> Open(
       const std::string& bytes, const Caller& caller) override {
-    absl::StatusOr<v1::CalibrateHeader> header =
-        ParseHeader<v1::CalibrateHeader>(bytes);
-    if (!header.ok()) return header.status();
+    absl::StatusOr<ParsedHeader<v1::CalibrateHeader>> parsed =
+        ParseHeader<v1::CalibrateHeader>(env_, bytes);
+    if (!parsed.ok()) return parsed.status();
+    const v1::CalibrateHeader& header = parsed->header;
     absl::StatusOr<TensorDescription> description =
-        CheckDescription(env_, header->tensor());
+        CheckDescription(env_, header.tensor());
     if (!description.ok()) return description.status();
     CalibrateTask task;
-    task.name = header->tensor().name();
+    task.name = header.tensor().name();
     task.description = *std::move(description);
-    if (header->has_spec() || header->has_contribution()) {
+    if (header.has_spec() || header.has_contribution()) {
       absl::StatusOr<EncodingKey> key = KeyFromProto(task.name);
       if (!key.ok()) {
         return core::WithField(key.status(), "header.tensor.name");
@@ -328,12 +334,12 @@ class CalibrateRpc final : public TensorRpc {
       task.statistics = caller.statistics;
     }
     int mantissa_bits = TensorAccumulator::kNoHistograms;
-    if (header->has_contribution()) {
-      if (absl::Status s = OpenContribution(*header, &task); !s.ok()) return s;
+    if (header.has_contribution()) {
+      if (absl::Status s = OpenContribution(header, &task); !s.ok()) return s;
       mantissa_bits = task.contribution->mantissa_bits;
-    } else if (header->has_spec()) {
+    } else if (header.has_spec()) {
       absl::StatusOr<ResolvedSpec> spec =
-          ResolveSpec(env_, header->spec(), task.description.shape);
+          ResolveSpec(env_, header.spec(), task.description.shape);
       if (!spec.ok()) return core::WithField(spec.status(), "header.spec");
       mantissa_bits = MantissaBitsFor(spec->spec);
       task.spec = std::move(spec->spec);

@@ -29,7 +29,8 @@ namespace quantd::server {
 namespace {
 
 // What a header says of its encoding. Errors are at its field.
-absl::StatusOr<EncodingSource> OpenSource(const Caller& caller,
+absl::StatusOr<EncodingSource> OpenSource(const RpcEnvironment& env,
+                                          const Caller& caller,
                                           const v1::DequantizeHeader& header) {
   switch (header.encoding_source_case()) {
     case v1::DequantizeHeader::kReference: {
@@ -40,7 +41,7 @@ absl::StatusOr<EncodingSource> OpenSource(const Caller& caller,
     }
     case v1::DequantizeHeader::kEncoding: {
       absl::StatusOr<EncodingSource> source =
-          EncodingSource::Open(header.encoding());
+          EncodingSource::Open(env, header.encoding());
       if (source.ok()) return source;
       return core::WithField(source.status(), "header.encoding");
     }
@@ -65,7 +66,9 @@ class DequantizeJob final : public TensorJob {
   }
 
   bool StartWaits() const override { return source_.waits(); }
-  bool light() const override { return true; }
+  bool light() const override {
+    return request_.omit_encoding() || !source_.is_large();
+  }
 
   absl::Status Start(ChunkWriter* out) override {
     absl::StatusOr<ResolvedEncoding> resolved =
@@ -206,19 +209,20 @@ class DequantizeRpc final : public TensorRpc {
 
   absl::StatusOr<std::unique_ptr<TensorJob>> Open(
       const std::string& bytes, const Caller& caller) override {
-    absl::StatusOr<v1::DequantizeHeader> header =
-        ParseHeader<v1::DequantizeHeader>(bytes);
-    if (!header.ok()) return header.status();
+    absl::StatusOr<ParsedHeader<v1::DequantizeHeader>> parsed =
+        ParseHeader<v1::DequantizeHeader>(env_, bytes);
+    if (!parsed.ok()) return parsed.status();
+    v1::DequantizeHeader& header = parsed->header;
     absl::StatusOr<TensorDescription> description =
-        CheckDescription(env_, header->tensor());
+        CheckDescription(env_, header.tensor());
     if (!description.ok()) return description.status();
-    absl::StatusOr<EncodingSource> source = OpenSource(caller, *header);
+    absl::StatusOr<EncodingSource> source = OpenSource(env_, caller, header);
     if (!source.ok()) return source.status();
     absl::StatusOr<absl::optional<SharedBytes>> output =
-        FindOutput(*header, caller.shared_memory);
+        FindOutput(header, caller.shared_memory);
     if (!output.ok()) return output.status();
     return std::make_unique<DequantizeJob>(
-        env_, *std::move(header), *std::move(description), *std::move(source),
+        env_, std::move(header), *std::move(description), *std::move(source),
         *std::move(output));
   }
 

@@ -36,6 +36,11 @@ namespace {
 constexpr int kMaxCandidates = 64;
 // What counting a distribution takes at most.
 constexpr int64_t kDistributionBytes = int64_t{5} << 18;
+// What a scale of a spec's encoding takes: in the encoding, in the summary, and
+// in the message.
+constexpr int64_t kEncodingCopies = 3;
+constexpr int64_t kBytesPerScale =
+    kEncodingCopies * (sizeof(float) + sizeof(int32_t) + sizeof(uint8_t));
 
 void MetricsToProto(const core::ErrorSums& sums, v1::ErrorMetrics* proto) {
   proto->set_count(sums.count);
@@ -343,29 +348,33 @@ class EvaluateRpc final : public TensorRpc {
 
   absl::StatusOr<std::unique_ptr<TensorJob>> Open(
       const std::string& bytes, const Caller& caller) override {
-    absl::StatusOr<v1::EvaluateHeader> header =
-        ParseHeader<v1::EvaluateHeader>(bytes);
-    if (!header.ok()) return header.status();
+    absl::StatusOr<ParsedHeader<v1::EvaluateHeader>> parsed =
+        ParseHeader<v1::EvaluateHeader>(env_, bytes);
+    if (!parsed.ok()) return parsed.status();
+    const v1::EvaluateHeader& header = parsed->header;
     absl::StatusOr<TensorDescription> description =
-        CheckDescription(env_, header->tensor());
+        CheckDescription(env_, header.tensor());
     if (!description.ok()) return description.status();
     EvaluateTask task;
-    task.name = header->tensor().name();
+    task.name = header.tensor().name();
     task.description = *std::move(description);
-    task.per_scale_index = header->per_scale_index();
-    task.with_distribution = header->with_distribution();
-    return header->comparison()
-               ? OpenComparison(*header, std::move(task))
-               : OpenCandidates(caller, *header, std::move(task));
+    task.per_scale_index = header.per_scale_index();
+    task.with_distribution = header.with_distribution();
+    return header.comparison()
+               ? OpenComparison(header, std::move(task))
+               : OpenCandidates(caller, header, std::move(task));
   }
 
  private:
-  // What the distributions of `count` candidates may take.
-  absl::StatusOr<MemoryBudget::Lease> ChargeDistributions(
-      const EvaluateTask& task, int64_t count) {
-    if (!task.with_distribution) return MemoryBudget::Lease();
-    return env_.budget->Acquire(count * kDistributionBytes,
-                                "send fewer candidates with with_distribution");
+  // What `candidate_count` candidates take, of which specs have `scale_count`
+  // scales in all.
+  absl::StatusOr<MemoryBudget::Lease> Charge(const EvaluateTask& task,
+                                             int64_t candidate_count,
+                                             int64_t scale_count) {
+    int64_t bytes = scale_count * kBytesPerScale;
+    if (task.with_distribution) bytes += candidate_count * kDistributionBytes;
+    return env_.budget->Acquire(bytes,
+                                "send fewer candidates with each tensor");
   }
 
   absl::StatusOr<std::unique_ptr<TensorJob>> OpenComparison(
@@ -384,7 +393,7 @@ class EvaluateRpc final : public TensorRpc {
           core::TensorTooLargeError(size_bytes, env_.limits.tensor_bytes),
           "header.tensor.shape");
     }
-    absl::StatusOr<MemoryBudget::Lease> lease = ChargeDistributions(task, 1);
+    absl::StatusOr<MemoryBudget::Lease> lease = Charge(task, 1, 0);
     if (!lease.ok()) return lease.status();
     return std::make_unique<CompareJob>(env_, std::move(task),
                                         *std::move(lease));
@@ -402,19 +411,23 @@ class EvaluateRpc final : public TensorRpc {
           "header.candidates");
     }
     std::vector<Candidate> candidates;
+    int64_t scale_count = 0;
     for (const v1::EvaluateCandidate& proto : header.candidates()) {
       const std::string field =
           absl::StrCat("header.candidates[", candidates.size(), "]");
       absl::StatusOr<Candidate> candidate =
           OpenCandidate(caller, proto, field, task);
       if (!candidate.ok()) return core::WithField(candidate.status(), field);
+      if (candidate->spec.has_value()) {
+        scale_count += candidate->spec->layout->scale_count();
+      }
       candidates.push_back(*std::move(candidate));
     }
     absl::StatusOr<std::vector<std::unique_ptr<TensorAccumulator>>>
         accumulators = OpenAccumulators(task, absl::MakeSpan(candidates));
     if (!accumulators.ok()) return accumulators.status();
     absl::StatusOr<MemoryBudget::Lease> lease =
-        ChargeDistributions(task, header.candidates_size());
+        Charge(task, header.candidates_size(), scale_count);
     if (!lease.ok()) return lease.status();
     return std::make_unique<EvaluateJob>(
         env_, std::move(task), *std::move(accumulators), std::move(candidates),
@@ -437,7 +450,7 @@ class EvaluateRpc final : public TensorRpc {
         break;
       case v1::EvaluateCandidate::kEncoding:
         source_field = "encoding";
-        source = EncodingSource::Open(proto.encoding());
+        source = EncodingSource::Open(env_, proto.encoding());
         break;
       case v1::EvaluateCandidate::kSpec: {
         absl::StatusOr<ResolvedSpec> spec =

@@ -209,7 +209,10 @@ class StreamingQuantizeJob final : public TensorJob {
     return source_.waits() || task_.store_key.has_value();
   }
   // What is stored must not be turned away after it was stored.
-  bool light() const override { return !task_.store_key.has_value(); }
+  bool light() const override {
+    return !task_.store_key.has_value() &&
+           (task_.omit_encoding || !source_.is_large());
+  }
 
   absl::Status Start(ChunkWriter* out) override {
     absl::StatusOr<ResolvedEncoding> resolved =
@@ -524,24 +527,25 @@ class QuantizeRpc final : public TensorRpc {
 
   absl::StatusOr<std::unique_ptr<TensorJob>> Open(
       const std::string& bytes, const Caller& caller) override {
-    absl::StatusOr<v1::QuantizeHeader> header =
-        ParseHeader<v1::QuantizeHeader>(bytes);
-    if (!header.ok()) return header.status();
-    absl::StatusOr<QuantizeTask> task = CheckTask(*header, caller);
+    absl::StatusOr<ParsedHeader<v1::QuantizeHeader>> parsed =
+        ParseHeader<v1::QuantizeHeader>(env_, bytes);
+    if (!parsed.ok()) return parsed.status();
+    const v1::QuantizeHeader& header = parsed->header;
+    absl::StatusOr<QuantizeTask> task = CheckTask(header, caller);
     if (!task.ok()) return task.status();
-    switch (header->encoding_source_case()) {
+    switch (header.encoding_source_case()) {
       case v1::QuantizeHeader::kReference: {
         absl::StatusOr<EncodingSource> source =
-            EncodingSource::Open(caller, header->reference(), task->name);
-        return OpenStreaming(*header, *std::move(task), std::move(source),
+            EncodingSource::Open(caller, header.reference(), task->name);
+        return OpenStreaming(header, *std::move(task), std::move(source),
                              "header.reference");
       }
       case v1::QuantizeHeader::kEncoding:
-        return OpenStreaming(*header, *std::move(task),
-                             EncodingSource::Open(header->encoding()),
+        return OpenStreaming(header, *std::move(task),
+                             EncodingSource::Open(env_, header.encoding()),
                              "header.encoding");
       case v1::QuantizeHeader::kSpec:
-        return OpenCalibrating(*header, *std::move(task));
+        return OpenCalibrating(header, *std::move(task));
       case v1::QuantizeHeader::ENCODING_SOURCE_NOT_SET:
         break;
     }

@@ -2,21 +2,57 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <string>
 #include <utility>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
 #include "absl/types/optional.h"
 #include "absl/types/span.h"
 #include "core/errors.h"
 #include "core/parallel/time_slice.h"
+#include "core/types/encoding_memory.h"
 #include "google/protobuf/util/time_util.h"
+#include "grpcpp/support/byte_buffer.h"
+#include "grpcpp/support/slice.h"
 #include "server/wire/names.h"
+#include "server/wire/parsed_bytes.h"
 
 namespace quantd::server {
 namespace {
+
+constexpr char kEncodingWayOut[] =
+    "put encodings with PutEncoding and name them by reference, or send fewer "
+    "tensors at once";
+// What a tensor may have without asking: there is a limit to their number.
+constexpr int64_t kSmallBytes = 8 << 10;
+// Far more than a tensor has: what comes after is not made for longer lists.
+constexpr int kMostDimensions = 1024;
+// Scales that are written into an answer within microseconds.
+constexpr size_t kSmallScaleCount = 1024;
+
+// What `proto` takes as core::Encoding.
+int64_t EncodingBytes(const v1::Encoding& proto) {
+  const auto code_count = static_cast<int64_t>(proto.scale_code().size());
+  const int64_t scale_count = std::max<int64_t>(proto.scale_size(), code_count);
+  const auto dimension_count = static_cast<int64_t>(proto.block_size_size()) +
+                               proto.outer_block_size_size() +
+                               proto.scale_shape_size();
+  return static_cast<int64_t>(sizeof(core::Encoding)) + code_count +
+         static_cast<int64_t>(sizeof(float)) *
+             (scale_count + proto.zero_point_size() + proto.outer_scale_size() +
+              proto.codebook_size()) +
+         static_cast<int64_t>(sizeof(int64_t)) * dimension_count;
+}
+
+absl::StatusOr<MemoryBudget::Lease> ChargeEncoding(const RpcEnvironment& env,
+                                                   int64_t bytes) {
+  if (bytes <= kSmallBytes) return MemoryBudget::Lease();
+  return env.budget->Acquire(bytes, kEncodingWayOut);
+}
 
 // An encoding, with the layout that it has on this tensor. Errors are at no
 // field.
@@ -34,6 +70,31 @@ absl::StatusOr<ResolvedEncoding> Fit(
 }
 
 }  // namespace
+
+absl::StatusOr<MemoryBudget::Lease> ChargeHeader(
+    const RpcEnvironment& env, const google::protobuf::Descriptor& type,
+    const std::string& bytes) {
+  if (static_cast<int64_t>(bytes.size()) <= kSmallBytes) {
+    return MemoryBudget::Lease();
+  }
+  // Encodings grow less than that when they are parsed.
+  constexpr int64_t kMostGrowth = 8;
+  const grpc::Slice slice(bytes.data(), bytes.size(),
+                          grpc::Slice::STATIC_SLICE);
+  grpc::ByteBuffer buffer(&slice, 1);
+  const absl::StatusOr<int64_t> parsed_bytes =
+      ParsedBytes(&buffer, type,
+                  std::min(env.budget->total_bytes(),
+                           kMostGrowth * env.limits.message_bytes));
+  // What breaks is not parsed further, and refused for that.
+  if (absl::IsInvalidArgument(parsed_bytes.status())) {
+    return MemoryBudget::Lease();
+  }
+  return env.budget->Acquire(
+      parsed_bytes.ok() ? *parsed_bytes + static_cast<int64_t>(bytes.size())
+                        : std::numeric_limits<int64_t>::max(),
+      kEncodingWayOut);
+}
 
 absl::StatusOr<TensorDescription> CheckDescription(
     const RpcEnvironment& env, const v1::TensorDescription& proto) {
@@ -96,14 +157,42 @@ absl::StatusOr<EncodingSource> EncodingSource::Open(
   return source;
 }
 
-absl::StatusOr<EncodingSource> EncodingSource::Open(const v1::Encoding& proto) {
+absl::StatusOr<EncodingSource> EncodingSource::Open(const RpcEnvironment& env,
+                                                    const v1::Encoding& proto) {
+  for (const auto& [field, count] :
+       {std::pair<const char*, int64_t>{"scale", proto.scale_size()},
+        {"scale_code", static_cast<int64_t>(proto.scale_code().size())}}) {
+    if (count > env.limits.scale_count) {
+      return core::WithField(
+          core::ScaleCountLimitError(env.limits.scale_count, count), field);
+    }
+  }
+  for (const auto& [field, count] :
+       {std::pair<const char*, int>{"block_size", proto.block_size_size()},
+        {"outer_block_size", proto.outer_block_size_size()},
+        {"scale_shape", proto.scale_shape_size()}}) {
+    if (count > kMostDimensions) {
+      return core::WithField(
+          core::BlockSizeInvalidError(
+              absl::StrCat(count, " dimensions, expected those of the tensor")),
+          field);
+    }
+  }
+  absl::StatusOr<MemoryBudget::Lease> lease =
+      ChargeEncoding(env, EncodingBytes(proto));
+  if (!lease.ok()) return lease.status();
   absl::StatusOr<core::Encoding> encoding = EncodingFromProto(proto);
   if (!encoding.ok()) return encoding.status();
   encoding->degenerate_count = 0;
   EncodingSource source;
+  source.lease_ = *std::move(lease);
   source.encoding_ =
       std::make_shared<const core::Encoding>(*std::move(encoding));
   return source;
+}
+
+bool EncodingSource::is_large() const {
+  return encoding_ != nullptr && encoding_->scale.size() > kSmallScaleCount;
 }
 
 absl::StatusOr<ResolvedEncoding> EncodingSource::Resolve(
@@ -119,10 +208,18 @@ absl::StatusOr<ResolvedEncoding> EncodingSource::Resolve(
   if (!if_match_.empty() && if_match_ != etag) {
     return core::WithField(core::EtagMismatchError(if_match_, etag), "etag");
   }
+  MemoryBudget::Lease lease;
+  if (is_reference_) {
+    absl::StatusOr<MemoryBudget::Lease> charged =
+        ChargeEncoding(env, core::MemoryBytes(*encoding));
+    if (!charged.ok()) return charged.status();
+    lease = *std::move(charged);
+  }
   absl::StatusOr<ResolvedEncoding> resolved =
       Fit(env, std::move(encoding), shape);
   if (resolved.ok()) {
     resolved->etag = std::move(etag);
+    resolved->lease = std::move(lease);
     return resolved;
   }
   if (is_reference_) return resolved;
@@ -188,9 +285,17 @@ TensorAccumulator::TensorAccumulator(
 
 absl::Status TensorAccumulator::Reserve(int copies) {
   if (statistics_.mantissa_bits() == kNoHistograms) return absl::OkStatus();
-  return env_.budget->Grow(
+  unasked_lease_.Release();
+  absl::Status status = env_.budget->Grow(
       &lease_, copies * statistics_.memory_bytes(),
       "take a coarser granularity, fewer mantissa bits or min-max");
+  if (!status.ok()) CountUnasked();
+  return status;
+}
+
+void TensorAccumulator::CountUnasked() {
+  env_.budget->Count(&unasked_lease_,
+                     statistics_.memory_bytes() - lease_.bytes());
 }
 
 void TensorAccumulator::Update(int64_t offset_bytes,
@@ -199,6 +304,7 @@ void TensorAccumulator::Update(int64_t offset_bytes,
   statistics_.Update(*layout_, element_type_, offset_bytes / element_bytes,
                      static_cast<int64_t>(data.size()) / element_bytes,
                      data.data(), env_.pool);
+  if (statistics_.mantissa_bits() != kNoHistograms) CountUnasked();
 }
 
 int64_t QuantumBytes(const RpcEnvironment& env,

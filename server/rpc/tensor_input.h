@@ -18,19 +18,30 @@
 #include "core/statistics/tensor_statistics.h"
 #include "core/types/block_layout.h"
 #include "core/types/encoding.h"
+#include "google/protobuf/descriptor.h"
 #include "google/protobuf/timestamp.pb.h"
 #include "quantd/v1/encoding.pb.h"
 #include "quantd/v1/tensor.pb.h"
+#include "server/guard/memory_budget.h"
 #include "server/rpc/rpc_environment.h"
 #include "server/store/encoding_store.h"
 #include "server/wire/encoding_proto.h"
 
 namespace quantd::server {
 
-// Parses a serialized header.
-// Errors: HEADER_INVALID: not protobuf, or a string that is not UTF-8.
+// A header, and what it takes of the memory budget.
 template <typename Header>
-absl::StatusOr<Header> ParseHeader(const std::string& bytes);
+struct ParsedHeader {
+  MemoryBudget::Lease lease;
+  Header header;
+};
+
+// Parses a serialized header; a large one is charged before.
+// Errors: HEADER_INVALID: not protobuf, or a string that is not UTF-8;
+// MEMORY_BUDGET.
+template <typename Header>
+absl::StatusOr<ParsedHeader<Header>> ParseHeader(const RpcEnvironment& env,
+                                                 const std::string& bytes);
 
 // The checked description of a header's tensor, within the limits.
 // Errors: those of DescriptionFromProto, TENSOR_TOO_LARGE, RANK_LIMIT.
@@ -49,9 +60,14 @@ struct ResolvedEncoding {
   std::shared_ptr<const core::BlockLayout> layout;
   // Empty for inline encodings that were not stored.
   std::string etag;
+  // Of an encoding that came by reference; what one that came inline takes is
+  // charged to its source.
+  MemoryBudget::Lease lease{};
 };
 
-// The encoding that a header names: inline, or by reference.
+// The encoding that a header names: inline, or by reference. Movable. What it
+// takes beyond a few KiB, which every tensor may, is charged to the memory
+// budget.
 class EncodingSource {
  public:
   // A reference to what the caller's store has; without waiting.
@@ -60,15 +76,18 @@ class EncodingSource {
       const Caller& caller, const v1::EncodingReference& reference,
       const v1::TensorName& tensor_name);
   // What only quantd sets in an encoding is ignored.
-  // Errors: those of EncodingFromProto.
-  static absl::StatusOr<EncodingSource> Open(const v1::Encoding& proto);
+  // Errors: those of EncodingFromProto, SCALE_COUNT_LIMIT, MEMORY_BUDGET.
+  static absl::StatusOr<EncodingSource> Open(const RpcEnvironment& env,
+                                             const v1::Encoding& proto);
 
   // Resolve asks the store.
   bool waits() const { return encoding_ == nullptr; }
+  // Writing the encoding into an answer takes long.
+  bool is_large() const;
 
   // The encoding, for a tensor of that shape.
   // Errors: of the store, ETAG_MISMATCH, SCALE_COUNT, SCALE_COUNT_LIMIT,
-  // BLOCK_SIZE_INVALID.
+  // BLOCK_SIZE_INVALID, MEMORY_BUDGET.
   absl::StatusOr<ResolvedEncoding> Resolve(
       const RpcEnvironment& env, absl::Span<const int64_t> shape) const;
 
@@ -81,6 +100,8 @@ class EncodingSource {
   std::string if_match_;
   std::shared_ptr<const core::Encoding> encoding_;
   std::string etag_;
+  // Of an inline encoding.
+  MemoryBudget::Lease lease_;
 };
 
 // A spec of a request, resolved for a tensor of that shape, and its layout.
@@ -100,7 +121,7 @@ absl::StatusOr<ResolvedSpec> ResolveSpec(const RpcEnvironment& env,
                                          absl::Span<const int64_t> shape);
 
 // Statistics of a tensor as it arrives, charged to the memory budget as they
-// grow. Not thread-safe.
+// grow: at once, and refused afterwards if there was no room. Not thread-safe.
 class TensorAccumulator {
  public:
   static constexpr int kNoHistograms = 0;
@@ -113,12 +134,12 @@ class TensorAccumulator {
       const RpcEnvironment& env, core::ElementType element_type,
       std::shared_ptr<const core::BlockLayout> layout, int mantissa_bits);
 
-  // Charges what the statistics take by now, `copies` times; what the next
-  // elements add is charged by the next call. May be tried again.
+  // Makes sure that the memory budget has room for what the statistics take by
+  // now, `copies` times. May be tried again.
   // Errors: MEMORY_BUDGET.
   absl::Status Reserve(int copies = 1);
 
-  // Takes in the elements at `offset_bytes`.
+  // Takes in the elements at `offset_bytes`, and counts what they add.
   void Update(int64_t offset_bytes, absl::Span<const uint8_t> data);
 
   const std::shared_ptr<const core::BlockLayout>& layout() const {
@@ -132,11 +153,15 @@ class TensorAccumulator {
   TensorAccumulator(const RpcEnvironment& env, core::ElementType element_type,
                     std::shared_ptr<const core::BlockLayout> layout,
                     int mantissa_bits, MemoryBudget::Lease lease);
+  // Charges what the statistics take beyond lease_.
+  void CountUnasked();
 
   const RpcEnvironment& env_;
   const core::ElementType element_type_;
   const std::shared_ptr<const core::BlockLayout> layout_;
+  // What there was room for, and what the latest elements took without asking.
   MemoryBudget::Lease lease_;
+  MemoryBudget::Lease unasked_lease_;
   core::TensorStatistics statistics_;
 };
 
@@ -196,15 +221,26 @@ google::protobuf::Timestamp ToTimestamp(absl::Time time);
 void StoredEncodingToProto(const EncodingKey& key, const StoredEncoding& stored,
                            bool with_encoding, v1::StoredEncoding* proto);
 
+// What a header takes that is being parsed, and `bytes` again, which it came
+// out of; nothing for a small one.
+// Errors: MEMORY_BUDGET.
+absl::StatusOr<MemoryBudget::Lease> ChargeHeader(
+    const RpcEnvironment& env, const google::protobuf::Descriptor& type,
+    const std::string& bytes);
+
 template <typename Header>
-absl::StatusOr<Header> ParseHeader(const std::string& bytes) {
-  Header header;
-  if (!header.ParseFromString(bytes)) {
+absl::StatusOr<ParsedHeader<Header>> ParseHeader(const RpcEnvironment& env,
+                                                 const std::string& bytes) {
+  absl::StatusOr<MemoryBudget::Lease> lease =
+      ChargeHeader(env, *Header::descriptor(), bytes);
+  if (!lease.ok()) return lease.status();
+  ParsedHeader<Header> parsed{*std::move(lease), {}};
+  if (!parsed.header.ParseFromString(bytes)) {
     return core::HeaderInvalidError(
         "the header is not a valid message; expected protobuf with UTF-8 "
         "strings");
   }
-  return header;
+  return parsed;
 }
 
 }  // namespace quantd::server

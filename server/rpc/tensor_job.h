@@ -3,6 +3,7 @@
 #ifndef QUANTD_SERVER_RPC_TENSOR_JOB_H_
 #define QUANTD_SERVER_RPC_TENSOR_JOB_H_
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -33,21 +34,25 @@ struct TensorFrame {
 };
 
 // One tensor of one stream, from its header to its summary. Calls come one at
-// a time, on any thread: Start; for each quantum Reserve, BeginQuantum, Consume
-// or ConsumeShared once or more, EndQuantum; in the end Reserve(0) and Finish,
-// until it answers true. After an error nothing more is called, but Reserve may
-// be tried again. None of them takes long; only Start and Finish may wait for a
-// store, when they say so before.
+// a time, on any thread: StopWhen; Start; for each quantum Reserve,
+// BeginQuantum, Consume or ConsumeShared once or more, EndQuantum; in the end
+// Reserve(0) and Finish, until it answers true. After an error nothing more is
+// called, but Reserve may be tried again. None of them takes long; only Start
+// and Finish may wait for a store, when they say so before.
 class TensorJob {
  public:
   virtual ~TensorJob() = default;
+
+  // What takes long may end early, with any error, once nobody wants it any
+  // more: when `stopped`, which outlives the job.
+  void StopWhen(const std::atomic<bool>* stopped) { stopped_ = stopped; }
 
   // The next call of Start or Finish waits for a store, so that it has to be
   // made on a thread that may wait and runs no kernel.
   virtual bool StartWaits() const { return false; }
   virtual bool FinishWaits() const { return false; }
-  // Calls for data of a few KiB take no more than microseconds, but where they
-  // wait for a store.
+  // Calls for data of a few KiB take no more than some microseconds, but where
+  // they wait for a store.
   virtual bool light() const { return false; }
 
   virtual absl::Status Start(ChunkWriter* out) { return absl::OkStatus(); }
@@ -79,7 +84,12 @@ class TensorJob {
   virtual absl::StatusOr<bool> Finish(ChunkWriter* out) = 0;
 
  protected:
+  bool stopped() const { return stopped_->load(std::memory_order_relaxed); }
+
   TensorFrame frame_;
+
+ private:
+  const std::atomic<bool>* stopped_ = nullptr;
 };
 
 // One of the four streaming RPCs. Thread-safe.

@@ -51,8 +51,24 @@ bool StreamRegistry::WaitUntilEmpty(absl::Duration timeout) {
   return mutex_.AwaitWithTimeout(absl::Condition(&empty), timeout);
 }
 
+void StreamRegistry::WaitUntilQuiet(absl::Duration quiet,
+                                    absl::Duration timeout) {
+  const absl::Time end = absl::Now() + timeout;
+  while (true) {
+    absl::Time until;
+    {
+      absl::MutexLock lock(&mutex_);
+      until = std::min(last_arrival_ + quiet, end);
+    }
+    const absl::Duration left = until - absl::Now();
+    if (left <= absl::ZeroDuration()) return;
+    absl::SleepFor(left);
+  }
+}
+
 void StreamRegistry::Enter(WatchedCall* call) {
   absl::MutexLock lock(&mutex_);
+  last_arrival_ = absl::Now();
   calls_.insert(call);
   ++call_count_;
 }
@@ -69,6 +85,7 @@ void StreamRegistry::Leave(WatchedCall* call) {
 
 void StreamRegistry::Add(TensorStream* stream) {
   absl::MutexLock lock(&mutex_);
+  last_arrival_ = absl::Now();
   streams_.insert(stream);
 }
 
@@ -120,7 +137,7 @@ void TensorStream::OnReadDone(bool ok) {
       const auto bytes = static_cast<int64_t>(inbox_->Length());
       if (has_tensor_) {
         pending_work_ += env_.admission->FeedTime(rpc_->id(), bytes);
-        load_.Set(pending_work_);
+        CountLoad();
       }
       CountTransit();
     } else {
@@ -142,6 +159,7 @@ void TensorStream::OnWriteDone(bool ok) {
     queued_bytes_ -= writes_.front().charge_bytes;
     writes_.pop_front();
     CountTransit();
+    CountLoad();
     if (!ok) {
       cancelled_ = true;
       EndWith(absl::CancelledError());
@@ -164,7 +182,6 @@ void TensorStream::OnDone() {
   {
     // With the mutex comes what the last task has left, too.
     absl::MutexLock lock(&mutex_);
-    load_.Set(absl::ZeroDuration());
     transit_.Set(0);
     code = end_->code();
     if (context_->IsCancelled()) code = absl::StatusCode::kCancelled;
@@ -189,10 +206,14 @@ bool TensorStream::HasWork() const {
       !(has_more_ || inbox_.has_value() || reads_done_)) {
     return false;
   }
+  return !QueueIsFull() || (has_tensor_ && transit_.excessive(0));
+}
+
+bool TensorStream::QueueIsFull() const {
   // Dropping chunks makes no answers.
   const int64_t limit_bytes =
       skips_ || env_.budget->roomy() ? kMaxQueuedBytes : kShortQueuedBytes;
-  return queued_bytes_ < limit_bytes || (has_tensor_ && transit_.excessive(0));
+  return queued_bytes_ >= limit_bytes;
 }
 
 bool TensorStream::ClaimLightWork() {
@@ -252,6 +273,16 @@ void TensorStream::EndWith(absl::Status status) {
   if (end_.has_value()) return;
   env_.metrics->LimitRejected(core::ErrorReason(status));
   end_ = std::move(status);
+  stopped_.store(true, std::memory_order_relaxed);
+  CountLoad();
+}
+
+void TensorStream::CountLoad() {
+  if (end_.has_value() || QueueIsFull()) {
+    load_.Set(absl::ZeroDuration());
+  } else {
+    load_.Set(pending_work_, spent_work_);
+  }
 }
 
 void TensorStream::CountTransit() {
@@ -301,6 +332,8 @@ void TensorStream::EndNow(absl::Status status) {
 void TensorStream::LookAfterMemory() {
   absl::MutexLock lock(&mutex_);
   parked_ = false;
+  // How much may be queued depends on the memory that is left.
+  CountLoad();
   Advance();
 }
 
@@ -342,11 +375,11 @@ void TensorStream::Work(Place place) {
   waits_ = waits();
   if (!message_.has_value()) message_bytes_ = 0;
   pending_work_ = PendingWork();
+  spent_work_ = finish_time_;
   if (has_tensor_ && inbox_.has_value()) {
     pending_work_ += env_.admission->FeedTime(
         rpc_->id(), static_cast<int64_t>(inbox_->Length()));
   }
-  load_.Set(pending_work_);
   parked_ = memory_wait_start_ != absl::InfinitePast();
   last_progress_ = absl::Now();
   for (grpc::ByteBuffer& message : messages) {
@@ -356,6 +389,7 @@ void TensorStream::Work(Place place) {
     writes_.push_back({std::move(message), charge_bytes});
   }
   CountTransit();
+  CountLoad();
   // There is no way to tell a client that does not read, and no reason to hold
   // what it does not.
   if (cut_off_ && writing_ &&
@@ -414,7 +448,7 @@ absl::Status TensorStream::OpenMessage(Place place) {
   }
   message_->opened = true;
   if (message_->admitted) {
-    OpenTensor(envelope.header);
+    OpenTensor(std::exchange(envelope.header, {}));
   } else if (!envelope.has_header && job_ == nullptr && !skipping_) {
     return core::HeaderMissingError();
   }
@@ -452,39 +486,37 @@ bool TensorStream::AdmitTensor() {
   tensor_start_time_ = absl::Now();
   finish_time_ = absl::ZeroDuration();
   env_.metrics->TensorOpened();
-  light_only_ = env_.admission->Admit(env_.pool->has_idle_thread());
+  light_only_ =
+      env_.admission->Admit(env_.pool->has_idle_thread(), PendingWork());
   env_.admission->TensorOpened();
   if (!light_only_.ok() && message_->buffer.Length() > kLightMessageBytes) {
     FailTensor(light_only_);
     return false;
   }
   absl::MutexLock lock(&mutex_);
-  load_.Set(PendingWork());
+  pending_work_ = PendingWork();
+  spent_work_ = absl::ZeroDuration();
+  CountLoad();
   return true;
 }
 
 absl::Duration TensorStream::PendingWork() const {
-  // Others have their turn between the steps of a tensor's end: however long
-  // that takes in all, they wait for a few steps of it.
-  constexpr absl::Duration kMostFinishWork = absl::Milliseconds(20);
   if (!tensor_open_ || waits()) return absl::ZeroDuration();
   if (!started()) {
     // What came with the header may be all of it.
     const int64_t bytes =
         message_.has_value() ? message_->envelope.data_bytes : 0;
+    const absl::Duration finish = env_.admission->FinishTime(rpc_->id(), bytes);
     return env_.admission->FeedTime(rpc_->id(), bytes) +
-           std::min(kMostFinishWork,
-                    env_.admission->FinishTime(rpc_->id(), bytes));
+           (finish > absl::ZeroDuration() ? finish : Admission::kUnknownWork);
   }
   absl::Duration work =
       env_.admission->FeedTime(rpc_->id(), reader_->ready_bytes());
   if (arrived()) {
     // When it takes longer than others did, nobody knows for how long.
-    work +=
-        std::min(kMostFinishWork,
-                 std::max(env_.admission->FinishTime(rpc_->id(), size_bytes()) -
-                              finish_time_,
-                          finish_time_ / 4));
+    work += std::max(
+        env_.admission->FinishTime(rpc_->id(), size_bytes()) - finish_time_,
+        finish_time_ / 4);
   }
   return work;
 }
@@ -496,6 +528,7 @@ void TensorStream::OpenTensor(const std::string& header) {
     return;
   }
   job_ = *std::move(job);
+  job_->StopWhen(&stopped_);
   if (!light_only_.ok() && !job_->light()) FailTensor(light_only_);
 }
 

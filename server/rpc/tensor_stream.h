@@ -66,6 +66,10 @@ class StreamRegistry {
   // True when the last stream and the last call that entered have gone before
   // `timeout`.
   bool WaitUntilEmpty(absl::Duration timeout) ABSL_LOCKS_EXCLUDED(mutex_);
+  // Waits until no stream or call has come for that long, at most for
+  // `timeout`.
+  void WaitUntilQuiet(absl::Duration quiet, absl::Duration timeout)
+      ABSL_LOCKS_EXCLUDED(mutex_);
 
   // Other calls that are worth waiting for; they look at draining()
   // themselves.
@@ -84,6 +88,8 @@ class StreamRegistry {
   absl::flat_hash_set<WatchedCall*> calls_ ABSL_GUARDED_BY(mutex_);
   // Those, and what is being deleted.
   int64_t call_count_ ABSL_GUARDED_BY(mutex_) = 0;
+  // When the last one came.
+  absl::Time last_arrival_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();
 };
 
 // One call of a streaming RPC. Reads one message ahead; works on one message
@@ -160,10 +166,15 @@ class TensorStream final
   bool ClaimLightWork() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Whether the task has something to do.
   bool HasWork() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // As many answers wait for the client as may.
+  bool QueueIsFull() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void EndWith(absl::Status status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Drain() ABSL_LOCKS_EXCLUDED(mutex_);
   void EndIfOverdue(const Limits& limits) ABSL_LOCKS_EXCLUDED(mutex_);
   void LookAfterMemory() ABSL_LOCKS_EXCLUDED(mutex_);
+  // Tells the admission what the workers have to do for the stream: nothing
+  // while its client does not read, and once it ends.
+  void CountLoad() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Tells the memory budget what the stream holds.
   void CountTransit() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void EndNow(absl::Status status) ABSL_LOCKS_EXCLUDED(mutex_);
@@ -232,6 +243,8 @@ class TensorStream final
 
   // Older than it should be: the stream ends as soon as no tensor is open.
   std::atomic<bool> old_{false};
+  // end_ is set: what is computed is of no use.
+  std::atomic<bool> stopped_{false};
 
   // Keeps the stream alive until OnDone; tasks hold another reference.
   std::shared_ptr<TensorStream> self_;
@@ -279,6 +292,8 @@ class TensorStream final
   bool skips_ ABSL_GUARDED_BY(mutex_) = false;
   // What the workers have to do for the open tensor, and with the inbox.
   absl::Duration pending_work_ ABSL_GUARDED_BY(mutex_);
+  // What they have done for its end.
+  absl::Duration spent_work_ ABSL_GUARDED_BY(mutex_);
   Admission::Load load_ ABSL_GUARDED_BY(mutex_);
   // Bytes of message_.
   int64_t message_bytes_ ABSL_GUARDED_BY(mutex_) = 0;

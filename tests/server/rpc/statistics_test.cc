@@ -565,6 +565,47 @@ class SmallBudgetTest : public StatisticsRpcTest {
   SmallBudgetTest() : StatisticsRpcTest(SmallBudget()) {}
 };
 
+// Each source takes a part of the budget, all of them far more than there is.
+TEST_F(SmallBudgetTest, SourcesThatDoNotFitTogetherAreReadOneByOne) {
+  constexpr int kSources = 48;
+  std::vector<float> values(5000);
+  for (int source = 0; source < kSources; ++source) {
+    for (size_t i = 0; i < values.size(); ++i) {
+      values[i] = static_cast<float>(i % 1000 + 1 + source);
+    }
+    Contribute("x", values, absl::StrCat("rank-", source));
+  }
+  v1::ComputeEncodingsRequest request;
+  *request.mutable_default_spec() = Spec(v1::NUMBER_FORMAT_INT8);
+  const std::vector<v1::ComputeEncodingsResponse> responses = Compute(request);
+  ASSERT_EQ(responses.size(), 1u);
+  EXPECT_EQ(responses[0].error().message(), "");
+  EXPECT_TRUE(PollUntil(absl::Seconds(20), [&] {
+    return server_.server().memory_used_bytes() == 0;
+  }));
+}
+
+// What histograms take counts at once, not with the next chunk.
+TEST_F(StatisticsRpcTest, HistogramsAreChargedAsTheyGrow) {
+  constexpr int kCount = 256 << 10;
+  std::vector<float> values;
+  for (int i = 0; i < kCount; ++i) {
+    values.push_back(std::ldexp(1.0f + (i % 997) / 997.0f, i % 200 - 100));
+  }
+  v1::CalibrateRequest request;
+  *request.mutable_header() = Header("x", 2 * kCount);
+  request.mutable_header()->mutable_contribution()->set_mantissa_bits(10);
+  request.set_data(ToBytes(values));
+  grpc::ClientContext context;
+  const auto stream = server_.quantization().Calibrate(&context);
+  ASSERT_TRUE(stream->Write(request));
+  EXPECT_TRUE(PollUntil(absl::Seconds(20), [&] {
+    return server_.server().memory_used_bytes() > 2 << 20;
+  })) << server_.server().memory_used_bytes();
+  context.TryCancel();
+  stream->Finish();
+}
+
 // The data would fit; the histograms that grow out of them do not.
 TEST_F(SmallBudgetTest, HistogramsThatGrowBeyondTheBudgetFailTheirTensor) {
   constexpr int kCount = 4 << 20;

@@ -8,8 +8,10 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -17,11 +19,16 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "core/errors.h"
+#include "core/statistics/statistics_state.h"
+#include "core/types/encoding.h"
 #include "grpcpp/grpcpp.h"
 #include "quantd/v1/quantization_service.grpc.pb.h"
 #include "server/metrics/metrics.h"
 #include "server/quantd_server.h"
 #include "server/store/encoding_store.h"
+#include "server/store/statistics_store.h"
+#include "tests/support/metric_value.h"
+#include "tests/support/raw_stream.h"
 #include "tests/support/tensor_streams.h"
 #include "tests/support/test_server.h"
 
@@ -214,6 +221,251 @@ TEST(TensorStreamTest, FailsATensorThatWaitedTooLongForMemory) {
   HeldTensor waiting(server, 2 * kMiB);
   waiting.Send(2 * kMiB);
   EXPECT_EQ(waiting.Outcome(), "MEMORY_BUDGET");
+}
+
+// Sends chunks and never reads what comes of them.
+class DeafTensor {
+ public:
+  explicit DeafTensor(testing::TestServer& server)
+      : stub_(v1::QuantizationService::NewStub(server.NewChannel())),
+        stream_(stub_->Dequantize(&context_)),
+        writer_([this] {
+          v1::DequantizeRequest message;
+          v1::DequantizeHeader& header = *message.mutable_header();
+          header.mutable_tensor()->set_element_type(v1::ELEMENT_TYPE_FLOAT32);
+          header.mutable_tensor()->add_shape(int64_t{1} << 36);
+          header.mutable_encoding()->set_format(v1::NUMBER_FORMAT_INT8);
+          header.mutable_encoding()->add_scale(1);
+          message.set_data(std::string(kMiB, '\1'));
+          while (stream_->Write(message)) {
+            message.clear_header();
+            message.set_offset(message.offset() + kMiB);
+          }
+        }) {}
+  ~DeafTensor() {
+    context_.TryCancel();
+    writer_.join();
+    stream_->Finish();
+  }
+
+ private:
+  grpc::ClientContext context_;
+  std::unique_ptr<v1::QuantizationService::Stub> stub_;
+  std::unique_ptr<
+      grpc::ClientReaderWriter<v1::DequantizeRequest, v1::DequantizeResponse>>
+      stream_;
+  std::thread writer_;
+};
+
+// Work that has to wait for a client is nothing that others wait for.
+TEST(TensorStreamTest, AClientThatDoesNotReadTurnsNobodyAway) {
+  constexpr int kDeaf = 3;
+  ServerOptions options;
+  options.threads = 1;
+  options.limits.queue_delay = absl::Microseconds(1);
+  testing::TestServer server(options);
+  std::vector<std::unique_ptr<DeafTensor>> deaf;
+  for (int i = 0; i < kDeaf; ++i) {
+    deaf.push_back(std::make_unique<DeafTensor>(server));
+    EXPECT_TRUE(testing::PollUntil(absl::Seconds(20), [&] {
+      return testing::MetricValue(server.metrics(), "quantd_active_tensors") ==
+                 i + 1 &&
+             testing::MetricValue(server.metrics(),
+                                  "quantd_payload_bytes_total") >=
+                 static_cast<double>((i + 1) * kMiB);
+    }));
+  }
+  v1::QuantizeHeader header;
+  header.mutable_tensor()->set_element_type(v1::ELEMENT_TYPE_FLOAT32);
+  header.mutable_tensor()->add_shape(16 << 10);
+  header.mutable_encoding()->set_format(v1::NUMBER_FORMAT_INT8);
+  header.mutable_encoding()->add_scale(1);
+  // Once all that may be queued is.
+  int served_in_a_row = 0;
+  EXPECT_TRUE(testing::PollUntil(absl::Seconds(20), [&] {
+    const absl::Status status = testing::Quantize(server.quantization(), header,
+                                                  std::string(64 << 10, '\0'))
+                                    .status();
+    served_in_a_row = status.ok() ? served_in_a_row + 1 : 0;
+    return served_in_a_row == 50;
+  }));
+}
+
+constexpr int64_t kManyScales = 64 << 10;
+
+// A scale for each element.
+v1::Encoding LargeEncoding() {
+  v1::Encoding encoding;
+  encoding.set_format(v1::NUMBER_FORMAT_INT8);
+  encoding.add_block_size(1);
+  encoding.mutable_scale()->Resize(kManyScales, 0.5f);
+  return encoding;
+}
+
+// Opens a tensor with that header, and waits until it holds that much.
+template <typename Header, typename Stream>
+void ExpectHeld(testing::TestServer& server, Header header, Stream stream,
+                grpc::ClientContext* context, int64_t bytes) {
+  WaitForBudget(server, 0);
+  header.mutable_tensor()->set_element_type(v1::ELEMENT_TYPE_FLOAT32);
+  header.mutable_tensor()->add_shape(kManyScales);
+  typename std::conditional_t<std::is_same_v<Header, v1::EvaluateHeader>,
+                              v1::EvaluateRequest, v1::QuantizeRequest>
+      request;
+  *request.mutable_header() = header;
+  ASSERT_TRUE(stream->Write(request));
+  EXPECT_TRUE(testing::PollUntil(absl::Seconds(20), [&] {
+    return server.server().memory_used_bytes() >= bytes;
+  })) << server.server().memory_used_bytes();
+  context->TryCancel();
+  stream->Finish();
+  WaitForBudget(server, 0);
+}
+
+TEST(TensorStreamTest, AnEncodingIsChargedWhileItsTensorIsOpen) {
+  constexpr int64_t kBytes = kManyScales * sizeof(float);
+  testing::TestServer server;
+  EncodingKey key{"m", "main", "t"};
+  auto stored = std::make_shared<core::Encoding>();
+  stored->format = static_cast<core::NumberFormat>(v1::NUMBER_FORMAT_INT8);
+  stored->block_size = {1};
+  stored->scale.assign(kManyScales, 0.5f);
+  stored->qmin = -128;
+  stored->qmax = 127;
+  stored->scale_type = core::ScaleType::kFloat32;
+  ASSERT_TRUE(server.store().Put(key, stored, Precondition()).ok());
+  {
+    grpc::ClientContext context;
+    v1::QuantizeHeader header;
+    *header.mutable_encoding() = LargeEncoding();
+    ExpectHeld(server, header, server.quantization().Quantize(&context),
+               &context, kBytes);
+  }
+  {
+    grpc::ClientContext context;
+    v1::QuantizeHeader header;
+    header.mutable_tensor()->mutable_name()->set_model("m");
+    header.mutable_tensor()->mutable_name()->set_tensor("t");
+    header.mutable_reference()->mutable_name()->set_revision("main");
+    ExpectHeld(server, header, server.quantization().Quantize(&context),
+               &context, kBytes);
+  }
+  constexpr int kCandidates = 8;
+  for (const bool is_inline : {true, false}) {
+    grpc::ClientContext context;
+    v1::EvaluateHeader header;
+    for (int i = 0; i < kCandidates; ++i) {
+      if (is_inline) {
+        *header.add_candidates()->mutable_encoding() = LargeEncoding();
+      } else {
+        v1::EncodingSpec* spec = header.add_candidates()->mutable_spec();
+        spec->set_format(v1::NUMBER_FORMAT_INT8);
+        spec->add_block_size(1);
+      }
+    }
+    ExpectHeld(server, header, server.quantization().Evaluate(&context),
+               &context, kCandidates * kBytes);
+  }
+}
+
+// Two bytes each on the wire, hundreds in memory.
+TEST(TensorStreamTest, AHeaderThatWouldTakeTooMuchMemoryIsNotParsed) {
+  ServerOptions options;
+  options.limits.memory_budget_bytes = 64 * kMiB;
+  testing::TestServer server(options);
+  std::string header;
+  for (int i = 0; i < 1 << 20; ++i) header += {'\x12', '\0'};
+  v1::EvaluateHeader tensor;
+  tensor.mutable_tensor()->set_element_type(v1::ELEMENT_TYPE_FLOAT32);
+  tensor.mutable_tensor()->add_shape(4);
+  header += tensor.SerializeAsString();
+  std::string message = {'\x0a'};
+  for (size_t size = header.size(); size > 0; size >>= 7) {
+    message += static_cast<char>((size & 0x7f) | (size > 0x7f ? 0x80 : 0));
+  }
+  message += header;
+  testing::RawStream stream(server.NewChannel(),
+                            "/quantd.v1.QuantizationService/Evaluate");
+  ASSERT_TRUE(stream.Write(message));
+  std::string answer;
+  ASSERT_TRUE(stream.Read(&answer));
+  v1::EvaluateResponse response;
+  ASSERT_TRUE(response.ParseFromString(answer));
+  EXPECT_EQ(response.error().reason(), "MEMORY_BUDGET");
+  WaitForBudget(server, 0);
+}
+
+// Has sources without end.
+class EndlessStatistics : public StatisticsStore {
+ public:
+  absl::StatusOr<ContributionOutcome> Contribute(
+      const ContributionKey& key, const core::StatisticsState& part,
+      double averaging_constant) override {
+    return ContributionOutcome{key.sequence, false};
+  }
+  absl::StatusOr<StoredStatistics> ReadStatistics(
+      const EncodingKey& key,
+      absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) override {
+    reading_.Notify();
+    const absl::Time end = absl::Now() + absl::Seconds(20);
+    absl::Status status;
+    while (status.ok() && absl::Now() < end) {
+      absl::SleepFor(absl::Milliseconds(1));
+      status = proceed(1);
+    }
+    was_ended_.store(!status.ok());
+    read_.Notify();
+    return status.ok() ? core::StoreUnavailableError("nobody ended it")
+                       : status;
+  }
+  absl::StatusOr<std::vector<StatisticsListEntry>> ListStatistics(
+      absl::string_view model, absl::string_view revision,
+      absl::string_view after, int limit) override {
+    return std::vector<StatisticsListEntry>();
+  }
+  absl::Status DeleteStatistics(const EncodingKey& key,
+                                absl::string_view source) override {
+    return absl::OkStatus();
+  }
+
+  void AwaitReading() { reading_.WaitForNotification(); }
+  // Whether reading was ended, once it is over.
+  bool AwaitEnded() {
+    read_.WaitForNotification();
+    return was_ended_.load();
+  }
+
+ private:
+  absl::Notification reading_;
+  absl::Notification read_;
+  std::atomic<bool> was_ended_{false};
+};
+
+TEST(TensorStreamTest, StopsReadingStatisticsWhenTheCallHasEnded) {
+  StuckStore store;
+  EndlessStatistics statistics;
+  Metrics metrics;
+  ServerOptions options;
+  options.listen = {"127.0.0.1:0"};
+  options.drain_delay = absl::ZeroDuration();
+  absl::StatusOr<std::unique_ptr<QuantdServer>> server =
+      QuantdServer::Start(options, &store, &statistics, &metrics);
+  ASSERT_TRUE(server.ok()) << server.status();
+  const auto stub = v1::QuantizationService::NewStub(grpc::CreateChannel(
+      (*server)->addresses()[0], grpc::InsecureChannelCredentials()));
+  v1::CalibrateRequest request;
+  *request.mutable_header()->mutable_tensor() = NamedHeader().tensor();
+  request.mutable_header()->mutable_spec()->set_format(v1::NUMBER_FORMAT_INT8);
+  request.mutable_header()->mutable_contribution()->set_source("a");
+  request.mutable_header()->mutable_contribution()->set_sequence(1);
+  request.set_data(std::string(16, '\0'));
+  grpc::ClientContext context;
+  const auto stream = stub->Calibrate(&context);
+  ASSERT_TRUE(stream->Write(request));
+  statistics.AwaitReading();
+  context.TryCancel();
+  stream->Finish();
+  EXPECT_TRUE(statistics.AwaitEnded());
 }
 
 // What a stream is asked in turn: some of it is done where it arrives, some on
