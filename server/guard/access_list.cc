@@ -248,6 +248,11 @@ absl::StatusOr<bool> AccessFile::Reload() {
         absl::StrCat("--access-file: expected a file that can be read, got \"",
                      path_, "\""));
   }
+  if (!absl::EndsWith(*text, "\n")) {
+    return core::ConfigInvalidError(
+        "--access-file: expected a file that ends with the end of a line, as "
+        "one does that was written to its end");
+  }
   absl::StatusOr<std::shared_ptr<const AccessList>> list =
       AccessList::Parse(*text);
   if (!list.ok()) return list.status();

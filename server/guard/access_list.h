@@ -10,7 +10,9 @@
 // the common name or a subject alternative name of a client's certificate.
 // SCOPES are some of read, quantize, calibrate and admin, separated by commas.
 // MODELS is * for all models, PREFIX/ for all whose names begin so, or the name
-// of one. EXPIRES is a time as RFC 3339 has it, e.g. 2027-01-31T00:00:00Z.
+// of one. EXPIRES is a time as RFC 3339 has it, e.g. 2027-01-31T00:00:00Z. The
+// last line has to end, too: what is empty or breaks off is half written, and
+// would take callers away.
 
 #ifndef QUANTD_SERVER_GUARD_ACCESS_LIST_H_
 #define QUANTD_SERVER_GUARD_ACCESS_LIST_H_
@@ -88,8 +90,9 @@ struct Credential {
   std::string token_digest;
   // Of the client's certificate: common name, then alternative names.
   std::vector<std::string> certificate_names;
-  // Of that certificate; empty where nobody wants to know.
-  std::string certificate_id;
+  // CertificateIds of that certificate and of those that came with it; empty
+  // where nobody wants to know.
+  std::vector<std::string> certificate_ids;
 };
 
 // An access file, parsed. Immutable, thread-safe.

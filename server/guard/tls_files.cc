@@ -207,11 +207,13 @@ absl::StatusOr<std::shared_ptr<const TlsMaterial>> LoadTlsMaterial(
   return Check(options, *std::move(texts), now);
 }
 
-std::string CertificateId(absl::string_view pem) {
-  const std::vector<Certificate> chain = ParseCertificates(pem);
-  if (chain.empty()) return "";
-  return IdOf(X509_get_issuer_name(chain[0].get()),
-              X509_get0_serialNumber(chain[0].get()));
+std::vector<std::string> CertificateIds(absl::string_view pem) {
+  std::vector<std::string> ids;
+  for (const Certificate& certificate : ParseCertificates(pem)) {
+    ids.push_back(IdOf(X509_get_issuer_name(certificate.get()),
+                       X509_get0_serialNumber(certificate.get())));
+  }
+  return ids;
 }
 
 absl::StatusOr<std::unique_ptr<TlsFiles>> TlsFiles::Open(TlsOptions options) {

@@ -7,6 +7,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_set.h"
@@ -50,7 +51,7 @@ struct TlsMaterial {
   std::string client_ca_pem;
   // Of the server's certificate.
   absl::Time expires;
-  // CertificateId of those that are revoked.
+  // CertificateIds of those that are revoked.
   absl::flat_hash_set<std::string> revoked;
 };
 
@@ -60,8 +61,9 @@ struct TlsMaterial {
 absl::StatusOr<std::shared_ptr<const TlsMaterial>> LoadTlsMaterial(
     const TlsOptions& options, absl::Time now);
 
-// Issuer and serial number of a certificate; empty for what is none.
-std::string CertificateId(absl::string_view pem);
+// Issuer and serial number of each certificate; those of what is none are left
+// out.
+std::vector<std::string> CertificateIds(absl::string_view pem);
 
 // Thread-safe.
 class TlsFiles {

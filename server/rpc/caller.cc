@@ -50,7 +50,7 @@ Credential Authenticator::CredentialOf(
     token = BearerToken(ToView(header->second));
   }
   std::vector<std::string> names;
-  std::string certificate_id;
+  std::vector<std::string> certificate_ids;
   const std::shared_ptr<const grpc::AuthContext> peer = context.auth_context();
   if (peer != nullptr) {
     for (const char* property :
@@ -60,23 +60,30 @@ Credential Authenticator::CredentialOf(
       }
     }
     if (revokes) {
-      for (const grpc::string_ref& pem :
-           peer->FindPropertyValues(GRPC_X509_PEM_CERT_PROPERTY_NAME)) {
-        certificate_id = CertificateId(ToView(pem));
+      // The client's own may not be among those between it and its authority.
+      for (const char* property : {GRPC_X509_PEM_CERT_PROPERTY_NAME,
+                                   GRPC_X509_PEM_CERT_CHAIN_PROPERTY_NAME}) {
+        for (const grpc::string_ref& pem : peer->FindPropertyValues(property)) {
+          for (std::string& id : CertificateIds(ToView(pem))) {
+            certificate_ids.push_back(std::move(id));
+          }
+        }
       }
     }
   }
   Credential credential(token, std::move(names));
-  credential.certificate_id = std::move(certificate_id);
+  credential.certificate_ids = std::move(certificate_ids);
   return credential;
 }
 
 absl::StatusOr<std::shared_ptr<const Principal>> Authenticator::Find(
     const Credential& credential) const {
   // Also on a connection that was there before.
-  if (!credential.certificate_id.empty() &&
-      tls_->material()->revoked.contains(credential.certificate_id)) {
-    return core::TokenInvalidError();
+  if (!credential.certificate_ids.empty()) {
+    const std::shared_ptr<const TlsMaterial> material = tls_->material();
+    for (const std::string& id : credential.certificate_ids) {
+      if (material->revoked.contains(id)) return core::TokenInvalidError();
+    }
   }
   if (access_ == nullptr) return Principal::Unrestricted();
   return access_->list()->Find(credential, absl::Now());

@@ -33,9 +33,9 @@ struct Caller {
 class Authenticator {
  public:
   // Without `access` everybody may do everything, but whoever comes with a
-  // certificate that `tls`, which may be null, has as revoked; without
-  // `regions` nobody has shared memory. All must outlive the object and its
-  // callers.
+  // certificate that `tls`, which may be null, has as revoked, or one that such
+  // a certificate has issued; without `regions` nobody has shared memory. All
+  // must outlive the object and its callers.
   Authenticator(const AccessFile* access, const TlsFiles* tls,
                 EncodingStore* encodings, StatisticsStore* statistics,
                 const RegionRegistry* regions, Metrics* metrics);

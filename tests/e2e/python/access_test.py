@@ -590,6 +590,20 @@ class CertificateTest(AccessCase):
         self.assertEqual(outcome(lambda: as_owner["ListModels"][2](""))[0],
                          "OK")
 
+    def test_what_a_revoked_authority_has_issued_is_of_no_use(self):
+        crl_path = certificates.replace(
+            os.path.join(self.folder, "crl"), self.authority.revoke([]))
+        server = self.serve(*self.flags, "--tls-client-crl", crl_path)
+        between = certificates.Authority("between", parent=self.authority)
+        pair = between.issue("a")
+        pair.certificate += between.certificate
+        list_models = self.client(server, pair).rpcs()["ListModels"][2]
+        self.assertEqual(outcome(lambda: list_models(""))[0], "OK")
+        certificates.replace(crl_path, self.authority.revoke([between]))
+        self.assertTrue(eventually(
+            lambda: outcome(lambda: list_models(""))[:2] ==
+            (UNAUTHENTICATED, "TOKEN_INVALID")))
+
     def test_certificates_change_under_load_and_no_call_is_lost(self):
         server = self.serve(*self.flags)
         pair = self.authority.issue("client")

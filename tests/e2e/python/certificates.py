@@ -40,18 +40,21 @@ class Pair:
 class Authority:
     """Signs certificates, and takes them back."""
 
-    def __init__(self, name):
+    def __init__(self, name, parent=None):
+        """Its own authority, or one whose certificate the parent signs."""
         self._name = _name(name)
         self._key = ec.generate_private_key(ec.SECP256R1())
+        issuer = parent or self
         now = datetime.datetime.utcnow()
         self._certificate = (
             x509.CertificateBuilder().subject_name(self._name)
-            .issuer_name(self._name).public_key(self._key.public_key())
+            .issuer_name(issuer._name).public_key(self._key.public_key())
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - datetime.timedelta(days=2))
             .not_valid_after(now + datetime.timedelta(days=365))
             .add_extension(x509.BasicConstraints(True, None), critical=True)
-            .sign(self._key, hashes.SHA256()))
+            .sign(issuer._key, hashes.SHA256()))
+        self.serial = self._certificate.serial_number
         self.certificate = self._certificate.public_bytes(
             serialization.Encoding.PEM)
 

@@ -182,6 +182,11 @@ TEST(AccessFileTest, FollowsTheFileAndKeepsTheLastGoodOne) {
   EXPECT_EQ(Reason((*file)->Reload().status()), "CONFIG_INVALID");
   // Said once.
   EXPECT_FALSE((*file)->Reload().value());
+  // Written to a part: nothing yet, and up to the middle of a line.
+  std::ofstream(path) << "";
+  EXPECT_EQ(Reason((*file)->Reload().status()), "CONFIG_INVALID");
+  std::ofstream(path) << "b " << kEmpty << " read *\na " << kAbc << " read *";
+  EXPECT_EQ(Reason((*file)->Reload().status()), "CONFIG_INVALID");
   EXPECT_TRUE((*file)->list()->Find(Credential("abc", {}), absl::Now()).ok());
   std::ofstream(path) << "a " << kEmpty << " read *\n";
   EXPECT_TRUE((*file)->Reload().value());
