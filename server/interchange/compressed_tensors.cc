@@ -76,7 +76,6 @@ absl::StatusOr<Scheme> SchemeOf(const core::Encoding& encoding) {
           {"symmetric", IsSymmetric(encoding)},
           {"dynamic", false},
           {"observer", "minmax"}};
-  if (absl::Status s = AddStrategy(encoding, &json); !s.ok()) return s;
   if (info.name == "nvfp4" || info.name == "mxfp4_e2m1") {
     const bool is_nvfp4 = info.name == "nvfp4";
     if (encoding.block_size.size() != 2 || encoding.block_size[0] != 1 ||
@@ -87,13 +86,12 @@ absl::StatusOr<Scheme> SchemeOf(const core::Encoding& encoding) {
           is_nvfp4 ? kNvfp4Group : kMxfp4Group));
     }
     json["type"] = "float";
-    if (is_nvfp4) {
-      json["strategy"] = "tensor_group";
-      json["group_size"] = kNvfp4Group;
-    }
+    json["strategy"] = is_nvfp4 ? "tensor_group" : "group";
+    json["group_size"] = is_nvfp4 ? kNvfp4Group : kMxfp4Group;
     scheme.format = is_nvfp4 ? "nvfp4-pack-quantized" : "mxfp4-pack-quantized";
     return scheme;
   }
+  if (absl::Status s = AddStrategy(encoding, &json); !s.ok()) return s;
   if (info.name == "float8_e4m3fn") {
     json["type"] = "float";
     scheme.format = "float-quantized";
@@ -140,6 +138,18 @@ class CompressedTensorsWriter final : public EncodingsWriter {
     }
     losses->push_back(
         {tensor, "scale and zero_point: those are in the safetensors", false});
+    const core::FormatInfo& info = *core::FindFormat(encoding.format);
+    if (info.kind == core::CodeKind::kInteger &&
+        (encoding.qmin != info.qmin || encoding.qmax != info.qmax)) {
+      losses->push_back(
+          {tensor,
+           absl::StrCat("qmin and qmax: the codes are all of the type, ",
+                        info.qmin, " to ", info.qmax),
+           false});
+    }
+    if (encoding.no_saturation) {
+      losses->push_back({tensor, "no_saturation", false});
+    }
     Json& module = modules_[tensor.substr(0, dot)];
     module[key] = std::move(scheme->arguments);
     if (role == ".weight") module["format"] = scheme->format;

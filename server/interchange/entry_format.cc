@@ -112,6 +112,28 @@ std::vector<std::string> Differences(const core::Encoding& before,
   return differences;
 }
 
+// The block size with dimensions of one scale as the reader would have them:
+// whole, but for the two that blocks of channels need.
+std::vector<int64_t> ReaderBlockSize(const core::Encoding& encoding,
+                                     PendingEncoding::Open open) {
+  std::vector<int64_t> block_size = encoding.block_size;
+  const auto rank = static_cast<int>(block_size.size());
+  int missing = 0;
+  if (open == PendingEncoding::Open::kChannelBlocks) {
+    missing = 2;
+    for (int d = 0; d < rank; ++d) missing -= IsWhole(encoding, d) ? 0 : 1;
+  }
+  for (int d = 0; d < rank; ++d) {
+    if (!IsWhole(encoding, d) || block_size[d] == 0) continue;
+    if (missing > 0) {
+      --missing;
+    } else {
+      block_size[d] = 0;
+    }
+  }
+  return block_size;
+}
+
 }  // namespace
 
 bool WriteEntry(const EntryFormat& format, const std::string& tensor,
@@ -137,11 +159,7 @@ bool WriteEntry(const EntryFormat& format, const std::string& tensor,
                        false});
   }
   LayoutHint hint;
-  // Dimensions of one scale as the reader would have them.
-  hint.block_size = encoding.block_size;
-  for (size_t d = 0; d < hint.block_size.size(); ++d) {
-    if (IsWhole(encoding, d)) hint.block_size[d] = 0;
-  }
+  hint.block_size = ReaderBlockSize(encoding, back.open);
   if (!encoding.scale_shape.empty()) {
     // Any shape with these scales: the order of blocks depends on no more.
     hint.shape_known = true;

@@ -237,6 +237,14 @@ absl::Status CheckOurVersion(const Json& document) {
       absl::StrCat("version ", QuotedText(version), ", expected ", kVersion));
 }
 
+// What AIMET says beside encodings, and a store of them has no place for.
+void NoteExcludedLayers(const Json& document, ParsedEncodings* parsed) {
+  const auto layers = document.find("excluded_layers");
+  if (layers == document.end() || layers->empty()) return;
+  parsed->losses.push_back(
+      {"", "excluded_layers: which layers are not to be quantized", false});
+}
+
 absl::Status ParseDocument(const Json& document, ParsedEncodings* parsed) {
   Parser parser(parsed);
   const EntryFormat* format = nullptr;
@@ -250,6 +258,7 @@ absl::Status ParseDocument(const Json& document, ParsedEncodings* parsed) {
       break;
     }
     case InterchangeFormat::kAimet061: {
+      NoteExcludedLayers(document, parsed);
       format = &Aimet061EntryFormat();
       absl::Status status =
           parser.AddMap(*format, document, "activation_encodings");
@@ -257,6 +266,7 @@ absl::Status ParseDocument(const Json& document, ParsedEncodings* parsed) {
       return parser.AddMap(*format, document, "param_encodings");
     }
     case InterchangeFormat::kAimet100: {
+      NoteExcludedLayers(document, parsed);
       format = &Aimet100EntryFormat();
       absl::Status status =
           parser.AddList(*format, document, "activation_encodings");
@@ -264,6 +274,7 @@ absl::Status ParseDocument(const Json& document, ParsedEncodings* parsed) {
       return parser.AddList(*format, document, "param_encodings");
     }
     case InterchangeFormat::kAimet200:
+      NoteExcludedLayers(document, parsed);
       format = &Aimet200EntryFormat();
       break;
     case InterchangeFormat::kCompressedTensors:
