@@ -248,7 +248,7 @@ TEST(EncodingCallTest, DoesNotKeepAServerThatDrains) {
 // Names and patterns that it takes long to tell apart.
 class LongMatchingTest : public ::testing::Test {
  protected:
-  static constexpr int kTensors = 40;
+  static constexpr int kTensors = 20;
   static constexpr int kPatterns = 1000;
 
   static std::string Name(int i) {
