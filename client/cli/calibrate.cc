@@ -83,6 +83,7 @@ void Run(const Options& options, Session* session) {
   if (!client.ok()) return session->FailUsage(client.status());
   const absl::StatusOr<TensorInput> input = TensorInput::Open(options.input);
   if (!input.ok()) return session->Fail(input.status());
+  ReportUnread(*input, session);
 
   Json list = Json::array();
   Table table;
@@ -217,7 +218,8 @@ void AddCalibrateCommand(Command* quantctl, Session* session) {
       "encodings are computed from later, and keep them on the server");
   const auto options = std::make_shared<Options>();
   command
-      ->AddArgument("file", &options->input, "FILE", "safetensors or .npy file")
+      ->AddArgument("file", &options->input, "FILE",
+                    "safetensors, .npy or .gguf file")
       ->Required();
   options->name.AddOptions(command, /*required=*/false);
   options->spec.AddOptionsWithPatterns(command);

@@ -1,5 +1,6 @@
 #include "client/cli/command_line.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -11,11 +12,79 @@
 
 #include "CLI/CLI.hpp"
 #include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 
 namespace quantd::cli {
+namespace {
+
+// The numbers that a check lets through, with an error that can be read.
+CLI::Validator Above(double min, bool or_equal, const char* description) {
+  return CLI::Validator(
+      [min, or_equal](std::string& text) {
+        double number = 0;
+        if (absl::SimpleAtod(text, &number) &&
+            (number > min || (or_equal && number == min))) {
+          return std::string();
+        }
+        return absl::StrCat("expected a number ",
+                            or_equal ? "of at least " : "above ", min, ", got ",
+                            text);
+      },
+      description);
+}
+
+// Letters to insert, remove or replace to make one word the other.
+size_t EditDistance(absl::string_view a, absl::string_view b) {
+  std::vector<size_t> row(b.size() + 1);
+  for (size_t j = 0; j <= b.size(); ++j) row[j] = j;
+  for (size_t i = 1; i <= a.size(); ++i) {
+    size_t diagonal = row[0];
+    row[0] = i;
+    for (size_t j = 1; j <= b.size(); ++j) {
+      const size_t replaced = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
+      diagonal = row[j];
+      row[j] = std::min({row[j] + 1, row[j - 1] + 1, replaced});
+    }
+  }
+  return row[b.size()];
+}
+
+// What is wrong with a command line, and what to do about it.
+std::string FailureMessage(const CLI::App* app, const CLI::Error& error) {
+  const CLI::App* command = app;
+  std::string path = app->get_name();
+  while (!command->get_subcommands().empty()) {
+    command = command->get_subcommands().back();
+    absl::StrAppend(&path, " ", command->get_name());
+  }
+  std::string what = error.what();
+  const std::vector<std::string> rest = app->remaining(/*recurse=*/true);
+  const auto is_named = [](const CLI::App* sub) {
+    return !sub->get_name().empty();
+  };
+  const std::vector<const CLI::App*> known = command->get_subcommands(is_named);
+  if (!known.empty() && !rest.empty() && rest[0][0] != '-') {
+    what = absl::StrCat("there is no command \"", rest[0], "\"");
+    const CLI::App* const nearest = *std::min_element(
+        known.begin(), known.end(), [&](const CLI::App* a, const CLI::App* b) {
+          return EditDistance(rest[0], a->get_name()) <
+                 EditDistance(rest[0], b->get_name());
+        });
+    if (EditDistance(rest[0], nearest->get_name()) <= 2) {
+      absl::StrAppend(&what, "; did you mean ", nearest->get_name(), "?");
+    }
+  } else if (!known.empty() && rest.empty()) {
+    what = "a command is required";
+  }
+  return absl::StrCat(app->get_name(), ": ", what, "\nRun ", path,
+                      " --help for more information.\n");
+}
+
+}  // namespace
 
 Option::Option(CLI::Option* option, absl::string_view names,
                std::string value_name, std::string help)
@@ -45,12 +114,12 @@ Option* Option::FromEnvironment(const char* variable) {
 }
 
 Option* Option::NotNegative() {
-  option_->check(CLI::NonNegativeNumber);
+  option_->check(Above(0, /*or_equal=*/true, "NONNEGATIVE"));
   return this;
 }
 
 Option* Option::Positive() {
-  option_->check(CLI::PositiveNumber);
+  option_->check(Above(0, /*or_equal=*/false, "POSITIVE"));
   return this;
 }
 
@@ -190,6 +259,7 @@ CommandLine::CommandLine(const char* name, const char* help,
   app_->set_version_flag("--version", version);
   app_->footer(footer);
   app_->fallthrough();
+  app_->failure_message(&FailureMessage);
 }
 
 CommandLine::~CommandLine() = default;

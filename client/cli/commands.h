@@ -21,6 +21,7 @@ void AddSweepCommand(Command* quantctl, Session* session);
 void AddStatisticsCommand(Command* quantctl, Session* session);
 void AddModelsCommand(Command* quantctl, Session* session);
 void AddHealthCommand(Command* quantctl, Session* session);
+void AddReportCommand(Command* quantctl, Session* session);
 void AddBenchCommand(Command* quantctl, Session* session);
 void AddCompletionCommand(Command* quantctl);
 void AddManCommand(CommandLine* quantctl);

@@ -136,6 +136,7 @@ void Run(const Options& options, Session* session) {
   if (!client.ok()) return session->FailUsage(client.status());
   const absl::StatusOr<TensorInput> input = TensorInput::Open(options.input);
   if (!input.ok()) return session->Fail(input.status());
+  ReportUnread(*input, session);
 
   std::optional<TensorInput> reference;
   const bool compares = !options.reference.empty();
@@ -271,7 +272,8 @@ void AddEvaluateCommand(Command* quantctl, Session* session) {
       "the file against another one");
   const auto options = std::make_shared<Options>();
   command
-      ->AddArgument("file", &options->input, "FILE", "safetensors or .npy file")
+      ->AddArgument("file", &options->input, "FILE",
+                    "safetensors, .npy or .gguf file")
       ->Required();
   command->AddOption("--candidate", &options->candidates, "CANDIDATE",
                      "A spec such as int4:group:32:mse (see quantctl --help), "

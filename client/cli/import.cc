@@ -1,4 +1,5 @@
 #include <cerrno>
+#include <cmath>
 #include <cstdint>
 #include <fstream>
 #include <iostream>
@@ -26,6 +27,7 @@
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
 #include "client/files/errors.h"
+#include "client/files/gguf.h"
 #include "client/files/onnx_model.h"
 #include "client/files/shard_index.h"
 #include "nlohmann/json.hpp"
@@ -101,11 +103,10 @@ absl::StatusOr<std::string> ReadText(const std::string& path) {
 }
 
 void Report(const Options& options, const v1::ImportEncodingsResponse& response,
-            Session* session) {
+            const std::string& format, Session* session) {
   const std::vector<v1::InterchangeLoss> losses(response.losses().begin(),
                                                 response.losses().end());
   if (AnyLeftOut(losses)) session->Note(kServerError);
-  const std::string format = InterchangeFormatName(response.format());
   if (session->json) {
     return session->PrintJson({{"model", options.name.model},
                                {"revision", options.name.revision},
@@ -122,6 +123,119 @@ void Report(const Options& options, const v1::ImportEncodingsResponse& response,
                    Printable(options.name.model), "\n"));
 }
 
+// What became of the tensors of a file, as if the server had read it.
+class ImportByTensor {
+ public:
+  ImportByTensor(const Options& options, Client* client)
+      : options_(options), client_(client) {}
+
+  v1::ImportEncodingsResponse& response() { return response_; }
+
+  void AddLoss(const std::string& tensor, absl::string_view what,
+               bool left_out) {
+    v1::InterchangeLoss* const loss = response_.add_losses();
+    loss->set_tensor(tensor);
+    loss->set_what(std::string(what));
+    loss->set_left_out(left_out);
+    response_.set_loss_count(response_.loss_count() + 1);
+  }
+
+  // Stores an encoding. Errors: only those that are not the tensor's, but
+  // everybody's.
+  absl::Status Store(const std::string& tensor, const Encoding& encoding) {
+    if (!options_.dry_run) {
+      const absl::StatusOr<v1::StoredEncoding> stored =
+          client_->PutEncoding(options_.name.NameOf(tensor), encoding, "");
+      if (!stored.ok()) {
+        if (ExitCodeOf(stored.status()) == kUnreachable) {
+          return stored.status();
+        }
+        AddLoss(tensor, stored.status().message(), /*left_out=*/true);
+        return absl::OkStatus();
+      }
+    }
+    response_.set_encoding_count(response_.encoding_count() + 1);
+    return absl::OkStatus();
+  }
+
+ private:
+  const Options& options_;
+  Client* const client_;
+  v1::ImportEncodingsResponse response_;
+};
+
+// The encoding of the blocks of a GGUF file. A scale of 0 is 1, whose codes are
+// all 0. q4_0 has negative scales too, under which codes go up to 8: the scales
+// are then positive and the format int5 from -8 to 8.
+Encoding GgufEncoding(const files::GgufTensor& tensor, bool* is_finite,
+                      bool* is_widened) {
+  std::vector<float> scales = files::GgufBlockScales(tensor);
+  *is_finite = true;
+  *is_widened = false;
+  for (float& scale : scales) {
+    *is_finite = *is_finite && std::isfinite(scale);
+    *is_widened = *is_widened || (tensor.type == files::GgufType::kQ4_0 &&
+                                  std::signbit(scale) && scale != 0);
+    scale = scale == 0 ? 1 : std::fabs(scale);
+  }
+  Encoding encoding;
+  if (tensor.type == files::GgufType::kQ8_0) {
+    encoding.set_format(v1::NUMBER_FORMAT_INT8);
+  } else if (*is_widened) {
+    encoding.set_format(v1::NUMBER_FORMAT_INT5);
+    encoding.set_qmin(-8);
+    encoding.set_qmax(8);
+  } else {
+    encoding.set_format(v1::NUMBER_FORMAT_INT4);
+  }
+  for (size_t d = 1; d < tensor.shape.size(); ++d) encoding.add_block_size(1);
+  encoding.add_block_size(files::kGgufBlock);
+  for (size_t d = 0; d < tensor.shape.size(); ++d) {
+    const bool is_last = d + 1 == tensor.shape.size();
+    encoding.add_scale_shape(is_last ? tensor.shape[d] / files::kGgufBlock
+                                     : tensor.shape[d]);
+  }
+  encoding.mutable_scale()->Assign(scales.begin(), scales.end());
+  encoding.set_scale_type(v1::SCALE_TYPE_FLOAT16);
+  return encoding;
+}
+
+void ImportGguf(const Options& options, Session* session) {
+  const absl::StatusOr<files::GgufReader> reader =
+      files::GgufReader::Open(options.file);
+  if (!reader.ok()) return session->Fail(reader.status());
+  const std::unique_ptr<Client> client = session->ConnectOrFail();
+  if (client == nullptr) return;
+  ImportByTensor imported(options, client.get());
+  for (const files::GgufTensor& tensor : reader->tensors()) {
+    if (tensor.type == files::GgufType::kPlain) continue;
+    if (tensor.type == files::GgufType::kOther) {
+      imported.AddLoss(tensor.name,
+                       absl::StrCat("GGUF type ", tensor.type_number,
+                                    " is not read, only q8_0 and q4_0"),
+                       /*left_out=*/true);
+      continue;
+    }
+    bool is_finite = false;
+    bool is_widened = false;
+    const Encoding encoding = GgufEncoding(tensor, &is_finite, &is_widened);
+    if (!is_finite) {
+      imported.AddLoss(tensor.name, "a scale is infinite or NaN",
+                       /*left_out=*/true);
+      continue;
+    }
+    if (is_widened) {
+      imported.AddLoss(tensor.name,
+                       "negative scales became positive ones, under which "
+                       "codes go from -8 to 8: int5 in place of int4",
+                       /*left_out=*/false);
+    }
+    const absl::Status status = imported.Store(tensor.name, encoding);
+    if (!status.ok()) return session->Fail(status);
+  }
+  Report(options, imported.response(), "gguf", session);
+}
+
 // The encodings of a compressed-tensors model, which are in its tensors.
 void ImportCompressed(const Options& options, Session* session) {
   const absl::StatusOr<TensorInput> input = TensorInput::Open(options.file);
@@ -136,30 +250,18 @@ void ImportCompressed(const Options& options, Session* session) {
   }
   const std::unique_ptr<Client> client = session->ConnectOrFail();
   if (client == nullptr) return;
-  v1::ImportEncodingsResponse response;
-  response.set_format(v1::INTERCHANGE_FORMAT_COMPRESSED_TENSORS);
+  ImportByTensor imported(options, client.get());
   for (const QuantizedTensor& tensor : *tensors) {
-    if (!options.dry_run) {
-      const absl::StatusOr<v1::StoredEncoding> stored = client->PutEncoding(
-          options.name.NameOf(tensor.name), tensor.encoding, "");
-      if (!stored.ok()) {
-        if (ExitCodeOf(stored.status()) == kUnreachable) {
-          return session->Fail(stored.status());
-        }
-        v1::InterchangeLoss* const loss = response.add_losses();
-        loss->set_tensor(tensor.name);
-        loss->set_what(std::string(stored.status().message()));
-        loss->set_left_out(true);
-        continue;
-      }
-    }
-    response.set_encoding_count(response.encoding_count() + 1);
+    const absl::Status status = imported.Store(tensor.name, tensor.encoding);
+    if (!status.ok()) return session->Fail(status);
   }
-  response.set_loss_count(static_cast<uint64_t>(response.losses_size()));
-  Report(options, response, session);
+  Report(options, imported.response(),
+         InterchangeFormatName(v1::INTERCHANGE_FORMAT_COMPRESSED_TENSORS),
+         session);
 }
 
 void Run(const Options& options, Session* session) {
+  if (IsGgufPath(options.file)) return ImportGguf(options, session);
   if (files::IsFolder(options.file) ||
       absl::EndsWithIgnoreCase(options.file, ".safetensors")) {
     return ImportCompressed(options, session);
@@ -200,7 +302,8 @@ void Run(const Options& options, Session* session) {
     }
     return;
   }
-  Report(options, *response, session);
+  Report(options, *response, InterchangeFormatName(response->format()),
+         session);
 }
 
 }  // namespace
@@ -214,8 +317,9 @@ void AddImportCommand(Command* quantctl, Session* session) {
   const auto options = std::make_shared<Options>();
   command
       ->AddArgument("file", &options->file, "FILE",
-                    "JSON file, - for stdin; or the folder or safetensors file "
-                    "of a compressed-tensors model")
+                    "JSON file, - for stdin; the folder or safetensors file of "
+                    "a compressed-tensors model; or a .gguf file, whose q8_0 "
+                    "and q4_0 blocks have encodings")
       ->Required();
   options->name.AddOptions(command, /*required=*/true);
   std::vector<std::string> formats = InterchangeFormatNames();

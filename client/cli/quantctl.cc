@@ -106,6 +106,7 @@ int RunQuantctl(int argc, const char* const* argv) {
   AddStatisticsCommand(quantctl, &session);
   AddModelsCommand(quantctl, &session);
   AddHealthCommand(quantctl, &session);
+  AddReportCommand(quantctl, &session);
   AddBenchCommand(quantctl, &session);
   AddCompletionCommand(quantctl);
   AddManCommand(&command_line);

@@ -215,6 +215,7 @@ class Quantizer {
     if (!input.ok()) return input.status();
     inputs_.push_back(std::make_unique<const TensorInput>(*std::move(input)));
     input_ = inputs_.back().get();
+    ReportUnread(*input_, &session_);
     const bool is_shard = output_path != options_.output;
     const std::string run = is_shard ? RunOf(input_path) : "";
     if (is_shard && Keep(output_path, run)) return absl::OkStatus();
@@ -494,7 +495,7 @@ void AddQuantizeCommand(Command* quantctl, Session* session) {
   const auto options = std::make_shared<Options>();
   command
       ->AddArgument("file", &options->input, "FILE",
-                    "safetensors or .npy file, or a folder with "
+                    "safetensors, .npy or .gguf file, or a folder with "
                     "model.safetensors.index.json or model.safetensors")
       ->Required();
   command

@@ -21,6 +21,26 @@
 #include "nlohmann/json.hpp"
 
 namespace quantd::cli {
+namespace {
+
+// What to do about an error.
+struct NextStep {
+  absl::string_view reason;
+  absl::string_view text;
+};
+
+constexpr NextStep kNextSteps[] = {
+    {"SERVER_UNREACHABLE",
+     "start quantd there, or say where it is with --server or QUANTD_SERVER"},
+    {"ENCODING_NOT_FOUND",
+     "`quantctl models` and `quantctl encodings list` show what there is; "
+     "`quantctl calibrate` makes encodings"},
+    {"STATISTICS_NOT_FOUND",
+     "`quantctl statistics list` shows what there is; `quantctl calibrate "
+     "--source` adds statistics"},
+};
+
+}  // namespace
 
 ExitCode ExitCodeOf(const absl::Status& status) {
   if (status.ok()) return kSuccess;
@@ -101,6 +121,11 @@ void Session::Fail(const absl::Status& status) {
     PrintJson({{"error", ErrorJson(status)}});
   } else {
     PrintError(absl::StrCat("quantctl: ", status.message()));
+    for (const NextStep& step : kNextSteps) {
+      if (step.reason == ErrorReason(status)) {
+        PrintError(absl::StrCat("quantctl: ", step.text));
+      }
+    }
   }
 }
 

@@ -15,11 +15,13 @@
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "client/cli/command_line.h"
+#include "client/cli/session.h"
 #include "client/cli/spec_syntax.h"
 #include "client/cpp/errors.h"
 #include "client/cpp/tensor.h"
 #include "client/files/dtype.h"
 #include "client/files/errors.h"
+#include "client/files/gguf.h"
 #include "client/files/npy.h"
 #include "client/files/safetensors.h"
 #include "client/files/shard_index.h"
@@ -36,6 +38,10 @@ bool AnyGiven(const std::vector<const Option*>& options) {
 
 bool IsNpyPath(absl::string_view path) {
   return absl::EndsWithIgnoreCase(path, ".npy");
+}
+
+bool IsGgufPath(absl::string_view path) {
+  return absl::EndsWithIgnoreCase(path, ".gguf");
 }
 
 std::string FileStem(absl::string_view path) {
@@ -60,7 +66,8 @@ absl::StatusOr<TensorInput> TensorInput::Open(const std::string& path) {
     return input;
   }
   if (!files::IsFolder(path)) {
-    absl::Status status = input.Add(path);
+    absl::Status status =
+        IsGgufPath(path) ? input.AddGguf(path) : input.Add(path);
     if (!status.ok()) return status;
     return input;
   }
@@ -82,7 +89,16 @@ absl::StatusOr<TensorInput> TensorInput::Open(const std::string& path) {
 absl::Status TensorInput::Add(const std::string& path) {
   absl::StatusOr<files::SafetensorsReader> reader =
       files::SafetensorsReader::Open(path);
-  if (!reader.ok()) return reader.status();
+  if (!reader.ok()) {
+    if (!absl::IsInvalidArgument(reader.status()) ||
+        absl::EndsWithIgnoreCase(path, ".safetensors")) {
+      return reader.status();
+    }
+    return files::FileMalformedError(
+        path,
+        "expected a safetensors file; .npy and .gguf files are known by their "
+        "names");
+  }
   for (const files::FileTensor& tensor : reader->tensors()) {
     if (!index_.emplace(tensor.name, tensors_.size()).second) {
       return files::FileMalformedError(
@@ -96,9 +112,42 @@ absl::Status TensorInput::Add(const std::string& path) {
   return absl::OkStatus();
 }
 
+absl::Status TensorInput::AddGguf(const std::string& path) {
+  absl::StatusOr<files::GgufReader> reader = files::GgufReader::Open(path);
+  if (!reader.ok()) return reader.status();
+  for (const files::GgufTensor& tensor : reader->tensors()) {
+    if (tensor.type == files::GgufType::kOther) {
+      unread_.push_back(tensor.name);
+      continue;
+    }
+    files::FileTensor added = {tensor.name, tensor.dtype, tensor.shape,
+                               tensor.data};
+    if (tensor.type != files::GgufType::kPlain) {
+      dequantized_.push_back(files::DequantizeGguf(tensor));
+      const std::vector<float>& elements = dequantized_.back();
+      added.data = {reinterpret_cast<const uint8_t*>(elements.data()),
+                    elements.size() * sizeof(float)};
+    }
+    index_[tensor.name] = tensors_.size();
+    tensors_.push_back(std::move(added));
+  }
+  files_.emplace_back(*std::move(reader));
+  return absl::OkStatus();
+}
+
 const files::FileTensor* TensorInput::Find(absl::string_view name) const {
   const auto found = index_.find(name);
   return found == index_.end() ? nullptr : &tensors_[found->second];
+}
+
+void ReportUnread(const TensorInput& input, Session* session) {
+  for (const std::string& tensor : input.unread()) {
+    session->Note(kServerError);
+    session->PrintError(absl::StrCat(
+        "quantctl: tensor ", tensor,
+        ": left out: its GGUF type is none of F32, F16, BF16, F64, q8_0 and "
+        "q4_0; convert the file to one of them"));
+  }
 }
 
 std::optional<ElementType> ElementTypeOf(files::Dtype dtype) {

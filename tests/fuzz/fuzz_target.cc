@@ -23,7 +23,7 @@ namespace quantd::fuzz {
 std::vector<FuzzTarget> AllFuzzTargets() {
   return {StatisticsTarget(),  EncodingTarget(), SpecTarget(),
           ChunksTarget(),      EnvelopeTarget(), InterchangeTarget(),
-          SafetensorsTarget(), NpyTarget()};
+          SafetensorsTarget(), NpyTarget(),      GgufTarget()};
 }
 
 std::string MutateMessageOf(const FuzzTarget& target,

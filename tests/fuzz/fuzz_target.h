@@ -43,6 +43,7 @@ FuzzTarget EnvelopeTarget();
 FuzzTarget InterchangeTarget();
 FuzzTarget SafetensorsTarget();
 FuzzTarget NpyTarget();
+FuzzTarget GgufTarget();
 
 std::vector<FuzzTarget> AllFuzzTargets();
 

@@ -5,9 +5,11 @@ contributions, encodings computed from them, tables and exit codes.
 """
 
 import argparse
+import json
 import math
 import os
 import random
+import re
 import struct
 import sys
 import unittest
@@ -200,6 +202,106 @@ class QuantctlTest(QuantctlCase):
         for tensor in report["tensors"]:
             self.assertEqual(tensor["error"]["reason"], "ARGUMENT_INVALID")
 
+    def test_GgufFilesAreReadAndTheirBlocksImported(self):
+        half = struct.Struct("<e").pack
+        random.seed(5)
+        blocks_q4 = [(half(scale), bytes(random.randrange(256)
+                                         for _ in range(16)))
+                     for scale in (0.5, -0.25, 0.0, 1.0)]
+        blocks_q8 = [(half(0.125), bytes(random.randrange(256)
+                                         for _ in range(32)))
+                     for _ in range(2)]
+        # Name, extents with the innermost first, type, data.
+        tensors = [
+            ("q4", (64, 2), 2, b"".join(a + b for a, b in blocks_q4)),
+            ("q8", (32, 2), 8, b"".join(a + b for a, b in blocks_q8)),
+            ("plain", (3, 2), 1, b"".join(half(i) for i in range(6))),
+            ("other", (256,), 14, bytes(224)),
+        ]
+
+        def string(text):
+            return struct.pack("<Q", len(text)) + text.encode()
+
+        header = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), 0)
+        data = b""
+        for name, extents, number, payload in tensors:
+            header += string(name) + struct.pack(
+                f"<I{len(extents)}QIQ", len(extents), *extents, number,
+                len(data))
+            data += payload + bytes(-len(payload) % 32)
+        path = self.path("model.gguf")
+        with open(path, "wb") as file:
+            file.write(header + bytes(-len(header) % 32) + data)
+
+        # What cannot be read is left out and said.
+        imported = self.json("import", path, "--model", "gguf", code=1)
+        self.assertEqual(imported["encoding_count"], 2)
+        self.assertEqual([(loss["tensor"], loss["left_out"])
+                          for loss in imported["losses"]],
+                         [("q4", False), ("other", True)])
+        # The encodings give the numbers of the file back.
+        evaluated = self.json(
+            "evaluate", path, "--model", "gguf", "--candidate", "stored",
+            "--include", "q*", code=1)
+        self.assertEqual(len(evaluated["tensors"]), 2)
+        for tensor in evaluated["tensors"]:
+            (candidate,) = tensor["candidates"]
+            self.assertEqual(candidate["mean_squared_error"], 0,
+                             tensor["name"])
+        # Plain tensors are copied, blocks are quantized like others.
+        self.run_quantctl("quantize", path, "-o", self.path("out"),
+                          "--exclude", "plain", "--no-store", code=1)
+        written, _ = read_safetensors(self.path("out"))
+        self.assertEqual(written["plain"], ("F16", [2, 3], tensors[2][3]))
+        self.assertEqual(written["q4"][:2], ("I8", [2, 64]))
+        with open(path, "r+b") as file:
+            file.truncate(100)
+        self.run_quantctl("calibrate", path, code=4)
+
+    def test_AReportHasTheStatisticsOfEveryTensor(self):
+        self.run_quantctl("calibrate", ACTIVATIONS, "--model", "page",
+                          "--source", "s", "--sequence", "1", "--all")
+        plotly = self.path("plotly.js")
+        with open(plotly, "w", encoding="utf-8") as file:
+            file.write("x = '</script>@DATA@'")
+        self.run_quantctl("report", "--model", "page", "-o",
+                          self.path("page.html"), "--plotly", plotly)
+        with open(self.path("page.html"), encoding="utf-8") as file:
+            page = file.read()
+        self.assertIn("x = '<\\/script>@DATA@'", page)
+        (document,) = re.findall(
+            r'<script type="application/json" id="report">(.*?)</script>',
+            page, re.S)
+        report = json.loads(document)
+        self.assertEqual(report["candidates"],
+                         ["int8:per-channel", "int8:mse", "int4:mse"])
+        self.assertEqual(len(report["totals"]), 3)
+        self.assertGreater(len(report["mixtures"]), 1)
+        self.assertGreater(len(report["tensors"]), 2)
+        for tensor in report["tensors"]:
+            with self.subTest(tensor=tensor["name"]):
+                self.assertEqual(len(tensor["bins"]), 120)
+                self.assertAlmostEqual(sum(tensor["bins"]) / tensor["count"],
+                                       1, places=4)
+                first, last = tensor["edges"]
+                self.assertEqual((first, last),
+                                 (tensor["min"], tensor["max"]))
+                self.assertLessEqual(first, tensor["low"])
+                self.assertLess(tensor["low"], tensor["high"])
+                self.assertLessEqual(tensor["high"], last)
+                *_, coarse = tensor["candidates"]
+                fine = tensor["candidates"][1]
+                self.assertGreater(fine["sqnr_db"], coarse["sqnr_db"])
+                self.assertEqual(fine["scale_count"], 1)
+                low, high = fine["clip"]
+                self.assertEqual(low, -high)
+        self.run_quantctl("report", "--model", "page", "-o",
+                          self.path("x"), "--plotly", self.path("absent"),
+                          code=2)
+        self.run_quantctl("report", "--model", "absent", "-o",
+                          self.path("x"), "--plotly", plotly, code=1)
+        self.assertFalse(os.path.exists(self.path("x")))
+
     def test_CommandLinesThatMakeNoSenseAreRefused(self):
         for command in (
                 ("quantize", WEIGHTS, "-o", self.path("x"), "--spec", "int99"),
@@ -220,6 +322,15 @@ class QuantctlTest(QuantctlCase):
             with self.subTest(command=command):
                 self.run_quantctl(*command, code=2)
         self.assertFalse(os.path.exists(self.path("x")))
+        for command, words in (
+                (("quantise", WEIGHTS), "did you mean quantize?"),
+                (("encodings", "lsit"), "did you mean list?"),
+                (("encodings",), "a command is required"),
+                (("models", "--timeout", "0"),
+                 "expected a number above 0, got 0")):
+            with self.subTest(command=command):
+                self.assertIn(words,
+                              self.run_quantctl(*command, code=2).stderr)
         nowhere = dict(self.environment, QUANTD_SERVER="127.0.0.1:1")
         self.run_quantctl("sweep", "--model", "m", "--spec", "int8", code=3,
                           environment=nowhere)

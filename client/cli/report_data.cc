@@ -1,0 +1,174 @@
+#include "client/cli/report_data.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/match.h"
+#include "absl/strings/string_view.h"
+#include "client/cpp/tensor.h"
+
+namespace quantd::cli {
+namespace {
+
+constexpr int kMantissaBits = 23;
+constexpr size_t kBins = 120;
+constexpr double kTail = 0.001;
+
+// Elements between two numbers.
+struct Bin {
+  double low;
+  double high;
+  double count;
+};
+
+// The number whose bits these are in the order of numbers: those of negatives
+// are all flipped, and the sign of the others.
+double NumberOf(uint32_t bits) {
+  const bool is_negative = bits < 0x80000000U;
+  const uint32_t pattern = is_negative ? ~bits : bits ^ 0x80000000U;
+  float number = 0;
+  std::memcpy(&number, &pattern, sizeof(number));
+  if (std::isfinite(number)) return static_cast<double>(number);
+  const double largest = static_cast<double>(std::numeric_limits<float>::max());
+  return is_negative ? -largest : largest;
+}
+
+// In ascending order.
+std::vector<Bin> BinsOf(const v1::StatisticsState& state) {
+  std::vector<Bin> bins;
+  if (state.mantissa_bits() > kMantissaBits) return bins;
+  const int low_bits = kMantissaBits - static_cast<int>(state.mantissa_bits());
+  const uint64_t key_count = uint64_t{1} << (32 - low_bits);
+  std::map<uint64_t, double> counts;
+  for (const v1::Histogram& histogram : state.histograms()) {
+    const int size =
+        std::min(histogram.key_delta_size(), histogram.count_size());
+    uint64_t key = 0;
+    for (int i = 0; i < size; ++i) {
+      key += histogram.key_delta(i);
+      if (key >= key_count) break;
+      counts[key] += static_cast<double>(histogram.count(i));
+    }
+  }
+  const double min = state.statistics().min();
+  const double max = state.statistics().max();
+  for (const auto& [key, count] : counts) {
+    const uint64_t first = key << low_bits;
+    const uint64_t last = ((key + 1) << low_bits) - 1;
+    const double low = NumberOf(static_cast<uint32_t>(first));
+    const double high = NumberOf(static_cast<uint32_t>(last));
+    bins.push_back({std::min(std::max(low, min), max),
+                    std::min(std::max(high, min), max), count});
+  }
+  return bins;
+}
+
+// Below which that fraction of the elements lies.
+double Quantile(const std::vector<Bin>& bins, double total, double fraction) {
+  const double wanted = fraction * total;
+  double before = 0;
+  for (const Bin& bin : bins) {
+    if (before + bin.count >= wanted) {
+      return bin.low + (wanted - before) / bin.count * (bin.high - bin.low);
+    }
+    before += bin.count;
+  }
+  return bins.back().high;
+}
+
+// The largest real of a format of floats under scale 1.
+double LargestFloat(v1::NumberFormat format) {
+  const std::string name = FormatName(format);
+  constexpr std::pair<absl::string_view, double> kLargest[] = {
+      {"e4m3fnuz", 240}, {"e4m3", 448}, {"e5m2", 57344}, {"e2m3", 7.5},
+      {"e3m2", 28},      {"e2m1", 6},   {"nvfp4", 6},    {"nf4", 1},
+  };
+  for (const auto& [part, largest] : kLargest) {
+    if (absl::StrContains(name, part)) return largest;
+  }
+  return 0;
+}
+
+}  // namespace
+
+Distribution DistributionOf(const v1::StatisticsState& state) {
+  Distribution result;
+  const std::vector<Bin> bins = BinsOf(state);
+  const double min = state.statistics().min();
+  const double max = state.statistics().max();
+  if (!std::isfinite(min) || !std::isfinite(max)) return result;
+  result.counts.resize(kBins);
+  result.first_edge = min < max ? min : min - 0.5;
+  result.last_edge = min < max ? max : min + 0.5;
+  const double width =
+      (result.last_edge - result.first_edge) / static_cast<double>(kBins);
+  const auto index_of = [&](double number) {
+    const double index = std::floor((number - result.first_edge) / width);
+    return static_cast<size_t>(
+        std::min(std::max(index, 0.0), static_cast<double>(kBins - 1)));
+  };
+  double total = 0;
+  for (const Bin& bin : bins) {
+    total += bin.count;
+    const size_t first = index_of(bin.low);
+    const size_t last = index_of(bin.high);
+    for (size_t i = first; i <= last; ++i) {
+      const double begin =
+          std::max(bin.low, result.first_edge + width * static_cast<double>(i));
+      const double end =
+          i == last ? bin.high
+                    : result.first_edge + width * static_cast<double>(i + 1);
+      result.counts[i] +=
+          first == last
+              ? bin.count
+              : bin.count * std::max(end - begin, 0.0) / (bin.high - bin.low);
+    }
+  }
+  if (total > 0) {
+    result.low = Quantile(bins, total, kTail / 2);
+    result.high = Quantile(bins, total, 1 - kTail / 2);
+  }
+  return result;
+}
+
+std::optional<std::pair<double, double>> CodeLimits(const Encoding& encoding) {
+  const absl::StatusOr<FormatInfo> format = GetFormatInfo(encoding.format());
+  if (!format.ok()) return std::nullopt;
+  std::optional<std::pair<double, double>> limits;
+  const bool has_zero_points =
+      encoding.zero_point_size() == encoding.scale_size();
+  for (int i = 0; i < encoding.scale_size(); ++i) {
+    const double scale = static_cast<double>(encoding.scale(i));
+    if (!std::isfinite(scale)) continue;
+    double low = 0;
+    double high = 0;
+    if (format->kind == CodeKind::kInteger) {
+      const double zero_point = has_zero_points ? encoding.zero_point(i) : 0;
+      low = (encoding.has_qmin() ? encoding.qmin() : format->qmin) - zero_point;
+      high =
+          (encoding.has_qmax() ? encoding.qmax() : format->qmax) - zero_point;
+    } else if (encoding.codebook_size() > 0) {
+      low = static_cast<double>(encoding.codebook(0));
+      high =
+          static_cast<double>(encoding.codebook(encoding.codebook_size() - 1));
+    } else {
+      high = LargestFloat(encoding.format());
+      low = -high;
+    }
+    if (!limits.has_value()) limits = {low * scale, high * scale};
+    limits->first = std::min(limits->first, low * scale);
+    limits->second = std::max(limits->second, high * scale);
+  }
+  return limits;
+}
+
+}  // namespace quantd::cli

@@ -1,0 +1,37 @@
+// What the page of a report shows of the statistics of a tensor.
+
+#ifndef QUANTD_CLIENT_CLI_REPORT_DATA_H_
+#define QUANTD_CLIENT_CLI_REPORT_DATA_H_
+
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "client/cpp/tensor.h"
+#include "quantd/v1/statistics.pb.h"
+
+namespace quantd::cli {
+
+// Elements by linear bins between the smallest and the largest, and the ends
+// between which all but a thousandth of them lie. Plain value.
+struct Distribution {
+  // Where the first bin begins and the last one ends.
+  double first_edge = 0;
+  double last_edge = 0;
+  std::vector<double> counts;
+  double low = 0;
+  double high = 0;
+};
+
+// Of all scale indices together. A bin of the state that lies in several of
+// the result is shared out evenly. A state that is not sound gives one without
+// counts.
+Distribution DistributionOf(const v1::StatisticsState& state);
+
+// The smallest and the largest real that has a code, over all scales; nothing
+// for an encoding without finite scales.
+std::optional<std::pair<double, double>> CodeLimits(const Encoding& encoding);
+
+}  // namespace quantd::cli
+
+#endif  // QUANTD_CLIENT_CLI_REPORT_DATA_H_

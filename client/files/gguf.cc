@@ -1,0 +1,377 @@
+#include "client/files/gguf.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/container/flat_hash_set.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+#include "client/files/dtype.h"
+#include "client/files/errors.h"
+#include "client/files/mapped_file.h"
+
+namespace quantd::files {
+namespace {
+
+constexpr absl::string_view kMagic = "GGUF";
+constexpr uint32_t kMostDimensions = 4;
+constexpr uint64_t kDefaultAlignment = 32;
+constexpr absl::string_view kAlignmentKey = "general.alignment";
+constexpr uint32_t kUint32Type = 4;
+constexpr uint32_t kStringType = 8;
+constexpr uint32_t kArrayType = 9;
+constexpr size_t kScaleBytes = 2;
+constexpr size_t kQ8_0Bytes = kScaleBytes + kGgufBlock;
+constexpr size_t kQ4_0Bytes = kScaleBytes + kGgufBlock / 2;
+
+// Bytes of a metadata value of a type; nothing for strings and arrays, and for
+// what is none.
+std::optional<uint64_t> ValueBytes(uint32_t type) {
+  switch (type) {
+    case 0:
+    case 1:
+    case 7:
+      return 1;
+    case 2:
+    case 3:
+      return 2;
+    case 4:
+    case 5:
+    case 6:
+      return 4;
+    case 10:
+    case 11:
+    case 12:
+      return 8;
+    default:
+      return std::nullopt;
+  }
+}
+
+std::optional<Dtype> PlainDtype(uint32_t type) {
+  switch (type) {
+    case 0:
+      return Dtype::kF32;
+    case 1:
+      return Dtype::kF16;
+    case 24:
+      return Dtype::kI8;
+    case 25:
+      return Dtype::kI16;
+    case 26:
+      return Dtype::kI32;
+    case 27:
+      return Dtype::kI64;
+    case 28:
+      return Dtype::kF64;
+    case 30:
+      return Dtype::kBF16;
+    default:
+      return std::nullopt;
+  }
+}
+
+GgufType TypeOf(uint32_t number) {
+  if (PlainDtype(number).has_value()) return GgufType::kPlain;
+  if (number == 2) return GgufType::kQ4_0;
+  if (number == 8) return GgufType::kQ8_0;
+  return GgufType::kOther;
+}
+
+float ReadFloat16(const uint8_t* bytes) {
+  const uint32_t bits = bytes[0] | uint32_t{bytes[1]} << 8;
+  const uint32_t exponent = bits >> 10 & 31;
+  const float mantissa = static_cast<float>(bits & 1023);
+  float magnitude = 0;
+  if (exponent == 31) {
+    magnitude = mantissa == 0 ? HUGE_VALF : std::nanf("");
+  } else if (exponent == 0) {
+    magnitude = std::ldexp(mantissa, -24);
+  } else {
+    magnitude = std::ldexp(mantissa + 1024, static_cast<int>(exponent) - 25);
+  }
+  return std::copysign(magnitude, (bits & 0x8000) != 0 ? -1.0F : 1.0F);
+}
+
+// Takes values from the front of a file. Not thread-safe.
+class Cursor {
+ public:
+  explicit Cursor(absl::Span<const uint8_t> bytes) : bytes_(bytes) {}
+
+  size_t position() const { return position_; }
+
+  bool Skip(uint64_t size) {
+    if (size > bytes_.size() - position_) return false;
+    position_ += size;
+    return true;
+  }
+
+  template <typename T>
+  bool Read(T* value) {
+    const size_t at = position_;
+    if (!Skip(sizeof(T))) return false;
+    *value = 0;
+    for (size_t i = 0; i < sizeof(T); ++i) {
+      *value |= static_cast<T>(bytes_[at + i]) << (8 * i);
+    }
+    return true;
+  }
+
+  bool ReadString(absl::string_view* text) {
+    uint64_t size = 0;
+    if (!Read(&size)) return false;
+    const size_t at = position_;
+    if (!Skip(size)) return false;
+    *text = {reinterpret_cast<const char*>(bytes_.data()) + at, size};
+    return true;
+  }
+
+ private:
+  const absl::Span<const uint8_t> bytes_;
+  size_t position_ = 0;
+};
+
+// Parses what comes before the data.
+class HeaderParser {
+ public:
+  HeaderParser(const std::string& path, absl::Span<const uint8_t> bytes)
+      : path_(path), bytes_(bytes), cursor_(bytes) {}
+
+  absl::Status Parse(std::vector<GgufTensor>* tensors) {
+    uint32_t magic = 0;
+    uint32_t version = 0;
+    uint64_t tensor_count = 0;
+    uint64_t pair_count = 0;
+    if (!cursor_.Read(&magic) ||
+        std::memcmp(bytes_.data(), kMagic.data(), kMagic.size()) != 0) {
+      return Malformed("expected a file that begins with GGUF");
+    }
+    if (!cursor_.Read(&version)) return CutShort("the version");
+    if (version != 2 && version != 3) {
+      return FileUnsupportedError(
+          path_, version != 0 && version << 16 == 0
+                     ? "expected a little-endian file, got a big-endian one"
+                     : absl::StrCat("expected version 2 or 3, got ", version));
+    }
+    if (!cursor_.Read(&tensor_count) || !cursor_.Read(&pair_count)) {
+      return CutShort("the counts");
+    }
+    for (uint64_t i = 0; i < pair_count; ++i) {
+      absl::Status status = ParsePair();
+      if (!status.ok()) return status;
+    }
+    std::vector<uint64_t> offsets;
+    for (uint64_t i = 0; i < tensor_count; ++i) {
+      absl::Status status = ParseTensor(tensors, &offsets);
+      if (!status.ok()) return status;
+    }
+    const uint64_t rest = cursor_.position() % alignment_;
+    if (rest != 0 && !cursor_.Skip(alignment_ - rest) && !offsets.empty()) {
+      return CutShort("the padding before the data");
+    }
+    const absl::Span<const uint8_t> data = bytes_.subspan(cursor_.position());
+    for (size_t i = 0; i < tensors->size(); ++i) {
+      absl::Status status = FindData(data, offsets[i], &(*tensors)[i]);
+      if (!status.ok()) return status;
+    }
+    return absl::OkStatus();
+  }
+
+ private:
+  absl::Status Malformed(absl::string_view what) const {
+    return FileMalformedError(path_, what);
+  }
+
+  absl::Status CutShort(absl::string_view what) const {
+    return Malformed(absl::StrCat("the file of ", bytes_.size(),
+                                  " bytes ends within ", what));
+  }
+
+  absl::Status OfTensor(const GgufTensor& tensor,
+                        absl::string_view what) const {
+    return Malformed(absl::StrCat(
+        "tensor \"", absl::Utf8SafeCHexEscape(tensor.name.substr(0, 200)),
+        "\": ", what));
+  }
+
+  absl::Status ParsePair() {
+    absl::string_view key;
+    uint32_t type = 0;
+    if (!cursor_.ReadString(&key) || !cursor_.Read(&type)) {
+      return CutShort("the metadata");
+    }
+    if (key == kAlignmentKey) {
+      uint32_t alignment = 0;
+      if (type != kUint32Type || !cursor_.Read(&alignment) || alignment == 0 ||
+          alignment % 8 != 0) {
+        return Malformed(
+            "expected general.alignment to be a uint32 that is a multiple of "
+            "8");
+      }
+      alignment_ = alignment;
+      return absl::OkStatus();
+    }
+    uint64_t count = 1;
+    if (type == kArrayType && (!cursor_.Read(&type) || !cursor_.Read(&count))) {
+      return CutShort("the metadata");
+    }
+    if (type == kStringType) {
+      absl::string_view text;
+      for (uint64_t i = 0; i < count; ++i) {
+        if (!cursor_.ReadString(&text)) return CutShort("the metadata");
+      }
+      return absl::OkStatus();
+    }
+    const std::optional<uint64_t> size = ValueBytes(type);
+    if (!size.has_value()) {
+      return Malformed(
+          absl::StrCat("expected a type of metadata from 0 to 12 and no array "
+                       "of arrays, got ",
+                       type));
+    }
+    if (count > bytes_.size() || !cursor_.Skip(count * *size)) {
+      return CutShort("the metadata");
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status ParseTensor(std::vector<GgufTensor>* tensors,
+                           std::vector<uint64_t>* offsets) {
+    absl::string_view name;
+    uint32_t rank = 0;
+    if (!cursor_.ReadString(&name) || !cursor_.Read(&rank)) {
+      return CutShort("the description of the tensors");
+    }
+    GgufTensor tensor;
+    tensor.name = std::string(name);
+    if (!names_.insert(tensor.name).second) {
+      return OfTensor(tensor, "the name occurs twice");
+    }
+    if (rank > kMostDimensions) {
+      return OfTensor(tensor, absl::StrCat("expected at most ", kMostDimensions,
+                                           " dimensions, got ", rank));
+    }
+    for (uint32_t i = 0; i < rank; ++i) {
+      uint64_t extent = 0;
+      if (!cursor_.Read(&extent)) {
+        return CutShort("the description of the tensors");
+      }
+      if (extent > static_cast<uint64_t>(INT64_MAX)) {
+        return OfTensor(tensor, "a dimension does not fit in 63 bits");
+      }
+      tensor.shape.push_back(static_cast<int64_t>(extent));
+    }
+    std::reverse(tensor.shape.begin(), tensor.shape.end());
+    uint64_t offset = 0;
+    if (!cursor_.Read(&tensor.type_number) || !cursor_.Read(&offset)) {
+      return CutShort("the description of the tensors");
+    }
+    tensor.type = TypeOf(tensor.type_number);
+    tensor.dtype = PlainDtype(tensor.type_number).value_or(Dtype::kF32);
+    if (offset % alignment_ != 0) {
+      return OfTensor(tensor,
+                      absl::StrCat("expected an offset that is a multiple of ",
+                                   alignment_, ", got ", offset));
+    }
+    tensors->push_back(std::move(tensor));
+    offsets->push_back(offset);
+    return absl::OkStatus();
+  }
+
+  absl::Status FindData(absl::Span<const uint8_t> data, uint64_t offset,
+                        GgufTensor* tensor) const {
+    if (tensor->type == GgufType::kOther) return absl::OkStatus();
+    const bool is_plain = tensor->type == GgufType::kPlain;
+    // Also of blocks the elements are counted first: there are more of them
+    // than bytes.
+    std::optional<int64_t> size =
+        TensorSizeBytes(is_plain ? tensor->dtype : Dtype::kU8, tensor->shape);
+    if (!size.has_value()) {
+      return OfTensor(*tensor, "its size does not fit in 63 bits");
+    }
+    if (!is_plain) {
+      if (tensor->shape.empty() || tensor->shape.back() % kGgufBlock != 0) {
+        return OfTensor(*tensor,
+                        "expected an innermost dimension of blocks of 32");
+      }
+      // A block of q8_0 takes more bytes than it has elements.
+      const int64_t blocks = *size / kGgufBlock;
+      if (static_cast<uint64_t>(blocks) > data.size()) {
+        return OfTensor(*tensor, "its data end behind the file");
+      }
+      size = blocks * static_cast<int64_t>(tensor->type == GgufType::kQ8_0
+                                               ? kQ8_0Bytes
+                                               : kQ4_0Bytes);
+    }
+    if (offset > data.size() ||
+        static_cast<uint64_t>(*size) > data.size() - offset) {
+      return OfTensor(*tensor, "its data end behind the file");
+    }
+    tensor->data = data.subspan(offset, static_cast<size_t>(*size));
+    return absl::OkStatus();
+  }
+
+  const std::string& path_;
+  const absl::Span<const uint8_t> bytes_;
+  Cursor cursor_;
+  uint64_t alignment_ = kDefaultAlignment;
+  absl::flat_hash_set<std::string> names_;
+};
+
+}  // namespace
+
+absl::StatusOr<GgufReader> GgufReader::Open(const std::string& path) {
+  absl::StatusOr<MappedFile> file = MappedFile::Open(path);
+  if (!file.ok()) return file.status();
+  GgufReader reader(*std::move(file));
+  const absl::Status status =
+      HeaderParser(path, reader.file_.bytes()).Parse(&reader.tensors_);
+  if (!status.ok()) return status;
+  return reader;
+}
+
+std::vector<float> DequantizeGguf(const GgufTensor& tensor) {
+  const bool is_q8 = tensor.type == GgufType::kQ8_0;
+  const size_t block_bytes = is_q8 ? kQ8_0Bytes : kQ4_0Bytes;
+  const size_t blocks = tensor.data.size() / block_bytes;
+  std::vector<float> elements(blocks * kGgufBlock);
+  for (size_t b = 0; b < blocks; ++b) {
+    const uint8_t* const block = &tensor.data[b * block_bytes];
+    const float scale = ReadFloat16(block);
+    const uint8_t* const codes = block + kScaleBytes;
+    float* const out = &elements[b * kGgufBlock];
+    if (is_q8) {
+      for (size_t i = 0; i < kGgufBlock; ++i) {
+        out[i] = static_cast<float>(static_cast<int8_t>(codes[i])) * scale;
+      }
+      continue;
+    }
+    for (size_t i = 0; i < kGgufBlock / 2; ++i) {
+      out[i] = static_cast<float>((codes[i] & 15) - 8) * scale;
+      out[i + kGgufBlock / 2] = static_cast<float>((codes[i] >> 4) - 8) * scale;
+    }
+  }
+  return elements;
+}
+
+std::vector<float> GgufBlockScales(const GgufTensor& tensor) {
+  const size_t block_bytes =
+      tensor.type == GgufType::kQ8_0 ? kQ8_0Bytes : kQ4_0Bytes;
+  std::vector<float> scales(tensor.data.size() / block_bytes);
+  for (size_t b = 0; b < scales.size(); ++b) {
+    scales[b] = ReadFloat16(&tensor.data[b * block_bytes]);
+  }
+  return scales;
+}
+
+}  // namespace quantd::files

@@ -1,0 +1,97 @@
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/types/span.h"
+#include "client/files/dtype.h"
+#include "client/files/gguf.h"
+#include "tests/fuzz/fuzz_target.h"
+
+namespace quantd::fuzz {
+namespace {
+
+void Run(absl::Span<const uint8_t> input) {
+  const MemoryFile file(input);
+  const absl::StatusOr<files::GgufReader> reader =
+      files::GgufReader::Open(file.path());
+  if (!reader.ok()) return;
+  for (const files::GgufTensor& tensor : reader->tensors()) {
+    Require(tensor.data.size() <= input.size(),
+            "a tensor's data are part of the file");
+    switch (tensor.type) {
+      case files::GgufType::kPlain:
+        Require(files::TensorSizeBytes(tensor.dtype, tensor.shape) ==
+                    static_cast<int64_t>(tensor.data.size()),
+                "a tensor has the bytes of its shape");
+        break;
+      case files::GgufType::kQ8_0:
+      case files::GgufType::kQ4_0:
+        Require(files::TensorSizeBytes(files::Dtype::kU8, tensor.shape) ==
+                    static_cast<int64_t>(files::DequantizeGguf(tensor).size()),
+                "a tensor has the elements of its shape");
+        Require(files::GgufBlockScales(tensor).size() * files::kGgufBlock ==
+                    files::DequantizeGguf(tensor).size(),
+                "a block has a scale");
+        break;
+      case files::GgufType::kOther:
+        Require(tensor.data.empty(), "what is not read has no data");
+    }
+  }
+}
+
+template <typename T>
+std::string Le(T value) {
+  std::string bytes;
+  for (size_t i = 0; i < sizeof(T); ++i) {
+    bytes.push_back(static_cast<char>(static_cast<uint64_t>(value) >> (8 * i)));
+  }
+  return bytes;
+}
+
+std::string Text(const std::string& text) {
+  return absl::StrCat(Le(uint64_t{text.size()}), text);
+}
+
+// A file with one tensor of two dimensions.
+std::string File(uint32_t version, const std::string& pairs,
+                 uint64_t pair_count, uint32_t type, uint64_t inner,
+                 size_t data_bytes) {
+  std::string file =
+      absl::StrCat("GGUF", Le(version), Le(uint64_t{1}), Le(pair_count), pairs,
+                   Text("weight"), Le(uint32_t{2}), Le(inner), Le(uint64_t{2}),
+                   Le(type), Le(uint64_t{0}));
+  file.resize((file.size() + 31) / 32 * 32);
+  for (size_t i = 0; i < data_bytes; ++i) {
+    file.push_back(static_cast<char>(i * 37));
+  }
+  return file;
+}
+
+std::vector<std::string> Seeds() {
+  const std::string alignment = absl::StrCat(Text("general.alignment"),
+                                             Le(uint32_t{4}), Le(uint32_t{32}));
+  const std::string list =
+      absl::StrCat(Text("tokens"), Le(uint32_t{9}), Le(uint32_t{8}),
+                   Le(uint64_t{2}), Text("a"), Text("bc"));
+  return {
+      "",
+      File(3, "", 0, 0, 3, 24),
+      File(2, "", 0, 1, 3, 12),
+      File(3, alignment, 1, 30, 3, 12),
+      File(3, alignment + list, 2, 8, 32, 68),
+      File(3, list, 1, 2, 64, 72),
+      File(3, "", 0, 14, 256, 100),
+      // What is to be refused: data that are missing, shapes past 2^63.
+      File(3, "", 0, 8, 32, 67),
+      File(3, "", 0, 2, uint64_t{1} << 62, 8),
+      File(1, "", 0, 0, 1, 8),
+  };
+}
+
+}  // namespace
+
+FuzzTarget GgufTarget() { return {"gguf", Run, Seeds}; }
+
+}  // namespace quantd::fuzz
