@@ -1,0 +1,85 @@
+"""What `cmake --install` leaves behind serves those who have nothing else: a
+program is built with find_package(quantd) and used with the installed server.
+
+  install_test.py --build BUILD_DIR
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import unittest
+
+import live_server
+
+arguments = argparse.ArgumentParser()
+arguments.add_argument("--build", required=True)
+options, unittest_arguments = arguments.parse_known_args()
+
+CONSUMER = os.path.join(live_server.ROOT, "tests/e2e/consumer")
+INSTALLED = (
+    "bin/quantd", "bin/quantctl", "lib/systemd/system/quantd.service",
+    "share/man/man1/quantctl.1", "share/zsh/site-functions/_quantctl",
+    "share/bash-completion/completions/quantctl",
+    "share/fish/vendor_completions.d/quantctl.fish",
+    "share/quantd/proto/quantd/v1/quantization_service.proto",
+    "include/quantd/client/cpp/client.h",
+    "include/quantd/quantd/v1/quantization_service.grpc.pb.h",
+)
+
+
+def run(*command, **keywords):
+    result = subprocess.run(command, check=False, encoding="utf-8",
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                            **keywords)
+    if result.returncode != 0:
+        raise AssertionError(f"{command} ended with {result.returncode}:\n"
+                             f"{result.stdout}")
+    return result.stdout
+
+
+class InstallTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(folder.cleanup)
+        cls.prefix = os.path.join(folder.name, "prefix")
+        cls.built = os.path.join(folder.name, "build")
+        run("cmake", "--install", options.build, "--prefix", cls.prefix)
+
+    def test_EverythingHasItsPlace(self):
+        for path in INSTALLED:
+            with self.subTest(path=path):
+                self.assertGreater(
+                    os.path.getsize(os.path.join(self.prefix, path)), 100)
+        # Nothing of the tree that it was built in is left.
+        targets = subprocess.run(
+            ["grep", "-rlF", live_server.ROOT, self.prefix, "--include=*.cmake",
+             "--include=*.pc"], check=False, encoding="utf-8",
+            stdout=subprocess.PIPE).stdout
+        self.assertEqual(targets, "")
+
+    def test_PkgConfigKnowsTheClient(self):
+        flags = run("pkg-config", "--cflags", "--libs", "quantd", env=dict(
+            os.environ,
+            PKG_CONFIG_PATH=os.path.join(self.prefix, "lib/pkgconfig")))
+        self.assertIn("-lquantd_client -lquantd_proto", flags)
+        folders = [os.path.realpath(flag[2:]) for flag in flags.split()
+                   if flag.startswith("-I")]
+        self.assertIn(os.path.join(os.path.realpath(self.prefix),
+                                   "include/quantd"), folders)
+
+    def test_AProgramOutsideIsBuiltAndQuantizes(self):
+        run("cmake", "-S", CONSUMER, "-B", self.built, "-G", "Ninja",
+            f"-DCMAKE_PREFIX_PATH={self.prefix}")
+        run("cmake", "--build", self.built)
+        server = live_server.LiveServer(os.path.join(self.prefix,
+                                                     "bin/quantd"))
+        self.addCleanup(server.stop)
+        codes = run(os.path.join(self.built, "consumer"), server.address)
+        self.assertEqual(codes.split(), ["-127", "0", "32", "127"])
+
+
+if __name__ == "__main__":
+    unittest.main(argv=[sys.argv[0], *unittest_arguments], verbosity=2)
