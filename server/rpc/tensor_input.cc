@@ -74,9 +74,9 @@ absl::StatusOr<ResolvedEncoding> Fit(
 absl::StatusOr<MemoryBudget::Lease> ChargeHeader(
     const RpcEnvironment& env, const google::protobuf::Descriptor& type,
     const std::string& bytes) {
-  if (static_cast<int64_t>(bytes.size()) <= kSmallBytes) {
-    return MemoryBudget::Lease();
-  }
+  // Takes a few MiB at most, of as many threads as there are workers.
+  constexpr size_t kSmallHeaderBytes = 128 << 10;
+  if (bytes.size() <= kSmallHeaderBytes) return MemoryBudget::Lease();
   // Encodings grow less than that when they are parsed.
   constexpr int64_t kMostGrowth = 8;
   const grpc::Slice slice(bytes.data(), bytes.size(),
@@ -159,13 +159,12 @@ absl::StatusOr<EncodingSource> EncodingSource::Open(
 
 absl::StatusOr<EncodingSource> EncodingSource::Open(const RpcEnvironment& env,
                                                     const v1::Encoding& proto) {
-  for (const auto& [field, count] :
-       {std::pair<const char*, int64_t>{"scale", proto.scale_size()},
-        {"scale_code", static_cast<int64_t>(proto.scale_code().size())}}) {
-    if (count > env.limits.scale_count) {
-      return core::WithField(
-          core::ScaleCountLimitError(env.limits.scale_count, count), field);
-    }
+  const int64_t scale_count = std::max<int64_t>(
+      proto.scale_size(), static_cast<int64_t>(proto.scale_code().size()));
+  if (scale_count > env.limits.scale_count) {
+    return core::WithField(
+        core::ScaleCountLimitError(env.limits.scale_count, scale_count),
+        "block_size");
   }
   for (const auto& [field, count] :
        {std::pair<const char*, int>{"block_size", proto.block_size_size()},
