@@ -567,7 +567,7 @@ class SmallBudgetTest : public StatisticsRpcTest {
 
 // Each source takes a part of the budget, all of them far more than there is.
 TEST_F(SmallBudgetTest, SourcesThatDoNotFitTogetherAreReadOneByOne) {
-  constexpr int kSources = 48;
+  constexpr int kSources = 128;
   std::vector<float> values(5000);
   for (int source = 0; source < kSources; ++source) {
     for (size_t i = 0; i < values.size(); ++i) {
