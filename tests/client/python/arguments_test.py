@@ -185,6 +185,9 @@ class ArgumentsTest(unittest.TestCase):
         self.assertEqual(self.client.quantize(X, "int8").codes.shape, X.shape)
 
     def test_AnInterruptEndsACallAtOnceAndLeavesTheClientUsable(self):
+        # Shells have what runs in their background ignore it.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        self.addCleanup(signal.signal, signal.SIGINT, before)
         started, ended = threading.Event(), threading.Event()
 
         def interrupt():
