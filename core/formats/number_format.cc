@@ -113,9 +113,6 @@ constexpr FormatInfo BlockInteger(int value, absl::string_view name, int bits,
   return row;
 }
 
-constexpr int kFirstSigned = 0;
-constexpr int kFirstUnsigned = 15;
-
 constexpr FormatInfo kFormats[] = {
     Integer(2, "int2", 2, true),
     Integer(3, "int3", 3, true),
@@ -187,7 +184,7 @@ const FormatInfo* FindFormatByName(absl::string_view name) {
 }
 
 const FormatInfo& IntegerFormat(int bits, bool is_signed) {
-  return kFormats[(is_signed ? kFirstSigned : kFirstUnsigned) + bits - 2];
+  return *FindFormat(static_cast<NumberFormat>(is_signed ? bits : 20 + bits));
 }
 
 }  // namespace quantd::core

@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <cstring>
 #include <random>
-#include <string>
 #include <vector>
 
 #include "core/dequantize/dequantize_kernel.h"
@@ -187,19 +186,9 @@ double NaiveValue(const FormatInfo& format, const Encoding& encoding,
     return code < static_cast<int32_t>(codebook.size()) ? codebook[code]
                                                         : std::nan("");
   }
-  // The block formats are named after their floats.
-  const std::string name(format.name);
-  for (const NaiveFloat& naive : kNaiveFloats) {
-    const std::string suffix(naive.name + std::strlen("float8_"));
-    if (format.bits == naive.bits() &&
-        (name == naive.name ||
-         name == absl::StrCat("mxfp", format.bits, "_", suffix) ||
-         (name == "mxfp8_e4m3" && suffix == "e4m3fn") ||
-         (name == "nvfp4" && suffix == "e2m1"))) {
-      return naive.Decode(code & ((1 << format.bits) - 1));
-    }
-  }
-  ADD_FAILURE() << name;
+  const NaiveFloat* naive = FindNaiveFloat(format);
+  if (naive != nullptr) return naive->Decode(code & ((1 << format.bits) - 1));
+  ADD_FAILURE() << format.name;
   return 0;
 }
 

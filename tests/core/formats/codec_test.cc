@@ -153,6 +153,20 @@ void CheckEncodes(const NaiveFloat& naive, ElementType type,
   });
 }
 
+// So that the tests of kNaiveFloats are of all floats.
+TEST(CodecTest, KnowsTheSpecificationOfEveryFloat) {
+  for (const FormatInfo& format : AllFormats()) {
+    if (format.kind != CodeKind::kFloat) continue;
+    SCOPED_TRACE(format.name);
+    const NaiveFloat* naive = FindNaiveFloat(format);
+    ASSERT_NE(naive, nullptr);
+    EXPECT_EQ(format.bits, naive->bits());
+    EXPECT_EQ(format.max_value, naive->Magnitude(naive->largest()));
+    EXPECT_EQ(format.has_nan(), naive->first_nan >= 0 || naive->is_fnuz);
+    EXPECT_EQ(format.has_infinity(), naive->infinity >= 0);
+  }
+}
+
 TEST(CodecTest, DecodesEveryCodeOfEveryFloatExactly) {
   for (const NaiveFloat& naive : kNaiveFloats) {
     SCOPED_TRACE(naive.name);

@@ -84,6 +84,25 @@ constexpr NaiveFloat kNaiveFloats[] = {
     {"float4_e2m1", 2, 1, 1, -1, -1, false},
 };
 
+// The specification of a row's codes, null for none: the block formats are
+// named after their floats.
+inline const NaiveFloat* FindNaiveFloat(const FormatInfo& format) {
+  const std::string name =
+      format.name == "nvfp4" ? "nvfp4_e2m1" : std::string(format.name);
+  const std::string suffix = name.substr(name.find('_') + 1);
+  for (const NaiveFloat& naive : kNaiveFloats) {
+    const std::string naive_name(naive.name);
+    if (naive_name == name) return &naive;
+    const std::string naive_suffix =
+        naive_name.substr(naive_name.find('_') + 1);
+    if (format.scale_type != ScaleType::kDefault &&
+        (naive_suffix == suffix || naive_suffix == suffix + "fn")) {
+      return &naive;
+    }
+  }
+  return nullptr;
+}
+
 // A codebook of so many random entries of magnitudes up to about 1.
 inline std::vector<float> RandomCodebook(int count, uint32_t seed) {
   std::mt19937 random(seed);
