@@ -12,7 +12,7 @@ from typing import Any, Callable, Iterator, Optional
 import grpc
 from google.protobuf.message import DecodeError
 
-from quantd import _wire, errors
+from quantd import _apart, _wire, errors
 from quantd._exchange import Exchange
 
 _FINISH_TIMEOUT_S = 1
@@ -54,10 +54,22 @@ class StreamCall:
         self._is_finished = False
         self._error: Optional[errors.QuantdError] = None
         self._moved_at = time.monotonic()
-        self._call = method(self._messages())
-        self._reader = threading.Thread(target=self._read, daemon=True,
-                                        name="quantd-stream")
-        self._reader.start()
+        try:
+            self._call, self._reader = _apart.run(lambda: self._start(method))
+        except BaseException:
+            # Nobody will have it: what was started ends by itself.
+            with self._changed:
+                self._no_more = True
+                self._changed.notify_all()
+            raise
+
+    def _start(self, method: Callable[..., Any]
+               ) -> tuple[Any, threading.Thread]:
+        call = method(self._messages())
+        reader = threading.Thread(target=self._read, args=(call,), daemon=True,
+                                  name="quantd-stream")
+        reader.start()
+        return call, reader
 
     def send(self, exchange: Exchange[Any]) -> None:
         """Queues what is not answered."""
@@ -100,12 +112,12 @@ class StreamCall:
             self._no_more = True
             self._changed.notify_all()
         self._reader.join(_FINISH_TIMEOUT_S)
-        self._call.cancel()
+        _apart.run(self._call.cancel)
 
     def cancel(self) -> None:
         """Ends the call; nothing touches the exchanges afterwards, except that
         gRPC may read a payload for one last message."""
-        self._call.cancel()
+        _apart.run(self._call.cancel)
         self._reader.join()
 
     def _messages(self) -> Iterator[bytes]:
@@ -125,10 +137,10 @@ class StreamCall:
             # Not to be kept until there is another.
             del exchange, message
 
-    def _read(self) -> None:
+    def _read(self, call: Any) -> None:
         error = None
         try:
-            for message in self._call:
+            for message in call:
                 self._accept(message)
                 del message
         except errors.QuantdError as malformed:
@@ -142,7 +154,7 @@ class StreamCall:
             # Otherwise nobody would be told, and the caller would wait.
             error = errors.QuantdError(grpc.StatusCode.INTERNAL, "",
                                        f"{type(fault).__name__}: {fault}")
-        self._call.cancel()
+        call.cancel()
         with self._changed:
             self._error = error
             self._is_finished = True
