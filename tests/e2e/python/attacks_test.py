@@ -210,6 +210,18 @@ class NginxTest(Attacked, unittest.TestCase):
         self.assertGreater(done["done"], 1000)
         self.assertGreater(done["refused"], 0)
 
+    def test_CompressedMessagesDoNotReachTheServer(self):
+        check = self.channels["through nginx"].unary_unary(
+            "/grpc.health.v1.Health/Check")
+        for compression in (grpc.Compression.Gzip, grpc.Compression.Deflate):
+            with self.assertRaises(grpc.RpcError) as caught:
+                check(bytes(1 << 20), timeout=30, compression=compression)
+            self.assertEqual(caught.exception.code(),
+                             grpc.StatusCode.UNIMPLEMENTED)
+            self.assertEqual(caught.exception.details(),
+                             "compressed messages are not taken")
+        self.assertEqual(check(b"", timeout=30), b"\x08\x01")
+
     def test_SlowConnectionsKeepNobodyOut(self):
         done = self.through_nginx("slowloris")
         self.assertGreater(done["connections"], 100)
