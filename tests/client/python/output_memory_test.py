@@ -5,6 +5,7 @@ import gc
 import sys
 import threading
 import unittest
+from unittest import mock
 
 import package  # pylint: disable=unused-import
 # pylint: disable=wrong-import-order
@@ -45,16 +46,30 @@ class OutputMemoryTest(unittest.TestCase):
         self.assertNotEqual(address(self.memory.take(8 * MIB)), at)
         self.assertEqual(address(self.memory.take(60 * MIB)), at)
 
+    def kept_bytes(self):
+        # pylint: disable-next=protected-access
+        return sum(map(len, [*self.memory._blocks, *self.memory.freed]))
+
     def test_NoMoreThanTheCapIsKept(self):
         arrays = [self.memory.take(64 * MIB) for _ in range(6)]
         del arrays
-        self.memory.take(0)
-        self.memory.take(2 * MIB)
-        blocks = self.memory._blocks  # pylint: disable=protected-access
-        self.assertLessEqual(sum(map(len, blocks)), 256 * MIB)
-        self.assertEqual(len(blocks), 4)
+        self.assertEqual(self.kept_bytes(), 256 * MIB)
         self.memory.close()
+        # pylint: disable-next=protected-access
         self.assertEqual(self.memory._blocks, [])
+
+    def test_WhatComesBackWhileOthersAreAtItIsTakenAfterwards(self):
+        arrays = [self.memory.take(64 * MIB) for _ in range(6)]
+        collect = self.memory._collect  # pylint: disable=protected-access
+
+        def drop_within():
+            collect()
+            arrays.clear()
+
+        with mock.patch.object(self.memory, "_collect", drop_within):
+            taken = self.memory.take(2 * MIB)
+            self.assertEqual(self.kept_bytes(), 256 * MIB)
+            del taken
 
     def test_ArraysOutliveTheirMemory(self):
         array, other = self.memory.take(4 * MIB), self.memory.take(4 * MIB)

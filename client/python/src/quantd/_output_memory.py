@@ -40,10 +40,11 @@ class _Use:
             "data": (memory.ctypes.data, False)}
 
     def __del__(self) -> None:
-        # May run at any point of any thread, hence without a lock.
+        # May run at any point of any thread, hence without waiting for a lock.
         freed = self._owner.freed
         if freed is not None:
             freed.append(self._block)
+            self._owner.trim()
 
 
 class OutputMemory:
@@ -73,6 +74,7 @@ class OutputMemory:
             block = min(fitting, key=len) if fitting else None
             if block is not None:
                 self._blocks.remove(block)
+        self.trim()
         if block is None:
             block = _new_block(rounded)
         return np.asarray(_Use(block, size, self))
@@ -82,6 +84,15 @@ class OutputMemory:
         with self._lock:
             self.freed = None
             self._blocks.clear()
+
+    def trim(self) -> None:
+        """Takes what came back, unless a thread is at it: that looks again when
+        it is done."""
+        while self.freed and self._lock.acquire(blocking=False):
+            try:
+                self._collect()
+            finally:
+                self._lock.release()
 
     def _collect(self) -> None:
         """Takes what came back; the oldest goes to the system."""
