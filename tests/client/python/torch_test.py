@@ -266,6 +266,54 @@ def test_ARankThatIsKilledGoesOnFromItsCheckpoint(server, client, tmp_path):
     assert [source.sequence for source in got.sources] == [20]
 
 
+class Same(torch.nn.Module):
+    """Does nothing that takes threads, which a forked process lacks."""
+
+    def forward(self, x):
+        return x
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_AForkedProcessDoesNotWaitForTheThreadThatSends(client, on_error):
+    model, x = Same(), torch.ones(3)
+    held = HeldClient(client)
+
+    def in_child(block):
+        """Whether a hook, flush() and the end of the block raise."""
+        raised = []
+        for call in (lambda: model(x), block.flush,
+                     lambda: block.__exit__(None)):
+            try:
+                call()
+            except quantd.QuantdError as error:
+                assert error.reason == "PROCESS_FORKED"
+                raised.append(True)
+            else:
+                raised.append(False)
+        return raised
+
+    block = quantd.torch.calibrate(
+        model, held, model_name=f"t/fork-{on_error}", source="s",
+        modules=lambda name, module: True, start=0, on_error=on_error,
+        max_pending_bytes=1)
+    with block:
+        model(x)
+        child = os.fork()
+        if child == 0:
+            # It ends in any case.
+            signal.alarm(60)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                is_right = in_child(block) == [on_error == "raise"] * 3
+            os._exit(0 if is_right else 1)
+        status = os.waitpid(child, 0)[1]
+        held.released.set()
+        assert status == 0
+    assert block.sequences == {"input": 1}
+    assert statistics(client, f"t/fork-{on_error}",
+                      "input").statistics.count == 3
+
+
 def test_ErrorsAreRaisedOrAreWarnings(client, tmp_path):
     model, x = small_model(), batches(1)[0]
     client.calibrate(x, quantd.TensorName("t/bad", "0.input"),

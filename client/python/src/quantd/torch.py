@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import fnmatch
 import inspect
+import os
 import sys
 import threading
 import time
@@ -79,7 +80,8 @@ def calibrate(model: torch.nn.Module, client: Client, *, model_name: str,
     run is untouched. What checkpointing computes a second time, in the backward
     pass, is not counted again.
 
-    client: of this process.
+    client: of this process. In one that is forked off inside the block nothing
+        is counted: that is an error as on_error has it.
     source: of this process among those that feed the same model, such as its
         rank: each counts its own contributions.
     modules: globs over names of modules, or a function of name and module that
@@ -156,6 +158,8 @@ class Calibration:
         self._error: Optional[errors.QuantdError] = None
         self._silent_until = 0.0
         self._thread: Optional[threading.Thread] = None
+        # Where the thread is.
+        self._process_id = os.getpid()
 
     @property
     def sequences(self) -> dict[str, int]:
@@ -170,6 +174,7 @@ class Calibration:
         try:
             for name, module in self._modules:
                 self._hook(name, module)
+            self._process_id = os.getpid()
             self._thread = threading.Thread(target=self._send, daemon=True,
                                             name="quantd-calibrate")
             self._thread.start()
@@ -216,21 +221,34 @@ class Calibration:
             if exception_type is None:
                 self.flush()
         finally:
-            with self._changed:
-                self._is_ending = True
-                self._changed.notify_all()
-            assert self._thread is not None
-            self._thread.join()
+            # In a forked process there is nothing to end.
+            if self._process_id == os.getpid():
+                with self._changed:
+                    self._is_ending = True
+                    self._changed.notify_all()
+                assert self._thread is not None
+                self._thread.join()
 
     def flush(self) -> None:
         """Waits until everything seen so far is counted for good.
 
         Raises: QuantdError where it can not be, and on_error is "raise".
         """
+        if self._is_forked():
+            return
         with self._changed:
             while self._pending_bytes and self._error is None:
                 self._changed.wait()
             self._raise_error()
+
+    def _is_forked(self) -> bool:
+        """Whether this process lacks the thread that sends: one would wait for
+        it for ever. Raises: PROCESS_FORKED, unless on_error is "warn"."""
+        if self._process_id == os.getpid():
+            return False
+        if self._on_error == "raise":
+            raise errors.process_forked()
+        return True
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -248,6 +266,9 @@ class Calibration:
                 self._add(f"{name}.{place}" if place else name, tensor)
 
     def _add(self, name: str, tensor: torch.Tensor) -> None:
+        if self._is_forked():
+            _warn(name, errors.process_forked())
+            return
         with self._changed:
             known = name in self._sequences
             if not known and time.monotonic() < self._silent_until:
