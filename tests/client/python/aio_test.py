@@ -2,6 +2,7 @@
 
 import asyncio
 
+import grpc
 import numpy as np
 import pytest
 
@@ -154,6 +155,56 @@ def test_WhatTheServiceKeepsIsReadAndWritten(server):
             client.sweep("acme/kept", ["int8"])) == "STATISTICS_NOT_FOUND"
 
     run(server, body)
+
+
+def test_WhatWasDoneThoughItsAnswerWasLostIsNotRefusedForItself(server):
+    name = quantd.TensorName("acme/aio-lost", "t")
+    encoding = quantd.Encoding("int8", [0.5])
+
+    async def body(client):
+        attempt = client._attempt  # pylint: disable=protected-access
+
+        def break_next(reason="SERVER_UNREACHABLE", then=None):
+            async def break_off(*args):
+                client._attempt = attempt  # pylint: disable=protected-access
+                if reason != "DRAINING":
+                    await attempt(*args)
+                if then is not None:
+                    await then
+                raise quantd.QuantdError(grpc.StatusCode.UNAVAILABLE, reason,
+                                         "gone")
+
+            client._attempt = break_off  # pylint: disable=protected-access
+
+        break_next()
+        put = await client.put_encoding(name, encoding, if_match="absent")
+        assert put.encoding is None
+        assert put.etag == (await client.get_encoding(name)).etag
+        break_next("DRAINING")
+        assert await reason_of(client.put_encoding(
+            name, encoding, if_match="absent")) == "ETAG_MISMATCH"
+        for then in (client.put_encoding(name, encoding),
+                     client.delete_encoding(name)):
+            put = await client.put_encoding(name, encoding)
+            break_next(then=then)
+            assert await reason_of(client.put_encoding(
+                name, quantd.Encoding("int8", [1]), if_match=put.etag
+            )) == "ETAG_MISMATCH"
+        await client.put_encoding(name, encoding)
+        break_next()
+        await client.delete_encoding(name)
+        break_next("DRAINING")
+        assert await reason_of(
+            client.delete_encoding(name)) == "ENCODING_NOT_FOUND"
+        await client.calibrate(data_of(5), name,
+                               contribution=quantd.Contribution("a", 1))
+        break_next()
+        await client.delete_statistics(name)
+        break_next("DRAINING")
+        assert await reason_of(
+            client.delete_statistics(name)) == "STATISTICS_NOT_FOUND"
+
+    run(server, body, initial_backoff=0.001)
 
 
 def test_CallsEndWhenTheirTaskIsCancelled(server):

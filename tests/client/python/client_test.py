@@ -5,6 +5,7 @@
 
 import argparse
 import concurrent.futures
+import contextlib
 import json
 import os
 import subprocess
@@ -387,6 +388,86 @@ class ClientTest(unittest.TestCase):
         self.client.delete_encoding(name, if_match=put.etag)
         self.assert_fails("ENCODING_NOT_FOUND", self.client.get_encoding, name)
 
+    @contextlib.contextmanager
+    def first_attempt(self, act, reason):
+        """That of the next call is act(call), and ends as UNAVAILABLE."""
+        attempt = self.client._attempt  # pylint: disable=protected-access
+
+        def fail(*args):
+            self.client._attempt = attempt
+            act(lambda: attempt(*args))
+            raise quantd.QuantdError(grpc.StatusCode.UNAVAILABLE, reason, "")
+
+        with mock.patch.object(self.client, "_attempt", fail), (
+                mock.patch.object(_stream.Options, "backoff",
+                                  lambda *unused: 0)):
+            yield
+
+    def losing_answers(self, then=lambda: None):
+        """The next call is done without an answer, then comes `then`."""
+        return self.first_attempt(lambda call: (call(), then()),
+                                  "STORE_UNAVAILABLE")
+
+    def draining(self):
+        """The next call is refused once, and not done."""
+        return self.first_attempt(lambda call: None, "DRAINING")
+
+    def test_APutWhoseAnswerWasLostIsNotRefusedForItself(self):
+        x = data_of(8, 64)
+        codebook = (-1, -0.25, 0.25, 1)
+        for n, name in enumerate(FORMATS):
+            with self.subTest(format=name):
+                encoding = self.client.quantize(x, quantd.EncodingSpec(
+                    name, codebook=codebook if "codebook" in name else ()
+                )).encoding
+                tensor = quantd.TensorName("acme/lost", f"t{n}")
+                with self.losing_answers():
+                    put = self.client.put_encoding(tensor, encoding,
+                                                   if_match="absent")
+                self.assertEqual(
+                    (put.etag, put.encoding),
+                    (self.client.get_encoding(tensor).etag, None))
+        # What the service fills in is no other encoding.
+        with self.losing_answers():
+            again = self.client.put_encoding(
+                tensor, quantd.Encoding("int8", [0.5, 1], block_size=(4, 0)),
+                if_match=put.etag)
+        self.assertNotEqual(again.etag, put.etag)
+
+    def test_APutThatAnotherCameBeforeIsRefusedAlsoAfterARetry(self):
+        name = quantd.TensorName("acme/lost", "other")
+        mine, other = quantd.Encoding("int8", [1]), quantd.Encoding("int8", [2])
+        put = self.client.put_encoding
+        for then in (lambda: put(name, other),
+                     lambda: self.client.delete_encoding(name)):
+            etag = put(name, other).etag
+            with self.losing_answers(then):
+                self.assert_fails("ETAG_MISMATCH", put, name, mine,
+                                  if_match=etag)
+        # The very same, but not one's own.
+        put(name, mine)
+        self.assert_fails("ETAG_MISMATCH", put, name, mine, if_match="absent")
+        with self.draining():
+            self.assert_fails("ETAG_MISMATCH", put, name, mine,
+                              if_match="absent")
+
+    def test_ADeleteWhoseAnswerWasLostFindsNothingLeft(self):
+        name = quantd.TensorName("acme/lost", "deleted")
+        x = data_of(30)
+        for make, delete, reason in (
+                (lambda: self.client.put_encoding(
+                    name, quantd.Encoding("int8", [1])),
+                 self.client.delete_encoding, "ENCODING_NOT_FOUND"),
+                (lambda: self.client.calibrate(
+                    x, name, contribution=quantd.Contribution("a", 1)),
+                 self.client.delete_statistics, "STATISTICS_NOT_FOUND")):
+            make()
+            with self.losing_answers():
+                delete(name)
+            self.assert_fails(reason, delete, name)
+            with self.draining():
+                self.assert_fails(reason, delete, name)
+
     def test_EncodingsOfMoreThanAMillionScalesComeBack(self):
         name = quantd.TensorName("acme/large", "t")
         encoding = self.client.quantize(
@@ -580,11 +661,12 @@ class RestartTest(unittest.TestCase):
 
 
 class FakeServer(grpc.GenericRpcHandler):
-    """Answers Quantize with what `script` yields for (call number, requests),
-    and counts the calls."""
+    """Answers Quantize, or the RPC of those requests, with what `script` yields
+    for (call number, requests), and counts the calls."""
 
-    def __init__(self, script):
+    def __init__(self, script, request=qs.QuantizeRequest):
         self._script = script
+        self._request = request
         self.call_count = 0
         self._server = grpc.server(concurrent.futures.ThreadPoolExecutor(4))
         self._server.add_generic_rpc_handlers((self,))
@@ -594,7 +676,7 @@ class FakeServer(grpc.GenericRpcHandler):
 
     def service(self, details):
         return grpc.stream_stream_rpc_method_handler(
-            self._run, qs.QuantizeRequest.FromString,
+            self._run, self._request.FromString,
             lambda message: message if isinstance(message, bytes) else
             message.SerializeToString())
 

@@ -8,6 +8,7 @@ import dataclasses
 import operator
 from typing import Any, Callable, Iterable, Iterator, Optional, Sequence, Union
 
+import grpc
 import numpy as np
 
 from quantd import _arrays, errors, results
@@ -19,6 +20,7 @@ from quantd.encoding import (Encoding, EncodingReference, EncodingSpec,
                              set_granularity, set_source)
 from quantd.tensor import (ELEMENT_DTYPES, EnumNames, NameLike, TensorName,
                            as_name, format_info)
+from quantd.v1 import encoding_pb2
 from quantd.v1 import encoding_service_pb2 as es
 from quantd.v1 import quantization_service_pb2 as qs
 from quantd.v1 import tensor_pb2
@@ -408,6 +410,53 @@ def list_statistics(model: str, revision: str) -> Pages:
     return Pages("ListStatistics", lambda token: es.ListStatisticsRequest(
         model=model, revision=revision, page_size=PAGE_SIZE, page_token=token),
                  "entries", results.StatisticsEntry.from_proto)
+
+
+class Attempts:
+    """What became of the earlier attempts of a call that puts or deletes.
+
+    may_be_done: one may have been done, and only its answer was lost.
+    """
+
+    def __init__(self) -> None:
+        self.may_be_done = False
+
+    def add(self, error: errors.QuantdError) -> None:
+        """One that is followed by another."""
+        # A server that is about to stop says so before it begins.
+        if error.code == grpc.StatusCode.UNAVAILABLE and (
+                error.reason != "DRAINING"):
+            self.may_be_done = True
+
+    def may_have_put(self, error: errors.QuantdError) -> bool:
+        """Whether the error of the last may come from what an earlier one
+        stored."""
+        return self.may_be_done and error.reason == "ETAG_MISMATCH"
+
+    def may_have_deleted(self, error: errors.QuantdError) -> bool:
+        """Whether the error of the last may come from what an earlier one
+        deleted."""
+        return self.may_be_done and error.code == grpc.StatusCode.NOT_FOUND
+
+
+def is_stored_from(put: encoding_pb2.Encoding, stored: encoding_pb2.Encoding
+                   ) -> bool:
+    """Whether `stored` is what the service makes of `put`: that fills in what
+    was left out, and counts the degenerate scales itself."""
+    whole = encoding_pb2.Encoding()
+    whole.CopyFrom(put)
+    for field in ("qmin", "qmax"):
+        if not put.HasField(field):
+            setattr(whole, field, getattr(stored, field))
+    for field in ("scale", "scale_shape"):
+        if not getattr(put, field):
+            getattr(whole, field).extend(getattr(stored, field))
+    if not put.scale_type:
+        whole.scale_type = stored.scale_type
+    whole.degenerate_count = stored.degenerate_count
+    # Bit by bit: scales may be NaN.
+    return bool(whole.SerializeToString(deterministic=True) ==
+                stored.SerializeToString(deterministic=True))
 
 
 @_arguments()

@@ -27,8 +27,8 @@ from quantd import (_channel, _chunks, _credentials, _requests, _wire, errors,
 from quantd._exchange import Exchange, FailedExchange, OutputExchange
 from quantd._output_memory import OutputMemory
 from quantd._progress import Progress, ProgressLike, total_bytes
-from quantd._requests import (HEALTH_METHOD, CalibrateJob, Contribution,
-                              Pages, QuantizeJob, SpecLike)
+from quantd._requests import (HEALTH_METHOD, Attempts, CalibrateJob,
+                              Contribution, Pages, QuantizeJob, SpecLike)
 from quantd.encoding import Encoding, EncodingReference, Source
 from quantd.tensor import Array, NameLike, TensorName, as_name, format_info
 from quantd.v1 import encoding_service_pb2 as es
@@ -384,8 +384,22 @@ class Client:
     async def put_encoding(self, name: TensorName, encoding: Encoding, *,
                            if_match: str = "") -> results.StoredEncoding:
         """Stores an encoding; see quantd.Client.put_encoding."""
-        answer = await self._call("PutEncoding", _requests.put_encoding(
-            name, encoding, if_match))
+        request = _requests.put_encoding(name, encoding, if_match)
+        attempts = Attempts()
+        try:
+            answer = await self._call("PutEncoding", request, attempts)
+        except errors.QuantdError as refused:
+            if not attempts.may_have_put(refused):
+                raise
+            try:
+                answer = await self._call(
+                    "GetEncoding", es.GetEncodingRequest(name=request.name))
+            except errors.QuantdError:
+                raise refused from None
+            if not _requests.is_stored_from(request.encoding,
+                                            answer.stored_encoding.encoding):
+                raise
+            answer.stored_encoding.ClearField("encoding")
         return results.StoredEncoding.from_proto(answer.stored_encoding)
 
     async def get_encoding(self, name: TensorName) -> results.StoredEncoding:
@@ -397,7 +411,7 @@ class Client:
     async def delete_encoding(self, name: TensorName, *,
                               if_match: str = "") -> None:
         """Deletes an encoding. if_match: only the one that has this etag."""
-        await self._call("DeleteEncoding", es.DeleteEncodingRequest(
+        await self._delete("DeleteEncoding", es.DeleteEncodingRequest(
             name=as_name(name).to_proto(), if_match=if_match))
 
     def list_encodings(self, model: str, revision: str = ""
@@ -452,7 +466,7 @@ class Client:
     async def delete_statistics(self, name: TensorName, *,
                                 source: str = "") -> None:
         """Deletes statistics, of all sources or of one."""
-        await self._call("DeleteStatistics", es.DeleteStatisticsRequest(
+        await self._delete("DeleteStatistics", es.DeleteStatisticsRequest(
             name=as_name(name).to_proto(), source=source))
 
     async def health(self, service: str = "") -> str:
@@ -648,13 +662,24 @@ class Client:
         return getattr(es_grpc.EncodingServiceStub(  # type: ignore
             self._open()), method)
 
-    async def _call(self, method: str, request: Any) -> Any:
+    async def _call(self, method: str, request: Any,
+                    attempts: Optional[Attempts] = None) -> Any:
         attempt = 0
         while True:
             try:
                 return await self._attempt(self._encodings(method), request)
             except errors.QuantdError as error:
                 attempt = await self._pause(error, attempt)
+                if attempts is not None:
+                    attempts.add(error)
+
+    async def _delete(self, method: str, request: Any) -> None:
+        attempts = Attempts()
+        try:
+            await self._call(method, request, attempts)
+        except errors.QuantdError as error:
+            if not attempts.may_have_deleted(error):
+                raise
 
     async def _pause(self, error: errors.QuantdError, attempt: int) -> int:
         """Waits before the next attempt and returns its number, or raises."""

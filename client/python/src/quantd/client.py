@@ -12,13 +12,13 @@ from typing import (Any, Callable, Iterable, Iterator, Literal, Optional,
 import grpc
 import numpy as np
 
-from quantd import (_channel, _chunks, _credentials, _requests, errors,
-                    results)
+from quantd import (_apart, _channel, _chunks, _credentials, _requests,
+                    errors, results)
 from quantd._exchange import Exchange, FailedExchange, OutputExchange
 from quantd._output_memory import OutputMemory
 from quantd._progress import Progress, ProgressLike, total_bytes
-from quantd._requests import (HEALTH_METHOD, CalibrateJob, Contribution,
-                              Pages, QuantizeJob, SpecLike)
+from quantd._requests import (HEALTH_METHOD, Attempts, CalibrateJob,
+                              Contribution, Pages, QuantizeJob, SpecLike)
 from quantd._shared_memory import SharedMemory
 from quantd._stream import Options, RetryingStream
 from quantd.encoding import Encoding, EncodingReference, Source
@@ -56,8 +56,8 @@ class _Connection:
             # gRPC goes on connecting only while a call waits for that,
             # otherwise every 5 s.
             try:
-                self.channel.unary_unary(HEALTH_METHOD)(
-                    b"", timeout=seconds, wait_for_ready=True)
+                _apart.run(lambda: self.channel.unary_unary(HEALTH_METHOD)(
+                    b"", timeout=seconds, wait_for_ready=True))
             except (grpc.RpcError, ValueError):
                 pass
         time.sleep(max(0.0, end - time.monotonic()))
@@ -71,7 +71,7 @@ class _Connection:
         for streams in (idle or {}).values():
             for stream in streams:
                 stream.close(cancel=False)
-        self.channel.close()
+        _apart.run(self.channel.close)
         self.output_memory.close()
         if self.shared is not None:
             self.shared.close()
@@ -479,8 +479,22 @@ class Client:
                      if_match: str = "") -> results.StoredEncoding:
         """Stores an encoding; the answer leaves it out. if_match: the etag to
         replace, or "absent"."""
-        answer = self._call(self._encodings.PutEncoding,
-            _requests.put_encoding(name, encoding, if_match))
+        request = _requests.put_encoding(name, encoding, if_match)
+        attempts = Attempts()
+        try:
+            answer = self._call(self._encodings.PutEncoding, request, attempts)
+        except errors.QuantdError as refused:
+            if not attempts.may_have_put(refused):
+                raise
+            try:
+                answer = self._call(self._encodings.GetEncoding,
+                                    es.GetEncodingRequest(name=request.name))
+            except errors.QuantdError:
+                raise refused from None
+            if not _requests.is_stored_from(request.encoding,
+                                            answer.stored_encoding.encoding):
+                raise
+            answer.stored_encoding.ClearField("encoding")
         return results.StoredEncoding.from_proto(answer.stored_encoding)
 
     def get_encoding(self, name: TensorName) -> results.StoredEncoding:
@@ -491,7 +505,7 @@ class Client:
 
     def delete_encoding(self, name: TensorName, *, if_match: str = "") -> None:
         """Deletes an encoding. if_match: only the one that has this etag."""
-        self._call(self._encodings.DeleteEncoding, es.DeleteEncodingRequest(
+        self._delete(self._encodings.DeleteEncoding, es.DeleteEncodingRequest(
             name=as_name(name).to_proto(), if_match=if_match))
 
     def list_encodings(self, model: str, revision: str = ""
@@ -555,9 +569,9 @@ class Client:
 
     def delete_statistics(self, name: TensorName, *, source: str = "") -> None:
         """Deletes statistics, of all sources or of one."""
-        self._call(self._encodings.DeleteStatistics,
-                   es.DeleteStatisticsRequest(name=as_name(name).to_proto(),
-                                              source=source))
+        self._delete(self._encodings.DeleteStatistics,
+                     es.DeleteStatisticsRequest(name=as_name(name).to_proto(),
+                                                source=source))
 
     def health(self, service: str = "") -> str:
         """"SERVING", "NOT_SERVING", "UNKNOWN" or "SERVICE_UNKNOWN" of the whole
@@ -744,20 +758,32 @@ class Client:
         """One attempt of a unary call."""
         _channel.check_process()
         try:
-            return method(request, timeout=self._options.timeout)
+            return _apart.run(
+                lambda: method(request, timeout=self._options.timeout))
         except grpc.RpcError as error:
             raise errors.from_rpc_error(error, self._options.target,
                                         self._options.timeout) from None
         except ValueError as error:
             raise errors.client_closed() from error
 
-    def _call(self, method: Callable[..., Any], request: Any) -> Any:
+    def _call(self, method: Callable[..., Any], request: Any,
+              attempts: Optional[Attempts] = None) -> Any:
         attempt = 0
         while True:
             try:
                 return self._attempt(method, request)
             except errors.QuantdError as error:
                 attempt = self._pause(error, attempt)
+                if attempts is not None:
+                    attempts.add(error)
+
+    def _delete(self, method: Callable[..., Any], request: Any) -> None:
+        attempts = Attempts()
+        try:
+            self._call(method, request, attempts)
+        except errors.QuantdError as error:
+            if not attempts.may_have_deleted(error):
+                raise
 
     def _pause(self, error: errors.QuantdError, attempt: int) -> int:
         """Waits before the next attempt and returns its number, or raises."""
