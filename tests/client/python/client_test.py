@@ -836,6 +836,108 @@ class MisbehavingServerTest(unittest.TestCase):
                          [32, 48, 64, 80, 96])
         self.assertTrue(all(omits))
 
+    def quantize_in_parts(self, script, source):
+        """100 elements in parts of 16 or more."""
+        with mock.patch.multiple(client_module, _PART_BYTES=64), (
+                FakeServer(script)) as server, quantd.Client(
+                    server.address, initial_backoff=0.001) as client:
+            return client.quantize(np.ones(100, np.float32), source,
+                                   name="t", store=True)
+
+    @staticmethod
+    def part_answer(header, size=100):
+        """The codes of a part are the number of its first element."""
+        begin, end = header.range.begin_bytes // 4, header.range.end_bytes // 4
+        response = answer(bytes([begin]) * (end - begin), size)
+        response.offset = begin
+        response.header.range.begin_bytes = begin
+        response.header.range.end_bytes = end
+        return response
+
+    def test_APartThatIsTurnedAwayIsJoinedLater(self):
+        for late in (0, 16, 96):
+            turned_away, begins = [], []
+
+            def script(call, requests, context, late=late, begins=begins,
+                       turned_away=turned_away):
+                for request in requests:
+                    begin = request.header.range.begin_bytes // 4
+                    begins.append((begin, request.header.store,
+                                   request.header.omit_encoding))
+                    if begin != late or turned_away:
+                        yield self.part_answer(request.header)
+                        continue
+                    turned_away.append(begin)
+                    yield qs.QuantizeResponse(error=te.TensorError(
+                        code=8, reason="OVERLOADED", message="full",
+                        retry_after_ms=1))
+
+            with mock.patch.object(client_module, "_PART_BYTES_PER_HEADER_BYTE",
+                                   0), self.subTest(late=late):
+                got = self.quantize_in_parts(script,
+                                             quantd.Encoding("int8", [1.0]))
+                self.assertEqual(got.codes.tolist(),
+                                 [n // 16 * 16 for n in range(100)])
+                self.assertEqual(
+                    sorted(begins),
+                    sorted((begin, begin == 0, begin > 0)
+                           for begin in (*range(0, 100, 16), late)))
+
+    def test_PartsOfDifferentWholesAreMalformed(self):
+        def script(call, requests, context):
+            seen = 0
+            for request in requests:
+                seen += 1
+                if seen == 1:
+                    yield qs.QuantizeResponse(error=te.TensorError(
+                        code=8, reason="OVERLOADED", message="full",
+                        retry_after_ms=1))
+                    continue
+                begin = request.header.range.begin_bytes
+                yield self.part_answer(request.header, 100 if begin else 96)
+
+        with mock.patch.object(client_module, "_PART_BYTES_PER_HEADER_BYTE", 0):
+            with self.assertRaises(quantd.QuantdError) as caught:
+                self.quantize_in_parts(script, quantd.Encoding("int8", [1.0]))
+        self.assertEqual(caught.exception.reason, "RESPONSE_MALFORMED")
+
+    def test_AReferenceToALargeEncodingMakesLargeParts(self):
+        begins = []
+
+        def script(call, requests, context):
+            for request in requests:
+                begins.append(request.header.range.begin_bytes // 4)
+                response = self.part_answer(request.header)
+                if not request.header.omit_encoding:
+                    response.header.encoding.format = 1
+                    response.header.encoding.scale.extend([1.0] * 1000)
+                yield response
+
+        with mock.patch.object(client_module, "_PART_BYTES_PER_HEADER_BYTE", 1):
+            got = self.quantize_in_parts(script, quantd.EncodingReference(
+                quantd.TensorName("m", "t")))
+        self.assertEqual(begins, [0, 16])
+        self.assertEqual(got.codes.tolist(), [0] * 16 + [16] * 84)
+
+    def test_PartsShareTheirHeader(self):
+        exchange = _requests.quantize(_requests.QuantizeJob(
+            np.ones(1000, np.float32), quantd.Encoding("int8", [1.0] * 1000),
+            "t", store=True))
+        parts = exchange.parts(64)
+        self.assertEqual(len(parts), 63)
+        self.assertEqual({id(part.header) for part in parts},
+                         {id(exchange.header)})
+        for n, part in enumerate(parts):
+            sent = qs.QuantizeRequest.FromString(
+                next(part.messages(64))).header
+            self.assertEqual((sent.store, sent.omit_encoding),
+                             (n == 0, n > 0))
+            self.assertEqual((sent.range.begin_bytes, sent.range.end_bytes),
+                             (64 * n, min(64 * n + 64, 4000)))
+            sent.ClearField("range")
+            sent.omit_encoding, sent.store = False, True
+            self.assertEqual(sent, exchange.header)
+
     def test_OtherStatusesAreNotRetried(self):
         error, calls = self.quantize(
             lambda call, requests, context: context.abort(

@@ -72,7 +72,7 @@ class Exchange(Generic[Result]):
 
     def messages(self, chunk_bytes: int) -> Iterator[bytes]:
         """The messages up. Requires: chunk_bytes is a multiple of 64."""
-        header: Optional[bytes] = self.header.SerializeToString()
+        header: Optional[bytes] = self._serialized_header()
         if self.placement is not None and self.placement.has_payload:
             for offset, span in self.placement.send(self.payload):
                 yield _wire.request(header, offset, shared=span)
@@ -87,6 +87,11 @@ class Exchange(Generic[Result]):
                 return
             yield _wire.request(None, base + offset,
                                 view[offset:offset + chunk_bytes])
+
+    def _serialized_header(self) -> bytes:
+        """What goes up before the bytes."""
+        header: bytes = self.header.SerializeToString()
+        return header
 
     def accept(self, message: bytes) -> bool:
         """Takes one message down; True when it was the tensor's last.
@@ -170,6 +175,10 @@ class OutputExchange(Exchange[Result]):
         self.caller_out = out
         # Of which this is a part.
         self.joined: Optional[OutputExchange[Result]] = None
+        # Of a part: what the headers of all say, serialized, and what only its
+        # own does.
+        self._common_header = b""
+        self._own_header: Any = None
         # Where the output comes from without it; None: numpy.
         self.output_memory: Optional[OutputMemory] = None
         self._most_output_bytes = most_output_bytes
@@ -189,30 +198,39 @@ class OutputExchange(Exchange[Result]):
               ) -> list[OutputExchange[Result]]:
         """One exchange for each range of so many bytes from there on, whose
         outputs are joined by `join`: a retry sends only those again that were
-        not answered. Each is quantized or dequantized with a copy of the
-        header.
+        not answered. They share what is large, the header and the payload.
 
-        Requires: part_bytes is a multiple of 64; room was made where
-        begin_bytes is not 0.
+        Requires: part_bytes is a multiple of 64.
         """
+        make = type(self.header)
+        common, first = make(), make(omit_encoding=self.header.omit_encoding)
+        common.CopyFrom(self.header)
+        common.ClearField("omit_encoding")
+        if "store" in make.DESCRIPTOR.fields_by_name:
+            first.store = self.header.store
+            common.ClearField("store")
+        common_header = common.SerializeToString()
         found = []
         for begin in range(begin_bytes, self.payload.nbytes, part_bytes):
-            payload = self.payload[begin:begin + part_bytes]
-            header = copy.deepcopy(self.header)
-            header.range.begin_bytes = begin
-            header.range.end_bytes = begin + payload.nbytes
-            if begin:
-                # It is that of the first, and so is what is stored.
-                header.omit_encoding = True
-                if "store" in header.DESCRIPTOR.fields_by_name:
-                    header.store = False
             part = copy.copy(self)
-            part.header, part.payload, part.offset_bytes = (header, payload,
-                                                            begin)
+            part.payload = self.payload[begin:begin + part_bytes]
+            part.offset_bytes = begin
             part.joined = self
+            part._common_header = common_header
+            # The encoding comes down, and is stored, with the first.
+            part._own_header = make(omit_encoding=True) if begin else first
+            part._own_header.range.begin_bytes = begin
+            part._own_header.range.end_bytes = begin + part.payload.nbytes
             part.reset()
             found.append(part)
         return found
+
+    def _serialized_header(self) -> bytes:
+        if self.joined is None:
+            return super()._serialized_header()
+        # Messages one after another are their union.
+        own: bytes = self._own_header.SerializeToString()
+        return self._common_header + own
 
     def fix_encoding(self) -> None:
         """Takes the encoding that the first part was answered with for all
@@ -275,8 +293,10 @@ class OutputExchange(Exchange[Result]):
                 f"expected at most {self._most_output_bytes} bytes, got {size}")
         whole = self.joined or self
         if not self.offset_bytes:
-            # Another try of the first part may be answered otherwise.
             whole._response_header = header
+        # The part that is answered first need not be the first one, and another
+        # try of a reference may find an encoding of another size.
+        if whole._out is None or self.header.HasField("reference"):
             whole._make_room(size)
             self.error = whole.error
         if self.error is not None:

@@ -77,6 +77,13 @@ class _Connection:
             self.shared.close()
 
 
+def _part_bytes(exchange: OutputExchange[Any]) -> int:
+    """Of the ranges that it goes up in."""
+    header_bytes: int = exchange.header.ByteSize()
+    wanted = max(_PART_BYTES, header_bytes * _PART_BYTES_PER_HEADER_BYTE)
+    return -(-wanted // 64) * 64
+
+
 class Client:
     """A connection to one server.
 
@@ -671,8 +678,7 @@ class Client:
     def _run_parts(self, stream: RetryingStream,
                    exchange: OutputExchange[Any]) -> None:
         """In parts where that is possible."""
-        header_bytes = exchange.header.ByteSize() * _PART_BYTES_PER_HEADER_BYTE
-        part_bytes = -(-max(_PART_BYTES, header_bytes) // 64) * 64
+        part_bytes = _part_bytes(exchange)
         source = exchange.header.WhichOneof("encoding_source")
         if exchange.size_bytes <= part_bytes or source == "spec" or (
                 source == "reference" and exchange.header.omit_encoding):
@@ -689,7 +695,7 @@ class Client:
             exchange.join(part)
         if source == "reference":
             exchange.fix_encoding()
-            parts = exchange.parts(part_bytes, part_bytes)
+            parts = exchange.parts(_part_bytes(exchange), part_bytes)
             for part in parts:
                 stream.send(part)
             for part in parts:
