@@ -938,6 +938,33 @@ class MisbehavingServerTest(unittest.TestCase):
             sent.omit_encoding, sent.store = False, True
             self.assertEqual(sent, exchange.header)
 
+    def test_ALaterContributionWaitsForOneThatIsSentAgain(self):
+        for revisions in (("", "main"), ("main", "")):
+            sequences = []
+
+            def script(call, requests, context, sequences=sequences):
+                for request in requests:
+                    sequences.append(request.header.contribution.sequence)
+                    response = qs.CalibrateResponse()
+                    if len(sequences) == 1:
+                        response.error.CopyFrom(te.TensorError(
+                            code=8, reason="OVERLOADED", message="full",
+                            retry_after_ms=1))
+                    else:
+                        response.summary.statistics.count = 3
+                    yield response
+
+            with FakeServer(script, qs.CalibrateRequest) as server, (
+                    quantd.Client(server.address,
+                                  initial_backoff=0.001)) as client:
+                jobs = [quantd.CalibrateJob(
+                    np.ones(3, np.float32),
+                    quantd.TensorName("m", "t", revision),
+                    contribution=quantd.Contribution("a", n + 1))
+                        for n, revision in enumerate(revisions)]
+                self.assertEqual(len(list(client.calibrate_many(jobs))), 2)
+            self.assertEqual(sequences, [1, 1, 2])
+
     def test_OtherStatusesAreNotRetried(self):
         error, calls = self.quantize(
             lambda call, requests, context: context.abort(

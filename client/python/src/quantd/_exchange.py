@@ -450,7 +450,9 @@ class CalibrateExchange(Exchange[CalibrateResult]):
     def order_key(self) -> Any:
         if not self.header.HasField("contribution"):
             return None
-        return self.name, self.header.contribution.source
+        # The service takes an empty revision for "main".
+        return (self.name.model, self.name.revision or "main",
+                self.name.tensor, self.header.contribution.source)
 
     def _result(self) -> CalibrateResult:
         return CalibrateResult.from_proto(self._summary)
