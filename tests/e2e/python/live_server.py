@@ -51,6 +51,12 @@ def which(program):
     raise FileNotFoundError(program)
 
 
+def peak_memory_bytes(pid):
+    """The most that a process has held so far."""
+    with open(f"/proc/{pid}/status", encoding="utf-8") as file:
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+)", file.read())[1])
+
+
 class LiveServer:
     """A quantd on free loopback ports, with a store of its own or the URL of
     another; a context manager.

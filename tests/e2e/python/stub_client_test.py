@@ -626,6 +626,31 @@ class StubClientTest(unittest.TestCase):
             self.assertEqual(check(request, timeout=TIMEOUT_S), b"\x08\x01",
                              service)
 
+    def test_RefusesWhatIsCompressed(self):
+        # 64 KiB that would become 64 MiB.
+        zeros = bytes(64 << 20)
+        channel = grpc.insecure_channel(self.server.address, options=[
+            ("grpc.enable_http_proxy", 0),
+            ("grpc.use_local_subchannel_pool", 1)])
+        self.addCleanup(channel.close)
+        calls = [channel.unary_unary("/grpc.health.v1.Health/Check")]
+        for method in ("QuantizationService/Quantize",
+                       "EncodingService/PutEncoding",
+                       "EncodingService/ImportEncodings"):
+            stream = channel.stream_stream("/quantd.v1." + method)
+            calls.append(lambda message, stream=stream, **more: list(
+                stream(iter([message]), **more)))
+        before = live_server.peak_memory_bytes(self.server.process.pid)
+        for algorithm in (grpc.Compression.Gzip, grpc.Compression.Deflate):
+            for call in calls:
+                with self.assertRaises(grpc.RpcError) as caught:
+                    call(zeros, timeout=TIMEOUT_S, compression=algorithm)
+                self.assertEqual(caught.exception.code(),
+                                 grpc.StatusCode.UNIMPLEMENTED)
+        self.assertLess(
+            live_server.peak_memory_bytes(self.server.process.pid) - before,
+            32 << 20)
+
     def test_ReflectionNamesBothServices(self):
         # ServerReflectionRequest{list_services: "*"}.
         info = self.channel.stream_stream(
