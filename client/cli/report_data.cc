@@ -12,8 +12,6 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "absl/strings/match.h"
-#include "absl/strings/string_view.h"
 #include "client/cpp/tensor.h"
 
 namespace quantd::cli {
@@ -85,19 +83,6 @@ double Quantile(const std::vector<Bin>& bins, double total, double fraction) {
   return bins.back().high;
 }
 
-// The largest real of a format of floats under scale 1.
-double LargestFloat(v1::NumberFormat format) {
-  const std::string name = FormatName(format);
-  constexpr std::pair<absl::string_view, double> kLargest[] = {
-      {"e4m3fnuz", 240}, {"e4m3", 448}, {"e5m2", 57344}, {"e2m3", 7.5},
-      {"e3m2", 28},      {"e2m1", 6},   {"nvfp4", 6},    {"nf4", 1},
-  };
-  for (const auto& [part, largest] : kLargest) {
-    if (absl::StrContains(name, part)) return largest;
-  }
-  return 0;
-}
-
 }  // namespace
 
 Distribution DistributionOf(const v1::StatisticsState& state) {
@@ -161,7 +146,7 @@ std::optional<std::pair<double, double>> CodeLimits(const Encoding& encoding) {
       high =
           static_cast<double>(encoding.codebook(encoding.codebook_size() - 1));
     } else {
-      high = LargestFloat(encoding.format());
+      high = format->max_value;
       low = -high;
     }
     if (!limits.has_value()) limits = {low * scale, high * scale};

@@ -34,6 +34,18 @@ bool AnyGiven(const std::vector<const Option*>& options) {
                      [](const Option* option) { return option->IsGiven(); });
 }
 
+// All formats, with those that are many put together.
+std::string FormatHelp() {
+  std::string help = "int2 to int16, uint2 to uint16";
+  for (const std::string& name : FormatNames()) {
+    if (absl::StartsWith(name, "int") || absl::StartsWith(name, "uint")) {
+      continue;
+    }
+    absl::StrAppend(&help, ", ", name);
+  }
+  return help;
+}
+
 }  // namespace
 
 bool IsNpyPath(absl::string_view path) {
@@ -235,14 +247,7 @@ TensorName NameOptions::NameOf(const std::string& tensor) const {
 
 void SpecOptions::AddOptions(Command* command) {
   const auto count = [this](Option* option) { given_.push_back(option); };
-  count(command
-            ->AddOption("--format", &format, "FORMAT",
-                        "int2 to int16, uint2 to uint16, float8_e4m3fn, "
-                        "float8_e5m2, float8_e4m3fnuz, float8_e5m2fnuz, "
-                        "float6_e2m3, float6_e3m2, float4_e2m1, mxfp8_e4m3, "
-                        "mxfp8_e5m2, mxfp6_e2m3, mxfp6_e3m2, mxfp4_e2m1, "
-                        "mxint8, nvfp4, nf4, lpbq, codebook2, codebook4, "
-                        "codebook8")
+  count(command->AddOption("--format", &format, "FORMAT", FormatHelp().c_str())
             ->Suggest(FormatNames())
             ->ShowDefault());
   Option* const granularity_option =

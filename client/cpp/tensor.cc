@@ -23,44 +23,57 @@ struct OtherFormat {
   v1::NumberFormat format;
   CodeKind kind;
   int bits;
+  // Of integers 0: it is their qmax.
+  double max_value;
   int64_t default_group;
   v1::ScaleType scale_type;
 };
 
-constexpr OtherFormat Float(v1::NumberFormat format, int bits) {
-  return {format, CodeKind::kFloat, bits, 0, v1::SCALE_TYPE_UNSPECIFIED};
+constexpr OtherFormat Float(
+    v1::NumberFormat format, int bits, double max_value,
+    int64_t default_group = 0,
+    v1::ScaleType scale_type = v1::SCALE_TYPE_UNSPECIFIED) {
+  return {format, CodeKind::kFloat, bits, max_value, default_group, scale_type};
 }
 
-constexpr OtherFormat Mx(v1::NumberFormat format, CodeKind kind, int bits) {
-  return {format, kind, bits, 32, v1::SCALE_TYPE_E8M0};
+constexpr OtherFormat MxFloat(v1::NumberFormat format, int bits,
+                              double max_value) {
+  return Float(format, bits, max_value, 32, v1::SCALE_TYPE_E8M0);
+}
+
+constexpr OtherFormat BlockInteger(v1::NumberFormat format, int bits,
+                                   int64_t default_group,
+                                   v1::ScaleType scale_type) {
+  return {format,          CodeKind::kInteger, bits,
+          /*max_value=*/0, default_group,      scale_type};
 }
 
 constexpr OtherFormat Codebook(v1::NumberFormat format, int bits,
-                               int64_t default_group) {
-  return {format, CodeKind::kCodebook, bits, default_group,
-          v1::SCALE_TYPE_UNSPECIFIED};
+                               int64_t default_group = 0) {
+  return {format,          CodeKind::kCodebook, bits,
+          /*max_value=*/1, default_group,       v1::SCALE_TYPE_UNSPECIFIED};
 }
 
 constexpr OtherFormat kOtherFormats[] = {
-    Float(v1::NUMBER_FORMAT_FLOAT8_E4M3FN, 8),
-    Float(v1::NUMBER_FORMAT_FLOAT8_E5M2, 8),
-    Float(v1::NUMBER_FORMAT_FLOAT8_E4M3FNUZ, 8),
-    Float(v1::NUMBER_FORMAT_FLOAT8_E5M2FNUZ, 8),
-    Float(v1::NUMBER_FORMAT_FLOAT6_E2M3, 6),
-    Float(v1::NUMBER_FORMAT_FLOAT6_E3M2, 6),
-    Float(v1::NUMBER_FORMAT_FLOAT4_E2M1, 4),
-    Mx(v1::NUMBER_FORMAT_MXFP8_E4M3, CodeKind::kFloat, 8),
-    Mx(v1::NUMBER_FORMAT_MXFP8_E5M2, CodeKind::kFloat, 8),
-    Mx(v1::NUMBER_FORMAT_MXFP6_E2M3, CodeKind::kFloat, 6),
-    Mx(v1::NUMBER_FORMAT_MXFP6_E3M2, CodeKind::kFloat, 6),
-    Mx(v1::NUMBER_FORMAT_MXFP4_E2M1, CodeKind::kFloat, 4),
-    Mx(v1::NUMBER_FORMAT_MXINT8, CodeKind::kInteger, 8),
-    {v1::NUMBER_FORMAT_NVFP4, CodeKind::kFloat, 4, 16, v1::SCALE_TYPE_E4M3},
+    Float(v1::NUMBER_FORMAT_FLOAT8_E4M3FN, 8, 448),
+    Float(v1::NUMBER_FORMAT_FLOAT8_E5M2, 8, 57344),
+    Float(v1::NUMBER_FORMAT_FLOAT8_E4M3FNUZ, 8, 240),
+    Float(v1::NUMBER_FORMAT_FLOAT8_E5M2FNUZ, 8, 57344),
+    Float(v1::NUMBER_FORMAT_FLOAT6_E2M3, 6, 7.5),
+    Float(v1::NUMBER_FORMAT_FLOAT6_E3M2, 6, 28),
+    Float(v1::NUMBER_FORMAT_FLOAT4_E2M1, 4, 6),
+    MxFloat(v1::NUMBER_FORMAT_MXFP8_E4M3, 8, 448),
+    MxFloat(v1::NUMBER_FORMAT_MXFP8_E5M2, 8, 57344),
+    MxFloat(v1::NUMBER_FORMAT_MXFP6_E2M3, 6, 7.5),
+    MxFloat(v1::NUMBER_FORMAT_MXFP6_E3M2, 6, 28),
+    MxFloat(v1::NUMBER_FORMAT_MXFP4_E2M1, 4, 6),
+    BlockInteger(v1::NUMBER_FORMAT_MXINT8, 8, 32, v1::SCALE_TYPE_E8M0),
+    Float(v1::NUMBER_FORMAT_NVFP4, 4, 6, 16, v1::SCALE_TYPE_E4M3),
     Codebook(v1::NUMBER_FORMAT_NF4, 4, 64),
-    Codebook(v1::NUMBER_FORMAT_CODEBOOK2, 2, 0),
-    Codebook(v1::NUMBER_FORMAT_CODEBOOK4, 4, 0),
-    Codebook(v1::NUMBER_FORMAT_CODEBOOK8, 8, 0),
-    {v1::NUMBER_FORMAT_LPBQ, CodeKind::kInteger, 4, 64, v1::SCALE_TYPE_INTEGER},
+    Codebook(v1::NUMBER_FORMAT_CODEBOOK2, 2),
+    Codebook(v1::NUMBER_FORMAT_CODEBOOK4, 4),
+    Codebook(v1::NUMBER_FORMAT_CODEBOOK8, 8),
+    BlockInteger(v1::NUMBER_FORMAT_LPBQ, 4, 64, v1::SCALE_TYPE_INTEGER),
 };
 
 }  // namespace
@@ -145,6 +158,7 @@ absl::StatusOr<FormatInfo> GetFormatInfo(v1::NumberFormat format) {
       is_known = true;
       info.kind = row.kind;
       info.bits = row.bits;
+      info.max_value = row.max_value;
       info.is_signed = row.kind == CodeKind::kInteger;
       info.default_group = row.default_group;
       info.scale_type = row.scale_type;
@@ -156,6 +170,7 @@ absl::StatusOr<FormatInfo> GetFormatInfo(v1::NumberFormat format) {
   }
   info.qmin = info.is_signed ? -(1 << (info.bits - 1)) : 0;
   info.qmax = (1 << (info.is_signed ? info.bits - 1 : info.bits)) - 1;
+  if (info.kind == CodeKind::kInteger) info.max_value = info.qmax;
   // The one that is symmetric.
   if (format == v1::NUMBER_FORMAT_MXINT8) info.qmin = -info.qmax;
   if (info.bits == 2 || info.bits == 4) {

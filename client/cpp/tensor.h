@@ -79,6 +79,9 @@ struct FormatInfo {
   int64_t default_group;
   // How scales are stored; SCALE_TYPE_UNSPECIFIED: as the encoding says.
   v1::ScaleType scale_type;
+  // The largest number that a code stands for, before scale and zero point; 1
+  // for codebooks that the encoding carries.
+  double max_value;
 
   // Size in bytes of `count` codes, the last byte zero-padded.
   int64_t SizeBytes(int64_t count) const;

@@ -4,13 +4,14 @@ messages by hand."""
 import dataclasses
 import random
 import unittest
+from unittest import mock
 
 import package  # pylint: disable=unused-import
 # pylint: disable=wrong-import-order
 import numpy as np
 
 import quantd
-from quantd import _arrays, _wire
+from quantd import _arrays, _values, _wire
 from quantd.tensor import ELEMENT_DTYPES, FORMATS
 from quantd.v1 import encoding_pb2 as en
 from quantd.v1 import quantization_service_pb2 as qs
@@ -149,6 +150,25 @@ class SpecTest(unittest.TestCase):
         self.assertEqual(quantd.format_info("uint9").dtype, np.uint16)
         self.assertEqual(quantd.format_info("mxint8").dtype, np.int8)
         self.assertEqual(quantd.format_info("float8_e5m2").dtype, np.uint8)
+
+    def test_EveryCodeHasAValue(self):
+        codebook = np.array([-1, 1], np.float32)
+        for name in FORMATS:
+            info = quantd.format_info(name)
+            values = _values.table(name, codebook)
+            with self.subTest(format=name):
+                self.assertEqual(values is None, info.is_integer)
+                if name.startswith("codebook"):
+                    np.testing.assert_array_equal(values, codebook)
+                elif values is not None:
+                    self.assertEqual(values.shape, (1 << info.bits,))
+        # Not taken for integers.
+        with mock.patch.dict(_values._FLOATS, clear=True), self.assertRaises(
+                quantd.QuantdError) as caught:
+            _values.dequantize(
+                np.zeros(3, np.uint8), quantd.Encoding("float8_e5m2", [0.5]),
+                (3,), "float32")
+        self.assertEqual(caught.exception.reason, "ARGUMENT_INVALID")
 
     def test_PackedCodesComeApartLowestBitsFirst(self):
         packed = np.array([0x8F, 0x07], np.uint8)

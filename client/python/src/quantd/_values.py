@@ -11,11 +11,15 @@ from quantd import errors
 from quantd.encoding import Encoding
 from quantd.tensor import ELEMENT_DTYPES, Array, format_info, unpack
 
-# (exponent bits, mantissa bits, bias) by the end of the name.
+# (exponent bits, mantissa bits, bias, specials) by the end of the name.
+# Specials: "": numbers, all of them; "nan": the largest pattern, with either
+# sign, is NaN; "ieee": the largest exponent is infinity and NaN; "fnuz": what
+# would be negative zero is NaN.
 _FLOATS = {
-    "e4m3fn": (4, 3, 7), "e4m3": (4, 3, 7), "e5m2": (5, 2, 15),
-    "e4m3fnuz": (4, 3, 8), "e5m2fnuz": (5, 2, 16), "e2m3": (2, 3, 1),
-    "e3m2": (3, 2, 3), "e2m1": (2, 1, 1),
+    "e4m3fn": (4, 3, 7, "nan"), "e4m3": (4, 3, 7, "nan"),
+    "e5m2": (5, 2, 15, "ieee"), "e4m3fnuz": (4, 3, 8, "fnuz"),
+    "e5m2fnuz": (5, 2, 16, "fnuz"), "e2m3": (2, 3, 1, ""),
+    "e3m2": (3, 2, 3, ""), "e2m1": (2, 1, 1, ""),
 }
 # The quantiles of QLoRA.
 _NF4 = (
@@ -28,15 +32,22 @@ _NF4 = (
 
 def table(name: str, codebook: Array) -> Optional[Array]:
     """The value of each code before the scale, as float32; None for
-    integers."""
+    integers.
+
+    Raises: ARGUMENT_INVALID for a format without a definition here.
+    """
+    if format_info(name).is_integer:
+        return None
     if name == "nf4":
         return np.array(_NF4, np.float32)
     if name.startswith("codebook"):
         return codebook.astype(np.float32)
     suffix = "e2m1" if name == "nvfp4" else name.rpartition("_")[2]
     if suffix not in _FLOATS:
-        return None
-    exponent_bits, mantissa_bits, bias = _FLOATS[suffix]
+        raise errors.argument_invalid(
+            f"expected a format whose codes are known here, got {name}; let "
+            f"the server dequantize it", "encoding")
+    exponent_bits, mantissa_bits, bias, specials = _FLOATS[suffix]
     codes = np.arange(1 << 1 + exponent_bits + mantissa_bits)
     exponent = codes >> mantissa_bits & (1 << exponent_bits) - 1
     mantissa = codes & (1 << mantissa_bits) - 1
@@ -46,15 +57,15 @@ def table(name: str, codebook: Array) -> Optional[Array]:
         np.where(is_normal, exponent, 1) - bias - mantissa_bits)
     is_negative = codes >> exponent_bits + mantissa_bits == 1
     values[is_negative] *= -1
-    if suffix.endswith("fnuz"):
-        # In place of a negative zero.
+    if specials == "fnuz":
         values[is_negative & (exponent == 0) & (mantissa == 0)] = np.nan
-    elif suffix == "e5m2":
-        last = exponent == 31
+    elif specials == "ieee":
+        last = exponent == (1 << exponent_bits) - 1
         values[last] = np.where(mantissa[last] > 0, np.nan,
                                 np.copysign(np.inf, values[last]))
-    elif suffix in ("e4m3fn", "e4m3"):
-        values[(exponent == 15) & (mantissa == 7)] = np.nan
+    elif specials == "nan":
+        values[(exponent == (1 << exponent_bits) - 1)
+               & (mantissa == (1 << mantissa_bits) - 1)] = np.nan
     return values.astype(np.float32)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any, Iterator, Optional, Union
 
 import numpy as np
@@ -59,18 +60,13 @@ ELEMENT_DTYPES: dict[str, np.dtype[Any]] = {
     "bfloat16": np.dtype("<u2"), "float64": np.dtype("<f8"),
 }
 
-_OTHER_BITS = {
-    "float6_e2m3": 6, "float6_e3m2": 6, "float4_e2m1": 4, "mxfp6_e2m3": 6,
-    "mxfp6_e3m2": 6, "mxfp4_e2m1": 4, "nvfp4": 4, "nf4": 4, "codebook2": 2,
-    "codebook4": 4, "codebook8": 8, "lpbq": 4,
-}
-
 
 @dataclasses.dataclass(frozen=True)
 class FormatInfo:
     """What codes of a format are made of.
 
     bits: of a code; those of 2 and 4 are packed, lowest bits first.
+    is_integer: codes are integers, and not of floats or codebooks.
     is_signed: codes are two's complement integers.
     comes_in_blocks: a spec that names no granularity has blocks along the last
         dimension, and not one scale.
@@ -79,6 +75,7 @@ class FormatInfo:
 
     name: str
     bits: int
+    is_integer: bool
     is_signed: bool
     comes_in_blocks: bool
     dtype: np.dtype[Any]
@@ -98,17 +95,21 @@ class FormatInfo:
 def format_info(name: str) -> FormatInfo:
     """Raises: ARGUMENT_INVALID."""
     name = FORMATS.name(FORMATS.value(name))
-    digits = name.lstrip("uint")
-    is_integer = digits.isdigit()
-    is_signed = name.startswith("int") or name in ("mxint8", "lpbq")
-    bits = int(digits) if is_integer else _OTHER_BITS.get(name, 8)
+    # The first number of a name is the bits; one name has none.
+    digits = re.search(r"\d+", "lpbq4" if name == "lpbq" else name)
+    if digits is None:
+        raise errors.argument_invalid(
+            f"expected a format whose codes are known here, got {name}")
+    bits = int(digits.group())
+    is_integer = "int" in name or name == "lpbq"
+    is_signed = is_integer and not name.startswith("uint")
     if bits in (2, 4):
         dtype: np.dtype[Any] = np.dtype(np.uint8)
     elif bits > 8:
         dtype = np.dtype("<i2" if is_signed else "<u2")
     else:
         dtype = np.dtype(np.int8 if is_signed else np.uint8)
-    return FormatInfo(name, bits, is_signed,
+    return FormatInfo(name, bits, is_integer, is_signed,
                       name.startswith("mx") or name in ("nvfp4", "nf4", "lpbq"),
                       dtype)
 
