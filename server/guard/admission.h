@@ -70,6 +70,7 @@ class Admission {
 
   // How long one worker takes for `bytes` of a tensor, and for what comes when
   // a tensor of `tensor_bytes` is complete; zero while nothing is known.
+  // Requires, as below: an RPC that handles tensors.
   absl::Duration FeedTime(Rpc rpc, int64_t bytes) const;
   absl::Duration FinishTime(Rpc rpc, int64_t tensor_bytes) const;
   // What they took.
@@ -79,7 +80,6 @@ class Admission {
  private:
   // Powers of two of bytes, and of nanoseconds.
   static constexpr int kSizes = 64;
-  static constexpr int kRpcs = 4;
 
   // The loads of tensors whose work has the same power of two in all.
   struct Loads {
@@ -107,8 +107,9 @@ class Admission {
   // Since window_start_.
   std::atomic<int64_t> admitted_{0};
   // Moving averages.
-  std::array<std::atomic<int64_t>, kRpcs> feed_ns_per_mib_{};
-  std::array<std::array<std::atomic<int64_t>, kSizes>, kRpcs> finish_ns_{};
+  std::array<std::atomic<int64_t>, kTensorRpcCount> feed_ns_per_mib_{};
+  std::array<std::array<std::atomic<int64_t>, kSizes>, kTensorRpcCount>
+      finish_ns_{};
 
   absl::Mutex mutex_;
   absl::BitGen random_ ABSL_GUARDED_BY(mutex_);

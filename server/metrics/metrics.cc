@@ -28,38 +28,6 @@ using Labels = std::vector<prometheus::ClientMetric::Label>;
 using prometheus::MetricFamily;
 using prometheus::MetricType;
 
-struct RpcName {
-  const char* type;
-  const char* service;
-  const char* method;
-};
-
-constexpr char kQuantization[] = "quantd.v1.QuantizationService";
-constexpr char kEncoding[] = "quantd.v1.EncodingService";
-
-constexpr std::array<RpcName, kRpcCount> kRpcNames = {{
-    {"bidi_stream", kQuantization, "Calibrate"},
-    {"bidi_stream", kQuantization, "Quantize"},
-    {"bidi_stream", kQuantization, "Dequantize"},
-    {"bidi_stream", kQuantization, "Evaluate"},
-    {"unary", kEncoding, "ListEncodings"},
-    {"unary", kEncoding, "GetEncoding"},
-    {"unary", kEncoding, "PutEncoding"},
-    {"unary", kEncoding, "DeleteEncoding"},
-    {"unary", kEncoding, "ListModels"},
-    {"unary", kEncoding, "ListRevisions"},
-    {"server_stream", kEncoding, "ComputeEncodings"},
-    {"server_stream", kEncoding, "Sweep"},
-    {"unary", kEncoding, "GetStatistics"},
-    {"unary", kEncoding, "ListStatistics"},
-    {"unary", kEncoding, "DeleteStatistics"},
-    {"server_stream", kEncoding, "ExportEncodings"},
-    {"client_stream", kEncoding, "ImportEncodings"},
-}};
-
-// Only these handle tensors; their metrics have a series each.
-constexpr int kTensorRpcCount = 4;
-
 constexpr int kGrpcCodeCount = 17;
 constexpr std::array<const char*, kGrpcCodeCount> kGrpcCodes = {
     "OK",
@@ -169,7 +137,8 @@ int CodeIndex(int grpc_code) {
   return grpc_code >= 0 && grpc_code < kGrpcCodeCount ? grpc_code : kUnknown;
 }
 
-Labels RpcLabels(const RpcName& name) {
+Labels RpcLabels(int rpc) {
+  const RpcName name = NameOf(static_cast<Rpc>(rpc));
   return {{"grpc_type", name.type},
           {"grpc_service", name.service},
           {"grpc_method", name.method}};
@@ -235,7 +204,7 @@ void Metrics::State::CollectRpcs(std::vector<MetricFamily>* families) const {
                 "Total number of RPCs started on the server.",
                 MetricType::Counter, families);
   for (int i = 0; i < kRpcCount; ++i) {
-    AddSample(counters.Sum(kRpcStarted + i), RpcLabels(kRpcNames[i]), &started);
+    AddSample(counters.Sum(kRpcStarted + i), RpcLabels(i), &started);
   }
   MetricFamily& handled = AddFamily(
       "grpc_server_handled_total",
@@ -246,9 +215,9 @@ void Metrics::State::CollectRpcs(std::vector<MetricFamily>* families) const {
     for (int code = 0; code < kGrpcCodeCount; ++code) {
       const int64_t count =
           counters.Sum(kRpcHandled + i * kGrpcCodeCount + code);
-      // Codes that never came would make 240 series of zeros.
+      // Codes that never came would make hundreds of series of zeros.
       if (count == 0 && code != 0) continue;
-      Labels labels = RpcLabels(kRpcNames[i]);
+      Labels labels = RpcLabels(i);
       labels.push_back({"grpc_code", kGrpcCodes[code]});
       AddSample(count, std::move(labels), &handled);
     }
@@ -259,8 +228,7 @@ void Metrics::State::CollectRpcs(std::vector<MetricFamily>* families) const {
                 "application-level handled by the server.",
                 MetricType::Histogram, families);
   for (int i = 0; i < kRpcCount; ++i) {
-    AddHistogram(kRpcSeconds + i * kHistogramSize, RpcLabels(kRpcNames[i]),
-                 &seconds);
+    AddHistogram(kRpcSeconds + i * kHistogramSize, RpcLabels(i), &seconds);
   }
 }
 
@@ -272,7 +240,7 @@ void Metrics::State::CollectTensors(std::vector<MetricFamily>* families) const {
   for (int i = 0; i < kTensorRpcCount; ++i) {
     for (int failed = 0; failed < 2; ++failed) {
       AddHistogram(kTensorSeconds + (2 * i + failed) * kHistogramSize,
-                   {{"rpc", kRpcNames[i].method},
+                   {{"rpc", NameOf(static_cast<Rpc>(i)).method},
                     {"result", failed == 0 ? "ok" : "error"}},
                    &seconds);
     }
@@ -287,7 +255,8 @@ void Metrics::State::CollectTensors(std::vector<MetricFamily>* families) const {
           counters.Sum(kTensorErrors + i * kGrpcCodeCount + code);
       if (count == 0) continue;
       AddSample(count,
-                {{"rpc", kRpcNames[i].method}, {"grpc_code", kGrpcCodes[code]}},
+                {{"rpc", NameOf(static_cast<Rpc>(i)).method},
+                 {"grpc_code", kGrpcCodes[code]}},
                 &errors);
     }
   }
@@ -311,7 +280,7 @@ void Metrics::State::CollectTensors(std::vector<MetricFamily>* families) const {
       if (count == 0) continue;
       AddSample(
           count,
-          {{"rpc", kRpcNames[i].method},
+          {{"rpc", NameOf(static_cast<Rpc>(i)).method},
            {"format",
             f == 0 ? "none" : std::string(core::AllFormats()[f - 1].name)}},
           &elements);

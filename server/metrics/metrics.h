@@ -17,8 +17,9 @@ struct MetricFamily;
 
 namespace quantd::server {
 
-// The RPCs, for labels. The order is that of the names in metrics.cc.
-enum class Rpc {
+// The RPCs; those that handle tensors come first, and have metrics of their
+// own.
+enum class Rpc : int {
   kCalibrate,
   kQuantize,
   kDequantize,
@@ -37,7 +38,75 @@ enum class Rpc {
   kExportEncodings,
   kImportEncodings,
 };
-constexpr int kRpcCount = 17;
+
+// What the labels call an RPC.
+struct RpcName {
+  const char* type;
+  const char* service;
+  const char* method;
+};
+
+inline constexpr char kQuantizationService[] = "quantd.v1.QuantizationService";
+inline constexpr char kEncodingService[] = "quantd.v1.EncodingService";
+
+// All null for a value that is none.
+constexpr RpcName NameOf(Rpc rpc) {
+  switch (rpc) {
+    case Rpc::kCalibrate:
+      return {"bidi_stream", kQuantizationService, "Calibrate"};
+    case Rpc::kQuantize:
+      return {"bidi_stream", kQuantizationService, "Quantize"};
+    case Rpc::kDequantize:
+      return {"bidi_stream", kQuantizationService, "Dequantize"};
+    case Rpc::kEvaluate:
+      return {"bidi_stream", kQuantizationService, "Evaluate"};
+    case Rpc::kListEncodings:
+      return {"unary", kEncodingService, "ListEncodings"};
+    case Rpc::kGetEncoding:
+      return {"unary", kEncodingService, "GetEncoding"};
+    case Rpc::kPutEncoding:
+      return {"unary", kEncodingService, "PutEncoding"};
+    case Rpc::kDeleteEncoding:
+      return {"unary", kEncodingService, "DeleteEncoding"};
+    case Rpc::kListModels:
+      return {"unary", kEncodingService, "ListModels"};
+    case Rpc::kListRevisions:
+      return {"unary", kEncodingService, "ListRevisions"};
+    case Rpc::kComputeEncodings:
+      return {"server_stream", kEncodingService, "ComputeEncodings"};
+    case Rpc::kSweep:
+      return {"server_stream", kEncodingService, "Sweep"};
+    case Rpc::kGetStatistics:
+      return {"unary", kEncodingService, "GetStatistics"};
+    case Rpc::kListStatistics:
+      return {"unary", kEncodingService, "ListStatistics"};
+    case Rpc::kDeleteStatistics:
+      return {"unary", kEncodingService, "DeleteStatistics"};
+    case Rpc::kExportEncodings:
+      return {"server_stream", kEncodingService, "ExportEncodings"};
+    case Rpc::kImportEncodings:
+      return {"client_stream", kEncodingService, "ImportEncodings"};
+  }
+  return {nullptr, nullptr, nullptr};
+}
+
+// RPCs from the value `first` on: of that service, or for null of any.
+constexpr int CountRpcs(int first, const char* service) {
+  int count = 0;
+  for (RpcName name = NameOf(static_cast<Rpc>(first)); name.method != nullptr;
+       name = NameOf(static_cast<Rpc>(first + count))) {
+    if (service != nullptr && name.service != service) break;
+    ++count;
+  }
+  return count;
+}
+
+constexpr int kRpcCount = CountRpcs(0, nullptr);
+// Those that handle tensors.
+constexpr int kTensorRpcCount = CountRpcs(0, kQuantizationService);
+static_assert(kTensorRpcCount + CountRpcs(kTensorRpcCount, kEncodingService) ==
+                  kRpcCount,
+              "the RPCs of QuantizationService come first in Rpc");
 
 enum class StoreOperation {
   kGet,

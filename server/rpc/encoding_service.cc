@@ -14,7 +14,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "core/errors.h"
-#include "quantd/v1/encoding_service.grpc.pb.h"
+#include "grpcpp/impl/codegen/server_callback_handlers.h"
+#include "quantd/v1/encoding_service.pb.h"
 #include "server/guard/memory_budget.h"
 #include "server/rpc/interchange_rpcs.h"
 #include "server/rpc/statistics_rpcs.h"
@@ -141,10 +142,13 @@ absl::Status PutEncoding(const UnaryContext& context,
     return core::WithField(core::EncodingMissingError(), "encoding");
   }
   const int64_t limit = context.env.limits.scale_count;
-  if (request.encoding().scale_size() > limit) {
+  const int64_t scale_count = request.encoding().scale_size();
+  const auto code_count =
+      static_cast<int64_t>(request.encoding().scale_code().size());
+  if (std::max(scale_count, code_count) > limit) {
     return core::WithField(
-        core::ScaleCountLimitError(limit, request.encoding().scale_size()),
-        "encoding.scale");
+        core::ScaleCountLimitError(limit, std::max(scale_count, code_count)),
+        scale_count > limit ? "encoding.scale" : "encoding.scale_code");
   }
   absl::StatusOr<core::Encoding> encoding =
       EncodingFromProto(request.encoding());
@@ -282,29 +286,28 @@ absl::Status DeleteStatistics(const UnaryContext& context,
 EncodingService::EncodingService(const RpcEnvironment& env,
                                  StreamRegistry* registry)
     : env_(env), registry_(registry) {
-  AddUnary("ListEncodings", Rpc::kListEncodings, &ListEncodings);
-  AddUnary("GetEncoding", Rpc::kGetEncoding, &GetEncoding);
-  AddUnary("PutEncoding", Rpc::kPutEncoding, &PutEncoding);
-  AddUnary("DeleteEncoding", Rpc::kDeleteEncoding, &DeleteEncoding);
-  AddUnary("ListModels", Rpc::kListModels, &ListModels);
-  AddUnary("ListRevisions", Rpc::kListRevisions, &ListRevisions);
-  Add("ComputeEncodings", &StartComputeEncodings);
-  Add("Sweep", &StartSweep);
-  AddUnary("GetStatistics", Rpc::kGetStatistics, &GetStatistics);
-  AddUnary("ListStatistics", Rpc::kListStatistics, &ListStatistics);
-  AddUnary("DeleteStatistics", Rpc::kDeleteStatistics, &DeleteStatistics);
-  Add("ExportEncodings", &StartExportEncodings);
-  Add("ImportEncodings", &StartImportEncodings);
+  AddUnary(Rpc::kListEncodings, &ListEncodings);
+  AddUnary(Rpc::kGetEncoding, &GetEncoding);
+  AddUnary(Rpc::kPutEncoding, &PutEncoding);
+  AddUnary(Rpc::kDeleteEncoding, &DeleteEncoding);
+  AddUnary(Rpc::kListModels, &ListModels);
+  AddUnary(Rpc::kListRevisions, &ListRevisions);
+  Add(Rpc::kComputeEncodings, &StartComputeEncodings);
+  Add(Rpc::kSweep, &StartSweep);
+  AddUnary(Rpc::kGetStatistics, &GetStatistics);
+  AddUnary(Rpc::kListStatistics, &ListStatistics);
+  AddUnary(Rpc::kDeleteStatistics, &DeleteStatistics);
+  Add(Rpc::kExportEncodings, &StartExportEncodings);
+  Add(Rpc::kImportEncodings, &StartImportEncodings);
 }
 
 void EncodingService::Add(
-    absl::string_view method,
-    std::function<EncodingCall*(const CallArguments&)> start) {
+    Rpc rpc, std::function<EncodingCall*(const CallArguments&)> start) {
   using Handler =
       grpc::internal::CallbackBidiHandler<grpc::ByteBuffer, grpc::ByteBuffer>;
   const auto index = static_cast<int>(paths_.size());
-  paths_.push_back(
-      absl::StrCat("/", v1::EncodingService::service_full_name(), "/", method));
+  const RpcName name = NameOf(rpc);
+  paths_.push_back(absl::StrCat("/", name.service, "/", name.method));
   AddMethod(new grpc::internal::RpcServiceMethod(
       paths_.back().c_str(), grpc::internal::RpcMethod::BIDI_STREAMING,
       nullptr));
@@ -316,11 +319,11 @@ void EncodingService::Add(
 }
 
 template <typename Request, typename Response>
-void EncodingService::AddUnary(absl::string_view method, Rpc rpc,
+void EncodingService::AddUnary(Rpc rpc,
                                absl::Status (*body)(const UnaryContext& context,
                                                     const Request& request,
                                                     Response* response)) {
-  Add(method, [rpc, body](const CallArguments& arguments) {
+  Add(rpc, [rpc, body](const CallArguments& arguments) {
     return EncodingCall::Start<UnaryCall<Request, Response>>(arguments, rpc,
                                                              body);
   });

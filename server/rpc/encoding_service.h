@@ -8,8 +8,8 @@
 #include <functional>
 #include <string>
 
-#include "absl/strings/string_view.h"
 #include "grpcpp/impl/service_type.h"
+#include "server/metrics/metrics.h"
 #include "server/rpc/encoding_call.h"
 #include "server/rpc/rpc_environment.h"
 #include "server/rpc/tensor_stream.h"
@@ -24,14 +24,12 @@ class EncodingService final : public grpc::Service {
   EncodingService(const RpcEnvironment& env, StreamRegistry* registry);
 
  private:
-  // Adds the method of that name in the proto; `start` begins a call of it.
-  void Add(absl::string_view method,
-           std::function<EncodingCall*(const CallArguments&)> start);
+  // `start` begins a call of the RPC.
+  void Add(Rpc rpc, std::function<EncodingCall*(const CallArguments&)> start);
   template <typename Request, typename Response>
-  void AddUnary(absl::string_view method, Rpc rpc,
-                absl::Status (*body)(const UnaryContext& context,
-                                     const Request& request,
-                                     Response* response));
+  void AddUnary(Rpc rpc, absl::Status (*body)(const UnaryContext& context,
+                                              const Request& request,
+                                              Response* response));
 
   const RpcEnvironment& env_;
   StreamRegistry* const registry_;
