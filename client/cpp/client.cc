@@ -343,7 +343,9 @@ absl::Status Client::Call(Method method, const Request& request,
     if (!policy.Pause(status, retries, deadline)) {
       return WithAttempts(status, retries + 1);
     }
-    if (may_repeat != nullptr && absl::IsUnavailable(status)) {
+    // A server that is about to stop says so before it begins.
+    if (may_repeat != nullptr && absl::IsUnavailable(status) &&
+        ErrorReason(status) != "DRAINING") {
       *may_repeat = true;
     }
   }

@@ -808,6 +808,26 @@ TEST_F(ClientTest, ADeleteWhoseAnswerWasLostFindsNothingLeft) {
   EXPECT_TRUE(client_->DeleteStatistics(TensorName(), "").ok());
 }
 
+TEST_F(ClientTest, WhatADrainingServerRefusedWasNotDone) {
+  TensorName name;
+  name.set_tensor("w");
+  Encoding encoding;
+  encoding.set_format(v1::NUMBER_FORMAT_INT8);
+  encoding.add_scale(0.5f);
+  server_.faults().draining_changes = 1;
+  EXPECT_EQ(ErrorReason(client_->DeleteEncoding(name, "")),
+            "ENCODING_NOT_FOUND");
+  server_.faults().draining_changes = 1;
+  EXPECT_EQ(ErrorReason(client_->DeleteStatistics(name, "")),
+            "STATISTICS_NOT_FOUND");
+  ASSERT_TRUE(client_->PutEncoding(name, encoding, "").ok());
+  server_.faults().draining_changes = 1;
+  EXPECT_EQ(
+      ErrorReason(client_->PutEncoding(name, encoding, "absent").status()),
+      "ETAG_MISMATCH")
+      << "another's, if it is the same";
+}
+
 TEST_F(ClientTest, AsksForTheHealth) {
   EXPECT_EQ(client_->CheckHealth("").value(), Client::Health::kServing);
   server_.SetServing(false);

@@ -59,6 +59,8 @@ struct Faults {
   std::atomic<int> unavailable_unary{0};
   // Puts and deletes that are done, but answered by UNAVAILABLE.
   std::atomic<int> lost_answers{0};
+  // Puts and deletes that are refused with DRAINING, and not done.
+  std::atomic<int> draining_changes{0};
   // Size of an encoding that GetEncoding answers for a tensor called "large".
   std::atomic<int64_t> large_encoding_bytes{0};
   // Breaks streams with UNAVAILABLE whenever so many more bytes came; 0: never.
@@ -374,6 +376,7 @@ class FakeEncodingService final : public v1::EncodingService::Service {
   grpc::Status DeleteStatistics(grpc::ServerContext*,
                                 const v1::DeleteStatisticsRequest* request,
                                 v1::DeleteStatisticsResponse*) override {
+    if (faults_.draining_changes-- > 0) return Draining();
     if (faults_.lost_answers-- > 0) {
       return grpc::Status(grpc::StatusCode::UNAVAILABLE, "Socket closed");
     }
@@ -402,6 +405,7 @@ class FakeEncodingService final : public v1::EncodingService::Service {
   grpc::Status PutEncoding(grpc::ServerContext*,
                            const v1::PutEncodingRequest* request,
                            v1::PutEncodingResponse* response) override {
+    if (faults_.draining_changes-- > 0) return Draining();
     const absl::MutexLock lock(&mutex_);
     const std::string& tensor = request->name().tensor();
     const auto found = encodings_.find(tensor);
@@ -424,6 +428,7 @@ class FakeEncodingService final : public v1::EncodingService::Service {
   grpc::Status DeleteEncoding(grpc::ServerContext*,
                               const v1::DeleteEncodingRequest* request,
                               v1::DeleteEncodingResponse*) override {
+    if (faults_.draining_changes-- > 0) return Draining();
     const absl::MutexLock lock(&mutex_);
     const auto found = encodings_.find(request->name().tensor());
     if (found == encodings_.end()) return NotFound();
@@ -436,6 +441,10 @@ class FakeEncodingService final : public v1::EncodingService::Service {
   }
 
  private:
+  static grpc::Status Draining() {
+    return grpc::Status(grpc::StatusCode::UNAVAILABLE,
+                        "DRAINING: the server is about to stop");
+  }
   static grpc::Status NotFound() {
     return grpc::Status(grpc::StatusCode::NOT_FOUND,
                         "ENCODING_NOT_FOUND: no such encoding");
