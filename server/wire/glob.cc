@@ -36,7 +36,7 @@ absl::StatusOr<Glob> Glob::Create(absl::string_view pattern) {
   glob.words_ = glob.final_state_ / kWordBits + 1;
   glob.rows_.resize((last_row + size_t{1}) * glob.words_);
   size_t state = 0;
-  const auto add = [&glob, &state](uint8_t row) {
+  const auto add = [&glob, &state](size_t row) {
     glob.rows_[row * glob.words_ + state / kWordBits] |= uint64_t{1}
                                                          << (state % kWordBits);
   };
@@ -46,7 +46,7 @@ absl::StatusOr<Glob> Glob::Create(absl::string_view pattern) {
       continue;
     }
     if (c == '?') {
-      for (uint8_t row = kAny; row <= last_row; ++row) add(row);
+      for (size_t any = kAny; any <= last_row; ++any) add(any);
     } else {
       add(glob.row_of_byte_[static_cast<uint8_t>(c)]);
     }

@@ -51,6 +51,15 @@ TEST(GlobTest, RefusesPatternsThatAreEmptyOrTooLong) {
                       std::string(Glob::kMaxBytes, 'x')));
 }
 
+TEST(GlobTest, TakesEveryByteAtOnce) {
+  std::string pattern = "?";
+  for (int byte = 0; byte < 256; ++byte) {
+    if (byte != '*' && byte != '?') pattern += static_cast<char>(byte);
+  }
+  EXPECT_TRUE(Matches(pattern, pattern));
+  EXPECT_FALSE(Matches(pattern, pattern + "a"));
+}
+
 // One byte of the pattern at a time, with every way that a star can go.
 bool Reference(absl::string_view pattern, absl::string_view name) {
   if (pattern.empty()) return name.empty();
