@@ -237,6 +237,17 @@ class AccessCase(unittest.TestCase):
         return Stubs(channel, token, scheme)
 
 
+class RpcsTest(AccessCase):
+
+    def test_every_rpc_is_called_by_the_tests_below(self):
+        with grpc.insecure_channel("unused") as channel:
+            called = {name.split()[0] for name in Stubs(channel).rpcs()}
+        self.assertEqual(called, {
+            method for file in (qs, es)
+            for service in file.DESCRIPTOR.services_by_name.values()
+            for method in service.methods_by_name})
+
+
 class TokenTest(AccessCase):
 
     def setUp(self):

@@ -500,6 +500,10 @@ def rows_of_calls():
         "ListStatistics": look_at_statistics,
         "DeleteStatistics": look_at_statistics,
         "ExportEncodings": interchange, "ImportEncodings": interchange}
+    methods = {method for file in (qs, es)
+               for service in file.DESCRIPTOR.services_by_name.values()
+               for method in service.methods_by_name}
+    assert moved_by.keys() == methods, moved_by.keys() ^ methods
     rows = []
     for method, act in moved_by.items():
         rows += [Row("grpc_server_started_total", act, grpc_method=method),
