@@ -138,7 +138,7 @@ int CodeIndex(int grpc_code) {
 }
 
 Labels RpcLabels(int rpc) {
-  const RpcName name = NameOf(static_cast<Rpc>(rpc));
+  const RpcName name = RpcNameOf(static_cast<Rpc>(rpc));
   return {{"grpc_type", name.type},
           {"grpc_service", name.service},
           {"grpc_method", name.method}};
@@ -240,7 +240,7 @@ void Metrics::State::CollectTensors(std::vector<MetricFamily>* families) const {
   for (int i = 0; i < kTensorRpcCount; ++i) {
     for (int failed = 0; failed < 2; ++failed) {
       AddHistogram(kTensorSeconds + (2 * i + failed) * kHistogramSize,
-                   {{"rpc", NameOf(static_cast<Rpc>(i)).method},
+                   {{"rpc", RpcNameOf(static_cast<Rpc>(i)).method},
                     {"result", failed == 0 ? "ok" : "error"}},
                    &seconds);
     }
@@ -255,7 +255,7 @@ void Metrics::State::CollectTensors(std::vector<MetricFamily>* families) const {
           counters.Sum(kTensorErrors + i * kGrpcCodeCount + code);
       if (count == 0) continue;
       AddSample(count,
-                {{"rpc", NameOf(static_cast<Rpc>(i)).method},
+                {{"rpc", RpcNameOf(static_cast<Rpc>(i)).method},
                  {"grpc_code", kGrpcCodes[code]}},
                 &errors);
     }
@@ -280,7 +280,7 @@ void Metrics::State::CollectTensors(std::vector<MetricFamily>* families) const {
       if (count == 0) continue;
       AddSample(
           count,
-          {{"rpc", NameOf(static_cast<Rpc>(i)).method},
+          {{"rpc", RpcNameOf(static_cast<Rpc>(i)).method},
            {"format",
             f == 0 ? "none" : std::string(core::AllFormats()[f - 1].name)}},
           &elements);

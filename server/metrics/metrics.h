@@ -46,46 +46,47 @@ struct RpcName {
   const char* method;
 };
 
-inline constexpr char kQuantizationService[] = "quantd.v1.QuantizationService";
-inline constexpr char kEncodingService[] = "quantd.v1.EncodingService";
+inline constexpr char kQuantizationServiceName[] =
+    "quantd.v1.QuantizationService";
+inline constexpr char kEncodingServiceName[] = "quantd.v1.EncodingService";
 
 // All null for a value that is none.
-constexpr RpcName NameOf(Rpc rpc) {
+constexpr RpcName RpcNameOf(Rpc rpc) {
   switch (rpc) {
     case Rpc::kCalibrate:
-      return {"bidi_stream", kQuantizationService, "Calibrate"};
+      return {"bidi_stream", kQuantizationServiceName, "Calibrate"};
     case Rpc::kQuantize:
-      return {"bidi_stream", kQuantizationService, "Quantize"};
+      return {"bidi_stream", kQuantizationServiceName, "Quantize"};
     case Rpc::kDequantize:
-      return {"bidi_stream", kQuantizationService, "Dequantize"};
+      return {"bidi_stream", kQuantizationServiceName, "Dequantize"};
     case Rpc::kEvaluate:
-      return {"bidi_stream", kQuantizationService, "Evaluate"};
+      return {"bidi_stream", kQuantizationServiceName, "Evaluate"};
     case Rpc::kListEncodings:
-      return {"unary", kEncodingService, "ListEncodings"};
+      return {"unary", kEncodingServiceName, "ListEncodings"};
     case Rpc::kGetEncoding:
-      return {"unary", kEncodingService, "GetEncoding"};
+      return {"unary", kEncodingServiceName, "GetEncoding"};
     case Rpc::kPutEncoding:
-      return {"unary", kEncodingService, "PutEncoding"};
+      return {"unary", kEncodingServiceName, "PutEncoding"};
     case Rpc::kDeleteEncoding:
-      return {"unary", kEncodingService, "DeleteEncoding"};
+      return {"unary", kEncodingServiceName, "DeleteEncoding"};
     case Rpc::kListModels:
-      return {"unary", kEncodingService, "ListModels"};
+      return {"unary", kEncodingServiceName, "ListModels"};
     case Rpc::kListRevisions:
-      return {"unary", kEncodingService, "ListRevisions"};
+      return {"unary", kEncodingServiceName, "ListRevisions"};
     case Rpc::kComputeEncodings:
-      return {"server_stream", kEncodingService, "ComputeEncodings"};
+      return {"server_stream", kEncodingServiceName, "ComputeEncodings"};
     case Rpc::kSweep:
-      return {"server_stream", kEncodingService, "Sweep"};
+      return {"server_stream", kEncodingServiceName, "Sweep"};
     case Rpc::kGetStatistics:
-      return {"unary", kEncodingService, "GetStatistics"};
+      return {"unary", kEncodingServiceName, "GetStatistics"};
     case Rpc::kListStatistics:
-      return {"unary", kEncodingService, "ListStatistics"};
+      return {"unary", kEncodingServiceName, "ListStatistics"};
     case Rpc::kDeleteStatistics:
-      return {"unary", kEncodingService, "DeleteStatistics"};
+      return {"unary", kEncodingServiceName, "DeleteStatistics"};
     case Rpc::kExportEncodings:
-      return {"server_stream", kEncodingService, "ExportEncodings"};
+      return {"server_stream", kEncodingServiceName, "ExportEncodings"};
     case Rpc::kImportEncodings:
-      return {"client_stream", kEncodingService, "ImportEncodings"};
+      return {"client_stream", kEncodingServiceName, "ImportEncodings"};
   }
   return {nullptr, nullptr, nullptr};
 }
@@ -93,8 +94,9 @@ constexpr RpcName NameOf(Rpc rpc) {
 // RPCs from the value `first` on: of that service, or for null of any.
 constexpr int CountRpcs(int first, const char* service) {
   int count = 0;
-  for (RpcName name = NameOf(static_cast<Rpc>(first)); name.method != nullptr;
-       name = NameOf(static_cast<Rpc>(first + count))) {
+  for (RpcName name = RpcNameOf(static_cast<Rpc>(first));
+       name.method != nullptr;
+       name = RpcNameOf(static_cast<Rpc>(first + count))) {
     if (service != nullptr && name.service != service) break;
     ++count;
   }
@@ -103,8 +105,9 @@ constexpr int CountRpcs(int first, const char* service) {
 
 constexpr int kRpcCount = CountRpcs(0, nullptr);
 // Those that handle tensors.
-constexpr int kTensorRpcCount = CountRpcs(0, kQuantizationService);
-static_assert(kTensorRpcCount + CountRpcs(kTensorRpcCount, kEncodingService) ==
+constexpr int kTensorRpcCount = CountRpcs(0, kQuantizationServiceName);
+static_assert(kTensorRpcCount +
+                      CountRpcs(kTensorRpcCount, kEncodingServiceName) ==
                   kRpcCount,
               "the RPCs of QuantizationService come first in Rpc");
 
