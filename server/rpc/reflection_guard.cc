@@ -53,6 +53,8 @@ class Guard final : public grpc::experimental::Interceptor {
           authenticator_->CheckKnown(authenticator_->CredentialOf(*context));
       stream_ = new ReflectionStream(context);
       registry_->Enter(stream_);
+      // Those that were there have been told.
+      if (registry_->draining()) stream_->Drain();
     }
     if (!status_.ok()) {
       if (methods->QueryInterceptionHookPoint(
