@@ -6,6 +6,7 @@
 #include <openssl/pem.h>
 #include <openssl/x509.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <ctime>
 #include <memory>
@@ -54,6 +55,16 @@ absl::Status Invalid(absl::string_view flag, const std::string& path,
       "--", flag, ": expected ", expected, ", got \"", path, "\""));
 }
 
+// Whether what was read last was not there, and so was not broken. Forgets what
+// OpenSSL has noted, which nobody else looks at.
+bool IsAtEnd() {
+  const uint64_t error = ERR_peek_last_error();
+  ERR_clear_error();
+  return ERR_GET_LIB(error) == ERR_LIB_PEM &&
+         ERR_GET_REASON(error) == PEM_R_NO_START_LINE;
+}
+
+// All that are there; none when one of them is broken.
 std::vector<Certificate> ParseCertificates(absl::string_view pem) {
   const Bio reader = Reader(pem);
   std::vector<Certificate> certificates;
@@ -61,8 +72,16 @@ std::vector<Certificate> ParseCertificates(absl::string_view pem) {
              PEM_read_bio_X509(reader.get(), nullptr, NoPassphrase, nullptr)) {
     certificates.emplace_back(certificate);
   }
-  ERR_clear_error();
+  if (!IsAtEnd()) certificates.clear();
   return certificates;
+}
+
+std::string PemOf(const Certificate& certificate) {
+  const Bio writer(BIO_new(BIO_s_mem()));
+  PEM_write_bio_X509(writer.get(), certificate.get());
+  char* text = nullptr;
+  const auto size = static_cast<size_t>(BIO_get_mem_data(writer.get(), &text));
+  return std::string(text, size);
 }
 
 std::string IdOf(const X509_NAME* issuer, const ASN1_INTEGER* serial) {
@@ -76,6 +95,11 @@ std::string IdOf(const X509_NAME* issuer, const ASN1_INTEGER* serial) {
                                         ASN1_STRING_get0_data(serial)),
                                     ASN1_STRING_length(serial)));
   return id;
+}
+
+std::string IdOf(const Certificate& certificate) {
+  return IdOf(X509_get_issuer_name(certificate.get()),
+              X509_get0_serialNumber(certificate.get()));
 }
 
 absl::Time ToTime(const ASN1_TIME* time) {
@@ -130,10 +154,24 @@ absl::Status LoadRevoked(const TlsOptions& options, absl::string_view pem,
           X509_REVOKED_get0_serialNumber(sk_X509_REVOKED_value(revoked, i))));
     }
   }
-  ERR_clear_error();
-  if (lists > 0) return absl::OkStatus();
+  // One that is left out would let in again what it revokes.
+  if (IsAtEnd() && lists > 0) return absl::OkStatus();
   return Invalid("tls-client-crl", options.client_crl,
                  "certificate revocation lists in PEM");
+}
+
+// Those that are not revoked: a client need not send what is between its own
+// certificate and the first authority, so that nothing else would tell.
+absl::Status LoadAuthorities(const TlsOptions& options, absl::string_view pem,
+                             TlsMaterial* material) {
+  for (const Certificate& certificate : ParseCertificates(pem)) {
+    if (!material->revoked.contains(IdOf(certificate))) {
+      material->client_ca_pem += PemOf(certificate);
+    }
+  }
+  if (!material->client_ca_pem.empty()) return absl::OkStatus();
+  return Invalid("tls-client-ca", options.client_ca,
+                 "certificates of authorities in PEM, not all revoked");
 }
 
 // What the files hold.
@@ -178,16 +216,14 @@ absl::StatusOr<std::shared_ptr<const TlsMaterial>> Check(
   auto material = std::make_shared<TlsMaterial>();
   material->certificate_pem = std::move(texts.certificate);
   material->key_pem = std::move(texts.key);
-  material->client_ca_pem = std::move(texts.client_ca);
   absl::Status status = LoadCertificate(options, now, material.get());
   if (!status.ok()) return status;
-  if (!options.client_ca.empty() &&
-      ParseCertificates(material->client_ca_pem).empty()) {
-    return Invalid("tls-client-ca", options.client_ca,
-                   "certificates of authorities in PEM");
-  }
   if (!options.client_crl.empty()) {
     status = LoadRevoked(options, texts.client_crl, material.get());
+    if (!status.ok()) return status;
+  }
+  if (!options.client_ca.empty()) {
+    status = LoadAuthorities(options, texts.client_ca, material.get());
     if (!status.ok()) return status;
   }
   return material;
@@ -210,8 +246,7 @@ absl::StatusOr<std::shared_ptr<const TlsMaterial>> LoadTlsMaterial(
 std::vector<std::string> CertificateIds(absl::string_view pem) {
   std::vector<std::string> ids;
   for (const Certificate& certificate : ParseCertificates(pem)) {
-    ids.push_back(IdOf(X509_get_issuer_name(certificate.get()),
-                       X509_get0_serialNumber(certificate.get())));
+    ids.push_back(IdOf(certificate));
   }
   return ids;
 }

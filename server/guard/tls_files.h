@@ -48,6 +48,7 @@ struct TlsOptions {
 struct TlsMaterial {
   std::string certificate_pem;
   std::string key_pem;
+  // Without authorities that are revoked.
   std::string client_ca_pem;
   // Of the server's certificate.
   absl::Time expires;
@@ -61,8 +62,7 @@ struct TlsMaterial {
 absl::StatusOr<std::shared_ptr<const TlsMaterial>> LoadTlsMaterial(
     const TlsOptions& options, absl::Time now);
 
-// Issuer and serial number of each certificate; those of what is none are left
-// out.
+// Issuer and serial number of each certificate; none at all when one is broken.
 std::vector<std::string> CertificateIds(absl::string_view pem);
 
 // Thread-safe.

@@ -615,6 +615,27 @@ class CertificateTest(AccessCase):
             lambda: outcome(lambda: list_models(""))[:2] ==
             (UNAUTHENTICATED, "TOKEN_INVALID")))
 
+    def test_a_revoked_authority_that_is_not_sent_is_of_no_use(self):
+        between = certificates.Authority("between", parent=self.authority)
+        bundle = self.authority.certificate + between.certificate
+        certificates.replace(self.ca_path, bundle)
+        crl_path = certificates.replace(
+            os.path.join(self.folder, "crl"), self.authority.revoke([]))
+        server = self.serve(*self.flags, "--tls-client-crl", crl_path)
+        # Alone: the server has the authority in between itself.
+        bare = between.issue("a")
+
+        def answer():
+            return outcome(lambda: self.client(server, bare).rpcs()[
+                "ListModels"][2](""))[0]
+
+        self.assertEqual(answer(), "OK")
+        certificates.replace(crl_path, self.authority.revoke([between]))
+        self.assertTrue(eventually(lambda: answer() != "OK", 20))
+        self.assertEqual(outcome(lambda: self.client(
+            server, self.authority.issue("b")).rpcs()["ListModels"][2](
+                ""))[0], "OK")
+
     def test_certificates_change_under_load_and_no_call_is_lost(self):
         server = self.serve(*self.flags)
         pair = self.authority.issue("client")
@@ -677,6 +698,14 @@ class CertificateTest(AccessCase):
         old = self.authority.issue("old", days=-1).write(self.folder, "old")
         no_pem = certificates.replace(os.path.join(self.folder, "no.pem"),
                                       b"nothing\n")
+        half = {}
+        for kind, whole in (("ca", self.authority.certificate),
+                            ("crl", self.authority.revoke([]))):
+            # One that is whole, and one whose middle is missing.
+            head, *body, tail = whole.splitlines(keepends=True)
+            half[kind] = certificates.replace(
+                os.path.join(self.folder, "half." + kind),
+                b"".join([whole, head, *body[:2], tail]))
         for flags, text in (
                 ((certificate, other[1]), "--tls-key: expected the key of"),
                 ((certificate, no_pem), "--tls-key: expected a private key"),
@@ -687,6 +716,11 @@ class CertificateTest(AccessCase):
                  "--tls-client-ca: expected certificates of authorities"),
                 ((certificate, key, "--tls-client-ca", self.ca_path,
                   "--tls-client-crl", no_pem),
+                 "expected certificate revocation lists"),
+                ((certificate, key, "--tls-client-ca", half["ca"]),
+                 "--tls-client-ca: expected certificates of authorities"),
+                ((certificate, key, "--tls-client-ca", self.ca_path,
+                  "--tls-client-crl", half["crl"]),
                  "expected certificate revocation lists"),
                 ((certificate, key, "--access-file", no_pem),
                  "--access-file: line 1")):
