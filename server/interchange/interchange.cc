@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "absl/container/flat_hash_set.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/match.h"
@@ -327,11 +328,11 @@ absl::StatusOr<std::unique_ptr<EncodingsWriter>> EncodingsWriter::Create(
       absl::StrCat("no interchange format ", static_cast<int>(format)));
 }
 
-absl::StatusOr<int64_t> ParseMemoryBytes(absl::string_view text) {
-  absl::StatusOr<int64_t> tree_bytes = JsonMemoryBytes(text);
-  if (!tree_bytes.ok()) return tree_bytes.status();
+absl::Status ChargeParseMemory(
+    absl::string_view text, absl::FunctionRef<absl::Status(int64_t)> charge) {
   // The encodings take less than the tree that they come from.
-  return 2 * *tree_bytes;
+  return ChargeJsonMemory(
+      text, [&charge](int64_t tree_bytes) { return charge(2 * tree_bytes); });
 }
 
 absl::StatusOr<ParsedEncodings> ParseEncodings(absl::string_view text,

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -74,11 +75,14 @@ class EncodingsWriter {
   int64_t encoding_count_ = 0;
 };
 
-// An upper bound in bytes on what ParseEncodings takes for a file, beside the
-// file itself. Allocates little.
-// Errors: INTERCHANGE_INVALID (not JSON, nested too deeply, or a key twice in
-// one object), which names the place.
-absl::StatusOr<int64_t> ParseMemoryBytes(absl::string_view text);
+// Calls `charge`, again and again while it counts, with a bound on what
+// ParseEncodings takes in bytes for as much of the file as it has seen, beside
+// the file itself; at the end with that for all of it. Holds no more itself
+// than it has charged, but for about a MiB. Errors: INTERCHANGE_INVALID (not
+// JSON, nested too deeply, or a key twice in one object), which names the
+// place; those of `charge`, at once.
+absl::Status ChargeParseMemory(absl::string_view text,
+                               absl::FunctionRef<absl::Status(int64_t)> charge);
 
 struct ParsedEncodings {
   InterchangeFormat format = InterchangeFormat::kUnspecified;
@@ -87,7 +91,7 @@ struct ParsedEncodings {
   std::vector<InterchangeLoss> losses;
 };
 
-// Reads a file that ParseMemoryBytes took; kUnspecified tells the format from
+// Reads a file that ChargeParseMemory took; kUnspecified tells the format from
 // the file.
 // Errors: INTERCHANGE_INVALID, which names the place; INTERCHANGE_UNSUPPORTED
 // (a version, or a format that has no scales).

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "absl/container/flat_hash_set.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
-#include "absl/status/statusor.h"
 #include "absl/strings/ascii.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
@@ -25,12 +25,21 @@ namespace {
 constexpr int64_t kValueBytes = 2 * sizeof(Json) + 8;
 constexpr int64_t kMemberBytes = 128;
 constexpr int64_t kStringBytes = 64;
+// What is counted before it is charged.
+constexpr int64_t kChargedAtOnce = int64_t{1} << 20;
 
 // Counts what a document would take.
 class MemoryCounter final : public nlohmann::json_sax<Json> {
  public:
-  int64_t bytes() const { return bytes_; }
-  const std::string& error() const { return error_; }
+  explicit MemoryCounter(absl::FunctionRef<absl::Status(int64_t)> charge)
+      : charge_(charge) {}
+
+  // Charges what is counted and was not charged yet.
+  absl::Status Charge() {
+    charged_bytes_ = bytes_;
+    return charge_(bytes_);
+  }
+  const absl::Status& status() const { return status_; }
 
   bool null() override { return Value(); }
   bool boolean(bool) override { return Value(); }
@@ -40,8 +49,8 @@ class MemoryCounter final : public nlohmann::json_sax<Json> {
     return Value();
   }
   bool string(string_t& value) override {
-    bytes_ += kStringBytes + 2 * static_cast<int64_t>(value.size());
-    return Value();
+    return Count(kValueBytes + kStringBytes +
+                 2 * static_cast<int64_t>(value.size()));
   }
   bool binary(binary_t&) override { return Fail("binary data"); }
 
@@ -50,7 +59,10 @@ class MemoryCounter final : public nlohmann::json_sax<Json> {
     return Open();
   }
   bool key(string_t& value) override {
-    bytes_ += kMemberBytes + 2 * static_cast<int64_t>(value.size());
+    // Before the key is kept.
+    if (!Count(kMemberBytes + 2 * static_cast<int64_t>(value.size()))) {
+      return false;
+    }
     if (keys_.back().insert(value).second) return true;
     return Fail(absl::StrCat("the key ", QuotedText(value),
                              " stands twice in one object"));
@@ -72,27 +84,31 @@ class MemoryCounter final : public nlohmann::json_sax<Json> {
   }
 
  private:
-  bool Fail(std::string what) {
-    error_ = std::move(what);
+  bool Fail(absl::string_view what) {
+    status_ = core::InterchangeInvalidError(absl::StrCat("the file: ", what));
     return false;
   }
-  bool Value() {
-    bytes_ += kValueBytes;
-    return true;
+  bool Count(int64_t bytes) {
+    bytes_ += bytes;
+    if (bytes_ - charged_bytes_ < kChargedAtOnce) return true;
+    status_ = Charge();
+    return status_.ok();
   }
+  bool Value() { return Count(kValueBytes); }
   bool Open() {
-    bytes_ += kStringBytes;
     if (++depth_ > kMaxJsonDepth) {
       return Fail(absl::StrCat("nested deeper than ", kMaxJsonDepth));
     }
-    return Value();
+    return Count(kValueBytes + kStringBytes);
   }
 
+  const absl::FunctionRef<absl::Status(int64_t)> charge_;
   int64_t bytes_ = 0;
+  int64_t charged_bytes_ = 0;
   int depth_ = 0;
   // Of the objects that are open.
   std::vector<absl::flat_hash_set<std::string>> keys_;
-  std::string error_;
+  absl::Status status_;
 };
 
 std::string TypeText(const Json& value) {
@@ -106,19 +122,19 @@ std::string TypeText(const Json& value) {
 
 }  // namespace
 
-absl::StatusOr<int64_t> JsonMemoryBytes(absl::string_view text) {
+absl::Status ChargeJsonMemory(absl::string_view text,
+                              absl::FunctionRef<absl::Status(int64_t)> charge) {
   // The parser takes a zero byte for the end and would ignore what follows.
   const size_t zero_at = text.find('\0');
   if (zero_at != absl::string_view::npos) {
     return core::InterchangeInvalidError(
         absl::StrCat("the file has a zero byte at byte ", zero_at));
   }
-  MemoryCounter counter;
+  MemoryCounter counter(charge);
   if (!Json::sax_parse(text.begin(), text.end(), &counter)) {
-    return core::InterchangeInvalidError(
-        absl::StrCat("the file: ", counter.error()));
+    return counter.status();
   }
-  return counter.bytes();
+  return counter.Charge();
 }
 
 std::string QuotedText(absl::string_view text) {

@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
-#include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "nlohmann/json.hpp"
 
@@ -20,9 +20,12 @@ using Json = nlohmann::json;
 // Deeper documents are refused.
 constexpr int kMaxJsonDepth = 32;
 
-// An upper bound on the memory of the document as a tree, in bytes.
-// Errors: INTERCHANGE_INVALID (not JSON, too deep, a key twice in one object).
-absl::StatusOr<int64_t> JsonMemoryBytes(absl::string_view text);
+// Calls `charge` with an upper bound on the memory of the document as a tree,
+// in bytes: of what it has seen, once for each MiB, then of all. Stops at the
+// first error of that. Errors: INTERCHANGE_INVALID (not JSON, too deep, a key
+// twice in one object); those of `charge`.
+absl::Status ChargeJsonMemory(absl::string_view text,
+                              absl::FunctionRef<absl::Status(int64_t)> charge);
 
 // `text` in quotes, safe to show and cut to a bounded length.
 std::string QuotedText(absl::string_view text);

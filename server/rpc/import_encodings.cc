@@ -29,6 +29,8 @@ namespace quantd::server {
 namespace {
 
 constexpr int64_t kMostFileBytes = int64_t{256} << 20;
+// Of the file that is there, on gRPC's threads.
+constexpr size_t kMostCopiedBytes = size_t{1} << 20;
 constexpr size_t kMostHints = 100'000;
 constexpr size_t kMostLossBytes = size_t{1} << 20;
 // What a string takes while it grows.
@@ -132,6 +134,15 @@ class ImportEncodingsCall final : public EncodingCall {
  private:
   void Took(bool more) override {
     if (!more) return env().pool->Schedule([this] { Parse(); });
+    // A text that outgrows its room is copied, which is work for a worker.
+    const size_t size = text_.size() + request_.data().size();
+    if (text_.size() > kMostCopiedBytes && size > text_.capacity()) {
+      return env().pool->Schedule([this] { Take(); });
+    }
+    Take();
+  }
+
+  void Take() {
     absl::Status status = is_open_ ? absl::OkStatus() : Open();
     if (status.ok()) status = Append();
     status.ok() ? Read() : End(std::move(status));
@@ -188,14 +199,17 @@ class ImportEncodingsCall final : public EncodingCall {
     if (!is_open_) {
       if (absl::Status s = Open(); !s.ok()) return End(std::move(s));
     }
-    const absl::StatusOr<int64_t> bytes = ParseMemoryBytes(text_);
-    if (!bytes.ok()) return End(bytes.status());
-    absl::Status status = env().budget->Grow(&tree_lease_, *bytes, kWayOut);
+    absl::Status status =
+        ChargeParseMemory(text_, [this](int64_t bytes) -> absl::Status {
+          if (stopped()) return absl::CancelledError();
+          return env().budget->Grow(&tree_lease_, bytes, kWayOut);
+        });
+    if (!IsWanted()) return;
     if (!status.ok()) return End(std::move(status));
     absl::StatusOr<ParsedEncodings> parsed = ParseEncodings(text_, format_);
     if (!parsed.ok()) return End(parsed.status());
     parsed_ = *std::move(parsed);
-    text_ = std::string();
+    std::string().swap(text_);
     for (const PendingEncoding& pending : parsed_.encodings) {
       const auto scale_count = static_cast<int64_t>(std::max(
           pending.encoding.scale.size(), pending.encoding.scale_code.size()));

@@ -68,8 +68,9 @@ void Run(absl::Span<const uint8_t> input) {
   const absl::string_view text(
       reinterpret_cast<const char*>(source.rest().data()),
       source.rest().size());
-  const absl::StatusOr<int64_t> bytes = server::ParseMemoryBytes(text);
-  if (!bytes.ok()) return RequireSpoken(bytes.status());
+  const absl::Status charged =
+      server::ChargeParseMemory(text, [](int64_t) { return absl::OkStatus(); });
+  if (!charged.ok()) return RequireSpoken(charged);
   absl::StatusOr<server::ParsedEncodings> parsed =
       server::ParseEncodings(text, format);
   if (!parsed.ok()) return RequireSpoken(parsed.status());

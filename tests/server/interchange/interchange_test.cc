@@ -109,6 +109,18 @@ Written Write(InterchangeFormat format, const Encodings& encodings) {
   return written;
 }
 
+// Of a file whole.
+absl::StatusOr<int64_t> ParseMemoryBytes(absl::string_view text) {
+  int64_t charged = 0;
+  absl::Status status =
+      ChargeParseMemory(text, [&charged](int64_t bytes) -> absl::Status {
+        charged = bytes;
+        return absl::OkStatus();
+      });
+  if (!status.ok()) return status;
+  return charged;
+}
+
 absl::StatusOr<ParsedEncodings> Parse(
     absl::string_view text,
     InterchangeFormat format = InterchangeFormat::kUnspecified) {
@@ -730,6 +742,30 @@ TEST(InterchangeTest, CountsWhatAFileWouldTake) {
   EXPECT_EQ(
       core::ErrorReason(ParseMemoryBytes(std::string("{}\0{}", 5)).status()),
       "INTERCHANGE_INVALID");
+}
+
+TEST(InterchangeTest, ChargesWhileItCounts) {
+  constexpr int64_t kLimitBytes = 8 << 20;
+  std::string object = "{\"0\":0";
+  std::string list = "{\"a\":[0";
+  for (int i = 1; i < 100000; ++i) {
+    absl::StrAppend(&object, ",\"", i, "\":0");
+    absl::StrAppend(&list, ",[]");
+  }
+  for (const std::string& text : {object + "}", list + "]}"}) {
+    const absl::StatusOr<int64_t> whole = ParseMemoryBytes(text);
+    ASSERT_TRUE(whole.ok());
+    ASSERT_GT(*whole, 2 * kLimitBytes);
+    int64_t most = 0;
+    const absl::Status status =
+        ChargeParseMemory(text, [&most](int64_t bytes) -> absl::Status {
+          most = bytes;
+          if (bytes < kLimitBytes) return absl::OkStatus();
+          return core::DrainingError();
+        });
+    EXPECT_EQ(core::ErrorReason(status), "DRAINING");
+    EXPECT_LT(most, kLimitBytes + (4 << 20));
+  }
 }
 
 }  // namespace
