@@ -1,5 +1,6 @@
 #include "server/rpc/encoding_call.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -46,6 +47,11 @@ int64_t MostRequestBytes(Rpc rpc, const Limits& limits) {
 }
 
 }  // namespace
+
+absl::Duration SendTime(int64_t bytes, absl::Duration idle_timeout) {
+  constexpr absl::Duration kMostPerPart = absl::Seconds(1);
+  return idle_timeout + bytes / kMiB * std::min(idle_timeout, kMostPerPart);
+}
 
 EncodingCall::EncodingCall(const CallArguments& arguments, Rpc rpc,
                            google::protobuf::Message* request)
@@ -137,9 +143,9 @@ absl::Status EncodingCall::Serialize(
 }
 
 void EncodingCall::BeginSending() {
-  // A timeout for each MiB.
-  const auto parts = static_cast<int64_t>(response_bytes_.Length()) / kMiB + 1;
-  send_end_time_ = absl::Now() + parts * env_.limits.idle_timeout;
+  send_end_time_ =
+      absl::Now() + SendTime(static_cast<int64_t>(response_bytes_.Length()),
+                             env_.limits.idle_timeout);
 }
 
 void EncodingCall::Write(const google::protobuf::Message& response) {
@@ -219,10 +225,15 @@ bool EncodingCall::IsWanted() {
 
 bool EncodingCall::MayGoOn() {
   if (!IsWanted()) return false;
-  absl::Status status =
-      registry_->draining()
-          ? core::DrainingError()
-          : env_.authenticator->Renew(credential_, rpc_, &*caller_);
+  const absl::Duration limit = env_.limits.stream_age;
+  absl::Status status;
+  if (registry_->draining()) {
+    status = core::DrainingError();
+  } else if (absl::Now() - start_time_ >= limit) {
+    status = core::StreamAgeError(limit);
+  } else {
+    status = env_.authenticator->Renew(credential_, rpc_, &*caller_);
+  }
   if (status.ok()) return true;
   End(std::move(status));
   return false;
@@ -242,7 +253,11 @@ void EncodingCall::EndIfOverdue(const Limits& limits) {
   const absl::Time now = absl::Now();
   absl::MutexLock lock(&mutex_);
   // What the client does not read can't be followed by a status.
-  if (now >= send_end_time_) context_->TryCancel();
+  const bool is_sending = send_end_time_ != absl::InfiniteFuture();
+  const bool is_too_old = now - start_time_ >= 2 * limits.stream_age;
+  if (now >= send_end_time_ || (is_sending && is_too_old)) {
+    context_->TryCancel();
+  }
   if (!reading_) return;
   if (now - start_time_ >= limits.stream_age) {
     EndRead(core::StreamAgeError(limits.stream_age));

@@ -34,6 +34,10 @@ struct CallArguments {
   grpc::CallbackServerContext* context;
 };
 
+// How long a client may take for an answer: the idle timeout, and up to a
+// second for each MiB.
+absl::Duration SendTime(int64_t bytes, absl::Duration idle_timeout);
+
 // Takes messages up and sends messages down, in steps that follow one another:
 // each ends by starting the next one, or the call. To gRPC every call is a
 // stream of bytes in both directions, which on the wire is what a unary call
@@ -83,8 +87,9 @@ class EncodingCall
 
   // False when the call is of no more use; then it has been ended.
   bool IsWanted();
-  // The same where a call may as well end: also while the server drains, and
-  // when the caller may not make the call any more.
+  // The same where a call may as well end: also while the server drains, when
+  // the call is as old as it may be, and when the caller may not make it any
+  // more.
   bool MayGoOn();
 
   // What a step ends with, once.

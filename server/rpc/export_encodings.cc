@@ -31,7 +31,7 @@ namespace {
 constexpr size_t kPieceBytes = size_t{1} << 20;
 // Losses of one message; with names and texts some 100 KiB.
 constexpr size_t kMostLosses = 256;
-// Of one step, unless a single encoding has more.
+// Of one message, unless a single encoding has more.
 constexpr int64_t kBatchScales = 4096;
 constexpr size_t kBatchEncodings = 256;
 // What a scale takes as a tree, as text, and read back.
@@ -67,24 +67,33 @@ class ExportEncodingsCall final
         losses_.size() > kMostLosses) {
       return Loaded::kMessage;
     }
-    if (absl::Status s = LoadBatch(); !s.ok()) return s;
-    return batch_.empty() && !is_pass_over_ ? Loaded::kPart : Loaded::kMessage;
+    const absl::StatusOr<bool> is_full = LoadBatch();
+    if (!is_full.ok()) return is_full.status();
+    return *is_full ? Loaded::kMessage : Loaded::kPart;
   }
 
   bool Compute(v1::ExportEncodingsResponse* response) override {
-    for (const auto& [tensor, encoding] : batch_) {
+    const core::TimeSlice slice(kNamesSlice);
+    for (; added_ < batch_.size(); ++added_) {
+      if (slice.over()) return false;
+      const auto& [tensor, encoding] = batch_[added_];
       writer_->Add(pass_, tensor, *encoding, &text_, &losses_);
     }
     batch_.clear();
+    added_ = 0;
+    batch_scales_ = 0;
+    batch_bytes_ = 0;
     if (is_pass_over_ && !is_finished_) EndPass();
     const size_t size = std::min(Pending(), kPieceBytes);
     response->set_data(text_.data() + text_begin_, size);
     text_begin_ += size;
-    if (Pending() == 0) {
-      text_ = std::string();
+    if (Pending() < kPieceBytes) {
+      std::string(text_, text_begin_).swap(text_);
       text_begin_ = 0;
-      lease_.Release();
     }
+    // The client may take its time for the text, and holds no more than that.
+    lease_.Release();
+    env().budget->Count(&lease_, static_cast<int64_t>(text_.capacity()));
     const size_t loss_count = std::min(losses_.size(), kMostLosses);
     for (size_t i = 0; i < loss_count; ++i) {
       v1::InterchangeLoss* const loss = response->add_losses();
@@ -158,12 +167,12 @@ class ExportEncodingsCall final
     return absl::OkStatus();
   }
 
-  // Reads encodings for the next message, some at a time.
-  absl::Status LoadBatch() {
-    int64_t scale_count = 0;
-    int64_t bytes = static_cast<int64_t>(Pending());
+  // Reads some of the encodings for the next message; answers whether those
+  // were the last.
+  absl::StatusOr<bool> LoadBatch() {
     const core::TimeSlice slice(kNamesSlice);
-    while (batch_.size() < kBatchEncodings && !slice.over()) {
+    while (batch_.size() < kBatchEncodings && batch_scales_ < kBatchScales) {
+      if (slice.over()) return false;
       if (next_ == page_.size()) {
         if (is_last_page_) {
           is_pass_over_ = true;
@@ -177,23 +186,37 @@ class ExportEncodingsCall final
         ++next_;
         continue;
       }
-      if (!batch_.empty() && scale_count + entry.scale_count > kBatchScales) {
+      if (!batch_.empty() && batch_scales_ + entry.scale_count > kBatchScales) {
         break;
       }
-      bytes += kMemoryPerEncoding + kMemoryPerScale * entry.scale_count;
-      absl::Status status =
-          env().budget->Grow(&lease_, std::max(bytes, lease_.bytes()), kWayOut);
-      if (!status.ok()) return status;
+      if (absl::Status s = Charge(entry.scale_count); !s.ok()) return s;
       absl::StatusOr<StoredEncoding> stored =
           caller().encodings->Get({request().model(), revision_, entry.tensor});
-      scale_count += entry.scale_count;
       ++next_;
       // It was deleted in between.
       if (core::ErrorReason(stored.status()) == "ENCODING_NOT_FOUND") continue;
       if (!stored.ok()) return stored.status();
+      // Another one may have taken its place.
+      const auto scale_count = static_cast<int64_t>(std::max(
+          stored->encoding->scale.size(), stored->encoding->scale_code.size()));
+      if (absl::Status s = Charge(scale_count); !s.ok()) return s;
+      batch_scales_ += scale_count;
+      batch_bytes_ += MemoryOf(scale_count);
       batch_.emplace_back(entry.tensor, std::move(stored->encoding));
     }
-    return absl::OkStatus();
+    return true;
+  }
+
+  static int64_t MemoryOf(int64_t scale_count) {
+    return kMemoryPerEncoding + kMemoryPerScale * scale_count;
+  }
+
+  // For an encoding of so many scales, beside those of the batch.
+  absl::Status Charge(int64_t scale_count) {
+    return env().budget->Grow(&lease_,
+                              static_cast<int64_t>(text_.capacity()) +
+                                  batch_bytes_ + MemoryOf(scale_count),
+                              kWayOut);
   }
 
   void EndPass() {
@@ -227,6 +250,10 @@ class ExportEncodingsCall final
   // For Compute.
   std::vector<std::pair<std::string, std::shared_ptr<const core::Encoding>>>
       batch_;
+  // Encodings of it that were written.
+  size_t added_ = 0;
+  int64_t batch_scales_ = 0;
+  int64_t batch_bytes_ = 0;
   // Written, and sent up to text_begin_.
   std::string text_;
   size_t text_begin_ = 0;

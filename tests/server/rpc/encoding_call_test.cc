@@ -3,6 +3,9 @@
 
 #include "server/rpc/encoding_call.h"
 
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <fstream>
 #include <memory>
@@ -12,14 +15,20 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "core/formats/number_format.h"
+#include "core/types/encoding.h"
 #include "gmock/gmock.h"
 #include "google/protobuf/descriptor.h"
 #include "grpcpp/grpcpp.h"
 #include "gtest/gtest.h"
 #include "quantd/v1/encoding_service.grpc.pb.h"
+#include "server/guard/limits.h"
+#include "server/store/encoding_store.h"
 #include "tests/support/metric_value.h"
 #include "tests/support/raw_stream.h"
 #include "tests/support/temporary_directory.h"
@@ -145,6 +154,24 @@ TEST(EncodingCallTest, ChargesRequestsToTheMemoryBudget) {
   EXPECT_THAT(status.error_message(), StartsWith("MEMORY_BUDGET"));
 }
 
+TEST(EncodingCallTest, LimitsScaleCodesAsItLimitsScales) {
+  server::ServerOptions options;
+  options.limits.scale_count = 4;
+  TestServer server(std::move(options));
+  v1::PutEncodingRequest request;
+  request.mutable_name()->set_model("m");
+  request.mutable_name()->set_tensor("t");
+  v1::Encoding* const encoding = request.mutable_encoding();
+  encoding->set_format(v1::NUMBER_FORMAT_MXINT8);
+  encoding->set_scale_type(v1::SCALE_TYPE_E8M0);
+  encoding->set_scale_code(std::string(5, '\x7f'));
+  grpc::ClientContext context;
+  v1::PutEncodingResponse response;
+  const grpc::Status status =
+      server.encodings().PutEncoding(&context, request, &response);
+  EXPECT_THAT(status.error_message(), StartsWith("SCALE_COUNT_LIMIT"));
+}
+
 TEST(EncodingCallTest, KnowsTheCallerBeforeTheRequestComes) {
   TemporaryDirectory directory;
   std::ofstream(directory.File("access")) << kAccess;
@@ -245,6 +272,129 @@ TEST(EncodingCallTest, DoesNotKeepAServerThatDrains) {
   drain.join();
 }
 
+TEST(EncodingCallTest, GivesASecondMoreForEachMiB) {
+  constexpr absl::Duration kLong = absl::Seconds(30);
+  constexpr absl::Duration kShort = absl::Milliseconds(200);
+  EXPECT_EQ(server::SendTime(1000, kLong), kLong);
+  EXPECT_EQ(server::SendTime(16 << 20, kLong), kLong + absl::Seconds(16));
+  EXPECT_EQ(server::SendTime(16 << 20, kShort), 17 * kShort);
+}
+
+// One of so many scales.
+core::Encoding ManyScales(int64_t count) {
+  const core::FormatInfo& info = *core::FindFormatByName("int8");
+  core::Encoding encoding;
+  encoding.format = info.format;
+  encoding.qmin = info.qmin;
+  encoding.qmax = info.qmax;
+  encoding.block_size = {1};
+  encoding.scale_shape = {count};
+  encoding.scale.assign(static_cast<size_t>(count), 1.0f / 3);
+  return encoding;
+}
+
+// A client that exports, and reads when it is told to.
+class ExportTest : public ::testing::Test {
+ protected:
+  static server::EncodingKey Key(const std::string& tensor) {
+    return {"m", "main", tensor};
+  }
+
+  void Serve(const server::Limits& limits) {
+    server::ServerOptions options;
+    options.limits = limits;
+    server_ = std::make_unique<TestServer>(std::move(options));
+  }
+
+  void Put(const std::string& tensor, int64_t scale_count) {
+    const absl::StatusOr<server::StoredEncoding> stored = server_->store().Put(
+        Key(tensor),
+        std::make_shared<const core::Encoding>(ManyScales(scale_count)), {});
+    ASSERT_TRUE(stored.ok()) << stored.status();
+  }
+
+  void Export() {
+    stream_ = std::make_unique<RawStream>(
+        server_->NewChannel(), absl::StrCat(kService, "ExportEncodings"));
+    v1::ExportEncodingsRequest request;
+    request.set_model("m");
+    request.set_format(v1::INTERCHANGE_FORMAT_JSON);
+    ASSERT_TRUE(stream_->Write(request.SerializeAsString()));
+    stream_->WritesDone();
+  }
+
+  // The messages that are left.
+  int ReadAll() {
+    int count = 0;
+    std::string message;
+    while (stream_->Read(&message)) ++count;
+    return count;
+  }
+
+  int64_t used_bytes() const { return server_->server().memory_used_bytes(); }
+
+  std::unique_ptr<TestServer> server_;
+  std::unique_ptr<RawStream> stream_;
+};
+
+// 50 MB while it was written, 3 MB of text.
+constexpr int64_t kLongText = 256 << 10;
+
+TEST_F(ExportTest, HoldsNoMoreThanItsTextWhileTheClientDoesNotRead) {
+  Serve({});
+  Put("a", kLongText);
+  Export();
+  EXPECT_TRUE(PollUntil(kLongEnough, [&] {
+    return used_bytes() >= 2 << 20 && used_bytes() < 16 << 20;
+  }));
+  EXPECT_GE(ReadAll(), 3);
+  EXPECT_EQ(stream_->Finish().error_message(), "");
+}
+
+TEST_F(ExportTest, EndsAtTwiceTheAgeForAClientThatDoesNotRead) {
+  server::Limits limits;
+  limits.stream_age = absl::Milliseconds(500);
+  limits.idle_timeout = absl::Hours(1);
+  Serve(limits);
+  Put("a", kLongText);
+  Export();
+  EXPECT_TRUE(PollUntil(kLongEnough, [&] { return used_bytes() >= 2 << 20; }));
+  // Well before the client gives up.
+  EXPECT_TRUE(PollUntil(kLongEnough / 2, [&] { return used_bytes() == 0; }));
+}
+
+TEST_F(ExportTest, EndsAtItsAgeBetweenTwoMessages) {
+  server::Limits limits;
+  limits.stream_age = absl::Seconds(1);
+  Serve(limits);
+  Put("a", kLongText);
+  Export();
+  const absl::Time end = absl::Now() + limits.stream_age;
+  EXPECT_TRUE(PollUntil(kLongEnough, [&] { return absl::Now() >= end; }));
+  ReadAll();
+  const grpc::Status status = stream_->Finish();
+  // Where all of this takes long, it is twice the age by now.
+  if (status.error_code() != grpc::StatusCode::CANCELLED) {
+    EXPECT_THAT(status.error_message(), StartsWith("STREAM_AGE"));
+  }
+}
+
+TEST_F(ExportTest, ChargesWhatTheStoreHasNotWhatTheListSaid) {
+  server::Limits limits;
+  limits.memory_budget_bytes = 96 << 20;
+  Serve(limits);
+  Put("a", kLongText);
+  Put("b", 1);
+  Export();
+  // The first message waits for the client.
+  EXPECT_TRUE(PollUntil(kLongEnough, [&] {
+    return used_bytes() >= 2 << 20 && used_bytes() < 16 << 20;
+  }));
+  Put("b", 1 << 20);
+  ReadAll();
+  EXPECT_THAT(stream_->Finish().error_message(), StartsWith("MEMORY_BUDGET"));
+}
+
 // Names and patterns that it takes long to tell apart.
 class LongMatchingTest : public ::testing::Test {
  protected:
@@ -266,6 +416,16 @@ class LongMatchingTest : public ::testing::Test {
       ASSERT_TRUE(server_.statistics()
                       .Contribute({{"m", "main", Name(i)}, "a", 1}, state, 0)
                       .ok());
+    }
+  }
+
+  void StoreAll() {
+    for (int i = 0; i < kTensors; ++i) {
+      ASSERT_TRUE(
+          server_.store()
+              .Put({"m", "main", Name(i)},
+                   std::make_shared<const core::Encoding>(ManyScales(1)), {})
+              .ok());
     }
   }
 
@@ -316,6 +476,65 @@ TEST_F(LongMatchingTest, LetsOthersHaveTheirTurnInComputing) {
   }
   ExpectTurns("Sweep", sweep.SerializeAsString());
   ExpectTurns("ComputeEncodings", compute.SerializeAsString());
+}
+
+TEST_F(LongMatchingTest, FillsItsMessages) {
+  StoreAll();
+  v1::ExportEncodingsRequest request;
+  request.set_model("m");
+  request.set_format(v1::INTERCHANGE_FORMAT_JSON);
+  for (int i = 1; i < kPatterns; ++i) request.add_patterns(Pattern());
+  request.add_patterns("*");
+  RawStream stream(server_.NewChannel(),
+                   absl::StrCat(kService, "ExportEncodings"));
+  ASSERT_TRUE(stream.Write(request.SerializeAsString()));
+  stream.WritesDone();
+  int messages = 0;
+  std::string message;
+  while (stream.Read(&message)) ++messages;
+  EXPECT_EQ(messages, 1);
+  EXPECT_EQ(stream.Finish().error_message(), "");
+}
+
+TEST_F(LongMatchingTest, LetsOthersHaveTheirTurnInWriting) {
+  StoreAll();
+  v1::ExportEncodingsRequest request;
+  request.set_model("m");
+  request.set_format(v1::INTERCHANGE_FORMAT_AIMET_1_0_0);
+  for (int i = 0; i < kPatterns; ++i) {
+    request.add_parameter_patterns(Pattern());
+  }
+  RawStream stream(server_.NewChannel(),
+                   absl::StrCat(kService, "ExportEncodings"));
+  ASSERT_TRUE(stream.Write(request.SerializeAsString()));
+  stream.WritesDone();
+  std::atomic<bool> done = false;
+  const absl::Time start = absl::Now();
+  absl::Duration export_time;
+  std::thread reader([&] {
+    std::string message;
+    while (stream.Read(&message)) {
+    }
+    export_time = absl::Now() - start;
+    done.store(true);
+  });
+  // A request that is not light takes a turn of the workers.
+  v1::ListModelsRequest other;
+  other.set_page_token(
+      absl::WebSafeBase64Escape(std::string(size_t{16} << 10, '~')));
+  absl::Duration longest;
+  while (!done.load()) {
+    grpc::ClientContext context;
+    v1::ListModelsResponse response;
+    const absl::Time asked = absl::Now();
+    const grpc::Status status =
+        server_.encodings().ListModels(&context, other, &response);
+    EXPECT_TRUE(status.ok()) << status.error_message();
+    longest = std::max(longest, absl::Now() - asked);
+  }
+  reader.join();
+  EXPECT_EQ(stream.Finish().error_message(), "");
+  EXPECT_LT(longest, export_time / 4);
 }
 
 TEST_F(LongMatchingTest, LetsOthersHaveTheirTurnInImportAndExport) {
