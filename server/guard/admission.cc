@@ -2,15 +2,15 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <cstdlib>
-#include <limits>
+#include <utility>
 
 #include "absl/numeric/bits.h"
 #include "absl/random/random.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "core/errors.h"
 
@@ -49,28 +49,31 @@ void Admission::Load::Set(absl::Duration work, absl::Duration spent_work) {
   tensor_ns_ = tensor_ns;
 }
 
-Admission::Admission(int threads, absl::Duration max_delay, int64_t max_tensors)
-    : threads_(threads), max_delay_(max_delay), max_tensors_(max_tensors) {}
+absl::Duration Admission::SteadyClock() {
+  return absl::FromChrono(std::chrono::steady_clock::now().time_since_epoch());
+}
+
+Admission::Admission(int threads, absl::Duration max_delay, int64_t max_tensors,
+                     Clock clock)
+    : threads_(threads),
+      max_delay_(max_delay),
+      max_tensors_(max_tensors),
+      clock_(std::move(clock)) {}
 
 void Admission::Add(int64_t work_ns, int64_t tensor_ns, int count) {
   Loads& loads = loads_[SizeIndex(tensor_ns)];
   loads.work_ns.fetch_add(work_ns, std::memory_order_relaxed);
+  loads.tensor_ns.fetch_add(count * tensor_ns, std::memory_order_relaxed);
   loads.count.fetch_add(count, std::memory_order_relaxed);
   loaded_.fetch_add(count, std::memory_order_relaxed);
 }
 
 absl::Duration Admission::Delay(absl::Duration work) const {
-  return DelayBy(absl::InfiniteDuration(), work);
-}
-
-absl::Duration Admission::DelayBy(absl::Duration below,
-                                  absl::Duration work) const {
-  const int end = SizeIndex(absl::ToInt64Nanoseconds(below));
   const double most_ns = absl::ToDoubleNanoseconds(work);
   double sum_ns = 0;
-  for (int i = 0; i <= end; ++i) {
-    const int64_t count = loads_[i].count.load(std::memory_order_relaxed);
-    const int64_t work_ns = loads_[i].work_ns.load(std::memory_order_relaxed);
+  for (const Loads& loads : loads_) {
+    const int64_t count = loads.count.load(std::memory_order_relaxed);
+    const int64_t work_ns = loads.work_ns.load(std::memory_order_relaxed);
     if (count <= 0) continue;
     sum_ns += std::min(static_cast<double>(work_ns),
                        static_cast<double>(count) * most_ns);
@@ -78,56 +81,87 @@ absl::Duration Admission::DelayBy(absl::Duration below,
   return absl::Nanoseconds(sum_ns / threads_);
 }
 
-absl::Duration Admission::MostDelay(absl::Duration work) {
-  constexpr absl::Duration kLeastDelay = absl::Milliseconds(2);
-  // Who takes that long waits for others that do, several to a worker, rather
-  // than come again and again.
-  constexpr absl::Duration kPatientWork = absl::Seconds(1);
-  constexpr int kPatience = 4;
-  // A queue is a burst for as long as it takes to serve so many.
-  constexpr int kBurst = 8;
-  // What takes longer than so many is no like.
-  constexpr int kLike = 4;
-  if (work >= kPatientWork) return std::max(max_delay_, kPatience * work);
-  const absl::Duration own = std::max(work / threads_, kLeastDelay);
-  const absl::Duration burst_delay = std::max(max_delay_, own);
-  const int64_t now_ns = absl::GetCurrentTimeNanos();
-  if (DelayBy(kLike * work, work) <= own) {
-    calm_ns_.store(now_ns, std::memory_order_relaxed);
-    return burst_delay;
+absl::Duration Admission::QueueDelay(absl::Duration work) const {
+  const double own_ns = absl::ToDoubleNanoseconds(work);
+  double sum_ns = 0;
+  for (const Loads& loads : loads_) {
+    const int64_t count = loads.count.load(std::memory_order_relaxed);
+    const int64_t work_ns = loads.work_ns.load(std::memory_order_relaxed);
+    const int64_t tensor_ns = loads.tensor_ns.load(std::memory_order_relaxed);
+    if (count <= 0 || work_ns <= 0 || tensor_ns <= 0) continue;
+    // Of a longer tensor the same part is left for a shorter one as for its
+    // like, so that neither has to give way to the other; and the longer it is
+    // the less it counts, as it takes turns only.
+    const double ratio = std::min(1.0, own_ns * static_cast<double>(count) /
+                                           static_cast<double>(tensor_ns));
+    sum_ns += static_cast<double>(work_ns) * ratio * ratio;
   }
-  const absl::Duration since =
-      absl::Nanoseconds(now_ns - calm_ns_.load(std::memory_order_relaxed));
-  return since <= std::max(max_delay_, kBurst * work) ? burst_delay : own;
+  return absl::Nanoseconds(sum_ns / threads_);
+}
+
+bool Admission::MayBurst(absl::Duration work, bool is_calm) {
+  // Calm for a third of the time is calm enough.
+  constexpr int kCalmWeight = 2;
+  // Tells a spell from one tensor that comes late by chance.
+  constexpr int kLeastTensors = 8;
+  const absl::Duration most = std::max(max_delay_, kCalmWeight * work);
+  const absl::Duration now = clock_();
+  Burst& burst = bursts_[SizeIndex(absl::ToInt64Nanoseconds(work))];
+  const absl::Duration since = now - burst.last;
+  const absl::Duration step = std::min(since, most / kLeastTensors);
+  burst.last = now;
+  if (since >= most) {
+    burst.calm = most;
+  } else if (is_calm) {
+    burst.calm = std::min(burst.calm + kCalmWeight * step, most);
+  } else {
+    burst.calm = std::max(burst.calm - step, absl::ZeroDuration());
+  }
+  if (burst.calm == most) burst.allowed = true;
+  if (burst.calm == absl::ZeroDuration()) burst.allowed = false;
+  return burst.allowed;
 }
 
 absl::Status Admission::Admit(bool worker_is_idle, absl::Duration work) {
+  // So many longer tensors may share a worker.
+  constexpr int kPatience = 5;
+  // Shorter than that, tensors take less than it takes to hand them over.
+  constexpr absl::Duration kLeastDelay = absl::Milliseconds(1);
+  absl::MutexLock lock(&mutex_);
   if (tensors_.load(std::memory_order_relaxed) >= max_tensors_) {
     return core::TensorCountError(max_tensors_, RetryAfter());
   }
-  const absl::Duration delay = Delay(work);
-  const absl::Duration most = MostDelay(work);
+  const absl::Duration queued = QueueDelay(work);
+  // One and a half tensors to a worker, one of them new, the others at even
+  // distances from their ends.
+  const absl::Duration own =
+      std::max(work * (0.75 - 0.5 / threads_), kLeastDelay);
+  const bool may_burst = MayBurst(work, queued <= own / 2);
   // Those that were just taken may not have reached a worker yet.
-  const bool worker_is_free =
-      worker_is_idle && loaded_.load(std::memory_order_relaxed) < threads_;
-  if (!worker_is_free && delay > most) {
-    return core::OverloadedError(delay, most, RetryAfter());
+  if (!worker_is_idle || loaded_.load(std::memory_order_relaxed) >= threads_) {
+    const absl::Duration most_queued =
+        may_burst ? std::max(own, max_delay_) : own;
+    if (queued > most_queued) {
+      return core::OverloadedError(queued, most_queued, RetryAfter());
+    }
+    const absl::Duration delay = Delay(work);
+    const absl::Duration most = std::max(max_delay_, kPatience * work);
+    if (delay > most) return core::OverloadedError(delay, most, RetryAfter());
   }
-  admitted_.fetch_add(1, std::memory_order_relaxed);
+  ++admitted_;
   return absl::OkStatus();
 }
 
 absl::Duration Admission::RetryAfter() {
-  const absl::Time now = absl::Now();
-  absl::MutexLock lock(&mutex_);
+  const absl::Duration now = clock_();
   const absl::Duration window = now - window_start_;
   if (window > kWindow) {
-    const int64_t admitted = admitted_.exchange(0, std::memory_order_relaxed);
     refused_per_admitted_ =
         window > 2 * kWindow
             ? 0
             : static_cast<double>(refused_) /
-                  static_cast<double>(std::max<int64_t>(admitted, 1));
+                  static_cast<double>(std::max<int64_t>(admitted_, 1));
+    admitted_ = 0;
     refused_ = 0;
     window_start_ = now;
   }

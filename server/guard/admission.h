@@ -14,18 +14,19 @@
 #include "absl/time/time.h"
 #include "server/metrics/metrics.h"
 
+#include <functional>
+
 namespace quantd::server {
 
-// Estimates how long a new tensor would wait for the others, and turns it away
-// while that is too long. The workers take turns, so that each of the others
-// delays it by no more work than it brings itself: short ones pass long ones,
-// and long ones do not pile up. What has not arrived does not count: a client
-// that sends slowly, or that flow control holds back, is no load.
+// Turns tensors away that the workers, which take turns, would get to too late.
+// A tensor waits for its like and for shorter ones: in a burst for up to
+// `max_delay`, and while they keep the workers busy no longer than for about
+// half of what it takes itself, which makes one and a half tensors to a worker.
+// Much longer ones only share the workers with it, and turn it away when there
+// are more than five to a worker and they delay it by more than `max_delay`.
 //
-// A burst may wait for the whole delay. When tensors have waited for too long
-// behind their like, it is none: then one waits no longer than it takes itself,
-// so that those that are served are served soon. Tensors that take seconds are
-// patient: several share a worker. Thread-safe.
+// What has not arrived does not count: a client that sends slowly, or that flow
+// control holds back, is no load. Thread-safe.
 class Admission {
  public:
   // The load of one stream on the workers. Not thread-safe.
@@ -50,9 +51,13 @@ class Admission {
   // What a tensor is taken for of which nothing is known.
   static constexpr absl::Duration kUnknownWork = absl::Milliseconds(20);
 
-  // Takes up to `max_tensors` at once, while `threads` workers get to each
-  // within `max_delay`, or as long as it takes itself.
-  Admission(int threads, absl::Duration max_delay, int64_t max_tensors);
+  // The time since some moment; never goes back.
+  using Clock = std::function<absl::Duration()>;
+  static absl::Duration SteadyClock();
+
+  // Takes up to `max_tensors` at once.
+  Admission(int threads, absl::Duration max_delay, int64_t max_tensors,
+            Clock clock = &SteadyClock);
 
   // Whether one more tensor may be worked on, beside what is loaded, that takes
   // one worker as long as `work`. A worker that has nothing to do needs no
@@ -62,7 +67,7 @@ class Admission {
   absl::Status Admit(bool worker_is_idle, absl::Duration work)
       ABSL_LOCKS_EXCLUDED(mutex_);
   // How long what there is delays a tensor that takes one worker as long as
-  // `work`.
+  // `work`: each of the others by no more than that.
   absl::Duration Delay(absl::Duration work) const;
 
   void TensorOpened() { tensors_.fetch_add(1, std::memory_order_relaxed); }
@@ -81,31 +86,39 @@ class Admission {
   // Powers of two of bytes, and of nanoseconds.
   static constexpr int kSizes = 64;
 
-  // The loads of tensors whose work has the same power of two in all.
+  // The loads of tensors whose work has the same power of two in all: what is
+  // left of it, and all of it.
   struct Loads {
     std::atomic<int64_t> work_ns{0};
+    std::atomic<int64_t> tensor_ns{0};
     std::atomic<int64_t> count{0};
+  };
+  // Whether tensors of a size may come as a burst.
+  struct Burst {
+    bool allowed = true;
+    // Goes up while there is hardly a queue for them, and down while there is.
+    absl::Duration calm = absl::ZeroDuration();
+    // When the last one came.
+    absl::Duration last = -absl::InfiniteDuration();
   };
 
   void Add(int64_t work_ns, int64_t tensor_ns, int count);
-  // By tensors of less work than `below`.
-  absl::Duration DelayBy(absl::Duration below, absl::Duration work) const;
-  // How long such a tensor may wait now.
-  absl::Duration MostDelay(absl::Duration work);
+  // How long such a tensor stands behind its like, and shorter ones.
+  absl::Duration QueueDelay(absl::Duration work) const;
+  // Whether it may be part of a burst.
+  bool MayBurst(absl::Duration work, bool is_calm)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // After a tensor was turned away.
-  absl::Duration RetryAfter() ABSL_LOCKS_EXCLUDED(mutex_);
+  absl::Duration RetryAfter() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const int threads_;
   const absl::Duration max_delay_;
   const int64_t max_tensors_;
+  const Clock clock_;
   std::array<Loads, kSizes> loads_{};
   // How many are not zero.
   std::atomic<int> loaded_{0};
-  // When a tensor last came that had to wait no longer than it takes.
-  std::atomic<int64_t> calm_ns_{0};
   std::atomic<int64_t> tensors_{0};
-  // Since window_start_.
-  std::atomic<int64_t> admitted_{0};
   // Moving averages.
   std::array<std::atomic<int64_t>, kTensorRpcCount> feed_ns_per_mib_{};
   std::array<std::array<std::atomic<int64_t>, kSizes>, kTensorRpcCount>
@@ -113,8 +126,11 @@ class Admission {
 
   absl::Mutex mutex_;
   absl::BitGen random_ ABSL_GUARDED_BY(mutex_);
+  std::array<Burst, kSizes> bursts_ ABSL_GUARDED_BY(mutex_){};
   // Since when tensors are counted, and the outcome of the time before that.
-  absl::Time window_start_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();
+  absl::Duration window_start_ ABSL_GUARDED_BY(mutex_) =
+      -absl::InfiniteDuration();
+  int64_t admitted_ ABSL_GUARDED_BY(mutex_) = 0;
   int64_t refused_ ABSL_GUARDED_BY(mutex_) = 0;
   double refused_per_admitted_ ABSL_GUARDED_BY(mutex_) = 0;
 };

@@ -2,17 +2,21 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <deque>
 #include <memory>
+#include <random>
 #include <set>
-#include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
+#include "absl/algorithm/container.h"
 #include "absl/status/status.h"
 #include "absl/time/time.h"
+#include "absl/types/optional.h"
 #include "core/errors.h"
 #include "server/metrics/metrics.h"
-#include "tests/support/metric_value.h"
 
 namespace quantd::server {
 namespace {
@@ -28,7 +32,7 @@ TEST(AdmissionTest, TakesTensorsWhileAWorkerIsFree) {
   std::vector<std::unique_ptr<Admission::Load>> loads;
   const auto add = [&] {
     loads.push_back(std::make_unique<Admission::Load>(&admission));
-    loads.back()->Set(absl::Hours(1));
+    loads.back()->Set(kWork);
   };
   add();
   EXPECT_TRUE(admission.Admit(/*worker_is_idle=*/true, kWork).ok());
@@ -40,9 +44,8 @@ TEST(AdmissionTest, TakesTensorsWhileAWorkerIsFree) {
 }
 
 TEST(AdmissionTest, TurnsTensorsAwayWhileTheWorkersAreTooFarBehind) {
-  Admission admission(/*threads=*/2, kDelay, kMany);
-  // From here on for a while, a queue is a burst.
-  EXPECT_TRUE(admission.Admit(kAllBusy, kWork).ok());
+  absl::Duration now;
+  Admission admission(/*threads=*/2, kDelay, kMany, [&] { return now; });
   Admission::Load first(&admission);
   Admission::Load second(&admission);
   first.Set(kDelay);
@@ -64,82 +67,220 @@ TEST(AdmissionTest, TurnsTensorsAwayWhileTheWorkersAreTooFarBehind) {
   EXPECT_EQ(admission.Delay(kWork), kDelay / 2);
 }
 
-// Long enough for a machine that stalls.
-constexpr absl::Duration kLongDelay = absl::Seconds(9);
-
-TEST(AdmissionTest, LetsShortTensorsPassLongOnes) {
-  constexpr absl::Duration kShort = absl::Milliseconds(900);
-  Admission admission(/*threads=*/1, kLongDelay, kMany);
-  EXPECT_TRUE(admission.Admit(kAllBusy, kShort).ok());
-  Admission::Load first(&admission);
-  Admission::Load second(&admission);
-  first.Set(absl::Minutes(1));
-  second.Set(absl::Minutes(2));
-  EXPECT_EQ(admission.Delay(kShort), 2 * kShort);
-  EXPECT_EQ(admission.Delay(absl::Seconds(90)), absl::Seconds(150));
-  // As many short ones as there is time for.
-  std::vector<std::unique_ptr<Admission::Load>> loads;
-  while (admission.Admit(kAllBusy, kShort).ok()) {
-    ASSERT_LT(loads.size(), 100);
-    loads.push_back(std::make_unique<Admission::Load>(&admission));
-    loads.back()->Set(kShort);
+// Whatever they take themselves, and however long those have been there.
+TEST(AdmissionTest, LetsShorterTensorsPassLongOnes) {
+  for (const int milliseconds : {1, 20, 50, 200, 500, 900, 1100, 5000}) {
+    const absl::Duration work = absl::Milliseconds(milliseconds);
+    absl::Duration now;
+    Admission admission(/*threads=*/2, kDelay, kMany, [&] { return now; });
+    std::vector<std::unique_ptr<Admission::Load>> loads;
+    for (int i = 0; i < 4; ++i) {
+      loads.push_back(std::make_unique<Admission::Load>(&admission));
+      // Nobody knows how long they will take; they took long enough.
+      loads.back()->Set(absl::Minutes(1), absl::Minutes(4));
+    }
+    EXPECT_EQ(admission.Delay(work), 2 * work);
+    for (int i = 0; i < 100; ++i) {
+      now += work / 4;
+      EXPECT_TRUE(admission.Admit(kAllBusy, work).ok()) << work;
+    }
   }
-  EXPECT_EQ(loads.size(), 9);
 }
 
-TEST(AdmissionTest, LetsLongTensorsShareAWorker) {
-  constexpr absl::Duration kMinute = absl::Minutes(1);
-  Admission admission(/*threads=*/1, kDelay, kMany);
-  std::vector<std::unique_ptr<Admission::Load>> loads;
-  while (admission.Admit(kAllBusy, kMinute).ok()) {
-    ASSERT_LT(loads.size(), 100);
-    loads.push_back(std::make_unique<Admission::Load>(&admission));
-    loads.back()->Set(kMinute);
+// Whatever a tensor takes itself, so that none waits for ever in favour of
+// others.
+TEST(AdmissionTest, LetsOnlySoManyLongTensorsShareAWorker) {
+  for (const int milliseconds : {20, 100, 500, 5000}) {
+    const absl::Duration work = absl::Milliseconds(milliseconds);
+    Admission admission(/*threads=*/2, kDelay, kMany);
+    std::vector<std::unique_ptr<Admission::Load>> loads;
+    while (admission.Admit(kAllBusy, work).ok()) {
+      ASSERT_LT(loads.size(), 100);
+      loads.push_back(std::make_unique<Admission::Load>(&admission));
+      loads.back()->Set(absl::Hours(10));
+    }
+    EXPECT_EQ(loads.size(), 11) << work;
   }
-  EXPECT_EQ(loads.size(), 5);
 }
 
-// What is much longer is no queue that short ones stand in, however long it has
-// been there.
-TEST(AdmissionTest, LetsShortTensorsPassLongOnesForEver) {
+TEST(AdmissionTest, LetsNoQueueStand) {
   constexpr absl::Duration kShort = absl::Milliseconds(20);
-  Admission admission(/*threads=*/2, kDelay, kMany);
+  constexpr absl::Duration kTiny = absl::Microseconds(10);
+  absl::Duration now;
+  Admission admission(/*threads=*/1, kDelay, kMany, [&] { return now; });
   std::vector<std::unique_ptr<Admission::Load>> loads;
   for (int i = 0; i < 4; ++i) {
     loads.push_back(std::make_unique<Admission::Load>(&admission));
-    // Nobody knows how long they will take; they took long enough.
-    loads.back()->Set(absl::Milliseconds(100), absl::Milliseconds(400));
+    loads.back()->Set(kShort);
   }
-  EXPECT_EQ(admission.Delay(kShort), 2 * kShort);
+  // A burst may wait for the whole delay, for as long as that.
+  const absl::Duration begin = now;
+  while (admission.Admit(kAllBusy, kShort).ok()) {
+    now += absl::Milliseconds(1);
+    ASSERT_LT(now - begin, absl::Seconds(1));
+    // That these have no queue is no calm for the others.
+    EXPECT_TRUE(admission.Admit(/*worker_is_idle=*/true, kTiny).ok());
+  }
+  EXPECT_EQ(now - begin, kDelay);
+  EXPECT_EQ(admission.Admit(kAllBusy, kShort).message(),
+            "OVERLOADED: the workers are 80ms behind, expected at most 5ms");
+  // The first tensors of another size are a burst.
+  EXPECT_TRUE(admission.Admit(kAllBusy, 2 * kShort).ok());
+  // Nor is one that is served calm, but none standing there for a while.
+  loads.clear();
+  EXPECT_TRUE(admission.Admit(kAllBusy, kShort).ok());
+  const auto add = [&] {
+    loads.push_back(std::make_unique<Admission::Load>(&admission));
+    loads.back()->Set(kShort);
+  };
+  add();
+  EXPECT_FALSE(admission.Admit(kAllBusy, kShort).ok());
+  loads.clear();
+  for (absl::Duration calm; calm <= kDelay / 2; calm += kDelay / 20) {
+    now += kDelay / 20;
+    EXPECT_TRUE(admission.Admit(kAllBusy, kShort).ok());
+  }
+  for (int i = 0; i < 5; ++i) add();
   EXPECT_TRUE(admission.Admit(kAllBusy, kShort).ok());
 }
 
-// A burst may wait for the whole delay; what comes when all have waited for as
-// long as that waits no longer than it takes.
-TEST(AdmissionTest, LetsNoQueueStand) {
-  constexpr absl::Duration kMost = absl::Seconds(1);
-  constexpr absl::Duration kShort = absl::Milliseconds(100);
-  Admission admission(/*threads=*/1, kMost, kMany);
-  Admission::Load load(&admission);
-  EXPECT_TRUE(admission.Admit(kAllBusy, kShort).ok());
-  std::vector<std::unique_ptr<Admission::Load>> loads;
-  for (int i = 0; i < 5; ++i) {
-    loads.push_back(std::make_unique<Admission::Load>(&admission));
-    loads.back()->Set(kShort);
+// Workers that take turns at tensors of several sizes. Of each ten times as
+// many come as the workers could serve of it alone.
+class Simulation {
+ public:
+  // What came of the tensors of one size, without the first burst.
+  struct Outcome {
+    absl::Duration work;
+    std::vector<absl::Duration> latencies{};
+  };
+
+  Simulation(int threads, const std::vector<absl::Duration>& works)
+      : admission_(threads, kDelay, kMany, [this] { return now_; }),
+        slices_(threads) {
+    for (const absl::Duration work : works) outcomes_.push_back({work});
   }
-  EXPECT_TRUE(admission.Admit(kAllBusy, kShort).ok());
-  absl::Status status;
-  EXPECT_TRUE(quantd::testing::PollUntil(absl::Seconds(20), [&] {
-    status = admission.Admit(kAllBusy, kShort);
-    return !status.ok();
-  }));
-  EXPECT_EQ(status.message(),
-            "OVERLOADED: the workers are 500ms behind, expected at most 100ms");
-  loads.resize(1);
-  EXPECT_TRUE(admission.Admit(kAllBusy, kShort).ok());
-  // That was calm: a burst again.
-  loads[0]->Set(5 * kShort);
-  EXPECT_TRUE(admission.Admit(kAllBusy, 5 * kShort).ok());
+
+  std::vector<Outcome> Run(absl::Duration time) {
+    std::vector<absl::Duration> arrivals(outcomes_.size());
+    while (now_ < kBurst + time) {
+      StartSlices();
+      const auto arrival = absl::c_min_element(arrivals);
+      const auto first = absl::c_min_element(
+          slices_,
+          [](const Slice& a, const Slice& b) { return a.end < b.end; });
+      if (first->end <= *arrival) {
+        now_ = first->end;
+        EndSlice(&*first);
+      } else {
+        now_ = *arrival;
+        const auto size = static_cast<size_t>(arrival - arrivals.begin());
+        Arrive(&outcomes_[size]);
+        *arrival += outcomes_[size].work *
+                    std::exponential_distribution<double>()(random_) /
+                    (10.0 * static_cast<double>(slices_.size()));
+      }
+    }
+    return std::move(outcomes_);
+  }
+
+ private:
+  static constexpr absl::Duration kBurst = absl::Seconds(1);
+  static constexpr absl::Duration kTurn = absl::Milliseconds(2);
+
+  struct Tensor {
+    Outcome* outcome;
+    absl::Duration start;
+    absl::Duration left;
+    std::unique_ptr<Admission::Load> load;
+  };
+  // What a worker does.
+  struct Slice {
+    absl::optional<Tensor> tensor;
+    absl::Duration end = absl::InfiniteDuration();
+  };
+
+  void Arrive(Outcome* outcome) {
+    const bool idle = absl::c_any_of(
+        slices_, [](const Slice& slice) { return !slice.tensor.has_value(); });
+    if (!admission_.Admit(idle, outcome->work).ok()) return;
+    ready_.push_back({outcome, now_, outcome->work,
+                      std::make_unique<Admission::Load>(&admission_)});
+    ready_.back().load->Set(outcome->work);
+  }
+
+  void StartSlices() {
+    for (Slice& slice : slices_) {
+      if (slice.tensor.has_value() || ready_.empty()) continue;
+      slice.tensor = std::move(ready_.front());
+      ready_.pop_front();
+      slice.end = now_ + std::min(kTurn, slice.tensor->left);
+    }
+  }
+
+  void EndSlice(Slice* slice) {
+    Tensor tensor = *std::move(slice->tensor);
+    *slice = Slice();
+    tensor.left -= std::min(kTurn, tensor.left);
+    tensor.load->Set(tensor.left, tensor.outcome->work - tensor.left);
+    if (tensor.left > absl::ZeroDuration()) {
+      ready_.push_back(std::move(tensor));
+    } else if (now_ > kBurst) {
+      tensor.outcome->latencies.push_back(now_ - tensor.start);
+    }
+  }
+
+  absl::Duration now_;
+  std::mt19937 random_{7};
+  std::vector<Outcome> outcomes_;
+  Admission admission_;
+  // Go before the admission that their loads are of.
+  std::vector<Slice> slices_;
+  std::deque<Tensor> ready_;
+};
+
+TEST(AdmissionTest, ServesAsManyAsWithoutOverloadAboutAsFast) {
+  for (const int threads : {1, 2, 8}) {
+    for (const int milliseconds : {1, 2, 5, 20, 50, 120, 1000, 10000}) {
+      const absl::Duration work = absl::Milliseconds(milliseconds);
+      const absl::Duration time =
+          std::max(absl::Seconds(2), 400 * work / threads);
+      std::vector<Simulation::Outcome> outcomes =
+          Simulation(threads, {work}).Run(time);
+      std::vector<absl::Duration>& latencies = outcomes[0].latencies;
+      absl::c_sort(latencies);
+      const double served = static_cast<double>(latencies.size());
+      EXPECT_GE(served * work, 0.9 * threads * time)
+          << threads << " threads, " << work;
+      EXPECT_LE(latencies[latencies.size() * 99 / 100], 2 * work)
+          << threads << " threads, " << work;
+    }
+  }
+}
+
+TEST(AdmissionTest, ServesSomeOfEverySize) {
+  const std::vector<std::vector<int>> mixes = {{100, 400},
+                                               {2, 100},
+                                               {30, 33, 35},
+                                               {500, 10000},
+                                               {1, 3, 10, 30, 100, 300, 1000},
+                                               {50, 500, 5000},
+                                               {10, 20, 40, 80, 160, 320}};
+  for (const int threads : {1, 2, 8}) {
+    for (const std::vector<int>& mix : mixes) {
+      std::vector<absl::Duration> works;
+      for (const int milliseconds : mix) {
+        works.push_back(absl::Milliseconds(milliseconds));
+      }
+      const absl::Duration time = 100 * works.back() / threads;
+      for (const Simulation::Outcome& outcome :
+           Simulation(threads, works).Run(time)) {
+        EXPECT_GE(static_cast<double>(outcome.latencies.size()) * outcome.work,
+                  0.3 / static_cast<double>(mix.size()) * threads * time)
+            << threads << " threads, " << outcome.work << " of " << mix.size()
+            << " sizes";
+      }
+    }
+  }
 }
 
 TEST(AdmissionTest, LimitsHowManyTensorsAreOpen) {
@@ -159,8 +300,8 @@ TEST(AdmissionTest, SpreadsThoseThatItTurnsAway) {
   Admission admission(/*threads=*/1, kDelay, kMany);
   Admission::Load load(&admission);
   Admission::Load other(&admission);
-  load.Set(2 * kDelay);
-  other.Set(2 * kDelay);
+  load.Set(kWork);
+  other.Set(kWork);
   std::set<absl::Duration> delays;
   for (int i = 0; i < 100; ++i) {
     delays.insert(core::ErrorRetryAfter(admission.Admit(kAllBusy, kWork)));
