@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <utility>
 
 #include "absl/status/status.h"
@@ -82,6 +83,29 @@ absl::StatusOr<MemoryBudget::Lease> MemoryBudget::Acquire(
     return status;
   }
   return lease;
+}
+
+absl::StatusOr<std::shared_ptr<const MemoryBudget::Lease>>
+MemoryBudget::AcquireFor(std::shared_ptr<const void> object, int64_t bytes,
+                         absl::string_view way_out) {
+  const void* const key = object.get();
+  absl::MutexLock lock(&shared_mutex_);
+  if (const auto it = shared_.find(key); it != shared_.end()) {
+    if (std::shared_ptr<const Lease> shared = it->second.lock()) return shared;
+  }
+  absl::StatusOr<Lease> lease = Acquire(bytes, way_out);
+  if (!lease.ok()) return lease.status();
+  std::shared_ptr<const Lease> shared(
+      new Lease(*std::move(lease)),
+      [this, object = std::move(object)](const Lease* gone) {
+        delete gone;
+        absl::MutexLock lock(&shared_mutex_);
+        // Another may have been made for the object since.
+        const auto it = shared_.find(object.get());
+        if (it != shared_.end() && it->second.expired()) shared_.erase(it);
+      });
+  shared_[key] = shared;
+  return shared;
 }
 
 absl::Status MemoryBudget::Grow(Lease* lease, int64_t bytes,

@@ -5,8 +5,10 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -76,6 +78,13 @@ class MemoryBudget {
   absl::StatusOr<Lease> Acquire(int64_t bytes, absl::string_view way_out)
       ABSL_LOCKS_EXCLUDED(mutex_);
 
+  // Takes `bytes` for `object` until all that was given out for it is gone,
+  // once however many hold it; keeps it alive so long. Never null.
+  // Errors: as Acquire.
+  absl::StatusOr<std::shared_ptr<const Lease>> AcquireFor(
+      std::shared_ptr<const void> object, int64_t bytes,
+      absl::string_view way_out) ABSL_LOCKS_EXCLUDED(shared_mutex_, mutex_);
+
   // Grows `lease` (of this budget, or empty) to `bytes`. Errors: as Acquire.
   absl::Status Grow(Lease* lease, int64_t bytes, absl::string_view way_out)
       ABSL_LOCKS_EXCLUDED(mutex_);
@@ -114,6 +123,11 @@ class MemoryBudget {
   std::atomic<int64_t> used_bytes_{0};
   // Streams that have something in transit.
   int64_t transit_count_ ABSL_GUARDED_BY(mutex_) = 0;
+
+  absl::Mutex shared_mutex_;
+  // Of objects that something was taken for.
+  absl::flat_hash_map<const void*, std::weak_ptr<const Lease>> shared_
+      ABSL_GUARDED_BY(shared_mutex_);
 };
 
 }  // namespace quantd::server

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <string>
 #include <thread>
 #include <utility>
@@ -166,6 +167,33 @@ TEST(MemoryBudgetTest, TransitIsExcessiveBeyondAnEqualShareOnly) {
   EXPECT_GT(core::ErrorRetryAfter(status), absl::ZeroDuration());
   large.Set(0);
   EXPECT_FALSE(budget.exceeded());
+}
+
+TEST(MemoryBudgetTest, TakesForAnObjectOnce) {
+  MemoryBudget budget(100);
+  std::weak_ptr<int> alive;
+  {
+    auto object = std::make_shared<int>();
+    alive = object;
+    auto first = budget.AcquireFor(object, 60, "");
+    ASSERT_TRUE(first.ok());
+    auto second = budget.AcquireFor(object, 60, "");
+    ASSERT_TRUE(second.ok());
+    EXPECT_EQ(budget.used_bytes(), 60);
+    EXPECT_TRUE(absl::IsResourceExhausted(
+        budget.AcquireFor(std::make_shared<int>(), 60, "").status()));
+    first->reset();
+    EXPECT_EQ(budget.used_bytes(), 60);
+    second->reset();
+    EXPECT_EQ(budget.used_bytes(), 0);
+    auto third = budget.AcquireFor(object, 60, "");
+    ASSERT_TRUE(third.ok());
+    EXPECT_EQ(budget.used_bytes(), 60);
+    object.reset();
+    EXPECT_FALSE(alive.expired());
+  }
+  EXPECT_TRUE(alive.expired());
+  EXPECT_EQ(budget.used_bytes(), 0);
 }
 
 }  // namespace
