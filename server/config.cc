@@ -512,8 +512,11 @@ std::vector<Flag> MakeFlags() {
                 limits.tensor_count, 1, int64_t{1} << 30,
                 QUANTD_FIELD(limits.tensor_count)),
       DurationFlag("queue-delay", kLimits,
-                   "New tensors are turned away while others would delay them "
-                   "longer than this, and than they take themselves.",
+                   "How long the tensors of a burst wait for others of about "
+                   "their size, or shorter. While those keep the workers busy, "
+                   "tensors are turned away that would wait longer than for "
+                   "half of what they take themselves. Much longer ones count "
+                   "only when there are more than five to a worker.",
                    limits.queue_delay, absl::ZeroDuration(), absl::Hours(1),
                    QUANTD_FIELD(limits.queue_delay)),
       CountFlag("shared-connections", kLimits,

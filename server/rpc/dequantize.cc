@@ -8,6 +8,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "absl/types/optional.h"
 #include "absl/types/span.h"
 #include "core/dequantize/dequantize.h"
@@ -60,9 +61,11 @@ class DequantizeJob final : public TensorJob {
         request_(std::move(request)),
         description_(std::move(description)),
         source_(std::move(source)),
+        source_field_(request_.has_reference() ? "header.reference"
+                                               : "header.encoding"),
         output_(std::move(output)) {
-    // It may be large, and is in the source by now.
-    request_.clear_encoding();
+    // They may be large, and are in the source by now.
+    request_.clear_encoding_source();
   }
 
   bool StartWaits() const override { return source_.waits(); }
@@ -74,9 +77,7 @@ class DequantizeJob final : public TensorJob {
     absl::StatusOr<ResolvedEncoding> resolved =
         source_.Resolve(env_, description_.shape);
     if (!resolved.ok()) {
-      return core::WithField(resolved.status(), request_.has_reference()
-                                                    ? "header.reference"
-                                                    : "header.encoding");
+      return core::WithField(resolved.status(), source_field_);
     }
     resolved_ = *std::move(resolved);
     format_ = core::FindFormat(resolved_.encoding->format);
@@ -191,6 +192,7 @@ class DequantizeJob final : public TensorJob {
   v1::DequantizeHeader request_;
   const TensorDescription description_;
   const EncodingSource source_;
+  const absl::string_view source_field_;
   // Where the reals go, if not into messages.
   const absl::optional<SharedBytes> output_;
   // From Start on.

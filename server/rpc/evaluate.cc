@@ -34,6 +34,7 @@ namespace quantd::server {
 namespace {
 
 constexpr int kMaxCandidates = 64;
+constexpr size_t kMaxLabelBytes = 1024;
 // What counting a distribution takes at most.
 constexpr int64_t kDistributionBytes = int64_t{5} << 18;
 // What a scale of a spec's encoding takes: in the encoding, in the summary, and
@@ -440,6 +441,12 @@ class EvaluateRpc final : public TensorRpc {
                                           absl::string_view field,
                                           const EvaluateTask& task) {
     Candidate candidate;
+    if (proto.label().size() > kMaxLabelBytes) {
+      return core::WithField(core::CandidatesInvalidError(absl::StrCat(
+                                 "a label of ", proto.label().size(),
+                                 " bytes, expected at most ", kMaxLabelBytes)),
+                             "label");
+    }
     candidate.label = proto.label();
     absl::StatusOr<EncodingSource> source;
     absl::string_view source_field;

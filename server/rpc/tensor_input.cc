@@ -29,6 +29,8 @@ constexpr char kEncodingWayOut[] =
     "tensors at once";
 // What a tensor may have without asking: there is a limit to their number.
 constexpr int64_t kSmallBytes = 8 << 10;
+// Far more than the store gives one.
+constexpr size_t kMostEtagBytes = 256;
 // Far more than a tensor has: what comes after is not made for longer lists.
 constexpr int kMostDimensions = 1024;
 // Scales that are written into an answer within microseconds.
@@ -71,6 +73,12 @@ absl::StatusOr<ResolvedEncoding> Fit(
 
 }  // namespace
 
+absl::Status HeaderBrokenError() {
+  return core::HeaderInvalidError(
+      "the header is not a valid message; expected protobuf with UTF-8 "
+      "strings");
+}
+
 absl::StatusOr<MemoryBudget::Lease> ChargeHeader(
     const RpcEnvironment& env, const google::protobuf::Descriptor& type,
     const std::string& bytes) {
@@ -86,9 +94,9 @@ absl::StatusOr<MemoryBudget::Lease> ChargeHeader(
       ParsedBytes(&buffer, type,
                   std::min(env.budget->total_bytes(),
                            kMostGrowth * env.limits.message_bytes));
-  // What breaks is not parsed further, and refused for that.
+  // Parsing it would make everything before the place where it breaks.
   if (absl::IsInvalidArgument(parsed_bytes.status())) {
-    return MemoryBudget::Lease();
+    return HeaderBrokenError();
   }
   return env.budget->Acquire(
       parsed_bytes.ok() ? *parsed_bytes + static_cast<int64_t>(bytes.size())
@@ -147,7 +155,8 @@ absl::StatusOr<EncodingSource> EncodingSource::Open(
   EncodingSource source;
   source.is_reference_ = true;
   source.key_ = *std::move(key);
-  source.if_match_ = reference.etag();
+  // No etag is longer: what is cut off matches none either.
+  source.if_match_ = reference.etag().substr(0, kMostEtagBytes);
   source.store_ = caller.encodings;
   absl::optional<StoredEncoding> cached = source.store_->Cached(source.key_);
   if (cached.has_value()) {
@@ -207,10 +216,11 @@ absl::StatusOr<ResolvedEncoding> EncodingSource::Resolve(
   if (!if_match_.empty() && if_match_ != etag) {
     return core::WithField(core::EtagMismatchError(if_match_, etag), "etag");
   }
-  MemoryBudget::Lease lease;
-  if (is_reference_) {
-    absl::StatusOr<MemoryBudget::Lease> charged =
-        ChargeEncoding(env, core::MemoryBytes(*encoding));
+  std::shared_ptr<const MemoryBudget::Lease> lease;
+  const int64_t bytes = core::MemoryBytes(*encoding);
+  if (is_reference_ && bytes > kSmallBytes) {
+    absl::StatusOr<std::shared_ptr<const MemoryBudget::Lease>> charged =
+        env.budget->AcquireFor(encoding, bytes, kEncodingWayOut);
     if (!charged.ok()) return charged.status();
     lease = *std::move(charged);
   }

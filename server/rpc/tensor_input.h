@@ -36,7 +36,8 @@ struct ParsedHeader {
   Header header;
 };
 
-// Parses a serialized header; a large one is charged before.
+// Parses a serialized header, without fields that nobody knows; a large one is
+// charged before.
 // Errors: HEADER_INVALID: not protobuf, or a string that is not UTF-8;
 // MEMORY_BUDGET.
 template <typename Header>
@@ -60,9 +61,9 @@ struct ResolvedEncoding {
   std::shared_ptr<const core::BlockLayout> layout;
   // Empty for inline encodings that were not stored.
   std::string etag;
-  // Of an encoding that came by reference; what one that came inline takes is
-  // charged to its source.
-  MemoryBudget::Lease lease{};
+  // Of an encoding that came by reference, with all that use the same one; what
+  // one that came inline takes is charged to its source.
+  std::shared_ptr<const MemoryBudget::Lease> lease = nullptr;
 };
 
 // The encoding that a header names: inline, or by reference. Movable. What it
@@ -221,9 +222,12 @@ google::protobuf::Timestamp ToTimestamp(absl::Time time);
 void StoredEncodingToProto(const EncodingKey& key, const StoredEncoding& stored,
                            bool with_encoding, v1::StoredEncoding* proto);
 
+// HEADER_INVALID of what is not protobuf.
+absl::Status HeaderBrokenError();
+
 // What a header takes that is being parsed, and `bytes` again, which it came
 // out of; nothing for a small one.
-// Errors: MEMORY_BUDGET.
+// Errors: HEADER_INVALID: a large one that is not protobuf; MEMORY_BUDGET.
 absl::StatusOr<MemoryBudget::Lease> ChargeHeader(
     const RpcEnvironment& env, const google::protobuf::Descriptor& type,
     const std::string& bytes);
@@ -235,11 +239,9 @@ absl::StatusOr<ParsedHeader<Header>> ParseHeader(const RpcEnvironment& env,
       ChargeHeader(env, *Header::descriptor(), bytes);
   if (!lease.ok()) return lease.status();
   ParsedHeader<Header> parsed{*std::move(lease), {}};
-  if (!parsed.header.ParseFromString(bytes)) {
-    return core::HeaderInvalidError(
-        "the header is not a valid message; expected protobuf with UTF-8 "
-        "strings");
-  }
+  if (!parsed.header.ParseFromString(bytes)) return HeaderBrokenError();
+  // Some of it is kept as long as the tensor, without the lease.
+  parsed.header.DiscardUnknownFields();
   return parsed;
 }
 

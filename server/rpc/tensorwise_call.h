@@ -3,6 +3,8 @@
 #ifndef QUANTD_SERVER_RPC_TENSORWISE_CALL_H_
 #define QUANTD_SERVER_RPC_TENSORWISE_CALL_H_
 
+#include <utility>
+
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "core/errors.h"
@@ -67,7 +69,6 @@ class TensorwiseCall : public EncodingCall {
       case Loaded::kNothing:
         return End(absl::OkStatus());
       case Loaded::kMessage:
-        response_.Clear();
         env().pool->Schedule([this] { ComputeStep(); });
     }
   }
@@ -79,14 +80,21 @@ class TensorwiseCall : public EncodingCall {
     } else if (stores()) {
       env().store_pool->Schedule([this] { StoreStep(); });
     } else {
-      Write(response_);
+      WriteResponse();
     }
   }
 
   void StoreStep() {
     if (!IsWanted()) return;
     Store(&response_);
-    Write(response_);
+    WriteResponse();
+  }
+
+  // Its bytes are charged while the client takes them; nothing else of it
+  // stays.
+  void WriteResponse() {
+    const Response response = std::exchange(response_, Response());
+    Write(response);
   }
 
   Request request_;

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <fstream>
 #include <memory>
 #include <string>
 #include <thread>
@@ -367,6 +368,115 @@ TEST(TensorStreamTest, AnEncodingIsChargedWhileItsTensorIsOpen) {
     }
     ExpectHeld(server, header, server.quantization().Evaluate(&context),
                &context, kCandidates * kBytes);
+  }
+}
+
+// However many name it, an encoding is there once.
+TEST(TensorStreamTest, AStoredEncodingIsChargedOnceForAllThatNameIt) {
+  constexpr int64_t kBytes = kManyScales * sizeof(float);
+  testing::TestServer server;
+  auto stored = std::make_shared<core::Encoding>();
+  stored->format = static_cast<core::NumberFormat>(v1::NUMBER_FORMAT_INT8);
+  stored->block_size = {1};
+  stored->scale.assign(kManyScales, 0.5f);
+  stored->qmin = -128;
+  stored->qmax = 127;
+  stored->scale_type = core::ScaleType::kFloat32;
+  ASSERT_TRUE(
+      server.store().Put({"m", "main", "t"}, stored, Precondition()).ok());
+  v1::EvaluateRequest request;
+  v1::EvaluateHeader& header = *request.mutable_header();
+  header.mutable_tensor()->set_element_type(v1::ELEMENT_TYPE_FLOAT32);
+  header.mutable_tensor()->add_shape(kManyScales);
+  header.mutable_tensor()->mutable_name()->set_model("m");
+  header.mutable_tensor()->mutable_name()->set_tensor("t");
+  for (int i = 0; i < 8; ++i) header.add_candidates()->mutable_reference();
+  grpc::ClientContext context;
+  const auto stream = server.quantization().Evaluate(&context);
+  ASSERT_TRUE(stream->Write(request));
+  EXPECT_TRUE(testing::PollUntil(absl::Seconds(20), [&] {
+    return server.server().memory_used_bytes() >= kBytes;
+  }));
+  // All are resolved in one step; the statistics take some more.
+  EXPECT_LT(server.server().memory_used_bytes(), 2 * kBytes);
+  context.TryCancel();
+  stream->Finish();
+  WaitForBudget(server, 0);
+}
+
+std::string Delimited(int field, const std::string& bytes) {
+  std::string text(1, static_cast<char>(field << 3 | 2));
+  for (size_t size = bytes.size(); size > 0; size >>= 7) {
+    text += static_cast<char>((size & 0x7f) | (size > 0x7f ? 0x80 : 0));
+  }
+  return text + bytes;
+}
+
+// What the process had at most since the last call of ForgetPeak.
+int64_t PeakKib() {
+  std::ifstream file("/proc/self/status");
+  std::string word;
+  while (file >> word && word != "VmHWM:") {
+  }
+  int64_t kib = 0;
+  file >> kib;
+  return kib;
+}
+
+bool ForgetPeak() {
+  std::ofstream file("/proc/self/clear_refs");
+  file << 5 << std::flush;
+  return file.good();
+}
+
+// Nor is one made up to the place where it breaks.
+TEST(TensorStreamTest, ALargeHeaderThatBreaksIsNotParsed) {
+  testing::TestServer server;
+  std::string header;
+  for (int i = 0; i < 1 << 20; ++i) header += {'\x12', '\0'};
+  header += '\x12';
+  testing::RawStream stream(server.NewChannel(),
+                            "/quantd.v1.QuantizationService/Evaluate");
+  if (!ForgetPeak()) GTEST_SKIP() << "the kernel keeps no peak";
+  const int64_t before_kib = PeakKib();
+  ASSERT_TRUE(stream.Write(Delimited(1, header)));
+  std::string answer;
+  ASSERT_TRUE(stream.Read(&answer));
+  v1::EvaluateResponse response;
+  ASSERT_TRUE(response.ParseFromString(answer));
+  EXPECT_EQ(response.error().reason(), "HEADER_INVALID");
+  EXPECT_LT(PeakKib() - before_kib, 64 << 10);
+}
+
+// What a tensor keeps of its header is short.
+TEST(TensorStreamTest, AHeaderLeavesNothingBehindThatIsNotCharged) {
+  testing::TestServer server;
+  v1::EvaluateRequest request;
+  v1::EvaluateHeader& header = *request.mutable_header();
+  header.mutable_tensor()->set_element_type(v1::ELEMENT_TYPE_FLOAT32);
+  header.mutable_tensor()->add_shape(0);
+  // A field that nobody knows.
+  header.mutable_tensor()->mutable_name()->ParseFromString(
+      Delimited(15, std::string(kMiB, 'x')));
+  v1::EvaluateCandidate& candidate = *header.add_candidates();
+  candidate.mutable_spec()->set_format(v1::NUMBER_FORMAT_INT8);
+  for (const int label_bytes : {1024, 1025}) {
+    candidate.set_label(std::string(label_bytes, 'x'));
+    grpc::ClientContext context;
+    const auto stream = server.quantization().Evaluate(&context);
+    ASSERT_TRUE(stream->Write(request));
+    stream->WritesDone();
+    v1::EvaluateResponse response;
+    ASSERT_TRUE(stream->Read(&response));
+    if (label_bytes == 1024) {
+      EXPECT_EQ(response.error().reason(), "");
+      EXPECT_EQ(response.summary().candidates(0).label(), candidate.label());
+      EXPECT_LT(response.ByteSizeLong(), kMiB);
+    } else {
+      EXPECT_EQ(response.error().reason(), "CANDIDATES_INVALID");
+      EXPECT_EQ(response.error().field(), "header.candidates[0].label");
+    }
+    stream->Finish();
   }
 }
 
