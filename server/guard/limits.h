@@ -34,7 +34,7 @@ struct Limits {
   int64_t response_chunk_bytes = int64_t{1} << 20;
   // Tensors that are open at once.
   int64_t tensor_count = 4096;
-  // A tensor is turned away when the workers are further behind than this.
+  // How long the tensors of a burst wait for others; see admission.h.
   absl::Duration queue_delay = absl::Milliseconds(100);
   // Clients that hold shared memory, and regions of each.
   int64_t shared_connections = 256;
