@@ -8,9 +8,13 @@
 #include "client/files/dtype.h"
 #include "client/files/gguf.h"
 #include "tests/fuzz/fuzz_target.h"
+#include "tests/support/gguf_bytes.h"
 
 namespace quantd::fuzz {
 namespace {
+
+using testing::GgufText;
+using testing::LittleEndian;
 
 void Run(absl::Span<const uint8_t> input) {
   const MemoryFile file(input);
@@ -41,27 +45,15 @@ void Run(absl::Span<const uint8_t> input) {
   }
 }
 
-template <typename T>
-std::string Le(T value) {
-  std::string bytes;
-  for (size_t i = 0; i < sizeof(T); ++i) {
-    bytes.push_back(static_cast<char>(static_cast<uint64_t>(value) >> (8 * i)));
-  }
-  return bytes;
-}
-
-std::string Text(const std::string& text) {
-  return absl::StrCat(Le(uint64_t{text.size()}), text);
-}
-
 // A file with one tensor of two dimensions.
 std::string File(uint32_t version, const std::string& pairs,
                  uint64_t pair_count, uint32_t type, uint64_t inner,
                  size_t data_bytes) {
-  std::string file =
-      absl::StrCat("GGUF", Le(version), Le(uint64_t{1}), Le(pair_count), pairs,
-                   Text("weight"), Le(uint32_t{2}), Le(inner), Le(uint64_t{2}),
-                   Le(type), Le(uint64_t{0}));
+  std::string file = absl::StrCat(
+      "GGUF", LittleEndian(version), LittleEndian(uint64_t{1}),
+      LittleEndian(pair_count), pairs, GgufText("weight"),
+      LittleEndian(uint32_t{2}), LittleEndian(inner), LittleEndian(uint64_t{2}),
+      LittleEndian(type), LittleEndian(uint64_t{0}));
   file.resize((file.size() + 31) / 32 * 32);
   for (size_t i = 0; i < data_bytes; ++i) {
     file.push_back(static_cast<char>(i * 37));
@@ -70,11 +62,12 @@ std::string File(uint32_t version, const std::string& pairs,
 }
 
 std::vector<std::string> Seeds() {
-  const std::string alignment = absl::StrCat(Text("general.alignment"),
-                                             Le(uint32_t{4}), Le(uint32_t{32}));
-  const std::string list =
-      absl::StrCat(Text("tokens"), Le(uint32_t{9}), Le(uint32_t{8}),
-                   Le(uint64_t{2}), Text("a"), Text("bc"));
+  const std::string alignment =
+      absl::StrCat(GgufText("general.alignment"), LittleEndian(uint32_t{4}),
+                   LittleEndian(uint32_t{32}));
+  const std::string list = absl::StrCat(
+      GgufText("tokens"), LittleEndian(uint32_t{9}), LittleEndian(uint32_t{8}),
+      LittleEndian(uint64_t{2}), GgufText("a"), GgufText("bc"));
   return {
       "",
       File(3, "", 0, 0, 3, 24),

@@ -11,10 +11,14 @@
 #include "absl/strings/str_cat.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "tests/support/gguf_bytes.h"
 #include "tests/support/temporary_directory.h"
 
 namespace quantd::files {
 namespace {
+
+using quantd::testing::GgufText;
+using quantd::testing::LittleEndian;
 
 using ::testing::ElementsAre;
 
@@ -22,30 +26,18 @@ constexpr uint32_t kQ4_0 = 2;
 constexpr uint32_t kQ8_0 = 8;
 constexpr uint32_t kQ6K = 14;
 
-template <typename T>
-std::string Le(T value) {
-  std::string bytes;
-  for (size_t i = 0; i < sizeof(T); ++i) {
-    bytes.push_back(static_cast<char>(static_cast<uint64_t>(value) >> (8 * i)));
-  }
-  return bytes;
-}
-
-std::string Text(const std::string& text) {
-  return absl::StrCat(Le(uint64_t{text.size()}), text);
-}
-
 std::string Header(uint32_t version, uint64_t tensors, uint64_t pairs) {
-  return absl::StrCat("GGUF", Le(version), Le(tensors), Le(pairs));
+  return absl::StrCat("GGUF", LittleEndian(version), LittleEndian(tensors),
+                      LittleEndian(pairs));
 }
 
 // Extents as the file has them: the innermost first.
 std::string Info(const std::string& name, const std::vector<uint64_t>& extents,
                  uint32_t type, uint64_t offset) {
-  std::string info =
-      absl::StrCat(Text(name), Le(static_cast<uint32_t>(extents.size())));
-  for (const uint64_t extent : extents) info += Le(extent);
-  return absl::StrCat(info, Le(type), Le(offset));
+  std::string info = absl::StrCat(
+      GgufText(name), LittleEndian(static_cast<uint32_t>(extents.size())));
+  for (const uint64_t extent : extents) info += LittleEndian(extent);
+  return absl::StrCat(info, LittleEndian(type), LittleEndian(offset));
 }
 
 std::string Padded(std::string bytes, size_t alignment = 32) {
@@ -68,13 +60,16 @@ class GgufTest : public ::testing::Test {
 
 TEST_F(GgufTest, ReadsPlainTensorsInRowMajorOrder) {
   for (const uint32_t version : {2U, 3U}) {
-    const absl::StatusOr<GgufReader> reader = Open(
-        Padded(absl::StrCat(
-            Header(version, 2, 3), Text("general.name"), Le(uint32_t{8}),
-            Text("x"), Text("k"), Le(uint32_t{9}), Le(uint32_t{8}),
-            Le(uint64_t{2}), Text(""), Text("tok"), Text("n"), Le(uint32_t{12}),
-            Le(uint64_t{7}), Info("a", {3, 2}, 0, 0), Info("b", {2}, 30, 32))) +
-        Padded(std::string(24, '\1')) + std::string(4, '\2'));
+    const absl::StatusOr<GgufReader> reader =
+        Open(Padded(absl::StrCat(
+                 Header(version, 2, 3), GgufText("general.name"),
+                 LittleEndian(uint32_t{8}), GgufText("x"), GgufText("k"),
+                 LittleEndian(uint32_t{9}), LittleEndian(uint32_t{8}),
+                 LittleEndian(uint64_t{2}), GgufText(""), GgufText("tok"),
+                 GgufText("n"), LittleEndian(uint32_t{12}),
+                 LittleEndian(uint64_t{7}), Info("a", {3, 2}, 0, 0),
+                 Info("b", {2}, 30, 32))) +
+             Padded(std::string(24, '\1')) + std::string(4, '\2'));
     ASSERT_TRUE(reader.ok()) << reader.status();
     ASSERT_EQ(reader->tensors().size(), 2U);
     const GgufTensor& a = reader->tensors()[0];
@@ -91,17 +86,17 @@ TEST_F(GgufTest, ReadsPlainTensorsInRowMajorOrder) {
 
 TEST_F(GgufTest, DequantizesBlocksExactly) {
   // d = -0.5 and the smallest of all float16; nibbles and bytes that count up.
-  std::string q4 = Le(uint16_t{0xB800});
-  std::string q8 = Le(uint16_t{0x0001});
+  std::string q4 = LittleEndian(uint16_t{0xB800});
+  std::string q8 = LittleEndian(uint16_t{0x0001});
   for (int i = 0; i < 16; ++i) q4 += static_cast<char>(i | (15 - i) << 4);
   for (int i = 0; i < 32; ++i) q8 += static_cast<char>(i * 8 - 128);
-  const absl::StatusOr<GgufReader> reader =
-      Open(Padded(absl::StrCat(Header(3, 2, 1), Text("general.alignment"),
-                               Le(uint32_t{4}), Le(uint32_t{64}),
-                               Info("q4", {32, 1}, kQ4_0, 0),
-                               Info("q8", {32}, kQ8_0, 64)),
-                  64) +
-           Padded(q4, 64) + q8);
+  const absl::StatusOr<GgufReader> reader = Open(
+      Padded(absl::StrCat(Header(3, 2, 1), GgufText("general.alignment"),
+                          LittleEndian(uint32_t{4}), LittleEndian(uint32_t{64}),
+                          Info("q4", {32, 1}, kQ4_0, 0),
+                          Info("q8", {32}, kQ8_0, 64)),
+             64) +
+      Padded(q4, 64) + q8);
   ASSERT_TRUE(reader.ok()) << reader.status();
   const std::vector<float> elements = DequantizeGguf(reader->tensors()[0]);
   ASSERT_EQ(elements.size(), 32U);
@@ -138,8 +133,9 @@ TEST_F(GgufTest, RefusesWhatIsNoSoundFile) {
   expect("", "begins with GGUF");
   expect("GGUX", "begins with GGUF");
   const std::string sound =
-      Padded(absl::StrCat(Header(3, 1, 1), Text("k"), Le(uint32_t{4}),
-                          Le(uint32_t{1}), Info("a", {32}, kQ8_0, 0))) +
+      Padded(absl::StrCat(Header(3, 1, 1), GgufText("k"),
+                          LittleEndian(uint32_t{4}), LittleEndian(uint32_t{1}),
+                          Info("a", {32}, kQ8_0, 0))) +
       std::string(34, 'x');
   ASSERT_TRUE(Open(sound).ok());
   for (size_t size = 4; size < sound.size(); ++size) {
@@ -162,14 +158,15 @@ TEST_F(GgufTest, RefusesWhatIsNoSoundFile) {
                       Info("a", {1}, 0, 32)),
          "occurs twice");
   expect(Header(3, ~uint64_t{0}, 0), "ends within");
-  expect(absl::StrCat(Header(3, 0, 1), Text("k"), Le(uint32_t{9}),
-                      Le(uint32_t{10}), Le(uint64_t{1} << 61)),
-         "ends within");
-  expect(absl::StrCat(Header(3, 0, 1), Text("k"), Le(uint32_t{9}),
-                      Le(uint32_t{9}), Le(uint64_t{1})),
+  expect(
+      absl::StrCat(Header(3, 0, 1), GgufText("k"), LittleEndian(uint32_t{9}),
+                   LittleEndian(uint32_t{10}), LittleEndian(uint64_t{1} << 61)),
+      "ends within");
+  expect(absl::StrCat(Header(3, 0, 1), GgufText("k"), LittleEndian(uint32_t{9}),
+                      LittleEndian(uint32_t{9}), LittleEndian(uint64_t{1})),
          "no array of arrays");
-  expect(absl::StrCat(Header(3, 0, 1), Text("general.alignment"),
-                      Le(uint32_t{4}), Le(uint32_t{0})),
+  expect(absl::StrCat(Header(3, 0, 1), GgufText("general.alignment"),
+                      LittleEndian(uint32_t{4}), LittleEndian(uint32_t{0})),
          "multiple of 8");
 }
 
