@@ -11,7 +11,7 @@ import grpc
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from quantd import _arrays, _wire, errors
+from quantd import _apart, _arrays, _wire, errors
 from quantd._exchange import xxh3_64
 from quantd._stream import Options
 from quantd.encoding import Encoding
@@ -158,7 +158,7 @@ class ChunkedCall:
         """Gives up what has not come."""
         self._is_over.set()
         if self._call is not None:
-            self._call.cancel()
+            _apart.run(self._call.cancel)
 
     def read(self) -> Iterator[Array]:
         """The data down, as uint8; afterwards there is a summary.
@@ -198,8 +198,8 @@ class ChunkedCall:
 
     def _begin(self) -> None:
         try:
-            self._call = self._method(self._messages(self._upload,
-                                                     self._chunks))
+            self._call = _apart.run(lambda: self._method(
+                self._messages(self._upload, self._chunks)))
         except ValueError as error:
             raise errors.client_closed() from error
         self._has_call.set()
