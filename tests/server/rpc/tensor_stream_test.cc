@@ -278,8 +278,9 @@ TEST(TensorStreamTest, AClientThatDoesNotReadTurnsNobodyAway) {
     EXPECT_TRUE(testing::PollUntil(absl::Seconds(60), [&] {
       // As long as the one before still has work, there is none for another.
       if (refused() > refused_before) {
-        deaf.back() = std::make_unique<DeafTensor>(server);
+        // Counted first: the next may be turned away at once.
         refused_before = refused();
+        deaf.back() = std::make_unique<DeafTensor>(server);
       }
       return testing::MetricValue(server.metrics(), "quantd_active_tensors") ==
                  i + 1 &&
