@@ -10,8 +10,10 @@ import copy
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
+import traceback
 import unittest
 
 import package  # pylint: disable=unused-import
@@ -211,6 +213,69 @@ class ArgumentsTest(unittest.TestCase):
                 ended.set()
                 thread.join()
         self.assertEqual(self.client.quantize(X, "int8").codes.shape, X.shape)
+
+    def test_AnInterruptNeverComesInTheMidstOfGrpc(self):
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        self.addCleanup(signal.signal, signal.SIGINT, before)
+        taken, ended = threading.Event(), threading.Event()
+        self.addCleanup(ended.set)
+
+        def chunks():
+            yield X
+            taken.set()
+            ended.wait()
+
+        silent = socket.create_server(("127.0.0.1", 0))
+        self.addCleanup(silent.close)
+        nobody = quantd.Client(f"127.0.0.1:{silent.getsockname()[1]}")
+        self.addCleanup(nobody.close)
+        name = quantd.TensorName("m", "t")
+        for what, call in {
+                "parts up": lambda: list(self.client.quantize_chunks(
+                    chunks(), ENCODING, shape=(12, 8))),
+                "parts": lambda: list(nobody.quantize_chunks(
+                    [X], ENCODING, shape=X.shape)),
+                "one answer": lambda: nobody.get_encoding(name),
+                "many answers": lambda: nobody.sweep("m", ["int8"])}.items():
+            with self.subTest(what):
+                if what != "parts up":
+                    taken.set()
+                thread = threading.Thread(target=interrupt_where_it_waits,
+                                          args=(taken,))
+                thread.start()
+                self.assertEqual(frames_of_interrupt(call, "grpc"), [])
+                thread.join()
+                taken.clear()
+        self.assertEqual(self.client.quantize(X, "int8").codes.shape, X.shape)
+        self.assertEqual(self.client.health(), "SERVING")
+
+
+def package_of(frame):
+    return os.path.basename(os.path.dirname(frame.f_code.co_filename))
+
+
+def interrupt_where_it_waits(may_begin):
+    """Has Ctrl-C come when the main thread waits for the server."""
+    may_begin.wait()
+    is_waiting = False
+    while not is_waiting:
+        frame = sys._current_frames()[threading.main_thread().ident]
+        while frame is not None and not is_waiting:
+            is_waiting = package_of(frame) == "grpc" or (
+                frame.f_code is quantd._apart.run.__code__)
+            frame = frame.f_back
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+
+def frames_of_interrupt(call, package_name):
+    """What of a package was going on when the call was interrupted."""
+    try:
+        call()
+    except KeyboardInterrupt as interrupt:
+        return [frame.f_code.co_name
+                for frame, _ in traceback.walk_tb(interrupt.__traceback__)
+                if package_of(frame) == package_name]
+    raise AssertionError("the call was not interrupted")
 
 
 if __name__ == "__main__":

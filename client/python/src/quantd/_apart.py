@@ -2,36 +2,82 @@
 
 from __future__ import annotations
 
+import os
+import queue
+import sys
 import threading
-from typing import Any, Callable
+from typing import Any, Callable, Optional
+
+# What a thread takes: a function and where its result goes, as (value, None) or
+# (None, error).
+_Jobs = queue.SimpleQueue[tuple[Callable[[], Any], "queue.SimpleQueue[Any]"]]
+
+# Of the threads that have nothing to do; one but for interrupts.
+_idle: list[_Jobs] = []
+
+if hasattr(os, "register_at_fork"):
+    # Threads do not survive a fork.
+    os.register_at_fork(after_in_child=_idle.clear)
 
 
 def run(function: Callable[[], Any]) -> Any:
-    """Calls it on a thread of its own where this is the main thread.
+    """Calls it on another thread where this is the main thread.
 
     Ctrl-C raises KeyboardInterrupt in the main thread wherever that is, and in
     the midst of gRPC it would leave locks taken, on which later calls, and
     closing the channel, would wait for ever. Interrupted, this ends at once and
     the function goes on by itself.
     """
-    if threading.current_thread() is not threading.main_thread():
+    # Other threads stand still while the interpreter ends.
+    if threading.current_thread() is not threading.main_thread() or (
+            sys.is_finalizing()):
         return function()
-    results: list[Any] = []
-    errors: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            results.append(function())
-        except BaseException as error:  # pylint: disable=broad-except
-            errors.append(error)
-
-    thread = threading.Thread(target=call, daemon=True, name="quantd-call")
+    jobs = _take_thread()
+    if jobs is None:
+        return function()
+    # A new one each time: what an interrupt left may still be answered.
+    results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    jobs.put((function, results))
+    value, error = results.get()
     try:
-        thread.start()
+        if error is not None:
+            raise error
+        return value
+    finally:
+        # Or the error would hold this frame, and that the error.
+        del error
+
+
+def _take_thread() -> Optional[_Jobs]:
+    """The jobs of a thread that is idle; None: there are no more threads."""
+    try:
+        return _idle.pop()
+    except IndexError:
+        pass
+    jobs: _Jobs = queue.SimpleQueue()
+    try:
+        # A thread costs more than most calls: it is kept.
+        threading.Thread(target=_work, args=(jobs,), daemon=True,
+                         name="quantd-call").start()
     except RuntimeError:
-        # There are none any more while the interpreter ends.
-        return function()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+        return None
+    return jobs
+
+
+def _work(jobs: _Jobs) -> None:
+    while True:
+        function, results = jobs.get()
+        result: tuple[Any, Optional[BaseException]]
+        try:
+            result = function(), None
+        except BaseException as error:  # pylint: disable=broad-except
+            result = None, error
+        # After an interrupt another one may have taken its place.
+        is_kept = not _idle
+        if is_kept:
+            _idle.append(jobs)
+        results.put(result)
+        # Not to be kept until there is another.
+        del function, results, result
+        if not is_kept:
+            return

@@ -172,7 +172,7 @@ class ChunkedCall:
             while True:
                 self._moved_at = time.monotonic()
                 self._is_waiting = True
-                message = next(self._call, None)
+                message = _apart.run(lambda: next(self._call, None))
                 self._is_waiting = False
                 if message is None:
                     break
@@ -198,13 +198,18 @@ class ChunkedCall:
 
     def _begin(self) -> None:
         try:
-            self._call = _apart.run(lambda: self._method(
-                self._messages(self._upload, self._chunks)))
+            _apart.run(self._start)
         except ValueError as error:
             raise errors.client_closed() from error
-        self._has_call.set()
         threading.Thread(target=self._watch, daemon=True,
                          name="quantd-chunks").start()
+
+    def _start(self) -> None:
+        self._call = self._method(self._messages(self._upload, self._chunks))
+        self._has_call.set()
+        # Interrupted, nobody else would end it.
+        if self._is_over.is_set():
+            self._call.cancel()
 
     def _messages(self, upload: Upload, chunks: Iterable[Any]
                   ) -> Iterator[bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import threading
 import time
 import weakref
@@ -808,8 +809,10 @@ class Client:
         while True:
             call = None
             try:
-                call = method(request, timeout=self._options.timeout)
-                for answer in call:
+                call = _apart.run(
+                    lambda: method(request, timeout=self._options.timeout))
+                take = functools.partial(next, call, None)
+                while (answer := _apart.run(take)) is not None:
                     has_answers = True
                     yield answer
                 return
@@ -823,7 +826,7 @@ class Client:
                 raise errors.client_closed() from closed
             finally:
                 if call is not None:
-                    call.cancel()
+                    _apart.run(call.cancel)
 
     def _pages(self, pages: Pages) -> Iterator[Any]:
         token = ""
