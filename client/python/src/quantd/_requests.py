@@ -6,7 +6,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import operator
-from typing import Any, Callable, Iterable, Iterator, Optional, Sequence, Union
+from typing import (Any, Callable, Generator, Iterable, Iterator, Optional,
+                    Sequence, TypeVar, Union)
 
 import grpc
 import numpy as np
@@ -30,6 +31,7 @@ PAGE_SIZE = 1000
 _NAN_POLICIES = EnumNames(qs.NanPolicy, "NAN_POLICY_", "a policy")
 
 SpecLike = Union[EncodingSpec, str]
+Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -459,13 +461,68 @@ def is_stored_from(put: encoding_pb2.Encoding, stored: encoding_pb2.Encoding
                 stored.SerializeToString(deterministic=True))
 
 
-@_arguments()
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A unary call that may be tried again. attempts: is told of each."""
+
+    method: str
+    request: Any
+    attempts: Optional[Attempts] = None
+
+
+# What has to be called, one after another: the answer to each, or its error, is
+# handed back before the next one.
+Calls = Generator[Call, Any, Result]
+
+
 def put_encoding(name: NameLike, encoding: Encoding, if_match: str
-                 ) -> es.PutEncodingRequest:
+                 ) -> Calls[results.StoredEncoding]:
     """See Client.put_encoding."""
-    return es.PutEncodingRequest(
-        name=as_name(name).to_proto(), encoding=encoding.to_proto(),
-        if_match=if_match)
+    with _arguments():
+        request = es.PutEncodingRequest(
+            name=as_name(name).to_proto(), encoding=encoding.to_proto(),
+            if_match=if_match)
+    attempts = Attempts()
+    try:
+        answer = yield Call("PutEncoding", request, attempts)
+    except errors.QuantdError as refused:
+        if not attempts.may_have_put(refused):
+            raise
+        try:
+            answer = yield Call("GetEncoding",
+                                es.GetEncodingRequest(name=request.name))
+        except errors.QuantdError:
+            raise refused from None
+        if not is_stored_from(request.encoding,
+                              answer.stored_encoding.encoding):
+            raise
+        answer.stored_encoding.ClearField("encoding")
+    return results.StoredEncoding.from_proto(answer.stored_encoding)
+
+
+def delete_encoding(name: NameLike, if_match: str) -> Calls[None]:
+    """See Client.delete_encoding."""
+    with _arguments():
+        request = es.DeleteEncodingRequest(name=as_name(name).to_proto(),
+                                           if_match=if_match)
+    return _delete("DeleteEncoding", request)
+
+
+def delete_statistics(name: NameLike, source: str) -> Calls[None]:
+    """See Client.delete_statistics."""
+    with _arguments():
+        request = es.DeleteStatisticsRequest(name=as_name(name).to_proto(),
+                                             source=source)
+    return _delete("DeleteStatistics", request)
+
+
+def _delete(method: str, request: Any) -> Calls[None]:
+    attempts = Attempts()
+    try:
+        yield Call(method, request, attempts)
+    except errors.QuantdError as error:
+        if not attempts.may_have_deleted(error):
+            raise
 
 
 @_arguments()

@@ -27,7 +27,7 @@ from quantd import (_channel, _chunks, _credentials, _requests, _wire, errors,
 from quantd._exchange import Exchange, FailedExchange, OutputExchange
 from quantd._output_memory import OutputMemory
 from quantd._progress import Progress, ProgressLike, total_bytes
-from quantd._requests import (HEALTH_METHOD, Attempts, CalibrateJob,
+from quantd._requests import (HEALTH_METHOD, Attempts, CalibrateJob, Calls,
                               Contribution, Pages, QuantizeJob, SpecLike)
 from quantd.encoding import Encoding, EncodingReference, Source
 from quantd.tensor import Array, NameLike, TensorName, as_name, format_info
@@ -384,23 +384,9 @@ class Client:
     async def put_encoding(self, name: TensorName, encoding: Encoding, *,
                            if_match: str = "") -> results.StoredEncoding:
         """Stores an encoding; see quantd.Client.put_encoding."""
-        request = _requests.put_encoding(name, encoding, if_match)
-        attempts = Attempts()
-        try:
-            answer = await self._call("PutEncoding", request, attempts)
-        except errors.QuantdError as refused:
-            if not attempts.may_have_put(refused):
-                raise
-            try:
-                answer = await self._call(
-                    "GetEncoding", es.GetEncodingRequest(name=request.name))
-            except errors.QuantdError:
-                raise refused from None
-            if not _requests.is_stored_from(request.encoding,
-                                            answer.stored_encoding.encoding):
-                raise
-            answer.stored_encoding.ClearField("encoding")
-        return results.StoredEncoding.from_proto(answer.stored_encoding)
+        stored: results.StoredEncoding = await self._run(
+            _requests.put_encoding(name, encoding, if_match))
+        return stored
 
     async def get_encoding(self, name: TensorName) -> results.StoredEncoding:
         """An encoding with its scales."""
@@ -411,8 +397,7 @@ class Client:
     async def delete_encoding(self, name: TensorName, *,
                               if_match: str = "") -> None:
         """Deletes an encoding. if_match: only the one that has this etag."""
-        await self._delete("DeleteEncoding", es.DeleteEncodingRequest(
-            name=as_name(name).to_proto(), if_match=if_match))
+        await self._run(_requests.delete_encoding(name, if_match))
 
     def list_encodings(self, model: str, revision: str = ""
                        ) -> AsyncIterator[results.StoredEncoding]:
@@ -466,8 +451,7 @@ class Client:
     async def delete_statistics(self, name: TensorName, *,
                                 source: str = "") -> None:
         """Deletes statistics, of all sources or of one."""
-        await self._delete("DeleteStatistics", es.DeleteStatisticsRequest(
-            name=as_name(name).to_proto(), source=source))
+        await self._run(_requests.delete_statistics(name, source))
 
     async def health(self, service: str = "") -> str:
         """See quantd.Client.health."""
@@ -673,13 +657,20 @@ class Client:
                 if attempts is not None:
                     attempts.add(error)
 
-    async def _delete(self, method: str, request: Any) -> None:
-        attempts = Attempts()
+    async def _run(self, calls: Calls[Any]) -> Any:
+        """Their result."""
         try:
-            await self._call(method, request, attempts)
-        except errors.QuantdError as error:
-            if not attempts.may_have_deleted(error):
-                raise
+            call = next(calls)
+            while True:
+                try:
+                    answer = await self._call(call.method, call.request,
+                                              call.attempts)
+                except errors.QuantdError as error:
+                    call = calls.throw(error)
+                else:
+                    call = calls.send(answer)
+        except StopIteration as done:
+            return done.value
 
     async def _pause(self, error: errors.QuantdError, attempt: int) -> int:
         """Waits before the next attempt and returns its number, or raises."""

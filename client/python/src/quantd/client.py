@@ -18,7 +18,7 @@ from quantd import (_apart, _channel, _chunks, _credentials, _requests,
 from quantd._exchange import Exchange, FailedExchange, OutputExchange
 from quantd._output_memory import OutputMemory
 from quantd._progress import Progress, ProgressLike, total_bytes
-from quantd._requests import (HEALTH_METHOD, Attempts, CalibrateJob,
+from quantd._requests import (HEALTH_METHOD, Attempts, CalibrateJob, Calls,
                               Contribution, Pages, QuantizeJob, SpecLike)
 from quantd._shared_memory import SharedMemory
 from quantd._stream import Options, RetryingStream
@@ -487,23 +487,9 @@ class Client:
                      if_match: str = "") -> results.StoredEncoding:
         """Stores an encoding; the answer leaves it out. if_match: the etag to
         replace, or "absent"."""
-        request = _requests.put_encoding(name, encoding, if_match)
-        attempts = Attempts()
-        try:
-            answer = self._call(self._encodings.PutEncoding, request, attempts)
-        except errors.QuantdError as refused:
-            if not attempts.may_have_put(refused):
-                raise
-            try:
-                answer = self._call(self._encodings.GetEncoding,
-                                    es.GetEncodingRequest(name=request.name))
-            except errors.QuantdError:
-                raise refused from None
-            if not _requests.is_stored_from(request.encoding,
-                                            answer.stored_encoding.encoding):
-                raise
-            answer.stored_encoding.ClearField("encoding")
-        return results.StoredEncoding.from_proto(answer.stored_encoding)
+        stored: results.StoredEncoding = self._run(
+            _requests.put_encoding(name, encoding, if_match))
+        return stored
 
     def get_encoding(self, name: TensorName) -> results.StoredEncoding:
         """An encoding with its scales."""
@@ -513,8 +499,7 @@ class Client:
 
     def delete_encoding(self, name: TensorName, *, if_match: str = "") -> None:
         """Deletes an encoding. if_match: only the one that has this etag."""
-        self._delete(self._encodings.DeleteEncoding, es.DeleteEncodingRequest(
-            name=as_name(name).to_proto(), if_match=if_match))
+        self._run(_requests.delete_encoding(name, if_match))
 
     def list_encodings(self, model: str, revision: str = ""
                        ) -> Iterator[results.StoredEncoding]:
@@ -577,9 +562,7 @@ class Client:
 
     def delete_statistics(self, name: TensorName, *, source: str = "") -> None:
         """Deletes statistics, of all sources or of one."""
-        self._delete(self._encodings.DeleteStatistics,
-                     es.DeleteStatisticsRequest(name=as_name(name).to_proto(),
-                                                source=source))
+        self._run(_requests.delete_statistics(name, source))
 
     def health(self, service: str = "") -> str:
         """"SERVING", "NOT_SERVING", "UNKNOWN" or "SERVICE_UNKNOWN" of the whole
@@ -784,13 +767,20 @@ class Client:
                 if attempts is not None:
                     attempts.add(error)
 
-    def _delete(self, method: Callable[..., Any], request: Any) -> None:
-        attempts = Attempts()
+    def _run(self, calls: Calls[Any]) -> Any:
+        """Their result."""
         try:
-            self._call(method, request, attempts)
-        except errors.QuantdError as error:
-            if not attempts.may_have_deleted(error):
-                raise
+            call = next(calls)
+            while True:
+                try:
+                    answer = self._call(getattr(self._encodings, call.method),
+                                        call.request, call.attempts)
+                except errors.QuantdError as error:
+                    call = calls.throw(error)
+                else:
+                    call = calls.send(answer)
+        except StopIteration as done:
+            return done.value
 
     def _pause(self, error: errors.QuantdError, attempt: int) -> int:
         """Waits before the next attempt and returns its number, or raises."""
