@@ -342,6 +342,27 @@ def test_ErrorsAreRaisedOrAreWarnings(client, tmp_path):
             model(torch.zeros(3))
 
 
+def test_ABlockThatEndsWithAnExceptionWaitsForNoRetries(tmp_path):
+    model, data = small_model(), batches(3)
+    nobody = quantd.Client(f"unix:{tmp_path}/nobody", max_retries=60,
+                           max_backoff=0.5)
+    with nobody, pytest.warns(RuntimeWarning, match="not answered: 6"):
+        with pytest.raises(KeyError):
+            with quantd.torch.calibrate(model, nobody, model_name="t/left",
+                                        source="rank-0", start=0) as block:
+                for x in data:
+                    model(x)
+                raise KeyError("of training")
+        sender = block._thread
+        assert sender.is_alive()
+        # Nor does anything else wait for what was given up.
+        block.flush()
+        model(data[0])
+        assert set(block.sequences.values()) == {3}
+    sender.join(60)
+    assert not sender.is_alive()
+
+
 def tensors_of(size):
     gc.collect()
     return sum(isinstance(found, torch.Tensor) and found.numel() == size

@@ -154,6 +154,8 @@ class Calibration:
         self._waiting: collections.deque[tuple[str, int, torch.Tensor]]
         self._waiting = collections.deque()
         self._pending_bytes = 0
+        # Of those that are sent next, not answered.
+        self._round_count = 0
         self._is_ending = False
         self._error: Optional[errors.QuantdError] = None
         self._silent_until = 0.0
@@ -215,7 +217,8 @@ class Calibration:
                                            _keywords_of_call(module)))
 
     def __exit__(self, exception_type: Any, *unused: object) -> None:
-        """Delivers what is pending; after an exception gives it up."""
+        """Delivers what is pending; after an exception gives it up at once,
+        with a warning: what is on its way may be counted all the same."""
         self._remove_hooks()
         try:
             if exception_type is None:
@@ -223,11 +226,22 @@ class Calibration:
         finally:
             # In a forked process there is nothing to end.
             if self._process_id == os.getpid():
-                with self._changed:
-                    self._is_ending = True
-                    self._changed.notify_all()
-                assert self._thread is not None
-                self._thread.join()
+                self._end()
+
+    def _end(self) -> None:
+        with self._changed:
+            self._is_ending = True
+            count = len(self._waiting) + self._round_count
+            self._waiting.clear()
+            self._pending_bytes = 0
+            self._changed.notify_all()
+        if count:
+            # The thread may wait for retries, and ends by itself.
+            _warn("the block ended with an exception; contributions that were "
+                  f"not sent, or not answered: {count}")
+            return
+        assert self._thread is not None
+        self._thread.join()
 
     def flush(self) -> None:
         """Waits until everything seen so far is counted for good.
@@ -267,7 +281,7 @@ class Calibration:
 
     def _add(self, name: str, tensor: torch.Tensor) -> None:
         if self._is_forked():
-            _warn(name, errors.process_forked())
+            _warn_of(name, errors.process_forked())
             return
         with self._changed:
             known = name in self._sequences
@@ -281,7 +295,7 @@ class Calibration:
                 raise
             with self._changed:
                 self._silent_until = time.monotonic() + _SILENCE_S
-            _warn(name, error)
+            _warn_of(name, error)
             return
         # The model may write over it before it is sent.
         copy = tensor.detach().to("cpu", copy=True).contiguous()
@@ -291,6 +305,8 @@ class Calibration:
                     self._pending_bytes + size > self._max_pending_bytes):
                 self._changed.wait()
             self._raise_error()
+            if self._is_ending:
+                return
             sequence = self._sequences.setdefault(name, first) + 1
             self._sequences[name] = sequence
             self._waiting.append((name, sequence, copy))
@@ -321,11 +337,9 @@ class Calibration:
                 while not self._waiting and not self._is_ending:
                     self._changed.wait()
                 if self._is_ending or self._error is not None:
-                    self._waiting.clear()
-                    self._pending_bytes = 0
-                    self._changed.notify_all()
                     return
                 round_ = self._take_round()
+                self._round_count = len(round_)
             self._deliver(round_)
             # Not to be kept until there is another.
             del round_
@@ -345,14 +359,18 @@ class Calibration:
         return list(round_.values())
 
     def _deliver(self, round_: list[tuple[str, int, torch.Tensor]]) -> None:
-        jobs = (CalibrateJob(
-            tensor, self._name(name), contribution=Contribution(
-                self._source, sequence, self._granularity,
-                self._mantissa_bits))
-                for name, sequence, tensor in round_)
+        def jobs() -> Iterator[CalibrateJob]:
+            for name, sequence, tensor in round_:
+                if self._has_ended():
+                    return
+                yield CalibrateJob(
+                    tensor, self._name(name), contribution=Contribution(
+                        self._source, sequence, self._granularity,
+                        self._mantissa_bits))
+
         answered = 0
         try:
-            answers = self._client.calibrate_many(jobs, on_error="return")
+            answers = self._client.calibrate_many(jobs(), on_error="return")
             for answer in answers:
                 self._settle(round_[answered], answer)
                 answered += 1
@@ -370,19 +388,32 @@ class Calibration:
             traceback.clear_frames(answer.__traceback__)
             error = answer if isinstance(answer, errors.QuantdError) else (
                 errors.argument_invalid(f"{type(answer).__name__}: {answer}"))
-        if error is not None and self._on_error == "warn":
-            _warn(name, error)
+        if error is not None and self._on_error == "warn" and (
+                not self._has_ended()):
+            _warn_of(name, error)
         with self._changed:
+            # What was left has been told of.
+            if self._is_ending:
+                return
+            self._round_count -= 1
             if error is not None and self._on_error == "raise":
                 self._error = self._error or error.with_traceback(None)
             self._pending_bytes -= tensor.element_size() * tensor.nelement()
             self._changed.notify_all()
 
+    def _has_ended(self) -> bool:
+        with self._changed:
+            return self._is_ending
 
-def _warn(name: str, error: errors.QuantdError) -> None:
+
+def _warn_of(name: str, error: errors.QuantdError) -> None:
+    """A contribution."""
+    _warn(f"{name} was not counted: {error}")
+
+
+def _warn(text: str) -> None:
     try:
-        warnings.warn(f"quantd: {name} was not counted: {error}",
-                      RuntimeWarning)
+        warnings.warn(f"quantd: {text}", RuntimeWarning)
     except RuntimeWarning:
         # Warnings are errors here, but not those of training.
         pass
