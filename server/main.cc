@@ -23,6 +23,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
 #include "core/cpu.h"
 #include "core/errors.h"
 #include "server/config.h"
@@ -95,6 +96,14 @@ void RaiseDescriptorLimit() {
 void TuneTransport() {
   setenv("GRPC_EXPERIMENTS", "tcp_frame_size_tuning,tcp_rcv_lowat",
          /*overwrite=*/0);
+}
+
+// The distribution's Abseil looks for cycles in the order of all locks, gRPC's
+// among them, with one lock for the whole process. Debug builds keep that.
+void TuneLocks() {
+#ifdef NDEBUG
+  absl::SetMutexDeadlockDetectionMode(absl::OnDeadlockCycle::kIgnore);
+#endif
 }
 
 sigset_t StopSignals() {
@@ -182,6 +191,7 @@ int Serve(const Config& config) {
   TuneThreads();
   RaiseDescriptorLimit();
   TuneTransport();
+  TuneLocks();
   if (absl::Status status = core::SetSimdTarget(config.simd); !status.ok()) {
     Log(LogLevel::kError, "bad configuration",
         {{"error", absl::StrCat("--simd: ", status.message())}});

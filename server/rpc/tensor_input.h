@@ -3,6 +3,7 @@
 #ifndef QUANTD_SERVER_RPC_TENSOR_INPUT_H_
 #define QUANTD_SERVER_RPC_TENSOR_INPUT_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -40,6 +41,8 @@ struct ParsedHeader {
 // charged before.
 // Errors: HEADER_INVALID: not protobuf, or a string that is not UTF-8;
 // MEMORY_BUDGET.
+constexpr size_t kShortHeaderBytes = 256;
+
 template <typename Header>
 absl::StatusOr<ParsedHeader<Header>> ParseHeader(const RpcEnvironment& env,
                                                  const std::string& bytes);
@@ -240,8 +243,9 @@ absl::StatusOr<ParsedHeader<Header>> ParseHeader(const RpcEnvironment& env,
   if (!lease.ok()) return lease.status();
   ParsedHeader<Header> parsed{*std::move(lease), {}};
   if (!parsed.header.ParseFromString(bytes)) return HeaderBrokenError();
-  // Some of it is kept as long as the tensor, without the lease.
-  parsed.header.DiscardUnknownFields();
+  // Some of it is kept as long as the tensor, without the lease; of a short one
+  // that is no more than the tensor takes anyway, and the search for it costs.
+  if (bytes.size() > kShortHeaderBytes) parsed.header.DiscardUnknownFields();
   return parsed;
 }
 
