@@ -16,6 +16,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
@@ -54,6 +55,9 @@ struct Options {
 
 // What a shard was made from and how; with the same, an earlier run's is kept.
 constexpr char kRunKey[] = "quantctl.run";
+// What --evaluate has measured of the tensors of a shard: an object of their
+// names, and of v1.ErrorMetrics in base64.
+constexpr char kMetricsKey[] = "quantctl.metrics";
 // The schemes of a compressed-tensors shard.
 constexpr char kModulesKey[] = "quantctl.modules";
 
@@ -193,6 +197,7 @@ class Quantizer {
     if (found == written->metadata().end() || found->second != run) {
       return false;
     }
+    if (options_.evaluate && !RestoreMetrics(*written)) return false;
     const auto modules = written->metadata().find(kModulesKey);
     if (modules != written->metadata().end()) {
       const Json json =
@@ -207,6 +212,38 @@ class Quantizer {
       outcomes_[tensor.name].is_kept = true;
     }
     return true;
+  }
+
+  // False, and nothing is restored, where a shard does not tell them.
+  bool RestoreMetrics(const files::SafetensorsReader& written) {
+    const auto found = written.metadata().find(kMetricsKey);
+    if (found == written.metadata().end()) return false;
+    const Json json =
+        Json::parse(found->second, nullptr, /*allow_exceptions=*/false);
+    if (!json.is_object()) return false;
+    std::map<std::string, v1::ErrorMetrics> metrics;
+    for (const auto& [name, value] : json.items()) {
+      std::string bytes;
+      if (!value.is_string() ||
+          !absl::Base64Unescape(value.get<std::string>(), &bytes) ||
+          !metrics[name].ParseFromString(bytes)) {
+        return false;
+      }
+    }
+    for (const auto& [name, value] : metrics) outcomes_[name].metrics = value;
+    return true;
+  }
+
+  // Of the shard under way.
+  std::string MetricsText() const {
+    Json json = Json::object();
+    for (const files::FileTensor& tensor : input_->tensors()) {
+      const Outcome& outcome = outcomes_.at(tensor.name);
+      if (!outcome.metrics.has_value()) continue;
+      json[tensor.name] =
+          absl::Base64Escape(outcome.metrics->SerializeAsString());
+    }
+    return json.dump();
   }
 
   absl::Status RunFile(const std::string& input_path,
@@ -242,7 +279,10 @@ class Quantizer {
                     [this](const files::FileTensor& tensor) {
                       return outcomes_[tensor.name].status.ok();
                     });
-    if (is_shard && is_whole) writer->SetMetadata(kRunKey, run);
+    if (is_shard && is_whole) {
+      writer->SetMetadata(kRunKey, run);
+      if (options_.evaluate) writer->SetMetadata(kMetricsKey, MetricsText());
+    }
     const absl::StatusOr<uint64_t> size = writer->Finish();
     if (!size.ok()) return size.status();
     file_bytes_ += *size;

@@ -438,6 +438,7 @@ class CompressedTensorsTest(InterchangeCase):
                      ("--server", "dns:///" + self.server.address), ()):
             self.assertEqual(set(quantize(*more).values()), {"quantized"})
             self.assertEqual(set(quantize(*more).values()), {"kept"})
+        self.check_metrics_of_kept_shards()
         shutil.rmtree(self.path("out"))
         self.assertEqual(set(quantize("--layout",
                                       "compressed-tensors").values()),
@@ -457,6 +458,29 @@ class CompressedTensorsTest(InterchangeCase):
         self.write_json("model/model.safetensors.index.json",
                         {"weight_map": {"a": "../../etc/passwd"}})
         quantize(code=4)
+
+    def check_metrics_of_kept_shards(self):
+        """Those of a shard are measured once, and again where they are lost."""
+        def evaluate(*more):
+            report = self.json(
+                "quantize", self.path("model"), "-o", self.path("out"),
+                "--spec", "int8:per-channel", "--evaluate", *more)
+            names = ("sqnr_db", "max_absolute_error", "mean_squared_error")
+            return ([t["result"] for t in report["tensors"]],
+                    [[t[name] for name in names] for t in report["tensors"]])
+
+        whole = evaluate("--restart")
+        self.assertEqual(evaluate(), (["kept"] * 2, whole[1]))
+        path = self.path("out/model-00001-of-00002.safetensors")
+        with open(path, "rb") as file:
+            data = file.read()
+        self.assertIn(b"quantctl.metrics", data)
+        for broken in (b"quantctl.m_trics", b"quantctl.metrics\":\"?"):
+            with open(path, "wb") as file:
+                # The header keeps its length.
+                begin = data.index(b"quantctl.metrics")
+                file.write(data[:begin] + broken + data[begin + len(broken):])
+            self.assertEqual(evaluate(), (["quantized", "kept"], whole[1]))
 
 
 NODE_RUNNER = r"""
