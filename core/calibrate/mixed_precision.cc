@@ -5,10 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
-#include <queue>
 #include <vector>
 
-#include "absl/numeric/int128.h"
 #include "absl/types/span.h"
 #include "core/calibrate/entropy.h"
 
@@ -69,118 +67,158 @@ std::vector<int> Hull(const TensorOptions& options) {
   return hull;
 }
 
-// From one option on the hull of a tensor to the next.
-struct Step {
-  size_t tensor;
-  int from;
-  int to;
-  double slope;
-};
-
 }  // namespace
+
+MixtureChooser MixtureChooser::Smallest(absl::Span<const TensorOptions> tensors,
+                                        double min_sqnr_db) {
+  MixtureChooser chooser(tensors, Stage::kSmallest);
+  chooser.min_sqnr_db_ = min_sqnr_db;
+  return chooser;
+}
+
+MixtureChooser MixtureChooser::Best(absl::Span<const TensorOptions> tensors,
+                                    int64_t max_size_bytes) {
+  MixtureChooser chooser(tensors, Stage::kHulls);
+  chooser.left_ = max_size_bytes;
+  return chooser;
+}
+
+bool MixtureChooser::Run(const TimeSlice& slice) {
+  while (stage_ != Stage::kDone) {
+    RunOne();
+    if (slice.over()) break;
+  }
+  return stage_ == Stage::kDone;
+}
+
+void MixtureChooser::RunOne() {
+  const bool is_last = next_ == tensors_.size();
+  switch (stage_) {
+    case Stage::kSmallest:
+      if (is_last) {
+        stage_ = Stage::kDone;
+      } else {
+        ChooseSmallest(tensors_[next_++]);
+      }
+      return;
+    case Stage::kHulls:
+      if (!is_last) return BeginHull(next_++);
+      mixture_.target_met = left_ >= 0;
+      stage_ = mixture_.target_met ? Stage::kSteps : Stage::kDone;
+      return;
+    // Along the hulls, steepest first: the optimum of the relaxed problem at
+    // each price of a byte, as long as all steps fit.
+    case Stage::kSteps:
+      if (!steps_.empty()) return TakeStep();
+      stage_ = Stage::kLook;
+      next_ = 0;
+      return;
+    // What is left goes to the options that save most, on a hull or not. Room
+    // only shrinks and an option is never taken back for a noisier one, so that
+    // what an option saves only falls: the most that each tensor saved when it
+    // was last looked at is a bound.
+    case Stage::kLook:
+      if (!is_last) return LookAt(next_++);
+      stage_ = Stage::kFill;
+      return;
+    case Stage::kFill:
+      if (!savings_.empty()) return TakeSaving();
+      stage_ = Stage::kDone;
+      return;
+    case Stage::kDone:
+      return;
+  }
+}
+
+void MixtureChooser::ChooseSmallest(const TensorOptions& options) {
+  int best = -1;
+  int quietest = 0;
+  for (int i = 0; i < static_cast<int>(options.size()); ++i) {
+    if (IsQuieter(options[i], options[quietest])) quietest = i;
+    if (HasAtLeast(options[i], min_sqnr_db_) &&
+        (best < 0 || IsSmaller(options[i], options[best]))) {
+      best = i;
+    }
+  }
+  if (best < 0) mixture_.target_met = false;
+  mixture_.choice.push_back(best < 0 ? quietest : best);
+}
+
+void MixtureChooser::BeginHull(size_t tensor) {
+  const TensorOptions& options = tensors_[tensor];
+  hulls_.push_back(Hull(options));
+  const int smallest = hulls_.back().front();
+  mixture_.choice.push_back(smallest);
+  left_ -= options[smallest].size_bytes;
+  PushStep(tensor, 1);
+}
+
+void MixtureChooser::PushStep(size_t tensor, size_t next) {
+  const std::vector<int>& hull = hulls_[tensor];
+  if (next == hull.size()) return;
+  const PrecisionOption& from = tensors_[tensor][hull[next - 1]];
+  const PrecisionOption& to = tensors_[tensor][hull[next]];
+  steps_.push({(Noise(from) - Noise(to)) /
+                   static_cast<double>(to.size_bytes - from.size_bytes),
+               tensor, next});
+}
+
+void MixtureChooser::TakeStep() {
+  const Step step = steps_.top();
+  steps_.pop();
+  const int to = hulls_[step.tensor][step.next];
+  const int64_t bytes = MoreBytes(step.tensor, to);
+  // One that does not fit blocks those after it on the same hull.
+  if (!Fits(bytes)) return;
+  left_ -= bytes;
+  mixture_.choice[step.tensor] = to;
+  // Along a hull steps become less steep.
+  PushStep(step.tensor, step.next + 1);
+}
+
+// Of the options that fit, the first of those that save most.
+void MixtureChooser::LookAt(size_t tensor) {
+  const TensorOptions& options = tensors_[tensor];
+  Saving best = {0, tensor, -1};
+  for (int i = 0; i < static_cast<int>(options.size()); ++i) {
+    const double saved =
+        Noise(options[mixture_.choice[tensor]]) - Noise(options[i]);
+    if (saved > best.noise && Fits(MoreBytes(tensor, i))) {
+      best.noise = saved;
+      best.option = i;
+    }
+  }
+  if (best.option >= 0) savings_.push(best);
+}
+
+void MixtureChooser::TakeSaving() {
+  const Saving saving = savings_.top();
+  savings_.pop();
+  const int64_t bytes = MoreBytes(saving.tensor, saving.option);
+  if (Fits(bytes)) {
+    left_ -= bytes;
+    mixture_.choice[saving.tensor] = saving.option;
+  }
+  LookAt(saving.tensor);
+}
+
+int64_t MixtureChooser::MoreBytes(size_t tensor, int to) const {
+  const TensorOptions& options = tensors_[tensor];
+  return options[to].size_bytes - options[mixture_.choice[tensor]].size_bytes;
+}
 
 Mixture SmallestMixture(absl::Span<const TensorOptions> tensors,
                         double min_sqnr_db) {
-  Mixture mixture;
-  for (const TensorOptions& options : tensors) {
-    int best = -1;
-    int quietest = 0;
-    for (int i = 0; i < static_cast<int>(options.size()); ++i) {
-      if (IsQuieter(options[i], options[quietest])) quietest = i;
-      if (HasAtLeast(options[i], min_sqnr_db) &&
-          (best < 0 || IsSmaller(options[i], options[best]))) {
-        best = i;
-      }
-    }
-    if (best < 0) mixture.target_met = false;
-    mixture.choice.push_back(best < 0 ? quietest : best);
-  }
-  return mixture;
+  MixtureChooser chooser = MixtureChooser::Smallest(tensors, min_sqnr_db);
+  chooser.Run(TimeSlice::Endless());
+  return chooser.Take();
 }
 
 Mixture BestMixture(absl::Span<const TensorOptions> tensors,
                     int64_t max_size_bytes) {
-  Mixture mixture;
-  absl::int128 left = max_size_bytes;
-  std::vector<Step> steps;
-  for (size_t tensor = 0; tensor < tensors.size(); ++tensor) {
-    const TensorOptions& options = tensors[tensor];
-    const std::vector<int> hull = Hull(options);
-    mixture.choice.push_back(hull.front());
-    left -= options[hull.front()].size_bytes;
-    for (size_t i = 1; i < hull.size(); ++i) {
-      const PrecisionOption& from = options[hull[i - 1]];
-      const PrecisionOption& to = options[hull[i]];
-      steps.push_back(
-          {tensor, hull[i - 1], hull[i],
-           (Noise(from) - Noise(to)) /
-               static_cast<double>(to.size_bytes - from.size_bytes)});
-    }
-  }
-  if (left < 0) {
-    mixture.target_met = false;
-    return mixture;
-  }
-
-  // Along the hulls, steepest first: the optimum of the relaxed problem at each
-  // price of a byte, as long as all steps fit.
-  std::stable_sort(
-      steps.begin(), steps.end(),
-      [](const Step& a, const Step& b) { return a.slope > b.slope; });
-  const auto more_bytes = [&](size_t tensor, int to) {
-    const TensorOptions& options = tensors[tensor];
-    return options[to].size_bytes - options[mixture.choice[tensor]].size_bytes;
-  };
-  for (const Step& step : steps) {
-    // A step that did not fit blocks those after it on the same hull.
-    if (mixture.choice[step.tensor] != step.from) continue;
-    const int64_t bytes = more_bytes(step.tensor, step.to);
-    if (bytes > left) continue;
-    left -= bytes;
-    mixture.choice[step.tensor] = step.to;
-  }
-
-  // What is left goes to the options that save most, on a hull or not. Room
-  // only shrinks and an option is never taken back for a noisier one, so that
-  // what an option saves only falls: the most that each tensor saved when it
-  // was last looked at is a bound.
-  struct Saving {
-    double noise;
-    size_t tensor;
-    int option;
-
-    bool operator<(const Saving& other) const {
-      if (noise != other.noise) return noise < other.noise;
-      return tensor > other.tensor;
-    }
-  };
-  std::priority_queue<Saving> savings;
-  // Of the options that fit, the first of those that save most.
-  const auto look_at = [&](size_t tensor) {
-    const TensorOptions& options = tensors[tensor];
-    Saving best = {0, tensor, -1};
-    for (int i = 0; i < static_cast<int>(options.size()); ++i) {
-      const double saved =
-          Noise(options[mixture.choice[tensor]]) - Noise(options[i]);
-      if (saved > best.noise && more_bytes(tensor, i) <= left) {
-        best.noise = saved;
-        best.option = i;
-      }
-    }
-    if (best.option >= 0) savings.push(best);
-  };
-  for (size_t tensor = 0; tensor < tensors.size(); ++tensor) look_at(tensor);
-  while (!savings.empty()) {
-    const Saving saving = savings.top();
-    savings.pop();
-    const int64_t bytes = more_bytes(saving.tensor, saving.option);
-    if (bytes <= left) {
-      left -= bytes;
-      mixture.choice[saving.tensor] = saving.option;
-    }
-    look_at(saving.tensor);
-  }
-  return mixture;
+  MixtureChooser chooser = MixtureChooser::Best(tensors, max_size_bytes);
+  chooser.Run(TimeSlice::Endless());
+  return chooser.Take();
 }
 
 }  // namespace quantd::core

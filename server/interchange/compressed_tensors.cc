@@ -1,15 +1,16 @@
 #include "server/interchange/compressed_tensors.h"
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <map>
 #include <memory>
-#include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
+#include "absl/algorithm/container.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
@@ -110,31 +111,48 @@ absl::StatusOr<Scheme> SchemeOf(const core::Encoding& encoding) {
   return scheme;
 }
 
+// In order of the keys of a group.
+enum Role { kWeight, kInput, kOutput, kRoleCount };
+constexpr const char* kRoleKeys[] = {"weights", "input_activations",
+                                     "output_activations"};
+constexpr absl::string_view kRoleNames[] = {".weight", ".input", ".output"};
+
+// How the tensors of a module are quantized: indices of texts, -1 for none.
+struct Module {
+  int roles[kRoleCount] = {-1, -1, -1};
+  int format = -1;
+
+  friend bool operator<(const Module& a, const Module& b) {
+    return std::tie(a.roles[kWeight], a.roles[kInput], a.roles[kOutput],
+                    a.format) < std::tie(b.roles[kWeight], b.roles[kInput],
+                                         b.roles[kOutput], b.format);
+  }
+};
+
 class CompressedTensorsWriter final : public EncodingsWriter {
  public:
   void Begin(int, std::string*) override {}
 
-  void Add(int, const std::string& tensor, const core::Encoding& encoding,
-           std::string*, std::vector<InterchangeLoss>* losses) override {
+  bool Add(int, const std::string& tensor, const core::Encoding& encoding,
+           const core::TimeSlice&, std::string*,
+           std::vector<InterchangeLoss>* losses) override {
     const size_t dot = tensor.rfind('.');
-    const absl::string_view role =
+    const absl::string_view suffix =
         dot == std::string::npos ? "" : absl::string_view(tensor).substr(dot);
-    const char* const key = role == ".weight"   ? "weights"
-                            : role == ".input"  ? "input_activations"
-                            : role == ".output" ? "output_activations"
-                                                : nullptr;
-    if (key == nullptr) {
+    const auto role = static_cast<size_t>(absl::c_find(kRoleNames, suffix) -
+                                          std::begin(kRoleNames));
+    if (role == kRoleCount) {
       losses->push_back({tensor,
                          "not named as the weight, the input or the output of "
                          "a module",
                          true});
-      return;
+      return true;
     }
     absl::StatusOr<Scheme> scheme = SchemeOf(encoding);
     if (!scheme.ok()) {
       losses->push_back(
           {tensor, std::string(core::ErrorText(scheme.status())), true});
-      return;
+      return true;
     }
     losses->push_back(
         {tensor, "scale and zero_point: those are in the safetensors", false});
@@ -150,51 +168,150 @@ class CompressedTensorsWriter final : public EncodingsWriter {
     if (encoding.no_saturation) {
       losses->push_back({tensor, "no_saturation", false});
     }
-    Json& module = modules_[tensor.substr(0, dot)];
-    module[key] = std::move(scheme->arguments);
-    if (role == ".weight") module["format"] = scheme->format;
+    Module& module = ModuleOf(tensor.substr(0, dot));
+    module.roles[role] = TextIndex(DumpJson(scheme->arguments));
+    if (role == kWeight) module.format = TextIndex(scheme->format);
     ++encoding_count_;
+    return true;
   }
 
-  void Finish(std::string* out) override {
-    // Modules by scheme; schemes in order of their first module.
-    std::map<std::string, size_t> index;
-    std::vector<std::pair<Json, std::vector<std::string>>> groups;
-    std::set<std::string> formats;
-    for (const auto& [module, scheme] : modules_) {
-      const auto [found, is_new] = index.emplace(scheme.dump(), groups.size());
-      if (is_new) groups.push_back({scheme, {}});
-      groups[found->second].second.push_back(module);
-      if (scheme.contains("format")) formats.insert(scheme["format"]);
-    }
-    Json config_groups = Json::object();
-    for (size_t i = 0; i < groups.size(); ++i) {
-      Json group = {{"weights", nullptr},
-                    {"input_activations", nullptr},
-                    {"output_activations", nullptr}};
-      group.update(groups[i].first);
-      group["targets"] = groups[i].second;
-      config_groups[absl::StrCat("group_", i)] = std::move(group);
-    }
-    const std::string format = formats.empty()       ? "dense"
-                               : formats.size() == 1 ? *formats.begin()
-                                                     : "mixed-precision";
-    const Json document = {{"quantization_config",
-                            {{"quant_method", "compressed-tensors"},
-                             {"quantization_status", "compressed"},
-                             {"format", format},
-                             {"global_compression_ratio", nullptr},
-                             {"kv_cache_scheme", nullptr},
-                             {"ignore", Json::array()},
-                             {"config_groups", std::move(config_groups)}}}};
-    absl::StrAppend(
-        out, document.dump(2, ' ', false, Json::error_handler_t::replace),
-        "\n");
+  bool Finish(const core::TimeSlice& slice, std::string* out) override {
+    if (!has_begun_finish_) next_module_ = modules_.begin();
+    has_begun_finish_ = true;
+    do {
+      Write(out);
+    } while (step_ != Step::kDone && !slice.over());
+    return step_ == Step::kDone;
   }
+
+  int64_t memory_per_scale() const override { return 0; }
+  int64_t memory_bytes() const override { return memory_bytes_; }
 
  private:
+  enum class Step { kGroup, kHead, kGroups, kDone };
+  struct Group {
+    Module scheme;
+    // Their names.
+    std::vector<const std::string*> modules;
+  };
+
+  // What a module or a text takes beside its bytes, in all that refers to it.
+  static constexpr int64_t kModuleBytes = 400;
+  static constexpr int64_t kTextBytes = 160;
+
+  Module& ModuleOf(std::string name) {
+    const auto size = static_cast<int64_t>(name.size());
+    const auto [found, is_new] = modules_.emplace(std::move(name), Module());
+    if (is_new) memory_bytes_ += kModuleBytes + size;
+    return found->second;
+  }
+
+  int TextIndex(const std::string& text) {
+    const auto [found, is_new] =
+        texts_.emplace(text, static_cast<int>(text_of_.size()));
+    if (is_new) {
+      memory_bytes_ += kTextBytes + static_cast<int64_t>(text.size());
+      text_of_.push_back(&found->first);
+    }
+    return found->second;
+  }
+
+  // The next module or line.
+  void Write(std::string* out) {
+    switch (step_) {
+      case Step::kGroup:
+        if (next_module_ == modules_.end()) {
+          step_ = Step::kHead;
+        } else {
+          AddToGroup(*next_module_++);
+        }
+        return;
+      case Step::kHead:
+        WriteHead(out);
+        step_ = Step::kGroups;
+        return;
+      case Step::kGroups:
+        if (group_ == groups_.size()) {
+          absl::StrAppend(out, groups_.empty() ? "" : "\n    ", "}\n  }\n}\n");
+          step_ = Step::kDone;
+        } else {
+          WriteTarget(out);
+        }
+        return;
+      case Step::kDone:
+        return;
+    }
+  }
+
+  // Groups are in order of their first module.
+  void AddToGroup(const std::pair<const std::string, Module>& module) {
+    const auto [found, is_new] =
+        group_index_.emplace(module.second, groups_.size());
+    if (is_new) groups_.push_back({module.second, {}});
+    groups_[found->second].modules.push_back(&module.first);
+    const int format = module.second.format;
+    if (format < 0) return;
+    if (format_ >= 0 && format_ != format) is_mixed_ = true;
+    format_ = format;
+  }
+
+  void WriteHead(std::string* out) const {
+    absl::StrAppend(out,
+                    "{\n  \"quantization_config\": {\n"
+                    "    \"quant_method\": \"compressed-tensors\",\n"
+                    "    \"quantization_status\": \"compressed\",\n"
+                    "    \"format\": \"",
+                    is_mixed_     ? "mixed-precision"
+                    : format_ < 0 ? "dense"
+                                  : *text_of_[format_],
+                    "\",\n    \"global_compression_ratio\": null,\n"
+                    "    \"kv_cache_scheme\": null,\n"
+                    "    \"ignore\": [],\n    \"config_groups\": {");
+  }
+
+  // The next module of a group, and what stands before and after them all.
+  void WriteTarget(std::string* out) {
+    const Group& group = groups_[group_];
+    if (target_ == 0) {
+      absl::StrAppend(out, group_ == 0 ? "" : ",", "\n      \"group_", group_,
+                      "\": {\n");
+      if (group.scheme.format >= 0) {
+        absl::StrAppend(out, "        \"format\": \"",
+                        *text_of_[group.scheme.format], "\",\n");
+      }
+      for (int role = 0; role < kRoleCount; ++role) {
+        const int text = group.scheme.roles[role];
+        absl::StrAppend(out, "        \"", kRoleKeys[role],
+                        "\": ", text < 0 ? "null" : *text_of_[text], ",\n");
+      }
+      absl::StrAppend(out, "        \"targets\": [");
+    }
+    absl::StrAppend(out, target_ == 0 ? "" : ",", "\n          ",
+                    DumpJson(Json(*group.modules[target_])));
+    if (++target_ < group.modules.size()) return;
+    absl::StrAppend(out, "\n        ]\n      }");
+    target_ = 0;
+    ++group_;
+  }
+
   // In order of name.
-  std::map<std::string, Json> modules_;
+  std::map<std::string, Module> modules_;
+  // Arguments of schemes, and formats, each once.
+  std::map<std::string, int> texts_;
+  std::vector<const std::string*> text_of_;
+  int64_t memory_bytes_ = 0;
+
+  // Of Finish: the step, and what comes next in it.
+  bool has_begun_finish_ = false;
+  Step step_ = Step::kGroup;
+  std::map<std::string, Module>::const_iterator next_module_;
+  std::map<Module, size_t> group_index_;
+  std::vector<Group> groups_;
+  // Of the weights so far: one of them, and whether there are others.
+  int format_ = -1;
+  bool is_mixed_ = false;
+  size_t group_ = 0;
+  size_t target_ = 0;
 };
 
 }  // namespace

@@ -134,49 +134,92 @@ std::vector<int64_t> ReaderBlockSize(const core::Encoding& encoding,
   return block_size;
 }
 
+// What importing it would be told.
+LayoutHint HintFor(const core::Encoding& encoding, PendingEncoding::Open open) {
+  LayoutHint hint;
+  hint.block_size = ReaderBlockSize(encoding, open);
+  if (encoding.scale_shape.empty()) return hint;
+  // Any shape with these scales: the order of blocks depends on no more.
+  hint.shape_known = true;
+  hint.shape.assign(encoding.scale_shape.begin(), encoding.scale_shape.end());
+  for (size_t d = 0; d < hint.block_size.size(); ++d) {
+    if (hint.block_size[d] > 1) hint.shape[d] *= hint.block_size[d];
+  }
+  // Per tensor there may be no block size.
+  if (hint.block_size.empty()) hint.block_size.assign(hint.shape.size(), 0);
+  return hint;
+}
+
 }  // namespace
 
-bool WriteEntry(const EntryFormat& format, const std::string& tensor,
-                const core::Encoding& encoding, Json* entry,
-                std::vector<InterchangeLoss>* losses) {
-  const auto leave_out = [&](const absl::Status& status) {
-    losses->push_back({tensor, std::string(core::ErrorText(status)), true});
-    return false;
-  };
-  if (absl::Status s = format.Write(tensor, encoding, entry); !s.ok()) {
-    return leave_out(s);
-  }
-  PendingEncoding back;
-  std::vector<std::string> notes;
-  absl::Status status = format.Read(*entry, "entry", &back, &notes);
-  if (!status.ok()) return leave_out(status);
-  if (back.open != PendingEncoding::Open::kNothing) {
-    losses->push_back({tensor,
-                       back.axis.has_value()
-                           ? "block_size: only the axis; importing takes the "
-                             "tensor's shape"
-                           : "block_size: importing takes the tensor's shape",
-                       false});
-  }
-  LayoutHint hint;
-  hint.block_size = ReaderBlockSize(encoding, back.open);
-  if (!encoding.scale_shape.empty()) {
-    // Any shape with these scales: the order of blocks depends on no more.
-    hint.shape_known = true;
-    hint.shape.assign(encoding.scale_shape.begin(), encoding.scale_shape.end());
-    for (size_t d = 0; d < hint.block_size.size(); ++d) {
-      if (hint.block_size[d] > 1) hint.shape[d] *= hint.block_size[d];
+EntryWriter::Progress EntryWriter::Run(const std::string& tensor,
+                                       const core::Encoding& encoding,
+                                       absl::string_view head,
+                                       const core::TimeSlice& slice,
+                                       std::string* out,
+                                       std::vector<InterchangeLoss>* losses) {
+  while (step_ != Step::kDump) {
+    const absl::Status status = Check(tensor, encoding, losses);
+    if (!status.ok()) {
+      losses->push_back({tensor, std::string(core::ErrorText(status)), true});
+      Reset();
+      return Progress::kLeftOut;
     }
-    // Per tensor there may be no block size.
-    if (hint.block_size.empty()) hint.block_size.assign(hint.shape.size(), 0);
+    if (step_ == Step::kDump) {
+      out->append(head.data(), head.size());
+      dumper_.emplace(std::move(entry_));
+    }
+    if (slice.over()) return Progress::kPart;
   }
-  if (status = ResolveLayout(hint, &back); !status.ok()) {
-    return leave_out(status);
+  if (!dumper_->Run(slice, out)) return Progress::kPart;
+  Reset();
+  return Progress::kWritten;
+}
+
+absl::Status EntryWriter::Check(const std::string& tensor,
+                                const core::Encoding& encoding,
+                                std::vector<InterchangeLoss>* losses) {
+  switch (step_) {
+    case Step::kMake:
+      step_ = Step::kReadBack;
+      return format_.Write(tensor, encoding, &entry_);
+    case Step::kReadBack: {
+      step_ = Step::kResolve;
+      // Comparing tells all that they would.
+      std::vector<std::string> notes;
+      return format_.Read(entry_, "entry", &back_, &notes);
+    }
+    case Step::kResolve:
+      step_ = Step::kCompare;
+      if (back_.open != PendingEncoding::Open::kNothing) {
+        losses->push_back({tensor,
+                           back_.axis.has_value()
+                               ? "block_size: only the axis; importing takes "
+                                 "the tensor's shape"
+                               : "block_size: importing takes the tensor's "
+                                 "shape",
+                           false});
+      }
+      return ResolveLayout(HintFor(encoding, back_.open), &back_);
+    case Step::kCompare:
+      step_ = Step::kDump;
+      for (std::string& note : Differences(encoding, back_.encoding)) {
+        losses->push_back({tensor, std::move(note), false});
+      }
+      // Its numbers are of no use any more.
+      back_ = PendingEncoding();
+      return absl::OkStatus();
+    case Step::kDump:
+      break;
   }
-  for (std::string& note : Differences(encoding, back.encoding)) {
-    losses->push_back({tensor, std::move(note), false});
-  }
-  return true;
+  return absl::OkStatus();
+}
+
+void EntryWriter::Reset() {
+  step_ = Step::kMake;
+  entry_ = Json();
+  back_ = PendingEncoding();
+  dumper_.reset();
 }
 
 bool IsWhole(const core::Encoding& encoding, size_t d) {

@@ -10,6 +10,8 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/optional.h"
+#include "core/parallel/time_slice.h"
 #include "core/types/encoding.h"
 #include "server/interchange/interchange.h"
 #include "server/interchange/json_text.h"
@@ -42,11 +44,37 @@ const EntryFormat& Aimet100EntryFormat();
 const EntryFormat& Aimet200EntryFormat();
 const EntryFormat& OnnxQdqEntryFormat();
 
-// Writes an entry, reads it back, and tells the losses. False when the tensor
-// is left out.
-bool WriteEntry(const EntryFormat& format, const std::string& tensor,
-                const core::Encoding& encoding, Json* entry,
-                std::vector<InterchangeLoss>* losses);
+// Writes entries in steps, one after the other: makes each, reads it back,
+// tells the losses. Not thread-safe.
+class EntryWriter {
+ public:
+  enum class Progress { kPart, kWritten, kLeftOut };
+
+  // `format` must outlive the writer.
+  explicit EntryWriter(const EntryFormat& format) : format_(format) {}
+
+  // Goes on with an encoding until the slice is over, at least by one step.
+  // Until it is written or left out, calls have the same arguments but the
+  // slice. `head` stands before the entry.
+  Progress Run(const std::string& tensor, const core::Encoding& encoding,
+               absl::string_view head, const core::TimeSlice& slice,
+               std::string* out, std::vector<InterchangeLoss>* losses);
+
+ private:
+  enum class Step { kMake, kReadBack, kResolve, kCompare, kDump };
+
+  // Each of the steps before kDump.
+  absl::Status Check(const std::string& tensor, const core::Encoding& encoding,
+                     std::vector<InterchangeLoss>* losses);
+  void Reset();
+
+  const EntryFormat& format_;
+  // The step that comes next, and what those before it have made.
+  Step step_ = Step::kMake;
+  Json entry_;
+  PendingEncoding back_;
+  absl::optional<JsonDumper> dumper_;
+};
 
 // The dimension whose every index has a scale while all others are whole, or -1
 // where there is none or more than one. Dimensions of one scale count as whole.

@@ -15,6 +15,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/optional.h"
 #include "core/errors.h"
 #include "core/formats/number_format.h"
 #include "server/interchange/compressed_tensors.h"
@@ -28,36 +29,37 @@ constexpr char kQuantdFormatName[] = "quantd-encodings";
 constexpr char kOnnxFormatName[] = "onnx-qdq";
 constexpr int kVersion = 1;
 
-std::string Dump(const Json& json) {
-  // Names are UTF-8, and must not throw if they are not.
-  return json.dump(-1, ' ', false, Json::error_handler_t::replace);
-}
-
 // A document with one list of entries, with one entry a line.
 class ListWriter final : public EncodingsWriter {
  public:
   // `head` is what stands before the list, without its closing brace.
   ListWriter(const EntryFormat& format, const Json& head)
-      : format_(format), head_(Dump(head)) {}
+      : head_(DumpJson(head)), entry_(format) {}
 
   void Begin(int, std::string* out) override {
     head_.pop_back();
     absl::StrAppend(out, head_, ",\n\"encodings\":[");
   }
 
-  void Add(int, const std::string& tensor, const core::Encoding& encoding,
-           std::string* out, std::vector<InterchangeLoss>* losses) override {
-    Json entry;
-    if (!WriteEntry(format_, tensor, encoding, &entry, losses)) return;
-    absl::StrAppend(out, encoding_count_ == 0 ? "\n" : ",\n", Dump(entry));
-    ++encoding_count_;
+  bool Add(int, const std::string& tensor, const core::Encoding& encoding,
+           const core::TimeSlice& slice, std::string* out,
+           std::vector<InterchangeLoss>* losses) override {
+    const EntryWriter::Progress progress =
+        entry_.Run(tensor, encoding, encoding_count_ == 0 ? "\n" : ",\n", slice,
+                   out, losses);
+    if (progress == EntryWriter::Progress::kPart) return false;
+    if (progress == EntryWriter::Progress::kWritten) ++encoding_count_;
+    return true;
   }
 
-  void Finish(std::string* out) override { absl::StrAppend(out, "\n]}\n"); }
+  bool Finish(const core::TimeSlice&, std::string* out) override {
+    absl::StrAppend(out, "\n]}\n");
+    return true;
+  }
 
  private:
-  const EntryFormat& format_;
   std::string head_;
+  EntryWriter entry_;
 };
 
 // AIMET 0.6.1 and 1.0.0: activations in one pass, parameters in the next.
@@ -65,7 +67,7 @@ class AimetWriter final : public EncodingsWriter {
  public:
   AimetWriter(const EntryFormat& format, absl::string_view version,
               bool is_by_name, ExportOptions options)
-      : format_(format),
+      : entry_(format),
         version_(version),
         is_by_name_(is_by_name),
         options_(std::move(options)) {}
@@ -81,20 +83,27 @@ class AimetWriter final : public EncodingsWriter {
     is_first_ = true;
   }
 
-  void Add(int pass, const std::string& tensor, const core::Encoding& encoding,
-           std::string* out, std::vector<InterchangeLoss>* losses) override {
-    if (options_.is_parameter(tensor, encoding) != (pass == 1)) return;
-    Json entry;
-    if (!WriteEntry(format_, tensor, encoding, &entry, losses)) return;
-    Note(pass, encoding);
-    absl::StrAppend(out, is_first_ ? "\n" : ",\n",
-                    is_by_name_ ? absl::StrCat(Dump(Json(tensor)), ":") : "",
-                    Dump(entry));
-    is_first_ = false;
-    ++encoding_count_;
+  bool Add(int pass, const std::string& tensor, const core::Encoding& encoding,
+           const core::TimeSlice& slice, std::string* out,
+           std::vector<InterchangeLoss>* losses) override {
+    // Asked once for each: there may be many patterns.
+    if (!is_parameter_.has_value()) {
+      is_parameter_ = options_.is_parameter(tensor, encoding);
+    }
+    if (*is_parameter_ == (pass == 1) &&
+        !Write(pass, tensor, encoding, slice, out, losses)) {
+      return false;
+    }
+    is_parameter_.reset();
+    return true;
   }
 
-  void Finish(std::string* out) override {
+  // In 0.6.1 every scale is an object.
+  int64_t memory_per_scale() const override {
+    return is_by_name_ ? kMemoryPerScaleObject : kMemoryPerScale;
+  }
+
+  bool Finish(const core::TimeSlice&, std::string* out) override {
     const Json arguments = {{"activation_bitwidth", bits_[0]},
                             {"param_bitwidth", bits_[1]},
                             {"dtype", "int"},
@@ -102,10 +111,30 @@ class AimetWriter final : public EncodingsWriter {
                             {"per_channel_quantization", is_per_channel_},
                             {"quant_scheme", "min_max"}};
     absl::StrAppend(out, "\n", Close(),
-                    ",\n\"quantizer_args\":", Dump(arguments), "}\n");
+                    ",\n\"quantizer_args\":", DumpJson(arguments), "}\n");
+    return true;
   }
 
  private:
+  static constexpr int64_t kMemoryPerScaleObject = 1400;
+
+  // As Add.
+  bool Write(int pass, const std::string& tensor,
+             const core::Encoding& encoding, const core::TimeSlice& slice,
+             std::string* out, std::vector<InterchangeLoss>* losses) {
+    const std::string head = absl::StrCat(
+        is_first_ ? "\n" : ",\n",
+        is_by_name_ ? absl::StrCat(DumpJson(Json(tensor)), ":") : "");
+    const EntryWriter::Progress progress =
+        entry_.Run(tensor, encoding, head, slice, out, losses);
+    if (progress == EntryWriter::Progress::kPart) return false;
+    if (progress == EntryWriter::Progress::kLeftOut) return true;
+    Note(pass, encoding);
+    is_first_ = false;
+    ++encoding_count_;
+    return true;
+  }
+
   absl::string_view Close() const { return is_by_name_ ? "}" : "]"; }
 
   // What quantizer_args say of all: the widest, and what any parameter has.
@@ -117,10 +146,12 @@ class AimetWriter final : public EncodingsWriter {
     is_per_channel_ |= encoding.scale.size() > 1;
   }
 
-  const EntryFormat& format_;
+  EntryWriter entry_;
   const std::string version_;
   const bool is_by_name_;
   const ExportOptions options_;
+  // Of the encoding under way.
+  absl::optional<bool> is_parameter_;
   bool is_first_ = true;
   int bits_[2] = {8, 8};
   bool is_symmetric_ = false;
@@ -195,7 +226,8 @@ class Parser {
 std::string VersionOf(const Json& document) {
   const auto version = document.find("version");
   if (version == document.end()) return "";
-  return version->is_string() ? version->get<std::string>() : Dump(*version);
+  return version->is_string() ? version->get<std::string>()
+                              : DumpJson(*version);
 }
 
 // Of AIMET: what the version says, or else what the entries look like.

@@ -16,6 +16,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "core/parallel/time_slice.h"
 #include "core/types/encoding.h"
 #include "server/interchange/layout.h"
 
@@ -61,17 +62,30 @@ class EncodingsWriter {
   virtual ~EncodingsWriter() = default;
 
   virtual int pass_count() const { return 1; }
-  // Appends to `out`. Losses of a tensor are told in one of the passes.
+  // Appends to `out`.
   virtual void Begin(int pass, std::string* out) = 0;
-  virtual void Add(int pass, const std::string& tensor,
-                   const core::Encoding& encoding, std::string* out,
-                   std::vector<InterchangeLoss>* losses) = 0;
-  virtual void Finish(std::string* out) = 0;
+  // The same until the slice is over, by one step at least; answers whether
+  // the encoding is written or left out. Until then calls have the same
+  // arguments but the slice. What is written does not depend on slices. Losses
+  // of a tensor are told in one of the passes.
+  virtual bool Add(int pass, const std::string& tensor,
+                   const core::Encoding& encoding, const core::TimeSlice& slice,
+                   std::string* out, std::vector<InterchangeLoss>* losses) = 0;
+  // The rest, in the same way.
+  virtual bool Finish(const core::TimeSlice& slice, std::string* out) = 0;
+
+  // Bounds in bytes, beside the encoding and `out`: what Add takes for each
+  // scale while it is at it, and what stays of all that were added.
+  virtual int64_t memory_per_scale() const { return kMemoryPerScale; }
+  virtual int64_t memory_bytes() const { return 0; }
 
   // Encodings that the file has so far.
   int64_t encoding_count() const { return encoding_count_; }
 
  protected:
+  // A number in a tree, and read back several times over.
+  static constexpr int64_t kMemoryPerScale = 150;
+
   int64_t encoding_count_ = 0;
 };
 

@@ -111,6 +111,20 @@ class MemoryCounter final : public nlohmann::json_sax<Json> {
   absl::Status status_;
 };
 
+// Values that are written at once.
+constexpr size_t kDumpedAtOnce = 256;
+
+// Of `json` and all that is in it, counted up to `most`.
+size_t ValueCount(const Json& json, size_t most) {
+  size_t count = 1;
+  if (!json.is_structured()) return count;
+  for (const Json& value : json) {
+    if (count >= most) break;
+    count += ValueCount(value, most - count);
+  }
+  return count;
+}
+
 std::string TypeText(const Json& value) {
   return absl::StrCat("got ", value.is_number()   ? "a number"
                               : value.is_array()  ? "a list"
@@ -135,6 +149,62 @@ absl::Status ChargeJsonMemory(absl::string_view text,
     return counter.status();
   }
   return counter.Charge();
+}
+
+std::string DumpJson(const Json& json) {
+  // Names are UTF-8, and must not throw if they are not.
+  return json.dump(-1, ' ', false, Json::error_handler_t::replace);
+}
+
+JsonDumper::JsonDumper(Json json) : json_(std::move(json)) {}
+
+void JsonDumper::Begin(const Json& json, std::string* out) {
+  if (ValueCount(json, kDumpedAtOnce) < kDumpedAtOnce) {
+    out->append(DumpJson(json));
+    return;
+  }
+  out->push_back(json.is_array() ? '[' : '{');
+  open_.push_back({&json, json.begin(), true});
+}
+
+void JsonDumper::Step(std::string* out) {
+  Open& open = open_.back();
+  if (open.next == open.json->end()) {
+    out->push_back(open.json->is_array() ? ']' : '}');
+    open_.pop_back();
+    return;
+  }
+  if (!open.is_first) out->push_back(',');
+  open.is_first = false;
+  if (open.json->is_object()) {
+    absl::StrAppend(out, DumpJson(Json(open.next.key())), ":");
+  } else {
+    // Small values of a list together, which is several times faster.
+    Json values = Json::array();
+    for (size_t count = 0; open.next != open.json->end(); ++open.next) {
+      count += ValueCount(*open.next, kDumpedAtOnce);
+      if (count >= kDumpedAtOnce) break;
+      values.push_back(*open.next);
+    }
+    if (!values.empty()) {
+      const std::string text = DumpJson(values);
+      out->append(text, 1, text.size() - 2);
+      return;
+    }
+  }
+  const Json& value = *open.next;
+  ++open.next;
+  Begin(value, out);
+}
+
+bool JsonDumper::Run(const core::TimeSlice& slice, std::string* out) {
+  if (!has_begun_) Begin(json_, out);
+  has_begun_ = true;
+  while (!open_.empty()) {
+    Step(out);
+    if (slice.over()) break;
+  }
+  return open_.empty();
 }
 
 std::string QuotedText(absl::string_view text) {

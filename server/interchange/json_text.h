@@ -4,6 +4,7 @@
 #ifndef QUANTD_SERVER_INTERCHANGE_JSON_TEXT_H_
 #define QUANTD_SERVER_INTERCHANGE_JSON_TEXT_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -11,6 +12,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
+#include "core/parallel/time_slice.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::server {
@@ -26,6 +28,37 @@ constexpr int kMaxJsonDepth = 32;
 // twice in one object); those of `charge`.
 absl::Status ChargeJsonMemory(absl::string_view text,
                               absl::FunctionRef<absl::Status(int64_t)> charge);
+
+// A document on one line. What is not UTF-8 in it is replaced.
+std::string DumpJson(const Json& json);
+
+// The same text in steps. Not thread-safe.
+class JsonDumper {
+ public:
+  explicit JsonDumper(Json json);
+  JsonDumper(const JsonDumper&) = delete;
+  JsonDumper& operator=(const JsonDumper&) = delete;
+
+  // Appends some thousand bytes, and more until the slice is over; answers
+  // whether that was all.
+  bool Run(const core::TimeSlice& slice, std::string* out);
+
+ private:
+  // A list or an object that is written, up to `next`.
+  struct Open {
+    const Json* json;
+    Json::const_iterator next;
+    bool is_first;
+  };
+
+  void Begin(const Json& json, std::string* out);
+  // The next values of the innermost, or its end.
+  void Step(std::string* out);
+
+  const Json json_;
+  bool has_begun_ = false;
+  std::vector<Open> open_;
+};
 
 // `text` in quotes, safe to show and cut to a bounded length.
 std::string QuotedText(absl::string_view text);

@@ -23,9 +23,6 @@ namespace {
 constexpr int64_t kMiB = int64_t{1} << 20;
 // Requests up to this size are parsed on gRPC's threads.
 constexpr int64_t kLightRequestBytes = int64_t{8} << 10;
-// What takes no more is not charged: so that small calls, which come in large
-// numbers, go on while tensors have used up the budget.
-constexpr int64_t kUnchargedBytes = int64_t{64} << 10;
 constexpr char kWayOut[] = "try again when fewer calls are under way";
 
 // The most memory that a request may take, once it is parsed.

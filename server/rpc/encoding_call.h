@@ -27,6 +27,10 @@ namespace quantd::server {
 // turn.
 constexpr absl::Duration kNamesSlice = absl::Milliseconds(2);
 
+// What takes no more is not charged: so that small calls, which come in large
+// numbers, go on while tensors have used up the budget.
+constexpr int64_t kUnchargedBytes = int64_t{64} << 10;
+
 // What every call of EncodingService is made with; all outlives the call.
 struct CallArguments {
   const RpcEnvironment& env;

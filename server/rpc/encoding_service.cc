@@ -18,6 +18,7 @@
 #include "quantd/v1/encoding_service.pb.h"
 #include "server/guard/memory_budget.h"
 #include "server/rpc/interchange_rpcs.h"
+#include "server/rpc/page_bytes.h"
 #include "server/rpc/statistics_rpcs.h"
 #include "server/rpc/tensor_input.h"
 #include "server/wire/encoding_proto.h"
@@ -62,22 +63,35 @@ absl::StatusOr<Page> CheckPage(int page_size, absl::string_view page_token) {
   return page;
 }
 
+// Charges what an answer takes beside its text, unless that is little.
+absl::Status Charge(const UnaryContext& context, int64_t bytes) {
+  if (bytes <= kUnchargedBytes) return absl::OkStatus();
+  return context.env.budget->Grow(context.lease, bytes,
+                                  "try again when fewer calls are under way");
+}
+
 // Lists one entry more than the page has, to know whether there is a next one.
 // `list(after, limit)` lists; `name(entry)` names; `add(entry)` answers.
-template <typename List, typename Name, typename Add>
-absl::Status FillPage(int page_size, absl::string_view page_token, List list,
-                      Name name, Add add, std::string* next_page_token) {
-  absl::StatusOr<Page> page = CheckPage(page_size, page_token);
+template <typename Request, typename Response, typename List, typename Name,
+          typename Add>
+absl::Status FillPage(const UnaryContext& context, const Request& request,
+                      List list, Name name, Add add, Response* response) {
+  absl::StatusOr<Page> page =
+      CheckPage(request.page_size(), request.page_token());
   if (!page.ok()) return page.status();
   auto entries = list(page->after, page->size + 1);
   if (!entries.ok()) return entries.status();
   const auto shown =
       std::min<size_t>(entries->size(), static_cast<size_t>(page->size));
+  // An entry takes about as much again in the answer.
+  absl::Status status = Charge(context, 2 * PageBytes(*entries, name));
+  if (!status.ok()) return status;
   for (size_t i = 0; i < shown; ++i) add((*entries)[i]);
   if (shown < entries->size()) {
-    *next_page_token = PageToken(name((*entries)[shown - 1]));
+    response->set_next_page_token(PageToken(name((*entries)[shown - 1])));
   }
-  return absl::OkStatus();
+  return Charge(context, PageBytes(*entries, name) +
+                             static_cast<int64_t>(response->SpaceUsedLong()));
 }
 
 absl::Status CheckModel(const std::string& model) {
@@ -102,7 +116,7 @@ absl::Status ListEncodings(const UnaryContext& context,
   const absl::StatusOr<std::string> revision = CheckRevision(request);
   if (!revision.ok()) return revision.status();
   return FillPage(
-      request.page_size(), request.page_token(),
+      context, request,
       [&](absl::string_view after, int limit) {
         return context.caller.encodings->ListEncodings(request.model(),
                                                        *revision, after, limit);
@@ -115,7 +129,7 @@ absl::Status ListEncodings(const UnaryContext& context,
         proto->set_format(static_cast<v1::NumberFormat>(entry.format));
         proto->set_scale_count(entry.scale_count);
       },
-      response->mutable_next_page_token());
+      response);
 }
 
 absl::Status GetEncoding(const UnaryContext& context,
@@ -142,13 +156,12 @@ absl::Status PutEncoding(const UnaryContext& context,
     return core::WithField(core::EncodingMissingError(), "encoding");
   }
   const int64_t limit = context.env.limits.scale_count;
-  const int64_t scale_count = request.encoding().scale_size();
-  const auto code_count =
-      static_cast<int64_t>(request.encoding().scale_code().size());
-  if (std::max(scale_count, code_count) > limit) {
-    return core::WithField(
-        core::ScaleCountLimitError(limit, std::max(scale_count, code_count)),
-        scale_count > limit ? "encoding.scale" : "encoding.scale_code");
+  const int64_t scale_count = ScaleCount(request.encoding());
+  if (scale_count > limit) {
+    return core::WithField(core::ScaleCountLimitError(limit, scale_count),
+                           request.encoding().scale_size() > limit
+                               ? "encoding.scale"
+                               : "encoding.scale_code");
   }
   absl::StatusOr<core::Encoding> encoding =
       EncodingFromProto(request.encoding());
@@ -177,7 +190,7 @@ absl::Status ListModels(const UnaryContext& context,
                         const v1::ListModelsRequest& request,
                         v1::ListModelsResponse* response) {
   return FillPage(
-      request.page_size(), request.page_token(),
+      context, request,
       [&](absl::string_view after, int limit) {
         return context.caller.encodings->ListModels(after, limit);
       },
@@ -188,7 +201,7 @@ absl::Status ListModels(const UnaryContext& context,
         proto->set_revision_count(entry.revision_count);
         proto->set_encoding_count(entry.encoding_count);
       },
-      response->mutable_next_page_token());
+      response);
 }
 
 absl::Status ListRevisions(const UnaryContext& context,
@@ -196,7 +209,7 @@ absl::Status ListRevisions(const UnaryContext& context,
                            v1::ListRevisionsResponse* response) {
   if (absl::Status s = CheckModel(request.model()); !s.ok()) return s;
   return FillPage(
-      request.page_size(), request.page_token(),
+      context, request,
       [&](absl::string_view after, int limit) {
         return context.caller.encodings->ListRevisions(request.model(), after,
                                                        limit);
@@ -207,7 +220,7 @@ absl::Status ListRevisions(const UnaryContext& context,
         proto->set_revision(entry.revision);
         proto->set_encoding_count(entry.encoding_count);
       },
-      response->mutable_next_page_token());
+      response);
 }
 
 absl::Status GetStatistics(const UnaryContext& context,
@@ -215,13 +228,12 @@ absl::Status GetStatistics(const UnaryContext& context,
                            v1::GetStatisticsResponse* response) {
   absl::StatusOr<EncodingKey> key = KeyFromProto(request.name());
   if (!key.ok()) return core::WithField(key.status(), "name");
-  MemoryBudget::Lease lease;
   absl::StatusOr<StoredStatistics> stored =
       context.caller.statistics->ReadStatistics(
           *key, [&](int64_t memory_bytes) -> absl::Status {
             if (context.stopped()) return absl::CancelledError();
             return context.env.budget->Grow(
-                &lease, memory_bytes,
+                context.lease, memory_bytes,
                 "try again when fewer calls are under way");
           });
   if (!stored.ok()) return stored.status();
@@ -253,7 +265,7 @@ absl::Status ListStatistics(const UnaryContext& context,
   const absl::StatusOr<std::string> revision = CheckRevision(request);
   if (!revision.ok()) return revision.status();
   return FillPage(
-      request.page_size(), request.page_token(),
+      context, request,
       [&](absl::string_view after, int limit) {
         return context.caller.statistics->ListStatistics(
             request.model(), *revision, after, limit);
@@ -266,7 +278,7 @@ absl::Status ListStatistics(const UnaryContext& context,
         proto->set_size_bytes(entry.size_bytes);
         *proto->mutable_update_time() = ToTimestamp(entry.update_time);
       },
-      response->mutable_next_page_token());
+      response);
 }
 
 absl::Status DeleteStatistics(const UnaryContext& context,

@@ -21,6 +21,7 @@
 #include "server/interchange/interchange.h"
 #include "server/rpc/encoding_call.h"
 #include "server/rpc/interchange_rpcs.h"
+#include "server/rpc/page_bytes.h"
 #include "server/rpc/patterns.h"
 #include "server/rpc/tensorwise_call.h"
 #include "server/wire/names.h"
@@ -34,10 +35,14 @@ constexpr size_t kMostLosses = 256;
 // Of one message, unless a single encoding has more.
 constexpr int64_t kBatchScales = 4096;
 constexpr size_t kBatchEncodings = 256;
-// What a scale takes as a tree, as text, and read back.
-constexpr int64_t kMemoryPerScale = 200;
+// What a scale takes as it is read and as text, beside the writer's share.
+constexpr int64_t kMemoryPerScale = 50;
 constexpr int64_t kMemoryPerEncoding = 4096;
 constexpr char kWayOut[] = "try again when fewer calls are under way";
+
+const std::string& EncodingName(const EncodingListEntry& entry) {
+  return entry.tensor;
+}
 
 bool IsParameterByDefault(absl::string_view tensor,
                           const core::Encoding& encoding) {
@@ -77,13 +82,19 @@ class ExportEncodingsCall final
     for (; added_ < batch_.size(); ++added_) {
       if (slice.over()) return false;
       const auto& [tensor, encoding] = batch_[added_];
-      writer_->Add(pass_, tensor, *encoding, &text_, &losses_);
+      if (!writer_->Add(pass_, tensor, *encoding, slice, &text_, &losses_)) {
+        return false;
+      }
     }
     batch_.clear();
     added_ = 0;
     batch_scales_ = 0;
     batch_bytes_ = 0;
-    if (is_pass_over_ && !is_finished_) EndPass();
+    // A long end goes out piece by piece.
+    if (is_pass_over_ && !is_finished_ && Pending() < kPieceBytes &&
+        !EndPass(slice) && Pending() < kPieceBytes) {
+      return false;
+    }
     const size_t size = std::min(Pending(), kPieceBytes);
     response->set_data(text_.data() + text_begin_, size);
     text_begin_ += size;
@@ -91,9 +102,10 @@ class ExportEncodingsCall final
       std::string(text_, text_begin_).swap(text_);
       text_begin_ = 0;
     }
-    // The client may take its time for the text, and holds no more than that.
+    // The client may take its time for the text, and holds no more than that
+    // and what the writer keeps.
     lease_.Release();
-    env().budget->Count(&lease_, static_cast<int64_t>(text_.capacity()));
+    env().budget->Count(&lease_, KeptBytes());
     const size_t loss_count = std::min(losses_.size(), kMostLosses);
     for (size_t i = 0; i < loss_count; ++i) {
       v1::InterchangeLoss* const loss = response->add_losses();
@@ -164,7 +176,9 @@ class ExportEncodingsCall final
     page_ = *std::move(page);
     next_ = 0;
     if (!page_.empty()) last_tensor_ = page_.back().tensor;
-    return absl::OkStatus();
+    page_lease_.Release();
+    return env().budget->Grow(&page_lease_, PageBytes(page_, EncodingName),
+                              kWayOut);
   }
 
   // Reads some of the encodings for the next message; answers whether those
@@ -207,32 +221,37 @@ class ExportEncodingsCall final
     return true;
   }
 
-  static int64_t MemoryOf(int64_t scale_count) {
-    return kMemoryPerEncoding + kMemoryPerScale * scale_count;
+  int64_t MemoryOf(int64_t scale_count) const {
+    return kMemoryPerEncoding +
+           (kMemoryPerScale + writer_->memory_per_scale()) * scale_count;
+  }
+
+  // What stays between two messages.
+  int64_t KeptBytes() const {
+    return static_cast<int64_t>(text_.capacity()) + writer_->memory_bytes();
   }
 
   // For an encoding of so many scales, beside those of the batch.
   absl::Status Charge(int64_t scale_count) {
-    return env().budget->Grow(&lease_,
-                              static_cast<int64_t>(text_.capacity()) +
-                                  batch_bytes_ + MemoryOf(scale_count),
-                              kWayOut);
+    return env().budget->Grow(
+        &lease_, KeptBytes() + batch_bytes_ + MemoryOf(scale_count), kWayOut);
   }
 
-  void EndPass() {
-    ++pass_;
-    if (pass_ == writer_->pass_count()) {
-      writer_->Finish(&text_);
-      is_finished_ = true;
-      return;
+  // Answers whether the pass has ended.
+  bool EndPass(const core::TimeSlice& slice) {
+    if (pass_ + 1 == writer_->pass_count()) {
+      is_finished_ = writer_->Finish(slice, &text_);
+      return is_finished_;
     }
-    writer_->Begin(pass_, &text_);
+    writer_->Begin(++pass_, &text_);
     is_pass_over_ = false;
     // From the first page again.
     last_tensor_.clear();
     page_.clear();
+    page_lease_.Release();
     next_ = 0;
     is_last_page_ = false;
+    return true;
   }
 
   std::string revision_;
@@ -258,8 +277,9 @@ class ExportEncodingsCall final
   std::string text_;
   size_t text_begin_ = 0;
   std::vector<InterchangeLoss> losses_;
-  // What batch_ and text_ take.
+  // What batch_, text_ and the writer take.
   MemoryBudget::Lease lease_;
+  MemoryBudget::Lease page_lease_;
 };
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include "absl/status/statusor.h"
 #include "core/errors.h"
 #include "core/parallel/time_slice.h"
+#include "server/rpc/page_bytes.h"
 #include "server/wire/names.h"
 
 namespace quantd::server {
@@ -43,6 +44,15 @@ absl::StatusOr<bool> RevisionStatistics::List(
     next_ = 0;
     is_last_page_ = page_.size() < kPageSize;
     if (!page_.empty()) last_tensor_ = page_.back().tensor;
+    page_lease_.Release();
+    absl::Status status = env_.budget->Grow(
+        &page_lease_,
+        PageBytes(page_,
+                  [](const StatisticsListEntry& entry) -> const std::string& {
+                    return entry.tensor;
+                  }),
+        kWayOut);
+    if (!status.ok()) return status;
   }
   const core::TimeSlice slice(kNamesSlice);
   int64_t bytes = entries_lease_.bytes();
@@ -54,7 +64,13 @@ absl::StatusOr<bool> RevisionStatistics::List(
   }
   absl::Status status = env_.budget->Grow(&entries_lease_, bytes, kWayOut);
   if (!status.ok()) return status;
-  return is_last_page_ && next_ == page_.size();
+  const bool is_last = is_last_page_ && next_ == page_.size();
+  if (is_last) {
+    std::vector<StatisticsListEntry>().swap(page_);
+    next_ = 0;
+    page_lease_.Release();
+  }
+  return is_last;
 }
 
 EncodingKey RevisionStatistics::KeyOf(const StatisticsListEntry& entry) const {

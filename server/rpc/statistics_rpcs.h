@@ -65,8 +65,9 @@ class RevisionStatistics {
   std::string last_tensor_;
   // Those that are wanted.
   std::vector<StatisticsListEntry> entries_;
-  // What entries_ take, and what was loaded.
+  // What entries_ and page_ take, and what was loaded.
   MemoryBudget::Lease entries_lease_;
+  MemoryBudget::Lease page_lease_;
   MemoryBudget::Lease lease_;
 };
 

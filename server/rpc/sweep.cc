@@ -17,6 +17,7 @@
 #include "core/calibrate/prediction.h"
 #include "core/errors.h"
 #include "core/formats/number_format.h"
+#include "core/parallel/time_slice.h"
 #include "core/types/block_layout.h"
 #include "quantd/v1/encoding_service.pb.h"
 #include "server/rpc/encoding_call.h"
@@ -106,9 +107,8 @@ class SweepCall final
     response->set_total_count(revision_.entries().size());
     if (next_ == revision_.entries().size()) {
       response->set_done_count(next_);
-      Summarize(response->mutable_summary());
-      summarized_ = true;
-      return true;
+      summarized_ = Summarize(response->mutable_summary());
+      return summarized_;
     }
     if (tensor_status_.ok() && !CalibrateSpecs()) return false;
     const StatisticsListEntry& entry = revision_.entries()[next_++];
@@ -136,10 +136,9 @@ class SweepCall final
   }
 
  private:
-  // What a mixture is chosen from.
+  // What a mixture is chosen from, beside its options.
   struct Tensor {
     std::string name;
-    core::TensorOptions options;
     // [options] expected SQNR.
     std::vector<double> sqnr_db;
   };
@@ -231,10 +230,11 @@ class SweepCall final
     if (!element_count.ok()) return element_count.status();
     element_count_ = *element_count;
     const int64_t kept_bytes =
-        static_cast<int64_t>(entry.tensor.size() + sizeof(Tensor)) +
+        static_cast<int64_t>(entry.tensor.size() + sizeof(Tensor) +
+                             core::MixtureChooser::kTensorBytes) +
         static_cast<int64_t>(specs_.size()) *
             static_cast<int64_t>(sizeof(core::PrecisionOption) +
-                                 sizeof(double));
+                                 sizeof(double) + sizeof(int));
     absl::Status status =
         env().budget->Grow(&options_lease_, options_lease_.bytes() + kept_bytes,
                            "sweep fewer tensors at once, by patterns");
@@ -245,9 +245,15 @@ class SweepCall final
 
   void TakeResults(const StatisticsListEntry& entry,
                    v1::SweepResponse* response) {
-    Tensor tensor{entry.tensor, {}, {}};
-    for (const SpecResult& result : results_) AddResult(result, &tensor);
-    if (!tensor.options.empty()) tensors_.push_back(std::move(tensor));
+    Tensor tensor{entry.tensor, {}};
+    core::TensorOptions options;
+    for (const SpecResult& result : results_) {
+      AddResult(result, &tensor, &options);
+    }
+    if (!options.empty()) {
+      tensors_.push_back(std::move(tensor));
+      options_.push_back(std::move(options));
+    }
     absl::c_sort(results_, RanksBefore);
     for (const SpecResult& result : results_) {
       v1::SweepCandidate* candidate = response->add_candidates();
@@ -262,7 +268,8 @@ class SweepCall final
   }
 
   // Adds a result to its total and to what a mixture may choose.
-  void AddResult(const SpecResult& result, Tensor* tensor) {
+  void AddResult(const SpecResult& result, Tensor* tensor,
+                 core::TensorOptions* options) {
     v1::SweepTotal& total = totals_[result.spec_index];
     if (!result.status.ok()) {
       total.set_failed_count(total.failed_count() + 1);
@@ -276,11 +283,35 @@ class SweepCall final
       total.set_min_sqnr_tensor(tensor->name);
     }
     AddTensor(option, sqnr_db, first, &total);
-    tensor->options.push_back(option);
+    options->push_back(option);
     tensor->sqnr_db.push_back(sqnr_db);
   }
 
-  void Summarize(v1::SweepSummary* summary) {
+  // The next step of it; answers whether that was the last.
+  bool Summarize(v1::SweepSummary* summary) {
+    if (summary->totals().empty()) BeginSummary(summary);
+    if (!chooser_.has_value()) return true;
+    const core::TimeSlice slice(kNamesSlice);
+    if (mixture_.choice.empty()) {
+      if (!chooser_->Run(slice)) return false;
+      mixture_ = chooser_->Take();
+    }
+    v1::SweepMixture* const proto = summary->mutable_mixture();
+    proto->set_target_met(mixture_.target_met);
+    for (; answered_ < tensors_.size(); ++answered_) {
+      if (slice.over()) return false;
+      const Tensor& tensor = tensors_[answered_];
+      const int choice = mixture_.choice[answered_];
+      const core::PrecisionOption& option = options_[answered_][choice];
+      v1::SweepMixture::Choice* chosen = proto->add_choices();
+      chosen->set_tensor(tensor.name);
+      chosen->set_spec_index(option.spec_index);
+      AddTensor(option, tensor.sqnr_db[choice], answered_ == 0, proto);
+    }
+    return true;
+  }
+
+  void BeginSummary(v1::SweepSummary* summary) {
     absl::c_stable_sort(
         totals_, [](const v1::SweepTotal& a, const v1::SweepTotal& b) {
           const bool failed_a = a.failed_count() > 0;
@@ -289,31 +320,18 @@ class SweepCall final
           return a.noise_to_signal_sum() < b.noise_to_signal_sum();
         });
     for (const v1::SweepTotal& total : totals_) *summary->add_totals() = total;
-    std::vector<core::TensorOptions> options;
-    for (const Tensor& tensor : tensors_) options.push_back(tensor.options);
-    core::Mixture mixture;
     switch (request().mixture_case()) {
       case v1::SweepRequest::kMinSqnrDb:
-        mixture = core::SmallestMixture(options, request().min_sqnr_db());
+        chooser_ =
+            core::MixtureChooser::Smallest(options_, request().min_sqnr_db());
         break;
       case v1::SweepRequest::kMaxSizeBytes:
-        mixture = core::BestMixture(
-            options, static_cast<int64_t>(request().max_size_bytes()));
+        chooser_ = core::MixtureChooser::Best(
+            options_, static_cast<int64_t>(request().max_size_bytes()));
         break;
       case v1::SweepRequest::MIXTURE_NOT_SET:
-        return;
+        break;
     }
-    v1::SweepMixture* proto = summary->mutable_mixture();
-    for (size_t i = 0; i < tensors_.size(); ++i) {
-      const Tensor& tensor = tensors_[i];
-      const int choice = mixture.choice[i];
-      const core::PrecisionOption& option = tensor.options[choice];
-      v1::SweepMixture::Choice* chosen = proto->add_choices();
-      chosen->set_tensor(tensor.name);
-      chosen->set_spec_index(option.spec_index);
-      AddTensor(option, tensor.sqnr_db[choice], i == 0, proto);
-    }
-    proto->set_target_met(mixture.target_met);
   }
 
   bool opened_ = false;
@@ -336,7 +354,12 @@ class SweepCall final
   // Over the tensors so far: [specs], and those on which a spec succeeded.
   std::vector<v1::SweepTotal> totals_;
   std::vector<Tensor> tensors_;
-  // What tensors_ takes.
+  std::vector<core::TensorOptions> options_;
+  // Of the summary: the choice, and the tensors that are in the answer.
+  absl::optional<core::MixtureChooser> chooser_;
+  core::Mixture mixture_;
+  size_t answered_ = 0;
+  // What tensors_, options_ and the chooser take.
   MemoryBudget::Lease options_lease_;
 };
 

@@ -38,15 +38,14 @@ constexpr size_t kSmallScaleCount = 1024;
 
 // What `proto` takes as core::Encoding.
 int64_t EncodingBytes(const v1::Encoding& proto) {
-  const auto code_count = static_cast<int64_t>(proto.scale_code().size());
-  const int64_t scale_count = std::max<int64_t>(proto.scale_size(), code_count);
   const auto dimension_count = static_cast<int64_t>(proto.block_size_size()) +
                                proto.outer_block_size_size() +
                                proto.scale_shape_size();
-  return static_cast<int64_t>(sizeof(core::Encoding)) + code_count +
+  return static_cast<int64_t>(sizeof(core::Encoding)) +
+         static_cast<int64_t>(proto.scale_code().size()) +
          static_cast<int64_t>(sizeof(float)) *
-             (scale_count + proto.zero_point_size() + proto.outer_scale_size() +
-              proto.codebook_size()) +
+             (ScaleCount(proto) + proto.zero_point_size() +
+              proto.outer_scale_size() + proto.codebook_size()) +
          static_cast<int64_t>(sizeof(int64_t)) * dimension_count;
 }
 
@@ -168,8 +167,7 @@ absl::StatusOr<EncodingSource> EncodingSource::Open(
 
 absl::StatusOr<EncodingSource> EncodingSource::Open(const RpcEnvironment& env,
                                                     const v1::Encoding& proto) {
-  const int64_t scale_count = std::max<int64_t>(
-      proto.scale_size(), static_cast<int64_t>(proto.scale_code().size()));
+  const int64_t scale_count = ScaleCount(proto);
   if (scale_count > env.limits.scale_count) {
     return core::WithField(
         core::ScaleCountLimitError(env.limits.scale_count, scale_count),

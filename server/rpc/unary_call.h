@@ -6,6 +6,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "core/errors.h"
+#include "server/guard/memory_budget.h"
 #include "server/rpc/caller.h"
 #include "server/rpc/encoding_call.h"
 #include "server/rpc/rpc_environment.h"
@@ -18,6 +19,8 @@ struct UnaryContext {
   const Caller& caller;
   // Whether the answer is of no use any more.
   absl::FunctionRef<bool()> stopped;
+  // What the body takes, its answer included, until that is in bytes.
+  MemoryBudget::Lease* lease;
 };
 
 // Runs a body, which waits for the store, on the store's pool.
@@ -39,9 +42,12 @@ class UnaryCall final : public EncodingCall {
 
   void Run() {
     if (!MayGoOn()) return;
+    // The answer goes before what it was charged for.
+    MemoryBudget::Lease lease;
     Response response;
-    absl::Status status = body_({env(), caller(), [this] { return stopped(); }},
-                                request_, &response);
+    absl::Status status =
+        body_({env(), caller(), [this] { return stopped(); }, &lease}, request_,
+              &response);
     status.ok() ? EndWith(response) : End(std::move(status));
   }
 

@@ -147,6 +147,11 @@ absl::StatusOr<core::Encoding> EncodingFromProto(const v1::Encoding& proto) {
   return encoding;
 }
 
+int64_t ScaleCount(const v1::Encoding& proto) {
+  return std::max<int64_t>(proto.scale_size(),
+                           static_cast<int64_t>(proto.scale_code().size()));
+}
+
 absl::StatusOr<core::EncodingSpec> SpecFromProto(
     const v1::EncodingSpec& proto) {
   core::EncodingSpec spec;

@@ -24,6 +24,9 @@ void EncodingToProto(const core::Encoding& encoding, v1::Encoding* proto);
 // fields.
 absl::StatusOr<core::Encoding> EncodingFromProto(const v1::Encoding& proto);
 
+// As many as `proto` has, as numbers or as codes.
+int64_t ScaleCount(const v1::Encoding& proto);
+
 // Errors: ENUM_UNKNOWN and those of core::ValidateSpec, at the message's
 // fields.
 absl::StatusOr<core::EncodingSpec> SpecFromProto(const v1::EncodingSpec& proto);

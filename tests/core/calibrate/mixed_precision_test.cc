@@ -2,11 +2,14 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <random>
 #include <vector>
 
+#include "absl/time/time.h"
+#include "core/parallel/time_slice.h"
 #include "gtest/gtest.h"
 
 namespace quantd::core {
@@ -118,6 +121,29 @@ TEST(MixedPrecisionTest, IsWithinOneStepOfTheOptimum) {
     optimal += noise <= least * (1 + 1e-12);
   }
   EXPECT_GT(optimal, kRounds / 2);
+}
+
+TEST(MixedPrecisionTest, ChoosesTheSameInSlices) {
+  std::mt19937 random(2);
+  std::vector<TensorOptions> tensors(200);
+  for (TensorOptions& options : tensors) {
+    for (int i = 0; i < 8; ++i) {
+      options.push_back({i, 1 + static_cast<int64_t>(random() % 1000),
+                         1.0 / (1 + static_cast<double>(random() % 100))});
+    }
+  }
+  const auto choose = [](MixtureChooser chooser) {
+    size_t steps = 1;
+    while (!chooser.Run(TimeSlice(absl::ZeroDuration()))) ++steps;
+    EXPECT_GE(steps, 200u);
+    return chooser.Take().choice;
+  };
+  EXPECT_EQ(choose(MixtureChooser::Smallest(tensors, 15)),
+            SmallestMixture(tensors, 15).choice);
+  for (const int64_t limit : {40'000, 80'000, 120'000}) {
+    EXPECT_EQ(choose(MixtureChooser::Best(tensors, limit)),
+              BestMixture(tensors, limit).choice);
+  }
 }
 
 TEST(MixedPrecisionTest, TakesWhateverFigures) {

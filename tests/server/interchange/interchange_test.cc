@@ -11,8 +11,10 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/time.h"
 #include "core/errors.h"
 #include "core/formats/number_format.h"
+#include "core/parallel/time_slice.h"
 #include "core/types/encoding.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -82,9 +84,19 @@ struct Written {
   std::string text;
   std::vector<InterchangeLoss> losses;
   int64_t count = 0;
+  // What the writer had kept of them before the end.
+  int64_t kept_bytes = 0;
 };
 
-Written Write(InterchangeFormat format, const Encodings& encodings) {
+// `steps` gets the number of slices, each over as soon as it begins; without it
+// a slice never is.
+Written Write(InterchangeFormat format, const Encodings& encodings,
+              int* steps = nullptr) {
+  const auto slice = [steps] {
+    if (steps == nullptr) return core::TimeSlice::Endless();
+    ++*steps;
+    return core::TimeSlice(absl::ZeroDuration());
+  };
   ExportOptions options;
   options.model = "acme/net";
   options.revision = "main";
@@ -101,10 +113,14 @@ Written Write(InterchangeFormat format, const Encodings& encodings) {
     for (const auto& [name, encoding] : encodings) {
       EXPECT_TRUE(core::ValidateEncoding(encoding).ok())
           << name << ": " << core::ValidateEncoding(encoding);
-      (*writer)->Add(pass, name, encoding, &written.text, &written.losses);
+      while (!(*writer)->Add(pass, name, encoding, slice(), &written.text,
+                             &written.losses)) {
+      }
     }
   }
-  (*writer)->Finish(&written.text);
+  written.kept_bytes = (*writer)->memory_bytes();
+  while (!(*writer)->Finish(slice(), &written.text)) {
+  }
   written.count = (*writer)->encoding_count();
   return written;
 }
@@ -614,6 +630,55 @@ TEST(InterchangeTest, WritesTheSchemesOfCompressedTensors) {
   EXPECT_THAT(Losses(written.losses), HasSubstr("odd left out"));
   EXPECT_THAT(Losses(written.losses), HasSubstr("e.weight left out"));
   EXPECT_THAT(Losses(written.losses), HasSubstr("b.weight: scale"));
+}
+
+TEST(InterchangeTest, WritesTheSameInSlices) {
+  constexpr int kChannels = 8192;
+  core::Encoding large = PerChannel("uint8", 2, 0, kChannels);
+  for (int i = 0; i < kChannels; ++i) large.zero_point.push_back(i % 200);
+  core::Encoding blocks = PerChannel("int4", 2, 0, kChannels);
+  blocks.block_size = {1, 32};
+  blocks.scale_shape = {kChannels / 4, 4};
+  const Encodings encodings = {{"\xff/a.weight", large},
+                               {"b\n.weight", blocks},
+                               {"c.weight", Lpbq()},
+                               {"d", large},
+                               {"e.input", MakeEncoding("int8", {0.5f})}};
+  for (int format = 1; format <= 6; ++format) {
+    SCOPED_TRACE(format);
+    const auto as = static_cast<InterchangeFormat>(format);
+    int steps = 0;
+    const Written whole = Write(as, encodings);
+    const Written sliced = Write(as, encodings, &steps);
+    EXPECT_EQ(sliced.text, whole.text);
+    EXPECT_EQ(Losses(sliced.losses), Losses(whole.losses));
+    EXPECT_EQ(sliced.count, whole.count);
+    if (as == InterchangeFormat::kCompressedTensors) continue;
+    // Two long lists, and as many of another encoding.
+    EXPECT_GE(steps, 2 * 2 * kChannels / 256);
+  }
+  EXPECT_THAT(Write(InterchangeFormat::kJson, encodings).text,
+              HasSubstr(nlohmann::json(large.zero_point).dump()));
+}
+
+TEST(InterchangeTest, TellsWhatIsKeptOfCompressedTensors) {
+  constexpr int kCount = 2000;
+  const std::string prefix(1000, 'n');
+  Encodings encodings;
+  for (int i = 0; i < kCount; ++i) {
+    encodings.push_back({absl::StrCat(prefix, i, ".weight"), Grouped("int4")});
+  }
+  int steps = 0;
+  const Written written =
+      Write(InterchangeFormat::kCompressedTensors, encodings, &steps);
+  EXPECT_GE(written.kept_bytes, kCount * static_cast<int>(prefix.size()));
+  EXPECT_LE(written.kept_bytes, 2 * kCount * static_cast<int>(prefix.size()));
+  // Each is a step of the end, too.
+  EXPECT_GE(steps, 2 * kCount);
+  const auto config =
+      nlohmann::json::parse(written.text)["quantization_config"];
+  EXPECT_EQ(config["format"], "pack-quantized");
+  EXPECT_EQ(config["config_groups"]["group_0"]["targets"].size(), kCount);
 }
 
 TEST(InterchangeTest, NamesThePlaceOfWhatIsWrong) {

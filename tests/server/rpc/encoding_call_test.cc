@@ -21,6 +21,7 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "core/formats/number_format.h"
+#include "core/statistics/statistics_state.h"
 #include "core/types/encoding.h"
 #include "gmock/gmock.h"
 #include "google/protobuf/descriptor.h"
@@ -313,7 +314,7 @@ class ExportTest : public ::testing::Test {
     ASSERT_TRUE(stored.ok()) << stored.status();
   }
 
-  void Export() {
+  void Export(v1::InterchangeFormat format = v1::INTERCHANGE_FORMAT_JSON) {
     stream_ = std::make_unique<RawStream>(
         server_->NewChannel(), absl::StrCat(kService, "ExportEncodings"));
     v1::ExportEncodingsRequest request;
@@ -394,6 +395,88 @@ TEST_F(ExportTest, ChargesWhatTheStoreHasNotWhatTheListSaid) {
   Put("b", 1 << 20);
   ReadAll();
   EXPECT_THAT(stream_->Finish().error_message(), StartsWith("MEMORY_BUDGET"));
+}
+
+TEST(EncodingCallTest, ChargesPagesOfTensorsWithStatistics) {
+  server::ServerOptions options;
+  options.limits.memory_budget_bytes = 1 << 20;
+  TestServer server(std::move(options));
+  core::StatisticsState state;
+  state.shape = {1};
+  state.statistics = core::TensorStatistics(1, 7);
+  const std::string prefix(1000, 'n');
+  for (int i = 0; i < 1000; ++i) {
+    ASSERT_TRUE(
+        server.statistics()
+            .Contribute({{"m", "main", absl::StrCat(prefix, i)}, "a", 1}, state,
+                        0)
+            .ok());
+  }
+  v1::SweepRequest request;
+  request.set_model("m");
+  request.add_specs()->set_format(v1::NUMBER_FORMAT_INT8);
+  // They are read, and none is kept.
+  request.add_patterns("other");
+  const std::string bytes = request.SerializeAsString();
+  EXPECT_THAT(Ask(server.NewChannel(), "Sweep", &bytes).error_message(),
+              StartsWith("MEMORY_BUDGET"));
+}
+
+// A thousand names of a KiB: 1.2 MB as a page, as much again in an answer or
+// in what a writer keeps of them.
+TEST_F(ExportTest, ChargesPagesOfNamesAndWhatWritersKeepOfThem) {
+  server::Limits limits;
+  limits.memory_budget_bytes = 11 << 18;
+  Serve(limits);
+  const std::string prefix(1000, 'n');
+  for (int i = 0; i < 1000; ++i) Put(absl::StrCat(prefix, i, ".weight"), 1);
+
+  grpc::ClientContext context;
+  v1::ListEncodingsRequest request;
+  request.set_model("m");
+  request.set_page_size(1000);
+  v1::ListEncodingsResponse response;
+  EXPECT_THAT(server_->encodings()
+                  .ListEncodings(&context, request, &response)
+                  .error_message(),
+              StartsWith("MEMORY_BUDGET"));
+
+  // Neither the page nor what is kept is too much by itself.
+  Export(v1::INTERCHANGE_FORMAT_COMPRESSED_TENSORS);
+  ReadAll();
+  EXPECT_THAT(stream_->Finish().error_message(), StartsWith("MEMORY_BUDGET"));
+  EXPECT_TRUE(PollUntil(kLongEnough, [&] { return used_bytes() == 0; }));
+}
+
+TEST_F(ExportTest, LetsOthersHaveTheirTurnWithinAnEncoding) {
+  Serve({});
+  Put("a", kLongText);
+  std::atomic<bool> done = false;
+  const absl::Time start = absl::Now();
+  absl::Duration export_time;
+  Export();
+  std::thread reader([&] {
+    ReadAll();
+    export_time = absl::Now() - start;
+    done.store(true);
+  });
+  // A request that is not light takes a turn of the only worker.
+  v1::ListModelsRequest other;
+  other.set_page_token(
+      absl::WebSafeBase64Escape(std::string(size_t{16} << 10, '~')));
+  absl::Duration longest;
+  while (!done.load()) {
+    grpc::ClientContext context;
+    v1::ListModelsResponse response;
+    const absl::Time asked = absl::Now();
+    const grpc::Status status =
+        server_->encodings().ListModels(&context, other, &response);
+    EXPECT_TRUE(status.ok()) << status.error_message();
+    longest = std::max(longest, absl::Now() - asked);
+  }
+  reader.join();
+  EXPECT_EQ(stream_->Finish().error_message(), "");
+  EXPECT_LT(longest, export_time / 2);
 }
 
 // Names and patterns that it takes long to tell apart.
