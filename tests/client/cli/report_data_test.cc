@@ -1,0 +1,219 @@
+#include "client/cli/report_data.h"
+
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <map>
+#include <numeric>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "client/cpp/tensor.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "quantd/v1/statistics.pb.h"
+
+namespace quantd::cli {
+namespace {
+
+using ::testing::Each;
+using ::testing::IsEmpty;
+using ::testing::SizeIs;
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+
+uint32_t KeyOf(float value, int mantissa_bits) {
+  uint32_t bits = 0;
+  std::memcpy(&bits, &value, sizeof(bits));
+  bits = (bits & 0x80000000U) != 0 ? ~bits : bits ^ 0x80000000U;
+  return bits >> (23 - mantissa_bits);
+}
+
+void AddHistogram(const std::vector<float>& values,
+                  v1::StatisticsState* state) {
+  std::map<uint32_t, uint64_t> counts;
+  for (const float value : values) {
+    ++counts[KeyOf(value, static_cast<int>(state->mantissa_bits()))];
+  }
+  v1::Histogram* const histogram = state->add_histograms();
+  uint32_t before = 0;
+  for (const auto& [key, count] : counts) {
+    histogram->add_key_delta(key - before);
+    histogram->add_count(count);
+    before = key;
+  }
+}
+
+v1::StatisticsState StateOf(const std::vector<float>& values, double min,
+                            double max, uint32_t mantissa_bits = 10) {
+  v1::StatisticsState state;
+  state.set_mantissa_bits(mantissa_bits);
+  state.mutable_statistics()->set_min(min);
+  state.mutable_statistics()->set_max(max);
+  AddHistogram(values, &state);
+  return state;
+}
+
+double TotalOf(const Distribution& distribution) {
+  return std::accumulate(distribution.counts.begin(), distribution.counts.end(),
+                         0.0);
+}
+
+TEST(DistributionOfTest, EveryElementIsInItsBin) {
+  // Bins of one: from -20 to 100.
+  std::vector<float> values = {-20, 100};
+  for (int i = 0; i < 120; ++i) {
+    values.push_back(static_cast<float>(i) - 19.5F);
+  }
+  values.push_back(50.5F);
+  const Distribution result = DistributionOf(StateOf(values, -20, 100));
+  EXPECT_EQ(result.first_edge, -20);
+  EXPECT_EQ(result.last_edge, 100);
+  std::vector<double> expected(120, 1);
+  expected[0] = expected[70] = expected[119] = 2;
+  EXPECT_EQ(result.counts, expected);
+}
+
+TEST(DistributionOfTest, AllButAThousandthLieBetweenItsEnds) {
+  std::vector<float> values;
+  for (int i = -5000; i < 5000; ++i) values.push_back(static_cast<float>(i));
+  const Distribution result = DistributionOf(StateOf(values, -5000, 4999));
+  EXPECT_NEAR(result.low, -4995, 5);
+  EXPECT_NEAR(result.high, 4995, 5);
+  EXPECT_NEAR(TotalOf(result), 10000, 1e-6);
+}
+
+TEST(DistributionOfTest, ABinThatLiesInSeveralIsSharedOutEvenly) {
+  // All that begins with the bits of 1.0 lies from 1 to 1.25.
+  v1::StatisticsState state = StateOf({1}, 1, 2, /*mantissa_bits=*/2);
+  state.mutable_histograms(0)->set_count(0, 3000);
+  const Distribution result = DistributionOf(state);
+  for (int i = 0; i < 120; ++i) {
+    EXPECT_NEAR(result.counts[i], i < 30 ? 100 : 0, 0.01) << i;
+  }
+  EXPECT_NEAR(TotalOf(result), 3000, 1e-6);
+}
+
+TEST(DistributionOfTest, ScaleIndicesAreTakenTogether) {
+  v1::StatisticsState state = StateOf({1, 2}, 1, 3);
+  AddHistogram({2, 3}, &state);
+  const Distribution result = DistributionOf(state);
+  EXPECT_NEAR(result.counts[0], 1, 1e-6);
+  EXPECT_NEAR(result.counts[60], 2, 1e-6);
+  EXPECT_NEAR(result.counts[119], 1, 1e-6);
+}
+
+TEST(DistributionOfTest, ATensorOfOneNumberHasABinOfAll) {
+  for (const float value : {0.0F, -3.0F, 1e20F, -3e38F, 1e-45F}) {
+    const Distribution result =
+        DistributionOf(StateOf({value, value}, static_cast<double>(value),
+                               static_cast<double>(value)));
+    ASSERT_THAT(result.counts, SizeIs(120)) << value;
+    EXPECT_EQ(TotalOf(result), 2) << value;
+    EXPECT_EQ(result.low, static_cast<double>(value));
+    EXPECT_EQ(result.high, static_cast<double>(value));
+  }
+}
+
+TEST(DistributionOfTest, RangesMayBeAsNarrowOrAsWideAsADoubleTells) {
+  constexpr double kLargest = std::numeric_limits<double>::max();
+  constexpr double kSmallest = std::numeric_limits<double>::denorm_min();
+  for (const auto& [min, max] : std::vector<std::pair<double, double>>{
+           {0, kSmallest}, {-kSmallest, kSmallest}, {-kLargest, kLargest}}) {
+    const Distribution result = DistributionOf(StateOf({0, 0, 0}, min, max));
+    ASSERT_THAT(result.counts, SizeIs(120));
+    EXPECT_EQ(TotalOf(result), 3) << min;
+  }
+}
+
+TEST(DistributionOfTest, AStateThatIsNotSoundHasNoCounts) {
+  for (const auto& [min, max] : std::vector<std::pair<double, double>>{
+           {kNan, 1}, {0, kNan}, {-kInfinity, 1}, {0, kInfinity}}) {
+    EXPECT_THAT(DistributionOf(StateOf({0}, min, max)).counts, IsEmpty());
+  }
+  v1::StatisticsState state = StateOf({0, 1}, 0, 1);
+  state.set_mantissa_bits(24);
+  EXPECT_THAT(DistributionOf(state).counts, Each(0));
+  state.set_mantissa_bits(std::numeric_limits<uint32_t>::max());
+  EXPECT_THAT(DistributionOf(state).counts, Each(0));
+  EXPECT_THAT(DistributionOf(v1::StatisticsState()).counts, Each(0));
+}
+
+TEST(DistributionOfTest, WhatIsMalformedInAHistogramIsLeftOut) {
+  // A key without a count.
+  v1::StatisticsState state = StateOf({0, 1}, 0, 1);
+  state.mutable_histograms(0)->mutable_count()->RemoveLast();
+  EXPECT_EQ(TotalOf(DistributionOf(state)), 1);
+  // Keys that no float32 has.
+  state = StateOf({0, 1}, 0, 1);
+  state.mutable_histograms(0)->set_key_delta(
+      1, std::numeric_limits<uint32_t>::max());
+  EXPECT_EQ(TotalOf(DistributionOf(state)), 1);
+  // Ends the wrong way round, and elements outside of them.
+  EXPECT_EQ(TotalOf(DistributionOf(StateOf({0, 1}, 1, 0))), 2);
+  EXPECT_EQ(TotalOf(DistributionOf(StateOf({-5, 9}, 0, 1))), 2);
+  // Bins that are said to have elements, and have none.
+  state = StateOf({0, 1}, 0, 1);
+  state.mutable_histograms(0)->set_count(0, 0);
+  state.mutable_histograms(0)->set_count(1, 0);
+  const Distribution result = DistributionOf(state);
+  EXPECT_THAT(result.counts, Each(0));
+  EXPECT_EQ(result.low, 0);
+}
+
+Encoding EncodingOf(v1::NumberFormat format, const std::vector<float>& scales,
+                    const std::vector<int32_t>& zero_points = {}) {
+  Encoding encoding;
+  encoding.set_format(format);
+  encoding.mutable_scale()->Assign(scales.begin(), scales.end());
+  encoding.mutable_zero_point()->Assign(zero_points.begin(), zero_points.end());
+  return encoding;
+}
+
+using Limits = std::optional<std::pair<double, double>>;
+
+TEST(CodeLimitsTest, IntegersEndWhereTheirCodesDo) {
+  Encoding encoding = EncodingOf(v1::NUMBER_FORMAT_INT8, {0.5F});
+  EXPECT_EQ(CodeLimits(encoding), Limits({-64.0, 63.5}));
+  encoding.set_qmin(-127);
+  encoding.set_qmax(100);
+  EXPECT_EQ(CodeLimits(encoding), Limits({-63.5, 50.0}));
+  // The widest ends of all scales.
+  EXPECT_EQ(
+      CodeLimits(EncodingOf(v1::NUMBER_FORMAT_UINT4, {1.0F, 2.0F}, {15, 3})),
+      Limits({-15.0, 24.0}));
+}
+
+TEST(CodeLimitsTest, FloatsAndCodebooksEndAtTheirLargestNumbers) {
+  EXPECT_EQ(CodeLimits(EncodingOf(v1::NUMBER_FORMAT_FLOAT8_E4M3FN, {2.0F})),
+            Limits({-896.0, 896.0}));
+  Encoding encoding = EncodingOf(v1::NUMBER_FORMAT_CODEBOOK4, {2.0F, 4.0F});
+  for (const float entry : {-0.5F, 0.0F, 1.0F}) encoding.add_codebook(entry);
+  EXPECT_EQ(CodeLimits(encoding), Limits({-2.0, 4.0}));
+}
+
+TEST(CodeLimitsTest, ScalesThatAreNotFiniteAreLeftOut) {
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  const float infinity = std::numeric_limits<float>::infinity();
+  EXPECT_EQ(
+      CodeLimits(EncodingOf(v1::NUMBER_FORMAT_INT8, {nan, 1.0F, infinity})),
+      Limits({-128.0, 127.0}));
+  EXPECT_EQ(CodeLimits(EncodingOf(v1::NUMBER_FORMAT_INT8, {nan})),
+            std::nullopt);
+  EXPECT_EQ(CodeLimits(EncodingOf(v1::NUMBER_FORMAT_INT8, {})), std::nullopt);
+}
+
+TEST(CodeLimitsTest, MalformedEncodingsHaveWhatCanBeTold) {
+  EXPECT_EQ(CodeLimits(EncodingOf(v1::NUMBER_FORMAT_UNSPECIFIED, {1.0F})),
+            std::nullopt);
+  EXPECT_EQ(CodeLimits(EncodingOf(static_cast<v1::NumberFormat>(9999), {1.0F})),
+            std::nullopt);
+  // Zero points that are not one for each scale.
+  EXPECT_EQ(CodeLimits(EncodingOf(v1::NUMBER_FORMAT_INT8, {1.0F}, {1, 2})),
+            Limits({-128.0, 127.0}));
+}
+
+}  // namespace
+}  // namespace quantd::cli
