@@ -196,7 +196,8 @@ TEST_F(PostgresqlDatabaseTest, AFailedWriteLeavesNothing) {
                : absl::InternalError("");
   });
   EXPECT_TRUE(absl::IsCancelled(status)) << status;
-  EXPECT_EQ(Execute("SELECT MAX(version) FROM quantd_schema"), "1");
+  EXPECT_EQ(Execute("SELECT MAX(version) FROM quantd_schema"),
+            absl::StrCat(kPostgresqlSchemaVersion));
 }
 
 TEST_F(PostgresqlDatabaseTest, ATransactionThatFailedInsideDoesNotCommit) {
@@ -209,7 +210,8 @@ TEST_F(PostgresqlDatabaseTest, ATransactionThatFailedInsideDoesNotCommit) {
     return absl::OkStatus();
   });
   EXPECT_EQ(core::ErrorReason(status), "STORE_UNAVAILABLE") << status;
-  EXPECT_EQ(Execute("SELECT MAX(version) FROM quantd_schema"), "1");
+  EXPECT_EQ(Execute("SELECT MAX(version) FROM quantd_schema"),
+            absl::StrCat(kPostgresqlSchemaVersion));
 }
 
 // The version of a handle, once it listens.
