@@ -4,6 +4,7 @@
 """
 
 import argparse
+import asyncio
 import concurrent.futures
 import contextlib
 import json
@@ -22,6 +23,7 @@ import numpy as np
 
 import live_server
 import quantd
+import quantd.aio
 from quantd import client as client_module
 from quantd import _requests, _stream
 from quantd.tensor import FORMATS
@@ -117,6 +119,8 @@ class ClientTest(unittest.TestCase):
                     info = quantd.format_info(name)
                     self.assertEqual(got.codes.nbytes,
                                      info.size_bytes(x.size))
+                    self.assertEqual(any(got.encoding.block_size),
+                                     info.comes_in_blocks)
                     self.assertEqual(got.unpacked().shape, x.shape)
                     # Inline, the encoding gives the same bytes again.
                     again = self.client.quantize(x, got.encoding)
@@ -725,6 +729,44 @@ class MisbehavingServerTest(unittest.TestCase):
         self.assertIsInstance(error, quantd.QuantdError)
         self.assertEqual(error.reason, reason, error)
         return error
+
+    def test_BalancingCallsNoAddressThatIsNotHealthy(self):
+        class Unhealthy(FakeServer):
+            def service(self, details):
+                if details.method == "/grpc.health.v1.Health/Watch":
+                    return grpc.unary_stream_rpc_method_handler(self._watch)
+                return super().service(details)
+
+            def _watch(self, request, context):
+                ended = threading.Event()
+                context.add_callback(ended.set)
+                yield b"\x08\x02"  # NOT_SERVING
+                ended.wait()
+
+        def script(call, requests, context):
+            next(requests)
+            yield answer()
+
+        def quantize(address, balance):
+            with quantd.Client(address, max_retries=0,
+                               balance=balance) as client:
+                client.quantize(np.ones(3, np.float32), "int8")
+
+        async def quantize_async(address, balance):
+            async with quantd.aio.Client(address, max_retries=0,
+                                         balance=balance) as client:
+                await client.quantize(np.ones(3, np.float32), "int8")
+
+        for call in (quantize, lambda *args: asyncio.run(
+                quantize_async(*args))):
+            with Unhealthy(script) as server:
+                call(server.address, False)
+                self.assertEqual(server.call_count, 1)
+                with self.assertRaises(quantd.QuantdError) as caught:
+                    call(server.address, True)
+                self.assertEqual(caught.exception.code,
+                                 grpc.StatusCode.UNAVAILABLE)
+                self.assertEqual(server.call_count, 1)
 
     def test_AnswersThatBreakTheProtocolAreErrors(self):
         def then(*responses):

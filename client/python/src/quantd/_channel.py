@@ -81,7 +81,7 @@ def check_options(target: str, timeout: float, chunk_bytes: int,
                    max_retries, initial_backoff, max_backoff)
 
 
-def channel_arguments(options: Options,
+def channel_arguments(options: Options, balance: bool,
                       extra: Iterable[tuple[str, Any]]
                       ) -> list[tuple[str, Any]]:
     """Ours, and after them those of the caller, which count."""
@@ -99,7 +99,7 @@ def channel_arguments(options: Options,
         ("grpc.min_reconnect_backoff_ms", 2000),
         ("grpc.max_reconnect_backoff_ms",
          max(50, int(1000 * min(options.max_backoff, 2))))]
-    if "," in options.target:
+    if balance or "," in options.target:
         arguments.append(("grpc.service_config", _BALANCING))
     if options.target.startswith(_LOOPBACK):
         arguments.append(("grpc.enable_http_proxy", 0))

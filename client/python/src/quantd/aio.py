@@ -170,12 +170,13 @@ class Client:
                  max_backoff: float = 5.0,
                  credentials: Optional[grpc.ChannelCredentials] = None,
                  channel_options: Iterable[tuple[str, Any]] = (),
-                 token_file: Optional[str] = None) -> None:
+                 token_file: Optional[str] = None,
+                 balance: bool = False) -> None:
         self._options = _channel.check_options(
             target, timeout, chunk_bytes, max_retries, initial_backoff,
             max_backoff)
         self._token = _credentials.token_of(token_file, target, credentials)
-        self._arguments = _channel.channel_arguments(self._options,
+        self._arguments = _channel.channel_arguments(self._options, balance,
                                                      channel_options)
         self._credentials = credentials
         self._output_memory = OutputMemory()

@@ -89,8 +89,11 @@ class Client:
     """A connection to one server.
 
     target: "host:port", "unix:/path/to/socket", or several replicas as
-        "ipv4:10.0.0.1:8430,10.0.0.2:8430": calls go to all of them in turn, and
-        to none that does not report itself healthy.
+        "ipv4:10.0.0.1:8430,10.0.0.2:8430".
+    balance: calls go to all addresses of the target in turn, and to none that
+        does not report itself healthy: for replicas without a proxy in front
+        of them. Always so when the target lists several. A name that stands
+        for several is "dns:///name:port".
     timeout: seconds; the deadline of a call, and of a tensor the longest time
         in which nothing moves either way.
     chunk_bytes: payload of a message, 64 bytes to 32 MiB; a server takes 4 MiB
@@ -129,7 +132,8 @@ class Client:
                  credentials: Optional[grpc.ChannelCredentials] = None,
                  channel_options: Iterable[tuple[str, Any]] = (),
                  shared_memory: bool = False,
-                 token_file: Optional[str] = None) -> None:
+                 token_file: Optional[str] = None,
+                 balance: bool = False) -> None:
         self._options = _channel.check_options(
             target, timeout, chunk_bytes, max_retries, initial_backoff,
             max_backoff)
@@ -138,7 +142,8 @@ class Client:
                 f"expected a target unix:PATH, got {target!r}",
                 "shared_memory")
         token = _credentials.token_of(token_file, target, credentials)
-        arguments = _channel.channel_arguments(self._options, channel_options)
+        arguments = _channel.channel_arguments(self._options, balance,
+                                               channel_options)
         _channel.check_process()
         channel = (grpc.insecure_channel(target, arguments)
                    if credentials is None else
