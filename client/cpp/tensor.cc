@@ -23,6 +23,7 @@ struct OtherFormat {
   v1::NumberFormat format;
   CodeKind kind;
   int bits;
+  bool is_signed;
   // Of integers 0: it is their qmax.
   double max_value;
   int64_t default_group;
@@ -33,7 +34,8 @@ constexpr OtherFormat Float(
     v1::NumberFormat format, int bits, double max_value,
     int64_t default_group = 0,
     v1::ScaleType scale_type = v1::SCALE_TYPE_UNSPECIFIED) {
-  return {format, CodeKind::kFloat, bits, max_value, default_group, scale_type};
+  return {format,    CodeKind::kFloat, bits,      /*is_signed=*/false,
+          max_value, default_group,    scale_type};
 }
 
 constexpr OtherFormat MxFloat(v1::NumberFormat format, int bits,
@@ -42,16 +44,21 @@ constexpr OtherFormat MxFloat(v1::NumberFormat format, int bits,
 }
 
 constexpr OtherFormat BlockInteger(v1::NumberFormat format, int bits,
-                                   int64_t default_group,
+                                   bool is_signed, int64_t default_group,
                                    v1::ScaleType scale_type) {
-  return {format,          CodeKind::kInteger, bits,
+  return {format,          CodeKind::kInteger, bits,      is_signed,
           /*max_value=*/0, default_group,      scale_type};
 }
 
 constexpr OtherFormat Codebook(v1::NumberFormat format, int bits,
                                int64_t default_group = 0) {
-  return {format,          CodeKind::kCodebook, bits,
-          /*max_value=*/1, default_group,       v1::SCALE_TYPE_UNSPECIFIED};
+  return {format,
+          CodeKind::kCodebook,
+          bits,
+          /*is_signed=*/false,
+          /*max_value=*/1,
+          default_group,
+          v1::SCALE_TYPE_UNSPECIFIED};
 }
 
 constexpr OtherFormat kOtherFormats[] = {
@@ -67,13 +74,13 @@ constexpr OtherFormat kOtherFormats[] = {
     MxFloat(v1::NUMBER_FORMAT_MXFP6_E2M3, 6, 7.5),
     MxFloat(v1::NUMBER_FORMAT_MXFP6_E3M2, 6, 28),
     MxFloat(v1::NUMBER_FORMAT_MXFP4_E2M1, 4, 6),
-    BlockInteger(v1::NUMBER_FORMAT_MXINT8, 8, 32, v1::SCALE_TYPE_E8M0),
+    BlockInteger(v1::NUMBER_FORMAT_MXINT8, 8, true, 32, v1::SCALE_TYPE_E8M0),
     Float(v1::NUMBER_FORMAT_NVFP4, 4, 6, 16, v1::SCALE_TYPE_E4M3),
     Codebook(v1::NUMBER_FORMAT_NF4, 4, 64),
     Codebook(v1::NUMBER_FORMAT_CODEBOOK2, 2),
     Codebook(v1::NUMBER_FORMAT_CODEBOOK4, 4),
     Codebook(v1::NUMBER_FORMAT_CODEBOOK8, 8),
-    BlockInteger(v1::NUMBER_FORMAT_LPBQ, 4, 64, v1::SCALE_TYPE_INTEGER),
+    BlockInteger(v1::NUMBER_FORMAT_LPBQ, 4, true, 64, v1::SCALE_TYPE_INTEGER),
 };
 
 }  // namespace
@@ -159,7 +166,7 @@ absl::StatusOr<FormatInfo> GetFormatInfo(v1::NumberFormat format) {
       info.kind = row.kind;
       info.bits = row.bits;
       info.max_value = row.max_value;
-      info.is_signed = row.kind == CodeKind::kInteger;
+      info.is_signed = row.is_signed;
       info.default_group = row.default_group;
       info.scale_type = row.scale_type;
     }

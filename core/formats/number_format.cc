@@ -165,6 +165,21 @@ constexpr FormatInfo kFormats[] = {
     BlockInteger(64, "lpbq", 4, -8, ScaleType::kInteger, 64, 0),
 };
 
+// What FloatCoder of core/quantize/coders-inl.h computes exactly: codes of a
+// byte, ties of at most 5 bits, and no number below 2^-17.
+constexpr bool FloatsAreSmall() {
+  for (const FormatInfo& row : kFormats) {
+    const FloatLayout& layout = row.float_layout;
+    if (row.kind == CodeKind::kFloat &&
+        (row.bits > 8 || layout.mantissa_bits > 3 ||
+         1 - layout.bias - layout.mantissa_bits < -17)) {
+      return false;
+    }
+  }
+  return true;
+}
+static_assert(FloatsAreSmall(), "a float that FloatCoder gets wrong");
+
 }  // namespace
 
 absl::Span<const FormatInfo> AllFormats() { return kFormats; }

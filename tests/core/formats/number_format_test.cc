@@ -8,6 +8,11 @@
 namespace quantd::core {
 namespace {
 
+int StorageBits(int bits) {
+  if (bits == 2 || bits == 4) return bits;
+  return bits <= 8 ? 8 : 16;
+}
+
 TEST(NumberFormatTest, HasTheIntegersOfEveryWidthByValueAndName) {
   for (int bits = 2; bits <= 16; ++bits) {
     for (const bool is_signed : {true, false}) {
@@ -19,8 +24,7 @@ TEST(NumberFormatTest, HasTheIntegersOfEveryWidthByValueAndName) {
       EXPECT_EQ(row.is_signed, is_signed);
       EXPECT_EQ(row.scale_type, ScaleType::kDefault);
       EXPECT_EQ(row.default_group, 0);
-      EXPECT_EQ(row.storage_bits,
-                bits == 2 || bits == 4 ? bits : (bits <= 8 ? 8 : 16));
+      EXPECT_EQ(row.storage_bits, StorageBits(bits));
       EXPECT_EQ(row.qmin, is_signed ? -(1 << (bits - 1)) : 0);
       EXPECT_EQ(row.qmax - row.qmin, (1 << bits) - 1);
     }
@@ -80,7 +84,7 @@ TEST(NumberFormatTest, HasTheOtherFormatsByValueAndName) {
     EXPECT_EQ(static_cast<int>(row->format), other.value);
     EXPECT_EQ(row->kind, other.kind);
     EXPECT_EQ(row->bits, other.bits);
-    EXPECT_EQ(row->storage_bits, other.bits == 6 ? 8 : other.bits);
+    EXPECT_EQ(row->storage_bits, StorageBits(other.bits));
     EXPECT_EQ(row->scale_type, other.scale_type);
     EXPECT_EQ(row->default_group, other.default_group);
     if (row->kind != CodeKind::kInteger) {
