@@ -50,8 +50,6 @@ options, unittest_arguments = arguments.parse_known_args()
 MAX_SERIES = 3000
 GRPC_CODES = 17
 TIMEOUT_S = 60
-SERVICES = ["quantd.v1.QuantizationService", "quantd.v1.EncodingService"]
-STREAMS = ["Calibrate", "Quantize", "Dequantize", "Evaluate"]
 
 
 class Scrape:
@@ -720,12 +718,11 @@ class MetricsTableTest(unittest.TestCase):
 
     def fail_every_call(self):
         """Every method with garbage, past its deadline, and cancelled."""
-        for service, methods in (
-                (SERVICES[0], STREAMS),
-                (SERVICES[1], [m.name for m in es.DESCRIPTOR.services_by_name[
-                    "EncodingService"].methods])):
-            for method in methods:
-                call = self.bench.channel.stream_stream(f"/{service}/{method}")
+        for service in (qs.DESCRIPTOR.services_by_name["QuantizationService"],
+                        es.DESCRIPTOR.services_by_name["EncodingService"]):
+            for method in service.methods:
+                call = self.bench.channel.stream_stream(
+                    f"/{service.full_name}/{method.name}")
                 for messages, timeout in (([b"\xff"], TIMEOUT_S), ([], 1e-6),
                                           ([b""], TIMEOUT_S)):
                     with contextlib.suppress(grpc.RpcError):
