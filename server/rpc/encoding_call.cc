@@ -38,9 +38,22 @@ int64_t MostRequestBytes(Rpc rpc, const Limits& limits) {
     case Rpc::kImportEncodings:
       return 8 * limits.message_bytes;
     // Some names.
-    default:
-      return 64 << 10;
+    case Rpc::kListEncodings:
+    case Rpc::kGetEncoding:
+    case Rpc::kDeleteEncoding:
+    case Rpc::kListModels:
+    case Rpc::kListRevisions:
+    case Rpc::kGetStatistics:
+    case Rpc::kListStatistics:
+    case Rpc::kDeleteStatistics:
+    // Streams of tensors are read elsewhere.
+    case Rpc::kCalibrate:
+    case Rpc::kQuantize:
+    case Rpc::kDequantize:
+    case Rpc::kEvaluate:
+      break;
   }
+  return 64 << 10;
 }
 
 }  // namespace
