@@ -9,6 +9,7 @@ import pytest
 import live_server
 import quantd
 import quantd.aio
+from quantd import _exchange
 
 
 def data_of(*shape, seed=1):
@@ -203,6 +204,43 @@ def test_WhatWasDoneThoughItsAnswerWasLostIsNotRefusedForItself(server):
         break_next("DRAINING")
         assert await reason_of(
             client.delete_statistics(name)) == "STATISTICS_NOT_FOUND"
+
+    run(server, body, initial_backoff=0.001)
+
+
+@pytest.mark.parametrize("source", ["encoding", "reference"])
+def test_LargeTensorsGoOnBehindThePartsThatWereAnswered(
+        server, client, monkeypatch, source):
+    x = data_of(70, 1001)
+    x[5, 7], x[60, 8], x[65, 9] = np.nan, np.inf, 100
+    name = quantd.TensorName("acme/aio-parts", "t")
+    want = client.quantize(x, "int4", name=name, store=True)
+    monkeypatch.setattr(_exchange, "_PART_BYTES", 64000)
+    begins = []
+
+    async def body(other):
+        exchange_once = other._exchange  # pylint: disable=protected-access
+
+        async def break_off(method, part):
+            await exchange_once(method, part)
+            begins.append(part.offset_bytes)
+            if begins == [0, 64000]:
+                raise quantd.QuantdError(grpc.StatusCode.UNAVAILABLE,
+                                         "DRAINING", "about to stop")
+
+        other._exchange = break_off  # pylint: disable=protected-access
+        out = np.empty_like(want.codes)
+        got = await other.quantize(
+            x, want.encoding if source == "encoding" else
+            quantd.EncodingReference(name), out=out)
+        assert np.shares_memory(got.codes, out)
+        np.testing.assert_array_equal(got.codes, want.codes)
+        assert (got.summary, got.encoding) == (want.summary, want.encoding)
+        assert begins == [0, 64000, *range(64000, x.nbytes, 64000)]
+        np.testing.assert_array_equal(await other.dequantize(got),
+                                      client.dequantize(want))
+        assert await reason_of(other.quantize(
+            x, want.encoding, nan_policy="reject")) == "NON_FINITE_REJECTED"
 
     run(server, body, initial_backoff=0.001)
 

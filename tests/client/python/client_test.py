@@ -25,7 +25,7 @@ import live_server
 import quantd
 import quantd.aio
 from quantd import client as client_module
-from quantd import _requests, _stream
+from quantd import _exchange, _requests, _stream
 from quantd.tensor import FORMATS
 from quantd.v1 import encoding_service_pb2 as es
 from quantd.v1 import quantization_service_pb2 as qs
@@ -192,7 +192,7 @@ class ClientTest(unittest.TestCase):
             want = self.client.quantize(x, spec, name=name, store=True)
             reference = quantd.EncodingReference(name)
             reals = self.client.dequantize(want)
-            with mock.patch.object(client_module, "_PART_BYTES", 10000):
+            with mock.patch.object(_exchange, "_PART_BYTES", 10000):
                 for source in (want.encoding, reference):
                     with self.subTest(spec=spec, source=type(source)):
                         before = self.server.metric(
@@ -863,7 +863,7 @@ class MisbehavingServerTest(unittest.TestCase):
                     context.abort(grpc.StatusCode.UNAVAILABLE, "DRAINING: now")
                 yield response
 
-        with mock.patch.multiple(client_module, _PART_BYTES=64,
+        with mock.patch.multiple(_exchange, _PART_BYTES=64,
                                  _PART_BYTES_PER_HEADER_BYTE=0):
             with FakeServer(script) as server, quantd.Client(
                     server.address, initial_backoff=0.001) as client:
@@ -880,7 +880,7 @@ class MisbehavingServerTest(unittest.TestCase):
 
     def quantize_in_parts(self, script, source):
         """100 elements in parts of 16 or more."""
-        with mock.patch.multiple(client_module, _PART_BYTES=64), (
+        with mock.patch.multiple(_exchange, _PART_BYTES=64), (
                 FakeServer(script)) as server, quantd.Client(
                     server.address, initial_backoff=0.001) as client:
             return client.quantize(np.ones(100, np.float32), source,
@@ -914,7 +914,7 @@ class MisbehavingServerTest(unittest.TestCase):
                         code=8, reason="OVERLOADED", message="full",
                         retry_after_ms=1))
 
-            with mock.patch.object(client_module, "_PART_BYTES_PER_HEADER_BYTE",
+            with mock.patch.object(_exchange, "_PART_BYTES_PER_HEADER_BYTE",
                                    0), self.subTest(late=late):
                 got = self.quantize_in_parts(script,
                                              quantd.Encoding("int8", [1.0]))
@@ -938,7 +938,7 @@ class MisbehavingServerTest(unittest.TestCase):
                 begin = request.header.range.begin_bytes
                 yield self.part_answer(request.header, 100 if begin else 96)
 
-        with mock.patch.object(client_module, "_PART_BYTES_PER_HEADER_BYTE", 0):
+        with mock.patch.object(_exchange, "_PART_BYTES_PER_HEADER_BYTE", 0):
             with self.assertRaises(quantd.QuantdError) as caught:
                 self.quantize_in_parts(script, quantd.Encoding("int8", [1.0]))
         self.assertEqual(caught.exception.reason, "RESPONSE_MALFORMED")
@@ -955,7 +955,7 @@ class MisbehavingServerTest(unittest.TestCase):
                     response.header.encoding.scale.extend([1.0] * 1000)
                 yield response
 
-        with mock.patch.object(client_module, "_PART_BYTES_PER_HEADER_BYTE", 1):
+        with mock.patch.object(_exchange, "_PART_BYTES_PER_HEADER_BYTE", 1):
             got = self.quantize_in_parts(script, quantd.EncodingReference(
                 quantd.TensorName("m", "t")))
         self.assertEqual(begins, [0, 16])

@@ -31,6 +31,11 @@ except ImportError:
 
 Result = TypeVar("Result")
 
+# A tensor whose encoding is known goes up in ranges of this, so that a retry
+# does not send all of it again; more where the header is large.
+_PART_BYTES = 64 << 20
+_PART_BYTES_PER_HEADER_BYTE = 32
+
 
 class Exchange(Generic[Result]):
     """What goes up is fixed at birth. What comes down is gathered by `accept`,
@@ -69,6 +74,15 @@ class Exchange(Generic[Result]):
     def size_bytes(self) -> int:
         """Of the payload."""
         return self.payload.nbytes
+
+    def rounds(self) -> Iterator[list[Exchange[Any]]]:
+        """What is to be sent for it, in rounds: before the next one, all of
+        them must be answered and handed to `join`, in their order."""
+        yield [self]
+
+    def join(self, part: Exchange[Any]) -> None:
+        """Adds what was sent for it and is answered. Raises: QuantdError, how
+        that failed, unless that is this exchange itself."""
 
     def messages(self, chunk_bytes: int) -> Iterator[bytes]:
         """The messages up. Requires: chunk_bytes is a multiple of 64."""
@@ -194,6 +208,28 @@ class OutputExchange(Exchange[Result]):
         known = self.output_bytes()
         return self._most_output_bytes if known is None else known
 
+    def rounds(self) -> Iterator[list[Exchange[Any]]]:
+        """In parts where that is possible."""
+        part_bytes = self._part_bytes()
+        source = self.header.WhichOneof("encoding_source")
+        if self.placement is not None or self.size_bytes <= part_bytes or (
+                source == "spec") or (source == "reference" and
+                                      self.header.omit_encoding):
+            yield [self]
+        elif source != "reference":
+            yield [*self.parts(part_bytes)]
+        else:
+            # The answer to the first says what goes by the name now.
+            yield [*self.parts(part_bytes)[:1]]
+            self._fix_encoding()
+            yield [*self.parts(self._part_bytes(), part_bytes)]
+
+    def _part_bytes(self) -> int:
+        """Of the ranges that it goes up in."""
+        header_bytes: int = self.header.ByteSize()
+        wanted = max(_PART_BYTES, header_bytes * _PART_BYTES_PER_HEADER_BYTE)
+        return -(-wanted // 64) * 64
+
     def parts(self, part_bytes: int, begin_bytes: int = 0
               ) -> list[OutputExchange[Result]]:
         """One exchange for each range of so many bytes from there on, whose
@@ -232,14 +268,15 @@ class OutputExchange(Exchange[Result]):
         own: bytes = self._own_header.SerializeToString()
         return self._common_header + own
 
-    def fix_encoding(self) -> None:
+    def _fix_encoding(self) -> None:
         """Takes the encoding that the first part was answered with for all
         others: by now another one may go by its name."""
         if self.header.HasField("reference"):
             self.header.encoding.CopyFrom(self._response_header.encoding)
 
-    def join(self, part: OutputExchange[Result]) -> None:
-        """Adds an answered part. Raises: QuantdError, how it failed."""
+    def join(self, part: Exchange[Any]) -> None:
+        if part is self:
+            return
         part._raise_error()
         if self._summary is None:
             self._summary = self.SUMMARY()

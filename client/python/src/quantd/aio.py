@@ -497,6 +497,14 @@ class Client:
     async def _one(self, method: str, exchange: Exchange[Any]) -> Any:
         if isinstance(exchange, OutputExchange):
             exchange.output_memory = self._output_memory
+        for parts in exchange.rounds():
+            for part in parts:
+                await self._answer(method, part)
+                exchange.join(part)
+        return exchange.take_result()
+
+    async def _answer(self, method: str, exchange: Exchange[Any]) -> None:
+        """All attempts."""
         attempt = 0
         while True:
             try:
@@ -506,7 +514,7 @@ class Client:
                 attempt = await self._pause(error, attempt)
             else:
                 if exchange.error is None:
-                    return exchange.take_result()
+                    return
                 exchange.error.name = exchange.name
                 attempt = await self._pause(exchange.error, attempt)
             exchange.reset()

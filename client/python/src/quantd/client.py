@@ -33,10 +33,6 @@ _SERVICE = "/quantd.v1.QuantizationService/"
 # small.
 _WINDOW_BYTES = 64 << 20
 _WINDOW_COUNT = 64
-# A tensor whose encoding is known goes up in ranges of this, so that a retry
-# does not send all of it again; more where the header is large.
-_PART_BYTES = 64 << 20
-_PART_BYTES_PER_HEADER_BYTE = 32
 
 
 class _Connection:
@@ -76,13 +72,6 @@ class _Connection:
         self.output_memory.close()
         if self.shared is not None:
             self.shared.close()
-
-
-def _part_bytes(exchange: OutputExchange[Any]) -> int:
-    """Of the ranges that it goes up in."""
-    header_bytes: int = exchange.header.ByteSize()
-    wanted = max(_PART_BYTES, header_bytes * _PART_BYTES_PER_HEADER_BYTE)
-    return -(-wanted // 64) * 64
 
 
 class Client:
@@ -651,45 +640,18 @@ class Client:
             exchange.unshare()
             raise
         try:
-            if isinstance(exchange, OutputExchange) and (
-                    exchange.placement is None):
-                self._run_parts(stream, exchange)
-            else:
-                stream.send(exchange)
-                stream.receive()
+            for parts in exchange.rounds():
+                for part in parts:
+                    stream.send(part)
+                for part in parts:
+                    stream.receive()
+                    exchange.join(part)
         except ValueError as error:
             # What gRPC says of a channel that another thread has closed.
             raise errors.client_closed() from error
         finally:
             self._give_back(method, stream)
         return exchange.take_result()
-
-    def _run_parts(self, stream: RetryingStream,
-                   exchange: OutputExchange[Any]) -> None:
-        """In parts where that is possible."""
-        part_bytes = _part_bytes(exchange)
-        source = exchange.header.WhichOneof("encoding_source")
-        if exchange.size_bytes <= part_bytes or source == "spec" or (
-                source == "reference" and exchange.header.omit_encoding):
-            stream.send(exchange)
-            stream.receive()
-            return
-        parts = exchange.parts(part_bytes)
-        # The answer to the first says what goes by the name now.
-        first = parts[:1] if source == "reference" else parts
-        for part in first:
-            stream.send(part)
-        for part in first:
-            stream.receive()
-            exchange.join(part)
-        if source == "reference":
-            exchange.fix_encoding()
-            parts = exchange.parts(_part_bytes(exchange), part_bytes)
-            for part in parts:
-                stream.send(part)
-            for part in parts:
-                stream.receive()
-                exchange.join(part)
 
     def _many(self, method: str, items: Iterable[Any],
               make: Callable[[Any], Exchange[Any]], on_error: str,
