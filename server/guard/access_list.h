@@ -93,6 +93,8 @@ struct Credential {
   // CertificateIds of that certificate and of those that came with it; empty
   // where nobody wants to know.
   std::vector<std::string> certificate_ids;
+  // IssuerIds of those.
+  std::vector<std::vector<std::string>> issuer_ids;
 };
 
 // An access file, parsed. Immutable, thread-safe.

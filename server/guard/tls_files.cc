@@ -5,7 +5,9 @@
 #include <openssl/evp.h>
 #include <openssl/pem.h>
 #include <openssl/x509.h>
+#include <openssl/x509v3.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <ctime>
@@ -14,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/algorithm/container.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
@@ -26,7 +29,7 @@
 #include "server/guard/text_file.h"
 
 namespace quantd::server {
-namespace {
+namespace tls_internal {
 
 template <auto Free>
 struct Deleter {
@@ -35,8 +38,19 @@ struct Deleter {
     Free(object);
   }
 };
-using Bio = std::unique_ptr<BIO, Deleter<BIO_free>>;
 using Certificate = std::unique_ptr<X509, Deleter<X509_free>>;
+
+}  // namespace tls_internal
+
+struct ClientAuthorities {
+  std::vector<tls_internal::Certificate> certificates;
+};
+
+namespace {
+
+using tls_internal::Certificate;
+using tls_internal::Deleter;
+using Bio = std::unique_ptr<BIO, Deleter<BIO_free>>;
 using Crl = std::unique_ptr<X509_CRL, Deleter<X509_CRL_free>>;
 using Key = std::unique_ptr<EVP_PKEY, Deleter<EVP_PKEY_free>>;
 
@@ -97,9 +111,9 @@ std::string IdOf(const X509_NAME* issuer, const ASN1_INTEGER* serial) {
   return id;
 }
 
-std::string IdOf(const Certificate& certificate) {
-  return IdOf(X509_get_issuer_name(certificate.get()),
-              X509_get0_serialNumber(certificate.get()));
+std::string IdOf(const X509* certificate) {
+  return IdOf(X509_get_issuer_name(certificate),
+              X509_get0_serialNumber(certificate));
 }
 
 absl::Time ToTime(const ASN1_TIME* time) {
@@ -164,11 +178,14 @@ absl::Status LoadRevoked(const TlsOptions& options, absl::string_view pem,
 // certificate and the first authority, so that nothing else would tell.
 absl::Status LoadAuthorities(const TlsOptions& options, absl::string_view pem,
                              TlsMaterial* material) {
-  for (const Certificate& certificate : ParseCertificates(pem)) {
-    if (!material->revoked.contains(IdOf(certificate))) {
+  auto authorities = std::make_shared<ClientAuthorities>();
+  authorities->certificates = ParseCertificates(pem);
+  for (const Certificate& certificate : authorities->certificates) {
+    if (!material->revoked.contains(IdOf(certificate.get()))) {
       material->client_ca_pem += PemOf(certificate);
     }
   }
+  material->authorities = std::move(authorities);
   if (!material->client_ca_pem.empty()) return absl::OkStatus();
   return Invalid("tls-client-ca", options.client_ca,
                  "certificates of authorities in PEM, not all revoked");
@@ -246,7 +263,47 @@ absl::StatusOr<std::shared_ptr<const TlsMaterial>> LoadTlsMaterial(
 std::vector<std::string> CertificateIds(absl::string_view pem) {
   std::vector<std::string> ids;
   for (const Certificate& certificate : ParseCertificates(pem)) {
-    ids.push_back(IdOf(certificate));
+    ids.push_back(IdOf(certificate.get()));
+  }
+  return ids;
+}
+
+std::vector<std::vector<std::string>> IssuerIds(const TlsMaterial& material,
+                                                absl::string_view pem) {
+  std::vector<std::vector<std::string>> ids;
+  if (material.authorities == nullptr) return ids;
+  const std::vector<Certificate> own = ParseCertificates(pem);
+  // Those whose issuers are looked for.
+  std::vector<X509*> issued;
+  for (const Certificate& certificate : own) {
+    issued.push_back(certificate.get());
+  }
+  for (size_t i = 0; i < issued.size(); ++i) {
+    X509* const certificate = issued[i];
+    std::vector<X509*> issuers;
+    for (const Certificate& authority : material.authorities->certificates) {
+      if (X509_check_issued(authority.get(), certificate) == X509_V_OK) {
+        issuers.push_back(authority.get());
+      }
+    }
+    // Of several with one name the signature tells; it takes far longer.
+    if (issuers.size() > 1) {
+      issuers.erase(std::remove_if(issuers.begin(), issuers.end(),
+                                   [certificate](X509* issuer) {
+                                     return X509_verify(
+                                                certificate,
+                                                X509_get0_pubkey(issuer)) != 1;
+                                   }),
+                    issuers.end());
+      ERR_clear_error();
+    }
+    if (issuers.empty()) continue;
+    std::vector<std::string>& group = ids.emplace_back();
+    for (const X509* issuer : issuers) group.push_back(IdOf(issuer));
+    // Where there are several ways up, one that is revoked decides nothing.
+    if (issuers.size() == 1 && !absl::c_linear_search(issued, issuers[0])) {
+      issued.push_back(issuers[0]);
+    }
   }
   return ids;
 }

@@ -44,6 +44,9 @@ struct TlsOptions {
   ClientAuth EffectiveClientAuth() const;
 };
 
+// Certificates of authorities, parsed.
+struct ClientAuthorities;
+
 // What the files hold, checked. Immutable, thread-safe.
 struct TlsMaterial {
   std::string certificate_pem;
@@ -54,6 +57,8 @@ struct TlsMaterial {
   absl::Time expires;
   // CertificateIds of those that are revoked.
   absl::flat_hash_set<std::string> revoked;
+  // With those that are revoked; null without client_ca.
+  std::shared_ptr<const ClientAuthorities> authorities;
 };
 
 // Errors: CONFIG_INVALID, in words: a file that can't be read, is not what it
@@ -64,6 +69,12 @@ absl::StatusOr<std::shared_ptr<const TlsMaterial>> LoadTlsMaterial(
 
 // Issuer and serial number of each certificate; none at all when one is broken.
 std::vector<std::string> CertificateIds(absl::string_view pem);
+
+// For each certificate of `pem`, and each authority that those come from: the
+// CertificateIds of the authorities that may have issued it, as far as
+// `material` has them.
+std::vector<std::vector<std::string>> IssuerIds(const TlsMaterial& material,
+                                                absl::string_view pem);
 
 // Thread-safe.
 class TlsFiles {

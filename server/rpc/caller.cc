@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/algorithm/container.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -51,6 +52,7 @@ Credential Authenticator::CredentialOf(
   }
   std::vector<std::string> names;
   std::vector<std::string> certificate_ids;
+  std::vector<std::vector<std::string>> issuer_ids;
   const std::shared_ptr<const grpc::AuthContext> peer = context.auth_context();
   if (peer != nullptr) {
     for (const char* property :
@@ -60,6 +62,7 @@ Credential Authenticator::CredentialOf(
       }
     }
     if (revokes) {
+      const std::shared_ptr<const TlsMaterial> material = tls_->material();
       // The client's own may not be among those between it and its authority.
       for (const char* property : {GRPC_X509_PEM_CERT_PROPERTY_NAME,
                                    GRPC_X509_PEM_CERT_CHAIN_PROPERTY_NAME}) {
@@ -67,12 +70,17 @@ Credential Authenticator::CredentialOf(
           for (std::string& id : CertificateIds(ToView(pem))) {
             certificate_ids.push_back(std::move(id));
           }
+          // What the server has itself a client need not send.
+          for (auto& ids : IssuerIds(*material, ToView(pem))) {
+            issuer_ids.push_back(std::move(ids));
+          }
         }
       }
     }
   }
   Credential credential(token, std::move(names));
   credential.certificate_ids = std::move(certificate_ids);
+  credential.issuer_ids = std::move(issuer_ids);
   return credential;
 }
 
@@ -83,6 +91,13 @@ absl::StatusOr<std::shared_ptr<const Principal>> Authenticator::Find(
     const std::shared_ptr<const TlsMaterial> material = tls_->material();
     for (const std::string& id : credential.certificate_ids) {
       if (material->revoked.contains(id)) return core::TokenInvalidError();
+    }
+    for (const std::vector<std::string>& issuers : credential.issuer_ids) {
+      const bool all_revoked =
+          absl::c_all_of(issuers, [&material](const std::string& id) {
+            return material->revoked.contains(id);
+          });
+      if (all_revoked) return core::TokenInvalidError();
     }
   }
   if (access_ == nullptr) return Principal::Unrestricted();

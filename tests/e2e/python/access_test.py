@@ -630,8 +630,13 @@ class CertificateTest(AccessCase):
                 "ListModels"][2](""))[0]
 
         self.assertEqual(answer(), "OK")
+        # On a connection that is open, too.
+        list_models = self.client(server, bare).rpcs()["ListModels"][2]
+        self.assertEqual(outcome(lambda: list_models(""))[0], "OK")
         certificates.replace(crl_path, self.authority.revoke([between]))
         self.assertTrue(eventually(lambda: answer() != "OK", 20))
+        self.assertEqual(outcome(lambda: list_models(""))[:2],
+                         (UNAUTHENTICATED, "TOKEN_INVALID"))
         self.assertEqual(outcome(lambda: self.client(
             server, self.authority.issue("b")).rpcs()["ListModels"][2](
                 ""))[0], "OK")
