@@ -38,6 +38,7 @@
 #include "quantd/v1/quantization_service.grpc.pb.h"
 #include "tests/support/metric_value.h"
 #include "tests/support/raw_stream.h"
+#include "tests/support/sanitizers.h"
 #include "tests/support/server_process.h"
 #include "tests/support/shared_region.h"
 #include "tests/support/temporary_directory.h"
@@ -52,7 +53,7 @@ constexpr char kEncodingService[] = "/quantd.v1.EncodingService/";
 constexpr char kModel[] = "acme/net";
 constexpr char kSmallBlocks[] = "a slow search in small blocks";
 constexpr int kClients = 4;
-constexpr int kDefaultCancels = 300;
+constexpr int kDefaultCancels = kThreadSanitized ? 100 : 300;
 
 bool IsFullCount() { return std::getenv("QUANTD_CANCELS") != nullptr; }
 

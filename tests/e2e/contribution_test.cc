@@ -27,6 +27,7 @@
 #include "gtest/gtest.h"
 #include "quantd/v1/encoding_service.grpc.pb.h"
 #include "quantd/v1/quantization_service.grpc.pb.h"
+#include "tests/support/sanitizers.h"
 #include "tests/support/server_process.h"
 #include "tests/support/tensor_streams.h"
 #include "tests/support/test_server.h"
@@ -35,8 +36,8 @@ namespace quantd::testing {
 namespace {
 
 constexpr int kSources = 8;
-// Batches of each source and tensor; the file has kSources * kBatches * 4 rows.
-constexpr int kBatches = 8;
+// Batches of each source and tensor; the file has 256 rows.
+constexpr int kBatches = kThreadSanitized ? 2 : kSanitized ? 4 : 8;
 constexpr char kModel[] = "digits/cnn";
 
 void SetDeadline(grpc::ClientContext* context) {
@@ -79,7 +80,7 @@ struct Batch {
   absl::string_view data;
 };
 
-// The activations of the test network, cut into batches of four rows.
+// The activations of the test network, cut into batches.
 class Activations {
  public:
   Activations()

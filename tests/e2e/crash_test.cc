@@ -22,6 +22,7 @@
 #include "gtest/gtest.h"
 #include "quantd/v1/encoding_service.grpc.pb.h"
 #include "quantd/v1/quantization_service.grpc.pb.h"
+#include "tests/support/sanitizers.h"
 #include "tests/support/server_process.h"
 #include "tests/support/tensor_streams.h"
 #include "tests/support/test_server.h"
@@ -29,11 +30,7 @@
 namespace quantd::testing {
 namespace {
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr int kRounds = 10;
-#else
-constexpr int kRounds = 50;
-#endif
+constexpr int kRounds = kSanitized ? 10 : 50;
 constexpr int kThreads = 4;
 // Written again and again, so that most writes replace something.
 constexpr int kTensorsPerThread = 6;

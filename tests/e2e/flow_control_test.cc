@@ -17,6 +17,7 @@
 #include "quantd/v1/quantization_service.grpc.pb.h"
 #include "tests/support/metric_value.h"
 #include "tests/support/raw_stream.h"
+#include "tests/support/sanitizers.h"
 #include "tests/support/test_server.h"
 
 namespace quantd::testing {
@@ -142,7 +143,8 @@ TEST_P(SlowReaderTest, StopsTheServerFromReadingAndNobodyElse) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Traffic, SlowReaderTest,
-                         ::testing::Values(LargeTensor(400),
+                         ::testing::Values(LargeTensor(kThreadSanitized ? 150
+                                                                        : 400),
                                            SmallTensors(20000)),
                          [](const ::testing::TestParamInfo<Traffic>& info) {
                            return info.index == 0 ? "OneLargeTensor"

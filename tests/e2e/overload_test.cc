@@ -39,17 +39,12 @@
 #include "grpcpp/grpcpp.h"
 #include "gtest/gtest.h"
 #include "quantd/v1/quantization_service.pb.h"
+#include "tests/support/sanitizers.h"
 #include "tests/support/server_process.h"
 #include "tests/support/temporary_directory.h"
 
 namespace quantd::testing {
 namespace {
-
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr bool kSanitized = true;
-#else
-constexpr bool kSanitized = false;
-#endif
 
 constexpr char kQuantize[] = "/quantd.v1.QuantizationService/Quantize";
 constexpr int kThreads = 2;
@@ -356,7 +351,8 @@ enum class Load { kASecond, kAtOnce };
 void OverloadWith(const v1::QuantizeRequest& tensor, Load kind) {
   const int full_seconds = FullSeconds();
   const absl::Duration load_time =
-      absl::Seconds(full_seconds > 0 ? full_seconds : 2);
+      full_seconds > 0 ? absl::Seconds(full_seconds)
+                       : absl::Milliseconds(kSanitized ? 500 : 2000);
   const absl::Duration calm_time = std::min(load_time / 3, absl::Seconds(20));
   TemporaryDirectory directory;
   ServerProcess server(

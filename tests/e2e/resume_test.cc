@@ -17,14 +17,15 @@
 #include "client/cpp/client.h"
 #include "gtest/gtest.h"
 #include "tests/support/cutting_proxy.h"
+#include "tests/support/sanitizers.h"
 #include "tests/support/test_server.h"
 
 namespace quantd {
 namespace {
 
 constexpr int64_t kRows = 64;
-constexpr int64_t kColumns = 1 << 15;
-constexpr int64_t kPartBytes = 1 << 20;
+constexpr int64_t kColumns = 1 << (testing::kSanitized ? 13 : 15);
+constexpr int64_t kPartBytes = 1 << (testing::kSanitized ? 18 : 20);
 constexpr int kCuts = 4;
 
 std::vector<uint8_t> RandomReals(uint32_t seed) {

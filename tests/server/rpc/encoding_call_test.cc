@@ -32,6 +32,7 @@
 #include "server/store/encoding_store.h"
 #include "tests/support/metric_value.h"
 #include "tests/support/raw_stream.h"
+#include "tests/support/sanitizers.h"
 #include "tests/support/temporary_directory.h"
 #include "tests/support/test_server.h"
 
@@ -49,9 +50,10 @@ constexpr char kAccess[] =
     "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad "
     "read,calibrate *\n";
 
-std::string Repeated(const std::string& bytes, int64_t count) {
-  std::string repeated;
-  for (int64_t i = 0; i < count; ++i) repeated += bytes;
+// Requires: `count` is a power of two.
+std::string Repeated(const std::string& bytes, size_t count) {
+  std::string repeated = bytes;
+  while (repeated.size() < count * bytes.size()) repeated += repeated;
   return repeated;
 }
 
@@ -91,9 +93,11 @@ TEST(EncodingCallTest, ServesEveryMethodOfTheProto) {
 }
 
 TEST(EncodingCallTest, RefusesRequestsThatWouldGrowTooLarge) {
-  TestServer server;
+  server::ServerOptions options;
+  options.limits.message_bytes = 4 << 20;
+  TestServer server(std::move(options));
   const auto channel = server.NewChannel();
-  constexpr int64_t kCount = 8 << 20;
+  constexpr size_t kCount = 1 << 20;
   const std::vector<std::pair<std::string, std::string>> requests = {
       {"Sweep", Repeated({"\x1a\0", 2}, kCount)},
       {"ComputeEncodings", Repeated({"\x22\0", 2}, kCount)},
@@ -237,7 +241,7 @@ TEST(EncodingCallTest, HoldsAnAnswerThatIsNotReadOnlyForSoLong) {
   put.mutable_name()->set_tensor("t");
   put.mutable_encoding()->set_format(v1::NUMBER_FORMAT_INT8);
   put.mutable_encoding()->add_block_size(1);
-  for (int i = 0; i < 2 << 20; ++i) put.mutable_encoding()->add_scale(1);
+  for (int i = 0; i < 512 << 10; ++i) put.mutable_encoding()->add_scale(1);
   grpc::ClientContext context;
   v1::PutEncodingResponse response;
   grpc::Status status =
@@ -248,7 +252,7 @@ TEST(EncodingCallTest, HoldsAnAnswerThatIsNotReadOnlyForSoLong) {
   RawStream stream(server.NewChannel(), absl::StrCat(kService, "GetEncoding"));
   ASSERT_TRUE(stream.Write(get.SerializeAsString()));
   EXPECT_TRUE(PollUntil(kLongEnough, [&] {
-    return server.server().memory_used_bytes() >= 8 << 20;
+    return server.server().memory_used_bytes() >= 2 << 20;
   }));
   EXPECT_TRUE(PollUntil(
       kLongEnough, [&] { return server.server().memory_used_bytes() == 0; }));
@@ -319,7 +323,7 @@ class ExportTest : public ::testing::Test {
         server_->NewChannel(), absl::StrCat(kService, "ExportEncodings"));
     v1::ExportEncodingsRequest request;
     request.set_model("m");
-    request.set_format(v1::INTERCHANGE_FORMAT_JSON);
+    request.set_format(format);
     ASSERT_TRUE(stream_->Write(request.SerializeAsString()));
     stream_->WritesDone();
   }
@@ -483,7 +487,7 @@ TEST_F(ExportTest, LetsOthersHaveTheirTurnWithinAnEncoding) {
 class LongMatchingTest : public ::testing::Test {
  protected:
   static constexpr int kTensors = 20;
-  static constexpr int kPatterns = 1000;
+  static constexpr int kPatterns = kSanitized ? 100 : 1000;
 
   static std::string Name(int i) {
     return absl::StrCat(std::string(1000, 'a'), i);
@@ -585,7 +589,9 @@ TEST_F(LongMatchingTest, LetsOthersHaveTheirTurnInWriting) {
   v1::ExportEncodingsRequest request;
   request.set_model("m");
   request.set_format(v1::INTERCHANGE_FORMAT_AIMET_1_0_0);
-  for (int i = 0; i < kPatterns; ++i) {
+  // Long enough for the others, which AddressSanitizer does not slow down so.
+  const int patterns = kThreadSanitized ? 250 : 1000;
+  for (int i = 0; i < patterns; ++i) {
     request.add_parameter_patterns(Pattern());
   }
   RawStream stream(server_.NewChannel(),

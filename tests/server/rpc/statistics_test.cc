@@ -69,9 +69,10 @@ class StatisticsRpcTest : public ::testing::Test {
   }
 
   v1::CalibrateSummary MustCalibrate(const v1::CalibrateHeader& header,
-                                     const std::vector<float>& values) {
+                                     const std::vector<float>& values,
+                                     int64_t chunk_bytes = 4096) {
     const absl::StatusOr<v1::CalibrateSummary> summary =
-        Calibrate(server_.quantization(), header, ToBytes(values), 4096);
+        Calibrate(server_.quantization(), header, ToBytes(values), chunk_bytes);
     EXPECT_TRUE(summary.ok()) << summary.status();
     return summary.ok() ? *summary : v1::CalibrateSummary();
   }
@@ -440,9 +441,9 @@ TEST_F(StatisticsRpcTest, GetsListsAndDeletesStatistics) {
   EXPECT_TRUE(GetStatistics("y", false).ok());
 }
 
-// 64 channels of which each has thousands of bins.
+// 40 channels of which each has thousands of bins.
 TEST_F(StatisticsRpcTest, AStateThatFitsNoMessageIsRefused) {
-  constexpr int kChannels = 64;
+  constexpr int kChannels = 40;
   constexpr int kPerChannel = 16384;
   v1::CalibrateHeader header = Header("x", kChannels);
   header.mutable_tensor()->add_shape(kPerChannel);
@@ -453,7 +454,7 @@ TEST_F(StatisticsRpcTest, AStateThatFitsNoMessageIsRefused) {
     values.push_back(std::ldexp(1.0f + (i % 1024) / 1024.0f, i / 1024 % 16) *
                      (1 + 1e-4f));
   }
-  MustCalibrate(header, values);
+  MustCalibrate(header, values, 1 << 20);
   EXPECT_TRUE(GetStatistics("x", false).ok());
   const absl::Status status = GetStatistics("x", true).status();
   EXPECT_THAT(status.ToString(), HasSubstr("STATISTICS_TOO_LARGE"));
@@ -608,7 +609,7 @@ TEST_F(StatisticsRpcTest, HistogramsAreChargedAsTheyGrow) {
 
 // The data would fit; the histograms that grow out of them do not.
 TEST_F(SmallBudgetTest, HistogramsThatGrowBeyondTheBudgetFailTheirTensor) {
-  constexpr int kCount = 4 << 20;
+  constexpr int kCount = 512 << 10;
   std::vector<float> values;
   for (int i = 0; i < kCount; ++i) {
     values.push_back(std::ldexp(1.0f + (i % 997) / 997.0f, i % 200 - 100) *
@@ -624,7 +625,7 @@ TEST_F(SmallBudgetTest, HistogramsThatGrowBeyondTheBudgetFailTheirTensor) {
   EXPECT_TRUE(absl::IsNotFound(GetStatistics("x", false).status()));
   // Coarser bins, and there is room.
   header.mutable_contribution()->set_mantissa_bits(2);
-  MustCalibrate(header, values);
+  MustCalibrate(header, values, 1 << 20);
   EXPECT_TRUE(PollUntil(absl::Seconds(20), [&] {
     return server_.server().memory_used_bytes() == 0;
   }));

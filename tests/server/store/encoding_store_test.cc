@@ -25,6 +25,7 @@
 #include "server/store/sql_encoding_store.h"
 #include "tests/server/store/test_database.h"
 #include "tests/support/postgresql_cluster.h"
+#include "tests/support/sanitizers.h"
 
 namespace quantd::server {
 namespace {
@@ -321,7 +322,7 @@ TEST_P(EncodingStoreTest, AnswersPing) {
 
 TEST_P(EncodingStoreTest, LosesNoIncrementOfConcurrentCompareAndSet) {
   constexpr int kThreads = 4;
-  constexpr int kIncrements = 500;
+  constexpr int kIncrements = testing::kSanitized ? 100 : 500;
   ASSERT_TRUE(store_->Put(key_, MakeEncoding(1, 0), {}).ok());
   // A code range wide enough to count in.
   const auto increment = [](const core::Encoding& from) {

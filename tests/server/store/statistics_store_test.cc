@@ -30,13 +30,14 @@
 #include "tests/server/store/test_database.h"
 #include "tests/support/metric_value.h"
 #include "tests/support/postgresql_cluster.h"
+#include "tests/support/sanitizers.h"
 
 namespace quantd::server {
 namespace {
 
 using ::testing::IsEmpty;
 
-constexpr int64_t kLimitBytes = 1 << 20;
+constexpr int64_t kLimitBytes = 512 << 10;
 
 using testing::Backend;
 
@@ -285,25 +286,27 @@ TEST_P(StatisticsStoreTest, RefusesASourceThatGetsTooLarge) {
   }
   const int64_t count = static_cast<int64_t>(elements.size()) / 8;
   // Parts that fit by themselves, for scale indices of their own.
+  constexpr int64_t kParts = 8;
   absl::Status status;
   uint64_t sequence = 0;
-  while (status.ok() && sequence < 64) {
+  while (status.ok() && sequence < kParts) {
     ++sequence;
-    std::vector<float> part(64 * count, 0);
+    std::vector<float> part(kParts * count, 0);
     std::copy(elements.begin(), elements.begin() + count,
               part.begin() + static_cast<int64_t>(sequence - 1) * count);
-    status = Contribute("a", sequence, MakeState(part, {64, count}, {1, 0}, 10))
-                 .status();
+    status =
+        Contribute("a", sequence, MakeState(part, {kParts, count}, {1, 0}, 10))
+            .status();
   }
   EXPECT_EQ(Reason(status), "STATISTICS_TOO_LARGE") << status;
   EXPECT_GT(sequence, 2u);
   // What was there is still there.
   EXPECT_EQ(MustGet().sources[0].sequence, sequence - 1);
   // The limit is one of each source.
-  EXPECT_TRUE(
-      Contribute("b", 1,
-                 MakeState(std::vector<float>(64, 1), {64, 1}, {1, 0}, 10))
-          .ok());
+  EXPECT_TRUE(Contribute("b", 1,
+                         MakeState(std::vector<float>(kParts, 1), {kParts, 1},
+                                   {1, 0}, 10))
+                  .ok());
 }
 
 TEST_P(StatisticsStoreTest, AveragesTheExtremesOfASingleSource) {
@@ -413,7 +416,7 @@ TEST_P(StatisticsStoreTest, ReportsARowThatChangedInItsPage) {
 // handles of the file, as two processes have them.
 TEST_P(StatisticsStoreTest, ConcurrentContributionsLoseAndRepeatNothing) {
   constexpr int kSources = 3;
-  constexpr int kSequences = 40;
+  constexpr int kSequences = testing::kSanitized ? 15 : 40;
   constexpr int kWriters = 2;
   std::vector<std::unique_ptr<StatisticsStore>> handles;
   for (int i = 0; i < kWriters; ++i) handles.push_back(Open());

@@ -17,6 +17,7 @@
 #include "grpcpp/support/slice.h"
 #include "gtest/gtest.h"
 #include "quantd/v1/quantization_service.pb.h"
+#include "tests/support/sanitizers.h"
 
 namespace quantd::server {
 namespace {
@@ -263,6 +264,8 @@ class Generator {
   std::mt19937_64 random_;
 };
 
+constexpr int kMessages = testing::kSanitized ? 5000 : 20000;
+
 class EnvelopeTest : public ::testing::Test {
  protected:
   // protobuf logs strings that are not UTF-8.
@@ -271,14 +274,14 @@ class EnvelopeTest : public ::testing::Test {
 
 TEST_F(EnvelopeTest, AgreesWithProtobufOnRandomMessages) {
   Generator generator(1);
-  for (int i = 0; i < 20000; ++i) {
+  for (int i = 0; i < kMessages; ++i) {
     ASSERT_TRUE(Requests::Agree(generator.Message(), generator.random()));
   }
 }
 
 TEST_F(EnvelopeTest, AgreesWithProtobufOnMessagesWithFlippedBytes) {
   Generator generator(2);
-  for (int i = 0; i < 20000; ++i) {
+  for (int i = 0; i < kMessages; ++i) {
     std::string bytes = generator.Message();
     if (bytes.empty()) continue;
     for (size_t n = 1 + generator.random()() % 3; n > 0; --n) {
@@ -291,7 +294,7 @@ TEST_F(EnvelopeTest, AgreesWithProtobufOnMessagesWithFlippedBytes) {
 
 TEST_F(EnvelopeTest, AgreesWithProtobufWhereverTheMessageIsCutOff) {
   Generator generator(3);
-  for (int i = 0; i < 200; ++i) {
+  for (int i = 0; i < kMessages / 100; ++i) {
     const std::string bytes = generator.Message();
     for (size_t size = 0; size < bytes.size(); ++size) {
       ASSERT_TRUE(Requests::Agree(bytes.substr(0, size), generator.random()));

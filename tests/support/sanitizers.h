@@ -1,0 +1,22 @@
+// Whether a sanitizer slows the tests down.
+
+#ifndef QUANTD_TESTS_SUPPORT_SANITIZERS_H_
+#define QUANTD_TESTS_SUPPORT_SANITIZERS_H_
+
+namespace quantd::testing {
+
+#if defined(__SANITIZE_THREAD__)
+constexpr bool kThreadSanitized = true;
+#else
+constexpr bool kThreadSanitized = false;
+#endif
+
+#if defined(__SANITIZE_ADDRESS__)
+constexpr bool kSanitized = true;
+#else
+constexpr bool kSanitized = kThreadSanitized;
+#endif
+
+}  // namespace quantd::testing
+
+#endif  // QUANTD_TESTS_SUPPORT_SANITIZERS_H_
