@@ -159,6 +159,10 @@ class KubernetesTest(unittest.TestCase):
         cls.rendered = render_all()
         cls.quantd = configuration.Quantd(options.quantd)
         cls.image = configuration.image()
+        with open(os.path.join(configuration.ROOT,
+                               "deploy/examples/client-pod.yaml"),
+                  encoding="utf-8") as file:
+            cls.client = yaml.safe_load(file)
 
     def fleets(self):
         for name, objects in self.rendered.items():
@@ -178,7 +182,8 @@ class KubernetesTest(unittest.TestCase):
         container = Fleet(wrong).container
         container["readinessProbe"]["grpc"]["portt"] = 1
         container["ports"][0]["containerPort"] = "grpc"
-        found = type_errors({**self.rendered, "wrong": wrong})
+        found = type_errors({**self.rendered, "client": [self.client],
+                             "wrong": wrong})
         # That it finds anything at all.
         self.assertEqual(len([name for name, _ in found if name == "wrong"]), 2)
         self.assertEqual([error for error in found if error[0] != "wrong"], [])
@@ -357,6 +362,34 @@ class KubernetesTest(unittest.TestCase):
             self.assertGreater(fleet.autoscaler["spec"]["minReplicas"],
                                fleet.only("PodDisruptionBudget")["spec"][
                                    "maxUnavailable"])
+
+    def test_TheExampleOfAClientMayCall(self):
+        if "example" not in self.rendered:
+            self.skipTest("this kubectl knows no components")
+        fleet = Fleet(self.rendered["example"])
+        (source,), = [rule["from"] for rule in
+                      fleet.only("NetworkPolicy")["spec"]["ingress"]
+                      if rule["ports"] == [{"port": "grpc"}]]
+        for selector, labels in (
+                ("podSelector", self.client["metadata"]["labels"]),
+                ("namespaceSelector",
+                 fleet.only("Namespace")["metadata"]["labels"])):
+            self.assertLessEqual(source[selector]["matchLabels"].items(),
+                                 labels.items())
+        pod = self.client["spec"]
+        container, = pod["containers"]
+        self.assertEqual(pod["securityContext"], fleet.pod["securityContext"])
+        self.assertEqual(container["securityContext"],
+                         fleet.container["securityContext"])
+        self.assertEqual(container["image"], fleet.container["image"])
+        mount, = container["volumeMounts"]
+        server, *files = [item["value"] for item in container["env"]]
+        self.assertIn(re.fullmatch(r"dns:///(.*)\.quantd\.svc:8430",
+                                   server).group(1),
+                      [service["metadata"]["name"]
+                       for service in fleet.all("Service")])
+        for path in files:
+            self.assertEqual(os.path.dirname(path), mount["mountPath"])
 
     def test_TheMetricThatScalesIsOneOfQuantd(self):
         if "everything" not in self.rendered:

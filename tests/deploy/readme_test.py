@@ -1,4 +1,4 @@
-"""What deploy/README.md names is there.
+"""What deploy/README.md names is there, and its certificates work.
 
   readme_test.py --quantd BINARY --quantctl BINARY [unittest arguments]
 """
@@ -6,11 +6,16 @@
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import unittest
 
 import configuration
+
+sys.path.insert(0, os.path.join(configuration.ROOT, "tests/e2e/python"))
+import live_server  # pylint: disable=wrong-import-position
 
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--quantd", required=True)
@@ -78,6 +83,37 @@ class ReadmeTest(unittest.TestCase):
         self.assertTrue(names)
         for name in names:
             self.assertIn(f'"{name}"', source)
+
+    @unittest.skipUnless(shutil.which("openssl"), "without openssl")
+    def test_CertificatesWorkAsPasted(self):
+        make, = (block for block in self.blocks if "openssl req" in block)
+        call, = (block for block in self.blocks
+                 if "--tls-certificate trainer.crt" in block)
+        environment = dict(os.environ, PATH=os.path.dirname(
+            os.path.realpath(options.quantctl)) + ":" + os.environ["PATH"])
+
+        def run(command):
+            return subprocess.run(
+                ["bash", "-e", "-c", command], cwd=folder, env=environment,
+                check=False, text=True, stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT)
+
+        with tempfile.TemporaryDirectory() as folder:
+            made = run(make)
+            self.assertEqual(made.returncode, 0, made.stdout)
+            server = live_server.LiveServer(options.quantd, folder, [
+                f"--{flag}={folder}/{name}" for flag, name in (
+                    ("tls-certificate", "tls.crt"), ("tls-key", "tls.key"),
+                    ("tls-client-ca", "ca.crt"),
+                    ("access-file", "access.txt"))])
+            try:
+                self.assertEqual(call.count("localhost:8430"), 1)
+                port = server.address.rpartition(":")[2]
+                called = run(call.replace(":8430", f":{port}"))
+            finally:
+                server.stop()
+        self.assertEqual((called.returncode, called.stdout),
+                         (0, "no models\n"))
 
     def test_CommandsAreOnes(self):
         for block in self.blocks:
