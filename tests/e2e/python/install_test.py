@@ -12,6 +12,7 @@ import tempfile
 import unittest
 
 import live_server
+from live_server import run
 
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--build", required=True)
@@ -27,16 +28,6 @@ INSTALLED = (
     "include/quantd/client/cpp/client.h",
     "include/quantd/quantd/v1/quantization_service.grpc.pb.h",
 )
-
-
-def run(*command, **keywords):
-    result = subprocess.run(command, check=False, encoding="utf-8",
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                            **keywords)
-    if result.returncode != 0:
-        raise AssertionError(f"{command} ended with {result.returncode}:\n"
-                             f"{result.stdout}")
-    return result.stdout
 
 
 class InstallTest(unittest.TestCase):

@@ -51,6 +51,17 @@ def which(program):
     raise FileNotFoundError(program)
 
 
+def run(*command, **keywords):
+    """What a command prints; AssertionError with that when it fails."""
+    result = subprocess.run(command, check=False, encoding="utf-8",
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                            **keywords)
+    if result.returncode != 0:
+        raise AssertionError(f"{command} ended with {result.returncode}:\n"
+                             f"{result.stdout[-8000:]}")
+    return result.stdout
+
+
 def peak_memory_bytes(pid):
     """The most that a process has held so far."""
     with open(f"/proc/{pid}/status", encoding="utf-8") as file:

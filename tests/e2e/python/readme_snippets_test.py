@@ -10,12 +10,12 @@ import importlib.util
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import unittest
 
 import live_server
+from live_server import run
 
 README_ADDRESS = "127.0.0.1:8430"
 
@@ -37,16 +37,6 @@ def snippet(language, containing):
     return block
 
 
-def run(command, folder, environment=None):
-    result = subprocess.run(command, cwd=folder, text=True, check=False,
-                            env=environment,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    if result.returncode != 0:
-        raise AssertionError(f"{command} ended with {result.returncode}:\n"
-                             f"{result.stdout[-8000:]}")
-    return result.stdout
-
-
 class ReadmeSnippetsTest(unittest.TestCase):
 
     @classmethod
@@ -62,10 +52,10 @@ class ReadmeSnippetsTest(unittest.TestCase):
     def test_ThePythonSnippetWorksAsPasted(self):
         with tempfile.TemporaryDirectory() as folder:
             os.symlink(live_server.PROTO_DIR, os.path.join(folder, "proto"))
-            run(["bash", "-e", "-c", snippet("bash", "protoc")], folder)
-            output = run([sys.executable, "-c",
-                          self.at_server(snippet("python", "import grpc"))],
-                         folder)
+            run("bash", "-e", "-c", snippet("bash", "protoc"), cwd=folder)
+            output = run(sys.executable, "-c",
+                         self.at_server(snippet("python", "import grpc")),
+                         cwd=folder)
         self.assertRegex(output, r"64 scales, largest error 0\.01\d+")
 
     @unittest.skipUnless(
@@ -82,14 +72,14 @@ class ReadmeSnippetsTest(unittest.TestCase):
                 shutil.copytree(os.path.join(live_server.ROOT, name),
                                 os.path.join(folder, name),
                                 ignore=shutil.ignore_patterns("build"))
-            run(["bash", "-e", "-c", snippet("bash", "client/python")], folder,
-                environment)
+            run("bash", "-e", "-c", snippet("bash", "client/python"),
+                cwd=folder, env=environment)
             python = os.path.join(folder, "venv/bin/python")
             os.makedirs(os.path.join(folder, "elsewhere"))
             output = run(
-                [python, "-c",
-                 self.at_server(snippet("python", "quantize_many"))],
-                os.path.join(folder, "elsewhere"))
+                python, "-c",
+                self.at_server(snippet("python", "quantize_many")),
+                cwd=os.path.join(folder, "elsewhere"))
             self.assertRegex(
                 output, r"layer2.weight: int8 \(64, 288\), largest error 0\.01")
             self.assertRegex(output, r"int4:group:32: \d+\.\d dB")
@@ -97,9 +87,9 @@ class ReadmeSnippetsTest(unittest.TestCase):
             if importlib.util.find_spec("torch") and (
                     importlib.util.find_spec("plotly")):
                 output = run(
-                    [python, "-c", self.at_server(
-                        snippet("python", "quantd.torch.calibrate"))],
-                    os.path.join(folder, "elsewhere"))
+                    python, "-c", self.at_server(
+                        snippet("python", "quantd.torch.calibrate")),
+                    cwd=os.path.join(folder, "elsewhere"))
                 self.assertIn("{'0.input': 20, '2.input': 20}", output)
                 self.assertRegex(output, r"2.input uint8 \d+\.\d dB expected")
                 self.assertTrue(os.path.exists(
@@ -109,9 +99,9 @@ class ReadmeSnippetsTest(unittest.TestCase):
                     options.quantd, folder,
                     ["--listen", f"unix:{folder}/quantd.sock",
                      "--shared-memory"]):
-                output = run([python, "-c",
-                              snippet("python", "empty_shared")], folder,
-                             dict(os.environ, XDG_RUNTIME_DIR=folder))
+                output = run(python, "-c", snippet("python", "empty_shared"),
+                             cwd=folder,
+                             env=dict(os.environ, XDG_RUNTIME_DIR=folder))
         self.assertEqual(len(re.findall(r"^\[.*\] \[.*\]$", output, re.M)), 3)
 
     def test_TheQuantctlSnippetsWorkAsPasted(self):
@@ -124,14 +114,13 @@ class ReadmeSnippetsTest(unittest.TestCase):
                 os.symlink(os.path.join(live_server.ROOT,
                                         "tests/data/digits-cnn", name),
                            os.path.join(folder, name))
-            once = run(["bash", "-e", "-c",
-                        snippet("bash", "quantctl encodings compute")],
-                       folder, environment)
+            once = run("bash", "-e", "-c",
+                       snippet("bash", "quantctl encodings compute"),
+                       cwd=folder, env=environment)
             self.assertRegex(once, r"conv2.input +int8 ")
             self.assertRegex(once, r"fc1.input +uint8 ")
-            mixed = run(["bash", "-e", "-c",
-                         snippet("bash", "quantctl sweep")],
-                        folder, environment)
+            mixed = run("bash", "-e", "-c", snippet("bash", "quantctl sweep"),
+                        cwd=folder, env=environment)
         self.assertRegex(mixed, r"fc1.weight +int8:per-channel")
         self.assertIn("written to mixed.safetensors", mixed)
         self.assertNotIn("failed", mixed)
@@ -149,10 +138,10 @@ class ReadmeSnippetsTest(unittest.TestCase):
             with open(os.path.join(options.cxx, name), "w",
                       encoding="utf-8") as file:
                 file.write(text)
-        run(["cmake", "-S", ".", "-B", "build", "-G", "Ninja",
-             "-DCMAKE_CXX_COMPILER_LAUNCHER=ccache"], options.cxx)
-        run(["cmake", "--build", "build", "--target", "app"], options.cxx)
-        output = run(["build/app"], options.cxx)
+        run("cmake", "-S", ".", "-B", "build", "-G", "Ninja",
+            "-DCMAKE_CXX_COMPILER_LAUNCHER=ccache", cwd=options.cxx)
+        run("cmake", "--build", "build", "--target", "app", cwd=options.cxx)
+        output = run("build/app", cwd=options.cxx)
         self.assertRegex(output, r"\d+ bytes of codes")
 
     def test_EveryPathInReadmeExists(self):
