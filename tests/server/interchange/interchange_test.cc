@@ -653,6 +653,7 @@ TEST(InterchangeTest, WritesTheSameInSlices) {
     EXPECT_EQ(sliced.text, whole.text);
     EXPECT_EQ(Losses(sliced.losses), Losses(whole.losses));
     EXPECT_EQ(sliced.count, whole.count);
+    EXPECT_TRUE(nlohmann::json::accept(whole.text));
     if (as == InterchangeFormat::kCompressedTensors) continue;
     // Two long lists, and as many of another encoding.
     EXPECT_GE(steps, 2 * 2 * kChannels / 256);

@@ -403,13 +403,13 @@ TEST_F(ExportTest, ChargesWhatTheStoreHasNotWhatTheListSaid) {
 
 TEST(EncodingCallTest, ChargesPagesOfTensorsWithStatistics) {
   server::ServerOptions options;
-  options.limits.memory_budget_bytes = 1 << 20;
+  options.limits.memory_budget_bytes = 128 << 10;
   TestServer server(std::move(options));
   core::StatisticsState state;
   state.shape = {1};
   state.statistics = core::TensorStatistics(1, 7);
   const std::string prefix(1000, 'n');
-  for (int i = 0; i < 1000; ++i) {
+  for (int i = 0; i < 150; ++i) {
     ASSERT_TRUE(
         server.statistics()
             .Contribute({{"m", "main", absl::StrCat(prefix, i)}, "a", 1}, state,
@@ -426,15 +426,13 @@ TEST(EncodingCallTest, ChargesPagesOfTensorsWithStatistics) {
               StartsWith("MEMORY_BUDGET"));
 }
 
-// A thousand names of a KiB: 1.2 MB as a page, as much again in an answer or
-// in what a writer keeps of them.
-TEST_F(ExportTest, ChargesPagesOfNamesAndWhatWritersKeepOfThem) {
+// 150 names of a KiB take 180 KB as a page, and as text in an answer.
+TEST_F(ExportTest, ChargesPagesOfNames) {
   server::Limits limits;
-  limits.memory_budget_bytes = 11 << 18;
+  limits.memory_budget_bytes = 300 << 10;
   Serve(limits);
   const std::string prefix(1000, 'n');
-  for (int i = 0; i < 1000; ++i) Put(absl::StrCat(prefix, i, ".weight"), 1);
-
+  for (int i = 0; i < 150; ++i) Put(absl::StrCat(prefix, i), 1);
   grpc::ClientContext context;
   v1::ListEncodingsRequest request;
   request.set_model("m");
@@ -444,7 +442,16 @@ TEST_F(ExportTest, ChargesPagesOfNamesAndWhatWritersKeepOfThem) {
                   .ListEncodings(&context, request, &response)
                   .error_message(),
               StartsWith("MEMORY_BUDGET"));
+}
 
+// 520 names of a KiB take 620 KB as a page; at the second batch of encodings,
+// which takes 1060 KB, a writer keeps 360 KB of the first.
+TEST_F(ExportTest, ChargesPagesOfNamesAndWhatWritersKeepOfThem) {
+  server::Limits limits;
+  limits.memory_budget_bytes = 1800 << 10;
+  Serve(limits);
+  const std::string prefix(1000, 'n');
+  for (int i = 0; i < 520; ++i) Put(absl::StrCat(prefix, i, ".weight"), 1);
   // Neither the page nor what is kept is too much by itself.
   Export(v1::INTERCHANGE_FORMAT_COMPRESSED_TENSORS);
   ReadAll();
