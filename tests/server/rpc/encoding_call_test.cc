@@ -494,7 +494,9 @@ TEST_F(ExportTest, LetsOthersHaveTheirTurnWithinAnEncoding) {
 class LongMatchingTest : public ::testing::Test {
  protected:
   static constexpr int kTensors = 20;
-  static constexpr int kPatterns = kSanitized ? 100 : 1000;
+  static constexpr int kPatterns = kThreadSanitized ? 100
+                                   : kSanitized     ? 400
+                                                    : 1000;
 
   static std::string Name(int i) {
     return absl::StrCat(std::string(1000, 'a'), i);
