@@ -91,19 +91,20 @@ constexpr RpcName RpcNameOf(Rpc rpc) {
   return {nullptr, nullptr, nullptr};
 }
 
-// RPCs from the value `first` on: of that service, or for null of any.
-constexpr int CountRpcs(int first, const char* service) {
+// RPCs from the value `first` on: of that service, or for "" of any. Compares
+// text, as the addresses are no constants under sanitizers.
+constexpr int CountRpcs(int first, std::string_view service) {
   int count = 0;
   for (RpcName name = RpcNameOf(static_cast<Rpc>(first));
        name.method != nullptr;
        name = RpcNameOf(static_cast<Rpc>(first + count))) {
-    if (service != nullptr && name.service != service) break;
+    if (!service.empty() && service != name.service) break;
     ++count;
   }
   return count;
 }
 
-constexpr int kRpcCount = CountRpcs(0, nullptr);
+constexpr int kRpcCount = CountRpcs(0, "");
 // Those that handle tensors.
 constexpr int kTensorRpcCount = CountRpcs(0, kQuantizationServiceName);
 static_assert(kTensorRpcCount +
