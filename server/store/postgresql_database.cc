@@ -94,9 +94,6 @@ constexpr std::array<const char*, kPostgresqlSchemaVersion> kMigrations = {
       );
       ALTER TABLE statistics ALTER COLUMN body SET STORAGE EXTERNAL;
       ALTER TABLE statistics ALTER COLUMN averages SET STORAGE EXTERNAL;
-    )sql",
-    R"sql(
-      ALTER TABLE encodings ADD COLUMN head_checksum BIGINT NOT NULL DEFAULT 0;
     )sql"};
 
 struct FreeResult {

@@ -2,7 +2,6 @@
 
 #include <xxhash.h>
 
-#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -33,19 +32,18 @@ constexpr char kSelectEtag[] =
     "WHERE model = $1 AND revision = $2 AND tensor = $3";
 constexpr char kUpsert[] =
     "INSERT INTO encodings (model, revision, tensor, generation, "
-    "update_time_us, format, scale_count, checksum, head_checksum, body) "
-    "VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10) "
+    "update_time_us, format, scale_count, checksum, body) "
+    "VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9) "
     "ON CONFLICT (model, revision, tensor) DO UPDATE SET "
     "generation = excluded.generation, "
     "update_time_us = excluded.update_time_us, format = excluded.format, "
     "scale_count = excluded.scale_count, checksum = excluded.checksum, "
-    "head_checksum = excluded.head_checksum, body = excluded.body";
+    "body = excluded.body";
 constexpr char kDelete[] =
     "DELETE FROM encodings WHERE model = $1 AND revision = $2 AND tensor = $3";
 constexpr char kListEncodings[] =
-    "SELECT generation, update_time_us, format, scale_count, checksum, "
-    "head_checksum, tensor FROM encodings WHERE model = $1 AND revision = $2 "
-    "AND tensor > $3 "
+    "SELECT tensor, generation, update_time_us, format, scale_count, checksum "
+    "FROM encodings WHERE model = $1 AND revision = $2 AND tensor > $3 "
     "ORDER BY tensor LIMIT $4";
 constexpr char kListModels[] =
     "SELECT model, COUNT(DISTINCT revision), COUNT(*) FROM encodings "
@@ -85,15 +83,6 @@ uint64_t Checksum(const EncodingKey& key, const RowHead& head,
   return XXH3_64bits_digest(state.get());
 }
 
-// XXH3-64 over the key, the head and the checksum: all of a row that a list
-// reads.
-uint64_t HeadChecksum(const EncodingKey& key, const RowHead& head,
-                      uint64_t checksum) {
-  return Checksum(key, head,
-                  absl::string_view(reinterpret_cast<const char*>(&checksum),
-                                    sizeof(checksum)));
-}
-
 std::string MakeEtag(int64_t generation, uint64_t checksum) {
   return absl::StrCat(absl::Hex(generation), "-",
                       absl::Hex(checksum, absl::kZeroPad16));
@@ -108,46 +97,6 @@ absl::Status Corrupt(const EncodingKey& key, absl::string_view what) {
       absl::StrCat("the encoding for tensor \"", key.tensor, "\" of model \"",
                    key.model, "\", revision \"", key.revision, "\" ", what,
                    "; put it again or delete it"));
-}
-
-// The head of a row of kSelect or kListEncodings.
-RowHead HeadOf(const SqlStatement& row) {
-  RowHead head;
-  head.generation = row.Int(0);
-  head.update_time_us = row.Int(1);
-  head.format = row.Int(2);
-  head.scale_count = row.Int(3);
-  return head;
-}
-
-EncodingListEntry EntryOf(std::string tensor, const RowHead& head,
-                          uint64_t checksum) {
-  EncodingListEntry entry;
-  entry.tensor = std::move(tensor);
-  entry.stored.generation = head.generation;
-  entry.stored.update_time = absl::FromUnixMicros(head.update_time_us);
-  entry.stored.etag = MakeEtag(head.generation, checksum);
-  entry.format = static_cast<core::NumberFormat>(head.format);
-  entry.scale_count = head.scale_count;
-  return entry;
-}
-
-// Replaces an entry whose head cannot vouch for itself by what the row has, if
-// that is sound. One that was deleted in between stays as it was listed.
-// Errors: STORE_UNAVAILABLE, STORE_CORRUPT.
-absl::Status Reread(SqlConnection& connection, const EncodingKey& key,
-                    EncodingListEntry* entry) {
-  const std::unique_ptr<SqlStatement> row = connection.Prepare(kSelect);
-  row->BindKey(key);
-  absl::StatusOr<bool> found = row->Step("cannot read an encoding");
-  if (!found.ok() || !*found) return found.status();
-  const RowHead head = HeadOf(*row);
-  const auto checksum = static_cast<uint64_t>(row->Int(4));
-  if (checksum != Checksum(key, head, row->Bytes(5))) {
-    return Corrupt(key, "fails its checksum");
-  }
-  *entry = EntryOf(key.tensor, head, checksum);
-  return absl::OkStatus();
 }
 
 // The etag in a row of kSelectEtag.
@@ -169,7 +118,11 @@ absl::StatusOr<StoredEncoding> SqlEncodingStore::Get(const EncodingKey& key) {
     absl::StatusOr<bool> found = row->Step("cannot read an encoding");
     if (!found.ok()) return found.status();
     if (!*found) return NotFound(key);
-    const RowHead head = HeadOf(*row);
+    RowHead head;
+    head.generation = row->Int(0);
+    head.update_time_us = row->Int(1);
+    head.format = row->Int(2);
+    head.scale_count = row->Int(3);
     const uint64_t checksum = static_cast<uint64_t>(row->Int(4));
     const absl::string_view body = row->Bytes(5);
     if (checksum != Checksum(key, head, body)) {
@@ -230,8 +183,7 @@ absl::StatusOr<StoredEncoding> SqlEncodingStore::Put(
     row->BindInt(6, head.format);
     row->BindInt(7, head.scale_count);
     row->BindInt(8, static_cast<int64_t>(checksum));
-    row->BindInt(9, static_cast<int64_t>(HeadChecksum(key, head, checksum)));
-    row->BindBytes(10, body);
+    row->BindBytes(9, body);
     absl::Status status = row->Step(kWhat).status();
     return status.ok() ? connection.Announce() : status;
   };
@@ -272,37 +224,26 @@ absl::StatusOr<std::vector<EncodingListEntry>> SqlEncodingStore::ListEncodings(
     absl::string_view after, int limit) {
   std::vector<EncodingListEntry> entries;
   if (limit <= 0) return entries;
-  EncodingKey key{std::string(model), std::string(revision), ""};
   const auto list = [&](SqlConnection& connection) -> absl::Status {
-    // Indices of rows that an older quantd wrote, or that are corrupt.
-    std::vector<size_t> doubtful;
-    {
-      const std::unique_ptr<SqlStatement> row =
-          connection.Prepare(kListEncodings);
-      row->BindText(1, model);
-      row->BindText(2, revision);
-      row->BindText(3, after);
-      row->BindInt(4, limit);
-      while (true) {
-        absl::StatusOr<bool> found = row->Step("cannot list encodings");
-        if (!found.ok()) return found.status();
-        if (!*found) break;
-        const RowHead head = HeadOf(*row);
-        const auto checksum = static_cast<uint64_t>(row->Int(4));
-        key.tensor = std::string(row->Bytes(6));
-        if (static_cast<uint64_t>(row->Int(5)) !=
-            HeadChecksum(key, head, checksum)) {
-          doubtful.push_back(entries.size());
-        }
-        entries.push_back(EntryOf(key.tensor, head, checksum));
-      }
+    const std::unique_ptr<SqlStatement> row =
+        connection.Prepare(kListEncodings);
+    row->BindText(1, model);
+    row->BindText(2, revision);
+    row->BindText(3, after);
+    row->BindInt(4, limit);
+    while (true) {
+      absl::StatusOr<bool> found = row->Step("cannot list encodings");
+      if (!found.ok()) return found.status();
+      if (!*found) return absl::OkStatus();
+      EncodingListEntry& entry = entries.emplace_back();
+      entry.tensor = std::string(row->Bytes(0));
+      entry.stored.generation = row->Int(1);
+      entry.stored.update_time = absl::FromUnixMicros(row->Int(2));
+      entry.format = static_cast<core::NumberFormat>(row->Int(3));
+      entry.scale_count = row->Int(4);
+      entry.stored.etag =
+          MakeEtag(entry.stored.generation, static_cast<uint64_t>(row->Int(5)));
     }
-    for (const size_t index : doubtful) {
-      key.tensor = entries[index].tensor;
-      absl::Status status = Reread(connection, key, &entries[index]);
-      if (!status.ok()) return status;
-    }
-    return absl::OkStatus();
   };
   if (absl::Status s = database_->Read(list); !s.ok()) return s;
   return entries;

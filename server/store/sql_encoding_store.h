@@ -16,8 +16,7 @@
 
 namespace quantd::server {
 
-// A row carries a checksum over all of it, and one over what lists read, which
-// is all but the encoding itself. A row that fails is STORE_CORRUPT, and
+// A row carries a checksum over all of it; one that fails is STORE_CORRUPT, and
 // putting or deleting it repairs the store. Thread-safe.
 class SqlEncodingStore : public EncodingStore {
  public:

@@ -2,7 +2,6 @@
 
 #include <xxhash.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -58,14 +57,11 @@ constexpr char kUpsert[] =
     "block_size = excluded.block_size, shape = excluded.shape, "
     "body_checksum = excluded.body_checksum, checksum = excluded.checksum, "
     "averages = excluded.averages, body = excluded.body";
-// The rows of a page of tensors, without the large columns.
 constexpr char kList[] =
-    "SELECT " QUANTD_ROW_COLUMNS
-    ", tensor FROM statistics "
-    "WHERE model = $1 AND revision = $2 AND tensor > $3 AND tensor <= ("
-    "SELECT MAX(tensor) FROM (SELECT DISTINCT tensor FROM statistics "
-    "WHERE model = $1 AND revision = $2 AND tensor > $3 "
-    "ORDER BY tensor LIMIT $4) AS page) ORDER BY tensor, source";
+    "SELECT tensor, COUNT(*), CAST(SUM(size_bytes) AS BIGINT), "
+    "MAX(update_time_us) "
+    "FROM statistics WHERE model = $1 AND revision = $2 AND tensor > $3 "
+    "GROUP BY tensor ORDER BY tensor LIMIT $4";
 constexpr char kDelete[] =
     "DELETE FROM statistics WHERE model = $1 AND revision = $2 AND tensor = $3 "
     "AND ($4 = '' OR source = $4) RETURNING sequence";
@@ -395,7 +391,6 @@ SqlStatisticsStore::ListStatistics(absl::string_view model,
                                    absl::string_view after, int limit) {
   std::vector<StatisticsListEntry> entries;
   if (limit <= 0) return entries;
-  EncodingKey key{std::string(model), std::string(revision), ""};
   const auto list = [&](SqlConnection& connection) -> absl::Status {
     const std::unique_ptr<SqlStatement> row = connection.Prepare(kList);
     row->BindText(1, model);
@@ -406,19 +401,8 @@ SqlStatisticsStore::ListStatistics(absl::string_view model,
       absl::StatusOr<bool> found = row->Step("cannot list statistics");
       if (!found.ok()) return found.status();
       if (!*found) return absl::OkStatus();
-      const absl::string_view tensor = row->Bytes(9);
-      if (entries.empty() || entries.back().tensor != tensor) {
-        entries.emplace_back().tensor = std::string(tensor);
-      }
-      StatisticsListEntry& entry = entries.back();
-      key.tensor = entry.tensor;
-      uint64_t checksum;
-      absl::StatusOr<RowHead> head = ReadHead(key, *row, &checksum);
-      if (!head.ok()) return head.status();
-      ++entry.source_count;
-      entry.size_bytes += head->size_bytes;
-      entry.update_time = std::max(entry.update_time,
-                                   absl::FromUnixMicros(head->update_time_us));
+      entries.push_back({std::string(row->Bytes(0)), row->Int(1), row->Int(2),
+                         absl::FromUnixMicros(row->Int(3))});
     }
   };
   if (absl::Status s = database_->Read(list); !s.ok()) return s;

@@ -76,28 +76,6 @@ constexpr std::array<const char*, kSqliteSchemaVersion> kMigrations = {
         body BLOB NOT NULL,
         PRIMARY KEY (model, revision, tensor, source)
       ) STRICT;
-    )sql",
-    // A column is added before `body` by making the table anew.
-    R"sql(
-      CREATE TABLE new_encodings (
-        model TEXT NOT NULL,
-        revision TEXT NOT NULL,
-        tensor TEXT NOT NULL,
-        generation INTEGER NOT NULL,
-        update_time_us INTEGER NOT NULL,
-        format INTEGER NOT NULL,
-        scale_count INTEGER NOT NULL,
-        checksum INTEGER NOT NULL,
-        head_checksum INTEGER NOT NULL DEFAULT 0,
-        body BLOB NOT NULL,
-        PRIMARY KEY (model, revision, tensor)
-      ) STRICT;
-      INSERT INTO new_encodings (model, revision, tensor, generation,
-        update_time_us, format, scale_count, checksum, body)
-        SELECT model, revision, tensor, generation, update_time_us, format,
-          scale_count, checksum, body FROM encodings;
-      DROP TABLE encodings;
-      ALTER TABLE new_encodings RENAME TO encodings;
     )sql"};
 
 absl::Status SqliteError(absl::string_view what, int code,

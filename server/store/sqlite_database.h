@@ -26,7 +26,7 @@ namespace quantd::server {
 
 // The version that this program writes into PRAGMA user_version. Migrations
 // only go forward.
-constexpr int kSqliteSchemaVersion = 3;
+constexpr int kSqliteSchemaVersion = 2;
 
 // One SQLite handle with its prepared statements. Not thread-safe.
 class SqliteConnection : public SqlConnection {

@@ -14,7 +14,6 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/strings/string_view.h"
 #include "absl/time/clock.h"
 #include "core/errors.h"
 #include "core/types/encoding.h"
@@ -30,7 +29,6 @@
 namespace quantd::server {
 namespace {
 
-using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
 using testing::Backend;
@@ -250,35 +248,6 @@ TEST_P(EncodingStoreTest, ListsPagesInOrderOfBytes) {
     EXPECT_THAT(*store_->ListRevisions("m", "", limit), IsEmpty());
   }
   EXPECT_THAT(*store_->ListEncodings("m", "none", "", 4), IsEmpty());
-}
-
-TEST_P(EncodingStoreTest, ReportsARowThatChangedInItsPage) {
-  for (const char* tensor : {"a", "b", "c"}) MustPut({"m", "r", tensor}, 1);
-  const auto list = [this](absl::string_view after, int limit) {
-    return store_->ListEncodings("m", "r", after, limit).status();
-  };
-  const std::shared_ptr<SqlDatabase> database = database_.Open();
-  ASSERT_NE(database, nullptr);
-  const auto run = [&database](const char* sql) {
-    return database->Write([sql](SqlConnection& connection) {
-      return connection.Prepare(sql)->Step("cannot change a row").status();
-    });
-  };
-  ASSERT_TRUE(
-      run("UPDATE encodings SET scale_count = 2 WHERE tensor = 'b'").ok());
-  const absl::Status status = list("", 3);
-  EXPECT_EQ(core::ErrorReason(status), "STORE_CORRUPT") << status;
-  EXPECT_THAT(std::string(status.message()), HasSubstr("\"b\""));
-  // Other pages have nothing to do with it, and putting repairs it.
-  EXPECT_TRUE(list("", 1).ok());
-  EXPECT_TRUE(list("b", 3).ok());
-  MustPut({"m", "r", "b"}, 1);
-  EXPECT_TRUE(list("", 3).ok());
-  // As an older quantd leaves it: the whole row tells whether it is sound.
-  ASSERT_TRUE(run("UPDATE encodings SET head_checksum = 0").ok());
-  EXPECT_TRUE(list("", 3).ok()) << list("", 3);
-  ASSERT_TRUE(run("UPDATE encodings SET format = 4 WHERE tensor = 'c'").ok());
-  EXPECT_EQ(core::ErrorReason(list("", 3)), "STORE_CORRUPT");
 }
 
 TEST_P(EncodingStoreTest, ListsModelsAndRevisionsWithCounts) {

@@ -18,7 +18,6 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/types/optional.h"
 #include "core/errors.h"
@@ -96,12 +95,7 @@ TEST_F(SqliteEncodingStoreTest, ReportsEveryColumnThatChangedInARow) {
     const absl::Status status = store->Get(key_).status();
     EXPECT_EQ(core::ErrorReason(status), "STORE_CORRUPT") << change;
     EXPECT_THAT(std::string(status.message()), HasSubstr("\"tensor\""));
-    // Lists do not read bodies.
-    const bool is_listed = absl::StartsWith(change, "body");
-    const absl::Status list =
-        store->ListEncodings("model", "revision", "", 10).status();
-    EXPECT_EQ(core::ErrorReason(list), is_listed ? "" : "STORE_CORRUPT")
-        << change;
+    EXPECT_TRUE(store->ListEncodings("model", "revision", "", 10).ok());
   }
 }
 

@@ -13,7 +13,6 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "core/errors.h"
 #include "core/types/block_layout.h"
@@ -69,13 +68,7 @@ TEST_F(SqliteStatisticsStoreTest, ReportsEveryColumnThatChangedInARow) {
     const absl::Status status = store.GetStatistics(key).status();
     EXPECT_EQ(core::ErrorReason(status), "STORE_CORRUPT") << change;
     EXPECT_THAT(std::string(status.message()), HasSubstr("delete them"));
-    // Lists do not read what is large.
-    const bool is_listed = absl::StartsWith(change, "body =") ||
-                           absl::StartsWith(change, "averages");
-    const absl::Status list =
-        store.ListStatistics("model", "revision", "", 10).status();
-    EXPECT_EQ(core::ErrorReason(list), is_listed ? "" : "STORE_CORRUPT")
-        << change;
+    EXPECT_TRUE(store.ListStatistics("model", "revision", "", 10).ok());
     // Deleting repairs.
     EXPECT_TRUE(store.DeleteStatistics(key, "").ok()) << change;
   }

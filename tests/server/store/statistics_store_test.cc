@@ -17,7 +17,6 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/string_view.h"
 #include "absl/time/clock.h"
 #include "core/errors.h"
 #include "core/types/block_layout.h"
@@ -381,35 +380,6 @@ TEST_P(StatisticsStoreTest, ListsPagesInOrderOfBytes) {
   EXPECT_THAT(*store_->ListStatistics("m", "r", "", 0), IsEmpty());
   EXPECT_THAT(*store_->ListStatistics("m", "r", "", -1), IsEmpty());
   EXPECT_THAT(*store_->ListStatistics("m", "none", "", 4), IsEmpty());
-}
-
-TEST_P(StatisticsStoreTest, ReportsARowThatChangedInItsPage) {
-  for (const char* tensor : {"a", "b", "c"}) {
-    for (const char* source : {"x", "y"}) {
-      ASSERT_TRUE(
-          store_->Contribute({{"m", "r", tensor}, source, 1}, MakeState({1}), 1)
-              .ok());
-    }
-  }
-  const std::shared_ptr<SqlDatabase> database = database_.Open();
-  ASSERT_NE(database, nullptr);
-  const absl::Status changed = database->Write([](SqlConnection& connection) {
-    return connection
-        .Prepare(
-            "UPDATE statistics SET size_bytes = 1 "
-            "WHERE tensor = 'b' AND source = 'y'")
-        ->Step("cannot change a row")
-        .status();
-  });
-  ASSERT_TRUE(changed.ok()) << changed;
-  const auto list = [this](absl::string_view after, int limit) {
-    return store_->ListStatistics("m", "r", after, limit).status();
-  };
-  EXPECT_EQ(Reason(list("", 3)), "STORE_CORRUPT") << list("", 3);
-  EXPECT_TRUE(list("", 1).ok());
-  EXPECT_TRUE(list("b", 3).ok());
-  ASSERT_TRUE(store_->DeleteStatistics({"m", "r", "b"}, "y").ok());
-  EXPECT_TRUE(list("", 3).ok());
 }
 
 // Each source has several writers, as when a rank's retry overtakes it, on two
