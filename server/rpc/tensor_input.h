@@ -245,7 +245,12 @@ absl::StatusOr<ParsedHeader<Header>> ParseHeader(const RpcEnvironment& env,
   if (!parsed.header.ParseFromString(bytes)) return HeaderBrokenError();
   // Some of it is kept as long as the tensor, without the lease; of a short one
   // that is no more than the tensor takes anyway, and the search for it costs.
-  if (bytes.size() > kShortHeaderBytes) parsed.header.DiscardUnknownFields();
+  if (bytes.size() > kShortHeaderBytes) {
+    parsed.header.DiscardUnknownFields();
+  } else if (parsed.header.tensor().has_name()) {
+    // Answers repeat it.
+    parsed.header.mutable_tensor()->mutable_name()->DiscardUnknownFields();
+  }
   return parsed;
 }
 

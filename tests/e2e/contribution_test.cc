@@ -37,7 +37,7 @@ namespace {
 
 constexpr int kSources = 8;
 // Batches of each source and tensor; the file has 256 rows.
-constexpr int kBatches = kThreadSanitized ? 2 : kSanitized ? 4 : 8;
+constexpr int kBatches = kSanitized ? 4 : 8;
 constexpr char kModel[] = "digits/cnn";
 
 void SetDeadline(grpc::ClientContext* context) {

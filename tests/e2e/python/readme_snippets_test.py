@@ -101,7 +101,7 @@ class ReadmeSnippetsTest(unittest.TestCase):
                      "--shared-memory"]):
                 output = run(python, "-c", snippet("python", "empty_shared"),
                              cwd=folder,
-                             env=dict(os.environ, XDG_RUNTIME_DIR=folder))
+                             env=dict(os.environ, HOME=folder))
         self.assertEqual(len(re.findall(r"^\[.*\] \[.*\]$", output, re.M)), 3)
 
     def test_TheQuantctlSnippetsWorkAsPasted(self):
