@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/escaping.h"
@@ -298,6 +299,49 @@ core::Encoding ManyScales(int64_t count) {
   return encoding;
 }
 
+// Makes calls that take long, with `run`, and others until those have ended.
+// They take turns when no other waits for a good part of that time.
+void ExpectTurns(TestServer* server, const std::string& what,
+                 absl::FunctionRef<void()> run) {
+  // A hiccup of a busy machine spoils an attempt, and hardly all of them.
+  constexpr int kAttempts = 6;
+  constexpr int kLeastAnswers = 3;
+  // A request that is not light takes a turn of the only worker, then of the
+  // store's threads.
+  v1::ListModelsRequest other;
+  other.set_page_token(
+      absl::WebSafeBase64Escape(std::string(size_t{16} << 10, '~')));
+  absl::Duration run_time;
+  absl::Duration longest;
+  int answer_count = 0;
+  for (int attempt = 0; attempt < kAttempts; ++attempt) {
+    std::atomic<bool> done = false;
+    const absl::Time start = absl::Now();
+    std::thread runner([&] {
+      run();
+      run_time = absl::Now() - start;
+      done.store(true);
+    });
+    longest = absl::ZeroDuration();
+    answer_count = 0;
+    while (!done.load()) {
+      grpc::ClientContext context;
+      v1::ListModelsResponse response;
+      const absl::Time asked = absl::Now();
+      const grpc::Status status =
+          server->encodings().ListModels(&context, other, &response);
+      EXPECT_TRUE(status.ok()) << status.error_message();
+      longest = std::max(longest, absl::Now() - asked);
+      if (!done.load()) ++answer_count;
+    }
+    runner.join();
+    if (answer_count >= kLeastAnswers && longest < run_time / 3) return;
+  }
+  ADD_FAILURE() << what << ": in " << run_time << " of the last attempt "
+                << answer_count << " others were answered, one after "
+                << longest;
+}
+
 // A client that exports, and reads when it is told to.
 class ExportTest : public ::testing::Test {
  protected:
@@ -462,37 +506,18 @@ TEST_F(ExportTest, ChargesPagesOfNamesAndWhatWritersKeepOfThem) {
 TEST_F(ExportTest, LetsOthersHaveTheirTurnWithinAnEncoding) {
   Serve({});
   Put("a", kLongText);
-  std::atomic<bool> done = false;
-  const absl::Time start = absl::Now();
-  absl::Duration export_time;
-  Export();
-  std::thread reader([&] {
+  ExpectTurns(server_.get(), "ExportEncodings", [this] {
+    Export();
     ReadAll();
-    export_time = absl::Now() - start;
-    done.store(true);
+    EXPECT_EQ(stream_->Finish().error_message(), "");
   });
-  // A request that is not light takes a turn of the only worker.
-  v1::ListModelsRequest other;
-  other.set_page_token(
-      absl::WebSafeBase64Escape(std::string(size_t{16} << 10, '~')));
-  absl::Duration longest;
-  while (!done.load()) {
-    grpc::ClientContext context;
-    v1::ListModelsResponse response;
-    const absl::Time asked = absl::Now();
-    const grpc::Status status =
-        server_->encodings().ListModels(&context, other, &response);
-    EXPECT_TRUE(status.ok()) << status.error_message();
-    longest = std::max(longest, absl::Now() - asked);
-  }
-  reader.join();
-  EXPECT_EQ(stream_->Finish().error_message(), "");
-  EXPECT_LT(longest, export_time / 2);
 }
 
 // Names and patterns that it takes long to tell apart.
 class LongMatchingTest : public ::testing::Test {
  protected:
+  // As many calls as there are threads for the store.
+  static constexpr int kCalls = 4;
   static constexpr int kTensors = 20;
   static constexpr int kPatterns = kThreadSanitized ? 100
                                    : kSanitized     ? 400
@@ -526,33 +551,26 @@ class LongMatchingTest : public ::testing::Test {
     }
   }
 
-  // Makes as many calls as there are threads for them, and another one
-  // meanwhile: that one does not wait for any of them.
-  void ExpectTurns(const std::string& method, const std::string& request) {
-    constexpr int kCalls = 4;
-    std::vector<std::unique_ptr<RawStream>> streams;
-    const auto channel = server_.NewChannel();
-    const absl::Time start = absl::Now();
-    for (int i = 0; i < kCalls; ++i) {
-      streams.push_back(
-          std::make_unique<RawStream>(channel, kService + method));
-      ASSERT_TRUE(streams.back()->Write(request));
-      streams.back()->WritesDone();
-    }
-    grpc::ClientContext context;
-    v1::ListModelsResponse response;
-    const grpc::Status status = server_.encodings().ListModels(
-        &context, v1::ListModelsRequest(), &response);
-    const absl::Duration other_time = absl::Now() - start;
-    EXPECT_TRUE(status.ok()) << status.error_message();
-    for (const auto& stream : streams) {
-      std::string answer;
-      while (stream->Read(&answer)) {
+  // Makes calls at once, each to its end, and others meanwhile.
+  void ExpectTurnsDuring(const std::string& method, const std::string& request,
+                         int call_count) {
+    ExpectTurns(&server_, method, [&] {
+      std::vector<std::unique_ptr<RawStream>> streams;
+      const auto channel = server_.NewChannel();
+      for (int i = 0; i < call_count; ++i) {
+        streams.push_back(
+            std::make_unique<RawStream>(channel, kService + method));
+        EXPECT_TRUE(streams.back()->Write(request));
+        streams.back()->WritesDone();
       }
-      EXPECT_NE(stream->Finish().error_code(),
-                grpc::StatusCode::RESOURCE_EXHAUSTED);
-    }
-    EXPECT_LT(other_time, (absl::Now() - start) / 2) << method;
+      for (const auto& stream : streams) {
+        std::string answer;
+        while (stream->Read(&answer)) {
+        }
+        EXPECT_NE(stream->Finish().error_code(),
+                  grpc::StatusCode::RESOURCE_EXHAUSTED);
+      }
+    });
   }
 
   TestServer server_;
@@ -571,8 +589,8 @@ TEST_F(LongMatchingTest, LetsOthersHaveTheirTurnInComputing) {
     compute.mutable_overrides(i)->mutable_spec()->set_format(
         v1::NUMBER_FORMAT_INT8);
   }
-  ExpectTurns("Sweep", sweep.SerializeAsString());
-  ExpectTurns("ComputeEncodings", compute.SerializeAsString());
+  ExpectTurnsDuring("Sweep", sweep.SerializeAsString(), kCalls);
+  ExpectTurnsDuring("ComputeEncodings", compute.SerializeAsString(), kCalls);
 }
 
 TEST_F(LongMatchingTest, FillsItsMessages) {
@@ -603,37 +621,7 @@ TEST_F(LongMatchingTest, LetsOthersHaveTheirTurnInWriting) {
   for (int i = 0; i < patterns; ++i) {
     request.add_parameter_patterns(Pattern());
   }
-  RawStream stream(server_.NewChannel(),
-                   absl::StrCat(kService, "ExportEncodings"));
-  ASSERT_TRUE(stream.Write(request.SerializeAsString()));
-  stream.WritesDone();
-  std::atomic<bool> done = false;
-  const absl::Time start = absl::Now();
-  absl::Duration export_time;
-  std::thread reader([&] {
-    std::string message;
-    while (stream.Read(&message)) {
-    }
-    export_time = absl::Now() - start;
-    done.store(true);
-  });
-  // A request that is not light takes a turn of the workers.
-  v1::ListModelsRequest other;
-  other.set_page_token(
-      absl::WebSafeBase64Escape(std::string(size_t{16} << 10, '~')));
-  absl::Duration longest;
-  while (!done.load()) {
-    grpc::ClientContext context;
-    v1::ListModelsResponse response;
-    const absl::Time asked = absl::Now();
-    const grpc::Status status =
-        server_.encodings().ListModels(&context, other, &response);
-    EXPECT_TRUE(status.ok()) << status.error_message();
-    longest = std::max(longest, absl::Now() - asked);
-  }
-  reader.join();
-  EXPECT_EQ(stream.Finish().error_message(), "");
-  EXPECT_LT(longest, export_time / 3);
+  ExpectTurnsDuring("ExportEncodings", request.SerializeAsString(), 1);
 }
 
 TEST_F(LongMatchingTest, LetsOthersHaveTheirTurnInImportAndExport) {
@@ -664,8 +652,8 @@ TEST_F(LongMatchingTest, LetsOthersHaveTheirTurnInImportAndExport) {
     import.add_hints()->set_pattern(Pattern());
     exported.add_patterns(Pattern());
   }
-  ExpectTurns("ImportEncodings", import.SerializeAsString());
-  ExpectTurns("ExportEncodings", exported.SerializeAsString());
+  ExpectTurnsDuring("ImportEncodings", import.SerializeAsString(), kCalls);
+  ExpectTurnsDuring("ExportEncodings", exported.SerializeAsString(), kCalls);
 }
 
 }  // namespace
