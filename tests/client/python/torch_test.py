@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from unittest import mock
 
 import pytest
 
@@ -361,6 +362,58 @@ def test_ABlockThatEndsWithAnExceptionWaitsForNoRetries(tmp_path):
         assert set(block.sequences.values()) == {3}
     sender.join(60)
     assert not sender.is_alive()
+
+
+class LateClient(HeldClient):
+    """Takes the first that it is to send, and sends it when it is told to."""
+
+    def __init__(self, client):
+        super().__init__(client)
+        self.taken = threading.Event()
+
+    def calibrate_many(self, jobs, **kwargs):
+        if self.taken.is_set():
+            return self._client.calibrate_many(jobs, **kwargs)
+        jobs = list(jobs)
+        self.taken.set()
+        return super().calibrate_many(jobs, **kwargs)
+
+
+def test_ABlockWaitsForWhatOneThatFailedStillSends(client):
+    model, data = small_model(), batches(2)
+    late = LateClient(client)
+
+    def block(modules, source="rank-0"):
+        return quantd.torch.calibrate(model, late, model_name="t/next",
+                                      source=source, modules=modules)
+
+    with pytest.warns(RuntimeWarning, match="not answered: 1"):
+        with pytest.raises(KeyError):
+            with block(["0"]) as failed:
+                model(data[0])
+                assert late.taken.wait(TIMEOUT_S)
+                raise KeyError("of training")
+    sender = failed._thread
+
+    def join():
+        late.released.set()
+        threading.Thread.join(sender)
+
+    with mock.patch.object(sender, "join", join):
+        # The numbers of other sources are not those of this one.
+        with block(["0"], "rank-1"):
+            pass
+        assert not late.released.is_set()
+        # Of those that go on the second does not wait for the first.
+        with block(["0"]) as again, block(["3"]):
+            model(data[1])
+    late.released.set()
+    sender.join(TIMEOUT_S)
+    assert again.sequences == {"0.input": 2}
+    for name, count in (("0.input", 2 * 3 * 64), ("3.input", 3 * 72)):
+        assert statistics(client, "t/next", name).statistics.count == count
+    # Nothing is kept of blocks that are over.
+    assert not quantd.torch._sending & {failed, again}
 
 
 def tensors_of(size):

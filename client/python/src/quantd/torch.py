@@ -41,6 +41,13 @@ _SILENCE_S = 30.0
 _HOOKS_TAKE_KEYWORDS = "with_kwargs" in inspect.signature(
     torch.nn.Module.register_forward_pre_hook).parameters
 
+# Blocks whose threads send, or will.
+_sending: set[Calibration] = set()
+
+if hasattr(os, "register_at_fork"):
+    # Threads do not survive a fork.
+    os.register_at_fork(after_in_child=_sending.clear)
+
 
 def from_numpy(array: Array, element_type: str = "") -> torch.Tensor:
     """A tensor on the CPU that shares the memory of `array`. element_type
@@ -79,6 +86,12 @@ def calibrate(model: torch.nn.Module, client: Client, *, model_name: str,
     keywords that have no place there end in their name. The rest of the model's
     run is untouched. What checkpointing computes a second time, in the backward
     pass, is not counted again.
+
+    Where an earlier block with the same client, model_name, revision and source
+    ended with an exception, and what it sent is not answered yet, entering the
+    block waits for that, for as long as the client tries again: were both sent
+    at once, the one that comes second would be taken for the other one and not
+    be counted.
 
     client: of this process. In one that is forked off inside the block nothing
         is counted: that is an error as on_error has it.
@@ -171,19 +184,37 @@ class Calibration:
             return dict(self._sequences)
 
     def __enter__(self) -> Calibration:
+        """Waits for an earlier block that still sends; see calibrate()."""
         if self._thread is not None:
             raise errors.argument_invalid("the block was entered before")
+        self._await_earlier()
         try:
             for name, module in self._modules:
                 self._hook(name, module)
             self._process_id = os.getpid()
             self._thread = threading.Thread(target=self._send, daemon=True,
                                             name="quantd-calibrate")
+            _sending.add(self)
             self._thread.start()
         except BaseException:
+            _sending.discard(self)
             self._remove_hooks()
             raise
         return self
+
+    def _await_earlier(self) -> None:
+        # Blocks that go on are not waited for: each may have its own modules.
+        for block in list(_sending):
+            if block._feeds_same(self) and block._has_ended():
+                assert block._thread is not None
+                block._thread.join()
+
+    def _feeds_same(self, other: Calibration) -> bool:
+        """Whether both number their contributions as one source."""
+        # The service takes an empty revision for "main".
+        return self._client is other._client and (
+            self._model_name, self._revision or "main", self._source) == (
+                other._model_name, other._revision or "main", other._source)
 
     def _hook(self, name: str, module: torch.nn.Module) -> None:
         # Before the module runs: it may write over its inputs.
@@ -218,7 +249,8 @@ class Calibration:
 
     def __exit__(self, exception_type: Any, *unused: object) -> None:
         """Delivers what is pending; after an exception gives it up at once,
-        with a warning: what is on its way may be counted all the same."""
+        with a warning: what is on its way may be counted all the same, and the
+        next block of this source waits for it as it is entered."""
         self._remove_hooks()
         try:
             if exception_type is None:
@@ -332,6 +364,12 @@ class Calibration:
         return TensorName(self._model_name, tensor, self._revision)
 
     def _send(self) -> None:
+        try:
+            self._send_rounds()
+        finally:
+            _sending.discard(self)
+
+    def _send_rounds(self) -> None:
         while True:
             with self._changed:
                 while not self._waiting and not self._is_ending:
