@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 import unittest
 
@@ -230,22 +231,40 @@ class ArgumentsTest(unittest.TestCase):
         nobody = quantd.Client(f"127.0.0.1:{silent.getsockname()[1]}")
         self.addCleanup(nobody.close)
         name = quantd.TensorName("m", "t")
-        for what, call in {
-                "parts up": lambda: list(self.client.quantize_chunks(
-                    chunks(), ENCODING, shape=(12, 8))),
-                "parts": lambda: list(nobody.quantize_chunks(
-                    [X], ENCODING, shape=X.shape)),
-                "one answer": lambda: nobody.get_encoding(name),
-                "many answers": lambda: nobody.sweep("m", ["int8"])}.items():
+        of_parts = quantd._chunks.ChunkedCall.read.__code__
+        of_answers = quantd.Client._read.__code__
+
+        def parts():
+            list(nobody.quantize_chunks([X], ENCODING, shape=X.shape))
+
+        def answers():
+            nobody.sweep("m", ["int8"])
+
+        for what, reader, call in (
+                ("parts up", of_parts, lambda: list(self.client.quantize_chunks(
+                    chunks(), ENCODING, shape=(12, 8)))),
+                ("the start of parts", None, parts),
+                ("parts", of_parts, parts),
+                ("one answer", None, lambda: nobody.get_encoding(name)),
+                ("the start of answers", None, answers),
+                ("answers", of_answers, answers)):
             with self.subTest(what):
                 if what != "parts up":
                     taken.set()
-                thread = threading.Thread(target=interrupt_where_it_waits,
-                                          args=(taken,))
+                over = threading.Event()
+                thread = threading.Thread(
+                    target=interrupt_where_it_waits,
+                    args=(taken, over, reader), daemon=True)
                 thread.start()
-                self.assertEqual(frames_of_interrupt(call, "grpc"), [])
-                thread.join()
-                taken.clear()
+                try:
+                    self.assertEqual(frames_of_interrupt(call, "grpc"), [])
+                finally:
+                    # It may wait for what never began, and must not interrupt
+                    # what comes next.
+                    over.set()
+                    taken.set()
+                    thread.join()
+                    taken.clear()
         self.assertEqual(self.client.quantize(X, "int8").codes.shape, X.shape)
         self.assertEqual(self.client.health(), "SERVING")
 
@@ -254,17 +273,31 @@ def package_of(frame):
     return os.path.basename(os.path.dirname(frame.f_code.co_filename))
 
 
-def interrupt_where_it_waits(may_begin):
-    """Has Ctrl-C come when the main thread waits for the server."""
-    may_begin.wait()
-    is_waiting = False
-    while not is_waiting:
+def waits_for_server(frame, reader):
+    """Whether gRPC, or what waits for it, is at work there; for `reader`, the
+    code that reads a stream, only where that waits for what comes down."""
+    if package_of(frame) != "grpc" and (
+            frame.f_code is not quantd._apart.run.__code__):
+        return False
+    caller = frame.f_back
+    # A reader that also starts its call, `call`, has none until then.
+    return reader is None or (caller.f_code is reader and
+                              caller.f_locals.get("call", True) is not None)
+
+
+def interrupt_where_it_waits(may_begin, is_over, reader):
+    """Has Ctrl-C come when the main thread waits for the server; none after
+    WAIT_S, or when it is over."""
+    may_begin.wait(WAIT_S)
+    end = time.monotonic() + WAIT_S
+    while not is_over.is_set() and time.monotonic() < end:
         frame = sys._current_frames()[threading.main_thread().ident]
-        while frame is not None and not is_waiting:
-            is_waiting = package_of(frame) == "grpc" or (
-                frame.f_code is quantd._apart.run.__code__)
+        while frame is not None:
+            if waits_for_server(frame, reader):
+                signal.pthread_kill(threading.main_thread().ident,
+                                    signal.SIGINT)
+                return
             frame = frame.f_back
-    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
 
 def frames_of_interrupt(call, package_name):
