@@ -24,6 +24,7 @@
 #include "core/statistics/statistics_state.h"
 #include "core/types/encoding.h"
 #include "grpcpp/grpcpp.h"
+#include "quantd/v1/encoding_service.pb.h"
 #include "quantd/v1/quantization_service.grpc.pb.h"
 #include "server/metrics/metrics.h"
 #include "server/quantd_server.h"
@@ -429,6 +430,23 @@ TEST(TensorStreamTest, ALargeHeaderThatBreaksIsNotParsed) {
   EXPECT_LT(PeakKib() - before_kib, 64 << 10);
 }
 
+TEST(TensorStreamTest, RefusesMoreDimensionsThanItTakes) {
+  ServerOptions options;
+  options.limits.tensor_rank = 2;
+  testing::TestServer server(options);
+  v1::QuantizeHeader header = NamedHeader();
+  header.mutable_spec()->set_format(v1::NUMBER_FORMAT_INT8);
+  header.mutable_tensor()->add_shape(1);
+  const std::string data(16, '\0');
+  absl::Status status =
+      testing::Quantize(server.quantization(), header, data).status();
+  EXPECT_TRUE(status.ok()) << status;
+  header.mutable_tensor()->add_shape(1);
+  status = testing::Quantize(server.quantization(), header, data).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(status.message().substr(0, 10), "RANK_LIMIT") << status;
+}
+
 // What a tensor keeps of its header is short.
 TEST(TensorStreamTest, AHeaderLeavesNothingBehindThatIsNotCharged) {
   testing::TestServer server;
@@ -535,31 +553,54 @@ class EndlessStatistics : public StatisticsStore {
   std::atomic<bool> was_ended_{false};
 };
 
-TEST(TensorStreamTest, StopsReadingStatisticsWhenTheCallHasEnded) {
-  StuckStore store;
-  EndlessStatistics statistics;
-  Metrics metrics;
-  ServerOptions options;
-  options.listen = {"127.0.0.1:0"};
-  options.drain_delay = absl::ZeroDuration();
-  absl::StatusOr<std::unique_ptr<QuantdServer>> server =
-      QuantdServer::Start(options, &store, &statistics, &metrics);
-  ASSERT_TRUE(server.ok()) << server.status();
-  const auto stub = v1::QuantizationService::NewStub(grpc::CreateChannel(
-      (*server)->addresses()[0], grpc::InsecureChannelCredentials()));
+// Calls that read such statistics, and are cancelled.
+class EndlessStatisticsTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    ServerOptions options;
+    options.listen = {"127.0.0.1:0"};
+    options.drain_delay = absl::ZeroDuration();
+    absl::StatusOr<std::unique_ptr<QuantdServer>> server =
+        QuantdServer::Start(options, &store_, &statistics_, &metrics_);
+    ASSERT_TRUE(server.ok()) << server.status();
+    server_ = *std::move(server);
+  }
+
+  void ExpectStops(const std::string& method, const std::string& request) {
+    testing::RawStream stream(
+        grpc::CreateChannel(server_->addresses()[0],
+                            grpc::InsecureChannelCredentials()),
+        method);
+    ASSERT_TRUE(stream.Write(request));
+    statistics_.AwaitReading();
+    stream.Cancel();
+    stream.Finish();
+    EXPECT_TRUE(statistics_.AwaitEnded());
+  }
+
+ private:
+  StuckStore store_;
+  EndlessStatistics statistics_;
+  Metrics metrics_;
+  std::unique_ptr<QuantdServer> server_;
+};
+
+TEST_F(EndlessStatisticsTest, ACalibrationThatHasEndedStopsReadingThem) {
   v1::CalibrateRequest request;
   *request.mutable_header()->mutable_tensor() = NamedHeader().tensor();
   request.mutable_header()->mutable_spec()->set_format(v1::NUMBER_FORMAT_INT8);
   request.mutable_header()->mutable_contribution()->set_source("a");
   request.mutable_header()->mutable_contribution()->set_sequence(1);
   request.set_data(std::string(16, '\0'));
-  grpc::ClientContext context;
-  const auto stream = stub->Calibrate(&context);
-  ASSERT_TRUE(stream->Write(request));
-  statistics.AwaitReading();
-  context.TryCancel();
-  stream->Finish();
-  EXPECT_TRUE(statistics.AwaitEnded());
+  ExpectStops("/quantd.v1.QuantizationService/Calibrate",
+              request.SerializeAsString());
+}
+
+TEST_F(EndlessStatisticsTest, AGetThatHasEndedStopsReadingThem) {
+  v1::GetStatisticsRequest request;
+  *request.mutable_name() = NamedHeader().tensor().name();
+  ExpectStops("/quantd.v1.EncodingService/GetStatistics",
+              request.SerializeAsString());
 }
 
 // What a stream is asked in turn: some of it is done where it arrives, some on
