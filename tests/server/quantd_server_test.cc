@@ -58,7 +58,7 @@ TEST(QuantdServerTest, ACallBeyondTheStreamsOfAConnectionWaits) {
   call->Finish(&response, &status, &queue);
   void* tag = nullptr;
   bool ok = false;
-  EXPECT_EQ(queue.AsyncNext(
+  ASSERT_EQ(queue.AsyncNext(
                 &tag, &ok, absl::ToChronoTime(absl::Now() + kUntilTakenToWait)),
             grpc::CompletionQueue::TIMEOUT);
   // Other connections do not wait.
