@@ -368,11 +368,13 @@ class EvaluateRpc final : public TensorRpc {
 
  private:
   // What `candidate_count` candidates take, of which specs have `scale_count`
-  // scales in all.
+  // scales and the labels `label_bytes` in all.
   absl::StatusOr<MemoryBudget::Lease> Charge(const EvaluateTask& task,
                                              int64_t candidate_count,
-                                             int64_t scale_count) {
+                                             int64_t scale_count,
+                                             int64_t label_bytes) {
     int64_t bytes = scale_count * kBytesPerScale;
+    if (label_bytes > kSmallBytes) bytes += label_bytes;
     if (task.with_distribution) bytes += candidate_count * kDistributionBytes;
     return env_.budget->Acquire(bytes,
                                 "send fewer candidates with each tensor");
@@ -394,7 +396,7 @@ class EvaluateRpc final : public TensorRpc {
           core::TensorTooLargeError(size_bytes, env_.limits.tensor_bytes),
           "header.tensor.shape");
     }
-    absl::StatusOr<MemoryBudget::Lease> lease = Charge(task, 1, 0);
+    absl::StatusOr<MemoryBudget::Lease> lease = Charge(task, 1, 0, 0);
     if (!lease.ok()) return lease.status();
     return std::make_unique<CompareJob>(env_, std::move(task),
                                         *std::move(lease));
@@ -413,6 +415,7 @@ class EvaluateRpc final : public TensorRpc {
     }
     std::vector<Candidate> candidates;
     int64_t scale_count = 0;
+    int64_t label_bytes = 0;
     for (const v1::EvaluateCandidate& proto : header.candidates()) {
       const std::string field =
           absl::StrCat("header.candidates[", candidates.size(), "]");
@@ -422,13 +425,14 @@ class EvaluateRpc final : public TensorRpc {
       if (candidate->spec.has_value()) {
         scale_count += candidate->spec->layout->scale_count();
       }
+      label_bytes += static_cast<int64_t>(candidate->label.size());
       candidates.push_back(*std::move(candidate));
     }
     absl::StatusOr<std::vector<std::unique_ptr<TensorAccumulator>>>
         accumulators = OpenAccumulators(task, absl::MakeSpan(candidates));
     if (!accumulators.ok()) return accumulators.status();
     absl::StatusOr<MemoryBudget::Lease> lease =
-        Charge(task, header.candidates_size(), scale_count);
+        Charge(task, header.candidates_size(), scale_count, label_bytes);
     if (!lease.ok()) return lease.status();
     return std::make_unique<EvaluateJob>(
         env_, std::move(task), *std::move(accumulators), std::move(candidates),

@@ -27,8 +27,6 @@ namespace {
 constexpr char kEncodingWayOut[] =
     "put encodings with PutEncoding and name them by reference, or send fewer "
     "tensors at once";
-// What a tensor may have without asking: there is a limit to their number.
-constexpr int64_t kSmallBytes = 8 << 10;
 // Far more than the store gives one.
 constexpr size_t kMostEtagBytes = 256;
 // Far more than a tensor has: what comes after is not made for longer lists.

@@ -30,6 +30,9 @@
 
 namespace quantd::server {
 
+// What a tensor may have without asking: there is a limit to their number.
+constexpr int64_t kSmallBytes = int64_t{8} << 10;
+
 // A header, and what it takes of the memory budget.
 template <typename Header>
 struct ParsedHeader {

@@ -385,6 +385,22 @@ TEST(TensorStreamTest, AnEncodingIsChargedWhileItsTensorIsOpen) {
   }
 }
 
+TEST(TensorStreamTest, LabelsAreChargedWhileTheirTensorIsOpen) {
+  constexpr int kCandidates = 64;
+  constexpr int64_t kLabelBytes = 1024;
+  testing::TestServer server;
+  grpc::ClientContext context;
+  v1::EvaluateHeader header;
+  for (int i = 0; i < kCandidates; ++i) {
+    v1::EvaluateCandidate* candidate = header.add_candidates();
+    candidate->set_label(std::string(kLabelBytes, 'x'));
+    candidate->mutable_encoding()->set_format(v1::NUMBER_FORMAT_INT8);
+    candidate->mutable_encoding()->add_scale(1);
+  }
+  ExpectHeld(server, header, server.quantization().Evaluate(&context), &context,
+             kCandidates * kLabelBytes);
+}
+
 std::string Delimited(int field, const std::string& bytes) {
   std::string text(1, static_cast<char>(field << 3 | 2));
   for (size_t size = bytes.size(); size > 0; size >>= 7) {
