@@ -26,6 +26,9 @@ import training
 RANKS = 4
 TIMEOUT_S = 240
 
+# Started before gRPC has threads: a fork that comes later may abort in gRPC.
+pytestmark = pytest.mark.usefixtures("server")
+
 
 def small_model():
     torch.manual_seed(0)
