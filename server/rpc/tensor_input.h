@@ -32,6 +32,8 @@ namespace quantd::server {
 
 // What a tensor may have without asking: there is a limit to their number.
 constexpr int64_t kSmallBytes = int64_t{8} << 10;
+// A header whose unknown fields are not worth looking for.
+constexpr size_t kShortHeaderBytes = 256;
 
 // A header, and what it takes of the memory budget.
 template <typename Header>
@@ -44,8 +46,6 @@ struct ParsedHeader {
 // charged before.
 // Errors: HEADER_INVALID: not protobuf, or a string that is not UTF-8;
 // MEMORY_BUDGET.
-constexpr size_t kShortHeaderBytes = 256;
-
 template <typename Header>
 absl::StatusOr<ParsedHeader<Header>> ParseHeader(const RpcEnvironment& env,
                                                  const std::string& bytes);
