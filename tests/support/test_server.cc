@@ -52,6 +52,9 @@ std::shared_ptr<grpc::Channel> TestServer::NewChannel() const {
   arguments.SetMaxReceiveMessageSize(-1);
   // A connection of its own, not one shared with other tests' channels.
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  // Before it reads, a client takes the first 64 KiB of an answer. With a
+  // window that grows with the measured bandwidth it may take all of it.
+  arguments.SetInt(GRPC_ARG_HTTP2_BDP_PROBE, 0);
   return grpc::CreateCustomChannel(
       address(), grpc::InsecureChannelCredentials(), arguments);
 }

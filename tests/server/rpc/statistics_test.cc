@@ -539,12 +539,8 @@ TEST_F(ShortIdleTimeoutTest, ASweepThatNobodyReadsIsEnded) {
   };
   EXPECT_TRUE(
       PollUntil(absl::Seconds(20), [&] { return handled() == kTensors; }));
-  grpc::ChannelArguments arguments;
-  arguments.SetInt(GRPC_ARG_HTTP2_BDP_PROBE, 0);
-  const auto stub = v1::EncodingService::NewStub(grpc::CreateCustomChannel(
-      server_.address(), grpc::InsecureChannelCredentials(), arguments));
   grpc::ClientContext context;
-  const auto stream = stub->Sweep(&context, request);
+  const auto stream = server_.encodings().Sweep(&context, request);
   EXPECT_TRUE(
       PollUntil(absl::Seconds(20), [&] { return handled() == kTensors + 1; }));
   v1::SweepResponse response;
