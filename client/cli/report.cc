@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <fstream>
 #include <iterator>
+#include <limits>
 #include <map>
 #include <memory>
 #include <string>
@@ -236,8 +237,13 @@ class Reporter {
     if (sizes < 2) return absl::OkStatus();
     for (int i = 0; i < kMixtures; ++i) {
       v1::SweepRequest request = sweep_;
+      // The last may be of any size: the best is not always the largest, nor
+      // within what one spec takes for all tensors.
       request.set_max_size_bytes(
-          least + (most - least) * static_cast<uint64_t>(i) / (kMixtures - 1));
+          i == kMixtures - 1
+              ? static_cast<uint64_t>(std::numeric_limits<int64_t>::max())
+              : least + (most - least) * static_cast<uint64_t>(i) /
+                            (kMixtures - 1));
       const absl::Status status =
           client_->Sweep(request, [&](const v1::SweepResponse& response) {
             const v1::SweepMixture& mixture = response.summary().mixture();

@@ -261,6 +261,8 @@ class QuantctlTest(QuantctlCase):
     def test_AReportHasTheStatisticsOfEveryTensor(self):
         self.run_quantctl("calibrate", ACTIVATIONS, "--model", "page",
                           "--source", "s", "--sequence", "1", "--all")
+        self.run_quantctl("calibrate", WEIGHTS, "--model", "page", "--source",
+                          "s", "--sequence", "1", "--granularity", "group:16")
         plotly = self.path("plotly.js")
         with open(plotly, "w", encoding="utf-8") as file:
             file.write("x = '</script>@DATA@'")
@@ -277,6 +279,10 @@ class QuantctlTest(QuantctlCase):
                          ["int8:per-channel", "int8:mse", "int4:mse"])
         self.assertEqual(len(report["totals"]), 3)
         self.assertGreater(len(report["mixtures"]), 1)
+        self.assertLess(report["mixtures"][-1]["noise_to_signal_sum"],
+                        min(total["noise_to_signal_sum"]
+                            for total in report["totals"]
+                            if not total["failed_count"]))
         self.assertGreater(len(report["tensors"]), 2)
         for tensor in report["tensors"]:
             with self.subTest(tensor=tensor["name"]):

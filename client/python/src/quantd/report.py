@@ -35,6 +35,8 @@ from quantd.tensor import Array
 SPECS = ("int8:per-channel", "int8:mse", "int4:mse")
 _BINS = 120
 _TAIL = 0.001
+# The most that a sweep may be bounded by.
+_ANY_SIZE = 2**63 - 1
 
 SpecLike = Union[EncodingSpec, str]
 
@@ -106,7 +108,10 @@ def collect(client: Client, model: str, *, revision: str = "",
              if not total.failed_count]
     mixtures = []
     if len(sizes) > 1 and mixture_count > 0:
-        for size in np.linspace(min(sizes), max(sizes), mixture_count):
+        # The last may be of any size: the best is not always the largest, nor
+        # within what one spec takes for all tensors.
+        for size in [*np.linspace(min(sizes), max(sizes),
+                                  mixture_count)[:-1], _ANY_SIZE]:
             mixture = client.sweep(
                 model, specs, revision=revision, patterns=patterns,
                 max_size_bytes=int(size)).mixture
