@@ -161,6 +161,12 @@ class SweepCall final
       specs_.push_back(*std::move(spec));
     }
     if (absl::Status s = CheckTarget(); !s.ok()) return s;
+    if (request().mixture_case() == v1::SweepRequest::kMaxSizeBytes) {
+      absl::Status charged = env().budget->Grow(
+          &options_lease_, core::MixtureChooser::MemoryBytes(specs_.size()),
+          "sweep without max_size_bytes");
+      if (!charged.ok()) return charged;
+    }
     absl::Status status = patterns_.AddAll(request().patterns(), "patterns");
     if (!status.ok()) return status;
     return revision_.Open(request().model(), request().revision());
@@ -229,12 +235,17 @@ class SweepCall final
         core::ElementCount(stored_.state.shape);
     if (!element_count.ok()) return element_count.status();
     element_count_ = *element_count;
+    // The name, the options and their SQNR lie on the heap.
+    constexpr int64_t kHeapBytes = 3 * 32;
+    constexpr int64_t kTensorBytes = sizeof(Tensor) +
+                                     sizeof(core::TensorOptions) + kHeapBytes +
+                                     core::MixtureChooser::kTensorBytes;
+    constexpr int64_t kOptionBytes = sizeof(core::PrecisionOption) +
+                                     sizeof(double) +
+                                     core::MixtureChooser::kOptionBytes;
     const int64_t kept_bytes =
-        static_cast<int64_t>(entry.tensor.size() + sizeof(Tensor) +
-                             core::MixtureChooser::kTensorBytes) +
-        static_cast<int64_t>(specs_.size()) *
-            static_cast<int64_t>(sizeof(core::PrecisionOption) +
-                                 sizeof(double) + sizeof(int));
+        static_cast<int64_t>(entry.tensor.size()) + kTensorBytes +
+        static_cast<int64_t>(specs_.size()) * kOptionBytes;
     absl::Status status =
         env().budget->Grow(&options_lease_, options_lease_.bytes() + kept_bytes,
                            "sweep fewer tensors at once, by patterns");
@@ -245,8 +256,15 @@ class SweepCall final
 
   void TakeResults(const StatisticsListEntry& entry,
                    v1::SweepResponse* response) {
+    // Without more room than is charged: vectors that grow double it.
+    if (tensors_.empty()) {
+      tensors_.reserve(revision_.entries().size());
+      options_.reserve(revision_.entries().size());
+    }
     Tensor tensor{entry.tensor, {}};
     core::TensorOptions options;
+    tensor.sqnr_db.reserve(results_.size());
+    options.reserve(results_.size());
     for (const SpecResult& result : results_) {
       AddResult(result, &tensor, &options);
     }
