@@ -215,6 +215,32 @@ class ArgumentsTest(unittest.TestCase):
                 thread.join()
         self.assertEqual(self.client.quantize(X, "int8").codes.shape, X.shape)
 
+    def test_AnInterruptInAWaitStaysOne(self):
+
+        class InterruptedLock:
+            """Ctrl-C comes right after the release."""
+
+            def __init__(self):
+                self._lock = threading.Lock()
+                self.acquire = self._lock.acquire
+
+            def __enter__(self):
+                return self.acquire()
+
+            def __exit__(self, *unused):
+                self._lock.release()
+
+            def release(self):
+                self._lock.release()
+                raise KeyboardInterrupt
+
+        lock = InterruptedLock()
+        condition = quantd._apart.Condition(lock)
+        with self.assertRaises(KeyboardInterrupt):
+            with condition:
+                condition.wait()
+        self.assertTrue(lock.acquire(blocking=False))
+
     def test_AnInterruptNeverComesInTheMidstOfGrpc(self):
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         self.addCleanup(signal.signal, signal.SIGINT, before)

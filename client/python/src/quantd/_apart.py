@@ -1,4 +1,4 @@
-"""Where calls into gRPC are safe from interrupts."""
+"""What is safe from interrupts: calls into gRPC, and waiting."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import queue
 import sys
 import threading
+import types
 from typing import Any, Callable, Optional
 
 # What a thread takes: a function and where its result goes, as (value, None) or
@@ -18,6 +19,23 @@ _idle: list[_Jobs] = []
 if hasattr(os, "register_at_fork"):
     # Threads do not survive a fork.
     os.register_at_fork(after_in_child=_idle.clear)
+
+
+class Condition(threading.Condition):
+    """One whose block ends with the interrupt that came in `wait`.
+
+    It may come while the lock is not held; the plain one then ends with an
+    error of its own, because it has nothing to release.
+    """
+
+    def __exit__(self, exception_type: Optional[type[BaseException]],
+                 exception: Optional[BaseException],
+                 traceback: Optional[types.TracebackType]) -> None:
+        try:
+            super().__exit__(exception_type, exception, traceback)
+        except RuntimeError:
+            if exception_type is None:
+                raise
 
 
 def run(function: Callable[[], Any]) -> Any:

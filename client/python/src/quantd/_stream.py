@@ -46,7 +46,7 @@ class StreamCall:
 
     def __init__(self, method: Callable[..., Any], options: Options) -> None:
         self._options = options
-        self._changed = threading.Condition()
+        self._changed = _apart.Condition()
         # Not handed to gRPC, and not answered, oldest first.
         self._unsent: collections.deque[Exchange[Any]] = collections.deque()
         self._unanswered: collections.deque[Exchange[Any]] = collections.deque()

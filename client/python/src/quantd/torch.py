@@ -25,7 +25,7 @@ from typing import (Any, Callable, Iterable, Iterator, Mapping, Optional,
 import torch
 import torch.utils.checkpoint
 
-from quantd import errors
+from quantd import _apart, errors
 from quantd._requests import CalibrateJob, Contribution
 from quantd.client import Client
 from quantd.encoding import GranularityLike
@@ -161,7 +161,7 @@ class Calibration:
             raise errors.argument_invalid("no module of the model is chosen",
                                           "modules")
         self._handles: list[Any] = []
-        self._changed = threading.Condition()
+        self._changed = _apart.Condition()
         # Guarded by _changed, as is all that follows.
         self._sequences: dict[str, int] = {}
         self._waiting: collections.deque[tuple[str, int, torch.Tensor]]
