@@ -627,8 +627,8 @@ class StubClientTest(unittest.TestCase):
                              service)
 
     def test_RefusesWhatIsCompressed(self):
-        # 64 KiB that would become 64 MiB.
-        zeros = bytes(64 << 20)
+        # 128 KiB that would become 128 MiB.
+        zeros = bytes(128 << 20)
         channel = grpc.insecure_channel(self.server.address, options=[
             ("grpc.enable_http_proxy", 0),
             ("grpc.use_local_subchannel_pool", 1)])
@@ -647,9 +647,10 @@ class StubClientTest(unittest.TestCase):
                     call(zeros, timeout=TIMEOUT_S, compression=algorithm)
                 self.assertEqual(caught.exception.code(),
                                  grpc.StatusCode.UNIMPLEMENTED)
+        # Threads that work for the first time take much under a sanitizer.
         self.assertLess(
             live_server.peak_memory_bytes(self.server.process.pid) - before,
-            32 << 20)
+            96 << 20)
 
     def test_ReflectionNamesBothServices(self):
         # ServerReflectionRequest{list_services: "*"}.
