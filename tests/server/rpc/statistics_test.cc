@@ -513,7 +513,7 @@ TEST_F(StatisticsRpcTest, ADrainingServerEndsASweepBetweenTensors) {
 
 server::ServerOptions ShortIdleTimeout() {
   server::ServerOptions options;
-  options.limits.idle_timeout = absl::Milliseconds(300);
+  options.limits.idle_timeout = absl::Seconds(1);
   return options;
 }
 
