@@ -647,10 +647,11 @@ class StubClientTest(unittest.TestCase):
                     call(zeros, timeout=TIMEOUT_S, compression=algorithm)
                 self.assertEqual(caught.exception.code(),
                                  grpc.StatusCode.UNIMPLEMENTED)
-        # Threads that work for the first time take much under a sanitizer.
-        self.assertLess(
-            live_server.peak_memory_bytes(self.server.process.pid) - before,
-            96 << 20)
+        pid = self.server.process.pid
+        # Threads that work for the first time take much of ThreadSanitizer's.
+        with open(f"/proc/{pid}/maps", encoding="utf-8") as maps:
+            most = 96 << 20 if "libtsan" in maps.read() else 32 << 20
+        self.assertLess(live_server.peak_memory_bytes(pid) - before, most)
 
     def test_ReflectionNamesBothServices(self):
         # ServerReflectionRequest{list_services: "*"}.
