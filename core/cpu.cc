@@ -1,7 +1,9 @@
 #include "core/cpu.h"
 
 #include <atomic>
+#include <cfloat>
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -14,8 +16,28 @@
 #include "core/simd_internal.h"
 #include "hwy/highway.h"
 
+// Kernels were tried on x86-64 alone: some give other bytes elsewhere.
+#if !defined(__x86_64__)
+#error "quantd computes on x86-64"
+#endif
+// Such flags let the compiler compute something else than what is written.
+#if defined(__FAST_MATH__) || defined(__ASSOCIATIVE_MATH__) || \
+    defined(__RECIPROCAL_MATH__) || __FINITE_MATH_ONLY__ + 0 != 0
+#error "quantd is to be compiled without -ffast-math and its parts"
+#endif
+
 namespace quantd::core {
 namespace {
+
+// What all of it takes for granted.
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
+              "elements lie in memory as they do on the wire");
+static_assert(sizeof(void*) == 8 && sizeof(size_t) == 8,
+              "sizes of tensors need 64 bits");
+static_assert(std::numeric_limits<float>::is_iec559 &&
+                  std::numeric_limits<double>::is_iec559 &&
+                  FLT_EVAL_METHOD == 0,
+              "float and double are those of IEEE 754, and rounded as such");
 
 constexpr absl::string_view kScalar = "scalar";
 constexpr absl::string_view kAvx512 = "avx512";

@@ -17,6 +17,7 @@ namespace {
 
 constexpr absl::string_view kFieldPayload = "quantd.dev/field";
 constexpr absl::string_view kRetryPayload = "quantd.dev/retry-after-ms";
+constexpr absl::string_view kDetailPayload = "quantd.dev/detail";
 
 absl::Status Error(absl::StatusCode code, absl::string_view reason,
                    absl::string_view text) {
@@ -40,6 +41,11 @@ absl::Status WithRetryAfter(absl::Status status, absl::Duration retry_after) {
 
 absl::Status Unimplemented(absl::string_view reason, absl::string_view text) {
   return Error(absl::StatusCode::kUnimplemented, reason, text);
+}
+
+absl::Status WithDetail(absl::Status status, absl::string_view detail) {
+  if (!detail.empty()) status.SetPayload(kDetailPayload, absl::Cord(detail));
+  return status;
 }
 
 }  // namespace
@@ -83,6 +89,11 @@ absl::Duration ErrorRetryAfter(const absl::Status& status) {
     return absl::ZeroDuration();
   }
   return absl::Milliseconds(ms);
+}
+
+std::string ErrorDetail(const absl::Status& status) {
+  const absl::optional<absl::Cord> detail = status.GetPayload(kDetailPayload);
+  return detail.has_value() ? std::string(*detail) : "";
 }
 
 absl::Status ElementTypeUnknownError(int value) {
@@ -356,12 +367,16 @@ absl::Status EtagMismatchError(absl::string_view expected,
                             expected, "\""));
 }
 
-absl::Status StoreUnavailableError(absl::string_view what) {
-  return Error(absl::StatusCode::kUnavailable, "STORE_UNAVAILABLE", what);
+absl::Status StoreUnavailableError(absl::string_view what,
+                                   absl::string_view detail) {
+  return WithDetail(
+      Error(absl::StatusCode::kUnavailable, "STORE_UNAVAILABLE", what), detail);
 }
 
-absl::Status StoreCorruptError(absl::string_view what) {
-  return Error(absl::StatusCode::kDataLoss, "STORE_CORRUPT", what);
+absl::Status StoreCorruptError(absl::string_view what,
+                               absl::string_view detail) {
+  return WithDetail(Error(absl::StatusCode::kDataLoss, "STORE_CORRUPT", what),
+                    detail);
 }
 
 absl::Status StoreSchemaError(int got_version, int known_version) {
@@ -369,6 +384,15 @@ absl::Status StoreSchemaError(int got_version, int known_version) {
                absl::StrCat("the store has schema version ", got_version,
                             ", this quantd knows versions up to ",
                             known_version, "; run a newer quantd"));
+}
+
+absl::Status QuotaExceededError(absl::string_view scope, int64_t limit,
+                                absl::string_view what) {
+  return Exhausted(
+      "QUOTA_EXCEEDED",
+      absl::StrCat("the store would hold more than the ", limit, " ", what,
+                   " of the quota of ", scope,
+                   "; delete what is not needed, or ask the operator"));
 }
 
 absl::Status PageInvalidError(absl::string_view what) {
@@ -476,6 +500,13 @@ absl::Status SimdTargetError(absl::string_view got,
   return Invalid("SIMD_TARGET",
                  absl::StrCat("no SIMD target \"", got, "\"; expected one of ",
                               available));
+}
+
+absl::Status UnexpectedError(absl::string_view request_id) {
+  return Error(absl::StatusCode::kInternal, "INTERNAL",
+               absl::StrCat("something that should not happen did; the "
+                            "server's log has more under the request id ",
+                            request_id));
 }
 
 }  // namespace quantd::core

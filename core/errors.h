@@ -3,7 +3,7 @@
 // A status from here has the message "REASON: what was expected and what came".
 // REASON is stable; programs may depend on it. Two optional payloads ride
 // along: the path of the request field at fault, and how long to wait before a
-// retry.
+// retry. A third one is for the log alone: what callers must not see.
 
 #ifndef QUANTD_CORE_ERRORS_H_
 #define QUANTD_CORE_ERRORS_H_
@@ -32,6 +32,10 @@ std::string ErrorField(const absl::Status& status);
 
 // Zero when a retry does not help.
 absl::Duration ErrorRetryAfter(const absl::Status& status);
+
+// What the log has of an error and answers leave out, such as the words of the
+// database. Empty when there is none.
+std::string ErrorDetail(const absl::Status& status);
 
 // --- Tensors and names -----------------------------------------------------
 
@@ -135,10 +139,18 @@ absl::Status EncodingNotFoundError(absl::string_view model,
                                    absl::string_view tensor);
 absl::Status EtagMismatchError(absl::string_view expected,
                                absl::string_view got);
-absl::Status StoreUnavailableError(absl::string_view what);
-absl::Status StoreCorruptError(absl::string_view what);
+// `what` is for callers. `detail`, which may name hosts, users and SQL, is for
+// the log: see ErrorDetail.
+absl::Status StoreUnavailableError(absl::string_view what,
+                                   absl::string_view detail = "");
+absl::Status StoreCorruptError(absl::string_view what,
+                               absl::string_view detail = "");
 // The store was written by a newer quantd.
 absl::Status StoreSchemaError(int got_version, int known_version);
+// The write would make more of what `scope` counts ("models:acme/") than it may
+// hold. Says nothing of how much others have. `what` is "bytes" or "rows".
+absl::Status QuotaExceededError(absl::string_view scope, int64_t limit,
+                                absl::string_view what);
 absl::Status PageInvalidError(absl::string_view what);
 
 // --- Server ----------------------------------------------------------------
@@ -179,6 +191,8 @@ absl::Status ListenError(absl::string_view address);
 absl::Status ConfigInvalidError(absl::string_view what);
 absl::Status SimdTargetError(absl::string_view got,
                              absl::string_view available);
+// A defect of the server. The log has more under `request_id`.
+absl::Status UnexpectedError(absl::string_view request_id);
 
 }  // namespace quantd::core
 

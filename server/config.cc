@@ -22,6 +22,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/ascii.h"
+#include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -33,6 +34,7 @@
 #include "core/errors.h"
 #include "core/types/block_layout.h"
 #include "server/guard/limits.h"
+#include "server/guard/size_text.h"
 #include "server/logging.h"
 
 namespace quantd::server {
@@ -42,39 +44,6 @@ constexpr int64_t kKiB = int64_t{1} << 10;
 constexpr int64_t kMiB = int64_t{1} << 20;
 constexpr int64_t kGiB = int64_t{1} << 30;
 constexpr int64_t kTiB = int64_t{1} << 40;
-
-constexpr struct {
-  absl::string_view suffix;
-  int64_t factor;
-} kUnits[] = {{"TiB", kTiB}, {"GiB", kGiB}, {"MiB", kMiB}, {"KiB", kKiB}};
-
-std::string FormatSize(int64_t bytes) {
-  for (const auto& unit : kUnits) {
-    if (bytes != 0 && bytes % unit.factor == 0) {
-      return absl::StrCat(bytes / unit.factor, unit.suffix);
-    }
-  }
-  return absl::StrCat(bytes);
-}
-
-// False for what is not a size or does not fit.
-bool ParseSize(absl::string_view text, int64_t* bytes) {
-  int64_t factor = 1;
-  for (const auto& unit : kUnits) {
-    if (absl::ConsumeSuffix(&text, unit.suffix)) {
-      factor = unit.factor;
-      break;
-    }
-  }
-  text = absl::StripTrailingAsciiWhitespace(text);
-  int64_t count = 0;
-  if (!absl::SimpleAtoi(text, &count) || count < 0 ||
-      count > std::numeric_limits<int64_t>::max() / factor) {
-    return false;
-  }
-  *bytes = count * factor;
-  return true;
-}
 
 std::string QuoteToml(absl::string_view text) {
   return absl::StrCat("\"", text, "\"");
@@ -287,21 +256,95 @@ absl::Status ParseStore(const Values& values, Config* config) {
   return absl::OkStatus();
 }
 
-// Without its password, wherever that stands.
-std::string ShowStoreUrl(absl::string_view url) {
-  constexpr char kHidden[] = "***";
-  const std::string parameter_name = "password=";
-  std::string shown(url);
-  const size_t begin = shown.find("://") + 3;
-  const size_t at = shown.rfind('@', shown.find_first_of("/?", begin));
-  const size_t colon = shown.find(':', begin);
-  if (at != std::string::npos && at >= begin && colon < at) {
-    shown.replace(colon + 1, at - colon - 1, kHidden);
+// Bytes for %XX; what is no such sequence stays.
+std::string PercentDecode(absl::string_view text) {
+  std::string decoded;
+  for (size_t i = 0; i < text.size(); ++i) {
+    std::string byte;
+    if (text[i] == '%' && i + 2 < text.size() &&
+        absl::ascii_isxdigit(text[i + 1]) &&
+        absl::ascii_isxdigit(text[i + 2])) {
+      byte = absl::HexStringToBytes(text.substr(i + 1, 2));
+      i += 2;
+    } else {
+      byte = text[i];
+    }
+    decoded += byte;
   }
-  const size_t parameter = shown.find(parameter_name);
-  if (parameter != std::string::npos) {
-    const size_t value = parameter + parameter_name.size();
-    shown.replace(value, shown.find('&', value) - value, kHidden);
+  return decoded;
+}
+
+// What of a store's URL may be shown: all but passwords. Only parts that are
+// known to be none are, so that a slip of the pen shows no secret either.
+std::string ShowStoreUrl(absl::string_view url) {
+  constexpr absl::string_view kHidden = "***";
+  constexpr absl::string_view kOpenParameters[] = {"application_name",
+                                                   "channel_binding",
+                                                   "connect_timeout",
+                                                   "dbname",
+                                                   "gssencmode",
+                                                   "host",
+                                                   "hostaddr",
+                                                   "keepalives",
+                                                   "keepalives_count",
+                                                   "keepalives_idle",
+                                                   "options",
+                                                   "keepalives_interval",
+                                                   "passfile",
+                                                   "port",
+                                                   "requirepeer",
+                                                   "service",
+                                                   "sslcert",
+                                                   "sslcrl",
+                                                   "sslkey",
+                                                   "sslmode",
+                                                   "sslrootcert",
+                                                   "target_session_attrs",
+                                                   "user",
+                                                   "tcp_user_timeout"};
+  const auto plain = [&](absl::string_view text,
+                         absl::string_view extra) -> absl::string_view {
+    const bool is_plain =
+        std::all_of(text.begin(), text.end(), [extra](char c) {
+          return absl::ascii_isalnum(c) || c == '.' || c == '_' || c == '-' ||
+                 absl::StrContains(extra, c);
+        });
+    return is_plain ? text : kHidden;
+  };
+  const size_t begin = url.find("://") + 3;
+  const size_t query = std::min(url.find('?', begin), url.size());
+  std::string shown(url.substr(0, begin));
+  absl::string_view place = url.substr(begin, query - begin);
+  if (const size_t at = place.rfind('@'); at != absl::string_view::npos) {
+    const absl::string_view who = place.substr(0, at);
+    const size_t colon = who.find(':');
+    absl::StrAppend(&shown, plain(who.substr(0, colon), ""),
+                    colon == absl::string_view::npos ? "" : ":***", "@");
+    place.remove_prefix(at + 1);
+  }
+  const size_t slash = std::min(place.find('/'), place.size());
+  // A unix socket's folder has its slashes encoded.
+  absl::StrAppend(&shown, plain(place.substr(0, slash), ":,[]%"),
+                  plain(place.substr(slash), "/"));
+  if (query == url.size()) return shown;
+  char separator = '?';
+  for (const absl::string_view parameter :
+       absl::StrSplit(url.substr(query + 1), '&')) {
+    const size_t equals = std::min(parameter.find('='), parameter.size());
+    const absl::string_view name = parameter.substr(0, equals);
+    const std::string decoded = PercentDecode(name);
+    const bool is_open =
+        std::find(std::begin(kOpenParameters), std::end(kOpenParameters),
+                  decoded) != std::end(kOpenParameters);
+    shown += separator;
+    separator = '&';
+    if (is_open) {
+      absl::StrAppend(&shown, parameter);
+    } else if (equals < parameter.size()) {
+      absl::StrAppend(&shown, plain(name, "%"), "=", kHidden);
+    } else {
+      absl::StrAppend(&shown, kHidden);
+    }
   }
   return shown;
 }
@@ -471,6 +514,12 @@ std::vector<Flag> MakeFlags() {
                    "see what other processes put.",
                    absl::Seconds(1), absl::ZeroDuration(), absl::Hours(1),
                    QUANTD_FIELD(cache_max_age)),
+      DurationFlag("retention-interval", kStore,
+                   "Between two looks at the revisions that the access file no "
+                   "longer keeps. What a new line of it would delete is in the "
+                   "log one look before.",
+                   absl::Hours(1), absl::Seconds(1), absl::Hours(24),
+                   QUANTD_FIELD(retention_interval)),
 
       SizeFlag("message-bytes", kLimits, "One gRPC message.",
                limits.message_bytes, 64 * kKiB, kGiB,
@@ -537,6 +586,16 @@ std::vector<Flag> MakeFlags() {
                    "any age.",
                    limits.stream_age, absl::Milliseconds(100),
                    absl::InfiniteDuration(), QUANTD_FIELD(limits.stream_age)),
+      CountFlag("connections", kLimits,
+                "Connections at once, and no more than the system has "
+                "descriptors for. A sixteenth is kept for unix sockets.",
+                limits.connections, 16, 1 << 20,
+                QUANTD_FIELD(limits.connections)),
+      CountFlag("address-connections", kLimits,
+                "Those of one address (in IPv6, of one /64), and of all unix "
+                "sockets. A proxy counts as one.",
+                limits.address_connections, 1, 1 << 20,
+                QUANTD_FIELD(limits.address_connections)),
       CountFlag("connection-streams", kLimits,
                 "Streams and calls of one connection at once.",
                 limits.connection_streams, 1, 1 << 20,
@@ -559,7 +618,7 @@ std::vector<Flag> MakeFlags() {
 
       DurationFlag(
           "drain-delay", kStopping,
-          "Between not being healthy and turning tensors away, so that "
+          "Between not being healthy and sending clients elsewhere, so that "
           "load balancers see it.",
           absl::Milliseconds(500), absl::ZeroDuration(), absl::Minutes(10),
           QUANTD_FIELD(drain_delay)),
@@ -786,6 +845,9 @@ std::string ShowValues(const Flag& flag, const Values& values) {
   const size_t scheme = shown.find("://");
   if (flag.name == "store" && scheme != std::string::npos) {
     shown = absl::StrCat(shown.substr(0, scheme), "://...");
+  } else if (flag.name == "store" && absl::StrContains(shown, '=')) {
+    // What libpq takes, too.
+    shown = absl::StrCat(shown.substr(0, shown.find('=')), "=...");
   }
   return absl::StrCat("\"", shown, "\"");
 }

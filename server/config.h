@@ -43,6 +43,7 @@ struct Config {
   bool store_is_default = false;
   int64_t cache_bytes = 0;
   absl::Duration cache_max_age;
+  absl::Duration retention_interval;
   int threads = 0;
   // A name of core::AvailableSimdTargets or "auto"; not checked yet.
   std::string simd;

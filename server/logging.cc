@@ -10,13 +10,16 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <vector>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "absl/types/variant.h"
+#include "core/parallel/steady_clock.h"
 
 namespace quantd::server {
 namespace {
@@ -94,18 +97,41 @@ void AppendValue(const LogField& field, bool quote_always, std::string* line) {
   }
 }
 
+constexpr int kLinesOfAKind = 10;
+constexpr absl::Duration kLimitWindow = absl::Minutes(1);
+
+LineLimiter& Limiter() {
+  static auto* const limiter = new LineLimiter(kLinesOfAKind, kLimitWindow);
+  return *limiter;
+}
+
+void Write(LogLevel level, absl::string_view message,
+           std::initializer_list<LogField> fields) {
+  const std::string line =
+      FormatLogLine(g_format, absl::Now(), level, message, fields);
+  Logger().log(SpdlogLevel(level),
+               spdlog::string_view_t(line.data(), line.size()));
+}
+
+// Whether a line of that level and kind is to be written.
+bool Admits(LogLevel level, absl::string_view kind) {
+  return Logger().should_log(SpdlogLevel(level)) &&
+         (level < LogLevel::kWarning ||
+          Limiter().Admit(kind, core::SteadyNow()));
+}
+
 void LogFromGrpc(gpr_log_func_args* args) {
   LogLevel level = LogLevel::kDebug;
   if (args->severity == GPR_LOG_SEVERITY_ERROR) level = LogLevel::kError;
   if (args->severity == GPR_LOG_SEVERITY_INFO) level = LogLevel::kInfo;
   const absl::string_view file = args->file;
   const size_t slash = file.rfind('/');
-  Log(level, args->message,
-      {{"source",
-        absl::StrCat(
-            "grpc/",
-            slash == absl::string_view::npos ? file : file.substr(slash + 1),
-            ":", args->line)}});
+  const std::string source = absl::StrCat(
+      "grpc/", slash == absl::string_view::npos ? file : file.substr(slash + 1),
+      ":", args->line);
+  if (Admits(level, source)) {
+    Write(level, args->message, {{"source", source}});
+  }
 }
 
 }  // namespace
@@ -121,11 +147,45 @@ void StartLogging(LogLevel level, LogFormat format) {
 
 void Log(LogLevel level, absl::string_view message,
          std::initializer_list<LogField> fields) {
-  const spdlog::level::level_enum spdlog_level = SpdlogLevel(level);
-  if (!Logger().should_log(spdlog_level)) return;
-  const std::string line =
-      FormatLogLine(g_format, absl::Now(), level, message, fields);
-  Logger().log(spdlog_level, spdlog::string_view_t(line.data(), line.size()));
+  if (Admits(level, message)) Write(level, message, fields);
+}
+
+void LogLeftOut() {
+  for (const LineLimiter::LeftOut& left_out :
+       Limiter().TakeLeftOut(core::SteadyNow())) {
+    Write(LogLevel::kWarning, "lines were left out",
+          {{"like", left_out.kind}, {"lines", left_out.lines}});
+  }
+}
+
+bool LineLimiter::Admit(absl::string_view kind, absl::Duration now) {
+  constexpr size_t kMostKinds = 1000;
+  absl::MutexLock lock(&mutex_);
+  auto found = windows_.find(kind);
+  if (found == windows_.end()) {
+    if (windows_.size() >= kMostKinds) kind = "others";
+    found = windows_.emplace(kind, Window{now}).first;
+  }
+  Window& window = found->second;
+  // One with lines to tell of goes on until they are told.
+  if (now - window.begin >= window_ && window.lines <= lines_) {
+    window = {now};
+  }
+  return ++window.lines <= lines_;
+}
+
+std::vector<LineLimiter::LeftOut> LineLimiter::TakeLeftOut(absl::Duration now) {
+  std::vector<LeftOut> left_out;
+  absl::MutexLock lock(&mutex_);
+  for (auto it = windows_.begin(); it != windows_.end();) {
+    const auto window = it++;
+    if (now - window->second.begin < window_) continue;
+    if (window->second.lines > lines_) {
+      left_out.push_back({window->first, window->second.lines - lines_});
+    }
+    windows_.erase(window);
+  }
+  return left_out;
 }
 
 std::string FormatLogLine(LogFormat format, absl::Time time, LogLevel level,

@@ -8,8 +8,12 @@
 #include <string>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
 #include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "absl/types/variant.h"
 
@@ -46,14 +50,53 @@ struct LogField {
   }
 };
 
+// Lets so many lines of a kind through in each window of time, and counts those
+// it does not. Thread-safe.
+class LineLimiter {
+ public:
+  struct LeftOut {
+    std::string kind;
+    int64_t lines = 0;
+  };
+
+  LineLimiter(int lines, absl::Duration window)
+      : lines_(lines), window_(window) {}
+
+  // Whether a line of that kind may be written at `now`, of a clock that never
+  // jumps. Kinds are few: more than a thousand are one.
+  bool Admit(absl::string_view kind, absl::Duration now)
+      ABSL_LOCKS_EXCLUDED(mutex_);
+
+  // What was left out in windows that are over, each told once.
+  std::vector<LeftOut> TakeLeftOut(absl::Duration now)
+      ABSL_LOCKS_EXCLUDED(mutex_);
+
+ private:
+  struct Window {
+    absl::Duration begin;
+    int64_t lines = 0;
+  };
+
+  const int lines_;
+  const absl::Duration window_;
+  absl::Mutex mutex_;
+  absl::flat_hash_map<std::string, Window> windows_ ABSL_GUARDED_BY(mutex_);
+};
+
 // Sets the log up, and sends gRPC's own log the same way: its errors, and at
 // the level debug everything. Until it is called, lines of info and above go
 // out as text. Thread-safe.
 void StartLogging(LogLevel level, LogFormat format);
 
-// Writes one line if `level` is on. Thread-safe.
+// Writes one line if `level` is on. Of warnings and errors with one message,
+// and of those from one place in gRPC, ten in a minute: strangers may cause as
+// many as they like. How many were left out is a line of its own. Thread-safe.
 void Log(LogLevel level, absl::string_view message,
          std::initializer_list<LogField> fields = {});
+
+// Writes how many lines were left out of minutes that are over. To be called
+// every now and then. Thread-safe.
+void LogLeftOut();
 
 // One line without its end; what Log writes. Bytes that are not UTF-8 are
 // replaced.

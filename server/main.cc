@@ -10,12 +10,10 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <filesystem>
 #include <fstream>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
-#include <system_error>
 #include <utility>
 
 #include "absl/status/status.h"
@@ -32,6 +30,7 @@
 #include "server/metrics/metrics.h"
 #include "server/quantd_server.h"
 #include "server/store/caching_encoding_store.h"
+#include "server/store/file_system.h"
 #include "server/store/metering_encoding_store.h"
 #include "server/store/metering_statistics_store.h"
 #include "server/store/postgresql_database.h"
@@ -39,6 +38,7 @@
 #include "server/store/sql_encoding_store.h"
 #include "server/store/sql_statistics_store.h"
 #include "server/store/sqlite_database.h"
+#include "server/store/store_keeper.h"
 
 namespace quantd::server {
 namespace {
@@ -118,6 +118,7 @@ sigset_t StopSignals() {
 struct Stores {
   std::unique_ptr<EncodingStore> encodings;
   std::unique_ptr<StatisticsStore> statistics;
+  std::unique_ptr<StoreKeeper> keeper;
 };
 
 absl::StatusOr<std::shared_ptr<SqlDatabase>> OpenDatabase(
@@ -130,14 +131,8 @@ absl::StatusOr<std::shared_ptr<SqlDatabase>> OpenDatabase(
     return PostgresqlDatabase::Open(std::move(options));
   }
   if (config.store_is_default) {
-    std::error_code error;
-    std::filesystem::create_directories(
-        std::filesystem::path(config.store_path).parent_path(), error);
-    if (error) {
-      return core::StoreUnavailableError(
-          absl::StrCat("cannot create the directory of \"", config.store_path,
-                       "\": ", error.message()));
-    }
+    absl::Status status = MakeDefaultDirectory(config.store_path);
+    if (!status.ok()) return status;
   }
   return SqliteDatabase::Open(config.store_path);
 }
@@ -158,6 +153,7 @@ absl::StatusOr<Stores> OpenStores(const Config& config, Metrics* metrics) {
       std::make_unique<SqlStatisticsStore>(*database,
                                            config.limits.statistics_bytes),
       metrics);
+  stores.keeper = std::make_unique<StoreKeeper>(*database);
   return stores;
 }
 
@@ -181,7 +177,13 @@ absl::Status WriteReadyFile(const std::string& path, const QuantdServer& server,
 }
 
 int Fail(absl::string_view message, const absl::Status& status) {
-  Log(LogLevel::kError, message, {{"error", status.message()}});
+  const std::string detail = core::ErrorDetail(status);
+  if (detail.empty()) {
+    Log(LogLevel::kError, message, {{"error", status.message()}});
+  } else {
+    Log(LogLevel::kError, message,
+        {{"error", status.message()}, {"detail", detail}});
+  }
   return core::ErrorReason(status) == "CONFIG_INVALID" ? kExitBadConfig
                                                        : kExitFailed;
 }
@@ -211,8 +213,11 @@ int Serve(const Config& config) {
   options.tls = config.tls;
   options.access_file = config.access_file;
   options.shared_memory = config.shared_memory;
+  options.keeper = stores->keeper.get();
+  options.retention_interval = config.retention_interval;
   options.limits = config.limits;
   options.threads = config.threads;
+  options.other_descriptors += config.store_connections;
   options.drain_delay = config.drain_delay;
   options.drain_grace = config.drain_grace;
   absl::StatusOr<std::unique_ptr<QuantdServer>> server = QuantdServer::Start(
@@ -230,7 +235,8 @@ int Serve(const Config& config) {
     absl::StatusOr<std::unique_ptr<HttpServer>> started = HttpServer::Start(
         config.metrics_listen, &metrics,
         [server = server->get(), store = stores->encodings.get()] {
-          return server->serving() ? store->Ping() : core::DrainingError();
+          absl::Status status = server->CheckReady();
+          return status.ok() ? store->Ping() : status;
         });
     if (!started.ok()) return Fail("cannot serve metrics", started.status());
     http = *std::move(started);

@@ -1,8 +1,11 @@
 #include "server/quantd_server.h"
 
+#include <sys/resource.h>
+
 #include <algorithm>
 #include <chrono>
 #include <climits>
+#include <limits>
 #include <memory>
 #include <string>
 #include <utility>
@@ -17,6 +20,7 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "core/errors.h"
+#include "core/parallel/steady_clock.h"
 #include "google/protobuf/stubs/logging.h"
 #include "grpc/compression.h"
 #include "grpc/grpc.h"
@@ -24,17 +28,18 @@
 #include "grpcpp/grpcpp.h"
 #include "grpcpp/health_check_service_interface.h"
 #include "grpcpp/resource_quota.h"
-#include "grpcpp/server_posix.h"
 #include "quantd/v1/encoding_service.grpc.pb.h"
+#include "server/goodbye.h"
 #include "server/logging.h"
 #include "server/rpc/reflection_guard.h"
-#include "server/tls_credentials.h"
 
 namespace quantd::server {
 namespace {
 
 // Store calls block on the disk, one of them on the lock of the writer.
 constexpr int kStoreThreads = 4;
+// So many callers have all the threads that they may have; more take turns.
+constexpr int kCallersAtOnce = 8;
 // How often streams that wait for memory try again.
 constexpr absl::Duration kWatchInterval = absl::Milliseconds(20);
 // How long a changed access file or certificate may go unseen.
@@ -44,11 +49,15 @@ constexpr absl::Duration kExpiryWarning = absl::Hours(14 * 24);
 constexpr absl::Duration kExpiryInterval = absl::Hours(24);
 // For streams that are out of time to be told so.
 constexpr absl::Duration kEndGrace = absl::Milliseconds(500);
-// From when on clients are taken to have heard that the server drains, and how
-// long to wait for that. gRPC cancels without a word what comes later.
-constexpr absl::Duration kQuietTime = absl::Milliseconds(50);
+// From when on clients are taken to have heard that they are sent away, and how
+// long to wait for that.
+constexpr absl::Duration kQuietTime = absl::Milliseconds(100);
 constexpr absl::Duration kMaxQuietWait = absl::Milliseconds(500);
-// For connections to hear that the server goes, when no call of ours is left.
+// For connections to end when no call of ours is left: what comes later gRPC
+// cancels without a word.
+constexpr absl::Duration kLeaveTime = absl::Milliseconds(500);
+constexpr absl::Duration kLeaveInterval = absl::Milliseconds(5);
+// And for those that still have not.
 constexpr auto kGoAwayTime = std::chrono::milliseconds(100);
 // For calls that take no notice.
 constexpr auto kCutTime = std::chrono::seconds(1);
@@ -71,9 +80,10 @@ constexpr int kKeepaliveTimeoutMs = 20'000;
 constexpr int kMinPingIntervalMs = 10'000;
 constexpr int kMaxPingStrikes = 2;
 
+// How long a port may take to answer its own server.
+constexpr absl::Duration kDialTimeout = absl::Seconds(5);
+
 constexpr absl::string_view kUnixScheme = "unix:";
-// What stands for the port of a socket that is not gRPC's own.
-constexpr int kSharedPort = 1;
 
 // Registers gRPC's plugins, which are global, once.
 void InitPlugins() {
@@ -87,10 +97,27 @@ void InitPlugins() {
   static_cast<void>(done);
 }
 
-// `address` with the port that was taken for 0.
-std::string BoundAddress(const std::string& address, int port) {
-  if (absl::StartsWith(address, kUnixScheme)) return address;
-  return absl::StrCat(address.substr(0, address.rfind(':')), ":", port);
+// As many connections as were asked for, or as the system has descriptors.
+int64_t ConnectionLimit(const ServerOptions& options) {
+  constexpr int64_t kLeast = 16;
+  // gRPC's own, those of files that are being read, and listening sockets.
+  constexpr int64_t kOwnDescriptors = 64;
+  rlimit limit{};
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return options.limits.connections;
+  const auto all = static_cast<int64_t>(
+      std::min<rlim_t>(limit.rlim_cur, std::numeric_limits<int>::max()));
+  const int64_t others =
+      kOwnDescriptors + options.other_descriptors +
+      (options.shared_memory ? options.limits.shared_connections : 0);
+  const int64_t room = std::max(all - others, kLeast);
+  if (room < options.limits.connections) {
+    Log(LogLevel::kWarning,
+        "fewer connections than asked for: the system has too few descriptors",
+        {{"asked_for", options.limits.connections},
+         {"connections", room},
+         {"descriptors", all}});
+  }
+  return std::min(options.limits.connections, room);
 }
 
 // What clients send ahead is in no budget: a thousand streams may take as much
@@ -172,9 +199,11 @@ QuantdServer::QuantdServer(const ServerOptions& options,
     : options_(options),
       metrics_(metrics),
       budget_(options.limits.memory_budget_bytes, kTransitBytes),
-      admission_(std::max(1, options.threads), options.limits.queue_delay,
-                 options.limits.tensor_count),
-      pool_(std::max(1, options.threads)),
+      shares_(std::max(1, options.threads), options.limits.queue_delay,
+              options.limits.tensor_count),
+      imports_(options.limits.memory_budget_bytes / 4),
+      pool_(std::max(1, options.threads),
+            kCallersAtOnce * std::max(1, options.threads)),
       store_pool_(kStoreThreads),
       access_(std::move(access)),
       tls_(std::move(tls)),
@@ -182,29 +211,42 @@ QuantdServer::QuantdServer(const ServerOptions& options,
                      options.shared_memory ? &regions_ : nullptr, metrics),
       env_{options.limits, &authenticator_,
            metrics,        &budget_,
-           &admission_,    &pool_,
-           &store_pool_,   options.shared_memory ? &regions_ : nullptr},
+           &shares_,       &pool_,
+           &store_pool_,   options.shared_memory ? &regions_ : nullptr,
+           &imports_},
       quantization_service_(env_, &registry_),
-      encoding_service_(env_, &registry_) {}
+      encoding_service_(env_, &registry_),
+      housekeeper_(MakeHousekeeper(store, statistics)) {}
+
+std::unique_ptr<Housekeeper> QuantdServer::MakeHousekeeper(
+    EncodingStore* encodings, StatisticsStore* statistics) {
+  if (options_.keeper == nullptr) return nullptr;
+  Housekeeper::Options options;
+  options.retention_interval = options_.retention_interval;
+  return std::make_unique<Housekeeper>(
+      options_.keeper, encodings, statistics,
+      [this] { return access_ == nullptr ? nullptr : access_->list(); },
+      std::move(options), metrics_);
+}
 
 absl::Status QuantdServer::Listen() {
-  grpc::ServerBuilder builder;
-  std::vector<int> ports(options_.listen.size(), 0);
-  std::vector<std::string> shared_paths;
-  for (size_t i = 0; i < ports.size(); ++i) {
-    absl::string_view path = options_.listen[i];
-    if (options_.shared_memory && absl::ConsumePrefix(&path, kUnixScheme)) {
-      shared_paths.emplace_back(path);
-      ports[i] = kSharedPort;
-    } else {
-      const bool secure =
-          tls_ != nullptr && !absl::StartsWith(options_.listen[i], kUnixScheme);
-      credentials_.push_back(secure ? MakeTlsCredentials(tls_.get())
-                                    : grpc::InsecureServerCredentials());
-      builder.AddListeningPort(options_.listen[i], credentials_.back(),
-                               &ports[i]);
-    }
+  if (stopping_.fd() < 0) return core::ListenError("a descriptor to stop by");
+  if (options_.shared_memory) {
+    // First, so that who finds the one socket finds the other.
+    if (absl::Status s = ShareMemory(); !s.ok()) return s;
   }
+  PortOptions port_options;
+  port_options.listen = options_.listen;
+  port_options.shared_memory = options_.shared_memory;
+  port_options.connections = ConnectionLimit(options_);
+  port_options.address_connections =
+      std::min(options_.limits.address_connections, port_options.connections);
+  absl::StatusOr<std::unique_ptr<Ports>> ports =
+      Ports::Bind(std::move(port_options), tls_.get(), metrics_);
+  if (!ports.ok()) return ports.status();
+  ports_ = *std::move(ports);
+  grpc::ServerBuilder builder;
+  ports_->AddTo(&builder);
   builder.RegisterService(&quantization_service_);
   builder.RegisterService(&encoding_service_);
   builder.SetMaxReceiveMessageSize(
@@ -216,8 +258,6 @@ absl::Status QuantdServer::Listen() {
   builder.AddChannelArgument(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES,
                              LookAheadBytes(options_.limits));
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, kFrameBytes);
-  // Two servers must not share one port unnoticed.
-  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
   LimitConnections(options_.limits, &builder);
   FitQuota();
   quota_.SetMaxThreads(kReflectionThreads);
@@ -228,15 +268,8 @@ absl::Status QuantdServer::Listen() {
   interceptors.push_back(MakeReflectionGuard(&authenticator_, &registry_));
   builder.experimental().SetInterceptorCreators(std::move(interceptors));
   server_ = builder.BuildAndStart();
-  for (size_t i = 0; i < ports.size(); ++i) {
-    if (server_ == nullptr || ports[i] == 0) {
-      return core::ListenError(options_.listen[i]);
-    }
-    addresses_.push_back(BoundAddress(options_.listen[i], ports[i]));
-  }
-  if (options_.shared_memory) {
-    if (absl::Status s = ShareMemory(shared_paths); !s.ok()) return s;
-  }
+  if (server_ == nullptr) return core::ListenError(ports_->addresses()[0]);
+  if (absl::Status s = ports_->Open(server_.get()); !s.ok()) return s;
   // Before the first scrape, which may come before the first look.
   metrics_->MemoryBudget(budget_.total_bytes(), budget_.used_bytes());
   metrics_->ActiveTensorsLimit(options_.limits.tensor_count);
@@ -246,36 +279,28 @@ absl::Status QuantdServer::Listen() {
   health->SetServingStatus(v1::QuantizationService::service_full_name(), true);
   health->SetServingStatus(v1::EncodingService::service_full_name(), true);
   watcher_ = std::thread([this] { Watch(); });
-  if (access_ != nullptr || tls_ != nullptr) {
-    TellExpiry();
-    follower_ = std::thread([this] { Follow(); });
-  }
+  TellExpiry();
+  follower_ = std::thread([this] { Follow(); });
+  if (housekeeper_ != nullptr) housekeeper_->Start();
   return absl::OkStatus();
 }
 
-absl::Status QuantdServer::ShareMemory(const std::vector<std::string>& paths) {
+absl::Status QuantdServer::ShareMemory() {
   std::vector<std::string> control_paths;
-  for (const std::string& path : paths) {
-    control_paths.push_back(ControlPath(path));
+  for (absl::string_view path : options_.listen) {
+    if (absl::ConsumePrefix(&path, kUnixScheme)) {
+      control_paths.push_back(ControlPath(std::string(path)));
+    }
   }
-  // First, so that who finds the one socket finds the other.
   absl::StatusOr<std::unique_ptr<ControlServer>> control = ControlServer::Start(
       control_paths, options_.limits, &regions_, &budget_, metrics_);
   if (!control.ok()) return control.status();
   control_server_ = *std::move(control);
-  for (const std::string& path : paths) {
-    absl::StatusOr<std::unique_ptr<UnixListener>> listener =
-        UnixListener::Start(path, [this](FileDescriptor connection) {
-          grpc::AddInsecureChannelFromFd(server_.get(), connection.Release());
-        });
-    if (!listener.ok()) return listener.status();
-    unix_listeners_.push_back(*std::move(listener));
-  }
   return absl::OkStatus();
 }
 
 QuantdServer::~QuantdServer() {
-  if (!stopping_.HasBeenNotified()) Stop(absl::ZeroDuration());
+  if (!stopping_.WaitFor(absl::ZeroDuration())) Stop(absl::ZeroDuration());
 }
 
 void QuantdServer::Drain() {
@@ -283,6 +308,11 @@ void QuantdServer::Drain() {
   metrics_->Draining();
   server_->GetHealthCheckService()->SetServingStatus(false);
   absl::SleepFor(options_.drain_delay);
+  // New connections go to another replica, and so do further calls of those
+  // that are there. What was sent before they heard of it is served.
+  ports_->Close();
+  SayGoodbye(server_.get());
+  registry_.WaitUntilQuiet(kQuietTime, kMaxQuietWait);
   Stop(options_.drain_grace);
 }
 
@@ -295,11 +325,12 @@ void QuantdServer::Stop(absl::Duration grace) {
       registry_.EndAll();
       is_empty = registry_.WaitUntilEmpty(kEndGrace);
     }
-    if (grace > absl::ZeroDuration()) {
-      registry_.WaitUntilQuiet(kQuietTime, kMaxQuietWait);
+    const absl::Duration end = core::SteadyNow() + std::min(grace, kLeaveTime);
+    while (HasConnections(server_.get()) && core::SteadyNow() < end) {
+      absl::SleepFor(kLeaveInterval);
     }
     // gRPC takes no connections any more once it is shut down.
-    unix_listeners_.clear();
+    ports_->Close();
     // Peers that are silent, and those that watch our health, do not leave by
     // themselves.
     server_->Shutdown(std::chrono::system_clock::now() +
@@ -307,7 +338,8 @@ void QuantdServer::Stop(absl::Duration grace) {
     server_->Wait();
     control_server_.reset();
   }
-  stopping_.Notify();
+  stopping_.Send();
+  housekeeper_.reset();
   if (watcher_.joinable()) watcher_.join();
   if (follower_.joinable()) follower_.join();
 }
@@ -317,12 +349,13 @@ void QuantdServer::FitQuota() {
 }
 
 void QuantdServer::Watch() {
-  while (!stopping_.WaitForNotificationWithTimeout(kWatchInterval)) {
+  while (!stopping_.WaitFor(kWatchInterval)) {
     registry_.LookAfterMemory();
     registry_.EndOverdue(options_.limits);
     FitQuota();
     metrics_->MemoryBudget(budget_.total_bytes(), budget_.used_bytes());
-    metrics_->QueueDelay(admission_.Delay(Admission::kUnknownWork));
+    metrics_->QueueDelay(shares_.Delay(Admission::kUnknownWork));
+    LogLeftOut();
   }
 }
 
@@ -338,8 +371,9 @@ void QuantdServer::Follow() {
           {{"error", changed.status().message()}});
     }
   };
-  absl::Time told = absl::Now();
-  while (!stopping_.WaitForNotificationWithTimeout(kFollowInterval)) {
+  absl::Duration told = core::SteadyNow();
+  while (!stopping_.WaitFor(kFollowInterval)) {
+    CheckPorts();
     if (access_ != nullptr) {
       take(ReloadedFile::kAccess, "access file", access_->Reload());
     }
@@ -347,12 +381,40 @@ void QuantdServer::Follow() {
       const absl::StatusOr<bool> changed = tls_->Reload();
       take(ReloadedFile::kCertificate, "certificates", changed);
       const bool is_new = changed.ok() && *changed;
-      if (is_new || absl::Now() - told >= kExpiryInterval) {
+      if (is_new || core::SteadyNow() - told >= kExpiryInterval) {
         TellExpiry();
-        told = absl::Now();
+        told = core::SteadyNow();
       }
     }
   }
+}
+
+void QuantdServer::CheckPorts() {
+  bool refused = false;
+  absl::Status status = ports_->Check(kDialTimeout, &refused);
+  if (draining_.load()) return;
+  const bool reachable = status.ok() || refused;
+  bool was_reachable;
+  {
+    absl::MutexLock lock(&reachable_mutex_);
+    was_reachable = std::exchange(is_reachable_, reachable);
+    ready_ = status;
+  }
+  if (reachable == was_reachable) return;
+  Log(reachable ? LogLevel::kInfo : LogLevel::kError,
+      reachable ? "all ports answer again" : "a port does not answer",
+      {{"error", status.message()}});
+  // Who is connected already would leave for a limit on connections, too; so
+  // it does not count here.
+  server_->GetHealthCheckService()->SetServingStatus(reachable);
+  if (draining_.load())
+    server_->GetHealthCheckService()->SetServingStatus(false);
+}
+
+absl::Status QuantdServer::CheckReady() const {
+  if (draining_.load()) return core::DrainingError();
+  absl::MutexLock lock(&reachable_mutex_);
+  return ready_;
 }
 
 void QuantdServer::TellExpiry() {

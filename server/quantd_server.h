@@ -11,27 +11,30 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "absl/synchronization/notification.h"
 #include "absl/time/time.h"
 #include "core/parallel/thread_pool.h"
 #include "grpcpp/grpcpp.h"
 #include "grpcpp/resource_quota.h"
 #include "server/guard/access_list.h"
-#include "server/guard/admission.h"
+#include "server/guard/caller_share.h"
 #include "server/guard/limits.h"
 #include "server/guard/memory_budget.h"
 #include "server/guard/tls_files.h"
+#include "server/housekeeper.h"
 #include "server/metrics/metrics.h"
+#include "server/net/stop_signal.h"
+#include "server/ports.h"
 #include "server/rpc/caller.h"
 #include "server/rpc/encoding_service.h"
+#include "server/rpc/import_queue.h"
 #include "server/rpc/quantization_service.h"
 #include "server/rpc/rpc_environment.h"
 #include "server/rpc/tensor_stream.h"
 #include "server/shared_memory/control_server.h"
 #include "server/shared_memory/region_registry.h"
-#include "server/shared_memory/unix_socket.h"
 #include "server/store/encoding_store.h"
 #include "server/store/statistics_store.h"
+#include "server/store/store_keeper.h"
 
 namespace quantd::server {
 
@@ -45,10 +48,18 @@ struct ServerOptions {
   std::string access_file;
   // Share memory with clients on the unix sockets.
   bool shared_memory = false;
+  // Of the stores, to keep them in order; null where nobody does. Must outlive
+  // the server.
+  StoreKeeper* keeper = nullptr;
+  // Between two looks at the revisions that need not be kept.
+  absl::Duration retention_interval = absl::Hours(1);
   Limits limits;
   // Worker threads for kernels, at least 1.
   int threads = 1;
-  // From health NOT_SERVING to the first refused call.
+  // Descriptors that others need, such as the store; fewer connections are
+  // taken than --connections says where the system does not have them.
+  int64_t other_descriptors = 64;
+  // From health NOT_SERVING to when clients are sent elsewhere.
   absl::Duration drain_delay = absl::Milliseconds(500);
   // How long running tensors may take to finish after that.
   absl::Duration drain_grace = absl::Seconds(30);
@@ -70,18 +81,23 @@ class QuantdServer {
   QuantdServer& operator=(const QuantdServer&) = delete;
 
   // host:port or unix:path that is listened on, one per `listen`.
-  const std::vector<std::string>& addresses() const { return addresses_; }
+  const std::vector<std::string>& addresses() const {
+    return ports_->addresses();
+  }
 
-  // Health goes NOT_SERVING, drain_delay passes, then running tensors finish
-  // within drain_grace and new ones get UNAVAILABLE. Blocks until done; call
-  // once.
+  // Health goes NOT_SERVING, and drain_delay passes. Then no connection is
+  // taken any more, clients are told to make their next calls elsewhere
+  // (GOAWAY), and running tensors finish within drain_grace. Streams end with
+  // DRAINING between two tensors. Blocks until done; call once.
   void Drain();
 
   // What requests hold of the memory budget now.
   int64_t memory_used_bytes() const { return budget_.used_bytes(); }
 
-  // False from the beginning of Drain on.
-  bool serving() const { return !draining_.load(); }
+  // Whether callers get through: not from the beginning of Drain on, and not
+  // when a port did not answer the last time that the server called it.
+  // Errors: DRAINING, UNAVAILABLE.
+  absl::Status CheckReady() const ABSL_LOCKS_EXCLUDED(reachable_mutex_);
 
  private:
   // Either of the files may be null.
@@ -89,22 +105,26 @@ class QuantdServer {
                std::unique_ptr<TlsFiles> tls, EncodingStore* store,
                StatisticsStore* statistics, Metrics* metrics);
   absl::Status Listen();
-  // Unix sockets whose clients may share memory, and their control sockets.
-  absl::Status ShareMemory(const std::vector<std::string>& paths);
+  // The control sockets beside the unix sockets, where memory is handed out.
+  absl::Status ShareMemory();
   void Stop(absl::Duration grace);
   // Leaves to gRPC what tensors do not hold.
   void FitQuota();
   // Looks after memory, overdue streams and gauges.
   void Watch();
-  // Follows the files while they change.
+  // Follows the files while they change, and calls the ports.
   void Follow();
+  void CheckPorts() ABSL_LOCKS_EXCLUDED(reachable_mutex_);
   void TellExpiry();
+  std::unique_ptr<Housekeeper> MakeHousekeeper(EncodingStore* encodings,
+                                               StatisticsStore* statistics);
 
   const ServerOptions options_;
   Metrics* const metrics_;
   MemoryBudget budget_;
-  Admission admission_;
+  CallerShares shares_;
   RegionRegistry regions_;
+  ImportQueue imports_;
   core::ThreadPool pool_;
   core::ThreadPool store_pool_;
   const std::unique_ptr<AccessFile> access_;
@@ -114,19 +134,22 @@ class QuantdServer {
   StreamRegistry registry_;
   QuantizationService quantization_service_;
   EncodingService encoding_service_;
-  std::vector<std::string> addresses_;
-  std::vector<std::shared_ptr<grpc::ServerCredentials>> credentials_;
   // Shrinks by what tensors hold.
   grpc::ResourceQuota quota_{"quantd"};
+  std::unique_ptr<Ports> ports_;
   std::unique_ptr<grpc::Server> server_;
-  // Only with shared memory, for which gRPC's own do not tell enough.
-  std::vector<std::unique_ptr<UnixListener>> unix_listeners_;
   std::unique_ptr<ControlServer> control_server_;
   std::atomic<bool> draining_{false};
-  absl::Notification stopping_;
+  mutable absl::Mutex reachable_mutex_;
+  // What the last look at the ports found.
+  absl::Status ready_ ABSL_GUARDED_BY(reachable_mutex_);
+  bool is_reachable_ ABSL_GUARDED_BY(reachable_mutex_) = true;
+  StopSignal stopping_;
   std::thread watcher_;
   // Files may be on a slow disk: not the watcher's business.
   std::thread follower_;
+  // Null without a keeper.
+  std::unique_ptr<Housekeeper> housekeeper_;
 };
 
 }  // namespace quantd::server

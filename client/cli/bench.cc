@@ -281,6 +281,12 @@ void DriveOperation(const Options& options, const Load& load, Client* client,
 
 // Normal data in rows of 4,096, quantized once by the server for the encoding
 // and the codes.
+// As the command line has it.
+std::string SpecText(const SpecOptions& spec) {
+  return spec.specs.empty() ? absl::StrCat(spec.format, ":", spec.granularity)
+                            : spec.specs[0];
+}
+
 absl::StatusOr<Load> MakeLoad(const Options& options, const SpecTemplate& spec,
                               Client* client) {
   Load load;
@@ -345,8 +351,7 @@ void Report(const Options& options, const Window& begin, const Window& end,
       {"shared_memory", options.shared_memory},
       {"chunk_bytes", options.chunk_bytes},
       {"tensor_bytes", static_cast<int64_t>(tensor_bytes)},
-      {"format", options.spec.format},
-      {"granularity", options.spec.granularity},
+      {"spec", SpecText(options.spec)},
       {"seconds", seconds},
       {"tensor_count", latencies.size()},
       {"gigabytes_per_second", gigabytes / seconds},
@@ -382,8 +387,13 @@ void Wait(double seconds, const Measurements& measurements) {
 }
 
 void Run(const Options& options, Session* session) {
-  const absl::StatusOr<SpecTemplate> spec = options.spec.Parse();
-  if (!spec.ok()) return session->FailUsage(spec.status());
+  const absl::StatusOr<SpecSet> specs = options.spec.ParseSet();
+  if (!specs.ok()) return session->FailUsage(specs.status());
+  if (!specs->overrides.empty()) {
+    return session->FailUsage(
+        ArgumentInvalidError("expected a --spec without a pattern"));
+  }
+  const SpecTemplate* const spec = &specs->base;
   std::vector<std::unique_ptr<Client>> clients;
   for (int i = 0; i < options.connections; ++i) {
     absl::StatusOr<std::unique_ptr<Client>> client =
@@ -481,7 +491,8 @@ void AddBenchCommand(Command* quantctl, Session* session) {
       ->AddOption("--server-pid", &options->server_pid, "PID",
                   "Process of the server, to measure its CPU time")
       ->Positive();
-  options->spec.AddOptions(command);
+  options->spec.AddOptionsWithPatterns(command);
+  command->AddExample("quantctl bench --op quantize --spec int8:per-channel");
   command->OnRun([options, session] { Run(*options, session); });
 }
 

@@ -1,7 +1,10 @@
 #include "client/cli/command_line.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <functional>
 #include <map>
 #include <memory>
@@ -11,18 +14,26 @@
 #include <vector>
 
 #include "CLI/CLI.hpp"
+#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
+#include "client/cli/help_page.h"
 
 namespace quantd::cli {
 namespace {
 
+std::string Quoted(absl::string_view text) {
+  return absl::StrCat("\"", text, "\"");
+}
+
 // The numbers that a check lets through, with an error that can be read.
-CLI::Validator Above(double min, bool or_equal, const char* description) {
+CLI::Validator Above(double min, bool or_equal) {
   return CLI::Validator(
       [min, or_equal](std::string& text) {
         double number = 0;
@@ -34,7 +45,33 @@ CLI::Validator Above(double min, bool or_equal, const char* description) {
                             or_equal ? "of at least " : "above ", min, ", got ",
                             text);
       },
-      description);
+      "");
+}
+
+// A number with one of the units behind it, or none, becomes a number.
+CLI::Validator Scaled(std::map<std::string, double> units,
+                      const char* expected) {
+  return CLI::Validator(
+      [units = std::move(units), expected](std::string& text) {
+        const size_t end =
+            std::min(text.find_first_not_of("0123456789.+-eE"), text.size());
+        std::string unit = absl::AsciiStrToLower(
+            absl::StripAsciiWhitespace(absl::string_view(text).substr(end)));
+        const auto found = units.find(unit);
+        double number = 0;
+        if (found == units.end() ||
+            !absl::SimpleAtod(absl::string_view(text).substr(0, end),
+                              &number)) {
+          return absl::StrCat("expected ", expected, ", got ", text);
+        }
+        number *= found->second;
+        // Whole numbers without an exponent, for variables that take no other.
+        text = number == std::floor(number) && std::abs(number) < 1e15
+                   ? absl::StrCat(static_cast<int64_t>(number))
+                   : absl::StrFormat("%.17g", number);
+        return std::string();
+      },
+      "");
 }
 
 // Letters to insert, remove or replace to make one word the other.
@@ -53,34 +90,128 @@ size_t EditDistance(absl::string_view a, absl::string_view b) {
   return row[b.size()];
 }
 
-// What is wrong with a command line, and what to do about it.
-std::string FailureMessage(const CLI::App* app, const CLI::Error& error) {
-  const CLI::App* command = app;
-  std::string path = app->get_name();
-  while (!command->get_subcommands().empty()) {
-    command = command->get_subcommands().back();
-    absl::StrAppend(&path, " ", command->get_name());
-  }
-  std::string what = error.what();
-  const std::vector<std::string> rest = app->remaining(/*recurse=*/true);
-  const auto is_named = [](const CLI::App* sub) {
-    return !sub->get_name().empty();
-  };
-  const std::vector<const CLI::App*> known = command->get_subcommands(is_named);
-  if (!known.empty() && !rest.empty() && rest[0][0] != '-') {
-    what = absl::StrCat("there is no command \"", rest[0], "\"");
-    const CLI::App* const nearest = *std::min_element(
-        known.begin(), known.end(), [&](const CLI::App* a, const CLI::App* b) {
-          return EditDistance(rest[0], a->get_name()) <
-                 EditDistance(rest[0], b->get_name());
-        });
-    if (EditDistance(rest[0], nearest->get_name()) <= 2) {
-      absl::StrAppend(&what, "; did you mean ", nearest->get_name(), "?");
+// The word that is meant, or an empty string where none is near.
+std::string Nearest(absl::string_view word,
+                    const std::vector<std::string>& known) {
+  std::string nearest;
+  size_t least = std::max<size_t>(2, word.size() / 4) + 1;
+  for (const std::string& name : known) {
+    const size_t distance = EditDistance(word, name);
+    if (distance < least) {
+      least = distance;
+      nearest = name;
     }
-  } else if (!known.empty() && rest.empty()) {
-    what = "a command is required";
   }
-  return absl::StrCat(app->get_name(), ": ", what, "\nRun ", path,
+  return nearest;
+}
+
+std::string DidYouMean(absl::string_view word,
+                       const std::vector<std::string>& known) {
+  const std::string nearest = Nearest(word, known);
+  return nearest.empty() ? "" : absl::StrCat("; did you mean ", nearest, "?");
+}
+
+std::vector<std::string> CommandNames(const Command& command) {
+  std::vector<std::string> names;
+  for (const Command& sub : command.commands()) names.push_back(sub.name());
+  return names;
+}
+
+// The command that these words lead to; `words` keeps those behind it.
+const Command* Find(const Command& program, std::vector<std::string>* words,
+                    std::string* path) {
+  const Command* command = &program;
+  *path = program.name();
+  while (!words->empty()) {
+    const Command* next = nullptr;
+    for (const Command& sub : command->commands()) {
+      if (sub.name() == words->front()) next = &sub;
+    }
+    if (next == nullptr) break;
+    command = next;
+    absl::StrAppend(path, " ", next->name());
+    words->erase(words->begin());
+  }
+  return command;
+}
+
+// The command that was parsed.
+const Command* Parsed(const CLI::App* app, const Command& program,
+                      std::string* path) {
+  std::vector<std::string> words;
+  while (!app->get_subcommands().empty()) {
+    app = app->get_subcommands().back();
+    words.push_back(app->get_name());
+  }
+  return Find(program, &words, path);
+}
+
+std::vector<std::string> OptionNames(const Command& program,
+                                     const Command& command) {
+  std::vector<std::string> names = {"--help", "--version"};
+  for (const Command* const one : {&command, &program}) {
+    for (const Option& option : one->options()) {
+      if (option.IsArgument()) continue;
+      names.insert(names.end(), option.names().begin(), option.names().end());
+    }
+  }
+  return names;
+}
+
+// What the library says, in our words.
+std::string Reworded(const CLI::Error& error) {
+  const std::string text = error.what();
+  absl::string_view rest = text;
+  if (absl::ConsumePrefix(&rest, "Could not convert: ")) {
+    const std::pair<absl::string_view, absl::string_view> parts =
+        absl::StrSplit(rest, absl::MaxSplits(" = ", 1));
+    return absl::StrCat(parts.first, ": expected a number, got ", parts.second);
+  }
+  const size_t missing = rest.find(": 1 required ");
+  if (missing != absl::string_view::npos) {
+    return absl::StrCat(rest.substr(0, missing), ": expected a value");
+  }
+  if (absl::ConsumePrefix(&rest, "Requires at most 1 options be given from ")) {
+    return absl::StrCat("expected at most one of ", rest);
+  }
+  const size_t needs = rest.find(" requires ");
+  if (needs != absl::string_view::npos) {
+    return absl::StrCat(rest.substr(0, needs), " is to be given with ",
+                        rest.substr(needs + 10));
+  }
+  const size_t excludes = rest.find(" excludes ");
+  if (excludes != absl::string_view::npos) {
+    return absl::StrCat("expected ", rest.substr(0, excludes), " or ",
+                        rest.substr(excludes + 10), ", got both");
+  }
+  return text;
+}
+
+// What is wrong with a command line, and what to do about it.
+std::string FailureMessage(const CLI::App* app, const Command& program,
+                           const CLI::Error& error) {
+  std::string path;
+  const Command& command = *Parsed(app, program, &path);
+  std::string what = Reworded(error);
+  const std::vector<std::string> rest = app->remaining(/*recurse=*/true);
+  const auto option =
+      std::find_if(rest.begin(), rest.end(), [](const std::string& word) {
+        return word.size() > 1 && word[0] == '-';
+      });
+  const std::vector<std::string> known = CommandNames(command);
+  if (option != rest.end()) {
+    const std::string name = option->substr(0, option->find('='));
+    what = absl::StrCat("there is no option ", name,
+                        DidYouMean(name, OptionNames(program, command)));
+  } else if (!known.empty() && !rest.empty()) {
+    what = absl::StrCat("there is no command ", Quoted(rest[0]),
+                        DidYouMean(rest[0], known));
+  } else if (!known.empty()) {
+    what = absl::StrCat("a command is required: ", absl::StrJoin(known, ", "));
+  } else if (!rest.empty()) {
+    what = absl::StrCat("there is one argument too many: ", Quoted(rest[0]));
+  }
+  return absl::StrCat(program.name(), ": ", what, "\nRun ", path,
                       " --help for more information.\n");
 }
 
@@ -114,24 +245,54 @@ Option* Option::FromEnvironment(const char* variable) {
 }
 
 Option* Option::NotNegative() {
-  option_->check(Above(0, /*or_equal=*/true, "NONNEGATIVE"));
+  option_->check(Above(0, /*or_equal=*/true));
   return this;
 }
 
 Option* Option::Positive() {
-  option_->check(Above(0, /*or_equal=*/false, "POSITIVE"));
+  option_->check(Above(0, /*or_equal=*/false));
   return this;
 }
 
 Option* Option::Between(int64_t min, int64_t max) {
-  option_->check(CLI::Range(min, max));
+  option_->check(CLI::Validator(
+      [min, max](std::string& text) {
+        double number = 0;
+        if (absl::SimpleAtod(text, &number) &&
+            number >= static_cast<double>(min) &&
+            number <= static_cast<double>(max)) {
+          return std::string();
+        }
+        return absl::StrCat("expected a number from ", min, " to ", max,
+                            ", got ", text);
+      },
+      ""));
   return this;
 }
 
 Option* Option::OneOf(std::vector<std::string> values) {
-  option_->check(CLI::IsMember(values));
+  option_->check(CLI::Validator(
+      [values](std::string& text) {
+        if (std::find(values.begin(), values.end(), text) != values.end()) {
+          return std::string();
+        }
+        return absl::StrCat("expected ", absl::StrJoin(values, " or "),
+                            ", got ", text, DidYouMean(text, values));
+      },
+      ""));
   values_ = std::move(values);
   other_values_are_errors_ = true;
+  return this;
+}
+
+Option* Option::Hidden() {
+  is_hidden_ = true;
+  return this;
+}
+
+Option* Option::Shown(std::string help) {
+  is_hidden_ = false;
+  help_ = std::move(help);
   return this;
 }
 
@@ -141,14 +302,23 @@ Option* Option::Suggest(std::vector<std::string> values) {
 }
 
 Option* Option::Seconds() {
-  option_->transform(CLI::AsNumberWithUnit(
-      std::map<std::string, double>{{"ms", 1e-3}, {"s", 1}, {"m", 60}},
-      CLI::AsNumberWithUnit::CASE_SENSITIVE, "SECONDS"));
+  option_->transform(Scaled(
+      {{"", 1}, {"ms", 1e-3}, {"s", 1}, {"m", 60}, {"min", 60}, {"h", 3600}},
+      "a time such as 500ms, 30s or 5m"));
   return this;
 }
 
 Option* Option::Bytes() {
-  option_->transform(CLI::AsSizeValue(/*kb_is_1000=*/false));
+  std::map<std::string, double> units = {{"", 1}, {"b", 1}};
+  double unit = 1;
+  for (const char* const prefix : {"k", "m", "g", "t"}) {
+    unit *= 1024;
+    for (const char* const suffix : {"", "b", "ib"}) {
+      units[absl::StrCat(prefix, suffix)] = unit;
+    }
+  }
+  option_->transform(
+      Scaled(std::move(units), "a size such as 4096, 256KiB or 4MiB"));
   return this;
 }
 
@@ -241,6 +411,12 @@ void Command::AddAlternatives(const char* title,
   group->require_option(0, 1);
 }
 
+void Command::AddExample(std::string command, std::string what) {
+  examples_.push_back({std::move(command), std::move(what)});
+}
+
+void Command::AddNote(std::string text) { notes_.push_back(std::move(text)); }
+
 void Command::OnRun(std::function<void()> run) {
   app_->callback(std::move(run));
 }
@@ -251,26 +427,53 @@ Option* Command::Add(CLI::Option* option, const char* names,
 }
 
 CommandLine::CommandLine(const char* name, const char* help,
-                         const char* version, const char* footer)
+                         const char* version, std::vector<HelpTopic> topics)
     : version_(version),
-      footer_(footer),
+      topics_(std::move(topics)),
       app_(std::make_unique<CLI::App>(help, name)),
       program_(std::make_unique<Command>(app_.get(), name, help)) {
   app_->set_version_flag("--version", version);
-  app_->footer(footer);
   app_->fallthrough();
-  app_->failure_message(&FailureMessage);
 }
 
 CommandLine::~CommandLine() = default;
+
+std::string CommandLine::Help(const std::vector<std::string>& words,
+                              std::string* error) const {
+  if (words.size() == 1) {
+    for (const HelpTopic& topic : topics_) {
+      if (topic.name == words[0]) return HelpPage(topic);
+    }
+  }
+  std::vector<std::string> rest = words;
+  std::string path;
+  const Command* const command = Find(*program_, &rest, &path);
+  if (rest.empty()) return HelpPage(*this, path, *command);
+  std::vector<std::string> known = CommandNames(*command);
+  if (command == program_.get()) {
+    for (const HelpTopic& topic : topics_) known.push_back(topic.name);
+  }
+  *error = absl::StrCat("there is no help about ", Quoted(rest[0]),
+                        DidYouMean(rest[0], known));
+  return "";
+}
 
 CommandLine::Outcome CommandLine::Run(int argc, const char* const* argv) {
   // CLI11 reports by exception; none leaves this function.
   try {
     app_->parse(argc, argv);
     return Outcome::kRan;
+  } catch (const CLI::CallForHelp&) {
+    std::string path;
+    const Command* const command = Parsed(app_.get(), *program_, &path);
+    std::fputs(HelpPage(*this, path, *command).c_str(), stdout);
+    return Outcome::kHelped;
+  } catch (const CLI::CallForVersion&) {
+    std::printf("%s\n", version_.c_str());
+    return Outcome::kHelped;
   } catch (const CLI::ParseError& error) {
-    return app_->exit(error) == 0 ? Outcome::kHelped : Outcome::kWrong;
+    std::fputs(FailureMessage(app_.get(), *program_, error).c_str(), stderr);
+    return Outcome::kWrong;
   }
 }
 

@@ -39,6 +39,10 @@ class Option {
   Option* Between(int64_t min, int64_t max);
   // Other values are errors.
   Option* OneOf(std::vector<std::string> values);
+  // It works, and neither the help nor completion shows it.
+  Option* Hidden();
+  // They do, with this text.
+  Option* Shown(std::string help);
   // What completion offers, of what the option takes.
   Option* Suggest(std::vector<std::string> values);
   // Seconds, also as 200ms, 30s or 5m.
@@ -55,6 +59,7 @@ class Option {
   const std::vector<std::string>& names() const { return names_; }
   bool IsArgument() const { return names_[0][0] != '-'; }
   bool IsRequired() const;
+  bool IsHidden() const { return is_hidden_; }
   // False for a flag.
   bool TakesValue() const;
   bool TakesFile() const;
@@ -79,6 +84,24 @@ class Option {
   std::string help_;
   std::vector<std::string> values_;
   bool other_values_are_errors_ = false;
+  bool is_hidden_ = false;
+};
+
+// A command line to try. Plain value.
+struct Example {
+  // Of several lines where it would be wider than 78 columns.
+  std::string command;
+  // A short line about it, may be empty.
+  std::string what;
+};
+
+// What `help NAME` explains. Plain value.
+struct HelpTopic {
+  std::string name;
+  std::string title;
+  // Lines of at most 80 columns; those that begin with two spaces are shown as
+  // they are.
+  std::string text;
 };
 
 // A command, or a group of commands. Not thread-safe.
@@ -107,11 +130,17 @@ class Command {
   Option* AddFlag(const char* names, bool* value, const char* help);
   // At most one of these is to be given; the help shows them under a title.
   void AddAlternatives(const char* title, const std::vector<Option*>& options);
+  // Shown in the help and the manual page; the order is that of the calls.
+  void AddExample(std::string command, std::string what = "");
+  // A paragraph below what the command is for.
+  void AddNote(std::string text);
   // What the command does once its options have their values.
   void OnRun(std::function<void()> run);
 
   const std::string& name() const { return name_; }
   const std::string& help() const { return help_; }
+  const std::vector<Example>& examples() const { return examples_; }
+  const std::vector<std::string>& notes() const { return notes_; }
   // In the order in which they were added.
   const std::deque<Option>& options() const { return options_; }
   const std::deque<Command>& commands() const { return commands_; }
@@ -123,6 +152,8 @@ class Command {
   CLI::App* app_;
   std::string name_;
   std::string help_;
+  std::vector<Example> examples_;
+  std::vector<std::string> notes_;
   // Their addresses are stable.
   std::deque<Option> options_;
   std::deque<Command> commands_;
@@ -140,9 +171,9 @@ class CommandLine {
     kWrong,
   };
 
-  // `version` is what --version prints; `footer` ends the help.
+  // `version` is what --version prints.
   CommandLine(const char* name, const char* help, const char* version,
-              const char* footer);
+              std::vector<HelpTopic> topics);
   ~CommandLine();
 
   // What the options of the program itself belong to; they may also stand
@@ -150,14 +181,19 @@ class CommandLine {
   Command* program() { return program_.get(); }
   const Command* program() const { return program_.get(); }
   const std::string& version() const { return version_; }
-  const std::string& footer() const { return footer_; }
+  const std::vector<HelpTopic>& topics() const { return topics_; }
+
+  // The text of `help WORD...`: about a topic, a command, or without a word
+  // the program. Nothing for other words; `error` then says so.
+  std::string Help(const std::vector<std::string>& words,
+                   std::string* error) const;
 
   // Parses the arguments behind the program's name and runs the command.
   Outcome Run(int argc, const char* const* argv);
 
  private:
   const std::string version_;
-  const std::string footer_;
+  const std::vector<HelpTopic> topics_;
   std::unique_ptr<CLI::App> app_;
   std::unique_ptr<Command> program_;
 };

@@ -24,6 +24,8 @@ void AddHealthCommand(Command* quantctl, Session* session);
 void AddReportCommand(Command* quantctl, Session* session);
 void AddBenchCommand(Command* quantctl, Session* session);
 void AddCompletionCommand(Command* quantctl);
+// These two belong behind the others, which they know.
+void AddHelpCommand(CommandLine* quantctl, Session* session);
 void AddManCommand(CommandLine* quantctl);
 
 // Parses the command line and runs the command. Returns the exit code.

@@ -12,6 +12,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "client/cli/command_line.h"
+#include "client/cli/help_page.h"
 
 namespace quantd::cli {
 namespace {
@@ -54,14 +55,6 @@ bool TakesFileArgument(const Command& command) {
                      });
 }
 
-// The first clause of a help text.
-absl::string_view Brief(absl::string_view help) {
-  for (const char* const end : {"; ", ". "}) {
-    help = help.substr(0, help.find(end));
-  }
-  return absl::StripSuffix(help, ".");
-}
-
 std::string SingleQuoted(absl::string_view text) {
   return absl::StrCat("'", absl::StrReplaceAll(text, {{"'", "'\\''"}}), "'");
 }
@@ -70,7 +63,7 @@ std::string SingleQuoted(absl::string_view text) {
 std::vector<std::string> OptionNames(const Command& command) {
   std::vector<std::string> names;
   for (const Option& option : command.options()) {
-    if (option.IsArgument()) continue;
+    if (option.IsArgument() || option.IsHidden()) continue;
     names.insert(names.end(), option.names().begin(), option.names().end());
   }
   return names;
@@ -119,6 +112,7 @@ std::vector<std::string> ZshSpecifications(const Command& command) {
   std::vector<std::string> result;
   int position = 0;
   for (const Option& option : command.options()) {
+    if (option.IsHidden()) continue;
     if (option.IsArgument()) {
       result.push_back(
           SingleQuoted(absl::StrCat(++position, ZshValue(option))));
@@ -309,6 +303,7 @@ std::string FishCompletion(const Command& program) {
       absl::StrAppend(&begin, " -n ", SingleQuoted(condition));
     }
     for (const Option& option : place.command->options()) {
+      if (option.IsHidden()) continue;
       std::string value;
       if (!option.values().empty()) {
         value = absl::StrCat(" -x -a ",

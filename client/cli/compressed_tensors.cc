@@ -1,6 +1,5 @@
 #include "client/cli/compressed_tensors.h"
 
-#include <regex.h>
 #include <sys/stat.h>
 
 #include <algorithm>
@@ -21,7 +20,6 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "absl/strings/str_replace.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "absl/types/span.h"
@@ -29,11 +27,13 @@
 #include "client/files/dtype.h"
 #include "client/files/errors.h"
 #include "nlohmann/json.hpp"
+#include "re2/re2.h"
 
 namespace quantd::cli {
 namespace {
 
 constexpr absl::string_view kWeight = ".weight";
+constexpr absl::string_view kScale = ".weight_scale";
 constexpr int kMaxBits = 8;
 constexpr int64_t kNvfp4Group = 16;
 constexpr int64_t kMxfp4Group = 32;
@@ -221,6 +221,7 @@ absl::StatusOr<uint64_t> CompressedModel::Write(
     }
     if (status.ok() && is_nvfp4) {
       const std::vector<float> inverse = {1.0f / encoding.outer_scale(0)};
+      rounded_count_ += !IsExactInverse(inverse[0], encoding.outer_scale(0));
       status = add(".weight_global_scale", files::Dtype::kF32, {1},
                    BytesOf(inverse));
     }
@@ -331,41 +332,138 @@ Json CompressedModel::Config() const {
 
 namespace {
 
-// Whether a target of the configuration is this module. Class names stand for
-// all modules: the file does not say what class one is.
-bool IsTarget(const std::string& target, const std::string& module) {
-  constexpr absl::string_view kRegex = "re:";
-  absl::string_view pattern = target;
-  if (!absl::ConsumePrefix(&pattern, kRegex)) {
-    return target == module || target == "Linear" || target == "Conv2d" ||
-           target == "Conv1d";
+// Of the regular expressions among the targets of one file, which anybody may
+// have written: with these a file takes seconds at most.
+constexpr int kMaxPatterns = 256;
+constexpr size_t kMaxPatternBytes = 1024;
+constexpr int64_t kMaxPatternMemoryBytes = 1 << 20;
+
+// By module; null for one that no group targets.
+using Schemes = absl::flat_hash_map<std::string, const Json*>;
+
+// Says which modules have the arguments of which group: the first that targets
+// one. Not thread-safe.
+class TargetMatcher {
+ public:
+  // `path` of the configuration, for errors. Of `schemes` the keys are the
+  // modules.
+  TargetMatcher(std::string path, Schemes* schemes)
+      : path_(std::move(path)),
+        schemes_(*schemes),
+        left_count_(schemes->size()) {}
+
+  // Reads the groups in their order, until every module has one.
+  // Errors: FILE_UNSUPPORTED for a regular expression that is not RE2's or too
+  // large.
+  absl::Status Match(const Json& config) {
+    const auto groups = config.find("config_groups");
+    if (groups == config.end() || !groups->is_object()) return absl::OkStatus();
+    for (const Json& group : *groups) {
+      if (!group.is_object()) continue;
+      const auto targets = group.find("targets");
+      const auto weights = group.find("weights");
+      if (targets == group.end() || !targets->is_array() ||
+          weights == group.end() || !weights->is_object()) {
+        continue;
+      }
+      for (const Json& target : *targets) {
+        if (left_count_ == 0) return absl::OkStatus();
+        if (!target.is_string()) continue;
+        absl::Status status =
+            MatchOne(target.get_ref<const std::string&>(), &*weights);
+        if (!status.ok()) return status;
+      }
+    }
+    return absl::OkStatus();
   }
-  // Python's, from the beginning on; POSIX lacks \d and \w.
-  const std::string posix = absl::StrCat(
-      "^", absl::StrReplaceAll(pattern,
-                               {{"\\d", "[0-9]"}, {"\\w", "[A-Za-z0-9_]"}}));
-  regex_t regex;
-  if (regcomp(&regex, posix.c_str(), REG_EXTENDED | REG_NOSUB) != 0) {
-    return false;
+
+ private:
+  absl::Status MatchOne(const std::string& target, const Json* weights) {
+    absl::string_view pattern = target;
+    if (absl::ConsumePrefix(&pattern, "re:")) {
+      return MatchPattern(pattern, weights);
+    }
+    // Class names stand for all modules: the file does not say what class one
+    // is.
+    if (target == "Linear" || target == "Conv2d" || target == "Conv1d") {
+      for (auto& [module, scheme] : schemes_) Give(weights, &scheme);
+      return absl::OkStatus();
+    }
+    const auto found = schemes_.find(target);
+    if (found != schemes_.end()) Give(weights, &found->second);
+    return absl::OkStatus();
   }
-  const bool matches = regexec(&regex, module.c_str(), 0, nullptr, 0) == 0;
-  regfree(&regex);
-  return matches;
-}
+
+  // As Python's re.match: from the beginning of the name on, not to its end.
+  absl::Status MatchPattern(absl::string_view pattern, const Json* weights) {
+    if (pattern.size() > kMaxPatternBytes) {
+      return files::FileUnsupportedError(
+          path_, absl::StrCat("a target of ", pattern.size(),
+                              " bytes, expected regular expressions of at "
+                              "most ",
+                              kMaxPatternBytes));
+    }
+    if (++pattern_count_ > kMaxPatterns) {
+      return files::FileUnsupportedError(
+          path_, absl::StrCat("more than ", kMaxPatterns,
+                              " regular expressions among the targets; name "
+                              "the modules themselves"));
+    }
+    RE2::Options options;
+    options.set_max_mem(kMaxPatternMemoryBytes);
+    options.set_log_errors(false);
+    const RE2 regex(re2::StringPiece(pattern.data(), pattern.size()), options);
+    if (!regex.ok()) {
+      return files::FileUnsupportedError(
+          path_, absl::StrCat("the target \"re:", pattern,
+                              "\" is not a regular expression of RE2, which "
+                              "has no look-around and no back references: ",
+                              regex.error()));
+    }
+    for (auto& [module, scheme] : schemes_) {
+      if (scheme == nullptr &&
+          regex.Match(module, 0, module.size(), RE2::ANCHOR_START,
+                      /*submatch=*/nullptr, /*nsubmatch=*/0)) {
+        Give(weights, &scheme);
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  void Give(const Json* weights, const Json** scheme) {
+    if (*scheme != nullptr) return;
+    *scheme = weights;
+    --left_count_;
+  }
+
+  const std::string path_;
+  Schemes& schemes_;
+  size_t left_count_;
+  int pattern_count_ = 0;
+};
 
 // Reads the tensors of one model. Not thread-safe.
 class CompressedReader {
  public:
-  CompressedReader(const TensorInput& input, const std::string& path,
-                   const Json& config)
-      : input_(input), path_(path), config_(config) {}
+  CompressedReader(const TensorInput& input, const std::string& path)
+      : input_(input), path_(path) {}
 
-  absl::StatusOr<std::vector<QuantizedTensor>> ReadAll() {
+  // `config` is of `config_path`.
+  absl::StatusOr<std::vector<QuantizedTensor>> ReadAll(
+      const std::string& config_path, const Json& config) {
+    Schemes schemes;
+    for (const files::FileTensor& tensor : input_.tensors()) {
+      absl::string_view module = tensor.name;
+      if (absl::ConsumeSuffix(&module, kScale)) schemes[module] = nullptr;
+    }
+    absl::Status status = TargetMatcher(config_path, &schemes).Match(config);
+    if (!status.ok()) return status;
     std::vector<QuantizedTensor> tensors;
     for (const files::FileTensor& tensor : input_.tensors()) {
       absl::string_view module = tensor.name;
-      if (!absl::ConsumeSuffix(&module, ".weight_scale")) continue;
-      absl::StatusOr<QuantizedTensor> read = Read(std::string(module), tensor);
+      if (!absl::ConsumeSuffix(&module, kScale)) continue;
+      absl::StatusOr<QuantizedTensor> read =
+          Read(std::string(module), schemes[module], tensor);
       if (!read.ok()) return read.status();
       tensors.push_back(*std::move(read));
     }
@@ -376,25 +474,6 @@ class CompressedReader {
   absl::Status Malformed(const std::string& module, absl::string_view what) {
     return files::FileMalformedError(
         path_, absl::StrCat("module \"", module, "\": ", what));
-  }
-
-  // The arguments of the weights, null where no group has the module.
-  const Json* SchemeOf(const std::string& module) const {
-    const auto groups = config_.find("config_groups");
-    if (groups == config_.end() || !groups->is_object()) return nullptr;
-    for (const Json& group : *groups) {
-      if (!group.is_object()) continue;
-      const auto targets = group.find("targets");
-      const auto weights = group.find("weights");
-      if (targets == group.end() || !targets->is_array() ||
-          weights == group.end() || !weights->is_object()) {
-        continue;
-      }
-      for (const Json& target : *targets) {
-        if (target.is_string() && IsTarget(target, module)) return &*weights;
-      }
-    }
-    return nullptr;
   }
 
   static int64_t IntegerOf(const Json& object, const char* key,
@@ -413,8 +492,8 @@ class CompressedReader {
   }
 
   absl::StatusOr<QuantizedTensor> Read(const std::string& module,
+                                       const Json* scheme,
                                        const files::FileTensor& scale) {
-    const Json* const scheme = SchemeOf(module);
     if (scheme == nullptr) {
       return Malformed(module, "no group of config.json targets it");
     }
@@ -601,7 +680,13 @@ class CompressedReader {
                        "weight_global_scale of F32");
     }
     encoding.set_format(v1::NUMBER_FORMAT_NVFP4);
-    encoding.add_outer_scale(1.0f / Elements<float>(*global)[0]);
+    const float global_scale = Elements<float>(*global)[0];
+    encoding.add_outer_scale(1.0f / global_scale);
+    if (!IsExactInverse(global_scale, encoding.outer_scale(0))) {
+      tensor->note =
+          "the inverse of weight_global_scale is rounded: reals may differ "
+          "in the last bit from those of readers that divide by it";
+    }
     return absl::OkStatus();
   }
 
@@ -687,10 +772,28 @@ class CompressedReader {
 
   const TensorInput& input_;
   const std::string& path_;
-  const Json& config_;
 };
 
+// What config.json says of the model before it was quantized.
+absl::StatusOr<ElementType> ElementTypeOfModel(const Json& config) {
+  for (const char* key : {"dtype", "torch_dtype"}) {
+    const auto found = config.find(key);
+    if (found == config.end() || !found->is_string()) continue;
+    return ParseElementType(found->get<std::string>());
+  }
+  return absl::NotFoundError("no dtype");
+}
+
 }  // namespace
+
+bool IsExactInverse(float global, float outer) {
+  // E4M3 numbers are these times powers of two.
+  for (int mantissa = 8; mantissa < 16; ++mantissa) {
+    const auto number = static_cast<float>(mantissa);
+    if (number / global != number * outer) return false;
+  }
+  return true;
+}
 
 absl::StatusOr<std::vector<QuantizedTensor>> ReadCompressed(
     const TensorInput& input, const std::string& path) {
@@ -719,7 +822,25 @@ absl::StatusOr<std::vector<QuantizedTensor>> ReadCompressed(
     return files::FileUnsupportedError(
         config_path, "a quantization that is not of compressed-tensors");
   }
-  return CompressedReader(input, path, *config).ReadAll();
+  absl::StatusOr<std::vector<QuantizedTensor>> tensors =
+      CompressedReader(input, path).ReadAll(config_path, *config);
+  if (!tensors.ok()) return tensors.status();
+  const absl::StatusOr<ElementType> of_model = ElementTypeOfModel(document);
+  for (QuantizedTensor& tensor : *tensors) {
+    const auto told =
+        input.metadata().find(absl::StrCat(kElementTypeKeyPrefix, tensor.name));
+    if (told != input.metadata().end()) {
+      const absl::StatusOr<ElementType> type = ParseElementType(told->second);
+      if (!type.ok()) {
+        return files::FileMalformedError(path, ErrorText(type.status()));
+      }
+      tensor.element_type = *type;
+    } else if (tensor.element_type == ElementType::kFloat32 && of_model.ok()) {
+      // Scales are often wider than what they came from.
+      tensor.element_type = *of_model;
+    }
+  }
+  return tensors;
 }
 
 }  // namespace quantd::cli

@@ -9,7 +9,8 @@
 //                    X.weight_scale, X.weight_zero_point (I32, packed likewise
 //                    along columns)
 //   nvfp4-pack-quantized  X.weight_packed (U8), X.weight_scale (F8_E4M3),
-//                    X.weight_global_scale (F32 of [1], the inverse)
+//                    X.weight_global_scale (F32 of [1], the inverse of the
+//                    outer scale, rounded)
 //   mxfp4-pack-quantized  X.weight_packed (U8), X.weight_scale (U8, E8M0)
 //
 // Scales are of [1], of [rows, 1], or as many as groups or blocks. The folder's
@@ -36,6 +37,10 @@
 
 namespace quantd::cli {
 
+// Metadata of a file that quantctl wrote: the element type that each tensor
+// came from, by this and the tensor's name.
+constexpr absl::string_view kElementTypeKeyPrefix = "quantctl.element_type.";
+
 // Writes the tensors of one model. Not thread-safe.
 class CompressedModel {
  public:
@@ -53,6 +58,10 @@ class CompressedModel {
                                  absl::Span<const uint8_t> codes,
                                  files::SafetensorsWriter* writer);
 
+  // How many of them are NVFP4 that other readers take for slightly other
+  // reals: they divide by weight_global_scale, the inverse of the outer scale.
+  int64_t rounded_count() const { return rounded_count_; }
+
   // Takes over what an earlier run wrote of a model.
   void Restore(const Json& modules) { modules_.update(modules); }
   // Scheme by module.
@@ -64,10 +73,16 @@ class CompressedModel {
  private:
   const bool packs_all_;
   Json modules_ = Json::object();
+  int64_t rounded_count_ = 0;
 };
 
+// Whether dividing the E4M3 scales by `global` gives the same floats as
+// multiplying them with `outer`.
+bool IsExactInverse(float global, float outer);
+
 // Reads all quantized tensors of a model. Empty where the folder has no
-// config.json of compressed-tensors.
+// config.json of compressed-tensors. A tensor has the element type that it came
+// from, as the file, its scales or config.json tell it; otherwise float32.
 // Errors: FILE_MALFORMED, FILE_UNSUPPORTED.
 absl::StatusOr<std::vector<QuantizedTensor>> ReadCompressed(
     const TensorInput& input, const std::string& path);

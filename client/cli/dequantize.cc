@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -15,8 +16,10 @@
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
 #include "client/cli/compressed_tensors.h"
+#include "client/cli/output.h"
 #include "client/cli/progress.h"
 #include "client/cli/quantized_tensor.h"
+#include "client/cli/selection.h"
 #include "client/cli/session.h"
 #include "client/cli/table.h"
 #include "client/cli/tensor_input.h"
@@ -32,7 +35,8 @@ namespace {
 
 struct Options {
   std::string input;
-  std::string output;
+  OutputOptions output;
+  bool keep_going = false;
 };
 
 struct Outcome {
@@ -43,6 +47,8 @@ struct Outcome {
   uint64_t input_bytes = 0;
   uint64_t output_bytes = 0;
   absl::Status status;
+  // See QuantizedTensor.
+  std::string note;
 };
 
 // One run of `quantctl dequantize`. Not thread-safe.
@@ -52,26 +58,37 @@ class Dequantizer {
       : options_(options), session_(*session) {}
 
   void Run() {
+    const absl::StatusOr<TensorInput> input = TensorInput::Open(options_.input);
+    if (!input.ok()) return session_.Fail(input.status());
+    absl::Status status = options_.output.CheckFile(
+        input->paths(), IsNpy() ? ".npy" : ".safetensors", &session_);
+    if (status.ok()) status = ReadAll(*input);
+    if (!status.ok()) return FailEarly(status, &session_);
     absl::StatusOr<std::unique_ptr<Client>> client = session_.Connect();
     if (!client.ok()) return session_.FailUsage(client.status());
     client_ = *std::move(client);
-    const absl::Status status = RunFiles();
+    status = IsNpy() ? WriteOneNpy(*input) : WriteFile(*input);
     if (!status.ok()) return session_.Fail(status);
     Report();
   }
 
  private:
-  // Errors end the run and leave no output file.
-  absl::Status RunFiles() {
-    const absl::StatusOr<TensorInput> input = TensorInput::Open(options_.input);
-    if (!input.ok()) return input.status();
-    absl::Status status = ReadAll(*input);
-    if (!status.ok()) return status;
-    if (IsNpyPath(options_.output)) return WriteOneNpy();
+  bool IsNpy() const { return IsNpyPath(options_.output.path); }
+
+  bool AnyFailed() const {
+    return std::any_of(
+        outcomes_.begin(), outcomes_.end(),
+        [](const Outcome& outcome) { return !outcome.status.ok(); });
+  }
+
+  // Errors end the run and leave no output file; so does a tensor that fails,
+  // unless the run is to keep going.
+  absl::Status WriteFile(const TensorInput& input) {
     absl::StatusOr<files::SafetensorsWriter> writer =
-        files::SafetensorsWriter::Create(options_.output);
+        files::SafetensorsWriter::Create(options_.output.path,
+                                         options_.output.if_exists());
     if (!writer.ok()) return writer.status();
-    for (const auto& [key, value] : input->metadata()) {
+    for (const auto& [key, value] : input.metadata()) {
       absl::string_view name = key;
       if (absl::ConsumePrefix(&name, kQuantizedKeyPrefix) ||
           absl::StartsWith(key, "quantctl.")) {
@@ -79,18 +96,22 @@ class Dequantizer {
       }
       writer->SetMetadata(key, value);
     }
-    status = DequantizeAll(&*writer);
+    absl::Status status = DequantizeAll(&*writer);
     if (!status.ok()) return status;
-    for (const files::FileTensor& tensor : input->tensors()) {
+    if (AnyFailed() && !options_.keep_going) return absl::OkStatus();
+    for (const files::FileTensor& tensor : input.tensors()) {
       if (consumed_.contains(tensor.name)) continue;
       status =
           writer->AddView(tensor.name, tensor.dtype, tensor.shape, tensor.data);
       if (!status.ok()) return status;
-      outcomes_.push_back(
-          {tensor.name, tensor.shape, std::string(DtypeName(tensor.dtype)),
-           "copied", tensor.data.size(), tensor.data.size(), absl::OkStatus()});
+      outcomes_.push_back({tensor.name, tensor.shape,
+                           std::string(DtypeName(tensor.dtype)), "copied",
+                           tensor.data.size(), tensor.data.size(),
+                           absl::OkStatus(), ""});
     }
-    return writer->Finish().status();
+    status = writer->Finish().status();
+    is_written_ = status.ok();
+    return status;
   }
 
   absl::Status ReadAll(const TensorInput& input) {
@@ -132,20 +153,31 @@ class Dequantizer {
     return job;
   }
 
-  absl::Status WriteOneNpy() {
-    if (tensors_.size() != 1) {
+  absl::Status WriteOneNpy(const TensorInput& input) {
+    const auto is_copied = [this](const files::FileTensor& tensor) {
+      return !consumed_.contains(tensor.name);
+    };
+    const size_t count =
+        tensors_.size() +
+        static_cast<size_t>(std::count_if(input.tensors().begin(),
+                                          input.tensors().end(), is_copied));
+    if (count != 1) {
       return files::FileUnsupportedError(
-          options_.output, absl::StrCat(".npy holds one tensor, the file has ",
-                                        tensors_.size()));
+          options_.output.path,
+          absl::StrCat(".npy holds one tensor, the file has ", count));
     }
     const QuantizedTensor& tensor = tensors_[0];
     const absl::StatusOr<DequantizeResult> result =
         client_->Dequantize(MakeJob(tensor));
     if (!result.ok()) return result.status();
     outcomes_.push_back(OutcomeOf(tensor, result));
-    return files::WriteNpy(options_.output, DtypeOf(tensor.element_type),
-                           tensor.shape, result->elements)
-        .status();
+    const absl::Status status =
+        files::WriteNpy(options_.output.path, options_.output.if_exists(),
+                        DtypeOf(tensor.element_type), tensor.shape,
+                        result->elements)
+            .status();
+    is_written_ = status.ok();
+    return status;
   }
 
   absl::Status DequantizeAll(files::SafetensorsWriter* writer) {
@@ -198,6 +230,7 @@ class Dequantizer {
     outcome.input_bytes = tensor.codes.size();
     if (result.ok()) outcome.output_bytes = result->elements.size();
     outcome.status = result.status();
+    outcome.note = tensor.note;
     return outcome;
   }
 
@@ -219,24 +252,44 @@ class Dequantizer {
                    {"bytes_before", outcome.input_bytes},
                    {"bytes_after", outcome.output_bytes}};
       if (!outcome.status.ok()) json["error"] = ErrorJson(outcome.status);
+      if (!outcome.note.empty()) json["note"] = outcome.note;
       list.push_back(std::move(json));
       table.AddRow({Printable(outcome.name), ShapeText(outcome.shape),
                     outcome.dtype, outcome.result,
                     BytesText(outcome.input_bytes),
                     BytesText(outcome.output_bytes)});
     }
-    if (session_.json) {
-      return session_.PrintJson({{"input", options_.input},
-                                 {"output", options_.output},
-                                 {"retries", session_.retries()},
-                                 {"tensors", list}});
-    }
-    session_.Print(table.Render(StdoutHasStyle()));
+    std::vector<std::string> notes;
+    std::vector<TensorError> errors;
     for (const Outcome& outcome : outcomes_) {
-      if (outcome.status.ok()) continue;
-      session_.PrintError(absl::StrCat("quantctl: tensor ", outcome.name, ": ",
-                                       outcome.status.message()));
+      if (!outcome.note.empty()) {
+        notes.push_back(absl::StrCat("quantctl: tensor ", outcome.name, ": ",
+                                     outcome.note));
+      }
+      if (!outcome.status.ok()) {
+        errors.push_back({outcome.name, outcome.status});
+      }
     }
+    if (session_.json) {
+      session_.PrintJson({{"input", options_.input},
+                          {"output", options_.output.path},
+                          {"written", is_written_},
+                          {"failed_count", errors.size()},
+                          {"retries", session_.retries()},
+                          {"tensors", list}});
+    } else {
+      session_.Print(table.Render(StdoutHasStyle()));
+      PrintNotes(notes, &session_);
+      PrintTensorErrors(errors, &session_);
+    }
+    if (errors.empty()) return;
+    session_.PrintError(absl::StrCat(
+        "quantctl: ", CountText(errors.size()), " of ",
+        CountText(tensors_.size()), " tensors failed",
+        is_written_ ? absl::StrCat("; ", options_.output.path, " lacks them")
+                    : absl::StrCat(", so ", options_.output.path,
+                                   " is not written; --keep-going leaves "
+                                   "such tensors out")));
   }
 
   const Options& options_;
@@ -246,6 +299,7 @@ class Dequantizer {
   // Names of codes and what lies beside them: not copied.
   absl::flat_hash_set<std::string> consumed_;
   std::vector<Outcome> outcomes_;
+  bool is_written_ = false;
 };
 
 }  // namespace
@@ -253,18 +307,23 @@ class Dequantizer {
 void AddDequantizeCommand(Command* quantctl, Session* session) {
   Command* const command = quantctl->AddCommand(
       "dequantize",
-      "Turn a file that `quantize` wrote back into plain tensors; one that "
-      "fails is left out");
+      "Turn a file that `quantize` wrote back into plain tensors of the type "
+      "that they had; nothing is written when a tensor fails");
   const auto options = std::make_shared<Options>();
   command
       ->AddArgument("file", &options->input, "FILE",
                     "safetensors file, or the folder of a compressed-tensors "
                     "model")
       ->Required();
-  command
-      ->AddOption("-o,--output", &options->output, "FILE",
-                  "safetensors file, or .npy for a single tensor")
+  options->output
+      .AddOptions(command,
+                  "safetensors file, .npy for a single tensor, or - for "
+                  "standard output")
       ->Required();
+  command->AddFlag("--keep-going", &options->keep_going,
+                   "Write the output even if tensors fail, without these");
+  command->AddExample(
+      "quantctl dequantize model.int8.safetensors -o restored.safetensors");
   command->OnRun([options, session] { Dequantizer(*options, session).Run(); });
 }
 

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <fstream>
 #include <iostream>
 #include <iterator>
@@ -9,10 +10,12 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
 #include "client/cli/message_json.h"
 #include "client/cli/progress.h"
+#include "client/cli/selection.h"
 #include "client/cli/session.h"
 #include "client/cli/spec_syntax.h"
 #include "client/cli/table.h"
@@ -38,7 +41,7 @@ struct Options {
 void PrintStored(const v1::StoredEncoding& stored, const char* verb,
                  Session* session) {
   if (session->json) {
-    session->PrintJson(MessageJson(stored));
+    session->PrintMessage(stored);
   } else {
     session->Print(absl::StrCat(verb, " ", Printable(stored.name().tensor()),
                                 ", etag ", Printable(stored.etag()),
@@ -46,24 +49,72 @@ void PrintStored(const v1::StoredEncoding& stored, const char* verb,
   }
 }
 
+// As a spec says it.
+std::string GranularityText(const Encoding& encoding) {
+  const auto& block = encoding.block_size();
+  const int rank = block.size();
+  const auto whole = std::count(block.begin(), block.end(), 0);
+  if (whole == rank) return "per-tensor";
+  const auto ones = std::count(block.begin(), block.end(), 1);
+  if (whole == rank - 1 && ones == 1) {
+    const auto axis = std::find(block.begin(), block.end(), 1) - block.begin();
+    return axis == 0 ? "per-channel" : absl::StrCat("per-channel:", axis);
+  }
+  if (ones == rank - 1 && block[rank - 1] > 1) {
+    return absl::StrCat("group:", block[rank - 1]);
+  }
+  return absl::StrCat("block=", absl::StrJoin(block, ","));
+}
+
+// The encodings themselves, which lists leave out, as long as they are not too
+// large for a glance. Those that are gone by then stay without.
+void ReadEncodings(Client* client, std::vector<v1::StoredEncoding>* list) {
+  constexpr size_t kMostCalls = 1000;
+  constexpr uint64_t kMostScales = uint64_t{1} << 20;
+  uint64_t scale_count = 0;
+  for (const v1::StoredEncoding& stored : *list) {
+    scale_count += stored.scale_count();
+  }
+  if (list->size() > kMostCalls || scale_count > kMostScales) return;
+  for (v1::StoredEncoding& stored : *list) {
+    absl::StatusOr<v1::StoredEncoding> read =
+        client->GetEncoding(stored.name());
+    // A connection that broke has shown that already.
+    if (IsServerUnreachable(read.status())) return;
+    if (read.ok() && read->etag() == stored.etag()) {
+      stored.mutable_encoding()->Swap(read->mutable_encoding());
+    }
+  }
+}
+
 void List(const Options& options, Session* session) {
   const std::unique_ptr<Client> client = session->ConnectOrFail();
   if (client == nullptr) return;
-  const absl::StatusOr<std::vector<v1::StoredEncoding>> encodings =
+  absl::StatusOr<std::vector<v1::StoredEncoding>> encodings =
       client->ListEncodings(options.name.model, options.name.revision);
   if (!encodings.ok()) return session->Fail(encodings.status());
+  std::sort(encodings->begin(), encodings->end(),
+            [](const v1::StoredEncoding& a, const v1::StoredEncoding& b) {
+              return NaturalLess(a.name().tensor(), b.name().tensor());
+            });
+  if (!session->json && !session->quiet) {
+    ReadEncodings(client.get(), &*encodings);
+  }
   Json list = Json::array();
   Table table;
   table.AddColumn("TENSOR", Table::Align::kLeft);
   table.AddColumn("FORMAT", Table::Align::kLeft);
+  table.AddColumn("GRANULARITY", Table::Align::kLeft);
   table.AddColumn("SCALES", Table::Align::kRight);
-  table.AddColumn("GENERATION", Table::Align::kRight);
+  table.AddColumn("UPDATED UTC", Table::Align::kLeft);
   table.AddColumn("ETAG", Table::Align::kLeft);
   for (const v1::StoredEncoding& stored : *encodings) {
     list.push_back(MessageJson(stored));
-    table.AddRow({Printable(stored.name().tensor()),
-                  FormatName(stored.format()), CountText(stored.scale_count()),
-                  absl::StrCat(stored.generation()), Printable(stored.etag())});
+    table.AddRow(
+        {Printable(stored.name().tensor()), FormatName(stored.format()),
+         stored.has_encoding() ? GranularityText(stored.encoding()) : "",
+         CountText(stored.scale_count()), TimeText(stored.update_time()),
+         Printable(stored.etag())});
   }
   if (session->json) {
     session->PrintJson({{"model", options.name.model},
@@ -82,7 +133,7 @@ void Get(const Options& options, Session* session) {
       client->GetEncoding(options.name.NameOf(options.tensor));
   if (!stored.ok()) return session->Fail(stored.status());
   // JSON in either case: it is what `put` reads.
-  session->PrintJson(MessageJson(*stored));
+  session->PrintMessage(*stored);
 }
 
 // Reads an Encoding, or a StoredEncoding as `get` prints it.
@@ -167,6 +218,13 @@ void Compute(const Options& options, Session* session) {
   if (!request.ok()) return session->FailUsage(request.status());
   const std::unique_ptr<Client> client = session->ConnectOrFail();
   if (client == nullptr) return;
+  std::vector<std::string> patterns;
+  for (const v1::SpecOverride& entry : request->overrides()) {
+    patterns.push_back(entry.pattern());
+  }
+  absl::Status status = CheckStoredPatterns(
+      "--spec", patterns, Stored::kStatistics, options.name, client.get());
+  if (!status.ok()) return FailEarly(status, session);
   Json list = Json::array();
   std::vector<std::string> errors;
   Table table;
@@ -176,7 +234,6 @@ void Compute(const Options& options, Session* session) {
   table.AddColumn("SQNR DB", Table::Align::kRight);
   table.AddColumn("AT LEAST", Table::Align::kRight);
   if (!options.dry_run) table.AddColumn("ETAG", Table::Align::kLeft);
-  absl::Status status;
   {
     Progress progress(Progress::Unit::kTensors, !session->quiet);
     status = client->ComputeEncodings(
@@ -213,6 +270,7 @@ void Compute(const Options& options, Session* session) {
   }
   if (!status.ok()) return session->Fail(status);
   if (!errors.empty()) session->Note(kServerError);
+  table.SortRows();
   if (session->json) {
     return session->PrintJson({{"model", options.name.model},
                                {"revision", options.name.revision},
@@ -237,18 +295,26 @@ void AddEncodingsCommand(Command* quantctl, Session* session) {
     sub->OnRun([options, session, run] { run(*options, session); });
     return sub;
   };
-  add("list", "List the encodings of a revision", &List);
+  add("list", "List the encodings of a revision", &List)
+      ->AddExample("quantctl encodings list --model acme/net");
   Command* const compute =
       add("compute", "Compute encodings from stored statistics and store them",
           &Compute);
   options->spec.AddOptionsWithPatterns(compute);
   compute->AddFlag("--dry-run", &options->dry_run,
                    "Show what to expect and store nothing");
-  AddTensorArgument(add("get", "Print one encoding as JSON", &Get),
-                    &options->tensor);
+  compute->AddExample(
+      "quantctl encodings compute --model acme/net \\\n"
+      "  --spec uint8:percentile=0.999 --spec 'conv*=int8:mse'");
+  Command* const get = add("get", "Print one encoding as JSON", &Get);
+  AddTensorArgument(get, &options->tensor);
+  get->AddExample(
+      "quantctl encodings get --model acme/net conv1.weight > conv1.json");
   Command* const put =
       add("put", "Store one encoding, as `get` prints it", &Put);
   AddTensorArgument(put, &options->tensor);
+  put->AddExample(
+      "quantctl encodings put --model acme/net conv1.weight -f conv1.json");
   put->AddOption("-f,--file", &options->file, "FILE", "JSON file, - for stdin")
       ->ShowDefault();
   put->AddOption("--if-match", &options->if_match, "ETAG",
@@ -256,6 +322,7 @@ void AddEncodingsCommand(Command* quantctl, Session* session) {
                  "there is none");
   Command* const remove = add("delete", "Delete one encoding", &Delete);
   AddTensorArgument(remove, &options->tensor);
+  remove->AddExample("quantctl encodings delete --model acme/net conv1.weight");
   remove->AddOption("--if-match", &options->if_match, "ETAG",
                     "Only the encoding of this etag");
 }

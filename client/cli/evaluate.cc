@@ -12,6 +12,8 @@
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
 #include "client/cli/progress.h"
+#include "client/cli/quantized_tensor.h"
+#include "client/cli/selection.h"
 #include "client/cli/session.h"
 #include "client/cli/spec_syntax.h"
 #include "client/cli/table.h"
@@ -19,6 +21,7 @@
 #include "client/cli/tensor_loop.h"
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
+#include "client/files/dtype.h"
 #include "client/files/safetensors.h"
 #include "nlohmann/json.hpp"
 
@@ -73,6 +76,10 @@ absl::StatusOr<std::vector<Candidate>> ParseCandidates(const Options& options) {
     if (!candidate.ok()) return candidate.status();
     const absl::Status status = options.spec.AddCodebook(&candidate->spec);
     if (!status.ok()) return status;
+    if (candidate->is_stored && options.name.model.empty()) {
+      return ArgumentInvalidError(
+          "expected --model for the candidate \"stored\"");
+    }
     candidates.push_back(*std::move(candidate));
   }
   if (!candidates.empty()) return candidates;
@@ -97,7 +104,10 @@ absl::StatusOr<EvaluateJob> MakeJob(const Options& options,
                                     const std::vector<Candidate>& candidates,
                                     const files::FileTensor& tensor) {
   EvaluateJob job;
-  job.tensor = MakeTensor(tensor, options.name.NameOf(tensor.name));
+  // A name is for what is stored alone.
+  job.tensor = MakeTensor(tensor, options.name.model.empty()
+                                      ? TensorName()
+                                      : options.name.NameOf(tensor.name));
   job.with_distribution = options.with_distribution;
   for (const Candidate& candidate : candidates) {
     if (candidate.is_stored) {
@@ -119,7 +129,8 @@ absl::Status CheckReference(const TensorInput& reference,
   if (found == nullptr) {
     return ArgumentInvalidError("the reference has no such tensor");
   }
-  if (found->dtype != tensor.dtype || found->shape != tensor.shape) {
+  if (!ElementTypeOf(found->dtype).has_value() ||
+      found->shape != tensor.shape) {
     return ArgumentInvalidError(
         absl::StrCat("expected ", DtypeName(found->dtype), " ",
                      ShapeText(found->shape), " as in the reference, got ",
@@ -128,14 +139,53 @@ absl::Status CheckReference(const TensorInput& reference,
   return absl::OkStatus();
 }
 
+// The tensor of the reference and that of the file, element by element, in a
+// type that holds both exactly.
+struct Pairs {
+  ElementType element_type;
+  std::vector<uint8_t> data;
+};
+
+Pairs MakePairs(const files::FileTensor& reference,
+                const files::FileTensor& tensor) {
+  const ElementType of_reference = *ElementTypeOf(reference.dtype);
+  const ElementType of_tensor = *ElementTypeOf(tensor.dtype);
+  if (of_reference == of_tensor) {
+    return {of_tensor, InterleavePairs(of_tensor, reference.data, tensor.data)};
+  }
+  const bool has_double = of_reference == ElementType::kFloat64 ||
+                          of_tensor == ElementType::kFloat64;
+  const ElementType type =
+      has_double ? ElementType::kFloat64 : ElementType::kFloat32;
+  return {
+      type,
+      InterleavePairs(
+          type, files::Widen(reference.dtype, reference.data, DtypeOf(type)),
+          files::Widen(tensor.dtype, tensor.data, DtypeOf(type)))};
+}
+
+// Says what of the reference is not compared because it is not in the file.
+void NoteMissing(const TensorInput& input, const TensorInput& reference,
+                 const Options& options, Session* session) {
+  size_t count = 0;
+  for (const files::FileTensor& tensor : reference.tensors()) {
+    if (!options.filter.Takes(tensor)) continue;
+    count += input.Find(tensor.name) == nullptr ? 1 : 0;
+  }
+  if (count == 0) return;
+  session->PrintError(absl::StrCat("quantctl: ", CountText(count),
+                                   " tensors of ", options.reference,
+                                   " are not in ", options.input));
+}
+
 void Run(const Options& options, Session* session) {
   const absl::StatusOr<std::vector<Candidate>> candidates =
       ParseCandidates(options);
   if (!candidates.ok()) return session->FailUsage(candidates.status());
-  const absl::StatusOr<std::unique_ptr<Client>> client = session->Connect();
-  if (!client.ok()) return session->FailUsage(client.status());
   const absl::StatusOr<TensorInput> input = TensorInput::Open(options.input);
   if (!input.ok()) return session->Fail(input.status());
+  absl::Status status = CheckPlain(*input, options.input);
+  if (!status.ok()) return session->Fail(status);
   ReportUnread(*input, session);
 
   std::optional<TensorInput> reference;
@@ -143,8 +193,16 @@ void Run(const Options& options, Session* session) {
   if (compares) {
     absl::StatusOr<TensorInput> opened = TensorInput::Open(options.reference);
     if (!opened.ok()) return session->Fail(opened.status());
+    status = CheckPlain(*opened, options.reference);
+    if (!status.ok()) return session->Fail(status);
     reference.emplace(*std::move(opened));
   }
+  const absl::StatusOr<std::vector<const files::FileTensor*>> taken =
+      SelectTensors({&*input}, options.filter, nullptr);
+  if (!taken.ok()) return session->FailUsage(taken.status());
+  const absl::StatusOr<std::unique_ptr<Client>> client = session->Connect();
+  if (!client.ok()) return session->FailUsage(client.status());
+  if (compares) NoteMissing(*input, *reference, options, session);
 
   Json list = Json::array();
   Table table;
@@ -168,12 +226,19 @@ void Run(const Options& options, Session* session) {
       row->push_back(NumberText(metrics.kl_divergence()));
     }
   };
-  std::vector<std::string> errors;
+  std::vector<TensorError> errors;
+  std::vector<std::string> notes;
+  const auto note_not_finite = [&](const files::FileTensor& tensor,
+                                   const v1::ErrorMetrics& metrics) {
+    if (metrics.non_finite_count() == 0) return;
+    notes.push_back(absl::StrCat("quantctl: tensor ", tensor.name, ": ",
+                                 CountText(metrics.non_finite_count()),
+                                 " elements are not finite, and not measured"));
+  };
   const auto fail = [&](const files::FileTensor& tensor,
                         const absl::Status& status) {
     session->Note(kServerError);
-    errors.push_back(
-        absl::StrCat("quantctl: tensor ", tensor.name, ": ", status.message()));
+    errors.push_back({tensor.name, status});
     list.push_back({{"name", tensor.name},
                     {"shape", tensor.shape},
                     {"dtype", std::string(DtypeName(tensor.dtype))},
@@ -183,9 +248,9 @@ void Run(const Options& options, Session* session) {
   };
   std::vector<const files::FileTensor*> selected;
   uint64_t total_bytes = 0;
-  for (const files::FileTensor& tensor : input->tensors()) {
-    if (!options.filter.Takes(tensor)) continue;
-    absl::Status status = MakeJob(options, *candidates, tensor).status();
+  for (const files::FileTensor* const one : *taken) {
+    const files::FileTensor& tensor = *one;
+    status = MakeJob(options, *candidates, tensor).status();
     if (status.ok() && compares) status = CheckReference(*reference, tensor);
     if (!status.ok()) {
       fail(tensor, status);
@@ -196,7 +261,7 @@ void Run(const Options& options, Session* session) {
   }
   absl::Status fatal;
   // Of a comparison; each stays until its tensor is answered.
-  absl::flat_hash_map<std::string, std::vector<uint8_t>> pairs;
+  absl::flat_hash_map<std::string, Pairs> pairs;
   {
     Progress progress(total_bytes, !session->quiet);
     const std::unique_ptr<EvaluateStream> stream = (*client)->OpenEvaluate();
@@ -205,12 +270,11 @@ void Run(const Options& options, Session* session) {
         [&](const files::FileTensor& tensor) {
           EvaluateJob job = *MakeJob(options, *candidates, tensor);
           if (compares) {
-            std::vector<uint8_t>& data = pairs[tensor.name];
-            data = InterleavePairs(job.tensor.element_type,
-                                   reference->Find(tensor.name)->data,
-                                   tensor.data);
+            Pairs& made = pairs[tensor.name];
+            made = MakePairs(*reference->Find(tensor.name), tensor);
             job.comparison = true;
-            job.tensor.data = data;
+            job.tensor.element_type = made.element_type;
+            job.tensor.data = made.data;
           }
           return job;
         },
@@ -232,15 +296,20 @@ void Run(const Options& options, Session* session) {
           for (const v1::CandidateMetrics& candidate : result->candidates()) {
             metrics.push_back(
                 MetricsJson(candidate.label(), candidate.overall()));
+            metrics.back()["mantissa_bits"] = candidate.mantissa_bits();
             add_cells(candidate.overall(), &row);
           }
           Json json = {{"name", tensor.name},
                        {"shape", tensor.shape},
                        {"dtype", std::string(DtypeName(tensor.dtype))}};
           if (compares) {
+            note_not_finite(tensor, result->comparison());
             json["comparison"] = MetricsJson("", result->comparison());
             add_cells(result->comparison(), &row);
           } else {
+            if (result->candidates_size() > 0) {
+              note_not_finite(tensor, result->candidates(0).overall());
+            }
             json["candidates"] = std::move(metrics);
           }
           list.push_back(std::move(json));
@@ -258,9 +327,9 @@ void Run(const Options& options, Session* session) {
                                {"retries", session->retries()},
                                {"tensors", list}});
   }
-  session->Print(table.empty() ? "no tensors\n"
-                               : table.Render(StdoutHasStyle()));
-  for (const std::string& error : errors) session->PrintError(error);
+  session->Print(table.Render(StdoutHasStyle()));
+  PrintNotes(notes, session);
+  PrintTensorErrors(errors, session);
 }
 
 }  // namespace
@@ -275,25 +344,27 @@ void AddEvaluateCommand(Command* quantctl, Session* session) {
       ->AddArgument("file", &options->input, "FILE",
                     "safetensors, .npy or .gguf file")
       ->Required();
-  command->AddOption("--candidate", &options->candidates, "CANDIDATE",
-                     "A spec such as int4:group:32:mse (see quantctl --help), "
-                     "or stored for the server's own encoding; may be "
-                     "repeated. Default: the one of --format and the like");
+  command
+      ->AddOption("--spec,--candidate", &options->candidates, "SPEC",
+                  "What to measure, such as int4:group:32:mse, or stored for "
+                  "the encoding that the server has of the tensor in --model; "
+                  "may be repeated. Default int8. See quantctl help specs")
+      ->Suggest(FormatNames());
   command->AddFlag("--distribution", &options->with_distribution,
                    "Kullback-Leibler divergence and, with --json, a histogram "
                    "of errors as well");
   command->AddOption("--reference", &options->reference, "FILE",
                      "Compare the tensors with those of this file instead, "
                      "which are taken to be exact");
+  command->AddExample(
+      "quantctl evaluate model.safetensors \\\n"
+      "  --spec int8:per-channel --spec nf4");
+  command->AddExample(
+      "quantctl evaluate restored.safetensors --reference model.safetensors");
   options->name.AddOptions(command, /*required=*/false);
   options->spec.AddOptions(command);
   options->filter.AddOptions(command);
-  command->OnRun([options, session] {
-    if (options->name.model.empty()) {
-      options->name.model = FileStem(options->input);
-    }
-    Run(*options, session);
-  });
+  command->OnRun([options, session] { Run(*options, session); });
 }
 
 }  // namespace quantd::cli

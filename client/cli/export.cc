@@ -1,9 +1,6 @@
 #include <cstdint>
-#include <cstdio>
 #include <memory>
-#include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -13,6 +10,8 @@
 #include "client/cli/commands.h"
 #include "client/cli/interchange.h"
 #include "client/cli/onnx_export.h"
+#include "client/cli/output.h"
+#include "client/cli/selection.h"
 #include "client/cli/session.h"
 #include "client/cli/table.h"
 #include "client/cli/tensor_input.h"
@@ -26,40 +25,13 @@ namespace {
 struct Options {
   NameOptions name;
   std::string format = "json";
-  std::string output;
+  OutputOptions output;
   std::vector<std::string> include;
   std::vector<std::string> parameters;
   std::string onnx;
 };
 
-// Writes to a file, or to stdout.
-class Output {
- public:
-  // Errors: FILE_UNWRITABLE.
-  absl::Status Open(const std::string& path) {
-    if (path.empty() || path == "-") return absl::OkStatus();
-    absl::StatusOr<files::AtomicFile> file = files::AtomicFile::Create(path);
-    if (!file.ok()) return file.status();
-    file_.emplace(*std::move(file));
-    return absl::OkStatus();
-  }
-
-  absl::Status Append(const std::string& text) {
-    if (file_.has_value()) return file_->Append(text);
-    std::fwrite(text.data(), 1, text.size(), stdout);
-    return absl::OkStatus();
-  }
-
-  absl::Status Commit() {
-    return file_.has_value() ? file_->Commit() : absl::OkStatus();
-  }
-
- private:
-  std::optional<files::AtomicFile> file_;
-};
-
 void ExportEncodings(const Options& options, Session* session) {
-  const bool to_stdout = options.output.empty() || options.output == "-";
   v1::ExportEncodingsRequest request;
   request.set_model(options.name.model);
   request.set_revision(options.name.revision);
@@ -75,16 +47,20 @@ void ExportEncodings(const Options& options, Session* session) {
   }
   const std::unique_ptr<Client> client = session->ConnectOrFail();
   if (client == nullptr) return;
-  Output output;
-  absl::Status status = output.Open(options.output);
-  if (!status.ok()) return session->Fail(status);
+  absl::Status status =
+      CheckStoredPatterns("--include", options.include, Stored::kEncodings,
+                          options.name, client.get());
+  if (!status.ok()) return FailEarly(status, session);
+  absl::StatusOr<files::AtomicFile> file = files::AtomicFile::Create(
+      options.output.path, options.output.if_exists());
+  if (!file.ok()) return session->Fail(file.status());
   std::vector<v1::InterchangeLoss> losses;
   uint64_t encoding_count = 0;
   uint64_t size_bytes = 0;
   absl::Status write_status;
   status = client->ExportEncodings(
       request, [&](const v1::ExportEncodingsResponse& response) {
-        write_status = output.Append(response.data());
+        write_status = file->Append(response.data());
         size_bytes += response.data().size();
         encoding_count = response.encoding_count();
         losses.insert(losses.end(), response.losses().begin(),
@@ -92,15 +68,23 @@ void ExportEncodings(const Options& options, Session* session) {
         return write_status.ok();
       });
   status.Update(write_status);
-  if (status.ok()) status = output.Commit();
+  if (status.ok() && encoding_count == 0) {
+    PrintLosses(losses, *session);
+    session->Note(kServerError);
+    return session->PrintError(absl::StrCat("quantctl: no encoding is left; ",
+                                            options.output.path,
+                                            " is not written"));
+  }
+  if (status.ok()) status = file->Commit();
   if (!status.ok()) return session->Fail(status);
   if (AnyLeftOut(losses)) session->Note(kServerError);
-  if (to_stdout) return PrintLosses(losses, *session);
+  // Often typed without -o: the document alone.
+  if (session->stdout_is_data) return PrintLosses(losses, *session);
   if (session->json) {
     return session->PrintJson({{"model", options.name.model},
                                {"revision", options.name.revision},
                                {"format", options.format},
-                               {"output", options.output},
+                               {"output", options.output.path},
                                {"bytes", size_bytes},
                                {"encoding_count", encoding_count},
                                {"losses", LossesJson(losses)}});
@@ -108,15 +92,20 @@ void ExportEncodings(const Options& options, Session* session) {
   PrintLosses(losses, *session);
   session->Print(absl::StrCat(CountText(encoding_count), " encodings, ",
                               BytesText(size_bytes), ", written to ",
-                              Printable(options.output), "\n"));
+                              Printable(options.output.path), "\n"));
 }
 
 void Run(const Options& options, Session* session) {
+  std::vector<std::string> inputs;
+  if (!options.onnx.empty()) inputs.push_back(options.onnx);
+  const absl::Status status = options.output.CheckFile(
+      inputs, options.onnx.empty() ? ".json" : ".onnx", session);
+  if (!status.ok()) return FailEarly(status, session);
   if (options.onnx.empty()) return ExportEncodings(options, session);
   OnnxExport job;
   job.name = options.name;
   job.model_path = options.onnx;
-  job.output_path = options.output;
+  job.output = options.output;
   job.include = options.include;
   ExportOnnx(job, session);
 }
@@ -143,9 +132,9 @@ void AddExportCommand(Command* quantctl, Session* session) {
                       "ONNX model to put QuantizeLinear and DequantizeLinear "
                       "into, in place of --format")
           ->Excludes(format);
-  Option* const output = command->AddOption(
-      "-o,--output", &options->output, "FILE", "File to write; default stdout");
-  onnx->Needs(output);
+  options->output.path = std::string(files::kStandardOutput);
+  onnx->Needs(options->output.AddOptions(
+      command, "File to write; - for standard output, the default"));
   command->AddOption("--include", &options->include, "PATTERN",
                      "Only tensors whose name matches this pattern (* and ?); "
                      "may be repeated");
@@ -154,6 +143,11 @@ void AddExportCommand(Command* quantctl, Session* session) {
                   "Tensors that are parameters, for AIMET 0.6.1 and 1.0.0; "
                   "default *weight, *bias, and all of more than one scale")
       ->Excludes(onnx);
+  command->AddExample("quantctl export --model acme/net -o net.json");
+  command->AddExample(
+      "quantctl export --model acme/net --format aimet-1.0.0 -o net.encodings");
+  command->AddExample(
+      "quantctl export --model acme/net --onnx model.onnx -o model.qdq.onnx");
   command->OnRun([options, session] { Run(*options, session); });
 }
 

@@ -47,6 +47,7 @@ void AddHealthCommand(Command* quantctl, Session* session) {
   command->AddOption("--service", service.get(), "NAME",
                      "One service, e.g. quantd.v1.QuantizationService; default "
                      "the whole server");
+  command->AddExample("quantctl health --server unix:/run/quantd/quantd.sock");
   command->OnRun([service, session] { Run(*service, session); });
 }
 

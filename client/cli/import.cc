@@ -252,6 +252,9 @@ void ImportCompressed(const Options& options, Session* session) {
   if (client == nullptr) return;
   ImportByTensor imported(options, client.get());
   for (const QuantizedTensor& tensor : *tensors) {
+    if (!tensor.note.empty()) {
+      imported.AddLoss(tensor.name, tensor.note, /*left_out=*/false);
+    }
     const absl::Status status = imported.Store(tensor.name, tensor.encoding);
     if (!status.ok()) return session->Fail(status);
   }
@@ -336,11 +339,15 @@ void AddImportCommand(Command* quantctl, Session* session) {
   command->AddOption("--axis", &options->axis, "N",
                      "Dimension of the channels where the shape leaves "
                      "several");
-  command->AddOption("--block-size", &options->block_sizes, "TEXT",
-                     "Block size of the tensors that match: "
-                     "[PATTERN=]N,N,...; may be repeated");
+  command->AddOption("--block-size", &options->block_sizes, "[PATTERN=]N,N,...",
+                     "Block size of the tensors that match, a number for each "
+                     "dimension; may be repeated");
   command->AddFlag("--dry-run", &options->dry_run,
                    "Check the file and store nothing");
+  command->AddExample(
+      "quantctl import net.encodings --model acme/copy \\\n"
+      "  --tensors model.safetensors");
+  command->AddExample("quantctl import llm-w4a16/ --model acme/llm");
   command->OnRun([options, session] { Run(*options, session); });
 }
 

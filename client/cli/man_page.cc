@@ -36,6 +36,7 @@ std::string SynopsisOf(absl::string_view path, const Command& command) {
   std::string synopsis =
       absl::StrCat(Bold(path), " [", Italic("OPTION"), "]...");
   for (const Option& option : command.options()) {
+    if (option.IsHidden()) continue;
     if (option.IsArgument()) {
       absl::StrAppend(&synopsis, " ", option.IsRequired() ? "" : "[",
                       Italic(option.names()[0]),
@@ -83,7 +84,24 @@ void AppendCommand(const std::string& path, const Command& command,
                    std::string* page) {
   absl::StrAppend(page, ".SS ", Escaped(path), "\n", SynopsisOf(path, command),
                   ".PP\n", Escaped(command.help()), ".\n");
+  for (const std::string& note : command.notes()) {
+    absl::StrAppend(page, ".PP\n", Escaped(note), "\n");
+  }
+  if (!command.examples().empty()) {
+    absl::StrAppend(page, ".PP\nExamples:\n.PP\n.nf\n");
+    for (const Example& example : command.examples()) {
+      if (!example.what.empty()) {
+        absl::StrAppend(page, "  # ", Escaped(example.what), "\n");
+      }
+      for (const absl::string_view line :
+           absl::StrSplit(example.command, '\n')) {
+        absl::StrAppend(page, "  ", Escaped(line), "\n");
+      }
+    }
+    absl::StrAppend(page, ".fi\n");
+  }
   for (const Option& option : command.options()) {
+    if (option.IsHidden()) continue;
     absl::StrAppend(page, OptionEntry(option));
   }
   for (const Command& sub : command.commands()) {
@@ -111,16 +129,12 @@ std::string ManPage(const CommandLine& command_line) {
   for (const Command& command : program.commands()) {
     AppendCommand(absl::StrCat(name, " ", command.name()), command, &page);
   }
-  for (const absl::string_view part :
-       absl::StrSplit(command_line.footer(), "\n\n", absl::SkipEmpty())) {
-    const std::vector<absl::string_view> lines =
-        absl::StrSplit(part, '\n', absl::SkipEmpty());
-    absl::StrAppend(
-        &page, ".SH ",
-        absl::AsciiStrToUpper(Escaped(absl::StripSuffix(lines[0], ":"))),
-        "\n.nf\n");
-    for (size_t i = 1; i < lines.size(); ++i) {
-      absl::StrAppend(&page, Escaped(absl::StripPrefix(lines[i], "  ")), "\n");
+  for (const HelpTopic& topic : command_line.topics()) {
+    absl::StrAppend(&page, ".SH ", absl::AsciiStrToUpper(Escaped(topic.title)),
+                    "\n.nf\n");
+    for (const absl::string_view line :
+         absl::StrSplit(absl::StripSuffix(topic.text, "\n"), '\n')) {
+      absl::StrAppend(&page, line.empty() ? "\\&" : Escaped(line), "\n");
     }
     absl::StrAppend(&page, ".fi\n");
   }

@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include "absl/time/time.h"
 #include "client/cli/session.h"
 #include "google/protobuf/util/json_util.h"
 #include "nlohmann/json.hpp"
@@ -25,7 +26,8 @@ Json PredictionJson(const v1::Prediction& prediction) {
           {"mean_squared_error_high", prediction.mean_squared_error_high()},
           {"sqnr_db", prediction.sqnr_db()},
           {"sqnr_db_low", prediction.sqnr_db_low()},
-          {"sqnr_db_high", prediction.sqnr_db_high()}};
+          {"sqnr_db_high", prediction.sqnr_db_high()},
+          {"mantissa_bits", prediction.mantissa_bits()}};
 }
 
 Json StatisticsJson(const v1::TensorStatistics& statistics) {
@@ -36,6 +38,12 @@ Json StatisticsJson(const v1::TensorStatistics& statistics) {
           {"positive_infinity_count", statistics.positive_infinity_count()},
           {"negative_infinity_count", statistics.negative_infinity_count()},
           {"zero_count", statistics.zero_count()}};
+}
+
+std::string TimeText(const google::protobuf::Timestamp& time) {
+  return absl::FormatTime("%Y-%m-%d %H:%M:%S",
+                          absl::FromUnixSeconds(time.seconds()),
+                          absl::UTCTimeZone());
 }
 
 }  // namespace quantd::cli

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <vector>
@@ -15,8 +16,12 @@ namespace quantd::cli {
 namespace {
 
 void ListModels(Client* client, Session* session) {
-  const absl::StatusOr<std::vector<v1::Model>> models = client->ListModels();
+  absl::StatusOr<std::vector<v1::Model>> models = client->ListModels();
   if (!models.ok()) return session->Fail(models.status());
+  std::sort(models->begin(), models->end(),
+            [](const v1::Model& a, const v1::Model& b) {
+              return NaturalLess(a.model(), b.model());
+            });
   Json list = Json::array();
   Table table;
   table.AddColumn("MODEL", Table::Align::kLeft);
@@ -38,9 +43,13 @@ void ListModels(Client* client, Session* session) {
 }
 
 void ListRevisions(Client* client, const std::string& model, Session* session) {
-  const absl::StatusOr<std::vector<v1::Revision>> revisions =
+  absl::StatusOr<std::vector<v1::Revision>> revisions =
       client->ListRevisions(model);
   if (!revisions.ok()) return session->Fail(revisions.status());
+  std::sort(revisions->begin(), revisions->end(),
+            [](const v1::Revision& a, const v1::Revision& b) {
+              return NaturalLess(a.revision(), b.revision());
+            });
   Json list = Json::array();
   Table table;
   table.AddColumn("REVISION", Table::Align::kLeft);
@@ -77,6 +86,8 @@ void AddModelsCommand(Command* quantctl, Session* session) {
   const auto model = std::make_shared<std::string>();
   command->AddArgument("model", model.get(), "NAME",
                        "List the revisions of this model");
+  command->AddExample("quantctl models");
+  command->AddExample("quantctl models acme/net", "its revisions");
   command->OnRun([model, session] { Run(*model, session); });
 }
 

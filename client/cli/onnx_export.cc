@@ -12,6 +12,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "client/cli/interchange.h"
+#include "client/cli/selection.h"
 #include "client/cli/spec_syntax.h"
 #include "client/cli/table.h"
 #include "client/cpp/client.h"
@@ -129,14 +130,19 @@ class Exporter {
     if (!model.ok()) return session_.Fail(model.status());
     client_ = session_.ConnectOrFail();
     if (client_ == nullptr) return;
-    absl::Status status = QuantizeAll(&*model);
+    absl::Status status =
+        CheckStoredPatterns("--include", job_.include, Stored::kEncodings,
+                            job_.name, client_.get());
+    if (!status.ok()) return FailEarly(status, &session_);
+    status = QuantizeAll(&*model);
     const int64_t opset = model->opset();
-    if (status.ok()) status = model->Write(job_.output_path);
+    if (status.ok())
+      status = model->Write(job_.output.path, job_.output.if_exists());
     if (!status.ok()) return session_.Fail(status);
     if (AnyLeftOut(losses_)) session_.Note(kServerError);
     if (session_.json) {
       return session_.PrintJson({{"input", job_.model_path},
-                                 {"output", job_.output_path},
+                                 {"output", job_.output.path},
                                  {"weight_count", weight_count_},
                                  {"activation_count", activation_count_},
                                  {"opset_before", opset},
@@ -147,7 +153,7 @@ class Exporter {
     session_.Print(absl::StrCat(
         CountText(weight_count_), " weights and ", CountText(activation_count_),
         " activations quantized, opset ", model->opset(), ", written to ",
-        Printable(job_.output_path), "\n"));
+        Printable(job_.output.path), "\n"));
   }
 
  private:

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "client/cli/output.h"
 #include "client/cli/session.h"
 #include "client/cli/tensor_input.h"
 
@@ -14,7 +15,7 @@ namespace quantd::cli {
 struct OnnxExport {
   NameOptions name;
   std::string model_path;
-  std::string output_path;
+  OutputOptions output;
   // Patterns of the tensors to quantize; empty for all.
   std::vector<std::string> include;
 };

@@ -1,5 +1,6 @@
 #include "client/cli/progress.h"
 
+#include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -8,6 +9,7 @@
 #include <cstdlib>
 #include <string>
 
+#include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/clock.h"
@@ -19,7 +21,7 @@ namespace quantd::cli {
 namespace {
 
 constexpr absl::Duration kInterval = absl::Milliseconds(100);
-constexpr size_t kBarWidth = 30;
+constexpr size_t kBarWidth = 20;
 constexpr size_t kNameBytes = 32;
 
 }  // namespace
@@ -28,6 +30,14 @@ bool StderrIsTerminal() {
   const char* const term = std::getenv("TERM");
   return isatty(STDERR_FILENO) == 1 && term != nullptr &&
          absl::string_view(term) != "dumb";
+}
+
+size_t StderrWidth() {
+  winsize size{};
+  if (ioctl(STDERR_FILENO, TIOCGWINSZ, &size) != 0 || size.ws_col == 0) {
+    return 80;
+  }
+  return size.ws_col;
 }
 
 Progress::Progress(uint64_t total_bytes, bool enabled)
@@ -69,7 +79,6 @@ void Progress::Draw(absl::string_view what) {
   const size_t filled = static_cast<size_t>(share * kBarWidth);
   const std::string bar =
       std::string(filled, '#') + std::string(kBarWidth - filled, '-');
-  const std::string name = Printable(what.substr(0, kNameBytes));
   std::string amount;
   if (unit_ == Unit::kBytes) {
     const double rate =
@@ -79,9 +88,22 @@ void Progress::Draw(absl::string_view what) {
   } else {
     amount = absl::StrFormat("%d of %d tensors", done_, total_);
   }
-  const std::string line = absl::StrFormat("\r[%s] %3.0f%%  %s  %s\x1b[K", bar,
-                                           share * 100, amount, name);
-  std::fputs(line.c_str(), stderr);
+  std::string line =
+      absl::StrFormat("[%s] %3.0f%%  %s", bar, share * 100, amount);
+  // At the speed so far, once there is one to speak of.
+  const double seconds = absl::ToDoubleSeconds(now - start_);
+  if (seconds >= 1 && share > 0 && share < 1) {
+    absl::StrAppend(&line, "  ", DurationText(seconds / share * (1 - share)),
+                    " left");
+  }
+  // What is left of the line; a line end would leave the bar behind.
+  const size_t width = StderrWidth();
+  if (line.size() + 3 < width) {
+    absl::StrAppend(&line, "  ",
+                    Printable(what).substr(
+                        0, std::min(kNameBytes, width - line.size() - 3)));
+  }
+  std::fprintf(stderr, "\r%s\x1b[K", line.substr(0, width - 1).c_str());
 }
 
 }  // namespace quantd::cli

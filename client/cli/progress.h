@@ -3,6 +3,7 @@
 #ifndef QUANTD_CLIENT_CLI_PROGRESS_H_
 #define QUANTD_CLIENT_CLI_PROGRESS_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 
@@ -13,6 +14,9 @@ namespace quantd::cli {
 
 // True where control characters do what they say.
 bool StderrIsTerminal();
+
+// Columns of the terminal, or 80 where there is none.
+size_t StderrWidth();
 
 // Draws at most ten times a second, and only when stderr is a terminal. Not
 // thread-safe.

@@ -1,51 +1,29 @@
+#include <cerrno>
 #include <cstdio>
 
+#include "absl/strings/str_cat.h"
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
+#include "client/cli/help_topics.h"
 #include "client/cli/session.h"
+#include "client/files/errors.h"
 
 namespace quantd::cli {
 namespace {
 
-constexpr char kFooter[] =
-    "Specs:\n"
-    "  FORMAT[:GRANULARITY][:SYMMETRY][:METHOD[=PARAMETER]][:OPTION...]\n"
-    "    int8:per-channel:mse        one scale per channel, least squared "
-    "error\n"
-    "    uint8:percentile=0.999      all but a thousandth of the elements\n"
-    "    int4:group:32:asymmetric    groups of 32 along the last axis\n"
-    "    int8:best-of=mse,percentile the better of the two\n"
-    "    mxfp4_e2m1:rule=even        blocks of 32 under E8M0 scales\n"
-    "    float8_e4m3fn:scale=float16:power-of-two\n"
-    "  Formats and methods: quantctl quantize --help.\n"
-    "\n"
-    "Exit codes:\n"
-    "  0  success\n"
-    "  1  the server or at least one tensor reported an error\n"
-    "  2  the command line makes no sense\n"
-    "  3  the server could not be reached\n"
-    "  4  a file could not be read or written\n"
-    "\n"
-    "Environment:\n"
-    "  QUANTD_SERVER              default of --server\n"
-    "  QUANTD_TLS_CA              default of --tls-ca\n"
-    "  QUANTD_CLIENT_CERTIFICATE  default of --tls-certificate\n"
-    "  QUANTD_CLIENT_KEY          default of --tls-key\n"
-    "  QUANTD_TOKEN_FILE          default of --token-file\n"
-    "  NO_COLOR                   no emphasis in tables\n";
-
 void AddGlobalOptions(Command* quantctl, Session* session) {
   quantctl
       ->AddOption("--server", &session->server, "TARGET",
-                  "host:port, or unix:/path/to/socket")
+                  "Where quantd is: HOST, HOST:PORT or unix:PATH; see quantctl "
+                  "help servers")
       ->FromEnvironment("QUANTD_SERVER")
       ->ShowDefault();
   quantctl->AddFlag("--tls", &session->tls,
-                    "TLS, with the system's authorities unless there is "
+                    "Use TLS, with the system's authorities unless there is "
                     "--tls-ca");
   quantctl
       ->AddOption("--tls-ca", &session->tls_paths.ca, "FILE",
-                  "TLS, and the PEM file of the authorities to believe")
+                  "Use TLS, and believe the authorities of this PEM file")
       ->FromEnvironment("QUANTD_TLS_CA");
   quantctl
       ->AddOption("--tls-certificate", &session->tls_paths.certificate, "FILE",
@@ -57,16 +35,17 @@ void AddGlobalOptions(Command* quantctl, Session* session) {
       ->FromEnvironment("QUANTD_CLIENT_KEY");
   quantctl
       ->AddOption("--token-file", &session->token_file, "FILE",
-                  "File with the token to bring; needs TLS, but to this "
-                  "machine")
+                  "File with the token to show; leaving this machine it needs "
+                  "TLS")
       ->FromEnvironment("QUANTD_TOKEN_FILE");
-  quantctl->AddFlag("--json", &session->json, "One JSON document on stdout");
+  quantctl->AddFlag("--json", &session->json,
+                    "Print one JSON document; see quantctl help json");
   quantctl->AddFlag("-q,--quiet", &session->quiet,
-                    "Nothing on stdout but what was asked for with --json");
+                    "Print nothing but errors, and what --json asks for");
   quantctl
       ->AddOption("--timeout", &session->timeout_seconds, "SECONDS",
-                  "Time for a call, or for a tensor without any progress, such "
-                  "as 60 or 60s")
+                  "Time for a call, or for a tensor without progress, such as "
+                  "90s")
       ->Seconds()
       ->Positive()
       ->ShowDefault();
@@ -77,14 +56,18 @@ void AddGlobalOptions(Command* quantctl, Session* session) {
       ->Seconds()
       ->Positive();
   quantctl
-      ->AddOption("--retries", &session->max_retries, "N",
-                  "Attempts after the first without an answer, when the server "
-                  "is away or busy")
+      ->AddOption("--retry-for", &session->retry_seconds, "SECONDS",
+                  "How long to try again while the server is away or busy, "
+                  "such as 5m; 0 for not at all")
+      ->Seconds()
       ->NotNegative()
       ->ShowDefault();
+  quantctl
+      ->AddOption("--retries", &session->max_retries, "N",
+                  "The most attempts in that time; default any number")
+      ->NotNegative();
   quantctl->AddFlag("--balance", &session->balance,
-                    "Call all addresses of the server's name in turn that are "
-                    "healthy; always so for several, ipv4:HOST:PORT,HOST:PORT");
+                    "Call all healthy addresses of the server's name in turn");
 }
 
 }  // namespace
@@ -92,7 +75,7 @@ void AddGlobalOptions(Command* quantctl, Session* session) {
 int RunQuantctl(int argc, const char* const* argv) {
   Session session;
   CommandLine command_line("quantctl", "Quantize tensors with a quantd server.",
-                           "quantctl " QUANTD_VERSION, kFooter);
+                           "quantctl " QUANTD_VERSION, HelpTopics());
   Command* const quantctl = command_line.program();
   AddGlobalOptions(quantctl, &session);
   AddQuantizeCommand(quantctl, &session);
@@ -109,6 +92,7 @@ int RunQuantctl(int argc, const char* const* argv) {
   AddReportCommand(quantctl, &session);
   AddBenchCommand(quantctl, &session);
   AddCompletionCommand(quantctl);
+  AddHelpCommand(&command_line, &session);
   AddManCommand(&command_line);
   switch (command_line.Run(argc, argv)) {
     case CommandLine::Outcome::kHelped:
@@ -118,7 +102,12 @@ int RunQuantctl(int argc, const char* const* argv) {
     case CommandLine::Outcome::kRan:
       break;
   }
-  if (std::fflush(stdout) != 0) session.Note(kFileError);
+  if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {
+    session.Note(kFileError);
+    session.PrintError(absl::StrCat(
+        "quantctl: ",
+        files::FileUnwritableError("standard output", errno).message()));
+  }
   return session.exit_code;
 }
 

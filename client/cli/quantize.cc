@@ -1,8 +1,10 @@
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstdint>
+#include <cstdlib>
 #include <fstream>
 #include <iterator>
 #include <map>
@@ -14,17 +16,22 @@
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/escaping.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/string_view.h"
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
 #include "client/cli/compressed_tensors.h"
+#include "client/cli/output.h"
 #include "client/cli/progress.h"
 #include "client/cli/quantized_tensor.h"
+#include "client/cli/selection.h"
 #include "client/cli/session.h"
 #include "client/cli/table.h"
 #include "client/cli/tensor_input.h"
@@ -41,292 +48,286 @@
 namespace quantd::cli {
 namespace {
 
+constexpr char kConfigName[] = "config.json";
+
 struct Options {
   std::string input;
-  std::string output;
+  OutputOptions output;
   NameOptions name;
   SpecOptions spec;
   TensorFilter filter;
   std::string layout = "quantd";
-  bool store = true;
+  bool store = false;
   bool evaluate = false;
   bool restart = false;
+  bool keep_going = false;
 };
 
+// The input's path and the options that decide on the codes: a run goes on in a
+// folder whose shards have its own, and replaces no others.
+constexpr char kCommandKey[] = "quantctl.command";
 // What a shard was made from and how; with the same, an earlier run's is kept.
+// Not there where a tensor failed.
 constexpr char kRunKey[] = "quantctl.run";
-// What --evaluate has measured of the tensors of a shard: an object of their
-// names, and of v1.ErrorMetrics in base64.
-constexpr char kMetricsKey[] = "quantctl.metrics";
+// What became of the tensors of a shard: an object of their names, and of
+// RecordOf.
+constexpr char kTensorsKey[] = "quantctl.tensors";
 // The schemes of a compressed-tensors shard.
 constexpr char kModulesKey[] = "quantctl.modules";
+// Its CompressedModel::rounded_count().
+constexpr char kRoundedKey[] = "quantctl.rounded";
 
 // What became of one tensor.
 struct Outcome {
   // A tensor that failed is copied, like one that was not selected.
   absl::Status status;
   bool is_quantized = false;
-  // An earlier run has done it.
-  bool is_kept = false;
   // Of the codes; an encoding may have turned to the unsigned format.
   std::string format;
   uint64_t output_bytes = 0;
-  v1::QuantizeSummary summary;
+  uint64_t clipped_low_count = 0;
+  uint64_t clipped_high_count = 0;
+  uint64_t nan_count = 0;
+  uint64_t infinity_count = 0;
+  // See v1::QuantizeResponseHeader.
+  uint64_t mantissa_bits = 0;
   std::optional<v1::ErrorMetrics> metrics;
 };
+
+// What a shard tells of a quantized tensor to the runs after this one.
+Json RecordOf(const Outcome& outcome) {
+  Json record = {{"format", outcome.format},
+                 {"bytes", outcome.output_bytes},
+                 {"clipped_low", outcome.clipped_low_count},
+                 {"clipped_high", outcome.clipped_high_count},
+                 {"nan", outcome.nan_count},
+                 {"infinity", outcome.infinity_count},
+                 {"mantissa_bits", outcome.mantissa_bits}};
+  if (outcome.metrics.has_value()) {
+    record["metrics"] =
+        absl::Base64Escape(outcome.metrics->SerializeAsString());
+  }
+  return record;
+}
+
+// Nothing where the record is not sound.
+std::optional<Outcome> ParseRecord(const Json& record) {
+  if (!record.is_object()) return std::nullopt;
+  Outcome outcome;
+  outcome.is_quantized = true;
+  const auto format = record.find("format");
+  if (format == record.end() || !format->is_string()) return std::nullopt;
+  outcome.format = format->get<std::string>();
+  const std::pair<const char*, uint64_t*> counts[] = {
+      {"bytes", &outcome.output_bytes},
+      {"clipped_low", &outcome.clipped_low_count},
+      {"clipped_high", &outcome.clipped_high_count},
+      {"nan", &outcome.nan_count},
+      {"infinity", &outcome.infinity_count},
+      {"mantissa_bits", &outcome.mantissa_bits}};
+  for (const auto& [key, count] : counts) {
+    const auto found = record.find(key);
+    if (found == record.end() || !found->is_number_unsigned()) {
+      return std::nullopt;
+    }
+    *count = found->get<uint64_t>();
+  }
+  const auto metrics = record.find("metrics");
+  if (metrics == record.end()) return outcome;
+  std::string bytes;
+  if (!metrics->is_string() ||
+      !absl::Base64Unescape(metrics->get<std::string>(), &bytes) ||
+      !outcome.metrics.emplace().ParseFromString(bytes)) {
+    return std::nullopt;
+  }
+  return outcome;
+}
+
+// One file of the input and what it becomes.
+struct Shard {
+  Shard(std::string from, TensorInput tensors)
+      : input_path(std::move(from)), input(std::move(tensors)) {}
+
+  std::string input_path;
+  TensorInput input;
+  std::string output_path;
+  std::vector<const files::FileTensor*> selected;
+  // As the metadata have them.
+  std::string command;
+  std::string run;
+  // Of the output.
+  files::IfExists if_exists = files::IfExists::kRefuse;
+  // An earlier run has done it.
+  bool is_kept = false;
+  // It is in its place, kept or new.
+  bool is_written = false;
+};
+
+std::string TextHash(const std::string& text) {
+  return absl::StrFormat("%016x", XXH3_64bits(text.data(), text.size()));
+}
+
+bool FileExists(const std::string& path) {
+  struct stat status;
+  return lstat(path.c_str(), &status) == 0;
+}
 
 // One run of `quantctl quantize`. Not thread-safe.
 class Quantizer {
  public:
   Quantizer(const Options& options, Session* session)
-      : options_(options), session_(*session) {}
+      : options_(options),
+        session_(*session),
+        is_folder_(files::IsFolder(options.input) || IsCompressed()) {}
 
   void Run() {
     absl::StatusOr<SpecSet> specs = options_.spec.ParseSet();
     if (!specs.ok()) return session_.FailUsage(specs.status());
     specs_ = *std::move(specs);
-    absl::StatusOr<std::unique_ptr<Client>> client = session_.Connect();
-    if (!client.ok()) return session_.FailUsage(client.status());
-    client_ = *std::move(client);
-    const absl::Status status = RunFiles();
-    if (!status.ok()) return session_.Fail(status);
+    absl::Status status = Plan();
+    if (!status.ok()) return FailEarly(status, &session_);
+    // A tensor that cannot be done ends the run before it costs anything.
+    if (!AnyFailed() || options_.keep_going) {
+      absl::StatusOr<std::unique_ptr<Client>> client = session_.Connect();
+      if (!client.ok()) return session_.FailUsage(client.status());
+      client_ = *std::move(client);
+      status = Write();
+    }
+    if (!status.ok()) {
+      session_.Fail(status);
+      return ReportUnfinished();
+    }
     Report();
   }
 
  private:
   bool IsCompressed() const { return options_.layout != "quantd"; }
 
-  // Errors end the run and leave the shards that are complete.
-  absl::Status RunFiles() {
-    const bool is_folder = files::IsFolder(options_.input);
-    if (!is_folder && !IsCompressed()) {
-      return RunFile(options_.input, options_.output);
+  bool AnyFailed() const {
+    return std::any_of(
+        outcomes_.begin(), outcomes_.end(),
+        [](const auto& entry) { return !entry.second.status.ok(); });
+  }
+
+  bool AnyFailed(const Shard& shard) {
+    return std::any_of(shard.input.tensors().begin(),
+                       shard.input.tensors().end(),
+                       [this](const files::FileTensor& tensor) {
+                         return !outcomes_[tensor.name].status.ok();
+                       });
+  }
+
+  // Opens all inputs and decides what is to be done with each, and what is
+  // there already. Nothing has been sent or written.
+  absl::Status Plan() {
+    absl::Status status = OpenInputs();
+    if (!status.ok()) return status;
+    status = CheckOutput();
+    if (!status.ok()) return status;
+    status = SelectAll();
+    if (!status.ok()) return status;
+    if (is_folder_) status = CheckFolder();
+    return status.ok() ? CheckUnread() : status;
+  }
+
+  // No tensor is to be missing from the output because its type is not read.
+  absl::Status CheckUnread() {
+    size_t unread_count = 0;
+    for (const std::unique_ptr<Shard>& shard : shards_) {
+      ReportUnread(shard->input, &session_);
+      unread_count += shard->input.unread().size();
     }
-    if (mkdir(options_.output.c_str(), 0777) != 0 && errno != EEXIST) {
-      return files::FileUnwritableError(options_.output, errno);
-    }
-    files::ShardIndex shards;
-    shards.shards = {files::kSingleShardName};
-    if (is_folder) {
+    if (unread_count == 0 || options_.keep_going) return absl::OkStatus();
+    return files::FileUnsupportedError(
+        options_.input,
+        absl::StrCat(CountText(unread_count),
+                     " tensors are of types that are not read; --keep-going "
+                     "leaves them out"));
+  }
+
+  absl::Status OpenInputs() {
+    std::vector<std::string> names = {files::kSingleShardName};
+    const bool reads_folder = files::IsFolder(options_.input);
+    if (reads_folder) {
       absl::StatusOr<files::ShardIndex> index =
           files::ReadShardIndex(options_.input);
       if (!index.ok()) return index.status();
-      shards = *std::move(index);
+      weight_map_ = std::move(index->weight_map);
+      names = std::move(index->shards);
     }
-    for (const std::string& shard : shards.shards) {
-      absl::Status status = RunFile(
-          is_folder ? absl::StrCat(options_.input, "/", shard) : options_.input,
-          absl::StrCat(options_.output, "/", shard));
+    for (const std::string& name : names) {
+      std::string path = reads_folder ? absl::StrCat(options_.input, "/", name)
+                                      : options_.input;
+      absl::StatusOr<TensorInput> input = TensorInput::Open(path);
+      if (!input.ok()) return input.status();
+      shards_.push_back(
+          std::make_unique<Shard>(std::move(path), *std::move(input)));
+      shards_.back()->output_path =
+          is_folder_ ? absl::StrCat(options_.output.path, "/", name)
+                     : options_.output.path;
+      absl::Status status = CheckPlain(shards_.back()->input, options_.input);
       if (!status.ok()) return status;
     }
-    if (!shards.weight_map.empty()) {
-      absl::Status status = WriteIndex(shards);
-      if (!status.ok()) return status;
-    }
-    return IsCompressed() ? WriteConfig() : absl::OkStatus();
+    return CheckIndex();
   }
 
-  absl::Status WriteIndex(const files::ShardIndex& shards) {
-    std::map<std::string, std::string> weight_map;
-    uint64_t total_bytes = 0;
-    for (const std::string& shard : shards.shards) {
-      const absl::StatusOr<files::SafetensorsReader> written =
-          files::SafetensorsReader::Open(
-              absl::StrCat(options_.output, "/", shard));
-      if (!written.ok()) return written.status();
-      for (const files::FileTensor& tensor : written->tensors()) {
-        weight_map[tensor.name] = shard;
-        total_bytes += tensor.data.size();
+  // The index must not name what is nowhere.
+  absl::Status CheckIndex() {
+    for (const auto& [tensor, name] : weight_map_) {
+      const auto has_tensor =
+          [&tensor = tensor](const std::unique_ptr<Shard>& shard) {
+            return shard->input.Find(tensor) != nullptr;
+          };
+      if (std::none_of(shards_.begin(), shards_.end(), has_tensor)) {
+        return files::FileMalformedError(
+            options_.input, absl::StrCat("the index has tensor \"", tensor,
+                                         "\" in ", name, ", where it is not"));
       }
     }
-    return files::WriteShardIndex(options_.output, weight_map, total_bytes);
-  }
-
-  // The model's configuration with the schemes of its modules.
-  absl::Status WriteConfig() {
-    Json config = Json::object();
-    if (files::IsFolder(options_.input)) {
-      const std::string path = absl::StrCat(options_.input, "/config.json");
-      std::ifstream file(path, std::ios::binary);
-      if (file) {
-        const std::string text(std::istreambuf_iterator<char>(file), {});
-        config = Json::parse(text, nullptr, /*allow_exceptions=*/false);
-        if (!config.is_object()) {
-          return files::FileMalformedError(path, "expected a JSON object");
-        }
-      }
-    }
-    config["quantization_config"] = compressed_.Config();
-    absl::StatusOr<files::AtomicFile> file = files::AtomicFile::Create(
-        absl::StrCat(options_.output, "/config.json"));
-    if (!file.ok()) return file.status();
-    absl::Status status = file->Append(absl::StrCat(
-        config.dump(2, ' ', false, Json::error_handler_t::replace), "\n"));
-    return status.ok() ? file->Commit() : status;
-  }
-
-  // Everything that the shard of an input depends on.
-  std::string RunOf(const std::string& path) const {
-    std::string text =
-        absl::StrCat(options_.layout, "\n", options_.name.model, "\n",
-                     options_.name.revision, "\n", options_.evaluate, "\n",
-                     // Where the encodings are.
-                     options_.store ? session_.server : "", "\n");
-    struct stat status;
-    if (stat(path.c_str(), &status) == 0) {
-      absl::StrAppend(&text, status.st_size, " ", status.st_mtim.tv_sec, " ",
-                      status.st_mtim.tv_nsec, "\n");
-    }
-    for (const files::FileTensor& tensor : input_->tensors()) {
-      if (!options_.filter.Takes(tensor)) continue;
-      const absl::StatusOr<EncodingSpec> spec =
-          specs_.For(tensor.name).SpecOf(tensor.shape);
-      absl::StrAppend(&text, tensor.name, "\n",
-                      spec.ok() ? spec->SerializeAsString() : "", "\n");
-    }
-    return absl::StrFormat("%016x", XXH3_64bits(text.data(), text.size()));
-  }
-
-  // Whether an earlier run has written that shard.
-  bool Keep(const std::string& path, const std::string& run) {
-    if (options_.restart) return false;
-    const absl::StatusOr<files::SafetensorsReader> written =
-        files::SafetensorsReader::Open(path);
-    if (!written.ok()) return false;
-    const auto found = written->metadata().find(kRunKey);
-    if (found == written->metadata().end() || found->second != run) {
-      return false;
-    }
-    if (options_.evaluate && !RestoreMetrics(*written)) return false;
-    const auto modules = written->metadata().find(kModulesKey);
-    if (modules != written->metadata().end()) {
-      const Json json =
-          Json::parse(modules->second, nullptr, /*allow_exceptions=*/false);
-      if (json.is_object()) compressed_.Restore(json);
-    }
-    for (const files::FileTensor& tensor : written->tensors()) {
-      outcomes_[tensor.name].output_bytes = tensor.data.size();
-      file_bytes_ += tensor.data.size();
-    }
-    for (const files::FileTensor& tensor : input_->tensors()) {
-      outcomes_[tensor.name].is_kept = true;
-    }
-    return true;
-  }
-
-  // False, and nothing is restored, where a shard does not tell them.
-  bool RestoreMetrics(const files::SafetensorsReader& written) {
-    const auto found = written.metadata().find(kMetricsKey);
-    if (found == written.metadata().end()) return false;
-    const Json json =
-        Json::parse(found->second, nullptr, /*allow_exceptions=*/false);
-    if (!json.is_object()) return false;
-    std::map<std::string, v1::ErrorMetrics> metrics;
-    for (const auto& [name, value] : json.items()) {
-      std::string bytes;
-      if (!value.is_string() ||
-          !absl::Base64Unescape(value.get<std::string>(), &bytes) ||
-          !metrics[name].ParseFromString(bytes)) {
-        return false;
-      }
-    }
-    for (const auto& [name, value] : metrics) outcomes_[name].metrics = value;
-    return true;
-  }
-
-  // Of the shard under way.
-  std::string MetricsText() const {
-    Json json = Json::object();
-    for (const files::FileTensor& tensor : input_->tensors()) {
-      const Outcome& outcome = outcomes_.at(tensor.name);
-      if (!outcome.metrics.has_value()) continue;
-      json[tensor.name] =
-          absl::Base64Escape(outcome.metrics->SerializeAsString());
-    }
-    return json.dump();
-  }
-
-  absl::Status RunFile(const std::string& input_path,
-                       const std::string& output_path) {
-    absl::StatusOr<TensorInput> input = TensorInput::Open(input_path);
-    if (!input.ok()) return input.status();
-    inputs_.push_back(std::make_unique<const TensorInput>(*std::move(input)));
-    input_ = inputs_.back().get();
-    ReportUnread(*input_, &session_);
-    const bool is_shard = output_path != options_.output;
-    const std::string run = is_shard ? RunOf(input_path) : "";
-    if (is_shard && Keep(output_path, run)) return absl::OkStatus();
-    absl::StatusOr<files::SafetensorsWriter> writer =
-        files::SafetensorsWriter::Create(output_path);
-    if (!writer.ok()) return writer.status();
-    for (const auto& [key, value] : input_->metadata()) {
-      writer->SetMetadata(key, value);
-    }
-    CompressedModel shard(options_.layout == "pack-quantized");
-    shard_ = &shard;
-    absl::Status status = Quantize(&*writer);
-    if (!status.ok()) return status;
-    status = CopyOthers(&*writer);
-    if (!status.ok()) return status;
-    compressed_.Restore(shard.modules());
-    if (IsCompressed()) {
-      writer->SetMetadata("format", "pt");
-      writer->SetMetadata(kModulesKey, shard.modules().dump());
-    }
-    // One that failed in part is done again.
-    const bool is_whole =
-        std::all_of(input_->tensors().begin(), input_->tensors().end(),
-                    [this](const files::FileTensor& tensor) {
-                      return outcomes_[tensor.name].status.ok();
-                    });
-    if (is_shard && is_whole) {
-      writer->SetMetadata(kRunKey, run);
-      if (options_.evaluate) writer->SetMetadata(kMetricsKey, MetricsText());
-    }
-    const absl::StatusOr<uint64_t> size = writer->Finish();
-    if (!size.ok()) return size.status();
-    file_bytes_ += *size;
     return absl::OkStatus();
   }
 
-  absl::Status Quantize(files::SafetensorsWriter* writer) {
-    std::vector<const files::FileTensor*> selected;
-    uint64_t total_bytes = 0;
-    for (const files::FileTensor& tensor : input_->tensors()) {
-      if (!options_.filter.Takes(tensor)) continue;
-      absl::Status status = CheckNames(tensor.name);
-      if (status.ok()) {
-        status = specs_.For(tensor.name).SpecOf(tensor.shape).status();
-      }
-      if (!status.ok()) {
-        outcomes_[tensor.name].status = status;
-        continue;
-      }
-      selected.push_back(&tensor);
-      total_bytes += tensor.data.size();
+  absl::Status CheckOutput() {
+    std::vector<std::string> inputs = {options_.input};
+    if (is_folder_) return options_.output.CheckFolder(inputs);
+    shards_[0]->if_exists = options_.output.if_exists();
+    return options_.output.CheckFile(inputs, ".safetensors", &session_);
+  }
+
+  absl::Status SelectAll() {
+    std::vector<const TensorInput*> inputs;
+    for (const std::unique_ptr<Shard>& shard : shards_) {
+      inputs.push_back(&shard->input);
     }
-    Progress progress(total_bytes, !session_.quiet);
-    const std::unique_ptr<QuantizeStream> stream = client_->OpenQuantize();
-    const std::unique_ptr<EvaluateStream> evaluate_stream =
-        client_->OpenEvaluate();
-    absl::Status fatal;
-    ForEachTensor(
-        stream.get(), selected,
-        [this](const files::FileTensor& tensor) { return MakeJob(tensor); },
-        [&](const files::FileTensor& tensor,
-            const absl::StatusOr<QuantizeResult>& result) {
-          progress.Add(tensor.data.size(), tensor.name);
-          fatal = TakeResult(tensor, result, evaluate_stream.get(), writer);
-          return fatal.ok();
-        });
-    return fatal;
+    const absl::StatusOr<std::vector<const files::FileTensor*>> selected =
+        SelectTensors(inputs, options_.filter, &specs_);
+    if (!selected.ok()) return selected.status();
+    const absl::flat_hash_set<const files::FileTensor*> is_selected(
+        selected->begin(), selected->end());
+    for (const std::unique_ptr<Shard>& shard : shards_) {
+      for (const files::FileTensor& tensor : shard->input.tensors()) {
+        const auto [outcome, is_new] = outcomes_.try_emplace(tensor.name);
+        if (!is_new) {
+          return files::FileMalformedError(
+              options_.input, absl::StrCat("tensor \"", tensor.name,
+                                           "\" is in two of its files"));
+        }
+        if (!is_selected.contains(&tensor)) continue;
+        outcome->second.status = CheckNames(shard->input, tensor.name);
+        outcome->second.status.Update(
+            specs_.For(tensor.name)->SpecOf(tensor.shape).status());
+        if (outcome->second.status.ok()) shard->selected.push_back(&tensor);
+      }
+    }
+    return absl::OkStatus();
   }
 
   // The names that a quantized tensor takes must be free.
-  absl::Status CheckNames(const std::string& name) const {
+  static absl::Status CheckNames(const TensorInput& input,
+                                 const std::string& name) {
     for (const absl::string_view suffix : kSuffixes) {
       const std::string taken = absl::StrCat(name, suffix);
-      if (input_->Find(taken) != nullptr) {
+      if (input.Find(taken) != nullptr) {
         return ArgumentInvalidError(
             absl::StrCat("the file has a tensor \"", taken, "\" of its own"));
       }
@@ -334,11 +335,256 @@ class Quantizer {
     return absl::OkStatus();
   }
 
+  // What an earlier run of the same command wrote is kept, or done again; of
+  // anything else nothing is replaced without --force.
+  absl::Status CheckFolder() {
+    bool has_own = false;
+    for (const std::unique_ptr<Shard>& shard : shards_) {
+      SetKeys(shard.get());
+      if (!FileExists(shard->output_path)) continue;
+      const absl::StatusOr<files::SafetensorsReader> written =
+          files::SafetensorsReader::Open(shard->output_path);
+      shard->is_kept =
+          !options_.restart && written.ok() && Keep(*shard, *written);
+      shard->is_written = shard->is_kept;
+      const bool is_own =
+          shard->is_kept ||
+          (written.ok() && Metadata(*written, kCommandKey) == shard->command);
+      has_own = has_own || is_own;
+      if (!is_own && !options_.output.force) {
+        return files::FileExistsError(shard->output_path);
+      }
+      shard->if_exists = files::IfExists::kReplace;
+    }
+    const std::string index = OutputPath(files::kShardIndexName);
+    if (weight_map_.empty() && FileExists(index)) {
+      return ArgumentInvalidError(
+          absl::StrCat("expected a folder for a model in one file, but ", index,
+                       " is there"));
+    }
+    if (has_own || options_.output.force) return absl::OkStatus();
+    if (FileExists(index)) return files::FileExistsError(index);
+    const std::string config = OutputPath(kConfigName);
+    return IsCompressed() && FileExists(config) ? files::FileExistsError(config)
+                                                : absl::OkStatus();
+  }
+
+  std::string OutputPath(absl::string_view name) const {
+    return absl::StrCat(options_.output.path, "/", name);
+  }
+
+  static std::string Metadata(const files::SafetensorsReader& reader,
+                              const char* key) {
+    const auto found = reader.metadata().find(key);
+    return found == reader.metadata().end() ? "" : found->second;
+  }
+
+  static std::string SpecText(const SpecTemplate& spec) {
+    return absl::StrCat(spec.spec.SerializeAsString(), " ",
+                        static_cast<int>(spec.granularity.kind), " ",
+                        spec.granularity.axis, " ", spec.granularity.group, " ",
+                        absl::StrJoin(spec.granularity.block_size, ","));
+  }
+
+  // What decides on the codes, whatever is in the input now.
+  std::string CommandText() const {
+    std::string text = options_.layout;
+    for (const SpecSet::Override& entry : specs_.overrides) {
+      absl::StrAppend(&text, "\n", entry.pattern, "=", SpecText(entry.spec));
+    }
+    if (specs_.has_base) absl::StrAppend(&text, "\n=", SpecText(specs_.base));
+    const TensorFilter& filter = options_.filter;
+    return absl::StrCat(text, "\n", absl::StrJoin(filter.include, "\n+"), "\n",
+                        absl::StrJoin(filter.exclude, "\n-"), "\n",
+                        filter.all ? 0 : filter.min_rank);
+  }
+
+  void SetKeys(Shard* shard) const {
+    char* const real_path = realpath(shard->input_path.c_str(), nullptr);
+    shard->command = TextHash(absl::StrCat(
+        real_path == nullptr ? "" : real_path, "\n", CommandText()));
+    std::free(real_path);
+    std::string text =
+        absl::StrCat(options_.layout, "\n", options_.name.model, "\n",
+                     options_.name.revision, "\n", options_.evaluate, "\n",
+                     // Where the encodings are.
+                     options_.store ? session_.server : "", "\n");
+    struct stat status;
+    if (stat(shard->input_path.c_str(), &status) == 0) {
+      absl::StrAppend(&text, status.st_size, " ", status.st_mtim.tv_sec, " ",
+                      status.st_mtim.tv_nsec, "\n");
+    }
+    for (const files::FileTensor* const tensor : shard->selected) {
+      absl::StrAppend(
+          &text, tensor->name, "\n",
+          specs_.For(tensor->name)->SpecOf(tensor->shape)->SerializeAsString(),
+          "\n");
+    }
+    shard->run = TextHash(text);
+  }
+
+  // Whether an earlier run has written that shard; takes over what it tells.
+  bool Keep(const Shard& shard, const files::SafetensorsReader& written) {
+    if (Metadata(written, kRunKey) != shard.run || AnyFailed(shard)) {
+      return false;
+    }
+    const Json records = Json::parse(Metadata(written, kTensorsKey), nullptr,
+                                     /*allow_exceptions=*/false);
+    if (!records.is_object() || records.size() != shard.selected.size()) {
+      return false;
+    }
+    std::map<std::string, Outcome> outcomes;
+    for (const files::FileTensor* const tensor : shard.selected) {
+      const auto found = records.find(tensor->name);
+      const std::optional<Outcome> outcome =
+          found == records.end() ? std::nullopt : ParseRecord(*found);
+      if (!outcome.has_value() ||
+          (options_.evaluate && !outcome->metrics.has_value())) {
+        return false;
+      }
+      outcomes[tensor->name] = *outcome;
+    }
+    if (IsCompressed()) {
+      const Json modules = Json::parse(Metadata(written, kModulesKey), nullptr,
+                                       /*allow_exceptions=*/false);
+      int64_t rounded_count = 0;
+      if (!modules.is_object() ||
+          !absl::SimpleAtoi(Metadata(written, kRoundedKey), &rounded_count)) {
+        return false;
+      }
+      compressed_.Restore(modules);
+      rounded_count_ += rounded_count;
+    }
+    for (const files::FileTensor& tensor : shard.input.tensors()) {
+      const auto found = outcomes.find(tensor.name);
+      Outcome& outcome = outcomes_[tensor.name];
+      if (found != outcomes.end()) {
+        outcome = found->second;
+      } else {
+        outcome.output_bytes = tensor.data.size();
+      }
+    }
+    struct stat status;
+    if (stat(shard.output_path.c_str(), &status) == 0) {
+      file_bytes_ += static_cast<uint64_t>(status.st_size);
+    }
+    return true;
+  }
+
+  // Errors end the run and leave the shards that are complete; so does a tensor
+  // that fails, unless the run is to keep going.
+  absl::Status Write() {
+    if (is_folder_) {
+      made_folder_ = mkdir(options_.output.path.c_str(), 0777) == 0;
+      if (!made_folder_ && errno != EEXIST) {
+        return files::FileUnwritableError(options_.output.path, errno);
+      }
+    }
+    uint64_t total_bytes = 0;
+    for (const std::unique_ptr<Shard>& shard : shards_) {
+      if (shard->is_kept) continue;
+      for (const files::FileTensor* const tensor : shard->selected) {
+        total_bytes += tensor->data.size();
+      }
+    }
+    {
+      Progress progress(total_bytes, !session_.quiet);
+      for (const std::unique_ptr<Shard>& shard : shards_) {
+        if (shard->is_kept) continue;
+        absl::Status status = WriteShard(shard.get(), &progress);
+        if (!status.ok() || !shard->is_written) {
+          // A folder with nothing in it is of no use.
+          if (made_folder_) rmdir(options_.output.path.c_str());
+          return status;
+        }
+      }
+    }
+    if (!weight_map_.empty()) {
+      absl::Status status = WriteIndex();
+      if (!status.ok()) return status;
+    }
+    is_complete_ = true;
+    return IsCompressed() ? WriteConfig() : absl::OkStatus();
+  }
+
+  absl::Status WriteShard(Shard* shard, Progress* progress) {
+    absl::StatusOr<files::SafetensorsWriter> writer =
+        files::SafetensorsWriter::Create(shard->output_path, shard->if_exists);
+    if (!writer.ok()) return writer.status();
+    for (const auto& [key, value] : shard->input.metadata()) {
+      writer->SetMetadata(key, value);
+    }
+    CompressedModel model(options_.layout == "pack-quantized");
+    shard_model_ = &model;
+    absl::Status status = Quantize(*shard, progress, &*writer);
+    if (!status.ok()) return status;
+    const bool has_failed = AnyFailed(*shard);
+    if (has_failed && !options_.keep_going) return absl::OkStatus();
+    status = CopyOthers(shard->input, &*writer);
+    if (!status.ok()) return status;
+    compressed_.Restore(model.modules());
+    if (IsCompressed()) {
+      for (const files::FileTensor* const tensor : shard->selected) {
+        writer->SetMetadata(
+            absl::StrCat(kElementTypeKeyPrefix, tensor->name),
+            std::string(ElementTypeName(*ElementTypeOf(tensor->dtype))));
+      }
+      rounded_count_ += model.rounded_count();
+      writer->SetMetadata(kRoundedKey, absl::StrCat(model.rounded_count()));
+      writer->SetMetadata("format", "pt");
+      writer->SetMetadata(kModulesKey, model.modules().dump());
+    }
+    if (is_folder_) {
+      writer->SetMetadata(kCommandKey, shard->command);
+      // One that failed in part is done again.
+      if (!has_failed) {
+        writer->SetMetadata(kRunKey, shard->run);
+        writer->SetMetadata(kTensorsKey, RecordsText(shard->input));
+      }
+    }
+    const absl::StatusOr<uint64_t> size = writer->Finish();
+    if (!size.ok()) return size.status();
+    file_bytes_ += *size;
+    shard->is_written = true;
+    return absl::OkStatus();
+  }
+
+  std::string RecordsText(const TensorInput& input) {
+    Json records = Json::object();
+    for (const files::FileTensor& tensor : input.tensors()) {
+      const Outcome& outcome = outcomes_[tensor.name];
+      if (outcome.is_quantized) records[tensor.name] = RecordOf(outcome);
+    }
+    return records.dump(-1, ' ', false, Json::error_handler_t::replace);
+  }
+
+  absl::Status Quantize(const Shard& shard, Progress* progress,
+                        files::SafetensorsWriter* writer) {
+    const std::unique_ptr<QuantizeStream> stream = client_->OpenQuantize();
+    const std::unique_ptr<EvaluateStream> evaluate_stream =
+        client_->OpenEvaluate();
+    absl::Status fatal;
+    ForEachTensor(
+        stream.get(), shard.selected,
+        [this](const files::FileTensor& tensor) { return MakeJob(tensor); },
+        [&](const files::FileTensor& tensor,
+            const absl::StatusOr<QuantizeResult>& result) {
+          progress->Add(tensor.data.size(), tensor.name);
+          fatal = TakeResult(tensor, result, evaluate_stream.get(), writer);
+          return fatal.ok();
+        });
+    return fatal;
+  }
+
+  // A tensor has a name on the server where its encoding is kept.
+  TensorName NameOf(const files::FileTensor& tensor) const {
+    return options_.store ? options_.name.NameOf(tensor.name) : TensorName();
+  }
+
   QuantizeJob MakeJob(const files::FileTensor& tensor) const {
     QuantizeJob job;
-    job.tensor = MakeTensor(tensor, options_.name.NameOf(tensor.name));
-    // CheckNames' caller has left out what has no spec.
-    job.source = *specs_.For(tensor.name).SpecOf(tensor.shape);
+    job.tensor = MakeTensor(tensor, NameOf(tensor));
+    job.source = *specs_.For(tensor.name)->SpecOf(tensor.shape);
     job.store = options_.store;
     return job;
   }
@@ -354,10 +600,12 @@ class Quantizer {
       return ExitCodeOf(result.status()) == kUnreachable ? result.status()
                                                          : absl::OkStatus();
     }
+    stored_count_ += options_.store ? 1 : 0;
     const absl::StatusOr<uint64_t> size =
         IsCompressed()
-            ? shard_->Write(tensor.name, tensor.shape,
-                            result->header.encoding(), result->codes, writer)
+            ? shard_model_->Write(tensor.name, tensor.shape,
+                                  result->header.encoding(), result->codes,
+                                  writer)
             : WriteQuantized(tensor.name, *ElementTypeOf(tensor.dtype),
                              tensor.shape, result->header.encoding(),
                              result->codes, writer);
@@ -366,13 +614,19 @@ class Quantizer {
       return absl::OkStatus();
     }
     if (!size.ok()) return size.status();
+    const v1::QuantizeSummary& summary = result->summary;
     outcome.is_quantized = true;
     outcome.format = FormatName(result->header.encoding().format());
     outcome.output_bytes = *size;
-    outcome.summary = result->summary;
+    outcome.clipped_low_count = summary.clipped_low_count();
+    outcome.clipped_high_count = summary.clipped_high_count();
+    outcome.nan_count = summary.nan_count();
+    outcome.infinity_count =
+        summary.positive_infinity_count() + summary.negative_infinity_count();
+    outcome.mantissa_bits = result->header.mantissa_bits();
     if (!options_.evaluate) return absl::OkStatus();
     EvaluateJob job;
-    job.tensor = MakeTensor(tensor, options_.name.NameOf(tensor.name));
+    job.tensor = MakeTensor(tensor, NameOf(tensor));
     job.candidates.push_back({result->header.encoding(), ""});
     evaluate_stream->Send(job);
     const absl::StatusOr<EvaluateResult> evaluation =
@@ -385,8 +639,9 @@ class Quantizer {
     return absl::OkStatus();
   }
 
-  absl::Status CopyOthers(files::SafetensorsWriter* writer) {
-    for (const files::FileTensor& tensor : input_->tensors()) {
+  absl::Status CopyOthers(const TensorInput& input,
+                          files::SafetensorsWriter* writer) {
+    for (const files::FileTensor& tensor : input.tensors()) {
       Outcome& outcome = outcomes_[tensor.name];
       if (outcome.is_quantized) continue;
       const absl::Status status =
@@ -397,8 +652,212 @@ class Quantizer {
     return absl::OkStatus();
   }
 
+  absl::Status WriteIndex() {
+    std::map<std::string, std::string> weight_map;
+    uint64_t total_bytes = 0;
+    for (const std::unique_ptr<Shard>& shard : shards_) {
+      const absl::StatusOr<files::SafetensorsReader> written =
+          files::SafetensorsReader::Open(shard->output_path);
+      if (!written.ok()) return written.status();
+      const std::string name =
+          shard->output_path.substr(options_.output.path.size() + 1);
+      for (const files::FileTensor& tensor : written->tensors()) {
+        weight_map[tensor.name] = name;
+        total_bytes += tensor.data.size();
+      }
+    }
+    return files::WriteShardIndex(options_.output.path,
+                                  files::IfExists::kReplace, weight_map,
+                                  total_bytes);
+  }
+
+  // The model's configuration with the schemes of its modules.
+  absl::Status WriteConfig() {
+    Json config = Json::object();
+    if (files::IsFolder(options_.input)) {
+      const std::string path = absl::StrCat(options_.input, "/", kConfigName);
+      std::ifstream file(path, std::ios::binary);
+      if (file) {
+        const std::string text(std::istreambuf_iterator<char>(file), {});
+        config = Json::parse(text, nullptr, /*allow_exceptions=*/false);
+        if (!config.is_object()) {
+          return files::FileMalformedError(path, "expected a JSON object");
+        }
+      }
+    }
+    config["quantization_config"] = compressed_.Config();
+    absl::StatusOr<files::AtomicFile> file = files::AtomicFile::Create(
+        OutputPath(kConfigName), files::IfExists::kReplace);
+    if (!file.ok()) return file.status();
+    absl::Status status = file->Append(absl::StrCat(
+        config.dump(2, ' ', false, Json::error_handler_t::replace), "\n"));
+    return status.ok() ? file->Commit() : status;
+  }
+
+  // What is counted of all tensors.
+  struct Totals {
+    size_t tensor_count = 0;
+    uint64_t before = 0;
+    uint64_t after = 0;
+    uint64_t quantized_count = 0;
+    uint64_t kept_count = 0;
+    uint64_t kept_shards = 0;
+    uint64_t written_shards = 0;
+    uint64_t clipped_count = 0;
+    uint64_t nan_count = 0;
+    uint64_t infinity_count = 0;
+    std::set<std::string> formats;
+    std::vector<TensorError> errors;
+    // Of those, what is in the output as it was.
+    uint64_t copied_count = 0;
+  };
+
+  Totals Count() const {
+    Totals totals;
+    for (const std::unique_ptr<Shard>& shard : shards_) {
+      totals.kept_shards += shard->is_kept ? 1 : 0;
+      totals.written_shards += shard->is_written ? 1 : 0;
+      for (const files::FileTensor& tensor : shard->input.tensors()) {
+        const Outcome& outcome = outcomes_.at(tensor.name);
+        ++totals.tensor_count;
+        totals.before += tensor.data.size();
+        if (!outcome.status.ok()) {
+          totals.errors.push_back({tensor.name, outcome.status});
+          totals.copied_count += outcome.is_quantized ? 0 : 1;
+        }
+        totals.clipped_count +=
+            outcome.clipped_low_count + outcome.clipped_high_count;
+        totals.nan_count += outcome.nan_count;
+        totals.infinity_count += outcome.infinity_count;
+        if (!shard->is_written) continue;
+        totals.after += outcome.output_bytes;
+        totals.kept_count += shard->is_kept ? 1 : 0;
+        if (!outcome.is_quantized) continue;
+        ++totals.quantized_count;
+        totals.formats.insert(outcome.format);
+      }
+    }
+    return totals;
+  }
+
   void Report() {
-    Json list = Json::array();
+    const Totals totals = Count();
+    if (!totals.errors.empty()) session_.Note(kServerError);
+    if (session_.json) {
+      Json list = Json::array();
+      for (const std::unique_ptr<Shard>& shard : shards_) {
+        for (const files::FileTensor& tensor : shard->input.tensors()) {
+          list.push_back(OutcomeJson(*shard, tensor));
+        }
+      }
+      session_.PrintJson({{"input", options_.input},
+                          {"output", options_.output.path},
+                          {"written", is_complete_},
+                          {"formats", totals.formats},
+                          {"bytes_before", totals.before},
+                          {"bytes_after", totals.after},
+                          {"file_bytes", file_bytes_},
+                          {"quantized_count", totals.quantized_count},
+                          {"kept_count", totals.kept_count},
+                          {"failed_count", totals.errors.size()},
+                          {"rounded_count", rounded_count_},
+                          {"retries", session_.retries()},
+                          {"tensors", list}});
+    } else {
+      session_.Print(TableText(totals));
+      if (is_complete_) session_.Print(SummaryText(totals));
+    }
+    ReportNotFinite();
+    if (rounded_count_ > 0 && is_complete_) {
+      session_.PrintError(absl::StrCat(
+          "quantctl: ", CountText(static_cast<uint64_t>(rounded_count_)),
+          " of the nvfp4 tensors: readers divide by weight_global_scale, the "
+          "inverse of the outer scale, and get reals that may differ from "
+          "quantd's in the last bit"));
+    }
+    if (totals.errors.empty()) return;
+    if (!session_.json) PrintTensorErrors(totals.errors, &session_);
+    const std::string failed =
+        absl::StrCat(CountText(totals.errors.size()), " of ",
+                     CountText(totals.tensor_count), " tensors failed");
+    if (is_complete_) {
+      session_.PrintError(absl::StrCat(
+          "quantctl: ", failed, "; ", options_.output.path, " has ",
+          CountText(totals.copied_count), " of them as they were"));
+      return;
+    }
+    ReportStoring(totals);
+    ReportUnfinished();
+    session_.PrintError(
+        absl::StrCat("quantctl: ", failed, ", so ", options_.output.path,
+                     is_folder_ ? " is not complete" : " is not written",
+                     "; --keep-going leaves such tensors as they are"));
+  }
+
+  // What the server has of a run that did not end well, and what it refused.
+  void ReportStoring(const Totals& totals) {
+    const bool is_refused = std::any_of(
+        totals.errors.begin(), totals.errors.end(),
+        [](const TensorError& error) {
+          const absl::string_view reason = ErrorReason(error.status);
+          return reason == "SCOPE_MISSING" || reason == "MODEL_DENIED";
+        });
+    if (options_.store && is_refused) {
+      session_.PrintError(
+          "quantctl: --no-store quantizes without keeping the encodings on "
+          "the server");
+    }
+  }
+
+  // What there is of an output that is not complete.
+  void ReportUnfinished() {
+    const Totals totals = Count();
+    if (stored_count_ > 0) {
+      session_.PrintError(
+          absl::StrCat("quantctl: the server has the new encodings of ",
+                       CountText(stored_count_), " tensors of model \"",
+                       options_.name.model, "\" all the same"));
+    }
+    if (is_folder_ && totals.written_shards > 0) {
+      session_.PrintError(absl::StrCat(
+          "quantctl: ", CountText(totals.written_shards), " of ",
+          CountText(shards_.size()), " shards are in ", options_.output.path,
+          "; the same command goes on from there"));
+    }
+  }
+
+  // Codes do not say that there was something else.
+  void ReportNotFinite() {
+    std::vector<std::string> notes;
+    for (const std::unique_ptr<Shard>& shard : shards_) {
+      for (const files::FileTensor& tensor : shard->input.tensors()) {
+        const Outcome& outcome = outcomes_[tensor.name];
+        if (outcome.nan_count + outcome.infinity_count == 0) continue;
+        notes.push_back(absl::StrCat("quantctl: tensor ", tensor.name, " has ",
+                                     CountText(outcome.nan_count), " NaN and ",
+                                     CountText(outcome.infinity_count),
+                                     " infinities"));
+      }
+    }
+    PrintNotes(notes, &session_);
+  }
+
+  std::string SummaryText(const Totals& totals) const {
+    return absl::StrCat(
+        CountText(totals.quantized_count), " of ",
+        CountText(totals.tensor_count), " tensors to ",
+        totals.formats.empty() ? "codes" : absl::StrJoin(totals.formats, ", "),
+        ", ", BytesText(totals.before), " to ", BytesText(totals.after),
+        ", written to ", Printable(options_.output.path),
+        totals.kept_shards == 0
+            ? ""
+            : absl::StrCat("; ", CountText(totals.kept_shards), " of ",
+                           CountText(shards_.size()),
+                           " shards kept from an earlier run"),
+        "\n");
+  }
+
+  std::string TableText(const Totals& totals) const {
     Table table;
     table.AddColumn("TENSOR", Table::Align::kLeft);
     table.AddColumn("SHAPE", Table::Align::kLeft);
@@ -410,96 +869,76 @@ class Quantizer {
       table.AddColumn("SQNR DB", Table::Align::kRight);
       table.AddColumn("MAX ERROR", Table::Align::kRight);
     }
-    uint64_t before = 0;
-    uint64_t after = 0;
-    uint64_t quantized_count = 0;
-    uint64_t failed_count = 0;
-    std::set<std::string> formats;
-    std::vector<const files::FileTensor*> tensors;
-    for (const std::unique_ptr<const TensorInput>& input : inputs_) {
-      for (const files::FileTensor& tensor : input->tensors()) {
-        tensors.push_back(&tensor);
+    const bool has_clipped = totals.clipped_count > 0;
+    const bool has_not_finite = totals.nan_count + totals.infinity_count > 0;
+    if (has_clipped) table.AddColumn("CLIPPED", Table::Align::kRight);
+    if (has_not_finite) {
+      table.AddColumn("NAN", Table::Align::kRight);
+      table.AddColumn("INF", Table::Align::kRight);
+    }
+    for (const std::unique_ptr<Shard>& shard : shards_) {
+      for (const files::FileTensor& tensor : shard->input.tensors()) {
+        const Outcome& outcome = outcomes_.at(tensor.name);
+        std::vector<std::string> row = {
+            Printable(tensor.name),
+            ShapeText(tensor.shape),
+            std::string(DtypeName(tensor.dtype)),
+            ResultText(*shard, outcome),
+            BytesText(tensor.data.size()),
+            shard->is_written ? BytesText(outcome.output_bytes) : ""};
+        if (options_.evaluate) {
+          const bool is_measured = outcome.metrics.has_value();
+          row.push_back(is_measured ? DecibelText(outcome.metrics->sqnr_db())
+                                    : "");
+          row.push_back(is_measured
+                            ? NumberText(outcome.metrics->max_absolute_error())
+                            : "");
+        }
+        const auto add_count = [&](uint64_t count) {
+          row.push_back(outcome.is_quantized ? CountText(count) : "");
+        };
+        if (has_clipped) {
+          add_count(outcome.clipped_low_count + outcome.clipped_high_count);
+        }
+        if (has_not_finite) {
+          add_count(outcome.nan_count);
+          add_count(outcome.infinity_count);
+        }
+        table.AddRow(std::move(row));
       }
     }
-    for (const files::FileTensor* const one : tensors) {
-      const files::FileTensor& tensor = *one;
-      const Outcome& outcome = outcomes_[tensor.name];
-      before += tensor.data.size();
-      after += outcome.output_bytes;
-      quantized_count += outcome.is_quantized ? 1 : 0;
-      if (outcome.is_quantized) formats.insert(outcome.format);
-      failed_count += outcome.status.ok() ? 0 : 1;
-      list.push_back(OutcomeJson(tensor, outcome));
-      table.AddRow(OutcomeRow(tensor, outcome));
-    }
-    if (failed_count > 0) session_.Note(kServerError);
-    if (session_.json) {
-      return session_.PrintJson({{"input", options_.input},
-                                 {"output", options_.output},
-                                 {"formats", formats},
-                                 {"bytes_before", before},
-                                 {"bytes_after", after},
-                                 {"file_bytes", file_bytes_},
-                                 {"quantized_count", quantized_count},
-                                 {"failed_count", failed_count},
-                                 {"retries", session_.retries()},
-                                 {"tensors", list}});
-    }
-    session_.Print(table.Render(StdoutHasStyle()));
-    session_.Print(
-        absl::StrCat(CountText(quantized_count), " of ",
-                     CountText(tensors.size()), " tensors to ",
-                     formats.empty() ? "codes" : absl::StrJoin(formats, ", "),
-                     ", ", BytesText(before), " to ", BytesText(after),
-                     ", written to ", Printable(options_.output), "\n"));
-    for (const files::FileTensor* const tensor : tensors) {
-      const absl::Status& status = outcomes_[tensor->name].status;
-      if (status.ok()) continue;
-      session_.PrintError(absl::StrCat("quantctl: tensor ", tensor->name, ": ",
-                                       status.message()));
-    }
+    return table.Render(StdoutHasStyle());
   }
 
-  const char* ResultName(const Outcome& outcome) const {
-    if (outcome.is_quantized) return outcome.format.c_str();
-    if (outcome.is_kept) return "kept";
-    return outcome.status.ok() ? "copied" : "failed, copied";
-  }
-
-  std::vector<std::string> OutcomeRow(const files::FileTensor& tensor,
-                                      const Outcome& outcome) const {
-    std::vector<std::string> row = {Printable(tensor.name),
-                                    ShapeText(tensor.shape),
-                                    std::string(DtypeName(tensor.dtype)),
-                                    ResultName(outcome),
-                                    BytesText(tensor.data.size()),
-                                    BytesText(outcome.output_bytes)};
-    if (outcome.metrics.has_value()) {
-      row.push_back(DecibelText(outcome.metrics->sqnr_db()));
-      row.push_back(NumberText(outcome.metrics->max_absolute_error()));
+  static std::string ResultText(const Shard& shard, const Outcome& outcome) {
+    if (!shard.is_written) {
+      return outcome.status.ok() ? "not written" : "failed";
     }
-    return row;
+    if (!outcome.status.ok() && !outcome.is_quantized) return "failed, copied";
+    return absl::StrCat(outcome.is_quantized ? outcome.format : "copied",
+                        shard.is_kept ? ", kept" : "");
   }
 
-  Json OutcomeJson(const files::FileTensor& tensor,
-                   const Outcome& outcome) const {
+  Json OutcomeJson(const Shard& shard, const files::FileTensor& tensor) const {
+    const Outcome& outcome = outcomes_.at(tensor.name);
+    const char* const result = shard.is_kept          ? "kept"
+                               : !outcome.status.ok() ? "failed"
+                               : !shard.is_written    ? "not written"
+                               : outcome.is_quantized ? "quantized"
+                                                      : "copied";
     Json json = {{"name", tensor.name},
                  {"shape", tensor.shape},
                  {"dtype", std::string(DtypeName(tensor.dtype))},
-                 {"result", outcome.is_quantized  ? "quantized"
-                            : outcome.is_kept     ? "kept"
-                            : outcome.status.ok() ? "copied"
-                                                  : "failed"},
+                 {"result", result},
                  {"bytes_before", tensor.data.size()},
-                 {"bytes_after", outcome.output_bytes}};
+                 {"bytes_after", shard.is_written ? outcome.output_bytes : 0}};
     if (outcome.is_quantized) {
-      const v1::QuantizeSummary& summary = outcome.summary;
       json["format"] = outcome.format;
-      json["clipped_low_count"] = summary.clipped_low_count();
-      json["clipped_high_count"] = summary.clipped_high_count();
-      json["nan_count"] = summary.nan_count();
-      json["infinity_count"] =
-          summary.positive_infinity_count() + summary.negative_infinity_count();
+      json["mantissa_bits"] = outcome.mantissa_bits;
+      json["clipped_low_count"] = outcome.clipped_low_count;
+      json["clipped_high_count"] = outcome.clipped_high_count;
+      json["nan_count"] = outcome.nan_count;
+      json["infinity_count"] = outcome.infinity_count;
     }
     if (outcome.metrics.has_value()) {
       json["sqnr_db"] = outcome.metrics->sqnr_db();
@@ -512,16 +951,23 @@ class Quantizer {
 
   const Options& options_;
   Session& session_;
+  // Whether the output is one.
+  const bool is_folder_;
   SpecSet specs_;
   std::unique_ptr<Client> client_;
-  // Of all shards; the one under way.
-  std::vector<std::unique_ptr<const TensorInput>> inputs_;
-  const TensorInput* input_ = nullptr;
+  std::vector<std::unique_ptr<Shard>> shards_;
+  // Of the input; empty where it has no index.
+  std::map<std::string, std::string> weight_map_;
+  bool made_folder_ = false;
+  bool is_complete_ = false;
   // What a compressed-tensors configuration will have; that of the shard under
   // way.
   CompressedModel compressed_{false};
-  CompressedModel* shard_ = nullptr;
+  CompressedModel* shard_model_ = nullptr;
+  // See CompressedModel.
+  int64_t rounded_count_ = 0;
   absl::flat_hash_map<std::string, Outcome> outcomes_;
+  uint64_t stored_count_ = 0;
   uint64_t file_bytes_ = 0;
 };
 
@@ -530,19 +976,23 @@ class Quantizer {
 void AddQuantizeCommand(Command* quantctl, Session* session) {
   Command* const command = quantctl->AddCommand(
       "quantize",
-      "Quantize the tensors of a file into a safetensors file; others, and "
-      "those that fail, are copied as they are");
+      "Quantize the tensors of a file into a safetensors file, and copy the "
+      "others; nothing is written when a tensor fails");
   const auto options = std::make_shared<Options>();
   command
       ->AddArgument("file", &options->input, "FILE",
                     "safetensors, .npy or .gguf file, or a folder with "
                     "model.safetensors.index.json or model.safetensors")
       ->Required();
-  command
-      ->AddOption("-o,--output", &options->output, "FILE",
-                  "safetensors file; a folder for a folder, whose finished "
-                  "shards the next run keeps, and for compressed-tensors")
+  options->output
+      .AddOptions(command,
+                  "safetensors file, or - for standard output; a folder for a "
+                  "folder, whose finished shards the next run keeps, and for "
+                  "compressed-tensors")
       ->Required();
+  command->AddFlag("--keep-going", &options->keep_going,
+                   "Write the output even if tensors fail, with these as they "
+                   "were");
   command
       ->AddOption("--layout", &options->layout, "",
                   "How the codes lie in the file: as quantctl dequantize "
@@ -555,11 +1005,27 @@ void AddQuantizeCommand(Command* quantctl, Session* session) {
   options->name.AddOptions(command, /*required=*/false);
   options->spec.AddOptionsWithPatterns(command);
   options->filter.AddOptions(command);
-  command->AddFlag("--store,!--no-store", &options->store,
-                   "Keep the encodings on the server (the default)");
+  const Option* const store = command->AddFlag(
+      "--store,!--no-store", &options->store,
+      "Keep the encodings on the server (the default with --model)");
   command->AddFlag("--evaluate", &options->evaluate,
                    "Measure the error of every quantized tensor");
-  command->OnRun([options, session] {
+  command->AddExample(
+      "quantctl quantize model.safetensors -o model.int8.safetensors \\\n"
+      "  --spec int8:per-channel");
+  command->AddExample(
+      "quantctl quantize llm/ -o llm-w4a16/ --layout compressed-tensors \\\n"
+      "  --spec '*proj.weight=int4:group:128'",
+      "a model in shards, by the names of its tensors");
+  command->AddExample(
+      "quantctl quantize model.safetensors -o mixed.safetensors \\\n"
+      "  --spec @mixture.txt",
+      "as quantctl sweep chose");
+  command->AddNote(
+      "Smaller blocks cost scales: int4 takes 4.25 bits for an element with "
+      "group:128, 5 with group:32; see quantctl help specs.");
+  command->OnRun([options, session, store] {
+    if (!store->IsGiven()) options->store = !options->name.model.empty();
     if (options->name.model.empty()) {
       options->name.model = FileStem(options->input);
     }

@@ -4,13 +4,17 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <fstream>
+#include <iterator>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
 #include "absl/types/span.h"
 #include "client/cli/session.h"
 #include "client/cli/spec_syntax.h"
@@ -20,6 +24,7 @@
 #include "client/files/dtype.h"
 #include "client/files/errors.h"
 #include "client/files/safetensors.h"
+#include "client/files/shard_index.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::cli {
@@ -450,6 +455,88 @@ absl::StatusOr<QuantizedTensor> ReadQuantized(const TensorInput& input,
                                               zero_points.end());
   }
   return tensor;
+}
+
+namespace {
+
+// The tensor that holds codes, or their scales, in the layouts of others; null
+// where there is none.
+const files::FileTensor* FindCodes(const TensorInput& input) {
+  constexpr absl::string_view kScales[] = {"_scale", ".scale", "_scale_inv",
+                                           ".scales"};
+  for (const files::FileTensor& tensor : input.tensors()) {
+    if (absl::EndsWith(tensor.name, ".qweight")) return &tensor;
+    for (const absl::string_view suffix : kScales) {
+      absl::string_view stem = tensor.name;
+      if (!absl::ConsumeSuffix(&stem, suffix)) continue;
+      const files::FileTensor* codes = input.Find(stem);
+      if (codes == nullptr) codes = input.Find(absl::StrCat(stem, "_packed"));
+      if (codes != nullptr && !ElementTypeOf(codes->dtype).has_value()) {
+        return codes;
+      }
+    }
+  }
+  return nullptr;
+}
+
+// What a folder's config.json says of how the model is quantized; empty where
+// it says nothing.
+std::string QuantizationMethod(const std::string& folder) {
+  std::ifstream file(absl::StrCat(folder, "/config.json"), std::ios::binary);
+  if (!file) return "";
+  const std::string text(std::istreambuf_iterator<char>(file), {});
+  const Json document = Json::parse(text, nullptr, /*allow_exceptions=*/false);
+  if (!document.is_object()) return "";
+  for (const char* key : {"quantization_config", "compression_config"}) {
+    const auto config = document.find(key);
+    if (config == document.end() || !config->is_object()) continue;
+    const auto method = config->find("quant_method");
+    return method != config->end() && method->is_string()
+               ? method->get<std::string>()
+               : key;
+  }
+  return "";
+}
+
+}  // namespace
+
+absl::Status CheckPlain(const TensorInput& input, const std::string& path) {
+  constexpr absl::string_view kCompressed = "compressed-tensors";
+  const std::string method =
+      files::IsFolder(path) ? QuantizationMethod(path) : "";
+  const std::string take_back =
+      absl::StrCat("; begin with `quantctl dequantize ", path,
+                   " -o FILE`, or with the ", "model that it was made from");
+  for (const auto& [key, value] : input.metadata()) {
+    absl::string_view name = key;
+    if (absl::ConsumePrefix(&name, kQuantizedKeyPrefix)) {
+      return files::FileUnsupportedError(
+          path, absl::StrCat("expected plain tensors, but \"", name,
+                             "\" is quantized already", take_back));
+    }
+  }
+  if (method == kCompressed) {
+    return files::FileUnsupportedError(
+        path, absl::StrCat("expected plain tensors, but config.json says that "
+                           "they are quantized already, by ",
+                           kCompressed, take_back));
+  }
+  if (!method.empty()) {
+    return files::FileUnsupportedError(
+        path,
+        absl::StrCat("expected plain tensors, but config.json says that "
+                     "they are quantized already, by \"",
+                     method, "\"; begin with the model that it was made from"));
+  }
+  const files::FileTensor* const codes = FindCodes(input);
+  if (codes != nullptr) {
+    return files::FileUnsupportedError(
+        path,
+        absl::StrCat("expected plain tensors, but \"", codes->name,
+                     "\" is quantized already: it is ", DtypeName(codes->dtype),
+                     " and has scales beside it", take_back));
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace quantd::cli

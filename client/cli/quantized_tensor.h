@@ -75,6 +75,8 @@ struct QuantizedTensor {
   Encoding encoding;
   absl::Span<const uint8_t> codes;
   std::shared_ptr<const std::vector<uint8_t>> unpacked;
+  // What is not quite as in the file, for people; mostly empty.
+  std::string note;
   // The tensors of the file that it is made of.
   std::vector<std::string> parts;
 };
@@ -85,6 +87,12 @@ absl::StatusOr<QuantizedTensor> ReadQuantized(const TensorInput& input,
                                               const std::string& path,
                                               const std::string& name,
                                               absl::string_view json);
+
+// Whether the input has plain tensors alone; what somebody has quantized is not
+// to be quantized again, scales and all. `path` is what the input was opened
+// as.
+// Errors: FILE_UNSUPPORTED, with what to do.
+absl::Status CheckPlain(const TensorInput& input, const std::string& path);
 
 }  // namespace quantd::cli
 

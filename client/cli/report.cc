@@ -1,10 +1,7 @@
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
-#include <fstream>
 #include <iterator>
-#include <limits>
 #include <map>
 #include <memory>
 #include <string>
@@ -18,17 +15,23 @@
 #include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
 #include "client/cli/message_json.h"
+#include "client/cli/output.h"
 #include "client/cli/progress.h"
 #include "client/cli/report_data.h"
 #include "client/cli/report_page.h"
+#include "client/cli/selection.h"
 #include "client/cli/session.h"
+#include "client/cli/spec_syntax.h"
 #include "client/cli/table.h"
 #include "client/cli/tensor_input.h"
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
+#include "client/cpp/tensor.h"
 #include "client/files/atomic_file.h"
 #include "nlohmann/json.hpp"
 
@@ -37,15 +40,12 @@ namespace {
 
 constexpr const char* kDefaultSpecs[] = {"int8:per-channel", "int8:mse",
                                          "int4:mse"};
-constexpr int kMixtures = 8;
 
 struct Options {
   NameOptions name;
   std::vector<std::string> specs;
   std::vector<std::string> patterns;
-  std::string output;
-  // Where Debian's python3-plotly has it.
-  std::string plotly = "/usr/share/python3-plotly/plotly.js";
+  OutputOptions output;
 };
 
 // Six digits, which plots never show more of; null for what is not finite.
@@ -68,28 +68,27 @@ class Reporter {
     }
     absl::Status status = MakeRequest();
     if (!status.ok()) return session_.FailUsage(status);
-    std::ifstream plotly(options_.plotly, std::ios::binary);
-    if (!plotly) {
-      return session_.FailUsage(ArgumentInvalidError(absl::StrCat(
-          "expected plotly.js in ", options_.plotly,
-          "; install python3-plotly, or name the file with --plotly")));
-    }
-    const std::string script(std::istreambuf_iterator<char>(plotly), {});
+    status = options_.output.CheckFile({}, ".html", &session_);
+    if (!status.ok()) return FailEarly(status, &session_);
     client_ = session_.ConnectOrFail();
     if (client_ == nullptr) return;
+    status =
+        CheckStoredPatterns("--pattern", options_.patterns, Stored::kStatistics,
+                            options_.name, client_.get());
+    if (!status.ok()) return FailEarly(status, &session_);
     status = Collect();
-    if (status.ok()) status = Write(script);
+    if (status.ok()) status = Write();
     if (!status.ok()) return session_.Fail(status);
     if (session_.json) {
       return session_.PrintJson({{"model", options_.name.model},
                                  {"revision", options_.name.revision},
-                                 {"output", options_.output},
+                                 {"output", options_.output.path},
                                  {"tensor_count", tensors_.size()},
                                  {"failed_count", errors_.size()}});
     }
     session_.Print(absl::StrCat(CountText(tensors_.size()),
                                 " tensors, written to ",
-                                Printable(options_.output), "\n"));
+                                Printable(options_.output.path), "\n"));
     for (const std::string& error : errors_) session_.PrintError(error);
   }
 
@@ -115,11 +114,7 @@ class Reporter {
     Progress progress(Progress::Unit::kTensors, !session_.quiet);
     absl::Status status =
         client_->Sweep(sweep_, [&](const v1::SweepResponse& response) {
-          if (response.has_summary()) {
-            summary_ = response.summary();
-          } else {
-            swept.push_back(response);
-          }
+          if (!response.has_summary()) swept.push_back(response);
           return true;
         });
     for (int i = 0; status.ok() && i < sweep_.specs_size(); ++i) {
@@ -132,7 +127,7 @@ class Reporter {
       status = AddTensor(response);
       if (!status.ok()) return status;
     }
-    return AddMixtures();
+    return absl::OkStatus();
   }
 
   // The encodings of all tensors by one spec; those that fail stay out.
@@ -174,19 +169,17 @@ class Reporter {
       AddError(name, FromTensorError(swept.error()));
       return absl::OkStatus();
     }
-    const absl::StatusOr<v1::GetStatisticsResponse> stored =
+    absl::StatusOr<v1::GetStatisticsResponse> stored =
         client_->GetStatistics(swept.name(), /*with_state=*/true);
+    if (ErrorReason(stored.status()) == "STATISTICS_TOO_LARGE") {
+      stored = client_->GetStatistics(swept.name(), /*with_state=*/false);
+    }
     if (!stored.ok()) {
       if (ExitCodeOf(stored.status()) == kUnreachable) return stored.status();
       AddError(name, stored.status());
       return absl::OkStatus();
     }
     const v1::TensorStatistics& statistics = stored->statistics();
-    const Distribution distribution = DistributionOf(stored->state());
-    Json counts = Json::array();
-    for (const double count : distribution.counts) {
-      counts.push_back(Number(count));
-    }
     std::vector<Json> candidates(specs_.size());
     for (const v1::SweepCandidate& candidate : swept.candidates()) {
       const size_t index = candidate.spec_index();
@@ -196,90 +189,65 @@ class Reporter {
       json = {{"sqnr_db", Number(prediction.sqnr_db())},
               {"sqnr_db_low", Number(prediction.sqnr_db_low())},
               {"sqnr_db_high", Number(prediction.sqnr_db_high())},
+              {"size_bytes", candidate.size_bytes()},
               {"clip", nullptr},
               {"scale_count", 0}};
       const auto clip = clips_[index].find(name);
       if (clip != clips_[index].end()) json.update(clip->second);
     }
-    tensors_.push_back(
-        {{"name", name},
-         {"count", statistics.count()},
-         {"zero_count", statistics.zero_count()},
-         {"min", Number(statistics.min())},
-         {"max", Number(statistics.max())},
-         {"low", Number(distribution.low)},
-         {"high", Number(distribution.high)},
-         {"edges",
-          {Number(distribution.first_edge), Number(distribution.last_edge)}},
-         {"bins", counts},
-         {"candidates", candidates}});
+    Json tensor = {{"name", name},
+                   {"count", statistics.count()},
+                   {"zero_count", statistics.zero_count()},
+                   {"min", Number(statistics.min())},
+                   {"max", Number(statistics.max())},
+                   {"elements", nullptr},
+                   {"low", nullptr},
+                   {"high", nullptr},
+                   {"edges", nullptr},
+                   {"bins", nullptr},
+                   {"candidates", candidates}};
+    if (stored->has_state()) AddDistribution(stored->state(), &tensor);
+    tensors_.push_back(std::move(tensor));
     return absl::OkStatus();
   }
 
-  // A spec for each tensor within growing sizes.
-  absl::Status AddMixtures() {
-    uint64_t least = UINT64_MAX;
-    uint64_t most = 0;
-    int sizes = 0;
-    for (const v1::SweepTotal& total : summary_.totals()) {
-      totals_.push_back(
-          {{"candidate", total.spec_index()},
-           {"size_bytes", total.size_bytes()},
-           {"min_sqnr_db", Number(total.min_sqnr_db())},
-           {"min_sqnr_tensor", total.min_sqnr_tensor()},
-           {"noise_to_signal_sum", Number(total.noise_to_signal_sum())},
-           {"failed_count", total.failed_count()}});
-      if (total.failed_count() != 0) continue;
-      ++sizes;
-      least = std::min(least, total.size_bytes());
-      most = std::max(most, total.size_bytes());
+  static void AddDistribution(const v1::StatisticsState& state, Json* tensor) {
+    const absl::StatusOr<int64_t> elements = ElementCount(
+        std::vector<int64_t>(state.shape().begin(), state.shape().end()));
+    if (elements.ok()) (*tensor)["elements"] = *elements;
+    const Distribution distribution = DistributionOf(state);
+    Json counts = Json::array();
+    for (const double count : distribution.counts) {
+      counts.push_back(Number(count));
     }
-    if (sizes < 2) return absl::OkStatus();
-    for (int i = 0; i < kMixtures; ++i) {
-      v1::SweepRequest request = sweep_;
-      // The last may be of any size: the best is not always the largest, nor
-      // within what one spec takes for all tensors.
-      request.set_max_size_bytes(
-          i == kMixtures - 1
-              ? static_cast<uint64_t>(std::numeric_limits<int64_t>::max())
-              : least + (most - least) * static_cast<uint64_t>(i) /
-                            (kMixtures - 1));
-      const absl::Status status =
-          client_->Sweep(request, [&](const v1::SweepResponse& response) {
-            const v1::SweepMixture& mixture = response.summary().mixture();
-            if (mixture.target_met()) {
-              mixtures_.push_back({{"size_bytes", mixture.size_bytes()},
-                                   {"noise_to_signal_sum",
-                                    Number(mixture.noise_to_signal_sum())}});
-            }
-            return true;
-          });
-      if (!status.ok()) return status;
-    }
-    return absl::OkStatus();
+    (*tensor)["bins"] = std::move(counts);
+    (*tensor)["low"] = Number(distribution.low);
+    (*tensor)["high"] = Number(distribution.high);
+    (*tensor)["edges"] = {Number(distribution.first_edge),
+                          Number(distribution.last_edge)};
   }
 
-  absl::Status Write(const std::string& plotly) {
+  absl::Status Write() {
     const Json document = {
-        {"model", options_.name.model}, {"revision", options_.name.revision},
-        {"candidates", specs_},         {"totals", totals_},
-        {"mixtures", mixtures_},        {"tensors", tensors_}};
+        {"model", options_.name.model},
+        {"revision", options_.name.revision},
+        {"date", absl::FormatTime("%Y-%m-%d %H:%M UTC", absl::Now(),
+                                  absl::UTCTimeZone())},
+        {"version", absl::StrCat("quantctl ", QUANTD_VERSION)},
+        {"server", session_.server},
+        {"candidates", specs_},
+        {"tensors", tensors_}};
     const std::string data = absl::StrReplaceAll(
         document.dump(-1, ' ', false, Json::error_handler_t::replace),
         {{"<", "\\u003c"}});
-    // What is put in is not searched for more places.
-    const std::pair<absl::string_view, absl::string_view> begin_and_rest =
+    const std::pair<absl::string_view, absl::string_view> begin_and_end =
         absl::StrSplit(absl::string_view(kReportPage),
                        absl::MaxSplits("@DATA@", 1));
-    const std::pair<absl::string_view, absl::string_view> middle_and_end =
-        absl::StrSplit(begin_and_rest.second, absl::MaxSplits("@PLOTLY@", 1));
-    absl::StatusOr<files::AtomicFile> file =
-        files::AtomicFile::Create(options_.output);
+    absl::StatusOr<files::AtomicFile> file = files::AtomicFile::Create(
+        options_.output.path, options_.output.if_exists());
     if (!file.ok()) return file.status();
     absl::Status status = file->Append(
-        absl::StrCat(begin_and_rest.first, data, middle_and_end.first,
-                     absl::StrReplaceAll(plotly, {{"</script", "<\\/script"}}),
-                     middle_and_end.second));
+        absl::StrCat(begin_and_end.first, data, begin_and_end.second));
     return status.ok() ? file->Commit() : status;
   }
 
@@ -288,12 +256,9 @@ class Reporter {
   std::vector<std::string> specs_;
   std::unique_ptr<Client> client_;
   v1::SweepRequest sweep_;
-  v1::SweepSummary summary_;
   // By spec and tensor.
   std::vector<std::map<std::string, Json>> clips_;
   Json tensors_ = Json::array();
-  Json totals_ = Json::array();
-  Json mixtures_ = Json::array();
   std::vector<std::string> errors_;
 };
 
@@ -307,19 +272,20 @@ void AddReportCommand(Command* quantctl, Session* session) {
   const auto options = std::make_shared<Options>();
   options->name.AddOptions(command, /*required=*/true);
   command->AddOption("--spec", &options->specs, "SPEC",
-                     "A candidate such as int4:group:32:mse; may be repeated. "
-                     "Default int8:per-channel, int8:mse and int4:mse");
+                     "A candidate, such as int4:group:32:mse. May be repeated; "
+                     "see quantctl help specs. Default: int8:per-channel, "
+                     "int8:mse and int4:mse");
   command->AddOption("--pattern", &options->patterns, "PATTERN",
                      "Only tensors whose name matches (* and ?); may be "
                      "repeated");
-  command
-      ->AddOption("-o,--output", &options->output, "FILE",
-                  "HTML file to write, which needs no network")
+  options->output
+      .AddOptions(command,
+                  "HTML file to write, which needs no network; - for standard "
+                  "output")
       ->Required();
-  command
-      ->AddOption("--plotly", &options->plotly, "FILE",
-                  "plotly.js, which becomes part of the page")
-      ->ShowDefault();
+  command->AddExample(
+      "quantctl report --model acme/net --revision weights -o report.html \\\n"
+      "  --spec int8:per-channel --spec int4:group:32");
   command->OnRun([options, session] { Reporter(*options, session).Run(); });
 }
 

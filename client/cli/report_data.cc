@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "absl/types/span.h"
 #include "client/cpp/tensor.h"
 
 namespace quantd::cli {
@@ -20,6 +21,8 @@ namespace {
 constexpr int kMantissaBits = 23;
 constexpr size_t kBins = 120;
 constexpr double kTail = 0.001;
+constexpr double kSmallestNormal =
+    static_cast<double>(std::numeric_limits<float>::min());
 
 // Elements between two numbers.
 struct Bin {
@@ -125,6 +128,59 @@ Distribution DistributionOf(const v1::StatisticsState& state) {
     result.high = Quantile(bins, total, 1 - kTail / 2);
   }
   return result;
+}
+
+Summary SummaryOf(const v1::StatisticsState& state,
+                  absl::Span<const double> fractions) {
+  Summary summary;
+  const int low_bits = kMantissaBits - static_cast<int>(state.mantissa_bits());
+  double count = 0;
+  double sum = 0;
+  double square_sum = 0;
+  if (low_bits < 0) return summary;
+  for (const v1::Histogram& histogram : state.histograms()) {
+    const int size =
+        std::min({histogram.key_delta_size(), histogram.count_size(),
+                  histogram.low_sum_size(), histogram.low_square_sum_size()});
+    uint32_t key = 0;
+    for (int i = 0; i < size; ++i) {
+      key += histogram.key_delta(i);
+      // x = sign * unit * (base + low), of which the bin has the sums.
+      uint32_t first = key << low_bits;
+      const bool is_negative = first < 0x80000000U;
+      first = (is_negative ? ~(first | ((1U << low_bits) - 1)) : first) &
+              0x7FFFFFFFU;
+      const int exponent = static_cast<int>(first >> kMantissaBits);
+      const double unit = std::ldexp(1.0, std::max(exponent, 1) - 150);
+      const double base =
+          static_cast<double>((first & ((1U << kMantissaBits) - 1)) |
+                              (exponent > 0 ? 1U << kMantissaBits : 0U));
+      const double n = static_cast<double>(histogram.count(i));
+      const double low_sum = static_cast<double>(histogram.low_sum(i));
+      double low_square_sum = static_cast<double>(histogram.low_square_sum(i));
+      if (i < histogram.low_square_sum_high_size()) {
+        low_square_sum += std::ldexp(
+            static_cast<double>(histogram.low_square_sum_high(i)), 64);
+      }
+      count += n;
+      sum += (is_negative ? -unit : unit) * (base * n + low_sum);
+      square_sum +=
+          unit * unit * (base * base * n + 2 * base * low_sum + low_square_sum);
+    }
+  }
+  summary.mean = sum / count;
+  summary.deviation = std::sqrt(
+      std::max(0.0, square_sum / count - summary.mean * summary.mean));
+  const std::vector<Bin> bins = BinsOf(state);
+  if (bins.empty() || !(count > 0)) return summary;
+  for (const double fraction : fractions) {
+    // The bin of zeros has all that is smaller than the normal numbers of
+    // float32 too.
+    const double quantile = Quantile(bins, count, fraction);
+    const bool is_normal = std::abs(quantile) >= kSmallestNormal;
+    summary.quantiles.push_back(is_normal ? quantile : 0);
+  }
+  return summary;
 }
 
 std::optional<std::pair<double, double>> CodeLimits(const Encoding& encoding) {

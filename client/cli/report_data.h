@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/types/span.h"
 #include "client/cpp/tensor.h"
 #include "quantd/v1/statistics.pb.h"
 
@@ -27,6 +28,19 @@ struct Distribution {
 // the result is shared out evenly. A state that is not sound gives one without
 // counts.
 Distribution DistributionOf(const v1::StatisticsState& state);
+
+// What the finite elements of all scale indices are like. Plain value.
+struct Summary {
+  // Exact but for the last bits. NaN where there is no element, or where a sum
+  // of squares is not sound.
+  double mean = 0;
+  double deviation = 0;
+  // Below which these parts of the elements lie, within the width of a bin; as
+  // many as were asked for, or none.
+  std::vector<double> quantiles;
+};
+Summary SummaryOf(const v1::StatisticsState& state,
+                  absl::Span<const double> fractions);
 
 // The smallest and the largest real that has a code, over all scales; nothing
 // for an encoding without finite scales.

@@ -1,6 +1,5 @@
 #include "client/cli/session.h"
 
-#include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <memory>
@@ -13,6 +12,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "client/cli/message_json.h"
 #include "client/cli/progress.h"
 #include "client/cpp/client.h"
 #include "client/cpp/credentials.h"
@@ -30,17 +30,82 @@ struct NextStep {
 };
 
 constexpr NextStep kNextSteps[] = {
-    {"SERVER_UNREACHABLE",
-     "start quantd there, or say where it is with --server or QUANTD_SERVER"},
     {"ENCODING_NOT_FOUND",
      "`quantctl models` and `quantctl encodings list` show what there is; "
      "`quantctl calibrate` makes encodings"},
     {"STATISTICS_NOT_FOUND",
      "`quantctl statistics list` shows what there is; `quantctl calibrate "
      "--source` adds statistics"},
+    {"FILE_EXISTS", "--force replaces it"},
 };
 
+std::string StepOf(const absl::Status& status) {
+  if (IsServerUnreachable(status)) {
+    switch (UnreachableCauseOf(status)) {
+      case UnreachableCause::kWantsTls:
+        return "say --tls, or --tls-ca FILE with its authority";
+      case UnreachableCause::kNoTls:
+        return "leave out --tls and --tls-ca, or name the port that has TLS";
+      case UnreachableCause::kUntrusted:
+        return "name its authority with --tls-ca FILE, and the server as its "
+               "certificate does";
+      case UnreachableCause::kWantsCertificate:
+        return "show a certificate with --tls-certificate FILE and --tls-key "
+               "FILE";
+      case UnreachableCause::kNotQuantd:
+      case UnreachableCause::kNameUnknown:
+        return "say where quantd is with --server or QUANTD_SERVER";
+      default:
+        return "start quantd there, or say where it is with --server or "
+               "QUANTD_SERVER";
+    }
+  }
+  for (const NextStep& step : kNextSteps) {
+    if (step.reason == ErrorReason(status)) return std::string(step.text);
+  }
+  return "";
+}
+
 }  // namespace
+
+void RetryLine::Show(const Retry& retry) {
+  absl::MutexLock lock(&mutex_);
+  ++count_;
+  if (is_quiet_) return;
+  const bool is_terminal = StderrIsTerminal();
+  if (!is_terminal && retry.number > 1) return;
+  const std::string why = Printable(ErrorText(retry.status));
+  const std::string until = absl::StrCat(
+      "; trying again for ",
+      absl::ToInt64Seconds(absl::Ceil(retry.left, absl::Seconds(1))), " s");
+  if (!is_terminal) {
+    std::fprintf(stderr, "quantctl: %s%s\n", why.c_str(), until.c_str());
+    return;
+  }
+  // In place of the progress bar, which comes back in the same line.
+  const size_t width = StderrWidth();
+  const size_t room = width - std::min(width, until.size() + 11);
+  std::fprintf(stderr, "\r\x1b[Kquantctl: %s%s", why.substr(0, room).c_str(),
+               until.c_str());
+  is_shown_ = true;
+}
+
+void RetryLine::Clear() {
+  absl::MutexLock lock(&mutex_);
+  if (!is_shown_) return;
+  std::fputs("\r\x1b[K", stderr);
+  is_shown_ = false;
+}
+
+void RetryLine::SetQuiet(bool quiet) {
+  absl::MutexLock lock(&mutex_);
+  is_quiet_ = quiet;
+}
+
+int64_t RetryLine::count() const {
+  absl::MutexLock lock(&mutex_);
+  return count_;
+}
 
 ExitCode ExitCodeOf(const absl::Status& status) {
   if (status.ok()) return kSuccess;
@@ -86,14 +151,10 @@ absl::StatusOr<std::unique_ptr<Client>> Session::Connect(
   if (deadline_seconds > 0) options.deadline = absl::Seconds(deadline_seconds);
   options.max_retries = max_retries;
   options.balance = balance;
-  options.on_retry = [retries = retries_, shows = !quiet && StderrIsTerminal()](
-                         const Retry& retry) {
-    ++*retries;
-    if (!shows) return;
-    // In place of the progress bar, which comes back below.
-    std::fprintf(stderr, "\r\x1b[Kquantctl: %s; trying again (%d of %d)\n",
-                 Printable(retry.status.message()).c_str(), retry.number,
-                 retry.max_number);
+  options.retry_for = absl::Seconds(retry_seconds);
+  retry_line_->SetQuiet(quiet);
+  options.on_retry = [line = retry_line_](const Retry& retry) {
+    line->Show(retry);
   };
   options.chunk_bytes = chunk_bytes;
   options.shared_memory = shared_memory;
@@ -117,15 +178,13 @@ std::unique_ptr<Client> Session::ConnectOrFail() {
 
 void Session::Fail(const absl::Status& status) {
   Note(ExitCodeOf(status));
+  retry_line_->Clear();
   if (json) {
     PrintJson({{"error", ErrorJson(status)}});
   } else {
     PrintError(absl::StrCat("quantctl: ", status.message()));
-    for (const NextStep& step : kNextSteps) {
-      if (step.reason == ErrorReason(status)) {
-        PrintError(absl::StrCat("quantctl: ", step.text));
-      }
-    }
+    const std::string step = StepOf(status);
+    if (!step.empty()) PrintError(absl::StrCat("quantctl: ", step));
   }
 }
 
@@ -138,18 +197,37 @@ void Session::Note(ExitCode code) {
   if (exit_code == kSuccess) exit_code = code;
 }
 
-void Session::PrintJson(const Json& document) const {
+namespace {
+
+void PrintText(const Json& document, std::FILE* file) {
   // Names that are not UTF-8 must not throw.
   const std::string text =
       document.dump(2, ' ', false, Json::error_handler_t::replace);
-  std::printf("%s\n", text.c_str());
+  std::fprintf(file, "%s\n", text.c_str());
+}
+
+}  // namespace
+
+void Session::PrintJson(const Json& document) const {
+  retry_line_->Clear();
+  Json whole = {{"json_version", kJsonVersion}};
+  whole.update(document);
+  PrintText(whole, stdout_is_data ? stderr : stdout);
+}
+
+void Session::PrintMessage(const google::protobuf::Message& message) const {
+  retry_line_->Clear();
+  PrintText(MessageJson(message), stdout);
 }
 
 void Session::Print(absl::string_view text) const {
-  if (!quiet) std::fwrite(text.data(), 1, text.size(), stdout);
+  retry_line_->Clear();
+  if (quiet) return;
+  std::fwrite(text.data(), 1, text.size(), stdout_is_data ? stderr : stdout);
 }
 
 void Session::PrintError(absl::string_view text) const {
+  retry_line_->Clear();
   std::fprintf(stderr, "%s\n", Printable(text).c_str());
 }
 

@@ -3,21 +3,29 @@
 #ifndef QUANTD_CLIENT_CLI_SESSION_H_
 #define QUANTD_CLIENT_CLI_SESSION_H_
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
 #include "client/cpp/client.h"
+#include "client/cpp/client_options.h"
 #include "client/cpp/credentials.h"
+#include "google/protobuf/message.h"
 #include "nlohmann/json_fwd.hpp"
 
 namespace quantd::cli {
 
 using Json = nlohmann::ordered_json;
+
+// Grows when a field of a document goes or changes its meaning; new ones do not
+// count.
+constexpr int kJsonVersion = 1;
 
 enum ExitCode : int {
   kSuccess = 0,
@@ -40,6 +48,24 @@ Json ErrorJson(const absl::Status& status);
 // and in text that is not UTF-8 all of its upper half, become \xNN.
 std::string Printable(absl::string_view text);
 
+// Tells on stderr that calls are tried again: on a terminal in one line that is
+// written over, elsewhere once for each time that the server is away.
+// Thread-safe.
+class RetryLine {
+ public:
+  void Show(const Retry& retry) ABSL_LOCKS_EXCLUDED(mutex_);
+  // Takes the line away, for other output.
+  void Clear() ABSL_LOCKS_EXCLUDED(mutex_);
+  void SetQuiet(bool quiet) ABSL_LOCKS_EXCLUDED(mutex_);
+  int64_t count() const ABSL_LOCKS_EXCLUDED(mutex_);
+
+ private:
+  mutable absl::Mutex mutex_;
+  int64_t count_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool is_quiet_ ABSL_GUARDED_BY(mutex_) = false;
+  bool is_shown_ ABSL_GUARDED_BY(mutex_) = false;
+};
+
 // One run of quantctl. Not thread-safe.
 class Session {
  public:
@@ -47,9 +73,12 @@ class Session {
   std::string server = "127.0.0.1:8430";
   bool json = false;
   bool quiet = false;
+  // A file goes to standard output; what else is printed goes to stderr.
+  bool stdout_is_data = false;
   double timeout_seconds = 60;
   // 0 for none.
   double deadline_seconds = 0;
+  double retry_seconds = absl::ToDoubleSeconds(ClientOptions().retry_for);
   int max_retries = ClientOptions().max_retries;
   bool balance = false;
   // With the authorities of the system where `tls_paths` names none.
@@ -68,7 +97,7 @@ class Session {
   std::unique_ptr<Client> ConnectOrFail();
 
   // Attempts of the clients after the first one, so far.
-  int64_t retries() const { return *retries_; }
+  int64_t retries() const { return retry_line_->count(); }
 
   // Reports the error that ends the run: to stderr, with --json as a document.
   void Fail(const absl::Status& status);
@@ -77,9 +106,11 @@ class Session {
   // Notes an error that was reported otherwise. The first one counts.
   void Note(ExitCode code);
 
-  // Prints a document to stdout, also with --quiet. Infinities and NaN are
-  // null.
+  // Prints an object to stdout, also with --quiet, behind the version of what
+  // such documents have in them. Infinities and NaN are null.
   void PrintJson(const Json& document) const;
+  // Prints the protobuf JSON of a message, which has no such version.
+  void PrintMessage(const google::protobuf::Message& message) const;
   // Prints text to stdout, unless --quiet.
   void Print(absl::string_view text) const;
   // Prints a line to stderr.
@@ -87,8 +118,7 @@ class Session {
 
  private:
   // Clients may outlive the session.
-  const std::shared_ptr<std::atomic<int64_t>> retries_ =
-      std::make_shared<std::atomic<int64_t>>(0);
+  const std::shared_ptr<RetryLine> retry_line_ = std::make_shared<RetryLine>();
 };
 
 }  // namespace quantd::cli

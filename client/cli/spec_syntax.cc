@@ -52,6 +52,11 @@ bool IsMethod(absl::string_view text) {
                      [name](const Method& row) { return row.name == name; });
 }
 
+absl::Status NumberError(absl::string_view option, absl::string_view text) {
+  return ArgumentInvalidError(absl::StrCat("expected a number such as ", option,
+                                           "=256, got \"", text, "\""));
+}
+
 absl::StatusOr<std::string> ReadTextFile(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   if (!file) return files::FileUnreadableError(path, errno);
@@ -74,7 +79,8 @@ std::vector<std::string> GranularityNames() {
 }
 
 std::vector<std::string> SymmetryNames() {
-  return {"default", "asymmetric", "strict", "full-range", "half-step"};
+  return {"default",    "asymmetric", "strict",
+          "full-range", "half-step",  "aimet"};
 }
 
 std::vector<std::string> MethodNames() {
@@ -182,9 +188,10 @@ absl::StatusOr<v1::Symmetry> ParseSymmetry(absl::string_view text) {
   if (text == "strict" || text == "symmetric") return v1::SYMMETRY_STRICT;
   if (text == "full-range") return v1::SYMMETRY_FULL_RANGE;
   if (text == "half-step") return v1::SYMMETRY_HALF_STEP;
+  if (text == "aimet") return v1::SYMMETRY_AIMET;
   return ArgumentInvalidError(
-      absl::StrCat("expected default, asymmetric, strict, full-range or "
-                   "half-step, got \"",
+      absl::StrCat("expected default, asymmetric, strict, full-range, "
+                   "half-step or aimet, got \"",
                    text, "\""));
 }
 
@@ -414,6 +421,13 @@ absl::StatusOr<SpecTemplate> ParseSpec(absl::string_view text) {
       result.spec.set_power_of_two_scale(true);
     } else if (part == "no-saturation") {
       result.spec.set_no_saturation(true);
+    } else if (absl::ConsumePrefix(&part, "mantissa-bits=")) {
+      uint32_t bits = 0;
+      if (!absl::SimpleAtoi(part, &bits)) {
+        return ArgumentInvalidError(absl::StrCat(
+            "expected mantissa-bits=7 or the like, got \"", text, "\""));
+      }
+      result.spec.set_mantissa_bits(bits);
     } else if (absl::ConsumePrefix(&part, "scale=")) {
       const absl::StatusOr<v1::ScaleType> type = ParseScaleType(part);
       if (!type.ok()) return type.status();
@@ -422,6 +436,30 @@ absl::StatusOr<SpecTemplate> ParseSpec(absl::string_view text) {
       const absl::StatusOr<v1::MxScaleRule> rule = ParseMxScaleRule(part);
       if (!rule.ok()) return rule.status();
       result.spec.set_mx_scale_rule(*rule);
+    } else if (absl::ConsumePrefix(&part, "block=")) {
+      if (result.granularity.kind != Granularity::Kind::kDefault) {
+        return twice("granularity");
+      }
+      const absl::StatusOr<Granularity> granularity = ParseBlockSize(part);
+      if (!granularity.ok()) return granularity.status();
+      result.granularity = *granularity;
+    } else if (absl::ConsumePrefix(&part, "tail=")) {
+      const absl::StatusOr<v1::Tail> tail = ParseTail(part);
+      if (!tail.ok()) return tail.status();
+      result.spec.set_tail(*tail);
+    } else if (absl::ConsumePrefix(&part, "steps=")) {
+      uint32_t steps = 0;
+      if (!absl::SimpleAtoi(part, &steps)) return NumberError("steps", part);
+      result.spec.set_search_steps(steps);
+    } else if (absl::ConsumePrefix(&part, "bins=")) {
+      uint32_t bins = 0;
+      if (!absl::SimpleAtoi(part, &bins)) return NumberError("bins", part);
+      result.spec.set_entropy_bins(bins);
+    } else if (absl::ConsumePrefix(&part, "entries=")) {
+      const absl::StatusOr<std::vector<float>> entries =
+          ParseCodebook(std::string(part));
+      if (!entries.ok()) return entries.status();
+      result.spec.mutable_codebook()->Assign(entries->begin(), entries->end());
     } else if (IsMethod(part)) {
       if (has_method) return twice("method");
       has_method = true;
@@ -430,28 +468,33 @@ absl::StatusOr<SpecTemplate> ParseSpec(absl::string_view text) {
     } else {
       return ArgumentInvalidError(absl::StrCat(
           "expected a granularity (per-tensor, per-channel, group:N), a "
-          "symmetry (asymmetric, strict, full-range, half-step), a method "
-          "(minmax, percentile, mse, sqnr, entropy, fixed, moving-average, "
-          "best-of) or an option in \"",
+          "symmetry (asymmetric, strict, full-range, half-step, aimet), a "
+          "method (minmax, percentile, mse, sqnr, entropy, fixed, "
+          "moving-average, best-of) or an option in \"",
           text, "\", got \"", part, "\""));
     }
   }
   return result;
 }
 
-const SpecTemplate& SpecSet::For(absl::string_view tensor) const {
+const SpecTemplate* SpecSet::For(absl::string_view tensor) const {
   for (const Override& entry : overrides) {
-    if (MatchesGlob(entry.pattern, tensor)) return entry.spec;
+    if (MatchesGlob(entry.pattern, tensor)) return &entry.spec;
   }
-  return base;
+  return has_base ? &base : nullptr;
 }
 
 absl::Status AddSpec(const std::string& text, SpecSet* set, bool* has_base) {
   if (!text.empty() && text[0] == '@') {
     const absl::StatusOr<std::string> content = ReadTextFile(text.substr(1));
     if (!content.ok()) return content.status();
-    for (const absl::string_view line :
-         absl::StrSplit(*content, '\n', absl::SkipWhitespace())) {
+    const std::vector<absl::string_view> lines =
+        absl::StrSplit(*content, '\n', absl::SkipWhitespace());
+    if (lines.empty()) {
+      return ArgumentInvalidError(
+          absl::StrCat("expected specs in ", text, ", got none"));
+    }
+    for (const absl::string_view line : lines) {
       const std::string entry(absl::StripAsciiWhitespace(line));
       if (entry[0] == '@') {
         return ArgumentInvalidError(

@@ -51,7 +51,8 @@ std::vector<std::string> TailNames();
 std::vector<std::string> ScaleTypeNames();
 std::vector<std::string> MxScaleRuleNames();
 
-// "default", "asymmetric", "strict" or "symmetric", "full-range", "half-step".
+// "default", "asymmetric", "strict" or "symmetric", "full-range", "half-step",
+// "aimet".
 // Errors: ARGUMENT_INVALID.
 absl::StatusOr<v1::Symmetry> ParseSymmetry(absl::string_view text);
 
@@ -100,13 +101,15 @@ struct SpecTemplate {
 
 // "FORMAT[:GRANULARITY][:SYMMETRY][:METHOD[=PARAMETER]][:OPTION...]" with the
 // parts behind the format in any order; options are "power-of-two",
-// "no-saturation", "scale=TYPE" and "rule=RULE". E.g.
+// "no-saturation", "scale=TYPE", "rule=RULE", "mantissa-bits=N",
+// "block=N,N,...", "tail=SIDE", "steps=N", "bins=N" and "entries=" with what
+// ParseCodebook takes. E.g.
 // "int4:group:32:asymmetric", "uint8:percentile=0.999", "mxfp4_e2m1:rule=even".
-// Errors: ARGUMENT_INVALID.
+// Errors: ARGUMENT_INVALID, FILE_UNREADABLE.
 absl::StatusOr<SpecTemplate> ParseSpec(absl::string_view text);
 
 // What `--spec` says: the first override whose pattern matches, otherwise the
-// base. Plain value.
+// base, if there is one. Plain value.
 struct SpecSet {
   struct Override {
     std::string pattern;
@@ -118,7 +121,9 @@ struct SpecSet {
   SpecTemplate base;
   std::vector<Override> overrides;
 
-  const SpecTemplate& For(absl::string_view tensor) const;
+  // Null for a tensor that no pattern matches where there is no base: it is
+  // left as it is.
+  const SpecTemplate* For(absl::string_view tensor) const;
 };
 
 // Adds one value of `--spec`: "SPEC" sets the base, "PATTERN=SPEC" adds an

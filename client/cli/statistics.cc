@@ -1,6 +1,9 @@
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -10,10 +13,12 @@
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
 #include "client/cli/message_json.h"
+#include "client/cli/report_data.h"
 #include "client/cli/session.h"
 #include "client/cli/table.h"
 #include "client/cli/tensor_input.h"
 #include "client/cpp/client.h"
+#include "client/cpp/errors.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::cli {
@@ -26,18 +31,83 @@ struct Options {
   std::string source;
 };
 
-std::string TimeText(const google::protobuf::Timestamp& time) {
-  return absl::FormatTime("%Y-%m-%d %H:%M:%S",
-                          absl::FromUnixSeconds(time.seconds()),
-                          absl::UTCTimeZone());
+constexpr double kFractions[] = {0.001, 0.01, 0.25, 0.5, 0.75, 0.99, 0.999};
+constexpr size_t kHistogramRows = 12;
+constexpr size_t kHistogramWidth = 50;
+
+// Rows of the same width in the elements, with a bar each.
+std::string HistogramText(const Distribution& distribution) {
+  std::vector<double> rows(kHistogramRows);
+  for (size_t i = 0; i < distribution.counts.size(); ++i) {
+    rows[i * kHistogramRows / distribution.counts.size()] +=
+        distribution.counts[i];
+  }
+  const double most = *std::max_element(rows.begin(), rows.end());
+  if (!(most > 0)) return "";
+  Table table;
+  table.AddColumn("FROM", Table::Align::kRight);
+  table.AddColumn("ELEMENTS", Table::Align::kRight);
+  table.AddColumn("", Table::Align::kLeft);
+  const double width = (distribution.last_edge - distribution.first_edge) /
+                       static_cast<double>(kHistogramRows);
+  for (size_t i = 0; i < kHistogramRows; ++i) {
+    const double bar = rows[i] / most * static_cast<double>(kHistogramWidth);
+    table.AddRow(
+        {NumberText(distribution.first_edge + width * static_cast<double>(i)),
+         CountText(static_cast<uint64_t>(std::llround(rows[i]))),
+         // A few elements are not none.
+         rows[i] > 0 && bar < 1 ? "."
+                                : std::string(static_cast<size_t>(bar), '#')});
+  }
+  return table.Render(StdoutHasStyle());
+}
+
+std::string SummaryText(const v1::StatisticsState& state) {
+  const Summary summary = SummaryOf(state, kFractions);
+  std::string text =
+      absl::StrCat("mean ", NumberText(summary.mean), ", standard deviation ",
+                   NumberText(summary.deviation), "\n");
+  if (summary.quantiles.empty()) return text;
+  Table table;
+  table.AddColumn("PART", Table::Align::kLeft);
+  std::vector<std::string> row = {"below"};
+  for (size_t i = 0; i < summary.quantiles.size(); ++i) {
+    table.AddColumn(absl::StrCat(kFractions[i] * 100, "%"),
+                    Table::Align::kRight);
+    row.push_back(NumberText(summary.quantiles[i]));
+  }
+  table.AddRow(std::move(row));
+  return absl::StrCat(text, "\n", table.Render(StdoutHasStyle()), "\n",
+                      HistogramText(DistributionOf(state)));
+}
+
+Json SummaryJson(const v1::StatisticsState& state) {
+  const Summary summary = SummaryOf(state, kFractions);
+  Json quantiles = Json::array();
+  for (size_t i = 0; i < summary.quantiles.size(); ++i) {
+    quantiles.push_back(
+        {{"part", kFractions[i]}, {"below", summary.quantiles[i]}});
+  }
+  const Distribution distribution = DistributionOf(state);
+  return {{"mean", summary.mean},
+          {"standard_deviation", summary.deviation},
+          {"quantiles", quantiles},
+          {"histogram",
+           {{"first_edge", distribution.first_edge},
+            {"last_edge", distribution.last_edge},
+            {"counts", distribution.counts}}}};
 }
 
 void List(const Options& options, Session* session) {
   const std::unique_ptr<Client> client = session->ConnectOrFail();
   if (client == nullptr) return;
-  const absl::StatusOr<std::vector<v1::StatisticsEntry>> entries =
+  absl::StatusOr<std::vector<v1::StatisticsEntry>> entries =
       client->ListStatistics(options.name.model, options.name.revision);
   if (!entries.ok()) return session->Fail(entries.status());
+  std::sort(entries->begin(), entries->end(),
+            [](const v1::StatisticsEntry& a, const v1::StatisticsEntry& b) {
+              return NaturalLess(a.tensor(), b.tensor());
+            });
   Json list = Json::array();
   Table table;
   table.AddColumn("TENSOR", Table::Align::kLeft);
@@ -65,9 +135,14 @@ void List(const Options& options, Session* session) {
 void Get(const Options& options, Session* session) {
   const std::unique_ptr<Client> client = session->ConnectOrFail();
   if (client == nullptr) return;
-  const absl::StatusOr<v1::GetStatisticsResponse> response =
-      client->GetStatistics(options.name.NameOf(options.tensor),
-                            options.with_state);
+  absl::StatusOr<v1::GetStatisticsResponse> response =
+      client->GetStatistics(options.name.NameOf(options.tensor), true);
+  // Of very many scales the histograms do not fit a message.
+  if (!options.with_state &&
+      ErrorReason(response.status()) == "STATISTICS_TOO_LARGE") {
+    response = client->GetStatistics(options.name.NameOf(options.tensor),
+                                     /*with_state=*/false);
+  }
   if (!response.ok()) return session->Fail(response.status());
   Json sources = Json::array();
   Table table;
@@ -86,17 +161,23 @@ void Get(const Options& options, Session* session) {
     Json json = {{"name", options.tensor},
                  {"statistics", StatisticsJson(statistics)},
                  {"sources", sources}};
-    if (response->has_state()) json["state"] = MessageJson(response->state());
+    if (response->has_state()) {
+      json["summary"] = SummaryJson(response->state());
+    }
+    if (options.with_state) json["state"] = MessageJson(response->state());
     return session->PrintJson(json);
   }
-  session->Print(absl::StrCat(CountText(statistics.count()), " elements from ",
-                              NumberText(statistics.min()), " to ",
-                              NumberText(statistics.max()), ", ",
-                              CountText(statistics.zero_count()), " zeros, ",
-                              CountText(statistics.nan_count()), " NaN, ",
-                              CountText(statistics.positive_infinity_count() +
-                                        statistics.negative_infinity_count()),
-                              " infinities\n", table.Render(StdoutHasStyle())));
+  session->Print(absl::StrCat(
+      CountText(statistics.count()), " elements from ",
+      NumberText(statistics.min()), " to ", NumberText(statistics.max()), ", ",
+      CountText(statistics.zero_count()), " zeros, ",
+      CountText(statistics.nan_count()), " NaN, ",
+      CountText(statistics.positive_infinity_count() +
+                statistics.negative_infinity_count()),
+      " infinities\n",
+      response->has_state() ? SummaryText(response->state())
+                            : "more than a message holds of histograms\n",
+      "\n", table.Render(StdoutHasStyle())));
 }
 
 void Delete(const Options& options, Session* session) {
@@ -126,15 +207,20 @@ void AddStatisticsCommand(Command* quantctl, Session* session) {
     sub->OnRun([options, session, run] { run(*options, session); });
     return sub;
   };
-  add("list", "List the tensors of a revision that have statistics", &List);
+  add("list", "List the tensors of a revision that have statistics", &List)
+      ->AddExample("quantctl statistics list --model acme/net");
   Command* const get =
       add("get", "Show the statistics of a tensor over all sources", &Get);
   AddTensorArgument(get, &options->tensor);
+  get->AddExample("quantctl statistics get --model acme/net conv1.input");
   get->AddFlag("--state", &options->with_state,
-               "With --json: the histograms as well");
+               "With --json: the histograms of all scales as well");
   Command* const remove =
       add("delete", "Delete the statistics of a tensor", &Delete);
   AddTensorArgument(remove, &options->tensor);
+  remove->AddExample(
+      "quantctl statistics delete --model acme/net conv1.input \\\n"
+      "  --source rank-3");
   remove->AddOption("--source", &options->source, "NAME",
                     "Only those of this source");
 }

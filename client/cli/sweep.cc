@@ -1,5 +1,4 @@
 #include <cstdint>
-#include <fstream>
 #include <memory>
 #include <optional>
 #include <string>
@@ -12,14 +11,16 @@
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
 #include "client/cli/message_json.h"
+#include "client/cli/output.h"
 #include "client/cli/progress.h"
+#include "client/cli/selection.h"
 #include "client/cli/session.h"
 #include "client/cli/spec_syntax.h"
 #include "client/cli/table.h"
 #include "client/cli/tensor_input.h"
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
-#include "client/files/errors.h"
+#include "client/files/atomic_file.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::cli {
@@ -32,7 +33,7 @@ struct Options {
   std::optional<double> min_sqnr_db;
   std::optional<uint64_t> max_bytes;
   std::optional<double> max_bits_per_element;
-  std::string output;
+  OutputOptions output;
 };
 
 absl::StatusOr<v1::SweepRequest> MakeRequest(const Options& options) {
@@ -90,9 +91,17 @@ class Sweeper {
   void Run() {
     absl::StatusOr<v1::SweepRequest> request = MakeRequest(options_);
     if (!request.ok()) return session_.FailUsage(request.status());
+    absl::Status status;
+    if (!options_.output.path.empty()) {
+      status = options_.output.CheckFile({}, ".txt", &session_);
+      if (!status.ok()) return FailEarly(status, &session_);
+    }
     const std::unique_ptr<Client> client = session_.ConnectOrFail();
     if (client == nullptr) return;
-    absl::Status status;
+    status =
+        CheckStoredPatterns("--pattern", options_.patterns, Stored::kStatistics,
+                            options_.name, client.get());
+    if (!status.ok()) return FailEarly(status, &session_);
     if (options_.max_bits_per_element.has_value()) {
       const absl::StatusOr<uint64_t> count =
           CountElements(*request, client.get());
@@ -116,11 +125,20 @@ class Sweeper {
     }
     if (!status.ok()) return session_.Fail(status);
     if (!errors_.empty()) session_.Note(kServerError);
-    if (!options_.output.empty()) {
+    const std::string reason = ReasonForNoMixture();
+    if (!reason.empty()) session_.Note(kServerError);
+    const bool writes = !options_.output.path.empty() && reason.empty();
+    if (writes) {
       status = WriteMixture();
       if (!status.ok()) return session_.Fail(status);
     }
-    Report();
+    Report(writes);
+    if (reason.empty()) return;
+    session_.PrintError(absl::StrCat(
+        "quantctl: ", reason,
+        options_.output.path.empty()
+            ? ""
+            : absl::StrCat("; ", options_.output.path, " is not written")));
   }
 
  private:
@@ -179,18 +197,43 @@ class Sweeper {
         absl::StrCat("quantctl: tensor ", what, ": ", error.message()));
   }
 
-  // What `quantize --spec @FILE` reads.
-  absl::Status WriteMixture() const {
-    std::ofstream file(options_.output, std::ios::binary);
-    for (const auto& choice : summary_.mixture().choices()) {
-      file << choice.tensor() << "=" << SpecText(choice.spec_index()) << "\n";
-    }
-    file.close();
-    if (!file) return files::FileUnwritableError(options_.output, errno);
-    return absl::OkStatus();
+  bool HasTarget() const {
+    return options_.min_sqnr_db.has_value() || options_.max_bytes.has_value() ||
+           options_.max_bits_per_element.has_value();
   }
 
-  void Report() {
+  // Why there is no mixture that does what was asked for; empty where there is
+  // one, or none was asked for.
+  std::string ReasonForNoMixture() const {
+    if (!HasTarget()) return "";
+    const v1::SweepMixture& mixture = summary_.mixture();
+    const size_t choice_count = static_cast<size_t>(mixture.choices_size());
+    if (choice_count < tensors_.size()) {
+      return absl::StrCat("there is a choice for ", CountText(choice_count),
+                          " of ", CountText(tensors_.size()), " tensors");
+    }
+    if (mixture.target_met()) return "";
+    return absl::StrCat("no choice meets the target; the nearest has ",
+                        BytesText(mixture.size_bytes()),
+                        " and a lowest SQNR of ",
+                        DecibelText(mixture.min_sqnr_db()), " dB");
+  }
+
+  // What `quantize --spec @FILE` reads.
+  absl::Status WriteMixture() const {
+    absl::StatusOr<files::AtomicFile> file = files::AtomicFile::Create(
+        options_.output.path, options_.output.if_exists());
+    if (!file.ok()) return file.status();
+    std::string text;
+    for (const auto& choice : summary_.mixture().choices()) {
+      absl::StrAppend(&text, choice.tensor(), "=",
+                      SpecText(choice.spec_index()), "\n");
+    }
+    const absl::Status status = file->Append(text);
+    return status.ok() ? file->Commit() : status;
+  }
+
+  void Report(bool is_written) {
     Json totals = Json::array();
     Table total_table;
     total_table.AddColumn("SPEC", Table::Align::kLeft);
@@ -237,12 +280,13 @@ class Sweeper {
             {"size_bytes", mixture.size_bytes()},
             {"min_sqnr_db", mixture.min_sqnr_db()},
             {"noise_to_signal_sum", mixture.noise_to_signal_sum()},
-            {"target_met", mixture.target_met()}};
+            {"target_met", mixture.target_met()},
+            {"written", is_written}};
       }
       return session_.PrintJson(json);
     }
     const bool bold = StdoutHasStyle();
-    session_.Print(table_.empty() ? "no tensors\n" : table_.Render(bold));
+    session_.Print(table_.Render(bold));
     if (!total_table.empty()) {
       session_.Print(absl::StrCat("\n", total_table.Render(bold)));
     }
@@ -251,7 +295,10 @@ class Sweeper {
           "\n", mixture_table.Render(bold), BytesText(mixture.size_bytes()),
           ", lowest ", DecibelText(mixture.min_sqnr_db()), " dB, noise/signal ",
           NumberText(mixture.noise_to_signal_sum()),
-          mixture.target_met() ? "" : "; no choice meets the target", "\n"));
+          is_written
+              ? absl::StrCat(", written to ", Printable(options_.output.path))
+              : "",
+          "\n"));
     }
     for (const std::string& error : errors_) session_.PrintError(error);
   }
@@ -274,9 +321,11 @@ void AddSweepCommand(Command* quantctl, Session* session) {
   const auto options = std::make_shared<Options>();
   options->name.AddOptions(command, /*required=*/true);
   command
-      ->AddOption("--spec", &options->spec.specs, "SPEC",
-                  "FORMAT[:GRANULARITY][:SYMMETRY][:METHOD[=PARAMETER]], e.g. "
-                  "int4:group:32:mse; may be repeated")
+      ->AddOption(
+          "--spec", &options->spec.specs, "SPEC",
+          "A candidate, such as int4:group:32:mse. May be repeated; see "
+          "quantctl help specs")
+      ->Suggest(FormatNames())
       ->Required();
   options->spec.AddCodebookOption(command);
   command->AddOption("--pattern", &options->patterns, "PATTERN",
@@ -299,10 +348,29 @@ void AddSweepCommand(Command* quantctl, Session* session) {
                       "The same, as bits of codes and scales for each element")
           ->Positive();
   command->AddAlternatives("Mixture", {min_sqnr, max_bytes, max_bits});
-  command->AddOption("-o,--output", &options->output, "FILE",
-                     "Write the mixture as TENSOR=SPEC lines, for quantize "
-                     "--spec @FILE");
-  command->OnRun([options, session] { Sweeper(*options, session).Run(); });
+  Option* const output = options->output.AddOptions(
+      command,
+      "Write the mixture as TENSOR=SPEC lines, for quantize --spec @FILE; - "
+      "for standard output");
+  command->AddExample(
+      "quantctl sweep --model acme/net --revision weights \\\n"
+      "  --spec int8:per-channel --spec int4:group:32 --spec nf4 \\\n"
+      "  --max-bits-per-element 5 -o mixture.txt");
+  command->AddNote(
+      "Specs can be in any blocks that are made of those of the statistics: "
+      "statistics of group:16 serve all. Those take 3 times the size of a "
+      "float32 tensor, and a sweep reads them all; statistics of per-channel "
+      "take less than half of it.");
+  command->OnRun([=] {
+    // There is nothing to write without a target.
+    if (output->IsGiven() && !min_sqnr->IsGiven() && !max_bytes->IsGiven() &&
+        !max_bits->IsGiven()) {
+      return session->FailUsage(
+          ArgumentInvalidError("expected --min-sqnr, --max-bytes or "
+                               "--max-bits-per-element with -o"));
+    }
+    Sweeper(*options, session).Run();
+  });
 }
 
 }  // namespace quantd::cli

@@ -20,6 +20,8 @@ class Table {
   void AddColumn(absl::string_view title, Align align);
   // A cell per column; missing ones are empty.
   void AddRow(std::vector<std::string> cells);
+  // Puts them in the natural order of the first cell.
+  void SortRows();
   bool empty() const { return rows_.empty(); }
 
   // The title row, with `bold` emphasised for a terminal, and the rows; no
@@ -36,6 +38,10 @@ class Table {
   std::vector<std::vector<std::string>> rows_;
 };
 
+// Whether `a` comes before `b` as people count: digits by their number, so that
+// layers.2 comes before layers.10, and all else by its bytes.
+bool NaturalLess(absl::string_view a, absl::string_view b);
+
 // True when stdout is a terminal that wants escapes: not with NO_COLOR set to
 // anything but the empty string, nor with TERM=dumb.
 bool StdoutHasStyle();
@@ -51,6 +57,9 @@ std::string ShapeText(absl::Span<const int64_t> shape);
 
 // Significant digits for an error or a range: "0.00123", "1.2e-09", "inf".
 std::string NumberText(double value);
+
+// "45 s", "3 min 20 s", "2 h 5 min".
+std::string DurationText(double seconds);
 
 // Two decimals for decibels: "41.27", "inf".
 std::string DecibelText(double value);

@@ -29,7 +29,7 @@
 namespace quantd::cli {
 namespace {
 
-bool AnyGiven(const std::vector<const Option*>& options) {
+bool AnyGiven(const std::vector<Option*>& options) {
   return std::any_of(options.begin(), options.end(),
                      [](const Option* option) { return option->IsGiven(); });
 }
@@ -68,6 +68,7 @@ std::string FileStem(absl::string_view path) {
 
 absl::StatusOr<TensorInput> TensorInput::Open(const std::string& path) {
   TensorInput input;
+  input.paths_.push_back(path);
   if (IsNpyPath(path)) {
     absl::StatusOr<files::NpyReader> reader = files::NpyReader::Open(path);
     if (!reader.ok()) return reader.status();
@@ -86,7 +87,8 @@ absl::StatusOr<TensorInput> TensorInput::Open(const std::string& path) {
   const absl::StatusOr<files::ShardIndex> shards = files::ReadShardIndex(path);
   if (!shards.ok()) return shards.status();
   for (const std::string& shard : shards->shards) {
-    absl::Status status = input.Add(absl::StrCat(path, "/", shard));
+    input.paths_.push_back(absl::StrCat(path, "/", shard));
+    absl::Status status = input.Add(input.paths_.back());
     if (!status.ok()) return status;
   }
   for (const auto& [tensor, shard] : shards->weight_map) {
@@ -222,11 +224,9 @@ bool TensorFilter::Takes(const files::FileTensor& tensor) const {
 }
 
 void NameOptions::AddOptions(Command* command, bool required) {
-  Option* const option =
-      command->AddOption("--model", &model, "NAME",
-                         required ? "Model"
-                                  : "Model to keep encodings under; default "
-                                    "the file's name without extension");
+  Option* const option = command->AddOption(
+      "--model", &model, "NAME",
+      required ? "Model" : "Model that encodings are kept under");
   if (required) option->Required();
   command->AddOption("--revision", &revision, "NAME", "Revision of the model")
       ->ShowDefault();
@@ -246,7 +246,10 @@ TensorName NameOptions::NameOf(const std::string& tensor) const {
 }
 
 void SpecOptions::AddOptions(Command* command) {
-  const auto count = [this](Option* option) { given_.push_back(option); };
+  // In place of --spec, for scripts of earlier versions.
+  const auto count = [this](Option* option) {
+    given_.push_back(option->Hidden());
+  };
   count(command->AddOption("--format", &format, "FORMAT", FormatHelp().c_str())
             ->Suggest(FormatNames())
             ->ShowDefault());
@@ -265,12 +268,14 @@ void SpecOptions::AddOptions(Command* command) {
                       "A number per dimension instead, 0 for the whole "
                       "dimension, e.g. 1,0,32")
           ->Excludes(granularity_option);
-  granularity_given_ = {granularity_option, block_size_option};
+  granularity_given_ = {granularity_option->Hidden(),
+                        block_size_option->Hidden()};
   count(command
             ->AddOption("--symmetry", &symmetry, "SYMMETRY",
                         "default (strict for signed formats, asymmetric for "
                         "unsigned ones), asymmetric, strict, full-range, "
-                        "half-step")
+                        "half-step, aimet (AIMET's own: the least scale on "
+                        "all codes that clips nothing)")
             ->Suggest(SymmetryNames())
             ->ShowDefault());
   count(command
@@ -318,21 +323,30 @@ void SpecOptions::AddOptions(Command* command) {
 }
 
 void SpecOptions::AddCodebookOption(Command* command) {
-  command->AddOption("--codebook", &codebook, "FILE|N,N,...",
-                     "codebook2, codebook4, codebook8: the entries in "
-                     "ascending order, or a file that has them");
+  command
+      ->AddOption("--codebook", &codebook, "FILE|N,N,...",
+                  "codebook2, codebook4, codebook8: the entries in "
+                  "ascending order, or a file that has them")
+      ->Hidden();
 }
 
 void SpecOptions::AddOptionsWithPatterns(Command* command) {
   AddOptions(command);
-  command->AddOption("--spec", &specs, "[PATTERN=]SPEC",
-                     "PATTERN=SPEC for tensors whose name matches (* and ?; "
-                     "the first that matches counts), SPEC for all others, or "
-                     "@FILE with one on each line; may be repeated. SPEC is "
-                     "FORMAT[:GRANULARITY][:SYMMETRY][:METHOD[=PARAMETER]], "
-                     "e.g. 'conv*.weight=int8:per-channel:mse', "
-                     "'*.input=uint8:percentile=0.999', int4:group:32, "
-                     "mxfp4_e2m1:rule=even");
+  command
+      ->AddOption("--spec", &specs, "[PATTERN=]SPEC",
+                  "What tensors become, such as int8:per-channel, for all of "
+                  "them; with PATTERN= for those whose name matches (* and ?). "
+                  "@FILE has one on each line. May be repeated; see quantctl "
+                  "help specs")
+      ->Suggest(FormatNames());
+}
+
+void SpecOptions::ShowGranularity() {
+  granularity_given_[0]->Shown(
+      "Granularity of the statistics: per-tensor, per-channel[:AXIS] or "
+      "group:N");
+  granularity_given_[1]->Shown(
+      "The same as a number for each dimension, 0 for the whole of it");
 }
 
 bool SpecOptions::IsGiven() const { return AnyGiven(given_); }

@@ -50,6 +50,8 @@ class TensorInput {
   const std::map<std::string, std::string>& metadata() const {
     return metadata_;
   }
+  // The files that were opened, and their folder where one was.
+  const std::vector<std::string>& paths() const { return paths_; }
 
  private:
   TensorInput() = default;
@@ -65,6 +67,7 @@ class TensorInput {
   std::vector<std::vector<float>> dequantized_;
   std::vector<files::FileTensor> tensors_;
   std::vector<std::string> unread_;
+  std::vector<std::string> paths_;
   absl::flat_hash_map<std::string, size_t> index_;
   std::map<std::string, std::string> metadata_;
 };
@@ -101,7 +104,8 @@ struct NameOptions {
 // Adds the argument that names one tensor, which is required.
 void AddTensorArgument(Command* command, std::string* tensor);
 
-// --format, --granularity, --method and all else that makes a spec.
+// --spec, and what earlier versions had in its place: --format, --granularity,
+// --method and all else that makes a spec. Those are hidden.
 struct SpecOptions {
   std::string format = "int8";
   std::string granularity = "default";
@@ -124,6 +128,8 @@ struct SpecOptions {
   void AddOptions(Command* command);
   // The same and --spec.
   void AddOptionsWithPatterns(Command* command);
+  // Shows --granularity and --block-size, as those of statistics.
+  void ShowGranularity();
   // --codebook alone.
   void AddCodebookOption(Command* command);
 
@@ -142,9 +148,9 @@ struct SpecOptions {
 
  private:
   // The options that IsGiven counts.
-  std::vector<const Option*> given_;
+  std::vector<Option*> given_;
   // --granularity and --block-size.
-  std::vector<const Option*> granularity_given_;
+  std::vector<Option*> granularity_given_;
 };
 
 // The tensor as the client takes it.

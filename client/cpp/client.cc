@@ -23,8 +23,11 @@
 #include "client/cpp/client_options.h"
 #include "client/cpp/credentials.h"
 #include "client/cpp/errors.h"
+#include "client/cpp/probe.h"
+#include "client/cpp/retry_policy.h"
 #include "client/cpp/retrying_stream.h"
 #include "client/cpp/shared_memory.h"
+#include "client/cpp/target.h"
 #include "client/cpp/tensor_stream.h"
 #include "grpc/grpc.h"
 #include "grpcpp/channel.h"
@@ -196,9 +199,9 @@ void KeepGrpcRunning() {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Client>> Client::Connect(ClientOptions options) {
-  if (options.target.empty()) {
-    return ArgumentInvalidError("expected a server, got an empty string");
-  }
+  absl::StatusOr<std::string> target = ParseTarget(options.target);
+  if (!target.ok()) return target.status();
+  options.target = *std::move(target);
   if (options.chunk_bytes < kChunkUnitBytes ||
       options.chunk_bytes > kMaxChunkBytes) {
     return ArgumentInvalidError(
@@ -210,6 +213,9 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(ClientOptions options) {
   }
   if (options.max_retries < 0) {
     return ArgumentInvalidError("expected retries of at least 0");
+  }
+  if (options.retry_for < absl::ZeroDuration()) {
+    return ArgumentInvalidError("expected a time for retries of at least 0");
   }
   if (options.deadline <= absl::ZeroDuration()) {
     return ArgumentInvalidError("expected a deadline above 0");
@@ -236,9 +242,9 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(ClientOptions options) {
     if (!sender.ok()) return sender.status();
     interceptors.push_back(*std::move(sender));
   }
-  if (options.credentials == nullptr) {
-    options.credentials = grpc::InsecureChannelCredentials();
-  }
+  const std::shared_ptr<grpc::ChannelCredentials> credentials =
+      options.credentials != nullptr ? options.credentials
+                                     : grpc::InsecureChannelCredentials();
   KeepGrpcRunning();
   grpc::ChannelArguments arguments;
   // How large an encoding may be is the server's to say; gRPC's default would
@@ -265,10 +271,9 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(ClientOptions options) {
   }
   std::shared_ptr<grpc::Channel> channel =
       interceptors.empty()
-          ? grpc::CreateCustomChannel(options.target, options.credentials,
-                                      arguments)
+          ? grpc::CreateCustomChannel(options.target, credentials, arguments)
           : grpc::experimental::CreateCustomChannelWithInterceptors(
-                options.target, options.credentials, arguments,
+                options.target, credentials, arguments,
                 std::move(interceptors));
   return std::unique_ptr<Client>(
       new Client(std::move(options), std::move(channel)));
@@ -331,17 +336,17 @@ absl::Status Client::Call(Method method, const Request& request,
   absl::BitGen random;
   internal::RetryPolicy policy(options_, &random);
   const absl::Time deadline = absl::Now() + options_.deadline;
-  for (int retries = 0;; ++retries) {
+  for (internal::Retries retries;; retries.Add()) {
     grpc::ClientContext context;
     const absl::Duration timeout =
         std::min(options_.timeout, deadline - absl::Now());
     context.set_deadline(Deadline(timeout));
     response->Clear();
-    const absl::Status status = FromGrpcStatus(
-        (encoding_stub_.get()->*method)(&context, request, response),
-        options_.target, timeout);
-    if (!policy.Pause(status, retries, deadline)) {
-      return WithAttempts(status, retries + 1);
+    const absl::Status status = internal::StatusOf(
+        (encoding_stub_.get()->*method)(&context, request, response), options_,
+        timeout);
+    if (!policy.Pause(status, &retries, deadline)) {
+      return WithAttempts(retries.Explained(status), retries.count + 1);
     }
     // A server that is about to stop says so before it begins.
     if (may_repeat != nullptr && absl::IsUnavailable(status) &&
@@ -469,7 +474,7 @@ absl::Status Client::ReadAll(
   internal::RetryPolicy policy(options_, &random);
   const absl::Time deadline = absl::Now() + options_.deadline;
   bool has_answer = false;
-  for (int retries = 0;; ++retries) {
+  for (internal::Retries retries;; retries.Add()) {
     grpc::ClientContext context;
     if (deadline != absl::InfiniteFuture()) {
       context.set_deadline(absl::ToChronoTime(deadline));
@@ -488,13 +493,13 @@ absl::Status Client::ReadAll(
     }
     if (outcome != Reader::Outcome::kFinished) context.TryCancel();
     const absl::Status status =
-        FromGrpcStatus(reader.Finish(), options_.target, options_.timeout);
+        internal::StatusOf(reader.Finish(), options_, options_.timeout);
     if (!is_wanted) return absl::OkStatus();
     if (outcome == Reader::Outcome::kTimeout) {
       return TimeoutError(options_.target, options_.timeout);
     }
-    if (has_answer || !policy.Pause(status, retries, deadline)) {
-      return WithAttempts(status, retries + 1);
+    if (has_answer || !policy.Pause(status, &retries, deadline)) {
+      return WithAttempts(retries.Explained(status), retries.count + 1);
     }
   }
 }
@@ -565,7 +570,7 @@ absl::StatusOr<v1::ImportEncodingsResponse> Client::ImportEncodings(
   absl::BitGen random;
   internal::RetryPolicy policy(options_, &random);
   const absl::Time deadline = absl::Now() + options_.deadline;
-  for (int retries = 0;; ++retries) {
+  for (internal::Retries retries;; retries.Add()) {
     grpc::ClientContext context;
     context.set_deadline(Deadline(std::min(timeout, deadline - absl::Now())));
     v1::ImportEncodingsResponse response;
@@ -587,10 +592,10 @@ absl::StatusOr<v1::ImportEncodingsResponse> Client::ImportEncodings(
     } while (is_taken && (offset < data.size() || hint < hints.size()));
     writer->WritesDone();
     const absl::Status status =
-        FromGrpcStatus(writer->Finish(), options_.target, timeout);
+        internal::StatusOf(writer->Finish(), options_, timeout);
     if (status.ok()) return response;
-    if (!policy.Pause(status, retries, deadline)) {
-      return WithAttempts(status, retries + 1);
+    if (!policy.Pause(status, &retries, deadline)) {
+      return WithAttempts(retries.Explained(status), retries.count + 1);
     }
   }
 }
@@ -665,7 +670,7 @@ absl::StatusOr<Client::Health> Client::CheckHealth(absl::string_view service) {
                  });
   done.WaitForNotification();
   const absl::Status status =
-      FromGrpcStatus(call_status, options_.target, options_.timeout);
+      internal::StatusOf(call_status, options_, options_.timeout);
   if (absl::IsNotFound(status)) return Health::kUnknown;
   if (!status.ok()) return status;
   std::string answer;

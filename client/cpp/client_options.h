@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <string>
 
@@ -18,17 +19,18 @@ namespace quantd {
 struct Retry {
   // Why.
   absl::Status status;
-  // 1 for the first one since something was answered, of at most `max_number`.
+  // 1 for the first one since something was answered.
   int number = 0;
-  int max_number = 0;
   // How long until then.
   absl::Duration pause;
+  // How long retries go on without an answer.
+  absl::Duration left;
 };
 
 // Plain value, not synchronised.
 struct ClientOptions {
-  // "host:port", "unix:/path/to/socket", or several replicas as
-  // "ipv4:10.0.0.1:8430,10.0.0.2:8430".
+  // "host", "host:port", "unix:/path/to/socket", or several replicas as
+  // "ipv4:10.0.0.1:8430,10.0.0.2:8430"; see ParseTarget.
   std::string target = "127.0.0.1:8430";
   // Sends calls to all addresses of the target in turn, and to none that does
   // not report itself healthy: for replicas without a proxy in front of them.
@@ -44,9 +46,15 @@ struct ClientOptions {
   // Payload of a message in bytes, 64 to 32 MiB, cut down to a multiple of 64.
   // A server takes 4 MiB by default.
   int64_t chunk_bytes = int64_t{1} << 20;
-  // Attempts after the first without an answer, on UNAVAILABLE and where the
-  // server asks for a retry. Every call may be repeated without harm.
-  int max_retries = 6;
+  // How long a call without an answer is tried again, on UNAVAILABLE and where
+  // the server asks for a retry: long enough for a server to be started again,
+  // also elsewhere. Zero for not at all. Every call may be repeated without
+  // harm. What only a person can mend, such as TLS on one side alone, ends at
+  // once.
+  absl::Duration retry_for = absl::Seconds(60);
+  // The most attempts after the first without an answer. Default: as many as
+  // there is time for.
+  int max_retries = std::numeric_limits<int>::max();
   // Pause before the first retry; it doubles up to max_backoff and varies by
   // half, so that clients do not come back all at once.
   absl::Duration initial_backoff = absl::Milliseconds(50);

@@ -7,6 +7,7 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/cord.h"
 #include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
@@ -22,6 +23,83 @@ namespace {
 constexpr absl::string_view kServerUnreachable = "SERVER_UNREACHABLE";
 // The payload of a status that holds a duration.
 constexpr absl::string_view kRetryAfter = "quantd/retry_after";
+// And one that holds an UnreachableCause.
+constexpr absl::string_view kCause = "quantd/cause";
+
+// What gRPC 1.51 says, and what it means.
+struct Symptom {
+  absl::string_view text;
+  UnreachableCause cause;
+};
+constexpr Symptom kSymptoms[] = {
+    {"Connection refused", UnreachableCause::kNothingListens},
+    {"No such file or directory", UnreachableCause::kNothingListens},
+    {"DNS resolution failed", UnreachableCause::kNameUnknown},
+    {"wrong version number", UnreachableCause::kNoTls},
+    {"packet length too long", UnreachableCause::kNoTls},
+    {"certificate verify failed", UnreachableCause::kUntrusted},
+    {"is not in peer certificate", UnreachableCause::kUntrusted},
+    {"Hostname Verification Check failed", UnreachableCause::kUntrusted},
+    {"Failed parsing HTTP/2", UnreachableCause::kNotQuantd},
+    {"Trying to connect an http1.x server", UnreachableCause::kNotQuantd},
+    {"Expected SETTINGS frame", UnreachableCause::kNotQuantd},
+    {"Received http2 header with status: 4", UnreachableCause::kNotQuantd},
+    {"before receiving SETTINGS frame", UnreachableCause::kSilent},
+    {"Handshake read failed", UnreachableCause::kSilent},
+};
+
+UnreachableCause CauseOf(absl::string_view message) {
+  for (const Symptom& symptom : kSymptoms) {
+    if (absl::StrContains(message, symptom.text)) return symptom.cause;
+  }
+  // Otherwise it was closed while it was in use.
+  const bool is_new = absl::StrContains(message, "last error: ");
+  for (const absl::string_view text :
+       {"Socket closed", "Connection reset by peer"}) {
+    if (is_new && absl::StrContains(message, text)) {
+      return UnreachableCause::kClosed;
+    }
+  }
+  return UnreachableCause::kOther;
+}
+
+std::string UnreachableText(absl::string_view target, UnreachableCause cause,
+                            absl::string_view detail) {
+  // The last clause of what gRPC says of an address or a name.
+  const size_t colon = detail.rfind(": ");
+  const absl::string_view last =
+      colon == absl::string_view::npos ? detail : detail.substr(colon + 2);
+  switch (cause) {
+    case UnreachableCause::kOther:
+      break;
+    case UnreachableCause::kNothingListens:
+      return absl::StrCat("nothing listens at ", target, " (", last, ")");
+    case UnreachableCause::kNameUnknown:
+      return absl::StrCat("no address is known of ", target, " (", last, ")");
+    case UnreachableCause::kClosed:
+      return absl::StrCat(target, " closes connections at once (", last, ")");
+    case UnreachableCause::kSilent:
+      return absl::StrCat(target, " takes connections and says nothing");
+    case UnreachableCause::kWantsCertificate:
+      return absl::StrCat(
+          target,
+          " closes connections after the TLS handshake, as a server does that "
+          "wants a client's certificate, or another one");
+    case UnreachableCause::kNotQuantd:
+      return absl::StrCat("what listens at ", target, " is no gRPC server");
+    case UnreachableCause::kWantsTls:
+      return absl::StrCat(target,
+                          " wants TLS, and this client does not use it");
+    case UnreachableCause::kNoTls:
+      return absl::StrCat("what listens at ", target, " does not speak TLS");
+    case UnreachableCause::kUntrusted:
+      return absl::StrCat(
+          "the certificate of ", target,
+          " is of no authority that this client knows, or for another name (",
+          last, ")");
+  }
+  return absl::StrCat("no answer from ", target, ": ", detail);
+}
 
 absl::Status Error(absl::StatusCode code, absl::string_view reason,
                    absl::string_view text) {
@@ -99,9 +177,23 @@ absl::string_view ErrorText(const absl::Status& status) {
 }
 
 absl::Status ServerUnreachableError(absl::string_view target,
-                                    absl::string_view what) {
-  return Error(absl::StatusCode::kUnavailable, kServerUnreachable,
-               absl::StrCat("no answer from ", target, ": ", what));
+                                    absl::string_view detail,
+                                    UnreachableCause cause) {
+  absl::Status status =
+      Error(absl::StatusCode::kUnavailable, kServerUnreachable,
+            UnreachableText(target, cause, detail));
+  status.SetPayload(kCause, absl::Cord(absl::StrCat(static_cast<int>(cause))));
+  return status;
+}
+
+UnreachableCause UnreachableCauseOf(const absl::Status& status) {
+  const absl::optional<absl::Cord> payload = status.GetPayload(kCause);
+  int cause = 0;
+  if (!payload.has_value() ||
+      !absl::SimpleAtoi(std::string(*payload), &cause)) {
+    return UnreachableCause::kOther;
+  }
+  return static_cast<UnreachableCause>(cause);
 }
 
 bool IsServerUnreachable(const absl::Status& status) {
@@ -134,10 +226,12 @@ absl::Status WithRetryAfter(absl::Status status, absl::Duration retry_after) {
 
 absl::Status WithAttempts(const absl::Status& status, int attempts) {
   if (status.ok() || attempts < 2) return status;
-  return WithRetryAfter(
-      absl::Status(status.code(), absl::StrCat(status.message(), " (after ",
-                                               attempts, " attempts)")),
-      RetryAfter(status));
+  absl::Status result(status.code(), absl::StrCat(status.message(), " (after ",
+                                                  attempts, " attempts)"));
+  status.ForEachPayload([&](absl::string_view url, const absl::Cord& payload) {
+    result.SetPayload(url, payload);
+  });
+  return result;
 }
 
 absl::Status EncodingReplacedError(absl::string_view expected_etag,
@@ -186,8 +280,9 @@ absl::Status FromGrpcStatus(const grpc::Status& status,
   if (!ErrorReason(plain).empty()) {
     return WithRetryAfter(plain, RetryDelay(status.error_details()));
   }
-  if (IsBroken(plain)) {
-    return ServerUnreachableError(target, plain.message());
+  const UnreachableCause cause = CauseOf(plain.message());
+  if (IsBroken(plain) || cause == UnreachableCause::kNotQuantd) {
+    return ServerUnreachableError(target, plain.message(), cause);
   }
   if (absl::IsDeadlineExceeded(plain)) return TimeoutError(target, timeout);
   return plain;

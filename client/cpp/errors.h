@@ -24,10 +24,36 @@ absl::string_view ErrorReason(const absl::Status& status);
 // The message without "REASON: ".
 absl::string_view ErrorText(const absl::Status& status);
 
+// Why a server could not be reached.
+enum class UnreachableCause {
+  // It broke off, or what gRPC says of it has no meaning here; or it is not
+  // that error at all.
+  kOther,
+  // Nobody listens there, or there is no such socket.
+  kNothingListens,
+  // No address goes by that name.
+  kNameUnknown,
+  // It takes connections and closes them, or says nothing.
+  kClosed,
+  kSilent,
+  // It closes them behind TLS, as one does that wants a certificate.
+  kWantsCertificate,
+  // It speaks something else than gRPC.
+  kNotQuantd,
+  // TLS on one side alone.
+  kWantsTls,
+  kNoTls,
+  // Its certificate is of an unknown authority, or for other names.
+  kUntrusted,
+};
+
 // No connection to the server, or it broke. UNAVAILABLE / SERVER_UNREACHABLE.
-absl::Status ServerUnreachableError(absl::string_view target,
-                                    absl::string_view what);
+// `detail` is what gRPC says.
+absl::Status ServerUnreachableError(
+    absl::string_view target, absl::string_view detail,
+    UnreachableCause cause = UnreachableCause::kOther);
 bool IsServerUnreachable(const absl::Status& status);
+UnreachableCause UnreachableCauseOf(const absl::Status& status);
 
 // The server did not go on in time. DEADLINE_EXCEEDED / TIMEOUT.
 absl::Status TimeoutError(absl::string_view target, absl::Duration timeout);

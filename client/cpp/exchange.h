@@ -12,6 +12,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "client/cpp/envelope.h"
+#include "client/cpp/retry_policy.h"
 #include "client/cpp/shared_memory.h"
 #include "xxhash.h"
 
@@ -67,7 +68,7 @@ class Exchange {
   // Forgets what is not complete of the answer, for a retry.
   void Resume();
   // Retries that the server asked for, for this tensor.
-  int retries = 0;
+  Retries retries;
   // How often it was put on a call.
   int sendings = 0;
 

@@ -6,13 +6,14 @@
 #include <string>
 #include <utility>
 
-#include "absl/random/random.h"
 #include "absl/status/status.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "client/cpp/client_options.h"
 #include "client/cpp/errors.h"
 #include "client/cpp/exchange.h"
+#include "client/cpp/probe.h"
+#include "client/cpp/retry_policy.h"
 #include "client/cpp/stream_call.h"
 
 namespace quantd::internal {
@@ -26,29 +27,6 @@ constexpr absl::Duration kFinishTimeout = absl::Seconds(1);
 constexpr absl::Duration kReleasePoll = absl::Milliseconds(10);
 
 }  // namespace
-
-bool RetryPolicy::Wants(const absl::Status& status, int retries) const {
-  const absl::Duration asked = RetryAfter(status);
-  return retries < options_.max_retries && asked <= options_.timeout &&
-         (absl::IsUnavailable(status) || absl::IsAborted(status) ||
-          asked > absl::ZeroDuration());
-}
-
-bool RetryPolicy::Pause(const absl::Status& status, int retries,
-                        absl::Time deadline) {
-  if (!Wants(status, retries)) return false;
-  absl::Duration pause = options_.initial_backoff;
-  for (int i = 0; i < retries && pause < options_.max_backoff; ++i) pause *= 2;
-  pause =
-      std::min(pause, options_.max_backoff) * absl::Uniform(random_, 0.5, 1.5);
-  pause = std::max(pause, RetryAfter(status));
-  if (absl::Now() + pause >= deadline) return false;
-  if (options_.on_retry != nullptr) {
-    options_.on_retry({status, retries + 1, options_.max_retries, pause});
-  }
-  absl::SleepFor(pause);
-  return true;
-}
 
 RetryingStream::RetryingStream(
     std::shared_ptr<grpc::Channel> channel, std::string method,
@@ -127,7 +105,7 @@ absl::Status RetryingStream::CloseBroken(bool timed_out) {
       End(pending, exchange.status());
       continue;
     }
-    if (is_answered) ++exchange.retries;
+    if (is_answered) exchange.retries.Add();
     exchange.Resume();
   }
   absl::Status status = call_->protocol_status();
@@ -135,8 +113,7 @@ absl::Status RetryingStream::CloseBroken(bool timed_out) {
     status = TimeoutError(options_.target, options_.timeout);
   }
   if (status.ok()) {
-    status =
-        FromGrpcStatus(call_->grpc_status(), options_.target, options_.timeout);
+    status = StatusOf(call_->grpc_status(), options_, options_.timeout);
   }
   if (status.ok()) {
     status = ResponseMalformedError(
@@ -175,20 +152,21 @@ void RetryingStream::FailAll(const absl::Status& status) {
 void RetryingStream::FailOrPause(const absl::Status& status,
                                  absl::Time deadline) {
   Pending& front = pending_.front();
-  if (front.exchange->resume_bytes() > front.resumed_bytes) broken_count_ = 0;
+  if (front.exchange->resume_bytes() > front.resumed_bytes) broken_ = Retries();
   if (absl::Now() >= deadline) {
     return End(front, absl::IsDeadlineExceeded(status)
                           ? TimeoutError(options_.target, options_.deadline)
                           : status);
   }
-  if (retry_policy_.Pause(status, broken_count_, deadline)) {
-    ++broken_count_;
-  } else if (retry_policy_.Wants(status, broken_count_)) {
+  if (retry_policy_.Pause(status, &broken_, deadline)) {
+    broken_.Add();
+  } else if (retry_policy_.Wants(status, broken_)) {
     // Only this one has no more time.
     End(front, status);
   } else {
-    broken_count_ = 0;
-    FailAll(status);
+    const absl::Status explained = broken_.Explained(status);
+    broken_ = Retries();
+    FailAll(explained);
   }
 }
 
@@ -204,7 +182,7 @@ void RetryingStream::SendAgain(absl::Time deadline) {
     CloseBroken(timed_out).IgnoreError();
     return;
   }
-  ++front.exchange->retries;
+  front.exchange->retries.Add();
   front.exchange->Resume();
   Enqueue(front);
 }
@@ -213,6 +191,8 @@ std::unique_ptr<Exchange> RetryingStream::Receive() {
   Pending& front = pending_.front();
   const absl::Time deadline =
       std::max(front.sent, last_received_) + options_.deadline;
+  // What was refused behind another one has its time from now on.
+  front.exchange->retries.since = absl::Now();
   while (!front.is_over) {
     if (call_ == nullptr) Open();
     const StreamCall::Outcome outcome =
@@ -224,11 +204,11 @@ std::unique_ptr<Exchange> RetryingStream::Receive() {
       if (!front.is_over) FailOrPause(status, deadline);
       continue;
     }
-    broken_count_ = 0;
+    broken_ = Retries();
     Exchange& exchange = *front.exchange;
     Release(exchange);
     if (call_ == nullptr) continue;
-    if (retry_policy_.Pause(exchange.status(), exchange.retries, deadline)) {
+    if (retry_policy_.Pause(exchange.status(), &exchange.retries, deadline)) {
       SendAgain(deadline);
     } else {
       End(front, exchange.status());

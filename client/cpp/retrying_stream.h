@@ -15,28 +15,12 @@
 #include "absl/time/time.h"
 #include "client/cpp/client_options.h"
 #include "client/cpp/exchange.h"
+#include "client/cpp/retry_policy.h"
 #include "client/cpp/shared_memory.h"
 #include "client/cpp/stream_call.h"
 #include "grpcpp/channel.h"
 
 namespace quantd::internal {
-
-// Decides about the retries of one call. Not thread-safe.
-class RetryPolicy {
- public:
-  // Both must outlive it.
-  RetryPolicy(const ClientOptions& options, absl::BitGen* random)
-      : options_(options), random_(*random) {}
-
-  // True when another retry may help after `retries` of them.
-  bool Wants(const absl::Status& status, int retries) const;
-  // The same, and waits; false when that would take until `deadline`.
-  bool Pause(const absl::Status& status, int retries, absl::Time deadline);
-
- private:
-  const ClientOptions& options_;
-  absl::BitGen& random_;
-};
 
 // Opens a call when there is something to send, opens another one when that
 // breaks with UNAVAILABLE, and sends what was not answered. An exchange whose
@@ -120,8 +104,8 @@ class RetryingStream {
   // Keys of those that are on call_ and not over.
   absl::flat_hash_set<std::string> keys_on_call_;
   absl::Time last_received_ = absl::InfinitePast();
-  // Calls that broke one after another without any answer.
-  int broken_count_ = 0;
+  // For calls that broke one after another without any answer.
+  Retries broken_;
 };
 
 }  // namespace quantd::internal

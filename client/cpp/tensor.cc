@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -14,6 +15,13 @@
 
 namespace quantd {
 namespace {
+
+// What the library takes for granted.
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
+              "elements lie in memory as they do on the wire");
+static_assert(std::numeric_limits<float>::is_iec559 &&
+                  std::numeric_limits<double>::is_iec559,
+              "float and double are those of IEEE 754");
 
 constexpr absl::string_view kFormatPrefix = "NUMBER_FORMAT_";
 constexpr int64_t kMaxElementCount = int64_t{1} << 56;

@@ -13,29 +13,58 @@
 
 namespace quantd::files {
 
-// Writes to a temporary file beside `path`, which Commit renames over it.
-// Without Commit the temporary file is removed. Not thread-safe.
+// The path that stands for standard output.
+constexpr char kStandardOutput[] = "-";
+
+// What becomes of a file that is there already.
+enum class IfExists { kRefuse, kReplace };
+
+// Whether a file can be written there, as AtomicFile::Create says it.
+// Errors: FILE_EXISTS; FILE_UNWRITABLE for a folder and the like, or in one
+// that is not there or not writable.
+absl::Status CheckWritable(const std::string& path, IfExists if_exists);
+
+// A file without a name in the folder of `path`, or in the temporary folder
+// where `path` is no regular file. Returns a descriptor to write and to read.
+// Errors: FILE_UNWRITABLE.
+absl::StatusOr<int> OpenUnnamedFile(const std::string& path);
+
+// Writes to a file without a name in the folder of `path`, which Commit gives
+// it: a process that is killed leaves nothing behind. On file systems that do
+// not know such files it is PATH.tmp-PID-N meanwhile. Standard output, pipes
+// and devices are written as the data come. Not thread-safe.
 class AtomicFile {
  public:
-  // Errors of all: FILE_UNWRITABLE.
-  static absl::StatusOr<AtomicFile> Create(const std::string& path);
+  // Errors: FILE_EXISTS, FILE_UNWRITABLE.
+  static absl::StatusOr<AtomicFile> Create(const std::string& path,
+                                           IfExists if_exists);
 
   AtomicFile(AtomicFile&& other) noexcept;
   AtomicFile& operator=(AtomicFile&&) = delete;
   ~AtomicFile();
 
+  // Errors of these: FILE_UNWRITABLE.
   absl::Status Append(absl::Span<const uint8_t> bytes);
   absl::Status Append(absl::string_view bytes);
   // Appends `size_bytes` of another open file from `offset_bytes`.
   absl::Status AppendFrom(int fd, uint64_t offset_bytes, uint64_t size_bytes);
 
   // Makes the file durable and visible.
+  // Errors: FILE_EXISTS where one came meanwhile; FILE_UNWRITABLE.
   absl::Status Commit();
 
  private:
-  AtomicFile(std::string path, std::string temporary_path, int fd);
+  enum class Kind { kUnnamed, kNamed, kStream };
+
+  AtomicFile(std::string path, IfExists if_exists, Kind kind,
+             std::string temporary_path, int fd);
+  // Puts the file in its place. Returns errno, or 0.
+  int Publish() const;
 
   const std::string path_;
+  const IfExists if_exists_;
+  const Kind kind_;
+  // Of kNamed.
   const std::string temporary_path_;
   // Negative once committed or moved from.
   int fd_;

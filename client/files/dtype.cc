@@ -1,6 +1,8 @@
 #include "client/files/dtype.h"
 
+#include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <optional>
 
@@ -61,6 +63,49 @@ std::optional<int64_t> TensorSizeBytes(Dtype dtype,
     size *= dimension;
   }
   return is_empty ? 0 : size;
+}
+
+float ReadHalf(const uint8_t* bytes) {
+  const uint32_t bits = bytes[0] | uint32_t{bytes[1]} << 8;
+  const uint32_t exponent = bits >> 10 & 31;
+  const float mantissa = static_cast<float>(bits & 1023);
+  float magnitude = 0;
+  if (exponent == 31) {
+    magnitude = mantissa == 0 ? HUGE_VALF : std::nanf("");
+  } else if (exponent == 0) {
+    magnitude = std::ldexp(mantissa, -24);
+  } else {
+    magnitude = std::ldexp(mantissa + 1024, static_cast<int>(exponent) - 25);
+  }
+  return std::copysign(magnitude, (bits & 0x8000) != 0 ? -1.0F : 1.0F);
+}
+
+std::vector<uint8_t> Widen(Dtype from, absl::Span<const uint8_t> data,
+                           Dtype to) {
+  if (from == to) return {data.begin(), data.end()};
+  const size_t from_bytes = static_cast<size_t>(DtypeSizeBytes(from));
+  const size_t to_bytes = static_cast<size_t>(DtypeSizeBytes(to));
+  const size_t count = data.size() / from_bytes;
+  std::vector<uint8_t> wide(count * to_bytes);
+  for (size_t i = 0; i < count; ++i) {
+    const uint8_t* const element = data.data() + i * from_bytes;
+    float value = 0;
+    if (from == Dtype::kF16) {
+      value = ReadHalf(element);
+    } else if (from == Dtype::kBF16) {
+      // The upper half of a float32.
+      std::memcpy(reinterpret_cast<uint8_t*>(&value) + 2, element, 2);
+    } else {
+      std::memcpy(&value, element, sizeof(value));
+    }
+    if (to == Dtype::kF64) {
+      const double as_double = value;
+      std::memcpy(wide.data() + i * to_bytes, &as_double, sizeof(as_double));
+    } else {
+      std::memcpy(wide.data() + i * to_bytes, &value, sizeof(value));
+    }
+  }
+  return wide;
 }
 
 }  // namespace quantd::files

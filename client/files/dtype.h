@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
@@ -40,6 +41,15 @@ std::optional<Dtype> ParseDtype(absl::string_view name);
 // product does not fit in 63 bits.
 std::optional<int64_t> TensorSizeBytes(Dtype dtype,
                                        absl::Span<const int64_t> shape);
+
+// The value of two bytes of kF16.
+float ReadHalf(const uint8_t* bytes);
+
+// Elements of kF16, kBF16, kF32 or kF64 as `to`, kF32 or kF64, which holds them
+// exactly.
+// Requires: `data` are whole elements, and `to` is not narrower.
+std::vector<uint8_t> Widen(Dtype from, absl::Span<const uint8_t> data,
+                           Dtype to);
 
 }  // namespace quantd::files
 

@@ -19,6 +19,11 @@ absl::Status FileUnwritableError(const std::string& path, int error_number) {
                              absl::StrCat("FILE_UNWRITABLE: ", path));
 }
 
+absl::Status FileExistsError(const std::string& path) {
+  return absl::AlreadyExistsError(
+      absl::StrCat("FILE_EXISTS: ", path, " is there already"));
+}
+
 absl::Status FileMalformedError(absl::string_view path,
                                 absl::string_view what) {
   return absl::InvalidArgumentError(

@@ -19,6 +19,10 @@ absl::Status FileUnreadableError(const std::string& path, int error_number);
 // The file could not be written. The code follows errno. FILE_UNWRITABLE.
 absl::Status FileUnwritableError(const std::string& path, int error_number);
 
+// The file is there already and is not to be replaced. ALREADY_EXISTS /
+// FILE_EXISTS.
+absl::Status FileExistsError(const std::string& path);
+
 // The file is not what its format demands. INVALID_ARGUMENT / FILE_MALFORMED.
 absl::Status FileMalformedError(absl::string_view path, absl::string_view what);
 

@@ -88,21 +88,6 @@ GgufType TypeOf(uint32_t number) {
   return GgufType::kOther;
 }
 
-float ReadFloat16(const uint8_t* bytes) {
-  const uint32_t bits = bytes[0] | uint32_t{bytes[1]} << 8;
-  const uint32_t exponent = bits >> 10 & 31;
-  const float mantissa = static_cast<float>(bits & 1023);
-  float magnitude = 0;
-  if (exponent == 31) {
-    magnitude = mantissa == 0 ? HUGE_VALF : std::nanf("");
-  } else if (exponent == 0) {
-    magnitude = std::ldexp(mantissa, -24);
-  } else {
-    magnitude = std::ldexp(mantissa + 1024, static_cast<int>(exponent) - 25);
-  }
-  return std::copysign(magnitude, (bits & 0x8000) != 0 ? -1.0F : 1.0F);
-}
-
 // Takes values from the front of a file. Not thread-safe.
 class Cursor {
  public:
@@ -347,7 +332,7 @@ std::vector<float> DequantizeGguf(const GgufTensor& tensor) {
   std::vector<float> elements(blocks * kGgufBlock);
   for (size_t b = 0; b < blocks; ++b) {
     const uint8_t* const block = &tensor.data[b * block_bytes];
-    const float scale = ReadFloat16(block);
+    const float scale = ReadHalf(block);
     const uint8_t* const codes = block + kScaleBytes;
     float* const out = &elements[b * kGgufBlock];
     if (is_q8) {
@@ -369,7 +354,7 @@ std::vector<float> GgufBlockScales(const GgufTensor& tensor) {
       tensor.type == GgufType::kQ8_0 ? kQ8_0Bytes : kQ4_0Bytes;
   std::vector<float> scales(tensor.data.size() / block_bytes);
   for (size_t b = 0; b < scales.size(); ++b) {
-    scales[b] = ReadFloat16(&tensor.data[b * block_bytes]);
+    scales[b] = ReadHalf(&tensor.data[b * block_bytes]);
   }
   return scales;
 }

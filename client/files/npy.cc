@@ -261,7 +261,8 @@ absl::StatusOr<NpyReader> NpyReader::Open(const std::string& path) {
   return reader;
 }
 
-absl::StatusOr<uint64_t> WriteNpy(const std::string& path, Dtype dtype,
+absl::StatusOr<uint64_t> WriteNpy(const std::string& path, IfExists if_exists,
+                                  Dtype dtype,
                                   const std::vector<int64_t>& shape,
                                   absl::Span<const uint8_t> data) {
   absl::string_view descr;
@@ -297,7 +298,7 @@ absl::StatusOr<uint64_t> WriteNpy(const std::string& path, Dtype dtype,
     front.push_back(static_cast<char>(header.size() >> (8 * i)));
   }
   front.append(header);
-  absl::StatusOr<AtomicFile> file = AtomicFile::Create(path);
+  absl::StatusOr<AtomicFile> file = AtomicFile::Create(path, if_exists);
   if (!file.ok()) return file.status();
   absl::Status status = file->Append(front);
   if (status.ok()) status = file->Append(data);

@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "client/files/atomic_file.h"
 #include "client/files/dtype.h"
 #include "client/files/mapped_file.h"
 
@@ -40,8 +41,9 @@ class NpyReader {
 // Writes version 1.0 (2.0 where the header needs it); the file appears
 // complete or not at all. Returns its size in bytes.
 // Errors: FILE_UNSUPPORTED for bfloat16 and 8-bit floats; FILE_MALFORMED when
-// the data do not fit the shape; FILE_UNWRITABLE.
-absl::StatusOr<uint64_t> WriteNpy(const std::string& path, Dtype dtype,
+// the data do not fit the shape; FILE_EXISTS, FILE_UNWRITABLE.
+absl::StatusOr<uint64_t> WriteNpy(const std::string& path, IfExists if_exists,
+                                  Dtype dtype,
                                   const std::vector<int64_t>& shape,
                                   absl::Span<const uint8_t> data);
 

@@ -610,7 +610,7 @@ absl::Status OnnxModel::RaiseOpset(const std::string& path) {
   return absl::OkStatus();
 }
 
-absl::Status OnnxModel::Write(const std::string& path) {
+absl::Status OnnxModel::Write(const std::string& path, IfExists if_exists) {
   onnx::GraphProto& graph = *graph_->model.mutable_graph();
   for (const onnx::TensorProto& tensor : graph.initializer()) {
     if (tensor.data_location() == kExternal) {
@@ -642,7 +642,7 @@ absl::Status OnnxModel::Write(const std::string& path) {
     coded.SetSerializationDeterministic(true);
     graph_->model.SerializeWithCachedSizes(&coded);
   }
-  absl::StatusOr<AtomicFile> file = AtomicFile::Create(path);
+  absl::StatusOr<AtomicFile> file = AtomicFile::Create(path, if_exists);
   if (!file.ok()) return file.status();
   absl::Status status = file->Append(bytes);
   return status.ok() ? file->Commit() : status;

@@ -13,6 +13,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
+#include "client/files/atomic_file.h"
 #include "client/files/dtype.h"
 
 namespace quantd::files {
@@ -92,8 +93,8 @@ class OnnxModel {
   // model.
   // Errors: FILE_UNSUPPORTED (an operator of the model means something else in
   // the version that is needed; a version before 7; data in other files; over
-  // 2 GiB); FILE_UNWRITABLE.
-  absl::Status Write(const std::string& path);
+  // 2 GiB); FILE_EXISTS, FILE_UNWRITABLE.
+  absl::Status Write(const std::string& path, IfExists if_exists);
 
  private:
   struct Graph;

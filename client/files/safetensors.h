@@ -20,6 +20,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
+#include "client/files/atomic_file.h"
 #include "client/files/dtype.h"
 #include "client/files/mapped_file.h"
 
@@ -61,8 +62,10 @@ class SafetensorsReader {
 // equals the order is that of Add. Not thread-safe.
 class SafetensorsWriter {
  public:
-  // Errors: FILE_UNWRITABLE.
-  static absl::StatusOr<SafetensorsWriter> Create(const std::string& path);
+  // `path` as AtomicFile takes it.
+  // Errors: FILE_EXISTS, FILE_UNWRITABLE.
+  static absl::StatusOr<SafetensorsWriter> Create(const std::string& path,
+                                                  IfExists if_exists);
 
   SafetensorsWriter(SafetensorsWriter&& other) noexcept;
   SafetensorsWriter& operator=(SafetensorsWriter&&) = delete;
@@ -81,7 +84,8 @@ class SafetensorsWriter {
   void SetMetadata(const std::string& key, const std::string& value);
 
   // Writes the file. Nothing may follow. Returns its size in bytes.
-  // Errors: FILE_UNWRITABLE; FILE_MALFORMED for a header over the limit.
+  // Errors: FILE_EXISTS, FILE_UNWRITABLE; FILE_MALFORMED for a header over the
+  // limit.
   absl::StatusOr<uint64_t> Finish();
 
  private:
@@ -95,11 +99,12 @@ class SafetensorsWriter {
     uint64_t offset_bytes;
   };
 
-  SafetensorsWriter(std::string path, int spool_fd);
+  SafetensorsWriter(std::string path, IfExists if_exists, int spool_fd);
   absl::Status Check(const std::string& name, Dtype dtype,
                      const std::vector<int64_t>& shape, size_t size_bytes);
 
   const std::string path_;
+  const IfExists if_exists_;
   // A file without a name that holds what Add was given: the header, whose
   // size is not known before the last tensor, must come first.
   int spool_fd_;

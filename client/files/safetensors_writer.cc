@@ -1,9 +1,6 @@
-#include <fcntl.h>
-#include <stdlib.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -30,19 +27,20 @@ constexpr char kMetadataKey[] = "__metadata__";
 }  // namespace
 
 absl::StatusOr<SafetensorsWriter> SafetensorsWriter::Create(
-    const std::string& path) {
-  std::string spool_path = absl::StrCat(path, ".spool-XXXXXX");
-  const int fd = mkostemp(spool_path.data(), O_CLOEXEC);
-  if (fd < 0) return FileUnwritableError(path, errno);
-  unlink(spool_path.c_str());
-  return SafetensorsWriter(path, fd);
+    const std::string& path, IfExists if_exists) {
+  if (absl::Status s = CheckWritable(path, if_exists); !s.ok()) return s;
+  const absl::StatusOr<int> fd = OpenUnnamedFile(path);
+  if (!fd.ok()) return fd.status();
+  return SafetensorsWriter(path, if_exists, *fd);
 }
 
-SafetensorsWriter::SafetensorsWriter(std::string path, int spool_fd)
-    : path_(std::move(path)), spool_fd_(spool_fd) {}
+SafetensorsWriter::SafetensorsWriter(std::string path, IfExists if_exists,
+                                     int spool_fd)
+    : path_(std::move(path)), if_exists_(if_exists), spool_fd_(spool_fd) {}
 
 SafetensorsWriter::SafetensorsWriter(SafetensorsWriter&& other) noexcept
     : path_(other.path_),
+      if_exists_(other.if_exists_),
       spool_fd_(std::exchange(other.spool_fd_, -1)),
       spool_bytes_(other.spool_bytes_),
       entries_(std::move(other.entries_)),
@@ -132,7 +130,7 @@ absl::StatusOr<uint64_t> SafetensorsWriter::Finish() {
   for (int i = 0; i < 8; ++i) {
     length[i] = static_cast<char>(text.size() >> (8 * i));
   }
-  absl::StatusOr<AtomicFile> file = AtomicFile::Create(path_);
+  absl::StatusOr<AtomicFile> file = AtomicFile::Create(path_, if_exists_);
   if (!file.ok()) return file.status();
   absl::Status status = file->Append(absl::StrCat(length, text));
   for (const Entry& entry : entries_) {

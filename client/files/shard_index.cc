@@ -73,13 +73,13 @@ absl::StatusOr<ShardIndex> ReadShardIndex(const std::string& folder) {
 }
 
 absl::Status WriteShardIndex(
-    const std::string& folder,
+    const std::string& folder, IfExists if_exists,
     const std::map<std::string, std::string>& weight_map,
     uint64_t total_bytes) {
   const nlohmann::ordered_json document = {
       {"metadata", {{"total_size", total_bytes}}}, {"weight_map", weight_map}};
   absl::StatusOr<AtomicFile> file =
-      AtomicFile::Create(absl::StrCat(folder, "/", kShardIndexName));
+      AtomicFile::Create(absl::StrCat(folder, "/", kShardIndexName), if_exists);
   if (!file.ok()) return file.status();
   absl::Status appended = file->Append(absl::StrCat(
       document.dump(2, ' ', false, nlohmann::json::error_handler_t::replace),

@@ -16,6 +16,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "client/files/atomic_file.h"
 
 namespace quantd::files {
 
@@ -35,9 +36,9 @@ bool IsFolder(const std::string& path);
 // folder).
 absl::StatusOr<ShardIndex> ReadShardIndex(const std::string& folder);
 
-// Errors: FILE_UNWRITABLE.
+// Errors: FILE_EXISTS, FILE_UNWRITABLE.
 absl::Status WriteShardIndex(
-    const std::string& folder,
+    const std::string& folder, IfExists if_exists,
     const std::map<std::string, std::string>& weight_map, uint64_t total_bytes);
 
 }  // namespace quantd::files

@@ -94,13 +94,6 @@ int64_t QuantizeGroups(const GroupRange& range, GroupCounts* counts) {
 
 #else
 
-#undef QUANTD_HAS_FMA
-#if HWY_TARGET == HWY_SSSE3 || HWY_TARGET == HWY_SSE4
-#define QUANTD_HAS_FMA 0
-#else
-#define QUANTD_HAS_FMA 1
-#endif
-
 // What the elements of a group are quantized with, in all lanes or in the lane
 // of the group.
 template <class D>
@@ -117,7 +110,7 @@ struct Divisor {
 // below a quarter may come out different, but round to zero all the same.
 template <class D>
 HWY_INLINE hn::Vec<D> ExactQuotient(D d, hn::Vec<D> x, const Divisor<D>& by) {
-#if QUANTD_HAS_FMA
+#if HWY_NATIVE_FMA
   const auto near = hn::MulAdd(x, by.reciprocal, hn::Mul(x, by.rest));
   return hn::MulAdd(hn::NegMulAdd(near, by.scale, x), by.reciprocal, near);
 #else
@@ -470,11 +463,12 @@ BlockQuantizer::BlockQuantizer(const EncodingSpec& spec,
   const bool has_one_row = layout.row_size() == layout.element_count();
   const int64_t unit = has_one_row ? layout.row_block() : layout.row_size();
   granule_ = std::lcm(unit, format_.codes_per_byte());
-  is_grouped_ =
-      has_one_row && type == ElementType::kFloat32 &&
-      format_.kind == CodeKind::kInteger && format_.storage_bits <= 8 &&
-      encoding_.scale_type == ScaleType::kFloat32 && !spec.power_of_two_scale &&
-      !encoding_.exclude_zero && layout.row_block() <= kMaxGroup;
+  is_grouped_ = has_one_row && type == ElementType::kFloat32 &&
+                format_.kind == CodeKind::kInteger &&
+                format_.storage_bits <= 8 &&
+                encoding_.scale_type == ScaleType::kFloat32 &&
+                !spec.power_of_two_scale && spec.symmetry != Symmetry::kAimet &&
+                !encoding_.exclude_zero && layout.row_block() <= kMaxGroup;
 }
 
 void BlockQuantizer::Outcome::Merge(Outcome other) {

@@ -13,6 +13,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/types/optional.h"
 #include "absl/types/span.h"
@@ -105,7 +106,7 @@ class Calibrator::Work {
  public:
   Work(const EncodingSpec& spec, const BlockLayout& layout,
        const TensorStatistics& statistics,
-       absl::Span<const Extremes> moving_average)
+       absl::Span<const Extremes> moving_average, const HeldTensor* held)
       : spec_(spec),
         layout_(layout),
         statistics_(statistics),
@@ -113,7 +114,7 @@ class Calibrator::Work {
         encoding_(EncodingWithoutScales(spec, layout,
                                         TurnsUnsigned(spec, statistics))),
         scaler_(spec_, encoding_),
-        finder_(spec_, encoding_, scaler_, statistics, moving_average) {}
+        finder_(spec_, encoding_, scaler_, statistics, moving_average, held) {}
 
   absl::StatusOr<bool> Run(const TimeSlice& slice, ThreadPool* pool) {
     for (;;) {
@@ -164,12 +165,27 @@ class Calibrator::Work {
     }
   }
 
+  int64_t memory_bytes() const {
+    int64_t bytes = 0;
+    for (const Lane& lane : lanes_) {
+      if (lane.task.has_value()) bytes += lane.task->memory_bytes();
+    }
+    if (ranges_ != nullptr) {
+      bytes += scale_count_ * static_cast<int64_t>(sizeof(Range));
+    }
+    if (outer_indices_ != nullptr) {
+      bytes += scale_count_ * static_cast<int64_t>(sizeof(int64_t));
+    }
+    return bytes;
+  }
+
   Calibration Take() {
     Calibration calibration;
     if (predictor_ != nullptr) {
       calibration.prediction = predictor_->prediction();
     }
     predictor_ = nullptr;
+    calibration.mantissa_bits = finder_.mantissa_bits();
     calibration.encoding = std::move(encoding_);
     return calibration;
   }
@@ -264,9 +280,9 @@ class Calibrator::Work {
     }
     if (ranges_ != nullptr) ranges_[i] = range;
     if (IsNone(range)) {
-      SetScale(i,
-               scaler_.DegenerateScale(
-                   outer, outer_index < 0 || outer_abs_max_[outer_index] == 0));
+      SetScale(
+          i, scaler_.DegenerateScale(
+                 outer, outer_index < 0 || outer_magnitude_[outer_index] == 0));
       // Only the last round counts.
       if (!scaler_.has_outer_scales() || outer_index >= 0) {
         ++lane->degenerate_count;
@@ -303,7 +319,7 @@ class Calibrator::Work {
     outer_layout_ =
         std::make_unique<const BlockLayout>(*std::move(outer_layout));
     const auto count = static_cast<size_t>(outer_layout_->scale_count());
-    outer_abs_max_.resize(count);
+    outer_magnitude_.resize(count);
     largest_.resize(count);
     outer_indices_.reset(new int64_t[static_cast<size_t>(scale_count_)]);
     next_outer_ = 0;
@@ -324,8 +340,9 @@ class Calibrator::Work {
               const int64_t outer = run.scale_index + k * run.scale_step;
               outer_indices_[i] = outer;
               if (IsNone(ranges_[i])) continue;
-              if (ranges_[i].abs_max() > outer_abs_max_[outer]) {
-                outer_abs_max_[outer] = ranges_[i].abs_max();
+              const double magnitude = scaler_.Magnitude(ranges_[i]);
+              if (magnitude > outer_magnitude_[outer]) {
+                outer_magnitude_[outer] = magnitude;
                 largest_[outer] = i;
               }
             }
@@ -334,7 +351,7 @@ class Calibrator::Work {
     }
     if (next_outer_ < scale_count_) return false;
     next_outer_ = 0;
-    encoding_.outer_scale.reserve(outer_abs_max_.size());
+    encoding_.outer_scale.reserve(outer_magnitude_.size());
     return true;
   }
 
@@ -345,7 +362,7 @@ class Calibrator::Work {
       const int64_t end = std::min(count, next_outer_ + kAtOnce);
       for (; next_outer_ < end; ++next_outer_) {
         const absl::StatusOr<float> scale = scaler_.OuterScale(
-            largest_[next_outer_], outer_abs_max_[next_outer_]);
+            largest_[next_outer_], outer_magnitude_[next_outer_]);
         if (!scale.ok()) return scale.status();
         encoding_.outer_scale.push_back(*scale);
       }
@@ -381,7 +398,7 @@ class Calibrator::Work {
   std::unique_ptr<int64_t[]> outer_indices_;
   // [outer scale count] the largest magnitude of a range, and a scale index
   // that has it.
-  std::vector<double> outer_abs_max_;
+  std::vector<double> outer_magnitude_;
   std::vector<int64_t> largest_;
   int64_t next_outer_ = 0;
 
@@ -395,15 +412,25 @@ Calibrator::~Calibrator() = default;
 absl::StatusOr<std::unique_ptr<Calibrator>> Calibrator::Create(
     const EncodingSpec& spec, const BlockLayout& layout,
     const TensorStatistics& statistics,
-    absl::Span<const Extremes> moving_average) {
+    absl::Span<const Extremes> moving_average, const HeldTensor* held) {
   if (absl::Status status = ValidateSpec(spec); !status.ok()) return status;
-  if (NeedsHistograms(spec) && statistics.histograms().empty()) {
-    return MethodInvalidError(
-        "the method needs histograms, which the statistics do not have");
+  if (NeedsHistograms(spec)) {
+    const bool has_histograms = !statistics.histograms().empty();
+    if (!has_histograms && held == nullptr) {
+      return MethodInvalidError(
+          "the method needs histograms, which the statistics do not have");
+    }
+    if (has_histograms && statistics.mantissa_bits() < spec.mantissa_bits) {
+      return MethodInvalidError(absl::StrCat(
+          "mantissa_bits is ", spec.mantissa_bits, "; the statistics have ",
+          statistics.mantissa_bits(), ", expected no more than that"));
+    }
   }
   return std::unique_ptr<Calibrator>(new Calibrator(
-      std::make_unique<Work>(spec, layout, statistics, moving_average)));
+      std::make_unique<Work>(spec, layout, statistics, moving_average, held)));
 }
+
+int64_t Calibrator::memory_bytes() const { return work_->memory_bytes(); }
 
 absl::StatusOr<bool> Calibrator::Run(const TimeSlice& slice, ThreadPool* pool) {
   return work_->Run(slice, pool);
@@ -415,9 +442,10 @@ absl::StatusOr<Calibration> Calibrate(const EncodingSpec& spec,
                                       const BlockLayout& layout,
                                       const TensorStatistics& statistics,
                                       absl::Span<const Extremes> moving_average,
-                                      ThreadPool* pool) {
+                                      ThreadPool* pool,
+                                      const HeldTensor* held) {
   absl::StatusOr<std::unique_ptr<Calibrator>> calibrator =
-      Calibrator::Create(spec, layout, statistics, moving_average);
+      Calibrator::Create(spec, layout, statistics, moving_average, held);
   if (!calibrator.ok()) return calibrator.status();
   const absl::StatusOr<bool> done =
       (*calibrator)->Run(TimeSlice::Endless(), pool);

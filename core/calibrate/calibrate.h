@@ -12,6 +12,7 @@
 #include "core/calibrate/prediction.h"
 #include "core/parallel/thread_pool.h"
 #include "core/parallel/time_slice.h"
+#include "core/statistics/held_tensor.h"
 #include "core/statistics/tensor_statistics.h"
 #include "core/types/block_layout.h"
 #include "core/types/encoding.h"
@@ -21,8 +22,10 @@ namespace quantd::core {
 // An encoding, and what to expect of it.
 struct Calibration {
   Encoding encoding;
-  // Over the whole tensor; only with histograms.
+  // Over the whole tensor; only with histograms in the statistics.
   absl::optional<Prediction> prediction;
+  // Of the histograms that the ranges come from; 0 where they come from none.
+  int mantissa_bits = 0;
 };
 
 // What Calibrate begins with: the format, its codes and how scales are stored,
@@ -66,17 +69,21 @@ class Calibrator {
   // `spec`            resolved for the layout's shape (see ResolveSpec).
   // `layout`          of the tensor with spec.block_size.
   // `statistics`      at that granularity; with histograms where the spec needs
-  //                   them.
+  //                   them, unless the tensor is held.
   // `moving_average`  [scale_count] averaged extremes; where empty the extremes
   //                   stand for them.
+  // `held`            the tensor; may be null. Without histograms in the
+  //                   statistics one scale index at a time gets one, of
+  //                   MantissaBitsAtHand.
   // What is passed by reference, but for `spec`, outlives the calibrator, as
   // does what `moving_average` points at.
   // Errors: those of ValidateSpec; METHOD_INVALID where there are no histograms
-  // for a method that needs them.
+  // for a method that needs them, or coarser ones than spec.mantissa_bits.
   static absl::StatusOr<std::unique_ptr<Calibrator>> Create(
       const EncodingSpec& spec, const BlockLayout& layout,
       const TensorStatistics& statistics,
-      absl::Span<const Extremes> moving_average);
+      absl::Span<const Extremes> moving_average,
+      const HeldTensor* held = nullptr);
   ~Calibrator();
 
   // Goes on until the end, or until the slice is over; with some of it in any
@@ -87,6 +94,9 @@ class Calibrator {
   // ZERO_POINT_RANGE (with exclude_zero: the range is too far from zero for its
   // width).
   absl::StatusOr<bool> Run(const TimeSlice& slice, ThreadPool* pool);
+
+  // What the search takes in memory, beside the result.
+  int64_t memory_bytes() const;
 
   // Moves the result out. Requires: Run got to the end.
   Calibration Take();
@@ -105,7 +115,8 @@ absl::StatusOr<Calibration> Calibrate(const EncodingSpec& spec,
                                       const BlockLayout& layout,
                                       const TensorStatistics& statistics,
                                       absl::Span<const Extremes> moving_average,
-                                      ThreadPool* pool);
+                                      ThreadPool* pool,
+                                      const HeldTensor* held = nullptr);
 
 }  // namespace quantd::core
 

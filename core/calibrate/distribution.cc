@@ -209,6 +209,13 @@ void Distribution::AddSums() {
   signal_ = signal.value();
 }
 
+int64_t Distribution::memory_bytes() const {
+  return static_cast<int64_t>(masses_.capacity() * sizeof(Mass) +
+                              high_.capacity() * sizeof(double) +
+                              rank_.capacity() * sizeof(uint64_t) +
+                              moments_.capacity() * sizeof(Moments));
+}
+
 size_t Distribution::FirstAbove(size_t first, double x) const {
   const size_t size = high_.size();
   size_t step = 1;

@@ -59,6 +59,7 @@ class Distribution {
   uint64_t count() const { return rank_.back(); }
   // [masses + 1] how many elements come before each mass.
   absl::Span<const uint64_t> rank() const { return rank_; }
+  int64_t memory_bytes() const;
   // Sum of x^2.
   double signal() const { return signal_; }
   // Requires: count() > 0.

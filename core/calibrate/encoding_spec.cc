@@ -13,6 +13,7 @@
 #include "absl/types/span.h"
 #include "core/errors.h"
 #include "core/formats/number_format.h"
+#include "core/statistics/histogram.h"
 #include "core/types/block_layout.h"
 
 namespace quantd::core {
@@ -37,7 +38,7 @@ absl::Status CheckEnum(absl::string_view name, Enum value, Enum last) {
 absl::Status CheckEnums(const EncodingSpec& spec) {
   absl::Status status =
       CheckEnum("CalibrationMethod", spec.method, CalibrationMethod::kBestOf);
-  status.Update(CheckEnum("Symmetry", spec.symmetry, Symmetry::kHalfStep));
+  status.Update(CheckEnum("Symmetry", spec.symmetry, Symmetry::kAimet));
   status.Update(CheckEnum("ScaleType", spec.scale_type, ScaleType::kInteger));
   status.Update(
       CheckEnum("MxScaleRule", spec.mx_scale_rule, MxScaleRule::kRceil));
@@ -244,6 +245,12 @@ absl::Status CheckMethod(const EncodingSpec& spec) {
         absl::StrCat("entropy_bins is ", spec.entropy_bins, ", expected 0 to ",
                      kMaxEntropyBins));
   }
+  if (spec.mantissa_bits != 0 && (spec.mantissa_bits < kMinMantissaBits ||
+                                  spec.mantissa_bits > kMaxMantissaBits)) {
+    return MethodInvalidError(absl::StrCat(
+        "mantissa_bits is ", spec.mantissa_bits, ", expected 0 or ",
+        kMinMantissaBits, " to ", kMaxMantissaBits));
+  }
   const bool has_fixed_range =
       spec.method == CalibrationMethod::kFixedRange ||
       std::find(spec.methods.begin(), spec.methods.end(),
@@ -395,6 +402,13 @@ bool NeedsHistograms(const EncodingSpec& spec) {
       break;
   }
   return false;
+}
+
+int MantissaBitsAtHand(const EncodingSpec& spec) {
+  // However many scales the tensor has.
+  constexpr int kDefault = 7;
+  if (!NeedsHistograms(spec)) return 0;
+  return spec.mantissa_bits != 0 ? spec.mantissa_bits : kDefault;
 }
 
 }  // namespace quantd::core

@@ -22,6 +22,8 @@ enum class Symmetry : int {
   kStrict = 2,      // absmax / (2^(b-1) - 1), qmin = -qmax
   kFullRange = 3,   // the same scale, qmin = -2^(b-1)
   kHalfStep = 4,    // absmax / (2^b - 1) * 2, qmin = -2^(b-1)
+  // max(max / (2^(b-1) - 1), -min / 2^(b-1)), qmin = -2^(b-1)
+  kAimet = 5,
 };
 
 // The values are those of quantd.v1.CalibrationMethod.
@@ -89,6 +91,8 @@ struct EncodingSpec {
   std::vector<CalibrationMethod> methods;
   Objective objective = Objective::kDefault;
   bool no_saturation = false;
+  // Of the histograms that ranges come from; 0 for the default.
+  int mantissa_bits = 0;
 };
 
 // Checks a spec by itself.
@@ -124,6 +128,10 @@ absl::StatusOr<std::vector<int64_t>> ResolveGranularity(
 // Whether calibrating needs histograms: all methods but min-max, fixed range
 // and moving average.
 bool NeedsHistograms(const EncodingSpec& spec);
+
+// The mantissa bits of those histograms where they come from a tensor that is
+// at hand; 0 for none.
+int MantissaBitsAtHand(const EncodingSpec& spec);
 
 }  // namespace quantd::core
 

@@ -231,6 +231,7 @@ EntropySearch::EntropySearch(const Histogram& histogram,
                              int steps, int bins)
     : levels_(levels),
       count_(steps == 0 ? kDefaultSteps : steps),
+      whole_(whole),
       span_(whole),
       next_(count_),
       best_(whole) {
@@ -278,7 +279,9 @@ bool EntropySearch::TryNext() {
   const double divergence = bins_->Divergence(levels_, first, last);
   if (divergence < least_) {
     least_ = divergence;
-    best_ = levels_.of_magnitudes ? Range{-range.high, range.high} : range;
+    best_ = !levels_.of_magnitudes ? range
+            : k == count_          ? whole_
+                                   : Range{-range.high, range.high};
   }
   return next_ == 0;
 }

@@ -83,6 +83,7 @@ class EntropySearch {
 
   const EntropyLevels& levels_;
   const int count_;
+  const Range whole_;
   // What is split into bins.
   Range span_;
   // Where ranges start.

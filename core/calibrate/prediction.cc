@@ -174,6 +174,7 @@ Prediction Predictor::prediction() const {
   whole.squared_error_low = squared_error_low_.value();
   whole.squared_error_high = squared_error_high_.value();
   whole.signal = signal_.value();
+  whole.mantissa_bits = statistics_.mantissa_bits();
   return whole;
 }
 

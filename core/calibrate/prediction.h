@@ -25,6 +25,8 @@ struct Prediction {
   double squared_error_high = 0;
   // Sum of x^2; exact but for the rounding of float64.
   double signal = 0;
+  // Of the histograms that all of it comes from.
+  int mantissa_bits = 0;
 
   void Add(const Prediction& other);
 

@@ -1,6 +1,7 @@
 #include "core/calibrate/range_finder.h"
 
 #include <cstdint>
+#include <memory>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -13,13 +14,21 @@ namespace quantd::core {
 RangeFinder::RangeFinder(const EncodingSpec& spec, const Encoding& encoding,
                          const RangeScaler& scaler,
                          const TensorStatistics& statistics,
-                         absl::Span<const Extremes> moving_average)
+                         absl::Span<const Extremes> moving_average,
+                         const HeldTensor* held)
     : spec_(spec),
       scaler_(scaler),
       numbers_(encoding),
       levels_(LevelsOf(numbers_, scaler.is_symmetric())),
       statistics_(statistics),
-      moving_average_(moving_average) {}
+      moving_average_(moving_average),
+      held_(held) {}
+
+int RangeFinder::mantissa_bits() const {
+  if (!NeedsHistograms(spec_)) return 0;
+  return statistics_.histograms().empty() ? MantissaBitsAtHand(spec_)
+                                          : statistics_.mantissa_bits();
+}
 
 bool RangeFinder::searches() const {
   return spec_.method == CalibrationMethod::kMse ||
@@ -64,11 +73,22 @@ RangeFinder::Task::Task(const RangeFinder& finder, int64_t index, float outer)
   range_ = whole;
   found_ = !whole.has_value() || !NeedsHistograms(spec);
   if (found_) return;
-  const Histogram& histogram = finder.statistics_.histograms()[index];
+  const bool is_there = !finder.statistics_.histograms().empty();
+  if (!is_there) {
+    made_ = std::make_unique<const Histogram>(
+        finder.held_->HistogramOf(index, finder.mantissa_bits()));
+  }
+  const Histogram& histogram =
+      is_there ? finder.statistics_.histograms()[index] : *made_;
   block_.emplace(
       Block{histogram, extremes, *whole, Distribution(histogram, extremes)});
   // A state that was put together from parts may contradict itself.
   found_ = block_->distribution.count() == 0;
+}
+
+int64_t RangeFinder::Task::memory_bytes() const {
+  return (made_ != nullptr ? made_->memory_bytes() : 0) +
+         (block_.has_value() ? block_->distribution.memory_bytes() : 0);
 }
 
 bool RangeFinder::Task::Run(const TimeSlice& slice) {
@@ -152,11 +172,11 @@ bool RangeFinder::Task::RunMethod(CalibrationMethod method,
 
 Range RangeFinder::Task::Percentile() const {
   const EncodingSpec& spec = finder_.spec_;
-  const bool is_symmetric = finder_.scaler_.is_symmetric();
+  const bool is_mirrored = !finder_.scaler_.has_two_ends();
   const double cut = spec.tail_fraction;
   Tail tail = spec.tail;
   if (tail == Tail::kDefault) {
-    tail = is_symmetric ? Tail::kMagnitude : Tail::kBoth;
+    tail = is_mirrored ? Tail::kMagnitude : Tail::kBoth;
   }
   const auto quantile = [&](double fraction) {
     return Quantile(block_->distribution, fraction);
@@ -175,11 +195,11 @@ Range RangeFinder::Task::Percentile() const {
       break;
     case Tail::kUpper:
       range.high = quantile(1 - cut);
-      if (is_symmetric) range.low = range.high;
+      if (is_mirrored) range.low = range.high;
       break;
     case Tail::kLower:
       range.low = quantile(cut);
-      if (is_symmetric) range.high = range.low;
+      if (is_mirrored) range.high = range.low;
       break;
   }
   // Where nearly all elements are zero, a scale needs what is left of them.

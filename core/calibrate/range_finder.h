@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <memory>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -18,6 +19,8 @@
 #include "core/calibrate/range_search.h"
 #include "core/calibrate/squared_error.h"
 #include "core/parallel/time_slice.h"
+#include "core/statistics/held_tensor.h"
+#include "core/statistics/histogram.h"
 #include "core/statistics/tensor_statistics.h"
 #include "core/types/encoding.h"
 
@@ -30,10 +33,15 @@ class RangeFinder {
   // `moving_average`  [scale_count] averaged extremes, or empty.
   // What is passed by reference, but for `encoding`, outlives this, as does
   // what `moving_average` points at.
-  // Requires: a valid spec, and histograms where it needs them.
+  // `held`            the tensor, or null.
+  // Requires: a valid spec, and where it needs histograms those or the tensor.
   RangeFinder(const EncodingSpec& spec, const Encoding& encoding,
               const RangeScaler& scaler, const TensorStatistics& statistics,
-              absl::Span<const Extremes> moving_average);
+              absl::Span<const Extremes> moving_average,
+              const HeldTensor* held);
+
+  // Of the histograms that ranges come from; 0 where they come from none.
+  int mantissa_bits() const;
 
   // Whether ranges depend on how their scales are stored.
   bool searches() const;
@@ -57,6 +65,8 @@ class RangeFinder {
     const absl::StatusOr<absl::optional<Range>>& range() const {
       return range_;
     }
+
+    int64_t memory_bytes() const;
 
    private:
     // What histograms are searched for.
@@ -84,7 +94,8 @@ class RangeFinder {
     bool found_ = false;
     absl::StatusOr<absl::optional<Range>> range_ = absl::optional<Range>();
 
-    // While it is not found.
+    // While it is not found. The histogram only where the statistics have none.
+    std::unique_ptr<const Histogram> made_;
     absl::optional<Block> block_;
     size_t next_method_ = 0;
     // Of the method under way.
@@ -108,6 +119,7 @@ class RangeFinder {
   const EntropyLevels levels_;
   const TensorStatistics& statistics_;
   const absl::Span<const Extremes> moving_average_;
+  const HeldTensor* const held_;
 };
 
 }  // namespace quantd::core

@@ -74,6 +74,7 @@ RangeScaler::RangeScaler(const EncodingSpec& spec, const Encoding& encoding)
     : scale_type_(EffectiveScaleType(spec)),
       mx_scale_rule_(spec.mx_scale_rule),
       is_symmetric_(EffectiveSymmetry(spec) != Symmetry::kAsymmetric),
+      is_aimet_(spec.symmetry == Symmetry::kAimet),
       exclude_zero_(encoding.exclude_zero),
       power_of_two_scale_(spec.power_of_two_scale),
       integer_scale_max_(DefaultIntegerScaleMax(spec.integer_scale_max)),
@@ -100,6 +101,12 @@ RangeScaler::RangeScaler(const EncodingSpec& spec, const Encoding& encoding)
   }
 }
 
+double RangeScaler::Magnitude(const Range& range) const {
+  // Unsigned codes have no lower end.
+  if (!is_aimet_ || qmin_ == 0) return range.abs_max();
+  return std::max(range.high, range.low * qmax_ / qmin_);
+}
+
 Range RangeScaler::Extend(const Range& range) const {
   if (exclude_zero_ && range.low != range.high) return range;
   return {std::min(range.low, 0.0), std::max(range.high, 0.0)};
@@ -108,14 +115,14 @@ Range RangeScaler::Extend(const Range& range) const {
 absl::StatusOr<BlockScale> RangeScaler::Scale(int64_t index, const Range& range,
                                               float outer) const {
   if (!is_symmetric_) return ScaleAsymmetric(index, range);
-  const double abs_max = range.abs_max();
-  if (scale_type_ == ScaleType::kE8m0) return PowerOfTwo(index, abs_max);
+  const double magnitude = Magnitude(range);
+  if (scale_type_ == ScaleType::kE8m0) return PowerOfTwo(index, magnitude);
   if (outer == 0) {
-    const absl::StatusOr<float> scale = RoundScale(index, abs_max / largest_);
+    const absl::StatusOr<float> scale = RoundScale(index, magnitude / largest_);
     if (!scale.ok()) return scale.status();
     return BlockScale{*scale, 0, 0};
   }
-  const double ratio = abs_max / largest_ / double{outer};
+  const double ratio = magnitude / largest_ / double{outer};
   if (scale_type_ == ScaleType::kE4m3) {
     return FromCode(
         static_cast<uint8_t>(EncodeFloat(
@@ -226,7 +233,7 @@ BlockScale RangeScaler::FromCode(uint8_t code, float outer) const {
 }
 
 bool RangeScaler::floors_powers_of_two() const {
-  return scale_type_ == ScaleType::kE8m0 &&
+  return scale_type_ == ScaleType::kE8m0 && !is_aimet_ &&
          (mx_scale_rule_ == MxScaleRule::kDefault ||
           mx_scale_rule_ == MxScaleRule::kFloor);
 }
@@ -241,13 +248,13 @@ BlockScale RangeScaler::FlooredPowerOfTwo(float abs_max) const {
 }
 
 absl::StatusOr<float> RangeScaler::OuterScale(int64_t index,
-                                              double abs_max) const {
-  if (abs_max == 0) return 1.0f;
+                                              double magnitude) const {
+  if (magnitude == 0) return 1.0f;
   constexpr double kLargest = std::numeric_limits<float>::max();
   const bool is_e4m3 = scale_type_ == ScaleType::kE4m3;
   const double largest_code = is_e4m3 ? kLargestE4m3 : integer_scale_max_;
-  const double outer = is_e4m3 ? abs_max / (largest_ * largest_code)
-                               : abs_max / largest_ / largest_code;
+  const double outer = is_e4m3 ? magnitude / (largest_ * largest_code)
+                               : magnitude / largest_ / largest_code;
   // The largest scale of the block has to be a float32 as well.
   if (!(outer * largest_code < kLargest * (1 - 0x1p-20))) {
     return ScaleOverflowError(index, outer * largest_code);

@@ -17,7 +17,7 @@ struct Range {
   double low;
   double high;
 
-  // Of the larger end: all that matters to symmetric specs.
+  // Of the larger end.
   double abs_max() const;
 };
 
@@ -41,9 +41,17 @@ class RangeScaler {
   RangeScaler(const EncodingSpec& spec, const Encoding& encoding);
 
   bool is_symmetric() const { return is_symmetric_; }
+  // Each end of a range counts, not the larger one alone: asymmetric ranges,
+  // and those of AIMET's symmetry.
+  bool has_two_ends() const { return !is_symmetric_ || is_aimet_; }
   // The number that the end of a symmetric range is taken to, in scales.
   double largest() const { return largest_; }
   bool has_outer_scales() const { return HasOuterScales(scale_type_); }
+
+  // The magnitude that a symmetric scale takes to largest(): the larger end of
+  // the range. With AIMET's symmetry the lower end, which is taken to qmin,
+  // counts as much as the upper end with the same scale.
+  double Magnitude(const Range& range) const;
 
   // The range as it is taken: with zero, unless the spec leaves it out.
   Range Extend(const Range& range) const;
@@ -61,9 +69,9 @@ class RangeScaler {
   // Requires: 0 < abs_max, finite.
   BlockScale FlooredPowerOfTwo(float abs_max) const;
 
-  // Of an outer block whose ranges reach up to `abs_max`.
+  // Of an outer block whose ranges have magnitudes up to `magnitude`.
   // Errors: SCALE_OVERFLOW, naming `index`, one of its scale indices.
-  absl::StatusOr<float> OuterScale(int64_t index, double abs_max) const;
+  absl::StatusOr<float> OuterScale(int64_t index, double magnitude) const;
 
   // Of a block without anything but zeros. `outer_is_zero`: as is its whole
   // outer block.
@@ -82,6 +90,7 @@ class RangeScaler {
   ScaleType scale_type_;
   MxScaleRule mx_scale_rule_;
   bool is_symmetric_;
+  bool is_aimet_;
   bool exclude_zero_;
   bool power_of_two_scale_;
   int integer_scale_max_;

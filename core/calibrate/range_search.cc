@@ -112,8 +112,8 @@ void RangeSearch::StartPass(const Way& low_way, const Way& high_way) {
 void RangeSearch::TryNext() {
   Range range;
   if (scaler_.is_symmetric()) {
-    const double end = whole_.abs_max() * high_way_.Fraction(high_);
-    range = {-end, end};
+    const double fraction = high_way_.Fraction(high_);
+    range = {whole_.low * fraction, whole_.high * fraction};
   } else {
     range = {from_ + (whole_.low - from_) * low_way_.Fraction(low_),
              from_ + (whole_.high - from_) * high_way_.Fraction(high_)};

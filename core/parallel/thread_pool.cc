@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -14,6 +16,11 @@
 
 namespace quantd::core {
 namespace {
+
+// So many groups may come and go without anything being allocated.
+constexpr size_t kKeptQueues = 64;
+
+thread_local ThreadPool::Group current_group = 0;
 
 // What the threads of one ParallelFor share. Helpers that start after the last
 // index was taken still hold it, but never touch `body`.
@@ -50,25 +57,61 @@ class SharedLoop {
 
 }  // namespace
 
-ThreadPool::ThreadPool(int thread_count) {
-  const int count = std::max(thread_count, 1);
-  threads_.reserve(count);
-  for (int i = 0; i < count; ++i) {
-    threads_.emplace_back([this] { Work(); });
-  }
+ThreadPool::GroupScope::GroupScope(Group group)
+    : outer_(std::exchange(current_group, group)) {}
+
+ThreadPool::GroupScope::~GroupScope() { current_group = outer_; }
+
+ThreadPool::Group ThreadPool::CurrentGroup() { return current_group; }
+
+ThreadPool::ThreadPool(int thread_count, int most_threads)
+    : thread_count_(std::max(thread_count, 1)),
+      most_threads_(std::max(thread_count_, most_threads)) {
+  absl::MutexLock lock(&mutex_);
+  for (int i = 0; i < thread_count_; ++i) AddThread();
 }
 
 ThreadPool::~ThreadPool() {
+  std::vector<std::thread> threads;
   {
     absl::MutexLock lock(&mutex_);
     stopping_ = true;
+    threads.swap(threads_);
   }
-  for (std::thread& thread : threads_) thread.join();
+  for (std::thread& thread : threads) thread.join();
+}
+
+bool ThreadPool::HasIdleThread(Group group) const {
+  absl::MutexLock lock(&mutex_);
+  const auto it = queues_.find(group);
+  return it == queues_.end() || it->second.running < thread_count_;
 }
 
 void ThreadPool::Schedule(std::function<void()> task) {
   absl::MutexLock lock(&mutex_);
-  queue_.push_back(std::move(task));
+  Queue& queue = queues_[current_group];
+  queue.tasks.push_back(std::move(task));
+  LineUp(current_group, &queue);
+}
+
+void ThreadPool::LineUp(Group group, Queue* queue) {
+  if (queue->is_ready || queue->tasks.empty() ||
+      queue->running == thread_count_) {
+    return;
+  }
+  queue->is_ready = true;
+  ready_.push_back(group);
+  if (static_cast<int>(ready_.size()) > idle_threads_) AddThread();
+}
+
+void ThreadPool::AddThread() {
+  if (stopping_ || static_cast<int>(threads_.size()) == most_threads_) return;
+  try {
+    threads_.emplace_back([this] { Work(); });
+  } catch (const std::system_error&) {
+    // The system has no more for us: those that are there take turns.
+    if (threads_.empty()) throw;
+  }
 }
 
 void ThreadPool::ParallelFor(int64_t n, absl::FunctionRef<void(int64_t)> body) {
@@ -81,9 +124,11 @@ void ThreadPool::ParallelFor(int64_t n, absl::FunctionRef<void(int64_t)> body) {
   const int64_t helpers = std::min<int64_t>(n - 1, thread_count());
   {
     absl::MutexLock lock(&mutex_);
+    Queue& queue = queues_[current_group];
     for (int64_t i = 0; i < helpers; ++i) {
-      queue_.push_back([loop] { loop->Run(); });
+      queue.tasks.push_back([loop] { loop->Run(); });
     }
+    LineUp(current_group, &queue);
   }
   loop->Run();
   // Only indices that some thread is running are left, so this ends even if
@@ -92,22 +137,51 @@ void ThreadPool::ParallelFor(int64_t n, absl::FunctionRef<void(int64_t)> body) {
 }
 
 void ThreadPool::Work() {
+  mutex_.Lock();
+  ++idle_threads_;
   for (;;) {
-    std::function<void()> task;
+    mutex_.Await(absl::Condition(
+        +[](ThreadPool* pool) ABSL_NO_THREAD_SAFETY_ANALYSIS {
+          return pool->stopping_ || !pool->ready_.empty();
+        },
+        this));
+    // A group that has tasks, but is not ready, has threads that see to them.
+    if (ready_.empty()) break;
+    --idle_threads_;
+    const Group group = ready_.front();
+    ready_.pop_front();
+    std::function<void()> task = TakeTask(group);
+    mutex_.Unlock();
     {
-      absl::MutexLock lock(&mutex_);
-      mutex_.Await(absl::Condition(
-          +[](ThreadPool* pool) ABSL_NO_THREAD_SAFETY_ANALYSIS {
-            return pool->stopping_ || !pool->queue_.empty();
-          },
-          this));
-      if (queue_.empty()) return;
-      task = std::move(queue_.front());
-      queue_.pop_front();
+      const GroupScope scope(group);
+      task();
+      // What it holds may schedule something when it goes.
+      task = nullptr;
     }
-    busy_threads_.fetch_add(1, std::memory_order_relaxed);
-    task();
-    busy_threads_.fetch_sub(1, std::memory_order_relaxed);
+    mutex_.Lock();
+    ++idle_threads_;
+    EndTask(group);
+  }
+  mutex_.Unlock();
+}
+
+std::function<void()> ThreadPool::TakeTask(Group group) {
+  Queue& queue = queues_[group];
+  queue.is_ready = false;
+  std::function<void()> task = std::move(queue.tasks.front());
+  queue.tasks.pop_front();
+  ++queue.running;
+  LineUp(group, &queue);
+  return task;
+}
+
+void ThreadPool::EndTask(Group group) {
+  Queue& queue = queues_[group];
+  --queue.running;
+  LineUp(group, &queue);
+  if (queue.running == 0 && queue.tasks.empty() &&
+      queues_.size() > kKeptQueues) {
+    queues_.erase(group);
   }
 }
 

@@ -3,13 +3,13 @@
 #ifndef QUANTD_CORE_PARALLEL_THREAD_POOL_H_
 #define QUANTD_CORE_PARALLEL_THREAD_POOL_H_
 
-#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <thread>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
 #include "absl/functional/function_ref.h"
 #include "absl/synchronization/mutex.h"
 
@@ -17,22 +17,43 @@
 
 namespace quantd::core {
 
-// Runs tasks first come, first served. Thread-safe.
+// Runs tasks. Those of one group run first come, first served, `thread_count`
+// of them at a time. Groups do not wait for each other: each has that many
+// threads for itself, and the kernel shares the processors among them. Past
+// `most_threads` in all, groups take turns. Thread-safe.
 class ThreadPool {
  public:
-  // Starts `thread_count` threads (at least 1).
-  explicit ThreadPool(int thread_count);
+  // Whose work a task is.
+  using Group = int64_t;
+
+  // While it lives, what the thread schedules is of that group. A task begins
+  // in its own.
+  class GroupScope {
+   public:
+    explicit GroupScope(Group group);
+    ~GroupScope();
+    GroupScope(const GroupScope&) = delete;
+    GroupScope& operator=(const GroupScope&) = delete;
+
+   private:
+    const Group outer_;
+  };
+
+  // The group of what the calling thread does; 0 outside of all.
+  static Group CurrentGroup();
+
+  // Starts `thread_count` threads (at least 1), and more as groups come.
+  explicit ThreadPool(int thread_count, int most_threads = 0);
   // Runs what was scheduled to its end, then joins.
   ~ThreadPool();
 
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
 
-  int thread_count() const { return static_cast<int>(threads_.size()); }
-  // Whether some thread has nothing to do, at this moment.
-  bool has_idle_thread() const {
-    return busy_threads_.load(std::memory_order_relaxed) < thread_count();
-  }
+  // Of one group.
+  int thread_count() const { return thread_count_; }
+  // Whether the group has a thread with nothing to do, at this moment.
+  bool HasIdleThread(Group group) const ABSL_LOCKS_EXCLUDED(mutex_);
 
   // Runs `task` on some worker, soon. Tasks must not throw.
   void Schedule(std::function<void()> task) ABSL_LOCKS_EXCLUDED(mutex_);
@@ -44,13 +65,32 @@ class ThreadPool {
       ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
-  void Work() ABSL_LOCKS_EXCLUDED(mutex_);
+  // The tasks of a group.
+  struct Queue {
+    std::deque<std::function<void()>> tasks;
+    // How many of its tasks run.
+    int running = 0;
+    // It is in ready_.
+    bool is_ready = false;
+  };
 
-  absl::Mutex mutex_;
-  std::deque<std::function<void()>> queue_ ABSL_GUARDED_BY(mutex_);
+  void Work() ABSL_LOCKS_EXCLUDED(mutex_);
+  // Lines the group up if it has a task that may run.
+  void LineUp(Group group, Queue* queue) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  std::function<void()> TakeTask(Group group)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void EndTask(Group group) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void AddThread() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  const int thread_count_;
+  const int most_threads_;
+  mutable absl::Mutex mutex_;
+  absl::flat_hash_map<Group, Queue> queues_ ABSL_GUARDED_BY(mutex_);
+  // Groups whose next task may run, in the order of their turns.
+  std::deque<Group> ready_ ABSL_GUARDED_BY(mutex_);
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
-  std::atomic<int> busy_threads_{0};
-  std::vector<std::thread> threads_;
+  int idle_threads_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::vector<std::thread> threads_ ABSL_GUARDED_BY(mutex_);
 };
 
 // pool->ParallelFor, or on the calling thread alone when there is no pool.

@@ -511,7 +511,7 @@ class FloatCoder : public GridCoder<FloatGrid> {
   // Where quotients of numbers that are not finite are NaN, and Min gives its
   // second operand if that is NaN.
   bool CanCount() const {
-    return saturates_ && HWY_ARCH_X86 != 0 && QUANTD_HAS_FMA != 0;
+    return saturates_ && HWY_ARCH_X86 != 0 && HWY_NATIVE_FMA != 0;
   }
 
   HWY_INLINE bool AllOrdinary(const CountingState& state) const {

@@ -21,13 +21,6 @@ namespace quantd::core {
 namespace HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-#undef QUANTD_HAS_FMA
-#if HWY_TARGET == HWY_SSSE3 || HWY_TARGET == HWY_SSE4
-#define QUANTD_HAS_FMA 0
-#else
-#define QUANTD_HAS_FMA 1
-#endif
-
 // x / scale from the correctly rounded reciprocal y of the scale. A product
 // x * y can be 1.5 units in the last place off; each step fma(x - q * scale, y,
 // q) takes an error of e units to 2^-24 e before it is rounded. After one step
@@ -41,7 +34,7 @@ namespace hn = hwy::HWY_NAMESPACE;
 // or infinite; quotients below 2^-26 may have another error.
 template <int kSteps, class D, class V = hn::Vec<D>>
 HWY_INLINE V ExactQuotient(D d, V x, V scale, V y) {
-#if QUANTD_HAS_FMA
+#if HWY_NATIVE_FMA
   V q = hn::Mul(x, y);
   for (int step = 0; step < kSteps; ++step) {
     q = hn::MulAdd(hn::NegMulAdd(q, scale, x), y, q);

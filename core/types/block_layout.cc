@@ -148,4 +148,51 @@ bool BlockLayout::RowCursor::Next(Row* row) {
   return true;
 }
 
+int64_t BlockLayout::largest_block() const {
+  int64_t elements = element_count_ == 0 ? 0 : 1;
+  for (const Dimension& dimension : dimensions_) {
+    elements *= std::min(dimension.size, dimension.block);
+  }
+  return elements;
+}
+
+BlockLayout::BlockCursor::BlockCursor(const BlockLayout& layout,
+                                      int64_t scale_index) {
+  const auto& dimensions = layout.dimensions_;
+  const size_t innermost = dimensions.size() - 1;
+  extents_.resize(innermost);
+  int64_t stride = 1;
+  for (size_t d = dimensions.size(); d-- > 0;) {
+    const Dimension& dimension = dimensions[d];
+    const int64_t blocks = CeilDivide(dimension.size, dimension.block);
+    const int64_t first = blocks == 1 ? 0
+                                      : scale_index / dimension.scale_stride %
+                                            blocks * dimension.block;
+    const int64_t size = std::min(dimension.block, dimension.size - first);
+    position_ += first * stride;
+    count_ *= size;
+    if (d == innermost) {
+      row_count_ = size;
+    } else {
+      extents_[d] = {size, stride, 0};
+    }
+    stride *= dimension.size;
+  }
+}
+
+bool BlockLayout::BlockCursor::Next(int64_t* begin, int64_t* count) {
+  if (done_) return false;
+  *begin = position_;
+  *count = row_count_;
+  for (size_t d = extents_.size(); d-- > 0;) {
+    Extent& extent = extents_[d];
+    position_ += extent.stride;
+    if (++extent.index < extent.size) return true;
+    position_ -= extent.size * extent.stride;
+    extent.index = 0;
+  }
+  done_ = true;
+  return true;
+}
+
 }  // namespace quantd::core

@@ -69,6 +69,8 @@ class BlockLayout {
 
   // Elements of a row.
   int64_t row_size() const { return dimensions_.back().size; }
+  // Elements of the largest block, which is what uses one scale.
+  int64_t largest_block() const;
   // Elements that follow each other and use the same scale, within a row.
   int64_t row_block() const { return dimensions_.back().block; }
   // Whether all rows use the same scales.
@@ -99,6 +101,33 @@ class BlockLayout {
     // Of the dimensions but the innermost, whose index is column_.
     absl::InlinedVector<Coordinate, 4> coordinates_;
     int64_t column_ = 0;
+  };
+
+  // The elements of one scale index.
+  class BlockCursor {
+   public:
+    // Requires: 0 <= scale_index < scale_count(); element_count() > 0.
+    BlockCursor(const BlockLayout& layout, int64_t scale_index);
+    // Of all elements.
+    int64_t count() const { return count_; }
+    // Elements [*begin, *begin + *count) of a row, in order; false when there
+    // are no more.
+    bool Next(int64_t* begin, int64_t* count);
+
+   private:
+    // Of the block in a collapsed dimension but the innermost.
+    struct Extent {
+      int64_t size;
+      int64_t stride;  // elements from one index to the next
+      int64_t index;
+    };
+
+    // Outermost first.
+    absl::InlinedVector<Extent, 4> extents_;
+    int64_t position_ = 0;
+    int64_t row_count_ = 0;
+    int64_t count_ = 1;
+    bool done_ = false;
   };
 
   // Pull form of ForEachRun.

@@ -21,21 +21,25 @@ def main():
             report = json.load(file)
         reports.append((label, {t["name"]: t for t in report["tensors"]}))
 
-    rows = [["tensor", "shape", "bytes"]]
-    for label, _ in reports:
-        rows[0] += [label, "SQNR dB", "max error"]
+    rows = [["tensor", "shape", "KiB"] + ["KiB", "SQNR dB", "max err"] *
+            len(reports)]
     for name, first in reports[0][1].items():
         if first["result"] != "quantized":
             continue
         row = [name, "x".join(map(str, first["shape"])),
-               str(first["bytes_before"])]
+               f"{first['bytes_before'] / 1024:.1f}"]
         for _, tensors in reports:
             tensor = tensors[name]
-            row += [str(tensor["bytes_after"]),
+            row += [f"{tensor['bytes_after'] / 1024:.1f}",
                     number(tensor["sqnr_db"], ".2f"),
-                    number(tensor["max_absolute_error"], ".6f")]
+                    number(tensor["max_absolute_error"], ".5f")]
         rows.append(row)
     widths = [max(map(len, column)) for column in zip(*rows)]
+    # Above the columns of each report its label.
+    title = " " * (sum(widths[:3]) + 4)
+    for i, (label, _) in enumerate(reports):
+        title += "  " + label.rjust(sum(widths[3 + 3 * i:6 + 3 * i]) + 4)
+    print(title)
     for row in rows:
         cells = [cell.ljust(width) if i < 2 else cell.rjust(width)
                  for i, (cell, width) in enumerate(zip(row, widths))]

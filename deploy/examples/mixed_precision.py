@@ -72,8 +72,8 @@ def main():
         restored = path("dequantized.safetensors")
         report = json.loads(quantctl(
             "quantize", options.weights, "-o", quantized, *names(),
-            "--no-store", "--json", *flags))
-        quantctl("dequantize", quantized, "-o", restored)
+            "--no-store", "--json", "--force", *flags))
+        quantctl("dequantize", quantized, "-o", restored, "--force")
         size = sum(tensor["bytes_after"] for tensor in report["tensors"]
                    if tensor["result"] == "quantized")
         return {"label": label, "size_bytes": size, "right": right_of(restored)}
@@ -83,7 +83,7 @@ def main():
     for target, flags in TARGETS.items():
         specs = path(target.replace(" ", "-") + ".txt")
         mixture = json.loads(
-            sweep("--json", *flags, "-o", specs))["mixture"]
+            sweep("--json", *flags, "-o", specs, "--force"))["mixture"]
         row = measure("mixed, " + target, "--spec", "@" + specs)
         mixtures.append(mixture | row)
         rows.append(row)
@@ -98,10 +98,10 @@ def main():
     # The ranking over all tensors; `quantctl sweep` shows that of each too.
     print(table.split("\n\n")[-1].rstrip())
     print(f"({len(SPECS)} specs from statistics alone in {seconds:.2f} s)\n")
-    print(f"{'float32':<24} {'':>9}    {exact / count:6.1%}   "
+    print(f"{'float32':<24} {'':>9}      {exact / count:6.1%}   "
           f"({exact} of {count})")
     for row in rows:
-        print(f"{row['label']:<24} {row['size_bytes']:>9,} B  "
+        print(f"{row['label']:<24} {row['size_bytes'] / 1024:>9.1f} KiB  "
               f"{row['right'] / count:6.1%}   ({row['right']} of {count})")
     for mixture in mixtures:
         print(f"{mixture['label']}: " + ", ".join(

@@ -8,11 +8,14 @@
 #include <utility>
 #include <vector>
 
+#include "absl/algorithm/container.h"
+#include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/ascii.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
@@ -20,7 +23,9 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "absl/types/optional.h"
+#include "absl/types/span.h"
 #include "core/errors.h"
+#include "server/guard/size_text.h"
 #include "server/guard/text_file.h"
 
 namespace quantd::server {
@@ -30,6 +35,11 @@ constexpr uint8_t kAllScopes = 15;
 constexpr absl::string_view kModelCharacters =
     "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._/-";
 constexpr absl::string_view kCertificate = "certificate:";
+constexpr absl::string_view kModels = "models:";
+constexpr absl::string_view kPrincipal = "principal:";
+
+// What is shorter is rather a slip than meant.
+constexpr absl::Duration kLeastAge = absl::Hours(1);
 
 struct ScopeName {
   absl::string_view name;
@@ -81,6 +91,12 @@ bool IsModelPattern(absl::string_view text) {
   return text == "*" ||
          (text[0] != '/' && !absl::StrContains(text, "..") &&
           text.find_first_not_of(kModelCharacters) == absl::string_view::npos);
+}
+
+// "models:*" or "models:PREFIX/".
+bool IsModelScope(absl::string_view text) {
+  return absl::ConsumePrefix(&text, kModels) && !text.empty() &&
+         (text == "*" || (text.back() == '/' && IsModelPattern(text)));
 }
 
 absl::Status AtLine(int line, absl::string_view expected) {
@@ -141,6 +157,18 @@ std::string Principal::BeforeModels() const {
   return before;
 }
 
+std::string Principal::AfterModels() const {
+  if (models_.empty()) return "";
+  std::string after = models_;
+  if (after.back() == '/') {
+    ++after.back();
+  } else {
+    // Below every character of names.
+    after += '\x01';
+  }
+  return after;
+}
+
 absl::Status Principal::Check(Scope scope) const {
   if ((scopes_ & static_cast<uint8_t>(scope)) != 0) return absl::OkStatus();
   for (const ScopeName& known : kScopes) {
@@ -158,9 +186,90 @@ absl::Status Principal::CheckTime(absl::Time now) const {
   return now < expires_ ? absl::OkStatus() : core::TokenInvalidError();
 }
 
+WriteAccount Principal::AccountFor(absl::string_view model) const {
+  WriteAccount account;
+  account.principal = name_;
+  if (quotas_ == nullptr) return account;
+  for (const Quota& quota : *quotas_) {
+    absl::string_view name = quota.scope;
+    const bool counts = absl::ConsumePrefix(&name, kPrincipal)
+                            ? name == name_
+                            : ScopeHolds(quota.scope, model);
+    if (counts) account.quotas.push_back(quota);
+  }
+  return account;
+}
+
+bool ScopeHolds(absl::string_view scope, absl::string_view model) {
+  return absl::ConsumePrefix(&scope, kModels) &&
+         (scope == "*" || absl::StartsWith(model, scope));
+}
+
+absl::Status AccessList::ParseRule(int line,
+                                   absl::Span<const absl::string_view> fields) {
+  const bool is_quota = fields[0] == "quota";
+  const absl::string_view scope = fields[1];
+  absl::string_view name = scope;
+  const bool is_principal =
+      is_quota && absl::ConsumePrefix(&name, kPrincipal) && !name.empty();
+  if (!is_principal && !IsModelScope(scope)) {
+    return AtLine(line, is_quota ? "principal:NAME, models:PREFIX/ or models:* "
+                                   "as the second field of a quota"
+                                 : "models:PREFIX/ or models:* as the second "
+                                   "field of what is retained");
+  }
+  const std::string expected =
+      is_quota ? "bytes=SIZE, rows=COUNT or both, each once, such as "
+                 "bytes=10GiB rows=100000"
+               : "revisions=COUNT, age=DURATION or both, each once, such as "
+                 "revisions=20 age=720h";
+  Quota quota;
+  quota.scope = std::string(scope);
+  RetentionRule rule;
+  rule.scope = std::string(scope);
+  absl::flat_hash_set<absl::string_view> seen;
+  for (const absl::string_view field : fields.subspan(2)) {
+    const std::pair<absl::string_view, absl::string_view> parts =
+        absl::StrSplit(field, absl::MaxSplits('=', 1));
+    const auto& [key, value] = parts;
+    bool ok = seen.insert(key).second;
+    if (is_quota && key == "bytes") {
+      ok = ok && ParseSize(value, &quota.max_bytes);
+    } else if (is_quota && key == "rows") {
+      ok =
+          ok && absl::SimpleAtoi(value, &quota.max_rows) && quota.max_rows >= 0;
+    } else if (!is_quota && key == "revisions") {
+      int64_t count = 0;
+      // Keeping none is not retaining.
+      ok = ok && absl::SimpleAtoi(value, &count) && count >= 1;
+      rule.revisions = count;
+    } else if (!is_quota && key == "age") {
+      absl::Duration age;
+      ok = ok && absl::ParseDuration(value, &age) && age >= kLeastAge;
+      rule.age = age;
+    } else {
+      ok = false;
+    }
+    if (!ok) return AtLine(line, expected);
+  }
+  if (seen.empty()) return AtLine(line, expected);
+  const auto is_known = [&](const auto& other) { return other.scope == scope; };
+  if (is_quota ? absl::c_any_of(*quotas_, is_known)
+               : absl::c_any_of(retention_, is_known)) {
+    return AtLine(line, "one such line for each scope");
+  }
+  if (is_quota) {
+    quotas_->push_back(std::move(quota));
+  } else {
+    retention_.push_back(std::move(rule));
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<std::shared_ptr<const AccessList>> AccessList::Parse(
     absl::string_view text) {
   auto list = std::make_shared<AccessList>();
+  absl::flat_hash_set<std::string> names;
   int number = 0;
   for (absl::string_view line : absl::StrSplit(text, '\n')) {
     ++number;
@@ -168,10 +277,22 @@ absl::StatusOr<std::shared_ptr<const AccessList>> AccessList::Parse(
     const std::vector<absl::string_view> fields =
         absl::StrSplit(line, absl::ByAnyChar(" \t\r"), absl::SkipEmpty());
     if (fields.empty()) continue;
+    // Somebody may be called quota: a credential follows then.
+    if ((fields[0] == "quota" || fields[0] == "retain") &&
+        (fields.size() < 2 || KeyOf(fields[1]).empty())) {
+      absl::Status status = fields.size() < 2
+                                ? AtLine(number, "a scope after the first word")
+                                : list->ParseRule(number, fields);
+      if (!status.ok()) return status;
+      continue;
+    }
     if (fields.size() < 4 || fields.size() > 5) {
       return AtLine(number, "NAME CREDENTIAL SCOPES MODELS [EXPIRES]");
     }
     auto principal = std::make_shared<Principal>();
+    principal->name_ = std::string(fields[0]);
+    principal->quotas_ = list->quotas_;
+    names.insert(principal->name_);
     const std::string key = KeyOf(fields[1]);
     if (key.empty()) {
       return AtLine(number,
@@ -199,6 +320,17 @@ absl::StatusOr<std::shared_ptr<const AccessList>> AccessList::Parse(
       return AtLine(number, "a credential that no other line has");
     }
   }
+  for (const Quota& quota : *list->quotas_) {
+    absl::string_view name = quota.scope;
+    if (absl::ConsumePrefix(&name, kPrincipal) && !names.contains(name)) {
+      return core::ConfigInvalidError(
+          absl::StrCat("--access-file: expected a credential of \"", name,
+                       "\", which has a quota"));
+    }
+  }
+  absl::c_sort(*list->quotas_, [](const Quota& a, const Quota& b) {
+    return a.scope < b.scope;
+  });
   return list;
 }
 

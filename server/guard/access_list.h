@@ -13,6 +13,17 @@
 // of one. EXPIRES is a time as RFC 3339 has it, e.g. 2027-01-31T00:00:00Z. The
 // last line has to end, too: what is empty or breaks off is half written, and
 // would take callers away.
+//
+// Other lines say what the store may hold, and until when it keeps it:
+//
+//   quota principal:NAME    [bytes=SIZE] [rows=COUNT]
+//   quota models:PREFIX/    [bytes=SIZE] [rows=COUNT]
+//   retain models:PREFIX/   [revisions=COUNT] [age=DURATION]
+//
+// with models:* for all models. NAME is that of a credential; a row counts for
+// whoever wrote it last, and for all prefixes of its model. A revision goes
+// when it is beyond all that its line says: not one of the COUNT of its model
+// that were written last, and not written for DURATION.
 
 #ifndef QUANTD_SERVER_GUARD_ACCESS_LIST_H_
 #define QUANTD_SERVER_GUARD_ACCESS_LIST_H_
@@ -31,7 +42,9 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "absl/types/optional.h"
+#include "absl/types/span.h"
 #include "server/metrics/metrics.h"
+#include "server/store/encoding_store.h"
 
 namespace quantd::server {
 
@@ -54,8 +67,14 @@ Scope ScopeOf(Rpc rpc);
 // One caller. Immutable, thread-safe.
 class Principal {
  public:
+  // All quotas of its file.
+  using Quotas = std::vector<Quota>;
+
   // May do everything: who calls where no access file is.
   static std::shared_ptr<const Principal> Unrestricted();
+
+  // NAME; empty of one that is unrestricted.
+  const std::string& name() const { return name_; }
 
   // Whether names of that model mean anything to the caller. What it may not
   // see does not exist for it.
@@ -63,6 +82,9 @@ class Principal {
   // Comes before all models that the caller may see, which lie together, and
   // after all others before them; in the order of names, bytewise.
   std::string BeforeModels() const;
+  // Comes after all of them, and before all others after them; empty where none
+  // are.
+  std::string AfterModels() const;
   // Errors: SCOPE_MISSING.
   absl::Status Check(Scope scope) const;
   // Whether the caller may store something under the names of that model.
@@ -70,10 +92,16 @@ class Principal {
   absl::Status CheckWrite(absl::string_view model) const;
   // Errors: TOKEN_INVALID once it has expired.
   absl::Status CheckTime(absl::Time now) const;
+  // What its writes under the names of that model are counted for.
+  WriteAccount AccountFor(absl::string_view model) const;
 
  private:
   friend class AccessList;
 
+  // Empty for who is unrestricted.
+  std::string name_;
+  // By scope; null for none.
+  std::shared_ptr<const Quotas> quotas_;
   uint8_t scopes_ = 0;
   // A prefix that ends in a slash, one name, or empty for all.
   std::string models_;
@@ -97,6 +125,25 @@ struct Credential {
   std::vector<std::vector<std::string>> issuer_ids;
 };
 
+// Revisions of models that need not be kept for ever.
+struct RetentionRule {
+  // "models:*" or "models:PREFIX/".
+  std::string scope;
+  // Kept of each model, those that were written last; none said: infinite.
+  absl::optional<int64_t> revisions;
+  // Kept since the last write.
+  absl::optional<absl::Duration> age;
+
+  friend bool operator==(const RetentionRule& a, const RetentionRule& b) {
+    return a.scope == b.scope && a.revisions == b.revisions && a.age == b.age;
+  }
+};
+
+constexpr absl::string_view kAllModels = "models:*";
+
+// Whether a scope of models counts that model.
+bool ScopeHolds(absl::string_view scope, absl::string_view model);
+
 // An access file, parsed. Immutable, thread-safe.
 class AccessList {
  public:
@@ -111,7 +158,18 @@ class AccessList {
   absl::StatusOr<std::shared_ptr<const Principal>> Find(
       const Credential& credential, absl::Time now) const;
 
+  // By scope.
+  const std::vector<Quota>& quotas() const { return *quotas_; }
+  // In the order of the file.
+  const std::vector<RetentionRule>& retention() const { return retention_; }
+
  private:
+  // A line that begins with quota or retain.
+  absl::Status ParseRule(int line, absl::Span<const absl::string_view> fields);
+
+  std::shared_ptr<Principal::Quotas> quotas_ =
+      std::make_shared<Principal::Quotas>();
+  std::vector<RetentionRule> retention_;
   // Under the digest of the token, or "certificate:" and the name. Comparing
   // digests takes a time that depends on how much of them is equal. That is no
   // way in: whoever could choose a digest to compare would have to know a token

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <cstdlib>
 #include <utility>
@@ -21,6 +20,8 @@ constexpr int64_t kMiB = int64_t{1} << 20;
 constexpr absl::Duration kWindow = absl::Seconds(1);
 constexpr absl::Duration kMinRetry = absl::Milliseconds(50);
 constexpr absl::Duration kMaxRetry = absl::Seconds(5);
+// Whoever knows that it takes minutes should still look in between.
+constexpr absl::Duration kMaxExcess = absl::Seconds(20);
 // A new value moves an average by a part of its distance.
 constexpr int64_t kSmoothing = 8;
 
@@ -49,15 +50,11 @@ void Admission::Load::Set(absl::Duration work, absl::Duration spent_work) {
   tensor_ns_ = tensor_ns;
 }
 
-absl::Duration Admission::SteadyClock() {
-  return absl::FromChrono(std::chrono::steady_clock::now().time_since_epoch());
-}
-
-Admission::Admission(int threads, absl::Duration max_delay, int64_t max_tensors,
-                     Clock clock)
+Admission::Admission(int threads, absl::Duration max_delay,
+                     OpenTensors* open_tensors, Clock clock)
     : threads_(threads),
       max_delay_(max_delay),
-      max_tensors_(max_tensors),
+      open_tensors_(open_tensors),
       clock_(std::move(clock)) {}
 
 void Admission::Add(int64_t work_ns, int64_t tensor_ns, int count) {
@@ -122,14 +119,24 @@ bool Admission::MayBurst(absl::Duration work, bool is_calm) {
   return burst.allowed;
 }
 
+bool Admission::HasPlace() const {
+  const int64_t most = open_tensors_->most;
+  const int64_t count = open_tensors_->count.load();
+  if (count < most / 2) return true;
+  const int64_t own = tensors_.load();
+  const int64_t callers = open_tensors_->callers.load() + (own == 0 ? 1 : 0);
+  return count < most && own < (most + callers - 1) / callers;
+}
+
 absl::Status Admission::Admit(bool worker_is_idle, absl::Duration work) {
   // So many longer tensors may share a worker.
   constexpr int kPatience = 5;
   // Shorter than that, tensors take less than it takes to hand them over.
   constexpr absl::Duration kLeastDelay = absl::Milliseconds(1);
   absl::MutexLock lock(&mutex_);
-  if (tensors_.load(std::memory_order_relaxed) >= max_tensors_) {
-    return core::TensorCountError(max_tensors_, RetryAfter());
+  if (!HasPlace()) {
+    return core::TensorCountError(open_tensors_->most,
+                                  RetryAfter(absl::ZeroDuration()));
   }
   const absl::Duration queued = QueueDelay(work);
   // One and a half tensors to a worker, one of them new, the others at even
@@ -142,17 +149,20 @@ absl::Status Admission::Admit(bool worker_is_idle, absl::Duration work) {
     const absl::Duration most_queued =
         may_burst ? std::max(own, max_delay_) : own;
     if (queued > most_queued) {
-      return core::OverloadedError(queued, most_queued, RetryAfter());
+      return core::OverloadedError(queued, most_queued,
+                                   RetryAfter(queued - most_queued));
     }
     const absl::Duration delay = Delay(work);
     const absl::Duration most = std::max(max_delay_, kPatience * work);
-    if (delay > most) return core::OverloadedError(delay, most, RetryAfter());
+    if (delay > most) {
+      return core::OverloadedError(delay, most, RetryAfter(delay - most));
+    }
   }
   ++admitted_;
   return absl::OkStatus();
 }
 
-absl::Duration Admission::RetryAfter() {
+absl::Duration Admission::RetryAfter(absl::Duration excess) {
   const absl::Duration now = clock_();
   const absl::Duration window = now - window_start_;
   if (window > kWindow) {
@@ -169,7 +179,8 @@ absl::Duration Admission::RetryAfter() {
   // About as long as it takes until as many have been served as were turned
   // away.
   const absl::Duration delay = (1 + refused_per_admitted_) * max_delay_;
-  return std::min(std::max(delay, kMinRetry), kMaxRetry) *
+  return std::max(std::min(std::max(delay, kMinRetry), kMaxRetry),
+                  std::min(excess, kMaxExcess)) *
          absl::Uniform(random_, 0.5, 1.5);
 }
 

@@ -13,21 +13,33 @@
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "core/parallel/steady_clock.h"
 #include "server/metrics/metrics.h"
 
 namespace quantd::server {
 
-// Turns tensors away that the workers, which take turns, would get to too late.
-// A tensor waits for its like and for shorter ones: in a burst for up to
-// `max_delay`, and while they keep the workers busy no longer than for about
-// half of what it takes itself, which makes one and a half tensors to a worker.
-// Much longer ones only share the workers with it, and turn it away when there
-// are more than five to a worker and they delay it by more than `max_delay`.
+// Turns tensors of one caller away that its workers, which take turns, would
+// get to too late. Every caller has an Admission of its own. A tensor waits for
+// its like and for shorter ones: in a burst for up to `max_delay`, and while
+// they keep the workers busy no longer than for about half of what it takes
+// itself, which makes one and a half tensors to a worker. Much longer ones only
+// share the workers with it, and turn it away when there are more than five to
+// a worker and they delay it by more than `max_delay`.
 //
 // What has not arrived does not count: a client that sends slowly, or that flow
 // control holds back, is no load. Thread-safe.
 class Admission {
  public:
+  // How many tensors are open, of how many callers, and how many may be. From
+  // half of that on a caller gets no more than an equal share.
+  struct OpenTensors {
+    explicit OpenTensors(int64_t most) : most(most) {}
+
+    const int64_t most;
+    std::atomic<int64_t> count{0};
+    std::atomic<int64_t> callers{0};
+  };
+
   // The load of one stream on the workers. Not thread-safe.
   class Load {
    public:
@@ -52,11 +64,10 @@ class Admission {
 
   // The time since some moment; never goes back.
   using Clock = std::function<absl::Duration()>;
-  static absl::Duration SteadyClock();
 
-  // Takes up to `max_tensors` at once.
-  Admission(int threads, absl::Duration max_delay, int64_t max_tensors,
-            Clock clock = &SteadyClock);
+  // `open_tensors`  outlives the object.
+  Admission(int threads, absl::Duration max_delay, OpenTensors* open_tensors,
+            Clock clock = &core::SteadyNow);
 
   // Whether one more tensor may be worked on, beside what is loaded, that takes
   // one worker as long as `work`. A worker that has nothing to do needs no
@@ -69,8 +80,14 @@ class Admission {
   // `work`: each of the others by no more than that.
   absl::Duration Delay(absl::Duration work) const;
 
-  void TensorOpened() { tensors_.fetch_add(1, std::memory_order_relaxed); }
-  void TensorClosed() { tensors_.fetch_sub(1, std::memory_order_relaxed); }
+  void TensorOpened() {
+    open_tensors_->count.fetch_add(1);
+    if (tensors_.fetch_add(1) == 0) open_tensors_->callers.fetch_add(1);
+  }
+  void TensorClosed() {
+    open_tensors_->count.fetch_sub(1);
+    if (tensors_.fetch_sub(1) == 1) open_tensors_->callers.fetch_sub(1);
+  }
 
   // How long one worker takes for `bytes` of a tensor, and for what comes when
   // a tensor of `tensor_bytes` is complete; zero while nothing is known.
@@ -104,20 +121,25 @@ class Admission {
   void Add(int64_t work_ns, int64_t tensor_ns, int count);
   // How long such a tensor stands behind its like, and shorter ones.
   absl::Duration QueueDelay(absl::Duration work) const;
+  // Whether the caller may open one more.
+  bool HasPlace() const;
   // Whether it may be part of a burst.
   bool MayBurst(absl::Duration work, bool is_calm)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // After a tensor was turned away.
-  absl::Duration RetryAfter() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // After a tensor was turned away; about `excess` has to be worked off before
+  // there is room.
+  absl::Duration RetryAfter(absl::Duration excess)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const int threads_;
   const absl::Duration max_delay_;
-  const int64_t max_tensors_;
+  OpenTensors* const open_tensors_;
+  // Of this caller.
+  std::atomic<int64_t> tensors_{0};
   const Clock clock_;
   std::array<Loads, kSizes> loads_{};
   // How many are not zero.
   std::atomic<int> loaded_{0};
-  std::atomic<int64_t> tensors_{0};
   // Moving averages.
   std::array<std::atomic<int64_t>, kTensorRpcCount> feed_ns_per_mib_{};
   std::array<std::array<std::atomic<int64_t>, kSizes>, kTensorRpcCount>

@@ -43,6 +43,9 @@ struct Limits {
   absl::Duration idle_timeout = absl::Seconds(30);
   // A stream this old is ended between two tensors; at twice the age, at once.
   absl::Duration stream_age = absl::Hours(1);
+  // Connections at once, and those of one address.
+  int64_t connections = 4096;
+  int64_t address_connections = 2048;
   // Streams and calls of one connection at once.
   int64_t connection_streams = 256;
   // A connection without any call for this long is closed.

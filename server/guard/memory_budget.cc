@@ -18,19 +18,24 @@ namespace {
 // What a client is told to wait when the budget is full for now.
 constexpr absl::Duration kRetryAfter = absl::Seconds(1);
 
+// For so long a caller that was refused is taken to try again.
+constexpr absl::Duration kPatience = absl::Seconds(2);
+
 constexpr int64_t kTransitStepBytes = 256 << 10;
 
 }  // namespace
 
 MemoryBudget::Lease::Lease(Lease&& other) noexcept
     : budget_(std::exchange(other.budget_, nullptr)),
-      bytes_(std::exchange(other.bytes_, 0)) {}
+      bytes_(std::exchange(other.bytes_, 0)),
+      holder_(other.holder_) {}
 
 MemoryBudget::Lease& MemoryBudget::Lease::operator=(Lease&& other) noexcept {
   if (this != &other) {
     Release();
     budget_ = std::exchange(other.budget_, nullptr);
     bytes_ = std::exchange(other.bytes_, 0);
+    holder_ = other.holder_;
   }
   return *this;
 }
@@ -38,7 +43,7 @@ MemoryBudget::Lease& MemoryBudget::Lease::operator=(Lease&& other) noexcept {
 MemoryBudget::Lease::~Lease() { Release(); }
 
 void MemoryBudget::Lease::Release() {
-  if (budget_ != nullptr && bytes_ > 0) budget_->Return(bytes_);
+  if (budget_ != nullptr && bytes_ > 0) budget_->Return(holder_, bytes_);
   budget_ = nullptr;
   bytes_ = 0;
 }
@@ -117,21 +122,44 @@ absl::Status MemoryBudget::Grow(Lease* lease, int64_t bytes,
   }
   const int64_t more = bytes - lease->bytes_;
   absl::MutexLock lock(&mutex_);
-  if (more > total_bytes_ - used_bytes()) {
+  if (lease->bytes_ == 0) lease->holder_ = core::ThreadPool::CurrentGroup();
+  if (!HasRoom(lease->holder_, more)) {
     return core::MemoryBudgetError(total_bytes_, way_out, kRetryAfter);
   }
-  Add(more, 0);
-  lease->budget_ = this;
-  lease->bytes_ = bytes;
+  Hold(lease, more);
   return absl::OkStatus();
+}
+
+bool MemoryBudget::HasRoom(core::ThreadPool::Group holder, int64_t bytes) {
+  const bool fits = bytes <= total_bytes_ - used_bytes();
+  if (holder == 0) return fits;
+  const absl::Duration now = clock_();
+  int64_t waiting = 0;
+  for (const auto& [other, has] : holders_) {
+    if (other != holder && now - has.refused_at < kPatience) ++waiting;
+  }
+  Holder& own = holders_[holder];
+  // Two that have nothing and ask for more than that must not hinder each
+  // other.
+  const bool has_share = waiting == 0 || own.bytes == 0 ||
+                         own.bytes + bytes <= total_bytes_ / (waiting + 1);
+  const bool has_room = fits && has_share;
+  own.refused_at = has_room ? -absl::InfiniteDuration() : now;
+  return has_room;
+}
+
+void MemoryBudget::Hold(Lease* lease, int64_t more_bytes) {
+  Add(more_bytes, 0);
+  if (lease->holder_ != 0) holders_[lease->holder_].bytes += more_bytes;
+  lease->budget_ = this;
+  lease->bytes_ += more_bytes;
 }
 
 void MemoryBudget::Count(Lease* lease, int64_t bytes) {
   if (bytes <= lease->bytes_) return;
   absl::MutexLock lock(&mutex_);
-  Add(bytes - lease->bytes_, 0);
-  lease->budget_ = this;
-  lease->bytes_ = bytes;
+  if (lease->bytes_ == 0) lease->holder_ = core::ThreadPool::CurrentGroup();
+  Hold(lease, bytes - lease->bytes_);
 }
 
 int64_t MemoryBudget::leased_bytes() const {
@@ -139,9 +167,16 @@ int64_t MemoryBudget::leased_bytes() const {
   return leased_bytes_;
 }
 
-void MemoryBudget::Return(int64_t bytes) {
+void MemoryBudget::Return(core::ThreadPool::Group holder, int64_t bytes) {
   absl::MutexLock lock(&mutex_);
   Add(-bytes, 0);
+  const auto found = holders_.find(holder);
+  if (found == holders_.end()) return;
+  found->second.bytes -= bytes;
+  if (found->second.bytes == 0 &&
+      clock_() - found->second.refused_at >= kPatience) {
+    holders_.erase(found);
+  }
 }
 
 void MemoryBudget::Add(int64_t leased_bytes, int64_t transit_bytes) {

@@ -5,7 +5,9 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <utility>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
@@ -13,6 +15,9 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "core/parallel/steady_clock.h"
+#include "core/parallel/thread_pool.h"
 
 namespace quantd::server {
 
@@ -20,9 +25,16 @@ namespace quantd::server {
 // allocated, and may be refused. What passes through a stream (messages that
 // came and answers that were not read yet) is there before anybody can refuse
 // it: it is counted, and a stream that has more than its share while there is
-// too much of it has to let its tensor go. Thread-safe.
+// too much of it has to let its tensor go.
+//
+// Leases are held by callers, who are told apart by the group of what the
+// thread does. While one of them waits for memory, the others get no more than
+// an equal share of it. Thread-safe.
 class MemoryBudget {
  public:
+  // The time since some moment; never goes back.
+  using Clock = std::function<absl::Duration()>;
+
   // Bytes held of a budget; given back when destroyed. Movable. Not
   // thread-safe.
   class Lease {
@@ -38,11 +50,10 @@ class MemoryBudget {
 
    private:
     friend class MemoryBudget;
-    Lease(MemoryBudget* budget, int64_t bytes)
-        : budget_(budget), bytes_(bytes) {}
-
     MemoryBudget* budget_ = nullptr;
     int64_t bytes_ = 0;
+    // Who took the first of them.
+    core::ThreadPool::Group holder_ = 0;
   };
 
   // What passes through one stream. Not thread-safe.
@@ -67,8 +78,11 @@ class MemoryBudget {
 
   // `transit_bytes` may be in transit beside the `total_bytes`; only what
   // exceeds that is taken from them.
-  explicit MemoryBudget(int64_t total_bytes, int64_t transit_bytes = 0)
-      : total_bytes_(total_bytes), free_transit_bytes_(transit_bytes) {}
+  explicit MemoryBudget(int64_t total_bytes, int64_t transit_bytes = 0,
+                        Clock clock = &core::SteadyNow)
+      : total_bytes_(total_bytes),
+        free_transit_bytes_(transit_bytes),
+        clock_(std::move(clock)) {}
 
   // Takes `bytes`. Never waits: those who hold memory may need the calling
   // thread to give it back.
@@ -109,16 +123,34 @@ class MemoryBudget {
   absl::Status TransitError() const;
 
  private:
-  void Return(int64_t bytes) ABSL_LOCKS_EXCLUDED(mutex_);
+  // What a caller has. Nobody has group 0: what has no caller is not limited.
+  struct Holder {
+    int64_t bytes = 0;
+    // When it was last refused what would fit by itself, if it got nothing
+    // since.
+    absl::Duration refused_at = -absl::InfiniteDuration();
+  };
+
+  void Return(core::ThreadPool::Group holder, int64_t bytes)
+      ABSL_LOCKS_EXCLUDED(mutex_);
+  // Whether there is room for what the holder asks for.
+  bool HasRoom(core::ThreadPool::Group holder, int64_t bytes)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Hold(Lease* lease, int64_t more_bytes)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Adds what may be negative, and finds the sum anew.
   void Add(int64_t leased_bytes, int64_t transit_bytes)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const int64_t total_bytes_;
   const int64_t free_transit_bytes_;
+  const Clock clock_;
   mutable absl::Mutex mutex_;
   int64_t leased_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   int64_t transit_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
+  // Those that have something, or wait.
+  absl::flat_hash_map<core::ThreadPool::Group, Holder> holders_
+      ABSL_GUARDED_BY(mutex_);
   // Changes under mutex_.
   std::atomic<int64_t> used_bytes_{0};
   // Streams that have something in transit.

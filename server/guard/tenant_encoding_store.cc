@@ -39,7 +39,9 @@ absl::StatusOr<StoredEncoding> TenantEncodingStore::Put(
     const EncodingKey& key, std::shared_ptr<const core::Encoding> encoding,
     const Precondition& precondition) {
   if (absl::Status s = principal_->CheckWrite(key.model); !s.ok()) return s;
-  return inner_->Put(key, std::move(encoding), precondition);
+  return inner_->Put(
+      key, std::move(encoding),
+      {precondition.if_match, principal_->AccountFor(key.model)});
 }
 
 absl::Status TenantEncodingStore::Delete(const EncodingKey& key,
@@ -57,17 +59,27 @@ TenantEncodingStore::ListEncodings(absl::string_view model,
 }
 
 absl::StatusOr<std::vector<ModelListEntry>> TenantEncodingStore::ListModels(
-    absl::string_view after, int limit) {
-  // What the caller may see lies together in the order of names, so that a
-  // page ends where that does: how many others there are cannot be told.
-  const std::string before = principal_->BeforeModels();
+    const NameRange& range, int limit) {
+  // What the caller may see lies together in the order of names, and nothing
+  // else is read: neither the answer nor the time it takes tells how many
+  // others there are.
+  const std::string first = principal_->BeforeModels();
+  const std::string last = principal_->AfterModels();
+  NameRange seen{std::max<absl::string_view>(range.after, first),
+                 range.before.empty() ? last : range.before};
+  if (!last.empty())
+    seen.before = std::min<absl::string_view>(seen.before, last);
+  if (!seen.before.empty() && seen.after >= seen.before) {
+    return std::vector<ModelListEntry>();
+  }
   absl::StatusOr<std::vector<ModelListEntry>> models =
-      inner_->ListModels(std::max<absl::string_view>(after, before), limit);
+      inner_->ListModels(seen, limit);
   if (!models.ok()) return models;
-  const auto hidden = std::find_if(models->begin(), models->end(),
-                                   [this](const ModelListEntry& entry) {
-                                     return !principal_->MaySee(entry.model);
-                                   });
+  // Names that are damaged may lie there, too.
+  const auto hidden = std::remove_if(models->begin(), models->end(),
+                                     [this](const ModelListEntry& entry) {
+                                       return !principal_->MaySee(entry.model);
+                                     });
   models->erase(hidden, models->end());
   return models;
 }

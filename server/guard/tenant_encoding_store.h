@@ -17,7 +17,8 @@ namespace quantd::server {
 
 // What the caller may not see does not exist for it: reading and deleting
 // answer as for a name that was never stored, without asking the store, and
-// lists leave it out. Thread-safe.
+// lists leave it out. What it writes counts for it, and keeps to the quotas of
+// the access file. Thread-safe.
 class TenantEncodingStore : public EncodingStore {
  public:
   // `inner` must outlive this.
@@ -36,8 +37,8 @@ class TenantEncodingStore : public EncodingStore {
   absl::StatusOr<std::vector<EncodingListEntry>> ListEncodings(
       absl::string_view model, absl::string_view revision,
       absl::string_view after, int limit) override;
-  absl::StatusOr<std::vector<ModelListEntry>> ListModels(
-      absl::string_view after, int limit) override;
+  absl::StatusOr<std::vector<ModelListEntry>> ListModels(const NameRange& range,
+                                                         int limit) override;
   absl::StatusOr<std::vector<RevisionListEntry>> ListRevisions(
       absl::string_view model, absl::string_view after, int limit) override;
   absl::optional<int64_t> ForeignVersion() override;

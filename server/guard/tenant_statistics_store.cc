@@ -28,7 +28,9 @@ absl::StatusOr<ContributionOutcome> TenantStatisticsStore::Contribute(
   if (absl::Status s = principal_->CheckWrite(key.tensor.model); !s.ok()) {
     return s;
   }
-  return inner_->Contribute(key, part, averaging_constant);
+  ContributionKey counted = key;
+  counted.account = principal_->AccountFor(key.tensor.model);
+  return inner_->Contribute(counted, part, averaging_constant);
 }
 
 absl::StatusOr<StoredStatistics> TenantStatisticsStore::ReadStatistics(
@@ -50,6 +52,13 @@ absl::Status TenantStatisticsStore::DeleteStatistics(const EncodingKey& key,
                                                      absl::string_view source) {
   return principal_->MaySee(key.model) ? inner_->DeleteStatistics(key, source)
                                        : NotFound(key);
+}
+
+absl::Status TenantStatisticsStore::DeleteStatisticsUpTo(
+    const EncodingKey& key, absl::Time update_time) {
+  return principal_->MaySee(key.model)
+             ? inner_->DeleteStatisticsUpTo(key, update_time)
+             : NotFound(key);
 }
 
 }  // namespace quantd::server

@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/time.h"
 #include "server/guard/access_list.h"
 #include "server/store/statistics_store.h"
 
@@ -17,7 +18,8 @@ namespace quantd::server {
 
 // What the caller may not see does not exist for it: reading and deleting
 // answer as for a name that was never stored, without asking the store, and
-// lists are empty. Thread-safe.
+// lists are empty. What it writes counts for it, and keeps to the quotas of the
+// access file. Thread-safe.
 class TenantStatisticsStore : public StatisticsStore {
  public:
   // `inner` must outlive this.
@@ -37,6 +39,8 @@ class TenantStatisticsStore : public StatisticsStore {
       absl::string_view after, int limit) override;
   absl::Status DeleteStatistics(const EncodingKey& key,
                                 absl::string_view source) override;
+  absl::Status DeleteStatisticsUpTo(const EncodingKey& key,
+                                    absl::Time update_time) override;
 
  private:
   StatisticsStore* const inner_;

@@ -37,6 +37,19 @@ struct AimetIntegers {
   std::vector<double> max;
 };
 
+// Sets min and max to the reals of codes `low` and `high`.
+void SetRange(const core::Encoding& encoding, int32_t low, int32_t high,
+              AimetIntegers* integers) {
+  const std::vector<int32_t> zero_point = ZeroPoints(encoding);
+  integers->min.clear();
+  integers->max.clear();
+  for (size_t i = 0; i < zero_point.size(); ++i) {
+    const double scale = encoding.scale[i];
+    integers->min.push_back((low - zero_point[i]) * scale);
+    integers->max.push_back((high - zero_point[i]) * scale);
+  }
+}
+
 // The code that stands for `real`, or nothing where it is not one.
 bool CodeOf(double real, float scale, int64_t zero_point, int64_t* code) {
   // Scales may have been rounded to float32.
@@ -113,13 +126,9 @@ AimetIntegers ToAimet(const core::Encoding& encoding) {
   integers.bits = info.bits;
   integers.scale = encoding.scale;
   bool has_zero_point = false;
-  const std::vector<int32_t> zero_point = ZeroPoints(encoding);
-  for (size_t i = 0; i < zero_point.size(); ++i) {
-    has_zero_point |= zero_point[i] != 0;
-    integers.offset.push_back(int64_t{info.qmin} - zero_point[i]);
-    const double scale = encoding.scale[i];
-    integers.min.push_back((encoding.qmin - zero_point[i]) * scale);
-    integers.max.push_back((encoding.qmax - zero_point[i]) * scale);
+  for (const int32_t zero_point : ZeroPoints(encoding)) {
+    has_zero_point |= zero_point != 0;
+    integers.offset.push_back(int64_t{info.qmin} - zero_point);
   }
   integers.is_symmetric = info.is_signed && !has_zero_point;
   return integers;
@@ -140,7 +149,11 @@ class Aimet061Format final : public EntryFormat {
       return core::InterchangeUnsupportedError(
           "AIMET 0.6.1 has scales per tensor and per channel, none per block");
     }
-    const AimetIntegers integers = ToAimet(encoding);
+    AimetIntegers integers = ToAimet(encoding);
+    // AIMET takes the scale from these: (max - min) / (2^bitwidth - 1). Of
+    // narrower codes it would be another one.
+    const core::FormatInfo& info = *core::FindFormat(encoding.format);
+    SetRange(encoding, info.qmin, info.qmax, &integers);
     *entry = Json::array();
     for (size_t i = 0; i < integers.scale.size(); ++i) {
       entry->push_back(
@@ -222,12 +235,13 @@ class Aimet100Format final : public EntryFormat {
     if (IsLpbq(encoding)) return WriteLpbq(tensor, encoding, entry);
     absl::Status status = CheckIsInteger(encoding, "AIMET 1.0.0");
     if (!status.ok()) return status;
-    const AimetIntegers integers = ToAimet(encoding);
+    AimetIntegers integers = ToAimet(encoding);
     *entry = {{"name", tensor},          {"dtype", "INT"},
               {"bw", integers.bits},     {"is_sym", integers.is_symmetric},
               {"scale", integers.scale}, {"offset", integers.offset}};
     const core::FormatInfo& info = *core::FindFormat(encoding.format);
     if (encoding.qmin != info.qmin || encoding.qmax != info.qmax) {
+      SetRange(encoding, encoding.qmin, encoding.qmax, &integers);
       (*entry)["min"] = integers.min;
       (*entry)["max"] = integers.max;
     }

@@ -80,9 +80,6 @@ class EntryWriter {
 // where there is none or more than one. Dimensions of one scale count as whole.
 int ChannelAxis(const core::Encoding& encoding);
 
-// Whether dimension `d` is one block.
-bool IsWhole(const core::Encoding& encoding, size_t d);
-
 // As many as scales.
 std::vector<int32_t> ZeroPoints(const core::Encoding& encoding);
 

@@ -158,6 +158,12 @@ class AimetWriter final : public EncodingsWriter {
   bool is_per_channel_ = false;
 };
 
+// A file, and what stands in it beside lists and objects.
+struct Document {
+  TextPieces text;
+  Json head;
+};
+
 // Collects the entries of a document.
 class Parser {
  public:
@@ -190,30 +196,30 @@ class Parser {
     return absl::OkStatus();
   }
 
-  absl::Status AddList(const EntryFormat& format, const Json& document,
+  absl::Status AddList(const EntryFormat& format, const Document& document,
                        absl::string_view key) {
-    const auto list = document.find(std::string(key));
-    if (list == document.end()) return absl::OkStatus();
+    const auto list = document.head.find(std::string(key));
+    if (list == document.head.end()) return absl::OkStatus();
     if (!list->is_array()) return InvalidAt(key, "expected a list");
-    for (size_t i = 0; i < list->size(); ++i) {
-      absl::Status status =
-          Add(format, (*list)[i], absl::StrCat(key, "[", i, "]"), nullptr);
-      if (!status.ok()) return status;
-    }
-    return absl::OkStatus();
+    size_t index = 0;
+    return ReadJsonEntries(document.text, key,
+                           [&](const std::string& /*name*/, const Json& entry) {
+                             return Add(format, entry,
+                                        absl::StrCat(key, "[", index++, "]"),
+                                        nullptr);
+                           });
   }
 
-  absl::Status AddMap(const EntryFormat& format, const Json& document,
+  absl::Status AddMap(const EntryFormat& format, const Document& document,
                       absl::string_view key) {
-    const auto map = document.find(std::string(key));
-    if (map == document.end()) return absl::OkStatus();
+    const auto map = document.head.find(std::string(key));
+    if (map == document.head.end()) return absl::OkStatus();
     if (!map->is_object()) return InvalidAt(key, "expected an object");
-    for (const auto& [name, entry] : map->items()) {
-      absl::Status status = Add(
-          format, entry, absl::StrCat(key, "[", QuotedText(name), "]"), &name);
-      if (!status.ok()) return status;
-    }
-    return absl::OkStatus();
+    return ReadJsonEntries(
+        document.text, key, [&](const std::string& name, const Json& entry) {
+          return Add(format, entry,
+                     absl::StrCat(key, "[", QuotedText(name), "]"), &name);
+        });
   }
 
  private:
@@ -278,20 +284,20 @@ void NoteExcludedLayers(const Json& document, ParsedEncodings* parsed) {
       {"", "excluded_layers: which layers are not to be quantized", false});
 }
 
-absl::Status ParseDocument(const Json& document, ParsedEncodings* parsed) {
+absl::Status ParseDocument(const Document& document, ParsedEncodings* parsed) {
   Parser parser(parsed);
   const EntryFormat* format = nullptr;
   switch (parsed->format) {
     case InterchangeFormat::kJson:
     case InterchangeFormat::kOnnxQdq: {
-      if (absl::Status s = CheckOurVersion(document); !s.ok()) return s;
+      if (absl::Status s = CheckOurVersion(document.head); !s.ok()) return s;
       format = parsed->format == InterchangeFormat::kJson
                    ? &QuantdEntryFormat()
                    : &OnnxQdqEntryFormat();
       break;
     }
     case InterchangeFormat::kAimet061: {
-      NoteExcludedLayers(document, parsed);
+      NoteExcludedLayers(document.head, parsed);
       format = &Aimet061EntryFormat();
       absl::Status status =
           parser.AddMap(*format, document, "activation_encodings");
@@ -299,7 +305,7 @@ absl::Status ParseDocument(const Json& document, ParsedEncodings* parsed) {
       return parser.AddMap(*format, document, "param_encodings");
     }
     case InterchangeFormat::kAimet100: {
-      NoteExcludedLayers(document, parsed);
+      NoteExcludedLayers(document.head, parsed);
       format = &Aimet100EntryFormat();
       absl::Status status =
           parser.AddList(*format, document, "activation_encodings");
@@ -307,7 +313,7 @@ absl::Status ParseDocument(const Json& document, ParsedEncodings* parsed) {
       return parser.AddList(*format, document, "param_encodings");
     }
     case InterchangeFormat::kAimet200:
-      NoteExcludedLayers(document, parsed);
+      NoteExcludedLayers(document.head, parsed);
       format = &Aimet200EntryFormat();
       break;
     case InterchangeFormat::kCompressedTensors:
@@ -319,7 +325,7 @@ absl::Status ParseDocument(const Json& document, ParsedEncodings* parsed) {
           "the file: expected one of our own JSON, AIMET encodings or ONNX "
           "parameters");
   }
-  if (!document.contains("encodings")) {
+  if (!document.head.contains("encodings")) {
     return InvalidAt("encodings", "is missing, expected a list");
   }
   return parser.AddList(*format, document, "encodings");
@@ -361,23 +367,20 @@ absl::StatusOr<std::unique_ptr<EncodingsWriter>> EncodingsWriter::Create(
 }
 
 absl::Status ChargeParseMemory(
-    absl::string_view text, absl::FunctionRef<absl::Status(int64_t)> charge) {
-  // The encodings take less than the tree that they come from.
-  return ChargeJsonMemory(
-      text, [&charge](int64_t tree_bytes) { return charge(2 * tree_bytes); });
+    TextPieces text, absl::FunctionRef<absl::Status(int64_t)> charge) {
+  return ChargeJsonMemory(text, charge);
 }
 
-absl::StatusOr<ParsedEncodings> ParseEncodings(absl::string_view text,
+absl::StatusOr<ParsedEncodings> ParseEncodings(TextPieces text,
                                                InterchangeFormat format) {
-  const Json document = Json::parse(text.begin(), text.end(), nullptr,
-                                    /*allow_exceptions=*/false);
-  if (!document.is_object()) {
+  const Document document{text, ReadJsonHead(text)};
+  if (!document.head.is_object()) {
     return core::InterchangeInvalidError("the file: expected a JSON object");
   }
   ParsedEncodings parsed;
   parsed.format = format;
   if (format == InterchangeFormat::kUnspecified) {
-    parsed.format = FormatOf(document);
+    parsed.format = FormatOf(document.head);
   }
   absl::Status status = ParseDocument(document, &parsed);
   if (!status.ok()) return status;

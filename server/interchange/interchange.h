@@ -18,6 +18,7 @@
 #include "absl/strings/string_view.h"
 #include "core/parallel/time_slice.h"
 #include "core/types/encoding.h"
+#include "server/interchange/json_text.h"
 #include "server/interchange/layout.h"
 
 namespace quantd::server {
@@ -95,7 +96,7 @@ class EncodingsWriter {
 // than it has charged, but for about a MiB. Errors: INTERCHANGE_INVALID (not
 // JSON, nested too deeply, or a key twice in one object), which names the
 // place; those of `charge`, at once.
-absl::Status ChargeParseMemory(absl::string_view text,
+absl::Status ChargeParseMemory(TextPieces text,
                                absl::FunctionRef<absl::Status(int64_t)> charge);
 
 struct ParsedEncodings {
@@ -105,11 +106,11 @@ struct ParsedEncodings {
   std::vector<InterchangeLoss> losses;
 };
 
-// Reads a file that ChargeParseMemory took; kUnspecified tells the format from
-// the file.
+// Reads a file that ChargeParseMemory took, one entry after the other;
+// kUnspecified tells the format from the file.
 // Errors: INTERCHANGE_INVALID, which names the place; INTERCHANGE_UNSUPPORTED
 // (a version, or a format that has no scales).
-absl::StatusOr<ParsedEncodings> ParseEncodings(absl::string_view text,
+absl::StatusOr<ParsedEncodings> ParseEncodings(TextPieces text,
                                                InterchangeFormat format);
 
 }  // namespace quantd::server

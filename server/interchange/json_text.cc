@@ -1,8 +1,10 @@
 #include "server/interchange/json_text.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <limits>
 #include <string>
 #include <utility>
@@ -15,6 +17,7 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 #include "core/errors.h"
 
 namespace quantd::server {
@@ -28,6 +31,65 @@ constexpr int64_t kStringBytes = 64;
 // What is counted before it is charged.
 constexpr int64_t kChargedAtOnce = int64_t{1} << 20;
 
+// What an entry leaves beside its numbers and strings: an encoding, its name
+// and place, losses.
+constexpr int64_t kEntryBytes = 3072;
+// What of a number may stay: in scales, codes or zero points, with room to
+// grow.
+constexpr int64_t kKeptNumberBytes = 16;
+
+// Entries are what the members of the document hold.
+constexpr int kEntryDepth = 2;
+
+// Runs over the bytes of a text in pieces.
+class PiecesIterator {
+ public:
+  using iterator_category = std::forward_iterator_tag;
+  using value_type = char;
+  using difference_type = std::ptrdiff_t;
+  using pointer = const char*;
+  using reference = const char&;
+
+  PiecesIterator(const absl::string_view* piece, const absl::string_view* end)
+      : piece_(piece), end_(end) {
+    Open();
+  }
+
+  reference operator*() const { return *at_; }
+  PiecesIterator& operator++() {
+    if (++at_ == piece_end_) {
+      ++piece_;
+      Open();
+    }
+    return *this;
+  }
+  bool operator==(const PiecesIterator& other) const {
+    return at_ == other.at_;
+  }
+  bool operator!=(const PiecesIterator& other) const {
+    return at_ != other.at_;
+  }
+
+ private:
+  // The first piece from here that is not empty; at the end null.
+  void Open() {
+    while (piece_ != end_ && piece_->empty()) ++piece_;
+    at_ = piece_ == end_ ? nullptr : piece_->data();
+    piece_end_ = piece_ == end_ ? nullptr : at_ + piece_->size();
+  }
+
+  const absl::string_view* piece_;
+  const absl::string_view* end_;
+  const char* at_;
+  const char* piece_end_;
+};
+
+bool Parse(TextPieces text, nlohmann::json_sax<Json>* sax) {
+  const absl::string_view* const end = text.data() + text.size();
+  return Json::sax_parse(PiecesIterator(text.data(), end),
+                         PiecesIterator(end, end), sax);
+}
+
 // Counts what a document would take.
 class MemoryCounter final : public nlohmann::json_sax<Json> {
  public:
@@ -36,21 +98,22 @@ class MemoryCounter final : public nlohmann::json_sax<Json> {
 
   // Charges what is counted and was not charged yet.
   absl::Status Charge() {
-    charged_bytes_ = bytes_;
-    return charge_(bytes_);
+    charged_bytes_ = bytes();
+    return charge_(charged_bytes_);
   }
   const absl::Status& status() const { return status_; }
 
   bool null() override { return Value(); }
   bool boolean(bool) override { return Value(); }
-  bool number_integer(number_integer_t) override { return Value(); }
-  bool number_unsigned(number_unsigned_t) override { return Value(); }
+  bool number_integer(number_integer_t) override { return Number(); }
+  bool number_unsigned(number_unsigned_t) override { return Number(); }
   bool number_float(number_float_t, const string_t&) override {
-    return Value();
+    return Number();
   }
   bool string(string_t& value) override {
-    return Count(kValueBytes + kStringBytes +
-                 2 * static_cast<int64_t>(value.size()));
+    const auto size = static_cast<int64_t>(value.size());
+    if (depth_ >= kEntryDepth) kept_bytes_ += 2 * size;
+    return Value(kValueBytes + kStringBytes + 2 * size);
   }
   bool binary(binary_t&) override { return Fail("binary data"); }
 
@@ -59,24 +122,20 @@ class MemoryCounter final : public nlohmann::json_sax<Json> {
     return Open();
   }
   bool key(string_t& value) override {
-    // Before the key is kept.
-    if (!Count(kMemberBytes + 2 * static_cast<int64_t>(value.size()))) {
-      return false;
-    }
+    // Before the key is kept. Those of entries stay until the last is read.
+    const int64_t bytes = kMemberBytes + 2 * static_cast<int64_t>(value.size());
+    (depth_ <= kEntryDepth ? outer_bytes_ : entry_bytes_) += bytes;
+    if (!Check()) return false;
     if (keys_.back().insert(value).second) return true;
     return Fail(absl::StrCat("the key ", QuotedText(value),
                              " stands twice in one object"));
   }
   bool end_object() override {
     keys_.pop_back();
-    --depth_;
-    return true;
+    return Close();
   }
   bool start_array(size_t) override { return Open(); }
-  bool end_array() override {
-    --depth_;
-    return true;
-  }
+  bool end_array() override { return Close(); }
 
   bool parse_error(size_t position, const std::string&,
                    const nlohmann::detail::exception&) override {
@@ -84,30 +143,175 @@ class MemoryCounter final : public nlohmann::json_sax<Json> {
   }
 
  private:
+  // Trees, and what is read from them while they are there.
+  int64_t bytes() const {
+    return 2 * (outer_bytes_ + std::max(entry_bytes_, largest_entry_bytes_)) +
+           kept_bytes_;
+  }
+
   bool Fail(absl::string_view what) {
     status_ = core::InterchangeInvalidError(absl::StrCat("the file: ", what));
     return false;
   }
-  bool Count(int64_t bytes) {
-    bytes_ += bytes;
-    if (bytes_ - charged_bytes_ < kChargedAtOnce) return true;
+  bool Check() {
+    if (bytes() - charged_bytes_ < kChargedAtOnce) return true;
     status_ = Charge();
     return status_.ok();
   }
-  bool Value() { return Count(kValueBytes); }
+  bool Count(int64_t value_bytes) {
+    if (depth_ < kEntryDepth) {
+      outer_bytes_ += value_bytes;
+    } else {
+      if (depth_ == kEntryDepth) BeginEntry();
+      entry_bytes_ += value_bytes;
+    }
+    return Check();
+  }
+  void BeginEntry() {
+    largest_entry_bytes_ = std::max(largest_entry_bytes_, entry_bytes_);
+    entry_bytes_ = 0;
+    kept_bytes_ += kEntryBytes;
+  }
+  bool Value(int64_t bytes = kValueBytes) { return Count(bytes); }
+  bool Number() {
+    if (depth_ >= kEntryDepth) kept_bytes_ += kKeptNumberBytes;
+    return Value();
+  }
   bool Open() {
-    if (++depth_ > kMaxJsonDepth) {
+    if (depth_ == kMaxJsonDepth) {
       return Fail(absl::StrCat("nested deeper than ", kMaxJsonDepth));
     }
-    return Count(kValueBytes + kStringBytes);
+    if (!Count(kValueBytes + kStringBytes)) return false;
+    ++depth_;
+    return true;
+  }
+  bool Close() {
+    --depth_;
+    return true;
   }
 
   const absl::FunctionRef<absl::Status(int64_t)> charge_;
-  int64_t bytes_ = 0;
+  // Of the document without its entries, of the entry that is open or was last,
+  // of the largest before it, and of what all leave.
+  int64_t outer_bytes_ = 0;
+  int64_t entry_bytes_ = 0;
+  int64_t largest_entry_bytes_ = 0;
+  int64_t kept_bytes_ = 0;
   int64_t charged_bytes_ = 0;
   int depth_ = 0;
   // Of the objects that are open.
   std::vector<absl::flat_hash_set<std::string>> keys_;
+  absl::Status status_;
+};
+
+// Builds the head of a document, and the entries under one of its keys.
+class EntryReader final : public nlohmann::json_sax<Json> {
+ public:
+  using Take = absl::FunctionRef<absl::Status(const std::string&, const Json&)>;
+
+  EntryReader(absl::string_view key, Take take) : key_(key), take_(take) {}
+
+  const absl::Status& status() const { return status_; }
+  Json TakeHead() { return std::move(head_); }
+
+  bool null() override { return Value(nullptr); }
+  bool boolean(bool value) override { return Value(value); }
+  bool number_integer(number_integer_t value) override { return Value(value); }
+  bool number_unsigned(number_unsigned_t value) override {
+    return Value(value);
+  }
+  bool number_float(number_float_t value, const string_t&) override {
+    return Value(value);
+  }
+  bool string(string_t& value) override { return Value(std::move(value)); }
+  bool binary(binary_t&) override { return false; }
+  bool start_object(size_t) override { return Open(Json::object()); }
+  bool end_object() override { return Close(); }
+  bool start_array(size_t) override { return Open(Json::array()); }
+  bool end_array() override { return Close(); }
+  bool key(string_t& value) override {
+    names_[std::min(depth_, kEntryDepth + 1)] = std::move(value);
+    return true;
+  }
+  bool parse_error(size_t, const std::string&,
+                   const nlohmann::detail::exception&) override {
+    return false;
+  }
+
+ private:
+  bool is_wanted() const { return names_[1] == key_; }
+
+  bool Value(Json value) {
+    if (depth_ > kEntryDepth) {
+      if (is_wanted()) Append(std::move(value));
+      return true;
+    }
+    Place(std::move(value));
+    return depth_ < kEntryDepth || Finish();
+  }
+
+  bool Open(Json container) {
+    if (depth_ <= kEntryDepth) {
+      Place(std::move(container));
+      if (depth_ == 1) names_[kEntryDepth].clear();
+      if (depth_ == kEntryDepth) open_ = {&entry_};
+    } else if (is_wanted()) {
+      open_.push_back(Append(std::move(container)));
+    }
+    ++depth_;
+    return true;
+  }
+
+  bool Close() {
+    --depth_;
+    if (depth_ < kEntryDepth) return true;
+    if (depth_ == kEntryDepth) return Finish();
+    if (is_wanted()) open_.pop_back();
+    return true;
+  }
+
+  // Of the document, a member of it, or an entry.
+  void Place(Json value) {
+    if (depth_ == 0) {
+      head_ = std::move(value);
+    } else if (depth_ == 1) {
+      if (head_.is_object()) head_[names_[1]] = std::move(value);
+    } else {
+      if (head_.is_object()) {
+        Json& member = head_[names_[1]];
+        if (member.empty() && member.is_array()) member.push_back(nullptr);
+        if (member.empty() && member.is_object()) member[""] = nullptr;
+      }
+      entry_ = std::move(value);
+    }
+  }
+
+  // To the innermost that is open in an entry.
+  Json* Append(Json value) {
+    Json& container = *open_.back();
+    if (container.is_array()) {
+      container.push_back(std::move(value));
+      return &container.back();
+    }
+    Json& member = container[names_[kEntryDepth + 1]];
+    member = std::move(value);
+    return &member;
+  }
+
+  bool Finish() {
+    if (is_wanted()) status_ = take_(names_[kEntryDepth], entry_);
+    entry_ = nullptr;
+    return status_.ok();
+  }
+
+  const absl::string_view key_;
+  const Take take_;
+  int depth_ = 0;
+  // The last key at each depth; below entries, that of the innermost object.
+  std::string names_[kEntryDepth + 2];
+  Json head_;
+  Json entry_;
+  std::vector<Json*> open_;
   absl::Status status_;
 };
 
@@ -136,19 +340,39 @@ std::string TypeText(const Json& value) {
 
 }  // namespace
 
-absl::Status ChargeJsonMemory(absl::string_view text,
+absl::Status ChargeJsonMemory(TextPieces text,
                               absl::FunctionRef<absl::Status(int64_t)> charge) {
   // The parser takes a zero byte for the end and would ignore what follows.
-  const size_t zero_at = text.find('\0');
-  if (zero_at != absl::string_view::npos) {
-    return core::InterchangeInvalidError(
-        absl::StrCat("the file has a zero byte at byte ", zero_at));
+  size_t before = 0;
+  for (const absl::string_view piece : text) {
+    const size_t zero_at = piece.find('\0');
+    if (zero_at != absl::string_view::npos) {
+      return core::InterchangeInvalidError(
+          absl::StrCat("the file has a zero byte at byte ", before + zero_at));
+    }
+    before += piece.size();
   }
   MemoryCounter counter(charge);
-  if (!Json::sax_parse(text.begin(), text.end(), &counter)) {
-    return counter.status();
-  }
+  if (!Parse(text, &counter)) return counter.status();
   return counter.Charge();
+}
+
+Json ReadJsonHead(TextPieces text) {
+  const auto nothing = [](const std::string&, const Json&) {
+    return absl::OkStatus();
+  };
+  // No member has this name.
+  EntryReader reader(absl::string_view("\0", 1), nothing);
+  return Parse(text, &reader) ? reader.TakeHead() : Json();
+}
+
+absl::Status ReadJsonEntries(
+    TextPieces text, absl::string_view key,
+    absl::FunctionRef<absl::Status(const std::string& name, const Json& entry)>
+        take) {
+  EntryReader reader(key, take);
+  Parse(text, &reader);
+  return reader.status();
 }
 
 std::string DumpJson(const Json& json) {

@@ -12,6 +12,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 #include "core/parallel/time_slice.h"
 #include "nlohmann/json.hpp"
 
@@ -22,12 +23,29 @@ using Json = nlohmann::json;
 // Deeper documents are refused.
 constexpr int kMaxJsonDepth = 32;
 
-// Calls `charge` with an upper bound on the memory of the document as a tree,
-// in bytes: of what it has seen, once for each MiB, then of all. Stops at the
-// first error of that. Errors: INTERCHANGE_INVALID (not JSON, too deep, a key
-// twice in one object); those of `charge`.
-absl::Status ChargeJsonMemory(absl::string_view text,
+// A text in pieces, one after the other.
+using TextPieces = absl::Span<const absl::string_view>;
+
+// Calls `charge` with an upper bound on what reading the document with
+// ReadJsonHead and ReadJsonEntries takes, and what its entries leave, in bytes:
+// of what it has seen, once for each MiB, then of all. Stops at the first error
+// of that. Errors: INTERCHANGE_INVALID (not JSON, too deep, a key twice in one
+// object); those of `charge`.
+absl::Status ChargeJsonMemory(TextPieces text,
                               absl::FunctionRef<absl::Status(int64_t)> charge);
+
+// The document without what its lists and objects hold: one that is not empty
+// has a single null in place of that.
+Json ReadJsonHead(TextPieces text);
+
+// Calls `take` with every entry of the list or object under that key, in order
+// of the text, each gone before the next is built. `name` is its key in an
+// object, empty in a list. Stops at the first error, which it answers.
+// Requires: a text that ChargeJsonMemory took.
+absl::Status ReadJsonEntries(
+    TextPieces text, absl::string_view key,
+    absl::FunctionRef<absl::Status(const std::string& name, const Json& entry)>
+        take);
 
 // A document on one line. What is not UTF-8 in it is replaced.
 std::string DumpJson(const Json& json);

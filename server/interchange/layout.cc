@@ -224,7 +224,57 @@ absl::Status FillIn(const LayoutHint& hint, PendingEncoding* pending) {
   return absl::OkStatus();
 }
 
+// The block size with dimensions of one scale as the reader would have them:
+// whole, but for the two that blocks of channels need.
+std::vector<int64_t> ReaderBlockSize(const core::Encoding& encoding,
+                                     PendingEncoding::Open open) {
+  std::vector<int64_t> block_size = encoding.block_size;
+  const auto rank = static_cast<int>(block_size.size());
+  int missing = 0;
+  if (open == PendingEncoding::Open::kChannelBlocks) {
+    missing = 2;
+    for (int d = 0; d < rank; ++d) missing -= IsWhole(encoding, d) ? 0 : 1;
+  }
+  for (int d = 0; d < rank; ++d) {
+    if (!IsWhole(encoding, d) || block_size[d] == 0) continue;
+    if (missing > 0) {
+      --missing;
+    } else {
+      block_size[d] = 0;
+    }
+  }
+  return block_size;
+}
+
 }  // namespace
+
+bool IsWhole(const core::Encoding& encoding, size_t d) {
+  return d >= encoding.block_size.size() || encoding.block_size[d] == 0 ||
+         (d < encoding.scale_shape.size() && encoding.scale_shape[d] == 1);
+}
+
+LayoutHint HintOf(const core::Encoding& encoding, PendingEncoding::Open open) {
+  LayoutHint hint;
+  hint.block_size = ReaderBlockSize(encoding, open);
+  if (encoding.scale_shape.empty()) return hint;
+  // Any shape with these scales: the order of blocks depends on no more.
+  hint.shape_known = true;
+  hint.shape.assign(encoding.scale_shape.begin(), encoding.scale_shape.end());
+  for (size_t d = 0; d < hint.block_size.size(); ++d) {
+    if (hint.block_size[d] <= 1) continue;
+    // Larger than any tensor: the block size has to do.
+    constexpr int64_t kMostElements = int64_t{1} << 56;
+    if (hint.shape[d] > kMostElements / hint.block_size[d]) {
+      hint.shape_known = false;
+      hint.shape.clear();
+      return hint;
+    }
+    hint.shape[d] *= hint.block_size[d];
+  }
+  // Per tensor there may be no block size.
+  if (hint.block_size.empty()) hint.block_size.assign(hint.shape.size(), 0);
+  return hint;
+}
 
 absl::Status ResolveLayout(const LayoutHint& hint, PendingEncoding* pending) {
   if (pending->open != PendingEncoding::Open::kNothing) {

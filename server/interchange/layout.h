@@ -49,6 +49,13 @@ struct PendingEncoding {
   int64_t block = 0;
 };
 
+// Whether dimension `d` is one block.
+bool IsWhole(const core::Encoding& encoding, size_t d);
+
+// What an encoding of the same layout, of which a file leaves `open`, has to be
+// told.
+LayoutHint HintOf(const core::Encoding& encoding, PendingEncoding::Open open);
+
 // Fills in what the file leaves open: block_size, scale_shape, and the order of
 // the scales. Then derives scales from codes and checks the encoding.
 // Errors: AXIS_UNKNOWN (the hint does not decide it), INTERCHANGE_INVALID (the

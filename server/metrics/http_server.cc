@@ -1,26 +1,39 @@
 #include "server/metrics/http_server.h"
 
-#include <civetweb.h>
+#include <poll.h>
+#include <sys/socket.h>
 
+#include <algorithm>
 #include <array>
+#include <cerrno>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
-#include <thread>
 #include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
-#include "absl/synchronization/notification.h"
 #include "absl/time/time.h"
 #include "core/errors.h"
+#include "core/parallel/steady_clock.h"
 #include "prometheus/text_serializer.h"
 
 namespace quantd::server {
 namespace {
+
+constexpr size_t kMaxConnections = 64;
+// From the connection to the last byte of the answer.
+constexpr absl::Duration kTimeout = absl::Seconds(5);
+// For the client to read what is written.
+constexpr absl::Duration kLingerTime = absl::Seconds(1);
+constexpr size_t kMaxRequestBytes = 8 << 10;
 
 struct Response {
   int code;
@@ -34,20 +47,13 @@ constexpr absl::string_view kPlainText = "text/plain; charset=utf-8";
 constexpr absl::string_view kMetricsText =
     "text/plain; version=0.0.4; charset=utf-8";
 
-// The library writes its errors to stderr unless told otherwise; what matters
-// comes back from mg_start2.
-int DropMessage(const mg_connection*, const char*) { return 1; }
-
-void Write(mg_connection* connection, const Response& response,
-           bool with_body) {
-  std::string text =
-      absl::StrCat("HTTP/1.1 ", response.code, " ", response.reason,
-                   "\r\nContent-Type: ", response.content_type,
-                   "\r\nContent-Length: ", response.body.size(), "\r\n",
-                   response.extra_header, "Cache-Control: no-store\r\n",
-                   "Connection: close\r\n\r\n");
-  if (with_body) text += response.body;
-  mg_write(connection, text.data(), text.size());
+std::string ToText(const Response& response, bool with_body) {
+  return absl::StrCat("HTTP/1.1 ", response.code, " ", response.reason,
+                      "\r\nContent-Type: ", response.content_type,
+                      "\r\nContent-Length: ", response.body.size(), "\r\n",
+                      response.extra_header, "Cache-Control: no-store\r\n",
+                      "Connection: close\r\n\r\n",
+                      with_body ? absl::string_view(response.body) : "");
 }
 
 absl::Status BadAddress(const std::string& address, absl::string_view why) {
@@ -55,60 +61,33 @@ absl::Status BadAddress(const std::string& address, absl::string_view why) {
       absl::StrCat("cannot serve metrics on \"", address, "\": ", why));
 }
 
+bool IsHostPort(const std::string& address) {
+  const size_t colon = address.rfind(':');
+  int port = 0;
+  return colon != std::string::npos && colon != 0 &&
+         address.find_first_of(", \t") == std::string::npos &&
+         absl::SimpleAtoi(address.substr(colon + 1), &port) && port >= 0 &&
+         port <= 65535;
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(
     const std::string& address, const Metrics* metrics,
     std::function<absl::Status()> ready) {
-  const size_t colon = address.rfind(':');
-  int port = 0;
-  // The library takes more than one address and flags in the port; here it is
-  // one plain address.
-  if (colon == std::string::npos || colon == 0 ||
-      address.find_first_of(", \t") != std::string::npos ||
-      !absl::SimpleAtoi(address.substr(colon + 1), &port) || port < 0 ||
-      port > 65535) {
-    return BadAddress(address, "expected host:port");
-  }
-  const std::string host = address.substr(0, colon);
-
+  if (!IsHostPort(address)) return BadAddress(address, "expected host:port");
+  absl::StatusOr<std::vector<std::unique_ptr<ListeningSocket>>> sockets =
+      ListeningSocket::Tcp(address);
+  if (!sockets.ok()) return BadAddress(address, sockets.status().message());
   std::unique_ptr<HttpServer> server(new HttpServer(metrics, std::move(ready)));
-  mg_callbacks callbacks = {};
-  callbacks.begin_request = &HttpServer::HandleRequest;
-  callbacks.log_message = &DropMessage;
-  const std::string listening = absl::StrCat(host, ":", port);
-  // No document root is given, so that no file is ever served. Connections are
-  // not kept alive: one that idles would hold one of the few threads.
-  const char* options[] = {"listening_ports",
-                           listening.c_str(),
-                           "num_threads",
-                           "4",
-                           "request_timeout_ms",
-                           "5000",
-                           "enable_keep_alive",
-                           "no",
-                           nullptr};
-  std::array<char, 256> text = {};
-  unsigned code = 0;
-  mg_error_data error = {};
-  error.code = &code;
-  error.text = text.data();
-  error.text_buffer_size = text.size();
-  mg_init_data init = {};
-  init.callbacks = &callbacks;
-  init.user_data = server.get();
-  init.configuration_options = options;
-  server->context_ = mg_start2(&init, &error);
-  if (server->context_ == nullptr) {
-    return BadAddress(address, text[0] == '\0' ? "cannot bind" : text.data());
+  if (server->stop_.fd() < 0) {
+    return BadAddress(address, "there is no descriptor to stop by");
   }
-  mg_server_port bound = {};
-  if (mg_get_server_ports(server->context_, 1, &bound) != 1) {
-    return BadAddress(address, "nothing was bound");
-  }
-  server->host_ = host;
-  server->port_ = bound.port;
-  server->address_ = absl::StrCat(host, ":", bound.port);
+  server->sockets_ = *std::move(sockets);
+  server->port_ = server->sockets_[0]->port();
+  server->address_ =
+      absl::StrCat(address.substr(0, address.rfind(':')), ":", server->port_);
+  server->thread_ = std::thread([s = server.get()] { s->Run(); });
   return server;
 }
 
@@ -117,29 +96,123 @@ HttpServer::HttpServer(const Metrics* metrics,
     : metrics_(metrics), ready_(std::move(ready)) {}
 
 HttpServer::~HttpServer() {
-  if (context_ == nullptr) return;
-  // The library looks for its stop flag every 2 seconds, or when somebody
-  // connects.
-  absl::Notification stopped;
-  std::thread stopper([this, &stopped] {
-    mg_stop(context_);
-    stopped.Notify();
-  });
-  while (!stopped.WaitForNotificationWithTimeout(absl::Milliseconds(10))) {
-    std::array<char, 256> error;
-    mg_connection* connection = mg_connect_client(
-        host_.c_str(), port_, /*use_ssl=*/0, error.data(), error.size());
-    if (connection != nullptr) mg_close_connection(connection);
-  }
-  stopper.join();
+  stop_.Send();
+  if (thread_.joinable()) thread_.join();
 }
 
-int HttpServer::HandleRequest(mg_connection* connection) {
-  const mg_request_info* request = mg_get_request_info(connection);
-  const auto* server = static_cast<const HttpServer*>(request->user_data);
-  const absl::string_view method = request->request_method;
-  const absl::string_view path =
-      request->local_uri == nullptr ? "" : request->local_uri;
+void HttpServer::Run() {
+  bool pauses = false;
+  std::vector<pollfd> polled;
+  while (true) {
+    polled.clear();
+    polled.push_back({stop_.fd(), POLLIN, 0});
+    for (const std::unique_ptr<ListeningSocket>& socket : sockets_) {
+      polled.push_back({pauses ? -1 : socket->fd(), POLLIN, 0});
+    }
+    absl::Duration end = absl::InfiniteDuration();
+    for (const Connection& connection : connections_) {
+      const bool writes = connection.has_response && !connection.is_written;
+      polled.push_back({connection.socket.get(),
+                        static_cast<short>(writes ? POLLOUT : POLLIN), 0});
+      end = std::min(end, connection.end);
+    }
+    int64_t wait_ms = pauses ? kExhaustedPauseMs : -1;
+    if (end < absl::InfiniteDuration()) {
+      const int64_t left_ms =
+          std::max<int64_t>(absl::ToInt64Milliseconds(end - core::SteadyNow()),
+                            0) +
+          1;
+      wait_ms = pauses ? std::min(wait_ms, left_ms) : left_ms;
+    }
+    poll(polled.data(), polled.size(), static_cast<int>(wait_ms));
+    if (polled[0].revents != 0) return;
+    const absl::Duration now = core::SteadyNow();
+    size_t index = 1 + sockets_.size();
+    for (auto it = connections_.begin(); it != connections_.end(); ++index) {
+      const bool goes_on =
+          (polled[index].revents == 0 || Serve(*it)) && now < it->end;
+      it = goes_on ? std::next(it) : connections_.erase(it);
+    }
+    // After those that are done have made room.
+    pauses = AcceptAll();
+  }
+}
+
+bool HttpServer::AcceptAll() {
+  // Then the others have their turn.
+  constexpr int kMost = 16;
+  bool exhausted = false;
+  for (const std::unique_ptr<ListeningSocket>& socket : sockets_) {
+    for (int i = 0; i < kMost; ++i) {
+      Connection connection;
+      PeerAddress peer;
+      const ListeningSocket::Outcome outcome =
+          socket->Accept(&connection.socket, &peer);
+      if (outcome == ListeningSocket::Outcome::kExhausted) exhausted = true;
+      if (outcome != ListeningSocket::Outcome::kAccepted) break;
+      if (connections_.size() >= kMaxConnections) connections_.pop_front();
+      connection.end = core::SteadyNow() + kTimeout;
+      connections_.push_back(std::move(connection));
+    }
+  }
+  return exhausted;
+}
+
+bool HttpServer::Serve(Connection& connection) {
+  if (!connection.has_response) {
+    if (!Read(connection)) return false;
+    if (!connection.has_response) return true;
+  }
+  if (!connection.is_written) return Write(connection);
+  // What is closed with something unread is reset, and the answer with it.
+  std::array<char, 4096> dropped;
+  const ssize_t size =
+      recv(connection.socket.get(), dropped.data(), dropped.size(), 0);
+  return size > 0 || (size < 0 && (errno == EAGAIN || errno == EINTR));
+}
+
+bool HttpServer::Read(Connection& connection) {
+  std::array<char, 4096> buffer;
+  const ssize_t size =
+      recv(connection.socket.get(), buffer.data(), buffer.size(), 0);
+  if (size < 0) return errno == EAGAIN || errno == EINTR;
+  if (size == 0) return false;
+  connection.request.append(buffer.data(), static_cast<size_t>(size));
+  if (!absl::StrContains(connection.request, "\r\n\r\n")) {
+    if (connection.request.size() <= kMaxRequestBytes) return true;
+    connection.response = ToText({431, "Request Header Fields Too Large",
+                                  kPlainText, "expected less\n", ""},
+                                 true);
+  } else {
+    connection.response = Answer(connection.request);
+  }
+  connection.request.clear();
+  connection.has_response = true;
+  return true;
+}
+
+bool HttpServer::Write(Connection& connection) {
+  const int fd = connection.socket.get();
+  const ssize_t size = send(fd, connection.response.data(),
+                            connection.response.size(), MSG_NOSIGNAL);
+  if (size < 0) return errno == EAGAIN || errno == EINTR;
+  connection.response.erase(0, static_cast<size_t>(size));
+  if (!connection.response.empty()) return true;
+  shutdown(fd, SHUT_WR);
+  connection.is_written = true;
+  connection.end = std::min(connection.end, core::SteadyNow() + kLingerTime);
+  return true;
+}
+
+std::string HttpServer::Answer(absl::string_view request) {
+  const std::vector<absl::string_view> words =
+      absl::StrSplit(request.substr(0, request.find("\r\n")), ' ');
+  if (words.size() != 3 || !absl::StartsWith(words[2], "HTTP/1.")) {
+    return ToText({400, "Bad Request", kPlainText, "expected HTTP/1.1\n", ""},
+                  true);
+  }
+  const absl::string_view method = words[0];
+  const absl::string_view path = words[1].substr(0, words[1].find('?'));
   Response response{404, "Not Found", kPlainText, "not found\n", ""};
   if (path == "/metrics" || path == "/healthz" || path == "/readyz") {
     response = {200, "OK", kPlainText, "ok\n", ""};
@@ -149,17 +222,22 @@ int HttpServer::HandleRequest(mg_connection* connection) {
     } else if (path == "/metrics") {
       response.content_type = kMetricsText;
       response.body =
-          prometheus::TextSerializer().Serialize(server->metrics_->Collect());
+          prometheus::TextSerializer().Serialize(metrics_->Collect());
     } else if (path == "/readyz") {
-      const absl::Status ready = server->ready_();
-      if (!ready.ok()) {
+      // What took its time to find out is good for all who ask meanwhile.
+      const absl::Duration start = core::SteadyNow();
+      if (start >= ready_end_) {
+        ready_status_ = ready_();
+        const absl::Duration now = core::SteadyNow();
+        ready_end_ = now + (now - start);
+      }
+      if (!ready_status_.ok()) {
         response = {503, "Service Unavailable", kPlainText,
-                    absl::StrCat(ready.message(), "\n"), ""};
+                    absl::StrCat(ready_status_.message(), "\n"), ""};
       }
     }
   }
-  Write(connection, response, method != "HEAD");
-  return response.code;
+  return ToText(response, method != "HEAD");
 }
 
 }  // namespace quantd::server

@@ -4,15 +4,20 @@
 #define QUANTD_SERVER_METRICS_HTTP_SERVER_H_
 
 #include <functional>
+#include <list>
 #include <memory>
 #include <string>
+#include <thread>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
 #include "server/metrics/metrics.h"
-
-struct mg_context;
-struct mg_connection;
+#include "server/net/file_descriptor.h"
+#include "server/net/listening_socket.h"
+#include "server/net/stop_signal.h"
 
 namespace quantd::server {
 
@@ -20,11 +25,13 @@ namespace quantd::server {
 //   /metrics  the Prometheus text format 0.0.4
 //   /healthz  200 as long as the process lives
 //   /readyz   200, or 503 and the reason
-// and 404 elsewhere, on a few threads of its own. Thread-safe.
+// and 404 elsewhere, on a thread of its own that waits for nobody: clients that
+// are slow delay no other. A connection is for one request and has five seconds
+// for it; beyond 64 of them the oldest has to go. Thread-safe.
 class HttpServer {
  public:
   // `address` is host:port; port 0 takes a free one. `metrics` and what
-  // `ready` uses must outlive this; `ready` is called from any thread.
+  // `ready` uses must outlive this; `ready` is called from the thread.
   // Errors: CONFIG_INVALID, with what hindered.
   static absl::StatusOr<std::unique_ptr<HttpServer>> Start(
       const std::string& address, const Metrics* metrics,
@@ -32,7 +39,7 @@ class HttpServer {
 
   HttpServer(const HttpServer&) = delete;
   HttpServer& operator=(const HttpServer&) = delete;
-  // Waits for answers that are being written.
+  // Breaks off what is being read and written.
   ~HttpServer();
 
   int port() const { return port_; }
@@ -40,17 +47,41 @@ class HttpServer {
   const std::string& address() const { return address_; }
 
  private:
-  HttpServer(const Metrics* metrics, std::function<absl::Status()> ready);
+  struct Connection {
+    FileDescriptor socket;
+    // It is closed then.
+    absl::Duration end;
+    std::string request;
+    // What is left of it to be written, once there is one.
+    std::string response;
+    bool has_response = false;
+    // All is written: the client is to read it before the connection goes.
+    bool is_written = false;
+  };
 
-  static int HandleRequest(mg_connection* connection);
+  HttpServer(const Metrics* metrics, std::function<absl::Status()> ready);
+  void Run();
+  // True when there was no room for one.
+  bool AcceptAll();
+  // Goes on as far as the client allows; false when the connection is over.
+  bool Serve(Connection& connection);
+  bool Read(Connection& connection);
+  bool Write(Connection& connection);
+  std::string Answer(absl::string_view request);
 
   const Metrics* const metrics_;
   const std::function<absl::Status()> ready_;
   // Set before Start returns, and not changed from then on.
-  mg_context* context_ = nullptr;
-  std::string host_;
+  std::vector<std::unique_ptr<ListeningSocket>> sockets_;
   int port_ = 0;
   std::string address_;
+  // Used by thread_ only; the oldest first.
+  std::list<Connection> connections_;
+  // The last answer to whether the server is ready, and how long it is good.
+  absl::Status ready_status_;
+  absl::Duration ready_end_ = -absl::InfiniteDuration();
+  StopSignal stop_;
+  std::thread thread_;
 };
 
 }  // namespace quantd::server

@@ -59,11 +59,12 @@ constexpr std::array<const char*, kStoreOperationCount> kStoreOperations = {
     "list_statistics",
     "delete_statistics"};
 
-constexpr std::array<const char*, 11> kLimitReasons = {
+constexpr std::array<const char*, 14> kLimitReasons = {
     "TENSOR_TOO_LARGE", "RANK_LIMIT",           "SCALE_COUNT_LIMIT",
     "CHUNK_TOO_LARGE",  "STATISTICS_TOO_LARGE", "MEMORY_BUDGET",
     "OVERLOADED",       "REGION_LIMIT",         "STREAM_IDLE",
-    "STREAM_AGE",       "REQUEST_TOO_LARGE"};
+    "STREAM_AGE",       "REQUEST_TOO_LARGE",    "CONNECTION_LIMIT",
+    "ADDRESS_LIMIT",    "QUOTA_EXCEEDED"};
 
 constexpr std::array<const char*, 4> kDeniedReasons = {
     "TOKEN_MISSING", "TOKEN_INVALID", "SCOPE_MISSING", "MODEL_DENIED"};
@@ -94,6 +95,7 @@ enum Counter : int {
   kCacheEvictions,
   kContributionsCounted,
   kContributionsDuplicate,
+  kRevisionsDeleted,
   kLimitRejections,
   kAccessDenied = kLimitRejections + static_cast<int>(kLimitReasons.size()),
   // Per file: taken, then not.
@@ -188,12 +190,17 @@ struct Metrics::State {
   // Levels that are set, not added to.
   std::atomic<int64_t> cache_resident_bytes{0};
   std::atomic<int64_t> cache_entries{0};
+  std::atomic<int64_t> store_bytes{0};
+  std::atomic<int64_t> store_rows{0};
+  std::atomic<double> quota_used_ratio{0};
   std::atomic<int64_t> memory_budget_bytes{0};
   std::atomic<int64_t> memory_budget_used_bytes{0};
   // 0 for none.
   std::atomic<int64_t> certificate_expiry_seconds{0};
   std::atomic<int64_t> queue_delay_ns{0};
   std::atomic<int64_t> active_tensors_limit{0};
+  std::atomic<int64_t> connections{0};
+  std::atomic<int64_t> connections_limit{0};
   std::atomic<bool> is_draining{false};
   std::array<std::atomic<bool>, kReloadedFileCount> reload_failed{};
 };
@@ -300,6 +307,13 @@ void Metrics::State::CollectTensors(std::vector<MetricFamily>* families) const {
             &AddFamily("quantd_active_tensors_limit",
                        "Tensors that may be worked on at once.",
                        MetricType::Gauge, families));
+  AddSample(connections.load(std::memory_order_relaxed), {},
+            &AddFamily("quantd_connections", "Connections that are open.",
+                       MetricType::Gauge, families));
+  AddSample(connections_limit.load(std::memory_order_relaxed), {},
+            &AddFamily("quantd_connections_limit",
+                       "Connections that may be open at once.",
+                       MetricType::Gauge, families));
 }
 
 void Metrics::State::CollectStore(std::vector<MetricFamily>* families) const {
@@ -335,6 +349,22 @@ void Metrics::State::CollectStore(std::vector<MetricFamily>* families) const {
     AddSample(counters.Sum(kStoreErrors + i),
               {{"operation", kStoreOperations[i]}}, &errors);
   }
+  AddSample(store_bytes.load(std::memory_order_relaxed), {},
+            &AddFamily("quantd_store_bytes",
+                       "Bytes of the names and contents in the store.",
+                       MetricType::Gauge, families));
+  AddSample(store_rows.load(std::memory_order_relaxed), {},
+            &AddFamily("quantd_store_rows",
+                       "Encodings, and statistics of a source, in the store.",
+                       MetricType::Gauge, families));
+  AddFamily("quantd_quota_used_ratio",
+            "How much of its quota is used by whoever uses most of it.",
+            MetricType::Gauge, families)
+      .metric.emplace_back()
+      .gauge.value = quota_used_ratio.load(std::memory_order_relaxed);
+  AddSingle("quantd_retention_deleted_revisions_total",
+            "Revisions deleted because the access file no longer keeps them.",
+            MetricType::Counter, kRevisionsDeleted, families);
 }
 
 void Metrics::State::CollectCalibration(
@@ -505,6 +535,11 @@ void Metrics::ActiveTensorsLimit(int64_t count) {
   state_->active_tensors_limit.store(count, std::memory_order_relaxed);
 }
 
+void Metrics::Connections(int64_t count, int64_t limit) {
+  state_->connections.store(count, std::memory_order_relaxed);
+  state_->connections_limit.store(limit, std::memory_order_relaxed);
+}
+
 void Metrics::CacheHit() { state_->counters.Add(kCacheHits, 1); }
 void Metrics::CacheMiss() { state_->counters.Add(kCacheMisses, 1); }
 void Metrics::CacheEvicted(int64_t count) {
@@ -527,6 +562,17 @@ void Metrics::Contribution(bool duplicate) {
   state_->counters.Add(
       duplicate ? kContributionsDuplicate : kContributionsCounted, 1);
 }
+
+void Metrics::StoreUsage(int64_t bytes, int64_t rows) {
+  state_->store_bytes.store(bytes, std::memory_order_relaxed);
+  state_->store_rows.store(rows, std::memory_order_relaxed);
+}
+
+void Metrics::QuotaUsed(double ratio) {
+  state_->quota_used_ratio.store(ratio, std::memory_order_relaxed);
+}
+
+void Metrics::RevisionDeleted() { state_->counters.Add(kRevisionsDeleted, 1); }
 
 void Metrics::MemoryBudget(int64_t total_bytes, int64_t used_bytes) {
   state_->memory_budget_bytes.store(total_bytes, std::memory_order_relaxed);

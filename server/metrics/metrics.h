@@ -167,6 +167,9 @@ class Metrics {
   void TensorClosed();
   void ActiveTensorsLimit(int64_t count);
 
+  // quantd_connections, quantd_connections_limit; the first is a second old.
+  void Connections(int64_t count, int64_t limit);
+
   // quantd_cache_{hits,misses,evictions}_total, quantd_cache_resident_bytes,
   // quantd_cache_entries.
   void CacheHit();
@@ -178,6 +181,12 @@ class Metrics {
   // quantd_calibration_merges_total{result}: contributions to a calibration,
   // "counted", or "duplicate": acknowledged and not counted again.
   void Contribution(bool duplicate);
+  // quantd_store_bytes, quantd_store_rows: what the store holds.
+  void StoreUsage(int64_t bytes, int64_t rows);
+  // quantd_quota_used_ratio: of the quota that is used up most.
+  void QuotaUsed(double ratio);
+  // quantd_retention_deleted_revisions_total.
+  void RevisionDeleted();
   // quantd_memory_budget_bytes, quantd_memory_budget_used_bytes.
   void MemoryBudget(int64_t total_bytes, int64_t used_bytes);
   // quantd_shared_memory_regions, quantd_shared_memory_bytes: what is there now
@@ -188,7 +197,9 @@ class Metrics {
   // quantd_limit_rejections_total{reason}: what was turned away or ended
   // because of a limit, from the fixed set TENSOR_TOO_LARGE, RANK_LIMIT,
   // SCALE_COUNT_LIMIT, CHUNK_TOO_LARGE, STATISTICS_TOO_LARGE, MEMORY_BUDGET,
-  // OVERLOADED, REGION_LIMIT, STREAM_IDLE, STREAM_AGE, REQUEST_TOO_LARGE.
+  // OVERLOADED, REGION_LIMIT, STREAM_IDLE, STREAM_AGE, REQUEST_TOO_LARGE,
+  // QUOTA_EXCEEDED; or a connection that was closed at once, CONNECTION_LIMIT,
+  // ADDRESS_LIMIT.
   void LimitRejected(absl::string_view reason);
   // quantd_access_denied_total{reason}: calls turned away, from the fixed set
   // TOKEN_MISSING, TOKEN_INVALID, SCOPE_MISSING, MODEL_DENIED.

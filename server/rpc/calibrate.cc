@@ -14,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/types/optional.h"
 #include "absl/types/span.h"
+#include "core/calibrate/search_time.h"
 #include "core/errors.h"
 #include "core/statistics/histogram.h"
 #include "core/statistics/statistics_state.h"
@@ -78,6 +79,10 @@ class CalibrateJob final : public TensorJob {
     frame_.granule_bytes = element_bytes;
     frame_.quantum_bytes = QuantumBytes(env_, *accumulator_);
     if (task_.contribution.has_value()) step_ = Step::kContribute;
+    if (task_.spec.has_value()) {
+      search_time_ = core::SearchTime(*task_.spec, task_.layout->scale_count(),
+                                      task_.description.element_count);
+    }
   }
 
   bool FinishWaits() const override {

@@ -8,10 +8,12 @@
 #include "absl/algorithm/container.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/clock.h"
 #include "core/errors.h"
 #include "grpc/grpc_security_constants.h"
+#include "server/guard/caller_address.h"
 #include "server/guard/tenant_encoding_store.h"
 #include "server/guard/tenant_statistics_store.h"
 
@@ -82,6 +84,16 @@ Credential Authenticator::CredentialOf(
   credential.certificate_ids = std::move(certificate_ids);
   credential.issuer_ids = std::move(issuer_ids);
   return credential;
+}
+
+std::string Authenticator::ShareName(const grpc::ServerContextBase& context,
+                                     const Credential& credential) const {
+  const absl::StatusOr<std::shared_ptr<const Principal>> principal =
+      Find(credential);
+  // No address has a space in it.
+  return principal.ok() && !(*principal)->name().empty()
+             ? absl::StrCat("name ", (*principal)->name())
+             : CallerAddress(context.peer());
 }
 
 absl::StatusOr<std::shared_ptr<const Principal>> Authenticator::Find(

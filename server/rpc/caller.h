@@ -43,6 +43,11 @@ class Authenticator {
   // What the call brings to say who makes it.
   Credential CredentialOf(const grpc::ServerContextBase& context) const;
 
+  // Whose share of the server the call takes from: the caller's name in the
+  // access file or, where it has none, its address.
+  std::string ShareName(const grpc::ServerContextBase& context,
+                        const Credential& credential) const;
+
   // Errors: TOKEN_MISSING, TOKEN_INVALID, SCOPE_MISSING, all of them counted.
   absl::StatusOr<Caller> Authenticate(
       const grpc::CallbackServerContext& context, const Credential& credential,

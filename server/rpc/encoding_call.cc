@@ -9,9 +9,9 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "core/errors.h"
+#include "core/parallel/steady_clock.h"
 #include "grpcpp/support/proto_buffer_reader.h"
 #include "grpcpp/support/proto_buffer_writer.h"
 #include "server/wire/parsed_bytes.h"
@@ -71,6 +71,8 @@ EncodingCall::EncodingCall(const CallArguments& arguments, Rpc rpc,
       context_(arguments.context),
       request_(request),
       credential_(env_.authenticator->CredentialOf(*context_)),
+      share_(env_.shares->Find(
+          env_.authenticator->ShareName(*context_, credential_))),
       caller_(env_.authenticator->Authenticate(*context_, credential_, rpc)) {
   env_.metrics->RpcStarted(rpc_);
 }
@@ -88,7 +90,7 @@ void EncodingCall::Read() {
   absl::MutexLock lock(&mutex_);
   if (registry_->draining()) return EndLocked(core::DrainingError());
   reading_ = true;
-  read_start_time_ = absl::Now();
+  read_start_time_ = core::SteadyNow();
   StartRead(&request_bytes_);
 }
 
@@ -97,16 +99,20 @@ void EncodingCall::OnReadDone(bool ok) {
     absl::MutexLock lock(&mutex_);
     if (!std::exchange(reading_, false)) return;
   }
+  const core::ThreadPool::GroupScope scope(share_->group);
   // What broke off is not what ended.
   if (!ok && context_->IsCancelled()) return End(absl::CancelledError());
   const int64_t bytes =
       ok ? static_cast<int64_t>(request_bytes_.Length()) : int64_t{0};
-  if (bytes <= kLightRequestBytes) return TakeRequest(ok);
+  if (bytes <= kLightRequestBytes) {
+    const std::shared_ptr<EncodingCall> self = shared_from_this();
+    return RunStep([this, ok] { TakeRequest(ok); });
+  }
   if (bytes > kUnchargedBytes) {
     absl::Status status = env_.budget->Grow(&arrival_lease_, bytes, kWayOut);
     if (!status.ok()) return End(std::move(status));
   }
-  env_.pool->Schedule([this, ok] { TakeRequest(ok); });
+  Schedule(env_.pool, [this, ok] { TakeRequest(ok); });
 }
 
 void EncodingCall::TakeRequest(bool more) {
@@ -153,9 +159,9 @@ absl::Status EncodingCall::Serialize(
 }
 
 void EncodingCall::BeginSending() {
-  send_end_time_ =
-      absl::Now() + SendTime(static_cast<int64_t>(response_bytes_.Length()),
-                             env_.limits.idle_timeout);
+  send_end_time_ = core::SteadyNow() +
+                   SendTime(static_cast<int64_t>(response_bytes_.Length()),
+                            env_.limits.idle_timeout);
 }
 
 void EncodingCall::Write(const google::protobuf::Message& response) {
@@ -169,12 +175,14 @@ void EncodingCall::Write(const google::protobuf::Message& response) {
 void EncodingCall::OnWriteDone(bool ok) {
   {
     absl::MutexLock lock(&mutex_);
-    send_end_time_ = absl::InfiniteFuture();
+    send_end_time_ = absl::InfiniteDuration();
   }
+  const core::ThreadPool::GroupScope scope(share_->group);
   response_bytes_.Clear();
   response_lease_.Release();
   if (!ok) return End(absl::CancelledError());
-  Sent();
+  const std::shared_ptr<EncodingCall> self = shared_from_this();
+  RunStep([this] { Sent(); });
 }
 
 void EncodingCall::EndWith(const google::protobuf::Message& response) {
@@ -208,7 +216,7 @@ void EncodingCall::OnDone() {
   {
     absl::MutexLock lock(&mutex_);
     // Nothing is to be done with the context any more.
-    send_end_time_ = absl::InfiniteFuture();
+    send_end_time_ = absl::InfiniteDuration();
     code = static_cast<int>(end_.code());
   }
   // After OnCancel, if that was called, is done with the call.
@@ -218,7 +226,7 @@ void EncodingCall::OnDone() {
     code = late ? grpc::StatusCode::DEADLINE_EXCEEDED
                 : grpc::StatusCode::CANCELLED;
   }
-  env_.metrics->RpcHandled(rpc_, code, absl::Now() - start_time_);
+  env_.metrics->RpcHandled(rpc_, code, core::SteadyNow() - start_time_);
   self_.reset();
 }
 
@@ -239,7 +247,7 @@ bool EncodingCall::MayGoOn() {
   absl::Status status;
   if (registry_->draining()) {
     status = core::DrainingError();
-  } else if (absl::Now() - start_time_ >= limit) {
+  } else if (core::SteadyNow() - start_time_ >= limit) {
     status = core::StreamAgeError(limit);
   } else {
     status = env_.authenticator->Renew(credential_, rpc_, &*caller_);
@@ -260,10 +268,10 @@ void EncodingCall::EndNow() {
 }
 
 void EncodingCall::EndIfOverdue(const Limits& limits) {
-  const absl::Time now = absl::Now();
+  const absl::Duration now = core::SteadyNow();
   absl::MutexLock lock(&mutex_);
   // What the client does not read can't be followed by a status.
-  const bool is_sending = send_end_time_ != absl::InfiniteFuture();
+  const bool is_sending = send_end_time_ != absl::InfiniteDuration();
   const bool is_too_old = now - start_time_ >= 2 * limits.stream_age;
   if (now >= send_end_time_ || (is_sending && is_too_old)) {
     context_->TryCancel();

@@ -13,13 +13,17 @@
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "core/parallel/steady_clock.h"
+#include "core/parallel/thread_pool.h"
 #include "google/protobuf/message.h"
 #include "grpcpp/grpcpp.h"
+#include "server/guard/caller_share.h"
 #include "server/guard/limits.h"
 #include "server/guard/memory_budget.h"
 #include "server/rpc/caller.h"
 #include "server/rpc/rpc_environment.h"
 #include "server/rpc/tensor_stream.h"
+#include "server/rpc/unexpected.h"
 
 namespace quantd::server {
 
@@ -50,7 +54,7 @@ absl::Duration SendTime(int64_t bytes, absl::Duration idle_timeout);
 class EncodingCall
     : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>,
       public std::enable_shared_from_this<EncodingCall>,
-      private WatchedCall {
+      protected WatchedCall {
  public:
   // Starts a call of a subclass, made with `arguments` and `more`. It deletes
   // itself at its end.
@@ -96,6 +100,13 @@ class EncodingCall
   // more.
   bool MayGoOn();
 
+  // Runs a step on `pool`. What it throws, which it can only before it hands
+  // the call over, ends the call.
+  template <typename Step>
+  void Schedule(core::ThreadPool* pool, Step step) {
+    pool->Schedule([self = shared_from_this(), step] { self->RunStep(step); });
+  }
+
   // What a step ends with, once.
   void Read() ABSL_LOCKS_EXCLUDED(mutex_);
   void Write(const google::protobuf::Message& response)
@@ -107,6 +118,14 @@ class EncodingCall
 
  private:
   void Begin();
+  template <typename Step>
+  void RunStep(Step step) {
+    absl::Status status = Guarded(RpcNameOf(rpc_).method, [&] {
+      step();
+      return absl::OkStatus();
+    });
+    if (!status.ok()) End(std::move(status));
+  }
   void TakeRequest(bool more);
   absl::Status ParseRequest();
   // Into response_bytes_, charged to the budget while it waits.
@@ -127,7 +146,8 @@ class EncodingCall
   grpc::CallbackServerContext* const context_;
   google::protobuf::Message* const request_;
   const Credential credential_;
-  const absl::Time start_time_ = absl::Now();
+  const std::shared_ptr<CallerShare> share_;
+  const absl::Duration start_time_ = core::SteadyNow();
   std::atomic<bool> cancelled_{false};
   std::atomic<bool> out_of_time_{false};
   // Until OnDone.
@@ -146,9 +166,10 @@ class EncodingCall
   absl::Mutex mutex_;
   // A request is waited for; whoever sets it to false goes on with the call.
   bool reading_ ABSL_GUARDED_BY(mutex_) = false;
-  absl::Time read_start_time_ ABSL_GUARDED_BY(mutex_);
+  absl::Duration read_start_time_ ABSL_GUARDED_BY(mutex_);
   // When the client must have taken what is under way.
-  absl::Time send_end_time_ ABSL_GUARDED_BY(mutex_) = absl::InfiniteFuture();
+  absl::Duration send_end_time_ ABSL_GUARDED_BY(mutex_) =
+      absl::InfiniteDuration();
   absl::Status end_ ABSL_GUARDED_BY(mutex_);
 };
 

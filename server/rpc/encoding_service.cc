@@ -55,7 +55,10 @@ absl::StatusOr<Page> CheckPage(int page_size, absl::string_view page_token) {
   }
   Page page;
   page.size = page_size == 0 ? kDefaultPageSize : page_size;
-  if (!absl::WebSafeBase64Unescape(page_token, &page.after)) {
+  // Pages end with names. Anything else is not for a database to see, of which
+  // some take UTF-8 only.
+  if (!absl::WebSafeBase64Unescape(page_token, &page.after) ||
+      (!page.after.empty() && !CheckTensorName(page.after).ok())) {
     return core::WithField(
         core::PageInvalidError("page_token is not one that a page answered"),
         "page_token");
@@ -192,7 +195,7 @@ absl::Status ListModels(const UnaryContext& context,
   return FillPage(
       context, request,
       [&](absl::string_view after, int limit) {
-        return context.caller.encodings->ListModels(after, limit);
+        return context.caller.encodings->ListModels({after, ""}, limit);
       },
       [](const ModelListEntry& entry) { return entry.model; },
       [&](const ModelListEntry& entry) {

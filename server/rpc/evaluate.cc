@@ -2,6 +2,7 @@
 // candidate is a spec, when the tensor is complete; or pairs > error of one
 // tensor against another.
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -15,6 +16,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/optional.h"
 #include "absl/types/span.h"
+#include "core/calibrate/search_time.h"
 #include "core/errors.h"
 #include "core/evaluate/comparison.h"
 #include "core/evaluate/distribution.h"
@@ -82,6 +84,8 @@ struct Candidate {
   // "header.candidates[3].reference".
   std::string field;
   ResolvedEncoding resolved;
+  // Of the histograms that the encoding of a spec comes from; 0 for none.
+  int mantissa_bits = 0;
   std::unique_ptr<core::Evaluator> evaluator;
 };
 
@@ -114,7 +118,11 @@ class EvaluateJob final : public TensorJob {
     frame_.granule_bytes = core::Evaluator::kLeafElements * element_bytes;
     frame_.quantum_bytes = TensorBuffer::kBlockBytes;
     for (const Candidate& candidate : candidates_) {
-      if (candidate.spec.has_value() && buffer_ == nullptr) {
+      if (!candidate.spec.has_value()) continue;
+      search_time_ += core::SearchTime(candidate.spec->spec,
+                                       candidate.spec->layout->scale_count(),
+                                       task_.description.element_count);
+      if (buffer_ == nullptr) {
         buffer_ = std::make_unique<TensorBuffer>(env_, frame_.end_bytes);
       }
     }
@@ -207,15 +215,19 @@ class EvaluateJob final : public TensorJob {
       if (!candidate.spec.has_value()) continue;
       if (calibrator_ == nullptr) {
         absl::StatusOr<std::unique_ptr<TensorCalibrator>> calibrator =
-            TensorCalibrator::Create(env_, *candidate.spec,
-                                     candidate.accumulator->statistics());
+            TensorCalibrator::Create(
+                env_, *candidate.spec, candidate.accumulator->statistics(), {},
+                buffer_->Held(*candidate.spec->layout,
+                              task_.description.element_type));
         if (!calibrator.ok()) return calibrator.status();
         calibrator_ = *std::move(calibrator);
       }
       const absl::StatusOr<bool> done = calibrator_->Step();
       if (!done.ok() || !*done) return done;
-      candidate.resolved = calibrator_->Take().resolved;
+      CalibratedEncoding calibrated = calibrator_->Take();
       calibrator_.reset();
+      candidate.resolved = std::move(calibrated.resolved);
+      candidate.mantissa_bits = calibrated.mantissa_bits;
       StartEvaluator(candidate);
     }
     return true;
@@ -264,6 +276,8 @@ class EvaluateJob final : public TensorJob {
            candidate.evaluator->per_scale_index()) {
         MetricsToProto(sums, metrics->add_per_scale_index());
       }
+      metrics->set_mantissa_bits(
+          static_cast<uint32_t>(candidate.mantissa_bits));
       if (candidate.spec.has_value()) {
         EncodingToProto(*candidate.resolved.encoding,
                         metrics->mutable_encoding());
@@ -368,12 +382,14 @@ class EvaluateRpc final : public TensorRpc {
 
  private:
   // What `candidate_count` candidates take, of which specs have `scale_count`
-  // scales and the labels `label_bytes` in all.
+  // scales and the labels `label_bytes` in all, and `search_bytes` one at a
+  // time.
   absl::StatusOr<MemoryBudget::Lease> Charge(const EvaluateTask& task,
                                              int64_t candidate_count,
                                              int64_t scale_count,
-                                             int64_t label_bytes) {
-    int64_t bytes = scale_count * kBytesPerScale;
+                                             int64_t label_bytes,
+                                             int64_t search_bytes) {
+    int64_t bytes = scale_count * kBytesPerScale + search_bytes;
     if (label_bytes > kSmallBytes) bytes += label_bytes;
     if (task.with_distribution) bytes += candidate_count * kDistributionBytes;
     return env_.budget->Acquire(bytes,
@@ -396,7 +412,7 @@ class EvaluateRpc final : public TensorRpc {
           core::TensorTooLargeError(size_bytes, env_.limits.tensor_bytes),
           "header.tensor.shape");
     }
-    absl::StatusOr<MemoryBudget::Lease> lease = Charge(task, 1, 0, 0);
+    absl::StatusOr<MemoryBudget::Lease> lease = Charge(task, 1, 0, 0, 0);
     if (!lease.ok()) return lease.status();
     return std::make_unique<CompareJob>(env_, std::move(task),
                                         *std::move(lease));
@@ -416,6 +432,8 @@ class EvaluateRpc final : public TensorRpc {
     std::vector<Candidate> candidates;
     int64_t scale_count = 0;
     int64_t label_bytes = 0;
+    // They are calibrated one after the other.
+    int64_t search_bytes = 0;
     for (const v1::EvaluateCandidate& proto : header.candidates()) {
       const std::string field =
           absl::StrCat("header.candidates[", candidates.size(), "]");
@@ -424,6 +442,8 @@ class EvaluateRpc final : public TensorRpc {
       if (!candidate.ok()) return core::WithField(candidate.status(), field);
       if (candidate->spec.has_value()) {
         scale_count += candidate->spec->layout->scale_count();
+        search_bytes =
+            std::max(search_bytes, SearchBytes(env_, *candidate->spec));
       }
       label_bytes += static_cast<int64_t>(candidate->label.size());
       candidates.push_back(*std::move(candidate));
@@ -431,8 +451,8 @@ class EvaluateRpc final : public TensorRpc {
     absl::StatusOr<std::vector<std::unique_ptr<TensorAccumulator>>>
         accumulators = OpenAccumulators(task, absl::MakeSpan(candidates));
     if (!accumulators.ok()) return accumulators.status();
-    absl::StatusOr<MemoryBudget::Lease> lease =
-        Charge(task, header.candidates_size(), scale_count, label_bytes);
+    absl::StatusOr<MemoryBudget::Lease> lease = Charge(
+        task, header.candidates_size(), scale_count, label_bytes, search_bytes);
     if (!lease.ok()) return lease.status();
     return std::make_unique<EvaluateJob>(
         env_, std::move(task), *std::move(accumulators), std::move(candidates),
@@ -479,8 +499,9 @@ class EvaluateRpc final : public TensorRpc {
     return candidate;
   }
 
-  // One for each block size of the specs, with histograms where one of them
-  // needs them; at least one, for the statistics of the tensor.
+  // One for each block size of the specs, and each number of mantissa bits
+  // where they need histograms as the tensor arrives; at least one, for the
+  // statistics of the tensor.
   absl::StatusOr<std::vector<std::unique_ptr<TensorAccumulator>>>
   OpenAccumulators(const EvaluateTask& task, absl::Span<Candidate> candidates) {
     struct Group {
@@ -491,15 +512,17 @@ class EvaluateRpc final : public TensorRpc {
     std::vector<Group> groups;
     for (Candidate& candidate : candidates) {
       if (!candidate.spec.has_value()) continue;
+      const int mantissa_bits = MantissaBitsWhereHeld(*candidate.spec);
       const auto same = [&](const Group& group) {
-        return group.spec->spec.block_size == candidate.spec->spec.block_size;
+        return group.spec->spec.block_size == candidate.spec->spec.block_size &&
+               (group.mantissa_bits == 0 || mantissa_bits == 0 ||
+                group.mantissa_bits == mantissa_bits);
       };
       auto group = absl::c_find_if(groups, same);
       if (group == groups.end()) {
         groups.push_back({&*candidate.spec, 0, {}});
         group = groups.end() - 1;
       }
-      const int mantissa_bits = MantissaBitsFor(candidate.spec->spec);
       if (mantissa_bits != 0) group->mantissa_bits = mantissa_bits;
       group->members.push_back(&candidate);
     }

@@ -1,6 +1,7 @@
 // ImportEncodings: a file of an interchange format, in pieces > store.
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -13,7 +14,9 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/time.h"
 #include "core/errors.h"
+#include "core/parallel/steady_clock.h"
 #include "core/parallel/time_slice.h"
 #include "core/types/block_layout.h"
 #include "quantd/v1/encoding_service.pb.h"
@@ -21,6 +24,7 @@
 #include "server/interchange/interchange.h"
 #include "server/rpc/caller.h"
 #include "server/rpc/encoding_call.h"
+#include "server/rpc/import_queue.h"
 #include "server/rpc/interchange_rpcs.h"
 #include "server/rpc/patterns.h"
 #include "server/wire/names.h"
@@ -29,15 +33,17 @@ namespace quantd::server {
 namespace {
 
 constexpr int64_t kMostFileBytes = int64_t{256} << 20;
-// Of the file that is there, on gRPC's threads.
-constexpr size_t kMostCopiedBytes = size_t{1} << 20;
 constexpr size_t kMostHints = 100'000;
 constexpr size_t kMostLossBytes = size_t{1} << 20;
-// What a string takes while it grows.
-constexpr int64_t kMemoryPerFileByte = 2;
+// Smaller pieces of the file are put together.
+constexpr size_t kSmallPieceBytes = size_t{64} << 10;
+// What a piece takes beside its bytes.
+constexpr int64_t kMemoryPerPiece = 128;
 // What hints take beside their names and numbers.
 constexpr int64_t kMemoryPerHintByte = 4;
 constexpr int64_t kMemoryPerHint = 512;
+// When to come again where files of others take their share of the memory.
+constexpr absl::Duration kRetryAfter = absl::Seconds(1);
 constexpr char kWayOut[] =
     "send the file in parts of fewer tensors, or try again when fewer calls "
     "are under way";
@@ -123,29 +129,35 @@ class HintTable {
   std::vector<size_t> pattern_hints_;
 };
 
-// Takes the file in, then parses it on the workers, then completes and stores
-// the encodings on the store's pool.
+// Whether the layout of `stored` may be that of `pending`, of which `hint` does
+// not know the shape.
+bool MayBeLaidOutAs(const core::Encoding& stored,
+                    const PendingEncoding& pending, const LayoutHint& hint) {
+  return stored.scale.size() == std::max(pending.encoding.scale.size(),
+                                         pending.encoding.scale_code.size()) &&
+         (hint.block_size.empty() || hint.block_size == stored.block_size);
+}
+
+// Takes the file in, waits for its turn, then parses it on the workers, then
+// completes and stores the encodings on the store's pool.
 class ImportEncodingsCall final : public EncodingCall {
  public:
   explicit ImportEncodingsCall(const CallArguments& arguments)
       : EncodingCall(arguments, Rpc::kImportEncodings, &request_),
         hints_(env().budget) {}
+  ~ImportEncodingsCall() override {
+    env().imports->Leave(this);
+    env().imports->ReturnText(this, &queued_bytes_);
+  }
 
  private:
   void Took(bool more) override {
-    if (!more) return env().pool->Schedule([this] { Parse(); });
-    // A text that outgrows its room is copied, which is work for a worker.
-    const size_t size = text_.size() + request_.data().size();
-    if (text_.size() > kMostCopiedBytes && size > text_.capacity()) {
-      return env().pool->Schedule([this] { Take(); });
-    }
-    Take();
-  }
-
-  void Take() {
+    if (!more) return Schedule(env().pool, [this] { TakeFile(); });
     absl::Status status = is_open_ ? absl::OkStatus() : Open();
     if (status.ok()) status = Append();
-    status.ok() ? Read() : End(std::move(status));
+    if (!status.ok()) return End(std::move(status));
+    wait_end_time_ = core::SteadyNow() + env().limits.idle_timeout;
+    TakePiece();
   }
 
   // The answer is the end.
@@ -175,41 +187,128 @@ class ImportEncodingsCall final : public EncodingCall {
   }
 
   absl::Status Append() {
-    const auto size_bytes =
-        static_cast<int64_t>(text_.size() + request_.data().size());
-    if (size_bytes > kMostFileBytes) {
+    file_bytes_ += static_cast<int64_t>(request_.data().size());
+    if (file_bytes_ > kMostFileBytes) {
       return core::InterchangeTooLargeError(kMostFileBytes);
     }
     hint_bytes_ +=
         kMemoryPerHint * request_.hints_size() +
         kMemoryPerHintByte * static_cast<int64_t>(request_.ByteSizeLong() -
                                                   request_.data().size());
-    absl::Status status = env().budget->Grow(
-        &text_lease_, kMemoryPerFileByte * size_bytes + hint_bytes_, kWayOut);
-    if (!status.ok()) return status;
-    for (const v1::TensorHint& hint : request_.hints()) {
-      if (status = hints_.Add(hint); !status.ok()) return status;
-    }
-    text_.append(request_.data());
+    AddPiece(std::move(*request_.mutable_data()));
     return absl::OkStatus();
   }
 
-  void Parse() {
+  // Reads on once there is room for what came.
+  void TakePiece() {
+    if (!IsWanted()) return;
+    const int64_t held_bytes = piece_bytes_ + hint_bytes_;
+    absl::Status status = NoRoom();
+    if (env().imports->GrowText(this, &queued_bytes_, held_bytes)) {
+      status = env().budget->Grow(&text_lease_, held_bytes, kWayOut);
+    }
+    if (!status.ok()) return WaitOrEnd(std::move(status));
+    for (const v1::TensorHint& hint : request_.hints()) {
+      if (status = hints_.Add(hint); !status.ok()) {
+        return End(std::move(status));
+      }
+    }
+    Read();
+  }
+
+  absl::Status NoRoom() const {
+    return core::MemoryBudgetError(env().budget->total_bytes(), kWayOut,
+                                   kRetryAfter);
+  }
+
+  // What is wrong, or never fits, has no time to come again at.
+  void WaitOrEnd(absl::Status status) {
+    if (core::ErrorRetryAfter(status) == absl::ZeroDuration() ||
+        core::SteadyNow() >= wait_end_time_) {
+      return End(std::move(status));
+    }
+    is_waiting_.store(true);
+  }
+
+  void LookAfterMemory() override {
+    if (!is_waiting_.exchange(false)) return;
+    Schedule(env().pool, [this] { has_file_ ? TakeTurn() : TakePiece(); });
+  }
+
+  // Without copying what is large.
+  void AddPiece(std::string piece) {
+    if (piece.empty()) return;
+    const bool is_small = piece.size() < kSmallPieceBytes;
+    if (is_small && !pieces_.empty() &&
+        pieces_.back().size() < kSmallPieceBytes) {
+      piece_bytes_ -= static_cast<int64_t>(pieces_.back().capacity());
+      pieces_.back() += piece;
+    } else {
+      // A string that was read may have twice the room that it needs.
+      if (piece.capacity() > piece.size() + piece.size() / 4) {
+        piece.shrink_to_fit();
+      }
+      pieces_.push_back(std::move(piece));
+      piece_bytes_ += kMemoryPerPiece;
+    }
+    piece_bytes_ += static_cast<int64_t>(pieces_.back().capacity());
+  }
+
+  void TakeFile() {
     if (!IsWanted()) return;
     if (!is_open_) {
       if (absl::Status s = Open(); !s.ok()) return End(std::move(s));
     }
-    absl::Status status =
-        ChargeParseMemory(text_, [this](int64_t bytes) -> absl::Status {
-          if (stopped()) return absl::CancelledError();
-          return env().budget->Grow(&tree_lease_, bytes, kWayOut);
-        });
+    views_.assign(pieces_.begin(), pieces_.end());
+    has_file_ = true;
+    wait_end_time_ = core::SteadyNow() + env().limits.idle_timeout;
+    TakeTurn();
+  }
+
+  // Parses once there is room, and those that wait for that are done.
+  void TakeTurn() {
     if (!IsWanted()) return;
-    if (!status.ok()) return End(std::move(status));
-    absl::StatusOr<ParsedEncodings> parsed = ParseEncodings(text_, format_);
+    absl::Status status = NoRoom();
+    if (env().imports->MayTry(this)) status = Charge();
+    if (!IsWanted()) return;
+    if (status.ok()) {
+      env().imports->Leave(this);
+      return Parse();
+    }
+    tree_lease_.Release();
+    env().imports->LineUp(this);
+    WaitOrEnd(std::move(status));
+  }
+
+  // For parsing; from the second time on at least for what was missing before.
+  absl::Status Charge() {
+    if (absl::Status s = GrowTree(); !s.ok()) return s;
+    return ChargeParseMemory(views_, [this](int64_t bytes) -> absl::Status {
+      if (stopped()) return absl::CancelledError();
+      parse_bytes_ = std::max(parse_bytes_, bytes);
+      return GrowTree();
+    });
+  }
+
+  absl::Status GrowTree() {
+    const int64_t total_bytes = env().budget->total_bytes();
+    // Beside the file it never fits, whoever gives back what.
+    if (text_lease_.bytes() + parse_bytes_ > total_bytes) {
+      return core::MemoryBudgetError(total_bytes, kWayOut,
+                                     absl::ZeroDuration());
+    }
+    return env().budget->Grow(&tree_lease_, parse_bytes_, kWayOut);
+  }
+
+  void Parse() {
+    absl::StatusOr<ParsedEncodings> parsed = ParseEncodings(views_, format_);
     if (!parsed.ok()) return End(parsed.status());
     parsed_ = *std::move(parsed);
-    std::string().swap(text_);
+    std::vector<absl::string_view>().swap(views_);
+    std::vector<std::string>().swap(pieces_);
+    env().imports->ReturnText(this, &queued_bytes_);
+    text_lease_.Release();
+    env().budget->Count(&text_lease_, hint_bytes_);
     for (const PendingEncoding& pending : parsed_.encodings) {
       const auto scale_count = static_cast<int64_t>(std::max(
           pending.encoding.scale.size(), pending.encoding.scale_code.size()));
@@ -217,12 +316,12 @@ class ImportEncodingsCall final : public EncodingCall {
         return End(
             core::ScaleCountLimitError(env().limits.scale_count, scale_count));
       }
-      if (status = CheckTensorName(pending.tensor); !status.ok()) {
+      if (absl::Status s = CheckTensorName(pending.tensor); !s.ok()) {
         return End(core::InterchangeInvalidError(
-            absl::StrCat(pending.place, ": ", core::ErrorText(status))));
+            absl::StrCat(pending.place, ": ", core::ErrorText(s))));
       }
     }
-    env().store_pool->Schedule([this] { Resolve(); });
+    Schedule(env().store_pool, [this] { Resolve(); });
   }
 
   // Completes all encodings, so that a file that is not sound stores nothing.
@@ -234,7 +333,7 @@ class ImportEncodingsCall final : public EncodingCall {
       if (!status.ok()) return End(std::move(status));
     }
     if (next_ < parsed_.encodings.size()) {
-      return env().store_pool->Schedule([this] { Resolve(); });
+      return Schedule(env().store_pool, [this] { Resolve(); });
     }
     Answer();
     if (is_dry_run_) return EndWith(response_);
@@ -262,15 +361,12 @@ class ImportEncodingsCall final : public EncodingCall {
 
   absl::Status ResolveOne(PendingEncoding* pending) {
     LayoutHint hint = hints_.Find(pending->tensor);
-    if (pending->open != PendingEncoding::Open::kNothing && !hint.shape_known &&
-        hint.block_size.empty()) {
+    if (pending->open != PendingEncoding::Open::kNothing && !hint.shape_known) {
       const absl::StatusOr<StoredEncoding> stored =
           caller().encodings->Get({model_, revision_, pending->tensor});
-      if (stored.ok() && stored->encoding->scale.size() ==
-                             std::max(pending->encoding.scale.size(),
-                                      pending->encoding.scale_code.size())) {
-        LayoutHint from_store = hint;
-        from_store.block_size = stored->encoding->block_size;
+      if (stored.ok() && MayBeLaidOutAs(*stored->encoding, *pending, hint)) {
+        LayoutHint from_store = HintOf(*stored->encoding, pending->open);
+        from_store.axis = hint.axis;
         absl::Status status = ResolveLayout(from_store, pending);
         // One of another layout decides nothing.
         if (status.ok()) return status;
@@ -294,7 +390,7 @@ class ImportEncodingsCall final : public EncodingCall {
       if (!stored.ok()) return End(stored.status());
     }
     if (next_ < parsed_.encodings.size()) {
-      return env().store_pool->Schedule([this] { Put(); });
+      return Schedule(env().store_pool, [this] { Put(); });
     }
     EndWith(response_);
   }
@@ -307,7 +403,19 @@ class ImportEncodingsCall final : public EncodingCall {
   bool is_dry_run_ = false;
   HintTable hints_;
   int64_t hint_bytes_ = 0;
-  std::string text_;
+  // The file, what it takes, and what of that is known to the queue.
+  std::vector<std::string> pieces_;
+  std::vector<absl::string_view> views_;
+  int64_t file_bytes_ = 0;
+  int64_t piece_bytes_ = 0;
+  int64_t queued_bytes_ = 0;
+  bool has_file_ = false;
+  // What parsing takes at least, as far as that is known.
+  int64_t parse_bytes_ = 0;
+  // For memory.
+  absl::Duration wait_end_time_;
+  // Whoever sets it to false goes on with the call.
+  std::atomic<bool> is_waiting_{false};
   MemoryBudget::Lease text_lease_;
   MemoryBudget::Lease tree_lease_;
   ParsedEncodings parsed_;

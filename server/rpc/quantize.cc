@@ -16,6 +16,7 @@
 #include "absl/types/span.h"
 #include "core/calibrate/block_quantizer.h"
 #include "core/calibrate/encoding_spec.h"
+#include "core/calibrate/search_time.h"
 #include "core/errors.h"
 #include "core/formats/number_format.h"
 #include "core/parallel/thread_pool.h"
@@ -86,9 +87,11 @@ class CodeProducer {
         answer_(task.output, geometry_.CodesOffsetOfReal(range.begin_bytes())) {
   }
 
-  // The answer's header.
-  void WriteHeader(ChunkWriter* out) const {
+  // The answer's header. `mantissa_bits` of the histograms that the encoding
+  // comes from; 0 for none.
+  void WriteHeader(ChunkWriter* out, int mantissa_bits = 0) const {
     v1::QuantizeResponseHeader header;
+    header.set_mantissa_bits(static_cast<uint32_t>(mantissa_bits));
     *header.mutable_name() = task_.name;
     if (!task_.omit_encoding) {
       EncodingToProto(*resolved_.encoding, header.mutable_encoding());
@@ -346,6 +349,8 @@ class BufferedQuantizeJob : public TensorJob {
   // The next step to the encoding, once all is held; answers whether that was
   // the last.
   virtual absl::StatusOr<bool> Encode(ResolvedEncoding* resolved) = 0;
+  // Of the histograms that the encoding comes from.
+  void SetMantissaBits(int bits) { mantissa_bits_ = bits; }
   // Quantizing is going to fail: the tensor must leave nothing behind.
   virtual bool WillReject() const { return false; }
   // Offset of the real that begins that block of what is held.
@@ -363,7 +368,7 @@ class BufferedQuantizeJob : public TensorJob {
     v1::ByteRange whole;
     whole.set_end_bytes(SizeBytes());
     producer_.emplace(env_, task_, std::move(resolved_), whole);
-    producer_->WriteHeader(out);
+    producer_->WriteHeader(out, mantissa_bits_);
     step_ = Step::kAnswer;
   }
 
@@ -372,6 +377,7 @@ class BufferedQuantizeJob : public TensorJob {
   TensorBuffer buffer_;
   Step step_ = Step::kEncode;
   ResolvedEncoding resolved_;
+  int mantissa_bits_ = 0;
   absl::optional<CodeProducer> producer_;
   int64_t next_block_ = 0;
 };
@@ -390,6 +396,8 @@ class CalibratingQuantizeJob final : public BufferedQuantizeJob {
         accumulator_(std::move(accumulator)) {
     frame_.granule_bytes = frame_.unit_bytes;
     frame_.quantum_bytes = QuantumBytes(env, *accumulator_);
+    search_time_ = core::SearchTime(spec_.spec, spec_.layout->scale_count(),
+                                    this->task().description.element_count);
   }
 
   absl::Status Reserve(int64_t bytes) override {
@@ -408,14 +416,18 @@ class CalibratingQuantizeJob final : public BufferedQuantizeJob {
   absl::StatusOr<bool> Encode(ResolvedEncoding* resolved) override {
     if (calibrator_ == nullptr) {
       absl::StatusOr<std::unique_ptr<TensorCalibrator>> calibrator =
-          TensorCalibrator::Create(env(), spec_, accumulator_->statistics());
+          TensorCalibrator::Create(
+              env(), spec_, accumulator_->statistics(), {},
+              buffer().Held(*spec_.layout, task().description.element_type));
       if (!calibrator.ok()) return calibrator.status();
       calibrator_ = *std::move(calibrator);
     }
     absl::StatusOr<bool> done = calibrator_->Step();
     if (!done.ok() || !*done) return done;
-    *resolved = calibrator_->Take().resolved;
+    CalibratedEncoding calibrated = calibrator_->Take();
     calibrator_.reset();
+    *resolved = std::move(calibrated.resolved);
+    SetMantissaBits(calibrated.mantissa_bits);
     return true;
   }
 
@@ -627,7 +639,8 @@ class QuantizeRpc final : public TensorRpc {
     }
     absl::StatusOr<std::unique_ptr<TensorAccumulator>> accumulator =
         TensorAccumulator::Create(env_, task.description.element_type,
-                                  spec->layout, MantissaBitsFor(spec->spec));
+                                  spec->layout, MantissaBitsWhereHeld(*spec),
+                                  SearchBytes(env_, *spec));
     if (!accumulator.ok()) return accumulator.status();
     return std::make_unique<CalibratingQuantizeJob>(
         env_, std::move(task), *std::move(spec), *std::move(accumulator));

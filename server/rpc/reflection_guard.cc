@@ -4,8 +4,8 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/match.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "core/parallel/steady_clock.h"
 #include "grpcpp/grpcpp.h"
 #include "server/guard/limits.h"
 #include "server/wire/status.h"
@@ -22,7 +22,7 @@ class ReflectionStream final : public WatchedCall {
       : context_(context) {}
 
   void EndIfOverdue(const Limits& limits) override {
-    if (absl::Now() - start_time_ >= limits.idle_timeout) {
+    if (core::SteadyNow() - start_time_ >= limits.idle_timeout) {
       context_->TryCancel();
     }
   }
@@ -31,7 +31,7 @@ class ReflectionStream final : public WatchedCall {
 
  private:
   grpc::ServerContextBase* const context_;
-  const absl::Time start_time_ = absl::Now();
+  const absl::Duration start_time_ = core::SteadyNow();
 };
 
 class Guard final : public grpc::experimental::Interceptor {

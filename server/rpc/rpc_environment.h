@@ -4,11 +4,12 @@
 #define QUANTD_SERVER_RPC_RPC_ENVIRONMENT_H_
 
 #include "core/parallel/thread_pool.h"
-#include "server/guard/admission.h"
+#include "server/guard/caller_share.h"
 #include "server/guard/limits.h"
 #include "server/guard/memory_budget.h"
 #include "server/metrics/metrics.h"
 #include "server/rpc/caller.h"
+#include "server/rpc/import_queue.h"
 #include "server/shared_memory/region_registry.h"
 
 namespace quantd::server {
@@ -20,13 +21,14 @@ struct RpcEnvironment {
   const Authenticator* authenticator;
   Metrics* metrics;
   MemoryBudget* budget;
-  Admission* admission;
-  // Kernels and the tasks of streams.
+  CallerShares* shares;
+  // Kernels and the tasks of streams, in the group of their caller.
   core::ThreadPool* pool;
   // What waits for the stores.
   core::ThreadPool* store_pool;
   // Null without shared memory.
   RegionRegistry* regions;
+  ImportQueue* imports;
 };
 
 }  // namespace quantd::server

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/types/span.h"
@@ -39,6 +41,18 @@ absl::Span<const uint8_t> TensorBuffer::block(int64_t index) const {
   const int64_t begin = index * kBlockBytes;
   return {blocks_[index].get(),
           static_cast<size_t>(std::min(kBlockBytes, size_bytes_ - begin))};
+}
+
+core::HeldTensor TensorBuffer::Held(const core::BlockLayout& layout,
+                                    core::ElementType type) const {
+  std::vector<const uint8_t*> pieces;
+  pieces.reserve(blocks_.size());
+  for (const std::unique_ptr<uint8_t[]>& block : blocks_) {
+    pieces.push_back(block.get());
+  }
+  return core::HeldTensor(layout, type,
+                          kBlockBytes / core::ElementSizeBytes(type),
+                          std::move(pieces));
 }
 
 }  // namespace quantd::server

@@ -9,6 +9,9 @@
 
 #include "absl/status/status.h"
 #include "absl/types/span.h"
+#include "core/statistics/held_tensor.h"
+#include "core/types/block_layout.h"
+#include "core/types/element_type.h"
 #include "server/guard/memory_budget.h"
 #include "server/rpc/rpc_environment.h"
 
@@ -33,6 +36,11 @@ class TensorBuffer {
   // Blocks of kBlockBytes, the last may be short.
   int64_t block_count() const { return static_cast<int64_t>(blocks_.size()); }
   absl::Span<const uint8_t> block(int64_t index) const;
+
+  // All of it, as the elements of a tensor of that layout, which outlives what
+  // is returned, as does this.
+  core::HeldTensor Held(const core::BlockLayout& layout,
+                        core::ElementType type) const;
 
  private:
   const RpcEnvironment& env_;

@@ -12,10 +12,11 @@
 #include "absl/strings/str_cat.h"
 #include "absl/types/optional.h"
 #include "absl/types/span.h"
+#include "core/calibrate/scale_indices.h"
 #include "core/errors.h"
 #include "core/parallel/time_slice.h"
+#include "core/statistics/held_tensor.h"
 #include "core/types/encoding_memory.h"
-#include "google/protobuf/util/time_util.h"
 #include "grpcpp/support/byte_buffer.h"
 #include "grpcpp/support/slice.h"
 #include "server/wire/names.h"
@@ -261,7 +262,8 @@ absl::StatusOr<ResolvedSpec> ResolveSpec(const RpcEnvironment& env,
 
 absl::StatusOr<std::unique_ptr<TensorAccumulator>> TensorAccumulator::Create(
     const RpcEnvironment& env, core::ElementType element_type,
-    std::shared_ptr<const core::BlockLayout> layout, int mantissa_bits) {
+    std::shared_ptr<const core::BlockLayout> layout, int mantissa_bits,
+    int64_t more_bytes) {
   const int64_t scale_count = layout->scale_count();
   int64_t bytes_per_scale =
       sizeof(core::Extremes) + sizeof(float) + sizeof(int32_t);
@@ -272,7 +274,7 @@ absl::StatusOr<std::unique_ptr<TensorAccumulator>> TensorAccumulator::Create(
     mantissa_bits = core::DefaultMantissaBits(scale_count);
   }
   absl::StatusOr<MemoryBudget::Lease> lease = env.budget->Acquire(
-      scale_count * bytes_per_scale, "send fewer tensors at once");
+      scale_count * bytes_per_scale + more_bytes, "send fewer tensors at once");
   if (!lease.ok()) return lease.status();
   return std::unique_ptr<TensorAccumulator>(new TensorAccumulator(
       env, element_type, std::move(layout), mantissa_bits, *std::move(lease)));
@@ -321,24 +323,50 @@ int64_t QuantumBytes(const RpcEnvironment& env,
 }
 
 int MantissaBitsFor(const core::EncodingSpec& spec) {
-  return core::NeedsHistograms(spec) ? TensorAccumulator::kDefaultMantissaBits
-                                     : TensorAccumulator::kNoHistograms;
+  if (!core::NeedsHistograms(spec)) return TensorAccumulator::kNoHistograms;
+  return spec.mantissa_bits != 0 ? spec.mantissa_bits
+                                 : TensorAccumulator::kDefaultMantissaBits;
+}
+
+int MantissaBitsWhereHeld(const ResolvedSpec& spec) {
+  constexpr int64_t kMostElements = int64_t{1} << 18;
+  if (spec.layout->largest_block() <= kMostElements) {
+    return TensorAccumulator::kNoHistograms;
+  }
+  return core::MantissaBitsAtHand(spec.spec);
+}
+
+int64_t SearchBytes(const RpcEnvironment& env, const ResolvedSpec& spec) {
+  if (!core::NeedsHistograms(spec.spec) ||
+      MantissaBitsWhereHeld(spec) != TensorAccumulator::kNoHistograms) {
+    return 0;
+  }
+  return std::min(core::LaneCount(env.pool), spec.layout->scale_count()) *
+         core::HeldTensor::TableBytes(*spec.layout,
+                                      core::MantissaBitsAtHand(spec.spec));
 }
 
 absl::StatusOr<std::unique_ptr<TensorCalibrator>> TensorCalibrator::Create(
     const RpcEnvironment& env, const ResolvedSpec& spec,
     const core::TensorStatistics& statistics,
-    absl::Span<const core::Extremes> moving_average) {
+    absl::Span<const core::Extremes> moving_average,
+    absl::optional<core::HeldTensor> held) {
+  std::unique_ptr<TensorCalibrator> result(
+      new TensorCalibrator(env, spec.layout, std::move(held)));
   absl::StatusOr<std::unique_ptr<core::Calibrator>> calibrator =
-      core::Calibrator::Create(spec.spec, *spec.layout, statistics,
-                               moving_average);
+      core::Calibrator::Create(
+          spec.spec, *spec.layout, statistics, moving_average,
+          result->held_.has_value() ? &*result->held_ : nullptr);
   if (!calibrator.ok()) return calibrator.status();
-  return std::unique_ptr<TensorCalibrator>(
-      new TensorCalibrator(env, spec.layout, *std::move(calibrator)));
+  result->calibrator_ = *std::move(calibrator);
+  return result;
 }
 
 absl::StatusOr<bool> TensorCalibrator::Step() {
-  return calibrator_->Run(core::TimeSlice(kCalibrationSlice), env_.pool);
+  absl::StatusOr<bool> done =
+      calibrator_->Run(core::TimeSlice(kCalibrationSlice), env_.pool);
+  env_.budget->Count(&lease_, calibrator_->memory_bytes());
+  return done;
 }
 
 CalibratedEncoding TensorCalibrator::Take() {
@@ -346,12 +374,22 @@ CalibratedEncoding TensorCalibrator::Take() {
   return {
       {std::make_shared<const core::Encoding>(std::move(calibration.encoding)),
        layout_, ""},
-      std::move(calibration.prediction)};
+      std::move(calibration.prediction),
+      calibration.mantissa_bits};
 }
 
 google::protobuf::Timestamp ToTimestamp(absl::Time time) {
-  return google::protobuf::util::TimeUtil::MicrosecondsToTimestamp(
-      absl::ToUnixMicros(time));
+  // What a Timestamp can say: years 1 to 9999.
+  constexpr absl::Time kFirst = absl::FromUnixSeconds(-62135596800);
+  constexpr absl::Time kLast = absl::FromUnixSeconds(253402300799);
+  const int64_t us =
+      absl::ToUnixMicros(std::min(std::max(time, kFirst), kLast));
+  constexpr int64_t kSecond = 1'000'000;
+  const int64_t fraction = (us % kSecond + kSecond) % kSecond;
+  google::protobuf::Timestamp timestamp;
+  timestamp.set_seconds((us - fraction) / kSecond);
+  timestamp.set_nanos(static_cast<int32_t>(fraction * 1000));
+  return timestamp;
 }
 
 void StoredEncodingToProto(const EncodingKey& key, const StoredEncoding& stored,

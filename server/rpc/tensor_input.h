@@ -16,6 +16,7 @@
 #include "absl/types/span.h"
 #include "core/calibrate/calibrate.h"
 #include "core/errors.h"
+#include "core/statistics/held_tensor.h"
 #include "core/statistics/tensor_statistics.h"
 #include "core/types/block_layout.h"
 #include "core/types/encoding.h"
@@ -135,11 +136,13 @@ class TensorAccumulator {
   // Those of core::DefaultMantissaBits.
   static constexpr int kDefaultMantissaBits = -1;
 
-  // Charges the memory budget with what the scale count needs.
+  // Charges the memory budget with what the scale count needs, and
+  // `more_bytes`.
   // Errors: MEMORY_BUDGET.
   static absl::StatusOr<std::unique_ptr<TensorAccumulator>> Create(
       const RpcEnvironment& env, core::ElementType element_type,
-      std::shared_ptr<const core::BlockLayout> layout, int mantissa_bits);
+      std::shared_ptr<const core::BlockLayout> layout, int mantissa_bits,
+      int64_t more_bytes = 0);
 
   // Makes sure that the memory budget has room for what the statistics take by
   // now, `copies` times. May be tried again.
@@ -179,11 +182,20 @@ int64_t QuantumBytes(const RpcEnvironment& env,
 
 // The mantissa bits that an accumulator for the spec takes.
 int MantissaBitsFor(const core::EncodingSpec& spec);
+// The same where the tensor is held: none for blocks that a calibrator may look
+// at by themselves. Large ones get histograms as they arrive, which take less
+// than the tensor then.
+int MantissaBitsWhereHeld(const ResolvedSpec& spec);
+// What the threads need beside that to calibrate a spec on a held tensor: to be
+// leased when its header comes.
+int64_t SearchBytes(const RpcEnvironment& env, const ResolvedSpec& spec);
 
 // An encoding that was calibrated, and what to expect of it.
 struct CalibratedEncoding {
   ResolvedEncoding resolved;
   absl::optional<core::Prediction> prediction;
+  // See core::Calibration.
+  int mantissa_bits = 0;
 };
 
 // How long one step of a calibration takes: many fit into the time in which
@@ -191,16 +203,19 @@ struct CalibratedEncoding {
 constexpr absl::Duration kCalibrationSlice = absl::Milliseconds(2);
 
 // Finds the encoding that comes of a tensor's statistics at the spec's
-// granularity, step by step. Not thread-safe.
+// granularity, step by step; what the search takes is counted after each. Not
+// thread-safe.
 class TensorCalibrator {
  public:
   // `statistics` and what `moving_average` points at outlive the calibrator;
   // see core::Calibrator.
+  // `held`  the tensor, where the statistics have no histograms.
   // Errors: those of core::Calibrator::Create.
   static absl::StatusOr<std::unique_ptr<TensorCalibrator>> Create(
       const RpcEnvironment& env, const ResolvedSpec& spec,
       const core::TensorStatistics& statistics,
-      absl::Span<const core::Extremes> moving_average = {});
+      absl::Span<const core::Extremes> moving_average = {},
+      absl::optional<core::HeldTensor> held = absl::nullopt);
 
   // Does the next step; answers whether that was the last.
   // Errors: those of core::Calibrator::Run.
@@ -212,14 +227,15 @@ class TensorCalibrator {
  private:
   TensorCalibrator(const RpcEnvironment& env,
                    std::shared_ptr<const core::BlockLayout> layout,
-                   std::unique_ptr<core::Calibrator> calibrator)
-      : env_(env),
-        layout_(std::move(layout)),
-        calibrator_(std::move(calibrator)) {}
+                   absl::optional<core::HeldTensor> held)
+      : env_(env), layout_(std::move(layout)), held_(std::move(held)) {}
 
   const RpcEnvironment& env_;
   const std::shared_ptr<const core::BlockLayout> layout_;
-  const std::unique_ptr<core::Calibrator> calibrator_;
+  // Of what the search took by the end of the latest step.
+  MemoryBudget::Lease lease_;
+  const absl::optional<core::HeldTensor> held_;
+  std::unique_ptr<core::Calibrator> calibrator_;
 };
 
 google::protobuf::Timestamp ToTimestamp(absl::Time time);

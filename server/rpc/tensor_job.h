@@ -10,6 +10,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "core/parallel/thread_pool.h"
 #include "server/metrics/metrics.h"
@@ -57,6 +58,9 @@ class TensorJob {
 
   virtual absl::Status Start(ChunkWriter* out) { return absl::OkStatus(); }
 
+  // About how long one worker searches for ranges when all bytes are there.
+  absl::Duration search_time() const { return search_time_; }
+
   // Valid after Start.
   const TensorFrame& frame() const { return frame_; }
 
@@ -87,6 +91,7 @@ class TensorJob {
   bool stopped() const { return stopped_->load(std::memory_order_relaxed); }
 
   TensorFrame frame_;
+  absl::Duration search_time_;
 
  private:
   const std::atomic<bool>* stopped_ = nullptr;

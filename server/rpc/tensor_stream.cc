@@ -15,9 +15,18 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "core/errors.h"
+#include "core/parallel/steady_clock.h"
+#include "server/rpc/unexpected.h"
+#include "server/shared_memory/shared_blocks.h"
 #include "server/wire/status.h"
 
 namespace quantd::server {
+namespace {
+
+// How long a stream that has nothing open stays, while the server drains.
+constexpr absl::Duration kLastWordTime = absl::Milliseconds(100);
+
+}  // namespace
 
 void StreamRegistry::Drain() {
   draining_.store(true);
@@ -35,6 +44,7 @@ void StreamRegistry::EndOverdue(const Limits& limits) {
 void StreamRegistry::LookAfterMemory() {
   absl::MutexLock lock(&mutex_);
   for (TensorStream* stream : streams_) stream->LookAfterMemory();
+  for (WatchedCall* call : calls_) call->LookAfterMemory();
 }
 
 void StreamRegistry::EndAll() {
@@ -44,23 +54,30 @@ void StreamRegistry::EndAll() {
 }
 
 bool StreamRegistry::WaitUntilEmpty(absl::Duration timeout) {
-  absl::MutexLock lock(&mutex_);
-  const auto empty = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    return streams_.empty() && call_count_ == 0;
-  };
-  return mutex_.AwaitWithTimeout(absl::Condition(&empty), timeout);
+  // Abseil's mutex waits for a time of day, which may be set meanwhile.
+  constexpr absl::Duration kInterval = absl::Milliseconds(2);
+  const absl::Duration end = core::SteadyNow() + timeout;
+  while (true) {
+    {
+      absl::MutexLock lock(&mutex_);
+      if (streams_.empty() && call_count_ == 0) return true;
+    }
+    const absl::Duration left = end - core::SteadyNow();
+    if (left <= absl::ZeroDuration()) return false;
+    absl::SleepFor(std::min(left, kInterval));
+  }
 }
 
 void StreamRegistry::WaitUntilQuiet(absl::Duration quiet,
                                     absl::Duration timeout) {
-  const absl::Time end = absl::Now() + timeout;
+  const absl::Duration start = core::SteadyNow();
   while (true) {
-    absl::Time until;
+    absl::Duration until;
     {
       absl::MutexLock lock(&mutex_);
-      until = std::min(last_arrival_ + quiet, end);
+      until = std::min(std::max(last_arrival_, start) + quiet, start + timeout);
     }
-    const absl::Duration left = until - absl::Now();
+    const absl::Duration left = until - core::SteadyNow();
     if (left <= absl::ZeroDuration()) return;
     absl::SleepFor(left);
   }
@@ -68,7 +85,7 @@ void StreamRegistry::WaitUntilQuiet(absl::Duration quiet,
 
 void StreamRegistry::Enter(WatchedCall* call) {
   absl::MutexLock lock(&mutex_);
-  last_arrival_ = absl::Now();
+  last_arrival_ = core::SteadyNow();
   calls_.insert(call);
   ++call_count_;
 }
@@ -85,7 +102,7 @@ void StreamRegistry::Leave(WatchedCall* call) {
 
 void StreamRegistry::Add(TensorStream* stream) {
   absl::MutexLock lock(&mutex_);
-  last_arrival_ = absl::Now();
+  last_arrival_ = core::SteadyNow();
   streams_.insert(stream);
 }
 
@@ -116,9 +133,11 @@ TensorStream::TensorStream(const RpcEnvironment& env, TensorRpc* rpc,
       rpc_(rpc),
       registry_(registry),
       context_(context),
-      start_time_(absl::Now()),
+      start_time_(core::SteadyNow()),
       credential_(env.authenticator->CredentialOf(*context)),
-      load_(env.admission),
+      share_(env.shares->Find(
+          env.authenticator->ShareName(*context, credential_))),
+      load_(&share_->admission),
       transit_(env.budget),
       last_progress_(start_time_) {
   env_.metrics->RpcStarted(rpc_->id());
@@ -130,13 +149,13 @@ void TensorStream::OnReadDone(bool ok) {
   {
     absl::MutexLock lock(&mutex_);
     reading_ = false;
-    last_progress_ = absl::Now();
+    last_progress_ = core::SteadyNow();
     if (ok) {
       inbox_.emplace(std::move(read_buffer_));
       read_buffer_.Clear();
       const auto bytes = static_cast<int64_t>(inbox_->Length());
       if (has_tensor_) {
-        pending_work_ += env_.admission->FeedTime(rpc_->id(), bytes);
+        pending_work_ += admission().FeedTime(rpc_->id(), bytes);
         CountLoad();
       }
       CountTransit();
@@ -155,7 +174,7 @@ void TensorStream::OnWriteDone(bool ok) {
     absl::MutexLock lock(&mutex_);
     writing_ = false;
     has_written_ = true;
-    last_progress_ = absl::Now();
+    last_progress_ = core::SteadyNow();
     queued_bytes_ -= writes_.front().charge_bytes;
     writes_.pop_front();
     CountTransit();
@@ -193,7 +212,7 @@ void TensorStream::OnDone() {
   if (tensor_open_) CloseTensor(/*ok=*/false);
   env_.metrics->StreamClosed();
   env_.metrics->RpcHandled(rpc_->id(), static_cast<int>(code),
-                           absl::Now() - start_time_);
+                           core::SteadyNow() - start_time_);
   // It may hold a region of shared memory, and with it a part of the budget.
   message_.reset();
   // The server waits for this, and may go away from here on.
@@ -231,7 +250,11 @@ void TensorStream::Advance() {
     if (!end_.has_value() && !has_more_ && !has_tensor_ &&
         !inbox_.has_value() && !reads_done_) {
       if (registry_->draining()) {
-        EndWith(core::DrainingError());
+        // The client may be about to end it by itself; Advance is called again
+        // by whoever looks after memory.
+        if (core::SteadyNow() - last_progress_ >= kLastWordTime) {
+          EndWith(core::DrainingError());
+        }
       } else if (old_.load()) {
         EndWith(core::StreamAgeError(env_.limits.stream_age));
       }
@@ -240,13 +263,14 @@ void TensorStream::Advance() {
       working_ = true;
       core::ThreadPool* const pool = waits_ ? env_.store_pool : env_.pool;
       const Place place = waits_ ? Place::kStore : Place::kWorker;
+      const core::ThreadPool::GroupScope scope(share_->group);
       pool->Schedule([self = shared_from_this(), place] { self->Work(place); });
     }
   }
   // First what the client waits for.
   if (!writing_ && !writes_.empty() && !cancelled_) {
     writing_ = true;
-    write_start_time_ = absl::Now();
+    write_start_time_ = core::SteadyNow();
     // Answers that are ready go out together. Not with the first, which brings
     // the initial metadata: gRPC completes such a write only when it is sent,
     // and the hint says not to send it yet.
@@ -300,7 +324,7 @@ void TensorStream::Drain() {
 
 void TensorStream::EndIfOverdue(const Limits& limits) {
   absl::MutexLock lock(&mutex_);
-  const absl::Time now = absl::Now();
+  const absl::Duration now = core::SteadyNow();
   const absl::Duration age = now - start_time_;
   if (age >= limits.stream_age && !end_.has_value()) {
     old_.store(true);
@@ -338,6 +362,7 @@ void TensorStream::LookAfterMemory() {
 }
 
 void TensorStream::Work(Place place) {
+  const core::ThreadPool::GroupScope scope(share_->group);
   bool end_of_stream = false;
   {
     absl::MutexLock lock(&mutex_);
@@ -360,12 +385,11 @@ void TensorStream::Work(Place place) {
       }
     }
   }
-  absl::Status status;
-  if (end_of_stream) {
+  absl::Status status = Guarded(RpcNameOf(rpc_->id()).method, [&] {
+    if (!end_of_stream) return DoQuantum(place);
     if (tensor_open_) FailTensor(reader_->CheckComplete());
-  } else {
-    status = DoQuantum(place);
-  }
+    return absl::OkStatus();
+  });
   std::vector<grpc::ByteBuffer> messages = writer_.Take();
   absl::MutexLock lock(&mutex_);
   working_ = false;
@@ -377,11 +401,11 @@ void TensorStream::Work(Place place) {
   pending_work_ = PendingWork();
   spent_work_ = finish_time_;
   if (has_tensor_ && inbox_.has_value()) {
-    pending_work_ += env_.admission->FeedTime(
+    pending_work_ += admission().FeedTime(
         rpc_->id(), static_cast<int64_t>(inbox_->Length()));
   }
-  parked_ = memory_wait_start_ != absl::InfinitePast();
-  last_progress_ = absl::Now();
+  parked_ = memory_wait_start_ != -absl::InfiniteDuration();
+  last_progress_ = core::SteadyNow();
   for (grpc::ByteBuffer& message : messages) {
     const int64_t charge_bytes =
         static_cast<int64_t>(message.Length()) + kQueuedMessageBytes;
@@ -393,7 +417,7 @@ void TensorStream::Work(Place place) {
   // There is no way to tell a client that does not read, and no reason to hold
   // what it does not.
   if (cut_off_ && writing_ &&
-      absl::Now() - write_start_time_ >= env_.limits.memory_wait) {
+      core::SteadyNow() - write_start_time_ >= env_.limits.memory_wait) {
     EndWith(env_.budget->TransitError());
     context_->TryCancel();
   }
@@ -483,21 +507,32 @@ bool TensorStream::AdmitTensor() {
   skipping_ = false;
   cut_off_ = false;
   tensor_open_ = true;
-  tensor_start_time_ = absl::Now();
+  tensor_start_time_ = core::SteadyNow();
   finish_time_ = absl::ZeroDuration();
   env_.metrics->TensorOpened();
-  light_only_ =
-      env_.admission->Admit(env_.pool->has_idle_thread(), PendingWork());
-  env_.admission->TensorOpened();
+  light_only_ = AskAdmission();
+  admission().TensorOpened();
   if (!light_only_.ok() && message_->buffer.Length() > kLightMessageBytes) {
     FailTensor(light_only_);
     return false;
   }
+  return true;
+}
+
+absl::Status TensorStream::AskAdmission() {
+  {
+    // What was counted of the same tensor is no reason to turn it away.
+    absl::MutexLock lock(&mutex_);
+    load_.Set(absl::ZeroDuration());
+  }
+  const absl::Duration work = PendingWork();
+  absl::Status status =
+      admission().Admit(env_.pool->HasIdleThread(share_->group), work);
   absl::MutexLock lock(&mutex_);
-  pending_work_ = PendingWork();
+  pending_work_ = status.ok() ? work : absl::ZeroDuration();
   spent_work_ = absl::ZeroDuration();
   CountLoad();
-  return true;
+  return status;
 }
 
 absl::Duration TensorStream::PendingWork() const {
@@ -506,19 +541,24 @@ absl::Duration TensorStream::PendingWork() const {
     // What came with the header may be all of it.
     const int64_t bytes =
         message_.has_value() ? message_->envelope.data_bytes : 0;
-    const absl::Duration finish = env_.admission->FinishTime(rpc_->id(), bytes);
-    return env_.admission->FeedTime(rpc_->id(), bytes) +
+    const absl::Duration finish = FinishTime(bytes);
+    return admission().FeedTime(rpc_->id(), bytes) +
            (finish > absl::ZeroDuration() ? finish : Admission::kUnknownWork);
   }
   absl::Duration work =
-      env_.admission->FeedTime(rpc_->id(), reader_->ready_bytes());
+      admission().FeedTime(rpc_->id(), reader_->ready_bytes());
   if (arrived()) {
     // When it takes longer than others did, nobody knows for how long.
-    work += std::max(
-        env_.admission->FinishTime(rpc_->id(), size_bytes()) - finish_time_,
-        finish_time_ / 4);
+    work += std::max(FinishTime(size_bytes()) - finish_time_, finish_time_ / 4);
   }
   return work;
+}
+
+absl::Duration TensorStream::FinishTime(int64_t bytes) const {
+  if (job_ != nullptr && job_->search_time() > absl::ZeroDuration()) {
+    return job_->search_time();
+  }
+  return admission().FinishTime(rpc_->id(), bytes);
 }
 
 void TensorStream::OpenTensor(const std::string& header) {
@@ -529,6 +569,11 @@ void TensorStream::OpenTensor(const std::string& header) {
   }
   job_ = *std::move(job);
   job_->StopWhen(&stopped_);
+  // Now it is known what was asked for. What takes long has to be told before
+  // it begins: when it is known how long it took, it is too late.
+  if (light_only_.ok() && job_->search_time() > Admission::kUnknownWork) {
+    light_only_ = AskAdmission();
+  }
   if (!light_only_.ok() && !job_->light()) FailTensor(light_only_);
 }
 
@@ -551,26 +596,28 @@ void TensorStream::FeedTensor() {
   if (ready == 0) return;
   const int64_t bytes = std::min(ready, job_->frame().quantum_bytes);
   if (!ReserveMemory(bytes)) return;
-  const absl::Time start = absl::Now();
+  const absl::Duration start = core::SteadyNow();
   job_->BeginQuantum(reader_->position_bytes(), bytes, &writer_);
   const std::shared_ptr<const Region>& region = message_->region;
+  // Not kept: there are as many as workers, and not as streams.
+  PrivateCopy copy;
   absl::Status status = reader_->Feed(
       bytes, [&](int64_t offset_bytes, absl::Span<const uint8_t> data) {
         return region == nullptr ? job_->Consume(offset_bytes, data)
                                  : job_->ConsumeShared(offset_bytes, region,
-                                                       data, env_.pool, &copy_);
+                                                       data, env_.pool, &copy);
       });
   if (!status.ok()) return FailTensor(status);
   job_->EndQuantum();
-  env_.admission->Fed(rpc_->id(), bytes, absl::Now() - start);
+  admission().Fed(rpc_->id(), bytes, core::SteadyNow() - start);
 }
 
 void TensorStream::FinishTensor() {
   if (!ReserveMemory(0)) return;
   const bool waited = waits();
-  const absl::Time start = absl::Now();
+  const absl::Duration start = core::SteadyNow();
   absl::StatusOr<bool> done = job_->Finish(&writer_);
-  if (!waited) finish_time_ += absl::Now() - start;
+  if (!waited) finish_time_ += core::SteadyNow() - start;
   if (!done.ok()) return FailTensor(done.status());
   if (*done) CloseTensor(/*ok=*/true);
 }
@@ -579,11 +626,12 @@ bool TensorStream::ReserveMemory(int64_t bytes) {
   absl::Status status = job_->Reserve(bytes);
   if (status.ok() && excessive_) status = env_.budget->TransitError();
   if (!status.ok() && core::ErrorRetryAfter(status) > absl::ZeroDuration()) {
-    const absl::Time now = absl::Now();
-    if (memory_wait_start_ == absl::InfinitePast()) memory_wait_start_ = now;
+    const absl::Duration now = core::SteadyNow();
+    if (memory_wait_start_ == -absl::InfiniteDuration())
+      memory_wait_start_ = now;
     if (now - memory_wait_start_ < env_.limits.memory_wait) return false;
   }
-  memory_wait_start_ = absl::InfinitePast();
+  memory_wait_start_ = -absl::InfiniteDuration();
   if (status.ok()) return true;
   cut_off_ = excessive_;
   FailTensor(status);
@@ -599,10 +647,11 @@ void TensorStream::FailTensor(const absl::Status& status) {
 }
 
 void TensorStream::CloseTensor(bool ok) {
-  if (ok) env_.admission->Finished(rpc_->id(), size_bytes(), finish_time_);
-  env_.admission->TensorClosed();
+  if (ok) admission().Finished(rpc_->id(), size_bytes(), finish_time_);
+  admission().TensorClosed();
   env_.metrics->TensorClosed();
-  env_.metrics->TensorDone(rpc_->id(), ok, absl::Now() - tensor_start_time_);
+  env_.metrics->TensorDone(rpc_->id(), ok,
+                           core::SteadyNow() - tensor_start_time_);
   tensor_open_ = false;
   job_.reset();
   reader_.reset();

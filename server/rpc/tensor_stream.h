@@ -16,13 +16,13 @@
 #include "absl/types/optional.h"
 #include "grpcpp/grpcpp.h"
 #include "server/guard/admission.h"
+#include "server/guard/caller_share.h"
 #include "server/guard/limits.h"
 #include "server/guard/memory_budget.h"
 #include "server/rpc/caller.h"
 #include "server/rpc/rpc_environment.h"
 #include "server/rpc/tensor_job.h"
 #include "server/shared_memory/region.h"
-#include "server/shared_memory/shared_blocks.h"
 #include "server/wire/chunk_reader.h"
 #include "server/wire/chunk_writer.h"
 #include "server/wire/envelope.h"
@@ -42,6 +42,8 @@ class WatchedCall {
   // Ends the call if its client took or sent nothing for too long, or goes on
   // sending for too long.
   virtual void EndIfOverdue(const Limits& limits) = 0;
+  // Lets a call that waits for memory try again.
+  virtual void LookAfterMemory() {}
   // Ends the call with DRAINING if it waits for its client to send something.
   virtual void Drain() = 0;
   // Ends the call with DRAINING as soon as what it is doing allows.
@@ -51,23 +53,23 @@ class WatchedCall {
 // The streams that are open. Thread-safe.
 class StreamRegistry {
  public:
-  // From now on streams end with DRAINING as soon as no tensor is open.
+  // From now on streams end with DRAINING when no tensor is open, and none was
+  // a moment ago.
   void Drain() ABSL_LOCKS_EXCLUDED(mutex_);
   bool draining() const { return draining_.load(); }
   // Ends streams whose open tensor made no progress for the idle timeout, those
   // that have been open for too long, and calls that wait for their client for
   // too long.
   void EndOverdue(const Limits& limits) ABSL_LOCKS_EXCLUDED(mutex_);
-  // Lets streams that wait for memory try again, and lets go of it those that
-  // have too much.
+  // Lets streams and calls that wait for memory try again, and lets go of it
+  // those that have too much.
   void LookAfterMemory() ABSL_LOCKS_EXCLUDED(mutex_);
   // Ends all streams and calls with DRAINING, whatever they are doing.
   void EndAll() ABSL_LOCKS_EXCLUDED(mutex_);
   // True when the last stream and the last call that entered have gone before
   // `timeout`.
   bool WaitUntilEmpty(absl::Duration timeout) ABSL_LOCKS_EXCLUDED(mutex_);
-  // Waits until no stream or call has come for that long, at most for
-  // `timeout`.
+  // Waits until no stream or call comes for that long, at most for `timeout`.
   void WaitUntilQuiet(absl::Duration quiet, absl::Duration timeout)
       ABSL_LOCKS_EXCLUDED(mutex_);
 
@@ -89,7 +91,8 @@ class StreamRegistry {
   // Those, and what is being deleted.
   int64_t call_count_ ABSL_GUARDED_BY(mutex_) = 0;
   // When the last one came.
-  absl::Time last_arrival_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();
+  absl::Duration last_arrival_ ABSL_GUARDED_BY(mutex_) =
+      -absl::InfiniteDuration();
 };
 
 // One call of a streaming RPC. Reads one message ahead; works on one message
@@ -190,10 +193,17 @@ class TensorStream final
   absl::Status OpenMessage(Place place);
   // A tensor begins. False when it was turned away.
   bool AdmitTensor();
+  // Whether there is time for the open tensor, as far as it is known; counts
+  // its load if there is.
+  // Errors: OVERLOADED.
+  absl::Status AskAdmission() ABSL_LOCKS_EXCLUDED(mutex_);
   void OpenTensor(const std::string& header);
   // How long a worker needs for what has arrived of the open tensor, without
   // the inbox.
   absl::Duration PendingWork() const;
+  // How long for the end of the open tensor, which has so many bytes.
+  absl::Duration FinishTime(int64_t bytes) const;
+  Admission& admission() const { return share_->admission; }
   // Makes the data of message_ those of its `shared`.
   // Errors: REGION_NOT_FOUND, REGION_INVALID.
   absl::Status FindShared();
@@ -238,8 +248,9 @@ class TensorStream final
   TensorRpc* const rpc_;
   StreamRegistry* const registry_;
   grpc::CallbackServerContext* const context_;
-  const absl::Time start_time_;
+  const absl::Duration start_time_;
   const Credential credential_;
+  const std::shared_ptr<CallerShare> share_;
 
   // Older than it should be: the stream ends as soon as no tensor is open.
   std::atomic<bool> old_{false};
@@ -257,8 +268,7 @@ class TensorStream final
   std::unique_ptr<TensorJob> job_;
   absl::optional<ChunkReader> reader_;
   ChunkWriter writer_;
-  PrivateCopy copy_;
-  absl::Time tensor_start_time_;
+  absl::Duration tensor_start_time_;
   // What the end of the open tensor took of the workers until now.
   absl::Duration finish_time_;
   // Why the open tensor may only be served if it is light.
@@ -270,7 +280,7 @@ class TensorStream final
   // The last tensor failed: chunks are dropped until the next header.
   bool skipping_ = false;
   // Since when the open tensor waits for memory; infinite past if it does not.
-  absl::Time memory_wait_start_ = absl::InfinitePast();
+  absl::Duration memory_wait_start_ = -absl::InfiniteDuration();
 
   absl::Mutex mutex_;
   grpc::ByteBuffer read_buffer_ ABSL_GUARDED_BY(mutex_);
@@ -281,7 +291,7 @@ class TensorStream final
   int64_t queued_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   bool writing_ ABSL_GUARDED_BY(mutex_) = false;
   // Of the write that is under way.
-  absl::Time write_start_time_ ABSL_GUARDED_BY(mutex_);
+  absl::Duration write_start_time_ ABSL_GUARDED_BY(mutex_);
   // A write has completed.
   bool has_written_ ABSL_GUARDED_BY(mutex_) = false;
   bool working_ ABSL_GUARDED_BY(mutex_) = false;
@@ -302,7 +312,7 @@ class TensorStream final
   bool waits_ ABSL_GUARDED_BY(mutex_) = false;
   // The open tensor waits for memory; Wake ends it.
   bool parked_ ABSL_GUARDED_BY(mutex_) = false;
-  absl::Time last_progress_ ABSL_GUARDED_BY(mutex_);
+  absl::Duration last_progress_ ABSL_GUARDED_BY(mutex_);
   // Set once: how the call ends, when what is queued has been written.
   absl::optional<absl::Status> end_ ABSL_GUARDED_BY(mutex_);
   bool cancelled_ ABSL_GUARDED_BY(mutex_) = false;

@@ -55,7 +55,7 @@ class TensorwiseCall : public EncodingCall {
   void Sent() final { ScheduleLoad(); }
 
   void ScheduleLoad() {
-    env().store_pool->Schedule([this] { LoadStep(); });
+    this->Schedule(env().store_pool, [this] { LoadStep(); });
   }
 
   void LoadStep() {
@@ -69,16 +69,16 @@ class TensorwiseCall : public EncodingCall {
       case Loaded::kNothing:
         return End(absl::OkStatus());
       case Loaded::kMessage:
-        env().pool->Schedule([this] { ComputeStep(); });
+        this->Schedule(env().pool, [this] { ComputeStep(); });
     }
   }
 
   void ComputeStep() {
     if (!IsWanted()) return;
     if (!Compute(&response_)) {
-      env().pool->Schedule([this] { ComputeStep(); });
+      this->Schedule(env().pool, [this] { ComputeStep(); });
     } else if (stores()) {
-      env().store_pool->Schedule([this] { StoreStep(); });
+      this->Schedule(env().store_pool, [this] { StoreStep(); });
     } else {
       WriteResponse();
     }

@@ -37,7 +37,7 @@ class UnaryCall final : public EncodingCall {
   void Took(bool more) override {
     if (!more)
       return End(core::MessageMalformedError("expected a request, got none"));
-    env().store_pool->Schedule([this] { Run(); });
+    Schedule(env().store_pool, [this] { Run(); });
   }
 
   void Run() {

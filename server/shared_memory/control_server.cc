@@ -67,8 +67,8 @@ absl::StatusOr<std::unique_ptr<ControlServer>> ControlServer::Start(
   std::unique_ptr<ControlServer> server(
       new ControlServer(limits, registry, budget, metrics));
   for (const std::string& path : paths) {
-    absl::StatusOr<std::unique_ptr<UnixSocket>> socket =
-        UnixSocket::Listen(path, SOCK_SEQPACKET);
+    absl::StatusOr<std::unique_ptr<ListeningSocket>> socket =
+        ListeningSocket::Unix(path, SOCK_SEQPACKET);
     if (!socket.ok()) return socket.status();
     server->sockets_.push_back(*std::move(socket));
   }
@@ -92,7 +92,7 @@ void ControlServer::Run() {
     for (const Connection& connection : connections_) {
       polled.push_back({connection.socket.get(), POLLIN | POLLRDHUP, 0});
     }
-    for (const std::unique_ptr<UnixSocket>& socket : sockets_) {
+    for (const std::unique_ptr<ListeningSocket>& socket : sockets_) {
       polled.push_back({pauses ? -1 : socket->fd(), POLLIN, 0});
     }
     if (poll(polled.data(), polled.size(), pauses ? kExhaustedPauseMs : -1) <
@@ -113,11 +113,13 @@ void ControlServer::Run() {
     }
     connections_.resize(kept);
     pauses = false;
-    for (const std::unique_ptr<UnixSocket>& socket : sockets_) {
+    for (const std::unique_ptr<ListeningSocket>& socket : sockets_) {
       FileDescriptor connection;
-      const UnixSocket::Outcome outcome = socket->Accept(&connection);
-      if (outcome == UnixSocket::Outcome::kExhausted) pauses = true;
-      if (outcome == UnixSocket::Outcome::kAccepted) {
+      PeerAddress peer;
+      const ListeningSocket::Outcome outcome =
+          socket->Accept(&connection, &peer);
+      if (outcome == ListeningSocket::Outcome::kExhausted) pauses = true;
+      if (outcome == ListeningSocket::Outcome::kAccepted) {
         Accept(std::move(connection));
       }
     }

@@ -12,11 +12,12 @@
 #include "server/guard/limits.h"
 #include "server/guard/memory_budget.h"
 #include "server/metrics/metrics.h"
-#include "server/shared_memory/file_descriptor.h"
+#include "server/net/file_descriptor.h"
+#include "server/net/listening_socket.h"
+#include "server/net/stop_signal.h"
 #include "server/shared_memory/peer_process.h"
 #include "server/shared_memory/region.h"
 #include "server/shared_memory/region_registry.h"
-#include "server/shared_memory/unix_socket.h"
 
 namespace quantd::server {
 
@@ -62,7 +63,7 @@ class ControlServer {
   RegionRegistry* const registry_;
   MemoryBudget* const budget_;
   Metrics* const metrics_;
-  std::vector<std::unique_ptr<UnixSocket>> sockets_;
+  std::vector<std::unique_ptr<ListeningSocket>> sockets_;
   // Used by thread_ only.
   std::vector<Connection> connections_;
   StopSignal stop_;

@@ -25,7 +25,8 @@ struct PeerProcess {
 absl::optional<PeerProcess> PeerOfSocket(int socket);
 
 // Of a running call, by what grpc::ServerContext::peer() says of it; none
-// unless its connection came from a UnixListener.
+// unless its connection came by such a socket of a server
+// that shares memory.
 absl::optional<PeerProcess> PeerOfCall(absl::string_view peer);
 
 }  // namespace quantd::server

@@ -11,7 +11,7 @@
 #include "absl/types/span.h"
 #include "server/guard/memory_budget.h"
 #include "server/metrics/metrics.h"
-#include "server/shared_memory/file_descriptor.h"
+#include "server/net/file_descriptor.h"
 
 namespace quantd::server {
 

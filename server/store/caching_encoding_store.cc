@@ -1,7 +1,6 @@
 #include "server/store/caching_encoding_store.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -31,10 +30,6 @@ int64_t CostBytes(const EncodingKey& key, const StoredEncoding& stored) {
 }
 
 }  // namespace
-
-absl::Duration SteadyNow() {
-  return absl::FromChrono(std::chrono::steady_clock::now().time_since_epoch());
-}
 
 CachingEncodingStore::CachingEncodingStore(std::unique_ptr<EncodingStore> inner,
                                            Options options, Metrics* metrics)
@@ -194,8 +189,8 @@ CachingEncodingStore::ListEncodings(absl::string_view model,
 }
 
 absl::StatusOr<std::vector<ModelListEntry>> CachingEncodingStore::ListModels(
-    absl::string_view after, int limit) {
-  return inner_->ListModels(after, limit);
+    const NameRange& range, int limit) {
+  return inner_->ListModels(range, limit);
 }
 
 absl::StatusOr<std::vector<RevisionListEntry>>

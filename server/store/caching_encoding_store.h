@@ -19,13 +19,11 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "absl/types/optional.h"
+#include "core/parallel/steady_clock.h"
 #include "server/metrics/metrics.h"
 #include "server/store/encoding_store.h"
 
 namespace quantd::server {
-
-// Time since some start, never running backwards.
-absl::Duration SteadyNow();
 
 // Answers Get from memory: least recently used encodings go first when the cap
 // is reached. Everything else goes to the inner store. Within this process a
@@ -45,7 +43,7 @@ class CachingEncodingStore : public EncodingStore {
     absl::Duration max_age = absl::Seconds(1);
     absl::Duration max_stale = absl::Minutes(10);
     // Monotonic, from any start.
-    std::function<absl::Duration()> clock = &SteadyNow;
+    std::function<absl::Duration()> clock = &core::SteadyNow;
   };
 
   // `metrics` must outlive this.
@@ -63,8 +61,8 @@ class CachingEncodingStore : public EncodingStore {
   absl::StatusOr<std::vector<EncodingListEntry>> ListEncodings(
       absl::string_view model, absl::string_view revision,
       absl::string_view after, int limit) override;
-  absl::StatusOr<std::vector<ModelListEntry>> ListModels(
-      absl::string_view after, int limit) override;
+  absl::StatusOr<std::vector<ModelListEntry>> ListModels(const NameRange& range,
+                                                         int limit) override;
   absl::StatusOr<std::vector<RevisionListEntry>> ListRevisions(
       absl::string_view model, absl::string_view after, int limit) override;
   absl::Status Ping() override;

@@ -4,6 +4,7 @@
 #define QUANTD_SERVER_STORE_ENCODING_STORE_H_
 
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <string>
 #include <vector>
@@ -33,6 +34,30 @@ struct EncodingKey {
   }
 };
 
+// What a scope may hold: all models ("models:*"), those of a prefix
+// ("models:acme/"), or what a caller wrote last ("principal:acme-train").
+struct Quota {
+  std::string scope;
+  // Of names and contents, and of encodings and statistics of one source.
+  int64_t max_bytes = std::numeric_limits<int64_t>::max();
+  int64_t max_rows = std::numeric_limits<int64_t>::max();
+};
+
+// What a scope holds.
+struct Usage {
+  int64_t bytes = 0;
+  int64_t rows = 0;
+};
+
+// Whom a write is counted for.
+struct WriteAccount {
+  // Empty for nobody in particular.
+  std::string principal;
+  // That the write has to keep to, by scope, bytewise. One that makes a scope
+  // neither larger nor longer is let through.
+  std::vector<Quota> quotas;
+};
+
 // An encoding as it is kept.
 struct StoredEncoding {
   // Never null; shared with the cache. Null only in lists.
@@ -48,6 +73,8 @@ struct StoredEncoding {
 struct Precondition {
   // Empty: nothing. "absent": no encoding. Otherwise: this etag.
   std::string if_match;
+  // Of a put.
+  WriteAccount account{};
 };
 
 // A row of a list.
@@ -56,6 +83,12 @@ struct EncodingListEntry {
   StoredEncoding stored;  // without the encoding
   core::NumberFormat format{};
   int64_t scale_count = 0;
+};
+
+// Names after `after` and, unless that is empty, before `before`, bytewise.
+struct NameRange {
+  absl::string_view after;
+  absl::string_view before;
 };
 
 struct ModelListEntry {
@@ -86,7 +119,7 @@ class EncodingStore {
 
   // Durable when it returns: survives kill -9 and power loss. The answer
   // carries `encoding`.
-  // Errors: ETAG_MISMATCH.
+  // Errors: ETAG_MISMATCH, QUOTA_EXCEEDED.
   virtual absl::StatusOr<StoredEncoding> Put(
       const EncodingKey& key, std::shared_ptr<const core::Encoding> encoding,
       const Precondition& precondition) = 0;
@@ -100,8 +133,10 @@ class EncodingStore {
   virtual absl::StatusOr<std::vector<EncodingListEntry>> ListEncodings(
       absl::string_view model, absl::string_view revision,
       absl::string_view after, int limit) = 0;
+  // Takes time for the encodings of the models that it answers, not for those
+  // of others.
   virtual absl::StatusOr<std::vector<ModelListEntry>> ListModels(
-      absl::string_view after, int limit) = 0;
+      const NameRange& range, int limit) = 0;
   virtual absl::StatusOr<std::vector<RevisionListEntry>> ListRevisions(
       absl::string_view model, absl::string_view after, int limit) = 0;
 

@@ -38,6 +38,13 @@ absl::Status SyncDirectory(const std::string& path) {
   return absl::OkStatus();
 }
 
+// Of a file or folder; "." where its path names none.
+std::string DirectoryOf(const std::string& path) {
+  const std::string directory =
+      std::filesystem::path(path).parent_path().string();
+  return directory.empty() ? std::string(".") : directory;
+}
+
 }  // namespace
 
 absl::string_view NetworkFileSystemName(int64_t f_type) {
@@ -54,14 +61,47 @@ absl::string_view NetworkFileSystemName(int64_t f_type) {
   }
 }
 
+absl::Status MakeDefaultDirectory(const std::string& path) {
+  const std::filesystem::path directory =
+      std::filesystem::path(path).parent_path();
+  std::filesystem::path part;
+  for (const std::filesystem::path& name : directory) {
+    part /= name;
+    if (mkdir(part.c_str(), 0700) != 0 && errno != EEXIST) {
+      // One that is there may be on a file system that only reads.
+      const int error_number = errno;
+      struct stat info;
+      if (stat(part.c_str(), &info) == 0 && S_ISDIR(info.st_mode)) continue;
+      return Failed("cannot create the directory", part.string(), error_number);
+    }
+  }
+  struct stat info;
+  if (stat(directory.c_str(), &info) != 0) {
+    return Failed("cannot look at the directory", directory.string(), errno);
+  }
+  if ((info.st_mode & 0077) != 0 && info.st_uid == geteuid() &&
+      chmod(directory.c_str(), info.st_mode & 0700) != 0) {
+    return Failed("cannot protect the directory", directory.string(), errno);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CreateStoreFile(const std::string& path) {
+  const int fd =
+      open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+  // SQLite says what is wrong with one that is there.
+  if (fd < 0 && errno != EEXIST) {
+    return Failed("cannot create the store", path, errno);
+  }
+  if (fd >= 0) close(fd);
+  return absl::OkStatus();
+}
+
 absl::Status PrepareStoreDirectory(const std::string& path) {
-  std::string directory = std::filesystem::path(path).parent_path().string();
-  if (directory.empty()) directory = ".";
+  const std::string directory = DirectoryOf(path);
   if (mkdir(directory.c_str(), 0700) == 0) {
-    std::string parent =
-        std::filesystem::path(directory).parent_path().string();
-    if (parent.empty()) parent = ".";
-    if (absl::Status status = SyncDirectory(parent); !status.ok()) {
+    if (absl::Status status = SyncDirectory(DirectoryOf(directory));
+        !status.ok()) {
       return status;
     }
   } else if (errno != EEXIST) {

@@ -21,6 +21,17 @@ absl::string_view NetworkFileSystemName(int64_t f_type);
 // Errors: STORE_UNAVAILABLE.
 absl::Status PrepareStoreDirectory(const std::string& path);
 
+// For a store at a place that nobody named: makes all directories of `path`
+// that are missing, mode 0700, and takes the last one away from others than its
+// owner.
+// Errors: STORE_UNAVAILABLE.
+absl::Status MakeDefaultDirectory(const std::string& path);
+
+// Creates the file, mode 0600, unless it is there; SQLite makes the files next
+// to it alike.
+// Errors: STORE_UNAVAILABLE.
+absl::Status CreateStoreFile(const std::string& path);
+
 }  // namespace quantd::server
 
 #endif  // QUANTD_SERVER_STORE_FILE_SYSTEM_H_

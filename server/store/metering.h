@@ -1,13 +1,14 @@
 // How the decorators that measure a store do it.
+//
+// They also log what the store's errors keep from callers.
 
 #ifndef QUANTD_SERVER_STORE_METERING_H_
 #define QUANTD_SERVER_STORE_METERING_H_
 
-#include <chrono>
-
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "core/parallel/steady_clock.h"
 #include "server/metrics/metrics.h"
 
 namespace quantd::server {
@@ -23,14 +24,24 @@ bool IsAnswer(const absl::StatusOr<T>& result) {
   return IsAnswer(result.status());
 }
 
+inline const absl::Status& StatusOf(const absl::Status& status) {
+  return status;
+}
+template <typename T>
+const absl::Status& StatusOf(const absl::StatusOr<T>& result) {
+  return result.status();
+}
+
+// At most a line a second, which tells how many were left out.
+void LogStoreError(const absl::Status& status);
+
 // Makes a call of a store and tells its latency and outcome.
 template <typename Call>
 auto Measure(Metrics* metrics, StoreOperation operation, Call call) {
-  const auto start = std::chrono::steady_clock::now();
+  const absl::Duration start = core::SteadyNow();
   auto result = call();
-  metrics->StoreDone(
-      operation, IsAnswer(result),
-      absl::FromChrono(std::chrono::steady_clock::now() - start));
+  if (!IsAnswer(result)) LogStoreError(StatusOf(result));
+  metrics->StoreDone(operation, IsAnswer(result), core::SteadyNow() - start);
   return result;
 }
 

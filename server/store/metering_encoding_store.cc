@@ -47,9 +47,9 @@ MeteringEncodingStore::ListEncodings(absl::string_view model,
 }
 
 absl::StatusOr<std::vector<ModelListEntry>> MeteringEncodingStore::ListModels(
-    absl::string_view after, int limit) {
+    const NameRange& range, int limit) {
   return Measure(metrics_, StoreOperation::kList,
-                 [&] { return inner_->ListModels(after, limit); });
+                 [&] { return inner_->ListModels(range, limit); });
 }
 
 absl::StatusOr<std::vector<RevisionListEntry>>

@@ -33,8 +33,8 @@ class MeteringEncodingStore : public EncodingStore {
   absl::StatusOr<std::vector<EncodingListEntry>> ListEncodings(
       absl::string_view model, absl::string_view revision,
       absl::string_view after, int limit) override;
-  absl::StatusOr<std::vector<ModelListEntry>> ListModels(
-      absl::string_view after, int limit) override;
+  absl::StatusOr<std::vector<ModelListEntry>> ListModels(const NameRange& range,
+                                                         int limit) override;
   absl::StatusOr<std::vector<RevisionListEntry>> ListRevisions(
       absl::string_view model, absl::string_view after, int limit) override;
   absl::optional<int64_t> ForeignVersion() override;

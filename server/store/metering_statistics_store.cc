@@ -49,4 +49,11 @@ absl::Status MeteringStatisticsStore::DeleteStatistics(
                  [&] { return inner_->DeleteStatistics(key, source); });
 }
 
+absl::Status MeteringStatisticsStore::DeleteStatisticsUpTo(
+    const EncodingKey& key, absl::Time update_time) {
+  return Measure(metrics_, StoreOperation::kDeleteStatistics, [&] {
+    return inner_->DeleteStatisticsUpTo(key, update_time);
+  });
+}
+
 }  // namespace quantd::server

@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/time.h"
 #include "server/metrics/metrics.h"
 #include "server/store/statistics_store.h"
 
@@ -36,6 +37,8 @@ class MeteringStatisticsStore : public StatisticsStore {
       absl::string_view after, int limit) override;
   absl::Status DeleteStatistics(const EncodingKey& key,
                                 absl::string_view source) override;
+  absl::Status DeleteStatisticsUpTo(const EncodingKey& key,
+                                    absl::Time update_time) override;
 
  private:
   const std::unique_ptr<StatisticsStore> inner_;

@@ -31,6 +31,7 @@
 #include "absl/time/time.h"
 #include "absl/types/optional.h"
 #include "core/errors.h"
+#include "core/parallel/steady_clock.h"
 
 namespace quantd::server {
 namespace {
@@ -40,15 +41,19 @@ constexpr absl::Duration kAttemptPause = absl::Milliseconds(250);
 // How long a connection that listens may be silent before it is tried: one that
 // is dead would tell of nothing.
 constexpr absl::Duration kSilence = absl::Milliseconds(500);
+// For bringing the schema up to date.
+constexpr absl::Duration kMigrationTimeout = absl::Minutes(30);
 // Parameters of the longest statement.
 constexpr int kMaxParameters = 16;
 // What the migrations of all replicas lock.
 constexpr char kLockSchema[] = "SELECT pg_advisory_xact_lock(8173829047)";
 
+constexpr char kWaitForTables[] = "SET LOCAL lock_timeout = '1min'";
+
 constexpr char kBegin[] = "BEGIN ISOLATION LEVEL READ COMMITTED";
 constexpr char kCommit[] = "COMMIT";
 constexpr char kRollback[] = "ROLLBACK";
-constexpr char kLockTensor[] = "SELECT pg_advisory_xact_lock($1)";
+constexpr char kLockName[] = "SELECT pg_advisory_xact_lock($1)";
 constexpr char kNextGeneration[] = "SELECT nextval('quantd_generations')";
 constexpr char kPing[] = "SELECT 1";
 constexpr char kListen[] = "LISTEN quantd_encodings";
@@ -94,6 +99,141 @@ constexpr std::array<const char*, kPostgresqlSchemaVersion> kMigrations = {
       );
       ALTER TABLE statistics ALTER COLUMN body SET STORAGE EXTERNAL;
       ALTER TABLE statistics ALTER COLUMN averages SET STORAGE EXTERNAL;
+    )sql",
+    // Counts by triggers: in the transaction of the change, whichever version
+    // of quantd makes it. `principal` is who wrote the row last, empty for
+    // nobody in particular. `bytes` are those of names and contents. A count is
+    // the sum of its slots: writers of one model rarely wait for each other.
+    R"sql(
+      ALTER TABLE encodings
+        ADD COLUMN principal TEXT COLLATE "C" NOT NULL DEFAULT '';
+      ALTER TABLE statistics
+        ADD COLUMN principal TEXT COLLATE "C" NOT NULL DEFAULT '';
+      CREATE TABLE revision_counts (
+        model TEXT COLLATE "C" NOT NULL,
+        revision TEXT COLLATE "C" NOT NULL,
+        slot BIGINT NOT NULL,
+        encodings BIGINT NOT NULL,
+        statistics BIGINT NOT NULL,
+        bytes BIGINT NOT NULL,
+        update_time_us BIGINT NOT NULL,
+        PRIMARY KEY (model, revision, slot)
+      ) WITH (fillfactor = 50);
+      -- Of 'models:*' for all, 'models:PREFIX/' and 'principal:NAME'.
+      CREATE TABLE usage_counts (
+        scope TEXT COLLATE "C" NOT NULL,
+        slot BIGINT NOT NULL,
+        row_count BIGINT NOT NULL,
+        bytes BIGINT NOT NULL,
+        PRIMARY KEY (scope, slot)
+      ) WITH (fillfactor = 50);
+
+      -- Locks the row of 'models:*' before those that others may take in
+      -- another order, so that nobody waits in a circle.
+      CREATE FUNCTION quantd_count(
+        to_model TEXT, to_revision TEXT, to_tensor TEXT, to_principal TEXT,
+        more_encodings BIGINT, more_statistics BIGINT, more_bytes BIGINT,
+        new_time_us BIGINT) RETURNS VOID LANGUAGE plpgsql AS $$
+      DECLARE
+        to_slot CONSTANT BIGINT := hashtext(to_tensor) & 15;
+        more_rows CONSTANT BIGINT := more_encodings + more_statistics;
+      BEGIN
+        INSERT INTO usage_counts AS counted
+          VALUES ('models:*', to_slot, more_rows, more_bytes)
+          ON CONFLICT (scope, slot) DO UPDATE SET
+            row_count = counted.row_count + excluded.row_count,
+            bytes = counted.bytes + excluded.bytes;
+        INSERT INTO usage_counts AS counted
+          SELECT 'models:' || substr(to_model, 1, position), to_slot, more_rows,
+            more_bytes
+            FROM generate_series(1, length(to_model)) AS position
+            WHERE substr(to_model, position, 1) = '/'
+          UNION ALL
+          SELECT 'principal:' || to_principal, to_slot, more_rows, more_bytes
+            WHERE to_principal <> ''
+          ON CONFLICT (scope, slot) DO UPDATE SET
+            row_count = counted.row_count + excluded.row_count,
+            bytes = counted.bytes + excluded.bytes;
+        INSERT INTO revision_counts AS counted VALUES (
+            to_model, to_revision, to_slot, more_encodings, more_statistics,
+            more_bytes, new_time_us
+          ) ON CONFLICT (model, revision, slot) DO UPDATE SET
+            encodings = counted.encodings + excluded.encodings,
+            statistics = counted.statistics + excluded.statistics,
+            bytes = counted.bytes + excluded.bytes,
+            update_time_us =
+              GREATEST(counted.update_time_us, excluded.update_time_us);
+        IF more_rows < 0 THEN
+          DELETE FROM revision_counts
+            WHERE model = to_model AND revision = to_revision
+              AND slot = to_slot AND encodings = 0 AND statistics = 0;
+        END IF;
+      END $$;
+
+      CREATE FUNCTION quantd_count_encoding() RETURNS TRIGGER
+      LANGUAGE plpgsql AS $$
+      BEGIN
+        IF TG_OP = 'UPDATE' AND OLD.principal = NEW.principal THEN
+          PERFORM quantd_count(NEW.model, NEW.revision, NEW.tensor,
+            NEW.principal, 0, 0, octet_length(NEW.body)
+              - octet_length(OLD.body), NEW.update_time_us);
+          RETURN NULL;
+        END IF;
+        IF TG_OP <> 'DELETE' THEN
+          PERFORM quantd_count(NEW.model, NEW.revision, NEW.tensor,
+            NEW.principal, 1, 0, octet_length(NEW.model)
+              + octet_length(NEW.revision) + octet_length(NEW.tensor)
+              + octet_length(NEW.body), NEW.update_time_us);
+        END IF;
+        IF TG_OP <> 'INSERT' THEN
+          PERFORM quantd_count(OLD.model, OLD.revision, OLD.tensor,
+            OLD.principal, -1, 0, -octet_length(OLD.model)
+              - octet_length(OLD.revision) - octet_length(OLD.tensor)
+              - octet_length(OLD.body), 0);
+        END IF;
+        RETURN NULL;
+      END $$;
+      CREATE TRIGGER encodings_count AFTER INSERT OR UPDATE OR DELETE
+        ON encodings FOR EACH ROW EXECUTE FUNCTION quantd_count_encoding();
+
+      CREATE FUNCTION quantd_count_statistics() RETURNS TRIGGER
+      LANGUAGE plpgsql AS $$
+      BEGIN
+        IF TG_OP = 'UPDATE' AND OLD.principal = NEW.principal THEN
+          PERFORM quantd_count(NEW.model, NEW.revision, NEW.tensor,
+            NEW.principal, 0, 0, NEW.size_bytes - OLD.size_bytes,
+            NEW.update_time_us);
+          RETURN NULL;
+        END IF;
+        IF TG_OP <> 'DELETE' THEN
+          PERFORM quantd_count(NEW.model, NEW.revision, NEW.tensor,
+            NEW.principal, 0, 1, octet_length(NEW.model)
+              + octet_length(NEW.revision) + octet_length(NEW.tensor)
+              + octet_length(NEW.source) + NEW.size_bytes, NEW.update_time_us);
+        END IF;
+        IF TG_OP <> 'INSERT' THEN
+          PERFORM quantd_count(OLD.model, OLD.revision, OLD.tensor,
+            OLD.principal, 0, -1, -octet_length(OLD.model)
+              - octet_length(OLD.revision) - octet_length(OLD.tensor)
+              - octet_length(OLD.source) - OLD.size_bytes, 0);
+        END IF;
+        RETURN NULL;
+      END $$;
+      CREATE TRIGGER statistics_count AFTER INSERT OR UPDATE OR DELETE
+        ON statistics FOR EACH ROW EXECUTE FUNCTION quantd_count_statistics();
+
+      -- What is there already, a slot of a revision at a time.
+      SELECT quantd_count(model, revision, MIN(tensor), '', COUNT(*), 0,
+          SUM(octet_length(model) + octet_length(revision)
+            + octet_length(tensor) + octet_length(body))::BIGINT,
+          MAX(update_time_us))
+        FROM encodings GROUP BY model, revision, hashtext(tensor) & 15;
+      SELECT quantd_count(model, revision, MIN(tensor), '', 0, COUNT(*),
+          SUM(octet_length(model) + octet_length(revision)
+            + octet_length(tensor) + octet_length(source)
+            + size_bytes)::BIGINT,
+          MAX(update_time_us))
+        FROM statistics GROUP BY model, revision, hashtext(tensor) & 15;
     )sql"};
 
 struct FreeResult {
@@ -131,8 +271,10 @@ std::string OneLine(const char* message) {
   return line;
 }
 
-absl::Status Unavailable(absl::string_view what, absl::string_view message) {
-  return core::StoreUnavailableError(absl::StrCat(what, ": ", message));
+// `detail` may name hosts, users and SQL.
+absl::Status Unavailable(absl::string_view what, absl::string_view detail) {
+  return core::StoreUnavailableError(
+      absl::StrCat(what, ": the database is away or fails"), detail);
 }
 
 struct Host {
@@ -195,9 +337,10 @@ absl::StatusOr<ConnectionPlan> PlanConnection(const std::string& url) {
 // Waits for one of `events` at `socket`; 0 after `timeout`.
 int Wait(int socket, short events, absl::Duration timeout) {
   pollfd entry{socket, events, 0};
-  const absl::Time deadline = absl::Now() + timeout;
+  const absl::Duration deadline = core::SteadyNow() + timeout;
   while (true) {
-    const int64_t left = absl::ToInt64Milliseconds(deadline - absl::Now());
+    const int64_t left =
+        absl::ToInt64Milliseconds(deadline - core::SteadyNow());
     const int ready =
         poll(&entry, 1, static_cast<int>(std::max<int64_t>(left, 0)));
     if (ready > 0) return entry.revents;
@@ -217,6 +360,7 @@ class PostgresqlConnection final : public SqlConnection {
 
   std::unique_ptr<SqlStatement> Prepare(const char* sql) override;
   absl::Status LockTensor(const EncodingKey& key) override;
+  absl::Status LockQuota(absl::string_view scope) override;
   absl::StatusOr<int64_t> NextGeneration() override;
   absl::Status Announce() override;
 
@@ -243,6 +387,8 @@ class PostgresqlConnection final : public SqlConnection {
       : handle_(std::move(handle)), timeout_(timeout), name_(std::move(name)) {}
 
   PGconn* handle() const { return handle_.get(); }
+  // Until the transaction ends.
+  absl::Status LockName(absl::string_view name, absl::string_view what);
   // Sends what libpq holds.
   absl::Status Flush(absl::string_view what);
   // The next result of what was sent; null after the last.
@@ -250,14 +396,14 @@ class PostgresqlConnection final : public SqlConnection {
   // Receives and drops what is left.
   void Drain();
   // The session can't be used any more, for that reason.
-  absl::Status Break(absl::string_view what, absl::string_view message);
+  absl::Status Break(absl::string_view what, absl::string_view detail);
   // The error of a result that failed.
   absl::Status ErrorOf(const PGresult* result, absl::string_view what);
   // The name under which `sql` is prepared.
   absl::StatusOr<std::string> NameOf(const char* sql, absl::string_view what);
 
   const Handle handle_;
-  const absl::Duration timeout_;
+  absl::Duration timeout_;
   const std::string name_;
   absl::flat_hash_map<const char*, std::string> names_;
   bool is_broken_ = false;
@@ -388,10 +534,9 @@ PostgresqlConnection::Open(const std::string& url, absl::Duration timeout,
     }
     const char* encoding = PQparameterStatus(handle.get(), "server_encoding");
     if (encoding == nullptr || absl::string_view(encoding) != "UTF8") {
-      return Unavailable(kWhat,
-                         absl::StrCat("the database is in ",
-                                      encoding == nullptr ? "?" : encoding,
-                                      ", expected UTF8"));
+      return core::StoreUnavailableError(absl::StrCat(
+          kWhat, ": the database is in ", encoding == nullptr ? "?" : encoding,
+          ", expected UTF8"));
     }
     PQsetnonblocking(handle.get(), 1);
     std::unique_ptr<PostgresqlConnection> connection(
@@ -419,9 +564,18 @@ absl::Status PostgresqlConnection::LockTensor(const EncodingKey& key) {
   // The parts can't hold the separator. Names that collide wait for each other.
   const std::string name =
       absl::StrCat(key.model, "\n", key.revision, "\n", key.tensor);
-  const std::unique_ptr<SqlStatement> row = Prepare(kLockTensor);
+  return LockName(name, "cannot lock a tensor");
+}
+
+absl::Status PostgresqlConnection::LockQuota(absl::string_view scope) {
+  return LockName(scope, "cannot lock a quota");
+}
+
+absl::Status PostgresqlConnection::LockName(absl::string_view name,
+                                            absl::string_view what) {
+  const std::unique_ptr<SqlStatement> row = Prepare(kLockName);
   row->BindInt(1, static_cast<int64_t>(XXH3_64bits(name.data(), name.size())));
-  return row->Step("cannot lock a tensor").status();
+  return row->Step(what).status();
 }
 
 absl::StatusOr<int64_t> PostgresqlConnection::NextGeneration() {
@@ -485,9 +639,15 @@ absl::Status PostgresqlConnection::Migrate() {
                                   kPostgresqlSchemaVersion);
   }
   if (version == kPostgresqlSchemaVersion) return absl::OkStatus();
-  for (int64_t i = version; i < kPostgresqlSchemaVersion; ++i) {
-    if (absl::Status s = Run(kMigrations[i]); !s.ok()) return s;
+  // A large store takes its time, and others may be writing to it.
+  const absl::Duration usual_timeout =
+      std::exchange(timeout_, std::max(timeout_, kMigrationTimeout));
+  absl::Status status = Run(kWaitForTables);
+  for (int64_t i = version; status.ok() && i < kPostgresqlSchemaVersion; ++i) {
+    status = Run(kMigrations[i]);
   }
+  timeout_ = usual_timeout;
+  if (!status.ok()) return status;
   return Run(absl::StrCat("INSERT INTO quantd_schema (version) VALUES (",
                           kPostgresqlSchemaVersion, ")")
                  .c_str());
@@ -554,9 +714,9 @@ void PostgresqlConnection::Drain() {
 }
 
 absl::Status PostgresqlConnection::Break(absl::string_view what,
-                                         absl::string_view message) {
+                                         absl::string_view detail) {
   is_broken_ = true;
-  return Unavailable(what, message);
+  return Unavailable(what, detail);
 }
 
 absl::Status PostgresqlConnection::ErrorOf(const PGresult* result,
@@ -568,7 +728,8 @@ absl::Status PostgresqlConnection::ErrorOf(const PGresult* result,
                    state.empty() ? "unknown" : state, ")");
   // Damaged data or a damaged index.
   if (state == "XX001" || state == "XX002") {
-    return core::StoreCorruptError(absl::StrCat(what, ": ", message));
+    return core::StoreCorruptError(
+        absl::StrCat(what, ": the database found damaged data"), message);
   }
   // A server that only reads was another one's standby, or became it: the next
   // connection looks for the one that writes.
@@ -730,7 +891,8 @@ PostgresqlDatabase::Take() {
     };
     if (!mutex_.AwaitWithTimeout(absl::Condition(&has_room),
                                  options_.timeout)) {
-      return Unavailable("cannot use the store", "all connections are in use");
+      return core::StoreUnavailableError(
+          "cannot use the store: all connections to the database are in use");
     }
     while (!idle_.empty()) {
       std::unique_ptr<PostgresqlConnection> connection =
@@ -739,7 +901,7 @@ PostgresqlDatabase::Take() {
       if (connection->IsAlive()) return connection;
       --open_count_;
     }
-    if (absl::Now() < next_attempt_) return connect_error_;
+    if (core::SteadyNow() < next_attempt_) return connect_error_;
     ++open_count_;
   }
   absl::StatusOr<std::unique_ptr<PostgresqlConnection>> connection =
@@ -748,7 +910,7 @@ PostgresqlDatabase::Take() {
     absl::MutexLock lock(&mutex_);
     --open_count_;
     connect_error_ = connection.status();
-    next_attempt_ = absl::Now() + kAttemptPause;
+    next_attempt_ = core::SteadyNow() + kAttemptPause;
   }
   return connection;
 }

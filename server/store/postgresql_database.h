@@ -20,7 +20,7 @@ namespace quantd::server {
 
 // The version that this program writes into quantd_schema. Migrations only go
 // forward.
-constexpr int kPostgresqlSchemaVersion = 1;
+constexpr int kPostgresqlSchemaVersion = 2;
 
 class PostgresqlConnection;
 class PostgresqlListener;
@@ -76,7 +76,8 @@ class PostgresqlDatabase : public SqlDatabase {
   int open_count_ ABSL_GUARDED_BY(mutex_) = 0;
   // The last attempt to connect failed so, and when to try again.
   absl::Status connect_error_ ABSL_GUARDED_BY(mutex_);
-  absl::Time next_attempt_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();
+  absl::Duration next_attempt_ ABSL_GUARDED_BY(mutex_) =
+      -absl::InfiniteDuration();
   // From the end of Open on.
   std::unique_ptr<PostgresqlListener> listener_;
 };

@@ -59,6 +59,11 @@ class SqlConnection {
   // Errors: STORE_UNAVAILABLE.
   virtual absl::Status LockTensor(const EncodingKey& key) = 0;
 
+  // The same for a quota, by its scope: after all tensors' locks, and in order
+  // of scope, so that nobody waits in a circle.
+  // Errors: STORE_UNAVAILABLE.
+  virtual absl::Status LockQuota(absl::string_view scope) = 0;
+
   // In a transaction that writes: a number above all that were committed under
   // the locks held.
   // Errors: STORE_UNAVAILABLE, STORE_CORRUPT.

@@ -17,12 +17,15 @@
 #include "absl/types/optional.h"
 #include "core/errors.h"
 #include "quantd/v1/encoding.pb.h"
+#include "server/store/sql_usage.h"
 #include "server/wire/encoding_proto.h"
 
 namespace quantd::server {
 namespace {
 
 constexpr absl::string_view kAbsent = "absent";
+// U+10FFFF, after every name.
+constexpr absl::string_view kAfterNames = "\xf4\x8f\xbf\xbf";
 
 constexpr char kSelect[] =
     "SELECT generation, update_time_us, format, scale_count, checksum, body "
@@ -30,27 +33,32 @@ constexpr char kSelect[] =
 constexpr char kSelectEtag[] =
     "SELECT generation, checksum FROM encodings "
     "WHERE model = $1 AND revision = $2 AND tensor = $3";
+constexpr char kSelectReplaced[] =
+    "SELECT principal, CAST(length(body) AS BIGINT) FROM encodings "
+    "WHERE model = $1 AND revision = $2 AND tensor = $3";
 constexpr char kUpsert[] =
     "INSERT INTO encodings (model, revision, tensor, generation, "
-    "update_time_us, format, scale_count, checksum, body) "
-    "VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9) "
+    "update_time_us, format, scale_count, checksum, body, principal) "
+    "VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10) "
     "ON CONFLICT (model, revision, tensor) DO UPDATE SET "
     "generation = excluded.generation, "
     "update_time_us = excluded.update_time_us, format = excluded.format, "
     "scale_count = excluded.scale_count, checksum = excluded.checksum, "
-    "body = excluded.body";
+    "body = excluded.body, principal = excluded.principal";
 constexpr char kDelete[] =
     "DELETE FROM encodings WHERE model = $1 AND revision = $2 AND tensor = $3";
 constexpr char kListEncodings[] =
     "SELECT tensor, generation, update_time_us, format, scale_count, checksum "
     "FROM encodings WHERE model = $1 AND revision = $2 AND tensor > $3 "
     "ORDER BY tensor LIMIT $4";
+// From counts, whose number does not grow with that of the tensors.
 constexpr char kListModels[] =
-    "SELECT model, COUNT(DISTINCT revision), COUNT(*) FROM encodings "
-    "WHERE model > $1 GROUP BY model ORDER BY model LIMIT $2";
+    "SELECT model, COUNT(DISTINCT revision), CAST(SUM(encodings) AS BIGINT) "
+    "FROM revision_counts WHERE model > $1 AND model < $2 AND encodings > 0 "
+    "GROUP BY model ORDER BY model LIMIT $3";
 constexpr char kListRevisions[] =
-    "SELECT revision, COUNT(*) FROM encodings "
-    "WHERE model = $1 AND revision > $2 "
+    "SELECT revision, CAST(SUM(encodings) AS BIGINT) FROM revision_counts "
+    "WHERE model = $1 AND revision > $2 AND encodings > 0 "
     "GROUP BY revision ORDER BY revision LIMIT $3";
 
 // What of a row the checksum covers, beside its key.
@@ -171,20 +179,38 @@ absl::StatusOr<StoredEncoding> SqlEncodingStore::Put(
         return core::EtagMismatchError(precondition.if_match, etag);
       }
     }
+    const WriteAccount& account = precondition.account;
+    ReplacedRow replaced;
+    if (!account.quotas.empty()) {
+      const std::unique_ptr<SqlStatement> row =
+          connection.Prepare(kSelectReplaced);
+      row->BindKey(key);
+      absl::StatusOr<bool> found = row->Step(kWhat);
+      if (!found.ok()) return found.status();
+      if (*found) replaced = {true, std::string(row->Bytes(0)), row->Int(1)};
+    }
     absl::StatusOr<int64_t> generation = connection.NextGeneration();
     if (!generation.ok()) return generation.status();
     head.generation = *generation;
     head.update_time_us = absl::ToUnixMicros(absl::Now());
     checksum = Checksum(key, head, body);
-    const std::unique_ptr<SqlStatement> row = connection.Prepare(kUpsert);
-    row->BindKey(key);
-    row->BindInt(4, head.generation);
-    row->BindInt(5, head.update_time_us);
-    row->BindInt(6, head.format);
-    row->BindInt(7, head.scale_count);
-    row->BindInt(8, static_cast<int64_t>(checksum));
-    row->BindBytes(9, body);
-    absl::Status status = row->Step(kWhat).status();
+    absl::Status status;
+    {
+      const std::unique_ptr<SqlStatement> row = connection.Prepare(kUpsert);
+      row->BindKey(key);
+      row->BindInt(4, head.generation);
+      row->BindInt(5, head.update_time_us);
+      row->BindInt(6, head.format);
+      row->BindInt(7, head.scale_count);
+      row->BindInt(8, static_cast<int64_t>(checksum));
+      row->BindBytes(9, body);
+      row->BindText(10, account.principal);
+      status = row->Step(kWhat).status();
+    }
+    if (status.ok()) {
+      status = CheckQuotas(connection, account, replaced,
+                           static_cast<int64_t>(body.size()));
+    }
     return status.ok() ? connection.Announce() : status;
   };
   if (absl::Status s = database_->Write(put); !s.ok()) return s;
@@ -250,13 +276,14 @@ absl::StatusOr<std::vector<EncodingListEntry>> SqlEncodingStore::ListEncodings(
 }
 
 absl::StatusOr<std::vector<ModelListEntry>> SqlEncodingStore::ListModels(
-    absl::string_view after, int limit) {
+    const NameRange& range, int limit) {
   std::vector<ModelListEntry> entries;
   if (limit <= 0) return entries;
   const auto list = [&](SqlConnection& connection) -> absl::Status {
     const std::unique_ptr<SqlStatement> row = connection.Prepare(kListModels);
-    row->BindText(1, after);
-    row->BindInt(2, limit);
+    row->BindText(1, range.after);
+    row->BindText(2, range.before.empty() ? kAfterNames : range.before);
+    row->BindInt(3, limit);
     while (true) {
       absl::StatusOr<bool> found = row->Step("cannot list models");
       if (!found.ok()) return found.status();

@@ -18,6 +18,7 @@
 #include "absl/types/optional.h"
 #include "core/errors.h"
 #include "quantd/v1/statistics.pb.h"
+#include "server/store/sql_usage.h"
 #include "server/wire/statistics_proto.h"
 
 namespace quantd::server {
@@ -42,26 +43,33 @@ constexpr char kSelectOther[] =
     " FROM statistics "
     "WHERE model = $1 AND revision = $2 AND tensor = $3 AND source <> $4 "
     "LIMIT 1";
+constexpr char kSelectReplaced[] =
+    "SELECT principal, size_bytes FROM statistics "
+    "WHERE model = $1 AND revision = $2 AND tensor = $3 AND source = $4";
 constexpr char kSelectChecksum[] =
     "SELECT checksum FROM statistics "
     "WHERE model = $1 AND revision = $2 AND tensor = $3 AND source = $4";
 constexpr char kUpsert[] =
     "INSERT INTO statistics (model, revision, tensor, source, "
     "sequence, update_time_us, size_bytes, mantissa_bits, block_size, shape, "
-    "body_checksum, checksum, averages, body) "
-    "VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14) "
+    "body_checksum, checksum, averages, body, principal) "
+    "VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15) "
     "ON CONFLICT (model, revision, tensor, source) DO UPDATE SET "
     "sequence = excluded.sequence, update_time_us = excluded.update_time_us, "
     "size_bytes = excluded.size_bytes, "
     "mantissa_bits = excluded.mantissa_bits, "
     "block_size = excluded.block_size, shape = excluded.shape, "
     "body_checksum = excluded.body_checksum, checksum = excluded.checksum, "
-    "averages = excluded.averages, body = excluded.body";
+    "averages = excluded.averages, body = excluded.body, "
+    "principal = excluded.principal";
 constexpr char kList[] =
     "SELECT tensor, COUNT(*), CAST(SUM(size_bytes) AS BIGINT), "
     "MAX(update_time_us) "
     "FROM statistics WHERE model = $1 AND revision = $2 AND tensor > $3 "
     "GROUP BY tensor ORDER BY tensor LIMIT $4";
+constexpr char kSelectNewer[] =
+    "SELECT sequence FROM statistics WHERE model = $1 AND revision = $2 "
+    "AND tensor = $3 AND update_time_us > $4 LIMIT 1";
 constexpr char kDelete[] =
     "DELETE FROM statistics WHERE model = $1 AND revision = $2 AND tensor = $3 "
     "AND ($4 = '' OR source = $4) RETURNING sequence";
@@ -321,21 +329,38 @@ absl::StatusOr<ContributionOutcome> SqlStatisticsStore::Contribute(
           if (!status.ok()) return status;
         }
       }
+      const WriteAccount& account = key.account;
+      ReplacedRow replaced;
+      if (!account.quotas.empty()) {
+        const std::unique_ptr<SqlStatement> row =
+            connection.Prepare(kSelectReplaced);
+        row->BindKey(key.tensor);
+        row->BindText(4, key.source);
+        absl::StatusOr<bool> found = row->Step(kWhat);
+        if (!found.ok()) return found.status();
+        if (*found) replaced = {true, std::string(row->Bytes(0)), row->Int(1)};
+      }
       head.update_time_us = absl::ToUnixMicros(absl::Now());
-      const std::unique_ptr<SqlStatement> row = connection.Prepare(kUpsert);
-      row->BindKey(key.tensor);
-      row->BindText(4, head.source);
-      row->BindInt(5, head.sequence);
-      row->BindInt(6, head.update_time_us);
-      row->BindInt(7, head.size_bytes);
-      row->BindInt(8, head.mantissa_bits);
-      row->BindBytes(9, block_size);
-      row->BindBytes(10, shape);
-      row->BindInt(11, static_cast<int64_t>(head.body_checksum));
-      row->BindInt(12, static_cast<int64_t>(HeadChecksum(key.tensor, head)));
-      row->BindBytes(13, packed_averages);
-      row->BindBytes(14, body);
-      return row->Step(kWhat).status();
+      absl::Status status;
+      {
+        const std::unique_ptr<SqlStatement> row = connection.Prepare(kUpsert);
+        row->BindKey(key.tensor);
+        row->BindText(4, head.source);
+        row->BindInt(5, head.sequence);
+        row->BindInt(6, head.update_time_us);
+        row->BindInt(7, head.size_bytes);
+        row->BindInt(8, head.mantissa_bits);
+        row->BindBytes(9, block_size);
+        row->BindBytes(10, shape);
+        row->BindInt(11, static_cast<int64_t>(head.body_checksum));
+        row->BindInt(12, static_cast<int64_t>(HeadChecksum(key.tensor, head)));
+        row->BindBytes(13, packed_averages);
+        row->BindBytes(14, body);
+        row->BindText(15, account.principal);
+        status = row->Step(kWhat).status();
+      }
+      if (!status.ok()) return status;
+      return CheckQuotas(connection, account, replaced, head.size_bytes);
     };
     if (absl::Status s = database_->Write(write); !s.ok()) return s;
     if (!overtaken) return outcome;
@@ -407,6 +432,28 @@ SqlStatisticsStore::ListStatistics(absl::string_view model,
   };
   if (absl::Status s = database_->Read(list); !s.ok()) return s;
   return entries;
+}
+
+absl::Status SqlStatisticsStore::DeleteStatisticsUpTo(const EncodingKey& key,
+                                                      absl::Time update_time) {
+  return database_->Write([&](SqlConnection& connection) -> absl::Status {
+    if (absl::Status s = connection.LockTensor(key); !s.ok()) return s;
+    {
+      const std::unique_ptr<SqlStatement> row =
+          connection.Prepare(kSelectNewer);
+      row->BindKey(key);
+      row->BindInt(4, absl::ToUnixMicros(update_time));
+      absl::StatusOr<bool> found = row->Step("cannot delete statistics");
+      if (!found.ok()) return found.status();
+      if (*found) return NotFound(key);
+    }
+    const std::unique_ptr<SqlStatement> row = connection.Prepare(kDelete);
+    row->BindKey(key);
+    row->BindText(4, "");
+    absl::StatusOr<bool> found = row->Step("cannot delete statistics");
+    if (!found.ok()) return found.status();
+    return *found ? absl::OkStatus() : NotFound(key);
+  });
 }
 
 absl::Status SqlStatisticsStore::DeleteStatistics(const EncodingKey& key,

@@ -11,6 +11,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/time.h"
 #include "server/store/sql_database.h"
 #include "server/store/statistics_store.h"
 
@@ -37,6 +38,8 @@ class SqlStatisticsStore : public StatisticsStore {
       absl::string_view after, int limit) override;
   absl::Status DeleteStatistics(const EncodingKey& key,
                                 absl::string_view source) override;
+  absl::Status DeleteStatisticsUpTo(const EncodingKey& key,
+                                    absl::Time update_time) override;
 
  private:
   const std::shared_ptr<SqlDatabase> database_;

@@ -18,6 +18,7 @@
 #include "absl/time/time.h"
 #include "absl/types/optional.h"
 #include "core/errors.h"
+#include "core/parallel/steady_clock.h"
 #include "server/store/file_system.h"
 
 namespace quantd::server {
@@ -76,18 +77,160 @@ constexpr std::array<const char*, kSqliteSchemaVersion> kMigrations = {
         body BLOB NOT NULL,
         PRIMARY KEY (model, revision, tensor, source)
       ) STRICT;
+    )sql",
+    // Counts by triggers: in the transaction of the change, whichever version
+    // of quantd makes it. `principal` is who wrote the row last, empty for
+    // nobody in particular. `bytes` are those of names and contents.
+    R"sql(
+      ALTER TABLE encodings ADD COLUMN principal TEXT NOT NULL DEFAULT '';
+      ALTER TABLE statistics ADD COLUMN principal TEXT NOT NULL DEFAULT '';
+      CREATE TABLE revision_counts (
+        model TEXT NOT NULL,
+        revision TEXT NOT NULL,
+        encodings INTEGER NOT NULL,
+        statistics INTEGER NOT NULL,
+        bytes INTEGER NOT NULL,
+        update_time_us INTEGER NOT NULL,
+        PRIMARY KEY (model, revision)
+      ) STRICT, WITHOUT ROWID;
+      -- Of 'models:*' for all, 'models:PREFIX/' and 'principal:NAME'.
+      CREATE TABLE usage_counts (
+        scope TEXT NOT NULL PRIMARY KEY,
+        row_count INTEGER NOT NULL,
+        bytes INTEGER NOT NULL
+      ) STRICT, WITHOUT ROWID;
+      -- Where the slashes of a model's name may stand.
+      CREATE TABLE path_positions (position INTEGER PRIMARY KEY) STRICT;
+      WITH RECURSIVE positions (position) AS (
+        SELECT 1 UNION ALL
+        SELECT position + 1 FROM positions WHERE position < 256
+      ) INSERT INTO path_positions SELECT position FROM positions;
+
+      -- What is inserted here is added to the counts.
+      CREATE VIEW count_changes AS SELECT
+        '' AS model, '' AS revision, '' AS principal, 0 AS encodings,
+        0 AS statistics, 0 AS bytes, 0 AS update_time_us;
+      CREATE TRIGGER count_change INSTEAD OF INSERT ON count_changes BEGIN
+        INSERT INTO revision_counts VALUES (
+          NEW.model, NEW.revision, NEW.encodings, NEW.statistics, NEW.bytes,
+          NEW.update_time_us
+        ) ON CONFLICT (model, revision) DO UPDATE SET
+          encodings = encodings + excluded.encodings,
+          statistics = statistics + excluded.statistics,
+          bytes = bytes + excluded.bytes,
+          update_time_us = MAX(update_time_us, excluded.update_time_us);
+        DELETE FROM revision_counts
+          WHERE NEW.encodings + NEW.statistics < 0 AND model = NEW.model
+            AND revision = NEW.revision AND encodings = 0 AND statistics = 0;
+        INSERT INTO usage_counts
+          SELECT 'models:*', NEW.encodings + NEW.statistics, NEW.bytes
+          UNION ALL
+          SELECT 'models:' || substr(NEW.model, 1, position),
+            NEW.encodings + NEW.statistics, NEW.bytes
+            FROM path_positions WHERE position <= length(NEW.model)
+              AND substr(NEW.model, position, 1) = '/'
+          UNION ALL
+          SELECT 'principal:' || NEW.principal,
+            NEW.encodings + NEW.statistics, NEW.bytes WHERE NEW.principal <> ''
+          ON CONFLICT (scope) DO UPDATE SET
+            row_count = row_count + excluded.row_count,
+            bytes = bytes + excluded.bytes;
+      END;
+
+      CREATE TRIGGER encodings_insert AFTER INSERT ON encodings BEGIN
+        INSERT INTO count_changes VALUES (
+          NEW.model, NEW.revision, NEW.principal, 1, 0,
+          length(NEW.model) + length(NEW.revision)
+            + length(CAST(NEW.tensor AS BLOB)) + length(NEW.body),
+          NEW.update_time_us);
+      END;
+      CREATE TRIGGER encodings_update AFTER UPDATE ON encodings
+      WHEN OLD.principal = NEW.principal BEGIN
+        INSERT INTO count_changes VALUES (
+          NEW.model, NEW.revision, NEW.principal, 0, 0,
+          length(NEW.body) - length(OLD.body), NEW.update_time_us);
+      END;
+      CREATE TRIGGER encodings_hand_over AFTER UPDATE ON encodings
+      WHEN OLD.principal <> NEW.principal BEGIN
+        INSERT INTO count_changes VALUES (
+          NEW.model, NEW.revision, NEW.principal, 1, 0,
+          length(NEW.model) + length(NEW.revision)
+            + length(CAST(NEW.tensor AS BLOB)) + length(NEW.body),
+          NEW.update_time_us);
+        INSERT INTO count_changes VALUES (
+          OLD.model, OLD.revision, OLD.principal, -1, 0,
+          -length(OLD.model) - length(OLD.revision)
+            - length(CAST(OLD.tensor AS BLOB)) - length(OLD.body), 0);
+      END;
+      CREATE TRIGGER encodings_delete AFTER DELETE ON encodings BEGIN
+        INSERT INTO count_changes VALUES (
+          OLD.model, OLD.revision, OLD.principal, -1, 0,
+          -length(OLD.model) - length(OLD.revision)
+            - length(CAST(OLD.tensor AS BLOB)) - length(OLD.body), 0);
+      END;
+
+      CREATE TRIGGER statistics_insert AFTER INSERT ON statistics BEGIN
+        INSERT INTO count_changes VALUES (
+          NEW.model, NEW.revision, NEW.principal, 0, 1,
+          length(NEW.model) + length(NEW.revision)
+            + length(CAST(NEW.tensor AS BLOB))
+            + length(CAST(NEW.source AS BLOB)) + NEW.size_bytes,
+          NEW.update_time_us);
+      END;
+      CREATE TRIGGER statistics_update AFTER UPDATE ON statistics
+      WHEN OLD.principal = NEW.principal BEGIN
+        INSERT INTO count_changes VALUES (
+          NEW.model, NEW.revision, NEW.principal, 0, 0,
+          NEW.size_bytes - OLD.size_bytes, NEW.update_time_us);
+      END;
+      CREATE TRIGGER statistics_hand_over AFTER UPDATE ON statistics
+      WHEN OLD.principal <> NEW.principal BEGIN
+        INSERT INTO count_changes VALUES (
+          NEW.model, NEW.revision, NEW.principal, 0, 1,
+          length(NEW.model) + length(NEW.revision)
+            + length(CAST(NEW.tensor AS BLOB))
+            + length(CAST(NEW.source AS BLOB)) + NEW.size_bytes,
+          NEW.update_time_us);
+        INSERT INTO count_changes VALUES (
+          OLD.model, OLD.revision, OLD.principal, 0, -1,
+          -length(OLD.model) - length(OLD.revision)
+            - length(CAST(OLD.tensor AS BLOB))
+            - length(CAST(OLD.source AS BLOB)) - OLD.size_bytes, 0);
+      END;
+      CREATE TRIGGER statistics_delete AFTER DELETE ON statistics BEGIN
+        INSERT INTO count_changes VALUES (
+          OLD.model, OLD.revision, OLD.principal, 0, -1,
+          -length(OLD.model) - length(OLD.revision)
+            - length(CAST(OLD.tensor AS BLOB))
+            - length(CAST(OLD.source AS BLOB)) - OLD.size_bytes, 0);
+      END;
+
+      -- What is there already, a revision at a time.
+      INSERT INTO count_changes
+        SELECT model, revision, '', COUNT(*), 0,
+          SUM(length(model) + length(revision) + length(CAST(tensor AS BLOB))
+            + length(body)),
+          MAX(update_time_us)
+        FROM encodings GROUP BY model, revision;
+      INSERT INTO count_changes
+        SELECT model, revision, '', 0, COUNT(*),
+          SUM(length(model) + length(revision) + length(CAST(tensor AS BLOB))
+            + length(CAST(source AS BLOB)) + size_bytes),
+          MAX(update_time_us)
+        FROM statistics GROUP BY model, revision;
     )sql"};
 
 absl::Status SqliteError(absl::string_view what, int code,
                          absl::string_view message) {
-  const std::string text =
-      absl::StrCat(what, ": ", message, " (SQLite ", code, ")");
+  const std::string detail = absl::StrCat(message, " (SQLite ", code, ")");
   switch (code & 0xff) {
     case SQLITE_CORRUPT:
     case SQLITE_NOTADB:
-      return core::StoreCorruptError(text);
+      return core::StoreCorruptError(
+          absl::StrCat(what, ": the database file is damaged"), detail);
     default:
-      return core::StoreUnavailableError(text);
+      return core::StoreUnavailableError(
+          absl::StrCat(what, ": the database fails"), detail);
   }
 }
 
@@ -193,7 +336,7 @@ absl::StatusOr<int64_t> SqliteConnection::NextGeneration() {
 }
 
 absl::Status SqliteConnection::Run(const char* sql) {
-  return Prepare(sql)->Step(absl::StrCat("cannot ", sql)).status();
+  return Prepare(sql)->Step("cannot use the store").status();
 }
 
 absl::Status SqliteConnection::Execute(const std::string& sql,
@@ -219,12 +362,13 @@ absl::StatusOr<int64_t> SqliteConnection::QueryInt(const std::string& sql,
 // Switching to WAL takes an exclusive lock for which SQLite does not call the
 // busy handler, and another process may be opening the same new file.
 absl::Status SqliteConnection::UseWal() {
-  const absl::Time deadline = absl::Now() + absl::Milliseconds(kBusyTimeoutMs);
+  const absl::Duration deadline =
+      core::SteadyNow() + absl::Milliseconds(kBusyTimeoutMs);
   while (true) {
     const int code = sqlite3_exec(db_, "PRAGMA journal_mode = WAL", nullptr,
                                   nullptr, nullptr);
     if (code == SQLITE_OK) break;
-    if ((code & 0xff) != SQLITE_BUSY || absl::Now() > deadline) {
+    if ((code & 0xff) != SQLITE_BUSY || core::SteadyNow() > deadline) {
       return SqliteError("cannot open the store", code, sqlite3_errmsg(db_));
     }
     absl::SleepFor(absl::Milliseconds(5));
@@ -296,6 +440,9 @@ absl::StatusOr<std::shared_ptr<SqliteDatabase>> SqliteDatabase::Open(
         absl::StrCat("cannot resolve \"", path, "\": ", error.message()));
   }
   if (absl::Status status = PrepareStoreDirectory(absolute); !status.ok()) {
+    return status;
+  }
+  if (absl::Status status = CreateStoreFile(absolute); !status.ok()) {
     return status;
   }
   absl::StatusOr<std::unique_ptr<SqliteConnection>> writer =

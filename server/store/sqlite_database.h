@@ -26,7 +26,7 @@ namespace quantd::server {
 
 // The version that this program writes into PRAGMA user_version. Migrations
 // only go forward.
-constexpr int kSqliteSchemaVersion = 2;
+constexpr int kSqliteSchemaVersion = 3;
 
 // One SQLite handle with its prepared statements. Not thread-safe.
 class SqliteConnection : public SqlConnection {
@@ -42,6 +42,9 @@ class SqliteConnection : public SqlConnection {
   std::unique_ptr<SqlStatement> Prepare(const char* sql) override;
   // Every transaction that writes holds the lock of the whole file.
   absl::Status LockTensor(const EncodingKey& key) override {
+    return absl::OkStatus();
+  }
+  absl::Status LockQuota(absl::string_view scope) override {
     return absl::OkStatus();
   }
   absl::StatusOr<int64_t> NextGeneration() override;
@@ -76,8 +79,8 @@ class SqliteConnection : public SqlConnection {
 // after another.
 class SqliteDatabase : public SqlDatabase {
  public:
-  // Creates the file, and its directory when only the last component is
-  // missing. `path` is a plain path, not a URI and not ":memory:".
+  // Creates the file, for its owner alone, and its directory when only the last
+  // component is missing. `path` is a plain path, not a URI and not ":memory:".
   // Errors: STORE_UNAVAILABLE (a network file system among them),
   // STORE_CORRUPT, STORE_SCHEMA.
   static absl::StatusOr<std::shared_ptr<SqliteDatabase>> Open(

@@ -24,6 +24,7 @@ struct ContributionKey {
   std::string source;
   // At least 1.
   uint64_t sequence = 0;
+  WriteAccount account{};
 };
 
 // What became of a contribution.
@@ -71,7 +72,7 @@ class StatisticsStore {
   // index without a finite element leaves them.
   // Errors: STATISTICS_MISMATCH (with any source of the tensor),
   // STATISTICS_TOO_LARGE (the source's state would exceed the limit of the
-  // store).
+  // store), QUOTA_EXCEEDED.
   virtual absl::StatusOr<ContributionOutcome> Contribute(
       const ContributionKey& key, const core::StatisticsState& part,
       double averaging_constant) = 0;
@@ -97,6 +98,11 @@ class StatisticsStore {
   // Errors: STATISTICS_NOT_FOUND.
   virtual absl::Status DeleteStatistics(const EncodingKey& key,
                                         absl::string_view source) = 0;
+
+  // Of all sources, unless one of them contributed after `update_time`.
+  // Errors: STATISTICS_NOT_FOUND, also when it did.
+  virtual absl::Status DeleteStatisticsUpTo(const EncodingKey& key,
+                                            absl::Time update_time) = 0;
 };
 
 }  // namespace quantd::server

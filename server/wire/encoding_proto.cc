@@ -193,6 +193,7 @@ absl::StatusOr<core::EncodingSpec> SpecFromProto(
   if (proto.has_gamma()) spec.gamma = proto.gamma();
   spec.search_steps = ClampToInt(proto.search_steps());
   spec.entropy_bins = ClampToInt(proto.entropy_bins());
+  spec.mantissa_bits = ClampToInt(proto.mantissa_bits());
   spec.range_min = proto.range_min();
   spec.range_max = proto.range_max();
   for (const int value : proto.methods()) {
@@ -238,6 +239,7 @@ void SpecToProto(const core::EncodingSpec& spec, v1::EncodingSpec* proto) {
   proto->set_gamma(spec.gamma);
   proto->set_search_steps(static_cast<uint32_t>(spec.search_steps));
   proto->set_entropy_bins(static_cast<uint32_t>(spec.entropy_bins));
+  proto->set_mantissa_bits(static_cast<uint32_t>(spec.mantissa_bits));
   proto->set_range_min(spec.range_min);
   proto->set_range_max(spec.range_max);
   for (const core::CalibrationMethod method : spec.methods) {
@@ -280,6 +282,7 @@ void PredictionToProto(const core::Prediction& prediction,
   proto->set_sqnr_db(prediction.SqnrDb());
   proto->set_sqnr_db_low(prediction.SqnrDbLow());
   proto->set_sqnr_db_high(prediction.SqnrDbHigh());
+  proto->set_mantissa_bits(static_cast<uint32_t>(prediction.mantissa_bits));
 }
 
 }  // namespace quantd::server

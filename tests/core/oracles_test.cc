@@ -20,6 +20,7 @@
 #include "gtest/gtest.h"
 #include "nlohmann/json.hpp"
 #include "tests/core/kernel_test_util.h"
+#include "tests/support/paths.h"
 
 namespace quantd::core {
 namespace {
@@ -27,7 +28,7 @@ namespace {
 using Json = nlohmann::json;
 
 Json ReadCases(const std::string& file) {
-  std::ifstream in(std::string(QUANTD_ORACLES_DIR) + "/" + file);
+  std::ifstream in(OraclesFolder() + "/" + file);
   return Json::parse(in, nullptr, /*allow_exceptions=*/false)["cases"];
 }
 

@@ -27,6 +27,7 @@
 #include "gtest/gtest.h"
 #include "quantd/v1/encoding_service.grpc.pb.h"
 #include "quantd/v1/quantization_service.grpc.pb.h"
+#include "tests/support/paths.h"
 #include "tests/support/sanitizers.h"
 #include "tests/support/server_process.h"
 #include "tests/support/tensor_streams.h"
@@ -85,8 +86,7 @@ class Activations {
  public:
   Activations()
       : file_(files::SafetensorsReader::Open(
-            std::string(QUANTD_TEST_DATA_DIR) +
-            "/digits-cnn/activations.safetensors")) {
+            TestDataFolder() + "/digits-cnn/activations.safetensors")) {
     EXPECT_TRUE(file_.ok()) << file_.status();
   }
 
@@ -157,7 +157,7 @@ class ContributionTest : public ::testing::Test {
  protected:
   std::unique_ptr<ServerProcess> StartServer(const std::string& store) {
     return std::make_unique<ServerProcess>(
-        QUANTD_BINARY, absl::StrCat(directory_.path(), "/", store),
+        QuantdBinary(), absl::StrCat(directory_.path(), "/", store),
         std::vector<std::string>{"--metrics-listen", "off", "--drain-delay",
                                  "0s", "--threads", "2"});
   }

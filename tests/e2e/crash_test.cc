@@ -22,6 +22,7 @@
 #include "gtest/gtest.h"
 #include "quantd/v1/encoding_service.grpc.pb.h"
 #include "quantd/v1/quantization_service.grpc.pb.h"
+#include "tests/support/paths.h"
 #include "tests/support/sanitizers.h"
 #include "tests/support/server_process.h"
 #include "tests/support/tensor_streams.h"
@@ -154,7 +155,7 @@ class CrashTest : public ::testing::Test {
  protected:
   std::unique_ptr<ServerProcess> StartServer() {
     return std::make_unique<ServerProcess>(
-        QUANTD_BINARY, directory_.path() + "/encodings.db",
+        QuantdBinary(), directory_.path() + "/encodings.db",
         std::vector<std::string>{"--metrics-listen", "off", "--drain-delay",
                                  "0s", "--threads", "2"});
   }

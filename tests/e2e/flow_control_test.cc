@@ -14,6 +14,7 @@
 #include "absl/time/time.h"
 #include "grpcpp/grpcpp.h"
 #include "gtest/gtest.h"
+#include "quantd/v1/encoding_service.grpc.pb.h"
 #include "quantd/v1/quantization_service.grpc.pb.h"
 #include "tests/support/metric_value.h"
 #include "tests/support/raw_stream.h"
@@ -207,16 +208,19 @@ class DrainTest : public ::testing::Test {
     return options;
   }
 
-  // Starts to drain and returns when the server does.
+  // Starts to drain and returns when streams are turned away.
   void StartDraining() {
+    RawStream idle(channel_, kQuantize);
+    idle.Write(Tensor(4));
+    EXPECT_EQ(NextAnswer(idle), "OK");
     draining_ = std::thread([this] { server_.server().Drain(); });
-    EXPECT_TRUE(PollUntil(kLongEnough, [&] { return Health() == "\x08\x02"; }));
+    EXPECT_EQ(NextAnswer(idle), "END");
   }
 
   // grpc.health.v1.HealthCheckResponse: {1: status}, 1 is SERVING and 2
   // NOT_SERVING.
   std::string Health() {
-    RawStream call(channel_, "/grpc.health.v1.Health/Check");
+    RawStream call(server_.NewChannel(), "/grpc.health.v1.Health/Check");
     call.Write("");
     call.WritesDone();
     std::string response;
@@ -237,7 +241,11 @@ class DrainTest : public ::testing::Test {
 };
 
 TEST_F(DrainTest, LetsOpenTensorsFinishAndTurnsAwayNewOnes) {
-  EXPECT_EQ(Health(), "\x08\x01");
+  RawStream watch(channel_, "/grpc.health.v1.Health/Watch");
+  watch.Write("");
+  std::string health;
+  EXPECT_TRUE(watch.Read(&health));
+  EXPECT_EQ(health, "\x08\x01");
   RawStream open(channel_, kQuantize);
   open.Write(Tensor(2));
   RawStream open_with_more(channel_, kQuantize);
@@ -252,22 +260,20 @@ TEST_F(DrainTest, LetsOpenTensorsFinishAndTurnsAwayNewOnes) {
 
   StartDraining();
 
+  EXPECT_TRUE(watch.Read(&health));
+  EXPECT_EQ(health, "\x08\x02");
+  watch.Cancel();
   // Streams without an open tensor end, in words.
   EXPECT_EQ(NextAnswer(served), "END");
   EXPECT_EQ(Text(served.Finish()), kDraining);
   EXPECT_EQ(NextAnswer(failed), "END");
   EXPECT_EQ(Text(failed.Finish()), kDraining);
+  // There is nobody else to call.
   RawStream late(channel_, kQuantize);
   late.Write(Tensor(4));
   EXPECT_EQ(NextAnswer(late), "END");
-  EXPECT_EQ(Text(late.Finish()), kDraining);
-  RawStream unary(channel_, "/quantd.v1.EncodingService/ListModels");
-  unary.Write("");
-  unary.WritesDone();
-  std::string bytes;
-  EXPECT_FALSE(unary.Read(&bytes));
-  EXPECT_EQ(Text(unary.Finish()), kDraining);
-  EXPECT_FALSE(server_.server().serving());
+  EXPECT_EQ(late.Finish().error_code(), grpc::StatusCode::UNAVAILABLE);
+  EXPECT_FALSE(server_.server().CheckReady().ok());
 
   // Tensors that were open are served, those behind them are not.
   EXPECT_TRUE(open.Write(SecondHalf()));
@@ -283,6 +289,44 @@ TEST_F(DrainTest, LetsOpenTensorsFinishAndTurnsAwayNewOnes) {
   // With the last stream gone, so is the server.
   draining_.join();
   EXPECT_EQ(MetricValue(server_.metrics(), "quantd_active_streams"), 0);
+}
+
+TEST_F(DrainTest, SendsClientsElsewhereWhileItFinishesATensor) {
+  TestServer other;
+  grpc::ChannelArguments arguments;
+  arguments.SetLoadBalancingPolicyName("round_robin");
+  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  const auto stub = v1::EncodingService::NewStub(grpc::CreateCustomChannel(
+      absl::StrCat("ipv4:", server_.address(), ",", other.address()),
+      grpc::InsecureChannelCredentials(), arguments));
+  const auto call = [&] {
+    grpc::ClientContext context;
+    v1::ListModelsResponse response;
+    return Text(stub->ListModels(&context, v1::ListModelsRequest(), &response));
+  };
+  const auto called = [](TestServer& server) {
+    return MetricValue(server.metrics(), "grpc_server_started_total");
+  };
+  EXPECT_TRUE(PollUntil(kLongEnough, [&] {
+    EXPECT_EQ(call(), "OK ");
+    return called(server_) > 0 && called(other) > 0;
+  }));
+  RawStream open(channel_, kQuantize);
+  open.Write(Tensor(2));
+  WaitForOpenTensors(1);
+  draining_ = std::thread([this] { server_.server().Drain(); });
+  EXPECT_TRUE(PollUntil(kLongEnough, [&] {
+    EXPECT_EQ(call(), "OK ");
+    return Health().empty();
+  }));
+  const double before = called(server_);
+  for (int i = 0; i < 20; ++i) EXPECT_EQ(call(), "OK ");
+  EXPECT_EQ(called(server_), before);
+  EXPECT_TRUE(open.Write(SecondHalf()));
+  open.WritesDone();
+  EXPECT_EQ(NextAnswer(open), "OK");
+  EXPECT_EQ(NextAnswer(open), "END");
+  EXPECT_EQ(Text(open.Finish()), "OK ");
 }
 
 TEST_F(DrainTest, AnEarlyHeaderIsTurnedAwayToo) {

@@ -708,7 +708,7 @@ std::vector<StreamCase> SpecCases() {
           Invalid("FORMAT_UNKNOWN"), "format"),
       bad(
           "unknown symmetry",
-          [](S& s) { s.set_symmetry(static_cast<v1::Symmetry>(5)); },
+          [](S& s) { s.set_symmetry(static_cast<v1::Symmetry>(6)); },
           Invalid("ENUM_UNKNOWN"), "symmetry"),
       bad(
           "unknown method",
@@ -796,6 +796,13 @@ std::vector<StreamCase> SpecCases() {
             s.set_entropy_bins(~uint32_t{0});
           },
           Invalid("METHOD_INVALID"), "entropy_bins"),
+      bad(
+          "one mantissa bit", [](S& s) { s.set_mantissa_bits(1); },
+          Invalid("METHOD_INVALID"), "mantissa_bits"),
+      bad(
+          "2^32 - 1 mantissa bits",
+          [](S& s) { s.set_mantissa_bits(~uint32_t{0}); },
+          Invalid("METHOD_INVALID"), "mantissa_bits"),
       bad(
           "fixed range of nothing",
           [](S& s) { s.set_method(v1::CALIBRATION_METHOD_FIXED_RANGE); },
@@ -1545,6 +1552,9 @@ std::vector<CallCase> EncodingServiceCases() {
       page("page size -1", -1, ""),
       page("page size 1,001", 1001, ""),
       page("bad page token", 0, "!!!"),
+      // Bytes ff fe, and a line break.
+      page("page token that is not UTF-8", 0, "__4"),
+      page("page token that is no name", 0, "YQpi"),
       call("list without a model", "ListEncodings", "",
            Invalid("NAME_INVALID")),
       call("list of a bad revision", "ListEncodings",

@@ -47,7 +47,9 @@
 #include "quantd/v1/quantization_service.pb.h"
 #include "tests/support/http_get.h"
 #include "tests/support/metric_value.h"
+#include "tests/support/paths.h"
 #include "tests/support/raw_stream.h"
+#include "tests/support/sanitizers.h"
 #include "tests/support/server_process.h"
 #include "tests/support/temporary_directory.h"
 
@@ -62,11 +64,7 @@ constexpr int64_t kTensorBytes = 8 << 20;
 constexpr int64_t kScaleCount = 1000;
 // Of the server, while it serves most of the streams. The sanitizers' own
 // allocators take longer to come to rest.
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr int64_t kMostGrownBytes = int64_t{64} << 20;
-#else
-constexpr int64_t kMostGrownBytes = int64_t{16} << 20;
-#endif
+constexpr int64_t kMostGrownBytes = int64_t{kSanitized ? 64 : 16} << 20;
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
@@ -838,7 +836,7 @@ std::vector<HeaderChange> Generator::Changes() {
   bad_spec(
       "no format", [](S& s) { s.clear_format(); }, "FORMAT_UNKNOWN", "format");
   bad_spec(
-      "symmetry 5", [](S& s) { s.set_symmetry(static_cast<v1::Symmetry>(5)); },
+      "symmetry 6", [](S& s) { s.set_symmetry(static_cast<v1::Symmetry>(6)); },
       "ENUM_UNKNOWN", "symmetry");
   bad_spec(
       "method 9",
@@ -1472,7 +1470,7 @@ class MalformedStreamsTest : public ::testing::Test {
                .c_str(),
            1);
     server_ = std::make_unique<ServerProcess>(
-        QUANTD_BINARY, directory_.File("encodings.db"),
+        QuantdBinary(), directory_.File("encodings.db"),
         std::vector<std::string>{
             "--metrics-listen", "127.0.0.1:0", "--drain-delay", "0s",
             "--chunk-bytes", absl::StrCat(kChunkBytes), "--tensor-bytes",
@@ -1626,9 +1624,8 @@ TEST_F(MalformedStreamsTest, EndAsTheModelSaysAndHarmNobodyElse) {
   const uint64_t only = FromEnvironment("QUANTD_MALFORMED_ONLY",
                                         std::numeric_limits<uint64_t>::max());
   // What the calls say that they answer.
-  const std::string contract = ReadFile(
-      absl::StrCat(QUANTD_TEST_DATA_DIR,
-                   "/../../proto/quantd/v1/quantization_service.proto"));
+  const std::string contract = ReadFile(absl::StrCat(
+      TestDataFolder(), "/../../proto/quantd/v1/quantization_service.proto"));
   std::map<std::string, int> endings;
   int64_t resident_bytes = 0;
   for (uint64_t n = 0; n < count && !HasFailure(); ++n) {

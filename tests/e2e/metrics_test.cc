@@ -24,6 +24,7 @@
 #include "quantd/v1/quantization_service.grpc.pb.h"
 #include "tests/support/http_get.h"
 #include "tests/support/metric_value.h"
+#include "tests/support/paths.h"
 #include "tests/support/server_process.h"
 #include "tests/support/tensor_streams.h"
 #include "tests/support/test_server.h"
@@ -51,7 +52,7 @@ class MetricsE2eTest : public ::testing::Test {
         "--cache-max-age",  "1h",          "--drain-delay", drain_delay};
     flags.insert(flags.end(), more_flags.begin(), more_flags.end());
     server_ = std::make_unique<ServerProcess>(
-        QUANTD_BINARY, directory_.path() + "/encodings.db", flags);
+        QuantdBinary(), directory_.path() + "/encodings.db", flags);
     const std::shared_ptr<grpc::Channel> channel = server_->NewChannel();
     quantization_ = v1::QuantizationService::NewStub(channel);
     encodings_ = v1::EncodingService::NewStub(channel);
@@ -92,7 +93,8 @@ class MetricsE2eTest : public ::testing::Test {
     act();
     if (HasFatalFailure()) return;
     for (size_t i = 0; i < steps.size(); ++i) {
-      const auto& [series, step] = steps[i];
+      const std::string& series = steps[i].first;
+      const double step = steps[i].second;
       double moved = 0;
       PollUntil(absl::Seconds(20), [&] {
         moved = Scrape(series) - before[i];

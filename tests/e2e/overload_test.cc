@@ -39,6 +39,7 @@
 #include "grpcpp/grpcpp.h"
 #include "gtest/gtest.h"
 #include "quantd/v1/quantization_service.pb.h"
+#include "tests/support/paths.h"
 #include "tests/support/sanitizers.h"
 #include "tests/support/server_process.h"
 #include "tests/support/temporary_directory.h"
@@ -320,9 +321,9 @@ double CpuSeconds(int who) {
 
 // Runs quantd with little address space, which sanitizers cannot do with.
 std::string ConfinedQuantd(const TemporaryDirectory& directory) {
-  if (kSanitized) return QUANTD_BINARY;
+  if (kSanitized) return QuantdBinary();
   const std::string path = directory.File("quantd");
-  std::ofstream(path) << "#!/bin/sh\nulimit -v 524288\nexec '" << QUANTD_BINARY
+  std::ofstream(path) << "#!/bin/sh\nulimit -v 524288\nexec '" << QuantdBinary()
                       << "' \"$@\"\n";
   chmod(path.c_str(), 0700);
   return path;

@@ -15,6 +15,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <functional>
 #include <limits>
 #include <memory>
@@ -42,6 +43,7 @@
 #include "quantd/v1/shared_memory.pb.h"
 #include "server/quantd_server.h"
 #include "tests/support/metric_value.h"
+#include "tests/support/paths.h"
 #include "tests/support/sanitizers.h"
 #include "tests/support/server_process.h"
 #include "tests/support/shared_region.h"
@@ -443,6 +445,46 @@ TEST_F(SharedMemoryTest, CalibratesAndEvaluatesAsOverTheStream) {
     ASSERT_EQ(evaluated.responses.size(), 1u);
     EXPECT_EQ(evaluated.responses[0].summary().SerializeAsString(),
               expected_evaluation->SerializeAsString());
+  }
+}
+
+// Of this process, where the server is.
+int64_t ResidentBytes() {
+  int64_t pages = 0;
+  int64_t resident_pages = 0;
+  std::ifstream("/proc/self/statm") >> pages >> resident_pages;
+  return resident_pages * sysconf(_SC_PAGESIZE);
+}
+
+TEST_F(SharedMemoryTest, StreamsKeepNoCopyOfWhatWasShared) {
+  if (kSanitized) GTEST_SKIP() << "sanitizers keep what was freed";
+  constexpr int64_t kCount = kMiB;
+  constexpr int kStreams = 64;
+  ControlConnection control(address());
+  const auto region = control.Allocate(4 * kCount);
+  v1::EvaluateRequest request;
+  *request.mutable_header()->mutable_tensor() = Description(kCount);
+  *request.mutable_header()->add_candidates()->mutable_encoding() = Int8();
+  *request.mutable_shared() = region->Span(0, 4 * kCount);
+  std::vector<std::unique_ptr<grpc::ClientContext>> contexts;
+  std::vector<std::unique_ptr<
+      grpc::ClientReaderWriter<v1::EvaluateRequest, v1::EvaluateResponse>>>
+      streams;
+  int64_t resident_bytes = 0;
+  for (int i = 0; i < kStreams; ++i) {
+    contexts.push_back(std::make_unique<grpc::ClientContext>());
+    streams.push_back(stub().Evaluate(contexts.back().get()));
+    ASSERT_TRUE(streams.back()->Write(request));
+    v1::EvaluateResponse response;
+    ASSERT_TRUE(streams.back()->Read(&response));
+    EXPECT_TRUE(response.has_summary()) << response.ShortDebugString();
+    if (i == 0) resident_bytes = ResidentBytes();
+  }
+  // With a copy of 4 MiB each it would be 252 MiB.
+  EXPECT_LT(ResidentBytes() - resident_bytes, 64 * kMiB);
+  for (const auto& stream : streams) {
+    stream->WritesDone();
+    EXPECT_TRUE(stream->Finish().ok());
   }
 }
 
@@ -1054,15 +1096,18 @@ TEST(SharedMemorySocketTest, StaleSocketsAreReplacedAndForeignOnesKept) {
   const std::vector<std::string> flags = {
       "--listen", "unix:" + path, "--shared-memory", "--metrics-listen", "off"};
   {
-    ServerProcess killed(QUANTD_BINARY, store, flags);
+    ServerProcess killed(QuantdBinary(), store, flags);
     killed.Kill();
   }
   EXPECT_TRUE(std::filesystem::exists(path + ".memory"));
-  ServerProcess first(QUANTD_BINARY, store, flags);
+  ServerProcess first(QuantdBinary(), store, flags);
   EXPECT_NE(ControlConnection("unix:" + path).Allocate(1), nullptr);
-  ServerProcess second(QUANTD_BINARY, store, flags);
+  // Somebody cleans up too much, and another server comes.
+  std::filesystem::remove(path);
+  std::filesystem::remove(path + ".memory");
+  ServerProcess second(QuantdBinary(), store, flags);
   EXPECT_EQ(first.Terminate(), 0);
-  // The first one's sockets are the second one's by now.
+  // The sockets are the second one's.
   EXPECT_NE(ControlConnection("unix:" + path).Allocate(1), nullptr);
   EXPECT_EQ(second.Terminate(), 0);
   EXPECT_FALSE(std::filesystem::exists(path));

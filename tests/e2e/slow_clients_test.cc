@@ -31,6 +31,7 @@
 #include "gtest/gtest.h"
 #include "quantd/v1/quantization_service.pb.h"
 #include "tests/support/metric_value.h"
+#include "tests/support/paths.h"
 #include "tests/support/raw_stream.h"
 #include "tests/support/sanitizers.h"
 #include "tests/support/server_process.h"
@@ -284,7 +285,7 @@ TEST(SlowClientsTest, StreamsThatNobodyReadsStayWithinTheMemoryBudget) {
   if (descriptors.rlim_cur < 2 * kIdleConnections) GTEST_SKIP();
 
   TemporaryDirectory directory;
-  ServerProcess server(QUANTD_BINARY, directory.File("encodings.db"),
+  ServerProcess server(QuantdBinary(), directory.File("encodings.db"),
                        {"--memory-budget-bytes", absl::StrCat(kBudgetBytes),
                         "--metrics-listen", "off", "--log-level", "warning"});
   const int64_t bytes_at_rest = PeakRssBytes(server.pid());

@@ -1,5 +1,5 @@
 // The decoders of outside bytes as functions of bytes. Each target is a fuzzer
-// of its own in the build that has them (preset fuzz, ./run), and its seeds and
+// of its own in the build that has them (preset asan, ./run), and its seeds and
 // their mutations are an ordinary test everywhere else.
 
 #ifndef QUANTD_TESTS_FUZZ_FUZZ_TARGET_H_

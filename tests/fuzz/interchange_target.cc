@@ -54,7 +54,7 @@ void WriteEverywhere(const std::string& tensor,
     if (format != static_cast<int>(InterchangeFormat::kJson)) continue;
     Require(losses.empty(), "our own JSON holds everything");
     absl::StatusOr<server::ParsedEncodings> back =
-        server::ParseEncodings(text, InterchangeFormat::kUnspecified);
+        server::ParseEncodings({text}, InterchangeFormat::kUnspecified);
     Require(back.ok() && back->encodings.size() == 1 &&
                 server::ResolveLayout({}, &back->encodings[0]).ok() &&
                 back->encodings[0].encoding == encoding,
@@ -70,11 +70,11 @@ void Run(absl::Span<const uint8_t> input) {
   const absl::string_view text(
       reinterpret_cast<const char*>(source.rest().data()),
       source.rest().size());
-  const absl::Status charged =
-      server::ChargeParseMemory(text, [](int64_t) { return absl::OkStatus(); });
+  const absl::Status charged = server::ChargeParseMemory(
+      {text}, [](int64_t) { return absl::OkStatus(); });
   if (!charged.ok()) return RequireSpoken(charged);
   absl::StatusOr<server::ParsedEncodings> parsed =
-      server::ParseEncodings(text, format);
+      server::ParseEncodings({text}, format);
   if (!parsed.ok()) return RequireSpoken(parsed.status());
   server::LayoutHint hint;
   hint.shape_known = shape % 2 != 0;

@@ -18,6 +18,7 @@
 #include "core/errors.h"
 #include "core/formats/number_format.h"
 #include "core/quantize/quantize.h"
+#include "core/statistics/held_tensor.h"
 #include "core/statistics/tensor_statistics.h"
 #include "core/types/block_layout.h"
 #include "core/types/element_type.h"
@@ -142,6 +143,22 @@ void Run(absl::Span<const uint8_t> input) {
     return;
   }
   RequirePromises(*calibration, *layout, values);
+
+  // Of the tensor itself, one scale index at a time.
+  core::EncodingSpec as_fine = *spec;
+  as_fine.mantissa_bits = statistics.mantissa_bits();
+  core::TensorStatistics extremes(layout->scale_count());
+  extremes.Update(*layout, core::ElementType::kFloat32, 0,
+                  layout->element_count(),
+                  reinterpret_cast<const uint8_t*>(values.data()), nullptr);
+  const core::HeldTensor held(
+      *layout, core::ElementType::kFloat32,
+      std::max<int64_t>(1, layout->element_count()),
+      {reinterpret_cast<const uint8_t*>(values.data())});
+  const absl::StatusOr<core::Calibration> same =
+      core::Calibrate(as_fine, *layout, extremes, {}, nullptr, &held);
+  Require(same.ok() && same->encoding == calibration->encoding,
+          "a held tensor is as good as its histograms");
 }
 
 std::string Seed(const std::string& shape_and_kind,
@@ -191,6 +208,10 @@ std::vector<std::string> Seeds() {
   symmetric.set_entropy_bins(64);
   symmetric.set_search_steps(4);
   seeds.push_back(Seed(scalar, symmetric));
+  symmetric.set_symmetry(v1::SYMMETRY_AIMET);
+  symmetric.set_method(v1::CALIBRATION_METHOD_MSE);
+  symmetric.set_mantissa_bits(4);
+  seeds.push_back(Seed(matrix, symmetric));
   return seeds;
 }
 

@@ -16,6 +16,7 @@
 #include "core/types/float_convert.h"
 #include "gtest/gtest.h"
 #include "nlohmann/json.hpp"
+#include "tests/support/paths.h"
 #include "tests/support/tensor_streams.h"
 #include "tests/support/test_server.h"
 
@@ -25,7 +26,7 @@ namespace {
 using nlohmann::json;
 
 json ReadOracles(const std::string& name) {
-  std::ifstream file(absl::StrCat(QUANTD_ORACLES_DIR, "/", name));
+  std::ifstream file(absl::StrCat(OraclesFolder(), "/", name));
   return json::parse(file).at("cases");
 }
 

@@ -115,6 +115,8 @@ TEST_F(ConfigTest, HasSafeDefaults) {
   EXPECT_EQ(config.limits.tensor_count, limits.tensor_count);
   EXPECT_EQ(config.limits.queue_delay, limits.queue_delay);
   EXPECT_EQ(config.limits.stream_age, limits.stream_age);
+  EXPECT_EQ(config.limits.connections, limits.connections);
+  EXPECT_EQ(config.limits.address_connections, limits.address_connections);
   EXPECT_EQ(config.limits.connection_streams, limits.connection_streams);
   EXPECT_EQ(config.limits.connection_idle, limits.connection_idle);
   EXPECT_EQ(config.limits.connection_age, limits.connection_age);
@@ -147,6 +149,8 @@ TEST_F(ConfigTest, ReadsEveryFlag) {
                                    "--tensor-count=12",
                                    "--queue-delay=30ms",
                                    "--stream-age=2h",
+                                   "--connections=100",
+                                   "--address-connections=50",
                                    "--connection-streams=64",
                                    "--connection-idle=inf",
                                    "--connection-age=90m",
@@ -178,6 +182,8 @@ TEST_F(ConfigTest, ReadsEveryFlag) {
   EXPECT_EQ(config.limits.tensor_count, 12);
   EXPECT_EQ(config.limits.queue_delay, absl::Milliseconds(30));
   EXPECT_EQ(config.limits.stream_age, absl::Hours(2));
+  EXPECT_EQ(config.limits.connections, 100);
+  EXPECT_EQ(config.limits.address_connections, 50);
   EXPECT_EQ(config.limits.connection_streams, 64);
   EXPECT_EQ(config.limits.connection_idle, absl::InfiniteDuration());
   EXPECT_EQ(config.limits.connection_age, absl::Minutes(90));
@@ -384,11 +390,36 @@ TEST_F(ConfigTest, TakesAPostgresqlStoreAndKeepsItsPassword) {
   const std::string shown = MustPrint({"--store=" + url, "--print-config"});
   EXPECT_THAT(shown, HasSubstr("\"postgresql://user:***@host1,host2:5433/"
                                "db?password=***&sslmode=a\""));
-  for (const char* open : {"postgres://host/db", "postgresql:///db",
-                           "postgresql://user@host:5432/db?x=a:b@c"}) {
+  for (const char* open :
+       {"postgres://host/db", "postgresql:///db",
+        "postgresql://user@host:5432/db?application_name=a:b@c"}) {
     EXPECT_THAT(MustPrint({absl::StrCat("--store=", open), "--print-config"}),
                 HasSubstr(absl::StrCat("\"", open, "\"")));
   }
+  // However the password is written.
+  for (const char* hidden :
+       {"postgresql://u@h/db?Password=secret",
+        "postgresql://u@h/db?PASSWORD=secret",
+        "postgresql://u@h/db?sslpassword=secret",
+        "postgresql://u@h/db?%70assword=secret",
+        "postgresql://u@h/db?pass%77ord=secret&sslmode=require",
+        "postgresql://u@h/db?password=secret&sslpassword=secret",
+        "postgresql://u@h/db?password=a&password=secret",
+        "postgresql://u@h/db?secret", "postgresql://u:a@secret@h/db",
+        "postgresql://u:a/secret@h/db", "postgresql://u:secret@/db",
+        "postgresql://u%3Asecret@h/db", "postgresql://h/db#password=secret",
+        "postgresql://u:secret%40x@h1,h2/db"}) {
+    const std::string text =
+        MustPrint({absl::StrCat("--store=", hidden), "--print-config"});
+    EXPECT_THAT(text, AllOf(HasSubstr("***"), Not(HasSubstr("secret"))))
+        << hidden;
+  }
+  EXPECT_THAT(
+      MustPrint({"--store=postgresql://u:a@%2Frun%2Fpg/db?sslmode=disable",
+                 "--print-config"}),
+      HasSubstr("\"postgresql://u:***@%2Frun%2Fpg/db?sslmode=disable\""));
+  EXPECT_THAT(Error({"--store=host=h password=secret"}),
+              Not(HasSubstr("secret")));
   // What is no URL of a store may be one of another.
   EXPECT_THAT(Error({"--store=mysql://user:secret@host/db"}),
               AllOf(HasSubstr("expected sqlite:PATH or postgresql://"),

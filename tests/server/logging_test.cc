@@ -1,7 +1,9 @@
 #include "server/logging.h"
 
+#include <grpc/support/log.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -52,6 +54,50 @@ TEST(LoggingTest, JsonIsOneObject) {
   EXPECT_TRUE(parsed["nan"].is_null());
   EXPECT_EQ(parsed["text"], "plain");
   EXPECT_TRUE(parsed["bytes"].is_string());
+}
+
+TEST(LineLimiterTest, LetsSoManyOfAKindThroughAndCountsTheOthers) {
+  LineLimiter limiter(2, absl::Minutes(1));
+  const absl::Duration start = absl::Hours(5);
+  int admitted = 0;
+  for (int i = 0; i < 7; ++i) admitted += limiter.Admit("a", start) ? 1 : 0;
+  EXPECT_EQ(admitted, 2);
+  EXPECT_TRUE(limiter.Admit("b", start + absl::Seconds(1)));
+  EXPECT_TRUE(limiter.TakeLeftOut(start + absl::Seconds(59)).empty());
+  // Also before anybody has asked.
+  EXPECT_FALSE(limiter.Admit("a", start + absl::Seconds(61)));
+  const auto left_out = limiter.TakeLeftOut(start + absl::Seconds(61));
+  ASSERT_EQ(left_out.size(), 1u);
+  EXPECT_EQ(left_out[0].kind, "a");
+  EXPECT_EQ(left_out[0].lines, 6);
+  EXPECT_TRUE(limiter.TakeLeftOut(start + absl::Seconds(62)).empty());
+  EXPECT_TRUE(limiter.Admit("a", start + absl::Seconds(63)));
+  EXPECT_TRUE(limiter.Admit("b", start + absl::Seconds(130)));
+  EXPECT_TRUE(limiter.TakeLeftOut(start + absl::Hours(1)).empty());
+}
+
+TEST(LineLimiterTest, KindsAreBounded) {
+  LineLimiter limiter(1, absl::Minutes(1));
+  int admitted = 0;
+  for (int i = 0; i < 5000; ++i) {
+    admitted += limiter.Admit(std::to_string(i), absl::ZeroDuration()) ? 1 : 0;
+  }
+  EXPECT_EQ(admitted, 1001);
+  EXPECT_EQ(limiter.TakeLeftOut(absl::Minutes(1)).size(), 1u);
+}
+
+TEST(LoggingTest, AFloodOfErrorsIsTenLines) {
+  StartLogging(LogLevel::kInfo, LogFormat::kText);
+  testing::internal::CaptureStderr();
+  for (int i = 0; i < 100; ++i) Log(LogLevel::kError, "flood", {{"i", i}});
+  for (int i = 0; i < 100; ++i) Log(LogLevel::kInfo, "asked for");
+  for (int i = 0; i < 100; ++i) {
+    gpr_log("a/b/file.cc", 7, GPR_LOG_SEVERITY_ERROR, "stranger %d", i);
+  }
+  const std::string text = testing::internal::GetCapturedStderr();
+  EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 10 + 100 + 10);
+  EXPECT_NE(text.find("stranger 9 source=grpc/file.cc:7"), std::string::npos)
+      << text;
 }
 
 TEST(LoggingTest, WritesLinesOfTheLevelAndAbove) {

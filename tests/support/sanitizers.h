@@ -3,6 +3,16 @@
 #ifndef QUANTD_TESTS_SUPPORT_SANITIZERS_H_
 #define QUANTD_TESTS_SUPPORT_SANITIZERS_H_
 
+// g++ defines these by itself; clang has another way to say it.
+#if defined(__has_feature)
+#if __has_feature(address_sanitizer) && !defined(__SANITIZE_ADDRESS__)
+#define __SANITIZE_ADDRESS__
+#endif
+#if __has_feature(thread_sanitizer) && !defined(__SANITIZE_THREAD__)
+#define __SANITIZE_THREAD__
+#endif
+#endif
+
 namespace quantd::testing {
 
 #if defined(__SANITIZE_THREAD__)

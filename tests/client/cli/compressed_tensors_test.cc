@@ -2,11 +2,18 @@
 
 #include <cstdint>
 #include <fstream>
+#include <map>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "nlohmann/json.hpp"
 #include "tests/support/temporary_directory.h"
@@ -20,7 +27,9 @@ class CompressedTensorsTest : public ::testing::Test {
   QuantizedTensor RoundTrip(bool packs_all, const Encoding& encoding,
                             const std::vector<uint8_t>& codes) {
     CompressedModel model(packs_all);
-    auto writer = files::SafetensorsWriter::Create(path_).value();
+    auto writer =
+        files::SafetensorsWriter::Create(path_, files::IfExists::kReplace)
+            .value();
     const absl::StatusOr<uint64_t> size =
         model.Write("m.weight", {2, 3}, encoding, codes, &writer);
     EXPECT_TRUE(size.ok()) << size.status();
@@ -34,6 +43,42 @@ class CompressedTensorsTest : public ::testing::Test {
     EXPECT_TRUE(tensors.ok()) << tensors.status();
     return tensors.ok() && tensors->size() == 1 ? tensors->front()
                                                 : QuantizedTensor();
+  }
+
+  // Reads a folder whose quantized modules are those, with such groups: each
+  // one's bits and targets.
+  absl::StatusOr<std::vector<QuantizedTensor>> ReadModules(
+      const std::vector<std::string>& modules,
+      const std::vector<std::pair<int, std::vector<std::string>>>& groups) {
+    auto writer =
+        files::SafetensorsWriter::Create(path_, files::IfExists::kReplace)
+            .value();
+    const std::vector<uint8_t> codes = {1, 0};
+    const float scale = 0.5f;
+    for (const std::string& module : modules) {
+      EXPECT_TRUE(
+          writer.Add(module + ".weight", files::Dtype::kI8, {2}, codes).ok());
+      EXPECT_TRUE(
+          writer
+              .Add(module + ".weight_scale", files::Dtype::kF32, {1},
+                   absl::MakeConstSpan(reinterpret_cast<const uint8_t*>(&scale),
+                                       sizeof(scale)))
+              .ok());
+    }
+    EXPECT_TRUE(writer.Finish().ok());
+    Json config_groups = Json::object();
+    for (const auto& [bits, targets] : groups) {
+      config_groups["group_" + std::to_string(config_groups.size())] = {
+          {"targets", targets},
+          {"weights",
+           {{"num_bits", bits}, {"type", "int"}, {"strategy", "tensor"}}}};
+    }
+    std::ofstream(directory_.File("config.json"))
+        << Json({{"quantization_config",
+                  {{"quant_method", "compressed-tensors"},
+                   {"config_groups", config_groups}}}});
+    input_.emplace(TensorInput::Open(path_).value());
+    return ReadCompressed(*input_, path_);
   }
 
   const testing::TemporaryDirectory directory_;
@@ -76,6 +121,63 @@ TEST_F(CompressedTensorsTest, SignedCodesWithoutZeroPointsAreSymmetric) {
   const Json& weights = config_["config_groups"]["group_0"]["weights"];
   EXPECT_EQ(weights["symmetric"], true);
   EXPECT_TRUE(tensor.encoding.zero_point().empty());
+}
+
+TEST_F(CompressedTensorsTest, TargetsMatchAsPythonsReMatch) {
+  const auto formats = [](const std::vector<QuantizedTensor>& tensors) {
+    std::map<std::string, std::string> found;
+    for (const QuantizedTensor& tensor : tensors) {
+      found[tensor.name] = FormatName(tensor.encoding.format());
+    }
+    return found;
+  };
+  // From the beginning of a name on, every alternative; not to its end. The
+  // first group that targets a module has it.
+  const auto tensors =
+      ReadModules({"layers.0.q_proj", "layers.1.up_proj", "xq_proj", "head"},
+                  {{2, {"re:q_proj|up_proj", "re:.*\\.q_pro"}},
+                   {3, {"head"}},
+                   {4, {"re:(?P<any>\\w+)\\.\\d+\\.up_proj$"}},
+                   {5, {"re:.*q_proj", "re:head"}},
+                   {6, {"Linear"}}});
+  ASSERT_TRUE(tensors.ok()) << tensors.status();
+  EXPECT_EQ(formats(*tensors), (std::map<std::string, std::string>{
+                                   {"layers.0.q_proj.weight", "int2"},
+                                   {"layers.1.up_proj.weight", "int4"},
+                                   {"xq_proj.weight", "int5"},
+                                   {"head.weight", "int3"}}));
+}
+
+TEST_F(CompressedTensorsTest, HostileRegularExpressionsAreRefusedSoon) {
+  const auto repeat = [](const std::string& text, int count) {
+    std::string repeated;
+    for (int i = 0; i < count; ++i) repeated += text;
+    return repeated;
+  };
+  const absl::Time begin = absl::Now();
+  for (const std::string& pattern :
+       {repeat("(", 400) + "a" + repeat(")", 400) + "\\1",
+        repeat("(", 500000) + "a" + repeat(")", 500000),
+        std::string("((((((a{1,255}){1,255}){1,255}){1,255}){1,255}){1,255})"),
+        std::string("(?!lm_head).*"), std::string("(a)\\1"),
+        std::string("(")}) {
+    const auto tensors = ReadModules({"m"}, {{8, {"re:" + pattern}}});
+    EXPECT_EQ(tensors.status().code(), absl::StatusCode::kUnimplemented)
+        << pattern.substr(0, 80);
+    EXPECT_THAT(std::string(tensors.status().message()),
+                ::testing::AllOf(::testing::HasSubstr("config.json"),
+                                 ::testing::HasSubstr("regular expression")));
+    EXPECT_LT(tensors.status().message().size(), 2000);
+  }
+  // Those that are long to match for others, and too many.
+  std::vector<std::string> many(256, "re:(a*)*(a|aa)+b");
+  EXPECT_FALSE(ReadModules({repeat("a", 2000)}, {{8, many}}).ok());
+  many.push_back("re:m");
+  EXPECT_EQ(ReadModules({"m"}, {{8, many}}).status().code(),
+            absl::StatusCode::kUnimplemented);
+  // None that is not needed is looked at.
+  EXPECT_TRUE(ReadModules({"m"}, {{8, {"m", "re:("}}}).ok());
+  EXPECT_LT(absl::Now() - begin, absl::Seconds(60));
 }
 
 }  // namespace

@@ -16,7 +16,9 @@ class QuantizedTensorTest : public ::testing::Test {
   QuantizedTensor RoundTrip(const std::vector<int64_t>& shape,
                             const Encoding& encoding,
                             const std::vector<uint8_t>& codes) {
-    auto writer = files::SafetensorsWriter::Create(path_).value();
+    auto writer =
+        files::SafetensorsWriter::Create(path_, files::IfExists::kReplace)
+            .value();
     const absl::StatusOr<uint64_t> size = WriteQuantized(
         "w", ElementType::kBfloat16, shape, encoding, codes, &writer);
     EXPECT_TRUE(size.ok()) << size.status();

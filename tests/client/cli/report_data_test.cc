@@ -1,5 +1,6 @@
 #include "client/cli/report_data.h"
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -213,6 +214,55 @@ TEST(CodeLimitsTest, MalformedEncodingsHaveWhatCanBeTold) {
   // Zero points that are not one for each scale.
   EXPECT_EQ(CodeLimits(EncodingOf(v1::NUMBER_FORMAT_INT8, {1.0F}, {1, 2})),
             Limits({-128.0, 127.0}));
+}
+
+// As AddHistogram, with the sums that moments are made of.
+void AddSums(const std::vector<float>& values, v1::StatisticsState* state) {
+  const int low_bits = 23 - static_cast<int>(state->mantissa_bits());
+  std::map<uint32_t, std::pair<uint64_t, uint64_t>> sums;
+  for (const float value : values) {
+    uint32_t bits = 0;
+    std::memcpy(&bits, &value, sizeof(bits));
+    const uint64_t low = bits & ((1U << low_bits) - 1);
+    auto& sum = sums[KeyOf(value, static_cast<int>(state->mantissa_bits()))];
+    sum.first += low;
+    sum.second += low * low;
+  }
+  v1::Histogram* const histogram = state->mutable_histograms(0);
+  for (const auto& [key, sum] : sums) {
+    histogram->add_low_sum(sum.first);
+    histogram->add_low_square_sum(sum.second);
+  }
+}
+
+TEST(SummaryTest, HasTheMomentsOfTheElementsThemselves) {
+  const std::vector<float> values = {-3.14159f, -0.7f, -1e-40f,  0.0f,
+                                     1e-6f,     0.1f,  2.71828f, 1e4f};
+  for (const uint32_t mantissa_bits : {2u, 7u, 10u}) {
+    v1::StatisticsState state =
+        StateOf(values, values.front(), values.back(), mantissa_bits);
+    AddSums(values, &state);
+    const Summary summary = SummaryOf(state, {0.0, 0.5, 1.0});
+    double sum = 0;
+    double square_sum = 0;
+    for (const float value : values) {
+      sum += static_cast<double>(value);
+      square_sum += static_cast<double>(value) * static_cast<double>(value);
+    }
+    const double mean = sum / 8;
+    EXPECT_NEAR(summary.mean, mean, 1e-12 * mean);
+    const double deviation = std::sqrt(square_sum / 8 - mean * mean);
+    EXPECT_NEAR(summary.deviation, deviation, 1e-12 * deviation);
+    ASSERT_THAT(summary.quantiles, SizeIs(3));
+    EXPECT_EQ(summary.quantiles.back(), values.back());
+    EXPECT_EQ(summary.quantiles[1], 0);
+  }
+}
+
+TEST(SummaryTest, OfAStateWithoutElementsIsNone) {
+  const Summary summary = SummaryOf(v1::StatisticsState(), {0.5});
+  EXPECT_TRUE(std::isnan(summary.mean));
+  EXPECT_THAT(summary.quantiles, IsEmpty());
 }
 
 }  // namespace

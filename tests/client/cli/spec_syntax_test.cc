@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/support/temporary_directory.h"
 
@@ -65,10 +66,33 @@ TEST(SpecSyntaxTest, CandidatesHaveGranularityAndSymmetryInTheirOrder) {
   EXPECT_EQ(candidate.label, "int4:group:64:asymmetric");
   candidate = ParseCandidate("int8:full-range").value();
   EXPECT_EQ(candidate.spec.spec.symmetry(), v1::SYMMETRY_FULL_RANGE);
+  candidate = ParseCandidate("int8:mse:mantissa-bits=9").value();
+  EXPECT_EQ(candidate.spec.spec.mantissa_bits(), 9);
+  candidate = ParseCandidate("lpbq:aimet").value();
+  EXPECT_EQ(candidate.spec.spec.symmetry(), v1::SYMMETRY_AIMET);
   EXPECT_TRUE(ParseCandidate("stored").value().is_stored);
-  for (const char* text : {"", "int", "int8:", "int8:group", "int99",
-                           "int8:strict:full-range", "unspecified"}) {
+  for (const char* text :
+       {"", "int", "int8:", "int8:group", "int99", "int8:strict:full-range",
+        "unspecified", "int8:mse:mantissa-bits=x"}) {
     EXPECT_FALSE(ParseCandidate(text).ok()) << text;
+  }
+}
+
+TEST(SpecSyntaxTest, SaysAllThatFlagsSaidInEarlierVersions) {
+  absl::StatusOr<SpecTemplate> spec =
+      ParseSpec("int8:entropy:bins=4096:steps=9:block=1,0,32");
+  ASSERT_TRUE(spec.ok()) << spec.status();
+  EXPECT_EQ(spec->spec.entropy_bins(), 4096);
+  EXPECT_EQ(spec->spec.search_steps(), 9);
+  EXPECT_THAT(spec->granularity.block_size, ::testing::ElementsAre(1, 0, 32));
+  spec = ParseSpec("codebook2:entries=-1,-0.25,0.25,1:percentile:tail=upper");
+  ASSERT_TRUE(spec.ok()) << spec.status();
+  EXPECT_EQ(spec->spec.codebook_size(), 4);
+  EXPECT_EQ(spec->spec.tail(), v1::TAIL_UPPER);
+  for (const char* text :
+       {"int8:block=", "int8:block=1:group:2", "int8:tail=left",
+        "int8:steps=few", "int8:bins=-1", "codebook2:entries=/no/file"}) {
+    EXPECT_FALSE(ParseSpec(text).ok()) << text;
   }
 }
 
@@ -166,10 +190,10 @@ TEST(SpecSyntaxTest, TheFirstPatternThatMatchesCounts) {
   }
   EXPECT_TRUE(has_base);
   ASSERT_EQ(set.overrides.size(), 3u);
-  EXPECT_EQ(set.For("conv1.weight").spec.format(), v1::NUMBER_FORMAT_INT8);
-  EXPECT_EQ(set.For("fc.weight").spec.format(), v1::NUMBER_FORMAT_INT4);
-  EXPECT_EQ(set.For("fc.input").spec.tail_fraction(), 0.01);
-  EXPECT_EQ(set.For("fc.bias").spec.tail_fraction(), 0.001);
+  EXPECT_EQ(set.For("conv1.weight")->spec.format(), v1::NUMBER_FORMAT_INT8);
+  EXPECT_EQ(set.For("fc.weight")->spec.format(), v1::NUMBER_FORMAT_INT4);
+  EXPECT_EQ(set.For("fc.input")->spec.tail_fraction(), 0.01);
+  EXPECT_EQ(set.For("fc.bias")->spec.tail_fraction(), 0.001);
   EXPECT_FALSE(AddSpec("int8", &set, &has_base).ok());
   // The format is known, so that it is the rest that is wrong.
   const absl::Status status = AddSpec("int8:percentile=2", &set, &has_base);
@@ -192,6 +216,13 @@ TEST(SpecSyntaxTest, SpecsComeFromAFile) {
   EXPECT_EQ(set.overrides[0].spec.granularity.group, 32);
   EXPECT_EQ(set.overrides[1].pattern, "b*");
   EXPECT_EQ(set.overrides[1].spec.spec.format(), v1::NUMBER_FORMAT_NF4);
+  EXPECT_NE(set.For("b.weight"), nullptr);
+  // What no pattern matches has no spec without a base.
+  set.has_base = has_base;
+  EXPECT_EQ(set.For("c"), nullptr);
+  // An empty file would leave everything to the default.
+  std::ofstream(path) << "\n \n";
+  EXPECT_FALSE(AddSpec("@" + path, &set, &has_base).ok());
   // A file of files could go on for ever.
   std::ofstream(path) << "@" << path << "\n";
   EXPECT_FALSE(AddSpec("@" + path, &set, &has_base).ok());

@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "client/cli/session.h"
@@ -33,6 +34,41 @@ TEST(TableTest, BytesHaveTheUnitThatKeepsThemShort) {
   EXPECT_EQ(BytesText(1024 * 1024 - 1), "1.0 MiB");
   EXPECT_EQ(BytesText(uint64_t{5} << 30), "5.0 GiB");
   EXPECT_EQ(BytesText(UINT64_MAX), "16.0 EiB");
+}
+
+TEST(TableTest, NamesSortAsPeopleCount) {
+  const std::vector<std::string> kSorted = {
+      "",          "a",        "a.2",        "a.02",        "a.10",
+      "a.10.w",    "a.b",      "layers.2.w", "layers.10.b", "layers.10.w",
+      "layers.9x", "layers.x", "z",          "\xff"};
+  for (size_t i = 0; i < kSorted.size(); ++i) {
+    for (size_t j = 0; j < kSorted.size(); ++j) {
+      // Both of these are before or behind the other in a way that holds.
+      if (NaturalLess(kSorted[i], kSorted[j])) {
+        EXPECT_FALSE(NaturalLess(kSorted[j], kSorted[i]));
+      } else if (i != j) {
+        EXPECT_TRUE(NaturalLess(kSorted[j], kSorted[i]));
+      }
+    }
+  }
+  EXPECT_TRUE(NaturalLess("layers.2", "layers.10"));
+  EXPECT_TRUE(NaturalLess("layers.2.weight", "layers.10.bias"));
+  EXPECT_TRUE(NaturalLess("layers.99999999999999999999999998",
+                          "layers.99999999999999999999999999"));
+  EXPECT_TRUE(NaturalLess("a", "a1"));
+  EXPECT_FALSE(NaturalLess("x", "x"));
+  Table table;
+  table.AddColumn("N", Table::Align::kLeft);
+  for (const char* const name : {"h.10", "h.1", "h.9"}) table.AddRow({name});
+  table.SortRows();
+  EXPECT_EQ(table.Render(false), "N\nh.1\nh.9\nh.10\n");
+}
+
+TEST(TableTest, TimesHaveTwoUnitsAtMost) {
+  EXPECT_EQ(DurationText(0.2), "1 s");
+  EXPECT_EQ(DurationText(59), "59 s");
+  EXPECT_EQ(DurationText(200), "3 min 20 s");
+  EXPECT_EQ(DurationText(7500), "2 h 5 min");
 }
 
 TEST(TableTest, NumbersAreShortAndNeverMisleading) {

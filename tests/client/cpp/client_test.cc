@@ -393,7 +393,7 @@ TEST_F(ClientTest, TellsOfRetriesAndOfTheLastError) {
   EXPECT_EQ(ErrorReason(retries[0].status), "DRAINING");
   EXPECT_EQ(retries[0].number, 1);
   EXPECT_EQ(retries[1].number, 2);
-  EXPECT_EQ(retries[1].max_number, 2);
+  EXPECT_LE(retries[1].left, options.retry_for);
   EXPECT_GT(retries[1].pause, absl::ZeroDuration());
 }
 
@@ -404,6 +404,72 @@ TEST_F(ClientTest, RetriesWhatAStatusWithRetryInfoAsksFor) {
   const absl::Status status = client_->ListEncodings("m", "").status();
   EXPECT_EQ(status.message(), "OVERLOADED: too much (after 5 attempts)");
   EXPECT_EQ(RetryAfter(status), absl::Milliseconds(1));
+}
+
+TEST_F(ClientTest, TimeEndsRetriesAndNotTheirNumber) {
+  ClientOptions options = OptionsFor(server_.target());
+  options.max_retries = ClientOptions().max_retries;
+  const std::vector<float> values = Ramp(1000);
+  // A server that takes more than the six retries of earlier versions.
+  server_.faults().unavailable_streams = 20;
+  EXPECT_TRUE(std::move(Client::Connect(options))
+                  .value()
+                  ->Quantize(MakeJob("w", values))
+                  .ok());
+  server_.faults().unavailable_streams = 1 << 20;
+  options.retry_for = absl::Milliseconds(200);
+  std::vector<absl::Duration> left;
+  options.on_retry = [&](const Retry& retry) { left.push_back(retry.left); };
+  const auto client = std::move(Client::Connect(options)).value();
+  const absl::Time begin = absl::Now();
+  const absl::Status status = client->Quantize(MakeJob("w", values)).status();
+  EXPECT_EQ(ErrorReason(status), "DRAINING");
+  EXPECT_GE(absl::Now() - begin, absl::Milliseconds(150));
+  ASSERT_GT(left.size(), 2u);
+  EXPECT_EQ(left[0], options.retry_for);
+  EXPECT_LT(left.back(), left[0]);
+  left.clear();
+  options.retry_for = absl::ZeroDuration();
+  EXPECT_FALSE(std::move(Client::Connect(options))
+                   .value()
+                   ->Quantize(MakeJob("w", values))
+                   .ok());
+  EXPECT_TRUE(left.empty());
+}
+
+TEST_F(ClientTest, SaysWhyAServerIsNotThere) {
+  const auto cause_of = [](const grpc::StatusCode code, const char* text) {
+    return UnreachableCauseOf(
+        FromGrpcStatus(grpc::Status(code, text), "t", absl::Seconds(1)));
+  };
+  constexpr char kBegin[] =
+      "failed to connect to all addresses; last error: UNKNOWN: ";
+  EXPECT_EQ(cause_of(grpc::UNAVAILABLE,
+                     absl::StrCat(kBegin,
+                                  "ipv4:127.0.0.1:1: Failed to connect "
+                                  "to remote host: Connection refused")
+                         .c_str()),
+            UnreachableCause::kNothingListens);
+  EXPECT_EQ(
+      cause_of(grpc::UNAVAILABLE,
+               absl::StrCat(kBegin, "ipv4:127.0.0.1:1: Socket closed").c_str()),
+      UnreachableCause::kClosed);
+  // While a call was under way.
+  EXPECT_EQ(cause_of(grpc::UNAVAILABLE, "Socket closed"),
+            UnreachableCause::kOther);
+  EXPECT_EQ(
+      cause_of(grpc::UNIMPLEMENTED, "Received http2 header with status: 404"),
+      UnreachableCause::kNotQuantd);
+  EXPECT_EQ(cause_of(grpc::NOT_FOUND, "ENCODING_NOT_FOUND: x"),
+            UnreachableCause::kOther);
+  const absl::Status status =
+      WithAttempts(ServerUnreachableError("t", "wrong version number",
+                                          UnreachableCause::kNoTls),
+                   3);
+  EXPECT_EQ(UnreachableCauseOf(status), UnreachableCause::kNoTls);
+  EXPECT_EQ(status.message(),
+            "SERVER_UNREACHABLE: what listens at t does not speak TLS (after 3 "
+            "attempts)");
 }
 
 TEST_F(ClientTest, ADeadlineCoversAllAttempts) {

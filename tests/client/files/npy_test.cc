@@ -55,7 +55,8 @@ TEST_F(NpyTest, ReadsBackWhatItWrote) {
         data[i] = static_cast<uint8_t>(i);
       }
       const std::string path = directory_.File("round.npy");
-      const absl::StatusOr<uint64_t> size = WriteNpy(path, dtype, shape, data);
+      const absl::StatusOr<uint64_t> size =
+          WriteNpy(path, IfExists::kReplace, dtype, shape, data);
       ASSERT_TRUE(size.ok()) << size.status();
       EXPECT_EQ(*size, ReadFile(path).size());
       const absl::StatusOr<NpyReader> reader = NpyReader::Open(path);
@@ -74,7 +75,7 @@ TEST_F(NpyTest, ReadsBackWhatItWrote) {
 TEST_F(NpyTest, WritesTheBytesThatNumpyWrites) {
   const std::string path = directory_.File("same.npy");
   const std::vector<uint8_t> data(12, 'd');
-  ASSERT_TRUE(WriteNpy(path, Dtype::kF32, {3}, data).ok());
+  ASSERT_TRUE(WriteNpy(path, IfExists::kReplace, Dtype::kF32, {3}, data).ok());
   std::string header =
       "{'descr': '<f4', 'fortran_order': False, 'shape': (3,), }";
   header.append(117 - header.size(), ' ');
@@ -82,10 +83,10 @@ TEST_F(NpyTest, WritesTheBytesThatNumpyWrites) {
 }
 
 TEST_F(NpyTest, HasNoBfloat16) {
-  EXPECT_TRUE(
-      absl::IsUnimplemented(WriteNpy(directory_.File("bf16.npy"), Dtype::kBF16,
-                                     {1}, std::vector<uint8_t>(2))
-                                .status()));
+  EXPECT_TRUE(absl::IsUnimplemented(WriteNpy(directory_.File("bf16.npy"),
+                                             IfExists::kReplace, Dtype::kBF16,
+                                             {1}, std::vector<uint8_t>(2))
+                                        .status()));
 }
 
 TEST_F(NpyTest, AcceptsWhatTheFormatAllows) {

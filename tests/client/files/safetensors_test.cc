@@ -12,7 +12,9 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "client/files/atomic_file.h"
 #include "gtest/gtest.h"
+#include "tests/support/paths.h"
 #include "tests/support/temporary_directory.h"
 
 namespace quantd::files {
@@ -50,7 +52,8 @@ TEST_F(SafetensorsTest, ReadsBackWhatItWrote) {
   const std::vector<uint8_t> b = Bytes(24);
   const std::vector<uint8_t> c = Bytes(8);
   {
-    absl::StatusOr<SafetensorsWriter> writer = SafetensorsWriter::Create(path);
+    absl::StatusOr<SafetensorsWriter> writer =
+        SafetensorsWriter::Create(path, IfExists::kReplace);
     ASSERT_TRUE(writer.ok()) << writer.status();
     EXPECT_TRUE(writer->Add("a", Dtype::kI8, {3}, a).ok());
     EXPECT_TRUE(writer->AddView("b\n\"€", Dtype::kF32, {2, 3}, b).ok());
@@ -85,7 +88,7 @@ TEST_F(SafetensorsTest, ReadsBackWhatItWrote) {
 
 TEST_F(SafetensorsTest, ReadsFilesThatOthersWrote) {
   const absl::StatusOr<SafetensorsReader> reader = SafetensorsReader::Open(
-      absl::StrCat(QUANTD_TEST_DATA_DIR, "/digits-cnn/model.safetensors"));
+      absl::StrCat(TestDataFolder(), "/digits-cnn/model.safetensors"));
   ASSERT_TRUE(reader.ok()) << reader.status();
   ASSERT_NE(reader->Find("conv1.weight"), nullptr);
   EXPECT_EQ(reader->Find("conv1.weight")->shape,
@@ -97,7 +100,8 @@ TEST_F(SafetensorsTest, LeavesNothingBehindWithoutFinish) {
   ASSERT_EQ(mkdir(folder.c_str(), 0700), 0);
   const std::string path = folder + "/x.safetensors";
   {
-    absl::StatusOr<SafetensorsWriter> writer = SafetensorsWriter::Create(path);
+    absl::StatusOr<SafetensorsWriter> writer =
+        SafetensorsWriter::Create(path, IfExists::kReplace);
     ASSERT_TRUE(writer.ok());
     EXPECT_TRUE(writer->Add("a", Dtype::kU8, {3}, Bytes(3)).ok());
   }
@@ -106,17 +110,18 @@ TEST_F(SafetensorsTest, LeavesNothingBehindWithoutFinish) {
 
 TEST_F(SafetensorsTest, KeepsTheOldFileWhenFinishFails) {
   const std::string path = directory_.File("folder.safetensors");
-  ASSERT_EQ(mkdir(path.c_str(), 0700), 0);
-  absl::StatusOr<SafetensorsWriter> writer = SafetensorsWriter::Create(path);
+  absl::StatusOr<SafetensorsWriter> writer =
+      SafetensorsWriter::Create(path, IfExists::kReplace);
   ASSERT_TRUE(writer.ok());
+  ASSERT_EQ(mkdir(path.c_str(), 0700), 0);
   const absl::Status status = writer->Finish().status();
   EXPECT_TRUE(absl::StrContains(status.message(), "FILE_UNWRITABLE")) << status;
   EXPECT_TRUE(std::filesystem::is_directory(path));
 }
 
 TEST_F(SafetensorsTest, WriterRefusesWhatTheFormatForbids) {
-  absl::StatusOr<SafetensorsWriter> writer =
-      SafetensorsWriter::Create(directory_.File("forbidden.safetensors"));
+  absl::StatusOr<SafetensorsWriter> writer = SafetensorsWriter::Create(
+      directory_.File("forbidden.safetensors"), IfExists::kRefuse);
   ASSERT_TRUE(writer.ok());
   EXPECT_TRUE(writer->Add("a", Dtype::kU8, {3}, Bytes(3)).ok());
   EXPECT_FALSE(writer->Add("a", Dtype::kU8, {3}, Bytes(3)).ok());

@@ -68,7 +68,7 @@ def test_ManyTensorsComeInOrderWithAnErrorInTheMiddle(server, client):
     async def body(other):
         for items in (tensors, slowly()):
             got = [tensor async for tensor in other.quantize_many(
-                items, "int8", model="acme/aio", store=True,
+                items, "int8", model="acme/aio", store=True, min_rank=0,
                 on_error="return")]
             assert [tensor.name.tensor for tensor in got] == [
                 name for name, _ in tensors]
@@ -77,9 +77,22 @@ def test_ManyTensorsComeInOrderWithAnErrorInTheMiddle(server, client):
                 got[59].codes, client.quantize(tensors[59][1], "int8").codes)
         seen = 0
         with pytest.raises(quantd.QuantdError):
-            async for _ in other.quantize_many(tensors, "int8"):
+            async for _ in other.quantize_many(tensors, "int8", min_rank=0):
                 seen += 1
         assert seen == 11
+        # Left out.
+        got = [tensor async for tensor in other.quantize_many(
+            slowly(), "int8")]
+        assert len(got) == 59
+        got = [tensor async for tensor in other.quantize_many(
+            tensors, {"t1?": "int8", "t2": "int4"})]
+        assert len(got) == 10
+        for source, items in (({"t99": "int8"}, tensors),
+                              ({"*": "int8"}, slowly()),
+                              ("int8", [tensors[11]])):
+            with pytest.raises(quantd.QuantdError):
+                async for _ in other.quantize_many(items, source):
+                    pass
         # Left halfway.
         async for _ in other.quantize_many(tensors, "int8"):
             break
@@ -120,6 +133,8 @@ def test_PartsGiveTheBytesOfTheWhole(server, client):
             await other.calibrate_chunks(broken(), shape=x.shape)
         assert await reason_of(other.calibrate_chunks(
             [x], shape=(1, 2))) == "ARGUMENT_INVALID"
+        with pytest.raises(quantd.QuantdError, match="tensor 'layer': "):
+            await other.calibrate_chunks([x], "layer", shape=(1, 2))
 
     run(server, body, chunk_bytes=4096)
 

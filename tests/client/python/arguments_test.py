@@ -12,6 +12,7 @@ import pickle
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -25,6 +26,7 @@ import numpy as np
 import live_server
 import quantd
 import quantd.aio
+from quantd import _channel
 
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--quantd", required=True)
@@ -101,7 +103,10 @@ class ArgumentsTest(unittest.TestCase):
                 "a target that is a number": lambda: quantd.Client(8430),
                 "no timeout": lambda: quantd.Client("x", timeout=None),
                 "chunks of text": lambda: quantd.Client("x", chunk_bytes="1"),
-                "no retries": lambda: quantd.aio.Client("x", max_retries=None),
+                "retries of text": lambda: quantd.aio.Client(
+                    "x", max_retries="1"),
+                "no time for retries": lambda: quantd.Client("x",
+                                                             retry_for=-1),
                 "negative pauses": lambda: quantd.Client(
                     "x", initial_backoff=-1)}.items():
             with self.subTest(name), self.assertRaises(
@@ -110,6 +115,54 @@ class ArgumentsTest(unittest.TestCase):
             self.assertEqual(
                 (caught.exception.code, caught.exception.reason),
                 (grpc.StatusCode.INVALID_ARGUMENT, "ARGUMENT_INVALID"))
+
+    def test_TargetsAreThoseOfTheOtherClients(self):
+        with open(os.path.join(live_server.ROOT, "tests/data/targets.txt"),
+                  encoding="utf-8") as file:
+            lines = [line.rstrip("\n") for line in file if line[0] != "#"]
+        self.assertGreater(len(lines), 30)
+        for line in lines:
+            text, expected = line.split(maxsplit=1)
+            with self.subTest(line):
+                if not expected.startswith("! "):
+                    self.assertEqual(_channel.parse_target(text), expected)
+                    with quantd.Client(text) as client:
+                        self.assertIn(f" {expected}>", repr(client))
+                    self.assertIn(f" {expected}>",
+                                  repr(quantd.aio.Client(text)))
+                    continue
+                with self.assertRaises(quantd.QuantdError) as caught:
+                    quantd.Client(text)
+                self.assertIn(expected[2:],
+                              caught.exception.message.replace("'", '"'))
+                self.assertEqual(caught.exception.field, "target")
+        for text in ("", " ", "localhost ", "local\nhost"):
+            with self.assertRaises(quantd.QuantdError):
+                quantd.Client(text)
+
+    def test_RetriesEndWithTheirTime(self):
+        with tempfile.TemporaryDirectory() as folder:
+            for retry_for, least, most in ((0, 0, 10), (0.4, 0.3, 20)):
+                with quantd.Client(folder + "/nobody", retry_for=retry_for,
+                                   max_backoff=0.05) as client:
+                    for call in (lambda: client.quantize(X, "int8"),
+                                 lambda: list(client.list_models()),
+                                 lambda: client.sweep("m", ["int8"])):
+                        begin = time.monotonic()
+                        with self.assertRaises(quantd.QuantdError) as caught:
+                            call()
+                        self.assertEqual(caught.exception.reason,
+                                         "SERVER_UNREACHABLE")
+                        self.assertTrue(
+                            least <= time.monotonic() - begin < most)
+
+    def test_AWrongSpecIsToldWhatThereIs(self):
+        for text in ("int8:per-chanel", "int8:mse:groups:32", "int8:"):
+            with self.assertRaises(quantd.QuantdError) as caught:
+                quantd.EncodingSpec.parse(text)
+            for word in (repr(text), "per-tensor", "per-channel", "group:N",
+                         "asymmetric", "minmax", "best-of", "power-of-two"):
+                self.assertIn(word, str(caught.exception))
 
     def test_OddArraysAreArrays(self):
         want = self.client.quantize(X, "int8").codes
@@ -257,7 +310,7 @@ class ArgumentsTest(unittest.TestCase):
         nobody = quantd.Client(f"127.0.0.1:{silent.getsockname()[1]}")
         self.addCleanup(nobody.close)
         name = quantd.TensorName("m", "t")
-        of_parts = quantd._chunks.ChunkedCall.read.__code__
+        of_parts = quantd._chunks.ChunkedCall._read.__code__
         of_answers = quantd.Client._read.__code__
 
         def parts():

@@ -107,7 +107,13 @@ def test_ErrorsOfPartsSayWhatIsWrong(client):
     assert fails("ARGUMENT_INVALID", whole, [data_of(99)]).field == "chunks"
     assert fails("ARGUMENT_INVALID", whole,
                  [data_of(99), data_of(2)]).field == "chunks"
-    fails("ARGUMENT_INVALID", whole, [np.zeros(100, np.int32)])
+    error = fails("ARGUMENT_INVALID", whole, [np.zeros(100, np.int32)],
+                  name="layer")
+    assert ": tensor 'layer': expected" in str(error)
+    error = fails("ENCODING_NOT_FOUND", whole, [data_of(100)],
+                  source=quantd.EncodingReference(),
+                  name=quantd.TensorName("acme/none", "layer"))
+    assert ": tensor 'layer': " in str(error)
     fails("ARGUMENT_INVALID", whole, [data_of(100)], source=8)
     fails("ENCODING_NOT_FOUND", whole, [data_of(100)],
           source=quantd.EncodingReference(quantd.TensorName("m", "none")))

@@ -25,7 +25,7 @@ import live_server
 import quantd
 import quantd.aio
 from quantd import client as client_module
-from quantd import _exchange, _requests, _stream
+from quantd import _arrays, _exchange, _requests, _stream
 from quantd.tensor import FORMATS
 from quantd.v1 import encoding_service_pb2 as es
 from quantd.v1 import quantization_service_pb2 as qs
@@ -107,7 +107,7 @@ class ClientTest(unittest.TestCase):
                 with self.subTest(format=name):
                     target = os.path.join(folder, "codes")
                     subprocess.run(
-                        [options.quantctl, "quantize", source, "-o", target,
+                        [options.quantctl, "quantize", source, "-o", target, "--force",
                          "--format", name, "--codebook", str(codebook)[1:-1],
                          "--server", self.server.address],
                         check=True, stdout=subprocess.PIPE,
@@ -230,17 +230,174 @@ class ClientTest(unittest.TestCase):
             import torch  # pylint: disable=import-outside-toplevel
         except ImportError:
             self.skipTest("without torch")
-        x = torch.from_numpy(data_of(10, 70)).to(torch.bfloat16)
-        got = self.client.quantize(x, "int8:per-channel")
-        bits = x.view(torch.int16).numpy().view(np.uint16)
-        np.testing.assert_array_equal(
-            got.codes, self.client.quantize(
-                bits, "int8:per-channel", element_type="bfloat16").codes)
-        out = torch.empty(10, 70, dtype=torch.bfloat16)
-        self.client.dequantize(got, out=out)
-        np.testing.assert_array_equal(
-            out.view(torch.int16).numpy().view(np.uint16),
-            self.client.dequantize(got))
+        for dtype, spec, of_codes in (
+                (torch.bfloat16, "int8:per-channel", torch.int8),
+                (torch.bfloat16, "int4:group:32", torch.uint8),
+                (torch.float32, "int12", torch.int16),
+                (torch.float16, "uint16:asymmetric", torch.int32),
+                (torch.float64, "float8_e4m3fn", torch.uint8)):
+            with self.subTest(dtype=dtype, spec=spec):
+                x = torch.from_numpy(data_of(10, 70)).to(dtype)
+                array, element_type = _arrays.to_numpy(x)
+                want = self.client.quantize(array, spec,
+                                            element_type=element_type)
+                got = self.client.quantize(x, spec)
+                self.assertEqual(got.codes.dtype, of_codes)
+                np.testing.assert_array_equal(got.codes.numpy(), want.codes)
+                np.testing.assert_array_equal(got.unpacked().numpy(),
+                                              want.unpacked())
+                restored = self.client.dequantize(want)
+                for back in (
+                        self.client.dequantize(got), got.dequantize(),
+                        next(self.client.dequantize_many([got])),
+                        self.client.dequantize(
+                            got.codes, got.encoding, shape=x.shape,
+                            element_type=got.element_type),
+                        self.client.dequantize(got,
+                                               out=torch.empty_like(x))):
+                    self.assertEqual((back.dtype, back.shape),
+                                     (dtype, x.shape))
+                    np.testing.assert_array_equal(_arrays.to_numpy(back)[0],
+                                                  restored)
+                self.assertIn(f"{got.to_dicts()[0]['codes_bytes']:,} bytes",
+                              repr(got))
+        for shape in ((), (0, 4)):
+            got = self.client.quantize(torch.ones(shape), "int8")
+            self.assertEqual(
+                {got.codes.shape, got.unpacked().shape, got.dequantize().shape,
+                 self.client.dequantize(got).shape}, {torch.Size(shape)})
+        out = torch.empty(10, 70, dtype=torch.int8)
+        x = torch.from_numpy(data_of(10, 70))
+        codes = self.client.quantize(x, "int8", out=out).codes
+        self.assertEqual(codes.data_ptr(), out.data_ptr())
+        # What reads no tensor of torch is not given one.
+        self.assertIsInstance(
+            self.client.dequantize(self.client.quantize(x.numpy(), "int8")),
+            np.ndarray)
+        with self.assertRaises(quantd.QuantdError):
+            self.client.dequantize(torch.full((3,), -1, dtype=torch.int32),
+                                   quantd.Encoding("uint16", [1.0]))
+
+    def test_AStateDictNeedsNoSorting(self):
+        try:
+            import torch  # pylint: disable=import-outside-toplevel
+        except ImportError:
+            self.skipTest("without torch")
+        model = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4),
+            torch.nn.Linear(4, 2).to(torch.bfloat16))
+        state = {**model.state_dict(), "0._extra_state": None,
+                 "mask": torch.ones(2, 2, dtype=torch.bool)}
+        weights = ["0.weight", "2.weight"]
+        got = list(self.client.quantize_many(state.items(), "int8"))
+        self.assertEqual([tensor.name.tensor for tensor in got], weights)
+        for tensor in got:
+            back = tensor.dequantize()
+            self.assertEqual(back.dtype, state[tensor.name.tensor].dtype)
+        # Told to, it takes all, and what is no tensor of reals is an error.
+        got = list(self.client.quantize_many(
+            state.items(), "int8", min_rank=0, on_error="return"))
+        self.assertEqual([str(tensor.name.tensor) for tensor in got],
+                         list(state))
+        wrong = [str(error) for error in got if isinstance(error, Exception)]
+        self.assertEqual(len(wrong), 3)
+        for name, text in zip(("1.num_batches_tracked", "0._extra_state",
+                               "mask"), wrong):
+            self.assertIn(f"tensor '{name}': expected", text)
+        for dtype in (np.uint16, complex, np.longdouble):
+            with self.subTest(dtype=dtype):
+                # Not left out: it was meant to be quantized.
+                error = self.assert_fails(
+                    "ARGUMENT_INVALID", lambda dtype=dtype: list(
+                        self.client.quantize_many(
+                            [("w", np.ones((2, 2), dtype))], "int8")))
+                self.assertIn("tensor 'w'", str(error))
+        error = self.assert_fails(
+            "ARGUMENT_INVALID", lambda: list(self.client.quantize_many(
+                [("b", data_of(3)), ("n", np.arange(4))], "int8")))
+        self.assertIn("none of 2 is one; min_rank=0", str(error))
+
+    def test_SpecsByPatternAreForWhatTheyMatchAlone(self):
+        weights = {f"layers.{n}.{name}": data_of(*shape, seed=n)
+                   for n in range(3) for name, shape in (
+                       ("q_proj.weight", (4, 64)), ("norm.weight", (64,)),
+                       ("embed.weight", (9, 64)))}
+        got = list(self.client.quantize_many(weights.items(), {
+            "layers.0.*proj.weight": "int8", "*_proj.weight": "int4:group:32"
+        }, model="acme/patterns", store=True))
+        self.assertEqual(
+            [(tensor.name.tensor, tensor.encoding.format) for tensor in got],
+            [("layers.0.q_proj.weight", "int8"),
+             ("layers.1.q_proj.weight", "int4"),
+             ("layers.2.q_proj.weight", "int4")])
+        jobs = [quantd.QuantizeJob(weights["layers.0.norm.weight"],
+                                   name="norm"),
+                quantd.QuantizeJob(weights["layers.0.norm.weight"], "int8",
+                                   name="other")]
+        self.assertEqual(
+            [tensor.encoding.format for tensor in self.client.quantize_many(
+                jobs, {"no?m": "int4"})], ["int4", "int8"])
+        # Before anything is sent, and before anybody asks for a result.
+        for source, items in (
+                ({"*proj.weight": "int8", "*.bias": "int4"}, weights.items()),
+                ({"*norm.weight": "int8"}, weights.items()),
+                ({"*proj.weight": "int8x"}, weights.items()),
+                ({"*": "int8"}, iter(weights.items())),
+                ({3: "int8"}, weights.items()), ({"": "int8"}, list(weights)),
+                ({"*": "int8"}, [])):
+            with self.subTest(source=source):
+                self.assert_fails(
+                    "ARGUMENT_INVALID", self.client.quantize_many, items,
+                    source, model="acme/nothing", store=True)
+        self.assertEqual(list(self.client.list_encodings("acme/nothing")), [])
+        list(self.client.calibrate_many(
+            weights.items(), model="acme/patterns",
+            contribution=quantd.Contribution("file", 1)))
+        for call in (
+                lambda patterns: self.client.sweep(
+                    "acme/patterns", ["int8"], patterns=patterns),
+                lambda patterns: list(self.client.compute_encodings(
+                    "acme/patterns",
+                    overrides=[(pattern, "int8") for pattern in patterns]))):
+            call(["*norm*", "*.2.*"])
+            error = self.assert_fails("ARGUMENT_INVALID", call,
+                                      ["*norm*", "*.3.*"])
+            self.assertIn("'*.3.*'", str(error))
+
+    def test_ResultsAreRowsOfTables(self):
+        x = data_of(8, 64)
+        metrics = self.client.evaluate(x, ["int8", "int4"])
+        rows = metrics.to_dicts()
+        self.assertEqual([row["label"] for row in rows], ["int8", "int4"])
+        self.assertEqual(rows[0]["sqnr_db"], metrics[0].overall.sqnr_db)
+        page = metrics._repr_html_()
+        self.assertEqual((page.count("<tr>"), page.count("<th>label")), (3, 1))
+        name = quantd.TensorName("acme/rows", "a<b>")
+        self.client.calibrate(x, name, contribution=quantd.Contribution("a", 1))
+        swept = self.client.sweep("acme/rows", ["int8", "int4"])
+        self.assertEqual(
+            [(row["tensor"], row["spec_index"], row["size_bytes"])
+             for row in swept.to_dicts()],
+            [("a<b>", 0, 516), ("a<b>", 1, 260)])
+        self.assertEqual(swept._repr_html_().count("<tr>"), 3)
+        tensor = self.client.quantize(x, "int4:group:32", name=name)
+        row, = tensor.to_dicts()
+        self.assertEqual((row["tensor"], row["format"], row["scale_count"],
+                          row["summary_count"]), ("a<b>", "int4", 16, 512))
+        listed = quantd.ResultList(
+            self.client.compute_encodings("acme/rows", "int8"))
+        self.assertIn("<td>a&lt;b&gt;</td>", listed._repr_html_())
+        self.assertEqual(listed.to_dicts()[0]["stored_encoding_format"],
+                         "int8")
+        many = quantd.ResultList([tensor] * 250)
+        self.assertIn("100 of 250 rows", many._repr_html_())
+        self.assertEqual(quantd.ResultList().to_dicts(), [])
+        # No array of objects, in silence.
+        for thing in (tensor, tensor.encoding):
+            with self.assertRaisesRegex(TypeError, "is no array: take"):
+                np.asarray(thing)
+        self.assert_fails("ARGUMENT_INVALID", self.client.quantize, tensor,
+                          "int8")
 
     def test_ManyTensorsComeInOrderWithAnErrorInTheMiddle(self):
         x = [data_of(n + 1, 40, seed=n) for n in range(30)]
@@ -251,11 +408,12 @@ class ClientTest(unittest.TestCase):
             x[17], quantd.EncodingReference(), name="t17")
         got = list(self.client.quantize_many(
             tensors, "int8:per-channel", model="acme/many", store=True,
-            on_error="return"))
+            min_rank=0, on_error="return"))
         for n, result in enumerate(got):
             self.assertEqual(result.name.tensor, f"t{n}")
             if n in (11, 17):
                 self.assertIsInstance(result, quantd.QuantdError)
+                self.assertIn(f": tensor 't{n}': ", str(result))
                 self.assertEqual(result.reason, "ARGUMENT_INVALID" if n == 11
                                  else "ENCODING_NOT_FOUND")
                 continue
@@ -269,7 +427,7 @@ class ClientTest(unittest.TestCase):
         for tensor, back in zip(whole, self.client.dequantize_many(whole)):
             np.testing.assert_array_equal(back, self.client.dequantize(tensor))
 
-        results = self.client.quantize_many(tensors, "int8")
+        results = self.client.quantize_many(tensors, "int8", min_rank=0)
         for _ in range(11):
             next(results)
         with self.assertRaises(quantd.QuantdError):
@@ -287,7 +445,7 @@ class ClientTest(unittest.TestCase):
                 yield f"t{n}", data_of(1000, seed=n)
 
         with mock.patch.object(client_module, "_WINDOW_BYTES", 10000):
-            for _ in self.client.quantize_many(tensors(), "int8"):
+            for _ in self.client.quantize_many(tensors(), "int8", min_rank=1):
                 received += 1
                 ahead = max(ahead, taken - received)
         self.assertEqual((taken, received), (40, 40))
@@ -296,7 +454,7 @@ class ClientTest(unittest.TestCase):
 
     def test_ManyTensorsCanBeLeftHalfway(self):
         results = self.client.quantize_many(
-            ((f"t{n}", data_of(50000)) for n in range(100)), "int8")
+            ((f"t{n}", data_of(1, 50000)) for n in range(100)), "int8")
         next(results)
         results.close()
 
@@ -403,7 +561,7 @@ class ClientTest(unittest.TestCase):
             raise quantd.QuantdError(grpc.StatusCode.UNAVAILABLE, reason, "")
 
         with mock.patch.object(self.client, "_attempt", fail), (
-                mock.patch.object(_stream.Options, "backoff",
+                mock.patch.object(_stream.Options, "pause",
                                   lambda *unused: 0)):
             yield
 
@@ -620,9 +778,14 @@ class RestartTest(unittest.TestCase):
     def test_TensorsAreSentAgainToAServerThatComesBack(self):
         x = data_of(1000, 300)
         retrying = threading.Event()
+        pauses = []
 
-        def backoff(*unused):
-            retrying.set()
+        def pause(options_, retries, error):
+            """More of them than any fixed number was before."""
+            pauses.append((options_, error))
+            retries.add()
+            if len(pauses) == 30:
+                retrying.set()
             return 0.02
 
         with tempfile.TemporaryDirectory() as folder:
@@ -632,9 +795,8 @@ class RestartTest(unittest.TestCase):
                 return live_server.LiveServer(options.quantd, folder,
                                               ["--listen", target])
 
-            with mock.patch.object(_stream.Options, "backoff", backoff), (
-                    quantd.Client(target, max_retries=10000,
-                                  max_backoff=0.1)) as client, (
+            with mock.patch.object(_stream.Options, "pause", pause), (
+                    quantd.Client(target, max_backoff=0.1)) as client, (
                     concurrent.futures.ThreadPoolExecutor(2)) as pool:
                 first = server()
                 want = client.quantize(x, "int8")

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from unittest import mock
 
@@ -367,6 +368,25 @@ def test_ABlockThatEndsWithAnExceptionWaitsForNoRetries(tmp_path):
     assert not sender.is_alive()
 
 
+def test_AServerThatIsAwayTakesLittleTimeOfTrainingThatGoesOn(tmp_path):
+    model, data = small_model(), batches(40)
+    with quantd.Client(f"unix:{tmp_path}/nobody", retry_for=0.3,
+                       max_backoff=0.05) as nobody, (
+                           warnings.catch_warnings(record=True)) as caught:
+        warnings.simplefilter("always")
+        begin = time.monotonic()
+        with quantd.torch.calibrate(model, nobody, model_name="t/away",
+                                    source="rank-0", start=0, on_error="warn",
+                                    max_pending_bytes=1) as block:
+            for x in data:
+                model(x)
+        # A copy may wait at a time: each of 80 would have taken 0.3 s.
+        assert time.monotonic() - begin < 10
+        assert set(block.sequences.values()) == {40}
+    assert any("the server is away; for 3 s" in str(one.message)
+               for one in caught)
+
+
 class LateClient(HeldClient):
     """Takes the first that it is to send, and sends it when it is told to."""
 
@@ -459,7 +479,20 @@ def test_WarningsAreAllThatStaysOfAServerThatIsGone(client, server, tmp_path,
     assert not any(thread.name == "quantd-calibrate"
                    for thread in threading.enumerate())
     del x
+    # A thread of gRPC may have a request still that it was about to send.
+    end = time.monotonic() + 10
+    while tensors_of(1777 * 64) != before and time.monotonic() < end:
+        time.sleep(0.01)
     assert tensors_of(1777 * 64) == before
+
+
+def test_APatternWithoutAModuleIsAnError(client):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    for modules in ("linear*", ["0", "[0]"]):
+        with pytest.raises(quantd.QuantdError, match="it matches none"):
+            with quantd.torch.calibrate(model, client, model_name="none",
+                                        source="s", modules=modules):
+                raise AssertionError("the block began")
 
 
 def test_ResultsBecomeTensors(client):
@@ -536,7 +569,7 @@ def test_ATrainedNetworkKeepsItsAccuracy(server, client, tmp_path, capsys):
         for key in spec_of:
             got = client.quantize(weights[key], spec_of[key])
             restored[key] = quantd.torch.dequantize(got)
-            size += got.codes.nbytes
+            size += got.codes.numel() * got.codes.element_size()
         return restored, size
 
     keys = [key for key in weights if key.endswith(".weight")]

@@ -25,7 +25,7 @@ def test_TypesAreAsStrictAsTheyCanBe(tmp_path, cache, what):
     config.write_text(
         "[mypy]\nstrict = True\n"
         "[mypy-quantd.v1.*]\nignore_errors = True\n"
-        "[mypy-google.protobuf.*,grpc.*,plotly.*,tqdm.*,xxhash.*]\n"
+        "[mypy-google.protobuf.*,grpc.*,tqdm.*,xxhash.*]\n"
         "ignore_missing_imports = True\n"
         # Minutes of other people's code.
         "[mypy-torch.*,numpy.ma.*]\nfollow_imports = skip\n",

@@ -112,6 +112,18 @@ class SpecTest(unittest.TestCase):
                 "mxfp4_e2m1:rule=even": {
                     "mx_scale_rule": en.MX_SCALE_RULE_EVEN},
                 "nf4:scale=float16": {"scale_type": en.SCALE_TYPE_FLOAT16},
+                "lpbq:aimet": {"symmetry": en.SYMMETRY_AIMET},
+                "int8:mse:mantissa-bits=9": {
+                    "method": en.CALIBRATION_METHOD_MSE, "mantissa_bits": 9},
+                "int8:block=1,0,32": {"block_size": [1, 0, 32]},
+                "uint8:percentile:tail=upper": {
+                    "method": en.CALIBRATION_METHOD_PERCENTILE,
+                    "tail": en.TAIL_UPPER},
+                "int8:entropy:steps=9:bins=4096": {
+                    "method": en.CALIBRATION_METHOD_ENTROPY, "search_steps": 9,
+                    "entropy_bins": 4096},
+                "codebook2:entries=-1,-0.25,0.25,1": {
+                    "codebook": [-1, -0.25, 0.25, 1]},
                 "float8_e5m2:no-saturation": {"no_saturation": True}}.items():
             with self.subTest(word=word):
                 got = quantd.EncodingSpec.parse(word).to_proto()
@@ -125,7 +137,10 @@ class SpecTest(unittest.TestCase):
         for word in ("", "int1", "int8:", "int8:nothing", "int8:group",
                      "int8:group:0", "int8:group:x", "int8:mse:entropy",
                      "int8:per-tensor:per-channel", "int8:fixed=1",
-                     "int8:minmax=3", "int8:scale=x", "int8:best-of=x"):
+                     "int8:minmax=3", "int8:scale=x", "int8:best-of=x",
+                     "int8:mse:mantissa-bits=x", "int8:block=",
+                     "int8:tail=left", "int8:bins=few",
+                     "codebook2:entries=/no/file"):
             with self.subTest(word=word), self.assertRaises(
                     quantd.QuantdError) as caught:
                 quantd.EncodingSpec.parse(word)

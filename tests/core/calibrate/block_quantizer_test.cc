@@ -130,7 +130,7 @@ std::vector<EncodingSpec> AllSpecs() {
     specs.push_back(spec);
     if (format.is_signed) {
       for (const Symmetry symmetry :
-           {Symmetry::kFullRange, Symmetry::kHalfStep}) {
+           {Symmetry::kFullRange, Symmetry::kHalfStep, Symmetry::kAimet}) {
         spec.symmetry = symmetry;
         specs.push_back(spec);
       }

@@ -172,6 +172,92 @@ TEST(CalibrateTest, KeepsTheLowestCodeWithFullRangeAndHalfStep) {
   EXPECT_EQ(half.qmax, 127);
 }
 
+// As AIMET computes it, in float32, on all 2^b codes.
+TEST(CalibrateTest, TakesEachEndToItsOwnLastCodeWithAimetsSymmetry) {
+  std::mt19937 random(11);
+  std::normal_distribution<float> normal(0, 1);
+  for (int round = 0; round < 2000; ++round) {
+    const float a = normal(random), b = normal(random);
+    const float low = std::min({a, b, 0.0f});
+    const float high = std::max({a, b, 0.0f});
+    for (const char* name : {"int2", "int4", "int8", "int13", "int16"}) {
+      const FormatInfo& format = *FindFormatByName(name);
+      const Encoding encoding =
+          Calibrated(Spec(name, Symmetry::kAimet), {a, b});
+      const float scale = std::max(high / static_cast<float>(format.qmax),
+                                   low / static_cast<float>(format.qmin));
+      ASSERT_EQ(encoding.scale[0], scale) << name << " " << a << " " << b;
+      EXPECT_EQ(encoding.qmin, format.qmin);
+      EXPECT_EQ(encoding.qmax, format.qmax);
+      EXPECT_TRUE(encoding.zero_point.empty());
+    }
+  }
+  EncodingSpec spec = Spec("int8", Symmetry::kAimet);
+  spec.unsigned_if_non_negative = true;
+  EXPECT_EQ(Calibrated(spec, {0.0, 2.0}).scale[0],
+            static_cast<float>(2.0 / 255));
+  // Codes of MXINT8 are symmetric by themselves.
+  EXPECT_EQ(Calibrated(Spec("mxint8", Symmetry::kAimet), {-2.0, 1.0}),
+            Calibrated(Spec("mxint8"), {-2.0, 1.0}));
+}
+
+TEST(CalibrateTest, KeepsBothEndsByThemselvesWithAimetsSymmetry) {
+  EncodingSpec spec = Spec("int8", Symmetry::kAimet);
+  spec.method = CalibrationMethod::kFixedRange;
+  spec.range_min = -12.8;
+  spec.range_max = 1.27;
+  EXPECT_EQ(Calibrated(spec, {1.0}).scale[0], 0.1f);
+  std::vector<double> values;
+  for (int i = -100; i <= 100; ++i) values.push_back(i < 0 ? 4 * i : i);
+  spec = Spec("int8", Symmetry::kAimet);
+  spec.method = CalibrationMethod::kPercentile;
+  spec.tail_fraction = 0.02;
+  // 1% at either end.
+  EXPECT_FLOAT_EQ(Calibrated(spec, values).scale[0], 4 * 98.0f / 128);
+  spec.tail = Tail::kUpper;
+  EXPECT_FLOAT_EQ(Calibrated(spec, values).scale[0], 4 * 100.0f / 128);
+  spec.tail = Tail::kMagnitude;
+  EXPECT_FLOAT_EQ(Calibrated(spec, values).scale[0], 4 * 96.0f / 127);
+  // Searches begin with the whole range, and shrink both ends alike.
+  for (const CalibrationMethod method :
+       {CalibrationMethod::kMse, CalibrationMethod::kSqnr,
+        CalibrationMethod::kEntropy}) {
+    spec = Spec("int8", Symmetry::kAimet);
+    spec.method = method;
+    EXPECT_LE(Calibrated(spec, values).scale[0], 4 * 100.0f / 128);
+  }
+}
+
+// AIMET's codes of LPBQ err less than strict ones: they have -8.
+TEST(CalibrateTest, AimetsSymmetryIsTheBetterOneForLpbq) {
+  std::mt19937 random(12);
+  const Sample sample(ElementType::kFloat32,
+                      Draw(Shape::kNormal, 64 * 64 * 8, &random), 7, {64, 512},
+                      {1, 64});
+  const auto error = [&sample](Symmetry symmetry, CalibrationMethod method) {
+    EncodingSpec spec = Spec("lpbq", symmetry);
+    spec.block_size = {1, 64};
+    spec.outer_block_size = {1, 0};
+    spec.method = method;
+    const auto calibration =
+        Calibrate(spec, sample.layout, sample.statistics, {}, nullptr);
+    EXPECT_TRUE(calibration.ok()) << calibration.status();
+    const Encoding& encoding = calibration->encoding;
+    // The largest integer scale of each channel is taken.
+    for (size_t i = 0; i < encoding.scale_code.size(); i += 8) {
+      EXPECT_EQ(*std::max_element(encoding.scale_code.begin() + i,
+                                  encoding.scale_code.begin() + i + 8),
+                16);
+    }
+    return NaiveSquaredError(sample, encoding).squared;
+  };
+  for (const CalibrationMethod method :
+       {CalibrationMethod::kMinMax, CalibrationMethod::kMse}) {
+    EXPECT_LT(error(Symmetry::kAimet, method),
+              0.97 * error(Symmetry::kStrict, method));
+  }
+}
+
 TEST(CalibrateTest, TurnsUnsignedWhenNothingIsNegativeAndThatIsAskedFor) {
   EncodingSpec spec = Spec("int8");
   spec.unsigned_if_non_negative = true;

@@ -24,6 +24,7 @@
 #include "core/types/encoding.h"
 #include "nlohmann/json.hpp"
 #include "tests/core/kernel_test_util.h"
+#include "tests/support/sanitizers.h"
 
 namespace quantd::core {
 

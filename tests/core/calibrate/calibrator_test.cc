@@ -1,6 +1,9 @@
 // Calibrating in slices: the same bits wherever time cuts.
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <limits>
 #include <random>
 #include <string>
 #include <vector>
@@ -10,6 +13,7 @@
 #include "core/errors.h"
 #include "core/parallel/thread_pool.h"
 #include "core/parallel/time_slice.h"
+#include "core/statistics/held_tensor.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/core/calibrate/calibrate_test_util.h"
@@ -138,9 +142,133 @@ TEST(CalibratorTest, NamesTheFirstScaleIndexAtFaultInSlicesToo) {
     int slices = 0;
     const auto got = CalibrateInSlices(spec, sample, &pool, &slices);
     ASSERT_THAT(std::string(got.status().message()),
-                testing::HasSubstr("scale 300 "));
+                ::testing::HasSubstr("scale 300 "));
     // Nothing is taken after it.
     EXPECT_LT(slices, 60);
+  }
+}
+
+// The tensor of a sample in two pieces.
+HeldTensor HeldIn(const Sample& sample) {
+  const int64_t half = sample.layout.element_count() / 2 + 1;
+  return HeldTensor(
+      sample.layout, sample.type, half,
+      {sample.reals.data(),
+       sample.reals.data() + half * ElementSizeBytes(sample.type)});
+}
+
+TEST(CalibratorTest, AHeldTensorIsAsGoodAsItsHistograms) {
+  ThreadPool pool(3);
+  const struct {
+    std::vector<int64_t> shape;
+    std::vector<int64_t> block_size;
+  } layouts[] = {{{30, 300}, {1, 0}}, {{300, 30}, {0, 1}}, {{50, 64}, {1, 16}}};
+  for (const auto& [shape, block_size] : layouts) {
+    for (const int bits : {0, 3, 10}) {
+      const Sample fine(ElementType::kBfloat16, Values(shape[0] * shape[1]),
+                        bits == 0 ? 7 : bits, shape, block_size);
+      const Sample none(ElementType::kBfloat16, Values(shape[0] * shape[1]), 0,
+                        shape, block_size);
+      const HeldTensor held = HeldIn(none);
+      for (const auto method :
+           {CalibrationMethod::kMinMax, CalibrationMethod::kPercentile,
+            CalibrationMethod::kMse, CalibrationMethod::kEntropy}) {
+        for (const char* format : {"int8", "uint4", "nvfp4", "lpbq"}) {
+          EncodingSpec spec = Spec(format);
+          spec.method = method;
+          spec.search_steps = 12;
+          spec.block_size = block_size;
+          spec.mantissa_bits = bits;
+          const auto want =
+              Calibrate(spec, fine.layout, fine.statistics, {}, nullptr);
+          const auto got =
+              Calibrate(spec, none.layout, none.statistics, {}, &pool, &held);
+          ASSERT_TRUE(want.ok() && got.ok()) << got.status();
+          EXPECT_EQ(got->encoding, want->encoding);
+          EXPECT_EQ(got->mantissa_bits, want->mantissa_bits);
+          EXPECT_EQ(got->mantissa_bits, method == CalibrationMethod::kMinMax ? 0
+                                        : bits == 0                          ? 7
+                                                    : bits);
+          EXPECT_FALSE(got->prediction.has_value());
+          EXPECT_EQ(want->prediction->mantissa_bits, bits == 0 ? 7 : bits);
+        }
+      }
+    }
+  }
+}
+
+// Channels of 1,000 elements, by how many channels there are.
+TEST(CalibratorTest, AHeldTensorIsAsGoodWithManyScalesAsWithFew) {
+  std::mt19937 random(5);
+  for (const int64_t channels : {256, 257, 1024}) {
+    SCOPED_TRACE(channels);
+    const int64_t count = 1000;
+    const Sample sample(ElementType::kFloat32,
+                        Draw(Shape::kStudent2, channels * count, &random), 0,
+                        {channels, count}, {1, 0});
+    const HeldTensor held = HeldIn(sample);
+    EncodingSpec spec = Spec("int8");
+    spec.block_size = {1, 0};
+    spec.method = CalibrationMethod::kPercentile;
+    spec.tail_fraction = 0.01;
+    const auto percentile =
+        Calibrate(spec, sample.layout, sample.statistics, {}, nullptr, &held);
+    ASSERT_TRUE(percentile.ok()) << percentile.status();
+    spec = Spec("int4");
+    spec.block_size = {1, 0};
+    spec.method = CalibrationMethod::kMse;
+    const auto mse =
+        Calibrate(spec, sample.layout, sample.statistics, {}, nullptr, &held);
+    ASSERT_TRUE(mse.ok()) << mse.status();
+    for (int64_t i = 0; i < channels; i += 32) {
+      std::vector<double> x(sample.x.begin() + i * count,
+                            sample.x.begin() + (i + 1) * count);
+      std::vector<double> magnitudes;
+      for (const double value : x) magnitudes.push_back(std::fabs(value));
+      std::sort(magnitudes.begin(), magnitudes.end());
+      const double position = 0.99 * (count - 1);
+      const auto rank = static_cast<size_t>(position);
+      const double quantile =
+          magnitudes[rank] + (magnitudes[rank + 1] - magnitudes[rank]) *
+                                 (position - static_cast<double>(rank));
+      EXPECT_NEAR(127 * percentile->encoding.scale[i], quantile,
+                  0.004 * quantile);
+      // Beside the ranges that the search tries, on the elements themselves.
+      const auto error = [&x](double scale) {
+        double sum = 0;
+        for (const double value : x) {
+          const double q = std::clamp(std::nearbyint(value / scale), -7.0, 7.0);
+          sum += (q * scale - value) * (q * scale - value);
+        }
+        return sum;
+      };
+      double least = std::numeric_limits<double>::infinity();
+      for (int k = 1; k <= 1000; ++k) {
+        least = std::min(least, error(magnitudes.back() / 7 * k / 1000));
+      }
+      EXPECT_LT(error(mse->encoding.scale[i]), 1.01 * least);
+    }
+  }
+}
+
+TEST(CalibratorTest, RefusesToSearchFinerThanTheStatisticsAre) {
+  const Sample sample(ElementType::kFloat32, Values(1000), 5);
+  EncodingSpec spec = Spec("int8");
+  spec.mantissa_bits = 6;
+  EXPECT_TRUE(
+      Calibrate(spec, sample.layout, sample.statistics, {}, nullptr).ok());
+  spec.method = CalibrationMethod::kMse;
+  const auto refused =
+      Calibrate(spec, sample.layout, sample.statistics, {}, nullptr);
+  EXPECT_EQ(ErrorReason(refused.status()), "METHOD_INVALID");
+  spec.mantissa_bits = 3;
+  const auto taken =
+      Calibrate(spec, sample.layout, sample.statistics, {}, nullptr);
+  ASSERT_TRUE(taken.ok()) << taken.status();
+  EXPECT_EQ(taken->mantissa_bits, 5);
+  for (const int bits : {1, 11, -1}) {
+    spec.mantissa_bits = bits;
+    EXPECT_EQ(ErrorReason(ValidateSpec(spec)), "METHOD_INVALID") << bits;
   }
 }
 

@@ -77,8 +77,8 @@ TEST(EncodingSpecTest, RefusesASymmetryThatTheFormatDoesNotHave) {
   const auto with = [](Symmetry symmetry) {
     return [symmetry](EncodingSpec& s) { s.symmetry = symmetry; };
   };
-  for (const Symmetry symmetry :
-       {Symmetry::kStrict, Symmetry::kFullRange, Symmetry::kHalfStep}) {
+  for (const Symmetry symmetry : {Symmetry::kStrict, Symmetry::kFullRange,
+                                  Symmetry::kHalfStep, Symmetry::kAimet}) {
     EXPECT_EQ(Reason("uint8", with(symmetry)), invalid);
     EXPECT_EQ(Reason("int8", with(symmetry)), "");
   }

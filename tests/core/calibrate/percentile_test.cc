@@ -11,6 +11,7 @@
 #include "core/calibrate/calibrate.h"
 #include "gtest/gtest.h"
 #include "tests/core/calibrate/calibrate_test_util.h"
+#include "tests/support/paths.h"
 
 namespace quantd::core {
 namespace {
@@ -95,8 +96,8 @@ TEST(PercentileTest, IsWithinHalfABinOfTheSortedData) {
 }
 
 TEST(PercentileTest, IsWithinHalfABinOnActivations) {
-  const auto tensors = ReadSafetensors(std::string(QUANTD_TEST_DATA_DIR) +
-                                       "/digits-cnn/activations.safetensors");
+  const auto tensors =
+      ReadSafetensors(TestDataFolder() + "/digits-cnn/activations.safetensors");
   ASSERT_EQ(tensors.size(), 4u);
   for (const auto& [name, values] : tensors) {
     SCOPED_TRACE(name);
@@ -170,7 +171,7 @@ TEST(PercentileTest, TakesTheWholeRangeWhereTheQuantileIsZero) {
 }
 
 TEST(PercentileTest, EqualsThePrintedExample) {
-  std::ifstream file(std::string(QUANTD_ORACLES_DIR) + "/seed_tables.json");
+  std::ifstream file(OraclesFolder() + "/seed_tables.json");
   const auto tables = nlohmann::json::parse(file);
   bool found = false;
   for (const auto& c : tables["cases"]) {

@@ -495,7 +495,7 @@ TEST(RangeScalerTest, NamesTheFirstScaleIndexAtFault) {
     const auto calibration =
         Calibrate(spec, sample.layout, sample.statistics, {}, &pool);
     ASSERT_THAT(std::string(calibration.status().message()),
-                testing::HasSubstr("scale 0 "));
+                ::testing::HasSubstr("scale 0 "));
   }
 }
 

@@ -91,10 +91,12 @@ class NaiveLanes {
       const double unclamped = NaiveRound(quotient) + double{1} * zero_point;
       low = unclamped < encoding.qmin;
       high = unclamped > encoding.qmax;
-      restored = std::isnan(x) ? x
-                               : NaiveCode(type, x, scale, zero_point,
-                                           encoding.qmin, encoding.qmax) -
-                                     zero_point;
+      // Of a NaN, and of anything under the scale that stands for none.
+      restored = std::isnan(quotient)
+                     ? quotient
+                     : NaiveCode(type, x, scale, zero_point, encoding.qmin,
+                                 encoding.qmax) -
+                           zero_point;
     } else {
       restored = values.Nearest(quotient, &low, &high);
     }

@@ -17,6 +17,7 @@
 #include "core/types/block_layout.h"
 #include "core/types/encoding.h"
 #include "tests/core/kernel_test_util.h"
+#include "tests/support/sanitizers.h"
 
 namespace quantd::core {
 
@@ -24,12 +25,6 @@ namespace quantd::core {
 #if !defined(NDEBUG) || defined(__SANITIZE_ADDRESS__) || \
     defined(__SANITIZE_THREAD__)
 constexpr bool kIsSlowBuild = true;
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
-constexpr bool kIsSlowBuild = true;
-#else
-constexpr bool kIsSlowBuild = false;
-#endif
 #else
 constexpr bool kIsSlowBuild = false;
 #endif

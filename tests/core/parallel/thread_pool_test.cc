@@ -116,5 +116,43 @@ TEST(ThreadPoolTest, ServesManyCallersAtOnce) {
   EXPECT_EQ(calls, 4 * 200 * 10);
 }
 
+TEST(ThreadPoolTest, GroupsDoNotWaitForEachOther) {
+  ThreadPool pool(1, /*most_threads=*/2);
+  absl::Notification stop;
+  {
+    const ThreadPool::GroupScope scope(1);
+    for (int i = 0; i < 3; ++i) {
+      pool.Schedule([&] { stop.WaitForNotification(); });
+    }
+  }
+  absl::Notification done;
+  {
+    const ThreadPool::GroupScope scope(2);
+    EXPECT_TRUE(pool.HasIdleThread(2));
+    // A task goes on in the group that it is of.
+    pool.Schedule([&] { pool.Schedule([&] { done.Notify(); }); });
+  }
+  done.WaitForNotification();
+  EXPECT_FALSE(pool.HasIdleThread(1));
+  stop.Notify();
+}
+
+TEST(ThreadPoolTest, GroupsTakeTurnsWhereThereAreNoMoreThreads) {
+  std::vector<int> order;
+  {
+    ThreadPool pool(1);
+    absl::Notification start;
+    pool.Schedule([&] { start.WaitForNotification(); });
+    for (const int group : {1, 2, 3}) {
+      const ThreadPool::GroupScope scope(group);
+      for (int i = 0; i < 2; ++i) {
+        pool.Schedule([&order, group] { order.push_back(group); });
+      }
+    }
+    start.Notify();
+  }
+  EXPECT_EQ(order, (std::vector<int>{1, 2, 3, 1, 2, 3}));
+}
+
 }  // namespace
 }  // namespace quantd::core

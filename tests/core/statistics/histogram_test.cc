@@ -226,7 +226,7 @@ TEST(HistogramTest, KeepsSmallFloatsExactly) {
       histogram.Add(&x, 1);
     }
     uint64_t bins = 0;
-    histogram.ForEachBin([&](uint32_t key, const HistogramBin& bin) {
+    histogram.ForEachBin([&, m = m](uint32_t key, const HistogramBin& bin) {
       ++bins;
       const BinEdges edges = HistogramBinEdges(key, m);
       // float16's subnormals are normal float32 with few bits.

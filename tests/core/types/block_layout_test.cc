@@ -48,6 +48,35 @@ void ExpectCovers(const LayoutCase& layout_case, int64_t first, int64_t count) {
   EXPECT_EQ(position, first + count);
 }
 
+// Every element of every scale index once, in order.
+void ExpectBlocks(const LayoutCase& layout_case) {
+  const BlockLayout layout = layout_case.Layout();
+  if (layout.element_count() == 0) {
+    EXPECT_EQ(layout.largest_block(), 0);
+    return;
+  }
+  std::vector<std::vector<int64_t>> want(
+      static_cast<size_t>(layout.scale_count()));
+  for (int64_t i = 0; i < layout.element_count(); ++i) {
+    want[static_cast<size_t>(NaiveScaleIndex(layout_case, i))].push_back(i);
+  }
+  size_t largest = 0;
+  for (size_t i = 0; i < want.size(); ++i) {
+    BlockLayout::BlockCursor cursor(layout, static_cast<int64_t>(i));
+    EXPECT_EQ(cursor.count(), want[i].size());
+    std::vector<int64_t> got;
+    int64_t begin = 0;
+    int64_t count = 0;
+    while (cursor.Next(&begin, &count)) {
+      ASSERT_GT(count, 0);
+      for (int64_t k = 0; k < count; ++k) got.push_back(begin + k);
+    }
+    ASSERT_EQ(got, want[i]) << i;
+    largest = std::max(largest, want[i].size());
+  }
+  EXPECT_EQ(layout.largest_block(), largest);
+}
+
 TEST(BlockLayoutTest, KnowsWhetherRowsShareScales) {
   const auto share = [](const LayoutCase& layout_case) {
     return layout_case.Layout().rows_share_scales();
@@ -64,6 +93,7 @@ TEST(BlockLayoutTest, FollowsTheFormulaFromEveryStart) {
     SCOPED_TRACE(layout_case.Name());
     const int64_t total = layout_case.Layout().element_count();
     ExpectCovers(layout_case, 0, total);
+    ExpectBlocks(layout_case);
     for (int64_t first = 0; first < std::min<int64_t>(total, 300); ++first) {
       ExpectCovers(layout_case, first, std::min<int64_t>(total - first, 97));
     }

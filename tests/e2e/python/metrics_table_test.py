@@ -12,6 +12,7 @@ have to pass its check too.
 import argparse
 import contextlib
 import hashlib
+import itertools
 import os
 import re
 import shutil
@@ -99,7 +100,8 @@ class Bench:
                    "--scale-count", "1000", "--memory-budget-bytes", "32MiB",
                    "--memory-wait", "10ms", "--statistics-limit", "16KiB",
                    "--shared-regions", "4", "--tensor-rank", "4",
-                   "--cache-bytes", "64KiB", "--cache-max-age", "1h", *flags])
+                   "--cache-bytes", "64KiB", "--cache-max-age", "1h",
+                   "--retention-interval", "1s", *flags])
         self.address = (f"unix:{folder}/socket" if kind == "guarded"
                         else self.server.address)
         self.client = self.new_client()
@@ -132,15 +134,17 @@ class Bench:
     def replace(self, file, text):
         certificates.replace(self.path(file), text.encode())
 
+    def put_as(self, token, tensor):
+        self.encodings.PutEncoding(es.PutEncodingRequest(
+            name=tensor, encoding=en.Encoding(format=en.NUMBER_FORMAT_INT8,
+                                              scale=[0.5])),
+            timeout=TIMEOUT_S,
+            metadata=[("authorization", "Bearer " + token)] if token else [])
+
     def denied(self, token, model):
         """Tries to store something, and may not."""
         try:
-            self.encodings.PutEncoding(es.PutEncodingRequest(
-                name=te.TensorName(model=model, tensor="t"),
-                encoding=en.Encoding(format=en.NUMBER_FORMAT_INT8,
-                                     scale=[0.5])), timeout=TIMEOUT_S,
-                metadata=([("authorization", "Bearer " + token)] if token
-                          else []))
+            self.put_as(token, te.TensorName(model=model, tensor="t"))
         except grpc.RpcError as error:
             assert error.code() in (grpc.StatusCode.UNAUTHENTICATED,
                                     grpc.StatusCode.PERMISSION_DENIED), error
@@ -460,6 +464,27 @@ def break_the_certificate(bench):
     bench.replace("server.crt", "nonsense")
 
 
+def use_up_a_quota(bench):
+    bench.write_access_file("quota models:ours/ rows=1\n")
+    deadline = time.monotonic() + TIMEOUT_S
+    for tensor in itertools.count():
+        try:
+            bench.put_as("calibrate", te.TensorName(
+                model="ours/net", tensor=str(tensor)))
+        except grpc.RpcError as error:
+            assert "QUOTA_EXCEEDED" in error.details(), error
+            return
+        assert time.monotonic() < deadline
+
+
+def keep_one_revision(bench):
+    for revision in ("1", "2"):
+        bench.put_as("calibrate", te.TensorName(
+            model="ours/ci", revision=revision, tensor="t"))
+    bench.write_access_file("retain models:ours/ci/ revisions=1\n"
+                            "retain models:ours/ revisions=1\n")
+
+
 def nothing(_):
     pass
 
@@ -534,6 +559,8 @@ TABLE = [
     Row("quantd_active_streams", open_tensor, level=True),
     Row("quantd_active_tensors", open_tensor, level=True),
     Row("quantd_active_tensors_limit", nothing, still=True),
+    Row("quantd_connections", open_tensor, still=True),
+    Row("quantd_connections_limit", nothing, still=True),
     Row("quantd_memory_budget_used_bytes", open_tensor, level=True),
     Row("quantd_memory_budget_bytes", nothing, still=True),
     Row("quantd_shared_memory_regions", share_memory, level=True),
@@ -606,6 +633,13 @@ TABLE = [
         kind="guarded", file="access", result="error"),
     Row("quantd_reload_successful", Bench.write_access_file, kind="guarded",
         file="access"),
+    Row("quantd_store_bytes", put, still=True),
+    Row("quantd_store_rows", put, still=True),
+    Row("quantd_retention_deleted_revisions_total", keep_one_revision,
+        kind="guarded"),
+    Row("quantd_limit_rejections_total", use_up_a_quota, kind="guarded",
+        reason="QUOTA_EXCEEDED"),
+    Row("quantd_quota_used_ratio", nothing, kind="guarded", still=True),
     Row("quantd_draining", drain, still=True),
     Row("quantd_build_info", nothing, still=True),
     Row("process_cpu_seconds_total", quantize),

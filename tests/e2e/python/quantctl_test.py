@@ -58,7 +58,8 @@ class QuantctlTest(QuantctlCase):
                     report = self.json(
                         "quantize", self.path("in"), "-o", self.path("codes"),
                         "--model", "formats", "--format", name, "--evaluate",
-                        "--scale-type", scale_type, "--codebook", CODEBOOK)
+                        "--scale-type", scale_type, "--codebook", CODEBOOK,
+                        "--force")
                     (row,) = report["tensors"]
                     codes, _ = read_safetensors(self.path("codes"))
                     self.assertEqual(codes["w"][0], dtype)
@@ -66,7 +67,7 @@ class QuantctlTest(QuantctlCase):
                         row["bytes_after"],
                         sum(len(payload) for _, _, payload in codes.values()))
                     self.run_quantctl("dequantize", self.path("codes"), "-o",
-                                      self.path("out"))
+                                      self.path("out"), "--force")
                     out, metadata = read_safetensors(self.path("out"))
                     self.assertEqual(out["w"][:2], tensor[:2])
                     self.assertEqual((len(out), metadata), (1, {}))
@@ -176,7 +177,8 @@ class QuantctlTest(QuantctlCase):
         elements = 128 * 1024 + 10 * 128
         self.assertLessEqual(report["mixture"]["size_bytes"], elements * 6 / 8)
         self.assertTrue(report["mixture"]["target_met"])
-        too_small = self.json("sweep", *names, *specs, "--max-bytes", "100")
+        too_small = self.json("sweep", *names, *specs, "--max-bytes", "100",
+                              code=1)
         self.assertFalse(too_small["mixture"]["target_met"])
 
     def test_DistributionsAreAnsweredWhenAskedFor(self):
@@ -249,40 +251,40 @@ class QuantctlTest(QuantctlCase):
             self.assertEqual(candidate["mean_squared_error"], 0,
                              tensor["name"])
         # Plain tensors are copied, blocks are quantized like others.
-        self.run_quantctl("quantize", path, "-o", self.path("out"),
-                          "--exclude", "plain", "--no-store", code=1)
+        quantize = ("quantize", path, "-o", self.path("out"), "--exclude",
+                    "plain")
+        refused = self.run_quantctl(*quantize, code=1)
+        self.assertIn("--keep-going leaves them out", refused.stderr)
+        self.assertFalse(os.path.exists(self.path("out")))
+        self.run_quantctl(*quantize, "--keep-going", code=1)
         written, _ = read_safetensors(self.path("out"))
         self.assertEqual(written["plain"], ("F16", [2, 3], tensors[2][3]))
         self.assertEqual(written["q4"][:2], ("I8", [2, 64]))
         with open(path, "r+b") as file:
             file.truncate(100)
-        self.run_quantctl("calibrate", path, code=4)
+        self.run_quantctl("calibrate", path, "--model", "gguf", code=4)
 
     def test_AReportHasTheStatisticsOfEveryTensor(self):
         self.run_quantctl("calibrate", ACTIVATIONS, "--model", "page",
                           "--source", "s", "--sequence", "1", "--all")
         self.run_quantctl("calibrate", WEIGHTS, "--model", "page", "--source",
                           "s", "--sequence", "1", "--granularity", "group:16")
-        plotly = self.path("plotly.js")
-        with open(plotly, "w", encoding="utf-8") as file:
-            file.write("x = '</script>@DATA@'")
         self.run_quantctl("report", "--model", "page", "-o",
-                          self.path("page.html"), "--plotly", plotly)
+                          self.path("page.html"))
         with open(self.path("page.html"), encoding="utf-8") as file:
             page = file.read()
-        self.assertIn("x = '<\\/script>@DATA@'", page)
         (document,) = re.findall(
             r'<script type="application/json" id="report">(.*?)</script>',
             page, re.S)
         report = json.loads(document)
         self.assertEqual(report["candidates"],
                          ["int8:per-channel", "int8:mse", "int4:mse"])
-        self.assertEqual(len(report["totals"]), 3)
-        self.assertGreater(len(report["mixtures"]), 1)
-        self.assertLess(report["mixtures"][-1]["noise_to_signal_sum"],
-                        min(total["noise_to_signal_sum"]
-                            for total in report["totals"]
-                            if not total["failed_count"]))
+        self.assertRegex(report["version"], r"^quantctl \d")
+        self.assertRegex(report["date"], r"^20\d\d-\d\d-\d\d \d\d:\d\d UTC$")
+        self.assertEqual(report["server"], self.server.address)
+        swept = {tensor["name"]: tensor for tensor in self.json(
+            "sweep", "--model", "page", "--spec", "int8:per-channel", "--spec",
+            "int8:mse", "--spec", "int4:mse", code=1)["tensors"]}
         self.assertGreater(len(report["tensors"]), 2)
         for tensor in report["tensors"]:
             with self.subTest(tensor=tensor["name"]):
@@ -301,11 +303,19 @@ class QuantctlTest(QuantctlCase):
                 self.assertEqual(fine["scale_count"], 1)
                 low, high = fine["clip"]
                 self.assertEqual(low, -high)
-        self.run_quantctl("report", "--model", "page", "-o",
-                          self.path("x"), "--plotly", self.path("absent"),
-                          code=2)
+                self.assertEqual(
+                    {json.dumps(candidate["size_bytes"])
+                     for candidate in swept[tensor["name"]]["candidates"]
+                     if "size_bytes" in candidate},
+                    {json.dumps(candidate["size_bytes"])
+                     for candidate in tensor["candidates"] if candidate})
+                self.assertGreaterEqual(tensor["count"], tensor["elements"])
+        error = self.run_quantctl(
+            "report", "--model", "page", "-o", self.path("x"), "--pattern",
+            "conv*", "--pattern", "cnov*", code=2)
+        self.assertIn('"cnov*"', error.stderr)
         self.run_quantctl("report", "--model", "absent", "-o",
-                          self.path("x"), "--plotly", plotly, code=1)
+                          self.path("x"), code=1)
         self.assertFalse(os.path.exists(self.path("x")))
 
     def test_CommandLinesThatMakeNoSenseAreRefused(self):
@@ -338,8 +348,8 @@ class QuantctlTest(QuantctlCase):
                 self.assertIn(words,
                               self.run_quantctl(*command, code=2).stderr)
         nowhere = dict(self.environment, QUANTD_SERVER="127.0.0.1:1")
-        self.run_quantctl("sweep", "--model", "m", "--spec", "int8", code=3,
-                          environment=nowhere)
+        self.run_quantctl("sweep", "--model", "m", "--spec", "int8",
+                          "--retry-for", "0", code=3, environment=nowhere)
         self.run_quantctl("sweep", "--model", "absent", "--spec", "int8",
                           code=1)
 

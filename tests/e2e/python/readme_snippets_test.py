@@ -84,8 +84,7 @@ class ReadmeSnippetsTest(unittest.TestCase):
                 output, r"layer2.weight: int8 \(64, 288\), largest error 0\.01")
             self.assertRegex(output, r"int4:group:32: \d+\.\d dB")
 
-            if importlib.util.find_spec("torch") and (
-                    importlib.util.find_spec("plotly")):
+            if importlib.util.find_spec("torch"):
                 output = run(
                     python, "-c", self.at_server(
                         snippet("python", "quantd.torch.calibrate")),

@@ -87,11 +87,13 @@ class ShellsTest(unittest.TestCase):
                 (("quantctl", "models", "--lay"), []),
                 (("quantctl", "quantize", "--layout", "p"),
                  ["pack-quantized"]),
-                (("quantctl", "quantize", "--format", "=", "mxfp4"),
+                (("quantctl", "quantize", "--spec", "=", "mxfp4"),
                  ["mxfp4_e2m1"]),
-                (("quantctl", "calibrate", "--symmetry", "="),
-                 ["default", "asymmetric", "strict", "full-range",
-                  "half-step"]),
+                (("quantctl", "calibrate", "--granularity", "="),
+                 ["default", "per-tensor", "per-channel", "group:32"]),
+                (("quantctl", "help", "ser"), ["servers"]),
+                # Those of earlier versions are taken, and not offered.
+                (("quantctl", "quantize", "--meth"), []),
                 (("quantctl", "bench", "--op", "e"), ["evaluate"]),
                 (("quantctl", "completion", "z"), ["zsh"]),
                 (("quantctl", "quantize", "a"), ["a file.safetensors"]),
@@ -110,10 +112,11 @@ class ShellsTest(unittest.TestCase):
 
         def check(path):
             text = run([options.quantctl, *path, "--help"]).stdout
-            listed = set(re.findall(r"^  (?:-\w,)?(--[\w-]+)", text, re.M))
+            listed = set(re.findall(r"^  (?:-\w, |    )(--[\w-]+)", text, re.M))
+            self.assertGreater(len(listed), 10)
             self.assertLessEqual(
                 listed, set(self.bash(script, "quantctl", *path, "-")))
-            _, _, subcommands = text.partition("Subcommands:\n")
+            _, _, subcommands = text.partition("Commands:\n")
             names = re.findall(r"^  (\w+)  ",
                                subcommands.partition("\n\n")[0], re.M)
             if names:
@@ -172,7 +175,8 @@ class ShellsTest(unittest.TestCase):
         self.assertEqual((result.returncode, result.stderr), (0, ""))
         text = re.sub(r"\s+", " ", result.stdout)
         for part in ("NAME quantctl - Quantize tensors",
-                     "-q, --quiet Nothing on stdout",
+                     "-q, --quiet Print nothing but errors",
+                     "Examples: quantctl quantize model.safetensors -o",
                      "--layout VALUE", "EXIT CODES 0 success",
                      "quantctl encodings delete [OPTION]... --model NAME "
                      "tensor"):

@@ -86,7 +86,7 @@ def work(rng, places, did):
                 elif what == 3:
                     list(client.quantize_many(
                         [(f"many-{n}", array) for n in range(10)], "int8",
-                        model="soak/net", store=True))
+                        model="soak/net", store=True, min_rank=0))
                 else:
                     codes = client.quantize(
                         array, rng.choice(SPECS), name=name_of(rng, "encoding"),

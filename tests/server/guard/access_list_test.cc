@@ -3,7 +3,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cstdint>
 #include <fstream>
+#include <limits>
 #include <memory>
 #include <string>
 #include <vector>
@@ -16,6 +18,7 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "core/errors.h"
+#include "server/store/encoding_store.h"
 #include "tests/support/temporary_directory.h"
 
 namespace quantd::server {
@@ -119,6 +122,85 @@ TEST(AccessListTest, NamesTheLineThatIsWrong) {
   }
 }
 
+TEST(AccessListTest, QuotasAreOfAPrincipalOrAPrefix) {
+  const auto list = MustParse(
+      absl::StrCat("quota models:acme/ bytes=10GiB rows=100000 # of the team\n",
+                   "a ", kAbc, " calibrate acme/\nquota certificate:c read *\n",
+                   "a ", kEmpty, " calibrate acme/\n",
+                   "quota principal:a bytes=1KiB\nquota models:* rows=7\n"));
+  ASSERT_EQ(list->quotas().size(), 3u);
+  const auto a = *list->Find(Credential("abc", {}), absl::Now());
+  const WriteAccount account = a->AccountFor("acme/net");
+  EXPECT_EQ(account.principal, "a");
+  // In the order in which stores lock them.
+  ASSERT_EQ(account.quotas.size(), 3u);
+  EXPECT_EQ(account.quotas[0].scope, "models:*");
+  EXPECT_EQ(account.quotas[0].max_rows, 7);
+  EXPECT_EQ(account.quotas[0].max_bytes, std::numeric_limits<int64_t>::max());
+  EXPECT_EQ(account.quotas[1].scope, "models:acme/");
+  EXPECT_EQ(account.quotas[1].max_bytes, int64_t{10} << 30);
+  EXPECT_EQ(account.quotas[1].max_rows, 100'000);
+  EXPECT_EQ(account.quotas[2].scope, "principal:a");
+  EXPECT_EQ(account.quotas[2].max_bytes, 1024);
+  // Somebody may be called so.
+  const auto quota = *list->Find(Credential("", {"c"}), absl::Now());
+  EXPECT_EQ(quota->AccountFor("other").principal, "quota");
+  ASSERT_EQ(quota->AccountFor("acme.x").quotas.size(), 1u);
+  EXPECT_EQ(quota->AccountFor("acme.x").quotas[0].scope, "models:*");
+  EXPECT_TRUE(Principal::Unrestricted()->AccountFor("acme/net").quotas.empty());
+}
+
+TEST(AccessListTest, SaysWhichRevisionsAreKept) {
+  const auto list = MustParse(
+      "retain models:ci/ revisions=20 age=720h\nretain models:* age=inf\n");
+  ASSERT_EQ(list->retention().size(), 2u);
+  EXPECT_EQ(list->retention()[0].scope, "models:ci/");
+  EXPECT_EQ(list->retention()[0].revisions, 20);
+  EXPECT_EQ(list->retention()[0].age, absl::Hours(720));
+  EXPECT_FALSE(list->retention()[1].revisions.has_value());
+  EXPECT_EQ(list->retention()[1].age, absl::InfiniteDuration());
+}
+
+TEST(AccessListTest, NamesTheRuleThatIsWrong) {
+  const std::string good =
+      absl::StrCat("a ", kAbc, " read *\nquota models:x/ rows=1\n",
+                   "retain models:x/ age=2h\n");
+  for (const std::string& bad :
+       std::vector<std::string>{"quota",
+                                "retain",
+                                "quota models:acme/",
+                                "quota models:acme rows=1",
+                                "quota models: rows=1",
+                                "quota models:/ rows=1",
+                                "quota a rows=1",
+                                "quota models:*/ rows=1",
+                                "quota principal: rows=1",
+                                "quota principal:b rows=1",
+                                "quota models:acme/ rows=-1",
+                                "quota models:acme/ rows=1 rows=2",
+                                "quota models:acme/ bytes=1GB",
+                                "quota models:acme/ age=2h",
+                                "quota models:acme/ rows",
+                                "quota models:x/ rows=2",
+                                "retain models:acme/",
+                                "retain principal:a revisions=1",
+                                "retain models:acme/ revisions=0",
+                                "retain models:acme/ age=2",
+                                "retain models:acme/ age=59m",
+                                "retain models:acme/ age=-2h",
+                                "retain models:acme/ rows=1",
+                                "retain models:x/ revisions=1",
+                                "retain acme/ revisions=1"}) {
+    const absl::Status status = AccessList::Parse(good + bad).status();
+    EXPECT_EQ(Reason(status), "CONFIG_INVALID") << bad;
+    EXPECT_THAT(std::string(status.message()),
+                HasSubstr(bad == "quota principal:b rows=1"
+                              ? "expected a credential of \"b\""
+                              : "line 4"))
+        << bad;
+  }
+}
+
 TEST(AccessListTest, ModelsAreAllOrThoseBelowAPrefixOrOne) {
   const auto list =
       MustParse(absl::StrCat("a ", kAbc, " read acme/net\nb ", kEmpty,
@@ -132,8 +214,11 @@ TEST(AccessListTest, ModelsAreAllOrThoseBelowAPrefixOrOne) {
   EXPECT_FALSE(below->MaySee("acme-rival/net"));
   EXPECT_LT(below->BeforeModels(), "acme/");
   EXPECT_GT(below->BeforeModels(), "acme.zzz");
+  EXPECT_GT(below->AfterModels(), "acme/zzz");
+  EXPECT_LE(below->AfterModels(), "acme0");
   EXPECT_TRUE(Principal::Unrestricted()->MaySee("anything"));
   EXPECT_EQ(Principal::Unrestricted()->BeforeModels(), "");
+  EXPECT_EQ(Principal::Unrestricted()->AfterModels(), "");
 }
 
 TEST(AccessListTest, WritingNeedsItsScopeAndAModelOfOnesOwn) {

@@ -23,7 +23,11 @@ namespace quantd::server {
 namespace {
 
 constexpr absl::Duration kDelay = absl::Milliseconds(100);
-constexpr int64_t kMany = 1000;
+// No simulation gets there.
+Admission::OpenTensors* Many() {
+  static auto* const many = new Admission::OpenTensors(1000);
+  return many;
+}
 constexpr bool kAllBusy = false;
 constexpr absl::Duration kWork = absl::Milliseconds(100);
 
@@ -35,7 +39,7 @@ std::vector<int> SimulatedThreads() {
 }
 
 TEST(AdmissionTest, TakesTensorsWhileAWorkerIsFree) {
-  Admission admission(/*threads=*/2, kDelay, kMany);
+  Admission admission(/*threads=*/2, kDelay, Many());
   EXPECT_TRUE(admission.Admit(/*worker_is_idle=*/true, kWork).ok());
   std::vector<std::unique_ptr<Admission::Load>> loads;
   const auto add = [&] {
@@ -53,7 +57,7 @@ TEST(AdmissionTest, TakesTensorsWhileAWorkerIsFree) {
 
 TEST(AdmissionTest, TurnsTensorsAwayWhileTheWorkersAreTooFarBehind) {
   absl::Duration now;
-  Admission admission(/*threads=*/2, kDelay, kMany, [&] { return now; });
+  Admission admission(/*threads=*/2, kDelay, Many(), [&] { return now; });
   Admission::Load first(&admission);
   Admission::Load second(&admission);
   first.Set(kDelay);
@@ -80,7 +84,7 @@ TEST(AdmissionTest, LetsShorterTensorsPassLongOnes) {
   for (const int milliseconds : {1, 20, 50, 200, 500, 900, 1100, 5000}) {
     const absl::Duration work = absl::Milliseconds(milliseconds);
     absl::Duration now;
-    Admission admission(/*threads=*/2, kDelay, kMany, [&] { return now; });
+    Admission admission(/*threads=*/2, kDelay, Many(), [&] { return now; });
     std::vector<std::unique_ptr<Admission::Load>> loads;
     for (int i = 0; i < 4; ++i) {
       loads.push_back(std::make_unique<Admission::Load>(&admission));
@@ -100,7 +104,7 @@ TEST(AdmissionTest, LetsShorterTensorsPassLongOnes) {
 TEST(AdmissionTest, LetsOnlySoManyLongTensorsShareAWorker) {
   for (const int milliseconds : {20, 100, 500, 5000}) {
     const absl::Duration work = absl::Milliseconds(milliseconds);
-    Admission admission(/*threads=*/2, kDelay, kMany);
+    Admission admission(/*threads=*/2, kDelay, Many());
     std::vector<std::unique_ptr<Admission::Load>> loads;
     while (admission.Admit(kAllBusy, work).ok()) {
       ASSERT_LT(loads.size(), 100);
@@ -115,7 +119,7 @@ TEST(AdmissionTest, LetsNoQueueStand) {
   constexpr absl::Duration kShort = absl::Milliseconds(20);
   constexpr absl::Duration kTiny = absl::Microseconds(10);
   absl::Duration now;
-  Admission admission(/*threads=*/1, kDelay, kMany, [&] { return now; });
+  Admission admission(/*threads=*/1, kDelay, Many(), [&] { return now; });
   std::vector<std::unique_ptr<Admission::Load>> loads;
   for (int i = 0; i < 4; ++i) {
     loads.push_back(std::make_unique<Admission::Load>(&admission));
@@ -163,7 +167,7 @@ class Simulation {
   };
 
   Simulation(int threads, const std::vector<absl::Duration>& works)
-      : admission_(threads, kDelay, kMany, [this] { return now_; }),
+      : admission_(threads, kDelay, Many(), [this] { return now_; }),
         slices_(threads) {
     for (const absl::Duration work : works) outcomes_.push_back({work});
   }
@@ -293,7 +297,8 @@ TEST(AdmissionTest, ServesSomeOfEverySize) {
 }
 
 TEST(AdmissionTest, LimitsHowManyTensorsAreOpen) {
-  Admission admission(/*threads=*/2, kDelay, /*max_tensors=*/2);
+  Admission::OpenTensors open(/*most=*/2);
+  Admission admission(/*threads=*/2, kDelay, &open);
   admission.TensorOpened();
   EXPECT_TRUE(admission.Admit(kAllBusy, kWork).ok());
   admission.TensorOpened();
@@ -305,8 +310,27 @@ TEST(AdmissionTest, LimitsHowManyTensorsAreOpen) {
   EXPECT_TRUE(admission.Admit(kAllBusy, kWork).ok());
 }
 
+TEST(AdmissionTest, GivesCallersAnEqualShareOfTheTensorsThatMayBeOpen) {
+  Admission::OpenTensors open(/*most=*/8);
+  Admission greedy(/*threads=*/2, kDelay, &open);
+  Admission modest(/*threads=*/2, kDelay, &open);
+  const auto opens = [&](Admission& caller) {
+    if (!caller.Admit(kAllBusy, kWork).ok()) return false;
+    caller.TensorOpened();
+    return true;
+  };
+  // Alone, all of them.
+  for (int i = 0; i < 8; ++i) EXPECT_TRUE(opens(greedy));
+  EXPECT_FALSE(opens(modest));
+  greedy.TensorClosed();
+  EXPECT_TRUE(opens(modest));
+  greedy.TensorClosed();
+  EXPECT_FALSE(opens(greedy));
+  EXPECT_TRUE(opens(modest));
+}
+
 TEST(AdmissionTest, SpreadsThoseThatItTurnsAway) {
-  Admission admission(/*threads=*/1, kDelay, kMany);
+  Admission admission(/*threads=*/1, kDelay, Many());
   Admission::Load load(&admission);
   Admission::Load other(&admission);
   load.Set(kWork);
@@ -322,7 +346,7 @@ TEST(AdmissionTest, SpreadsThoseThatItTurnsAway) {
 
 TEST(AdmissionTest, LearnsWhatTensorsTake) {
   constexpr int64_t kMiB = int64_t{1} << 20;
-  Admission admission(/*threads=*/1, kDelay, kMany);
+  Admission admission(/*threads=*/1, kDelay, Many());
   EXPECT_EQ(admission.FeedTime(Rpc::kQuantize, kMiB), absl::ZeroDuration());
   EXPECT_EQ(admission.FinishTime(Rpc::kQuantize, kMiB), absl::ZeroDuration());
   admission.Fed(Rpc::kQuantize, kMiB, absl::Milliseconds(2));
@@ -339,7 +363,7 @@ TEST(AdmissionTest, LearnsWhatTensorsTake) {
 }
 
 TEST(AdmissionTest, CountsLoadsOfManyThreads) {
-  Admission admission(/*threads=*/1, kDelay, kMany);
+  Admission admission(/*threads=*/1, kDelay, Many());
   std::vector<std::thread> threads;
   for (int t = 0; t < 4; ++t) {
     threads.emplace_back([&admission] {

@@ -196,5 +196,46 @@ TEST(MemoryBudgetTest, TakesForAnObjectOnce) {
   EXPECT_EQ(budget.used_bytes(), 0);
 }
 
+TEST(MemoryBudgetTest, GivesAnEqualShareWhileSomebodyWaits) {
+  absl::Duration now;
+  MemoryBudget budget(100, 0, [&] { return now; });
+  const auto acquire = [&](core::ThreadPool::Group caller, int64_t bytes) {
+    const core::ThreadPool::GroupScope scope(caller);
+    return budget.Acquire(bytes, "wait");
+  };
+  // Alone, all of it.
+  absl::StatusOr<MemoryBudget::Lease> first = acquire(1, 60);
+  absl::StatusOr<MemoryBudget::Lease> second = acquire(1, 40);
+  ASSERT_TRUE(first.ok() && second.ok());
+  EXPECT_FALSE(acquire(2, 30).ok());
+  // What becomes free is for who waits.
+  second->Release();
+  EXPECT_FALSE(acquire(1, 40).ok());
+  absl::StatusOr<MemoryBudget::Lease> other = acquire(2, 30);
+  ASSERT_TRUE(other.ok());
+  // And who has more than a share waits for who has less.
+  first->Release();
+  EXPECT_FALSE(acquire(2, 30).ok());
+  first = acquire(1, 40);
+  ASSERT_TRUE(first.ok());
+  EXPECT_FALSE(acquire(1, 20).ok());
+  EXPECT_TRUE(acquire(1, 10).ok());
+  // Who was refused and went away is forgotten.
+  now += absl::Seconds(10);
+  EXPECT_TRUE(acquire(1, 20).ok());
+  first->Release();
+  // Nor do those that have nothing wait for each other.
+  other->Release();
+  EXPECT_FALSE(budget.Acquire(101, "wait").ok());
+  absl::StatusOr<MemoryBudget::Lease> held = budget.Acquire(50, "wait");
+  EXPECT_FALSE(acquire(1, 60).ok());
+  EXPECT_FALSE(acquire(2, 60).ok());
+  held->Release();
+  EXPECT_TRUE(acquire(1, 60).ok());
+  EXPECT_TRUE(acquire(2, 60).ok());
+  // What has no caller is limited by the total alone.
+  EXPECT_TRUE(budget.Acquire(100, "wait").ok());
+}
+
 }  // namespace
 }  // namespace quantd::server

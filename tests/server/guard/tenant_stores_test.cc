@@ -74,7 +74,7 @@ class TenantStoresTest : public ::testing::Test {
   static std::vector<std::string> Models(EncodingStore* store,
                                          const std::string& after, int limit) {
     std::vector<std::string> names;
-    const auto models = store->ListModels(after, limit);
+    const auto models = store->ListModels({after, ""}, limit);
     EXPECT_TRUE(models.ok()) << models.status();
     for (const ModelListEntry& entry : *models) names.push_back(entry.model);
     return names;
@@ -99,6 +99,38 @@ TEST_F(TenantStoresTest, ListsAreThoseOfAStoreWithoutTheOthers) {
   EXPECT_THAT(*below.ListRevisions("rival/net", "", 10), IsEmpty());
   EXPECT_THAT(*below.ListEncodings("rival/net", "default", "", 10), IsEmpty());
   EXPECT_EQ(below.ListEncodings("acme/a", "default", "", 10)->size(), 1);
+}
+
+// Tells which names it was asked for.
+class RecordingStore : public SqlEncodingStore {
+ public:
+  using SqlEncodingStore::SqlEncodingStore;
+
+  absl::StatusOr<std::vector<ModelListEntry>> ListModels(const NameRange& range,
+                                                         int limit) override {
+    after = std::string(range.after);
+    before = std::string(range.before);
+    return SqlEncodingStore::ListModels(range, limit);
+  }
+
+  std::string after;
+  std::string before;
+};
+
+TEST_F(TenantStoresTest, ListsReadNoNamesOfOthers) {
+  const absl::StatusOr<std::shared_ptr<SqliteDatabase>> database =
+      SqliteDatabase::Open(directory_.File("store.db"));
+  ASSERT_TRUE(database.ok()) << database.status();
+  RecordingStore recorder(*database);
+  for (const char* models : {"acme/", "acme", "none/"}) {
+    recorder.after = recorder.before = "";
+    TenantEncodingStore tenant(&recorder, CallerWith("read", models));
+    const size_t seen = Models(&tenant, "", 10).size();
+    ASSERT_NE(recorder.before, "") << models;
+    EXPECT_EQ(
+        encodings_->ListModels({recorder.after, recorder.before}, 10)->size(),
+        seen);
+  }
 }
 
 TEST_F(TenantStoresTest, WhatIsNotTheCallersIsAsIfItWereNotThere) {

@@ -1,6 +1,7 @@
 #include "server/interchange/interchange.h"
 
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <string>
 #include <utility>
@@ -26,6 +27,7 @@ namespace {
 
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::Not;
 
 core::Encoding MakeEncoding(absl::string_view format,
                             std::vector<float> scale) {
@@ -129,7 +131,7 @@ Written Write(InterchangeFormat format, const Encodings& encodings,
 absl::StatusOr<int64_t> ParseMemoryBytes(absl::string_view text) {
   int64_t charged = 0;
   absl::Status status =
-      ChargeParseMemory(text, [&charged](int64_t bytes) -> absl::Status {
+      ChargeParseMemory({text}, [&charged](int64_t bytes) -> absl::Status {
         charged = bytes;
         return absl::OkStatus();
       });
@@ -142,7 +144,12 @@ absl::StatusOr<ParsedEncodings> Parse(
     InterchangeFormat format = InterchangeFormat::kUnspecified) {
   const absl::StatusOr<int64_t> bytes = ParseMemoryBytes(text);
   if (!bytes.ok()) return bytes.status();
-  return ParseEncodings(text, format);
+  // However it is cut into pieces.
+  const size_t cut = text.size() / 3;
+  const absl::string_view pieces[] = {
+      text.substr(0, cut), "", text.substr(cut, 1),
+      text.substr(std::min(cut + 1, text.size()))};
+  return ParseEncodings(pieces, format);
 }
 
 LayoutHint Shape(std::vector<int64_t> shape) {
@@ -310,6 +317,41 @@ TEST(InterchangeTest, Aimet061CountsOffsetsFromUnsignedCodes) {
   EXPECT_EQ(json["quantizer_args"]["param_bitwidth"], 8);
   EXPECT_EQ(Losses(written.losses),
             "weight: block_size: importing takes the tensor's shape\n");
+}
+
+// AIMET's reader takes no other scale.
+TEST(InterchangeTest, Aimet061HasTheScaleInItsRange) {
+  Encodings all;
+  for (const char* format : {"int4", "int8", "int16", "uint4", "uint8"}) {
+    for (const int narrower : {0, 1}) {
+      core::Encoding encoding = PerChannel(format, 2, 0, 3);
+      encoding.qmin += narrower;
+      if (encoding.qmin >= 0) encoding.zero_point = {1, 2, 3};
+      all.emplace_back(absl::StrCat(format, narrower, ".weight"), encoding);
+    }
+  }
+  const Written written = Write(InterchangeFormat::kAimet061, all);
+  const auto json = nlohmann::json::parse(written.text);
+  for (const auto& [name, encoding] : all) {
+    SCOPED_TRACE(name);
+    const auto& entries = json["param_encodings"][name];
+    ASSERT_EQ(entries.size(), 3);
+    for (size_t i = 0; i < entries.size(); ++i) {
+      const auto& entry = entries[i];
+      const double levels = (1 << entry["bitwidth"].get<int>()) - 1;
+      const double range =
+          entry["max"].get<double>() - entry["min"].get<double>();
+      EXPECT_EQ(static_cast<float>(range / levels), encoding.scale[i]);
+      // The grid begins where the offset says.
+      EXPECT_EQ(entry["min"].get<double>(),
+                entry["offset"].get<double>() * double{encoding.scale[i]});
+    }
+  }
+  const std::string losses = Losses(written.losses);
+  EXPECT_THAT(losses, HasSubstr("int41.weight: qmin: -7 becomes -8"));
+  EXPECT_THAT(losses, HasSubstr("int81.weight: qmin: -127 becomes -128"));
+  EXPECT_THAT(losses, HasSubstr("uint81.weight: qmin: 1 becomes 0"));
+  EXPECT_THAT(losses, Not(HasSubstr("int80.weight: qmin")));
 }
 
 TEST(InterchangeTest, SignedCodesWithAZeroPointBecomeUnsignedOnesInAimet) {
@@ -527,6 +569,27 @@ TEST(InterchangeTest, TellsWhatCompressedTensorsHaveNoWordFor) {
   // Of a single group, too.
   EXPECT_EQ(groups["group_2"]["weights"]["strategy"], "group");
   EXPECT_EQ(groups["group_2"]["weights"]["group_size"], 32);
+}
+
+TEST(InterchangeTest, AStoredLayoutTellsBlocksThatComeBeforeChannels) {
+  core::Encoding blocks = MakeEncoding("int4", Scales(6));
+  blocks.block_size = {32, 1};
+  blocks.scale_shape = {2, 3};
+  const Written written =
+      Write(InterchangeFormat::kAimet100, {{"a.weight", blocks}});
+  LayoutHint hint;
+  hint.block_size = blocks.block_size;
+  EXPECT_THAT(std::string(ParseOne(written.text, hint).status().message()),
+              HasSubstr("AXIS_UNKNOWN"));
+  hint = HintOf(blocks, PendingEncoding::Open::kChannelBlocks);
+  const absl::StatusOr<core::Encoding> back = ParseOne(written.text, hint);
+  ASSERT_TRUE(back.ok()) << back.status();
+  EXPECT_EQ(back->scale, blocks.scale);
+  EXPECT_EQ(back->scale_shape, blocks.scale_shape);
+  // Whoever stored it may have made it up.
+  blocks.block_size = {std::numeric_limits<int64_t>::max(), 1};
+  EXPECT_FALSE(
+      HintOf(blocks, PendingEncoding::Open::kChannelBlocks).shape_known);
 }
 
 struct Malformed {
@@ -799,15 +862,43 @@ TEST(InterchangeTest, RefusesEncodingsThatAreNotValid) {
 TEST(InterchangeTest, CountsWhatAFileWouldTake) {
   const std::string flat = "{\"a\":[" + std::string(200000, '0') + "]}";
   EXPECT_FALSE(ParseMemoryBytes(flat).ok());
-  std::string list = "{\"a\":[0";
+  std::string list = "{\"a\":[[0";
   for (int i = 0; i < 100000; ++i) list += ",0";
-  list += "]}";
+  list += "]]}";
   const absl::StatusOr<int64_t> bytes = ParseMemoryBytes(list);
   ASSERT_TRUE(bytes.ok());
   EXPECT_GE(*bytes, 100000 * int64_t{sizeof(nlohmann::json)});
   EXPECT_EQ(
       core::ErrorReason(ParseMemoryBytes(std::string("{}\0{}", 5)).status()),
       "INTERCHANGE_INVALID");
+}
+
+// A tree is there of one entry at a time.
+TEST(InterchangeTest, ManyEntriesTakeLittleMoreThanTheLargest) {
+  const auto file = [](int entries) {
+    std::string text =
+        "{\"format\":\"quantd-encodings\",\"version\":1,"
+        "\"encodings\":[";
+    for (int i = 0; i < entries; ++i) {
+      absl::StrAppend(&text, i == 0 ? "" : ",", "{\"name\":\"t", i,
+                      "\",\"format\":\"int8\",\"block_size\":[1],\"scale\":[1");
+      for (int j = 1; j < 5000; ++j) absl::StrAppend(&text, ",0.", 1000 + j);
+      text += "]}";
+    }
+    return text + "]}";
+  };
+  const absl::StatusOr<int64_t> one = ParseMemoryBytes(file(1));
+  const std::string text = file(40);
+  const absl::StatusOr<int64_t> many = ParseMemoryBytes(text);
+  ASSERT_TRUE(one.ok() && many.ok());
+  // Sixteen bytes of a scale of about seven, and no tree.
+  EXPECT_LT(*many, *one + 40 * 5000 * 17);
+  const absl::StatusOr<ParsedEncodings> parsed = Parse(text);
+  ASSERT_TRUE(parsed.ok()) << parsed.status();
+  ASSERT_EQ(parsed->encodings.size(), 40u);
+  EXPECT_EQ(parsed->encodings[39].tensor, "t39");
+  EXPECT_EQ(parsed->encodings[39].encoding.scale.size(), 5000u);
+  EXPECT_EQ(parsed->encodings[39].encoding.scale[4999], 0.5999f);
 }
 
 TEST(InterchangeTest, ChargesWhileItCounts) {
@@ -824,7 +915,7 @@ TEST(InterchangeTest, ChargesWhileItCounts) {
     ASSERT_GT(*whole, 2 * kLimitBytes);
     int64_t most = 0;
     const absl::Status status =
-        ChargeParseMemory(text, [&most](int64_t bytes) -> absl::Status {
+        ChargeParseMemory({text}, [&most](int64_t bytes) -> absl::Status {
           most = bytes;
           if (bytes < kLimitBytes) return absl::OkStatus();
           return core::DrainingError();

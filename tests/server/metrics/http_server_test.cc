@@ -11,12 +11,17 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "core/errors.h"
+#include "core/parallel/steady_clock.h"
 #include "server/metrics/metrics.h"
+#include "tests/support/sanitizers.h"
 
 namespace quantd::server {
 namespace {
@@ -25,9 +30,7 @@ using ::testing::HasSubstr;
 using ::testing::Not;
 using ::testing::StartsWith;
 
-// The whole response to one request.
-std::string Request(int port, const std::string& method,
-                    const std::string& path) {
+int Connect(int port) {
   const int fd = socket(AF_INET, SOCK_STREAM, 0);
   sockaddr_in address = {};
   address.sin_family = AF_INET;
@@ -35,10 +38,16 @@ std::string Request(int port, const std::string& method,
   address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
   EXPECT_EQ(connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)),
             0);
-  const std::string request =
-      absl::StrCat(method, " ", path, " HTTP/1.1\r\nHost: localhost\r\n\r\n");
-  EXPECT_EQ(write(fd, request.data(), request.size()),
-            static_cast<ssize_t>(request.size()));
+  return fd;
+}
+
+void Send(int fd, const std::string& bytes) {
+  EXPECT_EQ(write(fd, bytes.data(), bytes.size()),
+            static_cast<ssize_t>(bytes.size()));
+}
+
+// Until the server closes the connection.
+std::string ReadAll(int fd) {
   std::string response;
   char buffer[4096];
   ssize_t count;
@@ -49,7 +58,16 @@ std::string Request(int port, const std::string& method,
   return response;
 }
 
-class HttpServerTest : public testing::Test {
+// The whole response to one request.
+std::string Request(int port, const std::string& method,
+                    const std::string& path) {
+  const int fd = Connect(port);
+  Send(fd,
+       absl::StrCat(method, " ", path, " HTTP/1.1\r\nHost: localhost\r\n\r\n"));
+  return ReadAll(fd);
+}
+
+class HttpServerTest : public ::testing::Test {
  protected:
   HttpServerTest() {
     absl::StatusOr<std::unique_ptr<HttpServer>> server =
@@ -112,6 +130,50 @@ TEST_F(HttpServerTest, OnlyReads) {
   const std::string head = Request(server_->port(), "HEAD", "/metrics");
   EXPECT_THAT(head, StartsWith("HTTP/1.1 200 OK\r\n"));
   EXPECT_THAT(head, Not(HasSubstr("# HELP")));
+}
+
+TEST_F(HttpServerTest, ServesWhileOthersAreSlow) {
+  // Some say nothing, some half of a request, some do not read the answer.
+  std::vector<int> slow;
+  for (const char* words : {"", "GET /met", "GET /metrics HTTP/1.1\r\n\r\n"}) {
+    for (int i = 0; i < 100; ++i) {
+      slow.push_back(Connect(server_->port()));
+      Send(slow.back(), words);
+    }
+  }
+  const absl::Duration start = core::SteadyNow();
+  EXPECT_THAT(Get("/metrics"), StartsWith("HTTP/1.1 200 OK\r\n"));
+  EXPECT_THAT(Get("/readyz"), StartsWith("HTTP/1.1 200 OK\r\n"));
+  // The slow ones are closed after 5 s; a hundred of them want metrics first,
+  // which take their time under a sanitizer.
+  EXPECT_LT(core::SteadyNow() - start,
+            absl::Seconds(testing::kSanitized ? 4 : 1));
+  for (const int fd : slow) close(fd);
+}
+
+TEST_F(HttpServerTest, ReadsARequestThatComesInPieces) {
+  const int fd = Connect(server_->port());
+  for (const char* piece :
+       {"GET /hea", "lthz HTTP/1.1\r", "\nHost: x\r\n", "\r", "\n"}) {
+    Send(fd, piece);
+    absl::SleepFor(absl::Milliseconds(5));
+  }
+  EXPECT_THAT(ReadAll(fd), StartsWith("HTTP/1.1 200 OK\r\n"));
+}
+
+TEST_F(HttpServerTest, AnswersWhatIsNoRequest) {
+  int fd = Connect(server_->port());
+  Send(fd, "nonsense\r\n\r\n");
+  EXPECT_THAT(ReadAll(fd), StartsWith("HTTP/1.1 400 "));
+  fd = Connect(server_->port());
+  Send(fd, "GET /metrics HTTP/1.1\r\nX: " + std::string(20'000, 'x'));
+  EXPECT_THAT(ReadAll(fd), StartsWith("HTTP/1.1 431 "));
+}
+
+TEST_F(HttpServerTest, DropsWhoGivesNoRequest) {
+  const absl::Duration start = core::SteadyNow();
+  EXPECT_EQ(ReadAll(Connect(server_->port())), "");
+  EXPECT_LT(core::SteadyNow() - start, absl::Seconds(15));
 }
 
 TEST_F(HttpServerTest, RefusesABadAddress) {

@@ -50,6 +50,7 @@ void TouchEverything(Metrics* metrics) {
   metrics->StreamClosed();
   metrics->TensorOpened();
   metrics->ActiveTensorsLimit(40);
+  metrics->Connections(7, 50);
   metrics->CacheHit();
   metrics->CacheMiss();
   metrics->CacheEvicted(4);
@@ -58,6 +59,10 @@ void TouchEverything(Metrics* metrics) {
     metrics->StoreDone(static_cast<StoreOperation>(i), i % 2 == 0,
                        absl::Microseconds(150));
   }
+  metrics->StoreUsage(123456, 78);
+  metrics->QuotaUsed(0.5);
+  metrics->RevisionDeleted();
+  metrics->LimitRejected("QUOTA_EXCEEDED");
   metrics->Contribution(/*duplicate=*/false);
   metrics->Contribution(/*duplicate=*/true);
   metrics->Contribution(/*duplicate=*/true);
@@ -94,6 +99,8 @@ TEST(MetricsTest, ScrapeShowsEveryFamilyThatWasTouched) {
            "quantd_tensor_errors_total{rpc=\"Evaluate\","
            "grpc_code=\"Unknown\"} 3",
            "quantd_active_tensors_limit 40",
+           "quantd_connections 7",
+           "quantd_connections_limit 50",
            "quantd_draining 0",
            "quantd_reload_successful{file=\"access\"} 0",
            "quantd_reload_successful{file=\"certificate\"} 1",
@@ -115,6 +122,11 @@ TEST(MetricsTest, ScrapeShowsEveryFamilyThatWasTouched) {
            "quantd_store_errors_total{operation=\"get\"} 0",
            "quantd_store_seconds_count{operation=\"contribute\"} 1",
            "quantd_store_seconds_count{operation=\"delete_statistics\"} 1",
+           "quantd_store_bytes 123456",
+           "quantd_store_rows 78",
+           "quantd_quota_used_ratio 0.5",
+           "quantd_retention_deleted_revisions_total 1",
+           "quantd_limit_rejections_total{reason=\"QUOTA_EXCEEDED\"} 1",
            "quantd_calibration_merges_total{result=\"counted\"} 1",
            "quantd_calibration_merges_total{result=\"duplicate\"} 2",
            "quantd_limit_rejections_total{reason=\"STATISTICS_TOO_LARGE\"} 0",

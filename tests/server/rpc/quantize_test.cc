@@ -1,4 +1,6 @@
+#include <cstdint>
 #include <limits>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -61,6 +63,84 @@ TEST_F(QuantizeTest, ATensorThatIsRejectedLeavesNothingInTheStore) {
     EXPECT_THAT(answer.status().ToString(), HasSubstr("NON_FINITE_REJECTED"));
     EXPECT_EQ(GetStored(), absl::StatusCode::kNotFound) << bad;
   }
+}
+
+// 300 channels along either axis, and a tensor whose scale has so many elements
+// that its histogram is made as it arrives.
+TEST_F(QuantizeTest, SearchesAsFineWithManyScalesAsWithOne) {
+  const struct {
+    std::vector<int64_t> shape;
+    std::vector<int64_t> block_size;
+  } tensors[] = {{{300, 200}, {1, 0}}, {{200, 300}, {0, 1}}, {{300000}, {}}};
+  for (const auto& [shape, block_size] : tensors) {
+    std::vector<float> values;
+    std::mt19937 random(3);
+    std::normal_distribution<float> normal(0, 1);
+    const int64_t count = shape.size() == 1 ? shape[0] : shape[0] * shape[1];
+    for (int64_t i = 0; i < count; ++i) values.push_back(normal(random));
+    v1::QuantizeHeader header = StoringHeader();
+    header.mutable_tensor()->mutable_shape()->Assign(shape.begin(),
+                                                     shape.end());
+    header.mutable_spec()->mutable_block_size()->Assign(block_size.begin(),
+                                                        block_size.end());
+    v1::EvaluateHeader candidates;
+    *candidates.mutable_tensor() = header.tensor();
+    std::vector<v1::Encoding> found;
+    for (const uint32_t bits : {0, 7, 3}) {
+      v1::EncodingSpec& spec = *header.mutable_spec();
+      spec.set_method(v1::CALIBRATION_METHOD_MSE);
+      spec.set_search_steps(16);
+      spec.set_mantissa_bits(bits);
+      *candidates.add_candidates()->mutable_spec() = spec;
+      for (const int64_t chunk_bytes : {0, 999 * 4}) {
+        const auto answer = Quantize(server_.quantization(), header,
+                                     ToBytes(values), chunk_bytes);
+        ASSERT_TRUE(answer.ok()) << answer.status();
+        EXPECT_EQ(answer->header.mantissa_bits(), bits == 0 ? 7 : bits);
+        if (chunk_bytes == 0) found.push_back(answer->header.encoding());
+        EXPECT_EQ(answer->header.encoding().SerializeAsString(),
+                  found.back().SerializeAsString());
+      }
+    }
+    EXPECT_EQ(found[0].SerializeAsString(), found[1].SerializeAsString());
+    EXPECT_NE(found[0].SerializeAsString(), found[2].SerializeAsString());
+    header.mutable_spec()->set_method(v1::CALIBRATION_METHOD_MIN_MAX);
+    *candidates.add_candidates()->mutable_spec() = header.spec();
+    const auto summary =
+        Evaluate(server_.quantization(), candidates, ToBytes(values));
+    ASSERT_TRUE(summary.ok()) << summary.status();
+    for (int i = 0; i < 3; ++i) {
+      EXPECT_EQ(summary->candidates(i).encoding().SerializeAsString(),
+                found[i].SerializeAsString());
+      EXPECT_EQ(summary->candidates(i).mantissa_bits(), i == 2 ? 3 : 7);
+    }
+    EXPECT_EQ(summary->candidates(3).mantissa_bits(), 0);
+  }
+}
+
+TEST_F(QuantizeTest, StatisticsDecideHowFineTheirEncodingsAreSearched) {
+  v1::CalibrateHeader header;
+  *header.mutable_tensor() = StoringHeader().tensor();
+  header.mutable_spec()->set_format(v1::NUMBER_FORMAT_INT8);
+  header.mutable_spec()->set_method(v1::CALIBRATION_METHOD_MSE);
+  const std::string data = ToBytes<float>({1, -127, 3});
+  auto summary = Calibrate(server_.quantization(), header, data);
+  ASSERT_TRUE(summary.ok()) << summary.status();
+  EXPECT_EQ(summary->prediction().mantissa_bits(), 7);
+  header.mutable_spec()->set_mantissa_bits(4);
+  summary = Calibrate(server_.quantization(), header, data);
+  ASSERT_TRUE(summary.ok()) << summary.status();
+  EXPECT_EQ(summary->prediction().mantissa_bits(), 4);
+  header.mutable_contribution()->set_source("a");
+  header.mutable_contribution()->set_sequence(1);
+  header.mutable_contribution()->set_mantissa_bits(3);
+  summary = Calibrate(server_.quantization(), header, data);
+  EXPECT_THAT(summary.status().ToString(),
+              HasSubstr("METHOD_INVALID: mantissa_bits is 4; the statistics "
+                        "have 3, expected no more than that"));
+  header.mutable_spec()->set_mantissa_bits(11);
+  summary = Calibrate(server_.quantization(), header, data);
+  EXPECT_THAT(summary.status().ToString(), HasSubstr("METHOD_INVALID"));
 }
 
 }  // namespace

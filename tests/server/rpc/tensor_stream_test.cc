@@ -135,8 +135,8 @@ class StuckStore : public EncodingStore {
       absl::string_view after, int limit) override {
     return Wait();
   }
-  absl::StatusOr<std::vector<ModelListEntry>> ListModels(
-      absl::string_view after, int limit) override {
+  absl::StatusOr<std::vector<ModelListEntry>> ListModels(const NameRange& range,
+                                                         int limit) override {
     return Wait();
   }
   absl::StatusOr<std::vector<RevisionListEntry>> ListRevisions(
@@ -554,6 +554,10 @@ class EndlessStatistics : public StatisticsStore {
   absl::Status DeleteStatistics(const EncodingKey& key,
                                 absl::string_view source) override {
     return absl::OkStatus();
+  }
+  absl::Status DeleteStatisticsUpTo(const EncodingKey& key,
+                                    absl::Time update_time) override {
+    return absl::UnimplementedError("");
   }
 
   void AwaitReading() { reading_.WaitForNotification(); }

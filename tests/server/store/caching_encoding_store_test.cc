@@ -90,7 +90,7 @@ class FakeStore : public EncodingStore {
       absl::string_view, absl::string_view, absl::string_view, int) override {
     return std::vector<EncodingListEntry>();
   }
-  absl::StatusOr<std::vector<ModelListEntry>> ListModels(absl::string_view,
+  absl::StatusOr<std::vector<ModelListEntry>> ListModels(const NameRange&,
                                                          int) override {
     return std::vector<ModelListEntry>();
   }

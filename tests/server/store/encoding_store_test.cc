@@ -244,7 +244,7 @@ TEST_P(EncodingStoreTest, ListsPagesInOrderOfBytes) {
   EXPECT_EQ(seen, names);
   for (const int limit : {0, -1}) {
     EXPECT_THAT(*store_->ListEncodings("m", "r", "", limit), IsEmpty());
-    EXPECT_THAT(*store_->ListModels("", limit), IsEmpty());
+    EXPECT_THAT(*store_->ListModels({}, limit), IsEmpty());
     EXPECT_THAT(*store_->ListRevisions("m", "", limit), IsEmpty());
   }
   EXPECT_THAT(*store_->ListEncodings("m", "none", "", 4), IsEmpty());
@@ -259,17 +259,21 @@ TEST_P(EncodingStoreTest, ListsModelsAndRevisionsWithCounts) {
     MustPut(key, 1);
   }
   absl::StatusOr<std::vector<ModelListEntry>> models =
-      store_->ListModels("", 2);
+      store_->ListModels({}, 2);
   ASSERT_TRUE(models.ok()) << models.status();
   ASSERT_EQ(models->size(), 2u);
   EXPECT_EQ((*models)[0].model, "a");
   EXPECT_EQ((*models)[1].model, "b");
   EXPECT_EQ((*models)[1].revision_count, 2);
   EXPECT_EQ((*models)[1].encoding_count, 3);
-  models = store_->ListModels("b", 2);
+  models = store_->ListModels({"b", ""}, 2);
   ASSERT_TRUE(models.ok()) << models.status();
   ASSERT_EQ(models->size(), 1u);
   EXPECT_EQ((*models)[0].model, "c");
+  models = store_->ListModels({"a", "c"}, 2);
+  ASSERT_TRUE(models.ok()) << models.status();
+  ASSERT_EQ(models->size(), 1u);
+  EXPECT_EQ((*models)[0].model, "b");
 
   absl::StatusOr<std::vector<RevisionListEntry>> revisions =
       store_->ListRevisions("b", "", 10);

@@ -16,6 +16,19 @@
 
 namespace quantd::server {
 
+// Takes from a store what its third version has added: counts by triggers.
+inline constexpr char kDropCounts[] = R"sql(
+  DROP TRIGGER encodings_insert; DROP TRIGGER encodings_update;
+  DROP TRIGGER encodings_hand_over; DROP TRIGGER encodings_delete;
+  DROP TRIGGER statistics_insert; DROP TRIGGER statistics_update;
+  DROP TRIGGER statistics_hand_over; DROP TRIGGER statistics_delete;
+  DROP VIEW count_changes; DROP TABLE path_positions;
+  DROP TABLE usage_counts; DROP TABLE revision_counts;
+  ALTER TABLE encodings DROP COLUMN principal;
+  ALTER TABLE statistics DROP COLUMN principal;
+  PRAGMA user_version = 2;
+)sql";
+
 class SqliteFixture : public ::testing::Test {
  protected:
   // Null, and a failure of the test, if it can't be opened.

@@ -101,6 +101,7 @@ TEST_F(SqliteStatisticsStoreTest, TakesOverAStoreOfVersionOne) {
             .Put(key_, std::make_shared<const core::Encoding>(encoding), {})
             .ok());
   }
+  Execute(kDropCounts);
   Execute("DROP TABLE statistics; PRAGMA user_version = 1");
   const std::shared_ptr<SqliteDatabase> database = OpenDatabase();
   ASSERT_NE(database, nullptr);

@@ -129,6 +129,17 @@ TEST(ToGrpcStatusTest, WhatIsNotFromTheCatalogueIsInternal) {
   EXPECT_EQ(StringField(details.details.at("ErrorInfo"), 1), "INTERNAL");
 }
 
+TEST(ToGrpcStatusTest, KeepsWhatIsForTheLogToItself) {
+  const absl::Status error = core::StoreUnavailableError(
+      "cannot put an encoding", "password of user \"q\" at db1");
+  const grpc::Status status = ToGrpcStatus(error);
+  EXPECT_EQ(status.error_message(),
+            "STORE_UNAVAILABLE: cannot put an encoding");
+  EXPECT_EQ(status.error_details().find("db1"), std::string::npos);
+  EXPECT_EQ(ToTensorError(error).SerializeAsString().find("db1"),
+            std::string::npos);
+}
+
 // Trailers have room for 8 KiB on the client's side, percent-encoding and
 // base64 included: a longer status is no status at all.
 TEST(ToGrpcStatusTest, WhatTheClientSentDoesNotOverflowTheTrailers) {

@@ -19,6 +19,7 @@ except ImportError as error:
 from quantd._chunks import DequantizedChunks, QuantizedChunks
 from quantd._credentials import tls_credentials
 from quantd._requests import CalibrateJob, Contribution, QuantizeJob
+from quantd._tables import ResultList
 from quantd.client import Client
 from quantd.encoding import (Encoding, EncodingReference, EncodingSpec,
                              Granularity, blocks, group, per_channel,
@@ -42,9 +43,10 @@ __all__ = [
     "DequantizedChunks", "Encoding", "EncodingReference", "EncodingSpec",
     "ErrorHistogram", "ErrorMetrics", "FormatInfo", "Granularity", "Model",
     "Prediction", "QuantdError", "QuantizeJob", "QuantizeSummary",
-    "QuantizedChunks", "QuantizedTensor", "Revision", "StatisticsEntry",
-    "StatisticsSource", "StoredEncoding", "StoredStatistics", "SweepCandidate",
-    "SweepMixture", "SweepResult", "SweepTensor", "SweepTotal", "TensorName",
-    "TensorStatistics", "blocks", "format_info", "group", "per_channel",
-    "per_tensor", "tls_credentials", "unpack",
+    "QuantizedChunks", "QuantizedTensor", "ResultList", "Revision",
+    "StatisticsEntry", "StatisticsSource", "StoredEncoding",
+    "StoredStatistics", "SweepCandidate", "SweepMixture", "SweepResult",
+    "SweepTensor", "SweepTotal", "TensorName", "TensorStatistics", "blocks",
+    "format_info", "group", "per_channel", "per_tensor", "tls_credentials",
+    "unpack",
 ]

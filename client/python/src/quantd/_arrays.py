@@ -29,6 +29,25 @@ def as_bytes(array: Array) -> Array:
     return array.reshape(-1).view(np.uint8)
 
 
+def is_torch(array: Any) -> bool:
+    """Whether it is a tensor of torch, which nobody has who did not import
+    that."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(array, torch.Tensor)
+
+
+def to_torch(array: Array, element_type: str = "") -> Any:
+    """A tensor of torch, of the same memory; bits of bfloat16 become elements
+    of it. Other uint16 are copied into int32: torch does little with them, and
+    before 2.3 has none."""
+    torch = sys.modules["torch"]
+    if element_type == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    if array.dtype == np.uint16:
+        array = array.astype(np.int32)
+    return torch.from_numpy(array)
+
+
 def to_numpy(array: Any) -> tuple[Array, Optional[str]]:
     """An array of what may be a tensor of torch, and the element type where
     numpy has none of its own. Shares memory on the CPU.
@@ -37,7 +56,7 @@ def to_numpy(array: Any) -> tuple[Array, Optional[str]]:
     """
     torch = sys.modules.get("torch")
     try:
-        if torch is not None and isinstance(array, torch.Tensor):
+        if torch is not None and is_torch(array):
             tensor = array.detach().cpu()
             if tensor.dtype == torch.bfloat16:
                 return tensor.view(torch.int16).numpy().view(np.uint16), (
@@ -81,7 +100,12 @@ def codes(array: Any) -> Array:
 
     Raises: ARGUMENT_INVALID.
     """
+    is_tensor = is_torch(array)
     array, _ = to_numpy(array)
+    if is_tensor and array.dtype == np.int32 and (
+            0 <= array.min(initial=0) and array.max(initial=0) <= 0xFFFF):
+        # See to_torch.
+        array = array.astype(np.uint16)
     if array.dtype.kind not in "iu" or array.dtype.itemsize > 2:
         raise errors.argument_invalid(
             f"expected codes of 8 or 16 bits, got {array.dtype}", "codes")
@@ -97,10 +121,8 @@ def output(out: Any) -> Optional[Array]:
     if out is None:
         return None
     array, _ = to_numpy(out)
-    torch = sys.modules.get("torch")
     is_elsewhere = not isinstance(out, np.ndarray) and not (
-        torch is not None and isinstance(out, torch.Tensor) and
-        out.device.type == "cpu")
+        is_torch(out) and out.device.type == "cpu")
     if is_elsewhere or not array.flags.c_contiguous or (
             not array.flags.writeable):
         raise errors.argument_invalid(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from typing import Any, Iterable
+import re
+from typing import Any, Iterable, Optional
 
-from quantd import errors
+from quantd import _credentials, errors
 from quantd._stream import Options
 
 # The answer to a chunk is to come in one frame.
@@ -17,7 +18,8 @@ _MAX_CHUNK_BYTES = 32 << 20
 # In turn over the addresses that say SERVING for the whole server.
 _BALANCING = """{"loadBalancingConfig": [{"round_robin": {}}],
                  "healthCheckConfig": {"serviceName": ""}}"""
-_LOOPBACK = ("127.", "localhost:", "[::1]:", "unix:", "unix-abstract:")
+# Where a server listens that was told nothing else.
+_PORT = "8430"
 
 # gRPC's threads do not survive a fork, so that calls of the child would wait
 # for ever; unless it was told to take care of that.
@@ -62,15 +64,70 @@ def _check_number(value: Any, least: float, what: str, field: str,
     raise errors.argument_invalid(f"expected {what}, got {value!r}", field)
 
 
-def check_options(target: str, timeout: float, chunk_bytes: int,
-                  max_retries: int, initial_backoff: float,
-                  max_backoff: float) -> Options:
-    """Raises: ARGUMENT_INVALID."""
-    if not target or not isinstance(target, str):
+def _host_and_port(address: str, text: str) -> str:
+    """A host with its port."""
+    host, port = address, _PORT
+    is_bare_ipv6 = "]" not in address and address.count(":") > 1
+    match = re.fullmatch(r"(.*):([^]]*)", address)
+    if match and not is_bare_ipv6:
+        host, port = match[1], match[2]
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    if not host or (re.search(r"[][]", host) and not is_bracketed):
+        raise _invalid_target("HOST or HOST:PORT", text)
+    if not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 65536:
+        raise _invalid_target("HOST:PORT with a port of 1 to 65535", text)
+    return f"[{host}]:{port}" if is_bare_ipv6 else f"{host}:{port}"
+
+
+def _invalid_target(expected: str, text: Any) -> errors.QuantdError:
+    return errors.argument_invalid(
+        f"expected {expected} as the server, got {text!r}", "target")
+
+
+def parse_target(text: Any) -> str:
+    """The target as gRPC takes it; the rule is that of the C++ client, in
+    client/cpp/target.h. Raises: ARGUMENT_INVALID."""
+    expected = "HOST, HOST:PORT or unix:PATH"
+    if not text or not isinstance(text, str) or (
+            re.search(r"[\x00-\x20\x7f]", text)):
+        raise _invalid_target(expected, text)
+    if text[0] == "/":
+        return "unix:" + text
+    match = re.match(r"(unix|unix-abstract|vsock|xds):(.?)", text)
+    if match:
+        if not match[2]:
+            raise _invalid_target(expected, text)
+        return text
+    match = re.match(r"(ipv4:|ipv6:|dns:(//[^/]*/)?)?", text)
+    assert match is not None
+    scheme, rest = match[0], text[match.end():]
+    if scheme == "dns:" and rest.startswith("//"):
+        raise _invalid_target("dns:///HOST:PORT", text)
+    url = re.match(r"(.*?://)([^/]*)", rest)
+    if url:
+        tls = ", with TLS" if url[1].endswith("s://") else ""
         raise errors.argument_invalid(
-            f"expected the address of a server, got {target!r}", "target")
+            f"expected {expected} as the server, got the URL {text!r}; leave "
+            f'out "{url[1]}": {url[2]}{tls}', "target")
+    if "/" in rest:
+        raise _invalid_target(expected, text)
+    addresses = rest.split(",")
+    if len(addresses) > 1 and scheme not in ("ipv4:", "ipv6:"):
+        raise _invalid_target(
+            "one server, or several as ipv4:HOST:PORT,HOST:PORT", text)
+    return scheme + ",".join(_host_and_port(address, text)
+                             for address in addresses)
+
+
+def check_options(target: str, timeout: float, chunk_bytes: int,
+                  retry_for: float, max_retries: Optional[int],
+                  initial_backoff: float, max_backoff: float) -> Options:
+    """Raises: ARGUMENT_INVALID."""
+    target = parse_target(target)
     _check_number(timeout, 1e-9, "more than 0 s", "timeout")
-    _check_number(max_retries, 0, "at least 0", "max_retries")
+    _check_number(retry_for, 0, "at least 0 s", "retry_for")
+    if max_retries is not None:
+        _check_number(max_retries, 0, "at least 0", "max_retries")
     _check_number(initial_backoff, 0, "at least 0 s", "initial_backoff")
     _check_number(max_backoff, 0, "at least 0 s", "max_backoff")
     _check_number(chunk_bytes, _CHUNK_UNIT_BYTES,
@@ -78,7 +135,8 @@ def check_options(target: str, timeout: float, chunk_bytes: int,
                   "chunk_bytes", _MAX_CHUNK_BYTES)
     return Options(target, timeout,
                    chunk_bytes // _CHUNK_UNIT_BYTES * _CHUNK_UNIT_BYTES,
-                   max_retries, initial_backoff, max_backoff)
+                   math.inf if max_retries is None else max_retries,
+                   initial_backoff, max_backoff, retry_for)
 
 
 def channel_arguments(options: Options, balance: bool,
@@ -101,7 +159,7 @@ def channel_arguments(options: Options, balance: bool,
          max(50, int(1000 * min(options.max_backoff, 2))))]
     if balance or "," in options.target:
         arguments.append(("grpc.service_config", _BALANCING))
-    if options.target.startswith(_LOOPBACK):
+    if _credentials.is_local(options.target):
         arguments.append(("grpc.enable_http_proxy", 0))
     given = list(extra)
     names = {name for name, _ in given}

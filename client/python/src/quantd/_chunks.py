@@ -17,7 +17,7 @@ from quantd._stream import Options
 from quantd.encoding import Encoding
 from quantd.results import QuantizeSummary
 from quantd.tensor import (ELEMENT_DTYPES, ELEMENT_TYPES, FORMATS, Array,
-                           format_info)
+                           TensorName, format_info)
 from quantd.v1 import quantization_service_pb2 as qs
 from quantd.v1 import tensor_pb2
 
@@ -34,6 +34,7 @@ class Upload:
                  size_bytes: Optional[int], chunk_bytes: int) -> None:
         """element_type: of reals; None: codes. size_bytes: of the tensor;
         None: only the server knows."""
+        self.name = TensorName.from_proto(header.tensor.name)
         self._header: Optional[bytes] = header.SerializeToString()
         self._element_type = element_type
         self._size_bytes = size_bytes
@@ -165,6 +166,13 @@ class ChunkedCall:
 
         Raises: QuantdError, and what the caller's chunks raised.
         """
+        try:
+            yield from self._read()
+        except errors.QuantdError as error:
+            error.name = self._upload.name
+            raise
+
+    def _read(self) -> Iterator[Array]:
         if self._is_over.is_set():
             return
         try:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, Generic, Iterator, Optional, TypeVar
 import grpc
 import numpy as np
 
-from quantd import _wire, errors
+from quantd import _arrays, _wire, errors
+from quantd._retries import Retries
+from quantd._tables import ResultList
 from quantd.encoding import Encoding
 from quantd.results import (CalibrateResult, CandidateMetrics, ErrorMetrics,
                             QuantizedTensor, QuantizeSummary)
@@ -56,7 +58,7 @@ class Exchange(Generic[Result]):
         self.error: Optional[errors.QuantdError] = None
         # Answered, on the stream that it is on now.
         self.is_answered = False
-        self.attempts = 0
+        self.retries = Retries()
         self._summary: Any = None
 
     @property
@@ -187,6 +189,8 @@ class OutputExchange(Exchange[Result]):
         """out: the caller's memory for the output, as uint8, or None."""
         super().__init__(header, payload)
         self.caller_out = out
+        # Whether what comes out is to be a tensor of torch.
+        self.is_torch = False
         # Of which this is a part.
         self.joined: Optional[OutputExchange[Result]] = None
         # Of a part: what the headers of all say, serialized, and what only its
@@ -249,6 +253,7 @@ class OutputExchange(Exchange[Result]):
         found = []
         for begin in range(begin_bytes, self.payload.nbytes, part_bytes):
             part = copy.copy(self)
+            part.retries = Retries()
             part.payload = self.payload[begin:begin + part_bytes]
             part.offset_bytes = begin
             part.joined = self
@@ -449,11 +454,12 @@ class QuantizeExchange(OutputExchange[QuantizedTensor]):
             if not info.is_packed:
                 codes = codes.view(info.dtype).reshape(shape)
         return QuantizedTensor(
-            self.name, codes, encoding, shape, self.element_type, header.etag,
+            self.name, _arrays.to_torch(codes) if self.is_torch else codes,
+            encoding, shape, self.element_type, header.etag,
             QuantizeSummary.from_proto(self._summary))
 
 
-class DequantizeExchange(OutputExchange[Array]):
+class DequantizeExchange(OutputExchange[Any]):
     """Of Dequantize."""
 
     HEADER = service_pb2.DequantizeResponseHeader
@@ -462,20 +468,22 @@ class DequantizeExchange(OutputExchange[Array]):
     def __init__(self, header: service_pb2.DequantizeHeader,
                  payload: Array, out: Optional[Array],
                  most_output_bytes: int) -> None:
-        self._dtype = ELEMENT_DTYPES[
-            ELEMENT_TYPES.name(header.tensor.element_type)]
+        self._element_type = ELEMENT_TYPES.name(header.tensor.element_type)
         super().__init__(header, payload, out, most_output_bytes)
 
     def output_bytes(self) -> Optional[int]:
         return self._most_output_bytes
 
-    def _result(self) -> Array:
+    def _result(self) -> Any:
         reals = self._take_output()
         if reals.nbytes != self._most_output_bytes:
             raise errors.response_malformed(
                 f"expected {self._most_output_bytes} bytes, got "
                 f"{reals.nbytes}")
-        return reals.view(self._dtype).reshape(tuple(self.header.tensor.shape))
+        reals = reals.view(ELEMENT_DTYPES[self._element_type]).reshape(
+            tuple(self.header.tensor.shape))
+        return (_arrays.to_torch(reals, self._element_type) if self.is_torch
+                else reals)
 
 
 class CalibrateExchange(Exchange[CalibrateResult]):
@@ -495,14 +503,14 @@ class CalibrateExchange(Exchange[CalibrateResult]):
         return CalibrateResult.from_proto(self._summary)
 
 
-class EvaluateExchange(Exchange["list[CandidateMetrics]"]):
+class EvaluateExchange(Exchange["ResultList[CandidateMetrics]"]):
     """Of Evaluate with candidates."""
 
     SUMMARY = service_pb2.EvaluateSummary
 
-    def _result(self) -> list[CandidateMetrics]:
-        return [CandidateMetrics.from_proto(candidate)
-                for candidate in self._summary.candidates]
+    def _result(self) -> ResultList[CandidateMetrics]:
+        return ResultList(CandidateMetrics.from_proto(candidate)
+                          for candidate in self._summary.candidates)
 
 
 class CompareExchange(Exchange[ErrorMetrics]):

@@ -45,6 +45,24 @@ class Progress:
         """So much more is done."""
         self._tell(size_bytes)
 
+    def leave_out(self, item: Any) -> None:
+        """Of those whose bytes were summed up, one is not done."""
+        size = _bytes_of(item)
+        if self._bar is not None and self._bar.total and size:
+            self._bar.total -= size
+            self._bar.refresh()
+
+
+def _bytes_of(item: Any) -> Optional[int]:
+    """Of the array of an item, where that has a size."""
+    array = item[1] if isinstance(item, tuple) else getattr(
+        item, "array", getattr(item, "codes", None))
+    size = getattr(array, "nbytes", None)
+    if size is None and hasattr(array, "element_size"):
+        # A tensor of torch before 2.0.
+        size = array.element_size() * array.nelement()
+    return None if size is None else int(size)
+
 
 def total_bytes(items: Iterable[Any]) -> Optional[int]:
     """Of all arrays, where they are all there already; otherwise None."""
@@ -52,13 +70,8 @@ def total_bytes(items: Iterable[Any]) -> Optional[int]:
         return None
     total = 0
     for item in items:
-        array = item[1] if isinstance(item, tuple) else getattr(
-            item, "array", getattr(item, "codes", None))
-        size = getattr(array, "nbytes", None)
-        if size is None and hasattr(array, "element_size"):
-            # A tensor of torch before 2.0.
-            size = array.element_size() * array.nelement()
+        size = _bytes_of(item)
         if size is None:
             return None
-        total += int(size)
+        total += size
     return total

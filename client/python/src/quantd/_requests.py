@@ -6,13 +6,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import operator
-from typing import (Any, Callable, Generator, Iterable, Iterator, Optional,
-                    Sequence, TypeVar, Union)
+from typing import (Any, Callable, Collection, Generator, Iterable, Iterator,
+                    Mapping, Optional, Sequence, TypeVar, Union)
 
 import grpc
 import numpy as np
 
-from quantd import _arrays, errors, results
+from quantd import _arrays, _globs, errors, results
 from quantd._exchange import (CalibrateExchange, CompareExchange,
                               DequantizeExchange, EvaluateExchange,
                               QuantizeExchange)
@@ -31,6 +31,8 @@ PAGE_SIZE = 1000
 _NAN_POLICIES = EnumNames(qs.NanPolicy, "NAN_POLICY_", "a policy")
 
 SpecLike = Union[EncodingSpec, str]
+# Of quantize_many: one for all, or by pattern.
+Sources = Union[Source, Mapping[str, Source], None]
 Result = TypeVar("Result")
 
 
@@ -102,8 +104,9 @@ def full_name(name: NameLike, model: str, revision: str) -> TensorName:
 
 
 @contextlib.contextmanager
-def naming(name: TensorName) -> Iterator[None]:
+def naming(name: NameLike) -> Iterator[None]:
     """Errors within are those of that tensor."""
+    name = as_name(name)
     try:
         yield
     except errors.QuantdError as error:
@@ -155,10 +158,16 @@ def quantize_header(tensor: tensor_pb2.TensorDescription,
 
 def quantize(job: QuantizeJob) -> QuantizeExchange:
     """See Client.quantize."""
+    with naming(job.name):
+        return _quantize(job)
+
+
+def _quantize(job: QuantizeJob) -> QuantizeExchange:
     reals = _arrays.reals(job.array, job.element_type)
     exchange = QuantizeExchange(
         quantize_header(describe(reals.shape, reals.element_type, job.name),
                         job), reals.data, _arrays.output(job.out))
+    exchange.is_torch = _arrays.is_torch(job.array)
     _check_out(exchange)
     return exchange
 
@@ -172,19 +181,103 @@ def _named_array(item: Any, job: str) -> dict[str, Any]:
     return {"name": item[0], "array": item[1]}
 
 
-def quantize_of(item: Union[QuantizeJob, tuple[str, Any]],
-                source: Optional[Source], model: str, revision: str,
-                store: bool, nan_policy: Optional[str]) -> QuantizeExchange:
-    """One item of quantize_many."""
-    job = item if isinstance(item, QuantizeJob) else QuantizeJob(
-        **_named_array(item, "a QuantizeJob"))
-    name = full_name(job.name, model, revision)
-    with naming(name):
+def _is_left_out(array: Any, min_rank: int) -> bool:
+    """Whether quantize_many leaves out a pair of a name and this: where the
+    elements are no reals, or with fewer dimensions than that. What is meant for
+    reals and cannot be sent is not: that is an error."""
+    if min_rank <= 0:
+        return False
+    if _arrays.is_torch(array):
+        return bool(array.dim() < min_rank or not (
+            array.is_floating_point() or array.is_complex() or
+            array.is_quantized))
+    try:
+        if not hasattr(array, "dtype") or not hasattr(array, "ndim"):
+            array = np.asarray(array)
+        # Those of uint16 may be bfloat16.
+        return bool(array.ndim < min_rank or (
+            np.dtype(array.dtype).kind in "biuOSUmM" and
+            array.dtype != np.uint16))
+    except (TypeError, ValueError):
+        return False
+
+
+class QuantizeItems:
+    """What quantize_many makes of its items. For one thread."""
+
+    def __init__(self, items: Any, source: Sources, model: str, revision: str,
+                 store: bool, nan_policy: Optional[str], min_rank: int) -> None:
+        """Raises: ARGUMENT_INVALID for patterns that match nothing."""
+        self._source = None if isinstance(source, Mapping) else source
+        self._patterns = dict(source) if isinstance(source, Mapping) else None
+        self._model = model
+        self._revision = revision
+        self._store = store
+        self._nan_policy = nan_policy
+        self._min_rank = min_rank
+        self._taken_count = 0
+        self._left_out_count = 0
+        if self._patterns is not None:
+            self._check_patterns(self._patterns, items)
+
+    def make(self, item: Union[QuantizeJob, tuple[str, Any]]
+             ) -> Optional[QuantizeExchange]:
+        """None: it is left out."""
+        is_job = isinstance(item, QuantizeJob)
+        job = item if isinstance(item, QuantizeJob) else QuantizeJob(
+            **_named_array(item, "a QuantizeJob"))
+        name = full_name(job.name, self._model, self._revision)
+        source = self._source_of(job, name)
+        if (self._patterns is not None and source is None) or (
+                not is_job and _is_left_out(job.array, self._min_rank)):
+            self._left_out_count += 1
+            return None
+        self._taken_count += 1
         return quantize(dataclasses.replace(
-            job, name=name,
-            source=source if job.source is None else job.source,
-            store=store if job.store is None else job.store,
-            nan_policy=job.nan_policy or nan_policy))
+            job, name=name, source=source,
+            store=self._store if job.store is None else job.store,
+            nan_policy=job.nan_policy or self._nan_policy))
+
+    def end(self) -> None:
+        """After the last item. Raises: ARGUMENT_INVALID where all were left
+        out."""
+        if self._left_out_count and not self._taken_count:
+            raise errors.argument_invalid(
+                f"expected tensors of reals with {self._min_rank} dimensions "
+                f"or more, and none of {self._left_out_count} is one; "
+                "min_rank=0 takes every tensor", "tensors")
+
+    def _source_of(self, job: QuantizeJob, name: TensorName
+                   ) -> Optional[Source]:
+        if job.source is not None or self._patterns is None:
+            return self._source if job.source is None else job.source
+        for pattern, source in self._patterns.items():
+            if _globs.matches(pattern, name.tensor):
+                return source
+        return None
+
+    def _check_patterns(self, patterns: Mapping[str, Source], items: Any
+                        ) -> None:
+        if not isinstance(items, Collection):
+            raise errors.argument_invalid(
+                "patterns take all names before anything is sent: expected a "
+                "list of tensors, or a view such as state_dict().items(), got "
+                f"{type(items).__name__}", "tensors")
+        names = []
+        for item in items:
+            if isinstance(item, QuantizeJob):
+                names.append(as_name(item.name).tensor)
+                continue
+            pair = _named_array(item, "a QuantizeJob")
+            if not _is_left_out(pair["array"], self._min_rank):
+                names.append(as_name(pair["name"]).tensor)
+        _globs.check_all_match(
+            patterns, names, "a tensor of reals" + (
+                f" with {self._min_rank} dimensions or more (see min_rank)"
+                if self._min_rank > 0 else ""), "source")
+        for source in patterns.values():
+            if isinstance(source, str):
+                EncodingSpec.parse(source)
 
 
 def dequantize_header(tensor: tensor_pb2.TensorDescription, source: Any
@@ -211,7 +304,14 @@ def dequantize(codes: Any,
         element_type = element_type or codes.element_type
         name = codes.name if name is None else name
         codes = codes.codes
-    element_type = element_type or "float32"
+    with naming(name):
+        return _dequantize(codes, source, shape, element_type or "float32",
+                           name, out)
+
+
+def _dequantize(codes: Any, source: Union[Encoding, EncodingReference, None],
+                shape: Optional[Sequence[int]], element_type: str,
+                name: NameLike, out: Any) -> DequantizeExchange:
     data = _arrays.codes(codes)
     shape = as_shape(np.shape(codes) if shape is None else shape)
     header = dequantize_header(describe(shape, element_type, name), source)
@@ -227,6 +327,7 @@ def dequantize(codes: Any,
     exchange = DequantizeExchange(
         header, data, _arrays.output(out),
         count * ELEMENT_DTYPES[element_type].itemsize)
+    exchange.is_torch = _arrays.is_torch(codes)
     _check_out(exchange)
     return exchange
 
@@ -238,8 +339,7 @@ def dequantize_of(tensor: results.QuantizedTensor,
         raise errors.argument_invalid(
             f"expected a QuantizedTensor, got {type(tensor).__name__}",
             "tensors")
-    with naming(tensor.name):
-        return dequantize(tensor, element_type=element_type)
+    return dequantize(tensor, element_type=element_type)
 
 
 def calibrate_header(tensor: tensor_pb2.TensorDescription,
@@ -261,10 +361,12 @@ def calibrate_header(tensor: tensor_pb2.TensorDescription,
 
 def calibrate(job: CalibrateJob) -> CalibrateExchange:
     """See Client.calibrate."""
-    reals = _arrays.reals(job.array, job.element_type)
-    return CalibrateExchange(
-        calibrate_header(describe(reals.shape, reals.element_type, job.name),
-                         job.spec, job.contribution), reals.data)
+    with naming(job.name):
+        reals = _arrays.reals(job.array, job.element_type)
+        return CalibrateExchange(
+            calibrate_header(
+                describe(reals.shape, reals.element_type, job.name), job.spec,
+                job.contribution), reals.data)
 
 
 def calibrate_of(item: Union[CalibrateJob, tuple[str, Any]],
@@ -274,12 +376,11 @@ def calibrate_of(item: Union[CalibrateJob, tuple[str, Any]],
     """One item of calibrate_many."""
     job = item if isinstance(item, CalibrateJob) else CalibrateJob(
         **_named_array(item, "a CalibrateJob"))
-    name = full_name(job.name, model, revision)
-    with naming(name):
-        return calibrate(dataclasses.replace(
-            job, name=name, spec=spec if job.spec is None else job.spec,
-            contribution=contribution if job.contribution is None
-            else job.contribution))
+    return calibrate(dataclasses.replace(
+        job, name=full_name(job.name, model, revision),
+        spec=spec if job.spec is None else job.spec,
+        contribution=contribution if job.contribution is None
+        else job.contribution))
 
 
 def evaluate_header(tensor: tensor_pb2.TensorDescription,
@@ -310,10 +411,11 @@ def evaluate(array: Any, candidates: Iterable[Source], name: NameLike,
              with_distribution: bool, element_type: Optional[str]
              ) -> EvaluateExchange:
     """See Client.evaluate."""
-    reals = _arrays.reals(array, element_type)
-    return EvaluateExchange(evaluate_header(
-        describe(reals.shape, reals.element_type, name), candidates, labels,
-        per_scale_index, with_distribution), reals.data)
+    with naming(name):
+        reals = _arrays.reals(array, element_type)
+        return EvaluateExchange(evaluate_header(
+            describe(reals.shape, reals.element_type, name), candidates,
+            labels, per_scale_index, with_distribution), reals.data)
 
 
 def compare(reference: Any, test: Any, with_distribution: bool,
@@ -554,6 +656,17 @@ def sweep(model: str, specs: Iterable[SpecLike], revision: str,
         model=model, revision=revision, specs=[_spec(s) for s in specs],
         patterns=patterns, min_sqnr_db=min_sqnr_db,
         max_size_bytes=max_size_bytes)
+
+
+def check_patterns(patterns: Iterable[str], names: Sequence[str], model: str,
+                   revision: str, field: str) -> None:
+    """Each matches one of the tensors that have statistics. Where none has, the
+    service says so."""
+    if names:
+        _globs.check_all_match(
+            patterns, names,
+            f"a tensor that has statistics in {model}, {revision or 'main'}",
+            field)
 
 
 def sweep_result(answers: Sequence[Any]) -> results.SweepResult:

@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 
 from quantd import errors
 from quantd._exchange import Exchange, OutputExchange
+from quantd._retries import Retries
 from quantd._stream import Options
 from quantd.tensor import Array
 from quantd.v1 import shared_memory_pb2
@@ -319,7 +320,7 @@ class SharedMemory:
 
     def _request(self, size: int, may_wait: bool = True) -> Region:
         """A region of the server, asked for again where that may help."""
-        attempt = 0
+        retries = Retries()
         while True:
             try:
                 if self._is_closed:
@@ -332,11 +333,9 @@ class SharedMemory:
                     error.reason == "SHARED_MEMORY_UNAVAILABLE" and
                     self._is_known_to_work)
                 if not (helps and may_wait) or (
-                        attempt >= self._options.max_retries):
+                        not self._options.allows(retries, error)):
                     raise
-                attempt += 1
-                time.sleep(max(self._options.backoff(attempt),
-                               error.retry_after or 0))
+                time.sleep(self._options.pause(retries, error))
 
     def _request_once(self, size: int) -> Region:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 
 from quantd import _apart, _wire, errors
 from quantd._exchange import Exchange
+from quantd._retries import Retries
 
 _FINISH_TIMEOUT_S = 1
 
@@ -25,15 +26,23 @@ class Options:
     target: str
     timeout: float
     chunk_bytes: int
-    max_retries: int
+    max_retries: float
     initial_backoff: float
     max_backoff: float
+    retry_for: float = 60.0
 
-    def backoff(self, attempt: int) -> float:
-        """The pause before retry `attempt`, from 1 on."""
-        pause = min(self.initial_backoff * 2.0 ** min(attempt - 1, 60),
-                    self.max_backoff)
-        return pause * random.uniform(0.5, 1.5)
+    def allows(self, retries: Retries, error: errors.QuantdError) -> bool:
+        """Whether there is time for one more, after an error that it helps."""
+        return not retries.is_over and retries.count < self.max_retries and (
+            (error.retry_after or 0) < retries.left(self.retry_for))
+
+    def pause(self, retries: Retries, error: errors.QuantdError) -> float:
+        """Counts one more retry and returns how long to wait before it."""
+        pause = min(self.initial_backoff * 2.0 ** min(retries.count, 60),
+                    self.max_backoff) * random.uniform(0.5, 1.5)
+        pause = max(0.0, min(pause, retries.left(self.retry_for)))
+        retries.add()
+        return max(pause, error.retry_after or 0)
 
 
 class StreamCall:
@@ -190,8 +199,8 @@ class RetryingStream:
         self._is_gone = is_gone
         self._call: Optional[StreamCall] = None
         self._pending: collections.deque[Exchange[Any]] = collections.deque()
-        # Calls that broke one after another without any answer.
-        self._broken_count = 0
+        # For calls that broke one after another without any answer.
+        self._broken = Retries()
 
     @property
     def pending_count(self) -> int:
@@ -222,6 +231,8 @@ class RetryingStream:
     def receive(self) -> Exchange[Any]:
         """The oldest exchange, answered or failed. Requires: pending_count."""
         front = self._pending[0]
+        # What was refused behind another one has its time from now on.
+        front.retries.restart_clock()
         while True:
             if front.is_answered:
                 if not self._wants_retry(front):
@@ -233,7 +244,7 @@ class RetryingStream:
             call = self._call
             in_time = call.wait(front)
             if front.is_answered:
-                self._broken_count = 0
+                self._broken = Retries()
                 continue
             call.cancel()
             self._call = None
@@ -274,26 +285,25 @@ class RetryingStream:
         unanswered = [exchange for exchange in self._pending
                       if not exchange.is_answered]
         if error.code != grpc.StatusCode.UNAVAILABLE or (
-                self._broken_count >= self._options.max_retries):
-            self._broken_count = 0
+                not self._options.allows(self._broken, error)):
+            self._broken = Retries()
             for exchange in unanswered:
                 exchange.unshare()
                 exchange.error = errors.QuantdError(
                     error.code, error.reason, error.message, field=error.field,
                     retry_after=error.retry_after)
                 exchange.is_answered = True
-                exchange.attempts = self._options.max_retries
+                exchange.retries.is_over = True
             return
         for exchange in unanswered:
             # The next server may be another.
             exchange.unshare()
             exchange.reset()
-        self._broken_count += 1
-        self._pause(self._options.backoff(self._broken_count), error)
+        self._pause(self._options.pause(self._broken, error), error)
 
     def _wants_retry(self, exchange: Exchange[Any]) -> bool:
         error = exchange.error
-        if error is None or exchange.attempts >= self._options.max_retries:
+        if error is None or not self._options.allows(exchange.retries, error):
             return False
         return (error.code == grpc.StatusCode.UNAVAILABLE or
                 error.retry_after is not None or
@@ -303,11 +313,11 @@ class RetryingStream:
     def _retry(self, exchange: Exchange[Any]) -> None:
         error = exchange.error
         assert error is not None
-        exchange.attempts += 1
         if error.reason == "REGION_NOT_FOUND":
+            exchange.retries.add()
             exchange.unshare()
         else:
-            self._pause(self._options.backoff(exchange.attempts), error)
+            self._pause(self._options.pause(exchange.retries, error), error)
         exchange.reset()
         if self._call is not None:
             self._call.send(exchange)

@@ -29,6 +29,8 @@ from quantd._output_memory import OutputMemory
 from quantd._progress import Progress, ProgressLike, total_bytes
 from quantd._requests import (HEALTH_METHOD, Attempts, CalibrateJob, Calls,
                               Contribution, Pages, QuantizeJob, SpecLike)
+from quantd._retries import Retries
+from quantd._tables import ResultList
 from quantd.encoding import Encoding, EncodingReference, Source
 from quantd.tensor import Array, NameLike, TensorName, as_name, format_info
 from quantd.v1 import encoding_service_pb2 as es
@@ -166,15 +168,17 @@ class Client:
 
     def __init__(self, target: str = "127.0.0.1:8430", *,
                  timeout: float = 60.0, chunk_bytes: int = 2 << 20,
-                 max_retries: int = 6, initial_backoff: float = 0.05,
+                 retry_for: float = 60.0, max_retries: Optional[int] = None,
+                 initial_backoff: float = 0.05,
                  max_backoff: float = 5.0,
                  credentials: Optional[grpc.ChannelCredentials] = None,
                  channel_options: Iterable[tuple[str, Any]] = (),
                  token_file: Optional[str] = None,
                  balance: bool = False) -> None:
         self._options = _channel.check_options(
-            target, timeout, chunk_bytes, max_retries, initial_backoff,
-            max_backoff)
+            target, timeout, chunk_bytes, retry_for, max_retries,
+            initial_backoff, max_backoff)
+        target = self._options.target
         self._token = _credentials.token_of(token_file, target, credentials)
         self._arguments = _channel.channel_arguments(self._options, balance,
                                                      channel_options)
@@ -232,9 +236,9 @@ class Client:
 
     @overload
     def quantize_many(
-            self, tensors: _Items, source: Optional[Source] = None, *,
+            self, tensors: _Items, source: _requests.Sources = None, *,
             model: str = "", revision: str = "", store: bool = False,
-            nan_policy: Optional[str] = None,
+            nan_policy: Optional[str] = None, min_rank: int = 2,
             on_error: Literal["raise"] = "raise",
             progress: ProgressLike = False
     ) -> AsyncIterator[results.QuantizedTensor]:
@@ -242,35 +246,34 @@ class Client:
 
     @overload
     def quantize_many(
-            self, tensors: _Items, source: Optional[Source] = None, *,
+            self, tensors: _Items, source: _requests.Sources = None, *,
             model: str = "", revision: str = "", store: bool = False,
-            nan_policy: Optional[str] = None, on_error: str,
+            nan_policy: Optional[str] = None, min_rank: int = 2, on_error: str,
             progress: ProgressLike = False
     ) -> AsyncIterator[Union[results.QuantizedTensor, errors.QuantdError]]:
         ...
 
     def quantize_many(
-            self, tensors: _Items, source: Optional[Source] = None, *,
+            self, tensors: _Items, source: _requests.Sources = None, *,
             model: str = "", revision: str = "", store: bool = False,
-            nan_policy: Optional[str] = None, on_error: str = "raise",
-            progress: ProgressLike = False) -> AsyncIterator[Any]:
+            nan_policy: Optional[str] = None, min_rank: int = 2,
+            on_error: str = "raise", progress: ProgressLike = False) -> AsyncIterator[Any]:
         """Quantizes many tensors at once and yields the results in their
         order; see quantd.Client.quantize_many. tensors may be async."""
-        return self._many(
-            "Quantize", tensors, lambda item: _requests.quantize_of(
-                item, source, model, revision, store, nan_policy),
-            on_error, progress)
+        made = _requests.QuantizeItems(tensors, source, model, revision, store,
+                                       nan_policy, min_rank)
+        return self._many("Quantize", tensors, made.make, on_error, progress,
+                          made.end)
 
     async def dequantize(
             self, codes: Any,
             source: Union[Encoding, EncodingReference, None] = None, *,
             shape: Optional[Sequence[int]] = None,
             element_type: Optional[str] = None, name: NameLike = None,
-            out: Any = None) -> Array:
+            out: Any = None) -> Any:
         """Turns codes into reals; see quantd.Client.dequantize."""
-        reals: Array = await self._one("Dequantize", _requests.dequantize(
+        return await self._one("Dequantize", _requests.dequantize(
             codes, source, shape, element_type, name, out))
-        return reals
 
     def dequantize_chunks(
             self, chunks: _Items, source: Union[Encoding, EncodingReference],
@@ -345,9 +348,9 @@ class Client:
                        per_scale_index: bool = False,
                        with_distribution: bool = False,
                        element_type: Optional[str] = None
-                       ) -> list[results.CandidateMetrics]:
+                       ) -> ResultList[results.CandidateMetrics]:
         """The error of candidates; see quantd.Client.evaluate."""
-        metrics: list[results.CandidateMetrics] = await self._one(
+        metrics: ResultList[results.CandidateMetrics] = await self._one(
             "Evaluate", _requests.evaluate(
                 array, candidates, name, labels, per_scale_index,
                 with_distribution, element_type))
@@ -358,7 +361,7 @@ class Client:
             shape: Sequence[int], element_type: str = "float32",
             name: NameLike = None, labels: Sequence[str] = (),
             per_scale_index: bool = False, with_distribution: bool = False
-    ) -> list[results.CandidateMetrics]:
+    ) -> ResultList[results.CandidateMetrics]:
         """See quantd.Client.evaluate_chunks; chunks may be async."""
         header = _requests.evaluate_header(
             _requests.describe(shape, element_type, name), candidates, labels,
@@ -366,8 +369,8 @@ class Client:
         summary = await self._summary_of(
             "Evaluate", header, element_type, shape, chunks,
             _chunks.evaluate_download())
-        return [results.CandidateMetrics.from_proto(candidate)
-                for candidate in summary.candidates]
+        return ResultList(results.CandidateMetrics.from_proto(candidate)
+                          for candidate in summary.candidates)
 
     async def compare(self, reference: Any, test: Any, *,
                       with_distribution: bool = False,
@@ -420,6 +423,9 @@ class Client:
         """Encodings from statistics; see quantd.Client.compute_encodings."""
         request = _requests.compute_encodings(model, spec, revision, overrides,
                                               dry_run)
+        await self._check_patterns(
+            [override.pattern for override in request.overrides], model,
+            revision, "overrides")
         async for answer in self._read("ComputeEncodings", request):
             yield results.ComputedEncoding.from_proto(answer)
 
@@ -431,8 +437,17 @@ class Client:
         """Ranks specs; see quantd.Client.sweep."""
         request = _requests.sweep(model, specs, revision, patterns, min_sqnr_db,
                                   max_size_bytes)
+        await self._check_patterns(request.patterns, model, revision,
+                                   "patterns")
         return _requests.sweep_result(
             [answer async for answer in self._read("Sweep", request)])
+
+    async def _check_patterns(self, patterns: Sequence[str], model: str,
+                              revision: str, field: str) -> None:
+        if patterns:
+            names = [entry.tensor async for entry in
+                     self.list_statistics(model, revision)]
+            _requests.check_patterns(patterns, names, model, revision, field)
 
     # Statistics.
 
@@ -505,18 +520,18 @@ class Client:
 
     async def _answer(self, method: str, exchange: Exchange[Any]) -> None:
         """All attempts."""
-        attempt = 0
+        retries = Retries()
         while True:
             try:
                 await self._exchange(method, exchange)
             except errors.QuantdError as error:
                 error.name = exchange.name
-                attempt = await self._pause(error, attempt)
+                await self._pause(error, retries)
             else:
                 if exchange.error is None:
                     return
                 exchange.error.name = exchange.name
-                attempt = await self._pause(exchange.error, attempt)
+                await self._pause(exchange.error, retries)
             exchange.reset()
 
     async def _exchange(self, method: str, exchange: Exchange[Any]) -> None:
@@ -545,8 +560,10 @@ class Client:
             raise errors.client_closed()
 
     async def _many(self, method: str, items: _Items,
-                    make: Callable[[Any], Exchange[Any]], on_error: str,
-                    wanted: ProgressLike) -> AsyncIterator[Any]:
+                    make: Callable[[Any], Optional[Exchange[Any]]],
+                    on_error: str, wanted: ProgressLike,
+                    end: Callable[[], None] = lambda: None
+                    ) -> AsyncIterator[Any]:
         if on_error not in ("raise", "return"):
             raise errors.argument_invalid(
                 f"expected 'raise' or 'return', got {on_error!r}", "on_error")
@@ -570,10 +587,14 @@ class Client:
         with Progress(wanted, method, total) as progress:
             try:
                 async for item in _each(items):
+                    exchange: Optional[Exchange[Any]]
                     try:
                         exchange = make(item)
                     except errors.QuantdError as error:
                         exchange = FailedExchange(error)
+                    if exchange is None:
+                        progress.leave_out(item)
+                        continue
                     key = exchange.order_key
                     while len(pending) >= _WINDOW_COUNT or (
                             len(pending) > 1 and sum(
@@ -589,6 +610,7 @@ class Client:
                         yield await receive()
                 while pending:
                     yield await receive()
+                end()
             finally:
                 for task, _ in pending:
                     task.cancel()
@@ -626,6 +648,9 @@ class Client:
         except asyncio.CancelledError:
             self._raise_if_closed()
             raise
+        except errors.QuantdError as error:
+            error.name = upload.name
+            raise
         finally:
             await call.close()
 
@@ -657,12 +682,12 @@ class Client:
 
     async def _call(self, method: str, request: Any,
                     attempts: Optional[Attempts] = None) -> Any:
-        attempt = 0
+        retries = Retries()
         while True:
             try:
                 return await self._attempt(self._encodings(method), request)
             except errors.QuantdError as error:
-                attempt = await self._pause(error, attempt)
+                await self._pause(error, retries)
                 if attempts is not None:
                     attempts.add(error)
 
@@ -681,14 +706,14 @@ class Client:
         except StopIteration as done:
             return done.value
 
-    async def _pause(self, error: errors.QuantdError, attempt: int) -> int:
-        """Waits before the next attempt and returns its number, or raises."""
-        if attempt >= self._options.max_retries or (
+    async def _pause(self, error: errors.QuantdError, retries: Retries) -> None:
+        """Waits before the next attempt, or raises."""
+        if not self._options.allows(retries, error) or (
                 error.code != grpc.StatusCode.UNAVAILABLE and
                 error.retry_after is None):
             raise error
-        seconds = self._options.backoff(attempt + 1)
-        end = time.monotonic() + max(seconds, error.retry_after or 0)
+        seconds = self._options.pause(retries, error)
+        end = time.monotonic() + seconds
         if error.reason == "SERVER_UNREACHABLE":
             # gRPC goes on connecting only while a call waits for that,
             # otherwise every 5 s.
@@ -703,11 +728,10 @@ class Client:
                 self._raise_if_closed()
                 raise
         await asyncio.sleep(max(0.0, end - time.monotonic()))
-        return attempt + 1
 
     async def _read(self, method: str, request: Any) -> AsyncIterator[Any]:
         """The answers of one call; not retried once there was one."""
-        attempt, has_answers = 0, False
+        retries, has_answers = Retries(), False
         while True:
             call = None
             try:
@@ -723,7 +747,7 @@ class Client:
                                               self._options.timeout)
                 if has_answers:
                     raise error from None
-                attempt = await self._pause(error, attempt)
+                await self._pause(error, retries)
             except grpc.aio.UsageError as closed:
                 raise errors.client_closed() from closed
             except asyncio.CancelledError:

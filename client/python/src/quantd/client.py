@@ -20,8 +20,10 @@ from quantd._output_memory import OutputMemory
 from quantd._progress import Progress, ProgressLike, total_bytes
 from quantd._requests import (HEALTH_METHOD, Attempts, CalibrateJob, Calls,
                               Contribution, Pages, QuantizeJob, SpecLike)
+from quantd._retries import Retries
 from quantd._shared_memory import SharedMemory
 from quantd._stream import Options, RetryingStream
+from quantd._tables import ResultList
 from quantd.encoding import Encoding, EncodingReference, Source
 from quantd.tensor import (Array, NameLike, TensorName, as_name,
                            format_info)
@@ -77,8 +79,9 @@ class _Connection:
 class Client:
     """A connection to one server.
 
-    target: "host:port", "unix:/path/to/socket", or several replicas as
-        "ipv4:10.0.0.1:8430,10.0.0.2:8430".
+    target: "host", "host:port", "unix:/path/to/socket", or several replicas as
+        "ipv4:10.0.0.1:8430,10.0.0.2:8430"; the port is 8430 where none is
+        given.
     balance: calls go to all addresses of the target in turn, and to none that
         does not report itself healthy: for replicas without a proxy in front
         of them. Always so when the target lists several. A name that stands
@@ -87,10 +90,14 @@ class Client:
         in which nothing moves either way.
     chunk_bytes: payload of a message, 64 bytes to 32 MiB; a server takes 4 MiB
         by default.
-    max_retries: attempts after the first, on UNAVAILABLE and where the server
-        asks for a retry. Every call may be repeated without harm; quantize()
-        and dequantize() of more than 64 MiB with an Encoding or an
-        EncodingReference go on behind what was answered.
+    retry_for: seconds for which a call without an answer is tried again, on
+        UNAVAILABLE and where the server asks for a retry: long enough for a
+        server to be started again, also elsewhere; 0 for not at all. Every call
+        may be repeated without harm; quantize() and dequantize() of more than
+        64 MiB with an Encoding or an EncodingReference go on behind what was
+        answered.
+    max_retries: the most attempts after the first in that time; None: any
+        number.
     initial_backoff, max_backoff: seconds before the first retry; the pause
         doubles up to the second and varies by half.
     credentials: for TLS, see tls_credentials(); None: plaintext.
@@ -116,13 +123,15 @@ class Client:
     All calls raise QuantdError. Arrays are those of numpy, tensors of torch,
     or what numpy.asarray takes; of float32, float16, float64, and bfloat16 as a
     tensor of torch or as uint16 with element_type="bfloat16". Memory that is
-    contiguous is sent from where it is. `out` is written in place; after an
+    contiguous is sent from where it is. What comes out is what went in, a
+    tensor of torch for a tensor of torch. `out` is written in place; after an
     error its content is undefined.
     """
 
     def __init__(self, target: str = "127.0.0.1:8430", *,
                  timeout: float = 60.0, chunk_bytes: int = 2 << 20,
-                 max_retries: int = 6, initial_backoff: float = 0.05,
+                 retry_for: float = 60.0, max_retries: Optional[int] = None,
+                 initial_backoff: float = 0.05,
                  max_backoff: float = 5.0,
                  credentials: Optional[grpc.ChannelCredentials] = None,
                  channel_options: Iterable[tuple[str, Any]] = (),
@@ -130,8 +139,9 @@ class Client:
                  token_file: Optional[str] = None,
                  balance: bool = False) -> None:
         self._options = _channel.check_options(
-            target, timeout, chunk_bytes, max_retries, initial_backoff,
-            max_backoff)
+            target, timeout, chunk_bytes, retry_for, max_retries,
+            initial_backoff, max_backoff)
+        target = self._options.target
         if shared_memory and not target.startswith("unix:"):
             raise errors.argument_invalid(
                 f"expected a target unix:PATH, got {target!r}",
@@ -156,6 +166,11 @@ class Client:
         self._encodings: Any = es_grpc.EncodingServiceStub(  # type: ignore
             channel)
         self._finalizer = weakref.finalize(self, self._connection.close)
+
+    @property
+    def target(self) -> str:
+        """The server, as it was given."""
+        return self._options.target
 
     def __repr__(self) -> str:
         state = ", closed" if self._connection.idle is None else ""
@@ -231,9 +246,9 @@ class Client:
     @overload
     def quantize_many(
             self, tensors: Iterable[Union[QuantizeJob, tuple[str, Any]]],
-            source: Optional[Source] = None, *, model: str = "",
+            source: _requests.Sources = None, *, model: str = "",
             revision: str = "", store: bool = False,
-            nan_policy: Optional[str] = None,
+            nan_policy: Optional[str] = None, min_rank: int = 2,
             on_error: Literal["raise"] = "raise",
             progress: ProgressLike = False
     ) -> Iterator[results.QuantizedTensor]:
@@ -242,42 +257,52 @@ class Client:
     @overload
     def quantize_many(
             self, tensors: Iterable[Union[QuantizeJob, tuple[str, Any]]],
-            source: Optional[Source] = None, *, model: str = "",
+            source: _requests.Sources = None, *, model: str = "",
             revision: str = "", store: bool = False,
-            nan_policy: Optional[str] = None,
+            nan_policy: Optional[str] = None, min_rank: int = 2,
             on_error: str, progress: ProgressLike = False
     ) -> Iterator[Union[results.QuantizedTensor, errors.QuantdError]]:
         ...
 
     def quantize_many(
             self, tensors: Iterable[Union[QuantizeJob, tuple[str, Any]]],
-            source: Optional[Source] = None, *, model: str = "",
+            source: _requests.Sources = None, *, model: str = "",
             revision: str = "", store: bool = False,
-            nan_policy: Optional[str] = None, on_error: str = "raise",
-            progress: ProgressLike = False) -> Iterator[Any]:
+            nan_policy: Optional[str] = None, min_rank: int = 2,
+            on_error: str = "raise", progress: ProgressLike = False) -> Iterator[Any]:
         """Quantizes one tensor after another on one stream, and yields the
         results in the same order, while the next ones are on their way.
 
         tensors: jobs, or (name, array) with the `source` of all, such as
             state_dict.items(). Taken in the caller's thread, as many ahead as
             there is room for: two, or more while they are small.
+        source: see quantize, or by pattern, such as {"*_proj.weight":
+            "int4:group:128", "*head*": "int8"}: a tensor has that of the first
+            pattern (with * and ?) that matches its name, and only those that
+            one matches are quantized. A pattern that matches none is an error
+            before anything is sent; for this the names must be known, as those
+            of a list or of state_dict.items() are.
         model, revision: of names that are strings.
+        min_rank: pairs are left out where the array has fewer dimensions, or
+            elements that are no reals, such as biases and counters. Where all
+            are, that is an error. 0: none is left out.
         on_error: "raise" the error of a tensor, which ends the rest, or
             "return" it in its place.
         progress: True for a bar of tqdm, or a function that is called with the
             bytes of each tensor that is done.
         """
-        return self._many(
-            "Quantize", tensors, lambda item: _requests.quantize_of(
-                item, source, model, revision, store, nan_policy),
-            on_error, progress)
+        made = _requests.QuantizeItems(tensors, source, model, revision, store,
+                                       nan_policy, min_rank)
+        return self._many("Quantize", tensors, made.make, on_error, progress,
+                          made.end)
 
     def dequantize(self, codes: Any,
                    source: Union[Encoding, EncodingReference, None] = None, *,
                    shape: Optional[Sequence[int]] = None,
                    element_type: Optional[str] = None, name: NameLike = None,
-                   out: Any = None) -> Array:
-        """Turns codes into reals; bfloat16 as uint16.
+                   out: Any = None) -> Any:
+        """Turns codes into reals: an array of numpy, bfloat16 as uint16, or
+        where the codes are a tensor of torch, one of torch on the CPU.
 
         codes: a QuantizedTensor, which knows the rest, or an array of codes.
         source: an Encoding, or an EncodingReference.
@@ -286,9 +311,8 @@ class Client:
         element_type: default that of the QuantizedTensor, or "float32".
         out: contiguous array of as many bytes as there are reals.
         """
-        reals: Array = self._one("Dequantize", _requests.dequantize(
+        return self._one("Dequantize", _requests.dequantize(
             codes, source, shape, element_type, name, out))
-        return reals
 
     def dequantize_chunks(
             self, chunks: Iterable[Any],
@@ -316,7 +340,7 @@ class Client:
             self, tensors: Iterable[results.QuantizedTensor], *,
             element_type: Optional[str] = None,
             on_error: Literal["raise"] = "raise",
-            progress: ProgressLike = False) -> Iterator[Array]:
+            progress: ProgressLike = False) -> Iterator[Any]:
         ...
 
     @overload
@@ -324,7 +348,7 @@ class Client:
             self, tensors: Iterable[results.QuantizedTensor], *,
             element_type: Optional[str] = None, on_error: str,
             progress: ProgressLike = False
-    ) -> Iterator[Union[Array, errors.QuantdError]]:
+    ) -> Iterator[Any]:
         ...
 
     def dequantize_many(
@@ -407,7 +431,7 @@ class Client:
                  per_scale_index: bool = False,
                  with_distribution: bool = False,
                  element_type: Optional[str] = None
-                 ) -> list[results.CandidateMetrics]:
+                 ) -> ResultList[results.CandidateMetrics]:
         """The error of quantizing and dequantizing with each of 1 to 64
         candidates.
 
@@ -416,7 +440,7 @@ class Client:
         per_scale_index: the metrics of each scale as well.
         with_distribution: kl_divergence and error_histogram as well.
         """
-        metrics: list[results.CandidateMetrics] = self._one(
+        metrics: ResultList[results.CandidateMetrics] = self._one(
             "Evaluate", _requests.evaluate(
                 array, candidates, name, labels, per_scale_index,
                 with_distribution, element_type))
@@ -427,7 +451,7 @@ class Client:
             shape: Sequence[int], element_type: str = "float32",
             name: NameLike = None, labels: Sequence[str] = (),
             per_scale_index: bool = False, with_distribution: bool = False
-    ) -> list[results.CandidateMetrics]:
+    ) -> ResultList[results.CandidateMetrics]:
         """evaluate() of a tensor that does not fit in memory; see
         quantize_chunks for `chunks`, and for candidates that are specs."""
         header = _requests.evaluate_header(
@@ -435,8 +459,8 @@ class Client:
             per_scale_index, with_distribution)
         summary = self._summary_of("Evaluate", header, element_type, shape,
                                    chunks, _chunks.evaluate_download())
-        return [results.CandidateMetrics.from_proto(candidate)
-                for candidate in summary.candidates]
+        return ResultList(results.CandidateMetrics.from_proto(candidate)
+                          for candidate in summary.candidates)
 
     def compare(self, reference: Any, test: Any, *,
                 with_distribution: bool = False,
@@ -523,10 +547,14 @@ class Client:
         dry_run; yields one tensor after another in order of name.
 
         overrides: (pattern, spec); the first whose glob matches the name of a
-            tensor counts, then `spec`. Tensors without either are left out.
+            tensor counts, then `spec`. Tensors without either are left out;
+            a pattern that matches none is an error.
         """
         request = _requests.compute_encodings(model, spec, revision, overrides,
                                               dry_run)
+        self._check_patterns(
+            [override.pattern for override in request.overrides], model,
+            revision, "overrides")
         for answer in self._read(self._encodings.ComputeEncodings, request):
             yield results.ComputedEncoding.from_proto(answer)
 
@@ -536,15 +564,25 @@ class Client:
               max_size_bytes: Optional[int] = None) -> results.SweepResult:
         """Ranks 1 to 64 specs by the error that stored statistics predict.
 
-        patterns: globs over names of tensors; default all.
+        patterns: globs over names of tensors; default all. One that matches
+            none is an error.
         min_sqnr_db, max_size_bytes: at most one; chooses a spec for each
             tensor: the fewest bytes with that SQNR in each, or the least noise
             within that size.
         """
         request = _requests.sweep(model, specs, revision, patterns, min_sqnr_db,
                                   max_size_bytes)
+        self._check_patterns(request.patterns, model, revision, "patterns")
         return _requests.sweep_result(
             list(self._read(self._encodings.Sweep, request)))
+
+    def _check_patterns(self, patterns: Sequence[str], model: str,
+                        revision: str, field: str) -> None:
+        if patterns:
+            _requests.check_patterns(
+                patterns, [entry.tensor for entry in
+                           self.list_statistics(model, revision)],
+                model, revision, field)
 
     # Statistics.
 
@@ -660,23 +698,27 @@ class Client:
         return exchange.take_result()
 
     def _many(self, method: str, items: Iterable[Any],
-              make: Callable[[Any], Exchange[Any]], on_error: str,
-              progress: ProgressLike) -> Iterator[Any]:
+              make: Callable[[Any], Optional[Exchange[Any]]], on_error: str,
+              progress: ProgressLike,
+              end: Callable[[], None] = lambda: None) -> Iterator[Any]:
+        """make: None leaves an item out. end: called after the last one."""
         if on_error not in ("raise", "return"):
             raise errors.argument_invalid(
                 f"expected 'raise' or 'return', got {on_error!r}", "on_error")
         return self._run_many(method, items, make, on_error == "raise",
-                              progress)
+                              progress, end)
 
     def _run_many(self, method: str, items: Iterable[Any],
-                  make: Callable[[Any], Exchange[Any]], raises: bool,
-                  wanted: ProgressLike) -> Iterator[Any]:
+                  make: Callable[[Any], Optional[Exchange[Any]]], raises: bool,
+                  wanted: ProgressLike, end: Callable[[], None]
+                  ) -> Iterator[Any]:
         total = total_bytes(items) if wanted is True else None
         with Progress(wanted, method, total) as progress:
             yield from self._send_many(method, items, make, raises, progress)
+            end()
 
     def _send_many(self, method: str, items: Iterable[Any],
-                   make: Callable[[Any], Exchange[Any]], raises: bool,
+                   make: Callable[[Any], Optional[Exchange[Any]]], raises: bool,
                    progress: Progress) -> Iterator[Any]:
         stream = self._take_stream(method)
         sizes: collections.deque[int] = collections.deque()
@@ -696,8 +738,13 @@ class Client:
 
         try:
             for item in items:
+                exchange: Optional[Exchange[Any]]
                 try:
-                    exchange = self._placed(make(item))
+                    exchange = make(item)
+                    if exchange is None:
+                        progress.leave_out(item)
+                        continue
+                    exchange = self._placed(exchange)
                 except errors.QuantdError as error:
                     exchange = FailedExchange(error)
                 key = exchange.order_key
@@ -731,12 +778,12 @@ class Client:
 
     def _call(self, method: Callable[..., Any], request: Any,
               attempts: Optional[Attempts] = None) -> Any:
-        attempt = 0
+        retries = Retries()
         while True:
             try:
                 return self._attempt(method, request)
             except errors.QuantdError as error:
-                attempt = self._pause(error, attempt)
+                self._pause(error, retries)
                 if attempts is not None:
                     attempts.add(error)
 
@@ -755,19 +802,18 @@ class Client:
         except StopIteration as done:
             return done.value
 
-    def _pause(self, error: errors.QuantdError, attempt: int) -> int:
-        """Waits before the next attempt and returns its number, or raises."""
-        if attempt >= self._options.max_retries or (
+    def _pause(self, error: errors.QuantdError, retries: Retries) -> None:
+        """Waits before the next attempt, or raises."""
+        if not self._options.allows(retries, error) or (
                 error.code != grpc.StatusCode.UNAVAILABLE and
                 error.retry_after is None):
             raise error
-        self._connection.pause(self._options.backoff(attempt + 1), error)
-        return attempt + 1
+        self._connection.pause(self._options.pause(retries, error), error)
 
     def _read(self, method: Callable[..., Any], request: Any
               ) -> Iterator[Any]:
         """The answers of one call; not retried once there was one."""
-        attempt, has_answers = 0, False
+        retries, has_answers = Retries(), False
         _channel.check_process()
         while True:
             call = None
@@ -784,7 +830,7 @@ class Client:
                                               self._options.timeout)
                 if has_answers:
                     raise error from None
-                attempt = self._pause(error, attempt)
+                self._pause(error, retries)
             except ValueError as closed:
                 raise errors.client_closed() from closed
             finally:

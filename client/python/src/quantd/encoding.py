@@ -6,7 +6,8 @@ What the fields mean, and their limits, is in proto/quantd/v1/encoding.proto.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Optional, Sequence, Union
+import re
+from typing import Any, NoReturn, Optional, Sequence, Union
 
 import numpy as np
 
@@ -105,7 +106,8 @@ class EncodingSpec:
 
     Words are those of proto/quantd/v1/encoding.proto in lower case, and those
     of quantctl: method "min_max" or "minmax", symmetry "strict", ... None is
-    the default. `range` is (min, max) for the method "fixed".
+    the default. `range` is (min, max) for the method "fixed". `mantissa_bits`
+    says how fine the histograms are that a range is searched on, 2 to 10.
     """
 
     format: str
@@ -129,6 +131,7 @@ class EncodingSpec:
     integer_scale_max: int = 0
     codebook: Sequence[float] = ()
     no_saturation: bool = False
+    mantissa_bits: int = 0
 
     @classmethod
     def parse(cls, text: str) -> EncodingSpec:
@@ -158,7 +161,7 @@ class EncodingSpec:
                     parameter = parts.pop(0)
                 for key, value in _parse_part(word, parameter).items():
                     put(**{key: value})
-        except (errors.QuantdError, ValueError) as error:
+        except (errors.QuantdError, ValueError, OSError) as error:
             raise errors.argument_invalid(
                 f"expected a spec such as int8:per-channel:mse, got {text!r}: "
                 f"{getattr(error, 'message', error)}") from error
@@ -188,7 +191,8 @@ class EncodingSpec:
                 power_of_two_scale=self.power_of_two_scale,
                 outer_block_size=self.outer_block_size,
                 integer_scale_max=self.integer_scale_max,
-                codebook=self.codebook, no_saturation=self.no_saturation)
+                codebook=self.codebook, no_saturation=self.no_saturation,
+                mantissa_bits=self.mantissa_bits)
             if self.range is not None:
                 message.range_min, message.range_max = self.range
             set_granularity(as_granularity(self.granularity), message, rank,
@@ -198,11 +202,27 @@ class EncodingSpec:
         return message
 
 
+# As quantctl has them.
+_SYMMETRY_WORDS = ("asymmetric", "strict", "full-range", "half-step", "aimet")
+_METHOD_WORDS = ("minmax", "percentile", "mse", "sqnr", "entropy", "fixed",
+                 "moving-average", "best-of")
+
+
 def _is_parameter(word: str, text: str) -> bool:
     """Whether the part after `word` belongs to it."""
     if word == "per-channel":
         return text.lstrip("-").isdigit()
     return word != "fixed" or "," in text
+
+
+def _entries(text: str) -> tuple[float, ...]:
+    """Of a codebook, or of a file that has them."""
+    try:
+        return tuple(float(entry) for entry in text.split(","))
+    except ValueError:
+        with open(text, encoding="utf-8") as file:
+            return tuple(float(entry) for entry in
+                         re.split(r"[], \t\r\n[]+", file.read()) if entry)
 
 
 def _parse_part(word: str, parameter: str) -> dict[str, object]:
@@ -213,19 +233,41 @@ def _parse_part(word: str, parameter: str) -> dict[str, object]:
         return {"granularity": per_channel(int(parameter or 0))}
     if word == "group":
         return {"granularity": group(int(parameter))}
-    if word in ("asymmetric", "strict", "symmetric", "full-range", "half-step"):
+    if word in (*_SYMMETRY_WORDS, "symmetric"):
         return {"symmetry": word}
     if word == "power-of-two":
         return {"power_of_two_scale": True}
     if word == "no-saturation":
         return {"no_saturation": True}
+    if word == "mantissa-bits":
+        return {"mantissa_bits": int(parameter)}
     if word == "scale":
         _SCALE_TYPES.value(parameter)
         return {"scale_type": parameter}
     if word == "rule":
         _MX_RULES.value(parameter)
         return {"mx_scale_rule": parameter}
-    _METHODS.value(word)
+    if word == "block":
+        return {"granularity": blocks(*map(int, parameter.split(",")))}
+    if word == "tail":
+        _TAILS.value(parameter)
+        return {"tail": parameter}
+    if word == "steps":
+        return {"search_steps": int(parameter)}
+    if word == "bins":
+        return {"entropy_bins": int(parameter)}
+    if word == "entries":
+        return {"codebook": _entries(parameter)}
+    try:
+        _METHODS.value(word)
+    except errors.QuantdError:
+        raise ValueError(
+            "expected a granularity (per-tensor, per-channel, per-channel:AXIS,"
+            f" group:N), a symmetry ({', '.join(_SYMMETRY_WORDS)}), a method "
+            f"({', '.join(_METHOD_WORDS)}) or an option (power-of-two, "
+            "no-saturation, scale=TYPE, rule=RULE, block=N,N, tail=SIDE, "
+            "steps=N, bins=N, entries=N,N, mantissa-bits=N), got "
+            f"{word!r}") from None
     fields: dict[str, object] = {"method": word}
     if word == "best-of":
         fields["methods"] = tuple(parameter.split(","))
@@ -328,6 +370,10 @@ class Encoding:
             elif value != field.default:
                 words.append(f"{field.name}={value!r}")
         return f"Encoding({', '.join(words)})"
+
+    def __array__(self, *unused: object, **unused_too: object) -> NoReturn:
+        raise TypeError("an Encoding is no array: take its .scale or "
+                        ".zero_point")
 
     def _with_scales(self) -> encoding_pb2.Encoding:
         try:

@@ -29,7 +29,7 @@ class QuantdError(Exception):
     message: for people.
     field: path of the request field or the argument at fault, or empty.
     retry_after: seconds to wait before a retry, None where none helps.
-    name: the tensor, where one of several failed.
+    name: the tensor, where one failed.
     """
 
     def __init__(self, code: grpc.StatusCode, reason: str, message: str, *,
@@ -43,8 +43,10 @@ class QuantdError(Exception):
         self.name: Optional[TensorName] = None
 
     def __str__(self) -> str:
-        text = f"{self.reason}: {self.message}" if self.reason else (
-            f"{self.code.name}: {self.message}")
+        tensor = self.name.tensor if self.name is not None else ""
+        message = f"tensor {tensor!r}: {self.message}" if tensor else (
+            self.message)
+        text = f"{self.reason or self.code.name}: {message}"
         return f"{text} ({self.field})" if self.field else text
 
 

@@ -9,13 +9,14 @@
 or  python3 -m quantd.report --model acme/net -o report.html
 
 One HTML file with everything in it, plots included: it opens without a network.
-Drawn by plotly.js, which comes with the plotly package.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
+import errno
 import importlib.resources
 import json
 import math
@@ -26,7 +27,7 @@ from typing import Any, Callable, Iterable, Optional, Sequence, Union
 
 import numpy as np
 
-from quantd import errors, results
+from quantd import __version__, errors, results
 from quantd._values import limits
 from quantd.client import Client
 from quantd.encoding import Encoding, EncodingSpec
@@ -35,53 +36,54 @@ from quantd.tensor import Array
 SPECS = ("int8:per-channel", "int8:mse", "int4:mse")
 _BINS = 120
 _TAIL = 0.001
-# The most that a sweep may be bounded by.
-_ANY_SIZE = 2**63 - 1
 
 SpecLike = Union[EncodingSpec, str]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TensorReport:
-    """One tensor. low, high: between which all but a thousandth of the elements
-    lie; edges, counts: a histogram of linear bins; predictions, clips, sizes:
-    by spec, None where that failed."""
+    """One tensor. element_count: of the tensor, where `statistics` has those
+    that were seen; low, high: between which all but a thousandth of the
+    elements lie; edges, counts: a histogram of linear bins; these are None
+    where the statistics are of too many scales to be read; predictions, clips,
+    size_bytes: by spec, None where that failed."""
 
     name: str
     statistics: results.TensorStatistics
     source_count: int
-    low: float
-    high: float
-    edges: Array
-    counts: Array
+    element_count: Optional[int]
+    low: Optional[float]
+    high: Optional[float]
+    edges: Optional[Array]
+    counts: Optional[Array]
     predictions: tuple[Optional[results.Prediction], ...]
     clips: tuple[Optional[tuple[float, float]], ...]
     scale_counts: tuple[int, ...]
+    size_bytes: tuple[Optional[int], ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ModelReport:
-    """What a page is made of. mixtures: one spec for each tensor, within
-    growing sizes."""
+    """What a page is made of. server: where the statistics are; date: when
+    they were read, in UTC."""
 
     model: str
     revision: str
+    server: str
+    date: datetime.datetime
     labels: tuple[str, ...]
     tensors: tuple[TensorReport, ...]
-    totals: tuple[results.SweepTotal, ...]
-    mixtures: tuple[results.SweepMixture, ...]
 
 
 def collect(client: Client, model: str, *, revision: str = "",
             specs: Sequence[SpecLike] = SPECS, patterns: Iterable[str] = (),
-            mixture_count: int = 8,
             progress: Optional[Callable[[int, int], object]] = None
             ) -> ModelReport:
     """Asks a server for what it knows of a model.
 
     specs: 1 to 64 candidates.
-    patterns: globs over names of tensors; default all.
-    mixture_count: how many sizes to choose a spec for each tensor for.
+    patterns: globs over names of tensors; default all. One that matches none is
+        an error.
     progress: called with how many tensors are read, and of how many.
 
     Raises: QuantdError, STATISTICS_NOT_FOUND where there are none.
@@ -104,33 +106,25 @@ def collect(client: Client, model: str, *, revision: str = "",
             tensors.append(_tensor(client, swept, encodings))
         if progress is not None:
             progress(n + 1, len(sweep.tensors))
-    sizes = [total.size_bytes for total in sweep.totals
-             if not total.failed_count]
-    mixtures = []
-    if len(sizes) > 1 and mixture_count > 0:
-        # The last may be of any size: the best is not always the largest, nor
-        # within what one spec takes for all tensors.
-        for size in [*np.linspace(min(sizes), max(sizes),
-                                  mixture_count)[:-1], _ANY_SIZE]:
-            mixture = client.sweep(
-                model, specs, revision=revision, patterns=patterns,
-                max_size_bytes=int(size)).mixture
-            if mixture is not None and mixture.target_met:
-                mixtures.append(mixture)
-    return ModelReport(model, revision or "main",
-                       tuple(_label(spec) for spec in specs), tuple(tensors),
-                       sweep.totals, tuple(mixtures))
+    return ModelReport(model, revision or "main", client.target,
+                       datetime.datetime.now(datetime.timezone.utc),
+                       tuple(_label(spec) for spec in specs), tuple(tensors))
 
 
 def write(path: str, client: Client, model: str, *, revision: str = "",
           specs: Sequence[SpecLike] = SPECS, patterns: Iterable[str] = (),
-          mixture_count: int = 8) -> None:
+          overwrite: bool = False) -> None:
     """collect() and render() into a file, which is whole or not there.
 
-    Raises: QuantdError; OSError; ImportError without plotly.
+    overwrite: a file that is there already is replaced.
+
+    Raises: QuantdError; FileExistsError unless `overwrite`; OSError.
     """
+    if not overwrite and os.path.lexists(path):
+        raise FileExistsError(
+            errno.EEXIST, "exists, and overwrite=True was not given", path)
     page = render(collect(client, model, revision=revision, specs=specs,
-                          patterns=patterns, mixture_count=mixture_count))
+                          patterns=patterns))
     folder = os.path.dirname(os.path.abspath(path))
     with tempfile.NamedTemporaryFile("w", dir=folder, encoding="utf-8",
                                      suffix=".html", delete=False) as file:
@@ -138,17 +132,41 @@ def write(path: str, client: Client, model: str, *, revision: str = "",
             file.write(page)
             file.flush()
             os.chmod(file.name, 0o644)
-            os.replace(file.name, path)
+            if overwrite:
+                os.replace(file.name, path)
+            else:
+                _publish(file.name, path)
         except BaseException:
             os.unlink(file.name)
             raise
+
+
+def _publish(temporary_path: str, path: str) -> None:
+    """Gives a file its name. Raises: FileExistsError where another one came to
+    have that in the meantime."""
+    try:
+        os.link(temporary_path, path)
+    except FileExistsError:
+        raise
+    except OSError:
+        # Not every file system has links: there the name is taken first.
+        with open(path, "x", encoding="utf-8"):
+            pass
+        os.replace(temporary_path, path)
+    else:
+        os.unlink(temporary_path)
 
 
 def histogram(state: Any, bins: int = _BINS) -> tuple[Array, Array]:
     """Edges [bins + 1] and counts [bins] of linear bins over all elements of a
     StatisticsState of proto/. A bin of the state that lies in several is shared
     out evenly."""
-    ends, counts = _bins_of(state)
+    return _histogram(state, _bins_of(state), bins)
+
+
+def _histogram(state: Any, found: tuple[Array, Array], bins: int
+               ) -> tuple[Array, Array]:
+    ends, counts = found
     low, high = state.statistics.min, state.statistics.max
     if not counts.size or not low < high:
         edges = np.linspace(low - 0.5, low + 0.5, bins + 1)
@@ -160,7 +178,12 @@ def histogram(state: Any, bins: int = _BINS) -> tuple[Array, Array]:
 def quantile(state: Any, fraction: float) -> float:
     """Below which that fraction of the elements lies, as near as the bins of
     the state tell."""
-    ends, counts = _bins_of(state)
+    return _quantile(state, _bins_of(state), fraction)
+
+
+def _quantile(state: Any, found: tuple[Array, Array], fraction: float
+              ) -> float:
+    ends, counts = found
     if not counts.size:
         return 0.0
     wanted = fraction * counts.sum()
@@ -216,21 +239,35 @@ def _label(spec: SpecLike) -> str:
 
 def _tensor(client: Client, swept: results.SweepTensor,
             encodings: Sequence[dict[str, Encoding]]) -> TensorReport:
-    stored = client.get_statistics(swept.name, with_state=True)
-    edges, counts = histogram(stored.state)
-    predictions = {candidate.spec_index: candidate.prediction
-                   for candidate in swept.candidates}
+    try:
+        stored = client.get_statistics(swept.name, with_state=True)
+    except errors.QuantdError as error:
+        if error.reason != "STATISTICS_TOO_LARGE":
+            raise
+        stored = client.get_statistics(swept.name)
+    state = stored.state
+    shown: dict[str, Any] = dict.fromkeys(
+        ("element_count", "low", "high", "edges", "counts"))
+    if state is not None:
+        bins = _bins_of(state)
+        shown["element_count"] = math.prod(state.shape)
+        shown["edges"], shown["counts"] = _histogram(state, bins, _BINS)
+        shown["low"] = _quantile(state, bins, _TAIL / 2)
+        shown["high"] = _quantile(state, bins, 1 - _TAIL / 2)
+    candidates = {candidate.spec_index: candidate
+                  for candidate in swept.candidates if candidate.prediction}
     found = [by_name.get(swept.name.tensor) for by_name in encodings]
     return TensorReport(
         swept.name.tensor, stored.statistics, len(stored.sources),
-        quantile(stored.state, _TAIL / 2), quantile(stored.state,
-                                                    1 - _TAIL / 2),
-        edges, counts,
-        tuple(predictions.get(i) for i in range(len(encodings))),
-        tuple(None if encoding is None else limits(encoding)
-              for encoding in found),
-        tuple(0 if encoding is None else encoding.scale.size
-              for encoding in found))
+        predictions=tuple(
+            candidates[i].prediction if i in candidates else None
+            for i in range(len(encodings))),
+        clips=tuple(None if encoding is None else limits(encoding)
+                    for encoding in found),
+        scale_counts=tuple(0 if encoding is None else encoding.scale.size
+                           for encoding in found),
+        size_bytes=tuple(candidates[i].size_bytes if i in candidates else None
+                         for i in range(len(encodings))), **shown)
 
 
 # The page.
@@ -258,50 +295,37 @@ def _document(report: ModelReport) -> dict[str, Any]:
             "sqnr_db": prediction.sqnr_db,
             "sqnr_db_low": prediction.sqnr_db_low,
             "sqnr_db_high": prediction.sqnr_db_high,
-            "clip": clip, "scale_count": scale_count}
-                for prediction, clip, scale_count in zip(
-                    tensor.predictions, tensor.clips, tensor.scale_counts)]
+            "size_bytes": size, "clip": clip, "scale_count": scale_count}
+                for prediction, size, clip, scale_count in zip(
+                    tensor.predictions, tensor.size_bytes, tensor.clips,
+                    tensor.scale_counts)]
 
     return {
         "model": report.model, "revision": report.revision,
-        "candidates": report.labels,
-        "totals": [{
-            "candidate": total.spec_index, "size_bytes": total.size_bytes,
-            "min_sqnr_db": total.min_sqnr_db,
-            "min_sqnr_tensor": total.min_sqnr_tensor,
-            "noise_to_signal_sum": total.noise_to_signal_sum,
-            "failed_count": total.failed_count} for total in report.totals],
-        "mixtures": [{
-            "size_bytes": mixture.size_bytes,
-            "noise_to_signal_sum": mixture.noise_to_signal_sum}
-                     for mixture in report.mixtures],
+        "date": report.date.strftime("%Y-%m-%d %H:%M UTC"),
+        "version": f"quantd {__version__} for Python",
+        "server": report.server, "candidates": report.labels,
         "tensors": [{
             "name": tensor.name, "count": tensor.statistics.count,
             "zero_count": tensor.statistics.zero_count,
+            "elements": tensor.element_count,
             "min": tensor.statistics.min, "max": tensor.statistics.max,
             "low": tensor.low, "high": tensor.high,
-            "edges": [tensor.edges[0], tensor.edges[-1]],
+            "edges": None if tensor.edges is None else [
+                tensor.edges[0], tensor.edges[-1]],
             "bins": tensor.counts, "candidates": candidates(tensor)}
                     for tensor in report.tensors]}
 
 
 def render(report: ModelReport) -> str:
-    """The page. Raises: ImportError without plotly."""
-    # Large, and only needed here.
-    # pylint: disable-next=import-outside-toplevel
-    from plotly.offline import get_plotlyjs
-
+    """The page."""
     template = importlib.resources.files("quantd").joinpath(
         "report.html").read_text(encoding="utf-8")
     data = json.dumps(_plain(_document(report)), allow_nan=False,
                       separators=(",", ":"))
-    # Nothing in a script may look like its end, and nothing that is put in
-    # like a place for more.
-    begin, rest = template.split("@DATA@")
-    middle, end = rest.split("@PLOTLY@")
-    return "".join([
-        begin, data.replace("<", "\\u003c"), middle,
-        get_plotlyjs().replace("</script", "<\\/script"), end])
+    # Nothing in a script may look like its end.
+    begin, end = template.split("@DATA@")
+    return "".join([begin, data.replace("<", "\\u003c"), end])
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
@@ -317,18 +341,20 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
                         help=f"a candidate; default {' '.join(SPECS)}")
     parser.add_argument("--include", action="append", default=[],
                         metavar="GLOB", help="tensors; default all")
+    parser.add_argument("--force", action="store_true",
+                        help="replace the file if it is there already")
     parser.add_argument("-o", "--output", required=True, metavar="FILE")
     options = parser.parse_args(arguments)
     try:
         with Client(options.server) as client:
             write(options.output, client, options.model,
                   revision=options.revision, specs=options.spec or SPECS,
-                  patterns=options.include)
+                  patterns=options.include, overwrite=options.force)
     except errors.QuantdError as error:
         print(f"quantd.report: {error}", file=sys.stderr)
         return 1
-    except ImportError as error:
-        print(f"quantd.report: {error} (on Debian python3-plotly)",
+    except FileExistsError:
+        print(f"quantd.report: {options.output} exists; --force replaces it",
               file=sys.stderr)
         return 1
     except OSError as error:

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from typing import Any, Callable, Optional, Type, TypeVar
+from typing import Any, Callable, NoReturn, Optional, Type, TypeVar
 
 import numpy as np
 
-from quantd import errors
+from quantd import _arrays, errors
+from quantd._tables import Tabular, to_html
 from quantd._values import dequantize
 from quantd.encoding import Encoding
 from quantd.tensor import FORMATS, Array, TensorName, unpack
@@ -45,7 +46,7 @@ def _time(message: Any) -> datetime.datetime:
 
 
 @dataclasses.dataclass(frozen=True)
-class TensorStatistics:
+class TensorStatistics(Tabular):
     """Counts and extremes of the elements of a tensor."""
 
     count: int
@@ -64,7 +65,7 @@ class TensorStatistics:
 
 
 @dataclasses.dataclass(frozen=True)
-class Prediction:
+class Prediction(Tabular):
     """The error to expect of an encoding, with bounds that hold for certain."""
 
     count: int
@@ -74,6 +75,7 @@ class Prediction:
     sqnr_db: float
     sqnr_db_low: float
     sqnr_db_high: float
+    mantissa_bits: int = 0
 
     @classmethod
     def from_proto(cls, message: encoding_pb2.Prediction) -> Prediction:
@@ -82,7 +84,7 @@ class Prediction:
 
 
 @dataclasses.dataclass(frozen=True)
-class StoredEncoding:
+class StoredEncoding(Tabular):
     """An encoding as the service keeps it; `encoding` is None in lists."""
 
     name: TensorName
@@ -105,7 +107,7 @@ class StoredEncoding:
 
 
 @dataclasses.dataclass(frozen=True)
-class ContributionResult:
+class ContributionResult(Tabular):
     """What became of a contribution. duplicate: it was counted before."""
 
     sequence: int
@@ -119,7 +121,7 @@ class ContributionResult:
 
 
 @dataclasses.dataclass(frozen=True)
-class CalibrateResult:
+class CalibrateResult(Tabular):
     """stored_encoding: with a spec; contribution: with one; prediction: where
     the method keeps a histogram, and with a contribution."""
 
@@ -151,7 +153,7 @@ class CalibrateResult:
 
 
 @dataclasses.dataclass(frozen=True)
-class QuantizeSummary:
+class QuantizeSummary(Tabular):
     """Counts over the elements of a quantized tensor."""
 
     count: int
@@ -169,19 +171,22 @@ class QuantizeSummary:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class QuantizedTensor:
+class QuantizedTensor(Tabular):
     """Codes and how to read them.
 
     codes: in the tensor's shape, as int8, uint8, int16 or uint16; the bits of
         floats as uint8; one dimension of packed bytes for formats of 2 and 4
-        bits. It is the caller's `out` where one was given.
+        bits. A tensor of torch on the CPU where one was quantized, with int32
+        for uint16; otherwise an array of numpy. It is the memory of the
+        caller's `out` where one was given and that is not int32.
     encoding: None when it was asked to be left out.
     element_type: of the reals, "float32", "float16", "bfloat16" or "float64".
     etag: of the encoding when it came from the store or went there.
     """
 
     name: TensorName
-    codes: Array
+    # An array of numpy or a tensor of torch.
+    codes: Any
     encoding: Optional[Encoding]
     shape: tuple[int, ...]
     element_type: str
@@ -194,15 +199,32 @@ class QuantizedTensor:
         scales = "" if self.encoding is None else (
             f", {self.encoding.scale.size:,} scales")
         return (f"<QuantizedTensor{name} of {format_name}, {self.shape} of "
-                f"{self.element_type}{scales}, {self.codes.nbytes:,} bytes>")
+                f"{self.element_type}{scales}, "
+                f"{_arrays.codes(self.codes).nbytes:,} bytes>")
 
-    def unpacked(self) -> Array:
-        """One code per element, in the tensor's shape."""
+    def __array__(self, *unused: object, **unused_too: object) -> NoReturn:
+        raise TypeError(
+            "a QuantizedTensor is no array: take its .codes, .unpacked() for "
+            "one code per element, or .dequantize() for the reals")
+
+    def _row(self) -> dict[str, Any]:
+        row = super()._row()
+        row["shape"] = str(self.shape)
+        if self.encoding is not None:
+            row["format"] = self.encoding.format
+            row["scale_count"] = self.encoding.scale.size
+        row["codes_bytes"] = _arrays.codes(self.codes).nbytes
+        return row
+
+    def unpacked(self) -> Any:
+        """One code per element, in the tensor's shape; an array of numpy or a
+        tensor of torch, as `codes`."""
         if self.encoding is None:
             raise errors.argument_invalid("the encoding was left out")
         count = int(np.prod(self.shape, dtype=np.int64))
-        return unpack(self.codes, self.encoding.format, count).reshape(
-            self.shape)
+        plain = unpack(self._numpy_codes(), self.encoding.format,
+                       count).reshape(self.shape)
+        return self._as_given(plain)
 
     @property
     def scale(self) -> Array:
@@ -224,20 +246,34 @@ class QuantizedTensor:
             raise errors.argument_invalid("the encoding was left out")
         return self.encoding.zero_point
 
-    def dequantize(self) -> Array:
-        """The reals, in the tensor's shape and type, bfloat16 as uint16;
-        computed here, with the bits that Client.dequantize answers.
+    def dequantize(self) -> Any:
+        """The reals, in the tensor's shape and type; computed here, with the
+        bits that Client.dequantize answers. A tensor of torch where `codes` is
+        one, otherwise an array of numpy, bfloat16 as uint16.
 
         Raises: ARGUMENT_INVALID without the encoding.
         """
         if self.encoding is None:
             raise errors.argument_invalid("the encoding was left out")
-        return dequantize(self.codes, self.encoding, self.shape,
-                          self.element_type)
+        return self._as_given(
+            dequantize(self._numpy_codes(), self.encoding, self.shape,
+                       self.element_type), self.element_type)
+
+    def _numpy_codes(self) -> Array:
+        if not _arrays.is_torch(self.codes):
+            codes: Array = self.codes
+            return codes
+        found, _ = _arrays.to_numpy(self.codes)
+        return found.astype(np.uint16) if found.dtype == np.int32 else found
+
+    def _as_given(self, array: Array, element_type: str = "") -> Any:
+        if not _arrays.is_torch(self.codes):
+            return array
+        return _arrays.to_torch(np.asarray(array, order="C"), element_type)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ErrorHistogram:
+class ErrorHistogram(Tabular):
     """Bin k counts errors of 2^(first_exponent + k) up to twice that;
     zero_count those without any."""
 
@@ -253,7 +289,7 @@ class ErrorHistogram:
 
 
 @dataclasses.dataclass(frozen=True)
-class ErrorMetrics:
+class ErrorMetrics(Tabular):
     """The error of quantizing and dequantizing."""
 
     count: int
@@ -284,15 +320,18 @@ class ErrorMetrics:
 
 
 @dataclasses.dataclass(frozen=True)
-class CandidateMetrics:
+class CandidateMetrics(Tabular):
     """One candidate of an evaluation. encoding: when it was a spec; etag: when
     it was a reference."""
+
+    _INLINE = ("overall",)
 
     label: str
     overall: ErrorMetrics
     per_scale_index: tuple[ErrorMetrics, ...]
     encoding: Optional[Encoding]
     etag: str
+    mantissa_bits: int = 0
 
     @classmethod
     def from_proto(cls, message: quantization_service_pb2.CandidateMetrics
@@ -306,7 +345,7 @@ class CandidateMetrics:
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
+class Model(Tabular):
     """One model that has encodings."""
 
     model: str
@@ -320,7 +359,7 @@ class Model:
 
 
 @dataclasses.dataclass(frozen=True)
-class Revision:
+class Revision(Tabular):
     """One revision of a model that has encodings."""
 
     revision: str
@@ -333,7 +372,7 @@ class Revision:
 
 
 @dataclasses.dataclass(frozen=True)
-class ComputedEncoding:
+class ComputedEncoding(Tabular):
     """One tensor of compute_encodings: either an encoding and the error to
     expect, or how it failed."""
 
@@ -357,8 +396,10 @@ class ComputedEncoding:
 
 
 @dataclasses.dataclass(frozen=True)
-class SweepCandidate:
+class SweepCandidate(Tabular):
     """One spec on one tensor; with an error there is nothing else."""
+
+    _INLINE = ("prediction",)
 
     spec_index: int
     prediction: Optional[Prediction]
@@ -376,12 +417,18 @@ class SweepCandidate:
 
 
 @dataclasses.dataclass(frozen=True)
-class SweepTensor:
+class SweepTensor(Tabular):
     """One tensor of a sweep: candidates, the best first, or how it failed."""
 
     name: TensorName
     candidates: tuple[SweepCandidate, ...]
     error: Optional[errors.QuantdError]
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """A row for each candidate, or one of the error."""
+        own = self._row()
+        return [{**own, **candidate._row()}
+                for candidate in self.candidates] or [own]
 
     @classmethod
     def from_proto(cls, message: encoding_service_pb2.SweepResponse
@@ -394,7 +441,7 @@ class SweepTensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class SweepTotal:
+class SweepTotal(Tabular):
     """One spec on all tensors."""
 
     spec_index: int
@@ -412,7 +459,7 @@ class SweepTotal:
 
 
 @dataclasses.dataclass(frozen=True)
-class SweepMixture:
+class SweepMixture(Tabular):
     """One spec for each tensor: spec_index by tensor."""
 
     choices: dict[str, int]
@@ -430,16 +477,25 @@ class SweepMixture:
 
 
 @dataclasses.dataclass(frozen=True)
-class SweepResult:
+class SweepResult(Tabular):
     """totals: the best first; mixture: only when a target was given."""
 
     tensors: tuple[SweepTensor, ...]
     totals: tuple[SweepTotal, ...]
     mixture: Optional[SweepMixture]
 
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """A row for each candidate on each tensor."""
+        return [row for tensor in self.tensors for row in tensor.to_dicts()]
+
+    def _repr_html_(self) -> str:
+        """The totals; tensors may be many."""
+        return to_html([row for total in self.totals
+                        for row in total.to_dicts()])
+
 
 @dataclasses.dataclass(frozen=True)
-class StatisticsSource:
+class StatisticsSource(Tabular):
     """One source of a tensor's statistics."""
 
     source: str
@@ -454,7 +510,7 @@ class StatisticsSource:
 
 
 @dataclasses.dataclass(frozen=True)
-class StoredStatistics:
+class StoredStatistics(Tabular):
     """Statistics over all contributions; state: the histograms when asked."""
 
     statistics: TensorStatistics
@@ -472,7 +528,7 @@ class StoredStatistics:
 
 
 @dataclasses.dataclass(frozen=True)
-class StatisticsEntry:
+class StatisticsEntry(Tabular):
     """One tensor that has statistics."""
 
     tensor: str

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import collections
-import fnmatch
 import inspect
 import os
 import sys
@@ -25,7 +24,7 @@ from typing import (Any, Callable, Iterable, Iterator, Mapping, Optional,
 import torch
 import torch.utils.checkpoint
 
-from quantd import _apart, errors
+from quantd import _apart, _arrays, _globs, errors
 from quantd._requests import CalibrateJob, Contribution
 from quantd.client import Client
 from quantd.encoding import GranularityLike
@@ -35,8 +34,12 @@ from quantd.tensor import Array, TensorName
 _KINDS = ("input", "output")
 _ELEMENT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 # With on_error "warn" a server that gave no answer is not asked again for so
-# long: the model would wait for all retries at each of its layers.
-_SILENCE_S = 30.0
+# many times the time that its retries took: the model waits for them, and is to
+# lose no more than this part of its time.
+_SILENCE_FACTOR = 10.0
+# And for so long at least: to be refused takes no time, and each layer would
+# warn.
+_LEAST_SILENCE_S = 1.0
 # torch before 2.0 hands no keywords to hooks.
 _HOOKS_TAKE_KEYWORDS = "with_kwargs" in inspect.signature(
     torch.nn.Module.register_forward_pre_hook).parameters
@@ -53,23 +56,23 @@ def from_numpy(array: Array, element_type: str = "") -> torch.Tensor:
     """A tensor on the CPU that shares the memory of `array`. element_type
     "bfloat16": its uint16 are the bits of such. Other uint16 become int32,
     which torch has, by a copy."""
-    if element_type == "bfloat16":
-        return torch.from_numpy(array.view("<i2")).view(torch.bfloat16)
-    if array.dtype.kind == "u" and array.dtype.itemsize == 2:
-        return torch.from_numpy(array.astype("<i4"))
-    return torch.from_numpy(array)
+    tensor: torch.Tensor = _arrays.to_torch(array, element_type)
+    return tensor
 
 
 def codes(quantized: QuantizedTensor) -> torch.Tensor:
     """One code per element, in the tensor's shape: int8, uint8, int16, or int32
     for unsigned ones of more than 8 bits."""
-    return from_numpy(quantized.unpacked())
+    found = quantized.unpacked()
+    return found if _arrays.is_torch(found) else from_numpy(found)
 
 
 def dequantize(quantized: QuantizedTensor) -> torch.Tensor:
     """The reals, in the tensor's shape and type; see
     QuantizedTensor.dequantize."""
-    return from_numpy(quantized.dequantize(), quantized.element_type)
+    found = quantized.dequantize()
+    return found if _arrays.is_torch(found) else from_numpy(
+        found, quantized.element_type)
 
 
 def calibrate(model: torch.nn.Module, client: Client, *, model_name: str,
@@ -112,7 +115,8 @@ def calibrate(model: torch.nn.Module, client: Client, *, model_name: str,
     granularity, mantissa_bits: see Contribution.
     on_error: "raise" from the model, or from the end of the block; "warn" drops
         what can not be delivered after all retries and lets training go on,
-        whatever the reason is.
+        whatever the reason is. While the server is away the model then waits at
+        most for a tenth of its time.
     max_pending_bytes: of copies that wait to be sent; beyond it the model
         waits.
 
@@ -317,8 +321,12 @@ class Calibration:
             return
         with self._changed:
             known = name in self._sequences
-            if not known and time.monotonic() < self._silent_until:
+            if time.monotonic() < self._silent_until:
+                # Seen, and lost.
+                if known:
+                    self._sequences[name] += 1
                 return
+        begin = time.monotonic()
         # Asked once for each tensor, outside of the lock.
         try:
             first = 0 if known else self._first_sequence(name)
@@ -326,7 +334,7 @@ class Calibration:
             if self._on_error == "raise":
                 raise
             with self._changed:
-                self._silent_until = time.monotonic() + _SILENCE_S
+                self._be_silent(begin)
             _warn_of(name, error)
             return
         # The model may write over it before it is sent.
@@ -407,15 +415,41 @@ class Calibration:
                         self._mantissa_bits))
 
         answered = 0
+        begin = time.monotonic()
         try:
             answers = self._client.calibrate_many(jobs(), on_error="return")
             for answer in answers:
+                if self._on_error == "warn" and getattr(
+                        answer, "reason", "") == "SERVER_UNREACHABLE":
+                    self._lose_waiting(begin)
                 self._settle(round_[answered], answer)
                 answered += 1
         except Exception as fault:  # pylint: disable=broad-except
             # Otherwise nobody would be told, and flush would wait.
             for item in round_[answered:]:
                 self._settle(item, fault)
+
+    def _be_silent(self, begin: float) -> None:
+        """After retries since then, in vain. Requires: _changed is held."""
+        now = time.monotonic()
+        self._silent_until = max(self._silent_until, now + max(
+            _SILENCE_FACTOR * (now - begin), _LEAST_SILENCE_S))
+
+    def _lose_waiting(self, begin: float) -> None:
+        """Drops what waits behind what a server that is away did not take, and
+        what comes in the next while."""
+        with self._changed:
+            self._be_silent(begin)
+            count = len(self._waiting)
+            self._pending_bytes -= sum(
+                tensor.element_size() * tensor.nelement()
+                for _, _, tensor in self._waiting)
+            self._waiting.clear()
+            seconds = self._silent_until - time.monotonic()
+            self._changed.notify_all()
+        if count or seconds >= 1:
+            _warn(f"the server is away; for {seconds:.0f} s nothing is sent to "
+                  f"it, and {count} contributions that waited are not counted")
 
     def _settle(self, item: tuple[str, int, torch.Tensor], answer: Any) -> None:
         """What became of a tensor."""
@@ -446,7 +480,8 @@ class Calibration:
 
 def _warn_of(name: str, error: errors.QuantdError) -> None:
     """A contribution."""
-    _warn(f"{name} was not counted: {error}")
+    _warn(f"{name} was not counted: {error.reason or error.code.name}: "
+          f"{error.message}")
 
 
 def _warn(text: str) -> None:
@@ -523,9 +558,10 @@ def _chosen(model: torch.nn.Module, modules: Any
 
         def matches(name: str, module: Any) -> bool:
             del module
-            return any(fnmatch.fnmatchcase(name, pattern)
-                       for pattern in patterns)
+            return any(_globs.matches(pattern, name) for pattern in patterns)
 
+        _globs.check_all_match(patterns, dict(model.named_modules()),
+                               "a module", "modules")
         modules = matches
     for name, module in model.named_modules():
         if modules(name, module):

@@ -1,7 +1,7 @@
 // A file descriptor with an owner.
 
-#ifndef QUANTD_SERVER_SHARED_MEMORY_FILE_DESCRIPTOR_H_
-#define QUANTD_SERVER_SHARED_MEMORY_FILE_DESCRIPTOR_H_
+#ifndef QUANTD_SERVER_NET_FILE_DESCRIPTOR_H_
+#define QUANTD_SERVER_NET_FILE_DESCRIPTOR_H_
 
 #include <unistd.h>
 
@@ -39,4 +39,4 @@ class FileDescriptor {
 
 }  // namespace quantd::server
 
-#endif  // QUANTD_SERVER_SHARED_MEMORY_FILE_DESCRIPTOR_H_
+#endif  // QUANTD_SERVER_NET_FILE_DESCRIPTOR_H_

@@ -1,0 +1,166 @@
+#include "client/cli/help_topics.h"
+
+#include <string>
+#include <vector>
+
+#include "client/cli/command_line.h"
+
+namespace quantd::cli {
+namespace {
+
+constexpr char kSpecs[] =
+    R"(A spec is one word. The format comes first; the rest is in any order:
+
+  FORMAT[:GRANULARITY][:SYMMETRY][:METHOD][:OPTION...]
+
+  int8:per-channel:mse         a scale per channel, least squared error
+  uint8:percentile=0.999       all but a thousandth of the elements
+  int4:group:32:asymmetric     groups of 32 along the last axis
+  int8:best-of=mse,percentile  the better of the two, for each scale
+  mxfp4_e2m1:rule=even         blocks of 32 under E8M0 scales
+
+  --spec SPEC           for all tensors, or for all that no pattern matches
+  --spec PATTERN=SPEC   for tensors whose name matches (* and ?); the first
+                        pattern that matches counts. Without a SPEC for all
+                        others these are left as they are. A pattern that
+                        matches nothing is an error
+  --spec @FILE          the file has one of these on each line
+
+Formats:
+  int2 to int16, uint2 to uint16
+  float8_e4m3fn, float8_e5m2, float8_e4m3fnuz, float8_e5m2fnuz
+  float6_e2m3, float6_e3m2, float4_e2m1
+  mxfp8_e4m3, mxfp8_e5m2, mxfp6_e2m3, mxfp6_e3m2, mxfp4_e2m1, mxint8
+  nvfp4, nf4, lpbq
+  codebook2, codebook4, codebook8, with entries=
+
+Granularities; the default is per-tensor, or the format's own blocks:
+  per-tensor            one scale
+  per-channel[:AXIS]    a scale for each index of an axis; default axis 0
+  group:N               a scale for N elements along the last axis
+  block=N,N,...         a number for each dimension, 0 for the whole of it
+  A tensor of fewer than two dimensions has one scale, but with block=.
+
+Symmetries; the default is strict for signed formats, else asymmetric:
+  strict                the same range on both sides, without -128
+  full-range            the same, with -128
+  half-step             the same, around half a step
+  asymmetric            with a zero point
+  aimet                 as AIMET: the least scale on all codes without clipping
+
+Methods; the default is minmax:
+  minmax                from the smallest to the largest element
+  percentile[=KEPT]     that part of the elements; default 0.999
+  mse[=STEPS]           least squared error, of so many ranges
+  sqnr[=WEIGHT]         the same; clipped elements count 3 times, or so often
+  entropy[=STEPS]       least Kullback-Leibler divergence
+  fixed=MIN,MAX         this range
+  moving-average        averaged over the contributions of one source
+  best-of=METHOD,...    of these the one with the least error
+
+Options:
+  scale=TYPE            float32, float16, bfloat16, e8m0, e4m3 or integer
+  power-of-two          round scales up to powers of two
+  rule=RULE             of e8m0 scales: floor, ceil, even or rceil
+  no-saturation         floats: overflow becomes infinity or NaN
+  tail=SIDE             percentile: magnitude, both, upper or lower
+  steps=N               mse, sqnr, entropy: ranges to try
+  bins=N                entropy: linear bins
+  mantissa-bits=N       searches: finer histograms than 7 bits
+  entries=N,N,...       codebooks: the entries in ascending order, or a file
+
+What granularity costs:
+  An encoding takes 4 bytes for a scale, and 4 more with zero points. So int4
+  takes 5 bits for an element in groups of 32, and 4.25 in groups of 128.
+  Statistics keep a histogram for each scale. Of a float32 matrix of 1,024 by
+  1,024 they take, in sizes of the matrix:
+
+  per-tensor    per-channel    group:128    group:32    group:16
+        0.01            0.4          1.5         2.5         3.1
+
+  Of bfloat16 it is twice that. A sweep reads all of it. Statistics in finer
+  blocks serve every coarser spec: group:16 serves group:32 and per-channel.
+
+The flags --format, --granularity, --block-size, --symmetry, --method, --tail,
+--tail-side, --gamma, --steps, --bins, --range, --power-of-two,
+--no-saturation, --scale-type, --mx-rule and --codebook say one spec in parts.
+They are taken as before, for scripts that have them.
+)";
+
+constexpr char kServers[] =
+    R"(--server, or QUANTD_SERVER, says where quantd is:
+
+  HOST or HOST:PORT        the port is 8430 where none is given
+  unix:/PATH or /PATH      a unix socket
+  dns:///HOST:PORT         all addresses of a name, in turn with --balance
+  ipv4:HOST:PORT,HOST:PORT several replicas, in turn
+
+It is no URL: leave out http:// and https://. The default is 127.0.0.1:8430.
+
+TLS:
+  --tls                    with the system's authorities
+  --tls-ca FILE            with those of a PEM file
+  --tls-certificate FILE --tls-key FILE
+                           where the server wants a certificate of the client
+  --token-file FILE        where it wants a token
+
+When the server is away, or busy, a call is tried again for 60 s, so that a
+server may be started again or moved. --retry-for says how long, 0 not at all.
+One line on the terminal says why and for how long. What waiting cannot mend
+ends at once: TLS on one side alone, a certificate that is not believed, or
+something else than quantd that listens there.
+
+A stream of tensors goes on behind what was answered, and every call may be
+repeated without harm.
+)";
+
+constexpr char kJson[] =
+    R"(With --json a command prints one document on stdout, and no table. Its first
+field is json_version, now 1: it grows when a field goes or changes its meaning.
+New fields may come at any time.
+
+  quantctl evaluate model.safetensors --spec int4:group:32 --json |
+    jq '.tensors[] | {name, sqnr_db: .candidates[0].sqnr_db}'
+
+Fields have the units in their names: _bytes, _db, _seconds, _count. Infinities
+and NaN are null. Where a tensor failed its entry has
+
+  "error": {"code": "NOT_FOUND", "reason": "ENCODING_NOT_FOUND", "message": ""}
+
+and the exit code is 1. An error that ends the command is a document with error
+alone. The reasons are stable; proto/ lists those of each call.
+
+encodings get, and encodings put --json, print protobuf JSON of
+quantd.v1.StoredEncoding instead, without json_version. So are the entries of
+encodings list. The fields of all other documents are in client/cli/README.md.
+)";
+
+constexpr char kExitCodes[] =
+    R"(  0  success
+  1  the server or at least one tensor reported an error
+  2  the command line makes no sense
+  3  the server could not be reached
+  4  a file could not be read or written
+)";
+
+constexpr char kEnvironment[] =
+    R"(  QUANTD_SERVER              default of --server
+  QUANTD_TLS_CA              default of --tls-ca
+  QUANTD_CLIENT_CERTIFICATE  default of --tls-certificate
+  QUANTD_CLIENT_KEY          default of --tls-key
+  QUANTD_TOKEN_FILE          default of --token-file
+  NO_COLOR                   no emphasis in tables
+  GRPC_VERBOSITY             what gRPC itself says on stderr; default NONE
+)";
+
+}  // namespace
+
+std::vector<HelpTopic> HelpTopics() {
+  return {{"specs", "How to say what a tensor becomes", kSpecs},
+          {"servers", "Where the server is, and when it is away", kServers},
+          {"json", "What --json prints", kJson},
+          {"exit-codes", "Exit codes", kExitCodes},
+          {"environment", "Environment", kEnvironment}};
+}
+
+}  // namespace quantd::cli

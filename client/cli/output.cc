@@ -1,0 +1,113 @@
+#include "client/cli/output.h"
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <iterator>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "client/cli/command_line.h"
+#include "client/cli/session.h"
+#include "client/cpp/errors.h"
+#include "client/files/atomic_file.h"
+#include "client/files/errors.h"
+#include "client/files/shard_index.h"
+
+namespace quantd::cli {
+namespace {
+
+// Those that say what is in a file.
+constexpr absl::string_view kExtensions[] = {
+    ".safetensors", ".npy", ".npz", ".gguf", ".onnx", ".pt",  ".pth",
+    ".bin",         ".h5",  ".pkl", ".json", ".html", ".csv", ".zip",
+};
+
+bool StandsForAnotherFormat(const std::string& path,
+                            absl::string_view extension) {
+  return std::any_of(std::begin(kExtensions), std::end(kExtensions),
+                     [&](absl::string_view other) {
+                       return other != extension &&
+                              absl::EndsWithIgnoreCase(path, other);
+                     });
+}
+
+absl::Status InputError(const std::string& path) {
+  return ArgumentInvalidError(absl::StrCat(
+      "expected an output other than the input, got \"", path, "\""));
+}
+
+}  // namespace
+
+bool IsSameFile(const std::string& a, const std::string& b) {
+  struct stat of_a;
+  struct stat of_b;
+  return stat(a.c_str(), &of_a) == 0 && stat(b.c_str(), &of_b) == 0 &&
+         of_a.st_dev == of_b.st_dev && of_a.st_ino == of_b.st_ino;
+}
+
+Option* OutputOptions::AddOptions(Command* command, const char* help) {
+  Option* const output = command->AddOption("-o,--output", &path, "FILE", help);
+  command->AddFlag("--force", &force, "Replace what is there already");
+  return output;
+}
+
+absl::Status OutputOptions::CheckFile(const std::vector<std::string>& inputs,
+                                      absl::string_view extension,
+                                      Session* session) const {
+  if (IsStandardOutput()) {
+    const bool is_binary = extension == ".safetensors" || extension == ".npy" ||
+                           extension == ".onnx";
+    if (is_binary && isatty(STDOUT_FILENO) != 0) {
+      return ArgumentInvalidError(
+          "expected a pipe or a file as standard output, got a terminal");
+    }
+    session->stdout_is_data = true;
+    return absl::OkStatus();
+  }
+  for (const std::string& input : inputs) {
+    if (IsSameFile(input, path)) return InputError(path);
+  }
+  if (StandsForAnotherFormat(path, extension)) {
+    return ArgumentInvalidError(absl::StrCat(
+        "expected a name that ends with ", extension, ", got \"", path, "\""));
+  }
+  return files::CheckWritable(path, if_exists());
+}
+
+absl::Status OutputOptions::CheckFolder(
+    const std::vector<std::string>& inputs) const {
+  if (IsStandardOutput()) {
+    return ArgumentInvalidError(
+        "expected the name of a folder, got - for standard output");
+  }
+  for (const std::string& input : inputs) {
+    if (IsSameFile(input, path)) return InputError(path);
+    const size_t slash = input.rfind('/');
+    const std::string folder =
+        slash == std::string::npos ? "." : input.substr(0, slash + 1);
+    if (!files::IsFolder(input) && IsSameFile(folder, path)) {
+      return ArgumentInvalidError(absl::StrCat(
+          "expected an output folder other than that of the input, got \"",
+          path, "\""));
+    }
+  }
+  if (files::IsFolder(path)) return absl::OkStatus();
+  struct stat status;
+  if (lstat(path.c_str(), &status) == 0) {
+    return files::FileUnwritableError(path, ENOTDIR);
+  }
+  if (StandsForAnotherFormat(path, "")) {
+    return ArgumentInvalidError(absl::StrCat(
+        "expected the name of a folder, got that of a file, \"", path, "\""));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace quantd::cli

@@ -1,0 +1,47 @@
+// Where a command writes: -o and --force, and what they may name.
+
+#ifndef QUANTD_CLIENT_CLI_OUTPUT_H_
+#define QUANTD_CLIENT_CLI_OUTPUT_H_
+
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "client/cli/command_line.h"
+#include "client/cli/session.h"
+#include "client/files/atomic_file.h"
+
+namespace quantd::cli {
+
+struct OutputOptions {
+  std::string path;
+  bool force = false;
+
+  // Returns -o, which is not required.
+  Option* AddOptions(Command* command, const char* help);
+
+  bool IsStandardOutput() const { return path == files::kStandardOutput; }
+  files::IfExists if_exists() const {
+    return force ? files::IfExists::kReplace : files::IfExists::kRefuse;
+  }
+
+  // Whether the command may write a file there, to be asked before it does
+  // anything else. `inputs` are the files that it reads; `extension` is that of
+  // what it writes, such as ".json": another one that stands for a format is
+  // refused. From then on `session` keeps off standard output where the data go
+  // there.
+  // Errors: ARGUMENT_INVALID, FILE_EXISTS, FILE_UNWRITABLE.
+  absl::Status CheckFile(const std::vector<std::string>& inputs,
+                         absl::string_view extension, Session* session) const;
+  // The same for a folder, of which it writes some files: these are not looked
+  // at.
+  absl::Status CheckFolder(const std::vector<std::string>& inputs) const;
+};
+
+// Whether both paths lead to one file or folder.
+bool IsSameFile(const std::string& a, const std::string& b);
+
+}  // namespace quantd::cli
+
+#endif  // QUANTD_CLIENT_CLI_OUTPUT_H_

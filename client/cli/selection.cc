@@ -1,0 +1,195 @@
+#include "client/cli/selection.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "client/cli/session.h"
+#include "client/cli/spec_syntax.h"
+#include "client/cli/table.h"
+#include "client/cli/tensor_input.h"
+#include "client/cpp/client.h"
+#include "client/cpp/errors.h"
+#include "client/files/safetensors.h"
+
+namespace quantd::cli {
+namespace {
+
+using Tensors = std::vector<const files::FileTensor*>;
+
+constexpr size_t kMostLines = 10;
+
+std::vector<std::string> NamesOf(const Tensors& tensors) {
+  std::vector<std::string> names;
+  for (const files::FileTensor* const tensor : tensors) {
+    names.push_back(tensor->name);
+  }
+  return names;
+}
+
+size_t CountMatches(const std::string& pattern,
+                    const std::vector<std::string>& names) {
+  return static_cast<size_t>(std::count_if(
+      names.begin(), names.end(),
+      [&](const std::string& name) { return MatchesGlob(pattern, name); }));
+}
+
+absl::Status NoMatchError(absl::string_view option, absl::string_view pattern,
+                          const std::vector<std::string>& names) {
+  return ArgumentInvalidError(absl::StrCat(
+      "expected tensors for ", option, " \"", pattern, "\", got none among ",
+      names.size(),
+      names.empty() ? "" : absl::StrCat(", such as \"", names[0], "\"")));
+}
+
+// `option` has the pattern; it must match one of `candidates`, which are those
+// of `all` that can be taken.
+absl::Status CheckPattern(absl::string_view option, const std::string& pattern,
+                          const Tensors& candidates, const Tensors& all,
+                          absl::string_view why_not) {
+  if (CountMatches(pattern, NamesOf(candidates)) > 0) return absl::OkStatus();
+  const std::vector<std::string> names = NamesOf(all);
+  const size_t count = CountMatches(pattern, names);
+  if (count == 0) return NoMatchError(option, pattern, names);
+  return ArgumentInvalidError(absl::StrCat("expected tensors to take for ",
+                                           option, " \"", pattern, "\", got ",
+                                           count, why_not));
+}
+
+}  // namespace
+
+absl::StatusOr<Tensors> SelectTensors(
+    const std::vector<const TensorInput*>& inputs, const TensorFilter& filter,
+    const SpecSet* specs) {
+  // The type and the rank are right, whatever the name.
+  TensorFilter any_name = filter;
+  any_name.include.clear();
+  any_name.exclude.clear();
+  Tensors all;
+  Tensors candidates;
+  Tensors taken;
+  for (const TensorInput* const input : inputs) {
+    for (const files::FileTensor& tensor : input->tensors()) {
+      all.push_back(&tensor);
+      if (any_name.Takes(tensor)) candidates.push_back(&tensor);
+      if (filter.Takes(tensor)) taken.push_back(&tensor);
+    }
+  }
+  const std::string kind = absl::StrCat(
+      "of floats", filter.all ? ""
+                              : absl::StrCat(" with at least ", filter.min_rank,
+                                             " dimensions"));
+  const absl::string_view hint =
+      filter.all ? "" : "; --all takes floats of any rank";
+  for (const std::string& pattern : filter.include) {
+    if (absl::Status s =
+            CheckPattern("--include", pattern, candidates, all,
+                         absl::StrCat(", none of them ", kind, hint));
+        !s.ok()) {
+      return s;
+    }
+  }
+  for (const std::string& pattern : filter.exclude) {
+    if (absl::Status s = CheckPattern("--exclude", pattern, all, all, "");
+        !s.ok()) {
+      return s;
+    }
+  }
+  if (specs != nullptr) {
+    for (const SpecSet::Override& entry : specs->overrides) {
+      if (absl::Status s = CheckPattern(
+              "--spec", entry.pattern, taken, all,
+              absl::StrCat(", which other options leave out, or none of them ",
+                           kind, hint));
+          !s.ok()) {
+        return s;
+      }
+    }
+    taken.erase(std::remove_if(taken.begin(), taken.end(),
+                               [&](const files::FileTensor* tensor) {
+                                 return specs->For(tensor->name) == nullptr;
+                               }),
+                taken.end());
+  }
+  if (taken.empty()) {
+    return ArgumentInvalidError(absl::StrCat(
+        "expected tensors ", kind, ", got none among ", all.size(), hint));
+  }
+  return taken;
+}
+
+absl::Status CheckStoredPatterns(const char* option,
+                                 const std::vector<std::string>& patterns,
+                                 Stored stored, const NameOptions& name,
+                                 Client* client) {
+  if (patterns.empty()) return absl::OkStatus();
+  std::vector<std::string> names;
+  absl::Status status;
+  if (stored == Stored::kStatistics) {
+    const absl::StatusOr<std::vector<v1::StatisticsEntry>> entries =
+        client->ListStatistics(name.model, name.revision);
+    status = entries.status();
+    if (status.ok()) {
+      for (const auto& entry : *entries) names.push_back(entry.tensor());
+    }
+  } else {
+    const absl::StatusOr<std::vector<v1::StoredEncoding>> encodings =
+        client->ListEncodings(name.model, name.revision);
+    status = encodings.status();
+    if (status.ok()) {
+      for (const auto& entry : *encodings) {
+        names.push_back(entry.name().tensor());
+      }
+    }
+  }
+  // The command itself says what is wrong with an empty revision.
+  if (absl::IsPermissionDenied(status) || (status.ok() && names.empty())) {
+    return absl::OkStatus();
+  }
+  if (!status.ok()) return status;
+  for (const std::string& pattern : patterns) {
+    if (CountMatches(pattern, names) == 0) {
+      return NoMatchError(option, pattern, names);
+    }
+  }
+  return absl::OkStatus();
+}
+
+void PrintNotes(const std::vector<std::string>& notes, Session* session) {
+  for (size_t i = 0; i < notes.size() && i < kMostLines; ++i) {
+    session->PrintError(notes[i]);
+  }
+  if (notes.size() > kMostLines) {
+    session->PrintError(absl::StrCat("quantctl: and ",
+                                     CountText(notes.size() - kMostLines),
+                                     " tensors more; --json has them all"));
+  }
+}
+
+void PrintTensorErrors(const std::vector<TensorError>& errors,
+                       Session* session) {
+  for (size_t i = 0; i < errors.size() && i < kMostLines; ++i) {
+    session->PrintError(absl::StrCat("quantctl: tensor ", errors[i].tensor,
+                                     ": ", errors[i].status.message()));
+  }
+  if (errors.size() > kMostLines) {
+    session->PrintError(
+        absl::StrCat("quantctl: and ", CountText(errors.size() - kMostLines),
+                     " tensors more failed; --json has them all"));
+  }
+}
+
+void FailEarly(const absl::Status& status, Session* session) {
+  if (ErrorReason(status) == "ARGUMENT_INVALID") {
+    session->FailUsage(status);
+  } else {
+    session->Fail(status);
+  }
+}
+
+}  // namespace quantd::cli

@@ -1,0 +1,58 @@
+// Which tensors of its inputs a command takes, and what it says of those that
+// fail.
+
+#ifndef QUANTD_CLIENT_CLI_SELECTION_H_
+#define QUANTD_CLIENT_CLI_SELECTION_H_
+
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "client/cli/session.h"
+#include "client/cli/spec_syntax.h"
+#include "client/cli/tensor_input.h"
+#include "client/cpp/client.h"
+#include "client/files/safetensors.h"
+
+namespace quantd::cli {
+
+// The tensors of all inputs that the filter takes, in order. With `specs` those
+// of them that have a spec, and patterns of specs count too.
+// Errors: ARGUMENT_INVALID for a pattern that takes no tensor, or when no
+// tensor is left.
+absl::StatusOr<std::vector<const files::FileTensor*>> SelectTensors(
+    const std::vector<const TensorInput*>& inputs, const TensorFilter& filter,
+    const SpecSet* specs);
+
+enum class Stored { kStatistics, kEncodings };
+
+// Whether each pattern matches the name of a tensor that has statistics, or an
+// encoding, on the server; `option` has the patterns. Who may not list them is
+// not held up.
+// Errors: ARGUMENT_INVALID; those of the client.
+absl::Status CheckStoredPatterns(const char* option,
+                                 const std::vector<std::string>& patterns,
+                                 Stored stored, const NameOptions& name,
+                                 Client* client);
+
+// What became of a tensor that failed.
+struct TensorError {
+  std::string tensor;
+  absl::Status status;
+};
+
+// Prints the first notes, and how many more there are.
+void PrintNotes(const std::vector<std::string>& notes, Session* session);
+
+// Prints the first ones, a line each, and how many more there are.
+void PrintTensorErrors(const std::vector<TensorError>& errors,
+                       Session* session);
+
+// Reports an error that ends the run before anything is sent, as one of usage
+// where the command line is wrong.
+void FailEarly(const absl::Status& status, Session* session);
+
+}  // namespace quantd::cli
+
+#endif  // QUANTD_CLIENT_CLI_SELECTION_H_

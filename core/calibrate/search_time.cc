@@ -1,0 +1,59 @@
+#include "core/calibrate/search_time.h"
+
+#include <algorithm>
+#include <cstdint>
+
+#include "absl/time/time.h"
+#include "core/calibrate/encoding_spec.h"
+
+namespace quantd::core {
+namespace {
+
+constexpr int kDefaultSteps = 128;
+constexpr int kDefaultStepsOfEachEnd = 32;
+// Of one scale; elements that are alike share one.
+constexpr double kMostBins = 1024;
+
+// For one scale whose histogram has so many bins.
+double Nanoseconds(const EncodingSpec& spec, CalibrationMethod method,
+                   double bins) {
+  const bool both_ends = EffectiveSymmetry(spec) == Symmetry::kAsymmetric;
+  double steps = spec.search_steps;
+  switch (method) {
+    case CalibrationMethod::kMse:
+    case CalibrationMethod::kSqnr:
+      if (steps == 0) {
+        steps = both_ends ? kDefaultStepsOfEachEnd : kDefaultSteps;
+      }
+      // Twice: on the whole way, and about the best of it.
+      return 2 * (both_ends ? steps * steps : steps) * (25 + bins);
+    case CalibrationMethod::kEntropy:
+      if (steps == 0) steps = kDefaultSteps;
+      return steps * (80 + 2 * bins);
+    default:
+      return 0;
+  }
+}
+
+}  // namespace
+
+absl::Duration SearchTime(const EncodingSpec& spec, int64_t scale_count,
+                          int64_t element_count) {
+  if (scale_count == 0 || !ValidateSpec(spec).ok()) return absl::ZeroDuration();
+  const double scales = static_cast<double>(scale_count);
+  const double bins =
+      std::min(static_cast<double>(element_count) / scales, kMostBins);
+  double nanoseconds = 0;
+  if (spec.method == CalibrationMethod::kBestOf) {
+    for (const CalibrationMethod method : spec.methods) {
+      nanoseconds += Nanoseconds(spec, method, bins);
+    }
+  } else {
+    nanoseconds = Nanoseconds(spec, spec.method, bins);
+  }
+  // Under outer scales searches run once more, to find those.
+  const int runs = spec.outer_block_size.empty() ? 1 : 2;
+  return absl::Nanoseconds(nanoseconds * scales * runs);
+}
+
+}  // namespace quantd::core

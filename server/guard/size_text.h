@@ -1,0 +1,21 @@
+// Sizes in bytes as operators write them: "4096", "64KiB", "10 GiB".
+
+#ifndef QUANTD_SERVER_GUARD_SIZE_TEXT_H_
+#define QUANTD_SERVER_GUARD_SIZE_TEXT_H_
+
+#include <cstdint>
+#include <string>
+
+#include "absl/strings/string_view.h"
+
+namespace quantd::server {
+
+// With the largest unit that it is a multiple of.
+std::string FormatSize(int64_t bytes);
+
+// False for what is not a size or does not fit.
+bool ParseSize(absl::string_view text, int64_t* bytes);
+
+}  // namespace quantd::server
+
+#endif  // QUANTD_SERVER_GUARD_SIZE_TEXT_H_

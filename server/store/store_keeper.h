@@ -1,0 +1,48 @@
+// What those who keep the store in order ask of it.
+
+#ifndef QUANTD_SERVER_STORE_STORE_KEEPER_H_
+#define QUANTD_SERVER_STORE_STORE_KEEPER_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "server/store/encoding_store.h"
+#include "server/store/sql_database.h"
+
+namespace quantd::server {
+
+// A revision of a model, with encodings, statistics or both.
+struct RevisionUsage {
+  std::string model;
+  std::string revision;
+  // Of what it holds or has held; never older than the newest row.
+  absl::Time update_time;
+  Usage usage;
+};
+
+// Thread-safe. Errors of every call: STORE_UNAVAILABLE, STORE_CORRUPT.
+class StoreKeeper {
+ public:
+  explicit StoreKeeper(std::shared_ptr<SqlDatabase> database);
+
+  // What a scope holds; see Quota.
+  absl::StatusOr<Usage> ReadUsage(absl::string_view scope);
+
+  // The first model after `after`, bytewise; empty if there is none.
+  absl::StatusOr<std::string> NextModel(absl::string_view after);
+  // Of one model, in order of name.
+  absl::StatusOr<std::vector<RevisionUsage>> ListRevisions(
+      absl::string_view model);
+
+ private:
+  const std::shared_ptr<SqlDatabase> database_;
+};
+
+}  // namespace quantd::server
+
+#endif  // QUANTD_SERVER_STORE_STORE_KEEPER_H_

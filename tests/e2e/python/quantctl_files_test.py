@@ -1,0 +1,757 @@
+"""What quantctl does to a user's files: it keeps what is there, writes all or
+nothing, and says what it did. One model has the names and the number of tensors
+of a language model, in shards.
+
+  quantctl_files_test.py --quantd BINARY --quantctl BINARY
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import random
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import unittest
+
+import live_server
+from quantctl_case import QuantctlCase, read_safetensors, write_safetensors
+
+arguments = argparse.ArgumentParser()
+arguments.add_argument("--quantd", required=True)
+arguments.add_argument("--quantctl", required=True)
+options, unittest_arguments = arguments.parse_known_args()
+
+WEIGHTS = os.path.join(live_server.ROOT,
+                       "tests/data/digits-cnn/model.safetensors")
+# quantd takes 16 dimensions.
+TOO_MANY_DIMENSIONS = [1] * 16 + [8]
+NOWHERE = "127.0.0.1:1"
+USAGE, UNREACHABLE, FILE_ERROR = 2, 3, 4
+
+
+def floats(*values):
+    return struct.pack(f"<{len(values)}f", *values)
+
+
+def normal(count, seed=0):
+    generator = random.Random(seed)
+    return floats(*(generator.gauss(0, 0.02) for _ in range(count)))
+
+
+def to_bfloat16(data):
+    return b"".join(data[i + 2:i + 4] for i in range(0, len(data), 4))
+
+
+def write_model(folder, layers=42, shards=6, config=None):
+    """A folder in shards of bfloat16 matrices and vectors, 7 for each layer."""
+    os.mkdir(folder)
+    shapes = {"model.embed_tokens.weight": [64, 16]}
+    for n in range(layers):
+        prefix = f"model.layers.{n}."
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            shapes[f"{prefix}self_attn.{name}.weight"] = [16, 16]
+        shapes[f"{prefix}mlp.up_proj.weight"] = [33, 16]
+        shapes[f"{prefix}mlp.down_proj.weight"] = [16, 33]
+        shapes[f"{prefix}input_layernorm.weight"] = [16]
+    shapes["model.norm.weight"] = [16]
+    shapes["lm_head.weight"] = [64, 16]
+    names = list(shapes)
+    each = -(-len(names) // shards)
+    weight_map = {}
+    for k in range(shards):
+        shard = f"model-{k + 1:05}-of-{shards:05}.safetensors"
+        tensors = {}
+        for name in names[k * each:(k + 1) * each]:
+            data = normal(math.prod(shapes[name]), name)
+            tensors[name] = ("BF16", shapes[name], to_bfloat16(data))
+            weight_map[name] = shard
+        write_safetensors(os.path.join(folder, shard), tensors,
+                          {"format": "pt"})
+    with open(os.path.join(folder, "model.safetensors.index.json"), "w",
+              encoding="utf-8") as file:
+        json.dump({"metadata": {}, "weight_map": weight_map}, file)
+    if config is not None:
+        with open(os.path.join(folder, "config.json"), "w",
+                  encoding="utf-8") as file:
+            json.dump(config, file)
+    return shapes
+
+
+class FilesCase(QuantctlCase):
+    quantd = options.quantd
+    quantctl = options.quantctl
+
+    def setUp(self):
+        super().setUp()
+        self.input = self.path("in.safetensors")
+        with open(WEIGHTS, "rb") as file:
+            self.write("in.safetensors", file.read())
+
+    def write(self, name, data):
+        with open(self.path(name), "wb") as file:
+            file.write(data)
+        return self.path(name)
+
+    def write_json(self, name, document):
+        return self.write(name, json.dumps(document).encode())
+
+    def digests(self, name):
+        """Of a file, or of all files of a folder."""
+        path = self.path(name)
+        if os.path.isdir(path):
+            return {entry: self.digests(os.path.join(path, entry))
+                    for entry in sorted(os.listdir(path))}
+        with open(path, "rb") as file:
+            return hashlib.sha256(file.read()).hexdigest()
+
+    def refused(self, *command, code, words=(), server=None):
+        """Runs a command that must fail; nothing on disk may change."""
+        before = self.digests("")
+        result = self.run_quantctl(
+            *command, code=code, environment=dict(
+                self.environment, QUANTD_SERVER=server or self.server.address))
+        self.assertEqual(self.digests(""), before, command)
+        for word in words:
+            self.assertIn(word, result.stderr)
+        return result
+
+    def refused_unsent(self, *command, **keywords):
+        """The same, without a server to send anything to."""
+        return self.refused(*command, server=NOWHERE, **keywords)
+
+
+class WhatIsThereTest(FilesCase):
+
+    def test_NothingReplacesTheInput(self):
+        os.link(self.input, self.path("hard.safetensors"))
+        os.symlink("in.safetensors", self.path("soft.safetensors"))
+        for name in ("in.safetensors", "hard.safetensors", "soft.safetensors",
+                     "./in.safetensors"):
+            for force in ((), ("--force",)):
+                with self.subTest(name=name, force=force):
+                    self.refused_unsent(
+                        "quantize", self.input, "-o", self.path(name), *force,
+                        code=USAGE, words=["other than the input"])
+        self.run_quantctl("quantize", self.input, "-o", self.path("q"))
+        self.refused_unsent("dequantize", self.path("q"), "-o", self.path("q"),
+                            "--force", code=USAGE)
+        write_model(self.path("model"), layers=1, shards=2, config={})
+        self.refused_unsent("quantize", self.path("model"), "-o",
+                            self.path("model"), "--force", code=USAGE)
+        self.refused_unsent("quantize", self.path("model"), "-o",
+                            self.path("model/"), code=USAGE)
+        shard = self.path("model/model-00001-of-00002.safetensors")
+        self.refused_unsent("quantize", shard, "-o", self.path("model"),
+                            "--layout", "compressed-tensors", "--force",
+                            code=USAGE, words=["that of the input"])
+
+    def test_NothingIsReplacedWithoutForce(self):
+        names = ("--model", "once")
+        self.run_quantctl("calibrate", self.input, *names, "--source", "a",
+                          "--sequence", "1", "--spec", "int8")
+        write_safetensors(self.path("one"), {"w": ("F32", [2, 2],
+                                                   floats(1, 2, 3, 4))})
+        self.run_quantctl("quantize", self.path("one"), "-o",
+                          self.path("one.q"))
+        self.run_quantctl("quantize", self.input, "-o", self.path("q"))
+        for command in (
+                ("quantize", self.input, "-o", self.path("a.safetensors")),
+                ("dequantize", self.path("q"), "-o", self.path("b")),
+                ("dequantize", self.path("one.q"), "-o", self.path("c.npy")),
+                ("sweep", *names, "--spec", "int8", "--min-sqnr", "1", "-o",
+                 self.path("d.txt")),
+                ("export", *names, "-o", self.path("e.json")),
+                ("report", *names, "-o", self.path("f.html"))):
+            output = command[command.index("-o") + 1]
+            with self.subTest(command=command):
+                self.write(output, b"mine")
+                self.refused_unsent(
+                    *command, code=FILE_ERROR,
+                    words=["FILE_EXISTS: " + output, "--force replaces it"])
+                self.run_quantctl(*command, "--force")
+                with open(output, "rb") as file:
+                    self.assertNotEqual(file.read(), b"mine")
+                os.remove(output)
+                self.run_quantctl(*command)
+                self.assertGreater(os.path.getsize(output), 4)
+
+    def test_AFolderOfSomethingElseIsNotReplaced(self):
+        write_model(self.path("model"), layers=1, shards=2, config={})
+        quantize = ("quantize", self.path("model"), "-o", self.path("out"))
+        self.run_quantctl(*quantize, "--spec", "int8")
+        self.refused_unsent(*quantize, "--spec", "int4", code=FILE_ERROR,
+                            words=["model-00001-of-00002.safetensors is there"])
+        self.run_quantctl(*quantize, "--spec", "int4", "--force")
+        # The same command on another model of the same names.
+        write_model(self.path("other"), layers=1, shards=2, config={})
+        self.refused_unsent("quantize", self.path("other"), "-o",
+                            self.path("out"), "--spec", "int4",
+                            code=FILE_ERROR)
+        # Files in a folder that this command would write, and others.
+        shard = self.path("model/model-00001-of-00002.safetensors")
+        for name, code, more in (
+                ("config.json", FILE_ERROR, ("--layout", "pack-quantized")),
+                ("config.json", 0, ()),
+                ("model.safetensors.index.json", FILE_ERROR, ()),
+                ("model-00002-of-00002.safetensors", FILE_ERROR, ()),
+                ("tokenizer.json", 0, ())):
+            with self.subTest(name=name, more=more):
+                folder = self.path(f"{name}.{len(more)}")
+                os.mkdir(folder)
+                self.write(os.path.join(folder, name), b"mine")
+                command = ("quantize", self.path("model"), "-o", folder, *more)
+                if code == 0:
+                    self.run_quantctl(*command)
+                else:
+                    self.refused_unsent(*command, code=code, words=[name])
+        os.mkdir(self.path("indexed"))
+        self.write("indexed/model.safetensors.index.json", b"{}")
+        self.refused_unsent("quantize", shard, "-o", self.path("indexed"),
+                            "--layout", "pack-quantized", "--force",
+                            code=USAGE, words=["model in one file"])
+        self.refused_unsent("quantize", self.path("model"), "-o", self.input,
+                            "--force", code=FILE_ERROR)
+
+    def test_NamesSayWhatIsWritten(self):
+        self.run_quantctl("quantize", self.input, "-o", self.path("q"))
+        for command in (("quantize", self.input),
+                        ("dequantize", self.path("q"))):
+            for name in ("x.gguf", "x.npz", "x.onnx", "x.GGUF", "x.json",
+                         "x.pt"):
+                self.refused_unsent(*command, "-o", self.path(name),
+                                    code=USAGE, words=[".safetensors"])
+        self.refused_unsent("quantize", self.input, "-o", self.path("x.npy"),
+                            code=USAGE)
+        # One array is all that .npy holds: the biases would be lost.
+        self.refused("dequantize", self.path("q"), "-o", self.path("x.npy"),
+                     code=FILE_ERROR, words=["the file has 8"])
+        self.refused_unsent("export", "--model", "m", "-o",
+                            self.path("x.onnx"), code=USAGE)
+        write_model(self.path("model"), layers=1, shards=2)
+        self.refused_unsent("quantize", self.path("model"), "-o",
+                            self.path("x.safetensors"), code=USAGE,
+                            words=["name of a folder"])
+        self.refused_unsent("quantize", self.path("model"), "-o", "-",
+                            code=USAGE)
+
+    def test_AMinusIsStandardOutput(self):
+        def output_of(*command):
+            result = subprocess.run([self.quantctl, *command], check=True,
+                                    stdout=subprocess.PIPE,
+                                    stderr=subprocess.PIPE,
+                                    env=self.environment)
+            return result.stdout, result.stderr
+
+        self.run_quantctl("quantize", self.input, "-o", self.path("q"))
+        self.run_quantctl("dequantize", self.path("q"), "-o", self.path("r"))
+        names = ("--model", "stdout")
+        self.run_quantctl("calibrate", self.input, *names, "--source", "a",
+                          "--sequence", "1", "--spec", "int8")
+        sweep = ("sweep", *names, "--spec", "int8", "--min-sqnr", "1")
+        self.run_quantctl(*sweep, "-o", self.path("s"))
+        self.run_quantctl("export", *names, "-o", self.path("e"))
+        for command, name in ((("quantize", self.input), "q"),
+                              (("dequantize", self.path("q")), "r"),
+                              (sweep, "s"), (("export", *names), "e")):
+            with open(self.path(name), "rb") as file:
+                expected = file.read()
+            with self.subTest(command=command):
+                data, said = output_of(*command, "-o", "-")
+                self.assertEqual(data, expected)
+                if name != "e":
+                    self.assertIn(b"TENSOR", said)
+                data, said = output_of(*command, "-o", "-", "--json")
+                self.assertEqual(data, expected)
+                if name != "e":
+                    json.loads(said)
+        self.assertFalse(os.path.exists("-"))
+
+    def test_OutputThatGoesNowhereIsAnError(self):
+        for command in (("man",), ("completion", "bash"), ("models",),
+                        ("models", "--json"),
+                        ("quantize", self.input, "-o", "-")):
+            with self.subTest(command=command), open("/dev/full", "w",
+                                                     encoding="ascii") as full:
+                result = subprocess.run(
+                    [self.quantctl, *command], check=False, stdout=full,
+                    stderr=subprocess.PIPE, env=self.environment)
+                self.assertEqual(result.returncode, FILE_ERROR)
+                self.assertIn(b"FILE_UNWRITABLE", result.stderr)
+        for command in (("report", "--model", "m"),
+                        ("sweep", "--model", "m", "--spec", "int8",
+                         "--min-sqnr", "1")):
+            self.refused_unsent(*command, "-o", self.path("absent/x"),
+                                code=FILE_ERROR, words=["FILE_UNWRITABLE"])
+
+    def test_AnInterruptLeavesNothingBehind(self):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            process = subprocess.Popen(
+                [self.quantctl, "--server",
+                 f"127.0.0.1:{listener.getsockname()[1]}", "export", "--model",
+                 "m", "-o", self.path("out.json")])
+            # It calls with the file open, and waits for an answer.
+            connection, _ = listener.accept()
+            before = os.listdir(self.folder)
+            process.send_signal(signal.SIGINT)
+            self.assertEqual(process.wait(), -signal.SIGINT)
+            connection.close()
+        self.assertEqual(before, ["in.safetensors"])
+        self.assertEqual(os.listdir(self.folder), ["in.safetensors"])
+
+
+class AllOrNothingTest(FilesCase):
+
+    def one_bad_tensor(self):
+        write_safetensors(self.path("bad"), {
+            "a.weight": ("F32", [4, 8], normal(32)),
+            "bad.weight": ("F32", TOO_MANY_DIMENSIONS, normal(8)),
+            "c.weight": ("F32", [4, 8], normal(32))})
+        return self.path("bad")
+
+    def test_AFileIsWrittenWholeOrNotAtAll(self):
+        good = self.write("good", b"of an earlier run")
+        for command, words in (
+                ((self.input, "--model", "../x"),
+                 ["NAME_INVALID", "4 of 8 tensors failed, so", "--keep-going"]),
+                ((self.one_bad_tensor(),),
+                 ["bad.weight", "1 of 3 tensors failed, so"])):
+            result = self.refused("quantize", *command, "-o", good, "--force",
+                                  code=1, words=words)
+            self.assertNotIn("written to", result.stdout)
+            self.refused("quantize", *command, "-o", self.path("new"), code=1)
+        self.refused("quantize", self.input, "-o", good, "--force",
+                     "--deadline", "1", server=NOWHERE, code=UNREACHABLE)
+        self.refused("quantize", self.path("absent"), "-o", good, "--force",
+                     code=FILE_ERROR)
+        report = json.loads(self.refused(
+            "quantize", self.path("bad"), "-o", good, "--force", "--json",
+            code=1).stdout)
+        self.assertFalse(report["written"])
+        self.assertEqual([t["result"] for t in report["tensors"]],
+                         ["not written", "failed", "not written"])
+
+    def test_ARunThatKeepsGoingSaysSoAtTheEnd(self):
+        result = self.run_quantctl("quantize", self.one_bad_tensor(), "-o",
+                                   self.path("out"), "--keep-going", code=1)
+        self.assertEqual(
+            result.stderr.splitlines()[-1],
+            f"quantctl: 1 of 3 tensors failed; {self.path('out')} has 1 of "
+            "them as they were")
+        written, _ = read_safetensors(self.path("out"))
+        self.assertEqual(written["a.weight"][0], "I8")
+        self.assertEqual(written["bad.weight"][:2],
+                         ("F32", TOO_MANY_DIMENSIONS))
+
+    def test_ATensorThatCannotBeDoneIsFoundBeforeAnythingIsSent(self):
+        self.refused_unsent("quantize", self.input, "-o", self.path("out"),
+                            "--block-size", "1,0", code=1,
+                            words=["conv1.weight", "2 of 8 tensors failed"])
+        write_safetensors(self.path("taken"), {
+            "w": ("F32", [2, 2], floats(1, 2, 3, 4)),
+            "w.zero_point": ("F32", [1], floats(1))})
+        self.refused_unsent("quantize", self.path("taken"), "-o",
+                            self.path("out"), code=1, words=["w.zero_point"])
+
+    def test_OfManyErrorsTheFirstAreShown(self):
+        write_safetensors(self.path("many"), {
+            f"t{n}": ("F32", TOO_MANY_DIMENSIONS, normal(8))
+            for n in range(30)})
+        result = self.refused("quantize", self.path("many"), "-o",
+                              self.path("out"), code=1,
+                              words=["and 20 tensors more failed"])
+        self.assertEqual(result.stderr.count("RANK_LIMIT")
+                         + result.stderr.count("SHAPE_INVALID"), 10)
+
+    def test_DequantizeWritesAllOrNothing(self):
+        self.run_quantctl("quantize", self.input, "-o", self.path("q"))
+        tensors, metadata = read_safetensors(self.path("q"))
+        name = "conv1.weight.scale"
+        tensors[name] = (*tensors[name][:2], floats(math.nan))
+        write_safetensors(self.path("q"), tensors, metadata)
+        good = self.write("good", b"of an earlier run")
+        self.refused("dequantize", self.path("q"), "-o", good, "--force",
+                     code=1, words=["conv1.weight", "1 of 4 tensors failed"])
+        result = self.run_quantctl("dequantize", self.path("q"), "-o", good,
+                                   "--force", "--keep-going", code=1)
+        self.assertIn("1 of 4 tensors failed; ", result.stderr)
+        self.assertEqual(len(read_safetensors(good)[0]), 7)
+
+    def test_ASweepWritesOnlyWhatMeetsTheTarget(self):
+        names = ("--model", "unmet")
+        self.run_quantctl("calibrate", self.input, *names, "--source", "a",
+                          "--sequence", "1")
+        sweep = ("sweep", *names, "--spec", "int8", "--spec", "int4")
+        mixture = self.write("mixture.txt", b"of an earlier run")
+        for target in (("--min-sqnr", "90"), ("--max-bytes", "100"),
+                       ("--max-bits-per-element", "2")):
+            self.refused(*sweep, *target, "-o", mixture, "--force", code=1,
+                         words=["no choice meets the target",
+                                "mixture.txt is not written"])
+        report = json.loads(self.refused(*sweep, "--min-sqnr", "90", "--json",
+                                         code=1).stdout)
+        self.assertFalse(report["mixture"]["target_met"])
+        self.refused(*sweep, "--pattern", "typo*", "--min-sqnr", "1", "-o",
+                     mixture, "--force", code=USAGE, words=["typo*"])
+        self.refused_unsent(*sweep, "-o", mixture, "--force", code=USAGE,
+                            words=["--min-sqnr"])
+        self.run_quantctl(*sweep, "--min-sqnr", "10", "-o", mixture, "--force")
+        with open(mixture, encoding="utf-8") as file:
+            self.assertEqual(len(file.read().splitlines()), 4)
+
+    def test_AnExportOfNothingIsNotWritten(self):
+        self.run_quantctl("quantize", self.input, "-o", self.path("q"),
+                          "--model", "exported")
+        self.refused("export", "--model", "exported", "--include", "typo*",
+                     "-o", self.path("e.json"), code=USAGE, words=["typo*"])
+
+
+class QuantizedInputTest(FilesCase):
+
+    def test_WhatIsQuantizedIsNotQuantizedAgain(self):
+        write_model(self.path("model"), layers=1, shards=2,
+                    config={"model_type": "test"})
+        self.run_quantctl("quantize", self.input, "-o", self.path("ours"))
+        self.run_quantctl("quantize", self.path("model"), "-o",
+                          self.path("folder"))
+        self.run_quantctl("quantize", self.path("model"), "-o",
+                          self.path("packed"), "--layout", "pack-quantized")
+        write_safetensors(self.path("theirs"), {
+            "l.weight_packed": ("I32", [1, 1], bytes(4)),
+            "l.weight_scale": ("BF16", [1, 1], bytes(2))})
+        write_safetensors(self.path("fp8"), {
+            "l.weight": ("F8_E4M3", [2, 2], bytes(4)),
+            "l.weight_scale_inv": ("F32", [1, 1], bytes(4))})
+        os.mkdir(self.path("gptq"))
+        write_safetensors(self.path("gptq/model.safetensors"),
+                          {"l.scales": ("F16", [1, 1], bytes(2))})
+        self.write_json("gptq/config.json", {
+            "quantization_config": {"quant_method": "gptq"}})
+        shard = "packed/model-00001-of-00002.safetensors"
+        for name, words in (("ours", "quantctl dequantize"),
+                            ("folder", "quantctl dequantize"),
+                            ("packed", "quantctl dequantize"),
+                            (shard, "quantctl dequantize"),
+                            ("theirs", "quantctl dequantize"),
+                            ("fp8", "F8_E4M3"), ("gptq", "\"gptq\"")):
+            for command in (("quantize", "-o", self.path("out")),
+                            ("calibrate", "--model", "twice"),
+                            ("calibrate", "--model", "twice", "--source", "a",
+                             "--sequence", "1"),
+                            ("evaluate", "--candidate", "int8"),
+                            ("evaluate", "--reference", self.input)):
+                with self.subTest(name=name, command=command[0]):
+                    self.refused_unsent(
+                        command[0], self.path(name), *command[1:],
+                        code=FILE_ERROR,
+                        words=["FILE_UNSUPPORTED", "quantized already", words])
+
+    def test_WhatWasDequantizedMayBeQuantized(self):
+        self.run_quantctl("quantize", self.input, "-o", self.path("q"))
+        self.run_quantctl("dequantize", self.path("q"), "-o", self.path("r"))
+        self.run_quantctl("quantize", self.path("r"), "-o", self.path("again"))
+        self.assertEqual(read_safetensors(self.path("again"))[0],
+                         read_safetensors(self.path("q"))[0])
+
+
+class PatternsTest(FilesCase):
+
+    def test_APatternWithoutAMatchEndsTheRunBeforeAnythingIsSent(self):
+        empty = self.write("empty.txt", b"\n")
+        for flags, words in (
+                (("--spec", "typo*=int4"), "--spec \"typo*\""),
+                (("--spec", "conv*=int4", "--spec", "typo*=int4"), "typo*"),
+                (("--spec", "typo*=int4", "--spec", "int8"), "typo*"),
+                (("--include", "typo*"), "--include \"typo*\""),
+                (("--include", "conv*", "--include", "typo*"), "typo*"),
+                (("--exclude", "typo*"), "--exclude \"typo*\""),
+                # Vectors are left out, and --all would take them.
+                (("--include", "*.bias"), "got 4, none of them of floats with "
+                                          "at least 2 dimensions; --all"),
+                (("--spec", "*.bias=int8"), "--all takes floats of any rank"),
+                (("--spec", "conv*=int8", "--exclude", "conv*"), "conv*"),
+                (("--include", "conv*", "--exclude", "conv*"), "got none"),
+                (("--min-rank", "7"), "at least 7 dimensions, got none"),
+                (("--spec", "@" + empty), "got none")):
+            for command in (("quantize", "-o", self.path("out")),
+                            ("calibrate", "--model", "patterns"),
+                            ("calibrate", "--model", "patterns", "--source",
+                             "a", "--sequence", "1"), ("evaluate",)):
+                if command[0] == "evaluate" and "--spec" in flags:
+                    continue
+                with self.subTest(flags=flags, command=command[0]):
+                    self.refused_unsent(command[0], self.input, *command[1:],
+                                        *flags, code=USAGE, words=[words])
+
+    def test_WithPatternsOnlyWhatTheyMatchIsQuantized(self):
+        shapes = write_model(self.path("model"))
+        self.assertGreater(len(shapes), 290)
+        report = self.json("quantize", self.path("model"), "-o",
+                           self.path("out"), "--spec",
+                           "*proj.weight=int4:group:16")
+        for tensor in report["tensors"]:
+            self.assertEqual(
+                tensor["result"],
+                "quantized" if "proj" in tensor["name"] else "copied",
+                tensor["name"])
+        # With a spec for all others, or options that say one, those too.
+        for more in (("--spec", "int8"), ("--format", "int8")):
+            report = self.json("quantize", self.input, "-o", self.path("q"),
+                               "--spec", "conv*=int4", *more, "--force")
+            self.assertEqual(sorted(report["formats"]), ["int4", "int8"])
+
+    def test_PatternsOfWhatIsStoredMustMatchToo(self):
+        names = ("--model", "stored-patterns")
+        self.run_quantctl("calibrate", self.input, *names, "--source", "a",
+                          "--sequence", "1", "--spec", "int8")
+        out = self.path("out")
+        before = self.json("encodings", "list", *names)
+        self.assertEqual(len(before["encodings"]), 4)
+        for command, flag in (
+                (("sweep", "--spec", "int8", "--min-sqnr", "1", "-o", out),
+                 "--pattern"),
+                (("report", "-o", out), "--pattern"),
+                (("export", "-o", out), "--include"),
+                (("encodings", "compute"), "--spec")):
+            spec = "=int8" if flag == "--spec" else ""
+            with self.subTest(command=command):
+                self.refused(*command, *names, flag, "conv*" + spec, flag,
+                             "typo*" + spec, code=USAGE,
+                             words=[f"{flag} \"typo*\", got none among 4"])
+        self.assertEqual(self.json("encodings", "list", *names), before)
+
+    def test_CalibrateKeepsEncodingsOfWhatPatternsMatch(self):
+        self.run_quantctl("calibrate", self.input, "--model", "matched",
+                          "--spec", "conv*=int8:per-channel")
+        encodings = self.json("encodings", "list", "--model",
+                              "matched")["encodings"]
+        self.assertEqual([stored["name"]["tensor"] for stored in encodings],
+                         ["conv1.weight", "conv2.weight"])
+        # A contribution is of all tensors that are taken.
+        report = self.json("calibrate", self.input, "--model", "counted",
+                           "--source", "a", "--sequence", "1", "--spec",
+                           "conv*=int8")
+        self.assertEqual(["etag" in t for t in report["tensors"]],
+                         [True, True, False, False])
+        self.assertEqual(
+            len(self.json("statistics", "list", "--model",
+                          "counted")["statistics"]), 4)
+
+
+class WhatIsToldTest(FilesCase):
+
+    def test_WhatIsNotFiniteIsSaid(self):
+        write_safetensors(self.path("odd"), {
+            "a": ("F32", [2, 4], floats(1, math.nan, 3, math.inf, -math.inf,
+                                        2, 1, 0)),
+            "b": ("F32", [2, 2], floats(1, 2, 3, 4))})
+        result = self.run_quantctl("quantize", self.path("odd"), "-o",
+                                   self.path("out"))
+        head, row, *_ = result.stdout.splitlines()
+        self.assertEqual(head.split()[-2:], ["NAN", "INF"])
+        self.assertEqual(row.split()[-2:], ["1", "2"])
+        self.assertIn("tensor a has 1 NaN and 2 infinities", result.stderr)
+        self.assertNotIn("tensor b", result.stderr)
+        result = self.run_quantctl("quantize", self.path("odd"), "-o",
+                                   self.path("b"), "--quiet", "--include", "b")
+        self.assertEqual(result.stderr, "")
+        result = self.run_quantctl("evaluate", self.path("odd"))
+        self.assertIn("tensor a: 3 elements are not finite", result.stderr)
+
+    def test_WhatIsClippedIsSaid(self):
+        result = self.run_quantctl("quantize", self.input, "-o",
+                                   self.path("out"), "--spec",
+                                   "int8:percentile=0.9")
+        self.assertIn("CLIPPED", result.stdout.splitlines()[0])
+
+    def test_AFolderThatGoesOnTellsAllOfIt(self):
+        shapes = write_model(self.path("model"))
+        shard = self.path("model/model-00003-of-00006.safetensors")
+        good, metadata = read_safetensors(shard)
+        name = next(name for name in good if "q_proj" in name)
+        write_safetensors(shard, {**good, name: (
+            "BF16", TOO_MANY_DIMENSIONS, bytes(16))}, metadata)
+        quantize = ("quantize", self.path("model"), "-o", self.path("out"),
+                    "--spec", "int8:per-channel")
+        result = self.run_quantctl(*quantize, code=1)
+        self.assertIn(f"tensor {name}: ", result.stderr)
+        self.assertIn("2 of 6 shards are in", result.stderr)
+        self.assertIn("1 of 297 tensors failed", result.stderr)
+        self.assertEqual(
+            sorted(os.listdir(self.path("out"))),
+            [f"model-{n:05}-of-00006.safetensors" for n in (1, 2)])
+
+        # Those that keep going are not kept by the next run.
+        result = self.run_quantctl(*quantize, "--keep-going", code=1)
+        self.assertIn("2 of 6 shards kept", result.stdout)
+        self.assertEqual(len(os.listdir(self.path("out"))), 7)
+        self.run_quantctl(*quantize, code=1)
+        self.assertEqual(len(os.listdir(self.path("out"))), 7)
+
+        write_safetensors(shard, good, metadata)
+        text = self.run_quantctl(*quantize).stdout
+        self.assertIn("; 5 of 6 shards kept from an earlier run", text)
+        self.assertIn("int8, kept", text)
+        self.run_quantctl("quantize", self.path("model"), "-o",
+                          self.path("whole"), "--spec", "int8:per-channel")
+        self.assertEqual(self.digests("out"), self.digests("whole"))
+        whole = self.json(*quantize, "--restart")
+        kept = self.json(*quantize)
+        self.assertEqual(kept["kept_count"], len(shapes))
+        for key in ("bytes_before", "bytes_after", "file_bytes", "formats",
+                    "quantized_count"):
+            self.assertEqual(kept[key], whole[key], key)
+        for one, other in zip(kept["tensors"], whole["tensors"]):
+            self.assertEqual(one | {"result": ""}, other | {"result": ""})
+        codes = sum(
+            len(payload)
+            for entry in os.listdir(self.path("out"))
+            if entry.endswith(".safetensors")
+            for _, _, payload in
+            read_safetensors(self.path("out/" + entry))[0].values())
+        self.assertEqual(kept["bytes_after"], codes)
+
+    def test_AModelWithoutAServerLeavesNoFolder(self):
+        write_model(self.path("model"), layers=1, shards=2)
+        self.refused("quantize", self.path("model"), "-o", self.path("out"),
+                     "--deadline", "1", server=NOWHERE, code=UNREACHABLE)
+
+
+class StoringTest(FilesCase):
+
+    def models(self):
+        return {model["model"] for model in self.json("models")["models"]}
+
+    def test_EncodingsAreKeptWhenAskedFor(self):
+        before = self.models()
+        odd = self.path("a name with blanks.safetensors")
+        os.rename(self.input, odd)
+        self.run_quantctl("quantize", odd, "-o", self.path("1"))
+        self.run_quantctl("quantize", odd, "-o", self.path("2"), "--model",
+                          "not-kept", "--no-store")
+        self.run_quantctl("evaluate", odd)
+        self.run_quantctl("calibrate", odd, "--no-store")
+        self.assertEqual(self.models(), before)
+        self.run_quantctl("quantize", odd, "-o", self.path("3"), "--model",
+                          "kept")
+        stem = self.path("of-the-stem.safetensors")
+        os.rename(odd, stem)
+        self.run_quantctl("quantize", stem, "-o", self.path("4"), "--store")
+        self.assertEqual(self.models() - before, {"kept", "of-the-stem"})
+        # To calibrate is to keep.
+        for flags in ((), ("--source", "a", "--sequence", "1"),
+                      ("--source", "a", "--sequence", "1", "--store")):
+            self.refused_unsent("calibrate", stem, *flags, code=USAGE,
+                                words=["expected --model"])
+        self.refused_unsent("evaluate", stem, "--candidate", "stored",
+                            code=USAGE, words=["--model"])
+
+    def test_ATokenThatMayQuantizeCanDoSo(self):
+        token = "secret-of-a-test"
+        access = self.write("access.txt", (
+            f"someone sha256:{hashlib.sha256(token.encode()).hexdigest()} "
+            "quantize *\n").encode())
+        os.chmod(access, 0o600)
+        token_file = self.write("token", token.encode())
+        os.chmod(token_file, 0o600)
+        with live_server.LiveServer(
+                self.quantd, flags=["--access-file", access]) as server:
+            def quantize(*flags, code):
+                return self.run_quantctl(
+                    "--server", server.address, "--token-file", token_file,
+                    "quantize", self.input, "-o", self.path("out"), *flags,
+                    code=code)
+
+            refused = quantize("--model", "m", code=1)
+            self.assertIn("SCOPE_MISSING", refused.stderr)
+            self.assertIn("--no-store quantizes without", refused.stderr)
+            self.assertFalse(os.path.exists(self.path("out")))
+            quantize("--model", "m", "--no-store", code=0)
+            quantize("--force", code=0)
+
+    def test_ARunThatFailsSaysWhatIsKept(self):
+        write_safetensors(self.path("bad"), {
+            "a.weight": ("F32", [4, 8], normal(32)),
+            "bad.weight": ("F32", TOO_MANY_DIMENSIONS, normal(8))})
+        self.refused("quantize", self.path("bad"), "-o", self.path("out"),
+                     "--model", "half", code=1,
+                     words=["the new encodings of 1 tensors of model \"half\""])
+
+
+class TypesTest(FilesCase):
+
+    VALUES = [1.5, -2.25, 0.03125, 8, 0, -8, 1, 2]
+
+    def write_type(self, name, dtype):
+        pack = {"F32": "f", "F64": "d", "F16": "e"}
+        data = (to_bfloat16(floats(*self.VALUES)) if dtype == "BF16" else
+                struct.pack(f"<8{pack[dtype]}", *self.VALUES))
+        write_safetensors(self.path(name), {"w.weight": (dtype, [2, 4], data)})
+        return self.path(name)
+
+    def test_FilesOfDifferentTypesAreCompared(self):
+        paths = {dtype: self.write_type("as" + dtype, dtype)
+                 for dtype in ("F32", "F64", "F16", "BF16")}
+        for dtype, path in paths.items():
+            for other, reference in paths.items():
+                with self.subTest(dtype=dtype, reference=other):
+                    (tensor,) = self.json("evaluate", path, "--reference",
+                                          reference)["tensors"]
+                    self.assertEqual(
+                        tensor["comparison"]["max_absolute_error"], 0)
+                    self.assertEqual(tensor["comparison"]["count"], 8)
+        # The error is that of the element that differs.
+        write_safetensors(self.path("off"), {"w.weight": (
+            "F64", [2, 4], struct.pack("<8d", *self.VALUES[:-1], 2.5))})
+        (tensor,) = self.json("evaluate", self.path("off"), "--reference",
+                              paths["BF16"])["tensors"]
+        self.assertEqual(tensor["comparison"]["max_absolute_error"], 0.5)
+        write_safetensors(self.path("integers"), {
+            "w.weight": ("I32", [2, 4], bytes(32))})
+        failed = self.json("evaluate", paths["F32"], "--reference",
+                           self.path("integers"), code=1)
+        self.assertIn("I32", failed["tensors"][0]["error"]["message"])
+
+    def test_DequantizeRestoresTheType(self):
+        for dtype in ("F32", "F64", "F16", "BF16"):
+            path = self.write_type("in." + dtype, dtype)
+            for layout, spec in (("quantd", "int8"),
+                                 ("compressed-tensors", "int8:per-channel"),
+                                 ("pack-quantized", "int4:group:4"),
+                                 ("compressed-tensors", "float8_e4m3fn")):
+                with self.subTest(dtype=dtype, layout=layout, spec=spec):
+                    quantized = self.path(f"{layout}.{spec}.{dtype}")
+                    restored = quantized + ".restored"
+                    self.run_quantctl("quantize", path, "-o", quantized,
+                                      "--spec", spec, "--layout", layout)
+                    self.run_quantctl("dequantize", quantized, "-o", restored)
+                    tensors, metadata = read_safetensors(restored)
+                    self.assertEqual(tensors["w.weight"][:2], (dtype, [2, 4]))
+                    self.assertEqual(
+                        [key for key in metadata if "quantctl" in key], [])
+
+    def test_AModelOfOthersHasTheTypeOfItsConfiguration(self):
+        os.mkdir(self.path("model"))
+        write_safetensors(self.path("model/model.safetensors"), {
+            "l.weight": ("I8", [1, 2], bytes([1, 2])),
+            "l.weight_scale": ("F32", [1], floats(0.5))})
+        for key in ("torch_dtype", "dtype"):
+            self.write_json("model/config.json", {
+                key: "bfloat16", "quantization_config": {
+                    "quant_method": "compressed-tensors",
+                    "config_groups": {"group_0": {
+                        "targets": ["Linear"], "weights": {
+                            "num_bits": 8, "type": "int", "symmetric": True,
+                            "strategy": "tensor"}}}}})
+            self.run_quantctl("dequantize", self.path("model"), "-o",
+                              self.path(key))
+            self.assertEqual(read_safetensors(self.path(key))[0]["l.weight"],
+                             ("BF16", [1, 2], to_bfloat16(floats(0.5, 1))))
+
+
+if __name__ == "__main__":
+    unittest.main(argv=[sys.argv[0], *unittest_arguments], verbosity=2)
