@@ -232,12 +232,12 @@ int Serve(const Config& config) {
 
   std::unique_ptr<HttpServer> http;
   if (!config.metrics_listen.empty()) {
-    absl::StatusOr<std::unique_ptr<HttpServer>> started = HttpServer::Start(
-        config.metrics_listen, &metrics,
-        [server = server->get(), store = stores->encodings.get()] {
-          absl::Status status = server->CheckReady();
-          return status.ok() ? store->Ping() : status;
-        });
+    HttpServer::Probes probes;
+    probes.live = [server = server->get()] { return server->CheckLive(); };
+    probes.ready = [server = server->get()] { return server->CheckReady(); };
+    probes.store = [store = stores->encodings.get()] { return store->Ping(); };
+    absl::StatusOr<std::unique_ptr<HttpServer>> started =
+        HttpServer::Start(config.metrics_listen, &metrics, std::move(probes));
     if (!started.ok()) return Fail("cannot serve metrics", started.status());
     http = *std::move(started);
   }

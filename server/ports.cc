@@ -171,6 +171,13 @@ absl::Status Ports::Check(absl::Duration timeout, bool* refused) {
       const absl::Status status = Dial(peer, port.is_secure, timeout);
       if (status.ok()) continue;
       *refused = refused_.load() != refused_before;
+      if (*refused) {
+        return absl::UnavailableError(absl::StrCat(
+            "UNREACHABLE: ", port.address,
+            " takes no more connections: ", connections_->CountOpen(),
+            " are open, as many as --connections or --address-connections"
+            " allows"));
+      }
       return absl::UnavailableError(
           absl::StrCat("UNREACHABLE: nobody answers on ", port.address, ": ",
                        status.message()));

@@ -397,7 +397,8 @@ void QuantdServer::CheckPorts() {
   bool was_reachable;
   {
     absl::MutexLock lock(&reachable_mutex_);
-    was_reachable = std::exchange(is_reachable_, reachable);
+    was_reachable = live_.ok();
+    live_ = reachable ? absl::OkStatus() : status;
     ready_ = status;
   }
   if (reachable == was_reachable) return;
@@ -415,6 +416,11 @@ absl::Status QuantdServer::CheckReady() const {
   if (draining_.load()) return core::DrainingError();
   absl::MutexLock lock(&reachable_mutex_);
   return ready_;
+}
+
+absl::Status QuantdServer::CheckLive() const {
+  absl::MutexLock lock(&reachable_mutex_);
+  return live_;
 }
 
 void QuantdServer::TellExpiry() {

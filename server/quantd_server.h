@@ -94,10 +94,14 @@ class QuantdServer {
   // What requests hold of the memory budget now.
   int64_t memory_used_bytes() const { return budget_.used_bytes(); }
 
-  // Whether callers get through: not from the beginning of Drain on, and not
-  // when a port did not answer the last time that the server called it.
+  // Whether further callers get through: not from the beginning of Drain on,
+  // and not when a port did not answer the last time that the server called it,
+  // be it for a limit on connections.
   // Errors: DRAINING, UNAVAILABLE.
   absl::Status CheckReady() const ABSL_LOCKS_EXCLUDED(reachable_mutex_);
+  // Whether the ports take calls, or refuse them for a limit only: a server
+  // that is full or drains is as it should be. Errors: UNAVAILABLE.
+  absl::Status CheckLive() const ABSL_LOCKS_EXCLUDED(reachable_mutex_);
 
  private:
   // Either of the files may be null.
@@ -141,9 +145,9 @@ class QuantdServer {
   std::unique_ptr<ControlServer> control_server_;
   std::atomic<bool> draining_{false};
   mutable absl::Mutex reachable_mutex_;
-  // What the last look at the ports found.
+  // What the last look at the ports found, for CheckReady and CheckLive.
   absl::Status ready_ ABSL_GUARDED_BY(reachable_mutex_);
-  bool is_reachable_ ABSL_GUARDED_BY(reachable_mutex_) = true;
+  absl::Status live_ ABSL_GUARDED_BY(reachable_mutex_);
   StopSignal stopping_;
   std::thread watcher_;
   // Files may be on a slow disk: not the watcher's business.

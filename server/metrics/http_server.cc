@@ -73,13 +73,13 @@ bool IsHostPort(const std::string& address) {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(
-    const std::string& address, const Metrics* metrics,
-    std::function<absl::Status()> ready) {
+    const std::string& address, const Metrics* metrics, Probes probes) {
   if (!IsHostPort(address)) return BadAddress(address, "expected host:port");
   absl::StatusOr<std::vector<std::unique_ptr<ListeningSocket>>> sockets =
       ListeningSocket::Tcp(address);
   if (!sockets.ok()) return BadAddress(address, sockets.status().message());
-  std::unique_ptr<HttpServer> server(new HttpServer(metrics, std::move(ready)));
+  std::unique_ptr<HttpServer> server(
+      new HttpServer(metrics, std::move(probes)));
   if (server->stop_.fd() < 0) {
     return BadAddress(address, "there is no descriptor to stop by");
   }
@@ -91,9 +91,8 @@ absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(
   return server;
 }
 
-HttpServer::HttpServer(const Metrics* metrics,
-                       std::function<absl::Status()> ready)
-    : metrics_(metrics), ready_(std::move(ready)) {}
+HttpServer::HttpServer(const Metrics* metrics, Probes probes)
+    : metrics_(metrics), probes_(std::move(probes)) {}
 
 HttpServer::~HttpServer() {
   stop_.Send();
@@ -212,7 +211,9 @@ std::string HttpServer::Answer(absl::string_view request) {
                   true);
   }
   const absl::string_view method = words[0];
-  const absl::string_view path = words[1].substr(0, words[1].find('?'));
+  const std::pair<absl::string_view, absl::string_view> target =
+      absl::StrSplit(words[1], absl::MaxSplits('?', 1));
+  const auto [path, query] = target;
   Response response{404, "Not Found", kPlainText, "not found\n", ""};
   if (path == "/metrics" || path == "/healthz" || path == "/readyz") {
     response = {200, "OK", kPlainText, "ok\n", ""};
@@ -223,21 +224,30 @@ std::string HttpServer::Answer(absl::string_view request) {
       response.content_type = kMetricsText;
       response.body =
           prometheus::TextSerializer().Serialize(metrics_->Collect());
-    } else if (path == "/readyz") {
-      // What took its time to find out is good for all who ask meanwhile.
-      const absl::Duration start = core::SteadyNow();
-      if (start >= ready_end_) {
-        ready_status_ = ready_();
-        const absl::Duration now = core::SteadyNow();
-        ready_end_ = now + (now - start);
+    } else {
+      absl::Status status =
+          path == "/healthz" ? probes_.live() : probes_.ready();
+      if (path == "/readyz" && query != "exclude=store" && status.ok()) {
+        status = AskStore();
       }
-      if (!ready_status_.ok()) {
+      if (!status.ok()) {
         response = {503, "Service Unavailable", kPlainText,
-                    absl::StrCat(ready_status_.message(), "\n"), ""};
+                    absl::StrCat(status.message(), "\n"), ""};
       }
     }
   }
   return ToText(response, method != "HEAD");
+}
+
+absl::Status HttpServer::AskStore() {
+  // What took its time to find out is good for all who ask meanwhile.
+  const absl::Duration start = core::SteadyNow();
+  if (start >= store_end_) {
+    store_status_ = probes_.store();
+    const absl::Duration now = core::SteadyNow();
+    store_end_ = now + (now - start);
+  }
+  return store_status_;
 }
 
 }  // namespace quantd::server

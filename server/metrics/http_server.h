@@ -23,19 +23,29 @@ namespace quantd::server {
 
 // Answers GET and HEAD of
 //   /metrics  the Prometheus text format 0.0.4
-//   /healthz  200 as long as the process lives
-//   /readyz   200, or 503 and the reason
+//   /healthz  200, or 503 and why the process has to be restarted
+//   /readyz   200, or 503 and the reason; /readyz?exclude=store leaves out the
+//             store
 // and 404 elsewhere, on a thread of its own that waits for nobody: clients that
 // are slow delay no other. A connection is for one request and has five seconds
 // for it; beyond 64 of them the oldest has to go. Thread-safe.
 class HttpServer {
  public:
+  // What the probes ask. Called from the thread.
+  struct Probes {
+    // Not OK when only a restart helps.
+    std::function<absl::Status()> live;
+    // Whether further callers get through.
+    std::function<absl::Status()> ready;
+    // Whether the store answers.
+    std::function<absl::Status()> store;
+  };
+
   // `address` is host:port; port 0 takes a free one. `metrics` and what
-  // `ready` uses must outlive this; `ready` is called from the thread.
+  // `probes` use must outlive this.
   // Errors: CONFIG_INVALID, with what hindered.
   static absl::StatusOr<std::unique_ptr<HttpServer>> Start(
-      const std::string& address, const Metrics* metrics,
-      std::function<absl::Status()> ready);
+      const std::string& address, const Metrics* metrics, Probes probes);
 
   HttpServer(const HttpServer&) = delete;
   HttpServer& operator=(const HttpServer&) = delete;
@@ -59,7 +69,7 @@ class HttpServer {
     bool is_written = false;
   };
 
-  HttpServer(const Metrics* metrics, std::function<absl::Status()> ready);
+  HttpServer(const Metrics* metrics, Probes probes);
   void Run();
   // True when there was no room for one.
   bool AcceptAll();
@@ -68,18 +78,19 @@ class HttpServer {
   bool Read(Connection& connection);
   bool Write(Connection& connection);
   std::string Answer(absl::string_view request);
+  absl::Status AskStore();
 
   const Metrics* const metrics_;
-  const std::function<absl::Status()> ready_;
+  const Probes probes_;
   // Set before Start returns, and not changed from then on.
   std::vector<std::unique_ptr<ListeningSocket>> sockets_;
   int port_ = 0;
   std::string address_;
   // Used by thread_ only; the oldest first.
   std::list<Connection> connections_;
-  // The last answer to whether the server is ready, and how long it is good.
-  absl::Status ready_status_;
-  absl::Duration ready_end_ = -absl::InfiniteDuration();
+  // The store's last answer, and how long it is good.
+  absl::Status store_status_;
+  absl::Duration store_end_ = -absl::InfiniteDuration();
   StopSignal stop_;
   std::thread thread_;
 };

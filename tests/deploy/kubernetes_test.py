@@ -180,7 +180,7 @@ class KubernetesTest(unittest.TestCase):
             self.skipTest("kubernetes-types is not installed")
         wrong = json.loads(json.dumps(self.rendered["base"]))
         container = Fleet(wrong).container
-        container["readinessProbe"]["grpc"]["portt"] = 1
+        container["readinessProbe"]["httpGet"]["portt"] = 1
         container["ports"][0]["containerPort"] = "grpc"
         found = type_errors({**self.rendered, "client": [self.client],
                              "wrong": wrong})
@@ -282,30 +282,19 @@ class KubernetesTest(unittest.TestCase):
     def test_ProbesAskForHealthAndGetAnAnswer(self):
         for fleet in self.fleets():
             effective = self.effective(fleet)
-            for probe in fleet.probes.values():
-                if fleet.secure():
-                    # Which asks at the socket, without TLS.
-                    self.assertEqual(probe["exec"]["command"][:2],
-                                     self.health_check())
-                    self.assertIn(fleet.environment()["QUANTD_SERVER"],
-                                  effective["listen"])
-                    self.assertNotIn("grpc", probe)
-                    self.assertGreaterEqual(probe["timeoutSeconds"], 2)
-                else:
-                    self.assertIn(probe["grpc"]["port"], [
-                        configuration.port(address)
-                        for address in effective["listen"]])
-                    self.assertNotIn("exec", probe)
+            ports = {item["name"]: item["containerPort"]
+                     for item in fleet.container["ports"]}
+            for name, probe in fleet.probes.items():
+                # Which takes none of the connections of callers.
+                self.assertEqual(ports[probe["httpGet"]["port"]],
+                                 configuration.port(
+                                     effective["metrics-listen"]))
+                self.assertEqual(probe["httpGet"]["path"], {
+                    "readinessProbe": "/readyz?exclude=store"}.get(
+                        name, "/healthz"))
             startup = fleet.probes["startupProbe"]
             self.assertGreaterEqual(
                 startup["failureThreshold"] * startup["periodSeconds"], 30)
-
-    def health_check(self):
-        with open(os.path.join(configuration.ROOT, "Dockerfile"),
-                  encoding="utf-8") as file:
-            return json.loads(re.search(
-                r"^HEALTHCHECK .*\\\n +CMD (\[.*\])$", file.read(),
-                re.M).group(1))
 
     def test_ThePodIsRestrictedAndHasWhatItTakes(self):
         for fleet in self.fleets():

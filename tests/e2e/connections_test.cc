@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
@@ -171,6 +172,34 @@ TEST(ConnectionsTest, LimitsAllOfThemAndSaysThatItIsNotReady) {
   EXPECT_EQ(ListModels(server.NewChannel()).error_message(), "");
 }
 
+TEST(ConnectionsTest, AnswersProbesWhileItIsFull) {
+  const TemporaryDirectory directory;
+  ServerProcess server(QuantdBinary(), directory.File("encodings.db"),
+                       {"--connections", "16"});
+  const auto answer = [&server](const std::string& path) {
+    return HttpGet(server.metrics_address(), path);
+  };
+  EXPECT_THAT(answer("/readyz"), StartsWith("HTTP/1.1 200 "));
+  std::vector<FileDescriptor> connections;
+  for (int i = 0; i < 16; ++i) connections.push_back(Connect(server.address()));
+  ASSERT_TRUE(PollUntil(kLongEnough, [&] {
+    // The server's call of its own port may have taken one's place.
+    connections.push_back(Connect(server.address()));
+    return absl::StartsWith(answer("/readyz?exclude=store"), "HTTP/1.1 503 ");
+  }));
+  // A restart would break what is connected, and help nobody.
+  const absl::Duration start = core::SteadyNow();
+  EXPECT_THAT(answer("/healthz"), StartsWith("HTTP/1.1 200 "));
+  EXPECT_LT(core::SteadyNow() - start, absl::Seconds(1));
+  EXPECT_THAT(answer("/readyz"),
+              HasSubstr("UNREACHABLE: " + server.address() +
+                        " takes no more connections: 16 are open"));
+  connections.clear();
+  EXPECT_TRUE(PollUntil(kLongEnough, [&] {
+    return absl::StartsWith(answer("/readyz"), "HTTP/1.1 200 ");
+  }));
+}
+
 // The socket of this process that listens on "127.0.0.1:port".
 int ListeningDescriptor(const std::string& address) {
   for (const auto& entry :
@@ -212,6 +241,7 @@ TEST(ConnectionsTest, SaysOnTheOtherPortsThatOneIsDeaf) {
   EXPECT_TRUE(PollUntil(kLongEnough, [&] { return !serves(); }));
   EXPECT_THAT(std::string(server.server().CheckReady().message()),
               StartsWith("UNREACHABLE: nobody answers on " + server.address()));
+  EXPECT_EQ(server.server().CheckLive(), server.server().CheckReady());
   // Calls are served on, where they come in.
   EXPECT_EQ(ListModels(NewChannel(unix_target)).error_message(), "");
 }

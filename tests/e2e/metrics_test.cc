@@ -560,6 +560,8 @@ TEST_F(MetricsE2eTest, ProbesAnswerAndReadinessEndsWithDraining) {
     return absl::StartsWith(HttpGet(server_->metrics_address(), "/readyz"),
                             "HTTP/1.1 503 ");
   }));
+  EXPECT_THAT(HttpGet(server_->metrics_address(), "/readyz?exclude=store"),
+              StartsWith("HTTP/1.1 503 "));
   EXPECT_THAT(HttpGet(server_->metrics_address(), "/healthz"),
               StartsWith("HTTP/1.1 200 OK\r\n"));
 }

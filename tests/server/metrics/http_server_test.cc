@@ -71,12 +71,24 @@ class HttpServerTest : public ::testing::Test {
  protected:
   HttpServerTest() {
     absl::StatusOr<std::unique_ptr<HttpServer>> server =
-        HttpServer::Start("127.0.0.1:0", &metrics_, [this] {
-          return ready_ ? absl::OkStatus()
-                        : core::StoreUnavailableError("disk is away");
-        });
+        HttpServer::Start("127.0.0.1:0", &metrics_, Probes());
     EXPECT_TRUE(server.ok()) << server.status();
     if (server.ok()) server_ = *std::move(server);
+  }
+
+  HttpServer::Probes Probes() {
+    HttpServer::Probes probes;
+    probes.live = [this] {
+      return live_ ? absl::OkStatus() : absl::UnavailableError("deaf");
+    };
+    probes.ready = [this] {
+      return ready_ ? absl::OkStatus() : core::DrainingError();
+    };
+    probes.store = [this] {
+      return store_ ? absl::OkStatus()
+                    : core::StoreUnavailableError("disk is away");
+    };
+    return probes;
   }
 
   std::string Get(const std::string& path) {
@@ -84,7 +96,9 @@ class HttpServerTest : public ::testing::Test {
   }
 
   Metrics metrics_;
+  std::atomic<bool> live_{true};
   std::atomic<bool> ready_{true};
+  std::atomic<bool> store_{true};
   std::unique_ptr<HttpServer> server_;
 };
 
@@ -103,17 +117,29 @@ TEST_F(HttpServerTest, ServesMetricsInTextFormat) {
   EXPECT_THAT(response, HasSubstr("# TYPE quantd_store_seconds histogram"));
 }
 
-TEST_F(HttpServerTest, IsHealthyWhileItLives) {
+TEST_F(HttpServerTest, IsHealthyUnlessARestartHelps) {
   ready_ = false;
+  store_ = false;
   EXPECT_THAT(Get("/healthz"), StartsWith("HTTP/1.1 200 OK\r\n"));
+  live_ = false;
+  const std::string response = Get("/healthz");
+  EXPECT_THAT(response, StartsWith("HTTP/1.1 503 "));
+  EXPECT_THAT(response, HasSubstr("\r\n\r\ndeaf\n"));
 }
 
 TEST_F(HttpServerTest, IsReadyOrSaysWhyNot) {
   EXPECT_THAT(Get("/readyz"), StartsWith("HTTP/1.1 200 OK\r\n"));
-  ready_ = false;
+  store_ = false;
   const std::string response = Get("/readyz");
   EXPECT_THAT(response, StartsWith("HTTP/1.1 503 "));
   EXPECT_THAT(response, HasSubstr("STORE_UNAVAILABLE: disk is away"));
+  EXPECT_THAT(Get("/readyz?exclude=store"), StartsWith("HTTP/1.1 200 OK\r\n"));
+  ready_ = false;
+  for (const char* path : {"/readyz", "/readyz?exclude=store"}) {
+    const std::string draining = Get(path);
+    EXPECT_THAT(draining, StartsWith("HTTP/1.1 503 ")) << path;
+    EXPECT_THAT(draining, HasSubstr("DRAINING")) << path;
+  }
 }
 
 TEST_F(HttpServerTest, HasNothingElse) {
@@ -177,14 +203,13 @@ TEST_F(HttpServerTest, DropsWhoGivesNoRequest) {
 }
 
 TEST_F(HttpServerTest, RefusesABadAddress) {
-  const auto ready = [] { return absl::OkStatus(); };
   for (const std::string& address :
        {std::string("127.0.0.1"), std::string(":8431"),
         std::string("127.0.0.1:http"), std::string("127.0.0.1:70000"),
         std::string("127.0.0.1:0,127.0.0.1:0"), std::string("192.0.2.1:0"),
         absl::StrCat("127.0.0.1:", server_->port())}) {
     const absl::Status status =
-        HttpServer::Start(address, &metrics_, ready).status();
+        HttpServer::Start(address, &metrics_, Probes()).status();
     EXPECT_EQ(core::ErrorReason(status), "CONFIG_INVALID") << address;
     EXPECT_THAT(std::string(status.message()), HasSubstr(address));
   }
