@@ -241,8 +241,8 @@ class Dequantizer {
     table.AddColumn("SHAPE", Table::Align::kLeft);
     table.AddColumn("DTYPE", Table::Align::kLeft);
     table.AddColumn("FROM", Table::Align::kLeft);
-    table.AddColumn("BEFORE", Table::Align::kRight);
-    table.AddColumn("AFTER", Table::Align::kRight);
+    table.AddColumn("BEFORE", Table::Align::kBytes);
+    table.AddColumn("AFTER", Table::Align::kBytes);
     for (const Outcome& outcome : outcomes_) {
       if (!outcome.status.ok()) session_.Note(kServerError);
       Json json = {{"name", outcome.name},
@@ -256,8 +256,8 @@ class Dequantizer {
       list.push_back(std::move(json));
       table.AddRow({Printable(outcome.name), ShapeText(outcome.shape),
                     outcome.dtype, outcome.result,
-                    BytesText(outcome.input_bytes),
-                    BytesText(outcome.output_bytes)});
+                    BytesCell(outcome.input_bytes),
+                    BytesCell(outcome.output_bytes)});
     }
     std::vector<std::string> notes;
     std::vector<TensorError> errors;

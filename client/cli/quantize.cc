@@ -863,8 +863,8 @@ class Quantizer {
     table.AddColumn("SHAPE", Table::Align::kLeft);
     table.AddColumn("DTYPE", Table::Align::kLeft);
     table.AddColumn("RESULT", Table::Align::kLeft);
-    table.AddColumn("BEFORE", Table::Align::kRight);
-    table.AddColumn("AFTER", Table::Align::kRight);
+    table.AddColumn("BEFORE", Table::Align::kBytes);
+    table.AddColumn("AFTER", Table::Align::kBytes);
     if (options_.evaluate) {
       table.AddColumn("SQNR DB", Table::Align::kRight);
       table.AddColumn("MAX ERROR", Table::Align::kRight);
@@ -884,8 +884,8 @@ class Quantizer {
             ShapeText(tensor.shape),
             std::string(DtypeName(tensor.dtype)),
             ResultText(*shard, outcome),
-            BytesText(tensor.data.size()),
-            shard->is_written ? BytesText(outcome.output_bytes) : ""};
+            BytesCell(tensor.data.size()),
+            shard->is_written ? BytesCell(outcome.output_bytes) : ""};
         if (options_.evaluate) {
           const bool is_measured = outcome.metrics.has_value();
           row.push_back(is_measured ? DecibelText(outcome.metrics->sqnr_db())

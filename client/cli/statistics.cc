@@ -112,7 +112,7 @@ void List(const Options& options, Session* session) {
   Table table;
   table.AddColumn("TENSOR", Table::Align::kLeft);
   table.AddColumn("SOURCES", Table::Align::kRight);
-  table.AddColumn("SIZE", Table::Align::kRight);
+  table.AddColumn("SIZE", Table::Align::kBytes);
   table.AddColumn("UPDATED UTC", Table::Align::kLeft);
   for (const v1::StatisticsEntry& entry : *entries) {
     list.push_back({{"tensor", entry.tensor()},
@@ -120,7 +120,7 @@ void List(const Options& options, Session* session) {
                     {"size_bytes", entry.size_bytes()},
                     {"update_time", TimeText(entry.update_time())}});
     table.AddRow({Printable(entry.tensor()), CountText(entry.source_count()),
-                  BytesText(entry.size_bytes()),
+                  BytesCell(entry.size_bytes()),
                   TimeText(entry.update_time())});
   }
   if (session->json) {

@@ -149,11 +149,10 @@ class Sweeper {
   }
 
   void AddColumns() {
-    table_.AddColumn("TENSOR", Table::Align::kLeft);
-    table_.AddColumn("SPEC", Table::Align::kLeft);
+    table_.AddColumn("TENSOR, SPEC", Table::Align::kLeft);
     table_.AddColumn("SQNR DB", Table::Align::kRight);
     table_.AddColumn("AT LEAST", Table::Align::kRight);
-    table_.AddColumn("SIZE", Table::Align::kRight);
+    table_.AddColumn("SIZE", Table::Align::kBytes);
   }
 
   void AddTensor(const v1::SweepResponse& response) {
@@ -163,16 +162,15 @@ class Sweeper {
       const absl::Status error = FromTensorError(response.error());
       tensor["error"] = ErrorJson(error);
       Note(name, error);
-      table_.AddRow({Printable(name), "failed"});
     }
+    // On a line of its own, because names and specs are long.
+    table_.AddLine(
+        absl::StrCat(Printable(name), response.has_error() ? ": failed" : ""));
     Json candidates = Json::array();
-    bool is_first = true;
     for (const v1::SweepCandidate& candidate : response.candidates()) {
       const std::string& spec = SpecText(candidate.spec_index());
       Json json = {{"spec_index", candidate.spec_index()}, {"spec", spec}};
-      std::vector<std::string> row = {is_first ? Printable(name) : "",
-                                      Printable(spec)};
-      is_first = false;
+      std::vector<std::string> row = {absl::StrCat("  ", Printable(spec))};
       if (candidate.has_error()) {
         const absl::Status error = FromTensorError(candidate.error());
         json["error"] = ErrorJson(error);
@@ -183,7 +181,7 @@ class Sweeper {
         json["size_bytes"] = candidate.size_bytes();
         row.push_back(DecibelText(candidate.prediction().sqnr_db()));
         row.push_back(DecibelText(candidate.prediction().sqnr_db_low()));
-        row.push_back(BytesText(candidate.size_bytes()));
+        row.push_back(BytesCell(candidate.size_bytes()));
       }
       candidates.push_back(std::move(json));
       table_.AddRow(std::move(row));
@@ -237,11 +235,10 @@ class Sweeper {
     Json totals = Json::array();
     Table total_table;
     total_table.AddColumn("SPEC", Table::Align::kLeft);
-    total_table.AddColumn("SIZE", Table::Align::kRight);
-    total_table.AddColumn("LOWEST DB", Table::Align::kRight);
-    total_table.AddColumn("OF TENSOR", Table::Align::kLeft);
+    total_table.AddColumn("SIZE", Table::Align::kBytes);
     total_table.AddColumn("NOISE/SIGNAL", Table::Align::kRight);
     total_table.AddColumn("FAILED", Table::Align::kRight);
+    total_table.AddColumn("LOWEST DB", Table::Align::kRight);
     for (const v1::SweepTotal& total : summary_.totals()) {
       totals.push_back({{"spec_index", total.spec_index()},
                         {"spec", SpecText(total.spec_index())},
@@ -251,11 +248,14 @@ class Sweeper {
                         {"noise_to_signal_sum", total.noise_to_signal_sum()},
                         {"failed_count", total.failed_count()}});
       total_table.AddRow({Printable(SpecText(total.spec_index())),
-                          BytesText(total.size_bytes()),
-                          DecibelText(total.min_sqnr_db()),
-                          Printable(total.min_sqnr_tensor()),
+                          BytesCell(total.size_bytes()),
                           NumberText(total.noise_to_signal_sum()),
-                          CountText(total.failed_count())});
+                          CountText(total.failed_count()),
+                          DecibelText(total.min_sqnr_db())});
+      if (!total.min_sqnr_tensor().empty()) {
+        total_table.AddLine(
+            absl::StrCat("  lowest in ", Printable(total.min_sqnr_tensor())));
+      }
     }
     Json choices = Json::array();
     Table mixture_table;

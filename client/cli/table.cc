@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "absl/strings/ascii.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
@@ -22,6 +23,8 @@ namespace quantd::cli {
 namespace {
 
 constexpr absl::string_view kGap = "  ";
+constexpr const char* kUnits[] = {"B",   "KiB", "MiB", "GiB",
+                                  "TiB", "PiB", "EiB"};
 
 size_t Width(absl::string_view text) {
   return static_cast<size_t>(std::count_if(
@@ -40,17 +43,58 @@ void Table::AddRow(std::vector<std::string> cells) {
   rows_.push_back(std::move(cells));
 }
 
+void Table::AddLine(std::string text) { rows_.push_back({std::move(text)}); }
+
 void Table::SortRows() {
   std::stable_sort(
       rows_.begin(), rows_.end(),
       [](const auto& a, const auto& b) { return NaturalLess(a[0], b[0]); });
 }
 
+Table Table::InOneUnit() const {
+  Table table = *this;
+  // Of columns of bytes, all titles, and all cells with a size.
+  std::vector<std::string*> titles;
+  std::vector<std::pair<std::string*, uint64_t>> sizes;
+  uint64_t smallest = UINT64_MAX;
+  for (size_t c = 0; c < columns_.size(); ++c) {
+    if (columns_[c].align != Align::kBytes) continue;
+    titles.push_back(&table.columns_[c].title);
+    for (auto& row : table.rows_) {
+      uint64_t bytes = 0;
+      if (c >= row.size() || !absl::SimpleAtoi(row[c], &bytes)) continue;
+      sizes.emplace_back(&row[c], bytes);
+      if (bytes > 0) smallest = std::min(smallest, bytes);
+    }
+  }
+  // The largest unit of which the smallest size is a tenth or more.
+  size_t unit = 0;
+  double unit_bytes = 1;
+  while (smallest != UINT64_MAX && unit + 1 < std::size(kUnits) &&
+         static_cast<double>(smallest) >= 0.1 * 1024 * unit_bytes) {
+    unit_bytes *= 1024;
+    ++unit;
+  }
+  for (std::string* const title : titles) {
+    absl::StrAppend(title, " ", absl::AsciiStrToUpper(kUnits[unit]));
+  }
+  for (const auto& [cell, bytes] : sizes) {
+    const auto tenths = static_cast<uint64_t>(
+        std::llround(static_cast<double>(bytes) * 10 / unit_bytes));
+    *cell = unit == 0 ? CountText(bytes)
+                      : absl::StrCat(CountText(tenths / 10), ".", tenths % 10);
+  }
+  return table;
+}
+
 std::string Table::Render(bool bold) const {
+  const Table table = InOneUnit();
   std::vector<size_t> widths;
   for (size_t c = 0; c < columns_.size(); ++c) {
-    size_t width = Width(columns_[c].title);
-    for (const auto& row : rows_) width = std::max(width, Width(row[c]));
+    size_t width = Width(table.columns_[c].title);
+    for (const auto& row : table.rows_) {
+      if (!IsLine(row)) width = std::max(width, Width(row[c]));
+    }
     widths.push_back(width);
   }
   const auto line = [&](auto&& cell) {
@@ -59,22 +103,26 @@ std::string Table::Render(bool bold) const {
       const absl::string_view content = cell(c);
       const std::string space(widths[c] - Width(content), ' ');
       if (c > 0) absl::StrAppend(&text, kGap);
-      if (columns_[c].align == Align::kRight) {
-        absl::StrAppend(&text, space, content);
-      } else {
+      if (columns_[c].align == Align::kLeft) {
         absl::StrAppend(&text, content, space);
+      } else {
+        absl::StrAppend(&text, space, content);
       }
     }
     while (!text.empty() && text.back() == ' ') text.pop_back();
     return text;
   };
-  std::string text =
-      line([this](size_t c) -> absl::string_view { return columns_[c].title; });
+  std::string text = line([&table](size_t c) -> absl::string_view {
+    return table.columns_[c].title;
+  });
   if (bold) text = absl::StrCat("\x1b[1m", text, "\x1b[0m");
   text.push_back('\n');
-  for (const auto& row : rows_) {
+  for (const auto& row : table.rows_) {
     absl::StrAppend(
-        &text, line([&row](size_t c) -> absl::string_view { return row[c]; }),
+        &text,
+        IsLine(row) ? row[0] : line([&row](size_t c) -> absl::string_view {
+          return row[c];
+        }),
         "\n");
   }
   return text;
@@ -131,17 +179,18 @@ bool StdoutHasStyle() {
   return isatty(STDOUT_FILENO) == 1;
 }
 
+std::string BytesCell(uint64_t bytes) { return absl::StrCat(bytes); }
+
 std::string BytesText(uint64_t bytes) {
   if (bytes < 10 * 1024) return absl::StrCat(CountText(bytes), " B");
-  const char* const units[] = {"KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
   double value = static_cast<double>(bytes) / 1024;
-  size_t unit = 0;
+  size_t unit = 1;
   // 1023.95 would be written as 1024.0.
-  while (value >= 1023.95 && unit + 1 < std::size(units)) {
+  while (value >= 1023.95 && unit + 1 < std::size(kUnits)) {
     value /= 1024;
     ++unit;
   }
-  return absl::StrFormat("%.1f %s", value, units[unit]);
+  return absl::StrFormat("%.1f %s", value, kUnits[unit]);
 }
 
 std::string CountText(uint64_t count) {

@@ -15,12 +15,16 @@ namespace quantd::cli {
 // Columns of text, as wide as their widest cell. Not thread-safe.
 class Table {
  public:
-  enum class Align { kLeft, kRight };
+  // kBytes: to the right; cells are BytesCell, and all such columns of a table
+  // have one unit, which their titles tell.
+  enum class Align { kLeft, kRight, kBytes };
 
   void AddColumn(absl::string_view title, Align align);
   // A cell per column; missing ones are empty.
   void AddRow(std::vector<std::string> cells);
-  // Puts them in the natural order of the first cell.
+  // A row of one text, which is as wide as it is and widens no column.
+  void AddLine(std::string text);
+  // Puts the rows in the natural order of the first cell.
   void SortRows();
   bool empty() const { return rows_.empty(); }
 
@@ -34,9 +38,19 @@ class Table {
     Align align;
   };
 
+  bool IsLine(const std::vector<std::string>& row) const {
+    return row.size() < columns_.size();
+  }
+  // This table with its bytes in one unit.
+  Table InOneUnit() const;
+
   std::vector<Column> columns_;
+  // Of one cell: a line.
   std::vector<std::vector<std::string>> rows_;
 };
+
+// For a column of bytes.
+std::string BytesCell(uint64_t bytes);
 
 // Whether `a` comes before `b` as people count: digits by their number, so that
 // layers.2 comes before layers.10, and all else by its bytes.

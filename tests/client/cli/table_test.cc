@@ -27,6 +27,51 @@ TEST(TableTest, ColumnsAreAsWideAsTheirWidestCell) {
   EXPECT_EQ(table.Render(true).substr(0, 4), "\x1b[1m");
 }
 
+TEST(TableTest, ALineWidensNoColumn) {
+  Table table;
+  table.AddColumn("NAME", Table::Align::kLeft);
+  table.AddColumn("N", Table::Align::kRight);
+  table.AddLine("longer than all columns");
+  table.AddRow({"  a", "1"});
+  EXPECT_EQ(table.Render(false),
+            "NAME  N\n"
+            "longer than all columns\n"
+            "  a   1\n");
+}
+
+TEST(TableTest, ColumnsOfBytesHaveOneUnit) {
+  const auto render = [](const std::vector<uint64_t>& sizes) {
+    Table table;
+    table.AddColumn("BEFORE", Table::Align::kBytes);
+    table.AddColumn("AFTER", Table::Align::kBytes);
+    for (const uint64_t size : sizes) {
+      table.AddRow({BytesCell(size), BytesCell(size / 2)});
+    }
+    table.AddRow({"failed", ""});
+    return table.Render(false);
+  };
+  EXPECT_EQ(render({4096, 0, 537'919'488}),
+            "BEFORE KIB  AFTER KIB\n"
+            "       4.0        2.0\n"
+            "       0.0        0.0\n"
+            " 525,312.0  262,656.0\n"
+            "    failed\n");
+  // Below a tenth of a KiB.
+  EXPECT_EQ(render({204, 5000}),
+            "BEFORE B  AFTER B\n"
+            "     204      102\n"
+            "   5,000    2,500\n"
+            "  failed\n");
+  EXPECT_EQ(render({0}),
+            "BEFORE B  AFTER B\n"
+            "       0        0\n"
+            "  failed\n");
+  EXPECT_EQ(render({UINT64_MAX}),
+            "BEFORE EIB  AFTER EIB\n"
+            "      16.0        8.0\n"
+            "    failed\n");
+}
+
 TEST(TableTest, BytesHaveTheUnitThatKeepsThemShort) {
   EXPECT_EQ(BytesText(0), "0 B");
   EXPECT_EQ(BytesText(10239), "10,239 B");

@@ -161,10 +161,13 @@ class QuantctlTest(QuantctlCase):
                                  "-o", self.path("mixture")).stdout
         tables = text.split("\n\n")
         self.assertEqual(tables[0].splitlines()[0].split(),
-                         ["TENSOR", "SPEC", "SQNR", "DB", "AT", "LEAST",
-                          "SIZE"])
-        self.assertEqual(len(tables[0].splitlines()), 1 + 4 * 3)
-        self.assertEqual(len(tables[1].splitlines()), 1 + 3)
+                         ["TENSOR,", "SPEC", "SQNR", "DB", "AT", "LEAST",
+                          "SIZE", "KIB"])
+        # A line for each tensor and spec, and one for its name.
+        self.assertEqual(len(tables[0].splitlines()), 1 + 4 * (1 + 3))
+        self.assertEqual(len(tables[1].splitlines()), 1 + 3 * 2)
+        # The last line ends with a path.
+        self.assertLessEqual(max(map(len, text.splitlines()[:-1])), 80)
         with open(self.path("mixture"), encoding="utf-8") as file:
             mixture = file.read().splitlines()
         self.assertEqual(mixture, [
