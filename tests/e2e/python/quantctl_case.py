@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import tempfile
 import unittest
@@ -34,6 +35,29 @@ def write_safetensors(path, tensors, metadata=None):
         file.write(len(text).to_bytes(8, "little") + text + data)
 
 
+def documented_fields():
+    """What the manual says that documents of --json have."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)),
+                        "../../../client/cli/README.md")
+    with open(path, encoding="utf-8") as file:
+        return set(re.findall(r"[`\"](\w+)[`\"]",
+                              file.read().split("## Documents of --json")[1]))
+
+
+def fields(document):
+    """The names of all fields, but for those of protobuf JSON."""
+    found = set()
+    if isinstance(document, dict):
+        for name, value in document.items():
+            found.add(name)
+            if name not in ("encodings", "state"):
+                found |= fields(value)
+    elif isinstance(document, list):
+        for value in document:
+            found |= fields(value)
+    return found
+
+
 class QuantctlCase(unittest.TestCase):
     """Has a server of its own, and a folder for each test. Subclasses name the
     programs in `quantd` and `quantctl`."""
@@ -62,5 +86,8 @@ class QuantctlCase(unittest.TestCase):
         return result
 
     def json(self, *command, code=0):
-        return json.loads(self.run_quantctl(*command, "--json",
-                                            code=code).stdout)
+        document = json.loads(self.run_quantctl(*command, "--json",
+                                                code=code).stdout)
+        if "json_version" in document:
+            self.assertLessEqual(fields(document), documented_fields(), command)
+        return document
