@@ -32,10 +32,12 @@ def test_TypesAreAsStrictAsTheyCanBe(tmp_path, cache, what):
         encoding="utf-8")
     arguments = ["-p", "quantd"]
     if what == "users":
-        with open(os.path.join(package.ROOT, "README.md"),
-                  encoding="utf-8") as file:
-            blocks = re.findall(r"^```python\n(.*?)^```", file.read(),
-                                re.M | re.S)
+        blocks = []
+        for name in ("README.md", "client/python/README.md"):
+            with open(os.path.join(package.ROOT, name),
+                      encoding="utf-8") as file:
+                blocks += re.findall(r"^```python\n(.*?)^```", file.read(),
+                                     re.M | re.S)
         arguments = []
         for n, block in enumerate(blocks):
             if "import quantd\n" in block or "import quantd." in block:
