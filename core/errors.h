@@ -1,4 +1,4 @@
-// The catalogue of errors: one function per error.
+// The catalogue of errors: one row per reason, one function per error.
 //
 // A status from here has the message "REASON: what was expected and what came".
 // REASON is stable; programs may depend on it. Two optional payloads ride
@@ -17,6 +17,109 @@
 
 namespace quantd::core {
 
+using ErrorCode = absl::StatusCode;
+
+// How errors are counted.
+enum class ErrorKind {
+  kFault,    // of the request, the store or the server
+  kLimit,    // something is as large or as many as may be
+  kDenial,   // who calls may not
+  kStartup,  // ends the server before there are callers
+};
+
+// One row per reason.
+struct ErrorInfo {
+  absl::string_view reason;
+  ErrorCode code;
+  ErrorKind kind = ErrorKind::kFault;
+  // Whether the same request may succeed later. ErrorRetryAfter is then how
+  // long to wait, where that is known.
+  bool retry_helps = false;
+};
+
+inline constexpr ErrorInfo kErrors[] = {
+    // Tensors and names.
+    {"ELEMENT_TYPE_UNKNOWN", ErrorCode::kInvalidArgument},
+    {"SHAPE_INVALID", ErrorCode::kInvalidArgument},
+    {"NAME_INVALID", ErrorCode::kInvalidArgument},
+    {"HEADER_INVALID", ErrorCode::kInvalidArgument},
+    {"ENUM_UNKNOWN", ErrorCode::kInvalidArgument},
+    {"TENSOR_TOO_LARGE", ErrorCode::kResourceExhausted, ErrorKind::kLimit},
+    {"RANK_LIMIT", ErrorCode::kResourceExhausted, ErrorKind::kLimit},
+    // Framing.
+    {"MESSAGE_MALFORMED", ErrorCode::kInvalidArgument},
+    {"HEADER_MISSING", ErrorCode::kInvalidArgument},
+    {"CHUNK_OFFSET", ErrorCode::kInvalidArgument},
+    {"CHUNK_ALIGNMENT", ErrorCode::kInvalidArgument},
+    {"CHUNK_TOO_LARGE", ErrorCode::kInvalidArgument, ErrorKind::kLimit},
+    {"TENSOR_TOO_LONG", ErrorCode::kInvalidArgument},
+    {"TENSOR_INCOMPLETE", ErrorCode::kInvalidArgument},
+    {"RANGE_INVALID", ErrorCode::kInvalidArgument},
+    // Encodings and specs.
+    {"FORMAT_UNKNOWN", ErrorCode::kInvalidArgument},
+    {"BLOCK_SIZE_INVALID", ErrorCode::kInvalidArgument},
+    {"SCALE_INVALID", ErrorCode::kInvalidArgument},
+    {"SCALE_COUNT", ErrorCode::kInvalidArgument},
+    {"SCALE_COUNT_LIMIT", ErrorCode::kResourceExhausted, ErrorKind::kLimit},
+    {"ZERO_POINT_RANGE", ErrorCode::kInvalidArgument},
+    {"CODE_RANGE_INVALID", ErrorCode::kInvalidArgument},
+    {"SYMMETRY_INVALID", ErrorCode::kInvalidArgument},
+    {"SCALE_TYPE_INVALID", ErrorCode::kInvalidArgument},
+    {"CODEBOOK_INVALID", ErrorCode::kInvalidArgument},
+    {"METHOD_INVALID", ErrorCode::kInvalidArgument},
+    {"SCALE_OVERFLOW", ErrorCode::kInvalidArgument},
+    {"ENCODING_MISSING", ErrorCode::kInvalidArgument},
+    {"CANDIDATES_INVALID", ErrorCode::kInvalidArgument},
+    {"NON_FINITE_REJECTED", ErrorCode::kInvalidArgument},
+    // Files of encodings.
+    {"INTERCHANGE_INVALID", ErrorCode::kInvalidArgument},
+    {"INTERCHANGE_UNSUPPORTED", ErrorCode::kUnimplemented},
+    {"INTERCHANGE_TOO_LARGE", ErrorCode::kResourceExhausted, ErrorKind::kLimit},
+    {"AXIS_UNKNOWN", ErrorCode::kInvalidArgument},
+    // Statistics.
+    {"CONTRIBUTION_INVALID", ErrorCode::kInvalidArgument},
+    {"STATISTICS_MISMATCH", ErrorCode::kFailedPrecondition},
+    {"GRANULARITY_TOO_FINE", ErrorCode::kFailedPrecondition},
+    {"STATISTICS_TOO_LARGE", ErrorCode::kResourceExhausted, ErrorKind::kLimit},
+    {"STATISTICS_INVALID", ErrorCode::kInvalidArgument},
+    {"SPEC_MISSING", ErrorCode::kInvalidArgument},
+    {"PATTERN_INVALID", ErrorCode::kInvalidArgument},
+    {"TARGET_INVALID", ErrorCode::kInvalidArgument},
+    // Store.
+    {"STATISTICS_NOT_FOUND", ErrorCode::kNotFound},
+    {"ENCODING_NOT_FOUND", ErrorCode::kNotFound},
+    {"ETAG_MISMATCH", ErrorCode::kFailedPrecondition},
+    {"STORE_UNAVAILABLE", ErrorCode::kUnavailable, ErrorKind::kFault, true},
+    {"STORE_CORRUPT", ErrorCode::kDataLoss},
+    {"STORE_SCHEMA", ErrorCode::kFailedPrecondition, ErrorKind::kStartup},
+    {"QUOTA_EXCEEDED", ErrorCode::kResourceExhausted, ErrorKind::kLimit},
+    {"PAGE_INVALID", ErrorCode::kInvalidArgument},
+    // Server.
+    {"MEMORY_BUDGET", ErrorCode::kResourceExhausted, ErrorKind::kLimit, true},
+    {"REQUEST_TOO_LARGE", ErrorCode::kResourceExhausted, ErrorKind::kLimit},
+    {"REGION_INVALID", ErrorCode::kInvalidArgument},
+    {"REGION_NOT_FOUND", ErrorCode::kNotFound},
+    {"REGION_LIMIT", ErrorCode::kResourceExhausted, ErrorKind::kLimit},
+    {"OVERLOADED", ErrorCode::kResourceExhausted, ErrorKind::kLimit, true},
+    {"DRAINING", ErrorCode::kUnavailable, ErrorKind::kFault, true},
+    {"STREAM_AGE", ErrorCode::kUnavailable, ErrorKind::kLimit, true},
+    {"STREAM_IDLE", ErrorCode::kDeadlineExceeded, ErrorKind::kLimit},
+    {"TOKEN_MISSING", ErrorCode::kUnauthenticated, ErrorKind::kDenial},
+    {"TOKEN_INVALID", ErrorCode::kUnauthenticated, ErrorKind::kDenial},
+    {"SCOPE_MISSING", ErrorCode::kPermissionDenied, ErrorKind::kDenial},
+    {"MODEL_DENIED", ErrorCode::kPermissionDenied, ErrorKind::kDenial},
+    // Connections that are closed at once: nobody gets these as an answer.
+    {"CONNECTION_LIMIT", ErrorCode::kUnavailable, ErrorKind::kLimit, true},
+    {"ADDRESS_LIMIT", ErrorCode::kUnavailable, ErrorKind::kLimit, true},
+    {"LISTEN", ErrorCode::kUnavailable, ErrorKind::kStartup},
+    {"CONFIG_INVALID", ErrorCode::kInvalidArgument, ErrorKind::kStartup},
+    {"SIMD_TARGET", ErrorCode::kInvalidArgument, ErrorKind::kStartup},
+    {"INTERNAL", ErrorCode::kInternal},
+};
+
+// The row of a reason; null when there is none.
+const ErrorInfo* FindError(absl::string_view reason);
+
 // The reason of a status from this catalogue; empty for any other status.
 absl::string_view ErrorReason(const absl::Status& status);
 
@@ -30,7 +133,7 @@ absl::Status WithField(absl::Status status, absl::string_view field);
 // Empty when no field is at fault.
 std::string ErrorField(const absl::Status& status);
 
-// Zero when a retry does not help.
+// Zero when a retry does not help, or nobody knows when it will.
 absl::Duration ErrorRetryAfter(const absl::Status& status);
 
 // What the log has of an error and answers leave out, such as the words of the

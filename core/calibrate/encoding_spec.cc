@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -27,26 +28,30 @@ constexpr int kMaxSearchStepsOfTwoEnds = 128;
 constexpr int kMaxEntropyBins = 16384;
 
 template <typename Enum>
-absl::Status CheckEnum(absl::string_view name, Enum value, Enum last) {
+absl::Status CheckEnum(absl::string_view field, absl::string_view name,
+                       Enum value, Enum last) {
   const int number = static_cast<int>(value);
   if (number >= 0 && number <= static_cast<int>(last)) {
     return absl::OkStatus();
   }
-  return EnumUnknownError(name, number);
+  return WithField(EnumUnknownError(name, number), field);
 }
 
 absl::Status CheckEnums(const EncodingSpec& spec) {
-  absl::Status status =
-      CheckEnum("CalibrationMethod", spec.method, CalibrationMethod::kBestOf);
-  status.Update(CheckEnum("Symmetry", spec.symmetry, Symmetry::kAimet));
-  status.Update(CheckEnum("ScaleType", spec.scale_type, ScaleType::kInteger));
+  absl::Status status = CheckEnum("method", "CalibrationMethod", spec.method,
+                                  CalibrationMethod::kBestOf);
   status.Update(
-      CheckEnum("MxScaleRule", spec.mx_scale_rule, MxScaleRule::kRceil));
-  status.Update(CheckEnum("Tail", spec.tail, Tail::kLower));
-  status.Update(CheckEnum("Objective", spec.objective, Objective::kSqnr));
+      CheckEnum("symmetry", "Symmetry", spec.symmetry, Symmetry::kAimet));
+  status.Update(CheckEnum("scale_type", "ScaleType", spec.scale_type,
+                          ScaleType::kInteger));
+  status.Update(CheckEnum("mx_scale_rule", "MxScaleRule", spec.mx_scale_rule,
+                          MxScaleRule::kRceil));
+  status.Update(CheckEnum("tail", "Tail", spec.tail, Tail::kLower));
+  status.Update(
+      CheckEnum("objective", "Objective", spec.objective, Objective::kSqnr));
   for (const CalibrationMethod method : spec.methods) {
-    status.Update(
-        CheckEnum("CalibrationMethod", method, CalibrationMethod::kBestOf));
+    status.Update(CheckEnum("methods", "CalibrationMethod", method,
+                            CalibrationMethod::kBestOf));
   }
   return status;
 }
@@ -62,45 +67,57 @@ absl::Status CheckSymmetry(const EncodingSpec& spec, const FormatInfo& format) {
   const bool is_asymmetric = EffectiveSymmetry(spec) == Symmetry::kAsymmetric;
   if (!is_integer && spec.symmetry != Symmetry::kDefault &&
       spec.symmetry != Symmetry::kStrict) {
-    return SymmetryInvalidError(
-        absl::StrCat(format.name,
-                     " is symmetric about zero; expected no "
-                     "other symmetry"));
+    return WithField(
+        SymmetryInvalidError(absl::StrCat(
+            format.name, " takes no symmetry but STRICT, its default")),
+        "symmetry");
   }
   if (is_integer && !is_asymmetric && !format.is_signed) {
-    return SymmetryInvalidError(
-        absl::StrCat("symmetric ", format.name,
-                     "; expected a signed format, or asymmetric"));
+    return WithField(
+        SymmetryInvalidError(absl::StrCat(
+            "a symmetric range needs a signed format, but the format is ",
+            format.name)),
+        "symmetry");
   }
   if (!is_asymmetric && spec.exclude_zero) {
-    return SymmetryInvalidError(
-        "exclude_zero with a symmetric range; expected asymmetric");
+    return WithField(
+        SymmetryInvalidError(
+            "exclude_zero needs an asymmetric range, but the range is "
+            "symmetric"),
+        "exclude_zero");
   }
   if (is_asymmetric && spec.unsigned_if_non_negative) {
-    return SymmetryInvalidError(
-        "unsigned_if_non_negative with an asymmetric range; expected a "
-        "symmetric one");
+    return WithField(
+        SymmetryInvalidError(
+            "unsigned_if_non_negative needs a symmetric range, but the range "
+            "is asymmetric"),
+        "unsigned_if_non_negative");
   }
   if (spec.unsigned_if_non_negative && !IsPlainSigned(format)) {
-    return SymmetryInvalidError(
-        absl::StrCat("unsigned_if_non_negative with ", format.name,
-                     "; expected a signed integer format, int2 to int16"));
+    return WithField(
+        SymmetryInvalidError(absl::StrCat(
+            "unsigned_if_non_negative needs a signed integer format, int2 to "
+            "int16, but the format is ",
+            format.name)),
+        "unsigned_if_non_negative");
   }
   return absl::OkStatus();
 }
 
-absl::Status CheckBlockSize(absl::string_view name,
+absl::Status CheckBlockSize(absl::string_view field,
                             absl::Span<const int64_t> block_size) {
   if (block_size.size() > kMaxRank) {
-    return BlockSizeInvalidError(absl::StrCat(name, " has ", block_size.size(),
-                                              " entries, expected at most ",
-                                              kMaxRank));
+    return WithField(BlockSizeInvalidError(
+                         absl::StrCat(field, " has ", block_size.size(),
+                                      " entries, expected at most ", kMaxRank)),
+                     field);
   }
   for (size_t d = 0; d < block_size.size(); ++d) {
     if (block_size[d] < 0) {
-      return BlockSizeInvalidError(absl::StrCat("entry ", d, " of ", name,
-                                                " is ", block_size[d],
-                                                ", expected at least 0"));
+      return WithField(BlockSizeInvalidError(absl::StrCat(
+                           "entry ", d, " of ", field, " is ", block_size[d],
+                           ", expected at least 0")),
+                       field);
     }
   }
   return absl::OkStatus();
@@ -112,14 +129,14 @@ absl::Status CheckOuterBlockSize(absl::Span<const int64_t> outer,
   if (outer.empty() || inner.empty()) return absl::OkStatus();
   if (outer.size() != inner.size()) {
     return BlockSizeInvalidError(absl::StrCat(
-        "outer block size has ", outer.size(), " entries, expected ",
-        inner.size(), ", as many as block size"));
+        "outer_block_size has ", outer.size(), " entries, expected ",
+        inner.size(), ", as many as block_size"));
   }
   for (size_t d = 0; d < outer.size(); ++d) {
     if (inner[d] != 0 && outer[d] % inner[d] != 0) {
       return BlockSizeInvalidError(absl::StrCat(
-          "entry ", d, " of outer block size is ", outer[d],
-          ", expected 0 or a multiple of ", inner[d], ", that of block size"));
+          "entry ", d, " of outer_block_size is ", outer[d],
+          ", expected 0 or a multiple of ", inner[d], ", that of block_size"));
     }
   }
   return absl::OkStatus();
@@ -128,92 +145,115 @@ absl::Status CheckOuterBlockSize(absl::Span<const int64_t> outer,
 absl::Status CheckScaleType(const EncodingSpec& spec,
                             const FormatInfo& format) {
   const ScaleType type = EffectiveScaleType(spec);
+  const auto error_at = [](absl::string_view field, const auto&... what) {
+    return WithField(ScaleTypeInvalidError(absl::StrCat(what...)), field);
+  };
+  const auto needs = [&](absl::string_view field, absl::string_view types) {
+    return error_at(field, field, " needs ", types,
+                    " scales, but the scales are ", ScaleTypeName(type));
+  };
   if (format.scale_type != ScaleType::kDefault && type != format.scale_type) {
-    return ScaleTypeInvalidError(absl::StrCat(
-        "scale type ", static_cast<int>(type), " with ", format.name,
-        "; expected ", static_cast<int>(format.scale_type),
-        ", the format's own"));
+    return error_at("scale_type", "scale_type is ", ScaleTypeName(type),
+                    ", expected ", ScaleTypeName(format.scale_type), " with ",
+                    format.name);
   }
   if (HasScaleCodes(type) && EffectiveSymmetry(spec) == Symmetry::kAsymmetric) {
-    return ScaleTypeInvalidError(
-        "scale codes with an asymmetric range; expected a symmetric one");
+    return error_at("scale_type", ScaleTypeName(type),
+                    " scales need a symmetric range, but the range is "
+                    "asymmetric");
   }
   if (spec.mx_scale_rule != MxScaleRule::kDefault && type != ScaleType::kE8m0) {
-    return ScaleTypeInvalidError("mx_scale_rule; expected it with E8M0 scales");
+    return needs("mx_scale_rule", "E8M0");
   }
   if (spec.power_of_two_scale && HasScaleCodes(type)) {
-    return ScaleTypeInvalidError(
-        "power_of_two_scale; expected it with float scales");
+    return needs("power_of_two_scale", "FLOAT32, FLOAT16 or BFLOAT16");
   }
   if (spec.integer_scale_max != 0 && type != ScaleType::kInteger) {
-    return ScaleTypeInvalidError(
-        "integer_scale_max; expected it with INTEGER scales");
+    return needs("integer_scale_max", "INTEGER");
   }
   if (spec.integer_scale_max < 0 || spec.integer_scale_max > kMaxIntegerScale) {
-    return ScaleTypeInvalidError(
-        absl::StrCat("integer_scale_max is ", spec.integer_scale_max,
-                     ", expected at most ", kMaxIntegerScale));
+    return error_at("integer_scale_max", "integer_scale_max is ",
+                    spec.integer_scale_max, ", expected at most ",
+                    kMaxIntegerScale);
   }
   if (!spec.outer_block_size.empty() && !HasOuterScales(type)) {
-    return ScaleTypeInvalidError(
-        "outer_block_size; expected it with E4M3 or INTEGER scales");
+    return needs("outer_block_size", "E4M3 or INTEGER");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckCodebook(const EncodingSpec& spec, const FormatInfo& format) {
+  const bool carries_codebook =
+      format.kind == CodeKind::kCodebook && format.codebook.empty();
+  if (!carries_codebook) {
+    if (spec.codebook.empty()) return absl::OkStatus();
+    return CodebookInvalidError(
+        absl::StrCat("codebook has ", spec.codebook.size(),
+                     " entries, expected none with ", format.name));
+  }
+  const size_t most = size_t{1} << format.bits;
+  if (spec.codebook.size() < 2 || spec.codebook.size() > most) {
+    return CodebookInvalidError(
+        absl::StrCat("codebook has ", spec.codebook.size(),
+                     " entries, expected 2 to ", most, " with ", format.name));
+  }
+  for (size_t i = 0; i < spec.codebook.size(); ++i) {
+    if (!std::isfinite(spec.codebook[i])) {
+      return CodebookInvalidError(absl::StrCat("entry ", i, " of codebook is ",
+                                               spec.codebook[i],
+                                               ", expected a finite number"));
+    }
+    if (i > 0 && !(spec.codebook[i - 1] < spec.codebook[i])) {
+      return CodebookInvalidError(absl::StrCat(
+          "entry ", i, " of codebook is ", spec.codebook[i], " after ",
+          spec.codebook[i - 1], ", expected ascending entries"));
+    }
   }
   return absl::OkStatus();
 }
 
 absl::Status CheckCodes(const EncodingSpec& spec, const FormatInfo& format) {
   if (spec.no_saturation && !format.has_nan()) {
-    return CodeRangeInvalidError(
-        absl::StrCat("no_saturation with ", format.name,
-                     "; expected a float format with NaN or infinity"));
+    return WithField(
+        CodeRangeInvalidError(absl::StrCat(
+            "no_saturation needs a float format with NaN or infinity, but the "
+            "format is ",
+            format.name)),
+        "no_saturation");
   }
-  const bool carries_codebook =
-      format.kind == CodeKind::kCodebook && format.codebook.empty();
-  if (!carries_codebook) {
-    if (spec.codebook.empty()) return absl::OkStatus();
-    return CodebookInvalidError(absl::StrCat("a codebook with ", format.name,
-                                             "; expected a codebook format"));
-  }
-  const size_t most = size_t{1} << format.bits;
-  if (spec.codebook.size() < 2 || spec.codebook.size() > most) {
-    return CodebookInvalidError(
-        absl::StrCat("the codebook has ", spec.codebook.size(),
-                     " entries, expected 2 to ", most, " for ", format.name));
-  }
-  for (size_t i = 0; i < spec.codebook.size(); ++i) {
-    if (!std::isfinite(spec.codebook[i])) {
-      return CodebookInvalidError(absl::StrCat(
-          "entry ", i, " is ", spec.codebook[i], ", expected a finite number"));
-    }
-    if (i > 0 && !(spec.codebook[i - 1] < spec.codebook[i])) {
-      return CodebookInvalidError(
-          absl::StrCat("entry ", i, " is ", spec.codebook[i], " after ",
-                       spec.codebook[i - 1], ", expected ascending entries"));
-    }
-  }
-  return absl::OkStatus();
+  return WithField(CheckCodebook(spec, format), "codebook");
+}
+
+absl::Status MethodErrorAt(absl::string_view field, absl::string_view what) {
+  return WithField(MethodInvalidError(what), field);
 }
 
 absl::Status CheckMethods(const EncodingSpec& spec) {
   if (spec.method != CalibrationMethod::kBestOf) {
     if (spec.methods.empty()) return absl::OkStatus();
-    return MethodInvalidError("methods; expected them with best-of");
+    return MethodErrorAt("methods",
+                         "methods needs the method BEST_OF, but the method is "
+                         "another");
   }
   if (spec.methods.empty()) {
-    return MethodInvalidError("best-of without methods; expected at least one");
+    return MethodErrorAt("method",
+                         "the method BEST_OF needs methods to choose from, but "
+                         "methods is empty");
   }
   std::vector<CalibrationMethod> seen;
   for (const CalibrationMethod given : spec.methods) {
     if (given == CalibrationMethod::kBestOf) {
-      return MethodInvalidError("best-of within best-of");
+      return MethodErrorAt("methods",
+                           "methods has BEST_OF, expected other methods only");
     }
     const CalibrationMethod method = given == CalibrationMethod::kDefault
                                          ? CalibrationMethod::kMinMax
                                          : given;
     if (std::find(seen.begin(), seen.end(), method) != seen.end()) {
-      return MethodInvalidError(
-          absl::StrCat("method ", static_cast<int>(given),
-                       " twice in best-of, expected each once"));
+      return MethodErrorAt("methods", absl::StrCat("methods has method ",
+                                                   static_cast<int>(given),
+                                                   " twice, expected each "
+                                                   "once"));
     }
     seen.push_back(method);
   }
@@ -223,33 +263,33 @@ absl::Status CheckMethods(const EncodingSpec& spec) {
 // Conditions are written so that NaN fails.
 absl::Status CheckMethod(const EncodingSpec& spec) {
   if (absl::Status s = CheckMethods(spec); !s.ok()) return s;
+  const auto out_of_range = [](absl::string_view field, auto value,
+                               const auto&... expected) {
+    return MethodErrorAt(
+        field, absl::StrCat(field, " is ", value, ", expected ", expected...));
+  };
   if (!(spec.tail_fraction >= 0 && spec.tail_fraction < 1)) {
-    return MethodInvalidError(absl::StrCat(
-        "tail_fraction is ", spec.tail_fraction, ", expected one in [0, 1)"));
+    return out_of_range("tail_fraction", spec.tail_fraction, "one in [0, 1)");
   }
   if (!(spec.gamma > 0 && std::isfinite(spec.gamma))) {
-    return MethodInvalidError(absl::StrCat(
-        "gamma is ", spec.gamma, ", expected a finite number above 0"));
+    return out_of_range("gamma", spec.gamma, "a finite number above 0");
   }
   const int most = EffectiveSymmetry(spec) == Symmetry::kAsymmetric
                        ? kMaxSearchStepsOfTwoEnds
                        : kMaxSearchSteps;
   if (spec.search_steps != 0 &&
       (spec.search_steps < kMinSearchSteps || spec.search_steps > most)) {
-    return MethodInvalidError(
-        absl::StrCat("search_steps is ", spec.search_steps, ", expected 0 or ",
-                     kMinSearchSteps, " to ", most));
+    return out_of_range("search_steps", spec.search_steps, "0 or ",
+                        kMinSearchSteps, " to ", most);
   }
   if (spec.entropy_bins < 0 || spec.entropy_bins > kMaxEntropyBins) {
-    return MethodInvalidError(
-        absl::StrCat("entropy_bins is ", spec.entropy_bins, ", expected 0 to ",
-                     kMaxEntropyBins));
+    return out_of_range("entropy_bins", spec.entropy_bins, "0 to ",
+                        kMaxEntropyBins);
   }
   if (spec.mantissa_bits != 0 && (spec.mantissa_bits < kMinMantissaBits ||
                                   spec.mantissa_bits > kMaxMantissaBits)) {
-    return MethodInvalidError(absl::StrCat(
-        "mantissa_bits is ", spec.mantissa_bits, ", expected 0 or ",
-        kMinMantissaBits, " to ", kMaxMantissaBits));
+    return out_of_range("mantissa_bits", spec.mantissa_bits, "0 or ",
+                        kMinMantissaBits, " to ", kMaxMantissaBits);
   }
   const bool has_fixed_range =
       spec.method == CalibrationMethod::kFixedRange ||
@@ -258,9 +298,25 @@ absl::Status CheckMethod(const EncodingSpec& spec) {
   if (has_fixed_range &&
       !(std::isfinite(spec.range_min) && std::isfinite(spec.range_max) &&
         spec.range_min < spec.range_max)) {
-    return MethodInvalidError(
-        absl::StrCat("the range is [", spec.range_min, ", ", spec.range_max,
+    return MethodErrorAt(
+        spec.method == CalibrationMethod::kFixedRange ? "method" : "methods",
+        absl::StrCat("the fixed range is [", spec.range_min, ", ",
+                     spec.range_max,
                      "], expected finite ends, the smaller one first"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckGranularity(const EncodingSpec& spec) {
+  if (!spec.granularity.has_value()) return absl::OkStatus();
+  if (!spec.block_size.empty()) {
+    return BlockSizeInvalidError(
+        "block_size and granularity are both set, expected one of them");
+  }
+  if (spec.granularity->group_size < 0) {
+    return BlockSizeInvalidError(absl::StrCat("group_size is ",
+                                              spec.granularity->group_size,
+                                              ", expected at least 0"));
   }
   return absl::OkStatus();
 }
@@ -270,34 +326,23 @@ absl::Status CheckMethod(const EncodingSpec& spec) {
 absl::Status ValidateSpec(const EncodingSpec& spec) {
   const FormatInfo* format = FindFormat(spec.format);
   if (format == nullptr) {
-    return FormatUnknownError(static_cast<int>(spec.format));
+    return WithField(FormatUnknownError(static_cast<int>(spec.format)),
+                     "format");
   }
+  const std::vector<int64_t>& inner = spec.block_size;
+  const std::vector<int64_t>& outer = spec.outer_block_size;
   if (absl::Status s = CheckEnums(spec); !s.ok()) return s;
   if (absl::Status s = CheckSymmetry(spec, *format); !s.ok()) return s;
-  if (absl::Status s = CheckBlockSize("block size", spec.block_size); !s.ok()) {
-    return s;
-  }
-  if (spec.granularity.has_value()) {
-    if (!spec.block_size.empty()) {
-      return BlockSizeInvalidError(
-          "both block size and granularity, expected one of them");
-    }
-    if (spec.granularity->group_size < 0) {
-      return BlockSizeInvalidError(absl::StrCat("group size is ",
-                                                spec.granularity->group_size,
-                                                ", expected at least 0"));
-    }
+  if (absl::Status s = CheckBlockSize("block_size", inner); !s.ok()) return s;
+  if (absl::Status s = CheckGranularity(spec); !s.ok()) {
+    return WithField(std::move(s), "granularity");
   }
   if (absl::Status s = CheckScaleType(spec, *format); !s.ok()) return s;
-  if (absl::Status s =
-          CheckBlockSize("outer block size", spec.outer_block_size);
-      !s.ok()) {
+  if (absl::Status s = CheckBlockSize("outer_block_size", outer); !s.ok()) {
     return s;
   }
-  if (absl::Status s =
-          CheckOuterBlockSize(spec.outer_block_size, spec.block_size);
-      !s.ok()) {
-    return s;
+  if (absl::Status s = CheckOuterBlockSize(outer, inner); !s.ok()) {
+    return WithField(std::move(s), "outer_block_size");
   }
   if (absl::Status s = CheckCodes(spec, *format); !s.ok()) return s;
   return CheckMethod(spec);
@@ -341,7 +386,7 @@ absl::StatusOr<EncodingSpec> ResolveSpec(const EncodingSpec& spec,
     resolved.block_size.back() = format->default_group;
   } else if (!spec.block_size.empty() && spec.block_size.size() != rank) {
     return BlockSizeInvalidError(absl::StrCat(
-        "block size has ", spec.block_size.size(),
+        "block_size has ", spec.block_size.size(),
         " entries, expected none or ", rank, ", one per dimension"));
   }
 
@@ -356,7 +401,7 @@ absl::StatusOr<EncodingSpec> ResolveSpec(const EncodingSpec& spec,
   }
   if (outer.size() != rank) {
     return BlockSizeInvalidError(absl::StrCat(
-        "outer block size has ", outer.size(), " entries, expected none or ",
+        "outer_block_size has ", outer.size(), " entries, expected none or ",
         rank, ", one per dimension"));
   }
   if (absl::Status s = CheckOuterBlockSize(outer, resolved.block_size);
@@ -380,7 +425,7 @@ absl::StatusOr<std::vector<int64_t>> ResolveGranularity(
   }
   if (granularity.group_size < 0) {
     return BlockSizeInvalidError(absl::StrCat(
-        "group size is ", granularity.group_size, ", expected at least 0"));
+        "group_size is ", granularity.group_size, ", expected at least 0"));
   }
   block_size.assign(shape.size(), granularity.group_size > 0 ? 1 : 0);
   block_size[axis] = granularity.group_size > 0 ? granularity.group_size : 1;

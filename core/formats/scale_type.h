@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "absl/strings/string_view.h"
+
 namespace quantd::core {
 
 // The values are those of quantd.v1.ScaleType.
@@ -30,6 +32,27 @@ constexpr bool HasScaleCodes(ScaleType type) {
 // The byte is multiplied by an outer float32 scale.
 constexpr bool HasOuterScales(ScaleType type) {
   return type == ScaleType::kE4m3 || type == ScaleType::kInteger;
+}
+
+// As users write it, and quantd.v1.ScaleType after "SCALE_TYPE_".
+constexpr absl::string_view ScaleTypeName(ScaleType type) {
+  switch (type) {
+    case ScaleType::kDefault:
+      return "UNSPECIFIED";
+    case ScaleType::kFloat32:
+      return "FLOAT32";
+    case ScaleType::kFloat16:
+      return "FLOAT16";
+    case ScaleType::kBfloat16:
+      return "BFLOAT16";
+    case ScaleType::kE8m0:
+      return "E8M0";
+    case ScaleType::kE4m3:
+      return "E4M3";
+    case ScaleType::kInteger:
+      return "INTEGER";
+  }
+  return "UNKNOWN";
 }
 
 // Size in bytes of a stored scale.

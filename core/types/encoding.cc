@@ -225,35 +225,38 @@ absl::Status CheckScaleType(const Encoding& encoding,
   }
   if (format.scale_type != ScaleType::kDefault && type != format.scale_type) {
     return WithField(
-        ScaleTypeInvalidError(absl::StrCat("scale type ", value, ", expected ",
-                                           static_cast<int>(format.scale_type),
-                                           " of ", format.name)),
+        ScaleTypeInvalidError(absl::StrCat(
+            "scale_type is ", ScaleTypeName(type), ", expected ",
+            ScaleTypeName(format.scale_type), " with ", format.name)),
         "scale_type");
   }
   if (!HasScaleCodes(type) && !encoding.scale_code.empty()) {
-    return WithField(ScaleTypeInvalidError(absl::StrCat(
-                         "scale codes with scale type ", value,
-                         ", expected E8M0, E4M3 or INTEGER, or no codes")),
+    return WithField(ScaleTypeInvalidError(
+                         absl::StrCat("scale_code needs E8M0, E4M3 or INTEGER "
+                                      "scales, but the scales are ",
+                                      ScaleTypeName(type))),
                      "scale_code");
   }
   if (!HasOuterScales(type) && !encoding.outer_scale.empty()) {
-    return WithField(ScaleTypeInvalidError(absl::StrCat(
-                         "outer scales with scale type ", value,
-                         ", expected E4M3 or INTEGER, or no outer scales")),
-                     "outer_scale");
+    return WithField(
+        ScaleTypeInvalidError(absl::StrCat(
+            "outer_scale needs E4M3 or INTEGER scales, but the scales are ",
+            ScaleTypeName(type))),
+        "outer_scale");
   }
   if (!HasOuterScales(type) && !encoding.outer_block_size.empty()) {
-    return WithField(ScaleTypeInvalidError(absl::StrCat(
-                         "outer blocks with scale type ", value,
-                         ", expected E4M3 or INTEGER, or no outer blocks")),
+    return WithField(ScaleTypeInvalidError(
+                         absl::StrCat("outer_block_size needs E4M3 or INTEGER "
+                                      "scales, but the scales are ",
+                                      ScaleTypeName(type))),
                      "outer_block_size");
   }
   if (HasScaleCodes(type) && !encoding.zero_point.empty()) {
-    return WithField(
-        ScaleTypeInvalidError(absl::StrCat(
-            "zero points with scale type ", value,
-            ", expected FLOAT32, FLOAT16 or BFLOAT16, or no zero points")),
-        "zero_point");
+    return WithField(ScaleTypeInvalidError(
+                         absl::StrCat("zero_point needs FLOAT32, FLOAT16 or "
+                                      "BFLOAT16 scales, but the scales are ",
+                                      ScaleTypeName(type))),
+                     "zero_point");
   }
   return absl::OkStatus();
 }
@@ -310,7 +313,7 @@ absl::Status CheckCodebook(const Encoding& encoding, const FormatInfo& format) {
   };
   if (format.kind != CodeKind::kCodebook || !format.codebook.empty()) {
     if (codebook.empty()) return absl::OkStatus();
-    return error(absl::StrCat("a codebook of ", codebook.size(),
+    return error(absl::StrCat("codebook has ", codebook.size(),
                               " entries, expected none with ", format.name));
   }
   const size_t most = size_t{1} << format.bits;
@@ -332,9 +335,10 @@ absl::Status CheckCodebook(const Encoding& encoding, const FormatInfo& format) {
 absl::Status CheckCodeRange(const Encoding& encoding,
                             const FormatInfo& format) {
   if (encoding.no_saturation && !format.has_nan() && !format.has_infinity()) {
-    return WithField(CodeRangeInvalidError(absl::StrCat(
-                         "no_saturation with ", format.name,
-                         ", expected a format that has infinity or NaN")),
+    return WithField(CodeRangeInvalidError(
+                         absl::StrCat("no_saturation needs a format with "
+                                      "infinity or NaN, but the format is ",
+                                      format.name)),
                      "no_saturation");
   }
   if (format.kind != CodeKind::kInteger) {
@@ -369,13 +373,14 @@ absl::Status CheckZeroPoints(const Encoding& encoding,
   if (format.kind != CodeKind::kInteger) {
     if (encoding.exclude_zero) {
       return WithField(
-          ZeroPointRangeError(absl::StrCat("exclude_zero with ", format.name,
-                                           ", expected an integer format")),
+          ZeroPointRangeError(absl::StrCat(
+              "exclude_zero needs an integer format, but the format is ",
+              format.name)),
           "exclude_zero");
     }
     if (zero_point.empty()) return absl::OkStatus();
-    return error(absl::StrCat("zero points with ", format.name,
-                              ", expected an integer format, or none"));
+    return error(absl::StrCat(
+        "zero_point needs an integer format, but the format is ", format.name));
   }
   if (!zero_point.empty() && zero_point.size() != encoding.scale.size()) {
     return WithField(

@@ -14,6 +14,7 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "core/cpu.h"
+#include "core/errors.h"
 #include "core/formats/number_format.h"
 #include "prometheus/client_metric.h"
 #include "prometheus/metric_family.h"
@@ -59,15 +60,24 @@ constexpr std::array<const char*, kStoreOperationCount> kStoreOperations = {
     "list_statistics",
     "delete_statistics"};
 
-constexpr std::array<const char*, 14> kLimitReasons = {
-    "TENSOR_TOO_LARGE", "RANK_LIMIT",           "SCALE_COUNT_LIMIT",
-    "CHUNK_TOO_LARGE",  "STATISTICS_TOO_LARGE", "MEMORY_BUDGET",
-    "OVERLOADED",       "REGION_LIMIT",         "STREAM_IDLE",
-    "STREAM_AGE",       "REQUEST_TOO_LARGE",    "CONNECTION_LIMIT",
-    "ADDRESS_LIMIT",    "QUOTA_EXCEEDED"};
+constexpr int CountErrors(core::ErrorKind kind) {
+  int count = 0;
+  for (const core::ErrorInfo& row : core::kErrors) {
+    if (row.kind == kind) ++count;
+  }
+  return count;
+}
 
-constexpr std::array<const char*, 4> kDeniedReasons = {
-    "TOKEN_MISSING", "TOKEN_INVALID", "SCOPE_MISSING", "MODEL_DENIED"};
+// Its place among the rows of that kind; -1 when it is not one of them.
+int ErrorIndex(core::ErrorKind kind, absl::string_view reason) {
+  int index = 0;
+  for (const core::ErrorInfo& row : core::kErrors) {
+    if (row.kind != kind) continue;
+    if (row.reason == reason) return index;
+    ++index;
+  }
+  return -1;
+}
 
 constexpr std::array<const char*, kReloadedFileCount> kReloadedFiles = {
     "access", "certificate"};
@@ -97,9 +107,9 @@ enum Counter : int {
   kContributionsDuplicate,
   kRevisionsDeleted,
   kLimitRejections,
-  kAccessDenied = kLimitRejections + static_cast<int>(kLimitReasons.size()),
+  kAccessDenied = kLimitRejections + CountErrors(core::ErrorKind::kLimit),
   // Per file: taken, then not.
-  kReloads = kAccessDenied + static_cast<int>(kDeniedReasons.size()),
+  kReloads = kAccessDenied + CountErrors(core::ErrorKind::kDenial),
   kStoreErrors = kReloads + kReloadedFileCount * 2,
   kStoreSeconds = kStoreErrors + kStoreOperationCount,
   kRpcStarted = kStoreSeconds + kStoreOperationCount * kHistogramSize,
@@ -178,6 +188,16 @@ struct Metrics::State {
                  int counter, std::vector<MetricFamily>* families) const {
     AddSample(counters.Sum(counter), {},
               &AddFamily(name, help, type, families));
+  }
+
+  // One sample per reason of that kind; `counter` is that of the first.
+  void AddErrors(core::ErrorKind kind, int counter,
+                 MetricFamily* family) const {
+    for (const core::ErrorInfo& row : core::kErrors) {
+      if (row.kind != kind) continue;
+      AddSample(counters.Sum(counter++), {{"reason", std::string(row.reason)}},
+                family);
+    }
   }
 
   void CollectRpcs(std::vector<MetricFamily>* families) const;
@@ -405,18 +425,12 @@ void Metrics::State::CollectGuard(std::vector<MetricFamily>* families) const {
       AddFamily("quantd_limit_rejections_total",
                 "Requests and tensors turned away by a limit, by reason.",
                 MetricType::Counter, families);
-  for (size_t i = 0; i < kLimitReasons.size(); ++i) {
-    AddSample(counters.Sum(kLimitRejections + static_cast<int>(i)),
-              {{"reason", kLimitReasons[i]}}, &rejections);
-  }
+  AddErrors(core::ErrorKind::kLimit, kLimitRejections, &rejections);
   MetricFamily& denied =
       AddFamily("quantd_access_denied_total",
                 "Calls turned away because of who makes them, by reason.",
                 MetricType::Counter, families);
-  for (size_t i = 0; i < kDeniedReasons.size(); ++i) {
-    AddSample(counters.Sum(kAccessDenied + static_cast<int>(i)),
-              {{"reason", kDeniedReasons[i]}}, &denied);
-  }
+  AddErrors(core::ErrorKind::kDenial, kAccessDenied, &denied);
   MetricFamily& reloads =
       AddFamily("quantd_reloads_total",
                 "Files that changed while the server ran, and were taken or "
@@ -590,19 +604,13 @@ void Metrics::QueueDelay(absl::Duration delay) {
 }
 
 void Metrics::LimitRejected(absl::string_view reason) {
-  for (size_t i = 0; i < kLimitReasons.size(); ++i) {
-    if (reason == kLimitReasons[i]) {
-      state_->counters.Add(kLimitRejections + static_cast<int>(i), 1);
-    }
-  }
+  const int index = ErrorIndex(core::ErrorKind::kLimit, reason);
+  if (index >= 0) state_->counters.Add(kLimitRejections + index, 1);
 }
 
 void Metrics::AccessDenied(absl::string_view reason) {
-  for (size_t i = 0; i < kDeniedReasons.size(); ++i) {
-    if (reason == kDeniedReasons[i]) {
-      state_->counters.Add(kAccessDenied + static_cast<int>(i), 1);
-    }
-  }
+  const int index = ErrorIndex(core::ErrorKind::kDenial, reason);
+  if (index >= 0) state_->counters.Add(kAccessDenied + index, 1);
 }
 
 void Metrics::Draining() {

@@ -195,14 +195,11 @@ class Metrics {
   // quantd_queue_delay_seconds: how long the workers need for what has arrived.
   void QueueDelay(absl::Duration delay);
   // quantd_limit_rejections_total{reason}: what was turned away or ended
-  // because of a limit, from the fixed set TENSOR_TOO_LARGE, RANK_LIMIT,
-  // SCALE_COUNT_LIMIT, CHUNK_TOO_LARGE, STATISTICS_TOO_LARGE, MEMORY_BUDGET,
-  // OVERLOADED, REGION_LIMIT, STREAM_IDLE, STREAM_AGE, REQUEST_TOO_LARGE,
-  // QUOTA_EXCEEDED; or a connection that was closed at once, CONNECTION_LIMIT,
-  // ADDRESS_LIMIT.
+  // because of a limit. Reasons that core::kErrors has not as limits do not
+  // count.
   void LimitRejected(absl::string_view reason);
-  // quantd_access_denied_total{reason}: calls turned away, from the fixed set
-  // TOKEN_MISSING, TOKEN_INVALID, SCOPE_MISSING, MODEL_DENIED.
+  // quantd_access_denied_total{reason}: calls turned away because of who makes
+  // them. Reasons that core::kErrors has not as denials do not count.
   void AccessDenied(absl::string_view reason);
   // quantd_draining: 1 from now on.
   void Draining();

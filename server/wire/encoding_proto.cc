@@ -9,7 +9,6 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/strings/match.h"
 #include "absl/strings/string_view.h"
 #include "core/errors.h"
 #include "core/formats/number_format.h"
@@ -18,35 +17,6 @@
 
 namespace quantd::server {
 namespace {
-
-// At which field of the spec an error of core::ValidateSpec is: the one that
-// its text opens with, otherwise that of its reason.
-absl::Status AtField(const v1::EncodingSpec& proto, absl::Status status) {
-  const absl::string_view reason = core::ErrorReason(status);
-  const absl::string_view text = core::ErrorText(status);
-  const std::string first_word(text.substr(0, text.find_first_of(" ;,:")));
-  absl::string_view field;
-  if (v1::EncodingSpec::descriptor()->FindFieldByName(first_word) != nullptr) {
-    field = first_word;
-  } else if (reason == "FORMAT_UNKNOWN") {
-    field = "format";
-  } else if (reason == "BLOCK_SIZE_INVALID") {
-    field = absl::StrContains(text, "outer block size") ? "outer_block_size"
-            : proto.has_granularity()                   ? "granularity"
-                                                        : "block_size";
-  } else if (reason == "SYMMETRY_INVALID") {
-    field = "symmetry";
-  } else if (reason == "SCALE_TYPE_INVALID") {
-    field = "scale_type";
-  } else if (reason == "CODEBOOK_INVALID") {
-    field = "codebook";
-  } else if (reason == "METHOD_INVALID") {
-    field = proto.methods().empty() ? "method" : "methods";
-  } else {
-    return status;
-  }
-  return core::WithField(std::move(status), field);
-}
 
 // Errors: ENUM_UNKNOWN, at the field.
 template <typename ToEnum, typename ProtoEnum>
@@ -207,9 +177,7 @@ absl::StatusOr<core::EncodingSpec> SpecFromProto(
   if (!objective.ok()) return objective.status();
   spec.objective = *objective;
   spec.no_saturation = proto.no_saturation();
-  if (absl::Status s = core::ValidateSpec(spec); !s.ok()) {
-    return AtField(proto, std::move(s));
-  }
+  if (absl::Status s = core::ValidateSpec(spec); !s.ok()) return s;
   return spec;
 }
 

@@ -1,5 +1,8 @@
 #include "core/errors.h"
 
+#include <set>
+#include <string>
+
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "gtest/gtest.h"
@@ -39,6 +42,39 @@ TEST(ErrorsTest, TellHowLongToWaitWhereARetryHelps) {
   EXPECT_EQ(ErrorRetryAfter(MemoryBudgetError(1, "wait", absl::Seconds(2))),
             absl::Seconds(2));
   EXPECT_EQ(ErrorRetryAfter(ScaleInvalidError(0, 0)), absl::ZeroDuration());
+}
+
+TEST(ErrorTableTest, HasARowPerReason) {
+  std::set<std::string> reasons;
+  for (const ErrorInfo& row : kErrors) {
+    EXPECT_TRUE(reasons.insert(std::string(row.reason)).second) << row.reason;
+    EXPECT_EQ(FindError(row.reason), &row);
+  }
+  EXPECT_EQ(FindError("NO_SUCH_REASON"), nullptr);
+  EXPECT_EQ(FindError(""), nullptr);
+}
+
+TEST(ErrorTableTest, SaysWhatTheFunctionsMake) {
+  for (const absl::Status& status :
+       {ChunkTooLargeError(1, 2), StoreCorruptError("x"), StreamAgeError({}),
+        ModelDeniedError("m"), ListenError("a"), UnexpectedError("id")}) {
+    const ErrorInfo* row = FindError(ErrorReason(status));
+    ASSERT_NE(row, nullptr) << status;
+    EXPECT_EQ(status.code(), row->code) << status;
+  }
+}
+
+// Clients try again by the code alone.
+TEST(ErrorTableTest, ARetryHelpsWhereTheCodeSaysSo) {
+  for (const ErrorInfo& row : kErrors) {
+    if (row.code == ErrorCode::kUnavailable &&
+        row.kind != ErrorKind::kStartup) {
+      EXPECT_TRUE(row.retry_helps) << row.reason;
+    }
+    if (row.code == ErrorCode::kInvalidArgument) {
+      EXPECT_FALSE(row.retry_helps) << row.reason;
+    }
+  }
 }
 
 }  // namespace

@@ -833,7 +833,7 @@ std::vector<StreamCase> SpecCases() {
               s.add_methods(v1::CALIBRATION_METHOD_MSE);
             }
           },
-          Invalid("METHOD_INVALID"), "method"),
+          Invalid("METHOD_INVALID"), "methods"),
       bad(
           "methods without best-of",
           [](S& s) { s.add_methods(v1::CALIBRATION_METHOD_MSE); },

@@ -323,5 +323,47 @@ TEST(EncodingSpecTest, NeedsHistogramsForWhatIsNotInTheExtremes) {
   }
 }
 
+TEST(EncodingSpecTest, ErrorsSayWhatWasExpectedAtTheFieldAtFault) {
+  const struct {
+    const char* format;
+    std::function<void(EncodingSpec&)> change;
+    const char* field;
+    const char* message;
+  } cases[] = {
+      {"int8", [](EncodingSpec& s) { s.mx_scale_rule = MxScaleRule::kFloor; },
+       "mx_scale_rule",
+       "SCALE_TYPE_INVALID: mx_scale_rule needs E8M0 scales, but the scales "
+       "are FLOAT32"},
+      {"mxint8", [](EncodingSpec& s) { s.scale_type = ScaleType::kE4m3; },
+       "scale_type",
+       "SCALE_TYPE_INVALID: scale_type is E4M3, expected E8M0 with mxint8"},
+      {"int8", [](EncodingSpec& s) { s.exclude_zero = true; }, "exclude_zero",
+       "SYMMETRY_INVALID: exclude_zero needs an asymmetric range, but the "
+       "range is symmetric"},
+      {"int8",
+       [](EncodingSpec& s) {
+         s.method = CalibrationMethod::kBestOf;
+         s.methods = {CalibrationMethod::kMse, CalibrationMethod::kMse};
+       },
+       "methods",
+       "METHOD_INVALID: methods has method 3 twice, expected each once"},
+      {"lpbq",
+       [](EncodingSpec& s) {
+         s.block_size = {0, 4};
+         s.outer_block_size = {0, 6};
+       },
+       "outer_block_size",
+       "BLOCK_SIZE_INVALID: entry 1 of outer_block_size is 6, expected 0 or a "
+       "multiple of 4, that of block_size"},
+  };
+  for (const auto& c : cases) {
+    EncodingSpec spec = Spec(c.format);
+    c.change(spec);
+    const absl::Status status = ValidateSpec(spec);
+    EXPECT_EQ(status.message(), c.message);
+    EXPECT_EQ(ErrorField(status), c.field) << c.message;
+  }
+}
+
 }  // namespace
 }  // namespace quantd::core

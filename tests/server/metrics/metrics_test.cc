@@ -9,7 +9,9 @@
 #include <thread>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
+#include "core/errors.h"
 #include "core/formats/number_format.h"
 #include "prometheus/metric_family.h"
 #include "prometheus/text_serializer.h"
@@ -202,6 +204,33 @@ TEST(ShardedCountersTest, LosesNothingAndMixesNothingUp) {
   }
   for (std::thread& thread : threads) thread.join();
   for (int i = 0; i < kCount; ++i) EXPECT_EQ(counters.Sum(i), 20 * 100 * i);
+}
+
+TEST(MetricsTest, CountsEveryLimitAndEveryDenialOfTheTable) {
+  Metrics metrics;
+  int64_t count = 0;
+  for (const core::ErrorInfo& row : core::kErrors) {
+    ++count;
+    for (int64_t i = 0; i < count; ++i) {
+      metrics.LimitRejected(row.reason);
+      metrics.AccessDenied(row.reason);
+    }
+  }
+  const std::string text = Scrape(metrics);
+  count = 0;
+  for (const core::ErrorInfo& row : core::kErrors) {
+    ++count;
+    const std::string sample = absl::StrCat(
+        "_total{reason=\"", std::string(row.reason), "\"} ", count, "\n");
+    const std::string limit = "quantd_limit_rejections" + sample;
+    const std::string denial = "quantd_access_denied" + sample;
+    EXPECT_EQ(text.find(limit) != std::string::npos,
+              row.kind == core::ErrorKind::kLimit)
+        << row.reason;
+    EXPECT_EQ(text.find(denial) != std::string::npos,
+              row.kind == core::ErrorKind::kDenial)
+        << row.reason;
+  }
 }
 
 }  // namespace

@@ -525,6 +525,14 @@ TEST(SpecFromProtoTest, NamesTheFieldAtFault) {
   }
 }
 
+TEST(ScaleTypeTest, HasTheNamesOfTheMessage) {
+  for (int value = v1::ScaleType_MIN; value <= v1::ScaleType_MAX; ++value) {
+    EXPECT_EQ("SCALE_TYPE_" + std::string(core::ScaleTypeName(
+                                  static_cast<core::ScaleType>(value))),
+              v1::ScaleType_Name(value));
+  }
+}
+
 v1::TensorDescription Float16(const std::vector<int64_t>& shape) {
   v1::TensorDescription proto;
   proto.set_element_type(v1::ELEMENT_TYPE_FLOAT16);
