@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, Generic, Iterator, Optional, TypeVar
+from typing import (TYPE_CHECKING, Any, Generic, Iterator, Optional, Protocol,
+                    TypeVar)
 
 import grpc
 import numpy as np
@@ -21,7 +22,6 @@ from quantd.v1 import tensor_pb2
 
 if TYPE_CHECKING:
     from quantd._output_memory import OutputMemory
-    from quantd._shared_memory import Placement
 
 xxh3_64: Any = None
 try:
@@ -37,6 +37,33 @@ Result = TypeVar("Result")
 # does not send all of it again; more where the header is large.
 _PART_BYTES = 64 << 20
 _PART_BYTES_PER_HEADER_BYTE = 32
+
+
+class Placement(Protocol):
+    """Where the bytes of one exchange are in shared memory."""
+
+    # What the server writes, as uint8.
+    output: Optional[Array]
+    # Whether it is copied to the caller's memory then.
+    output_is_staged: bool
+
+    @property
+    def has_payload(self) -> bool:
+        """Whether what goes up goes by name."""
+
+    @property
+    def has_output(self) -> bool:
+        """Whether what comes down does."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the server does not know the memory any more."""
+
+    def send(self, payload: Array) -> Iterator[tuple[int, bytes]]:
+        """(offset in the tensor, serialized span) of one part after another."""
+
+    def release(self, is_over: bool) -> None:
+        """The exchange is done with the memory. is_over: so is the server."""
 
 
 class Exchange(Generic[Result]):

@@ -95,8 +95,8 @@ class _Slot:
             self._free.append((self._region, self._offset))
 
 
-class Placement:
-    """Where the bytes of one exchange are in shared memory."""
+class RegionPlacement:
+    """Where the bytes of one exchange are in regions: a Placement."""
 
     def __init__(self, pool: SharedMemory) -> None:
         self._pool = pool
@@ -232,7 +232,7 @@ class SharedMemory:
 
         Raises: SHARED_MEMORY_UNAVAILABLE when the server never had any.
         """
-        placement = Placement(self)
+        placement = RegionPlacement(self)
         payload = exchange.payload
         staged_payload = staged_output = 0
         found = self._find(payload)

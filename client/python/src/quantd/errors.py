@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, Iterator, Optional
+from typing import TYPE_CHECKING, Any, Iterator, Optional, Protocol
 
 import grpc
 
 from quantd import _wire
 
 if TYPE_CHECKING:
-    from quantd.tensor import TensorName
     from quantd.v1 import tensor_pb2
 
 _REASON = re.compile(r"([A-Z][A-Z0-9_]*): ")
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+class Name(Protocol):
+    """What errors know of a TensorName."""
+
+    @property
+    def model(self) -> str:
+        """Of the tensor."""
+
+    @property
+    def revision(self) -> str:
+        """Of the model."""
+
+    @property
+    def tensor(self) -> str:
+        """The name itself."""
 
 
 class QuantdError(Exception):
@@ -29,7 +44,7 @@ class QuantdError(Exception):
     message: for people.
     field: path of the request field or the argument at fault, or empty.
     retry_after: seconds to wait before a retry, None where none helps.
-    name: the tensor, where one failed.
+    name: the TensorName of the tensor, where one failed.
     """
 
     def __init__(self, code: grpc.StatusCode, reason: str, message: str, *,
@@ -40,7 +55,7 @@ class QuantdError(Exception):
         self.message = message
         self.field = field
         self.retry_after = retry_after
-        self.name: Optional[TensorName] = None
+        self.name: Optional[Name] = None
 
     def __str__(self) -> str:
         tensor = self.name.tensor if self.name is not None else ""
