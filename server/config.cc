@@ -415,7 +415,7 @@ std::vector<Flag> MakeFlags() {
   return {
       {"listen", kServing, "ADDRESS",
        "Where to serve gRPC: host:port or unix:/path; port 0 takes a free one. "
-       "May be given more than once, or with commas.",
+       "Give it more than once, or separate addresses with commas.",
        "127.0.0.1:8430", true, &ParseListen,
        [](const Config& config) {
          return absl::StrCat(
@@ -427,12 +427,12 @@ std::vector<Flag> MakeFlags() {
              "]");
        }},
       SwitchFlag("insecure-listen", kServing,
-                 "Serve on addresses other than loopback and unix sockets "
-                 "without requiring certificates of clients. Only behind a "
-                 "proxy or on a network that you trust.",
+                 "Serve addresses other than loopback and unix sockets without "
+                 "client certificates. Only behind a proxy or on a network "
+                 "that you trust.",
                  QUANTD_FIELD(insecure_listen)),
       SwitchFlag("shared-memory", kServing,
-                 "Share memory with clients on unix sockets: next to each "
+                 "Share memory with clients on unix sockets. Beside each "
                  "unix:/path, a socket /path.memory hands it out.",
                  QUANTD_FIELD(shared_memory)),
       {"metrics-listen", kServing, "ADDRESS",
@@ -443,11 +443,11 @@ std::vector<Flag> MakeFlags() {
          return QuoteToml(
              config.metrics_listen.empty() ? "off" : config.metrics_listen);
        }},
-      CountFlag("threads", kServing, "Threads that run the kernels.", cores, 1,
+      CountFlag("threads", kServing, "Worker threads of each caller.", cores, 1,
                 1024, QUANTD_FIELD(threads)),
       {"simd", kServing, "TARGET",
-       "Instructions that the kernels use: auto, or a name such as avx2 or "
-       "scalar. The results are the same.",
+       "Instructions of the kernels: auto, or a name such as avx2 or scalar. "
+       "The results are the same.",
        "auto", false,
        [](const Values& values, Config* config) {
          config->simd = values[0];
@@ -455,175 +455,172 @@ std::vector<Flag> MakeFlags() {
        },
        [](const Config& config) { return QuoteToml(config.simd); }},
       FileFlag("ready-file", kServing,
-               "Once serving, write the bound addresses to FILE as JSON: "
+               "Write the bound addresses to FILE once the server serves: "
                "{\"grpc\":[\"host:port\"],\"metrics\":\"host:port\"}.",
                QUANTD_FIELD(ready_file)),
 
       FileFlag("tls-certificate", kSecurity,
-               "PEM file of the server's certificate and those between it and "
-               "its authority: serve TLS on host:port, plaintext on unix "
-               "sockets only. It and the other files of TLS are read again "
-               "when they change.",
+               "Server certificate with its chain (PEM). Serves TLS on every "
+               "host:port; unix sockets stay plaintext. This file and the "
+               "other TLS files are read again when they change.",
                QUANTD_FIELD(tls.certificate)),
-      FileFlag("tls-key", kSecurity, "PEM file of the certificate's key.",
+      FileFlag("tls-key", kSecurity, "Private key of the certificate (PEM).",
                QUANTD_FIELD(tls.key)),
       FileFlag("tls-client-ca", kSecurity,
-               "PEM file of the authorities whose certificates clients have.",
+               "Trusted authorities of client certificates (PEM).",
                QUANTD_FIELD(tls.client_ca)),
       FileFlag("tls-client-crl", kSecurity,
-               "PEM file of what these authorities have revoked.",
+               "Revocation lists of these authorities (PEM).",
                QUANTD_FIELD(tls.client_crl)),
       ChoiceFlag<ClientAuth>(
           "tls-client-auth", kSecurity, "MODE",
-          "Whether clients need a certificate: none, request (or a token) or "
-          "require; auto is require with --tls-client-ca, else none.",
+          "Client certificates: none; request, where a token will do instead; "
+          "require; auto, which is require with --tls-client-ca and otherwise "
+          "none.",
           {{"auto", ClientAuth::kAuto},
            {"none", ClientAuth::kNone},
            {"request", ClientAuth::kRequest},
            {"require", ClientAuth::kRequire}},
           "auto", QUANTD_FIELD(tls.client_auth)),
       FileFlag("access-file", kSecurity,
-               "Who may do what: lines of NAME, sha256:HEX of a token or "
-               "certificate:SUBJECT, scopes, models and perhaps an expiry. "
-               "Without it everybody may do everything. It is read again when "
-               "it changes.",
+               "Who may do what, and quotas. A line has NAME, sha256:HEX of a "
+               "token or certificate:SUBJECT, scopes, models and optionally an "
+               "expiry. Without a file everybody may do everything. The file "
+               "is read again when it changes.",
                QUANTD_FIELD(access_file)),
 
       {"store", kStore, "URL",
-       "Where encodings and statistics are kept: sqlite:PATH, or what replicas "
-       "share, postgresql://USER@HOST/DATABASE.",
+       "Where encodings and statistics are kept: sqlite:PATH, or for replicas "
+       "postgresql://USER@HOST/DATABASE.",
        "sqlite:$XDG_STATE_HOME/quantd/encodings.db", false, &ParseStore,
        [](const Config& config) {
          return QuoteToml(config.store_url.empty()
                               ? absl::StrCat("sqlite:", config.store_path)
                               : ShowStoreUrl(config.store_url));
        }},
-      CountFlag("store-connections", kStore,
-                "Connections to PostgreSQL, at most.", 8, 1, 1000,
-                QUANTD_FIELD(store_connections)),
+      CountFlag("store-connections", kStore, "Most connections to PostgreSQL.",
+                8, 1, 1000, QUANTD_FIELD(store_connections)),
       DurationFlag("store-timeout", kStore,
-                   "How long PostgreSQL may give no sign of life, or a lock be "
+                   "How long PostgreSQL may not respond, or a lock may be "
                    "held.",
                    absl::Milliseconds(800), absl::Milliseconds(10),
                    absl::Minutes(1), QUANTD_FIELD(store_timeout)),
       SizeFlag("cache-bytes", kStore,
-               "Memory for encodings read before; 0 for none.", 256 * kMiB, 0,
-               kTiB, QUANTD_FIELD(cache_bytes)),
+               "Memory that caches encodings; 0 for none.", 256 * kMiB, 0, kTiB,
+               QUANTD_FIELD(cache_bytes)),
       DurationFlag("cache-max-age", kStore,
-                   "After this an encoding is read from the store again, to "
-                   "see what other processes put.",
+                   "A cached encoding older than this is checked against the "
+                   "store, because other processes may have replaced it.",
                    absl::Seconds(1), absl::ZeroDuration(), absl::Hours(1),
                    QUANTD_FIELD(cache_max_age)),
       DurationFlag("retention-interval", kStore,
-                   "Between two looks at the revisions that the access file no "
-                   "longer keeps. What a new line of it would delete is in the "
-                   "log one look before.",
+                   "How often revisions are deleted that the access file no "
+                   "longer keeps. What a new line will delete is in the log "
+                   "one interval before.",
                    absl::Hours(1), absl::Seconds(1), absl::Hours(24),
                    QUANTD_FIELD(retention_interval)),
 
-      SizeFlag("message-bytes", kLimits, "One gRPC message.",
+      SizeFlag("message-bytes", kLimits, "Largest gRPC message.",
                limits.message_bytes, 64 * kKiB, kGiB,
                QUANTD_FIELD(limits.message_bytes)),
-      SizeFlag("chunk-bytes", kLimits, "Tensor data in one message.",
+      SizeFlag("chunk-bytes", kLimits, "Most tensor data in one message.",
                limits.chunk_bytes, kKiB, kGiB,
                QUANTD_FIELD(limits.chunk_bytes)),
       SizeFlag("response-chunk-bytes", kLimits,
-               "Tensor data in one message of a response.",
+               "Most tensor data in one message of an answer.",
                limits.response_chunk_bytes, kKiB, 64 * kMiB,
                QUANTD_FIELD(limits.response_chunk_bytes)),
-      SizeFlag("tensor-bytes", kLimits, "One whole tensor.",
-               limits.tensor_bytes, kKiB, 1024 * kTiB,
-               QUANTD_FIELD(limits.tensor_bytes)),
-      CountFlag("tensor-rank", kLimits, "Dimensions of a tensor.",
+      SizeFlag("tensor-bytes", kLimits, "Largest tensor.", limits.tensor_bytes,
+               kKiB, 1024 * kTiB, QUANTD_FIELD(limits.tensor_bytes)),
+      CountFlag("tensor-rank", kLimits, "Most dimensions of a tensor.",
                 limits.tensor_rank, 0, core::kMaxRank,
                 QUANTD_FIELD(limits.tensor_rank)),
-      CountFlag("scale-count", kLimits, "Scales of one encoding.",
+      CountFlag("scale-count", kLimits, "Most scales of an encoding.",
                 limits.scale_count, 1, int64_t{1} << 30,
                 QUANTD_FIELD(limits.scale_count)),
       CountFlag("metrics-count", kLimits,
-                "Candidates of one Evaluate times the scales it answers for.",
+                "Most metrics of one Evaluate: candidates times scales.",
                 limits.metrics_count, 1, int64_t{1} << 30,
                 QUANTD_FIELD(limits.metrics_count)),
       SizeFlag("statistics-limit", kLimits,
-               "What the store keeps of one source of a calibration, for one "
-               "tensor.",
+               "Largest stored statistics of one tensor and source.",
                limits.statistics_bytes, kKiB, 512 * kMiB,
                QUANTD_FIELD(limits.statistics_bytes)),
       SizeFlag("memory-budget-bytes", kLimits,
-               "Everything that requests make the server hold.",
+               "Memory that all requests together make the server hold.",
                limits.memory_budget_bytes, kMiB, 1024 * kTiB,
                QUANTD_FIELD(limits.memory_budget_bytes)),
       DurationFlag("memory-wait", kLimits,
-                   "How long a request waits for room in the memory budget.",
+                   "How long a request waits for memory before it is refused.",
                    limits.memory_wait, absl::ZeroDuration(), absl::Minutes(1),
                    QUANTD_FIELD(limits.memory_wait)),
-      CountFlag("tensor-count", kLimits, "Tensors that are open at once.",
+      CountFlag("tensor-count", kLimits, "Most tensors that are open at once.",
                 limits.tensor_count, 1, int64_t{1} << 30,
                 QUANTD_FIELD(limits.tensor_count)),
       DurationFlag("queue-delay", kLimits,
-                   "How long the tensors of a burst wait for others of about "
-                   "their size, or shorter. While those keep the workers busy, "
-                   "tensors are turned away that would wait longer than for "
-                   "half of what they take themselves. Much longer ones count "
-                   "only when there are more than five to a worker.",
+                   "Longest time a tensor may queue behind tensors of its "
+                   "caller before it is refused. Under sustained load the "
+                   "limit is shorter: about half of the time that the tensor "
+                   "itself takes.",
                    limits.queue_delay, absl::ZeroDuration(), absl::Hours(1),
                    QUANTD_FIELD(limits.queue_delay)),
       CountFlag("shared-connections", kLimits,
-                "Clients that may hold shared memory at once.",
+                "Most clients that hold shared memory at once.",
                 limits.shared_connections, 1, 1 << 14,
                 QUANTD_FIELD(limits.shared_connections)),
       CountFlag("shared-regions", kLimits,
-                "Regions of shared memory that one of them may hold.",
+                "Most regions of shared memory of one client.",
                 limits.shared_regions, 1, 1 << 12,
                 QUANTD_FIELD(limits.shared_regions)),
       DurationFlag("idle-timeout", kLimits,
-                   "A stream without progress for this long is ended.",
+                   "Ends a stream that made no progress for this long.",
                    limits.idle_timeout, absl::Milliseconds(100),
                    absl::Hours(24), QUANTD_FIELD(limits.idle_timeout)),
       DurationFlag("stream-age", kLimits,
-                   "A stream this old is ended between two tensors, so that "
-                   "clients open another; at twice the age, at once. inf for "
-                   "any age.",
+                   "Ends a stream of this age between two tensors, so that "
+                   "the client opens another; at twice the age at once. inf "
+                   "for never.",
                    limits.stream_age, absl::Milliseconds(100),
                    absl::InfiniteDuration(), QUANTD_FIELD(limits.stream_age)),
       CountFlag("connections", kLimits,
-                "Connections at once, and no more than the system has "
-                "descriptors for. A sixteenth is kept for unix sockets.",
+                "Most connections at once, if there are file descriptors for "
+                "them. A sixteenth is reserved for unix sockets.",
                 limits.connections, 16, 1 << 20,
                 QUANTD_FIELD(limits.connections)),
       CountFlag("address-connections", kLimits,
-                "Those of one address (in IPv6, of one /64), and of all unix "
-                "sockets. A proxy counts as one.",
+                "Most connections of one address (in IPv6 of one /64), and of "
+                "all unix sockets. A proxy is one address.",
                 limits.address_connections, 1, 1 << 20,
                 QUANTD_FIELD(limits.address_connections)),
       CountFlag("connection-streams", kLimits,
-                "Streams and calls of one connection at once.",
+                "Most streams and calls of one connection at once.",
                 limits.connection_streams, 1, 1 << 20,
                 QUANTD_FIELD(limits.connection_streams)),
       DurationFlag("connection-idle", kLimits,
-                   "A connection without a call for this long is closed. inf "
+                   "Closes a connection that had no call for this long. inf "
                    "for never.",
                    limits.connection_idle, absl::Seconds(1),
                    absl::InfiniteDuration(),
                    QUANTD_FIELD(limits.connection_idle)),
       DurationFlag("connection-age", kLimits,
-                   "A connection this old takes no new calls, so that clients "
-                   "spread over replicas again. inf for any age.",
+                   "Age at which a connection takes no new calls, so that "
+                   "clients spread over replicas again. inf for never.",
                    limits.connection_age, absl::Seconds(1),
                    absl::InfiniteDuration(),
                    QUANTD_FIELD(limits.connection_age)),
-      SizeFlag("metadata-bytes", kLimits, "All headers of one call.",
+      SizeFlag("metadata-bytes", kLimits, "Largest headers of one call.",
                limits.metadata_bytes, kKiB, kMiB,
                QUANTD_FIELD(limits.metadata_bytes)),
 
-      DurationFlag(
-          "drain-delay", kStopping,
-          "Between not being healthy and sending clients elsewhere, so that "
-          "load balancers see it.",
-          absl::Milliseconds(500), absl::ZeroDuration(), absl::Minutes(10),
-          QUANTD_FIELD(drain_delay)),
-      DurationFlag("drain-grace", kStopping, "For running tensors to finish.",
-                   absl::Seconds(30), absl::ZeroDuration(), absl::Hours(1),
+      DurationFlag("drain-delay", kStopping,
+                   "Time between reporting NOT_SERVING and sending clients "
+                   "elsewhere, so "
+                   "that load balancers notice.",
+                   absl::Milliseconds(500), absl::ZeroDuration(),
+                   absl::Minutes(10), QUANTD_FIELD(drain_delay)),
+      DurationFlag("drain-grace", kStopping,
+                   "Time for running tensors to finish.", absl::Seconds(30),
+                   absl::ZeroDuration(), absl::Hours(1),
                    QUANTD_FIELD(drain_grace)),
 
       ChoiceFlag<LogLevel>("log-level", kLog, "LEVEL",

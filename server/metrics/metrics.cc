@@ -289,8 +289,7 @@ void Metrics::State::CollectTensors(std::vector<MetricFamily>* families) const {
   }
   MetricFamily& payload = AddFamily(
       "quantd_payload_bytes_total",
-      "Bytes of tensor data in the messages of the streams, or in shared "
-      "memory in their place, by direction.",
+      "Bytes of tensor data on streams and in shared memory, by direction.",
       MetricType::Counter, families);
   AddSample(counters.Sum(kPayloadIn), {{"direction", "in"}}, &payload);
   AddSample(counters.Sum(kPayloadOut), {{"direction", "out"}}, &payload);
@@ -317,7 +316,7 @@ void Metrics::State::CollectTensors(std::vector<MetricFamily>* families) const {
             "Elements that were NaN or infinite.", MetricType::Counter,
             kNonFinite, families);
   AddSingle("quantd_clipped_elements_total",
-            "Finite elements that lay outside an encoding's range.",
+            "Finite elements outside the encoding's range.",
             MetricType::Counter, kClipped, families);
   AddSingle("quantd_active_streams", "Streams that are open.",
             MetricType::Gauge, kActiveStreams, families);
@@ -339,9 +338,8 @@ void Metrics::State::CollectTensors(std::vector<MetricFamily>* families) const {
 void Metrics::State::CollectStore(std::vector<MetricFamily>* families) const {
   AddSingle("quantd_cache_hits_total", "Encodings answered from memory.",
             MetricType::Counter, kCacheHits, families);
-  AddSingle("quantd_cache_misses_total",
-            "Encodings that the store was asked for.", MetricType::Counter,
-            kCacheMisses, families);
+  AddSingle("quantd_cache_misses_total", "Encodings read from the store.",
+            MetricType::Counter, kCacheMisses, families);
   AddSingle("quantd_cache_evictions_total",
             "Encodings dropped from memory to make room.", MetricType::Counter,
             kCacheEvictions, families);
@@ -362,8 +360,8 @@ void Metrics::State::CollectStore(std::vector<MetricFamily>* families) const {
   }
   MetricFamily& errors =
       AddFamily("quantd_store_errors_total",
-                "Operations of the store that failed; what is not there is no "
-                "failure.",
+                "Operations of the store that failed. Not finding something "
+                "is no failure.",
                 MetricType::Counter, families);
   for (int i = 0; i < kStoreOperationCount; ++i) {
     AddSample(counters.Sum(kStoreErrors + i),
@@ -373,12 +371,13 @@ void Metrics::State::CollectStore(std::vector<MetricFamily>* families) const {
             &AddFamily("quantd_store_bytes",
                        "Bytes of the names and contents in the store.",
                        MetricType::Gauge, families));
-  AddSample(store_rows.load(std::memory_order_relaxed), {},
-            &AddFamily("quantd_store_rows",
-                       "Encodings, and statistics of a source, in the store.",
-                       MetricType::Gauge, families));
+  AddSample(
+      store_rows.load(std::memory_order_relaxed), {},
+      &AddFamily("quantd_store_rows",
+                 "Rows in the store: encodings, and statistics by source.",
+                 MetricType::Gauge, families));
   AddFamily("quantd_quota_used_ratio",
-            "How much of its quota is used by whoever uses most of it.",
+            "Used part of the quota that is closest to its limit.",
             MetricType::Gauge, families)
       .metric.emplace_back()
       .gauge.value = quota_used_ratio.load(std::memory_order_relaxed);
@@ -391,8 +390,8 @@ void Metrics::State::CollectCalibration(
     std::vector<MetricFamily>* families) const {
   MetricFamily& merges = AddFamily(
       "quantd_calibration_merges_total",
-      "Contributions to calibrations: counted, or duplicates, which are "
-      "acknowledged and not counted again.",
+      "Contributions to calibrations: counted, or duplicates, which are not "
+      "counted again.",
       MetricType::Counter, families);
   AddSample(counters.Sum(kContributionsCounted), {{"result", "counted"}},
             &merges);
@@ -403,14 +402,14 @@ void Metrics::State::CollectCalibration(
 void Metrics::State::CollectGuard(std::vector<MetricFamily>* families) const {
   AddSample(memory_budget_bytes.load(std::memory_order_relaxed), {},
             &AddFamily("quantd_memory_budget_bytes",
-                       "Bytes that requests may make the server hold.",
+                       "Memory budget of all requests, in bytes.",
                        MetricType::Gauge, families));
   AddSample(memory_budget_used_bytes.load(std::memory_order_relaxed), {},
             &AddFamily("quantd_memory_budget_used_bytes",
-                       "Bytes that requests make the server hold.",
+                       "Part of the memory budget in use, in bytes.",
                        MetricType::Gauge, families));
   AddFamily("quantd_queue_delay_seconds",
-            "How long the workers need for the data that has arrived, about.",
+            "Estimated time that the workers need for the data that arrived.",
             MetricType::Gauge, families)
       .metric.emplace_back()
       .gauge.value = 1e-9 * static_cast<double>(
@@ -423,18 +422,17 @@ void Metrics::State::CollectGuard(std::vector<MetricFamily>* families) const {
             kSharedBytes, families);
   MetricFamily& rejections =
       AddFamily("quantd_limit_rejections_total",
-                "Requests and tensors turned away by a limit, by reason.",
+                "Requests and tensors that a limit refused, by reason.",
                 MetricType::Counter, families);
   AddErrors(core::ErrorKind::kLimit, kLimitRejections, &rejections);
   MetricFamily& denied =
       AddFamily("quantd_access_denied_total",
-                "Calls turned away because of who makes them, by reason.",
+                "Calls refused because of who made them, by reason.",
                 MetricType::Counter, families);
   AddErrors(core::ErrorKind::kDenial, kAccessDenied, &denied);
   MetricFamily& reloads =
       AddFamily("quantd_reloads_total",
-                "Files that changed while the server ran, and were taken or "
-                "left for what was there before.",
+                "Changed files that were loaded (ok), or refused (error).",
                 MetricType::Counter, families);
   for (int i = 0; i < kReloadedFileCount; ++i) {
     for (int failed = 0; failed < 2; ++failed) {
@@ -446,7 +444,7 @@ void Metrics::State::CollectGuard(std::vector<MetricFamily>* families) const {
   }
   MetricFamily& successful = AddFamily(
       "quantd_reload_successful",
-      "0 while a file has changed to what could not be taken, else 1.",
+      "0 while the latest change of a file could not be loaded, else 1.",
       MetricType::Gauge, families);
   for (int i = 0; i < kReloadedFileCount; ++i) {
     AddSample(reload_failed[i].load(std::memory_order_relaxed) ? 0 : 1,
@@ -454,8 +452,7 @@ void Metrics::State::CollectGuard(std::vector<MetricFamily>* families) const {
   }
   AddSample(is_draining.load(std::memory_order_relaxed) ? 1 : 0, {},
             &AddFamily("quantd_draining",
-                       "1 while the server finishes what it has and is about "
-                       "to stop, else 0.",
+                       "1 while the server drains before it stops, else 0.",
                        MetricType::Gauge, families));
   const int64_t expiry =
       certificate_expiry_seconds.load(std::memory_order_relaxed);
