@@ -178,7 +178,7 @@ absl::Status RangeInvalidError(absl::string_view what);
 absl::Status FormatUnknownError(int value);
 absl::Status BlockSizeInvalidError(absl::string_view what);
 absl::Status ScaleInvalidError(int64_t index, double value);
-// A scale that is fit by itself, but not what the scale type makes it.
+// A valid scale that contradicts its scale code.
 absl::Status ScaleValueError(int64_t index, double value,
                              absl::string_view expected);
 absl::Status ScaleCountError(int64_t expected, int64_t got);

@@ -1,4 +1,4 @@
-// How connections are told that the server is about to stop.
+// Tells connections that the server is about to stop.
 
 #ifndef QUANTD_SERVER_GOODBYE_H_
 #define QUANTD_SERVER_GOODBYE_H_

@@ -85,18 +85,18 @@ class QuantdServer {
     return ports_->addresses();
   }
 
-  // Health goes NOT_SERVING, and drain_delay passes. Then no connection is
-  // taken any more, clients are told to make their next calls elsewhere
-  // (GOAWAY), and running tensors finish within drain_grace. Streams end with
-  // DRAINING between two tensors. Blocks until done; call once.
+  // Reports NOT_SERVING and waits for drain_delay. Then takes no more
+  // connections, sends clients elsewhere (GOAWAY), and lets running tensors
+  // finish within drain_grace. Streams end with DRAINING between two tensors.
+  // Blocks until done; call once.
   void Drain();
 
   // What requests hold of the memory budget now.
   int64_t memory_used_bytes() const { return budget_.used_bytes(); }
 
-  // Whether further callers get through: not from the beginning of Drain on,
-  // and not when a port did not answer the last time that the server called it,
-  // be it for a limit on connections.
+  // Whether new callers get through. False from the beginning of Drain on, and
+  // while a port does not answer the server's own calls, also when it has as
+  // many connections as it takes.
   // Errors: DRAINING, UNAVAILABLE.
   absl::Status CheckReady() const ABSL_LOCKS_EXCLUDED(reachable_mutex_);
   // Whether the ports take calls, or refuse them for a limit only: a server

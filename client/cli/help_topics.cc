@@ -98,20 +98,19 @@ constexpr char kServers[] =
 It is no URL: leave out http:// and https://. The default is 127.0.0.1:8430.
 
 TLS:
-  --tls                    with the system's authorities
-  --tls-ca FILE            with those of a PEM file
+  --tls                    trust the system's CA certificates
+  --tls-ca FILE            trust those of a PEM file
   --tls-certificate FILE --tls-key FILE
-                           where the server wants a certificate of the client
-  --token-file FILE        where it wants a token
+                           if the server wants a client certificate
+  --token-file FILE        if it wants a bearer token
 
-When the server is away, or busy, a call is tried again for 60 s, so that a
-server may be started again or moved. --retry-for says how long, 0 not at all.
-One line on the terminal says why and for how long. What waiting cannot mend
-ends at once: TLS on one side alone, a certificate that is not believed, or
-something else than quantd that listens there.
+When the server is away or busy, quantctl tries again for 60 s; --retry-for
+changes that, and 0 means once. One line on the terminal says why and for how
+long. Errors that waiting cannot mend end the command at once: TLS on one side
+only, a certificate that is not trusted, a server that is not quantd.
 
-A stream of tensors goes on behind what was answered, and every call may be
-repeated without harm.
+Every call may be repeated without harm. A stream of tensors goes on after the
+last tensor that was answered.
 )";
 
 constexpr char kJson[] =

@@ -19,24 +19,24 @@ void AddGlobalOptions(Command* quantctl, Session* session) {
       ->FromEnvironment("QUANTD_SERVER")
       ->ShowDefault();
   quantctl->AddFlag("--tls", &session->tls,
-                    "Use TLS, with the system's authorities unless there is "
-                    "--tls-ca");
+                    "Use TLS; trust the system's CA certificates unless there "
+                    "is --tls-ca");
   quantctl
       ->AddOption("--tls-ca", &session->tls_paths.ca, "FILE",
-                  "Use TLS, and believe the authorities of this PEM file")
+                  "Use TLS; trusted CA certificates (PEM)")
       ->FromEnvironment("QUANTD_TLS_CA");
   quantctl
       ->AddOption("--tls-certificate", &session->tls_paths.certificate, "FILE",
-                  "PEM file of a certificate to show; with --tls-key")
+                  "Client certificate (PEM); with --tls-key")
       ->FromEnvironment("QUANTD_CLIENT_CERTIFICATE");
   quantctl
       ->AddOption("--tls-key", &session->tls_paths.key, "FILE",
-                  "PEM file of the certificate's key")
+                  "Private key of the client certificate (PEM)")
       ->FromEnvironment("QUANTD_CLIENT_KEY");
   quantctl
       ->AddOption("--token-file", &session->token_file, "FILE",
-                  "File with the token to show; leaving this machine it needs "
-                  "TLS")
+                  "File with the bearer token; needs TLS, except to loopback "
+                  "and unix sockets")
       ->FromEnvironment("QUANTD_TOKEN_FILE");
   quantctl->AddFlag("--json", &session->json,
                     "Print one JSON document; see quantctl help json");

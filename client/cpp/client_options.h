@@ -59,11 +59,11 @@ struct ClientOptions {
   // half, so that clients do not come back all at once.
   absl::Duration initial_backoff = absl::Milliseconds(50);
   absl::Duration max_backoff = absl::Seconds(5);
-  // A tensor that is larger, and whose encoding is given or referred to, goes
-  // up in parts of that many bytes, or more where the encoding is large; each
-  // is answered with a checksum of its own. What broke goes on behind the last
-  // of them, on whichever replica. The result is that of the whole. At least
-  // chunk_bytes, rounded up to a multiple of 64.
+  // A larger tensor with a fixed encoding, inline or stored, goes up in parts
+  // of that many bytes; parts are larger if the encoding is large. Each part
+  // has an answer and a checksum of its own. A retry goes on after the last
+  // answered part, on whichever replica. The result is the same as that of the
+  // whole. At least chunk_bytes, rounded up to a multiple of 64.
   int64_t part_bytes = int64_t{32} << 20;
   // Told of every retry, on the thread that waits for it, which may be several
   // threads at once. Default: nobody.

@@ -16,7 +16,7 @@ namespace quantd {
 
 // Paths of PEM files; all may be empty. Plain value.
 struct TlsPaths {
-  // The authorities whose servers are believed; empty for those of the system.
+  // Trusted CA certificates; empty for those of the system.
   std::string ca;
   // The client's own certificate and its key: both or neither.
   std::string certificate;

@@ -23,9 +23,9 @@ namespace quantd::internal {
 // the stream's reader until the stream says that the tensor is answered; what
 // tells how to send it changes only in Resume.
 //
-// A large tensor whose encoding is known goes up in parts, each of them a range
-// to the server, with an answer and a checksum of its own: a retry goes on
-// behind the last part that was answered.
+// A large tensor with a fixed encoding goes up in parts. To the server each
+// part is a range, with an answer and a checksum of its own. A retry goes on
+// after the last part that was answered.
 class Exchange {
  public:
   Exchange();

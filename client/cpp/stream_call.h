@@ -26,8 +26,8 @@ namespace quantd::internal {
 // Reads and writes at once on gRPC's threads, with one message of at most
 // chunk_bytes of payload in flight each way, so that neither side can block
 // the other. A call that failed may refer to its last payload until it is
-// destroyed, which waits until gRPC is done with it: the last reference to a
-// channel must not go on one of gRPC's threads, which it would wait for.
+// destroyed. Destroying it waits until gRPC is done: one of gRPC's threads must
+// not drop the last reference to a channel, because it would wait for itself.
 // Thread-safe.
 class StreamCall final
     : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> {

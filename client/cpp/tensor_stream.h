@@ -88,10 +88,10 @@ struct CalibrateJob {
   // Without one only the statistics are answered.
   std::optional<EncodingSpec> spec;
   // Add the tensor to the statistics that the service keeps; see
-  // v1::Contribution. A retry is counted once. Those of one source to one
-  // tensor go on one stream, in order: there the next one is not sent before
-  // the result of the last was received. On two streams the later one may
-  // arrive first, and then the other is not counted; its result says so.
+  // v1::Contribution. A retry counts once. Send the contributions of one source
+  // to one tensor on one stream: it keeps their order, and sends the next one
+  // after the result of the last. On two streams the later one may arrive
+  // first; the other is then a duplicate and does not count.
   std::optional<v1::Contribution> contribution;
 };
 

@@ -65,8 +65,8 @@ struct QuantizeCounts {
 // `pool`   spreads a large range over its threads; may be null.
 // Requires: a valid encoding that fits `layout`.
 // Another process may change both meanwhile: `out`, the counts and the error
-// are then undefined, and nothing else is. So an index that comes of what is
-// read is within its table by how it is made, not by an earlier look.
+// are then undefined, and nothing else is. So no index may depend on a check of
+// a value that is read again: it is masked or clamped where it is computed.
 // Errors: NON_FINITE_REJECTED, naming the smallest index of a NaN or infinity
 // in the range, only with NanPolicy::kReject; `out` is then unspecified.
 // Thread-safe; the same bytes on every SIMD target.

@@ -18,16 +18,19 @@
 
 namespace quantd::server {
 
-// Turns tensors of one caller away that its workers, which take turns, would
-// get to too late. Every caller has an Admission of its own. A tensor waits for
-// its like and for shorter ones: in a burst for up to `max_delay`, and while
-// they keep the workers busy no longer than for about half of what it takes
-// itself, which makes one and a half tensors to a worker. Much longer ones only
-// share the workers with it, and turn it away when there are more than five to
-// a worker and they delay it by more than `max_delay`.
+// Refuses tensors that would wait longer than `max_delay` in the worker queue.
+// Each caller has an Admission of its own. A tensor queues behind tensors of
+// its own length and shorter:
 //
-// What has not arrived does not count: a client that sends slowly, or that flow
-// control holds back, is no load. Thread-safe.
+// - In a burst it may wait for `max_delay`.
+// - When the workers stay busy it may wait for about half of what it takes
+//   itself; one and a half tensors to a worker are then under way.
+//
+// Much longer tensors share the workers with it. They count once there are more
+// than five to a worker and they delay it by more than `max_delay`.
+//
+// Only bytes that have arrived are load: a client that sends slowly, or that
+// flow control holds back, costs nobody time. Thread-safe.
 class Admission {
  public:
   // How many tensors are open, of how many callers, and how many may be. From

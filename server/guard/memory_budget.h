@@ -21,15 +21,17 @@
 
 namespace quantd::server {
 
-// Memory is held in two ways. What a tensor needs is leased before it is
-// allocated, and may be refused. What passes through a stream (messages that
-// came and answers that were not read yet) is there before anybody can refuse
-// it: it is counted, and a stream that has more than its share while there is
-// too much of it has to let its tensor go.
+// Memory is held in two ways:
 //
-// Leases are held by callers, who are told apart by the group of what the
-// thread does. While one of them waits for memory, the others get no more than
-// an equal share of it. Thread-safe.
+// - Leases. What a tensor needs is leased before it is allocated, and may be
+//   refused.
+// - Transit. Messages that arrived and answers that were not read yet are there
+//   before anybody can refuse them. They are counted; when they are too much, a
+//   stream with more than its share loses its tensor.
+//
+// Leases belong to callers; the group of the calling thread says to which.
+// While one caller waits for memory, the others get no more than an equal
+// share. Thread-safe.
 class MemoryBudget {
  public:
   // The time since some moment; never goes back.
@@ -119,7 +121,7 @@ class MemoryBudget {
   bool exceeded() const {
     return used_bytes_.load(std::memory_order_relaxed) > total_bytes_;
   }
-  // What a stream with excessive() transit is told.
+  // The error for a stream with excessive() transit.
   absl::Status TransitError() const;
 
  private:

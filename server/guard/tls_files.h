@@ -1,4 +1,4 @@
-// The server's certificate, and whose clients it believes, from files that may
+// The server's certificate and the clients' authorities, from files that may
 // change while it runs.
 
 #ifndef QUANTD_SERVER_GUARD_TLS_FILES_H_
@@ -19,9 +19,9 @@
 
 namespace quantd::server {
 
-// Whether clients are asked for a certificate, and have to show one.
+// Whether the server asks clients for a certificate, and requires one.
 enum class ClientAuth {
-  // kRequire where it is known whose they may be, else kNone.
+  // kRequire if there is a client_ca, else kNone.
   kAuto,
   kNone,
   kRequest,
@@ -30,17 +30,16 @@ enum class ClientAuth {
 
 // All are paths of PEM files.
 struct TlsOptions {
-  // The certificate, then those between it and its authority; empty without
-  // TLS.
+  // The certificate, then its chain; empty without TLS.
   std::string certificate;
   std::string key;
-  // Whose certificates clients may have; empty for none.
+  // Trusted authorities of client certificates; empty for none.
   std::string client_ca;
-  // What these authorities have revoked; empty for nothing.
+  // Revocation lists of these authorities; empty for none.
   std::string client_crl;
   ClientAuth client_auth = ClientAuth::kAuto;
 
-  // What kAuto stands for, else client_auth.
+  // What kAuto means, else client_auth.
   ClientAuth EffectiveClientAuth() const;
 };
 

@@ -68,7 +68,7 @@ class EncodingsWriter {
   // The same until the slice is over, by one step at least; answers whether
   // the encoding is written or left out. Until then calls have the same
   // arguments but the slice. What is written does not depend on slices. Losses
-  // of a tensor are told in one of the passes.
+  // of a tensor are reported in one of the passes.
   virtual bool Add(int pass, const std::string& tensor,
                    const core::Encoding& encoding, const core::TimeSlice& slice,
                    std::string* out, std::vector<InterchangeLoss>* losses) = 0;
@@ -90,12 +90,12 @@ class EncodingsWriter {
   int64_t encoding_count_ = 0;
 };
 
-// Calls `charge`, again and again while it counts, with a bound on what
-// ParseEncodings takes in bytes for as much of the file as it has seen, beside
-// the file itself; at the end with that for all of it. Holds no more itself
-// than it has charged, but for about a MiB. Errors: INTERCHANGE_INVALID (not
-// JSON, nested too deeply, or a key twice in one object), which names the
-// place; those of `charge`, at once.
+// Computes an upper bound on the memory that ParseEncodings takes beside the
+// file itself. Calls `charge` with the bound in bytes: repeatedly for what it
+// has read so far, and at the end for the whole file. Holds at most what it has
+// charged, and about a MiB. Errors: INTERCHANGE_INVALID (not JSON, nested too
+// deeply, or a key twice in one object), which names the place; those of
+// `charge`, at once.
 absl::Status ChargeParseMemory(TextPieces text,
                                absl::FunctionRef<absl::Status(int64_t)> charge);
 

@@ -26,11 +26,11 @@ constexpr int kMaxJsonDepth = 32;
 // A text in pieces, one after the other.
 using TextPieces = absl::Span<const absl::string_view>;
 
-// Calls `charge` with an upper bound on what reading the document with
-// ReadJsonHead and ReadJsonEntries takes, and what its entries leave, in bytes:
-// of what it has seen, once for each MiB, then of all. Stops at the first error
-// of that. Errors: INTERCHANGE_INVALID (not JSON, too deep, a key twice in one
-// object); those of `charge`.
+// Computes an upper bound on the memory that ReadJsonHead and ReadJsonEntries
+// take, and on what their entries leave. Calls `charge` with the bound in bytes
+// once for each MiB that it has read, and at the end for all. Stops at the
+// first error of `charge`. Errors: INTERCHANGE_INVALID (not JSON, too deep, a
+// key twice in one object); those of `charge`.
 absl::Status ChargeJsonMemory(TextPieces text,
                               absl::FunctionRef<absl::Status(int64_t)> charge);
 

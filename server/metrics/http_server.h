@@ -26,9 +26,9 @@ namespace quantd::server {
 //   /healthz  200, or 503 and why the process has to be restarted
 //   /readyz   200, or 503 and the reason; /readyz?exclude=store leaves out the
 //             store
-// and 404 elsewhere, on a thread of its own that waits for nobody: clients that
-// are slow delay no other. A connection is for one request and has five seconds
-// for it; beyond 64 of them the oldest has to go. Thread-safe.
+// and 404 elsewhere. It has a thread of its own, where a slow client delays no
+// other. A connection carries one request and lasts five seconds at most;
+// beyond 64 connections the oldest is closed. Thread-safe.
 class HttpServer {
  public:
   // What the probes ask. Called from the thread.

@@ -206,7 +206,7 @@ class Metrics {
   // quantd_reloads_total{file,result}: a changed file was taken, or not;
   // quantd_reload_successful{file}: 0 from the one until the other.
   void Reloaded(ReloadedFile file, bool ok);
-  // quantd_tls_certificate_expiry_timestamp_seconds; absent until it is told.
+  // quantd_tls_certificate_expiry_timestamp_seconds; absent before the call.
   void CertificateExpiry(absl::Time time);
 
  private:

@@ -49,9 +49,9 @@ class ListeningSocket {
 
   enum class Outcome { kAccepted, kNothing, kExhausted };
   // Takes a connection without waiting for one; it does not block and is not
-  // passed on to other programs. kExhausted: there is one, but no room for it
-  // in the process or the system, or nothing can come of the socket any more;
-  // poll() would say so again at once.
+  // passed on to other programs. kExhausted: there is one, but the process or
+  // the system has no room for it, or the socket is broken. poll() then returns
+  // at once, so wait a little.
   Outcome Accept(FileDescriptor* connection, PeerAddress* peer) const;
 
  private:

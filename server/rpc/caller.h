@@ -32,10 +32,10 @@ struct Caller {
 // Tells who makes a call. The only way to the stores. Thread-safe.
 class Authenticator {
  public:
-  // Without `access` everybody may do everything, but whoever comes with a
-  // certificate that `tls`, which may be null, has as revoked, or one that such
-  // a certificate has issued; without `regions` nobody has shared memory. All
-  // must outlive the object and its callers.
+  // Without `access` everybody may do everything. `tls` may be null; it refuses
+  // certificates that are revoked, or that a revoked one issued. Without
+  // `regions` nobody has shared memory. All must outlive the object and its
+  // callers.
   Authenticator(const AccessFile* access, const TlsFiles* tls,
                 EncodingStore* encodings, StatisticsStore* statistics,
                 const RegionRegistry* regions, Metrics* metrics);

@@ -132,7 +132,7 @@ class TensorStream final
   // What bounds the memory of a stream whose client does not read; the answer
   // of one more quantum may come on top.
   static constexpr int64_t kMaxQueuedBytes = int64_t{2} << 20;
-  // The same, when half of the memory budget is in use.
+  // The same, when a quarter of the memory budget is in use.
   static constexpr int64_t kShortQueuedBytes = int64_t{256} << 10;
   // What a queued message takes beside its bytes.
   static constexpr int64_t kQueuedMessageBytes = 512;

@@ -11,7 +11,7 @@
 namespace quantd::server {
 
 // A process as the kernel knew it when it connected (SO_PEERCRED). Processes of
-// other pid namespaces all have pid 0 and are told apart by their user only.
+// other pid namespaces all have pid 0: only their users distinguish them.
 struct PeerProcess {
   pid_t pid = 0;
   uid_t uid = 0;

@@ -15,12 +15,11 @@
 
 namespace quantd::server {
 
-// A mapping of memory whose pages are all there from the beginning, and which
-// no process can shrink, grow or seal further. Whoever holds the region may
-// read and write it while the client does the same or punches holes into it:
-// that is undefined in its results, and memory-safe for code that reads nothing
-// twice. The mapping, and what it takes of the memory budget, go with the
-// object. Thread-safe.
+// A mapping of memory whose pages are all allocated from the beginning, and
+// which no process can shrink, grow or seal further. The client may write to
+// it, or punch holes into it, while the server uses it. Results are then
+// undefined; code that reads nothing twice stays memory-safe. The mapping, and
+// its part of the memory budget, are released with the object. Thread-safe.
 class Region {
  public:
   static constexpr size_t kIdBytes = 16;

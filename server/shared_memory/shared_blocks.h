@@ -19,9 +19,9 @@ constexpr int64_t kSharedQuantumBytes = int64_t{16} << 20;
 // cache when they are looked at again.
 constexpr int64_t kSharedBlockBytes = int64_t{256} << 10;
 
-// Calls work(block, part) for `in` cut into parts of `block_bytes`, on the
-// threads of `pool`, and in_order(block) once for each block, 0 first, never
-// two at a time, soon after the block's work and before returning.
+// Cuts `in` into parts of `block_bytes` and calls work(block, part) for each on
+// the threads of `pool`. Calls in_order(block) once for each block, soon after
+// its work: in ascending order, one at a time, all before returning.
 void ForEachBlock(
     core::ThreadPool* pool, absl::Span<const uint8_t> in, int64_t block_bytes,
     absl::FunctionRef<void(int64_t block, absl::Span<const uint8_t> part)> work,

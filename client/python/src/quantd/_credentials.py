@@ -20,7 +20,7 @@ def tls_credentials(ca: Optional[str] = None, certificate: Optional[str] = None,
                     key: Optional[str] = None) -> grpc.ChannelCredentials:
     """TLS for Client(credentials=...), from paths of PEM files.
 
-    ca: the authorities whose servers are believed; None: gRPC's own.
+    ca: trusted CA certificates; None: gRPC's own.
     certificate, key: the client's own, both or neither.
 
     The files are read once: make another client for new ones.
