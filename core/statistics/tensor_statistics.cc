@@ -635,6 +635,14 @@ TensorStatistics TensorStatistics::Outline(int64_t scale_count) const {
   return outline;
 }
 
+TensorStatistics TensorStatistics::WithoutHistograms() const {
+  TensorStatistics outline(0);
+  outline.counts_ = counts_;
+  outline.extremes_ = extremes_;
+  outline.has_non_finite_ = has_non_finite_;
+  return outline;
+}
+
 void TensorStatistics::MergeScaleIndex(const TensorStatistics& from,
                                        int64_t from_index, int64_t to_index) {
   extremes_[to_index].Merge(from.extremes_[from_index]);

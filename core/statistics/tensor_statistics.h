@@ -59,6 +59,8 @@ class TensorStatistics {
   // The same elements in `scale_count` larger blocks, which MergeScaleIndex has
   // yet to fill.
   TensorStatistics Outline(int64_t scale_count) const;
+  // Counts and extremes alone, at 0 mantissa bits.
+  TensorStatistics WithoutHistograms() const;
   // Adds what `from` has at one scale index to another one here, but for the
   // counts over all elements.
   // Requires: the same mantissa bits.

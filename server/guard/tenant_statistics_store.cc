@@ -22,15 +22,16 @@ TenantStatisticsStore::TenantStatisticsStore(
     StatisticsStore* inner, std::shared_ptr<const Principal> principal)
     : inner_(inner), principal_(std::move(principal)) {}
 
-absl::StatusOr<ContributionOutcome> TenantStatisticsStore::Contribute(
+absl::StatusOr<ContributionOutcome> TenantStatisticsStore::Merge(
     const ContributionKey& key, const core::StatisticsState& part,
-    double averaging_constant) {
+    double averaging_constant,
+    absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
   if (absl::Status s = principal_->CheckWrite(key.tensor.model); !s.ok()) {
     return s;
   }
   ContributionKey counted = key;
   counted.account = principal_->AccountFor(key.tensor.model);
-  return inner_->Contribute(counted, part, averaging_constant);
+  return inner_->Merge(counted, part, averaging_constant, proceed);
 }
 
 absl::StatusOr<StoredStatistics> TenantStatisticsStore::ReadStatistics(

@@ -28,9 +28,10 @@ class TenantStatisticsStore : public StatisticsStore {
 
   // Errors: SCOPE_MISSING without calibrate, MODEL_DENIED whether or not there
   // is anything, as well.
-  absl::StatusOr<ContributionOutcome> Contribute(
+  absl::StatusOr<ContributionOutcome> Merge(
       const ContributionKey& key, const core::StatisticsState& part,
-      double averaging_constant) override;
+      double averaging_constant,
+      absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) override;
   absl::StatusOr<StoredStatistics> ReadStatistics(
       const EncodingKey& key,
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) override;

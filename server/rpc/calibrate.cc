@@ -34,9 +34,6 @@ namespace quantd::server {
 namespace {
 
 constexpr double kDefaultAveragingConstant = 0.01;
-// The statistics of the tensor, what they are merged into, and the result as
-// it is stored.
-constexpr int kContributionCopies = 3;
 // All contributions, and the same at the granularity of a spec.
 constexpr int kCalibrationCopies = 2;
 
@@ -94,7 +91,8 @@ class CalibrateJob final : public TensorJob {
     if (step_ != Step::kContribute) {
       return contributed_ ? absl::OkStatus() : accumulator_->Reserve();
     }
-    return accumulator_->Reserve(bytes == 0 ? kContributionCopies : 1);
+    if (part_.has_value()) return ReserveMerge();
+    return accumulator_->Reserve();
   }
 
   absl::Status Consume(int64_t offset_bytes,
@@ -136,15 +134,36 @@ class CalibrateJob final : public TensorJob {
                             counts.negative_infinity);
   }
 
+  absl::Status ReserveMerge() {
+    return env_.budget->Grow(&merge_lease_, merge_bytes_,
+                             "send it again, which counts it once");
+  }
+
   absl::Status Contribute() {
     const CheckedContribution& contribution = *task_.contribution;
-    TakeCounts();
-    contributed_ = true;
-    absl::StatusOr<ContributionOutcome> outcome = task_.statistics->Contribute(
-        contribution.key,
-        core::StatisticsState{contribution.block_size, task_.description.shape,
-                              accumulator_->Take()},
-        contribution.averaging_constant);
+    if (!part_.has_value()) {
+      TakeCounts();
+      part_ =
+          core::StatisticsState{contribution.block_size,
+                                task_.description.shape, accumulator_->Take()};
+      contributed_ = true;
+    }
+    bool is_refused = false;
+    absl::StatusOr<ContributionOutcome> outcome = task_.statistics->Merge(
+        contribution.key, *part_, contribution.averaging_constant,
+        [&](int64_t memory_bytes) -> absl::Status {
+          merge_bytes_ = memory_bytes;
+          absl::Status status = ReserveMerge();
+          is_refused = !status.ok();
+          return status;
+        });
+    // Reserve waits for it, and then this is tried again.
+    if (is_refused &&
+        core::ErrorRetryAfter(outcome.status()) > absl::ZeroDuration()) {
+      return absl::OkStatus();
+    }
+    merge_lease_.Release();
+    part_.reset();
     if (!outcome.ok()) {
       // Neither an unavailable store nor a corrupt row is the request's fault.
       const bool at_fault = absl::IsFailedPrecondition(outcome.status()) ||
@@ -242,6 +261,10 @@ class CalibrateJob final : public TensorJob {
   // The statistics were handed to the store.
   bool contributed_ = false;
   v1::CalibrateSummary summary_;
+  // What is contributed, and what merging it takes, once that is known.
+  absl::optional<core::StatisticsState> part_;
+  int64_t merge_bytes_ = 0;
+  MemoryBudget::Lease merge_lease_;
   // Of all contributions, with a spec.
   StoredStatistics stored_;
   MemoryBudget::Lease stored_lease_;

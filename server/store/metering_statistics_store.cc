@@ -17,12 +17,13 @@ MeteringStatisticsStore::MeteringStatisticsStore(
 
 MeteringStatisticsStore::~MeteringStatisticsStore() = default;
 
-absl::StatusOr<ContributionOutcome> MeteringStatisticsStore::Contribute(
+absl::StatusOr<ContributionOutcome> MeteringStatisticsStore::Merge(
     const ContributionKey& key, const core::StatisticsState& part,
-    double averaging_constant) {
+    double averaging_constant,
+    absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
   absl::StatusOr<ContributionOutcome> outcome = Measure(
       metrics_, StoreOperation::kContribute,
-      [&] { return inner_->Contribute(key, part, averaging_constant); });
+      [&] { return inner_->Merge(key, part, averaging_constant, proceed); });
   if (outcome.ok()) metrics_->Contribution(outcome->duplicate);
   return outcome;
 }

@@ -26,9 +26,10 @@ class MeteringStatisticsStore : public StatisticsStore {
                           Metrics* metrics);
   ~MeteringStatisticsStore() override;
 
-  absl::StatusOr<ContributionOutcome> Contribute(
+  absl::StatusOr<ContributionOutcome> Merge(
       const ContributionKey& key, const core::StatisticsState& part,
-      double averaging_constant) override;
+      double averaging_constant,
+      absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) override;
   absl::StatusOr<StoredStatistics> ReadStatistics(
       const EncodingKey& key,
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) override;

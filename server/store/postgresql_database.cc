@@ -234,6 +234,31 @@ constexpr std::array<const char*, kPostgresqlSchemaVersion> kMigrations = {
             + size_bytes)::BIGINT,
           MAX(update_time_us))
         FROM statistics GROUP BY model, revision, hashtext(tensor) & 15;
+    )sql",
+    // What follows the body of a row of `statistics`, see statistics_pieces.h.
+    R"sql(
+      CREATE TABLE statistics_pieces (
+        model TEXT COLLATE "C" NOT NULL,
+        revision TEXT COLLATE "C" NOT NULL,
+        tensor TEXT COLLATE "C" NOT NULL,
+        source TEXT COLLATE "C" NOT NULL,
+        sequence BIGINT NOT NULL,
+        piece BIGINT NOT NULL,
+        checksum BIGINT NOT NULL,
+        bytes BYTEA NOT NULL,
+        PRIMARY KEY (model, revision, tensor, source, sequence, piece)
+      );
+      ALTER TABLE statistics_pieces ALTER COLUMN bytes SET STORAGE EXTERNAL;
+      CREATE FUNCTION quantd_delete_pieces() RETURNS TRIGGER
+      LANGUAGE plpgsql AS $$
+      BEGIN
+        DELETE FROM statistics_pieces WHERE model = OLD.model
+          AND revision = OLD.revision AND tensor = OLD.tensor
+          AND source = OLD.source;
+        RETURN NULL;
+      END $$;
+      CREATE TRIGGER statistics_delete_pieces AFTER DELETE ON statistics
+        FOR EACH ROW EXECUTE FUNCTION quantd_delete_pieces();
     )sql"};
 
 struct FreeResult {
@@ -360,6 +385,8 @@ class PostgresqlConnection final : public SqlConnection {
 
   std::unique_ptr<SqlStatement> Prepare(const char* sql) override;
   absl::Status LockTensor(const EncodingKey& key) override;
+  absl::Status LockSource(const EncodingKey& key,
+                          absl::string_view source) override;
   absl::Status LockQuota(absl::string_view scope) override;
   absl::StatusOr<int64_t> NextGeneration() override;
   absl::Status Announce() override;
@@ -565,6 +592,13 @@ absl::Status PostgresqlConnection::LockTensor(const EncodingKey& key) {
   const std::string name =
       absl::StrCat(key.model, "\n", key.revision, "\n", key.tensor);
   return LockName(name, "cannot lock a tensor");
+}
+
+absl::Status PostgresqlConnection::LockSource(const EncodingKey& key,
+                                              absl::string_view source) {
+  const std::string name = absl::StrCat(key.model, "\n", key.revision, "\n",
+                                        key.tensor, "\n", source);
+  return LockName(name, "cannot lock a source");
 }
 
 absl::Status PostgresqlConnection::LockQuota(absl::string_view scope) {

@@ -59,6 +59,11 @@ class SqlConnection {
   // Errors: STORE_UNAVAILABLE.
   virtual absl::Status LockTensor(const EncodingKey& key) = 0;
 
+  // The same for one source of its statistics: before the tensor's lock.
+  // Errors: STORE_UNAVAILABLE.
+  virtual absl::Status LockSource(const EncodingKey& key,
+                                  absl::string_view source) = 0;
+
   // The same for a quota, by its scope: after all tensors' locks, and in order
   // of scope, so that nobody waits in a circle.
   // Errors: STORE_UNAVAILABLE.

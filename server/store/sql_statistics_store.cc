@@ -1,7 +1,8 @@
 #include "server/store/sql_statistics_store.h"
 
-#include <xxhash.h>
+#include <google/protobuf/io/coded_stream.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -18,25 +19,45 @@
 #include "absl/types/optional.h"
 #include "core/errors.h"
 #include "quantd/v1/statistics.pb.h"
+#include "server/store/row_checksum.h"
 #include "server/store/sql_usage.h"
+#include "server/store/statistics_pieces.h"
 #include "server/wire/statistics_proto.h"
 
 namespace quantd::server {
 namespace {
 
-// What Row is read from.
-#define QUANTD_ROW_COLUMNS                                                    \
-  "source, sequence, update_time_us, size_bytes, mantissa_bits, block_size, " \
-  "shape, body_checksum, checksum"
+// What ReadHead reads.
+#define QUANTD_ROW_COLUMNS                                               \
+  "statistics.source, statistics.sequence, update_time_us, size_bytes, " \
+  "mantissa_bits, block_size, shape, body_checksum, statistics.checksum"
+#define QUANTD_OF_SOURCE \
+  "WHERE model = $1 AND revision = $2 AND tensor = $3 AND source = $4"
 
-constexpr char kSelect[] = "SELECT " QUANTD_ROW_COLUMNS
-                           ", averages, body FROM statistics "
-                           "WHERE model = $1 AND revision = $2 AND tensor = $3 "
-                           "AND source = $4";
+// With the sizes of what merging reads at once.
+constexpr char kSelectHead[] =
+    "SELECT " QUANTD_ROW_COLUMNS
+    ", CAST(length(body) AS BIGINT), "
+    "(SELECT CAST(COALESCE(MAX(length(bytes)), 0) "
+    "AS BIGINT) FROM statistics_pieces " QUANTD_OF_SOURCE
+    ") "
+    "FROM statistics " QUANTD_OF_SOURCE;
+constexpr char kSelectBody[] =
+    "SELECT averages, body FROM statistics " QUANTD_OF_SOURCE;
+// A row per source and piece; the large columns of a source with the first.
 constexpr char kSelectAll[] =
     "SELECT " QUANTD_ROW_COLUMNS
-    ", averages, body FROM statistics "
-    "WHERE model = $1 AND revision = $2 AND tensor = $3 ORDER BY source";
+    ", CASE WHEN COALESCE(pieces.piece, 0) = 0 THEN averages END, "
+    "CASE WHEN COALESCE(pieces.piece, 0) = 0 THEN body END, "
+    "COALESCE(pieces.piece, -1), pieces.checksum, pieces.bytes "
+    "FROM statistics LEFT JOIN statistics_pieces AS pieces "
+    "ON pieces.model = statistics.model "
+    "AND pieces.revision = statistics.revision "
+    "AND pieces.tensor = statistics.tensor "
+    "AND pieces.source = statistics.source "
+    "AND pieces.sequence = statistics.sequence "
+    "WHERE statistics.model = $1 AND statistics.revision = $2 "
+    "AND statistics.tensor = $3 ORDER BY statistics.source, pieces.piece";
 // Another source's row, without the large columns.
 constexpr char kSelectOther[] =
     "SELECT " QUANTD_ROW_COLUMNS
@@ -44,11 +65,9 @@ constexpr char kSelectOther[] =
     "WHERE model = $1 AND revision = $2 AND tensor = $3 AND source <> $4 "
     "LIMIT 1";
 constexpr char kSelectReplaced[] =
-    "SELECT principal, size_bytes FROM statistics "
-    "WHERE model = $1 AND revision = $2 AND tensor = $3 AND source = $4";
+    "SELECT principal, size_bytes FROM statistics " QUANTD_OF_SOURCE;
 constexpr char kSelectChecksum[] =
-    "SELECT checksum FROM statistics "
-    "WHERE model = $1 AND revision = $2 AND tensor = $3 AND source = $4";
+    "SELECT checksum FROM statistics " QUANTD_OF_SOURCE;
 constexpr char kUpsert[] =
     "INSERT INTO statistics (model, revision, tensor, source, "
     "sequence, update_time_us, size_bytes, mantissa_bits, block_size, shape, "
@@ -74,6 +93,7 @@ constexpr char kDelete[] =
     "DELETE FROM statistics WHERE model = $1 AND revision = $2 AND tensor = $3 "
     "AND ($4 = '' OR source = $4) RETURNING sequence";
 
+#undef QUANTD_OF_SOURCE
 #undef QUANTD_ROW_COLUMNS
 
 // The columns of a row that are small.
@@ -81,21 +101,13 @@ struct RowHead {
   std::string source;
   int64_t sequence = 0;
   int64_t update_time_us = 0;
-  // Of averages and body.
+  // Of averages, body and pieces.
   int64_t size_bytes = 0;
   int64_t mantissa_bits = 0;
   std::vector<int64_t> block_size;
   std::vector<int64_t> shape;
-  // Of averages and body.
+  // Of averages, body and pieces.
   uint64_t body_checksum = 0;
-};
-
-// What a source has contributed.
-struct SourceState {
-  RowHead head;
-  uint64_t checksum = 0;
-  core::StatisticsState state;
-  std::vector<core::Extremes> averages;
 };
 
 // Plain numbers in the order of this machine's bytes, which is that of all
@@ -115,44 +127,23 @@ std::vector<T> Unpack(absl::string_view bytes) {
   return values;
 }
 
-// XXH3-64 of pieces; their sizes are hashed with them, so that no two run
-// together.
-uint64_t Hash(std::initializer_list<absl::string_view> pieces) {
-  const std::unique_ptr<XXH3_state_t, XXH_errorcode (*)(XXH3_state_t*)> state(
-      XXH3_createState(), &XXH3_freeState);
-  XXH3_64bits_reset(state.get());
-  for (const absl::string_view piece : pieces) {
-    const uint64_t size = piece.size();
-    XXH3_64bits_update(state.get(), &size, sizeof(size));
-    XXH3_64bits_update(state.get(), piece.data(), piece.size());
-  }
-  return XXH3_64bits_digest(state.get());
-}
-
 uint64_t HeadChecksum(const EncodingKey& key, const RowHead& head) {
   const std::vector<int64_t> numbers = {
       head.sequence, head.update_time_us, head.size_bytes, head.mantissa_bits,
       static_cast<int64_t>(head.body_checksum)};
-  return Hash({key.model, key.revision, key.tensor, head.source, Pack(numbers),
-               Pack(head.block_size), Pack(head.shape)});
+  return RowChecksum::Of({key.model, key.revision, key.tensor, head.source,
+                          Pack(numbers), Pack(head.block_size),
+                          Pack(head.shape)});
 }
 
 absl::Status NotFound(const EncodingKey& key) {
   return core::StatisticsNotFoundError(key.model, key.revision, key.tensor);
 }
 
-absl::Status Corrupt(const EncodingKey& key, absl::string_view source,
-                     absl::string_view what) {
-  return core::StoreCorruptError(absl::StrCat(
-      "the statistics of source \"", source, "\" for tensor \"", key.tensor,
-      "\" of model \"", key.model, "\", revision \"", key.revision, "\" ", what,
-      "; delete them and contribute again"));
-}
-
 // The small columns of a row.
 // Errors: STORE_CORRUPT.
 absl::StatusOr<RowHead> ReadHead(const EncodingKey& key,
-                                 const SqlStatement& row, uint64_t* checksum) {
+                                 const SqlStatement& row) {
   RowHead head;
   head.source = std::string(row.Bytes(0));
   head.sequence = row.Int(1);
@@ -162,42 +153,101 @@ absl::StatusOr<RowHead> ReadHead(const EncodingKey& key,
   head.block_size = Unpack<int64_t>(row.Bytes(5));
   head.shape = Unpack<int64_t>(row.Bytes(6));
   head.body_checksum = static_cast<uint64_t>(row.Int(7));
-  *checksum = static_cast<uint64_t>(row.Int(8));
-  if (*checksum != HeadChecksum(key, head)) {
-    return Corrupt(key, head.source, "fail their checksum");
+  if (static_cast<uint64_t>(row.Int(8)) != HeadChecksum(key, head)) {
+    return SourceCorruptError(key, head.source, "fail their checksum");
   }
   return head;
 }
 
-// A row of kSelect or kSelectAll.
+// What a source has contributed, as it is read row by row.
+class SourceReader {
+ public:
+  SourceReader(const EncodingKey& key, RowHead head)
+      : key_(key), head_(std::move(head)) {}
+
+  const RowHead& head() const { return head_; }
+
+  // Takes a row of kSelectAll.
+  // Errors: STORE_CORRUPT.
+  absl::Status Add(const SqlStatement& row) {
+    if (!checksum_.has_value()) {
+      averages_ = Unpack<core::Extremes>(row.Bytes(9));
+      checksum_.emplace(row.Bytes(9), row.Bytes(10));
+      if (absl::Status s = Append(row.Bytes(10)); !s.ok()) return s;
+    }
+    const int64_t piece = row.Int(11);
+    if (piece < 0) return absl::OkStatus();
+    const auto checksum = static_cast<uint64_t>(row.Int(12));
+    if (checksum != PieceChecksum({key_, head_.source, head_.sequence}, piece,
+                                  row.Bytes(13))) {
+      return Corrupt("fail their checksum");
+    }
+    checksum_->AddPiece(checksum);
+    return Append(row.Bytes(13));
+  }
+
+  // After the last row.
+  // Errors: STORE_CORRUPT.
+  absl::Status Finish(core::StatisticsState* state,
+                      std::vector<core::Extremes>* averages) {
+    if (head_.body_checksum != checksum_->Get()) {
+      return Corrupt("fail their checksum");
+    }
+    absl::StatusOr<core::StatisticsState> read = StateFromProto(message_);
+    if (!read.ok()) {
+      return Corrupt(absl::StrCat("are invalid: ", read.status().message()));
+    }
+    if (static_cast<int64_t>(averages_.size()) !=
+        read->statistics.scale_count()) {
+      return Corrupt("lack their averages");
+    }
+    *state = *std::move(read);
+    *averages = std::move(averages_);
+    return absl::OkStatus();
+  }
+
+  absl::Status Corrupt(absl::string_view what) const {
+    return SourceCorruptError(key_, head_.source, what);
+  }
+
+ private:
+  absl::Status Append(absl::string_view bytes) {
+    google::protobuf::io::CodedInputStream stream(
+        reinterpret_cast<const uint8_t*>(bytes.data()),
+        static_cast<int>(bytes.size()));
+    return message_.MergeFromCodedStream(&stream) &&
+                   stream.ConsumedEntireMessage()
+               ? absl::OkStatus()
+               : Corrupt("do not decode");
+  }
+
+  const EncodingKey& key_;
+  const RowHead head_;
+  // From the first row on.
+  absl::optional<BodyChecksum> checksum_;
+  std::vector<core::Extremes> averages_;
+  v1::StatisticsState message_;
+};
+
+// Adds a source that was read to its end.
 // Errors: STORE_CORRUPT.
-absl::StatusOr<SourceState> ReadSource(const EncodingKey& key,
-                                       const SqlStatement& row) {
-  SourceState source;
-  absl::StatusOr<RowHead> head = ReadHead(key, row, &source.checksum);
-  if (!head.ok()) return head.status();
-  source.head = *std::move(head);
-  const absl::string_view averages = row.Bytes(9);
-  const absl::string_view body = row.Bytes(10);
-  if (source.head.body_checksum != Hash({averages, body})) {
-    return Corrupt(key, source.head.source, "fail their checksum");
+absl::Status AddSource(SourceReader* reader, StoredStatistics* stored) {
+  core::StatisticsState state;
+  std::vector<core::Extremes> averages;
+  if (absl::Status s = reader->Finish(&state, &averages); !s.ok()) return s;
+  if (stored->sources.empty()) {
+    stored->state = std::move(state);
+    stored->moving_average = std::move(averages);
+  } else {
+    absl::Status status = core::MergeState(state, &stored->state);
+    // They were checked when they were written.
+    if (!status.ok()) return reader->Corrupt(status.message());
+    stored->moving_average.clear();
   }
-  v1::StatisticsState message;
-  if (!message.ParseFromArray(body.data(), static_cast<int>(body.size()))) {
-    return Corrupt(key, source.head.source, "do not decode");
-  }
-  absl::StatusOr<core::StatisticsState> state = StateFromProto(message);
-  if (!state.ok()) {
-    return Corrupt(key, source.head.source,
-                   absl::StrCat("are invalid: ", state.status().message()));
-  }
-  source.state = *std::move(state);
-  source.averages = Unpack<core::Extremes>(averages);
-  if (static_cast<int64_t>(source.averages.size()) !=
-      source.state.statistics.scale_count()) {
-    return Corrupt(key, source.head.source, "lack their averages");
-  }
-  return source;
+  const RowHead& head = reader->head();
+  stored->sources.push_back({head.source, static_cast<uint64_t>(head.sequence),
+                             absl::FromUnixMicros(head.update_time_us)});
+  return absl::OkStatus();
 }
 
 // Moves by `constant` of the difference to the extremes of a contribution.
@@ -216,14 +266,286 @@ void MoveAverages(absl::Span<const core::Extremes> part, double constant,
 }
 
 // What CheckMergeable looks at, from the columns of a row.
-core::StatisticsState Outline(const RowHead& head) {
+core::StatisticsState Outline(const RowHead& head,
+                              const core::ElementCounts& counts) {
   core::StatisticsState outline;
   outline.block_size = head.block_size;
   outline.shape = head.shape;
-  outline.statistics =
-      core::TensorStatistics(1, static_cast<int>(head.mantissa_bits));
+  outline.statistics = core::TensorStatistics::FromParts(
+      counts, {}, {}, static_cast<int>(head.mantissa_bits), {});
   return outline;
 }
+
+// What merging holds beside `part`: the outlines of all, a piece that is read,
+// one that is written, and the histogram between them. A serialized bin of few
+// bytes takes dozens as a message.
+// `stored_bytes`  of the row's body and its largest piece.
+int64_t MergeMemoryBytes(const core::TensorStatistics& part,
+                         int64_t stored_bytes) {
+  constexpr int64_t kOutlineBytesPerScale = 256;
+  constexpr int64_t kMemoryPerWrittenByte = 10;
+  constexpr int64_t kMessagePerHistogramByte = 5;
+  constexpr int64_t kMemoryPerStoredByte = 16;
+  int64_t largest = 0;
+  for (const core::Histogram& histogram : part.histograms()) {
+    largest = std::max(largest, histogram.memory_bytes());
+  }
+  const int64_t written_bytes =
+      std::min(kStatisticsPieceBytes, part.memory_bytes() + stored_bytes);
+  return kOutlineBytesPerScale * part.scale_count() +
+         kMemoryPerWrittenByte * written_bytes +
+         kMessagePerHistogramByte * largest +
+         kMemoryPerStoredByte * stored_bytes;
+}
+
+// A contribution in the transaction that writes it.
+class Merger {
+ public:
+  Merger(SqlConnection* connection, const ContributionKey& key,
+         const core::StatisticsState& part, double averaging_constant)
+      : connection_(*connection),
+        key_(key),
+        part_(part),
+        averaging_constant_(averaging_constant) {}
+
+  // Reads what the source has; answers whether the contribution is counted
+  // there already, and by which sequence.
+  absl::StatusOr<absl::optional<int64_t>> ReadBefore() {
+    const std::unique_ptr<SqlStatement> row = Select(kSelectHead);
+    absl::StatusOr<bool> found = row->Step(kWhat);
+    if (!found.ok()) return found.status();
+    if (!*found) return absl::nullopt;
+    absl::StatusOr<RowHead> head = ReadHead(key_.tensor, *row);
+    if (!head.ok()) return head.status();
+    if (static_cast<int64_t>(key_.sequence) <= head->sequence) {
+      return head->sequence;
+    }
+    before_checksum_ = static_cast<uint64_t>(row->Int(8));
+    stored_bytes_ = row->Int(9) + row->Int(10);
+    before_ = *std::move(head);
+    return absl::nullopt;
+  }
+
+  int64_t memory_bytes() const {
+    return MergeMemoryBytes(part_.statistics, stored_bytes_);
+  }
+
+  // Writes the source's new pieces and row; false, and nothing is to be
+  // committed, where the row is not any more what was read.
+  // Errors: STATISTICS_MISMATCH, STATISTICS_TOO_LARGE, QUOTA_EXCEEDED,
+  // STORE_CORRUPT, STORE_UNAVAILABLE.
+  absl::StatusOr<bool> Write(int64_t limit_bytes) {
+    if (!before_.has_value()) return WriteFirst(limit_bytes);
+    absl::StatusOr<bool> written = WriteMerged(limit_bytes);
+    // Who deletes the source meanwhile takes pieces away that were to be read.
+    if (absl::IsDataLoss(written.status()) &&
+        connection_.LockTensor(key_.tensor).ok() &&
+        !IsUnchanged().value_or(true)) {
+      return false;
+    }
+    return written;
+  }
+
+ private:
+  static constexpr absl::string_view kWhat = "cannot contribute statistics";
+
+  // Whether the row that was read is there, or none still.
+  absl::StatusOr<bool> IsUnchanged() {
+    const std::unique_ptr<SqlStatement> row = Select(kSelectChecksum);
+    absl::StatusOr<bool> found = row->Step(kWhat);
+    if (!found.ok()) return found.status();
+    // The checksum covers the sequence, and tells a row from one that came
+    // after it was deleted.
+    return *found == before_.has_value() &&
+           (!*found || static_cast<uint64_t>(row->Int(0)) == before_checksum_);
+  }
+
+  absl::Status CheckOthers() {
+    const std::unique_ptr<SqlStatement> row = Select(kSelectOther);
+    absl::StatusOr<bool> found = row->Step(kWhat);
+    if (!found.ok()) return found.status();
+    // Any one will do: all that are there go together.
+    if (!*found) return absl::OkStatus();
+    absl::StatusOr<RowHead> other = ReadHead(key_.tensor, *row);
+    if (!other.ok()) return other.status();
+    return core::CheckMergeable(Outline(*other, {}), part_);
+  }
+
+  std::unique_ptr<SqlStatement> Select(const char* sql) {
+    std::unique_ptr<SqlStatement> row = connection_.Prepare(sql);
+    row->BindKey(key_.tensor);
+    row->BindText(4, key_.source);
+    return row;
+  }
+
+  SourceVersion VersionOf(uint64_t sequence) const {
+    return {key_.tensor, key_.source, static_cast<int64_t>(sequence)};
+  }
+
+  absl::Status Corrupt(absl::string_view what) const {
+    return SourceCorruptError(key_.tensor, key_.source, what);
+  }
+
+  core::StatisticsState PartOutline() const {
+    return {part_.block_size, part_.shape,
+            part_.statistics.WithoutHistograms()};
+  }
+
+  absl::StatusOr<bool> WriteFirst(int64_t limit_bytes) {
+    const absl::Span<const core::Extremes> extremes =
+        part_.statistics.extremes();
+    const std::string averages =
+        Pack(std::vector<core::Extremes>(extremes.begin(), extremes.end()));
+    const std::string body = BodyOf(PartOutline());
+    BodyChecksum checksum(averages, body);
+    PieceWriter writer(&connection_, VersionOf(key_.sequence), &checksum);
+    for (const core::Histogram& histogram : part_.statistics.histograms()) {
+      if (absl::Status s = writer.Add(histogram); !s.ok()) return s;
+    }
+    if (absl::Status s = writer.Flush(); !s.ok()) return s;
+    return WriteRow(part_.shape, averages, body, checksum, limit_bytes,
+                    &writer);
+  }
+
+  absl::StatusOr<bool> WriteMerged(int64_t limit_bytes) {
+    v1::StatisticsState message;
+    std::vector<core::Extremes> averages;
+    absl::optional<BodyChecksum> read_checksum;
+    {
+      const std::unique_ptr<SqlStatement> row = Select(kSelectBody);
+      absl::StatusOr<bool> found = row->Step(kWhat);
+      if (!found.ok()) return found.status();
+      if (!*found) return Corrupt("are there and not there");
+      const absl::string_view body = row->Bytes(1);
+      averages = Unpack<core::Extremes>(row->Bytes(0));
+      read_checksum.emplace(row->Bytes(0), body);
+      if (!message.ParseFromArray(body.data(), static_cast<int>(body.size()))) {
+        return Corrupt("do not decode");
+      }
+    }
+    absl::StatusOr<core::StatisticsState> outline = OutlineFromProto(message);
+    if (!outline.ok()) {
+      return Corrupt(absl::StrCat("are invalid: ", outline.status().message()));
+    }
+    absl::Status status = core::CheckMergeable(
+        Outline(*before_, outline->statistics.counts()), part_);
+    if (!status.ok()) return status;
+    const int64_t scale_count = part_.statistics.scale_count();
+    if (outline->statistics.scale_count() != scale_count ||
+        static_cast<int64_t>(averages.size()) != scale_count) {
+      return Corrupt("lack scale indices");
+    }
+    const auto stored_count =
+        static_cast<uint64_t>(outline->statistics.counts().total);
+    status = core::MergeState(PartOutline(), &*outline);
+    if (!status.ok()) return status;
+    MoveAverages(part_.statistics.extremes(), averaging_constant_, &averages);
+    const std::string packed_averages = Pack(averages);
+    const std::string body = BodyOf(*outline);
+
+    BodyChecksum checksum(packed_averages, body);
+    PieceReader reader(&connection_,
+                       VersionOf(static_cast<uint64_t>(before_->sequence)),
+                       std::move(message), &*read_checksum);
+    PieceWriter writer(&connection_, VersionOf(key_.sequence), &checksum);
+    for (const core::Histogram& more : part_.statistics.histograms()) {
+      absl::StatusOr<const v1::Histogram*> stored = reader.Next();
+      if (!stored.ok()) return stored.status();
+      if (*stored == nullptr) return Corrupt("lack histograms");
+      absl::StatusOr<core::Histogram> histogram =
+          HistogramFromProto(**stored, more.mantissa_bits(), stored_count);
+      if (!histogram.ok()) {
+        return Corrupt(
+            absl::StrCat("are invalid: ", histogram.status().message()));
+      }
+      histogram->Merge(more);
+      if (absl::Status s = writer.Add(*histogram); !s.ok()) return s;
+    }
+    absl::StatusOr<const v1::Histogram*> end = reader.Next();
+    if (!end.ok()) return end.status();
+    if (*end != nullptr || read_checksum->Get() != before_->body_checksum) {
+      return Corrupt("fail their checksum");
+    }
+    if (absl::Status s = writer.Flush(); !s.ok()) return s;
+    return WriteRow(outline->shape, packed_averages, body, checksum,
+                    limit_bytes, &writer);
+  }
+
+  std::string BodyOf(const core::StatisticsState& outline) const {
+    v1::StatisticsState message;
+    OutlineToProto(outline, part_.statistics.mantissa_bits(), &message);
+    return message.SerializeAsString();
+  }
+
+  // After the pieces: until here only the source was locked, so that others of
+  // the tensor were merged meanwhile.
+  absl::StatusOr<bool> WriteRow(const std::vector<int64_t>& shape,
+                                absl::string_view averages,
+                                absl::string_view body,
+                                const BodyChecksum& checksum,
+                                int64_t limit_bytes, PieceWriter* writer) {
+    absl::Status status = connection_.LockTensor(key_.tensor);
+    if (!status.ok()) return status;
+    absl::StatusOr<bool> unchanged = IsUnchanged();
+    if (!unchanged.ok() || !*unchanged) return unchanged;
+    if (absl::Status s = CheckOthers(); !s.ok()) return s;
+    RowHead head;
+    head.source = key_.source;
+    head.sequence = static_cast<int64_t>(key_.sequence);
+    head.update_time_us = absl::ToUnixMicros(absl::Now());
+    head.size_bytes = static_cast<int64_t>(averages.size() + body.size()) +
+                      writer->size_bytes();
+    head.mantissa_bits = part_.statistics.mantissa_bits();
+    head.block_size = part_.block_size;
+    head.shape = shape;
+    head.body_checksum = checksum.Get();
+    if (head.size_bytes > limit_bytes) {
+      return core::StatisticsTooLargeError(
+          limit_bytes, head.size_bytes,
+          "contribute with a coarser granularity or fewer mantissa bits");
+    }
+    const WriteAccount& account = key_.account;
+    ReplacedRow replaced;
+    if (!account.quotas.empty()) {
+      const std::unique_ptr<SqlStatement> row = Select(kSelectReplaced);
+      absl::StatusOr<bool> found = row->Step(kWhat);
+      if (!found.ok()) return found.status();
+      if (*found) replaced = {true, std::string(row->Bytes(0)), row->Int(1)};
+    }
+    const std::string packed_block_size = Pack(head.block_size);
+    const std::string packed_shape = Pack(head.shape);
+    {
+      const std::unique_ptr<SqlStatement> row = connection_.Prepare(kUpsert);
+      row->BindKey(key_.tensor);
+      row->BindText(4, head.source);
+      row->BindInt(5, head.sequence);
+      row->BindInt(6, head.update_time_us);
+      row->BindInt(7, head.size_bytes);
+      row->BindInt(8, head.mantissa_bits);
+      row->BindBytes(9, packed_block_size);
+      row->BindBytes(10, packed_shape);
+      row->BindInt(11, static_cast<int64_t>(head.body_checksum));
+      row->BindInt(12, static_cast<int64_t>(HeadChecksum(key_.tensor, head)));
+      row->BindBytes(13, averages);
+      row->BindBytes(14, body);
+      row->BindText(15, account.principal);
+      if (absl::Status s = row->Step(kWhat).status(); !s.ok()) return s;
+    }
+    if (absl::Status s = writer->DeleteOthers(); !s.ok()) return s;
+    status = CheckQuotas(connection_, account, replaced, head.size_bytes);
+    if (!status.ok()) return status;
+    return true;
+  }
+
+  SqlConnection& connection_;
+  const ContributionKey& key_;
+  const core::StatisticsState& part_;
+  const double averaging_constant_;
+  // The row that is there, if any, and what it and its largest piece take.
+  absl::optional<RowHead> before_;
+  uint64_t before_checksum_ = 0;
+  int64_t stored_bytes_ = 0;
+};
 
 }  // namespace
 
@@ -231,140 +553,45 @@ SqlStatisticsStore::SqlStatisticsStore(std::shared_ptr<SqlDatabase> database,
                                        int64_t limit_bytes)
     : database_(std::move(database)), limit_bytes_(limit_bytes) {}
 
-absl::StatusOr<ContributionOutcome> SqlStatisticsStore::Contribute(
+absl::StatusOr<ContributionOutcome> SqlStatisticsStore::Merge(
     const ContributionKey& key, const core::StatisticsState& part,
-    double averaging_constant) {
-  constexpr absl::string_view kWhat = "cannot contribute statistics";
-  const auto sequence = static_cast<int64_t>(key.sequence);
-  while (true) {
-    absl::optional<SourceState> before;
-    ContributionOutcome outcome{key.sequence, false};
-    const auto read = [&](SqlConnection& connection) -> absl::Status {
-      const std::unique_ptr<SqlStatement> row = connection.Prepare(kSelect);
-      row->BindKey(key.tensor);
-      row->BindText(4, key.source);
-      absl::StatusOr<bool> found = row->Step(kWhat);
-      if (!found.ok()) return found.status();
-      if (!*found) return absl::OkStatus();
-      uint64_t checksum;
-      absl::StatusOr<RowHead> head = ReadHead(key.tensor, *row, &checksum);
-      if (!head.ok()) return head.status();
-      if (sequence <= head->sequence) {
-        outcome = {static_cast<uint64_t>(head->sequence), true};
-        return absl::OkStatus();
-      }
-      absl::StatusOr<SourceState> source = ReadSource(key.tensor, *row);
-      if (!source.ok()) return source.status();
-      before = *std::move(source);
-      return absl::OkStatus();
-    };
-    if (absl::Status s = database_->Read(read); !s.ok()) return s;
-    if (outcome.duplicate) return outcome;
-
-    const uint64_t before_checksum = before ? before->checksum : 0;
-    std::vector<core::Extremes> averages;
-    v1::StatisticsState message;
-    RowHead head;
-    head.source = key.source;
-    head.sequence = sequence;
-    head.mantissa_bits = part.statistics.mantissa_bits();
-    head.block_size = part.block_size;
-    head.shape = part.shape;
-    if (before.has_value()) {
-      absl::Status status = core::MergeState(part, &before->state);
-      if (!status.ok()) return status;
-      averages = std::move(before->averages);
-      MoveAverages(part.statistics.extremes(), averaging_constant, &averages);
-      head.shape = before->state.shape;
-      StateToProto(before->state, &message);
-    } else {
-      averages.assign(part.statistics.extremes().begin(),
-                      part.statistics.extremes().end());
-      StateToProto(part, &message);
-    }
-    const std::string packed_averages = Pack(averages);
-    head.size_bytes =
-        static_cast<int64_t>(packed_averages.size() + message.ByteSizeLong());
-    if (head.size_bytes > limit_bytes_) {
-      return core::StatisticsTooLargeError(
-          limit_bytes_, head.size_bytes,
-          "contribute with a coarser granularity or fewer mantissa bits");
-    }
-    const std::string body = message.SerializeAsString();
-    const std::string block_size = Pack(head.block_size);
-    const std::string shape = Pack(head.shape);
-    head.body_checksum = Hash({packed_averages, body});
-
-    bool overtaken = false;
-    const auto write = [&](SqlConnection& connection) -> absl::Status {
-      absl::Status locked = connection.LockTensor(key.tensor);
-      if (!locked.ok()) return locked;
-      {
-        const std::unique_ptr<SqlStatement> row =
-            connection.Prepare(kSelectChecksum);
-        row->BindKey(key.tensor);
-        row->BindText(4, key.source);
-        absl::StatusOr<bool> found = row->Step(kWhat);
-        if (!found.ok()) return found.status();
-        // The checksum covers the sequence, and tells a row from one that came
-        // after it was deleted.
-        overtaken =
-            *found != before.has_value() ||
-            (*found && static_cast<uint64_t>(row->Int(0)) != before_checksum);
-        if (overtaken) return absl::OkStatus();
-      }
-      {
-        const std::unique_ptr<SqlStatement> row =
-            connection.Prepare(kSelectOther);
-        row->BindKey(key.tensor);
-        row->BindText(4, key.source);
-        absl::StatusOr<bool> found = row->Step(kWhat);
-        if (!found.ok()) return found.status();
-        // Any one will do: all that are there go together.
-        if (*found) {
-          uint64_t checksum;
-          absl::StatusOr<RowHead> other = ReadHead(key.tensor, *row, &checksum);
-          if (!other.ok()) return other.status();
-          absl::Status status = core::CheckMergeable(Outline(*other), part);
-          if (!status.ok()) return status;
-        }
-      }
-      const WriteAccount& account = key.account;
-      ReplacedRow replaced;
-      if (!account.quotas.empty()) {
-        const std::unique_ptr<SqlStatement> row =
-            connection.Prepare(kSelectReplaced);
-        row->BindKey(key.tensor);
-        row->BindText(4, key.source);
-        absl::StatusOr<bool> found = row->Step(kWhat);
-        if (!found.ok()) return found.status();
-        if (*found) replaced = {true, std::string(row->Bytes(0)), row->Int(1)};
-      }
-      head.update_time_us = absl::ToUnixMicros(absl::Now());
-      absl::Status status;
-      {
-        const std::unique_ptr<SqlStatement> row = connection.Prepare(kUpsert);
-        row->BindKey(key.tensor);
-        row->BindText(4, head.source);
-        row->BindInt(5, head.sequence);
-        row->BindInt(6, head.update_time_us);
-        row->BindInt(7, head.size_bytes);
-        row->BindInt(8, head.mantissa_bits);
-        row->BindBytes(9, block_size);
-        row->BindBytes(10, shape);
-        row->BindInt(11, static_cast<int64_t>(head.body_checksum));
-        row->BindInt(12, static_cast<int64_t>(HeadChecksum(key.tensor, head)));
-        row->BindBytes(13, packed_averages);
-        row->BindBytes(14, body);
-        row->BindText(15, account.principal);
-        status = row->Step(kWhat).status();
-      }
-      if (!status.ok()) return status;
-      return CheckQuotas(connection, account, replaced, head.size_bytes);
-    };
-    if (absl::Status s = database_->Write(write); !s.ok()) return s;
-    if (!overtaken) return outcome;
-  }
+    double averaging_constant,
+    absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
+  ContributionOutcome outcome{key.sequence, false};
+  // Whether `merger` finds that it is counted already.
+  const auto is_duplicate = [&](Merger& merger) -> absl::StatusOr<bool> {
+    absl::StatusOr<absl::optional<int64_t>> counted = merger.ReadBefore();
+    if (!counted.ok()) return counted.status();
+    if (!counted->has_value()) return false;
+    outcome = {static_cast<uint64_t>(**counted), true};
+    return true;
+  };
+  // Mostly told without waiting for those that write.
+  const auto look = [&](SqlConnection& connection) -> absl::Status {
+    Merger merger(&connection, key, part, averaging_constant);
+    return is_duplicate(merger).status();
+  };
+  if (absl::Status s = database_->Read(look); !s.ok()) return s;
+  if (outcome.duplicate) return outcome;
+  const absl::Status overtaken = absl::AbortedError("overtaken");
+  const auto write = [&](SqlConnection& connection) -> absl::Status {
+    absl::Status status = connection.LockSource(key.tensor, key.source);
+    if (!status.ok()) return status;
+    Merger merger(&connection, key, part, averaging_constant);
+    absl::StatusOr<bool> duplicate = is_duplicate(merger);
+    if (!duplicate.ok() || *duplicate) return duplicate.status();
+    if (absl::Status s = proceed(merger.memory_bytes()); !s.ok()) return s;
+    absl::StatusOr<bool> written = merger.Write(limit_bytes_);
+    if (!written.ok()) return written.status();
+    return *written ? absl::OkStatus() : overtaken;
+  };
+  // Nobody but who deletes the source overtakes.
+  absl::Status status;
+  do {
+    status = database_->Write(write);
+  } while (status == overtaken);
+  if (!status.ok()) return status;
+  return outcome;
 }
 
 absl::StatusOr<StoredStatistics> SqlStatisticsStore::ReadStatistics(
@@ -375,34 +602,28 @@ absl::StatusOr<StoredStatistics> SqlStatisticsStore::ReadStatistics(
   constexpr int64_t kMemoryPerStoredByte = 8;
   StoredStatistics stored;
   const auto read = [&](SqlConnection& connection) -> absl::Status {
-    uint64_t checksum;
     const std::unique_ptr<SqlStatement> row = connection.Prepare(kSelectAll);
     row->BindKey(key);
+    absl::optional<SourceReader> reader;
     while (true) {
       absl::StatusOr<bool> found = row->Step("cannot read statistics");
       if (!found.ok()) return found.status();
-      if (!*found) break;
-      absl::StatusOr<RowHead> head = ReadHead(key, *row, &checksum);
-      if (!head.ok()) return head.status();
-      absl::Status proceeds = proceed(stored.state.statistics.memory_bytes() +
-                                      kMemoryPerStoredByte * head->size_bytes);
-      if (!proceeds.ok()) return proceeds;
-      absl::StatusOr<SourceState> source = ReadSource(key, *row);
-      if (!source.ok()) return source.status();
-      if (stored.sources.empty()) {
-        stored.state = std::move(source->state);
-        stored.moving_average = std::move(source->averages);
-      } else {
-        absl::Status status = core::MergeState(source->state, &stored.state);
-        // They were checked when they were written.
-        if (!status.ok()) {
-          return Corrupt(key, source->head.source, status.message());
-        }
-        stored.moving_average.clear();
+      if (reader.has_value() &&
+          (!*found || row->Bytes(0) != reader->head().source)) {
+        if (absl::Status s = AddSource(&*reader, &stored); !s.ok()) return s;
+        reader.reset();
       }
-      stored.sources.push_back(
-          {source->head.source, static_cast<uint64_t>(source->head.sequence),
-           absl::FromUnixMicros(source->head.update_time_us)});
+      if (!*found) break;
+      if (!reader.has_value()) {
+        absl::StatusOr<RowHead> head = ReadHead(key, *row);
+        if (!head.ok()) return head.status();
+        absl::Status proceeds =
+            proceed(stored.state.statistics.memory_bytes() +
+                    kMemoryPerStoredByte * head->size_bytes);
+        if (!proceeds.ok()) return proceeds;
+        reader.emplace(key, *std::move(head));
+      }
+      if (absl::Status s = reader->Add(*row); !s.ok()) return s;
     }
     return stored.sources.empty() ? NotFound(key) : absl::OkStatus();
   };

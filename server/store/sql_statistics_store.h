@@ -17,19 +17,21 @@
 
 namespace quantd::server {
 
-// A row per tensor and source. A contribution is merged in memory, outside of
-// any transaction, and replaces the row that it was merged with, or starts
-// over. Rows carry checksums over all of them; one that fails is STORE_CORRUPT
-// for its tensor, until its source is deleted. Thread-safe.
+// A row per tensor and source, and its histograms in rows of their own. A
+// contribution is merged histogram by histogram in the transaction that writes
+// it: a few of them are in memory at a time. Rows carry checksums over all of
+// them; one that fails is STORE_CORRUPT for its tensor, until its source is
+// deleted. Thread-safe.
 class SqlStatisticsStore : public StatisticsStore {
  public:
   // `limit_bytes`  what a row may take.
   SqlStatisticsStore(std::shared_ptr<SqlDatabase> database,
                      int64_t limit_bytes);
 
-  absl::StatusOr<ContributionOutcome> Contribute(
+  absl::StatusOr<ContributionOutcome> Merge(
       const ContributionKey& key, const core::StatisticsState& part,
-      double averaging_constant) override;
+      double averaging_constant,
+      absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) override;
   absl::StatusOr<StoredStatistics> ReadStatistics(
       const EncodingKey& key,
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) override;

@@ -218,6 +218,25 @@ constexpr std::array<const char*, kSqliteSchemaVersion> kMigrations = {
             + length(CAST(source AS BLOB)) + size_bytes),
           MAX(update_time_us)
         FROM statistics GROUP BY model, revision;
+    )sql",
+    // What follows the body of a row of `statistics`, see statistics_pieces.h.
+    R"sql(
+      CREATE TABLE statistics_pieces (
+        model TEXT NOT NULL,
+        revision TEXT NOT NULL,
+        tensor TEXT NOT NULL,
+        source TEXT NOT NULL,
+        sequence INTEGER NOT NULL,
+        piece INTEGER NOT NULL,
+        checksum INTEGER NOT NULL,
+        bytes BLOB NOT NULL,
+        PRIMARY KEY (model, revision, tensor, source, sequence, piece)
+      ) STRICT;
+      CREATE TRIGGER statistics_delete_pieces AFTER DELETE ON statistics BEGIN
+        DELETE FROM statistics_pieces WHERE model = OLD.model
+          AND revision = OLD.revision AND tensor = OLD.tensor
+          AND source = OLD.source;
+      END;
     )sql"};
 
 absl::Status SqliteError(absl::string_view what, int code,

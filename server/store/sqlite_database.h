@@ -26,7 +26,7 @@ namespace quantd::server {
 
 // The version that this program writes into PRAGMA user_version. Migrations
 // only go forward.
-constexpr int kSqliteSchemaVersion = 3;
+constexpr int kSqliteSchemaVersion = 4;
 
 // One SQLite handle with its prepared statements. Not thread-safe.
 class SqliteConnection : public SqlConnection {
@@ -42,6 +42,10 @@ class SqliteConnection : public SqlConnection {
   std::unique_ptr<SqlStatement> Prepare(const char* sql) override;
   // Every transaction that writes holds the lock of the whole file.
   absl::Status LockTensor(const EncodingKey& key) override {
+    return absl::OkStatus();
+  }
+  absl::Status LockSource(const EncodingKey& key,
+                          absl::string_view source) override {
     return absl::OkStatus();
   }
   absl::Status LockQuota(absl::string_view scope) override {

@@ -69,13 +69,23 @@ class StatisticsStore {
   // than the last one; durable when it returns, exactly once whatever fails in
   // between. The source's averaged extremes move by `averaging_constant` of the
   // difference to those of `part`; the first contribution sets them; a scale
-  // index without a finite element leaves them.
+  // index without a finite element leaves them. Calls `proceed` with what that
+  // will hold in memory beside `part`, which is little: it must not wait,
+  // because others do.
   // Errors: STATISTICS_MISMATCH (with any source of the tensor),
   // STATISTICS_TOO_LARGE (the source's state would exceed the limit of the
-  // store), QUOTA_EXCEEDED.
-  virtual absl::StatusOr<ContributionOutcome> Contribute(
+  // store), QUOTA_EXCEEDED; that of `proceed`: nothing has changed then.
+  virtual absl::StatusOr<ContributionOutcome> Merge(
       const ContributionKey& key, const core::StatisticsState& part,
-      double averaging_constant) = 0;
+      double averaging_constant,
+      absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) = 0;
+  // The same, whatever it takes.
+  absl::StatusOr<ContributionOutcome> Contribute(
+      const ContributionKey& key, const core::StatisticsState& part,
+      double averaging_constant) {
+    return Merge(key, part, averaging_constant,
+                 [](int64_t /*memory*/) { return absl::OkStatus(); });
+  }
 
   // Of all sources, of which there may be thousands: calls `proceed` before
   // each with what reading it will hold in memory, those before it included.

@@ -28,23 +28,6 @@ absl::Status Invalid(const Parts&... what) {
   return core::StatisticsInvalidError(absl::StrCat(what...));
 }
 
-void HistogramToProto(const core::Histogram& histogram, v1::Histogram* proto) {
-  uint32_t last_key = 0;
-  bool has_high = false;
-  histogram.ForEachBin([&](uint32_t key, const core::HistogramBin& bin) {
-    proto->add_key_delta(key - last_key);
-    last_key = key;
-    proto->add_count(bin.count);
-    proto->add_low_sum(bin.low_sum);
-    proto->add_low_square_sum(absl::Uint128Low64(bin.low_square_sum));
-    has_high |= absl::Uint128High64(bin.low_square_sum) != 0;
-  });
-  if (!has_high) return;
-  histogram.ForEachBin([&](uint32_t key, const core::HistogramBin& bin) {
-    proto->add_low_square_sum_high(absl::Uint128High64(bin.low_square_sum));
-  });
-}
-
 absl::StatusOr<core::ElementCounts> CountsFromProto(
     const v1::TensorStatistics& proto, int mantissa_bits) {
   const uint64_t limit = core::MaxElementCount(mantissa_bits);
@@ -107,60 +90,6 @@ absl::Status CheckMoments(const core::HistogramBin& bin, uint64_t lowest,
   return absl::OkStatus();
 }
 
-// `count_limit`  elements that the histogram has at most.
-absl::StatusOr<core::Histogram> HistogramFromProto(const v1::Histogram& proto,
-                                                   int mantissa_bits,
-                                                   uint64_t count_limit) {
-  const int size = proto.key_delta_size();
-  if (proto.count_size() != size || proto.low_sum_size() != size ||
-      proto.low_square_sum_size() != size ||
-      (proto.low_square_sum_high_size() != 0 &&
-       proto.low_square_sum_high_size() != size)) {
-    return Invalid("there are ", size, " keys, ", proto.count_size(),
-                   " counts, ", proto.low_sum_size(), " sums, ",
-                   proto.low_square_sum_size(), " and ",
-                   proto.low_square_sum_high_size(),
-                   " halves of sums of squares, expected as many of each, or "
-                   "no high halves");
-  }
-  const uint64_t highest = (uint64_t{1} << (23 - mantissa_bits)) - 1;
-  core::Histogram histogram(mantissa_bits);
-  uint64_t key = 0;
-  for (int i = 0; i < size; ++i) {
-    key += proto.key_delta(i);
-    if (i > 0 && proto.key_delta(i) == 0) {
-      return Invalid("key ", i, " is the one before, expected ascending keys");
-    }
-    if (key >> (9 + mantissa_bits) != 0) {
-      return Invalid("key ", i, " is ", key, ", expected at most ",
-                     9 + mantissa_bits, " bits");
-    }
-    const core::BinEdges edges =
-        core::HistogramBinEdges(static_cast<uint32_t>(key), mantissa_bits);
-    if (!std::isfinite(edges.low) || !std::isfinite(edges.high)) {
-      return Invalid("key ", i, " is ", key, ", which no finite element has");
-    }
-    const core::HistogramBin bin{
-        proto.count(i), proto.low_sum(i),
-        absl::MakeUint128(proto.low_square_sum_high_size() > 0
-                              ? proto.low_square_sum_high(i)
-                              : 0,
-                          proto.low_square_sum(i))};
-    if (bin.count == 0 || bin.count > count_limit) {
-      return Invalid("bin ", i, " has ", bin.count, " elements, expected 1 to ",
-                     count_limit, ", the finite ones that are left");
-    }
-    count_limit -= bin.count;
-    // -0 would be the first of its bin, but counts as +0.
-    const uint64_t lowest = edges.high == 0 && std::signbit(edges.high) ? 1 : 0;
-    if (absl::Status s = CheckMoments(bin, lowest, highest); !s.ok()) {
-      return Invalid("bin ", i, ": ", core::ErrorText(s));
-    }
-    histogram.AddBin(static_cast<uint32_t>(key), bin);
-  }
-  return histogram;
-}
-
 absl::StatusOr<core::Extremes> ExtremesFromProto(
     double min, double max, const core::Histogram& histogram) {
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
@@ -215,12 +144,12 @@ void StatisticsToProto(const core::TensorStatistics& statistics,
   proto->set_zero_count(counts.zero);
 }
 
-void StateToProto(const core::StatisticsState& state,
-                  v1::StatisticsState* proto) {
+void OutlineToProto(const core::StatisticsState& state, int mantissa_bits,
+                    v1::StatisticsState* proto) {
   const core::TensorStatistics& statistics = state.statistics;
   proto->Clear();
   proto->set_version(kVersion);
-  proto->set_mantissa_bits(statistics.mantissa_bits());
+  proto->set_mantissa_bits(mantissa_bits);
   for (const int64_t size : core::CanonicalBlockSize(state.block_size)) {
     proto->add_block_size(size);
   }
@@ -234,12 +163,87 @@ void StateToProto(const core::StatisticsState& state,
     proto->add_max(extremes.max);
     if (statistics.has_non_finite(i)) proto->add_non_finite_scale_index(i);
   }
-  for (const core::Histogram& histogram : statistics.histograms()) {
+}
+
+void HistogramToProto(const core::Histogram& histogram, v1::Histogram* proto) {
+  uint32_t last_key = 0;
+  bool has_high = false;
+  histogram.ForEachBin([&](uint32_t key, const core::HistogramBin& bin) {
+    proto->add_key_delta(key - last_key);
+    last_key = key;
+    proto->add_count(bin.count);
+    proto->add_low_sum(bin.low_sum);
+    proto->add_low_square_sum(absl::Uint128Low64(bin.low_square_sum));
+    has_high |= absl::Uint128High64(bin.low_square_sum) != 0;
+  });
+  if (!has_high) return;
+  histogram.ForEachBin([&](uint32_t key, const core::HistogramBin& bin) {
+    proto->add_low_square_sum_high(absl::Uint128High64(bin.low_square_sum));
+  });
+}
+
+void StateToProto(const core::StatisticsState& state,
+                  v1::StatisticsState* proto) {
+  OutlineToProto(state, state.statistics.mantissa_bits(), proto);
+  for (const core::Histogram& histogram : state.statistics.histograms()) {
     HistogramToProto(histogram, proto->add_histograms());
   }
 }
 
-absl::StatusOr<core::StatisticsState> StateFromProto(
+absl::StatusOr<core::Histogram> HistogramFromProto(const v1::Histogram& proto,
+                                                   int mantissa_bits,
+                                                   uint64_t count_limit) {
+  const int size = proto.key_delta_size();
+  if (proto.count_size() != size || proto.low_sum_size() != size ||
+      proto.low_square_sum_size() != size ||
+      (proto.low_square_sum_high_size() != 0 &&
+       proto.low_square_sum_high_size() != size)) {
+    return Invalid("there are ", size, " keys, ", proto.count_size(),
+                   " counts, ", proto.low_sum_size(), " sums, ",
+                   proto.low_square_sum_size(), " and ",
+                   proto.low_square_sum_high_size(),
+                   " halves of sums of squares, expected as many of each, or "
+                   "no high halves");
+  }
+  const uint64_t highest = (uint64_t{1} << (23 - mantissa_bits)) - 1;
+  core::Histogram histogram(mantissa_bits);
+  uint64_t key = 0;
+  for (int i = 0; i < size; ++i) {
+    key += proto.key_delta(i);
+    if (i > 0 && proto.key_delta(i) == 0) {
+      return Invalid("key ", i, " is the one before, expected ascending keys");
+    }
+    if (key >> (9 + mantissa_bits) != 0) {
+      return Invalid("key ", i, " is ", key, ", expected at most ",
+                     9 + mantissa_bits, " bits");
+    }
+    const core::BinEdges edges =
+        core::HistogramBinEdges(static_cast<uint32_t>(key), mantissa_bits);
+    if (!std::isfinite(edges.low) || !std::isfinite(edges.high)) {
+      return Invalid("key ", i, " is ", key, ", which no finite element has");
+    }
+    const core::HistogramBin bin{
+        proto.count(i), proto.low_sum(i),
+        absl::MakeUint128(proto.low_square_sum_high_size() > 0
+                              ? proto.low_square_sum_high(i)
+                              : 0,
+                          proto.low_square_sum(i))};
+    if (bin.count == 0 || bin.count > count_limit) {
+      return Invalid("bin ", i, " has ", bin.count, " elements, expected 1 to ",
+                     count_limit, ", the finite ones that are left");
+    }
+    count_limit -= bin.count;
+    // -0 would be the first of its bin, but counts as +0.
+    const uint64_t lowest = edges.high == 0 && std::signbit(edges.high) ? 1 : 0;
+    if (absl::Status s = CheckMoments(bin, lowest, highest); !s.ok()) {
+      return Invalid("bin ", i, ": ", core::ErrorText(s));
+    }
+    histogram.AddBin(static_cast<uint32_t>(key), bin);
+  }
+  return histogram;
+}
+
+absl::StatusOr<core::StatisticsState> OutlineFromProto(
     const v1::StatisticsState& proto) {
   if (proto.version() != kVersion) {
     return Invalid("the version is ", proto.version(), ", expected ", kVersion);
@@ -260,11 +264,9 @@ absl::StatusOr<core::StatisticsState> StateFromProto(
   if (!layout.ok()) return Invalid(core::ErrorText(layout.status()));
   // What is allocated from here on follows these lists, which are there.
   const int64_t scale_count = layout->scale_count();
-  if (proto.min_size() != scale_count || proto.max_size() != scale_count ||
-      proto.histograms_size() != scale_count) {
-    return Invalid("there are ", proto.min_size(), " minima, ",
-                   proto.max_size(), " maxima and ", proto.histograms_size(),
-                   " histograms, expected ", scale_count,
+  if (proto.min_size() != scale_count || proto.max_size() != scale_count) {
+    return Invalid("there are ", proto.min_size(), " minima and ",
+                   proto.max_size(), " maxima, expected ", scale_count,
                    " of each, one per scale index");
   }
 
@@ -293,12 +295,36 @@ absl::StatusOr<core::StatisticsState> StateFromProto(
   }
 
   std::vector<core::Extremes> extremes;
-  std::vector<core::Histogram> histograms;
   extremes.reserve(scale_count);
-  histograms.reserve(scale_count);
+  for (int i = 0; i < proto.min_size(); ++i) {
+    extremes.push_back({proto.min(i), proto.max(i)});
+  }
+  state.statistics = core::TensorStatistics::FromParts(
+      *counts, std::move(extremes), non_finite, /*mantissa_bits=*/0, {});
+  return state;
+}
+
+absl::StatusOr<core::StatisticsState> StateFromProto(
+    const v1::StatisticsState& proto) {
+  absl::StatusOr<core::StatisticsState> state = OutlineFromProto(proto);
+  if (!state.ok()) return state;
+  const core::TensorStatistics outline = std::move(state->statistics);
+  if (proto.histograms_size() != outline.scale_count()) {
+    return Invalid("there are ", proto.histograms_size(),
+                   " histograms, expected ", outline.scale_count(),
+                   ", one per scale index");
+  }
+  const int mantissa_bits = static_cast<int>(proto.mantissa_bits());
+  const core::ElementCounts& counts = outline.counts();
+  const int64_t non_finite_count =
+      counts.nan + counts.positive_infinity + counts.negative_infinity;
+  std::vector<core::Extremes> extremes;
+  std::vector<core::Histogram> histograms;
+  extremes.reserve(outline.scale_count());
+  histograms.reserve(outline.scale_count());
   const uint32_t zero_key = core::HistogramKey(0, mantissa_bits);
   uint64_t zero_bin_count = 0;
-  uint64_t room = counts->total - non_finite_count;
+  uint64_t room = counts.total - non_finite_count;
   for (int i = 0; i < proto.histograms_size(); ++i) {
     absl::StatusOr<core::Histogram> histogram =
         HistogramFromProto(proto.histograms(i), mantissa_bits, room);
@@ -321,16 +347,18 @@ absl::StatusOr<core::StatisticsState> StateFromProto(
   }
   if (room != 0) {
     return Invalid("the histograms lack ", room, " of the ",
-                   counts->total - non_finite_count, " finite elements");
+                   counts.total - non_finite_count, " finite elements");
   }
-  if (static_cast<uint64_t>(counts->zero) > zero_bin_count) {
-    return Invalid(counts->zero, " elements are zero, expected at most ",
+  if (static_cast<uint64_t>(counts.zero) > zero_bin_count) {
+    return Invalid(counts.zero, " elements are zero, expected at most ",
                    zero_bin_count, ", those of the bins of zero");
   }
-  state.statistics = core::TensorStatistics::FromParts(
-      *counts, std::move(extremes), non_finite, mantissa_bits,
-      std::move(histograms));
-  const core::Extremes overall = state.statistics.overall();
+  const std::vector<int64_t> non_finite(proto.non_finite_scale_index().begin(),
+                                        proto.non_finite_scale_index().end());
+  state->statistics =
+      core::TensorStatistics::FromParts(counts, std::move(extremes), non_finite,
+                                        mantissa_bits, std::move(histograms));
+  const core::Extremes overall = state->statistics.overall();
   const double min = overall.empty() ? 0 : overall.min;
   const double max = overall.empty() ? 0 : overall.max;
   if (proto.statistics().min() != min || proto.statistics().max() != max) {

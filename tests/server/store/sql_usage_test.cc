@@ -275,14 +275,18 @@ TEST_P(SqlUsageTest, WhatIsDeletedLeavesNoRevision) {
 TEST_P(SqlUsageTest, AStoreWithoutCountsGetsThem) {
   Churn(100);
   if (GetParam() == Backend::kSqlite) {
-    const std::vector<std::string> statements =
-        absl::StrSplit(kDropCounts, ';', absl::SkipWhitespace());
+    const std::vector<std::string> statements = absl::StrSplit(
+        absl::StrCat(kTakePieces, kDropCounts), ';', absl::SkipWhitespace());
     for (const std::string& sql : statements) {
       Execute(sql.c_str());
     }
   } else {
     for (const char* sql :
-         {"DROP TRIGGER encodings_count ON encodings",
+         {"DROP TRIGGER statistics_delete_pieces ON statistics",
+          "DROP FUNCTION quantd_delete_pieces",
+          "CREATE TABLE kept_pieces AS SELECT * FROM statistics_pieces",
+          "DROP TABLE statistics_pieces",
+          "DROP TRIGGER encodings_count ON encodings",
           "DROP TRIGGER statistics_count ON statistics",
           "DROP FUNCTION quantd_count_encoding",
           "DROP FUNCTION quantd_count_statistics", "DROP FUNCTION quantd_count",
@@ -294,6 +298,7 @@ TEST_P(SqlUsageTest, AStoreWithoutCountsGetsThem) {
     }
   }
   Reopen();
+  Execute("INSERT INTO statistics_pieces SELECT * FROM kept_pieces");
   ASSERT_GT(UsageOf("models:*").rows, 3);
   ExpectExact();
   Churn(60);

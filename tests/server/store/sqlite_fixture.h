@@ -16,6 +16,15 @@
 
 namespace quantd::server {
 
+// Takes from a store what its fourth version has added: pieces of statistics,
+// which are kept elsewhere.
+inline constexpr char kTakePieces[] = R"sql(
+  DROP TRIGGER statistics_delete_pieces;
+  CREATE TABLE kept_pieces AS SELECT * FROM statistics_pieces;
+  DROP TABLE statistics_pieces;
+  PRAGMA user_version = 3;
+)sql";
+
 // Takes from a store what its third version has added: counts by triggers.
 inline constexpr char kDropCounts[] = R"sql(
   DROP TRIGGER encodings_insert; DROP TRIGGER encodings_update;

@@ -7,18 +7,26 @@
 
 #include <cstdint>
 #include <memory>
+#include <random>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 #include "core/errors.h"
+#include "core/statistics/statistics_state.h"
 #include "core/types/block_layout.h"
 #include "core/types/encoding.h"
+#include "quantd/v1/statistics.pb.h"
+#include "server/store/row_checksum.h"
 #include "server/store/sql_encoding_store.h"
 #include "server/store/sqlite_database.h"
+#include "server/wire/statistics_proto.h"
 #include "tests/server/store/sqlite_fixture.h"
 
 namespace quantd::server {
@@ -26,7 +34,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-constexpr int64_t kLimitBytes = 1 << 20;
+constexpr int64_t kLimitBytes = 16 << 20;
 
 core::StatisticsState MakeState(float element) {
   const auto layout = core::BlockLayout::Create({1}, {});
@@ -36,6 +44,33 @@ core::StatisticsState MakeState(float element) {
   state.statistics.Update(*layout, core::ElementType::kFloat32, 0, 1,
                           reinterpret_cast<const uint8_t*>(&element), nullptr);
   return state;
+}
+
+// Of a scale index per channel, with so many bins that it takes some pieces.
+core::StatisticsState MakeLargeState(uint32_t seed) {
+  constexpr int kChannels = 24;
+  constexpr int kElements = 4000;
+  std::mt19937 random(seed);
+  std::lognormal_distribution<float> distribution(0, 3);
+  std::vector<float> elements(kChannels * kElements);
+  for (float& element : elements) element = distribution(random);
+  core::StatisticsState state;
+  state.shape = {kChannels, kElements};
+  state.block_size = {1, 0};
+  const auto layout = core::BlockLayout::Create(state.shape, state.block_size);
+  state.statistics = core::TensorStatistics(kChannels, 10);
+  state.statistics.Update(*layout, core::ElementType::kFloat32, 0,
+                          static_cast<int64_t>(elements.size()),
+                          reinterpret_cast<const uint8_t*>(elements.data()),
+                          nullptr);
+  return state;
+}
+
+// Equal states have equal bytes.
+std::string Bytes(const core::StatisticsState& state) {
+  v1::StatisticsState message;
+  StateToProto(state, &message);
+  return message.SerializeAsString();
 }
 
 using SqliteStatisticsStoreTest = SqliteFixture;
@@ -87,6 +122,87 @@ TEST_F(SqliteStatisticsStoreTest, ACorruptRowTakesNoContributionUntilDeleted) {
   EXPECT_TRUE(store.Contribute({key_, "b", 2}, MakeState(2), 1).ok());
 }
 
+TEST_F(SqliteStatisticsStoreTest, ReportsEveryPieceThatChanged) {
+  SqlStatisticsStore store(OpenDatabase(), kLimitBytes);
+  const core::StatisticsState state = MakeLargeState(1);
+  for (const char* change : {
+           "UPDATE statistics_pieces SET bytes = zeroblob(length(bytes)) "
+           "WHERE piece = 1",
+           "UPDATE statistics_pieces SET checksum = checksum + 1 "
+           "WHERE piece = 1",
+           "DELETE FROM statistics_pieces WHERE piece = 0",
+           "DELETE FROM statistics_pieces WHERE piece = 1",
+           "DELETE FROM statistics_pieces "
+           "WHERE piece = (SELECT MAX(piece) FROM statistics_pieces)",
+           "DELETE FROM statistics_pieces",
+           "UPDATE statistics_pieces SET piece = -piece",
+           "UPDATE statistics_pieces SET sequence = 8",
+           "UPDATE statistics_pieces SET source = 'other' WHERE piece = 1",
+       }) {
+    ASSERT_TRUE(store.Contribute({key_, "source", 7}, state, 1).ok());
+    ASSERT_TRUE(store.GetStatistics(key_).ok());
+    Execute(change);
+    EXPECT_EQ(core::ErrorReason(store.GetStatistics(key_).status()),
+              "STORE_CORRUPT")
+        << change;
+    EXPECT_EQ(core::ErrorReason(
+                  store.Contribute({key_, "source", 9}, state, 1).status()),
+              "STORE_CORRUPT")
+        << change;
+    EXPECT_TRUE(store.DeleteStatistics(key_, "").ok()) << change;
+  }
+  // What was not of any row when that was deleted does no harm.
+  ASSERT_TRUE(store.Contribute({key_, "other", 7}, state, 1).ok());
+  ASSERT_TRUE(store.Contribute({key_, "other", 8}, state, 1).ok());
+  core::StatisticsState twice = MakeLargeState(1);
+  ASSERT_TRUE(core::MergeState(state, &twice).ok());
+  EXPECT_EQ(Bytes(store.GetStatistics(key_)->state), Bytes(twice));
+}
+
+// As a quantd before the pieces wrote it: everything in the body.
+TEST_F(SqliteStatisticsStoreTest, GoesOnFromARowThatHoldsEverything) {
+  core::StatisticsState whole = MakeLargeState(1);
+  {
+    SqlStatisticsStore store(OpenDatabase(), kLimitBytes);
+    ASSERT_TRUE(store.Contribute({key_, "source", 7}, whole, 1).ok());
+  }
+  const std::string body = Bytes(whole);
+  const absl::Span<const core::Extremes> extremes = whole.statistics.extremes();
+  const absl::string_view averages(
+      reinterpret_cast<const char*>(extremes.data()),
+      extremes.size() * sizeof(core::Extremes));
+  const auto body_checksum =
+      static_cast<int64_t>(RowChecksum::Of({averages, body}));
+  const std::vector<int64_t> numbers = {
+      7, 1000, static_cast<int64_t>(averages.size() + body.size()), 10,
+      body_checksum};
+  const auto pack = [](const std::vector<int64_t>& values) {
+    return std::string(reinterpret_cast<const char*>(values.data()),
+                       values.size() * sizeof(int64_t));
+  };
+  const auto checksum = static_cast<int64_t>(RowChecksum::Of(
+      {key_.model, key_.revision, key_.tensor, "source", pack(numbers),
+       pack(whole.block_size), pack(whole.shape)}));
+  Execute(kTakePieces);
+  Execute(absl::StrCat(
+      "DROP TABLE kept_pieces; UPDATE statistics SET body = x'",
+      absl::BytesToHexString(body),
+      "', update_time_us = 1000, size_bytes = ", numbers[2],
+      ", body_checksum = ", body_checksum, ", checksum = ", checksum));
+
+  SqlStatisticsStore store(OpenDatabase(), kLimitBytes);
+  absl::StatusOr<StoredStatistics> stored = store.GetStatistics(key_);
+  ASSERT_TRUE(stored.ok()) << stored.status();
+  EXPECT_EQ(Bytes(stored->state), body);
+  EXPECT_EQ(stored->sources[0].sequence, 7u);
+  const core::StatisticsState more = MakeLargeState(2);
+  ASSERT_TRUE(store.Contribute({key_, "source", 8}, more, 1).ok());
+  ASSERT_TRUE(core::MergeState(more, &whole).ok());
+  stored = store.GetStatistics(key_);
+  ASSERT_TRUE(stored.ok()) << stored.status();
+  EXPECT_EQ(Bytes(stored->state), Bytes(whole));
+}
+
 // What an older quantd has left behind: its only table, and an encoding.
 TEST_F(SqliteStatisticsStoreTest, TakesOverAStoreOfVersionOne) {
   {
@@ -101,6 +217,7 @@ TEST_F(SqliteStatisticsStoreTest, TakesOverAStoreOfVersionOne) {
             .Put(key_, std::make_shared<const core::Encoding>(encoding), {})
             .ok());
   }
+  Execute(kTakePieces);
   Execute(kDropCounts);
   Execute("DROP TABLE statistics; PRAGMA user_version = 1");
   const std::shared_ptr<SqliteDatabase> database = OpenDatabase();

@@ -6,9 +6,11 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <memory>
+#include <random>
 #include <string>
 #include <thread>
 #include <utility>
@@ -18,6 +20,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "absl/types/optional.h"
 #include "core/errors.h"
 #include "core/types/block_layout.h"
 #include "quantd/v1/statistics.pb.h"
@@ -25,6 +28,7 @@
 #include "server/store/metering_statistics_store.h"
 #include "server/store/sql_database.h"
 #include "server/store/sql_statistics_store.h"
+#include "server/store/statistics_pieces.h"
 #include "server/wire/statistics_proto.h"
 #include "tests/server/store/test_database.h"
 #include "tests/support/metric_value.h"
@@ -105,7 +109,7 @@ class StatisticsStoreTest : public ::testing::TestWithParam<Kind> {
     std::shared_ptr<SqlDatabase> database = database_.Open();
     if (database == nullptr) return nullptr;
     auto store =
-        std::make_unique<SqlStatisticsStore>(std::move(database), kLimitBytes);
+        std::make_unique<SqlStatisticsStore>(std::move(database), limit_bytes_);
     if (!GetParam().is_metered) return store;
     return std::make_unique<MeteringStatisticsStore>(std::move(store),
                                                      &metrics_);
@@ -141,6 +145,7 @@ class StatisticsStoreTest : public ::testing::TestWithParam<Kind> {
 
   const testing::TestDatabase database_{GetParam().backend};
   Metrics metrics_;
+  int64_t limit_bytes_ = kLimitBytes;
   std::unique_ptr<StatisticsStore> store_;
   const EncodingKey key_{"resnet/50", "main", "conv1.output"};
 };
@@ -193,6 +198,52 @@ TEST_P(StatisticsStoreTest, ReadingAsksBeforeEachSource) {
                 .status(),
             refusal);
   EXPECT_EQ(calls, 2);
+}
+
+// What merging asks for grows with a piece, and not with the statistics.
+TEST_P(StatisticsStoreTest, MergesLargeStatisticsInLittleMemory) {
+  constexpr int kChannels = 96;
+  constexpr int kElements = 2000;
+  limit_bytes_ = 16 << 20;
+  Reopen();
+  std::mt19937 random(1);
+  std::lognormal_distribution<float> distribution(0, 2);
+  absl::optional<core::StatisticsState> whole;
+  int64_t largest_memory_bytes = 0;
+  for (uint64_t sequence = 1; sequence <= 3; ++sequence) {
+    std::vector<float> elements(kChannels * kElements);
+    for (float& element : elements) element = distribution(random);
+    const core::StatisticsState part =
+        MakeState(elements, {kChannels, kElements}, {1, 0}, 7);
+    const absl::Status refusal = absl::ResourceExhaustedError("full");
+    EXPECT_EQ(store_
+                  ->Merge({key_, "a", sequence}, part, 0.01,
+                          [&](int64_t memory_bytes) { return refusal; })
+                  .status(),
+              refusal);
+    const absl::StatusOr<ContributionOutcome> outcome = store_->Merge(
+        {key_, "a", sequence}, part, 0.01, [&](int64_t memory_bytes) {
+          largest_memory_bytes = std::max(largest_memory_bytes, memory_bytes);
+          return absl::OkStatus();
+        });
+    ASSERT_TRUE(outcome.ok()) << outcome.status();
+    EXPECT_FALSE(outcome->duplicate);
+    if (whole.has_value()) {
+      ASSERT_TRUE(core::MergeState(part, &*whole).ok());
+    } else {
+      whole = part;
+    }
+    EXPECT_EQ(Bytes(MustGet().state), Bytes(*whole));
+  }
+  const auto entries = store_->ListStatistics(key_.model, key_.revision, "", 9);
+  ASSERT_TRUE(entries.ok()) << entries.status();
+  ASSERT_EQ(entries->size(), 1u);
+  constexpr int64_t kAveragesBytes = kChannels * sizeof(core::Extremes);
+  EXPECT_EQ((*entries)[0].size_bytes,
+            static_cast<int64_t>(Bytes(*whole).size()) + kAveragesBytes);
+  // Of more than one piece.
+  EXPECT_GT((*entries)[0].size_bytes, 2 * kStatisticsPieceBytes);
+  EXPECT_LT(largest_memory_bytes, 48 * kStatisticsPieceBytes);
 }
 
 TEST_P(StatisticsStoreTest, SaysWhatIsNotThere) {
@@ -422,6 +473,36 @@ TEST_P(StatisticsStoreTest, ConcurrentContributionsLoseAndRepeatNothing) {
     if (reopened) Reopen();
     EXPECT_EQ(Bytes(MustGet().state), Bytes(expected));
   }
+}
+
+// A source that is deleted while it contributes starts over, and nothing of
+// before comes back.
+TEST_P(StatisticsStoreTest, ContributesWhileOthersDelete) {
+  constexpr uint64_t kSequences = testing::kSanitized ? 20 : 60;
+  const std::unique_ptr<StatisticsStore> other = Open();
+  std::atomic<bool> is_done{false};
+  // Counted up by who contributes, before and after each contribution.
+  std::atomic<uint64_t> begun{0}, ended{0};
+  std::thread deleting([&] {
+    while (!is_done) {
+      const uint64_t before = ended;
+      const absl::Status status = other->DeleteStatistics(key_, "");
+      ASSERT_TRUE(status.ok() || absl::IsNotFound(status)) << status;
+      const absl::StatusOr<StoredStatistics> got = other->GetStatistics(key_);
+      const uint64_t after = begun;
+      if (absl::IsNotFound(got.status())) continue;
+      ASSERT_TRUE(got.ok()) << got.status();
+      EXPECT_LE(got->state.statistics.counts().total,
+                static_cast<int64_t>(after - before));
+    }
+  });
+  for (uint64_t i = 1; i <= kSequences; ++i) {
+    ++begun;
+    MustContribute("a", i, MakeState({1}));
+    ++ended;
+  }
+  is_done = true;
+  deleting.join();
 }
 
 TEST_P(StatisticsStoreTest, MeteringCountsContributionsAndNoAnswerAsError) {

@@ -24,10 +24,15 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "core/errors.h"
+#include "core/statistics/statistics_state.h"
+#include "core/types/block_layout.h"
+#include "core/types/element_type.h"
 #include "core/types/encoding.h"
 #include "server/store/encoding_store.h"
 #include "server/store/sql_database.h"
 #include "server/store/sql_encoding_store.h"
+#include "server/store/sql_statistics_store.h"
+#include "server/store/statistics_store.h"
 #include "tests/server/store/test_database.h"
 #include "tests/support/postgresql_cluster.h"
 
@@ -56,6 +61,26 @@ std::shared_ptr<const core::Encoding> MakeEncoding(float value) {
   return std::make_shared<const core::Encoding>(std::move(encoding));
 }
 
+// Statistics of several pieces.
+core::StatisticsState MakeLargeState() {
+  constexpr int kChannels = 24;
+  constexpr int kElements = 3000;
+  std::mt19937 random(1);
+  std::lognormal_distribution<float> distribution(0, 3);
+  std::vector<float> elements(kChannels * kElements);
+  for (float& element : elements) element = distribution(random);
+  core::StatisticsState state;
+  state.shape = {kChannels, kElements};
+  state.block_size = {1, 0};
+  const auto layout = core::BlockLayout::Create(state.shape, state.block_size);
+  state.statistics = core::TensorStatistics(kChannels, 10);
+  state.statistics.Update(*layout, core::ElementType::kFloat32, 0,
+                          static_cast<int64_t>(elements.size()),
+                          reinterpret_cast<const uint8_t*>(elements.data()),
+                          nullptr);
+  return state;
+}
+
 std::vector<Backend> Backends() {
   std::vector<Backend> backends = {Backend::kSqlite};
   if (testing::PostgresqlCluster::IsInstalled()) {
@@ -74,6 +99,12 @@ class StoreProcessesTest : public ::testing::TestWithParam<Backend> {
     std::shared_ptr<SqlDatabase> database = database_.Open();
     if (database == nullptr) return nullptr;
     return std::make_unique<SqlEncodingStore>(std::move(database));
+  }
+
+  std::unique_ptr<SqlStatisticsStore> OpenStatistics() const {
+    std::shared_ptr<SqlDatabase> database = database_.Open();
+    if (database == nullptr) return nullptr;
+    return std::make_unique<SqlStatisticsStore>(std::move(database), 64 << 20);
   }
 
   // Runs `work` on a store in another process, which ends with what it answers.
@@ -181,6 +212,52 @@ TEST_P(StoreProcessesTest, KillingLosesAndTearsNothing) {
           << value << " for put " << i;
       EXPECT_EQ(got->encoding->scale, std::vector<float>(5000, value));
     }
+  }
+}
+
+// Contributions that take several rows each, over one source.
+TEST_P(StoreProcessesTest, KillingCountsEachContributionOnce) {
+  const int64_t kills = Count("QUANTD_STORE_KILLS", 10);
+  std::mt19937 random(7);
+  const core::StatisticsState part = MakeLargeState();
+  uint64_t sequence = 0;
+  for (int64_t round = 0; round < kills; ++round) {
+    int fds[2];
+    ASSERT_EQ(pipe(fds), 0);
+    const pid_t child = fork();
+    ASSERT_GE(child, 0);
+    if (child == 0) {
+      close(fds[0]);
+      const std::unique_ptr<SqlStatisticsStore> own = OpenStatistics();
+      if (own == nullptr) _exit(2);
+      for (uint64_t i = sequence + 1;; ++i) {
+        if (!own->Contribute({key_, "source", i}, part, 1).ok()) _exit(3);
+        if (write(fds[1], &i, sizeof(i)) != sizeof(i)) _exit(4);
+      }
+    }
+    close(fds[1]);
+    uint64_t acknowledged = 0;
+    ASSERT_EQ(read(fds[0], &acknowledged, sizeof(acknowledged)),
+              static_cast<ssize_t>(sizeof(acknowledged)));
+    absl::SleepFor(absl::Microseconds(random() % 60'000));
+    kill(child, SIGKILL);
+    uint64_t more = 0;
+    while (read(fds[0], &more, sizeof(more)) > 0) acknowledged = more;
+    close(fds[0]);
+    waitpid(child, nullptr, 0);
+
+    const std::unique_ptr<SqlStatisticsStore> store = OpenStatistics();
+    ASSERT_NE(store, nullptr);
+    const absl::StatusOr<StoredStatistics> got = store->GetStatistics(key_);
+    ASSERT_TRUE(got.ok()) << got.status();
+    // The one that was under way when the child died may be there or not.
+    sequence = got->sources[0].sequence;
+    EXPECT_TRUE(sequence == acknowledged || sequence == acknowledged + 1)
+        << sequence << " after " << acknowledged;
+    EXPECT_EQ(got->state.statistics.counts().total,
+              static_cast<int64_t>(sequence) * part.statistics.counts().total);
+    EXPECT_EQ(got->state.statistics.histograms()[3].count(),
+              sequence * part.statistics.histograms()[3].count());
   }
 }
 

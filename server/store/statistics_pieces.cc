@@ -1,0 +1,122 @@
+#include "server/store/statistics_pieces.h"
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "core/errors.h"
+#include "server/wire/statistics_proto.h"
+
+namespace quantd::server {
+namespace {
+
+constexpr absl::string_view kWhat = "cannot contribute statistics";
+
+// One that an interrupted delete has left may be there.
+constexpr char kWrite[] =
+    "INSERT INTO statistics_pieces (model, revision, tensor, source, sequence, "
+    "piece, checksum, bytes) VALUES ($1, $2, $3, $4, $5, $6, $7, $8) "
+    "ON CONFLICT (model, revision, tensor, source, sequence, piece) "
+    "DO UPDATE SET checksum = excluded.checksum, bytes = excluded.bytes";
+constexpr char kDeleteOthers[] =
+    "DELETE FROM statistics_pieces WHERE model = $1 AND revision = $2 "
+    "AND tensor = $3 AND source = $4 AND (sequence <> $5 OR piece >= $6)";
+constexpr char kRead[] =
+    "SELECT checksum, bytes FROM statistics_pieces WHERE model = $1 "
+    "AND revision = $2 AND tensor = $3 AND source = $4 AND sequence = $5 "
+    "AND piece = $6";
+
+void Bind(const SourceVersion& version, int64_t piece, SqlStatement* row) {
+  row->BindKey(version.key);
+  row->BindText(4, version.source);
+  row->BindInt(5, version.sequence);
+  row->BindInt(6, piece);
+}
+
+}  // namespace
+
+absl::Status SourceCorruptError(const EncodingKey& key,
+                                absl::string_view source,
+                                absl::string_view what) {
+  return core::StoreCorruptError(absl::StrCat(
+      "the statistics of source \"", source, "\" for tensor \"", key.tensor,
+      "\" of model \"", key.model, "\", revision \"", key.revision, "\" ", what,
+      "; delete them and contribute again"));
+}
+
+uint64_t PieceChecksum(const SourceVersion& version, int64_t piece,
+                       absl::string_view bytes) {
+  const int64_t numbers[] = {version.sequence, piece};
+  return RowChecksum::Of(
+      {version.key.model,
+       version.key.revision,
+       version.key.tensor,
+       version.source,
+       {reinterpret_cast<const char*>(numbers), sizeof(numbers)},
+       bytes});
+}
+
+absl::Status PieceWriter::Add(const core::Histogram& histogram) {
+  v1::Histogram* const proto = piece_.add_histograms();
+  HistogramToProto(histogram, proto);
+  // Many empty ones take memory, too.
+  constexpr int64_t kMore = 32;
+  piece_bytes_ += static_cast<int64_t>(proto->ByteSizeLong()) + kMore;
+  return piece_bytes_ >= kStatisticsPieceBytes ? WritePiece()
+                                               : absl::OkStatus();
+}
+
+absl::Status PieceWriter::WritePiece() {
+  const std::string bytes = piece_.SerializeAsString();
+  // What a large one took is not kept for the next.
+  v1::StatisticsState().Swap(&piece_);
+  piece_bytes_ = 0;
+  const uint64_t checksum = PieceChecksum(version_, count_, bytes);
+  checksum_->AddPiece(checksum);
+  size_bytes_ += static_cast<int64_t>(bytes.size());
+  const std::unique_ptr<SqlStatement> row = connection_->Prepare(kWrite);
+  Bind(version_, count_++, row.get());
+  row->BindInt(7, static_cast<int64_t>(checksum));
+  row->BindBytes(8, bytes);
+  return row->Step(kWhat).status();
+}
+
+absl::Status PieceWriter::Flush() {
+  return piece_.histograms_size() > 0 ? WritePiece() : absl::OkStatus();
+}
+
+absl::Status PieceWriter::DeleteOthers() {
+  const std::unique_ptr<SqlStatement> row = connection_->Prepare(kDeleteOthers);
+  Bind(version_, count_, row.get());
+  return row->Step(kWhat).status();
+}
+
+absl::StatusOr<const v1::Histogram*> PieceReader::Next() {
+  while (next_ == piece_.histograms_size()) {
+    next_ = 0;
+    v1::StatisticsState().Swap(&piece_);
+    const std::unique_ptr<SqlStatement> row = connection_->Prepare(kRead);
+    Bind(version_, next_piece_, row.get());
+    absl::StatusOr<bool> found = row->Step(kWhat);
+    if (!found.ok()) return found.status();
+    if (!*found) return nullptr;
+    const auto checksum = static_cast<uint64_t>(row->Int(0));
+    const absl::string_view bytes = row->Bytes(1);
+    if (checksum != PieceChecksum(version_, next_piece_, bytes)) {
+      return SourceCorruptError(version_.key, version_.source,
+                                "fail their checksum");
+    }
+    if (!piece_.ParseFromArray(bytes.data(), static_cast<int>(bytes.size()))) {
+      return SourceCorruptError(version_.key, version_.source, "do not decode");
+    }
+    checksum_->AddPiece(checksum);
+    ++next_piece_;
+  }
+  return &piece_.histograms(next_++);
+}
+
+}  // namespace quantd::server

@@ -1,0 +1,123 @@
+// The histograms of one source's statistics, in rows of bounded size.
+//
+// A source's message is the body of its row and then its pieces: a piece is the
+// message of some histograms, and messages that stand one after another are
+// one. Stores of before version 4 of the schema had everything in the body.
+
+#ifndef QUANTD_SERVER_STORE_STATISTICS_PIECES_H_
+#define QUANTD_SERVER_STORE_STATISTICS_PIECES_H_
+
+#include <cstdint>
+#include <string>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "core/statistics/histogram.h"
+#include "quantd/v1/statistics.pb.h"
+#include "server/store/encoding_store.h"
+#include "server/store/row_checksum.h"
+#include "server/store/sql_database.h"
+
+namespace quantd::server {
+
+// A piece ends after the histogram that makes it as large as this.
+constexpr int64_t kStatisticsPieceBytes = 256 << 10;
+
+// What a source had after one of its contributions. What is named outlives
+// this.
+struct SourceVersion {
+  const EncodingKey& key;
+  absl::string_view source;
+  int64_t sequence;
+};
+
+// STORE_CORRUPT for a source of which something is damaged: `what` follows "the
+// statistics of ...".
+absl::Status SourceCorruptError(const EncodingKey& key,
+                                absl::string_view source,
+                                absl::string_view what);
+
+// Of a piece; over what it is of, too.
+uint64_t PieceChecksum(const SourceVersion& version, int64_t piece,
+                       absl::string_view bytes);
+
+// Over all that a row and its pieces hold. Not thread-safe.
+class BodyChecksum {
+ public:
+  BodyChecksum(absl::string_view averages, absl::string_view body) {
+    checksum_.Add(averages);
+    checksum_.Add(body);
+  }
+  // The next piece has this one.
+  void AddPiece(uint64_t checksum) {
+    checksum_.Add({reinterpret_cast<const char*>(&checksum), sizeof(checksum)});
+  }
+  uint64_t Get() const { return checksum_.Get(); }
+
+ private:
+  RowChecksum checksum_;
+};
+
+// Writes histograms, in the order of their scale indices, as pieces. Calls are
+// parts of one transaction. Not thread-safe.
+// Errors of every call: STORE_UNAVAILABLE, STORE_CORRUPT.
+class PieceWriter {
+ public:
+  // All must outlive the writer.
+  PieceWriter(SqlConnection* connection, const SourceVersion& version,
+              BodyChecksum* checksum)
+      : connection_(connection), version_(version), checksum_(checksum) {}
+
+  absl::Status Add(const core::Histogram& histogram);
+  // After the last.
+  absl::Status Flush();
+  // Then: removes what other contributions have left.
+  absl::Status DeleteOthers();
+
+  // Of all pieces.
+  int64_t size_bytes() const { return size_bytes_; }
+
+ private:
+  absl::Status WritePiece();
+
+  SqlConnection* const connection_;
+  const SourceVersion version_;
+  BodyChecksum* const checksum_;
+  // The piece under way, and about what it takes.
+  v1::StatisticsState piece_;
+  int64_t piece_bytes_ = 0;
+  int64_t count_ = 0;
+  int64_t size_bytes_ = 0;
+};
+
+// Reads them, in a transaction or where nobody else writes. Not thread-safe.
+class PieceReader {
+ public:
+  // `body`  the row's own message, whose histograms come first.
+  // All must outlive the reader.
+  PieceReader(SqlConnection* connection, const SourceVersion& version,
+              v1::StatisticsState body, BodyChecksum* checksum)
+      : connection_(connection),
+        version_(version),
+        piece_(std::move(body)),
+        checksum_(checksum) {}
+
+  // The next histogram, good until the next call; null after the last.
+  // Errors: STORE_UNAVAILABLE, STORE_CORRUPT.
+  absl::StatusOr<const v1::Histogram*> Next();
+
+ private:
+  SqlConnection* const connection_;
+  const SourceVersion version_;
+  v1::StatisticsState piece_;
+  BodyChecksum* const checksum_;
+  // In piece_.
+  int next_ = 0;
+  int64_t next_piece_ = 0;
+};
+
+}  // namespace quantd::server
+
+#endif  // QUANTD_SERVER_STORE_STATISTICS_PIECES_H_
