@@ -47,6 +47,15 @@ TEST(SearchTimeTest, TellsMillisecondsFromMinutes) {
   EXPECT_EQ(Milliseconds(spec), 0);
 }
 
+TEST(SearchTimeTest, CountsTheSearchForOuterScales) {
+  EncodingSpec spec = Int8(CalibrationMethod::kMse);
+  const double once = Milliseconds(spec);
+  spec.format = FindFormatByName("lpbq")->format;
+  spec.block_size = {1, 64};
+  spec.outer_block_size = {1, 0};
+  EXPECT_DOUBLE_EQ(Milliseconds(spec), 2 * once);
+}
+
 TEST(SearchTimeTest, GrowsWithBinsUpToThoseOfAHistogram) {
   const EncodingSpec spec = Int8(CalibrationMethod::kMse);
   EXPECT_LT(Milliseconds(spec, kScales) / kScales, Milliseconds(spec, 16) / 16);

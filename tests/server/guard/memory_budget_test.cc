@@ -233,8 +233,13 @@ TEST(MemoryBudgetTest, GivesAnEqualShareWhileSomebodyWaits) {
   held->Release();
   EXPECT_TRUE(acquire(1, 60).ok());
   EXPECT_TRUE(acquire(2, 60).ok());
-  // What has no caller is limited by the total alone.
+  // What has no caller is limited by the total alone, and nobody waits for it.
   EXPECT_TRUE(budget.Acquire(100, "wait").ok());
+  now += absl::Seconds(10);
+  first = acquire(1, 60);
+  ASSERT_TRUE(first.ok());
+  EXPECT_FALSE(budget.Acquire(50, "wait").ok());
+  EXPECT_TRUE(acquire(1, 40).ok());
 }
 
 }  // namespace
