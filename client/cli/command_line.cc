@@ -74,20 +74,25 @@ CLI::Validator Scaled(std::map<std::string, double> units,
       "");
 }
 
-// Letters to insert, remove or replace to make one word the other.
+// Letters to insert, remove or replace, and neighbours to swap, to make one
+// word the other.
 size_t EditDistance(absl::string_view a, absl::string_view b) {
-  std::vector<size_t> row(b.size() + 1);
-  for (size_t j = 0; j <= b.size(); ++j) row[j] = j;
+  // [i][j] of the first i and j letters.
+  std::vector<std::vector<size_t>> distance(a.size() + 1,
+                                            std::vector<size_t>(b.size() + 1));
+  for (size_t i = 0; i <= a.size(); ++i) distance[i][0] = i;
+  for (size_t j = 0; j <= b.size(); ++j) distance[0][j] = j;
   for (size_t i = 1; i <= a.size(); ++i) {
-    size_t diagonal = row[0];
-    row[0] = i;
     for (size_t j = 1; j <= b.size(); ++j) {
-      const size_t replaced = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
-      diagonal = row[j];
-      row[j] = std::min({row[j] + 1, row[j - 1] + 1, replaced});
+      size_t& least = distance[i][j];
+      least = distance[i - 1][j - 1] + (a[i - 1] == b[j - 1] ? 0 : 1);
+      least = std::min({least, distance[i - 1][j] + 1, distance[i][j - 1] + 1});
+      if (i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1]) {
+        least = std::min(least, distance[i - 2][j - 2] + 1);
+      }
     }
   }
-  return row[b.size()];
+  return distance[a.size()][b.size()];
 }
 
 // The word that is meant, or an empty string where none is near.

@@ -820,9 +820,9 @@ class Quantizer {
     }
     if (is_folder_ && totals.written_shards > 0) {
       session_.PrintError(absl::StrCat(
-          "quantctl: ", CountText(totals.written_shards), " of ",
-          CountText(shards_.size()), " shards are in ", options_.output.path,
-          "; the same command goes on from there"));
+          "quantctl: ", options_.output.path, " has ",
+          CountText(totals.written_shards), " of ", CountText(shards_.size()),
+          " shards; the same command goes on from there"));
     }
   }
 

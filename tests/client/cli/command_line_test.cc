@@ -25,6 +25,8 @@ class CommandLineTest : public ::testing::Test {
     Command* const quantize =
         line_.program()->AddCommand("quantize", "Quantize a file");
     quantize->AddArgument("file", &file_, "FILE", "File to read")->Required();
+    // As near to --fromat as --format is, but for the letters that are swapped.
+    quantize->AddOption("--frost", &text_, "", "How cold it is")->Hidden();
     quantize
         ->AddOption("--format", &text_, "FORMAT",
                     "What comes out, in words that are so many that they need "

@@ -579,7 +579,7 @@ class WhatIsToldTest(FilesCase):
                     "--spec", "int8:per-channel")
         result = self.run_quantctl(*quantize, code=1)
         self.assertIn(f"tensor {name}: ", result.stderr)
-        self.assertIn("2 of 6 shards are in", result.stderr)
+        self.assertIn(" has 2 of 6 shards; ", result.stderr)
         self.assertIn("1 of 297 tensors failed", result.stderr)
         self.assertEqual(
             sorted(os.listdir(self.path("out"))),
