@@ -57,6 +57,7 @@ class Caller:
     """Sends tensors of one spec; counts what becomes of them."""
 
     def __init__(self, address, token, spec):
+        self.token = token
         self._channel = grpc.insecure_channel(
             address, options=[("grpc.use_local_subchannel_pool", 1)])
         self._quantize = qs_grpc.QuantizationServiceStub(self._channel).Quantize
@@ -134,31 +135,29 @@ class FairShareTest(unittest.TestCase):
                 for worker in workers:
                     worker.exception()
 
-    def test_LongTensorsOfOneCallerLeaveTheOthersTheirShare(self):
+    def goodputs(self, token):
+        """Of a caller alone, and beside the long tensors of another, or of its
+        own; what became of its tensors then."""
         greedy = self.caller("greedy", GREEDY)
-        modest = self.caller("modest", MODEST)
+        modest = self.caller(token, MODEST)
         self.assertEqual(modest.send(), ("ok", 0))
         alone = modest.goodput()
         beside = self.beside(greedy, modest.goodput)
         print(f"{alone:.1f} tensors a second alone, {beside:.1f} beside "
-              f"{GREEDY_TENSORS} long ones ({100 * beside / alone:.0f}%): "
-              f"{dict(modest.outcomes)}; the others: {dict(greedy.outcomes)}",
-              file=sys.stderr)
-        self.assertEqual(set(modest.outcomes), {"ok"})
+              f"{GREEDY_TENSORS} long ones of {greedy.token} "
+              f"({100 * beside / alone:.0f}%): {dict(modest.outcomes)}; the "
+              f"others: {dict(greedy.outcomes)}", file=sys.stderr)
+        return alone, beside, modest.outcomes
+
+    def test_LongTensorsOfOneCallerLeaveTheOthersTheirShare(self):
+        alone, beside, outcomes = self.goodputs("modest")
+        self.assertEqual(set(outcomes), {"ok"})
         # Loose, as other programs run beside it.
         self.assertGreaterEqual(beside, (0.4 if IS_WHOLE else 0.15) * alone)
 
     def test_LongTensorsLeaveTheSameCallerTime(self):
-        greedy = self.caller("greedy", GREEDY)
-        modest = self.caller("greedy", MODEST)
-        self.assertEqual(modest.send(), ("ok", 0))
-        alone = modest.goodput()
-        beside = self.beside(greedy, modest.goodput)
-        print(f"{alone:.1f} tensors a second alone, {beside:.1f} beside "
-              f"{GREEDY_TENSORS} long ones of the same caller: "
-              f"{dict(modest.outcomes)}; the others: {dict(greedy.outcomes)}",
-              file=sys.stderr)
-        self.assertGreater(modest.outcomes["ok"], 0)
+        _, _, outcomes = self.goodputs("greedy")
+        self.assertGreater(outcomes["ok"], 0)
 
 
 if __name__ == "__main__":
