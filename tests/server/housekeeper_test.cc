@@ -224,7 +224,9 @@ TEST_F(HousekeeperTest, TellsWhatIsUsedAndWhoIsNearlyFull) {
   EXPECT_EQ(testing::MetricValue(metrics_, "quantd_store_rows"), 2);
   EXPECT_GT(testing::MetricValue(metrics_, "quantd_store_bytes"), 30);
   EXPECT_EQ(testing::MetricValue(metrics_, "quantd_quota_used_ratio"), 0);
-  SetAccess("quota models:acme/ rows=2\nquota models:* rows=4\n");
+  SetAccess(
+      "quota models:acme/ rows=2\nquota models:* rows=4\n"
+      "quota models:unused/ rows=1\n");
   const std::string told = LogOf(&Housekeeper::LookAtUsage);
   EXPECT_THAT(told, HasSubstr("a quota is nearly used up quota=models:acme/"));
   EXPECT_THAT(told, Not(HasSubstr("models:*")));

@@ -130,7 +130,12 @@ TEST(ThreadPoolTest, GroupsDoNotWaitForEachOther) {
     const ThreadPool::GroupScope scope(2);
     EXPECT_TRUE(pool.HasIdleThread(2));
     // A task goes on in the group that it is of.
-    pool.Schedule([&] { pool.Schedule([&] { done.Notify(); }); });
+    pool.Schedule([&] {
+      pool.Schedule([&] {
+        EXPECT_EQ(ThreadPool::CurrentGroup(), 2u);
+        done.Notify();
+      });
+    });
   }
   done.WaitForNotification();
   EXPECT_FALSE(pool.HasIdleThread(1));
