@@ -106,33 +106,6 @@ absl::Status AtLine(int line, absl::string_view expected) {
 
 }  // namespace
 
-Scope ScopeOf(Rpc rpc) {
-  switch (rpc) {
-    case Rpc::kListEncodings:
-    case Rpc::kGetEncoding:
-    case Rpc::kListModels:
-    case Rpc::kListRevisions:
-    case Rpc::kSweep:
-    case Rpc::kGetStatistics:
-    case Rpc::kListStatistics:
-    case Rpc::kExportEncodings:
-      return Scope::kRead;
-    case Rpc::kQuantize:
-    case Rpc::kDequantize:
-    case Rpc::kEvaluate:
-      return Scope::kQuantize;
-    case Rpc::kCalibrate:
-    case Rpc::kPutEncoding:
-    case Rpc::kComputeEncodings:
-    case Rpc::kImportEncodings:
-      return Scope::kCalibrate;
-    case Rpc::kDeleteEncoding:
-    case Rpc::kDeleteStatistics:
-      return Scope::kAdmin;
-  }
-  return Scope::kAdmin;
-}
-
 std::shared_ptr<const Principal> Principal::Unrestricted() {
   static const auto* const kUnrestricted = [] {
     auto principal = std::make_shared<Principal>();

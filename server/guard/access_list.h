@@ -43,26 +43,10 @@
 #include "absl/time/time.h"
 #include "absl/types/optional.h"
 #include "absl/types/span.h"
-#include "server/metrics/metrics.h"
 #include "server/store/encoding_store.h"
+#include "server/wire/rpcs.h"
 
 namespace quantd::server {
-
-// What a call does. None includes another.
-enum class Scope : uint8_t {
-  // Get and list what is stored, and look at what could follow from it.
-  kRead = 1,
-  // Work on tensors that come with the call, with stored encodings too.
-  kQuantize = 2,
-  // Write: contribute statistics, store encodings.
-  kCalibrate = 4,
-  // Delete.
-  kAdmin = 8,
-};
-
-// The one that a call of the RPC needs. Storing an encoding on the way, as
-// Quantize can, needs kCalibrate as well.
-Scope ScopeOf(Rpc rpc);
 
 // One caller. Immutable, thread-safe.
 class Principal {

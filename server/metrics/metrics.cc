@@ -150,7 +150,7 @@ int CodeIndex(int grpc_code) {
 }
 
 Labels RpcLabels(int rpc) {
-  const RpcName name = RpcNameOf(static_cast<Rpc>(rpc));
+  const RpcName& name = RpcNameOf(static_cast<Rpc>(rpc));
   return {{"grpc_type", name.type},
           {"grpc_service", name.service},
           {"grpc_method", name.method}};

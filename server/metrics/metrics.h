@@ -10,107 +10,13 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "core/formats/number_format.h"
+#include "server/wire/rpcs.h"
 
 namespace prometheus {
 struct MetricFamily;
 }
 
 namespace quantd::server {
-
-// The RPCs; those that handle tensors come first, and have metrics of their
-// own.
-enum class Rpc : int {
-  kCalibrate,
-  kQuantize,
-  kDequantize,
-  kEvaluate,
-  kListEncodings,
-  kGetEncoding,
-  kPutEncoding,
-  kDeleteEncoding,
-  kListModels,
-  kListRevisions,
-  kComputeEncodings,
-  kSweep,
-  kGetStatistics,
-  kListStatistics,
-  kDeleteStatistics,
-  kExportEncodings,
-  kImportEncodings,
-};
-
-// What the labels call an RPC.
-struct RpcName {
-  const char* type;
-  const char* service;
-  const char* method;
-};
-
-inline constexpr char kQuantizationServiceName[] =
-    "quantd.v1.QuantizationService";
-inline constexpr char kEncodingServiceName[] = "quantd.v1.EncodingService";
-
-// All null for a value that is none.
-constexpr RpcName RpcNameOf(Rpc rpc) {
-  switch (rpc) {
-    case Rpc::kCalibrate:
-      return {"bidi_stream", kQuantizationServiceName, "Calibrate"};
-    case Rpc::kQuantize:
-      return {"bidi_stream", kQuantizationServiceName, "Quantize"};
-    case Rpc::kDequantize:
-      return {"bidi_stream", kQuantizationServiceName, "Dequantize"};
-    case Rpc::kEvaluate:
-      return {"bidi_stream", kQuantizationServiceName, "Evaluate"};
-    case Rpc::kListEncodings:
-      return {"unary", kEncodingServiceName, "ListEncodings"};
-    case Rpc::kGetEncoding:
-      return {"unary", kEncodingServiceName, "GetEncoding"};
-    case Rpc::kPutEncoding:
-      return {"unary", kEncodingServiceName, "PutEncoding"};
-    case Rpc::kDeleteEncoding:
-      return {"unary", kEncodingServiceName, "DeleteEncoding"};
-    case Rpc::kListModels:
-      return {"unary", kEncodingServiceName, "ListModels"};
-    case Rpc::kListRevisions:
-      return {"unary", kEncodingServiceName, "ListRevisions"};
-    case Rpc::kComputeEncodings:
-      return {"server_stream", kEncodingServiceName, "ComputeEncodings"};
-    case Rpc::kSweep:
-      return {"server_stream", kEncodingServiceName, "Sweep"};
-    case Rpc::kGetStatistics:
-      return {"unary", kEncodingServiceName, "GetStatistics"};
-    case Rpc::kListStatistics:
-      return {"unary", kEncodingServiceName, "ListStatistics"};
-    case Rpc::kDeleteStatistics:
-      return {"unary", kEncodingServiceName, "DeleteStatistics"};
-    case Rpc::kExportEncodings:
-      return {"server_stream", kEncodingServiceName, "ExportEncodings"};
-    case Rpc::kImportEncodings:
-      return {"client_stream", kEncodingServiceName, "ImportEncodings"};
-  }
-  return {nullptr, nullptr, nullptr};
-}
-
-// RPCs from the value `first` on: of that service, or for "" of any. Compares
-// text, as the addresses are no constants under sanitizers.
-constexpr int CountRpcs(int first, std::string_view service) {
-  int count = 0;
-  for (RpcName name = RpcNameOf(static_cast<Rpc>(first));
-       name.method != nullptr;
-       name = RpcNameOf(static_cast<Rpc>(first + count))) {
-    if (!service.empty() && service != name.service) break;
-    ++count;
-  }
-  return count;
-}
-
-constexpr int kRpcCount = CountRpcs(0, "");
-// Those that handle tensors.
-constexpr int kTensorRpcCount = CountRpcs(0, kQuantizationServiceName);
-static_assert(kTensorRpcCount +
-                      CountRpcs(kTensorRpcCount, kEncodingServiceName) ==
-                  kRpcCount,
-              "the RPCs of QuantizationService come first in Rpc");
 
 enum class StoreOperation {
   kGet,

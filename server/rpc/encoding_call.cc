@@ -15,6 +15,7 @@
 #include "grpcpp/support/proto_buffer_reader.h"
 #include "grpcpp/support/proto_buffer_writer.h"
 #include "server/wire/parsed_bytes.h"
+#include "server/wire/rpcs.h"
 #include "server/wire/status.h"
 
 namespace quantd::server {
@@ -27,30 +28,13 @@ constexpr char kWayOut[] = "try again when fewer calls are under way";
 
 // The most memory that a request may take, once it is parsed.
 int64_t MostRequestBytes(Rpc rpc, const Limits& limits) {
-  switch (rpc) {
-    // A thousand patterns, some with specs.
-    case Rpc::kComputeEncodings:
-    case Rpc::kSweep:
-    case Rpc::kExportEncodings:
+  switch (RequestSizeOf(rpc)) {
+    case RequestSize::kPatterns:
       return 16 * kMiB;
-    // As many scales or hints as a message has room for.
-    case Rpc::kPutEncoding:
-    case Rpc::kImportEncodings:
+    case RequestSize::kScales:
       return 8 * limits.message_bytes;
-    // Some names.
-    case Rpc::kListEncodings:
-    case Rpc::kGetEncoding:
-    case Rpc::kDeleteEncoding:
-    case Rpc::kListModels:
-    case Rpc::kListRevisions:
-    case Rpc::kGetStatistics:
-    case Rpc::kListStatistics:
-    case Rpc::kDeleteStatistics:
-    // Streams of tensors are read elsewhere.
-    case Rpc::kCalibrate:
-    case Rpc::kQuantize:
-    case Rpc::kDequantize:
-    case Rpc::kEvaluate:
+    case RequestSize::kNames:
+    case RequestSize::kTensors:
       break;
   }
   return 64 << 10;

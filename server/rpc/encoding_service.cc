@@ -321,7 +321,7 @@ void EncodingService::Add(
   using Handler =
       grpc::internal::CallbackBidiHandler<grpc::ByteBuffer, grpc::ByteBuffer>;
   const auto index = static_cast<int>(paths_.size());
-  const RpcName name = RpcNameOf(rpc);
+  const RpcName& name = RpcNameOf(rpc);
   paths_.push_back(absl::StrCat("/", name.service, "/", name.method));
   AddMethod(new grpc::internal::RpcServiceMethod(
       paths_.back().c_str(), grpc::internal::RpcMethod::BIDI_STREAMING,
