@@ -10,7 +10,7 @@
 
 #include <cstdint>
 
-#include "core/types/float_convert-inl.h"
+#include "core/simd_bytes-inl.h"
 #include "hwy/highway.h"
 
 // The targets without vectors run the scalar definitions.

@@ -15,24 +15,9 @@
 #include "absl/time/time.h"
 #include "absl/types/optional.h"
 #include "core/types/encoding.h"
+#include "server/wire/encoding_key.h"
 
 namespace quantd::server {
-
-// Names one encoding. The names were checked (wire/names.h).
-struct EncodingKey {
-  std::string model;
-  std::string revision;
-  std::string tensor;
-
-  friend bool operator==(const EncodingKey& a, const EncodingKey& b) {
-    return a.model == b.model && a.revision == b.revision &&
-           a.tensor == b.tensor;
-  }
-  template <typename H>
-  friend H AbslHashValue(H h, const EncodingKey& k) {
-    return H::combine(std::move(h), k.model, k.revision, k.tensor);
-  }
-};
 
 // What a scope may hold: all models ("models:*"), those of a prefix
 // ("models:acme/"), or what a caller wrote last ("principal:acme-train").

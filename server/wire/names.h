@@ -7,7 +7,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "quantd/v1/tensor.pb.h"
-#include "server/store/encoding_store.h"
+#include "server/wire/encoding_key.h"
 
 namespace quantd::server {
 
