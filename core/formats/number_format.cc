@@ -60,8 +60,20 @@ constexpr FormatInfo Integer(int value, absl::string_view name, int bits,
                     /*step_exponent=*/0};
 }
 
+constexpr double MaxValue(const FloatLayout& layout) {
+  int exponent = (1 << layout.exponent_bits) - 1;
+  int mantissa = (1 << layout.mantissa_bits) - 1;
+  if (layout.specials == FloatSpecials::kIeee) --exponent;
+  if (layout.specials == FloatSpecials::kNan) --mantissa;
+  double value = (1 << layout.mantissa_bits) + mantissa;
+  int power = exponent - layout.bias - layout.mantissa_bits;
+  for (; power > 0; --power) value *= 2;
+  for (; power < 0; ++power) value /= 2;
+  return value;
+}
+
 constexpr FormatInfo Float(int value, absl::string_view name,
-                           FloatLayout layout, double max_value,
+                           FloatLayout layout,
                            ScaleType scale_type = ScaleType::kDefault,
                            int64_t default_group = 0) {
   const int bits = 1 + layout.exponent_bits + layout.mantissa_bits;
@@ -74,7 +86,7 @@ constexpr FormatInfo Float(int value, absl::string_view name,
                     /*qmin=*/0,
                     /*qmax=*/(1 << bits) - 1,
                     layout,
-                    max_value,
+                    MaxValue(layout),
                     {},
                     scale_type,
                     default_group,
@@ -144,20 +156,20 @@ constexpr FormatInfo kFormats[] = {
     Integer(34, "uint14", 14, false),
     Integer(35, "uint15", 15, false),
     Integer(36, "uint16", 16, false),
-    Float(40, "float8_e4m3fn", kE4m3fn, 448),
-    Float(41, "float8_e5m2", kE5m2, 57344),
-    Float(42, "float8_e4m3fnuz", kE4m3fnuz, 240),
-    Float(43, "float8_e5m2fnuz", kE5m2fnuz, 57344),
-    Float(44, "float6_e2m3", kE2m3, 7.5),
-    Float(45, "float6_e3m2", kE3m2, 28),
-    Float(46, "float4_e2m1", kE2m1, 6),
-    Float(50, "mxfp8_e4m3", kE4m3fn, 448, ScaleType::kE8m0, 32),
-    Float(51, "mxfp8_e5m2", kE5m2, 57344, ScaleType::kE8m0, 32),
-    Float(52, "mxfp6_e2m3", kE2m3, 7.5, ScaleType::kE8m0, 32),
-    Float(53, "mxfp6_e3m2", kE3m2, 28, ScaleType::kE8m0, 32),
-    Float(54, "mxfp4_e2m1", kE2m1, 6, ScaleType::kE8m0, 32),
+    Float(40, "float8_e4m3fn", kE4m3fn),
+    Float(41, "float8_e5m2", kE5m2),
+    Float(42, "float8_e4m3fnuz", kE4m3fnuz),
+    Float(43, "float8_e5m2fnuz", kE5m2fnuz),
+    Float(44, "float6_e2m3", kE2m3),
+    Float(45, "float6_e3m2", kE3m2),
+    Float(46, "float4_e2m1", kE2m1),
+    Float(50, "mxfp8_e4m3", kE4m3fn, ScaleType::kE8m0, 32),
+    Float(51, "mxfp8_e5m2", kE5m2, ScaleType::kE8m0, 32),
+    Float(52, "mxfp6_e2m3", kE2m3, ScaleType::kE8m0, 32),
+    Float(53, "mxfp6_e3m2", kE3m2, ScaleType::kE8m0, 32),
+    Float(54, "mxfp4_e2m1", kE2m1, ScaleType::kE8m0, 32),
     BlockInteger(55, "mxint8", 8, -127, ScaleType::kE8m0, 32, -6),
-    Float(56, "nvfp4", kE2m1, 6, ScaleType::kE4m3, 16),
+    Float(56, "nvfp4", kE2m1, ScaleType::kE4m3, 16),
     Codebook(60, "nf4", 4, kNf4, 64),
     Codebook(61, "codebook2", 2),
     Codebook(62, "codebook4", 4),

@@ -178,8 +178,11 @@ class SpecTest(unittest.TestCase):
                 elif values is not None:
                     self.assertEqual(values.shape, (1 << info.bits,))
         # Not taken for integers.
-        with mock.patch.dict(_values._FLOATS, clear=True), self.assertRaises(
-                quantd.QuantdError) as caught:
+        unknown = en.NumberFormatInfo(
+            kind=en.CODE_KIND_FLOAT)
+        with mock.patch.object(
+                _values, "format_options", return_value=unknown
+        ), self.assertRaises(quantd.QuantdError) as caught:
             _values.dequantize(
                 np.zeros(3, np.uint8), quantd.Encoding("float8_e5m2", [0.5]),
                 (3,), "float32")

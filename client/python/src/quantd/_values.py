@@ -9,25 +9,9 @@ import numpy as np
 
 from quantd import errors
 from quantd.encoding import Encoding
-from quantd.tensor import ELEMENT_DTYPES, Array, format_info, unpack
-
-# (exponent bits, mantissa bits, bias, specials) by the end of the name.
-# Specials: "": numbers, all of them; "nan": the largest pattern, with either
-# sign, is NaN; "ieee": the largest exponent is infinity and NaN; "fnuz": what
-# would be negative zero is NaN.
-_FLOATS = {
-    "e4m3fn": (4, 3, 7, "nan"), "e4m3": (4, 3, 7, "nan"),
-    "e5m2": (5, 2, 15, "ieee"), "e4m3fnuz": (4, 3, 8, "fnuz"),
-    "e5m2fnuz": (5, 2, 16, "fnuz"), "e2m3": (2, 3, 1, ""),
-    "e3m2": (3, 2, 3, ""), "e2m1": (2, 1, 1, ""),
-}
-# The quantiles of QLoRA.
-_NF4 = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
-    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
-    0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
-    0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
-    0.7229568362236023, 1.0)
+from quantd.tensor import (ELEMENT_DTYPES, Array, format_info,
+                           format_options, unpack)
+from quantd.v1 import encoding_pb2 as pb
 
 
 def table(name: str, codebook: Array) -> Optional[Array]:
@@ -36,36 +20,35 @@ def table(name: str, codebook: Array) -> Optional[Array]:
 
     Raises: ARGUMENT_INVALID for a format without a definition here.
     """
-    if format_info(name).is_integer:
+    options = format_options(name)
+    if options.kind == pb.CODE_KIND_INTEGER:
         return None
-    if name == "nf4":
-        return np.array(_NF4, np.float32)
-    if name.startswith("codebook"):
-        return codebook.astype(np.float32)
-    suffix = "e2m1" if name == "nvfp4" else name.rpartition("_")[2]
-    if suffix not in _FLOATS:
-        raise errors.argument_invalid(
-            f"expected a format whose codes are known here, got {name}; let "
-            f"the server dequantize it", "encoding")
-    exponent_bits, mantissa_bits, bias, specials = _FLOATS[suffix]
+    if options.kind == pb.CODE_KIND_CODEBOOK:
+        return np.asarray(options.codebook or codebook, np.float32)
+    layout = options.float_layout
+    exponent_bits, mantissa_bits = layout.exponent_bits, layout.mantissa_bits
     codes = np.arange(1 << 1 + exponent_bits + mantissa_bits)
     exponent = codes >> mantissa_bits & (1 << exponent_bits) - 1
     mantissa = codes & (1 << mantissa_bits) - 1
     is_normal = exponent > 0
     values = np.ldexp(
         mantissa + is_normal * float(1 << mantissa_bits),
-        np.where(is_normal, exponent, 1) - bias - mantissa_bits)
+        np.where(is_normal, exponent, 1) - layout.bias - mantissa_bits)
     is_negative = codes >> exponent_bits + mantissa_bits == 1
     values[is_negative] *= -1
-    if specials == "fnuz":
+    if layout.specials == pb.FLOAT_SPECIALS_FNUZ:
         values[is_negative & (exponent == 0) & (mantissa == 0)] = np.nan
-    elif specials == "ieee":
+    elif layout.specials == pb.FLOAT_SPECIALS_IEEE:
         last = exponent == (1 << exponent_bits) - 1
         values[last] = np.where(mantissa[last] > 0, np.nan,
                                 np.copysign(np.inf, values[last]))
-    elif specials == "nan":
+    elif layout.specials == pb.FLOAT_SPECIALS_NAN:
         values[(exponent == (1 << exponent_bits) - 1)
                & (mantissa == (1 << mantissa_bits) - 1)] = np.nan
+    elif layout.specials != pb.FLOAT_SPECIALS_NONE:
+        raise errors.argument_invalid(
+            f"expected a format whose codes are known here, got {name}; let "
+            f"the server dequantize it", "encoding")
     return values.astype(np.float32)
 
 

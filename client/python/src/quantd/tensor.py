@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import re
+import functools
 from typing import Any, Iterator, Optional, Union
 
 import numpy as np
@@ -65,7 +65,9 @@ ELEMENT_DTYPES: dict[str, np.dtype[Any]] = {
 class FormatInfo:
     """What codes of a format are made of.
 
-    bits: of a code; those of 2 and 4 are packed, lowest bits first.
+    bits: of a code.
+    storage_bits: that a code takes in memory; fewer than 8 are packed, lowest
+        bits first.
     is_integer: codes are integers, and not of floats or codebooks.
     is_signed: codes are two's complement integers.
     comes_in_blocks: a spec that names no granularity has blocks along the last
@@ -75,6 +77,7 @@ class FormatInfo:
 
     name: str
     bits: int
+    storage_bits: int
     is_integer: bool
     is_signed: bool
     comes_in_blocks: bool
@@ -83,35 +86,41 @@ class FormatInfo:
     @property
     def is_packed(self) -> bool:
         """Whether a byte holds several codes."""
-        return self.bits in (2, 4)
+        return self.storage_bits < 8
 
     def size_bytes(self, count: int) -> int:
         """Of `count` codes; the last byte is padded with zeros."""
         if self.is_packed:
-            return -(-count * self.bits // 8)
+            return -(-count * self.storage_bits // 8)
         return count * self.dtype.itemsize
 
 
+def format_options(name: str) -> encoding_pb2.NumberFormatInfo:
+    """What the descriptor says of a format. Raises: ARGUMENT_INVALID."""
+    value = encoding_pb2.NumberFormat.DESCRIPTOR.values_by_number[
+        FORMATS.value(name)]
+    options: encoding_pb2.NumberFormatInfo = value.GetOptions().Extensions[
+        encoding_pb2.number_format]
+    if options.kind == encoding_pb2.CODE_KIND_UNSPECIFIED:
+        raise errors.argument_invalid("expected a format, got none")
+    return options
+
+
+@functools.lru_cache(maxsize=None)
 def format_info(name: str) -> FormatInfo:
     """Raises: ARGUMENT_INVALID."""
-    name = FORMATS.name(FORMATS.value(name))
-    # The first number of a name is the bits; one name has none.
-    digits = re.search(r"\d+", "lpbq4" if name == "lpbq" else name)
-    if digits is None:
-        raise errors.argument_invalid(
-            f"expected a format whose codes are known here, got {name}")
-    bits = int(digits.group())
-    is_integer = "int" in name or name == "lpbq"
-    is_signed = is_integer and not name.startswith("uint")
-    if bits in (2, 4):
+    options = format_options(name)
+    is_signed = options.is_signed
+    if options.storage_bits < 8:
         dtype: np.dtype[Any] = np.dtype(np.uint8)
-    elif bits > 8:
+    elif options.storage_bits > 8:
         dtype = np.dtype("<i2" if is_signed else "<u2")
     else:
         dtype = np.dtype(np.int8 if is_signed else np.uint8)
-    return FormatInfo(name, bits, is_integer, is_signed,
-                      name.startswith("mx") or name in ("nvfp4", "nf4", "lpbq"),
-                      dtype)
+    return FormatInfo(FORMATS.name(FORMATS.value(name)), options.bits,
+                      options.storage_bits,
+                      options.kind == encoding_pb2.CODE_KIND_INTEGER,
+                      is_signed, options.default_group > 0, dtype)
 
 
 def unpack(codes: Array, format_name: str, count: int) -> Array:
@@ -122,8 +131,8 @@ def unpack(codes: Array, format_name: str, count: int) -> Array:
     if not info.is_packed:
         return codes.reshape(-1)[:count]
     flat = codes.reshape(-1).view(np.uint8)
-    per_byte = 8 // info.bits
-    shifts = np.arange(per_byte, dtype=np.uint8) * np.uint8(info.bits)
+    per_byte = 8 // info.storage_bits
+    shifts = np.arange(per_byte, dtype=np.uint8) * np.uint8(info.storage_bits)
     mask = np.uint8((1 << info.bits) - 1)
     values = (flat[:, None] >> shifts & mask).reshape(-1)[:count]
     if not info.is_signed:
