@@ -1,9 +1,12 @@
 #include "core/parallel/thread_pool.h"
 
+#include <sys/resource.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <system_error>
@@ -23,7 +26,8 @@ constexpr size_t kKeptQueues = 64;
 thread_local ThreadPool::Group current_group = 0;
 
 // What the threads of one ParallelFor share. Helpers that start after the last
-// index was taken still hold it, but never touch `body`.
+// index was taken still hold it, but never touch `body`. After an exception no
+// index is taken any more.
 class SharedLoop {
  public:
   SharedLoop(int64_t n, absl::FunctionRef<void(int64_t)> body)
@@ -32,19 +36,33 @@ class SharedLoop {
   // Takes indices until there are none.
   void Run() ABSL_LOCKS_EXCLUDED(mutex_) {
     int64_t finished = 0;
+    std::exception_ptr thrown;
     for (int64_t i = next_.fetch_add(1); i < n_; i = next_.fetch_add(1)) {
-      body_(i);
       ++finished;
+      try {
+        body_(i);
+      } catch (...) {
+        thrown = std::current_exception();
+        // Those that nobody will take.
+        finished += std::max<int64_t>(0, n_ - next_.exchange(n_));
+      }
     }
     if (finished == 0) return;
     absl::MutexLock lock(&mutex_);
     unfinished_ -= finished;
+    if (thrown_ == nullptr) thrown_ = std::move(thrown);
   }
 
+  // Throws what a call of the body threw, if any did: the first that ended.
   void Wait() ABSL_LOCKS_EXCLUDED(mutex_) {
-    absl::MutexLock lock(&mutex_);
-    mutex_.Await(absl::Condition(
-        +[](int64_t* unfinished) { return *unfinished == 0; }, &unfinished_));
+    std::exception_ptr thrown;
+    {
+      absl::MutexLock lock(&mutex_);
+      mutex_.Await(absl::Condition(
+          +[](int64_t* unfinished) { return *unfinished == 0; }, &unfinished_));
+      thrown = std::move(thrown_);
+    }
+    if (thrown != nullptr) std::rethrow_exception(std::move(thrown));
   }
 
  private:
@@ -53,6 +71,7 @@ class SharedLoop {
   std::atomic<int64_t> next_{0};
   absl::Mutex mutex_;
   int64_t unfinished_ ABSL_GUARDED_BY(mutex_);
+  std::exception_ptr thrown_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace
@@ -64,11 +83,12 @@ ThreadPool::GroupScope::~GroupScope() { current_group = outer_; }
 
 ThreadPool::Group ThreadPool::CurrentGroup() { return current_group; }
 
-ThreadPool::ThreadPool(int thread_count, int most_threads)
+ThreadPool::ThreadPool(int thread_count, int most_threads, int nice)
     : thread_count_(std::max(thread_count, 1)),
-      most_threads_(std::max(thread_count_, most_threads)) {
+      most_threads_(std::max(thread_count_, most_threads)),
+      nice_(nice) {
   absl::MutexLock lock(&mutex_);
-  for (int i = 0; i < thread_count_; ++i) AddThread();
+  AddThread();
 }
 
 ThreadPool::~ThreadPool() {
@@ -108,6 +128,7 @@ void ThreadPool::AddThread() {
   if (stopping_ || static_cast<int>(threads_.size()) == most_threads_) return;
   try {
     threads_.emplace_back([this] { Work(); });
+    ++idle_threads_;
   } catch (const std::system_error&) {
     // The system has no more for us: those that are there take turns.
     if (threads_.empty()) throw;
@@ -137,8 +158,10 @@ void ThreadPool::ParallelFor(int64_t n, absl::FunctionRef<void(int64_t)> body) {
 }
 
 void ThreadPool::Work() {
+  // On Linux of this thread alone.
+  if (nice_ > 0)
+    setpriority(PRIO_PROCESS, 0, getpriority(PRIO_PROCESS, 0) + nice_);
   mutex_.Lock();
-  ++idle_threads_;
   for (;;) {
     mutex_.Await(absl::Condition(
         +[](ThreadPool* pool) ABSL_NO_THREAD_SAFETY_ANALYSIS {

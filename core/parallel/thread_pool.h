@@ -42,8 +42,10 @@ class ThreadPool {
   // The group of what the calling thread does; 0 outside of all.
   static Group CurrentGroup();
 
-  // Starts `thread_count` threads (at least 1), and more as groups come.
-  explicit ThreadPool(int thread_count, int most_threads = 0);
+  // `thread_count`  of one group, at least 1; threads start as tasks come.
+  // `nice`          how much nicer than the calling thread they are: what they
+  //                 compute leaves the processors to others first.
+  explicit ThreadPool(int thread_count, int most_threads = 0, int nice = 0);
   // Runs what was scheduled to its end, then joins.
   ~ThreadPool();
 
@@ -60,7 +62,9 @@ class ThreadPool {
 
   // Calls body(0) ... body(n - 1), each once, on the workers and on the calling
   // thread, in no particular order, and returns when all are done. May be
-  // called from a worker: the caller always makes progress by itself.
+  // called from a worker: the caller always makes progress by itself. What a
+  // call throws is thrown here, on whatever thread it was; indices that nobody
+  // has begun with then are left out.
   void ParallelFor(int64_t n, absl::FunctionRef<void(int64_t)> body)
       ABSL_LOCKS_EXCLUDED(mutex_);
 
@@ -84,11 +88,13 @@ class ThreadPool {
 
   const int thread_count_;
   const int most_threads_;
+  const int nice_;
   mutable absl::Mutex mutex_;
   absl::flat_hash_map<Group, Queue> queues_ ABSL_GUARDED_BY(mutex_);
   // Groups whose next task may run, in the order of their turns.
   std::deque<Group> ready_ ABSL_GUARDED_BY(mutex_);
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  // Those that start, too.
   int idle_threads_ ABSL_GUARDED_BY(mutex_) = 0;
   std::vector<std::thread> threads_ ABSL_GUARDED_BY(mutex_);
 };

@@ -1,7 +1,12 @@
 #include "core/parallel/thread_pool.h"
 
+#include <sys/resource.h>
+
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <new>
+#include <stdexcept>
 #include <thread>
 #include <vector>
 
@@ -15,6 +20,21 @@ TEST(ThreadPoolTest, HasAtLeastOneThread) {
   EXPECT_EQ(ThreadPool(0).thread_count(), 1);
   EXPECT_EQ(ThreadPool(-3).thread_count(), 1);
   EXPECT_EQ(ThreadPool(3).thread_count(), 3);
+}
+
+TEST(ThreadPoolTest, ItsThreadsAreAsNiceAsTheyShouldBe) {
+  const int here = getpriority(PRIO_PROCESS, 0);
+  int on_worker = 0;
+  int on_nice_worker = 0;
+  {
+    ThreadPool pool(1);
+    pool.Schedule([&] { on_worker = getpriority(PRIO_PROCESS, 0); });
+    ThreadPool nice_pool(1, 0, /*nice=*/3);
+    nice_pool.Schedule([&] { on_nice_worker = getpriority(PRIO_PROCESS, 0); });
+  }
+  EXPECT_EQ(on_worker, here);
+  EXPECT_EQ(on_nice_worker, std::min(here + 3, 19));
+  EXPECT_EQ(getpriority(PRIO_PROCESS, 0), here);
 }
 
 TEST(ThreadPoolTest, RunsTasksInTheOrderTheyCame) {
@@ -79,6 +99,46 @@ TEST(ThreadPoolTest, ReturnsOnlyWhenTheWorkersAreDoneToo) {
     ++done;
   });
   EXPECT_EQ(done, 2);
+}
+
+TEST(ThreadPoolTest, ThrowsOnTheCallingThreadWhatAHelperThrew) {
+  ThreadPool pool(1);
+  const std::thread::id caller = std::this_thread::get_id();
+  absl::Notification reached[2];
+  std::atomic<int64_t> calls{0};
+  const auto body = [&](int64_t i) {
+    ++calls;
+    if (i > 1) return;
+    // Each waits for the other, so that one of them is on the helper.
+    reached[i].Notify();
+    reached[1 - i].WaitForNotification();
+    if (std::this_thread::get_id() != caller) throw std::runtime_error("no");
+  };
+  try {
+    pool.ParallelFor(2, body);
+    ADD_FAILURE() << "nothing was thrown";
+  } catch (const std::runtime_error& error) {
+    EXPECT_STREQ(error.what(), "no");
+  }
+  EXPECT_EQ(calls, 2);
+}
+
+TEST(ThreadPoolTest, TakesNoMoreIndicesAfterAnException) {
+  ThreadPool pool(3);
+  for (int round = 0; round < 100; ++round) {
+    std::atomic<int64_t> calls{0};
+    EXPECT_THROW(pool.ParallelFor(int64_t{1} << 40,
+                                  [&](int64_t i) {
+                                    ++calls;
+                                    if (i == 5) throw std::bad_alloc();
+                                  }),
+                 std::bad_alloc);
+    EXPECT_GE(calls, 6);
+  }
+  // The pool goes on.
+  std::atomic<int64_t> calls{0};
+  pool.ParallelFor(100, [&](int64_t) { ++calls; });
+  EXPECT_EQ(calls, 100);
 }
 
 TEST(ThreadPoolTest, NestsWithoutDeadlockWhenEveryWorkerWaits) {
