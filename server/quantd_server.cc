@@ -40,6 +40,12 @@ namespace {
 constexpr int kStoreThreads = 4;
 // So many callers have all the threads that they may have; more take turns.
 constexpr int kCallersAtOnce = 8;
+// Long computations of one caller that run at a time; admission lets in far
+// fewer. More would take turns.
+constexpr int kLongThreads = 64;
+// Of the threads of long computations: about a quarter of a processor's time
+// where others want all of it.
+constexpr int kLongNice = 6;
 // How often streams that wait for memory try again.
 constexpr absl::Duration kWatchInterval = absl::Milliseconds(20);
 // How long a changed access file or certificate may go unseen.
@@ -205,14 +211,26 @@ QuantdServer::QuantdServer(const ServerOptions& options,
       pool_(std::max(1, options.threads),
             kCallersAtOnce * std::max(1, options.threads)),
       store_pool_(kStoreThreads),
+      long_pool_(kLongThreads, kCallersAtOnce * kLongThreads, kLongNice),
+      helper_pool_(options.threads > 1
+                       ? std::make_unique<core::ThreadPool>(
+                             options.threads - 1,
+                             kCallersAtOnce * (options.threads - 1), kLongNice)
+                       : nullptr),
       access_(std::move(access)),
       tls_(std::move(tls)),
       authenticator_(access_.get(), tls_.get(), store, statistics,
                      options.shared_memory ? &regions_ : nullptr, metrics),
-      env_{options.limits, &authenticator_,
-           metrics,        &budget_,
-           &shares_,       &pool_,
-           &store_pool_,   options.shared_memory ? &regions_ : nullptr,
+      env_{options.limits,
+           &authenticator_,
+           metrics,
+           &budget_,
+           &shares_,
+           &pool_,
+           &store_pool_,
+           &long_pool_,
+           helper_pool_.get(),
+           options.shared_memory ? &regions_ : nullptr,
            &imports_},
       quantization_service_(env_, &registry_),
       encoding_service_(env_, &registry_),

@@ -17,11 +17,14 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/types/optional.h"
 #include "absl/types/span.h"
+#include "core/calibrate/prediction.h"
 #include "core/calibrate/range_finder.h"
 #include "core/calibrate/range_scaler.h"
 #include "core/calibrate/scale_indices.h"
 #include "core/errors.h"
 #include "core/formats/number_format.h"
+#include "core/parallel/stop_token.h"
+#include "core/parallel/thread_pool.h"
 #include "core/statistics/tensor_statistics.h"
 #include "core/types/encoding.h"
 
@@ -99,203 +102,121 @@ Encoding EncodingWithoutScales(const EncodingSpec& spec,
   return encoding;
 }
 
-// Goes through the scale indices once, or twice under outer scales, which
-// follow from the first round. In a round each of several lanes takes a few
-// scale indices at a time; when the slice is over it keeps what it has begun.
-class Calibrator::Work {
+namespace {
+
+// One run of Calibrate.
+class Calibrator {
  public:
-  Work(const EncodingSpec& spec, const BlockLayout& layout,
-       const TensorStatistics& statistics,
-       absl::Span<const Extremes> moving_average, const HeldTensor* held)
-      : spec_(spec),
-        layout_(layout),
+  Calibrator(const EncodingSpec& spec, const BlockLayout& layout,
+             const TensorStatistics& statistics,
+             absl::Span<const Extremes> moving_average, ThreadPool* pool,
+             StopToken stop, const HeldTensor* held)
+      : layout_(layout),
         statistics_(statistics),
+        pool_(pool),
+        stop_(stop),
         scale_count_(statistics.scale_count()),
         encoding_(EncodingWithoutScales(spec, layout,
                                         TurnsUnsigned(spec, statistics))),
-        scaler_(spec_, encoding_),
-        finder_(spec_, encoding_, scaler_, statistics, moving_average, held) {}
+        scaler_(spec, encoding_),
+        finder_(spec, encoding_, scaler_, statistics, moving_average, held) {}
 
-  absl::StatusOr<bool> Run(const TimeSlice& slice, ThreadPool* pool) {
-    for (;;) {
-      absl::Status status;
-      switch (phase_) {
-        case Phase::kStart:
-          Start(pool);
-          phase_ = Phase::kRound;
-          break;
-        case Phase::kRound:
-          if (!RunRound(slice, pool)) return false;
-          if (status = error_.status(); !status.ok()) return status;
-          phase_ = scaler_.has_outer_scales() && outer_layout_ == nullptr
-                       ? Phase::kOuterRanges
-                       : Phase::kPrediction;
-          break;
-        case Phase::kOuterRanges:
-          if (status = StartOuter(); !status.ok()) return status;
-          if (!MergeOuterRanges(slice)) return false;
-          phase_ = Phase::kOuterScales;
-          break;
-        case Phase::kOuterScales: {
-          const absl::StatusOr<bool> done = FindOuterScales(slice);
-          if (!done.ok() || !*done) return done;
-          next_ = 0;
-          phase_ = Phase::kRound;
-          break;
-        }
-        case Phase::kPrediction:
-          encoding_.degenerate_count = 0;
-          for (const Lane& lane : lanes_) {
-            encoding_.degenerate_count += lane.degenerate_count;
-          }
-          if (statistics_.histograms().empty()) {
-            phase_ = Phase::kDone;
-            break;
-          }
-          if (predictor_ == nullptr) {
-            predictor_ = std::make_unique<Predictor>(encoding_, statistics_);
-          }
-          if (!predictor_->Run(slice, pool)) return false;
-          phase_ = Phase::kDone;
-          break;
-        case Phase::kDone:
-          return true;
-      }
-      if (phase_ != Phase::kDone && slice.over()) return false;
-    }
-  }
-
-  int64_t memory_bytes() const {
-    int64_t bytes = 0;
-    for (const Lane& lane : lanes_) {
-      if (lane.task.has_value()) bytes += lane.task->memory_bytes();
-    }
-    if (ranges_ != nullptr) {
-      bytes += scale_count_ * static_cast<int64_t>(sizeof(Range));
-    }
-    if (outer_indices_ != nullptr) {
-      bytes += scale_count_ * static_cast<int64_t>(sizeof(int64_t));
-    }
-    return bytes;
-  }
-
-  Calibration Take() {
-    Calibration calibration;
-    if (predictor_ != nullptr) {
-      calibration.prediction = predictor_->prediction();
-    }
-    predictor_ = nullptr;
-    calibration.mantissa_bits = finder_.mantissa_bits();
-    calibration.encoding = std::move(encoding_);
-    return calibration;
-  }
-
- private:
-  enum class Phase {
-    kStart,
-    kRound,
-    kOuterRanges,
-    kOuterScales,
-    kPrediction,
-    kDone
-  };
-
-  // Scale indices that one thread has taken.
-  struct Lane {
-    int64_t next = 0;
-    int64_t end = 0;
-    int64_t degenerate_count = 0;
-    // Of `next`, when it was begun.
-    absl::optional<RangeFinder::Task> task;
-  };
-
-  void Start(ThreadPool* pool) {
+  absl::StatusOr<Calibration> Run() {
     const auto count = static_cast<size_t>(scale_count_);
     encoding_.scale.resize(count);
     if (!scaler_.is_symmetric()) encoding_.zero_point.resize(count);
     if (HasScaleCodes(encoding_.scale_type)) encoding_.scale_code.resize(count);
     // Written before it is read, and large.
     if (scaler_.has_outer_scales()) ranges_.reset(new Range[count]);
+    if (absl::Status s = FindScales(); !s.ok()) return s;
+    // Outer scales follow from the ranges without them.
+    if (scaler_.has_outer_scales()) {
+      if (absl::Status s = FindOuterScales(); !s.ok()) return s;
+      if (absl::Status s = FindScales(); !s.ok()) return s;
+    }
+    encoding_.degenerate_count = degenerate_count_.load();
+    Calibration calibration;
+    if (!statistics_.histograms().empty()) {
+      absl::StatusOr<Prediction> prediction =
+          Predict(encoding_, statistics_, pool_, stop_);
+      if (!prediction.ok()) return prediction.status();
+      calibration.prediction = *std::move(prediction);
+    }
+    calibration.mantissa_bits = finder_.mantissa_bits();
+    calibration.encoding = std::move(encoding_);
+    return calibration;
+  }
+
+ private:
+  // Of all scale indices, under the outer scales if they are known.
+  absl::Status FindScales() {
     // Large batches where there are many: their scales are next to each other.
     constexpr int64_t kBatches = 64;
     constexpr int64_t kMostAtOnce = 256;
-    const int64_t lanes = LaneCount(pool);
-    at_once_ = std::clamp(scale_count_ / (kBatches * lanes),
-                          kScaleIndicesAtOnce, kMostAtOnce);
-    lanes_ = std::vector<Lane>(static_cast<size_t>(
-        std::min(lanes, (scale_count_ + at_once_ - 1) / at_once_)));
-  }
-
-  // One of the two rounds: answers whether it got to its end.
-  bool RunRound(const TimeSlice& slice, ThreadPool* pool) {
-    ParallelFor(pool, static_cast<int64_t>(lanes_.size()),
-                [&](int64_t lane) { RunLane(slice, &lanes_[lane]); });
-    const bool is_any_left = next_.load() < scale_count_ && !failed_.load();
-    return !is_any_left &&
-           std::all_of(lanes_.begin(), lanes_.end(),
-                       [](const Lane& lane) { return lane.next == lane.end; });
-  }
-
-  void RunLane(const TimeSlice& slice, Lane* lane) {
-    do {
-      if (lane->next == lane->end) {
-        // After an error only those before it matter, all of which are taken.
-        if (failed_.load()) return;
-        const int64_t first = next_.fetch_add(at_once_);
-        if (first >= scale_count_) return;
-        lane->next = first;
-        lane->end = std::min(scale_count_, first + at_once_);
+    const int64_t lanes = LaneCount(pool_);
+    const int64_t at_once = std::clamp(scale_count_ / (kBatches * lanes),
+                                       kScaleIndicesAtOnce, kMostAtOnce);
+    const int64_t batches = (scale_count_ + at_once - 1) / at_once;
+    std::atomic<int64_t> next{0};
+    ParallelFor(pool_, std::min(lanes, batches), [&](int64_t) {
+      // After an error only those before it matter, all of which are taken.
+      while (!failed_.load() && !stop_.stopped()) {
+        const int64_t begin = next.fetch_add(at_once);
+        if (begin >= scale_count_) return;
+        FindBatch(begin, std::min(scale_count_, begin + at_once));
       }
-      const int64_t pause =
-          std::min(lane->end, lane->next + kScaleIndicesAtOnce);
-      for (; lane->next < pause; ++lane->next) {
-        if (!RunScaleIndex(slice, lane)) return;
-      }
-    } while (!slice.over());
+    });
+    if (stop_.stopped()) return StoppedError();
+    return error_.status();
   }
 
-  // Answers whether the scale index is done with.
-  bool RunScaleIndex(const TimeSlice& slice, Lane* lane) {
-    const int64_t i = lane->next;
+  void FindBatch(int64_t begin, int64_t end) {
+    int64_t degenerate_count = 0;
+    for (int64_t i = begin; i < end; ++i) {
+      if (i % kScaleIndicesAtOnce == 0 && stop_.stopped()) return;
+      if (absl::Status s = FindScale(i, &degenerate_count); !s.ok()) {
+        error_.Set(i, std::move(s));
+        failed_.store(true);
+      }
+    }
+    // Only the last round counts.
+    if (!scaler_.has_outer_scales() || outer_indices_ != nullptr) {
+      degenerate_count_.fetch_add(degenerate_count);
+    }
+  }
+
+  absl::Status FindScale(int64_t i, int64_t* degenerate_count) {
     if (encoding_.scale_type == ScaleType::kE8m0 &&
         statistics_.has_non_finite(i)) {
       if (ranges_ != nullptr) ranges_[i] = kNoRange;
       SetScale(i, scaler_.NanScale());
-      return true;
+      return absl::OkStatus();
     }
     const int64_t outer_index =
-        outer_layout_ != nullptr ? outer_indices_[i] : -1;
+        outer_indices_ != nullptr ? outer_indices_[i] : -1;
     const float outer =
         outer_index >= 0 ? encoding_.outer_scale[outer_index] : 0;
     Range range;
     if (outer_index >= 0 && !finder_.searches()) {
       range = ranges_[i];
     } else {
-      if (!lane->task.has_value()) lane->task.emplace(finder_, i, outer);
-      if (!lane->task->Run(slice)) return false;
-      const absl::StatusOr<absl::optional<Range>>& found = lane->task->range();
-      if (!found.ok()) Fail(i, found.status());
-      range = found.ok() ? found->value_or(kNoRange) : kNoRange;
-      lane->task.reset();
+      const absl::StatusOr<absl::optional<Range>> found =
+          finder_.Find(i, outer, stop_);
+      if (!found.ok()) return found.status();
+      range = found->value_or(kNoRange);
     }
     if (ranges_ != nullptr) ranges_[i] = range;
     if (IsNone(range)) {
       SetScale(
           i, scaler_.DegenerateScale(
                  outer, outer_index < 0 || outer_magnitude_[outer_index] == 0));
-      // Only the last round counts.
-      if (!scaler_.has_outer_scales() || outer_index >= 0) {
-        ++lane->degenerate_count;
-      }
-      return true;
+      ++*degenerate_count;
+      return absl::OkStatus();
     }
     const absl::StatusOr<BlockScale> scale = scaler_.Scale(i, range, outer);
-    if (scale.ok()) {
-      SetScale(i, *scale);
-    } else {
-      Fail(i, scale.status());
-    }
-    return true;
+    if (!scale.ok()) return scale.status();
+    SetScale(i, *scale);
+    return absl::OkStatus();
   }
 
   void SetScale(int64_t i, const BlockScale& scale) {
@@ -306,36 +227,22 @@ class Calibrator::Work {
     if (!encoding_.scale_code.empty()) encoding_.scale_code[i] = scale.code;
   }
 
-  void Fail(int64_t i, absl::Status status) {
-    error_.Set(i, std::move(status));
-    failed_.store(true);
-  }
-
-  absl::Status StartOuter() {
-    if (outer_layout_ != nullptr) return absl::OkStatus();
-    absl::StatusOr<BlockLayout> outer_layout =
+  // From the largest range of each outer block.
+  absl::Status FindOuterScales() {
+    const absl::StatusOr<BlockLayout> outer_layout =
         OuterLayout(encoding_, layout_.scale_shape());
     if (!outer_layout.ok()) return outer_layout.status();
-    outer_layout_ =
-        std::make_unique<const BlockLayout>(*std::move(outer_layout));
-    const auto count = static_cast<size_t>(outer_layout_->scale_count());
+    const auto count = static_cast<size_t>(outer_layout->scale_count());
     outer_magnitude_.resize(count);
-    largest_.resize(count);
+    std::vector<int64_t> largest(count);
     outer_indices_.reset(new int64_t[static_cast<size_t>(scale_count_)]);
-    next_outer_ = 0;
-    return absl::OkStatus();
-  }
-
-  // The outer scale index of each scale index, and what outer scales follow
-  // from.
-  bool MergeOuterRanges(const TimeSlice& slice) {
     constexpr int64_t kAtOnce = 4096;
-    while (next_outer_ < scale_count_) {
-      const int64_t begin = next_outer_;
-      next_outer_ = std::min(scale_count_, begin + kAtOnce);
+    for (int64_t begin = 0; begin < scale_count_; begin += kAtOnce) {
+      if (stop_.stopped()) return StoppedError();
       int64_t i = begin;
-      outer_layout_->ForEachRun(
-          begin, next_outer_ - begin, [&](const BlockLayout::Run& run) {
+      outer_layout->ForEachRun(
+          begin, std::min(kAtOnce, scale_count_ - begin),
+          [&](const BlockLayout::Run& run) {
             for (int64_t k = 0; k < run.count; ++k, ++i) {
               const int64_t outer = run.scale_index + k * run.scale_step;
               outer_indices_[i] = outer;
@@ -343,76 +250,51 @@ class Calibrator::Work {
               const double magnitude = scaler_.Magnitude(ranges_[i]);
               if (magnitude > outer_magnitude_[outer]) {
                 outer_magnitude_[outer] = magnitude;
-                largest_[outer] = i;
+                largest[outer] = i;
               }
             }
           });
-      if (slice.over()) break;
     }
-    if (next_outer_ < scale_count_) return false;
-    next_outer_ = 0;
-    encoding_.outer_scale.reserve(outer_magnitude_.size());
-    return true;
+    encoding_.outer_scale.reserve(count);
+    for (size_t outer = 0; outer < count; ++outer) {
+      if (outer % kAtOnce == 0 && stop_.stopped()) return StoppedError();
+      const absl::StatusOr<float> scale =
+          scaler_.OuterScale(largest[outer], outer_magnitude_[outer]);
+      if (!scale.ok()) return scale.status();
+      encoding_.outer_scale.push_back(*scale);
+    }
+    return absl::OkStatus();
   }
 
-  absl::StatusOr<bool> FindOuterScales(const TimeSlice& slice) {
-    constexpr int64_t kAtOnce = 256;
-    const int64_t count = outer_layout_->scale_count();
-    while (next_outer_ < count) {
-      const int64_t end = std::min(count, next_outer_ + kAtOnce);
-      for (; next_outer_ < end; ++next_outer_) {
-        const absl::StatusOr<float> scale = scaler_.OuterScale(
-            largest_[next_outer_], outer_magnitude_[next_outer_]);
-        if (!scale.ok()) return scale.status();
-        encoding_.outer_scale.push_back(*scale);
-      }
-      if (slice.over()) break;
-    }
-    return next_outer_ == count;
-  }
-
-  const EncodingSpec spec_;
   const BlockLayout& layout_;
   const TensorStatistics& statistics_;
+  ThreadPool* const pool_;
+  const StopToken stop_;
   const int64_t scale_count_;
   // Each thread writes the scales that it has taken.
   Encoding encoding_;
   const RangeScaler scaler_;
   const RangeFinder finder_;
-
-  Phase phase_ = Phase::kStart;
-  // Each is used by one thread at a time.
-  std::vector<Lane> lanes_;
-  // Scale indices that a lane takes.
-  int64_t at_once_ = 0;
-  // What the lanes of a round take next.
-  std::atomic<int64_t> next_{0};
   FirstError error_;
   std::atomic<bool> failed_{false};
+  std::atomic<int64_t> degenerate_count_{0};
 
   // [scale_count] only with outer scales; of the first round or the latest.
   std::unique_ptr<Range[]> ranges_;
-  // From the first round on, with outer scales.
-  std::unique_ptr<const BlockLayout> outer_layout_;
-  // [scale_count]
+  // [scale_count] from FindOuterScales on.
   std::unique_ptr<int64_t[]> outer_indices_;
-  // [outer scale count] the largest magnitude of a range, and a scale index
-  // that has it.
+  // [outer scale count] the largest magnitude of a range.
   std::vector<double> outer_magnitude_;
-  std::vector<int64_t> largest_;
-  int64_t next_outer_ = 0;
-
-  std::unique_ptr<Predictor> predictor_;
 };
 
-Calibrator::Calibrator(std::unique_ptr<Work> work) : work_(std::move(work)) {}
+}  // namespace
 
-Calibrator::~Calibrator() = default;
-
-absl::StatusOr<std::unique_ptr<Calibrator>> Calibrator::Create(
-    const EncodingSpec& spec, const BlockLayout& layout,
-    const TensorStatistics& statistics,
-    absl::Span<const Extremes> moving_average, const HeldTensor* held) {
+absl::StatusOr<Calibration> Calibrate(const EncodingSpec& spec,
+                                      const BlockLayout& layout,
+                                      const TensorStatistics& statistics,
+                                      absl::Span<const Extremes> moving_average,
+                                      ThreadPool* pool, StopToken stop,
+                                      const HeldTensor* held) {
   if (absl::Status status = ValidateSpec(spec); !status.ok()) return status;
   if (NeedsHistograms(spec)) {
     const bool has_histograms = !statistics.histograms().empty();
@@ -426,31 +308,23 @@ absl::StatusOr<std::unique_ptr<Calibrator>> Calibrator::Create(
           statistics.mantissa_bits(), ", expected no more than that"));
     }
   }
-  return std::unique_ptr<Calibrator>(new Calibrator(
-      std::make_unique<Work>(spec, layout, statistics, moving_average, held)));
+  return Calibrator(spec, layout, statistics, moving_average, pool, stop, held)
+      .Run();
 }
 
-int64_t Calibrator::memory_bytes() const { return work_->memory_bytes(); }
-
-absl::StatusOr<bool> Calibrator::Run(const TimeSlice& slice, ThreadPool* pool) {
-  return work_->Run(slice, pool);
-}
-
-Calibration Calibrator::Take() { return work_->Take(); }
-
-absl::StatusOr<Calibration> Calibrate(const EncodingSpec& spec,
-                                      const BlockLayout& layout,
-                                      const TensorStatistics& statistics,
-                                      absl::Span<const Extremes> moving_average,
-                                      ThreadPool* pool,
-                                      const HeldTensor* held) {
-  absl::StatusOr<std::unique_ptr<Calibrator>> calibrator =
-      Calibrator::Create(spec, layout, statistics, moving_average, held);
-  if (!calibrator.ok()) return calibrator.status();
-  const absl::StatusOr<bool> done =
-      (*calibrator)->Run(TimeSlice::Endless(), pool);
-  if (!done.ok()) return done.status();
-  return (*calibrator)->Take();
+int64_t CalibrationBytes(const EncodingSpec& spec, const BlockLayout& layout,
+                         const TensorStatistics& statistics, ThreadPool* pool) {
+  int64_t bytes = 0;
+  if (!spec.outer_block_size.empty()) {
+    bytes += statistics.scale_count() *
+             static_cast<int64_t>(sizeof(Range) + sizeof(int64_t));
+  }
+  if (!NeedsHistograms(spec)) return bytes;
+  // A distribution for each thread: of as many masses as most blocks have bins.
+  constexpr int64_t kMostMasses = 8192;
+  constexpr int64_t kMassBytes = 96;
+  return bytes + std::min(LaneCount(pool), statistics.scale_count()) *
+                     std::min(kMostMasses, layout.largest_block()) * kMassBytes;
 }
 
 }  // namespace quantd::core

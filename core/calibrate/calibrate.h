@@ -3,15 +3,15 @@
 #ifndef QUANTD_CORE_CALIBRATE_CALIBRATE_H_
 #define QUANTD_CORE_CALIBRATE_CALIBRATE_H_
 
-#include <memory>
+#include <cstdint>
 
 #include "absl/status/statusor.h"
 #include "absl/types/optional.h"
 #include "absl/types/span.h"
 #include "core/calibrate/encoding_spec.h"
 #include "core/calibrate/prediction.h"
+#include "core/parallel/stop_token.h"
 #include "core/parallel/thread_pool.h"
-#include "core/parallel/time_slice.h"
 #include "core/statistics/held_tensor.h"
 #include "core/statistics/tensor_statistics.h"
 #include "core/types/block_layout.h"
@@ -62,61 +62,35 @@ Encoding EncodingWithoutScales(const EncodingSpec& spec,
 // outer scales they run twice, first without to find those. A percentile of
 // zero where not all elements are takes the whole range.
 //
-// The same result on every machine, for any slices and number of threads. Not
-// thread-safe.
-class Calibrator {
- public:
-  // `spec`            resolved for the layout's shape (see ResolveSpec).
-  // `layout`          of the tensor with spec.block_size.
-  // `statistics`      at that granularity; with histograms where the spec needs
-  //                   them, unless the tensor is held.
-  // `moving_average`  [scale_count] averaged extremes; where empty the extremes
-  //                   stand for them.
-  // `held`            the tensor; may be null. Without histograms in the
-  //                   statistics one scale index at a time gets one, of
-  //                   MantissaBitsAtHand.
-  // What is passed by reference, but for `spec`, outlives the calibrator, as
-  // does what `moving_average` points at.
-  // Errors: those of ValidateSpec; METHOD_INVALID where there are no histograms
-  // for a method that needs them, or coarser ones than spec.mantissa_bits.
-  static absl::StatusOr<std::unique_ptr<Calibrator>> Create(
-      const EncodingSpec& spec, const BlockLayout& layout,
-      const TensorStatistics& statistics,
-      absl::Span<const Extremes> moving_average,
-      const HeldTensor* held = nullptr);
-  ~Calibrator();
-
-  // Goes on until the end, or until the slice is over; with some of it in any
-  // case. Answers whether it got to the end.
-  // `pool`  spreads the search; may be null.
-  // Errors: of the smallest scale index that has one, and nothing more may be
-  // called: SCALE_OVERFLOW (a range that needs a scale beyond the scale type);
-  // ZERO_POINT_RANGE (with exclude_zero: the range is too far from zero for its
-  // width).
-  absl::StatusOr<bool> Run(const TimeSlice& slice, ThreadPool* pool);
-
-  // What the search takes in memory, beside the result.
-  int64_t memory_bytes() const;
-
-  // Moves the result out. Requires: Run got to the end.
-  Calibration Take();
-
- private:
-  class Work;
-
-  explicit Calibrator(std::unique_ptr<Work> work);
-
-  const std::unique_ptr<Work> work_;
-};
-
-// All of it at once.
-// Errors: those of Calibrator.
+// The same result on every machine, for any number of threads.
+//
+// `spec`            resolved for the layout's shape (see ResolveSpec).
+// `layout`          of the tensor with spec.block_size.
+// `statistics`      at that granularity; with histograms where the spec needs
+//                   them, unless the tensor is held.
+// `moving_average`  [scale_count] averaged extremes; where empty the extremes
+//                   stand for them.
+// `pool`            spreads the search; may be null.
+// `held`            the tensor; may be null. Without histograms in the
+//                   statistics one scale index at a time gets one, of
+//                   MantissaBitsAtHand.
+// Errors: those of ValidateSpec; METHOD_INVALID where there are no histograms
+// for a method that needs them, or coarser ones than spec.mantissa_bits; of the
+// smallest scale index that has one: SCALE_OVERFLOW (a range that needs a scale
+// beyond the scale type), ZERO_POINT_RANGE (with exclude_zero: the range is too
+// far from zero for its width); CANCELLED.
 absl::StatusOr<Calibration> Calibrate(const EncodingSpec& spec,
                                       const BlockLayout& layout,
                                       const TensorStatistics& statistics,
                                       absl::Span<const Extremes> moving_average,
                                       ThreadPool* pool,
+                                      StopToken stop = StopToken(),
                                       const HeldTensor* held = nullptr);
+
+// About what that takes in memory beside its result and, for a held tensor,
+// HeldTensor::TableBytes for each thread.
+int64_t CalibrationBytes(const EncodingSpec& spec, const BlockLayout& layout,
+                         const TensorStatistics& statistics, ThreadPool* pool);
 
 }  // namespace quantd::core
 

@@ -4,12 +4,14 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
+#include <limits>
 #include <utility>
 #include <vector>
 
+#include "absl/status/statusor.h"
 #include "core/calibrate/range_scaler.h"
 #include "core/calibrate/squared_error.h"
+#include "core/parallel/stop_token.h"
 #include "core/statistics/histogram.h"
 
 namespace quantd::core {
@@ -45,11 +47,9 @@ class LevelCursor {
   size_t level_ = 0;
 };
 
-}  // namespace
-
 // Counts in those linear bins that have elements, and running sums over them:
 // time and memory follow what there is, not the number of bins or levels.
-class EntropySearch::LinearBins {
+class LinearBins {
  public:
   // `low` and `width` of all bins together.
   LinearBins(const Histogram& histogram, bool of_magnitudes, double low,
@@ -87,8 +87,6 @@ class EntropySearch::LinearBins {
     return Clamped(std::ceil(Position(x)), 1, bins_);
   }
   int64_t bins() const { return bins_; }
-  // How many have elements.
-  size_t size() const { return bin_.size(); }
   // Elements in all bins.
   double total() const { return count_.back(); }
 
@@ -125,9 +123,8 @@ class EntropySearch::LinearBins {
   std::vector<double> x_log_x_ = {0};
 };
 
-double EntropySearch::LinearBins::Divergence(const EntropyLevels& levels,
-                                             int64_t first,
-                                             int64_t last) const {
+double LinearBins::Divergence(const EntropyLevels& levels, int64_t first,
+                              int64_t last) const {
   const int64_t size = last - first;
   const size_t begin = Before(first);
   const size_t end = Before(last);
@@ -188,6 +185,8 @@ double EntropySearch::LinearBins::Divergence(const EntropyLevels& levels,
          (PortableLog(q_total) - PortableLog(total()));
 }
 
+}  // namespace
+
 EntropyLevels LevelsOf(const CodeNumbers& numbers, bool is_symmetric) {
   EntropyLevels levels;
   if (numbers.is_integer) {
@@ -226,64 +225,41 @@ double PortableLog(double x) {
   return exponent * kLn2High + (2 * t + (2 * t * series + exponent * kLn2Low));
 }
 
-EntropySearch::EntropySearch(const Histogram& histogram,
-                             const EntropyLevels& levels, const Range& whole,
-                             int steps, int bins)
-    : levels_(levels),
-      count_(steps == 0 ? kDefaultSteps : steps),
-      whole_(whole),
-      span_(whole),
-      next_(count_),
-      best_(whole) {
-  const double abs_max = whole.abs_max();
-  // Grids of floats and codebooks are laid about zero.
+absl::StatusOr<Range> SearchEntropy(const Histogram& histogram,
+                                    const EntropyLevels& levels,
+                                    const Range& whole, int steps,
+                                    int bin_count, StopToken stop) {
+  const int count = steps == 0 ? kDefaultSteps : steps;
+  // What is split into bins: grids of floats and codebooks are laid about zero.
+  Range span = whole;
   if (levels.of_magnitudes) {
-    span_ = {0, abs_max};
+    span = {0, whole.abs_max()};
   } else if (levels.count == 0) {
-    span_ = {-abs_max, abs_max};
+    span = {-whole.abs_max(), whole.abs_max()};
   }
-  from_ = std::clamp(0.0, span_.low, span_.high);
-  bins_ = std::make_unique<const LinearBins>(
-      histogram, levels.of_magnitudes, span_.low, span_.high - span_.low,
-      bins == 0 ? std::max(kDefaultBins, 4 * levels.size()) : bins);
-  if (bins_->total() == 0) next_ = 0;
-}
-
-EntropySearch::~EntropySearch() = default;
-
-bool EntropySearch::Run(const TimeSlice& slice) {
-  // As many as take much longer than to look at the clock.
-  constexpr size_t kBins = 256;
-  const size_t tries = std::max<size_t>(1, kBins / (bins_->size() + 1));
-  for (;;) {
-    for (size_t i = 0; i < tries; ++i) {
-      if (TryNext()) return true;
-    }
-    if (slice.over()) return false;
+  const double from = std::clamp(0.0, span.low, span.high);
+  const LinearBins bins(
+      histogram, levels.of_magnitudes, span.low, span.high - span.low,
+      bin_count == 0 ? std::max(kDefaultBins, 4 * levels.size()) : bin_count);
+  if (bins.total() == 0) return whole;
+  Range best = whole;
+  double least = std::numeric_limits<double>::infinity();
+  for (int k = count; k > 0; --k) {
+    if (stop.stopped()) return StoppedError();
+    const double fraction = static_cast<double>(k) / count;
+    const Range range = {from + (span.low - from) * fraction,
+                         from + (span.high - from) * fraction};
+    const int64_t first = k == count ? 0 : bins.BinOf(range.low);
+    const int64_t last = k == count ? bins.bins() : bins.BinsUpTo(range.high);
+    if (k < count && last - first < levels.size()) break;
+    const double divergence = bins.Divergence(levels, first, last);
+    if (!(divergence < least)) continue;
+    least = divergence;
+    best = !levels.of_magnitudes ? range
+           : k == count          ? whole
+                                 : Range{-range.high, range.high};
   }
-}
-
-bool EntropySearch::TryNext() {
-  if (next_ == 0) return true;
-  const int k = next_--;
-  const double fraction = static_cast<double>(k) / count_;
-  const Range range = {from_ + (span_.low - from_) * fraction,
-                       from_ + (span_.high - from_) * fraction};
-  const int64_t first = k == count_ ? 0 : bins_->BinOf(range.low);
-  const int64_t last =
-      k == count_ ? bins_->bins() : bins_->BinsUpTo(range.high);
-  if (k < count_ && last - first < levels_.size()) {
-    next_ = 0;
-    return true;
-  }
-  const double divergence = bins_->Divergence(levels_, first, last);
-  if (divergence < least_) {
-    least_ = divergence;
-    best_ = !levels_.of_magnitudes ? range
-            : k == count_          ? whole_
-                                   : Range{-range.high, range.high};
-  }
-  return next_ == 0;
+  return best;
 }
 
 }  // namespace quantd::core

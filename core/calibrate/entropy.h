@@ -4,13 +4,12 @@
 #define QUANTD_CORE_CALIBRATE_ENTROPY_H_
 
 #include <cstdint>
-#include <limits>
-#include <memory>
 #include <vector>
 
+#include "absl/status/statusor.h"
 #include "core/calibrate/range_scaler.h"
 #include "core/calibrate/squared_error.h"
-#include "core/parallel/time_slice.h"
+#include "core/parallel/stop_token.h"
 #include "core/statistics/histogram.h"
 
 namespace quantd::core {
@@ -56,44 +55,16 @@ double PortableLog(double x);
 // of that which its middle lies in. Ranges with fewer bins than levels are left
 // out but for the whole one. Of equally good ranges the widest. (Migacz, 8-bit
 // inference with TensorRT, 2017)
-// Not thread-safe.
-class EntropySearch {
- public:
-  // `levels`  outlive the search.
-  // `whole`   contains the elements and is not [0, 0]; of |x| all up to its
-  //           abs_max.
-  // `steps`   0 for 128.
-  // `bins`    over the whole range; 0 for 2,048, or 4 times the levels.
-  EntropySearch(const Histogram& histogram, const EntropyLevels& levels,
-                const Range& whole, int steps, int bins);
-  ~EntropySearch();
-
-  // Goes on until all ranges were tried, or until the slice is over; at least
-  // one try. Answers whether all were.
-  bool Run(const TimeSlice& slice);
-
-  // Requires: all ranges were tried.
-  const Range& best() const { return best_; }
-
- private:
-  class LinearBins;
-
-  // Answers whether there is nothing left to try.
-  bool TryNext();
-
-  const EntropyLevels& levels_;
-  const int count_;
-  const Range whole_;
-  // What is split into bins.
-  Range span_;
-  // Where ranges start.
-  double from_;
-  std::unique_ptr<const LinearBins> bins_;
-  // What is tried next; 0 at the end.
-  int next_;
-  Range best_;
-  double least_ = std::numeric_limits<double>::infinity();
-};
+//
+// `whole`  contains the elements and is not [0, 0]; of |x| all up to its
+//          abs_max.
+// `steps`  0 for 128.
+// `bins`   over the whole range; 0 for 2,048, or 4 times the levels.
+// Errors: CANCELLED.
+absl::StatusOr<Range> SearchEntropy(const Histogram& histogram,
+                                    const EntropyLevels& levels,
+                                    const Range& whole, int steps, int bins,
+                                    StopToken stop = StopToken());
 
 }  // namespace quantd::core
 

@@ -5,16 +5,19 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
-#include <memory>
+#include <queue>
 #include <utility>
 #include <vector>
 
-#include "absl/base/attributes.h"
+#include "absl/numeric/int128.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/optional.h"
 #include "absl/types/span.h"
 #include "core/calibrate/entropy.h"
 #include "core/calibrate/mixture_search.h"
 #include "core/calibrate/precision_option.h"
-#include "core/parallel/time_slice.h"
+#include "core/parallel/stop_token.h"
 
 namespace quantd::core {
 namespace {
@@ -76,281 +79,289 @@ int OptionOf(const TensorOptions& options, int spec_index) {
   return -1;
 }
 
-}  // namespace
+// Looks at the stop token once in so many tensors: options are at most some
+// dozens, and a hull of them takes microseconds.
+constexpr size_t kTensorsAtOnce = 64;
 
-MixtureChooser::MixtureChooser(absl::Span<const TensorOptions> tensors,
-                               Stage stage)
-    : tensors_(tensors), stage_(stage) {
-  mixture_.choice.reserve(tensors.size());
+bool IsStopped(StopToken stop, size_t tensor) {
+  return tensor % kTensorsAtOnce == 0 && stop.stopped();
 }
 
-MixtureChooser MixtureChooser::Smallest(absl::Span<const TensorOptions> tensors,
-                                        double min_sqnr_db) {
-  MixtureChooser chooser(tensors, Stage::kSmallest);
-  chooser.min_sqnr_db_ = min_sqnr_db;
-  return chooser;
-}
+// An option of each tensor, and the bytes that they leave.
+class Choice {
+ public:
+  Choice(absl::Span<const TensorOptions> tensors, int64_t max_size_bytes)
+      : tensors_(tensors), left_(max_size_bytes) {
+    options_.reserve(tensors.size());
+  }
 
-MixtureChooser MixtureChooser::Best(absl::Span<const TensorOptions> tensors,
-                                    int64_t max_size_bytes) {
-  MixtureChooser chooser(tensors, Stage::kHulls);
-  chooser.max_size_bytes_ = max_size_bytes;
-  chooser.left_ = max_size_bytes;
-  // At most one of each tensor is in a queue.
-  std::vector<Step> steps;
-  steps.reserve(tensors.size());
-  chooser.steps_ = decltype(steps_)({}, std::move(steps));
-  std::vector<Saving> savings;
-  savings.reserve(tensors.size());
-  chooser.savings_ = decltype(savings_)({}, std::move(savings));
-  chooser.hulls_.reserve(tensors.size());
-  chooser.choice_.reserve(tensors.size());
-  if (!tensors.empty()) {
-    chooser.uniforms_.reserve(tensors[0].size());
-    for (const PrecisionOption& option : tensors[0]) {
-      chooser.uniforms_.push_back({option.spec_index, 0, 0});
+  const std::vector<int>& options() const { return options_; }
+  absl::int128 left() const { return left_; }
+
+  // The option of the next tensor.
+  void Add(int option) {
+    left_ -= tensors_[options_.size()][option].size_bytes;
+    options_.push_back(option);
+  }
+  void Change(size_t tensor, int option) {
+    left_ -= MoreBytes(tensor, option);
+    options_[tensor] = option;
+  }
+  bool Fits(size_t tensor, int option) const {
+    return MoreBytes(tensor, option) <= left_;
+  }
+
+  // In order of tensors, as others add it up too: the mixture is never above
+  // one spec for all by how sums are rounded.
+  double Noise() const {
+    double noise = 0;
+    for (size_t i = 0; i < tensors_.size(); ++i) {
+      noise += tensors_[i][options_[i]].noise();
     }
+    return noise;
   }
-  return chooser;
-}
 
-int64_t MixtureChooser::MemoryBytes(int64_t options) {
-  return MixtureSearch::MaxMemoryBytes() +
-         options * static_cast<int64_t>(sizeof(Uniform));
-}
-
-bool MixtureChooser::Run(const TimeSlice& slice) {
-  while (stage_ != Stage::kDone) {
-    RunOne();
-    if (slice.over()) break;
+ private:
+  int64_t MoreBytes(size_t tensor, int to) const {
+    const TensorOptions& options = tensors_[tensor];
+    return options[to].size_bytes - options[options_[tensor]].size_bytes;
   }
-  return stage_ == Stage::kDone;
-}
 
-void MixtureChooser::Begin(Stage stage) {
-  stage_ = stage;
-  next_ = 0;
-}
+  absl::Span<const TensorOptions> tensors_;
+  std::vector<int> options_;
+  absl::int128 left_;
+};
 
-void MixtureChooser::RunOne() {
-  const bool is_last = next_ == tensors_.size();
-  switch (stage_) {
-    case Stage::kSmallest:
-      if (!is_last) return ChooseSmallest(tensors_[next_++]);
-      return Begin(Stage::kDone);
-    case Stage::kHulls:
-      if (!is_last) return BeginHull(next_++);
-      return EndHulls();
-    // Along the hulls, steepest first: the optimum of the relaxed problem at
-    // each price of a byte, as long as all steps fit.
-    case Stage::kSteps:
-      if (!steps_.empty()) return TakeStep();
-      return EndSteps();
-    // What is left goes to the options that save most, on a hull or not. Room
-    // only shrinks and an option is never taken back for a noisier one, so that
-    // what an option saves only falls: the most that each tensor saved when it
-    // was last looked at is a bound.
-    case Stage::kLook:
-      if (!is_last) return LookAt(next_++);
-      return Begin(Stage::kFill);
-    case Stage::kFill:
-      if (!savings_.empty()) return TakeSaving();
-      noise_ = 0;
-      return Begin(Stage::kSum);
-    // In order of tensors, as others add it up too: the mixture is never above
-    // one spec for all by how sums are rounded.
-    case Stage::kSum:
-      if (is_last) return EndSum();
-      noise_ += tensors_[next_][choice_[next_]].noise();
-      ++next_;
-      return;
-    case Stage::kUniform:
-      if (is_last) return Begin(Stage::kLook);
-      Choose(next_, OptionOf(tensors_[next_], uniform_spec_));
-      ++next_;
-      return;
-    case Stage::kCompare:
-      if (is_last) return Begin(Stage::kOffer);
-      search_->Compare(next_, mixture_.choice[next_]);
-      ++next_;
-      return;
-    case Stage::kOffer:
-      if (!is_last) return search_->Offer(next_++);
-      return Begin(Stage::kSearch);
-    case Stage::kSearch:
-      if (!search_->Step()) EndSearch();
-      return;
-    case Stage::kDone:
-      return;
-  }
-}
+// One spec for all tensors so far.
+struct Uniform {
+  int spec_index;
+  absl::int128 size_bytes;
+  double noise;
+};
 
-void MixtureChooser::EndHulls() {
-  mixture_.target_met = left_ >= 0;
-  if (mixture_.target_met) return Begin(Stage::kSteps);
-  mixture_.choice.swap(choice_);
-  Begin(Stage::kDone);
-}
-
-void MixtureChooser::EndSteps() {
-  if (price_ >= 0) return Begin(Stage::kLook);
-  // Everything is as quiet as can be.
-  mixture_.choice.swap(choice_);
-  Begin(Stage::kDone);
-}
-
-void MixtureChooser::EndSum() {
-  if (start_ == Start::kRelaxed || noise_ < best_noise_) {
-    mixture_.choice = choice_;
-    best_noise_ = noise_;
-  }
-  switch (start_) {
-    case Start::kRelaxed:
-      start_ = Start::kUniform;
-      if (PickUniform()) return Begin(Stage::kUniform);
-      ABSL_FALLTHROUGH_INTENDED;
-    case Start::kUniform:
-      start_ = Start::kSearched;
-      search_ = std::make_unique<MixtureSearch>(tensors_, bases_, price_,
-                                                bases_left_);
-      return Begin(Stage::kCompare);
-    case Start::kSearched:
-      return Begin(Stage::kDone);
-  }
-}
-
-void MixtureChooser::EndSearch() {
-  if (!search_->found()) return Begin(Stage::kDone);
-  choice_ = bases_;
-  left_ = bases_left_;
-  for (const MixtureSearch::Change& change : search_->Changes()) {
-    Choose(change.tensor, change.option);
-  }
-  Begin(Stage::kLook);
-}
-
-void MixtureChooser::ChooseSmallest(const TensorOptions& options) {
-  int best = -1;
-  int quietest = 0;
-  for (int i = 0; i < static_cast<int>(options.size()); ++i) {
-    if (IsQuieter(options[i], options[quietest])) quietest = i;
-    if (HasAtLeast(options[i], min_sqnr_db_) &&
-        (best < 0 || IsSmaller(options[i], options[best]))) {
-      best = i;
-    }
-  }
-  if (best < 0) mixture_.target_met = false;
-  mixture_.choice.push_back(best < 0 ? quietest : best);
-}
-
-void MixtureChooser::BeginHull(size_t tensor) {
-  const TensorOptions& options = tensors_[tensor];
-  hulls_.push_back(Hull(options));
-  const int smallest = hulls_.back().front();
-  choice_.push_back(smallest);
-  left_ -= options[smallest].size_bytes;
-  PushStep(tensor, 1);
-  AddToUniforms(options);
-}
-
-void MixtureChooser::AddToUniforms(const TensorOptions& options) {
+// Leaves those that the tensor has too.
+void AddTensor(const TensorOptions& options, std::vector<Uniform>* uniforms) {
   size_t kept = 0;
-  for (Uniform& uniform : uniforms_) {
+  for (Uniform& uniform : *uniforms) {
     const int i = OptionOf(options, uniform.spec_index);
     if (i < 0) continue;
     uniform.size_bytes += options[i].size_bytes;
     uniform.noise += options[i].noise();
-    uniforms_[kept++] = uniform;
+    (*uniforms)[kept++] = uniform;
   }
-  uniforms_.resize(kept);
+  uniforms->resize(kept);
 }
 
-// The best that fits into uniform_spec_; answers whether there is one.
-bool MixtureChooser::PickUniform() {
+// The best that fits, or null.
+const Uniform* BestOf(absl::Span<const Uniform> uniforms,
+                      int64_t max_size_bytes) {
   const Uniform* best = nullptr;
-  for (const Uniform& uniform : uniforms_) {
-    if (uniform.size_bytes <= max_size_bytes_ &&
+  for (const Uniform& uniform : uniforms) {
+    if (uniform.size_bytes <= max_size_bytes &&
         (best == nullptr || uniform.noise < best->noise)) {
       best = &uniform;
     }
   }
-  if (best != nullptr) uniform_spec_ = best->spec_index;
-  return best != nullptr;
+  return best;
 }
 
-void MixtureChooser::PushStep(size_t tensor, size_t next) {
-  const std::vector<int>& hull = hulls_[tensor];
-  if (next == hull.size()) return;
-  const PrecisionOption& from = tensors_[tensor][hull[next - 1]];
-  const PrecisionOption& to = tensors_[tensor][hull[next]];
-  steps_.push({(from.noise() - to.noise()) /
-                   static_cast<double>(to.size_bytes - from.size_bytes),
-               tensor, next});
+// From one option on the hull of a tensor to the next.
+struct Step {
+  double slope;
+  size_t tensor;
+  // The index in the hull of where it leads.
+  size_t next;
+
+  // Steepest first, then in order of tensors.
+  bool operator<(const Step& other) const {
+    if (slope != other.slope) return slope < other.slope;
+    return tensor > other.tensor;
+  }
+};
+
+// What an option of a tensor would save.
+struct Saving {
+  double noise;
+  size_t tensor;
+  int option;
+
+  bool operator<(const Saving& other) const {
+    if (noise != other.noise) return noise < other.noise;
+    return tensor > other.tensor;
+  }
+};
+
+// With room for `size`: at most one of each tensor is in a queue.
+template <typename T>
+std::priority_queue<T> QueueOf(size_t size) {
+  std::vector<T> room;
+  room.reserve(size);
+  return std::priority_queue<T>({}, std::move(room));
 }
 
-void MixtureChooser::TakeStep() {
-  const Step step = steps_.top();
-  steps_.pop();
-  const int to = hulls_[step.tensor][step.next];
-  // One that does not fit blocks those after it on the same hull.
-  if (!Fits(MoreBytes(step.tensor, to))) {
-    if (price_ < 0) {
-      price_ = step.slope;
-      bases_ = choice_;
-      bases_left_ = left_;
+// The choice that costs least at a price.
+struct Relaxed {
+  // Noise for each byte.
+  double price;
+  Choice bases;
+};
+
+// Goes from the smallest options along the hulls, steepest first: the optimum
+// of the relaxed problem at each price of a byte, as long as all steps fit.
+// `relaxed` is where the first does not, and stays empty if all do; `choice`
+// goes on with those that do.
+absl::Status TakeSteps(absl::Span<const TensorOptions> tensors,
+                       absl::Span<const std::vector<int>> hulls, StopToken stop,
+                       Choice* choice, absl::optional<Relaxed>* relaxed) {
+  auto steps = QueueOf<Step>(tensors.size());
+  const auto push = [&](size_t tensor, size_t next) {
+    const std::vector<int>& hull = hulls[tensor];
+    if (next == hull.size()) return;
+    const PrecisionOption& from = tensors[tensor][hull[next - 1]];
+    const PrecisionOption& to = tensors[tensor][hull[next]];
+    steps.push({(from.noise() - to.noise()) /
+                    static_cast<double>(to.size_bytes - from.size_bytes),
+                tensor, next});
+  };
+  for (size_t i = 0; i < tensors.size(); ++i) push(i, 1);
+  for (size_t taken = 0; !steps.empty(); ++taken) {
+    if (IsStopped(stop, taken)) return StoppedError();
+    const Step step = steps.top();
+    steps.pop();
+    const int to = hulls[step.tensor][step.next];
+    if (choice->Fits(step.tensor, to)) {
+      choice->Change(step.tensor, to);
+      // Along a hull steps become less steep.
+      push(step.tensor, step.next + 1);
+    } else if (!relaxed->has_value()) {
+      // It blocks those after it on the same hull.
+      *relaxed = Relaxed{step.slope, *choice};
     }
-    return;
   }
-  Choose(step.tensor, to);
-  // Along a hull steps become less steep.
-  PushStep(step.tensor, step.next + 1);
+  return absl::OkStatus();
 }
 
-// Of the options that fit, the first of those that save most.
-void MixtureChooser::LookAt(size_t tensor) {
-  const TensorOptions& options = tensors_[tensor];
-  Saving best = {0, tensor, -1};
-  for (int i = 0; i < static_cast<int>(options.size()); ++i) {
-    const double saved = options[choice_[tensor]].noise() - options[i].noise();
-    if (saved > best.noise && Fits(MoreBytes(tensor, i))) {
-      best.noise = saved;
-      best.option = i;
+// Gives what is left to the options that save most, on a hull or not. Room only
+// shrinks and an option is never taken back for a noisier one, so that what an
+// option saves only falls: the most that each tensor saved when it was last
+// looked at is a bound.
+absl::Status Fill(absl::Span<const TensorOptions> tensors, StopToken stop,
+                  Choice* choice) {
+  auto savings = QueueOf<Saving>(tensors.size());
+  // Of the options that fit, the first of those that save most.
+  const auto look_at = [&](size_t tensor) {
+    const TensorOptions& options = tensors[tensor];
+    const double noise = options[choice->options()[tensor]].noise();
+    Saving best = {0, tensor, -1};
+    for (int i = 0; i < static_cast<int>(options.size()); ++i) {
+      const double saved = noise - options[i].noise();
+      if (saved > best.noise && choice->Fits(tensor, i)) {
+        best.noise = saved;
+        best.option = i;
+      }
+    }
+    if (best.option >= 0) savings.push(best);
+  };
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (IsStopped(stop, i)) return StoppedError();
+    look_at(i);
+  }
+  for (size_t taken = 0; !savings.empty(); ++taken) {
+    if (IsStopped(stop, taken)) return StoppedError();
+    const Saving saving = savings.top();
+    savings.pop();
+    if (choice->Fits(saving.tensor, saving.option)) {
+      choice->Change(saving.tensor, saving.option);
+    }
+    look_at(saving.tensor);
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::StatusOr<Mixture> SmallestMixture(absl::Span<const TensorOptions> tensors,
+                                        double min_sqnr_db, StopToken stop) {
+  Mixture mixture;
+  mixture.choice.reserve(tensors.size());
+  for (const TensorOptions& options : tensors) {
+    if (IsStopped(stop, mixture.choice.size())) return StoppedError();
+    int best = -1;
+    int quietest = 0;
+    for (int i = 0; i < static_cast<int>(options.size()); ++i) {
+      if (IsQuieter(options[i], options[quietest])) quietest = i;
+      if (HasAtLeast(options[i], min_sqnr_db) &&
+          (best < 0 || IsSmaller(options[i], options[best]))) {
+        best = i;
+      }
+    }
+    if (best < 0) mixture.target_met = false;
+    mixture.choice.push_back(best < 0 ? quietest : best);
+  }
+  return mixture;
+}
+
+absl::StatusOr<Mixture> BestMixture(absl::Span<const TensorOptions> tensors,
+                                    int64_t max_size_bytes, StopToken stop) {
+  std::vector<std::vector<int>> hulls;
+  hulls.reserve(tensors.size());
+  std::vector<Uniform> uniforms;
+  if (!tensors.empty()) {
+    uniforms.reserve(tensors[0].size());
+    for (const PrecisionOption& option : tensors[0]) {
+      uniforms.push_back({option.spec_index, 0, 0});
     }
   }
-  if (best.option >= 0) savings_.push(best);
-}
-
-void MixtureChooser::TakeSaving() {
-  const Saving saving = savings_.top();
-  savings_.pop();
-  if (Fits(MoreBytes(saving.tensor, saving.option))) {
-    Choose(saving.tensor, saving.option);
+  // The smallest options first.
+  Choice choice(tensors, max_size_bytes);
+  for (const TensorOptions& options : tensors) {
+    if (IsStopped(stop, hulls.size())) return StoppedError();
+    hulls.push_back(Hull(options));
+    choice.Add(hulls.back().front());
+    AddTensor(options, &uniforms);
   }
-  LookAt(saving.tensor);
+  if (choice.left() < 0) return Mixture{choice.options(), false};
+
+  absl::optional<Relaxed> relaxed;
+  absl::Status status = TakeSteps(tensors, hulls, stop, &choice, &relaxed);
+  if (!status.ok()) return status;
+  // Everything may be as quiet as can be.
+  if (!relaxed.has_value()) return Mixture{choice.options(), true};
+  if (status = Fill(tensors, stop, &choice); !status.ok()) return status;
+  Mixture best{choice.options(), true};
+  double best_noise = choice.Noise();
+  const auto compare = [&] {
+    const double noise = choice.Noise();
+    if (!(noise < best_noise)) return;
+    best.choice = choice.options();
+    best_noise = noise;
+  };
+
+  if (const Uniform* uniform = BestOf(uniforms, max_size_bytes)) {
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      if (IsStopped(stop, i)) return StoppedError();
+      choice.Change(i, OptionOf(tensors[i], uniform->spec_index));
+    }
+    if (status = Fill(tensors, stop, &choice); !status.ok()) return status;
+    compare();
+  }
+
+  const absl::StatusOr<absl::optional<std::vector<MixtureChange>>> changes =
+      SearchMixture(tensors, relaxed->bases.options(), relaxed->price,
+                    relaxed->bases.left(), best.choice, stop);
+  if (!changes.ok()) return changes.status();
+  if (!changes->has_value()) return best;
+  choice = relaxed->bases;
+  for (const MixtureChange& change : **changes) {
+    choice.Change(change.tensor, change.option);
+  }
+  if (status = Fill(tensors, stop, &choice); !status.ok()) return status;
+  compare();
+  return best;
 }
 
-void MixtureChooser::Choose(size_t tensor, int option) {
-  left_ -= MoreBytes(tensor, option);
-  choice_[tensor] = option;
-}
-
-int64_t MixtureChooser::MoreBytes(size_t tensor, int to) const {
-  const TensorOptions& options = tensors_[tensor];
-  return options[to].size_bytes - options[choice_[tensor]].size_bytes;
-}
-
-Mixture SmallestMixture(absl::Span<const TensorOptions> tensors,
-                        double min_sqnr_db) {
-  MixtureChooser chooser = MixtureChooser::Smallest(tensors, min_sqnr_db);
-  chooser.Run(TimeSlice::Endless());
-  return chooser.Take();
-}
-
-Mixture BestMixture(absl::Span<const TensorOptions> tensors,
-                    int64_t max_size_bytes) {
-  MixtureChooser chooser = MixtureChooser::Best(tensors, max_size_bytes);
-  chooser.Run(TimeSlice::Endless());
-  return chooser.Take();
+int64_t MixtureBytes(int64_t options) {
+  return MixtureSearchBytes() + options * static_cast<int64_t>(sizeof(Uniform));
 }
 
 }  // namespace quantd::core

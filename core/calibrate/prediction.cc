@@ -6,11 +6,14 @@
 #include <limits>
 #include <vector>
 
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
 #include "core/calibrate/distribution.h"
 #include "core/calibrate/scale_indices.h"
 #include "core/calibrate/squared_error.h"
+#include "core/parallel/stop_token.h"
 #include "core/parallel/thread_pool.h"
-#include "core/parallel/time_slice.h"
+#include "core/statistics/histogram.h"
 #include "core/statistics/tensor_statistics.h"
 #include "core/types/encoding.h"
 
@@ -133,56 +136,45 @@ double Prediction::NoiseToSignal() const {
   return squared_error / signal;
 }
 
-Predictor::Predictor(const Encoding& encoding,
-                     const TensorStatistics& statistics)
-    : encoding_(encoding), statistics_(statistics), numbers_(encoding) {}
-
-bool Predictor::Run(const TimeSlice& slice, ThreadPool* pool) {
-  const auto histograms = statistics_.histograms();
+absl::StatusOr<Prediction> Predict(const Encoding& encoding,
+                                   const TensorStatistics& statistics,
+                                   ThreadPool* pool, StopToken stop) {
+  const CodeNumbers numbers(encoding);
+  const absl::Span<const Histogram> histograms = statistics.histograms();
   const auto count = static_cast<int64_t>(histograms.size());
+  Prediction whole;
+  CompensatedSum squared_error;
+  CompensatedSum squared_error_low;
+  CompensatedSum squared_error_high;
+  CompensatedSum signal;
   // Sums are taken in the order of the scale indices.
   constexpr int64_t kAtOnce = 4096;
-  std::vector<Prediction> parts(
-      static_cast<size_t>(std::min(kAtOnce, count - next_)));
-  while (next_ < count) {
-    const int64_t begin = next_;
-    next_ = ForScaleIndices(
-        pool, begin, std::min(begin + kAtOnce, count), slice, [&](int64_t i) {
-          const Extremes& extremes = statistics_.extremes()[i];
-          parts[i - begin] = PredictScaleIndex(
-              numbers_, encoding_.scale[i],
-              encoding_.zero_point.empty() ? 0 : encoding_.zero_point[i],
-              extremes, Distribution(histograms[i], extremes));
-        });
-    for (int64_t i = begin; i < next_; ++i) {
+  std::vector<Prediction> parts(static_cast<size_t>(std::min(kAtOnce, count)));
+  for (int64_t begin = 0; begin < count; begin += kAtOnce) {
+    const int64_t end = std::min(begin + kAtOnce, count);
+    ForScaleIndices(pool, begin, end, stop, [&](int64_t i) {
+      const Extremes& extremes = statistics.extremes()[i];
+      parts[i - begin] = PredictScaleIndex(
+          numbers, encoding.scale[i],
+          encoding.zero_point.empty() ? 0 : encoding.zero_point[i], extremes,
+          Distribution(histograms[i], extremes));
+    });
+    if (stop.stopped()) return StoppedError();
+    for (int64_t i = begin; i < end; ++i) {
       const Prediction& part = parts[i - begin];
-      count_ += part.count;
-      squared_error_.Add(part.squared_error);
-      squared_error_low_.Add(part.squared_error_low);
-      squared_error_high_.Add(part.squared_error_high);
-      signal_.Add(part.signal);
+      whole.count += part.count;
+      squared_error.Add(part.squared_error);
+      squared_error_low.Add(part.squared_error_low);
+      squared_error_high.Add(part.squared_error_high);
+      signal.Add(part.signal);
     }
-    if (slice.over()) break;
   }
-  return next_ == count;
-}
-
-Prediction Predictor::prediction() const {
-  Prediction whole;
-  whole.count = count_;
-  whole.squared_error = squared_error_.value();
-  whole.squared_error_low = squared_error_low_.value();
-  whole.squared_error_high = squared_error_high_.value();
-  whole.signal = signal_.value();
-  whole.mantissa_bits = statistics_.mantissa_bits();
+  whole.squared_error = squared_error.value();
+  whole.squared_error_low = squared_error_low.value();
+  whole.squared_error_high = squared_error_high.value();
+  whole.signal = signal.value();
+  whole.mantissa_bits = statistics.mantissa_bits();
   return whole;
-}
-
-Prediction Predict(const Encoding& encoding, const TensorStatistics& statistics,
-                   ThreadPool* pool) {
-  Predictor predictor(encoding, statistics);
-  predictor.Run(TimeSlice::Endless(), pool);
-  return predictor.prediction();
 }
 
 }  // namespace quantd::core

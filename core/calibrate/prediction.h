@@ -5,10 +5,9 @@
 
 #include <cstdint>
 
-#include "core/calibrate/distribution.h"
-#include "core/calibrate/squared_error.h"
+#include "absl/status/statusor.h"
+#include "core/parallel/stop_token.h"
 #include "core/parallel/thread_pool.h"
-#include "core/parallel/time_slice.h"
 #include "core/statistics/tensor_statistics.h"
 #include "core/types/encoding.h"
 
@@ -41,39 +40,15 @@ struct Prediction {
   double NoiseToSignal() const;
 };
 
-// Predicts one scale index after the other: the same result on every machine,
-// for any slices and number of threads. Not thread-safe.
-class Predictor {
- public:
-  // What is passed outlives this.
-  // Requires: a valid encoding with a scale per scale index of `statistics`,
-  // which has histograms.
-  Predictor(const Encoding& encoding, const TensorStatistics& statistics);
-
-  // Goes on until the end, or until the slice is over; with some of it in any
-  // case. Answers whether it got to the end.
-  // `pool`  spreads the scale indices; may be null.
-  bool Run(const TimeSlice& slice, ThreadPool* pool);
-
-  // Requires: Run got to the end.
-  Prediction prediction() const;
-
- private:
-  const Encoding& encoding_;
-  const TensorStatistics& statistics_;
-  const CodeNumbers numbers_;
-  int64_t next_ = 0;
-  // Of the scale indices before next_.
-  uint64_t count_ = 0;
-  CompensatedSum squared_error_;
-  CompensatedSum squared_error_low_;
-  CompensatedSum squared_error_high_;
-  CompensatedSum signal_;
-};
-
-// All of it at once.
-Prediction Predict(const Encoding& encoding, const TensorStatistics& statistics,
-                   ThreadPool* pool = nullptr);
+// The same result on every machine, for any number of threads.
+// `pool`  spreads the scale indices; may be null.
+// Requires: a valid encoding with a scale per scale index of `statistics`,
+// which has histograms.
+// Errors: CANCELLED.
+absl::StatusOr<Prediction> Predict(const Encoding& encoding,
+                                   const TensorStatistics& statistics,
+                                   ThreadPool* pool = nullptr,
+                                   StopToken stop = StopToken());
 
 }  // namespace quantd::core
 

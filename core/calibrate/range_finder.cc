@@ -1,13 +1,14 @@
 #include "core/calibrate/range_finder.h"
 
 #include <cstdint>
-#include <memory>
+#include <limits>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/optional.h"
 #include "absl/types/span.h"
 #include "core/calibrate/percentile.h"
+#include "core/calibrate/range_search.h"
 
 namespace quantd::core {
 
@@ -54,140 +55,102 @@ const Extremes* RangeFinder::Averaged(int64_t index) const {
   return &moving_average_[index];
 }
 
-RangeFinder::Task::Task(const RangeFinder& finder, int64_t index, float outer)
-    : finder_(finder), index_(index), outer_(outer) {
-  const EncodingSpec& spec = finder.spec_;
-  if (spec.method == CalibrationMethod::kFixedRange) {
-    range_ = absl::optional<Range>(finder.FixedRange());
-    found_ = true;
-    return;
+absl::StatusOr<absl::optional<Range>> RangeFinder::Find(int64_t index,
+                                                        float outer,
+                                                        StopToken stop) const {
+  if (spec_.method == CalibrationMethod::kFixedRange) return FixedRange();
+  const Extremes* const averaged = Averaged(index);
+  if (spec_.method == CalibrationMethod::kMovingAverage &&
+      averaged != nullptr) {
+    return Whole(*averaged);
   }
-  const Extremes& extremes = finder.statistics_.extremes()[index];
-  const Extremes* const averaged = finder.Averaged(index);
-  if (spec.method == CalibrationMethod::kMovingAverage && averaged != nullptr) {
-    range_ = finder.Whole(*averaged);
-    found_ = true;
-    return;
-  }
-  const absl::optional<Range> whole = finder.Whole(extremes);
-  range_ = whole;
-  found_ = !whole.has_value() || !NeedsHistograms(spec);
-  if (found_) return;
-  const bool is_there = !finder.statistics_.histograms().empty();
-  if (!is_there) {
-    made_ = std::make_unique<const Histogram>(
-        finder.held_->HistogramOf(index, finder.mantissa_bits()));
-  }
+  const Extremes& extremes = statistics_.extremes()[index];
+  const absl::optional<Range> whole = Whole(extremes);
+  if (!whole.has_value() || !NeedsHistograms(spec_)) return whole;
+  const bool is_there = !statistics_.histograms().empty();
+  absl::optional<Histogram> made;
+  if (!is_there) made.emplace(held_->HistogramOf(index, mantissa_bits()));
   const Histogram& histogram =
-      is_there ? finder.statistics_.histograms()[index] : *made_;
-  block_.emplace(
-      Block{histogram, extremes, *whole, Distribution(histogram, extremes)});
+      is_there ? statistics_.histograms()[index] : *made;
+  const Block block = {index,    outer,  histogram,
+                       extremes, *whole, Distribution(histogram, extremes)};
   // A state that was put together from parts may contradict itself.
-  found_ = block_->distribution.count() == 0;
+  if (block.distribution.count() == 0) return whole;
+  return spec_.method == CalibrationMethod::kBestOf
+             ? FindBest(block, stop)
+             : FindBy(spec_.method, block, stop);
 }
 
-int64_t RangeFinder::Task::memory_bytes() const {
-  return (made_ != nullptr ? made_->memory_bytes() : 0) +
-         (block_.has_value() ? block_->distribution.memory_bytes() : 0);
-}
-
-bool RangeFinder::Task::Run(const TimeSlice& slice) {
-  if (found_) return true;
-  const bool is_best_of = finder_.spec_.method == CalibrationMethod::kBestOf;
-  while (next_method_ < methods().size()) {
-    absl::StatusOr<Range> range = block_->whole;
-    if (!RunMethod(methods()[next_method_], slice, &range)) return false;
-    ++next_method_;
-    if (is_best_of) {
-      Judge(range);
-    } else if (range.ok()) {
-      range_ = absl::optional<Range>(*range);
-    } else {
-      range_ = range.status();
+absl::StatusOr<Range> RangeFinder::FindBest(const Block& block,
+                                            StopToken stop) const {
+  const double gamma = spec_.objective == Objective::kSqnr ? spec_.gamma : 1;
+  absl::Status first_error;
+  absl::optional<Range> best;
+  double least = std::numeric_limits<double>::infinity();
+  for (const CalibrationMethod method : spec_.methods) {
+    const absl::StatusOr<Range> range = FindBy(method, block, stop);
+    if (stop.stopped()) return StoppedError();
+    const absl::StatusOr<double> error =
+        range.ok() ? RangeError(scaler_, block.index, block.outer, numbers_,
+                                block.distribution, *range, gamma)
+                   : range.status();
+    if (!error.ok()) {
+      if (first_error.ok()) first_error = error.status();
+    } else if (!best.has_value() || *error < least) {
+      least = *error;
+      best = *range;
     }
   }
-  if (is_best_of) {
-    if (best_.has_value()) {
-      range_ = best_;
-    } else {
-      range_ = status_;
-    }
-  }
-  found_ = true;
-  return true;
+  if (!best.has_value()) return first_error;
+  return *best;
 }
 
-absl::Span<const CalibrationMethod> RangeFinder::Task::methods() const {
-  const EncodingSpec& spec = finder_.spec_;
-  if (spec.method == CalibrationMethod::kBestOf) return spec.methods;
-  return absl::MakeConstSpan(&spec.method, 1);
-}
-
-bool RangeFinder::Task::RunMethod(CalibrationMethod method,
-                                  const TimeSlice& slice,
-                                  absl::StatusOr<Range>* range) {
-  const EncodingSpec& spec = finder_.spec_;
+absl::StatusOr<Range> RangeFinder::FindBy(CalibrationMethod method,
+                                          const Block& block,
+                                          StopToken stop) const {
   switch (method) {
     case CalibrationMethod::kPercentile:
-      *range = Percentile();
-      return true;
+      return Percentile(block);
     case CalibrationMethod::kMse:
     case CalibrationMethod::kSqnr:
-      if (!range_search_.has_value()) {
-        range_search_.emplace(
-            finder_.scaler_, index_, outer_, finder_.numbers_,
-            block_->distribution, block_->whole,
-            method == CalibrationMethod::kMse ? 1 : spec.gamma,
-            spec.search_steps);
-      }
-      if (!range_search_->Run(slice)) return false;
-      *range = range_search_->best();
-      range_search_.reset();
-      return true;
+      return SearchRange(scaler_, block.index, block.outer, numbers_,
+                         block.distribution, block.whole,
+                         method == CalibrationMethod::kMse ? 1 : spec_.gamma,
+                         spec_.search_steps, stop);
     case CalibrationMethod::kEntropy:
-      if (!entropy_search_.has_value()) {
-        entropy_search_.emplace(block_->histogram, finder_.levels_,
-                                block_->whole, spec.search_steps,
-                                spec.entropy_bins);
-      }
-      if (!entropy_search_->Run(slice)) return false;
-      *range = entropy_search_->best();
-      entropy_search_.reset();
-      return true;
+      return SearchEntropy(block.histogram, levels_, block.whole,
+                           spec_.search_steps, spec_.entropy_bins, stop);
     case CalibrationMethod::kFixedRange:
-      *range = finder_.FixedRange();
-      return true;
+      return FixedRange();
     case CalibrationMethod::kMovingAverage:
-      if (const Extremes* averaged = finder_.Averaged(index_)) {
-        *range = finder_.Whole(*averaged).value_or(block_->whole);
+      if (const Extremes* averaged = Averaged(block.index)) {
+        return Whole(*averaged).value_or(block.whole);
       }
-      return true;
+      break;
     case CalibrationMethod::kDefault:
     case CalibrationMethod::kMinMax:
     case CalibrationMethod::kBestOf:
       break;
   }
-  return true;
+  return block.whole;
 }
 
-Range RangeFinder::Task::Percentile() const {
-  const EncodingSpec& spec = finder_.spec_;
-  const bool is_mirrored = !finder_.scaler_.has_two_ends();
-  const double cut = spec.tail_fraction;
-  Tail tail = spec.tail;
+Range RangeFinder::Percentile(const Block& block) const {
+  const bool is_mirrored = !scaler_.has_two_ends();
+  const double cut = spec_.tail_fraction;
+  Tail tail = spec_.tail;
   if (tail == Tail::kDefault) {
     tail = is_mirrored ? Tail::kMagnitude : Tail::kBoth;
   }
   const auto quantile = [&](double fraction) {
-    return Quantile(block_->distribution, fraction);
+    return Quantile(block.distribution, fraction);
   };
-  Range range = {block_->extremes.min, block_->extremes.max};
+  Range range = {block.extremes.min, block.extremes.max};
   switch (tail) {
     case Tail::kDefault:
     case Tail::kMagnitude:
       range.high = Quantile(
-          Distribution::OfMagnitudes(block_->histogram, block_->extremes),
-          1 - cut);
+          Distribution::OfMagnitudes(block.histogram, block.extremes), 1 - cut);
       range.low = -range.high;
       break;
     case Tail::kBoth:
@@ -203,23 +166,8 @@ Range RangeFinder::Task::Percentile() const {
       break;
   }
   // Where nearly all elements are zero, a scale needs what is left of them.
-  if (range.low == 0 && range.high == 0) return block_->whole;
-  return finder_.scaler_.Extend(range);
-}
-
-void RangeFinder::Task::Judge(const absl::StatusOr<Range>& range) {
-  const EncodingSpec& spec = finder_.spec_;
-  const double gamma = spec.objective == Objective::kSqnr ? spec.gamma : 1;
-  const absl::StatusOr<double> error =
-      range.ok() ? RangeError(finder_.scaler_, index_, outer_, finder_.numbers_,
-                              block_->distribution, *range, gamma)
-                 : range.status();
-  if (!error.ok()) {
-    if (status_.ok()) status_ = error.status();
-  } else if (!best_.has_value() || *error < least_) {
-    least_ = *error;
-    best_ = *range;
-  }
+  if (range.low == 0 && range.high == 0) return block.whole;
+  return scaler_.Extend(range);
 }
 
 }  // namespace quantd::core

@@ -7,10 +7,11 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/types/optional.h"
 #include "core/calibrate/distribution.h"
 #include "core/calibrate/range_scaler.h"
 #include "core/calibrate/squared_error.h"
-#include "core/parallel/time_slice.h"
+#include "core/parallel/stop_token.h"
 
 namespace quantd::core {
 namespace {
@@ -19,7 +20,7 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr int kDefaultSteps = 128;
 constexpr int kDefaultStepsOfTwoEnds = 32;
 
-// As many as take much longer than to look at the clock.
+// As many as take much longer than to look at the stop token.
 int TriesAtOnce(const Distribution& distribution) {
   constexpr size_t kMasses = 2048;
   return static_cast<int>(
@@ -38,6 +39,77 @@ double ErrorUnder(const BlockScale& scale, const CodeNumbers& numbers,
                                                    distribution);
 }
 
+// Where the end of a range is on its way from nothing to all of it: position k
+// is (first + k * (last - first) / count) / count of the way.
+struct Way {
+  int first;
+  int last;
+  int count;
+
+  double Fraction(int k) const {
+    return (static_cast<double>(first) +
+            static_cast<double>(k) * (last - first) / count) /
+           count;
+  }
+};
+
+// Between the neighbours of position k of the whole way.
+Way Around(int k, int count) { return {k - 1, std::min(k + 1, count), count}; }
+
+// The best of the ranges that were tried.
+class BestRange {
+ public:
+  BestRange(const RangeScaler& scaler, int64_t index, float outer,
+            const CodeNumbers& numbers, const Distribution& distribution,
+            double gamma)
+      : scaler_(scaler),
+        index_(index),
+        outer_(outer),
+        numbers_(numbers),
+        distribution_(distribution),
+        gamma_(gamma) {}
+
+  // Whether the range is the best so far.
+  bool Try(const Range& range) {
+    const absl::StatusOr<BlockScale> scale =
+        scaler_.Scale(index_, range, outer_);
+    if (!scale.ok()) {
+      if (status_.ok()) status_ = scale.status();
+      return false;
+    }
+    // Scales that are rounded coarsely repeat themselves.
+    if (last_ == *scale) return false;
+    last_ = *scale;
+    // Clipped elements that count less than once leave at least that part.
+    const double limit = error_ / std::min(gamma_, 1.0);
+    const double error =
+        ErrorUnder(*scale, numbers_, distribution_, gamma_, limit);
+    // All of them may be beyond float64: then the first is as good as any.
+    if (best_.has_value() && !(error < error_)) return false;
+    error_ = error;
+    best_ = range;
+    return true;
+  }
+
+  absl::StatusOr<Range> best() const {
+    if (!best_.has_value()) return status_;
+    return *best_;
+  }
+
+ private:
+  const RangeScaler& scaler_;
+  const int64_t index_;
+  const float outer_;
+  const CodeNumbers& numbers_;
+  const Distribution& distribution_;
+  const double gamma_;
+  absl::Status status_;
+  // No scale is 0.
+  BlockScale last_ = {0, 0, 0};
+  absl::optional<Range> best_;
+  double error_ = kInfinity;
+};
+
 }  // namespace
 
 absl::StatusOr<double> RangeError(const RangeScaler& scaler, int64_t index,
@@ -49,108 +121,58 @@ absl::StatusOr<double> RangeError(const RangeScaler& scaler, int64_t index,
   return ErrorUnder(*scale, numbers, distribution, gamma, kInfinity);
 }
 
-RangeSearch::RangeSearch(const RangeScaler& scaler, int64_t index, float outer,
-                         const CodeNumbers& numbers,
-                         const Distribution& distribution, const Range& whole,
-                         double gamma, int steps)
-    : scaler_(scaler),
-      index_(index),
-      outer_(outer),
-      numbers_(numbers),
-      distribution_(distribution),
-      whole_(whole),
-      gamma_(gamma),
-      count_(steps != 0              ? steps
-             : scaler.is_symmetric() ? kDefaultSteps
-                                     : kDefaultStepsOfTwoEnds),
-      tries_at_once_(TriesAtOnce(distribution)),
-      best_low_(count_),
-      best_high_(count_) {
-  if (scaler.is_symmetric()) {
-    least_low_ = count_;
-  } else {
+absl::StatusOr<Range> SearchRange(const RangeScaler& scaler, int64_t index,
+                                  float outer, const CodeNumbers& numbers,
+                                  const Distribution& distribution,
+                                  const Range& whole, double gamma, int steps,
+                                  StopToken stop) {
+  const int count = steps != 0              ? steps
+                    : scaler.is_symmetric() ? kDefaultSteps
+                                            : kDefaultStepsOfTwoEnds;
+  // Where asymmetric ranges start. An end where the range starts stays there,
+  // and that of a symmetric one follows the other.
+  double from = 0;
+  int least_low = count;
+  int least_high = 1;
+  if (!scaler.is_symmetric()) {
     const bool contains_zero = whole.low <= 0 && whole.high >= 0;
-    from_ = contains_zero
-                ? 0
-                : std::clamp(distribution.mean(), whole.low, whole.high);
-    if (whole.low == from_) least_low_ = count_;
-    if (whole.high == from_) least_high_ = count_;
+    from = contains_zero
+               ? 0
+               : std::clamp(distribution.mean(), whole.low, whole.high);
+    if (whole.low != from) least_low = 1;
+    if (whole.high == from) least_high = count;
   }
-  StartPass({0, count_, count_}, {0, count_, count_});
-}
-
-bool RangeSearch::Run(const TimeSlice& slice) {
-  while (!done_) {
-    for (int i = 0; i < tries_at_once_ && !done_; ++i) TryNext();
-    if (!done_ && slice.over()) return false;
+  BestRange best(scaler, index, outer, numbers, distribution, gamma);
+  int best_low = count;
+  int best_high = count;
+  const int tries_at_once = TriesAtOnce(distribution);
+  int tries = 0;
+  // First the whole range, then what is near the best of it.
+  for (const bool is_second_pass : {false, true}) {
+    const Way whole_way = {0, count, count};
+    const Way low_way = is_second_pass ? Around(best_low, count) : whole_way;
+    const Way high_way = is_second_pass ? Around(best_high, count) : whole_way;
+    for (int low = count; low >= least_low; --low) {
+      for (int high = count; high >= least_high; --high) {
+        if (++tries % tries_at_once == 0 && stop.stopped()) {
+          return StoppedError();
+        }
+        Range range;
+        if (scaler.is_symmetric()) {
+          const double fraction = high_way.Fraction(high);
+          range = {whole.low * fraction, whole.high * fraction};
+        } else {
+          range = {from + (whole.low - from) * low_way.Fraction(low),
+                   from + (whole.high - from) * high_way.Fraction(high)};
+        }
+        if (best.Try(range)) {
+          best_low = low;
+          best_high = high;
+        }
+      }
+    }
   }
-  return true;
-}
-
-absl::StatusOr<Range> RangeSearch::best() const {
-  if (!best_.has_value()) return status_;
-  return *best_;
-}
-
-double RangeSearch::Way::Fraction(int k) const {
-  return (static_cast<double>(first) +
-          static_cast<double>(k) * (last - first) / count) /
-         count;
-}
-
-RangeSearch::Way RangeSearch::Around(int k, int count) {
-  return {k - 1, std::min(k + 1, count), count};
-}
-
-void RangeSearch::StartPass(const Way& low_way, const Way& high_way) {
-  low_way_ = low_way;
-  high_way_ = high_way;
-  low_ = count_;
-  high_ = count_;
-}
-
-void RangeSearch::TryNext() {
-  Range range;
-  if (scaler_.is_symmetric()) {
-    const double fraction = high_way_.Fraction(high_);
-    range = {whole_.low * fraction, whole_.high * fraction};
-  } else {
-    range = {from_ + (whole_.low - from_) * low_way_.Fraction(low_),
-             from_ + (whole_.high - from_) * high_way_.Fraction(high_)};
-  }
-  if (Try(range)) {
-    best_low_ = low_;
-    best_high_ = high_;
-  }
-  if (--high_ >= least_high_) return;
-  high_ = count_;
-  if (--low_ >= least_low_) return;
-  if (is_second_pass_) {
-    done_ = true;
-  } else {
-    is_second_pass_ = true;
-    StartPass(Around(best_low_, count_), Around(best_high_, count_));
-  }
-}
-
-bool RangeSearch::Try(const Range& range) {
-  const absl::StatusOr<BlockScale> scale = scaler_.Scale(index_, range, outer_);
-  if (!scale.ok()) {
-    if (status_.ok()) status_ = scale.status();
-    return false;
-  }
-  // Scales that are rounded coarsely repeat themselves.
-  if (last_ == *scale) return false;
-  last_ = *scale;
-  // Clipped elements that count less than once leave at least that part.
-  const double limit = error_ / std::min(gamma_, 1.0);
-  const double error =
-      ErrorUnder(*scale, numbers_, distribution_, gamma_, limit);
-  // All of them may be beyond float64: then the first is as good as any.
-  if (best_.has_value() && !(error < error_)) return false;
-  error_ = error;
-  best_ = range;
-  return true;
+  return best.best();
 }
 
 }  // namespace quantd::core

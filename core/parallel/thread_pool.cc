@@ -86,7 +86,7 @@ ThreadPool::Group ThreadPool::CurrentGroup() { return current_group; }
 ThreadPool::ThreadPool(int thread_count, int most_threads, int nice)
     : thread_count_(std::max(thread_count, 1)),
       most_threads_(std::max(thread_count_, most_threads)),
-      nice_(nice) {
+      priority_(nice > 0 ? getpriority(PRIO_PROCESS, 0) + nice : 0) {
   absl::MutexLock lock(&mutex_);
   AddThread();
 }
@@ -101,10 +101,10 @@ ThreadPool::~ThreadPool() {
   for (std::thread& thread : threads) thread.join();
 }
 
-bool ThreadPool::HasIdleThread(Group group) const {
+int ThreadPool::BusyThreads(Group group) const {
   absl::MutexLock lock(&mutex_);
   const auto it = queues_.find(group);
-  return it == queues_.end() || it->second.running < thread_count_;
+  return it == queues_.end() ? 0 : it->second.running;
 }
 
 void ThreadPool::Schedule(std::function<void()> task) {
@@ -121,7 +121,6 @@ void ThreadPool::LineUp(Group group, Queue* queue) {
   }
   queue->is_ready = true;
   ready_.push_back(group);
-  if (static_cast<int>(ready_.size()) > idle_threads_) AddThread();
 }
 
 void ThreadPool::AddThread() {
@@ -159,8 +158,7 @@ void ThreadPool::ParallelFor(int64_t n, absl::FunctionRef<void(int64_t)> body) {
 
 void ThreadPool::Work() {
   // On Linux of this thread alone.
-  if (nice_ > 0)
-    setpriority(PRIO_PROCESS, 0, getpriority(PRIO_PROCESS, 0) + nice_);
+  if (priority_ != 0) setpriority(PRIO_PROCESS, 0, priority_);
   mutex_.Lock();
   for (;;) {
     mutex_.Await(absl::Condition(
@@ -174,6 +172,8 @@ void ThreadPool::Work() {
     const Group group = ready_.front();
     ready_.pop_front();
     std::function<void()> task = TakeTask(group);
+    // For the next task, whoever schedules that.
+    if (idle_threads_ <= static_cast<int>(ready_.size())) AddThread();
     mutex_.Unlock();
     {
       const GroupScope scope(group);

@@ -42,7 +42,9 @@ class ThreadPool {
   // The group of what the calling thread does; 0 outside of all.
   static Group CurrentGroup();
 
-  // `thread_count`  of one group, at least 1; threads start as tasks come.
+  // `thread_count`  of one group, at least 1; threads start as tasks come, one
+  //                 ahead of them, and from each other: a thread is as nice as
+  //                 the one that starts it.
   // `nice`          how much nicer than the calling thread they are: what they
   //                 compute leaves the processors to others first.
   explicit ThreadPool(int thread_count, int most_threads = 0, int nice = 0);
@@ -54,8 +56,8 @@ class ThreadPool {
 
   // Of one group.
   int thread_count() const { return thread_count_; }
-  // Whether the group has a thread with nothing to do, at this moment.
-  bool HasIdleThread(Group group) const ABSL_LOCKS_EXCLUDED(mutex_);
+  // How many tasks of the group run at this moment.
+  int BusyThreads(Group group) const ABSL_LOCKS_EXCLUDED(mutex_);
 
   // Runs `task` on some worker, soon. Tasks must not throw.
   void Schedule(std::function<void()> task) ABSL_LOCKS_EXCLUDED(mutex_);
@@ -88,7 +90,8 @@ class ThreadPool {
 
   const int thread_count_;
   const int most_threads_;
-  const int nice_;
+  // Of its threads; 0 where they are as nice as all.
+  const int priority_;
   mutable absl::Mutex mutex_;
   absl::flat_hash_map<Group, Queue> queues_ ABSL_GUARDED_BY(mutex_);
   // Groups whose next task may run, in the order of their turns.

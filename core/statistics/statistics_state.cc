@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "core/errors.h"
+#include "core/types/block_layout.h"
 
 namespace quantd::core {
 
@@ -73,8 +74,9 @@ absl::Status MergeState(const StatisticsState& part, StatisticsState* whole) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<StatisticsCoarsener> StatisticsCoarsener::Create(
-    const StatisticsState& state, absl::Span<const int64_t> block_size) {
+absl::StatusOr<TensorStatistics> StatisticsAt(
+    const StatisticsState& state, absl::Span<const int64_t> block_size,
+    StopToken stop) {
   const absl::StatusOr<BlockLayout> coarse =
       BlockLayout::Create(state.shape, block_size);
   if (!coarse.ok()) return coarse.status();
@@ -87,8 +89,9 @@ absl::StatusOr<StatisticsCoarsener> StatisticsCoarsener::Create(
         sizes.empty() || sizes[d] == 0 ? state.shape[d] : sizes[d];
     return std::max<int64_t>(1, std::min(size, state.shape[d]));
   };
-  StatisticsCoarsener coarsener(
-      state.statistics, state.statistics.Outline(coarse->scale_count()));
+  // [rank] extents of a block of both granularities.
+  std::vector<int64_t> fine_block;
+  std::vector<int64_t> coarse_block;
   for (size_t d = 0; d < rank; ++d) {
     const int64_t from = block(state.block_size, d);
     const int64_t to = block(block_size, d);
@@ -98,47 +101,30 @@ absl::StatusOr<StatisticsCoarsener> StatisticsCoarsener::Create(
                        ", expected a multiple of ", from,
                        ", the blocks that the statistics are kept in"));
     }
-    coarsener.fine_block_.push_back(from);
-    coarsener.coarse_block_.push_back(to);
+    fine_block.push_back(from);
+    coarse_block.push_back(to);
   }
-  coarsener.fine_shape_.assign(fine->scale_shape().begin(),
-                               fine->scale_shape().end());
-  coarsener.coarse_shape_.assign(coarse->scale_shape().begin(),
-                                 coarse->scale_shape().end());
-  coarsener.index_.resize(rank);
-  return coarsener;
-}
-
-bool StatisticsCoarsener::Run(const TimeSlice& slice) {
+  TensorStatistics result = state.statistics.Outline(coarse->scale_count());
   // An empty tensor may have no block left, of a dimension that is 0.
-  const int64_t count = coarse_.scale_count() == 0 ? 0 : fine_->scale_count();
+  const int64_t count =
+      result.scale_count() == 0 ? 0 : state.statistics.scale_count();
+  // Of the scale index, by dimension.
+  std::vector<int64_t> at(rank);
   constexpr int64_t kAtOnce = 8;
-  while (next_ < count) {
-    const int64_t end = std::min(count, next_ + kAtOnce);
-    for (; next_ < end; ++next_) {
-      int64_t to = 0;
-      for (size_t d = 0; d < index_.size(); ++d) {
-        to = to * coarse_shape_[d] +
-             index_[d] * fine_block_[d] / coarse_block_[d];
-      }
-      coarse_.MergeScaleIndex(*fine_, next_, to);
-      for (size_t d = index_.size(); d-- > 0;) {
-        if (++index_[d] < fine_shape_[d]) break;
-        index_[d] = 0;
-      }
+  for (int64_t i = 0; i < count; ++i) {
+    if (i % kAtOnce == 0 && stop.stopped()) return StoppedError();
+    int64_t to = 0;
+    for (size_t d = 0; d < rank; ++d) {
+      to = to * coarse->scale_shape()[d] +
+           at[d] * fine_block[d] / coarse_block[d];
     }
-    if (slice.over()) break;
+    result.MergeScaleIndex(state.statistics, i, to);
+    for (size_t d = rank; d-- > 0;) {
+      if (++at[d] < fine->scale_shape()[d]) break;
+      at[d] = 0;
+    }
   }
-  return next_ == count;
-}
-
-absl::StatusOr<TensorStatistics> StatisticsAt(
-    const StatisticsState& state, absl::Span<const int64_t> block_size) {
-  absl::StatusOr<StatisticsCoarsener> coarsener =
-      StatisticsCoarsener::Create(state, block_size);
-  if (!coarsener.ok()) return coarsener.status();
-  coarsener->Run(TimeSlice::Endless());
-  return coarsener->Take();
+  return result;
 }
 
 }  // namespace quantd::core

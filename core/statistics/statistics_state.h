@@ -5,15 +5,13 @@
 #define QUANTD_CORE_STATISTICS_STATISTICS_STATE_H_
 
 #include <cstdint>
-#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
-#include "core/parallel/time_slice.h"
+#include "core/parallel/stop_token.h"
 #include "core/statistics/tensor_statistics.h"
-#include "core/types/block_layout.h"
 
 namespace quantd::core {
 
@@ -46,42 +44,12 @@ absl::Status CheckMergeable(const StatisticsState& whole,
 absl::Status MergeState(const StatisticsState& part, StatisticsState* whole);
 
 // The statistics at the granularity of a block size: the same or one whose
-// every entry is 0 (or beyond the dimension) or a multiple of the state's. Not
-// thread-safe.
-class StatisticsCoarsener {
- public:
-  // `state` outlives this.
-  // Errors: BLOCK_SIZE_INVALID of BlockLayout::Create; GRANULARITY_TOO_FINE.
-  static absl::StatusOr<StatisticsCoarsener> Create(
-      const StatisticsState& state, absl::Span<const int64_t> block_size);
-
-  // Goes on until the end, or until the slice is over; with some of it in any
-  // case. Answers whether it got to the end.
-  bool Run(const TimeSlice& slice);
-
-  // Moves the result out. Requires: Run got to the end.
-  TensorStatistics Take() { return std::move(coarse_); }
-
- private:
-  StatisticsCoarsener(const TensorStatistics& fine, TensorStatistics coarse)
-      : fine_(&fine), coarse_(std::move(coarse)) {}
-
-  const TensorStatistics* fine_;
-  TensorStatistics coarse_;
-  // [rank] of both granularities: extents of a block and of the scales.
-  std::vector<int64_t> fine_block_;
-  std::vector<int64_t> coarse_block_;
-  std::vector<int64_t> fine_shape_;
-  std::vector<int64_t> coarse_shape_;
-  // The scale index that comes next, also by dimension.
-  int64_t next_ = 0;
-  std::vector<int64_t> index_;
-};
-
-// All of it at once.
-// Errors: those of StatisticsCoarsener.
+// every entry is 0 (or beyond the dimension) or a multiple of the state's.
+// Errors: BLOCK_SIZE_INVALID of BlockLayout::Create; GRANULARITY_TOO_FINE;
+// CANCELLED.
 absl::StatusOr<TensorStatistics> StatisticsAt(
-    const StatisticsState& state, absl::Span<const int64_t> block_size);
+    const StatisticsState& state, absl::Span<const int64_t> block_size,
+    StopToken stop = StopToken());
 
 }  // namespace quantd::core
 

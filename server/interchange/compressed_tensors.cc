@@ -5,6 +5,7 @@
 #include <iterator>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -133,9 +134,10 @@ class CompressedTensorsWriter final : public EncodingsWriter {
  public:
   void Begin(int, std::string*) override {}
 
-  bool Add(int, const std::string& tensor, const core::Encoding& encoding,
-           const core::TimeSlice&, std::string*,
-           std::vector<InterchangeLoss>* losses) override {
+  absl::Status Add(int, const std::string& tensor,
+                   const core::Encoding& encoding, core::StopToken,
+                   std::string*,
+                   std::vector<InterchangeLoss>* losses) override {
     const size_t dot = tensor.rfind('.');
     const absl::string_view suffix =
         dot == std::string::npos ? "" : absl::string_view(tensor).substr(dot);
@@ -146,13 +148,13 @@ class CompressedTensorsWriter final : public EncodingsWriter {
                          "not named as the weight, the input or the output of "
                          "a module",
                          true});
-      return true;
+      return absl::OkStatus();
     }
     absl::StatusOr<Scheme> scheme = SchemeOf(encoding);
     if (!scheme.ok()) {
       losses->push_back(
           {tensor, std::string(core::ErrorText(scheme.status())), true});
-      return true;
+      return absl::OkStatus();
     }
     losses->push_back(
         {tensor, "scale and zero_point: those are in the safetensors", false});
@@ -172,23 +174,62 @@ class CompressedTensorsWriter final : public EncodingsWriter {
     module.roles[role] = TextIndex(DumpJson(scheme->arguments));
     if (role == kWeight) module.format = TextIndex(scheme->format);
     ++encoding_count_;
-    return true;
+    return absl::OkStatus();
   }
 
-  bool Finish(const core::TimeSlice& slice, std::string* out) override {
-    if (!has_begun_finish_) next_module_ = modules_.begin();
-    has_begun_finish_ = true;
-    do {
-      Write(out);
-    } while (step_ != Step::kDone && !slice.over());
-    return step_ == Step::kDone;
+  absl::Status Finish(core::StopToken stop, std::string* out) override {
+    // Of each scheme, in order of their first module.
+    std::map<Module, size_t> group_index;
+    std::vector<Group> groups;
+    std::set<int> formats;
+    for (const auto& [name, module] : modules_) {
+      if (stop.stopped()) return core::StoppedError();
+      const auto [found, is_new] = group_index.emplace(module, groups.size());
+      if (is_new) groups.push_back({module, {}});
+      groups[found->second].modules.push_back(&name);
+      if (module.format >= 0) formats.insert(module.format);
+    }
+    absl::StrAppend(out,
+                    "{\n  \"quantization_config\": {\n"
+                    "    \"quant_method\": \"compressed-tensors\",\n"
+                    "    \"quantization_status\": \"compressed\",\n"
+                    "    \"format\": \"",
+                    formats.size() > 1 ? "mixed-precision"
+                    : formats.empty()  ? "dense"
+                                       : *text_of_[*formats.begin()],
+                    "\",\n    \"global_compression_ratio\": null,\n"
+                    "    \"kv_cache_scheme\": null,\n"
+                    "    \"ignore\": [],\n    \"config_groups\": {");
+    for (size_t i = 0; i < groups.size(); ++i) {
+      const Module& scheme = groups[i].scheme;
+      absl::StrAppend(out, i == 0 ? "" : ",", "\n      \"group_", i, "\": {\n");
+      if (scheme.format >= 0) {
+        absl::StrAppend(out, "        \"format\": \"", *text_of_[scheme.format],
+                        "\",\n");
+      }
+      for (int role = 0; role < kRoleCount; ++role) {
+        const int text = scheme.roles[role];
+        absl::StrAppend(out, "        \"", kRoleKeys[role],
+                        "\": ", text < 0 ? "null" : *text_of_[text], ",\n");
+      }
+      absl::StrAppend(out, "        \"targets\": [");
+      bool is_first = true;
+      for (const std::string* module : groups[i].modules) {
+        if (stop.stopped()) return core::StoppedError();
+        absl::StrAppend(out, is_first ? "" : ",", "\n          ",
+                        DumpJson(Json(*module)));
+        is_first = false;
+      }
+      absl::StrAppend(out, "\n        ]\n      }");
+    }
+    absl::StrAppend(out, groups.empty() ? "" : "\n    ", "}\n  }\n}\n");
+    return absl::OkStatus();
   }
 
   int64_t memory_per_scale() const override { return 0; }
   int64_t memory_bytes() const override { return memory_bytes_; }
 
  private:
-  enum class Step { kGroup, kHead, kGroups, kDone };
   struct Group {
     Module scheme;
     // Their names.
@@ -216,102 +257,12 @@ class CompressedTensorsWriter final : public EncodingsWriter {
     return found->second;
   }
 
-  // The next module or line.
-  void Write(std::string* out) {
-    switch (step_) {
-      case Step::kGroup:
-        if (next_module_ == modules_.end()) {
-          step_ = Step::kHead;
-        } else {
-          AddToGroup(*next_module_++);
-        }
-        return;
-      case Step::kHead:
-        WriteHead(out);
-        step_ = Step::kGroups;
-        return;
-      case Step::kGroups:
-        if (group_ == groups_.size()) {
-          absl::StrAppend(out, groups_.empty() ? "" : "\n    ", "}\n  }\n}\n");
-          step_ = Step::kDone;
-        } else {
-          WriteTarget(out);
-        }
-        return;
-      case Step::kDone:
-        return;
-    }
-  }
-
-  // Groups are in order of their first module.
-  void AddToGroup(const std::pair<const std::string, Module>& module) {
-    const auto [found, is_new] =
-        group_index_.emplace(module.second, groups_.size());
-    if (is_new) groups_.push_back({module.second, {}});
-    groups_[found->second].modules.push_back(&module.first);
-    const int format = module.second.format;
-    if (format < 0) return;
-    if (format_ >= 0 && format_ != format) is_mixed_ = true;
-    format_ = format;
-  }
-
-  void WriteHead(std::string* out) const {
-    absl::StrAppend(out,
-                    "{\n  \"quantization_config\": {\n"
-                    "    \"quant_method\": \"compressed-tensors\",\n"
-                    "    \"quantization_status\": \"compressed\",\n"
-                    "    \"format\": \"",
-                    is_mixed_     ? "mixed-precision"
-                    : format_ < 0 ? "dense"
-                                  : *text_of_[format_],
-                    "\",\n    \"global_compression_ratio\": null,\n"
-                    "    \"kv_cache_scheme\": null,\n"
-                    "    \"ignore\": [],\n    \"config_groups\": {");
-  }
-
-  // The next module of a group, and what stands before and after them all.
-  void WriteTarget(std::string* out) {
-    const Group& group = groups_[group_];
-    if (target_ == 0) {
-      absl::StrAppend(out, group_ == 0 ? "" : ",", "\n      \"group_", group_,
-                      "\": {\n");
-      if (group.scheme.format >= 0) {
-        absl::StrAppend(out, "        \"format\": \"",
-                        *text_of_[group.scheme.format], "\",\n");
-      }
-      for (int role = 0; role < kRoleCount; ++role) {
-        const int text = group.scheme.roles[role];
-        absl::StrAppend(out, "        \"", kRoleKeys[role],
-                        "\": ", text < 0 ? "null" : *text_of_[text], ",\n");
-      }
-      absl::StrAppend(out, "        \"targets\": [");
-    }
-    absl::StrAppend(out, target_ == 0 ? "" : ",", "\n          ",
-                    DumpJson(Json(*group.modules[target_])));
-    if (++target_ < group.modules.size()) return;
-    absl::StrAppend(out, "\n        ]\n      }");
-    target_ = 0;
-    ++group_;
-  }
-
   // In order of name.
   std::map<std::string, Module> modules_;
   // Arguments of schemes, and formats, each once.
   std::map<std::string, int> texts_;
   std::vector<const std::string*> text_of_;
   int64_t memory_bytes_ = 0;
-
-  // Of Finish: the step, and what comes next in it.
-  bool has_begun_finish_ = false;
-  Step step_ = Step::kGroup;
-  std::map<std::string, Module>::const_iterator next_module_;
-  std::map<Module, size_t> group_index_;
-  std::vector<Group> groups_;
-  // Of the weights so far: one of them, and whether there are others.
-  int format_ = -1;
-  bool is_mixed_ = false;
-  size_t group_ = 0;
-  size_t target_ = 0;
 };
 
 }  // namespace

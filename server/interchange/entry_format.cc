@@ -112,76 +112,56 @@ std::vector<std::string> Differences(const core::Encoding& before,
   return differences;
 }
 
-}  // namespace
-
-EntryWriter::Progress EntryWriter::Run(const std::string& tensor,
-                                       const core::Encoding& encoding,
-                                       absl::string_view head,
-                                       const core::TimeSlice& slice,
-                                       std::string* out,
-                                       std::vector<InterchangeLoss>* losses) {
-  while (step_ != Step::kDump) {
-    const absl::Status status = Check(tensor, encoding, losses);
-    if (!status.ok()) {
-      losses->push_back({tensor, std::string(core::ErrorText(status)), true});
-      Reset();
-      return Progress::kLeftOut;
-    }
-    if (step_ == Step::kDump) {
-      out->append(head.data(), head.size());
-      dumper_.emplace(std::move(entry_));
-    }
-    if (slice.over()) return Progress::kPart;
+// Makes the entry, reads it back and tells what of the encoding that has not.
+// Errors: why it is left out; CANCELLED.
+absl::Status MakeEntry(const EntryFormat& format, const std::string& tensor,
+                       const core::Encoding& encoding, core::StopToken stop,
+                       Json* entry, std::vector<InterchangeLoss>* losses) {
+  absl::Status status = format.Write(tensor, encoding, entry);
+  if (!status.ok()) return status;
+  if (stop.stopped()) return core::StoppedError();
+  PendingEncoding back;
+  // Comparing tells all that they would.
+  std::vector<std::string> notes;
+  status = format.Read(*entry, "entry", &back, &notes);
+  if (!status.ok()) return status;
+  if (back.open != PendingEncoding::Open::kNothing) {
+    losses->push_back({tensor,
+                       back.axis.has_value()
+                           ? "block_size: only the axis; importing takes the "
+                             "tensor's shape"
+                           : "block_size: importing takes the tensor's shape",
+                       false});
   }
-  if (!dumper_->Run(slice, out)) return Progress::kPart;
-  Reset();
-  return Progress::kWritten;
-}
-
-absl::Status EntryWriter::Check(const std::string& tensor,
-                                const core::Encoding& encoding,
-                                std::vector<InterchangeLoss>* losses) {
-  switch (step_) {
-    case Step::kMake:
-      step_ = Step::kReadBack;
-      return format_.Write(tensor, encoding, &entry_);
-    case Step::kReadBack: {
-      step_ = Step::kResolve;
-      // Comparing tells all that they would.
-      std::vector<std::string> notes;
-      return format_.Read(entry_, "entry", &back_, &notes);
-    }
-    case Step::kResolve:
-      step_ = Step::kCompare;
-      if (back_.open != PendingEncoding::Open::kNothing) {
-        losses->push_back({tensor,
-                           back_.axis.has_value()
-                               ? "block_size: only the axis; importing takes "
-                                 "the tensor's shape"
-                               : "block_size: importing takes the tensor's "
-                                 "shape",
-                           false});
-      }
-      return ResolveLayout(HintOf(encoding, back_.open), &back_);
-    case Step::kCompare:
-      step_ = Step::kDump;
-      for (std::string& note : Differences(encoding, back_.encoding)) {
-        losses->push_back({tensor, std::move(note), false});
-      }
-      // Its numbers are of no use any more.
-      back_ = PendingEncoding();
-      return absl::OkStatus();
-    case Step::kDump:
-      break;
+  if (stop.stopped()) return core::StoppedError();
+  status = ResolveLayout(HintOf(encoding, back.open), &back);
+  if (!status.ok()) return status;
+  for (std::string& note : Differences(encoding, back.encoding)) {
+    losses->push_back({tensor, std::move(note), false});
   }
   return absl::OkStatus();
 }
 
-void EntryWriter::Reset() {
-  step_ = Step::kMake;
-  entry_ = Json();
-  back_ = PendingEncoding();
-  dumper_.reset();
+}  // namespace
+
+absl::StatusOr<bool> WriteEntry(const EntryFormat& format,
+                                const std::string& tensor,
+                                const core::Encoding& encoding,
+                                absl::string_view head, core::StopToken stop,
+                                std::string* out,
+                                std::vector<InterchangeLoss>* losses) {
+  Json entry;
+  absl::Status status =
+      MakeEntry(format, tensor, encoding, stop, &entry, losses);
+  if (stop.stopped()) return core::StoppedError();
+  if (!status.ok()) {
+    losses->push_back({tensor, std::string(core::ErrorText(status)), true});
+    return false;
+  }
+  out->append(head.data(), head.size());
+  status = AppendJson(entry, stop, out);
+  if (!status.ok()) return status;
+  return true;
 }
 
 int ChannelAxis(const core::Encoding& encoding) {

@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "absl/types/optional.h"
-#include "core/parallel/time_slice.h"
+#include "core/parallel/stop_token.h"
 #include "core/types/encoding.h"
 #include "server/interchange/interchange.h"
 #include "server/interchange/json_text.h"
@@ -44,37 +44,15 @@ const EntryFormat& Aimet100EntryFormat();
 const EntryFormat& Aimet200EntryFormat();
 const EntryFormat& OnnxQdqEntryFormat();
 
-// Writes entries in steps, one after the other: makes each, reads it back,
-// tells the losses. Not thread-safe.
-class EntryWriter {
- public:
-  enum class Progress { kPart, kWritten, kLeftOut };
-
-  // `format` must outlive the writer.
-  explicit EntryWriter(const EntryFormat& format) : format_(format) {}
-
-  // Goes on with an encoding until the slice is over, at least by one step.
-  // Until it is written or left out, calls have the same arguments but the
-  // slice. `head` stands before the entry.
-  Progress Run(const std::string& tensor, const core::Encoding& encoding,
-               absl::string_view head, const core::TimeSlice& slice,
-               std::string* out, std::vector<InterchangeLoss>* losses);
-
- private:
-  enum class Step { kMake, kReadBack, kResolve, kCompare, kDump };
-
-  // Each of the steps before kDump.
-  absl::Status Check(const std::string& tensor, const core::Encoding& encoding,
-                     std::vector<InterchangeLoss>* losses);
-  void Reset();
-
-  const EntryFormat& format_;
-  // The step that comes next, and what those before it have made.
-  Step step_ = Step::kMake;
-  Json entry_;
-  PendingEncoding back_;
-  absl::optional<JsonDumper> dumper_;
-};
+// Appends `head` and the entry of an encoding, after it was read back, and
+// tells the losses. Answers whether it is written, or else left out. Errors:
+// CANCELLED.
+absl::StatusOr<bool> WriteEntry(const EntryFormat& format,
+                                const std::string& tensor,
+                                const core::Encoding& encoding,
+                                absl::string_view head, core::StopToken stop,
+                                std::string* out,
+                                std::vector<InterchangeLoss>* losses);
 
 // The dimension whose every index has a scale while all others are whole, or -1
 // where there is none or more than one. Dimensions of one scale count as whole.

@@ -15,7 +15,6 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
-#include "absl/types/optional.h"
 #include "core/errors.h"
 #include "core/formats/number_format.h"
 #include "server/interchange/compressed_tensors.h"
@@ -34,32 +33,33 @@ class ListWriter final : public EncodingsWriter {
  public:
   // `head` is what stands before the list, without its closing brace.
   ListWriter(const EntryFormat& format, const Json& head)
-      : head_(DumpJson(head)), entry_(format) {}
+      : head_(DumpJson(head)), format_(format) {}
 
   void Begin(int, std::string* out) override {
     head_.pop_back();
     absl::StrAppend(out, head_, ",\n\"encodings\":[");
   }
 
-  bool Add(int, const std::string& tensor, const core::Encoding& encoding,
-           const core::TimeSlice& slice, std::string* out,
-           std::vector<InterchangeLoss>* losses) override {
-    const EntryWriter::Progress progress =
-        entry_.Run(tensor, encoding, encoding_count_ == 0 ? "\n" : ",\n", slice,
-                   out, losses);
-    if (progress == EntryWriter::Progress::kPart) return false;
-    if (progress == EntryWriter::Progress::kWritten) ++encoding_count_;
-    return true;
+  absl::Status Add(int, const std::string& tensor,
+                   const core::Encoding& encoding, core::StopToken stop,
+                   std::string* out,
+                   std::vector<InterchangeLoss>* losses) override {
+    const absl::StatusOr<bool> is_written =
+        WriteEntry(format_, tensor, encoding,
+                   encoding_count_ == 0 ? "\n" : ",\n", stop, out, losses);
+    if (!is_written.ok()) return is_written.status();
+    if (*is_written) ++encoding_count_;
+    return absl::OkStatus();
   }
 
-  bool Finish(const core::TimeSlice&, std::string* out) override {
+  absl::Status Finish(core::StopToken, std::string* out) override {
     absl::StrAppend(out, "\n]}\n");
-    return true;
+    return absl::OkStatus();
   }
 
  private:
   std::string head_;
-  EntryWriter entry_;
+  const EntryFormat& format_;
 };
 
 // AIMET 0.6.1 and 1.0.0: activations in one pass, parameters in the next.
@@ -67,7 +67,7 @@ class AimetWriter final : public EncodingsWriter {
  public:
   AimetWriter(const EntryFormat& format, absl::string_view version,
               bool is_by_name, ExportOptions options)
-      : entry_(format),
+      : format_(format),
         version_(version),
         is_by_name_(is_by_name),
         options_(std::move(options)) {}
@@ -83,19 +83,24 @@ class AimetWriter final : public EncodingsWriter {
     is_first_ = true;
   }
 
-  bool Add(int pass, const std::string& tensor, const core::Encoding& encoding,
-           const core::TimeSlice& slice, std::string* out,
-           std::vector<InterchangeLoss>* losses) override {
-    // Asked once for each: there may be many patterns.
-    if (!is_parameter_.has_value()) {
-      is_parameter_ = options_.is_parameter(tensor, encoding);
+  absl::Status Add(int pass, const std::string& tensor,
+                   const core::Encoding& encoding, core::StopToken stop,
+                   std::string* out,
+                   std::vector<InterchangeLoss>* losses) override {
+    if (options_.is_parameter(tensor, encoding) != (pass == 1)) {
+      return absl::OkStatus();
     }
-    if (*is_parameter_ == (pass == 1) &&
-        !Write(pass, tensor, encoding, slice, out, losses)) {
-      return false;
-    }
-    is_parameter_.reset();
-    return true;
+    const std::string head = absl::StrCat(
+        is_first_ ? "\n" : ",\n",
+        is_by_name_ ? absl::StrCat(DumpJson(Json(tensor)), ":") : "");
+    const absl::StatusOr<bool> is_written =
+        WriteEntry(format_, tensor, encoding, head, stop, out, losses);
+    if (!is_written.ok()) return is_written.status();
+    if (!*is_written) return absl::OkStatus();
+    Note(pass, encoding);
+    is_first_ = false;
+    ++encoding_count_;
+    return absl::OkStatus();
   }
 
   // In 0.6.1 every scale is an object.
@@ -103,7 +108,7 @@ class AimetWriter final : public EncodingsWriter {
     return is_by_name_ ? kMemoryPerScaleObject : kMemoryPerScale;
   }
 
-  bool Finish(const core::TimeSlice&, std::string* out) override {
+  absl::Status Finish(core::StopToken, std::string* out) override {
     const Json arguments = {{"activation_bitwidth", bits_[0]},
                             {"param_bitwidth", bits_[1]},
                             {"dtype", "int"},
@@ -112,28 +117,11 @@ class AimetWriter final : public EncodingsWriter {
                             {"quant_scheme", "min_max"}};
     absl::StrAppend(out, "\n", Close(),
                     ",\n\"quantizer_args\":", DumpJson(arguments), "}\n");
-    return true;
+    return absl::OkStatus();
   }
 
  private:
   static constexpr int64_t kMemoryPerScaleObject = 1400;
-
-  // As Add.
-  bool Write(int pass, const std::string& tensor,
-             const core::Encoding& encoding, const core::TimeSlice& slice,
-             std::string* out, std::vector<InterchangeLoss>* losses) {
-    const std::string head = absl::StrCat(
-        is_first_ ? "\n" : ",\n",
-        is_by_name_ ? absl::StrCat(DumpJson(Json(tensor)), ":") : "");
-    const EntryWriter::Progress progress =
-        entry_.Run(tensor, encoding, head, slice, out, losses);
-    if (progress == EntryWriter::Progress::kPart) return false;
-    if (progress == EntryWriter::Progress::kLeftOut) return true;
-    Note(pass, encoding);
-    is_first_ = false;
-    ++encoding_count_;
-    return true;
-  }
 
   absl::string_view Close() const { return is_by_name_ ? "}" : "]"; }
 
@@ -146,12 +134,10 @@ class AimetWriter final : public EncodingsWriter {
     is_per_channel_ |= encoding.scale.size() > 1;
   }
 
-  EntryWriter entry_;
+  const EntryFormat& format_;
   const std::string version_;
   const bool is_by_name_;
   const ExportOptions options_;
-  // Of the encoding under way.
-  absl::optional<bool> is_parameter_;
   bool is_first_ = true;
   int bits_[2] = {8, 8};
   bool is_symmetric_ = false;
@@ -167,11 +153,13 @@ struct Document {
 // Collects the entries of a document.
 class Parser {
  public:
-  explicit Parser(ParsedEncodings* parsed) : parsed_(parsed) {}
+  Parser(ParsedEncodings* parsed, core::StopToken stop)
+      : parsed_(parsed), stop_(stop) {}
 
   // `name` is that of the tensor where the entry does not have it.
   absl::Status Add(const EntryFormat& format, const Json& entry,
                    std::string place, const std::string* name) {
+    if (stop_.stopped()) return core::StoppedError();
     PendingEncoding pending;
     pending.place = std::move(place);
     std::vector<std::string> notes;
@@ -224,6 +212,7 @@ class Parser {
 
  private:
   ParsedEncodings* const parsed_;
+  const core::StopToken stop_;
   absl::flat_hash_set<std::string> names_;
 };
 
@@ -284,8 +273,9 @@ void NoteExcludedLayers(const Json& document, ParsedEncodings* parsed) {
       {"", "excluded_layers: which layers are not to be quantized", false});
 }
 
-absl::Status ParseDocument(const Document& document, ParsedEncodings* parsed) {
-  Parser parser(parsed);
+absl::Status ParseDocument(const Document& document, core::StopToken stop,
+                           ParsedEncodings* parsed) {
+  Parser parser(parsed, stop);
   const EntryFormat* format = nullptr;
   switch (parsed->format) {
     case InterchangeFormat::kJson:
@@ -372,7 +362,8 @@ absl::Status ChargeParseMemory(
 }
 
 absl::StatusOr<ParsedEncodings> ParseEncodings(TextPieces text,
-                                               InterchangeFormat format) {
+                                               InterchangeFormat format,
+                                               core::StopToken stop) {
   const Document document{text, ReadJsonHead(text)};
   if (!document.head.is_object()) {
     return core::InterchangeInvalidError("the file: expected a JSON object");
@@ -382,7 +373,7 @@ absl::StatusOr<ParsedEncodings> ParseEncodings(TextPieces text,
   if (format == InterchangeFormat::kUnspecified) {
     parsed.format = FormatOf(document.head);
   }
-  absl::Status status = ParseDocument(document, &parsed);
+  absl::Status status = ParseDocument(document, stop, &parsed);
   if (!status.ok()) return status;
   return parsed;
 }

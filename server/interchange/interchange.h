@@ -16,7 +16,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "core/parallel/time_slice.h"
+#include "core/parallel/stop_token.h"
 #include "core/types/encoding.h"
 #include "server/interchange/json_text.h"
 #include "server/interchange/layout.h"
@@ -65,15 +65,16 @@ class EncodingsWriter {
   virtual int pass_count() const { return 1; }
   // Appends to `out`.
   virtual void Begin(int pass, std::string* out) = 0;
-  // The same until the slice is over, by one step at least; answers whether
-  // the encoding is written or left out. Until then calls have the same
-  // arguments but the slice. What is written does not depend on slices. Losses
-  // of a tensor are reported in one of the passes.
-  virtual bool Add(int pass, const std::string& tensor,
-                   const core::Encoding& encoding, const core::TimeSlice& slice,
-                   std::string* out, std::vector<InterchangeLoss>* losses) = 0;
-  // The rest, in the same way.
-  virtual bool Finish(const core::TimeSlice& slice, std::string* out) = 0;
+  // Appends the encoding, or leaves it out. Losses of a tensor are reported in
+  // one of the passes.
+  // Errors: CANCELLED; then the file is of no use.
+  virtual absl::Status Add(int pass, const std::string& tensor,
+                           const core::Encoding& encoding, core::StopToken stop,
+                           std::string* out,
+                           std::vector<InterchangeLoss>* losses) = 0;
+  // Appends the rest: no more than memory_bytes() and some KiB.
+  // Errors: CANCELLED.
+  virtual absl::Status Finish(core::StopToken stop, std::string* out) = 0;
 
   // Bounds in bytes, beside the encoding and `out`: what Add takes for each
   // scale while it is at it, and what stays of all that were added.
@@ -109,9 +110,10 @@ struct ParsedEncodings {
 // Reads a file that ChargeParseMemory took, one entry after the other;
 // kUnspecified tells the format from the file.
 // Errors: INTERCHANGE_INVALID, which names the place; INTERCHANGE_UNSUPPORTED
-// (a version, or a format that has no scales).
-absl::StatusOr<ParsedEncodings> ParseEncodings(TextPieces text,
-                                               InterchangeFormat format);
+// (a version, or a format that has no scales); CANCELLED.
+absl::StatusOr<ParsedEncodings> ParseEncodings(
+    TextPieces text, InterchangeFormat format,
+    core::StopToken stop = core::StopToken());
 
 }  // namespace quantd::server
 

@@ -380,55 +380,39 @@ std::string DumpJson(const Json& json) {
   return json.dump(-1, ' ', false, Json::error_handler_t::replace);
 }
 
-JsonDumper::JsonDumper(Json json) : json_(std::move(json)) {}
-
-void JsonDumper::Begin(const Json& json, std::string* out) {
+absl::Status AppendJson(const Json& json, core::StopToken stop,
+                        std::string* out) {
+  if (stop.stopped()) return core::StoppedError();
   if (ValueCount(json, kDumpedAtOnce) < kDumpedAtOnce) {
     out->append(DumpJson(json));
-    return;
+    return absl::OkStatus();
   }
   out->push_back(json.is_array() ? '[' : '{');
-  open_.push_back({&json, json.begin(), true});
-}
-
-void JsonDumper::Step(std::string* out) {
-  Open& open = open_.back();
-  if (open.next == open.json->end()) {
-    out->push_back(open.json->is_array() ? ']' : '}');
-    open_.pop_back();
-    return;
-  }
-  if (!open.is_first) out->push_back(',');
-  open.is_first = false;
-  if (open.json->is_object()) {
-    absl::StrAppend(out, DumpJson(Json(open.next.key())), ":");
-  } else {
-    // Small values of a list together, which is several times faster.
-    Json values = Json::array();
-    for (size_t count = 0; open.next != open.json->end(); ++open.next) {
-      count += ValueCount(*open.next, kDumpedAtOnce);
-      if (count >= kDumpedAtOnce) break;
-      values.push_back(*open.next);
+  bool is_first = true;
+  for (auto next = json.begin(); next != json.end(); is_first = false) {
+    if (!is_first) out->push_back(',');
+    if (json.is_object()) {
+      absl::StrAppend(out, DumpJson(Json(next.key())), ":");
+    } else {
+      // Small values of a list together, which is several times faster.
+      Json values = Json::array();
+      for (size_t count = 0; next != json.end(); ++next) {
+        count += ValueCount(*next, kDumpedAtOnce);
+        if (count >= kDumpedAtOnce) break;
+        values.push_back(*next);
+      }
+      if (!values.empty()) {
+        if (stop.stopped()) return core::StoppedError();
+        const std::string text = DumpJson(values);
+        out->append(text, 1, text.size() - 2);
+        continue;
+      }
     }
-    if (!values.empty()) {
-      const std::string text = DumpJson(values);
-      out->append(text, 1, text.size() - 2);
-      return;
-    }
+    absl::Status status = AppendJson(*next++, stop, out);
+    if (!status.ok()) return status;
   }
-  const Json& value = *open.next;
-  ++open.next;
-  Begin(value, out);
-}
-
-bool JsonDumper::Run(const core::TimeSlice& slice, std::string* out) {
-  if (!has_begun_) Begin(json_, out);
-  has_begun_ = true;
-  while (!open_.empty()) {
-    Step(out);
-    if (slice.over()) break;
-  }
-  return open_.empty();
+  out->push_back(json.is_array() ? ']' : '}');
+  return absl::OkStatus();
 }
 
 std::string QuotedText(absl::string_view text) {

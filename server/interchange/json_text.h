@@ -13,7 +13,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
-#include "core/parallel/time_slice.h"
+#include "core/parallel/stop_token.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::server {
@@ -50,33 +50,10 @@ absl::Status ReadJsonEntries(
 // A document on one line. What is not UTF-8 in it is replaced.
 std::string DumpJson(const Json& json);
 
-// The same text in steps. Not thread-safe.
-class JsonDumper {
- public:
-  explicit JsonDumper(Json json);
-  JsonDumper(const JsonDumper&) = delete;
-  JsonDumper& operator=(const JsonDumper&) = delete;
-
-  // Appends some thousand bytes, and more until the slice is over; answers
-  // whether that was all.
-  bool Run(const core::TimeSlice& slice, std::string* out);
-
- private:
-  // A list or an object that is written, up to `next`.
-  struct Open {
-    const Json* json;
-    Json::const_iterator next;
-    bool is_first;
-  };
-
-  void Begin(const Json& json, std::string* out);
-  // The next values of the innermost, or its end.
-  void Step(std::string* out);
-
-  const Json json_;
-  bool has_begun_ = false;
-  std::vector<Open> open_;
-};
+// Appends the same text of a large document, of which a part is left when it is
+// stopped. Errors: CANCELLED.
+absl::Status AppendJson(const Json& json, core::StopToken stop,
+                        std::string* out);
 
 // `text` in quotes, safe to show and cut to a bounded length.
 std::string QuotedText(absl::string_view text);

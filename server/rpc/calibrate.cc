@@ -16,6 +16,8 @@
 #include "absl/types/span.h"
 #include "core/calibrate/search_time.h"
 #include "core/errors.h"
+#include "core/parallel/stop_token.h"
+#include "core/parallel/thread_pool.h"
 #include "core/statistics/histogram.h"
 #include "core/statistics/statistics_state.h"
 #include "quantd/v1/quantization_service.pb.h"
@@ -79,11 +81,16 @@ class CalibrateJob final : public TensorJob {
     if (task_.spec.has_value()) {
       search_time_ = core::SearchTime(*task_.spec, task_.layout->scale_count(),
                                       task_.description.element_count);
+      takes_long_ = TakesLong(*task_.spec, task_.layout->scale_count(),
+                              task_.description.element_count);
     }
   }
 
   bool FinishWaits() const override {
     return step_ == Step::kContribute || step_ == Step::kPut;
+  }
+  bool FinishIsLong() const override {
+    return step_ == Step::kCalibrate && takes_long_;
   }
 
   absl::Status Reserve(int64_t bytes) override {
@@ -178,11 +185,12 @@ class CalibrateJob final : public TensorJob {
       return absl::OkStatus();
     }
     const auto charge = [this](int64_t memory_bytes) {
-      return stopped() ? absl::CancelledError()
-                       : env_.budget->Grow(&stored_lease_, memory_bytes,
-                                           "send it again, which counts it "
-                                           "once, or compute the encoding "
-                                           "later");
+      return stop().stopped()
+                 ? core::StoppedError()
+                 : env_.budget->Grow(&stored_lease_, memory_bytes,
+                                     "send it again, which counts it "
+                                     "once, or compute the encoding "
+                                     "later");
     };
     absl::StatusOr<StoredStatistics> stored =
         task_.statistics->ReadStatistics(task_.key, charge);
@@ -191,6 +199,9 @@ class CalibrateJob final : public TensorJob {
         charge(kCalibrationCopies * stored->state.statistics.memory_bytes());
     if (!status.ok()) return status;
     stored_ = *std::move(stored);
+    const core::TensorStatistics& statistics = stored_.state.statistics;
+    takes_long_ = TakesLong(*task_.spec, statistics.scale_count(),
+                            statistics.counts().total);
     step_ = Step::kCalibrate;
     return absl::OkStatus();
   }
@@ -200,46 +211,22 @@ class CalibrateJob final : public TensorJob {
       done_ = true;
       return absl::OkStatus();
     }
-    absl::optional<CalibratedEncoding> calibrated;
-    absl::Status status = contributed_ ? CalibrateStored(&calibrated)
-                                       : CalibrateTensor(&calibrated);
-    if (!status.ok()) {
-      return contributed_ ? core::WithField(status, "header.spec") : status;
+    core::ThreadPool* const pool = takes_long_ ? env_.helper_pool : nullptr;
+    absl::StatusOr<CalibratedEncoding> calibrated =
+        contributed_
+            ? StoredCalibrator(env_, stored_)
+                  .Calibrate(*task_.spec, pool, stop())
+            : CalibrateTensor(env_, {*task_.spec, task_.layout},
+                              accumulator_->statistics(), {}, pool, stop());
+    if (!calibrated.ok()) {
+      return contributed_ ? core::WithField(calibrated.status(), "header.spec")
+                          : calibrated.status();
     }
-    if (!calibrated.has_value()) return absl::OkStatus();
     encoding_ = std::move(calibrated->resolved.encoding);
     if (calibrated->prediction.has_value()) {
       PredictionToProto(*calibrated->prediction, summary_.mutable_prediction());
     }
     step_ = Step::kPut;
-    return absl::OkStatus();
-  }
-
-  // The next step with this tensor alone; the result after the last.
-  absl::Status CalibrateTensor(absl::optional<CalibratedEncoding>* result) {
-    if (calibrator_ == nullptr) {
-      absl::StatusOr<std::unique_ptr<TensorCalibrator>> calibrator =
-          TensorCalibrator::Create(env_, {*task_.spec, task_.layout},
-                                   accumulator_->statistics());
-      if (!calibrator.ok()) return calibrator.status();
-      calibrator_ = *std::move(calibrator);
-    }
-    absl::StatusOr<bool> done = calibrator_->Step();
-    if (!done.ok()) return done.status();
-    if (*done) *result = calibrator_->Take();
-    return absl::OkStatus();
-  }
-
-  // The same with all contributions.
-  absl::Status CalibrateStored(absl::optional<CalibratedEncoding>* result) {
-    if (!stored_calibrator_.has_value()) {
-      stored_calibrator_.emplace(env_, stored_);
-      absl::Status status = stored_calibrator_->Begin(*task_.spec);
-      if (!status.ok()) return status;
-    }
-    absl::StatusOr<bool> done = stored_calibrator_->Step();
-    if (!done.ok()) return done.status();
-    if (*done) *result = stored_calibrator_->Take();
     return absl::OkStatus();
   }
 
@@ -260,6 +247,8 @@ class CalibrateJob final : public TensorJob {
   bool done_ = false;
   // The statistics were handed to the store.
   bool contributed_ = false;
+  // To calibrate may take more than kShortWork.
+  bool takes_long_ = false;
   v1::CalibrateSummary summary_;
   // What is contributed, and what merging it takes, once that is known.
   absl::optional<core::StatisticsState> part_;
@@ -268,9 +257,6 @@ class CalibrateJob final : public TensorJob {
   // Of all contributions, with a spec.
   StoredStatistics stored_;
   MemoryBudget::Lease stored_lease_;
-  // One of them, once calibrating has begun.
-  std::unique_ptr<TensorCalibrator> calibrator_;
-  absl::optional<StoredCalibrator> stored_calibrator_;
   std::shared_ptr<const core::Encoding> encoding_;
 };
 

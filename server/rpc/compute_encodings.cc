@@ -10,7 +10,6 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
-#include "absl/types/optional.h"
 #include "core/errors.h"
 #include "quantd/v1/encoding_service.pb.h"
 #include "server/rpc/encoding_call.h"
@@ -35,41 +34,25 @@ class ComputeEncodingsCall final
         revision_(env()) {}
 
  protected:
-  absl::StatusOr<Loaded> Load() override {
-    StatisticsStore* const store = caller().statistics.get();
-    if (!opened_) {
-      opened_ = true;
-      if (absl::Status s = Open(); !s.ok()) return s;
-    }
-    if (!listed_) {
-      const absl::StatusOr<bool> listed =
-          revision_.List(store, [this](const std::string& tensor) {
-            return SpecIndexOf(tensor) < specs_.size();
-          });
-      if (!listed.ok()) return listed.status();
-      listed_ = *listed;
-      return Loaded::kPart;
-    }
-    if (next_ == revision_.entries().size()) return Loaded::kNothing;
-    tensor_status_ = revision_.Load(
-        store, revision_.entries()[next_], [this] { return stopped(); },
-        &stored_);
-    return Loaded::kMessage;
+  absl::Status Open() override {
+    if (absl::Status s = CheckRequest(); !s.ok()) return s;
+    return revision_.List(
+        caller().statistics.get(),
+        [this](const std::string& tensor) {
+          return SpecIndexOf(tensor) < specs_.size();
+        },
+        stop());
   }
 
-  bool Compute(v1::ComputeEncodingsResponse* response) override {
-    if (!calibrator_.has_value()) {
-      encoding_.reset();
-      if (tensor_status_.ok()) tensor_status_ = BeginCalibrating();
-    }
-    if (tensor_status_.ok()) {
-      const absl::StatusOr<bool> calibrated = calibrator_->Step();
-      if (calibrated.ok() && !*calibrated) return false;
-      tensor_status_ = calibrated.status();
-      if (!tensor_status_.ok()) {
-        tensor_status_ = core::WithField(tensor_status_, SpecField());
-      }
-    }
+  absl::StatusOr<bool> Load() override {
+    if (next_ == revision_.entries().size()) return false;
+    tensor_status_ = revision_.Load(
+        caller().statistics.get(), revision_.entries()[next_],
+        [this] { return stopped(); }, &stored_);
+    return true;
+  }
+
+  absl::Status Compute(v1::ComputeEncodingsResponse* response) override {
     key_ = revision_.KeyOf(revision_.entries()[next_++]);
     v1::TensorName& name = *response->mutable_name();
     name.set_model(key_.model);
@@ -77,15 +60,12 @@ class ComputeEncodingsCall final
     name.set_tensor(key_.tensor);
     response->set_done_count(next_);
     response->set_total_count(revision_.entries().size());
-    if (tensor_status_.ok()) {
-      TakeResult(response);
-    } else {
-      Fail(tensor_status_, response);
-    }
-    calibrator_.reset();
+    encoding_.reset();
+    if (tensor_status_.ok()) tensor_status_ = Calibrate(response);
+    if (!tensor_status_.ok()) Fail(tensor_status_, response);
     stored_ = StoredStatistics();
     revision_.Unload();
-    return true;
+    return absl::OkStatus();
   }
 
   bool stores() const override {
@@ -101,7 +81,7 @@ class ComputeEncodingsCall final
   }
 
  private:
-  absl::Status Open() {
+  absl::Status CheckRequest() {
     if (!request().has_default_spec() && request().overrides().empty()) {
       return core::WithField(core::SpecMissingError(), "default_spec");
     }
@@ -139,26 +119,24 @@ class ComputeEncodingsCall final
                                globs.begin());
   }
 
-  // Where the spec of the tensor under way stands.
-  std::string SpecField() const {
-    return spec_index_ < patterns_.globs().size()
-               ? absl::StrCat("overrides[", spec_index_, "].spec")
-               : "default_spec";
-  }
-
-  absl::Status BeginCalibrating() {
-    spec_index_ = SpecIndexOf(revision_.entries()[next_].tensor);
-    calibrator_.emplace(env(), stored_);
-    return core::WithField(calibrator_->Begin(specs_[spec_index_]),
-                           SpecField());
-  }
-
-  void TakeResult(v1::ComputeEncodingsResponse* response) {
-    CalibratedEncoding calibrated = calibrator_->Take();
-    if (calibrated.prediction.has_value()) {
-      PredictionToProto(*calibrated.prediction, response->mutable_prediction());
+  // The tensor that is loaded.
+  absl::Status Calibrate(v1::ComputeEncodingsResponse* response) {
+    const size_t spec_index = SpecIndexOf(key_.tensor);
+    absl::StatusOr<CalibratedEncoding> calibrated =
+        StoredCalibrator(env(), stored_)
+            .Calibrate(specs_[spec_index], env().helper_pool, stop());
+    if (!calibrated.ok()) {
+      return core::WithField(
+          calibrated.status(),
+          spec_index < patterns_.globs().size()
+              ? absl::StrCat("overrides[", spec_index, "].spec")
+              : "default_spec");
     }
-    encoding_ = std::move(calibrated.resolved.encoding);
+    if (calibrated->prediction.has_value()) {
+      PredictionToProto(*calibrated->prediction,
+                        response->mutable_prediction());
+    }
+    encoding_ = std::move(calibrated->resolved.encoding);
     if (request().dry_run()) {
       v1::StoredEncoding* proto = response->mutable_stored_encoding();
       *proto->mutable_name() = response->name();
@@ -166,6 +144,7 @@ class ComputeEncodingsCall final
       proto->set_format(static_cast<v1::NumberFormat>(encoding_->format));
       proto->set_scale_count(encoding_->scale.size());
     }
+    return absl::OkStatus();
   }
 
   void Fail(const absl::Status& status,
@@ -175,8 +154,6 @@ class ComputeEncodingsCall final
     *response->mutable_error() = ToTensorError(status);
   }
 
-  bool opened_ = false;
-  bool listed_ = false;
   PatternList patterns_;
   // Of the patterns, then the default one.
   std::vector<core::EncodingSpec> specs_;
@@ -184,10 +161,8 @@ class ComputeEncodingsCall final
   // Index of the tensor that comes next.
   size_t next_ = 0;
   // Of the tensor under way.
-  size_t spec_index_ = 0;
   absl::Status tensor_status_;
   StoredStatistics stored_;
-  absl::optional<StoredCalibrator> calibrator_;
   EncodingKey key_;
   std::shared_ptr<const core::Encoding> encoding_;
 };

@@ -193,7 +193,10 @@ void EncodingCall::EndRead(absl::Status status) {
   if (std::exchange(reading_, false)) EndLocked(std::move(status));
 }
 
-void EncodingCall::OnCancel() { cancelled_.store(true); }
+void EncodingCall::OnCancel() {
+  stopped_.store(true);
+  cancelled_.store(true);
+}
 
 void EncodingCall::OnDone() {
   int code;
@@ -225,17 +228,19 @@ bool EncodingCall::IsWanted() {
   return false;
 }
 
+absl::Status EncodingCall::CheckGoesOn() {
+  if (stopped()) return core::StoppedError();
+  if (registry_->draining()) return core::DrainingError();
+  const absl::Duration limit = env_.limits.stream_age;
+  if (core::SteadyNow() - start_time_ >= limit) {
+    return core::StreamAgeError(limit);
+  }
+  return env_.authenticator->Renew(credential_, rpc_, &*caller_);
+}
+
 bool EncodingCall::MayGoOn() {
   if (!IsWanted()) return false;
-  const absl::Duration limit = env_.limits.stream_age;
-  absl::Status status;
-  if (registry_->draining()) {
-    status = core::DrainingError();
-  } else if (core::SteadyNow() - start_time_ >= limit) {
-    status = core::StreamAgeError(limit);
-  } else {
-    status = env_.authenticator->Renew(credential_, rpc_, &*caller_);
-  }
+  absl::Status status = CheckGoesOn();
   if (status.ok()) return true;
   End(std::move(status));
   return false;
@@ -248,6 +253,7 @@ void EncodingCall::Drain() {
 
 void EncodingCall::EndNow() {
   out_of_time_.store(true);
+  stopped_.store(true);
   Drain();
 }
 

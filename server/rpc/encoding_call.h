@@ -14,6 +14,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "core/parallel/steady_clock.h"
+#include "core/parallel/stop_token.h"
 #include "core/parallel/thread_pool.h"
 #include "google/protobuf/message.h"
 #include "grpcpp/grpcpp.h"
@@ -26,10 +27,6 @@
 #include "server/rpc/unexpected.h"
 
 namespace quantd::server {
-
-// How long a step that reads or matches names may take before others have their
-// turn.
-constexpr absl::Duration kNamesSlice = absl::Milliseconds(2);
 
 // What takes no more is not charged: so that small calls, which come in large
 // numbers, go on while tensors have used up the budget.
@@ -85,7 +82,8 @@ class EncodingCall
   const Caller& caller() const { return *caller_; }
   // What is computed is of no use: the client is gone, or the server does not
   // wait any longer.
-  bool stopped() const { return cancelled_.load() || out_of_time_.load(); }
+  bool stopped() const { return stopped_.load(); }
+  core::StopToken stop() const { return core::StopToken(&stopped_); }
 
   // The step after a message up: `more` with a request, else after the last.
   // On a worker, or on gRPC's thread after a light one.
@@ -99,6 +97,8 @@ class EncodingCall
   // the call is as old as it may be, and when the caller may not make it any
   // more.
   bool MayGoOn();
+  // Why not, within a step that is long; it does not end the call.
+  absl::Status CheckGoesOn();
 
   // Runs a step on `pool`. What it throws, which it can only before it hands
   // the call over, ends the call.
@@ -150,6 +150,8 @@ class EncodingCall
   const absl::Duration start_time_ = core::SteadyNow();
   std::atomic<bool> cancelled_{false};
   std::atomic<bool> out_of_time_{false};
+  // Either of them.
+  std::atomic<bool> stopped_{false};
   // Until OnDone.
   std::shared_ptr<EncodingCall> self_;
 

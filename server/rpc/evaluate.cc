@@ -21,7 +21,9 @@
 #include "core/evaluate/comparison.h"
 #include "core/evaluate/distribution.h"
 #include "core/evaluate/evaluate.h"
-#include "core/parallel/time_slice.h"
+#include "core/parallel/stop_token.h"
+#include "core/parallel/thread_pool.h"
+#include "core/statistics/held_tensor.h"
 #include "quantd/v1/quantization_service.pb.h"
 #include "server/guard/memory_budget.h"
 #include "server/rpc/caller.h"
@@ -117,15 +119,23 @@ class EvaluateJob final : public TensorJob {
     frame_.unit_bytes = element_bytes;
     frame_.granule_bytes = core::Evaluator::kLeafElements * element_bytes;
     frame_.quantum_bytes = TensorBuffer::kBlockBytes;
+    int64_t held_elements = 0;
     for (const Candidate& candidate : candidates_) {
       if (!candidate.spec.has_value()) continue;
-      search_time_ += core::SearchTime(candidate.spec->spec,
-                                       candidate.spec->layout->scale_count(),
+      const int64_t scale_count = candidate.spec->layout->scale_count();
+      search_time_ += core::SearchTime(candidate.spec->spec, scale_count,
                                        task_.description.element_count);
+      // And evaluated.
+      held_elements += task_.description.element_count;
+      finish_is_long_ |= TakesLong(candidate.spec->spec, scale_count,
+                                   task_.description.element_count);
       if (buffer_ == nullptr) {
         buffer_ = std::make_unique<TensorBuffer>(env_, frame_.end_bytes);
       }
     }
+    constexpr int64_t kFewElements = int64_t{1} << 18;
+    finish_is_long_ |=
+        search_time_ > kShortWork || held_elements > kFewElements;
   }
 
   bool StartWaits() const override {
@@ -154,6 +164,8 @@ class EvaluateJob final : public TensorJob {
           core::ScaleCountLimitError(env_.limits.metrics_count, metrics_count),
           "header.per_scale_index");
     }
+    constexpr int64_t kFewMetrics = int64_t{1} << 14;
+    finish_is_long_ |= task_.per_scale_index && metrics_count > kFewMetrics;
     for (Candidate& candidate : candidates_) {
       if (!candidate.spec.has_value()) StartEvaluator(candidate);
     }
@@ -175,20 +187,32 @@ class EvaluateJob final : public TensorJob {
       accumulator->Update(offset_bytes, data);
     }
     for (Candidate& candidate : candidates_) {
-      if (!candidate.spec.has_value()) Evaluate(candidate, offset_bytes, data);
+      if (candidate.spec.has_value()) continue;
+      Evaluate(candidate, offset_bytes, data, env_.pool);
     }
     if (buffer_ != nullptr) buffer_->Append(data);
     return absl::OkStatus();
   }
 
+  bool FinishIsLong() const override { return finish_is_long_; }
+
   absl::StatusOr<bool> Finish(ChunkWriter* out) override {
-    if (buffer_ != nullptr) {
-      const absl::StatusOr<bool> calibrated = CalibrateCandidates();
-      if (!calibrated.ok() || !*calibrated) return calibrated;
-      if (!EvaluateBuffer()) return false;
+    for (Candidate& candidate : candidates_) {
+      if (!candidate.spec.has_value()) continue;
+      if (absl::Status s = CalibrateCandidate(&candidate); !s.ok()) return s;
     }
-    if (!AddToSummary()) return false;
-    out->SetSummary(summary_);
+    if (buffer_ != nullptr) {
+      if (absl::Status s = EvaluateBuffer(); !s.ok()) return s;
+    }
+    v1::EvaluateSummary summary;
+    *summary.mutable_name() = task_.name;
+    StatisticsToProto(accumulators_[0]->statistics(),
+                      summary.mutable_statistics());
+    for (const Candidate& candidate : candidates_) {
+      if (stop().stopped()) return core::StoppedError();
+      AddMetrics(candidate, summary.add_candidates());
+    }
+    out->SetSummary(summary);
     return true;
   }
 
@@ -201,93 +225,64 @@ class EvaluateJob final : public TensorJob {
   }
 
   void Evaluate(Candidate& candidate, int64_t offset_bytes,
-                absl::Span<const uint8_t> data) {
+                absl::Span<const uint8_t> data, core::ThreadPool* pool) {
     candidate.evaluator->Update(
         offset_bytes / task_.element_bytes(),
         static_cast<int64_t>(data.size()) / task_.element_bytes(), data.data(),
-        env_.pool);
+        pool);
   }
 
-  // The next step of it; answers whether that was the last.
-  absl::StatusOr<bool> CalibrateCandidates() {
-    for (; next_calibrated_ < candidates_.size(); ++next_calibrated_) {
-      Candidate& candidate = candidates_[next_calibrated_];
-      if (!candidate.spec.has_value()) continue;
-      if (calibrator_ == nullptr) {
-        absl::StatusOr<std::unique_ptr<TensorCalibrator>> calibrator =
-            TensorCalibrator::Create(
-                env_, *candidate.spec, candidate.accumulator->statistics(), {},
-                buffer_->Held(*candidate.spec->layout,
-                              task_.description.element_type));
-        if (!calibrator.ok()) return calibrator.status();
-        calibrator_ = *std::move(calibrator);
-      }
-      const absl::StatusOr<bool> done = calibrator_->Step();
-      if (!done.ok() || !*done) return done;
-      CalibratedEncoding calibrated = calibrator_->Take();
-      calibrator_.reset();
-      candidate.resolved = std::move(calibrated.resolved);
-      candidate.mantissa_bits = calibrated.mantissa_bits;
-      StartEvaluator(candidate);
-    }
-    return true;
+  // Helps with the end.
+  core::ThreadPool* finish_pool() const {
+    return finish_is_long_ ? env_.helper_pool : nullptr;
   }
 
-  // Some of what was held, for some candidates; answers whether that was the
-  // last.
-  bool EvaluateBuffer() {
-    const core::TimeSlice slice(kCalibrationSlice);
-    for (; next_block_ < buffer_->block_count(); ++next_block_) {
-      for (; next_evaluated_ < candidates_.size(); ++next_evaluated_) {
-        Candidate& candidate = candidates_[next_evaluated_];
+  absl::Status CalibrateCandidate(Candidate* candidate) {
+    const core::HeldTensor held =
+        buffer_->Held(*candidate->spec->layout, task_.description.element_type);
+    absl::StatusOr<CalibratedEncoding> calibrated = CalibrateTensor(
+        env_, *candidate->spec, candidate->accumulator->statistics(), {},
+        finish_pool(), stop(), &held);
+    if (!calibrated.ok()) return calibrated.status();
+    candidate->resolved = std::move(calibrated->resolved);
+    candidate->mantissa_bits = calibrated->mantissa_bits;
+    StartEvaluator(*candidate);
+    return absl::OkStatus();
+  }
+
+  // What was held, for the candidates that waited for it.
+  absl::Status EvaluateBuffer() {
+    for (int64_t block = 0; block < buffer_->block_count(); ++block) {
+      for (Candidate& candidate : candidates_) {
         if (!candidate.spec.has_value()) continue;
-        Evaluate(candidate, next_block_ * TensorBuffer::kBlockBytes,
-                 buffer_->block(next_block_));
-        if (slice.over()) {
-          ++next_evaluated_;
-          return false;
-        }
+        if (stop().stopped()) return core::StoppedError();
+        Evaluate(candidate, block * TensorBuffer::kBlockBytes,
+                 buffer_->block(block), finish_pool());
       }
-      next_evaluated_ = 0;
     }
-    return true;
+    return absl::OkStatus();
   }
 
-  // Answers whether the summary is complete.
-  bool AddToSummary() {
-    const core::TimeSlice slice(kCalibrationSlice);
-    const core::TensorStatistics& statistics = accumulators_[0]->statistics();
-    if (next_summarized_ == 0) {
-      *summary_.mutable_name() = task_.name;
-      StatisticsToProto(statistics, summary_.mutable_statistics());
+  void AddMetrics(const Candidate& candidate,
+                  v1::CandidateMetrics* metrics) const {
+    metrics->set_label(candidate.label);
+    metrics->set_etag(candidate.resolved.etag);
+    MetricsToProto(candidate.evaluator->overall(), metrics->mutable_overall());
+    if (task_.with_distribution) {
+      DistributionToProto(candidate.evaluator->distribution(),
+                          metrics->mutable_overall());
     }
-    while (next_summarized_ < candidates_.size()) {
-      const Candidate& candidate = candidates_[next_summarized_++];
-      v1::CandidateMetrics* metrics = summary_.add_candidates();
-      metrics->set_label(candidate.label);
-      metrics->set_etag(candidate.resolved.etag);
-      MetricsToProto(candidate.evaluator->overall(),
-                     metrics->mutable_overall());
-      if (task_.with_distribution) {
-        DistributionToProto(candidate.evaluator->distribution(),
-                            metrics->mutable_overall());
-      }
-      for (const core::ErrorSums& sums :
-           candidate.evaluator->per_scale_index()) {
-        MetricsToProto(sums, metrics->add_per_scale_index());
-      }
-      metrics->set_mantissa_bits(
-          static_cast<uint32_t>(candidate.mantissa_bits));
-      if (candidate.spec.has_value()) {
-        EncodingToProto(*candidate.resolved.encoding,
-                        metrics->mutable_encoding());
-      }
-      env_.metrics->Elements(
-          Rpc::kEvaluate, core::FindFormat(candidate.resolved.encoding->format),
-          statistics.counts().total);
-      if (slice.over()) break;
+    for (const core::ErrorSums& sums : candidate.evaluator->per_scale_index()) {
+      MetricsToProto(sums, metrics->add_per_scale_index());
     }
-    return next_summarized_ == candidates_.size();
+    metrics->set_mantissa_bits(static_cast<uint32_t>(candidate.mantissa_bits));
+    if (candidate.spec.has_value()) {
+      EncodingToProto(*candidate.resolved.encoding,
+                      metrics->mutable_encoding());
+    }
+    env_.metrics->Elements(
+        Rpc::kEvaluate, core::FindFormat(candidate.resolved.encoding->format),
+        accumulators_[0]->statistics().counts().total);
   }
 
   const RpcEnvironment& env_;
@@ -297,15 +292,9 @@ class EvaluateJob final : public TensorJob {
   const MemoryBudget::Lease lease_;
   // Only when a candidate is a spec.
   std::unique_ptr<TensorBuffer> buffer_;
-  // How far Finish has come: candidates that are calibrated, and of which one
-  // is being calibrated; blocks, and candidates for the next one of those;
-  // candidates in the summary.
-  size_t next_calibrated_ = 0;
-  std::unique_ptr<TensorCalibrator> calibrator_;
-  int64_t next_block_ = 0;
-  size_t next_evaluated_ = 0;
-  size_t next_summarized_ = 0;
-  v1::EvaluateSummary summary_;
+  // To calibrate and evaluate what is held, or to write the answer, may take
+  // more than kShortWork.
+  bool finish_is_long_ = false;
 };
 
 // Two tensors against each other, their elements in pairs.

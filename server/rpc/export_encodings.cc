@@ -13,9 +13,8 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
-#include "absl/types/optional.h"
 #include "core/errors.h"
-#include "core/parallel/time_slice.h"
+#include "core/parallel/stop_token.h"
 #include "quantd/v1/encoding_service.pb.h"
 #include "server/guard/memory_budget.h"
 #include "server/interchange/interchange.h"
@@ -32,9 +31,6 @@ namespace {
 constexpr size_t kPieceBytes = size_t{1} << 20;
 // Losses of one message; with names and texts some 100 KiB.
 constexpr size_t kMostLosses = 256;
-// Of one message, unless a single encoding has more.
-constexpr int64_t kBatchScales = 4096;
-constexpr size_t kBatchEncodings = 256;
 // What a scale takes as it is read and as text, beside the writer's share.
 constexpr int64_t kMemoryPerScale = 50;
 constexpr int64_t kMemoryPerEncoding = 4096;
@@ -60,40 +56,16 @@ class ExportEncodingsCall final
         parameter_patterns_(env().budget) {}
 
  protected:
-  absl::StatusOr<Loaded> Load() override {
-    if (writer_ == nullptr) {
-      if (absl::Status s = Open(); !s.ok()) return s;
-    }
-    if (is_finished_ && Pending() == 0 && losses_.empty()) {
-      return Loaded::kNothing;
-    }
-    // What is written goes out first.
-    if (is_finished_ || Pending() >= kPieceBytes ||
-        losses_.size() > kMostLosses) {
-      return Loaded::kMessage;
-    }
-    const absl::StatusOr<bool> is_full = LoadBatch();
-    if (!is_full.ok()) return is_full.status();
-    return *is_full ? Loaded::kMessage : Loaded::kPart;
+  // Reading is a part of writing.
+  absl::StatusOr<bool> Load() override {
+    return !is_finished_ || Pending() > 0 || !losses_.empty();
   }
 
-  bool Compute(v1::ExportEncodingsResponse* response) override {
-    const core::TimeSlice slice(kNamesSlice);
-    for (; added_ < batch_.size(); ++added_) {
-      if (slice.over()) return false;
-      const auto& [tensor, encoding] = batch_[added_];
-      if (!writer_->Add(pass_, tensor, *encoding, slice, &text_, &losses_)) {
-        return false;
-      }
-    }
-    batch_.clear();
-    added_ = 0;
-    batch_scales_ = 0;
-    batch_bytes_ = 0;
-    // A long end goes out piece by piece.
-    if (is_pass_over_ && !is_finished_ && Pending() < kPieceBytes &&
-        !EndPass(slice) && Pending() < kPieceBytes) {
-      return false;
+  absl::Status Compute(v1::ExportEncodingsResponse* response) override {
+    while (!is_finished_ && Pending() < kPieceBytes &&
+           losses_.size() <= kMostLosses) {
+      if (stopped()) return core::StoppedError();
+      if (absl::Status s = WriteNext(); !s.ok()) return s;
     }
     const size_t size = std::min(Pending(), kPieceBytes);
     response->set_data(text_.data() + text_begin_, size);
@@ -117,13 +89,10 @@ class ExportEncodingsCall final
                   losses_.begin() + static_cast<int64_t>(loss_count));
     response->set_encoding_count(
         static_cast<uint64_t>(writer_->encoding_count()));
-    return true;
+    return absl::OkStatus();
   }
 
- private:
-  size_t Pending() const { return text_.size() - text_begin_; }
-
-  absl::Status Open() {
+  absl::Status Open() override {
     revision_ = request().revision().empty() ? std::string(kDefaultRevision)
                                              : request().revision();
     if (absl::Status s = CheckPathName("model", request().model()); !s.ok()) {
@@ -166,6 +135,9 @@ class ExportEncodingsCall final
     return absl::OkStatus();
   }
 
+ private:
+  size_t Pending() const { return text_.size() - text_begin_; }
+
   absl::Status ListPage() {
     constexpr int kPageSize = 1000;
     absl::StatusOr<std::vector<EncodingListEntry>> page =
@@ -181,44 +153,27 @@ class ExportEncodingsCall final
                               kWayOut);
   }
 
-  // Reads some of the encodings for the next message; answers whether those
-  // were the last.
-  absl::StatusOr<bool> LoadBatch() {
-    const core::TimeSlice slice(kNamesSlice);
-    while (batch_.size() < kBatchEncodings && batch_scales_ < kBatchScales) {
-      if (slice.over()) return false;
-      if (next_ == page_.size()) {
-        if (is_last_page_) {
-          is_pass_over_ = true;
-          break;
-        }
-        if (absl::Status s = ListPage(); !s.ok()) return s;
-        continue;
-      }
-      const EncodingListEntry& entry = page_[next_];
-      if (!patterns_.empty() && !patterns_.MatchesAny(entry.tensor)) {
-        ++next_;
-        continue;
-      }
-      if (!batch_.empty() && batch_scales_ + entry.scale_count > kBatchScales) {
-        break;
-      }
-      if (absl::Status s = Charge(entry.scale_count); !s.ok()) return s;
-      absl::StatusOr<StoredEncoding> stored =
-          caller().encodings->Get({request().model(), revision_, entry.tensor});
-      ++next_;
-      // It was deleted in between.
-      if (core::ErrorReason(stored.status()) == "ENCODING_NOT_FOUND") continue;
-      if (!stored.ok()) return stored.status();
-      // Another one may have taken its place.
-      const auto scale_count = static_cast<int64_t>(std::max(
-          stored->encoding->scale.size(), stored->encoding->scale_code.size()));
-      if (absl::Status s = Charge(scale_count); !s.ok()) return s;
-      batch_scales_ += scale_count;
-      batch_bytes_ += MemoryOf(scale_count);
-      batch_.emplace_back(entry.tensor, std::move(stored->encoding));
+  // The next encoding, or the end of the pass.
+  absl::Status WriteNext() {
+    if (next_ == page_.size()) return is_last_page_ ? EndPass() : ListPage();
+    const EncodingListEntry& entry = page_[next_++];
+    if (!patterns_.empty() && !patterns_.MatchesAny(entry.tensor)) {
+      return absl::OkStatus();
     }
-    return true;
+    if (absl::Status s = Charge(entry.scale_count); !s.ok()) return s;
+    const absl::StatusOr<StoredEncoding> stored =
+        caller().encodings->Get({request().model(), revision_, entry.tensor});
+    // It was deleted in between.
+    if (core::ErrorReason(stored.status()) == "ENCODING_NOT_FOUND") {
+      return absl::OkStatus();
+    }
+    if (!stored.ok()) return stored.status();
+    // Another one may have taken its place.
+    const auto scale_count = static_cast<int64_t>(std::max(
+        stored->encoding->scale.size(), stored->encoding->scale_code.size()));
+    if (absl::Status s = Charge(scale_count); !s.ok()) return s;
+    return writer_->Add(pass_, entry.tensor, *stored->encoding, stop(), &text_,
+                        &losses_);
   }
 
   int64_t MemoryOf(int64_t scale_count) const {
@@ -231,27 +186,24 @@ class ExportEncodingsCall final
     return static_cast<int64_t>(text_.capacity()) + writer_->memory_bytes();
   }
 
-  // For an encoding of so many scales, beside those of the batch.
+  // For an encoding of so many scales.
   absl::Status Charge(int64_t scale_count) {
-    return env().budget->Grow(
-        &lease_, KeptBytes() + batch_bytes_ + MemoryOf(scale_count), kWayOut);
+    return env().budget->Grow(&lease_, KeptBytes() + MemoryOf(scale_count),
+                              kWayOut);
   }
 
-  // Answers whether the pass has ended.
-  bool EndPass(const core::TimeSlice& slice) {
+  absl::Status EndPass() {
     if (pass_ + 1 == writer_->pass_count()) {
-      is_finished_ = writer_->Finish(slice, &text_);
-      return is_finished_;
+      is_finished_ = true;
+      // The end is as long as what the writer kept for it.
+      absl::Status status = env().budget->Grow(
+          &lease_, KeptBytes() + writer_->memory_bytes(), kWayOut);
+      return status.ok() ? writer_->Finish(stop(), &text_) : status;
     }
     writer_->Begin(++pass_, &text_);
-    is_pass_over_ = false;
     // From the first page again.
     last_tensor_.clear();
-    page_.clear();
-    page_lease_.Release();
-    next_ = 0;
-    is_last_page_ = false;
-    return true;
+    return ListPage();
   }
 
   std::string revision_;
@@ -259,25 +211,17 @@ class ExportEncodingsCall final
   PatternList parameter_patterns_;
   std::unique_ptr<EncodingsWriter> writer_;
   int pass_ = 0;
-  bool is_pass_over_ = false;
   bool is_finished_ = false;
   // The page under way, and the entry that comes next.
   std::vector<EncodingListEntry> page_;
   size_t next_ = 0;
   bool is_last_page_ = false;
   std::string last_tensor_;
-  // For Compute.
-  std::vector<std::pair<std::string, std::shared_ptr<const core::Encoding>>>
-      batch_;
-  // Encodings of it that were written.
-  size_t added_ = 0;
-  int64_t batch_scales_ = 0;
-  int64_t batch_bytes_ = 0;
   // Written, and sent up to text_begin_.
   std::string text_;
   size_t text_begin_ = 0;
   std::vector<InterchangeLoss> losses_;
-  // What batch_, text_ and the writer take.
+  // What text_, the writer and the encoding under way take.
   MemoryBudget::Lease lease_;
   MemoryBudget::Lease page_lease_;
 };

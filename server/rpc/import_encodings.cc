@@ -17,7 +17,7 @@
 #include "absl/time/time.h"
 #include "core/errors.h"
 #include "core/parallel/steady_clock.h"
-#include "core/parallel/time_slice.h"
+#include "core/parallel/stop_token.h"
 #include "core/types/block_layout.h"
 #include "quantd/v1/encoding_service.pb.h"
 #include "server/guard/memory_budget.h"
@@ -138,8 +138,8 @@ bool MayBeLaidOutAs(const core::Encoding& stored,
          (hint.block_size.empty() || hint.block_size == stored.block_size);
 }
 
-// Takes the file in, waits for its turn, then parses it on the workers, then
-// completes and stores the encodings on the store's pool.
+// Takes the file in and waits for its turn; then parses it, completes the
+// encodings and stores them, on a thread for what takes long.
 class ImportEncodingsCall final : public EncodingCall {
  public:
   explicit ImportEncodingsCall(const CallArguments& arguments)
@@ -232,7 +232,8 @@ class ImportEncodingsCall final : public EncodingCall {
 
   void LookAfterMemory() override {
     if (!is_waiting_.exchange(false)) return;
-    Schedule(env().pool, [this] { has_file_ ? TakeTurn() : TakePiece(); });
+    if (has_file_) return Schedule(env().long_pool, [this] { TakeTurn(); });
+    Schedule(env().pool, [this] { TakePiece(); });
   }
 
   // Without copying what is large.
@@ -262,29 +263,36 @@ class ImportEncodingsCall final : public EncodingCall {
     views_.assign(pieces_.begin(), pieces_.end());
     has_file_ = true;
     wait_end_time_ = core::SteadyNow() + env().limits.idle_timeout;
-    TakeTurn();
+    Schedule(env().long_pool, [this] { TakeTurn(); });
   }
 
-  // Parses once there is room, and those that wait for that are done.
+  // Parses once there is room, and those that wait for that are done. On a
+  // thread for what takes long.
   void TakeTurn() {
-    if (!IsWanted()) return;
     absl::Status status = NoRoom();
     if (env().imports->MayTry(this)) status = Charge();
-    if (!IsWanted()) return;
-    if (status.ok()) {
+    const bool has_room = status.ok();
+    if (has_room) {
       env().imports->Leave(this);
-      return Parse();
+      status = Import();
     }
+    Schedule(env().pool,
+             [this, has_room, status] { EndTurn(has_room, status); });
+  }
+
+  void EndTurn(bool has_room, const absl::Status& status) {
+    if (!IsWanted()) return;
+    if (has_room) return status.ok() ? EndWith(response_) : End(status);
     tree_lease_.Release();
     env().imports->LineUp(this);
-    WaitOrEnd(std::move(status));
+    WaitOrEnd(status);
   }
 
   // For parsing; from the second time on at least for what was missing before.
   absl::Status Charge() {
     if (absl::Status s = GrowTree(); !s.ok()) return s;
     return ChargeParseMemory(views_, [this](int64_t bytes) -> absl::Status {
-      if (stopped()) return absl::CancelledError();
+      if (stopped()) return core::StoppedError();
       parse_bytes_ = std::max(parse_bytes_, bytes);
       return GrowTree();
     });
@@ -300,54 +308,58 @@ class ImportEncodingsCall final : public EncodingCall {
     return env().budget->Grow(&tree_lease_, parse_bytes_, kWayOut);
   }
 
-  void Parse() {
-    absl::StatusOr<ParsedEncodings> parsed = ParseEncodings(views_, format_);
-    if (!parsed.ok()) return End(parsed.status());
-    parsed_ = *std::move(parsed);
+  absl::Status Import() {
+    absl::StatusOr<ParsedEncodings> parsed = Parse();
+    if (!parsed.ok()) return parsed.status();
+    // All are completed first, so that a file that is not sound stores nothing.
+    for (PendingEncoding& pending : parsed->encodings) {
+      if (absl::Status s = CheckGoesOn(); !s.ok()) return s;
+      if (absl::Status s = Resolve(&pending); !s.ok()) return s;
+    }
+    Answer(*parsed);
+    if (is_dry_run_) return absl::OkStatus();
+    for (PendingEncoding& pending : parsed->encodings) {
+      if (absl::Status s = CheckGoesOn(); !s.ok()) return s;
+      const absl::StatusOr<StoredEncoding> stored = caller().encodings->Put(
+          {model_, revision_, pending.tensor},
+          std::make_shared<const core::Encoding>(std::move(pending.encoding)),
+          Precondition());
+      if (!stored.ok()) return stored.status();
+    }
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<ParsedEncodings> Parse() {
+    absl::StatusOr<ParsedEncodings> parsed =
+        ParseEncodings(views_, format_, stop());
+    if (!parsed.ok()) return parsed;
     std::vector<absl::string_view>().swap(views_);
     std::vector<std::string>().swap(pieces_);
     env().imports->ReturnText(this, &queued_bytes_);
     text_lease_.Release();
     env().budget->Count(&text_lease_, hint_bytes_);
-    for (const PendingEncoding& pending : parsed_.encodings) {
+    for (const PendingEncoding& pending : parsed->encodings) {
       const auto scale_count = static_cast<int64_t>(std::max(
           pending.encoding.scale.size(), pending.encoding.scale_code.size()));
       if (scale_count > env().limits.scale_count) {
-        return End(
-            core::ScaleCountLimitError(env().limits.scale_count, scale_count));
+        return core::ScaleCountLimitError(env().limits.scale_count,
+                                          scale_count);
       }
       if (absl::Status s = CheckTensorName(pending.tensor); !s.ok()) {
-        return End(core::InterchangeInvalidError(
-            absl::StrCat(pending.place, ": ", core::ErrorText(s))));
+        return core::InterchangeInvalidError(
+            absl::StrCat(pending.place, ": ", core::ErrorText(s)));
       }
     }
-    Schedule(env().store_pool, [this] { Resolve(); });
-  }
-
-  // Completes all encodings, so that a file that is not sound stores nothing.
-  void Resolve() {
-    if (!MayGoOn()) return;
-    const core::TimeSlice slice(kNamesSlice);
-    while (next_ < parsed_.encodings.size() && !slice.over()) {
-      absl::Status status = ResolveOne(&parsed_.encodings[next_++]);
-      if (!status.ok()) return End(std::move(status));
-    }
-    if (next_ < parsed_.encodings.size()) {
-      return Schedule(env().store_pool, [this] { Resolve(); });
-    }
-    Answer();
-    if (is_dry_run_) return EndWith(response_);
-    next_ = 0;
-    Put();
+    return parsed;
   }
 
   // What is known before anything is stored.
-  void Answer() {
-    response_.set_encoding_count(parsed_.encodings.size());
-    response_.set_format(static_cast<v1::InterchangeFormat>(parsed_.format));
-    response_.set_loss_count(parsed_.losses.size());
+  void Answer(const ParsedEncodings& parsed) {
+    response_.set_encoding_count(parsed.encodings.size());
+    response_.set_format(static_cast<v1::InterchangeFormat>(parsed.format));
+    response_.set_loss_count(parsed.losses.size());
     size_t loss_bytes = 0;
-    for (const InterchangeLoss& loss : parsed_.losses) {
+    for (const InterchangeLoss& loss : parsed.losses) {
       loss_bytes += loss.tensor.size() + loss.what.size() + 16;
       if (loss_bytes > kMostLossBytes) break;
       v1::InterchangeLoss* const proto = response_.add_losses();
@@ -359,7 +371,7 @@ class ImportEncodingsCall final : public EncodingCall {
     }
   }
 
-  absl::Status ResolveOne(PendingEncoding* pending) {
+  absl::Status Resolve(PendingEncoding* pending) {
     LayoutHint hint = hints_.Find(pending->tensor);
     if (pending->open != PendingEncoding::Open::kNothing && !hint.shape_known) {
       const absl::StatusOr<StoredEncoding> stored =
@@ -376,23 +388,6 @@ class ImportEncodingsCall final : public EncodingCall {
       }
     }
     return ResolveLayout(hint, pending);
-  }
-
-  void Put() {
-    if (!MayGoOn()) return;
-    const core::TimeSlice slice(kNamesSlice);
-    while (next_ < parsed_.encodings.size() && !slice.over()) {
-      PendingEncoding& pending = parsed_.encodings[next_++];
-      const absl::StatusOr<StoredEncoding> stored = caller().encodings->Put(
-          {model_, revision_, pending.tensor},
-          std::make_shared<const core::Encoding>(std::move(pending.encoding)),
-          Precondition());
-      if (!stored.ok()) return End(stored.status());
-    }
-    if (next_ < parsed_.encodings.size()) {
-      return Schedule(env().store_pool, [this] { Put(); });
-    }
-    EndWith(response_);
   }
 
   v1::ImportEncodingsRequest request_;
@@ -418,9 +413,6 @@ class ImportEncodingsCall final : public EncodingCall {
   std::atomic<bool> is_waiting_{false};
   MemoryBudget::Lease text_lease_;
   MemoryBudget::Lease tree_lease_;
-  ParsedEncodings parsed_;
-  // The encoding that is completed, then stored, next.
-  size_t next_ = 0;
   v1::ImportEncodingsResponse response_;
 };
 

@@ -289,17 +289,24 @@ class StreamingQuantizeJob final : public TensorJob {
 class BufferedQuantizeJob : public TensorJob {
  public:
   bool FinishWaits() const final { return step_ == Step::kPut; }
+  bool FinishIsLong() const final {
+    return step_ == Step::kEncode && EncodeIsLong();
+  }
 
   absl::StatusOr<bool> Finish(ChunkWriter* out) final {
     switch (step_) {
       case Step::kEncode: {
-        absl::StatusOr<bool> encoded = Encode(&resolved_);
-        if (!encoded.ok() || !*encoded) return encoded;
+        const bool was_long = EncodeIsLong();
+        absl::StatusOr<ResolvedEncoding> encoded = Encode();
+        if (!encoded.ok()) return encoded.status();
+        resolved_ = *std::move(encoded);
         if (task_.store_key.has_value() && !WillReject()) {
           step_ = Step::kPut;
           return false;
         }
         OpenAnswer(out);
+        // Blocks are answered by workers.
+        if (was_long) return false;
         break;
       }
       case Step::kPut: {
@@ -346,9 +353,10 @@ class BufferedQuantizeJob : public TensorJob {
            core::ElementSizeBytes(task_.description.element_type);
   }
 
-  // The next step to the encoding, once all is held; answers whether that was
-  // the last.
-  virtual absl::StatusOr<bool> Encode(ResolvedEncoding* resolved) = 0;
+  // The encoding, once all is held.
+  virtual absl::StatusOr<ResolvedEncoding> Encode() = 0;
+  // That may take more than kShortWork.
+  virtual bool EncodeIsLong() const { return false; }
   // Of the histograms that the encoding comes from.
   void SetMantissaBits(int bits) { mantissa_bits_ = bits; }
   // Quantizing is going to fail: the tensor must leave nothing behind.
@@ -393,7 +401,9 @@ class CalibratingQuantizeJob final : public BufferedQuantizeJob {
             task.description.element_count *
                 core::ElementSizeBytes(task.description.element_type)),
         spec_(std::move(spec)),
-        accumulator_(std::move(accumulator)) {
+        accumulator_(std::move(accumulator)),
+        takes_long_(TakesLong(spec_.spec, spec_.layout->scale_count(),
+                              this->task().description.element_count)) {
     frame_.granule_bytes = frame_.unit_bytes;
     frame_.quantum_bytes = QuantumBytes(env, *accumulator_);
     search_time_ = core::SearchTime(spec_.spec, spec_.layout->scale_count(),
@@ -413,22 +423,17 @@ class CalibratingQuantizeJob final : public BufferedQuantizeJob {
   }
 
  protected:
-  absl::StatusOr<bool> Encode(ResolvedEncoding* resolved) override {
-    if (calibrator_ == nullptr) {
-      absl::StatusOr<std::unique_ptr<TensorCalibrator>> calibrator =
-          TensorCalibrator::Create(
-              env(), spec_, accumulator_->statistics(), {},
-              buffer().Held(*spec_.layout, task().description.element_type));
-      if (!calibrator.ok()) return calibrator.status();
-      calibrator_ = *std::move(calibrator);
-    }
-    absl::StatusOr<bool> done = calibrator_->Step();
-    if (!done.ok() || !*done) return done;
-    CalibratedEncoding calibrated = calibrator_->Take();
-    calibrator_.reset();
-    *resolved = std::move(calibrated.resolved);
-    SetMantissaBits(calibrated.mantissa_bits);
-    return true;
+  bool EncodeIsLong() const override { return takes_long_; }
+
+  absl::StatusOr<ResolvedEncoding> Encode() override {
+    const core::HeldTensor held =
+        buffer().Held(*spec_.layout, task().description.element_type);
+    absl::StatusOr<CalibratedEncoding> calibrated = CalibrateTensor(
+        env(), spec_, accumulator_->statistics(), {},
+        takes_long_ ? env().helper_pool : nullptr, stop(), &held);
+    if (!calibrated.ok()) return calibrated.status();
+    SetMantissaBits(calibrated->mantissa_bits);
+    return std::move(calibrated->resolved);
   }
 
   bool WillReject() const override {
@@ -449,8 +454,7 @@ class CalibratingQuantizeJob final : public BufferedQuantizeJob {
  private:
   const ResolvedSpec spec_;
   const std::unique_ptr<TensorAccumulator> accumulator_;
-  // While the encoding is being found.
-  std::unique_ptr<TensorCalibrator> calibrator_;
+  const bool takes_long_;
 };
 
 // With a spec whose scales follow from their own blocks: reals become codes as
@@ -501,13 +505,12 @@ class BlockQuantizeJob final : public BufferedQuantizeJob {
   }
 
  protected:
-  absl::StatusOr<bool> Encode(ResolvedEncoding* resolved) override {
+  absl::StatusOr<ResolvedEncoding> Encode() override {
     absl::StatusOr<core::Encoding> encoding = quantizer_.Finish();
     if (!encoding.ok()) return encoding.status();
-    resolved->encoding =
-        std::make_shared<const core::Encoding>(*std::move(encoding));
-    resolved->layout = spec_.layout;
-    return true;
+    return ResolvedEncoding{
+        std::make_shared<const core::Encoding>(*std::move(encoding)),
+        spec_.layout, ""};
   }
 
   int64_t RealsOffset(int64_t block) const override {

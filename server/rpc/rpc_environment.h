@@ -3,6 +3,7 @@
 #ifndef QUANTD_SERVER_RPC_RPC_ENVIRONMENT_H_
 #define QUANTD_SERVER_RPC_RPC_ENVIRONMENT_H_
 
+#include "absl/time/time.h"
 #include "core/parallel/thread_pool.h"
 #include "server/guard/caller_share.h"
 #include "server/guard/limits.h"
@@ -13,6 +14,10 @@
 #include "server/shared_memory/region_registry.h"
 
 namespace quantd::server {
+
+// What may as well be done by the thread that is there: to hand it to another
+// takes a hundredth of that, and others wait no longer for it.
+constexpr absl::Duration kShortWork = absl::Milliseconds(2);
 
 // Outlives every handler; all members are thread-safe.
 struct RpcEnvironment {
@@ -26,6 +31,13 @@ struct RpcEnvironment {
   core::ThreadPool* pool;
   // What waits for the stores.
   core::ThreadPool* store_pool;
+  // What may take more than kShortWork: each computation on a thread of its
+  // own, to its end, of lower priority than those above. The kernel shares the
+  // processors; see core/parallel/stop_token.h. Nothing else is done there, and
+  // no call of gRPC, whose threads would be as low as those that start them.
+  core::ThreadPool* long_pool;
+  // Helps those computations, at their priority; null with one thread.
+  core::ThreadPool* helper_pool;
   // Null without shared memory.
   RegionRegistry* regions;
   ImportQueue* imports;

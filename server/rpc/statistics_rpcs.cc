@@ -8,7 +8,8 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "core/errors.h"
-#include "core/parallel/time_slice.h"
+#include "core/parallel/stop_token.h"
+#include "server/guard/memory_budget.h"
 #include "server/rpc/page_bytes.h"
 #include "server/wire/names.h"
 
@@ -29,48 +30,41 @@ absl::Status RevisionStatistics::Open(const std::string& model,
   return core::WithField(CheckPathName("revision", revision_), "revision");
 }
 
-absl::StatusOr<bool> RevisionStatistics::List(
-    StatisticsStore* store,
-    absl::FunctionRef<bool(const std::string&)> wanted) {
+absl::Status RevisionStatistics::List(
+    StatisticsStore* store, absl::FunctionRef<bool(const std::string&)> wanted,
+    core::StopToken stop) {
   constexpr int kPageSize = 1000;
-  if (next_ == page_.size()) {
+  std::string after;
+  for (bool is_last = false; !is_last;) {
     absl::StatusOr<std::vector<StatisticsListEntry>> page =
-        store->ListStatistics(model_, revision_, last_tensor_, kPageSize);
+        store->ListStatistics(model_, revision_, after, kPageSize);
     if (!page.ok()) return page.status();
-    if (page->empty() && last_tensor_.empty()) {
+    if (page->empty() && after.empty()) {
       return core::StatisticsNotFoundError(model_, revision_, "");
     }
-    page_ = *std::move(page);
-    next_ = 0;
-    is_last_page_ = page_.size() < kPageSize;
-    if (!page_.empty()) last_tensor_ = page_.back().tensor;
-    page_lease_.Release();
+    is_last = page->size() < kPageSize;
+    if (!is_last) after = page->back().tensor;
+    MemoryBudget::Lease page_lease;
     absl::Status status = env_.budget->Grow(
-        &page_lease_,
-        PageBytes(page_,
+        &page_lease,
+        PageBytes(*page,
                   [](const StatisticsListEntry& entry) -> const std::string& {
                     return entry.tensor;
                   }),
         kWayOut);
     if (!status.ok()) return status;
+    int64_t bytes = entries_lease_.bytes();
+    for (StatisticsListEntry& entry : *page) {
+      // To try all patterns may take 20 ms.
+      if (stop.stopped()) return core::StoppedError();
+      if (!wanted(entry.tensor)) continue;
+      bytes += static_cast<int64_t>(sizeof(entry) + entry.tensor.size());
+      entries_.push_back(std::move(entry));
+    }
+    status = env_.budget->Grow(&entries_lease_, bytes, kWayOut);
+    if (!status.ok()) return status;
   }
-  const core::TimeSlice slice(kNamesSlice);
-  int64_t bytes = entries_lease_.bytes();
-  for (; next_ < page_.size() && !slice.over(); ++next_) {
-    StatisticsListEntry& entry = page_[next_];
-    if (!wanted(entry.tensor)) continue;
-    bytes += static_cast<int64_t>(sizeof(entry) + entry.tensor.size());
-    entries_.push_back(std::move(entry));
-  }
-  absl::Status status = env_.budget->Grow(&entries_lease_, bytes, kWayOut);
-  if (!status.ok()) return status;
-  const bool is_last = is_last_page_ && next_ == page_.size();
-  if (is_last) {
-    std::vector<StatisticsListEntry>().swap(page_);
-    next_ = 0;
-    page_lease_.Release();
-  }
-  return is_last;
+  return absl::OkStatus();
 }
 
 EncodingKey RevisionStatistics::KeyOf(const StatisticsListEntry& entry) const {

@@ -10,6 +10,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "core/parallel/stop_token.h"
 #include "server/guard/memory_budget.h"
 #include "server/rpc/encoding_call.h"
 #include "server/rpc/rpc_environment.h"
@@ -33,11 +34,13 @@ class RevisionStatistics {
   // Errors: NAME_INVALID.
   absl::Status Open(const std::string& model, const std::string& revision);
 
-  // Lists some more tensors, in order of name, as `store` has them, and keeps
-  // those that are `wanted`; answers whether these were the last.
-  // Errors: STATISTICS_NOT_FOUND when the revision has none; MEMORY_BUDGET.
-  absl::StatusOr<bool> List(StatisticsStore* store,
-                            absl::FunctionRef<bool(const std::string&)> wanted);
+  // Lists the tensors, in order of name, as `store` has them, and keeps those
+  // that are `wanted`.
+  // Errors: STATISTICS_NOT_FOUND when the revision has none; MEMORY_BUDGET;
+  // CANCELLED.
+  absl::Status List(StatisticsStore* store,
+                    absl::FunctionRef<bool(const std::string&)> wanted,
+                    core::StopToken stop);
 
   const std::vector<StatisticsListEntry>& entries() const { return entries_; }
   EncodingKey KeyOf(const StatisticsListEntry& entry) const;
@@ -58,16 +61,10 @@ class RevisionStatistics {
   // From Open on.
   std::string model_;
   std::string revision_;
-  // The page under way, and the entry that comes next.
-  std::vector<StatisticsListEntry> page_;
-  size_t next_ = 0;
-  bool is_last_page_ = false;
-  std::string last_tensor_;
   // Those that are wanted.
   std::vector<StatisticsListEntry> entries_;
-  // What entries_ and page_ take, and what was loaded.
+  // What entries_ take, and what was loaded.
   MemoryBudget::Lease entries_lease_;
-  MemoryBudget::Lease page_lease_;
   MemoryBudget::Lease lease_;
 };
 

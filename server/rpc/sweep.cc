@@ -12,12 +12,11 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
-#include "absl/types/optional.h"
 #include "core/calibrate/mixed_precision.h"
 #include "core/calibrate/prediction.h"
 #include "core/errors.h"
 #include "core/formats/number_format.h"
-#include "core/parallel/time_slice.h"
+#include "core/parallel/stop_token.h"
 #include "core/types/block_layout.h"
 #include "quantd/v1/encoding_service.pb.h"
 #include "server/rpc/encoding_call.h"
@@ -79,38 +78,33 @@ class SweepCall final
         revision_(env()) {}
 
  protected:
-  absl::StatusOr<Loaded> Load() override {
-    StatisticsStore* const store = caller().statistics.get();
-    if (!opened_) {
-      opened_ = true;
-      if (absl::Status s = Open(); !s.ok()) return s;
-    }
-    if (!listed_) {
-      const absl::StatusOr<bool> listed =
-          revision_.List(store, [this](const std::string& tensor) {
-            return patterns_.empty() || patterns_.MatchesAny(tensor);
-          });
-      if (!listed.ok()) return listed.status();
-      listed_ = *listed;
-      return Loaded::kPart;
-    }
-    if (next_ < revision_.entries().size()) {
-      tensor_status_ = revision_.Load(
-          store, revision_.entries()[next_], [this] { return stopped(); },
-          &stored_);
-      return Loaded::kMessage;
-    }
-    return summarized_ ? Loaded::kNothing : Loaded::kMessage;
+  absl::Status Open() override {
+    if (absl::Status s = CheckRequest(); !s.ok()) return s;
+    return revision_.List(
+        caller().statistics.get(),
+        [this](const std::string& tensor) {
+          return patterns_.empty() || patterns_.MatchesAny(tensor);
+        },
+        stop());
   }
 
-  bool Compute(v1::SweepResponse* response) override {
+  absl::StatusOr<bool> Load() override {
+    if (next_ < revision_.entries().size()) {
+      tensor_status_ = revision_.Load(
+          caller().statistics.get(), revision_.entries()[next_],
+          [this] { return stopped(); }, &stored_);
+      return true;
+    }
+    return !summarized_;
+  }
+
+  absl::Status Compute(v1::SweepResponse* response) override {
     response->set_total_count(revision_.entries().size());
     if (next_ == revision_.entries().size()) {
       response->set_done_count(next_);
-      summarized_ = Summarize(response->mutable_summary());
-      return summarized_;
+      summarized_ = true;
+      return Summarize(response->mutable_summary());
     }
-    if (tensor_status_.ok() && !CalibrateSpecs()) return false;
     const StatisticsListEntry& entry = revision_.entries()[next_++];
     const EncodingKey key = revision_.KeyOf(entry);
     v1::TensorName& name = *response->mutable_name();
@@ -118,21 +112,21 @@ class SweepCall final
     name.set_revision(key.revision);
     name.set_tensor(key.tensor);
     response->set_done_count(next_);
+    std::vector<SpecResult> results;
+    if (tensor_status_.ok()) tensor_status_ = ChargeTensor(entry);
+    if (tensor_status_.ok()) tensor_status_ = CalibrateSpecs(&results);
     if (tensor_status_.ok()) {
-      TakeResults(entry, response);
+      TakeResults(entry, &results, response);
     } else {
       env().metrics->LimitRejected(core::ErrorReason(tensor_status_));
-      response->clear_candidates();
       *response->mutable_error() = ToTensorError(tensor_status_);
       for (v1::SweepTotal& total : totals_) {
         total.set_failed_count(total.failed_count() + 1);
       }
     }
-    calibrator_.reset();
-    results_.clear();
     stored_ = StoredStatistics();
     revision_.Unload();
-    return true;
+    return absl::OkStatus();
   }
 
  private:
@@ -143,7 +137,7 @@ class SweepCall final
     std::vector<double> sqnr_db;
   };
 
-  absl::Status Open() {
+  absl::Status CheckRequest() {
     if (request().specs().empty()) {
       return core::WithField(core::SpecMissingError(), "specs");
     }
@@ -162,9 +156,9 @@ class SweepCall final
     }
     if (absl::Status s = CheckTarget(); !s.ok()) return s;
     if (request().mixture_case() == v1::SweepRequest::kMaxSizeBytes) {
-      absl::Status charged = env().budget->Grow(
-          &options_lease_, core::MixtureChooser::MemoryBytes(specs_.size()),
-          "sweep without max_size_bytes");
+      absl::Status charged =
+          env().budget->Grow(&options_lease_, core::MixtureBytes(specs_.size()),
+                             "sweep without max_size_bytes");
       if (!charged.ok()) return charged;
     }
     absl::Status status = patterns_.AddAll(request().patterns(), "patterns");
@@ -200,61 +194,51 @@ class SweepCall final
     return absl::OkStatus();
   }
 
-  // The next step with the tensor under way; answers whether that was the last,
-  // for all specs or because of what is in tensor_status_.
-  bool CalibrateSpecs() {
-    if (!calibrator_.has_value()) {
-      tensor_status_ = BeginTensor(revision_.entries()[next_]);
-      if (!tensor_status_.ok()) return true;
-    }
-    const size_t i = results_.size();
-    absl::Status status;
-    if (!has_begun_) status = calibrator_->Begin(specs_[i]);
-    has_begun_ = status.ok();
-    if (status.ok()) {
-      const absl::StatusOr<bool> done = calibrator_->Step();
-      if (done.ok() && !*done) return false;
-      status = done.status();
-    }
-    has_begun_ = false;
-    SpecResult& result = results_.emplace_back();
-    result.spec_index = static_cast<int>(i);
-    if (status.ok()) {
-      const CalibratedEncoding calibrated = calibrator_->Take();
-      result.prediction = calibrated.prediction.value_or(core::Prediction());
-      result.size_bytes =
-          SizeBytes(*calibrated.resolved.encoding, element_count_);
-    }
-    result.status =
-        core::WithField(std::move(status), absl::StrCat("specs[", i, "]"));
-    return results_.size() == specs_.size();
-  }
-
-  absl::Status BeginTensor(const StatisticsListEntry& entry) {
+  // Of the tensor that is loaded. Only its own failure, not that of specs, is
+  // an error.
+  absl::Status CalibrateSpecs(std::vector<SpecResult>* results) {
     const absl::StatusOr<int64_t> element_count =
         core::ElementCount(stored_.state.shape);
     if (!element_count.ok()) return element_count.status();
-    element_count_ = *element_count;
+    StoredCalibrator calibrator(env(), stored_);
+    for (const core::EncodingSpec& spec : specs_) {
+      const absl::StatusOr<CalibratedEncoding> calibrated =
+          calibrator.Calibrate(spec, env().helper_pool, stop());
+      if (stopped()) return core::StoppedError();
+      SpecResult& result = results->emplace_back();
+      result.spec_index = static_cast<int>(results->size()) - 1;
+      if (calibrated.ok()) {
+        result.prediction = calibrated->prediction.value_or(core::Prediction());
+        result.size_bytes =
+            SizeBytes(*calibrated->resolved.encoding, *element_count);
+      } else {
+        result.status =
+            core::WithField(calibrated.status(),
+                            absl::StrCat("specs[", result.spec_index, "]"));
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  // What the tensor leaves for the mixture.
+  absl::Status ChargeTensor(const StatisticsListEntry& entry) {
     // The name, the options and their SQNR lie on the heap.
     constexpr int64_t kHeapBytes = 3 * 32;
     constexpr int64_t kTensorBytes = sizeof(Tensor) +
                                      sizeof(core::TensorOptions) + kHeapBytes +
-                                     core::MixtureChooser::kTensorBytes;
+                                     core::kMixtureTensorBytes;
     constexpr int64_t kOptionBytes = sizeof(core::PrecisionOption) +
-                                     sizeof(double) +
-                                     core::MixtureChooser::kOptionBytes;
+                                     sizeof(double) + core::kMixtureOptionBytes;
     const int64_t kept_bytes =
         static_cast<int64_t>(entry.tensor.size()) + kTensorBytes +
         static_cast<int64_t>(specs_.size()) * kOptionBytes;
-    absl::Status status =
-        env().budget->Grow(&options_lease_, options_lease_.bytes() + kept_bytes,
-                           "sweep fewer tensors at once, by patterns");
-    if (!status.ok()) return status;
-    calibrator_.emplace(env(), stored_);
-    return absl::OkStatus();
+    return env().budget->Grow(&options_lease_,
+                              options_lease_.bytes() + kept_bytes,
+                              "sweep fewer tensors at once, by patterns");
   }
 
   void TakeResults(const StatisticsListEntry& entry,
+                   std::vector<SpecResult>* results,
                    v1::SweepResponse* response) {
     // Without more room than is charged: vectors that grow double it.
     if (tensors_.empty()) {
@@ -263,17 +247,17 @@ class SweepCall final
     }
     Tensor tensor{entry.tensor, {}};
     core::TensorOptions options;
-    tensor.sqnr_db.reserve(results_.size());
-    options.reserve(results_.size());
-    for (const SpecResult& result : results_) {
+    tensor.sqnr_db.reserve(results->size());
+    options.reserve(results->size());
+    for (const SpecResult& result : *results) {
       AddResult(result, &tensor, &options);
     }
     if (!options.empty()) {
       tensors_.push_back(std::move(tensor));
       options_.push_back(std::move(options));
     }
-    absl::c_sort(results_, RanksBefore);
-    for (const SpecResult& result : results_) {
+    absl::c_sort(*results, RanksBefore);
+    for (const SpecResult& result : *results) {
       v1::SweepCandidate* candidate = response->add_candidates();
       candidate->set_spec_index(result.spec_index);
       if (!result.status.ok()) {
@@ -305,31 +289,7 @@ class SweepCall final
     tensor->sqnr_db.push_back(sqnr_db);
   }
 
-  // The next step of it; answers whether that was the last.
-  bool Summarize(v1::SweepSummary* summary) {
-    if (summary->totals().empty()) BeginSummary(summary);
-    if (!chooser_.has_value()) return true;
-    const core::TimeSlice slice(kNamesSlice);
-    if (mixture_.choice.empty()) {
-      if (!chooser_->Run(slice)) return false;
-      mixture_ = chooser_->Take();
-    }
-    v1::SweepMixture* const proto = summary->mutable_mixture();
-    proto->set_target_met(mixture_.target_met);
-    for (; answered_ < tensors_.size(); ++answered_) {
-      if (slice.over()) return false;
-      const Tensor& tensor = tensors_[answered_];
-      const int choice = mixture_.choice[answered_];
-      const core::PrecisionOption& option = options_[answered_][choice];
-      v1::SweepMixture::Choice* chosen = proto->add_choices();
-      chosen->set_tensor(tensor.name);
-      chosen->set_spec_index(option.spec_index);
-      AddTensor(option, tensor.sqnr_db[choice], answered_ == 0, proto);
-    }
-    return true;
-  }
-
-  void BeginSummary(v1::SweepSummary* summary) {
+  absl::Status Summarize(v1::SweepSummary* summary) {
     absl::c_stable_sort(
         totals_, [](const v1::SweepTotal& a, const v1::SweepTotal& b) {
           const bool failed_a = a.failed_count() > 0;
@@ -338,22 +298,30 @@ class SweepCall final
           return a.noise_to_signal_sum() < b.noise_to_signal_sum();
         });
     for (const v1::SweepTotal& total : totals_) *summary->add_totals() = total;
-    switch (request().mixture_case()) {
-      case v1::SweepRequest::kMinSqnrDb:
-        chooser_ =
-            core::MixtureChooser::Smallest(options_, request().min_sqnr_db());
-        break;
-      case v1::SweepRequest::kMaxSizeBytes:
-        chooser_ = core::MixtureChooser::Best(
-            options_, static_cast<int64_t>(request().max_size_bytes()));
-        break;
-      case v1::SweepRequest::MIXTURE_NOT_SET:
-        break;
+    if (request().mixture_case() == v1::SweepRequest::MIXTURE_NOT_SET) {
+      return absl::OkStatus();
     }
+    const absl::StatusOr<core::Mixture> mixture =
+        request().mixture_case() == v1::SweepRequest::kMinSqnrDb
+            ? core::SmallestMixture(options_, request().min_sqnr_db(), stop())
+            : core::BestMixture(
+                  options_, static_cast<int64_t>(request().max_size_bytes()),
+                  stop());
+    if (!mixture.ok()) return mixture.status();
+    v1::SweepMixture* const proto = summary->mutable_mixture();
+    proto->set_target_met(mixture->target_met);
+    for (size_t i = 0; i < tensors_.size(); ++i) {
+      const Tensor& tensor = tensors_[i];
+      const int choice = mixture->choice[i];
+      const core::PrecisionOption& option = options_[i][choice];
+      v1::SweepMixture::Choice* chosen = proto->add_choices();
+      chosen->set_tensor(tensor.name);
+      chosen->set_spec_index(option.spec_index);
+      AddTensor(option, tensor.sqnr_db[choice], i == 0, proto);
+    }
+    return absl::OkStatus();
   }
 
-  bool opened_ = false;
-  bool listed_ = false;
   bool summarized_ = false;
   std::vector<core::EncodingSpec> specs_;
   PatternList patterns_;
@@ -363,21 +331,11 @@ class SweepCall final
   // Of the tensor under way.
   absl::Status tensor_status_;
   StoredStatistics stored_;
-  int64_t element_count_ = 0;
-  absl::optional<StoredCalibrator> calibrator_;
-  // The calibrator is at the spec after those of results_.
-  bool has_begun_ = false;
-  // Of the specs so far.
-  std::vector<SpecResult> results_;
   // Over the tensors so far: [specs], and those on which a spec succeeded.
   std::vector<v1::SweepTotal> totals_;
   std::vector<Tensor> tensors_;
   std::vector<core::TensorOptions> options_;
-  // Of the summary: the choice, and the tensors that are in the answer.
-  absl::optional<core::MixtureChooser> chooser_;
-  core::Mixture mixture_;
-  size_t answered_ = 0;
-  // What tensors_, options_ and the chooser take.
+  // What tensors_, options_ and the choice of a mixture take.
   MemoryBudget::Lease options_lease_;
 };
 

@@ -12,9 +12,12 @@
 #include "absl/strings/str_cat.h"
 #include "absl/types/optional.h"
 #include "absl/types/span.h"
+#include "core/calibrate/calibrate.h"
 #include "core/calibrate/scale_indices.h"
+#include "core/calibrate/search_time.h"
 #include "core/errors.h"
-#include "core/parallel/time_slice.h"
+#include "core/parallel/stop_token.h"
+#include "core/parallel/thread_pool.h"
 #include "core/statistics/held_tensor.h"
 #include "core/types/encoding_memory.h"
 #include "grpcpp/support/byte_buffer.h"
@@ -341,41 +344,39 @@ int64_t SearchBytes(const RpcEnvironment& env, const ResolvedSpec& spec) {
       MantissaBitsWhereHeld(spec) != TensorAccumulator::kNoHistograms) {
     return 0;
   }
-  return std::min(core::LaneCount(env.pool), spec.layout->scale_count()) *
+  return std::min(core::LaneCount(env.helper_pool),
+                  spec.layout->scale_count()) *
          core::HeldTensor::TableBytes(*spec.layout,
                                       core::MantissaBitsAtHand(spec.spec));
 }
 
-absl::StatusOr<std::unique_ptr<TensorCalibrator>> TensorCalibrator::Create(
+bool TakesLong(const core::EncodingSpec& spec, int64_t scale_count,
+               int64_t element_count) {
+  // What is no search takes some nanoseconds for each scale and, where it needs
+  // their histograms, for each element.
+  constexpr int64_t kScales = int64_t{1} << 15;
+  constexpr int64_t kElements = int64_t{1} << 17;
+  return scale_count > kScales ||
+         (core::NeedsHistograms(spec) && element_count > kElements) ||
+         core::SearchTime(spec, scale_count, element_count) > kShortWork;
+}
+
+absl::StatusOr<CalibratedEncoding> CalibrateTensor(
     const RpcEnvironment& env, const ResolvedSpec& spec,
     const core::TensorStatistics& statistics,
-    absl::Span<const core::Extremes> moving_average,
-    absl::optional<core::HeldTensor> held) {
-  std::unique_ptr<TensorCalibrator> result(
-      new TensorCalibrator(env, spec.layout, std::move(held)));
-  absl::StatusOr<std::unique_ptr<core::Calibrator>> calibrator =
-      core::Calibrator::Create(
-          spec.spec, *spec.layout, statistics, moving_average,
-          result->held_.has_value() ? &*result->held_ : nullptr);
-  if (!calibrator.ok()) return calibrator.status();
-  result->calibrator_ = *std::move(calibrator);
-  return result;
-}
-
-absl::StatusOr<bool> TensorCalibrator::Step() {
-  absl::StatusOr<bool> done =
-      calibrator_->Run(core::TimeSlice(kCalibrationSlice), env_.pool);
-  env_.budget->Count(&lease_, calibrator_->memory_bytes());
-  return done;
-}
-
-CalibratedEncoding TensorCalibrator::Take() {
-  core::Calibration calibration = calibrator_->Take();
-  return {
-      {std::make_shared<const core::Encoding>(std::move(calibration.encoding)),
-       layout_, ""},
-      std::move(calibration.prediction),
-      calibration.mantissa_bits};
+    absl::Span<const core::Extremes> moving_average, core::ThreadPool* pool,
+    core::StopToken stop, const core::HeldTensor* held) {
+  MemoryBudget::Lease lease;
+  env.budget->Count(&lease, core::CalibrationBytes(spec.spec, *spec.layout,
+                                                   statistics, pool));
+  absl::StatusOr<core::Calibration> calibration = core::Calibrate(
+      spec.spec, *spec.layout, statistics, moving_average, pool, stop, held);
+  if (!calibration.ok()) return calibration.status();
+  return CalibratedEncoding{
+      {std::make_shared<const core::Encoding>(std::move(calibration->encoding)),
+       spec.layout, ""},
+      std::move(calibration->prediction),
+      calibration->mantissa_bits};
 }
 
 google::protobuf::Timestamp ToTimestamp(absl::Time time) {

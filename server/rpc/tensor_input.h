@@ -16,6 +16,8 @@
 #include "absl/types/span.h"
 #include "core/calibrate/calibrate.h"
 #include "core/errors.h"
+#include "core/parallel/stop_token.h"
+#include "core/parallel/thread_pool.h"
 #include "core/statistics/held_tensor.h"
 #include "core/statistics/tensor_statistics.h"
 #include "core/types/block_layout.h"
@@ -198,45 +200,21 @@ struct CalibratedEncoding {
   int mantissa_bits = 0;
 };
 
-// How long one step of a calibration takes: many fit into the time in which
-// cancelled work has to stop, and others have their turn between them.
-constexpr absl::Duration kCalibrationSlice = absl::Milliseconds(2);
+// Whether it may take more than kShortWork to calibrate that spec on
+// statistics of `scale_count` scales and `element_count` elements, or on a held
+// tensor with so many.
+bool TakesLong(const core::EncodingSpec& spec, int64_t scale_count,
+               int64_t element_count);
 
-// Finds the encoding that comes of a tensor's statistics at the spec's
-// granularity, step by step; what the search takes is counted after each. Not
-// thread-safe.
-class TensorCalibrator {
- public:
-  // `statistics` and what `moving_average` points at outlive the calibrator;
-  // see core::Calibrator.
-  // `held`  the tensor, where the statistics have no histograms.
-  // Errors: those of core::Calibrator::Create.
-  static absl::StatusOr<std::unique_ptr<TensorCalibrator>> Create(
-      const RpcEnvironment& env, const ResolvedSpec& spec,
-      const core::TensorStatistics& statistics,
-      absl::Span<const core::Extremes> moving_average = {},
-      absl::optional<core::HeldTensor> held = absl::nullopt);
-
-  // Does the next step; answers whether that was the last.
-  // Errors: those of core::Calibrator::Run.
-  absl::StatusOr<bool> Step();
-
-  // Moves the result out. Requires: the last step was done.
-  CalibratedEncoding Take();
-
- private:
-  TensorCalibrator(const RpcEnvironment& env,
-                   std::shared_ptr<const core::BlockLayout> layout,
-                   absl::optional<core::HeldTensor> held)
-      : env_(env), layout_(std::move(layout)), held_(std::move(held)) {}
-
-  const RpcEnvironment& env_;
-  const std::shared_ptr<const core::BlockLayout> layout_;
-  // Of what the search took by the end of the latest step.
-  MemoryBudget::Lease lease_;
-  const absl::optional<core::HeldTensor> held_;
-  std::unique_ptr<core::Calibrator> calibrator_;
-};
+// The encoding that comes of a tensor's statistics at the spec's granularity.
+// `pool`  helps where it takes long; null where it does not.
+// `held`  the tensor, where the statistics have no histograms.
+// Errors: those of core::Calibrate, which see also for the others.
+absl::StatusOr<CalibratedEncoding> CalibrateTensor(
+    const RpcEnvironment& env, const ResolvedSpec& spec,
+    const core::TensorStatistics& statistics,
+    absl::Span<const core::Extremes> moving_average, core::ThreadPool* pool,
+    core::StopToken stop, const core::HeldTensor* held = nullptr);
 
 google::protobuf::Timestamp ToTimestamp(absl::Time time);
 

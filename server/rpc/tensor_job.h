@@ -12,6 +12,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "core/parallel/stop_token.h"
 #include "core/parallel/thread_pool.h"
 #include "server/metrics/metrics.h"
 #include "server/rpc/caller.h"
@@ -38,8 +39,9 @@ struct TensorFrame {
 // a time, on any thread: StopWhen; Start; for each quantum Reserve,
 // BeginQuantum, Consume or ConsumeShared once or more, EndQuantum; in the end
 // Reserve(0) and Finish, until it answers true. After an error nothing more is
-// called, but Reserve may be tried again. None of them takes long; only Start
-// and Finish may wait for a store, when they say so before.
+// called, but Reserve may be tried again. None of them takes long, but Finish
+// where it says so before; only Start and Finish may wait for a store, when
+// they say so before.
 class TensorJob {
  public:
   virtual ~TensorJob() = default;
@@ -52,6 +54,9 @@ class TensorJob {
   // made on a thread that may wait and runs no kernel.
   virtual bool StartWaits() const { return false; }
   virtual bool FinishWaits() const { return false; }
+  // The next call of Finish may take more than kShortWork: it is made on a
+  // thread for that, and looks at stop().
+  virtual bool FinishIsLong() const { return false; }
   // Calls for data of a few KiB take no more than some microseconds, but where
   // they wait for a store.
   virtual bool light() const { return false; }
@@ -83,12 +88,12 @@ class TensorJob {
   }
   virtual void EndQuantum() {}
 
-  // All bytes are consumed: does the next part of what is left, of bounded
-  // size, and answers whether that was the last.
+  // All bytes are consumed: does the next part of what is left, up to a message
+  // for the client at most, and answers whether that was the last.
   virtual absl::StatusOr<bool> Finish(ChunkWriter* out) = 0;
 
  protected:
-  bool stopped() const { return stopped_->load(std::memory_order_relaxed); }
+  core::StopToken stop() const { return core::StopToken(stopped_); }
 
   TensorFrame frame_;
   absl::Duration search_time_;

@@ -1,5 +1,7 @@
 #include "server/rpc/tensor_stream.h"
 
+#include <time.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
@@ -25,6 +27,13 @@ namespace {
 
 // How long a stream that has nothing open stays, while the server drains.
 constexpr absl::Duration kLastWordTime = absl::Milliseconds(100);
+
+// What the calling thread has had of the processors.
+absl::Duration ThreadTime() {
+  timespec time;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return absl::DurationFromTimespec(time);
+}
 
 }  // namespace
 
@@ -261,8 +270,10 @@ void TensorStream::Advance() {
     }
     if (HasWork()) {
       working_ = true;
-      core::ThreadPool* const pool = waits_ ? env_.store_pool : env_.pool;
-      const Place place = waits_ ? Place::kStore : Place::kWorker;
+      const Place place = next_place_;
+      core::ThreadPool* const pool = place == Place::kStore  ? env_.store_pool
+                                     : place == Place::kLong ? env_.long_pool
+                                                             : env_.pool;
       const core::ThreadPool::GroupScope scope(share_->group);
       pool->Schedule([self = shared_from_this(), place] { self->Work(place); });
     }
@@ -305,8 +316,18 @@ void TensorStream::CountLoad() {
   if (end_.has_value() || QueueIsFull()) {
     load_.Set(absl::ZeroDuration());
   } else {
-    load_.Set(pending_work_, spent_work_);
+    // When it takes longer than others did, nobody knows for how long.
+    const absl::Duration done = LongTime();
+    load_.Set(std::max(pending_work_ - done, done / 4), spent_work_ + done);
   }
+}
+
+absl::Duration TensorStream::LongTime() const {
+  if (!long_start_.has_value()) return absl::ZeroDuration();
+  // Those of one caller share the processors evenly.
+  const int others = std::max(1, env_.long_pool->BusyThreads(share_->group));
+  return (core::SteadyNow() - *long_start_) *
+         std::min(1.0, static_cast<double>(env_.pool->thread_count()) / others);
 }
 
 void TensorStream::CountTransit() {
@@ -366,10 +387,12 @@ void TensorStream::Work(Place place) {
   bool end_of_stream = false;
   {
     absl::MutexLock lock(&mutex_);
-    if (end_.has_value()) {
+    // What is long hears of it by its token.
+    if (end_.has_value() && place != Place::kLong) {
       working_ = false;
       return Advance();
     }
+    if (place == Place::kLong) long_start_ = core::SteadyNow();
     excessive_ = transit_.excessive(env_.limits.response_chunk_bytes);
     if (!message_.has_value() && !finishing()) {
       if (inbox_.has_value()) {
@@ -390,13 +413,21 @@ void TensorStream::Work(Place place) {
     if (tensor_open_) FailTensor(reader_->CheckComplete());
     return absl::OkStatus();
   });
+  if (place != Place::kLong) return EndWork(std::move(status), end_of_stream);
+  env_.pool->Schedule([self = shared_from_this(), status] {
+    self->EndWork(status, /*end_of_stream=*/false);
+  });
+}
+
+void TensorStream::EndWork(absl::Status status, bool end_of_stream) {
   std::vector<grpc::ByteBuffer> messages = writer_.Take();
   absl::MutexLock lock(&mutex_);
   working_ = false;
   has_more_ = message_.has_value() || finishing();
   has_tensor_ = tensor_open_;
   skips_ = skipping_;
-  waits_ = waits();
+  next_place_ = NextPlace();
+  long_start_.reset();
   if (!message_.has_value()) message_bytes_ = 0;
   pending_work_ = PendingWork();
   spent_work_ = finish_time_;
@@ -432,13 +463,13 @@ absl::Status TensorStream::DoQuantum(Place place) {
   }
   // A step that waits is a task of its own, so that no kernel runs beside it.
   if (job_ != nullptr && MayRun(place)) {
-    const bool may_feed = place != Place::kStore;
+    const bool may_feed = place == Place::kWorker || place == Place::kTransport;
     if (finishing()) {
       FinishTensor();
     } else {
       if (!started()) StartTensor();
       if (job_ != nullptr && may_feed) FeedTensor();
-      if (finishing() && may_feed && !waits()) FinishTensor();
+      if (finishing() && may_feed && MayRun(place)) FinishTensor();
     }
   }
   // The chunk is used up, dropped, or the tensor has all its bytes.
@@ -526,8 +557,11 @@ absl::Status TensorStream::AskAdmission() {
     load_.Set(absl::ZeroDuration());
   }
   const absl::Duration work = PendingWork();
+  // Long computations share the processors with the workers.
+  const int busy = env_.pool->BusyThreads(share_->group) +
+                   env_.long_pool->BusyThreads(share_->group);
   absl::Status status =
-      admission().Admit(env_.pool->HasIdleThread(share_->group), work);
+      admission().Admit(busy < env_.pool->thread_count(), work);
   absl::MutexLock lock(&mutex_);
   pending_work_ = status.ok() ? work : absl::ZeroDuration();
   spent_work_ = absl::ZeroDuration();
@@ -615,10 +649,18 @@ void TensorStream::FeedTensor() {
 void TensorStream::FinishTensor() {
   if (!ReserveMemory(0)) return;
   const bool waited = waits();
-  const absl::Duration start = core::SteadyNow();
+  // What is long shares its processor with others.
+  const bool is_long = job_->FinishIsLong();
+  const absl::Duration start = is_long ? ThreadTime() : core::SteadyNow();
   absl::StatusOr<bool> done = job_->Finish(&writer_);
-  if (!waited) finish_time_ += core::SteadyNow() - start;
-  if (!done.ok()) return FailTensor(done.status());
+  if (!waited) {
+    finish_time_ += (is_long ? ThreadTime() : core::SteadyNow()) - start;
+  }
+  if (!done.ok()) {
+    // Nobody is told any more.
+    if (!stopped_.load(std::memory_order_relaxed)) FailTensor(done.status());
+    return;
+  }
   if (*done) CloseTensor(/*ok=*/true);
 }
 

@@ -97,12 +97,12 @@ class StreamRegistry {
 
 // One call of a streaming RPC. Reads one message ahead; works on one message
 // at a time, in quanta of bounded size: on the worker pool; where a tensor
-// waits for a store on the store's pool; and where message and job are light on
-// gRPC's own thread, because changing threads would take longer. There tensors
-// are admitted too, so that one that is turned away need not wait for a worker
-// to hear of it, and what comes of it is dropped. Stops working (and so
-// reading) while kMaxQueuedBytes wait for the client to read them, or fewer
-// when memory is short.
+// waits for a store on the store's pool; where its end takes long on a thread
+// for that; and where message and job are light on gRPC's own thread, because
+// changing threads would take longer. There tensors are admitted too, so that
+// one that is turned away need not wait for a worker to hear of it, and what
+// comes of it is dropped. Stops working (and so reading) while kMaxQueuedBytes
+// wait for the client to read them, or fewer when memory is short.
 //
 // gRPC's callbacks and one worker task share the state under mutex_; what only
 // the task uses is marked so. gRPC never runs callbacks from within Start* or
@@ -140,7 +140,7 @@ class TensorStream final
   static constexpr size_t kLightMessageBytes = 8 << 10;
 
   // Where a step of the work is done.
-  enum class Place { kTransport, kWorker, kStore };
+  enum class Place { kTransport, kWorker, kStore, kLong };
 
   // A message for the client.
   struct Answer {
@@ -178,13 +178,19 @@ class TensorStream final
   // Tells the admission what the workers have to do for the stream: nothing
   // while its client does not read, and once it ends.
   void CountLoad() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // How long a worker would have needed for what the long computation that is
+  // under way, if any, has done by now.
+  absl::Duration LongTime() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Tells the memory budget what the stream holds.
   void CountTransit() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void EndNow(absl::Status status) ABSL_LOCKS_EXCLUDED(mutex_);
 
   // The worker task: one quantum of work, or what of it may be done in that
-  // place; kStore: one step that waits for a store.
+  // place; kStore: one step that waits for a store; kLong: one that takes long.
   void Work(Place place) ABSL_LOCKS_EXCLUDED(mutex_);
+  // What the task ends with; again on a worker when it was long.
+  void EndWork(absl::Status status, bool end_of_stream)
+      ABSL_LOCKS_EXCLUDED(mutex_);
   // Works on message_, or on the end of the open tensor. An error ends the
   // stream.
   absl::Status DoQuantum(Place place);
@@ -236,12 +242,17 @@ class TensorStream final
     return job_ != nullptr && (started() ? finishing() && job_->FinishWaits()
                                          : job_->StartWaits());
   }
+  // Where the task has to go on.
+  Place NextPlace() const {
+    if (waits()) return Place::kStore;
+    return finishing() && job_->FinishIsLong() ? Place::kLong : Place::kWorker;
+  }
   // The open tensor's next step may be done in that place.
   bool MayRun(Place place) const {
-    if (waits()) return place == Place::kStore;
-    return place == Place::kWorker ||
-           (place == Place::kTransport && job_->light() &&
-            message_->region == nullptr);
+    const Place next = NextPlace();
+    return place == next ||
+           (place == Place::kTransport && next == Place::kWorker &&
+            job_->light() && message_->region == nullptr);
   }
 
   const RpcEnvironment& env_;
@@ -304,12 +315,14 @@ class TensorStream final
   absl::Duration pending_work_ ABSL_GUARDED_BY(mutex_);
   // What they have done for its end.
   absl::Duration spent_work_ ABSL_GUARDED_BY(mutex_);
+  // When a long computation began.
+  absl::optional<absl::Duration> long_start_ ABSL_GUARDED_BY(mutex_);
   Admission::Load load_ ABSL_GUARDED_BY(mutex_);
   // Bytes of message_.
   int64_t message_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   MemoryBudget::Transit transit_ ABSL_GUARDED_BY(mutex_);
-  // The next task is one for the store's pool.
-  bool waits_ ABSL_GUARDED_BY(mutex_) = false;
+  // Of the next task.
+  Place next_place_ ABSL_GUARDED_BY(mutex_) = Place::kWorker;
   // The open tensor waits for memory; Wake ends it.
   bool parked_ ABSL_GUARDED_BY(mutex_) = false;
   absl::Duration last_progress_ ABSL_GUARDED_BY(mutex_);

@@ -12,20 +12,11 @@
 
 namespace quantd::server {
 
-// What a step of TensorwiseCall::Load has come to.
-enum class Loaded {
-  // More steps are needed.
-  kPart,
-  kMessage,
-  // There is no further message.
-  kNothing,
-};
-
-// Makes one message at a time, and the next one when the client has taken it:
-// Load on the store's pool, Compute on the workers, Store on the store's pool.
+// Makes one message at a time, and the next one when the client has taken it.
 // Between steps it ends when the client is gone or the server is out of time,
-// between steps of Load also when the server drains or the caller may not make
-// the call any more.
+// and before Open and Load also when the server drains or the caller may not
+// make the call any more. Open and Compute are all that is done on threads of
+// lower priority.
 template <typename Request, typename Response>
 class TensorwiseCall : public EncodingCall {
  protected:
@@ -35,13 +26,16 @@ class TensorwiseCall : public EncodingCall {
   // Whole from the first step on.
   const Request& request() const { return request_; }
 
-  // Does the next part, of bounded size, of reading what the next message
-  // needs. An error ends the call.
-  virtual absl::StatusOr<Loaded> Load() = 0;
-  // Does the next part of the message, of bounded size; answers whether that
-  // was the last.
-  virtual bool Compute(Response* response) = 0;
-  // Whether Store is to be called.
+  // Checks the request and finds the tensors that it is about. May take long or
+  // wait for a store, as may Compute: both look at stop(). An error ends the
+  // call.
+  virtual absl::Status Open() = 0;
+  // Reads what the next message needs, on the store's pool; false when there is
+  // no further one. An error ends the call.
+  virtual absl::StatusOr<bool> Load() = 0;
+  // Makes the message. An error ends the call.
+  virtual absl::Status Compute(Response* response) = 0;
+  // Whether Store, on the store's pool, is to be called.
   virtual bool stores() const { return false; }
   virtual void Store(Response* response) {}
 
@@ -49,10 +43,20 @@ class TensorwiseCall : public EncodingCall {
   void Took(bool more) final {
     if (!more)
       return End(core::MessageMalformedError("expected a request, got none"));
-    ScheduleLoad();
+    this->Schedule(env().long_pool, [this] { OpenStep(); });
   }
 
   void Sent() final { ScheduleLoad(); }
+
+  void OpenStep() {
+    absl::Status status = Open();
+    this->Schedule(env().pool, [this, status] { EndOpen(status); });
+  }
+
+  void EndOpen(const absl::Status& status) {
+    if (!IsWanted()) return;
+    status.ok() ? ScheduleLoad() : End(status);
+  }
 
   void ScheduleLoad() {
     this->Schedule(env().store_pool, [this] { LoadStep(); });
@@ -60,33 +64,24 @@ class TensorwiseCall : public EncodingCall {
 
   void LoadStep() {
     if (!MayGoOn()) return;
-    const absl::StatusOr<Loaded> loaded = Load();
+    const absl::StatusOr<bool> loaded = Load();
     if (!IsWanted()) return;
     if (!loaded.ok()) return End(loaded.status());
-    switch (*loaded) {
-      case Loaded::kPart:
-        return ScheduleLoad();
-      case Loaded::kNothing:
-        return End(absl::OkStatus());
-      case Loaded::kMessage:
-        this->Schedule(env().pool, [this] { ComputeStep(); });
-    }
+    if (!*loaded) return End(absl::OkStatus());
+    this->Schedule(env().long_pool, [this] { ComputeStep(); });
   }
 
   void ComputeStep() {
-    if (!IsWanted()) return;
-    if (!Compute(&response_)) {
-      this->Schedule(env().pool, [this] { ComputeStep(); });
-    } else if (stores()) {
-      this->Schedule(env().store_pool, [this] { StoreStep(); });
-    } else {
-      WriteResponse();
-    }
+    absl::Status status = Compute(&response_);
+    core::ThreadPool* const pool =
+        status.ok() && stores() ? env().store_pool : env().pool;
+    this->Schedule(pool, [this, status] { EndCompute(status); });
   }
 
-  void StoreStep() {
+  void EndCompute(const absl::Status& status) {
     if (!IsWanted()) return;
-    Store(&response_);
+    if (!status.ok()) return End(status);
+    if (stores()) Store(&response_);
     WriteResponse();
   }
 

@@ -12,7 +12,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "core/errors.h"
-#include "core/parallel/time_slice.h"
+#include "core/parallel/stop_token.h"
 #include "core/types/encoding.h"
 #include "server/interchange/interchange.h"
 #include "server/interchange/layout.h"
@@ -47,10 +47,13 @@ void WriteEverywhere(const std::string& tensor,
     std::vector<server::InterchangeLoss> losses;
     for (int pass = 0; pass < (*writer)->pass_count(); ++pass) {
       (*writer)->Begin(pass, &text);
-      (*writer)->Add(pass, tensor, encoding, core::TimeSlice::Endless(), &text,
-                     &losses);
+      Require(
+          (*writer)
+              ->Add(pass, tensor, encoding, core::StopToken(), &text, &losses)
+              .ok(),
+          "what is not stopped is written or left out");
     }
-    (*writer)->Finish(core::TimeSlice::Endless(), &text);
+    Require((*writer)->Finish(core::StopToken(), &text).ok(), "a file ends");
     if (format != static_cast<int>(InterchangeFormat::kJson)) continue;
     Require(losses.empty(), "our own JSON holds everything");
     absl::StatusOr<server::ParsedEncodings> back =

@@ -1,18 +1,25 @@
-// Calibrating in slices: the same bits wherever time cuts.
+// Calibrating in threads, until it is stopped, and what is held.
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <limits>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
+#include "absl/status/status.h"
+#include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "core/calibrate/calibrate.h"
+#include "core/calibrate/entropy.h"
+#include "core/calibrate/range_scaler.h"
 #include "core/errors.h"
+#include "core/parallel/steady_clock.h"
+#include "core/parallel/stop_token.h"
 #include "core/parallel/thread_pool.h"
-#include "core/parallel/time_slice.h"
 #include "core/statistics/held_tensor.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -20,20 +27,6 @@
 
 namespace quantd::core {
 namespace {
-
-// Calibrates in slices that are over at once; counts them.
-absl::StatusOr<Calibration> CalibrateInSlices(const EncodingSpec& spec,
-                                              const Sample& sample,
-                                              ThreadPool* pool, int* slices) {
-  auto calibrator =
-      Calibrator::Create(spec, sample.layout, sample.statistics, {});
-  if (!calibrator.ok()) return calibrator.status();
-  for (*slices = 1;; ++*slices) {
-    const auto done = (*calibrator)->Run(TimeSlice(absl::ZeroDuration()), pool);
-    if (!done.ok()) return done.status();
-    if (*done) return (*calibrator)->Take();
-  }
-}
 
 void ExpectSame(const Calibration& got, const Calibration& want) {
   EXPECT_EQ(got.encoding, want.encoding);
@@ -59,7 +52,7 @@ std::vector<double> Values(int64_t count) {
   return values;
 }
 
-TEST(CalibratorTest, GivesTheSameBitsInSlicesOfAnyLength) {
+TEST(CalibratorTest, GivesTheSameBitsOnAnyNumberOfThreads) {
   const std::vector<int64_t> block_size = {1, 32};
   const Sample sample(ElementType::kFloat32, Values(100 * 64), 5, {100, 64},
                       block_size);
@@ -89,44 +82,85 @@ TEST(CalibratorTest, GivesTheSameBitsInSlicesOfAnyLength) {
     const auto want =
         Calibrate(*resolved, sample.layout, sample.statistics, {}, nullptr);
     ASSERT_TRUE(want.ok()) << want.status();
-    for (ThreadPool* threads : {static_cast<ThreadPool*>(nullptr), &pool}) {
-      int slices = 0;
-      const auto got = CalibrateInSlices(*resolved, sample, threads, &slices);
-      ASSERT_TRUE(got.ok()) << got.status();
-      ExpectSame(*got, *want);
-      // A batch of 8 in each thread, and the prediction on top.
-      EXPECT_GE(slices, 200 / 8 / 4);
-    }
-  }
-}
-
-TEST(CalibratorTest, PausesWithinOneSearch) {
-  const Sample sample(ElementType::kFloat32, Values(1 << 16), 7);
-  ThreadPool pool(2);
-  for (const auto method : {CalibrationMethod::kMse, CalibrationMethod::kSqnr,
-                            CalibrationMethod::kEntropy}) {
-    SCOPED_TRACE(static_cast<int>(method));
-    EncodingSpec spec = Spec("int16", Symmetry::kAsymmetric);
-    spec.method = method;
-    spec.search_steps = 100;
-    // More levels than bins would end the search at once.
-    if (method == CalibrationMethod::kEntropy) {
-      spec.format = FindFormatByName("int4")->format;
-    } else {
-      spec.search_steps = 12;
-    }
-    const auto want =
-        Calibrate(spec, sample.layout, sample.statistics, {}, nullptr);
-    ASSERT_TRUE(want.ok()) << want.status();
-    int slices = 0;
-    const auto got = CalibrateInSlices(spec, sample, &pool, &slices);
+    const auto got =
+        Calibrate(*resolved, sample.layout, sample.statistics, {}, &pool);
     ASSERT_TRUE(got.ok()) << got.status();
     ExpectSame(*got, *want);
-    EXPECT_GE(slices, 50);
   }
 }
 
-TEST(CalibratorTest, NamesTheFirstScaleIndexAtFaultInSlicesToo) {
+// Stops a search while it is under way; how long it went on.
+absl::Duration TimeToStop(const EncodingSpec& spec, const Sample& sample,
+                          ThreadPool* pool, const HeldTensor* held = nullptr) {
+  std::atomic<bool> stopped{false};
+  absl::Duration stop_time;
+  std::thread stopper([&] {
+    absl::SleepFor(absl::Milliseconds(5));
+    stop_time = SteadyNow();
+    stopped = true;
+  });
+  const auto got = Calibrate(spec, sample.layout, sample.statistics, {}, pool,
+                             StopToken(&stopped), held);
+  const absl::Duration end_time = SteadyNow();
+  stopper.join();
+  EXPECT_TRUE(absl::IsCancelled(got.status())) << got.status();
+  return end_time - stop_time;
+}
+
+TEST(CalibratorTest, StopsWithinOneSearch) {
+  // Of some 100 ms.
+  const Sample sample(ElementType::kFloat32, Values(1 << 18), 10);
+  ThreadPool pool(2);
+  EncodingSpec spec = Spec("int16", Symmetry::kAsymmetric);
+  spec.search_steps = 128;
+  for (const auto method :
+       {CalibrationMethod::kMse, CalibrationMethod::kSqnr}) {
+    SCOPED_TRACE(static_cast<int>(method));
+    spec.method = method;
+    EXPECT_LT(TimeToStop(spec, sample, &pool), absl::Milliseconds(500));
+  }
+  spec.methods = {CalibrationMethod::kMinMax, CalibrationMethod::kMse};
+  spec.method = CalibrationMethod::kBestOf;
+  EXPECT_LT(TimeToStop(spec, sample, &pool), absl::Milliseconds(500));
+}
+
+TEST(CalibratorTest, StopsWithinOneSearchForEntropy) {
+  const Sample sample(ElementType::kFloat32, Values(1 << 12), 7);
+  const EntropyLevels levels{8, {}, false};
+  const std::atomic<bool> stopped{true};
+  EXPECT_TRUE(
+      absl::IsCancelled(SearchEntropy(sample.statistics.histograms()[0], levels,
+                                      Range{-10, 10}, 0, 0, StopToken(&stopped))
+                            .status()));
+}
+
+TEST(CalibratorTest, StopsBetweenScaleIndices) {
+  const std::vector<int64_t> block_size = {1, 64};
+  const std::vector<int64_t> shape = {1 << 14, 64};
+  const Sample sample(ElementType::kFloat32, Values(shape[0] * shape[1]), 0,
+                      shape, block_size);
+  const HeldTensor held(sample.layout, sample.type, shape[0] * shape[1],
+                        {sample.reals.data()});
+  EncodingSpec spec = Spec("uint8", Symmetry::kAsymmetric);
+  spec.block_size = block_size;
+  spec.method = CalibrationMethod::kMse;
+  ThreadPool pool(2);
+  EXPECT_LT(TimeToStop(spec, sample, &pool, &held), absl::Seconds(1));
+  EXPECT_LT(TimeToStop(spec, sample, nullptr, &held), absl::Seconds(1));
+}
+
+TEST(CalibratorTest, GivesNothingWhenItWasStoppedBefore) {
+  const Sample sample(ElementType::kFloat32, Values(1000), 7);
+  const std::atomic<bool> stopped{true};
+  for (const char* format : {"int8", "nvfp4", "mxfp4_e2m1"}) {
+    EXPECT_TRUE(absl::IsCancelled(Calibrate(Spec(format), sample.layout,
+                                            sample.statistics, {}, nullptr,
+                                            StopToken(&stopped))
+                                      .status()));
+  }
+}
+
+TEST(CalibratorTest, NamesTheFirstScaleIndexAtFaultOnAnyThreads) {
   EncodingSpec spec = Spec("int4");
   spec.block_size = {16};
   spec.method = CalibrationMethod::kMse;
@@ -139,12 +173,10 @@ TEST(CalibratorTest, NamesTheFirstScaleIndexAtFaultInSlicesToo) {
                       spec.block_size);
   ThreadPool pool(3);
   for (int round = 0; round < 20; ++round) {
-    int slices = 0;
-    const auto got = CalibrateInSlices(spec, sample, &pool, &slices);
+    const auto got =
+        Calibrate(spec, sample.layout, sample.statistics, {}, &pool);
     ASSERT_THAT(std::string(got.status().message()),
                 ::testing::HasSubstr("scale 300 "));
-    // Nothing is taken after it.
-    EXPECT_LT(slices, 60);
   }
 }
 
@@ -181,8 +213,8 @@ TEST(CalibratorTest, AHeldTensorIsAsGoodAsItsHistograms) {
           spec.mantissa_bits = bits;
           const auto want =
               Calibrate(spec, fine.layout, fine.statistics, {}, nullptr);
-          const auto got =
-              Calibrate(spec, none.layout, none.statistics, {}, &pool, &held);
+          const auto got = Calibrate(spec, none.layout, none.statistics, {},
+                                     &pool, StopToken(), &held);
           ASSERT_TRUE(want.ok() && got.ok()) << got.status();
           EXPECT_EQ(got->encoding, want->encoding);
           EXPECT_EQ(got->mantissa_bits, want->mantissa_bits);
@@ -211,14 +243,14 @@ TEST(CalibratorTest, AHeldTensorIsAsGoodWithManyScalesAsWithFew) {
     spec.block_size = {1, 0};
     spec.method = CalibrationMethod::kPercentile;
     spec.tail_fraction = 0.01;
-    const auto percentile =
-        Calibrate(spec, sample.layout, sample.statistics, {}, nullptr, &held);
+    const auto percentile = Calibrate(spec, sample.layout, sample.statistics,
+                                      {}, nullptr, StopToken(), &held);
     ASSERT_TRUE(percentile.ok()) << percentile.status();
     spec = Spec("int4");
     spec.block_size = {1, 0};
     spec.method = CalibrationMethod::kMse;
-    const auto mse =
-        Calibrate(spec, sample.layout, sample.statistics, {}, nullptr, &held);
+    const auto mse = Calibrate(spec, sample.layout, sample.statistics, {},
+                               nullptr, StopToken(), &held);
     ASSERT_TRUE(mse.ok()) << mse.status();
     for (int64_t i = 0; i < channels; i += 32) {
       std::vector<double> x(sample.x.begin() + i * count,

@@ -11,11 +11,16 @@
 #include <limits>
 #include <new>
 #include <random>
+#include <thread>
 #include <vector>
 
 #include "absl/base/attributes.h"
+#include "absl/status/status.h"
+#include "absl/time/clock.h"
 #include "absl/time/time.h"
-#include "core/parallel/time_slice.h"
+#include "absl/types/span.h"
+#include "core/parallel/steady_clock.h"
+#include "core/parallel/stop_token.h"
 #include "gtest/gtest.h"
 
 namespace {
@@ -53,16 +58,24 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
+Mixture Smallest(absl::Span<const TensorOptions> tensors, double min_sqnr_db) {
+  return SmallestMixture(tensors, min_sqnr_db).value();
+}
+
+Mixture Best(absl::Span<const TensorOptions> tensors, int64_t max_size_bytes) {
+  return BestMixture(tensors, max_size_bytes).value();
+}
+
 TEST(MixedPrecisionTest, TakesTheSmallestOptionThatIsQuietEnough) {
   const TensorOptions options = {
       {0, 800, 1e-6}, {1, 400, 1e-3}, {2, 400, 1e-4}, {3, 100, 1e-1}};
   const std::vector<TensorOptions> tensors = {options, {{7, 10, 0.01}}};
-  const Mixture at_20 = SmallestMixture(tensors, 20);
+  const Mixture at_20 = Smallest(tensors, 20);
   EXPECT_EQ(at_20.choice, (std::vector<int>{2, 0}));
   EXPECT_TRUE(at_20.target_met);
-  const Mixture at_10 = SmallestMixture({options}, 10);
+  const Mixture at_10 = Smallest({options}, 10);
   EXPECT_EQ(at_10.choice, (std::vector<int>{3}));
-  const Mixture at_50 = SmallestMixture(tensors, 50);
+  const Mixture at_50 = Smallest(tensors, 50);
   EXPECT_EQ(at_50.choice, (std::vector<int>{0, 0}));
   EXPECT_FALSE(at_50.target_met);
 }
@@ -70,11 +83,11 @@ TEST(MixedPrecisionTest, TakesTheSmallestOptionThatIsQuietEnough) {
 TEST(MixedPrecisionTest, TakesTheQuietestWhereNoneIsQuietEnough) {
   const std::vector<TensorOptions> tensors = {
       {{0, 100, kInfinity}, {1, 200, 0.1}, {2, 300, NAN}, {3, 400, 0.1}}};
-  const Mixture mixture = SmallestMixture(tensors, 30);
+  const Mixture mixture = Smallest(tensors, 30);
   EXPECT_EQ(mixture.choice, (std::vector<int>{1}));
   EXPECT_FALSE(mixture.target_met);
   const std::vector<TensorOptions> silent = {{{0, 100, 0.1}, {1, 200, 0}}};
-  EXPECT_EQ(SmallestMixture(silent, 1e6).choice, (std::vector<int>{1}));
+  EXPECT_EQ(Smallest(silent, 1e6).choice, (std::vector<int>{1}));
 }
 
 TEST(MixedPrecisionTest, SpendsBytesWhereTheySaveMost) {
@@ -82,12 +95,12 @@ TEST(MixedPrecisionTest, SpendsBytesWhereTheySaveMost) {
       {{0, 100, 1.0}, {1, 200, 0.1}},
       {{0, 100, 0.5}, {1, 200, 0.4}},
   };
-  EXPECT_EQ(BestMixture(tensors, 300).choice, (std::vector<int>{1, 0}));
-  EXPECT_EQ(BestMixture(tensors, 400).choice, (std::vector<int>{1, 1}));
-  EXPECT_EQ(BestMixture(tensors, 200).choice, (std::vector<int>{0, 0}));
-  EXPECT_TRUE(BestMixture(tensors, 200).target_met);
-  EXPECT_EQ(BestMixture(tensors, 199).choice, (std::vector<int>{0, 0}));
-  EXPECT_FALSE(BestMixture(tensors, 199).target_met);
+  EXPECT_EQ(Best(tensors, 300).choice, (std::vector<int>{1, 0}));
+  EXPECT_EQ(Best(tensors, 400).choice, (std::vector<int>{1, 1}));
+  EXPECT_EQ(Best(tensors, 200).choice, (std::vector<int>{0, 0}));
+  EXPECT_TRUE(Best(tensors, 200).target_met);
+  EXPECT_EQ(Best(tensors, 199).choice, (std::vector<int>{0, 0}));
+  EXPECT_FALSE(Best(tensors, 199).target_met);
 }
 
 double TotalNoise(const std::vector<TensorOptions>& tensors,
@@ -169,7 +182,7 @@ int64_t RandomLimit(const Ends& ends, std::mt19937* random) {
 }
 
 double NoiseWithin(const std::vector<TensorOptions>& tensors, int64_t limit) {
-  const Mixture mixture = BestMixture(tensors, limit);
+  const Mixture mixture = Best(tensors, limit);
   int64_t size_bytes;
   const double noise = TotalNoise(tensors, mixture.choice, &size_bytes);
   EXPECT_TRUE(mixture.target_met);
@@ -187,12 +200,9 @@ TEST(MixedPrecisionTest, GivesUpCheapStepsForADearOne) {
       small,
       {{0, 500'000, 0.01}, {1, 1'000'000, 2e-4}, {2, 1'000'920, 1.5e-4}},
       small};
-  EXPECT_EQ(BestMixture(tensors, 1'030'000).choice,
-            (std::vector<int>{1, 1, 1, 1}));
-  EXPECT_EQ(BestMixture(tensors, 1'030'300).choice,
-            (std::vector<int>{2, 2, 1, 2}));
-  EXPECT_EQ(BestMixture(tensors, 1'029'999).choice,
-            (std::vector<int>{2, 2, 0, 2}));
+  EXPECT_EQ(Best(tensors, 1'030'000).choice, (std::vector<int>{1, 1, 1, 1}));
+  EXPECT_EQ(Best(tensors, 1'030'300).choice, (std::vector<int>{2, 2, 1, 2}));
+  EXPECT_EQ(Best(tensors, 1'029'999).choice, (std::vector<int>{2, 2, 0, 2}));
 }
 
 TEST(MixedPrecisionTest, FindsTheOptimumOfSmallTables) {
@@ -305,31 +315,35 @@ TEST(MixedPrecisionTest, LeavesOutASpecThatATensorLacks) {
       {{4, 10, 1}, {5, 20, 0.5}, {6, 30, 0.1}},
       {{6, 25, 0.2}, {4, 10, 1}},
   };
-  EXPECT_EQ(BestMixture(tensors, 55).choice, (std::vector<int>{2, 0}));
-  EXPECT_EQ(BestMixture(tensors, 54).choice, (std::vector<int>{1, 0}));
-  EXPECT_EQ(BestMixture(tensors, 40).choice, (std::vector<int>{2, 1}));
+  EXPECT_EQ(Best(tensors, 55).choice, (std::vector<int>{2, 0}));
+  EXPECT_EQ(Best(tensors, 54).choice, (std::vector<int>{1, 0}));
+  EXPECT_EQ(Best(tensors, 40).choice, (std::vector<int>{2, 1}));
 }
 
-TEST(MixedPrecisionTest, ChoosesTheSameInSlices) {
+TEST(MixedPrecisionTest, ReturnsPromptlyWhenItIsStopped) {
   std::mt19937 random(2);
-  std::vector<TensorOptions> tensors(200);
-  for (TensorOptions& options : tensors) {
-    for (int i = 0; i < 8; ++i) {
-      options.push_back({i, 1 + static_cast<int64_t>(random() % 1000),
-                         1.0 / (1 + static_cast<double>(random() % 100))});
-    }
-  }
-  const auto choose = [](MixtureChooser chooser) {
-    size_t steps = 1;
-    while (!chooser.Run(TimeSlice(absl::ZeroDuration()))) ++steps;
-    EXPECT_GE(steps, 200u);
-    return chooser.Take().choice;
-  };
-  EXPECT_EQ(choose(MixtureChooser::Smallest(tensors, 15)),
-            SmallestMixture(tensors, 15).choice);
-  for (const int64_t limit : {40'000, 80'000, 120'000}) {
-    EXPECT_EQ(choose(MixtureChooser::Best(tensors, limit)),
-              BestMixture(tensors, limit).choice);
+  const std::vector<TensorOptions> tensors = NetworkOf(100'000, 16, &random);
+  const int64_t limit = RandomLimit(EndsOf(tensors), &random);
+  std::atomic<bool> stopped{true};
+  EXPECT_TRUE(absl::IsCancelled(
+      SmallestMixture(tensors, 20, StopToken(&stopped)).status()));
+  EXPECT_TRUE(absl::IsCancelled(
+      BestMixture(tensors, limit, StopToken(&stopped)).status()));
+  // Wherever it is by then: the whole takes some 200 ms.
+  for (int milliseconds = 1; milliseconds < 256; milliseconds *= 2) {
+    stopped = false;
+    absl::Duration stop_time;
+    std::thread stopper([&] {
+      absl::SleepFor(absl::Milliseconds(milliseconds));
+      stop_time = SteadyNow();
+      stopped = true;
+    });
+    const auto mixture = BestMixture(tensors, limit, StopToken(&stopped));
+    const absl::Duration end_time = SteadyNow();
+    stopper.join();
+    if (mixture.ok()) break;
+    EXPECT_TRUE(absl::IsCancelled(mixture.status()));
+    EXPECT_LT(end_time - stop_time, absl::Milliseconds(500));
   }
 }
 
@@ -343,11 +357,11 @@ TEST(MixedPrecisionTest, TakesNoMoreMemoryThanItSays) {
     const int64_t limit = RandomLimit(EndsOf(tensors), &random);
     const int64_t before = live_bytes;
     peak_bytes = before;
-    EXPECT_TRUE(BestMixture(tensors, limit).target_met);
-    const int64_t most = MixtureChooser::MemoryBytes(spec_count) +
-                         static_cast<int64_t>(kTensors) *
-                             (MixtureChooser::kTensorBytes +
-                              spec_count * MixtureChooser::kOptionBytes);
+    EXPECT_TRUE(Best(tensors, limit).target_met);
+    const int64_t most =
+        MixtureBytes(spec_count) +
+        static_cast<int64_t>(kTensors) *
+            (kMixtureTensorBytes + spec_count * kMixtureOptionBytes);
     EXPECT_LE(peak_bytes - before, most) << spec_count;
     if (spec_count == 64) {
       EXPECT_GT(peak_bytes - before, most / 10 * 8);
@@ -362,11 +376,10 @@ TEST(MixedPrecisionTest, TakesWhateverFigures) {
       {{0, huge, 1}, {1, huge + 5, 0}},
       {{0, huge, 1}},
   };
-  const Mixture mixture =
-      BestMixture(tensors, std::numeric_limits<int64_t>::max());
+  const Mixture mixture = Best(tensors, std::numeric_limits<int64_t>::max());
   EXPECT_FALSE(mixture.target_met);
   EXPECT_EQ(mixture.choice.size(), 3u);
-  EXPECT_TRUE(BestMixture({}, 0).target_met);
+  EXPECT_TRUE(Best({}, 0).target_met);
 }
 
 }  // namespace

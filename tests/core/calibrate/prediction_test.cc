@@ -89,7 +89,7 @@ TEST(PredictionTest, BoundsTheTrueErrorWhateverTheData) {
     Encoding encoding = RandomEncoding(format, sample, &random);
     encoding.block_size = block_size;
 
-    const Prediction prediction = Predict(encoding, sample.statistics);
+    const Prediction prediction = *Predict(encoding, sample.statistics);
     const double truth = NaiveSquaredError(sample, encoding).squared;
     SCOPED_TRACE(absl::StrCat("round ", round, " ", format.name, " shape ",
                               static_cast<int>(shape), " type ",
@@ -125,7 +125,7 @@ TEST(PredictionTest, AgreesWithTheEvaluatorOnIntegers) {
     const double truth = evaluator.overall().squared_error;
     EXPECT_NEAR(NaiveSquaredError(sample, encoding).squared, truth,
                 1e-12 * truth);
-    const Prediction prediction = Predict(encoding, sample.statistics);
+    const Prediction prediction = *Predict(encoding, sample.statistics);
     EXPECT_LE(prediction.squared_error_low, truth);
     EXPECT_GE(prediction.squared_error_high, truth);
   }
@@ -200,13 +200,14 @@ TEST(PredictionTest, KnowsNoBoundWhereAFormatOverflows) {
   encoding.format = FindFormatByName("float8_e4m3fn")->format;
   encoding.qmax = 255;
   encoding.scale = {1};
-  EXPECT_NEAR(Predict(encoding, sample.statistics).squared_error, 52 * 52,
+  EXPECT_NEAR(Predict(encoding, sample.statistics)->squared_error, 52 * 52,
               1e-9);
   encoding.no_saturation = true;
-  EXPECT_EQ(Predict(encoding, sample.statistics).squared_error_high, kInfinity);
-  EXPECT_EQ(Predict(encoding, sample.statistics).squared_error, kInfinity);
+  EXPECT_EQ(Predict(encoding, sample.statistics)->squared_error_high,
+            kInfinity);
+  EXPECT_EQ(Predict(encoding, sample.statistics)->squared_error, kInfinity);
   encoding.scale = {2};
-  EXPECT_NEAR(Predict(encoding, sample.statistics).squared_error_high, 144,
+  EXPECT_NEAR(Predict(encoding, sample.statistics)->squared_error_high, 144,
               0.01);
 }
 
@@ -219,7 +220,7 @@ TEST(PredictionTest, HoldsForFloat64BeyondFloat32) {
   encoding.qmax = 7;
   for (const float scale : {4e37f, 1e38f, 1.4e38f}) {
     encoding.scale = {scale};
-    const Prediction prediction = Predict(encoding, sample.statistics);
+    const Prediction prediction = *Predict(encoding, sample.statistics);
     const double truth = NaiveSquaredError(sample, encoding).squared;
     EXPECT_LE(prediction.squared_error_low, truth);
     EXPECT_GE(prediction.squared_error_high, truth);

@@ -85,7 +85,7 @@ Judged Judge(const Sample& sample, const Encoding& encoding, double gamma) {
                      nullptr);
     squared = evaluator.overall().squared_error;
   }
-  const Prediction prediction = Predict(encoding, sample.statistics);
+  const Prediction prediction = *Predict(encoding, sample.statistics);
   Judged judged = {squared,
                    prediction.squared_error_high - prediction.squared_error,
                    prediction.squared_error - prediction.squared_error_low};

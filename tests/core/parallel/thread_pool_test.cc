@@ -188,7 +188,7 @@ TEST(ThreadPoolTest, GroupsDoNotWaitForEachOther) {
   absl::Notification done;
   {
     const ThreadPool::GroupScope scope(2);
-    EXPECT_TRUE(pool.HasIdleThread(2));
+    EXPECT_EQ(pool.BusyThreads(2), 0);
     // A task goes on in the group that it is of.
     pool.Schedule([&] {
       pool.Schedule([&] {
@@ -198,7 +198,7 @@ TEST(ThreadPoolTest, GroupsDoNotWaitForEachOther) {
     });
   }
   done.WaitForNotification();
-  EXPECT_FALSE(pool.HasIdleThread(1));
+  EXPECT_EQ(pool.BusyThreads(1), 1);
   stop.Notify();
 }
 

@@ -1,11 +1,12 @@
 #include "core/statistics/statistics_state.h"
 
+#include <atomic>
 #include <cstdint>
 #include <vector>
 
-#include "absl/time/time.h"
+#include "absl/status/status.h"
 #include "core/errors.h"
-#include "core/parallel/time_slice.h"
+#include "core/parallel/stop_token.h"
 #include "gtest/gtest.h"
 #include "tests/core/kernel_test_util.h"
 
@@ -126,16 +127,13 @@ TEST(StatisticsStateTest, CoarsensToWhatLargerBlocksWouldHave) {
   }
 }
 
-TEST(StatisticsStateTest, CoarsensToTheSameInSlicesOfNoTime) {
+TEST(StatisticsStateTest, GivesNothingWhenItIsStopped) {
   const StatisticsState fine = MakeState({{60, 75}, {1, 5}}, 4, 1);
-  const auto want = StatisticsAt(fine, {2, 0});
-  ASSERT_TRUE(want.ok()) << want.status();
-  auto coarsener = StatisticsCoarsener::Create(fine, {2, 0});
-  ASSERT_TRUE(coarsener.ok()) << coarsener.status();
-  int slices = 1;
-  while (!coarsener->Run(TimeSlice(absl::ZeroDuration()))) ++slices;
-  EXPECT_GE(slices, 60 * 15 / 8);
-  ExpectSame(coarsener->Take(), *want);
+  std::atomic<bool> stopped{false};
+  EXPECT_TRUE(StatisticsAt(fine, {2, 0}, StopToken(&stopped)).ok());
+  stopped = true;
+  EXPECT_TRUE(absl::IsCancelled(
+      StatisticsAt(fine, {2, 0}, StopToken(&stopped)).status()));
 }
 
 TEST(StatisticsStateTest, RefusesSmallerOrStraddlingBlocks) {

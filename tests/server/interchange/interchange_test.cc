@@ -1,5 +1,6 @@
 #include "server/interchange/interchange.h"
 
+#include <atomic>
 #include <cstdint>
 #include <limits>
 #include <memory>
@@ -12,10 +13,9 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
-#include "absl/time/time.h"
 #include "core/errors.h"
 #include "core/formats/number_format.h"
-#include "core/parallel/time_slice.h"
+#include "core/parallel/stop_token.h"
 #include "core/types/encoding.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -88,17 +88,11 @@ struct Written {
   int64_t count = 0;
   // What the writer had kept of them before the end.
   int64_t kept_bytes = 0;
+  // And what the end has.
+  int64_t end_bytes = 0;
 };
 
-// `steps` gets the number of slices, each over as soon as it begins; without it
-// a slice never is.
-Written Write(InterchangeFormat format, const Encodings& encodings,
-              int* steps = nullptr) {
-  const auto slice = [steps] {
-    if (steps == nullptr) return core::TimeSlice::Endless();
-    ++*steps;
-    return core::TimeSlice(absl::ZeroDuration());
-  };
+Written Write(InterchangeFormat format, const Encodings& encodings) {
   ExportOptions options;
   options.model = "acme/net";
   options.revision = "main";
@@ -115,14 +109,16 @@ Written Write(InterchangeFormat format, const Encodings& encodings,
     for (const auto& [name, encoding] : encodings) {
       EXPECT_TRUE(core::ValidateEncoding(encoding).ok())
           << name << ": " << core::ValidateEncoding(encoding);
-      while (!(*writer)->Add(pass, name, encoding, slice(), &written.text,
-                             &written.losses)) {
-      }
+      const absl::Status status =
+          (*writer)->Add(pass, name, encoding, core::StopToken(), &written.text,
+                         &written.losses);
+      EXPECT_TRUE(status.ok()) << status;
     }
   }
   written.kept_bytes = (*writer)->memory_bytes();
-  while (!(*writer)->Finish(slice(), &written.text)) {
-  }
+  const size_t size = written.text.size();
+  EXPECT_TRUE((*writer)->Finish(core::StopToken(), &written.text).ok());
+  written.end_bytes = static_cast<int64_t>(written.text.size() - size);
   written.count = (*writer)->encoding_count();
   return written;
 }
@@ -695,7 +691,7 @@ TEST(InterchangeTest, WritesTheSchemesOfCompressedTensors) {
   EXPECT_THAT(Losses(written.losses), HasSubstr("b.weight: scale"));
 }
 
-TEST(InterchangeTest, WritesTheSameInSlices) {
+TEST(InterchangeTest, WritesLongListsAsOthersDoAndStops) {
   constexpr int kChannels = 8192;
   core::Encoding large = PerChannel("uint8", 2, 0, kChannels);
   for (int i = 0; i < kChannels; ++i) large.zero_point.push_back(i % 200);
@@ -710,16 +706,32 @@ TEST(InterchangeTest, WritesTheSameInSlices) {
   for (int format = 1; format <= 6; ++format) {
     SCOPED_TRACE(format);
     const auto as = static_cast<InterchangeFormat>(format);
-    int steps = 0;
     const Written whole = Write(as, encodings);
-    const Written sliced = Write(as, encodings, &steps);
-    EXPECT_EQ(sliced.text, whole.text);
-    EXPECT_EQ(Losses(sliced.losses), Losses(whole.losses));
-    EXPECT_EQ(sliced.count, whole.count);
     EXPECT_TRUE(nlohmann::json::accept(whole.text));
-    if (as == InterchangeFormat::kCompressedTensors) continue;
-    // Two long lists, and as many of another encoding.
-    EXPECT_GE(steps, 2 * 2 * kChannels / 256);
+    const std::atomic<bool> stopped{true};
+    ExportOptions options;
+    options.is_parameter = [](absl::string_view, const core::Encoding&) {
+      return false;
+    };
+    const auto writer = EncodingsWriter::Create(as, std::move(options));
+    ASSERT_TRUE(writer.ok()) << writer.status();
+    std::string text;
+    std::vector<InterchangeLoss> losses;
+    (*writer)->Begin(0, &text);
+    const absl::Status status = (*writer)->Add(
+        0, "a.weight", large, core::StopToken(&stopped), &text, &losses);
+    // That one keeps a name and a scheme.
+    if (as == InterchangeFormat::kCompressedTensors) {
+      EXPECT_TRUE(absl::IsCancelled(
+          (*writer)->Finish(core::StopToken(&stopped), &text)));
+    } else {
+      EXPECT_TRUE(absl::IsCancelled(status)) << status;
+      EXPECT_TRUE(losses.empty());
+    }
+    EXPECT_TRUE(absl::IsCancelled(
+                    ParseEncodings({whole.text}, as, core::StopToken(&stopped))
+                        .status()) ||
+                as == InterchangeFormat::kCompressedTensors);
   }
   EXPECT_THAT(Write(InterchangeFormat::kJson, encodings).text,
               HasSubstr(nlohmann::json(large.zero_point).dump()));
@@ -732,13 +744,11 @@ TEST(InterchangeTest, TellsWhatIsKeptOfCompressedTensors) {
   for (int i = 0; i < kCount; ++i) {
     encodings.push_back({absl::StrCat(prefix, i, ".weight"), Grouped("int4")});
   }
-  int steps = 0;
   const Written written =
-      Write(InterchangeFormat::kCompressedTensors, encodings, &steps);
+      Write(InterchangeFormat::kCompressedTensors, encodings);
   EXPECT_GE(written.kept_bytes, kCount * static_cast<int>(prefix.size()));
   EXPECT_LE(written.kept_bytes, 2 * kCount * static_cast<int>(prefix.size()));
-  // Each is a step of the end, too.
-  EXPECT_GE(steps, 2 * kCount);
+  EXPECT_LE(written.end_bytes, written.kept_bytes + 4096);
   const auto config =
       nlohmann::json::parse(written.text)["quantization_config"];
   EXPECT_EQ(config["format"], "pack-quantized");
