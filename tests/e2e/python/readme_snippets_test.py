@@ -157,7 +157,7 @@ class ReadmeSnippetsTest(unittest.TestCase):
                         cwd=folder, env=environment)
             self.assertTrue(os.path.exists(os.path.join(folder,
                                                         "report.html")))
-        self.assertRegex(mixed, r"fc1.weight +int8:per-channel")
+        self.assertRegex(mixed, r"fc2.weight +int8:per-channel")
         self.assertIn("written to mixed.safetensors", mixed)
         self.assertNotIn("failed", mixed)
 
