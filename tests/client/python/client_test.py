@@ -341,6 +341,8 @@ class ClientTest(unittest.TestCase):
         for source, items in (
                 ({"*proj.weight": "int8", "*.bias": "int4"}, weights.items()),
                 ({"*norm.weight": "int8"}, weights.items()),
+                ({"*weight": "int8", "*proj.weight": "int4"}, weights.items()),
+                ({"no*": "int4", "other": "int8"}, jobs),
                 ({"*proj.weight": "int8x"}, weights.items()),
                 ({"*": "int8"}, iter(weights.items())),
                 ({3: "int8"}, weights.items()), ({"": "int8"}, list(weights)),
@@ -363,6 +365,14 @@ class ClientTest(unittest.TestCase):
             error = self.assert_fails("ARGUMENT_INVALID", call,
                                       ["*norm*", "*.3.*"])
             self.assertIn("'*.3.*'", str(error))
+        # Patterns of overrides take; those of a sweep select.
+        self.client.sweep("acme/patterns", ["int8"],
+                          patterns=["*norm*", "*.0.norm*"])
+        error = self.assert_fails(
+            "ARGUMENT_INVALID", list, self.client.compute_encodings(
+                "acme/patterns",
+                overrides=[("*norm*", "int8"), ("*.0.norm*", "int4")]))
+        self.assertIn("earlier patterns take all 1", str(error))
 
     def test_ResultsAreRowsOfTables(self):
         x = data_of(8, 64)

@@ -43,3 +43,23 @@ def check_all_match(patterns: Iterable[str], names: Iterable[str],
             raise errors.argument_invalid(
                 f"expected the pattern {pattern!r} to match the name of "
                 f"{what}; it matches none of {len(names)}", field)
+
+
+def check_each_takes(patterns: Iterable[str], names: Iterable[str],
+                     what: str, field: str) -> None:
+    """The same for patterns of which the first that matches a name takes it.
+
+    Raises: ARGUMENT_INVALID also for a pattern that takes none because earlier
+        ones take all that it matches.
+    """
+    patterns, names = list(patterns), list(names)
+    check_all_match(patterns, names, what, field)
+    taking = {next((i for i, pattern in enumerate(patterns)
+                    if matches(pattern, name)), -1) for name in names}
+    for i, pattern in enumerate(patterns):
+        if i not in taking:
+            count = sum(matches(pattern, name) for name in names)
+            raise errors.argument_invalid(
+                f"expected the pattern {pattern!r} to take {what}; earlier "
+                f"patterns take all {count} that it matches. The first pattern "
+                "that matches counts, so put the narrower one first", field)

@@ -266,12 +266,14 @@ class QuantizeItems:
         names = []
         for item in items:
             if isinstance(item, QuantizeJob):
-                names.append(as_name(item.name).tensor)
+                # With a source of its own it needs no pattern.
+                if item.source is None:
+                    names.append(as_name(item.name).tensor)
                 continue
             pair = _named_array(item, "a QuantizeJob")
             if not _is_left_out(pair["array"], self._min_rank):
                 names.append(as_name(pair["name"]).tensor)
-        _globs.check_all_match(
+        _globs.check_each_takes(
             patterns, names, "a tensor of reals" + (
                 f" with {self._min_rank} dimensions or more (see min_rank)"
                 if self._min_rank > 0 else ""), "source")
@@ -660,13 +662,14 @@ def sweep(model: str, specs: Iterable[SpecLike], revision: str,
 
 def check_patterns(patterns: Iterable[str], names: Sequence[str], model: str,
                    revision: str, field: str) -> None:
-    """Each matches one of the tensors that have statistics. Where none has, the
-    service says so."""
+    """Each matches one of the tensors that have statistics, and takes one where
+    they are of overrides. Where none has, the service says so."""
     if names:
-        _globs.check_all_match(
-            patterns, names,
-            f"a tensor that has statistics in {model}, {revision or 'main'}",
-            field)
+        check = (_globs.check_each_takes if field == "overrides" else
+                 _globs.check_all_match)
+        check(patterns, names,
+              f"a tensor that has statistics in {model}, {revision or 'main'}",
+              field)
 
 
 def sweep_result(answers: Sequence[Any]) -> results.SweepResult:

@@ -279,9 +279,10 @@ class Client:
         source: see quantize, or by pattern, such as {"*_proj.weight":
             "int4:group:128", "*head*": "int8"}: a tensor has that of the first
             pattern (with * and ?) that matches its name, and only those that
-            one matches are quantized. A pattern that matches none is an error
-            before anything is sent; for this the names must be known, as those
-            of a list or of state_dict.items() are.
+            one matches are quantized. A pattern that matches none, or only
+            what earlier ones take, is an error before anything is sent; for
+            this the names must be known, as those of a list or of
+            state_dict.items() are.
         model, revision: of names that are strings.
         min_rank: pairs are left out where the array has fewer dimensions, or
             elements that are no reals, such as biases and counters. Where all
@@ -548,7 +549,8 @@ class Client:
 
         overrides: (pattern, spec); the first whose glob matches the name of a
             tensor counts, then `spec`. Tensors without either are left out;
-            a pattern that matches none is an error.
+            a pattern that matches none, or only what earlier ones take, is an
+            error.
         """
         request = _requests.compute_encodings(model, spec, revision, overrides,
                                               dry_run)
