@@ -17,6 +17,7 @@
 #include "core/dequantize/dequantize.h"
 #include "core/errors.h"
 #include "core/formats/number_format.h"
+#include "core/parallel/stop_token.h"
 #include "core/quantize/quantize.h"
 #include "core/statistics/held_tensor.h"
 #include "core/statistics/tensor_statistics.h"
@@ -155,8 +156,8 @@ void Run(absl::Span<const uint8_t> input) {
       *layout, core::ElementType::kFloat32,
       std::max<int64_t>(1, layout->element_count()),
       {reinterpret_cast<const uint8_t*>(values.data())});
-  const absl::StatusOr<core::Calibration> same =
-      core::Calibrate(as_fine, *layout, extremes, {}, nullptr, &held);
+  const absl::StatusOr<core::Calibration> same = core::Calibrate(
+      as_fine, *layout, extremes, {}, nullptr, core::StopToken(), &held);
   Require(same.ok() && same->encoding == calibration->encoding,
           "a held tensor is as good as its histograms");
 }
