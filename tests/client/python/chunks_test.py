@@ -220,6 +220,7 @@ class BusyService(grpc.GenericRpcHandler):
                 answer.error.reason = "MEMORY_BUDGET"
                 answer.error.retry_after_ms = 1
             else:
+                answer.summary.name.CopyFrom(request.header.tensor.name)
                 answer.summary.contribution.sequence = contribution.sequence
             yield answer
 

@@ -28,6 +28,7 @@ from quantd import client as client_module
 from quantd import _arrays, _exchange, _requests, _stream
 from quantd.tensor import FORMATS
 from quantd.v1 import encoding_service_pb2 as es
+from quantd.v1 import encoding_pb2
 from quantd.v1 import quantization_service_pb2 as qs
 from quantd.v1 import tensor_pb2 as te
 
@@ -869,11 +870,14 @@ class FakeServer(grpc.GenericRpcHandler):
         self._server.stop(0).wait()
 
 
-def answer(data=b"\1\2\3", size=3, checksum=None):
+def answer(data=b"\1\2\3", size=3, checksum=None, count=3):
     """What Quantize says of a tensor of int8."""
     # pylint: disable=import-outside-toplevel
     response = qs.QuantizeResponse(data=data)
     response.header.size_bytes = size
+    response.header.shape.append(count)
+    response.header.encoding.format = 8
+    response.header.encoding.scale.append(1)
     response.summary.count = 3
     if checksum is None:
         try:
@@ -942,6 +946,88 @@ class MisbehavingServerTest(unittest.TestCase):
                                  grpc.StatusCode.UNAVAILABLE)
                 self.assertEqual(server.call_count, 1)
 
+    def test_AnswersToSomethingElseAreErrors(self):
+        def name(header):
+            header.name.tensor = "other"
+
+        def shape(*sizes):
+            def change(header):
+                header.shape[:] = sizes
+            return change
+
+        def encoding(**fields):
+            def change(header):
+                message = encoding_pb2.Encoding(
+                    **{"format": 8, "scale": [1], **fields})
+                header.encoding.CopyFrom(message)
+            return change
+
+        def no_encoding(header):
+            header.ClearField("encoding")
+
+        def bytes_range(header):
+            header.range.begin_bytes, header.range.end_bytes = 1, 4
+
+        for change, expected in {
+                name: "expected tensor ('', '', ''), got ('', '', 'other')",
+                shape(2): "expected shape [3], got [2]",
+                shape(-3): "expected shape [3], got [-3]",
+                shape(3, 1): "expected shape [3], got [3, 1]",
+                no_encoding: "expected an encoding, got none",
+                bytes_range: "expected bytes (0, 3), got (1, 4)",
+                encoding(format=16): "expected format int8, got int16",
+                encoding(format=28): "expected format int8, got uint8",
+                encoding(format=999): "expected format int8, got a format 999",
+                encoding(scale=[]): "expected scales: 1, got 0",
+                encoding(scale=[1, 1]): "expected scales: 1, got 2",
+                encoding(zero_point=[1, 1]): "expected zero points: 1, got 2",
+                encoding(block_size=[-1]): "at least 0, got [-1]",
+                encoding(block_size=[0, 1 << 62]): "block size of 1 entries",
+                encoding(block_size=[2]): "expected scales: 2, got 1",
+                encoding(scale_code=b"1"): "expected scale codes: 0, got 1",
+                encoding(scale_type=4): "expected scale codes: 1, got 0",
+                encoding(scale_type=5, scale_code=b"1"):
+                    "expected outer scales: 1, got 0",
+                encoding(codebook=[0, 1]): "expected a codebook of 0 to 0",
+        }.items():
+            with self.subTest(expected):
+                response = answer()
+                change(response.header)
+
+                def script(call, requests, context, response=response):
+                    next(requests)
+                    yield response
+
+                error = self.assert_reason("RESPONSE_MALFORMED", script)
+                self.assertIn(expected, str(error))
+                with FakeServer(script) as server, quantd.Client(
+                        server.address) as client:
+                    with self.assertRaises(quantd.QuantdError) as caught:
+                        list(client.quantize_chunks(
+                            [np.ones(3, np.float32)], "int8", shape=[3]))
+                self.assertEqual(caught.exception.reason, "RESPONSE_MALFORMED")
+
+    def test_TheUnsignedFormatMayComeWhereItWasAskedFor(self):
+        response = answer()
+        response.header.encoding.format = 28
+
+        def script(call, requests, context):
+            next(requests)
+            yield response
+
+        with FakeServer(script) as server, quantd.Client(
+                server.address) as client:
+            spec = quantd.EncodingSpec("int8", unsigned_if_non_negative=True)
+            got = client.quantize(np.ones(3, np.float32), spec)
+        self.assertEqual(got.encoding.format, "uint8")
+
+    def test_ErrorsAreSafeForATerminal(self):
+        error = quantd.QuantdError(
+            grpc.StatusCode.INTERNAL, "X",
+            "\x1b[31m\x9b2J\u202e\u2066gr\u00f6\u00dfe\n\x7f")
+        self.assertEqual(
+            str(error), "X: \\x1b[31m\\x9b2J\\u202e\\u2066gr\u00f6\u00dfe\\n\\x7f")
+
     def test_AnswersThatBreakTheProtocolAreErrors(self):
         def then(*responses):
             def script(call, requests, context):
@@ -999,11 +1085,11 @@ class MisbehavingServerTest(unittest.TestCase):
                 sent[-1] += len(request.data)
                 if call < 3 and request.offset >= 128:
                     yield qs.QuantizeResponse(header=answer(
-                        b"", size=100).header, data=b"\7" * 10)
+                        b"", size=100, count=100).header, data=b"\7" * 10)
                     context.abort(grpc.StatusCode.UNAVAILABLE,
                                   "DRAINING: about to stop")
                 if sent[-1] == 400:
-                    yield answer(b"\1" * 100, size=100)
+                    yield answer(b"\1" * 100, size=100, count=100)
 
         codes, calls = self.quantize(script, count=100, chunk_bytes=64)
         self.assertEqual((codes, calls), ([1] * 100, 3))
@@ -1025,7 +1111,8 @@ class MisbehavingServerTest(unittest.TestCase):
                 end = request.header.range.end_bytes // 4
                 begins.append((call, begin))
                 omits.append(request.header.omit_encoding == (begin > 0))
-                response = answer(bytes([begin]) * (end - begin), 100)
+                response = answer(bytes([begin]) * (end - begin), 100,
+                                  count=100)
                 response.offset = begin
                 response.header.range.begin_bytes = begin
                 response.header.range.end_bytes = end
@@ -1064,7 +1151,8 @@ class MisbehavingServerTest(unittest.TestCase):
     def part_answer(header, size=100):
         """The codes of a part are the number of its first element."""
         begin, end = header.range.begin_bytes // 4, header.range.end_bytes // 4
-        response = answer(bytes([begin]) * (end - begin), size)
+        response = answer(bytes([begin]) * (end - begin), size, count=100)
+        response.header.name.tensor = "t"
         response.offset = begin
         response.header.range.begin_bytes = begin
         response.header.range.end_bytes = end
@@ -1125,8 +1213,8 @@ class MisbehavingServerTest(unittest.TestCase):
                 begins.append(request.header.range.begin_bytes // 4)
                 response = self.part_answer(request.header)
                 if not request.header.omit_encoding:
-                    response.header.encoding.format = 1
-                    response.header.encoding.scale.extend([1.0] * 1000)
+                    response.header.encoding.block_size.append(1)
+                    response.header.encoding.scale[:] = [1.0] * 100
                 yield response
 
         with mock.patch.object(_exchange, "_PART_BYTES_PER_HEADER_BYTE", 1):
@@ -1167,6 +1255,8 @@ class MisbehavingServerTest(unittest.TestCase):
                             code=8, reason="OVERLOADED", message="full",
                             retry_after_ms=1))
                     else:
+                        response.summary.name.CopyFrom(
+                            request.header.tensor.name)
                         response.summary.statistics.count = 3
                     yield response
 

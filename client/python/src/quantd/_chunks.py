@@ -11,7 +11,7 @@ import grpc
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from quantd import _apart, _arrays, _wire, errors
+from quantd import _answers, _apart, _arrays, _wire, errors
 from quantd._exchange import xxh3_64
 from quantd._stream import Options
 from quantd.encoding import Encoding
@@ -73,8 +73,13 @@ class Upload:
 class Download:
     """The messages down of one tensor."""
 
-    def __init__(self, header_type: Any, summary_type: Any) -> None:
-        """header_type: None where the answer is only a summary."""
+    def __init__(self, asked: Any, header_type: Any, summary_type: Any,
+                 check_summary: Optional[Callable[[Any, Any], None]] = None
+                 ) -> None:
+        """asked: the request's header. header_type: None where the answer is
+        only a summary, which check_summary then compares with it."""
+        self._asked = asked
+        self._check_summary = check_summary
         self._header_type = header_type
         self._summary_type = summary_type
         self._received_bytes = 0
@@ -97,7 +102,11 @@ class Download:
         if response.header is not None and self._header_type is not None:
             if self.header is not None:
                 raise errors.response_malformed("a second header for a tensor")
-            self.header = self._header_type.FromString(bytes(response.header))
+            header = self._header_type.FromString(bytes(response.header))
+            _answers.check_header(
+                self._asked, not self._asked.omit_encoding, header)
+            _answers.check_whole(header)
+            self.header = header
         data = None
         if len(response.data):
             if self.header is None:
@@ -120,7 +129,8 @@ class Download:
         return data
 
     def _check(self) -> None:
-        if self._header_type is None:
+        if self._check_summary is not None:
+            self._check_summary(self._asked, self.summary)
             return
         if self.header is None or (
                 self.header.size_bytes != self._received_bytes):
@@ -357,24 +367,26 @@ class DequantizedChunks(DequantizedParts, Chunks[int]):
     """Reals in parts; see DequantizedParts and Chunks."""
 
 
-def quantize_download() -> Download:
+def quantize_download(asked: Any) -> Download:
     """Of Quantize."""
-    return Download(qs.QuantizeResponseHeader, qs.QuantizeSummary)
+    return Download(asked, qs.QuantizeResponseHeader, qs.QuantizeSummary)
 
 
-def dequantize_download() -> Download:
+def dequantize_download(asked: Any) -> Download:
     """Of Dequantize."""
-    return Download(qs.DequantizeResponseHeader, qs.DequantizeSummary)
+    return Download(asked, qs.DequantizeResponseHeader, qs.DequantizeSummary)
 
 
-def calibrate_download() -> Download:
+def calibrate_download(asked: Any) -> Download:
     """Of Calibrate."""
-    return Download(None, qs.CalibrateSummary)
+    return Download(asked, None, qs.CalibrateSummary,
+                    _answers.check_calibrate)
 
 
-def evaluate_download() -> Download:
+def evaluate_download(asked: Any) -> Download:
     """Of Evaluate."""
-    return Download(None, qs.EvaluateSummary)
+    return Download(asked, None, qs.EvaluateSummary,
+                    _answers.check_evaluate)
 
 
 def size_of(shape: Iterable[int], element_type: str) -> int:

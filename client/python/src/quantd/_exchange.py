@@ -9,7 +9,7 @@ from typing import (TYPE_CHECKING, Any, Generic, Iterator, Optional, Protocol,
 import grpc
 import numpy as np
 
-from quantd import _arrays, _wire, errors
+from quantd import _answers, _arrays, _wire, errors
 from quantd._retries import Retries
 from quantd._tables import ResultList
 from quantd.encoding import Encoding
@@ -355,11 +355,12 @@ class OutputExchange(Exchange[Result]):
 
     def _open(self, header: Any) -> None:
         """Makes room for the output."""
+        wants_encoding = not (self.offset_bytes or self.header.omit_encoding)
+        _answers.check_header(self.header, wants_encoding, header)
+        if self.joined is None:
+            _answers.check_whole(header)
         self._response_header = header
         size = header.size_bytes
-        if size > self._most_output_bytes:
-            raise errors.response_malformed(
-                f"expected at most {self._most_output_bytes} bytes, got {size}")
         whole = self.joined or self
         if not self.offset_bytes:
             whole._response_header = header
@@ -474,10 +475,6 @@ class QuantizeExchange(OutputExchange[QuantizedTensor]):
                 encoding is None and source == "spec" and
                 self.header.spec.unsigned_if_non_negative):
             info = format_info(name)
-            if info.size_bytes(self._count) != codes.nbytes:
-                raise errors.response_malformed(
-                    f"expected {info.size_bytes(self._count)} bytes of {name}, "
-                    f"got {codes.nbytes}")
             if not info.is_packed:
                 codes = codes.view(info.dtype).reshape(shape)
         return QuantizedTensor(
@@ -503,10 +500,6 @@ class DequantizeExchange(OutputExchange[Any]):
 
     def _result(self) -> Any:
         reals = self._take_output()
-        if reals.nbytes != self._most_output_bytes:
-            raise errors.response_malformed(
-                f"expected {self._most_output_bytes} bytes, got "
-                f"{reals.nbytes}")
         reals = reals.view(ELEMENT_DTYPES[self._element_type]).reshape(
             tuple(self.header.tensor.shape))
         return (_arrays.to_torch(reals, self._element_type) if self.is_torch
@@ -517,6 +510,9 @@ class CalibrateExchange(Exchange[CalibrateResult]):
     """Of Calibrate."""
 
     SUMMARY = service_pb2.CalibrateSummary
+
+    def _on_summary(self) -> None:
+        _answers.check_calibrate(self.header, self._summary)
 
     @property
     def order_key(self) -> Any:
@@ -535,6 +531,9 @@ class EvaluateExchange(Exchange["ResultList[CandidateMetrics]"]):
 
     SUMMARY = service_pb2.EvaluateSummary
 
+    def _on_summary(self) -> None:
+        _answers.check_evaluate(self.header, self._summary)
+
     def _result(self) -> ResultList[CandidateMetrics]:
         return ResultList(CandidateMetrics.from_proto(candidate)
                           for candidate in self._summary.candidates)
@@ -544,6 +543,9 @@ class CompareExchange(Exchange[ErrorMetrics]):
     """Of Evaluate with a pair of tensors."""
 
     SUMMARY = service_pb2.EvaluateSummary
+
+    def _on_summary(self) -> None:
+        _answers.check_evaluate(self.header, self._summary)
 
     def _result(self) -> ErrorMetrics:
         return ErrorMetrics.from_proto(self._summary.comparison)

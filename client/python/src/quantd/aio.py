@@ -229,7 +229,7 @@ class Client:
         job = QuantizeJob(None, source, name, store, nan_policy, omit_encoding)
         header = _requests.quantize_header(
             _requests.describe(shape, element_type, name), job)
-        download = _chunks.quantize_download()
+        download = _chunks.quantize_download(header)
         return QuantizedChunks(self._chunked(
             "Quantize", header, element_type,
             _chunks.size_of(shape, element_type), chunks, download), download)
@@ -286,7 +286,7 @@ class Client:
         if isinstance(source, Encoding):
             count = _chunks.size_of(shape, "float32") // 4
             size = format_info(source.format).size_bytes(count)
-        download = _chunks.dequantize_download()
+        download = _chunks.dequantize_download(header)
         return DequantizedChunks(self._chunked(
             "Dequantize", header, None, size, chunks, download), download)
 
@@ -312,7 +312,7 @@ class Client:
             _requests.describe(shape, element_type, name), spec, contribution)
         return results.CalibrateResult.from_proto(await self._summary_of(
             "Calibrate", header, element_type, shape, chunks,
-            _chunks.calibrate_download()))
+            _chunks.calibrate_download(header)))
 
     @overload
     def calibrate_many(
@@ -368,7 +368,7 @@ class Client:
             per_scale_index, with_distribution)
         summary = await self._summary_of(
             "Evaluate", header, element_type, shape, chunks,
-            _chunks.evaluate_download())
+            _chunks.evaluate_download(header))
         return ResultList(results.CandidateMetrics.from_proto(candidate)
                           for candidate in summary.candidates)
 

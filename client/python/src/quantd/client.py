@@ -238,7 +238,7 @@ class Client:
         job = QuantizeJob(None, source, name, store, nan_policy, omit_encoding)
         header = _requests.quantize_header(
             _requests.describe(shape, element_type, name), job)
-        download = _chunks.quantize_download()
+        download = _chunks.quantize_download(header)
         return _chunks.QuantizedChunks(self._chunked(
             "Quantize", header, element_type,
             _chunks.size_of(shape, element_type), chunks, download), download)
@@ -332,7 +332,7 @@ class Client:
         if isinstance(source, Encoding):
             count = _chunks.size_of(shape, "float32") // 4
             size = format_info(source.format).size_bytes(count)
-        download = _chunks.dequantize_download()
+        download = _chunks.dequantize_download(header)
         return _chunks.DequantizedChunks(self._chunked(
             "Dequantize", header, None, size, chunks, download), download)
 
@@ -389,7 +389,7 @@ class Client:
             _requests.describe(shape, element_type, name), spec, contribution)
         return results.CalibrateResult.from_proto(self._summary_of(
             "Calibrate", header, element_type, shape, chunks,
-            _chunks.calibrate_download()))
+            _chunks.calibrate_download(header)))
 
     @overload
     def calibrate_many(
@@ -459,7 +459,7 @@ class Client:
             _requests.describe(shape, element_type, name), candidates, labels,
             per_scale_index, with_distribution)
         summary = self._summary_of("Evaluate", header, element_type, shape,
-                                   chunks, _chunks.evaluate_download())
+                                   chunks, _chunks.evaluate_download(header))
         return ResultList(results.CandidateMetrics.from_proto(candidate)
                           for candidate in summary.candidates)
 
