@@ -12,6 +12,9 @@ from quantd import _wire
 if TYPE_CHECKING:
     from quantd.v1 import tensor_pb2
 
+# What controls a terminal: C0, DEL and C1, and what turns the direction of
+# writing.
+_CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _REASON = re.compile(r"([A-Z][A-Z0-9_]*): ")
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -62,7 +65,13 @@ class QuantdError(Exception):
         message = f"tensor {tensor!r}: {self.message}" if tensor else (
             self.message)
         text = f"{self.reason or self.code.name}: {message}"
-        return f"{text} ({self.field})" if self.field else text
+        return _printable(f"{text} ({self.field})" if self.field else text)
+
+
+def _printable(text: str) -> str:
+    """Text of a server made safe for a terminal: control characters become
+    \\xNN or \\uNNNN."""
+    return _CONTROLS.sub(lambda match: ascii(match.group())[1:-1], text)
 
 
 def argument_invalid(message: str, field: str = "") -> QuantdError:
