@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/match.h"
@@ -24,16 +25,20 @@
 #include "core/errors.h"
 #include "core/parallel/steady_clock.h"
 #include "prometheus/text_serializer.h"
+#include "server/net/connection_table.h"
 
 namespace quantd::server {
 namespace {
 
 constexpr size_t kMaxConnections = 64;
+// Of one address.
+constexpr size_t kMaxOfAddress = 32;
 // From the connection to the last byte of the answer.
 constexpr absl::Duration kTimeout = absl::Seconds(5);
 // For the client to read what is written.
 constexpr absl::Duration kLingerTime = absl::Seconds(1);
 constexpr size_t kMaxRequestBytes = 8 << 10;
+constexpr absl::string_view kRequestEnd = "\r\n\r\n";
 
 struct Response {
   int code;
@@ -54,6 +59,12 @@ std::string ToText(const Response& response, bool with_body) {
                       response.extra_header, "Cache-Control: no-store\r\n",
                       "Connection: close\r\n\r\n",
                       with_body ? absl::string_view(response.body) : "");
+}
+
+// Or may be; what is not costs little.
+bool IsForMetrics(absl::string_view request) {
+  return absl::StrContains(request.substr(0, request.find("\r\n")),
+                           " /metrics");
 }
 
 absl::Status BadAddress(const std::string& address, absl::string_view why) {
@@ -132,14 +143,16 @@ void HttpServer::Run() {
           (polled[index].revents == 0 || Serve(*it)) && now < it->end;
       it = goes_on ? std::next(it) : connections_.erase(it);
     }
-    // After those that are done have made room.
     pauses = AcceptAll();
+    AnswerAll();
+    MakeRoom();
   }
 }
 
 bool HttpServer::AcceptAll() {
-  // Then the others have their turn.
-  constexpr int kMost = 16;
+  // Then the others have their turn. Who only has to be let go of costs little,
+  // and a probe may wait behind thousands of them.
+  constexpr int kMost = 1024;
   bool exhausted = false;
   for (const std::unique_ptr<ListeningSocket>& socket : sockets_) {
     for (int i = 0; i < kMost; ++i) {
@@ -149,19 +162,56 @@ bool HttpServer::AcceptAll() {
           socket->Accept(&connection.socket, &peer);
       if (outcome == ListeningSocket::Outcome::kExhausted) exhausted = true;
       if (outcome != ListeningSocket::Outcome::kAccepted) break;
-      if (connections_.size() >= kMaxConnections) connections_.pop_front();
+      connection.address = AddressKey(peer);
       connection.end = core::SteadyNow() + kTimeout;
-      connections_.push_back(std::move(connection));
+      if (Read(connection)) connections_.push_back(std::move(connection));
+      if (connections_.size() >= 2 * kMaxConnections) MakeRoom();
     }
   }
   return exhausted;
 }
 
-bool HttpServer::Serve(Connection& connection) {
-  if (!connection.has_response) {
-    if (!Read(connection)) return false;
-    if (!connection.has_response) return true;
+void HttpServer::AnswerAll() {
+  // Rendered once, after the last request has come: nobody gets what is older
+  // than the question.
+  std::string metrics;
+  for (auto it = connections_.begin(); it != connections_.end();) {
+    bool goes_on = true;
+    if (it->has_request && !it->has_response) goes_on = Reply(*it, &metrics);
+    it = goes_on ? std::next(it) : connections_.erase(it);
   }
+}
+
+void HttpServer::MakeRoom() {
+  absl::flat_hash_map<std::string, size_t> counts;
+  for (const Connection& connection : connections_) {
+    ++counts[connection.address];
+  }
+  for (const auto& [address, count] : counts) {
+    for (size_t i = kMaxOfAddress; i < count; ++i) DropOne(&address);
+  }
+  while (connections_.size() > kMaxConnections) DropOne(nullptr);
+}
+
+void HttpServer::DropOne(const std::string* address) {
+  const auto progress = [](const Connection& connection) {
+    return connection.is_written     ? 0
+           : connection.has_response ? 1
+           : connection.has_request  ? 2
+                                     : 3;
+  };
+  auto dropped = connections_.end();
+  for (auto it = connections_.begin(); it != connections_.end(); ++it) {
+    if (address != nullptr && it->address != *address) continue;
+    if (dropped == connections_.end() || progress(*it) < progress(*dropped)) {
+      dropped = it;
+    }
+  }
+  connections_.erase(dropped);
+}
+
+bool HttpServer::Serve(Connection& connection) {
+  if (!connection.has_request) return Read(connection);
   if (!connection.is_written) return Write(connection);
   // What is closed with something unread is reset, and the answer with it.
   std::array<char, 4096> dropped;
@@ -177,17 +227,16 @@ bool HttpServer::Read(Connection& connection) {
   if (size < 0) return errno == EAGAIN || errno == EINTR;
   if (size == 0) return false;
   connection.request.append(buffer.data(), static_cast<size_t>(size));
-  if (!absl::StrContains(connection.request, "\r\n\r\n")) {
-    if (connection.request.size() <= kMaxRequestBytes) return true;
-    connection.response = ToText({431, "Request Header Fields Too Large",
-                                  kPlainText, "expected less\n", ""},
-                                 true);
-  } else {
-    connection.response = Answer(connection.request);
-  }
-  connection.request.clear();
+  connection.has_request = absl::StrContains(connection.request, kRequestEnd) ||
+                           connection.request.size() > kMaxRequestBytes;
+  if (!connection.has_request || IsForMetrics(connection.request)) return true;
+  return Reply(connection, nullptr);
+}
+
+bool HttpServer::Reply(Connection& connection, std::string* metrics) {
+  connection.response = Answer(connection.request, metrics);
   connection.has_response = true;
-  return true;
+  return Write(connection);
 }
 
 bool HttpServer::Write(Connection& connection) {
@@ -203,7 +252,13 @@ bool HttpServer::Write(Connection& connection) {
   return true;
 }
 
-std::string HttpServer::Answer(absl::string_view request) {
+std::string HttpServer::Answer(absl::string_view request,
+                               std::string* metrics) {
+  if (!absl::StrContains(request, kRequestEnd)) {
+    return ToText({431, "Request Header Fields Too Large", kPlainText,
+                   "expected less\n", ""},
+                  true);
+  }
   const std::vector<absl::string_view> words =
       absl::StrSplit(request.substr(0, request.find("\r\n")), ' ');
   if (words.size() != 3 || !absl::StartsWith(words[2], "HTTP/1.")) {
@@ -222,8 +277,10 @@ std::string HttpServer::Answer(absl::string_view request) {
                   "expected GET or HEAD\n", "Allow: GET, HEAD\r\n"};
     } else if (path == "/metrics") {
       response.content_type = kMetricsText;
-      response.body =
-          prometheus::TextSerializer().Serialize(metrics_->Collect());
+      if (metrics->empty()) {
+        *metrics = prometheus::TextSerializer().Serialize(metrics_->Collect());
+      }
+      response.body = *metrics;
     } else {
       absl::Status status =
           path == "/healthz" ? probes_.live() : probes_.ready();

@@ -27,8 +27,10 @@ namespace quantd::server {
 //   /readyz   200, or 503 and the reason; /readyz?exclude=store leaves out the
 //             store
 // and 404 elsewhere. It has a thread of its own, where a slow client delays no
-// other. A connection carries one request and lasts five seconds at most;
-// beyond 64 connections the oldest is closed. Thread-safe.
+// other: probes are answered first, and all that wait for metrics get the same
+// text. A connection carries one request and lasts five seconds at most. Beyond
+// 64 connections, or 32 of one address, one is closed: the oldest of those that
+// have got furthest. Thread-safe.
 class HttpServer {
  public:
   // What the probes ask. Called from the thread.
@@ -59,9 +61,13 @@ class HttpServer {
  private:
   struct Connection {
     FileDescriptor socket;
+    // Of the client; see AddressKey.
+    std::string address;
     // It is closed then.
     absl::Duration end;
     std::string request;
+    // All of it is there, or too much.
+    bool has_request = false;
     // What is left of it to be written, once there is one.
     std::string response;
     bool has_response = false;
@@ -71,13 +77,21 @@ class HttpServer {
 
   HttpServer(const Metrics* metrics, Probes probes);
   void Run();
-  // True when there was no room for one.
+  // And reads what is there already. True when there was no room for one.
   bool AcceptAll();
+  // Those that wait for metrics.
+  void AnswerAll();
+  // Lets go of those that are too many.
+  void MakeRoom();
+  // Of all addresses when null.
+  void DropOne(const std::string* address);
   // Goes on as far as the client allows; false when the connection is over.
   bool Serve(Connection& connection);
   bool Read(Connection& connection);
   bool Write(Connection& connection);
-  std::string Answer(absl::string_view request);
+  bool Reply(Connection& connection, std::string* metrics);
+  // Fills in `metrics` when that is empty and IsForMetrics.
+  std::string Answer(absl::string_view request, std::string* metrics);
   absl::Status AskStore();
 
   const Metrics* const metrics_;

@@ -28,7 +28,8 @@ std::string Bytes(const void* from, size_t size) {
   return std::string(static_cast<const char*>(from), size);
 }
 
-// What stands for all unix sockets is empty.
+}  // namespace
+
 std::string AddressKey(const PeerAddress& peer) {
   constexpr size_t kNetworkBytes = 8;
   if (peer.address.ss_family == AF_INET) {
@@ -42,8 +43,6 @@ std::string AddressKey(const PeerAddress& peer) {
   constexpr size_t kV4Offset = 12;
   return Bytes(v6.s6_addr + kV4Offset, sizeof(in_addr));
 }
-
-}  // namespace
 
 ConnectionTable::ConnectionTable(int64_t limit, int64_t address_limit,
                                  int64_t unix_room, Clock clock)

@@ -19,6 +19,10 @@
 
 namespace quantd::server {
 
+// What stands for where a connection comes from: the address of IPv4, the
+// network of IPv6 (its first 64 bits); empty for all unix sockets.
+std::string AddressKey(const PeerAddress& peer);
+
 // Counts connections that somebody else owns and closes without a word: one is
 // there for as long as its descriptor is that of the same socket. Thread-safe.
 class ConnectionTable {
@@ -27,8 +31,7 @@ class ConnectionTable {
   enum class Outcome { kAdded, kFull, kAddressFull };
 
   // `limit`          of all connections.
-  // `address_limit`  of those of one address: of IPv4, of a network of IPv6
-  //                  (the first 64 bits), and of all unix sockets together.
+  // `address_limit`  of those with one AddressKey.
   // `unix_room`      how many of `limit` only unix sockets may have.
   ConnectionTable(int64_t limit, int64_t address_limit, int64_t unix_room,
                   Clock clock = &core::SteadyNow);

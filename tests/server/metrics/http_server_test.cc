@@ -8,8 +8,10 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <deque>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -30,10 +32,13 @@ using ::testing::HasSubstr;
 using ::testing::Not;
 using ::testing::StartsWith;
 
-int Connect(int port) {
+int Connect(int port, const char* from = "127.0.0.1") {
   const int fd = socket(AF_INET, SOCK_STREAM, 0);
   sockaddr_in address = {};
   address.sin_family = AF_INET;
+  EXPECT_EQ(inet_pton(AF_INET, from, &address.sin_addr), 1);
+  EXPECT_EQ(bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)),
+            0);
   address.sin_port = htons(static_cast<uint16_t>(port));
   address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
   EXPECT_EQ(connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)),
@@ -175,6 +180,66 @@ TEST_F(HttpServerTest, ServesWhileOthersAreSlow) {
   EXPECT_LT(core::SteadyNow() - start,
             absl::Seconds(testing::kSanitized ? 4 : 1));
   for (const int fd : slow) close(fd);
+}
+
+TEST_F(HttpServerTest, LetsGoFirstOfThoseThatHaveTheirAnswer) {
+  const int fd = Connect(server_->port());
+  Send(fd, "GET /hea");
+  std::vector<int> answered;
+  for (int i = 0; i < 100; ++i) {
+    answered.push_back(Connect(server_->port()));
+    Send(answered.back(), "GET /healthz HTTP/1.1\r\n\r\n");
+  }
+  // They have come before.
+  EXPECT_THAT(Get("/healthz"), StartsWith("HTTP/1.1 200 OK\r\n"));
+  Send(fd, "lthz HTTP/1.1\r\n\r\n");
+  EXPECT_THAT(ReadAll(fd), StartsWith("HTTP/1.1 200 OK\r\n"));
+  // Whoever was let go of has the answer nevertheless.
+  for (const int other : answered) {
+    EXPECT_THAT(ReadAll(other), StartsWith("HTTP/1.1 200 OK\r\n"));
+  }
+}
+
+TEST_F(HttpServerTest, LeavesRoomForOtherAddresses) {
+  const int fd = Connect(server_->port(), "127.0.0.2");
+  Send(fd, "GET /hea");
+  std::vector<int> silent;
+  for (int i = 0; i < 100; ++i) silent.push_back(Connect(server_->port()));
+  EXPECT_THAT(Get("/healthz"), StartsWith("HTTP/1.1 200 OK\r\n"));
+  Send(fd, "lthz HTTP/1.1\r\n\r\n");
+  EXPECT_THAT(ReadAll(fd), StartsWith("HTTP/1.1 200 OK\r\n"));
+  for (const int other : silent) close(other);
+}
+
+TEST_F(HttpServerTest, HearsProbesWhileOthersAskForMetricsWithoutEnd) {
+  std::atomic<bool> done{false};
+  std::vector<std::thread> floods;
+  for (int i = 0; i < 2; ++i) {
+    floods.emplace_back([this, &done] {
+      std::deque<int> unread;
+      while (!done) {
+        unread.push_back(Connect(server_->port()));
+        Send(unread.back(), "GET /metrics HTTP/1.1\r\n\r\n");
+        if (unread.size() < 500) continue;
+        close(unread.front());
+        unread.pop_front();
+      }
+      for (const int fd : unread) close(fd);
+    });
+  }
+  // A probe has a second. The kernel may leave one alone for as long.
+  constexpr int kProbes = 20;
+  int late = 0;
+  for (int i = 0; i < kProbes; ++i) {
+    const absl::Duration start = core::SteadyNow();
+    EXPECT_THAT(Get("/healthz"), StartsWith("HTTP/1.1 200 OK\r\n"));
+    const absl::Duration time = core::SteadyNow() - start;
+    late += time > absl::Seconds(testing::kSanitized ? 4 : 1) ? 1 : 0;
+    absl::SleepFor(absl::Milliseconds(20));
+  }
+  EXPECT_LE(late, kProbes / 4);
+  done = true;
+  for (std::thread& flood : floods) flood.join();
 }
 
 TEST_F(HttpServerTest, ReadsARequestThatComesInPieces) {
