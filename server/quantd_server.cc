@@ -32,6 +32,7 @@
 #include "server/goodbye.h"
 #include "server/logging.h"
 #include "server/rpc/reflection_guard.h"
+#include "server/rpc/tensor_stream.h"
 
 namespace quantd::server {
 namespace {

@@ -24,12 +24,12 @@
 #include "server/metrics/metrics.h"
 #include "server/net/stop_signal.h"
 #include "server/ports.h"
+#include "server/rpc/call_registry.h"
 #include "server/rpc/caller.h"
 #include "server/rpc/encoding_service.h"
 #include "server/rpc/import_queue.h"
 #include "server/rpc/quantization_service.h"
 #include "server/rpc/rpc_environment.h"
-#include "server/rpc/tensor_stream.h"
 #include "server/shared_memory/control_server.h"
 #include "server/shared_memory/region_registry.h"
 #include "server/store/encoding_store.h"
@@ -137,7 +137,7 @@ class QuantdServer {
   const std::unique_ptr<TlsFiles> tls_;
   const Authenticator authenticator_;
   const RpcEnvironment env_;
-  StreamRegistry registry_;
+  CallRegistry registry_;
   QuantizationService quantization_service_;
   EncodingService encoding_service_;
   // Shrinks by what tensors hold.

@@ -21,9 +21,9 @@
 #include "server/guard/caller_share.h"
 #include "server/guard/limits.h"
 #include "server/guard/memory_budget.h"
+#include "server/rpc/call_registry.h"
 #include "server/rpc/caller.h"
 #include "server/rpc/rpc_environment.h"
-#include "server/rpc/tensor_stream.h"
 #include "server/rpc/unexpected.h"
 
 namespace quantd::server {
@@ -35,7 +35,7 @@ constexpr int64_t kUnchargedBytes = int64_t{64} << 10;
 // What every call of EncodingService is made with; all outlives the call.
 struct CallArguments {
   const RpcEnvironment& env;
-  StreamRegistry* registry;
+  CallRegistry* registry;
   grpc::CallbackServerContext* context;
 };
 
@@ -57,7 +57,7 @@ class EncodingCall
   // itself at its end.
   template <typename Call, typename... More>
   static EncodingCall* Start(const CallArguments& arguments, More&&... more) {
-    StreamRegistry* const registry = arguments.registry;
+    CallRegistry* const registry = arguments.registry;
     const std::shared_ptr<EncodingCall> call(
         new Call(arguments, std::forward<More>(more)...),
         [registry](EncodingCall* gone) { registry->Leave(gone); });
@@ -142,7 +142,7 @@ class EncodingCall
 
   const RpcEnvironment& env_;
   const Rpc rpc_;
-  StreamRegistry* const registry_;
+  CallRegistry* const registry_;
   grpc::CallbackServerContext* const context_;
   google::protobuf::Message* const request_;
   const Credential credential_;

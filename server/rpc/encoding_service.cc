@@ -299,7 +299,7 @@ absl::Status DeleteStatistics(const UnaryContext& context,
 }  // namespace
 
 EncodingService::EncodingService(const RpcEnvironment& env,
-                                 StreamRegistry* registry)
+                                 CallRegistry* registry)
     : env_(env), registry_(registry) {
   AddUnary(Rpc::kListEncodings, &ListEncodings);
   AddUnary(Rpc::kGetEncoding, &GetEncoding);

@@ -10,9 +10,9 @@
 
 #include "grpcpp/impl/service_type.h"
 #include "server/metrics/metrics.h"
+#include "server/rpc/call_registry.h"
 #include "server/rpc/encoding_call.h"
 #include "server/rpc/rpc_environment.h"
-#include "server/rpc/tensor_stream.h"
 #include "server/rpc/unary_call.h"
 
 namespace quantd::server {
@@ -21,7 +21,7 @@ namespace quantd::server {
 class EncodingService final : public grpc::Service {
  public:
   // Both must outlive the service.
-  EncodingService(const RpcEnvironment& env, StreamRegistry* registry);
+  EncodingService(const RpcEnvironment& env, CallRegistry* registry);
 
  private:
   // `start` begins a call of the RPC.
@@ -32,7 +32,7 @@ class EncodingService final : public grpc::Service {
                                               Response* response));
 
   const RpcEnvironment& env_;
-  StreamRegistry* const registry_;
+  CallRegistry* const registry_;
   // Of the methods; gRPC keeps pointers to them.
   std::deque<std::string> paths_;
 };

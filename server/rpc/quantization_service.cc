@@ -1,11 +1,12 @@
 #include "server/rpc/quantization_service.h"
 
 #include "server/rpc/stream_rpcs.h"
+#include "server/rpc/tensor_stream.h"
 
 namespace quantd::server {
 
 QuantizationService::QuantizationService(const RpcEnvironment& env,
-                                         StreamRegistry* registry)
+                                         CallRegistry* registry)
     : env_(env),
       registry_(registry),
       calibrate_(MakeCalibrateRpc(env)),

@@ -7,9 +7,9 @@
 
 #include "grpcpp/grpcpp.h"
 #include "quantd/v1/quantization_service.grpc.pb.h"
+#include "server/rpc/call_registry.h"
 #include "server/rpc/rpc_environment.h"
 #include "server/rpc/tensor_job.h"
-#include "server/rpc/tensor_stream.h"
 
 namespace quantd::server {
 
@@ -24,7 +24,7 @@ class QuantizationService final
   using Reactor = grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>;
 
   // Both must outlive the service.
-  QuantizationService(const RpcEnvironment& env, StreamRegistry* registry);
+  QuantizationService(const RpcEnvironment& env, CallRegistry* registry);
 
   Reactor* Calibrate(grpc::CallbackServerContext* context) override;
   Reactor* Quantize(grpc::CallbackServerContext* context) override;
@@ -33,7 +33,7 @@ class QuantizationService final
 
  private:
   const RpcEnvironment& env_;
-  StreamRegistry* const registry_;
+  CallRegistry* const registry_;
   const std::unique_ptr<TensorRpc> calibrate_;
   const std::unique_ptr<TensorRpc> quantize_;
   const std::unique_ptr<TensorRpc> dequantize_;

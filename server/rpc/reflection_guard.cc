@@ -36,7 +36,7 @@ class ReflectionStream final : public WatchedCall {
 
 class Guard final : public grpc::experimental::Interceptor {
  public:
-  Guard(const Authenticator* authenticator, StreamRegistry* registry,
+  Guard(const Authenticator* authenticator, CallRegistry* registry,
         grpc::experimental::ServerRpcInfo* info)
       : authenticator_(authenticator), registry_(registry), info_(info) {}
   // gRPC's context is still there.
@@ -71,7 +71,7 @@ class Guard final : public grpc::experimental::Interceptor {
 
  private:
   const Authenticator* const authenticator_;
-  StreamRegistry* const registry_;
+  CallRegistry* const registry_;
   grpc::experimental::ServerRpcInfo* const info_;
   absl::Status status_;
   // The registry deletes it.
@@ -81,7 +81,7 @@ class Guard final : public grpc::experimental::Interceptor {
 class GuardFactory final
     : public grpc::experimental::ServerInterceptorFactoryInterface {
  public:
-  GuardFactory(const Authenticator* authenticator, StreamRegistry* registry)
+  GuardFactory(const Authenticator* authenticator, CallRegistry* registry)
       : authenticator_(authenticator), registry_(registry) {}
 
   grpc::experimental::Interceptor* CreateServerInterceptor(
@@ -92,14 +92,14 @@ class GuardFactory final
 
  private:
   const Authenticator* const authenticator_;
-  StreamRegistry* const registry_;
+  CallRegistry* const registry_;
 };
 
 }  // namespace
 
 std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface>
 MakeReflectionGuard(const Authenticator* authenticator,
-                    StreamRegistry* registry) {
+                    CallRegistry* registry) {
   return std::make_unique<GuardFactory>(authenticator, registry);
 }
 

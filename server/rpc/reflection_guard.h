@@ -6,8 +6,8 @@
 #include <memory>
 
 #include "grpcpp/support/server_interceptor.h"
+#include "server/rpc/call_registry.h"
 #include "server/rpc/caller.h"
-#include "server/rpc/tensor_stream.h"
 
 namespace quantd::server {
 
@@ -18,8 +18,7 @@ namespace quantd::server {
 // stays open to all, balancers among them, and says nothing but whether the
 // server serves.
 std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface>
-MakeReflectionGuard(const Authenticator* authenticator,
-                    StreamRegistry* registry);
+MakeReflectionGuard(const Authenticator* authenticator, CallRegistry* registry);
 
 }  // namespace quantd::server
 

@@ -13,7 +13,6 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "core/errors.h"
@@ -37,98 +36,17 @@ absl::Duration ThreadTime() {
 
 }  // namespace
 
-void StreamRegistry::Drain() {
-  draining_.store(true);
-  absl::MutexLock lock(&mutex_);
-  for (TensorStream* stream : streams_) stream->Drain();
-  for (WatchedCall* call : calls_) call->Drain();
-}
-
-void StreamRegistry::EndOverdue(const Limits& limits) {
-  absl::MutexLock lock(&mutex_);
-  for (TensorStream* stream : streams_) stream->EndIfOverdue(limits);
-  for (WatchedCall* call : calls_) call->EndIfOverdue(limits);
-}
-
-void StreamRegistry::LookAfterMemory() {
-  absl::MutexLock lock(&mutex_);
-  for (TensorStream* stream : streams_) stream->LookAfterMemory();
-  for (WatchedCall* call : calls_) call->LookAfterMemory();
-}
-
-void StreamRegistry::EndAll() {
-  absl::MutexLock lock(&mutex_);
-  for (TensorStream* stream : streams_) stream->EndNow(core::DrainingError());
-  for (WatchedCall* call : calls_) call->EndNow();
-}
-
-bool StreamRegistry::WaitUntilEmpty(absl::Duration timeout) {
-  // Abseil's mutex waits for a time of day, which may be set meanwhile.
-  constexpr absl::Duration kInterval = absl::Milliseconds(2);
-  const absl::Duration end = core::SteadyNow() + timeout;
-  while (true) {
-    {
-      absl::MutexLock lock(&mutex_);
-      if (streams_.empty() && call_count_ == 0) return true;
-    }
-    const absl::Duration left = end - core::SteadyNow();
-    if (left <= absl::ZeroDuration()) return false;
-    absl::SleepFor(std::min(left, kInterval));
-  }
-}
-
-void StreamRegistry::WaitUntilQuiet(absl::Duration quiet,
-                                    absl::Duration timeout) {
-  const absl::Duration start = core::SteadyNow();
-  while (true) {
-    absl::Duration until;
-    {
-      absl::MutexLock lock(&mutex_);
-      until = std::min(std::max(last_arrival_, start) + quiet, start + timeout);
-    }
-    const absl::Duration left = until - core::SteadyNow();
-    if (left <= absl::ZeroDuration()) return;
-    absl::SleepFor(left);
-  }
-}
-
-void StreamRegistry::Enter(WatchedCall* call) {
-  absl::MutexLock lock(&mutex_);
-  last_arrival_ = core::SteadyNow();
-  calls_.insert(call);
-  ++call_count_;
-}
-
-void StreamRegistry::Leave(WatchedCall* call) {
-  {
-    absl::MutexLock lock(&mutex_);
-    calls_.erase(call);
-  }
-  delete call;
-  absl::MutexLock lock(&mutex_);
-  --call_count_;
-}
-
-void StreamRegistry::Add(TensorStream* stream) {
-  absl::MutexLock lock(&mutex_);
-  last_arrival_ = core::SteadyNow();
-  streams_.insert(stream);
-}
-
-void StreamRegistry::Remove(TensorStream* stream) {
-  absl::MutexLock lock(&mutex_);
-  streams_.erase(stream);
-}
-
 TensorStream* TensorStream::Start(const RpcEnvironment& env, TensorRpc* rpc,
-                                  StreamRegistry* registry,
+                                  CallRegistry* registry,
                                   grpc::CallbackServerContext* context) {
-  auto stream = std::make_shared<TensorStream>(env, rpc, registry, context);
+  const std::shared_ptr<TensorStream> stream(
+      new TensorStream(env, rpc, registry, context),
+      [registry](TensorStream* gone) { registry->Leave(gone); });
   stream->self_ = stream;
   absl::StatusOr<Caller> caller =
       env.authenticator->Authenticate(*context, stream->credential_, rpc->id());
   if (caller.ok()) stream->caller_ = *caller;
-  registry->Add(stream.get());
+  registry->Enter(stream.get());
   absl::MutexLock lock(&stream->mutex_);
   if (!caller.ok()) stream->EndWith(caller.status());
   stream->Advance();
@@ -136,7 +54,7 @@ TensorStream* TensorStream::Start(const RpcEnvironment& env, TensorRpc* rpc,
 }
 
 TensorStream::TensorStream(const RpcEnvironment& env, TensorRpc* rpc,
-                           StreamRegistry* registry,
+                           CallRegistry* registry,
                            grpc::CallbackServerContext* context)
     : env_(env),
       rpc_(rpc),
@@ -222,10 +140,7 @@ void TensorStream::OnDone() {
   env_.metrics->StreamClosed();
   env_.metrics->RpcHandled(rpc_->id(), static_cast<int>(code),
                            core::SteadyNow() - start_time_);
-  // It may hold a region of shared memory, and with it a part of the budget.
-  message_.reset();
-  // The server waits for this, and may go away from here on.
-  registry_->Remove(this);
+  // The server waits for what is left to go.
   self_.reset();
 }
 
@@ -368,9 +283,9 @@ void TensorStream::EndIfOverdue(const Limits& limits) {
   }
 }
 
-void TensorStream::EndNow(absl::Status status) {
+void TensorStream::EndNow() {
   absl::MutexLock lock(&mutex_);
-  EndWith(std::move(status));
+  EndWith(core::DrainingError());
   Advance();
 }
 

@@ -9,7 +9,6 @@
 #include <string>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
@@ -19,6 +18,7 @@
 #include "server/guard/caller_share.h"
 #include "server/guard/limits.h"
 #include "server/guard/memory_budget.h"
+#include "server/rpc/call_registry.h"
 #include "server/rpc/caller.h"
 #include "server/rpc/rpc_environment.h"
 #include "server/rpc/tensor_job.h"
@@ -29,71 +29,9 @@
 
 namespace quantd::server {
 
-class TensorStream;
-
 // How far a client may send ahead of what the server reads, at most: about one
 // chunk.
 constexpr int64_t kLookAheadBytes = int64_t{1} << 20;
-
-// A call that is not a TensorStream, but has to be looked after.
-class WatchedCall {
- public:
-  virtual ~WatchedCall() = default;
-  // Ends the call if its client took or sent nothing for too long, or goes on
-  // sending for too long.
-  virtual void EndIfOverdue(const Limits& limits) = 0;
-  // Lets a call that waits for memory try again.
-  virtual void LookAfterMemory() {}
-  // Ends the call with DRAINING if it waits for its client to send something.
-  virtual void Drain() = 0;
-  // Ends the call with DRAINING as soon as what it is doing allows.
-  virtual void EndNow() = 0;
-};
-
-// The streams that are open. Thread-safe.
-class StreamRegistry {
- public:
-  // From now on streams end with DRAINING when no tensor is open, and none was
-  // a moment ago.
-  void Drain() ABSL_LOCKS_EXCLUDED(mutex_);
-  bool draining() const { return draining_.load(); }
-  // Ends streams whose open tensor made no progress for the idle timeout, those
-  // that have been open for too long, and calls that wait for their client for
-  // too long.
-  void EndOverdue(const Limits& limits) ABSL_LOCKS_EXCLUDED(mutex_);
-  // Lets streams and calls that wait for memory try again, and lets go of it
-  // those that have too much.
-  void LookAfterMemory() ABSL_LOCKS_EXCLUDED(mutex_);
-  // Ends all streams and calls with DRAINING, whatever they are doing.
-  void EndAll() ABSL_LOCKS_EXCLUDED(mutex_);
-  // True when the last stream and the last call that entered have gone before
-  // `timeout`.
-  bool WaitUntilEmpty(absl::Duration timeout) ABSL_LOCKS_EXCLUDED(mutex_);
-  // Waits until no stream or call comes for that long, at most for `timeout`.
-  void WaitUntilQuiet(absl::Duration quiet, absl::Duration timeout)
-      ABSL_LOCKS_EXCLUDED(mutex_);
-
-  // Other calls that are worth waiting for; they look at draining()
-  // themselves.
-  void Enter(WatchedCall* call) ABSL_LOCKS_EXCLUDED(mutex_);
-  // Deletes the call: what it holds is gone before nobody waits for it.
-  void Leave(WatchedCall* call) ABSL_LOCKS_EXCLUDED(mutex_);
-
- private:
-  friend class TensorStream;
-  void Add(TensorStream* stream) ABSL_LOCKS_EXCLUDED(mutex_);
-  void Remove(TensorStream* stream) ABSL_LOCKS_EXCLUDED(mutex_);
-
-  std::atomic<bool> draining_{false};
-  absl::Mutex mutex_;
-  absl::flat_hash_set<TensorStream*> streams_ ABSL_GUARDED_BY(mutex_);
-  absl::flat_hash_set<WatchedCall*> calls_ ABSL_GUARDED_BY(mutex_);
-  // Those, and what is being deleted.
-  int64_t call_count_ ABSL_GUARDED_BY(mutex_) = 0;
-  // When the last one came.
-  absl::Duration last_arrival_ ABSL_GUARDED_BY(mutex_) =
-      -absl::InfiniteDuration();
-};
 
 // One call of a streaming RPC. Reads one message ahead; works on one message
 // at a time, in quanta of bounded size: on the worker pool; where a tensor
@@ -109,16 +47,15 @@ class StreamRegistry {
 // Finish here, so those are called with the mutex held.
 class TensorStream final
     : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>,
-      public std::enable_shared_from_this<TensorStream> {
+      public std::enable_shared_from_this<TensorStream>,
+      private WatchedCall {
  public:
-  // Takes over a call. All arguments must outlive it.
+  // Takes over a call, which leaves the registry at its end. All arguments must
+  // outlive it.
   static TensorStream* Start(const RpcEnvironment& env, TensorRpc* rpc,
-                             StreamRegistry* registry,
+                             CallRegistry* registry,
                              grpc::CallbackServerContext* context);
 
-  // Use Start.
-  TensorStream(const RpcEnvironment& env, TensorRpc* rpc,
-               StreamRegistry* registry, grpc::CallbackServerContext* context);
   ~TensorStream() override = default;
 
   void OnReadDone(bool ok) override ABSL_LOCKS_EXCLUDED(mutex_);
@@ -127,8 +64,6 @@ class TensorStream final
   void OnDone() override;
 
  private:
-  friend class StreamRegistry;
-
   // What bounds the memory of a stream whose client does not read; the answer
   // of one more quantum may come on top.
   static constexpr int64_t kMaxQueuedBytes = int64_t{2} << 20;
@@ -161,6 +96,9 @@ class TensorStream final
     std::shared_ptr<const Region> region;
   };
 
+  TensorStream(const RpcEnvironment& env, TensorRpc* rpc,
+               CallRegistry* registry, grpc::CallbackServerContext* context);
+
   // Starts what the state allows: a read, a write, the worker task, the end.
   void Advance() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // When there is work that is light, or nothing yet but a message to look at,
@@ -172,9 +110,10 @@ class TensorStream final
   // As many answers wait for the client as may.
   bool QueueIsFull() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void EndWith(absl::Status status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void Drain() ABSL_LOCKS_EXCLUDED(mutex_);
-  void EndIfOverdue(const Limits& limits) ABSL_LOCKS_EXCLUDED(mutex_);
-  void LookAfterMemory() ABSL_LOCKS_EXCLUDED(mutex_);
+  void Drain() override ABSL_LOCKS_EXCLUDED(mutex_);
+  void EndIfOverdue(const Limits& limits) override ABSL_LOCKS_EXCLUDED(mutex_);
+  void LookAfterMemory() override ABSL_LOCKS_EXCLUDED(mutex_);
+  void EndNow() override ABSL_LOCKS_EXCLUDED(mutex_);
   // Tells the admission what the workers have to do for the stream: nothing
   // while its client does not read, and once it ends.
   void CountLoad() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -183,7 +122,6 @@ class TensorStream final
   absl::Duration LongTime() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Tells the memory budget what the stream holds.
   void CountTransit() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void EndNow(absl::Status status) ABSL_LOCKS_EXCLUDED(mutex_);
 
   // The worker task: one quantum of work, or what of it may be done in that
   // place; kStore: one step that waits for a store; kLong: one that takes long.
@@ -257,7 +195,7 @@ class TensorStream final
 
   const RpcEnvironment& env_;
   TensorRpc* const rpc_;
-  StreamRegistry* const registry_;
+  CallRegistry* const registry_;
   grpc::CallbackServerContext* const context_;
   const absl::Duration start_time_;
   const Credential credential_;
