@@ -414,6 +414,14 @@ absl::Status RegionLimitError(absl::string_view what) {
   return Error<Row("REGION_LIMIT")>(what);
 }
 
+absl::Status CallLimitError(int64_t limit, absl::string_view whose) {
+  return RetryableError<Row("CALL_LIMIT")>(
+      absl::StrCat(limit, " calls", whose,
+                   " are open, which is the limit; end those that you do not "
+                   "use, or try again when others have ended"),
+      absl::Seconds(1));
+}
+
 absl::Status TokenMissingError() {
   return Error<Row("TOKEN_MISSING")>(
       "no credential; expected \"authorization: Bearer TOKEN\" or a "

@@ -100,6 +100,7 @@ inline constexpr ErrorInfo kErrors[] = {
     {"REGION_INVALID", ErrorCode::kInvalidArgument},
     {"REGION_NOT_FOUND", ErrorCode::kNotFound},
     {"REGION_LIMIT", ErrorCode::kResourceExhausted, ErrorKind::kLimit},
+    {"CALL_LIMIT", ErrorCode::kResourceExhausted, ErrorKind::kLimit, true},
     {"OVERLOADED", ErrorCode::kResourceExhausted, ErrorKind::kLimit, true},
     {"DRAINING", ErrorCode::kUnavailable, ErrorKind::kFault, true},
     {"STREAM_AGE", ErrorCode::kUnavailable, ErrorKind::kLimit, true},
@@ -270,6 +271,8 @@ absl::Status RegionInvalidError(absl::string_view what);
 absl::Status RegionNotFoundError();
 // No more regions for this connection, no more connections, or no more memory.
 absl::Status RegionLimitError(absl::string_view what);
+// As many calls are open as may be; `whose` is empty for those of all callers.
+absl::Status CallLimitError(int64_t limit, absl::string_view whose);
 // The workers are that far behind with what has arrived.
 absl::Status OverloadedError(absl::Duration delay, absl::Duration limit,
                              absl::Duration retry_after);

@@ -592,6 +592,11 @@ std::vector<Flag> MakeFlags() {
                 "all unix sockets. A proxy is one address.",
                 limits.address_connections, 1, 1 << 20,
                 QUANTD_FIELD(limits.address_connections)),
+      CountFlag("calls", kLimits,
+                "Calls that are open at once, streams among them; one caller "
+                "has at most half of them. An eighth as many may watch the "
+                "health besides.",
+                limits.calls, 16, 1 << 24, QUANTD_FIELD(limits.calls)),
       CountFlag("connection-streams", kLimits,
                 "Most streams and calls of one connection at once.",
                 limits.connection_streams, 1, 1 << 20,

@@ -31,7 +31,7 @@
 #include "quantd/v1/encoding_service.grpc.pb.h"
 #include "server/goodbye.h"
 #include "server/logging.h"
-#include "server/rpc/reflection_guard.h"
+#include "server/rpc/builtin_guard.h"
 #include "server/rpc/tensor_stream.h"
 
 namespace quantd::server {
@@ -233,6 +233,7 @@ QuantdServer::QuantdServer(const ServerOptions& options,
            helper_pool_.get(),
            options.shared_memory ? &regions_ : nullptr,
            &imports_},
+      registry_(options.limits.calls),
       quantization_service_(env_, &registry_),
       encoding_service_(env_, &registry_),
       housekeeper_(MakeHousekeeper(store, statistics)) {}
@@ -284,7 +285,7 @@ absl::Status QuantdServer::Listen() {
   std::vector<
       std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface>>
       interceptors;
-  interceptors.push_back(MakeReflectionGuard(&authenticator_, &registry_));
+  interceptors.push_back(MakeBuiltinGuard(env_, &registry_));
   builder.experimental().SetInterceptorCreators(std::move(interceptors));
   server_ = builder.BuildAndStart();
   if (server_ == nullptr) return core::ListenError(ports_->addresses()[0]);

@@ -46,6 +46,8 @@ struct Limits {
   // Connections at once, and those of one address.
   int64_t connections = 4096;
   int64_t address_connections = 2048;
+  // Calls that are open at once, streams among them.
+  int64_t calls = int64_t{16} << 10;
   // Streams and calls of one connection at once.
   int64_t connection_streams = 256;
   // A connection without any call for this long is closed.

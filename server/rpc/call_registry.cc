@@ -2,33 +2,45 @@
 
 #include <algorithm>
 
+#include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "core/errors.h"
 #include "core/parallel/steady_clock.h"
+#include "core/parallel/thread_pool.h"
 #include "server/guard/limits.h"
 
 namespace quantd::server {
+namespace {
+
+// As many times fewer may watch the health as may call.
+constexpr int64_t kWatchShare = 8;
+
+}  // namespace
+
+CallRegistry::CallRegistry(int64_t limit)
+    : call_room_(limit), watch_room_(limit / kWatchShare) {}
 
 void CallRegistry::Drain() {
   draining_.store(true);
   absl::MutexLock lock(&mutex_);
-  for (WatchedCall* call : calls_) call->Drain();
+  for (const auto& item : calls_) item.first->Drain();
 }
 
 void CallRegistry::EndOverdue(const Limits& limits) {
   absl::MutexLock lock(&mutex_);
-  for (WatchedCall* call : calls_) call->EndIfOverdue(limits);
+  for (const auto& item : calls_) item.first->EndIfOverdue(limits);
 }
 
 void CallRegistry::LookAfterMemory() {
   absl::MutexLock lock(&mutex_);
-  for (WatchedCall* call : calls_) call->LookAfterMemory();
+  for (const auto& item : calls_) item.first->LookAfterMemory();
 }
 
 void CallRegistry::EndAll() {
   absl::MutexLock lock(&mutex_);
-  for (WatchedCall* call : calls_) call->EndNow();
+  for (const auto& item : calls_) item.first->EndNow();
 }
 
 bool CallRegistry::WaitUntilEmpty(absl::Duration timeout) {
@@ -61,21 +73,46 @@ void CallRegistry::WaitUntilQuiet(absl::Duration quiet,
   }
 }
 
-void CallRegistry::Enter(WatchedCall* call) {
+absl::Status CallRegistry::Enter(WatchedCall* call,
+                                 core::ThreadPool::Group caller, Kind kind) {
   absl::MutexLock lock(&mutex_);
   last_arrival_ = core::SteadyNow();
-  calls_.insert(call);
+  Room* const room = kind == Kind::kWatch ? &watch_room_ : &call_room_;
+  absl::Status status = room->Take(caller);
+  calls_.emplace(call, Entry{caller, status.ok() ? room : nullptr});
   ++call_count_;
+  return status;
 }
 
 void CallRegistry::Leave(WatchedCall* call) {
+  Entry entry{};
   {
     absl::MutexLock lock(&mutex_);
-    calls_.erase(call);
+    const auto found = calls_.find(call);
+    entry = found->second;
+    calls_.erase(found);
   }
   delete call;
   absl::MutexLock lock(&mutex_);
+  if (entry.room != nullptr) entry.room->Return(entry.caller);
   --call_count_;
+}
+
+absl::Status CallRegistry::Room::Take(core::ThreadPool::Group caller) {
+  if (count >= limit) return core::CallLimitError(limit, "");
+  int64_t& own_count = counts[caller];
+  if (own_count >= limit / 2) {
+    return core::CallLimitError(limit / 2, " of this caller");
+  }
+  ++own_count;
+  ++count;
+  return absl::OkStatus();
+}
+
+void CallRegistry::Room::Return(core::ThreadPool::Group caller) {
+  --count;
+  const auto found = counts.find(caller);
+  if (--found->second == 0) counts.erase(found);
 }
 
 }  // namespace quantd::server

@@ -7,9 +7,11 @@
 #include <cstdint>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/container/flat_hash_set.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "core/parallel/thread_pool.h"
 #include "server/guard/limits.h"
 
 namespace quantd::server {
@@ -30,9 +32,18 @@ class WatchedCall {
   virtual void EndNow() = 0;
 };
 
-// The calls that are open. Thread-safe.
+// The calls that are open, and no more of them than may be: each takes memory
+// that is in no budget, about 15 KB. Thread-safe.
 class CallRegistry {
  public:
+  // Those that watch the health have room of their own: they neither take that
+  // of other calls nor lose theirs to them.
+  enum class Kind { kCall, kWatch };
+
+  // How many calls may be open, of which one caller has at most half; an eighth
+  // as many may watch the health, likewise.
+  explicit CallRegistry(int64_t limit);
+
   // Calls Drain of every call. Calls look at draining() by themselves before
   // they take on more.
   void Drain() ABSL_LOCKS_EXCLUDED(mutex_);
@@ -47,15 +58,38 @@ class CallRegistry {
   void WaitUntilQuiet(absl::Duration quiet, absl::Duration timeout)
       ABSL_LOCKS_EXCLUDED(mutex_);
 
-  void Enter(WatchedCall* call) ABSL_LOCKS_EXCLUDED(mutex_);
+  // Looks after the call until it leaves. `caller` is the group of its
+  // CallerShare, which the call holds.
+  // Errors: CALL_LIMIT; then the call has to end at once, and does not count.
+  absl::Status Enter(WatchedCall* call, core::ThreadPool::Group caller,
+                     Kind kind) ABSL_LOCKS_EXCLUDED(mutex_);
   // Deletes the call. The registry is not empty before what the call holds is
   // gone.
   void Leave(WatchedCall* call) ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
+  // For the calls of one kind.
+  struct Room {
+    explicit Room(int64_t limit) : limit(limit) {}
+    absl::Status Take(core::ThreadPool::Group caller);
+    void Return(core::ThreadPool::Group caller);
+
+    const int64_t limit;
+    int64_t count = 0;
+    // Of those that have some.
+    absl::flat_hash_map<core::ThreadPool::Group, int64_t> counts;
+  };
+  struct Entry {
+    core::ThreadPool::Group caller;
+    // Null for a call that was refused.
+    Room* room;
+  };
+
   std::atomic<bool> draining_{false};
   absl::Mutex mutex_;
-  absl::flat_hash_set<WatchedCall*> calls_ ABSL_GUARDED_BY(mutex_);
+  Room call_room_ ABSL_GUARDED_BY(mutex_);
+  Room watch_room_ ABSL_GUARDED_BY(mutex_);
+  absl::flat_hash_map<WatchedCall*, Entry> calls_ ABSL_GUARDED_BY(mutex_);
   // Those, and the ones that are being deleted.
   int64_t call_count_ ABSL_GUARDED_BY(mutex_) = 0;
   // When the last one came.

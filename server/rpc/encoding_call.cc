@@ -63,8 +63,10 @@ EncodingCall::EncodingCall(const CallArguments& arguments, Rpc rpc,
 
 void EncodingCall::Begin() {
   self_ = shared_from_this();
-  registry_->Enter(this);
+  absl::Status entered =
+      registry_->Enter(this, share_->group, CallRegistry::Kind::kCall);
   if (!caller_.ok()) return End(caller_.status());
+  if (!entered.ok()) return End(std::move(entered));
   Read();
 }
 

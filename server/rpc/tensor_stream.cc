@@ -46,9 +46,14 @@ TensorStream* TensorStream::Start(const RpcEnvironment& env, TensorRpc* rpc,
   absl::StatusOr<Caller> caller =
       env.authenticator->Authenticate(*context, stream->credential_, rpc->id());
   if (caller.ok()) stream->caller_ = *caller;
-  registry->Enter(stream.get());
+  absl::Status entered = registry->Enter(stream.get(), stream->share_->group,
+                                         CallRegistry::Kind::kCall);
   absl::MutexLock lock(&stream->mutex_);
-  if (!caller.ok()) stream->EndWith(caller.status());
+  if (!caller.ok()) {
+    stream->EndWith(caller.status());
+  } else if (!entered.ok()) {
+    stream->EndWith(std::move(entered));
+  }
   stream->Advance();
   return stream.get();
 }

@@ -117,6 +117,7 @@ TEST_F(ConfigTest, HasSafeDefaults) {
   EXPECT_EQ(config.limits.stream_age, limits.stream_age);
   EXPECT_EQ(config.limits.connections, limits.connections);
   EXPECT_EQ(config.limits.address_connections, limits.address_connections);
+  EXPECT_EQ(config.limits.calls, limits.calls);
   EXPECT_EQ(config.limits.connection_streams, limits.connection_streams);
   EXPECT_EQ(config.limits.connection_idle, limits.connection_idle);
   EXPECT_EQ(config.limits.connection_age, limits.connection_age);
@@ -151,6 +152,7 @@ TEST_F(ConfigTest, ReadsEveryFlag) {
                                    "--stream-age=2h",
                                    "--connections=100",
                                    "--address-connections=50",
+                                   "--calls=300",
                                    "--connection-streams=64",
                                    "--connection-idle=inf",
                                    "--connection-age=90m",
@@ -184,6 +186,7 @@ TEST_F(ConfigTest, ReadsEveryFlag) {
   EXPECT_EQ(config.limits.stream_age, absl::Hours(2));
   EXPECT_EQ(config.limits.connections, 100);
   EXPECT_EQ(config.limits.address_connections, 50);
+  EXPECT_EQ(config.limits.calls, 300);
   EXPECT_EQ(config.limits.connection_streams, 64);
   EXPECT_EQ(config.limits.connection_idle, absl::InfiniteDuration());
   EXPECT_EQ(config.limits.connection_age, absl::Minutes(90));

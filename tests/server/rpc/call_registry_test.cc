@@ -1,10 +1,16 @@
 #include "server/rpc/call_registry.h"
 
+#include <cstdint>
+#include <deque>
+#include <string>
 #include <thread>
 
+#include "absl/status/status.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/time.h"
+#include "core/errors.h"
 #include "core/parallel/steady_clock.h"
+#include "core/parallel/thread_pool.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "server/guard/limits.h"
@@ -13,6 +19,11 @@ namespace quantd::server {
 namespace {
 
 using ::testing::_;
+using ::testing::HasSubstr;
+using Kind = CallRegistry::Kind;
+
+constexpr int64_t kLimit = 32;
+constexpr core::ThreadPool::Group kCaller = 1;
 
 class MockCall : public WatchedCall {
  public:
@@ -38,14 +49,14 @@ class SlowlyDeletedCall final : public MockCall {
 };
 
 TEST(CallRegistryTest, HandsEverythingOnToEveryCall) {
-  CallRegistry registry;
+  CallRegistry registry(kLimit);
   MockCall* const calls[] = {new MockCall, new MockCall};
   for (MockCall* call : calls) {
     EXPECT_CALL(*call, EndIfOverdue(_));
     EXPECT_CALL(*call, LookAfterMemory());
     EXPECT_CALL(*call, Drain());
     EXPECT_CALL(*call, EndNow());
-    registry.Enter(call);
+    EXPECT_TRUE(registry.Enter(call, kCaller, Kind::kCall).ok());
   }
   registry.EndOverdue(Limits());
   registry.LookAfterMemory();
@@ -57,22 +68,22 @@ TEST(CallRegistryTest, HandsEverythingOnToEveryCall) {
 }
 
 TEST(CallRegistryTest, ForgetsACallThatLeft) {
-  CallRegistry registry;
+  CallRegistry registry(kLimit);
   auto* const call = new MockCall;
   EXPECT_CALL(*call, Drain()).Times(0);
-  registry.Enter(call);
+  EXPECT_TRUE(registry.Enter(call, kCaller, Kind::kCall).ok());
   registry.Leave(call);
   registry.Drain();
 }
 
 TEST(CallRegistryTest, IsNotEmptyWhileACallIsBeingDeleted) {
-  CallRegistry registry;
+  CallRegistry registry(kLimit);
   EXPECT_TRUE(registry.WaitUntilEmpty(absl::ZeroDuration()));
   absl::Notification begun;
   absl::Notification go;
   auto* const call = new SlowlyDeletedCall(&begun, &go);
   EXPECT_CALL(*call, LookAfterMemory()).Times(0);
-  registry.Enter(call);
+  EXPECT_TRUE(registry.Enter(call, kCaller, Kind::kCall).ok());
   EXPECT_FALSE(registry.WaitUntilEmpty(absl::ZeroDuration()));
   std::thread leaving([&] { registry.Leave(call); });
   begun.WaitForNotification();
@@ -85,14 +96,91 @@ TEST(CallRegistryTest, IsNotEmptyWhileACallIsBeingDeleted) {
 }
 
 TEST(CallRegistryTest, WaitsUntilNoCallComes) {
-  CallRegistry registry;
+  CallRegistry registry(kLimit);
   auto* const call = new MockCall;
-  registry.Enter(call);
+  EXPECT_TRUE(registry.Enter(call, kCaller, Kind::kCall).ok());
   const absl::Duration start = core::SteadyNow();
   registry.WaitUntilQuiet(absl::Milliseconds(20), absl::Seconds(20));
   EXPECT_GE(core::SteadyNow() - start, absl::Milliseconds(20));
   registry.WaitUntilQuiet(absl::InfiniteDuration(), absl::Milliseconds(1));
   registry.Leave(call);
+}
+
+// Calls that are open, for as long as this is.
+class OpenCalls {
+ public:
+  explicit OpenCalls(CallRegistry* registry) : registry_(registry) {}
+  ~OpenCalls() {
+    while (!calls_.empty()) LeaveOne();
+  }
+
+  absl::Status Enter(core::ThreadPool::Group caller, Kind kind) {
+    calls_.push_back(new ::testing::NiceMock<MockCall>);
+    return registry_->Enter(calls_.back(), caller, kind);
+  }
+  // How many are taken of that many.
+  int Enter(core::ThreadPool::Group caller, Kind kind, int count) {
+    int taken = 0;
+    for (int i = 0; i < count; ++i) taken += Enter(caller, kind).ok() ? 1 : 0;
+    return taken;
+  }
+  // The first of those that are there.
+  void LeaveOne() {
+    registry_->Leave(calls_.front());
+    calls_.pop_front();
+  }
+
+ private:
+  CallRegistry* const registry_;
+  std::deque<WatchedCall*> calls_;
+};
+
+TEST(CallRegistryTest, TakesNoMoreCallsThanMayBeOpen) {
+  CallRegistry registry(kLimit);
+  OpenCalls calls(&registry);
+  EXPECT_EQ(calls.Enter(1, Kind::kCall, kLimit), kLimit / 2);
+  const absl::Status own = calls.Enter(1, Kind::kCall);
+  EXPECT_EQ(own.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(core::ErrorReason(own), "CALL_LIMIT");
+  EXPECT_THAT(std::string(own.message()), HasSubstr("16 calls of this caller"));
+  EXPECT_GT(core::ErrorRetryAfter(own), absl::ZeroDuration());
+  EXPECT_EQ(calls.Enter(2, Kind::kCall, kLimit / 2 - 1), kLimit / 2 - 1);
+  EXPECT_EQ(calls.Enter(3, Kind::kCall, 2), 1);
+  const absl::Status all = calls.Enter(4, Kind::kCall);
+  EXPECT_EQ(core::ErrorReason(all), "CALL_LIMIT");
+  EXPECT_THAT(std::string(all.message()), HasSubstr("32 calls are open"));
+}
+
+TEST(CallRegistryTest, TakesAnotherCallWhenOneHasGone) {
+  CallRegistry registry(kLimit);
+  OpenCalls calls(&registry);
+  EXPECT_EQ(calls.Enter(1, Kind::kCall, kLimit / 2), kLimit / 2);
+  calls.LeaveOne();
+  EXPECT_EQ(calls.Enter(1, Kind::kCall, 2), 1);
+  // Those that were refused leave nothing behind.
+  for (int i = 0; i < kLimit / 2 + 1; ++i) calls.LeaveOne();
+  EXPECT_EQ(calls.Enter(1, Kind::kCall, kLimit), kLimit / 2);
+}
+
+TEST(CallRegistryTest, LooksAfterACallThatIsRefused) {
+  CallRegistry registry(kLimit);
+  OpenCalls calls(&registry);
+  EXPECT_EQ(calls.Enter(kCaller, Kind::kCall, kLimit / 2), kLimit / 2);
+  auto* const call = new MockCall;
+  EXPECT_CALL(*call, EndNow());
+  EXPECT_FALSE(registry.Enter(call, kCaller, Kind::kCall).ok());
+  registry.EndAll();
+  registry.Leave(call);
+}
+
+TEST(CallRegistryTest, HasRoomOfItsOwnForThoseThatWatchTheHealth) {
+  CallRegistry registry(kLimit);
+  OpenCalls calls(&registry);
+  EXPECT_EQ(calls.Enter(1, Kind::kWatch, kLimit), kLimit / 16);
+  EXPECT_EQ(calls.Enter(2, Kind::kWatch, kLimit), kLimit / 16);
+  EXPECT_EQ(calls.Enter(3, Kind::kWatch, kLimit), 0);
+  EXPECT_EQ(calls.Enter(1, Kind::kCall, kLimit), kLimit / 2);
+  EXPECT_EQ(calls.Enter(2, Kind::kCall, kLimit), kLimit / 2);
 }
 
 }  // namespace

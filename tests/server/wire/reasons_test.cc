@@ -80,7 +80,8 @@ TEST(ReasonsTest, BothServicesListWhatBothCanAnswer) {
       "DRAINING",         "GRANULARITY_TOO_FINE", "SCALE_COUNT_LIMIT",
       "TOKEN_MISSING",    "TOKEN_INVALID",        "SCOPE_MISSING",
       "SYMMETRY_INVALID", "METHOD_INVALID",       "STREAM_IDLE",
-      "STREAM_AGE",       "MODEL_DENIED",         "MESSAGE_MALFORMED"};
+      "STREAM_AGE",       "MODEL_DENIED",         "MESSAGE_MALFORMED",
+      "CALL_LIMIT"};
   for (const char* service : {"encoding", "quantization"}) {
     const std::string text =
         Read(absl::StrCat("proto/quantd/v1/", service, "_service.proto"));
