@@ -222,11 +222,12 @@ void Compute(const Options& options, Session* session) {
   for (const v1::SpecOverride& entry : request->overrides()) {
     patterns.push_back(entry.pattern());
   }
-  absl::Status status = CheckStoredPatterns(
-      "--spec", patterns, Stored::kStatistics, options.name, client.get());
+  absl::Status status =
+      CheckStoredPatterns("--spec", patterns, Stored::kStatistics, options.name,
+                          client.get(), PatternRule::kFirstTakes);
   if (!status.ok()) return FailEarly(status, session);
   Json list = Json::array();
-  std::vector<std::string> errors;
+  std::vector<TensorError> errors;
   Table table;
   table.AddColumn("TENSOR", Table::Align::kLeft);
   table.AddColumn("FORMAT", Table::Align::kLeft);
@@ -244,8 +245,7 @@ void Compute(const Options& options, Session* session) {
           if (response.has_error()) {
             const absl::Status error = FromTensorError(response.error());
             json["error"] = ErrorJson(error);
-            errors.push_back(
-                absl::StrCat("quantctl: tensor ", name, ": ", error.message()));
+            errors.push_back({name, error});
             table.AddRow({Printable(name), "failed"});
           } else {
             const v1::StoredEncoding& stored = response.stored_encoding();
@@ -279,7 +279,7 @@ void Compute(const Options& options, Session* session) {
   }
   session->Print(table.empty() ? "no tensors\n"
                                : table.Render(StdoutHasStyle()));
-  for (const std::string& error : errors) session->PrintError(error);
+  PrintTensorErrors(errors, session);
 }
 
 }  // namespace

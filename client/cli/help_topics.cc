@@ -23,7 +23,7 @@ constexpr char kSpecs[] =
   --spec PATTERN=SPEC   for tensors whose name matches (* and ?); the first
                         pattern that matches counts. Without a SPEC for all
                         others these are left as they are. A pattern that
-                        matches nothing is an error
+                        takes nothing is an error: put the narrower one first
   --spec @FILE          the file has one of these on each line
 
 Formats:

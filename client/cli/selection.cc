@@ -61,6 +61,31 @@ absl::Status CheckPattern(absl::string_view option, const std::string& pattern,
                                            count, why_not));
 }
 
+// Of `patterns` the first that matches a name takes it. One that takes none
+// would be dropped without a word.
+absl::Status CheckEachTakes(absl::string_view option,
+                            const std::vector<std::string>& patterns,
+                            const std::vector<std::string>& names) {
+  std::vector<bool> takes(patterns.size(), false);
+  for (const std::string& name : names) {
+    const auto first = std::find_if(
+        patterns.begin(), patterns.end(),
+        [&](const std::string& pattern) { return MatchesGlob(pattern, name); });
+    if (first != patterns.end()) {
+      takes[static_cast<size_t>(first - patterns.begin())] = true;
+    }
+  }
+  const auto idle = std::find(takes.begin(), takes.end(), false);
+  if (idle == takes.end()) return absl::OkStatus();
+  const std::string& pattern =
+      patterns[static_cast<size_t>(idle - takes.begin())];
+  return ArgumentInvalidError(absl::StrCat(
+      "expected tensors to take for ", option, " \"", pattern,
+      "\", got none: earlier patterns take all ", CountMatches(pattern, names),
+      " that it matches; the first pattern that matches counts, so put the "
+      "narrower one first"));
+}
+
 }  // namespace
 
 absl::StatusOr<Tensors> SelectTensors(
@@ -101,7 +126,9 @@ absl::StatusOr<Tensors> SelectTensors(
     }
   }
   if (specs != nullptr) {
+    std::vector<std::string> patterns;
     for (const SpecSet::Override& entry : specs->overrides) {
+      patterns.push_back(entry.pattern);
       if (absl::Status s = CheckPattern(
               "--spec", entry.pattern, taken, all,
               absl::StrCat(", which other options leave out, or none of them ",
@@ -109,6 +136,10 @@ absl::StatusOr<Tensors> SelectTensors(
           !s.ok()) {
         return s;
       }
+    }
+    if (absl::Status s = CheckEachTakes("--spec", patterns, NamesOf(taken));
+        !s.ok()) {
+      return s;
     }
     taken.erase(std::remove_if(taken.begin(), taken.end(),
                                [&](const files::FileTensor* tensor) {
@@ -126,7 +157,7 @@ absl::StatusOr<Tensors> SelectTensors(
 absl::Status CheckStoredPatterns(const char* option,
                                  const std::vector<std::string>& patterns,
                                  Stored stored, const NameOptions& name,
-                                 Client* client) {
+                                 Client* client, PatternRule rule) {
   if (patterns.empty()) return absl::OkStatus();
   std::vector<std::string> names;
   absl::Status status;
@@ -157,7 +188,9 @@ absl::Status CheckStoredPatterns(const char* option,
       return NoMatchError(option, pattern, names);
     }
   }
-  return absl::OkStatus();
+  return rule == PatternRule::kFirstTakes
+             ? CheckEachTakes(option, patterns, names)
+             : absl::OkStatus();
 }
 
 void PrintNotes(const std::vector<std::string>& notes, Session* session) {

@@ -27,14 +27,19 @@ absl::StatusOr<std::vector<const files::FileTensor*>> SelectTensors(
 
 enum class Stored { kStatistics, kEncodings };
 
+// What patterns do that match one name: each of them selects it, or the first
+// takes it.
+enum class PatternRule { kAllSelect, kFirstTakes };
+
 // Whether each pattern matches the name of a tensor that has statistics, or an
-// encoding, on the server; `option` has the patterns. Who may not list them is
-// not held up.
+// encoding, on the server; with kFirstTakes whether each takes one. `option`
+// has the patterns. Who may not list names is not held up.
 // Errors: ARGUMENT_INVALID; those of the client.
 absl::Status CheckStoredPatterns(const char* option,
                                  const std::vector<std::string>& patterns,
                                  Stored stored, const NameOptions& name,
-                                 Client* client);
+                                 Client* client,
+                                 PatternRule rule = PatternRule::kAllSelect);
 
 // What became of a tensor that failed.
 struct TensorError {

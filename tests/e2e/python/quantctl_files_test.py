@@ -476,6 +476,13 @@ class PatternsTest(FilesCase):
                 (("--spec", "conv*=int8", "--exclude", "conv*"), "conv*"),
                 (("--include", "conv*", "--exclude", "conv*"), "got none"),
                 (("--min-rank", "7"), "at least 7 dimensions, got none"),
+                # What an earlier pattern takes is not there for a later one.
+                (("--spec", "*.weight=int4", "--spec", "conv*=int8"),
+                 "--spec \"conv*\", got none: earlier patterns take all 2"),
+                (("--spec", "conv1*=int4", "--spec", "conv2*=int4", "--spec",
+                  "conv?.weight=int8"), "take all 2 that it matches"),
+                (("--spec", "conv*=int4", "--spec", "conv*=int4"),
+                 "put the narrower one first"),
                 (("--spec", "@" + empty), "got none")):
             for command in (("quantize", "-o", self.path("out")),
                             ("calibrate", "--model", "patterns"),
@@ -522,7 +529,16 @@ class PatternsTest(FilesCase):
                 self.refused(*command, *names, flag, "conv*" + spec, flag,
                              "typo*" + spec, code=USAGE,
                              words=[f"{flag} \"typo*\", got none among 4"])
+        self.refused("encodings", "compute", *names, "--spec", "conv*=int8:mse",
+                     "--spec", "conv1*=uint8", code=USAGE,
+                     words=["--spec \"conv1*\", got none: earlier patterns "
+                            "take all 1"])
         self.assertEqual(self.json("encodings", "list", *names), before)
+        self.run_quantctl("encodings", "compute", *names, "--spec",
+                          "conv1*=uint8", "--spec", "conv*=int8:mse")
+        # Patterns that select may overlap.
+        self.run_quantctl("export", *names, "-o", out, "--include", "conv*",
+                          "--include", "conv1*")
 
     def test_CalibrateKeepsEncodingsOfWhatPatternsMatch(self):
         self.run_quantctl("calibrate", self.input, "--model", "matched",
