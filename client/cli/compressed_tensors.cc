@@ -26,6 +26,7 @@
 #include "client/cpp/errors.h"
 #include "client/files/dtype.h"
 #include "client/files/errors.h"
+#include "client/files/shard_index.h"
 #include "nlohmann/json.hpp"
 #include "re2/re2.h"
 
@@ -144,8 +145,8 @@ absl::StatusOr<uint64_t> CompressedModel::Write(
     files::SafetensorsWriter* writer) {
   const absl::StatusOr<FormatInfo> format = GetFormatInfo(encoding.format());
   if (!format.ok()) return format.status();
-  absl::string_view module = name;
-  if (!absl::ConsumeSuffix(&module, kWeight) || module.empty()) {
+  const absl::string_view module = ModuleOf(name);
+  if (module.empty()) {
     return NotHeld("tensors that are named MODULE.weight");
   }
   const std::vector<int64_t> block_size(encoding.block_size().begin(),
@@ -301,7 +302,7 @@ absl::StatusOr<uint64_t> CompressedModel::Write(
   return size_bytes;
 }
 
-Json CompressedModel::Config() const {
+Json CompressedModel::Config(const std::vector<std::string>& ignored) const {
   absl::flat_hash_map<std::string, size_t> index;
   std::vector<std::pair<Json, Json>> groups;
   std::string format;
@@ -326,7 +327,7 @@ Json CompressedModel::Config() const {
           {"format", format},
           {"global_compression_ratio", nullptr},
           {"kv_cache_scheme", nullptr},
-          {"ignore", Json::array()},
+          {"ignore", ignored},
           {"config_groups", std::move(config_groups)}};
 }
 
@@ -786,6 +787,28 @@ absl::StatusOr<ElementType> ElementTypeOfModel(const Json& config) {
 
 }  // namespace
 
+absl::string_view ModuleOf(absl::string_view tensor) {
+  return absl::ConsumeSuffix(&tensor, kWeight) ? tensor : "";
+}
+
+absl::Status CheckGroups(const EncodingSpec& spec,
+                         const std::vector<int64_t>& shape) {
+  if (shape.size() != 2) return absl::OkStatus();
+  const int64_t columns = shape[1];
+  const auto& block = spec.block_size();
+  // One group as long as a row, or longer, is a channel.
+  int64_t group =
+      block.size() == 2 && block[0] == 1 && block[1] < columns ? block[1] : 0;
+  if (spec.format() == v1::NUMBER_FORMAT_NVFP4) group = kNvfp4Group;
+  if (spec.format() == v1::NUMBER_FORMAT_MXFP4_E2M1) group = kMxfp4Group;
+  if (group == 0 || columns % group == 0) return absl::OkStatus();
+  return NotHeld(absl::StrCat(
+      "groups that divide the columns of a matrix, got ", columns,
+      " columns and groups of ", group,
+      "; take a group size that divides them, or per-channel (--spec "
+      "PATTERN=SPEC for this tensor alone), or leave it out with --exclude"));
+}
+
 bool IsExactInverse(float global, float outer) {
   // E4M3 numbers are these times powers of two.
   for (int mantissa = 8; mantissa < 16; ++mantissa) {
@@ -805,7 +828,7 @@ absl::StatusOr<std::vector<QuantizedTensor>> ReadCompressed(
                              : slash == std::string::npos
                                  ? "."
                                  : path.substr(0, slash + 1);
-  const std::string config_path = absl::StrCat(folder, "/config.json");
+  const std::string config_path = files::PathIn(folder, "config.json");
   std::ifstream file(config_path, std::ios::binary);
   if (!file) return std::vector<QuantizedTensor>();
   const std::string text(std::istreambuf_iterator<char>(file), {});

@@ -67,14 +67,25 @@ class CompressedModel {
   // Scheme by module.
   const Json& modules() const { return modules_; }
 
-  // The "quantization_config" of what was written.
-  Json Config() const;
+  // The "quantization_config" of what was written. Readers take no module of a
+  // matrix that is neither in it nor ignored: `ignored` are those that were
+  // left as they are.
+  Json Config(const std::vector<std::string>& ignored) const;
 
  private:
   const bool packs_all_;
   Json modules_ = Json::object();
   int64_t rounded_count_ = 0;
 };
+
+// The module of "MODULE.weight"; empty for another name.
+absl::string_view ModuleOf(absl::string_view tensor);
+
+// Whether the groups that share a scale divide the rows of a matrix, as readers
+// of these models take them.
+// Errors: ARGUMENT_INVALID.
+absl::Status CheckGroups(const EncodingSpec& spec,
+                         const std::vector<int64_t>& shape);
 
 // Whether dividing the E4M3 scales by `global` gives the same floats as
 // multiplying them with `outer`.

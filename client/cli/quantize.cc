@@ -1,3 +1,4 @@
+#include <dirent.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -20,6 +21,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/escaping.h"
+#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -28,6 +30,7 @@
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
 #include "client/cli/compressed_tensors.h"
+#include "client/cli/interrupt.h"
 #include "client/cli/output.h"
 #include "client/cli/progress.h"
 #include "client/cli/quantized_tensor.h"
@@ -49,6 +52,12 @@ namespace quantd::cli {
 namespace {
 
 constexpr char kConfigName[] = "config.json";
+// Of the files beside a model's tensors that go with it: configurations,
+// vocabularies, SentencePiece models and templates of chats.
+constexpr absl::string_view kBesideExtensions[] = {".json", ".txt", ".model",
+                                                   ".jinja"};
+constexpr int64_t kMostBesideBytes = 64 << 20;
+constexpr size_t kMostNames = 10;
 
 struct Options {
   std::string input;
@@ -150,6 +159,8 @@ struct Shard {
 
   std::string input_path;
   TensorInput input;
+  // In a folder.
+  std::string name;
   std::string output_path;
   std::vector<const files::FileTensor*> selected;
   // As the metadata have them.
@@ -162,6 +173,37 @@ struct Shard {
   // It is in its place, kept or new.
   bool is_written = false;
 };
+
+// Names in a folder, in order; none where it cannot be read.
+std::vector<std::string> FilesIn(const std::string& folder) {
+  std::vector<std::string> names;
+  DIR* const opened = opendir(folder.c_str());
+  if (opened == nullptr) return names;
+  while (const dirent* const entry = readdir(opened)) {
+    names.emplace_back(entry->d_name);
+  }
+  closedir(opened);
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+absl::StatusOr<std::string> ReadWhole(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file) return files::FileUnreadableError(path, errno);
+  return std::string(std::istreambuf_iterator<char>(file), {});
+}
+
+// Whether a config.json is of a compressed-tensors model.
+bool IsOfCompressed(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  const Json document =
+      Json::parse(std::string(std::istreambuf_iterator<char>(file), {}),
+                  nullptr, /*allow_exceptions=*/false);
+  if (!document.is_object()) return false;
+  const auto config = document.find("quantization_config");
+  return config != document.end() && config->is_object() &&
+         config->value("quant_method", Json()) == "compressed-tensors";
+}
 
 std::string TextHash(const std::string& text) {
   return absl::StrFormat("%016x", XXH3_64bits(text.data(), text.size()));
@@ -256,15 +298,15 @@ class Quantizer {
       names = std::move(index->shards);
     }
     for (const std::string& name : names) {
-      std::string path = reads_folder ? absl::StrCat(options_.input, "/", name)
-                                      : options_.input;
+      std::string path =
+          reads_folder ? files::PathIn(options_.input, name) : options_.input;
       absl::StatusOr<TensorInput> input = TensorInput::Open(path);
       if (!input.ok()) return input.status();
       shards_.push_back(
           std::make_unique<Shard>(std::move(path), *std::move(input)));
       shards_.back()->output_path =
-          is_folder_ ? absl::StrCat(options_.output.path, "/", name)
-                     : options_.output.path;
+          is_folder_ ? OutputPath(name) : options_.output.path;
+      shards_.back()->name = name;
       absl::Status status = CheckPlain(shards_.back()->input, options_.input);
       if (!status.ok()) return status;
     }
@@ -314,8 +356,12 @@ class Quantizer {
         }
         if (!is_selected.contains(&tensor)) continue;
         outcome->second.status = CheckNames(shard->input, tensor.name);
-        outcome->second.status.Update(
-            specs_.For(tensor.name)->SpecOf(tensor.shape).status());
+        const absl::StatusOr<EncodingSpec> spec =
+            specs_.For(tensor.name)->SpecOf(tensor.shape);
+        outcome->second.status.Update(spec.status());
+        if (spec.ok() && IsCompressed()) {
+          outcome->second.status.Update(CheckGroups(*spec, tensor.shape));
+        }
         if (outcome->second.status.ok()) shard->selected.push_back(&tensor);
       }
     }
@@ -352,7 +398,8 @@ class Quantizer {
           (written.ok() && Metadata(*written, kCommandKey) == shard->command);
       has_own = has_own || is_own;
       if (!is_own && !options_.output.force) {
-        return files::FileExistsError(shard->output_path);
+        return ExistsError(
+            *shard, written.ok() && !Metadata(*written, kCommandKey).empty());
       }
       shard->if_exists = files::IfExists::kReplace;
     }
@@ -369,8 +416,18 @@ class Quantizer {
                                                 : absl::OkStatus();
   }
 
+  static absl::Status ExistsError(const Shard& shard, bool is_quantctls) {
+    const absl::Status status = files::FileExistsError(shard.output_path);
+    if (!is_quantctls) return status;
+    return absl::AlreadyExistsError(absl::StrCat(
+        status.message(),
+        ", made from another input or with other options (--spec, --include, "
+        "--exclude, --min-rank, --all, --layout); give those of that run to go "
+        "on with it, or another folder with -o"));
+  }
+
   std::string OutputPath(absl::string_view name) const {
-    return absl::StrCat(options_.output.path, "/", name);
+    return files::PathIn(options_.output.path, name);
   }
 
   static std::string Metadata(const files::SafetensorsReader& reader,
@@ -480,6 +537,7 @@ class Quantizer {
         return files::FileUnwritableError(options_.output.path, errno);
       }
     }
+    interrupt_note_.Set(UnfinishedText());
     uint64_t total_bytes = 0;
     for (const std::unique_ptr<Shard>& shard : shards_) {
       if (shard->is_kept) continue;
@@ -499,12 +557,53 @@ class Quantizer {
         }
       }
     }
+    absl::Status status = CopyBesides();
+    if (status.ok() && IsCompressed()) status = WriteConfig();
+    // The last, because it makes a model of the shards.
+    if (status.ok() && !weight_map_.empty()) status = WriteIndex();
+    is_complete_ = status.ok();
+    return status;
+  }
+
+  // Before the first shard is in its place: takes away what would make a model
+  // of new and old shards, and with --force what an earlier run left that this
+  // one does not replace.
+  absl::Status ClearFolder() {
+    if (!is_folder_ || is_cleared_) return absl::OkStatus();
+    is_cleared_ = true;
+    std::vector<std::string> paths;
     if (!weight_map_.empty()) {
-      absl::Status status = WriteIndex();
-      if (!status.ok()) return status;
+      paths.push_back(OutputPath(files::kShardIndexName));
     }
-    is_complete_ = true;
-    return IsCompressed() ? WriteConfig() : absl::OkStatus();
+    const std::string config = OutputPath(kConfigName);
+    if (IsCompressed() || (options_.output.force && IsOfCompressed(config))) {
+      paths.push_back(config);
+    }
+    if (options_.output.force) {
+      for (const std::string& name : FilesIn(options_.output.path)) {
+        if (IsStaleShard(name)) paths.push_back(OutputPath(name));
+      }
+    }
+    for (const std::string& path : paths) {
+      if (unlink(path.c_str()) != 0 && errno != ENOENT) {
+        return files::FileUnwritableError(path, errno);
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  // One that quantctl wrote and that is none of this run.
+  bool IsStaleShard(const std::string& name) const {
+    if (!absl::EndsWith(name, ".safetensors") ||
+        std::any_of(shards_.begin(), shards_.end(),
+                    [&](const std::unique_ptr<Shard>& shard) {
+                      return shard->name == name;
+                    })) {
+      return false;
+    }
+    const absl::StatusOr<files::SafetensorsReader> reader =
+        files::SafetensorsReader::Open(OutputPath(name));
+    return reader.ok() && !Metadata(*reader, kCommandKey).empty();
   }
 
   absl::Status WriteShard(Shard* shard, Progress* progress) {
@@ -542,10 +641,13 @@ class Quantizer {
         writer->SetMetadata(kTensorsKey, RecordsText(shard->input));
       }
     }
+    status = ClearFolder();
+    if (!status.ok()) return status;
     const absl::StatusOr<uint64_t> size = writer->Finish();
     if (!size.ok()) return size.status();
     file_bytes_ += *size;
     shard->is_written = true;
+    interrupt_note_.Set(UnfinishedText());
     return absl::OkStatus();
   }
 
@@ -659,10 +761,8 @@ class Quantizer {
       const absl::StatusOr<files::SafetensorsReader> written =
           files::SafetensorsReader::Open(shard->output_path);
       if (!written.ok()) return written.status();
-      const std::string name =
-          shard->output_path.substr(options_.output.path.size() + 1);
       for (const files::FileTensor& tensor : written->tensors()) {
-        weight_map[tensor.name] = name;
+        weight_map[tensor.name] = shard->name;
         total_bytes += tensor.data.size();
       }
     }
@@ -671,11 +771,99 @@ class Quantizer {
                                   total_bytes);
   }
 
+  // The modules whose matrix was left as it is.
+  std::vector<std::string> IgnoredModules() const {
+    std::vector<std::string> modules;
+    for (const auto& [name, outcome] : outcomes_) {
+      const absl::string_view module = ModuleOf(name);
+      if (outcome.is_quantized || module.empty()) continue;
+      const auto is_matrix = [&name =
+                                  name](const std::unique_ptr<Shard>& shard) {
+        const files::FileTensor* const tensor = shard->input.Find(name);
+        return tensor != nullptr && tensor->shape.size() == 2;
+      };
+      if (std::any_of(shards_.begin(), shards_.end(), is_matrix)) {
+        modules.emplace_back(module);
+      }
+    }
+    std::sort(modules.begin(), modules.end(), NaturalLess);
+    return modules;
+  }
+
+  // What a folder has beside its tensors, such as a tokenizer: with
+  // compressed-tensors, whose folder is a model that others load, it is copied
+  // where it is text and small. One line names the rest.
+  absl::Status CopyBesides() {
+    if (!files::IsFolder(options_.input)) return absl::OkStatus();
+    std::vector<std::string> left_out;
+    for (const std::string& name : FilesIn(options_.input)) {
+      const bool is_replaced =
+          name == files::kShardIndexName ||
+          (IsCompressed() && name == kConfigName) ||
+          std::any_of(shards_.begin(), shards_.end(),
+                      [&](const std::unique_ptr<Shard>& shard) {
+                        return shard->name == name;
+                      });
+      if (name[0] == '.' || is_replaced) continue;
+      bool is_copied = false;
+      if (IsCompressed() && IsBeside(name)) {
+        const absl::StatusOr<bool> copied = CopyBeside(name);
+        if (!copied.ok()) return copied.status();
+        is_copied = *copied;
+      }
+      if (!is_copied) left_out.push_back(name);
+    }
+    if (left_out.empty() || session_.quiet) return absl::OkStatus();
+    const size_t count = left_out.size();
+    if (count > kMostNames) left_out.resize(kMostNames);
+    session_.PrintError(absl::StrCat(
+        "quantctl: of ", options_.input,
+        " not copied: ", absl::StrJoin(left_out, ", "),
+        count > kMostNames
+            ? absl::StrCat(" and ", CountText(count - kMostNames), " more")
+            : ""));
+    return absl::OkStatus();
+  }
+
+  static bool IsBeside(absl::string_view name) {
+    return !absl::EndsWith(name, ".index.json") &&
+           std::any_of(std::begin(kBesideExtensions),
+                       std::end(kBesideExtensions),
+                       [name](absl::string_view extension) {
+                         return absl::EndsWith(name, extension);
+                       });
+  }
+
+  // False for one that is too large, or that another file is in the place of.
+  absl::StatusOr<bool> CopyBeside(const std::string& name) {
+    const std::string from = files::PathIn(options_.input, name);
+    struct stat status;
+    if (stat(from.c_str(), &status) != 0 || !S_ISREG(status.st_mode) ||
+        status.st_size > kMostBesideBytes) {
+      return false;
+    }
+    absl::StatusOr<std::string> text = ReadWhole(from);
+    if (!text.ok()) return text.status();
+    const std::string to = OutputPath(name);
+    if (FileExists(to)) {
+      const absl::StatusOr<std::string> there = ReadWhole(to);
+      if (there.ok() && *there == *text) return true;
+      if (!options_.output.force) return false;
+    }
+    absl::StatusOr<files::AtomicFile> file =
+        files::AtomicFile::Create(to, files::IfExists::kReplace);
+    if (!file.ok()) return file.status();
+    absl::Status written = file->Append(*text);
+    if (written.ok()) written = file->Commit();
+    if (!written.ok()) return written;
+    return true;
+  }
+
   // The model's configuration with the schemes of its modules.
   absl::Status WriteConfig() {
     Json config = Json::object();
     if (files::IsFolder(options_.input)) {
-      const std::string path = absl::StrCat(options_.input, "/", kConfigName);
+      const std::string path = files::PathIn(options_.input, kConfigName);
       std::ifstream file(path, std::ios::binary);
       if (file) {
         const std::string text(std::istreambuf_iterator<char>(file), {});
@@ -685,7 +873,7 @@ class Quantizer {
         }
       }
     }
-    config["quantization_config"] = compressed_.Config();
+    config["quantization_config"] = compressed_.Config(IgnoredModules());
     absl::StatusOr<files::AtomicFile> file = files::AtomicFile::Create(
         OutputPath(kConfigName), files::IfExists::kReplace);
     if (!file.ok()) return file.status();
@@ -819,11 +1007,23 @@ class Quantizer {
                        options_.name.model, "\" all the same"));
     }
     if (is_folder_ && totals.written_shards > 0) {
-      session_.PrintError(absl::StrCat(
-          "quantctl: ", options_.output.path, " has ",
-          CountText(totals.written_shards), " of ", CountText(shards_.size()),
-          " shards; the same command goes on from there"));
+      session_.PrintError(UnfinishedText());
     }
+  }
+
+  // One line, also where there is nothing.
+  std::string UnfinishedText() const {
+    const auto count = std::count_if(
+        shards_.begin(), shards_.end(),
+        [](const std::unique_ptr<Shard>& shard) { return shard->is_written; });
+    if (!is_folder_) {
+      return absl::StrCat("quantctl: stopped; ", options_.output.path,
+                          " is not written");
+    }
+    return absl::StrCat("quantctl: ", options_.output.path, " has ",
+                        CountText(static_cast<uint64_t>(count)), " of ",
+                        CountText(shards_.size()),
+                        " shards; the same command goes on from there");
   }
 
   // Codes do not say that there was something else.
@@ -959,7 +1159,9 @@ class Quantizer {
   // Of the input; empty where it has no index.
   std::map<std::string, std::string> weight_map_;
   bool made_folder_ = false;
+  bool is_cleared_ = false;
   bool is_complete_ = false;
+  InterruptNote interrupt_note_;
   // What a compressed-tensors configuration will have; that of the shard under
   // way.
   CompressedModel compressed_{false};

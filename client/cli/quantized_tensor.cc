@@ -482,7 +482,7 @@ const files::FileTensor* FindCodes(const TensorInput& input) {
 // What a folder's config.json says of how the model is quantized; empty where
 // it says nothing.
 std::string QuantizationMethod(const std::string& folder) {
-  std::ifstream file(absl::StrCat(folder, "/config.json"), std::ios::binary);
+  std::ifstream file(files::PathIn(folder, "config.json"), std::ios::binary);
   if (!file) return "";
   const std::string text(std::istreambuf_iterator<char>(file), {});
   const Json document = Json::parse(text, nullptr, /*allow_exceptions=*/false);

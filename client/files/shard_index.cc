@@ -35,8 +35,12 @@ bool IsFolder(const std::string& path) {
   return stat(path.c_str(), &status) == 0 && S_ISDIR(status.st_mode);
 }
 
+std::string PathIn(absl::string_view folder, absl::string_view name) {
+  return absl::StrCat(folder, absl::EndsWith(folder, "/") ? "" : "/", name);
+}
+
 absl::StatusOr<ShardIndex> ReadShardIndex(const std::string& folder) {
-  const std::string path = absl::StrCat(folder, "/", kShardIndexName);
+  const std::string path = PathIn(folder, kShardIndexName);
   ShardIndex index;
   struct stat status;
   if (stat(path.c_str(), &status) != 0) {
@@ -79,7 +83,7 @@ absl::Status WriteShardIndex(
   const nlohmann::ordered_json document = {
       {"metadata", {{"total_size", total_bytes}}}, {"weight_map", weight_map}};
   absl::StatusOr<AtomicFile> file =
-      AtomicFile::Create(absl::StrCat(folder, "/", kShardIndexName), if_exists);
+      AtomicFile::Create(PathIn(folder, kShardIndexName), if_exists);
   if (!file.ok()) return file.status();
   absl::Status appended = file->Append(absl::StrCat(
       document.dump(2, ' ', false, nlohmann::json::error_handler_t::replace),

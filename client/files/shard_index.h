@@ -16,6 +16,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "client/files/atomic_file.h"
 
 namespace quantd::files {
@@ -31,6 +32,9 @@ struct ShardIndex {
 };
 
 bool IsFolder(const std::string& path);
+
+// The path of a file in a folder, whose own may end with "/".
+std::string PathIn(absl::string_view folder, absl::string_view name);
 
 // Errors: FILE_UNREADABLE, FILE_MALFORMED (also names that lead out of the
 // folder).

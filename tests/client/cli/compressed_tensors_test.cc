@@ -34,7 +34,7 @@ class CompressedTensorsTest : public ::testing::Test {
         model.Write("m.weight", {2, 3}, encoding, codes, &writer);
     EXPECT_TRUE(size.ok()) << size.status();
     EXPECT_TRUE(writer.Finish().ok());
-    config_ = model.Config();
+    config_ = model.Config({"head"});
     std::ofstream(directory_.File("config.json"))
         << Json({{"quantization_config", config_}});
     input_.emplace(TensorInput::Open(path_).value());
@@ -121,6 +121,42 @@ TEST_F(CompressedTensorsTest, SignedCodesWithoutZeroPointsAreSymmetric) {
   const Json& weights = config_["config_groups"]["group_0"]["weights"];
   EXPECT_EQ(weights["symmetric"], true);
   EXPECT_TRUE(tensor.encoding.zero_point().empty());
+}
+
+TEST_F(CompressedTensorsTest, ConfigurationNamesWhatIsLeftAsItIs) {
+  Encoding encoding;
+  encoding.set_format(v1::NUMBER_FORMAT_INT8);
+  encoding.add_scale(0.5f);
+  RoundTrip(/*packs_all=*/false, encoding, {0, 1, 127, 128, 254, 255});
+  EXPECT_EQ(config_["ignore"], Json::array({"head"}));
+  EXPECT_EQ(ModuleOf("layers.0.q.weight"), "layers.0.q");
+  EXPECT_EQ(ModuleOf("layers.0.q.bias"), "");
+}
+
+TEST_F(CompressedTensorsTest, GroupsMustDivideTheColumns) {
+  const auto check = [](v1::NumberFormat format, std::vector<int64_t> block,
+                        const std::vector<int64_t>& shape) {
+    EncodingSpec spec;
+    spec.set_format(format);
+    for (const int64_t size : block) spec.add_block_size(size);
+    return CheckGroups(spec, shape);
+  };
+  const auto int4 = v1::NUMBER_FORMAT_INT4;
+  EXPECT_TRUE(check(int4, {1, 128}, {8, 2048}).ok());
+  EXPECT_TRUE(check(int4, {1, 0}, {8, 37}).ok());
+  EXPECT_TRUE(check(int4, {}, {8, 37}).ok());
+  // Those are channels, or no matrices.
+  EXPECT_TRUE(check(int4, {1, 128}, {8, 37}).ok());
+  EXPECT_TRUE(check(int4, {1, 100}, {2048}).ok());
+  const absl::Status status = check(int4, {1, 100}, {8, 2048});
+  EXPECT_THAT(std::string(status.message()),
+              ::testing::AllOf(
+                  ::testing::HasSubstr("ARGUMENT_INVALID"),
+                  ::testing::HasSubstr("got 2048 columns and groups of 100")));
+  EXPECT_TRUE(check(v1::NUMBER_FORMAT_NVFP4, {}, {8, 48}).ok());
+  EXPECT_FALSE(check(v1::NUMBER_FORMAT_NVFP4, {}, {8, 40}).ok());
+  EXPECT_TRUE(check(v1::NUMBER_FORMAT_MXFP4_E2M1, {}, {8, 64}).ok());
+  EXPECT_FALSE(check(v1::NUMBER_FORMAT_MXFP4_E2M1, {}, {8, 48}).ok());
 }
 
 TEST_F(CompressedTensorsTest, TargetsMatchAsPythonsReMatch) {

@@ -217,6 +217,80 @@ class WhatIsThereTest(FilesCase):
         self.refused_unsent("quantize", self.path("model"), "-o", self.input,
                             "--force", code=FILE_ERROR)
 
+    def test_WhoseFolderItIsIsSaid(self):
+        write_model(self.path("model"), layers=1, shards=2)
+        quantize = ("quantize", self.path("model"), "-o", self.path("out/"))
+        self.run_quantctl(*quantize, "--spec", "int8")
+        for more in (("--spec", "int4"), ("--exclude", "*head*"),
+                     ("--layout", "compressed-tensors")):
+            with self.subTest(more=more):
+                result = self.refused_unsent(
+                    *quantize, *more, code=FILE_ERROR,
+                    words=["made from another input or with other options "
+                           "(--spec, --include, --exclude", "-o",
+                           "--force replaces it",
+                           self.path("out/model-00001-of-00002")])
+                self.assertNotIn("//", result.stderr)
+        # Not of quantctl.
+        os.mkdir(self.path("mine"))
+        self.write("mine/model-00001-of-00002.safetensors", b"mine")
+        result = self.refused_unsent(
+            "quantize", self.path("model"), "-o", self.path("mine"),
+            code=FILE_ERROR, words=["is there already"])
+        self.assertNotIn("other options", result.stderr)
+
+    def test_AnotherLayoutLeavesNothingOfTheOneBefore(self):
+        write_model(self.path("model"), layers=1, shards=2,
+                    config={"model_type": "test"})
+        write_model(self.path("more"), layers=1, shards=3)
+        force = ("-o", self.path("out"), "--force")
+        self.run_quantctl("quantize", self.path("more"), *force, "--layout",
+                          "compressed-tensors", "--spec", "*proj.weight=int4")
+        self.write("out/mine.safetensors", b"mine")
+        self.write("out/notes.txt", b"mine")
+        self.run_quantctl("quantize", self.path("model"), *force, "--spec",
+                          "int8:per-channel")
+        self.assertEqual(sorted(os.listdir(self.path("out"))), [
+            "mine.safetensors", "model-00001-of-00002.safetensors",
+            "model-00002-of-00002.safetensors", "model.safetensors.index.json",
+            "notes.txt"])
+        self.run_quantctl("dequantize", self.path("out"), "-o", self.path("r"))
+        # One that is not of quantctl stays.
+        self.write_json("out/config.json", {"model_type": "mine"})
+        before = self.digests("out")["config.json"]
+        self.run_quantctl("quantize", self.path("model"), *force, "--spec",
+                          "int4")
+        self.assertEqual(self.digests("out")["config.json"], before)
+
+    def test_AHalfNewFolderIsNoModel(self):
+        write_model(self.path("model"), layers=4, shards=3,
+                    config={"model_type": "test"})
+        quantize = ("quantize", self.path("model"), "-o", self.path("out"),
+                    "--layout", "pack-quantized")
+        self.run_quantctl(*quantize, "--spec", "int4:group:16", "--include",
+                          "*q_proj.weight")
+        shard = self.path("model/model-00002-of-00003.safetensors")
+        good, metadata = read_safetensors(shard)
+        name = next(name for name in good if "q_proj" in name)
+        write_safetensors(shard, {**good, name: (
+            "BF16", TOO_MANY_DIMENSIONS, bytes(16))}, metadata)
+        # Where nothing is replaced, all stays.
+        before = self.digests("out")
+        force = (*quantize, "--spec", "int8:per-channel", "--force")
+        self.run_quantctl(*force, "--deadline", "1", code=UNREACHABLE,
+                          environment=dict(os.environ, QUANTD_SERVER=NOWHERE))
+        self.assertEqual(self.digests("out"), before)
+        self.run_quantctl(*force, code=1)
+        self.assertEqual(
+            sorted(os.listdir(self.path("out"))),
+            [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)])
+        write_safetensors(shard, good, metadata)
+        self.assertIn("1 of 3 shards kept", self.run_quantctl(*force).stdout)
+        self.run_quantctl("quantize", self.path("model"), "-o",
+                          self.path("whole"), "--layout", "pack-quantized",
+                          "--spec", "int8:per-channel")
+        self.assertEqual(self.digests("out"), self.digests("whole"))
+
     def test_NamesSayWhatIsWritten(self):
         self.run_quantctl("quantize", self.input, "-o", self.path("q"))
         for command in (("quantize", self.input),
@@ -287,6 +361,41 @@ class WhatIsThereTest(FilesCase):
                          "--min-sqnr", "1")):
             self.refused_unsent(*command, "-o", self.path("absent/x"),
                                 code=FILE_ERROR, words=["FILE_UNWRITABLE"])
+
+    def stopped(self, *command, by=signal.SIGINT):
+        """What a command says that a signal stops while it waits for its first
+        answer."""
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            process = subprocess.Popen(
+                [self.quantctl, "--server",
+                 f"127.0.0.1:{listener.getsockname()[1]}", *command],
+                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                encoding="utf-8")
+            connection, _ = listener.accept()
+            process.send_signal(by)
+            _, said = process.communicate()
+            connection.close()
+        self.assertEqual(process.returncode, -by)
+        return said
+
+    def test_AnInterruptSaysWhatIsThere(self):
+        write_model(self.path("model"), layers=4, shards=3)
+        shard = self.path("model/model-00002-of-00003.safetensors")
+        good, metadata = read_safetensors(shard)
+        name = next(name for name in good if "q_proj" in name)
+        write_safetensors(shard, {**good, name: (
+            "BF16", TOO_MANY_DIMENSIONS, bytes(16))}, metadata)
+        quantize = ("quantize", self.path("model"), "-o", self.path("out/"))
+        result = self.run_quantctl(*quantize, code=1)
+        there = (f"quantctl: {self.path('out/')} has 1 of 3 shards; the same "
+                 "command goes on from there")
+        self.assertIn(there, result.stderr)
+        write_safetensors(shard, good, metadata)
+        for by in (signal.SIGINT, signal.SIGTERM):
+            self.assertEqual(self.stopped(*quantize, by=by), there + "\n")
+        self.assertIn("is not written", self.stopped(
+            "quantize", self.input, "-o", self.path("q")))
+        self.assertIn("1 of 3 shards kept", self.run_quantctl(*quantize).stdout)
 
     def test_AnInterruptLeavesNothingBehind(self):
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -635,6 +744,93 @@ class WhatIsToldTest(FilesCase):
         write_model(self.path("model"), layers=1, shards=2)
         self.refused("quantize", self.path("model"), "-o", self.path("out"),
                      "--deadline", "1", server=NOWHERE, code=UNREACHABLE)
+
+
+class ModelFolderTest(FilesCase):
+    """Folders that others load: of compressed-tensors."""
+
+    def test_WhatIsLeftAsItIsIsIgnored(self):
+        write_model(self.path("model"), layers=11, shards=3)
+        quantize = ("quantize", self.path("model"), "-o", self.path("out"),
+                    "--layout", "compressed-tensors", "--spec",
+                    "int8:per-channel")
+
+        def ignored():
+            with open(self.path("out/config.json"), encoding="utf-8") as file:
+                config = json.load(file)["quantization_config"]
+            targets = [module for group in config["config_groups"].values()
+                       for module in group["targets"]]
+            self.assertFalse(set(targets) & set(config["ignore"]))
+            self.assertEqual(len(targets) + len(config["ignore"]), 11 * 6 + 2)
+            return config["ignore"]
+
+        self.run_quantctl(*quantize, "--exclude", "*head*", "--exclude",
+                          "*.up_proj.*")
+        expected = ["lm_head"] + [f"model.layers.{n}.mlp.up_proj"
+                                  for n in range(11)]
+        self.assertEqual(ignored(), expected)
+        # Shards of an earlier run are in it too.
+        self.run_quantctl(*quantize, "--exclude", "*head*", "--exclude",
+                          "*.up_proj.*")
+        self.assertEqual(ignored(), expected)
+        self.run_quantctl(*quantize, "--force")
+        self.assertEqual(ignored(), [])
+
+    def test_GroupsDivideTheColumns(self):
+        write_safetensors(self.path("model"), {
+            "a.weight": ("F32", [2, 2048], bytes(4 * 2 * 2048)),
+            "b.weight": ("F32", [2, 100], bytes(4 * 2 * 100))})
+        for layout in ("compressed-tensors", "pack-quantized"):
+            self.refused_unsent(
+                "quantize", self.path("model"), "-o", self.path("out"),
+                "--layout", layout, "--spec", "int4:group:100", code=1,
+                words=["tensor a.weight: ", "2048 columns", "groups of 100",
+                       "--exclude", "1 of 2 tensors failed"])
+        self.run_quantctl("quantize", self.path("model"), "-o",
+                          self.path("out"), "--layout", "compressed-tensors",
+                          "--spec", "a*=int4:group:128", "--spec",
+                          "int4:group:100")
+        # quantctl itself reads ragged groups.
+        self.run_quantctl("quantize", self.path("model"), "-o",
+                          self.path("own"), "--spec", "int4:group:100")
+
+    def test_WhatGoesWithTheTensorsIsCopied(self):
+        write_model(self.path("model"), layers=1, shards=2,
+                    config={"model_type": "test"})
+        beside = ("tokenizer.json", "generation_config.json", "merges.txt",
+                  "tokenizer.model", "chat_template.jinja")
+        for name in (*beside, "pytorch_model.bin", "README.md",
+                     "pytorch_model.bin.index.json"):
+            self.write("model/" + name, name.encode())
+        os.mkdir(self.path("model/original"))
+        layout = ("--layout", "compressed-tensors")
+        quantize = ("quantize", self.path("model"), "-o", self.path("out"),
+                    *layout)
+        os.mkdir(self.path("out"))
+        self.write("out/merges.txt", b"mine")
+        result = self.run_quantctl(*quantize)
+        self.assertIn(
+            f"quantctl: of {self.path('model')} not copied: README.md, "
+            "merges.txt, original, pytorch_model.bin, "
+            "pytorch_model.bin.index.json\n", result.stderr)
+        written, source = self.digests("out"), self.digests("model/")
+        for name in beside:
+            self.assertEqual(written[name] == source[name],
+                             name != "merges.txt")
+        self.assertEqual(len(written), len(beside) + 4)
+        result = self.run_quantctl(*quantize, "--force")
+        self.assertNotIn("merges.txt", result.stderr)
+        self.assertEqual(self.digests("out")["merges.txt"],
+                         source["merges.txt"])
+        # Elsewhere they are named.
+        result = self.run_quantctl("quantize", self.path("model"), "-o",
+                                   self.path("own"))
+        self.assertIn("not copied: README.md, chat_template.jinja, "
+                      "config.json, ", result.stderr)
+        self.assertEqual(len(os.listdir(self.path("own"))), 3)
+        result = self.run_quantctl("quantize", self.path("model"), "-o",
+                                   self.path("quiet"), "--quiet")
+        self.assertEqual(result.stderr, "")
 
 
 class StoringTest(FilesCase):
