@@ -134,7 +134,14 @@ absl::StatusOr<std::shared_ptr<SqlDatabase>> OpenDatabase(
     absl::Status status = MakeDefaultDirectory(config.store_path);
     if (!status.ok()) return status;
   }
-  return SqliteDatabase::Open(config.store_path);
+  const bool is_new = access(config.store_path.c_str(), F_OK) != 0;
+  absl::StatusOr<std::shared_ptr<SqlDatabase>> database =
+      SqliteDatabase::Open(config.store_path);
+  // A path with a typo is a store that has nothing.
+  if (database.ok() && is_new) {
+    Log(LogLevel::kInfo, "created a new store", {{"path", config.store_path}});
+  }
+  return database;
 }
 
 absl::StatusOr<Stores> OpenStores(const Config& config, Metrics* metrics) {

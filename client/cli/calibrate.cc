@@ -234,7 +234,8 @@ void AddCalibrateCommand(Command* quantctl, Session* session) {
   const auto options = std::make_shared<Options>();
   command
       ->AddArgument("file", &options->input, "FILE",
-                    "safetensors, .npy or .gguf file")
+                    "safetensors, .npy or .gguf file, or a folder with "
+                    "model.safetensors.index.json or model.safetensors")
       ->Required();
   options->name.AddOptions(command, /*required=*/false);
   options->spec.AddOptionsWithPatterns(command);

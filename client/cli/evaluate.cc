@@ -342,7 +342,8 @@ void AddEvaluateCommand(Command* quantctl, Session* session) {
   const auto options = std::make_shared<Options>();
   command
       ->AddArgument("file", &options->input, "FILE",
-                    "safetensors, .npy or .gguf file")
+                    "safetensors, .npy or .gguf file, or a folder with "
+                    "model.safetensors.index.json or model.safetensors")
       ->Required();
   command
       ->AddOption("--spec,--candidate", &options->candidates, "SPEC",

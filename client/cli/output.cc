@@ -74,6 +74,12 @@ absl::Status OutputOptions::CheckFile(const std::vector<std::string>& inputs,
   for (const std::string& input : inputs) {
     if (IsSameFile(input, path)) return InputError(path);
   }
+  if (absl::EndsWith(path, "/") || files::IsFolder(path)) {
+    return ArgumentInvalidError(absl::StrCat(
+        "expected the name of a file as the output, got a folder, \"", path,
+        "\"; name a file in it, such as ",
+        files::PathIn(path, absl::StrCat("FILE", extension))));
+  }
   if (StandsForAnotherFormat(path, extension)) {
     return ArgumentInvalidError(absl::StrCat(
         "expected a name that ends with ", extension, ", got \"", path, "\""));

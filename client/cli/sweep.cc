@@ -161,7 +161,7 @@ class Sweeper {
     if (response.has_error()) {
       const absl::Status error = FromTensorError(response.error());
       tensor["error"] = ErrorJson(error);
-      Note(name, error);
+      errors_.push_back({name, error});
     }
     // On a line of its own, because names and specs are long.
     table_.AddLine(
@@ -174,7 +174,7 @@ class Sweeper {
       if (candidate.has_error()) {
         const absl::Status error = FromTensorError(candidate.error());
         json["error"] = ErrorJson(error);
-        Note(absl::StrCat(name, ", ", spec), error);
+        errors_.push_back({absl::StrCat(name, ", ", spec), error});
         row.push_back("failed");
       } else {
         json["prediction"] = PredictionJson(candidate.prediction());
@@ -188,11 +188,6 @@ class Sweeper {
     }
     tensor["candidates"] = std::move(candidates);
     tensors_.push_back(std::move(tensor));
-  }
-
-  void Note(const std::string& what, const absl::Status& error) {
-    errors_.push_back(
-        absl::StrCat("quantctl: tensor ", what, ": ", error.message()));
   }
 
   bool HasTarget() const {
@@ -236,7 +231,7 @@ class Sweeper {
     Table total_table;
     total_table.AddColumn("SPEC", Table::Align::kLeft);
     total_table.AddColumn("SIZE", Table::Align::kBytes);
-    total_table.AddColumn("NOISE/SIGNAL", Table::Align::kRight);
+    total_table.AddColumn("SUM N/S", Table::Align::kRight);
     total_table.AddColumn("FAILED", Table::Align::kRight);
     total_table.AddColumn("LOWEST DB", Table::Align::kRight);
     for (const v1::SweepTotal& total : summary_.totals()) {
@@ -293,21 +288,23 @@ class Sweeper {
     if (summary_.has_mixture()) {
       session_.Print(absl::StrCat(
           "\n", mixture_table.Render(bold), BytesText(mixture.size_bytes()),
-          ", lowest ", DecibelText(mixture.min_sqnr_db()), " dB, noise/signal ",
+          ", lowest ", DecibelText(mixture.min_sqnr_db()),
+          " dB, sum of noise/signal ",
           NumberText(mixture.noise_to_signal_sum()),
           is_written
               ? absl::StrCat(", written to ", Printable(options_.output.path))
               : "",
           "\n"));
     }
-    for (const std::string& error : errors_) session_.PrintError(error);
+    PrintTensorErrors(errors_, &session_);
   }
 
   const Options& options_;
   Session& session_;
   Json tensors_ = Json::array();
   Table table_;
-  std::vector<std::string> errors_;
+  // Of tensors, and of one spec of a tensor.
+  std::vector<TensorError> errors_;
   v1::SweepSummary summary_;
 };
 
@@ -361,6 +358,10 @@ void AddSweepCommand(Command* quantctl, Session* session) {
       "statistics of group:16 serve all. Those take 3 times the size of a "
       "float32 tensor, and a sweep reads them all; statistics of per-channel "
       "take less than half of it.");
+  command->AddNote(
+      "SUM N/S is the noise power by the signal power of each tensor, added up "
+      "over all tensors. It ranks specs on the same tensors and may pass 1; "
+      "for one tensor, SQNR is -10 log10 of it.");
   command->OnRun([=] {
     // There is nothing to write without a target.
     if (output->IsGiven() && !min_sqnr->IsGiven() && !max_bytes->IsGiven() &&

@@ -312,6 +312,15 @@ class WhatIsThereTest(FilesCase):
                             words=["name of a folder"])
         self.refused_unsent("quantize", self.path("model"), "-o", "-",
                             code=USAGE)
+        # A folder is no output where a file is.
+        for command in (("dequantize", self.path("q")),
+                        ("quantize", self.input)):
+            for name in ("absent/", "model", "model/"):
+                result = self.refused_unsent(
+                    *command, "-o", self.path(name), code=USAGE,
+                    words=["expected the name of a file", "got a folder",
+                           self.path(name.rstrip("/")) + "/FILE.safetensors"])
+                self.assertNotIn("No such file", result.stderr)
 
     def test_AMinusIsStandardOutput(self):
         def output_of(*command):
@@ -475,6 +484,22 @@ class AllOrNothingTest(FilesCase):
                               words=["and 20 tensors more failed"])
         self.assertEqual(result.stderr.count("RANK_LIMIT")
                          + result.stderr.count("SHAPE_INVALID"), 10)
+
+    def test_OfManyErrorsOfAModelTheFirstAreShown(self):
+        write_safetensors(self.path("many"), {
+            f"t{n}": ("F32", [2, 8], normal(16)) for n in range(30)})
+        names = ("--model", "many-errors")
+        self.run_quantctl("calibrate", self.path("many"), *names, "--source",
+                          "a", "--sequence", "1")
+        for command in (("sweep",), ("encodings", "compute")):
+            result = self.run_quantctl(*command, *names, "--spec",
+                                       "int8:group:4", code=1)
+            self.assertIn("and 20 tensors more failed", result.stderr)
+            self.assertEqual(len(result.stderr.splitlines()), 11)
+        self.assertIn("SUM N/S", self.run_quantctl(
+            "sweep", *names, "--spec", "int8").stdout)
+        self.assertIn("added up over all tensors", " ".join(
+            self.run_quantctl("help", "sweep").stdout.split()))
 
     def test_DequantizeWritesAllOrNothing(self):
         self.run_quantctl("quantize", self.input, "-o", self.path("q"))
@@ -861,6 +886,16 @@ class StoringTest(FilesCase):
                                 words=["expected --model"])
         self.refused_unsent("evaluate", stem, "--candidate", "stored",
                             code=USAGE, words=["--model"])
+
+    def test_ANewStoreIsLogged(self):
+        path = self.path("folder/store.db")
+        for is_new in (True, False):
+            with live_server.LiveServer(self.quantd,
+                                        store="sqlite:" + path) as server:
+                lines = [line for line in server.log().splitlines()
+                         if "created a new store" in line]
+                self.assertEqual([path in line for line in lines],
+                                 [True] * is_new)
 
     def test_ATokenThatMayQuantizeCanDoSo(self):
         token = "secret-of-a-test"
