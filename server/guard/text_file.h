@@ -4,25 +4,18 @@
 #define QUANTD_SERVER_GUARD_TEXT_FILE_H_
 
 #include <cstddef>
-#include <fstream>
 #include <string>
 
 #include "absl/types/optional.h"
 
 namespace quantd::server {
 
-// None for a file that can't be read, a directory among them.
-inline absl::optional<std::string> ReadTextFile(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  if (!file) return absl::nullopt;
-  std::string text;
-  char part[4096];
-  while (file.read(part, sizeof(part)) || file.gcount() > 0) {
-    text.append(part, static_cast<size_t>(file.gcount()));
-  }
-  if (file.bad()) return absl::nullopt;
-  return text;
-}
+// Files of access rules and certificates are far smaller.
+constexpr size_t kMaxTextFileBytes = size_t{16} << 20;
+
+// None for what is not a regular file of at most kMaxTextFileBytes, or can't be
+// read. Does not wait for a writer, as of a FIFO.
+absl::optional<std::string> ReadTextFile(const std::string& path);
 
 }  // namespace quantd::server
 

@@ -67,6 +67,20 @@ absl::Status CheckOutput(const absl::optional<SharedBytes>& output,
                          "header.output");
 }
 
+absl::Status CheckApart(const absl::optional<SharedBytes>& output,
+                        const std::shared_ptr<const Region>& region,
+                        absl::Span<const uint8_t> shared) {
+  if (!output.has_value() || output->region != region ||
+      shared.data() + shared.size() <= output->bytes.data() ||
+      output->bytes.data() + output->bytes.size() <= shared.data()) {
+    return absl::OkStatus();
+  }
+  return core::WithField(
+      core::RegionInvalidError("the tensor and its output overlap; expected "
+                               "spans without a byte in common"),
+      "shared");
+}
+
 void AnswerBytes::Begin(int64_t offset_bytes, int64_t size_bytes,
                         ChunkWriter* out) {
   quantum_ =

@@ -85,6 +85,11 @@ absl::StatusOr<absl::optional<SharedBytes>> FindOutput(
 // less than `size_bytes`.
 absl::Status CheckOutput(const absl::optional<SharedBytes>& output,
                          int64_t size_bytes);
+// Errors: REGION_INVALID, at "shared", where answers would overwrite `shared`
+// data of `region` that is still to be read.
+absl::Status CheckApart(const absl::optional<SharedBytes>& output,
+                        const std::shared_ptr<const Region>& region,
+                        absl::Span<const uint8_t> shared);
 
 // The bytes of an answer as they are made, quantum by quantum: in the messages
 // that go out, or in shared memory. Counts them and their checksum. Not

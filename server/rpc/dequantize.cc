@@ -137,6 +137,10 @@ class DequantizeJob final : public TensorJob {
                              absl::Span<const uint8_t> shared,
                              core::ThreadPool* pool,
                              PrivateCopy* copy) override {
+    if (absl::Status status = CheckApart(output_, region, shared);
+        !status.ok()) {
+      return status;
+    }
     const int64_t end_bytes =
         offset_bytes + static_cast<int64_t>(shared.size());
     const int64_t block_bytes = CodesOfReals(kSharedBlockBytes);

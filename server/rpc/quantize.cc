@@ -264,6 +264,10 @@ class StreamingQuantizeJob final : public TensorJob {
                              absl::Span<const uint8_t> shared,
                              core::ThreadPool* pool,
                              PrivateCopy* copy) override {
+    if (absl::Status status = CheckApart(task_.output, region, shared);
+        !status.ok()) {
+      return status;
+    }
     return producer_->QuantizeShared(offset_bytes, shared);
   }
 

@@ -641,9 +641,9 @@ TEST_F(SharedMemoryTest, ChecksEverySpan) {
             "REGION_INVALID at header.output.size_bytes");
   EXPECT_EQ(output(kMax - 7, 256),
             "REGION_INVALID at header.output.size_bytes");
-  // Onto itself: wrong codes, nothing else.
-  EXPECT_EQ(output(0, 256), "");
-  EXPECT_EQ(output(8, 1024), "");
+  // Codes would overwrite reals that are still to be read.
+  EXPECT_EQ(output(0, 256), "REGION_INVALID at shared");
+  EXPECT_EQ(output(1016, 1024), "REGION_INVALID at shared");
 
   v1::DequantizeHeader reals;
   *reals.mutable_tensor() = Description(256);
@@ -651,6 +651,16 @@ TEST_F(SharedMemoryTest, ChecksEverySpan) {
   *reals.mutable_output() = region->Span(0, 1023);
   EXPECT_EQ(Dequantize(stub(), reals, std::string(256, '\1')).status().code(),
             absl::StatusCode::kInvalidArgument);
+  v1::DequantizeRequest onto_itself;
+  *onto_itself.mutable_header() = reals;
+  *onto_itself.mutable_header()->mutable_output() = region->Span(128, 1024);
+  *onto_itself.mutable_shared() = region->Span(0, 256);
+  grpc::ClientContext context;
+  const auto answers =
+      Exchange(stub().Dequantize(&context), {onto_itself}).responses;
+  ASSERT_FALSE(answers.empty());
+  EXPECT_EQ(answers.back().error().reason(), "REGION_INVALID");
+  EXPECT_EQ(answers.back().error().field(), "shared");
 }
 
 TEST_F(SharedMemoryTest, NamesOnlyWhatIsThere) {
