@@ -156,9 +156,9 @@ absl::StatusOr<uint64_t> CompressedModel::Write(
   if (!blocks.ok()) return blocks.status();
   const v1::ScaleType scale_type = ScaleTypeOf(encoding);
   const std::string format_name = FormatName(encoding.format());
-  const bool is_nvfp4 = format_name == "nvfp4";
-  const bool is_mxfp4 = format_name == "mxfp4_e2m1";
-  const bool is_float8 = format_name == "float8_e4m3fn";
+  const bool is_nvfp4 = encoding.format() == v1::NUMBER_FORMAT_NVFP4;
+  const bool is_mxfp4 = encoding.format() == v1::NUMBER_FORMAT_MXFP4_E2M1;
+  const bool is_float8 = encoding.format() == v1::NUMBER_FORMAT_FLOAT8_E4M3FN;
   const bool is_integer = format->kind == CodeKind::kInteger &&
                           format->bits <= kMaxBits &&
                           scale_type <= v1::SCALE_TYPE_BFLOAT16;
@@ -552,7 +552,7 @@ class CompressedReader {
 
   absl::Status SetIntegers(int bits, QuantizedTensor* tensor) {
     const absl::StatusOr<v1::NumberFormat> format =
-        ParseFormat(absl::StrCat("int", bits));
+        IntegerFormat(bits, /*is_signed=*/true);
     if (!format.ok()) return format.status();
     tensor->encoding.set_format(*format);
     return absl::OkStatus();

@@ -3,7 +3,11 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/string_view.h"
 #include "client/cli/command_line.h"
+#include "client/cli/spec_syntax.h"
 
 namespace quantd::cli {
 namespace {
@@ -27,12 +31,10 @@ constexpr char kSpecs[] =
   --spec @FILE          the file has one of these on each line
 
 Formats:
-  int2 to int16, uint2 to uint16
-  float8_e4m3fn, float8_e5m2, float8_e4m3fnuz, float8_e5m2fnuz
-  float6_e2m3, float6_e3m2, float4_e2m1
-  mxfp8_e4m3, mxfp8_e5m2, mxfp6_e2m3, mxfp6_e3m2, mxfp4_e2m1, mxint8
-  nvfp4, nf4, lpbq
-  codebook2, codebook4, codebook8, with entries=
+)";
+
+constexpr char kRestOfSpecs[] =
+    R"(  Codebooks need their entries, entries=
 
 Granularities; the default is per-tensor, or the format's own blocks:
   per-tensor            one scale
@@ -152,10 +154,31 @@ constexpr char kEnvironment[] =
   GRPC_VERBOSITY             what gRPC itself says on stderr; default NONE
 )";
 
+// In lines of at most 80 columns.
+std::string Formats() {
+  constexpr size_t kMaxColumns = 80;
+  const std::string list = FormatList();
+  std::string text;
+  size_t columns = 0;
+  for (const absl::string_view name : absl::StrSplit(list, ", ")) {
+    // With a space before and a comma behind.
+    if (columns + name.size() + 2 > kMaxColumns) {
+      absl::StrAppend(&text, "\n");
+      columns = 0;
+    }
+    const std::string item = absl::StrCat(columns == 0 ? "  " : " ", name, ",");
+    absl::StrAppend(&text, item);
+    columns += item.size();
+  }
+  text.pop_back();
+  return absl::StrCat(text, "\n");
+}
+
 }  // namespace
 
 std::vector<HelpTopic> HelpTopics() {
-  return {{"specs", "How to say what a tensor becomes", kSpecs},
+  return {{"specs", "How to say what a tensor becomes",
+           absl::StrCat(kSpecs, Formats(), kRestOfSpecs)},
           {"servers", "Where the server is, and when it is away", kServers},
           {"json", "What --json prints", kJson},
           {"exit-codes", "Exit codes", kExitCodes},

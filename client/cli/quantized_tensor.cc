@@ -31,15 +31,14 @@ namespace quantd::cli {
 namespace {
 
 files::Dtype CodeDtype(const FormatInfo& format) {
-  switch (format.format) {
-    case v1::NUMBER_FORMAT_FLOAT8_E4M3FN:
-    case v1::NUMBER_FORMAT_MXFP8_E4M3:
+  if (format.kind == CodeKind::kFloat && format.bits == 8) {
+    const FloatLayout& layout = format.float_layout;
+    if (layout.exponent_bits == 4 && layout.specials == FloatSpecials::kNan) {
       return files::Dtype::kF8E4M3;
-    case v1::NUMBER_FORMAT_FLOAT8_E5M2:
-    case v1::NUMBER_FORMAT_MXFP8_E5M2:
+    }
+    if (layout.exponent_bits == 5 && layout.specials == FloatSpecials::kIeee) {
       return files::Dtype::kF8E5M2;
-    default:
-      break;
+    }
   }
   if (format.storage_bits < 8) return files::Dtype::kU8;
   if (format.storage_bits == 8) {

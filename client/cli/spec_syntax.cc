@@ -74,6 +74,15 @@ std::vector<std::string> FormatNames() {
   return names;
 }
 
+std::string FormatList() {
+  std::string list = "int2 to int16, uint2 to uint16";
+  for (const std::string& name : FormatNames()) {
+    if (GetFormatInfo(*ParseFormat(name))->IsPlainInteger()) continue;
+    absl::StrAppend(&list, ", ", name);
+  }
+  return list;
+}
+
 std::vector<std::string> GranularityNames() {
   return {"default", "per-tensor", "per-channel", "group:32"};
 }

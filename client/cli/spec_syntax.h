@@ -44,6 +44,8 @@ absl::StatusOr<std::vector<int64_t>> BlockSizeOf(
 
 // Names to offer for what the functions below take.
 std::vector<std::string> FormatNames();
+// The same in one line, with plain integers put together: "int2 to int16, ...".
+std::string FormatList();
 std::vector<std::string> GranularityNames();
 std::vector<std::string> SymmetryNames();
 std::vector<std::string> MethodNames();

@@ -34,18 +34,6 @@ bool AnyGiven(const std::vector<Option*>& options) {
                      [](const Option* option) { return option->IsGiven(); });
 }
 
-// All formats, with those that are many put together.
-std::string FormatHelp() {
-  std::string help = "int2 to int16, uint2 to uint16";
-  for (const std::string& name : FormatNames()) {
-    if (absl::StartsWith(name, "int") || absl::StartsWith(name, "uint")) {
-      continue;
-    }
-    absl::StrAppend(&help, ", ", name);
-  }
-  return help;
-}
-
 }  // namespace
 
 bool IsNpyPath(absl::string_view path) {
@@ -250,7 +238,7 @@ void SpecOptions::AddOptions(Command* command) {
   const auto count = [this](Option* option) {
     given_.push_back(option->Hidden());
   };
-  count(command->AddOption("--format", &format, "FORMAT", FormatHelp().c_str())
+  count(command->AddOption("--format", &format, "FORMAT", FormatList().c_str())
             ->Suggest(FormatNames())
             ->ShowDefault());
   Option* const granularity_option =
@@ -325,8 +313,8 @@ void SpecOptions::AddOptions(Command* command) {
 void SpecOptions::AddCodebookOption(Command* command) {
   command
       ->AddOption("--codebook", &codebook, "FILE|N,N,...",
-                  "codebook2, codebook4, codebook8: the entries in "
-                  "ascending order, or a file that has them")
+                  "codebook formats: the entries in ascending order, or a "
+                  "file that has them")
       ->Hidden();
 }
 
@@ -357,10 +345,8 @@ absl::StatusOr<Granularity> SpecOptions::ParseGranularityOptions() const {
 }
 
 absl::Status SpecOptions::AddCodebook(SpecTemplate* spec) const {
-  const v1::NumberFormat format = spec->spec.format();
-  if (codebook.empty() || (format != v1::NUMBER_FORMAT_CODEBOOK2 &&
-                           format != v1::NUMBER_FORMAT_CODEBOOK4 &&
-                           format != v1::NUMBER_FORMAT_CODEBOOK8)) {
+  const absl::StatusOr<FormatInfo> info = GetFormatInfo(spec->spec.format());
+  if (codebook.empty() || !info.ok() || !info->carries_codebook) {
     return absl::OkStatus();
   }
   const absl::StatusOr<std::vector<float>> entries = ParseCodebook(codebook);

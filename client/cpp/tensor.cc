@@ -1,5 +1,6 @@
 #include "client/cpp/tensor.h"
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -12,6 +13,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "client/cpp/errors.h"
+#include "google/protobuf/descriptor.h"
 
 namespace quantd {
 namespace {
@@ -26,70 +28,70 @@ static_assert(std::numeric_limits<float>::is_iec559 &&
 constexpr absl::string_view kFormatPrefix = "NUMBER_FORMAT_";
 constexpr int64_t kMaxElementCount = int64_t{1} << 56;
 
-// A format that is not an integer with scales of any kind.
-struct OtherFormat {
-  v1::NumberFormat format;
-  CodeKind kind;
-  int bits;
-  bool is_signed;
-  // Of integers 0: it is their qmax.
-  double max_value;
-  int64_t default_group;
-  v1::ScaleType scale_type;
-};
-
-constexpr OtherFormat Float(
-    v1::NumberFormat format, int bits, double max_value,
-    int64_t default_group = 0,
-    v1::ScaleType scale_type = v1::SCALE_TYPE_UNSPECIFIED) {
-  return {format,    CodeKind::kFloat, bits,      /*is_signed=*/false,
-          max_value, default_group,    scale_type};
+double MaxValue(const FloatLayout& layout) {
+  int exponent = (1 << layout.exponent_bits) - 1;
+  int mantissa = (1 << layout.mantissa_bits) - 1;
+  if (layout.specials == FloatSpecials::kIeee) --exponent;
+  if (layout.specials == FloatSpecials::kNan) --mantissa;
+  return std::ldexp((1 << layout.mantissa_bits) + mantissa,
+                    exponent - layout.bias - layout.mantissa_bits);
 }
 
-constexpr OtherFormat MxFloat(v1::NumberFormat format, int bits,
-                              double max_value) {
-  return Float(format, bits, max_value, 32, v1::SCALE_TYPE_E8M0);
+FormatInfo FromOptions(v1::NumberFormat format,
+                       const v1::NumberFormatInfo& options) {
+  const int bits = static_cast<int>(options.bits());
+  FormatInfo info = {};
+  info.format = format;
+  info.kind = static_cast<CodeKind>(options.kind());
+  info.bits = bits;
+  info.storage_bits = static_cast<int>(options.storage_bits());
+  info.is_signed = options.is_signed();
+  info.qmin = info.is_signed ? -(1 << (bits - 1)) : 0;
+  if (options.has_qmin()) info.qmin = options.qmin();
+  info.qmax = (1 << (info.is_signed ? bits - 1 : bits)) - 1;
+  info.default_group = options.default_group();
+  info.scale_type = options.scale_type();
+  switch (info.kind) {
+    case CodeKind::kInteger:
+      info.max_value = info.qmax;
+      break;
+    case CodeKind::kFloat: {
+      const v1::FloatLayout& layout = options.float_layout();
+      info.float_layout = {static_cast<int>(layout.exponent_bits()),
+                           static_cast<int>(layout.mantissa_bits()),
+                           static_cast<int>(layout.bias()),
+                           static_cast<FloatSpecials>(layout.specials())};
+      info.max_value = MaxValue(info.float_layout);
+      break;
+    }
+    case CodeKind::kCodebook:
+      info.carries_codebook = options.codebook().empty();
+      info.max_value = 1;
+      break;
+  }
+  return info;
 }
 
-constexpr OtherFormat BlockInteger(v1::NumberFormat format, int bits,
-                                   bool is_signed, int64_t default_group,
-                                   v1::ScaleType scale_type) {
-  return {format,          CodeKind::kInteger, bits,      is_signed,
-          /*max_value=*/0, default_group,      scale_type};
+std::vector<FormatInfo> ReadFormats() {
+  const google::protobuf::EnumDescriptor& formats =
+      *v1::NumberFormat_descriptor();
+  std::vector<FormatInfo> rows;
+  for (int i = 0; i < formats.value_count(); ++i) {
+    const google::protobuf::EnumValueDescriptor& value = *formats.value(i);
+    if (!value.options().HasExtension(v1::number_format)) continue;
+    rows.push_back(
+        FromOptions(static_cast<v1::NumberFormat>(value.number()),
+                    value.options().GetExtension(v1::number_format)));
+  }
+  return rows;
 }
 
-constexpr OtherFormat Codebook(v1::NumberFormat format, int bits,
-                               int64_t default_group = 0) {
-  return {format,
-          CodeKind::kCodebook,
-          bits,
-          /*is_signed=*/false,
-          /*max_value=*/1,
-          default_group,
-          v1::SCALE_TYPE_UNSPECIFIED};
+const std::vector<FormatInfo>& AllFormats() {
+  // Never destroyed.
+  static const std::vector<FormatInfo>& rows =
+      *new std::vector<FormatInfo>(ReadFormats());
+  return rows;
 }
-
-constexpr OtherFormat kOtherFormats[] = {
-    Float(v1::NUMBER_FORMAT_FLOAT8_E4M3FN, 8, 448),
-    Float(v1::NUMBER_FORMAT_FLOAT8_E5M2, 8, 57344),
-    Float(v1::NUMBER_FORMAT_FLOAT8_E4M3FNUZ, 8, 240),
-    Float(v1::NUMBER_FORMAT_FLOAT8_E5M2FNUZ, 8, 57344),
-    Float(v1::NUMBER_FORMAT_FLOAT6_E2M3, 6, 7.5),
-    Float(v1::NUMBER_FORMAT_FLOAT6_E3M2, 6, 28),
-    Float(v1::NUMBER_FORMAT_FLOAT4_E2M1, 4, 6),
-    MxFloat(v1::NUMBER_FORMAT_MXFP8_E4M3, 8, 448),
-    MxFloat(v1::NUMBER_FORMAT_MXFP8_E5M2, 8, 57344),
-    MxFloat(v1::NUMBER_FORMAT_MXFP6_E2M3, 6, 7.5),
-    MxFloat(v1::NUMBER_FORMAT_MXFP6_E3M2, 6, 28),
-    MxFloat(v1::NUMBER_FORMAT_MXFP4_E2M1, 4, 6),
-    BlockInteger(v1::NUMBER_FORMAT_MXINT8, 8, true, 32, v1::SCALE_TYPE_E8M0),
-    Float(v1::NUMBER_FORMAT_NVFP4, 4, 6, 16, v1::SCALE_TYPE_E4M3),
-    Codebook(v1::NUMBER_FORMAT_NF4, 4, 64),
-    Codebook(v1::NUMBER_FORMAT_CODEBOOK2, 2),
-    Codebook(v1::NUMBER_FORMAT_CODEBOOK4, 4),
-    Codebook(v1::NUMBER_FORMAT_CODEBOOK8, 8),
-    BlockInteger(v1::NUMBER_FORMAT_LPBQ, 4, true, 64, v1::SCALE_TYPE_INTEGER),
-};
 
 }  // namespace
 
@@ -157,43 +159,28 @@ int64_t FormatInfo::SizeBytes(int64_t count) const {
   return count / codes_per_byte + (count % codes_per_byte != 0 ? 1 : 0);
 }
 
+bool FormatInfo::IsPlainInteger() const {
+  return kind == CodeKind::kInteger &&
+         scale_type == v1::SCALE_TYPE_UNSPECIFIED && default_group == 0;
+}
+
 absl::StatusOr<FormatInfo> GetFormatInfo(v1::NumberFormat format) {
-  const int value = static_cast<int>(format);
-  FormatInfo info = {};
-  info.format = format;
-  if (value >= 2 && value <= 16) {
-    info.bits = value;
-    info.is_signed = true;
-  } else if (value >= 22 && value <= 36) {
-    info.bits = value - 20;
-  } else {
-    bool is_known = false;
-    for (const OtherFormat& row : kOtherFormats) {
-      if (row.format != format) continue;
-      is_known = true;
-      info.kind = row.kind;
-      info.bits = row.bits;
-      info.max_value = row.max_value;
-      info.is_signed = row.is_signed;
-      info.default_group = row.default_group;
-      info.scale_type = row.scale_type;
-    }
-    if (!is_known) {
-      return ArgumentInvalidError(
-          absl::StrCat("expected a number format, got ", FormatName(format)));
+  for (const FormatInfo& row : AllFormats()) {
+    if (row.format == format) return row;
+  }
+  return ArgumentInvalidError(
+      absl::StrCat("expected a number format, got ", FormatName(format)));
+}
+
+absl::StatusOr<v1::NumberFormat> IntegerFormat(int bits, bool is_signed) {
+  for (const FormatInfo& row : AllFormats()) {
+    if (row.IsPlainInteger() && row.bits == bits &&
+        row.is_signed == is_signed) {
+      return row.format;
     }
   }
-  info.qmin = info.is_signed ? -(1 << (info.bits - 1)) : 0;
-  info.qmax = (1 << (info.is_signed ? info.bits - 1 : info.bits)) - 1;
-  if (info.kind == CodeKind::kInteger) info.max_value = info.qmax;
-  // The one that is symmetric.
-  if (format == v1::NUMBER_FORMAT_MXINT8) info.qmin = -info.qmax;
-  if (info.bits == 2 || info.bits == 4) {
-    info.storage_bits = info.bits;
-  } else {
-    info.storage_bits = info.bits <= 8 ? 8 : 16;
-  }
-  return info;
+  return ArgumentInvalidError(
+      absl::StrCat("expected an integer of 2 to 16 bits, got ", bits));
 }
 
 v1::ScaleType ScaleTypeOf(const Encoding& encoding) {

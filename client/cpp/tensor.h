@@ -60,21 +60,37 @@ std::vector<uint8_t> InterleavePairs(ElementType type,
 // Errors: ARGUMENT_INVALID for a negative dimension or a product over 2^56.
 absl::StatusOr<int64_t> ElementCount(absl::Span<const int64_t> shape);
 
-// What a format's codes are.
-enum class CodeKind { kInteger, kFloat, kCodebook };
+// What a format's codes are; the values are those of quantd.v1.CodeKind.
+enum class CodeKind : int { kInteger = 1, kFloat = 2, kCodebook = 3 };
 
-// What a format is made of. Codes of 2 and 4 bits are packed.
+// What the patterns at the end of a small float's range stand for; the values
+// are those of quantd.v1.FloatSpecials.
+enum class FloatSpecials : int { kNone = 1, kNan = 2, kIeee = 3, kFnuz = 4 };
+
+// A sign bit, exponent bits and mantissa bits; subnormals as in IEEE 754.
+struct FloatLayout {
+  int exponent_bits;
+  int mantissa_bits;
+  int bias;
+  FloatSpecials specials;
+};
+
+// What a format is made of, as the options of quantd.v1.NumberFormat say.
 struct FormatInfo {
   v1::NumberFormat format;
   CodeKind kind;
   int bits;
-  // 2, 4, 8 or 16.
+  // 2, 4, 8 or 16; codes of 2 and 4 are packed.
   int storage_bits;
   // Two's complement.
   bool is_signed;
   // Of floats and codebooks 0 and 2^bits - 1.
   int32_t qmin;
   int32_t qmax;
+  // Floats only.
+  FloatLayout float_layout;
+  // The entries of its codebook are in the encoding.
+  bool carries_codebook;
   // The block size along the last axis when a spec names none; 0: per tensor.
   int64_t default_group;
   // How scales are stored; SCALE_TYPE_UNSPECIFIED: as the encoding says.
@@ -83,12 +99,18 @@ struct FormatInfo {
   // for codebooks that the encoding carries.
   double max_value;
 
+  // Integers of that many bits, with scales of any type and no blocks.
+  bool IsPlainInteger() const;
   // Size in bytes of `count` codes, the last byte zero-padded.
   int64_t SizeBytes(int64_t count) const;
 };
 
 // Errors: ARGUMENT_INVALID for an unknown format.
 absl::StatusOr<FormatInfo> GetFormatInfo(v1::NumberFormat format);
+
+// The format of plain integers of that width.
+// Errors: ARGUMENT_INVALID for other widths than 2 to 16.
+absl::StatusOr<v1::NumberFormat> IntegerFormat(int bits, bool is_signed);
 
 // How the scales of an encoding are stored: its scale_type or what the format
 // prescribes; never SCALE_TYPE_UNSPECIFIED.
