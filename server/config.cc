@@ -881,12 +881,17 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc,
   bool help = false;
   bool version = false;
   bool print_config = false;
+  bool check_store = false;
   std::string config_path;
   app.add_flag("-h,--help", help, "Print this and end.");
   app.add_flag("--version", version, "Print the version and end.");
   app.add_flag("--print-config", print_config,
                "Print the effective configuration, as a file for --config, and "
                "end.");
+  app.add_flag("--check-store", check_store,
+               "Read all of --store, print a line for each place that is "
+               "damaged and a summary, and end: with 0 if nothing is, with 1 "
+               "if something is. Others may use the store meanwhile.");
   app.add_option("--config", config_path,
                  "A file of lines key = \"value\" (TOML); the keys are the "
                  "flags below without dashes in front.")
@@ -964,6 +969,8 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc,
   if (print_config) {
     result.action = CommandLine::Action::kPrint;
     result.text = ShowConfig(flags, config);
+  } else if (check_store) {
+    result.action = CommandLine::Action::kCheckStore;
   }
   return result;
 }

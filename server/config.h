@@ -62,10 +62,12 @@ struct CommandLine {
     kRun,
     // Print `text` on stdout and end well.
     kPrint,
+    // Read the store, tell what is damaged and end.
+    kCheckStore,
   };
 
   Action action{};
-  // Of kRun only.
+  // Not of kPrint.
   Config config;
   // Of kPrint only: the help, the version, or the effective configuration in
   // the form of a configuration file.

@@ -38,6 +38,7 @@
 #include "server/store/sql_encoding_store.h"
 #include "server/store/sql_statistics_store.h"
 #include "server/store/sqlite_database.h"
+#include "server/store/store_check.h"
 #include "server/store/store_keeper.h"
 
 namespace quantd::server {
@@ -281,6 +282,22 @@ int Serve(const Config& config) {
   return kExitDrained;
 }
 
+int Check(const Config& config) {
+  absl::StatusOr<std::shared_ptr<SqlDatabase>> database = OpenDatabase(config);
+  if (!database.ok()) return Fail("cannot open the store", database.status());
+  const absl::StatusOr<StoreCheck> check =
+      CheckStore(*database, [](absl::string_view line) {
+        std::printf("damaged: %s\n", std::string(line).c_str());
+      });
+  if (!check.ok()) return Fail("cannot read the store", check.status());
+  std::printf("%s\n", absl::StrCat(check->encodings, " encodings and ",
+                                   check->statistics, " statistics, ",
+                                   check->damaged, " places damaged")
+                          .c_str());
+  const bool written = std::fflush(stdout) == 0;
+  return check->damaged == 0 && written ? kExitDrained : kExitFailed;
+}
+
 int Run(int argc, const char* const* argv) {
   const absl::StatusOr<CommandLine> command_line = ParseCommandLine(argc, argv);
   if (!command_line.ok()) {
@@ -296,7 +313,9 @@ int Run(int argc, const char* const* argv) {
     return written ? kExitDrained : kExitFailed;
   }
   StartLogging(command_line->config.log_level, command_line->config.log_format);
-  return Serve(command_line->config);
+  return command_line->action == CommandLine::Action::kCheckStore
+             ? Check(command_line->config)
+             : Serve(command_line->config);
 }
 
 }  // namespace

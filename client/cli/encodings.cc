@@ -77,6 +77,7 @@ void ReadEncodings(Client* client, std::vector<v1::StoredEncoding>* list) {
   }
   if (list->size() > kMostCalls || scale_count > kMostScales) return;
   for (v1::StoredEncoding& stored : *list) {
+    if (stored.has_error()) continue;
     absl::StatusOr<v1::StoredEncoding> read =
         client->GetEncoding(stored.name());
     // A connection that broke has shown that already.
@@ -111,10 +112,12 @@ void List(const Options& options, Session* session) {
   for (const v1::StoredEncoding& stored : *encodings) {
     list.push_back(MessageJson(stored));
     table.AddRow(
-        {Printable(stored.name().tensor()), FormatName(stored.format()),
+        {Printable(stored.name().tensor()),
+         stored.has_error() ? "damaged" : FormatName(stored.format()),
          stored.has_encoding() ? GranularityText(stored.encoding()) : "",
          CountText(stored.scale_count()), TimeText(stored.update_time()),
          Printable(stored.etag())});
+    if (stored.has_error()) session->TellDamage(stored.error());
   }
   if (session->json) {
     session->PrintJson({{"model", options.name.model},

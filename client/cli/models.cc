@@ -1,12 +1,14 @@
 #include <algorithm>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
+#include "client/cli/message_json.h"
 #include "client/cli/session.h"
 #include "client/cli/table.h"
 #include "client/cpp/client.h"
@@ -27,12 +29,18 @@ void ListModels(Client* client, Session* session) {
   table.AddColumn("MODEL", Table::Align::kLeft);
   table.AddColumn("REVISIONS", Table::Align::kRight);
   table.AddColumn("ENCODINGS", Table::Align::kRight);
+  table.AddColumn("STATISTICS", Table::Align::kRight);
   for (const v1::Model& model : *models) {
-    list.push_back({{"model", model.model()},
-                    {"revision_count", model.revision_count()},
-                    {"encoding_count", model.encoding_count()}});
+    Json item = {{"model", model.model()},
+                 {"revision_count", model.revision_count()},
+                 {"encoding_count", model.encoding_count()},
+                 {"statistics_count", model.statistics_count()}};
+    if (model.has_error()) item["error"] = MessageJson(model.error());
+    list.push_back(std::move(item));
     table.AddRow({Printable(model.model()), CountText(model.revision_count()),
-                  CountText(model.encoding_count())});
+                  CountText(model.encoding_count()),
+                  CountText(model.statistics_count())});
+    if (model.has_error()) session->TellDamage(model.error());
   }
   if (session->json) {
     session->PrintJson({{"models", list}});
@@ -54,11 +62,17 @@ void ListRevisions(Client* client, const std::string& model, Session* session) {
   Table table;
   table.AddColumn("REVISION", Table::Align::kLeft);
   table.AddColumn("ENCODINGS", Table::Align::kRight);
+  table.AddColumn("STATISTICS", Table::Align::kRight);
   for (const v1::Revision& revision : *revisions) {
-    list.push_back({{"revision", revision.revision()},
-                    {"encoding_count", revision.encoding_count()}});
-    table.AddRow(
-        {Printable(revision.revision()), CountText(revision.encoding_count())});
+    Json item = {{"revision", revision.revision()},
+                 {"encoding_count", revision.encoding_count()},
+                 {"statistics_count", revision.statistics_count()}};
+    if (revision.has_error()) item["error"] = MessageJson(revision.error());
+    list.push_back(std::move(item));
+    table.AddRow({Printable(revision.revision()),
+                  CountText(revision.encoding_count()),
+                  CountText(revision.statistics_count())});
+    if (revision.has_error()) session->TellDamage(revision.error());
   }
   if (session->json) {
     session->PrintJson({{"model", model}, {"revisions", list}});

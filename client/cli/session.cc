@@ -193,6 +193,12 @@ void Session::FailUsage(const absl::Status& status) {
   Fail(status);
 }
 
+void Session::TellDamage(const v1::TensorError& error) {
+  Note(kServerError);
+  if (json) return;
+  PrintError(absl::StrCat("quantctl: ", Printable(error.message())));
+}
+
 void Session::Note(ExitCode code) {
   if (exit_code == kSuccess) exit_code = code;
 }

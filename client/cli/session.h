@@ -18,6 +18,7 @@
 #include "client/cpp/credentials.h"
 #include "google/protobuf/message.h"
 #include "nlohmann/json_fwd.hpp"
+#include "quantd/v1/tensor.pb.h"
 
 namespace quantd::cli {
 
@@ -103,6 +104,8 @@ class Session {
   void Fail(const absl::Status& status);
   // The same for a command line that makes no sense.
   void FailUsage(const absl::Status& status);
+  // Tells of a damaged row of a list, whose others are shown all the same.
+  void TellDamage(const v1::TensorError& error);
   // Notes an error that was reported otherwise. The first one counts.
   void Note(ExitCode code);
 

@@ -115,10 +115,13 @@ void List(const Options& options, Session* session) {
   table.AddColumn("SIZE", Table::Align::kBytes);
   table.AddColumn("UPDATED UTC", Table::Align::kLeft);
   for (const v1::StatisticsEntry& entry : *entries) {
-    list.push_back({{"tensor", entry.tensor()},
-                    {"source_count", entry.source_count()},
-                    {"size_bytes", entry.size_bytes()},
-                    {"update_time", TimeText(entry.update_time())}});
+    Json item = {{"tensor", entry.tensor()},
+                 {"source_count", entry.source_count()},
+                 {"size_bytes", entry.size_bytes()},
+                 {"update_time", TimeText(entry.update_time())}};
+    if (entry.has_error()) item["error"] = MessageJson(entry.error());
+    list.push_back(std::move(item));
+    if (entry.has_error()) session->TellDamage(entry.error());
     table.AddRow({Printable(entry.tensor()), CountText(entry.source_count()),
                   BytesCell(entry.size_bytes()),
                   TimeText(entry.update_time())});

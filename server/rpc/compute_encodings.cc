@@ -19,6 +19,7 @@
 #include "server/rpc/tensor_input.h"
 #include "server/rpc/tensorwise_call.h"
 #include "server/wire/encoding_proto.h"
+#include "server/wire/names.h"
 #include "server/wire/status.h"
 
 namespace quantd::server {
@@ -57,7 +58,7 @@ class ComputeEncodingsCall final
     v1::TensorName& name = *response->mutable_name();
     name.set_model(key_.model);
     name.set_revision(key_.revision);
-    name.set_tensor(key_.tensor);
+    name.set_tensor(ShownName(key_.tensor));
     response->set_done_count(next_);
     response->set_total_count(revision_.entries().size());
     encoding_.reset();

@@ -11,6 +11,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/escaping.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "core/errors.h"
@@ -31,6 +32,8 @@ namespace {
 
 constexpr int kDefaultPageSize = 100;
 constexpr int kMaxPageSize = 1000;
+// Of a tensor.
+constexpr size_t kMostNameBytes = 1024;
 // What clients of gRPC take by default.
 constexpr int64_t kClientMessageBytes = int64_t{4} << 20;
 
@@ -40,9 +43,24 @@ struct Page {
   std::string after;
 };
 
+// Before what was a name until it was damaged: no name begins with it.
+constexpr absl::string_view kDamaged = "\xff:";
+
 // The token of the page after `name`; opaque to clients.
 std::string PageToken(absl::string_view name) {
-  return absl::WebSafeBase64Escape(name);
+  return absl::WebSafeBase64Escape(CheckTensorName(name).ok()
+                                       ? std::string(name)
+                                       : absl::StrCat(kDamaged, name));
+}
+
+// A name that is damaged can't be asked for, nor can it be a proto's text.
+template <typename Proto>
+void SetNameError(absl::string_view kind, absl::string_view name,
+                  Proto* proto) {
+  if (CheckPathName(kind, name).ok()) return;
+  *proto->mutable_error() = ToTensorError(core::StoreCorruptError(
+      absl::StrCat("the name of the ", kind, " \"", ShownName(name),
+                   "\" is damaged; run quantd --check-store")));
 }
 
 // Errors: PAGE_INVALID.
@@ -55,10 +73,14 @@ absl::StatusOr<Page> CheckPage(int page_size, absl::string_view page_token) {
   }
   Page page;
   page.size = page_size == 0 ? kDefaultPageSize : page_size;
-  // Pages end with names. Anything else is not for a database to see, of which
-  // some take UTF-8 only.
-  if (!absl::WebSafeBase64Unescape(page_token, &page.after) ||
-      (!page.after.empty() && !CheckTensorName(page.after).ok())) {
+  // Pages end with names, or with what was one. Anything else is not for a
+  // database to see.
+  const bool is_text = absl::WebSafeBase64Unescape(page_token, &page.after);
+  const bool is_damaged = absl::StartsWith(page.after, kDamaged) &&
+                          page.after.size() <= kDamaged.size() + kMostNameBytes;
+  if (is_damaged) page.after.erase(0, kDamaged.size());
+  if (!is_text || (!is_damaged && !page.after.empty() &&
+                   !CheckTensorName(page.after).ok())) {
     return core::WithField(
         core::PageInvalidError("page_token is not one that a page answered"),
         "page_token");
@@ -83,6 +105,9 @@ absl::Status FillPage(const UnaryContext& context, const Request& request,
       CheckPage(request.page_size(), request.page_token());
   if (!page.ok()) return page.status();
   auto entries = list(page->after, page->size + 1);
+  if (absl::IsInvalidArgument(entries.status())) {
+    return core::WithField(entries.status(), "page_token");
+  }
   if (!entries.ok()) return entries.status();
   const auto shown =
       std::min<size_t>(entries->size(), static_cast<size_t>(page->size));
@@ -127,6 +152,13 @@ absl::Status ListEncodings(const UnaryContext& context,
       [](const EncodingListEntry& entry) { return entry.tensor; },
       [&](const EncodingListEntry& entry) {
         v1::StoredEncoding* proto = response->add_encodings();
+        if (!entry.error.ok()) {
+          proto->mutable_name()->set_model(request.model());
+          proto->mutable_name()->set_revision(*revision);
+          proto->mutable_name()->set_tensor(ShownName(entry.tensor));
+          *proto->mutable_error() = ToTensorError(entry.error);
+          return;
+        }
         StoredEncodingToProto({request.model(), *revision, entry.tensor},
                               entry.stored, /*with_encoding=*/false, proto);
         proto->set_format(static_cast<v1::NumberFormat>(entry.format));
@@ -200,9 +232,11 @@ absl::Status ListModels(const UnaryContext& context,
       [](const ModelListEntry& entry) { return entry.model; },
       [&](const ModelListEntry& entry) {
         v1::Model* proto = response->add_models();
-        proto->set_model(entry.model);
+        proto->set_model(ShownName(entry.model));
+        SetNameError("model", entry.model, proto);
         proto->set_revision_count(entry.revision_count);
         proto->set_encoding_count(entry.encoding_count);
+        proto->set_statistics_count(entry.statistics_count);
       },
       response);
 }
@@ -220,8 +254,10 @@ absl::Status ListRevisions(const UnaryContext& context,
       [](const RevisionListEntry& entry) { return entry.revision; },
       [&](const RevisionListEntry& entry) {
         v1::Revision* proto = response->add_revisions();
-        proto->set_revision(entry.revision);
+        proto->set_revision(ShownName(entry.revision));
+        SetNameError("revision", entry.revision, proto);
         proto->set_encoding_count(entry.encoding_count);
+        proto->set_statistics_count(entry.statistics_count);
       },
       response);
 }
@@ -276,7 +312,10 @@ absl::Status ListStatistics(const UnaryContext& context,
       [](const StatisticsListEntry& entry) { return entry.tensor; },
       [&](const StatisticsListEntry& entry) {
         v1::StatisticsEntry* proto = response->add_entries();
-        proto->set_tensor(entry.tensor);
+        proto->set_tensor(ShownName(entry.tensor));
+        if (!entry.error.ok()) {
+          *proto->mutable_error() = ToTensorError(entry.error);
+        }
         proto->set_source_count(entry.source_count);
         proto->set_size_bytes(entry.size_bytes);
         *proto->mutable_update_time() = ToTimestamp(entry.update_time);

@@ -26,6 +26,7 @@
 #include "server/rpc/tensor_input.h"
 #include "server/rpc/tensorwise_call.h"
 #include "server/wire/encoding_proto.h"
+#include "server/wire/names.h"
 #include "server/wire/status.h"
 
 namespace quantd::server {
@@ -110,7 +111,7 @@ class SweepCall final
     v1::TensorName& name = *response->mutable_name();
     name.set_model(key.model);
     name.set_revision(key.revision);
-    name.set_tensor(key.tensor);
+    name.set_tensor(ShownName(key.tensor));
     response->set_done_count(next_);
     std::vector<SpecResult> results;
     if (tensor_status_.ok()) tensor_status_ = ChargeTensor(entry);

@@ -64,7 +64,10 @@ struct Precondition {
 
 // A row of a list.
 struct EncodingListEntry {
+  // Any bytes where the row is damaged.
   std::string tensor;
+  // STORE_CORRUPT where it is; nothing else of the entry is to be trusted then.
+  absl::Status error;
   StoredEncoding stored;  // without the encoding
   core::NumberFormat format{};
   int64_t scale_count = 0;
@@ -80,16 +83,19 @@ struct ModelListEntry {
   std::string model;
   int64_t revision_count = 0;
   int64_t encoding_count = 0;
+  // A source of a tensor each.
+  int64_t statistics_count = 0;
 };
 
 struct RevisionListEntry {
   std::string revision;
   int64_t encoding_count = 0;
+  int64_t statistics_count = 0;
 };
 
 // Thread-safe. Calls may block on a disk: never call with a lock held.
 // Errors of every call: STORE_UNAVAILABLE; STORE_CORRUPT where a row that
-// failed its checksum would have been answered.
+// failed its checksum would have been answered, but not in lists.
 class EncodingStore {
  public:
   virtual ~EncodingStore() = default;
@@ -114,12 +120,14 @@ class EncodingStore {
   virtual absl::Status Delete(const EncodingKey& key,
                               const Precondition& precondition) = 0;
 
-  // At most `limit` entries in order of name, bytewise, after `after`.
+  // At most `limit` entries in order of name, bytewise, after `after`. What is
+  // read of a row is verified, and one that is damaged told in its place.
+  // Errors: PAGE_INVALID where `after` is not what the store takes.
   virtual absl::StatusOr<std::vector<EncodingListEntry>> ListEncodings(
       absl::string_view model, absl::string_view revision,
       absl::string_view after, int limit) = 0;
-  // Takes time for the encodings of the models that it answers, not for those
-  // of others.
+  // Models that have encodings or statistics. Takes time for what those that it
+  // answers have, not for what others have.
   virtual absl::StatusOr<std::vector<ModelListEntry>> ListModels(
       const NameRange& range, int limit) = 0;
   virtual absl::StatusOr<std::vector<RevisionListEntry>> ListRevisions(

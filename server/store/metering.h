@@ -16,6 +16,7 @@ namespace quantd::server {
 // What the store found, rather than a failure of it.
 inline bool IsAnswer(const absl::Status& status) {
   return status.ok() || absl::IsNotFound(status) ||
+         absl::IsInvalidArgument(status) ||
          absl::IsFailedPrecondition(status) ||
          absl::IsResourceExhausted(status);
 }

@@ -259,7 +259,9 @@ constexpr std::array<const char*, kPostgresqlSchemaVersion> kMigrations = {
       END $$;
       CREATE TRIGGER statistics_delete_pieces AFTER DELETE ON statistics
         FOR EACH ROW EXECUTE FUNCTION quantd_delete_pieces();
-    )sql"};
+    )sql",
+    // Over what lists read. A row of before has none yet.
+    "ALTER TABLE encodings ADD COLUMN head_checksum BIGINT NOT NULL DEFAULT 0"};
 
 struct FreeResult {
   void operator()(PGresult* result) const { PQclear(result); }
@@ -764,6 +766,11 @@ absl::Status PostgresqlConnection::ErrorOf(const PGresult* result,
   if (state == "XX001" || state == "XX002") {
     return core::StoreCorruptError(
         absl::StrCat(what, ": the database found damaged data"), message);
+  }
+  // Text that is not in UTF-8. Only the page of a list starts after anything
+  // that is no name.
+  if (state == "22021") {
+    return core::PageInvalidError("the page does not start after a name");
   }
   // A server that only reads was another one's standby, or became it: the next
   // connection looks for the one that writes.

@@ -20,7 +20,7 @@ namespace quantd::server {
 
 // The version that this program writes into quantd_schema. Migrations only go
 // forward.
-constexpr int kPostgresqlSchemaVersion = 3;
+constexpr int kPostgresqlSchemaVersion = 4;
 
 class PostgresqlConnection;
 class PostgresqlListener;

@@ -100,6 +100,13 @@ class SqlDatabase {
   // where that can't be told now. Does not wait.
   virtual absl::optional<int64_t> ForeignVersion() = 0;
 
+  // Tells, a line each, what the database itself finds wrong with its file;
+  // nothing where it keeps none of its own.
+  virtual absl::Status CheckFile(
+      absl::FunctionRef<void(absl::string_view line)> tell) {
+    return absl::OkStatus();
+  }
+
   // Whether the database answers now.
   virtual absl::Status Ping() = 0;
 };

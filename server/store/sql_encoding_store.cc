@@ -17,8 +17,10 @@
 #include "absl/types/optional.h"
 #include "core/errors.h"
 #include "quantd/v1/encoding.pb.h"
+#include "server/store/row_checksum.h"
 #include "server/store/sql_usage.h"
 #include "server/wire/encoding_proto.h"
+#include "server/wire/names.h"
 
 namespace quantd::server {
 namespace {
@@ -38,28 +40,37 @@ constexpr char kSelectReplaced[] =
     "WHERE model = $1 AND revision = $2 AND tensor = $3";
 constexpr char kUpsert[] =
     "INSERT INTO encodings (model, revision, tensor, generation, "
-    "update_time_us, format, scale_count, checksum, body, principal) "
-    "VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10) "
+    "update_time_us, format, scale_count, checksum, head_checksum, body, "
+    "principal) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11) "
     "ON CONFLICT (model, revision, tensor) DO UPDATE SET "
     "generation = excluded.generation, "
     "update_time_us = excluded.update_time_us, format = excluded.format, "
     "scale_count = excluded.scale_count, checksum = excluded.checksum, "
-    "body = excluded.body, principal = excluded.principal";
+    "head_checksum = excluded.head_checksum, body = excluded.body, principal = "
+    "excluded.principal";
 constexpr char kDelete[] =
     "DELETE FROM encodings WHERE model = $1 AND revision = $2 AND tensor = $3";
 constexpr char kListEncodings[] =
-    "SELECT tensor, generation, update_time_us, format, scale_count, checksum "
-    "FROM encodings WHERE model = $1 AND revision = $2 AND tensor > $3 "
+    "SELECT tensor, generation, update_time_us, format, scale_count, checksum, "
+    "head_checksum FROM encodings WHERE model = $1 AND revision = $2 AND "
+    "tensor > $3 "
     "ORDER BY tensor LIMIT $4";
 // From counts, whose number does not grow with that of the tensors.
 constexpr char kListModels[] =
-    "SELECT model, COUNT(DISTINCT revision), CAST(SUM(encodings) AS BIGINT) "
-    "FROM revision_counts WHERE model > $1 AND model < $2 AND encodings > 0 "
+    "SELECT model, COUNT(DISTINCT revision), CAST(SUM(encodings) AS BIGINT), "
+    "CAST(SUM(statistics) AS BIGINT) FROM revision_counts "
+    "WHERE model > $1 AND model < $2 AND (encodings > 0 OR statistics > 0) "
     "GROUP BY model ORDER BY model LIMIT $3";
 constexpr char kListRevisions[] =
-    "SELECT revision, CAST(SUM(encodings) AS BIGINT) FROM revision_counts "
-    "WHERE model = $1 AND revision > $2 AND encodings > 0 "
+    "SELECT revision, CAST(SUM(encodings) AS BIGINT), "
+    "CAST(SUM(statistics) AS BIGINT) FROM revision_counts "
+    "WHERE model = $1 AND revision > $2 AND (encodings > 0 OR statistics > 0) "
     "GROUP BY revision ORDER BY revision LIMIT $3";
+// Keys after one.
+constexpr char kListKeys[] =
+    "SELECT model, revision, tensor FROM encodings "
+    "WHERE (model, revision, tensor) > ($1, $2, $3) "
+    "ORDER BY model, revision, tensor LIMIT 1000";
 
 // What of a row the checksum covers, beside its key.
 struct RowHead {
@@ -91,6 +102,19 @@ uint64_t Checksum(const EncodingKey& key, const RowHead& head,
   return XXH3_64bits_digest(state.get());
 }
 
+// The same without the body, so that lists need not read it. A quantd that knew
+// none leaves it as it is.
+uint64_t HeadChecksum(const EncodingKey& key, const RowHead& head,
+                      uint64_t checksum) {
+  const int64_t numbers[] = {head.generation, head.update_time_us, head.format,
+                             head.scale_count, static_cast<int64_t>(checksum)};
+  return RowChecksum::Of(
+      {key.model,
+       key.revision,
+       key.tensor,
+       {reinterpret_cast<const char*>(numbers), sizeof(numbers)}});
+}
+
 std::string MakeEtag(int64_t generation, uint64_t checksum) {
   return absl::StrCat(absl::Hex(generation), "-",
                       absl::Hex(checksum, absl::kZeroPad16));
@@ -101,10 +125,10 @@ absl::Status NotFound(const EncodingKey& key) {
 }
 
 absl::Status Corrupt(const EncodingKey& key, absl::string_view what) {
-  return core::StoreCorruptError(
-      absl::StrCat("the encoding for tensor \"", key.tensor, "\" of model \"",
-                   key.model, "\", revision \"", key.revision, "\" ", what,
-                   "; put it again or delete it"));
+  return core::StoreCorruptError(absl::StrCat(
+      "the encoding for tensor \"", ShownName(key.tensor), "\" of model \"",
+      ShownName(key.model), "\", revision \"", ShownName(key.revision), "\" ",
+      what, "; put it again or delete it"));
 }
 
 // The etag in a row of kSelectEtag.
@@ -203,8 +227,9 @@ absl::StatusOr<StoredEncoding> SqlEncodingStore::Put(
       row->BindInt(6, head.format);
       row->BindInt(7, head.scale_count);
       row->BindInt(8, static_cast<int64_t>(checksum));
-      row->BindBytes(9, body);
-      row->BindText(10, account.principal);
+      row->BindInt(9, static_cast<int64_t>(HeadChecksum(key, head, checksum)));
+      row->BindBytes(10, body);
+      row->BindText(11, account.principal);
       status = row->Step(kWhat).status();
     }
     if (status.ok()) {
@@ -263,15 +288,38 @@ absl::StatusOr<std::vector<EncodingListEntry>> SqlEncodingStore::ListEncodings(
       if (!*found) return absl::OkStatus();
       EncodingListEntry& entry = entries.emplace_back();
       entry.tensor = std::string(row->Bytes(0));
-      entry.stored.generation = row->Int(1);
-      entry.stored.update_time = absl::FromUnixMicros(row->Int(2));
-      entry.format = static_cast<core::NumberFormat>(row->Int(3));
-      entry.scale_count = row->Int(4);
-      entry.stored.etag =
-          MakeEtag(entry.stored.generation, static_cast<uint64_t>(row->Int(5)));
+      RowHead head;
+      head.generation = row->Int(1);
+      head.update_time_us = row->Int(2);
+      head.format = row->Int(3);
+      head.scale_count = row->Int(4);
+      const auto checksum = static_cast<uint64_t>(row->Int(5));
+      entry.stored.generation = head.generation;
+      entry.stored.update_time = absl::FromUnixMicros(head.update_time_us);
+      entry.format = static_cast<core::NumberFormat>(head.format);
+      entry.scale_count = head.scale_count;
+      entry.stored.etag = MakeEtag(head.generation, checksum);
+      const EncodingKey key{std::string(model), std::string(revision),
+                            entry.tensor};
+      if (static_cast<uint64_t>(row->Int(6)) !=
+          HeadChecksum(key, head, checksum)) {
+        entry.error = Corrupt(key, "fails its checksum");
+      }
     }
   };
   if (absl::Status s = database_->Read(list); !s.ok()) return s;
+  for (EncodingListEntry& entry : entries) {
+    if (entry.error.ok()) continue;
+    // Or a quantd has put it that knew no checksums of heads: the row tells.
+    absl::StatusOr<StoredEncoding> read =
+        Get({std::string(model), std::string(revision), entry.tensor});
+    if (!read.ok()) continue;
+    entry.error = absl::OkStatus();
+    entry.format = read->encoding->format;
+    entry.scale_count = static_cast<int64_t>(read->encoding->scale.size());
+    entry.stored = *std::move(read);
+    entry.stored.encoding = nullptr;
+  }
   return entries;
 }
 
@@ -288,7 +336,8 @@ absl::StatusOr<std::vector<ModelListEntry>> SqlEncodingStore::ListModels(
       absl::StatusOr<bool> found = row->Step("cannot list models");
       if (!found.ok()) return found.status();
       if (!*found) return absl::OkStatus();
-      entries.push_back({std::string(row->Bytes(0)), row->Int(1), row->Int(2)});
+      entries.push_back(
+          {std::string(row->Bytes(0)), row->Int(1), row->Int(2), row->Int(3)});
     }
   };
   if (absl::Status s = database_->Read(list); !s.ok()) return s;
@@ -309,11 +358,42 @@ absl::StatusOr<std::vector<RevisionListEntry>> SqlEncodingStore::ListRevisions(
       absl::StatusOr<bool> found = row->Step("cannot list revisions");
       if (!found.ok()) return found.status();
       if (!*found) return absl::OkStatus();
-      entries.push_back({std::string(row->Bytes(0)), row->Int(1)});
+      entries.push_back({std::string(row->Bytes(0)), row->Int(1), row->Int(2)});
     }
   };
   if (absl::Status s = database_->Read(list); !s.ok()) return s;
   return entries;
+}
+
+absl::StatusOr<int64_t> SqlEncodingStore::Check(
+    absl::FunctionRef<void(const absl::Status&)> damaged) {
+  int64_t count = 0;
+  EncodingKey last;
+  while (true) {
+    std::vector<EncodingKey> keys;
+    const auto list = [&](SqlConnection& connection) -> absl::Status {
+      const std::unique_ptr<SqlStatement> row = connection.Prepare(kListKeys);
+      row->BindKey(last);
+      while (true) {
+        absl::StatusOr<bool> found = row->Step("cannot list encodings");
+        if (!found.ok()) return found.status();
+        if (!*found) return absl::OkStatus();
+        keys.push_back({std::string(row->Bytes(0)), std::string(row->Bytes(1)),
+                        std::string(row->Bytes(2))});
+      }
+    };
+    if (absl::Status s = database_->Read(list); !s.ok()) return s;
+    if (keys.empty()) return count;
+    for (const EncodingKey& key : keys) {
+      ++count;
+      const absl::Status status = Get(key).status();
+      // It was deleted in between.
+      if (status.ok() || absl::IsNotFound(status)) continue;
+      if (!absl::IsDataLoss(status)) return status;
+      damaged(status);
+    }
+    last = std::move(keys.back());
+  }
 }
 
 absl::optional<int64_t> SqlEncodingStore::ForeignVersion() {

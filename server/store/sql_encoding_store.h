@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -37,6 +38,12 @@ class SqlEncodingStore : public EncodingStore {
       absl::string_view model, absl::string_view after, int limit) override;
   absl::optional<int64_t> ForeignVersion() override;
   absl::Status Ping() override;
+
+  // Reads every row whole, and tells of those that are damaged, STORE_CORRUPT
+  // each. Answers how many rows there are.
+  // Errors: STORE_UNAVAILABLE; STORE_CORRUPT where the database can't go on.
+  absl::StatusOr<int64_t> Check(
+      absl::FunctionRef<void(const absl::Status&)> damaged);
 
  private:
   const std::shared_ptr<SqlDatabase> database_;

@@ -57,7 +57,8 @@ constexpr char kSelectAll[] =
     "AND pieces.source = statistics.source "
     "AND pieces.sequence = statistics.sequence "
     "WHERE statistics.model = $1 AND statistics.revision = $2 "
-    "AND statistics.tensor = $3 ORDER BY statistics.source, pieces.piece";
+    "AND statistics.tensor = $3 AND ($4 = '' OR statistics.source = $4) "
+    "ORDER BY statistics.source, pieces.piece";
 // Another source's row, without the large columns.
 constexpr char kSelectOther[] =
     "SELECT " QUANTD_ROW_COLUMNS
@@ -81,11 +82,30 @@ constexpr char kUpsert[] =
     "body_checksum = excluded.body_checksum, checksum = excluded.checksum, "
     "averages = excluded.averages, body = excluded.body, "
     "principal = excluded.principal";
+// All rows of the next tensors.
 constexpr char kList[] =
-    "SELECT tensor, COUNT(*), CAST(SUM(size_bytes) AS BIGINT), "
-    "MAX(update_time_us) "
-    "FROM statistics WHERE model = $1 AND revision = $2 AND tensor > $3 "
-    "GROUP BY tensor ORDER BY tensor LIMIT $4";
+    "SELECT " QUANTD_ROW_COLUMNS
+    ", tensor FROM statistics WHERE model = $1 AND revision = $2 "
+    "AND tensor > $3 AND tensor <= (SELECT MAX(tensor) FROM ("
+    "SELECT DISTINCT tensor FROM statistics WHERE model = $1 "
+    "AND revision = $2 AND tensor > $3 ORDER BY tensor LIMIT $4) AS page) "
+    "ORDER BY tensor, source";
+// Sources after one.
+constexpr char kListKeys[] =
+    "SELECT model, revision, tensor, source FROM statistics "
+    "WHERE (model, revision, tensor, source) > ($1, $2, $3, $4) "
+    "ORDER BY model, revision, tensor, source LIMIT 1000";
+// Pieces that no row has.
+constexpr char kListLostPieces[] =
+    "SELECT model, revision, tensor, source, COUNT(*) "
+    "FROM statistics_pieces AS pieces WHERE NOT EXISTS ("
+    "SELECT 1 FROM statistics WHERE statistics.model = pieces.model "
+    "AND statistics.revision = pieces.revision "
+    "AND statistics.tensor = pieces.tensor "
+    "AND statistics.source = pieces.source "
+    "AND statistics.sequence = pieces.sequence) "
+    "GROUP BY model, revision, tensor, source "
+    "ORDER BY model, revision, tensor, source";
 constexpr char kSelectNewer[] =
     "SELECT sequence FROM statistics WHERE model = $1 AND revision = $2 "
     "AND tensor = $3 AND update_time_us > $4 LIMIT 1";
@@ -597,6 +617,12 @@ absl::StatusOr<ContributionOutcome> SqlStatisticsStore::Merge(
 absl::StatusOr<StoredStatistics> SqlStatisticsStore::ReadStatistics(
     const EncodingKey& key,
     absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
+  return ReadSources(key, "", proceed);
+}
+
+absl::StatusOr<StoredStatistics> SqlStatisticsStore::ReadSources(
+    const EncodingKey& key, absl::string_view source,
+    absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
   // A bin takes about four times as much as its varints: in the state of the
   // source, and in the merged one, which may not have had it.
   constexpr int64_t kMemoryPerStoredByte = 8;
@@ -604,6 +630,7 @@ absl::StatusOr<StoredStatistics> SqlStatisticsStore::ReadStatistics(
   const auto read = [&](SqlConnection& connection) -> absl::Status {
     const std::unique_ptr<SqlStatement> row = connection.Prepare(kSelectAll);
     row->BindKey(key);
+    row->BindText(4, source);
     absl::optional<SourceReader> reader;
     while (true) {
       absl::StatusOr<bool> found = row->Step("cannot read statistics");
@@ -643,16 +670,84 @@ SqlStatisticsStore::ListStatistics(absl::string_view model,
     row->BindText(2, revision);
     row->BindText(3, after);
     row->BindInt(4, limit);
+    EncodingKey key{std::string(model), std::string(revision), ""};
     while (true) {
       absl::StatusOr<bool> found = row->Step("cannot list statistics");
       if (!found.ok()) return found.status();
       if (!*found) return absl::OkStatus();
-      entries.push_back({std::string(row->Bytes(0)), row->Int(1), row->Int(2),
-                         absl::FromUnixMicros(row->Int(3))});
+      if (entries.empty() || entries.back().tensor != row->Bytes(9)) {
+        key.tensor = std::string(row->Bytes(9));
+        entries.emplace_back().tensor = key.tensor;
+      }
+      StatisticsListEntry& entry = entries.back();
+      absl::StatusOr<RowHead> head = ReadHead(key, *row);
+      if (!head.ok()) {
+        entry.error = head.status();
+        continue;
+      }
+      ++entry.source_count;
+      entry.size_bytes += head->size_bytes;
+      const absl::Time time = absl::FromUnixMicros(head->update_time_us);
+      entry.update_time =
+          entry.source_count == 1 ? time : std::max(entry.update_time, time);
     }
   };
   if (absl::Status s = database_->Read(list); !s.ok()) return s;
   return entries;
+}
+
+absl::StatusOr<int64_t> SqlStatisticsStore::Check(
+    absl::FunctionRef<void(const absl::Status&)> damaged) {
+  int64_t count = 0;
+  ContributionKey last;
+  while (true) {
+    std::vector<ContributionKey> keys;
+    const auto list = [&](SqlConnection& connection) -> absl::Status {
+      const std::unique_ptr<SqlStatement> row = connection.Prepare(kListKeys);
+      row->BindKey(last.tensor);
+      row->BindText(4, last.source);
+      while (true) {
+        absl::StatusOr<bool> found = row->Step("cannot list statistics");
+        if (!found.ok()) return found.status();
+        if (!*found) return absl::OkStatus();
+        ContributionKey& key = keys.emplace_back();
+        key.tensor = {std::string(row->Bytes(0)), std::string(row->Bytes(1)),
+                      std::string(row->Bytes(2))};
+        key.source = std::string(row->Bytes(3));
+      }
+    };
+    if (absl::Status s = database_->Read(list); !s.ok()) return s;
+    if (keys.empty()) break;
+    for (const ContributionKey& key : keys) {
+      ++count;
+      const absl::Status status =
+          ReadSources(key.tensor, key.source, [](int64_t /*memory*/) {
+            return absl::OkStatus();
+          }).status();
+      // It was deleted in between.
+      if (status.ok() || absl::IsNotFound(status)) continue;
+      if (!absl::IsDataLoss(status)) return status;
+      damaged(status);
+    }
+    last = std::move(keys.back());
+  }
+  const auto list = [&](SqlConnection& connection) -> absl::Status {
+    const std::unique_ptr<SqlStatement> row =
+        connection.Prepare(kListLostPieces);
+    while (true) {
+      absl::StatusOr<bool> found = row->Step("cannot list statistics");
+      if (!found.ok()) return found.status();
+      if (!*found) return absl::OkStatus();
+      const EncodingKey key{std::string(row->Bytes(0)),
+                            std::string(row->Bytes(1)),
+                            std::string(row->Bytes(2))};
+      damaged(SourceCorruptError(
+          key, row->Bytes(3),
+          absl::StrCat("have ", row->Int(4), " pieces without a row")));
+    }
+  };
+  if (absl::Status s = database_->Read(list); !s.ok()) return s;
+  return count;
 }
 
 absl::Status SqlStatisticsStore::DeleteStatisticsUpTo(const EncodingKey& key,

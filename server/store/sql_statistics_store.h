@@ -43,7 +43,18 @@ class SqlStatisticsStore : public StatisticsStore {
   absl::Status DeleteStatisticsUpTo(const EncodingKey& key,
                                     absl::Time update_time) override;
 
+  // Reads every row whole, and tells of those that are damaged, STORE_CORRUPT
+  // each. Answers how many rows there are.
+  // Errors: STORE_UNAVAILABLE; STORE_CORRUPT where the database can't go on.
+  absl::StatusOr<int64_t> Check(
+      absl::FunctionRef<void(const absl::Status&)> damaged);
+
  private:
+  // Of all sources, or unless it is empty of one.
+  absl::StatusOr<StoredStatistics> ReadSources(
+      const EncodingKey& key, absl::string_view source,
+      absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed);
+
   const std::shared_ptr<SqlDatabase> database_;
   const int64_t limit_bytes_;
 };

@@ -32,15 +32,52 @@ constexpr char kBegin[] = "BEGIN IMMEDIATE";
 constexpr char kCommit[] = "COMMIT";
 constexpr char kRollback[] = "ROLLBACK";
 constexpr char kDataVersion[] = "PRAGMA data_version";
+constexpr char kCheck[] = "PRAGMA integrity_check";
 constexpr char kNextGeneration[] =
     "UPDATE generations SET last = last + 1 WHERE id = 0 RETURNING last";
 constexpr char kPing[] = "SELECT last FROM generations WHERE id = 0";
 
+// They count what is in the table.
+constexpr char kEncodingTriggers[] = R"sql(
+      CREATE TRIGGER encodings_insert AFTER INSERT ON encodings BEGIN
+        INSERT INTO count_changes VALUES (
+          NEW.model, NEW.revision, NEW.principal, 1, 0,
+          length(NEW.model) + length(NEW.revision)
+            + length(CAST(NEW.tensor AS BLOB)) + length(NEW.body),
+          NEW.update_time_us);
+      END;
+      CREATE TRIGGER encodings_update AFTER UPDATE ON encodings
+      WHEN OLD.principal = NEW.principal BEGIN
+        INSERT INTO count_changes VALUES (
+          NEW.model, NEW.revision, NEW.principal, 0, 0,
+          length(NEW.body) - length(OLD.body), NEW.update_time_us);
+      END;
+      CREATE TRIGGER encodings_hand_over AFTER UPDATE ON encodings
+      WHEN OLD.principal <> NEW.principal BEGIN
+        INSERT INTO count_changes VALUES (
+          NEW.model, NEW.revision, NEW.principal, 1, 0,
+          length(NEW.model) + length(NEW.revision)
+            + length(CAST(NEW.tensor AS BLOB)) + length(NEW.body),
+          NEW.update_time_us);
+        INSERT INTO count_changes VALUES (
+          OLD.model, OLD.revision, OLD.principal, -1, 0,
+          -length(OLD.model) - length(OLD.revision)
+            - length(CAST(OLD.tensor AS BLOB)) - length(OLD.body), 0);
+      END;
+      CREATE TRIGGER encodings_delete AFTER DELETE ON encodings BEGIN
+        INSERT INTO count_changes VALUES (
+          OLD.model, OLD.revision, OLD.principal, -1, 0,
+          -length(OLD.model) - length(OLD.revision)
+            - length(CAST(OLD.tensor AS BLOB)) - length(OLD.body), 0);
+      END;
+    )sql";
+
 // Migration i brings a store from version i to i + 1.
-constexpr std::array<const char*, kSqliteSchemaVersion> kMigrations = {
-    // The columns that lists read stand before `body`, so that a list never
-    // walks the overflow pages of a large one.
-    R"sql(
+std::array<std::string, kSqliteSchemaVersion> Migrations() {
+  return {
+      // The columns that lists read stand before `body`, so that a list never
+      // walks the overflow pages of a large one.
+      R"sql(
       CREATE TABLE generations (
         id INTEGER PRIMARY KEY CHECK (id = 0),
         last INTEGER NOT NULL
@@ -59,7 +96,7 @@ constexpr std::array<const char*, kSqliteSchemaVersion> kMigrations = {
         PRIMARY KEY (model, revision, tensor)
       ) STRICT;
     )sql",
-    R"sql(
+      R"sql(
       CREATE TABLE statistics (
         model TEXT NOT NULL,
         revision TEXT NOT NULL,
@@ -78,10 +115,10 @@ constexpr std::array<const char*, kSqliteSchemaVersion> kMigrations = {
         PRIMARY KEY (model, revision, tensor, source)
       ) STRICT;
     )sql",
-    // Counts by triggers: in the transaction of the change, whichever version
-    // of quantd makes it. `principal` is who wrote the row last, empty for
-    // nobody in particular. `bytes` are those of names and contents.
-    R"sql(
+      // Counts by triggers: in the transaction of the change, whichever version
+      // of quantd makes it. `principal` is who wrote the row last, empty for
+      // nobody in particular. `bytes` are those of names and contents.
+      absl::StrCat(R"sql(
       ALTER TABLE encodings ADD COLUMN principal TEXT NOT NULL DEFAULT '';
       ALTER TABLE statistics ADD COLUMN principal TEXT NOT NULL DEFAULT '';
       CREATE TABLE revision_counts (
@@ -137,38 +174,8 @@ constexpr std::array<const char*, kSqliteSchemaVersion> kMigrations = {
             bytes = bytes + excluded.bytes;
       END;
 
-      CREATE TRIGGER encodings_insert AFTER INSERT ON encodings BEGIN
-        INSERT INTO count_changes VALUES (
-          NEW.model, NEW.revision, NEW.principal, 1, 0,
-          length(NEW.model) + length(NEW.revision)
-            + length(CAST(NEW.tensor AS BLOB)) + length(NEW.body),
-          NEW.update_time_us);
-      END;
-      CREATE TRIGGER encodings_update AFTER UPDATE ON encodings
-      WHEN OLD.principal = NEW.principal BEGIN
-        INSERT INTO count_changes VALUES (
-          NEW.model, NEW.revision, NEW.principal, 0, 0,
-          length(NEW.body) - length(OLD.body), NEW.update_time_us);
-      END;
-      CREATE TRIGGER encodings_hand_over AFTER UPDATE ON encodings
-      WHEN OLD.principal <> NEW.principal BEGIN
-        INSERT INTO count_changes VALUES (
-          NEW.model, NEW.revision, NEW.principal, 1, 0,
-          length(NEW.model) + length(NEW.revision)
-            + length(CAST(NEW.tensor AS BLOB)) + length(NEW.body),
-          NEW.update_time_us);
-        INSERT INTO count_changes VALUES (
-          OLD.model, OLD.revision, OLD.principal, -1, 0,
-          -length(OLD.model) - length(OLD.revision)
-            - length(CAST(OLD.tensor AS BLOB)) - length(OLD.body), 0);
-      END;
-      CREATE TRIGGER encodings_delete AFTER DELETE ON encodings BEGIN
-        INSERT INTO count_changes VALUES (
-          OLD.model, OLD.revision, OLD.principal, -1, 0,
-          -length(OLD.model) - length(OLD.revision)
-            - length(CAST(OLD.tensor AS BLOB)) - length(OLD.body), 0);
-      END;
-
+    )sql",
+                   kEncodingTriggers, R"sql(
       CREATE TRIGGER statistics_insert AFTER INSERT ON statistics BEGIN
         INSERT INTO count_changes VALUES (
           NEW.model, NEW.revision, NEW.principal, 0, 1,
@@ -218,9 +225,10 @@ constexpr std::array<const char*, kSqliteSchemaVersion> kMigrations = {
             + length(CAST(source AS BLOB)) + size_bytes),
           MAX(update_time_us)
         FROM statistics GROUP BY model, revision;
-    )sql",
-    // What follows the body of a row of `statistics`, see statistics_pieces.h.
-    R"sql(
+    )sql"),
+      // What follows the body of a row of `statistics`, see
+      // statistics_pieces.h.
+      R"sql(
       CREATE TABLE statistics_pieces (
         model TEXT NOT NULL,
         revision TEXT NOT NULL,
@@ -237,7 +245,33 @@ constexpr std::array<const char*, kSqliteSchemaVersion> kMigrations = {
           AND revision = OLD.revision AND tensor = OLD.tensor
           AND source = OLD.source;
       END;
-    )sql"};
+    )sql",
+      // A checksum over what lists read, before `body` as that is: the table is
+      // made anew. A row of before has none yet.
+      absl::StrCat(R"sql(
+      CREATE TABLE new_encodings (
+        model TEXT NOT NULL,
+        revision TEXT NOT NULL,
+        tensor TEXT NOT NULL,
+        generation INTEGER NOT NULL,
+        update_time_us INTEGER NOT NULL,
+        format INTEGER NOT NULL,
+        scale_count INTEGER NOT NULL,
+        checksum INTEGER NOT NULL,
+        head_checksum INTEGER NOT NULL DEFAULT 0,
+        principal TEXT NOT NULL DEFAULT '',
+        body BLOB NOT NULL,
+        PRIMARY KEY (model, revision, tensor)
+      ) STRICT;
+      INSERT INTO new_encodings (model, revision, tensor, generation,
+          update_time_us, format, scale_count, checksum, principal, body)
+        SELECT model, revision, tensor, generation, update_time_us, format,
+          scale_count, checksum, principal, body FROM encodings;
+      DROP TABLE encodings;
+      ALTER TABLE new_encodings RENAME TO encodings;
+    )sql",
+                   kEncodingTriggers)};
+}
 
 absl::Status SqliteError(absl::string_view what, int code,
                          absl::string_view message) {
@@ -437,8 +471,9 @@ absl::Status SqliteConnection::MigrateInTransaction() {
     return core::StoreSchemaError(static_cast<int>(*version),
                                   kSqliteSchemaVersion);
   }
+  const auto migrations = Migrations();
   for (int i = static_cast<int>(*version); i < kSqliteSchemaVersion; ++i) {
-    if (absl::Status s = Execute(kMigrations[i], kWhat); !s.ok()) return s;
+    if (absl::Status s = Execute(migrations[i], kWhat); !s.ok()) return s;
   }
   return Execute(absl::StrCat("PRAGMA application_id = ", kApplicationId,
                               "; PRAGMA user_version = ", kSqliteSchemaVersion),
@@ -539,6 +574,21 @@ absl::optional<int64_t> SqliteDatabase::ForeignVersion() {
   }
   write_mutex_.Unlock();
   return version;
+}
+
+absl::Status SqliteDatabase::CheckFile(
+    absl::FunctionRef<void(absl::string_view line)> tell) {
+  return Read([&](SqlConnection& connection) -> absl::Status {
+    const std::unique_ptr<SqlStatement> row = connection.Prepare(kCheck);
+    while (true) {
+      absl::StatusOr<bool> found = row->Step("cannot check the file");
+      if (!found.ok()) return found.status();
+      if (!*found) return absl::OkStatus();
+      if (row->Bytes(0) != "ok") {
+        tell(absl::StrCat("the database file: ", row->Bytes(0)));
+      }
+    }
+  });
 }
 
 absl::Status SqliteDatabase::Ping() {

@@ -26,7 +26,7 @@ namespace quantd::server {
 
 // The version that this program writes into PRAGMA user_version. Migrations
 // only go forward.
-constexpr int kSqliteSchemaVersion = 4;
+constexpr int kSqliteSchemaVersion = 5;
 
 // One SQLite handle with its prepared statements. Not thread-safe.
 class SqliteConnection : public SqlConnection {
@@ -94,6 +94,8 @@ class SqliteDatabase : public SqlDatabase {
       override ABSL_LOCKS_EXCLUDED(read_mutex_);
   absl::Status Write(absl::FunctionRef<absl::Status(SqlConnection&)> body)
       override ABSL_LOCKS_EXCLUDED(write_mutex_);
+  absl::Status CheckFile(
+      absl::FunctionRef<void(absl::string_view line)> tell) override;
   absl::Status Ping() override;
 
   // None also while a write of this object is under way.

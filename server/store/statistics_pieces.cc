@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "core/errors.h"
+#include "server/wire/names.h"
 #include "server/wire/statistics_proto.h"
 
 namespace quantd::server {
@@ -43,8 +44,9 @@ absl::Status SourceCorruptError(const EncodingKey& key,
                                 absl::string_view source,
                                 absl::string_view what) {
   return core::StoreCorruptError(absl::StrCat(
-      "the statistics of source \"", source, "\" for tensor \"", key.tensor,
-      "\" of model \"", key.model, "\", revision \"", key.revision, "\" ", what,
+      "the statistics of source \"", ShownName(source), "\" for tensor \"",
+      ShownName(key.tensor), "\" of model \"", ShownName(key.model),
+      "\", revision \"", ShownName(key.revision), "\" ", what,
       "; delete them and contribute again"));
 }
 

@@ -52,7 +52,10 @@ struct StoredStatistics {
 };
 
 struct StatisticsListEntry {
+  // Any bytes where a row is damaged.
   std::string tensor;
+  // STORE_CORRUPT where one is; what else the entry has is of the others.
+  absl::Status error;
   int64_t source_count = 0;
   // Of the states as they are stored.
   int64_t size_bytes = 0;
@@ -99,7 +102,9 @@ class StatisticsStore {
                           [](int64_t /*memory*/) { return absl::OkStatus(); });
   }
 
-  // At most `limit` entries in order of tensor, bytewise, after `after`.
+  // At most `limit` entries in order of tensor, bytewise, after `after`. What
+  // is read of a row is verified, and one that is damaged told in its place.
+  // Errors: PAGE_INVALID where `after` is not what the store takes.
   virtual absl::StatusOr<std::vector<StatisticsListEntry>> ListStatistics(
       absl::string_view model, absl::string_view revision,
       absl::string_view after, int limit) = 0;

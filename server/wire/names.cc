@@ -92,6 +92,11 @@ absl::Status CheckTensorName(absl::string_view name) {
   return absl::OkStatus();
 }
 
+std::string ShownName(absl::string_view name) {
+  return CheckTensorName(name).ok() ? std::string(name)
+                                    : absl::CHexEscape(name);
+}
+
 absl::StatusOr<EncodingKey> KeyFromProto(const v1::TensorName& name) {
   EncodingKey key{name.model(), name.revision(), name.tensor()};
   if (key.revision.empty()) key.revision = std::string(kDefaultRevision);

@@ -3,6 +3,8 @@
 #ifndef QUANTD_SERVER_WIRE_NAMES_H_
 #define QUANTD_SERVER_WIRE_NAMES_H_
 
+#include <string>
+
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -22,6 +24,9 @@ absl::Status CheckPathName(absl::string_view kind, absl::string_view name);
 // Valid UTF-8 of 1 to 1,024 bytes without control characters.
 // Errors: NAME_INVALID.
 absl::Status CheckTensorName(absl::string_view name);
+
+// The name, or the bytes of what can't be one, escaped.
+std::string ShownName(absl::string_view name);
 
 // A name where an encoding is looked up or stored: model and tensor are
 // required. Errors: NAME_INVALID at field "model", "revision" or "tensor".

@@ -44,7 +44,7 @@ constexpr int64_t kChunkBytes = 64 << 10;
 constexpr int64_t kTensorBytes = 8 << 20;
 constexpr int64_t kScaleCount = 1000;
 constexpr int64_t kMetricsCount = 16;
-constexpr int64_t kBudgetBytes = 256 << 10;
+constexpr int64_t kBudgetBytes = 1 << 20;
 constexpr int64_t kStatisticsBytes = 4 << 10;
 
 server::ServerOptions Options() {

@@ -526,9 +526,10 @@ TEST(TensorStreamTest, AHeaderThatWouldTakeTooMuchMemoryIsNotParsed) {
 // Has sources without end.
 class EndlessStatistics : public StatisticsStore {
  public:
-  absl::StatusOr<ContributionOutcome> Contribute(
+  absl::StatusOr<ContributionOutcome> Merge(
       const ContributionKey& key, const core::StatisticsState& part,
-      double averaging_constant) override {
+      double averaging_constant,
+      absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) override {
     return ContributionOutcome{key.sequence, false};
   }
   absl::StatusOr<StoredStatistics> ReadStatistics(

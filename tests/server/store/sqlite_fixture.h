@@ -16,6 +16,12 @@
 
 namespace quantd::server {
 
+// Takes from a store what its fifth version has added.
+inline constexpr char kDropHeadChecksums[] = R"sql(
+  ALTER TABLE encodings DROP COLUMN head_checksum;
+  PRAGMA user_version = 4;
+)sql";
+
 // Takes from a store what its fourth version has added: pieces of statistics,
 // which are kept elsewhere.
 inline constexpr char kTakePieces[] = R"sql(

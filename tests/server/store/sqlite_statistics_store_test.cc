@@ -183,6 +183,7 @@ TEST_F(SqliteStatisticsStoreTest, GoesOnFromARowThatHoldsEverything) {
   const auto checksum = static_cast<int64_t>(RowChecksum::Of(
       {key_.model, key_.revision, key_.tensor, "source", pack(numbers),
        pack(whole.block_size), pack(whole.shape)}));
+  Execute(kDropHeadChecksums);
   Execute(kTakePieces);
   Execute(absl::StrCat(
       "DROP TABLE kept_pieces; UPDATE statistics SET body = x'",
@@ -217,6 +218,7 @@ TEST_F(SqliteStatisticsStoreTest, TakesOverAStoreOfVersionOne) {
             .Put(key_, std::make_shared<const core::Encoding>(encoding), {})
             .ok());
   }
+  Execute(kDropHeadChecksums);
   Execute(kTakePieces);
   Execute(kDropCounts);
   Execute("DROP TABLE statistics; PRAGMA user_version = 1");
