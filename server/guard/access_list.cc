@@ -93,6 +93,10 @@ bool IsModelPattern(absl::string_view text) {
           text.find_first_not_of(kModelCharacters) == absl::string_view::npos);
 }
 
+// The stores count no longer prefixes: a name of 255 bytes has room for 127,
+// each of which takes more than a small row.
+constexpr int kMaxQuotaSlashes = 8;
+
 // "models:*" or "models:PREFIX/".
 bool IsModelScope(absl::string_view text) {
   return absl::ConsumePrefix(&text, kModels) && !text.empty() &&
@@ -190,6 +194,10 @@ absl::Status AccessList::ParseRule(int line,
                                    "as the second field of a quota"
                                  : "models:PREFIX/ or models:* as the second "
                                    "field of what is retained");
+  }
+  if (is_quota && absl::c_count(scope, '/') > kMaxQuotaSlashes) {
+    return AtLine(line, absl::StrCat("at most ", kMaxQuotaSlashes,
+                                     " slashes in the prefix of a quota"));
   }
   const std::string expected =
       is_quota ? "bytes=SIZE, rows=COUNT or both, each once, such as "

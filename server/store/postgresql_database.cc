@@ -146,8 +146,12 @@ constexpr std::array<const char*, kPostgresqlSchemaVersion> kMigrations = {
         INSERT INTO usage_counts AS counted
           SELECT 'models:' || substr(to_model, 1, position), to_slot, more_rows,
             more_bytes
-            FROM generate_series(1, length(to_model)) AS position
-            WHERE substr(to_model, position, 1) = '/'
+            -- No more prefixes than a quota may have slashes: the access
+            -- file refuses longer ones.
+            FROM (SELECT position
+              FROM generate_series(1, length(to_model)) AS position
+              WHERE substr(to_model, position, 1) = '/'
+              ORDER BY position LIMIT 8) AS slashes
           UNION ALL
           SELECT 'principal:' || to_principal, to_slot, more_rows, more_bytes
             WHERE to_principal <> ''
@@ -167,6 +171,13 @@ constexpr std::array<const char*, kPostgresqlSchemaVersion> kMigrations = {
           DELETE FROM revision_counts
             WHERE model = to_model AND revision = to_revision
               AND slot = to_slot AND encodings = 0 AND statistics = 0;
+          DELETE FROM usage_counts
+            WHERE slot = to_slot AND row_count = 0 AND bytes = 0
+              AND scope IN (
+              SELECT 'principal:' || to_principal UNION ALL
+              SELECT 'models:' || substr(to_model, 1, position)
+                FROM generate_series(1, length(to_model)) AS position
+                WHERE substr(to_model, position, 1) = '/');
         END IF;
       END $$;
 

@@ -159,19 +159,30 @@ std::array<std::string, kSqliteSchemaVersion> Migrations() {
         DELETE FROM revision_counts
           WHERE NEW.encodings + NEW.statistics < 0 AND model = NEW.model
             AND revision = NEW.revision AND encodings = 0 AND statistics = 0;
+        -- Of no more prefixes than a quota may have slashes: the access file
+        -- refuses longer ones.
         INSERT INTO usage_counts
           SELECT 'models:*', NEW.encodings + NEW.statistics, NEW.bytes
           UNION ALL
           SELECT 'models:' || substr(NEW.model, 1, position),
             NEW.encodings + NEW.statistics, NEW.bytes
-            FROM path_positions WHERE position <= length(NEW.model)
-              AND substr(NEW.model, position, 1) = '/'
+            FROM (SELECT position FROM path_positions
+              WHERE position <= length(NEW.model)
+                AND substr(NEW.model, position, 1) = '/'
+              ORDER BY position LIMIT 8)
           UNION ALL
           SELECT 'principal:' || NEW.principal,
             NEW.encodings + NEW.statistics, NEW.bytes WHERE NEW.principal <> ''
           ON CONFLICT (scope) DO UPDATE SET
             row_count = row_count + excluded.row_count,
             bytes = bytes + excluded.bytes;
+        DELETE FROM usage_counts
+          WHERE NEW.encodings + NEW.statistics < 0 AND row_count = 0
+            AND bytes = 0 AND scope IN (
+              SELECT 'principal:' || NEW.principal UNION ALL
+              SELECT 'models:' || substr(NEW.model, 1, position)
+                FROM path_positions WHERE position <= length(NEW.model)
+                  AND substr(NEW.model, position, 1) = '/');
       END;
 
     )sql",

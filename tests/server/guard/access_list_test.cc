@@ -177,6 +177,7 @@ TEST(AccessListTest, NamesTheRuleThatIsWrong) {
                                 "quota principal: rows=1",
                                 "quota principal:b rows=1",
                                 "quota models:acme/ rows=-1",
+                                "quota models:1/2/3/4/5/6/7/8/9/ rows=1",
                                 "quota models:acme/ rows=1 rows=2",
                                 "quota models:acme/ bytes=1GB",
                                 "quota models:acme/ age=2h",

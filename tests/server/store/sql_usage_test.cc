@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <random>
+#include <set>
 #include <string>
 #include <thread>
 #include <tuple>
@@ -271,6 +272,25 @@ TEST_P(SqlUsageTest, WhatIsDeletedLeavesNoRevision) {
   EXPECT_EQ(rows, 0);
   EXPECT_EQ(UsageOf("models:acme/").bytes, 0);
   EXPECT_EQ(UsageOf("principal:x").rows, 0);
+}
+
+TEST_P(SqlUsageTest, NamesOfManySlashesLeaveFewCountsAndThenNone) {
+  const EncodingKey deep{"1/2/3/4/5/6/7/8/9/10", "main", "t"};
+  const auto scopes = [this] {
+    std::set<std::string> scopes;
+    Query("SELECT scope FROM usage_counts", [&](const SqlStatement& row) {
+      scopes.insert(std::string(row.Bytes(0)));
+    });
+    return scopes;
+  };
+  ASSERT_TRUE(Put(deep, 1, {"x", {}}).ok());
+  // All models, the principal, and the prefixes that a quota may name.
+  EXPECT_EQ(scopes().size(), 2u + 8u);
+  EXPECT_EQ(UsageOf("models:1/2/3/4/5/6/7/8/").rows, 1);
+  ASSERT_TRUE(encodings_->Delete(deep, {}).ok());
+  std::set<std::string> left = scopes();
+  left.erase("models:*");
+  EXPECT_TRUE(left.empty()) << *left.begin();
 }
 
 // As a quantd that knew no counts left it, and may still write to it.
