@@ -50,7 +50,8 @@ class PostgresqlDatabaseTest : public ::testing::Test {
       GTEST_SKIP() << "PostgreSQL is not installed";
     }
     database_.emplace(testing::Backend::kPostgresql);
-    store_ = std::make_unique<SqlEncodingStore>(database_->Open());
+    store_ = std::make_unique<SqlEncodingStore>(
+        database_->Open(PostgresqlDatabase::Options().timeout));
   }
 
   static testing::PostgresqlCluster& cluster() {
@@ -156,6 +157,8 @@ TEST_F(PostgresqlDatabaseTest, KeepsToItsNumberOfConnections) {
   PostgresqlDatabase::Options options;
   options.url = database_->url() + " application_name=counted";
   options.connections = 2;
+  // A busy disk is no failure.
+  options.timeout = absl::Seconds(20);
   const auto database = PostgresqlDatabase::Open(options);
   ASSERT_TRUE(database.ok()) << database.status();
   SqlEncodingStore store(*database);

@@ -9,6 +9,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
 #include "gtest/gtest.h"
 #include "server/store/postgresql_database.h"
 #include "server/store/sql_database.h"
@@ -38,13 +39,16 @@ class TestDatabase {
 
   // A handle of its own, as another process has it; null, and a failure of the
   // test, if it can't be opened.
-  std::shared_ptr<server::SqlDatabase> Open() const {
+  // `timeout` of PostgreSQL; long by default, for a busy disk is no failure.
+  std::shared_ptr<server::SqlDatabase> Open(
+      absl::Duration timeout = absl::Seconds(20)) const {
     if (url_.empty()) {
       return Check(
           server::SqliteDatabase::Open(directory_.File("encodings.db")));
     }
     server::PostgresqlDatabase::Options options;
     options.url = url_;
+    options.timeout = timeout;
     return Check(server::PostgresqlDatabase::Open(std::move(options)));
   }
 
