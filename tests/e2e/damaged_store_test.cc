@@ -2,7 +2,6 @@
 // others are there, and the server lives.
 
 #include <gtest/gtest.h>
-#include <sqlite3.h>
 #include <sys/wait.h>
 
 #include <array>
@@ -18,6 +17,7 @@
 #include "quantd/v1/quantization_service.grpc.pb.h"
 #include "tests/support/paths.h"
 #include "tests/support/server_process.h"
+#include "tests/support/sqlite_file.h"
 #include "tests/support/temporary_directory.h"
 #include "tests/support/tensor_streams.h"
 
@@ -59,19 +59,6 @@ class DamagedStoreTest : public ::testing::Test {
     const auto stub = v1::QuantizationService::NewStub(server_.NewChannel());
     const auto summary = Calibrate(*stub, header, ToBytes<float>({1, 2}));
     ASSERT_TRUE(summary.ok()) << summary.status();
-  }
-
-  // Runs SQL behind the server's back.
-  void Execute(const std::string& sql) const {
-    sqlite3* db = nullptr;
-    ASSERT_EQ(sqlite3_open(store_.c_str(), &db), SQLITE_OK);
-    sqlite3_busy_timeout(db, 1000);
-    char* message = nullptr;
-    EXPECT_EQ(sqlite3_exec(db, sql.c_str(), nullptr, nullptr, &message),
-              SQLITE_OK)
-        << message;
-    sqlite3_free(message);
-    sqlite3_close(db);
   }
 
   // Page by page.
@@ -134,8 +121,8 @@ TEST_F(DamagedStoreTest, ListsTellADamagedRowInItsPlace) {
            "tensor = CAST(x'62ff' AS TEXT)",
            "tensor = CAST(x'6201' AS TEXT)",
        }) {
-    Execute(
-        absl::StrCat("UPDATE encodings SET ", change, " WHERE tensor = 'b'"));
+    ExecuteSql(store_, absl::StrCat("UPDATE encodings SET ", change,
+                                    " WHERE tensor = 'b'"));
     for (const int page_size : {1, 2, 100}) {
       const std::vector<v1::StoredEncoding> list = List(page_size);
       ASSERT_EQ(list.size(), 3u) << change << ", pages of " << page_size;
@@ -151,7 +138,8 @@ TEST_F(DamagedStoreTest, ListsTellADamagedRowInItsPlace) {
     EXPECT_EQ(code, 1) << change;
     EXPECT_TRUE(absl::StrContains(text, "damaged: ")) << text;
     EXPECT_TRUE(absl::StrContains(text, "for tensor \"b")) << text;
-    Execute("DELETE FROM encodings WHERE tensor > 'a' AND tensor < 'c'");
+    ExecuteSql(store_,
+               "DELETE FROM encodings WHERE tensor > 'a' AND tensor < 'c'");
     Put("b");
   }
   EXPECT_EQ(server_.Terminate(), 0);
@@ -159,9 +147,9 @@ TEST_F(DamagedStoreTest, ListsTellADamagedRowInItsPlace) {
 
 TEST_F(DamagedStoreTest, ListsOfStatisticsTellADamagedRowInItsPlace) {
   for (const char* tensor : {"x", "y"}) Contribute(kModel, tensor);
-  Execute(
-      "UPDATE statistics SET update_time_us = 9223372036854775807 "
-      "WHERE tensor = 'x'");
+  ExecuteSql(store_,
+             "UPDATE statistics SET update_time_us = 9223372036854775807 "
+             "WHERE tensor = 'x'");
   grpc::ClientContext context;
   v1::ListStatisticsRequest request;
   request.set_model(kModel);
@@ -180,9 +168,9 @@ TEST_F(DamagedStoreTest, ListsOfStatisticsTellADamagedRowInItsPlace) {
 
 TEST_F(DamagedStoreTest, ModelsThatHaveOnlyStatisticsAreListed) {
   Contribute("activations", "x");
-  Execute(
-      "UPDATE revision_counts SET model = CAST(x'6eff' AS TEXT) "
-      "WHERE model = 'net'");
+  ExecuteSql(store_,
+             "UPDATE revision_counts SET model = CAST(x'6eff' AS TEXT) "
+             "WHERE model = 'net'");
   grpc::ClientContext context;
   v1::ListModelsResponse response;
   const grpc::Status status =

@@ -30,24 +30,13 @@
 #include "server/store/statistics_store.h"
 #include "tests/server/store/sqlite_fixture.h"
 #include "tests/server/store/test_database.h"
-#include "tests/support/postgresql_cluster.h"
 
 namespace quantd::server {
 namespace {
 
 using testing::Backend;
-
-std::vector<Backend> Backends() {
-  std::vector<Backend> backends = {Backend::kSqlite};
-  if (testing::PostgresqlCluster::IsInstalled()) {
-    backends.push_back(Backend::kPostgresql);
-  }
-  return backends;
-}
-
-std::string BackendName(const ::testing::TestParamInfo<Backend>& info) {
-  return info.param == Backend::kSqlite ? "Sqlite" : "Postgresql";
-}
+using testing::BackendName;
+using testing::Backends;
 
 std::shared_ptr<const core::Encoding> MakeEncoding(int scale_count) {
   core::Encoding encoding;

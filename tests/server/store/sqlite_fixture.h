@@ -11,7 +11,7 @@
 #include "gtest/gtest.h"
 #include "server/store/encoding_store.h"
 #include "server/store/sqlite_database.h"
-#include "sqlite3.h"
+#include "tests/support/sqlite_file.h"
 #include "tests/support/temporary_directory.h"
 
 namespace quantd::server {
@@ -56,15 +56,7 @@ class SqliteFixture : public ::testing::Test {
 
   // Runs SQL behind the store's back.
   void Execute(const std::string& sql) const {
-    sqlite3* db = nullptr;
-    ASSERT_EQ(sqlite3_open(path_.c_str(), &db), SQLITE_OK);
-    sqlite3_busy_timeout(db, 1000);
-    char* message = nullptr;
-    EXPECT_EQ(sqlite3_exec(db, sql.c_str(), nullptr, nullptr, &message),
-              SQLITE_OK)
-        << message;
-    sqlite3_free(message);
-    sqlite3_close(db);
+    testing::ExecuteSql(path_, sql);
   }
 
   const testing::TemporaryDirectory directory_;

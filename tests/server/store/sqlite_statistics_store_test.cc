@@ -7,7 +7,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <random>
 #include <string>
 #include <utility>
 #include <vector>
@@ -27,6 +26,7 @@
 #include "server/store/sql_encoding_store.h"
 #include "server/store/sqlite_database.h"
 #include "server/wire/statistics_proto.h"
+#include "tests/server/store/large_state.h"
 #include "tests/server/store/sqlite_fixture.h"
 
 namespace quantd::server {
@@ -43,26 +43,6 @@ core::StatisticsState MakeState(float element) {
   state.statistics = core::TensorStatistics(1, 7);
   state.statistics.Update(*layout, core::ElementType::kFloat32, 0, 1,
                           reinterpret_cast<const uint8_t*>(&element), nullptr);
-  return state;
-}
-
-// Of a scale index per channel, with so many bins that it takes some pieces.
-core::StatisticsState MakeLargeState(uint32_t seed) {
-  constexpr int kChannels = 24;
-  constexpr int kElements = 4000;
-  std::mt19937 random(seed);
-  std::lognormal_distribution<float> distribution(0, 3);
-  std::vector<float> elements(kChannels * kElements);
-  for (float& element : elements) element = distribution(random);
-  core::StatisticsState state;
-  state.shape = {kChannels, kElements};
-  state.block_size = {1, 0};
-  const auto layout = core::BlockLayout::Create(state.shape, state.block_size);
-  state.statistics = core::TensorStatistics(kChannels, 10);
-  state.statistics.Update(*layout, core::ElementType::kFloat32, 0,
-                          static_cast<int64_t>(elements.size()),
-                          reinterpret_cast<const uint8_t*>(elements.data()),
-                          nullptr);
   return state;
 }
 
@@ -124,7 +104,7 @@ TEST_F(SqliteStatisticsStoreTest, ACorruptRowTakesNoContributionUntilDeleted) {
 
 TEST_F(SqliteStatisticsStoreTest, ReportsEveryPieceThatChanged) {
   SqlStatisticsStore store(OpenDatabase(), kLimitBytes);
-  const core::StatisticsState state = MakeLargeState(1);
+  const core::StatisticsState state = testing::MakeLargeState(1);
   for (const char* change : {
            "UPDATE statistics_pieces SET bytes = zeroblob(length(bytes)) "
            "WHERE piece = 1",
@@ -154,14 +134,14 @@ TEST_F(SqliteStatisticsStoreTest, ReportsEveryPieceThatChanged) {
   // What was not of any row when that was deleted does no harm.
   ASSERT_TRUE(store.Contribute({key_, "other", 7}, state, 1).ok());
   ASSERT_TRUE(store.Contribute({key_, "other", 8}, state, 1).ok());
-  core::StatisticsState twice = MakeLargeState(1);
+  core::StatisticsState twice = testing::MakeLargeState(1);
   ASSERT_TRUE(core::MergeState(state, &twice).ok());
   EXPECT_EQ(Bytes(store.GetStatistics(key_)->state), Bytes(twice));
 }
 
 // As a quantd before the pieces wrote it: everything in the body.
 TEST_F(SqliteStatisticsStoreTest, GoesOnFromARowThatHoldsEverything) {
-  core::StatisticsState whole = MakeLargeState(1);
+  core::StatisticsState whole = testing::MakeLargeState(1);
   {
     SqlStatisticsStore store(OpenDatabase(), kLimitBytes);
     ASSERT_TRUE(store.Contribute({key_, "source", 7}, whole, 1).ok());
@@ -196,7 +176,7 @@ TEST_F(SqliteStatisticsStoreTest, GoesOnFromARowThatHoldsEverything) {
   ASSERT_TRUE(stored.ok()) << stored.status();
   EXPECT_EQ(Bytes(stored->state), body);
   EXPECT_EQ(stored->sources[0].sequence, 7u);
-  const core::StatisticsState more = MakeLargeState(2);
+  const core::StatisticsState more = testing::MakeLargeState(2);
   ASSERT_TRUE(store.Contribute({key_, "source", 8}, more, 1).ok());
   ASSERT_TRUE(core::MergeState(more, &whole).ok());
   stored = store.GetStatistics(key_);

@@ -33,13 +33,14 @@
 #include "server/store/statistics_store.h"
 #include "server/wire/statistics_proto.h"
 #include "tests/server/store/test_database.h"
-#include "tests/support/postgresql_cluster.h"
 #include "tests/support/sanitizers.h"
 
 namespace quantd::server {
 namespace {
 
 using testing::Backend;
+using testing::BackendName;
+using testing::Backends;
 
 constexpr char kModel[] = "model";
 constexpr char kRevision[] = "main";
@@ -86,18 +87,6 @@ std::vector<Column> Columns() {
   add("statistics_pieces", {"model", "revision", "tensor", "source"},
       {"sequence", "piece"}, {"checksum"}, {"bytes"});
   return columns;
-}
-
-std::vector<Backend> Backends() {
-  std::vector<Backend> backends = {Backend::kSqlite};
-  if (testing::PostgresqlCluster::IsInstalled()) {
-    backends.push_back(Backend::kPostgresql);
-  }
-  return backends;
-}
-
-std::string BackendName(const ::testing::TestParamInfo<Backend>& info) {
-  return info.param == Backend::kSqlite ? "Sqlite" : "Postgresql";
 }
 
 std::string Bytes(const core::StatisticsState& state) {

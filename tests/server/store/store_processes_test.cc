@@ -25,7 +25,6 @@
 #include "absl/time/time.h"
 #include "core/errors.h"
 #include "core/statistics/statistics_state.h"
-#include "core/types/block_layout.h"
 #include "core/types/element_type.h"
 #include "core/types/encoding.h"
 #include "server/store/encoding_store.h"
@@ -33,13 +32,15 @@
 #include "server/store/sql_encoding_store.h"
 #include "server/store/sql_statistics_store.h"
 #include "server/store/statistics_store.h"
+#include "tests/server/store/large_state.h"
 #include "tests/server/store/test_database.h"
-#include "tests/support/postgresql_cluster.h"
 
 namespace quantd::server {
 namespace {
 
 using testing::Backend;
+using testing::BackendName;
+using testing::Backends;
 
 constexpr int kProcesses = 4;
 
@@ -59,38 +60,6 @@ std::shared_ptr<const core::Encoding> MakeEncoding(float value) {
   encoding.qmin = -128;
   encoding.qmax = 127;
   return std::make_shared<const core::Encoding>(std::move(encoding));
-}
-
-// Statistics of several pieces.
-core::StatisticsState MakeLargeState() {
-  constexpr int kChannels = 24;
-  constexpr int kElements = 3000;
-  std::mt19937 random(1);
-  std::lognormal_distribution<float> distribution(0, 3);
-  std::vector<float> elements(kChannels * kElements);
-  for (float& element : elements) element = distribution(random);
-  core::StatisticsState state;
-  state.shape = {kChannels, kElements};
-  state.block_size = {1, 0};
-  const auto layout = core::BlockLayout::Create(state.shape, state.block_size);
-  state.statistics = core::TensorStatistics(kChannels, 10);
-  state.statistics.Update(*layout, core::ElementType::kFloat32, 0,
-                          static_cast<int64_t>(elements.size()),
-                          reinterpret_cast<const uint8_t*>(elements.data()),
-                          nullptr);
-  return state;
-}
-
-std::vector<Backend> Backends() {
-  std::vector<Backend> backends = {Backend::kSqlite};
-  if (testing::PostgresqlCluster::IsInstalled()) {
-    backends.push_back(Backend::kPostgresql);
-  }
-  return backends;
-}
-
-std::string BackendName(const ::testing::TestParamInfo<Backend>& info) {
-  return info.param == Backend::kSqlite ? "Sqlite" : "Postgresql";
 }
 
 class StoreProcessesTest : public ::testing::TestWithParam<Backend> {
@@ -219,7 +188,7 @@ TEST_P(StoreProcessesTest, KillingLosesAndTearsNothing) {
 TEST_P(StoreProcessesTest, KillingCountsEachContributionOnce) {
   const int64_t kills = Count("QUANTD_STORE_KILLS", 10);
   std::mt19937 random(7);
-  const core::StatisticsState part = MakeLargeState();
+  const core::StatisticsState part = testing::MakeLargeState(1);
   uint64_t sequence = 0;
   for (int64_t round = 0; round < kills; ++round) {
     int fds[2];

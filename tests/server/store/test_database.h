@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
@@ -20,6 +21,19 @@
 namespace quantd::testing {
 
 enum class Backend { kSqlite, kPostgresql };
+
+// Those that are installed here.
+inline std::vector<Backend> Backends() {
+  std::vector<Backend> backends = {Backend::kSqlite};
+  if (PostgresqlCluster::IsInstalled()) {
+    backends.push_back(Backend::kPostgresql);
+  }
+  return backends;
+}
+
+inline std::string BackendName(const ::testing::TestParamInfo<Backend>& info) {
+  return info.param == Backend::kSqlite ? "Sqlite" : "Postgresql";
+}
 
 // A new and empty database.
 class TestDatabase {
