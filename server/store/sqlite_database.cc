@@ -12,6 +12,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
@@ -37,40 +38,69 @@ constexpr char kNextGeneration[] =
     "UPDATE generations SET last = last + 1 WHERE id = 0 RETURNING last";
 constexpr char kPing[] = "SELECT last FROM generations WHERE id = 0";
 
-// They count what is in the table.
-constexpr char kEncodingTriggers[] = R"sql(
-      CREATE TRIGGER encodings_insert AFTER INSERT ON encodings BEGIN
+// They count what is in a table, in the transaction of the change.
+// `is_encodings`  the table is of encodings, otherwise of statistics.
+// `names`, `content`  SQL for the bytes of a row's names and of the rest of it,
+//                     with ROW where the row stands.
+std::string CountTriggers(absl::string_view table, bool is_encodings,
+                          absl::string_view names, absl::string_view content) {
+  // How many encodings and statistics a row counts for.
+  const absl::string_view one = is_encodings ? "1, 0" : "0, 1";
+  const absl::string_view minus_one = is_encodings ? "-1, 0" : "0, -1";
+  const auto of = [](absl::string_view row, absl::string_view sql) {
+    return absl::StrReplaceAll(sql, {{"ROW", row}});
+  };
+  return absl::StrReplaceAll(
+      R"sql(
+      CREATE TRIGGER $TABLE_insert AFTER INSERT ON $TABLE BEGIN
         INSERT INTO count_changes VALUES (
-          NEW.model, NEW.revision, NEW.principal, 1, 0,
-          length(NEW.model) + length(NEW.revision)
-            + length(CAST(NEW.tensor AS BLOB)) + length(NEW.body),
-          NEW.update_time_us);
+          NEW.model, NEW.revision, NEW.principal, $ONE,
+          $NEW_NAMES + $NEW_CONTENT, NEW.update_time_us);
       END;
-      CREATE TRIGGER encodings_update AFTER UPDATE ON encodings
+      CREATE TRIGGER $TABLE_update AFTER UPDATE ON $TABLE
       WHEN OLD.principal = NEW.principal BEGIN
         INSERT INTO count_changes VALUES (
           NEW.model, NEW.revision, NEW.principal, 0, 0,
-          length(NEW.body) - length(OLD.body), NEW.update_time_us);
+          $NEW_CONTENT - $OLD_CONTENT, NEW.update_time_us);
       END;
-      CREATE TRIGGER encodings_hand_over AFTER UPDATE ON encodings
+      CREATE TRIGGER $TABLE_hand_over AFTER UPDATE ON $TABLE
       WHEN OLD.principal <> NEW.principal BEGIN
         INSERT INTO count_changes VALUES (
-          NEW.model, NEW.revision, NEW.principal, 1, 0,
-          length(NEW.model) + length(NEW.revision)
-            + length(CAST(NEW.tensor AS BLOB)) + length(NEW.body),
-          NEW.update_time_us);
+          NEW.model, NEW.revision, NEW.principal, $ONE,
+          $NEW_NAMES + $NEW_CONTENT, NEW.update_time_us);
         INSERT INTO count_changes VALUES (
-          OLD.model, OLD.revision, OLD.principal, -1, 0,
-          -length(OLD.model) - length(OLD.revision)
-            - length(CAST(OLD.tensor AS BLOB)) - length(OLD.body), 0);
+          OLD.model, OLD.revision, OLD.principal, $MINUS_ONE,
+          -($OLD_NAMES + $OLD_CONTENT), 0);
       END;
-      CREATE TRIGGER encodings_delete AFTER DELETE ON encodings BEGIN
+      CREATE TRIGGER $TABLE_delete AFTER DELETE ON $TABLE BEGIN
         INSERT INTO count_changes VALUES (
-          OLD.model, OLD.revision, OLD.principal, -1, 0,
-          -length(OLD.model) - length(OLD.revision)
-            - length(CAST(OLD.tensor AS BLOB)) - length(OLD.body), 0);
+          OLD.model, OLD.revision, OLD.principal, $MINUS_ONE,
+          -($OLD_NAMES + $OLD_CONTENT), 0);
       END;
-    )sql";
+    )sql",
+      {{"$TABLE", table},
+       {"$ONE", one},
+       {"$MINUS_ONE", minus_one},
+       {"$NEW_NAMES", of("NEW", names)},
+       {"$OLD_NAMES", of("OLD", names)},
+       {"$NEW_CONTENT", of("NEW", content)},
+       {"$OLD_CONTENT", of("OLD", content)}});
+}
+
+std::string EncodingTriggers() {
+  return CountTriggers("encodings", true,
+                       "length(ROW.model) + length(ROW.revision)"
+                       " + length(CAST(ROW.tensor AS BLOB))",
+                       "length(ROW.body)");
+}
+
+std::string StatisticsTriggers() {
+  return CountTriggers("statistics", false,
+                       "length(ROW.model) + length(ROW.revision)"
+                       " + length(CAST(ROW.tensor AS BLOB))"
+                       " + length(CAST(ROW.source AS BLOB))",
+                       "ROW.size_bytes");
+}
 
 // Migration i brings a store from version i to i + 1.
 std::array<std::string, kSqliteSchemaVersion> Migrations() {
@@ -186,43 +216,7 @@ std::array<std::string, kSqliteSchemaVersion> Migrations() {
       END;
 
     )sql",
-                   kEncodingTriggers, R"sql(
-      CREATE TRIGGER statistics_insert AFTER INSERT ON statistics BEGIN
-        INSERT INTO count_changes VALUES (
-          NEW.model, NEW.revision, NEW.principal, 0, 1,
-          length(NEW.model) + length(NEW.revision)
-            + length(CAST(NEW.tensor AS BLOB))
-            + length(CAST(NEW.source AS BLOB)) + NEW.size_bytes,
-          NEW.update_time_us);
-      END;
-      CREATE TRIGGER statistics_update AFTER UPDATE ON statistics
-      WHEN OLD.principal = NEW.principal BEGIN
-        INSERT INTO count_changes VALUES (
-          NEW.model, NEW.revision, NEW.principal, 0, 0,
-          NEW.size_bytes - OLD.size_bytes, NEW.update_time_us);
-      END;
-      CREATE TRIGGER statistics_hand_over AFTER UPDATE ON statistics
-      WHEN OLD.principal <> NEW.principal BEGIN
-        INSERT INTO count_changes VALUES (
-          NEW.model, NEW.revision, NEW.principal, 0, 1,
-          length(NEW.model) + length(NEW.revision)
-            + length(CAST(NEW.tensor AS BLOB))
-            + length(CAST(NEW.source AS BLOB)) + NEW.size_bytes,
-          NEW.update_time_us);
-        INSERT INTO count_changes VALUES (
-          OLD.model, OLD.revision, OLD.principal, 0, -1,
-          -length(OLD.model) - length(OLD.revision)
-            - length(CAST(OLD.tensor AS BLOB))
-            - length(CAST(OLD.source AS BLOB)) - OLD.size_bytes, 0);
-      END;
-      CREATE TRIGGER statistics_delete AFTER DELETE ON statistics BEGIN
-        INSERT INTO count_changes VALUES (
-          OLD.model, OLD.revision, OLD.principal, 0, -1,
-          -length(OLD.model) - length(OLD.revision)
-            - length(CAST(OLD.tensor AS BLOB))
-            - length(CAST(OLD.source AS BLOB)) - OLD.size_bytes, 0);
-      END;
-
+                   EncodingTriggers(), StatisticsTriggers(), R"sql(
       -- What is there already, a revision at a time.
       INSERT INTO count_changes
         SELECT model, revision, '', COUNT(*), 0,
@@ -281,7 +275,7 @@ std::array<std::string, kSqliteSchemaVersion> Migrations() {
       DROP TABLE encodings;
       ALTER TABLE new_encodings RENAME TO encodings;
     )sql",
-                   kEncodingTriggers)};
+                   EncodingTriggers())};
 }
 
 absl::Status SqliteError(absl::string_view what, int code,
