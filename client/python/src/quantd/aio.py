@@ -409,11 +409,12 @@ class Client:
         return self._pages(_requests.list_encodings(model, revision))
 
     def list_models(self) -> AsyncIterator[results.Model]:
-        """The models that have encodings, in order of name."""
+        """The models that have encodings or statistics, in order of name."""
         return self._pages(_requests.list_models())
 
     def list_revisions(self, model: str) -> AsyncIterator[results.Revision]:
-        """The revisions of a model that have encodings, in order of name."""
+        """The revisions of a model that have encodings or statistics, in
+        order of name."""
         return self._pages(_requests.list_revisions(model))
 
     async def compute_encodings(

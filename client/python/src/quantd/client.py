@@ -532,11 +532,12 @@ class Client:
         return self._pages(_requests.list_encodings(model, revision))
 
     def list_models(self) -> Iterator[results.Model]:
-        """The models that have encodings, in order of name."""
+        """The models that have encodings or statistics, in order of name."""
         return self._pages(_requests.list_models())
 
     def list_revisions(self, model: str) -> Iterator[results.Revision]:
-        """The revisions of a model that have encodings, in order of name."""
+        """The revisions of a model that have encodings or statistics, in
+        order of name."""
         return self._pages(_requests.list_revisions(model))
 
     def compute_encodings(
