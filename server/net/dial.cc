@@ -9,7 +9,6 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
-#include <ctime>
 #include <memory>
 #include <string>
 
@@ -19,6 +18,7 @@
 #include "absl/time/time.h"
 #include "core/parallel/steady_clock.h"
 #include "server/net/file_descriptor.h"
+#include "server/net/wait_for_events.h"
 
 namespace quantd::server {
 namespace {
@@ -53,23 +53,6 @@ std::string TlsHello() {
   return std::string(data, static_cast<size_t>(std::max(size, 0L)));
 }
 
-// Waits for `events` until `end`.
-bool WaitFor(int socket, short events, absl::Duration end) {
-  pollfd polled = {socket, events, 0};
-  while (true) {
-    const absl::Duration left =
-        std::max(end - core::SteadyNow(), absl::ZeroDuration());
-    const timespec wait = absl::ToTimespec(left);
-    const int ready = ppoll(&polled, 1, &wait, nullptr);
-    if (ready > 0) return true;
-    if (ready == 0) {
-      errno = ETIMEDOUT;
-      return false;
-    }
-    if (errno != EINTR) return false;
-  }
-}
-
 }  // namespace
 
 absl::Status Dial(const PeerAddress& address, bool secure,
@@ -83,7 +66,7 @@ absl::Status Dial(const PeerAddress& address, bool secure,
   const auto* const to = reinterpret_cast<const sockaddr*>(&address.address);
   if (connect(fd, to, address.size) != 0) {
     if (errno != EINPROGRESS) return Failed("cannot connect");
-    if (!WaitFor(fd, POLLOUT, end)) return Failed("cannot connect");
+    if (!WaitForEvents(fd, POLLOUT, end)) return Failed("cannot connect");
     int error = 0;
     socklen_t size = sizeof(error);
     getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size);
@@ -96,7 +79,7 @@ absl::Status Dial(const PeerAddress& address, bool secure,
       static_cast<ssize_t>(hello.size())) {
     return Failed("cannot send");
   }
-  if (!WaitFor(fd, POLLIN, end)) return Failed("no answer");
+  if (!WaitForEvents(fd, POLLIN, end)) return Failed("no answer");
   std::array<char, 16> answer;
   const ssize_t size = recv(fd, answer.data(), answer.size(), 0);
   if (size < 0) return Failed("no answer");

@@ -3,11 +3,9 @@
 #include <poll.h>
 #include <sys/eventfd.h>
 
-#include <algorithm>
-#include <ctime>
-
 #include "absl/time/time.h"
 #include "core/parallel/steady_clock.h"
+#include "server/net/wait_for_events.h"
 
 namespace quantd::server {
 
@@ -19,16 +17,7 @@ void StopSignal::Send() {
 }
 
 bool StopSignal::WaitFor(absl::Duration timeout) const {
-  const absl::Duration end = core::SteadyNow() + timeout;
-  pollfd polled = {event_.get(), POLLIN, 0};
-  while (true) {
-    const absl::Duration left =
-        std::max(end - core::SteadyNow(), absl::ZeroDuration());
-    const timespec wait = absl::ToTimespec(left);
-    const int ready = ppoll(&polled, 1, &wait, nullptr);
-    if (ready > 0) return true;
-    if (ready == 0) return false;
-  }
+  return WaitForEvents(event_.get(), POLLIN, core::SteadyNow() + timeout);
 }
 
 }  // namespace quantd::server
