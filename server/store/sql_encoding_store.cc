@@ -80,6 +80,12 @@ struct RowHead {
   int64_t scale_count = 0;
 };
 
+// From the columns of a row that begin with `generation`.
+RowHead HeadOf(const SqlStatement& row, int generation) {
+  return {row.Int(generation), row.Int(generation + 1), row.Int(generation + 2),
+          row.Int(generation + 3)};
+}
+
 // XXH3-64 over the key, the head and the body; lengths are hashed with the
 // strings, so that no two keys run together.
 uint64_t Checksum(const EncodingKey& key, const RowHead& head,
@@ -150,11 +156,7 @@ absl::StatusOr<StoredEncoding> SqlEncodingStore::Get(const EncodingKey& key) {
     absl::StatusOr<bool> found = row->Step("cannot read an encoding");
     if (!found.ok()) return found.status();
     if (!*found) return NotFound(key);
-    RowHead head;
-    head.generation = row->Int(0);
-    head.update_time_us = row->Int(1);
-    head.format = row->Int(2);
-    head.scale_count = row->Int(3);
+    const RowHead head = HeadOf(*row, 0);
     const uint64_t checksum = static_cast<uint64_t>(row->Int(4));
     const absl::string_view body = row->Bytes(5);
     if (checksum != Checksum(key, head, body)) {
@@ -288,11 +290,7 @@ absl::StatusOr<std::vector<EncodingListEntry>> SqlEncodingStore::ListEncodings(
       if (!*found) return absl::OkStatus();
       EncodingListEntry& entry = entries.emplace_back();
       entry.tensor = std::string(row->Bytes(0));
-      RowHead head;
-      head.generation = row->Int(1);
-      head.update_time_us = row->Int(2);
-      head.format = row->Int(3);
-      head.scale_count = row->Int(4);
+      const RowHead head = HeadOf(*row, 1);
       const auto checksum = static_cast<uint64_t>(row->Int(5));
       entry.stored.generation = head.generation;
       entry.stored.update_time = absl::FromUnixMicros(head.update_time_us);
