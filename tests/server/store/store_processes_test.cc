@@ -76,20 +76,45 @@ class StoreProcessesTest : public ::testing::TestWithParam<Backend> {
     return std::make_unique<SqlStatisticsStore>(std::move(database), 64 << 20);
   }
 
-  // Runs `work` on a store in another process, which ends with what it answers.
-  // No store of this process may be open: a fork copies no thread of it.
+  // Runs `work` in another process, which ends with what it answers. No store
+  // of this process may be open: a fork copies no thread of it.
   template <typename Work>
-  pid_t Fork(Work work) const {
+  static pid_t Fork(Work work) {
     const pid_t child = fork();
-    if (child == 0) {
-      const std::unique_ptr<SqlEncodingStore> store = Open();
-      _exit(store == nullptr ? 2 : work(store.get()));
-    }
+    if (child == 0) _exit(work());
     return child;
+  }
+
+  // Runs `work` in another process until it is killed, at a random moment up to
+  // `most_us` after it acknowledged a first number. Sets `last` to the last
+  // one.
+  template <typename Work>
+  void KillDuring(Work work, int most_us, int64_t* last) {
+    int fds[2];
+    ASSERT_EQ(pipe(fds), 0);
+    const pid_t child = Fork([&] {
+      close(fds[0]);
+      return work([&](int64_t number) {
+        return write(fds[1], &number, sizeof(number)) == sizeof(number);
+      });
+    });
+    close(fds[1]);
+    int64_t number = 0;
+    ASSERT_EQ(read(fds[0], &number, sizeof(number)),
+              static_cast<ssize_t>(sizeof(number)));
+    absl::SleepFor(absl::Microseconds(random_() % most_us));
+    kill(child, SIGKILL);
+    *last = number;
+    while (read(fds[0], &number, sizeof(number)) > 0) *last = number;
+    close(fds[0]);
+    waitpid(child, nullptr, 0);
   }
 
   const testing::TestDatabase database_{GetParam()};
   const EncodingKey key_{"model", "revision", "tensor"};
+
+ private:
+  std::mt19937 random_{7};
 };
 
 TEST_P(StoreProcessesTest, NoCompareAndSetIsLost) {
@@ -101,7 +126,9 @@ TEST_P(StoreProcessesTest, NoCompareAndSetIsLost) {
   }
   std::vector<pid_t> children;
   for (int i = 0; i < kProcesses; ++i) {
-    children.push_back(Fork([&](SqlEncodingStore* own) {
+    children.push_back(Fork([&] {
+      const std::unique_ptr<SqlEncodingStore> own = Open();
+      if (own == nullptr) return 2;
       for (int64_t done = 0; done < merges;) {
         const absl::StatusOr<StoredEncoding> got = own->Get(key_);
         if (!got.ok()) return 3;
@@ -133,39 +160,28 @@ TEST_P(StoreProcessesTest, NoCompareAndSetIsLost) {
             static_cast<float>(1 + kProcesses * merges));
 }
 
-// The child says through a pipe what was acknowledged, and is killed at a
-// random moment, round after round over the same keys.
+// Round after round over the same keys.
 TEST_P(StoreProcessesTest, KillingLosesAndTearsNothing) {
   constexpr int kKeys = 8;
   const int64_t kills = Count("QUANTD_STORE_KILLS", 10);
-  std::mt19937 random(7);
   const auto key = [](int64_t i) {
     return EncodingKey{"model", "revision", absl::StrCat(i % kKeys)};
   };
   // The value of the last acknowledged put; they count up from 1.
   int64_t acknowledged = 0;
   for (int64_t round = 0; round < kills; ++round) {
-    int fds[2];
-    ASSERT_EQ(pipe(fds), 0);
-    const pid_t child = Fork([&](SqlEncodingStore* own) {
-      close(fds[0]);
-      for (int64_t i = acknowledged + 1;; ++i) {
-        const auto encoding = MakeEncoding(static_cast<float>(i));
-        if (!own->Put(key(i), encoding, {}).ok()) return 3;
-        if (write(fds[1], &i, sizeof(i)) != sizeof(i)) return 4;
-      }
-    });
-    close(fds[1]);
-    // It works before it dies, then dies at any moment of its work.
-    int64_t last = 0;
-    ASSERT_EQ(read(fds[0], &last, sizeof(last)),
-              static_cast<ssize_t>(sizeof(last)));
-    absl::SleepFor(absl::Microseconds(random() % 20'000));
-    kill(child, SIGKILL);
-    acknowledged = last;
-    while (read(fds[0], &last, sizeof(last)) > 0) acknowledged = last;
-    close(fds[0]);
-    waitpid(child, nullptr, 0);
+    KillDuring(
+        [&](auto acknowledge) {
+          const std::unique_ptr<SqlEncodingStore> own = Open();
+          if (own == nullptr) return 2;
+          for (int64_t i = acknowledged + 1;; ++i) {
+            const auto encoding = MakeEncoding(static_cast<float>(i));
+            if (!own->Put(key(i), encoding, {}).ok()) return 3;
+            if (!acknowledge(i)) return 4;
+          }
+        },
+        20'000, &acknowledged);
+    if (HasFatalFailure()) return;
 
     const std::unique_ptr<SqlEncodingStore> store = Open();
     ASSERT_NE(store, nullptr);
@@ -187,33 +203,21 @@ TEST_P(StoreProcessesTest, KillingLosesAndTearsNothing) {
 // Contributions that take several rows each, over one source.
 TEST_P(StoreProcessesTest, KillingCountsEachContributionOnce) {
   const int64_t kills = Count("QUANTD_STORE_KILLS", 10);
-  std::mt19937 random(7);
   const core::StatisticsState part = testing::MakeLargeState(1);
   uint64_t sequence = 0;
   for (int64_t round = 0; round < kills; ++round) {
-    int fds[2];
-    ASSERT_EQ(pipe(fds), 0);
-    const pid_t child = fork();
-    ASSERT_GE(child, 0);
-    if (child == 0) {
-      close(fds[0]);
-      const std::unique_ptr<SqlStatisticsStore> own = OpenStatistics();
-      if (own == nullptr) _exit(2);
-      for (uint64_t i = sequence + 1;; ++i) {
-        if (!own->Contribute({key_, "source", i}, part, 1).ok()) _exit(3);
-        if (write(fds[1], &i, sizeof(i)) != sizeof(i)) _exit(4);
-      }
-    }
-    close(fds[1]);
-    uint64_t acknowledged = 0;
-    ASSERT_EQ(read(fds[0], &acknowledged, sizeof(acknowledged)),
-              static_cast<ssize_t>(sizeof(acknowledged)));
-    absl::SleepFor(absl::Microseconds(random() % 60'000));
-    kill(child, SIGKILL);
-    uint64_t more = 0;
-    while (read(fds[0], &more, sizeof(more)) > 0) acknowledged = more;
-    close(fds[0]);
-    waitpid(child, nullptr, 0);
+    int64_t acknowledged = 0;
+    KillDuring(
+        [&](auto acknowledge) {
+          const std::unique_ptr<SqlStatisticsStore> own = OpenStatistics();
+          if (own == nullptr) return 2;
+          for (uint64_t i = sequence + 1;; ++i) {
+            if (!own->Contribute({key_, "source", i}, part, 1).ok()) return 3;
+            if (!acknowledge(static_cast<int64_t>(i))) return 4;
+          }
+        },
+        60'000, &acknowledged);
+    if (HasFatalFailure()) return;
 
     const std::unique_ptr<SqlStatisticsStore> store = OpenStatistics();
     ASSERT_NE(store, nullptr);
@@ -221,7 +225,8 @@ TEST_P(StoreProcessesTest, KillingCountsEachContributionOnce) {
     ASSERT_TRUE(got.ok()) << got.status();
     // The one that was under way when the child died may be there or not.
     sequence = got->sources[0].sequence;
-    EXPECT_TRUE(sequence == acknowledged || sequence == acknowledged + 1)
+    const auto last = static_cast<uint64_t>(acknowledged);
+    EXPECT_TRUE(sequence == last || sequence == last + 1)
         << sequence << " after " << acknowledged;
     EXPECT_EQ(got->state.statistics.counts().total,
               static_cast<int64_t>(sequence) * part.statistics.counts().total);
