@@ -53,8 +53,8 @@ double PortableLog(double x);
 //
 // Bin t of n is of level floor(t * levels / n), or where levels have boundaries
 // of that which its middle lies in. Ranges with fewer bins than levels are left
-// out but for the whole one. Of equally good ranges the widest. (Migacz, 8-bit
-// inference with TensorRT, 2017)
+// out; the whole range never is. Of equally good ranges the widest wins.
+// (Migacz, 8-bit inference with TensorRT, 2017)
 //
 // `whole`  contains the elements and is not [0, 0]; of |x| all up to its
 //          abs_max.

@@ -27,23 +27,24 @@ absl::StatusOr<Mixture> SmallestMixture(absl::Span<const TensorOptions> tensors,
                                         double min_sqnr_db,
                                         StopToken stop = StopToken());
 
-// The least sum of noise_to_signal with at most `max_size_bytes` in all, or
-// nearly. It is never above that of any one spec for all tensors that fits, nor
-// more than one tensor's step above the optimum; it is the optimum, to
-// rounding, unless SearchMixture, which is what looks for it, meets its bounds.
-// The start is Lagrangian relaxation on the lower convex hull of each tensor's
-// options, and the one spec; what either leaves is filled greedily. The
-// smallest options where even they are too large, and then the target is not
-// met.
+// A small sum of noise_to_signal with at most `max_size_bytes` in all:
+// - It is never above that of one spec for all tensors, if that fits.
+// - It is at most one tensor's step above the optimum.
+// - It is the optimum, to rounding, unless SearchMixture meets its bounds.
+// There are two starts: Lagrangian relaxation on the lower convex hull of each
+// tensor's options, and one spec for all. A greedy pass fills the bytes that a
+// start leaves. Where even the smallest options are too large, the answer is
+// those, and the target is not met.
 //
 // Noise that is not finite counts as 1e200.
 absl::StatusOr<Mixture> BestMixture(absl::Span<const TensorOptions> tensors,
                                     int64_t max_size_bytes,
                                     StopToken stop = StopToken());
 
-// What BestMixture takes at most: for each tensor a hull on the heap, a place
-// in a queue and in three choices; for each option of it a place in its hull;
-// and beside all that MixtureBytes, when a tensor has so many options.
+// Memory that BestMixture takes at most:
+// - for each tensor a hull on the heap, and places in a queue and three choices;
+// - for each option a place in the hull of its tensor;
+// - MixtureBytes of the largest number of options that a tensor has.
 constexpr int64_t kMixtureTensorBytes = 92;
 constexpr int64_t kMixtureOptionBytes = sizeof(int);
 int64_t MixtureBytes(int64_t options);

@@ -26,17 +26,18 @@ struct MixtureChange {
   int option;
 };
 
-// Looks for less noise within a size than a choice that is known has, by
-// dynamic programming about the relaxed optimum: the bases but for some
-// changes, or nothing where there is no less.
+// Starts from a choice that is known, and looks for one of less noise within
+// the size, by dynamic programming about the relaxed optimum. The answer is the
+// bases with some changes, or nothing where there is no better choice.
 //
 // At a price of noise for each byte every tensor has an option that costs least
-// (noise + price * bytes), its base. What another option costs above that is no
-// more than what choosing it adds to the relaxed optimum, whatever the others
-// do: options that cost more than what is known lies above the relaxed optimum
-// are out of question. Over the tensors where others are left, those with the
-// cheapest first, it keeps the choices of which none is better in both bytes
-// and noise than another and which can still come to less than what is known.
+// (noise + price * bytes), its base. Choosing another option adds at least the
+// difference of their costs to the relaxed optimum, whatever other tensors do.
+// So options are left out whose difference exceeds the distance from the
+// relaxed optimum to the known choice. The search goes over the tensors that
+// have options left, those with the cheapest first. After each it keeps the
+// choices that no other beats in both bytes and noise, and that can still beat
+// the known one.
 //
 // Finds the optimum, to rounding, unless there were more than
 // kMaxSearchedTensors such tensors or at some tensor more than kMaxKeptChoices

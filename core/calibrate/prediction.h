@@ -15,14 +15,14 @@ namespace quantd::core {
 
 // Sums over the finite elements x with x' = dequantize(quantize(x)), less those
 // under a scale of NaN. The true sum of (x' - x)^2 lies in [squared_error_low,
-// squared_error_high], for tensors of any element type; the latter is +Inf, and
-// so is the expected one, where a format that does not saturate overflows.
+// squared_error_high], for tensors of any element type. Where a format that
+// does not saturate overflows, squared_error and squared_error_high are +Inf.
 struct Prediction {
   uint64_t count = 0;
   double squared_error = 0;
   double squared_error_low = 0;
   double squared_error_high = 0;
-  // Sum of x^2; exact but for the rounding of float64.
+  // Sum of x^2, exact up to the rounding of float64.
   double signal = 0;
   // Of the histograms that all of it comes from.
   int mantissa_bits = 0;

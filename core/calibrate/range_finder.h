@@ -26,8 +26,8 @@ class RangeFinder {
  public:
   // `encoding`        has the format, qmin, qmax and codebook.
   // `moving_average`  [scale_count] averaged extremes, or empty.
-  // What is passed by reference, but for `encoding`, outlives this, as does
-  // what `moving_average` points at.
+  // `encoding` is read here only. Everything else that is passed by reference
+  // outlives this, and so does what `moving_average` points at.
   // `held`            the tensor, or null.
   // Requires: a valid spec, and where it needs histograms those or the tensor.
   RangeFinder(const EncodingSpec& spec, const Encoding& encoding,

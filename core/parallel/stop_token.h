@@ -3,11 +3,12 @@
 // Computations are plain functions from top to bottom, and may run for minutes.
 // Whoever calls one gives it a thread: a short one runs where its caller is, a
 // long one on a thread of lower priority (see RpcEnvironment::long_pool), and
-// the kernel shares the processors. Nothing here knows of turns. Coroutines
-// were the other way: they need no thread for each computation, but every loop
-// down to the innermost would have to say where it may pause, and those that
-// ParallelFor spreads over threads cannot. What threads cost, some 20
-// microseconds to begin, is nothing beside a computation that is long.
+// the kernel shares the processors. Nothing here knows of turns.
+//
+// Coroutines were the alternative. They need no thread for each computation.
+// But every loop down to the innermost would have to say where it may pause,
+// and loops that ParallelFor spreads over threads cannot pause. A thread takes
+// some 20 microseconds to begin, which is little beside a long computation.
 
 #ifndef QUANTD_CORE_PARALLEL_STOP_TOKEN_H_
 #define QUANTD_CORE_PARALLEL_STOP_TOKEN_H_
