@@ -49,16 +49,16 @@ class BuiltinStream final : public WatchedCall {
   const absl::Duration start_time_ = core::SteadyNow();
 };
 
-class Guard final : public grpc::experimental::Interceptor {
+class BuiltinGuard final : public grpc::experimental::Interceptor {
  public:
-  Guard(const RpcEnvironment& env, CallRegistry* registry,
-        grpc::experimental::ServerRpcInfo* info)
+  BuiltinGuard(const RpcEnvironment& env, CallRegistry* registry,
+               grpc::experimental::ServerRpcInfo* info)
       : env_(env),
         registry_(registry),
         info_(info),
         kind_(info->method() == kWatchMethod ? Kind::kWatch : Kind::kCall) {}
   // gRPC's context is still there.
-  ~Guard() override {
+  ~BuiltinGuard() override {
     if (stream_ != nullptr) registry_->Leave(stream_);
   }
 
@@ -120,7 +120,7 @@ class GuardFactory final
       grpc::experimental::ServerRpcInfo* info) override {
     const bool guarded = info->method() == kWatchMethod ||
                          absl::StartsWith(info->method(), kReflectionService);
-    return guarded ? new Guard(env_, registry_, info) : nullptr;
+    return guarded ? new BuiltinGuard(env_, registry_, info) : nullptr;
   }
 
  private:
