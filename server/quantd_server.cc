@@ -74,6 +74,11 @@ constexpr int kFrameBytes = 2 << 20;
 // What may be in transit beside the memory budget: little enough to leave room
 // for the server itself within 64 MiB of it.
 constexpr int64_t kTransitBytes = int64_t{16} << 20;
+// What gRPC may hold when leases leave less of the budget: this share of it.
+// With less, many streams that wait for memory, each with a chunk that nobody
+// has read, made gRPC close connections: those without an open call first, so
+// callers who held nothing lost theirs.
+constexpr int64_t kLeastTransitShare = 8;
 // gRPC's threads for calls that hold one each, which only those of reflection
 // do; it refuses what is more.
 constexpr int kReflectionThreads = 16;
@@ -365,7 +370,9 @@ void QuantdServer::Stop(absl::Duration grace) {
 }
 
 void QuantdServer::FitQuota() {
-  quota_.Resize(budget_.total_bytes() - budget_.leased_bytes() + kTransitBytes);
+  const int64_t total_bytes = budget_.total_bytes();
+  quota_.Resize(kTransitBytes + std::max(total_bytes - budget_.leased_bytes(),
+                                         total_bytes / kLeastTransitShare));
 }
 
 void QuantdServer::Watch() {
