@@ -4,8 +4,8 @@
 // every tensor and the stream end.
 //
 // QUANTD_MALFORMED_STREAMS is the number of streams, 200 by default, 2,000 for
-// the full count; QUANTD_MALFORMED_SEED starts other ones; with
-// QUANTD_MALFORMED_ONLY=N only stream N is run, and its messages are printed.
+// the full count; QUANTD_MALFORMED_SEED starts other ones. Stream 17 alone:
+// --gtest_filter='*/Stream17'. Of one that fails the messages are printed.
 
 #include <algorithm>
 #include <cstdint>
@@ -1457,9 +1457,27 @@ std::string Verdict(const grpc::Status& status) {
   return CodeAndReason(status.error_code(), core::ErrorReason(message));
 }
 
-class MalformedStreamsTest : public ::testing::Test {
+const uint64_t kStreams = FromEnvironment("QUANTD_MALFORMED_STREAMS", 200);
+const uint64_t kSeed = FromEnvironment("QUANTD_MALFORMED_SEED", 1);
+
+// One server for all streams; the parameter is the number of the stream.
+class MalformedStreamsTest : public ::testing::TestWithParam<uint64_t> {
  protected:
-  MalformedStreamsTest() {
+  // What lasts as long as the suite.
+  struct Suite {
+    TemporaryDirectory directory;
+    std::unique_ptr<ServerProcess> server;
+    std::shared_ptr<grpc::Channel> channel;
+    // What the calls say that they answer.
+    std::string contract;
+    // How often tensors and streams ended how.
+    std::map<std::string, int> endings;
+    uint64_t run_count = 0;
+    // After a quarter of the streams.
+    int64_t resident_bytes = 0;
+  };
+
+  static void SetUpTestSuite() {
     // protobuf logs what it refuses.
     google::protobuf::SetLogHandler(nullptr);
     // What is freed shows as freed under AddressSanitizer too.
@@ -1469,8 +1487,9 @@ class MalformedStreamsTest : public ::testing::Test {
                         before == nullptr ? "" : ":", "quarantine_size_mb=4")
                .c_str(),
            1);
-    server_ = std::make_unique<ServerProcess>(
-        QuantdBinary(), directory_.File("encodings.db"),
+    suite_ = new Suite();
+    suite_->server = std::make_unique<ServerProcess>(
+        QuantdBinary(), suite_->directory.File("encodings.db"),
         std::vector<std::string>{
             "--metrics-listen", "127.0.0.1:0", "--drain-delay", "0s",
             "--chunk-bytes", absl::StrCat(kChunkBytes), "--tensor-bytes",
@@ -1479,12 +1498,34 @@ class MalformedStreamsTest : public ::testing::Test {
             "--cache-bytes", "256KiB", "--threads", "2",
             // However slow the machine is.
             "--queue-delay", "1h"});
-    channel_ = server_->NewChannel();
+    suite_->channel = suite_->server->NewChannel();
+    suite_->contract = ReadFile(absl::StrCat(
+        TestDataFolder(), "/../../proto/quantd/v1/quantization_service.proto"));
     Put("any", {});
     Put("rank five", {0, 0, 0, 0, 0});
   }
 
-  void Put(const std::string& tensor, const std::vector<int64_t>& block_size) {
+  static void TearDownTestSuite() {
+    ExpectIdle();
+    const int64_t grown_bytes = ResidentBytes() - suite_->resident_bytes;
+    for (const auto& [verdict, times] : suite_->endings) {
+      std::printf("%6d %s\n", times, verdict.c_str());
+    }
+    // Of a few streams neither says anything.
+    if (suite_->run_count == kStreams && kStreams >= 100) {
+      std::printf("resident after a quarter: %lld KiB, then %lld KiB more\n",
+                  static_cast<long long>(suite_->resident_bytes >> 10),
+                  static_cast<long long>(grown_bytes >> 10));
+      EXPECT_LT(grown_bytes, kMostGrownBytes);
+      EXPECT_GT(suite_->endings.size(), 20u);
+    }
+    EXPECT_EQ(suite_->server->Terminate(), 0);
+    delete suite_;
+    suite_ = nullptr;
+  }
+
+  static void Put(const std::string& tensor,
+                  const std::vector<int64_t>& block_size) {
     v1::PutEncodingRequest request;
     request.mutable_name()->set_model("acme");
     request.mutable_name()->set_tensor(tensor);
@@ -1494,9 +1535,8 @@ class MalformedStreamsTest : public ::testing::Test {
                                                              block_size.end());
     grpc::ClientContext context;
     v1::PutEncodingResponse response;
-    const grpc::Status status =
-        v1::EncodingService::NewStub(channel_)->PutEncoding(&context, request,
-                                                            &response);
+    const grpc::Status status = v1::EncodingService::NewStub(suite_->channel)
+                                    ->PutEncoding(&context, request, &response);
     ASSERT_TRUE(status.ok()) << status.error_message();
   }
 
@@ -1523,16 +1563,17 @@ class MalformedStreamsTest : public ::testing::Test {
     return answers;
   }
 
-  void Run(const Generator::Stream& c) {
+  static void Run(const Generator::Stream& c) {
     using End = Generator::Stream::End;
     std::unique_ptr<CuttableChannel> cuttable;
     if (c.end == End::kCuts) {
-      cuttable = std::make_unique<CuttableChannel>(server_->address());
+      cuttable = std::make_unique<CuttableChannel>(suite_->server->address());
     }
     const bool goes_on = c.end == End::kGoesOn && c.expected.status == kServed;
     std::vector<Answer> expected = c.expected.answers;
-    RawStream stream(cuttable == nullptr ? channel_ : cuttable->channel(),
-                     kMethodNames[static_cast<int>(c.method)]);
+    RawStream stream(
+        cuttable == nullptr ? suite_->channel : cuttable->channel(),
+        kMethodNames[static_cast<int>(c.method)]);
     for (const std::string& message : c.messages) stream.Write(message);
     if (goes_on) {
       stream.Write(Good(c.method));
@@ -1567,8 +1608,8 @@ class MalformedStreamsTest : public ::testing::Test {
   }
 
   // A good tensor on a stream of its own is served, to the byte.
-  void ExpectServing(Method method) {
-    RawStream stream(channel_, kMethodNames[static_cast<int>(method)]);
+  static void ExpectServing(Method method) {
+    RawStream stream(suite_->channel, kMethodNames[static_cast<int>(method)]);
     stream.Write(Good(method));
     stream.WritesDone();
     std::string data;
@@ -1578,9 +1619,9 @@ class MalformedStreamsTest : public ::testing::Test {
     EXPECT_TRUE(status.ok()) << status.error_message();
   }
 
-  double Scrape(const std::string& series) {
+  static double Scrape(const std::string& series) {
     const std::string response =
-        HttpGet(server_->metrics_address(), "/metrics");
+        HttpGet(suite_->server->metrics_address(), "/metrics");
     for (const absl::string_view line : absl::StrSplit(response, '\n')) {
       double value = 0;
       if (absl::StartsWith(line, absl::StrCat(series, " ")) &&
@@ -1591,7 +1632,7 @@ class MalformedStreamsTest : public ::testing::Test {
     ADD_FAILURE() << series << " is not there";
     return kNan;
   }
-  void ExpectIdle() {
+  static void ExpectIdle() {
     for (const char* gauge : {"quantd_active_streams", "quantd_active_tensors",
                               "quantd_memory_budget_used_bytes"}) {
       EXPECT_TRUE(PollUntil(absl::Seconds(30), [&] {
@@ -1601,9 +1642,9 @@ class MalformedStreamsTest : public ::testing::Test {
   }
 
   // Resident memory of the server.
-  int64_t ResidentBytes() const {
+  static int64_t ResidentBytes() {
     const std::string status =
-        ReadFile(absl::StrCat("/proc/", server_->pid(), "/status"));
+        ReadFile(absl::StrCat("/proc/", suite_->server->pid(), "/status"));
     int64_t kib = 0;
     for (absl::string_view line : absl::StrSplit(status, '\n')) {
       if (absl::ConsumePrefix(&line, "VmRSS:")) {
@@ -1613,63 +1654,45 @@ class MalformedStreamsTest : public ::testing::Test {
     return kib << 10;
   }
 
-  TemporaryDirectory directory_;
-  std::unique_ptr<ServerProcess> server_;
-  std::shared_ptr<grpc::Channel> channel_;
+  static inline Suite* suite_ = nullptr;
 };
 
-TEST_F(MalformedStreamsTest, EndAsTheModelSaysAndHarmNobodyElse) {
-  const uint64_t count = FromEnvironment("QUANTD_MALFORMED_STREAMS", 200);
-  const uint64_t seed = FromEnvironment("QUANTD_MALFORMED_SEED", 1);
-  const uint64_t only = FromEnvironment("QUANTD_MALFORMED_ONLY",
-                                        std::numeric_limits<uint64_t>::max());
-  // What the calls say that they answer.
-  const std::string contract = ReadFile(absl::StrCat(
-      TestDataFolder(), "/../../proto/quantd/v1/quantization_service.proto"));
-  std::map<std::string, int> endings;
-  int64_t resident_bytes = 0;
-  for (uint64_t n = 0; n < count && !HasFailure(); ++n) {
-    // Each by itself, so that one can be made again without the others.
-    const Generator::Stream stream = Generator(seed * 1'000'003 + n).Make();
-    if (only != std::numeric_limits<uint64_t>::max()) {
-      if (n != only) continue;
-      for (const std::string& message : stream.messages) {
-        std::printf("%s\n", absl::BytesToHexString(message).c_str());
-      }
-    }
-    SCOPED_TRACE(absl::StrCat("stream ", n, " of seed ", seed, ": ",
-                              stream.description));
-    Run(stream);
-    ExpectServing(static_cast<Method>(n % 4));
-    std::vector<std::string> verdicts = {stream.expected.status};
-    for (const Answer& answer : stream.expected.answers) {
-      verdicts.push_back(answer.verdict);
-    }
-    for (const std::string& verdict : verdicts) {
-      ++endings[verdict];
-      const std::string reason = verdict.substr(verdict.find('/') + 1);
-      EXPECT_TRUE(verdict == kServed || absl::StrContains(contract, reason))
-          << reason << " is not documented";
-    }
-    if (n + 1 == count / 4) {
-      ExpectIdle();
-      resident_bytes = ResidentBytes();
+TEST_P(MalformedStreamsTest, EndAsTheModelSaysAndHarmNobodyElse) {
+  const uint64_t n = GetParam();
+  // Each by itself, so that one can be made again without the others.
+  const Generator::Stream stream = Generator(kSeed * 1'000'003 + n).Make();
+  SCOPED_TRACE(
+      absl::StrCat("stream of seed ", kSeed, ": ", stream.description));
+  Run(stream);
+  ExpectServing(static_cast<Method>(n % 4));
+  std::vector<std::string> verdicts = {stream.expected.status};
+  for (const Answer& answer : stream.expected.answers) {
+    verdicts.push_back(answer.verdict);
+  }
+  for (const std::string& verdict : verdicts) {
+    ++suite_->endings[verdict];
+    const std::string reason = verdict.substr(verdict.find('/') + 1);
+    EXPECT_TRUE(verdict == kServed ||
+                absl::StrContains(suite_->contract, reason))
+        << reason << " is not documented";
+  }
+  ++suite_->run_count;
+  if (n + 1 == kStreams / 4) {
+    ExpectIdle();
+    suite_->resident_bytes = ResidentBytes();
+  }
+  if (HasFailure()) {
+    for (const std::string& message : stream.messages) {
+      std::printf("%s\n", absl::BytesToHexString(message).c_str());
     }
   }
-  ExpectIdle();
-  const int64_t grown_bytes = ResidentBytes() - resident_bytes;
-  for (const auto& [verdict, times] : endings) {
-    std::printf("%6d %s\n", times, verdict.c_str());
-  }
-  std::printf("resident after a quarter: %lld KiB, then %lld KiB more\n",
-              static_cast<long long>(resident_bytes >> 10),
-              static_cast<long long>(grown_bytes >> 10));
-  if (count >= 100) {
-    EXPECT_LT(grown_bytes, kMostGrownBytes);
-    EXPECT_GT(endings.size(), 20u);
-  }
-  EXPECT_EQ(server_->Terminate(), 0);
 }
+
+INSTANTIATE_TEST_SUITE_P(Random, MalformedStreamsTest,
+                         ::testing::Range<uint64_t>(0, kStreams),
+                         [](const ::testing::TestParamInfo<uint64_t>& info) {
+                           return absl::StrCat("Stream", info.param);
+                         });
 
 }  // namespace
 }  // namespace quantd::testing
