@@ -25,6 +25,7 @@
 #include "core/types/float_convert.h"
 #include "grpcpp/grpcpp.h"
 #include "gtest/gtest.h"
+#include "tests/support/case_name.h"
 #include "tests/support/sanitizers.h"
 #include "tests/support/tensor_streams.h"
 #include "tests/support/test_server.h"
@@ -70,6 +71,9 @@ struct Case {
                                              "last axis", "group 32"};
     return absl::StrCat(core::ElementTypeName(type), " to ", format, ", ",
                         kNames[static_cast<int>(granularity)]);
+  }
+  friend std::ostream& operator<<(std::ostream& os, const Case& c) {
+    return os << c.Name();
   }
 };
 
@@ -414,101 +418,122 @@ std::array<int64_t, 4> Thirds(int64_t element_count) {
           element_count};
 }
 
-TEST_F(ChunkingTest, RangesOnThreeStreamsJoinToTheSameBytes) {
-  TestServer server(Options(2));
-  const std::vector<Case> cases = AllCases();
-  // Every fifth has all granularities, and codes that share bytes.
-  for (size_t i = 0; i < cases.size(); i += kThreadSanitized ? 5 : 1) {
-    const Case& c = cases[i];
-    SCOPED_TRACE(c.Name());
-    const core::FormatInfo& format = *core::FindFormatByName(c.format);
-    const int64_t element_bytes = core::ElementSizeBytes(c.type);
-    const Shape shape = {17, 23, 333};
-    const std::string data = TensorBytes(c.type, shape);
-    const int64_t element_count = data.size() / element_bytes;
-    const std::array<int64_t, 4> bounds = Thirds(element_count);
-
-    v1::TensorDescription tensor;
-    tensor.mutable_name()->set_model("chunking/net");
-    tensor.mutable_name()->set_tensor(c.Name());
-    tensor.set_element_type(static_cast<v1::ElementType>(c.type));
-    tensor.mutable_shape()->Assign(shape.begin(), shape.end());
-    v1::QuantizeHeader whole;
-    *whole.mutable_tensor() = tensor;
-    whole.mutable_spec()->set_format(
-        static_cast<v1::NumberFormat>(format.format));
-    const std::vector<int64_t> block_size = BlockSize(c.granularity);
-    whole.mutable_spec()->mutable_block_size()->Assign(block_size.begin(),
-                                                       block_size.end());
-    whole.set_store(true);
-    const auto expected = Quantize(server.quantization(), whole, data);
-    ASSERT_TRUE(expected.ok()) << expected.status();
-    v1::DequantizeHeader whole_back;
-    *whole_back.mutable_tensor() = tensor;
-    whole_back.mutable_reference();
-    const auto expected_reals =
-        Dequantize(server.quantization(), whole_back, expected->codes);
-    ASSERT_TRUE(expected_reals.ok()) << expected_reals.status();
-
-    std::array<absl::StatusOr<QuantizeAnswer>, 3> codes;
-    std::array<absl::StatusOr<DequantizeAnswer>, 3> reals;
-    std::vector<std::thread> streams;
-    for (int part = 0; part < 3; ++part) {
-      streams.emplace_back([&, part] {
-        v1::QuantizeHeader header;
-        *header.mutable_tensor() = tensor;
-        header.mutable_reference();
-        const int64_t begin = bounds[part] * element_bytes;
-        const int64_t end = bounds[part + 1] * element_bytes;
-        header.mutable_range()->set_begin_bytes(begin);
-        header.mutable_range()->set_end_bytes(end);
-        codes[part] =
-            Quantize(server.quantization(), header,
-                     absl::string_view(data).substr(begin, end - begin),
-                     (part + 1) * 1000 * element_bytes);
-        if (!codes[part].ok()) return;
-        v1::DequantizeHeader back;
-        *back.mutable_tensor() = tensor;
-        back.mutable_reference();
-        back.mutable_range()->set_begin_bytes(format.SizeBytes(bounds[part]));
-        back.mutable_range()->set_end_bytes(format.SizeBytes(bounds[part + 1]));
-        reals[part] = Dequantize(server.quantization(), back,
-                                 codes[part]->codes, (part + 1) * 998);
-      });
-    }
-    for (std::thread& stream : streams) stream.join();
-
-    std::string joined_codes;
-    std::string joined_reals;
-    v1::QuantizeSummary sum;
-    for (int part = 0; part < 3; ++part) {
-      ASSERT_TRUE(codes[part].ok()) << codes[part].status();
-      ASSERT_TRUE(reals[part].ok()) << reals[part].status();
-      EXPECT_EQ(codes[part]->header.range().begin_bytes(), joined_codes.size());
-      EXPECT_EQ(codes[part]->header.size_bytes(), expected->codes.size());
-      EXPECT_EQ(reals[part]->header.range().begin_bytes(), joined_reals.size());
-      EXPECT_EQ(reals[part]->summary.count(),
-                static_cast<uint64_t>(bounds[part + 1] - bounds[part]));
-      joined_codes += codes[part]->codes;
-      joined_reals += reals[part]->reals;
-      const v1::QuantizeSummary& summary = codes[part]->summary;
-      sum.set_count(sum.count() + summary.count());
-      sum.set_clipped_low_count(sum.clipped_low_count() +
-                                summary.clipped_low_count());
-      sum.set_clipped_high_count(sum.clipped_high_count() +
-                                 summary.clipped_high_count());
-      sum.set_nan_count(sum.nan_count() + summary.nan_count());
-      sum.set_positive_infinity_count(sum.positive_infinity_count() +
-                                      summary.positive_infinity_count());
-      sum.set_negative_infinity_count(sum.negative_infinity_count() +
-                                      summary.negative_infinity_count());
-    }
-    EXPECT_TRUE(joined_codes == expected->codes);
-    EXPECT_TRUE(joined_reals == expected_reals->reals);
-    sum.set_checksum_xxh3(expected->summary.checksum_xxh3());
-    EXPECT_EQ(Serialize(sum), Serialize(expected->summary));
+// One server for all cases.
+class RangesTest : public ::testing::TestWithParam<Case> {
+ protected:
+  static void SetUpTestSuite() { server_ = new TestServer(Options(2)); }
+  static void TearDownTestSuite() {
+    delete server_;
+    server_ = nullptr;
   }
+
+  static inline TestServer* server_ = nullptr;
+};
+
+TEST_P(RangesTest, OnThreeStreamsJoinToTheSameBytes) {
+  const Case& c = GetParam();
+  const core::FormatInfo& format = *core::FindFormatByName(c.format);
+  const int64_t element_bytes = core::ElementSizeBytes(c.type);
+  const Shape shape = {17, 23, 333};
+  const std::string data = TensorBytes(c.type, shape);
+  const int64_t element_count = data.size() / element_bytes;
+  const std::array<int64_t, 4> bounds = Thirds(element_count);
+
+  v1::TensorDescription tensor;
+  tensor.mutable_name()->set_model("chunking/net");
+  tensor.mutable_name()->set_tensor(c.Name());
+  tensor.set_element_type(static_cast<v1::ElementType>(c.type));
+  tensor.mutable_shape()->Assign(shape.begin(), shape.end());
+  v1::QuantizeHeader whole;
+  *whole.mutable_tensor() = tensor;
+  whole.mutable_spec()->set_format(
+      static_cast<v1::NumberFormat>(format.format));
+  const std::vector<int64_t> block_size = BlockSize(c.granularity);
+  whole.mutable_spec()->mutable_block_size()->Assign(block_size.begin(),
+                                                     block_size.end());
+  whole.set_store(true);
+  const auto expected = Quantize(server_->quantization(), whole, data);
+  ASSERT_TRUE(expected.ok()) << expected.status();
+  v1::DequantizeHeader whole_back;
+  *whole_back.mutable_tensor() = tensor;
+  whole_back.mutable_reference();
+  const auto expected_reals =
+      Dequantize(server_->quantization(), whole_back, expected->codes);
+  ASSERT_TRUE(expected_reals.ok()) << expected_reals.status();
+
+  std::array<absl::StatusOr<QuantizeAnswer>, 3> codes;
+  std::array<absl::StatusOr<DequantizeAnswer>, 3> reals;
+  std::vector<std::thread> streams;
+  for (int part = 0; part < 3; ++part) {
+    streams.emplace_back([&, part] {
+      v1::QuantizeHeader header;
+      *header.mutable_tensor() = tensor;
+      header.mutable_reference();
+      const int64_t begin = bounds[part] * element_bytes;
+      const int64_t end = bounds[part + 1] * element_bytes;
+      header.mutable_range()->set_begin_bytes(begin);
+      header.mutable_range()->set_end_bytes(end);
+      codes[part] = Quantize(server_->quantization(), header,
+                             absl::string_view(data).substr(begin, end - begin),
+                             (part + 1) * 1000 * element_bytes);
+      if (!codes[part].ok()) return;
+      v1::DequantizeHeader back;
+      *back.mutable_tensor() = tensor;
+      back.mutable_reference();
+      back.mutable_range()->set_begin_bytes(format.SizeBytes(bounds[part]));
+      back.mutable_range()->set_end_bytes(format.SizeBytes(bounds[part + 1]));
+      reals[part] = Dequantize(server_->quantization(), back,
+                               codes[part]->codes, (part + 1) * 998);
+    });
+  }
+  for (std::thread& stream : streams) stream.join();
+
+  std::string joined_codes;
+  std::string joined_reals;
+  v1::QuantizeSummary sum;
+  for (int part = 0; part < 3; ++part) {
+    ASSERT_TRUE(codes[part].ok()) << codes[part].status();
+    ASSERT_TRUE(reals[part].ok()) << reals[part].status();
+    EXPECT_EQ(codes[part]->header.range().begin_bytes(), joined_codes.size());
+    EXPECT_EQ(codes[part]->header.size_bytes(), expected->codes.size());
+    EXPECT_EQ(reals[part]->header.range().begin_bytes(), joined_reals.size());
+    EXPECT_EQ(reals[part]->summary.count(),
+              static_cast<uint64_t>(bounds[part + 1] - bounds[part]));
+    joined_codes += codes[part]->codes;
+    joined_reals += reals[part]->reals;
+    const v1::QuantizeSummary& summary = codes[part]->summary;
+    sum.set_count(sum.count() + summary.count());
+    sum.set_clipped_low_count(sum.clipped_low_count() +
+                              summary.clipped_low_count());
+    sum.set_clipped_high_count(sum.clipped_high_count() +
+                               summary.clipped_high_count());
+    sum.set_nan_count(sum.nan_count() + summary.nan_count());
+    sum.set_positive_infinity_count(sum.positive_infinity_count() +
+                                    summary.positive_infinity_count());
+    sum.set_negative_infinity_count(sum.negative_infinity_count() +
+                                    summary.negative_infinity_count());
+  }
+  EXPECT_TRUE(joined_codes == expected->codes);
+  EXPECT_TRUE(joined_reals == expected_reals->reals);
+  sum.set_checksum_xxh3(expected->summary.checksum_xxh3());
+  EXPECT_EQ(Serialize(sum), Serialize(expected->summary));
 }
+
+std::vector<Case> RangesCases() {
+  std::vector<Case> cases;
+  const std::vector<Case> all_cases = AllCases();
+  // Every fifth has all granularities, and codes that share bytes.
+  for (size_t i = 0; i < all_cases.size(); i += kThreadSanitized ? 5 : 1) {
+    cases.push_back(all_cases[i]);
+  }
+  return cases;
+}
+
+INSTANTIATE_TEST_SUITE_P(AllCases, RangesTest,
+                         ::testing::ValuesIn(RangesCases()),
+                         [](const ::testing::TestParamInfo<Case>& info) {
+                           return CaseName(info.param.Name());
+                         });
 
 }  // namespace
 }  // namespace quantd::testing

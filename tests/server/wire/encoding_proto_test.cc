@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <ostream>
 #include <string>
 #include <vector>
 
@@ -12,6 +13,7 @@
 #include "core/errors.h"
 #include "core/types/encoding.h"
 #include "gtest/gtest.h"
+#include "tests/support/case_name.h"
 
 namespace quantd::server {
 namespace {
@@ -150,17 +152,21 @@ struct ErrorCase {
   std::function<void(Message&)> change;
   std::string reason;
   std::string field;
+
+  friend std::ostream& operator<<(std::ostream& os, const ErrorCase& c) {
+    return os << c.name;
+  }
 };
 
-TEST(EncodingFromProtoTest, NamesTheFieldAtFault) {
+std::vector<ErrorCase<v1::Encoding>> EncodingFromProtoErrors() {
   using E = v1::Encoding;
-  const std::vector<ErrorCase<E>> cases = {
+  return {
       {"format unset", [](E& e) { e.clear_format(); }, "FORMAT_UNKNOWN",
        "format"},
       {"format 9999",
        [](E& e) { e.set_format(static_cast<v1::NumberFormat>(9999)); },
        "FORMAT_UNKNOWN", "format"},
-      {"format -1",
+      {"negative format",
        [](E& e) { e.set_format(static_cast<v1::NumberFormat>(-1)); },
        "FORMAT_UNKNOWN", "format"},
       {"format 17",
@@ -169,7 +175,7 @@ TEST(EncodingFromProtoTest, NamesTheFieldAtFault) {
       {"scale type 99",
        [](E& e) { e.set_scale_type(static_cast<v1::ScaleType>(99)); },
        "ENUM_UNKNOWN", "scale_type"},
-      {"scale type -1",
+      {"negative scale type",
        [](E& e) { e.set_scale_type(static_cast<v1::ScaleType>(-1)); },
        "ENUM_UNKNOWN", "scale_type"},
       {"scale type of another format",
@@ -251,7 +257,7 @@ TEST(EncodingFromProtoTest, NamesTheFieldAtFault) {
        "BLOCK_SIZE_INVALID", "block_size"},
       {"no scale", [](E& e) { e.clear_scale(); }, "SCALE_COUNT", "scale"},
       {"scale 0", [](E& e) { e.set_scale(0, 0); }, "SCALE_INVALID", "scale"},
-      {"scale -0", [](E& e) { e.set_scale(0, -0.0f); }, "SCALE_INVALID",
+      {"scale minus 0", [](E& e) { e.set_scale(0, -0.0f); }, "SCALE_INVALID",
        "scale"},
       {"scale negative", [](E& e) { e.set_scale(0, -1); }, "SCALE_INVALID",
        "scale"},
@@ -314,14 +320,22 @@ TEST(EncodingFromProtoTest, NamesTheFieldAtFault) {
        },
        "CODE_RANGE_INVALID", "qmin"},
   };
-  for (const ErrorCase<E>& c : cases) {
-    v1::Encoding proto = Int8();
-    c.change(proto);
-    const absl::Status status = EncodingFromProto(proto).status();
-    EXPECT_EQ(core::ErrorReason(status), c.reason) << c.name << status;
-    EXPECT_EQ(core::ErrorField(status), c.field) << c.name;
-  }
 }
+
+class EncodingFromProtoErrorTest
+    : public ::testing::TestWithParam<ErrorCase<v1::Encoding>> {};
+
+TEST_P(EncodingFromProtoErrorTest, NamesTheFieldAtFault) {
+  v1::Encoding proto = Int8();
+  GetParam().change(proto);
+  const absl::Status status = EncodingFromProto(proto).status();
+  EXPECT_EQ(core::ErrorReason(status), GetParam().reason) << status;
+  EXPECT_EQ(core::ErrorField(status), GetParam().field);
+}
+
+INSTANTIATE_TEST_SUITE_P(Table, EncodingFromProtoErrorTest,
+                         ::testing::ValuesIn(EncodingFromProtoErrors()),
+                         testing::NameOfCase());
 
 v1::EncodingSpec Int8Spec() {
   v1::EncodingSpec proto;
@@ -424,9 +438,9 @@ TEST(SpecFromProtoTest, HasTheDefaultsOfTheMessage) {
   EXPECT_FALSE(spec->granularity.has_value());
 }
 
-TEST(SpecFromProtoTest, NamesTheFieldAtFault) {
+std::vector<ErrorCase<v1::EncodingSpec>> SpecFromProtoErrors() {
   using S = v1::EncodingSpec;
-  const std::vector<ErrorCase<S>> cases = {
+  return {
       {"format unset", [](S& s) { s.clear_format(); }, "FORMAT_UNKNOWN",
        "format"},
       {"symmetry 99",
@@ -466,9 +480,9 @@ TEST(SpecFromProtoTest, NamesTheFieldAtFault) {
       {"gamma 0", [](S& s) { s.set_gamma(0); }, "METHOD_INVALID", "gamma"},
       {"search_steps 1", [](S& s) { s.set_search_steps(1); }, "METHOD_INVALID",
        "search_steps"},
-      {"search_steps 2^32 - 1", [](S& s) { s.set_search_steps(0xFFFFFFFF); },
+      {"most search_steps", [](S& s) { s.set_search_steps(0xFFFFFFFF); },
        "METHOD_INVALID", "search_steps"},
-      {"entropy_bins 2^31", [](S& s) { s.set_entropy_bins(0x80000000); },
+      {"2 to the 31 entropy_bins", [](S& s) { s.set_entropy_bins(0x80000000); },
        "METHOD_INVALID", "entropy_bins"},
       {"scale codes with asymmetric",
        [](S& s) {
@@ -516,14 +530,22 @@ TEST(SpecFromProtoTest, NamesTheFieldAtFault) {
       {"negative block", [](S& s) { s.add_block_size(-2); },
        "BLOCK_SIZE_INVALID", "block_size"},
   };
-  for (const ErrorCase<S>& c : cases) {
-    v1::EncodingSpec proto = Int8Spec();
-    c.change(proto);
-    const absl::Status status = SpecFromProto(proto).status();
-    EXPECT_EQ(core::ErrorReason(status), c.reason) << c.name << status;
-    EXPECT_EQ(core::ErrorField(status), c.field) << c.name;
-  }
 }
+
+class SpecFromProtoErrorTest
+    : public ::testing::TestWithParam<ErrorCase<v1::EncodingSpec>> {};
+
+TEST_P(SpecFromProtoErrorTest, NamesTheFieldAtFault) {
+  v1::EncodingSpec proto = Int8Spec();
+  GetParam().change(proto);
+  const absl::Status status = SpecFromProto(proto).status();
+  EXPECT_EQ(core::ErrorReason(status), GetParam().reason) << status;
+  EXPECT_EQ(core::ErrorField(status), GetParam().field);
+}
+
+INSTANTIATE_TEST_SUITE_P(Table, SpecFromProtoErrorTest,
+                         ::testing::ValuesIn(SpecFromProtoErrors()),
+                         testing::NameOfCase());
 
 TEST(ScaleTypeTest, HasTheNamesOfTheMessage) {
   for (int value = v1::ScaleType_MIN; value <= v1::ScaleType_MAX; ++value) {
@@ -551,13 +573,13 @@ TEST(DescriptionFromProtoTest, CountsElements) {
   EXPECT_EQ(DescriptionFromProto(Float16({7, 0, 9}))->element_count, 0);
 }
 
-TEST(DescriptionFromProtoTest, NamesTheFieldAtFault) {
+std::vector<ErrorCase<v1::TensorDescription>> DescriptionFromProtoErrors() {
   using D = v1::TensorDescription;
   constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
   const auto shape = [](const std::vector<int64_t>& dimensions) {
     return [dimensions](D& d) { d = Float16(dimensions); };
   };
-  const std::vector<ErrorCase<D>> cases = {
+  return {
       {"type unset", [](D& d) { d.clear_element_type(); },
        "ELEMENT_TYPE_UNKNOWN", "element_type"},
       {"type 77",
@@ -568,12 +590,14 @@ TEST(DescriptionFromProtoTest, NamesTheFieldAtFault) {
        "SHAPE_INVALID", "shape"},
       {"17 dimensions", shape(std::vector<int64_t>(17, 1)), "SHAPE_INVALID",
        "shape"},
-      {"2^63 - 1", shape({kMax}), "SHAPE_INVALID", "shape"},
-      {"2^56 + 1", shape({(int64_t{1} << 56) + 1}), "SHAPE_INVALID", "shape"},
-      {"2^64", shape({int64_t{1} << 32, int64_t{1} << 32}), "SHAPE_INVALID",
-       "shape"},
-      {"2^64 and a 0", shape({int64_t{1} << 32, int64_t{1} << 32, 0}),
+      {"largest dimension", shape({kMax}), "SHAPE_INVALID", "shape"},
+      {"more than 2 to the 56 elements", shape({(int64_t{1} << 56) + 1}),
        "SHAPE_INVALID", "shape"},
+      {"2 to the 64 elements", shape({int64_t{1} << 32, int64_t{1} << 32}),
+       "SHAPE_INVALID", "shape"},
+      {"2 to the 64 elements and a 0",
+       shape({int64_t{1} << 32, int64_t{1} << 32, 0}), "SHAPE_INVALID",
+       "shape"},
       {"bad model", [](D& d) { d.mutable_name()->set_model("../x"); },
        "NAME_INVALID", "name.model"},
       {"bad revision", [](D& d) { d.mutable_name()->set_revision("a b"); },
@@ -581,14 +605,22 @@ TEST(DescriptionFromProtoTest, NamesTheFieldAtFault) {
       {"bad tensor", [](D& d) { d.mutable_name()->set_tensor("\x01"); },
        "NAME_INVALID", "name.tensor"},
   };
-  for (const ErrorCase<D>& c : cases) {
-    D proto = Float16({2});
-    c.change(proto);
-    const absl::Status status = DescriptionFromProto(proto).status();
-    EXPECT_EQ(core::ErrorReason(status), c.reason) << c.name << status;
-    EXPECT_EQ(core::ErrorField(status), c.field) << c.name;
-  }
 }
+
+class DescriptionFromProtoErrorTest
+    : public ::testing::TestWithParam<ErrorCase<v1::TensorDescription>> {};
+
+TEST_P(DescriptionFromProtoErrorTest, NamesTheFieldAtFault) {
+  v1::TensorDescription proto = Float16({2});
+  GetParam().change(proto);
+  const absl::Status status = DescriptionFromProto(proto).status();
+  EXPECT_EQ(core::ErrorReason(status), GetParam().reason) << status;
+  EXPECT_EQ(core::ErrorField(status), GetParam().field);
+}
+
+INSTANTIATE_TEST_SUITE_P(Table, DescriptionFromProtoErrorTest,
+                         ::testing::ValuesIn(DescriptionFromProtoErrors()),
+                         testing::NameOfCase());
 
 }  // namespace
 }  // namespace quantd::server

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <ostream>
 #include <random>
 #include <string>
 #include <utility>
@@ -16,6 +17,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/core/kernel_test_util.h"
+#include "tests/support/case_name.h"
 #include "tests/support/sanitizers.h"
 
 namespace quantd::server {
@@ -159,17 +161,22 @@ v1::StatisticsState SmallProto() {
   return proto;
 }
 
-TEST(StatisticsProtoTest, RefusesEveryStateThatCannotBe) {
-  ASSERT_TRUE(StateFromProto(SmallProto()).ok());
+struct ErrorCase {
+  std::string name;
+  std::function<void(v1::StatisticsState*)> change;
+  // Part of the message.
+  std::string expected;
+
+  friend std::ostream& operator<<(std::ostream& os, const ErrorCase& c) {
+    return os << c.name;
+  }
+};
+
+std::vector<ErrorCase> StatesThatCannotBe() {
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
   constexpr uint64_t kHuge = std::numeric_limits<uint64_t>::max();
   using Proto = v1::StatisticsState;
-  struct Case {
-    const char* what;
-    std::function<void(Proto*)> change;
-    const char* message;
-  };
-  const Case cases[] = {
+  return {
       {"version", [](Proto* p) { p->set_version(2); }, "version is 2"},
       {"no version", [](Proto* p) { p->clear_version(); }, "expected 1"},
       {"few bits", [](Proto* p) { p->set_mantissa_bits(1); }, "2 to 10"},
@@ -242,7 +249,7 @@ TEST(StatisticsProtoTest, RefusesEveryStateThatCannotBe) {
       {"key of NaN",
        [](Proto* p) { p->mutable_histograms(1)->set_key_delta(0, 0); },
        "no finite element"},
-      {"key of +Inf",
+      {"key of Inf",
        [](Proto* p) { p->mutable_histograms(1)->set_key_delta(0, 0xFF8); },
        "no finite element"},
       {"empty bin", [](Proto* p) { p->mutable_histograms(1)->set_count(0, 0); },
@@ -281,16 +288,24 @@ TEST(StatisticsProtoTest, RefusesEveryStateThatCannotBe) {
        },
        "cannot sum up"},
   };
-  for (const Case& c : cases) {
-    SCOPED_TRACE(c.what);
-    v1::StatisticsState proto = SmallProto();
-    c.change(&proto);
-    const auto got = StateFromProto(proto);
-    ASSERT_FALSE(got.ok());
-    EXPECT_EQ(core::ErrorReason(got.status()), "STATISTICS_INVALID");
-    EXPECT_THAT(std::string(got.status().message()), HasSubstr(c.message));
-  }
 }
+
+class StatisticsProtoErrorTest : public ::testing::TestWithParam<ErrorCase> {};
+
+TEST_P(StatisticsProtoErrorTest, RefusesAStateThatCannotBe) {
+  v1::StatisticsState proto = SmallProto();
+  ASSERT_TRUE(StateFromProto(proto).ok());
+  GetParam().change(&proto);
+  const auto got = StateFromProto(proto);
+  ASSERT_FALSE(got.ok());
+  EXPECT_EQ(core::ErrorReason(got.status()), "STATISTICS_INVALID");
+  EXPECT_THAT(std::string(got.status().message()),
+              HasSubstr(GetParam().expected));
+}
+
+INSTANTIATE_TEST_SUITE_P(Table, StatisticsProtoErrorTest,
+                         ::testing::ValuesIn(StatesThatCannotBe()),
+                         testing::NameOfCase());
 
 TEST(StatisticsProtoTest, RefusesTheBitsOfMinusZero) {
   v1::StatisticsState proto = SmallProto();
