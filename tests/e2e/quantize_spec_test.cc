@@ -1,3 +1,6 @@
+// Tensors that are quantized by a spec: what is stored, and how fine the
+// search is.
+
 #include <cstdint>
 #include <limits>
 #include <random>

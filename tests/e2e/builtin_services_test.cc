@@ -1,4 +1,4 @@
-#include "server/rpc/builtin_guard.h"
+// Limits of reflection and health, and of all open calls of a caller.
 
 #include <arpa/inet.h>
 #include <fcntl.h>
