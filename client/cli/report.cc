@@ -169,11 +169,9 @@ class Reporter {
       AddError(name, FromTensorError(swept.error()));
       return absl::OkStatus();
     }
-    absl::StatusOr<v1::GetStatisticsResponse> stored =
-        client_->GetStatistics(swept.name(), /*with_state=*/true);
-    if (ErrorReason(stored.status()) == "STATISTICS_TOO_LARGE") {
-      stored = client_->GetStatistics(swept.name(), /*with_state=*/false);
-    }
+    const absl::StatusOr<v1::GetStatisticsResponse> stored =
+        client_->GetStatistics(swept.name(), /*with_state=*/false,
+                               /*per_tensor=*/true);
     if (!stored.ok()) {
       if (ExitCodeOf(stored.status()) == kUnreachable) return stored.status();
       AddError(name, stored.status());
@@ -206,7 +204,7 @@ class Reporter {
                    {"edges", nullptr},
                    {"bins", nullptr},
                    {"candidates", candidates}};
-    if (stored->has_state()) AddDistribution(stored->state(), &tensor);
+    AddDistribution(stored->state(), &tensor);
     tensors_.push_back(std::move(tensor));
     return absl::OkStatus();
   }

@@ -138,14 +138,10 @@ void List(const Options& options, Session* session) {
 void Get(const Options& options, Session* session) {
   const std::unique_ptr<Client> client = session->ConnectOrFail();
   if (client == nullptr) return;
-  absl::StatusOr<v1::GetStatisticsResponse> response =
-      client->GetStatistics(options.name.NameOf(options.tensor), true);
-  // Of very many scales the histograms do not fit a message.
-  if (!options.with_state &&
-      ErrorReason(response.status()) == "STATISTICS_TOO_LARGE") {
-    response = client->GetStatistics(options.name.NameOf(options.tensor),
-                                     /*with_state=*/false);
-  }
+  const absl::StatusOr<v1::GetStatisticsResponse> response =
+      client->GetStatistics(options.name.NameOf(options.tensor),
+                            options.with_state,
+                            /*per_tensor=*/!options.with_state);
   if (!response.ok()) return session->Fail(response.status());
   Json sources = Json::array();
   Table table;
@@ -163,24 +159,20 @@ void Get(const Options& options, Session* session) {
   if (session->json) {
     Json json = {{"name", options.tensor},
                  {"statistics", StatisticsJson(statistics)},
+                 {"summary", SummaryJson(response->state())},
                  {"sources", sources}};
-    if (response->has_state()) {
-      json["summary"] = SummaryJson(response->state());
-    }
     if (options.with_state) json["state"] = MessageJson(response->state());
     return session->PrintJson(json);
   }
-  session->Print(absl::StrCat(
-      CountText(statistics.count()), " elements from ",
-      NumberText(statistics.min()), " to ", NumberText(statistics.max()), ", ",
-      CountText(statistics.zero_count()), " zeros, ",
-      CountText(statistics.nan_count()), " NaN, ",
-      CountText(statistics.positive_infinity_count() +
-                statistics.negative_infinity_count()),
-      " infinities\n",
-      response->has_state() ? SummaryText(response->state())
-                            : "more than a message holds of histograms\n",
-      "\n", table.Render(StdoutHasStyle())));
+  session->Print(absl::StrCat(CountText(statistics.count()), " elements from ",
+                              NumberText(statistics.min()), " to ",
+                              NumberText(statistics.max()), ", ",
+                              CountText(statistics.zero_count()), " zeros, ",
+                              CountText(statistics.nan_count()), " NaN, ",
+                              CountText(statistics.positive_infinity_count() +
+                                        statistics.negative_infinity_count()),
+                              " infinities\n", SummaryText(response->state()),
+                              "\n", table.Render(StdoutHasStyle())));
 }
 
 void Delete(const Options& options, Session* session) {

@@ -601,10 +601,11 @@ absl::StatusOr<v1::ImportEncodingsResponse> Client::ImportEncodings(
 }
 
 absl::StatusOr<v1::GetStatisticsResponse> Client::GetStatistics(
-    const TensorName& name, bool with_state) {
+    const TensorName& name, bool with_state, bool per_tensor) {
   v1::GetStatisticsRequest request;
   *request.mutable_name() = name;
   request.set_with_state(with_state);
+  request.set_per_tensor(per_tensor);
   v1::GetStatisticsResponse response;
   const absl::Status status =
       Call(&v1::EncodingService::Stub::GetStatistics, request, &response);

@@ -107,9 +107,10 @@ class Client {
   absl::StatusOr<v1::ImportEncodingsResponse> ImportEncodings(
       v1::ImportEncodingsRequest request, absl::string_view data);
 
-  // `with_state` asks for the histograms as well.
+  // `with_state` asks for the histograms as well, `per_tensor` for one over all
+  // scale indices in their place.
   absl::StatusOr<v1::GetStatisticsResponse> GetStatistics(
-      const TensorName& name, bool with_state);
+      const TensorName& name, bool with_state, bool per_tensor = false);
   // In order of tensor. Empty `revision` is "main".
   absl::StatusOr<std::vector<v1::StatisticsEntry>> ListStatistics(
       absl::string_view model, absl::string_view revision);

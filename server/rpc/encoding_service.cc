@@ -15,6 +15,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "core/errors.h"
+#include "core/statistics/statistics_state.h"
+#include "core/statistics/tensor_statistics.h"
 #include "grpcpp/impl/codegen/server_callback_handlers.h"
 #include "quantd/v1/encoding_service.pb.h"
 #include "server/guard/memory_budget.h"
@@ -270,7 +272,7 @@ absl::Status GetStatistics(const UnaryContext& context,
   absl::StatusOr<StoredStatistics> stored =
       context.caller.statistics->ReadStatistics(
           *key, [&](int64_t memory_bytes) -> absl::Status {
-            if (context.stopped()) return absl::CancelledError();
+            if (context.stop.stopped()) return core::StoppedError();
             return context.env.budget->Grow(
                 context.lease, memory_bytes,
                 "try again when fewer calls are under way");
@@ -283,7 +285,14 @@ absl::Status GetStatistics(const UnaryContext& context,
     proto->set_sequence(source.sequence);
     *proto->mutable_update_time() = ToTimestamp(source.update_time);
   }
-  if (!request.with_state()) return absl::OkStatus();
+  if (request.per_tensor()) {
+    absl::StatusOr<core::TensorStatistics> merged =
+        core::StatisticsAt(stored->state, /*block_size=*/{}, context.stop);
+    if (!merged.ok()) return merged.status();
+    stored->state = {{}, std::move(stored->state.shape), *std::move(merged)};
+  } else if (!request.with_state()) {
+    return absl::OkStatus();
+  }
   StateToProto(stored->state, response->mutable_state());
   const auto size_bytes = static_cast<int64_t>(response->ByteSizeLong());
   if (size_bytes > kClientMessageBytes) {

@@ -3,9 +3,9 @@
 #ifndef QUANTD_SERVER_RPC_UNARY_CALL_H_
 #define QUANTD_SERVER_RPC_UNARY_CALL_H_
 
-#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "core/errors.h"
+#include "core/parallel/stop_token.h"
 #include "server/guard/memory_budget.h"
 #include "server/rpc/caller.h"
 #include "server/rpc/encoding_call.h"
@@ -18,7 +18,7 @@ struct UnaryContext {
   const RpcEnvironment& env;
   const Caller& caller;
   // Whether the answer is of no use any more.
-  absl::FunctionRef<bool()> stopped;
+  core::StopToken stop;
   // What the body takes, its answer included, until that is in bytes.
   MemoryBudget::Lease* lease;
 };
@@ -46,8 +46,7 @@ class UnaryCall final : public EncodingCall {
     MemoryBudget::Lease lease;
     Response response;
     absl::Status status =
-        body_({env(), caller(), [this] { return stopped(); }, &lease}, request_,
-              &response);
+        body_({env(), caller(), stop(), &lease}, request_, &response);
     status.ok() ? EndWith(response) : End(std::move(status));
   }
 

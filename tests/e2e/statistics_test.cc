@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <thread>
 #include <vector>
@@ -125,12 +126,13 @@ class StatisticsRpcTest : public ::testing::Test {
   }
 
   absl::StatusOr<v1::GetStatisticsResponse> GetStatistics(
-      const std::string& tensor, bool with_state) {
+      const std::string& tensor, bool with_state, bool per_tensor = false) {
     grpc::ClientContext context;
     v1::GetStatisticsRequest request;
     request.mutable_name()->set_model(kModel);
     request.mutable_name()->set_tensor(tensor);
     request.set_with_state(with_state);
+    request.set_per_tensor(per_tensor);
     v1::GetStatisticsResponse response;
     const grpc::Status status =
         server_.encodings().GetStatistics(&context, request, &response);
@@ -458,6 +460,17 @@ TEST_F(StatisticsRpcTest, AStateThatFitsNoMessageIsRefused) {
   EXPECT_TRUE(GetStatistics("x", false).ok());
   const absl::Status status = GetStatistics("x", true).status();
   EXPECT_THAT(status.ToString(), HasSubstr("STATISTICS_TOO_LARGE"));
+
+  // One histogram over all channels fits, and is that of all elements.
+  const auto merged = GetStatistics("x", false, /*per_tensor=*/true);
+  ASSERT_TRUE(merged.ok()) << merged.status();
+  EXPECT_THAT(merged->state().block_size(), ElementsAre());
+  EXPECT_THAT(merged->state().shape(), ElementsAre(kChannels, kPerChannel));
+  EXPECT_THAT(merged->state().min(), ElementsAre(values.front()));
+  ASSERT_EQ(merged->state().histograms_size(), 1);
+  const auto& counts = merged->state().histograms(0).count();
+  EXPECT_EQ(std::accumulate(counts.begin(), counts.end(), uint64_t{0}),
+            values.size());
 }
 
 // A client that goes in the middle leaves nothing running.

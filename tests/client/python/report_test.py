@@ -10,7 +10,6 @@ import subprocess
 import sys
 from unittest import mock
 
-import grpc
 import pytest
 
 # pylint: disable=wrong-import-position
@@ -30,7 +29,6 @@ SPECS = ("int8", "int8:mse", "int4:mse", "uint4:percentile=0.999", "nf4",
          "int3", "int5", "int6", "int7")
 ODD_NAME = 'a <b>&amp;"odd</b> name</script><!-- of more than is shown'
 CHROMIUM = shutil.which("chromium")
-GET_STATISTICS = quantd.Client.get_statistics
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -259,29 +257,11 @@ def test_OnlyWhatIsStoredHasASize(client, tmp_path):
             [("conv1.input", np.ones((2, 8), np.float32)),
              ("logits", np.arange(16, dtype=np.float32))],
             model="flows", contribution=quantd.Contribution("rank-0", n)))
-    # Statistics of too many scales to be read in one message.
-    with mock.patch.object(quantd.Client, "get_statistics", autospec=True,
-                           side_effect=without_state):
-        report.write(str(tmp_path / "flows.html"), client, "flows")
-    report.write(str(tmp_path / "flows2.html"), client, "flows",
-                 patterns=["*input"])
-    for path in tmp_path.glob("flows*.html"):
-        dom = browse(path, tmp_path)
-        heads = re.findall(r'<button type="button">(.*?)</button>', dom)
-        assert heads[:2] == ["candidate", "SQNR, dB" if path.stem == "flows2"
-                             else "size"]
-        assert ("<h2>Size against quality</h2>" in dom) == (
-            path.stem == "flows")
-        assert ("<p>Its statistics are too large" in dom) == (
-            path.stem == "flows")
-
-
-def without_state(self, name, *, with_state=False):
-    """Of a server whose answer would be too large."""
-    if with_state:
-        raise quantd.QuantdError(grpc.StatusCode.RESOURCE_EXHAUSTED,
-                                 "STATISTICS_TOO_LARGE", "")
-    return GET_STATISTICS(self, name)
+    report.write(str(tmp_path / "flows.html"), client, "flows")
+    dom = browse(tmp_path / "flows.html", tmp_path)
+    heads = re.findall(r'<button type="button">(.*?)</button>', dom)
+    assert heads[:2] == ["candidate", "SQNR, dB"]
+    assert "<h2>Size against quality</h2>" not in dom
 
 
 def test_HistogramsAndQuantilesAreThoseOfTheData(client):

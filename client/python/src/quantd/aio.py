@@ -453,12 +453,16 @@ class Client:
     # Statistics.
 
     async def get_statistics(self, name: TensorName, *,
-                             with_state: bool = False
+                             with_state: bool = False,
+                             per_tensor: bool = False
                              ) -> results.StoredStatistics:
-        """Statistics over all contributions. with_state: the histograms too."""
+        """Statistics over all contributions. with_state: the histograms too,
+        one for each scale index; per_tensor: one over all of them, which is
+        small."""
         return results.StoredStatistics.from_proto(await self._call(
             "GetStatistics", es.GetStatisticsRequest(
-                name=as_name(name).to_proto(), with_state=with_state)))
+                name=as_name(name).to_proto(), with_state=with_state,
+                per_tensor=per_tensor)))
 
     def list_statistics(self, model: str, revision: str = ""
                         ) -> AsyncIterator[results.StatisticsEntry]:

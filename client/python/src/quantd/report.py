@@ -44,18 +44,17 @@ SpecLike = Union[EncodingSpec, str]
 class TensorReport:
     """One tensor. element_count: of the tensor, where `statistics` has those
     that were seen; low, high: between which all but a thousandth of the
-    elements lie; edges, counts: a histogram of linear bins; these are None
-    where the statistics are of too many scales to be read; predictions, clips,
-    size_bytes: by spec, None where that failed."""
+    elements lie; edges, counts: a histogram of linear bins; predictions,
+    clips, size_bytes: by spec, None where that failed."""
 
     name: str
     statistics: results.TensorStatistics
     source_count: int
-    element_count: Optional[int]
-    low: Optional[float]
-    high: Optional[float]
-    edges: Optional[Array]
-    counts: Optional[Array]
+    element_count: int
+    low: float
+    high: float
+    edges: Array
+    counts: Array
     predictions: tuple[Optional[results.Prediction], ...]
     clips: tuple[Optional[tuple[float, float]], ...]
     scale_counts: tuple[int, ...]
@@ -239,26 +238,19 @@ def _label(spec: SpecLike) -> str:
 
 def _tensor(client: Client, swept: results.SweepTensor,
             encodings: Sequence[dict[str, Encoding]]) -> TensorReport:
-    try:
-        stored = client.get_statistics(swept.name, with_state=True)
-    except errors.QuantdError as error:
-        if error.reason != "STATISTICS_TOO_LARGE":
-            raise
-        stored = client.get_statistics(swept.name)
+    stored = client.get_statistics(swept.name, per_tensor=True)
     state = stored.state
-    shown: dict[str, Any] = dict.fromkeys(
-        ("element_count", "low", "high", "edges", "counts"))
-    if state is not None:
-        bins = _bins_of(state)
-        shown["element_count"] = math.prod(state.shape)
-        shown["edges"], shown["counts"] = _histogram(state, bins, _BINS)
-        shown["low"] = _quantile(state, bins, _TAIL / 2)
-        shown["high"] = _quantile(state, bins, 1 - _TAIL / 2)
+    bins = _bins_of(state)
+    edges, counts = _histogram(state, bins, _BINS)
     candidates = {candidate.spec_index: candidate
                   for candidate in swept.candidates if candidate.prediction}
     found = [by_name.get(swept.name.tensor) for by_name in encodings]
     return TensorReport(
         swept.name.tensor, stored.statistics, len(stored.sources),
+        element_count=math.prod(state.shape),
+        low=_quantile(state, bins, _TAIL / 2),
+        high=_quantile(state, bins, 1 - _TAIL / 2),
+        edges=edges, counts=counts,
         predictions=tuple(
             candidates[i].prediction if i in candidates else None
             for i in range(len(encodings))),
@@ -267,7 +259,7 @@ def _tensor(client: Client, swept: results.SweepTensor,
         scale_counts=tuple(0 if encoding is None else encoding.scale.size
                            for encoding in found),
         size_bytes=tuple(candidates[i].size_bytes if i in candidates else None
-                         for i in range(len(encodings))), **shown)
+                         for i in range(len(encodings))))
 
 
 # The page.
@@ -311,8 +303,7 @@ def _document(report: ModelReport) -> dict[str, Any]:
             "elements": tensor.element_count,
             "min": tensor.statistics.min, "max": tensor.statistics.max,
             "low": tensor.low, "high": tensor.high,
-            "edges": None if tensor.edges is None else [
-                tensor.edges[0], tensor.edges[-1]],
+            "edges": [tensor.edges[0], tensor.edges[-1]],
             "bins": tensor.counts, "candidates": candidates(tensor)}
                     for tensor in report.tensors]}
 
