@@ -32,7 +32,7 @@
 #include "server/goodbye.h"
 #include "server/logging.h"
 #include "server/rpc/builtin_guard.h"
-#include "server/rpc/tensor_stream.h"
+#include "server/rpc/stream_transport.h"
 
 namespace quantd::server {
 namespace {

@@ -1,0 +1,163 @@
+#include "server/rpc/open_tensor.h"
+
+#include <time.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "core/errors.h"
+#include "core/parallel/steady_clock.h"
+#include "server/shared_memory/shared_blocks.h"
+
+namespace quantd::server {
+namespace {
+
+// What the calling thread has had of the processors.
+absl::Duration ThreadTime() {
+  timespec time;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return absl::DurationFromTimespec(time);
+}
+
+}  // namespace
+
+OpenTensor::OpenTensor(const RpcEnvironment& env, TensorRpc* rpc,
+                       StreamAccount* account, const std::atomic<bool>* stopped)
+    : env_(env),
+      rpc_(rpc),
+      account_(account),
+      stopped_(stopped),
+      start_time_(core::SteadyNow()) {
+  env_.metrics->TensorOpened();
+}
+
+absl::Status OpenTensor::Admit(int64_t data_bytes, int64_t message_bytes) {
+  light_only_ = account_->Admit(PendingWork(data_bytes));
+  account_->TensorOpened();
+  return message_bytes > kLightMessageBytes ? light_only_ : absl::OkStatus();
+}
+
+absl::Status OpenTensor::Open(const std::string& header, const Caller& caller,
+                              int64_t data_bytes) {
+  absl::StatusOr<std::unique_ptr<TensorJob>> job = rpc_->Open(header, caller);
+  if (!job.ok()) return job.status();
+  job_ = *std::move(job);
+  job_->StopWhen(stopped_);
+  // Now it is known what was asked for. What takes long has to be told before
+  // it begins: when it is known how long it took, it is too late.
+  if (light_only_.ok() && job_->search_time() > Admission::kUnknownWork) {
+    light_only_ = account_->Admit(PendingWork(data_bytes));
+  }
+  return job_->light() ? absl::OkStatus() : light_only_;
+}
+
+absl::Status OpenTensor::Start(const RequestEnvelope& message,
+                               ChunkWriter* out) {
+  if (absl::Status s = job_->Start(out); !s.ok()) return s;
+  if (!light_only_.ok() && size_bytes() > kLightMessageBytes) {
+    return light_only_;
+  }
+  const TensorFrame& frame = job_->frame();
+  reader_.emplace(frame.begin_bytes, frame.end_bytes, frame.unit_bytes,
+                  frame.granule_bytes, env_.limits.chunk_bytes);
+  return reader_->Push(message);
+}
+
+absl::Status OpenTensor::Feed(const std::shared_ptr<const Region>& region,
+                              bool over_share, ChunkWriter* out) {
+  const int64_t ready = ready_bytes();
+  if (ready == 0) return absl::OkStatus();
+  const int64_t bytes = std::min(ready, job_->frame().quantum_bytes);
+  const absl::StatusOr<bool> reserved = Reserve(bytes, over_share);
+  if (!reserved.ok() || !*reserved) return reserved.status();
+  const absl::Duration start = core::SteadyNow();
+  job_->BeginQuantum(reader_->position_bytes(), bytes, out);
+  // Not kept: there are as many as workers, and not as streams.
+  PrivateCopy copy;
+  absl::Status status = reader_->Feed(
+      bytes, [&](int64_t offset_bytes, absl::Span<const uint8_t> data) {
+        return region == nullptr ? job_->Consume(offset_bytes, data)
+                                 : job_->ConsumeShared(offset_bytes, region,
+                                                       data, env_.pool, &copy);
+      });
+  if (!status.ok()) return status;
+  job_->EndQuantum();
+  account_->Fed(bytes, core::SteadyNow() - start);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<bool> OpenTensor::Finish(bool over_share, ChunkWriter* out) {
+  const absl::StatusOr<bool> reserved = Reserve(0, over_share);
+  if (!reserved.ok() || !*reserved) return reserved;
+  const bool waited = waits();
+  // What is long shares its processor with others.
+  const bool is_long = job_->FinishIsLong();
+  const absl::Duration start = is_long ? ThreadTime() : core::SteadyNow();
+  absl::StatusOr<bool> done = job_->Finish(out);
+  if (!waited) {
+    finish_time_ += (is_long ? ThreadTime() : core::SteadyNow()) - start;
+  }
+  // Nobody is told any more.
+  if (!done.ok() && stopped_->load(std::memory_order_relaxed)) return false;
+  return done;
+}
+
+void OpenTensor::Close(bool ok) {
+  if (ok) account_->Finished(size_bytes(), finish_time_);
+  account_->TensorClosed();
+  env_.metrics->TensorClosed();
+  env_.metrics->TensorDone(rpc_->id(), ok, core::SteadyNow() - start_time_);
+}
+
+StepKind OpenTensor::next_step() const {
+  if (waits()) return StepKind::kStore;
+  if (finishing() && job_->FinishIsLong()) return StepKind::kLong;
+  return job_->light() ? StepKind::kLight : StepKind::kQuantum;
+}
+
+absl::Duration OpenTensor::PendingWork(int64_t data_bytes) const {
+  if (waits()) return absl::ZeroDuration();
+  if (!started()) {
+    // What came with the header may be all of it.
+    const absl::Duration finish = FinishTime(data_bytes);
+    return account_->FeedTime(data_bytes) +
+           (finish > absl::ZeroDuration() ? finish : Admission::kUnknownWork);
+  }
+  absl::Duration work = account_->FeedTime(ready_bytes());
+  if (reader_->position_bytes() + ready_bytes() == job_->frame().end_bytes) {
+    // When it takes longer than others did, nobody knows for how long.
+    work += std::max(FinishTime(size_bytes()) - finish_time_, finish_time_ / 4);
+  }
+  return work;
+}
+
+absl::Duration OpenTensor::FinishTime(int64_t bytes) const {
+  if (is_open() && job_->search_time() > absl::ZeroDuration()) {
+    return job_->search_time();
+  }
+  return account_->FinishTime(bytes);
+}
+
+absl::StatusOr<bool> OpenTensor::Reserve(int64_t bytes, bool over_share) {
+  absl::Status status = job_->Reserve(bytes);
+  if (status.ok() && over_share) status = env_.budget->TransitError();
+  if (!status.ok() && core::ErrorRetryAfter(status) > absl::ZeroDuration()) {
+    const absl::Duration now = core::SteadyNow();
+    if (!waits_for_memory()) memory_wait_start_ = now;
+    if (now - memory_wait_start_ < env_.limits.memory_wait) return false;
+  }
+  memory_wait_start_ = -absl::InfiniteDuration();
+  if (status.ok()) return true;
+  cut_off_ = over_share;
+  return status;
+}
+
+}  // namespace quantd::server

@@ -1,0 +1,130 @@
+// The tensor of a stream that is open.
+
+#ifndef QUANTD_SERVER_RPC_OPEN_TENSOR_H_
+#define QUANTD_SERVER_RPC_OPEN_TENSOR_H_
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "absl/types/optional.h"
+#include "server/rpc/caller.h"
+#include "server/rpc/rpc_environment.h"
+#include "server/rpc/steps.h"
+#include "server/rpc/stream_account.h"
+#include "server/rpc/tensor_job.h"
+#include "server/shared_memory/region.h"
+#include "server/wire/chunk_reader.h"
+#include "server/wire/chunk_writer.h"
+#include "server/wire/envelope.h"
+
+namespace quantd::server {
+
+// Messages up to this size are looked at on gRPC's threads.
+constexpr int64_t kLightMessageBytes = 8 << 10;
+
+// Leads one tensor through its life: Admit, Open, Start, Feed as often as there
+// is something to feed, Finish until it answers true, Close. Asks before each
+// whether there is time and memory, and measures what it takes. After an error
+// only Close is called. Calls come one at a time, on any thread.
+class OpenTensor {
+ public:
+  // All outlive the object. `stopped`  nobody waits for the tensor any more.
+  OpenTensor(const RpcEnvironment& env, TensorRpc* rpc, StreamAccount* account,
+             const std::atomic<bool>* stopped);
+
+  // Whether there is time for it, with the `data_bytes` that came beside its
+  // header in a message of `message_bytes`. If not, it may be served all the
+  // same if it turns out to be light.
+  // Errors: OVERLOADED for a large message.
+  absl::Status Admit(int64_t data_bytes, int64_t message_bytes);
+  // Reads its header.
+  // Errors: those of TensorRpc::Open, OVERLOADED.
+  absl::Status Open(const std::string& header, const Caller& caller,
+                    int64_t data_bytes);
+  // Takes the first message, once what the job needs is there; Open came
+  // before.
+  // Errors: those of TensorJob::Start and ChunkReader::Push, OVERLOADED.
+  absl::Status Start(const RequestEnvelope& message, ChunkWriter* out);
+  // Takes a further message.
+  // Errors: those of ChunkReader::Push.
+  absl::Status Push(const RequestEnvelope& message) {
+    return reader_->Push(message);
+  }
+  // Hands a quantum of what is ready to the job, if there is memory for it; if
+  // not, the tensor waits for some. `region`  that the data are in, if they are
+  // shared. `over_share`  the stream has more memory than it may have.
+  // Errors: those of the job, MEMORY_BUDGET.
+  absl::Status Feed(const std::shared_ptr<const Region>& region,
+                    bool over_share, ChunkWriter* out);
+  // The next part of its end, if there is memory for it; true after the last.
+  // Errors: as Feed.
+  absl::StatusOr<bool> Finish(bool over_share, ChunkWriter* out);
+  // Tells what became of it.
+  void Close(bool ok);
+
+  // It has a job.
+  bool is_open() const { return job_ != nullptr; }
+  // It knows its frame.
+  bool started() const { return reader_.has_value(); }
+  // Bytes to feed. Requires: started().
+  int64_t ready_bytes() const { return reader_->ready_bytes(); }
+  // Keeps what is left of the last message, which may go. Requires: started(),
+  // and nothing is ready.
+  void Retain() { reader_->Retain(); }
+  // All bytes are fed, its answer is not complete.
+  bool finishing() const { return started() && reader_->complete(); }
+  // Errors: TENSOR_INCOMPLETE unless all bytes came. Requires: started().
+  absl::Status CheckComplete() const { return reader_->CheckComplete(); }
+  // It waits for memory; what waited is tried again.
+  bool waits_for_memory() const {
+    return memory_wait_start_ != -absl::InfiniteDuration();
+  }
+  // It failed because the stream had too much memory.
+  bool cut_off() const { return cut_off_; }
+  // What its next step is like. Requires: is_open().
+  StepKind next_step() const;
+  // How long a worker needs for what has arrived of it; `data_bytes` with the
+  // header unless it has started.
+  absl::Duration PendingWork(int64_t data_bytes) const;
+  // What its end took of the workers until now.
+  absl::Duration finish_time() const { return finish_time_; }
+
+ private:
+  // Its next step waits for a store.
+  bool waits() const {
+    return is_open() && (started() ? finishing() && job_->FinishWaits()
+                                   : job_->StartWaits());
+  }
+  // Bytes that come of it. Requires: started().
+  int64_t size_bytes() const {
+    return job_->frame().end_bytes - job_->frame().begin_bytes;
+  }
+  // How long for its end, if it has so many bytes.
+  absl::Duration FinishTime(int64_t bytes) const;
+  // False when it has to wait for memory: for a while, without a thread.
+  // Errors: MEMORY_BUDGET.
+  absl::StatusOr<bool> Reserve(int64_t bytes, bool over_share);
+
+  const RpcEnvironment& env_;
+  TensorRpc* const rpc_;
+  StreamAccount* const account_;
+  const std::atomic<bool>* const stopped_;
+  const absl::Duration start_time_;
+  std::unique_ptr<TensorJob> job_;
+  absl::optional<ChunkReader> reader_;
+  absl::Duration finish_time_;
+  // Why it may only be served if it is light.
+  absl::Status light_only_;
+  // Infinite past if it does not wait.
+  absl::Duration memory_wait_start_ = -absl::InfiniteDuration();
+  bool cut_off_ = false;
+};
+
+}  // namespace quantd::server
+
+#endif  // QUANTD_SERVER_RPC_OPEN_TENSOR_H_

@@ -1,0 +1,42 @@
+#include "server/rpc/steps.h"
+
+#include <algorithm>
+#include <functional>
+#include <utility>
+
+#include "core/parallel/thread_pool.h"
+
+namespace quantd::server {
+namespace {
+
+core::ThreadPool* PoolOf(const RpcEnvironment& env, StepKind kind) {
+  switch (kind) {
+    case StepKind::kStore:
+      return env.store_pool;
+    case StepKind::kLong:
+      return env.long_pool;
+    case StepKind::kLight:
+    case StepKind::kQuantum:
+      break;
+  }
+  return env.pool;
+}
+
+}  // namespace
+
+void Schedule(const RpcEnvironment& env, StepKind kind,
+              std::function<void()> step) {
+  PoolOf(env, kind)->Schedule(std::move(step));
+}
+
+int ComputingThreads(const RpcEnvironment& env, core::ThreadPool::Group group) {
+  return env.pool->BusyThreads(group) + env.long_pool->BusyThreads(group);
+}
+
+double LongThreadShare(const RpcEnvironment& env,
+                       core::ThreadPool::Group group) {
+  const int others = std::max(1, env.long_pool->BusyThreads(group));
+  return std::min(1.0, static_cast<double>(env.pool->thread_count()) / others);
+}
+
+}  // namespace quantd::server

@@ -1,0 +1,51 @@
+// Who does a step of a call.
+
+#ifndef QUANTD_SERVER_RPC_STEPS_H_
+#define QUANTD_SERVER_RPC_STEPS_H_
+
+#include <functional>
+
+#include "core/parallel/thread_pool.h"
+#include "server/rpc/rpc_environment.h"
+
+namespace quantd::server {
+
+// What a step is like, which decides where it is done. Calls say no more about
+// threads than that.
+enum class StepKind {
+  // Takes some microseconds: whoever is there does it, one of gRPC's threads
+  // too, because changing threads would take longer.
+  kLight,
+  // Takes up to kShortWork: a worker of the caller.
+  kQuantum,
+  // Waits for a store: a thread that may wait and runs no kernel.
+  kStore,
+  // May take more than kShortWork: a thread of its own, to its end, of lower
+  // priority than those above. The kernel shares the processors; see
+  // core/parallel/stop_token.h. Nothing else is done there, and no call of
+  // gRPC, whose threads would be as low as those that start them.
+  kLong,
+};
+
+// Whether a thread that is there for steps of kind `there` may do one of kind
+// `next`.
+constexpr bool MayDo(StepKind there, StepKind next) {
+  return there == next ||
+         (there == StepKind::kQuantum && next == StepKind::kLight);
+}
+
+// Has a step done, in the group of the calling thread.
+void Schedule(const RpcEnvironment& env, StepKind kind,
+              std::function<void()> step);
+
+// How many threads compute for the group: long computations share the
+// processors with the workers.
+int ComputingThreads(const RpcEnvironment& env, core::ThreadPool::Group group);
+// How much of a processor each of the group's long computations has: they share
+// evenly what its workers would.
+double LongThreadShare(const RpcEnvironment& env,
+                       core::ThreadPool::Group group);
+
+}  // namespace quantd::server
+
+#endif  // QUANTD_SERVER_RPC_STEPS_H_

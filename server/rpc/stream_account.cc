@@ -1,0 +1,81 @@
+#include "server/rpc/stream_account.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "core/parallel/steady_clock.h"
+#include "server/rpc/steps.h"
+
+namespace quantd::server {
+
+StreamAccount::StreamAccount(const RpcEnvironment& env, Rpc rpc,
+                             std::shared_ptr<CallerShare> share)
+    : env_(env),
+      rpc_(rpc),
+      share_(std::move(share)),
+      transit_(env.budget),
+      load_(&share_->admission) {}
+
+void StreamAccount::Hold(int64_t bytes, bool rests) {
+  absl::MutexLock lock(&mutex_);
+  transit_.Set(bytes);
+  rests_ = rests;
+  CountLoad();
+}
+
+bool StreamAccount::OverShare(int64_t more_bytes) const {
+  absl::MutexLock lock(&mutex_);
+  return transit_.excessive(more_bytes);
+}
+
+absl::Status StreamAccount::Admit(absl::Duration work) {
+  absl::MutexLock lock(&mutex_);
+  // What was counted of the same tensor is no reason to turn it away.
+  load_.Set(absl::ZeroDuration());
+  absl::Status status = share_->admission.Admit(
+      ComputingThreads(env_, share_->group) < env_.pool->thread_count(), work);
+  work_ = status.ok() ? work : absl::ZeroDuration();
+  spent_ = absl::ZeroDuration();
+  CountLoad();
+  return status;
+}
+
+void StreamAccount::Arrived(int64_t bytes) {
+  absl::MutexLock lock(&mutex_);
+  work_ += FeedTime(bytes);
+}
+
+void StreamAccount::BeginLong() {
+  absl::MutexLock lock(&mutex_);
+  long_start_ = core::SteadyNow();
+}
+
+void StreamAccount::WorkLeft(absl::Duration work, absl::Duration spent) {
+  absl::MutexLock lock(&mutex_);
+  long_start_.reset();
+  work_ = work;
+  spent_ = spent;
+}
+
+void StreamAccount::CountLoad() {
+  if (rests_) {
+    load_.Set(absl::ZeroDuration());
+  } else {
+    // When it takes longer than others did, nobody knows for how long.
+    const absl::Duration done = LongTime();
+    load_.Set(std::max(work_ - done, done / 4), spent_ + done);
+  }
+}
+
+absl::Duration StreamAccount::LongTime() const {
+  if (!long_start_.has_value()) return absl::ZeroDuration();
+  return (core::SteadyNow() - *long_start_) *
+         LongThreadShare(env_, share_->group);
+}
+
+}  // namespace quantd::server

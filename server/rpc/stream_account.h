@@ -1,0 +1,94 @@
+// What one stream costs the others.
+
+#ifndef QUANTD_SERVER_RPC_STREAM_ACCOUNT_H_
+#define QUANTD_SERVER_RPC_STREAM_ACCOUNT_H_
+
+#include <cstdint>
+#include <memory>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "absl/types/optional.h"
+#include "server/guard/admission.h"
+#include "server/guard/caller_share.h"
+#include "server/guard/memory_budget.h"
+#include "server/rpc/rpc_environment.h"
+#include "server/wire/rpcs.h"
+
+namespace quantd::server {
+
+// Tells the Admission of the caller what the workers have to do for a stream,
+// and the memory budget what the stream holds in transit. Thread-safe.
+class StreamAccount {
+ public:
+  // `rpc`  one that handles tensors.
+  StreamAccount(const RpcEnvironment& env, Rpc rpc,
+                std::shared_ptr<CallerShare> share);
+
+  const CallerShare& share() const { return *share_; }
+
+  // Counts the bytes that the stream holds. While it `rests`, because its
+  // client does not read or it ends, there is nothing to do for it.
+  void Hold(int64_t bytes, bool rests) ABSL_LOCKS_EXCLUDED(mutex_);
+  // The stream holds more than its share while memory is used up, with
+  // `more_bytes`: it has to let its tensor go.
+  bool OverShare(int64_t more_bytes) const ABSL_LOCKS_EXCLUDED(mutex_);
+
+  // Whether there is time for a tensor that takes a worker as long as `work`;
+  // it is what there is to do if so.
+  // Errors: OVERLOADED.
+  absl::Status Admit(absl::Duration work) ABSL_LOCKS_EXCLUDED(mutex_);
+  // More bytes came of the open tensor.
+  void Arrived(int64_t bytes) ABSL_LOCKS_EXCLUDED(mutex_);
+  // A long computation begins; how far it is shows until WorkLeft is called.
+  void BeginLong() ABSL_LOCKS_EXCLUDED(mutex_);
+  // What there is to do after a task, and what was done for the tensor's end by
+  // now.
+  void WorkLeft(absl::Duration work, absl::Duration spent)
+      ABSL_LOCKS_EXCLUDED(mutex_);
+
+  // A tensor begins, and ends.
+  void TensorOpened() { share_->admission.TensorOpened(); }
+  void TensorClosed() { share_->admission.TensorClosed(); }
+  // About how long one worker takes; see Admission.
+  absl::Duration FeedTime(int64_t bytes) const {
+    return share_->admission.FeedTime(rpc_, bytes);
+  }
+  absl::Duration FinishTime(int64_t tensor_bytes) const {
+    return share_->admission.FinishTime(rpc_, tensor_bytes);
+  }
+  // How long it took.
+  void Fed(int64_t bytes, absl::Duration time) {
+    share_->admission.Fed(rpc_, bytes, time);
+  }
+  void Finished(int64_t tensor_bytes, absl::Duration time) {
+    share_->admission.Finished(rpc_, tensor_bytes, time);
+  }
+
+ private:
+  void CountLoad() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // How long a worker would have needed for what the long computation that is
+  // under way, if any, has done by now.
+  absl::Duration LongTime() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  const RpcEnvironment& env_;
+  const Rpc rpc_;
+  const std::shared_ptr<CallerShare> share_;
+
+  mutable absl::Mutex mutex_;
+  MemoryBudget::Transit transit_ ABSL_GUARDED_BY(mutex_);
+  Admission::Load load_ ABSL_GUARDED_BY(mutex_);
+  bool rests_ ABSL_GUARDED_BY(mutex_) = false;
+  // What the workers have to do for the open tensor.
+  absl::Duration work_ ABSL_GUARDED_BY(mutex_);
+  // What they have done for its end.
+  absl::Duration spent_ ABSL_GUARDED_BY(mutex_);
+  // When a long computation began.
+  absl::optional<absl::Duration> long_start_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace quantd::server
+
+#endif  // QUANTD_SERVER_RPC_STREAM_ACCOUNT_H_
