@@ -98,7 +98,7 @@ void EncodingCall::OnReadDone(bool ok) {
     absl::Status status = env_.budget->Grow(&arrival_lease_, bytes, kWayOut);
     if (!status.ok()) return End(std::move(status));
   }
-  Schedule(env_.pool, [this, ok] { TakeRequest(ok); });
+  Schedule(StepKind::kQuantum, [this, ok] { TakeRequest(ok); });
 }
 
 void EncodingCall::TakeRequest(bool more) {

@@ -24,6 +24,7 @@
 #include "server/rpc/call_registry.h"
 #include "server/rpc/caller.h"
 #include "server/rpc/rpc_environment.h"
+#include "server/rpc/steps.h"
 #include "server/rpc/unexpected.h"
 
 namespace quantd::server {
@@ -100,11 +101,12 @@ class EncodingCall
   // Why not, within a step that is long; it does not end the call.
   absl::Status CheckGoesOn();
 
-  // Runs a step on `pool`. What it throws, which it can only before it hands
-  // the call over, ends the call.
+  // Has a step of that kind done. What it throws, which it can only before it
+  // hands the call over, ends the call.
   template <typename Step>
-  void Schedule(core::ThreadPool* pool, Step step) {
-    pool->Schedule([self = shared_from_this(), step] { self->RunStep(step); });
+  void Schedule(StepKind kind, Step step) {
+    server::Schedule(
+        env_, kind, [self = shared_from_this(), step] { self->RunStep(step); });
   }
 
   // What a step ends with, once.

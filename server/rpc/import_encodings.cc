@@ -152,7 +152,7 @@ class ImportEncodingsCall final : public EncodingCall {
 
  private:
   void Took(bool more) override {
-    if (!more) return Schedule(env().pool, [this] { TakeFile(); });
+    if (!more) return Schedule(StepKind::kQuantum, [this] { TakeFile(); });
     absl::Status status = is_open_ ? absl::OkStatus() : Open();
     if (status.ok()) status = Append();
     if (!status.ok()) return End(std::move(status));
@@ -232,8 +232,8 @@ class ImportEncodingsCall final : public EncodingCall {
 
   void LookAfterMemory() override {
     if (!is_waiting_.exchange(false)) return;
-    if (has_file_) return Schedule(env().long_pool, [this] { TakeTurn(); });
-    Schedule(env().pool, [this] { TakePiece(); });
+    if (has_file_) return Schedule(StepKind::kLong, [this] { TakeTurn(); });
+    Schedule(StepKind::kQuantum, [this] { TakePiece(); });
   }
 
   // Without copying what is large.
@@ -263,7 +263,7 @@ class ImportEncodingsCall final : public EncodingCall {
     views_.assign(pieces_.begin(), pieces_.end());
     has_file_ = true;
     wait_end_time_ = core::SteadyNow() + env().limits.idle_timeout;
-    Schedule(env().long_pool, [this] { TakeTurn(); });
+    Schedule(StepKind::kLong, [this] { TakeTurn(); });
   }
 
   // Parses once there is room, and those that wait for that are done. On a
@@ -276,7 +276,7 @@ class ImportEncodingsCall final : public EncodingCall {
       env().imports->Leave(this);
       status = Import();
     }
-    Schedule(env().pool,
+    Schedule(StepKind::kQuantum,
              [this, has_room, status] { EndTurn(has_room, status); });
   }
 

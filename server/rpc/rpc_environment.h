@@ -27,14 +27,11 @@ struct RpcEnvironment {
   Metrics* metrics;
   MemoryBudget* budget;
   CallerShares* shares;
-  // Kernels and the tasks of streams, in the group of their caller.
+  // The threads of steps; see steps.h. Kernels are spread over the first, in
+  // the group of their caller.
   core::ThreadPool* pool;
-  // What waits for the stores.
   core::ThreadPool* store_pool;
-  // What may take more than kShortWork: each computation on a thread of its
-  // own, to its end, of lower priority than those above. The kernel shares the
-  // processors; see core/parallel/stop_token.h. Nothing else is done there, and
-  // no call of gRPC, whose threads would be as low as those that start them.
+  // Of lower priority than those above.
   core::ThreadPool* long_pool;
   // Helps those computations, at their priority; null with one thread.
   core::ThreadPool* helper_pool;

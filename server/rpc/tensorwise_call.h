@@ -30,12 +30,12 @@ class TensorwiseCall : public EncodingCall {
   // wait for a store, as may Compute: both look at stop(). An error ends the
   // call.
   virtual absl::Status Open() = 0;
-  // Reads what the next message needs, on the store's pool; false when there is
-  // no further one. An error ends the call.
+  // Reads what the next message needs, in a step of the store; false when there
+  // is no further one. An error ends the call.
   virtual absl::StatusOr<bool> Load() = 0;
   // Makes the message. An error ends the call.
   virtual absl::Status Compute(Response* response) = 0;
-  // Whether Store, on the store's pool, is to be called.
+  // Whether Store is to be called, in a step of the store.
   virtual bool stores() const { return false; }
   virtual void Store(Response* response) {}
 
@@ -43,14 +43,14 @@ class TensorwiseCall : public EncodingCall {
   void Took(bool more) final {
     if (!more)
       return End(core::MessageMalformedError("expected a request, got none"));
-    this->Schedule(env().long_pool, [this] { OpenStep(); });
+    this->Schedule(StepKind::kLong, [this] { OpenStep(); });
   }
 
   void Sent() final { ScheduleLoad(); }
 
   void OpenStep() {
     absl::Status status = Open();
-    this->Schedule(env().pool, [this, status] { EndOpen(status); });
+    this->Schedule(StepKind::kQuantum, [this, status] { EndOpen(status); });
   }
 
   void EndOpen(const absl::Status& status) {
@@ -59,7 +59,7 @@ class TensorwiseCall : public EncodingCall {
   }
 
   void ScheduleLoad() {
-    this->Schedule(env().store_pool, [this] { LoadStep(); });
+    this->Schedule(StepKind::kStore, [this] { LoadStep(); });
   }
 
   void LoadStep() {
@@ -68,14 +68,14 @@ class TensorwiseCall : public EncodingCall {
     if (!IsWanted()) return;
     if (!loaded.ok()) return End(loaded.status());
     if (!*loaded) return End(absl::OkStatus());
-    this->Schedule(env().long_pool, [this] { ComputeStep(); });
+    this->Schedule(StepKind::kLong, [this] { ComputeStep(); });
   }
 
   void ComputeStep() {
     absl::Status status = Compute(&response_);
-    core::ThreadPool* const pool =
-        status.ok() && stores() ? env().store_pool : env().pool;
-    this->Schedule(pool, [this, status] { EndCompute(status); });
+    const StepKind next =
+        status.ok() && stores() ? StepKind::kStore : StepKind::kQuantum;
+    this->Schedule(next, [this, status] { EndCompute(status); });
   }
 
   void EndCompute(const absl::Status& status) {

@@ -23,7 +23,7 @@ struct UnaryContext {
   MemoryBudget::Lease* lease;
 };
 
-// Runs a body, which waits for the store, on the store's pool.
+// Runs a body, which waits for the store, as a step of the store.
 template <typename Request, typename Response>
 class UnaryCall final : public EncodingCall {
  public:
@@ -37,7 +37,7 @@ class UnaryCall final : public EncodingCall {
   void Took(bool more) override {
     if (!more)
       return End(core::MessageMalformedError("expected a request, got none"));
-    Schedule(env().store_pool, [this] { Run(); });
+    this->Schedule(StepKind::kStore, [this] { Run(); });
   }
 
   void Run() {
