@@ -271,8 +271,25 @@ constexpr std::array<const char*, kPostgresqlSchemaVersion> kMigrations = {
       CREATE TRIGGER statistics_delete_pieces AFTER DELETE ON statistics
         FOR EACH ROW EXECUTE FUNCTION quantd_delete_pieces();
     )sql",
-    // Over what lists read. A row of before has none yet.
-    "ALTER TABLE encodings ADD COLUMN head_checksum BIGINT NOT NULL DEFAULT 0"};
+    // Checksums over what lists read of a row of `encodings`.
+    R"sql(
+      CREATE TABLE encoding_heads (
+        model TEXT COLLATE "C" NOT NULL,
+        revision TEXT COLLATE "C" NOT NULL,
+        tensor TEXT COLLATE "C" NOT NULL,
+        checksum BIGINT NOT NULL,
+        PRIMARY KEY (model, revision, tensor)
+      ) WITH (fillfactor = 80);
+      CREATE FUNCTION quantd_delete_head() RETURNS TRIGGER
+      LANGUAGE plpgsql AS $$
+      BEGIN
+        DELETE FROM encoding_heads WHERE model = OLD.model
+          AND revision = OLD.revision AND tensor = OLD.tensor;
+        RETURN NULL;
+      END $$;
+      CREATE TRIGGER encodings_delete_head AFTER DELETE ON encodings
+        FOR EACH ROW EXECUTE FUNCTION quantd_delete_head();
+    )sql"};
 
 struct FreeResult {
   void operator()(PGresult* result) const { PQclear(result); }

@@ -95,6 +95,13 @@ class SqlDatabase {
   virtual absl::Status Write(
       absl::FunctionRef<absl::Status(SqlConnection&)> body) = 0;
 
+  // The same for what is not urgent: fails rather than to wait for others who
+  // write, where one writes at a time.
+  virtual absl::Status WriteNow(
+      absl::FunctionRef<absl::Status(SqlConnection&)> body) {
+    return Write(body);
+  }
+
   // A number that changes soon after another handle committed what it had
   // announced, and perhaps at other times, never back to one that it had; none
   // where that can't be told now. Does not wait.

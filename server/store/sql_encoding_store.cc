@@ -2,7 +2,10 @@
 
 #include <xxhash.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <utility>
@@ -40,20 +43,34 @@ constexpr char kSelectReplaced[] =
     "WHERE model = $1 AND revision = $2 AND tensor = $3";
 constexpr char kUpsert[] =
     "INSERT INTO encodings (model, revision, tensor, generation, "
-    "update_time_us, format, scale_count, checksum, head_checksum, body, "
-    "principal) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11) "
+    "update_time_us, format, scale_count, checksum, body, principal) "
+    "VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10) "
     "ON CONFLICT (model, revision, tensor) DO UPDATE SET "
     "generation = excluded.generation, "
     "update_time_us = excluded.update_time_us, format = excluded.format, "
     "scale_count = excluded.scale_count, checksum = excluded.checksum, "
-    "head_checksum = excluded.head_checksum, body = excluded.body, principal = "
-    "excluded.principal";
+    "body = excluded.body, principal = excluded.principal";
+// Where the row is still there.
+constexpr char kUpsertHead[] =
+    "INSERT INTO encoding_heads (checksum, model, revision, tensor) "
+    "SELECT CAST($1 AS BIGINT), model, revision, tensor FROM encodings "
+    "WHERE model = $2 AND revision = $3 AND tensor = $4 "
+    "ON CONFLICT (model, revision, tensor) DO UPDATE SET "
+    "checksum = excluded.checksum";
 constexpr char kDelete[] =
     "DELETE FROM encodings WHERE model = $1 AND revision = $2 AND tensor = $3";
 constexpr char kListEncodings[] =
     "SELECT tensor, generation, update_time_us, format, scale_count, checksum, "
-    "head_checksum FROM encodings WHERE model = $1 AND revision = $2 AND "
-    "tensor > $3 "
+    "(SELECT checksum FROM encoding_heads AS heads "
+    "WHERE heads.model = encodings.model "
+    "AND heads.revision = encodings.revision "
+    "AND heads.tensor = encodings.tensor) "
+    "FROM encodings WHERE model = $1 AND revision = $2 AND tensor > $3 "
+    "ORDER BY tensor LIMIT $4";
+// From the index of the key, whatever is damaged beside that.
+constexpr char kListNames[] =
+    "SELECT tensor FROM encodings "
+    "WHERE model = $1 AND revision = $2 AND tensor > $3 "
     "ORDER BY tensor LIMIT $4";
 // From counts, whose number does not grow with that of the tensors.
 constexpr char kListModels[] =
@@ -130,16 +147,31 @@ absl::Status NotFound(const EncodingKey& key) {
   return core::EncodingNotFoundError(key.model, key.revision, key.tensor);
 }
 
+std::string Shown(const EncodingKey& key) {
+  return absl::StrCat("the encoding for tensor \"", ShownName(key.tensor),
+                      "\" of model \"", ShownName(key.model), "\", revision \"",
+                      ShownName(key.revision), "\" ");
+}
+
 absl::Status Corrupt(const EncodingKey& key, absl::string_view what) {
-  return core::StoreCorruptError(absl::StrCat(
-      "the encoding for tensor \"", ShownName(key.tensor), "\" of model \"",
-      ShownName(key.model), "\", revision \"", ShownName(key.revision), "\" ",
-      what, "; put it again or delete it"));
+  return core::StoreCorruptError(
+      absl::StrCat(Shown(key), what, "; put it again or delete it"));
 }
 
 // The etag in a row of kSelectEtag.
 std::string EtagOf(const SqlStatement& row) {
   return MakeEtag(row.Int(0), static_cast<uint64_t>(row.Int(1)));
+}
+
+// Records what a list verifies a row's head with.
+absl::Status PutHeadChecksum(SqlConnection& connection, const EncodingKey& key,
+                             uint64_t checksum) {
+  const std::unique_ptr<SqlStatement> row = connection.Prepare(kUpsertHead);
+  row->BindInt(1, static_cast<int64_t>(checksum));
+  row->BindText(2, key.model);
+  row->BindText(3, key.revision);
+  row->BindText(4, key.tensor);
+  return row->Step("cannot put an encoding").status();
 }
 
 }  // namespace
@@ -148,37 +180,9 @@ SqlEncodingStore::SqlEncodingStore(std::shared_ptr<SqlDatabase> database)
     : database_(std::move(database)) {}
 
 absl::StatusOr<StoredEncoding> SqlEncodingStore::Get(const EncodingKey& key) {
-  StoredEncoding stored;
-  v1::Encoding message;
-  const auto read = [&](SqlConnection& connection) -> absl::Status {
-    const std::unique_ptr<SqlStatement> row = connection.Prepare(kSelect);
-    row->BindKey(key);
-    absl::StatusOr<bool> found = row->Step("cannot read an encoding");
-    if (!found.ok()) return found.status();
-    if (!*found) return NotFound(key);
-    const RowHead head = HeadOf(*row, 0);
-    const uint64_t checksum = static_cast<uint64_t>(row->Int(4));
-    const absl::string_view body = row->Bytes(5);
-    if (checksum != Checksum(key, head, body)) {
-      return Corrupt(key, "fails its checksum");
-    }
-    if (!message.ParseFromArray(body.data(), static_cast<int>(body.size()))) {
-      return Corrupt(key, "does not decode");
-    }
-    stored.generation = head.generation;
-    stored.update_time = absl::FromUnixMicros(head.update_time_us);
-    stored.etag = MakeEtag(head.generation, checksum);
-    return absl::OkStatus();
-  };
-  if (absl::Status s = database_->Read(read); !s.ok()) return s;
-  absl::StatusOr<core::Encoding> encoding = EncodingFromProto(message);
-  if (!encoding.ok()) {
-    return Corrupt(key,
-                   absl::StrCat("is invalid: ", encoding.status().message()));
-  }
-  stored.encoding =
-      std::make_shared<const core::Encoding>(*std::move(encoding));
-  return stored;
+  absl::StatusOr<Row> row = Read(key);
+  if (!row.ok()) return row.status();
+  return std::move(row->stored);
 }
 
 absl::StatusOr<StoredEncoding> SqlEncodingStore::Put(
@@ -229,10 +233,13 @@ absl::StatusOr<StoredEncoding> SqlEncodingStore::Put(
       row->BindInt(6, head.format);
       row->BindInt(7, head.scale_count);
       row->BindInt(8, static_cast<int64_t>(checksum));
-      row->BindInt(9, static_cast<int64_t>(HeadChecksum(key, head, checksum)));
-      row->BindBytes(10, body);
-      row->BindText(11, account.principal);
+      row->BindBytes(9, body);
+      row->BindText(10, account.principal);
       status = row->Step(kWhat).status();
+    }
+    if (status.ok()) {
+      status =
+          PutHeadChecksum(connection, key, HeadChecksum(key, head, checksum));
     }
     if (status.ok()) {
       status = CheckQuotas(connection, account, replaced,
@@ -272,14 +279,60 @@ absl::Status SqlEncodingStore::Delete(const EncodingKey& key,
   });
 }
 
+absl::StatusOr<SqlEncodingStore::Row> SqlEncodingStore::Read(
+    const EncodingKey& key) {
+  Row row;
+  v1::Encoding message;
+  const auto read = [&](SqlConnection& connection) -> absl::Status {
+    const std::unique_ptr<SqlStatement> select = connection.Prepare(kSelect);
+    select->BindKey(key);
+    absl::StatusOr<bool> found = select->Step("cannot read an encoding");
+    if (absl::IsDataLoss(found.status())) {
+      return core::StoreCorruptError(
+          absl::StrCat(Shown(key),
+                       "stands on a damaged page of the database; restore the "
+                       "store from its backup"));
+    }
+    if (!found.ok()) return found.status();
+    if (!*found) return NotFound(key);
+    const RowHead head = HeadOf(*select, 0);
+    const uint64_t checksum = static_cast<uint64_t>(select->Int(4));
+    const absl::string_view body = select->Bytes(5);
+    if (checksum != Checksum(key, head, body)) {
+      return Corrupt(key, "fails its checksum");
+    }
+    if (!message.ParseFromArray(body.data(), static_cast<int>(body.size()))) {
+      return Corrupt(key, "does not decode");
+    }
+    row.stored.generation = head.generation;
+    row.stored.update_time = absl::FromUnixMicros(head.update_time_us);
+    row.stored.etag = MakeEtag(head.generation, checksum);
+    row.head_checksum = HeadChecksum(key, head, checksum);
+    return absl::OkStatus();
+  };
+  if (absl::Status s = database_->Read(read); !s.ok()) return s;
+  absl::StatusOr<core::Encoding> encoding = EncodingFromProto(message);
+  if (!encoding.ok()) {
+    return Corrupt(key,
+                   absl::StrCat("is invalid: ", encoding.status().message()));
+  }
+  row.stored.encoding =
+      std::make_shared<const core::Encoding>(*std::move(encoding));
+  return row;
+}
+
 absl::StatusOr<std::vector<EncodingListEntry>> SqlEncodingStore::ListEncodings(
     absl::string_view model, absl::string_view revision,
     absl::string_view after, int limit) {
   std::vector<EncodingListEntry> entries;
   if (limit <= 0) return entries;
-  const auto list = [&](SqlConnection& connection) -> absl::Status {
-    const std::unique_ptr<SqlStatement> row =
-        connection.Prepare(kListEncodings);
+  // Whether the entry of the same place is to be read whole.
+  std::vector<bool> is_unverified;
+  const auto select = [&](const char* sql, SqlConnection& connection,
+                          absl::FunctionRef<bool(const SqlStatement&)> add) {
+    entries.clear();
+    is_unverified.clear();
+    const std::unique_ptr<SqlStatement> row = connection.Prepare(sql);
     row->BindText(1, model);
     row->BindText(2, revision);
     row->BindText(3, after);
@@ -288,37 +341,83 @@ absl::StatusOr<std::vector<EncodingListEntry>> SqlEncodingStore::ListEncodings(
       absl::StatusOr<bool> found = row->Step("cannot list encodings");
       if (!found.ok()) return found.status();
       if (!*found) return absl::OkStatus();
-      EncodingListEntry& entry = entries.emplace_back();
-      entry.tensor = std::string(row->Bytes(0));
-      const RowHead head = HeadOf(*row, 1);
-      const auto checksum = static_cast<uint64_t>(row->Int(5));
-      entry.stored.generation = head.generation;
-      entry.stored.update_time = absl::FromUnixMicros(head.update_time_us);
-      entry.format = static_cast<core::NumberFormat>(head.format);
-      entry.scale_count = head.scale_count;
-      entry.stored.etag = MakeEtag(head.generation, checksum);
-      const EncodingKey key{std::string(model), std::string(revision),
-                            entry.tensor};
-      if (static_cast<uint64_t>(row->Int(6)) !=
-          HeadChecksum(key, head, checksum)) {
-        entry.error = Corrupt(key, "fails its checksum");
-      }
+      entries.emplace_back().tensor = std::string(row->Bytes(0));
+      is_unverified.push_back(!add(*row));
     }
   };
-  if (absl::Status s = database_->Read(list); !s.ok()) return s;
-  for (EncodingListEntry& entry : entries) {
-    if (entry.error.ok()) continue;
-    // Or a quantd has put it that knew no checksums of heads: the row tells.
-    absl::StatusOr<StoredEncoding> read =
-        Get({std::string(model), std::string(revision), entry.tensor});
-    if (!read.ok()) continue;
-    entry.error = absl::OkStatus();
-    entry.format = read->encoding->format;
-    entry.scale_count = static_cast<int64_t>(read->encoding->scale.size());
-    entry.stored = *std::move(read);
-    entry.stored.encoding = nullptr;
+  const auto key_of = [&](const EncodingListEntry& entry) {
+    return EncodingKey{std::string(model), std::string(revision), entry.tensor};
+  };
+  const auto read_head = [&](const SqlStatement& row) {
+    EncodingListEntry& entry = entries.back();
+    const RowHead head = HeadOf(row, 1);
+    const auto checksum = static_cast<uint64_t>(row.Int(5));
+    entry.stored.generation = head.generation;
+    entry.stored.update_time = absl::FromUnixMicros(head.update_time_us);
+    entry.format = static_cast<core::NumberFormat>(head.format);
+    entry.scale_count = head.scale_count;
+    entry.stored.etag = MakeEtag(head.generation, checksum);
+    return static_cast<uint64_t>(row.Int(6)) ==
+           HeadChecksum(key_of(entry), head, checksum);
+  };
+  absl::Status status = database_->Read([&](SqlConnection& connection) {
+    return select(kListEncodings, connection, read_head);
+  });
+  // A damaged page is no reason to keep the other rows back.
+  if (absl::IsDataLoss(status)) {
+    status = database_->Read([&](SqlConnection& connection) {
+      return select(kListNames, connection,
+                    [](const SqlStatement&) { return false; });
+    });
   }
-  return entries;
+  if (!status.ok()) return status;
+
+  // What was put without a checksum of its head, and what is damaged.
+  std::vector<std::pair<EncodingKey, uint64_t>> verified;
+  const std::string last = entries.empty() ? "" : entries.back().tensor;
+  int deleted_count = 0;
+  std::vector<EncodingListEntry> listed;
+  listed.reserve(entries.size());
+  for (size_t i = 0; i < entries.size(); ++i) {
+    EncodingListEntry& entry = listed.emplace_back(std::move(entries[i]));
+    if (!is_unverified[i]) continue;
+    absl::StatusOr<Row> row = Read(key_of(entry));
+    if (row.ok()) {
+      entry.format = row->stored.encoding->format;
+      entry.scale_count =
+          static_cast<int64_t>(row->stored.encoding->scale.size());
+      entry.stored = std::move(row->stored);
+      entry.stored.encoding = nullptr;
+      verified.emplace_back(key_of(entry), row->head_checksum);
+    } else if (absl::IsDataLoss(row.status())) {
+      entry.error = row.status();
+    } else if (absl::IsNotFound(row.status())) {
+      // It was deleted in between.
+      listed.pop_back();
+      ++deleted_count;
+    } else {
+      return row.status();
+    }
+  }
+  if (!verified.empty()) {
+    // So that the next list need not read them. If not now, then later.
+    const auto put = [&](SqlConnection& connection) -> absl::Status {
+      for (const auto& [key, checksum] : verified) {
+        absl::Status s = PutHeadChecksum(connection, key, checksum);
+        if (!s.ok()) return s;
+      }
+      return absl::OkStatus();
+    };
+    database_->WriteNow(put).IgnoreError();
+  }
+  if (deleted_count > 0) {
+    // A list that is shorter than it may be is the last one.
+    absl::StatusOr<std::vector<EncodingListEntry>> more =
+        ListEncodings(model, revision, last, deleted_count);
+    if (!more.ok()) return more.status();
+    std::move(more->begin(), more->end(), std::back_inserter(listed));
+  }
+  return listed;
 }
 
 absl::StatusOr<std::vector<ModelListEntry>> SqlEncodingStore::ListModels(

@@ -46,6 +46,15 @@ class SqlEncodingStore : public EncodingStore {
       absl::FunctionRef<void(const absl::Status&)> damaged);
 
  private:
+  // A row, and what a list verifies its head with.
+  struct Row {
+    StoredEncoding stored;
+    uint64_t head_checksum = 0;
+  };
+
+  // Errors: ENCODING_NOT_FOUND, STORE_CORRUPT.
+  absl::StatusOr<Row> Read(const EncodingKey& key);
+
   const std::shared_ptr<SqlDatabase> database_;
 };
 

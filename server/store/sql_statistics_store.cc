@@ -22,6 +22,7 @@
 #include "server/store/row_checksum.h"
 #include "server/store/sql_usage.h"
 #include "server/store/statistics_pieces.h"
+#include "server/wire/names.h"
 #include "server/wire/statistics_proto.h"
 
 namespace quantd::server {
@@ -90,6 +91,11 @@ constexpr char kList[] =
     "SELECT DISTINCT tensor FROM statistics WHERE model = $1 "
     "AND revision = $2 AND tensor > $3 ORDER BY tensor LIMIT $4) AS page) "
     "ORDER BY tensor, source";
+// From the index of the key, whatever is damaged beside that.
+constexpr char kListNames[] =
+    "SELECT DISTINCT tensor FROM statistics "
+    "WHERE model = $1 AND revision = $2 AND tensor > $3 "
+    "ORDER BY tensor LIMIT $4";
 // Sources after one.
 constexpr char kListKeys[] =
     "SELECT model, revision, tensor, source FROM statistics "
@@ -664,13 +670,18 @@ SqlStatisticsStore::ListStatistics(absl::string_view model,
                                    absl::string_view after, int limit) {
   std::vector<StatisticsListEntry> entries;
   if (limit <= 0) return entries;
-  const auto list = [&](SqlConnection& connection) -> absl::Status {
-    const std::unique_ptr<SqlStatement> row = connection.Prepare(kList);
+  const auto bind = [&](SqlStatement* row, absl::string_view from, int count) {
     row->BindText(1, model);
     row->BindText(2, revision);
-    row->BindText(3, after);
-    row->BindInt(4, limit);
-    EncodingKey key{std::string(model), std::string(revision), ""};
+    row->BindText(3, from);
+    row->BindInt(4, count);
+  };
+  EncodingKey key{std::string(model), std::string(revision), ""};
+  // Adds the entries of at most `count` tensors after `from`.
+  const auto list = [&](SqlConnection& connection, const std::string& from,
+                        int count) -> absl::Status {
+    const std::unique_ptr<SqlStatement> row = connection.Prepare(kList);
+    bind(row.get(), from, count);
     while (true) {
       absl::StatusOr<bool> found = row->Step("cannot list statistics");
       if (!found.ok()) return found.status();
@@ -692,7 +703,40 @@ SqlStatisticsStore::ListStatistics(absl::string_view model,
           entry.source_count == 1 ? time : std::max(entry.update_time, time);
     }
   };
-  if (absl::Status s = database_->Read(list); !s.ok()) return s;
+  // A damaged page is no reason to keep the other tensors back.
+  const auto list_one_by_one = [&](SqlConnection& connection) -> absl::Status {
+    std::vector<std::string> names = {std::string(after)};
+    {
+      const std::unique_ptr<SqlStatement> row = connection.Prepare(kListNames);
+      bind(row.get(), after, limit);
+      while (true) {
+        absl::StatusOr<bool> found = row->Step("cannot list statistics");
+        if (!found.ok()) return found.status();
+        if (!*found) break;
+        names.emplace_back(row->Bytes(0));
+      }
+    }
+    entries.clear();
+    for (size_t i = 1; i < names.size(); ++i) {
+      absl::Status status = list(connection, names[i - 1], 1);
+      if (status.ok()) continue;
+      if (!absl::IsDataLoss(status)) return status;
+      if (entries.empty() || entries.back().tensor != names[i]) {
+        entries.emplace_back().tensor = names[i];
+      }
+      entries.back().error = core::StoreCorruptError(absl::StrCat(
+          "statistics for tensor \"", ShownName(names[i]), "\" of model \"",
+          ShownName(model), "\", revision \"", ShownName(revision),
+          "\" stand on a damaged page of the database; restore the store from "
+          "its backup"));
+    }
+    return absl::OkStatus();
+  };
+  absl::Status status = database_->Read([&](SqlConnection& connection) {
+    return list(connection, std::string(after), limit);
+  });
+  if (absl::IsDataLoss(status)) status = database_->Read(list_one_by_one);
+  if (!status.ok()) return status;
   return entries;
 }
 

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
@@ -148,9 +149,15 @@ std::array<std::string, kSqliteSchemaVersion> Migrations() {
       // Counts by triggers: in the transaction of the change, whichever version
       // of quantd makes it. `principal` is who wrote the row last, empty for
       // nobody in particular. `bytes` are those of names and contents.
+      //
+      // No row that is there is changed, and one on a damaged page keeps nobody
+      // from the others. ALTER TABLE would read all rows of a STRICT table.
       absl::StrCat(R"sql(
-      ALTER TABLE encodings ADD COLUMN principal TEXT NOT NULL DEFAULT '';
-      ALTER TABLE statistics ADD COLUMN principal TEXT NOT NULL DEFAULT '';
+      PRAGMA writable_schema = ON;
+      UPDATE sqlite_schema SET sql = replace(sql, 'body BLOB NOT NULL,',
+          'body BLOB NOT NULL, principal TEXT NOT NULL DEFAULT ' || quote('') || ',')
+        WHERE type = 'table' AND name IN ('encodings', 'statistics');
+      PRAGMA writable_schema = RESET;
       CREATE TABLE revision_counts (
         model TEXT NOT NULL,
         revision TEXT NOT NULL,
@@ -221,15 +228,21 @@ std::array<std::string, kSqliteSchemaVersion> Migrations() {
       INSERT INTO count_changes
         SELECT model, revision, '', COUNT(*), 0,
           SUM(length(model) + length(revision) + length(CAST(tensor AS BLOB))
-            + length(body)),
-          MAX(update_time_us)
-        FROM encodings GROUP BY model, revision;
+            + number_or_zero(
+              'SELECT length(body) FROM encodings WHERE rowid = ?', rowid)),
+          MAX(number_or_zero(
+            'SELECT update_time_us FROM encodings WHERE rowid = ?', rowid))
+        FROM encodings $ACCESS
+        GROUP BY model, revision;
       INSERT INTO count_changes
         SELECT model, revision, '', 0, COUNT(*),
           SUM(length(model) + length(revision) + length(CAST(tensor AS BLOB))
-            + length(CAST(source AS BLOB)) + size_bytes),
-          MAX(update_time_us)
-        FROM statistics GROUP BY model, revision;
+            + length(CAST(source AS BLOB)) + number_or_zero(
+              'SELECT size_bytes FROM statistics WHERE rowid = ?', rowid)),
+          MAX(number_or_zero(
+            'SELECT update_time_us FROM statistics WHERE rowid = ?', rowid))
+        FROM statistics $ACCESS
+        GROUP BY model, revision;
     )sql"),
       // What follows the body of a row of `statistics`, see
       // statistics_pieces.h.
@@ -251,31 +264,20 @@ std::array<std::string, kSqliteSchemaVersion> Migrations() {
           AND source = OLD.source;
       END;
     )sql",
-      // A checksum over what lists read, before `body` as that is: the table is
-      // made anew. A row of before has none yet.
-      absl::StrCat(R"sql(
-      CREATE TABLE new_encodings (
+      // Checksums over what lists read of a row of `encodings`.
+      R"sql(
+      CREATE TABLE encoding_heads (
         model TEXT NOT NULL,
         revision TEXT NOT NULL,
         tensor TEXT NOT NULL,
-        generation INTEGER NOT NULL,
-        update_time_us INTEGER NOT NULL,
-        format INTEGER NOT NULL,
-        scale_count INTEGER NOT NULL,
         checksum INTEGER NOT NULL,
-        head_checksum INTEGER NOT NULL DEFAULT 0,
-        principal TEXT NOT NULL DEFAULT '',
-        body BLOB NOT NULL,
         PRIMARY KEY (model, revision, tensor)
-      ) STRICT;
-      INSERT INTO new_encodings (model, revision, tensor, generation,
-          update_time_us, format, scale_count, checksum, principal, body)
-        SELECT model, revision, tensor, generation, update_time_us, format,
-          scale_count, checksum, principal, body FROM encodings;
-      DROP TABLE encodings;
-      ALTER TABLE new_encodings RENAME TO encodings;
-    )sql",
-                   EncodingTriggers())};
+      ) STRICT, WITHOUT ROWID;
+      CREATE TRIGGER encodings_delete_head AFTER DELETE ON encodings BEGIN
+        DELETE FROM encoding_heads WHERE model = OLD.model
+          AND revision = OLD.revision AND tensor = OLD.tensor;
+      END;
+    )sql"};
 }
 
 absl::Status SqliteError(absl::string_view what, int code,
@@ -289,6 +291,42 @@ absl::Status SqliteError(absl::string_view what, int code,
     default:
       return core::StoreUnavailableError(
           absl::StrCat(what, ": the database fails"), detail);
+  }
+}
+
+// number_or_zero(SELECT, ROWID) is what the SELECT finds of the row; 0 where
+// the row is damaged.
+void NumberOrZero(sqlite3_context* context, int /*count*/,
+                  sqlite3_value** arguments) {
+  auto* select = static_cast<sqlite3_stmt*>(sqlite3_get_auxdata(context, 0));
+  const bool is_new = select == nullptr;
+  int code = SQLITE_OK;
+  if (is_new) {
+    code = sqlite3_prepare_v2(
+        static_cast<sqlite3*>(sqlite3_user_data(context)),
+        reinterpret_cast<const char*>(sqlite3_value_text(arguments[0])), -1,
+        &select, nullptr);
+  }
+  int64_t number = 0;
+  if (code == SQLITE_OK) {
+    sqlite3_bind_int64(select, 1, sqlite3_value_int64(arguments[1]));
+    code = sqlite3_step(select);
+    if (code == SQLITE_ROW) number = sqlite3_column_int64(select, 0);
+    sqlite3_reset(select);
+  }
+  switch (code & 0xff) {
+    case SQLITE_ROW:
+    case SQLITE_DONE:
+    case SQLITE_CORRUPT:
+      sqlite3_result_int64(context, number);
+      break;
+    default:
+      sqlite3_result_error_code(context, code);
+  }
+  if (is_new) {
+    sqlite3_set_auxdata(context, 0, select, [](void* statement) {
+      sqlite3_finalize(static_cast<sqlite3_stmt*>(statement));
+    });
   }
 }
 
@@ -361,7 +399,7 @@ absl::StatusOr<std::unique_ptr<SqliteConnection>> SqliteConnection::Open(
     return SqliteError(absl::StrCat("cannot open \"", path, "\""), code,
                        db == nullptr ? "out of memory" : sqlite3_errmsg(db));
   }
-  sqlite3_busy_timeout(db, kBusyTimeoutMs);
+  connection->SetBusyTimeout(kBusyTimeoutMs);
   return connection;
 }
 
@@ -442,10 +480,16 @@ absl::Status SqliteConnection::Migrate() {
   absl::StatusOr<int64_t> version = QueryInt("PRAGMA user_version", kWhat);
   if (!version.ok()) return version.status();
   if (*version == kSqliteSchemaVersion) return CheckApplication();
-  if (absl::Status status = Run(kBegin); !status.ok()) return status;
-  absl::Status status = MigrateInTransaction();
-  if (status.ok()) status = Run(kCommit);
-  if (!status.ok()) Run(kRollback).IgnoreError();
+  absl::Status status;
+  // Names stand in the index of the keys. Where that is damaged, rows are read
+  // without it.
+  for (const char* access : {"", "NOT INDEXED"}) {
+    if (absl::Status s = Run(kBegin); !s.ok()) return s;
+    status = MigrateInTransaction(access);
+    if (status.ok()) status = Run(kCommit);
+    if (!status.ok()) Run(kRollback).IgnoreError();
+    if (!absl::IsDataLoss(status)) break;
+  }
   return status;
 }
 
@@ -461,7 +505,7 @@ absl::Status SqliteConnection::CheckApplication() {
   return absl::OkStatus();
 }
 
-absl::Status SqliteConnection::MigrateInTransaction() {
+absl::Status SqliteConnection::MigrateInTransaction(absl::string_view access) {
   constexpr absl::string_view kWhat = "cannot prepare the store";
   // Asked again: another process may have migrated meanwhile.
   absl::StatusOr<int64_t> version = QueryInt("PRAGMA user_version", kWhat);
@@ -476,9 +520,23 @@ absl::Status SqliteConnection::MigrateInTransaction() {
     return core::StoreSchemaError(static_cast<int>(*version),
                                   kSqliteSchemaVersion);
   }
+  absl::StatusOr<std::unique_ptr<SqliteConnection>> reader =
+      Open(sqlite3_db_filename(db_, "main"));
+  if (!reader.ok()) return reader.status();
+  const auto define = [this](sqlite3* reader, auto function) {
+    return sqlite3_create_function_v2(db_, "number_or_zero", 2,
+                                      SQLITE_UTF8 | SQLITE_DIRECTONLY, reader,
+                                      function, nullptr, nullptr, nullptr);
+  };
+  const int code = define((*reader)->db_, &NumberOrZero);
+  if (code != SQLITE_OK) return SqliteError(kWhat, code, sqlite3_errmsg(db_));
+  const auto forget = absl::MakeCleanup([&] { define(nullptr, nullptr); });
   const auto migrations = Migrations();
   for (int i = static_cast<int>(*version); i < kSqliteSchemaVersion; ++i) {
-    if (absl::Status s = Execute(migrations[i], kWhat); !s.ok()) return s;
+    if (absl::Status s = Execute(
+            absl::StrReplaceAll(migrations[i], {{"$ACCESS", access}}), kWhat);
+        !s.ok())
+      return s;
   }
   return Execute(absl::StrCat("PRAGMA application_id = ", kApplicationId,
                               "; PRAGMA user_version = ", kSqliteSchemaVersion),
@@ -558,11 +616,28 @@ absl::Status SqliteDatabase::Read(
 absl::Status SqliteDatabase::Write(
     absl::FunctionRef<absl::Status(SqlConnection&)> body) {
   absl::MutexLock lock(&write_mutex_);
+  return WriteLocked(body);
+}
+
+absl::Status SqliteDatabase::WriteLocked(
+    absl::FunctionRef<absl::Status(SqlConnection&)> body) {
   if (absl::Status status = writer_->Run(kBegin); !status.ok()) return status;
   absl::Status status = body(*writer_);
   if (status.ok()) status = writer_->Run(kCommit);
   // Some errors have rolled back by themselves; then this one fails.
   if (!status.ok()) writer_->Run(kRollback).IgnoreError();
+  return status;
+}
+
+absl::Status SqliteDatabase::WriteNow(
+    absl::FunctionRef<absl::Status(SqlConnection&)> body) {
+  if (!write_mutex_.TryLock()) {
+    return core::StoreUnavailableError("another write is under way");
+  }
+  writer_->SetBusyTimeout(0);
+  absl::Status status = WriteLocked(body);
+  writer_->SetBusyTimeout(kBusyTimeoutMs);
+  write_mutex_.Unlock();
   return status;
 }
 

@@ -54,6 +54,10 @@ class SqliteConnection : public SqlConnection {
   absl::StatusOr<int64_t> NextGeneration() override;
   // SQLite tells of every commit to the file.
   absl::Status Announce() override { return absl::OkStatus(); }
+  // How long a statement waits for another connection's lock.
+  void SetBusyTimeout(int milliseconds) {
+    sqlite3_busy_timeout(db_, milliseconds);
+  }
   // Prepares and runs a statement without parameters and rows.
   absl::Status Run(const char* sql);
 
@@ -72,7 +76,8 @@ class SqliteConnection : public SqlConnection {
  private:
   explicit SqliteConnection(sqlite3* db) : db_(db) {}
   absl::Status CheckApplication();
-  absl::Status MigrateInTransaction();
+  // `access` says in SQL how rows that are there are found.
+  absl::Status MigrateInTransaction(absl::string_view access);
 
   sqlite3* const db_;
   absl::flat_hash_map<const char*, sqlite3_stmt*> statements_;
@@ -94,6 +99,8 @@ class SqliteDatabase : public SqlDatabase {
       override ABSL_LOCKS_EXCLUDED(read_mutex_);
   absl::Status Write(absl::FunctionRef<absl::Status(SqlConnection&)> body)
       override ABSL_LOCKS_EXCLUDED(write_mutex_);
+  absl::Status WriteNow(absl::FunctionRef<absl::Status(SqlConnection&)> body)
+      override ABSL_LOCKS_EXCLUDED(write_mutex_);
   absl::Status CheckFile(
       absl::FunctionRef<void(absl::string_view line)> tell) override;
   absl::Status Ping() override;
@@ -105,6 +112,9 @@ class SqliteDatabase : public SqlDatabase {
  private:
   SqliteDatabase(std::unique_ptr<SqliteConnection> writer,
                  std::vector<std::unique_ptr<SqliteConnection>> readers);
+
+  absl::Status WriteLocked(absl::FunctionRef<absl::Status(SqlConnection&)> body)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mutex_);
 
   absl::Mutex write_mutex_;
   const std::unique_ptr<SqliteConnection> writer_

@@ -5,13 +5,17 @@
 #include <sys/wait.h>
 
 #include <array>
+#include <cstddef>
 #include <cstdio>
+#include <fstream>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "grpcpp/grpcpp.h"
 #include "quantd/v1/encoding_service.grpc.pb.h"
 #include "quantd/v1/quantization_service.grpc.pb.h"
@@ -32,13 +36,14 @@ class DamagedStoreTest : public ::testing::Test {
     for (const char* tensor : {"a", "b", "c"}) Put(tensor);
   }
 
-  void Put(const std::string& tensor) {
+  void Put(const std::string& tensor, int scale_count = 1) {
     v1::PutEncodingRequest request;
     request.mutable_name()->set_model(kModel);
     request.mutable_name()->set_tensor(tensor);
     v1::Encoding& encoding = *request.mutable_encoding();
     encoding.set_format(v1::NUMBER_FORMAT_INT8);
-    encoding.add_scale(0.5f);
+    if (scale_count > 1) encoding.add_block_size(1);
+    for (int i = 0; i < scale_count; ++i) encoding.add_scale(0.5f);
     encoding.set_qmin(-127);
     encoding.set_qmax(127);
     grpc::ClientContext context;
@@ -102,7 +107,7 @@ class DamagedStoreTest : public ::testing::Test {
   ServerProcess server_{QuantdBinary(),
                         store_,
                         {"--metrics-listen", "off", "--drain-delay", "0s"}};
-  const std::unique_ptr<v1::EncodingService::Stub> encodings_ =
+  std::unique_ptr<v1::EncodingService::Stub> encodings_ =
       v1::EncodingService::NewStub(server_.NewChannel());
 };
 
@@ -143,6 +148,44 @@ TEST_F(DamagedStoreTest, ListsTellADamagedRowInItsPlace) {
     Put("b");
   }
   EXPECT_EQ(server_.Terminate(), 0);
+}
+
+// Bringing an older store up to date reads no row that is damaged.
+TEST_F(DamagedStoreTest, AnOlderStoreWithADamagedPageIsServed) {
+  Put("b", 5000);
+  EXPECT_EQ(server_.Terminate(), 0);
+  for (const char* sql : {kDropHeadChecksums, kTakePieces, kDropCounts}) {
+    ExecuteSql(store_, sql);
+  }
+  ExecuteSql(store_, "DROP TABLE kept_pieces; PRAGMA journal_mode = DELETE");
+  {
+    // A page in the middle of the scales.
+    std::fstream file(store_, std::ios::in | std::ios::out | std::ios::binary);
+    const std::string bytes{std::istreambuf_iterator<char>(file), {}};
+    const absl::string_view scale("\0\0\0\x3f", 4);
+    std::string run;
+    for (int i = 0; i < 1000; ++i) absl::StrAppend(&run, scale);
+    const size_t found = bytes.find(run);
+    ASSERT_NE(found, std::string::npos);
+    const size_t page = found / 4096 * 4096;
+    file.seekp(static_cast<std::streamoff>(page));
+    file << std::string(4096, '\xff');
+  }
+  ServerProcess server(QuantdBinary(), store_,
+                       {"--metrics-listen", "off", "--drain-delay", "0s"});
+  encodings_ = v1::EncodingService::NewStub(server.NewChannel());
+  const std::vector<v1::StoredEncoding> list = List(100);
+  ASSERT_EQ(list.size(), 3u);
+  EXPECT_FALSE(list[0].has_error());
+  EXPECT_EQ(list[1].error().reason(), "STORE_CORRUPT");
+  EXPECT_TRUE(absl::StrContains(list[1].error().message(), "\"b\""));
+  EXPECT_FALSE(list[2].has_error());
+  int code = -1;
+  const std::string text = CheckStore(&code);
+  EXPECT_EQ(code, 1);
+  EXPECT_TRUE(absl::StrContains(text, "for tensor \"b\"")) << text;
+  EXPECT_TRUE(absl::StrContains(text, "3 encodings")) << text;
+  EXPECT_EQ(server.Terminate(), 0);
 }
 
 TEST_F(DamagedStoreTest, ListsOfStatisticsTellADamagedRowInItsPlace) {

@@ -294,7 +294,8 @@ TEST_P(SqlUsageTest, AStoreWithoutCountsGetsThem) {
     }
   } else {
     for (const char* sql :
-         {"ALTER TABLE encodings DROP COLUMN head_checksum",
+         {"DROP TRIGGER encodings_delete_head ON encodings",
+          "DROP FUNCTION quantd_delete_head", "DROP TABLE encoding_heads",
           "DROP TRIGGER statistics_delete_pieces ON statistics",
           "DROP FUNCTION quantd_delete_pieces",
           "CREATE TABLE kept_pieces AS SELECT * FROM statistics_pieces",

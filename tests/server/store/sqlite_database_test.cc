@@ -1,0 +1,181 @@
+// What an older quantd has left behind is taken over, also where the file is
+// damaged.
+
+#include "server/store/sqlite_database.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <memory>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "core/errors.h"
+#include "core/types/encoding.h"
+#include "server/store/encoding_store.h"
+#include "server/store/sql_encoding_store.h"
+#include "server/store/store_check.h"
+#include "server/store/store_keeper.h"
+#include "tests/server/store/sqlite_fixture.h"
+
+namespace quantd::server {
+namespace {
+
+constexpr int kRows = 40;
+constexpr int kPageBytes = 4096;
+
+std::shared_ptr<const core::Encoding> MakeEncoding(int scale_count) {
+  core::Encoding encoding;
+  encoding.format = static_cast<core::NumberFormat>(8);
+  encoding.block_size = {1};
+  for (int i = 0; i < scale_count; ++i) {
+    encoding.scale.push_back(0.25f + static_cast<float>(i));
+  }
+  encoding.qmin = -128;
+  encoding.qmax = 127;
+  return std::make_shared<const core::Encoding>(std::move(encoding));
+}
+
+EncodingKey KeyOf(int i) {
+  return {"net", "main", absl::StrCat("layers.", 100 + i)};
+}
+
+class SqliteDatabaseTest : public SqliteFixture {
+ protected:
+  // Leaves a file as the last released quantd, without counts and checksums of
+  // heads: rows on pages with others, and rows of many pages.
+  std::string MakeReleasedFile() {
+    {
+      SqlEncodingStore store(OpenDatabase());
+      for (int i = 0; i < kRows; ++i) {
+        EXPECT_TRUE(
+            store.Put(KeyOf(i), MakeEncoding(i % 8 == 7 ? 5000 : 50), {}).ok());
+      }
+    }
+    Execute(kDropHeadChecksums);
+    Execute(kTakePieces);
+    Execute(kDropCounts);
+    Execute("DROP TABLE kept_pieces; VACUUM; PRAGMA journal_mode = DELETE");
+    std::ifstream file(path_, std::ios::binary);
+    return std::string(std::istreambuf_iterator<char>(file), {});
+  }
+
+  void WriteFile(const std::string& bytes) const {
+    for (const char* suffix : {"-wal", "-shm"}) {
+      std::filesystem::remove(path_ + suffix);
+    }
+    std::ofstream(path_, std::ios::binary | std::ios::trunc) << bytes;
+  }
+};
+
+TEST_F(SqliteDatabaseTest, CountsWhatAnOlderQuantdLeft) {
+  MakeReleasedFile();
+  const std::shared_ptr<SqliteDatabase> database = OpenDatabase();
+  ASSERT_NE(database, nullptr);
+  SqlEncodingStore store(database);
+  const auto models = store.ListModels({}, 10);
+  ASSERT_TRUE(models.ok()) << models.status();
+  ASSERT_EQ(models->size(), 1u);
+  EXPECT_EQ((*models)[0].encoding_count, kRows);
+  const absl::StatusOr<Usage> before =
+      StoreKeeper(database).ReadUsage("models:*");
+  ASSERT_TRUE(before.ok()) << before.status();
+  EXPECT_EQ(before->rows, kRows);
+  // To the byte.
+  for (int i = 0; i < kRows; ++i) ASSERT_TRUE(store.Delete(KeyOf(i), {}).ok());
+  const absl::StatusOr<Usage> after =
+      StoreKeeper(database).ReadUsage("models:*");
+  EXPECT_EQ(after->rows, 0);
+  EXPECT_EQ(after->bytes, 0);
+  EXPECT_GT(before->bytes, kRows / 8 * 5000 * 4);
+}
+
+TEST_F(SqliteDatabaseTest, TheFirstListSparesTheNextOnesTheBodies) {
+  MakeReleasedFile();
+  SqlEncodingStore store(OpenDatabase());
+  const auto damaged_count = [&] {
+    const auto list = store.ListEncodings("net", "main", "", 1000);
+    EXPECT_TRUE(list.ok()) << list.status();
+    EXPECT_EQ(list->size(), static_cast<size_t>(kRows));
+    return std::count_if(list->begin(), list->end(),
+                         [](const auto& entry) { return !entry.error.ok(); });
+  };
+  EXPECT_EQ(damaged_count(), 0);
+  // Which only those find out who read them.
+  Execute("UPDATE encodings SET body = zeroblob(length(body))");
+  EXPECT_EQ(damaged_count(), 0);
+  // As a quantd that knows nothing of it leaves a row.
+  Execute("UPDATE encodings SET generation = generation + 1");
+  EXPECT_EQ(damaged_count(), kRows);
+}
+
+// Each page in turn, but the first with the schema, is lost or overwritten.
+TEST_F(SqliteDatabaseTest, ADamagedPageOfAnOlderStoreCostsOnlyItsRows) {
+  const std::string whole = MakeReleasedFile();
+  const int page_count = static_cast<int>(whole.size() / kPageBytes);
+  ASSERT_GT(page_count, 20);
+  std::mt19937 random(1);
+  int damaged_count = 0;
+  // Of pages with keys, without which their rows are not found.
+  int lost_key_count = 0;
+  for (int page = 1; page < page_count; ++page) {
+    for (const bool is_lost : {true, false}) {
+      const std::string what =
+          absl::StrCat("page ", page + 1, is_lost ? " lost" : " overwritten");
+      std::string bytes = whole;
+      for (int i = 0; i < kPageBytes; ++i) {
+        bytes[page * kPageBytes + i] =
+            is_lost ? '\0' : static_cast<char>(random());
+      }
+      WriteFile(bytes);
+      absl::StatusOr<std::shared_ptr<SqliteDatabase>> database =
+          SqliteDatabase::Open(path_);
+      ASSERT_TRUE(database.ok()) << what << ": " << database.status();
+      SqlEncodingStore store(*database);
+      const auto list = store.ListEncodings("net", "main", "", 1000);
+      if (!list.ok()) {
+        EXPECT_EQ(core::ErrorReason(list.status()), "STORE_CORRUPT") << what;
+        ++lost_key_count;
+        continue;
+      }
+      ASSERT_EQ(list->size(), static_cast<size_t>(kRows)) << what;
+      bool is_damaged = false;
+      for (int i = 0; i < kRows; ++i) {
+        const EncodingListEntry& entry = (*list)[i];
+        EXPECT_EQ(entry.tensor, KeyOf(i).tensor);
+        const absl::Status got = store.Get(KeyOf(i)).status();
+        EXPECT_EQ(got.ok(), entry.error.ok()) << what << ": " << got;
+        if (entry.error.ok()) continue;
+        is_damaged = true;
+        EXPECT_EQ(core::ErrorReason(entry.error), "STORE_CORRUPT") << what;
+        EXPECT_THAT(std::string(entry.error.message()),
+                    ::testing::HasSubstr(entry.tensor));
+      }
+      if (!is_damaged) continue;
+      ++damaged_count;
+      std::vector<std::string> lines;
+      const absl::StatusOr<StoreCheck> check = CheckStore(
+          *database, [&](absl::string_view line) { lines.emplace_back(line); });
+      ASSERT_TRUE(check.ok()) << what << ": " << check.status();
+      EXPECT_EQ(check->encodings, kRows) << what;
+      EXPECT_GT(check->damaged, 0) << what;
+    }
+  }
+  EXPECT_GT(damaged_count, 20);
+  EXPECT_LE(lost_key_count, 2);
+}
+
+}  // namespace
+}  // namespace quantd::server
