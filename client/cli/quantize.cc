@@ -20,12 +20,14 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/ascii.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/str_replace.h"
 #include "absl/strings/string_view.h"
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
@@ -67,10 +69,21 @@ struct Options {
   TensorFilter filter;
   std::string layout = "quantd";
   bool store = false;
+  std::string nan_policy;
   bool evaluate = false;
   bool restart = false;
   bool keep_going = false;
 };
+
+// The proto's name of a --nan-policy; empty is the default.
+v1::NanPolicy NanPolicyOf(absl::string_view text) {
+  v1::NanPolicy policy = v1::NAN_POLICY_UNSPECIFIED;
+  v1::NanPolicy_Parse(
+      absl::StrCat("NAN_POLICY_", absl::AsciiStrToUpper(
+                                      absl::StrReplaceAll(text, {{"-", "_"}}))),
+      &policy);
+  return policy;
+}
 
 // The input's path and the options that decide on the codes: a run goes on in a
 // folder whose shards have its own, and replaces no others.
@@ -422,7 +435,8 @@ class Quantizer {
     return absl::AlreadyExistsError(absl::StrCat(
         status.message(),
         ", made from another input or with other options (--spec, --include, "
-        "--exclude, --min-rank, --all, --layout); give those of that run to go "
+        "--exclude, --min-rank, --all, --layout, --nan-policy); give those of "
+        "that run to go "
         "on with it, or another folder with -o"));
   }
 
@@ -445,7 +459,7 @@ class Quantizer {
 
   // What decides on the codes, whatever is in the input now.
   std::string CommandText() const {
-    std::string text = options_.layout;
+    std::string text = absl::StrCat(options_.layout, "\n", options_.nan_policy);
     for (const SpecSet::Override& entry : specs_.overrides) {
       absl::StrAppend(&text, "\n", entry.pattern, "=", SpecText(entry.spec));
     }
@@ -688,6 +702,7 @@ class Quantizer {
     job.tensor = MakeTensor(tensor, NameOf(tensor));
     job.source = *specs_.For(tensor.name)->SpecOf(tensor.shape);
     job.store = options_.store;
+    job.nan_policy = NanPolicyOf(options_.nan_policy);
     return job;
   }
 
@@ -1210,6 +1225,12 @@ void AddQuantizeCommand(Command* quantctl, Session* session) {
   const Option* const store = command->AddFlag(
       "--store,!--no-store", &options->store,
       "Keep the encodings on the server (the default with --model)");
+  command
+      ->AddOption("--nan-policy", &options->nan_policy, "",
+                  "What becomes of NaN: the code of 0, or of the lowest "
+                  "number; reject fails a tensor with NaN or an infinity. By "
+                  "default the format's code of NaN, or else that of 0")
+      ->OneOf({"zero-point", "qmin", "reject"});
   command->AddFlag("--evaluate", &options->evaluate,
                    "Measure the error of every quantized tensor");
   command->AddExample(

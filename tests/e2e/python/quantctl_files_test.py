@@ -707,6 +707,11 @@ class WhatIsToldTest(FilesCase):
         self.assertIn("tensor a has 1 NaN and 2 infinities", result.stderr)
         self.assertNotIn("tensor b", result.stderr)
         result = self.run_quantctl("quantize", self.path("odd"), "-o",
+                                   self.path("strict"), "--nan-policy",
+                                   "reject", code=1)
+        self.assertIn("NON_FINITE_REJECTED", result.stderr)
+        self.assertFalse(os.path.exists(self.path("strict")))
+        result = self.run_quantctl("quantize", self.path("odd"), "-o",
                                    self.path("b"), "--quiet", "--include", "b")
         self.assertEqual(result.stderr, "")
         result = self.run_quantctl("evaluate", self.path("odd"))
