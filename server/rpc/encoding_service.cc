@@ -23,7 +23,7 @@
 #include "server/rpc/interchange_rpcs.h"
 #include "server/rpc/page_bytes.h"
 #include "server/rpc/statistics_rpcs.h"
-#include "server/rpc/tensor_input.h"
+#include "server/rpc/stored_encoding_proto.h"
 #include "server/wire/encoding_proto.h"
 #include "server/wire/names.h"
 #include "server/wire/statistics_proto.h"

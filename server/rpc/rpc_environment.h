@@ -3,7 +3,6 @@
 #ifndef QUANTD_SERVER_RPC_RPC_ENVIRONMENT_H_
 #define QUANTD_SERVER_RPC_RPC_ENVIRONMENT_H_
 
-#include "absl/time/time.h"
 #include "core/parallel/thread_pool.h"
 #include "server/guard/caller_share.h"
 #include "server/guard/limits.h"
@@ -14,10 +13,6 @@
 #include "server/shared_memory/region_registry.h"
 
 namespace quantd::server {
-
-// What may as well be done by the thread that is there: to hand it to another
-// takes a hundredth of that, and others wait no longer for it.
-constexpr absl::Duration kShortWork = absl::Milliseconds(2);
 
 // Outlives every handler; all members are thread-safe.
 struct RpcEnvironment {

@@ -5,10 +5,15 @@
 
 #include <functional>
 
+#include "absl/time/time.h"
 #include "core/parallel/thread_pool.h"
 #include "server/rpc/rpc_environment.h"
 
 namespace quantd::server {
+
+// What may as well be done by the thread that is there: to hand it to another
+// takes a hundredth of that, and others wait no longer for it.
+constexpr absl::Duration kShortWork = absl::Milliseconds(2);
 
 // What a step is like, which decides where it is done. Calls say no more about
 // threads than that.

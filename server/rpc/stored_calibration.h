@@ -13,7 +13,7 @@
 #include "core/parallel/thread_pool.h"
 #include "core/statistics/tensor_statistics.h"
 #include "server/rpc/rpc_environment.h"
-#include "server/rpc/tensor_input.h"
+#include "server/rpc/tensor_calibration.h"
 #include "server/store/statistics_store.h"
 
 namespace quantd::server {

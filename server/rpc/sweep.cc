@@ -23,7 +23,7 @@
 #include "server/rpc/patterns.h"
 #include "server/rpc/statistics_rpcs.h"
 #include "server/rpc/stored_calibration.h"
-#include "server/rpc/tensor_input.h"
+#include "server/rpc/tensor_calibration.h"
 #include "server/rpc/tensorwise_call.h"
 #include "server/wire/encoding_proto.h"
 #include "server/wire/names.h"

@@ -18,7 +18,6 @@
 #include "quantd/v1/quantization_service.grpc.pb.h"
 #include "server/metrics/metrics.h"
 #include "server/quantd_server.h"
-#include "server/rpc/tensor_input.h"
 #include "server/store/encoding_store.h"
 #include "tests/support/tensor_streams.h"
 
@@ -124,18 +123,6 @@ TEST(UnexpectedTest, WhatAHandlerThrowsEndsItsCallAndNotTheServer) {
             .status();
     EXPECT_TRUE(absl::IsInternal(status)) << status;
   }
-}
-
-TEST(ToTimestampTest, SaysEveryTime) {
-  EXPECT_EQ(ToTimestamp(absl::FromUnixMicros(-1)).seconds(), -1);
-  EXPECT_EQ(ToTimestamp(absl::FromUnixMicros(-1)).nanos(), 999'999'000);
-  EXPECT_EQ(ToTimestamp(absl::FromUnixMicros(1'500'000)).seconds(), 1);
-  EXPECT_EQ(ToTimestamp(absl::FromUnixMicros(1'500'000)).nanos(), 500'000'000);
-  // Years 9999 and 1.
-  EXPECT_EQ(ToTimestamp(absl::InfiniteFuture()).seconds(), 253402300799);
-  EXPECT_EQ(ToTimestamp(absl::InfinitePast()).seconds(), -62135596800);
-  EXPECT_EQ(ToTimestamp(absl::FromUnixMicros(int64_t{1} << 62)).seconds(),
-            253402300799);
 }
 
 }  // namespace

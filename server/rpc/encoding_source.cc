@@ -1,0 +1,200 @@
+#include "server/rpc/encoding_source.h"
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/types/optional.h"
+#include "absl/types/span.h"
+#include "core/errors.h"
+#include "core/types/encoding_memory.h"
+#include "server/wire/names.h"
+
+namespace quantd::server {
+namespace {
+
+// Far more than the store gives one.
+constexpr size_t kMostEtagBytes = 256;
+// Far more than a tensor has: what comes after is not made for longer lists.
+constexpr int kMostDimensions = 1024;
+// Scales that are written into an answer within microseconds.
+constexpr size_t kSmallScaleCount = 1024;
+
+// What `proto` takes as core::Encoding.
+int64_t EncodingBytes(const v1::Encoding& proto) {
+  const auto dimension_count = static_cast<int64_t>(proto.block_size_size()) +
+                               proto.outer_block_size_size() +
+                               proto.scale_shape_size();
+  return static_cast<int64_t>(sizeof(core::Encoding)) +
+         static_cast<int64_t>(proto.scale_code().size()) +
+         static_cast<int64_t>(sizeof(float)) *
+             (ScaleCount(proto) + proto.zero_point_size() +
+              proto.outer_scale_size() + proto.codebook_size()) +
+         static_cast<int64_t>(sizeof(int64_t)) * dimension_count;
+}
+
+absl::StatusOr<MemoryBudget::Lease> ChargeEncoding(const RpcEnvironment& env,
+                                                   int64_t bytes) {
+  if (bytes <= kSmallBytes) return MemoryBudget::Lease();
+  return env.budget->Acquire(bytes, kEncodingWayOut);
+}
+
+// An encoding, with the layout that it has on this tensor. Errors are at no
+// field.
+absl::StatusOr<ResolvedEncoding> Fit(
+    const RpcEnvironment& env, std::shared_ptr<const core::Encoding> encoding,
+    absl::Span<const int64_t> shape) {
+  absl::StatusOr<core::BlockLayout> layout =
+      CheckedLayout(env, shape, encoding->block_size);
+  if (!layout.ok()) return layout.status();
+  absl::Status status = core::CheckEncodingFits(*encoding, *layout);
+  if (!status.ok()) return status;
+  return ResolvedEncoding{
+      std::move(encoding),
+      std::make_shared<const core::BlockLayout>(*std::move(layout)), ""};
+}
+
+}  // namespace
+
+absl::StatusOr<core::BlockLayout> CheckedLayout(
+    const RpcEnvironment& env, absl::Span<const int64_t> shape,
+    absl::Span<const int64_t> block_size) {
+  absl::StatusOr<core::BlockLayout> layout =
+      core::BlockLayout::Create(shape, block_size);
+  if (!layout.ok()) return layout.status();
+  if (layout->scale_count() == 0) {
+    return core::BlockSizeInvalidError(
+        "a dimension of 0 is split into blocks, which leaves no scale; "
+        "expected "
+        "block size 0 there");
+  }
+  if (layout->scale_count() > env.limits.scale_count) {
+    return core::ScaleCountLimitError(env.limits.scale_count,
+                                      layout->scale_count());
+  }
+  return layout;
+}
+
+absl::StatusOr<EncodingSource> EncodingSource::Open(
+    const Caller& caller, const v1::EncodingReference& reference,
+    const v1::TensorName& tensor_name) {
+  v1::TensorName name = tensor_name;
+  // Fields that the reference leaves out are the tensor's own.
+  name.MergeFrom(reference.name());
+  absl::StatusOr<EncodingKey> key = KeyFromProto(name);
+  if (!key.ok()) return core::WithField(key.status(), "name");
+  EncodingSource source;
+  source.is_reference_ = true;
+  source.key_ = *std::move(key);
+  // No etag is longer: what is cut off matches none either.
+  source.if_match_ = reference.etag().substr(0, kMostEtagBytes);
+  source.store_ = caller.encodings;
+  absl::optional<StoredEncoding> cached = source.store_->Cached(source.key_);
+  if (cached.has_value()) {
+    source.encoding_ = std::move(cached->encoding);
+    source.etag_ = std::move(cached->etag);
+  }
+  return source;
+}
+
+absl::StatusOr<EncodingSource> EncodingSource::Open(const RpcEnvironment& env,
+                                                    const v1::Encoding& proto) {
+  const int64_t scale_count = ScaleCount(proto);
+  if (scale_count > env.limits.scale_count) {
+    return core::WithField(
+        core::ScaleCountLimitError(env.limits.scale_count, scale_count),
+        "block_size");
+  }
+  for (const auto& [field, count] :
+       {std::pair<const char*, int>{"block_size", proto.block_size_size()},
+        {"outer_block_size", proto.outer_block_size_size()},
+        {"scale_shape", proto.scale_shape_size()}}) {
+    if (count > kMostDimensions) {
+      return core::WithField(
+          core::BlockSizeInvalidError(
+              absl::StrCat(count, " dimensions, expected those of the tensor")),
+          field);
+    }
+  }
+  absl::StatusOr<MemoryBudget::Lease> lease =
+      ChargeEncoding(env, EncodingBytes(proto));
+  if (!lease.ok()) return lease.status();
+  absl::StatusOr<core::Encoding> encoding = EncodingFromProto(proto);
+  if (!encoding.ok()) return encoding.status();
+  encoding->degenerate_count = 0;
+  EncodingSource source;
+  source.lease_ = *std::move(lease);
+  source.encoding_ =
+      std::make_shared<const core::Encoding>(*std::move(encoding));
+  return source;
+}
+
+bool EncodingSource::is_large() const {
+  return encoding_ != nullptr && encoding_->scale.size() > kSmallScaleCount;
+}
+
+absl::StatusOr<ResolvedEncoding> EncodingSource::Resolve(
+    const RpcEnvironment& env, absl::Span<const int64_t> shape) const {
+  std::shared_ptr<const core::Encoding> encoding = encoding_;
+  std::string etag = etag_;
+  if (encoding == nullptr) {
+    absl::StatusOr<StoredEncoding> stored = store_->Get(key_);
+    if (!stored.ok()) return core::WithField(stored.status(), "name");
+    encoding = std::move(stored->encoding);
+    etag = std::move(stored->etag);
+  }
+  if (!if_match_.empty() && if_match_ != etag) {
+    return core::WithField(core::EtagMismatchError(if_match_, etag), "etag");
+  }
+  std::shared_ptr<const MemoryBudget::Lease> lease;
+  const int64_t bytes = core::MemoryBytes(*encoding);
+  if (is_reference_ && bytes > kSmallBytes) {
+    absl::StatusOr<std::shared_ptr<const MemoryBudget::Lease>> charged =
+        env.budget->AcquireFor(encoding, bytes, kEncodingWayOut);
+    if (!charged.ok()) return charged.status();
+    lease = *std::move(charged);
+  }
+  absl::StatusOr<ResolvedEncoding> resolved =
+      Fit(env, std::move(encoding), shape);
+  if (resolved.ok()) {
+    resolved->etag = std::move(etag);
+    resolved->lease = std::move(lease);
+    return resolved;
+  }
+  if (is_reference_) return resolved;
+  if (core::ErrorReason(resolved.status()) != "SCALE_COUNT") {
+    return core::WithField(resolved.status(), "block_size");
+  }
+  return core::WithField(
+      resolved.status(),
+      core::HasScaleCodes(encoding_->scale_type) ? "scale_code" : "scale");
+}
+
+absl::StatusOr<ResolvedSpec> ResolveSpec(const RpcEnvironment& env,
+                                         const core::EncodingSpec& spec,
+                                         absl::Span<const int64_t> shape) {
+  const absl::string_view field =
+      spec.granularity.has_value() ? "granularity" : "block_size";
+  absl::StatusOr<core::EncodingSpec> resolved = core::ResolveSpec(spec, shape);
+  if (!resolved.ok()) return core::WithField(resolved.status(), field);
+  absl::StatusOr<core::BlockLayout> layout =
+      CheckedLayout(env, shape, resolved->block_size);
+  if (!layout.ok()) return core::WithField(layout.status(), field);
+  return ResolvedSpec{
+      *std::move(resolved),
+      std::make_shared<const core::BlockLayout>(*std::move(layout))};
+}
+
+absl::StatusOr<ResolvedSpec> ResolveSpec(const RpcEnvironment& env,
+                                         const v1::EncodingSpec& proto,
+                                         absl::Span<const int64_t> shape) {
+  absl::StatusOr<core::EncodingSpec> spec = SpecFromProto(proto);
+  if (!spec.ok()) return spec.status();
+  return ResolveSpec(env, *spec, shape);
+}
+
+}  // namespace quantd::server

@@ -1,0 +1,107 @@
+// What a request says a tensor becomes: an encoding, by name or in full, or a
+// spec.
+
+#ifndef QUANTD_SERVER_RPC_ENCODING_SOURCE_H_
+#define QUANTD_SERVER_RPC_ENCODING_SOURCE_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "core/calibrate/encoding_spec.h"
+#include "core/types/block_layout.h"
+#include "core/types/encoding.h"
+#include "quantd/v1/encoding.pb.h"
+#include "quantd/v1/tensor.pb.h"
+#include "server/guard/memory_budget.h"
+#include "server/rpc/caller.h"
+#include "server/rpc/rpc_environment.h"
+#include "server/store/encoding_store.h"
+#include "server/wire/encoding_proto.h"
+
+namespace quantd::server {
+
+// What a tensor may have without asking: there is a limit to their number.
+constexpr int64_t kSmallBytes = int64_t{8} << 10;
+// What to do about an encoding that there is no memory for.
+constexpr char kEncodingWayOut[] =
+    "put encodings with PutEncoding and name them by reference, or send fewer "
+    "tensors at once";
+
+// Errors: those of BlockLayout::Create, BLOCK_SIZE_INVALID where it leaves no
+// scale at all, SCALE_COUNT_LIMIT; at no field.
+absl::StatusOr<core::BlockLayout> CheckedLayout(
+    const RpcEnvironment& env, absl::Span<const int64_t> shape,
+    absl::Span<const int64_t> block_size);
+
+// An encoding that fits its tensor, and where it came from.
+struct ResolvedEncoding {
+  std::shared_ptr<const core::Encoding> encoding;
+  std::shared_ptr<const core::BlockLayout> layout;
+  // Empty for inline encodings that were not stored.
+  std::string etag;
+  // Of an encoding that came by reference, with all that use the same one; what
+  // one that came inline takes is charged to its source.
+  std::shared_ptr<const MemoryBudget::Lease> lease = nullptr;
+};
+
+// The encoding that a header names: inline, or by reference. Movable. What it
+// takes beyond a few KiB, which every tensor may, is charged to the memory
+// budget.
+class EncodingSource {
+ public:
+  // A reference to what the caller's store has; without waiting.
+  // Errors: those of KeyFromProto.
+  static absl::StatusOr<EncodingSource> Open(
+      const Caller& caller, const v1::EncodingReference& reference,
+      const v1::TensorName& tensor_name);
+  // What only quantd sets in an encoding is ignored.
+  // Errors: those of EncodingFromProto, SCALE_COUNT_LIMIT, MEMORY_BUDGET.
+  static absl::StatusOr<EncodingSource> Open(const RpcEnvironment& env,
+                                             const v1::Encoding& proto);
+
+  // Resolve asks the store.
+  bool waits() const { return encoding_ == nullptr; }
+  // Writing the encoding into an answer takes long.
+  bool is_large() const;
+
+  // The encoding, for a tensor of that shape.
+  // Errors: of the store, ETAG_MISMATCH, SCALE_COUNT, SCALE_COUNT_LIMIT,
+  // BLOCK_SIZE_INVALID, MEMORY_BUDGET.
+  absl::StatusOr<ResolvedEncoding> Resolve(
+      const RpcEnvironment& env, absl::Span<const int64_t> shape) const;
+
+ private:
+  bool is_reference_ = false;
+  EncodingKey key_;
+  // Of a reference.
+  std::shared_ptr<EncodingStore> store_;
+  // That the reference asks for; empty for any.
+  std::string if_match_;
+  std::shared_ptr<const core::Encoding> encoding_;
+  std::string etag_;
+  // Of an inline encoding.
+  MemoryBudget::Lease lease_;
+};
+
+// A spec of a request, resolved for a tensor of that shape, and its layout.
+struct ResolvedSpec {
+  core::EncodingSpec spec;
+  std::shared_ptr<const core::BlockLayout> layout;
+};
+
+// Errors: those of core::ResolveSpec and CheckedLayout, at the fields of an
+// EncodingSpec.
+absl::StatusOr<ResolvedSpec> ResolveSpec(const RpcEnvironment& env,
+                                         const core::EncodingSpec& spec,
+                                         absl::Span<const int64_t> shape);
+// Errors: those of SpecFromProto as well.
+absl::StatusOr<ResolvedSpec> ResolveSpec(const RpcEnvironment& env,
+                                         const v1::EncodingSpec& proto,
+                                         absl::Span<const int64_t> shape);
+
+}  // namespace quantd::server
+
+#endif  // QUANTD_SERVER_RPC_ENCODING_SOURCE_H_

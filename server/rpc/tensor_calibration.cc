@@ -1,0 +1,76 @@
+#include "server/rpc/tensor_calibration.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <utility>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "core/calibrate/calibrate.h"
+#include "core/calibrate/scale_indices.h"
+#include "core/calibrate/search_time.h"
+#include "core/parallel/stop_token.h"
+#include "core/parallel/thread_pool.h"
+#include "core/statistics/held_tensor.h"
+#include "server/guard/memory_budget.h"
+#include "server/rpc/steps.h"
+#include "server/rpc/tensor_accumulator.h"
+
+namespace quantd::server {
+
+int MantissaBitsFor(const core::EncodingSpec& spec) {
+  if (!core::NeedsHistograms(spec)) return TensorAccumulator::kNoHistograms;
+  return spec.mantissa_bits != 0 ? spec.mantissa_bits
+                                 : TensorAccumulator::kDefaultMantissaBits;
+}
+
+int MantissaBitsWhereHeld(const ResolvedSpec& spec) {
+  constexpr int64_t kMostElements = int64_t{1} << 18;
+  if (spec.layout->largest_block() <= kMostElements) {
+    return TensorAccumulator::kNoHistograms;
+  }
+  return core::MantissaBitsAtHand(spec.spec);
+}
+
+int64_t SearchBytes(const RpcEnvironment& env, const ResolvedSpec& spec) {
+  if (!core::NeedsHistograms(spec.spec) ||
+      MantissaBitsWhereHeld(spec) != TensorAccumulator::kNoHistograms) {
+    return 0;
+  }
+  return std::min(core::LaneCount(env.helper_pool),
+                  spec.layout->scale_count()) *
+         core::HeldTensor::TableBytes(*spec.layout,
+                                      core::MantissaBitsAtHand(spec.spec));
+}
+
+bool TakesLong(const core::EncodingSpec& spec, int64_t scale_count,
+               int64_t element_count) {
+  // What is no search takes some nanoseconds for each scale and, where it needs
+  // their histograms, for each element.
+  constexpr int64_t kScales = int64_t{1} << 15;
+  constexpr int64_t kElements = int64_t{1} << 17;
+  return scale_count > kScales ||
+         (core::NeedsHistograms(spec) && element_count > kElements) ||
+         core::SearchTime(spec, scale_count, element_count) > kShortWork;
+}
+
+absl::StatusOr<CalibratedEncoding> CalibrateTensor(
+    const RpcEnvironment& env, const ResolvedSpec& spec,
+    const core::TensorStatistics& statistics,
+    absl::Span<const core::Extremes> moving_average, core::ThreadPool* pool,
+    core::StopToken stop, const core::HeldTensor* held) {
+  MemoryBudget::Lease lease;
+  env.budget->Count(&lease, core::CalibrationBytes(spec.spec, *spec.layout,
+                                                   statistics, pool));
+  absl::StatusOr<core::Calibration> calibration = core::Calibrate(
+      spec.spec, *spec.layout, statistics, moving_average, pool, stop, held);
+  if (!calibration.ok()) return calibration.status();
+  return CalibratedEncoding{
+      {std::make_shared<const core::Encoding>(std::move(calibration->encoding)),
+       spec.layout, ""},
+      std::move(calibration->prediction),
+      calibration->mantissa_bits};
+}
+
+}  // namespace quantd::server

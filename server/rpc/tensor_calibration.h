@@ -1,0 +1,58 @@
+// From the statistics of a tensor to its encoding: what that takes, and doing
+// it.
+
+#ifndef QUANTD_SERVER_RPC_TENSOR_CALIBRATION_H_
+#define QUANTD_SERVER_RPC_TENSOR_CALIBRATION_H_
+
+#include <cstdint>
+
+#include "absl/status/statusor.h"
+#include "absl/types/optional.h"
+#include "absl/types/span.h"
+#include "core/calibrate/calibrate.h"
+#include "core/parallel/stop_token.h"
+#include "core/parallel/thread_pool.h"
+#include "core/statistics/held_tensor.h"
+#include "core/statistics/tensor_statistics.h"
+#include "server/rpc/encoding_source.h"
+#include "server/rpc/rpc_environment.h"
+
+namespace quantd::server {
+
+// The mantissa bits that an accumulator for the spec takes.
+int MantissaBitsFor(const core::EncodingSpec& spec);
+// The same where the tensor is held: none for blocks that a calibrator may look
+// at by themselves. Large ones get histograms as they arrive, which take less
+// than the tensor then.
+int MantissaBitsWhereHeld(const ResolvedSpec& spec);
+// What the threads need beside that to calibrate a spec on a held tensor: to be
+// leased when its header comes.
+int64_t SearchBytes(const RpcEnvironment& env, const ResolvedSpec& spec);
+
+// An encoding that was calibrated, and what to expect of it.
+struct CalibratedEncoding {
+  ResolvedEncoding resolved;
+  absl::optional<core::Prediction> prediction;
+  // See core::Calibration.
+  int mantissa_bits = 0;
+};
+
+// Whether it may take more than kShortWork to calibrate that spec on
+// statistics of `scale_count` scales and `element_count` elements, or on a held
+// tensor with so many.
+bool TakesLong(const core::EncodingSpec& spec, int64_t scale_count,
+               int64_t element_count);
+
+// The encoding that comes of a tensor's statistics at the spec's granularity.
+// `pool`  helps where it takes long; null where it does not.
+// `held`  the tensor, where the statistics have no histograms.
+// Errors: those of core::Calibrate, which see also for the others.
+absl::StatusOr<CalibratedEncoding> CalibrateTensor(
+    const RpcEnvironment& env, const ResolvedSpec& spec,
+    const core::TensorStatistics& statistics,
+    absl::Span<const core::Extremes> moving_average, core::ThreadPool* pool,
+    core::StopToken stop, const core::HeldTensor* held = nullptr);
+
+}  // namespace quantd::server
+
+#endif  // QUANTD_SERVER_RPC_TENSOR_CALIBRATION_H_
