@@ -478,6 +478,8 @@ class FakeServer {
     int port = 0;
     builder.AddListeningPort(address, grpc::InsecureServerCredentials(), &port);
     builder.SetMaxReceiveMessageSize(16 << 20);
+    // What a client may send ahead would grow with the speed of the machine.
+    builder.AddChannelArgument(GRPC_ARG_HTTP2_BDP_PROBE, 0);
     builder.RegisterService(&quantization_);
     builder.RegisterService(&encodings_);
     server_ = builder.BuildAndStart();
