@@ -49,8 +49,8 @@ constexpr int kExitFailed = 1;
 constexpr int kExitBadConfig = 2;
 
 // glibc gives every freed chunk of a tensor back to the kernel and faults it
-// in again; kept, the same chunks serve the next message. What is kept is
-// bounded by what was in use at once, which the memory budget bounds.
+// in again; kept, the same chunks serve the next message. FreeMemory gives back
+// what stays free.
 void TuneAllocator() {
   // Above every message; what is larger goes back to the kernel at once.
   constexpr int kMmapThresholdBytes = 64 << 20;

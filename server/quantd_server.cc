@@ -30,6 +30,7 @@
 #include "grpcpp/resource_quota.h"
 #include "quantd/v1/encoding_service.grpc.pb.h"
 #include "server/goodbye.h"
+#include "server/guard/free_memory.h"
 #include "server/logging.h"
 #include "server/rpc/builtin_guard.h"
 #include "server/rpc/stream_transport.h"
@@ -399,8 +400,10 @@ void QuantdServer::Follow() {
     }
   };
   absl::Duration told = core::SteadyNow();
+  FreeMemory free_memory;
   while (!stopping_.WaitFor(kFollowInterval)) {
     CheckPorts();
+    free_memory.Look(budget_.used_bytes());
     if (access_ != nullptr) {
       take(ReloadedFile::kAccess, "access file", access_->Reload());
     }
