@@ -20,6 +20,7 @@
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "client/cpp/answer_check.h"
 #include "client/cpp/client_options.h"
 #include "client/cpp/credentials.h"
 #include "client/cpp/errors.h"
@@ -88,6 +89,15 @@ absl::Status ForAllPages(Page&& page) {
     }
     token = std::move(next);
   }
+}
+
+// The answer, if it is of that name.
+// Errors: RESPONSE_MALFORMED.
+absl::StatusOr<v1::StoredEncoding> StoredUnder(const TensorName& name,
+                                               v1::StoredEncoding stored) {
+  const absl::Status status = internal::CheckStoredName(name, stored.name());
+  if (!status.ok()) return status;
+  return stored;
 }
 
 // True when `stored` is what the service makes of `put`: that fills in what was
@@ -393,7 +403,7 @@ absl::StatusOr<v1::StoredEncoding> Client::GetEncoding(const TensorName& name) {
   const absl::Status status =
       Call(&v1::EncodingService::Stub::GetEncoding, request, &response);
   if (!status.ok()) return status;
-  return std::move(*response.mutable_stored_encoding());
+  return StoredUnder(name, std::move(*response.mutable_stored_encoding()));
 }
 
 absl::StatusOr<v1::StoredEncoding> Client::PutEncoding(
@@ -415,7 +425,7 @@ absl::StatusOr<v1::StoredEncoding> Client::PutEncoding(
     }
   }
   if (!status.ok()) return status;
-  return std::move(*response.mutable_stored_encoding());
+  return StoredUnder(name, std::move(*response.mutable_stored_encoding()));
 }
 
 absl::Status Client::DeleteEncoding(const TensorName& name,

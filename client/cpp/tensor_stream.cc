@@ -14,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
+#include "client/cpp/answer_check.h"
 #include "client/cpp/errors.h"
 #include "client/cpp/exchange.h"
 #include "client/cpp/retrying_stream.h"
@@ -25,6 +26,7 @@ namespace quantd {
 namespace {
 
 using internal::Exchange;
+using internal::Question;
 using internal::SharedBuffers;
 
 void DescribeTensor(const Tensor& tensor, v1::TensorDescription* out) {
@@ -34,7 +36,7 @@ void DescribeTensor(const Tensor& tensor, v1::TensorDescription* out) {
 }
 
 // Invalid UTF-8 would break the message and with it the stream.
-absl::Status CheckName(const TensorName& name) {
+absl::Status CheckUtf8(const TensorName& name) {
   for (const std::string* part :
        {&name.model(), &name.revision(), &name.tensor()}) {
     if (!internal::IsValidUtf8(*part)) {
@@ -70,7 +72,7 @@ absl::Status CheckDataSize(const Tensor& tensor,
 absl::Status CheckReals(const Tensor& tensor,
                         const std::optional<ByteRange>& range,
                         int64_t tensor_count = 1) {
-  const absl::Status name_status = CheckName(tensor.name);
+  const absl::Status name_status = CheckUtf8(tensor.name);
   if (!name_status.ok()) return name_status;
   const absl::StatusOr<int64_t> count = ElementCount(tensor.shape);
   if (!count.ok()) return count.status();
@@ -132,9 +134,11 @@ void AddSummary(const v1::DequantizeSummary& part, v1::DequantizeSummary* sum) {
 template <typename Header, typename Result>
 class OutputExchange : public Exchange {
  public:
-  explicit OutputExchange(absl::Span<uint8_t> output,
-                          uint64_t most_output_bytes)
-      : caller_output_(output), most_output_bytes_(most_output_bytes) {}
+  template <typename Job>
+  explicit OutputExchange(const Job& job)
+      : question_(job.tensor, job.source),
+        wants_encoding_(!job.omit_encoding),
+        caller_output_(job.output) {}
 
   std::string PartHeader(uint64_t begin_bytes) const override {
     if (!HasParts()) return request_header_;
@@ -182,6 +186,12 @@ class OutputExchange : public Exchange {
     if (!header.ParseFromArray(bytes.data(), static_cast<int>(bytes.size()))) {
       return ResponseMalformedError("the header is not of this RPC");
     }
+    const absl::Status status =
+        internal::CheckHeader(question_,
+                              {payload_offset_bytes_ + resume_bytes(),
+                               payload_offset_bytes_ + PartEnd(resume_bytes())},
+                              wants_encoding_ && resume_bytes() == 0, header);
+    if (!status.ok()) return status;
     uint64_t begin = 0;
     uint64_t end = header.size_bytes();
     if (header.has_range()) {
@@ -189,11 +199,6 @@ class OutputExchange : public Exchange {
       end = header.range().end_bytes();
     }
     const uint64_t size = HasParts() ? header.size_bytes() : end - begin;
-    if (begin > end || size > most_output_bytes_) {
-      return ResponseMalformedError(
-          absl::StrCat("expected an output of at most ", most_output_bytes_,
-                       " bytes, got ", size, " and [", begin, ", ", end, ")"));
-    }
     if (resume_bytes() == 0) {
       result_.header = std::move(header);
       if (!MakeRoom(size)) return absl::OkStatus();
@@ -293,8 +298,9 @@ class OutputExchange : public Exchange {
     result->elements = bytes;
   }
 
+  const Question question_;
+  const bool wants_encoding_;
   const absl::Span<uint8_t> caller_output_;
-  const uint64_t most_output_bytes_;
   Result result_;
   // For the whole output.
   absl::Span<uint8_t> room_;
@@ -314,12 +320,9 @@ class OutputExchange : public Exchange {
 class QuantizeExchange final
     : public OutputExchange<v1::QuantizeHeader, QuantizeResult> {
  public:
-  // Codes are of at most 16 bits, and as many as elements.
   QuantizeExchange(const QuantizeJob& job, int64_t part_bytes,
                    const SharedBuffers& shared_buffers)
-      : OutputExchange(job.output,
-                       job.tensor.data.size() /
-                           ElementSizeBytes(job.tensor.element_type) * 2) {
+      : OutputExchange(job) {
     const absl::Status status = CheckReals(job.tensor, job.range);
     if (!status.ok()) {
       Fail(status);
@@ -338,10 +341,9 @@ class QuantizeExchange final
 class DequantizeExchange final
     : public OutputExchange<v1::DequantizeHeader, DequantizeResult> {
  public:
-  // A byte holds at most four codes, an element takes at most 8 bytes.
   DequantizeExchange(const DequantizeJob& job, int64_t part_bytes,
                      const SharedBuffers& shared_buffers)
-      : OutputExchange(job.output, job.tensor.data.size() * 4 * 8) {
+      : OutputExchange(job) {
     const absl::Status status = Check(job);
     if (!status.ok()) {
       Fail(status);
@@ -359,7 +361,7 @@ class DequantizeExchange final
 
  private:
   static absl::Status Check(const DequantizeJob& job) {
-    const absl::Status name_status = CheckName(job.tensor.name);
+    const absl::Status name_status = CheckUtf8(job.tensor.name);
     if (!name_status.ok()) return name_status;
     const absl::StatusOr<int64_t> count = ElementCount(job.tensor.shape);
     if (!count.ok()) return count.status();
@@ -380,6 +382,8 @@ class DequantizeExchange final
 template <typename Summary>
 class SummaryExchange : public Exchange {
  public:
+  explicit SummaryExchange(const TensorName& name) : name_(name) {}
+
   Summary TakeResult() { return std::move(summary_); }
 
  protected:
@@ -389,12 +393,16 @@ class SummaryExchange : public Exchange {
                                  static_cast<int>(summary.size()))) {
       return ResponseMalformedError("the summary is not of this RPC");
     }
-    return absl::OkStatus();
+    const absl::Status status = internal::CheckName(name_, summary_.name());
+    return status.ok() ? CheckSummary(summary_) : status;
   }
+  // Errors: RESPONSE_MALFORMED.
+  virtual absl::Status CheckSummary(const Summary& summary) const = 0;
   bool HasOutput() const override { return false; }
   void OnResume() override { summary_.Clear(); }
 
  private:
+  const TensorName name_;
   Summary summary_;
 };
 
@@ -408,7 +416,8 @@ std::string OrderKey(const TensorName& name, const std::string& source) {
 class CalibrateExchange final : public SummaryExchange<CalibrateResult> {
  public:
   CalibrateExchange(const CalibrateJob& job,
-                    const SharedBuffers& shared_buffers) {
+                    const SharedBuffers& shared_buffers)
+      : SummaryExchange(job.tensor.name) {
     const absl::Status status = CheckReals(job.tensor, std::nullopt);
     if (!status.ok()) {
       Fail(status);
@@ -416,7 +425,10 @@ class CalibrateExchange final : public SummaryExchange<CalibrateResult> {
     }
     v1::CalibrateHeader header;
     DescribeTensor(job.tensor, header.mutable_tensor());
-    if (job.spec.has_value()) *header.mutable_spec() = *job.spec;
+    if (job.spec.has_value()) {
+      *header.mutable_spec() = *job.spec;
+      question_ = Question(job.tensor, *job.spec);
+    }
     if (job.contribution.has_value()) {
       *header.mutable_contribution() = *job.contribution;
       order_key_ = OrderKey(job.tensor.name, job.contribution->source());
@@ -424,12 +436,23 @@ class CalibrateExchange final : public SummaryExchange<CalibrateResult> {
     request_header_ = header.SerializeAsString();
     SetPayload(job.tensor.data, shared_buffers);
   }
+
+ protected:
+  absl::Status CheckSummary(const CalibrateResult& summary) const override {
+    if (!question_.has_value()) return absl::OkStatus();
+    return internal::CheckEncoding(*question_,
+                                   summary.stored_encoding().encoding());
+  }
+
+ private:
+  // Where there is a spec.
+  std::optional<Question> question_;
 };
 
 class EvaluateExchange final : public SummaryExchange<EvaluateResult> {
  public:
-  EvaluateExchange(const EvaluateJob& job,
-                   const SharedBuffers& shared_buffers) {
+  EvaluateExchange(const EvaluateJob& job, const SharedBuffers& shared_buffers)
+      : SummaryExchange(job.tensor.name) {
     const absl::Status status =
         CheckReals(job.tensor, std::nullopt, job.comparison ? 2 : 1);
     if (!status.ok()) {
@@ -442,6 +465,9 @@ class EvaluateExchange final : public SummaryExchange<EvaluateResult> {
       v1::EvaluateCandidate* const added = header.add_candidates();
       SetSource(candidate.source, added);
       added->set_label(candidate.label);
+      candidates_.push_back(
+          {candidate.label, Question(job.tensor, candidate.source),
+           std::holds_alternative<EncodingSpec>(candidate.source)});
     }
     header.set_per_scale_index(job.per_scale_index);
     header.set_with_distribution(job.with_distribution);
@@ -449,6 +475,39 @@ class EvaluateExchange final : public SummaryExchange<EvaluateResult> {
     request_header_ = header.SerializeAsString();
     SetPayload(job.tensor.data, shared_buffers);
   }
+
+ protected:
+  absl::Status CheckSummary(const EvaluateResult& summary) const override {
+    if (static_cast<size_t>(summary.candidates_size()) != candidates_.size()) {
+      return ResponseMalformedError(
+          absl::StrCat("expected metrics of ", candidates_.size(),
+                       " candidates, got ", summary.candidates_size()));
+    }
+    for (size_t i = 0; i < candidates_.size(); ++i) {
+      const Candidate& candidate = candidates_[i];
+      const v1::CandidateMetrics& metrics =
+          summary.candidates(static_cast<int>(i));
+      if (metrics.label() != candidate.label) {
+        return ResponseMalformedError(
+            absl::StrCat("expected label \"", candidate.label, "\", got \"",
+                         metrics.label(), "\""));
+      }
+      if (!candidate.is_spec) continue;
+      const absl::Status status =
+          internal::CheckEncoding(candidate.question, metrics.encoding());
+      if (!status.ok()) return status;
+    }
+    return absl::OkStatus();
+  }
+
+ private:
+  struct Candidate {
+    std::string label;
+    Question question;
+    // Whose encoding comes back.
+    bool is_spec;
+  };
+  std::vector<Candidate> candidates_;
 };
 
 std::unique_ptr<QuantizeExchange> MakeExchange(

@@ -216,6 +216,102 @@ TEST_F(ClientTest, RefusesMoreBytesThanWereAnnounced) {
             "RESPONSE_MALFORMED");
 }
 
+// Changes one answer and tells the error, which must not be tried again.
+template <typename Change>
+std::string ErrorOf(FakeServer* server, Client* client, Change change) {
+  server->faults().change_answer = [change](v1::QuantizeResponse* response) {
+    change(response);
+  };
+  const absl::Status status =
+      client->Quantize(MakeJob("w", Ramp(1000))).status();
+  server->faults().change_answer = nullptr;
+  EXPECT_EQ(ErrorReason(status), "RESPONSE_MALFORMED") << status;
+  return std::string(ErrorText(status));
+}
+
+TEST_F(ClientTest, TakesNoAnswerToAnotherQuestion) {
+  using Answer = v1::QuantizeResponse;
+  const auto error_of = [this](auto change) {
+    return ErrorOf(&server_, client_.get(), change);
+  };
+  EXPECT_EQ(error_of([](Answer* answer) {
+              answer->mutable_header()->mutable_name()->set_tensor("v");
+            }),
+            "expected tensor \"w\", got \"v\"");
+  EXPECT_EQ(error_of([](Answer* answer) {
+              answer->mutable_header()->set_shape(0, 999);
+            }),
+            "expected shape [1000], got [999]");
+  EXPECT_EQ(error_of([](Answer* answer) {
+              answer->mutable_header()->mutable_encoding()->set_format(
+                  v1::NUMBER_FORMAT_UINT8);
+            }),
+            "expected format int8, got uint8");
+  EXPECT_EQ(error_of([](Answer* answer) {
+              Encoding* const encoding =
+                  answer->mutable_header()->mutable_encoding();
+              encoding->add_block_size(500);
+              encoding->add_scale(kScale);
+            }),
+            "expected block size [], got [500]");
+  EXPECT_EQ(error_of([](Answer* answer) {
+              answer->mutable_header()->mutable_encoding()->add_scale(kScale);
+            }),
+            "expected scale of 1 entries, got 2");
+  EXPECT_EQ(error_of([](Answer* answer) {
+              answer->mutable_header()->clear_encoding();
+            }),
+            "expected an encoding, got none");
+  EXPECT_EQ(error_of([](Answer* answer) {
+              answer->mutable_header()->set_size_bytes(2000);
+              answer->mutable_header()->mutable_range()->set_end_bytes(2000);
+            }),
+            "expected size_bytes 1000, got 2000");
+  EXPECT_EQ(error_of([](Answer* answer) {
+              answer->mutable_header()->mutable_range()->set_begin_bytes(8);
+            }),
+            "expected bytes [0, 1000), got [8, 1000)");
+  EXPECT_EQ(error_of([](Answer* answer) { answer->set_offset(8); }),
+            "expected data at byte 0, got 8");
+}
+
+TEST_F(ClientTest, TakesNoSummaryOfAnotherTensor) {
+  const std::vector<float> values = Ramp(100);
+  CalibrateJob job;
+  job.tensor = MakeJob("w", values).tensor;
+  server_.faults().change_summary = [](v1::CalibrateSummary* summary) {
+    summary->mutable_name()->set_tensor("v");
+  };
+  EXPECT_EQ(client_->Calibrate(job).status().message(),
+            "RESPONSE_MALFORMED: expected tensor \"w\", got \"v\"");
+  server_.faults().change_summary = nullptr;
+  EXPECT_TRUE(client_->Calibrate(job).ok());
+  job.spec.emplace().set_format(v1::NUMBER_FORMAT_INT8);
+  EXPECT_EQ(client_->Calibrate(job).status().message(),
+            "RESPONSE_MALFORMED: expected format int8, got "
+            "unspecified");
+}
+
+TEST_F(ClientTest, TakesNoStoredEncodingOfAnotherName) {
+  TensorName name;
+  name.set_tensor("w");
+  Encoding encoding;
+  encoding.set_format(v1::NUMBER_FORMAT_INT8);
+  encoding.add_scale(0.5f);
+  server_.faults().change_stored = [](v1::StoredEncoding* stored) {
+    stored->mutable_name()->set_revision("main");
+  };
+  EXPECT_TRUE(client_->PutEncoding(name, encoding, "").ok());
+  EXPECT_TRUE(client_->GetEncoding(name).ok());
+  server_.faults().change_stored = [](v1::StoredEncoding* stored) {
+    stored->mutable_name()->set_model("other");
+  };
+  EXPECT_EQ(ErrorReason(client_->PutEncoding(name, encoding, "").status()),
+            "RESPONSE_MALFORMED");
+  EXPECT_EQ(client_->GetEncoding(name).status().message(),
+            "RESPONSE_MALFORMED: expected tensor \"w\", got \"w\" of other");
+}
+
 TEST_F(ClientTest, SendsAgainAfterTheStreamBroke) {
   server_.faults().unavailable_streams = 3;
   const std::vector<float> values = Ramp(300'000);

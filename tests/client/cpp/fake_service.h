@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <memory>
 #include <set>
@@ -82,6 +83,10 @@ struct Faults {
   std::atomic<int> exhausted_unary{0};
   // Send a wrong checksum.
   std::atomic<bool> wrong_checksum{false};
+  // Changes what is answered, for a server that answers something else.
+  std::function<void(v1::QuantizeResponse*)> change_answer;
+  std::function<void(v1::CalibrateSummary*)> change_summary;
+  std::function<void(v1::StoredEncoding*)> change_stored;
   // Send bytes that no header announced.
   std::atomic<bool> too_many_bytes{false};
   // Break computing encodings after two tensors.
@@ -216,6 +221,7 @@ class FakeQuantizationService final : public v1::QuantizationService::Service {
             XXH3_64bits_digest(hash) + (faults_.wrong_checksum ? 1 : 0));
         is_open = false;
       }
+      if (faults_.change_answer) faults_.change_answer(&response);
       stream->Write(response);
     }
     return grpc::Status::OK;
@@ -259,6 +265,9 @@ class FakeQuantizationService final : public v1::QuantizationService::Service {
       response.mutable_summary()->mutable_statistics()->set_count(size / 4);
       if (header.has_contribution()) {
         Contribute(header, response.mutable_summary()->mutable_contribution());
+      }
+      if (faults_.change_summary) {
+        faults_.change_summary(response.mutable_summary());
       }
       stream->Write(response);
       is_open = false;
@@ -390,6 +399,7 @@ class FakeEncodingService final : public v1::EncodingService::Service {
                            const v1::GetEncodingRequest* request,
                            v1::GetEncodingResponse* response) override {
     if (request->name().tensor() == "large") {
+      *response->mutable_stored_encoding()->mutable_name() = request->name();
       response->mutable_stored_encoding()->mutable_encoding()->set_scale_code(
           std::string(static_cast<size_t>(faults_.large_encoding_bytes), 'x'));
       return grpc::Status::OK;
@@ -398,6 +408,9 @@ class FakeEncodingService final : public v1::EncodingService::Service {
     const auto found = encodings_.find(request->name().tensor());
     if (found == encodings_.end()) return NotFound();
     *response->mutable_stored_encoding() = found->second;
+    if (faults_.change_stored) {
+      faults_.change_stored(response->mutable_stored_encoding());
+    }
     return grpc::Status::OK;
   }
 
@@ -422,6 +435,9 @@ class FakeEncodingService final : public v1::EncodingService::Service {
     stored.set_etag(absl::StrCat(++generation_));
     *response->mutable_stored_encoding() = stored;
     response->mutable_stored_encoding()->clear_encoding();
+    if (faults_.change_stored) {
+      faults_.change_stored(response->mutable_stored_encoding());
+    }
     return Answered();
   }
 
