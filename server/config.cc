@@ -8,12 +8,12 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
-#include <fstream>
 #include <functional>
 #include <iterator>
 #include <limits>
 #include <map>
 #include <memory>
+#include <sstream>
 #include <string>
 #include <thread>
 #include <utility>
@@ -31,10 +31,12 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "absl/types/optional.h"
 #include "core/errors.h"
 #include "core/types/block_layout.h"
 #include "server/guard/limits.h"
 #include "server/guard/size_text.h"
+#include "server/guard/text_file.h"
 #include "server/logging.h"
 
 namespace quantd::server {
@@ -707,12 +709,11 @@ absl::StatusOr<std::map<std::string, Values>> ReadConfigFile(
     return core::ConfigInvalidError(
         absl::StrCat("--config ", path, ": ", what));
   };
-  std::ifstream file(path);
-  // Reading a directory fails only at the first byte.
-  if (!file || (file.peek(), file.bad())) {
+  const absl::optional<std::string> text = ReadTextFile(path);
+  if (!text.has_value()) {
     return invalid("expected a file that can be read");
   }
-  file.clear();
+  std::istringstream file(*text);
   std::vector<CLI::ConfigItem> items;
   try {
     items = CLI::ConfigTOML().from_config(file);

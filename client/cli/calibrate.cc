@@ -123,7 +123,7 @@ void Run(const Options& options, Session* session) {
     list.push_back({{"name", tensor.name},
                     {"shape", tensor.shape},
                     {"error", ErrorJson(status)}});
-    table.AddRow({Printable(tensor.name), ShapeText(tensor.shape), "failed"});
+    table.AddRow({tensor.name, ShapeText(tensor.shape), "failed"});
   };
   std::vector<const files::FileTensor*> selected;
   uint64_t total_bytes = 0;
@@ -175,7 +175,7 @@ void Run(const Options& options, Session* session) {
                        {"shape", tensor.shape},
                        {"statistics", StatisticsJson(statistics)}};
           std::vector<std::string> row = {
-              Printable(tensor.name),
+              tensor.name,
               ShapeText(tensor.shape),
               NumberText(statistics.min()),
               NumberText(statistics.max()),
@@ -201,7 +201,7 @@ void Run(const Options& options, Session* session) {
             json["etag"] = stored.etag();
             json["generation"] = stored.generation();
             row.push_back(CountText(static_cast<uint64_t>(scale_count)));
-            row.push_back(Printable(stored.etag()));
+            row.push_back(stored.etag());
           }
           list.push_back(std::move(json));
           table.AddRow(std::move(row));

@@ -7,8 +7,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <fstream>
-#include <iterator>
 #include <memory>
 #include <string>
 #include <utility>
@@ -24,6 +22,7 @@
 #include "absl/strings/strip.h"
 #include "absl/types/span.h"
 #include "client/cpp/errors.h"
+#include "client/cpp/text_file.h"
 #include "client/files/dtype.h"
 #include "client/files/errors.h"
 #include "client/files/shard_index.h"
@@ -829,10 +828,10 @@ absl::StatusOr<std::vector<QuantizedTensor>> ReadCompressed(
                                  ? "."
                                  : path.substr(0, slash + 1);
   const std::string config_path = files::PathIn(folder, "config.json");
-  std::ifstream file(config_path, std::ios::binary);
-  if (!file) return std::vector<QuantizedTensor>();
-  const std::string text(std::istreambuf_iterator<char>(file), {});
-  const Json document = Json::parse(text, nullptr, /*allow_exceptions=*/false);
+  const absl::StatusOr<std::string> text = internal::ReadTextFile(config_path);
+  if (absl::IsNotFound(text.status())) return std::vector<QuantizedTensor>();
+  if (!text.ok()) return text.status();
+  const Json document = Json::parse(*text, nullptr, /*allow_exceptions=*/false);
   if (!document.is_object()) {
     return files::FileMalformedError(config_path, "expected a JSON object");
   }

@@ -254,9 +254,8 @@ class Dequantizer {
       if (!outcome.status.ok()) json["error"] = ErrorJson(outcome.status);
       if (!outcome.note.empty()) json["note"] = outcome.note;
       list.push_back(std::move(json));
-      table.AddRow({Printable(outcome.name), ShapeText(outcome.shape),
-                    outcome.dtype, outcome.result,
-                    BytesCell(outcome.input_bytes),
+      table.AddRow({outcome.name, ShapeText(outcome.shape), outcome.dtype,
+                    outcome.result, BytesCell(outcome.input_bytes),
                     BytesCell(outcome.output_bytes)});
     }
     std::vector<std::string> notes;

@@ -1,7 +1,4 @@
 #include <algorithm>
-#include <fstream>
-#include <iostream>
-#include <iterator>
 #include <memory>
 #include <string>
 #include <utility>
@@ -14,6 +11,7 @@
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
 #include "client/cli/message_json.h"
+#include "client/cli/printable.h"
 #include "client/cli/progress.h"
 #include "client/cli/selection.h"
 #include "client/cli/session.h"
@@ -22,6 +20,7 @@
 #include "client/cli/tensor_input.h"
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
+#include "client/cpp/text_file.h"
 #include "client/files/errors.h"
 #include "google/protobuf/util/json_util.h"
 #include "nlohmann/json.hpp"
@@ -112,11 +111,11 @@ void List(const Options& options, Session* session) {
   for (const v1::StoredEncoding& stored : *encodings) {
     list.push_back(MessageJson(stored));
     table.AddRow(
-        {Printable(stored.name().tensor()),
+        {stored.name().tensor(),
          stored.has_error() ? "damaged" : FormatName(stored.format()),
          stored.has_encoding() ? GranularityText(stored.encoding()) : "",
          CountText(stored.scale_count()), TimeText(stored.update_time()),
-         Printable(stored.etag())});
+         stored.etag()});
     if (stored.has_error()) session->TellDamage(stored.error());
   }
   if (session->json) {
@@ -141,15 +140,9 @@ void Get(const Options& options, Session* session) {
 
 // Reads an Encoding, or a StoredEncoding as `get` prints it.
 absl::StatusOr<Encoding> ReadEncoding(const std::string& path) {
-  std::string text;
-  if (path == "-") {
-    text.assign(std::istreambuf_iterator<char>(std::cin), {});
-  } else {
-    std::ifstream file(path, std::ios::binary);
-    if (!file) return files::FileUnreadableError(path, errno);
-    text.assign(std::istreambuf_iterator<char>(file), {});
-  }
-  Json document = Json::parse(text, nullptr, /*allow_exceptions=*/false);
+  const absl::StatusOr<std::string> text = internal::ReadDocument(path);
+  if (!text.ok()) return text.status();
+  Json document = Json::parse(*text, nullptr, /*allow_exceptions=*/false);
   if (!document.is_object()) {
     return files::FileMalformedError(path, "expected a JSON object");
   }
@@ -249,7 +242,7 @@ void Compute(const Options& options, Session* session) {
             const absl::Status error = FromTensorError(response.error());
             json["error"] = ErrorJson(error);
             errors.push_back({name, error});
-            table.AddRow({Printable(name), "failed"});
+            table.AddRow({name, "failed"});
           } else {
             const v1::StoredEncoding& stored = response.stored_encoding();
             const int scale_count = stored.encoding().scale_size();
@@ -260,12 +253,11 @@ void Compute(const Options& options, Session* session) {
               json["generation"] = stored.generation();
             }
             json["prediction"] = PredictionJson(response.prediction());
-            table.AddRow({Printable(name),
-                          FormatName(stored.encoding().format()),
+            table.AddRow({name, FormatName(stored.encoding().format()),
                           CountText(static_cast<uint64_t>(scale_count)),
                           DecibelText(response.prediction().sqnr_db()),
                           DecibelText(response.prediction().sqnr_db_low()),
-                          Printable(stored.etag())});
+                          stored.etag()});
           }
           list.push_back(std::move(json));
           return true;

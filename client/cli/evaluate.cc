@@ -243,7 +243,7 @@ void Run(const Options& options, Session* session) {
                     {"shape", tensor.shape},
                     {"dtype", std::string(DtypeName(tensor.dtype))},
                     {"error", ErrorJson(status)}});
-    table.AddRow({Printable(tensor.name), ShapeText(tensor.shape),
+    table.AddRow({tensor.name, ShapeText(tensor.shape),
                   std::string(DtypeName(tensor.dtype)), "failed"});
   };
   std::vector<const files::FileTensor*> selected;
@@ -290,8 +290,7 @@ void Run(const Options& options, Session* session) {
             return fatal.ok();
           }
           Json metrics = Json::array();
-          std::vector<std::string> row = {Printable(tensor.name),
-                                          ShapeText(tensor.shape),
+          std::vector<std::string> row = {tensor.name, ShapeText(tensor.shape),
                                           std::string(DtypeName(tensor.dtype))};
           for (const v1::CandidateMetrics& candidate : result->candidates()) {
             metrics.push_back(

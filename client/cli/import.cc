@@ -1,9 +1,5 @@
-#include <cerrno>
 #include <cmath>
 #include <cstdint>
-#include <fstream>
-#include <iostream>
-#include <iterator>
 #include <memory>
 #include <optional>
 #include <string>
@@ -21,11 +17,13 @@
 #include "client/cli/commands.h"
 #include "client/cli/compressed_tensors.h"
 #include "client/cli/interchange.h"
+#include "client/cli/printable.h"
 #include "client/cli/session.h"
 #include "client/cli/table.h"
 #include "client/cli/tensor_input.h"
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
+#include "client/cpp/text_file.h"
 #include "client/files/errors.h"
 #include "client/files/gguf.h"
 #include "client/files/onnx_model.h"
@@ -91,15 +89,6 @@ absl::Status AddBlockSize(const std::string& text,
     hint->add_block_size(value);
   }
   return absl::OkStatus();
-}
-
-absl::StatusOr<std::string> ReadText(const std::string& path) {
-  if (path == "-") {
-    return std::string(std::istreambuf_iterator<char>(std::cin), {});
-  }
-  std::ifstream file(path, std::ios::binary);
-  if (!file) return files::FileUnreadableError(path, errno);
-  return std::string(std::istreambuf_iterator<char>(file), {});
 }
 
 void Report(const Options& options, const v1::ImportEncodingsResponse& response,
@@ -290,7 +279,7 @@ void Run(const Options& options, Session* session) {
     hint->set_pattern("*");
     hint->set_axis(*options.axis);
   }
-  const absl::StatusOr<std::string> text = ReadText(options.file);
+  const absl::StatusOr<std::string> text = internal::ReadDocument(options.file);
   if (!text.ok()) return session->Fail(text.status());
   const std::unique_ptr<Client> client = session->ConnectOrFail();
   if (client == nullptr) return;

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "client/cli/printable.h"
 #include "client/cli/progress.h"
 #include "client/cli/session.h"
 

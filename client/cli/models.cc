@@ -37,7 +37,7 @@ void ListModels(Client* client, Session* session) {
                  {"statistics_count", model.statistics_count()}};
     if (model.has_error()) item["error"] = MessageJson(model.error());
     list.push_back(std::move(item));
-    table.AddRow({Printable(model.model()), CountText(model.revision_count()),
+    table.AddRow({model.model(), CountText(model.revision_count()),
                   CountText(model.encoding_count()),
                   CountText(model.statistics_count())});
     if (model.has_error()) session->TellDamage(model.error());
@@ -69,8 +69,7 @@ void ListRevisions(Client* client, const std::string& model, Session* session) {
                  {"statistics_count", revision.statistics_count()}};
     if (revision.has_error()) item["error"] = MessageJson(revision.error());
     list.push_back(std::move(item));
-    table.AddRow({Printable(revision.revision()),
-                  CountText(revision.encoding_count()),
+    table.AddRow({revision.revision(), CountText(revision.encoding_count()),
                   CountText(revision.statistics_count())});
     if (revision.has_error()) session->TellDamage(revision.error());
   }

@@ -12,6 +12,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "client/cli/interchange.h"
+#include "client/cli/printable.h"
 #include "client/cli/selection.h"
 #include "client/cli/spec_syntax.h"
 #include "client/cli/table.h"

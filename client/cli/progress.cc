@@ -14,6 +14,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "client/cli/printable.h"
 #include "client/cli/session.h"
 #include "client/cli/table.h"
 

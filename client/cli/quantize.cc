@@ -6,7 +6,6 @@
 #include <cerrno>
 #include <cstdint>
 #include <cstdlib>
-#include <fstream>
 #include <iterator>
 #include <map>
 #include <memory>
@@ -34,6 +33,7 @@
 #include "client/cli/compressed_tensors.h"
 #include "client/cli/interrupt.h"
 #include "client/cli/output.h"
+#include "client/cli/printable.h"
 #include "client/cli/progress.h"
 #include "client/cli/quantized_tensor.h"
 #include "client/cli/selection.h"
@@ -43,6 +43,7 @@
 #include "client/cli/tensor_loop.h"
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
+#include "client/cpp/text_file.h"
 #include "client/files/atomic_file.h"
 #include "client/files/errors.h"
 #include "client/files/safetensors.h"
@@ -200,18 +201,11 @@ std::vector<std::string> FilesIn(const std::string& folder) {
   return names;
 }
 
-absl::StatusOr<std::string> ReadWhole(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  if (!file) return files::FileUnreadableError(path, errno);
-  return std::string(std::istreambuf_iterator<char>(file), {});
-}
-
 // Whether a config.json is of a compressed-tensors model.
 bool IsOfCompressed(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
   const Json document =
-      Json::parse(std::string(std::istreambuf_iterator<char>(file), {}),
-                  nullptr, /*allow_exceptions=*/false);
+      Json::parse(internal::ReadTextFile(path).value_or(""), nullptr,
+                  /*allow_exceptions=*/false);
   if (!document.is_object()) return false;
   const auto config = document.find("quantization_config");
   return config != document.end() && config->is_object() &&
@@ -857,11 +851,13 @@ class Quantizer {
         status.st_size > kMostBesideBytes) {
       return false;
     }
-    absl::StatusOr<std::string> text = ReadWhole(from);
+    absl::StatusOr<std::string> text =
+        internal::ReadTextFile(from, kMostBesideBytes);
     if (!text.ok()) return text.status();
     const std::string to = OutputPath(name);
     if (FileExists(to)) {
-      const absl::StatusOr<std::string> there = ReadWhole(to);
+      const absl::StatusOr<std::string> there =
+          internal::ReadTextFile(to, kMostBesideBytes);
       if (there.ok() && *there == *text) return true;
       if (!options_.output.force) return false;
     }
@@ -879,13 +875,14 @@ class Quantizer {
     Json config = Json::object();
     if (files::IsFolder(options_.input)) {
       const std::string path = files::PathIn(options_.input, kConfigName);
-      std::ifstream file(path, std::ios::binary);
-      if (file) {
-        const std::string text(std::istreambuf_iterator<char>(file), {});
-        config = Json::parse(text, nullptr, /*allow_exceptions=*/false);
+      const absl::StatusOr<std::string> text = internal::ReadTextFile(path);
+      if (text.ok()) {
+        config = Json::parse(*text, nullptr, /*allow_exceptions=*/false);
         if (!config.is_object()) {
           return files::FileMalformedError(path, "expected a JSON object");
         }
+      } else if (!absl::IsNotFound(text.status())) {
+        return text.status();
       }
     }
     config["quantization_config"] = compressed_.Config(IgnoredModules());
@@ -1095,7 +1092,7 @@ class Quantizer {
       for (const files::FileTensor& tensor : shard->input.tensors()) {
         const Outcome& outcome = outcomes_.at(tensor.name);
         std::vector<std::string> row = {
-            Printable(tensor.name),
+            tensor.name,
             ShapeText(tensor.shape),
             std::string(DtypeName(tensor.dtype)),
             ResultText(*shard, outcome),

@@ -4,8 +4,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <fstream>
-#include <iterator>
 #include <string>
 #include <vector>
 
@@ -21,6 +19,7 @@
 #include "client/cli/tensor_input.h"
 #include "client/cpp/errors.h"
 #include "client/cpp/tensor.h"
+#include "client/cpp/text_file.h"
 #include "client/files/dtype.h"
 #include "client/files/errors.h"
 #include "client/files/safetensors.h"
@@ -481,9 +480,8 @@ const files::FileTensor* FindCodes(const TensorInput& input) {
 // What a folder's config.json says of how the model is quantized; empty where
 // it says nothing.
 std::string QuantizationMethod(const std::string& folder) {
-  std::ifstream file(files::PathIn(folder, "config.json"), std::ios::binary);
-  if (!file) return "";
-  const std::string text(std::istreambuf_iterator<char>(file), {});
+  const std::string text =
+      internal::ReadTextFile(files::PathIn(folder, "config.json")).value_or("");
   const Json document = Json::parse(text, nullptr, /*allow_exceptions=*/false);
   if (!document.is_object()) return "";
   for (const char* key : {"quantization_config", "compression_config"}) {

@@ -21,6 +21,7 @@
 #include "client/cli/commands.h"
 #include "client/cli/message_json.h"
 #include "client/cli/output.h"
+#include "client/cli/printable.h"
 #include "client/cli/progress.h"
 #include "client/cli/report_data.h"
 #include "client/cli/report_page.h"

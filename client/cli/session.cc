@@ -1,5 +1,6 @@
 #include "client/cli/session.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <memory>
@@ -9,15 +10,14 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "client/cli/message_json.h"
+#include "client/cli/printable.h"
 #include "client/cli/progress.h"
 #include "client/cpp/client.h"
 #include "client/cpp/credentials.h"
 #include "client/cpp/errors.h"
-#include "client/cpp/utf8.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::cli {
@@ -122,27 +122,6 @@ Json ErrorJson(const absl::Status& status) {
           {"message", std::string(ErrorText(status))}};
 }
 
-std::string Printable(absl::string_view text) {
-  const bool is_utf8 = internal::IsValidUtf8(text);
-  std::string printable;
-  for (size_t i = 0; i < text.size(); ++i) {
-    const unsigned char byte = static_cast<unsigned char>(text[i]);
-    // U+0080 to U+009F control terminals too; in UTF-8 they begin with 0xC2.
-    const bool is_c1 = byte == 0xC2 && i + 1 < text.size() &&
-                       static_cast<unsigned char>(text[i + 1]) < 0xA0;
-    if (byte < 0x20 || byte == 0x7F || is_c1 || (byte >= 0x80 && !is_utf8)) {
-      absl::StrAppendFormat(&printable, "\\x%02x", byte);
-      if (is_c1 && is_utf8) {
-        absl::StrAppendFormat(&printable, "\\x%02x",
-                              static_cast<unsigned char>(text[++i]));
-      }
-    } else {
-      printable.push_back(text[i]);
-    }
-  }
-  return printable;
-}
-
 absl::StatusOr<std::unique_ptr<Client>> Session::Connect(
     int64_t chunk_bytes, bool shared_memory) const {
   ClientOptions options;
@@ -207,8 +186,8 @@ namespace {
 
 void PrintText(const Json& document, std::FILE* file) {
   // Names that are not UTF-8 must not throw.
-  const std::string text =
-      document.dump(2, ' ', false, Json::error_handler_t::replace);
+  const std::string text = PrintableJson(
+      document.dump(2, ' ', false, Json::error_handler_t::replace));
   std::fprintf(file, "%s\n", text.c_str());
 }
 

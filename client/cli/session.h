@@ -45,10 +45,6 @@ ExitCode ExitCodeOf(const absl::Status& status);
 // {"code": "NOT_FOUND", "reason": "...", "message": "..."}.
 Json ErrorJson(const absl::Status& status);
 
-// Text from a file or a server made safe for a terminal: control characters,
-// and in text that is not UTF-8 all of its upper half, become \xNN.
-std::string Printable(absl::string_view text);
-
 // Tells on stderr that calls are tried again: on a terminal in one line that is
 // written over, elsewhere once for each time that the server is away.
 // Thread-safe.

@@ -1,10 +1,8 @@
 #include "client/cli/spec_syntax.h"
 
 #include <algorithm>
-#include <cerrno>
 #include <cmath>
 #include <cstdint>
-#include <fstream>
 #include <iterator>
 #include <string>
 #include <utility>
@@ -22,7 +20,7 @@
 #include "absl/types/span.h"
 #include "client/cpp/errors.h"
 #include "client/cpp/tensor.h"
-#include "client/files/errors.h"
+#include "client/cpp/text_file.h"
 
 namespace quantd::cli {
 namespace {
@@ -55,12 +53,6 @@ bool IsMethod(absl::string_view text) {
 absl::Status NumberError(absl::string_view option, absl::string_view text) {
   return ArgumentInvalidError(absl::StrCat("expected a number such as ", option,
                                            "=256, got \"", text, "\""));
-}
-
-absl::StatusOr<std::string> ReadTextFile(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  if (!file) return files::FileUnreadableError(path, errno);
-  return std::string(std::istreambuf_iterator<char>(file), {});
 }
 
 }  // namespace
@@ -335,7 +327,7 @@ absl::StatusOr<std::vector<float>> ParseCodebook(const std::string& text) {
   };
   std::vector<float> codebook;
   if (parse(text, &codebook)) return codebook;
-  const absl::StatusOr<std::string> content = ReadTextFile(text);
+  const absl::StatusOr<std::string> content = internal::ReadTextFile(text);
   if (!content.ok()) return content.status();
   codebook.clear();
   if (parse(*content, &codebook)) return codebook;
@@ -495,7 +487,8 @@ const SpecTemplate* SpecSet::For(absl::string_view tensor) const {
 
 absl::Status AddSpec(const std::string& text, SpecSet* set, bool* has_base) {
   if (!text.empty() && text[0] == '@') {
-    const absl::StatusOr<std::string> content = ReadTextFile(text.substr(1));
+    const absl::StatusOr<std::string> content =
+        internal::ReadTextFile(text.substr(1));
     if (!content.ok()) return content.status();
     const std::vector<absl::string_view> lines =
         absl::StrSplit(*content, '\n', absl::SkipWhitespace());

@@ -13,6 +13,7 @@
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
 #include "client/cli/message_json.h"
+#include "client/cli/printable.h"
 #include "client/cli/report_data.h"
 #include "client/cli/session.h"
 #include "client/cli/table.h"
@@ -122,7 +123,7 @@ void List(const Options& options, Session* session) {
     if (entry.has_error()) item["error"] = MessageJson(entry.error());
     list.push_back(std::move(item));
     if (entry.has_error()) session->TellDamage(entry.error());
-    table.AddRow({Printable(entry.tensor()), CountText(entry.source_count()),
+    table.AddRow({entry.tensor(), CountText(entry.source_count()),
                   BytesCell(entry.size_bytes()),
                   TimeText(entry.update_time())});
   }
@@ -152,7 +153,7 @@ void Get(const Options& options, Session* session) {
     sources.push_back({{"source", source.source()},
                        {"sequence", source.sequence()},
                        {"update_time", TimeText(source.update_time())}});
-    table.AddRow({Printable(source.source()), CountText(source.sequence()),
+    table.AddRow({source.source(), CountText(source.sequence()),
                   TimeText(source.update_time())});
   }
   const v1::TensorStatistics& statistics = response->statistics();

@@ -12,6 +12,7 @@
 #include "client/cli/commands.h"
 #include "client/cli/message_json.h"
 #include "client/cli/output.h"
+#include "client/cli/printable.h"
 #include "client/cli/progress.h"
 #include "client/cli/selection.h"
 #include "client/cli/session.h"
@@ -164,13 +165,12 @@ class Sweeper {
       errors_.push_back({name, error});
     }
     // On a line of its own, because names and specs are long.
-    table_.AddLine(
-        absl::StrCat(Printable(name), response.has_error() ? ": failed" : ""));
+    table_.AddLine(absl::StrCat(name, response.has_error() ? ": failed" : ""));
     Json candidates = Json::array();
     for (const v1::SweepCandidate& candidate : response.candidates()) {
       const std::string& spec = SpecText(candidate.spec_index());
       Json json = {{"spec_index", candidate.spec_index()}, {"spec", spec}};
-      std::vector<std::string> row = {absl::StrCat("  ", Printable(spec))};
+      std::vector<std::string> row = {absl::StrCat("  ", spec)};
       if (candidate.has_error()) {
         const absl::Status error = FromTensorError(candidate.error());
         json["error"] = ErrorJson(error);
@@ -242,14 +242,13 @@ class Sweeper {
                         {"min_sqnr_tensor", total.min_sqnr_tensor()},
                         {"noise_to_signal_sum", total.noise_to_signal_sum()},
                         {"failed_count", total.failed_count()}});
-      total_table.AddRow({Printable(SpecText(total.spec_index())),
-                          BytesCell(total.size_bytes()),
-                          NumberText(total.noise_to_signal_sum()),
-                          CountText(total.failed_count()),
-                          DecibelText(total.min_sqnr_db())});
+      total_table.AddRow(
+          {SpecText(total.spec_index()), BytesCell(total.size_bytes()),
+           NumberText(total.noise_to_signal_sum()),
+           CountText(total.failed_count()), DecibelText(total.min_sqnr_db())});
       if (!total.min_sqnr_tensor().empty()) {
         total_table.AddLine(
-            absl::StrCat("  lowest in ", Printable(total.min_sqnr_tensor())));
+            absl::StrCat("  lowest in ", total.min_sqnr_tensor()));
       }
     }
     Json choices = Json::array();
@@ -261,8 +260,7 @@ class Sweeper {
       choices.push_back({{"tensor", choice.tensor()},
                          {"spec_index", choice.spec_index()},
                          {"spec", SpecText(choice.spec_index())}});
-      mixture_table.AddRow({Printable(choice.tensor()),
-                            Printable(SpecText(choice.spec_index()))});
+      mixture_table.AddRow({choice.tensor(), SpecText(choice.spec_index())});
     }
     if (session_.json) {
       Json json = {{"model", options_.name.model},

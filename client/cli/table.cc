@@ -18,6 +18,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "absl/types/span.h"
+#include "client/cli/printable.h"
 
 namespace quantd::cli {
 namespace {
@@ -35,15 +36,18 @@ size_t Width(absl::string_view text) {
 }  // namespace
 
 void Table::AddColumn(absl::string_view title, Align align) {
-  columns_.push_back({std::string(title), align});
+  columns_.push_back({Printable(title), align});
 }
 
 void Table::AddRow(std::vector<std::string> cells) {
   cells.resize(columns_.size());
+  for (std::string& cell : cells) cell = Printable(cell);
   rows_.push_back(std::move(cells));
 }
 
-void Table::AddLine(std::string text) { rows_.push_back({std::move(text)}); }
+void Table::AddLine(absl::string_view text) {
+  rows_.push_back({Printable(text)});
+}
 
 void Table::SortRows() {
   std::stable_sort(

@@ -12,7 +12,8 @@
 
 namespace quantd::cli {
 
-// Columns of text, as wide as their widest cell. Not thread-safe.
+// Columns of text, as wide as their widest cell. Makes all text Printable. Not
+// thread-safe.
 class Table {
  public:
   // kBytes: to the right; cells are BytesCell, and all such columns of a table
@@ -23,7 +24,7 @@ class Table {
   // A cell per column; missing ones are empty.
   void AddRow(std::vector<std::string> cells);
   // A row of one text, which is as wide as it is and widens no column.
-  void AddLine(std::string text);
+  void AddLine(absl::string_view text);
   // Puts the rows in the natural order of the first cell.
   void SortRows();
   bool empty() const { return rows_.empty(); }

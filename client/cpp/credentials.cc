@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <fstream>
 #include <memory>
 #include <string>
 #include <utility>
@@ -20,6 +19,7 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "client/cpp/errors.h"
+#include "client/cpp/text_file.h"
 #include "grpcpp/grpcpp.h"
 
 namespace quantd {
@@ -29,15 +29,14 @@ using ::grpc::experimental::InterceptionHookPoints;
 
 // Errors: ARGUMENT_INVALID for a file that can't be read, or is empty.
 absl::StatusOr<std::string> ReadFile(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  std::string text;
-  char part[4096];
-  while (file.read(part, sizeof(part)) || file.gcount() > 0) {
-    text.append(part, static_cast<size_t>(file.gcount()));
+  absl::StatusOr<std::string> text = internal::ReadTextFile(path);
+  if (!text.ok()) {
+    return ArgumentInvalidError(absl::StrCat(
+        "expected a file that can be read, got ", ErrorText(text.status())));
   }
-  if (file.bad() || text.empty()) {
+  if (text->empty()) {
     return ArgumentInvalidError(
-        absl::StrCat("expected a file that can be read, got \"", path, "\""));
+        absl::StrCat("expected text in the file \"", path, "\", got none"));
   }
   return text;
 }

@@ -235,12 +235,16 @@ TEST_F(ConfigTest, RefusesBadFiles) {
               HasSubstr("expected a file that can be read"));
   EXPECT_THAT(Error({"--config", directory_.path()}),
               HasSubstr("expected a file that can be read"));
+  EXPECT_THAT(Error({"--config", "/dev/zero"}),
+              HasSubstr("expected a file that can be read"));
   EXPECT_THAT(Error({"--config", File("thread = 5\n")}),
               HasSubstr("got \"thread\""));
   EXPECT_THAT(Error({"--config", File("[limits]\nchunk-bytes = 5\n")}),
               HasSubstr("got \"limits.chunk-bytes\""));
   EXPECT_THAT(Error({"--config", File("config = \"x\"\n")}),
               HasSubstr("got \"config\""));
+  EXPECT_THAT(Error({"--config", "/dev/zero"}),
+              HasSubstr("expected a file that can be read"));
   EXPECT_THAT(Error({"--config", File("threads = 5\nthreads = 6\n")}),
               HasSubstr("--threads (from"));
   EXPECT_THAT(Error({"--config", File("chunk-bytes = \"big\"\n")}),

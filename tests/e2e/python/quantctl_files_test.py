@@ -16,6 +16,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import unittest
 
 import live_server
@@ -627,6 +628,29 @@ class PatternsTest(FilesCase):
                 with self.subTest(flags=flags, command=command[0]):
                     self.refused_unsent(command[0], self.input, *command[1:],
                                         *flags, code=USAGE, words=[words])
+
+    def test_TextComesFromRegularFilesOfABoundedSize(self):
+        apart = tempfile.TemporaryDirectory()
+        self.addCleanup(apart.cleanup)
+        fifo, large = (os.path.join(apart.name, name)
+                       for name in ("fifo", "large"))
+        os.mkfifo(fifo)
+        with open(large, "wb") as file:
+            file.truncate((16 << 20) + 1)
+        regular = "expected a regular file"
+        for path, words in (("/dev/zero", regular), (fifo, regular),
+                            (self.folder, regular),
+                            (large, "expected at most 16777216 bytes")):
+            for option in ("--spec=@" + path,
+                           "--spec=codebook4:entries=" + path):
+                with self.subTest(option=option):
+                    self.refused_unsent("calibrate", self.input, "--model=m",
+                                        option, code=USAGE, words=[words])
+        for command in (("import",), ("encodings", "put", "w", "-f")):
+            with self.subTest(command=command):
+                self.assertIn(regular, self.run_quantctl(
+                    *command, "/dev/zero", "--model", "m",
+                    code=FILE_ERROR).stderr)
 
     def test_WithPatternsOnlyWhatTheyMatchIsQuantized(self):
         shapes = write_model(self.path("model"))
