@@ -1,8 +1,11 @@
+#include <unistd.h>
+
 #include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
@@ -11,6 +14,7 @@
 #include "client/cli/interchange.h"
 #include "client/cli/onnx_export.h"
 #include "client/cli/output.h"
+#include "client/cli/printable.h"
 #include "client/cli/selection.h"
 #include "client/cli/session.h"
 #include "client/cli/table.h"
@@ -30,6 +34,15 @@ struct Options {
   std::vector<std::string> parameters;
   std::string onnx;
 };
+
+absl::Status WriteOutput(const OutputOptions& output, int spool,
+                         uint64_t size_bytes) {
+  absl::StatusOr<files::AtomicFile> file =
+      files::AtomicFile::Create(output.path, output.if_exists());
+  if (!file.ok()) return file.status();
+  const absl::Status status = file->AppendFrom(spool, 0, size_bytes);
+  return status.ok() ? file->Commit() : status;
+}
 
 void ExportEncodings(const Options& options, Session* session) {
   v1::ExportEncodingsRequest request;
@@ -51,16 +64,21 @@ void ExportEncodings(const Options& options, Session* session) {
       CheckStoredPatterns("--include", options.include, Stored::kEncodings,
                           options.name, client.get());
   if (!status.ok()) return FailEarly(status, session);
-  absl::StatusOr<files::AtomicFile> file = files::AtomicFile::Create(
-      options.output.path, options.output.if_exists());
-  if (!file.ok()) return session->Fail(file.status());
+  // Kept until it is whole: standard output has nothing of one that fails.
+  const absl::StatusOr<int> spool = files::OpenUnnamedFile(options.output.path);
+  if (!spool.ok()) return session->Fail(spool.status());
+  const absl::Cleanup close_spool = [fd = *spool] { close(fd); };
   std::vector<v1::InterchangeLoss> losses;
   uint64_t encoding_count = 0;
   uint64_t size_bytes = 0;
   absl::Status write_status;
   status = client->ExportEncodings(
       request, [&](const v1::ExportEncodingsResponse& response) {
-        write_status = file->Append(response.data());
+        write_status = files::WriteAll(
+            *spool,
+            {reinterpret_cast<const uint8_t*>(response.data().data()),
+             response.data().size()},
+            options.output.path);
         size_bytes += response.data().size();
         encoding_count = response.encoding_count();
         losses.insert(losses.end(), response.losses().begin(),
@@ -75,7 +93,7 @@ void ExportEncodings(const Options& options, Session* session) {
                                             options.output.path,
                                             " is not written"));
   }
-  if (status.ok()) status = file->Commit();
+  if (status.ok()) status = WriteOutput(options.output, *spool, size_bytes);
   if (!status.ok()) return session->Fail(status);
   if (AnyLeftOut(losses)) session->Note(kServerError);
   // Often typed without -o: the document alone.

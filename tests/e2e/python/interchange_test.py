@@ -134,6 +134,12 @@ class EncodingFilesTest(InterchangeCase):
         self.assertEqual((entry["bitwidth"], entry["is_symmetric"],
                           entry["offset"]), (8, "True", -128))
         self.run_quantctl("export", "--model", "nowhere", code=1)
+        # Nothing at all, not even the beginning of a document.
+        failed = self.run_quantctl("export", "--model", "mixed", "--format",
+                                   "aimet-0.6.1", "--include", "fc*", "-o",
+                                   "-", code=1)
+        self.assertIn("no encoding is left", failed.stderr)
+        self.assertEqual(failed.stdout, "")
         text = self.run_quantctl("export", "--model", "mixed").stdout
         self.assertEqual(len(json.loads(text)["encodings"]), 4)
 
