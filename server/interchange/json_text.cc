@@ -417,9 +417,11 @@ absl::Status AppendJson(const Json& json, core::StopToken stop,
 
 std::string QuotedText(absl::string_view text) {
   constexpr size_t kMostBytes = 200;
-  return absl::StrCat("\"",
-                      absl::Utf8SafeCHexEscape(text.substr(0, kMostBytes)),
-                      text.size() > kMostBytes ? "...\"" : "\"");
+  size_t size = std::min(text.size(), kMostBytes);
+  // A cut character would not be UTF-8, of which messages are.
+  while (size < text.size() && size > 0 && (text[size] & 0xC0) == 0x80) --size;
+  return absl::StrCat("\"", absl::Utf8SafeCHexEscape(text.substr(0, size)),
+                      size < text.size() ? "...\"" : "\"");
 }
 
 absl::Status InvalidAt(absl::string_view place, absl::string_view what) {
