@@ -130,7 +130,7 @@ std::string ManPage(const CommandLine& command_line) {
     AppendCommand(absl::StrCat(name, " ", command.name()), command, &page);
   }
   for (const HelpTopic& topic : command_line.topics()) {
-    absl::StrAppend(&page, ".SH ", absl::AsciiStrToUpper(Escaped(topic.title)),
+    absl::StrAppend(&page, ".SH ", Escaped(absl::AsciiStrToUpper(topic.title)),
                     "\n.nf\n");
     for (const absl::string_view line :
          absl::StrSplit(absl::StripSuffix(topic.text, "\n"), '\n')) {
