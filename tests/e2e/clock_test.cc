@@ -17,6 +17,7 @@
 #include "grpcpp/grpcpp.h"
 #include "quantd/v1/quantization_service.grpc.pb.h"
 #include "server/net/stop_signal.h"
+#include "tests/support/metric_value.h"
 #include "tests/support/test_server.h"
 
 namespace {
@@ -45,9 +46,9 @@ class ClockTest : public ::testing::TestWithParam<int> {
   static void Step() {
     const absl::Time before = absl::Now();
     g_step_seconds.store(GetParam() * 3600);
-    while (absl::AbsDuration(absl::Now() - before) < absl::Minutes(59)) {
-      absl::SleepFor(absl::Milliseconds(10));
-    }
+    ASSERT_TRUE(testing::PollUntil(absl::Seconds(20), [before] {
+      return absl::AbsDuration(absl::Now() - before) > absl::Minutes(59);
+    }));
   }
   void TearDown() override { g_step_seconds.store(0); }
 };
@@ -101,12 +102,13 @@ class HalfTensor {
   v1::QuantizeRequest message_;
 };
 
+// Until the server has all of the half.
 void WaitForTensor(testing::TestServer& server) {
-  while (server.server().memory_used_bytes() == 0) {
-    absl::SleepFor(absl::Milliseconds(1));
-  }
-  // And is done with what came.
-  absl::SleepFor(absl::Milliseconds(50));
+  ASSERT_TRUE(testing::PollUntil(absl::Seconds(20), [&server] {
+    return server.server().memory_used_bytes() > 0 &&
+           testing::MetricValue(server.metrics(),
+                                "quantd_payload_bytes_total") >= 16;
+  }));
 }
 
 TEST_P(ClockTest, EndsIdleStreamsInTime) {

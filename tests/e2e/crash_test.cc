@@ -22,6 +22,7 @@
 #include "gtest/gtest.h"
 #include "quantd/v1/encoding_service.grpc.pb.h"
 #include "quantd/v1/quantization_service.grpc.pb.h"
+#include "tests/support/metric_value.h"
 #include "tests/support/paths.h"
 #include "tests/support/sanitizers.h"
 #include "tests/support/server_process.h"
@@ -351,9 +352,9 @@ TEST_F(CrashTest, TerminatingFinishesTheOpenTensor) {
   std::thread terminate([&] { EXPECT_EQ(server->Terminate(), 0); });
   // Draining has begun when new calls are turned away.
   const auto encodings = v1::EncodingService::NewStub(server->NewChannel());
-  while (!absl::IsUnavailable(Get(*encodings, NameOf(0, 0)).status())) {
-    absl::SleepFor(absl::Milliseconds(1));
-  }
+  EXPECT_TRUE(PollUntil(absl::Seconds(20), [&] {
+    return absl::IsUnavailable(Get(*encodings, NameOf(0, 0)).status());
+  }));
   request.Clear();
   request.set_offset(8);
   request.set_data(ToBytes<float>({3, 4}));

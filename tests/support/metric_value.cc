@@ -6,6 +6,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "core/parallel/steady_clock.h"
 #include "prometheus/metric_family.h"
 
 namespace quantd::testing {
@@ -23,9 +24,9 @@ double MetricValue(const server::Metrics& metrics, const std::string& name) {
 }
 
 bool PollUntil(absl::Duration timeout, absl::FunctionRef<bool()> ask) {
-  const absl::Time deadline = absl::Now() + timeout;
+  const absl::Duration deadline = core::SteadyNow() + timeout;
   while (!ask()) {
-    if (absl::Now() > deadline) return false;
+    if (core::SteadyNow() > deadline) return false;
     absl::SleepFor(absl::Milliseconds(2));
   }
   return true;

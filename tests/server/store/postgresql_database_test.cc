@@ -24,6 +24,7 @@
 #include "core/types/encoding.h"
 #include "server/store/sql_encoding_store.h"
 #include "tests/server/store/test_database.h"
+#include "tests/support/metric_value.h"
 #include "tests/support/postgresql_cluster.h"
 
 namespace quantd::server {
@@ -95,13 +96,11 @@ TEST_F(PostgresqlDatabaseTest, FailsSoonWhileTheServerIsAwayAndThenGoesOn) {
   ExpectUnavailable([&] { return store_->Ping(); });
   cluster().Start();
   // The pause between two attempts to connect is all that may be left.
-  const absl::Time deadline = absl::Now() + kPromise;
-  absl::Status status = Put();
-  while (!status.ok() && absl::Now() < deadline) {
-    absl::SleepFor(absl::Milliseconds(10));
+  absl::Status status;
+  EXPECT_TRUE(testing::PollUntil(kPromise, [&] {
     status = Put();
-  }
-  EXPECT_TRUE(status.ok()) << status;
+    return status.ok();
+  })) << status;
   const absl::StatusOr<StoredEncoding> got = store_->Get(key_);
   ASSERT_TRUE(got.ok()) << got.status();
   EXPECT_EQ(got->generation, 2);
@@ -219,24 +218,18 @@ TEST_F(PostgresqlDatabaseTest, ATransactionThatFailedInsideDoesNotCommit) {
 
 // The version of a handle, once it listens.
 int64_t VersionOf(SqlDatabase& database) {
-  const absl::Time deadline = absl::Now() + absl::Seconds(10);
-  while (absl::Now() < deadline) {
-    const absl::optional<int64_t> version = database.ForeignVersion();
-    if (version.has_value()) return *version;
-    absl::SleepFor(absl::Milliseconds(1));
-  }
-  ADD_FAILURE() << "it does not listen";
-  return -1;
+  absl::optional<int64_t> version;
+  EXPECT_TRUE(testing::PollUntil(absl::Seconds(10), [&] {
+    version = database.ForeignVersion();
+    return version.has_value();
+  })) << "it does not listen";
+  return version.value_or(-1);
 }
 
 // Whether the version becomes another one within the promised time.
 bool Changes(SqlDatabase& database, int64_t version) {
-  const absl::Time deadline = absl::Now() + kPromise;
-  while (VersionOf(database) == version) {
-    if (absl::Now() > deadline) return false;
-    absl::SleepFor(absl::Milliseconds(1));
-  }
-  return true;
+  return testing::PollUntil(kPromise,
+                            [&] { return VersionOf(database) != version; });
 }
 
 TEST_F(PostgresqlDatabaseTest, HearsOfWhatOthersChangeAndNotOfItsOwn) {
@@ -258,11 +251,8 @@ TEST_F(PostgresqlDatabaseTest, TakesNothingForCertainThatItCouldNotHear) {
   const auto database = database_->Open();
   const int64_t before = VersionOf(*database);
   cluster().Stop();
-  const absl::Time deadline = absl::Now() + kPromise;
-  while (database->ForeignVersion().has_value() && absl::Now() < deadline) {
-    absl::SleepFor(absl::Milliseconds(1));
-  }
-  EXPECT_EQ(database->ForeignVersion(), absl::nullopt);
+  EXPECT_TRUE(testing::PollUntil(
+      kPromise, [&] { return !database->ForeignVersion().has_value(); }));
   cluster().Start();
   EXPECT_NE(VersionOf(*database), before);
 }
