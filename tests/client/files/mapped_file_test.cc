@@ -1,0 +1,58 @@
+#include "client/files/mapped_file.h"
+
+#include <sys/stat.h>
+
+#include <string>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "tests/support/temporary_directory.h"
+
+namespace quantd::files {
+namespace {
+
+using ::testing::HasSubstr;
+
+std::string Text(const MappedFile& file) {
+  return std::string(file.bytes().begin(), file.bytes().end());
+}
+
+TEST(MappedFileTest, HasTheBytesOfTheFile) {
+  const testing::TemporaryDirectory directory;
+  auto file = MappedFile::Open(directory.Write("a", "some bytes"));
+  ASSERT_TRUE(file.ok()) << file.status();
+  EXPECT_EQ(Text(*file), "some bytes");
+  const auto empty = MappedFile::Open(directory.Write("b", ""));
+  ASSERT_TRUE(empty.ok()) << empty.status();
+  EXPECT_TRUE(empty->bytes().empty());
+}
+
+TEST(MappedFileTest, MovesItsBytes) {
+  const testing::TemporaryDirectory directory;
+  auto file = MappedFile::Open(directory.Write("a", "first"));
+  auto other = MappedFile::Open(directory.Write("b", "second"));
+  ASSERT_TRUE(file.ok() && other.ok());
+  MappedFile moved = *std::move(file);
+  EXPECT_EQ(Text(moved), "first");
+  EXPECT_TRUE(file->bytes().empty());
+  moved = *std::move(other);
+  EXPECT_EQ(Text(moved), "second");
+}
+
+TEST(MappedFileTest, RefusesWhatIsNoFile) {
+  const testing::TemporaryDirectory directory;
+  EXPECT_THAT(MappedFile::Open(directory.File("none")).status().ToString(),
+              AllOf(HasSubstr("NOT_FOUND"), HasSubstr("FILE_UNREADABLE: ")));
+  EXPECT_THAT(MappedFile::Open(directory.path()).status().ToString(),
+              HasSubstr("FILE_UNSUPPORTED"));
+  // And waits for no writer.
+  const std::string pipe = directory.File("pipe");
+  ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
+  EXPECT_THAT(MappedFile::Open(pipe).status().ToString(),
+              HasSubstr("expected a regular file"));
+}
+
+}  // namespace
+}  // namespace quantd::files

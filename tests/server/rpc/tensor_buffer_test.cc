@@ -1,0 +1,95 @@
+#include "server/rpc/tensor_buffer.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "absl/types/span.h"
+#include "core/errors.h"
+#include "core/statistics/histogram.h"
+#include "core/types/block_layout.h"
+#include "gtest/gtest.h"
+#include "server/guard/memory_budget.h"
+#include "server/rpc/rpc_environment.h"
+
+namespace quantd::server {
+namespace {
+
+constexpr int64_t kBlock = TensorBuffer::kBlockBytes;
+
+class TensorBufferTest : public ::testing::Test {
+ protected:
+  TensorBufferTest() { env_.budget = &budget_; }
+
+  MemoryBudget budget_{4 * kBlock};
+  RpcEnvironment env_{};
+};
+
+std::vector<uint8_t> Numbered(int64_t size) {
+  std::vector<uint8_t> bytes(static_cast<size_t>(size));
+  for (size_t i = 0; i < bytes.size(); ++i) {
+    bytes[i] = static_cast<uint8_t>(i * 31 >> 3);
+  }
+  return bytes;
+}
+
+TEST_F(TensorBufferTest, KeepsBytesInOrderAcrossBlocks) {
+  const int64_t total = 2 * kBlock + 100;
+  const std::vector<uint8_t> bytes = Numbered(total);
+  TensorBuffer buffer(env_, total);
+  for (int64_t at = 0; at < total;) {
+    const int64_t size = std::min<int64_t>(700'001, total - at);
+    ASSERT_TRUE(buffer.Reserve(size).ok());
+    buffer.Append(absl::MakeConstSpan(bytes).subspan(
+        static_cast<size_t>(at), static_cast<size_t>(size)));
+    at += size;
+  }
+  ASSERT_EQ(buffer.block_count(), 3);
+  std::vector<uint8_t> kept;
+  for (int64_t i = 0; i < buffer.block_count(); ++i) {
+    kept.insert(kept.end(), buffer.block(i).begin(), buffer.block(i).end());
+  }
+  EXPECT_EQ(kept, bytes);
+}
+
+TEST_F(TensorBufferTest, ChargesBlocksAsTheyCome) {
+  {
+    TensorBuffer buffer(env_, 3 * kBlock / 2);
+    EXPECT_EQ(budget_.used_bytes(), 0);
+    ASSERT_TRUE(buffer.Reserve(1).ok());
+    EXPECT_EQ(budget_.used_bytes(), kBlock);
+    // Asked for again, it is not charged again.
+    ASSERT_TRUE(buffer.Reserve(kBlock).ok());
+    EXPECT_EQ(budget_.used_bytes(), kBlock);
+    // No more than the tensor.
+    ASSERT_TRUE(buffer.Reserve(kBlock + 1).ok());
+    EXPECT_EQ(budget_.used_bytes(), 3 * kBlock / 2);
+  }
+  EXPECT_EQ(budget_.used_bytes(), 0);
+}
+
+TEST_F(TensorBufferTest, SaysWhereThereIsNoRoom) {
+  TensorBuffer buffer(env_, 8 * kBlock);
+  EXPECT_EQ(core::ErrorReason(buffer.Reserve(5 * kBlock)), "MEMORY_BUDGET");
+  EXPECT_TRUE(buffer.Reserve(4 * kBlock).ok());
+}
+
+TEST_F(TensorBufferTest, HoldsTheElementsOfItsTensor) {
+  const int64_t count = kBlock / 4 + 10;
+  std::vector<float> reals(static_cast<size_t>(count), 1.0f);
+  reals.back() = -8;
+  TensorBuffer buffer(env_, count * 4);
+  ASSERT_TRUE(buffer.Reserve(count * 4).ok());
+  buffer.Append({reinterpret_cast<const uint8_t*>(reals.data()),
+                 reals.size() * sizeof(float)});
+  const auto layout = core::BlockLayout::Create({count}, {});
+  ASSERT_TRUE(layout.ok()) << layout.status();
+  const core::Histogram histogram =
+      buffer.Held(*layout, core::ElementType::kFloat32).HistogramOf(0, 4);
+  core::Histogram expected(4);
+  expected.Add(reals.data(), count);
+  EXPECT_EQ(histogram, expected);
+}
+
+}  // namespace
+}  // namespace quantd::server
