@@ -66,7 +66,145 @@ struct CalibrateTask {
   absl::optional<CheckedContribution> contribution;
   // Of the statistics that are gathered.
   std::shared_ptr<const core::BlockLayout> layout;
+  int mantissa_bits = TensorAccumulator::kNoHistograms;
 };
+
+absl::Status Invalid(absl::string_view what, absl::string_view field) {
+  return core::WithField(core::ContributionInvalidError(what), field);
+}
+
+// Errors are at the fields of a Contribution.
+absl::StatusOr<CheckedContribution> CheckContribution(
+    const v1::Contribution& proto, absl::Span<const int64_t> shape) {
+  CheckedContribution checked;
+  if (absl::Status s = CheckPathName("source", proto.source()); !s.ok()) {
+    return Invalid(core::ErrorText(s), "source");
+  }
+  constexpr uint64_t kMaxSequence = std::numeric_limits<int64_t>::max();
+  if (proto.sequence() == 0 || proto.sequence() > kMaxSequence) {
+    return Invalid(absl::StrCat("sequence is ", proto.sequence(),
+                                ", expected 1 to ", kMaxSequence),
+                   "sequence");
+  }
+  const uint32_t mantissa_bits = proto.mantissa_bits();
+  if (mantissa_bits != 0 && (mantissa_bits < core::kMinMantissaBits ||
+                             mantissa_bits > core::kMaxMantissaBits)) {
+    return Invalid(
+        absl::StrCat("mantissa_bits is ", mantissa_bits, ", expected 0 or ",
+                     core::kMinMantissaBits, " to ", core::kMaxMantissaBits),
+        "mantissa_bits");
+  }
+  if (proto.has_averaging_constant()) {
+    const double constant = proto.averaging_constant();
+    if (!(constant > 0 && constant <= 1)) {
+      return Invalid(absl::StrCat("averaging_constant is ", constant,
+                                  ", expected above 0 and at most 1"),
+                     "averaging_constant");
+    }
+    checked.averaging_constant = constant;
+  }
+  checked.key.source = proto.source();
+  checked.key.sequence = proto.sequence();
+  if (mantissa_bits != 0) {
+    checked.mantissa_bits = static_cast<int>(mantissa_bits);
+  }
+  if (!proto.has_granularity()) {
+    checked.block_size.assign(proto.block_size().begin(),
+                              proto.block_size().end());
+  } else if (!proto.block_size().empty()) {
+    return core::WithField(
+        core::BlockSizeInvalidError(
+            "both block_size and granularity are given, expected one"),
+        "granularity");
+  } else {
+    absl::StatusOr<std::vector<int64_t>> block_size = core::ResolveGranularity(
+        GranularityFromProto(proto.granularity()), shape);
+    if (!block_size.ok()) {
+      return core::WithField(block_size.status(), "granularity");
+    }
+    checked.block_size = *std::move(block_size);
+  }
+  return checked;
+}
+
+absl::Status SetLayout(const RpcEnvironment& env,
+                       absl::Span<const int64_t> block_size,
+                       CalibrateTask* task) {
+  absl::StatusOr<core::BlockLayout> layout =
+      CheckedLayout(env, task->description.shape, block_size);
+  if (!layout.ok()) return layout.status();
+  task->layout = std::make_shared<const core::BlockLayout>(*std::move(layout));
+  return absl::OkStatus();
+}
+
+absl::Status SetContribution(const RpcEnvironment& env,
+                             const v1::CalibrateHeader& header,
+                             CalibrateTask* task) {
+  const v1::Contribution& proto = header.contribution();
+  absl::StatusOr<CheckedContribution> contribution =
+      CheckContribution(proto, task->description.shape);
+  if (!contribution.ok()) {
+    return core::WithField(contribution.status(), "header.contribution");
+  }
+  contribution->key.tensor = task->key;
+  if (absl::Status s = SetLayout(env, contribution->block_size, task);
+      !s.ok()) {
+    return core::WithField(s, proto.has_granularity()
+                                  ? "header.contribution.granularity"
+                                  : "header.contribution.block_size");
+  }
+  if (header.has_spec()) {
+    // Checked before any data comes; the statistics decide later.
+    absl::StatusOr<core::EncodingSpec> spec = SpecFromProto(header.spec());
+    if (!spec.ok()) return core::WithField(spec.status(), "header.spec");
+    task->spec = *std::move(spec);
+  }
+  // One way to say per tensor, so that both go together.
+  if (absl::c_all_of(contribution->block_size,
+                     [](int64_t size) { return size == 0; })) {
+    contribution->block_size.clear();
+  }
+  task->contribution = *std::move(contribution);
+  return absl::OkStatus();
+}
+
+// Errors are at fields of the header.
+absl::StatusOr<CalibrateTask> CheckTask(const RpcEnvironment& env,
+                                        const v1::CalibrateHeader& header,
+                                        const Caller& caller) {
+  absl::StatusOr<TensorDescription> description =
+      CheckDescription(env, header.tensor());
+  if (!description.ok()) return description.status();
+  CalibrateTask task;
+  task.name = header.tensor().name();
+  task.description = *std::move(description);
+  if (header.has_spec() || header.has_contribution()) {
+    absl::StatusOr<EncodingKey> key = KeyFromProto(task.name);
+    if (!key.ok()) {
+      return core::WithField(key.status(), "header.tensor.name");
+    }
+    absl::Status status = env.authenticator->CheckWrite(caller, key->model);
+    if (!status.ok()) return core::WithField(status, "header.tensor.name");
+    task.key = *std::move(key);
+    task.encodings = caller.encodings;
+    task.statistics = caller.statistics;
+  }
+  if (header.has_contribution()) {
+    if (absl::Status s = SetContribution(env, header, &task); !s.ok()) return s;
+    task.mantissa_bits = task.contribution->mantissa_bits;
+  } else if (header.has_spec()) {
+    absl::StatusOr<ResolvedSpec> spec =
+        ResolveSpec(env, header.spec(), task.description.shape);
+    if (!spec.ok()) return core::WithField(spec.status(), "header.spec");
+    task.mantissa_bits = MantissaBitsFor(spec->spec);
+    task.spec = std::move(spec->spec);
+    task.layout = std::move(spec->layout);
+  } else {
+    absl::Status status = SetLayout(env, {}, &task);
+    if (!status.ok()) return status;
+  }
+  return task;
+}
 
 class CalibrateJob final : public TensorJob {
  public:
@@ -106,8 +244,8 @@ class CalibrateJob final : public TensorJob {
     return accumulator_->Reserve();
   }
 
-  absl::Status Consume(int64_t offset_bytes,
-                       absl::Span<const uint8_t> data) override {
+  absl::Status Feed(int64_t offset_bytes,
+                    absl::Span<const uint8_t> data) override {
     accumulator_->Update(offset_bytes, data);
     return absl::OkStatus();
   }
@@ -264,156 +402,29 @@ class CalibrateJob final : public TensorJob {
   std::shared_ptr<const core::Encoding> encoding_;
 };
 
-absl::Status Invalid(absl::string_view what, absl::string_view field) {
-  return core::WithField(core::ContributionInvalidError(what), field);
-}
-
-// Errors are at the fields of a Contribution.
-absl::StatusOr<CheckedContribution> CheckContribution(
-    const v1::Contribution& proto, absl::Span<const int64_t> shape) {
-  CheckedContribution checked;
-  if (absl::Status s = CheckPathName("source", proto.source()); !s.ok()) {
-    return Invalid(core::ErrorText(s), "source");
-  }
-  constexpr uint64_t kMaxSequence = std::numeric_limits<int64_t>::max();
-  if (proto.sequence() == 0 || proto.sequence() > kMaxSequence) {
-    return Invalid(absl::StrCat("sequence is ", proto.sequence(),
-                                ", expected 1 to ", kMaxSequence),
-                   "sequence");
-  }
-  const uint32_t mantissa_bits = proto.mantissa_bits();
-  if (mantissa_bits != 0 && (mantissa_bits < core::kMinMantissaBits ||
-                             mantissa_bits > core::kMaxMantissaBits)) {
-    return Invalid(
-        absl::StrCat("mantissa_bits is ", mantissa_bits, ", expected 0 or ",
-                     core::kMinMantissaBits, " to ", core::kMaxMantissaBits),
-        "mantissa_bits");
-  }
-  if (proto.has_averaging_constant()) {
-    const double constant = proto.averaging_constant();
-    if (!(constant > 0 && constant <= 1)) {
-      return Invalid(absl::StrCat("averaging_constant is ", constant,
-                                  ", expected above 0 and at most 1"),
-                     "averaging_constant");
-    }
-    checked.averaging_constant = constant;
-  }
-  checked.key.source = proto.source();
-  checked.key.sequence = proto.sequence();
-  if (mantissa_bits != 0) {
-    checked.mantissa_bits = static_cast<int>(mantissa_bits);
-  }
-  if (!proto.has_granularity()) {
-    checked.block_size.assign(proto.block_size().begin(),
-                              proto.block_size().end());
-  } else if (!proto.block_size().empty()) {
-    return core::WithField(
-        core::BlockSizeInvalidError(
-            "both block_size and granularity are given, expected one"),
-        "granularity");
-  } else {
-    absl::StatusOr<std::vector<int64_t>> block_size = core::ResolveGranularity(
-        GranularityFromProto(proto.granularity()), shape);
-    if (!block_size.ok()) {
-      return core::WithField(block_size.status(), "granularity");
-    }
-    checked.block_size = *std::move(block_size);
-  }
-  return checked;
-}
-
 class CalibrateRpc final : public TensorRpc {
  public:
   explicit CalibrateRpc(const RpcEnvironment& env) : env_(env) {}
 
   Rpc id() const override { return Rpc::kCalibrate; }
 
-  absl::StatusOr<std::unique_ptr<TensorJob>> Open(
+  absl::StatusOr<std::unique_ptr<TensorJob>> Check(
       const std::string& bytes, const Caller& caller) override {
     absl::StatusOr<ParsedHeader<v1::CalibrateHeader>> parsed =
         ParseHeader<v1::CalibrateHeader>(env_, bytes);
     if (!parsed.ok()) return parsed.status();
     const v1::CalibrateHeader& header = parsed->header;
-    absl::StatusOr<TensorDescription> description =
-        CheckDescription(env_, header.tensor());
-    if (!description.ok()) return description.status();
-    CalibrateTask task;
-    task.name = header.tensor().name();
-    task.description = *std::move(description);
-    if (header.has_spec() || header.has_contribution()) {
-      absl::StatusOr<EncodingKey> key = KeyFromProto(task.name);
-      if (!key.ok()) {
-        return core::WithField(key.status(), "header.tensor.name");
-      }
-      absl::Status status = env_.authenticator->CheckWrite(caller, key->model);
-      if (!status.ok()) return core::WithField(status, "header.tensor.name");
-      task.key = *std::move(key);
-      task.encodings = caller.encodings;
-      task.statistics = caller.statistics;
-    }
-    int mantissa_bits = TensorAccumulator::kNoHistograms;
-    if (header.has_contribution()) {
-      if (absl::Status s = OpenContribution(header, &task); !s.ok()) return s;
-      mantissa_bits = task.contribution->mantissa_bits;
-    } else if (header.has_spec()) {
-      absl::StatusOr<ResolvedSpec> spec =
-          ResolveSpec(env_, header.spec(), task.description.shape);
-      if (!spec.ok()) return core::WithField(spec.status(), "header.spec");
-      mantissa_bits = MantissaBitsFor(spec->spec);
-      task.spec = std::move(spec->spec);
-      task.layout = std::move(spec->layout);
-    } else {
-      absl::Status status = SetLayout({}, &task);
-      if (!status.ok()) return status;
-    }
+    absl::StatusOr<CalibrateTask> task = CheckTask(env_, header, caller);
+    if (!task.ok()) return task.status();
     absl::StatusOr<std::unique_ptr<TensorAccumulator>> accumulator =
-        TensorAccumulator::Create(env_, task.description.element_type,
-                                  task.layout, mantissa_bits);
+        TensorAccumulator::Create(env_, task->description.element_type,
+                                  task->layout, task->mantissa_bits);
     if (!accumulator.ok()) return accumulator.status();
-    return std::make_unique<CalibrateJob>(env_, std::move(task),
+    return std::make_unique<CalibrateJob>(env_, *std::move(task),
                                           *std::move(accumulator));
   }
 
  private:
-  absl::Status SetLayout(absl::Span<const int64_t> block_size,
-                         CalibrateTask* task) {
-    absl::StatusOr<core::BlockLayout> layout =
-        CheckedLayout(env_, task->description.shape, block_size);
-    if (!layout.ok()) return layout.status();
-    task->layout =
-        std::make_shared<const core::BlockLayout>(*std::move(layout));
-    return absl::OkStatus();
-  }
-
-  absl::Status OpenContribution(const v1::CalibrateHeader& header,
-                                CalibrateTask* task) {
-    const v1::Contribution& proto = header.contribution();
-    absl::StatusOr<CheckedContribution> contribution =
-        CheckContribution(proto, task->description.shape);
-    if (!contribution.ok()) {
-      return core::WithField(contribution.status(), "header.contribution");
-    }
-    contribution->key.tensor = task->key;
-    if (absl::Status s = SetLayout(contribution->block_size, task); !s.ok()) {
-      return core::WithField(s, proto.has_granularity()
-                                    ? "header.contribution.granularity"
-                                    : "header.contribution.block_size");
-    }
-    if (header.has_spec()) {
-      // Checked before any data comes; the statistics decide later.
-      absl::StatusOr<core::EncodingSpec> spec = SpecFromProto(header.spec());
-      if (!spec.ok()) return core::WithField(spec.status(), "header.spec");
-      task->spec = *std::move(spec);
-    }
-    // One way to say per tensor, so that both go together.
-    if (absl::c_all_of(contribution->block_size,
-                       [](int64_t size) { return size == 0; })) {
-      contribution->block_size.clear();
-    }
-    task->contribution = *std::move(contribution);
-    return absl::OkStatus();
-  }
-
   const RpcEnvironment& env_;
 };
 

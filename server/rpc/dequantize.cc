@@ -70,12 +70,12 @@ class DequantizeJob final : public TensorJob {
     request_.clear_encoding_source();
   }
 
-  bool StartWaits() const override { return source_.waits(); }
+  bool ResolveWaits() const override { return source_.waits(); }
   bool light() const override {
     return request_.omit_encoding() || !source_.is_large();
   }
 
-  absl::Status Start(ChunkWriter* out) override {
+  absl::Status Resolve(ChunkWriter* out) override {
     absl::StatusOr<ResolvedEncoding> resolved =
         source_.Resolve(env_, description_.shape);
     if (!resolved.ok()) {
@@ -128,17 +128,16 @@ class DequantizeJob final : public TensorJob {
     answer_->Begin(begin, RealsOffset(offset_bytes + bytes) - begin, out);
   }
 
-  absl::Status Consume(int64_t offset_bytes,
-                       absl::Span<const uint8_t> data) override {
+  absl::Status Feed(int64_t offset_bytes,
+                    absl::Span<const uint8_t> data) override {
     Dequantize(offset_bytes, data, env_.pool);
     return absl::OkStatus();
   }
 
-  absl::Status ConsumeShared(int64_t offset_bytes,
-                             const std::shared_ptr<const Region>& region,
-                             absl::Span<const uint8_t> shared,
-                             core::ThreadPool* pool,
-                             PrivateCopy* copy) override {
+  absl::Status FeedShared(int64_t offset_bytes,
+                          const std::shared_ptr<const Region>& region,
+                          absl::Span<const uint8_t> shared,
+                          core::ThreadPool* pool, PrivateCopy* copy) override {
     if (absl::Status status = CheckApart(output_, region, shared);
         !status.ok()) {
       return status;
@@ -201,7 +200,7 @@ class DequantizeJob final : public TensorJob {
   const absl::string_view source_field_;
   // Where the reals go, if not into messages.
   const absl::optional<SharedBytes> output_;
-  // From Start on.
+  // From Resolve on.
   ResolvedEncoding resolved_;
   const core::FormatInfo* format_ = nullptr;
   CodeGeometry geometry_;
@@ -215,7 +214,7 @@ class DequantizeRpc final : public TensorRpc {
 
   Rpc id() const override { return Rpc::kDequantize; }
 
-  absl::StatusOr<std::unique_ptr<TensorJob>> Open(
+  absl::StatusOr<std::unique_ptr<TensorJob>> Check(
       const std::string& bytes, const Caller& caller) override {
     absl::StatusOr<ParsedHeader<v1::DequantizeHeader>> parsed =
         ParseHeader<v1::DequantizeHeader>(env_, bytes);

@@ -107,6 +107,47 @@ struct EvaluateTask {
   }
 };
 
+// Errors are at the fields of a candidate, `field` is its own.
+absl::StatusOr<Candidate> CheckCandidate(const RpcEnvironment& env,
+                                         const Caller& caller,
+                                         const v1::EvaluateCandidate& proto,
+                                         absl::string_view field,
+                                         const EvaluateTask& task) {
+  Candidate candidate;
+  if (proto.label().size() > kMaxLabelBytes) {
+    return core::WithField(core::CandidatesInvalidError(absl::StrCat(
+                               "a label of ", proto.label().size(),
+                               " bytes, expected at most ", kMaxLabelBytes)),
+                           "label");
+  }
+  candidate.label = proto.label();
+  absl::StatusOr<EncodingSource> source;
+  absl::string_view source_field;
+  switch (proto.encoding_source_case()) {
+    case v1::EvaluateCandidate::kReference:
+      source_field = "reference";
+      source = EncodingSource::Open(caller, proto.reference(), task.name);
+      break;
+    case v1::EvaluateCandidate::kEncoding:
+      source_field = "encoding";
+      source = EncodingSource::Open(env, proto.encoding());
+      break;
+    case v1::EvaluateCandidate::kSpec: {
+      absl::StatusOr<ResolvedSpec> spec =
+          ResolveSpec(env, proto.spec(), task.description.shape);
+      if (!spec.ok()) return core::WithField(spec.status(), "spec");
+      candidate.spec = *std::move(spec);
+      return candidate;
+    }
+    case v1::EvaluateCandidate::ENCODING_SOURCE_NOT_SET:
+      return core::EncodingMissingError();
+  }
+  if (!source.ok()) return core::WithField(source.status(), source_field);
+  candidate.source = *std::move(source);
+  candidate.field = absl::StrCat(field, ".", source_field);
+  return candidate;
+}
+
 class EvaluateJob final : public TensorJob {
  public:
   // The statistics of the tensor are those of the first of `accumulators`.
@@ -142,13 +183,13 @@ class EvaluateJob final : public TensorJob {
         search_time_ > kShortWork || held_elements > kFewElements;
   }
 
-  bool StartWaits() const override {
+  bool ResolveWaits() const override {
     return absl::c_any_of(candidates_, [](const Candidate& candidate) {
       return candidate.source.has_value() && candidate.source->waits();
     });
   }
 
-  absl::Status Start(ChunkWriter* out) override {
+  absl::Status Resolve(ChunkWriter* out) override {
     int64_t metrics_count = 0;
     for (Candidate& candidate : candidates_) {
       if (candidate.spec.has_value()) {
@@ -184,8 +225,8 @@ class EvaluateJob final : public TensorJob {
     return buffer_ != nullptr ? buffer_->Reserve(bytes) : absl::OkStatus();
   }
 
-  absl::Status Consume(int64_t offset_bytes,
-                       absl::Span<const uint8_t> data) override {
+  absl::Status Feed(int64_t offset_bytes,
+                    absl::Span<const uint8_t> data) override {
     for (const std::unique_ptr<TensorAccumulator>& accumulator :
          accumulators_) {
       accumulator->Update(offset_bytes, data);
@@ -317,8 +358,8 @@ class CompareJob final : public TensorJob {
     frame_.quantum_bytes = TensorBuffer::kBlockBytes;
   }
 
-  absl::Status Consume(int64_t offset_bytes,
-                       absl::Span<const uint8_t> data) override {
+  absl::Status Feed(int64_t offset_bytes,
+                    absl::Span<const uint8_t> data) override {
     const int64_t pair_bytes = 2 * task_.element_bytes();
     comparison_.Update(offset_bytes / pair_bytes,
                        static_cast<int64_t>(data.size()) / pair_bytes,
@@ -354,7 +395,7 @@ class EvaluateRpc final : public TensorRpc {
 
   Rpc id() const override { return Rpc::kEvaluate; }
 
-  absl::StatusOr<std::unique_ptr<TensorJob>> Open(
+  absl::StatusOr<std::unique_ptr<TensorJob>> Check(
       const std::string& bytes, const Caller& caller) override {
     absl::StatusOr<ParsedHeader<v1::EvaluateHeader>> parsed =
         ParseHeader<v1::EvaluateHeader>(env_, bytes);
@@ -431,7 +472,7 @@ class EvaluateRpc final : public TensorRpc {
       const std::string field =
           absl::StrCat("header.candidates[", candidates.size(), "]");
       absl::StatusOr<Candidate> candidate =
-          OpenCandidate(caller, proto, field, task);
+          CheckCandidate(env_, caller, proto, field, task);
       if (!candidate.ok()) return core::WithField(candidate.status(), field);
       if (candidate->spec.has_value()) {
         scale_count += candidate->spec->layout->scale_count();
@@ -450,46 +491,6 @@ class EvaluateRpc final : public TensorRpc {
     return std::make_unique<EvaluateJob>(
         env_, std::move(task), *std::move(accumulators), std::move(candidates),
         *std::move(lease));
-  }
-
-  // Errors are at the fields of a candidate, `field` is its own.
-  absl::StatusOr<Candidate> OpenCandidate(const Caller& caller,
-                                          const v1::EvaluateCandidate& proto,
-                                          absl::string_view field,
-                                          const EvaluateTask& task) {
-    Candidate candidate;
-    if (proto.label().size() > kMaxLabelBytes) {
-      return core::WithField(core::CandidatesInvalidError(absl::StrCat(
-                                 "a label of ", proto.label().size(),
-                                 " bytes, expected at most ", kMaxLabelBytes)),
-                             "label");
-    }
-    candidate.label = proto.label();
-    absl::StatusOr<EncodingSource> source;
-    absl::string_view source_field;
-    switch (proto.encoding_source_case()) {
-      case v1::EvaluateCandidate::kReference:
-        source_field = "reference";
-        source = EncodingSource::Open(caller, proto.reference(), task.name);
-        break;
-      case v1::EvaluateCandidate::kEncoding:
-        source_field = "encoding";
-        source = EncodingSource::Open(env_, proto.encoding());
-        break;
-      case v1::EvaluateCandidate::kSpec: {
-        absl::StatusOr<ResolvedSpec> spec =
-            ResolveSpec(env_, proto.spec(), task.description.shape);
-        if (!spec.ok()) return core::WithField(spec.status(), "spec");
-        candidate.spec = *std::move(spec);
-        return candidate;
-      }
-      case v1::EvaluateCandidate::ENCODING_SOURCE_NOT_SET:
-        return core::EncodingMissingError();
-    }
-    if (!source.ok()) return core::WithField(source.status(), source_field);
-    candidate.source = *std::move(source);
-    candidate.field = absl::StrCat(field, ".", source_field);
-    return candidate;
   }
 
   // One for each block size of the specs, and each number of mantissa bits

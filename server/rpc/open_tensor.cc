@@ -45,9 +45,9 @@ absl::Status OpenTensor::Admit(int64_t data_bytes, int64_t message_bytes) {
   return message_bytes > kLightMessageBytes ? light_only_ : absl::OkStatus();
 }
 
-absl::Status OpenTensor::Open(const std::string& header, const Caller& caller,
-                              int64_t data_bytes) {
-  absl::StatusOr<std::unique_ptr<TensorJob>> job = rpc_->Open(header, caller);
+absl::Status OpenTensor::Check(const std::string& header, const Caller& caller,
+                               int64_t data_bytes) {
+  absl::StatusOr<std::unique_ptr<TensorJob>> job = rpc_->Check(header, caller);
   if (!job.ok()) return job.status();
   job_ = *std::move(job);
   job_->StopWhen(stopped_);
@@ -59,9 +59,9 @@ absl::Status OpenTensor::Open(const std::string& header, const Caller& caller,
   return job_->light() ? absl::OkStatus() : light_only_;
 }
 
-absl::Status OpenTensor::Start(const RequestEnvelope& message,
-                               ChunkWriter* out) {
-  if (absl::Status s = job_->Start(out); !s.ok()) return s;
+absl::Status OpenTensor::Resolve(const RequestEnvelope& message,
+                                 ChunkWriter* out) {
+  if (absl::Status s = job_->Resolve(out); !s.ok()) return s;
   if (!light_only_.ok() && size_bytes() > kLightMessageBytes) {
     return light_only_;
   }
@@ -82,13 +82,17 @@ absl::Status OpenTensor::Feed(const std::shared_ptr<const Region>& region,
   job_->BeginQuantum(reader_->position_bytes(), bytes, out);
   // Not kept: there are as many as workers, and not as streams.
   PrivateCopy copy;
-  absl::Status status = reader_->Feed(
-      bytes, [&](int64_t offset_bytes, absl::Span<const uint8_t> data) {
-        return region == nullptr ? job_->Consume(offset_bytes, data)
-                                 : job_->ConsumeShared(offset_bytes, region,
-                                                       data, env_.pool, &copy);
-      });
-  if (!status.ok()) return status;
+  const int64_t end_bytes = reader_->position_bytes() + bytes;
+  while (reader_->position_bytes() < end_bytes) {
+    const int64_t offset_bytes = reader_->position_bytes();
+    const absl::Span<const uint8_t> data =
+        reader_->Next(end_bytes - offset_bytes);
+    absl::Status status =
+        region == nullptr
+            ? job_->Feed(offset_bytes, data)
+            : job_->FeedShared(offset_bytes, region, data, env_.pool, &copy);
+    if (!status.ok()) return status;
+  }
   job_->EndQuantum();
   account_->Fed(bytes, core::SteadyNow() - start);
   return absl::OkStatus();
@@ -125,7 +129,7 @@ StepKind OpenTensor::next_step() const {
 
 absl::Duration OpenTensor::PendingWork(int64_t data_bytes) const {
   if (waits()) return absl::ZeroDuration();
-  if (!started()) {
+  if (!resolved()) {
     // What came with the header may be all of it.
     const absl::Duration finish = FinishTime(data_bytes);
     return account_->FeedTime(data_bytes) +
@@ -140,7 +144,7 @@ absl::Duration OpenTensor::PendingWork(int64_t data_bytes) const {
 }
 
 absl::Duration OpenTensor::FinishTime(int64_t bytes) const {
-  if (is_open() && job_->search_time() > absl::ZeroDuration()) {
+  if (checked() && job_->search_time() > absl::ZeroDuration()) {
     return job_->search_time();
   }
   return account_->FinishTime(bytes);

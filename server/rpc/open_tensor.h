@@ -27,10 +27,10 @@ namespace quantd::server {
 // Messages up to this size are looked at on gRPC's threads.
 constexpr int64_t kLightMessageBytes = 8 << 10;
 
-// Leads one tensor through its life: Admit, Open, Start, Feed as often as there
-// is something to feed, Finish until it answers true, Close. Asks before each
-// whether there is time and memory, and measures what it takes. After an error
-// only Close is called. Calls come one at a time, on any thread.
+// Leads one tensor through its life: Admit, Check, Resolve, Feed as often as
+// there is something to feed, Finish until it answers true, Close. Asks before
+// each whether there is time and memory, and measures what it takes. After an
+// error only Close is called. Calls come one at a time, on any thread.
 class OpenTensor {
  public:
   // All outlive the object. `stopped`  nobody waits for the tensor any more.
@@ -43,13 +43,12 @@ class OpenTensor {
   // Errors: OVERLOADED for a large message.
   absl::Status Admit(int64_t data_bytes, int64_t message_bytes);
   // Reads its header.
-  // Errors: those of TensorRpc::Open, OVERLOADED.
-  absl::Status Open(const std::string& header, const Caller& caller,
-                    int64_t data_bytes);
-  // Takes the first message, once what the job needs is there; Open came
-  // before.
-  // Errors: those of TensorJob::Start and ChunkReader::Push, OVERLOADED.
-  absl::Status Start(const RequestEnvelope& message, ChunkWriter* out);
+  // Errors: those of TensorRpc::Check, OVERLOADED.
+  absl::Status Check(const std::string& header, const Caller& caller,
+                     int64_t data_bytes);
+  // Finds what the header names, and takes the data that came beside it.
+  // Errors: those of TensorJob::Resolve and ChunkReader::Push, OVERLOADED.
+  absl::Status Resolve(const RequestEnvelope& message, ChunkWriter* out);
   // Takes a further message.
   // Errors: those of ChunkReader::Push.
   absl::Status Push(const RequestEnvelope& message) {
@@ -68,17 +67,17 @@ class OpenTensor {
   void Close(bool ok);
 
   // It has a job.
-  bool is_open() const { return job_ != nullptr; }
+  bool checked() const { return job_ != nullptr; }
   // It knows its frame.
-  bool started() const { return reader_.has_value(); }
-  // Bytes to feed. Requires: started().
+  bool resolved() const { return reader_.has_value(); }
+  // Bytes to feed. Requires: resolved().
   int64_t ready_bytes() const { return reader_->ready_bytes(); }
-  // Keeps what is left of the last message, which may go. Requires: started(),
+  // Keeps what is left of the last message, which may go. Requires: resolved(),
   // and nothing is ready.
   void Retain() { reader_->Retain(); }
   // All bytes are fed, its answer is not complete.
-  bool finishing() const { return started() && reader_->complete(); }
-  // Errors: TENSOR_INCOMPLETE unless all bytes came. Requires: started().
+  bool finishing() const { return resolved() && reader_->complete(); }
+  // Errors: TENSOR_INCOMPLETE unless all bytes came. Requires: resolved().
   absl::Status CheckComplete() const { return reader_->CheckComplete(); }
   // It waits for memory; what waited is tried again.
   bool waits_for_memory() const {
@@ -86,10 +85,10 @@ class OpenTensor {
   }
   // It failed because the stream had too much memory.
   bool cut_off() const { return cut_off_; }
-  // What its next step is like. Requires: is_open().
+  // What its next step is like. Requires: checked().
   StepKind next_step() const;
   // How long a worker needs for what has arrived of it; `data_bytes` with the
-  // header unless it has started.
+  // header unless it is resolved.
   absl::Duration PendingWork(int64_t data_bytes) const;
   // What its end took of the workers until now.
   absl::Duration finish_time() const { return finish_time_; }
@@ -97,10 +96,10 @@ class OpenTensor {
  private:
   // Its next step waits for a store.
   bool waits() const {
-    return is_open() && (started() ? finishing() && job_->FinishWaits()
-                                   : job_->StartWaits());
+    return checked() && (resolved() ? finishing() && job_->FinishWaits()
+                                    : job_->ResolveWaits());
   }
-  // Bytes that come of it. Requires: started().
+  // Bytes that come of it. Requires: resolved().
   int64_t size_bytes() const {
     return job_->frame().end_bytes - job_->frame().begin_bytes;
   }

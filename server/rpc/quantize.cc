@@ -64,6 +64,39 @@ struct QuantizeTask {
   absl::optional<SharedBytes> output;
 };
 
+absl::StatusOr<QuantizeTask> CheckTask(const RpcEnvironment& env,
+                                       const v1::QuantizeHeader& header,
+                                       const Caller& caller) {
+  absl::StatusOr<TensorDescription> description =
+      CheckDescription(env, header.tensor());
+  if (!description.ok()) return description.status();
+  if (!v1::NanPolicy_IsValid(header.nan_policy())) {
+    return core::WithField(
+        core::EnumUnknownError("NanPolicy", header.nan_policy()),
+        "header.nan_policy");
+  }
+  absl::StatusOr<absl::optional<SharedBytes>> output =
+      FindOutput(header, caller.shared_memory);
+  if (!output.ok()) return output.status();
+  QuantizeTask task;
+  task.output = *std::move(output);
+  task.name = header.tensor().name();
+  task.description = *std::move(description);
+  task.nan_policy = static_cast<core::NanPolicy>(header.nan_policy());
+  task.omit_encoding = header.omit_encoding();
+  if (header.store() && !header.has_reference()) {
+    absl::StatusOr<EncodingKey> key = KeyFromProto(task.name);
+    if (!key.ok()) {
+      return core::WithField(key.status(), "header.tensor.name");
+    }
+    absl::Status status = env.authenticator->CheckWrite(caller, key->model);
+    if (!status.ok()) return core::WithField(status, "header.tensor.name");
+    task.store_key = *std::move(key);
+    task.store = caller.encodings;
+  }
+  return task;
+}
+
 // Reals of a quantum: their codes fill at most one message, if they go there.
 int64_t QuantumRealBytes(const RpcEnvironment& env, const QuantizeTask& task,
                          const CodeGeometry& geometry) {
@@ -118,9 +151,17 @@ class CodeProducer {
         begin, geometry_.CodesOffsetOfReal(offset_bytes + bytes) - begin, out);
   }
 
-  absl::Status Quantize(int64_t offset_bytes, absl::Span<const uint8_t> data) {
-    return Quantize(offset_bytes, data, &counts_, env_.pool);
+  // `counts`  what is added to; the answer's are counts().
+  absl::Status Quantize(int64_t offset_bytes, absl::Span<const uint8_t> data,
+                        core::QuantizeCounts* counts, core::ThreadPool* pool) {
+    const int64_t first = offset_bytes / geometry_.real_bytes;
+    return core::Quantize(
+        *resolved_.encoding, *resolved_.layout, task_.description.element_type,
+        task_.nan_policy, first,
+        static_cast<int64_t>(data.size()) / geometry_.real_bytes, data.data(),
+        answer_.At(geometry_.CodesOffset(first)), counts, pool);
   }
+  core::QuantizeCounts* counts() { return &counts_; }
 
   // Of data that may change meanwhile, which core::Quantize allows for.
   absl::Status QuantizeShared(int64_t offset_bytes,
@@ -179,16 +220,6 @@ class CodeProducer {
   }
 
  private:
-  absl::Status Quantize(int64_t offset_bytes, absl::Span<const uint8_t> data,
-                        core::QuantizeCounts* counts, core::ThreadPool* pool) {
-    const int64_t first = offset_bytes / geometry_.real_bytes;
-    return core::Quantize(
-        *resolved_.encoding, *resolved_.layout, task_.description.element_type,
-        task_.nan_policy, first,
-        static_cast<int64_t>(data.size()) / geometry_.real_bytes, data.data(),
-        answer_.At(geometry_.CodesOffset(first)), counts, pool);
-  }
-
   const RpcEnvironment& env_;
   const QuantizeTask& task_;
   const ResolvedEncoding resolved_;
@@ -212,7 +243,7 @@ class StreamingQuantizeJob final : public TensorJob {
         source_field_(source_field),
         range_(std::move(range)) {}
 
-  bool StartWaits() const override {
+  bool ResolveWaits() const override {
     return source_.waits() || task_.store_key.has_value();
   }
   // What is stored must not be turned away after it was stored.
@@ -221,7 +252,7 @@ class StreamingQuantizeJob final : public TensorJob {
            (task_.omit_encoding || !source_.is_large());
   }
 
-  absl::Status Start(ChunkWriter* out) override {
+  absl::Status Resolve(ChunkWriter* out) override {
     absl::StatusOr<ResolvedEncoding> resolved =
         source_.Resolve(env_, task_.description.shape);
     if (!resolved.ok()) {
@@ -258,16 +289,16 @@ class StreamingQuantizeJob final : public TensorJob {
     producer_->Begin(offset_bytes, bytes, out);
   }
 
-  absl::Status Consume(int64_t offset_bytes,
-                       absl::Span<const uint8_t> data) override {
-    return producer_->Quantize(offset_bytes, data);
+  absl::Status Feed(int64_t offset_bytes,
+                    absl::Span<const uint8_t> data) override {
+    return producer_->Quantize(offset_bytes, data, producer_->counts(),
+                               env_.pool);
   }
 
-  absl::Status ConsumeShared(int64_t offset_bytes,
-                             const std::shared_ptr<const Region>& region,
-                             absl::Span<const uint8_t> shared,
-                             core::ThreadPool* pool,
-                             PrivateCopy* copy) override {
+  absl::Status FeedShared(int64_t offset_bytes,
+                          const std::shared_ptr<const Region>& region,
+                          absl::Span<const uint8_t> shared,
+                          core::ThreadPool* pool, PrivateCopy* copy) override {
     if (absl::Status status = CheckApart(task_.output, region, shared);
         !status.ok()) {
       return status;
@@ -288,7 +319,7 @@ class StreamingQuantizeJob final : public TensorJob {
   const EncodingSource source_;
   const absl::string_view source_field_;
   const absl::optional<v1::ByteRange> range_;
-  // From Start on.
+  // From Resolve on.
   absl::optional<CodeProducer> producer_;
 };
 
@@ -423,8 +454,8 @@ class CalibratingQuantizeJob final : public BufferedQuantizeJob {
     return buffer().Reserve(bytes);
   }
 
-  absl::Status Consume(int64_t offset_bytes,
-                       absl::Span<const uint8_t> data) override {
+  absl::Status Feed(int64_t offset_bytes,
+                    absl::Span<const uint8_t> data) override {
     accumulator_->Update(offset_bytes, data);
     buffer().Append(data);
     return absl::OkStatus();
@@ -456,7 +487,7 @@ class CalibratingQuantizeJob final : public BufferedQuantizeJob {
 
   absl::Status Answer(int64_t offset_bytes, absl::Span<const uint8_t> block,
                       CodeProducer* out) override {
-    return out->Quantize(offset_bytes, block);
+    return out->Quantize(offset_bytes, block, out->counts(), env().pool);
   }
 
  private:
@@ -499,8 +530,8 @@ class BlockQuantizeJob final : public BufferedQuantizeJob {
     return buffer().Reserve(geometry_.CodesOffsetOfReal(bytes));
   }
 
-  absl::Status Consume(int64_t offset_bytes,
-                       absl::Span<const uint8_t> data) override {
+  absl::Status Feed(int64_t offset_bytes,
+                    absl::Span<const uint8_t> data) override {
     const int64_t bytes = static_cast<int64_t>(data.size());
     made_.resize(
         static_cast<size_t>(geometry_.CodesOffsetOfReal(offset_bytes + bytes) -
@@ -548,13 +579,13 @@ class QuantizeRpc final : public TensorRpc {
 
   Rpc id() const override { return Rpc::kQuantize; }
 
-  absl::StatusOr<std::unique_ptr<TensorJob>> Open(
+  absl::StatusOr<std::unique_ptr<TensorJob>> Check(
       const std::string& bytes, const Caller& caller) override {
     absl::StatusOr<ParsedHeader<v1::QuantizeHeader>> parsed =
         ParseHeader<v1::QuantizeHeader>(env_, bytes);
     if (!parsed.ok()) return parsed.status();
     const v1::QuantizeHeader& header = parsed->header;
-    absl::StatusOr<QuantizeTask> task = CheckTask(header, caller);
+    absl::StatusOr<QuantizeTask> task = CheckTask(env_, header, caller);
     if (!task.ok()) return task.status();
     switch (header.encoding_source_case()) {
       case v1::QuantizeHeader::kReference: {
@@ -576,38 +607,6 @@ class QuantizeRpc final : public TensorRpc {
   }
 
  private:
-  absl::StatusOr<QuantizeTask> CheckTask(const v1::QuantizeHeader& header,
-                                         const Caller& caller) {
-    absl::StatusOr<TensorDescription> description =
-        CheckDescription(env_, header.tensor());
-    if (!description.ok()) return description.status();
-    if (!v1::NanPolicy_IsValid(header.nan_policy())) {
-      return core::WithField(
-          core::EnumUnknownError("NanPolicy", header.nan_policy()),
-          "header.nan_policy");
-    }
-    absl::StatusOr<absl::optional<SharedBytes>> output =
-        FindOutput(header, caller.shared_memory);
-    if (!output.ok()) return output.status();
-    QuantizeTask task;
-    task.output = *std::move(output);
-    task.name = header.tensor().name();
-    task.description = *std::move(description);
-    task.nan_policy = static_cast<core::NanPolicy>(header.nan_policy());
-    task.omit_encoding = header.omit_encoding();
-    if (header.store() && !header.has_reference()) {
-      absl::StatusOr<EncodingKey> key = KeyFromProto(task.name);
-      if (!key.ok()) {
-        return core::WithField(key.status(), "header.tensor.name");
-      }
-      absl::Status status = env_.authenticator->CheckWrite(caller, key->model);
-      if (!status.ok()) return core::WithField(status, "header.tensor.name");
-      task.store_key = *std::move(key);
-      task.store = caller.encodings;
-    }
-    return task;
-  }
-
   // `field` outlives everything.
   absl::StatusOr<std::unique_ptr<TensorJob>> OpenStreaming(
       const v1::QuantizeHeader& header, QuantizeTask task,

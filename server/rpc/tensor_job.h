@@ -29,18 +29,18 @@ struct TensorFrame {
   int64_t end_bytes = 0;
   // Chunks are cut at multiples of this.
   int64_t unit_bytes = 1;
-  // Consume is called with multiples of this, but for the tensor's end.
+  // Feed is called with multiples of this, but for the tensor's end.
   int64_t granule_bytes = 1;
   // Most bytes between BeginQuantum and the next; a multiple of granule_bytes.
   int64_t quantum_bytes = 1;
 };
 
 // One tensor of one stream, from its header to its summary. Calls come one at
-// a time, on any thread: StopWhen; Start; for each quantum Reserve,
-// BeginQuantum, Consume or ConsumeShared once or more, EndQuantum; in the end
+// a time, on any thread: StopWhen; Resolve; for each quantum Reserve,
+// BeginQuantum, Feed or FeedShared once or more, EndQuantum; in the end
 // Reserve(0) and Finish, until it answers true. After an error nothing more is
 // called, but Reserve may be tried again. None of them takes long, but Finish
-// where it says so before; only Start and Finish may wait for a store, when
+// where it says so before; only Resolve and Finish may wait for a store, when
 // they say so before.
 class TensorJob {
  public:
@@ -50,9 +50,9 @@ class TensorJob {
   // more: when `stopped`, which outlives the job.
   void StopWhen(const std::atomic<bool>* stopped) { stopped_ = stopped; }
 
-  // The next call of Start or Finish waits for a store, so that it has to be
+  // The next call of Resolve or Finish waits for a store, so that it has to be
   // made on a thread that may wait and runs no kernel.
-  virtual bool StartWaits() const { return false; }
+  virtual bool ResolveWaits() const { return false; }
   virtual bool FinishWaits() const { return false; }
   // The next call of Finish may take more than kShortWork: it is made on a
   // thread for that, and looks at stop().
@@ -61,34 +61,35 @@ class TensorJob {
   // they wait for a store.
   virtual bool light() const { return false; }
 
-  virtual absl::Status Start(ChunkWriter* out) { return absl::OkStatus(); }
+  // Finds what the header names, such as the encoding.
+  virtual absl::Status Resolve(ChunkWriter* out) { return absl::OkStatus(); }
 
   // About how long one worker searches for ranges when all bytes are there.
   absl::Duration search_time() const { return search_time_; }
 
-  // Valid after Start.
+  // Valid after Resolve.
   const TensorFrame& frame() const { return frame_; }
 
   // Takes the memory that the next `bytes`, or with 0 the next call of Finish
   // will need.
   // Errors: MEMORY_BUDGET.
   virtual absl::Status Reserve(int64_t bytes) { return absl::OkStatus(); }
-  // The next `bytes` from `offset_bytes` on are about to be consumed.
+  // The next `bytes` from `offset_bytes` on are about to be fed.
   virtual void BeginQuantum(int64_t offset_bytes, int64_t bytes,
                             ChunkWriter* out) {}
-  virtual absl::Status Consume(int64_t offset_bytes,
-                               absl::Span<const uint8_t> data) = 0;
+  virtual absl::Status Feed(int64_t offset_bytes,
+                            absl::Span<const uint8_t> data) = 0;
   // The same for `shared` data, part of `region`, which the client may change
   // at any time. By default works on a copy, which `copy` makes.
-  virtual absl::Status ConsumeShared(
-      int64_t offset_bytes, const std::shared_ptr<const Region>& region,
-      absl::Span<const uint8_t> shared, core::ThreadPool* pool,
-      PrivateCopy* copy) {
-    return Consume(offset_bytes, copy->Of(shared, pool));
+  virtual absl::Status FeedShared(int64_t offset_bytes,
+                                  const std::shared_ptr<const Region>& region,
+                                  absl::Span<const uint8_t> shared,
+                                  core::ThreadPool* pool, PrivateCopy* copy) {
+    return Feed(offset_bytes, copy->Of(shared, pool));
   }
   virtual void EndQuantum() {}
 
-  // All bytes are consumed: does the next part of what is left, up to a message
+  // All bytes were fed: does the next part of what is left, up to a message
   // for the client at most, and answers whether that was the last.
   virtual absl::StatusOr<bool> Finish(ChunkWriter* out) = 0;
 
@@ -108,8 +109,8 @@ class TensorRpc {
   virtual ~TensorRpc() = default;
 
   virtual Rpc id() const = 0;
-  // Opens a tensor of `caller` from its serialized header, without waiting.
-  virtual absl::StatusOr<std::unique_ptr<TensorJob>> Open(
+  // Checks the serialized header of a tensor of `caller`, without waiting.
+  virtual absl::StatusOr<std::unique_ptr<TensorJob>> Check(
       const std::string& header, const Caller& caller) = 0;
 };
 

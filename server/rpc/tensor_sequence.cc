@@ -33,7 +33,7 @@ absl::Status TensorSequence::Step(StepKind kind, bool over_share) {
   }
   // The chunk is used up, dropped, or the tensor has all its bytes.
   if (message_.has_value() &&
-      (!has_job() || (tensor_->started() && tensor_->ready_bytes() == 0))) {
+      (!has_job() || (tensor_->resolved() && tensor_->ready_bytes() == 0))) {
     if (has_job()) tensor_->Retain();
     message_.reset();
   }
@@ -42,8 +42,8 @@ absl::Status TensorSequence::Step(StepKind kind, bool over_share) {
 
 absl::Status TensorSequence::WorkOnTensor(StepKind kind, bool over_share) {
   if (!tensor_->finishing()) {
-    if (!tensor_->started()) {
-      absl::Status status = tensor_->Start(message_->envelope, &writer_);
+    if (!tensor_->resolved()) {
+      absl::Status status = tensor_->Resolve(message_->envelope, &writer_);
       if (!status.ok()) return status;
     }
     if (kind == StepKind::kStore) return absl::OkStatus();
@@ -79,8 +79,8 @@ absl::Status TensorSequence::OpenMessage(StepKind kind) {
   }
   message_->opened = true;
   if (message_->admitted) {
-    absl::Status status = tensor_->Open(std::exchange(envelope.header, {}),
-                                        caller_, envelope.data_bytes);
+    absl::Status status = tensor_->Check(std::exchange(envelope.header, {}),
+                                         caller_, envelope.data_bytes);
     if (!status.ok()) FailTensor(status);
   } else if (!envelope.has_header && !has_job() && !skips_) {
     return core::HeaderMissingError();

@@ -114,7 +114,7 @@ class TensorSequence {
   void CloseTensor(bool ok);
 
   // There is a tensor with a job.
-  bool has_job() const { return tensor_.has_value() && tensor_->is_open(); }
+  bool has_job() const { return tensor_.has_value() && tensor_->checked(); }
   bool finishing() const { return tensor_.has_value() && tensor_->finishing(); }
   // What the next step of the open tensor is like.
   StepKind next_step() const;

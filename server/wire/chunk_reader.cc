@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/types/span.h"
 #include "core/errors.h"
@@ -56,32 +55,24 @@ void ChunkReader::FillCarry(int64_t bytes) {
   }
 }
 
-absl::Status ChunkReader::Feed(
-    int64_t bytes,
-    absl::FunctionRef<absl::Status(int64_t, absl::Span<const uint8_t>)>
-        consume) {
-  while (bytes > 0) {
-    const int64_t in_piece = piece_ < pieces_.size()
-                                 ? static_cast<int64_t>(pieces_[piece_].size())
-                                 : 0;
-    int64_t fed = std::min(bytes, in_piece - in_piece % granule_);
-    absl::Status status;
-    if (carry_.empty() && fed > 0) {
-      absl::Span<const uint8_t>& piece = pieces_[piece_];
-      status = consume(position_, piece.first(fed));
-      piece.remove_prefix(fed);
-      if (piece.empty()) ++piece_;
-    } else {
-      fed = std::min(bytes, granule_);
-      FillCarry(fed - static_cast<int64_t>(carry_.size()));
-      status = consume(position_, carry_);
-      carry_.clear();
-    }
-    if (!status.ok()) return status;
-    position_ += fed;
-    bytes -= fed;
+absl::Span<const uint8_t> ChunkReader::Next(int64_t bytes) {
+  const int64_t in_piece = piece_ < pieces_.size()
+                               ? static_cast<int64_t>(pieces_[piece_].size())
+                               : 0;
+  const int64_t whole = std::min(bytes, in_piece - in_piece % granule_);
+  absl::Span<const uint8_t> next;
+  if (carry_.empty() && whole > 0) {
+    absl::Span<const uint8_t>& piece = pieces_[piece_];
+    next = piece.first(whole);
+    piece.remove_prefix(whole);
+  } else {
+    FillCarry(std::min(bytes, granule_) - static_cast<int64_t>(carry_.size()));
+    given_.swap(carry_);
+    carry_.clear();
+    next = given_;
   }
-  return absl::OkStatus();
+  position_ += static_cast<int64_t>(next.size());
+  return next;
 }
 
 void ChunkReader::Retain() {

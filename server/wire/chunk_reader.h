@@ -6,18 +6,17 @@
 #include <cstdint>
 #include <vector>
 
-#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/types/span.h"
 #include "server/wire/envelope.h"
 
 namespace quantd::server {
 
-// Checks that the chunks of one tensor are contiguous and feeds their bytes on
+// Checks that the chunks of one tensor are contiguous and gives their bytes on
 // in whole granules: the unit that a kernel can work on by itself (an element,
 // the elements of one byte of packed codes, a leaf of a sum). A granule that
 // straddles two pieces or two chunks is put together in a small buffer;
-// everything else is fed in place. Not thread-safe.
+// everything else is given in place. Not thread-safe.
 class ChunkReader {
  public:
   // The tensor's bytes [begin_bytes, end_bytes) will come, cut at multiples of
@@ -33,26 +32,23 @@ class ChunkReader {
   // Requires: ready_bytes() == 0.
   absl::Status Push(const RequestEnvelope& chunk);
 
-  // Bytes that can be fed now: whole granules, or all up to the end.
+  // Bytes that can be given now: whole granules, or all up to the end.
   int64_t ready_bytes() const;
 
-  // Feeds the next `bytes`, calling `consume(offset in the tensor, piece)` for
-  // pieces of whole granules in order, and stops at its first error.
-  // Requires: bytes <= ready_bytes(), and a multiple of the granule or
+  // The next piece of whole granules, of at most `bytes`; it begins at
+  // position_bytes(), which goes on behind it. Valid until Next or Retain.
+  // Requires: 0 < bytes <= ready_bytes(), and a multiple of the granule or
   // ready_bytes().
-  absl::Status Feed(
-      int64_t bytes,
-      absl::FunctionRef<absl::Status(int64_t, absl::Span<const uint8_t>)>
-          consume);
+  absl::Span<const uint8_t> Next(int64_t bytes);
 
   // Keeps what is left of the chunk (less than a granule), so that the chunk
   // may go away.
   // Requires: ready_bytes() == 0.
   void Retain();
 
-  // Offset of the next byte to feed.
+  // Offset of the next byte to give.
   int64_t position_bytes() const { return position_; }
-  // All bytes have been fed.
+  // All bytes have been given.
   bool complete() const { return position_ == end_; }
   // Errors: TENSOR_INCOMPLETE unless all bytes have been pushed.
   absl::Status CheckComplete() const;
@@ -65,9 +61,10 @@ class ChunkReader {
   const int64_t unit_;
   const int64_t granule_;
   const int64_t chunk_limit_;
-  int64_t position_;            // next byte to feed; carry_ starts here
+  int64_t position_;            // next byte to give; carry_ starts here
   int64_t pushed_;              // next byte to arrive
   std::vector<uint8_t> carry_;  // less than a granule between calls
+  std::vector<uint8_t> given_;  // the last piece, if it was put together
   absl::InlinedVector<absl::Span<const uint8_t>, 16> pieces_;
   size_t piece_ = 0;  // first piece that is not used up
 };

@@ -96,19 +96,16 @@ class Reading {
   absl::Status Push(const server::RequestEnvelope& chunk) {
     absl::Status status = reader_.Push(chunk);
     while (status.ok() && reader_.ready_bytes() > 0) {
-      status = reader_.Feed(
-          std::min(quantum_, reader_.ready_bytes()),
-          [&](int64_t offset, absl::Span<const uint8_t> piece) {
-            const auto stop = offset + static_cast<int64_t>(piece.size());
-            Require(
-                offset == geometry_.begin + static_cast<int64_t>(out_.size()),
-                "pieces are fed in order");
-            Require(!piece.empty() && (stop % geometry_.granule == 0 ||
-                                       stop == geometry_.end),
-                    "pieces are whole granules");
-            out_.append(piece.begin(), piece.end());
-            return absl::OkStatus();
-          });
+      const int64_t offset = reader_.position_bytes();
+      const absl::Span<const uint8_t> piece =
+          reader_.Next(std::min(quantum_, reader_.ready_bytes()));
+      const auto stop = offset + static_cast<int64_t>(piece.size());
+      Require(offset == geometry_.begin + static_cast<int64_t>(out_.size()),
+              "pieces are given in order");
+      Require(!piece.empty() &&
+                  (stop % geometry_.granule == 0 || stop == geometry_.end),
+              "pieces are whole granules");
+      out_.append(piece.begin(), piece.end());
     }
     if (status.ok()) reader_.Retain();
     return status;

@@ -45,22 +45,22 @@ RequestEnvelope Chunk(absl::Span<const uint8_t> tensor, int64_t begin,
   return chunk;
 }
 
-// Feeds all that is ready in portions of up to `quantum` bytes and retains the
-// rest; what was consumed is appended to `out`, which starts at `begin`.
-void FeedAll(ChunkReader& reader, int64_t quantum, int64_t granule,
+// Takes all that is ready in portions of up to `quantum` bytes and retains the
+// rest; it is appended to `out`, which starts at `begin`.
+void TakeAll(ChunkReader& reader, int64_t quantum, int64_t granule,
              int64_t begin, int64_t end, std::vector<uint8_t>* out) {
   while (reader.ready_bytes() > 0) {
     const int64_t bytes = std::min(reader.ready_bytes(), quantum);
-    const absl::Status status =
-        reader.Feed(bytes, [&](int64_t offset, absl::Span<const uint8_t> data) {
-          EXPECT_EQ(offset, begin + static_cast<int64_t>(out->size()));
-          const int64_t stop = offset + static_cast<int64_t>(data.size());
-          EXPECT_FALSE(data.empty());
-          EXPECT_TRUE(stop % granule == 0 || stop == end) << stop;
-          out->insert(out->end(), data.begin(), data.end());
-          return absl::OkStatus();
-        });
-    ASSERT_TRUE(status.ok()) << status;
+    const int64_t stop_bytes = reader.position_bytes() + bytes;
+    while (reader.position_bytes() < stop_bytes) {
+      const int64_t offset = reader.position_bytes();
+      ASSERT_EQ(offset, begin + static_cast<int64_t>(out->size()));
+      const absl::Span<const uint8_t> data = reader.Next(stop_bytes - offset);
+      ASSERT_FALSE(data.empty());
+      const int64_t stop = offset + static_cast<int64_t>(data.size());
+      EXPECT_TRUE(stop % granule == 0 || stop == end) << stop;
+      out->insert(out->end(), data.begin(), data.end());
+    }
     EXPECT_EQ(reader.position_bytes(),
               begin + static_cast<int64_t>(out->size()));
   }
@@ -90,7 +90,7 @@ TEST(ChunkReaderTest, GivesTheSameBytesWhereverChunksAndPiecesAreCut) {
       ASSERT_TRUE(
           reader.Push(Chunk(tensor, at, at + size, most_piece, random)).ok());
       ASSERT_NO_FATAL_FAILURE(
-          FeedAll(reader, quantum, granule, begin, end, &out));
+          TakeAll(reader, quantum, granule, begin, end, &out));
       at += size;
     }
     EXPECT_TRUE(reader.complete());
@@ -99,25 +99,24 @@ TEST(ChunkReaderTest, GivesTheSameBytesWhereverChunksAndPiecesAreCut) {
   }
 }
 
-TEST(ChunkReaderTest, FeedsInPlaceWhatDoesNotStraddle) {
+TEST(ChunkReaderTest, GivesInPlaceWhatDoesNotStraddle) {
   std::mt19937_64 random(2);
   const std::vector<uint8_t> tensor = RandomBytes(64, random);
   ChunkReader reader(0, 64, 4, 8, 64);
   ASSERT_TRUE(reader.Push(Chunk(tensor, 0, 20)).ok());
   EXPECT_EQ(reader.ready_bytes(), 16);
-  std::vector<const uint8_t*> seen;
-  const auto consume = [&](int64_t, absl::Span<const uint8_t> data) {
-    seen.push_back(data.data());
-    return absl::OkStatus();
-  };
-  ASSERT_TRUE(reader.Feed(16, consume).ok());
-  EXPECT_EQ(seen, std::vector<const uint8_t*>{tensor.data()});
+  const absl::Span<const uint8_t> whole = reader.Next(16);
+  EXPECT_EQ(whole.data(), tensor.data());
+  EXPECT_EQ(whole.size(), 16u);
   reader.Retain();
   // 4 bytes were kept: one granule is put together, the rest is in place.
   ASSERT_TRUE(reader.Push(Chunk(tensor, 20, 40)).ok());
-  ASSERT_TRUE(reader.Feed(24, consume).ok());
-  ASSERT_EQ(seen.size(), 3u);
-  EXPECT_EQ(seen[2], tensor.data() + 24);
+  const absl::Span<const uint8_t> joined = reader.Next(24);
+  EXPECT_EQ(joined, absl::MakeSpan(tensor).subspan(16, 8));
+  const absl::Span<const uint8_t> rest = reader.Next(16);
+  EXPECT_EQ(rest.data(), tensor.data() + 24);
+  EXPECT_EQ(rest.size(), 16u);
+  EXPECT_EQ(reader.ready_bytes(), 0);
 }
 
 TEST(ChunkReaderTest, HoldsBackAGranuleThatIsNotWhole) {
@@ -131,26 +130,8 @@ TEST(ChunkReaderTest, HoldsBackAGranuleThatIsNotWhole) {
   // With the last byte the short granule at the end is ready too.
   EXPECT_EQ(reader.ready_bytes(), 20);
   std::vector<uint8_t> out;
-  FeedAll(reader, 16, 16, 0, 20, &out);
+  TakeAll(reader, 16, 16, 0, 20, &out);
   EXPECT_EQ(out, tensor);
-}
-
-TEST(ChunkReaderTest, StopsAtTheFirstErrorOfTheConsumer) {
-  std::mt19937_64 random(4);
-  const std::vector<uint8_t> tensor = RandomBytes(16, random);
-  ChunkReader reader(0, 16, 4, 4, 64);
-  RequestEnvelope chunk = Chunk(tensor, 0, 8);
-  chunk.data.push_back(absl::MakeSpan(tensor).subspan(8, 8));
-  chunk.data_bytes = 16;
-  ASSERT_TRUE(reader.Push(chunk).ok());
-  int calls = 0;
-  const absl::Status status =
-      reader.Feed(16, [&](int64_t offset, absl::Span<const uint8_t>) {
-        ++calls;
-        return core::NonFiniteRejectedError(offset / 4, 0);
-      });
-  EXPECT_EQ(core::ErrorReason(status), "NON_FINITE_REJECTED");
-  EXPECT_EQ(calls, 1);
 }
 
 TEST(ChunkReaderTest, AnEmptyTensorIsCompleteFromTheStart) {
@@ -191,7 +172,7 @@ TEST(ChunkReaderTest, NamesWhatIsWrongWithAChunk) {
     ChunkReader reader(16, 48, 4, 4, 32);
     ASSERT_TRUE(reader.Push(Chunk(tensor, 16, 24)).ok());
     std::vector<uint8_t> out;
-    FeedAll(reader, 32, 4, 16, 48, &out);
+    TakeAll(reader, 32, 4, 16, 48, &out);
     RequestEnvelope chunk = Chunk(tensor, 0, c.size);
     chunk.offset_bytes = static_cast<uint64_t>(c.offset);
     EXPECT_EQ(core::ErrorReason(reader.Push(chunk)), c.reason)
