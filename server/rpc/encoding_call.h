@@ -92,6 +92,9 @@ class EncodingCall
   // The step after a message down was taken by the client, on gRPC's thread.
   virtual void Sent() = 0;
 
+  // The caller's.
+  core::ThreadPool::Group group() const { return share_->group; }
+
   // False when the call is of no more use; then it has been ended.
   bool IsWanted();
   // The same where a call may as well end: also while the server drains, when
@@ -101,10 +104,12 @@ class EncodingCall
   // Why not, within a step that is long; it does not end the call.
   absl::Status CheckGoesOn();
 
-  // Has a step of that kind done. What it throws, which it can only before it
-  // hands the call over, ends the call.
+  // Has a step of that kind done in the caller's group, whoever asks for it.
+  // What it throws, which it can only before it hands the call over, ends the
+  // call.
   template <typename Step>
   void Schedule(StepKind kind, Step step) {
+    const core::ThreadPool::GroupScope scope(group());
     server::Schedule(
         env_, kind, [self = shared_from_this(), step] { self->RunStep(step); });
   }

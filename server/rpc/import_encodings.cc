@@ -146,7 +146,7 @@ class ImportEncodingsCall final : public EncodingCall {
       : EncodingCall(arguments, Rpc::kImportEncodings, &request_),
         hints_(env().budget) {}
   ~ImportEncodingsCall() override {
-    env().imports->Leave(this);
+    env().imports->Leave(this, group());
     env().imports->ReturnText(this, &queued_bytes_);
   }
 
@@ -266,14 +266,14 @@ class ImportEncodingsCall final : public EncodingCall {
     Schedule(StepKind::kLong, [this] { TakeTurn(); });
   }
 
-  // Parses once there is room, and those that wait for that are done. On a
-  // thread for what takes long.
+  // Parses once there is room, and those of the caller that wait for that are
+  // done. On a thread for what takes long.
   void TakeTurn() {
     absl::Status status = NoRoom();
-    if (env().imports->MayTry(this)) status = Charge();
+    if (env().imports->MayTry(this, group())) status = Charge();
     const bool has_room = status.ok();
     if (has_room) {
-      env().imports->Leave(this);
+      env().imports->Leave(this, group());
       status = Import();
     }
     Schedule(StepKind::kQuantum,
@@ -284,7 +284,7 @@ class ImportEncodingsCall final : public EncodingCall {
     if (!IsWanted()) return;
     if (has_room) return status.ok() ? EndWith(response_) : End(status);
     tree_lease_.Release();
-    env().imports->LineUp(this);
+    env().imports->LineUp(this, group());
     WaitOrEnd(status);
   }
 

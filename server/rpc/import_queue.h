@@ -1,4 +1,5 @@
-// Imports wait for memory in turn, so that those that began first get done.
+// Imports of a caller wait for memory in turn, so that those that began first
+// get done.
 
 #ifndef QUANTD_SERVER_RPC_IMPORT_QUEUE_H_
 #define QUANTD_SERVER_RPC_IMPORT_QUEUE_H_
@@ -8,7 +9,9 @@
 #include <deque>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
 #include "absl/synchronization/mutex.h"
+#include "core/parallel/thread_pool.h"
 
 namespace quantd::server {
 
@@ -44,30 +47,43 @@ class ImportQueue {
     *text_bytes = 0;
   }
 
-  // Whether nobody waits, or nobody for longer than `import`.
-  bool MayTry(const void* import) ABSL_LOCKS_EXCLUDED(mutex_) {
+  // Whether no import of its caller waits, or none for longer than `import`.
+  // Callers do not wait for each other: one may wait for what never comes.
+  bool MayTry(const void* import, core::ThreadPool::Group caller)
+      ABSL_LOCKS_EXCLUDED(mutex_) {
     absl::MutexLock lock(&mutex_);
-    return line_.empty() || line_.front() == import;
+    const auto line = lines_.find(caller);
+    return line == lines_.end() || line->second.front() == import;
   }
   // At the end, unless it waits already.
-  void LineUp(const void* import) ABSL_LOCKS_EXCLUDED(mutex_) {
+  void LineUp(const void* import, core::ThreadPool::Group caller)
+      ABSL_LOCKS_EXCLUDED(mutex_) {
     absl::MutexLock lock(&mutex_);
-    if (std::find(line_.begin(), line_.end(), import) == line_.end()) {
-      line_.push_back(import);
+    std::deque<const void*>& line = lines_[caller];
+    if (std::find(line.begin(), line.end(), import) == line.end()) {
+      line.push_back(import);
     }
   }
-  void Leave(const void* import) ABSL_LOCKS_EXCLUDED(mutex_) {
+  void Leave(const void* import, core::ThreadPool::Group caller)
+      ABSL_LOCKS_EXCLUDED(mutex_) {
     absl::MutexLock lock(&mutex_);
-    line_.erase(std::remove(line_.begin(), line_.end(), import), line_.end());
+    const auto line = lines_.find(caller);
+    if (line == lines_.end()) return;
+    std::deque<const void*>& imports = line->second;
+    imports.erase(std::remove(imports.begin(), imports.end(), import),
+                  imports.end());
+    if (imports.empty()) lines_.erase(line);
   }
 
  private:
   const int64_t most_text_bytes_;
   absl::Mutex mutex_;
   int64_t text_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
-  // Imports that have files, and those that wait to parse theirs.
+  // Imports that have files.
   std::deque<const void*> files_ ABSL_GUARDED_BY(mutex_);
-  std::deque<const void*> line_ ABSL_GUARDED_BY(mutex_);
+  // Those of each caller that wait to parse theirs; none is empty.
+  absl::flat_hash_map<core::ThreadPool::Group, std::deque<const void*>> lines_
+      ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace quantd::server

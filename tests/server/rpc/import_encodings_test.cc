@@ -143,20 +143,32 @@ TEST(ImportEncodingsTest, EndsWithItsReasonWhereItNeverFits) {
   EXPECT_THAT(end.error_message(), StartsWith("MEMORY_BUDGET"));
 }
 
-TEST(ImportQueueTest, TakesThemInTurn) {
+TEST(ImportQueueTest, TakesThoseOfACallerInTurn) {
   server::ImportQueue queue(1000);
   const int a = 0, b = 0;
-  EXPECT_TRUE(queue.MayTry(&a));
-  EXPECT_TRUE(queue.MayTry(&b));
-  queue.LineUp(&a);
-  queue.LineUp(&b);
-  queue.LineUp(&a);
-  EXPECT_TRUE(queue.MayTry(&a));
-  EXPECT_FALSE(queue.MayTry(&b));
-  queue.Leave(&a);
-  EXPECT_TRUE(queue.MayTry(&b));
-  queue.Leave(&b);
-  EXPECT_TRUE(queue.MayTry(&a));
+  EXPECT_TRUE(queue.MayTry(&a, 1));
+  EXPECT_TRUE(queue.MayTry(&b, 1));
+  queue.LineUp(&a, 1);
+  queue.LineUp(&b, 1);
+  queue.LineUp(&a, 1);
+  EXPECT_TRUE(queue.MayTry(&a, 1));
+  EXPECT_FALSE(queue.MayTry(&b, 1));
+  queue.Leave(&a, 1);
+  EXPECT_TRUE(queue.MayTry(&b, 1));
+  queue.Leave(&b, 1);
+  EXPECT_TRUE(queue.MayTry(&a, 1));
+}
+
+TEST(ImportQueueTest, CallersDoNotWaitForEachOther) {
+  server::ImportQueue queue(1000);
+  const int a = 0, b = 0;
+  queue.LineUp(&a, 1);
+  EXPECT_TRUE(queue.MayTry(&b, 2));
+  queue.LineUp(&b, 2);
+  EXPECT_TRUE(queue.MayTry(&a, 1));
+  EXPECT_TRUE(queue.MayTry(&b, 2));
+  queue.Leave(&b, 2);
+  EXPECT_TRUE(queue.MayTry(&a, 1));
 }
 
 TEST(ImportQueueTest, FilesHaveAShareOfTheMemoryAndTheFirstOneMore) {
