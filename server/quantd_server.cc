@@ -38,7 +38,8 @@
 namespace quantd::server {
 namespace {
 
-// Store calls block on the disk, one of them on the lock of the writer.
+// That read from the store, and as many that write to it: calls block on the
+// disk, and those that write on the lock of the writer.
 constexpr int kStoreThreads = 4;
 // So many callers have all the threads that they may have; more take turns.
 constexpr int kCallersAtOnce = 8;
@@ -218,6 +219,7 @@ QuantdServer::QuantdServer(const ServerOptions& options,
       pool_(std::max(1, options.threads),
             kCallersAtOnce * std::max(1, options.threads)),
       store_pool_(kStoreThreads),
+      write_pool_(kStoreThreads),
       long_pool_(kLongThreads, kCallersAtOnce * kLongThreads, kLongNice),
       helper_pool_(options.threads > 1
                        ? std::make_unique<core::ThreadPool>(
@@ -235,6 +237,7 @@ QuantdServer::QuantdServer(const ServerOptions& options,
            &shares_,
            &pool_,
            &store_pool_,
+           &write_pool_,
            &long_pool_,
            helper_pool_.get(),
            options.shared_memory ? &regions_ : nullptr,

@@ -122,7 +122,10 @@ void OpenTensor::Close(bool ok) {
 }
 
 StepKind OpenTensor::next_step() const {
-  if (waits()) return StepKind::kStore;
+  if (waits()) {
+    const bool writes = started() || job_->StartWrites();
+    return writes ? StepKind::kWrite : StepKind::kStore;
+  }
   if (finishing() && job_->FinishIsLong()) return StepKind::kLong;
   return job_->light() ? StepKind::kLight : StepKind::kQuantum;
 }

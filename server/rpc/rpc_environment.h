@@ -26,6 +26,7 @@ struct RpcEnvironment {
   // the group of their caller.
   core::ThreadPool* pool;
   core::ThreadPool* store_pool;
+  core::ThreadPool* write_pool;
   // Of lower priority than those above.
   core::ThreadPool* long_pool;
   // Helps those computations, at their priority; null with one thread.

@@ -13,6 +13,8 @@ core::ThreadPool* PoolOf(const RpcEnvironment& env, StepKind kind) {
   switch (kind) {
     case StepKind::kStore:
       return env.store_pool;
+    case StepKind::kWrite:
+      return env.write_pool;
     case StepKind::kLong:
       return env.long_pool;
     case StepKind::kLight:

@@ -25,6 +25,9 @@ enum class StepKind {
   kQuantum,
   // Waits for a store: a thread that may wait and runs no kernel.
   kStore,
+  // The same to write, which others may keep waiting for seconds: apart, so
+  // that no read waits behind it.
+  kWrite,
   // May take more than kShortWork: a thread of its own, to its end, of lower
   // priority than those above. The kernel shares the processors; see
   // core/parallel/stop_token.h. Nothing else is done there, and no call of

@@ -74,7 +74,7 @@ class TensorwiseCall : public EncodingCall {
   void ComputeStep() {
     absl::Status status = Compute(&response_);
     const StepKind next =
-        status.ok() && stores() ? StepKind::kStore : StepKind::kQuantum;
+        status.ok() && stores() ? StepKind::kWrite : StepKind::kQuantum;
     this->Schedule(next, [this, status] { EndCompute(status); });
   }
 

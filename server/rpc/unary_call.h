@@ -10,6 +10,7 @@
 #include "server/rpc/caller.h"
 #include "server/rpc/encoding_call.h"
 #include "server/rpc/rpc_environment.h"
+#include "server/wire/rpcs.h"
 
 namespace quantd::server {
 
@@ -31,13 +32,16 @@ class UnaryCall final : public EncodingCall {
                                 const Request& request, Response* response);
 
   UnaryCall(const CallArguments& arguments, Rpc rpc, Body body)
-      : EncodingCall(arguments, rpc, &request_), body_(body) {}
+      : EncodingCall(arguments, rpc, &request_),
+        writes_(ScopeOf(rpc) != Scope::kRead),
+        body_(body) {}
 
  private:
   void Took(bool more) override {
     if (!more)
       return End(core::MessageMalformedError("expected a request, got none"));
-    this->Schedule(StepKind::kStore, [this] { Run(); });
+    this->Schedule(writes_ ? StepKind::kWrite : StepKind::kStore,
+                   [this] { Run(); });
   }
 
   void Run() {
@@ -53,6 +57,7 @@ class UnaryCall final : public EncodingCall {
   // The answer is the end.
   void Sent() override {}
 
+  const bool writes_;
   const Body body_;
   Request request_;
 };
