@@ -208,6 +208,11 @@ void KeepGrpcRunning() {
 
 }  // namespace
 
+struct Client::Connection {
+  std::shared_ptr<grpc::Channel> channel;
+  std::unique_ptr<v1::EncodingService::Stub> stub;
+};
+
 absl::StatusOr<std::unique_ptr<Client>> Client::Connect(ClientOptions options) {
   absl::StatusOr<std::string> target = ParseTarget(options.target);
   if (!target.ok()) return target.status();
@@ -279,44 +284,47 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(ClientOptions options) {
   if (internal::IsLocalTarget(options.target)) {
     arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
   }
-  std::shared_ptr<grpc::Channel> channel =
+  auto connection = std::make_unique<Connection>();
+  connection->channel =
       interceptors.empty()
           ? grpc::CreateCustomChannel(options.target, credentials, arguments)
           : grpc::experimental::CreateCustomChannelWithInterceptors(
                 options.target, credentials, arguments,
                 std::move(interceptors));
+  connection->stub = v1::EncodingService::NewStub(connection->channel);
   return std::unique_ptr<Client>(
-      new Client(std::move(options), std::move(channel)));
+      new Client(std::move(options), std::move(connection)));
 }
 
-Client::Client(ClientOptions options, std::shared_ptr<grpc::Channel> channel)
+Client::Client(ClientOptions options, std::unique_ptr<Connection> connection)
     : options_(std::move(options)),
-      channel_(std::move(channel)),
-      shared_buffers_(std::make_shared<internal::SharedBuffers>()),
-      encoding_stub_(v1::EncodingService::NewStub(channel_)) {}
+      connection_(std::move(connection)),
+      shared_buffers_(std::make_shared<internal::SharedBuffers>()) {}
+
+Client::~Client() = default;
 
 std::unique_ptr<QuantizeStream> Client::OpenQuantize() {
   return std::make_unique<QuantizeStream>(
-      std::make_unique<internal::RetryingStream>(channel_, kQuantizeMethod,
-                                                 options_, shared_buffers_));
+      std::make_unique<internal::RetryingStream>(
+          connection_->channel, kQuantizeMethod, options_, shared_buffers_));
 }
 
 std::unique_ptr<DequantizeStream> Client::OpenDequantize() {
   return std::make_unique<DequantizeStream>(
-      std::make_unique<internal::RetryingStream>(channel_, kDequantizeMethod,
-                                                 options_, shared_buffers_));
+      std::make_unique<internal::RetryingStream>(
+          connection_->channel, kDequantizeMethod, options_, shared_buffers_));
 }
 
 std::unique_ptr<CalibrateStream> Client::OpenCalibrate() {
   return std::make_unique<CalibrateStream>(
-      std::make_unique<internal::RetryingStream>(channel_, kCalibrateMethod,
-                                                 options_, shared_buffers_));
+      std::make_unique<internal::RetryingStream>(
+          connection_->channel, kCalibrateMethod, options_, shared_buffers_));
 }
 
 std::unique_ptr<EvaluateStream> Client::OpenEvaluate() {
   return std::make_unique<EvaluateStream>(
-      std::make_unique<internal::RetryingStream>(channel_, kEvaluateMethod,
-                                                 options_, shared_buffers_));
+      std::make_unique<internal::RetryingStream>(
+          connection_->channel, kEvaluateMethod, options_, shared_buffers_));
 }
 
 absl::StatusOr<std::unique_ptr<SharedBuffer>> Client::AllocateShared(
@@ -353,8 +361,8 @@ absl::Status Client::Call(Method method, const Request& request,
     context.set_deadline(Deadline(timeout));
     response->Clear();
     const absl::Status status = internal::StatusOf(
-        (encoding_stub_.get()->*method)(&context, request, response), options_,
-        timeout);
+        (connection_->stub.get()->*method)(&context, request, response),
+        options_, timeout);
     if (!policy.Pause(status, &retries, deadline)) {
       return WithAttempts(retries.Explained(status), retries.count + 1);
     }
@@ -490,7 +498,7 @@ absl::Status Client::ReadAll(
       context.set_deadline(absl::ToChronoTime(deadline));
     }
     Reader reader;
-    start(encoding_stub_->async(), &context, &reader);
+    start(connection_->stub->async(), &context, &reader);
     reader.Start();
     Response response;
     auto outcome = Reader::Outcome::kResponse;
@@ -585,7 +593,7 @@ absl::StatusOr<v1::ImportEncodingsResponse> Client::ImportEncodings(
     context.set_deadline(Deadline(std::min(timeout, deadline - absl::Now())));
     v1::ImportEncodingsResponse response;
     const std::unique_ptr<grpc::ClientWriter<v1::ImportEncodingsRequest>>
-        writer = encoding_stub_->ImportEncodings(&context, &response);
+        writer = connection_->stub->ImportEncodings(&context, &response);
     v1::ImportEncodingsRequest message = request;
     int hint = 0;
     size_t offset = 0;
@@ -672,7 +680,7 @@ absl::StatusOr<Client::Health> Client::CheckHealth(absl::string_view service) {
   grpc::Status call_status;
   grpc::ClientContext context;
   context.set_deadline(Deadline(options_.timeout));
-  grpc::GenericStub stub(channel_);
+  grpc::GenericStub stub(connection_->channel);
   absl::Notification done;
   stub.UnaryCall(&context, kHealthMethod, grpc::StubOptions(), &request,
                  &response, [&](grpc::Status status) {

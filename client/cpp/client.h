@@ -17,8 +17,6 @@
 #include "client/cpp/client_options.h"
 #include "client/cpp/shared_memory.h"
 #include "client/cpp/tensor_stream.h"
-#include "grpcpp/channel.h"
-#include "quantd/v1/encoding_service.grpc.pb.h"
 #include "quantd/v1/encoding_service.pb.h"
 
 namespace quantd {
@@ -34,6 +32,7 @@ class Client {
   // Does not wait for the server: the first call finds out.
   // Errors: ARGUMENT_INVALID.
   static absl::StatusOr<std::unique_ptr<Client>> Connect(ClientOptions options);
+  ~Client();
 
   // One tensor on a stream of its own.
   absl::StatusOr<QuantizeResult> Quantize(const QuantizeJob& job);
@@ -127,7 +126,10 @@ class Client {
   const ClientOptions& options() const { return options_; }
 
  private:
-  Client(ClientOptions options, std::shared_ptr<grpc::Channel> channel);
+  // What it has of gRPC, which this header keeps to itself.
+  struct Connection;
+
+  Client(ClientOptions options, std::unique_ptr<Connection> connection);
 
   // Calls method(context, request, response) until it is answered. `may_repeat`
   // becomes true when the server may have done it already in an attempt before
@@ -146,9 +148,8 @@ class Client {
                        absl::FunctionRef<bool(const Response&)> on_response);
 
   const ClientOptions options_;
-  const std::shared_ptr<grpc::Channel> channel_;
+  const std::unique_ptr<Connection> connection_;
   const std::shared_ptr<internal::SharedBuffers> shared_buffers_;
-  const std::unique_ptr<v1::EncodingService::Stub> encoding_stub_;
 };
 
 }  // namespace quantd

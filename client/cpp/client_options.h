@@ -11,7 +11,10 @@
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
-#include "grpcpp/security/credentials.h"
+
+namespace grpc {
+class ChannelCredentials;
+}  // namespace grpc
 
 namespace quantd {
 

@@ -9,8 +9,13 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "grpcpp/security/credentials.h"
-#include "grpcpp/support/client_interceptor.h"
+
+namespace grpc {
+class ChannelCredentials;
+namespace experimental {
+class ClientInterceptorFactoryInterface;
+}  // namespace experimental
+}  // namespace grpc
 
 namespace quantd {
 

@@ -16,6 +16,7 @@
 #include "google/protobuf/duration.pb.h"
 #include "google/protobuf/io/coded_stream.h"
 #include "google/protobuf/wire_format_lite.h"
+#include "grpcpp/support/status.h"
 
 namespace quantd {
 namespace {

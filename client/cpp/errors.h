@@ -13,8 +13,11 @@
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
-#include "grpcpp/support/status.h"
 #include "quantd/v1/tensor.pb.h"
+
+namespace grpc {
+class Status;
+}  // namespace grpc
 
 namespace quantd {
 

@@ -14,7 +14,6 @@
 #include "absl/types/span.h"
 #include "client/cpp/client_options.h"
 #include "client/cpp/tensor.h"
-#include "grpcpp/channel.h"
 #include "quantd/v1/quantization_service.pb.h"
 
 namespace quantd {

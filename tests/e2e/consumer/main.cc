@@ -1,10 +1,10 @@
 // Quantizes four numbers with the server at argv[1] and prints their codes.
 
+#include <quantd/client.h>
+
 #include <cstdint>
 #include <iostream>
 #include <vector>
-
-#include "client/cpp/client.h"
 
 int main(int argc, char** argv) {
   if (argc != 2) return 2;

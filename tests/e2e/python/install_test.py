@@ -6,6 +6,7 @@ program is built with find_package(quantd) and used with the installed server.
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -25,7 +26,7 @@ INSTALLED = (
     "share/bash-completion/completions/quantctl",
     "share/fish/vendor_completions.d/quantctl.fish",
     "share/quantd/proto/quantd/v1/quantization_service.proto",
-    "include/quantd/client/cpp/client.h",
+    "include/quantd/quantd/client.h",
     "include/quantd/quantd/v1/quantization_service.grpc.pb.h",
 )
 
@@ -50,6 +51,27 @@ class InstallTest(unittest.TestCase):
              "--include=*.pc"], check=False, encoding="utf-8",
             stdout=subprocess.PIPE).stdout
         self.assertEqual(targets, "")
+
+    def test_HeadersShowNothingOfGrpc(self):
+        """Those that <quantd/client.h> includes are all there are, and none of
+        them includes gRPC or a service's stubs."""
+        root = os.path.join(self.prefix, "include/quantd")
+        seen, left = set(), ["quantd/client.h"]
+        while left:
+            header = left.pop()
+            if header in seen:
+                continue
+            seen.add(header)
+            with open(os.path.join(root, header), encoding="utf-8") as file:
+                includes = re.findall(r'^#include [<"](.*)[>"]', file.read(),
+                                      re.M)
+            for include in includes:
+                self.assertNotRegex(include, r"grpc", header)
+            left += [include for include in includes
+                     if include.startswith("client/")]
+        self.assertEqual(sorted(os.listdir(os.path.join(root, "client/cpp"))),
+                         sorted(os.path.basename(header) for header in seen
+                                if header.startswith("client/")))
 
     def test_PkgConfigKnowsTheClient(self):
         flags = run("pkg-config", "--cflags", "--libs", "quantd", env=dict(
