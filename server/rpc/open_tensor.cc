@@ -123,7 +123,7 @@ void OpenTensor::Close(bool ok) {
 
 StepKind OpenTensor::next_step() const {
   if (waits()) {
-    const bool writes = started() || job_->StartWrites();
+    const bool writes = resolved() || job_->ResolveWrites();
     return writes ? StepKind::kWrite : StepKind::kStore;
   }
   if (finishing() && job_->FinishIsLong()) return StepKind::kLong;

@@ -246,7 +246,7 @@ class StreamingQuantizeJob final : public TensorJob {
   bool ResolveWaits() const override {
     return source_.waits() || task_.store_key.has_value();
   }
-  bool StartWrites() const override { return task_.store_key.has_value(); }
+  bool ResolveWrites() const override { return task_.store_key.has_value(); }
   // What is stored must not be turned away after it was stored.
   bool light() const override {
     return !task_.store_key.has_value() &&

@@ -54,8 +54,8 @@ class TensorJob {
   // made on a thread that may wait and runs no kernel.
   virtual bool ResolveWaits() const { return false; }
   virtual bool FinishWaits() const { return false; }
-  // Start waits to write there, as Finish always does.
-  virtual bool StartWrites() const { return false; }
+  // Resolve waits to write there, as Finish always does.
+  virtual bool ResolveWrites() const { return false; }
   // The next call of Finish may take more than kShortWork: it is made on a
   // thread for that, and looks at stop().
   virtual bool FinishIsLong() const { return false; }
