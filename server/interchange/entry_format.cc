@@ -4,7 +4,6 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <string>
 #include <utility>
 #include <vector>
@@ -29,9 +28,10 @@ bool IsInteger(core::NumberFormat format) {
   return info != nullptr && info->kind == core::CodeKind::kInteger;
 }
 
-bool SameBits(float a, float b) {
-  return std::memcmp(&a, &b, sizeof(a)) == 0 ||
-         (std::isnan(a) && std::isnan(b));
+// The same number, zeros by their sign; NaN is one.
+bool SameNumber(float a, float b) {
+  if (std::isnan(a) || std::isnan(b)) return std::isnan(a) && std::isnan(b);
+  return a == b && std::signbit(a) == std::signbit(b);
 }
 
 // Blocks of the same elements; block sizes of dimensions with one scale may
@@ -69,7 +69,7 @@ std::vector<std::string> Differences(const core::Encoding& before,
   int64_t changed = 0;
   for (size_t i = 0; i < before.scale.size(); ++i) {
     changed +=
-        i >= after.scale.size() || !SameBits(before.scale[i], after.scale[i]);
+        i >= after.scale.size() || !SameNumber(before.scale[i], after.scale[i]);
   }
   if (changed != 0 || before.scale.size() != after.scale.size()) {
     differences.push_back(
