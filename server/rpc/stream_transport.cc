@@ -55,11 +55,11 @@ grpc::ByteBuffer StreamTransport::TakeMessage() {
 }
 
 void StreamTransport::Answer(std::vector<grpc::ByteBuffer> messages) {
-  for (grpc::ByteBuffer& message : messages) {
+  for (const grpc::ByteBuffer& message : messages) {
     const int64_t charge_bytes =
         static_cast<int64_t>(message.Length()) + kQueuedMessageBytes;
     queued_bytes_ += charge_bytes;
-    writes_.push_back({std::move(message), charge_bytes});
+    writes_.push_back({message, charge_bytes});
   }
 }
 

@@ -69,7 +69,7 @@ absl::StatusOr<CalibratedEncoding> CalibrateTensor(
   return CalibratedEncoding{
       {std::make_shared<const core::Encoding>(std::move(calibration->encoding)),
        spec.layout, ""},
-      std::move(calibration->prediction),
+      calibration->prediction,
       calibration->mantissa_bits};
 }
 

@@ -19,7 +19,7 @@ TensorSequence::TensorSequence(const RpcEnvironment& env, TensorRpc* rpc,
 
 void TensorSequence::Take(grpc::ByteBuffer message) {
   message_.emplace();
-  message_->buffer = std::move(message);
+  message_->buffer.Swap(&message);
 }
 
 absl::Status TensorSequence::Step(StepKind kind, bool over_share) {

@@ -57,7 +57,8 @@ absl::Status CheckPathName(absl::string_view kind, absl::string_view name) {
                                                " bytes, expected at most ",
                                                kMaxPathNameBytes));
   }
-  bool valid = name.front() != '/' && name.find("..") == name.npos;
+  bool valid =
+      name.front() != '/' && name.find("..") == absl::string_view::npos;
   for (const char c : name) valid = valid && IsPathNameCharacter(c);
   if (!valid) {
     return core::NameInvalidError(
