@@ -560,10 +560,10 @@ std::vector<Flag> MakeFlags() {
                 limits.tensor_count, 1, int64_t{1} << 30,
                 QUANTD_FIELD(limits.tensor_count)),
       DurationFlag("queue-delay", kLimits,
-                   "Longest time a tensor may queue behind tensors of its "
-                   "caller before it is refused. Under sustained load the "
-                   "limit is shorter: about half of the time that the tensor "
-                   "itself takes.",
+                   "How long a tensor may queue behind tensors of its caller "
+                   "in a burst. Under sustained load, and for tensors that "
+                   "take longer, the limit is about half of the tensor's own "
+                   "time.",
                    limits.queue_delay, absl::ZeroDuration(), absl::Hours(1),
                    QUANTD_FIELD(limits.queue_delay)),
       CountFlag("shared-connections", kLimits,
@@ -621,8 +621,7 @@ std::vector<Flag> MakeFlags() {
 
       DurationFlag("drain-delay", kStopping,
                    "Time between reporting NOT_SERVING and sending clients "
-                   "elsewhere, so "
-                   "that load balancers notice.",
+                   "elsewhere, so that load balancers notice.",
                    absl::Milliseconds(500), absl::ZeroDuration(),
                    absl::Minutes(10), QUANTD_FIELD(drain_delay)),
       DurationFlag("drain-grace", kStopping,

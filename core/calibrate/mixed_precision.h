@@ -42,8 +42,7 @@ absl::StatusOr<Mixture> BestMixture(absl::Span<const TensorOptions> tensors,
                                     StopToken stop = StopToken());
 
 // Memory that BestMixture takes at most:
-// - for each tensor a hull on the heap, and places in a queue and three
-// choices;
+// - for each tensor a hull on the heap, places in a queue and three choices;
 // - for each option a place in the hull of its tensor;
 // - MixtureBytes of the largest number of options that a tensor has.
 constexpr int64_t kMixtureTensorBytes = 92;

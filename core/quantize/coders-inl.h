@@ -1,10 +1,9 @@
 // How the kernels of quantize.cc make codes of float32 vectors, one class per
 // kind of code. All have the same members:
 //
-//   State<kCounts>        what a loop keeps of the elements that it saw:
-//   whether
-//                         some were not ordinary, or with kCounts how many of
-//                         them were clipped
+//   State<kCounts>        what a loop keeps of the elements that it saw: with
+//                         kCounts how many were clipped, otherwise whether
+//                         some were not ordinary
 //   Accepts, Auxiliary    for ScaleArrays::Fill: which scales the class can
 //                         work with, and what it needs of them besides
 //   Code(d, x, scales)    codes of a vector; Store takes four of them

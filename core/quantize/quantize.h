@@ -15,8 +15,7 @@ namespace quantd::core {
 
 // What becomes of NaN. The values are those of quantd.v1.NanPolicy.
 enum class NanPolicy : int {
-  // Integers: clamp(zero_point). Floats: NaN where the format has one,
-  // otherwise
+  // Integers: clamp(zero_point). Floats: NaN where the format has one, or else
   // +0. Codebooks: the entry nearest to 0.
   kDefault = 0,
   // As the default, but +0 for all floats.
