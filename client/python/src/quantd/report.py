@@ -240,6 +240,7 @@ def _tensor(client: Client, swept: results.SweepTensor,
             encodings: Sequence[dict[str, Encoding]]) -> TensorReport:
     stored = client.get_statistics(swept.name, per_tensor=True)
     state = stored.state
+    assert state is not None
     bins = _bins_of(state)
     edges, counts = _histogram(state, bins, _BINS)
     candidates = {candidate.spec_index: candidate
