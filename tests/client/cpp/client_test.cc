@@ -219,12 +219,10 @@ TEST_F(ClientTest, RefusesMoreBytesThanWereAnnounced) {
 // Changes one answer and tells the error, which must not be tried again.
 template <typename Change>
 std::string ErrorOf(FakeServer* server, Client* client, Change change) {
-  server->faults().change_answer = [change](v1::QuantizeResponse* response) {
-    change(response);
-  };
+  server->faults().change_answer.Set(change);
   const absl::Status status =
       client->Quantize(MakeJob("w", Ramp(1000))).status();
-  server->faults().change_answer = nullptr;
+  server->faults().change_answer.Set(nullptr);
   EXPECT_EQ(ErrorReason(status), "RESPONSE_MALFORMED") << status;
   return std::string(ErrorText(status));
 }
@@ -279,12 +277,12 @@ TEST_F(ClientTest, TakesNoSummaryOfAnotherTensor) {
   const std::vector<float> values = Ramp(100);
   CalibrateJob job;
   job.tensor = MakeJob("w", values).tensor;
-  server_.faults().change_summary = [](v1::CalibrateSummary* summary) {
+  server_.faults().change_summary.Set([](v1::CalibrateSummary* summary) {
     summary->mutable_name()->set_tensor("v");
-  };
+  });
   EXPECT_EQ(client_->Calibrate(job).status().message(),
             "RESPONSE_MALFORMED: expected tensor \"w\", got \"v\"");
-  server_.faults().change_summary = nullptr;
+  server_.faults().change_summary.Set(nullptr);
   EXPECT_TRUE(client_->Calibrate(job).ok());
   job.spec.emplace().set_format(v1::NUMBER_FORMAT_INT8);
   EXPECT_EQ(client_->Calibrate(job).status().message(),
@@ -298,14 +296,14 @@ TEST_F(ClientTest, TakesNoStoredEncodingOfAnotherName) {
   Encoding encoding;
   encoding.set_format(v1::NUMBER_FORMAT_INT8);
   encoding.add_scale(0.5f);
-  server_.faults().change_stored = [](v1::StoredEncoding* stored) {
+  server_.faults().change_stored.Set([](v1::StoredEncoding* stored) {
     stored->mutable_name()->set_revision("main");
-  };
+  });
   EXPECT_TRUE(client_->PutEncoding(name, encoding, "").ok());
   EXPECT_TRUE(client_->GetEncoding(name).ok());
-  server_.faults().change_stored = [](v1::StoredEncoding* stored) {
+  server_.faults().change_stored.Set([](v1::StoredEncoding* stored) {
     stored->mutable_name()->set_model("other");
-  };
+  });
   EXPECT_EQ(ErrorReason(client_->PutEncoding(name, encoding, "").status()),
             "RESPONSE_MALFORMED");
   EXPECT_EQ(client_->GetEncoding(name).status().message(),

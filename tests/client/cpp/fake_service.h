@@ -14,6 +14,7 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -50,6 +51,25 @@ inline std::string RetryDetails() {
   return bytes(0x1A, absl::StrCat(bytes(0x0A, type), bytes(0x12, delay)));
 }
 
+// A change of every message of a kind. Thread-safe: a test takes it back while
+// the server may still be about to make it.
+template <typename Message>
+class Change {
+ public:
+  void Set(std::function<void(Message*)> change) {
+    absl::MutexLock lock(&mutex_);
+    change_ = std::move(change);
+  }
+  void Make(Message* message) const {
+    absl::MutexLock lock(&mutex_);
+    if (change_) change_(message);
+  }
+
+ private:
+  mutable absl::Mutex mutex_;
+  std::function<void(Message*)> change_ ABSL_GUARDED_BY(mutex_);
+};
+
 // Faults are set before the client calls and counted down by the calls.
 struct Faults {
   // Streams that end with UNAVAILABLE after their first message.
@@ -84,9 +104,9 @@ struct Faults {
   // Send a wrong checksum.
   std::atomic<bool> wrong_checksum{false};
   // Changes what is answered, for a server that answers something else.
-  std::function<void(v1::QuantizeResponse*)> change_answer;
-  std::function<void(v1::CalibrateSummary*)> change_summary;
-  std::function<void(v1::StoredEncoding*)> change_stored;
+  Change<v1::QuantizeResponse> change_answer;
+  Change<v1::CalibrateSummary> change_summary;
+  Change<v1::StoredEncoding> change_stored;
   // Send bytes that no header announced.
   std::atomic<bool> too_many_bytes{false};
   // Break computing encodings after two tensors.
@@ -221,7 +241,7 @@ class FakeQuantizationService final : public v1::QuantizationService::Service {
             XXH3_64bits_digest(hash) + (faults_.wrong_checksum ? 1 : 0));
         is_open = false;
       }
-      if (faults_.change_answer) faults_.change_answer(&response);
+      faults_.change_answer.Make(&response);
       stream->Write(response);
     }
     return grpc::Status::OK;
@@ -266,9 +286,7 @@ class FakeQuantizationService final : public v1::QuantizationService::Service {
       if (header.has_contribution()) {
         Contribute(header, response.mutable_summary()->mutable_contribution());
       }
-      if (faults_.change_summary) {
-        faults_.change_summary(response.mutable_summary());
-      }
+      faults_.change_summary.Make(response.mutable_summary());
       stream->Write(response);
       is_open = false;
     }
@@ -408,9 +426,7 @@ class FakeEncodingService final : public v1::EncodingService::Service {
     const auto found = encodings_.find(request->name().tensor());
     if (found == encodings_.end()) return NotFound();
     *response->mutable_stored_encoding() = found->second;
-    if (faults_.change_stored) {
-      faults_.change_stored(response->mutable_stored_encoding());
-    }
+    faults_.change_stored.Make(response->mutable_stored_encoding());
     return grpc::Status::OK;
   }
 
@@ -435,9 +451,7 @@ class FakeEncodingService final : public v1::EncodingService::Service {
     stored.set_etag(absl::StrCat(++generation_));
     *response->mutable_stored_encoding() = stored;
     response->mutable_stored_encoding()->clear_encoding();
-    if (faults_.change_stored) {
-      faults_.change_stored(response->mutable_stored_encoding());
-    }
+    faults_.change_stored.Make(response->mutable_stored_encoding());
     return Answered();
   }
 
