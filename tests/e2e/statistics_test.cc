@@ -140,6 +140,23 @@ class StatisticsRpcTest : public ::testing::Test {
     return response;
   }
 
+  // Contributes kLongSweepTensors tensors and asks for a sweep of all of them
+  // that takes seconds.
+  v1::SweepRequest MakeLongSweep() {
+    for (int i = 0; i < kLongSweepTensors; ++i) {
+      Contribute(absl::StrCat("t", i), Bell(200));
+    }
+    v1::SweepRequest request;
+    request.set_model(kModel);
+    for (int i = 0; i < 16; ++i) {
+      *request.add_specs() =
+          Spec(v1::NUMBER_FORMAT_UINT8, v1::CALIBRATION_METHOD_ENTROPY);
+    }
+    return request;
+  }
+
+  static constexpr int kLongSweepTensors = 200;
+
   TestServer server_;
 };
 
@@ -475,18 +492,8 @@ TEST_F(StatisticsRpcTest, AStateThatFitsNoMessageIsRefused) {
 
 // A client that goes in the middle leaves nothing running.
 TEST_F(StatisticsRpcTest, ACancelledSweepStops) {
-  constexpr int kTensors = 200;
-  for (int i = 0; i < kTensors; ++i) {
-    Contribute(absl::StrCat("t", i), Bell(200));
-  }
-  v1::SweepRequest request;
-  request.set_model(kModel);
-  for (int i = 0; i < 16; ++i) {
-    *request.add_specs() =
-        Spec(v1::NUMBER_FORMAT_UINT8, v1::CALIBRATION_METHOD_ENTROPY);
-  }
   grpc::ClientContext context;
-  const auto stream = server_.encodings().Sweep(&context, request);
+  const auto stream = server_.encodings().Sweep(&context, MakeLongSweep());
   v1::SweepResponse response;
   ASSERT_TRUE(stream->Read(&response));
   context.TryCancel();
@@ -499,18 +506,8 @@ TEST_F(StatisticsRpcTest, ACancelledSweepStops) {
 }
 
 TEST_F(StatisticsRpcTest, ADrainingServerEndsASweepBetweenTensors) {
-  constexpr int kTensors = 200;
-  for (int i = 0; i < kTensors; ++i) {
-    Contribute(absl::StrCat("t", i), Bell(200));
-  }
-  v1::SweepRequest request;
-  request.set_model(kModel);
-  for (int i = 0; i < 16; ++i) {
-    *request.add_specs() =
-        Spec(v1::NUMBER_FORMAT_UINT8, v1::CALIBRATION_METHOD_ENTROPY);
-  }
   grpc::ClientContext context;
-  const auto stream = server_.encodings().Sweep(&context, request);
+  const auto stream = server_.encodings().Sweep(&context, MakeLongSweep());
   v1::SweepResponse response;
   ASSERT_TRUE(stream->Read(&response));
   std::thread drain([this] { server_.server().Drain(); });
@@ -521,7 +518,7 @@ TEST_F(StatisticsRpcTest, ADrainingServerEndsASweepBetweenTensors) {
   EXPECT_EQ(status.error_code(), grpc::StatusCode::UNAVAILABLE)
       << status.error_message();
   EXPECT_THAT(status.error_message(), HasSubstr("DRAINING"));
-  EXPECT_LT(count, kTensors);
+  EXPECT_LT(count, kLongSweepTensors);
 }
 
 server::ServerOptions ShortIdleTimeout() {
