@@ -30,11 +30,13 @@ namespace quantd::server {
 // than five to a worker and they delay it by more than `max_delay`.
 //
 // The idea is CoDel's (Nichols and Jacobson, 2012): a queue that drains again
-// is left alone, a standing one is cut to a target. Beside one fixed limit,
-// max(max_delay, the tensor's own time), at ten times the load that two workers
-// can compute (two runs each, tensors of 140 ms): as many tensors are served,
-// half of them within 438 to 470 ms and not 541 to 574, 99% within 604 to 727
-// ms and not 677 to 742.
+// is left alone, a standing one is cut to a target. It was compared with one
+// fixed limit, max(max_delay, the tensor's own time), at ten times the load
+// that two workers can compute, in two runs each with tensors of 140 ms:
+//
+//   policy        served a second    p50, ms        p99, ms
+//   this one      12.6, 13.1         470, 438       727, 604
+//   fixed limit   12.6, 13.5         574, 541       742, 677
 //
 // Only bytes that have arrived are load: a client that sends slowly, or that
 // flow control holds back, costs nobody time. Thread-safe.

@@ -29,7 +29,7 @@ enum class StepKind {
   // that no read waits behind it.
   kWrite,
   // May take more than kShortWork: a thread of its own, to its end, of lower
-  // priority than those above. The kernel shares the processors; see
+  // priority than those above. The operating system shares the processors; see
   // core/parallel/stop_token.h. Nothing else is done there, and no call of
   // gRPC, whose threads would be as low as those that start them.
   kLong,
