@@ -231,8 +231,25 @@ absl::Status ScaleCountLimitError(int64_t limit, int64_t got) {
       absl::StrCat(got, " scales; the limit is ", limit));
 }
 
+absl::Status MessageScaleLimitError(int64_t limit, int64_t got) {
+  return Error<Row("SCALE_COUNT_LIMIT")>(
+      absl::StrCat(got, " scales; the limit of one message is ", limit,
+                   ": ask for scales_in_chunks in Quantize and Dequantize, for "
+                   "omit_encodings in Evaluate"));
+}
+
+absl::Status AnswerScaleLimitError(int64_t limit_bytes, int64_t got_bytes) {
+  return Error<Row("SCALE_COUNT_LIMIT")>(
+      absl::StrCat(got_bytes, " bytes of scales; the limit of one answer is ",
+                   limit_bytes, ": call ReadEncoding"));
+}
+
 absl::Status ZeroPointRangeError(absl::string_view what) {
   return Error<Row("ZERO_POINT_RANGE")>(what);
+}
+
+absl::Status OuterMaximumError(absl::string_view what) {
+  return Error<Row("OUTER_MAXIMUM")>(what);
 }
 
 absl::Status CodeRangeInvalidError(absl::string_view what) {
@@ -349,6 +366,22 @@ absl::Status EncodingNotFoundError(absl::string_view model,
       tensor.empty() ? "no encodings"
                      : absl::StrCat("no encoding for tensor \"", tensor, "\""),
       " of model \"", model, "\", revision \"", revision, "\""));
+}
+
+absl::Status RevisionNotFoundError(absl::string_view model,
+                                   absl::string_view revision,
+                                   absl::string_view what) {
+  return Error<Row("REVISION_NOT_FOUND")>(absl::StrCat(
+      "no ", what, " in revision \"", revision, "\" of model \"", model, "\""));
+}
+
+absl::Status RevisionInvalidError(absl::string_view what) {
+  return Error<Row("REVISION_INVALID")>(what);
+}
+
+absl::Status ModelNotFoundError(absl::string_view model) {
+  return Error<Row("MODEL_NOT_FOUND")>(
+      absl::StrCat("no encodings and no statistics of model \"", model, "\""));
 }
 
 absl::Status EtagMismatchError(absl::string_view expected,

@@ -68,6 +68,7 @@ inline constexpr ErrorInfo kErrors[] = {
     {"CODEBOOK_INVALID", ErrorCode::kInvalidArgument},
     {"METHOD_INVALID", ErrorCode::kInvalidArgument},
     {"SCALE_OVERFLOW", ErrorCode::kInvalidArgument},
+    {"OUTER_MAXIMUM", ErrorCode::kInvalidArgument},
     {"ENCODING_MISSING", ErrorCode::kInvalidArgument},
     {"CANDIDATES_INVALID", ErrorCode::kInvalidArgument},
     {"NON_FINITE_REJECTED", ErrorCode::kInvalidArgument},
@@ -88,6 +89,9 @@ inline constexpr ErrorInfo kErrors[] = {
     // Store.
     {"STATISTICS_NOT_FOUND", ErrorCode::kNotFound},
     {"ENCODING_NOT_FOUND", ErrorCode::kNotFound},
+    {"REVISION_NOT_FOUND", ErrorCode::kNotFound},
+    {"REVISION_INVALID", ErrorCode::kInvalidArgument},
+    {"MODEL_NOT_FOUND", ErrorCode::kNotFound},
     {"ETAG_MISMATCH", ErrorCode::kFailedPrecondition},
     {"STORE_UNAVAILABLE", ErrorCode::kUnavailable, ErrorKind::kFault, true},
     {"STORE_CORRUPT", ErrorCode::kDataLoss},
@@ -189,7 +193,12 @@ absl::Status OuterScaleCountError(int64_t expected, int64_t got);
 absl::Status ScaleShapeError(absl::string_view what);
 absl::Status ZeroPointCountError(int64_t scale_count, int64_t got);
 absl::Status ScaleCountLimitError(int64_t limit, int64_t got);
+// More than an encoding in one message may have.
+absl::Status MessageScaleLimitError(int64_t limit, int64_t got);
+// More than an answer may have; in bytes.
+absl::Status AnswerScaleLimitError(int64_t limit_bytes, int64_t got_bytes);
 absl::Status ZeroPointRangeError(absl::string_view what);
+absl::Status OuterMaximumError(absl::string_view what);
 absl::Status CodeRangeInvalidError(absl::string_view what);
 absl::Status SymmetryInvalidError(absl::string_view what);
 // A scale type that the format or the symmetry does not go with.
@@ -241,6 +250,12 @@ absl::Status StatisticsNotFoundError(absl::string_view model,
 absl::Status EncodingNotFoundError(absl::string_view model,
                                    absl::string_view revision,
                                    absl::string_view tensor);
+// `what` is what the revision lacks: "encodings".
+absl::Status RevisionNotFoundError(absl::string_view model,
+                                   absl::string_view revision,
+                                   absl::string_view what);
+absl::Status RevisionInvalidError(absl::string_view what);
+absl::Status ModelNotFoundError(absl::string_view model);
 absl::Status EtagMismatchError(absl::string_view expected,
                                absl::string_view got);
 // `what` is for callers. `detail`, which may name hosts, users and SQL, is for

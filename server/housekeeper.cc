@@ -101,6 +101,7 @@ void Housekeeper::Work() {
   absl::Duration next_look = options_.steady_clock();
   do {
     LookAtUsage();
+    LookAtSpace();
     if (options_.steady_clock() >= next_look) {
       LookAtRevisions();
       next_look = options_.steady_clock() + options_.retention_interval;
@@ -133,6 +134,24 @@ void Housekeeper::LookAtUsage() {
     }
   }
   metrics_->QuotaUsed(fullest);
+}
+
+void Housekeeper::LookAtSpace() {
+  // Who writes goes first, so that a step may fail; there is a next look.
+  constexpr int kMostFailures = 100;
+  const auto repeat = [&](auto step) {
+    int failures = 0;
+    while (!stopping() && failures < kMostFailures) {
+      const absl::StatusOr<bool> is_more = step();
+      if (is_more.ok() && !*is_more) return;
+      failures += !is_more.ok();
+      stopping_.WaitFor(options_.step_pause);
+    }
+  };
+  repeat([&] { return keeper_->FreeStep(options_.staged_age); });
+  repeat([&] { return keeper_->Shrink(); });
+  const absl::StatusOr<DatabaseSize> size = keeper_->ReadSize();
+  if (size.ok()) metrics_->StoreSize(size->size_bytes, size->free_bytes);
 }
 
 bool Housekeeper::ClockIsSound() {

@@ -42,6 +42,11 @@ class Housekeeper {
     absl::Duration usage_interval = absl::Seconds(15);
     // Between two looks at what is kept.
     absl::Duration retention_interval = absl::Hours(1);
+    // After which an encoding that is still being written is given up, unless
+    // scales came meanwhile.
+    absl::Duration staged_age = absl::Minutes(10);
+    // Between two steps that free space.
+    absl::Duration step_pause = absl::Milliseconds(5);
     // The time of the day, and one that never jumps.
     std::function<absl::Time()> clock = &absl::Now;
     std::function<absl::Duration()> steady_clock = &core::SteadyNow;
@@ -60,6 +65,10 @@ class Housekeeper {
 
   // Tells what is used, and in the log when a quota is nearly used up.
   void LookAtUsage();
+
+  // Frees what deleted encodings and statistics have left, in steps between
+  // which others write, and tells what the store takes on disk.
+  void LookAtSpace();
 
   // Deletes the revisions that the rules no longer keep, each logged, and
   // nothing of them that was written since they were looked at. When the rules

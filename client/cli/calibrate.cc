@@ -1,3 +1,5 @@
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -15,11 +17,13 @@
 #include "client/cli/quantized_tensor.h"
 #include "client/cli/selection.h"
 #include "client/cli/session.h"
+#include "client/cli/spec_syntax.h"
 #include "client/cli/table.h"
 #include "client/cli/tensor_input.h"
 #include "client/cli/tensor_loop.h"
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
+#include "client/cpp/tensor.h"
 #include "client/files/safetensors.h"
 #include "nlohmann/json.hpp"
 
@@ -37,6 +41,7 @@ struct Options {
   uint64_t sequence = 0;
   uint32_t mantissa_bits = 0;
   std::optional<double> averaging_constant;
+  bool force_statistics = false;
 
   // Contributions stand for themselves unless a spec was asked for.
   bool HasSpec() const {
@@ -74,6 +79,53 @@ v1::Contribution MakeContribution(const Options& options,
   return contribution;
 }
 
+// What the statistics of a tensor take in the store, about, where they are in
+// blocks of `block` elements: a histogram of n elements that form a bell takes
+// 10 n bytes, or 250 (log2 n - 4) from 64 elements on.
+uint64_t HistogramBytes(int64_t block) {
+  const auto size = static_cast<double>(block);
+  return static_cast<uint64_t>(block < 64 ? 10 * size
+                                          : 250 * (std::log2(size) - 4));
+}
+
+// Whether the statistics in blocks would take more than the tensors and more
+// than a server should hold of what lies in a file.
+absl::Status CheckStatisticsSize(
+    const std::vector<const files::FileTensor*>& tensors,
+    const Granularity& granularity) {
+  constexpr uint64_t kHarmlessBytes = uint64_t{16} << 20;
+  if (granularity.kind != Granularity::Kind::kGroup &&
+      granularity.kind != Granularity::Kind::kBlockSize) {
+    return absl::OkStatus();
+  }
+  uint64_t data_bytes = 0;
+  uint64_t statistics_bytes = 0;
+  for (const files::FileTensor* const tensor : tensors) {
+    const absl::StatusOr<std::vector<int64_t>> block_size =
+        BlockSizeOf(granularity, tensor->shape);
+    // The server says what is wrong with it.
+    if (!block_size.ok()) continue;
+    const absl::StatusOr<std::vector<int64_t>> scale_shape =
+        ScaleShape(tensor->shape, *block_size);
+    const absl::StatusOr<int64_t> elements = ElementCount(tensor->shape);
+    if (!scale_shape.ok() || !elements.ok() || *elements == 0) continue;
+    const int64_t blocks = ElementCount(*scale_shape).value_or(1);
+    data_bytes += tensor->data.size();
+    statistics_bytes +=
+        static_cast<uint64_t>(blocks) *
+        HistogramBytes(std::max<int64_t>(1, *elements / blocks));
+  }
+  if (statistics_bytes <= std::max(data_bytes, kHarmlessBytes)) {
+    return absl::OkStatus();
+  }
+  return ArgumentInvalidError(absl::StrCat(
+      "statistics in such small blocks would take about ",
+      BytesText(statistics_bytes), ", more than the ", BytesText(data_bytes),
+      " of the tensors; measure weights in their file with quantctl sweep FILE "
+      "or quantctl evaluate FILE, keep statistics per tensor or per channel, "
+      "or give --force-statistics"));
+}
+
 void Run(const Options& options, Session* session) {
   const bool has_spec = options.HasSpec();
   const bool contributes = !options.source.empty();
@@ -92,6 +144,10 @@ void Run(const Options& options, Session* session) {
   if (!taken.ok()) return session->FailUsage(taken.status());
   // Patterns of specs say what has encodings, not what is counted.
   if (contributes) taken = SelectTensors({&*input}, options.filter, nullptr);
+  if (contributes && !options.force_statistics) {
+    const absl::Status small = CheckStatisticsSize(*taken, *granularity);
+    if (!small.ok()) return session->FailUsage(small);
+  }
   const absl::StatusOr<std::unique_ptr<Client>> client = session->Connect();
   if (!client.ok()) return session->FailUsage(client.status());
   const auto spec_of = [&](const files::FileTensor& tensor) {
@@ -270,6 +326,9 @@ void AddCalibrateCommand(Command* quantctl, Session* session) {
                   "Weight of a contribution in the moving average; default "
                   "0.01")
       ->Needs(source);
+  command->AddFlag("--force-statistics", &options->force_statistics,
+                   "Add to statistics also where they would take more than the "
+                   "tensors and more than 16 MiB");
   command->AddExample(
       "quantctl calibrate activations.safetensors --model acme/net \\\n"
       "  --source rank-0 --sequence 1",
@@ -279,10 +338,12 @@ void AddCalibrateCommand(Command* quantctl, Session* session) {
       "  --spec int8:per-channel",
       "compute encodings at once and keep them");
   command->AddNote(
-      "Statistics keep a histogram for each scale. Of a float32 matrix they "
-      "take less than a hundredth of it per tensor, less than half of it per "
-      "channel, and 1.5 to 3 times as much as it with group:128 to group:16; "
-      "of bfloat16 twice that.");
+      "Statistics keep a histogram for each scale, and are for activations. Of "
+      "a float32 matrix of 4,096 columns they take less than a hundredth of "
+      "it per tensor, an eighth of it per channel, and 1.5 to 3 times as much "
+      "as it with group:128 to group:16; of bfloat16 twice that. Weights lie "
+      "in a file: quantctl sweep FILE measures them there in one pass and "
+      "stores nothing.");
   command->OnRun([options, session, store] {
     if (!store->IsGiven()) options->store = !options->name.model.empty();
     // Files of many people have the same name.

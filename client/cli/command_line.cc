@@ -373,13 +373,20 @@ Option* Command::AddOption(const char* names, T* value, const char* value_name,
   return Add(app_->add_option(names, *value, help), names, value_name, help);
 }
 
-template <>
-Option* Command::AddOption(const char* names, std::vector<std::string>* value,
+// One value each time, so that an argument may follow.
+template <typename T>
+Option* Command::AddOption(const char* names, std::vector<T>* value,
                            const char* value_name, const char* help) {
-  // One value each time, so that an argument may follow.
   return Add(app_->add_option(names, *value, help)->allow_extra_args(false),
              names, value_name, help);
 }
+
+template Option* Command::AddOption(const char*, std::vector<std::string>*,
+                                    const char*, const char*);
+template Option* Command::AddOption(const char*, std::vector<uint64_t>*,
+                                    const char*, const char*);
+template Option* Command::AddOption(const char*, std::vector<double>*,
+                                    const char*, const char*);
 
 template Option* Command::AddOption(const char*, std::string*, const char*,
                                     const char*);

@@ -119,10 +119,13 @@ class Command {
   // is given. `value_name` stands for the value in the help; one that begins
   // with FILE says that files and folders are meant. Empty for OneOf.
   // T: std::string, int, int64_t, uint32_t, uint64_t, double, std::optional of
-  // int, uint64_t or double, or std::vector<std::string>.
+  // int, uint64_t or double; below std::string, uint64_t or double.
   template <typename T>
   Option* AddOption(const char* names, T* value, const char* value_name,
                     const char* help);
+  template <typename T>
+  Option* AddOption(const char* names, std::vector<T>* value,
+                    const char* value_name, const char* help);
   // The same for an argument that has its meaning by its position.
   Option* AddArgument(const char* name, std::string* value,
                       const char* value_name, const char* help);

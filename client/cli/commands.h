@@ -20,6 +20,7 @@ void AddImportCommand(Command* quantctl, Session* session);
 void AddSweepCommand(Command* quantctl, Session* session);
 void AddStatisticsCommand(Command* quantctl, Session* session);
 void AddModelsCommand(Command* quantctl, Session* session);
+void AddRevisionsCommand(Command* quantctl, Session* session);
 void AddHealthCommand(Command* quantctl, Session* session);
 void AddReportCommand(Command* quantctl, Session* session);
 void AddBenchCommand(Command* quantctl, Session* session);

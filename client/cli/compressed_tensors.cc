@@ -128,20 +128,25 @@ absl::Span<const uint8_t> BytesOf(const Repeated& values) {
 }
 
 template <typename T>
-std::vector<T> Elements(const files::FileTensor& tensor) {
-  std::vector<T> values(tensor.data.size() / sizeof(T));
+std::vector<T> ElementsOf(absl::Span<const uint8_t> bytes) {
+  std::vector<T> values(bytes.size() / sizeof(T));
   if (!values.empty()) {
-    std::memcpy(values.data(), tensor.data.data(), values.size() * sizeof(T));
+    std::memcpy(values.data(), bytes.data(), values.size() * sizeof(T));
   }
   return values;
+}
+
+template <typename T>
+std::vector<T> Elements(const files::FileTensor& tensor) {
+  return ElementsOf<T>(tensor.data);
 }
 
 }  // namespace
 
 absl::StatusOr<uint64_t> CompressedModel::Write(
     const std::string& name, const std::vector<int64_t>& shape,
-    const Encoding& encoding, absl::Span<const uint8_t> codes,
-    files::SafetensorsWriter* writer) {
+    const Encoding& encoding, const Scales& scales,
+    absl::Span<const uint8_t> codes, Add add_tensor) {
   const absl::StatusOr<FormatInfo> format = GetFormatInfo(encoding.format());
   if (!format.ok()) return format.status();
   const absl::string_view module = ModuleOf(name);
@@ -167,16 +172,17 @@ absl::StatusOr<uint64_t> CompressedModel::Write(
         "integers of at most 8 bits, float8_e4m3fn, nvfp4 and mxfp4_e2m1, not ",
         format_name));
   }
-  const int64_t count = encoding.scale_size();
+  const absl::StatusOr<ScaleCounts> counts = CountScales(shape, encoding);
+  if (!counts.ok()) return counts.status();
+  const int64_t count = counts->scale;
   absl::StatusOr<Json> scheme = StrategyOf(*blocks, encoding, count);
   if (!scheme.ok()) return scheme.status();
   const bool is_matrix = shape.size() == 2;
   // As others mean it: without zero points, codes lie around 0. Those of
   // unsigned formats do not once they are signed.
   const bool is_symmetric =
-      encoding.zero_point().empty() && (!is_integer || format->is_signed);
-  std::vector<int32_t> zero_points(encoding.zero_point().begin(),
-                                   encoding.zero_point().end());
+      scales.zero_point.empty() && (!is_integer || format->is_signed);
+  std::vector<int32_t> zero_points = ElementsOf<int32_t>(scales.zero_point);
   if (!is_symmetric) zero_points.resize(static_cast<size_t>(count), 0);
   const bool is_packed =
       is_integer && is_matrix && (packs_all_ || format->bits < kMaxBits);
@@ -186,7 +192,7 @@ absl::StatusOr<uint64_t> CompressedModel::Write(
     const int64_t group = is_nvfp4 ? kNvfp4Group : kMxfp4Group;
     if (!is_matrix || block_size.size() != 2 || block_size[0] != 1 ||
         block_size[1] != group || shape[1] % 2 != 0 ||
-        encoding.outer_scale_size() > 1) {
+        counts->outer_scale > 1) {
       return NotHeld(absl::StrCat(format_name,
                                   " of matrices with an even "
                                   "number of columns in groups of ",
@@ -206,7 +212,7 @@ absl::StatusOr<uint64_t> CompressedModel::Write(
                        const std::vector<int64_t>& tensor_shape,
                        absl::Span<const uint8_t> data) {
     size_bytes += data.size();
-    return writer->Add(absl::StrCat(prefix, suffix), dtype, tensor_shape, data);
+    return add_tensor(absl::StrCat(prefix, suffix), dtype, tensor_shape, data);
   };
   const std::vector<int64_t> scale_shape =
       count == 1 ? std::vector<int64_t>{1} : *blocks;
@@ -217,11 +223,12 @@ absl::StatusOr<uint64_t> CompressedModel::Write(
     if (status.ok()) {
       status = add(".weight_scale",
                    is_nvfp4 ? files::Dtype::kF8E4M3 : files::Dtype::kU8,
-                   *blocks, BytesOf(encoding.scale_code()));
+                   *blocks, scales.scale);
     }
     if (status.ok() && is_nvfp4) {
-      const std::vector<float> inverse = {1.0f / encoding.outer_scale(0)};
-      rounded_count_ += !IsExactInverse(inverse[0], encoding.outer_scale(0));
+      const float outer = ElementsOf<float>(scales.outer_scale)[0];
+      const std::vector<float> inverse = {1.0f / outer};
+      rounded_count_ += !IsExactInverse(inverse[0], outer);
       status = add(".weight_global_scale", files::Dtype::kF32, {1},
                    BytesOf(inverse));
     }
@@ -254,9 +261,8 @@ absl::StatusOr<uint64_t> CompressedModel::Write(
       }
     }
     if (status.ok()) {
-      std::vector<uint16_t> narrow;
-      const absl::Span<const uint8_t> scale = ScaleBytes(encoding, &narrow);
-      status = add(".weight_scale", ScaleDtype(scale_type), scale_shape, scale);
+      status = add(".weight_scale", ScaleDtype(scale_type), scale_shape,
+                   scales.scale);
     }
     if (status.ok() && !is_symmetric) {
       // Zero points move with the codes.

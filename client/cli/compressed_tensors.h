@@ -24,6 +24,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -31,6 +32,7 @@
 #include "client/cli/quantized_tensor.h"
 #include "client/cli/session.h"
 #include "client/cli/tensor_input.h"
+#include "client/cpp/scales.h"
 #include "client/cpp/tensor.h"
 #include "client/files/safetensors.h"
 #include "nlohmann/json.hpp"
@@ -48,19 +50,23 @@ class CompressedModel {
   // int-quantized.
   explicit CompressedModel(bool packs_all) : packs_all_(packs_all) {}
 
-  // Writes one quantized tensor. Returns its size in bytes with all that lies
-  // beside the codes.
-  // Errors: of files::SafetensorsWriter; ARGUMENT_INVALID for what the layout
-  // does not hold.
+  // Adds a tensor to the file.
+  using Add = absl::FunctionRef<absl::Status(
+      const std::string& name, files::Dtype dtype,
+      const std::vector<int64_t>& shape, absl::Span<const uint8_t> data)>;
+
+  // Writes one quantized tensor. The scales are not looked for in the encoding.
+  // Returns its size in bytes with all that lies beside the codes.
+  // Errors: of `add`; ARGUMENT_INVALID for what the layout does not hold.
   absl::StatusOr<uint64_t> Write(const std::string& name,
                                  const std::vector<int64_t>& shape,
-                                 const Encoding& encoding,
-                                 absl::Span<const uint8_t> codes,
-                                 files::SafetensorsWriter* writer);
+                                 const Encoding& encoding, const Scales& scales,
+                                 absl::Span<const uint8_t> codes, Add add);
 
   // How many of them are NVFP4 that other readers take for slightly other
   // reals: they divide by weight_global_scale, the inverse of the outer scale.
   int64_t rounded_count() const { return rounded_count_; }
+  void AddRounded(int64_t count) { rounded_count_ += count; }
 
   // Takes over what an earlier run wrote of a model.
   void Restore(const Json& modules) { modules_.update(modules); }

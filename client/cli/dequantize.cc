@@ -33,6 +33,8 @@
 namespace quantd::cli {
 namespace {
 
+constexpr size_t kMostInlineScaleBytes = 256 << 10;
+
 struct Options {
   std::string input;
   OutputOptions output;
@@ -148,7 +150,14 @@ class Dequantizer {
     job.tensor.element_type = tensor.element_type;
     job.tensor.shape = tensor.shape;
     job.tensor.data = tensor.codes;
-    job.source = tensor.encoding;
+    // Few scales go in the header, where a retry can go on in the middle.
+    if (tensor.scales.has_value() &&
+        tensor.scales->scale.size() > kMostInlineScaleBytes) {
+      job.source = tensor.encoding;
+      job.scales = tensor.scales;
+    } else {
+      job.source = tensor.Whole();
+    }
     job.omit_encoding = true;
     return job;
   }

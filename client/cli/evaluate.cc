@@ -3,6 +3,7 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
@@ -11,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
+#include "client/cli/outer_maximum.h"
 #include "client/cli/progress.h"
 #include "client/cli/quantized_tensor.h"
 #include "client/cli/selection.h"
@@ -109,6 +111,8 @@ absl::StatusOr<EvaluateJob> MakeJob(const Options& options,
                                       ? TensorName()
                                       : options.name.NameOf(tensor.name));
   job.with_distribution = options.with_distribution;
+  // Nobody looks at them, and they may be large.
+  job.omit_encodings = true;
   for (const Candidate& candidate : candidates) {
     if (candidate.is_stored) {
       job.candidates.push_back({v1::EncodingReference(), candidate.label});
@@ -269,6 +273,12 @@ void Run(const Options& options, Session* session) {
         stream.get(), selected,
         [&](const files::FileTensor& tensor) {
           EvaluateJob job = *MakeJob(options, *candidates, tensor);
+          for (EvaluateCandidate& candidate : job.candidates) {
+            if (const auto* spec =
+                    std::get_if<EncodingSpec>(&candidate.source)) {
+              candidate.outer_maximum = OuterMaximumFor(*spec, tensor);
+            }
+          }
           if (compares) {
             Pairs& made = pairs[tensor.name];
             made = MakePairs(*reference->Find(tensor.name), tensor);

@@ -244,7 +244,7 @@ void ImportCompressed(const Options& options, Session* session) {
     if (!tensor.note.empty()) {
       imported.AddLoss(tensor.name, tensor.note, /*left_out=*/false);
     }
-    const absl::Status status = imported.Store(tensor.name, tensor.encoding);
+    const absl::Status status = imported.Store(tensor.name, tensor.Whole());
     if (!status.ok()) return session->Fail(status);
   }
   Report(options, imported.response(),

@@ -88,6 +88,7 @@ int RunQuantctl(int argc, const char* const* argv) {
   AddSweepCommand(quantctl, &session);
   AddStatisticsCommand(quantctl, &session);
   AddModelsCommand(quantctl, &session);
+  AddRevisionsCommand(quantctl, &session);
   AddHealthCommand(quantctl, &session);
   AddReportCommand(quantctl, &session);
   AddBenchCommand(quantctl, &session);

@@ -12,6 +12,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -28,25 +29,32 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
 #include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
+#include "absl/synchronization/mutex.h"
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
 #include "client/cli/compressed_tensors.h"
 #include "client/cli/interrupt.h"
+#include "client/cli/outer_maximum.h"
 #include "client/cli/output.h"
 #include "client/cli/printable.h"
 #include "client/cli/progress.h"
+#include "client/cli/quantize_engine.h"
+#include "client/cli/quantize_outcome.h"
+#include "client/cli/quantize_parts.h"
 #include "client/cli/quantized_tensor.h"
 #include "client/cli/selection.h"
 #include "client/cli/session.h"
 #include "client/cli/table.h"
 #include "client/cli/tensor_input.h"
-#include "client/cli/tensor_loop.h"
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
+#include "client/cpp/scales.h"
 #include "client/cpp/text_file.h"
 #include "client/files/atomic_file.h"
 #include "client/files/errors.h"
 #include "client/files/safetensors.h"
+#include "client/files/safetensors_builder.h"
 #include "client/files/shard_index.h"
 #include "nlohmann/json.hpp"
 #include "xxhash.h"
@@ -61,6 +69,7 @@ constexpr absl::string_view kBesideExtensions[] = {".json", ".txt", ".model",
                                                    ".jinja"};
 constexpr int64_t kMostBesideBytes = 64 << 20;
 constexpr size_t kMostNames = 10;
+constexpr int kDefaultStreams = 2;
 
 struct Options {
   std::string input;
@@ -74,6 +83,10 @@ struct Options {
   bool evaluate = false;
   bool restart = false;
   bool keep_going = false;
+  int streams = kDefaultStreams;
+  bool has_part = false;
+  std::string part;
+  bool join = false;
 };
 
 // The proto's name of a --nan-policy; empty is the default.
@@ -100,92 +113,36 @@ constexpr char kModulesKey[] = "quantctl.modules";
 // Its CompressedModel::rounded_count().
 constexpr char kRoundedKey[] = "quantctl.rounded";
 
-// What became of one tensor.
-struct Outcome {
-  // A tensor that failed is copied, like one that was not selected.
-  absl::Status status;
-  bool is_quantized = false;
-  // Of the codes; an encoding may have turned to the unsigned format.
-  std::string format;
-  uint64_t output_bytes = 0;
-  uint64_t clipped_low_count = 0;
-  uint64_t clipped_high_count = 0;
-  uint64_t nan_count = 0;
-  uint64_t infinity_count = 0;
-  // See v1::QuantizeResponseHeader.
-  uint64_t mantissa_bits = 0;
-  std::optional<v1::ErrorMetrics> metrics;
+// Data from which a file's header gets room before its text is known; below
+// that, copying the file costs nothing.
+constexpr uint64_t kRoomFromBytes = uint64_t{16} << 20;
+// Room for base64 of v1::ErrorMetrics without a distribution.
+constexpr size_t kMetricsRoom = 400;
+constexpr int kMostStreams = 64;
+// Behind all that is quantized.
+constexpr uint64_t kFirstCopiedOrder = uint64_t{1} << 32;
+
+// One file that a run writes: a shard, or a part of one.
+struct Target {
+  Shard* shard;
+  // Those that are quantized.
+  std::vector<const files::FileTensor*> tensors;
+  std::string path;
+  files::IfExists if_exists = files::IfExists::kRefuse;
+  // Nothing for the whole shard.
+  std::optional<Part> part = std::nullopt;
+  bool is_kept = false;
 };
 
-// What a shard tells of a quantized tensor to the runs after this one.
-Json RecordOf(const Outcome& outcome) {
-  Json record = {{"format", outcome.format},
-                 {"bytes", outcome.output_bytes},
-                 {"clipped_low", outcome.clipped_low_count},
-                 {"clipped_high", outcome.clipped_high_count},
-                 {"nan", outcome.nan_count},
-                 {"infinity", outcome.infinity_count},
-                 {"mantissa_bits", outcome.mantissa_bits}};
-  if (outcome.metrics.has_value()) {
-    record["metrics"] =
-        absl::Base64Escape(outcome.metrics->SerializeAsString());
-  }
-  return record;
-}
-
-// Nothing where the record is not sound.
-std::optional<Outcome> ParseRecord(const Json& record) {
-  if (!record.is_object()) return std::nullopt;
-  Outcome outcome;
-  outcome.is_quantized = true;
-  const auto format = record.find("format");
-  if (format == record.end() || !format->is_string()) return std::nullopt;
-  outcome.format = format->get<std::string>();
-  const std::pair<const char*, uint64_t*> counts[] = {
-      {"bytes", &outcome.output_bytes},
-      {"clipped_low", &outcome.clipped_low_count},
-      {"clipped_high", &outcome.clipped_high_count},
-      {"nan", &outcome.nan_count},
-      {"infinity", &outcome.infinity_count},
-      {"mantissa_bits", &outcome.mantissa_bits}};
-  for (const auto& [key, count] : counts) {
-    const auto found = record.find(key);
-    if (found == record.end() || !found->is_number_unsigned()) {
-      return std::nullopt;
-    }
-    *count = found->get<uint64_t>();
-  }
-  const auto metrics = record.find("metrics");
-  if (metrics == record.end()) return outcome;
-  std::string bytes;
-  if (!metrics->is_string() ||
-      !absl::Base64Unescape(metrics->get<std::string>(), &bytes) ||
-      !outcome.metrics.emplace().ParseFromString(bytes)) {
-    return std::nullopt;
-  }
-  return outcome;
-}
-
-// One file of the input and what it becomes.
-struct Shard {
-  Shard(std::string from, TensorInput tensors)
-      : input_path(std::move(from)), input(std::move(tensors)) {}
-
-  std::string input_path;
-  TensorInput input;
-  // In a folder.
-  std::string name;
-  std::string output_path;
-  std::vector<const files::FileTensor*> selected;
-  // As the metadata have them.
-  std::string command;
-  std::string run;
-  // Of the output.
-  files::IfExists if_exists = files::IfExists::kRefuse;
-  // An earlier run has done it.
-  bool is_kept = false;
-  // It is in its place, kept or new.
-  bool is_written = false;
+// One tensor on its way into a target.
+struct TensorTask {
+  const files::FileTensor* tensor;
+  uint64_t order;
+  EncodingSpec spec;
+  Outcome* outcome;
+  // One of these, as the layout has it.
+  std::unique_ptr<QuantizedPlace> place = nullptr;
+  std::unique_ptr<CompressedModel> compressed = nullptr;
 };
 
 // Names in a folder, in order; none where it cannot be read.
@@ -233,13 +190,18 @@ class Quantizer {
     absl::StatusOr<SpecSet> specs = options_.spec.ParseSet();
     if (!specs.ok()) return session_.FailUsage(specs.status());
     specs_ = *std::move(specs);
-    absl::Status status = Plan();
+    absl::Status status = ParsePartOptions();
+    if (!status.ok()) return session_.FailUsage(status);
+    status = Plan();
     if (!status.ok()) return FailEarly(status, &session_);
     // A tensor that cannot be done ends the run before it costs anything.
     if (!AnyFailed() || options_.keep_going) {
-      absl::StatusOr<std::unique_ptr<Client>> client = session_.Connect();
-      if (!client.ok()) return session_.FailUsage(client.status());
-      client_ = *std::move(client);
+      if (!options_.join) {
+        absl::StatusOr<std::unique_ptr<QuantizeEngine>> engine =
+            QuantizeEngine::Create(session_, options_.streams);
+        if (!engine.ok()) return session_.FailUsage(engine.status());
+        engine_ = *std::move(engine);
+      }
       status = Write();
     }
     if (!status.ok()) {
@@ -251,6 +213,25 @@ class Quantizer {
 
  private:
   bool IsCompressed() const { return options_.layout != "quantd"; }
+
+  // Errors: ARGUMENT_INVALID.
+  absl::Status ParsePartOptions() {
+    if (!options_.has_part && !options_.join) return absl::OkStatus();
+    if (options_.has_part) {
+      const absl::StatusOr<Part> part = ParsePart(options_.part);
+      if (!part.ok()) return part.status();
+      part_ = *part;
+    }
+    if (part_.has_value() && options_.join) {
+      return ArgumentInvalidError("expected --part or --join, got both");
+    }
+    if (options_.keep_going || options_.output.IsStandardOutput()) {
+      return ArgumentInvalidError(
+          "expected --part and --join without --keep-going and without "
+          "standard output");
+    }
+    return absl::OkStatus();
+  }
 
   bool AnyFailed() const {
     return std::any_of(
@@ -275,8 +256,134 @@ class Quantizer {
     if (!status.ok()) return status;
     status = SelectAll();
     if (!status.ok()) return status;
-    if (is_folder_) status = CheckFolder();
+    for (const std::unique_ptr<Shard>& shard : shards_) SetKeys(shard.get());
+    if (part_.has_value()) shares_ = ShareOut(shards_, part_->count);
+    status = MakeTargets();
+    if (status.ok() && is_folder_) status = CheckFolder();
+    if (status.ok() && part_.has_value()) status = CheckParts();
+    if (status.ok() && options_.join) status = CheckJoin();
     return status.ok() ? CheckUnread() : status;
+  }
+
+  // What this run writes: all shards, or a part of them.
+  absl::Status MakeTargets() {
+    for (size_t i = 0; i < shards_.size(); ++i) {
+      Shard* const shard = shards_[i].get();
+      if (!part_.has_value()) {
+        targets_.push_back({shard, shard->selected, shard->output_path});
+        continue;
+      }
+      const std::vector<Share>& shares = shares_[i];
+      const auto own = std::find_if(
+          shares.begin(), shares.end(),
+          [this](const Share& share) { return share.part == part_->index; });
+      shard->is_skipped = own == shares.end();
+      if (shard->is_skipped) continue;
+      // Of a shard of its own also what is not quantized. A single file is
+      // there once it is joined, never before.
+      if (shares.size() == 1 && is_folder_) {
+        targets_.push_back({shard, shard->selected, shard->output_path});
+      } else {
+        targets_.push_back({shard, own->tensors, PartPath(*shard, *part_),
+                            files::IfExists::kRefuse, part_});
+        scope_.insert(own->tensors.begin(), own->tensors.end());
+        continue;
+      }
+      for (const files::FileTensor& tensor : shard->input.tensors()) {
+        scope_.insert(&tensor);
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  // Whether this run has to do with the tensor.
+  bool IsInScope(const files::FileTensor& tensor) const {
+    return !part_.has_value() || scope_.contains(&tensor);
+  }
+
+  // Files of parts that are there are kept, or done again.
+  absl::Status CheckParts() {
+    for (Target& target : targets_) {
+      if (!target.part.has_value()) continue;
+      if (target.shard->is_kept) {
+        target.is_kept = true;
+        continue;
+      }
+      if (!FileExists(target.path)) continue;
+      const absl::StatusOr<files::SafetensorsReader> written =
+          files::SafetensorsReader::Open(target.path);
+      const bool is_own =
+          written.ok() && Metadata(*written, kRunKey) == target.shard->run;
+      if (!is_own && !options_.output.force) {
+        return OtherPartError(target.path, absl::StatusCode::kAlreadyExists);
+      }
+      target.is_kept = !options_.restart && is_own &&
+                       TakeRecords(*target.shard, target.tensors, *written);
+      target.if_exists = files::IfExists::kReplace;
+      target.shard->is_written = target.is_kept;
+    }
+    return absl::OkStatus();
+  }
+
+  static absl::Status OtherPartError(const std::string& path,
+                                     absl::StatusCode code) {
+    return absl::Status(
+        code,
+        absl::StrCat(
+            code == absl::StatusCode::kAlreadyExists ? "FILE_EXISTS: "
+                                                     : "FILE_INCOMPLETE: ",
+            path,
+            " was made from another input or with other options than these; "
+            "all parts need the same ones"));
+  }
+
+  // All parts of all shards are there and belong together.
+  absl::Status CheckJoin() {
+    std::vector<std::string> missing;
+    for (size_t i = 0; i < shards_.size(); ++i) {
+      const Shard& shard = *shards_[i];
+      if (shard.is_kept) continue;
+      const std::vector<Part> parts = FindParts(shard);
+      if (parts.empty()) {
+        missing.push_back(shard.output_path);
+        continue;
+      }
+      const int64_t count = parts.front().count;
+      if (parts.back().count != count) {
+        return files::FileIncompleteError(
+            shard.output_path,
+            absl::StrCat("there are files of ", count, " parts and of ",
+                         parts.back().count,
+                         " parts; delete those that are of no use"));
+      }
+      const std::vector<std::vector<Share>> shares = ShareOut(shards_, count);
+      for (const Share& share : shares[i]) {
+        const Part part = {share.part, count};
+        const std::string path = PartPath(shard, part);
+        if (!FileExists(path)) {
+          missing.push_back(
+              absl::StrCat("part ", PartText(part), " of ", shard.output_path));
+          continue;
+        }
+        absl::StatusOr<files::SafetensorsReader> reader =
+            files::SafetensorsReader::Open(path);
+        if (!reader.ok()) return reader.status();
+        if (Metadata(*reader, kRunKey) != shard.run ||
+            !TakeRecords(shard, share.tensors, *reader)) {
+          return OtherPartError(path, absl::StatusCode::kFailedPrecondition);
+        }
+      }
+    }
+    if (missing.empty()) return absl::OkStatus();
+    const size_t count = missing.size();
+    if (count > kMostNames) missing.resize(kMostNames);
+    return files::FileIncompleteError(
+        options_.output.path,
+        absl::StrCat("not there: ", absl::StrJoin(missing, ", "),
+                     count > kMostNames
+                         ? absl::StrCat(" and ", count - kMostNames, " more")
+                         : "",
+                     "; run these parts, then join again"));
   }
 
   // No tensor is to be missing from the output because its type is not read.
@@ -393,8 +500,7 @@ class Quantizer {
   absl::Status CheckFolder() {
     bool has_own = false;
     for (const std::unique_ptr<Shard>& shard : shards_) {
-      SetKeys(shard.get());
-      if (!FileExists(shard->output_path)) continue;
+      if (shard->is_skipped || !FileExists(shard->output_path)) continue;
       const absl::StatusOr<files::SafetensorsReader> written =
           files::SafetensorsReader::Open(shard->output_path);
       shard->is_kept =
@@ -416,7 +522,9 @@ class Quantizer {
           absl::StrCat("expected a folder for a model in one file, but ", index,
                        " is there"));
     }
-    if (has_own || options_.output.force) return absl::OkStatus();
+    if (has_own || options_.output.force || targets_.empty()) {
+      return absl::OkStatus();
+    }
     if (FileExists(index)) return files::FileExistsError(index);
     const std::string config = OutputPath(kConfigName);
     return IsCompressed() && FileExists(config) ? files::FileExistsError(config)
@@ -470,7 +578,7 @@ class Quantizer {
         real_path == nullptr ? "" : real_path, "\n", CommandText()));
     std::free(real_path);
     std::string text =
-        absl::StrCat(options_.layout, "\n", options_.name.model, "\n",
+        absl::StrCat(CommandText(), "\n", options_.name.model, "\n",
                      options_.name.revision, "\n", options_.evaluate, "\n",
                      // Where the encodings are.
                      options_.store ? session_.server : "", "\n");
@@ -488,18 +596,16 @@ class Quantizer {
     shard->run = TextHash(text);
   }
 
-  // Whether an earlier run has written that shard; takes over what it tells.
-  bool Keep(const Shard& shard, const files::SafetensorsReader& written) {
-    if (Metadata(written, kRunKey) != shard.run || AnyFailed(shard)) {
-      return false;
-    }
+  // Takes over what a file tells of the tensors that it has; false where it is
+  // not all there.
+  bool TakeRecords(const Shard& shard,
+                   const std::vector<const files::FileTensor*>& tensors,
+                   const files::SafetensorsReader& written) {
     const Json records = Json::parse(Metadata(written, kTensorsKey), nullptr,
                                      /*allow_exceptions=*/false);
-    if (!records.is_object() || records.size() != shard.selected.size()) {
-      return false;
-    }
+    if (!records.is_object() || records.size() != tensors.size()) return false;
     std::map<std::string, Outcome> outcomes;
-    for (const files::FileTensor* const tensor : shard.selected) {
+    for (const files::FileTensor* const tensor : tensors) {
       const auto found = records.find(tensor->name);
       const std::optional<Outcome> outcome =
           found == records.end() ? std::nullopt : ParseRecord(*found);
@@ -509,6 +615,16 @@ class Quantizer {
       }
       outcomes[tensor->name] = *outcome;
     }
+    for (const auto& [name, outcome] : outcomes) outcomes_[name] = outcome;
+    return true;
+  }
+
+  // Whether an earlier run has written that shard; takes over what it tells.
+  bool Keep(const Shard& shard, const files::SafetensorsReader& written) {
+    if (Metadata(written, kRunKey) != shard.run || AnyFailed(shard)) {
+      return false;
+    }
+    if (!TakeRecords(shard, shard.selected, written)) return false;
     if (IsCompressed()) {
       const Json modules = Json::parse(Metadata(written, kModulesKey), nullptr,
                                        /*allow_exceptions=*/false);
@@ -517,17 +633,12 @@ class Quantizer {
           !absl::SimpleAtoi(Metadata(written, kRoundedKey), &rounded_count)) {
         return false;
       }
-      compressed_.Restore(modules);
+      modules_[&shard] = modules;
       rounded_count_ += rounded_count;
     }
     for (const files::FileTensor& tensor : shard.input.tensors()) {
-      const auto found = outcomes.find(tensor.name);
       Outcome& outcome = outcomes_[tensor.name];
-      if (found != outcomes.end()) {
-        outcome = found->second;
-      } else {
-        outcome.output_bytes = tensor.data.size();
-      }
+      if (!outcome.is_quantized) outcome.output_bytes = tensor.data.size();
     }
     struct stat status;
     if (stat(shard.output_path.c_str(), &status) == 0) {
@@ -547,24 +658,29 @@ class Quantizer {
     }
     interrupt_note_.Set(UnfinishedText());
     uint64_t total_bytes = 0;
-    for (const std::unique_ptr<Shard>& shard : shards_) {
-      if (shard->is_kept) continue;
-      for (const files::FileTensor* const tensor : shard->selected) {
+    for (const Target& target : targets_) {
+      if (target.is_kept || target.shard->is_kept) continue;
+      for (const files::FileTensor* const tensor : target.tensors) {
         total_bytes += tensor->data.size();
       }
     }
     {
       Progress progress(total_bytes, !session_.quiet);
-      for (const std::unique_ptr<Shard>& shard : shards_) {
-        if (shard->is_kept) continue;
-        absl::Status status = WriteShard(shard.get(), &progress);
-        if (!status.ok() || !shard->is_written) {
+      for (const Target& target : targets_) {
+        if (target.is_kept || target.shard->is_kept) continue;
+        absl::Status status = WriteTarget(target, &progress);
+        if (!status.ok() || !target.shard->is_written) {
           // A folder with nothing in it is of no use.
           if (made_folder_) rmdir(options_.output.path.c_str());
           return status;
         }
       }
     }
+    if (part_.has_value()) {
+      is_complete_ = true;
+      return absl::OkStatus();
+    }
+    if (options_.join) RemoveParts();
     absl::Status status = CopyBesides();
     if (status.ok() && IsCompressed()) status = WriteConfig();
     // The last, because it makes a model of the shards.
@@ -614,44 +730,50 @@ class Quantizer {
     return reader.ok() && !Metadata(*reader, kCommandKey).empty();
   }
 
-  absl::Status WriteShard(Shard* shard, Progress* progress) {
-    absl::StatusOr<files::SafetensorsWriter> writer =
-        files::SafetensorsWriter::Create(shard->output_path, shard->if_exists);
-    if (!writer.ok()) return writer.status();
-    for (const auto& [key, value] : shard->input.metadata()) {
-      writer->SetMetadata(key, value);
-    }
-    CompressedModel model(options_.layout == "pack-quantized");
-    shard_model_ = &model;
-    absl::Status status = Quantize(*shard, progress, &*writer);
+  absl::Status WriteTarget(const Target& target, Progress* progress) {
+    Shard* const shard = target.shard;
+    absl::StatusOr<std::unique_ptr<files::SafetensorsBuilder>> builder =
+        files::SafetensorsBuilder::Create(target.path, target.part.has_value()
+                                                           ? target.if_exists
+                                                           : shard->if_exists);
+    if (!builder.ok()) return builder.status();
+    std::vector<TensorTask> tasks;
+    std::vector<std::pair<const files::FileTensor*, size_t>> copies;
+    absl::Status status = Reserve(target, builder->get(), &tasks, &copies);
+    if (!status.ok()) return status;
+
+    absl::Status copy_status;
+    std::thread copier([&copies, &copy_status, &builder] {
+      for (const auto& [tensor, index] : copies) {
+        copy_status.Update((*builder)->Write(index, 0, tensor->data));
+      }
+    });
+    status = options_.join ? TakeParts(*shard, builder->get(), &tasks)
+                           : Quantize(&tasks, progress, builder->get());
+    copier.join();
+    status.Update(copy_status);
     if (!status.ok()) return status;
     const bool has_failed = AnyFailed(*shard);
     if (has_failed && !options_.keep_going) return absl::OkStatus();
-    status = CopyOthers(shard->input, &*writer);
-    if (!status.ok()) return status;
-    compressed_.Restore(model.modules());
-    if (IsCompressed()) {
-      for (const files::FileTensor* const tensor : shard->selected) {
-        writer->SetMetadata(
-            absl::StrCat(kElementTypeKeyPrefix, tensor->name),
-            std::string(ElementTypeName(*ElementTypeOf(tensor->dtype))));
-      }
-      rounded_count_ += model.rounded_count();
-      writer->SetMetadata(kRoundedKey, absl::StrCat(model.rounded_count()));
-      writer->SetMetadata("format", "pt");
-      writer->SetMetadata(kModulesKey, model.modules().dump());
+    for (const auto& [tensor, index] : copies) {
+      outcomes_[tensor->name].output_bytes = tensor->data.size();
     }
-    if (is_folder_) {
-      writer->SetMetadata(kCommandKey, shard->command);
-      // One that failed in part is done again.
-      if (!has_failed) {
-        writer->SetMetadata(kRunKey, shard->run);
-        writer->SetMetadata(kTensorsKey, RecordsText(shard->input));
-      }
+    for (TensorTask& task : tasks) {
+      if (task.outcome->is_quantized) continue;
+      // It failed: it stays as it was.
+      if (task.place != nullptr) task.place->Drop();
+      const files::FileTensor& tensor = *task.tensor;
+      status = (*builder)->Add(kFirstCopiedOrder + task.order, tensor.name,
+                               tensor.dtype, tensor.shape, tensor.data);
+      if (!status.ok()) return status;
+      task.outcome->output_bytes = tensor.data.size();
     }
-    status = ClearFolder();
-    if (!status.ok()) return status;
-    const absl::StatusOr<uint64_t> size = writer->Finish();
+    SetAllMetadata(target, tasks, has_failed, builder->get());
+    if (!target.part.has_value()) {
+      status = ClearFolder();
+      if (!status.ok()) return status;
+    }
+    const absl::StatusOr<uint64_t> size = (*builder)->Finish();
     if (!size.ok()) return size.status();
     file_bytes_ += *size;
     shard->is_written = true;
@@ -659,31 +781,152 @@ class Quantizer {
     return absl::OkStatus();
   }
 
-  std::string RecordsText(const TensorInput& input) {
+  // Gives what the target will have its place.
+  absl::Status Reserve(
+      const Target& target, files::SafetensorsBuilder* builder,
+      std::vector<TensorTask>* tasks,
+      std::vector<std::pair<const files::FileTensor*, size_t>>* copies) {
+    const Shard& shard = *target.shard;
+    const absl::flat_hash_set<const files::FileTensor*> selected(
+        target.tensors.begin(), target.tensors.end());
+    uint64_t order = 0;
+    for (const files::FileTensor& tensor : shard.input.tensors()) {
+      ++order;
+      if (!selected.contains(&tensor)) continue;
+      TensorTask task = {&tensor, order,
+                         *specs_.For(tensor.name)->SpecOf(tensor.shape),
+                         &outcomes_.at(tensor.name)};
+      if (IsCompressed()) {
+        task.compressed = std::make_unique<CompressedModel>(options_.layout ==
+                                                            "pack-quantized");
+      } else {
+        absl::StatusOr<std::unique_ptr<QuantizedPlace>> place =
+            QuantizedPlace::Reserve(
+                order, tensor.name, *ElementTypeOf(tensor.dtype), tensor.shape,
+                ExpectedEncoding(task.spec, tensor.shape), builder);
+        if (!place.ok()) return place.status();
+        task.place = *std::move(place);
+      }
+      tasks->push_back(std::move(task));
+    }
+    order = kFirstCopiedOrder;
+    for (const files::FileTensor& tensor : shard.input.tensors()) {
+      ++order;
+      if (target.part.has_value() || selected.contains(&tensor)) continue;
+      const absl::StatusOr<size_t> index =
+          builder->Reserve(order, tensor.name, tensor.dtype, tensor.shape);
+      if (!index.ok()) return index.status();
+      copies->emplace_back(&tensor, *index);
+    }
+    if (IsCompressed() || builder->reserved_bytes() < kRoomFromBytes) {
+      return builder->PlaceAll(0);
+    }
+    const absl::StatusOr<uint64_t> room = HeaderRoom(target, *tasks, *builder);
+    return room.ok() ? builder->PlaceAll(*room) : room.status();
+  }
+
+  // Enough for the header, whatever becomes of the tensors. It follows from the
+  // input and the options alone, so that the file does too.
+  absl::StatusOr<uint64_t> HeaderRoom(
+      const Target& target, const std::vector<TensorTask>& tasks,
+      const files::SafetensorsBuilder& builder) const {
+    Outcome most;
+    most.output_bytes = UINT64_MAX;
+    most.clipped_low_count = UINT64_MAX;
+    most.clipped_high_count = UINT64_MAX;
+    most.nan_count = UINT64_MAX;
+    most.infinity_count = UINT64_MAX;
+    most.mantissa_bits = UINT64_MAX;
+    std::map<std::string, std::string> metadata =
+        target.shard->input.metadata();
     Json records = Json::object();
-    for (const files::FileTensor& tensor : input.tensors()) {
-      const Outcome& outcome = outcomes_[tensor.name];
-      if (outcome.is_quantized) records[tensor.name] = RecordOf(outcome);
+    for (const TensorTask& task : tasks) {
+      Encoding encoding = ExpectedEncoding(task.spec, task.tensor->shape);
+      encoding.set_qmin(INT32_MIN);
+      encoding.set_qmax(INT32_MIN);
+      // The unsigned format of that width has one letter more.
+      most.format = absl::StrCat("u", FormatName(encoding.format()));
+      metadata[absl::StrCat(kQuantizedKeyPrefix, task.tensor->name)] =
+          absl::StrCat("u",
+                       QuantizedMetadata(*ElementTypeOf(task.tensor->dtype),
+                                         task.tensor->shape, encoding));
+      Json& record = records[task.tensor->name] = RecordOf(most);
+      if (options_.evaluate) record["metrics"] = std::string(kMetricsRoom, 'x');
+    }
+    if (is_folder_ || target.part.has_value()) {
+      metadata[kCommandKey] = target.shard->command;
+      metadata[kRunKey] = target.shard->run;
+      metadata[kTensorsKey] =
+          records.dump(-1, ' ', false, Json::error_handler_t::replace);
+    }
+    if (target.part.has_value()) metadata[kPartKey] = PartText(*target.part);
+    return builder.HeaderBytes(metadata);
+  }
+
+  void SetAllMetadata(const Target& target,
+                      const std::vector<TensorTask>& tasks, bool has_failed,
+                      files::SafetensorsBuilder* builder) {
+    const Shard& shard = *target.shard;
+    for (const auto& [key, value] : shard.input.metadata()) {
+      builder->SetMetadata(key, value);
+    }
+    if (IsCompressed()) {
+      CompressedModel model(options_.layout == "pack-quantized");
+      for (const TensorTask& task : tasks) {
+        model.Restore(task.compressed->modules());
+        rounded_count_ += task.compressed->rounded_count();
+        model.AddRounded(task.compressed->rounded_count());
+        builder->SetMetadata(
+            absl::StrCat(kElementTypeKeyPrefix, task.tensor->name),
+            std::string(ElementTypeName(*ElementTypeOf(task.tensor->dtype))));
+      }
+      modules_[&shard] = model.modules();
+      builder->SetMetadata(kRoundedKey, absl::StrCat(model.rounded_count()));
+      builder->SetMetadata("format", "pt");
+      builder->SetMetadata(kModulesKey, model.modules().dump());
+    }
+    if (is_folder_ || target.part.has_value()) {
+      builder->SetMetadata(kCommandKey, shard.command);
+      // One that failed in part is done again.
+      if (!has_failed) {
+        builder->SetMetadata(kRunKey, shard.run);
+        builder->SetMetadata(kTensorsKey, RecordsText(tasks));
+      }
+    }
+    if (target.part.has_value()) {
+      builder->SetMetadata(kPartKey, PartText(*target.part));
+    }
+  }
+
+  static std::string RecordsText(const std::vector<TensorTask>& tasks) {
+    Json records = Json::object();
+    for (const TensorTask& task : tasks) {
+      if (task.outcome->is_quantized) {
+        records[task.tensor->name] = RecordOf(*task.outcome);
+      }
     }
     return records.dump(-1, ' ', false, Json::error_handler_t::replace);
   }
 
-  absl::Status Quantize(const Shard& shard, Progress* progress,
-                        files::SafetensorsWriter* writer) {
-    const std::unique_ptr<QuantizeStream> stream = client_->OpenQuantize();
-    const std::unique_ptr<EvaluateStream> evaluate_stream =
-        client_->OpenEvaluate();
-    absl::Status fatal;
-    ForEachTensor(
-        stream.get(), shard.selected,
-        [this](const files::FileTensor& tensor) { return MakeJob(tensor); },
-        [&](const files::FileTensor& tensor,
-            const absl::StatusOr<QuantizeResult>& result) {
-          progress->Add(tensor.data.size(), tensor.name);
-          fatal = TakeResult(tensor, result, evaluate_stream.get(), writer);
-          return fatal.ok();
-        });
-    return fatal;
+  absl::Status Quantize(std::vector<TensorTask>* tasks, Progress* progress,
+                        files::SafetensorsBuilder* builder) {
+    EngineWork work;
+    work.count = tasks->size();
+    work.size_bytes = [tasks](size_t i) {
+      return (*tasks)[i].tensor->data.size();
+    };
+    work.make_job = [this, tasks](size_t i) { return MakeJob((*tasks)[i]); };
+    work.take = [this, tasks, progress, builder](
+                    size_t i, absl::StatusOr<QuantizeResult> result,
+                    EvaluateStream* evaluate) {
+      TensorTask& task = (*tasks)[i];
+      const absl::Status status = TakeResult(&task, result, evaluate, builder);
+      absl::MutexLock lock(&mutex_);
+      stored_count_ += result.ok() && options_.store ? 1 : 0;
+      progress->Add(task.tensor->data.size(), task.tensor->name);
+      return status;
+    };
+    return engine_->Run(work);
   }
 
   // A tensor has a name on the server where its encoding is kept.
@@ -691,35 +934,44 @@ class Quantizer {
     return options_.store ? options_.name.NameOf(tensor.name) : TensorName();
   }
 
-  QuantizeJob MakeJob(const files::FileTensor& tensor) const {
+  QuantizeJob MakeJob(const TensorTask& task) const {
+    const files::FileTensor& tensor = *task.tensor;
     QuantizeJob job;
     job.tensor = MakeTensor(tensor, NameOf(tensor));
-    job.source = *specs_.For(tensor.name)->SpecOf(tensor.shape);
+    job.source = task.spec;
     job.store = options_.store;
     job.nan_policy = NanPolicyOf(options_.nan_policy);
+    job.scales_in_chunks = true;
+    job.outer_maximum = OuterMaximumFor(task.spec, tensor);
+    if (task.place != nullptr) task.place->SetSinks(&job);
     return job;
   }
 
   // Errors end the run; those of the tensor alone go to its outcome.
-  absl::Status TakeResult(const files::FileTensor& tensor,
+  absl::Status TakeResult(TensorTask* task,
                           const absl::StatusOr<QuantizeResult>& result,
                           EvaluateStream* evaluate_stream,
-                          files::SafetensorsWriter* writer) {
-    Outcome& outcome = outcomes_[tensor.name];
+                          files::SafetensorsBuilder* builder) const {
+    const files::FileTensor& tensor = *task->tensor;
+    Outcome& outcome = *task->outcome;
     if (!result.ok()) {
       outcome.status = result.status();
-      return ExitCodeOf(result.status()) == kUnreachable ? result.status()
-                                                         : absl::OkStatus();
+      const int code = ExitCodeOf(result.status());
+      return code == kUnreachable || code == kFileError ? result.status()
+                                                        : absl::OkStatus();
     }
-    stored_count_ += options_.store ? 1 : 0;
+    const Encoding& encoding = result->header.encoding();
     const absl::StatusOr<uint64_t> size =
-        IsCompressed()
-            ? shard_model_->Write(tensor.name, tensor.shape,
-                                  result->header.encoding(), result->codes,
-                                  writer)
-            : WriteQuantized(tensor.name, *ElementTypeOf(tensor.dtype),
-                             tensor.shape, result->header.encoding(),
-                             result->codes, writer);
+        task->place != nullptr
+            ? task->place->Finish(encoding)
+            : task->compressed->Write(
+                  tensor.name, tensor.shape, encoding, result->scales.view(),
+                  result->codes,
+                  [&](const std::string& name, files::Dtype dtype,
+                      const std::vector<int64_t>& shape,
+                      absl::Span<const uint8_t> data) {
+                    return builder->Add(task->order, name, dtype, shape, data);
+                  });
     if (ErrorReason(size.status()) == "ARGUMENT_INVALID") {
       outcome.status = size.status();
       return absl::OkStatus();
@@ -727,7 +979,7 @@ class Quantizer {
     if (!size.ok()) return size.status();
     const v1::QuantizeSummary& summary = result->summary;
     outcome.is_quantized = true;
-    outcome.format = FormatName(result->header.encoding().format());
+    outcome.format = FormatName(encoding.format());
     outcome.output_bytes = *size;
     outcome.clipped_low_count = summary.clipped_low_count();
     outcome.clipped_high_count = summary.clipped_high_count();
@@ -736,9 +988,12 @@ class Quantizer {
         summary.positive_infinity_count() + summary.negative_infinity_count();
     outcome.mantissa_bits = result->header.mantissa_bits();
     if (!options_.evaluate) return absl::OkStatus();
+    // The same encoding, which would be much to send.
     EvaluateJob job;
     job.tensor = MakeTensor(tensor, NameOf(tensor));
-    job.candidates.push_back({result->header.encoding(), ""});
+    job.candidates.push_back(
+        {task->spec, "", OuterMaximumFor(task->spec, tensor), {}});
+    job.omit_encodings = true;
     evaluate_stream->Send(job);
     const absl::StatusOr<EvaluateResult> evaluation =
         evaluate_stream->Receive();
@@ -750,17 +1005,67 @@ class Quantizer {
     return absl::OkStatus();
   }
 
-  absl::Status CopyOthers(const TensorInput& input,
-                          files::SafetensorsWriter* writer) {
-    for (const files::FileTensor& tensor : input.tensors()) {
-      Outcome& outcome = outcomes_[tensor.name];
-      if (outcome.is_quantized) continue;
-      const absl::Status status =
-          writer->AddView(tensor.name, tensor.dtype, tensor.shape, tensor.data);
-      if (!status.ok()) return status;
-      outcome.output_bytes = tensor.data.size();
+  // Fills a shard from the files of its parts, which CheckJoin has seen.
+  absl::Status TakeParts(const Shard& shard, files::SafetensorsBuilder* builder,
+                         std::vector<TensorTask>* tasks) {
+    for (const Part& part : FindParts(shard)) {
+      const absl::StatusOr<files::SafetensorsReader> reader =
+          files::SafetensorsReader::Open(PartPath(shard, part));
+      if (!reader.ok()) return reader.status();
+      const Json modules = Json::parse(Metadata(*reader, kModulesKey), nullptr,
+                                       /*allow_exceptions=*/false);
+      int64_t rounded_count = 0;
+      if (IsCompressed() &&
+          (!modules.is_object() ||
+           !absl::SimpleAtoi(Metadata(*reader, kRoundedKey), &rounded_count))) {
+        return files::FileMalformedError(PartPath(shard, part),
+                                         "expected the schemes of its modules");
+      }
+      const Json records = Json::parse(Metadata(*reader, kTensorsKey), nullptr,
+                                       /*allow_exceptions=*/false);
+      for (TensorTask& task : *tasks) {
+        const std::string& name = task.tensor->name;
+        if (!records.contains(name)) continue;
+        if (task.place != nullptr) {
+          const absl::Status status = task.place->CopyFrom(*reader);
+          if (!status.ok()) return status;
+          continue;
+        }
+        const std::string module(ModuleOf(name));
+        if (!modules.contains(module)) {
+          return files::FileMalformedError(
+              PartPath(shard, part),
+              absl::StrCat("expected the scheme of ", module));
+        }
+        task.compressed->Restore({{module, modules.at(module)}});
+        task.compressed->AddRounded(std::exchange(rounded_count, 0));
+        for (const files::FileTensor& tensor : reader->tensors()) {
+          absl::string_view rest = tensor.name;
+          if (!absl::ConsumePrefix(&rest, name) ||
+              !(rest.empty() || rest[0] == '_')) {
+            continue;
+          }
+          const absl::Status status = builder->Add(
+              task.order, tensor.name, tensor.dtype, tensor.shape, tensor.data);
+          if (!status.ok()) return status;
+        }
+      }
     }
     return absl::OkStatus();
+  }
+
+  // What the shards are made of now has no use any more.
+  void RemoveParts() const {
+    for (const std::unique_ptr<Shard>& shard : shards_) {
+      for (const Part& part : FindParts(*shard)) {
+        const std::string path = PartPath(*shard, part);
+        const absl::StatusOr<files::SafetensorsReader> reader =
+            files::SafetensorsReader::Open(path);
+        if (reader.ok() && Metadata(*reader, kRunKey) == shard->run) {
+          unlink(path.c_str());
+        }
+      }
+    }
   }
 
   absl::Status WriteIndex() {
@@ -885,7 +1190,11 @@ class Quantizer {
         return text.status();
       }
     }
-    config["quantization_config"] = compressed_.Config(IgnoredModules());
+    CompressedModel model(/*packs_all=*/false);
+    for (const std::unique_ptr<Shard>& shard : shards_) {
+      model.Restore(modules_[shard.get()]);
+    }
+    config["quantization_config"] = model.Config(IgnoredModules());
     absl::StatusOr<files::AtomicFile> file = files::AtomicFile::Create(
         OutputPath(kConfigName), files::IfExists::kReplace);
     if (!file.ok()) return file.status();
@@ -918,6 +1227,7 @@ class Quantizer {
       totals.kept_shards += shard->is_kept ? 1 : 0;
       totals.written_shards += shard->is_written ? 1 : 0;
       for (const files::FileTensor& tensor : shard->input.tensors()) {
+        if (!IsInScope(tensor)) continue;
         const Outcome& outcome = outcomes_.at(tensor.name);
         ++totals.tensor_count;
         totals.before += tensor.data.size();
@@ -947,7 +1257,7 @@ class Quantizer {
       Json list = Json::array();
       for (const std::unique_ptr<Shard>& shard : shards_) {
         for (const files::FileTensor& tensor : shard->input.tensors()) {
-          list.push_back(OutcomeJson(*shard, tensor));
+          if (IsInScope(tensor)) list.push_back(OutcomeJson(*shard, tensor));
         }
       }
       session_.PrintJson({{"input", options_.input},
@@ -1060,12 +1370,16 @@ class Quantizer {
         CountText(totals.tensor_count), " tensors to ",
         totals.formats.empty() ? "codes" : absl::StrJoin(totals.formats, ", "),
         ", ", BytesText(totals.before), " to ", BytesText(totals.after),
+        part_.has_value() ? absl::StrCat(", part ", PartText(*part_)) : "",
         ", written to ", Printable(options_.output.path),
         totals.kept_shards == 0
             ? ""
             : absl::StrCat("; ", CountText(totals.kept_shards), " of ",
                            CountText(shards_.size()),
                            " shards kept from an earlier run"),
+        part_.has_value() ? "; with all parts done, the same command with "
+                            "--join in place of --part completes it"
+                          : "",
         "\n");
   }
 
@@ -1090,6 +1404,7 @@ class Quantizer {
     }
     for (const std::unique_ptr<Shard>& shard : shards_) {
       for (const files::FileTensor& tensor : shard->input.tensors()) {
+        if (!IsInScope(tensor)) continue;
         const Outcome& outcome = outcomes_.at(tensor.name);
         std::vector<std::string> row = {
             tensor.name,
@@ -1166,21 +1481,29 @@ class Quantizer {
   // Whether the output is one.
   const bool is_folder_;
   SpecSet specs_;
-  std::unique_ptr<Client> client_;
+  // Nothing for all.
+  std::optional<Part> part_;
+  std::unique_ptr<QuantizeEngine> engine_;
   std::vector<std::unique_ptr<Shard>> shards_;
+  // Of part_, for each shard.
+  std::vector<std::vector<Share>> shares_;
+  std::vector<Target> targets_;
+  // With part_, the tensors of this part.
+  absl::flat_hash_set<const files::FileTensor*> scope_;
   // Of the input; empty where it has no index.
   std::map<std::string, std::string> weight_map_;
   bool made_folder_ = false;
   bool is_cleared_ = false;
   bool is_complete_ = false;
   InterruptNote interrupt_note_;
-  // What a compressed-tensors configuration will have; that of the shard under
-  // way.
-  CompressedModel compressed_{false};
-  CompressedModel* shard_model_ = nullptr;
+  // The schemes of a compressed-tensors model, by shard.
+  std::map<const Shard*, Json> modules_;
   // See CompressedModel.
   int64_t rounded_count_ = 0;
-  absl::flat_hash_map<std::string, Outcome> outcomes_;
+  // Has all tensors from the beginning; different ones may change at once.
+  Outcomes outcomes_;
+  absl::Mutex mutex_;
+  // Under mutex_ while streams run.
   uint64_t stored_count_ = 0;
   uint64_t file_bytes_ = 0;
 };
@@ -1216,6 +1539,21 @@ void AddQuantizeCommand(Command* quantctl, Session* session) {
       ->ShowDefault();
   command->AddFlag("--restart", &options->restart,
                    "Do finished shards again as well");
+  command
+      ->AddOption("--streams", &options->streams, "N",
+                  "Tensors under way at once, each over a connection of its "
+                  "own")
+      ->Between(1, kMostStreams)
+      ->ShowDefault();
+  const Option* const part = command->AddOption(
+      "--part", &options->part, "I/N",
+      "Do share I of N, from 0/N on: whole shards where they can be shared out "
+      "evenly, otherwise a range of the tensors. Every part has the same "
+      "options; any may run again, at any time, on any machine that has the "
+      "input and the output");
+  command->AddFlag("--join", &options->join,
+                   "Make the output of the parts, once all are done; calls no "
+                   "server. Otherwise the same options as the parts");
   options->name.AddOptions(command, /*required=*/false);
   options->spec.AddOptionsWithPatterns(command);
   options->filter.AddOptions(command);
@@ -1244,7 +1582,8 @@ void AddQuantizeCommand(Command* quantctl, Session* session) {
   command->AddNote(
       "Smaller blocks cost scales: int4 takes 4.25 bits for an element with "
       "group:128, 5 with group:32; see quantctl help specs.");
-  command->OnRun([options, session, store] {
+  command->OnRun([options, session, store, part] {
+    options->has_part = part->IsGiven();
     if (!store->IsGiven()) options->store = !options->name.model.empty();
     if (options->name.model.empty()) {
       options->name.model = FileStem(options->input);

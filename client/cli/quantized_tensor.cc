@@ -1,9 +1,9 @@
 #include "client/cli/quantized_tensor.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -18,6 +18,7 @@
 #include "client/cli/spec_syntax.h"
 #include "client/cli/tensor_input.h"
 #include "client/cpp/errors.h"
+#include "client/cpp/scales.h"
 #include "client/cpp/tensor.h"
 #include "client/cpp/text_file.h"
 #include "client/files/dtype.h"
@@ -44,40 +45,6 @@ files::Dtype CodeDtype(const FormatInfo& format) {
     return format.is_signed ? files::Dtype::kI8 : files::Dtype::kU8;
   }
   return format.is_signed ? files::Dtype::kI16 : files::Dtype::kU16;
-}
-
-// Scales are positive and normal float32, and values of the type, so that only
-// exponents and zeros are cut: that makes these exact.
-uint16_t ToHalf(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  const int exponent = static_cast<int>(bits >> 23) - 127;
-  const uint32_t mantissa = (bits & 0x7FFFFF) | 0x800000;
-  if (exponent < -14) {
-    return static_cast<uint16_t>(mantissa >> std::min(-1 - exponent, 31));
-  }
-  return static_cast<uint16_t>(((exponent + 14) << 10) + (mantissa >> 13));
-}
-
-float FromHalf(uint16_t half) {
-  const int exponent = (half >> 10) & 31;
-  const int mantissa = half & 1023;
-  return exponent == 0
-             ? std::ldexp(static_cast<float>(mantissa), -24)
-             : std::ldexp(static_cast<float>(1024 + mantissa), exponent - 25);
-}
-
-uint16_t ToBfloat(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return static_cast<uint16_t>(bits >> 16);
-}
-
-float FromBfloat(uint16_t bfloat) {
-  const uint32_t bits = static_cast<uint32_t>(bfloat) << 16;
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
 }
 
 template <typename Repeated>
@@ -164,33 +131,6 @@ class Members {
   std::string error_;
 };
 
-bool HasOuterScales(v1::ScaleType type) {
-  return type == v1::SCALE_TYPE_E4M3 || type == v1::SCALE_TYPE_INTEGER;
-}
-
-void SetScales(v1::ScaleType type, absl::Span<const uint8_t> bytes,
-               Encoding* encoding) {
-  std::vector<float> scales;
-  switch (ScaleDtype(type)) {
-    case files::Dtype::kF32:
-      scales = CopyElements<float>(bytes);
-      break;
-    case files::Dtype::kF16:
-      for (const uint16_t half : CopyElements<uint16_t>(bytes)) {
-        scales.push_back(FromHalf(half));
-      }
-      break;
-    case files::Dtype::kBF16:
-      for (const uint16_t bfloat : CopyElements<uint16_t>(bytes)) {
-        scales.push_back(FromBfloat(bfloat));
-      }
-      break;
-    default:
-      encoding->set_scale_code(bytes.data(), bytes.size());
-  }
-  encoding->mutable_scale()->Add(scales.begin(), scales.end());
-}
-
 }  // namespace
 
 files::Dtype ScaleDtype(v1::ScaleType type) {
@@ -209,24 +149,6 @@ files::Dtype ScaleDtype(v1::ScaleType type) {
   }
 }
 
-absl::Span<const uint8_t> ScaleBytes(const Encoding& encoding,
-                                     std::vector<uint16_t>* copy) {
-  const v1::ScaleType type = ScaleTypeOf(encoding);
-  switch (ScaleDtype(type)) {
-    case files::Dtype::kF32:
-      return BytesOf(encoding.scale());
-    case files::Dtype::kF16:
-    case files::Dtype::kBF16:
-      for (const float scale : encoding.scale()) {
-        copy->push_back(type == v1::SCALE_TYPE_FLOAT16 ? ToHalf(scale)
-                                                       : ToBfloat(scale));
-      }
-      return BytesOf(*copy);
-    default:
-      return BytesOf(encoding.scale_code());
-  }
-}
-
 bool ReadScales(const files::FileTensor& tensor, Encoding* encoding) {
   switch (tensor.dtype) {
     case files::Dtype::kF32:
@@ -241,7 +163,7 @@ bool ReadScales(const files::FileTensor& tensor, Encoding* encoding) {
     default:
       return false;
   }
-  SetScales(encoding->scale_type(), tensor.data, encoding);
+  *encoding = WithScales(*encoding, {tensor.data, {}, {}});
   return true;
 }
 
@@ -269,8 +191,8 @@ absl::StatusOr<uint64_t> WriteQuantized(const std::string& name,
   uint64_t size_bytes = codes.size();
 
   const v1::ScaleType scale_type = ScaleTypeOf(encoding);
-  std::vector<uint16_t> narrow_scales;
-  const absl::Span<const uint8_t> scale = ScaleBytes(encoding, &narrow_scales);
+  const ScaleBuffers scales = TakeScales(encoding);
+  const absl::Span<const uint8_t> scale = scales.scale.span();
   status = writer->Add(absl::StrCat(name, kScaleSuffix), ScaleDtype(scale_type),
                        *scale_shape, scale);
   if (!status.ok()) return status;
@@ -308,13 +230,27 @@ absl::StatusOr<uint64_t> WriteQuantized(const std::string& name,
     if (!status.ok()) return status;
     size_bytes += zero_point.size();
   }
+  writer->SetMetadata(absl::StrCat(kQuantizedKeyPrefix, name),
+                      QuantizedMetadata(element_type, shape, encoding));
+  return size_bytes;
+}
+
+std::string QuantizedMetadata(ElementType element_type,
+                              const std::vector<int64_t>& shape,
+                              const Encoding& encoding) {
+  const FormatInfo format = *GetFormatInfo(encoding.format());
+  const v1::ScaleType scale_type = ScaleTypeOf(encoding);
+  const std::vector<int64_t> block_size(encoding.block_size().begin(),
+                                        encoding.block_size().end());
+  const std::vector<int64_t> outer_block_size(
+      encoding.outer_block_size().begin(), encoding.outer_block_size().end());
   Json metadata = {
       {"version", 1},
       {"format", FormatName(encoding.format())},
       {"shape", shape},
       {"block_size", block_size},
-      {"qmin", encoding.has_qmin() ? encoding.qmin() : format->qmin},
-      {"qmax", encoding.has_qmax() ? encoding.qmax() : format->qmax},
+      {"qmin", encoding.has_qmin() ? encoding.qmin() : format.qmin},
+      {"qmax", encoding.has_qmax() ? encoding.qmax() : format.qmax},
       {"exclude_zero", encoding.exclude_zero()},
       {"element_type", std::string(ElementTypeName(element_type))}};
   if (scale_type != v1::SCALE_TYPE_FLOAT32) {
@@ -324,8 +260,146 @@ absl::StatusOr<uint64_t> WriteQuantized(const std::string& name,
     metadata["outer_block_size"] = outer_block_size;
   }
   if (encoding.no_saturation()) metadata["no_saturation"] = true;
-  writer->SetMetadata(absl::StrCat(kQuantizedKeyPrefix, name), metadata.dump());
+  return metadata.dump();
+}
+
+absl::StatusOr<std::unique_ptr<QuantizedPlace>> QuantizedPlace::Reserve(
+    uint64_t order, const std::string& name, ElementType element_type,
+    const std::vector<int64_t>& shape, const Encoding& expected,
+    files::SafetensorsBuilder* builder) {
+  const absl::StatusOr<FormatInfo> format = GetFormatInfo(expected.format());
+  if (!format.ok()) return format.status();
+  const absl::StatusOr<int64_t> count = ElementCount(shape);
+  if (!count.ok()) return count.status();
+  const std::vector<int64_t> block_size(expected.block_size().begin(),
+                                        expected.block_size().end());
+  const absl::StatusOr<std::vector<int64_t>> scale_shape =
+      ScaleShape(shape, block_size);
+  if (!scale_shape.ok()) return scale_shape.status();
+  std::unique_ptr<QuantizedPlace> place(
+      new QuantizedPlace(name, element_type, shape, builder));
+  absl::Status status;
+  const auto reserve = [&](absl::string_view suffix, files::Dtype dtype,
+                           const std::vector<int64_t>& entry_shape) {
+    if (!status.ok()) return;
+    const absl::StatusOr<size_t> index =
+        builder->Reserve(order, absl::StrCat(name, suffix), dtype, entry_shape);
+    status = index.status();
+    if (!status.ok()) return;
+    place->entries_.push_back(
+        {suffix, *index,
+         static_cast<uint64_t>(*files::TensorSizeBytes(dtype, entry_shape))});
+  };
+  reserve("", CodeDtype(*format),
+          format->storage_bits < 8
+              ? std::vector<int64_t>{format->SizeBytes(*count)}
+              : shape);
+  const v1::ScaleType scale_type = ScaleTypeOf(expected);
+  reserve(kScaleSuffix, ScaleDtype(scale_type), *scale_shape);
+  if (HasOuterScales(scale_type)) {
+    const std::vector<int64_t> outer(expected.outer_block_size().begin(),
+                                     expected.outer_block_size().end());
+    const absl::StatusOr<std::vector<int64_t>> outer_shape =
+        ScaleShape(shape, outer);
+    if (!outer_shape.ok()) return outer_shape.status();
+    reserve(kOuterScaleSuffix, files::Dtype::kF32, *outer_shape);
+  }
+  if (!expected.codebook().empty()) {
+    reserve(kCodebookSuffix, files::Dtype::kF32, {expected.codebook_size()});
+  }
+  if (expected.chunks_have_zero_points()) {
+    reserve(kZeroPointSuffix, files::Dtype::kI32, *scale_shape);
+  }
+  if (!status.ok()) return status;
+  return place;
+}
+
+void QuantizedPlace::SetSinks(QuantizeJob* job) {
+  job->scales_in_chunks = true;
+  const auto refuse = [this](uint64_t, absl::Span<const uint8_t>) {
+    return ResponseMalformedError(
+        absl::StrCat("scales that the spec of \"", name_, "\" does not have"));
+  };
+  job->scale_sinks.zero_point = refuse;
+  job->scale_sinks.outer_scale = refuse;
+  for (const Entry& entry : entries_) {
+    const Sink write = [builder = builder_, index = entry.index](
+                           uint64_t offset_bytes,
+                           absl::Span<const uint8_t> bytes) {
+      return builder->Write(index, offset_bytes, bytes);
+    };
+    if (entry.suffix.empty()) {
+      job->sink = write;
+    } else if (entry.suffix == kScaleSuffix) {
+      job->scale_sinks.scale = write;
+    } else if (entry.suffix == kOuterScaleSuffix) {
+      job->scale_sinks.outer_scale = write;
+    } else if (entry.suffix == kZeroPointSuffix) {
+      job->scale_sinks.zero_point = [this, write](
+                                        uint64_t offset_bytes,
+                                        absl::Span<const uint8_t> bytes) {
+        if (std::any_of(bytes.begin(), bytes.end(),
+                        [](uint8_t byte) { return byte != 0; })) {
+          has_zero_point_ = true;
+        }
+        return write(offset_bytes, bytes);
+      };
+    }
+  }
+}
+
+absl::StatusOr<uint64_t> QuantizedPlace::Finish(const Encoding& encoding) {
+  uint64_t size_bytes = 0;
+  for (const Entry& entry : entries_) {
+    if (entry.suffix.empty()) {
+      builder_->SetDtype(entry.index,
+                         CodeDtype(*GetFormatInfo(encoding.format())));
+    } else if (entry.suffix == kCodebookSuffix) {
+      const absl::Status status =
+          builder_->Write(entry.index, 0, BytesOf(encoding.codebook()));
+      if (!status.ok()) return status;
+    } else if (entry.suffix == kZeroPointSuffix && !has_zero_point_) {
+      builder_->Drop(entry.index);
+      continue;
+    }
+    size_bytes += entry.size_bytes;
+  }
+  builder_->SetMetadata(absl::StrCat(kQuantizedKeyPrefix, name_),
+                        QuantizedMetadata(element_type_, shape_, encoding));
   return size_bytes;
+}
+
+absl::Status QuantizedPlace::CopyFrom(const files::SafetensorsReader& reader) {
+  for (const Entry& entry : entries_) {
+    const files::FileTensor* const tensor =
+        reader.Find(absl::StrCat(name_, entry.suffix));
+    if (tensor == nullptr && entry.suffix == kZeroPointSuffix) {
+      builder_->Drop(entry.index);
+      continue;
+    }
+    if (tensor == nullptr || tensor->data.size() != entry.size_bytes) {
+      return files::FileMalformedError(name_,
+                                       "a part has not what the spec comes to");
+    }
+    builder_->SetDtype(entry.index, tensor->dtype);
+    const absl::Status status = builder_->Write(entry.index, 0, tensor->data);
+    if (!status.ok()) return status;
+  }
+  const std::string key = absl::StrCat(kQuantizedKeyPrefix, name_);
+  const auto metadata = reader.metadata().find(key);
+  if (metadata == reader.metadata().end()) {
+    return files::FileMalformedError(name_, "a part has no metadata of it");
+  }
+  builder_->SetMetadata(key, metadata->second);
+  return absl::OkStatus();
+}
+
+void QuantizedPlace::Drop() {
+  for (const Entry& entry : entries_) builder_->Drop(entry.index);
+}
+
+Encoding QuantizedTensor::Whole() const {
+  return scales.has_value() ? WithScales(encoding, *scales) : encoding;
 }
 
 absl::StatusOr<QuantizedTensor> ReadQuantized(const TensorInput& input,
@@ -409,7 +483,8 @@ absl::StatusOr<QuantizedTensor> ReadQuantized(const TensorInput& input,
                                   " in the shape of the blocks"));
   }
   tensor.encoding.set_scale_type(*scale_type);
-  SetScales(*scale_type, scale->data, &tensor.encoding);
+  tensor.encoding.set_scales_in_chunks(true);
+  tensor.scales.emplace().scale = scale->data;
   if (HasOuterScales(*scale_type)) {
     const absl::StatusOr<std::vector<int64_t>> outer_shape =
         ScaleShape(tensor.shape, outer_block_size);
@@ -421,8 +496,7 @@ absl::StatusOr<QuantizedTensor> ReadQuantized(const TensorInput& input,
       return malformed(
           "expected outer scales, F32 in the shape of the outer blocks");
     }
-    const std::vector<float> scales = CopyElements<float>(outer->data);
-    tensor.encoding.mutable_outer_scale()->Add(scales.begin(), scales.end());
+    tensor.scales->outer_scale = outer->data;
     for (const int64_t size : outer_block_size) {
       tensor.encoding.add_outer_block_size(size);
     }
@@ -447,10 +521,8 @@ absl::StatusOr<QuantizedTensor> ReadQuantized(const TensorInput& input,
         zero_point->shape != *scale_shape) {
       return malformed("expected zero points, I32 in the shape of the blocks");
     }
-    const std::vector<int32_t> zero_points =
-        CopyElements<int32_t>(zero_point->data);
-    tensor.encoding.mutable_zero_point()->Add(zero_points.begin(),
-                                              zero_points.end());
+    tensor.scales->zero_point = zero_point->data;
+    tensor.encoding.set_chunks_have_zero_points(true);
   }
   return tensor;
 }

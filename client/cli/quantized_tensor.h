@@ -19,8 +19,10 @@
 #ifndef QUANTD_CLIENT_CLI_QUANTIZED_TENSOR_H_
 #define QUANTD_CLIENT_CLI_QUANTIZED_TENSOR_H_
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -29,8 +31,11 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "client/cli/tensor_input.h"
+#include "client/cpp/scales.h"
 #include "client/cpp/tensor.h"
+#include "client/cpp/tensor_stream.h"
 #include "client/files/safetensors.h"
+#include "client/files/safetensors_builder.h"
 
 namespace quantd::cli {
 
@@ -45,11 +50,6 @@ constexpr absl::string_view kSuffixes[] = {kScaleSuffix, kZeroPointSuffix,
 
 // The type that scales have in a file.
 files::Dtype ScaleDtype(v1::ScaleType type);
-
-// The scales as they are stored. `copy` keeps them where they are not in the
-// encoding as such.
-absl::Span<const uint8_t> ScaleBytes(const Encoding& encoding,
-                                     std::vector<uint16_t>* copy);
 
 // Sets the scales of a tensor of F32, F16 or BF16, and their type; false for
 // any other.
@@ -66,19 +66,76 @@ absl::StatusOr<uint64_t> WriteQuantized(const std::string& name,
                                         absl::Span<const uint8_t> codes,
                                         files::SafetensorsWriter* writer);
 
+// Metadata "quantd.<name>" of a tensor.
+std::string QuantizedMetadata(ElementType element_type,
+                              const std::vector<int64_t>& shape,
+                              const Encoding& encoding);
+
+// Where one quantized tensor lies in a file that is being built. Thread-safe.
+class QuantizedPlace {
+ public:
+  // Reserves the tensors of one whose encoding will be `expected`; `builder`
+  // must stay.
+  // Errors: of files::SafetensorsBuilder; ARGUMENT_INVALID for an encoding that
+  // does not fit the shape.
+  static absl::StatusOr<std::unique_ptr<QuantizedPlace>> Reserve(
+      uint64_t order, const std::string& name, ElementType element_type,
+      const std::vector<int64_t>& shape, const Encoding& expected,
+      files::SafetensorsBuilder* builder);
+
+  // Lets codes and scales go to their places; this must stay.
+  void SetSinks(QuantizeJob* job);
+  // Writes the rest of a tensor that came with that encoding, which is of the
+  // size that was expected. Returns its size in bytes with all that lies beside
+  // the codes.
+  // Errors: FILE_UNWRITABLE, FILE_MALFORMED.
+  absl::StatusOr<uint64_t> Finish(const Encoding& encoding);
+  // Takes all of it from another file.
+  // Errors: FILE_UNWRITABLE; FILE_MALFORMED where that has something else.
+  absl::Status CopyFrom(const files::SafetensorsReader& reader);
+  // Leaves the tensor out.
+  void Drop();
+
+ private:
+  QuantizedPlace(std::string name, ElementType element_type,
+                 std::vector<int64_t> shape, files::SafetensorsBuilder* builder)
+      : name_(std::move(name)),
+        element_type_(element_type),
+        shape_(std::move(shape)),
+        builder_(builder) {}
+
+  const std::string name_;
+  const ElementType element_type_;
+  const std::vector<int64_t> shape_;
+  files::SafetensorsBuilder* const builder_;
+  // Index in the builder and size, by suffix; "" are the codes.
+  struct Entry {
+    absl::string_view suffix;
+    size_t index;
+    uint64_t size_bytes;
+  };
+  std::vector<Entry> entries_;
+  std::atomic<bool> has_zero_point_{false};
+};
+
 // One quantized tensor that was read. `codes` points into the file, or into
 // `unpacked` where the file packs them otherwise.
 struct QuantizedTensor {
   std::string name;
   ElementType element_type;
   std::vector<int64_t> shape;
+  // With `scales`, these are not in it; they point into the file.
   Encoding encoding;
+  std::optional<Scales> scales;
   absl::Span<const uint8_t> codes;
   std::shared_ptr<const std::vector<uint8_t>> unpacked;
   // What is not quite as in the file, for people; mostly empty.
   std::string note;
   // The tensors of the file that it is made of.
   std::vector<std::string> parts;
+
+  // The encoding with its scales.
+  Encoding Whole() const;
 };
 
 // Reads the tensor that `json`, the metadata of "quantd.<name>", describes.

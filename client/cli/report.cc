@@ -4,6 +4,7 @@
 #include <iterator>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -19,10 +20,12 @@
 #include "absl/time/time.h"
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
+#include "client/cli/measurement.h"
 #include "client/cli/message_json.h"
 #include "client/cli/output.h"
 #include "client/cli/printable.h"
 #include "client/cli/progress.h"
+#include "client/cli/quantized_tensor.h"
 #include "client/cli/report_data.h"
 #include "client/cli/report_page.h"
 #include "client/cli/selection.h"
@@ -34,6 +37,7 @@
 #include "client/cpp/errors.h"
 #include "client/cpp/tensor.h"
 #include "client/files/atomic_file.h"
+#include "client/files/safetensors.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::cli {
@@ -42,10 +46,21 @@ namespace {
 constexpr const char* kDefaultSpecs[] = {"int8:per-channel", "int8:mse",
                                          "int4:mse"};
 
+// Of a file, unless others are given.
+constexpr const char* kDefaultFileSpecs[] = {
+    "int8:per-channel", "int4:group:32", "nf4", "mxfp4_e2m1"};
+constexpr double kDefaultBits = 5;
+// With more tensors their histograms have half as many bins.
+constexpr size_t kManyTensors = 500;
+
 struct Options {
+  // Empty for stored statistics.
+  std::string input;
   NameOptions name;
-  std::vector<std::string> specs;
+  SpecOptions spec;
   std::vector<std::string> patterns;
+  TensorFilter filter;
+  BudgetOptions budgets;
   OutputOptions output;
 };
 
@@ -55,6 +70,16 @@ Json Number(double value) {
   return std::strtod(absl::StrFormat("%.6g", value).c_str(), nullptr);
 }
 
+// As a shell takes it for one word.
+std::string ShellWord(const std::string& text) {
+  const bool is_plain =
+      !text.empty() && text.find_first_not_of(
+                           "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUV"
+                           "WXYZ0123456789_-./:=,+@") == std::string::npos;
+  if (is_plain) return text;
+  return absl::StrCat("'", absl::StrReplaceAll(text, {{"'", "'\\''"}}), "'");
+}
+
 // One run of `quantctl report`. Not thread-safe.
 class Reporter {
  public:
@@ -62,11 +87,27 @@ class Reporter {
       : options_(options), session_(*session) {}
 
   void Run() {
-    if (options_.specs.empty()) {
+    specs_ = options_.spec.specs;
+    if (specs_.empty() && options_.input.empty()) {
       specs_.assign(std::begin(kDefaultSpecs), std::end(kDefaultSpecs));
-    } else {
-      specs_ = options_.specs;
+    } else if (specs_.empty()) {
+      specs_.assign(std::begin(kDefaultFileSpecs), std::end(kDefaultFileSpecs));
     }
+    const std::vector<Budget> budgets = options_.budgets.Parse();
+    if (budgets.size() > 1) {
+      return session_.FailUsage(
+          ArgumentInvalidError("expected one budget of a report"));
+    }
+    if (!budgets.empty()) {
+      budget_ = budgets[0];
+    } else if (!options_.input.empty()) {
+      budget_ = Budget{Budget::Kind::kMaxBitsPerElement, kDefaultBits};
+    }
+    options_.input.empty() ? RunOnStatistics() : RunOnFile();
+  }
+
+ private:
+  void RunOnStatistics() {
     absl::Status status = MakeRequest();
     if (!status.ok()) return session_.FailUsage(status);
     status = options_.output.CheckFile({}, ".html", &session_);
@@ -77,15 +118,43 @@ class Reporter {
         CheckStoredPatterns("--pattern", options_.patterns, Stored::kStatistics,
                             options_.name, client_.get());
     if (!status.ok()) return FailEarly(status, &session_);
-    status = Collect();
+    Finish(Collect());
+  }
+
+  void RunOnFile() {
+    const absl::StatusOr<std::vector<SpecTemplate>> specs =
+        ParseSpecs(specs_, options_.spec);
+    if (!specs.ok()) return session_.FailUsage(specs.status());
+    const absl::StatusOr<TensorInput> input = TensorInput::Open(options_.input);
+    if (!input.ok()) return session_.Fail(input.status());
+    absl::Status status = CheckPlain(*input, options_.input);
+    if (!status.ok()) return session_.Fail(status);
+    status = options_.output.CheckFile(input->paths(), ".html", &session_);
+    if (!status.ok()) return FailEarly(status, &session_);
+    ReportUnread(*input, &session_);
+    const absl::StatusOr<std::vector<const files::FileTensor*>> taken =
+        SelectTensors({&*input}, options_.filter, nullptr);
+    if (!taken.ok()) return session_.FailUsage(taken.status());
+    client_ = session_.ConnectOrFail();
+    if (client_ == nullptr) return;
+    Finish(CollectFrom(*taken, *specs));
+  }
+
+  // Writes what was collected, and says so.
+  void Finish(absl::Status status) {
     if (status.ok()) status = Write();
     if (!status.ok()) return session_.Fail(status);
     if (session_.json) {
-      return session_.PrintJson({{"model", options_.name.model},
-                                 {"revision", options_.name.revision},
-                                 {"output", options_.output.path},
-                                 {"tensor_count", tensors_.size()},
-                                 {"failed_count", errors_.size()}});
+      Json json = {{"output", options_.output.path},
+                   {"tensor_count", tensors_.size()},
+                   {"failed_count", errors_.size()}};
+      if (options_.input.empty()) {
+        json["model"] = options_.name.model;
+        json["revision"] = options_.name.revision;
+      } else {
+        json["input"] = options_.input;
+      }
+      return session_.PrintJson(json);
     }
     session_.Print(absl::StrCat(CountText(tensors_.size()),
                                 " tensors, written to ",
@@ -93,13 +162,14 @@ class Reporter {
     for (const std::string& error : errors_) session_.PrintError(error);
   }
 
- private:
   absl::Status MakeRequest() {
     sweep_.set_model(options_.name.model);
     sweep_.set_revision(options_.name.revision);
     for (const std::string& text : specs_) {
-      const absl::StatusOr<SpecTemplate> spec = ParseSpec(text);
+      absl::StatusOr<SpecTemplate> spec = ParseSpec(text);
       if (!spec.ok()) return spec.status();
+      const absl::Status status = options_.spec.AddCodebook(&*spec);
+      if (!status.ok()) return status;
       const absl::StatusOr<EncodingSpec> any = spec->SpecOfAny();
       if (!any.ok()) return any.status();
       *sweep_.add_specs() = *any;
@@ -107,20 +177,33 @@ class Reporter {
     for (const std::string& pattern : options_.patterns) {
       sweep_.add_patterns(pattern);
     }
+    if (!budget_.has_value()) return absl::OkStatus();
+    if (budget_->kind == Budget::Kind::kMaxBitsPerElement) {
+      return ArgumentInvalidError(
+          "expected --min-sqnr or --max-bytes with --model");
+    }
+    const v1::MixtureTarget target = budget_->TargetFor(0);
+    if (target.has_min_sqnr_db()) {
+      sweep_.set_min_sqnr_db(target.min_sqnr_db());
+    } else {
+      sweep_.set_max_size_bytes(target.max_size_bytes());
+    }
     return absl::OkStatus();
   }
 
   absl::Status Collect() {
     std::vector<v1::SweepResponse> swept;
+    v1::SweepMixture mixture;
     Progress progress(Progress::Unit::kTensors, !session_.quiet);
     absl::Status status =
         client_->Sweep(sweep_, [&](const v1::SweepResponse& response) {
-          if (!response.has_summary()) swept.push_back(response);
+          if (response.has_summary()) {
+            mixture = response.summary().mixture();
+          } else {
+            swept.push_back(response);
+          }
           return true;
         });
-    for (int i = 0; status.ok() && i < sweep_.specs_size(); ++i) {
-      status = ComputeWith(sweep_.specs(i));
-    }
     if (!status.ok()) return status;
     uint64_t done = 0;
     for (const v1::SweepResponse& response : swept) {
@@ -128,34 +211,93 @@ class Reporter {
       status = AddTensor(response);
       if (!status.ok()) return status;
     }
+    if (budget_.has_value()) TakeMixture(mixture);
     return absl::OkStatus();
   }
 
-  // The encodings of all tensors by one spec; those that fail stay out.
-  absl::Status ComputeWith(const EncodingSpec& spec) {
-    v1::ComputeEncodingsRequest request;
-    request.set_model(options_.name.model);
-    request.set_revision(options_.name.revision);
-    request.set_dry_run(true);
-    if (options_.patterns.empty()) *request.mutable_default_spec() = spec;
-    for (const std::string& pattern : options_.patterns) {
-      v1::SpecOverride* const added = request.add_overrides();
-      added->set_pattern(pattern);
-      *added->mutable_spec() = spec;
+  // Measures all tensors in one pass, and chooses.
+  absl::Status CollectFrom(const std::vector<const files::FileTensor*>& taken,
+                           const std::vector<SpecTemplate>& specs) {
+    uint64_t total_bytes = 0;
+    for (const files::FileTensor* const tensor : taken) {
+      total_bytes += tensor->data.size();
     }
-    std::map<std::string, Json>& clips = clips_.emplace_back();
-    return client_->ComputeEncodings(
-        request, [&](const v1::ComputeEncodingsResponse& response) {
-          if (response.has_error()) return true;
-          const Encoding& encoding = response.stored_encoding().encoding();
-          const auto limits = CodeLimits(encoding);
-          Json& clip = clips[response.name().tensor()];
-          clip = {{"clip", nullptr}, {"scale_count", encoding.scale_size()}};
-          if (limits.has_value()) {
-            clip["clip"] = {Number(limits->first), Number(limits->second)};
-          }
-          return true;
+    Progress progress(total_bytes, !session_.quiet);
+    const absl::StatusOr<std::vector<MeasuredTensor>> measured = MeasureTensors(
+        taken, specs, client_.get(), [&](const files::FileTensor& tensor) {
+          progress.Add(tensor.data.size(), tensor.name);
         });
+    if (!measured.ok()) return measured.status();
+    const absl::StatusOr<std::vector<v1::SweepMixture>> mixtures =
+        ChooseMixtures(*measured, {*budget_}, client_.get());
+    if (!mixtures.ok()) return mixtures.status();
+    for (const MeasuredTensor& tensor : *measured) AddMeasured(tensor);
+    TakeMixture((*mixtures)[0]);
+    return absl::OkStatus();
+  }
+
+  void AddMeasured(const MeasuredTensor& measured) {
+    const std::string& name = measured.tensor->name;
+    std::vector<Json> candidates(specs_.size());
+    for (size_t i = 0; i < specs_.size(); ++i) {
+      const MeasuredCandidate& candidate = measured.candidates[i];
+      if (!candidate.status.ok()) {
+        AddError(absl::StrCat(name, ", ", specs_[i]), candidate.status);
+        continue;
+      }
+      candidates[i] = {{"sqnr_db", Number(candidate.metrics.sqnr_db())},
+                       {"size_bytes", candidate.size_bytes}};
+    }
+    const v1::TensorStatistics& statistics = measured.statistics;
+    tensors_.push_back({{"name", name},
+                        {"count", statistics.count()},
+                        {"zero_count", statistics.zero_count()},
+                        {"min", Number(statistics.min())},
+                        {"max", Number(statistics.max())},
+                        {"elements", measured.element_count()},
+                        {"low", nullptr},
+                        {"high", nullptr},
+                        {"edges", nullptr},
+                        {"bins", nullptr},
+                        {"candidates", candidates}});
+  }
+
+  // What the page says of it, and how to apply it.
+  void TakeMixture(const v1::SweepMixture& mixture) {
+    std::map<std::string, uint32_t> choices;
+    for (const auto& choice : mixture.choices()) {
+      choices[choice.tensor()] = choice.spec_index();
+    }
+    Json list = Json::array();
+    for (const Json& tensor : tensors_) {
+      const auto found = choices.find(tensor["name"].get<std::string>());
+      list.push_back(found == choices.end() ? Json(nullptr)
+                                            : Json(found->second));
+    }
+    std::string sweep =
+        options_.input.empty()
+            ? absl::StrCat("quantctl sweep --model ",
+                           ShellWord(options_.name.model), " --revision ",
+                           ShellWord(options_.name.revision))
+            : absl::StrCat("quantctl sweep ", ShellWord(options_.input));
+    for (const std::string& spec : specs_) {
+      absl::StrAppend(&sweep, " --spec ", ShellWord(spec));
+    }
+    absl::StrAppend(&sweep, " ", budget_->Flag(), " -o mixture.txt");
+    const std::string apply =
+        options_.input.empty()
+            ? absl::StrCat("quantctl encodings compute --model ",
+                           ShellWord(options_.name.model), " --revision ",
+                           ShellWord(options_.name.revision),
+                           " --spec @mixture.txt")
+            : absl::StrCat("quantctl quantize ", ShellWord(options_.input),
+                           " -o quantized --spec @mixture.txt");
+    mixture_ = {
+        {"target", absl::StrCat(budget_->Text(),
+                                mixture.target_met() ? "" : " (not met)")},
+        {"size_bytes", mixture.size_bytes()},
+        {"commands", {sweep, apply}},
+        {"choices", std::move(list)}};
   }
 
   void AddError(const std::string& tensor, const absl::Status& error) {
@@ -188,11 +330,7 @@ class Reporter {
       json = {{"sqnr_db", Number(prediction.sqnr_db())},
               {"sqnr_db_low", Number(prediction.sqnr_db_low())},
               {"sqnr_db_high", Number(prediction.sqnr_db_high())},
-              {"size_bytes", candidate.size_bytes()},
-              {"clip", nullptr},
-              {"scale_count", 0}};
-      const auto clip = clips_[index].find(name);
-      if (clip != clips_[index].end()) json.update(clip->second);
+              {"size_bytes", candidate.size_bytes()}};
     }
     Json tensor = {{"name", name},
                    {"count", statistics.count()},
@@ -226,9 +364,25 @@ class Reporter {
                           Number(distribution.last_edge)};
   }
 
+  void HalveBins() {
+    for (Json& tensor : tensors_) {
+      Json halved = Json::array();
+      const Json& bins = tensor["bins"];
+      for (size_t i = 0; i + 1 < bins.size(); i += 2) {
+        halved.push_back(
+            Number(bins[i].get<double>() + bins[i + 1].get<double>()));
+      }
+      if (!bins.is_null()) tensor["bins"] = std::move(halved);
+    }
+  }
+
   absl::Status Write() {
+    if (tensors_.size() > kManyTensors) HalveBins();
     const Json document = {
         {"model", options_.name.model},
+        {"input",
+         options_.input.empty() ? Json(nullptr) : Json(options_.input)},
+        {"mixture", mixture_},
         {"revision", options_.name.revision},
         {"date", absl::FormatTime("%Y-%m-%d %H:%M UTC", absl::Now(),
                                   absl::UTCTimeZone())},
@@ -255,8 +409,8 @@ class Reporter {
   std::vector<std::string> specs_;
   std::unique_ptr<Client> client_;
   v1::SweepRequest sweep_;
-  // By spec and tensor.
-  std::vector<std::map<std::string, Json>> clips_;
+  std::optional<Budget> budget_;
+  Json mixture_;
   Json tensors_ = Json::array();
   std::vector<std::string> errors_;
 };
@@ -266,26 +420,71 @@ class Reporter {
 void AddReportCommand(Command* quantctl, Session* session) {
   Command* const command = quantctl->AddCommand(
       "report",
-      "Write a page about a model's stored statistics and what quantizing it "
-      "would cost, with plots");
+      "Write a page about what quantizing a model would cost, with plots: "
+      "measured on a file, or predicted from stored statistics");
   const auto options = std::make_shared<Options>();
-  options->name.AddOptions(command, /*required=*/true);
-  command->AddOption("--spec", &options->specs, "SPEC",
+  Option* const file =
+      command->AddArgument("file", &options->input, "FILE",
+                           "Measure on this safetensors, .npy or .gguf file, "
+                           "or a folder with model.safetensors.index.json or "
+                           "model.safetensors; without it predict from the "
+                           "statistics of --model");
+  command->AddOption("--model", &options->name.model, "NAME",
+                     "Predict from the stored statistics of this model");
+  command
+      ->AddOption("--revision", &options->name.revision, "NAME",
+                  "Revision of the model")
+      ->ShowDefault();
+  command->AddOption("--spec", &options->spec.specs, "SPEC",
                      "A candidate, such as int4:group:32:mse. May be repeated; "
                      "see quantctl help specs. Default: int8:per-channel, "
-                     "int8:mse and int4:mse");
-  command->AddOption("--pattern", &options->patterns, "PATTERN",
-                     "Only tensors whose name matches (* and ?); may be "
-                     "repeated");
+                     "int4:group:32, nf4 and mxfp4_e2m1; of statistics "
+                     "int8:per-channel, int8:mse and int4:mse");
+  options->spec.AddCodebookOption(command);
+  Option* const pattern = command->AddOption(
+      "--pattern", &options->patterns, "PATTERN",
+      "With --model: only tensors whose name matches (* and ?); may be "
+      "repeated");
+  options->filter.AddOptions(command);
+  options->budgets.AddOptions(command);
   options->output
       .AddOptions(command,
                   "HTML file to write, which needs no network; - for standard "
                   "output")
       ->Required();
   command->AddExample(
-      "quantctl report --model acme/net --revision weights -o report.html \\\n"
-      "  --spec int8:per-channel --spec int4:group:32");
-  command->OnRun([options, session] { Reporter(*options, session).Run(); });
+      "quantctl report llm/ -o report.html --spec int8:per-channel \\\n"
+      "  --spec int4:group:32 --max-bits-per-element 5",
+      "weights, measured in one pass over the files");
+  command->AddExample("quantctl report --model acme/net -o report.html",
+                      "activations, predicted from statistics");
+  command->AddNote(
+      "Of a file the page shows a mixture of at most 5 bits per element, "
+      "unless another budget is given, and the commands that apply it. Of "
+      "statistics it shows one only with --min-sqnr or --max-bytes.");
+  command->OnRun([=] {
+    const auto fail = [session](const char* text) {
+      session->FailUsage(ArgumentInvalidError(text));
+    };
+    if (file->IsGiven() == !options->name.model.empty()) {
+      return fail(file->IsGiven()
+                      ? "expected a file to measure on, or --model to predict "
+                        "from its statistics; got both"
+                      : "expected a file to measure on, or --model to predict "
+                        "from its statistics; got neither");
+    }
+    if (file->IsGiven() && pattern->IsGiven()) {
+      return fail(
+          "expected --include and --exclude with a file, got "
+          "--pattern");
+    }
+    if (!file->IsGiven() && options->filter.IsGiven()) {
+      return fail(
+          "expected --pattern with --model; --include, --exclude, "
+          "--min-rank and --all are for files");
+    }
+    Reporter(*options, session).Run();
+  });
 }
 
 }  // namespace quantd::cli

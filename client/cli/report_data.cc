@@ -6,14 +6,10 @@
 #include <cstring>
 #include <limits>
 #include <map>
-#include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
-#include "absl/status/statusor.h"
 #include "absl/types/span.h"
-#include "client/cpp/tensor.h"
 
 namespace quantd::cli {
 namespace {
@@ -181,37 +177,6 @@ Summary SummaryOf(const v1::StatisticsState& state,
     summary.quantiles.push_back(is_normal ? quantile : 0);
   }
   return summary;
-}
-
-std::optional<std::pair<double, double>> CodeLimits(const Encoding& encoding) {
-  const absl::StatusOr<FormatInfo> format = GetFormatInfo(encoding.format());
-  if (!format.ok()) return std::nullopt;
-  std::optional<std::pair<double, double>> limits;
-  const bool has_zero_points =
-      encoding.zero_point_size() == encoding.scale_size();
-  for (int i = 0; i < encoding.scale_size(); ++i) {
-    const double scale = static_cast<double>(encoding.scale(i));
-    if (!std::isfinite(scale)) continue;
-    double low = 0;
-    double high = 0;
-    if (format->kind == CodeKind::kInteger) {
-      const double zero_point = has_zero_points ? encoding.zero_point(i) : 0;
-      low = (encoding.has_qmin() ? encoding.qmin() : format->qmin) - zero_point;
-      high =
-          (encoding.has_qmax() ? encoding.qmax() : format->qmax) - zero_point;
-    } else if (encoding.codebook_size() > 0) {
-      low = static_cast<double>(encoding.codebook(0));
-      high =
-          static_cast<double>(encoding.codebook(encoding.codebook_size() - 1));
-    } else {
-      high = format->max_value;
-      low = -high;
-    }
-    if (!limits.has_value()) limits = {low * scale, high * scale};
-    limits->first = std::min(limits->first, low * scale);
-    limits->second = std::max(limits->second, high * scale);
-  }
-  return limits;
 }
 
 }  // namespace quantd::cli

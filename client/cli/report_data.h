@@ -3,12 +3,9 @@
 #ifndef QUANTD_CLIENT_CLI_REPORT_DATA_H_
 #define QUANTD_CLIENT_CLI_REPORT_DATA_H_
 
-#include <optional>
-#include <utility>
 #include <vector>
 
 #include "absl/types/span.h"
-#include "client/cpp/tensor.h"
 #include "quantd/v1/statistics.pb.h"
 
 namespace quantd::cli {
@@ -41,10 +38,6 @@ struct Summary {
 };
 Summary SummaryOf(const v1::StatisticsState& state,
                   absl::Span<const double> fractions);
-
-// The smallest and the largest real that has a code, over all scales; nothing
-// for an encoding without finite scales.
-std::optional<std::pair<double, double>> CodeLimits(const Encoding& encoding);
 
 }  // namespace quantd::cli
 

@@ -10,41 +10,41 @@
 #include "absl/strings/str_cat.h"
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
+#include "client/cli/measurement.h"
 #include "client/cli/message_json.h"
 #include "client/cli/output.h"
-#include "client/cli/printable.h"
 #include "client/cli/progress.h"
 #include "client/cli/selection.h"
 #include "client/cli/session.h"
 #include "client/cli/spec_syntax.h"
+#include "client/cli/sweep_file.h"
+#include "client/cli/sweep_output.h"
 #include "client/cli/table.h"
 #include "client/cli/tensor_input.h"
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
-#include "client/files/atomic_file.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::cli {
 namespace {
 
 struct Options {
+  // With an input those of statistics are not used.
+  FileSweepOptions file;
   NameOptions name;
-  SpecOptions spec;
   std::vector<std::string> patterns;
-  std::optional<double> min_sqnr_db;
-  std::optional<uint64_t> max_bytes;
-  std::optional<double> max_bits_per_element;
-  OutputOptions output;
+  // Of the statistics, where one was asked for.
+  std::optional<Budget> budget;
 };
 
 absl::StatusOr<v1::SweepRequest> MakeRequest(const Options& options) {
   v1::SweepRequest request;
   request.set_model(options.name.model);
   request.set_revision(options.name.revision);
-  for (const std::string& text : options.spec.specs) {
+  for (const std::string& text : options.file.spec.specs) {
     absl::StatusOr<SpecTemplate> spec = ParseSpec(text);
     if (!spec.ok()) return spec.status();
-    const absl::Status status = options.spec.AddCodebook(&*spec);
+    const absl::Status status = options.file.spec.AddCodebook(&*spec);
     if (!status.ok()) return status;
     const absl::StatusOr<EncodingSpec> any = spec->SpecOfAny();
     if (!any.ok()) return any.status();
@@ -53,12 +53,18 @@ absl::StatusOr<v1::SweepRequest> MakeRequest(const Options& options) {
   for (const std::string& pattern : options.patterns) {
     request.add_patterns(pattern);
   }
-  if (options.min_sqnr_db.has_value()) {
-    request.set_min_sqnr_db(*options.min_sqnr_db);
-  } else if (options.max_bytes.has_value()) {
-    request.set_max_size_bytes(*options.max_bytes);
-  }
   return request;
+}
+
+// What a mixture has to reach over that many elements.
+void SetTarget(const Budget& budget, uint64_t element_count,
+               v1::SweepRequest* request) {
+  const v1::MixtureTarget target = budget.TargetFor(element_count);
+  if (target.has_min_sqnr_db()) {
+    request->set_min_sqnr_db(target.min_sqnr_db());
+  } else {
+    request->set_max_size_bytes(target.max_size_bytes());
+  }
 }
 
 // Elements of all tensors of the request: codes of 16 bits take one byte more
@@ -87,14 +93,16 @@ absl::StatusOr<uint64_t> CountElements(const v1::SweepRequest& request,
 class Sweeper {
  public:
   Sweeper(const Options& options, Session* session)
-      : options_(options), session_(*session) {}
+      : options_(options),
+        session_(*session),
+        specs_(options.file.spec.specs) {}
 
   void Run() {
     absl::StatusOr<v1::SweepRequest> request = MakeRequest(options_);
     if (!request.ok()) return session_.FailUsage(request.status());
     absl::Status status;
-    if (!options_.output.path.empty()) {
-      status = options_.output.CheckFile({}, ".txt", &session_);
+    if (!options_.file.output.path.empty()) {
+      status = options_.file.output.CheckFile({}, ".txt", &session_);
       if (!status.ok()) return FailEarly(status, &session_);
     }
     const std::unique_ptr<Client> client = session_.ConnectOrFail();
@@ -103,12 +111,13 @@ class Sweeper {
         CheckStoredPatterns("--pattern", options_.patterns, Stored::kStatistics,
                             options_.name, client.get());
     if (!status.ok()) return FailEarly(status, &session_);
-    if (options_.max_bits_per_element.has_value()) {
-      const absl::StatusOr<uint64_t> count =
-          CountElements(*request, client.get());
+    if (options_.budget.has_value()) {
+      absl::StatusOr<uint64_t> count = uint64_t{0};
+      if (options_.budget->kind == Budget::Kind::kMaxBitsPerElement) {
+        count = CountElements(*request, client.get());
+      }
       if (!count.ok()) return session_.Fail(count.status());
-      request->set_max_size_bytes(static_cast<uint64_t>(
-          *options_.max_bits_per_element * static_cast<double>(*count) / 8));
+      SetTarget(*options_.budget, *count, &*request);
     }
     AddColumns();
     {
@@ -126,29 +135,29 @@ class Sweeper {
     }
     if (!status.ok()) return session_.Fail(status);
     if (!errors_.empty()) session_.Note(kServerError);
-    const std::string reason = ReasonForNoMixture();
+    const std::string reason =
+        options_.budget.has_value()
+            ? ReasonForNoMixture(summary_.mixture(), tensors_.size())
+            : "";
     if (!reason.empty()) session_.Note(kServerError);
-    const bool writes = !options_.output.path.empty() && reason.empty();
+    const bool writes = !options_.file.output.path.empty() && reason.empty();
     if (writes) {
-      status = WriteMixture();
+      status =
+          specs_.WriteMixture(summary_.mixture(), options_.file.output.path,
+                              options_.file.output.if_exists());
       if (!status.ok()) return session_.Fail(status);
     }
     Report(writes);
     if (reason.empty()) return;
-    session_.PrintError(absl::StrCat(
-        "quantctl: ", reason,
-        options_.output.path.empty()
-            ? ""
-            : absl::StrCat("; ", options_.output.path, " is not written")));
+    session_.PrintError(
+        absl::StrCat("quantctl: ", reason,
+                     options_.file.output.path.empty()
+                         ? ""
+                         : absl::StrCat("; ", options_.file.output.path,
+                                        " is not written")));
   }
 
  private:
-  const std::string& SpecText(uint32_t index) const {
-    static const std::string& unknown = *new std::string("unknown");
-    return index < options_.spec.specs.size() ? options_.spec.specs[index]
-                                              : unknown;
-  }
-
   void AddColumns() {
     table_.AddColumn("TENSOR, SPEC", Table::Align::kLeft);
     table_.AddColumn("SQNR DB", Table::Align::kRight);
@@ -168,7 +177,7 @@ class Sweeper {
     table_.AddLine(absl::StrCat(name, response.has_error() ? ": failed" : ""));
     Json candidates = Json::array();
     for (const v1::SweepCandidate& candidate : response.candidates()) {
-      const std::string& spec = SpecText(candidate.spec_index());
+      const std::string& spec = specs_.Text(candidate.spec_index());
       Json json = {{"spec_index", candidate.spec_index()}, {"spec", spec}};
       std::vector<std::string> row = {absl::StrCat("  ", spec)};
       if (candidate.has_error()) {
@@ -190,115 +199,35 @@ class Sweeper {
     tensors_.push_back(std::move(tensor));
   }
 
-  bool HasTarget() const {
-    return options_.min_sqnr_db.has_value() || options_.max_bytes.has_value() ||
-           options_.max_bits_per_element.has_value();
-  }
-
-  // Why there is no mixture that does what was asked for; empty where there is
-  // one, or none was asked for.
-  std::string ReasonForNoMixture() const {
-    if (!HasTarget()) return "";
-    const v1::SweepMixture& mixture = summary_.mixture();
-    const size_t choice_count = static_cast<size_t>(mixture.choices_size());
-    if (choice_count < tensors_.size()) {
-      return absl::StrCat("there is a choice for ", CountText(choice_count),
-                          " of ", CountText(tensors_.size()), " tensors");
-    }
-    if (mixture.target_met()) return "";
-    return absl::StrCat("no choice meets the target; the nearest has ",
-                        BytesText(mixture.size_bytes()),
-                        " and a lowest SQNR of ",
-                        DecibelText(mixture.min_sqnr_db()), " dB");
-  }
-
-  // What `quantize --spec @FILE` reads.
-  absl::Status WriteMixture() const {
-    absl::StatusOr<files::AtomicFile> file = files::AtomicFile::Create(
-        options_.output.path, options_.output.if_exists());
-    if (!file.ok()) return file.status();
-    std::string text;
-    for (const auto& choice : summary_.mixture().choices()) {
-      absl::StrAppend(&text, choice.tensor(), "=",
-                      SpecText(choice.spec_index()), "\n");
-    }
-    const absl::Status status = file->Append(text);
-    return status.ok() ? file->Commit() : status;
-  }
-
   void Report(bool is_written) {
-    Json totals = Json::array();
-    Table total_table;
-    total_table.AddColumn("SPEC", Table::Align::kLeft);
-    total_table.AddColumn("SIZE", Table::Align::kBytes);
-    total_table.AddColumn("SUM N/S", Table::Align::kRight);
-    total_table.AddColumn("FAILED", Table::Align::kRight);
-    total_table.AddColumn("LOWEST DB", Table::Align::kRight);
-    for (const v1::SweepTotal& total : summary_.totals()) {
-      totals.push_back({{"spec_index", total.spec_index()},
-                        {"spec", SpecText(total.spec_index())},
-                        {"size_bytes", total.size_bytes()},
-                        {"min_sqnr_db", total.min_sqnr_db()},
-                        {"min_sqnr_tensor", total.min_sqnr_tensor()},
-                        {"noise_to_signal_sum", total.noise_to_signal_sum()},
-                        {"failed_count", total.failed_count()}});
-      total_table.AddRow(
-          {SpecText(total.spec_index()), BytesCell(total.size_bytes()),
-           NumberText(total.noise_to_signal_sum()),
-           CountText(total.failed_count()), DecibelText(total.min_sqnr_db())});
-      if (!total.min_sqnr_tensor().empty()) {
-        total_table.AddLine(
-            absl::StrCat("  lowest in ", total.min_sqnr_tensor()));
-      }
-    }
-    Json choices = Json::array();
-    Table mixture_table;
-    mixture_table.AddColumn("TENSOR", Table::Align::kLeft);
-    mixture_table.AddColumn("SPEC", Table::Align::kLeft);
-    const v1::SweepMixture& mixture = summary_.mixture();
-    for (const auto& choice : mixture.choices()) {
-      choices.push_back({{"tensor", choice.tensor()},
-                         {"spec_index", choice.spec_index()},
-                         {"spec", SpecText(choice.spec_index())}});
-      mixture_table.AddRow({choice.tensor(), SpecText(choice.spec_index())});
-    }
+    const std::vector<v1::SweepTotal> totals(summary_.totals().begin(),
+                                             summary_.totals().end());
     if (session_.json) {
       Json json = {{"model", options_.name.model},
                    {"revision", options_.name.revision},
                    {"tensors", tensors_},
-                   {"totals", totals}};
+                   {"totals", specs_.TotalsJson(totals)}};
       if (summary_.has_mixture()) {
-        json["mixture"] = {
-            {"choices", choices},
-            {"size_bytes", mixture.size_bytes()},
-            {"min_sqnr_db", mixture.min_sqnr_db()},
-            {"noise_to_signal_sum", mixture.noise_to_signal_sum()},
-            {"target_met", mixture.target_met()},
-            {"written", is_written}};
+        json["mixture"] = specs_.MixtureJson(summary_.mixture(), is_written);
       }
       return session_.PrintJson(json);
     }
-    const bool bold = StdoutHasStyle();
-    session_.Print(table_.Render(bold));
-    if (!total_table.empty()) {
-      session_.Print(absl::StrCat("\n", total_table.Render(bold)));
+    session_.Print(table_.Render(StdoutHasStyle()));
+    if (!totals.empty()) {
+      session_.Print(absl::StrCat("\n", specs_.TotalsText(totals)));
     }
     if (summary_.has_mixture()) {
       session_.Print(absl::StrCat(
-          "\n", mixture_table.Render(bold), BytesText(mixture.size_bytes()),
-          ", lowest ", DecibelText(mixture.min_sqnr_db()),
-          " dB, sum of noise/signal ",
-          NumberText(mixture.noise_to_signal_sum()),
-          is_written
-              ? absl::StrCat(", written to ", Printable(options_.output.path))
-              : "",
-          "\n"));
+          "\n",
+          specs_.MixtureText(summary_.mixture(),
+                             is_written ? options_.file.output.path : "")));
     }
     PrintTensorErrors(errors_, &session_);
   }
 
   const Options& options_;
   Session& session_;
+  const SweptSpecs specs_;
   Json tensors_ = Json::array();
   Table table_;
   // Of tensors, and of one spec of a tensor.
@@ -311,63 +240,105 @@ class Sweeper {
 void AddSweepCommand(Command* quantctl, Session* session) {
   Command* const command = quantctl->AddCommand(
       "sweep",
-      "Predict the error of many specs from stored statistics, rank them, and "
-      "choose one for each tensor");
+      "Measure the error of many specs on a file's tensors, or predict it from "
+      "stored statistics; rank them, and choose one for each tensor");
   const auto options = std::make_shared<Options>();
-  options->name.AddOptions(command, /*required=*/true);
+  Option* const file =
+      command->AddArgument("file", &options->file.input, "FILE",
+                           "Measure on this safetensors, .npy or .gguf file, "
+                           "or a folder with model.safetensors.index.json or "
+                           "model.safetensors; without it predict from the "
+                           "statistics of --model");
+  command->AddOption("--model", &options->name.model, "NAME",
+                     "Predict from the stored statistics of this model");
+  command
+      ->AddOption("--revision", &options->name.revision, "NAME",
+                  "Revision of the model")
+      ->ShowDefault();
+  SpecOptions& spec = options->file.spec;
   command
       ->AddOption(
-          "--spec", &options->spec.specs, "SPEC",
+          "--spec", &spec.specs, "SPEC",
           "A candidate, such as int4:group:32:mse. May be repeated; see "
           "quantctl help specs")
       ->Suggest(FormatNames())
       ->Required();
-  options->spec.AddCodebookOption(command);
-  command->AddOption("--pattern", &options->patterns, "PATTERN",
-                     "Only tensors whose name matches (* and ?); may be "
-                     "repeated");
-  Option* const min_sqnr = command->AddOption(
-      "--min-sqnr", &options->min_sqnr_db, "DB",
-      "Choose the fewest bytes with at least this expected SQNR in every "
-      "tensor");
-  Option* const max_bytes =
-      command
-          ->AddOption("--max-bytes", &options->max_bytes, "N",
-                      "Choose the least noise with at most this many bytes of "
-                      "codes and scales")
-          ->Bytes();
-  Option* const max_bits =
-      command
-          ->AddOption("--max-bits-per-element", &options->max_bits_per_element,
-                      "X",
-                      "The same, as bits of codes and scales for each element")
-          ->Positive();
-  command->AddAlternatives("Mixture", {min_sqnr, max_bytes, max_bits});
-  Option* const output = options->output.AddOptions(
+  spec.AddCodebookOption(command);
+  Option* const pattern = command->AddOption(
+      "--pattern", &options->patterns, "PATTERN",
+      "With --model: only tensors whose name matches (* and ?); may be "
+      "repeated");
+  options->file.filter.AddOptions(command);
+  options->file.budgets.AddOptions(command);
+  options->file.output.AddOptions(
       command,
       "Write the mixture as TENSOR=SPEC lines, for quantize --spec @FILE; - "
-      "for standard output");
+      "for standard output. With several budgets {} stands for the figure of "
+      "each");
+  command->AddExample(
+      "quantctl sweep llm/ --spec int8:per-channel --spec int4:group:128 \\\n"
+      "  --spec nvfp4 --max-bits-per-element 4.5 --max-bits-per-element 6 \\\n"
+      "  -o mixture-{}.txt",
+      "two mixtures, measured in one pass over the files");
   command->AddExample(
       "quantctl sweep --model acme/net --revision weights \\\n"
-      "  --spec int8:per-channel --spec int4:group:32 --spec nf4 \\\n"
-      "  --max-bits-per-element 5 -o mixture.txt");
+      "  --spec int8:per-channel --spec int4:per-channel:mse \\\n"
+      "  --max-bits-per-element 5 -o mixture.txt",
+      "predicted from statistics");
   command->AddNote(
-      "Specs can be in any blocks that are made of those of the statistics: "
-      "statistics of group:16 serve all. Those take 3 times the size of a "
-      "float32 tensor, and a sweep reads them all; statistics of per-channel "
-      "take less than half of it.");
+      "Weights lie in a file: measure them there. It takes one pass over the "
+      "data, any spec, and nothing is stored. Statistics are for activations, "
+      "which are gone once the model has run, per tensor or per channel. "
+      "Per tensor they take less than a hundredth of a float32 tensor, per "
+      "channel less than half of it; in groups they take more than the "
+      "tensor.");
+  command->AddNote(
+      "From statistics, specs can be in any blocks that are made of those of "
+      "the statistics.");
   command->AddNote(
       "SUM N/S is the noise power by the signal power of each tensor, added up "
       "over all tensors. It ranks specs on the same tensors and may pass 1; "
       "for one tensor, SQNR is -10 log10 of it.");
   command->OnRun([=] {
-    // There is nothing to write without a target.
-    if (output->IsGiven() && !min_sqnr->IsGiven() && !max_bytes->IsGiven() &&
-        !max_bits->IsGiven()) {
-      return session->FailUsage(
-          ArgumentInvalidError("expected --min-sqnr, --max-bytes or "
-                               "--max-bits-per-element with -o"));
+    const std::vector<Budget> budgets = options->file.budgets.Parse();
+    const auto fail = [session](const char* text) {
+      session->FailUsage(ArgumentInvalidError(text));
+    };
+    if (file->IsGiven()) {
+      if (!options->name.model.empty()) {
+        return fail(
+            "expected a file to measure on, or --model to predict from its "
+            "statistics; got both");
+      }
+      if (pattern->IsGiven()) {
+        return fail(
+            "expected --include and --exclude with a file, got "
+            "--pattern");
+      }
+      return SweepFile(options->file, session);
     }
+    if (options->name.model.empty()) {
+      return fail(
+          "expected a file to measure on, or --model to predict from its "
+          "statistics; got neither");
+    }
+    if (options->file.filter.IsGiven()) {
+      return fail(
+          "expected --pattern with --model; --include, --exclude, "
+          "--min-rank and --all are for files");
+    }
+    if (budgets.size() > 1) {
+      return fail(
+          "expected one budget with --model; several at once need a "
+          "file");
+    }
+    // There is nothing to write without a target.
+    if (budgets.empty() && !options->file.output.path.empty()) {
+      return fail(
+          "expected --min-sqnr, --max-bytes or "
+          "--max-bits-per-element with -o");
+    }
+    if (!budgets.empty()) options->budget = budgets[0];
     Sweeper(*options, session).Run();
   });
 }

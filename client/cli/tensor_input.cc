@@ -196,6 +196,11 @@ void TensorFilter::AddOptions(Command* command) {
   command->AddFlag("--all", &all, "Tensors of any rank");
 }
 
+bool TensorFilter::IsGiven() const {
+  return !include.empty() || !exclude.empty() || all ||
+         min_rank != TensorFilter().min_rank;
+}
+
 bool TensorFilter::Takes(const files::FileTensor& tensor) const {
   if (!ElementTypeOf(tensor.dtype).has_value()) return false;
   if (!all && static_cast<int64_t>(tensor.shape.size()) < min_rank) {

@@ -87,6 +87,8 @@ struct TensorFilter {
   bool all = false;
 
   void AddOptions(Command* command);
+  // Whether one of them says anything else than by default.
+  bool IsGiven() const;
   // True for a tensor of reals that the options take.
   bool Takes(const files::FileTensor& tensor) const;
 };

@@ -12,6 +12,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
 #include "client/cpp/errors.h"
+#include "client/cpp/scales.h"
 #include "client/cpp/tensor.h"
 
 namespace quantd::internal {
@@ -117,38 +118,6 @@ absl::Status CheckCount(absl::string_view field, int64_t expected, int got) {
                                              expected, " entries, got ", got));
 }
 
-int64_t Product(const std::vector<int64_t>& sizes) {
-  int64_t product = 1;
-  for (const int64_t size : sizes) product *= size;
-  return product;
-}
-
-// The block size that a spec comes to.
-// Requires: the server takes the spec.
-std::vector<int64_t> BlockSizeOf(const EncodingSpec& spec,
-                                 const std::vector<int64_t>& shape) {
-  const size_t rank = shape.size();
-  std::vector<int64_t> block_size(spec.block_size().begin(),
-                                  spec.block_size().end());
-  if (spec.has_granularity()) {
-    if (rank < 2) return {};
-    const int64_t group_size = spec.granularity().group_size();
-    const int64_t axis = spec.granularity().axis();
-    const size_t at = static_cast<size_t>(axis) + (axis < 0 ? rank : 0);
-    block_size.assign(rank, group_size > 0 ? 1 : 0);
-    if (at < rank) block_size[at] = std::max<int64_t>(1, group_size);
-    return block_size;
-  }
-  const absl::StatusOr<FormatInfo> format = GetFormatInfo(spec.format());
-  if (!block_size.empty() || !format.ok() || format->default_group == 0 ||
-      rank == 0) {
-    return block_size;
-  }
-  block_size.assign(rank, 1);
-  block_size.back() = format->default_group;
-  return block_size;
-}
-
 // One that gives the same blocks: a whole dimension is 0, and one block for all
 // is empty.
 std::vector<int64_t> SameBlocks(std::vector<int64_t> block_size,
@@ -161,21 +130,25 @@ std::vector<int64_t> SameBlocks(std::vector<int64_t> block_size,
   return is_whole ? std::vector<int64_t>() : block_size;
 }
 
-// How many outer scales a tensor has.
-// Errors: ARGUMENT_INVALID.
-absl::StatusOr<int64_t> OuterScaleCount(const std::vector<int64_t>& shape,
-                                        const Encoding& encoding) {
-  std::vector<int64_t> outer(encoding.outer_block_size().begin(),
-                             encoding.outer_block_size().end());
-  // A block of a whole dimension has one outer scale, whatever its size.
-  for (size_t d = 0; d < outer.size(); ++d) {
-    if (d < shape.size() && encoding.block_size(static_cast<int>(d)) == 0) {
-      outer[d] = 0;
-    }
+// The encoding has as many scales as the tensor has blocks, or none where they
+// come in chunks.
+// Errors: RESPONSE_MALFORMED.
+absl::Status CheckScales(const std::vector<int64_t>& shape,
+                         const Encoding& encoding) {
+  const absl::StatusOr<ScaleCounts> counts = CountScales(shape, encoding);
+  if (!counts.ok()) return ResponseMalformedError(ErrorText(counts.status()));
+  const bool is_here = !encoding.scales_in_chunks();
+  const int64_t count = is_here ? counts->scale : 0;
+  absl::Status status = CheckCount("scale", count, encoding.scale_size());
+  if (!is_here || encoding.zero_point_size() > 0) {
+    status.Update(CheckCount("zero_point", count, encoding.zero_point_size()));
   }
-  const absl::StatusOr<std::vector<int64_t>> scales = ScaleShape(shape, outer);
-  if (!scales.ok()) return scales.status();
-  return Product(*scales);
+  const bool has_codes = ScaleSizeBytes(ScaleTypeOf(encoding)) == 1;
+  status.Update(CheckCount("scale_code", has_codes ? count : 0,
+                           static_cast<int>(encoding.scale_code().size())));
+  status.Update(CheckCount("outer_scale", is_here ? counts->outer_scale : 0,
+                           encoding.outer_scale_size()));
+  return status;
 }
 
 // Errors: RESPONSE_MALFORMED.
@@ -244,30 +217,7 @@ absl::Status CheckEncoding(const Question& question, const Encoding& encoding) {
     return Mismatch("block size", SizesText(*question.block_size),
                     SizesText(block_size));
   }
-  const int64_t count = Product(*scale_shape);
-  status = CheckCount("scale", count, encoding.scale_size());
-  if (!status.ok()) return status;
-  if (encoding.zero_point_size() > 0) {
-    status = CheckCount("zero_point", count, encoding.zero_point_size());
-    if (!status.ok()) return status;
-  }
-  const v1::ScaleType scale_type = ScaleTypeOf(encoding);
-  const bool has_outer =
-      scale_type == v1::SCALE_TYPE_E4M3 || scale_type == v1::SCALE_TYPE_INTEGER;
-  const bool has_codes = has_outer || scale_type == v1::SCALE_TYPE_E8M0;
-  status = CheckCount("scale_code", has_codes ? count : 0,
-                      static_cast<int>(encoding.scale_code().size()));
-  if (!status.ok()) return status;
-  int64_t outer_count = 0;
-  // One scale fits any shape, and so does what is said of its outer one.
-  if (has_outer && block_size.empty()) {
-    outer_count = 1;
-  } else if (has_outer) {
-    const absl::StatusOr<int64_t> outer = OuterScaleCount(shape, encoding);
-    if (!outer.ok()) return ResponseMalformedError(ErrorText(outer.status()));
-    outer_count = *outer;
-  }
-  status = CheckCount("outer_scale", outer_count, encoding.outer_scale_size());
+  status = CheckScales(shape, encoding);
   if (!status.ok()) return status;
   const absl::StatusOr<FormatInfo> format = GetFormatInfo(encoding.format());
   const int entries = encoding.codebook_size();

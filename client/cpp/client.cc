@@ -20,6 +20,7 @@
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "absl/types/span.h"
 #include "client/cpp/answer_check.h"
 #include "client/cpp/client_options.h"
 #include "client/cpp/credentials.h"
@@ -27,8 +28,10 @@
 #include "client/cpp/probe.h"
 #include "client/cpp/retry_policy.h"
 #include "client/cpp/retrying_stream.h"
+#include "client/cpp/scales.h"
 #include "client/cpp/shared_memory.h"
 #include "client/cpp/target.h"
+#include "client/cpp/tensor.h"
 #include "client/cpp/tensor_stream.h"
 #include "grpc/grpc.h"
 #include "grpcpp/channel.h"
@@ -404,12 +407,107 @@ absl::StatusOr<std::vector<v1::StoredEncoding>> Client::ListEncodings(
   return encodings;
 }
 
+namespace {
+
+// Joins the answers of one ReadEncoding.
+class EncodingPieces {
+ public:
+  explicit EncodingPieces(const TensorName& name) : name_(name) {}
+
+  // Errors: RESPONSE_MALFORMED.
+  absl::Status Add(const v1::ReadEncodingResponse& piece) {
+    if (piece.has_stored_encoding() == has_stored_) {
+      return ResponseMalformedError("expected the encoding first, and once");
+    }
+    if (!has_stored_) {
+      has_stored_ = true;
+      stored_ = piece.stored_encoding();
+      const absl::Status status =
+          internal::CheckStoredName(name_, stored_.name());
+      if (!status.ok()) return status;
+      if (!GetFormatInfo(stored_.encoding().format()).ok()) {
+        return ResponseMalformedError("the encoding is of an unknown format");
+      }
+    }
+    const Encoding& encoding = stored_.encoding();
+    const v1::ScaleChunk& chunk = piece.scales();
+    const auto scale_bytes =
+        static_cast<size_t>(ScaleSizeBytes(ScaleTypeOf(encoding)));
+    const size_t count = chunk.scale().size() / scale_bytes;
+    const size_t zero_point_bytes =
+        encoding.chunks_have_zero_points()
+            ? count *
+                  static_cast<size_t>(internal::ZeroPointSizeBytes(encoding))
+            : 0;
+    if (chunk.scale().size() % scale_bytes != 0 ||
+        chunk.zero_point().size() != zero_point_bytes ||
+        chunk.outer_scale().size() % sizeof(float) != 0) {
+      return ResponseMalformedError("a part of a scale came");
+    }
+    if (count > 0 && chunk.first() != scale_.size() / scale_bytes) {
+      return ResponseMalformedError(
+          absl::StrCat("scales from ", chunk.first(), " came, expected them ",
+                       "from ", scale_.size() / scale_bytes));
+    }
+    scale_ += chunk.scale();
+    outer_scale_ += chunk.outer_scale();
+    const std::vector<int32_t> zero_point =
+        internal::WidenZeroPoints(encoding, BytesOf(chunk.zero_point()));
+    zero_point_.insert(zero_point_.end(), zero_point.begin(), zero_point.end());
+    return absl::OkStatus();
+  }
+
+  // Errors: RESPONSE_MALFORMED.
+  absl::StatusOr<v1::StoredEncoding> Join() {
+    const Encoding& encoding = stored_.encoding();
+    const auto count =
+        static_cast<uint64_t>(scale_.size()) /
+        static_cast<uint64_t>(ScaleSizeBytes(ScaleTypeOf(encoding)));
+    if (!has_stored_ || count != stored_.scale_count()) {
+      return ResponseMalformedError(absl::StrCat(
+          "expected ", stored_.scale_count(), " scales, got ", count));
+    }
+    const absl::Span<const uint8_t> zero_point(
+        reinterpret_cast<const uint8_t*>(zero_point_.data()),
+        zero_point_.size() * sizeof(int32_t));
+    *stored_.mutable_encoding() = WithScales(
+        encoding, {BytesOf(scale_), zero_point, BytesOf(outer_scale_)});
+    return std::move(stored_);
+  }
+
+ private:
+  static absl::Span<const uint8_t> BytesOf(const std::string& bytes) {
+    return {reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size()};
+  }
+
+  const TensorName& name_;
+  v1::StoredEncoding stored_;
+  bool has_stored_ = false;
+  std::string scale_;
+  std::vector<int32_t> zero_point_;
+  std::string outer_scale_;
+};
+
+}  // namespace
+
 absl::StatusOr<v1::StoredEncoding> Client::GetEncoding(const TensorName& name) {
   v1::GetEncodingRequest request;
   *request.mutable_name() = name;
   v1::GetEncodingResponse response;
   const absl::Status status =
       Call(&v1::EncodingService::Stub::GetEncoding, request, &response);
+  if (ErrorReason(status) == "SCALE_COUNT_LIMIT") {
+    EncodingPieces pieces(name);
+    absl::Status broken;
+    const absl::Status read =
+        ReadEncoding(name, [&](const v1::ReadEncodingResponse& piece) {
+          broken = pieces.Add(piece);
+          return broken.ok();
+        });
+    if (!broken.ok()) return broken;
+    if (!read.ok()) return read;
+    return pieces.Join();
+  }
   if (!status.ok()) return status;
   return StoredUnder(name, std::move(*response.mutable_stored_encoding()));
 }
@@ -564,6 +662,89 @@ absl::StatusOr<std::vector<v1::SweepResponse>> Client::Sweep(
       });
   if (!status.ok()) return status;
   return all;
+}
+
+absl::StatusOr<v1::ChooseMixtureResponse> Client::ChooseMixture(
+    const v1::ChooseMixtureRequest& request) {
+  v1::ChooseMixtureResponse response;
+  const absl::Status status =
+      Call(&v1::EncodingService::Stub::ChooseMixture, request, &response);
+  if (!status.ok()) return status;
+  return response;
+}
+
+absl::Status Client::ReadEncoding(
+    const TensorName& name,
+    absl::FunctionRef<bool(const v1::ReadEncodingResponse&)> on_piece) {
+  v1::ReadEncodingRequest request;
+  *request.mutable_name() = name;
+  return ReadAll<v1::ReadEncodingResponse>(
+      [&request](auto* stub, auto* context, auto* reader) {
+        stub->ReadEncoding(context, &request, reader);
+      },
+      on_piece);
+}
+
+absl::StatusOr<v1::StoredEncoding> Client::WriteEncoding(
+    const TensorName& name, const Encoding& outline, absl::string_view if_match,
+    absl::FunctionRef<bool(v1::ScaleChunk* chunk)> next) {
+  const absl::Duration timeout = options_.deadline;
+  grpc::ClientContext context;
+  context.set_deadline(Deadline(timeout));
+  v1::WriteEncodingResponse response;
+  const std::unique_ptr<grpc::ClientWriter<v1::WriteEncodingRequest>> writer =
+      connection_->stub->WriteEncoding(&context, &response);
+  v1::WriteEncodingRequest message;
+  *message.mutable_name() = name;
+  *message.mutable_encoding() = outline;
+  message.mutable_encoding()->set_scales_in_chunks(true);
+  message.set_if_match(std::string(if_match));
+  while (writer->Write(message)) {
+    message.Clear();
+    if (!next(message.mutable_scales())) break;
+  }
+  writer->WritesDone();
+  const absl::Status status =
+      internal::StatusOf(writer->Finish(), options_, timeout);
+  if (!status.ok()) return status;
+  return StoredUnder(name, std::move(*response.mutable_stored_encoding()));
+}
+
+absl::StatusOr<v1::PublishRevisionResponse> Client::PublishRevision(
+    absl::string_view model, absl::string_view source,
+    absl::string_view revision) {
+  v1::PublishRevisionRequest request;
+  request.set_model(std::string(model));
+  request.set_source_revision(std::string(source));
+  request.set_revision(std::string(revision));
+  v1::PublishRevisionResponse response;
+  const absl::Status status =
+      Call(&v1::EncodingService::Stub::PublishRevision, request, &response);
+  if (!status.ok()) return status;
+  return response;
+}
+
+absl::StatusOr<v1::DeleteRevisionResponse> Client::DeleteRevision(
+    absl::string_view model, absl::string_view revision) {
+  v1::DeleteRevisionRequest request;
+  request.set_model(std::string(model));
+  request.set_revision(std::string(revision));
+  v1::DeleteRevisionResponse response;
+  const absl::Status status = CallDelete(
+      &v1::EncodingService::Stub::DeleteRevision, request, &response);
+  if (!status.ok()) return status;
+  return response;
+}
+
+absl::StatusOr<v1::DeleteModelResponse> Client::DeleteModel(
+    absl::string_view model) {
+  v1::DeleteModelRequest request;
+  request.set_model(std::string(model));
+  v1::DeleteModelResponse response;
+  const absl::Status status =
+      CallDelete(&v1::EncodingService::Stub::DeleteModel, request, &response);
+  if (!status.ok()) return status;
+  return response;
 }
 
 absl::Status Client::ExportEncodings(

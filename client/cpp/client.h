@@ -60,6 +60,8 @@ class Client {
   // `revision` is "main".
   absl::StatusOr<std::vector<v1::StoredEncoding>> ListEncodings(
       absl::string_view model, absl::string_view revision);
+  // Of any size. Of large encodings with E8M0, E4M3 or INTEGER scales `scale`
+  // is left out, which follows from scale_code and outer_scale.
   absl::StatusOr<v1::StoredEncoding> GetEncoding(const TensorName& name);
   // `if_match` is empty for any, "absent", or the etag to replace. When the
   // answer was lost and the retry finds another etag, the encoding is read
@@ -76,6 +78,32 @@ class Client {
   absl::StatusOr<std::vector<v1::Model>> ListModels();
   absl::StatusOr<std::vector<v1::Revision>> ListRevisions(
       absl::string_view model);
+
+  // Reads one encoding of any size: calls `on_piece` for every answer, which
+  // returns false to stop. Not retried once an answer came.
+  absl::Status ReadEncoding(
+      const TensorName& name,
+      absl::FunctionRef<bool(const v1::ReadEncodingResponse&)> on_piece);
+  // Writes one encoding of any size, whose scales come in chunks. `next` makes
+  // the next chunk and answers false when there is none; as it can't begin
+  // anew, this is not retried. The time for the call is the deadline of the
+  // options.
+  absl::StatusOr<v1::StoredEncoding> WriteEncoding(
+      const TensorName& name, const Encoding& outline,
+      absl::string_view if_match,
+      absl::FunctionRef<bool(v1::ScaleChunk* chunk)> next);
+
+  // Makes the encodings of `source` those of `revision`, all at once. Empty
+  // `revision` is "main". When the answer was lost, the retry finds that and
+  // answers REVISION_NOT_FOUND.
+  absl::StatusOr<v1::PublishRevisionResponse> PublishRevision(
+      absl::string_view model, absl::string_view source,
+      absl::string_view revision);
+  // Deletes encodings and statistics, all at once. A lost answer as with
+  // DeleteEncoding; the counts are 0 then.
+  absl::StatusOr<v1::DeleteRevisionResponse> DeleteRevision(
+      absl::string_view model, absl::string_view revision);
+  absl::StatusOr<v1::DeleteModelResponse> DeleteModel(absl::string_view model);
 
   // Computes encodings from stored statistics and stores them. Calls
   // `on_tensor` for every answer, which returns false to cancel the rest.
@@ -94,6 +122,10 @@ class Client {
       absl::FunctionRef<bool(const v1::SweepResponse&)> on_tensor);
   absl::StatusOr<std::vector<v1::SweepResponse>> Sweep(
       const v1::SweepRequest& request);
+
+  // Chooses one spec for each tensor from measured errors, for each target.
+  absl::StatusOr<v1::ChooseMixtureResponse> ChooseMixture(
+      const v1::ChooseMixtureRequest& request);
 
   // Writes encodings as a file of an interchange format. Calls `on_piece` for
   // every answer, whose data follow one another; it returns false to stop. Not

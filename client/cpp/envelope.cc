@@ -28,6 +28,8 @@ constexpr int kDataField = 3;
 constexpr int kSharedField = 4;
 constexpr int kSummaryField = 4;
 constexpr int kErrorField = 5;
+constexpr int kRequestScalesField = 5;
+constexpr int kResponseScalesField = 6;
 
 constexpr int kVarintType = 0;
 constexpr int kFixed64Type = 1;
@@ -136,8 +138,8 @@ bool PayloadReferences::AwaitNone(absl::Duration timeout) {
 }
 
 grpc::ByteBuffer EncodeRequest(
-    absl::string_view header, uint64_t offset_bytes,
-    absl::Span<const uint8_t> data,
+    absl::string_view header, absl::Span<const std::string> scales,
+    uint64_t offset_bytes, absl::Span<const uint8_t> data,
     const std::shared_ptr<PayloadReferences>& references) {
   std::string front;
   const bool copy = data.size() < kCopyBelowBytes;
@@ -146,6 +148,9 @@ grpc::ByteBuffer EncodeRequest(
     AppendTag(kHeaderField, kBytesType, &front);
     AppendVarint(header.size(), &front);
     front.append(header.data(), header.size());
+  }
+  for (const std::string& piece : scales) {
+    AppendBytes(kRequestScalesField, piece, &front);
   }
   if (offset_bytes != 0) {
     AppendTag(kOffsetField, kVarintType, &front);
@@ -234,6 +239,8 @@ absl::Status DecodeResponse(const grpc::ByteBuffer& buffer,
       append(size, &response->has_summary, &response->summary);
     } else if (is_bytes && field == kErrorField) {
       append(size, &response->has_error, &response->error);
+    } else if (is_bytes && field == kResponseScalesField) {
+      append(size, &response->has_scales, &response->scales);
     } else if (is_bytes && field == kDataField) {
       response->data.clear();
       response->data_size_bytes = size;

@@ -3,8 +3,8 @@
 // down.
 //
 // All requests of quantd.v1.QuantizationService are {1: header, 2: offset,
-// 3: data, 4: shared}; all responses {1: header, 2: offset, 3: data,
-// 4: summary, 5: error}.
+// 3: data, 4: shared, 5: scales}; all responses {1: header, 2: offset, 3: data,
+// 4: summary, 5: error, 6: scales}.
 
 #ifndef QUANTD_CLIENT_CPP_ENVELOPE_H_
 #define QUANTD_CLIENT_CPP_ENVELOPE_H_
@@ -42,11 +42,12 @@ class PayloadReferences {
 };
 
 // A request message. `header` is the serialized header message, empty for a
-// message without one. Large `data` is referenced, not copied, and counted in
-// `references` until gRPC lets go of it.
+// message without one; each of `scales` is what one field of scales has. Large
+// `data` is referenced, not copied, and counted in `references` until gRPC lets
+// go of it.
 grpc::ByteBuffer EncodeRequest(
-    absl::string_view header, uint64_t offset_bytes,
-    absl::Span<const uint8_t> data,
+    absl::string_view header, absl::Span<const std::string> scales,
+    uint64_t offset_bytes, absl::Span<const uint8_t> data,
     const std::shared_ptr<PayloadReferences>& references);
 
 // A request message for a whole tensor, whose data are where `shared`, a
@@ -60,10 +61,12 @@ struct Response {
   bool has_header = false;
   bool has_summary = false;
   bool has_error = false;
+  bool has_scales = false;
   // Serialized messages.
   std::string header;
   std::string summary;
   std::string error;
+  std::string scales;
   uint64_t offset_bytes = 0;
   // Pieces of the payload in order; they point into `slices`.
   std::vector<absl::Span<const uint8_t>> data;

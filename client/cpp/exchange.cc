@@ -48,16 +48,23 @@ absl::StatusOr<bool> Exchange::Accept(const Response& response) {
     const absl::Status status = OnHeader(response.header);
     if (!status.ok()) return status;
   }
-  const absl::Status status = AcceptData(response);
+  absl::Status status;
+  if (response.has_scales && HasOutput()) {
+    if (!has_header_) {
+      return ResponseMalformedError("scales before the header");
+    }
+    if (status_.ok()) status = OnScales(response.scales);
+  }
+  status.Update(AcceptData(response));
   if (!status.ok()) return status;
   if (!response.has_summary) return false;
   if (HasOutput() && !has_header_) {
     return ResponseMalformedError("a summary before the header");
   }
   if (status_.ok() && !shares_output_ &&
-      received_bytes_ != output_.bytes.size()) {
+      received_bytes_ != output_.size_bytes) {
     return ResponseMalformedError(absl::StrCat(
-        "expected ", output_.bytes.size(), " bytes, got ", received_bytes_));
+        "expected ", output_.size_bytes, " bytes, got ", received_bytes_));
   }
   const absl::Status summary_status =
       OnSummary(response.summary, XXH3_64bits_digest(hash_.get()));
@@ -82,13 +89,22 @@ absl::Status Exchange::AcceptData(const Response& response) {
                                                expected_offset, ", got ",
                                                response.offset_bytes));
   }
-  if (response.data_size_bytes > output_.bytes.size() - received_bytes_) {
+  if (response.data_size_bytes > output_.size_bytes - received_bytes_) {
     return ResponseMalformedError(
-        absl::StrCat("expected ", output_.bytes.size(), " bytes, got more"));
+        absl::StrCat("expected ", output_.size_bytes, " bytes, got more"));
   }
   for (const absl::Span<const uint8_t> piece : response.data) {
-    std::memcpy(output_.bytes.data() + received_bytes_, piece.data(),
-                piece.size());
+    if (output_.sink == nullptr) {
+      std::memcpy(output_.bytes.data() + received_bytes_, piece.data(),
+                  piece.size());
+    } else {
+      const absl::Status status =
+          (*output_.sink)(output_.offset_bytes + received_bytes_, piece);
+      if (!status.ok()) {
+        Fail(status);
+        return absl::OkStatus();
+      }
+    }
     // Hashed where it was just read: the bytes are still in cache.
     XXH3_64bits_update(hash_.get(), piece.data(), piece.size());
     if (HasParts()) {
@@ -100,9 +116,10 @@ absl::Status Exchange::AcceptData(const Response& response) {
 }
 
 void Exchange::SetPayload(absl::Span<const uint8_t> payload,
-                          const SharedBuffers& shared_buffers) {
+                          const SharedBuffers* shared_buffers) {
   payload_ = payload;
-  const std::optional<v1::SharedSpan> span = shared_buffers.Name(payload);
+  if (shared_buffers == nullptr) return;
+  const std::optional<v1::SharedSpan> span = shared_buffers->Name(payload);
   if (span.has_value()) shared_payload_ = span->SerializeAsString();
 }
 

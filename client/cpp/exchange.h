@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -14,9 +15,15 @@
 #include "client/cpp/envelope.h"
 #include "client/cpp/retry_policy.h"
 #include "client/cpp/shared_memory.h"
+#include "client/cpp/tensor_stream.h"
 #include "xxhash.h"
 
 namespace quantd::internal {
+
+struct FreeHash {
+  void operator()(XXH3_state_t* state) const { XXH3_freeState(state); }
+};
+using Hash = std::unique_ptr<XXH3_state_t, FreeHash>;
 
 // What goes up is fixed at birth. What comes down is gathered by Accept, which
 // a stream calls for one message after another. Not thread-safe: it belongs to
@@ -48,6 +55,16 @@ class Exchange {
   // empty for none.
   const std::string& shared_payload() const { return shared_payload_; }
   uint64_t payload_offset_bytes() const { return payload_offset_bytes_; }
+  // The scales that go up no later than the bytes before `end_bytes` of the
+  // payload: adds what goes into one message to `pieces`, each one field of it.
+  // False when there are more, which go before those bytes. Belongs to the
+  // writing side.
+  virtual bool NextScales(uint64_t end_bytes,
+                          std::vector<std::string>* pieces) {
+    return true;
+  }
+  // Those begin anew.
+  virtual void RewindScales() {}
   const std::shared_ptr<PayloadReferences>& references() const {
     return references_;
   }
@@ -78,10 +95,14 @@ class Exchange {
     absl::Span<uint8_t> bytes;
     // Of the first byte, in the whole output.
     uint64_t offset_bytes = 0;
+    // Takes size_bytes in place of `bytes`, unless it is null.
+    const Sink* sink = nullptr;
+    uint64_t size_bytes = 0;
   };
 
+  // Null for `shared_buffers`: not by name.
   void SetPayload(absl::Span<const uint8_t> payload,
-                  const SharedBuffers& shared_buffers);
+                  const SharedBuffers* shared_buffers);
   // Sends it in parts of that size. Requires: a multiple of 64, once at birth
   // and then in OnResume.
   void SetPartBytes(uint64_t part_bytes);
@@ -101,6 +122,12 @@ class Exchange {
   // Errors: RESPONSE_MALFORMED. A wrong checksum goes to Fail.
   virtual absl::Status OnSummary(absl::string_view summary,
                                  uint64_t checksum_xxh3) = 0;
+  // Takes scales, which come behind the header. An error that is only the
+  // caller's goes to Fail.
+  // Errors: RESPONSE_MALFORMED.
+  virtual absl::Status OnScales(absl::string_view scales) {
+    return absl::OkStatus();
+  }
   // True when the answer must have a header.
   virtual bool HasOutput() const = 0;
   // Forgets the answer from resume_bytes() on.
@@ -118,11 +145,6 @@ class Exchange {
   bool shares_output_ = false;
 
  private:
-  struct FreeHash {
-    void operator()(XXH3_state_t* state) const { XXH3_freeState(state); }
-  };
-  using Hash = std::unique_ptr<XXH3_state_t, FreeHash>;
-
   absl::Status AcceptData(const Response& response);
   // Makes ready for the header of the part at answered_bytes_.
   void BeginPart();

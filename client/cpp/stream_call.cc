@@ -9,6 +9,7 @@
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -205,7 +206,10 @@ StreamCall::Step StreamCall::NextStep() {
       const absl::Span<const uint8_t> payload = exchange->payload();
       std::string header;
       if (!header_sent_) {
-        if (!begun_) sent_bytes_ = exchange->resume_bytes();
+        if (!begun_) {
+          sent_bytes_ = exchange->resume_bytes();
+          exchange->RewindScales();
+        }
         begun_ = true;
         header = exchange->PartHeader(sent_bytes_);
         part_end_bytes_ = exchange->PartEnd(sent_bytes_);
@@ -216,8 +220,10 @@ StreamCall::Step StreamCall::NextStep() {
       if (exchange->shared_payload().empty()) {
         size = std::min<uint64_t>(part_end_bytes_ - sent_bytes_,
                                   static_cast<uint64_t>(chunk_bytes_));
+        std::vector<std::string> scales;
+        if (!exchange->NextScales(sent_bytes_ + size, &scales)) size = 0;
         write_buffer_ = EncodeRequest(
-            header, exchange->payload_offset_bytes() + sent_bytes_,
+            header, scales, exchange->payload_offset_bytes() + sent_bytes_,
             payload.subspan(sent_bytes_, size), exchange->references());
       } else {
         write_buffer_ =

@@ -18,6 +18,8 @@
 #include "client/cpp/errors.h"
 #include "client/cpp/exchange.h"
 #include "client/cpp/retrying_stream.h"
+#include "client/cpp/scale_feed.h"
+#include "client/cpp/scale_receiver.h"
 #include "client/cpp/shared_memory.h"
 #include "client/cpp/tensor.h"
 #include "client/cpp/utf8.h"
@@ -27,6 +29,8 @@ namespace {
 
 using internal::Exchange;
 using internal::Question;
+using internal::ScaleFeed;
+using internal::ScaleReceiver;
 using internal::SharedBuffers;
 
 void DescribeTensor(const Tensor& tensor, v1::TensorDescription* out) {
@@ -94,6 +98,23 @@ void SetSource(const EncodingSource& source, Message* message) {
   }
 }
 
+// Leaves the scales out of an encoding that goes up, because they go beside it.
+// `encoding` is null where there is none.
+// Errors: ARGUMENT_INVALID.
+absl::StatusOr<ScaleFeed> FeedScales(const Tensor& tensor, const Scales& scales,
+                                     int64_t payload_bits, Encoding* encoding) {
+  if (encoding == nullptr) {
+    return ArgumentInvalidError("expected scales of an encoding alone");
+  }
+  encoding->set_scales_in_chunks(true);
+  encoding->set_chunks_have_zero_points(!scales.zero_point.empty());
+  encoding->clear_scale();
+  encoding->clear_scale_code();
+  encoding->clear_zero_point();
+  encoding->clear_outer_scale();
+  return ScaleFeed::Create(tensor.shape, *encoding, scales, payload_bits);
+}
+
 // Headers of parts are at most this part of what goes up.
 constexpr uint64_t kHeaderShare = 32;
 constexpr uint64_t kPartUnitBytes = 64;
@@ -138,6 +159,7 @@ class OutputExchange : public Exchange {
   explicit OutputExchange(const Job& job)
       : question_(job.tensor, job.source),
         wants_encoding_(!job.omit_encoding),
+        sink_(job.sink),
         caller_output_(job.output) {}
 
   std::string PartHeader(uint64_t begin_bytes) const override {
@@ -151,16 +173,48 @@ class OutputExchange : public Exchange {
     return absl::StrCat(request_header_, part.SerializeAsString());
   }
 
+  bool NextScales(uint64_t end_bytes,
+                  std::vector<std::string>* pieces) override {
+    if (!scale_feed_.has_value()) return true;
+    const std::optional<v1::ScaleChunk> chunk = scale_feed_->Next(end_bytes);
+    if (!chunk.has_value()) return true;
+    pieces->push_back(chunk->SerializeAsString());
+    return false;
+  }
+
+  void RewindScales() override {
+    if (scale_feed_.has_value()) scale_feed_->Rewind();
+  }
+
   Result TakeResult() { return std::move(result_); }
 
  protected:
+  // Lets the scales of the header's encoding go up beside the payload. False
+  // when the job has failed.
+  template <typename Job>
+  bool SetScales(const Job& job, int64_t payload_bits, Header* header) {
+    if (!job.scales.has_value()) return true;
+    absl::StatusOr<ScaleFeed> feed = FeedScales(
+        job.tensor, *job.scales, payload_bits,
+        header->has_encoding() ? header->mutable_encoding() : nullptr);
+    if (!feed.ok()) {
+      Fail(feed.status());
+      return false;
+    }
+    scale_feed_ = *std::move(feed);
+    return true;
+  }
+
   // Completes the header of a job without a spec, or of one that goes in one.
   template <typename Job>
   void SetRequest(const Job& job, bool may_split, int64_t part_bytes,
                   const SharedBuffers& shared_buffers, Header* header) {
-    SetPayload(job.tensor.data, shared_buffers);
+    // By name all of the payload goes at once, and no scales before it.
+    SetPayload(job.tensor.data,
+               scale_feed_.has_value() ? nullptr : &shared_buffers);
     NameOutput(shared_buffers, header);
-    may_split = may_split && !job.range.has_value() && !shares_output_ &&
+    may_split = may_split && !scale_feed_.has_value() &&
+                !job.range.has_value() && !shares_output_ &&
                 shared_payload().empty();
     if (may_split && payload_.size() > static_cast<uint64_t>(part_bytes)) {
       part_bytes_wanted_ = part_bytes;
@@ -202,16 +256,20 @@ class OutputExchange : public Exchange {
     if (resume_bytes() == 0) {
       result_.header = std::move(header);
       if (!MakeRoom(size)) return absl::OkStatus();
+      const absl::Status scales_status = OnEncoding(&result_.header);
+      if (!scales_status.ok()) return scales_status;
     } else if (is_by_reference_ && header.etag() != result_.header.etag()) {
       is_replaced_ = true;
       Fail(EncodingReplacedError(result_.header.etag(), header.etag()));
       return absl::OkStatus();
-    } else if (size != room_.size()) {
+    } else if (size != size_bytes_) {
       return ResponseMalformedError(absl::StrCat(
-          "expected an output of ", room_.size(), " bytes, got ", size));
+          "expected an output of ", size_bytes_, " bytes, got ", size));
     }
     output_.offset_bytes = begin;
     output_.bytes = room_;
+    output_.size_bytes = size_bytes_;
+    output_.sink = sink_ ? &sink_ : nullptr;
     if (HasParts()) {
       if (begin != joined_bytes_ || end > size ||
           (IsLastPart() && end != size)) {
@@ -219,7 +277,8 @@ class OutputExchange : public Exchange {
             absl::StrCat("expected bytes from ", joined_bytes_, " on of ", size,
                          ", got [", begin, ", ", end, ")"));
       }
-      output_.bytes = room_.subspan(begin, end - begin);
+      if (!sink_) output_.bytes = room_.subspan(begin, end - begin);
+      output_.size_bytes = end - begin;
     }
     return absl::OkStatus();
   }
@@ -235,11 +294,19 @@ class OutputExchange : public Exchange {
       Fail(ChecksumMismatchError(summary.checksum_xxh3(), checksum_xxh3));
       return absl::OkStatus();
     }
+    const absl::Status scales_status = OnScaleSummary(summary, &result_);
+    if (ErrorReason(scales_status) == "RESPONSE_MALFORMED") {
+      return scales_status;
+    }
+    if (!scales_status.ok()) {
+      Fail(scales_status);
+      return absl::OkStatus();
+    }
     if (!HasParts()) {
       result_.summary = std::move(summary);
     } else {
       AddSummary(summary, &result_.summary);
-      joined_bytes_ += output_.bytes.size();
+      joined_bytes_ += output_.size_bytes;
       if (!IsLastPart()) return absl::OkStatus();
       result_.summary.set_checksum_xxh3(JoinedChecksum());
       result_.header.mutable_range()->set_begin_bytes(0);
@@ -251,12 +318,26 @@ class OutputExchange : public Exchange {
 
   bool HasOutput() const override { return true; }
 
+  // Takes over the encoding of the first header, before any scales.
+  // Errors: RESPONSE_MALFORMED.
+  virtual absl::Status OnEncoding(decltype(Result::header)*) {
+    return absl::OkStatus();
+  }
+  // Errors: RESPONSE_MALFORMED, which ends the stream; those of the tensor.
+  virtual absl::Status OnScaleSummary(const decltype(Result::summary)&,
+                                      Result*) {
+    return absl::OkStatus();
+  }
+
+  const Question& question() const { return question_; }
+
   void OnResume() override {
     if (resume_bytes() == 0 || is_replaced_) {
       Restart();
       is_replaced_ = false;
       result_ = Result();
       room_ = {};
+      size_bytes_ = 0;
       joined_bytes_ = 0;
     } else if (is_by_reference_ && result_.header.has_encoding()) {
       // By now another one may go by that name, or not yet at the next server.
@@ -278,6 +359,8 @@ class OutputExchange : public Exchange {
 
   // False when the caller's is too small.
   bool MakeRoom(size_t size) {
+    size_bytes_ = size;
+    if (sink_) return true;
     if (caller_output_.empty()) {
       result_.buffer.bytes.reset(new uint8_t[size]);
       result_.buffer.size_bytes = size;
@@ -300,10 +383,16 @@ class OutputExchange : public Exchange {
 
   const Question question_;
   const bool wants_encoding_;
+  // Empty where the output goes into memory.
+  const Sink sink_;
   const absl::Span<uint8_t> caller_output_;
+  // Where scales go up beside the payload.
+  std::optional<ScaleFeed> scale_feed_;
   Result result_;
-  // For the whole output.
+  // For the whole output, unless there is a sink.
   absl::Span<uint8_t> room_;
+  // Of the whole output.
+  uint64_t size_bytes_ = 0;
 
   // With parts: what only the first one's header says.
   Header first_part_;
@@ -322,7 +411,7 @@ class QuantizeExchange final
  public:
   QuantizeExchange(const QuantizeJob& job, int64_t part_bytes,
                    const SharedBuffers& shared_buffers)
-      : OutputExchange(job) {
+      : OutputExchange(job), scale_sinks_(job.scale_sinks) {
     const absl::Status status = CheckReals(job.tensor, job.range);
     if (!status.ok()) {
       Fail(status);
@@ -333,9 +422,47 @@ class QuantizeExchange final
     SetSource(job.source, &header);
     header.set_store(job.store);
     header.set_nan_policy(job.nan_policy);
-    SetRequest(job, !std::holds_alternative<EncodingSpec>(job.source),
+    header.set_scales_in_chunks(job.scales_in_chunks);
+    header.mutable_outer_maximum()->Add(job.outer_maximum.begin(),
+                                        job.outer_maximum.end());
+    if (job.scales_in_chunks) scale_receiver_.emplace(scale_sinks_);
+    if (!SetScales(job, 8 * ElementSizeBytes(job.tensor.element_type),
+                   &header)) {
+      return;
+    }
+    SetRequest(job,
+               !std::holds_alternative<EncodingSpec>(job.source) &&
+                   !job.scales_in_chunks,
                part_bytes, shared_buffers, &header);
   }
+
+ protected:
+  absl::Status OnEncoding(v1::QuantizeResponseHeader* header) override {
+    if (!scale_receiver_.has_value()) return absl::OkStatus();
+    const auto& sizes = question().tensor.shape();
+    const std::vector<int64_t> shape(sizes.begin(), sizes.end());
+    return scale_receiver_->Begin(shape, header->mutable_encoding());
+  }
+
+  absl::Status OnScales(absl::string_view scales) override {
+    if (scale_receiver_.has_value()) return scale_receiver_->Accept(scales);
+    return ResponseMalformedError("scales that were not asked for");
+  }
+
+  absl::Status OnScaleSummary(const v1::QuantizeSummary& summary,
+                              QuantizeResult* result) override {
+    if (!scale_receiver_.has_value()) return absl::OkStatus();
+    const absl::Status status = scale_receiver_->Finish(summary);
+    if (!status.ok()) return status;
+    result->scales = scale_receiver_->TakeBuffers();
+    if (!summary.etag().empty()) result->header.set_etag(summary.etag());
+    return absl::OkStatus();
+  }
+
+ private:
+  const ScaleSinks scale_sinks_;
+  // With scales_in_chunks.
+  std::optional<ScaleReceiver> scale_receiver_;
 };
 
 class DequantizeExchange final
@@ -355,6 +482,11 @@ class DequantizeExchange final
       *header.mutable_encoding() = *encoding;
     } else {
       *header.mutable_reference() = std::get<v1::EncodingReference>(job.source);
+    }
+    const absl::StatusOr<FormatInfo> format =
+        GetFormatInfo(header.encoding().format());
+    if (!SetScales(job, format.ok() ? format->storage_bits : 8, &header)) {
+      return;
     }
     SetRequest(job, /*may_split=*/true, part_bytes, shared_buffers, &header);
   }
@@ -434,7 +566,7 @@ class CalibrateExchange final : public SummaryExchange<CalibrateResult> {
       order_key_ = OrderKey(job.tensor.name, job.contribution->source());
     }
     request_header_ = header.SerializeAsString();
-    SetPayload(job.tensor.data, shared_buffers);
+    SetPayload(job.tensor.data, &shared_buffers);
   }
 
  protected:
@@ -465,6 +597,20 @@ class EvaluateExchange final : public SummaryExchange<EvaluateResult> {
       v1::EvaluateCandidate* const added = header.add_candidates();
       SetSource(candidate.source, added);
       added->set_label(candidate.label);
+      added->mutable_outer_maximum()->Add(candidate.outer_maximum.begin(),
+                                          candidate.outer_maximum.end());
+      if (candidate.scales.has_value()) {
+        absl::StatusOr<ScaleFeed> feed = FeedScales(
+            job.tensor, *candidate.scales,
+            8 * ElementSizeBytes(job.tensor.element_type),
+            added->has_encoding() ? added->mutable_encoding() : nullptr);
+        if (!feed.ok()) {
+          Fail(feed.status());
+          return;
+        }
+        scale_feeds_.push_back(
+            {static_cast<uint32_t>(candidates_.size()), *std::move(feed)});
+      }
       candidates_.push_back(
           {candidate.label, Question(job.tensor, candidate.source),
            std::holds_alternative<EncodingSpec>(candidate.source)});
@@ -472,8 +618,29 @@ class EvaluateExchange final : public SummaryExchange<EvaluateResult> {
     header.set_per_scale_index(job.per_scale_index);
     header.set_with_distribution(job.with_distribution);
     header.set_comparison(job.comparison);
+    header.set_omit_encodings(job.omit_encodings);
+    omits_encodings_ = job.omit_encodings;
     request_header_ = header.SerializeAsString();
-    SetPayload(job.tensor.data, shared_buffers);
+    SetPayload(job.tensor.data,
+               scale_feeds_.empty() ? &shared_buffers : nullptr);
+  }
+
+  bool NextScales(uint64_t end_bytes,
+                  std::vector<std::string>* pieces) override {
+    for (auto& [candidate, feed] : scale_feeds_) {
+      std::optional<v1::ScaleChunk> chunk = feed.Next(end_bytes);
+      if (!chunk.has_value()) continue;
+      v1::CandidateScales scales;
+      scales.set_candidate(candidate);
+      *scales.mutable_scales() = *std::move(chunk);
+      pieces->push_back(scales.SerializeAsString());
+      return false;
+    }
+    return true;
+  }
+
+  void RewindScales() override {
+    for (auto& entry : scale_feeds_) entry.second.Rewind();
   }
 
  protected:
@@ -492,7 +659,8 @@ class EvaluateExchange final : public SummaryExchange<EvaluateResult> {
             absl::StrCat("expected label \"", candidate.label, "\", got \"",
                          metrics.label(), "\""));
       }
-      if (!candidate.is_spec) continue;
+      const bool is_left_out = omits_encodings_ && !metrics.has_encoding();
+      if (!candidate.is_spec || is_left_out) continue;
       const absl::Status status =
           internal::CheckEncoding(candidate.question, metrics.encoding());
       if (!status.ok()) return status;
@@ -508,6 +676,9 @@ class EvaluateExchange final : public SummaryExchange<EvaluateResult> {
     bool is_spec;
   };
   std::vector<Candidate> candidates_;
+  bool omits_encodings_ = false;
+  // Those whose scales go up beside the elements.
+  std::vector<std::pair<uint32_t, ScaleFeed>> scale_feeds_;
 };
 
 std::unique_ptr<QuantizeExchange> MakeExchange(

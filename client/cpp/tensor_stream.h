@@ -4,15 +4,18 @@
 #define QUANTD_CLIENT_CPP_TENSOR_STREAM_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 #include <variant>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "client/cpp/client_options.h"
+#include "client/cpp/scales.h"
 #include "client/cpp/tensor.h"
 #include "quantd/v1/quantization_service.pb.h"
 
@@ -22,12 +25,19 @@ namespace internal {
 class RetryingStream;
 }  // namespace internal
 
-// Bytes that the client allocated. Not zeroed first, hence no vector.
-struct Buffer {
-  std::unique_ptr<uint8_t[]> bytes;
-  size_t size_bytes = 0;
+// Takes an output piece by piece: `bytes` belong at `offset_bytes` of it. The
+// pieces come in order, on a thread of the client's, which should not wait for
+// long. After a retry they come again, from an earlier offset on, with the same
+// bytes. Only once the result is received they are known to be right. An error
+// fails the tensor.
+using Sink = std::function<absl::Status(uint64_t offset_bytes,
+                                        absl::Span<const uint8_t> bytes)>;
 
-  absl::Span<const uint8_t> span() const { return {bytes.get(), size_bytes}; }
+// Where scales go; see Scales.
+struct ScaleSinks {
+  Sink scale;
+  Sink zero_point;
+  Sink outer_scale;
 };
 
 // Where an encoding comes from: the service, the caller, or the data.
@@ -52,15 +62,31 @@ struct QuantizeJob {
   // Where the codes go; it must stay until the result is received. When empty
   // the result has a buffer.
   absl::Span<uint8_t> output;
+  // Takes the codes in place of that, so that nobody holds them.
+  Sink sink;
+  // The scales come as data, not in the encoding: an encoding may then have any
+  // number of them. Not with omit_encoding. A server that does not know chunks
+  // is no different.
+  bool scales_in_chunks = false;
+  // Takes these scales; where there is none, the result has a buffer.
+  ScaleSinks scale_sinks;
+  // With a spec and outer scales; see v1::QuantizeHeader.outer_maximum.
+  std::vector<float> outer_maximum;
+  // The scales of a source that is an encoding, in place of those in it. They
+  // go up beside the elements, and must stay as long as these.
+  std::optional<Scales> scales;
 };
 
 struct QuantizeResult {
   // The encoding used, its etag if it is in the store, the number of bytes.
   v1::QuantizeResponseHeader header;
   v1::QuantizeSummary summary;
-  // The codes, in the job's output or in `buffer`.
+  // The codes, in the job's output or in `buffer`. Empty with a sink.
   absl::Span<const uint8_t> codes;
   Buffer buffer;
+  // Of scales_in_chunks, but for what went to sinks. WithScales puts them into
+  // the header's encoding.
+  ScaleBuffers scales;
 };
 
 struct DequantizeJob {
@@ -72,12 +98,14 @@ struct DequantizeJob {
   bool omit_encoding = false;
   // As in QuantizeJob.
   absl::Span<uint8_t> output;
+  Sink sink;
+  std::optional<Scales> scales;
 };
 
 struct DequantizeResult {
   v1::DequantizeResponseHeader header;
   v1::DequantizeSummary summary;
-  // The reals, in the job's output or in `buffer`.
+  // The reals, in the job's output or in `buffer`. Empty with a sink.
   absl::Span<const uint8_t> elements;
   Buffer buffer;
 };
@@ -100,6 +128,9 @@ struct EvaluateCandidate {
   EncodingSource source;
   // Comes back with the metrics.
   std::string label;
+  // As in QuantizeJob.
+  std::vector<float> outer_maximum = {};
+  std::optional<Scales> scales = std::nullopt;
 };
 
 struct EvaluateJob {
@@ -109,6 +140,9 @@ struct EvaluateJob {
   bool per_scale_index = false;
   // Answer how values and errors spread as well.
   bool with_distribution = false;
+  // Leave the encodings of specs out of the result. A spec whose scales depend
+  // on their own block alone is then measured while the tensor arrives.
+  bool omit_encodings = false;
   // Compare two tensors of the shape instead: the data are InterleavePairs of
   // them, and there are no candidates.
   bool comparison = false;

@@ -69,6 +69,22 @@ absl::Status WriteAll(int fd, absl::Span<const uint8_t> bytes,
   return absl::OkStatus();
 }
 
+absl::Status WriteAllAt(int fd, uint64_t offset_bytes,
+                        absl::Span<const uint8_t> bytes,
+                        const std::string& path) {
+  while (!bytes.empty()) {
+    const ssize_t written = pwrite(fd, bytes.data(), bytes.size(),
+                                   static_cast<off_t>(offset_bytes));
+    if (written < 0) {
+      if (errno == EINTR) continue;
+      return FileUnwritableError(path, errno);
+    }
+    bytes.remove_prefix(static_cast<size_t>(written));
+    offset_bytes += static_cast<uint64_t>(written);
+  }
+  return absl::OkStatus();
+}
+
 absl::Status CheckWritable(const std::string& path, IfExists if_exists) {
   struct stat status;
   if (IsStream(path)) return absl::OkStatus();
@@ -110,14 +126,14 @@ absl::StatusOr<AtomicFile> AtomicFile::Create(const std::string& path,
     if (fd < 0) return FileUnwritableError(path, errno);
     return AtomicFile(path, if_exists, Kind::kStream, "", fd);
   }
-  int fd = OpenUnnamed(FolderOf(path), O_WRONLY);
+  int fd = OpenUnnamed(FolderOf(path), O_RDWR);
   if (fd >= 0 && access(DescriptorPath(fd).c_str(), F_OK) == 0) {
     return AtomicFile(path, if_exists, Kind::kUnnamed, "", fd);
   }
   if (fd >= 0) close(fd);
   for (int i = 0; i < kMaxNames; ++i) {
     std::string temporary = TemporaryPath(path, i);
-    fd = open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    fd = open(temporary.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
     if (fd >= 0) {
       return AtomicFile(path, if_exists, Kind::kNamed, std::move(temporary),
                         fd);

@@ -4,6 +4,7 @@
 #define QUANTD_CLIENT_FILES_ATOMIC_FILE_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "absl/status/status.h"
@@ -49,6 +50,12 @@ class AtomicFile {
   // Appends `size_bytes` of another open file from `offset_bytes`.
   absl::Status AppendFrom(int fd, uint64_t offset_bytes, uint64_t size_bytes);
 
+  // The open file, to write and to read at any place; none where it is written
+  // as the data come.
+  std::optional<int> fd() const {
+    return kind_ == Kind::kStream ? std::nullopt : std::optional<int>(fd_);
+  }
+
   // Makes the file durable and visible.
   // Errors: FILE_EXISTS where one came meanwhile; FILE_UNWRITABLE.
   absl::Status Commit();
@@ -74,6 +81,12 @@ class AtomicFile {
 // Errors: FILE_UNWRITABLE.
 absl::Status WriteAll(int fd, absl::Span<const uint8_t> bytes,
                       const std::string& path);
+
+// The same from `offset_bytes` on. Thread-safe for bytes that do not overlap.
+// Errors: FILE_UNWRITABLE.
+absl::Status WriteAllAt(int fd, uint64_t offset_bytes,
+                        absl::Span<const uint8_t> bytes,
+                        const std::string& path);
 
 }  // namespace quantd::files
 

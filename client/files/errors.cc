@@ -1,9 +1,11 @@
 #include "client/files/errors.h"
 
-#include <cstring>
+#include <algorithm>
+#include <cstddef>
 #include <string>
 
 #include "absl/status/status.h"
+#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 
@@ -34,6 +36,21 @@ absl::Status FileUnsupportedError(absl::string_view path,
                                   absl::string_view what) {
   return absl::UnimplementedError(
       absl::StrCat("FILE_UNSUPPORTED: ", path, ": ", what));
+}
+
+absl::Status FileIncompleteError(absl::string_view path,
+                                 absl::string_view what) {
+  return absl::FailedPreconditionError(
+      absl::StrCat("FILE_INCOMPLETE: ", path, ": ", what));
+}
+
+std::string QuotedName(absl::string_view name) {
+  constexpr size_t kMostBytes = 200;
+  size_t size = std::min(name.size(), kMostBytes);
+  // Where it is cut, no character may go on.
+  while (size < name.size() && size > 0 && (name[size] & 0xC0) == 0x80) --size;
+  return absl::StrCat("\"", absl::Utf8SafeCHexEscape(name.substr(0, size)),
+                      size < name.size() ? "...\"" : "\"");
 }
 
 }  // namespace quantd::files

@@ -31,6 +31,16 @@ absl::Status FileMalformedError(absl::string_view path, absl::string_view what);
 absl::Status FileUnsupportedError(absl::string_view path,
                                   absl::string_view what);
 
+// The files that this one is to be made of are not all there, or do not belong
+// together. FAILED_PRECONDITION / FILE_INCOMPLETE.
+absl::Status FileIncompleteError(absl::string_view path,
+                                 absl::string_view what);
+
+// A name from a file for an error's text: in quotes, escaped so that no file
+// can write to the terminal, and cut after about 200 bytes, between two
+// characters of UTF-8.
+std::string QuotedName(absl::string_view name);
+
 }  // namespace quantd::files
 
 #endif  // QUANTD_CLIENT_FILES_ERRORS_H_

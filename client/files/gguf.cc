@@ -12,7 +12,6 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
@@ -184,9 +183,8 @@ class HeaderParser {
 
   absl::Status OfTensor(const GgufTensor& tensor,
                         absl::string_view what) const {
-    return Malformed(absl::StrCat(
-        "tensor \"", absl::Utf8SafeCHexEscape(tensor.name.substr(0, 200)),
-        "\": ", what));
+    return Malformed(
+        absl::StrCat("tensor ", QuotedName(tensor.name), ": ", what));
   }
 
   absl::Status ParsePair() {

@@ -11,7 +11,6 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
@@ -36,14 +35,6 @@ struct HeaderTensor {
   uint64_t begin = 0;
   uint64_t end = 0;
 };
-
-// Quotes a name for a message, so that no file can write to the terminal.
-std::string Quoted(absl::string_view name) {
-  constexpr size_t kMostBytes = 200;
-  return absl::StrCat("\"",
-                      absl::Utf8SafeCHexEscape(name.substr(0, kMostBytes)),
-                      name.size() > kMostBytes ? "...\"" : "\"");
-}
 
 // Takes the events of the JSON parser: no tree is built, duplicate keys are
 // seen, and nothing but the header's own structure is let through.
@@ -88,7 +79,7 @@ class HeaderHandler final : public nlohmann::json_sax<nlohmann::json> {
     if (where_ == Where::kTensor && key_ == "dtype") {
       const std::optional<Dtype> dtype = ParseDtype(value);
       if (!dtype.has_value()) {
-        return Fail(absl::StrCat("unknown dtype ", Quoted(value)));
+        return Fail(absl::StrCat("unknown dtype ", QuotedName(value)));
       }
       tensors_.back().dtype = *dtype;
       return true;
@@ -157,22 +148,23 @@ class HeaderHandler final : public nlohmann::json_sax<nlohmann::json> {
       case Where::kTop:
         if (!names_.insert(value).second) {
           return Fail(
-              absl::StrCat("the name ", Quoted(value), " occurs twice"));
+              absl::StrCat("the name ", QuotedName(value), " occurs twice"));
         }
         return true;
       case Where::kMetadata:
         if (metadata_.count(value) != 0) {
-          return Fail(absl::StrCat("the metadata key ", Quoted(value),
+          return Fail(absl::StrCat("the metadata key ", QuotedName(value),
                                    " occurs twice"));
         }
         return true;
       default:
         if (value != "dtype" && value != "shape" && value != "data_offsets") {
-          return Fail(absl::StrCat(
-              "expected dtype, shape or data_offsets, got ", Quoted(value)));
+          return Fail(
+              absl::StrCat("expected dtype, shape or data_offsets, got ",
+                           QuotedName(value)));
         }
         if (!tensor_keys_.insert(value).second) {
-          return Fail(absl::StrCat(Quoted(value), " occurs twice"));
+          return Fail(absl::StrCat(QuotedName(value), " occurs twice"));
         }
         return true;
     }
@@ -199,7 +191,8 @@ class HeaderHandler final : public nlohmann::json_sax<nlohmann::json> {
     error_ =
         where_ == Where::kTop || where_ == Where::kStart || tensors_.empty()
             ? std::string(what)
-            : absl::StrCat("tensor ", Quoted(tensors_.back().name), ": ", what);
+            : absl::StrCat("tensor ", QuotedName(tensors_.back().name), ": ",
+                           what);
     return false;
   }
 
@@ -208,20 +201,20 @@ class HeaderHandler final : public nlohmann::json_sax<nlohmann::json> {
       case Where::kStart:
         return Fail(absl::StrCat("expected an object, got ", got));
       case Where::kTop:
-        return Fail(absl::StrCat("expected an object for ", Quoted(key_),
+        return Fail(absl::StrCat("expected an object for ", QuotedName(key_),
                                  ", got ", got));
       case Where::kMetadata:
         error_ = absl::StrCat("expected a string for the metadata key ",
-                              Quoted(key_), ", got ", got);
+                              QuotedName(key_), ", got ", got);
         return false;
       case Where::kTensor:
         return Fail(absl::StrCat("expected ",
                                  key_ == "dtype" ? "a string" : "an array",
-                                 " for ", Quoted(key_), ", got ", got));
+                                 " for ", QuotedName(key_), ", got ", got));
       case Where::kShape:
       case Where::kOffsets:
         return Fail(absl::StrCat("expected integers of at least 0 in ",
-                                 Quoted(key_), ", got ", got));
+                                 QuotedName(key_), ", got ", got));
       case Where::kEnd:
         break;
     }
@@ -252,7 +245,7 @@ absl::Status CheckOffsets(const std::string& path,
                           uint64_t data_bytes) {
   uint64_t next = 0;
   for (const HeaderTensor& tensor : tensors) {
-    const std::string quoted = Quoted(tensor.name);
+    const std::string quoted = QuotedName(tensor.name);
     if (tensor.begin > tensor.end) {
       return FileMalformedError(
           path,

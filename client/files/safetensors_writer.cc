@@ -15,13 +15,11 @@
 #include "client/files/dtype.h"
 #include "client/files/errors.h"
 #include "client/files/safetensors.h"
-#include "nlohmann/json.hpp"
+#include "client/files/safetensors_header.h"
 
 namespace quantd::files {
 namespace {
 
-constexpr uint64_t kMaxHeaderBytes = 100'000'000;
-constexpr size_t kHeaderAlignmentBytes = 8;
 constexpr char kMetadataKey[] = "__metadata__";
 
 }  // namespace
@@ -98,41 +96,18 @@ absl::StatusOr<uint64_t> SafetensorsWriter::Finish() {
                    [](const Entry& a, const Entry& b) {
                      return DtypeSizeBytes(a.dtype) > DtypeSizeBytes(b.dtype);
                    });
-  nlohmann::ordered_json header = nlohmann::ordered_json::object();
-  // ordered_json looks a key up linearly; items are appended instead, which
-  // Check has made unique.
-  auto& items = header.get_ref<nlohmann::ordered_json::object_t&>();
-  if (!metadata_.empty()) {
-    items.emplace_back(kMetadataKey, metadata_);
-  }
+  std::vector<SafetensorsEntry> plain;
   uint64_t offset = 0;
   for (const Entry& entry : entries_) {
-    const std::string dtype(DtypeName(entry.dtype));
-    items.emplace_back(
-        entry.name, nlohmann::ordered_json{
-                        {"dtype", dtype},
-                        {"shape", entry.shape},
-                        {"data_offsets", {offset, offset + entry.size_bytes}}});
+    plain.push_back({entry.name, entry.dtype, entry.shape, entry.size_bytes});
     offset += entry.size_bytes;
   }
-  // Names that are not UTF-8 must not throw.
-  std::string text =
-      header.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
-  text.append((kHeaderAlignmentBytes - text.size() % kHeaderAlignmentBytes) %
-                  kHeaderAlignmentBytes,
-              ' ');
-  if (text.size() > kMaxHeaderBytes) {
-    return FileMalformedError(
-        path_, absl::StrCat("the header would take ", text.size(),
-                            " bytes, the format allows ", kMaxHeaderBytes));
-  }
-  std::string length(8, '\0');
-  for (int i = 0; i < 8; ++i) {
-    length[i] = static_cast<char>(text.size() >> (8 * i));
-  }
+  const absl::StatusOr<std::string> header =
+      SafetensorsHeader(path_, plain, metadata_, /*room_bytes=*/0);
+  if (!header.ok()) return header.status();
   absl::StatusOr<AtomicFile> file = AtomicFile::Create(path_, if_exists_);
   if (!file.ok()) return file.status();
-  absl::Status status = file->Append(absl::StrCat(length, text));
+  absl::Status status = file->Append(*header);
   for (const Entry& entry : entries_) {
     if (!status.ok()) return status;
     status =
@@ -143,7 +118,7 @@ absl::StatusOr<uint64_t> SafetensorsWriter::Finish() {
   if (!status.ok()) return status;
   status = file->Commit();
   if (!status.ok()) return status;
-  return length.size() + text.size() + offset;
+  return header->size() + offset;
 }
 
 }  // namespace quantd::files

@@ -11,8 +11,12 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/types/optional.h"
+#include "core/calibrate/block_search.h"
 #include "core/calibrate/calibrate.h"
+#include "core/calibrate/range_finder.h"
 #include "core/formats/number_format.h"
+#include "core/parallel/stop_token.h"
 #include "core/simd_internal.h"
 #include "core/statistics/statistics_kernel.h"
 #include "core/types/float_convert.h"
@@ -417,53 +421,74 @@ constexpr int64_t kFarElements = 128 * 1024;
 constexpr int64_t kTaskElements = 64 * 1024;
 constexpr int64_t kTileElements = 8 * 1024;
 
-int64_t ScaleIndex(const BlockLayout& layout, int64_t element) {
-  BlockLayout::Run run{};
-  BlockLayout::RunCursor(layout, element, 1).Next(&run);
-  return run.scale_index;
-}
-
 // The smallest multiple of `unit` that is at least `count`.
 int64_t RoundUp(int64_t count, int64_t unit) {
   return (count + unit - 1) / unit * unit;
 }
 
-}  // namespace
-
-bool BlockQuantizer::Takes(const EncodingSpec& spec,
-                           const BlockLayout& layout) {
-  const bool is_min_max = spec.method == CalibrationMethod::kDefault ||
-                          spec.method == CalibrationMethod::kMinMax;
-  if (!is_min_max || spec.unsigned_if_non_negative ||
-      HasOuterScales(EffectiveScaleType(spec)) || layout.element_count() == 0) {
-    return false;
-  }
-  // As many scales as blocks of a row in all rows: none has elements of two.
+// As many scales as blocks of a row in all rows: none has elements of two.
+bool HasRowBlocks(const BlockLayout& layout) {
   const int64_t rows = layout.element_count() / layout.row_size();
   const int64_t row_blocks =
       (layout.row_size() + layout.row_block() - 1) / layout.row_block();
   return layout.scale_count() == rows * row_blocks;
 }
 
+}  // namespace
+
+bool BlockQuantizer::Takes(const EncodingSpec& spec, const BlockLayout& layout,
+                           bool has_outer_maximum) {
+  return spec.method != CalibrationMethod::kMovingAverage &&
+         (!NeedsHistograms(spec) || IsSearchedDirectly(spec, layout)) &&
+         !spec.unsigned_if_non_negative && layout.element_count() > 0 &&
+         (has_outer_maximum || !HasOuterScales(EffectiveScaleType(spec)));
+}
+
+absl::StatusOr<std::unique_ptr<BlockQuantizer>> BlockQuantizer::Create(
+    const EncodingSpec& spec, const BlockLayout& layout, ElementType type,
+    NanPolicy nan_policy, std::vector<float> outer_maximum) {
+  const Encoding encoding = EncodingWithoutScales(spec, layout, false);
+  absl::StatusOr<BlockLayout> outer_layout = BlockLayout::Create({}, {});
+  if (HasOuterScales(encoding.scale_type)) {
+    outer_layout = OuterLayout(encoding, layout.scale_shape());
+  }
+  if (!outer_layout.ok()) return outer_layout.status();
+  std::unique_ptr<BlockQuantizer> quantizer(
+      new BlockQuantizer(spec, layout, *std::move(outer_layout), type,
+                         nan_policy, std::move(outer_maximum)));
+  if (HasOuterScales(encoding.scale_type)) {
+    absl::StatusOr<std::vector<float>> outer_scale =
+        OuterScales(quantizer->scaler_, quantizer->outer_layout_,
+                    quantizer->outer_maximum_);
+    if (!outer_scale.ok()) return outer_scale.status();
+    quantizer->encoding_.outer_scale = *std::move(outer_scale);
+  }
+  return quantizer;
+}
+
 BlockQuantizer::BlockQuantizer(const EncodingSpec& spec,
-                               const BlockLayout& layout, ElementType type,
-                               NanPolicy nan_policy)
-    : layout_(layout),
+                               const BlockLayout& layout,
+                               BlockLayout outer_layout, ElementType type,
+                               NanPolicy nan_policy,
+                               std::vector<float> outer_maximum)
+    : whole_layout_(layout),
+      outer_layout_(std::move(outer_layout)),
+      outer_maximum_(std::move(outer_maximum)),
       type_(type),
       nan_policy_(nan_policy),
+      layout_(layout),
       encoding_(EncodingWithoutScales(spec, layout, /*is_unsigned=*/false)),
       format_(*FindFormat(encoding_.format)),
-      scaler_(spec, encoding_) {
-  const size_t scale_count = static_cast<size_t>(layout.scale_count());
-  encoding_.scale.resize(scale_count);
-  if (!scaler_.is_symmetric()) encoding_.zero_point.resize(scale_count);
-  if (HasScaleCodes(encoding_.scale_type)) {
-    encoding_.scale_code.resize(scale_count);
-  }
+      scaler_(spec, encoding_),
+      finder_(spec, encoding_, scaler_, layout, /*statistics=*/nullptr,
+              /*moving_average=*/{}, /*held=*/nullptr),
+      is_min_max_(spec.method == CalibrationMethod::kDefault ||
+                  spec.method == CalibrationMethod::kMinMax),
+      is_searched_(NeedsHistograms(spec)),
+      has_row_blocks_(HasRowBlocks(layout)) {
   const bool has_one_row = layout.row_size() == layout.element_count();
-  const int64_t unit = has_one_row ? layout.row_block() : layout.row_size();
-  granule_ = std::lcm(unit, format_.codes_per_byte());
-  is_grouped_ = has_one_row && type == ElementType::kFloat32 &&
+  granule_ = std::lcm(layout.band_size(), format_.codes_per_byte());
+  is_grouped_ = is_min_max_ && has_one_row && type == ElementType::kFloat32 &&
                 format_.kind == CodeKind::kInteger &&
                 format_.storage_bits <= 8 &&
                 encoding_.scale_type == ScaleType::kFloat32 &&
@@ -486,21 +511,36 @@ void BlockQuantizer::Outcome::Merge(Outcome other) {
   }
 }
 
-void BlockQuantizer::Add(int64_t first, int64_t count, const uint8_t* in,
-                         uint8_t* out, ThreadPool* pool) {
-  const int64_t task_elements = RoundUp(kTaskElements, granule_);
-  const int64_t tasks = (count + task_elements - 1) / task_elements;
-  std::vector<Outcome> outcomes(static_cast<size_t>(tasks));
-  const auto run_task = [&](int64_t task) {
-    const int64_t begin = task * task_elements;
-    AddTask(first + begin, std::min(task_elements, count - begin),
-            in + begin * ElementSizeBytes(type_),
-            out + format_.SizeBytes(begin),
-            &outcomes[static_cast<size_t>(task)]);
-  };
-  ParallelFor(pool, tasks, run_task);
-  for (Outcome& outcome : outcomes) outcome_.Merge(std::move(outcome));
-  counts_ = outcome_.counts;
+absl::Status BlockQuantizer::Add(int64_t first, int64_t count,
+                                 const uint8_t* in, uint8_t* out,
+                                 ThreadPool* pool) {
+  if (count == 0) return absl::OkStatus();
+  const BlockLayout::ScaleRange scales =
+      whole_layout_.ScaleBounds(first, count);
+  layout_ = whole_layout_.Window(scales.first);
+  const auto scale_count = static_cast<size_t>(scales.end - scales.first);
+  encoding_.scale.resize(scale_count);
+  if (has_zero_points()) encoding_.zero_point.resize(scale_count);
+  if (HasScaleCodes(encoding_.scale_type)) {
+    encoding_.scale_code.resize(scale_count);
+  }
+  if (has_row_blocks_) {
+    const int64_t task_elements = RoundUp(kTaskElements, granule_);
+    const int64_t tasks = (count + task_elements - 1) / task_elements;
+    std::vector<Outcome> outcomes(static_cast<size_t>(tasks));
+    const auto run_task = [&](int64_t task) {
+      const int64_t begin = task * task_elements;
+      AddTask(first + begin, std::min(task_elements, count - begin),
+              in + begin * ElementSizeBytes(type_),
+              out == nullptr ? nullptr : out + format_.SizeBytes(begin),
+              &outcomes[static_cast<size_t>(task)]);
+    };
+    ParallelFor(pool, tasks, run_task);
+    for (Outcome& outcome : outcomes) outcome_.Merge(std::move(outcome));
+  } else {
+    AddBands(first, count, in, out, pool, &outcome_);
+  }
+  return outcome_.scale_error.ok() ? outcome_.refusal : outcome_.scale_error;
 }
 
 void BlockQuantizer::AddTask(int64_t first, int64_t count, const uint8_t* in,
@@ -511,15 +551,16 @@ void BlockQuantizer::AddTask(int64_t first, int64_t count, const uint8_t* in,
     return in + (i - first) * element_bytes;
   };
   const auto out_at = [&](int64_t i) {
-    return out + format_.SizeBytes(i - first);
+    return out == nullptr ? nullptr : out + format_.SizeBytes(i - first);
   };
   const int64_t block = layout_.row_block();
   const int64_t lanes = HWY_DYNAMIC_DISPATCH(GroupLanes)();
-  const bool is_grouped = is_grouped_ && !internal::UsesScalarKernels() &&
-                          lanes > 0 && block % lanes == 0;
+  const bool is_grouped = is_grouped_ && out != nullptr &&
+                          !internal::UsesScalarKernels() && lanes > 0 &&
+                          block % lanes == 0;
   int64_t i = first;
   while (is_grouped && end - i >= lanes * block) {
-    const int64_t group = i / block;
+    const int64_t group = i / block - first_scale();
     const GroupRange range{
         block,
         (end - i) / block,
@@ -552,13 +593,27 @@ void BlockQuantizer::AddTask(int64_t first, int64_t count, const uint8_t* in,
   }
 }
 
-void BlockQuantizer::SetScale(int64_t scale_index, const BlockScale& scale) {
-  encoding_.scale[scale_index] = scale.scale;
-  if (!scaler_.is_symmetric()) {
-    encoding_.zero_point[scale_index] = scale.zero_point;
-  }
+void BlockQuantizer::SetScale(int64_t index, const BlockScale& scale) {
+  encoding_.scale[index] = scale.scale;
+  if (has_zero_points()) encoding_.zero_point[index] = scale.zero_point;
   if (HasScaleCodes(encoding_.scale_type)) {
-    encoding_.scale_code[scale_index] = scale.code;
+    encoding_.scale_code[index] = scale.code;
+  }
+}
+
+void BlockQuantizer::Collect(const PartialStatistics& partial, int64_t first,
+                             absl::Span<Block> blocks) const {
+  for (const PartialStatistics::Single& single : partial.singles) {
+    blocks[single.scale_index - first].extremes.Merge(single.extremes);
+  }
+  for (const PartialStatistics::Segment& segment : partial.segments) {
+    for (size_t k = 0; k < segment.extremes.size(); ++k) {
+      blocks[segment.scale_index - first + k].extremes.Merge(
+          segment.extremes[k]);
+    }
+  }
+  for (const int64_t i : partial.non_finite) {
+    blocks[i - first].has_non_finite = true;
   }
 }
 
@@ -567,54 +622,25 @@ void BlockQuantizer::AddTile(int64_t first, int64_t count, const uint8_t* in,
   PartialStatistics partial;
   ComputeStatistics({layout_, type_, first, count, in}, &partial);
   // The blocks of the tile follow each other.
-  const int64_t first_scale = ScaleIndex(layout_, first);
-  const int64_t last_scale = ScaleIndex(layout_, first + count - 1);
-  std::vector<Extremes> blocks(
-      static_cast<size_t>(last_scale + 1 - first_scale), kNoExtremes);
-  for (const PartialStatistics::Single& single : partial.singles) {
-    blocks[single.scale_index - first_scale].Merge(single.extremes);
-  }
-  for (const PartialStatistics::Segment& segment : partial.segments) {
-    for (size_t k = 0; k < segment.extremes.size(); ++k) {
-      blocks[segment.scale_index - first_scale + k].Merge(segment.extremes[k]);
+  const BlockLayout::ScaleRange scales = layout_.ScaleBounds(first, count);
+  const int64_t begin = scales.first - first_scale();
+  std::vector<Block> blocks(static_cast<size_t>(scales.end - scales.first));
+  Collect(partial, begin, absl::MakeSpan(blocks));
+  BlockElements elements;
+  layout_.ForEachRun(first, count, [&](const BlockLayout::Run& run) {
+    // Either one block or elements that are blocks by themselves.
+    const int64_t run_blocks = run.scale_step == 0 ? 1 : run.count;
+    const int64_t block_count = run.count / run_blocks;
+    const uint8_t* block_in =
+        in + (run.begin - first) * ElementSizeBytes(type_);
+    for (int64_t k = 0; k < run_blocks; ++k) {
+      const int64_t i = run.scale_index + k;
+      if (is_searched_) elements.Assign(type_, block_in, block_count);
+      FindScale(i, blocks[i - begin], &elements, outcome);
+      block_in += block_count * ElementSizeBytes(type_);
     }
-  }
-  std::vector<bool> is_nan(blocks.size());
-  if (encoding_.scale_type == ScaleType::kE8m0) {
-    for (const int64_t i : partial.non_finite) is_nan[i - first_scale] = true;
-  }
-  // In float64 more is needed: it may be beyond float32.
-  const bool floors =
-      scaler_.floors_powers_of_two() && type_ != ElementType::kFloat64;
-  for (int64_t i = first_scale; i <= last_scale; ++i) {
-    if (is_nan[i - first_scale]) {
-      SetScale(i, scaler_.NanScale());
-      continue;
-    }
-    const Extremes& extremes = blocks[i - first_scale];
-    if (extremes.empty() || (extremes.min == 0 && extremes.max == 0)) {
-      SetScale(i, scaler_.DegenerateScale(0, /*outer_is_zero=*/true));
-      ++outcome->degenerate_count;
-      continue;
-    }
-    if (floors) {
-      SetScale(i, scaler_.FlooredPowerOfTwo(static_cast<float>(
-                      std::max(-extremes.min, extremes.max))));
-      continue;
-    }
-    const absl::StatusOr<BlockScale> scale =
-        scaler_.Scale(i, scaler_.Extend({extremes.min, extremes.max}), 0);
-    if (scale.ok()) {
-      SetScale(i, *scale);
-    } else {
-      // Something that can be computed with, for codes that nobody sees.
-      SetScale(i, {1, 0, 0});
-      Outcome failed;
-      failed.failed_scale = i;
-      failed.scale_error = scale.status();
-      outcome->Merge(std::move(failed));
-    }
-  }
+  });
+  if (out == nullptr) return;
   Outcome quantized;
   quantized.refusal =
       core::Quantize(encoding_, layout_, type_, nan_policy_, first, count, in,
@@ -623,11 +649,103 @@ void BlockQuantizer::AddTile(int64_t first, int64_t count, const uint8_t* in,
   outcome->Merge(std::move(quantized));
 }
 
-absl::StatusOr<Encoding> BlockQuantizer::Finish() {
-  if (!outcome_.scale_error.ok()) return outcome_.scale_error;
-  if (!outcome_.refusal.ok()) return outcome_.refusal;
-  encoding_.degenerate_count = outcome_.degenerate_count;
-  return std::move(encoding_);
+void BlockQuantizer::AddBands(int64_t first, int64_t count, const uint8_t* in,
+                              uint8_t* out, ThreadPool* pool,
+                              Outcome* outcome) {
+  const int64_t element_bytes = ElementSizeBytes(type_);
+  const int64_t parts = (count + kTaskElements - 1) / kTaskElements;
+  std::vector<PartialStatistics> partials(static_cast<size_t>(parts));
+  ParallelFor(pool, parts, [&](int64_t part) {
+    const int64_t begin = part * kTaskElements;
+    ComputeStatistics(
+        {layout_, type_, first + begin, std::min(kTaskElements, count - begin),
+         in + begin * element_bytes},
+        &partials[static_cast<size_t>(part)]);
+  });
+  std::vector<Block> blocks(encoding_.scale.size());
+  for (const PartialStatistics& partial : partials) {
+    Collect(partial, 0, absl::MakeSpan(blocks));
+  }
+
+  constexpr int64_t kBlocksAtOnce = 64;
+  const auto block_count = static_cast<int64_t>(blocks.size());
+  const int64_t tasks = (block_count + kBlocksAtOnce - 1) / kBlocksAtOnce;
+  std::vector<Outcome> outcomes(static_cast<size_t>(tasks));
+  ParallelFor(pool, tasks, [&](int64_t task) {
+    BlockElements elements;
+    std::vector<uint8_t> gathered;
+    const int64_t end = std::min(block_count, (task + 1) * kBlocksAtOnce);
+    for (int64_t i = task * kBlocksAtOnce; i < end; ++i) {
+      if (is_searched_) {
+        BlockLayout::BlockCursor cursor(whole_layout_, first_scale() + i);
+        gathered.clear();
+        int64_t begin = 0, size = 0;
+        while (cursor.Next(&begin, &size)) {
+          const uint8_t* from = in + (begin - first) * element_bytes;
+          gathered.insert(gathered.end(), from, from + size * element_bytes);
+        }
+        elements.Assign(type_, gathered.data(), cursor.count());
+      }
+      FindScale(i, blocks[i], &elements, &outcomes[static_cast<size_t>(task)]);
+    }
+  });
+  for (Outcome& found : outcomes) outcome->Merge(std::move(found));
+  if (out == nullptr) return;
+  Outcome quantized;
+  quantized.refusal =
+      core::Quantize(encoding_, layout_, type_, nan_policy_, first, count, in,
+                     out, &quantized.counts, pool);
+  quantized.refused_first = first;
+  outcome->Merge(std::move(quantized));
+}
+
+void BlockQuantizer::FindScale(int64_t index, const Block& block,
+                               BlockElements* elements, Outcome* outcome) {
+  absl::StatusOr<BlockScale> scale = ScaleOf(index, block, elements, outcome);
+  if (scale.ok()) return SetScale(index, *scale);
+  // Something that can be computed with, for codes that nobody sees.
+  SetScale(index, {1, 0, 0});
+  Outcome failed;
+  failed.failed_scale = first_scale() + index;
+  failed.scale_error = scale.status();
+  outcome->Merge(std::move(failed));
+}
+
+absl::StatusOr<BlockScale> BlockQuantizer::ScaleOf(int64_t index,
+                                                   const Block& block,
+                                                   BlockElements* elements,
+                                                   Outcome* outcome) const {
+  if (encoding_.scale_type == ScaleType::kE8m0 && block.has_non_finite) {
+    return scaler_.NanScale();
+  }
+  const Extremes& extremes = block.extremes;
+  const bool is_empty = extremes.empty();
+  // In float64 more is needed: it may be beyond float32.
+  if (is_min_max_ && scaler_.floors_powers_of_two() &&
+      type_ != ElementType::kFloat64 && !is_empty &&
+      (extremes.min != 0 || extremes.max != 0)) {
+    return scaler_.FlooredPowerOfTwo(
+        static_cast<float>(std::max(-extremes.min, extremes.max)));
+  }
+  const int64_t scale_index = first_scale() + index;
+  float outer = 0;
+  bool outer_is_zero = true;
+  if (!outer_maximum_.empty()) {
+    const int64_t outer_index = outer_layout_.ScaleBounds(scale_index, 1).first;
+    const float maximum = outer_maximum_[outer_index];
+    absl::Status status = CheckOuterMaximum(scale_index, extremes, maximum);
+    if (!status.ok()) return status;
+    outer = encoding_.outer_scale[outer_index];
+    outer_is_zero = maximum == 0;
+  }
+  const absl::StatusOr<absl::optional<Range>> range =
+      finder_.FindAmong(scale_index, outer, extremes, elements, StopToken());
+  if (!range.ok()) return range.status();
+  if (!range->has_value()) {
+    ++outcome->degenerate_count;
+    return scaler_.DegenerateScale(outer, outer_is_zero);
+  }
+  return scaler_.Scale(scale_index, **range, outer);
 }
 
 }  // namespace quantd::core

@@ -4,34 +4,48 @@
 #define QUANTD_CORE_CALIBRATE_BLOCK_QUANTIZER_H_
 
 #include <cstdint>
+#include <memory>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "core/calibrate/block_search.h"
 #include "core/calibrate/encoding_spec.h"
+#include "core/calibrate/range_finder.h"
 #include "core/calibrate/range_scaler.h"
 #include "core/parallel/thread_pool.h"
 #include "core/quantize/quantize.h"
+#include "core/statistics/statistics_kernel.h"
 #include "core/types/block_layout.h"
 #include "core/types/element_type.h"
 #include "core/types/encoding.h"
 
 namespace quantd::core {
 
-// One tensor to codes, a range after the other, in any order: the encoding,
-// codes, counts and errors are those of TensorStatistics, Calibrate and
-// Quantize one after the other, to the last bit. For specs whose scales depend
-// on nothing but the extremes of their own block. Not thread-safe.
+// One tensor to codes, a range after the other: scales, codes, counts and
+// errors are those of TensorStatistics, Calibrate and Quantize one after the
+// other, to the last bit. For specs whose scales depend on nothing but their
+// own block, and on outer scales that are known before. Holds the scales of one
+// range only. Not thread-safe.
 class BlockQuantizer {
  public:
-  // Whether it takes the spec: min-max, no outer scales, a format that does not
-  // depend on the data, and blocks of elements that follow each other.
+  // Whether it takes the spec: any method but the moving average, where it
+  // needs more than extremes on blocks that are searched directly; a format
+  // that does not depend on the data; and outer scales only if their maxima are
+  // known.
   // `spec`  valid and resolved for the layout's shape.
-  static bool Takes(const EncodingSpec& spec, const BlockLayout& layout);
+  static bool Takes(const EncodingSpec& spec, const BlockLayout& layout,
+                    bool has_outer_maximum);
 
-  // `layout`  of the tensor with spec.block_size; outlives this.
-  // Requires: Takes(spec, layout).
-  BlockQuantizer(const EncodingSpec& spec, const BlockLayout& layout,
-                 ElementType type, NanPolicy nan_policy);
+  // `spec` and `layout` outlive this; the layout is that of the tensor with
+  // spec.block_size.
+  // `outer_maximum`  see Calibrate; empty without outer scales.
+  // Errors: those of OuterScales.
+  // Requires: Takes.
+  static absl::StatusOr<std::unique_ptr<BlockQuantizer>> Create(
+      const EncodingSpec& spec, const BlockLayout& layout, ElementType type,
+      NanPolicy nan_policy, std::vector<float> outer_maximum);
 
   // Elements that the beginning of a range is a multiple of, and its end unless
   // that is the tensor's: whole blocks and whole bytes of codes.
@@ -40,19 +54,26 @@ class BlockQuantizer {
   // Elements [first, first + count), which no other range has.
   // `in`    [count] elements of the type, any alignment.
   // `out`   [FormatInfo::SizeBytes(count)], must not overlap `in`; unspecified
-  //         after an error that Finish tells.
+  //         after an error. Null: scales are found, and no codes made.
   // `pool`  spreads a large range over its threads; may be null.
-  void Add(int64_t first, int64_t count, const uint8_t* in, uint8_t* out,
-           ThreadPool* pool);
+  // Errors: of the smallest scale index that has one, SCALE_OVERFLOW and
+  // ZERO_POINT_RANGE as of Calibrate, OUTER_MAXIMUM; otherwise
+  // NON_FINITE_REJECTED, naming the smallest index of the tensor, only with
+  // NanPolicy::kReject and `out`.
+  absl::Status Add(int64_t first, int64_t count, const uint8_t* in,
+                   uint8_t* out, ThreadPool* pool);
+
+  // The encoding with all its outer scales, and with those scales only that the
+  // latest range has.
+  const Encoding& encoding() const { return encoding_; }
+  // Index of the first of those.
+  int64_t first_scale() const { return layout_.first_scale(); }
+  // Each scale has a zero point.
+  bool has_zero_points() const { return !scaler_.is_symmetric(); }
 
   // Of what was added.
-  const QuantizeCounts& counts() const { return counts_; }
-
-  // The encoding, after all elements were added; leaves this without one.
-  // Errors: SCALE_OVERFLOW and ZERO_POINT_RANGE as of Calibrate;
-  // NON_FINITE_REJECTED, naming the smallest index of the tensor, only with
-  // NanPolicy::kReject.
-  absl::StatusOr<Encoding> Finish();
+  const QuantizeCounts& counts() const { return outcome_.counts; }
+  int64_t degenerate_count() const { return outcome_.degenerate_count; }
 
  private:
   // What a task finds, and the first that fails.
@@ -69,23 +90,59 @@ class BlockQuantizer {
     void Merge(Outcome other);
   };
 
+  BlockQuantizer(const EncodingSpec& spec, const BlockLayout& layout,
+                 BlockLayout outer_layout, ElementType type,
+                 NanPolicy nan_policy, std::vector<float> outer_maximum);
+
+  // What is known of a block before its scale is found.
+  struct Block {
+    Extremes extremes = kNoExtremes;
+    bool has_non_finite = false;
+  };
+
+  // Of blocks of elements that follow each other.
   void AddTask(int64_t first, int64_t count, const uint8_t* in, uint8_t* out,
                Outcome* outcome);
   // In two steps, both while the elements are in the cache.
   void AddTile(int64_t first, int64_t count, const uint8_t* in, uint8_t* out,
                Outcome* outcome);
-  void SetScale(int64_t scale_index, const BlockScale& scale);
+  // Of blocks that have elements of several rows.
+  void AddBands(int64_t first, int64_t count, const uint8_t* in, uint8_t* out,
+                ThreadPool* pool, Outcome* outcome);
+  // Finds and sets the index-th scale of the range. `elements`  of the block,
+  // where the method looks at them.
+  void FindScale(int64_t index, const Block& block, BlockElements* elements,
+                 Outcome* outcome);
+  absl::StatusOr<BlockScale> ScaleOf(int64_t index, const Block& block,
+                                     BlockElements* elements,
+                                     Outcome* outcome) const;
+  void SetScale(int64_t index, const BlockScale& scale);
+  // Adds what the statistics of a part found of blocks, of which the first is
+  // that of scale index `first` of the range.
+  void Collect(const PartialStatistics& partial, int64_t first,
+               absl::Span<Block> blocks) const;
 
-  const BlockLayout& layout_;
+  const BlockLayout& whole_layout_;
+  // Of scales as elements; only with outer scales.
+  const BlockLayout outer_layout_;
+  const std::vector<float> outer_maximum_;
   const ElementType type_;
   const NanPolicy nan_policy_;
+  // Both of the latest range.
+  BlockLayout layout_;
   Encoding encoding_;
   const FormatInfo& format_;
   const RangeScaler scaler_;
+  const RangeFinder finder_;
+  // The method takes the whole range of each block.
+  const bool is_min_max_;
+  // The method looks at the elements of each block.
+  const bool is_searched_;
+  // No block has elements of two rows.
+  const bool has_row_blocks_;
   // The kernel for many groups at a time takes the spec.
   bool is_grouped_;
   int64_t granule_;
-  QuantizeCounts counts_;
   Outcome outcome_;
 };
 

@@ -17,6 +17,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/types/optional.h"
 #include "absl/types/span.h"
+#include "core/calibrate/block_search.h"
 #include "core/calibrate/prediction.h"
 #include "core/calibrate/range_finder.h"
 #include "core/calibrate/range_scaler.h"
@@ -110,16 +111,19 @@ class Calibrator {
   Calibrator(const EncodingSpec& spec, const BlockLayout& layout,
              const TensorStatistics& statistics,
              absl::Span<const Extremes> moving_average, ThreadPool* pool,
-             StopToken stop, const HeldTensor* held)
+             StopToken stop, const HeldTensor* held,
+             absl::Span<const float> outer_maximum)
       : layout_(layout),
         statistics_(statistics),
         pool_(pool),
         stop_(stop),
+        outer_maximum_(outer_maximum),
         scale_count_(statistics.scale_count()),
         encoding_(EncodingWithoutScales(spec, layout,
                                         TurnsUnsigned(spec, statistics))),
         scaler_(spec, encoding_),
-        finder_(spec, encoding_, scaler_, statistics, moving_average, held) {}
+        finder_(spec, encoding_, scaler_, layout, &statistics, moving_average,
+                held) {}
 
   absl::StatusOr<Calibration> Run() {
     const auto count = static_cast<size_t>(scale_count_);
@@ -128,9 +132,12 @@ class Calibrator {
     if (HasScaleCodes(encoding_.scale_type)) encoding_.scale_code.resize(count);
     // Written before it is read, and large.
     if (scaler_.has_outer_scales()) ranges_.reset(new Range[count]);
+    if (!outer_maximum_.empty()) {
+      if (absl::Status s = FindOuterScales(); !s.ok()) return s;
+    }
     if (absl::Status s = FindScales(); !s.ok()) return s;
     // Outer scales follow from the ranges without them.
-    if (scaler_.has_outer_scales()) {
+    if (scaler_.has_outer_scales() && outer_maximum_.empty()) {
       if (absl::Status s = FindOuterScales(); !s.ok()) return s;
       if (absl::Status s = FindScales(); !s.ok()) return s;
     }
@@ -172,9 +179,11 @@ class Calibrator {
 
   void FindBatch(int64_t begin, int64_t end) {
     int64_t degenerate_count = 0;
+    BlockElements elements;
     for (int64_t i = begin; i < end; ++i) {
       if (i % kScaleIndicesAtOnce == 0 && stop_.stopped()) return;
-      if (absl::Status s = FindScale(i, &degenerate_count); !s.ok()) {
+      if (absl::Status s = FindScale(i, &elements, &degenerate_count);
+          !s.ok()) {
         error_.Set(i, std::move(s));
         failed_.store(true);
       }
@@ -185,7 +194,8 @@ class Calibrator {
     }
   }
 
-  absl::Status FindScale(int64_t i, int64_t* degenerate_count) {
+  absl::Status FindScale(int64_t i, BlockElements* elements,
+                         int64_t* degenerate_count) {
     if (encoding_.scale_type == ScaleType::kE8m0 &&
         statistics_.has_non_finite(i)) {
       if (ranges_ != nullptr) ranges_[i] = kNoRange;
@@ -196,12 +206,17 @@ class Calibrator {
         outer_indices_ != nullptr ? outer_indices_[i] : -1;
     const float outer =
         outer_index >= 0 ? encoding_.outer_scale[outer_index] : 0;
+    if (!outer_maximum_.empty()) {
+      absl::Status status = CheckOuterMaximum(i, statistics_.extremes()[i],
+                                              outer_maximum_[outer_index]);
+      if (!status.ok()) return status;
+    }
     Range range;
-    if (outer_index >= 0 && !finder_.searches()) {
+    if (outer_index >= 0 && outer_maximum_.empty() && !finder_.searches()) {
       range = ranges_[i];
     } else {
       const absl::StatusOr<absl::optional<Range>> found =
-          finder_.Find(i, outer, stop_);
+          finder_.Find(i, outer, elements, stop_);
       if (!found.ok()) return found.status();
       range = found->value_or(kNoRange);
     }
@@ -246,7 +261,7 @@ class Calibrator {
             for (int64_t k = 0; k < run.count; ++k, ++i) {
               const int64_t outer = run.scale_index + k * run.scale_step;
               outer_indices_[i] = outer;
-              if (IsNone(ranges_[i])) continue;
+              if (!outer_maximum_.empty() || IsNone(ranges_[i])) continue;
               const double magnitude = scaler_.Magnitude(ranges_[i]);
               if (magnitude > outer_magnitude_[outer]) {
                 outer_magnitude_[outer] = magnitude;
@@ -254,6 +269,14 @@ class Calibrator {
               }
             }
           });
+    }
+    if (!outer_maximum_.empty()) {
+      outer_magnitude_.assign(outer_maximum_.begin(), outer_maximum_.end());
+      absl::StatusOr<std::vector<float>> outer_scale =
+          OuterScales(scaler_, *outer_layout, outer_maximum_);
+      if (!outer_scale.ok()) return outer_scale.status();
+      encoding_.outer_scale = *std::move(outer_scale);
+      return absl::OkStatus();
     }
     encoding_.outer_scale.reserve(count);
     for (size_t outer = 0; outer < count; ++outer) {
@@ -270,6 +293,7 @@ class Calibrator {
   const TensorStatistics& statistics_;
   ThreadPool* const pool_;
   const StopToken stop_;
+  const absl::Span<const float> outer_maximum_;
   const int64_t scale_count_;
   // Each thread writes the scales that it has taken.
   Encoding encoding_;
@@ -294,8 +318,11 @@ absl::StatusOr<Calibration> Calibrate(const EncodingSpec& spec,
                                       const TensorStatistics& statistics,
                                       absl::Span<const Extremes> moving_average,
                                       ThreadPool* pool, StopToken stop,
-                                      const HeldTensor* held) {
+                                      const HeldTensor* held,
+                                      absl::Span<const float> outer_maximum) {
   if (absl::Status status = ValidateSpec(spec); !status.ok()) return status;
+  absl::Status status = CheckOuterMaxima(spec, layout, outer_maximum);
+  if (!status.ok()) return status;
   if (NeedsHistograms(spec)) {
     const bool has_histograms = !statistics.histograms().empty();
     if (!has_histograms && held == nullptr) {
@@ -308,8 +335,63 @@ absl::StatusOr<Calibration> Calibrate(const EncodingSpec& spec,
           statistics.mantissa_bits(), ", expected no more than that"));
     }
   }
-  return Calibrator(spec, layout, statistics, moving_average, pool, stop, held)
+  return Calibrator(spec, layout, statistics, moving_average, pool, stop, held,
+                    outer_maximum)
       .Run();
+}
+
+absl::Status CheckOuterMaxima(const EncodingSpec& spec,
+                              const BlockLayout& layout,
+                              absl::Span<const float> outer_maximum) {
+  if (outer_maximum.empty()) return absl::OkStatus();
+  int64_t expected = 0;
+  if (HasOuterScales(EffectiveScaleType(spec))) {
+    const absl::StatusOr<BlockLayout> outer_layout = OuterLayout(
+        EncodingWithoutScales(spec, layout, false), layout.scale_shape());
+    if (!outer_layout.ok()) return outer_layout.status();
+    expected = outer_layout->scale_count();
+  }
+  const auto count = static_cast<int64_t>(outer_maximum.size());
+  if (count != expected) {
+    return OuterMaximumError(absl::StrCat(count, " outer maxima, expected ",
+                                          expected,
+                                          ", one for each outer scale"));
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    if (!std::isfinite(outer_maximum[i]) || outer_maximum[i] < 0) {
+      return OuterMaximumError(
+          absl::StrCat("outer maximum ", i, " is ", outer_maximum[i],
+                       ", expected a finite number of at least 0"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<float>> OuterScales(
+    const RangeScaler& scaler, const BlockLayout& outer_layout,
+    absl::Span<const float> outer_maximum) {
+  std::vector<float> outer_scale;
+  outer_scale.reserve(outer_maximum.size());
+  for (size_t outer = 0; outer < outer_maximum.size(); ++outer) {
+    int64_t scale_index = 0, size = 0;
+    BlockLayout::BlockCursor(outer_layout, static_cast<int64_t>(outer))
+        .Next(&scale_index, &size);
+    const absl::StatusOr<float> scale =
+        scaler.OuterScale(scale_index, outer_maximum[outer]);
+    if (!scale.ok()) return scale.status();
+    outer_scale.push_back(*scale);
+  }
+  return outer_scale;
+}
+
+absl::Status CheckOuterMaximum(int64_t index, const Extremes& extremes,
+                               float outer_maximum) {
+  if (extremes.empty()) return absl::OkStatus();
+  const double largest = std::max(-extremes.min, extremes.max);
+  if (largest <= outer_maximum) return absl::OkStatus();
+  return OuterMaximumError(absl::StrCat(
+      "the block of scale ", index, " has magnitudes up to ", largest,
+      ", expected at most its outer maximum of ", outer_maximum));
 }
 
 int64_t CalibrationBytes(const EncodingSpec& spec, const BlockLayout& layout,

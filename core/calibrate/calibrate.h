@@ -4,12 +4,15 @@
 #define QUANTD_CORE_CALIBRATE_CALIBRATE_H_
 
 #include <cstdint>
+#include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/optional.h"
 #include "absl/types/span.h"
 #include "core/calibrate/encoding_spec.h"
 #include "core/calibrate/prediction.h"
+#include "core/calibrate/range_scaler.h"
 #include "core/parallel/stop_token.h"
 #include "core/parallel/thread_pool.h"
 #include "core/statistics/held_tensor.h"
@@ -57,6 +60,11 @@ Encoding EncodingWithoutScales(const EncodingSpec& spec,
 // outer), 1, integer_scale_max). An outer block of nothing but zeros has outer
 // scale 1 and scales of 1.
 //
+// Outer maxima, where they are given, take the place of the absmax of the outer
+// blocks (with INTEGER scales the outer scale is that of the range +-maximum):
+// outer scales do not depend on the elements then, and searches run once, under
+// them.
+//
 // Methods: see quantd.v1.CalibrationMethod, percentile.h, range_search.h and
 // entropy.h. Searches judge a range by the scale as it will be stored; under
 // outer scales they run twice, first without to find those. A percentile of
@@ -74,18 +82,37 @@ Encoding EncodingWithoutScales(const EncodingSpec& spec,
 // `held`            the tensor; may be null. Without histograms in the
 //                   statistics one scale index at a time gets one, of
 //                   MantissaBitsAtHand.
-// Errors: those of ValidateSpec; METHOD_INVALID where there are no histograms
-// for a method that needs them, or coarser ones than spec.mantissa_bits; of the
-// smallest scale index that has one: SCALE_OVERFLOW (a range that needs a scale
-// beyond the scale type), ZERO_POINT_RANGE (with exclude_zero: the range is too
-// far from zero for its width); CANCELLED.
-absl::StatusOr<Calibration> Calibrate(const EncodingSpec& spec,
-                                      const BlockLayout& layout,
-                                      const TensorStatistics& statistics,
-                                      absl::Span<const Extremes> moving_average,
-                                      ThreadPool* pool,
-                                      StopToken stop = StopToken(),
-                                      const HeldTensor* held = nullptr);
+// `outer_maximum`   [outer scale count] the largest magnitude in each outer
+//                   block; where empty it is found.
+// Errors: OUTER_MAXIMUM (an element beyond its maximum, or maxima of another
+// number, or none that are finite and not negative); those of ValidateSpec;
+// METHOD_INVALID where there are no histograms for a method that needs them, or
+// coarser ones than spec.mantissa_bits; of the smallest scale index that has
+// one: SCALE_OVERFLOW (a range that needs a scale beyond the scale type),
+// ZERO_POINT_RANGE (with exclude_zero: the range is too far from zero for its
+// width); CANCELLED.
+absl::StatusOr<Calibration> Calibrate(
+    const EncodingSpec& spec, const BlockLayout& layout,
+    const TensorStatistics& statistics,
+    absl::Span<const Extremes> moving_average, ThreadPool* pool,
+    StopToken stop = StopToken(), const HeldTensor* held = nullptr,
+    absl::Span<const float> outer_maximum = {});
+
+// Errors: OUTER_MAXIMUM unless there are none, or as many as the layout's outer
+// scales, finite and not negative.
+// `spec`  resolved for the layout's shape.
+absl::Status CheckOuterMaxima(const EncodingSpec& spec,
+                              const BlockLayout& layout,
+                              absl::Span<const float> outer_maximum);
+// The outer scales that follow from maxima.
+// Errors: SCALE_OVERFLOW.
+absl::StatusOr<std::vector<float>> OuterScales(
+    const RangeScaler& scaler, const BlockLayout& outer_layout,
+    absl::Span<const float> outer_maximum);
+// Errors: OUTER_MAXIMUM, naming `index`, for a block with an element beyond the
+// maximum of its outer block.
+absl::Status CheckOuterMaximum(int64_t index, const Extremes& extremes,
+                               float outer_maximum);
 
 // About what that takes in memory beside its result and, for a held tensor,
 // HeldTensor::TableBytes for each thread.

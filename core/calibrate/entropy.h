@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "core/calibrate/block_search.h"
 #include "core/calibrate/range_scaler.h"
 #include "core/calibrate/squared_error.h"
 #include "core/parallel/stop_token.h"
@@ -62,6 +63,12 @@ double PortableLog(double x);
 // `bins`   over the whole range; 0 for 2,048, or 4 times the levels.
 // Errors: CANCELLED.
 absl::StatusOr<Range> SearchEntropy(const Histogram& histogram,
+                                    const EntropyLevels& levels,
+                                    const Range& whole, int steps, int bins,
+                                    StopToken stop = StopToken());
+
+// The same of elements that are not cut.
+absl::StatusOr<Range> SearchEntropy(const BlockElements& elements,
                                     const EntropyLevels& levels,
                                     const Range& whole, int steps, int bins,
                                     StopToken stop = StopToken());

@@ -7,28 +7,129 @@
 #include "absl/status/statusor.h"
 #include "absl/types/optional.h"
 #include "absl/types/span.h"
+#include "core/calibrate/block_search.h"
+#include "core/calibrate/distribution.h"
+#include "core/calibrate/entropy.h"
 #include "core/calibrate/percentile.h"
 #include "core/calibrate/range_search.h"
 
 namespace quantd::core {
 
+// A block as its histogram.
+class RangeFinder::Bins {
+ public:
+  Bins(const RangeFinder& finder, int64_t index, float outer,
+       const Histogram& histogram, const Extremes& extremes, const Range& whole)
+      : finder_(finder),
+        index_(index),
+        outer_(outer),
+        histogram_(histogram),
+        extremes_(extremes),
+        whole_(whole),
+        distribution_(histogram, extremes) {}
+
+  int64_t index() const { return index_; }
+  const Extremes& extremes() const { return extremes_; }
+  const Range& whole() const { return whole_; }
+  // A state that was put together from parts may contradict itself.
+  bool empty() const { return distribution_.count() == 0; }
+
+  absl::StatusOr<double> Error(const Range& range, double gamma) const {
+    return RangeError(finder_.scaler_, index_, outer_, finder_.numbers_,
+                      distribution_, range, gamma);
+  }
+  absl::StatusOr<Range> Search(double gamma, int steps, StopToken stop) const {
+    return SearchRange(finder_.scaler_, index_, outer_, finder_.numbers_,
+                       distribution_, whole_, gamma, steps, stop);
+  }
+  absl::StatusOr<Range> Entropy(int steps, int bins, StopToken stop) const {
+    return SearchEntropy(histogram_, finder_.levels_, whole_, steps, bins,
+                         stop);
+  }
+  double QuantileOf(double fraction) const {
+    return Quantile(distribution_, fraction);
+  }
+  double QuantileOfMagnitudes(double fraction) const {
+    return Quantile(Distribution::OfMagnitudes(histogram_, extremes_),
+                    fraction);
+  }
+
+ private:
+  const RangeFinder& finder_;
+  const int64_t index_;
+  const float outer_;
+  const Histogram& histogram_;
+  const Extremes& extremes_;
+  const Range whole_;
+  const Distribution distribution_;
+};
+
+// A block as its elements.
+class RangeFinder::Elements {
+ public:
+  Elements(const RangeFinder& finder, int64_t index, float outer,
+           const Extremes& extremes, const Range& whole,
+           BlockElements* elements)
+      : finder_(finder),
+        index_(index),
+        outer_(outer),
+        extremes_(extremes),
+        whole_(whole),
+        elements_(elements) {}
+
+  int64_t index() const { return index_; }
+  const Extremes& extremes() const { return extremes_; }
+  const Range& whole() const { return whole_; }
+  // Statistics and tensor may contradict each other.
+  bool empty() const { return elements_->count() == 0; }
+
+  absl::StatusOr<double> Error(const Range& range, double gamma) const {
+    return finder_.search_.Error(index_, outer_, range, gamma, elements_);
+  }
+  absl::StatusOr<Range> Search(double gamma, int steps, StopToken stop) const {
+    return finder_.search_.Search(index_, outer_, whole_, gamma, steps,
+                                  elements_, stop);
+  }
+  absl::StatusOr<Range> Entropy(int steps, int bins, StopToken stop) const {
+    return SearchEntropy(*elements_, finder_.levels_, whole_, steps, bins,
+                         stop);
+  }
+  double QuantileOf(double fraction) const {
+    return BlockSearch::Quantile(fraction, /*of_magnitudes=*/false, elements_);
+  }
+  double QuantileOfMagnitudes(double fraction) const {
+    return BlockSearch::Quantile(fraction, /*of_magnitudes=*/true, elements_);
+  }
+
+ private:
+  const RangeFinder& finder_;
+  const int64_t index_;
+  const float outer_;
+  const Extremes& extremes_;
+  const Range whole_;
+  BlockElements* const elements_;
+};
+
 RangeFinder::RangeFinder(const EncodingSpec& spec, const Encoding& encoding,
-                         const RangeScaler& scaler,
-                         const TensorStatistics& statistics,
+                         const RangeScaler& scaler, const BlockLayout& layout,
+                         const TensorStatistics* statistics,
                          absl::Span<const Extremes> moving_average,
                          const HeldTensor* held)
     : spec_(spec),
       scaler_(scaler),
       numbers_(encoding),
       levels_(LevelsOf(numbers_, scaler.is_symmetric())),
+      search_(spec, encoding, scaler),
+      is_direct_(IsSearchedDirectly(spec, layout) &&
+                 (statistics == nullptr || statistics->histograms().empty())),
       statistics_(statistics),
       moving_average_(moving_average),
       held_(held) {}
 
 int RangeFinder::mantissa_bits() const {
-  if (!NeedsHistograms(spec_)) return 0;
-  return statistics_.histograms().empty() ? MantissaBitsAtHand(spec_)
-                                          : statistics_.mantissa_bits();
+  if (!NeedsHistograms(spec_) || is_direct_) return 0;
+  return statistics_->histograms().empty() ? MantissaBitsAtHand(spec_)
+                                           : statistics_->mantissa_bits();
 }
 
 bool RangeFinder::searches() const {
@@ -55,33 +156,59 @@ const Extremes* RangeFinder::Averaged(int64_t index) const {
   return &moving_average_[index];
 }
 
-absl::StatusOr<absl::optional<Range>> RangeFinder::Find(int64_t index,
-                                                        float outer,
-                                                        StopToken stop) const {
-  if (spec_.method == CalibrationMethod::kFixedRange) return FixedRange();
+absl::optional<absl::optional<Range>> RangeFinder::FindAtOnce(
+    int64_t index, const Extremes& extremes) const {
+  if (spec_.method == CalibrationMethod::kFixedRange) return {FixedRange()};
   const Extremes* const averaged = Averaged(index);
   if (spec_.method == CalibrationMethod::kMovingAverage &&
       averaged != nullptr) {
     return Whole(*averaged);
   }
-  const Extremes& extremes = statistics_.extremes()[index];
   const absl::optional<Range> whole = Whole(extremes);
   if (!whole.has_value() || !NeedsHistograms(spec_)) return whole;
-  const bool is_there = !statistics_.histograms().empty();
+  return absl::nullopt;
+}
+
+absl::StatusOr<absl::optional<Range>> RangeFinder::Find(int64_t index,
+                                                        float outer,
+                                                        BlockElements* elements,
+                                                        StopToken stop) const {
+  const Extremes& extremes = statistics_->extremes()[index];
+  if (is_direct_) {
+    elements->Assign(*held_, index);
+    return FindAmong(index, outer, extremes, elements, stop);
+  }
+  const auto at_once = FindAtOnce(index, extremes);
+  if (at_once.has_value()) return *at_once;
+  const bool is_there = !statistics_->histograms().empty();
   absl::optional<Histogram> made;
   if (!is_there) made.emplace(held_->HistogramOf(index, mantissa_bits()));
-  const Histogram& histogram =
-      is_there ? statistics_.histograms()[index] : *made;
-  const Block block = {index,    outer,  histogram,
-                       extremes, *whole, Distribution(histogram, extremes)};
-  // A state that was put together from parts may contradict itself.
-  if (block.distribution.count() == 0) return whole;
+  Bins block(*this, index, outer,
+             is_there ? statistics_->histograms()[index] : *made, extremes,
+             *Whole(extremes));
+  return FindIn(block, stop);
+}
+
+absl::StatusOr<absl::optional<Range>> RangeFinder::FindAmong(
+    int64_t index, float outer, const Extremes& extremes,
+    BlockElements* elements, StopToken stop) const {
+  const auto at_once = FindAtOnce(index, extremes);
+  if (at_once.has_value()) return *at_once;
+  Elements block(*this, index, outer, extremes, *Whole(extremes), elements);
+  return FindIn(block, stop);
+}
+
+template <typename Block>
+absl::StatusOr<absl::optional<Range>> RangeFinder::FindIn(
+    Block& block, StopToken stop) const {
+  if (block.empty()) return block.whole();
   return spec_.method == CalibrationMethod::kBestOf
              ? FindBest(block, stop)
              : FindBy(spec_.method, block, stop);
 }
 
-absl::StatusOr<Range> RangeFinder::FindBest(const Block& block,
+template <typename Block>
+absl::StatusOr<Range> RangeFinder::FindBest(Block& block,
                                             StopToken stop) const {
   const double gamma = spec_.objective == Objective::kSqnr ? spec_.gamma : 1;
   absl::Status first_error;
@@ -91,9 +218,7 @@ absl::StatusOr<Range> RangeFinder::FindBest(const Block& block,
     const absl::StatusOr<Range> range = FindBy(method, block, stop);
     if (stop.stopped()) return StoppedError();
     const absl::StatusOr<double> error =
-        range.ok() ? RangeError(scaler_, block.index, block.outer, numbers_,
-                                block.distribution, *range, gamma)
-                   : range.status();
+        range.ok() ? block.Error(*range, gamma) : range.status();
     if (!error.ok()) {
       if (first_error.ok()) first_error = error.status();
     } else if (!best.has_value() || *error < least) {
@@ -105,26 +230,23 @@ absl::StatusOr<Range> RangeFinder::FindBest(const Block& block,
   return *best;
 }
 
+template <typename Block>
 absl::StatusOr<Range> RangeFinder::FindBy(CalibrationMethod method,
-                                          const Block& block,
-                                          StopToken stop) const {
+                                          Block& block, StopToken stop) const {
   switch (method) {
     case CalibrationMethod::kPercentile:
       return Percentile(block);
     case CalibrationMethod::kMse:
     case CalibrationMethod::kSqnr:
-      return SearchRange(scaler_, block.index, block.outer, numbers_,
-                         block.distribution, block.whole,
-                         method == CalibrationMethod::kMse ? 1 : spec_.gamma,
-                         spec_.search_steps, stop);
+      return block.Search(method == CalibrationMethod::kMse ? 1 : spec_.gamma,
+                          spec_.search_steps, stop);
     case CalibrationMethod::kEntropy:
-      return SearchEntropy(block.histogram, levels_, block.whole,
-                           spec_.search_steps, spec_.entropy_bins, stop);
+      return block.Entropy(spec_.search_steps, spec_.entropy_bins, stop);
     case CalibrationMethod::kFixedRange:
       return FixedRange();
     case CalibrationMethod::kMovingAverage:
-      if (const Extremes* averaged = Averaged(block.index)) {
-        return Whole(*averaged).value_or(block.whole);
+      if (const Extremes* averaged = Averaged(block.index())) {
+        return Whole(*averaged).value_or(block.whole());
       }
       break;
     case CalibrationMethod::kDefault:
@@ -132,10 +254,11 @@ absl::StatusOr<Range> RangeFinder::FindBy(CalibrationMethod method,
     case CalibrationMethod::kBestOf:
       break;
   }
-  return block.whole;
+  return block.whole();
 }
 
-Range RangeFinder::Percentile(const Block& block) const {
+template <typename Block>
+Range RangeFinder::Percentile(Block& block) const {
   const bool is_mirrored = !scaler_.has_two_ends();
   const double cut = spec_.tail_fraction;
   Tail tail = spec_.tail;
@@ -143,14 +266,13 @@ Range RangeFinder::Percentile(const Block& block) const {
     tail = is_mirrored ? Tail::kMagnitude : Tail::kBoth;
   }
   const auto quantile = [&](double fraction) {
-    return Quantile(block.distribution, fraction);
+    return block.QuantileOf(fraction);
   };
-  Range range = {block.extremes.min, block.extremes.max};
+  Range range = {block.extremes().min, block.extremes().max};
   switch (tail) {
     case Tail::kDefault:
     case Tail::kMagnitude:
-      range.high = Quantile(
-          Distribution::OfMagnitudes(block.histogram, block.extremes), 1 - cut);
+      range.high = block.QuantileOfMagnitudes(1 - cut);
       range.low = -range.high;
       break;
     case Tail::kBoth:
@@ -166,7 +288,7 @@ Range RangeFinder::Percentile(const Block& block) const {
       break;
   }
   // Where nearly all elements are zero, a scale needs what is left of them.
-  if (range.low == 0 && range.high == 0) return block.whole;
+  if (range.low == 0 && range.high == 0) return block.whole();
   return scaler_.Extend(range);
 }
 

@@ -8,6 +8,7 @@
 #include "absl/status/statusor.h"
 #include "absl/types/optional.h"
 #include "absl/types/span.h"
+#include "core/calibrate/block_search.h"
 #include "core/calibrate/distribution.h"
 #include "core/calibrate/encoding_spec.h"
 #include "core/calibrate/entropy.h"
@@ -17,6 +18,7 @@
 #include "core/statistics/held_tensor.h"
 #include "core/statistics/histogram.h"
 #include "core/statistics/tensor_statistics.h"
+#include "core/types/block_layout.h"
 #include "core/types/encoding.h"
 
 namespace quantd::core {
@@ -25,13 +27,17 @@ namespace quantd::core {
 class RangeFinder {
  public:
   // `encoding`        has the format, qmin, qmax and codebook.
+  // `statistics`      what Find looks at; may be null where only FindAmong is
+  //                   asked.
   // `moving_average`  [scale_count] averaged extremes, or empty.
+  // `held`            the tensor, or null.
   // `encoding` is read here only. Everything else that is passed by reference
   // outlives this, and so does what `moving_average` points at.
-  // `held`            the tensor, or null.
-  // Requires: a valid spec, and where it needs histograms those or the tensor.
+  // Requires: a valid spec, resolved for the layout's shape, and where it needs
+  // histograms those or the tensor.
   RangeFinder(const EncodingSpec& spec, const Encoding& encoding,
-              const RangeScaler& scaler, const TensorStatistics& statistics,
+              const RangeScaler& scaler, const BlockLayout& layout,
+              const TensorStatistics* statistics,
               absl::Span<const Extremes> moving_average,
               const HeldTensor* held);
 
@@ -43,28 +49,43 @@ class RangeFinder {
 
   // The range of a scale index, as RangeScaler::Extend gives it; none where
   // there is nothing but zeros.
-  // `outer`  as for RangeScaler::Scale.
+  // `outer`     as for RangeScaler::Scale.
+  // `elements`  room for those of a block.
   // Errors: those of RangeScaler::Scale, where no range has a scale; CANCELLED.
   absl::StatusOr<absl::optional<Range>> Find(int64_t index, float outer,
+                                             BlockElements* elements,
                                              StopToken stop) const;
 
- private:
-  // What histograms are searched for.
-  struct Block {
-    const int64_t index;
-    const float outer;
-    const Histogram& histogram;
-    const Extremes& extremes;
-    const Range whole;
-    const Distribution distribution;
-  };
+  // The same of a block that is at hand, for methods that need no histogram and
+  // blocks that are searched directly.
+  // `extremes`  of its finite elements.
+  // `elements`  of the block; looked at only where IsSearchedDirectly.
+  absl::StatusOr<absl::optional<Range>> FindAmong(int64_t index, float outer,
+                                                  const Extremes& extremes,
+                                                  BlockElements* elements,
+                                                  StopToken stop) const;
 
-  absl::StatusOr<Range> FindBy(CalibrationMethod method, const Block& block,
+ private:
+  // What is searched, by either class: the histogram of a block, or its
+  // elements.
+  class Bins;
+  class Elements;
+
+  // What there is without a search; none where one is needed.
+  absl::optional<absl::optional<Range>> FindAtOnce(
+      int64_t index, const Extremes& extremes) const;
+  template <typename Block>
+  absl::StatusOr<absl::optional<Range>> FindIn(Block& block,
+                                               StopToken stop) const;
+  template <typename Block>
+  absl::StatusOr<Range> FindBy(CalibrationMethod method, Block& block,
                                StopToken stop) const;
   // By the one of spec.methods whose range errs least. Those whose range has no
   // scale do not count, unless none has.
-  absl::StatusOr<Range> FindBest(const Block& block, StopToken stop) const;
-  Range Percentile(const Block& block) const;
+  template <typename Block>
+  absl::StatusOr<Range> FindBest(Block& block, StopToken stop) const;
+  template <typename Block>
+  Range Percentile(Block& block) const;
   absl::optional<Range> Whole(const Extremes& extremes) const;
   Range FixedRange() const;
   // Null where there is none.
@@ -74,7 +95,9 @@ class RangeFinder {
   const RangeScaler& scaler_;
   const CodeNumbers numbers_;
   const EntropyLevels levels_;
-  const TensorStatistics& statistics_;
+  const BlockSearch search_;
+  const bool is_direct_;
+  const TensorStatistics* const statistics_;
   const absl::Span<const Extremes> moving_average_;
   const HeldTensor* const held_;
 };

@@ -46,6 +46,12 @@ class RangeScaler {
   bool has_two_ends() const { return !is_symmetric_ || is_aimet_; }
   // The number that the end of a symmetric range is taken to, in scales.
   double largest() const { return largest_; }
+  // A scale is what the range gives, rounded to float32.
+  bool has_plain_scales() const {
+    return is_symmetric_ && !power_of_two_scale_ &&
+           (scale_type_ == ScaleType::kDefault ||
+            scale_type_ == ScaleType::kFloat32);
+  }
   bool has_outer_scales() const { return HasOuterScales(scale_type_); }
 
   // The magnitude that a symmetric scale takes to largest(): the larger end of

@@ -4,7 +4,9 @@
 #include <cstdint>
 
 #include "absl/time/time.h"
+#include "core/calibrate/block_search.h"
 #include "core/calibrate/encoding_spec.h"
+#include "core/formats/number_format.h"
 
 namespace quantd::core {
 namespace {
@@ -35,21 +37,51 @@ double Nanoseconds(const EncodingSpec& spec, CalibrationMethod method,
   }
 }
 
+// For one scale that is searched on so many elements.
+double DirectNanoseconds(const EncodingSpec& spec, CalibrationMethod method,
+                         double elements) {
+  const bool both_ends = EffectiveSymmetry(spec) == Symmetry::kAsymmetric;
+  // Of levels that the bins of entropy are looked at by.
+  constexpr int kFewBits = 5;
+  double steps = spec.search_steps;
+  switch (method) {
+    case CalibrationMethod::kMse:
+    case CalibrationMethod::kSqnr:
+      if (steps == 0) {
+        steps = both_ends ? kDefaultStepsOfEachEnd : kDefaultSteps;
+      }
+      return both_ends ? steps * steps * (20 + 0.1 * elements)
+                       : steps * (4 + 0.05 * elements);
+    case CalibrationMethod::kEntropy:
+      if (steps == 0) steps = kDefaultSteps;
+      return 2000 + 10 * elements +
+             steps * (FindFormat(spec.format)->bits <= kFewBits ? 50
+                                                                : 2 * elements);
+    default:
+      return 0;
+  }
+}
+
 }  // namespace
 
 absl::Duration SearchTime(const EncodingSpec& spec, int64_t scale_count,
-                          int64_t element_count) {
+                          int64_t element_count, bool at_hand) {
   if (scale_count == 0 || !ValidateSpec(spec).ok()) return absl::ZeroDuration();
   const double scales = static_cast<double>(scale_count);
-  const double bins =
-      std::min(static_cast<double>(element_count) / scales, kMostBins);
+  const double elements = static_cast<double>(element_count) / scales;
+  const bool is_direct =
+      at_hand && elements <= static_cast<double>(kMaxDirectElements);
+  const auto time_of = [&](CalibrationMethod method) {
+    return is_direct ? DirectNanoseconds(spec, method, elements)
+                     : Nanoseconds(spec, method, std::min(elements, kMostBins));
+  };
   double nanoseconds = 0;
   if (spec.method == CalibrationMethod::kBestOf) {
     for (const CalibrationMethod method : spec.methods) {
-      nanoseconds += Nanoseconds(spec, method, bins);
+      nanoseconds += time_of(method);
     }
   } else {
-    nanoseconds = Nanoseconds(spec, spec.method, bins);
+    nanoseconds = time_of(spec.method);
   }
   // Under outer scales searches run once more, to find those.
   const int runs = spec.outer_block_size.empty() ? 1 : 2;

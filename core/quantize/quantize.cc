@@ -513,19 +513,25 @@ class PartQuantizer {
   // at a time. False if the coder does not work with the scales.
   bool QuantizeTiles(const Part& part) {
     const int64_t columns = range_.layout.row_size();
+    const bool is_one_row = columns == range_.layout.element_count();
     // A multiple of 4, so that rows begin bytes.
-    const int64_t times =
-        columns * 4 <= kTileElements ? kTileElements / columns / 4 * 4 : 1;
+    const int64_t times = columns * 4 <= kTileElements && !is_one_row
+                              ? kTileElements / columns / 4 * 4
+                              : 1;
     const int64_t width = columns * times;
     const int64_t first = range_.first + part.begin;
     const int64_t end = first + part.count;
     const int64_t first_row = first / width;
     const int64_t end_row = (end + width - 1) / width;
-    for (int64_t tile = 0; tile < width; tile += kTileElements) {
-      const int64_t count = std::min(width - tile, kTileElements);
-      if (!arrays_.Fill(coder_, range_.encoding.scale.data() + tile,
-                        ZeroPoints(tile), count / times, times)) {
-        if (tile == 0) return false;
+    // Of one row there may be no scales but those of its elements.
+    const int64_t tiles_begin = is_one_row ? first : 0;
+    const int64_t tiles_end = is_one_row ? end : width;
+    for (int64_t tile = tiles_begin; tile < tiles_end; tile += kTileElements) {
+      const int64_t count = std::min(tiles_end - tile, kTileElements);
+      const int64_t scale_index = tile - range_.layout.first_scale();
+      if (!arrays_.Fill(coder_, range_.encoding.scale.data() + scale_index,
+                        ZeroPoints(scale_index), count / times, times)) {
+        if (tile == tiles_begin) return false;
         for (int64_t row = first_row; row < end_row; ++row) {
           const int64_t begin = std::max(row * width + tile, first);
           const int64_t n = std::min(row * width + tile + count, end) - begin;

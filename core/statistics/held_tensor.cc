@@ -40,6 +40,33 @@ HeldTensor::HeldTensor(const BlockLayout& layout, ElementType type,
       piece_elements_(piece_elements),
       pieces_(std::move(pieces)) {}
 
+template <typename Visitor>
+void HeldTensor::ForEachStretch(BlockLayout::BlockCursor* cursor,
+                                Visitor&& visit) const {
+  const int64_t element_bytes = ElementSizeBytes(type_);
+  // The piece that the latest elements are in.
+  int64_t piece = -1;
+  int64_t piece_begin = 0;
+  int64_t begin = 0;
+  int64_t count = 0;
+  while (cursor->Next(&begin, &count)) {
+    while (count > 0) {
+      if (piece < 0 || begin < piece_begin ||
+          begin >= piece_begin + piece_elements_) {
+        piece = begin / piece_elements_;
+        piece_begin = piece * piece_elements_;
+      }
+      const int64_t part =
+          std::min(count, piece_begin + piece_elements_ - begin);
+      visit(pieces_[static_cast<size_t>(piece)] +
+                (begin - piece_begin) * element_bytes,
+            part);
+      begin += part;
+      count -= part;
+    }
+  }
+}
+
 Histogram HeldTensor::HistogramOf(int64_t scale_index,
                                   int mantissa_bits) const {
   Histogram histogram(mantissa_bits);
@@ -61,32 +88,30 @@ Histogram HeldTensor::HistogramOf(int64_t scale_index,
     }
     filled = 0;
   };
-  // The piece that the latest elements are in.
-  int64_t piece = -1;
-  int64_t piece_begin = 0;
-  int64_t begin = 0;
-  int64_t count = 0;
-  while (cursor.Next(&begin, &count)) {
+  ForEachStretch(&cursor, [&](const uint8_t* from, int64_t count) {
     while (count > 0) {
-      if (piece < 0 || begin < piece_begin ||
-          begin >= piece_begin + piece_elements_) {
-        piece = begin / piece_elements_;
-        piece_begin = piece * piece_elements_;
-      }
-      const int64_t part = std::min(
-          {count, kAtOnce - filled, piece_begin + piece_elements_ - begin});
-      CopyElements(pieces_[static_cast<size_t>(piece)] +
-                       (begin - piece_begin) * element_bytes,
-                   part, element_bytes, bytes + filled * element_bytes);
+      const int64_t part = std::min(count, kAtOnce - filled);
+      CopyElements(from, part, element_bytes, bytes + filled * element_bytes);
       filled += part;
-      begin += part;
+      from += part * element_bytes;
       count -= part;
       if (filled == kAtOnce) add();
     }
-  }
+  });
   add();
   if (lease.has_value()) histogram.Drain(lease->get());
   return histogram;
+}
+
+int64_t HeldTensor::CopyBlock(int64_t scale_index, uint8_t* out) const {
+  if (layout_.element_count() == 0) return 0;
+  BlockLayout::BlockCursor cursor(layout_, scale_index);
+  const int64_t element_bytes = ElementSizeBytes(type_);
+  ForEachStretch(&cursor, [&](const uint8_t* from, int64_t count) {
+    CopyElements(from, count, element_bytes, out);
+    out += count * element_bytes;
+  });
+  return cursor.count();
 }
 
 int64_t HeldTensor::TableBytes(const BlockLayout& layout, int mantissa_bits) {

@@ -27,7 +27,18 @@ class HeldTensor {
   // What that takes in memory while it is made.
   static int64_t TableBytes(const BlockLayout& layout, int mantissa_bits);
 
+  // The type of the elements, and those of one scale index, in order: copies
+  // them and says how many.
+  // `out`  has room for layout.largest_block() of them.
+  ElementType type() const { return type_; }
+  int64_t CopyBlock(int64_t scale_index, uint8_t* out) const;
+
  private:
+  // Calls `visit(bytes, count)` for elements of the block that follow each
+  // other in memory, in order.
+  template <typename Visitor>
+  void ForEachStretch(BlockLayout::BlockCursor* cursor, Visitor&& visit) const;
+
   const BlockLayout& layout_;
   const ElementType type_;
   const int64_t piece_elements_;

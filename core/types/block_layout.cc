@@ -99,7 +99,10 @@ absl::StatusOr<BlockLayout> BlockLayout::Create(
 
 BlockLayout::RowCursor::RowCursor(const BlockLayout& layout, int64_t first,
                                   int64_t count)
-    : layout_(layout), position_(first), end_(first + count) {
+    : layout_(layout),
+      position_(first),
+      end_(first + count),
+      scale_index_(-layout.first_scale_) {
   const auto& dimensions = layout.dimensions_;
   const size_t innermost = dimensions.size() - 1;
   coordinates_.resize(innermost);
@@ -146,6 +149,60 @@ bool BlockLayout::RowCursor::Next(Row* row) {
     coordinate = {0, 0};
   }
   return true;
+}
+
+BlockLayout::ScaleRange BlockLayout::ScaleBounds(int64_t first,
+                                                 int64_t count) const {
+  const size_t rank = dimensions_.size();
+  absl::InlinedVector<int64_t, 4> low(rank), high(rank);
+  int64_t rest_low = first, rest_high = first + count - 1;
+  for (size_t d = rank; d-- > 0;) {
+    low[d] = rest_low % dimensions_[d].size;
+    high[d] = rest_high % dimensions_[d].size;
+    rest_low /= dimensions_[d].size;
+    rest_high /= dimensions_[d].size;
+  }
+  // Where the first and the last element part, the elements between them have
+  // all indices between theirs.
+  size_t parting = 0;
+  while (parting + 1 < rank && low[parting] == high[parting]) ++parting;
+  ScaleRange bounds = {0, 1};
+  const auto stride_at = [&](size_t d, int64_t index) {
+    return index / dimensions_[d].block * dimensions_[d].scale_stride;
+  };
+  for (size_t d = 0; d < rank; ++d) {
+    bounds.first += stride_at(d, low[d]);
+    const int64_t next = low[d] + 1;
+    const int64_t last = d == parting ? high[d] : dimensions_[d].size - 1;
+    // The next index has the same scales from their beginning.
+    if (d >= parting && next <= last &&
+        next / dimensions_[d].block == low[d] / dimensions_[d].block) {
+      break;
+    }
+  }
+  bool is_full = false;
+  for (size_t d = 0; d < rank; ++d) {
+    bounds.end += stride_at(d, is_full ? dimensions_[d].size - 1 : high[d]);
+    const int64_t previous = high[d] - 1;
+    const int64_t least = d == parting ? low[d] : 0;
+    is_full |=
+        d >= parting && previous >= least &&
+        previous / dimensions_[d].block == high[d] / dimensions_[d].block;
+  }
+  return bounds;
+}
+
+int64_t BlockLayout::band_size() const {
+  const Dimension& outermost = dimensions_.front();
+  return std::max<int64_t>(1, element_count_ /
+                                  std::max<int64_t>(1, outermost.size) *
+                                  std::min(outermost.block, outermost.size));
+}
+
+BlockLayout BlockLayout::Window(int64_t first_scale) const {
+  BlockLayout window = *this;
+  window.first_scale_ = first_scale;
+  return window;
 }
 
 int64_t BlockLayout::largest_block() const {

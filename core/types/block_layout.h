@@ -45,6 +45,27 @@ class BlockLayout {
   int64_t scale_count() const { return scale_count_; }
   absl::Span<const int64_t> scale_shape() const { return scale_shape_; }
 
+  // Scale indices [first, end).
+  struct ScaleRange {
+    int64_t first;
+    int64_t end;
+  };
+  // The smallest range that has the scale of every element of [first, first +
+  // count), counted from the tensor's first scale in windows too.
+  // Requires: count > 0, within the tensor.
+  ScaleRange ScaleBounds(int64_t first, int64_t count) const;
+
+  // Elements that have their scales for themselves: those of each index of the
+  // outermost dimension's blocks. Ranges that begin and end at multiples of it,
+  // or at the tensor's end, have no scale in common. At least 1.
+  int64_t band_size() const;
+
+  // The same tensor for an encoding that has only the scales from `first_scale`
+  // on: runs and rows count scale indices from there.
+  BlockLayout Window(int64_t first_scale) const;
+  // 0, but for windows.
+  int64_t first_scale() const { return first_scale_; }
+
   // Calls `visit(const Run&)` for maximal runs that cover [first, first +
   // count) in order. Costs one division per collapsed dimension to start and
   // O(1) per run.
@@ -97,7 +118,7 @@ class BlockLayout {
     int64_t position_;
     int64_t end_;
     // Of the row's first element.
-    int64_t scale_index_ = 0;
+    int64_t scale_index_;
     // Of the dimensions but the innermost, whose index is column_.
     absl::InlinedVector<Coordinate, 4> coordinates_;
     int64_t column_ = 0;
@@ -166,6 +187,7 @@ class BlockLayout {
 
   int64_t element_count_ = 0;
   int64_t scale_count_ = 0;
+  int64_t first_scale_ = 0;
   std::vector<int64_t> scale_shape_;
   absl::InlinedVector<Dimension, 4>
       dimensions_;  // outermost first, never empty

@@ -157,11 +157,8 @@ absl::StatusOr<std::vector<float>> ScalesFromCodes(const Encoding& encoding) {
 
   std::vector<float> scale(code.size());
   if (encoding.scale_type == ScaleType::kE8m0) {
-    const int step_exponent = FindFormat(encoding.format)->step_exponent;
     for (int64_t i = 0; i < count; ++i) {
-      scale[i] = code[i] == kE8m0Nan
-                     ? std::numeric_limits<float>::quiet_NaN()
-                     : std::ldexp(1.0f, code[i] - 127 + step_exponent);
+      scale[i] = ScaleOfCode(encoding, code[i], 0);
     }
     return scale;
   }
@@ -176,15 +173,11 @@ absl::StatusOr<std::vector<float>> ScalesFromCodes(const Encoding& encoding) {
                        "scale");
   }
   for (int64_t i = 0; i < outer_count; ++i) {
-    if (!IsPositiveNormal(encoding.outer_scale[i])) {
-      return ScaleAt("outer_scale", i, encoding.outer_scale[i]);
-    }
+    absl::Status status = CheckOuterScale(i, encoding.outer_scale[i]);
+    if (!status.ok()) return status;
   }
   const auto derive = [&](int64_t i, int64_t outer) {
-    const float value = encoding.scale_type == ScaleType::kE4m3
-                            ? FloatValues(E4m3Format())[code[i]]
-                            : static_cast<float>(code[i]);
-    scale[i] = value * encoding.outer_scale[outer];
+    scale[i] = ScaleOfCode(encoding, code[i], encoding.outer_scale[outer]);
   };
   if (encoding.scale_shape.empty()) {
     for (int64_t i = 0; i < count; ++i) derive(i, 0);
@@ -203,11 +196,8 @@ absl::StatusOr<std::vector<float>> ScalesFromCodes(const Encoding& encoding) {
     });
   }
   for (int64_t i = 0; i < count; ++i) {
-    if (encoding.scale_type == ScaleType::kInteger &&
-        (code[i] == 0 || code[i] > kMaxIntegerScale)) {
-      return ScaleValueAt("scale_code", i, code[i], "an integer of 1 to 128");
-    }
-    if (!IsPositiveNormal(scale[i])) return ScaleAt("scale_code", i, scale[i]);
+    absl::Status status = CheckScale(encoding, i, scale[i], code[i]);
+    if (!status.ok()) return status;
   }
   return scale;
 }
@@ -296,12 +286,8 @@ absl::Status CheckScales(const Encoding& encoding) {
   }
   if (count == 0) return WithField(ScaleCountError(1, 0), "scale");
   for (int64_t i = 0; i < count; ++i) {
-    const float scale = encoding.scale[i];
-    if (!IsPositiveNormal(scale)) return ScaleAt("scale", i, scale);
-    if (!IsValueOf(encoding.scale_type, scale)) {
-      return ScaleValueAt("scale", i, scale,
-                          "a number that the scale type holds exactly");
-    }
+    absl::Status status = CheckScale(encoding, i, encoding.scale[i], 0);
+    if (!status.ok()) return status;
   }
   return CheckScaleShape(encoding, count);
 }
@@ -364,9 +350,10 @@ absl::Status CheckCodeRange(const Encoding& encoding,
   return absl::OkStatus();
 }
 
-absl::Status CheckZeroPoints(const Encoding& encoding,
-                             const FormatInfo& format) {
-  const std::vector<int32_t>& zero_point = encoding.zero_point;
+// The zero points that an encoding may have. They are `zero_point_count`.
+absl::Status CheckZeroPointUse(const Encoding& encoding,
+                               const FormatInfo& format,
+                               int64_t zero_point_count) {
   const auto error = [](absl::string_view what) {
     return WithField(ZeroPointRangeError(what), "zero_point");
   };
@@ -378,38 +365,43 @@ absl::Status CheckZeroPoints(const Encoding& encoding,
               format.name)),
           "exclude_zero");
     }
-    if (zero_point.empty()) return absl::OkStatus();
+    if (zero_point_count == 0) return absl::OkStatus();
     return error(absl::StrCat(
         "zero_point needs an integer format, but the format is ", format.name));
   }
-  if (!zero_point.empty() && zero_point.size() != encoding.scale.size()) {
+  // A NaN scale gives the code 0, whatever exclude_zero says.
+  const bool needs_zero =
+      !encoding.exclude_zero || HasScaleCodes(encoding.scale_type);
+  if (zero_point_count == 0 && needs_zero &&
+      (encoding.qmin > 0 || encoding.qmax < 0)) {
+    return error(absl::StrCat("no zero points means 0, which is outside of [",
+                              encoding.qmin, ", ", encoding.qmax, "]"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckZeroPoints(const Encoding& encoding,
+                             const FormatInfo& format) {
+  const std::vector<int32_t>& zero_point = encoding.zero_point;
+  if (format.kind == CodeKind::kInteger && !zero_point.empty() &&
+      zero_point.size() != encoding.scale.size()) {
     return WithField(
         ZeroPointCountError(static_cast<int64_t>(encoding.scale.size()),
                             static_cast<int64_t>(zero_point.size())),
         "zero_point");
   }
-  const int32_t low = encoding.exclude_zero ? -kMaxZeroPoint : encoding.qmin;
-  const int32_t high = encoding.exclude_zero ? kMaxZeroPoint : encoding.qmax;
-  // A NaN scale gives the code 0, whatever exclude_zero says.
-  const bool needs_zero =
-      !encoding.exclude_zero || HasScaleCodes(encoding.scale_type);
-  if (zero_point.empty() && needs_zero &&
-      (encoding.qmin > 0 || encoding.qmax < 0)) {
-    return error(absl::StrCat("no zero points means 0, which is outside of [",
-                              encoding.qmin, ", ", encoding.qmax, "]"));
-  }
+  absl::Status status = CheckZeroPointUse(
+      encoding, format, static_cast<int64_t>(zero_point.size()));
+  if (!status.ok()) return status;
   for (size_t i = 0; i < zero_point.size(); ++i) {
-    if (zero_point[i] < low || zero_point[i] > high) {
-      return error(absl::StrCat("zero point ", i, " is ", zero_point[i],
-                                ", expected one in [", low, ", ", high, "]"));
-    }
+    status = CheckZeroPoint(encoding, static_cast<int64_t>(i), zero_point[i]);
+    if (!status.ok()) return status;
   }
   return absl::OkStatus();
 }
 
-}  // namespace
-
-absl::Status ValidateEncoding(const Encoding& encoding) {
+// Everything that does not concern scales and zero points.
+absl::Status CheckFrame(const Encoding& encoding) {
   const FormatInfo* format = FindFormat(encoding.format);
   if (format == nullptr) {
     return WithField(FormatUnknownError(static_cast<int>(encoding.format)),
@@ -420,9 +412,87 @@ absl::Status ValidateEncoding(const Encoding& encoding) {
   }
   if (absl::Status s = CheckScaleType(encoding, *format); !s.ok()) return s;
   if (absl::Status s = CheckCodebook(encoding, *format); !s.ok()) return s;
-  if (absl::Status s = CheckCodeRange(encoding, *format); !s.ok()) return s;
+  return CheckCodeRange(encoding, *format);
+}
+
+}  // namespace
+
+absl::Status ValidateEncoding(const Encoding& encoding) {
+  if (absl::Status s = CheckFrame(encoding); !s.ok()) return s;
   if (absl::Status s = CheckScales(encoding); !s.ok()) return s;
-  return CheckZeroPoints(encoding, *format);
+  return CheckZeroPoints(encoding, *FindFormat(encoding.format));
+}
+
+absl::Status ValidateWithoutScales(const Encoding& encoding,
+                                   bool has_zero_points) {
+  if (absl::Status s = CheckFrame(encoding); !s.ok()) return s;
+  if (HasScaleCodes(encoding.scale_type) && has_zero_points) {
+    return WithField(ScaleTypeInvalidError(
+                         absl::StrCat("zero points need FLOAT32, FLOAT16 or "
+                                      "BFLOAT16 scales, but the scales are ",
+                                      ScaleTypeName(encoding.scale_type))),
+                     "chunks_have_zero_points");
+  }
+  if (absl::Status s = CheckOuterBlockSize(encoding); !s.ok()) return s;
+  return CheckZeroPointUse(encoding, *FindFormat(encoding.format),
+                           has_zero_points ? 1 : 0);
+}
+
+float ScaleOfCode(const Encoding& encoding, uint8_t code, float outer_scale) {
+  switch (encoding.scale_type) {
+    case ScaleType::kE8m0:
+      return code == kE8m0Nan
+                 ? std::numeric_limits<float>::quiet_NaN()
+                 : std::ldexp(
+                       1.0f,
+                       code - 127 + FindFormat(encoding.format)->step_exponent);
+    case ScaleType::kE4m3:
+      return FloatValues(E4m3Format())[code] * outer_scale;
+    default:
+      return static_cast<float>(code) * outer_scale;
+  }
+}
+
+absl::Status CheckScale(const Encoding& encoding, int64_t index, float scale,
+                        uint8_t code) {
+  switch (encoding.scale_type) {
+    case ScaleType::kE8m0:
+      return absl::OkStatus();
+    case ScaleType::kInteger:
+      if (code == 0 || code > kMaxIntegerScale) {
+        return ScaleValueAt("scale_code", index, code,
+                            "an integer of 1 to 128");
+      }
+      [[fallthrough]];
+    case ScaleType::kE4m3:
+      return IsPositiveNormal(scale) ? absl::OkStatus()
+                                     : ScaleAt("scale_code", index, scale);
+    default:
+      break;
+  }
+  if (!IsPositiveNormal(scale)) return ScaleAt("scale", index, scale);
+  if (!IsValueOf(encoding.scale_type, scale)) {
+    return ScaleValueAt("scale", index, scale,
+                        "a number that the scale type holds exactly");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckOuterScale(int64_t index, float outer_scale) {
+  return IsPositiveNormal(outer_scale)
+             ? absl::OkStatus()
+             : ScaleAt("outer_scale", index, outer_scale);
+}
+
+absl::Status CheckZeroPoint(const Encoding& encoding, int64_t index,
+                            int32_t zero_point) {
+  const int32_t low = encoding.exclude_zero ? -kMaxZeroPoint : encoding.qmin;
+  const int32_t high = encoding.exclude_zero ? kMaxZeroPoint : encoding.qmax;
+  if (zero_point >= low && zero_point <= high) return absl::OkStatus();
+  return WithField(ZeroPointRangeError(absl::StrCat(
+                       "zero point ", index, " is ", zero_point,
+                       ", expected one in [", low, ", ", high, "]")),
+                   "zero_point");
 }
 
 absl::Span<const float> CodebookOf(const Encoding& encoding) {

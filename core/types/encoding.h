@@ -82,6 +82,27 @@ absl::Span<const float> CodebookOf(const Encoding& encoding);
 // that cuts a block, and no scale_shape with more than one outer scale).
 absl::Status ValidateEncoding(const Encoding& encoding);
 
+// The same of everything but scales, zero points and outer scales, of which it
+// has none yet.
+// `has_zero_points`  some will come.
+absl::Status ValidateWithoutScales(const Encoding& encoding,
+                                   bool has_zero_points);
+
+// The scale that a code stands for; see DeriveScales.
+// Requires: HasScaleCodes, a known format.
+float ScaleOfCode(const Encoding& encoding, uint8_t code, float outer_scale);
+
+// Checks a scale by itself. `code`  where the scale type has codes.
+// Errors: SCALE_INVALID, naming `index`, at "scale" or "scale_code".
+absl::Status CheckScale(const Encoding& encoding, int64_t index, float scale,
+                        uint8_t code);
+// Errors: SCALE_INVALID, naming `index`, at "outer_scale".
+absl::Status CheckOuterScale(int64_t index, float outer_scale);
+// Errors: ZERO_POINT_RANGE, naming `index`, at "zero_point".
+// Requires: an integer format.
+absl::Status CheckZeroPoint(const Encoding& encoding, int64_t index,
+                            int32_t zero_point);
+
 // Fills `scale` in from the scale codes and outer scales; does nothing for
 // other scale types.
 //

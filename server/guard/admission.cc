@@ -24,6 +24,8 @@ constexpr absl::Duration kMaxRetry = absl::Seconds(5);
 constexpr absl::Duration kMaxExcess = absl::Seconds(20);
 // A new value moves an average by a part of its distance.
 constexpr int64_t kSmoothing = 8;
+// Of ratios that are kept as integers.
+constexpr int64_t kRatioUnit = 1024;
 
 // Writers may overtake each other, which loses one value.
 void Average(std::atomic<int64_t>* average, int64_t value) {
@@ -139,10 +141,10 @@ absl::Status Admission::Admit(bool worker_is_idle, absl::Duration work) {
                                   RetryAfter(absl::ZeroDuration()));
   }
   const absl::Duration queued = QueueDelay(work);
-  // One and a half tensors to a worker, one of them new, the others at even
-  // distances from their ends.
+  // A tensor and a bit for each worker. With more of them some would take twice
+  // their own time: the kernel does not share processors evenly.
   const absl::Duration own =
-      std::max(work * (0.75 - 0.5 / threads_), kLeastDelay);
+      std::max(work * (0.65 - 0.5 / threads_), kLeastDelay);
   const bool may_burst = MayBurst(work, queued <= own / 2);
   // Those that were just taken may not have reached a worker yet.
   if (!worker_is_idle || loaded_.load(std::memory_order_relaxed) >= threads_) {
@@ -196,6 +198,15 @@ absl::Duration Admission::FinishTime(Rpc rpc, int64_t tensor_bytes) const {
           std::memory_order_relaxed));
 }
 
+absl::Duration Admission::SearchTime(Rpc rpc, absl::Duration estimate) const {
+  const int64_t ns = absl::ToInt64Nanoseconds(estimate);
+  const int64_t ratio =
+      search_ratio_[static_cast<int>(rpc)][SizeIndex(ns)].load(
+          std::memory_order_relaxed);
+  return ratio == 0 ? estimate
+                    : estimate * (static_cast<double>(ratio) / kRatioUnit);
+}
+
 void Admission::Fed(Rpc rpc, int64_t bytes, absl::Duration time) {
   // What opening a tensor takes would distort the rate of small ones.
   constexpr int64_t kMinBytes = 16 << 10;
@@ -208,6 +219,15 @@ void Admission::Fed(Rpc rpc, int64_t bytes, absl::Duration time) {
 void Admission::Finished(Rpc rpc, int64_t tensor_bytes, absl::Duration time) {
   Average(&finish_ns_[static_cast<int>(rpc)][SizeIndex(tensor_bytes)],
           absl::ToInt64Nanoseconds(time));
+}
+
+void Admission::Searched(Rpc rpc, absl::Duration estimate,
+                         absl::Duration time) {
+  if (estimate <= absl::ZeroDuration()) return;
+  const int64_t ns = absl::ToInt64Nanoseconds(estimate);
+  Average(
+      &search_ratio_[static_cast<int>(rpc)][SizeIndex(ns)],
+      static_cast<int64_t>(absl::FDivDuration(time, estimate) * kRatioUnit));
 }
 
 }  // namespace quantd::server

@@ -50,6 +50,43 @@ absl::Status TenantEncodingStore::Delete(const EncodingKey& key,
                                        : NotFound(key);
 }
 
+absl::StatusOr<std::unique_ptr<EncodingReader>> TenantEncodingStore::OpenReader(
+    const EncodingKey& key) {
+  if (!principal_->MaySee(key.model)) return NotFound(key);
+  return inner_->OpenReader(key);
+}
+
+absl::StatusOr<std::unique_ptr<EncodingWriter>> TenantEncodingStore::OpenWriter(
+    const EncodingKey& key, std::shared_ptr<const core::Encoding> outline,
+    bool has_zero_points, const Precondition& precondition) {
+  if (absl::Status s = principal_->CheckWrite(key.model); !s.ok()) return s;
+  return inner_->OpenWriter(
+      key, std::move(outline), has_zero_points,
+      {precondition.if_match, principal_->AccountFor(key.model)});
+}
+
+absl::StatusOr<PublishedRevision> TenantEncodingStore::PublishRevision(
+    absl::string_view model, absl::string_view source,
+    absl::string_view target) {
+  if (absl::Status s = principal_->CheckWrite(model); !s.ok()) return s;
+  return inner_->PublishRevision(model, source, target);
+}
+
+absl::StatusOr<DeletedRows> TenantEncodingStore::DeleteRevision(
+    absl::string_view model, absl::string_view revision) {
+  if (!principal_->MaySee(model)) {
+    return core::RevisionNotFoundError(model, revision,
+                                       "encodings and no statistics");
+  }
+  return inner_->DeleteRevision(model, revision);
+}
+
+absl::StatusOr<DeletedRows> TenantEncodingStore::DeleteModel(
+    absl::string_view model) {
+  if (!principal_->MaySee(model)) return core::ModelNotFoundError(model);
+  return inner_->DeleteModel(model);
+}
+
 absl::StatusOr<std::vector<EncodingListEntry>>
 TenantEncodingStore::ListEncodings(absl::string_view model,
                                    absl::string_view revision,

@@ -34,6 +34,17 @@ class TenantEncodingStore : public EncodingStore {
       const Precondition& precondition) override;
   absl::Status Delete(const EncodingKey& key,
                       const Precondition& precondition) override;
+  absl::StatusOr<std::unique_ptr<EncodingReader>> OpenReader(
+      const EncodingKey& key) override;
+  absl::StatusOr<std::unique_ptr<EncodingWriter>> OpenWriter(
+      const EncodingKey& key, std::shared_ptr<const core::Encoding> outline,
+      bool has_zero_points, const Precondition& precondition) override;
+  absl::StatusOr<PublishedRevision> PublishRevision(
+      absl::string_view model, absl::string_view source,
+      absl::string_view target) override;
+  absl::StatusOr<DeletedRows> DeleteRevision(
+      absl::string_view model, absl::string_view revision) override;
+  absl::StatusOr<DeletedRows> DeleteModel(absl::string_view model) override;
   absl::StatusOr<std::vector<EncodingListEntry>> ListEncodings(
       absl::string_view model, absl::string_view revision,
       absl::string_view after, int limit) override;

@@ -22,6 +22,7 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "absl/types/optional.h"
 #include "core/errors.h"
 #include "core/parallel/steady_clock.h"
 #include "prometheus/text_serializer.h"
@@ -286,6 +287,7 @@ std::string HttpServer::Answer(absl::string_view request,
           path == "/healthz" ? probes_.live() : probes_.ready();
       if (path == "/readyz" && query != "exclude=store" && status.ok()) {
         status = AskStore();
+        if (status.ok()) status = LatestWrite();
       }
       if (!status.ok()) {
         response = {503, "Service Unavailable", kPlainText,
@@ -294,6 +296,18 @@ std::string HttpServer::Answer(absl::string_view request,
     }
   }
   return ToText(response, method != "HEAD");
+}
+
+absl::Status HttpServer::LatestWrite() const {
+  // Whoever sends no more calls to a server that is not ready has to send some
+  // again, or no write could ever tell that it has become so.
+  constexpr absl::Duration kCounts = absl::Minutes(1);
+  const absl::optional<Metrics::FailedWrite> failed = metrics_->failed_write();
+  if (!failed.has_value() || failed->age >= kCounts) return absl::OkStatus();
+  return absl::UnavailableError(absl::StrCat(
+      "the latest write to the store failed ",
+      absl::FormatDuration(absl::Trunc(failed->age, absl::Seconds(1))),
+      " ago: ", failed->status.message()));
 }
 
 absl::Status HttpServer::AskStore() {

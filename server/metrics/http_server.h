@@ -24,9 +24,12 @@ namespace quantd::server {
 // Answers GET and HEAD of
 //   /metrics  the Prometheus text format 0.0.4
 //   /healthz  200, or 503 and why the process has to be restarted
-//   /readyz   200, or 503 and the reason; /readyz?exclude=store leaves out the
-//             store
-// and 404 elsewhere. It has a thread of its own, where a slow client delays no
+//   /readyz   200, or 503 and the reason. /readyz?exclude=store does not ask
+//             the store. Otherwise it is 503 if the store does not answer, and
+//             for a minute after a write to it failed, unless one succeeded.
+// and 404 elsewhere.
+//
+// It has a thread of its own, where a slow client delays no
 // other: probes are answered first, and all that wait for metrics get the same
 // text. A connection carries one request and lasts five seconds at most. Beyond
 // 64 connections, or 32 of one address, one is closed: the oldest of those that
@@ -93,6 +96,8 @@ class HttpServer {
   // Fills in `metrics` when that is empty and IsForMetrics.
   std::string Answer(absl::string_view request, std::string* metrics);
   absl::Status AskStore();
+  // Not OK for some time after a write to the store failed.
+  absl::Status LatestWrite() const;
 
   const Metrics* const metrics_;
   const Probes probes_;

@@ -9,9 +9,13 @@
 #include <utility>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "absl/types/optional.h"
 #include "absl/types/span.h"
 #include "core/cpu.h"
 #include "core/errors.h"
@@ -159,7 +163,9 @@ Labels RpcLabels(int rpc) {
 }  // namespace
 
 struct Metrics::State {
-  State() : counters(kElements + kTensorRpcCount * (FormatCount() + 1)) {}
+  explicit State(Clock clock)
+      : counters(kElements + kTensorRpcCount * (FormatCount() + 1)),
+        clock(std::move(clock)) {}
 
   void Observe(int first, absl::Duration latency) {
     const double seconds = absl::ToDoubleSeconds(latency);
@@ -212,6 +218,8 @@ struct Metrics::State {
   std::atomic<int64_t> cache_entries{0};
   std::atomic<int64_t> store_bytes{0};
   std::atomic<int64_t> store_rows{0};
+  std::atomic<int64_t> store_size_bytes{0};
+  std::atomic<int64_t> store_free_bytes{0};
   std::atomic<double> quota_used_ratio{0};
   std::atomic<int64_t> memory_budget_bytes{0};
   std::atomic<int64_t> memory_budget_used_bytes{0};
@@ -223,6 +231,12 @@ struct Metrics::State {
   std::atomic<int64_t> connections_limit{0};
   std::atomic<bool> is_draining{false};
   std::array<std::atomic<bool>, kReloadedFileCount> reload_failed{};
+  const Clock clock;
+  // The latest write to the store.
+  std::atomic<bool> write_failed{false};
+  mutable absl::Mutex write_mutex;
+  absl::Status write_status ABSL_GUARDED_BY(write_mutex);
+  absl::Duration write_time ABSL_GUARDED_BY(write_mutex);
 };
 
 void Metrics::State::CollectRpcs(std::vector<MetricFamily>* families) const {
@@ -367,6 +381,10 @@ void Metrics::State::CollectStore(std::vector<MetricFamily>* families) const {
     AddSample(counters.Sum(kStoreErrors + i),
               {{"operation", kStoreOperations[i]}}, &errors);
   }
+  AddSample(write_failed.load(std::memory_order_relaxed) ? 1 : 0, {},
+            &AddFamily("quantd_store_write_failed",
+                       "1 if the latest write to the store failed, else 0.",
+                       MetricType::Gauge, families));
   AddSample(store_bytes.load(std::memory_order_relaxed), {},
             &AddFamily("quantd_store_bytes",
                        "Bytes of the names and contents in the store.",
@@ -376,6 +394,14 @@ void Metrics::State::CollectStore(std::vector<MetricFamily>* families) const {
       &AddFamily("quantd_store_rows",
                  "Rows in the store: encodings, and statistics by source.",
                  MetricType::Gauge, families));
+  AddSample(store_size_bytes.load(std::memory_order_relaxed), {},
+            &AddFamily("quantd_store_size_bytes",
+                       "Bytes that the store takes on disk.", MetricType::Gauge,
+                       families));
+  AddSample(store_free_bytes.load(std::memory_order_relaxed), {},
+            &AddFamily("quantd_store_free_bytes",
+                       "Bytes of the store's file that hold nothing now.",
+                       MetricType::Gauge, families));
   AddFamily("quantd_quota_used_ratio",
             "Used part of the quota that is closest to its limit.",
             MetricType::Gauge, families)
@@ -465,7 +491,8 @@ void Metrics::State::CollectGuard(std::vector<MetricFamily>* families) const {
   }
 }
 
-Metrics::Metrics() : state_(std::make_unique<State>()) {}
+Metrics::Metrics(Clock clock)
+    : state_(std::make_unique<State>(std::move(clock))) {}
 Metrics::~Metrics() = default;
 
 std::vector<MetricFamily> Metrics::Collect() const {
@@ -569,9 +596,31 @@ void Metrics::StoreDone(StoreOperation operation, bool ok,
   state_->Observe(kStoreSeconds + index * kHistogramSize, latency);
 }
 
+void Metrics::StoreWritten(const absl::Status& status) {
+  if (status.ok() && !state_->write_failed.load(std::memory_order_relaxed)) {
+    return;
+  }
+  absl::MutexLock lock(&state_->write_mutex);
+  state_->write_status = status;
+  state_->write_time = state_->clock();
+  state_->write_failed.store(!status.ok(), std::memory_order_relaxed);
+}
+
+absl::optional<Metrics::FailedWrite> Metrics::failed_write() const {
+  absl::MutexLock lock(&state_->write_mutex);
+  if (state_->write_status.ok()) return absl::nullopt;
+  return FailedWrite{state_->write_status,
+                     state_->clock() - state_->write_time};
+}
+
 void Metrics::Contribution(bool duplicate) {
   state_->counters.Add(
       duplicate ? kContributionsDuplicate : kContributionsCounted, 1);
+}
+
+void Metrics::StoreSize(int64_t size_bytes, int64_t free_bytes) {
+  state_->store_size_bytes.store(size_bytes, std::memory_order_relaxed);
+  state_->store_free_bytes.store(free_bytes, std::memory_order_relaxed);
 }
 
 void Metrics::StoreUsage(int64_t bytes, int64_t rows) {

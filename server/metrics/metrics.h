@@ -4,12 +4,16 @@
 #define QUANTD_SERVER_METRICS_METRICS_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "absl/types/optional.h"
 #include "core/formats/number_format.h"
+#include "core/parallel/steady_clock.h"
 #include "server/wire/rpcs.h"
 
 namespace prometheus {
@@ -30,6 +34,13 @@ enum class StoreOperation {
   kDeleteStatistics,
 };
 constexpr int kStoreOperationCount = 9;
+// Whether the operation changes what is stored.
+constexpr bool IsWrite(StoreOperation operation) {
+  return operation == StoreOperation::kPut ||
+         operation == StoreOperation::kDelete ||
+         operation == StoreOperation::kContribute ||
+         operation == StoreOperation::kDeleteStatistics;
+}
 
 // Files that may change while the server runs.
 enum class ReloadedFile { kAccess, kCertificate };
@@ -39,7 +50,16 @@ constexpr int kReloadedFileCount = 2;
 // path. Labels are bounded sets: never a model or tensor name. Thread-safe.
 class Metrics {
  public:
-  Metrics();
+  // A write to the store that failed.
+  struct FailedWrite {
+    absl::Status status;
+    absl::Duration age;
+  };
+
+  // The time since some moment; never goes back.
+  using Clock = std::function<absl::Duration()>;
+
+  explicit Metrics(Clock clock = &core::SteadyNow);
   ~Metrics();
 
   // What /metrics shows of the service; from any thread.
@@ -84,11 +104,17 @@ class Metrics {
   void CacheResident(int64_t bytes, int64_t entries);
   // quantd_store_seconds{operation}, quantd_store_errors_total{operation}.
   void StoreDone(StoreOperation operation, bool ok, absl::Duration latency);
+  // quantd_store_write_failed: how the latest write to the store ended.
+  void StoreWritten(const absl::Status& status);
+  // The latest write if it failed.
+  absl::optional<FailedWrite> failed_write() const;
   // quantd_calibration_merges_total{result}: contributions to a calibration,
   // "counted", or "duplicate": acknowledged and not counted again.
   void Contribution(bool duplicate);
   // quantd_store_bytes, quantd_store_rows: what the store holds.
   void StoreUsage(int64_t bytes, int64_t rows);
+  // quantd_store_size_bytes, quantd_store_free_bytes: what it takes on disk.
+  void StoreSize(int64_t size_bytes, int64_t free_bytes);
   // quantd_quota_used_ratio: of the quota that is used up most.
   void QuotaUsed(double ratio);
   // quantd_retention_deleted_revisions_total.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <string>
 #include <utility>
@@ -20,6 +21,7 @@
 #include "server/rpc/caller.h"
 #include "server/rpc/code_geometry.h"
 #include "server/rpc/encoding_source.h"
+#include "server/rpc/scale_stream.h"
 #include "server/rpc/stream_rpcs.h"
 #include "server/rpc/tensor_header.h"
 #include "server/rpc/tensor_job.h"
@@ -77,7 +79,9 @@ class DequantizeJob final : public TensorJob {
 
   absl::Status Resolve(ChunkWriter* out) override {
     absl::StatusOr<ResolvedEncoding> resolved =
-        source_.Resolve(env_, description_.shape);
+        source_.Resolve(env_, description_.shape,
+                        request_.omit_encoding() ? ScaleTransport::kChunks
+                                                 : ScaleTransport::kOneMessage);
     if (!resolved.ok()) {
       return core::WithField(resolved.status(), source_field_);
     }
@@ -104,12 +108,22 @@ class DequantizeJob final : public TensorJob {
         CodesOfReals(output_.has_value() ? kSharedQuantumBytes
                                          : env_.limits.response_chunk_bytes);
     first_element_ = geometry_.CodesIndex(frame_.begin_bytes);
+    status = OpenIncoming(env_, first_element_,
+                          geometry_.CodesIndex(frame_.end_bytes),
+                          /*keep_all=*/false, &resolved_);
+    if (!status.ok()) return core::WithField(status, source_field_);
     answer_.emplace(output_, RealsOffset(frame_.begin_bytes));
 
     v1::DequantizeResponseHeader header;
     *header.mutable_name() = request_.tensor().name();
     if (!request_.omit_encoding()) {
-      EncodingToProto(*resolved_.encoding, header.mutable_encoding());
+      if (resolved_.in_chunks) {
+        EncodingWithoutScalesToProto(*resolved_.encoding,
+                                     resolved_.chunks_have_zero_points,
+                                     header.mutable_encoding());
+      } else {
+        EncodingToProto(*resolved_.encoding, header.mutable_encoding());
+      }
     }
     header.set_etag(resolved_.etag);
     header.mutable_shape()->Assign(description_.shape.begin(),
@@ -122,6 +136,11 @@ class DequantizeJob final : public TensorJob {
     return absl::OkStatus();
   }
 
+  absl::Status PushScales(absl::Span<const std::string> scales) override {
+    if (resolved_.incoming == nullptr) return TensorJob::PushScales(scales);
+    return resolved_.incoming->Push(scales);
+  }
+
   void BeginQuantum(int64_t offset_bytes, int64_t bytes,
                     ChunkWriter* out) override {
     const int64_t begin = RealsOffset(offset_bytes);
@@ -130,6 +149,9 @@ class DequantizeJob final : public TensorJob {
 
   absl::Status Feed(int64_t offset_bytes,
                     absl::Span<const uint8_t> data) override {
+    absl::Status status =
+        Advance(offset_bytes, static_cast<int64_t>(data.size()));
+    if (!status.ok()) return status;
     Dequantize(offset_bytes, data, env_.pool);
     return absl::OkStatus();
   }
@@ -142,6 +164,9 @@ class DequantizeJob final : public TensorJob {
         !status.ok()) {
       return status;
     }
+    absl::Status status =
+        Advance(offset_bytes, static_cast<int64_t>(shared.size()));
+    if (!status.ok()) return status;
     const int64_t end_bytes =
         offset_bytes + static_cast<int64_t>(shared.size());
     const int64_t block_bytes = CodesOfReals(kSharedBlockBytes);
@@ -171,6 +196,16 @@ class DequantizeJob final : public TensorJob {
   }
 
  private:
+  // Makes ready for codes whose scales come in chunks.
+  // Errors: SCALE_COUNT.
+  absl::Status Advance(int64_t offset_bytes, int64_t bytes) {
+    if (resolved_.incoming == nullptr) return absl::OkStatus();
+    const int64_t first = geometry_.CodesIndex(offset_bytes);
+    return resolved_.incoming->Advance(
+        first, geometry_.CodesIndex(offset_bytes + bytes) - first,
+        std::numeric_limits<int64_t>::max());
+  }
+
   void Dequantize(int64_t offset_bytes, absl::Span<const uint8_t> codes,
                   core::ThreadPool* pool) {
     const int64_t first = geometry_.CodesIndex(offset_bytes);

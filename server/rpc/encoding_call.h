@@ -44,11 +44,12 @@ struct CallArguments {
 // second for each MiB.
 absl::Duration SendTime(int64_t bytes, absl::Duration idle_timeout);
 
-// Takes messages up and sends messages down, in steps that follow one another:
-// each ends by starting the next one, or the call. To gRPC every call is a
-// stream of bytes in both directions, which on the wire is what a unary call
-// is, too: so the caller is known before a byte of its request is read, and how
-// much memory that will take before it is parsed. Thread-safe.
+// Takes messages up and sends messages down, in steps: each ends by starting
+// the next step, or by ending the call.
+//
+// gRPC is told that every call is a stream of bytes in both directions. On the
+// wire a unary call looks the same. So the caller is known before a byte of the
+// request is read, and its size before it is parsed. Thread-safe.
 class EncodingCall
     : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>,
       public std::enable_shared_from_this<EncodingCall>,
@@ -97,9 +98,9 @@ class EncodingCall
 
   // False when the call is of no more use; then it has been ended.
   bool IsWanted();
-  // The same where a call may as well end: also while the server drains, when
-  // the call is as old as it may be, and when the caller may not make it any
-  // more.
+  // The same for a moment at which nothing is lost if the call ends. So it also
+  // ends if the server drains, if the call is too old, or if the caller may no
+  // longer make it.
   bool MayGoOn();
   // Why not, within a step that is long; it does not end the call.
   absl::Status CheckGoesOn();

@@ -14,6 +14,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/optional.h"
 #include "core/errors.h"
 #include "core/statistics/statistics_state.h"
 #include "core/statistics/tensor_statistics.h"
@@ -22,6 +23,7 @@
 #include "server/guard/memory_budget.h"
 #include "server/rpc/interchange_rpcs.h"
 #include "server/rpc/page_bytes.h"
+#include "server/rpc/scale_rpcs.h"
 #include "server/rpc/statistics_rpcs.h"
 #include "server/rpc/stored_encoding_proto.h"
 #include "server/wire/encoding_proto.h"
@@ -174,8 +176,25 @@ absl::Status GetEncoding(const UnaryContext& context,
                          v1::GetEncodingResponse* response) {
   absl::StatusOr<EncodingKey> key = KeyFromProto(request.name());
   if (!key.ok()) return core::WithField(key.status(), "name");
-  absl::StatusOr<StoredEncoding> stored = context.caller.encodings->Get(*key);
-  if (!stored.ok()) return stored.status();
+  EncodingStore& store = *context.caller.encodings;
+  absl::optional<StoredEncoding> stored = store.Cached(*key);
+  if (!stored.has_value()) {
+    // What is cached is small.
+    absl::StatusOr<std::unique_ptr<EncodingReader>> reader =
+        store.OpenReader(*key);
+    if (!reader.ok()) return reader.status();
+    const int64_t limit = context.env.limits.chunk_bytes;
+    const int64_t bytes =
+        (*reader)->scale_count() * ((*reader)->has_zero_points() ? 8 : 4);
+    if (bytes > limit) {
+      return core::WithField(core::AnswerScaleLimitError(limit, bytes), "name");
+    }
+    absl::Status status = Charge(context, 2 * bytes);
+    if (!status.ok()) return status;
+    absl::StatusOr<StoredEncoding> read = store.Get(*key);
+    if (!read.ok()) return read.status();
+    stored = *std::move(read);
+  }
   StoredEncodingToProto(*key, *stored, /*with_encoding=*/true,
                         response->mutable_stored_encoding());
   return absl::OkStatus();
@@ -262,6 +281,64 @@ absl::Status ListRevisions(const UnaryContext& context,
         proto->set_statistics_count(entry.statistics_count);
       },
       response);
+}
+
+absl::Status PublishRevision(const UnaryContext& context,
+                             const v1::PublishRevisionRequest& request,
+                             v1::PublishRevisionResponse* response) {
+  const absl::StatusOr<std::string> revision = CheckRevision(request);
+  if (!revision.ok()) return revision.status();
+  absl::Status status = CheckPathName("revision", request.source_revision());
+  if (!status.ok()) return core::WithField(status, "source_revision");
+  status =
+      context.env.authenticator->CheckWrite(context.caller, request.model());
+  if (!status.ok()) return core::WithField(status, "model");
+  if (request.source_revision() == *revision) {
+    return core::WithField(
+        core::RevisionInvalidError(absl::StrCat(
+            "revision \"", *revision,
+            "\" is the source as well, expected another revision")),
+        "source_revision");
+  }
+  const absl::StatusOr<PublishedRevision> published =
+      context.caller.encodings->PublishRevision(
+          request.model(), request.source_revision(), *revision);
+  if (!published.ok()) return published.status();
+  response->set_encoding_count(
+      static_cast<uint64_t>(published->encoding_count));
+  response->set_replaced_count(
+      static_cast<uint64_t>(published->replaced_count));
+  return absl::OkStatus();
+}
+
+absl::Status DeleteRevision(const UnaryContext& context,
+                            const v1::DeleteRevisionRequest& request,
+                            v1::DeleteRevisionResponse* response) {
+  if (absl::Status s = CheckModel(request.model()); !s.ok()) return s;
+  // There is no default: what is deleted is named.
+  absl::Status status = CheckPathName("revision", request.revision());
+  if (!status.ok()) return core::WithField(status, "revision");
+  const absl::StatusOr<DeletedRows> deleted =
+      context.caller.encodings->DeleteRevision(request.model(),
+                                               request.revision());
+  if (!deleted.ok()) return deleted.status();
+  response->set_encoding_count(static_cast<uint64_t>(deleted->encoding_count));
+  response->set_statistics_count(
+      static_cast<uint64_t>(deleted->statistics_count));
+  return absl::OkStatus();
+}
+
+absl::Status DeleteModel(const UnaryContext& context,
+                         const v1::DeleteModelRequest& request,
+                         v1::DeleteModelResponse* response) {
+  if (absl::Status s = CheckModel(request.model()); !s.ok()) return s;
+  const absl::StatusOr<DeletedRows> deleted =
+      context.caller.encodings->DeleteModel(request.model());
+  if (!deleted.ok()) return deleted.status();
+  response->set_encoding_count(static_cast<uint64_t>(deleted->encoding_count));
+  response->set_statistics_count(
+      static_cast<uint64_t>(deleted->statistics_count));
+  return absl::OkStatus();
 }
 
 absl::Status GetStatistics(const UnaryContext& context,
@@ -352,11 +429,17 @@ EncodingService::EncodingService(const RpcEnvironment& env,
   AddUnary(Rpc::kListEncodings, &ListEncodings);
   AddUnary(Rpc::kGetEncoding, &GetEncoding);
   AddUnary(Rpc::kPutEncoding, &PutEncoding);
+  Add(Rpc::kReadEncoding, &StartReadEncoding);
+  Add(Rpc::kWriteEncoding, &StartWriteEncoding);
   AddUnary(Rpc::kDeleteEncoding, &DeleteEncoding);
   AddUnary(Rpc::kListModels, &ListModels);
   AddUnary(Rpc::kListRevisions, &ListRevisions);
+  AddUnary(Rpc::kPublishRevision, &PublishRevision);
+  AddUnary(Rpc::kDeleteRevision, &DeleteRevision);
+  AddUnary(Rpc::kDeleteModel, &DeleteModel);
   Add(Rpc::kComputeEncodings, &StartComputeEncodings);
   Add(Rpc::kSweep, &StartSweep);
+  Add(Rpc::kChooseMixture, &StartChooseMixture);
   AddUnary(Rpc::kGetStatistics, &GetStatistics);
   AddUnary(Rpc::kListStatistics, &ListStatistics);
   AddUnary(Rpc::kDeleteStatistics, &DeleteStatistics);

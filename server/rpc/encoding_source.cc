@@ -8,6 +8,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/types/optional.h"
 #include "absl/types/span.h"
 #include "core/errors.h"
@@ -47,12 +48,27 @@ absl::StatusOr<MemoryBudget::Lease> ChargeEncoding(const RpcEnvironment& env,
 // field.
 absl::StatusOr<ResolvedEncoding> Fit(
     const RpcEnvironment& env, std::shared_ptr<const core::Encoding> encoding,
-    absl::Span<const int64_t> shape) {
+    bool in_chunks, absl::Span<const int64_t> shape, ScaleTransport transport) {
   absl::StatusOr<core::BlockLayout> layout =
-      CheckedLayout(env, shape, encoding->block_size);
+      CheckedLayout(env, shape, encoding->block_size,
+                    in_chunks ? ScaleTransport::kChunks : transport);
   if (!layout.ok()) return layout.status();
-  absl::Status status = core::CheckEncodingFits(*encoding, *layout);
-  if (!status.ok()) return status;
+  if (in_chunks) {
+    const absl::Span<const int64_t> scale_shape = layout->scale_shape();
+    if (!encoding->scale_shape.empty() &&
+        encoding->scale_shape != scale_shape) {
+      return core::ScaleShapeError(
+          absl::StrCat("encoding has scales of shape [",
+                       absl::StrJoin(encoding->scale_shape, ","),
+                       "], expected [", absl::StrJoin(scale_shape, ","), "]"));
+    }
+    core::Encoding shaped = *encoding;
+    shaped.scale_shape.assign(scale_shape.begin(), scale_shape.end());
+    encoding = std::make_shared<const core::Encoding>(std::move(shaped));
+  } else {
+    absl::Status status = core::CheckEncodingFits(*encoding, *layout);
+    if (!status.ok()) return status;
+  }
   return ResolvedEncoding{
       std::move(encoding),
       std::make_shared<const core::BlockLayout>(*std::move(layout)), ""};
@@ -62,21 +78,38 @@ absl::StatusOr<ResolvedEncoding> Fit(
 
 absl::StatusOr<core::BlockLayout> CheckedLayout(
     const RpcEnvironment& env, absl::Span<const int64_t> shape,
-    absl::Span<const int64_t> block_size) {
+    absl::Span<const int64_t> block_size, ScaleTransport transport) {
   absl::StatusOr<core::BlockLayout> layout =
       core::BlockLayout::Create(shape, block_size);
   if (!layout.ok()) return layout.status();
   if (layout->scale_count() == 0) {
     return core::BlockSizeInvalidError(
         "a dimension of 0 is split into blocks, which leaves no scale; "
-        "expected "
-        "block size 0 there");
+        "expected block size 0 there");
   }
-  if (layout->scale_count() > env.limits.scale_count) {
-    return core::ScaleCountLimitError(env.limits.scale_count,
-                                      layout->scale_count());
+  if (transport == ScaleTransport::kOneMessage &&
+      layout->scale_count() > env.limits.scale_count) {
+    return core::MessageScaleLimitError(env.limits.scale_count,
+                                        layout->scale_count());
   }
   return layout;
+}
+
+absl::Status OpenIncoming(const RpcEnvironment& env, int64_t begin, int64_t end,
+                          bool keep_all, ResolvedEncoding* resolved) {
+  if (!resolved->in_chunks) return absl::OkStatus();
+  absl::StatusOr<std::unique_ptr<IncomingScales>> incoming =
+      IncomingScales::Create(env, *resolved->encoding, *resolved->layout,
+                             resolved->chunks_have_zero_points, begin, end,
+                             keep_all);
+  if (!incoming.ok()) return incoming.status();
+  resolved->incoming = *std::move(incoming);
+  const core::ScaleWindow& window = resolved->incoming->window();
+  resolved->encoding = std::shared_ptr<const core::Encoding>(
+      resolved->incoming, &window.encoding());
+  resolved->layout = std::shared_ptr<const core::BlockLayout>(
+      resolved->incoming, &window.layout());
+  return absl::OkStatus();
 }
 
 absl::StatusOr<EncodingSource> EncodingSource::Open(
@@ -106,7 +139,7 @@ absl::StatusOr<EncodingSource> EncodingSource::Open(const RpcEnvironment& env,
   const int64_t scale_count = ScaleCount(proto);
   if (scale_count > env.limits.scale_count) {
     return core::WithField(
-        core::ScaleCountLimitError(env.limits.scale_count, scale_count),
+        core::MessageScaleLimitError(env.limits.scale_count, scale_count),
         "block_size");
   }
   for (const auto& [field, count] :
@@ -123,10 +156,14 @@ absl::StatusOr<EncodingSource> EncodingSource::Open(const RpcEnvironment& env,
   absl::StatusOr<MemoryBudget::Lease> lease =
       ChargeEncoding(env, EncodingBytes(proto));
   if (!lease.ok()) return lease.status();
-  absl::StatusOr<core::Encoding> encoding = EncodingFromProto(proto);
+  absl::StatusOr<core::Encoding> encoding =
+      proto.scales_in_chunks() ? EncodingWithoutScalesFromProto(proto)
+                               : EncodingFromProto(proto);
   if (!encoding.ok()) return encoding.status();
   encoding->degenerate_count = 0;
   EncodingSource source;
+  source.in_chunks_ = proto.scales_in_chunks();
+  source.chunks_have_zero_points_ = proto.chunks_have_zero_points();
   source.lease_ = *std::move(lease);
   source.encoding_ =
       std::make_shared<const core::Encoding>(*std::move(encoding));
@@ -138,7 +175,8 @@ bool EncodingSource::is_large() const {
 }
 
 absl::StatusOr<ResolvedEncoding> EncodingSource::Resolve(
-    const RpcEnvironment& env, absl::Span<const int64_t> shape) const {
+    const RpcEnvironment& env, absl::Span<const int64_t> shape,
+    ScaleTransport transport) const {
   std::shared_ptr<const core::Encoding> encoding = encoding_;
   std::string etag = etag_;
   if (encoding == nullptr) {
@@ -159,8 +197,10 @@ absl::StatusOr<ResolvedEncoding> EncodingSource::Resolve(
     lease = *std::move(charged);
   }
   absl::StatusOr<ResolvedEncoding> resolved =
-      Fit(env, std::move(encoding), shape);
+      Fit(env, std::move(encoding), in_chunks_, shape, transport);
   if (resolved.ok()) {
+    resolved->in_chunks = in_chunks_;
+    resolved->chunks_have_zero_points = chunks_have_zero_points_;
     resolved->etag = std::move(etag);
     resolved->lease = std::move(lease);
     return resolved;
@@ -169,6 +209,7 @@ absl::StatusOr<ResolvedEncoding> EncodingSource::Resolve(
   if (core::ErrorReason(resolved.status()) != "SCALE_COUNT") {
     return core::WithField(resolved.status(), "block_size");
   }
+  if (in_chunks_) return core::WithField(resolved.status(), "scale_shape");
   return core::WithField(
       resolved.status(),
       core::HasScaleCodes(encoding_->scale_type) ? "scale_code" : "scale");
@@ -176,13 +217,14 @@ absl::StatusOr<ResolvedEncoding> EncodingSource::Resolve(
 
 absl::StatusOr<ResolvedSpec> ResolveSpec(const RpcEnvironment& env,
                                          const core::EncodingSpec& spec,
-                                         absl::Span<const int64_t> shape) {
+                                         absl::Span<const int64_t> shape,
+                                         ScaleTransport transport) {
   const absl::string_view field =
       spec.granularity.has_value() ? "granularity" : "block_size";
   absl::StatusOr<core::EncodingSpec> resolved = core::ResolveSpec(spec, shape);
   if (!resolved.ok()) return core::WithField(resolved.status(), field);
   absl::StatusOr<core::BlockLayout> layout =
-      CheckedLayout(env, shape, resolved->block_size);
+      CheckedLayout(env, shape, resolved->block_size, transport);
   if (!layout.ok()) return core::WithField(layout.status(), field);
   return ResolvedSpec{
       *std::move(resolved),
@@ -191,10 +233,11 @@ absl::StatusOr<ResolvedSpec> ResolveSpec(const RpcEnvironment& env,
 
 absl::StatusOr<ResolvedSpec> ResolveSpec(const RpcEnvironment& env,
                                          const v1::EncodingSpec& proto,
-                                         absl::Span<const int64_t> shape) {
+                                         absl::Span<const int64_t> shape,
+                                         ScaleTransport transport) {
   absl::StatusOr<core::EncodingSpec> spec = SpecFromProto(proto);
   if (!spec.ok()) return spec.status();
-  return ResolveSpec(env, *spec, shape);
+  return ResolveSpec(env, *spec, shape, transport);
 }
 
 }  // namespace quantd::server

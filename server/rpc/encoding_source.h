@@ -7,7 +7,9 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "core/calibrate/encoding_spec.h"
@@ -18,6 +20,7 @@
 #include "server/guard/memory_budget.h"
 #include "server/rpc/caller.h"
 #include "server/rpc/rpc_environment.h"
+#include "server/rpc/scale_stream.h"
 #include "server/store/encoding_store.h"
 #include "server/wire/encoding_proto.h"
 
@@ -30,11 +33,16 @@ constexpr char kEncodingWayOut[] =
     "put encodings with PutEncoding and name them by reference, or send fewer "
     "tensors at once";
 
+// Whether all scales of an encoding go in one message, which there is a limit
+// for.
+enum class ScaleTransport { kOneMessage, kChunks };
+
 // Errors: those of BlockLayout::Create, BLOCK_SIZE_INVALID where it leaves no
-// scale at all, SCALE_COUNT_LIMIT; at no field.
+// scale at all, SCALE_COUNT_LIMIT with kOneMessage; at no field.
 absl::StatusOr<core::BlockLayout> CheckedLayout(
     const RpcEnvironment& env, absl::Span<const int64_t> shape,
-    absl::Span<const int64_t> block_size);
+    absl::Span<const int64_t> block_size,
+    ScaleTransport transport = ScaleTransport::kOneMessage);
 
 // An encoding that fits its tensor, and where it came from.
 struct ResolvedEncoding {
@@ -45,7 +53,18 @@ struct ResolvedEncoding {
   // Of an encoding that came by reference, with all that use the same one; what
   // one that came inline takes is charged to its source.
   std::shared_ptr<const MemoryBudget::Lease> lease = nullptr;
+  // The scales come in chunks, each with a zero point or none; see
+  // OpenIncoming.
+  bool in_chunks = false;
+  bool chunks_have_zero_points = false;
+  std::shared_ptr<IncomingScales> incoming = nullptr;
 };
+
+// Where the scales come in chunks: `encoding` and `layout` become those of a
+// core::ScaleWindow for elements [begin, end).
+// Errors: those of IncomingScales::Create.
+absl::Status OpenIncoming(const RpcEnvironment& env, int64_t begin, int64_t end,
+                          bool keep_all, ResolvedEncoding* resolved);
 
 // The encoding that a header names: inline, or by reference. Movable. What it
 // takes beyond a few KiB, which every tensor may, is charged to the memory
@@ -67,11 +86,13 @@ class EncodingSource {
   // Writing the encoding into an answer takes long.
   bool is_large() const;
 
-  // The encoding, for a tensor of that shape.
+  // The encoding, for a tensor of that shape. `transport`  of its scales in the
+  // answer; kChunks as well where they are not in it.
   // Errors: of the store, ETAG_MISMATCH, SCALE_COUNT, SCALE_COUNT_LIMIT,
   // BLOCK_SIZE_INVALID, MEMORY_BUDGET.
-  absl::StatusOr<ResolvedEncoding> Resolve(
-      const RpcEnvironment& env, absl::Span<const int64_t> shape) const;
+  absl::StatusOr<ResolvedEncoding> Resolve(const RpcEnvironment& env,
+                                           absl::Span<const int64_t> shape,
+                                           ScaleTransport transport) const;
 
  private:
   bool is_reference_ = false;
@@ -81,6 +102,9 @@ class EncodingSource {
   // That the reference asks for; empty for any.
   std::string if_match_;
   std::shared_ptr<const core::Encoding> encoding_;
+  // Of an inline encoding without scales.
+  bool in_chunks_ = false;
+  bool chunks_have_zero_points_ = false;
   std::string etag_;
   // Of an inline encoding.
   MemoryBudget::Lease lease_;
@@ -90,17 +114,21 @@ class EncodingSource {
 struct ResolvedSpec {
   core::EncodingSpec spec;
   std::shared_ptr<const core::BlockLayout> layout;
+  // See core::Calibrate; empty unless the request gave some.
+  std::vector<float> outer_maximum = {};
 };
 
 // Errors: those of core::ResolveSpec and CheckedLayout, at the fields of an
 // EncodingSpec.
-absl::StatusOr<ResolvedSpec> ResolveSpec(const RpcEnvironment& env,
-                                         const core::EncodingSpec& spec,
-                                         absl::Span<const int64_t> shape);
+absl::StatusOr<ResolvedSpec> ResolveSpec(
+    const RpcEnvironment& env, const core::EncodingSpec& spec,
+    absl::Span<const int64_t> shape,
+    ScaleTransport transport = ScaleTransport::kOneMessage);
 // Errors: those of SpecFromProto as well.
-absl::StatusOr<ResolvedSpec> ResolveSpec(const RpcEnvironment& env,
-                                         const v1::EncodingSpec& proto,
-                                         absl::Span<const int64_t> shape);
+absl::StatusOr<ResolvedSpec> ResolveSpec(
+    const RpcEnvironment& env, const v1::EncodingSpec& proto,
+    absl::Span<const int64_t> shape,
+    ScaleTransport transport = ScaleTransport::kOneMessage);
 
 }  // namespace quantd::server
 

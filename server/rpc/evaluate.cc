@@ -1,9 +1,10 @@
 // Evaluate: bytes > error of each candidate, as they arrive or, when a
-// candidate is a spec, when the tensor is complete; or pairs > error of one
-// tensor against another.
+// candidate is a spec that needs all of them, when the tensor is complete; or
+// pairs > error of one tensor against another.
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <string>
 #include <utility>
@@ -16,18 +17,27 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/optional.h"
 #include "absl/types/span.h"
+#include "core/calibrate/block_quantizer.h"
+#include "core/calibrate/calibrate.h"
+#include "core/calibrate/encoding_spec.h"
 #include "core/calibrate/search_time.h"
 #include "core/errors.h"
 #include "core/evaluate/comparison.h"
 #include "core/evaluate/distribution.h"
 #include "core/evaluate/evaluate.h"
+#include "core/formats/number_format.h"
+#include "core/formats/scale_type.h"
 #include "core/parallel/stop_token.h"
 #include "core/parallel/thread_pool.h"
+#include "core/quantize/quantize.h"
 #include "core/statistics/held_tensor.h"
+#include "core/types/block_layout.h"
+#include "core/types/scale_window.h"
 #include "quantd/v1/quantization_service.pb.h"
 #include "server/guard/memory_budget.h"
 #include "server/rpc/caller.h"
 #include "server/rpc/encoding_source.h"
+#include "server/rpc/scale_stream.h"
 #include "server/rpc/steps.h"
 #include "server/rpc/stream_rpcs.h"
 #include "server/rpc/tensor_accumulator.h"
@@ -77,14 +87,125 @@ void DistributionToProto(const core::ErrorDistribution& distribution,
   histogram->set_first_exponent(distribution.first_exponent);
 }
 
+// A spec whose scales follow from their own blocks: they are found as elements
+// arrive, and those that were measured are let go.
+class LocalScales {
+ public:
+  // The largest bands that are put together, charged.
+  static constexpr int64_t kMaxBandBytes = int64_t{64} << 20;
+
+  // Whether it takes the spec.
+  static bool Takes(const ResolvedSpec& spec, int64_t element_bytes) {
+    return core::ValidateSpec(spec.spec).ok() &&
+           core::BlockQuantizer::Takes(spec.spec, *spec.layout,
+                                       !spec.outer_maximum.empty()) &&
+           BandBytes(spec, element_bytes) <= kMaxBandBytes;
+  }
+  // What it holds of the tensor, at most, but for a few KiB.
+  static int64_t HeldBytes(const ResolvedSpec& spec, int64_t element_bytes) {
+    const int64_t band_bytes = BandBytes(spec, element_bytes);
+    return band_bytes <= kSmallBytes ? 0 : 2 * band_bytes;
+  }
+
+  // `spec` outlives it. Errors: those of BlockQuantizer::Create.
+  static absl::StatusOr<std::unique_ptr<LocalScales>> Create(
+      const ResolvedSpec& spec, core::ElementType type) {
+    absl::StatusOr<std::unique_ptr<core::BlockQuantizer>> quantizer =
+        core::BlockQuantizer::Create(spec.spec, *spec.layout, type,
+                                     core::NanPolicy::kDefault,
+                                     spec.outer_maximum);
+    if (!quantizer.ok()) return quantizer.status();
+    absl::StatusOr<core::BlockLayout> outer_layout =
+        OuterLayoutOf((*quantizer)->encoding(), *spec.layout);
+    if (!outer_layout.ok()) return outer_layout.status();
+    core::ScaleWindow window(
+        (*quantizer)->encoding(), *spec.layout, *std::move(outer_layout),
+        (*quantizer)->has_zero_points(), 0, spec.layout->element_count());
+    return std::unique_ptr<LocalScales>(new LocalScales(
+        *std::move(quantizer), std::move(window), core::ElementSizeBytes(type),
+        spec.layout->element_count()));
+  }
+
+  const core::ScaleWindow& window() const { return window_; }
+  bool has_zero_points() const { return quantizer_->has_zero_points(); }
+
+  // Finds the scales of the next elements, as far as bands are complete, and
+  // has what is complete measured.
+  // Errors: those of BlockQuantizer::Add.
+  absl::Status Update(absl::Span<const uint8_t> data,
+                      core::Evaluator* evaluator, core::ThreadPool* pool) {
+    absl::Span<const uint8_t> all = data;
+    if (!held_.empty()) {
+      held_.insert(held_.end(), data.begin(), data.end());
+      all = held_;
+    }
+    const int64_t end =
+        measured_end_ + static_cast<int64_t>(all.size()) / element_bytes_;
+    const auto at = [&](int64_t element) {
+      return all.data() + (element - measured_end_) * element_bytes_;
+    };
+    const auto whole = [&](int64_t element, int64_t unit) {
+      return element == element_count_ ? element : element - element % unit;
+    };
+    const int64_t found_end = whole(end, quantizer_->granule());
+    if (found_end > found_end_) {
+      absl::Status status = quantizer_->Add(found_end_, found_end - found_end_,
+                                            at(found_end_), nullptr, pool);
+      if (!status.ok()) return status;
+      window_.Append(quantizer_->encoding());
+      found_end_ = found_end;
+    }
+    const int64_t measured_end =
+        whole(found_end_, core::Evaluator::kLeafElements);
+    if (measured_end > measured_end_) {
+      evaluator->Update(measured_end_, measured_end - measured_end_,
+                        at(measured_end_), pool);
+      window_.Drop(measured_end, std::numeric_limits<int64_t>::max());
+    }
+    const int64_t done_bytes = (measured_end - measured_end_) * element_bytes_;
+    if (!held_.empty()) {
+      held_.erase(held_.begin(), held_.begin() + done_bytes);
+    } else {
+      held_.assign(data.begin() + done_bytes, data.end());
+    }
+    measured_end_ = measured_end;
+    return absl::OkStatus();
+  }
+
+ private:
+  static int64_t BandBytes(const ResolvedSpec& spec, int64_t element_bytes) {
+    return spec.layout->band_size() * element_bytes;
+  }
+
+  LocalScales(std::unique_ptr<core::BlockQuantizer> quantizer,
+              core::ScaleWindow window, int64_t element_bytes,
+              int64_t element_count)
+      : quantizer_(std::move(quantizer)),
+        window_(std::move(window)),
+        element_bytes_(element_bytes),
+        element_count_(element_count) {}
+
+  const std::unique_ptr<core::BlockQuantizer> quantizer_;
+  core::ScaleWindow window_;
+  const int64_t element_bytes_;
+  const int64_t element_count_;
+  // Elements before which scales are found, and all is measured.
+  int64_t found_end_ = 0;
+  int64_t measured_end_ = 0;
+  // Elements from measured_end_ on.
+  std::vector<uint8_t> held_;
+};
+
 // A candidate: an encoding from the start, or a spec until the tensor is
-// complete.
+// complete, or a spec with the scales that were found by now.
 struct Candidate {
   std::string label;
   // Of a reference or an encoding.
   absl::optional<EncodingSource> source;
   // Of a spec.
   absl::optional<ResolvedSpec> spec;
+  // Of a spec that needs no held tensor.
+  std::shared_ptr<LocalScales> local;
   // What the spec is calibrated on; candidates share those that they can.
   TensorAccumulator* accumulator = nullptr;
   // "header.candidates[3].reference".
@@ -93,6 +214,9 @@ struct Candidate {
   // Of the histograms that the encoding of a spec comes from; 0 for none.
   int mantissa_bits = 0;
   std::unique_ptr<core::Evaluator> evaluator;
+
+  // It is a spec that needs the whole tensor first.
+  bool is_held() const { return spec.has_value() && local == nullptr; }
 };
 
 // What both kinds of a job need.
@@ -101,6 +225,7 @@ struct EvaluateTask {
   TensorDescription description;
   bool per_scale_index = false;
   bool with_distribution = false;
+  bool omit_encodings = false;
 
   int64_t element_bytes() const {
     return core::ElementSizeBytes(description.element_type);
@@ -134,8 +259,15 @@ absl::StatusOr<Candidate> CheckCandidate(const RpcEnvironment& env,
       break;
     case v1::EvaluateCandidate::kSpec: {
       absl::StatusOr<ResolvedSpec> spec =
-          ResolveSpec(env, proto.spec(), task.description.shape);
+          ResolveSpec(env, proto.spec(), task.description.shape,
+                      task.omit_encodings ? ScaleTransport::kChunks
+                                          : ScaleTransport::kOneMessage);
       if (!spec.ok()) return core::WithField(spec.status(), "spec");
+      absl::Status status = core::CheckOuterMaxima(spec->spec, *spec->layout,
+                                                   proto.outer_maximum());
+      if (!status.ok()) return core::WithField(status, "outer_maximum");
+      spec->outer_maximum.assign(proto.outer_maximum().begin(),
+                                 proto.outer_maximum().end());
       candidate.spec = *std::move(spec);
       return candidate;
     }
@@ -166,10 +298,19 @@ class EvaluateJob final : public TensorJob {
     frame_.quantum_bytes = TensorBuffer::kBlockBytes;
     int64_t held_elements = 0;
     for (const Candidate& candidate : candidates_) {
-      if (!candidate.spec.has_value()) continue;
+      if (candidate.local != nullptr &&
+          core::NeedsHistograms(candidate.spec->spec)) {
+        const int64_t leaves =
+            std::max<int64_t>(1, SearchQuantumElements(*candidate.spec) /
+                                     core::Evaluator::kLeafElements);
+        frame_.quantum_bytes =
+            std::min(frame_.quantum_bytes, leaves * frame_.granule_bytes);
+      }
+      if (!candidate.is_held()) continue;
       const int64_t scale_count = candidate.spec->layout->scale_count();
       search_time_ += core::SearchTime(candidate.spec->spec, scale_count,
-                                       task_.description.element_count);
+                                       task_.description.element_count,
+                                       /*at_hand=*/true);
       // And evaluated.
       held_elements += task_.description.element_count;
       finish_is_long_ |= TakesLong(candidate.spec->spec, scale_count,
@@ -194,14 +335,19 @@ class EvaluateJob final : public TensorJob {
     for (Candidate& candidate : candidates_) {
       if (candidate.spec.has_value()) {
         metrics_count += candidate.spec->layout->scale_count();
+        if (!candidate.is_held()) StartLocal(candidate);
         continue;
       }
-      absl::StatusOr<ResolvedEncoding> resolved =
-          candidate.source->Resolve(env_, task_.description.shape);
+      absl::StatusOr<ResolvedEncoding> resolved = candidate.source->Resolve(
+          env_, task_.description.shape, ScaleTransport::kChunks);
       if (!resolved.ok()) {
         return core::WithField(resolved.status(), candidate.field);
       }
       candidate.resolved = *std::move(resolved);
+      absl::Status status =
+          OpenIncoming(env_, 0, task_.description.element_count,
+                       /*keep_all=*/false, &candidate.resolved);
+      if (!status.ok()) return core::WithField(status, candidate.field);
       metrics_count += candidate.resolved.layout->scale_count();
     }
     if (task_.per_scale_index && metrics_count > env_.limits.metrics_count) {
@@ -212,7 +358,28 @@ class EvaluateJob final : public TensorJob {
     constexpr int64_t kFewMetrics = int64_t{1} << 14;
     finish_is_long_ |= task_.per_scale_index && metrics_count > kFewMetrics;
     for (Candidate& candidate : candidates_) {
-      if (!candidate.spec.has_value()) StartEvaluator(candidate);
+      if (!candidate.is_held()) StartEvaluator(candidate);
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status PushScales(absl::Span<const std::string> scales) override {
+    for (const std::string& serialized : scales) {
+      v1::CandidateScales chunk;
+      if (!chunk.ParseFromString(serialized)) return HeaderBrokenError();
+      if (chunk.candidate() >= candidates_.size() ||
+          candidates_[chunk.candidate()].resolved.incoming == nullptr) {
+        return core::WithField(
+            core::ScaleShapeError(absl::StrCat(
+                "scales of candidate ", chunk.candidate(),
+                " came, expected those of one that has an encoding with "
+                "scales_in_chunks")),
+            "candidate");
+      }
+      absl::Status status =
+          candidates_[chunk.candidate()].resolved.incoming->Push(
+              chunk.scales());
+      if (!status.ok()) return core::WithField(status, "scales");
     }
     return absl::OkStatus();
   }
@@ -232,7 +399,20 @@ class EvaluateJob final : public TensorJob {
       accumulator->Update(offset_bytes, data);
     }
     for (Candidate& candidate : candidates_) {
-      if (candidate.spec.has_value()) continue;
+      if (candidate.is_held()) continue;
+      if (candidate.local != nullptr) {
+        absl::Status status =
+            candidate.local->Update(data, candidate.evaluator.get(), env_.pool);
+        if (!status.ok()) return status;
+        continue;
+      }
+      if (candidate.resolved.incoming != nullptr) {
+        absl::Status status = candidate.resolved.incoming->Advance(
+            offset_bytes / task_.element_bytes(),
+            static_cast<int64_t>(data.size()) / task_.element_bytes(),
+            std::numeric_limits<int64_t>::max());
+        if (!status.ok()) return status;
+      }
       Evaluate(candidate, offset_bytes, data, env_.pool);
     }
     if (buffer_ != nullptr) buffer_->Append(data);
@@ -243,7 +423,7 @@ class EvaluateJob final : public TensorJob {
 
   absl::StatusOr<bool> Finish(ChunkWriter* out) override {
     for (Candidate& candidate : candidates_) {
-      if (!candidate.spec.has_value()) continue;
+      if (!candidate.is_held()) continue;
       if (absl::Status s = CalibrateCandidate(&candidate); !s.ok()) return s;
     }
     if (buffer_ != nullptr) {
@@ -262,6 +442,18 @@ class EvaluateJob final : public TensorJob {
   }
 
  private:
+  // Begins to find the scales of a spec that needs no held tensor.
+  void StartLocal(Candidate& candidate) {
+    ResolvedEncoding& resolved = candidate.resolved;
+    const core::ScaleWindow& window = candidate.local->window();
+    resolved.encoding = std::shared_ptr<const core::Encoding>(
+        candidate.local, &window.encoding());
+    resolved.layout = std::shared_ptr<const core::BlockLayout>(
+        candidate.local, &window.layout());
+    resolved.in_chunks = true;
+    resolved.chunks_have_zero_points = candidate.local->has_zero_points();
+  }
+
   void StartEvaluator(Candidate& candidate) {
     candidate.evaluator = std::make_unique<core::Evaluator>(
         *candidate.resolved.encoding, *candidate.resolved.layout,
@@ -299,7 +491,7 @@ class EvaluateJob final : public TensorJob {
   absl::Status EvaluateBuffer() {
     for (int64_t block = 0; block < buffer_->block_count(); ++block) {
       for (Candidate& candidate : candidates_) {
-        if (!candidate.spec.has_value()) continue;
+        if (!candidate.is_held()) continue;
         if (stop().stopped()) return core::StoppedError();
         Evaluate(candidate, block * TensorBuffer::kBlockBytes,
                  buffer_->block(block), finish_pool());
@@ -321,13 +513,38 @@ class EvaluateJob final : public TensorJob {
       MetricsToProto(sums, metrics->add_per_scale_index());
     }
     metrics->set_mantissa_bits(static_cast<uint32_t>(candidate.mantissa_bits));
-    if (candidate.spec.has_value()) {
+    metrics->set_size_bytes(SizeBytes(candidate.resolved));
+    if (candidate.spec.has_value() && !task_.omit_encodings) {
       EncodingToProto(*candidate.resolved.encoding,
                       metrics->mutable_encoding());
     }
     env_.metrics->Elements(
         Rpc::kEvaluate, core::FindFormat(candidate.resolved.encoding->format),
         accumulators_[0]->statistics().counts().total);
+  }
+
+  // Of the codes and scales.
+  int64_t SizeBytes(const ResolvedEncoding& resolved) const {
+    const core::Encoding& encoding = *resolved.encoding;
+    const int64_t scale_count = resolved.layout->scale_count();
+    const int64_t outer_count = core::HasOuterScales(encoding.scale_type)
+                                    ? OuterScaleCount(resolved)
+                                    : 0;
+    const core::FormatInfo& format = *core::FindFormat(encoding.format);
+    const bool has_zero_points = resolved.in_chunks
+                                     ? resolved.chunks_have_zero_points
+                                     : !encoding.zero_point.empty();
+    return format.SizeBytes(task_.description.element_count) +
+           scale_count * core::ScaleSizeBytes(encoding.scale_type) +
+           outer_count * static_cast<int64_t>(sizeof(float)) +
+           (has_zero_points ? format.SizeBytes(scale_count) : 0);
+  }
+
+  static int64_t OuterScaleCount(const ResolvedEncoding& resolved) {
+    const absl::StatusOr<core::BlockLayout> layout =
+        OuterLayoutOf(*resolved.encoding, *resolved.layout);
+    // What is measured has one.
+    return layout.ok() ? layout->scale_count() : 0;
   }
 
   const RpcEnvironment& env_;
@@ -409,6 +626,7 @@ class EvaluateRpc final : public TensorRpc {
     task.description = *std::move(description);
     task.per_scale_index = header.per_scale_index();
     task.with_distribution = header.with_distribution();
+    task.omit_encodings = header.omit_encodings();
     return header.comparison()
                ? OpenComparison(header, std::move(task))
                : OpenCandidates(caller, header, std::move(task));
@@ -468,6 +686,9 @@ class EvaluateRpc final : public TensorRpc {
     int64_t label_bytes = 0;
     // They are calibrated one after the other.
     int64_t search_bytes = 0;
+    // Those whose scales are found as elements arrive hold bands.
+    std::vector<bool> is_local;
+    int64_t local_bytes = 0;
     for (const v1::EvaluateCandidate& proto : header.candidates()) {
       const std::string field =
           absl::StrCat("header.candidates[", candidates.size(), "]");
@@ -475,18 +696,39 @@ class EvaluateRpc final : public TensorRpc {
           CheckCandidate(env_, caller, proto, field, task);
       if (!candidate.ok()) return core::WithField(candidate.status(), field);
       if (candidate->spec.has_value()) {
-        scale_count += candidate->spec->layout->scale_count();
-        search_bytes =
-            std::max(search_bytes, SearchBytes(env_, *candidate->spec));
+        const ResolvedSpec& spec = *candidate->spec;
+        if (task.omit_encodings && !task.per_scale_index &&
+            LocalScales::Takes(spec, task.element_bytes())) {
+          is_local.push_back(true);
+          local_bytes += LocalScales::HeldBytes(spec, task.element_bytes());
+        } else {
+          is_local.push_back(false);
+          scale_count += spec.layout->scale_count();
+          search_bytes = std::max(search_bytes, SearchBytes(env_, spec));
+        }
+      } else {
+        is_local.push_back(false);
       }
       label_bytes += static_cast<int64_t>(candidate->label.size());
       candidates.push_back(*std::move(candidate));
     }
+    // They stay where they are from now on, as what is local needs.
+    for (size_t i = 0; i < candidates.size(); ++i) {
+      if (!is_local[i]) continue;
+      absl::StatusOr<std::unique_ptr<LocalScales>> local = LocalScales::Create(
+          *candidates[i].spec, task.description.element_type);
+      if (!local.ok()) {
+        return core::WithField(local.status(),
+                               absl::StrCat("header.candidates[", i, "]"));
+      }
+      candidates[i].local = *std::move(local);
+    }
     absl::StatusOr<std::vector<std::unique_ptr<TensorAccumulator>>>
         accumulators = OpenAccumulators(task, absl::MakeSpan(candidates));
     if (!accumulators.ok()) return accumulators.status();
-    absl::StatusOr<MemoryBudget::Lease> lease = Charge(
-        task, header.candidates_size(), scale_count, label_bytes, search_bytes);
+    absl::StatusOr<MemoryBudget::Lease> lease =
+        Charge(task, header.candidates_size(), scale_count, label_bytes,
+               search_bytes + local_bytes);
     if (!lease.ok()) return lease.status();
     return std::make_unique<EvaluateJob>(
         env_, std::move(task), *std::move(accumulators), std::move(candidates),
@@ -505,7 +747,7 @@ class EvaluateRpc final : public TensorRpc {
     };
     std::vector<Group> groups;
     for (Candidate& candidate : candidates) {
-      if (!candidate.spec.has_value()) continue;
+      if (!candidate.is_held()) continue;
       const int mantissa_bits = MantissaBitsWhereHeld(*candidate.spec);
       const auto same = [&](const Group& group) {
         return group.spec->spec.block_size == candidate.spec->spec.block_size &&

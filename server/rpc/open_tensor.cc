@@ -1,7 +1,5 @@
 #include "server/rpc/open_tensor.h"
 
-#include <time.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -15,16 +13,16 @@
 #include "absl/types/span.h"
 #include "core/errors.h"
 #include "core/parallel/steady_clock.h"
+#include "core/parallel/thread_clock.h"
 #include "server/shared_memory/shared_blocks.h"
 
 namespace quantd::server {
 namespace {
 
-// What the calling thread has had of the processors.
-absl::Duration ThreadTime() {
-  timespec time;
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
-  return absl::DurationFromTimespec(time);
+// The time on the clock that tells what a step takes of the processors: one
+// that is long shares them with others.
+absl::Duration TimeOf(bool is_long) {
+  return is_long ? core::ThreadClock::OfThisThread().Now() : core::SteadyNow();
 }
 
 }  // namespace
@@ -68,6 +66,21 @@ absl::Status OpenTensor::Resolve(const RequestEnvelope& message,
   const TensorFrame& frame = job_->frame();
   reader_.emplace(frame.begin_bytes, frame.end_bytes, frame.unit_bytes,
                   frame.granule_bytes, env_.limits.chunk_bytes);
+  return Push(message);
+}
+
+absl::Status OpenTensor::Push(const RequestEnvelope& message) {
+  if (!message.scales.empty()) {
+    int64_t bytes = 0;
+    for (const std::string& scales : message.scales) {
+      bytes += static_cast<int64_t>(scales.size());
+    }
+    absl::Status status =
+        bytes > env_.limits.chunk_bytes
+            ? core::ChunkTooLargeError(env_.limits.chunk_bytes, bytes)
+            : job_->PushScales(message.scales);
+    if (!status.ok()) return core::WithField(status, "scales");
+  }
   return reader_->Push(message);
 }
 
@@ -102,20 +115,20 @@ absl::StatusOr<bool> OpenTensor::Finish(bool over_share, ChunkWriter* out) {
   const absl::StatusOr<bool> reserved = Reserve(0, over_share);
   if (!reserved.ok() || !*reserved) return reserved;
   const bool waited = waits();
-  // What is long shares its processor with others.
   const bool is_long = job_->FinishIsLong();
-  const absl::Duration start = is_long ? ThreadTime() : core::SteadyNow();
+  const absl::Duration start = TimeOf(is_long);
   absl::StatusOr<bool> done = job_->Finish(out);
-  if (!waited) {
-    finish_time_ += (is_long ? ThreadTime() : core::SteadyNow()) - start;
-  }
+  if (!waited) finish_time_ += TimeOf(is_long) - start;
   // Nobody is told any more.
   if (!done.ok() && stopped_->load(std::memory_order_relaxed)) return false;
   return done;
 }
 
 void OpenTensor::Close(bool ok) {
-  if (ok) account_->Finished(size_bytes(), finish_time_);
+  if (ok) {
+    account_->Finished(size_bytes(), finish_time_);
+    account_->Searched(job_->search_time(), finish_time_);
+  }
   account_->TensorClosed();
   env_.metrics->TensorClosed();
   env_.metrics->TensorDone(rpc_->id(), ok, core::SteadyNow() - start_time_);
@@ -148,7 +161,7 @@ absl::Duration OpenTensor::PendingWork(int64_t data_bytes) const {
 
 absl::Duration OpenTensor::FinishTime(int64_t bytes) const {
   if (checked() && job_->search_time() > absl::ZeroDuration()) {
-    return job_->search_time();
+    return account_->SearchTime(job_->search_time());
   }
   return account_->FinishTime(bytes);
 }

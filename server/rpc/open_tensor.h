@@ -47,13 +47,11 @@ class OpenTensor {
   absl::Status Check(const std::string& header, const Caller& caller,
                      int64_t data_bytes);
   // Finds what the header names, and takes the data that came beside it.
-  // Errors: those of TensorJob::Resolve and ChunkReader::Push, OVERLOADED.
+  // Errors: those of TensorJob::Resolve and Push, OVERLOADED.
   absl::Status Resolve(const RequestEnvelope& message, ChunkWriter* out);
   // Takes a further message.
-  // Errors: those of ChunkReader::Push.
-  absl::Status Push(const RequestEnvelope& message) {
-    return reader_->Push(message);
-  }
+  // Errors: those of TensorJob::PushScales and ChunkReader::Push.
+  absl::Status Push(const RequestEnvelope& message);
   // Hands a quantum of what is ready to the job, if there is memory for it; if
   // not, the tensor waits for some. `region`  that the data are in, if they are
   // shared. `over_share`  the stream has more memory than it may have.

@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <utility>
 #include <vector>
@@ -15,6 +17,7 @@
 #include "absl/types/optional.h"
 #include "absl/types/span.h"
 #include "core/calibrate/block_quantizer.h"
+#include "core/calibrate/calibrate.h"
 #include "core/calibrate/encoding_spec.h"
 #include "core/calibrate/search_time.h"
 #include "core/errors.h"
@@ -22,12 +25,15 @@
 #include "core/parallel/thread_pool.h"
 #include "core/quantize/quantize.h"
 #include "core/statistics/tensor_statistics.h"
+#include "core/types/block_layout.h"
+#include "core/types/scale_window.h"
 #include "quantd/v1/quantization_service.pb.h"
 #include "server/guard/memory_budget.h"
 #include "server/rpc/answer_bytes.h"
 #include "server/rpc/caller.h"
 #include "server/rpc/code_geometry.h"
 #include "server/rpc/encoding_source.h"
+#include "server/rpc/scale_stream.h"
 #include "server/rpc/stream_rpcs.h"
 #include "server/rpc/tensor_accumulator.h"
 #include "server/rpc/tensor_buffer.h"
@@ -56,12 +62,18 @@ struct QuantizeTask {
   TensorDescription description;
   core::NanPolicy nan_policy = core::NanPolicy::kDefault;
   bool omit_encoding = false;
+  bool scales_in_chunks = false;
   // Where the encoding is to be stored, if it is.
   absl::optional<EncodingKey> store_key;
   // The caller's.
   std::shared_ptr<EncodingStore> store;
   // Where the codes go, if not into messages.
   absl::optional<SharedBytes> output;
+
+  ScaleTransport transport() const {
+    return scales_in_chunks || omit_encoding ? ScaleTransport::kChunks
+                                             : ScaleTransport::kOneMessage;
+  }
 };
 
 absl::StatusOr<QuantizeTask> CheckTask(const RpcEnvironment& env,
@@ -84,6 +96,7 @@ absl::StatusOr<QuantizeTask> CheckTask(const RpcEnvironment& env,
   task.description = *std::move(description);
   task.nan_policy = static_cast<core::NanPolicy>(header.nan_policy());
   task.omit_encoding = header.omit_encoding();
+  task.scales_in_chunks = header.scales_in_chunks();
   if (header.store() && !header.has_reference()) {
     absl::StatusOr<EncodingKey> key = KeyFromProto(task.name);
     if (!key.ok()) {
@@ -122,6 +135,17 @@ class CodeProducer {
         geometry_(Geometry(task.description, format_)),
         range_(range),
         answer_(task.output, geometry_.CodesOffsetOfReal(range.begin_bytes())) {
+    if (!task.scales_in_chunks) return;
+    const int64_t first = ElementOf(range.begin_bytes());
+    const int64_t count = ElementOf(range.end_bytes()) - first;
+    absl::StatusOr<core::BlockLayout> outer_layout =
+        OuterLayoutOf(*resolved_.encoding, *resolved_.layout);
+    // What was calibrated, or checked, has one.
+    if (!outer_layout.ok()) return;
+    scale_answer_.emplace(env, *std::move(outer_layout),
+                          count > 0
+                              ? resolved_.layout->ScaleBounds(first, count)
+                              : core::BlockLayout::ScaleRange{0, 0});
   }
 
   // The answer's header. `mantissa_bits` of the histograms that the encoding
@@ -130,9 +154,7 @@ class CodeProducer {
     v1::QuantizeResponseHeader header;
     header.set_mantissa_bits(static_cast<uint32_t>(mantissa_bits));
     *header.mutable_name() = task_.name;
-    if (!task_.omit_encoding) {
-      EncodingToProto(*resolved_.encoding, header.mutable_encoding());
-    }
+    if (!task_.omit_encoding) SetEncoding(header.mutable_encoding());
     header.set_etag(resolved_.etag);
     header.mutable_shape()->Assign(task_.description.shape.begin(),
                                    task_.description.shape.end());
@@ -146,6 +168,7 @@ class CodeProducer {
 
   // Makes room for the codes of `bytes` of reals at `offset_bytes`.
   void Begin(int64_t offset_bytes, int64_t bytes, ChunkWriter* out) {
+    SendScales(ElementOf(offset_bytes), ElementOf(bytes), out);
     const int64_t begin = geometry_.CodesOffsetOfReal(offset_bytes);
     answer_.Begin(
         begin, geometry_.CodesOffsetOfReal(offset_bytes + bytes) - begin, out);
@@ -162,6 +185,16 @@ class CodeProducer {
         answer_.At(geometry_.CodesOffset(first)), counts, pool);
   }
   core::QuantizeCounts* counts() { return &counts_; }
+
+  // Makes ready for reals whose scales come in chunks.
+  // Errors: SCALE_COUNT.
+  absl::Status Advance(int64_t offset_bytes, int64_t bytes) {
+    if (resolved_.incoming == nullptr) return absl::OkStatus();
+    return resolved_.incoming->Advance(
+        ElementOf(offset_bytes), ElementOf(bytes),
+        scale_answer_.has_value() ? scale_answer_->next()
+                                  : std::numeric_limits<int64_t>::max());
+  }
 
   // Of data that may change meanwhile, which core::Quantize allows for.
   absl::Status QuantizeShared(int64_t offset_bytes,
@@ -200,8 +233,26 @@ class CodeProducer {
 
   void End() { answer_.End(env_.metrics); }
 
-  void WriteSummary(ChunkWriter* out) const {
+  // Sends the scales before `end`, which `encoding` has from index `first` on,
+  // and all outer scales.
+  void SendScales(int64_t end, const core::Encoding& encoding, int64_t first,
+                  ChunkWriter* out) {
+    if (!scale_answer_.has_value()) return;
+    scale_answer_->SendUpTo(end, encoding, first, 0, out);
+  }
+
+  // `etag`  of what was stored after the header was written.
+  void WriteSummary(ChunkWriter* out, absl::string_view etag = "") const {
+    WriteSummary(out, etag, resolved_.encoding->degenerate_count);
+  }
+  void WriteSummary(ChunkWriter* out, absl::string_view etag,
+                    int64_t degenerate_count) const {
     v1::QuantizeSummary summary;
+    summary.set_etag(std::string(etag));
+    if (scale_answer_.has_value()) {
+      summary.set_degenerate_count(degenerate_count);
+      scale_answer_->WriteSummary(&summary);
+    }
     summary.set_count(counts_.total);
     summary.set_clipped_low_count(counts_.clipped_low);
     summary.set_clipped_high_count(counts_.clipped_high);
@@ -220,6 +271,38 @@ class CodeProducer {
   }
 
  private:
+  int64_t ElementOf(int64_t offset_bytes) const {
+    return offset_bytes / geometry_.real_bytes;
+  }
+
+  void SetEncoding(v1::Encoding* proto) const {
+    const core::Encoding& encoding = *resolved_.encoding;
+    if (!task_.scales_in_chunks && !resolved_.in_chunks) {
+      return EncodingToProto(encoding, proto);
+    }
+    EncodingWithoutScalesToProto(encoding,
+                                 resolved_.in_chunks
+                                     ? resolved_.chunks_have_zero_points
+                                     : !encoding.zero_point.empty(),
+                                 proto);
+    const absl::Span<const int64_t> shape = resolved_.layout->scale_shape();
+    proto->mutable_scale_shape()->Assign(shape.begin(), shape.end());
+  }
+
+  // Those that the elements use, if they are there: otherwise the tensor is
+  // about to fail.
+  void SendScales(int64_t first, int64_t count, ChunkWriter* out) {
+    if (!scale_answer_.has_value() || count == 0) return;
+    const int64_t end = resolved_.layout->ScaleBounds(first, count).end;
+    if (resolved_.incoming == nullptr) {
+      scale_answer_->SendUpTo(end, *resolved_.encoding, 0, 0, out);
+      return;
+    }
+    const core::ScaleWindow& window = resolved_.incoming->window();
+    scale_answer_->SendUpTo(std::min(end, window.end()), window.encoding(),
+                            window.begin(), window.first_outer(), out);
+  }
+
   const RpcEnvironment& env_;
   const QuantizeTask& task_;
   const ResolvedEncoding resolved_;
@@ -228,6 +311,8 @@ class CodeProducer {
   const v1::ByteRange range_;
   core::QuantizeCounts counts_;
   AnswerBytes answer_;
+  // Only with scales_in_chunks.
+  absl::optional<ScaleAnswer> scale_answer_;
 };
 
 // With an encoding that is known: codes go down while reals come up.
@@ -250,12 +335,13 @@ class StreamingQuantizeJob final : public TensorJob {
   // What is stored must not be turned away after it was stored.
   bool light() const override {
     return !task_.store_key.has_value() &&
-           (task_.omit_encoding || !source_.is_large());
+           ((task_.omit_encoding && !task_.scales_in_chunks) ||
+            !source_.is_large());
   }
 
   absl::Status Resolve(ChunkWriter* out) override {
     absl::StatusOr<ResolvedEncoding> resolved =
-        source_.Resolve(env_, task_.description.shape);
+        source_.Resolve(env_, task_.description.shape, task_.transport());
     if (!resolved.ok()) {
       return core::WithField(resolved.status(), source_field_);
     }
@@ -269,7 +355,12 @@ class StreamingQuantizeJob final : public TensorJob {
         task_.output, geometry.CodesOffsetOfReal(range->end_bytes()) -
                           geometry.CodesOffsetOfReal(range->begin_bytes()));
     if (!status.ok()) return status;
-    if (task_.store_key.has_value()) {
+    status = OpenIncoming(env_, range->begin_bytes() / geometry.real_bytes,
+                          range->end_bytes() / geometry.real_bytes,
+                          /*keep_all=*/task_.store_key.has_value(), &*resolved);
+    if (!status.ok()) return core::WithField(status, source_field_);
+    incoming_ = resolved->incoming;
+    if (task_.store_key.has_value() && incoming_ == nullptr) {
       absl::StatusOr<StoredEncoding> stored = task_.store->Put(
           *task_.store_key, resolved->encoding, Precondition());
       if (!stored.ok()) return stored.status();
@@ -285,6 +376,11 @@ class StreamingQuantizeJob final : public TensorJob {
     return absl::OkStatus();
   }
 
+  absl::Status PushScales(absl::Span<const std::string> scales) override {
+    if (incoming_ == nullptr) return TensorJob::PushScales(scales);
+    return incoming_->Push(scales);
+  }
+
   void BeginQuantum(int64_t offset_bytes, int64_t bytes,
                     ChunkWriter* out) override {
     producer_->Begin(offset_bytes, bytes, out);
@@ -292,6 +388,9 @@ class StreamingQuantizeJob final : public TensorJob {
 
   absl::Status Feed(int64_t offset_bytes,
                     absl::Span<const uint8_t> data) override {
+    absl::Status status =
+        producer_->Advance(offset_bytes, static_cast<int64_t>(data.size()));
+    if (!status.ok()) return status;
     return producer_->Quantize(offset_bytes, data, producer_->counts(),
                                env_.pool);
   }
@@ -304,13 +403,32 @@ class StreamingQuantizeJob final : public TensorJob {
         !status.ok()) {
       return status;
     }
+    absl::Status status =
+        producer_->Advance(offset_bytes, static_cast<int64_t>(shared.size()));
+    if (!status.ok()) return status;
     return producer_->QuantizeShared(offset_bytes, shared);
   }
 
   void EndQuantum() override { producer_->End(); }
 
+  // Scales that came in chunks are stored when all are there.
+  bool FinishWaits() const override {
+    return incoming_ != nullptr && task_.store_key.has_value() && !stored_;
+  }
+
   absl::StatusOr<bool> Finish(ChunkWriter* out) override {
-    producer_->WriteSummary(out);
+    if (FinishWaits()) {
+      absl::StatusOr<std::shared_ptr<const core::Encoding>> whole =
+          incoming_->TakeWhole();
+      if (!whole.ok()) return whole.status();
+      absl::StatusOr<StoredEncoding> stored =
+          task_.store->Put(*task_.store_key, *std::move(whole), Precondition());
+      if (!stored.ok()) return stored.status();
+      etag_ = stored->etag;
+      stored_ = true;
+      return false;
+    }
+    producer_->WriteSummary(out, etag_);
     return true;
   }
 
@@ -322,6 +440,11 @@ class StreamingQuantizeJob final : public TensorJob {
   const absl::optional<v1::ByteRange> range_;
   // From Resolve on.
   absl::optional<CodeProducer> producer_;
+  // Of an encoding whose scales come in chunks.
+  std::shared_ptr<IncomingScales> incoming_;
+  // It was stored when its scales were there.
+  bool stored_ = false;
+  std::string etag_;
 };
 
 // With a spec, which needs the whole tensor: it is held in one form or another,
@@ -447,7 +570,8 @@ class CalibratingQuantizeJob final : public BufferedQuantizeJob {
     frame_.granule_bytes = frame_.unit_bytes;
     frame_.quantum_bytes = QuantumBytes(env, *accumulator_);
     search_time_ = core::SearchTime(spec_.spec, spec_.layout->scale_count(),
-                                    this->task().description.element_count);
+                                    this->task().description.element_count,
+                                    /*at_hand=*/true);
   }
 
   absl::Status Reserve(int64_t bytes) override {
@@ -497,34 +621,56 @@ class CalibratingQuantizeJob final : public BufferedQuantizeJob {
   const bool takes_long_;
 };
 
+// Scales of a quantizer's ranges, one after the other.
+void AppendScales(const core::Encoding& from, core::Encoding* to) {
+  const auto append = [](const auto& values, auto* all) {
+    all->insert(all->end(), values.begin(), values.end());
+  };
+  append(from.scale, &to->scale);
+  append(from.zero_point, &to->zero_point);
+  append(from.scale_code, &to->scale_code);
+}
+
+// What a scale takes in core::Encoding.
+constexpr int64_t kBytesPerScale =
+    sizeof(float) + sizeof(int32_t) + sizeof(uint8_t);
+// The largest blocks that are put together from chunks without a charge.
+constexpr int64_t kMaxGranuleBytes = 64 << 10;
+// The largest bands that are put together, charged; a tensor of larger ones is
+// held.
+constexpr int64_t kMaxBandBytes = int64_t{64} << 20;
+
+// Reals of a quantum where scales are found as they come, of at most `bytes`
+// and at least a granule.
+int64_t LocalQuantumBytes(const ResolvedSpec& spec, int64_t granule_bytes,
+                          int64_t real_bytes, int64_t bytes) {
+  if (core::NeedsHistograms(spec.spec)) {
+    bytes = std::min(bytes, SearchQuantumElements(spec) * real_bytes);
+  }
+  return std::max<int64_t>(1, bytes / granule_bytes) * granule_bytes;
+}
+
 // With a spec whose scales follow from their own blocks: reals become codes as
-// they come, and those are held.
+// they come, and those are held, because the scales go before them.
 class BlockQuantizeJob final : public BufferedQuantizeJob {
  public:
-  // The largest blocks that are put together from chunks.
-  static constexpr int64_t kMaxGranuleBytes = 64 << 10;
-
   // `geometry`  of the codes.
   // `lease`     of the memory that the encoding takes.
-  // Requires: BlockQuantizer::Takes the spec.
   BlockQuantizeJob(const RpcEnvironment& env, QuantizeTask task,
-                   ResolvedSpec spec, const CodeGeometry& geometry,
+                   std::shared_ptr<const ResolvedSpec> spec,
+                   const CodeGeometry& geometry,
+                   std::unique_ptr<core::BlockQuantizer> quantizer,
                    MemoryBudget::Lease lease)
       : BufferedQuantizeJob(env, std::move(task), geometry.codes_size_bytes()),
         spec_(std::move(spec)),
         geometry_(geometry),
         lease_(std::move(lease)),
-        quantizer_(spec_.spec, *spec_.layout,
-                   this->task().description.element_type,
-                   this->task().nan_policy) {
-    frame_.granule_bytes = GranuleBytes();
+        quantizer_(std::move(quantizer)),
+        encoding_(quantizer_->encoding()) {
+    frame_.granule_bytes = quantizer_->granule() * geometry_.real_bytes;
     frame_.quantum_bytes =
-        std::max<int64_t>(1, env.limits.chunk_bytes / frame_.granule_bytes) *
-        frame_.granule_bytes;
-  }
-
-  int64_t GranuleBytes() const {
-    return quantizer_.granule() * geometry_.real_bytes;
+        LocalQuantumBytes(*spec_, frame_.granule_bytes, geometry_.real_bytes,
+                          env.limits.chunk_bytes);
   }
 
   absl::Status Reserve(int64_t bytes) override {
@@ -537,20 +683,21 @@ class BlockQuantizeJob final : public BufferedQuantizeJob {
     made_.resize(
         static_cast<size_t>(geometry_.CodesOffsetOfReal(offset_bytes + bytes) -
                             geometry_.CodesOffsetOfReal(offset_bytes)));
-    quantizer_.Add(offset_bytes / geometry_.real_bytes,
-                   bytes / geometry_.real_bytes, data.data(), made_.data(),
-                   env().pool);
+    absl::Status status = quantizer_->Add(
+        offset_bytes / geometry_.real_bytes, bytes / geometry_.real_bytes,
+        data.data(), made_.data(), env().pool);
+    if (!status.ok()) return status;
+    AppendScales(quantizer_->encoding(), &encoding_);
     buffer().Append(made_);
     return absl::OkStatus();
   }
 
  protected:
   absl::StatusOr<ResolvedEncoding> Encode() override {
-    absl::StatusOr<core::Encoding> encoding = quantizer_.Finish();
-    if (!encoding.ok()) return encoding.status();
+    encoding_.degenerate_count = quantizer_->degenerate_count();
     return ResolvedEncoding{
-        std::make_shared<const core::Encoding>(*std::move(encoding)),
-        spec_.layout, ""};
+        std::make_shared<const core::Encoding>(std::move(encoding_)),
+        spec_->layout, ""};
   }
 
   int64_t RealsOffset(int64_t block) const override {
@@ -561,17 +708,169 @@ class BlockQuantizeJob final : public BufferedQuantizeJob {
   absl::Status Answer(int64_t offset_bytes, absl::Span<const uint8_t> block,
                       CodeProducer* out) override {
     out->Take(offset_bytes, block);
-    out->Take(quantizer_.counts());
+    out->Take(quantizer_->counts());
     return absl::OkStatus();
   }
 
  private:
-  const ResolvedSpec spec_;
+  const std::shared_ptr<const ResolvedSpec> spec_;
   const CodeGeometry geometry_;
   const MemoryBudget::Lease lease_;
-  core::BlockQuantizer quantizer_;
+  const std::unique_ptr<core::BlockQuantizer> quantizer_;
+  // Of all that came.
+  core::Encoding encoding_;
   // Codes of the latest reals.
   std::vector<uint8_t> made_;
+};
+
+// The same where the scales go beside the codes, or nowhere: both go down while
+// reals come up.
+class LocalQuantizeJob final : public TensorJob {
+ public:
+  // `range`  of the reals, which begins and ends with a granule.
+  // `lease`  of what is held: a band, and all scales if they are to be stored.
+  LocalQuantizeJob(const RpcEnvironment& env, QuantizeTask task,
+                   std::shared_ptr<const ResolvedSpec> spec,
+                   const CodeGeometry& geometry, const v1::ByteRange& range,
+                   std::unique_ptr<core::BlockQuantizer> quantizer,
+                   MemoryBudget::Lease lease)
+      : env_(env),
+        task_(std::move(task)),
+        spec_(std::move(spec)),
+        geometry_(geometry),
+        range_(range),
+        lease_(std::move(lease)),
+        quantizer_(std::move(quantizer)),
+        scales_(quantizer_->encoding()),
+        whole_(quantizer_->encoding()) {
+    frame_.begin_bytes = range.begin_bytes();
+    frame_.end_bytes = range.end_bytes();
+    frame_.unit_bytes = geometry_.real_bytes;
+    frame_.granule_bytes = quantizer_->granule() * geometry_.real_bytes;
+    frame_.quantum_bytes =
+        LocalQuantumBytes(*spec_, frame_.granule_bytes, geometry_.real_bytes,
+                          QuantumRealBytes(env_, task_, geometry_));
+  }
+
+  absl::Status Resolve(ChunkWriter* out) override {
+    ResolvedEncoding resolved;
+    // Its scales are not looked at.
+    resolved.encoding = std::make_shared<const core::Encoding>(scales_);
+    resolved.layout = spec_->layout;
+    resolved.in_chunks = true;
+    resolved.chunks_have_zero_points = quantizer_->has_zero_points();
+    producer_.emplace(env_, task_, std::move(resolved), range_);
+    producer_->WriteHeader(out);
+    return absl::OkStatus();
+  }
+
+  void BeginQuantum(int64_t offset_bytes, int64_t bytes,
+                    ChunkWriter* out) override {
+    out_ = out;
+    begin_bytes_ = offset_bytes;
+    end_bytes_ = offset_bytes + bytes;
+    first_scale_ = -1;
+    made_.resize(
+        static_cast<size_t>(geometry_.CodesOffsetOfReal(end_bytes_) -
+                            geometry_.CodesOffsetOfReal(begin_bytes_)));
+  }
+
+  absl::Status Feed(int64_t offset_bytes,
+                    absl::Span<const uint8_t> data) override {
+    const int64_t codes_begin = geometry_.CodesOffsetOfReal(offset_bytes) -
+                                geometry_.CodesOffsetOfReal(begin_bytes_);
+    absl::Status status = quantizer_->Add(
+        offset_bytes / geometry_.real_bytes,
+        static_cast<int64_t>(data.size()) / geometry_.real_bytes, data.data(),
+        made_.data() + codes_begin, env_.pool);
+    if (!status.ok()) return status;
+    if (first_scale_ < 0) first_scale_ = quantizer_->first_scale();
+    AppendScales(quantizer_->encoding(), &scales_);
+    return absl::OkStatus();
+  }
+
+  absl::Status FeedShared(int64_t offset_bytes,
+                          const std::shared_ptr<const Region>& region,
+                          absl::Span<const uint8_t> shared,
+                          core::ThreadPool* pool, PrivateCopy* copy) override {
+    if (absl::Status status = CheckApart(task_.output, region, shared);
+        !status.ok()) {
+      return status;
+    }
+    return TensorJob::FeedShared(offset_bytes, region, shared, pool, copy);
+  }
+
+  void EndQuantum() override {
+    producer_->SendScales(
+        first_scale_ + static_cast<int64_t>(scales_.scale.size()), scales_,
+        first_scale_, out_);
+    if (task_.store_key.has_value()) AppendScales(scales_, &whole_);
+    // A band may have more codes than a message.
+    const int64_t piece_bytes =
+        std::max<int64_t>(1, env_.limits.response_chunk_bytes /
+                                 geometry_.granule_code_bytes) *
+        geometry_.granule_real_bytes();
+    const absl::Span<const uint8_t> codes = made_;
+    for (int64_t begin = begin_bytes_; begin < end_bytes_;
+         begin += piece_bytes) {
+      const int64_t bytes = std::min(piece_bytes, end_bytes_ - begin);
+      producer_->Begin(begin, bytes, out_);
+      const int64_t codes_begin = geometry_.CodesOffsetOfReal(begin) -
+                                  geometry_.CodesOffsetOfReal(begin_bytes_);
+      producer_->Take(begin,
+                      codes.subspan(codes_begin,
+                                    geometry_.CodesOffsetOfReal(begin + bytes) -
+                                        geometry_.CodesOffsetOfReal(begin)));
+      producer_->End();
+    }
+    // Not kept: there are as many as workers, and not as streams.
+    std::vector<uint8_t>().swap(made_);
+    std::vector<float>().swap(scales_.scale);
+    std::vector<int32_t>().swap(scales_.zero_point);
+    std::vector<uint8_t>().swap(scales_.scale_code);
+  }
+
+  bool FinishWaits() const override {
+    return task_.store_key.has_value() && !stored_;
+  }
+
+  absl::StatusOr<bool> Finish(ChunkWriter* out) override {
+    if (FinishWaits()) {
+      whole_.degenerate_count = quantizer_->degenerate_count();
+      absl::StatusOr<StoredEncoding> stored = task_.store->Put(
+          *task_.store_key,
+          std::make_shared<const core::Encoding>(std::move(whole_)),
+          Precondition());
+      if (!stored.ok()) return stored.status();
+      etag_ = stored->etag;
+      stored_ = true;
+      return false;
+    }
+    producer_->Take(quantizer_->counts());
+    producer_->WriteSummary(out, etag_, quantizer_->degenerate_count());
+    return true;
+  }
+
+ private:
+  const RpcEnvironment& env_;
+  const QuantizeTask task_;
+  const std::shared_ptr<const ResolvedSpec> spec_;
+  const CodeGeometry geometry_;
+  const v1::ByteRange range_;
+  const MemoryBudget::Lease lease_;
+  const std::unique_ptr<core::BlockQuantizer> quantizer_;
+  absl::optional<CodeProducer> producer_;
+  // Of the quantum: where its answer goes, its reals, its codes and scales.
+  ChunkWriter* out_ = nullptr;
+  int64_t begin_bytes_ = 0;
+  int64_t end_bytes_ = 0;
+  std::vector<uint8_t> made_;
+  int64_t first_scale_ = -1;
+  core::Encoding scales_;
+  // All scales, if they are to be stored.
+  core::Encoding whole_;
+  bool stored_ = false;
+  std::string etag_;
 };
 
 class QuantizeRpc final : public TensorRpc {
@@ -621,40 +920,99 @@ class QuantizeRpc final : public TensorRpc {
 
   absl::StatusOr<std::unique_ptr<TensorJob>> OpenCalibrating(
       const v1::QuantizeHeader& header, QuantizeTask task) {
-    if (header.has_range()) {
-      return core::WithField(
-          core::RangeInvalidError("a range needs a fixed encoding; expected a "
-                                  "reference or an encoding"),
-          "header.range");
-    }
-    absl::StatusOr<ResolvedSpec> spec =
-        ResolveSpec(env_, header.spec(), task.description.shape);
-    if (!spec.ok()) return core::WithField(spec.status(), "header.spec");
+    absl::StatusOr<ResolvedSpec> resolved = ResolveSpec(
+        env_, header.spec(), task.description.shape, task.transport());
+    if (!resolved.ok())
+      return core::WithField(resolved.status(), "header.spec");
+    absl::Status status = core::CheckOuterMaxima(
+        resolved->spec, *resolved->layout, header.outer_maximum());
+    if (!status.ok()) return core::WithField(status, "header.outer_maximum");
+    resolved->outer_maximum.assign(header.outer_maximum().begin(),
+                                   header.outer_maximum().end());
+    const auto spec =
+        std::make_shared<const ResolvedSpec>(*std::move(resolved));
     const CodeGeometry geometry =
         Geometry(task.description, *core::FindFormat(spec->spec.format));
-    absl::Status status = CheckOutput(task.output, geometry.codes_size_bytes());
-    if (!status.ok()) return status;
+    const bool goes_beside =
+        task.scales_in_chunks ||
+        (task.omit_encoding && !task.store_key.has_value());
     if (core::ValidateSpec(spec->spec).ok() &&
-        core::BlockQuantizer::Takes(spec->spec, *spec->layout)) {
-      constexpr int64_t kBytesPerScale =
-          sizeof(float) + sizeof(int32_t) + sizeof(uint8_t);
-      absl::StatusOr<MemoryBudget::Lease> lease =
-          env_.budget->Acquire(spec->layout->scale_count() * kBytesPerScale,
-                               "send fewer tensors at once");
-      if (!lease.ok()) return lease.status();
-      auto job = std::make_unique<BlockQuantizeJob>(env_, task, *spec, geometry,
-                                                    *std::move(lease));
-      if (job->GranuleBytes() <= BlockQuantizeJob::kMaxGranuleBytes) {
-        return job;
+        core::BlockQuantizer::Takes(spec->spec, *spec->layout,
+                                    !spec->outer_maximum.empty())) {
+      const int64_t granule_bytes =
+          std::lcm(spec->layout->band_size(), geometry.codes_per_granule) *
+          geometry.real_bytes;
+      if (granule_bytes <= (goes_beside ? kMaxBandBytes : kMaxGranuleBytes)) {
+        return OpenLocal(header, std::move(task), spec, geometry, granule_bytes,
+                         goes_beside);
       }
     }
+    if (header.has_range()) {
+      return core::WithField(
+          core::RangeInvalidError(
+              "a range needs a fixed encoding, or a spec whose scales depend "
+              "on their own small block, with scales_in_chunks; expected one "
+              "of these"),
+          "header.range");
+    }
+    status = CheckOutput(task.output, geometry.codes_size_bytes());
+    if (!status.ok()) return status;
     absl::StatusOr<std::unique_ptr<TensorAccumulator>> accumulator =
         TensorAccumulator::Create(env_, task.description.element_type,
                                   spec->layout, MantissaBitsWhereHeld(*spec),
                                   SearchBytes(env_, *spec));
     if (!accumulator.ok()) return accumulator.status();
     return std::make_unique<CalibratingQuantizeJob>(
-        env_, std::move(task), *std::move(spec), *std::move(accumulator));
+        env_, std::move(task), *spec, *std::move(accumulator));
+  }
+
+  // With a spec that core::BlockQuantizer takes. `goes_beside`  the scales do
+  // not go before the codes.
+  absl::StatusOr<std::unique_ptr<TensorJob>> OpenLocal(
+      const v1::QuantizeHeader& header, QuantizeTask task,
+      std::shared_ptr<const ResolvedSpec> spec, const CodeGeometry& geometry,
+      int64_t granule_bytes, bool goes_beside) {
+    if (header.has_range() && (!goes_beside || task.store_key.has_value())) {
+      return core::WithField(
+          core::RangeInvalidError("a range of a spec gives a part of its "
+                                  "scales; expected scales_in_chunks, and "
+                                  "nothing to store"),
+          "header.range");
+    }
+    absl::StatusOr<v1::ByteRange> range =
+        CheckRange(header.has_range() ? &header.range() : nullptr,
+                   geometry.reals_size_bytes(), granule_bytes);
+    if (!range.ok()) return core::WithField(range.status(), "header.range");
+    absl::Status status = CheckOutput(
+        task.output, geometry.CodesOffsetOfReal(range->end_bytes()) -
+                         geometry.CodesOffsetOfReal(range->begin_bytes()));
+    if (!status.ok()) return status;
+    int64_t bytes = 0;
+    // A band that is put together from chunks, and the one in work with its
+    // codes.
+    if (granule_bytes > kMaxGranuleBytes) bytes += 3 * granule_bytes;
+    if (!goes_beside || task.store_key.has_value()) {
+      bytes += spec->layout->scale_count() * kBytesPerScale;
+    }
+    const int64_t outer_bytes =
+        static_cast<int64_t>(2 * spec->outer_maximum.size() * sizeof(float));
+    if (outer_bytes > kSmallBytes) bytes += outer_bytes;
+    absl::StatusOr<MemoryBudget::Lease> lease =
+        env_.budget->Acquire(bytes, "send fewer tensors at once");
+    if (!lease.ok()) return lease.status();
+    absl::StatusOr<std::unique_ptr<core::BlockQuantizer>> quantizer =
+        core::BlockQuantizer::Create(spec->spec, *spec->layout,
+                                     task.description.element_type,
+                                     task.nan_policy, spec->outer_maximum);
+    if (!quantizer.ok()) return quantizer.status();
+    if (goes_beside) {
+      return std::make_unique<LocalQuantizeJob>(
+          env_, std::move(task), std::move(spec), geometry, *range,
+          *std::move(quantizer), *std::move(lease));
+    }
+    return std::make_unique<BlockQuantizeJob>(
+        env_, std::move(task), std::move(spec), geometry, *std::move(quantizer),
+        *std::move(lease));
   }
 
   const RpcEnvironment& env_;

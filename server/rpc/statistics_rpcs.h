@@ -1,4 +1,4 @@
-// The calls that compute from stored statistics. One file per RPC.
+// The calls that compute from statistics and errors. One file per RPC.
 
 #ifndef QUANTD_SERVER_RPC_STATISTICS_RPCS_H_
 #define QUANTD_SERVER_RPC_STATISTICS_RPCS_H_
@@ -21,9 +21,12 @@ namespace quantd::server {
 // Each starts a call.
 EncodingCall* StartComputeEncodings(const CallArguments& arguments);
 EncodingCall* StartSweep(const CallArguments& arguments);
+EncodingCall* StartChooseMixture(const CallArguments& arguments);
 
-// The most specs of a sweep.
+// The most specs of a sweep, and options of a tensor.
 constexpr int kMaxSweepSpecs = 64;
+// The most mixtures at once.
+constexpr int kMaxMixtureTargets = 64;
 
 // One revision's statistics, tensor by tensor. Calls wait for the store. Not
 // thread-safe.

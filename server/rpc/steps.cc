@@ -1,6 +1,5 @@
 #include "server/rpc/steps.h"
 
-#include <algorithm>
 #include <functional>
 #include <utility>
 
@@ -33,12 +32,6 @@ void Schedule(const RpcEnvironment& env, StepKind kind,
 
 int ComputingThreads(const RpcEnvironment& env, core::ThreadPool::Group group) {
   return env.pool->BusyThreads(group) + env.long_pool->BusyThreads(group);
-}
-
-double LongThreadShare(const RpcEnvironment& env,
-                       core::ThreadPool::Group group) {
-  const int others = std::max(1, env.long_pool->BusyThreads(group));
-  return std::min(1.0, static_cast<double>(env.pool->thread_count()) / others);
 }
 
 }  // namespace quantd::server

@@ -49,10 +49,6 @@ void Schedule(const RpcEnvironment& env, StepKind kind,
 // How many threads compute for the group: long computations share the
 // processors with the workers.
 int ComputingThreads(const RpcEnvironment& env, core::ThreadPool::Group group);
-// How much of a processor each of the group's long computations has: they share
-// evenly what its workers would.
-double LongThreadShare(const RpcEnvironment& env,
-                       core::ThreadPool::Group group);
 
 }  // namespace quantd::server
 

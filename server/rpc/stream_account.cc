@@ -8,7 +8,7 @@
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
-#include "core/parallel/steady_clock.h"
+#include "core/parallel/thread_clock.h"
 #include "server/rpc/steps.h"
 
 namespace quantd::server {
@@ -52,12 +52,21 @@ void StreamAccount::Arrived(int64_t bytes) {
 
 void StreamAccount::BeginLong() {
   absl::MutexLock lock(&mutex_);
-  long_start_ = core::SteadyNow();
+  long_clock_ = core::ThreadClock::OfThisThread();
+  long_start_ = long_clock_->Now();
+}
+
+void StreamAccount::EndLong() {
+  absl::MutexLock lock(&mutex_);
+  long_done_ = LongTime();
+  // The thread may begin with another.
+  long_clock_.reset();
 }
 
 void StreamAccount::WorkLeft(absl::Duration work, absl::Duration spent) {
   absl::MutexLock lock(&mutex_);
-  long_start_.reset();
+  long_clock_.reset();
+  long_done_ = absl::ZeroDuration();
   work_ = work;
   spent_ = spent;
 }
@@ -73,9 +82,8 @@ void StreamAccount::CountLoad() {
 }
 
 absl::Duration StreamAccount::LongTime() const {
-  if (!long_start_.has_value()) return absl::ZeroDuration();
-  return (core::SteadyNow() - *long_start_) *
-         LongThreadShare(env_, share_->group);
+  return long_clock_.has_value() ? long_clock_->Now() - long_start_
+                                 : long_done_;
 }
 
 }  // namespace quantd::server

@@ -11,6 +11,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "absl/types/optional.h"
+#include "core/parallel/thread_clock.h"
 #include "server/guard/admission.h"
 #include "server/guard/caller_share.h"
 #include "server/guard/memory_budget.h"
@@ -42,8 +43,10 @@ class StreamAccount {
   absl::Status Admit(absl::Duration work) ABSL_LOCKS_EXCLUDED(mutex_);
   // More bytes came of the open tensor.
   void Arrived(int64_t bytes) ABSL_LOCKS_EXCLUDED(mutex_);
-  // A long computation begins; how far it is shows until WorkLeft is called.
+  // The calling thread begins with a long computation, and ends it: what it
+  // computes in between is done, until WorkLeft is called.
   void BeginLong() ABSL_LOCKS_EXCLUDED(mutex_);
+  void EndLong() ABSL_LOCKS_EXCLUDED(mutex_);
   // What there is to do after a task, and what was done for the tensor's end by
   // now.
   void WorkLeft(absl::Duration work, absl::Duration spent)
@@ -59,6 +62,9 @@ class StreamAccount {
   absl::Duration FinishTime(int64_t tensor_bytes) const {
     return share_->admission.FinishTime(rpc_, tensor_bytes);
   }
+  absl::Duration SearchTime(absl::Duration estimate) const {
+    return share_->admission.SearchTime(rpc_, estimate);
+  }
   // How long it took.
   void Fed(int64_t bytes, absl::Duration time) {
     share_->admission.Fed(rpc_, bytes, time);
@@ -66,11 +72,13 @@ class StreamAccount {
   void Finished(int64_t tensor_bytes, absl::Duration time) {
     share_->admission.Finished(rpc_, tensor_bytes, time);
   }
+  void Searched(absl::Duration estimate, absl::Duration time) {
+    share_->admission.Searched(rpc_, estimate, time);
+  }
 
  private:
   void CountLoad() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // How long a worker would have needed for what the long computation that is
-  // under way, if any, has done by now.
+  // What the long computation has had of the processors, if there is one.
   absl::Duration LongTime() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const RpcEnvironment& env_;
@@ -85,8 +93,11 @@ class StreamAccount {
   absl::Duration work_ ABSL_GUARDED_BY(mutex_);
   // What they have done for its end.
   absl::Duration spent_ ABSL_GUARDED_BY(mutex_);
-  // When a long computation began.
-  absl::optional<absl::Duration> long_start_ ABSL_GUARDED_BY(mutex_);
+  // The clock of the thread that computes, and its time when it began.
+  absl::optional<core::ThreadClock> long_clock_ ABSL_GUARDED_BY(mutex_);
+  absl::Duration long_start_ ABSL_GUARDED_BY(mutex_);
+  // Of the computation that ended.
+  absl::Duration long_done_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace quantd::server

@@ -18,9 +18,9 @@ namespace quantd::server {
 // chunk.
 constexpr int64_t kLookAheadBytes = int64_t{1} << 20;
 
-// What a call has given gRPC to do: one message is read ahead of the one that
-// is worked on, answers wait in a queue until the client takes them, and the
-// end comes when they are written. Knows bytes and no tensors.
+// Reads and writes the messages of a call. It reads one message ahead of the
+// one that is worked on. Answers wait in a queue until the client takes them;
+// the call ends after the last one is written. Knows bytes and no tensors.
 //
 // Not thread-safe: whoever has the reactor guards it. gRPC never runs callbacks
 // from within StartRead, StartWrite and Finish here, so those are called with

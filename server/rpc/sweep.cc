@@ -1,9 +1,7 @@
 // Sweep: stored statistics > the expected error of many specs, ranked.
 
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <string>
 #include <utility>
 #include <vector>
@@ -12,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "absl/types/optional.h"
 #include "core/calibrate/mixed_precision.h"
 #include "core/calibrate/prediction.h"
 #include "core/errors.h"
@@ -20,6 +19,7 @@
 #include "core/types/block_layout.h"
 #include "quantd/v1/encoding_service.pb.h"
 #include "server/rpc/encoding_call.h"
+#include "server/rpc/mixture.h"
 #include "server/rpc/patterns.h"
 #include "server/rpc/statistics_rpcs.h"
 #include "server/rpc/stored_calibration.h"
@@ -55,19 +55,6 @@ bool RanksBefore(const SpecResult& a, const SpecResult& b) {
 int64_t SizeBytes(const core::Encoding& encoding, int64_t element_count) {
   return core::FindFormat(encoding.format)->SizeBytes(element_count) +
          core::ScalesSizeBytes(encoding);
-}
-
-// Adds one tensor to figures over several: those of SweepTotal and
-// SweepMixture.
-template <typename Figures>
-void AddTensor(const core::PrecisionOption& option, double sqnr_db, bool first,
-               Figures* figures) {
-  figures->set_size_bytes(figures->size_bytes() + option.size_bytes);
-  figures->set_noise_to_signal_sum(figures->noise_to_signal_sum() +
-                                   option.noise_to_signal);
-  if (first || sqnr_db < figures->min_sqnr_db()) {
-    figures->set_min_sqnr_db(sqnr_db);
-  }
 }
 
 class SweepCall final
@@ -155,7 +142,7 @@ class SweepCall final
       totals_.emplace_back().set_spec_index(specs_.size());
       specs_.push_back(*std::move(spec));
     }
-    if (absl::Status s = CheckTarget(); !s.ok()) return s;
+    if (absl::Status s = TakeTarget(); !s.ok()) return s;
     if (request().mixture_case() == v1::SweepRequest::kMaxSizeBytes) {
       absl::Status charged =
           env().budget->Grow(&options_lease_, core::MixtureBytes(specs_.size()),
@@ -167,32 +154,19 @@ class SweepCall final
     return revision_.Open(request().model(), request().revision());
   }
 
-  absl::Status CheckTarget() {
+  // Takes the target, if there is one.
+  absl::Status TakeTarget() {
     switch (request().mixture_case()) {
       case v1::SweepRequest::kMinSqnrDb:
-        if (!std::isfinite(request().min_sqnr_db())) {
-          return core::WithField(core::TargetInvalidError(absl::StrCat(
-                                     "min_sqnr_db is ", request().min_sqnr_db(),
-                                     ", expected a finite number")),
-                                 "min_sqnr_db");
-        }
+        target_.emplace().set_min_sqnr_db(request().min_sqnr_db());
         break;
-      case v1::SweepRequest::kMaxSizeBytes: {
-        constexpr uint64_t kMax = std::numeric_limits<int64_t>::max();
-        if (request().max_size_bytes() == 0 ||
-            request().max_size_bytes() > kMax) {
-          return core::WithField(
-              core::TargetInvalidError(absl::StrCat("max_size_bytes is ",
-                                                    request().max_size_bytes(),
-                                                    ", expected 1 to ", kMax)),
-              "max_size_bytes");
-        }
+      case v1::SweepRequest::kMaxSizeBytes:
+        target_.emplace().set_max_size_bytes(request().max_size_bytes());
         break;
-      }
       case v1::SweepRequest::MIXTURE_NOT_SET:
-        break;
+        return absl::OkStatus();
     }
-    return absl::OkStatus();
+    return CheckTarget(*target_);
   }
 
   // Of the tensor that is loaded. Only its own failure, not that of specs, is
@@ -223,16 +197,13 @@ class SweepCall final
 
   // What the tensor leaves for the mixture.
   absl::Status ChargeTensor(const StatisticsListEntry& entry) {
-    // The name, the options and their SQNR lie on the heap.
-    constexpr int64_t kHeapBytes = 3 * 32;
-    constexpr int64_t kTensorBytes = sizeof(Tensor) +
-                                     sizeof(core::TensorOptions) + kHeapBytes +
-                                     core::kMixtureTensorBytes;
-    constexpr int64_t kOptionBytes = sizeof(core::PrecisionOption) +
-                                     sizeof(double) + core::kMixtureOptionBytes;
-    const int64_t kept_bytes =
-        static_cast<int64_t>(entry.tensor.size()) + kTensorBytes +
-        static_cast<int64_t>(specs_.size()) * kOptionBytes;
+    // The name and the SQNR of the options lie on the heap.
+    constexpr int64_t kTensorBytes = sizeof(Tensor) + 2 * 32;
+    const auto options = static_cast<int64_t>(specs_.size());
+    const int64_t kept_bytes = static_cast<int64_t>(entry.tensor.size()) +
+                               kTensorBytes +
+                               options * static_cast<int64_t>(sizeof(double)) +
+                               MixtureTensorBytes(options);
     return env().budget->Grow(&options_lease_,
                               options_lease_.bytes() + kept_bytes,
                               "sweep fewer tensors at once, by patterns");
@@ -285,7 +256,7 @@ class SweepCall final
     if (first || sqnr_db < total.min_sqnr_db()) {
       total.set_min_sqnr_tensor(tensor->name);
     }
-    AddTensor(option, sqnr_db, first, &total);
+    AddToFigures(option, sqnr_db, first, &total);
     options->push_back(option);
     tensor->sqnr_db.push_back(sqnr_db);
   }
@@ -299,32 +270,22 @@ class SweepCall final
           return a.noise_to_signal_sum() < b.noise_to_signal_sum();
         });
     for (const v1::SweepTotal& total : totals_) *summary->add_totals() = total;
-    if (request().mixture_case() == v1::SweepRequest::MIXTURE_NOT_SET) {
-      return absl::OkStatus();
-    }
-    const absl::StatusOr<core::Mixture> mixture =
-        request().mixture_case() == v1::SweepRequest::kMinSqnrDb
-            ? core::SmallestMixture(options_, request().min_sqnr_db(), stop())
-            : core::BestMixture(
-                  options_, static_cast<int64_t>(request().max_size_bytes()),
-                  stop());
-    if (!mixture.ok()) return mixture.status();
-    v1::SweepMixture* const proto = summary->mutable_mixture();
-    proto->set_target_met(mixture->target_met);
-    for (size_t i = 0; i < tensors_.size(); ++i) {
-      const Tensor& tensor = tensors_[i];
-      const int choice = mixture->choice[i];
-      const core::PrecisionOption& option = options_[i][choice];
-      v1::SweepMixture::Choice* chosen = proto->add_choices();
-      chosen->set_tensor(tensor.name);
-      chosen->set_spec_index(option.spec_index);
-      AddTensor(option, tensor.sqnr_db[choice], i == 0, proto);
-    }
-    return absl::OkStatus();
+    if (!target_.has_value()) return absl::OkStatus();
+    return MakeMixture(
+        options_, *target_,
+        [this](size_t tensor) -> const std::string& {
+          return tensors_[tensor].name;
+        },
+        [this](size_t tensor, int option) {
+          return tensors_[tensor].sqnr_db[option];
+        },
+        stop(), summary->mutable_mixture());
   }
 
   bool summarized_ = false;
   std::vector<core::EncodingSpec> specs_;
+  // Set when a mixture is asked for.
+  absl::optional<v1::MixtureTarget> target_;
   PatternList patterns_;
   RevisionStatistics revision_;
   // Index of the tensor that comes next.

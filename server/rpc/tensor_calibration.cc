@@ -55,6 +55,18 @@ bool TakesLong(const core::EncodingSpec& spec, int64_t scale_count,
          core::SearchTime(spec, scale_count, element_count) > kShortWork;
 }
 
+int64_t SearchQuantumElements(const ResolvedSpec& spec) {
+  constexpr int64_t kMost = int64_t{1} << 17;
+  const int64_t elements = spec.layout->element_count();
+  const absl::Duration search = core::SearchTime(
+      spec.spec, spec.layout->scale_count(), elements, /*at_hand=*/true);
+  if (search <= absl::ZeroDuration()) return kMost;
+  const double in_time = static_cast<double>(elements) *
+                         absl::FDivDuration(2 * kShortWork, search);
+  return in_time < kMost ? std::max<int64_t>(1, static_cast<int64_t>(in_time))
+                         : kMost;
+}
+
 absl::StatusOr<CalibratedEncoding> CalibrateTensor(
     const RpcEnvironment& env, const ResolvedSpec& spec,
     const core::TensorStatistics& statistics,
@@ -63,8 +75,9 @@ absl::StatusOr<CalibratedEncoding> CalibrateTensor(
   MemoryBudget::Lease lease;
   env.budget->Count(&lease, core::CalibrationBytes(spec.spec, *spec.layout,
                                                    statistics, pool));
-  absl::StatusOr<core::Calibration> calibration = core::Calibrate(
-      spec.spec, *spec.layout, statistics, moving_average, pool, stop, held);
+  absl::StatusOr<core::Calibration> calibration =
+      core::Calibrate(spec.spec, *spec.layout, statistics, moving_average, pool,
+                      stop, held, spec.outer_maximum);
   if (!calibration.ok()) return calibration.status();
   return CalibratedEncoding{
       {std::make_shared<const core::Encoding>(std::move(calibration->encoding)),

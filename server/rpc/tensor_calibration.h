@@ -43,6 +43,10 @@ struct CalibratedEncoding {
 bool TakesLong(const core::EncodingSpec& spec, int64_t scale_count,
                int64_t element_count);
 
+// The most elements whose scales a worker finds at a time, as they arrive: so
+// many as take about twice kShortWork, because others need the worker.
+int64_t SearchQuantumElements(const ResolvedSpec& spec);
+
 // The encoding that comes of a tensor's statistics at the spec's granularity.
 // `pool`  helps where it takes long; null where it does not.
 // `held`  the tensor, where the statistics have no histograms.

@@ -12,6 +12,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "core/errors.h"
 #include "core/parallel/stop_token.h"
 #include "core/parallel/thread_pool.h"
 #include "server/metrics/metrics.h"
@@ -29,19 +30,24 @@ struct TensorFrame {
   int64_t end_bytes = 0;
   // Chunks are cut at multiples of this.
   int64_t unit_bytes = 1;
-  // Feed is called with multiples of this, but for the tensor's end.
+  // Feed is called with multiples of this; only the tensor's end may be
+  // shorter.
   int64_t granule_bytes = 1;
   // Most bytes between BeginQuantum and the next; a multiple of granule_bytes.
   int64_t quantum_bytes = 1;
 };
 
-// One tensor of one stream, from its header to its summary. Calls come one at
-// a time, on any thread: StopWhen; Resolve; for each quantum Reserve,
-// BeginQuantum, Feed or FeedShared once or more, EndQuantum; in the end
-// Reserve(0) and Finish, until it answers true. After an error nothing more is
-// called, but Reserve may be tried again. None of them takes long, but Finish
-// where it says so before; only Resolve and Finish may wait for a store, when
-// they say so before.
+// One tensor of one stream, from its header to its summary. Calls come one at a
+// time, on any thread, in this order:
+//
+//   StopWhen, Resolve
+//   for each quantum: Reserve, BeginQuantum, Feed or FeedShared once or more,
+//     EndQuantum
+//   Reserve(0) and Finish, until Finish answers true
+//
+// After an error nothing more is called; only Reserve may be tried again. Calls
+// are short and do not wait. Exceptions are announced by FinishIsLong,
+// ResolveWaits and FinishWaits.
 class TensorJob {
  public:
   virtual ~TensorJob() = default;
@@ -65,6 +71,14 @@ class TensorJob {
 
   // Finds what the header names, such as the encoding.
   virtual absl::Status Resolve(ChunkWriter* out) { return absl::OkStatus(); }
+
+  // Takes scales that came beside the next bytes, serialized as in
+  // RequestEnvelope. Called after Resolve, before those bytes are fed.
+  // Errors: SCALE_COUNT by default: none are expected.
+  virtual absl::Status PushScales(absl::Span<const std::string> scales) {
+    return core::ScaleShapeError(
+        "scales came, expected none without an encoding with scales_in_chunks");
+  }
 
   // About how long one worker searches for ranges when all bytes are there.
   absl::Duration search_time() const { return search_time_; }

@@ -71,7 +71,7 @@ class TensorSequence {
   absl::Status Step(StepKind kind, bool over_share);
   // No message will come any more.
   void End();
-  // Lets go of the open tensor, if any; nobody is told.
+  // Closes the open tensor, if any, without an answer.
   void Abandon();
 
   // The answers that are ready, in order.

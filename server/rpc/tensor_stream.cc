@@ -251,6 +251,7 @@ void TensorStream::Work(StepKind kind) {
     return absl::OkStatus();
   });
   if (kind != StepKind::kLong) return EndWork(std::move(status), end_of_stream);
+  account_.EndLong();
   Schedule(env_, StepKind::kQuantum, [self = shared_from_this(), status] {
     self->EndWork(status, /*end_of_stream=*/false);
   });

@@ -28,12 +28,12 @@ namespace quantd::server {
 // messages, the sequence the tensors, the account what they cost, the watchdog
 // the time. Decides itself who works on the stream next.
 //
-// There is one task at a time, which works on one message, in quanta of bounded
-// size: on a thread for what the step is like, or on gRPC's own where message
-// and job are light. There tensors are admitted too, so that one that is turned
-// away need not wait for a worker to hear of it, and what comes of it is
-// dropped. No task begins, and so nothing is read, while too many answers wait
-// for the client.
+// There is one task at a time. It works on one message, in quanta of bounded
+// size, on a thread for steps of that kind. If message and job are light, one
+// of gRPC's own threads does it. These threads also admit tensors: a tensor
+// that is refused hears of it at once, without waiting for a worker, and the
+// rest of it is dropped. While too many answers wait for the client, no task
+// begins, and so nothing is read.
 //
 // gRPC's callbacks and the task share the state under mutex_; the sequence is
 // the task's alone.

@@ -13,10 +13,10 @@
 namespace quantd::server {
 
 // Makes one message at a time, and the next one when the client has taken it.
-// Between steps it ends when the client is gone or the server is out of time,
-// and before Open and Load also when the server drains or the caller may not
-// make the call any more. Open and Compute are all that is done on threads of
-// lower priority.
+// Between steps it ends if the client is gone or the server is out of time.
+// Before Open and Load it also ends if the server drains, or if the caller may
+// no longer make the call. Only Open and Compute run on threads of lower
+// priority.
 template <typename Request, typename Response>
 class TensorwiseCall : public EncodingCall {
  protected:

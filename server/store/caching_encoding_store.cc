@@ -18,6 +18,9 @@
 namespace quantd::server {
 namespace {
 
+// Reading a larger one takes little beside what is done with it.
+constexpr int64_t kMostCachedBytes = int64_t{256} << 10;
+
 // The encoding, the key twice (list and index), the etag, and what the
 // allocator and the containers add, rounded up.
 int64_t CostBytes(const EncodingKey& key, const StoredEncoding& stored) {
@@ -30,6 +33,32 @@ int64_t CostBytes(const EncodingKey& key, const StoredEncoding& stored) {
 }
 
 }  // namespace
+
+// Reads of the key go to the inner store while it is finished.
+class CachingEncodingStore::Writer final : public EncodingWriter {
+ public:
+  Writer(CachingEncodingStore* store, EncodingKey key,
+         std::unique_ptr<EncodingWriter> inner)
+      : store_(*store), key_(std::move(key)), inner_(std::move(inner)) {}
+
+  absl::Status Add(const ScalePiece& piece) override {
+    return inner_->Add(piece);
+  }
+  absl::StatusOr<StoredEncoding> Finish() override {
+    Shard& shard = store_.ShardOf(key_);
+    const absl::Duration now = store_.options_.clock();
+    const int64_t begin_event = store_.BeginWrite(shard, key_);
+    absl::StatusOr<StoredEncoding> result = inner_->Finish();
+    store_.EndWrite(shard, key_, begin_event, result.status(), nullptr, now,
+                    absl::nullopt);
+    return result;
+  }
+
+ private:
+  CachingEncodingStore& store_;
+  const EncodingKey key_;
+  const std::unique_ptr<EncodingWriter> inner_;
+};
 
 CachingEncodingStore::CachingEncodingStore(std::unique_ptr<EncodingStore> inner,
                                            Options options, Metrics* metrics)
@@ -75,8 +104,9 @@ absl::StatusOr<StoredEncoding> CachingEncodingStore::Get(
   absl::MutexLock lock(&shard.mutex);
   const auto it = shard.in_flight.find(key);
   InFlight& in_flight = it->second;
-  const bool undisturbed =
-      in_flight.writes == 0 && in_flight.write_events == write_events;
+  const bool undisturbed = in_flight.writes == 0 &&
+                           in_flight.write_events == write_events &&
+                           shard.wide_writes == 0;
   if (result.ok()) {
     in_flight.answered_generation =
         std::max(in_flight.answered_generation, result->generation);
@@ -181,6 +211,85 @@ absl::Status CachingEncodingStore::Delete(const EncodingKey& key,
   return status;
 }
 
+absl::StatusOr<std::unique_ptr<EncodingReader>>
+CachingEncodingStore::OpenReader(const EncodingKey& key) {
+  return inner_->OpenReader(key);
+}
+
+absl::StatusOr<std::unique_ptr<EncodingWriter>>
+CachingEncodingStore::OpenWriter(const EncodingKey& key,
+                                 std::shared_ptr<const core::Encoding> outline,
+                                 bool has_zero_points,
+                                 const Precondition& precondition) {
+  absl::StatusOr<std::unique_ptr<EncodingWriter>> writer = inner_->OpenWriter(
+      key, std::move(outline), has_zero_points, precondition);
+  if (!writer.ok()) return writer;
+  return std::make_unique<Writer>(this, key, *std::move(writer));
+}
+
+absl::StatusOr<PublishedRevision> CachingEncodingStore::PublishRevision(
+    absl::string_view model, absl::string_view source,
+    absl::string_view target) {
+  const std::vector<absl::string_view> revisions = {source, target};
+  const WideWrite write{model, &revisions};
+  BeginWideWrite(write);
+  absl::StatusOr<PublishedRevision> result =
+      inner_->PublishRevision(model, source, target);
+  EndWideWrite(write, result.status());
+  return result;
+}
+
+absl::StatusOr<DeletedRows> CachingEncodingStore::DeleteRevision(
+    absl::string_view model, absl::string_view revision) {
+  const std::vector<absl::string_view> revisions = {revision};
+  const WideWrite write{model, &revisions};
+  BeginWideWrite(write);
+  absl::StatusOr<DeletedRows> result = inner_->DeleteRevision(model, revision);
+  EndWideWrite(write, result.status());
+  return result;
+}
+
+absl::StatusOr<DeletedRows> CachingEncodingStore::DeleteModel(
+    absl::string_view model) {
+  const WideWrite write{model, nullptr};
+  BeginWideWrite(write);
+  absl::StatusOr<DeletedRows> result = inner_->DeleteModel(model);
+  EndWideWrite(write, result.status());
+  return result;
+}
+
+bool CachingEncodingStore::WideWrite::Holds(const EncodingKey& key) const {
+  return key.model == model && (revisions == nullptr ||
+                                std::find(revisions->begin(), revisions->end(),
+                                          key.revision) != revisions->end());
+}
+
+void CachingEncodingStore::BeginWideWrite(const WideWrite& write) {
+  for (Shard& shard : shards_) {
+    absl::MutexLock lock(&shard.mutex);
+    ++shard.wide_writes;
+    for (auto& [key, in_flight] : shard.in_flight) ++in_flight.write_events;
+    for (Entry& entry : shard.entries) {
+      if (write.Holds(entry.key)) entry.is_in_doubt = true;
+    }
+  }
+}
+
+void CachingEncodingStore::EndWideWrite(const WideWrite& write,
+                                        const absl::Status& status) {
+  for (Shard& shard : shards_) {
+    absl::MutexLock lock(&shard.mutex);
+    --shard.wide_writes;
+    for (auto& [key, in_flight] : shard.in_flight) ++in_flight.write_events;
+    if (!status.ok()) continue;
+    std::vector<EncodingKey> gone;
+    for (const Entry& entry : shard.entries) {
+      if (write.Holds(entry.key)) gone.push_back(entry.key);
+    }
+    for (const EncodingKey& key : gone) Erase(shard, key);
+  }
+}
+
 absl::StatusOr<std::vector<EncodingListEntry>>
 CachingEncodingStore::ListEncodings(absl::string_view model,
                                     absl::string_view revision,
@@ -236,8 +345,9 @@ void CachingEncodingStore::EndWrite(Shard& shard, const EncodingKey& key,
   absl::MutexLock lock(&shard.mutex);
   const auto it = shard.in_flight.find(key);
   InFlight& in_flight = it->second;
-  const bool alone =
-      in_flight.writes == 1 && in_flight.write_events == begin_event;
+  const bool alone = in_flight.writes == 1 &&
+                     in_flight.write_events == begin_event &&
+                     shard.wide_writes == 0;
   // Another process may have replaced it, and a read answered that.
   const bool is_newest =
       stored != nullptr && stored->generation >= in_flight.answered_generation;
@@ -261,7 +371,7 @@ void CachingEncodingStore::Insert(Shard& shard, const EncodingKey& key,
                                   bool is_in_doubt) {
   Erase(shard, key);
   const int64_t cost_bytes = CostBytes(key, stored);
-  if (cost_bytes > shard_cap_bytes_) return;
+  if (cost_bytes > std::min(shard_cap_bytes_, kMostCachedBytes)) return;
   int64_t evicted = 0;
   while (shard.bytes + cost_bytes > shard_cap_bytes_) {
     // A copy, because erasing destroys the key in the entry.

@@ -37,7 +37,8 @@ class CachingEncodingStore : public EncodingStore {
  public:
   struct Options {
     // Of everything cached, keys and overhead included. An encoding larger
-    // than a sixteenth of it is not cached; 0 caches nothing.
+    // than a sixteenth of it, or than a quarter of a MiB, is not cached; 0
+    // caches nothing.
     int64_t cap_bytes = int64_t{256} << 20;
     // After this the inner store is asked again.
     absl::Duration max_age = absl::Seconds(1);
@@ -58,6 +59,17 @@ class CachingEncodingStore : public EncodingStore {
       const Precondition& precondition) override;
   absl::Status Delete(const EncodingKey& key,
                       const Precondition& precondition) override;
+  absl::StatusOr<std::unique_ptr<EncodingReader>> OpenReader(
+      const EncodingKey& key) override;
+  absl::StatusOr<std::unique_ptr<EncodingWriter>> OpenWriter(
+      const EncodingKey& key, std::shared_ptr<const core::Encoding> outline,
+      bool has_zero_points, const Precondition& precondition) override;
+  absl::StatusOr<PublishedRevision> PublishRevision(
+      absl::string_view model, absl::string_view source,
+      absl::string_view target) override;
+  absl::StatusOr<DeletedRows> DeleteRevision(
+      absl::string_view model, absl::string_view revision) override;
+  absl::StatusOr<DeletedRows> DeleteModel(absl::string_view model) override;
   absl::StatusOr<std::vector<EncodingListEntry>> ListEncodings(
       absl::string_view model, absl::string_view revision,
       absl::string_view after, int limit) override;
@@ -72,6 +84,8 @@ class CachingEncodingStore : public EncodingStore {
   int64_t resident_entries() const ABSL_LOCKS_EXCLUDED(totals_mutex_);
 
  private:
+  class Writer;
+
   static constexpr int kShardCount = 16;
 
   struct Entry {
@@ -113,6 +127,17 @@ class CachingEncodingStore : public EncodingStore {
         ABSL_GUARDED_BY(mutex);
     int64_t bytes ABSL_GUARDED_BY(mutex) = 0;
     absl::flat_hash_map<EncodingKey, InFlight> in_flight ABSL_GUARDED_BY(mutex);
+    // Writes of whole revisions and models that are at the inner store now.
+    int wide_writes ABSL_GUARDED_BY(mutex) = 0;
+  };
+
+  // Writes by which many keys may change: of a model, and unless that is null
+  // only of some of its revisions.
+  struct WideWrite {
+    absl::string_view model;
+    const std::vector<absl::string_view>* revisions;
+
+    bool Holds(const EncodingKey& key) const;
   };
 
   Shard& ShardOf(const EncodingKey& key);
@@ -128,6 +153,8 @@ class CachingEncodingStore : public EncodingStore {
       ABSL_LOCKS_EXCLUDED(version_mutex_);
   int64_t BeginWrite(Shard& shard, const EncodingKey& key)
       ABSL_LOCKS_EXCLUDED(shard.mutex);
+  void BeginWideWrite(const WideWrite& write);
+  void EndWideWrite(const WideWrite& write, const absl::Status& status);
   // `stored` is what the write left, null if that is nothing or it failed.
   void EndWrite(Shard& shard, const EncodingKey& key, int64_t begin_event,
                 const absl::Status& status, const StoredEncoding* stored,

@@ -93,6 +93,65 @@ struct RevisionListEntry {
   int64_t statistics_count = 0;
 };
 
+// Consecutive scales of an encoding as raw bytes; see
+// core/types/scale_window.h.
+struct ScalePiece {
+  // Index of the first scale here.
+  int64_t first = 0;
+  std::string scale;
+  // As many as scales, or none.
+  std::string zero_point;
+  // Index of the first outer scale here.
+  int64_t first_outer = 0;
+  // float32.
+  std::string outer_scale;
+};
+
+// Reads an encoding of any size. What was opened is read to its end or not at
+// all, whatever is written meanwhile. Not thread-safe.
+class EncodingReader {
+ public:
+  virtual ~EncodingReader() = default;
+
+  // `encoding` is without scales, zero points and outer scales.
+  virtual const StoredEncoding& stored() const = 0;
+  virtual int64_t scale_count() const = 0;
+  virtual bool has_zero_points() const = 0;
+  // The next scales, at most 1 MiB; none after the last.
+  // Errors: ETAG_MISMATCH (the encoding was replaced or deleted, and what is
+  // left of it is not whole), STORE_CORRUPT.
+  virtual absl::StatusOr<absl::optional<ScalePiece>> Next() = 0;
+};
+
+// Writes an encoding of any size. Nobody sees it before Finish; one that is
+// not finished leaves nothing. Not thread-safe.
+class EncodingWriter {
+ public:
+  virtual ~EncodingWriter() = default;
+
+  // The next scales and outer scales, which were checked: as many as they may
+  // be at a time. Positions are not looked at.
+  // Errors: QUOTA_EXCEEDED.
+  virtual absl::Status Add(const ScalePiece& piece) = 0;
+  // Puts the encoding; durable when it returns. The answer carries no
+  // `encoding`.
+  // Errors: those of Put.
+  virtual absl::StatusOr<StoredEncoding> Finish() = 0;
+};
+
+// What publishing did.
+struct PublishedRevision {
+  // Encodings that the revision has now, and had before.
+  int64_t encoding_count = 0;
+  int64_t replaced_count = 0;
+};
+
+// What deleting a revision or a model did; statistics of a source each.
+struct DeletedRows {
+  int64_t encoding_count = 0;
+  int64_t statistics_count = 0;
+};
+
 // Thread-safe. Calls may block on a disk: never call with a lock held.
 // Errors of every call: STORE_UNAVAILABLE; STORE_CORRUPT where a row that
 // failed its checksum would have been answered, but not in lists.
@@ -119,6 +178,33 @@ class EncodingStore {
   // Errors: ENCODING_NOT_FOUND, ETAG_MISMATCH.
   virtual absl::Status Delete(const EncodingKey& key,
                               const Precondition& precondition) = 0;
+
+  // An encoding of any size, a piece at a time.
+  // Errors: ENCODING_NOT_FOUND.
+  virtual absl::StatusOr<std::unique_ptr<EncodingReader>> OpenReader(
+      const EncodingKey& key) = 0;
+  // `outline` is the encoding without scales, zero points and outer scales,
+  // and otherwise valid. The writer must not outlive the store.
+  virtual absl::StatusOr<std::unique_ptr<EncodingWriter>> OpenWriter(
+      const EncodingKey& key, std::shared_ptr<const core::Encoding> outline,
+      bool has_zero_points, const Precondition& precondition) = 0;
+
+  // Makes the encodings of one revision those of another, all at once. Each
+  // gets a new etag and generation. Durable when it returns. Takes time for
+  // their number, not for their scales.
+  // Requires: `source` and `target` differ.
+  // Errors: REVISION_NOT_FOUND.
+  virtual absl::StatusOr<PublishedRevision> PublishRevision(
+      absl::string_view model, absl::string_view source,
+      absl::string_view target) = 0;
+  // Deletes encodings and statistics, all at once. Durable when it returns. The
+  // space is freed later, in steps.
+  // Errors: REVISION_NOT_FOUND.
+  virtual absl::StatusOr<DeletedRows> DeleteRevision(
+      absl::string_view model, absl::string_view revision) = 0;
+  // The same with all revisions.
+  // Errors: MODEL_NOT_FOUND.
+  virtual absl::StatusOr<DeletedRows> DeleteModel(absl::string_view model) = 0;
 
   // At most `limit` entries in order of name, bytewise, after `after`. What is
   // read of a row is verified, and one that is damaged told in its place.

@@ -43,6 +43,10 @@ auto Measure(Metrics* metrics, StoreOperation operation, Call call) {
   auto result = call();
   if (!IsAnswer(result)) LogStoreError(StatusOf(result));
   metrics->StoreDone(operation, IsAnswer(result), core::SteadyNow() - start);
+  // What was found may have kept it from writing.
+  if (IsWrite(operation) && (result.ok() || !IsAnswer(result))) {
+    metrics->StoreWritten(StatusOf(result));
+  }
   return result;
 }
 

@@ -54,8 +54,19 @@ constexpr char kBegin[] = "BEGIN ISOLATION LEVEL READ COMMITTED";
 constexpr char kCommit[] = "COMMIT";
 constexpr char kRollback[] = "ROLLBACK";
 constexpr char kLockName[] = "SELECT pg_advisory_xact_lock($1)";
+// A revision, which its tensors share, and one of them.
+constexpr char kLockTensor[] =
+    "SELECT pg_advisory_xact_lock_shared($1), pg_advisory_xact_lock($2)";
+// Before rows of many tensors are written, in whatever order: the counts of
+// all models have rows in common.
+constexpr char kManyRows[] = "\nmany rows";
 constexpr char kNextGeneration[] = "SELECT nextval('quantd_generations')";
 constexpr char kPing[] = "SELECT 1";
+// Of all tables with what belongs to them.
+constexpr char kSize[] =
+    "SELECT CAST(COALESCE(SUM(pg_total_relation_size(oid)), 0) AS BIGINT) "
+    "FROM pg_class WHERE relkind = 'r' "
+    "AND relnamespace = CAST(current_schema() AS regnamespace)";
 constexpr char kListen[] = "LISTEN quantd_encodings";
 constexpr char kNotify[] = "SELECT pg_notify('quantd_encodings', $1)";
 constexpr char kCreateSchemaTable[] =
@@ -289,6 +300,82 @@ constexpr std::array<const char*, kPostgresqlSchemaVersion> kMigrations = {
       END $$;
       CREATE TRIGGER encodings_delete_head AFTER DELETE ON encodings
         FOR EACH ROW EXECUTE FUNCTION quantd_delete_head();
+    )sql",
+    // Scales in pieces under an id of their own, so that an encoding can be
+    // renamed without writing them. What is not used any more is noted, and
+    // freed later in steps.
+    R"sql(
+      ALTER TABLE encodings
+        ADD COLUMN content_id BIGINT NOT NULL DEFAULT 0,
+        ADD COLUMN content_bytes BIGINT NOT NULL DEFAULT 0;
+      CREATE TABLE encoding_pieces (
+        content_id BIGINT NOT NULL,
+        piece BIGINT NOT NULL,
+        checksum BIGINT NOT NULL,
+        bytes BYTEA NOT NULL,
+        PRIMARY KEY (content_id, piece)
+      );
+      ALTER TABLE encoding_pieces ALTER COLUMN bytes SET STORAGE EXTERNAL;
+      CREATE TABLE staged_contents (
+        content_id BIGINT NOT NULL PRIMARY KEY,
+        touch_time_us BIGINT NOT NULL
+      );
+      CREATE TABLE lost_contents (
+        content_id BIGINT NOT NULL PRIMARY KEY
+      );
+      CREATE TABLE lost_statistics (
+        model TEXT COLLATE "C" NOT NULL,
+        revision TEXT COLLATE "C" NOT NULL,
+        tensor TEXT COLLATE "C" NOT NULL,
+        source TEXT COLLATE "C" NOT NULL,
+        PRIMARY KEY (model, revision, tensor, source)
+      );
+      CREATE OR REPLACE FUNCTION quantd_count_encoding() RETURNS TRIGGER
+      LANGUAGE plpgsql AS $$
+      BEGIN
+        IF TG_OP = 'UPDATE' AND OLD.principal = NEW.principal
+            AND OLD.revision = NEW.revision THEN
+          PERFORM quantd_count(NEW.model, NEW.revision, NEW.tensor,
+            NEW.principal, 0, 0, octet_length(NEW.body) + NEW.content_bytes
+              - octet_length(OLD.body) - OLD.content_bytes,
+            NEW.update_time_us);
+          RETURN NULL;
+        END IF;
+        IF TG_OP <> 'DELETE' THEN
+          PERFORM quantd_count(NEW.model, NEW.revision, NEW.tensor,
+            NEW.principal, 1, 0, octet_length(NEW.model)
+              + octet_length(NEW.revision) + octet_length(NEW.tensor)
+              + octet_length(NEW.body) + NEW.content_bytes,
+            NEW.update_time_us);
+        END IF;
+        IF TG_OP <> 'INSERT' THEN
+          PERFORM quantd_count(OLD.model, OLD.revision, OLD.tensor,
+            OLD.principal, -1, 0, -octet_length(OLD.model)
+              - octet_length(OLD.revision) - octet_length(OLD.tensor)
+              - octet_length(OLD.body) - OLD.content_bytes, 0);
+        END IF;
+        RETURN NULL;
+      END $$;
+      CREATE FUNCTION quantd_lose_content() RETURNS TRIGGER
+      LANGUAGE plpgsql AS $$
+      BEGIN
+        IF TG_OP = 'DELETE' OR OLD.content_id <> NEW.content_id THEN
+          INSERT INTO lost_contents VALUES (OLD.content_id)
+            ON CONFLICT DO NOTHING;
+        END IF;
+        RETURN NULL;
+      END $$;
+      CREATE TRIGGER encodings_lose_content AFTER UPDATE OR DELETE
+        ON encodings FOR EACH ROW WHEN (OLD.content_id <> 0)
+        EXECUTE FUNCTION quantd_lose_content();
+      CREATE OR REPLACE FUNCTION quantd_delete_pieces() RETURNS TRIGGER
+      LANGUAGE plpgsql AS $$
+      BEGIN
+        INSERT INTO lost_statistics
+          VALUES (OLD.model, OLD.revision, OLD.tensor, OLD.source)
+          ON CONFLICT DO NOTHING;
+        RETURN NULL;
+      END $$;
     )sql"};
 
 struct FreeResult {
@@ -300,6 +387,11 @@ struct FreeConnection {
   void operator()(PGconn* connection) const { PQfinish(connection); }
 };
 using Handle = std::unique_ptr<PGconn, FreeConnection>;
+
+// What a name is locked by.
+int64_t NameNumber(absl::string_view name) {
+  return static_cast<int64_t>(XXH3_64bits(name.data(), name.size()));
+}
 
 // Integers travel in network byte order.
 std::array<char, 8> ToNetwork(int64_t value) {
@@ -415,6 +507,8 @@ class PostgresqlConnection final : public SqlConnection {
 
   std::unique_ptr<SqlStatement> Prepare(const char* sql) override;
   absl::Status LockTensor(const EncodingKey& key) override;
+  absl::Status LockRevisions(absl::string_view model,
+                             std::vector<std::string> revisions) override;
   absl::Status LockSource(const EncodingKey& key,
                           absl::string_view source) override;
   absl::Status LockQuota(absl::string_view scope) override;
@@ -619,9 +713,22 @@ std::unique_ptr<SqlStatement> PostgresqlConnection::Prepare(const char* sql) {
 
 absl::Status PostgresqlConnection::LockTensor(const EncodingKey& key) {
   // The parts can't hold the separator. Names that collide wait for each other.
-  const std::string name =
-      absl::StrCat(key.model, "\n", key.revision, "\n", key.tensor);
-  return LockName(name, "cannot lock a tensor");
+  const std::string revision = absl::StrCat(key.model, "\n", key.revision);
+  const std::unique_ptr<SqlStatement> row = Prepare(kLockTensor);
+  row->BindInt(1, NameNumber(revision));
+  row->BindInt(2, NameNumber(absl::StrCat(revision, "\n", key.tensor)));
+  return row->Step("cannot lock a tensor").status();
+}
+
+absl::Status PostgresqlConnection::LockRevisions(
+    absl::string_view model, std::vector<std::string> revisions) {
+  constexpr absl::string_view kWhat = "cannot lock a revision";
+  if (absl::Status s = LockName(kManyRows, kWhat); !s.ok()) return s;
+  for (const std::string& revision : revisions) {
+    absl::Status status = LockName(absl::StrCat(model, "\n", revision), kWhat);
+    if (!status.ok()) return status;
+  }
+  return absl::OkStatus();
 }
 
 absl::Status PostgresqlConnection::LockSource(const EncodingKey& key,
@@ -638,7 +745,7 @@ absl::Status PostgresqlConnection::LockQuota(absl::string_view scope) {
 absl::Status PostgresqlConnection::LockName(absl::string_view name,
                                             absl::string_view what) {
   const std::unique_ptr<SqlStatement> row = Prepare(kLockName);
-  row->BindInt(1, static_cast<int64_t>(XXH3_64bits(name.data(), name.size())));
+  row->BindInt(1, NameNumber(name));
   return row->Step(what).status();
 }
 
@@ -942,6 +1049,18 @@ absl::Status PostgresqlDatabase::Write(
 
 absl::optional<int64_t> PostgresqlDatabase::ForeignVersion() {
   return listener_->version();
+}
+
+absl::StatusOr<DatabaseSize> PostgresqlDatabase::Size() {
+  DatabaseSize size;
+  const auto read = [&](SqlConnection& connection) -> absl::Status {
+    const std::unique_ptr<SqlStatement> row = connection.Prepare(kSize);
+    absl::StatusOr<bool> found = row->Step("cannot read the store's size");
+    if (found.ok() && *found) size.size_bytes = row->Int(0);
+    return found.status();
+  };
+  if (absl::Status s = Read(read); !s.ok()) return s;
+  return size;
 }
 
 absl::Status PostgresqlDatabase::Ping() {

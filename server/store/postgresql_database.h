@@ -20,7 +20,7 @@ namespace quantd::server {
 
 // The version that this program writes into quantd_schema. Migrations only go
 // forward.
-constexpr int kPostgresqlSchemaVersion = 4;
+constexpr int kPostgresqlSchemaVersion = 5;
 
 class PostgresqlConnection;
 class PostgresqlListener;
@@ -54,6 +54,8 @@ class PostgresqlDatabase : public SqlDatabase {
   // Hears of what others announce on a connection of its own; none while that
   // is down.
   absl::optional<int64_t> ForeignVersion() override;
+  // What is free is not known: the database takes it for what is written next.
+  absl::StatusOr<DatabaseSize> Size() override;
   absl::Status Ping() override;
 
  private:

@@ -9,6 +9,8 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
+#include <vector>
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
@@ -55,9 +57,16 @@ class SqlConnection {
   virtual std::unique_ptr<SqlStatement> Prepare(const char* sql) = 0;
 
   // In a transaction that writes: until its end no other transaction holds the
-  // same tensor's lock, and what those before wrote is seen from now on.
+  // same tensor's lock or that of its revision, and what those before wrote is
+  // seen from now on.
   // Errors: STORE_UNAVAILABLE.
   virtual absl::Status LockTensor(const EncodingKey& key) = 0;
+
+  // The same for revisions of a model with all of their tensors: before any
+  // tensor's lock, and all at once, so that nobody waits in a circle.
+  // Errors: STORE_UNAVAILABLE.
+  virtual absl::Status LockRevisions(absl::string_view model,
+                                     std::vector<std::string> revisions) = 0;
 
   // The same for one source of its statistics: before the tensor's lock.
   // Errors: STORE_UNAVAILABLE.
@@ -78,6 +87,12 @@ class SqlConnection {
   // SqlDatabase::ForeignVersion.
   // Errors: STORE_UNAVAILABLE.
   virtual absl::Status Announce() = 0;
+};
+
+// In bytes. What is free within the database takes part of its size.
+struct DatabaseSize {
+  int64_t size_bytes = 0;
+  int64_t free_bytes = 0;
 };
 
 // Thread-safe. Errors of every call: STORE_UNAVAILABLE, STORE_CORRUPT.
@@ -113,6 +128,14 @@ class SqlDatabase {
       absl::FunctionRef<void(absl::string_view line)> tell) {
     return absl::OkStatus();
   }
+
+  // What it takes on disk.
+  virtual absl::StatusOr<DatabaseSize> Size() = 0;
+
+  // Gives a few MiB that are free back to the file system; false where there is
+  // nothing to give back, or the database does that itself. Fails rather than
+  // to wait for others who write.
+  virtual absl::StatusOr<bool> Shrink() { return false; }
 
   // Whether the database answers now.
   virtual absl::Status Ping() = 0;

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <iterator>
+#include <limits>
 #include <memory>
 #include <string>
 #include <utility>
@@ -19,7 +20,12 @@
 #include "absl/time/time.h"
 #include "absl/types/optional.h"
 #include "core/errors.h"
+#include "core/types/encoding.h"
+#include "core/types/float_convert.h"
+#include "core/types/scale_bytes.h"
+#include "core/types/scale_window.h"
 #include "quantd/v1/encoding.pb.h"
+#include "server/store/encoding_pieces.h"
 #include "server/store/row_checksum.h"
 #include "server/store/sql_usage.h"
 #include "server/wire/encoding_proto.h"
@@ -29,27 +35,33 @@ namespace quantd::server {
 namespace {
 
 constexpr absl::string_view kAbsent = "absent";
+// Larger encodings have their scales in pieces.
+constexpr int64_t kMostInlineBytes = int64_t{16} << 10;
 // U+10FFFF, after every name.
 constexpr absl::string_view kAfterNames = "\xf4\x8f\xbf\xbf";
 
 constexpr char kSelect[] =
-    "SELECT generation, update_time_us, format, scale_count, checksum, body "
+    "SELECT generation, update_time_us, format, scale_count, checksum, body, "
+    "content_id, content_bytes "
     "FROM encodings WHERE model = $1 AND revision = $2 AND tensor = $3";
 constexpr char kSelectEtag[] =
     "SELECT generation, checksum FROM encodings "
     "WHERE model = $1 AND revision = $2 AND tensor = $3";
 constexpr char kSelectReplaced[] =
-    "SELECT principal, CAST(length(body) AS BIGINT) FROM encodings "
+    "SELECT principal, CAST(length(body) AS BIGINT) + content_bytes "
+    "FROM encodings "
     "WHERE model = $1 AND revision = $2 AND tensor = $3";
 constexpr char kUpsert[] =
     "INSERT INTO encodings (model, revision, tensor, generation, "
-    "update_time_us, format, scale_count, checksum, body, principal) "
-    "VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10) "
+    "update_time_us, format, scale_count, checksum, body, principal, "
+    "content_id, content_bytes) "
+    "VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12) "
     "ON CONFLICT (model, revision, tensor) DO UPDATE SET "
     "generation = excluded.generation, "
     "update_time_us = excluded.update_time_us, format = excluded.format, "
     "scale_count = excluded.scale_count, checksum = excluded.checksum, "
-    "body = excluded.body, principal = excluded.principal";
+    "body = excluded.body, principal = excluded.principal, "
+    "content_id = excluded.content_id, content_bytes = excluded.content_bytes";
 // Where the row is still there.
 constexpr char kUpsertHead[] =
     "INSERT INTO encoding_heads (checksum, model, revision, tensor) "
@@ -89,12 +101,60 @@ constexpr char kListKeys[] =
     "WHERE (model, revision, tensor) > ($1, $2, $3) "
     "ORDER BY model, revision, tensor LIMIT 1000";
 
+// Contents that are being written.
+constexpr char kStage[] =
+    "INSERT INTO staged_contents (content_id, touch_time_us) VALUES ($1, $2)";
+constexpr char kTouchStaged[] =
+    "UPDATE staged_contents SET touch_time_us = $1 WHERE content_id = $2 "
+    "RETURNING content_id";
+constexpr char kEndStaged[] =
+    "DELETE FROM staged_contents WHERE content_id = $1 RETURNING content_id";
+constexpr char kLoseContent[] =
+    "INSERT INTO lost_contents (content_id) VALUES ($1)";
+// Pieces that no encoding has, and that nobody is to free.
+constexpr char kListLostPieces[] =
+    "SELECT content_id, COUNT(*) FROM encoding_pieces "
+    "WHERE content_id NOT IN (SELECT content_id FROM encodings) "
+    "AND content_id NOT IN (SELECT content_id FROM staged_contents) "
+    "AND content_id NOT IN (SELECT content_id FROM lost_contents) "
+    "GROUP BY content_id ORDER BY content_id";
+
+// Whole revisions.
+constexpr char kRename[] =
+    "UPDATE encodings SET revision = $1, generation = $2, "
+    "update_time_us = $3, checksum = $4 "
+    "WHERE model = $5 AND revision = $6 AND tensor = $7";
+constexpr char kDeleteRevision[] =
+    "DELETE FROM encodings WHERE model = $1 AND revision = $2";
+constexpr char kDeleteRevisionHeads[] =
+    "DELETE FROM encoding_heads WHERE model = $1 AND revision = $2";
+constexpr char kDeleteRevisionStatistics[] =
+    "DELETE FROM statistics WHERE model = $1 AND revision = $2";
+constexpr char kCountEncodings[] =
+    "SELECT COUNT(*) FROM encodings WHERE model = $1 AND revision = $2";
+constexpr char kCountStatistics[] =
+    "SELECT COUNT(*) FROM statistics WHERE model = $1 AND revision = $2";
+// Those that have rows.
+constexpr char kRevisionsOf[] =
+    "SELECT revision FROM encodings WHERE model = $1 "
+    "UNION SELECT revision FROM statistics WHERE model = $1 "
+    "ORDER BY revision";
+
 // What of a row the checksum covers, beside its key.
 struct RowHead {
   int64_t generation = 0;
   int64_t update_time_us = 0;
   int64_t format = 0;
   int64_t scale_count = 0;
+};
+
+// What an encoding is.
+struct Content {
+  // v1::Encoding: whole, or with scales_in_chunks.
+  std::string body;
+  // Of the pieces with scales; 0 where the body is whole.
+  int64_t id = 0;
+  int64_t bytes = 0;
 };
 
 // From the columns of a row that begin with `generation`.
@@ -123,6 +183,21 @@ uint64_t Checksum(const EncodingKey& key, const RowHead& head,
   XXH3_64bits_update(state.get(), key.tensor.data(), key.tensor.size());
   XXH3_64bits_update(state.get(), body.data(), body.size());
   return XXH3_64bits_digest(state.get());
+}
+
+// The same of a row whose scales are in pieces, which have their own.
+uint64_t Checksum(const EncodingKey& key, const RowHead& head,
+                  const Content& content) {
+  if (content.id == 0) return Checksum(key, head, content.body);
+  const int64_t numbers[] = {head.generation, head.update_time_us,
+                             head.format,     head.scale_count,
+                             content.id,      content.bytes};
+  return RowChecksum::Of(
+      {key.model,
+       key.revision,
+       key.tensor,
+       {reinterpret_cast<const char*>(numbers), sizeof(numbers)},
+       content.body});
 }
 
 // The same without the body, so that lists need not read it. A quantd that knew
@@ -174,6 +249,496 @@ absl::Status PutHeadChecksum(SqlConnection& connection, const EncodingKey& key,
   return row->Step("cannot put an encoding").status();
 }
 
+// Errors: STORE_UNAVAILABLE.
+absl::Status PutHeadChecksum(SqlConnection& connection, const EncodingKey& key,
+                             const RowHead& head, uint64_t checksum) {
+  return PutHeadChecksum(connection, key, HeadChecksum(key, head, checksum));
+}
+
+// Puts a row, whose pieces are there, and fills in its head's generation and
+// time. Answers its checksum.
+// Errors: those of EncodingStore::Put.
+absl::StatusOr<uint64_t> PutRow(SqlConnection& connection,
+                                const EncodingKey& key, const Content& content,
+                                const Precondition& precondition,
+                                RowHead* head) {
+  constexpr absl::string_view kWhat = "cannot put an encoding";
+  if (absl::Status s = connection.LockTensor(key); !s.ok()) return s;
+  if (!precondition.if_match.empty()) {
+    const std::unique_ptr<SqlStatement> row = connection.Prepare(kSelectEtag);
+    row->BindKey(key);
+    absl::StatusOr<bool> found = row->Step(kWhat);
+    if (!found.ok()) return found.status();
+    const std::string etag = *found ? EtagOf(*row) : std::string(kAbsent);
+    if (etag != precondition.if_match) {
+      return core::EtagMismatchError(precondition.if_match, etag);
+    }
+  }
+  const WriteAccount& account = precondition.account;
+  ReplacedRow replaced;
+  if (!account.quotas.empty()) {
+    const std::unique_ptr<SqlStatement> row =
+        connection.Prepare(kSelectReplaced);
+    row->BindKey(key);
+    absl::StatusOr<bool> found = row->Step(kWhat);
+    if (!found.ok()) return found.status();
+    if (*found) replaced = {true, std::string(row->Bytes(0)), row->Int(1)};
+  }
+  absl::StatusOr<int64_t> generation = connection.NextGeneration();
+  if (!generation.ok()) return generation.status();
+  head->generation = *generation;
+  head->update_time_us = absl::ToUnixMicros(absl::Now());
+  const uint64_t checksum = Checksum(key, *head, content);
+  {
+    const std::unique_ptr<SqlStatement> row = connection.Prepare(kUpsert);
+    row->BindKey(key);
+    row->BindInt(4, head->generation);
+    row->BindInt(5, head->update_time_us);
+    row->BindInt(6, head->format);
+    row->BindInt(7, head->scale_count);
+    row->BindInt(8, static_cast<int64_t>(checksum));
+    row->BindBytes(9, content.body);
+    row->BindText(10, account.principal);
+    row->BindInt(11, content.id);
+    row->BindInt(12, content.bytes);
+    if (absl::Status s = row->Step(kWhat).status(); !s.ok()) return s;
+  }
+  absl::Status status = PutHeadChecksum(connection, key, *head, checksum);
+  if (status.ok()) {
+    status =
+        CheckQuotas(connection, account, replaced,
+                    static_cast<int64_t>(content.body.size()) + content.bytes);
+  }
+  if (status.ok()) status = connection.Announce();
+  if (!status.ok()) return status;
+  return checksum;
+}
+
+StoredEncoding Stored(const RowHead& head, uint64_t checksum) {
+  StoredEncoding stored;
+  stored.etag = MakeEtag(head.generation, checksum);
+  stored.generation = head.generation;
+  stored.update_time = absl::FromUnixMicros(head.update_time_us);
+  return stored;
+}
+
+// A row as it was read and verified.
+struct ReadRow {
+  RowHead head;
+  uint64_t checksum = 0;
+  Content content;
+  // Of the body.
+  v1::Encoding message;
+};
+
+// Errors: ENCODING_NOT_FOUND, STORE_CORRUPT.
+absl::Status SelectRow(SqlConnection& connection, const EncodingKey& key,
+                       ReadRow* read) {
+  const std::unique_ptr<SqlStatement> select = connection.Prepare(kSelect);
+  select->BindKey(key);
+  absl::StatusOr<bool> found = select->Step("cannot read an encoding");
+  if (absl::IsDataLoss(found.status())) {
+    return core::StoreCorruptError(
+        absl::StrCat(Shown(key),
+                     "stands on a damaged page of the database; restore the "
+                     "store from its backup"));
+  }
+  if (!found.ok()) return found.status();
+  if (!*found) return NotFound(key);
+  read->head = HeadOf(*select, 0);
+  read->checksum = static_cast<uint64_t>(select->Int(4));
+  read->content = {std::string(select->Bytes(5)), select->Int(6),
+                   select->Int(7)};
+  if (read->checksum != Checksum(key, read->head, read->content)) {
+    return Corrupt(key, "fails its checksum");
+  }
+  const std::string& body = read->content.body;
+  if (!read->message.ParseFromArray(body.data(),
+                                    static_cast<int>(body.size()))) {
+    return Corrupt(key, "does not decode");
+  }
+  return absl::OkStatus();
+}
+
+// Reads the pieces of a row, one with each call.
+class PieceReader {
+ public:
+  // Errors: STORE_CORRUPT.
+  static absl::StatusOr<PieceReader> Create(const EncodingKey& key,
+                                            const ReadRow& row) {
+    absl::StatusOr<core::Encoding> outline =
+        EncodingOutlineFromProto(row.message);
+    absl::Status status = outline.status();
+    if (status.ok()) {
+      const absl::StatusOr<int64_t> outer_count = OuterScaleCount(*outline);
+      status = outer_count.status();
+      if (status.ok()) {
+        const bool has_zero_points = row.message.chunks_have_zero_points();
+        const PieceSequence sequence(PieceLayoutOf(*outline, has_zero_points),
+                                     row.head.scale_count, *outer_count);
+        return PieceReader(key, row.content.id, has_zero_points, sequence,
+                           *std::move(outline));
+      }
+    }
+    return Corrupt(key, absl::StrCat("is invalid: ", status.message()));
+  }
+
+  const core::Encoding& outline() const { return outline_; }
+  bool has_zero_points() const { return has_zero_points_; }
+  bool at_end() const { return sequence_.at_end(); }
+
+  // False where the piece is not there.
+  // Errors: STORE_CORRUPT.
+  absl::StatusOr<bool> Read(SqlConnection& connection, ScalePiece* piece) {
+    absl::StatusOr<bool> found = ReadPiece(
+        connection, content_id_, sequence_.piece(),
+        [&](absl::string_view bytes) { return sequence_.Take(bytes, piece); });
+    if (absl::IsDataLoss(found.status()) &&
+        core::ErrorReason(found.status()).empty()) {
+      return Corrupt(key_, found.status().message());
+    }
+    return found;
+  }
+
+ private:
+  PieceReader(const EncodingKey& key, int64_t content_id, bool has_zero_points,
+              PieceSequence sequence, core::Encoding outline)
+      : key_(key),
+        content_id_(content_id),
+        has_zero_points_(has_zero_points),
+        sequence_(sequence),
+        outline_(std::move(outline)) {}
+
+  EncodingKey key_;
+  int64_t content_id_;
+  bool has_zero_points_;
+  PieceSequence sequence_;
+  core::Encoding outline_;
+};
+
+core::Encoding OutlineOf(const core::Encoding& encoding) {
+  core::Encoding outline;
+  outline.format = encoding.format;
+  outline.block_size = encoding.block_size;
+  outline.qmin = encoding.qmin;
+  outline.qmax = encoding.qmax;
+  outline.exclude_zero = encoding.exclude_zero;
+  outline.degenerate_count = encoding.degenerate_count;
+  outline.scale_type = encoding.scale_type;
+  outline.outer_block_size = encoding.outer_block_size;
+  outline.codebook = encoding.codebook;
+  outline.no_saturation = encoding.no_saturation;
+  outline.scale_shape = encoding.scale_shape;
+  return outline;
+}
+
+// Scales [first, first + count) and, with the first of them, outer scales.
+ScalePiece PieceOf(const core::Encoding& encoding, int64_t first,
+                   int64_t count) {
+  ScalePiece piece;
+  piece.first = first;
+  core::AppendScaleBytes(encoding, first, first + count, &piece.scale,
+                         &piece.zero_point);
+  if (first == 0 && !encoding.outer_scale.empty()) {
+    piece.outer_scale.assign(
+        reinterpret_cast<const char*>(encoding.outer_scale.data()),
+        encoding.outer_scale.size() * sizeof(float));
+  } else {
+    piece.first_outer = static_cast<int64_t>(encoding.outer_scale.size());
+  }
+  return piece;
+}
+
+// An encoding that is in memory.
+class WholeEncodingReader final : public EncodingReader {
+ public:
+  explicit WholeEncodingReader(StoredEncoding whole)
+      : encoding_(whole.encoding), stored_(std::move(whole)) {
+    stored_.encoding =
+        std::make_shared<const core::Encoding>(OutlineOf(*encoding_));
+  }
+
+  const StoredEncoding& stored() const override { return stored_; }
+  int64_t scale_count() const override {
+    return static_cast<int64_t>(encoding_->scale.size());
+  }
+  bool has_zero_points() const override {
+    return !encoding_->zero_point.empty();
+  }
+  absl::StatusOr<absl::optional<ScalePiece>> Next() override {
+    if (next_ == scale_count()) return absl::nullopt;
+    const int64_t first = next_;
+    const int64_t count = std::min(
+        scale_count() - first,
+        PieceLayoutOf(*encoding_, has_zero_points()).scales_per_piece());
+    next_ += count;
+    return PieceOf(*encoding_, first, count);
+  }
+
+ private:
+  const std::shared_ptr<const core::Encoding> encoding_;
+  StoredEncoding stored_;
+  int64_t next_ = 0;
+};
+
+// An encoding in pieces.
+class SqlEncodingReader final : public EncodingReader {
+ public:
+  SqlEncodingReader(SqlDatabase* database, EncodingKey key, const ReadRow& row,
+                    PieceReader pieces)
+      : database_(database),
+        key_(std::move(key)),
+        scale_count_(row.head.scale_count),
+        stored_(Stored(row.head, row.checksum)),
+        pieces_(std::move(pieces)) {
+    stored_.encoding =
+        std::make_shared<const core::Encoding>(pieces_.outline());
+  }
+
+  const StoredEncoding& stored() const override { return stored_; }
+  int64_t scale_count() const override { return scale_count_; }
+  bool has_zero_points() const override { return pieces_.has_zero_points(); }
+
+  absl::StatusOr<absl::optional<ScalePiece>> Next() override {
+    if (pieces_.at_end()) return absl::nullopt;
+    ScalePiece piece;
+    std::string etag(kAbsent);
+    const auto read = [&](SqlConnection& connection) -> absl::Status {
+      absl::StatusOr<bool> found = pieces_.Read(connection, &piece);
+      if (!found.ok() || *found) return found.status();
+      const std::unique_ptr<SqlStatement> row = connection.Prepare(kSelectEtag);
+      row->BindKey(key_);
+      found = row->Step("cannot read an encoding");
+      if (!found.ok()) return found.status();
+      if (*found) etag = EtagOf(*row);
+      return etag == stored_.etag ? Corrupt(key_, "lacks scales")
+                                  : core::EtagMismatchError(stored_.etag, etag);
+    };
+    if (absl::Status s = database_->Read(read); !s.ok()) return s;
+    return piece;
+  }
+
+ private:
+  SqlDatabase* const database_;
+  const EncodingKey key_;
+  const int64_t scale_count_;
+  StoredEncoding stored_;
+  PieceReader pieces_;
+};
+
+// Pieces as they fill; those before the last are in transactions of their own.
+class SqlEncodingWriter final : public EncodingWriter {
+ public:
+  SqlEncodingWriter(SqlDatabase* database, EncodingKey key,
+                    const core::Encoding& outline, bool has_zero_points,
+                    Precondition precondition)
+      : database_(database),
+        key_(std::move(key)),
+        layout_(PieceLayoutOf(outline, has_zero_points)),
+        precondition_(std::move(precondition)) {
+    head_.format = static_cast<int64_t>(outline.format);
+    EncodingToProto(outline, &message_);
+  }
+  ~SqlEncodingWriter() override {
+    if (!is_staged_) return;
+    const auto lose = [&](SqlConnection& connection) -> absl::Status {
+      {
+        const std::unique_ptr<SqlStatement> row =
+            connection.Prepare(kEndStaged);
+        row->BindInt(1, content_.id);
+        absl::StatusOr<bool> found = row->Step(kWhat);
+        if (!found.ok() || !*found) return found.status();
+      }
+      const std::unique_ptr<SqlStatement> row =
+          connection.Prepare(kLoseContent);
+      row->BindInt(1, content_.id);
+      return row->Step(kWhat).status();
+    };
+    // If not now, then the one who looks after what is staged does.
+    database_->WriteNow(lose).IgnoreError();
+  }
+
+  absl::Status Add(const ScalePiece& piece) override {
+    outer_scale_ += piece.outer_scale;
+    scale_ += piece.scale;
+    zero_point_ += piece.zero_point;
+    if (absl::Status s = WriteFull(); !s.ok()) return s;
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<StoredEncoding> Finish() override {
+    uint64_t checksum = 0;
+    const Content before = content_;
+    const auto put = [&](SqlConnection& connection) -> absl::Status {
+      content_ = before;
+      head_.scale_count =
+          scale_pieces_ * layout_.scales_per_piece() +
+          static_cast<int64_t>(scale_.size()) / layout_.scale_bytes;
+      if (absl::Status s = Stage(connection, /*is_last=*/true); !s.ok()) {
+        return s;
+      }
+      if (!outer_scale_.empty()) {
+        absl::Status status =
+            Write(connection, -1 - outer_pieces_, outer_scale_);
+        if (!status.ok()) return status;
+      }
+      if (!scale_.empty()) {
+        absl::Status status =
+            Write(connection, scale_pieces_, absl::StrCat(scale_, zero_point_));
+        if (!status.ok()) return status;
+      }
+      message_.set_scales_in_chunks(true);
+      message_.set_chunks_have_zero_points(layout_.zero_point_bytes > 0);
+      content_.body = message_.SerializeAsString();
+      absl::StatusOr<uint64_t> row =
+          PutRow(connection, key_, content_, precondition_, &head_);
+      if (row.ok()) checksum = *row;
+      return row.status();
+    };
+    if (absl::Status s = database_->Write(put); !s.ok()) {
+      content_ = before;
+      return s;
+    }
+    is_staged_ = false;
+    return Stored(head_, checksum);
+  }
+
+ private:
+  static constexpr absl::string_view kWhat = "cannot put an encoding";
+
+  // Writes the pieces that are full and not the last.
+  absl::Status WriteFull() {
+    const auto scales = static_cast<size_t>(layout_.scales_per_piece());
+    const size_t scale_size = scales * static_cast<size_t>(layout_.scale_bytes);
+    const size_t zero_size =
+        scales * static_cast<size_t>(layout_.zero_point_bytes);
+    constexpr size_t kOuterSize = kEncodingPieceBytes;
+    while (outer_scale_.size() > kOuterSize) {
+      absl::Status status =
+          WriteStaged(-1 - outer_pieces_, outer_scale_.substr(0, kOuterSize));
+      if (!status.ok()) return status;
+      outer_scale_.erase(0, kOuterSize);
+      ++outer_pieces_;
+    }
+    while (scale_.size() > scale_size) {
+      absl::Status status = WriteStaged(
+          scale_pieces_, absl::StrCat(scale_.substr(0, scale_size),
+                                      zero_point_.substr(0, zero_size)));
+      if (!status.ok()) return status;
+      scale_.erase(0, scale_size);
+      zero_point_.erase(0, zero_size);
+      ++scale_pieces_;
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status WriteStaged(int64_t piece, const std::string& bytes) {
+    const Content before = content_;
+    const auto write = [&](SqlConnection& connection) -> absl::Status {
+      content_ = before;
+      absl::Status status = Stage(connection, /*is_last=*/false);
+      if (status.ok()) status = Write(connection, piece, bytes);
+      return status.ok() ? CheckStagedQuotas() : status;
+    };
+    absl::Status status = database_->Write(write);
+    if (!status.ok()) {
+      content_ = before;
+      return status;
+    }
+    is_staged_ = true;
+    return status;
+  }
+
+  // Says that the content is being written: the first time, again, or that it
+  // is written.
+  absl::Status Stage(SqlConnection& connection, bool is_last) {
+    const int64_t now_us = absl::ToUnixMicros(absl::Now());
+    if (!is_staged_) {
+      absl::StatusOr<int64_t> id = connection.NextGeneration();
+      if (!id.ok()) return id.status();
+      content_.id = *id;
+      if (is_last) return absl::OkStatus();
+      const std::unique_ptr<SqlStatement> row = connection.Prepare(kStage);
+      row->BindInt(1, content_.id);
+      row->BindInt(2, now_us);
+      return row->Step(kWhat).status();
+    }
+    const std::unique_ptr<SqlStatement> row =
+        connection.Prepare(is_last ? kEndStaged : kTouchStaged);
+    if (!is_last) row->BindInt(1, now_us);
+    row->BindInt(is_last ? 1 : 2, content_.id);
+    absl::StatusOr<bool> found = row->Step(kWhat);
+    if (!found.ok()) return found.status();
+    if (*found) return absl::OkStatus();
+    return core::StoreUnavailableError(
+        "cannot put an encoding: its pieces came too slowly and were freed; "
+        "write it again");
+  }
+
+  absl::Status Write(SqlConnection& connection, int64_t piece,
+                     const std::string& bytes) {
+    content_.bytes += static_cast<int64_t>(bytes.size());
+    return WritePiece(connection, content_.id, piece, bytes);
+  }
+
+  // That what is staged does not exceed a quota by itself; Finish looks at all.
+  absl::Status CheckStagedQuotas() const {
+    for (const Quota& quota : precondition_.account.quotas) {
+      if (content_.bytes > quota.max_bytes) {
+        return core::QuotaExceededError(quota.scope, quota.max_bytes, "bytes");
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  SqlDatabase* const database_;
+  const EncodingKey key_;
+  const PieceLayout layout_;
+  const Precondition precondition_;
+  RowHead head_;
+  v1::Encoding message_;
+  Content content_;
+  bool is_staged_ = false;
+  // Not written yet, and how many pieces are.
+  std::string scale_;
+  std::string zero_point_;
+  std::string outer_scale_;
+  int64_t scale_pieces_ = 0;
+  int64_t outer_pieces_ = 0;
+};
+
+// Runs a statement about a revision. Answers the first column, 0 without a row.
+absl::StatusOr<int64_t> Change(SqlConnection& connection, const char* sql,
+                               absl::string_view model,
+                               absl::string_view revision,
+                               absl::string_view what) {
+  const std::unique_ptr<SqlStatement> row = connection.Prepare(sql);
+  row->BindText(1, model);
+  row->BindText(2, revision);
+  absl::StatusOr<bool> found = row->Step(what);
+  if (!found.ok()) return found.status();
+  return *found ? row->Int(0) : 0;
+}
+
+// Deletes what a revision has, and adds to the counts.
+absl::Status DeleteRows(SqlConnection& connection, absl::string_view model,
+                        absl::string_view revision, DeletedRows* deleted) {
+  constexpr absl::string_view kWhat = "cannot delete a revision";
+  absl::StatusOr<int64_t> encodings =
+      Change(connection, kCountEncodings, model, revision, kWhat);
+  if (!encodings.ok()) return encodings.status();
+  absl::StatusOr<int64_t> statistics =
+      Change(connection, kCountStatistics, model, revision, kWhat);
+  if (!statistics.ok()) return statistics.status();
+  deleted->encoding_count += *encodings;
+  deleted->statistics_count += *statistics;
+  absl::Status status =
+      Change(connection, kDeleteRevision, model, revision, kWhat).status();
+  if (!status.ok()) return status;
+  return Change(connection, kDeleteRevisionStatistics, model, revision, kWhat)
+      .status();
+}
+
 }  // namespace
 
 SqlEncodingStore::SqlEncodingStore(std::shared_ptr<SqlDatabase> database)
@@ -188,72 +753,195 @@ absl::StatusOr<StoredEncoding> SqlEncodingStore::Get(const EncodingKey& key) {
 absl::StatusOr<StoredEncoding> SqlEncodingStore::Put(
     const EncodingKey& key, std::shared_ptr<const core::Encoding> encoding,
     const Precondition& precondition) {
-  constexpr absl::string_view kWhat = "cannot put an encoding";
+  const auto scale_count = static_cast<int64_t>(encoding->scale.size());
+  const bool has_zero_points = !encoding->zero_point.empty();
+  const PieceLayout layout = PieceLayoutOf(*encoding, has_zero_points);
+  if (scale_count * (layout.scale_bytes + layout.zero_point_bytes) >
+      kMostInlineBytes) {
+    SqlEncodingWriter writer(database_.get(), key, OutlineOf(*encoding),
+                             has_zero_points, precondition);
+    const int64_t step = layout.scales_per_piece();
+    for (int64_t first = 0; first < scale_count; first += step) {
+      absl::Status status = writer.Add(
+          PieceOf(*encoding, first, std::min(step, scale_count - first)));
+      if (!status.ok()) return status;
+    }
+    absl::StatusOr<StoredEncoding> stored = writer.Finish();
+    if (stored.ok()) stored->encoding = std::move(encoding);
+    return stored;
+  }
   v1::Encoding message;
   EncodingToProto(*encoding, &message);
-  const std::string body = message.SerializeAsString();
+  Content content;
+  content.body = message.SerializeAsString();
   RowHead head;
   head.format = static_cast<int64_t>(encoding->format);
-  head.scale_count = static_cast<int64_t>(encoding->scale.size());
+  head.scale_count = scale_count;
   uint64_t checksum = 0;
-
   const auto put = [&](SqlConnection& connection) -> absl::Status {
-    if (absl::Status s = connection.LockTensor(key); !s.ok()) return s;
-    if (!precondition.if_match.empty()) {
-      const std::unique_ptr<SqlStatement> row = connection.Prepare(kSelectEtag);
-      row->BindKey(key);
-      absl::StatusOr<bool> found = row->Step(kWhat);
-      if (!found.ok()) return found.status();
-      const std::string etag = *found ? EtagOf(*row) : std::string(kAbsent);
-      if (etag != precondition.if_match) {
-        return core::EtagMismatchError(precondition.if_match, etag);
+    absl::StatusOr<uint64_t> row =
+        PutRow(connection, key, content, precondition, &head);
+    if (row.ok()) checksum = *row;
+    return row.status();
+  };
+  if (absl::Status s = database_->Write(put); !s.ok()) return s;
+  StoredEncoding stored = Stored(head, checksum);
+  stored.encoding = std::move(encoding);
+  return stored;
+}
+
+absl::StatusOr<std::unique_ptr<EncodingReader>> SqlEncodingStore::OpenReader(
+    const EncodingKey& key) {
+  ReadRow row;
+  const auto read = [&](SqlConnection& connection) {
+    return SelectRow(connection, key, &row);
+  };
+  if (absl::Status s = database_->Read(read); !s.ok()) return s;
+  if (row.message.scales_in_chunks()) {
+    absl::StatusOr<PieceReader> pieces = PieceReader::Create(key, row);
+    if (!pieces.ok()) return pieces.status();
+    return std::make_unique<SqlEncodingReader>(database_.get(), key, row,
+                                               *std::move(pieces));
+  }
+  absl::StatusOr<core::Encoding> encoding = EncodingFromProto(row.message);
+  if (!encoding.ok()) {
+    return Corrupt(key,
+                   absl::StrCat("is invalid: ", encoding.status().message()));
+  }
+  StoredEncoding stored = Stored(row.head, row.checksum);
+  stored.encoding =
+      std::make_shared<const core::Encoding>(*std::move(encoding));
+  return std::make_unique<WholeEncodingReader>(std::move(stored));
+}
+
+absl::StatusOr<std::unique_ptr<EncodingWriter>> SqlEncodingStore::OpenWriter(
+    const EncodingKey& key, std::shared_ptr<const core::Encoding> outline,
+    bool has_zero_points, const Precondition& precondition) {
+  return std::make_unique<SqlEncodingWriter>(database_.get(), key, *outline,
+                                             has_zero_points, precondition);
+}
+
+absl::StatusOr<PublishedRevision> SqlEncodingStore::PublishRevision(
+    absl::string_view model, absl::string_view source,
+    absl::string_view target) {
+  constexpr absl::string_view kWhat = "cannot publish a revision";
+  PublishedRevision published;
+  const auto publish = [&](SqlConnection& connection) -> absl::Status {
+    published = {};
+    std::vector<std::string> revisions = {std::string(source),
+                                          std::string(target)};
+    std::sort(revisions.begin(), revisions.end());
+    absl::Status status = connection.LockRevisions(model, std::move(revisions));
+    if (!status.ok()) return status;
+    // Keys are small, however many there are.
+    std::vector<std::string> tensors;
+    {
+      const std::unique_ptr<SqlStatement> row = connection.Prepare(kListNames);
+      row->BindText(1, model);
+      row->BindText(2, source);
+      row->BindText(3, "");
+      row->BindInt(4, std::numeric_limits<int64_t>::max());
+      while (true) {
+        absl::StatusOr<bool> found = row->Step(kWhat);
+        if (!found.ok()) return found.status();
+        if (!*found) break;
+        tensors.emplace_back(row->Bytes(0));
       }
     }
-    const WriteAccount& account = precondition.account;
-    ReplacedRow replaced;
-    if (!account.quotas.empty()) {
-      const std::unique_ptr<SqlStatement> row =
-          connection.Prepare(kSelectReplaced);
-      row->BindKey(key);
-      absl::StatusOr<bool> found = row->Step(kWhat);
-      if (!found.ok()) return found.status();
-      if (*found) replaced = {true, std::string(row->Bytes(0)), row->Int(1)};
+    if (tensors.empty()) {
+      return core::RevisionNotFoundError(model, source, "encodings");
     }
-    absl::StatusOr<int64_t> generation = connection.NextGeneration();
-    if (!generation.ok()) return generation.status();
-    head.generation = *generation;
-    head.update_time_us = absl::ToUnixMicros(absl::Now());
-    checksum = Checksum(key, head, body);
-    absl::Status status;
+    absl::StatusOr<int64_t> replaced =
+        Change(connection, kCountEncodings, model, target, kWhat);
+    if (!replaced.ok()) return replaced.status();
+    published.replaced_count = *replaced;
+    published.encoding_count = static_cast<int64_t>(tensors.size());
+    status = Change(connection, kDeleteRevision, model, target, kWhat).status();
+    if (!status.ok()) return status;
+    const int64_t now_us = absl::ToUnixMicros(absl::Now());
+    EncodingKey from{std::string(model), std::string(source), ""};
+    EncodingKey to{std::string(model), std::string(target), ""};
+    for (const std::string& tensor : tensors) {
+      from.tensor = tensor;
+      to.tensor = tensor;
+      ReadRow read;
+      if (absl::Status s = SelectRow(connection, from, &read); !s.ok()) {
+        return s;
+      }
+      absl::StatusOr<int64_t> generation = connection.NextGeneration();
+      if (!generation.ok()) return generation.status();
+      read.head.generation = *generation;
+      read.head.update_time_us = now_us;
+      const uint64_t checksum = Checksum(to, read.head, read.content);
+      {
+        const std::unique_ptr<SqlStatement> row = connection.Prepare(kRename);
+        row->BindText(1, target);
+        row->BindInt(2, read.head.generation);
+        row->BindInt(3, read.head.update_time_us);
+        row->BindInt(4, static_cast<int64_t>(checksum));
+        row->BindText(5, model);
+        row->BindText(6, source);
+        row->BindText(7, tensor);
+        if (absl::Status s = row->Step(kWhat).status(); !s.ok()) return s;
+      }
+      status = PutHeadChecksum(connection, to, read.head, checksum);
+      if (!status.ok()) return status;
+    }
+    status =
+        Change(connection, kDeleteRevisionHeads, model, source, kWhat).status();
+    return status.ok() ? connection.Announce() : status;
+  };
+  if (absl::Status s = database_->Write(publish); !s.ok()) return s;
+  return published;
+}
+
+absl::StatusOr<DeletedRows> SqlEncodingStore::DeleteRevision(
+    absl::string_view model, absl::string_view revision) {
+  DeletedRows deleted;
+  const auto remove = [&](SqlConnection& connection) -> absl::Status {
+    deleted = {};
+    absl::Status status =
+        connection.LockRevisions(model, {std::string(revision)});
+    if (!status.ok()) return status;
+    status = DeleteRows(connection, model, revision, &deleted);
+    if (!status.ok()) return status;
+    if (deleted.encoding_count + deleted.statistics_count == 0) {
+      return core::RevisionNotFoundError(model, revision,
+                                         "encodings and no statistics");
+    }
+    return connection.Announce();
+  };
+  if (absl::Status s = database_->Write(remove); !s.ok()) return s;
+  return deleted;
+}
+
+absl::StatusOr<DeletedRows> SqlEncodingStore::DeleteModel(
+    absl::string_view model) {
+  constexpr absl::string_view kWhat = "cannot delete a model";
+  DeletedRows deleted;
+  const auto remove = [&](SqlConnection& connection) -> absl::Status {
+    deleted = {};
+    std::vector<std::string> revisions;
     {
-      const std::unique_ptr<SqlStatement> row = connection.Prepare(kUpsert);
-      row->BindKey(key);
-      row->BindInt(4, head.generation);
-      row->BindInt(5, head.update_time_us);
-      row->BindInt(6, head.format);
-      row->BindInt(7, head.scale_count);
-      row->BindInt(8, static_cast<int64_t>(checksum));
-      row->BindBytes(9, body);
-      row->BindText(10, account.principal);
-      status = row->Step(kWhat).status();
+      const std::unique_ptr<SqlStatement> row =
+          connection.Prepare(kRevisionsOf);
+      row->BindText(1, model);
+      while (true) {
+        absl::StatusOr<bool> found = row->Step(kWhat);
+        if (!found.ok()) return found.status();
+        if (!*found) break;
+        revisions.emplace_back(row->Bytes(0));
+      }
     }
-    if (status.ok()) {
-      status =
-          PutHeadChecksum(connection, key, HeadChecksum(key, head, checksum));
-    }
-    if (status.ok()) {
-      status = CheckQuotas(connection, account, replaced,
-                           static_cast<int64_t>(body.size()));
+    if (revisions.empty()) return core::ModelNotFoundError(model);
+    absl::Status status = connection.LockRevisions(model, revisions);
+    for (size_t i = 0; status.ok() && i < revisions.size(); ++i) {
+      status = DeleteRows(connection, model, revisions[i], &deleted);
     }
     return status.ok() ? connection.Announce() : status;
   };
-  if (absl::Status s = database_->Write(put); !s.ok()) return s;
-  StoredEncoding stored;
-  stored.encoding = std::move(encoding);
-  stored.etag = MakeEtag(head.generation, checksum);
-  stored.generation = head.generation;
-  stored.update_time = absl::FromUnixMicros(head.update_time_us);
-  return stored;
+  if (absl::Status s = database_->Write(remove); !s.ok()) return s;
+  return deleted;
 }
 
 absl::Status SqlEncodingStore::Delete(const EncodingKey& key,
@@ -281,44 +969,61 @@ absl::Status SqlEncodingStore::Delete(const EncodingKey& key,
 
 absl::StatusOr<SqlEncodingStore::Row> SqlEncodingStore::Read(
     const EncodingKey& key) {
-  Row row;
-  v1::Encoding message;
-  const auto read = [&](SqlConnection& connection) -> absl::Status {
-    const std::unique_ptr<SqlStatement> select = connection.Prepare(kSelect);
-    select->BindKey(key);
-    absl::StatusOr<bool> found = select->Step("cannot read an encoding");
-    if (absl::IsDataLoss(found.status())) {
-      return core::StoreCorruptError(
-          absl::StrCat(Shown(key),
-                       "stands on a damaged page of the database; restore the "
-                       "store from its backup"));
+  std::string incomplete_etag;
+  while (true) {
+    ReadRow row;
+    absl::StatusOr<core::Encoding> encoding = core::Encoding();
+    bool is_complete = true;
+    const auto read = [&](SqlConnection& connection) -> absl::Status {
+      if (absl::Status s = SelectRow(connection, key, &row); !s.ok()) return s;
+      if (!row.message.scales_in_chunks()) {
+        encoding = EncodingFromProto(row.message);
+        return absl::OkStatus();
+      }
+      absl::StatusOr<PieceReader> pieces = PieceReader::Create(key, row);
+      if (!pieces.ok()) return pieces.status();
+      encoding = pieces->outline();
+      while (!pieces->at_end()) {
+        ScalePiece piece;
+        absl::StatusOr<bool> found = pieces->Read(connection, &piece);
+        if (!found.ok()) return found.status();
+        is_complete = *found;
+        if (!is_complete) return absl::OkStatus();
+        core::AppendScales(piece.scale, &*encoding);
+        core::AppendZeroPoints(piece.zero_point, &*encoding);
+        const auto* outer =
+            reinterpret_cast<const uint8_t*>(piece.outer_scale.data());
+        for (size_t i = 0; i < piece.outer_scale.size(); i += sizeof(float)) {
+          encoding->outer_scale.push_back(
+              core::LoadUnaligned<float>(outer + i));
+        }
+      }
+      return absl::OkStatus();
+    };
+    if (absl::Status s = database_->Read(read); !s.ok()) return s;
+    Row result;
+    result.stored = Stored(row.head, row.checksum);
+    if (!is_complete) {
+      // Replaced between its row and its pieces; then the row is another now.
+      if (result.stored.etag == incomplete_etag) {
+        return Corrupt(key, "lacks scales");
+      }
+      incomplete_etag = result.stored.etag;
+      continue;
     }
-    if (!found.ok()) return found.status();
-    if (!*found) return NotFound(key);
-    const RowHead head = HeadOf(*select, 0);
-    const uint64_t checksum = static_cast<uint64_t>(select->Int(4));
-    const absl::string_view body = select->Bytes(5);
-    if (checksum != Checksum(key, head, body)) {
-      return Corrupt(key, "fails its checksum");
+    absl::Status status = encoding.status();
+    if (status.ok() && row.message.scales_in_chunks()) {
+      status = core::DeriveScales(&*encoding);
+      if (status.ok()) status = core::ValidateEncoding(*encoding);
     }
-    if (!message.ParseFromArray(body.data(), static_cast<int>(body.size()))) {
-      return Corrupt(key, "does not decode");
+    if (!status.ok()) {
+      return Corrupt(key, absl::StrCat("is invalid: ", status.message()));
     }
-    row.stored.generation = head.generation;
-    row.stored.update_time = absl::FromUnixMicros(head.update_time_us);
-    row.stored.etag = MakeEtag(head.generation, checksum);
-    row.head_checksum = HeadChecksum(key, head, checksum);
-    return absl::OkStatus();
-  };
-  if (absl::Status s = database_->Read(read); !s.ok()) return s;
-  absl::StatusOr<core::Encoding> encoding = EncodingFromProto(message);
-  if (!encoding.ok()) {
-    return Corrupt(key,
-                   absl::StrCat("is invalid: ", encoding.status().message()));
+    result.head_checksum = HeadChecksum(key, row.head, row.checksum);
+    result.stored.encoding =
+        std::make_shared<const core::Encoding>(*std::move(encoding));
+    return result;
   }
-  row.stored.encoding =
-      std::make_shared<const core::Encoding>(*std::move(encoding));
-  return row;
 }
 
 absl::StatusOr<std::vector<EncodingListEntry>> SqlEncodingStore::ListEncodings(
@@ -480,7 +1185,7 @@ absl::StatusOr<int64_t> SqlEncodingStore::Check(
       }
     };
     if (absl::Status s = database_->Read(list); !s.ok()) return s;
-    if (keys.empty()) return count;
+    if (keys.empty()) break;
     for (const EncodingKey& key : keys) {
       ++count;
       const absl::Status status = Get(key).status();
@@ -491,6 +1196,20 @@ absl::StatusOr<int64_t> SqlEncodingStore::Check(
     }
     last = std::move(keys.back());
   }
+  const auto list = [&](SqlConnection& connection) -> absl::Status {
+    const std::unique_ptr<SqlStatement> row =
+        connection.Prepare(kListLostPieces);
+    while (true) {
+      absl::StatusOr<bool> found = row->Step("cannot list encodings");
+      if (!found.ok()) return found.status();
+      if (!*found) return absl::OkStatus();
+      damaged(core::StoreCorruptError(
+          absl::StrCat("the content ", row->Int(0), " has ", row->Int(1),
+                       " pieces of scales without an encoding")));
+    }
+  };
+  if (absl::Status s = database_->Read(list); !s.ok()) return s;
+  return count;
 }
 
 absl::optional<int64_t> SqlEncodingStore::ForeignVersion() {

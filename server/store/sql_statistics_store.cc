@@ -110,6 +110,9 @@ constexpr char kListLostPieces[] =
     "AND statistics.tensor = pieces.tensor "
     "AND statistics.source = pieces.source "
     "AND statistics.sequence = pieces.sequence) "
+    "AND NOT EXISTS (SELECT 1 FROM lost_statistics AS lost "
+    "WHERE lost.model = pieces.model AND lost.revision = pieces.revision "
+    "AND lost.tensor = pieces.tensor AND lost.source = pieces.source) "
     "GROUP BY model, revision, tensor, source "
     "ORDER BY model, revision, tensor, source";
 constexpr char kSelectNewer[] =

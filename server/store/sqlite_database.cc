@@ -1,5 +1,6 @@
 #include "server/store/sqlite_database.h"
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <filesystem>
@@ -37,6 +38,20 @@ constexpr char kDataVersion[] = "PRAGMA data_version";
 constexpr char kCheck[] = "PRAGMA integrity_check";
 constexpr char kNextGeneration[] =
     "UPDATE generations SET last = last + 1 WHERE id = 0 RETURNING last";
+// Of a file that has no tables yet, or is about to be written anew.
+constexpr char kAutoVacuum[] = "PRAGMA auto_vacuum = INCREMENTAL";
+constexpr char kCheckpoint[] = "PRAGMA wal_checkpoint(TRUNCATE)";
+constexpr char kPageCount[] = "PRAGMA page_count";
+constexpr char kPageSize[] = "PRAGMA page_size";
+constexpr char kFreePages[] = "PRAGMA freelist_count";
+// Pages that a step of Shrink gives back.
+constexpr char kVacuum[] = "PRAGMA incremental_vacuum(1024)";
+// What PRAGMA auto_vacuum answers.
+constexpr int64_t kIncremental = 2;
+// Not before more pages than that, or than this part of all, are free; then
+// until none is.
+constexpr int64_t kKeptFreePages = 256;
+constexpr int64_t kKeptFreePart = 32;
 constexpr char kPing[] = "SELECT last FROM generations WHERE id = 0";
 
 // They count what is in a table, in the transaction of the change.
@@ -59,13 +74,13 @@ std::string CountTriggers(absl::string_view table, bool is_encodings,
           $NEW_NAMES + $NEW_CONTENT, NEW.update_time_us);
       END;
       CREATE TRIGGER $TABLE_update AFTER UPDATE ON $TABLE
-      WHEN OLD.principal = NEW.principal BEGIN
+      WHEN OLD.principal = NEW.principal AND OLD.revision = NEW.revision BEGIN
         INSERT INTO count_changes VALUES (
           NEW.model, NEW.revision, NEW.principal, 0, 0,
           $NEW_CONTENT - $OLD_CONTENT, NEW.update_time_us);
       END;
       CREATE TRIGGER $TABLE_hand_over AFTER UPDATE ON $TABLE
-      WHEN OLD.principal <> NEW.principal BEGIN
+      WHEN OLD.principal <> NEW.principal OR OLD.revision <> NEW.revision BEGIN
         INSERT INTO count_changes VALUES (
           NEW.model, NEW.revision, NEW.principal, $ONE,
           $NEW_NAMES + $NEW_CONTENT, NEW.update_time_us);
@@ -88,11 +103,12 @@ std::string CountTriggers(absl::string_view table, bool is_encodings,
        {"$OLD_CONTENT", of("OLD", content)}});
 }
 
+constexpr absl::string_view kEncodingNames =
+    "length(ROW.model) + length(ROW.revision)"
+    " + length(CAST(ROW.tensor AS BLOB))";
+
 std::string EncodingTriggers() {
-  return CountTriggers("encodings", true,
-                       "length(ROW.model) + length(ROW.revision)"
-                       " + length(CAST(ROW.tensor AS BLOB))",
-                       "length(ROW.body)");
+  return CountTriggers("encodings", true, kEncodingNames, "length(ROW.body)");
 }
 
 std::string StatisticsTriggers() {
@@ -277,7 +293,60 @@ std::array<std::string, kSqliteSchemaVersion> Migrations() {
         DELETE FROM encoding_heads WHERE model = OLD.model
           AND revision = OLD.revision AND tensor = OLD.tensor;
       END;
-    )sql"};
+    )sql",
+      // Scales in pieces under an id of their own, so that an encoding can be
+      // renamed without writing them. What is not used any more is noted, and
+      // freed later in steps. No row that is there is read.
+      absl::StrCat(R"sql(
+      PRAGMA writable_schema = ON;
+      UPDATE sqlite_schema SET sql = replace(sql,
+          'principal TEXT NOT NULL DEFAULT ' || quote('') || ',',
+          'principal TEXT NOT NULL DEFAULT ' || quote('') || ','
+          || ' content_id INTEGER NOT NULL DEFAULT 0,'
+          || ' content_bytes INTEGER NOT NULL DEFAULT 0,')
+        WHERE type = 'table' AND name = 'encodings';
+      PRAGMA writable_schema = RESET;
+      DROP TRIGGER IF EXISTS encodings_insert;
+      DROP TRIGGER IF EXISTS encodings_update;
+      DROP TRIGGER IF EXISTS encodings_hand_over;
+      DROP TRIGGER IF EXISTS encodings_delete;
+      DROP TRIGGER IF EXISTS statistics_delete_pieces;
+      CREATE TABLE encoding_pieces (
+        content_id INTEGER NOT NULL,
+        piece INTEGER NOT NULL,
+        checksum INTEGER NOT NULL,
+        bytes BLOB NOT NULL,
+        PRIMARY KEY (content_id, piece)
+      ) STRICT;
+      CREATE TABLE staged_contents (
+        content_id INTEGER NOT NULL PRIMARY KEY,
+        touch_time_us INTEGER NOT NULL
+      ) STRICT;
+      CREATE TABLE lost_contents (
+        content_id INTEGER NOT NULL PRIMARY KEY
+      ) STRICT;
+      CREATE TABLE lost_statistics (
+        model TEXT NOT NULL,
+        revision TEXT NOT NULL,
+        tensor TEXT NOT NULL,
+        source TEXT NOT NULL,
+        PRIMARY KEY (model, revision, tensor, source)
+      ) STRICT, WITHOUT ROWID;
+      CREATE TRIGGER encodings_lose_deleted AFTER DELETE ON encodings
+      WHEN OLD.content_id <> 0 BEGIN
+        INSERT OR IGNORE INTO lost_contents VALUES (OLD.content_id);
+      END;
+      CREATE TRIGGER encodings_lose_replaced AFTER UPDATE ON encodings
+      WHEN OLD.content_id <> 0 AND OLD.content_id <> NEW.content_id BEGIN
+        INSERT OR IGNORE INTO lost_contents VALUES (OLD.content_id);
+      END;
+      CREATE TRIGGER statistics_lose_pieces AFTER DELETE ON statistics BEGIN
+        INSERT OR IGNORE INTO lost_statistics VALUES (
+          OLD.model, OLD.revision, OLD.tensor, OLD.source);
+      END;
+    )sql",
+                   CountTriggers("encodings", true, kEncodingNames,
+                                 "(length(ROW.body) + ROW.content_bytes)"))};
 }
 
 absl::Status SqliteError(absl::string_view what, int code,
@@ -565,6 +634,11 @@ absl::StatusOr<std::shared_ptr<SqliteDatabase>> SqliteDatabase::Open(
   absl::StatusOr<std::unique_ptr<SqliteConnection>> writer =
       SqliteConnection::Open(absolute);
   if (!writer.ok()) return writer.status();
+  if (absl::Status status =
+          (*writer)->Execute(kAutoVacuum, "cannot set the store up");
+      !status.ok()) {
+    return status;
+  }
   if (absl::Status status = (*writer)->UseWal(); !status.ok()) return status;
   if (absl::Status status = (*writer)->Migrate(); !status.ok()) return status;
   std::vector<std::unique_ptr<SqliteConnection>> readers;
@@ -669,6 +743,61 @@ absl::Status SqliteDatabase::CheckFile(
       }
     }
   });
+}
+
+absl::StatusOr<DatabaseSize> SqliteDatabase::Size() {
+  DatabaseSize size;
+  const auto read = [&](SqlConnection& connection) -> absl::Status {
+    int64_t numbers[3] = {};
+    const char* const pragmas[3] = {kPageSize, kPageCount, kFreePages};
+    for (int i = 0; i < 3; ++i) {
+      const std::unique_ptr<SqlStatement> row = connection.Prepare(pragmas[i]);
+      absl::StatusOr<bool> found = row->Step("cannot read the store's size");
+      if (!found.ok()) return found.status();
+      numbers[i] = row->Int(0);
+    }
+    size = {numbers[0] * numbers[1], numbers[0] * numbers[2]};
+    return absl::OkStatus();
+  };
+  if (absl::Status s = Read(read); !s.ok()) return s;
+  return size;
+}
+
+absl::StatusOr<bool> SqliteDatabase::Shrink() {
+  if (!write_mutex_.TryLock()) {
+    return core::StoreUnavailableError("another write is under way");
+  }
+  writer_->SetBusyTimeout(0);
+  absl::StatusOr<bool> is_more = ShrinkLocked();
+  writer_->SetBusyTimeout(kBusyTimeoutMs);
+  write_mutex_.Unlock();
+  return is_more;
+}
+
+absl::StatusOr<bool> SqliteDatabase::ShrinkLocked() {
+  constexpr absl::string_view kWhat = "cannot shrink the store";
+  absl::StatusOr<int64_t> mode = writer_->QueryInt("PRAGMA auto_vacuum", kWhat);
+  if (!mode.ok()) return mode.status();
+  absl::StatusOr<int64_t> pages = writer_->QueryInt(kPageCount, kWhat);
+  if (!pages.ok()) return pages.status();
+  absl::StatusOr<int64_t> free_pages = writer_->QueryInt(kFreePages, kWhat);
+  if (!free_pages.ok()) return free_pages.status();
+  const int64_t kept = std::max(kKeptFreePages, *pages / kKeptFreePart);
+  is_shrinking_ = *mode == kIncremental && *free_pages > 0 &&
+                  (is_shrinking_ || *free_pages > kept);
+  if (!is_shrinking_) return false;
+  absl::Status status = writer_->Execute(kVacuum, kWhat);
+  // What the log has goes into the file, which ends earlier then. Readers of
+  // the moment may keep that from happening; the next time is as good.
+  if (status.ok()) status = writer_->Execute(kCheckpoint, kWhat);
+  if (!status.ok()) return status;
+  return true;
+}
+
+absl::Status SqliteDatabase::Compact() {
+  absl::MutexLock lock(&write_mutex_);
+  return writer_->Execute(absl::StrCat(kAutoVacuum, "; VACUUM; ", kCheckpoint),
+                          "cannot compact the store");
 }
 
 absl::Status SqliteDatabase::Ping() {

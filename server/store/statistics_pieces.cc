@@ -25,7 +25,8 @@ constexpr char kWrite[] =
     "DO UPDATE SET checksum = excluded.checksum, bytes = excluded.bytes";
 constexpr char kDeleteOthers[] =
     "DELETE FROM statistics_pieces WHERE model = $1 AND revision = $2 "
-    "AND tensor = $3 AND source = $4 AND (sequence <> $5 OR piece >= $6)";
+    "AND tensor = $3 AND source = $4 "
+    "AND (sequence <> $5 OR piece >= $6 OR piece < 0)";
 constexpr char kRead[] =
     "SELECT checksum, bytes FROM statistics_pieces WHERE model = $1 "
     "AND revision = $2 AND tensor = $3 AND source = $4 AND sequence = $5 "

@@ -1,5 +1,6 @@
 #include "server/store/store_keeper.h"
 
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <utility>
@@ -8,7 +9,9 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "absl/types/optional.h"
 #include "server/store/sql_usage.h"
 
 namespace quantd::server {
@@ -20,6 +23,136 @@ constexpr char kListRevisions[] =
     "SELECT revision, MAX(update_time_us), CAST(SUM(bytes) AS BIGINT), "
     "CAST(SUM(encodings + statistics) AS BIGINT) FROM revision_counts "
     "WHERE model = $1 GROUP BY revision ORDER BY revision";
+
+constexpr char kLoseStaged[] =
+    "DELETE FROM staged_contents WHERE touch_time_us < $1 "
+    "RETURNING content_id";
+constexpr char kLoseContent[] =
+    "INSERT INTO lost_contents (content_id) VALUES ($1)";
+constexpr char kNextContent[] =
+    "SELECT content_id FROM lost_contents ORDER BY content_id LIMIT 1";
+constexpr char kFreePieces[] =
+    "DELETE FROM encoding_pieces WHERE content_id = $1 AND piece IN ("
+    "SELECT piece FROM encoding_pieces WHERE content_id = $1 LIMIT 4) "
+    "RETURNING piece";
+constexpr char kFreedContent[] =
+    "DELETE FROM lost_contents WHERE content_id = $1";
+constexpr char kNextStatistics[] =
+    "SELECT model, revision, tensor, source FROM lost_statistics LIMIT 1";
+// But not those of a row that was written since.
+constexpr char kFreeStatistics[] =
+    "DELETE FROM statistics_pieces WHERE model = $1 AND revision = $2 "
+    "AND tensor = $3 AND source = $4 AND (sequence, piece) IN ("
+    "SELECT sequence, piece FROM statistics_pieces AS pieces "
+    "WHERE model = $1 AND revision = $2 AND tensor = $3 AND source = $4 "
+    "AND NOT EXISTS (SELECT 1 FROM statistics "
+    "WHERE statistics.model = pieces.model "
+    "AND statistics.revision = pieces.revision "
+    "AND statistics.tensor = pieces.tensor "
+    "AND statistics.source = pieces.source "
+    "AND statistics.sequence = pieces.sequence) LIMIT 4) "
+    "RETURNING piece";
+constexpr char kFreedStatistics[] =
+    "DELETE FROM lost_statistics WHERE model = $1 AND revision = $2 "
+    "AND tensor = $3 AND source = $4";
+
+constexpr absl::string_view kFreeWhat = "cannot free what was deleted";
+// Pieces that a step frees; each has up to a MiB.
+constexpr int kPiecesPerStep = 8;
+
+// How many rows a statement answers.
+absl::StatusOr<int> CountRows(SqlStatement* row) {
+  int count = 0;
+  while (true) {
+    absl::StatusOr<bool> found = row->Step(kFreeWhat);
+    if (!found.ok()) return found.status();
+    if (!*found) return count;
+    ++count;
+  }
+}
+
+absl::Status LoseStaged(SqlConnection& connection, absl::Duration staged_age) {
+  std::vector<int64_t> ids;
+  {
+    const std::unique_ptr<SqlStatement> row = connection.Prepare(kLoseStaged);
+    row->BindInt(1, absl::ToUnixMicros(absl::Now() - staged_age));
+    while (true) {
+      absl::StatusOr<bool> found = row->Step(kFreeWhat);
+      if (!found.ok()) return found.status();
+      if (!*found) break;
+      ids.push_back(row->Int(0));
+    }
+  }
+  for (const int64_t id : ids) {
+    const std::unique_ptr<SqlStatement> row = connection.Prepare(kLoseContent);
+    row->BindInt(1, id);
+    if (absl::Status s = row->Step(kFreeWhat).status(); !s.ok()) return s;
+  }
+  return absl::OkStatus();
+}
+
+// Frees up to four pieces of the first content that was lost. Answers how many;
+// none if there is no such content.
+absl::StatusOr<absl::optional<int>> FreeContent(SqlConnection& connection) {
+  int64_t id = 0;
+  {
+    const std::unique_ptr<SqlStatement> row = connection.Prepare(kNextContent);
+    absl::StatusOr<bool> found = row->Step(kFreeWhat);
+    if (!found.ok()) return found.status();
+    if (!*found) return absl::optional<int>();
+    id = row->Int(0);
+  }
+  absl::StatusOr<int> count = 0;
+  {
+    const std::unique_ptr<SqlStatement> row = connection.Prepare(kFreePieces);
+    row->BindInt(1, id);
+    count = CountRows(row.get());
+    if (!count.ok()) return count.status();
+  }
+  if (*count < 4) {
+    const std::unique_ptr<SqlStatement> row = connection.Prepare(kFreedContent);
+    row->BindInt(1, id);
+    if (absl::Status s = row->Step(kFreeWhat).status(); !s.ok()) return s;
+  }
+  return absl::optional<int>(*count);
+}
+
+// The same of statistics.
+absl::StatusOr<absl::optional<int>> FreeStatistics(SqlConnection& connection) {
+  EncodingKey key;
+  std::string source;
+  {
+    const std::unique_ptr<SqlStatement> row =
+        connection.Prepare(kNextStatistics);
+    absl::StatusOr<bool> found = row->Step(kFreeWhat);
+    if (!found.ok()) return found.status();
+    if (!*found) return absl::optional<int>();
+    key = {std::string(row->Bytes(0)), std::string(row->Bytes(1)),
+           std::string(row->Bytes(2))};
+    source = std::string(row->Bytes(3));
+  }
+  // Nobody writes or deletes them meanwhile.
+  absl::Status status = connection.LockSource(key, source);
+  if (status.ok()) status = connection.LockTensor(key);
+  if (!status.ok()) return status;
+  absl::StatusOr<int> count = 0;
+  {
+    const std::unique_ptr<SqlStatement> row =
+        connection.Prepare(kFreeStatistics);
+    row->BindKey(key);
+    row->BindText(4, source);
+    count = CountRows(row.get());
+    if (!count.ok()) return count.status();
+  }
+  if (*count < 4) {
+    const std::unique_ptr<SqlStatement> row =
+        connection.Prepare(kFreedStatistics);
+    row->BindKey(key);
+    row->BindText(4, source);
+    if (absl::Status s = row->Step(kFreeWhat).status(); !s.ok()) return s;
+  }
+  return absl::optional<int>(*count);
+}
 
 }  // namespace
 
@@ -70,5 +203,34 @@ absl::StatusOr<std::vector<RevisionUsage>> StoreKeeper::ListRevisions(
   if (absl::Status s = database_->Read(read); !s.ok()) return s;
   return revisions;
 }
+
+absl::StatusOr<DatabaseSize> StoreKeeper::ReadSize() {
+  return database_->Size();
+}
+
+absl::StatusOr<bool> StoreKeeper::FreeStep(absl::Duration staged_age) {
+  bool is_more = true;
+  const auto free = [&](SqlConnection& connection) -> absl::Status {
+    if (absl::Status s = LoseStaged(connection, staged_age); !s.ok()) return s;
+    int count = 0;
+    is_more = true;
+    // Sources lock others: one in a step.
+    absl::StatusOr<absl::optional<int>> freed = FreeStatistics(connection);
+    if (!freed.ok() || freed->has_value()) return freed.status();
+    // Contents without pieces take a step as well.
+    for (int i = 0; i < kPiecesPerStep && count < kPiecesPerStep; ++i) {
+      freed = FreeContent(connection);
+      if (!freed.ok()) return freed.status();
+      is_more = freed->has_value();
+      if (!is_more) break;
+      count += **freed;
+    }
+    return absl::OkStatus();
+  };
+  if (absl::Status s = database_->WriteNow(free); !s.ok()) return s;
+  return is_more;
+}
+
+absl::StatusOr<bool> StoreKeeper::Shrink() { return database_->Shrink(); }
 
 }  // namespace quantd::server

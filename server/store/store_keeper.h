@@ -39,6 +39,16 @@ class StoreKeeper {
   absl::StatusOr<std::vector<RevisionUsage>> ListRevisions(
       absl::string_view model);
 
+  // What the store takes on disk.
+  absl::StatusOr<DatabaseSize> ReadSize();
+  // Frees a few MiB of what deleted encodings and statistics have left, and of
+  // encodings whose writers have not been heard of for `staged_age`. False if
+  // there is nothing left to free.
+  absl::StatusOr<bool> FreeStep(absl::Duration staged_age);
+  // Gives a few MiB that are free back to the file system. False if there is
+  // nothing to give back.
+  absl::StatusOr<bool> Shrink();
+
  private:
   const std::shared_ptr<SqlDatabase> database_;
 };

@@ -12,11 +12,11 @@
 
 namespace quantd::server {
 
-// Checks that the chunks of one tensor are contiguous and gives their bytes on
-// in whole granules: the unit that a kernel can work on by itself (an element,
-// the elements of one byte of packed codes, a leaf of a sum). A granule that
-// straddles two pieces or two chunks is put together in a small buffer;
-// everything else is given in place. Not thread-safe.
+// Checks that the chunks of one tensor are contiguous, and gives their bytes on
+// in whole granules. A granule is what a kernel can work on by itself: an
+// element, the elements of one byte of packed codes, or a leaf of a sum. A
+// granule that straddles two pieces or two chunks is put together in a small
+// buffer; everything else is given in place. Not thread-safe.
 class ChunkReader {
  public:
   // The tensor's bytes [begin_bytes, end_bytes) will come, cut at multiples of

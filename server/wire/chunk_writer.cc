@@ -24,6 +24,7 @@ constexpr int kOffset = v1::QuantizeResponse::kOffsetFieldNumber;
 constexpr int kData = v1::QuantizeResponse::kDataFieldNumber;
 constexpr int kSummary = v1::QuantizeResponse::kSummaryFieldNumber;
 constexpr int kError = v1::QuantizeResponse::kErrorFieldNumber;
+constexpr int kScales = v1::QuantizeResponse::kScalesFieldNumber;
 
 static_assert(v1::DequantizeResponse::kHeaderFieldNumber == kHeader);
 static_assert(v1::DequantizeResponse::kOffsetFieldNumber == kOffset);
@@ -65,6 +66,11 @@ void ChunkWriter::SetHeader(const google::protobuf::MessageLite& header) {
   header_ = Field(kHeader, header);
 }
 
+void ChunkWriter::AddScales(const google::protobuf::MessageLite& scales) {
+  if (has_data_ || !scales_.empty()) Flush();
+  scales_ = Field(kScales, scales);
+}
+
 uint8_t* ChunkWriter::AddData(int64_t offset_bytes, int64_t size) {
   if (has_data_) Flush();
   uint8_t prefix[kMaxPrefixBytes];
@@ -95,6 +101,7 @@ void ChunkWriter::SetSummary(const google::protobuf::MessageLite& summary) {
 void ChunkWriter::SetError(const absl::Status& status) {
   finished_.resize(closed_);
   header_.clear();
+  scales_.clear();
   has_data_ = false;
   trailer_ = Field(kError, ToTensorError(status));
   Flush();
@@ -108,13 +115,17 @@ std::vector<grpc::ByteBuffer> ChunkWriter::Take() {
 }
 
 void ChunkWriter::Flush() {
-  if (header_.empty() && !has_data_ && trailer_.empty()) return;
+  if (header_.empty() && scales_.empty() && !has_data_ && trailer_.empty()) {
+    return;
+  }
   std::vector<grpc::Slice> slices;
   if (!header_.empty()) slices.emplace_back(header_);
+  if (!scales_.empty()) slices.emplace_back(scales_);
   if (has_data_) slices.push_back(std::move(data_));
   if (!trailer_.empty()) slices.emplace_back(trailer_);
   finished_.emplace_back(slices.data(), slices.size());
   header_.clear();
+  scales_.clear();
   trailer_.clear();
   has_data_ = false;
   data_ = grpc::Slice();

@@ -1,4 +1,5 @@
-// Messages down: {1: header, 2: offset, 3: data, 4: summary, 5: error}.
+// Messages down: {1: header, 2: offset, 3: data, 4: summary, 5: error,
+// 6: scales}.
 
 #ifndef QUANTD_SERVER_WIRE_CHUNK_WRITER_H_
 #define QUANTD_SERVER_WIRE_CHUNK_WRITER_H_
@@ -26,6 +27,10 @@ class ChunkWriter {
   // next call of this object. Never null for size > 0.
   uint8_t* AddData(int64_t offset_bytes, int64_t size);
 
+  // Scales: before the data that are added next, in the same message as those
+  // if no other scales follow.
+  void AddScales(const google::protobuf::MessageLite& scales);
+
   // Ends the tensor's answer.
   void SetSummary(const google::protobuf::MessageLite& summary);
   // Ends the tensor's answer; what was not taken yet of it is dropped.
@@ -42,6 +47,7 @@ class ChunkWriter {
   // The message being gathered: fields before data, data with the envelope in
   // front, fields after data.
   std::string header_;
+  std::string scales_;
   bool has_data_ = false;
   grpc::Slice data_;
   std::string trailer_;

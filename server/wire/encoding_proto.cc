@@ -9,10 +9,12 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "core/errors.h"
 #include "core/formats/number_format.h"
 #include "core/types/block_layout.h"
+#include "core/types/scale_window.h"
 #include "server/wire/names.h"
 
 namespace quantd::server {
@@ -51,21 +53,16 @@ int32_t DefaultQmax(const core::FormatInfo& format,
 
 }  // namespace
 
-void EncodingToProto(const core::Encoding& encoding, v1::Encoding* proto) {
+namespace {
+
+void FrameToProto(const core::Encoding& encoding, v1::Encoding* proto) {
   proto->set_format(static_cast<v1::NumberFormat>(encoding.format));
   proto->mutable_block_size()->Assign(encoding.block_size.begin(),
                                       encoding.block_size.end());
-  proto->mutable_scale()->Assign(encoding.scale.begin(), encoding.scale.end());
-  proto->mutable_zero_point()->Assign(encoding.zero_point.begin(),
-                                      encoding.zero_point.end());
   proto->set_qmin(encoding.qmin);
   proto->set_qmax(encoding.qmax);
   proto->set_exclude_zero(encoding.exclude_zero);
-  proto->set_degenerate_count(encoding.degenerate_count);
   proto->set_scale_type(static_cast<v1::ScaleType>(encoding.scale_type));
-  proto->set_scale_code(encoding.scale_code.data(), encoding.scale_code.size());
-  proto->mutable_outer_scale()->Assign(encoding.outer_scale.begin(),
-                                       encoding.outer_scale.end());
   proto->mutable_outer_block_size()->Assign(encoding.outer_block_size.begin(),
                                             encoding.outer_block_size.end());
   proto->mutable_codebook()->Assign(encoding.codebook.begin(),
@@ -75,7 +72,9 @@ void EncodingToProto(const core::Encoding& encoding, v1::Encoding* proto) {
                                        encoding.scale_shape.end());
 }
 
-absl::StatusOr<core::Encoding> EncodingFromProto(const v1::Encoding& proto) {
+// Everything but scales, zero points and outer scales, with the errors of its
+// enums.
+absl::StatusOr<core::Encoding> FrameFromProto(const v1::Encoding& proto) {
   core::Encoding encoding;
   encoding.format = static_cast<core::NumberFormat>(proto.format());
   const core::FormatInfo* info = core::FindFormat(encoding.format);
@@ -94,27 +93,100 @@ absl::StatusOr<core::Encoding> EncodingFromProto(const v1::Encoding& proto) {
   }
   encoding.block_size.assign(proto.block_size().begin(),
                              proto.block_size().end());
-  encoding.scale.assign(proto.scale().begin(), proto.scale().end());
-  encoding.zero_point.assign(proto.zero_point().begin(),
-                             proto.zero_point().end());
   encoding.codebook.assign(proto.codebook().begin(), proto.codebook().end());
   encoding.qmin = proto.has_qmin() ? proto.qmin() : info->qmin;
   encoding.qmax =
       proto.has_qmax() ? proto.qmax() : DefaultQmax(*info, encoding);
   encoding.exclude_zero = proto.exclude_zero();
-  encoding.degenerate_count = static_cast<int64_t>(proto.degenerate_count());
-  encoding.scale_code.assign(proto.scale_code().begin(),
-                             proto.scale_code().end());
-  encoding.outer_scale.assign(proto.outer_scale().begin(),
-                              proto.outer_scale().end());
   encoding.outer_block_size.assign(proto.outer_block_size().begin(),
                                    proto.outer_block_size().end());
   encoding.no_saturation = proto.no_saturation();
   encoding.scale_shape.assign(proto.scale_shape().begin(),
                               proto.scale_shape().end());
-  if (absl::Status s = core::DeriveScales(&encoding); !s.ok()) return s;
-  if (absl::Status s = core::ValidateEncoding(encoding); !s.ok()) return s;
   return encoding;
+}
+
+}  // namespace
+
+void EncodingToProto(const core::Encoding& encoding, v1::Encoding* proto) {
+  FrameToProto(encoding, proto);
+  proto->mutable_scale()->Assign(encoding.scale.begin(), encoding.scale.end());
+  proto->mutable_zero_point()->Assign(encoding.zero_point.begin(),
+                                      encoding.zero_point.end());
+  proto->set_degenerate_count(encoding.degenerate_count);
+  proto->set_scale_code(encoding.scale_code.data(), encoding.scale_code.size());
+  proto->mutable_outer_scale()->Assign(encoding.outer_scale.begin(),
+                                       encoding.outer_scale.end());
+}
+
+absl::StatusOr<core::Encoding> EncodingFromProto(const v1::Encoding& proto) {
+  absl::StatusOr<core::Encoding> encoding = FrameFromProto(proto);
+  if (!encoding.ok()) return encoding;
+  encoding->scale.assign(proto.scale().begin(), proto.scale().end());
+  encoding->zero_point.assign(proto.zero_point().begin(),
+                              proto.zero_point().end());
+  encoding->degenerate_count = static_cast<int64_t>(proto.degenerate_count());
+  encoding->scale_code.assign(proto.scale_code().begin(),
+                              proto.scale_code().end());
+  encoding->outer_scale.assign(proto.outer_scale().begin(),
+                               proto.outer_scale().end());
+  if (absl::Status s = core::DeriveScales(&*encoding); !s.ok()) return s;
+  if (absl::Status s = core::ValidateEncoding(*encoding); !s.ok()) return s;
+  return encoding;
+}
+
+absl::StatusOr<core::Encoding> EncodingOutlineFromProto(
+    const v1::Encoding& proto) {
+  absl::StatusOr<core::Encoding> encoding = FrameFromProto(proto);
+  if (encoding.ok()) {
+    encoding->degenerate_count = static_cast<int64_t>(proto.degenerate_count());
+  }
+  return encoding;
+}
+
+void EncodingWithoutScalesToProto(const core::Encoding& encoding,
+                                  bool has_zero_points, v1::Encoding* proto) {
+  FrameToProto(encoding, proto);
+  proto->set_scales_in_chunks(true);
+  proto->set_chunks_have_zero_points(has_zero_points);
+}
+
+absl::StatusOr<core::Encoding> EncodingWithoutScalesFromProto(
+    const v1::Encoding& proto) {
+  absl::StatusOr<core::Encoding> encoding = FrameFromProto(proto);
+  if (!encoding.ok()) return encoding;
+  for (const auto& [field, count] :
+       {std::pair<const char*, size_t>{"scale", proto.scale_size()},
+        {"zero_point", proto.zero_point_size()},
+        {"scale_code", proto.scale_code().size()},
+        {"outer_scale", proto.outer_scale_size()}}) {
+    if (count == 0) continue;
+    return core::WithField(
+        core::ScaleShapeError(absl::StrCat(field, " has ", count,
+                                           " entries, expected none with "
+                                           "scales_in_chunks")),
+        field);
+  }
+  absl::Status status =
+      core::ValidateWithoutScales(*encoding, proto.chunks_have_zero_points());
+  if (!status.ok()) return status;
+  return encoding;
+}
+
+void ScalesToProto(const core::Encoding& encoding, int64_t first, int64_t begin,
+                   int64_t end, v1::ScaleChunk* proto) {
+  proto->set_first(begin);
+  core::AppendScaleBytes(encoding, begin - first, end - first,
+                         proto->mutable_scale(), proto->mutable_zero_point());
+}
+
+void OuterScalesToProto(const core::Encoding& encoding, int64_t first,
+                        int64_t begin, int64_t end, v1::ScaleChunk* proto) {
+  proto->set_first_outer(begin);
+  std::string* bytes = proto->mutable_outer_scale();
+  bytes->assign(reinterpret_cast<const char*>(encoding.outer_scale.data() +
+                                              (begin - first)),
+                static_cast<size_t>(end - begin) * sizeof(float));
 }
 
 int64_t ScaleCount(const v1::Encoding& proto) {

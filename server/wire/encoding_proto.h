@@ -24,6 +24,28 @@ void EncodingToProto(const core::Encoding& encoding, v1::Encoding* proto);
 // fields.
 absl::StatusOr<core::Encoding> EncodingFromProto(const v1::Encoding& proto);
 
+// An encoding without its scales, which come in chunks.
+void EncodingWithoutScalesToProto(const core::Encoding& encoding,
+                                  bool has_zero_points, v1::Encoding* proto);
+
+// The same back. Errors: ENUM_UNKNOWN, SCALE_COUNT if it has scales all the
+// same, and those of core::ValidateWithoutScales, at the message's fields.
+absl::StatusOr<core::Encoding> EncodingWithoutScalesFromProto(
+    const v1::Encoding& proto);
+
+// Scales [begin, end) of those that `encoding` has, of which the first has
+// index `first`.
+void ScalesToProto(const core::Encoding& encoding, int64_t first, int64_t begin,
+                   int64_t end, v1::ScaleChunk* proto);
+// Outer scales in the same way.
+void OuterScalesToProto(const core::Encoding& encoding, int64_t first,
+                        int64_t begin, int64_t end, v1::ScaleChunk* proto);
+
+// Everything but scales, zero points and outer scales, unchecked.
+// Errors: FORMAT_UNKNOWN, ENUM_UNKNOWN, at the message's fields.
+absl::StatusOr<core::Encoding> EncodingOutlineFromProto(
+    const v1::Encoding& proto);
+
 // As many as `proto` has, as numbers or as codes.
 int64_t ScaleCount(const v1::Encoding& proto);
 

@@ -21,6 +21,7 @@ constexpr int kHeader = v1::QuantizeRequest::kHeaderFieldNumber;
 constexpr int kOffset = v1::QuantizeRequest::kOffsetFieldNumber;
 constexpr int kData = v1::QuantizeRequest::kDataFieldNumber;
 constexpr int kShared = v1::QuantizeRequest::kSharedFieldNumber;
+constexpr int kScales = v1::QuantizeRequest::kScalesFieldNumber;
 
 template <typename Request>
 constexpr bool HasEnvelope() {
@@ -32,6 +33,8 @@ constexpr bool HasEnvelope() {
 static_assert(HasEnvelope<v1::CalibrateRequest>());
 static_assert(HasEnvelope<v1::DequantizeRequest>());
 static_assert(HasEnvelope<v1::EvaluateRequest>());
+static_assert(v1::DequantizeRequest::kScalesFieldNumber == kScales);
+static_assert(v1::EvaluateRequest::kScalesFieldNumber == kScales);
 
 constexpr uint32_t Tag(int field, WireFormatLite::WireType type) {
   return WireFormatLite::MakeTag(field, type);
@@ -143,6 +146,12 @@ bool ReadShared(CodedInputStream* in, RequestEnvelope* envelope) {
          fields.ConsumedEntireMessage();
 }
 
+bool ReadScales(CodedInputStream* in, RequestEnvelope* envelope) {
+  int size = 0;
+  return ReadLength(in, &size) &&
+         in->ReadString(&envelope->scales.emplace_back(), size);
+}
+
 bool ReadFields(CodedInputStream* in, RequestEnvelope* envelope) {
   int header_count = 0;
   while (const uint32_t tag = ReadTag(in)) {
@@ -159,6 +168,9 @@ bool ReadFields(CodedInputStream* in, RequestEnvelope* envelope) {
         break;
       case Tag(kShared, WireFormatLite::WIRETYPE_LENGTH_DELIMITED):
         read = ReadShared(in, envelope);
+        break;
+      case Tag(kScales, WireFormatLite::WIRETYPE_LENGTH_DELIMITED):
+        read = ReadScales(in, envelope);
         break;
       default:
         read = SkipValue(in, tag, 0);
@@ -181,7 +193,7 @@ absl::Status ParseRequestEnvelope(grpc::ByteBuffer* buffer,
   if (!ReadFields(&in, envelope)) {
     return core::MessageMalformedError(
         "the message is not protobuf; expected fields 1 (header), 2 (offset), "
-        "3 (data) and 4 (shared)");
+        "3 (data), 4 (shared) and 5 (scales)");
   }
   return absl::OkStatus();
 }

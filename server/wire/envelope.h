@@ -1,15 +1,16 @@
 // The envelope of a stream's message: {1: header, 2: offset, 3: data,
-// 4: shared}.
+// 4: shared, 5: scales}.
 //
-// All four requests share it, so that one parser serves them and `data` stays
-// where the transport put it. For every other client these are ordinary
-// protobuf messages.
+// All four requests share it, but for Calibrate's, which has no scales, so that
+// one parser serves them and `data` stays where the transport put it. For every
+// other client these are ordinary protobuf messages.
 
 #ifndef QUANTD_SERVER_WIRE_ENVELOPE_H_
 #define QUANTD_SERVER_WIRE_ENVELOPE_H_
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "absl/container/inlined_vector.h"
 #include "absl/status/status.h"
@@ -31,6 +32,9 @@ struct RequestEnvelope {
   int64_t data_bytes = 0;
   // What stands for `data`, which the message then lacks.
   absl::optional<v1::SharedSpan> shared;
+  // Serialized: a ScaleChunk, in parts that merge, or CandidateScales one after
+  // the other.
+  std::vector<std::string> scales;
 };
 
 // Parses as protobuf does: unknown fields are skipped, the last value of a

@@ -17,11 +17,17 @@ enum class Rpc : int {
   kListEncodings,
   kGetEncoding,
   kPutEncoding,
+  kReadEncoding,
+  kWriteEncoding,
   kDeleteEncoding,
   kListModels,
   kListRevisions,
+  kPublishRevision,
+  kDeleteRevision,
+  kDeleteModel,
   kComputeEncodings,
   kSweep,
+  kChooseMixture,
   kGetStatistics,
   kListStatistics,
   kDeleteStatistics,
@@ -34,7 +40,7 @@ enum class RequestSize {
   kTensors,   // chunks, which TensorStream reads
   kNames,     // some names
   kPatterns,  // a thousand patterns, some with specs
-  kScales,    // as many scales or hints as a message has room for
+  kScales,    // as many scales, hints or options as a message has room for
 };
 
 struct RpcRow {
@@ -53,11 +59,17 @@ inline constexpr RpcRow kRpcs[] = {
     {Rpc::kListEncodings, "ListEncodings", RequestSize::kNames},
     {Rpc::kGetEncoding, "GetEncoding", RequestSize::kNames},
     {Rpc::kPutEncoding, "PutEncoding", RequestSize::kScales},
+    {Rpc::kReadEncoding, "ReadEncoding", RequestSize::kNames},
+    {Rpc::kWriteEncoding, "WriteEncoding", RequestSize::kScales},
     {Rpc::kDeleteEncoding, "DeleteEncoding", RequestSize::kNames},
     {Rpc::kListModels, "ListModels", RequestSize::kNames},
     {Rpc::kListRevisions, "ListRevisions", RequestSize::kNames},
+    {Rpc::kPublishRevision, "PublishRevision", RequestSize::kNames},
+    {Rpc::kDeleteRevision, "DeleteRevision", RequestSize::kNames},
+    {Rpc::kDeleteModel, "DeleteModel", RequestSize::kNames},
     {Rpc::kComputeEncodings, "ComputeEncodings", RequestSize::kPatterns},
     {Rpc::kSweep, "Sweep", RequestSize::kPatterns},
+    {Rpc::kChooseMixture, "ChooseMixture", RequestSize::kScales},
     {Rpc::kGetStatistics, "GetStatistics", RequestSize::kNames},
     {Rpc::kListStatistics, "ListStatistics", RequestSize::kNames},
     {Rpc::kDeleteStatistics, "DeleteStatistics", RequestSize::kNames},

@@ -150,10 +150,11 @@ Body QuantdBody(const Cell& cell, ThreadPool* pool, Buffers* buffers) {
     spec.block_size = cell.block_size;
     work->spec = *core::ResolveSpec(spec, shape);
     return [work] {
-      core::BlockQuantizer quantizer(work->spec, work->layout, work->cell.type,
-                                     core::NanPolicy::kDefault);
-      quantizer.Add(0, work->cell.count, work->reals, work->codes, work->pool);
-      quantizer.Finish().IgnoreError();
+      const auto quantizer = *core::BlockQuantizer::Create(
+          work->spec, work->layout, work->cell.type, core::NanPolicy::kDefault,
+          {});
+      quantizer->Add(0, work->cell.count, work->reals, work->codes, work->pool)
+          .IgnoreError();
     };
   }
   work->encoding = EncodingOf(cell);

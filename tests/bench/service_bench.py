@@ -137,6 +137,13 @@ def row(name, unit, values, references, goal, at_most=False):
     }
 
 
+def print_row(item):
+    goal = "" if item["goal"] is None else (
+        f"{'at most' if item['at_most'] else 'at least'} {item['goal']:g}")
+    print(f"{item['name']:38s} {item['value']:11.3f} {item['unit']:10s}"
+          f"{item['reference']:11.3f}  x{item['ratio']:.3f}  {goal}")
+
+
 class Bench:
     """The rows, one method for each kind."""
 
@@ -291,10 +298,7 @@ def main():
         json.dump(bench.rows, file, indent=1)
         file.write("\n")
     for item in bench.rows:
-        goal = "" if item["goal"] is None else (
-            f"{'at most' if item['at_most'] else 'at least'} {item['goal']:g}")
-        print(f"{item['name']:38s} {item['value']:11.3f} {item['unit']:10s}"
-              f"{item['reference']:11.3f}  x{item['ratio']:.3f}  {goal}")
+        print_row(item)
 
 
 if __name__ == "__main__":

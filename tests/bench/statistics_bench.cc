@@ -209,9 +209,10 @@ void BenchQuantizeSpec(benchmark::State& state, const SpecRow& row) {
           Quantize(calibration->encoding, layout, kType, NanPolicy::kDefault, 0,
                    count, reals.data(), codes.data(), &counts, pool.get()));
     } else {
-      BlockQuantizer quantizer(spec, layout, kType, NanPolicy::kDefault);
-      quantizer.Add(0, count, reals.data(), codes.data(), pool.get());
-      benchmark::DoNotOptimize(quantizer.Finish());
+      const auto quantizer =
+          *BlockQuantizer::Create(spec, layout, kType, NanPolicy::kDefault, {});
+      benchmark::DoNotOptimize(
+          quantizer->Add(0, count, reals.data(), codes.data(), pool.get()));
     }
   }
   Report(state, reals.size());

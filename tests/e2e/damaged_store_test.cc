@@ -152,12 +152,16 @@ TEST_F(DamagedStoreTest, ListsTellADamagedRowInItsPlace) {
 
 // Bringing an older store up to date reads no row that is damaged.
 TEST_F(DamagedStoreTest, AnOlderStoreWithADamagedPageIsServed) {
-  Put("b", 5000);
+  // More would lie in pieces.
+  Put("b", 4000);
   EXPECT_EQ(server_.Terminate(), 0);
   for (const char* sql : {kDropHeadChecksums, kTakePieces, kDropCounts}) {
     ExecuteSql(store_, sql);
   }
-  ExecuteSql(store_, "DROP TABLE kept_pieces; PRAGMA journal_mode = DELETE");
+  // Older files have no automatic vacuum, which moves pages when tables come.
+  ExecuteSql(store_,
+             "DROP TABLE kept_pieces; PRAGMA journal_mode = DELETE;"
+             "PRAGMA auto_vacuum = NONE; VACUUM");
   {
     // A page in the middle of the scales.
     std::fstream file(store_, std::ios::in | std::ios::out | std::ios::binary);

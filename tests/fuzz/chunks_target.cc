@@ -73,12 +73,18 @@ void RequireProtobufAgrees(absl::string_view message,
       request.ParseFromArray(message.data(), static_cast<int>(message.size()));
   v1::QuantizeHeader header;
   // A header is parsed when its tensor is opened.
-  const bool ok = status.ok() && header.ParseFromString(envelope.header);
+  // So are scales when they are taken.
+  v1::ScaleChunk scales;
+  bool ok = status.ok() && header.ParseFromString(envelope.header);
+  for (const std::string& part : envelope.scales) {
+    ok = ok && scales.MergeFromString(part);
+  }
   Require(ok == parses, "messages are taken as protobuf takes them");
   if (!ok) return;
   Require(
       envelope.has_header == request.has_header() &&
           header.SerializeAsString() == request.header().SerializeAsString() &&
+          scales.SerializeAsString() == request.scales().SerializeAsString() &&
           envelope.offset_bytes == request.offset() &&
           Joined(envelope) == request.data(),
       "messages mean what they mean to protobuf");

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/algorithm/container.h"
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
@@ -41,6 +42,26 @@ std::string Joined(const server::RequestEnvelope& envelope) {
   return data;
 }
 
+// Puts the scales of an envelope into `request`; false if they are no message.
+// So they are taken when their tensor has been opened.
+template <typename Request>
+bool SetScales(const server::RequestEnvelope& envelope, Request* request) {
+  return absl::c_all_of(envelope.scales, [&](const std::string& part) {
+    return request->mutable_scales()->MergeFromString(part);
+  });
+}
+bool SetScales(const server::RequestEnvelope& envelope,
+               v1::EvaluateRequest* request) {
+  return absl::c_all_of(envelope.scales, [&](const std::string& part) {
+    return request->add_scales()->ParseFromString(part);
+  });
+}
+// Unknown to it.
+bool SetScales(const server::RequestEnvelope& /*envelope*/,
+               v1::CalibrateRequest* /*request*/) {
+  return true;
+}
+
 template <typename Request>
 void RequireAgreement(absl::string_view message, size_t most,
                       std::mt19937_64& random) {
@@ -54,8 +75,9 @@ void RequireAgreement(absl::string_view message, size_t most,
           "what is not a message is malformed");
   // A header is a message of its own, parsed when its tensor is opened.
   Request by_hand;
-  const bool ok =
-      status.ok() && by_hand.mutable_header()->ParseFromString(envelope.header);
+  const bool ok = status.ok() &&
+                  by_hand.mutable_header()->ParseFromString(envelope.header) &&
+                  SetScales(envelope, &by_hand);
   Require(ok == parses, "messages are taken as protobuf takes them");
   if (!ok) return;
   if (!envelope.has_header) by_hand.clear_header();
@@ -112,9 +134,17 @@ std::vector<std::string> Seeds() {
   shared.mutable_header()->mutable_output()->set_region_id("0123456789abcdef");
   shared.mutable_shared()->set_region_id("0123456789abcdef");
   shared.mutable_shared()->set_size_bytes(4096);
+  v1::QuantizeRequest scales;
+  scales.mutable_scales()->set_first(3);
+  scales.mutable_scales()->set_scale(std::string(64, 'z'));
+  scales.mutable_scales()->set_outer_scale(std::string(8, 'o'));
+  v1::EvaluateRequest candidates;
+  candidates.add_scales()->mutable_scales()->set_scale("abcd");
+  candidates.add_scales()->set_candidate(1);
   const std::vector<std::string> messages = {
       "", small.SerializeAsString(), later.SerializeAsString(),
-      shared.SerializeAsString(),
+      shared.SerializeAsString(), scales.SerializeAsString(),
+      candidates.SerializeAsString(),
       // Fields twice.
       small.SerializeAsString() + later.SerializeAsString(),
       shared.SerializeAsString() + shared.SerializeAsString(),

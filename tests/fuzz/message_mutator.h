@@ -10,9 +10,9 @@
 
 namespace quantd::fuzz {
 
-// Changes one field, of the message or of one inside it: to a value that is
-// near the one it has, at the end of a range or random; an element of a
-// repeated field is changed, added or taken away.
+// Changes one field of the message, or of a message inside it. The new value is
+// near the old one, at the end of a range, or random. An element of a repeated
+// field is changed, added or removed.
 void MutateMessage(google::protobuf::Message* message, std::mt19937_64& random);
 
 }  // namespace quantd::fuzz

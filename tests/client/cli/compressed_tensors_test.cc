@@ -30,8 +30,14 @@ class CompressedTensorsTest : public ::testing::Test {
     auto writer =
         files::SafetensorsWriter::Create(path_, files::IfExists::kReplace)
             .value();
+    const ScaleBuffers scales = TakeScales(encoding);
     const absl::StatusOr<uint64_t> size =
-        model.Write("m.weight", {2, 3}, encoding, codes, &writer);
+        model.Write("m.weight", {2, 3}, encoding, scales.view(), codes,
+                    [&writer](const std::string& name, files::Dtype dtype,
+                              const std::vector<int64_t>& shape,
+                              absl::Span<const uint8_t> data) {
+                      return writer.Add(name, dtype, shape, data);
+                    });
     EXPECT_TRUE(size.ok()) << size.status();
     EXPECT_TRUE(writer.Finish().ok());
     config_ = model.Config({"head"});

@@ -68,7 +68,7 @@ TEST_F(QuantizedTensorTest, FloatsOfEightBitsHaveTheirOwnTypes) {
     const QuantizedTensor tensor = RoundTrip({2, 3}, encoding, codes);
     EXPECT_EQ(DtypeOfTensor("w"), c.dtype) << FormatName(c.format);
     EXPECT_EQ(tensor.encoding.format(), c.format);
-    EXPECT_EQ(tensor.encoding.scale(0), 0.5f);
+    EXPECT_EQ(tensor.Whole().scale(0), 0.5f);
     EXPECT_TRUE(tensor.encoding.no_saturation());
     EXPECT_EQ(std::vector<uint8_t>(tensor.codes.begin(), tensor.codes.end()),
               codes);
@@ -84,9 +84,9 @@ TEST_F(QuantizedTensorTest, KeepsE8m0ScalesAsBytes) {
   const QuantizedTensor tensor =
       RoundTrip({2, 64}, encoding, std::vector<uint8_t>(64));
   EXPECT_EQ(DtypeOfTensor("w.scale"), files::Dtype::kU8);
-  EXPECT_EQ(tensor.encoding.scale_code(), scale_code);
+  EXPECT_EQ(tensor.Whole().scale_code(), scale_code);
   EXPECT_EQ(tensor.encoding.scale_type(), v1::SCALE_TYPE_E8M0);
-  EXPECT_TRUE(tensor.encoding.scale().empty());
+  EXPECT_TRUE(tensor.Whole().scale().empty());
   EXPECT_EQ(size_bytes_, 64u + 4u);
 }
 
@@ -98,9 +98,9 @@ TEST_F(QuantizedTensorTest, KeepsScalesUnderOuterScales) {
   encoding.add_outer_scale(0.25f);
   encoding.add_outer_scale(0.5f);
   QuantizedTensor tensor = RoundTrip({2, 8}, encoding, std::vector<uint8_t>(8));
-  EXPECT_EQ(tensor.encoding.scale_code(), "\1\2\3\4");
-  EXPECT_EQ(tensor.encoding.outer_scale_size(), 2);
-  EXPECT_EQ(tensor.encoding.outer_scale(1), 0.5f);
+  EXPECT_EQ(tensor.Whole().scale_code(), "\1\2\3\4");
+  EXPECT_EQ(tensor.Whole().outer_scale_size(), 2);
+  EXPECT_EQ(tensor.Whole().outer_scale(1), 0.5f);
   EXPECT_EQ(tensor.encoding.outer_block_size_size(), 2);
   EXPECT_EQ(tensor.encoding.scale_shape_size(), 2);
   EXPECT_EQ(tensor.encoding.scale_shape(1), 2);
@@ -110,8 +110,8 @@ TEST_F(QuantizedTensorTest, KeepsScalesUnderOuterScales) {
   encoding.add_outer_scale(0.125f);
   tensor = RoundTrip({2, 16}, encoding, std::vector<uint8_t>(16));
   EXPECT_EQ(DtypeOfTensor("w.scale"), files::Dtype::kF8E4M3);
-  EXPECT_EQ(tensor.encoding.scale_code(), "\x38\x39");
-  EXPECT_EQ(tensor.encoding.outer_scale(0), 0.125f);
+  EXPECT_EQ(tensor.Whole().scale_code(), "\x38\x39");
+  EXPECT_EQ(tensor.Whole().outer_scale(0), 0.125f);
 }
 
 TEST_F(QuantizedTensorTest, KeepsTheCodebook) {
@@ -133,8 +133,8 @@ TEST_F(QuantizedTensorTest, NarrowScalesAreKeptExactly) {
   encoding.mutable_scale()->Add(halves.begin(), halves.end());
   QuantizedTensor tensor = RoundTrip({6}, encoding, std::vector<uint8_t>(6));
   EXPECT_EQ(DtypeOfTensor("w.scale"), files::Dtype::kF16);
-  EXPECT_EQ(std::vector<float>(tensor.encoding.scale().begin(),
-                               tensor.encoding.scale().end()),
+  Encoding whole = tensor.Whole();
+  EXPECT_EQ(std::vector<float>(whole.scale().begin(), whole.scale().end()),
             halves);
   encoding.set_scale_type(v1::SCALE_TYPE_BFLOAT16);
   const std::vector<float> bfloats = {0x1p-126f,   0x1.02p-3f, 1.5f,
@@ -142,8 +142,8 @@ TEST_F(QuantizedTensorTest, NarrowScalesAreKeptExactly) {
   encoding.clear_scale();
   encoding.mutable_scale()->Add(bfloats.begin(), bfloats.end());
   tensor = RoundTrip({6}, encoding, std::vector<uint8_t>(6));
-  EXPECT_EQ(std::vector<float>(tensor.encoding.scale().begin(),
-                               tensor.encoding.scale().end()),
+  whole = tensor.Whole();
+  EXPECT_EQ(std::vector<float>(whole.scale().begin(), whole.scale().end()),
             bfloats);
   EXPECT_EQ(size_bytes_, 6u + 12u);
 }

@@ -164,58 +164,6 @@ TEST(DistributionOfTest, WhatIsMalformedInAHistogramIsLeftOut) {
   EXPECT_EQ(result.low, 0);
 }
 
-Encoding EncodingOf(v1::NumberFormat format, const std::vector<float>& scales,
-                    const std::vector<int32_t>& zero_points = {}) {
-  Encoding encoding;
-  encoding.set_format(format);
-  encoding.mutable_scale()->Assign(scales.begin(), scales.end());
-  encoding.mutable_zero_point()->Assign(zero_points.begin(), zero_points.end());
-  return encoding;
-}
-
-using Limits = std::optional<std::pair<double, double>>;
-
-TEST(CodeLimitsTest, IntegersEndWhereTheirCodesDo) {
-  Encoding encoding = EncodingOf(v1::NUMBER_FORMAT_INT8, {0.5F});
-  EXPECT_EQ(CodeLimits(encoding), Limits({-64.0, 63.5}));
-  encoding.set_qmin(-127);
-  encoding.set_qmax(100);
-  EXPECT_EQ(CodeLimits(encoding), Limits({-63.5, 50.0}));
-  // The widest ends of all scales.
-  EXPECT_EQ(
-      CodeLimits(EncodingOf(v1::NUMBER_FORMAT_UINT4, {1.0F, 2.0F}, {15, 3})),
-      Limits({-15.0, 24.0}));
-}
-
-TEST(CodeLimitsTest, FloatsAndCodebooksEndAtTheirLargestNumbers) {
-  EXPECT_EQ(CodeLimits(EncodingOf(v1::NUMBER_FORMAT_FLOAT8_E4M3FN, {2.0F})),
-            Limits({-896.0, 896.0}));
-  Encoding encoding = EncodingOf(v1::NUMBER_FORMAT_CODEBOOK4, {2.0F, 4.0F});
-  for (const float entry : {-0.5F, 0.0F, 1.0F}) encoding.add_codebook(entry);
-  EXPECT_EQ(CodeLimits(encoding), Limits({-2.0, 4.0}));
-}
-
-TEST(CodeLimitsTest, ScalesThatAreNotFiniteAreLeftOut) {
-  const float nan = std::numeric_limits<float>::quiet_NaN();
-  const float infinity = std::numeric_limits<float>::infinity();
-  EXPECT_EQ(
-      CodeLimits(EncodingOf(v1::NUMBER_FORMAT_INT8, {nan, 1.0F, infinity})),
-      Limits({-128.0, 127.0}));
-  EXPECT_EQ(CodeLimits(EncodingOf(v1::NUMBER_FORMAT_INT8, {nan})),
-            std::nullopt);
-  EXPECT_EQ(CodeLimits(EncodingOf(v1::NUMBER_FORMAT_INT8, {})), std::nullopt);
-}
-
-TEST(CodeLimitsTest, MalformedEncodingsHaveWhatCanBeTold) {
-  EXPECT_EQ(CodeLimits(EncodingOf(v1::NUMBER_FORMAT_UNSPECIFIED, {1.0F})),
-            std::nullopt);
-  EXPECT_EQ(CodeLimits(EncodingOf(static_cast<v1::NumberFormat>(9999), {1.0F})),
-            std::nullopt);
-  // Zero points that are not one for each scale.
-  EXPECT_EQ(CodeLimits(EncodingOf(v1::NUMBER_FORMAT_INT8, {1.0F}, {1, 2})),
-            Limits({-128.0, 127.0}));
-}
-
 // As AddHistogram, with the sums that moments are made of.
 void AddSums(const std::vector<float>& values, v1::StatisticsState* state) {
   const int low_bits = 23 - static_cast<int>(state->mantissa_bits());

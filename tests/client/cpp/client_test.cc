@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -112,6 +113,123 @@ TEST_F(ClientTest, WritesIntoTheCallersBufferAndNotBehindIt) {
   EXPECT_EQ(ToVector(result->codes), ExpectedCodes(values));
   EXPECT_EQ(std::vector<uint8_t>(output.end() - 8, output.end()),
             std::vector<uint8_t>(8, 0xAB));
+}
+
+// Writes what a sink takes to a vector.
+Sink SinkTo(std::vector<uint8_t>* bytes) {
+  return [bytes](uint64_t offset_bytes, absl::Span<const uint8_t> piece) {
+    // Pieces may come again, but there is never a hole.
+    EXPECT_LE(offset_bytes, bytes->size());
+    bytes->resize(offset_bytes);
+    bytes->insert(bytes->end(), piece.begin(), piece.end());
+    return absl::OkStatus();
+  };
+}
+
+TEST_F(ClientTest, CodesAndScalesGoToSinks) {
+  const std::vector<float> values = Ramp(500'000);
+  const float scale = kScale;
+  for (const bool is_broken : {false, true}) {
+    if (is_broken) server_.faults().unavailable_streams = 2;
+    std::vector<uint8_t> codes;
+    std::vector<uint8_t> scales;
+    QuantizeJob job = MakeJob("w", values);
+    job.sink = SinkTo(&codes);
+    job.scales_in_chunks = true;
+    job.scale_sinks.scale = SinkTo(&scales);
+    const absl::StatusOr<QuantizeResult> result = client_->Quantize(job);
+    ASSERT_TRUE(result.ok()) << result.status();
+    EXPECT_EQ(codes, ExpectedCodes(values));
+    // This server has them in its header all the same.
+    ASSERT_EQ(scales.size(), sizeof(scale));
+    EXPECT_EQ(std::memcmp(scales.data(), &scale, sizeof(scale)), 0);
+    EXPECT_TRUE(result->header.encoding().scale().empty());
+    EXPECT_TRUE(result->codes.empty());
+  }
+}
+
+TEST_F(ClientTest, AnErrorOfASinkFailsItsTensorOnly) {
+  const std::vector<float> values = Ramp(500'000);
+  const std::unique_ptr<QuantizeStream> stream = client_->OpenQuantize();
+  for (const bool fails : {true, false}) {
+    QuantizeJob job = MakeJob("w", values);
+    job.sink = [fails](uint64_t offset_bytes, absl::Span<const uint8_t>) {
+      return fails && offset_bytes > 0 ? absl::DataLossError("FULL: no room")
+                                       : absl::OkStatus();
+    };
+    stream->Send(job);
+  }
+  EXPECT_EQ(ErrorReason(stream->Receive().status()), "FULL");
+  EXPECT_TRUE(stream->Receive().ok());
+}
+
+// Lets the server send the scale beside the codes.
+void SendScalesInChunks(uint64_t checksum, v1::QuantizeResponse* response) {
+  if (response->has_header()) {
+    Encoding* const encoding = response->mutable_header()->mutable_encoding();
+    response->mutable_scales()->set_scale(encoding->scale().data(),
+                                          sizeof(float));
+    encoding->clear_scale();
+    encoding->set_scales_in_chunks(true);
+  }
+  if (response->has_summary()) {
+    response->mutable_summary()->set_scale_checksum_xxh3(checksum);
+  }
+}
+
+TEST_F(ClientTest, TakesScalesInChunks) {
+  const std::vector<float> values = Ramp(1000);
+  const uint64_t checksum = XXH3_64bits(&kScale, sizeof(kScale));
+  const auto quantize = [&] {
+    QuantizeJob job = MakeJob("w", values);
+    job.scales_in_chunks = true;
+    return client_->Quantize(job);
+  };
+  server_.faults().change_answer.Set([=](v1::QuantizeResponse* response) {
+    SendScalesInChunks(checksum, response);
+  });
+  const absl::StatusOr<QuantizeResult> result = quantize();
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_EQ(ToVector(result->codes), ExpectedCodes(values));
+  const Encoding whole =
+      WithScales(result->header.encoding(), result->scales.view());
+  ASSERT_EQ(whole.scale_size(), 1);
+  EXPECT_EQ(whole.scale(0), kScale);
+
+  server_.faults().change_answer.Set([=](v1::QuantizeResponse* response) {
+    SendScalesInChunks(checksum + 1, response);
+  });
+  EXPECT_EQ(ErrorReason(quantize().status()), "CHECKSUM_MISMATCH");
+  using Response = v1::QuantizeResponse;
+  const std::vector<std::function<void(Response*)>> faults = {
+      [](Response* response) { response->clear_scales(); },
+      [](Response* response) {
+        if (response->has_scales()) response->mutable_scales()->set_first(1);
+      },
+      [](Response* response) {
+        if (response->has_scales()) {
+          response->mutable_scales()->mutable_scale()->append("abcd");
+        }
+      },
+      [](Response* response) {
+        if (response->has_scales()) {
+          response->mutable_scales()->set_zero_point("a");
+        }
+      },
+      [](Response* response) {
+        if (response->has_scales()) {
+          response->mutable_scales()->set_scale("abc");
+        }
+      },
+  };
+  for (const auto& fault : faults) {
+    server_.faults().change_answer.Set([=](Response* response) {
+      SendScalesInChunks(checksum, response);
+      fault(response);
+    });
+    EXPECT_EQ(ErrorReason(quantize().status()), "RESPONSE_MALFORMED");
+  }
+  server_.faults().change_answer.Set(nullptr);
 }
 
 TEST_F(ClientTest, ReportsAnOutputThatIsTooSmallAndGoesOn) {
@@ -791,6 +909,18 @@ TEST_F(ClientTest, SweepsUpToTheSummary) {
   ASSERT_TRUE(all.ok()) << all.status();
   ASSERT_EQ(all->size(), 2u);
   EXPECT_EQ(all->back().summary().totals(0).size_bytes(), 2u);
+}
+
+TEST_F(ClientTest, ChoosesMixtures) {
+  v1::ChooseMixtureRequest request;
+  request.add_tensors()->set_tensor("t");
+  request.add_targets();
+  request.add_targets();
+  server_.faults().unavailable_unary = 1;
+  const auto response = client_->ChooseMixture(request);
+  ASSERT_TRUE(response.ok()) << response.status();
+  ASSERT_EQ(response->mixtures_size(), 2);
+  EXPECT_EQ(response->mixtures(1).choices(0).tensor(), "t");
 }
 
 TEST_F(ClientTest, ManagesStatistics) {

@@ -52,8 +52,8 @@ TEST(EncodeRequestTest, IsWhatProtobufReads) {
     for (const uint64_t offset : {uint64_t{0}, uint64_t{1} << 40}) {
       const std::vector<uint8_t> data(size, 'd');
       {
-        const grpc::ByteBuffer buffer =
-            EncodeRequest(header.SerializeAsString(), offset, data, references);
+        const grpc::ByteBuffer buffer = EncodeRequest(
+            header.SerializeAsString(), {}, offset, data, references);
         v1::QuantizeRequest request;
         ASSERT_TRUE(request.ParseFromString(Bytes(buffer)));
         EXPECT_EQ(request.header().tensor().shape(0), 7);
@@ -66,7 +66,7 @@ TEST(EncodeRequestTest, IsWhatProtobufReads) {
   }
   v1::QuantizeRequest request;
   ASSERT_TRUE(
-      request.ParseFromString(Bytes(EncodeRequest("", 3, {}, references))));
+      request.ParseFromString(Bytes(EncodeRequest("", {}, 3, {}, references))));
   EXPECT_FALSE(request.has_header());
 }
 

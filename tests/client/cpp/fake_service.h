@@ -377,6 +377,23 @@ class FakeEncodingService final : public v1::EncodingService::Service {
     return grpc::Status::OK;
   }
 
+  // A mixture for each target, of the first options.
+  grpc::Status ChooseMixture(grpc::ServerContext*,
+                             const v1::ChooseMixtureRequest* request,
+                             v1::ChooseMixtureResponse* response) override {
+    if (faults_.unavailable_unary-- > 0) {
+      return grpc::Status(grpc::StatusCode::UNAVAILABLE,
+                          "DRAINING: the server is about to stop");
+    }
+    for (int i = 0; i < request->targets_size(); ++i) {
+      v1::SweepMixture* const mixture = response->add_mixtures();
+      for (const v1::MixtureTensor& tensor : request->tensors()) {
+        mixture->add_choices()->set_tensor(tensor.tensor());
+      }
+    }
+    return grpc::Status::OK;
+  }
+
   grpc::Status GetStatistics(grpc::ServerContext*,
                              const v1::GetStatisticsRequest* request,
                              v1::GetStatisticsResponse* response) override {

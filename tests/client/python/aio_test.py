@@ -159,6 +159,9 @@ def test_WhatTheServiceKeepsIsReadAndWritten(server):
         sweep = await client.sweep("acme/kept", ["int4", "int8"],
                                    min_sqnr_db=20)
         assert sweep.mixture.choices == {"t": 1}
+        chosen = await client.choose_mixture(
+            {"t": [quantd.MixtureOption(2, 100, 0.1)]}, max_size_bytes=[50])
+        assert chosen[0].choices == {"t": 2} and not chosen[0].target_met
         put = await client.put_encoding(name, quantd.Encoding("int8", [0.5]))
         assert (await client.get_encoding(name)).etag == put.etag
         await client.delete_encoding(name, if_match=put.etag)

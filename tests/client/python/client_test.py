@@ -561,6 +561,44 @@ class ClientTest(unittest.TestCase):
         self.client.delete_encoding(name, if_match=put.etag)
         self.assert_fails("ENCODING_NOT_FOUND", self.client.get_encoding, name)
 
+    def test_EncodingsOfAnySizeArePutAndGot(self):
+        name = quantd.TensorName("acme/large", "t")
+        # One more than goes in a header, and more than GetEncoding answers.
+        for rows in (257, 5000):
+            x = data_of(rows, 512)
+            for text in ("int8:group:2", "uint8:group:2:asymmetric",
+                         "int8:group:2:scale=bfloat16", "nvfp4",
+                         "mxfp4_e2m1"):
+                with self.subTest(rows=rows, spec=text):
+                    encoding = self.client.quantize(
+                        x, quantd.EncodingSpec.parse(text)).encoding
+                    put = self.client.put_encoding(name, encoding)
+                    got = self.client.get_encoding(name)
+                    self.assertEqual(got.etag, put.etag)
+                    self.assertEqual(got.encoding, encoding)
+        scale = np.ones(70000, np.float32)
+        scale[69999] = np.nan
+        self.assert_fails("SCALE_INVALID", self.client.put_encoding, name,
+                          quantd.Encoding("int8", scale, block_size=(1,)))
+        scale[69999] = 1 + 2**-20
+        for wrong in (quantd.Encoding("int8", scale, block_size=(1,),
+                                      scale_type="bfloat16"),
+                      quantd.Encoding("int8", scale, block_size=(1,),
+                                      zero_point=np.full(70000, 300,
+                                                         np.int32)),
+                      quantd.Encoding("int8", scale, block_size=(1,),
+                                      zero_point=np.zeros(3, np.int32))):
+            self.assert_fails("ARGUMENT_INVALID", self.client.put_encoding,
+                              name, wrong)
+        self.assertEqual(self.client.get_encoding(name).etag, put.etag)
+        # What was refused, or stored without an answer, is sent anew.
+        encoding = quantd.Encoding("int8", scale, block_size=(1,))
+        for losing in (self.draining, self.losing_answers):
+            with losing():
+                put = self.client.put_encoding(name, encoding,
+                                               if_match=put.etag)
+            self.assertEqual(self.client.get_encoding(name).etag, put.etag)
+
     @contextlib.contextmanager
     def first_attempt(self, act, reason):
         """That of the next call is act(call), and ends as UNAVAILABLE."""
@@ -728,6 +766,16 @@ class ClientTest(unittest.TestCase):
         self.assertIsNone(self.client.sweep(model, ["int8"]).mixture)
         self.assert_fails("STATISTICS_NOT_FOUND", self.client.sweep, "acme/no",
                           ["int8"])
+
+        chosen = self.client.choose_mixture(
+            {"a": [quantd.MixtureOption(0, 100, 0.1),
+                   quantd.MixtureOption(3, 200, 0.001)]},
+            min_sqnr_db=[9, 20], max_size_bytes=[150])
+        self.assertEqual([mixture.choices for mixture in chosen],
+                         [{"a": 0}, {"a": 3}, {"a": 0}])
+        self.assertEqual(chosen[2].size_bytes, 100)
+        self.assert_fails("TARGET_INVALID", self.client.choose_mixture,
+                          {"a": [quantd.MixtureOption(0, 1, 1)]})
 
         self.client.delete_statistics(name)
         self.assert_fails("STATISTICS_NOT_FOUND", self.client.get_statistics,

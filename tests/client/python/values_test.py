@@ -11,7 +11,7 @@ import package  # pylint: disable=unused-import
 import numpy as np
 
 import quantd
-from quantd import _arrays, _values, _wire
+from quantd import _arrays, _scales, _values, _wire
 from quantd.tensor import ELEMENT_DTYPES, FORMATS
 from quantd.v1 import encoding_pb2 as en
 from quantd.v1 import quantization_service_pb2 as qs
@@ -181,7 +181,7 @@ class SpecTest(unittest.TestCase):
         unknown = en.NumberFormatInfo(
             kind=en.CODE_KIND_FLOAT)
         with mock.patch.object(
-                _values, "format_options", return_value=unknown
+                _scales, "format_options", return_value=unknown
         ), self.assertRaises(quantd.QuantdError) as caught:
             _values.dequantize(
                 np.zeros(3, np.uint8), quantd.Encoding("float8_e5m2", [0.5]),

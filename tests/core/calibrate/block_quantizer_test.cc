@@ -1,14 +1,20 @@
 #include "core/calibrate/block_quantizer.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <limits>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "core/calibrate/calibrate.h"
+#include "core/errors.h"
 #include "core/formats/number_format.h"
+#include "core/parallel/stop_token.h"
+#include "core/statistics/held_tensor.h"
 #include "core/statistics/tensor_statistics.h"
 #include "gtest/gtest.h"
 #include "tests/core/kernel_test_util.h"
@@ -24,6 +30,29 @@ struct Quantized {
   QuantizeCounts counts;
 };
 
+// The largest magnitude of each outer block, or of float32; empty without outer
+// scales.
+std::vector<float> OuterMaximum(const EncodingSpec& spec,
+                                const BlockLayout& layout, ElementType type,
+                                const std::vector<uint8_t>& reals) {
+  if (!HasOuterScales(EffectiveScaleType(spec))) return {};
+  const BlockLayout outer_layout = *OuterLayout(
+      EncodingWithoutScales(spec, layout, false), layout.scale_shape());
+  std::vector<float> maximum(static_cast<size_t>(outer_layout.scale_count()));
+  TensorStatistics statistics(layout.scale_count());
+  statistics.Update(layout, type, 0, layout.element_count(), reals.data(),
+                    nullptr);
+  for (int64_t i = 0; i < layout.scale_count(); ++i) {
+    const Extremes& extremes = statistics.extremes()[i];
+    float& most = maximum[outer_layout.ScaleBounds(i, 1).first];
+    if (extremes.empty()) continue;
+    const double magnitude = std::max(-extremes.min, extremes.max);
+    most = std::max(most, static_cast<float>(std::min<double>(
+                              magnitude, std::numeric_limits<float>::max())));
+  }
+  return maximum;
+}
+
 Quantized InTwoSteps(const EncodingSpec& spec, const BlockLayout& layout,
                      ElementType type, NanPolicy nan_policy,
                      const std::vector<uint8_t>& reals) {
@@ -31,8 +60,11 @@ Quantized InTwoSteps(const EncodingSpec& spec, const BlockLayout& layout,
   const int64_t count = layout.element_count();
   TensorStatistics statistics(layout.scale_count());
   statistics.Update(layout, type, 0, count, reals.data(), nullptr);
+  const HeldTensor held(layout, type, std::max<int64_t>(count, 1),
+                        {reals.data()});
   absl::StatusOr<Calibration> calibration =
-      Calibrate(spec, layout, statistics, {}, nullptr);
+      Calibrate(spec, layout, statistics, {}, nullptr, StopToken(), &held,
+                OuterMaximum(spec, layout, type, reals));
   result.status = calibration.status();
   if (!result.status.ok()) return result;
   result.encoding = calibration->encoding;
@@ -53,20 +85,30 @@ Quantized InOnePass(const EncodingSpec& spec, const BlockLayout& layout,
   const FormatInfo& format = *FindFormat(spec.format);
   // A canary past the end.
   result.codes.assign(format.SizeBytes(count) + 1, 0xA5);
-  BlockQuantizer quantizer(spec, layout, type, nan_policy);
-  const int64_t step = (range_elements + quantizer.granule() - 1) /
-                       quantizer.granule() * quantizer.granule();
-  for (int64_t first = 0; first < count; first += step) {
-    quantizer.Add(first, std::min(step, count - first),
-                  reals.data() + first * ElementSizeBytes(type),
-                  result.codes.data() + format.SizeBytes(first), pool);
+  const std::unique_ptr<BlockQuantizer> quantizer = *BlockQuantizer::Create(
+      spec, layout, type, nan_policy, OuterMaximum(spec, layout, type, reals));
+  const int64_t step = (range_elements + quantizer->granule() - 1) /
+                       quantizer->granule() * quantizer->granule();
+  result.encoding = quantizer->encoding();
+  for (int64_t first = 0; first < count && result.status.ok(); first += step) {
+    result.status =
+        quantizer->Add(first, std::min(step, count - first),
+                       reals.data() + first * ElementSizeBytes(type),
+                       result.codes.data() + format.SizeBytes(first), pool);
+    const Encoding& added = quantizer->encoding();
+    EXPECT_EQ(quantizer->first_scale(),
+              static_cast<int64_t>(result.encoding.scale.size()));
+    const auto append = [](const auto& from, auto* to) {
+      to->insert(to->end(), from.begin(), from.end());
+    };
+    append(added.scale, &result.encoding.scale);
+    append(added.zero_point, &result.encoding.zero_point);
+    append(added.scale_code, &result.encoding.scale_code);
   }
   EXPECT_EQ(result.codes.back(), 0xA5);
   result.codes.pop_back();
-  absl::StatusOr<Encoding> encoding = quantizer.Finish();
-  result.status = encoding.status();
-  if (encoding.ok()) result.encoding = *encoding;
-  result.counts = quantizer.counts();
+  result.encoding.degenerate_count = quantizer->degenerate_count();
+  result.counts = quantizer->counts();
   return result;
 }
 
@@ -105,7 +147,8 @@ std::vector<LayoutCase> BlockCases() {
           {{5, 384}, {1, 128}},    {{20, 96}, {1, 48}},   {{40, 24}, {1, 8}},
           {{7, 40}, {1, 20}},      {{3, 1024}, {1, 256}}, {{1003}, {32}},
           {{5, 75}, {1, 32}},      {{9, 33}, {1, 0}},     {{700}, {}},
-          {{2, 6, 32}, {1, 0, 0}}, {{70, 2048}, {1, 32}}};
+          {{2, 6, 32}, {1, 0, 0}}, {{70, 2048}, {1, 32}}, {{9, 40}, {2, 16}},
+          {{5, 3, 7}, {2, 0, 3}},  {{6, 20}, {0, 1}},     {{300}, {1}}};
 }
 
 std::vector<EncodingSpec> AllSpecs() {
@@ -206,7 +249,7 @@ TEST(BlockQuantizerTest, EqualsStatisticsCalibrationAndQuantizing) {
           spec.block_size = layout_case.block;
           spec = *ResolveSpec(spec, layout_case.shape);
           if (!ValidateSpec(spec).ok() ||
-              !BlockQuantizer::Takes(spec, layout)) {
+              !BlockQuantizer::Takes(spec, layout, true)) {
             continue;
           }
           // The large layout only where the kernel for groups may take it.
@@ -215,6 +258,57 @@ TEST(BlockQuantizerTest, EqualsStatisticsCalibrationAndQuantizing) {
                FindFormat(spec.format)->kind != CodeKind::kInteger)) {
             continue;
           }
+          ASSERT_TRUE(SetSimdTarget("scalar").ok());
+          const Quantized want =
+              InTwoSteps(spec, layout, type, NanPolicy::kDefault, reals);
+          ForEachSimdTarget([&] {
+            ExpectSame(InOnePass(spec, layout, type, NanPolicy::kDefault, reals,
+                                 layout.element_count(), nullptr),
+                       want);
+          });
+          if (HasFailure()) return;
+        }
+      }
+    }
+  }
+}
+
+TEST(BlockQuantizerTest, EqualsThemForEveryMethod) {
+  EncodingSpec fixed;
+  fixed.method = CalibrationMethod::kFixedRange;
+  fixed.range_min = -0.25;
+  fixed.range_max = 0.5;
+  EncodingSpec best;
+  best.method = CalibrationMethod::kBestOf;
+  best.methods = {CalibrationMethod::kMinMax, CalibrationMethod::kEntropy,
+                  CalibrationMethod::kPercentile, CalibrationMethod::kMse};
+  std::vector<EncodingSpec> methods = {fixed, best};
+  for (const CalibrationMethod method :
+       {CalibrationMethod::kPercentile, CalibrationMethod::kMse,
+        CalibrationMethod::kSqnr, CalibrationMethod::kEntropy}) {
+    methods.emplace_back();
+    methods.back().method = method;
+  }
+  const LayoutCase cases[] = {{{4, 96}, {1, 32}}, {{5, 75}, {1, 32}},
+                              {{40, 3}, {1, 1}},  {{700}, {}},
+                              {{7, 30}, {2, 16}}, {{6, 8, 4}, {1, 0, 2}}};
+  for (const LayoutCase& layout_case : cases) {
+    SCOPED_TRACE(layout_case.Name());
+    const BlockLayout layout = layout_case.Layout();
+    for (const ElementType type : kAllElementTypes) {
+      SCOPED_TRACE(ElementTypeName(type));
+      const auto reals = MakeBlocks(type, layout.element_count(), true);
+      for (const char* format :
+           {"int4", "uint4", "int16", "nf4", "float8_e4m3fn", "mxfp4_e2m1",
+            "nvfp4", "lpbq"}) {
+        for (EncodingSpec spec : methods) {
+          spec.format = FindFormatByName(format)->format;
+          spec.block_size = layout_case.block;
+          spec.search_steps = 9;
+          SCOPED_TRACE(Name(spec));
+          SCOPED_TRACE(static_cast<int>(spec.method));
+          spec = *ResolveSpec(spec, layout_case.shape);
+          ASSERT_TRUE(BlockQuantizer::Takes(spec, layout, true));
           ASSERT_TRUE(SetSimdTarget("scalar").ok());
           const Quantized want =
               InTwoSteps(spec, layout, type, NanPolicy::kDefault, reals);
@@ -244,7 +338,7 @@ TEST(BlockQuantizerTest, DoesNotDependOnRangesOrThreads) {
       spec.format = FindFormatByName(format)->format;
       spec.block_size = layout_case.block;
       spec = *ResolveSpec(spec, layout_case.shape);
-      ASSERT_TRUE(BlockQuantizer::Takes(spec, layout));
+      ASSERT_TRUE(BlockQuantizer::Takes(spec, layout, true));
       const Quantized want = InTwoSteps(spec, layout, ElementType::kFloat32,
                                         NanPolicy::kDefault, reals);
       for (const int64_t step : {1, 5000, 70000, 1000000}) {
@@ -291,9 +385,30 @@ TEST(BlockQuantizerTest, TellsTheFirstScaleThatThereIsNoneOf) {
     const Quantized want = InTwoSteps(spec, layout, ElementType::kFloat32,
                                       NanPolicy::kReject, reals);
     ASSERT_FALSE(want.status.ok());
-    ExpectSame(InOnePass(spec, layout, ElementType::kFloat32,
-                         NanPolicy::kReject, reals, 50000, &pool),
-               want);
+    ExpectSame(
+        InOnePass(spec, layout, ElementType::kFloat32, NanPolicy::kReject,
+                  reals, layout.element_count(), &pool),
+        want);
+  }
+}
+
+TEST(BlockQuantizerTest, RefusesElementsBeyondTheOuterMaximum) {
+  const BlockLayout layout = *BlockLayout::Create({2, 32}, {1, 16});
+  EncodingSpec spec;
+  spec.format = FindFormatByName("nvfp4")->format;
+  spec = *ResolveSpec(spec, {2, 32});
+  std::vector<uint8_t> reals(64 * sizeof(float));
+  StoreReal(ElementType::kFloat32, 3, reals.data(), 50);
+  std::vector<uint8_t> codes(32);
+  for (const float maximum : {3.0f, 2.5f}) {
+    const std::unique_ptr<BlockQuantizer> quantizer = *BlockQuantizer::Create(
+        spec, layout, ElementType::kFloat32, NanPolicy::kDefault, {maximum});
+    const absl::Status status =
+        quantizer->Add(0, 64, reals.data(), codes.data(), nullptr);
+    EXPECT_EQ(ErrorReason(status), maximum < 3 ? "OUTER_MAXIMUM" : "");
+    if (maximum < 3) {
+      EXPECT_NE(status.message().find("scale 3 "), std::string::npos) << status;
+    }
   }
 }
 
@@ -302,18 +417,19 @@ TEST(BlockQuantizerTest, TakesNoSpecWhoseScalesNeedMoreThanTheirBlock) {
   const auto takes = [&](EncodingSpec spec, std::vector<int64_t> block) {
     spec.block_size = block;
     spec = *ResolveSpec(spec, shape);
-    return BlockQuantizer::Takes(spec,
-                                 *BlockLayout::Create(shape, spec.block_size));
+    return BlockQuantizer::Takes(
+        spec, *BlockLayout::Create(shape, spec.block_size), false);
   };
   EncodingSpec spec;
   spec.format = FindFormatByName("int8")->format;
   EXPECT_TRUE(takes(spec, {1, 32}));
   EXPECT_TRUE(takes(spec, {}));
-  EXPECT_FALSE(takes(spec, {0, 1}));
-  EXPECT_FALSE(takes(spec, {2, 32}));
-  EXPECT_FALSE(takes(spec, {0, 32}));
+  EXPECT_TRUE(takes(spec, {0, 1}));
+  EXPECT_TRUE(takes(spec, {2, 32}));
   EncodingSpec other = spec;
   other.method = CalibrationMethod::kMse;
+  EXPECT_TRUE(takes(other, {1, 32}));
+  other.method = CalibrationMethod::kMovingAverage;
   EXPECT_FALSE(takes(other, {1, 32}));
   other = spec;
   other.unsigned_if_non_negative = true;

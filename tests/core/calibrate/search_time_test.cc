@@ -47,6 +47,24 @@ TEST(SearchTimeTest, TellsMillisecondsFromMinutes) {
   EXPECT_EQ(Milliseconds(spec), 0);
 }
 
+TEST(SearchTimeTest, TakesLessWhereElementsAreAtHand) {
+  constexpr int64_t kCount = 1 << 20;
+  constexpr int64_t kGroups = kCount / 128;
+  EncodingSpec spec = Int8(CalibrationMethod::kMse);
+  spec.format = FindFormatByName("int4")->format;
+  const auto milliseconds = [&](int64_t scales) {
+    return absl::ToDoubleMilliseconds(SearchTime(spec, scales, kCount, true));
+  };
+  // As measured.
+  EXPECT_NEAR(milliseconds(kGroups), 12, 6);
+  // Not of one large block.
+  EXPECT_EQ(SearchTime(spec, 1, kCount, true), SearchTime(spec, 1, kCount));
+  spec.method = CalibrationMethod::kEntropy;
+  EXPECT_NEAR(milliseconds(kGroups), 60, 30);
+  spec.method = CalibrationMethod::kPercentile;
+  EXPECT_EQ(milliseconds(kGroups), 0);
+}
+
 TEST(SearchTimeTest, CountsTheSearchForOuterScales) {
   EncodingSpec spec = Int8(CalibrationMethod::kMse);
   const double once = Milliseconds(spec);

@@ -1,5 +1,6 @@
 #include "core/types/block_layout.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <random>
 #include <vector>
@@ -10,6 +11,33 @@
 
 namespace quantd::core {
 namespace {
+
+// The bounds of a range, bands that share no scale, and windows.
+void ExpectBounds(const LayoutCase& layout_case, int64_t first, int64_t count) {
+  const BlockLayout layout = layout_case.Layout();
+  if (count == 0) return;
+  int64_t low = NaiveScaleIndex(layout_case, first), high = low;
+  for (int64_t i = first; i < first + count; ++i) {
+    low = std::min(low, NaiveScaleIndex(layout_case, i));
+    high = std::max(high, NaiveScaleIndex(layout_case, i));
+  }
+  const BlockLayout::ScaleRange bounds = layout.ScaleBounds(first, count);
+  ASSERT_EQ(bounds.first, low) << first << " " << count;
+  ASSERT_EQ(bounds.end, high + 1) << first << " " << count;
+
+  const BlockLayout window = layout.Window(low);
+  EXPECT_EQ(window.first_scale(), low);
+  window.ForEachRun(first, count, [&](const BlockLayout::Run& run) {
+    ASSERT_EQ(run.scale_index, NaiveScaleIndex(layout_case, run.begin) - low);
+  });
+  EXPECT_EQ(window.ScaleBounds(first, count).first, low);
+
+  // Before and after the border of a band there is no scale in common.
+  const int64_t border = first / layout.band_size() * layout.band_size();
+  if (border == 0) return;
+  EXPECT_EQ(layout.ScaleBounds(0, border).end,
+            layout.ScaleBounds(border, layout.element_count() - border).first);
+}
 
 // Every element of [first, first + count) once, in order, with the scale index
 // of the formula.
@@ -46,6 +74,7 @@ void ExpectCovers(const LayoutCase& layout_case, int64_t first, int64_t count) {
     ASSERT_TRUE(position % layout.row_size() == 0 || position == first + count);
   }
   EXPECT_EQ(position, first + count);
+  ExpectBounds(layout_case, first, count);
 }
 
 // Every element of every scale index once, in order.

@@ -133,6 +133,21 @@ class Stubs:
             "PutEncoding": ("calibrate", True, lambda model: self.call(
                 encodings.PutEncoding, es.PutEncodingRequest(
                     name=name_of(model), encoding=inline()))),
+            "ReadEncoding": ("read", False, lambda model: self.call(
+                encodings.ReadEncoding,
+                es.ReadEncodingRequest(name=name_of(model)))),
+            "WriteEncoding": ("calibrate", True, lambda model: self.stream(
+                encodings.WriteEncoding, es.WriteEncodingRequest(
+                    name=name_of(model),
+                    encoding=en.Encoding(format=en.NUMBER_FORMAT_INT8,
+                                         scales_in_chunks=True),
+                    scales=en.ScaleChunk(scale=bytes([0, 0, 0, 63]))))),
+            "PublishRevision": ("calibrate", True, lambda model: self.call(
+                encodings.PublishRevision, es.PublishRevisionRequest(
+                    model=model, source_revision="draft"))),
+            "DeleteRevision": ("admin", False, lambda model: self.call(
+                encodings.DeleteRevision, es.DeleteRevisionRequest(
+                    model=model, revision="draft"))),
             "DeleteEncoding": ("admin", False, lambda model: self.call(
                 encodings.DeleteEncoding,
                 es.DeleteEncodingRequest(name=name_of(model)))),
@@ -145,6 +160,10 @@ class Stubs:
             "Sweep": ("read", False, lambda model: self.call(
                 encodings.Sweep,
                 es.SweepRequest(model=model, specs=[spec()]))),
+            "ChooseMixture": ("read", False, lambda model: self.call(
+                encodings.ChooseMixture, es.ChooseMixtureRequest(
+                    tensors=[es.MixtureTensor(options=[es.MixtureOption()])],
+                    targets=[es.MixtureTarget(min_sqnr_db=1)]))),
             "GetStatistics": ("read", False, lambda model: self.call(
                 encodings.GetStatistics,
                 es.GetStatisticsRequest(name=name_of(model)))),
@@ -165,6 +184,9 @@ class Stubs:
                 es.ImportEncodingsRequest(
                     model=model, format=es.INTERCHANGE_FORMAT_JSON,
                     data=b"{}"))),
+            # What comes before it has something to find.
+            "DeleteModel": ("admin", False, lambda model: self.call(
+                encodings.DeleteModel, es.DeleteModelRequest(model=model))),
         }
 
 
@@ -318,10 +340,11 @@ class TokenTest(AccessCase):
         empty = answers("root", False)
         before = answers("acme", False)
         written = answers("acme", True)
-        # Now there is something of everything.
-        for answer in answers("rival", True).values():
+        # Now there is something of everything, but no draft to publish.
+        for rpc, answer in answers("rival", True).items():
             self.assertIn(answer[0], ("OK", "UNIMPLEMENTED",
-                                      "INVALID_ARGUMENT"))
+                                      "INVALID_ARGUMENT")
+                          if rpc != "PublishRevision" else ("NOT_FOUND",))
         self.assertEqual(outcome(lambda: self.as_("rival").rpcs()[
             "GetEncoding"][2](THEIRS))[0], "OK")
         self.assertEqual(outcome(lambda: self.as_("rival").rpcs()[

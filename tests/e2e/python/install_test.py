@@ -26,7 +26,7 @@ INSTALLED = (
     "share/bash-completion/completions/quantctl",
     "share/fish/vendor_completions.d/quantctl.fish",
     "share/quantd/proto/quantd/v1/quantization_service.proto",
-    "include/quantd/quantd/client.h",
+    "include/quantd/quantd/client.h", "include/quantd/quantd/files.h",
     "include/quantd/quantd/v1/quantization_service.grpc.pb.h",
 )
 
@@ -92,6 +92,10 @@ class InstallTest(unittest.TestCase):
         self.addCleanup(server.stop)
         codes = run(os.path.join(self.built, "consumer"), server.address)
         self.assertEqual(codes.split(), ["-127", "0", "32", "127"])
+        # The files alone, without a server.
+        path = os.path.join(self.built, "w.safetensors")
+        self.assertEqual(run(os.path.join(self.built, "files_consumer"), path),
+                         "w 3\n")
 
 
 if __name__ == "__main__":

@@ -242,6 +242,34 @@ def put_and_delete(bench):
     bench.client.delete_encoding(name("put"))
 
 
+def change_revisions(bench):
+    bench.client.put_encoding(
+        quantd.TensorName("metrics/net", "put", "draft"),
+        quantd.Encoding("int8", [0.5]))
+    bench.client.publish_revision("metrics/net", "draft", "published")
+    bench.client.delete_revision("metrics/net", "published")
+    bench.client.put_encoding(quantd.TensorName("metrics/gone", "put"),
+                              quantd.Encoding("int8", [0.5]))
+    bench.client.delete_model("metrics/gone")
+
+
+def write_and_read(bench):
+    with grpc.insecure_channel(bench.server.address) as channel:
+        stub = es_grpc.EncodingServiceStub(channel)
+        tensor = name("chunked").to_proto()
+        stub.WriteEncoding(iter([es.WriteEncodingRequest(
+            name=tensor, encoding=en.Encoding(
+                format=en.NUMBER_FORMAT_INT8, scales_in_chunks=True),
+            scales=en.ScaleChunk(scale=bytes([0, 0, 0, 63])))]))
+        list(stub.ReadEncoding(es.ReadEncodingRequest(name=tensor)))
+
+
+def put_and_delete_many_large_ones(bench):
+    put_many_large_ones(bench)
+    for n in range(40):
+        bench.client.delete_encoding(name(f"large-{n}"))
+
+
 def put_many_large_ones(bench):
     for n in range(40):
         bench.client.put_encoding(
@@ -277,6 +305,11 @@ def look_at_statistics(bench):
     bench.client.delete_statistics(name("contributed"))
 
 
+def choose_mixture(bench):
+    bench.client.choose_mixture(
+        {"t": [quantd.MixtureOption(0, 100, 0.1)]}, min_sqnr_db=[3])
+
+
 def interchange(bench):
     with contextlib.suppress(grpc.RpcError):
         list(bench.encodings.ExportEncodings(es.ExportEncodingsRequest(),
@@ -309,6 +342,25 @@ def damage_the_store(bench):
     bench.__init__(bench.folder, bench.kind)
     bench.fails("STORE_CORRUPT",
                 lambda: bench.client.get_encoding(name("damaged")))
+
+
+@contextlib.contextmanager
+def refuse_writes(bench):
+    """The database fails all that is inserted; then it is mended."""
+    with contextlib.closing(
+            sqlite3.connect(os.path.join(bench.folder, "store.db"))) as store:
+        table = next(row[0] for row in store.execute(
+            "SELECT name FROM sqlite_master WHERE type = 'table'")
+            if row[0].startswith("encoding"))
+        store.execute(f"CREATE TRIGGER full BEFORE INSERT ON {table} "
+                      "BEGIN SELECT RAISE(ABORT, 'full'); END")
+        store.commit()
+        bench.fails("STORE_UNAVAILABLE",
+                    lambda: bench.client.put_encoding(name("unwritable"), UNIT))
+        yield
+        store.execute("DROP TRIGGER full")
+        store.commit()
+    bench.client.put_encoding(name("writable"), UNIT)
 
 
 @contextlib.contextmanager
@@ -516,9 +568,13 @@ def rows_of_calls():
         "Calibrate": calibrate, "Quantize": quantize, "Dequantize": dequantize,
         "Evaluate": evaluate, "ListEncodings": list_everything,
         "GetEncoding": get_twice, "PutEncoding": put,
+        "ReadEncoding": write_and_read, "WriteEncoding": write_and_read,
+        "PublishRevision": change_revisions,
+        "DeleteRevision": change_revisions, "DeleteModel": change_revisions,
         "DeleteEncoding": put_and_delete, "ListModels": list_everything,
         "ListRevisions": list_everything,
         "ComputeEncodings": look_at_statistics, "Sweep": look_at_statistics,
+        "ChooseMixture": choose_mixture,
         "GetStatistics": look_at_statistics,
         "ListStatistics": look_at_statistics,
         "DeleteStatistics": look_at_statistics,
@@ -582,6 +638,7 @@ TABLE = [
                operation="list_statistics"),
     *histogram("quantd_store_seconds", look_at_statistics,
                operation="delete_statistics"),
+    Row("quantd_store_write_failed", refuse_writes, level=True),
     Row("quantd_store_errors_total", damage_the_store, still=True,
         operation="get"),
     Row("quantd_calibration_merges_total", contribute, result="counted"),
@@ -635,6 +692,8 @@ TABLE = [
         file="access"),
     Row("quantd_store_bytes", put, still=True),
     Row("quantd_store_rows", put, still=True),
+    Row("quantd_store_size_bytes", put, still=True),
+    Row("quantd_store_free_bytes", put_and_delete_many_large_ones, still=True),
     Row("quantd_retention_deleted_revisions_total", keep_one_revision,
         kind="guarded"),
     Row("quantd_limit_rejections_total", use_up_a_quota, kind="guarded",

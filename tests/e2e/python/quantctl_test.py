@@ -5,11 +5,14 @@ contributions, encodings computed from them, tables and exit codes.
 """
 
 import argparse
+import base64
+import itertools
 import json
 import math
 import os
 import random
 import re
+import shlex
 import struct
 import sys
 import unittest
@@ -131,6 +134,14 @@ class QuantctlTest(QuantctlCase):
         names = ("--model", "compute")
         self.run_quantctl("calibrate", WEIGHTS, *names, "--source", "a",
                           "--sequence", "1", "--granularity", "per-channel")
+        # A model that has statistics alone is one too.
+        (model,) = [model for model in self.json("models")["models"]
+                    if model["model"] == "compute"]
+        self.assertEqual((model["revision_count"], model["encoding_count"],
+                          model["statistics_count"]), (1, 0, 4))
+        (revision,) = self.json("models", "compute")["revisions"]
+        self.assertEqual((revision["encoding_count"],
+                          revision["statistics_count"]), (0, 4))
         dry = self.json("encodings", "compute", *names, "--dry-run",
                         "--format", "int8", "--granularity", "per-channel")
         self.assertEqual([t["scale_count"] for t in dry["tensors"]],
@@ -150,6 +161,30 @@ class QuantctlTest(QuantctlCase):
         failed = self.json("encodings", "compute", *names, "--spec",
                            "int4:group:32", code=1)
         self.assertIn("error", failed["tensors"][0])
+
+    def test_EncodingsOfAnySizeArePrinted(self):
+        # More scales than one answer of GetEncoding may have.
+        count = 1_100_000
+        weights = self.path("large.safetensors")
+        payload = b"".join((i % 251 + 1).to_bytes(2, "little") + b"\0?"
+                           for i in range(count))
+        write_safetensors(weights, {"w": ("F32", [count, 1], payload)})
+        for spec, field in (("int8:per-channel", "scale"),
+                            ("uint8:per-channel:asymmetric", "scale"),
+                            ("mxfp4_e2m1", "scale_code")):
+            with self.subTest(spec=spec):
+                self.run_quantctl("quantize", weights, "-o",
+                                  self.path("out.safetensors"), "--force",
+                                  "--spec", spec, "--model", "large")
+                stored = self.json("encodings", "get", "w", "--model", "large")
+                found = stored["encoding"][field]
+                if field == "scale_code":
+                    found = base64.b64decode(found)
+                else:
+                    self.assertNotEqual(found[0], found[1])
+                    self.assertEqual(found[0], found[251])
+                self.assertEqual(len(found), count)
+                self.assertNotIn("scales_in_chunks", stored["encoding"])
 
     def test_SweepsRankAndMix(self):
         names = ("--model", "sweep")
@@ -183,6 +218,103 @@ class QuantctlTest(QuantctlCase):
         too_small = self.json("sweep", *names, *specs, "--max-bytes", "100",
                               code=1)
         self.assertFalse(too_small["mixture"]["target_met"])
+
+    def test_SweepsAFileForSeveralBudgets(self):
+        specs = ["int8:per-channel", "int4:group:32", "nf4", "int3:mse"]
+        flags = [flag for spec in specs for flag in ("--spec", spec)]
+        swept = self.json(
+            "sweep", WEIGHTS, *flags, "--max-bits-per-element", "5",
+            "--max-bits-per-element", "6", "-o",
+            self.path("mixture-{}.txt"))
+        measured = {tensor["name"]: tensor["candidates"] for tensor in
+                    self.json("evaluate", WEIGHTS, *flags)["tensors"]}
+        self.assertEqual([tensor["name"] for tensor in swept["tensors"]],
+                         list(measured))
+        options = []
+        for tensor in swept["tensors"]:
+            ranked = [candidate["noise_to_signal"]
+                      for candidate in tensor["candidates"]]
+            self.assertEqual(ranked, sorted(ranked))
+            for candidate in tensor["candidates"]:
+                index = candidate["spec_index"]
+                self.assertEqual(candidate["sqnr_db"],
+                                 measured[tensor["name"]][index]["sqnr_db"])
+                self.assertAlmostEqual(
+                    -10 * math.log10(candidate["noise_to_signal"]),
+                    candidate["sqnr_db"])
+            options.append([(candidate["size_bytes"],
+                             candidate["noise_to_signal"])
+                            for candidate in tensor["candidates"]])
+        elements = sum(math.prod(tensor["shape"])
+                       for tensor in swept["tensors"])
+        for mixture, bits in zip(swept["mixtures"], (5, 6)):
+            fitting = [sum(noise for _, noise in choice)
+                       for choice in itertools.product(*options)
+                       if sum(size for size, _ in choice) <= elements * bits / 8]
+            self.assertAlmostEqual(mixture["noise_to_signal_sum"] /
+                                   min(fitting), 1, places=9)
+            self.assertEqual(mixture["target"],
+                             f"at most {bits} bits per element")
+            self.assertTrue(mixture["written"])
+            # What it says is what quantize writes.
+            path = self.path(f"mixture-{bits}.txt")
+            self.assertEqual(mixture["output"], path)
+            quantized = self.json(
+                "quantize", WEIGHTS, "-o", self.path(f"{bits}.safetensors"),
+                "--spec", "@" + path)
+            self.assertEqual(quantized["bytes_after"] - sum(
+                tensor["bytes_after"] for tensor in quantized["tensors"]
+                if tensor["result"] == "copied"), mixture["size_bytes"])
+        self.assertEqual(self.json("statistics", "list", "--model",
+                                   "model")["statistics"], [])
+
+    def test_AFileSweepSaysWhatItCannotDo(self):
+        error = self.run_quantctl(
+            "sweep", WEIGHTS, "--spec", "int8", "--max-bytes", "1", "-o",
+            self.path("mixture.txt"), code=1).stderr
+        self.assertIn("no choice meets the target", error)
+        self.assertIn("mixture.txt is not written", error)
+        self.assertFalse(os.path.exists(self.path("mixture.txt")))
+        # A spec that fails on a tensor leaves the others alone.
+        failed = self.json("sweep", WEIGHTS, "--spec", "int8", "--spec",
+                           "int4:block=1,0", "--max-bits-per-element", "8.1",
+                           code=1)
+        for tensor in failed["tensors"]:
+            by_index = {candidate["spec_index"]: candidate
+                        for candidate in tensor["candidates"]}
+            self.assertIn("sqnr_db", by_index[0])
+            self.assertEqual("error" in by_index[1],
+                             tensor["name"].startswith("conv"))
+        for command, words in (
+                ((WEIGHTS, "--model", "m"), "got both"),
+                ((), "got neither"),
+                (("--model", "m", "--all"), "expected --pattern"),
+                ((WEIGHTS, "--pattern", "*"), "expected --include"),
+                (("--model", "m", "--min-sqnr", "1", "--min-sqnr", "2"),
+                 "expected one budget"),
+                ((WEIGHTS, "-o", self.path("x")), "with -o"),
+                ((WEIGHTS, "-o", self.path("x"), "--min-sqnr", "1",
+                  "--min-sqnr", "2"), "expected {} in -o"),
+                ((WEIGHTS, "-o", self.path("x{}"), "--min-sqnr", "1",
+                  "--min-sqnr", "1.0"), "expected different budgets"),
+                ((WEIGHTS, "--include", "nothing"), '"nothing"')):
+            with self.subTest(command=command):
+                self.assertIn(words, self.run_quantctl(
+                    "sweep", *command, "--spec", "int8", code=2).stderr)
+
+    def test_StatisticsLargerThanTheirTensorAreRefused(self):
+        weights = self.path("weights.safetensors")
+        write_safetensors(weights, {"w": (
+            "BF16", [1024, 2048], bytes(2 * 1024 * 2048))})
+        command = ("calibrate", weights, "--model", "large", "--source", "a",
+                   "--sequence", "1", "--granularity")
+        error = self.run_quantctl(*command, "group:16", code=2).stderr
+        self.assertIn("about 20.0 MiB, more than the 4.0 MiB", error)
+        self.assertIn("quantctl sweep FILE", error)
+        self.run_quantctl(*command, "group:16", "--force-statistics")
+        self.run_quantctl("calibrate", weights, "--model", "small",
+                          "--source", "a", "--sequence", "1",
+                          "--granularity", "per-channel")
 
     def test_DistributionsAreAnsweredWhenAskedFor(self):
         plain = self.json("evaluate", WEIGHTS, "--candidate", "int4")
@@ -303,9 +435,6 @@ class QuantctlTest(QuantctlCase):
                 *_, coarse = tensor["candidates"]
                 fine = tensor["candidates"][1]
                 self.assertGreater(fine["sqnr_db"], coarse["sqnr_db"])
-                self.assertEqual(fine["scale_count"], 1)
-                low, high = fine["clip"]
-                self.assertEqual(low, -high)
                 self.assertEqual(
                     {json.dumps(candidate["size_bytes"])
                      for candidate in swept[tensor["name"]]["candidates"]
@@ -313,6 +442,25 @@ class QuantctlTest(QuantctlCase):
                     {json.dumps(candidate["size_bytes"])
                      for candidate in tensor["candidates"] if candidate})
                 self.assertGreaterEqual(tensor["count"], tensor["elements"])
+        self.assertIsNone(report["mixture"])
+        self.run_quantctl("report", WEIGHTS, "-o", self.path("file.html"),
+                          "--spec", "int8:per-channel", "--spec", "nf4")
+        with open(self.path("file.html"), encoding="utf-8") as file:
+            measured = json.loads(re.findall(
+                r'<script type="application/json" id="report">(.*?)</script>',
+                file.read(), re.S)[0])
+        self.assertEqual(measured["input"], WEIGHTS)
+        swept = self.json("sweep", WEIGHTS, "--spec", "int8:per-channel",
+                          "--spec", "nf4", "--max-bits-per-element", "5")
+        self.assertEqual(measured["mixture"]["choices"],
+                         [choice["spec_index"] for choice in
+                          swept["mixtures"][0]["choices"]])
+        sweep, apply = measured["mixture"]["commands"]
+        self.run_quantctl(*shlex.split(sweep.replace(
+            "mixture.txt", self.path("mixture.txt")))[1:])
+        self.run_quantctl(*shlex.split(apply.replace(
+            "mixture.txt", self.path("mixture.txt")).replace(
+                "-o quantized", "-o " + self.path("out.safetensors")))[1:])
         error = self.run_quantctl(
             "report", "--model", "page", "-o", self.path("x"), "--pattern",
             "conv*", "--pattern", "cnov*", code=2)

@@ -113,6 +113,20 @@ class ReadmeSnippetsTest(unittest.TestCase):
                 output, r"layer2.weight: int8 \(64, 288\), largest error 0\.01")
             self.assertRegex(output, r"int4:group:32: \d+\.\d dB")
 
+            output = run(
+                python, "-c", self.at_server(snippet("python", "quantd.load")),
+                cwd=os.path.join(folder, "elsewhere"))
+            self.assertIn("a.weight (64, 288)", output)
+            shutil.copy(os.path.join(live_server.ROOT,
+                                     "tests/data/digits-cnn/model.safetensors"),
+                        os.path.join(folder, "elsewhere"))
+            output = run(
+                python, "-c",
+                self.at_server(snippet("python", "quantize_model")),
+                cwd=os.path.join(folder, "elsewhere"))
+            self.assertRegex(output, r"conv1.weight int8 1152 4\d\d")
+            self.assertRegex(output, r"fc1.bias None 512 512")
+
             if importlib.util.find_spec("torch"):
                 output = run(
                     python, "-c", self.at_server(

@@ -135,7 +135,7 @@ TEST(AdmissionTest, LetsNoQueueStand) {
   }
   EXPECT_EQ(now - begin, kDelay);
   EXPECT_EQ(admission.Admit(kAllBusy, kShort).message(),
-            "OVERLOADED: the workers are 80ms behind, expected at most 5ms");
+            "OVERLOADED: the workers are 80ms behind, expected at most 3ms");
   // The first tensors of another size are a burst.
   EXPECT_TRUE(admission.Admit(kAllBusy, 2 * kShort).ok());
   // Nor is one that is served calm, but none standing there for a while.
@@ -360,6 +360,23 @@ TEST(AdmissionTest, LearnsWhatTensorsTake) {
   EXPECT_EQ(admission.FinishTime(Rpc::kQuantize, 4 * kMiB),
             absl::ZeroDuration());
   EXPECT_EQ(admission.FinishTime(Rpc::kCalibrate, kMiB), absl::ZeroDuration());
+}
+
+TEST(AdmissionTest, LearnsHowFarEstimatesOfSearchesAreOff) {
+  Admission admission(/*threads=*/1, kDelay, Many());
+  EXPECT_EQ(admission.SearchTime(Rpc::kQuantize, kWork), kWork);
+  for (int i = 0; i < 100; ++i) {
+    admission.Searched(Rpc::kQuantize, kWork, 3 * kWork);
+  }
+  EXPECT_EQ(admission.SearchTime(Rpc::kQuantize, kWork), 3 * kWork);
+  // As far for those that are about as long.
+  EXPECT_EQ(admission.SearchTime(Rpc::kQuantize, kWork * 1.1), 3.3 * kWork);
+  // Of another length, of another RPC, and what is no search.
+  EXPECT_EQ(admission.SearchTime(Rpc::kQuantize, 4 * kWork), 4 * kWork);
+  EXPECT_EQ(admission.SearchTime(Rpc::kEvaluate, kWork), kWork);
+  admission.Searched(Rpc::kQuantize, absl::ZeroDuration(), kWork);
+  EXPECT_EQ(admission.SearchTime(Rpc::kQuantize, absl::ZeroDuration()),
+            absl::ZeroDuration());
 }
 
 TEST(AdmissionTest, CountsLoadsOfManyThreads) {

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cstdint>
 #include <deque>
 #include <memory>
 #include <string>
@@ -100,7 +101,8 @@ class HttpServerTest : public ::testing::Test {
     return Request(server_->port(), "GET", path);
   }
 
-  Metrics metrics_;
+  std::atomic<int64_t> now_ms_{0};
+  Metrics metrics_{[this] { return absl::Milliseconds(now_ms_.load()); }};
   std::atomic<bool> live_{true};
   std::atomic<bool> ready_{true};
   std::atomic<bool> store_{true};
@@ -145,6 +147,27 @@ TEST_F(HttpServerTest, IsReadyOrSaysWhyNot) {
     EXPECT_THAT(draining, StartsWith("HTTP/1.1 503 ")) << path;
     EXPECT_THAT(draining, HasSubstr("DRAINING")) << path;
   }
+}
+
+TEST_F(HttpServerTest, IsNotReadyForAMinuteAfterAWriteFailed) {
+  metrics_.StoreWritten(core::StoreUnavailableError("disk is full"));
+  now_ms_ = 12345;
+  const std::string response = Get("/readyz");
+  EXPECT_THAT(response, StartsWith("HTTP/1.1 503 "));
+  EXPECT_THAT(response,
+              HasSubstr("\r\n\r\nthe latest write to the store failed 12s ago: "
+                        "STORE_UNAVAILABLE: "));
+  EXPECT_THAT(Get("/readyz?exclude=store"), StartsWith("HTTP/1.1 200 OK\r\n"));
+  EXPECT_THAT(Get("/metrics"), HasSubstr("\nquantd_store_write_failed 1\n"));
+  // It is to be tried again; that it failed is still known.
+  now_ms_ = 60000;
+  EXPECT_THAT(Get("/readyz"), StartsWith("HTTP/1.1 200 OK\r\n"));
+  EXPECT_THAT(Get("/metrics"), HasSubstr("\nquantd_store_write_failed 1\n"));
+  metrics_.StoreWritten(core::StoreUnavailableError("disk is full"));
+  EXPECT_THAT(Get("/readyz"), StartsWith("HTTP/1.1 503 "));
+  metrics_.StoreWritten(absl::OkStatus());
+  EXPECT_THAT(Get("/readyz"), StartsWith("HTTP/1.1 200 OK\r\n"));
+  EXPECT_THAT(Get("/metrics"), HasSubstr("\nquantd_store_write_failed 0\n"));
 }
 
 TEST_F(HttpServerTest, HasNothingElse) {

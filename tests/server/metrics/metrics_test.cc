@@ -62,6 +62,7 @@ void TouchEverything(Metrics* metrics) {
                        absl::Microseconds(150));
   }
   metrics->StoreUsage(123456, 78);
+  metrics->StoreSize(987654, 3210);
   metrics->QuotaUsed(0.5);
   metrics->RevisionDeleted();
   metrics->LimitRejected("QUOTA_EXCEEDED");
@@ -126,6 +127,8 @@ TEST(MetricsTest, ScrapeShowsEveryFamilyThatWasTouched) {
            "quantd_store_seconds_count{operation=\"delete_statistics\"} 1",
            "quantd_store_bytes 123456",
            "quantd_store_rows 78",
+           "quantd_store_size_bytes 987654",
+           "quantd_store_free_bytes 3210",
            "quantd_quota_used_ratio 0.5",
            "quantd_retention_deleted_revisions_total 1",
            "quantd_limit_rejections_total{reason=\"QUOTA_EXCEEDED\"} 1",

@@ -8,6 +8,7 @@
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "core/errors.h"
+#include "core/parallel/thread_clock.h"
 #include "core/parallel/thread_pool.h"
 #include "server/guard/admission.h"
 #include "server/guard/caller_share.h"
@@ -20,6 +21,7 @@ namespace {
 
 constexpr int64_t kMiB = int64_t{1} << 20;
 constexpr absl::Duration kWork = absl::Seconds(1);
+constexpr absl::Duration kStep = absl::Milliseconds(2);
 
 class StreamAccountTest : public ::testing::Test {
  protected:
@@ -63,6 +65,36 @@ TEST_F(StreamAccountTest, ATensorDoesNotStandInItsOwnWay) {
   EXPECT_TRUE(account.Admit(kWork).ok());
   EXPECT_TRUE(account.Admit(2 * kWork).ok());
   EXPECT_EQ(Delay(), 2 * kWork);
+}
+
+TEST_F(StreamAccountTest, ALongComputationIsLessLoadTheFurtherItIs) {
+  StreamAccount account(env_, Rpc::kQuantize, share_);
+  const core::ThreadClock clock = core::ThreadClock::OfThisThread();
+  const auto compute = [&clock](absl::Duration time) {
+    const absl::Duration end = clock.Now() + time;
+    while (clock.Now() < end) continue;
+  };
+  const auto delay = [&] {
+    account.Hold(0, /*rests=*/false);
+    return Delay();
+  };
+  EXPECT_TRUE(account.Admit(kWork).ok());
+  const absl::Duration begin = clock.Now();
+  account.BeginLong();
+  compute(kStep);
+  const absl::Duration first = delay();
+  EXPECT_LE(first, kWork - kStep);
+  // By what it had of the processors, and not by the time that went by.
+  EXPECT_GE(first, kWork - (clock.Now() - begin));
+  compute(kStep);
+  EXPECT_LE(delay(), first - kStep);
+  account.EndLong();
+  const absl::Duration last = delay();
+  // What the thread does afterwards is for others.
+  compute(kStep);
+  EXPECT_EQ(delay(), last);
+  account.WorkLeft(kWork, absl::ZeroDuration());
+  EXPECT_EQ(delay(), kWork);
 }
 
 TEST_F(StreamAccountTest, AStreamThatRestsIsNoLoad) {

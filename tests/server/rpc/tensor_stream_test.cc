@@ -130,6 +130,27 @@ class StuckStore : public EncodingStore {
                       const Precondition& precondition) override {
     return Wait();
   }
+  absl::StatusOr<std::unique_ptr<EncodingReader>> OpenReader(
+      const EncodingKey& key) override {
+    return Wait();
+  }
+  absl::StatusOr<std::unique_ptr<EncodingWriter>> OpenWriter(
+      const EncodingKey& key, std::shared_ptr<const core::Encoding> outline,
+      bool has_zero_points, const Precondition& precondition) override {
+    return Wait();
+  }
+  absl::StatusOr<PublishedRevision> PublishRevision(
+      absl::string_view model, absl::string_view source,
+      absl::string_view target) override {
+    return Wait();
+  }
+  absl::StatusOr<DeletedRows> DeleteRevision(
+      absl::string_view model, absl::string_view revision) override {
+    return Wait();
+  }
+  absl::StatusOr<DeletedRows> DeleteModel(absl::string_view model) override {
+    return Wait();
+  }
   absl::StatusOr<std::vector<EncodingListEntry>> ListEncodings(
       absl::string_view model, absl::string_view revision,
       absl::string_view after, int limit) override {

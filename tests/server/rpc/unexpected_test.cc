@@ -58,6 +58,27 @@ class ThrowingStore : public EncodingStore {
   absl::Status Delete(const EncodingKey&, const Precondition&) override {
     Throw();
   }
+  absl::StatusOr<std::unique_ptr<EncodingReader>> OpenReader(
+      const EncodingKey& key) override {
+    Throw();
+  }
+  absl::StatusOr<std::unique_ptr<EncodingWriter>> OpenWriter(
+      const EncodingKey& key, std::shared_ptr<const core::Encoding> outline,
+      bool has_zero_points, const Precondition& precondition) override {
+    Throw();
+  }
+  absl::StatusOr<PublishedRevision> PublishRevision(
+      absl::string_view model, absl::string_view source,
+      absl::string_view target) override {
+    Throw();
+  }
+  absl::StatusOr<DeletedRows> DeleteRevision(
+      absl::string_view model, absl::string_view revision) override {
+    Throw();
+  }
+  absl::StatusOr<DeletedRows> DeleteModel(absl::string_view model) override {
+    Throw();
+  }
   absl::StatusOr<std::vector<EncodingListEntry>> ListEncodings(
       absl::string_view, absl::string_view, absl::string_view, int) override {
     Throw();

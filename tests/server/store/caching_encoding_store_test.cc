@@ -86,6 +86,33 @@ class FakeStore : public EncodingStore {
     return absl::OkStatus();
   }
 
+  absl::StatusOr<std::unique_ptr<EncodingReader>> OpenReader(
+      const EncodingKey& key) override {
+    return NotFound(key);
+  }
+  absl::StatusOr<std::unique_ptr<EncodingWriter>> OpenWriter(
+      const EncodingKey& key, std::shared_ptr<const core::Encoding>, bool,
+      const Precondition&) override {
+    return NotFound(key);
+  }
+  absl::StatusOr<PublishedRevision> PublishRevision(
+      absl::string_view, absl::string_view, absl::string_view) override {
+    absl::Status status = ReplaceAll();
+    if (!status.ok()) return status;
+    return PublishedRevision{1, 1};
+  }
+  absl::StatusOr<DeletedRows> DeleteRevision(absl::string_view,
+                                             absl::string_view) override {
+    absl::Status status = ReplaceAll();
+    if (!status.ok()) return status;
+    return DeletedRows{1, 0};
+  }
+  absl::StatusOr<DeletedRows> DeleteModel(absl::string_view) override {
+    absl::Status status = ReplaceAll();
+    if (!status.ok()) return status;
+    return DeletedRows{1, 0};
+  }
+
   absl::StatusOr<std::vector<EncodingListEntry>> ListEncodings(
       absl::string_view, absl::string_view, absl::string_view, int) override {
     return std::vector<EncodingListEntry>();
@@ -119,6 +146,16 @@ class FakeStore : public EncodingStore {
  private:
   static absl::Status NotFound(const EncodingKey& key) {
     return core::EncodingNotFoundError(key.model, key.revision, key.tensor);
+  }
+  // What publishing and deleting revisions leaves here: nothing.
+  absl::Status ReplaceAll() {
+    if (unavailable) return core::StoreUnavailableError("away");
+    {
+      absl::MutexLock lock(&mutex_);
+      rows_.clear();
+    }
+    if (Gate* gate = after_delete_gate.exchange(nullptr)) gate->Pass();
+    return absl::OkStatus();
   }
   absl::StatusOr<StoredEncoding> Find(const EncodingKey& key) {
     absl::MutexLock lock(&mutex_);

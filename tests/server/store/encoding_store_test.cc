@@ -15,7 +15,10 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/clock.h"
+#include "absl/types/optional.h"
 #include "core/errors.h"
+#include "core/formats/number_format.h"
+#include "core/formats/scale_type.h"
 #include "core/types/encoding.h"
 #include "server/metrics/metrics.h"
 #include "server/store/caching_encoding_store.h"
@@ -331,6 +334,217 @@ TEST_P(EncodingStoreTest, LosesNoIncrementOfConcurrentCompareAndSet) {
     ASSERT_TRUE(got.ok()) << got.status();
     EXPECT_EQ(got->encoding->zero_point[0], kThreads * kIncrements);
   }
+}
+
+core::NumberFormat Format(absl::string_view name) {
+  return core::FindFormatByName(name)->format;
+}
+
+// Encodings with scales of each stored type, beyond what a row holds.
+std::vector<core::Encoding> LargeEncodings() {
+  std::vector<core::Encoding> encodings;
+  core::Encoding encoding;
+  encoding.format = Format("uint8");
+  encoding.block_size = {1, 32};
+  encoding.qmax = 255;
+  encoding.scale_shape = {600, 500};
+  for (int i = 0; i < 300'000; ++i) {
+    encoding.scale.push_back(static_cast<float>(1 + i % 1000) / 256);
+    encoding.zero_point.push_back(i % 256);
+  }
+  encodings.push_back(encoding);
+
+  encoding.scale_type = core::ScaleType::kBfloat16;
+  for (float& scale : encoding.scale) scale = 0.5f;
+  encoding.format = Format("int8");
+  encoding.qmin = -128;
+  encoding.qmax = 127;
+  for (int32_t& zero_point : encoding.zero_point) zero_point -= 128;
+  encodings.push_back(encoding);
+
+  encoding.scale_type = core::ScaleType::kFloat16;
+  encoding.exclude_zero = true;
+  for (int32_t& zero_point : encoding.zero_point) zero_point *= 100;
+  encodings.push_back(encoding);
+
+  core::Encoding lpbq;
+  lpbq.format = Format("lpbq");
+  lpbq.scale_type = core::ScaleType::kInteger;
+  lpbq.block_size = {1, 64};
+  lpbq.outer_block_size = {1, 0};
+  lpbq.scale_shape = {300'000, 2};
+  const core::FormatInfo& format = *core::FindFormat(lpbq.format);
+  lpbq.qmin = format.qmin;
+  lpbq.qmax = format.qmax;
+  for (int i = 0; i < 300'000; ++i) {
+    lpbq.outer_scale.push_back(static_cast<float>(1 + i % 77));
+    lpbq.scale_code.push_back(static_cast<uint8_t>(1 + i % 128));
+    lpbq.scale_code.push_back(static_cast<uint8_t>(1 + i % 3));
+  }
+  EXPECT_TRUE(core::DeriveScales(&lpbq).ok());
+  encodings.push_back(lpbq);
+  for (const core::Encoding& one : encodings) {
+    EXPECT_TRUE(core::ValidateEncoding(one).ok())
+        << core::ValidateEncoding(one);
+  }
+  return encodings;
+}
+
+// Copies an encoding from reader to writer.
+void CopyPieces(EncodingReader* reader, EncodingWriter* writer) {
+  int64_t next = 0;
+  while (true) {
+    const absl::StatusOr<absl::optional<ScalePiece>> piece = reader->Next();
+    ASSERT_TRUE(piece.ok()) << piece.status();
+    if (!piece->has_value()) break;
+    EXPECT_LE((*piece)->scale.size() + (*piece)->zero_point.size() +
+                  (*piece)->outer_scale.size(),
+              1 << 20);
+    EXPECT_EQ((*piece)->first, next);
+    next += static_cast<int64_t>((*piece)->scale.size()) /
+            core::ScaleSizeBytes(reader->stored().encoding->scale_type);
+    // In other pieces than they are kept in.
+    const size_t half = (*piece)->scale.size() / 8 * 4;
+    ScalePiece first = **piece;
+    ScalePiece second;
+    if (first.zero_point.empty()) {
+      second.scale = first.scale.substr(half);
+      first.scale.resize(half);
+    }
+    ASSERT_TRUE(writer->Add(first).ok());
+    ASSERT_TRUE(writer->Add(second).ok());
+  }
+  EXPECT_EQ(next, reader->scale_count());
+}
+
+TEST_P(EncodingStoreTest, ReadsAndWritesLargeEncodingsInPieces) {
+  const EncodingKey copy{"resnet/50", "copy", "conv1.weight"};
+  for (const core::Encoding& encoding : LargeEncodings()) {
+    absl::StatusOr<StoredEncoding> put =
+        store_->Put(key_, std::make_shared<const core::Encoding>(encoding), {});
+    ASSERT_TRUE(put.ok()) << put.status();
+    absl::StatusOr<StoredEncoding> got = store_->Get(key_);
+    ASSERT_TRUE(got.ok()) << got.status();
+    EXPECT_TRUE(*got->encoding == encoding);
+    EXPECT_EQ(got->etag, put->etag);
+
+    auto reader = store_->OpenReader(key_);
+    ASSERT_TRUE(reader.ok()) << reader.status();
+    EXPECT_EQ((*reader)->stored().etag, put->etag);
+    auto writer =
+        store_->OpenWriter(copy, (*reader)->stored().encoding,
+                           (*reader)->has_zero_points(), Precondition{});
+    ASSERT_TRUE(writer.ok()) << writer.status();
+    CopyPieces(reader->get(), writer->get());
+    const absl::StatusOr<StoredEncoding> written = (*writer)->Finish();
+    ASSERT_TRUE(written.ok()) << written.status();
+    got = store_->Get(copy);
+    ASSERT_TRUE(got.ok()) << got.status();
+    EXPECT_TRUE(*got->encoding == encoding);
+    EXPECT_EQ(got->etag, written->etag);
+  }
+}
+
+TEST_P(EncodingStoreTest, ShowsNothingOfAnEncodingThatIsNotFinished) {
+  const StoredEncoding before = MustPut(key_, 2);
+  const core::Encoding encoding = LargeEncodings()[0];
+  const EncodingKey other{"resnet/50", "main", "other"};
+  ASSERT_TRUE(
+      store_->Put(other, std::make_shared<const core::Encoding>(encoding), {})
+          .ok());
+  auto reader = store_->OpenReader(other);
+  ASSERT_TRUE(reader.ok()) << reader.status();
+  {
+    auto writer =
+        store_->OpenWriter(key_, (*reader)->stored().encoding,
+                           (*reader)->has_zero_points(), Precondition{});
+    ASSERT_TRUE(writer.ok()) << writer.status();
+    CopyPieces(reader->get(), writer->get());
+    EXPECT_EQ(store_->Get(key_)->etag, before.etag);
+  }
+  EXPECT_EQ(store_->Get(key_)->etag, before.etag);
+  // A precondition holds when it is finished.
+  auto writer = store_->OpenWriter(key_, before.encoding, false, {before.etag});
+  ASSERT_TRUE(writer.ok()) << writer.status();
+  MustPut(key_, 3);
+  EXPECT_EQ(core::ErrorReason((*writer)->Finish().status()), "ETAG_MISMATCH");
+}
+
+TEST_P(EncodingStoreTest, PublishesARevisionAtOnce) {
+  const auto large =
+      std::make_shared<const core::Encoding>(LargeEncodings()[0]);
+  const StoredEncoding old = MustPut({"m", "main", "a"}, 1);
+  MustPut({"m", "main", "only-old"}, 1);
+  const StoredEncoding draft = MustPut({"m", "draft", "a"}, 2);
+  ASSERT_TRUE(store_->Put({"m", "draft", "b"}, large, {}).ok());
+  MustPut({"m", "other", "a"}, 5);
+  // So that they are cached.
+  ASSERT_TRUE(store_->Get({"m", "main", "only-old"}).ok());
+  ASSERT_TRUE(store_->Get({"m", "draft", "a"}).ok());
+
+  const absl::StatusOr<PublishedRevision> published =
+      store_->PublishRevision("m", "draft", "main");
+  ASSERT_TRUE(published.ok()) << published.status();
+  EXPECT_EQ(published->encoding_count, 2);
+  EXPECT_EQ(published->replaced_count, 2);
+  for (const bool reopened : {false, true}) {
+    if (reopened) Reopen();
+    const absl::StatusOr<StoredEncoding> a = store_->Get({"m", "main", "a"});
+    ASSERT_TRUE(a.ok()) << a.status();
+    EXPECT_EQ(a->encoding->scale[0], 2);
+    EXPECT_GT(a->generation, draft.generation);
+    EXPECT_NE(a->etag, old.etag);
+    EXPECT_NE(a->etag, draft.etag);
+    const absl::StatusOr<StoredEncoding> b = store_->Get({"m", "main", "b"});
+    ASSERT_TRUE(b.ok()) << b.status();
+    EXPECT_TRUE(*b->encoding == *large);
+    for (const EncodingKey& gone :
+         {EncodingKey{"m", "main", "only-old"}, EncodingKey{"m", "draft", "a"},
+          EncodingKey{"m", "draft", "b"}}) {
+      EXPECT_EQ(core::ErrorReason(store_->Get(gone).status()),
+                "ENCODING_NOT_FOUND");
+    }
+    EXPECT_EQ(store_->Get({"m", "other", "a"})->encoding->scale[0], 5);
+    const auto list = store_->ListEncodings("m", "main", "", 10);
+    ASSERT_TRUE(list.ok()) << list.status();
+    ASSERT_EQ(list->size(), 2);
+    EXPECT_EQ((*list)[0].stored.etag, a->etag);
+    EXPECT_TRUE((*list)[1].error.ok());
+    const auto revisions = store_->ListRevisions("m", "", 10);
+    ASSERT_TRUE(revisions.ok()) << revisions.status();
+    ASSERT_EQ(revisions->size(), 2);
+    EXPECT_EQ((*revisions)[0].revision, "main");
+    EXPECT_EQ((*revisions)[0].encoding_count, 2);
+  }
+  EXPECT_EQ(
+      core::ErrorReason(store_->PublishRevision("m", "draft", "main").status()),
+      "REVISION_NOT_FOUND");
+}
+
+TEST_P(EncodingStoreTest, DeletesRevisionsAndModels) {
+  MustPut({"m", "main", "a"}, 1);
+  MustPut({"m", "main", "b"}, 1);
+  MustPut({"m", "other", "a"}, 1);
+  MustPut({"n", "main", "a"}, 1);
+  absl::StatusOr<DeletedRows> deleted = store_->DeleteRevision("m", "main");
+  ASSERT_TRUE(deleted.ok()) << deleted.status();
+  EXPECT_EQ(deleted->encoding_count, 2);
+  EXPECT_EQ(deleted->statistics_count, 0);
+  EXPECT_FALSE(store_->Get({"m", "main", "a"}).ok());
+  EXPECT_TRUE(store_->Get({"m", "other", "a"}).ok());
+  EXPECT_EQ(core::ErrorReason(store_->DeleteRevision("m", "main").status()),
+            "REVISION_NOT_FOUND");
+  MustPut({"m", "main", "a"}, 1);
+  deleted = store_->DeleteModel("m");
+  ASSERT_TRUE(deleted.ok()) << deleted.status();
+  EXPECT_EQ(deleted->encoding_count, 2);
+  EXPECT_FALSE(store_->Get({"m", "other", "a"}).ok());
+  EXPECT_TRUE(store_->Get({"n", "main", "a"}).ok());
+  EXPECT_EQ(core::ErrorReason(store_->DeleteModel("m").status()),
+            "MODEL_NOT_FOUND");
+  const auto models = store_->ListModels({}, 10);
+  ASSERT_TRUE(models.ok()) << models.status();
+  ASSERT_EQ(models->size(), 1);
 }
 
 INSTANTIATE_TEST_SUITE_P(Stores, EncodingStoreTest,

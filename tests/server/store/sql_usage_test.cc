@@ -294,8 +294,17 @@ TEST_P(SqlUsageTest, AStoreWithoutCountsGetsThem) {
     }
   } else {
     for (const char* sql :
-         {"DROP TRIGGER encodings_delete_head ON encodings",
-          "DROP FUNCTION quantd_delete_head", "DROP TABLE encoding_heads",
+         {"DROP TRIGGER encodings_lose_content ON encodings",
+          "DROP FUNCTION quantd_lose_content",
+          "DROP TABLE encoding_pieces",
+          "DROP TABLE staged_contents",
+          "DROP TABLE lost_contents",
+          "DROP TABLE lost_statistics",
+          "ALTER TABLE encodings DROP COLUMN content_id",
+          "ALTER TABLE encodings DROP COLUMN content_bytes",
+          "DROP TRIGGER encodings_delete_head ON encodings",
+          "DROP FUNCTION quantd_delete_head",
+          "DROP TABLE encoding_heads",
           "DROP TRIGGER statistics_delete_pieces ON statistics",
           "DROP FUNCTION quantd_delete_pieces",
           "CREATE TABLE kept_pieces AS SELECT * FROM statistics_pieces",
@@ -303,8 +312,10 @@ TEST_P(SqlUsageTest, AStoreWithoutCountsGetsThem) {
           "DROP TRIGGER encodings_count ON encodings",
           "DROP TRIGGER statistics_count ON statistics",
           "DROP FUNCTION quantd_count_encoding",
-          "DROP FUNCTION quantd_count_statistics", "DROP FUNCTION quantd_count",
-          "DROP TABLE usage_counts", "DROP TABLE revision_counts",
+          "DROP FUNCTION quantd_count_statistics",
+          "DROP FUNCTION quantd_count",
+          "DROP TABLE usage_counts",
+          "DROP TABLE revision_counts",
           "ALTER TABLE encodings DROP COLUMN principal",
           "ALTER TABLE statistics DROP COLUMN principal",
           "UPDATE quantd_schema SET version = 1"}) {

@@ -99,6 +99,25 @@ TEST_F(SqliteEncodingStoreTest, ReportsEveryColumnThatChangedInARow) {
   }
 }
 
+TEST_F(SqliteEncodingStoreTest, ReportsAPieceThatChanged) {
+  std::unique_ptr<SqlEncodingStore> store = MustOpen();
+  ASSERT_NE(store, nullptr);
+  core::Encoding encoding = *MakeEncoding(0.5f);
+  encoding.block_size = {1};
+  encoding.scale.assign(700'000, 0.5f);
+  const auto large = std::make_shared<const core::Encoding>(encoding);
+  for (const char* change :
+       {"bytes = zeroblob(length(bytes)) WHERE piece = 1",
+        "bytes = substr(bytes, 1, length(bytes) - 4) WHERE piece = 1",
+        "checksum = checksum + 1 WHERE piece = 0"}) {
+    ASSERT_TRUE(store->Put(key_, large, {}).ok());
+    ASSERT_TRUE(store->Get(key_).ok());
+    Execute(absl::StrCat("UPDATE encoding_pieces SET ", change));
+    const absl::Status status = store->Get(key_).status();
+    EXPECT_EQ(core::ErrorReason(status), "STORE_CORRUPT") << change;
+  }
+}
+
 TEST_F(SqliteEncodingStoreTest, ReportsARowMovedToAnotherKey) {
   std::unique_ptr<SqlEncodingStore> store = MustOpen();
   ASSERT_NE(store, nullptr);

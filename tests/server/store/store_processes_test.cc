@@ -21,6 +21,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "core/errors.h"
@@ -232,6 +233,68 @@ TEST_P(StoreProcessesTest, KillingCountsEachContributionOnce) {
               static_cast<int64_t>(sequence) * part.statistics.counts().total);
     EXPECT_EQ(got->state.statistics.histograms()[3].count(),
               sequence * part.statistics.histograms()[3].count());
+  }
+}
+
+// Readers see the whole old or the whole new revision.
+TEST_P(StoreProcessesTest, KillingLeavesAWholeRevision) {
+  constexpr int kTensors = 20;
+  const int64_t kills = Count("QUANTD_STORE_KILLS", 10);
+  const auto key = [](absl::string_view revision, int tensor) {
+    return EncodingKey{"model", std::string(revision), absl::StrCat(tensor)};
+  };
+  const auto put_all = [&](SqlEncodingStore& store, absl::string_view revision,
+                           int64_t value) {
+    for (int i = 0; i < kTensors; ++i) {
+      const auto encoding = MakeEncoding(static_cast<float>(value));
+      if (!store.Put(key(revision, i), encoding, {}).ok()) return false;
+    }
+    return true;
+  };
+  {
+    const std::unique_ptr<SqlEncodingStore> store = Open();
+    ASSERT_NE(store, nullptr);
+    ASSERT_TRUE(put_all(*store, "main", 1));
+  }
+  int64_t published = 1;
+  for (int64_t round = 0; round < kills; ++round) {
+    int64_t acknowledged = 0;
+    KillDuring(
+        [&](auto acknowledge) {
+          const std::unique_ptr<SqlEncodingStore> own = Open();
+          if (own == nullptr) return 2;
+          for (int64_t i = published + 1;; ++i) {
+            if (!put_all(*own, "draft", i)) return 3;
+            // Told before: the kill comes while it is published.
+            if (!acknowledge(i - 1)) return 4;
+            if (!own->PublishRevision("model", "draft", "main").ok()) return 5;
+          }
+        },
+        20'000, &acknowledged);
+    if (HasFatalFailure()) return;
+
+    const std::unique_ptr<SqlEncodingStore> store = Open();
+    ASSERT_NE(store, nullptr);
+    const absl::StatusOr<std::vector<EncodingListEntry>> list =
+        store->ListEncodings("model", "main", "", 1000);
+    ASSERT_TRUE(list.ok()) << list.status();
+    ASSERT_EQ(list->size(), kTensors);
+    float value = 0;
+    for (int i = 0; i < kTensors; ++i) {
+      const absl::StatusOr<StoredEncoding> got = store->Get(key("main", i));
+      ASSERT_TRUE(got.ok()) << got.status();
+      if (i == 0) value = got->encoding->scale[0];
+      EXPECT_EQ(got->encoding->scale, std::vector<float>(5000, value));
+    }
+    // What was acknowledged is there, or what was published after it.
+    EXPECT_TRUE(value == static_cast<float>(acknowledged) ||
+                value == static_cast<float>(acknowledged + 1))
+        << value << " after " << acknowledged;
+    published = static_cast<int64_t>(value);
+    ASSERT_TRUE(
+        store
+            ->Check([](const absl::Status& status) { ADD_FAILURE() << status; })
+            .ok());
   }
 }
 

@@ -33,12 +33,14 @@ struct Parsed {
   std::string data;
   bool has_shared = false;
   std::string shared;  // serialized again
+  std::string scales;  // serialized again
 
   friend bool operator==(const Parsed& a, const Parsed& b) {
     if (!a.ok || !b.ok) return a.ok == b.ok;
     return a.has_header == b.has_header && a.header == b.header &&
            a.offset == b.offset && a.data == b.data &&
-           a.has_shared == b.has_shared && a.shared == b.shared;
+           a.has_shared == b.has_shared && a.shared == b.shared &&
+           a.scales == b.scales;
   }
 };
 
@@ -47,7 +49,38 @@ std::ostream& operator<<(std::ostream& os, const Parsed& p) {
   return os << "header " << (p.has_header ? absl::CHexEscape(p.header) : "none")
             << " offset " << p.offset << " data " << absl::CHexEscape(p.data)
             << " shared "
-            << (p.has_shared ? absl::CHexEscape(p.shared) : "none");
+            << (p.has_shared ? absl::CHexEscape(p.shared) : "none")
+            << " scales " << absl::CHexEscape(p.scales);
+}
+
+// Adds what an envelope has of scales. False if a part is malformed.
+bool AddScales(const std::vector<std::string>& parts, v1::CalibrateRequest*) {
+  return true;
+}
+template <typename Request>
+bool AddScales(const std::vector<std::string>& parts, Request* request) {
+  for (const std::string& part : parts) {
+    if (!request->mutable_scales()->MergeFromString(part)) return false;
+  }
+  return true;
+}
+bool AddScales(const std::vector<std::string>& parts,
+               v1::EvaluateRequest* request) {
+  for (const std::string& part : parts) {
+    if (!request->add_scales()->ParseFromString(part)) return false;
+  }
+  return true;
+}
+
+std::string Scales(const v1::CalibrateRequest& request) { return ""; }
+template <typename Request>
+std::string Scales(const Request& request) {
+  return request.scales().SerializeAsString();
+}
+std::string Scales(const v1::EvaluateRequest& request) {
+  v1::EvaluateRequest scales;
+  *scales.mutable_scales() = request.scales();
+  return scales.SerializeAsString();
 }
 
 template <typename Request>
@@ -61,6 +94,7 @@ Parsed ByProtobuf(const std::string& bytes) {
   parsed.data = request.data();
   parsed.has_shared = request.has_shared();
   parsed.shared = request.shared().SerializeAsString();
+  parsed.scales = Scales(request);
   return parsed;
 }
 
@@ -73,9 +107,12 @@ Parsed ByHand(grpc::ByteBuffer* buffer) {
     EXPECT_EQ(core::ErrorReason(status), "MESSAGE_MALFORMED") << status;
     return parsed;
   }
-  // The header is a message of its own, parsed when its tensor is opened.
+  // The header and scales are messages of their own, parsed where they are
+  // used.
   Request request;
-  parsed.ok = request.mutable_header()->ParseFromString(envelope.header);
+  parsed.ok = request.mutable_header()->ParseFromString(envelope.header) &&
+              AddScales(envelope.scales, &request);
+  parsed.scales = Scales(request);
   parsed.has_header = envelope.has_header;
   parsed.header = request.header().SerializeAsString();
   parsed.offset = envelope.offset_bytes;
@@ -215,6 +252,14 @@ class Generator {
     return span.SerializeAsString();
   }
 
+  // Those of Evaluate have other fields of the same types.
+  std::string Scales() {
+    v1::ScaleChunk chunk;
+    if (random_() % 2) chunk.set_first(random_() >> random_() % 64);
+    if (random_() % 2) chunk.set_scale(RandomBytes(8));
+    return chunk.SerializeAsString();
+  }
+
   std::string Unknown(int depth) {
     const uint32_t field = 1 + random_() % (random_() % 2 ? 30 : 1u << 29);
     switch (random_() % 5) {
@@ -238,7 +283,9 @@ class Generator {
   }
 
   std::string Field() {
-    switch (random_() % 9) {
+    switch (random_() % 10) {
+      case 9:
+        return Bytes(5, random_() % 8 ? Scales() : RandomBytes(12));
       case 8:
         return Bytes(4, random_() % 8 ? Shared() : RandomBytes(12));
       case 0:
@@ -250,7 +297,7 @@ class Generator {
         return Bytes(3, RandomBytes(random_() % 4 ? 30 : 400));
       case 4:
         // A known field with any wire type, or field 0.
-        return Tag(random_() % 5, static_cast<int>(random_() % 8)) +
+        return Tag(random_() % 6, static_cast<int>(random_() % 8)) +
                RandomBytes(12);
       case 5:
         // Lengths and tags in more bytes than they need.

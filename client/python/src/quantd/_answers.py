@@ -57,7 +57,12 @@ def check_encoding(source: Any, shape: Sequence[int], got: Any) -> None:
     if FORMATS.name(got.format) not in FORMATS:
         raise errors.response_malformed(
             f"expected a format that is known here, got {got.format}")
+    _check_codebook(got)
     count = _scale_count(shape, got.block_size)
+    if got.scales_in_chunks:
+        if got.outer_block_size:
+            _scale_count(shape, got.outer_block_size)
+        return
     _expect("scales:", count, len(got.scale))
     if got.zero_point:
         _expect("zero points:", count, len(got.zero_point))
@@ -71,6 +76,9 @@ def check_encoding(source: Any, shape: Sequence[int], got: Any) -> None:
             outer if block else 0
             for outer, block in zip(got.outer_block_size, got.block_size)])
     _expect("outer scales:", outer_count, len(got.outer_scale))
+
+
+def _check_codebook(got: Any) -> None:
     most = _CODEBOOKS.get(got.format, 0)
     if not min(2, most) <= len(got.codebook) <= most:
         raise errors.response_malformed(
@@ -99,6 +107,8 @@ def check_header(asked: Any, wants_encoding: bool, got: Any) -> None:
     if wants_encoding and not got.HasField("encoding"):
         raise errors.response_malformed("expected an encoding, got none")
     if got.HasField("encoding"):
+        if got.encoding.scales_in_chunks and not may_be_in_chunks(asked):
+            raise errors.response_malformed("scales in chunks unasked")
         check_encoding(asked, shape, got.encoding)
     element_type = ELEMENT_TYPES.name(tensor.element_type)
     count = math.prod(shape)
@@ -112,6 +122,13 @@ def check_header(asked: Any, wants_encoding: bool, got: Any) -> None:
         raise errors.response_malformed(
             f"expected {' or '.join(map(str, sizes))} bytes, got "
             f"{got.size_bytes}")
+
+
+def may_be_in_chunks(asked: Any) -> bool:
+    """Whether an answer to that header may leave out the scales."""
+    return bool(getattr(asked, "scales_in_chunks", False)) or (
+        asked.WhichOneof("encoding_source") == "encoding" and
+        asked.encoding.scales_in_chunks)
 
 
 def check_whole(got: Any) -> None:
@@ -146,5 +163,5 @@ def check_evaluate(asked: Any, got: Any) -> None:
     _expect("candidates", [candidate.label for candidate in asked.candidates],
             [metrics.label for metrics in got.candidates])
     for candidate, metrics in zip(asked.candidates, got.candidates):
-        if candidate.HasField("spec"):
+        if candidate.HasField("spec") and not asked.omit_encodings:
             check_encoding(candidate, asked.tensor.shape, metrics.encoding)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from typing import (Any, Callable, Generator, Generic, Iterable, Iterator,
-                    Optional, TypeVar)
+                    Mapping, Optional, TypeVar)
 
 import grpc
 import numpy as np
 from google.protobuf.message import DecodeError
 
 from quantd import _answers, _apart, _arrays, _wire, errors
-from quantd._exchange import xxh3_64
+from quantd._exchange import (ask_for_chunks, omit_large_encodings,
+                              scale_messages, with_given_scales, xxh3_64)
+from quantd._scale_stream import ScaleSink
 from quantd._stream import Options
 from quantd.encoding import Encoding
 from quantd.results import QuantizeSummary
@@ -31,15 +33,17 @@ class Upload:
     after another."""
 
     def __init__(self, header: Any, element_type: Optional[str],
-                 size_bytes: Optional[int], chunk_bytes: int) -> None:
+                 size_bytes: Optional[int], chunk_bytes: int,
+                 encodings: Mapping[int, Encoding]) -> None:
         """element_type: of reals; None: codes. size_bytes: of the tensor;
-        None: only the server knows."""
+        None: only the server knows. encodings: see scale_messages."""
         self.name = TensorName.from_proto(header.tensor.name)
         self._header: Optional[bytes] = header.SerializeToString()
         self._element_type = element_type
         self._size_bytes = size_bytes
         self._chunk_bytes = chunk_bytes
         self._sent_bytes = 0
+        self._scales = scale_messages(encodings, header, element_type)
 
     def messages(self, array: Any) -> Iterator[bytes]:
         """Those of the next array. Raises: ARGUMENT_INVALID."""
@@ -53,6 +57,10 @@ class Upload:
         view = memoryview(data.data)
         for begin in range(0, len(view), self._chunk_bytes):
             part = view[begin:begin + self._chunk_bytes]
+            for scales in self._scales(self._sent_bytes + len(part)):
+                yield _wire.request(self._header, self._sent_bytes,
+                                    scales=scales)
+                self._header = None
             yield _wire.request(self._header, self._sent_bytes, part)
             self._header = None
             self._sent_bytes += len(part)
@@ -74,17 +82,22 @@ class Download:
     """The messages down of one tensor."""
 
     def __init__(self, asked: Any, header_type: Any, summary_type: Any,
-                 check_summary: Optional[Callable[[Any, Any], None]] = None
-                 ) -> None:
+                 check_summary: Optional[Callable[[Any, Any], None]] = None,
+                 encodings: Optional[Mapping[int, Encoding]] = None) -> None:
         """asked: the request's header. header_type: None where the answer is
-        only a summary, which check_summary then compares with it."""
+        only a summary, which check_summary then compares with it. encodings:
+        see scale_messages."""
         self._asked = asked
+        self.encodings = encodings or {}
         self._check_summary = check_summary
         self._header_type = header_type
         self._summary_type = summary_type
         self._received_bytes = 0
         self._hash = xxh3_64() if xxh3_64 is not None else None
+        self._sink: Optional[ScaleSink] = None
         self.header: Any = None
+        # Whose scales came in chunks, once all are there.
+        self.encoding: Optional[Encoding] = None
         self.summary: Any = None
 
     def accept(self, message: bytes) -> Optional[Array]:
@@ -107,6 +120,14 @@ class Download:
                 self._asked, not self._asked.omit_encoding, header)
             _answers.check_whole(header)
             self.header = header
+            if header.encoding.scales_in_chunks and getattr(
+                    self._asked, "scales_in_chunks", False):
+                self._sink = ScaleSink(header.encoding,
+                                       tuple(self._asked.tensor.shape))
+        if response.scales is not None:
+            if self._sink is None:
+                raise errors.response_malformed("scales that were not asked")
+            self._sink.add(response.scales)
         data = None
         if len(response.data):
             if self.header is None:
@@ -140,6 +161,8 @@ class Download:
                 self._hash.intdigest() != self.summary.checksum_xxh3):
             raise errors.checksum_mismatch(self.summary.checksum_xxh3,
                                            self._hash.intdigest())
+        if self._sink is not None:
+            self.encoding = self._sink.take(self.summary)
 
 
 class ChunkedCall:
@@ -268,14 +291,22 @@ class Parts(Generic[Summary]):
 
     def __init__(self, download: Download) -> None:
         self._download = download
+        # The caller's own, where its scales went up in chunks.
+        self._given = download.encodings.get(0)
 
     @property
     def encoding(self) -> Optional[Encoding]:
-        """The one that was used; None before the first part, and when it was
-        asked to be left out."""
+        """The one that was used; None before the first part, or with more than
+        65,536 scales before the last one, and when it was asked to be left
+        out."""
         header = self._download.header
+        if self._download.encoding is not None:
+            return self._download.encoding
         if header is None or not header.HasField("encoding"):
             return None
+        if header.encoding.scales_in_chunks:
+            return (None if self._given is None else
+                    with_given_scales(header.encoding, self._given))
         return Encoding.from_proto(header.encoding)
 
     @property
@@ -367,14 +398,19 @@ class DequantizedChunks(DequantizedParts, Chunks[int]):
     """Reals in parts; see DequantizedParts and Chunks."""
 
 
-def quantize_download(asked: Any) -> Download:
-    """Of Quantize."""
-    return Download(asked, qs.QuantizeResponseHeader, qs.QuantizeSummary)
+def quantize_download(asked: Any, encodings: Mapping[int, Encoding]
+                      ) -> Download:
+    """Of Quantize, which is asked for a large encoding in chunks."""
+    ask_for_chunks(asked)
+    return Download(asked, qs.QuantizeResponseHeader, qs.QuantizeSummary,
+                    encodings=encodings)
 
 
-def dequantize_download(asked: Any) -> Download:
+def dequantize_download(asked: Any, encodings: Mapping[int, Encoding]
+                      ) -> Download:
     """Of Dequantize."""
-    return Download(asked, qs.DequantizeResponseHeader, qs.DequantizeSummary)
+    return Download(asked, qs.DequantizeResponseHeader, qs.DequantizeSummary,
+                    encodings=encodings)
 
 
 def calibrate_download(asked: Any) -> Download:
@@ -383,10 +419,12 @@ def calibrate_download(asked: Any) -> Download:
                     _answers.check_calibrate)
 
 
-def evaluate_download(asked: Any) -> Download:
-    """Of Evaluate."""
+def evaluate_download(asked: Any, encodings: Mapping[int, Encoding]
+                      ) -> Download:
+    """Of Evaluate, which is asked to leave out large encodings."""
+    omit_large_encodings(asked)
     return Download(asked, None, qs.EvaluateSummary,
-                    _answers.check_evaluate)
+                    _answers.check_evaluate, encodings)
 
 
 def size_of(shape: Iterable[int], element_type: str) -> int:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
-from typing import (TYPE_CHECKING, Any, Generic, Iterator, Optional, Protocol,
-                    TypeVar)
+from typing import (TYPE_CHECKING, Any, Callable, Generic, Iterator, Mapping,
+                    Optional, Protocol, TypeVar)
 
 import grpc
 import numpy as np
 
 from quantd import _answers, _arrays, _wire, errors
 from quantd._retries import Retries
+from quantd._scale_stream import (ScaleFeed, ScaleFeeding, ScaleSink,
+                                  outer_maximum, wants_chunks)
 from quantd._tables import ResultList
 from quantd.encoding import Encoding
 from quantd.results import (CalibrateResult, CandidateMetrics, ErrorMetrics,
@@ -37,6 +39,9 @@ Result = TypeVar("Result")
 # does not send all of it again; more where the header is large.
 _PART_BYTES = 64 << 20
 _PART_BYTES_PER_HEADER_BYTE = 32
+# From this size on the outer maxima of a spec are found here, so that the
+# server need not hold the tensor to find them.
+_OUTER_MAXIMUM_BYTES = 16 << 20
 
 
 class Placement(Protocol):
@@ -66,6 +71,35 @@ class Placement(Protocol):
         """The exchange is done with the memory. is_over: so is the server."""
 
 
+def scale_messages(encodings: Mapping[int, Encoding], header: Any,
+                   element_type: Optional[str], first_bytes: int = 0
+                   ) -> Callable[[int], Iterator[bytes]]:
+    """Says what serialized scales go up before the payload has come so many
+    bytes far.
+
+    encodings: by candidate, those whose scales do. element_type: of reals;
+        None: codes go up. first_bytes: where the payload begins.
+    """
+    has_candidates = "candidates" in header.DESCRIPTOR.fields_by_name
+    feedings = []
+    for index, encoding in encodings.items():
+        bits = (format_info(encoding.format).storage_bits
+                if element_type is None
+                else ELEMENT_DTYPES[element_type].itemsize * 8)
+        feed = ScaleFeed(encoding, tuple(header.tensor.shape),
+                         first_bytes * 8 // bits)
+        feedings.append((index, bits, ScaleFeeding(feed)))
+
+    def until(end_bytes: int) -> Iterator[bytes]:
+        for index, bits, feeding in feedings:
+            for scales in feeding.until(-(-end_bytes * 8 // bits)):
+                # CandidateScales{1: candidate, 2: scales}
+                yield scales if not has_candidates else (
+                    b"\x08" + _wire.varint(index) + b"\x12" +
+                    _wire.varint(len(scales)) + scales)
+    return until
+
+
 class Exchange(Generic[Result]):
     """What goes up is fixed at birth. What comes down is gathered by `accept`,
     on the thread that reads the stream, until that says that the tensor is
@@ -73,6 +107,8 @@ class Exchange(Generic[Result]):
 
     # Of the answer's summary.
     SUMMARY: Any = None
+    # Whether codes go up, and not reals.
+    SENDS_CODES = False
 
     def __init__(self, header: Any, payload: Array) -> None:
         """header: that of the RPC; payload: the tensor's bytes, as uint8."""
@@ -80,6 +116,9 @@ class Exchange(Generic[Result]):
         self.payload = payload
         # Of the payload in the whole tensor.
         self.offset_bytes = 0
+        # Encodings whose scales go up beside the payload, by candidate; without
+        # candidates there is at most number 0.
+        self.large_encodings: Mapping[int, Encoding] = {}
         # Where bytes are in shared memory; None: on the stream.
         self.placement: Optional[Placement] = None
         self.error: Optional[errors.QuantdError] = None
@@ -116,20 +155,34 @@ class Exchange(Generic[Result]):
     def messages(self, chunk_bytes: int) -> Iterator[bytes]:
         """The messages up. Requires: chunk_bytes is a multiple of 64."""
         header: Optional[bytes] = self._serialized_header()
+        scales = self._scales()
+        base = self.offset_bytes
         if self.placement is not None and self.placement.has_payload:
+            for part in scales(base + self.payload.nbytes):
+                yield _wire.request(header, base, scales=part)
+                header = None
             for offset, span in self.placement.send(self.payload):
                 yield _wire.request(header, offset, shared=span)
                 header = None
             return
         view = memoryview(self.payload.data)
-        base = self.offset_bytes
-        yield _wire.request(header, base, view[:chunk_bytes])
-        for offset in range(chunk_bytes, len(view), chunk_bytes):
+        for offset in range(0, max(1, len(view)), chunk_bytes):
             # The rest of a tensor that failed would be dropped.
-            if self.is_answered:
+            if offset and self.is_answered:
                 return
-            yield _wire.request(None, base + offset,
-                                view[offset:offset + chunk_bytes])
+            part = view[offset:offset + chunk_bytes]
+            for scale in scales(base + offset + len(part)):
+                yield _wire.request(header, base + offset, scales=scale)
+                header = None
+            yield _wire.request(header, base + offset, part)
+            header = None
+
+    def _scales(self) -> Callable[[int], Iterator[bytes]]:
+        """See scale_messages."""
+        element_type = None if self.SENDS_CODES else ELEMENT_TYPES.name(
+            self.header.tensor.element_type)
+        return scale_messages(self.large_encodings, self.header, element_type,
+                              self.offset_bytes)
 
     def _serialized_header(self) -> bytes:
         """What goes up before the bytes."""
@@ -327,12 +380,17 @@ class OutputExchange(Exchange[Result]):
         self._view: Optional[memoryview] = None
         self._received_bytes = 0
         self._hash = xxh3_64() if xxh3_64 is not None else None
+        self._sink: Optional[ScaleSink] = None
 
     def _accept_parts(self, response: _wire.Response) -> None:
         if response.header is not None:
             if self._response_header is not None:
                 raise errors.response_malformed("a second header for a tensor")
             self._open(self.HEADER.FromString(bytes(response.header)))
+        if response.scales is not None:
+            if self._sink is None:
+                raise errors.response_malformed("scales that were not asked")
+            self._sink.add(response.scales)
         if not len(response.data):
             return
         if self._response_header is None:
@@ -360,6 +418,10 @@ class OutputExchange(Exchange[Result]):
         if self.joined is None:
             _answers.check_whole(header)
         self._response_header = header
+        if wants_encoding and header.encoding.scales_in_chunks and getattr(
+                self.header, "scales_in_chunks", False):
+            self._sink = ScaleSink(header.encoding,
+                                   tuple(self.header.tensor.shape))
         size = header.size_bytes
         whole = self.joined or self
         if not self.offset_bytes:
@@ -448,6 +510,7 @@ class QuantizeExchange(OutputExchange[QuantizedTensor]):
         self._count = (payload.nbytes //
                        ELEMENT_DTYPES[self.element_type].itemsize)
         super().__init__(header, payload, out, 2 * self._count)
+        ask_for_chunks(header, payload)
 
     def output_bytes(self) -> Optional[int]:
         source = self.header.WhichOneof("encoding_source")
@@ -461,8 +524,7 @@ class QuantizeExchange(OutputExchange[QuantizedTensor]):
 
     def _result(self) -> QuantizedTensor:
         header = self._response_header
-        encoding = (Encoding.from_proto(header.encoding)
-                    if header.HasField("encoding") else None)
+        encoding = self._encoding()
         shape = tuple(self.header.tensor.shape)
         codes = self._take_output()
         source = self.header.WhichOneof("encoding_source")
@@ -479,13 +541,52 @@ class QuantizeExchange(OutputExchange[QuantizedTensor]):
                 codes = codes.view(info.dtype).reshape(shape)
         return QuantizedTensor(
             self.name, _arrays.to_torch(codes) if self.is_torch else codes,
-            encoding, shape, self.element_type, header.etag,
-            QuantizeSummary.from_proto(self._summary))
+            encoding, shape, self.element_type,
+            header.etag or self._summary.etag,
+            QuantizeSummary.from_proto(self._summary), header.mantissa_bits)
+
+
+    def _encoding(self) -> Optional[Encoding]:
+        """The one that was used, None where it was left out."""
+        header = self._response_header
+        if not header.HasField("encoding"):
+            return None
+        if self._sink is not None:
+            return self._sink.take(self._summary)
+        return with_given_scales(header.encoding, self.large_encodings.get(0))
+
+
+def with_given_scales(message: Any, given: Optional[Encoding]) -> Encoding:
+    """The encoding of an answer, which lacks the scales that went up in
+    chunks."""
+    encoding = Encoding.from_proto(message)
+    if given is None or not message.scales_in_chunks:
+        return encoding
+    scales = ({"scale_code": given.scale_code} if given.scale_code.size else
+              {"scale": given.scale})
+    return encoding.with_scales(zero_point=given.zero_point,
+                                outer_scale=given.outer_scale, **scales)
+
+
+def ask_for_chunks(header: Any, payload: Optional[Array] = None) -> None:
+    """Sets what makes the scales of a large spec come beside the codes."""
+    if header.WhichOneof("encoding_source") != "spec":
+        return
+    shape = tuple(header.tensor.shape)
+    header.scales_in_chunks = not header.omit_encoding and wants_chunks(
+        header.spec, shape)
+    if payload is not None and payload.nbytes >= _OUTER_MAXIMUM_BYTES:
+        found = outer_maximum(
+            header.spec, shape, ELEMENT_TYPES.name(header.tensor.element_type),
+            payload)
+        if found is not None:
+            header.outer_maximum.extend(found)
 
 
 class DequantizeExchange(OutputExchange[Any]):
     """Of Dequantize."""
 
+    SENDS_CODES = True
     HEADER = service_pb2.DequantizeResponseHeader
     SUMMARY = service_pb2.DequantizeSummary
 
@@ -526,10 +627,23 @@ class CalibrateExchange(Exchange[CalibrateResult]):
         return CalibrateResult.from_proto(self._summary)
 
 
+def omit_large_encodings(header: Any) -> None:
+    """Of candidates that are specs with many scales; then none has one."""
+    shape = tuple(header.tensor.shape)
+    header.omit_encodings = any(
+        wants_chunks(candidate.spec, shape) for candidate in header.candidates
+        if candidate.WhichOneof("encoding_source") == "spec")
+
+
 class EvaluateExchange(Exchange["ResultList[CandidateMetrics]"]):
     """Of Evaluate with candidates."""
 
     SUMMARY = service_pb2.EvaluateSummary
+
+    def __init__(self, header: service_pb2.EvaluateHeader, payload: Array
+                 ) -> None:
+        super().__init__(header, payload)
+        omit_large_encodings(header)
 
     def _on_summary(self) -> None:
         _answers.check_evaluate(self.header, self._summary)

@@ -16,6 +16,7 @@ from quantd import _arrays, _globs, errors, results
 from quantd._exchange import (CalibrateExchange, CompareExchange,
                               DequantizeExchange, EvaluateExchange,
                               QuantizeExchange)
+from quantd._scale_stream import ScaleFeed, join_chunks
 from quantd.encoding import (Encoding, EncodingReference, EncodingSpec,
                              GranularityLike, Source, as_granularity,
                              set_granularity, set_source)
@@ -167,9 +168,23 @@ def _quantize(job: QuantizeJob) -> QuantizeExchange:
     exchange = QuantizeExchange(
         quantize_header(describe(reals.shape, reals.element_type, job.name),
                         job), reals.data, _arrays.output(job.out))
+    exchange.large_encodings = large_encodings([job.source], reals.shape)
     exchange.is_torch = _arrays.is_torch(job.array)
     _check_out(exchange)
     return exchange
+
+
+def large_encodings(sources: Iterable[Any], shape: Sequence[int]
+           ) -> dict[int, Encoding]:
+    """Encodings whose scales go up in chunks, by index.
+
+    Raises: ARGUMENT_INVALID for other scales than the shape has.
+    """
+    found = {index: source for index, source in enumerate(sources)
+             if isinstance(source, Encoding) and source.goes_in_chunks}
+    for source in found.values():
+        ScaleFeed(source, shape)
+    return found
 
 
 def _named_array(item: Any, job: str) -> dict[str, Any]:
@@ -329,6 +344,7 @@ def _dequantize(codes: Any, source: Union[Encoding, EncodingReference, None],
     exchange = DequantizeExchange(
         header, data, _arrays.output(out),
         count * ELEMENT_DTYPES[element_type].itemsize)
+    exchange.large_encodings = large_encodings([source], shape)
     exchange.is_torch = _arrays.is_torch(codes)
     _check_out(exchange)
     return exchange
@@ -415,9 +431,13 @@ def evaluate(array: Any, candidates: Iterable[Source], name: NameLike,
     """See Client.evaluate."""
     with naming(name):
         reals = _arrays.reals(array, element_type)
-        return EvaluateExchange(evaluate_header(
+        candidates = [candidates] if isinstance(candidates, str) else (
+            list(candidates))
+        exchange = EvaluateExchange(evaluate_header(
             describe(reals.shape, reals.element_type, name), candidates,
             labels, per_scale_index, with_distribution), reals.data)
+        exchange.large_encodings = large_encodings(candidates, reals.shape)
+        return exchange
 
 
 def compare(reference: Any, test: Any, with_distribution: bool,
@@ -565,9 +585,38 @@ def is_stored_from(put: encoding_pb2.Encoding, stored: encoding_pb2.Encoding
                 stored.SerializeToString(deterministic=True))
 
 
+class ScaleUpload:
+    """The messages of one WriteEncoding; made anew for every attempt."""
+
+    def __init__(self, first: es.WriteEncodingRequest, encoding: Encoding
+                 ) -> None:
+        """Raises: ARGUMENT_INVALID for scales that are not of their type."""
+        self._first = first
+        self._count = encoding.scale_count
+        field = "scale_code" if encoding.scale_code.size else "scale"
+        # The scales as a tensor whose blocks are single elements.
+        self._feed = ScaleFeed(
+            encoding.with_scales(block_size=(1,),
+                                 **{field: getattr(encoding, field)}),
+            (self._count,))
+        self._feed.check_exact()
+
+    def __iter__(self) -> Iterator[es.WriteEncodingRequest]:
+        yield self._first
+        for chunk in self._feed.chunks(0, self._count, 0):
+            yield es.WriteEncodingRequest(scales=encoding_pb2.ScaleChunk.FromString(
+                chunk))
+
+
+def messages_of(request: Any) -> Any:
+    """What gRPC takes for a call's request."""
+    return iter(request) if isinstance(request, ScaleUpload) else request
+
+
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A unary call that may be tried again. attempts: is told of each."""
+    """A call with one answer that may be tried again. attempts: is told of
+    each."""
 
     method: str
     request: Any
@@ -583,25 +632,43 @@ def put_encoding(name: NameLike, encoding: Encoding, if_match: str
                  ) -> Calls[results.StoredEncoding]:
     """See Client.put_encoding."""
     with _arguments():
-        request = es.PutEncodingRequest(
-            name=as_name(name).to_proto(), encoding=encoding.to_proto(),
-            if_match=if_match)
+        proto, header = as_name(name).to_proto(), encoding.to_header_proto()
+        request: Any
+        if encoding.goes_in_chunks:
+            method = "WriteEncoding"
+            request = ScaleUpload(es.WriteEncodingRequest(
+                name=proto, encoding=header, if_match=if_match), encoding)
+        else:
+            method = "PutEncoding"
+            request = es.PutEncodingRequest(name=proto, encoding=header,
+                                            if_match=if_match)
     attempts = Attempts()
     try:
-        answer = yield Call("PutEncoding", request, attempts)
+        answer = yield Call(method, request, attempts)
     except errors.QuantdError as refused:
         if not attempts.may_have_put(refused):
             raise
         try:
-            answer = yield Call("GetEncoding",
-                                es.GetEncodingRequest(name=request.name))
+            answer = yield Call("GetEncoding", es.GetEncodingRequest(name=proto))
         except errors.QuantdError:
             raise refused from None
-        if not is_stored_from(request.encoding,
+        if not is_stored_from(encoding.to_proto(),
                               answer.stored_encoding.encoding):
             raise
         answer.stored_encoding.ClearField("encoding")
     return results.StoredEncoding.from_proto(answer.stored_encoding)
+
+
+def stored_encoding(answers: Sequence[Any]) -> results.StoredEncoding:
+    """Of all messages of one ReadEncoding. Raises: RESPONSE_MALFORMED."""
+    if not answers or not answers[0].HasField("stored_encoding"):
+        raise errors.response_malformed("no encoding in the first message")
+    stored = answers[0].stored_encoding
+    found = results.StoredEncoding.from_proto(stored)
+    if not stored.encoding.scales_in_chunks:
+        return found
+    return dataclasses.replace(found, encoding=join_chunks(
+        stored.encoding, [answer.scales for answer in answers]))
 
 
 def delete_encoding(name: NameLike, if_match: str) -> Calls[None]:
@@ -610,6 +677,26 @@ def delete_encoding(name: NameLike, if_match: str) -> Calls[None]:
         request = es.DeleteEncodingRequest(name=as_name(name).to_proto(),
                                            if_match=if_match)
     return _delete("DeleteEncoding", request)
+
+
+def publish_revision(model: str, source_revision: str, revision: str
+                     ) -> Calls[results.PublishedRevision]:
+    """See Client.publish_revision."""
+    answer = yield Call("PublishRevision", es.PublishRevisionRequest(
+        model=model, source_revision=source_revision, revision=revision))
+    return results.PublishedRevision(answer.encoding_count,
+                                     answer.replaced_count)
+
+
+def delete_revision(model: str, revision: str) -> Calls[None]:
+    """See Client.delete_revision."""
+    return _delete("DeleteRevision", es.DeleteRevisionRequest(
+        model=model, revision=revision))
+
+
+def delete_model(model: str) -> Calls[None]:
+    """See Client.delete_model."""
+    return _delete("DeleteModel", es.DeleteModelRequest(model=model))
 
 
 def delete_statistics(name: NameLike, source: str) -> Calls[None]:
@@ -658,6 +745,29 @@ def sweep(model: str, specs: Iterable[SpecLike], revision: str,
         model=model, revision=revision, specs=[_spec(s) for s in specs],
         patterns=patterns, min_sqnr_db=min_sqnr_db,
         max_size_bytes=max_size_bytes)
+
+
+@_arguments()
+def choose_mixture(tensors: Mapping[str, Iterable[results.MixtureOption]],
+                   min_sqnr_db: Iterable[float], max_size_bytes: Iterable[int]
+                   ) -> es.ChooseMixtureRequest:
+    """See Client.choose_mixture."""
+    return es.ChooseMixtureRequest(
+        tensors=[es.MixtureTensor(tensor=tensor, options=[
+            es.MixtureOption(spec_index=option.spec_index,
+                             size_bytes=option.size_bytes,
+                             noise_to_signal=option.noise_to_signal)
+            for option in options]) for tensor, options in tensors.items()],
+        targets=[*(es.MixtureTarget(min_sqnr_db=target)
+                   for target in min_sqnr_db),
+                 *(es.MixtureTarget(max_size_bytes=target)
+                   for target in max_size_bytes)])
+
+
+def mixtures(answer: Any) -> list[results.SweepMixture]:
+    """Of an answer of ChooseMixture."""
+    return [results.SweepMixture.from_proto(mixture)
+            for mixture in answer.mixtures]
 
 
 def check_patterns(patterns: Iterable[str], names: Sequence[str], model: str,

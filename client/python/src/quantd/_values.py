@@ -3,53 +3,14 @@ proto/quantd/v1/encoding.proto in numpy."""
 
 from __future__ import annotations
 
-from typing import Any, Optional, Sequence
+from typing import Any, Sequence
 
 import numpy as np
 
 from quantd import errors
+from quantd._scales import table
 from quantd.encoding import Encoding
-from quantd.tensor import (ELEMENT_DTYPES, Array, format_info,
-                           format_options, unpack)
-from quantd.v1 import encoding_pb2 as pb
-
-
-def table(name: str, codebook: Array) -> Optional[Array]:
-    """The value of each code before the scale, as float32; None for
-    integers.
-
-    Raises: ARGUMENT_INVALID for a format without a definition here.
-    """
-    options = format_options(name)
-    if options.kind == pb.CODE_KIND_INTEGER:
-        return None
-    if options.kind == pb.CODE_KIND_CODEBOOK:
-        return np.asarray(options.codebook or codebook, np.float32)
-    layout = options.float_layout
-    exponent_bits, mantissa_bits = layout.exponent_bits, layout.mantissa_bits
-    codes = np.arange(1 << 1 + exponent_bits + mantissa_bits)
-    exponent = codes >> mantissa_bits & (1 << exponent_bits) - 1
-    mantissa = codes & (1 << mantissa_bits) - 1
-    is_normal = exponent > 0
-    values = np.ldexp(
-        mantissa + is_normal * float(1 << mantissa_bits),
-        np.where(is_normal, exponent, 1) - layout.bias - mantissa_bits)
-    is_negative = codes >> exponent_bits + mantissa_bits == 1
-    values[is_negative] *= -1
-    if layout.specials == pb.FLOAT_SPECIALS_FNUZ:
-        values[is_negative & (exponent == 0) & (mantissa == 0)] = np.nan
-    elif layout.specials == pb.FLOAT_SPECIALS_IEEE:
-        last = exponent == (1 << exponent_bits) - 1
-        values[last] = np.where(mantissa[last] > 0, np.nan,
-                                np.copysign(np.inf, values[last]))
-    elif layout.specials == pb.FLOAT_SPECIALS_NAN:
-        values[(exponent == (1 << exponent_bits) - 1)
-               & (mantissa == (1 << mantissa_bits) - 1)] = np.nan
-    elif layout.specials != pb.FLOAT_SPECIALS_NONE:
-        raise errors.argument_invalid(
-            f"expected a format whose codes are known here, got {name}; let "
-            f"the server dequantize it", "encoding")
-    return values.astype(np.float32)
+from quantd.tensor import ELEMENT_DTYPES, Array, format_info, unpack
 
 
 def _spread(numbers: Array, encoding: Encoding, shape: Sequence[int]) -> Array:
@@ -112,26 +73,3 @@ def dequantize(codes: Array, encoding: Encoding, shape: Sequence[int],
         if element_type == "bfloat16":
             return _to_bfloat16(reals)
         return reals.astype(ELEMENT_DTYPES[element_type], copy=False)
-
-
-def limits(encoding: Encoding) -> tuple[float, float]:
-    """The smallest and the largest real that has a code, over all scales."""
-    info = format_info(encoding.format)
-    scale = encoding.scale.ravel().astype(np.float64)
-    scale = scale[np.isfinite(scale)]
-    if not scale.size:
-        return 0.0, 0.0
-    values = table(info.name, encoding.codebook)
-    if values is not None:
-        finite = values[np.isfinite(values)]
-        ends = np.outer(scale, [finite.min(), finite.max()])
-        return float(ends.min()), float(ends.max())
-    lowest = -(1 << info.bits - 1) if info.is_signed else 0
-    qmin = lowest if encoding.qmin is None else encoding.qmin
-    qmax = (lowest + (1 << info.bits) - 1 if encoding.qmax is None
-            else encoding.qmax)
-    zero_point = encoding.zero_point.ravel().astype(np.float64)
-    if zero_point.size != scale.size:
-        zero_point = np.zeros_like(scale)
-    return (float(((qmin - zero_point) * scale).min()),
-            float(((qmax - zero_point) * scale).max()))

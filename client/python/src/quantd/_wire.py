@@ -1,7 +1,7 @@
 """Messages of the tensor streams, written and read in place.
 
-They are ordinary protobuf: {1: header, 2: offset, 3: data, 4: shared} up and
-{1: header, 2: offset, 3: data, 4: summary, 5: error} down. By hand the payload
+They are ordinary protobuf: {1: header, 2: offset, 3: data, 4: shared, 5: scales} up and
+{1: header, 2: offset, 3: data, 4: summary, 5: error, 6: scales} down. By hand the payload
 is copied once each way; protobuf's own classes would do so three times.
 """
 
@@ -27,7 +27,7 @@ def varint(value: int) -> bytes:
 
 
 def request(header: Optional[bytes], offset: int, data: Buffer = b"",
-            shared: bytes = b"") -> bytes:
+            shared: bytes = b"", scales: bytes = b"") -> bytes:
     """A message up. `offset` and the size of `data` are in bytes."""
     parts = []
     if header is not None:
@@ -38,6 +38,8 @@ def request(header: Optional[bytes], offset: int, data: Buffer = b"",
         parts += [b"\x1a", varint(len(data)), data]
     if shared:
         parts += [b"\x22", varint(len(shared)), shared]
+    if scales:
+        parts += [b"\x2a", varint(len(scales)), scales]
     return b"".join(parts)
 
 
@@ -89,7 +91,7 @@ def fields(message: Buffer, only: int = 0
 class Response:
     """A message down; its views are into the message."""
 
-    __slots__ = ("header", "offset", "data", "summary", "error")
+    __slots__ = ("header", "offset", "data", "summary", "error", "scales")
 
     def __init__(self, message: bytes) -> None:
         """Raises: MalformedError."""
@@ -98,11 +100,12 @@ class Response:
         self.data: Buffer = b""
         self.summary: Optional[memoryview] = None
         self.error: Optional[memoryview] = None
+        self.scales: Optional[memoryview] = None
         for number, value in fields(message):
             if isinstance(value, int):
                 if number == 2:
                     self.offset = value
-                elif number in (1, 3, 4, 5):
+                elif number in (1, 3, 4, 5, 6):
                     raise MalformedError(f"field {number} is a number")
             elif number == 1:
                 self.header = value
@@ -112,3 +115,5 @@ class Response:
                 self.summary = value
             elif number == 5:
                 self.error = value
+            elif number == 6:
+                self.scales = value

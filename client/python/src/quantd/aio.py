@@ -16,7 +16,8 @@ import collections.abc
 import functools
 import time
 from typing import (Any, AsyncIterable, AsyncIterator, Awaitable, Callable,
-                    Iterable, Literal, Optional, Sequence, Union, overload)
+                    Iterable, Literal, Mapping, Optional, Sequence, Union,
+                    overload)
 
 import grpc
 import grpc.aio
@@ -229,7 +230,8 @@ class Client:
         job = QuantizeJob(None, source, name, store, nan_policy, omit_encoding)
         header = _requests.quantize_header(
             _requests.describe(shape, element_type, name), job)
-        download = _chunks.quantize_download(header)
+        large = _requests.large_encodings([source], header.tensor.shape)
+        download = _chunks.quantize_download(header, large)
         return QuantizedChunks(self._chunked(
             "Quantize", header, element_type,
             _chunks.size_of(shape, element_type), chunks, download), download)
@@ -286,7 +288,8 @@ class Client:
         if isinstance(source, Encoding):
             count = _chunks.size_of(shape, "float32") // 4
             size = format_info(source.format).size_bytes(count)
-        download = _chunks.dequantize_download(header)
+        large = _requests.large_encodings([source], header.tensor.shape)
+        download = _chunks.dequantize_download(header, large)
         return DequantizedChunks(self._chunked(
             "Dequantize", header, None, size, chunks, download), download)
 
@@ -363,12 +366,15 @@ class Client:
             per_scale_index: bool = False, with_distribution: bool = False
     ) -> ResultList[results.CandidateMetrics]:
         """See quantd.Client.evaluate_chunks; chunks may be async."""
+        if not isinstance(candidates, str):
+            candidates = list(candidates)
         header = _requests.evaluate_header(
             _requests.describe(shape, element_type, name), candidates, labels,
             per_scale_index, with_distribution)
         summary = await self._summary_of(
             "Evaluate", header, element_type, shape, chunks,
-            _chunks.evaluate_download(header))
+            _chunks.evaluate_download(
+                header, _requests.large_encodings(candidates, shape)))
         return ResultList(results.CandidateMetrics.from_proto(candidate)
                           for candidate in summary.candidates)
 
@@ -393,15 +399,39 @@ class Client:
         return stored
 
     async def get_encoding(self, name: TensorName) -> results.StoredEncoding:
-        """An encoding with its scales."""
-        answer = await self._call("GetEncoding", es.GetEncodingRequest(
-            name=as_name(name).to_proto()))
+        """An encoding with its scales, however many there are."""
+        proto = as_name(name).to_proto()
+        try:
+            answer = await self._call("GetEncoding",
+                                      es.GetEncodingRequest(name=proto))
+        except errors.QuantdError as error:
+            if error.reason != "SCALE_COUNT_LIMIT":
+                raise
+            return _requests.stored_encoding([answer async for answer in (
+                self._read("ReadEncoding", es.ReadEncodingRequest(
+                    name=proto)))])
         return results.StoredEncoding.from_proto(answer.stored_encoding)
 
     async def delete_encoding(self, name: TensorName, *,
                               if_match: str = "") -> None:
         """Deletes an encoding. if_match: only the one that has this etag."""
         await self._run(_requests.delete_encoding(name, if_match))
+
+    async def publish_revision(self, model: str, source_revision: str,
+                               revision: str = ""
+                               ) -> results.PublishedRevision:
+        """See Client.publish_revision."""
+        published: results.PublishedRevision = await self._run(
+            _requests.publish_revision(model, source_revision, revision))
+        return published
+
+    async def delete_revision(self, model: str, revision: str) -> None:
+        """Deletes the encodings and statistics of a revision, all at once."""
+        await self._run(_requests.delete_revision(model, revision))
+
+    async def delete_model(self, model: str) -> None:
+        """Deletes a model with all of its revisions, all at once."""
+        await self._run(_requests.delete_model(model))
 
     def list_encodings(self, model: str, revision: str = ""
                        ) -> AsyncIterator[results.StoredEncoding]:
@@ -442,6 +472,15 @@ class Client:
                                    "patterns")
         return _requests.sweep_result(
             [answer async for answer in self._read("Sweep", request)])
+
+    async def choose_mixture(
+            self, tensors: Mapping[str, Iterable[results.MixtureOption]], *,
+            min_sqnr_db: Iterable[float] = (),
+            max_size_bytes: Iterable[int] = ()) -> list[results.SweepMixture]:
+        """Chooses specs; see quantd.Client.choose_mixture."""
+        return _requests.mixtures(await self._call(
+            "ChooseMixture", _requests.choose_mixture(
+                tensors, min_sqnr_db, max_size_bytes)))
 
     async def _check_patterns(self, patterns: Sequence[str], model: str,
                               revision: str, field: str) -> None:
@@ -633,7 +672,8 @@ class Client:
                        ) -> AsyncIterator[Array]:
         """The data down, as uint8."""
         upload = _chunks.Upload(header, element_type, size_bytes,
-                                self._options.chunk_bytes)
+                                self._options.chunk_bytes,
+                                download.encodings)
 
         async def messages() -> AsyncIterator[bytes]:
             async for array in _each(chunks):
@@ -670,7 +710,8 @@ class Client:
 
     async def _attempt(self, method: Callable[..., Any], request: Any) -> Any:
         try:
-            return await method(request, timeout=self._options.timeout,
+            return await method(_requests.messages_of(request),
+                                timeout=self._options.timeout,
                                 metadata=self._metadata())
         except grpc.RpcError as error:
             raise errors.from_rpc_error(error, self._options.target,

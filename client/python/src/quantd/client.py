@@ -7,8 +7,8 @@ import functools
 import threading
 import time
 import weakref
-from typing import (Any, Callable, Iterable, Iterator, Literal, Optional,
-                    Sequence, Union, overload)
+from typing import (Any, Callable, Iterable, Iterator, Literal, Mapping,
+                    Optional, Sequence, Union, overload)
 
 import grpc
 import numpy as np
@@ -238,7 +238,8 @@ class Client:
         job = QuantizeJob(None, source, name, store, nan_policy, omit_encoding)
         header = _requests.quantize_header(
             _requests.describe(shape, element_type, name), job)
-        download = _chunks.quantize_download(header)
+        large = _requests.large_encodings([source], header.tensor.shape)
+        download = _chunks.quantize_download(header, large)
         return _chunks.QuantizedChunks(self._chunked(
             "Quantize", header, element_type,
             _chunks.size_of(shape, element_type), chunks, download), download)
@@ -332,7 +333,8 @@ class Client:
         if isinstance(source, Encoding):
             count = _chunks.size_of(shape, "float32") // 4
             size = format_info(source.format).size_bytes(count)
-        download = _chunks.dequantize_download(header)
+        large = _requests.large_encodings([source], header.tensor.shape)
+        download = _chunks.dequantize_download(header, large)
         return _chunks.DequantizedChunks(self._chunked(
             "Dequantize", header, None, size, chunks, download), download)
 
@@ -455,11 +457,14 @@ class Client:
     ) -> ResultList[results.CandidateMetrics]:
         """evaluate() of a tensor that does not fit in memory; see
         quantize_chunks for `chunks`, and for candidates that are specs."""
+        if not isinstance(candidates, str):
+            candidates = list(candidates)
         header = _requests.evaluate_header(
             _requests.describe(shape, element_type, name), candidates, labels,
             per_scale_index, with_distribution)
         summary = self._summary_of("Evaluate", header, element_type, shape,
-                                   chunks, _chunks.evaluate_download(header))
+                                   chunks, _chunks.evaluate_download(
+                header, _requests.large_encodings(candidates, shape)))
         return ResultList(results.CandidateMetrics.from_proto(candidate)
                           for candidate in summary.candidates)
 
@@ -510,21 +515,47 @@ class Client:
 
     def put_encoding(self, name: TensorName, encoding: Encoding, *,
                      if_match: str = "") -> results.StoredEncoding:
-        """Stores an encoding; the answer leaves it out. if_match: the etag to
-        replace, or "absent"."""
+        """Stores an encoding, however many scales it has; the answer leaves it
+        out. if_match: the etag to replace, or "absent"."""
         stored: results.StoredEncoding = self._run(
             _requests.put_encoding(name, encoding, if_match))
         return stored
 
     def get_encoding(self, name: TensorName) -> results.StoredEncoding:
-        """An encoding with its scales."""
-        answer = self._call(self._encodings.GetEncoding, es.GetEncodingRequest(
-            name=as_name(name).to_proto()))
+        """An encoding with its scales, however many there are."""
+        proto = as_name(name).to_proto()
+        try:
+            answer = self._call(self._encodings.GetEncoding,
+                                es.GetEncodingRequest(name=proto))
+        except errors.QuantdError as error:
+            if error.reason != "SCALE_COUNT_LIMIT":
+                raise
+            return _requests.stored_encoding(list(self._read(
+                self._encodings.ReadEncoding,
+                es.ReadEncodingRequest(name=proto))))
         return results.StoredEncoding.from_proto(answer.stored_encoding)
 
     def delete_encoding(self, name: TensorName, *, if_match: str = "") -> None:
         """Deletes an encoding. if_match: only the one that has this etag."""
         self._run(_requests.delete_encoding(name, if_match))
+
+    def publish_revision(self, model: str, source_revision: str,
+                         revision: str = "") -> results.PublishedRevision:
+        """Makes the encodings of source_revision those of revision, by default
+        "main", all at once: readers see all that was there before, or all that
+        is there after. The source is then empty. When an answer was lost, the
+        retry finds that and raises REVISION_NOT_FOUND."""
+        published: results.PublishedRevision = self._run(
+            _requests.publish_revision(model, source_revision, revision))
+        return published
+
+    def delete_revision(self, model: str, revision: str) -> None:
+        """Deletes the encodings and statistics of a revision, all at once."""
+        self._run(_requests.delete_revision(model, revision))
+
+    def delete_model(self, model: str) -> None:
+        """Deletes a model with all of its revisions, all at once."""
+        self._run(_requests.delete_model(model))
 
     def list_encodings(self, model: str, revision: str = ""
                        ) -> Iterator[results.StoredEncoding]:
@@ -578,6 +609,21 @@ class Client:
         self._check_patterns(request.patterns, model, revision, "patterns")
         return _requests.sweep_result(
             list(self._read(self._encodings.Sweep, request)))
+
+    def choose_mixture(
+            self, tensors: Mapping[str, Iterable[results.MixtureOption]], *,
+            min_sqnr_db: Iterable[float] = (),
+            max_size_bytes: Iterable[int] = ()) -> list[results.SweepMixture]:
+        """Chooses one spec for each tensor from measured errors, by the rule of
+        sweep(); a mixture for each target.
+
+        tensors: 1 to 64 options of each, by its name.
+        min_sqnr_db, max_size_bytes: 1 to 64 targets; the mixtures of the first
+            come first.
+        """
+        return _requests.mixtures(self._call(
+            self._encodings.ChooseMixture, _requests.choose_mixture(
+                tensors, min_sqnr_db, max_size_bytes)))
 
     def _check_patterns(self, patterns: Sequence[str], model: str,
                         revision: str, field: str) -> None:
@@ -639,7 +685,8 @@ class Client:
                  download: _chunks.Download) -> _chunks.ChunkedCall:
         _channel.check_process()
         upload = _chunks.Upload(header, element_type, size_bytes,
-                                self._options.chunk_bytes)
+                                self._options.chunk_bytes,
+                                download.encodings)
         return _chunks.ChunkedCall(
             self._connection.channel.stream_stream(_SERVICE + method),
             self._options, upload, chunks, download)
@@ -772,11 +819,12 @@ class Client:
             self._give_back(method, stream)
 
     def _attempt(self, method: Callable[..., Any], request: Any) -> Any:
-        """One attempt of a unary call."""
+        """One attempt of a call with one answer."""
         _channel.check_process()
         try:
             return _apart.run(
-                lambda: method(request, timeout=self._options.timeout))
+                lambda: method(_requests.messages_of(request),
+                               timeout=self._options.timeout))
         except grpc.RpcError as error:
             raise errors.from_rpc_error(error, self._options.target,
                                         self._options.timeout) from None

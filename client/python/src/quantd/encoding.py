@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any, NoReturn, Optional, Sequence, Union
+from typing import (TYPE_CHECKING, Any, NoReturn, Optional, Sequence, Union)
 
 import numpy as np
 
-from quantd import errors
-from quantd.tensor import (FORMATS, Array, EnumNames, TensorName, format_info)
+from quantd import _scales, errors
+from quantd.tensor import (FORMATS, Array, EnumNames, TensorName, format_info,
+                           format_options)
 from quantd.v1 import encoding_pb2
 
 _SYMMETRIES = EnumNames(encoding_pb2.Symmetry, "SYMMETRY_", "a symmetry",
@@ -294,13 +295,35 @@ def _brief(array: Array) -> str:
     return repr(array.tolist())
 
 
+_STORED_SCALES: dict[str, Any] = {"float16": np.dtype("<f2"),
+                                  "bfloat16": np.dtype("<u2")}
+
+
+# Scales of these types are multiplied by outer ones.
+OUTER_SCALE_TYPES = ("e4m3", "integer")
+# An encoding with more scales goes up without them; see _scale_stream.
+MOST_SCALES_IN_HEADER = 1 << 16
+
+
+def scale_type_name(value: int) -> str:
+    """Of a ScaleType of proto/."""
+    return _SCALE_TYPES.name(value)
+
+
+def default_scale_type(format_name: str) -> str:
+    """How a format stores its scales, "float32" where it does not say."""
+    value = format_options(format_name).scale_type
+    return _SCALE_TYPES.name(value) if value else "float32"
+
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Encoding:
     """How codes stand for reals.
 
     scale: float32, in the shape of the scales where it is known, otherwise in
         one dimension and row-major order. Left empty for formats whose scales
-        follow from scale_code and outer_scale: quantd fills it in.
+        follow from scale_code and outer_scale: then it is computed when it is
+        first asked for.
     zero_point: int32, as many as scales, or empty: all 0.
     scale_code: uint8; outer_scale, codebook: float32; empty where the format
         has none.
@@ -348,6 +371,39 @@ class Encoding:
                     f"expected {np.dtype(dtype).name}: {error}", name
                 ) from error
             object.__setattr__(self, name, array)
+        if self.scale_code.size and not self.scale.size:
+            object.__delattr__(self, "scale")
+
+    if not TYPE_CHECKING:
+        def __getattr__(self, name: str) -> Array:
+            """The scales, where only what they follow from is given."""
+            if name != "scale":
+                raise AttributeError(name)
+            scale = _scales.scales(self)
+            object.__setattr__(self, "scale", scale)
+            return scale
+
+    @property
+    def stored_scale(self) -> Array:
+        """The scales in the type that they are stored in: float32, float16,
+        the bits of bfloat16 as uint16, or uint8 as in scale_code."""
+        if self.scale_code.size:
+            return self.scale_code
+        stored = _STORED_SCALES.get(self.scale_type or "")
+        if stored == np.uint16:
+            # Scales are values of the type: only zeros are cut.
+            return (self.scale.view(np.uint32) >> 16).astype(np.uint16)
+        return self.scale if stored is None else self.scale.astype(stored)
+
+    @property
+    def scale_count(self) -> int:
+        """How many there are."""
+        return self.scale_code.size or self.scale.size
+
+    @property
+    def stored_scale_type(self) -> str:
+        """scale_type, or what the format has where that is not given."""
+        return self.scale_type or default_scale_type(self.format)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Encoding):
@@ -376,10 +432,13 @@ class Encoding:
                         ".zero_point")
 
     def _with_scales(self) -> encoding_pb2.Encoding:
+        return self._to_proto(self.scale)
+
+    def _to_proto(self, scale: Array) -> encoding_pb2.Encoding:
         try:
             return encoding_pb2.Encoding(
                 format=FORMATS.value(self.format), block_size=self.block_size,
-                scale=self.scale.ravel().tolist(),
+                scale=scale.ravel().tolist(),
                 zero_point=self.zero_point.ravel().tolist(),
                 qmin=self.qmin, qmax=self.qmax, exclude_zero=self.exclude_zero,
                 scale_type=_SCALE_TYPES.value(self.scale_type),
@@ -395,10 +454,41 @@ class Encoding:
 
     def to_proto(self) -> encoding_pb2.Encoding:
         """Raises: ARGUMENT_INVALID."""
-        message = self._with_scales()
-        if message.scale_code:
-            message.ClearField("scale")
+        return self._to_proto(np.empty(0, np.float32) if self.scale_code.size
+                              else self.scale)
+
+    @property
+    def goes_in_chunks(self) -> bool:
+        """Whether there are too many scales for a header."""
+        return self.scale_count > MOST_SCALES_IN_HEADER
+
+    def to_header_proto(self) -> encoding_pb2.Encoding:
+        """For a header; without scales where they go up in chunks.
+
+        Raises: ARGUMENT_INVALID.
+        """
+        if not self.goes_in_chunks:
+            return self.to_proto()
+        bare = self.with_scales(scale=np.empty(0, np.float32),
+                                scale_code=np.empty(0, np.uint8),
+                                outer_scale=np.empty(0, np.float32),
+                                zero_point=np.empty(0, np.int32))
+        message = bare.to_proto()
+        message.scales_in_chunks = True
+        message.chunks_have_zero_points = bool(self.zero_point.any())
         return message
+
+    def with_scales(self, **fields: Any) -> Encoding:
+        """The same with other scales: `scale`, or `scale_code`."""
+        for name in ("scale", "scale_code"):
+            if name not in fields:
+                fields[name] = (
+                    np.empty(0) if fields.keys() & {"scale", "scale_code"}
+                    else self.__dict__.get(name, np.empty(0)))
+                fields[name] = np.asarray(fields[name]).astype(
+                    np.uint8 if name == "scale_code" else np.float32,
+                    copy=False)
+        return dataclasses.replace(self, **fields)
 
     @classmethod
     def from_proto(cls, message: encoding_pb2.Encoding) -> Encoding:
@@ -460,7 +550,7 @@ def set_source(source: Source, message: Any, rank: int) -> None:
     if isinstance(source, EncodingReference):
         message.reference.CopyFrom(source.to_proto())
     elif isinstance(source, Encoding):
-        message.encoding.CopyFrom(source.to_proto())
+        message.encoding.CopyFrom(source.to_header_proto())
     elif isinstance(source, EncodingSpec):
         message.spec.CopyFrom(source.to_proto(rank))
     else:

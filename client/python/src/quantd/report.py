@@ -28,14 +28,15 @@ from typing import Any, Callable, Iterable, Optional, Sequence, Union
 import numpy as np
 
 from quantd import __version__, errors, results
-from quantd._values import limits
 from quantd.client import Client
-from quantd.encoding import Encoding, EncodingSpec
+from quantd.encoding import EncodingSpec
 from quantd.tensor import Array
 
 SPECS = ("int8:per-channel", "int8:mse", "int4:mse")
 _BINS = 120
 _TAIL = 0.001
+# With more tensors their histograms have half as many bins.
+_MANY_TENSORS = 500
 
 SpecLike = Union[EncodingSpec, str]
 
@@ -45,7 +46,7 @@ class TensorReport:
     """One tensor. element_count: of the tensor, where `statistics` has those
     that were seen; low, high: between which all but a thousandth of the
     elements lie; edges, counts: a histogram of linear bins; predictions,
-    clips, size_bytes: by spec, None where that failed."""
+    size_bytes: by spec, None where that failed."""
 
     name: str
     statistics: results.TensorStatistics
@@ -56,8 +57,6 @@ class TensorReport:
     edges: Array
     counts: Array
     predictions: tuple[Optional[results.Prediction], ...]
-    clips: tuple[Optional[tuple[float, float]], ...]
-    scale_counts: tuple[int, ...]
     size_bytes: tuple[Optional[int], ...]
 
 
@@ -89,20 +88,12 @@ def collect(client: Client, model: str, *, revision: str = "",
     """
     specs, patterns = list(specs), list(patterns)
     sweep = client.sweep(model, specs, revision=revision, patterns=patterns)
-    encodings: list[dict[str, Encoding]] = []
-    for spec in specs:
-        encodings.append({})
-        overrides = [(pattern, spec) for pattern in patterns]
-        for answer in client.compute_encodings(
-                model, None if overrides else spec, revision=revision,
-                overrides=overrides, dry_run=True):
-            stored = answer.stored_encoding
-            if stored is not None and stored.encoding is not None:
-                encodings[-1][answer.name.tensor] = stored.encoding
     tensors = []
     for n, swept in enumerate(sweep.tensors):
         if swept.error is None:
-            tensors.append(_tensor(client, swept, encodings))
+            tensors.append(_tensor(
+                client, swept, len(specs),
+                _BINS // (2 if len(sweep.tensors) > _MANY_TENSORS else 1)))
         if progress is not None:
             progress(n + 1, len(sweep.tensors))
     return ModelReport(model, revision or "main", client.target,
@@ -237,15 +228,14 @@ def _label(spec: SpecLike) -> str:
 
 
 def _tensor(client: Client, swept: results.SweepTensor,
-            encodings: Sequence[dict[str, Encoding]]) -> TensorReport:
+            spec_count: int, bin_count: int) -> TensorReport:
     stored = client.get_statistics(swept.name, per_tensor=True)
     state = stored.state
     assert state is not None
     bins = _bins_of(state)
-    edges, counts = _histogram(state, bins, _BINS)
+    edges, counts = _histogram(state, bins, bin_count)
     candidates = {candidate.spec_index: candidate
                   for candidate in swept.candidates if candidate.prediction}
-    found = [by_name.get(swept.name.tensor) for by_name in encodings]
     return TensorReport(
         swept.name.tensor, stored.statistics, len(stored.sources),
         element_count=math.prod(state.shape),
@@ -254,13 +244,9 @@ def _tensor(client: Client, swept: results.SweepTensor,
         edges=edges, counts=counts,
         predictions=tuple(
             candidates[i].prediction if i in candidates else None
-            for i in range(len(encodings))),
-        clips=tuple(None if encoding is None else limits(encoding)
-                    for encoding in found),
-        scale_counts=tuple(0 if encoding is None else encoding.scale.size
-                           for encoding in found),
+            for i in range(spec_count)),
         size_bytes=tuple(candidates[i].size_bytes if i in candidates else None
-                         for i in range(len(encodings))))
+                         for i in range(spec_count)))
 
 
 # The page.
@@ -288,16 +274,16 @@ def _document(report: ModelReport) -> dict[str, Any]:
             "sqnr_db": prediction.sqnr_db,
             "sqnr_db_low": prediction.sqnr_db_low,
             "sqnr_db_high": prediction.sqnr_db_high,
-            "size_bytes": size, "clip": clip, "scale_count": scale_count}
-                for prediction, size, clip, scale_count in zip(
-                    tensor.predictions, tensor.size_bytes, tensor.clips,
-                    tensor.scale_counts)]
+            "size_bytes": size}
+                for prediction, size in zip(tensor.predictions,
+                                            tensor.size_bytes)]
 
     return {
         "model": report.model, "revision": report.revision,
         "date": report.date.strftime("%Y-%m-%d %H:%M UTC"),
         "version": f"quantd {__version__} for Python",
-        "server": report.server, "candidates": report.labels,
+        "server": report.server, "input": None, "mixture": None,
+        "candidates": report.labels,
         "tensors": [{
             "name": tensor.name, "count": tensor.statistics.count,
             "zero_count": tensor.statistics.zero_count,

@@ -182,6 +182,9 @@ class QuantizedTensor(Tabular):
     encoding: None when it was asked to be left out.
     element_type: of the reals, "float32", "float16", "bfloat16" or "float64".
     etag: of the encoding when it came from the store or went there.
+    summary: of a tensor from a file only its count: nothing else is kept there.
+    mantissa_bits: of the histograms that a spec's encoding was found from, 0
+        where it needed none.
     """
 
     name: TensorName
@@ -192,12 +195,13 @@ class QuantizedTensor(Tabular):
     element_type: str
     etag: str
     summary: QuantizeSummary
+    mantissa_bits: int = 0
 
     def __repr__(self) -> str:
         name = f" {self.name.tensor!r}" if self.name.tensor else ""
         format_name = "codes" if self.encoding is None else self.encoding.format
         scales = "" if self.encoding is None else (
-            f", {self.encoding.scale.size:,} scales")
+            f", {self.encoding.scale_count:,} scales")
         return (f"<QuantizedTensor{name} of {format_name}, {self.shape} of "
                 f"{self.element_type}{scales}, "
                 f"{_arrays.codes(self.codes).nbytes:,} bytes>")
@@ -212,7 +216,7 @@ class QuantizedTensor(Tabular):
         row["shape"] = str(self.shape)
         if self.encoding is not None:
             row["format"] = self.encoding.format
-            row["scale_count"] = self.encoding.scale.size
+            row["scale_count"] = self.encoding.scale_count
         row["codes_bytes"] = _arrays.codes(self.codes).nbytes
         return row
 
@@ -246,15 +250,19 @@ class QuantizedTensor(Tabular):
             raise errors.argument_invalid("the encoding was left out")
         return self.encoding.zero_point
 
-    def dequantize(self) -> Any:
+    def dequantize(self, client: Any = None) -> Any:
         """The reals, in the tensor's shape and type; computed here, with the
         bits that Client.dequantize answers. A tensor of torch where `codes` is
         one, otherwise an array of numpy, bfloat16 as uint16.
 
-        Raises: ARGUMENT_INVALID without the encoding.
+        client: a Client whose server computes them.
+
+        Raises: ARGUMENT_INVALID without the encoding; those of the client.
         """
         if self.encoding is None:
             raise errors.argument_invalid("the encoding was left out")
+        if client is not None:
+            return client.dequantize(self)
         return self._as_given(
             dequantize(self._numpy_codes(), self.encoding, self.shape,
                        self.element_type), self.element_type)
@@ -372,6 +380,15 @@ class Revision(Tabular):
 
 
 @dataclasses.dataclass(frozen=True)
+class PublishedRevision(Tabular):
+    """What publish_revision did: encodings that the revision has now, and
+    encodings that it had before."""
+
+    encoding_count: int
+    replaced_count: int
+
+
+@dataclasses.dataclass(frozen=True)
 class ComputedEncoding(Tabular):
     """One tensor of compute_encodings: either an encoding and the error to
     expect, or how it failed."""
@@ -474,6 +491,17 @@ class SweepMixture(Tabular):
         """As the server has it."""
         return _read(cls, message, choices={
             choice.tensor: choice.spec_index for choice in message.choices})
+
+
+@dataclasses.dataclass(frozen=True)
+class MixtureOption(Tabular):
+    """What one spec does to one tensor. spec_index: the caller's own numbering;
+    size_bytes: of codes and scales; noise_to_signal: sum e^2 / sum x^2, where
+    not finite is worse than any number."""
+
+    spec_index: int
+    size_bytes: int
+    noise_to_signal: float
 
 
 @dataclasses.dataclass(frozen=True)

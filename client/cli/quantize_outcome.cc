@@ -1,0 +1,62 @@
+#include "client/cli/quantize_outcome.h"
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "absl/strings/escaping.h"
+#include "client/cli/session.h"
+#include "nlohmann/json.hpp"
+#include "quantd/v1/quantization_service.pb.h"
+
+namespace quantd::cli {
+
+Json RecordOf(const Outcome& outcome) {
+  Json record = {{"format", outcome.format},
+                 {"bytes", outcome.output_bytes},
+                 {"clipped_low", outcome.clipped_low_count},
+                 {"clipped_high", outcome.clipped_high_count},
+                 {"nan", outcome.nan_count},
+                 {"infinity", outcome.infinity_count},
+                 {"mantissa_bits", outcome.mantissa_bits}};
+  if (outcome.metrics.has_value()) {
+    record["metrics"] =
+        absl::Base64Escape(outcome.metrics->SerializeAsString());
+  }
+  return record;
+}
+
+std::optional<Outcome> ParseRecord(const Json& record) {
+  if (!record.is_object()) return std::nullopt;
+  Outcome outcome;
+  outcome.is_quantized = true;
+  const auto format = record.find("format");
+  if (format == record.end() || !format->is_string()) return std::nullopt;
+  outcome.format = format->get<std::string>();
+  const std::pair<const char*, uint64_t*> counts[] = {
+      {"bytes", &outcome.output_bytes},
+      {"clipped_low", &outcome.clipped_low_count},
+      {"clipped_high", &outcome.clipped_high_count},
+      {"nan", &outcome.nan_count},
+      {"infinity", &outcome.infinity_count},
+      {"mantissa_bits", &outcome.mantissa_bits}};
+  for (const auto& [key, count] : counts) {
+    const auto found = record.find(key);
+    if (found == record.end() || !found->is_number_unsigned()) {
+      return std::nullopt;
+    }
+    *count = found->get<uint64_t>();
+  }
+  const auto metrics = record.find("metrics");
+  if (metrics == record.end()) return outcome;
+  std::string bytes;
+  if (!metrics->is_string() ||
+      !absl::Base64Unescape(metrics->get<std::string>(), &bytes) ||
+      !outcome.metrics.emplace().ParseFromString(bytes)) {
+    return std::nullopt;
+  }
+  return outcome;
+}
+
+}  // namespace quantd::cli

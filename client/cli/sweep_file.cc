@@ -1,0 +1,273 @@
+#include "client/cli/sweep_file.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
+#include "client/cli/measurement.h"
+#include "client/cli/output.h"
+#include "client/cli/progress.h"
+#include "client/cli/quantized_tensor.h"
+#include "client/cli/selection.h"
+#include "client/cli/session.h"
+#include "client/cli/sweep_output.h"
+#include "client/cli/table.h"
+#include "client/cli/tensor_input.h"
+#include "client/cpp/client.h"
+#include "client/cpp/errors.h"
+#include "client/files/dtype.h"
+#include "client/files/safetensors.h"
+#include "nlohmann/json.hpp"
+
+namespace quantd::cli {
+namespace {
+
+constexpr char kPlace[] = "{}";
+
+// One run of `quantctl sweep FILE`. Not thread-safe.
+class FileSweeper {
+ public:
+  FileSweeper(const FileSweepOptions& options, Session* session)
+      : options_(options),
+        session_(*session),
+        specs_(options.spec.specs),
+        budgets_(options.budgets.Parse()) {}
+
+  void Run() {
+    const absl::StatusOr<std::vector<SpecTemplate>> specs =
+        ParseSpecs(specs_.texts(), options_.spec);
+    if (!specs.ok()) return session_.FailUsage(specs.status());
+    const absl::StatusOr<TensorInput> input = TensorInput::Open(options_.input);
+    if (!input.ok()) return session_.Fail(input.status());
+    absl::Status status = CheckPlain(*input, options_.input);
+    if (!status.ok()) return session_.Fail(status);
+    status = TakeOutputs(*input);
+    if (!status.ok()) return FailEarly(status, &session_);
+    ReportUnread(*input, &session_);
+    const absl::StatusOr<std::vector<const files::FileTensor*>> taken =
+        SelectTensors({&*input}, options_.filter, nullptr);
+    if (!taken.ok()) return session_.FailUsage(taken.status());
+    const std::unique_ptr<Client> client = session_.ConnectOrFail();
+    if (client == nullptr) return;
+
+    status = Measure(*taken, *specs, client.get());
+    if (!status.ok()) return session_.Fail(status);
+    absl::StatusOr<std::vector<v1::SweepMixture>> mixtures =
+        ChooseMixtures(measured_, budgets_, client.get());
+    if (!mixtures.ok()) return session_.Fail(mixtures.status());
+    AddTensors();
+    const std::vector<std::string> reasons = ReasonsAgainst(*mixtures);
+    for (size_t i = 0; i < outputs_.size(); ++i) {
+      if (!reasons[i].empty()) continue;
+      status = specs_.WriteMixture((*mixtures)[i], outputs_[i],
+                                   options_.output.if_exists());
+      if (!status.ok()) return session_.Fail(status);
+    }
+    Report(*mixtures, reasons);
+  }
+
+ private:
+  // Where each mixture goes, if they are written.
+  absl::Status TakeOutputs(const TensorInput& input) {
+    if (options_.output.path.empty()) return absl::OkStatus();
+    if (budgets_.empty()) {
+      return ArgumentInvalidError(
+          "expected --min-sqnr, --max-bytes or --max-bits-per-element with "
+          "-o");
+    }
+    const bool has_place = absl::StrContains(options_.output.path, kPlace);
+    if (budgets_.size() > 1 && !has_place) {
+      return ArgumentInvalidError(absl::StrCat(
+          "expected {} in -o with ", budgets_.size(),
+          " budgets, in the place of their figures, as in mixture-{}.txt; "
+          "got ",
+          options_.output.path));
+    }
+    for (const Budget& budget : budgets_) {
+      OutputOptions output = options_.output;
+      output.path =
+          absl::StrReplaceAll(output.path, {{kPlace, budget.Number()}});
+      absl::Status status = output.CheckFile(input.paths(), ".txt", &session_);
+      if (!status.ok()) return status;
+      if (std::find(outputs_.begin(), outputs_.end(), output.path) !=
+          outputs_.end()) {
+        return ArgumentInvalidError(absl::StrCat(
+            "expected different budgets, got ", budget.Number(), " twice"));
+      }
+      outputs_.push_back(output.path);
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status Measure(const std::vector<const files::FileTensor*>& taken,
+                       const std::vector<SpecTemplate>& specs, Client* client) {
+    uint64_t total_bytes = 0;
+    for (const files::FileTensor* const tensor : taken) {
+      total_bytes += tensor->data.size();
+    }
+    Progress progress(total_bytes, !session_.quiet);
+    absl::StatusOr<std::vector<MeasuredTensor>> measured = MeasureTensors(
+        taken, specs, client, [&](const files::FileTensor& tensor) {
+          progress.Add(tensor.data.size(), tensor.name);
+        });
+    if (!measured.ok()) return measured.status();
+    measured_ = *std::move(measured);
+    return absl::OkStatus();
+  }
+
+  void AddTensors() {
+    table_.AddColumn("TENSOR, SPEC", Table::Align::kLeft);
+    table_.AddColumn("SQNR DB", Table::Align::kRight);
+    table_.AddColumn("MAX ERROR", Table::Align::kRight);
+    table_.AddColumn("SIZE", Table::Align::kBytes);
+    for (const MeasuredTensor& measured : measured_) AddTensor(measured);
+  }
+
+  void AddTensor(const MeasuredTensor& measured) {
+    const std::string& name = measured.tensor->name;
+    // On a line of its own, because names and specs are long.
+    table_.AddLine(name);
+    Json candidates = Json::array();
+    for (const size_t i : Ranked(measured)) {
+      const MeasuredCandidate& candidate = measured.candidates[i];
+      const std::string& spec = specs_.texts()[i];
+      Json json = {{"spec_index", i}, {"spec", spec}};
+      std::vector<std::string> row = {absl::StrCat("  ", spec)};
+      if (!candidate.status.ok()) {
+        session_.Note(kServerError);
+        json["error"] = ErrorJson(candidate.status);
+        errors_.push_back({absl::StrCat(name, ", ", spec), candidate.status});
+        row.push_back("failed");
+      } else {
+        const v1::ErrorMetrics& metrics = candidate.metrics;
+        json.update(Json{{"sqnr_db", metrics.sqnr_db()},
+                         {"max_absolute_error", metrics.max_absolute_error()},
+                         {"mean_squared_error", metrics.mean_squared_error()},
+                         {"non_finite_count", metrics.non_finite_count()},
+                         {"clipped_low_count", metrics.clipped_low_count()},
+                         {"clipped_high_count", metrics.clipped_high_count()},
+                         {"noise_to_signal", candidate.noise_to_signal},
+                         {"size_bytes", candidate.size_bytes}});
+        row.push_back(DecibelText(candidate.metrics.sqnr_db()));
+        row.push_back(NumberText(candidate.metrics.max_absolute_error()));
+        row.push_back(BytesCell(candidate.size_bytes));
+      }
+      candidates.push_back(std::move(json));
+      table_.AddRow(std::move(row));
+    }
+    const v1::TensorStatistics& statistics = measured.statistics;
+    const uint64_t not_finite = statistics.nan_count() +
+                                statistics.positive_infinity_count() +
+                                statistics.negative_infinity_count();
+    if (not_finite > 0) {
+      notes_.push_back(absl::StrCat("quantctl: tensor ", name, ": ",
+                                    CountText(not_finite),
+                                    " elements are not finite, and not "
+                                    "measured"));
+    }
+    tensors_.push_back(
+        {{"name", name},
+         {"shape", measured.tensor->shape},
+         {"dtype", std::string(DtypeName(measured.tensor->dtype))},
+         {"candidates", std::move(candidates)}});
+  }
+
+  // Least noise first, then the smaller; failures last.
+  static std::vector<size_t> Ranked(const MeasuredTensor& measured) {
+    std::vector<size_t> order(measured.candidates.size());
+    std::iota(order.begin(), order.end(), size_t{0});
+    std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
+      const MeasuredCandidate& x = measured.candidates[a];
+      const MeasuredCandidate& y = measured.candidates[b];
+      if (x.status.ok() != y.status.ok()) return x.status.ok();
+      if (x.noise_to_signal != y.noise_to_signal) {
+        return x.noise_to_signal < y.noise_to_signal;
+      }
+      return x.size_bytes < y.size_bytes;
+    });
+    return order;
+  }
+
+  // Of each mixture why it is none; empty where it is.
+  std::vector<std::string> ReasonsAgainst(
+      const std::vector<v1::SweepMixture>& mixtures) {
+    std::vector<std::string> reasons;
+    for (const v1::SweepMixture& mixture : mixtures) {
+      reasons.push_back(ReasonForNoMixture(mixture, measured_.size()));
+      if (!reasons.back().empty()) session_.Note(kServerError);
+    }
+    return reasons;
+  }
+
+  void Report(const std::vector<v1::SweepMixture>& mixtures,
+              const std::vector<std::string>& reasons) {
+    const std::vector<v1::SweepTotal> totals =
+        TotalsOf(measured_, specs_.texts().size());
+    const auto is_written = [&](size_t i) {
+      return !outputs_.empty() && reasons[i].empty();
+    };
+    if (session_.json) {
+      Json list = Json::array();
+      for (size_t i = 0; i < mixtures.size(); ++i) {
+        Json mixture = {{"target", budgets_[i].Text()}};
+        mixture.update(specs_.MixtureJson(mixtures[i], is_written(i)));
+        if (is_written(i)) mixture["output"] = outputs_[i];
+        list.push_back(std::move(mixture));
+      }
+      session_.PrintJson({{"input", options_.input},
+                          {"retries", session_.retries()},
+                          {"tensors", tensors_},
+                          {"totals", specs_.TotalsJson(totals)},
+                          {"mixtures", std::move(list)}});
+    } else {
+      session_.Print(table_.Render(StdoutHasStyle()));
+      session_.Print(absl::StrCat("\n", specs_.TotalsText(totals)));
+      for (size_t i = 0; i < mixtures.size(); ++i) {
+        session_.Print(absl::StrCat(
+            "\n", budgets_[i].Text(), ":\n",
+            specs_.MixtureText(mixtures[i], is_written(i) ? outputs_[i] : "")));
+      }
+      PrintNotes(notes_, &session_);
+      PrintTensorErrors(errors_, &session_);
+    }
+    for (size_t i = 0; i < reasons.size(); ++i) {
+      if (reasons[i].empty()) continue;
+      session_.PrintError(absl::StrCat(
+          "quantctl: ", budgets_[i].Text(), ": ", reasons[i],
+          outputs_.empty()
+              ? ""
+              : absl::StrCat("; ", outputs_[i], " is not written")));
+    }
+  }
+
+  const FileSweepOptions& options_;
+  Session& session_;
+  const SweptSpecs specs_;
+  const std::vector<Budget> budgets_;
+  // By budget; empty when nothing is written.
+  std::vector<std::string> outputs_;
+  std::vector<MeasuredTensor> measured_;
+  Json tensors_ = Json::array();
+  Table table_;
+  // Of one spec of a tensor.
+  std::vector<TensorError> errors_;
+  std::vector<std::string> notes_;
+};
+
+}  // namespace
+
+void SweepFile(const FileSweepOptions& options, Session* session) {
+  FileSweeper(options, session).Run();
+}
+
+}  // namespace quantd::cli

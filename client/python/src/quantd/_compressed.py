@@ -1,0 +1,313 @@
+"""Quantized tensors of compressed-tensors models, read; see
+client/cli/compressed_tensors.h for the layouts."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from typing import Any, Mapping
+
+import numpy as np
+
+from quantd import _files, _layout, errors
+from quantd._files import FileTensor
+from quantd.encoding import Encoding
+from quantd.results import QuantizedTensor
+from quantd.tensor import ELEMENT_DTYPES, Array, format_info
+
+METHOD = "compressed-tensors"
+# Metadata of a file that quantctl wrote: the element type of each tensor.
+ELEMENT_TYPE_PREFIX = "quantctl.element_type."
+_CLASSES = ("Linear", "Conv2d", "Conv1d")
+_SUFFIXES = (".weight", ".weight_packed", ".weight_scale",
+             ".weight_zero_point", ".weight_shape", ".weight_global_scale")
+
+
+def method_of(folder: str) -> str:
+    """What config.json says of how a model is quantized, empty where nothing.
+
+    Raises: FILE_MALFORMED.
+    """
+    path = os.path.join(folder, "config.json")
+    if not os.path.exists(path):
+        return ""
+    document = _files.read_json(path)
+    for key in ("quantization_config", "compression_config"):
+        config = document.get(key)
+        if isinstance(config, dict):
+            method = config.get("quant_method")
+            return method if isinstance(method, str) else key
+    return ""
+
+
+class Model:
+    """The quantized tensors of one model."""
+
+    def __init__(self, folder: str, tensors: Mapping[str, FileTensor],
+                 metadata: Mapping[str, str]) -> None:
+        """Raises: FILE_MALFORMED, FILE_UNSUPPORTED."""
+        self._path = folder
+        self._tensors = tensors
+        self._metadata = metadata
+        document = _files.read_json(os.path.join(folder, "config.json"))
+        self._element_type = next(
+            (document[key] for key in ("dtype", "torch_dtype")
+             if document.get(key) in ELEMENT_DTYPES), None)
+        end = len(".weight_scale")
+        modules = [name[:-end] for name in tensors
+                   if name.endswith(".weight_scale")]
+        self._schemes = _match(document.get("quantization_config") or {},
+                               modules, self._path)
+        for module in modules:
+            if module not in self._schemes:
+                raise self._malformed(module,
+                                      "no group of config.json targets it")
+            if module + ".weight_g_idx" in tensors:
+                raise _files.unsupported(
+                    folder, f"module {module!r}: reordered groups")
+
+    def names(self) -> dict[str, list[str]]:
+        """Of the quantized tensors, and what each is made of."""
+        return {module + ".weight": [
+            module + suffix for suffix in _SUFFIXES
+            if module + suffix in self._tensors] for module in self._schemes}
+
+    def format_of(self, name: str) -> str:
+        """Of a quantized tensor."""
+        module = name[:-len(".weight")]
+        scheme = self._schemes[module]
+        if scheme.get("type") == "float":
+            if module + ".weight" in self._tensors:
+                return "float8_e4m3fn"
+            return ("nvfp4" if module + ".weight_global_scale" in self._tensors
+                    else "mxfp4_e2m1")
+        bits = scheme.get("num_bits", 8)
+        if not isinstance(bits, int) or not 2 <= bits <= 8:
+            raise self._malformed(module,
+                                  f"num_bits is {bits}, expected 2 to 8")
+        return f"int{bits}"
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Of a quantized tensor. Raises: FILE_MALFORMED."""
+        module = name[:-len(".weight")]
+        if name in self._tensors:
+            return self._tensors[name].shape
+        if self.format_of(name).startswith("int"):
+            return self._shape(module)
+        packed = self._tensors.get(name + "_packed")
+        if packed is None or packed.dtype != "U8" or len(packed.shape) != 2:
+            raise self._malformed(
+                module, "expected a weight_packed of U8, a matrix")
+        return packed.shape[0], packed.shape[1] * 2
+
+    def read(self, name: str) -> QuantizedTensor:
+        """One of names(). Raises: FILE_MALFORMED, FILE_UNSUPPORTED."""
+        module = name[:-len(".weight")]
+        plain = self._tensors.get(name)
+        packed = self._tensors.get(name + "_packed")
+        scale = self._tensors[name + "_scale"]
+        if (plain is None) == (packed is None):
+            raise self._malformed(module, "expected weight or weight_packed")
+        format_name = self.format_of(name)
+        fields: dict[str, Any] = {}
+        shape = self.shape_of(name)
+        if packed is None:
+            assert plain is not None
+            codes = self._plain(module, plain, format_name)
+        elif format_name.startswith("int"):
+            codes = self._packed(module, packed, format_name, shape)
+        else:
+            codes = packed.bytes()
+            fields = self._codes_of_scales(module, scale, format_name)
+        block = self._block_size(module, shape)
+        dims = _layout.scale_shape(shape, block)
+        if math.prod(dims) != math.prod(scale.shape):
+            raise self._malformed(
+                module, f"weight_scale has {math.prod(scale.shape)} elements, "
+                f"expected {math.prod(dims)} for {list(shape)}")
+        if not fields:
+            fields = self._scales(module, scale, dims)
+        zero_point = self._tensors.get(name + "_zero_point")
+        if zero_point is not None and format_name.startswith("int"):
+            fields["zero_point"] = self._zero_points(
+                module, zero_point, format_info(format_name).bits, shape, dims)
+        encoding = Encoding(format_name, block_size=block, scale_shape=dims,
+                            **fields)
+        return _layout.loaded(
+            name, _layout.as_codes(codes, format_name, shape), encoding, shape,
+            self._type_of(name, scale, format_name))
+
+    def _malformed(self, module: str, what: str) -> errors.QuantdError:
+        return _files.malformed(self._path, f"module {module!r}: {what}")
+
+    def _type_of(self, name: str, scale: FileTensor, format_name: str) -> str:
+        told = self._metadata.get(ELEMENT_TYPE_PREFIX + name)
+        if told is not None:
+            if told not in ELEMENT_DTYPES:
+                raise _files.malformed(self._path,
+                                       f"unknown element type {told!r}")
+            return told
+        # Scales are often wider than what they came from.
+        found = "float32" if format_name in ("nvfp4", "mxfp4_e2m1") else (
+            scale.element_type or "float32")
+        return found if found != "float32" else (
+            self._element_type or "float32")
+
+    def _plain(self, module: str, plain: FileTensor, format_name: str) -> Array:
+        info = format_info(format_name)
+        expected = "I8" if info.is_integer else "F8_E4M3"
+        if plain.dtype != expected:
+            raise self._malformed(module, f"expected a weight of {expected}")
+        if not info.is_integer or info.bits == 8:
+            return plain.bytes()
+        values = plain.array().reshape(-1)
+        half = 1 << info.bits - 1
+        if ((values < -half) | (values >= half)).any():
+            raise self._malformed(
+                module, f"a weight does not fit in {info.bits} bits")
+        return _pack(values, format_name)
+
+    def _shape(self, module: str) -> tuple[int, ...]:
+        found = self._tensors.get(module + ".weight_shape")
+        if found is None or found.shape != (2,) or (
+                found.dtype not in ("I64", "I32")):
+            raise self._malformed(
+                module, "expected a weight_shape of two integers")
+        return tuple(int(size) for size in found.array())
+
+    def _packed(self, module: str, packed: FileTensor, format_name: str,
+                shape: tuple[int, ...]) -> Array:
+        bits = format_info(format_name).bits
+        if min(shape) < 0 or packed.dtype != "I32" or (
+                packed.shape != (shape[0], -(-shape[1] * bits // 32))):
+            raise self._malformed(
+                module, f"expected a weight_packed of I32 that holds {bits} "
+                f"bits for each of {list(shape)}")
+        values = _unpack_rows(packed.array(), bits, shape[1])
+        return _pack(values.reshape(-1), format_name)
+
+    def _codes_of_scales(self, module: str, scale: FileTensor,
+                         format_name: str) -> dict[str, Any]:
+        if format_name == "mxfp4_e2m1":
+            if scale.dtype != "U8":
+                raise self._malformed(module, "expected a weight_scale of U8")
+            return {"scale_code": scale.bytes()}
+        outer = self._tensors[module + ".weight_global_scale"]
+        if scale.dtype != "F8_E4M3" or outer.dtype != "F32" or (
+                outer.size_bytes != 4):
+            raise self._malformed(
+                module, "expected a weight_scale of F8_E4M3 under one "
+                "weight_global_scale of F32")
+        inverse = np.float32(1) / outer.array().reshape(-1)
+        return {"scale_code": scale.bytes(), "outer_scale": inverse}
+
+    def _scales(self, module: str, scale: FileTensor, dims: tuple[int, ...]
+                ) -> dict[str, Any]:
+        if scale.dtype not in ("F32", "F16", "BF16"):
+            raise self._malformed(
+                module, "expected a weight_scale of F32, F16 or BF16")
+        stored = scale.array().reshape(dims)
+        if scale.dtype == "BF16":
+            stored = (stored.astype(np.uint32) << 16).view(np.float32)
+        return {"scale": stored,
+                "scale_type": _files.ELEMENT_TYPES[scale.dtype]}
+
+    def _block_size(self, module: str, shape: tuple[int, ...]
+                    ) -> tuple[int, ...]:
+        scheme = self._schemes[module]
+        strategy = scheme.get("strategy") or "tensor"
+        sizes: Any = (0,) * len(shape)
+        if strategy == "channel" and shape:
+            sizes = (1, *sizes[1:])
+        elif strategy in ("group", "tensor_group") and len(shape) == 2:
+            sizes = (1, scheme.get("group_size"))
+        elif strategy == "block" and len(shape) == 2:
+            sizes = scheme.get("block_structure")
+        elif strategy != "tensor":
+            raise _files.unsupported(
+                self._path, f"module {module!r}: strategy {strategy!r} of a "
+                f"tensor of {len(shape)} dimensions")
+        if not isinstance(sizes, (tuple, list)) or len(sizes) != len(shape) or (
+                not all(type(size) is int and size >= 0 for size in sizes)):
+            raise self._malformed(
+                module, f"expected sizes of blocks of {len(shape)} dimensions, "
+                f"got {sizes}")
+        return tuple(sizes)
+
+    def _zero_points(self, module: str, found: FileTensor, bits: int,
+                     shape: tuple[int, ...], dims: tuple[int, ...]) -> Array:
+        count = math.prod(dims)
+        if found.dtype == "I8" and math.prod(found.shape) == count:
+            return found.array().astype(np.int32).reshape(dims)
+        rows = shape[0] if shape else 0
+        groups = count // rows if rows else 0
+        if found.dtype != "I32" or groups * rows != count or (
+                found.shape != (-(-rows * bits // 32), groups)):
+            raise self._malformed(
+                module, "expected a weight_zero_point as many as scales, I8 or "
+                "packed in I32")
+        columns = _unpack_rows(np.ascontiguousarray(found.array().T), bits,
+                               rows)
+        return columns.T.astype(np.int32).reshape(dims)
+
+
+def _match(config: Mapping[str, Any], modules: list[str], path: str
+           ) -> dict[str, Mapping[str, Any]]:
+    """The "weights" of the first group that targets each module."""
+    found: dict[str, Mapping[str, Any]] = {}
+    groups = config.get("config_groups")
+    for group in groups.values() if isinstance(groups, dict) else ():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if not isinstance(weights, dict) or (
+                not isinstance(group.get("targets"), list)):
+            continue
+        for target in group["targets"]:
+            for module in modules:
+                if module not in found and _targets(target, module, path):
+                    found[module] = weights
+    return {module: found[module] for module in modules if module in found}
+
+
+def _targets(target: Any, module: str, path: str) -> bool:
+    if not isinstance(target, str):
+        return False
+    if target.startswith("re:"):
+        try:
+            return re.match(target[3:], module) is not None
+        except re.error as error:
+            raise _files.unsupported(
+                path, f"the target {target!r}: {error}") from error
+    # The file does not say what class a module is.
+    return target == module or target in _CLASSES
+
+
+def _unpack_rows(words: Array, bits: int, count: int) -> Array:
+    """Of each row of int32 the first `count` values of so many bits, lowest
+    bits first, less 2^(bits - 1)."""
+    rows = len(words)
+    offset = 1 << bits - 1
+    values = np.empty((rows, count), np.int8)
+    # A few rows at a time: bits take eight times the memory.
+    step = max(1, (1 << 20) // max(1, count))
+    for begin in range(0, rows, step):
+        part = np.ascontiguousarray(words[begin:begin + step])
+        flat = np.unpackbits(part.view(np.uint8), axis=1, bitorder="little")
+        flat = flat[:, :count * bits].reshape(len(part), count, bits)
+        numbers = np.packbits(flat, axis=2, bitorder="little")[..., 0]
+        values[begin:begin + step] = numbers.astype(np.int16) - offset
+    return values
+
+
+def _pack(values: Array, format_name: str) -> Array:
+    """int8 as the client has codes of a format, as bytes."""
+    info = format_info(format_name)
+    if not info.is_packed:
+        return values.view(np.uint8)
+    per_byte = 8 // info.storage_bits
+    padded = np.zeros(info.size_bytes(values.size) * per_byte, np.uint8)
+    padded[:values.size] = values.view(np.uint8) & ((1 << info.bits) - 1)
+    shifts = np.arange(per_byte, dtype=np.uint8) * np.uint8(info.storage_bits)
+    packed: Array = np.bitwise_or.reduce(
+        padded.reshape(-1, per_byte) << shifts, axis=1)
+    return packed.astype(np.uint8)

@@ -1,0 +1,762 @@
+"""Files of tensors: read through a mapping, written so that they appear
+complete or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import math
+import mmap
+import os
+import stat
+import struct
+import tempfile
+import threading
+from typing import Any, Callable, Iterable, Mapping, Optional, Sequence
+
+import grpc
+import numpy as np
+
+from quantd import errors
+from quantd.tensor import Array
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+_METADATA = "__metadata__"
+_MOST_HEADER_BYTES = 100_000_000
+_COPY_BYTES = 1 << 24
+_MOST_NAMES = 100
+
+# By safetensors' name. numpy has no bfloat16 and no float8: their bits.
+DTYPES: dict[str, np.dtype[Any]] = {
+    "BOOL": np.dtype(np.bool_), "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8), "F8_E5M2": np.dtype(np.uint8),
+    "F8_E4M3": np.dtype(np.uint8), "I16": np.dtype("<i2"),
+    "U16": np.dtype("<u2"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2"),
+    "I32": np.dtype("<i4"), "U32": np.dtype("<u4"), "F32": np.dtype("<f4"),
+    "F64": np.dtype("<f8"), "I64": np.dtype("<i8"), "U64": np.dtype("<u8"),
+}
+# Of those that quantd quantizes.
+ELEMENT_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16",
+                 "F64": "float64"}
+DTYPE_OF_ELEMENTS = {name: dtype for dtype, name in ELEMENT_TYPES.items()}
+_GGUF_PLAIN = {0: "F32", 1: "F16", 24: "I8", 25: "I16", 26: "I32", 27: "I64",
+               28: "F64", 30: "BF16"}
+# Bytes of a block of 32 elements.
+_GGUF_BLOCKS = {2: 18, 8: 34}
+_GGUF_VALUE_BYTES = {0: 1, 1: 1, 7: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 10: 8,
+                     11: 8, 12: 8}
+
+
+def unreadable(path: str, error: OSError) -> errors.QuantdError:
+    """A file that the system does not give."""
+    return _of_system("FILE_UNREADABLE", path, error)
+
+
+def unwritable(path: str, error: OSError) -> errors.QuantdError:
+    """A file that the system does not take."""
+    return _of_system("FILE_UNWRITABLE", path, error)
+
+
+def _of_system(reason: str, path: str, error: OSError) -> errors.QuantdError:
+    code = {errno.ENOENT: grpc.StatusCode.NOT_FOUND,
+            errno.EACCES: grpc.StatusCode.PERMISSION_DENIED,
+            errno.EPERM: grpc.StatusCode.PERMISSION_DENIED,
+            errno.ENOSPC: grpc.StatusCode.RESOURCE_EXHAUSTED}.get(
+                error.errno or 0, grpc.StatusCode.FAILED_PRECONDITION)
+    return errors.QuantdError(code, reason, f"{path}: {error.strerror}")
+
+
+def malformed(path: str, what: str) -> errors.QuantdError:
+    """A file that breaks its format."""
+    return errors.QuantdError(grpc.StatusCode.INVALID_ARGUMENT,
+                              "FILE_MALFORMED", f"{path}: {what}")
+
+
+def unsupported(path: str, what: str) -> errors.QuantdError:
+    """A file of a kind that is not read."""
+    return errors.QuantdError(grpc.StatusCode.UNIMPLEMENTED,
+                              "FILE_UNSUPPORTED", f"{path}: {what}")
+
+
+def exists(path: str, more: str = "") -> errors.QuantdError:
+    """A file that nobody asked to replace."""
+    return errors.QuantdError(
+        grpc.StatusCode.ALREADY_EXISTS, "FILE_EXISTS",
+        f"{path} is there already{more}")
+
+
+def incomplete(path: str, what: str) -> errors.QuantdError:
+    """Something that has to be there first."""
+    return errors.QuantdError(grpc.StatusCode.FAILED_PRECONDITION,
+                              "FILE_INCOMPLETE", f"{path}: {what}")
+
+
+def size_of(dtype: str, shape: Iterable[int]) -> int:
+    """Bytes of a tensor."""
+    return math.prod(shape) * DTYPES[dtype].itemsize
+
+
+def read_text(path: str) -> str:
+    """Raises: FILE_UNREADABLE, FILE_MALFORMED for text that is not UTF-8."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except ValueError as error:
+        raise malformed(path, str(error)) from error
+
+
+def read_json(path: str) -> dict[str, Any]:
+    """A JSON object. Raises: FILE_UNREADABLE, FILE_MALFORMED."""
+    try:
+        document = json.loads(read_text(path))
+    except ValueError as error:
+        raise malformed(path, f"expected a JSON object: {error}") from error
+    if not isinstance(document, dict):
+        raise malformed(path, "expected a JSON object")
+    return document
+
+
+def to_json(document: Any, indent: Optional[int] = None) -> str:
+    """As quantctl writes it."""
+    return json.dumps(document, ensure_ascii=False, indent=indent,
+                      separators=(",", ": " if indent else ":"))
+
+
+# Reading.
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FileTensor:
+    """A tensor of a file.
+
+    dtype: safetensors' name, F32 for blocks of GGUF.
+    data: its bytes, in the file's mapping.
+    decode: makes the bytes of `dtype` of those; None: they are.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: Array
+    decode: Optional[Callable[[Array], Array]] = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Of its elements."""
+        return size_of(self.dtype, self.shape)
+
+    @property
+    def element_type(self) -> Optional[str]:
+        """Of reals; None for anything else."""
+        return ELEMENT_TYPES.get(self.dtype)
+
+    def bytes(self) -> Array:
+        """Its elements as uint8."""
+        return self.data if self.decode is None else self.decode(self.data)
+
+    def array(self) -> Array:
+        """Its elements in its shape."""
+        return self.bytes().view(DTYPES[self.dtype]).reshape(self.shape)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class InputFile:
+    """What a file has.
+
+    tensors: in the order of their data.
+    unread: names of tensors of types that are not read.
+    """
+
+    path: str
+    tensors: Mapping[str, FileTensor]
+    metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    unread: Sequence[str] = ()
+
+
+def map_file(path: str) -> Array:
+    """The bytes of a file, of a mapping that lives as long as they do. Changing
+    them does not change the file.
+
+    Raises: FILE_UNREADABLE, FILE_MALFORMED for an empty one.
+    """
+    try:
+        with open(path, "rb") as file:
+            if not os.fstat(file.fileno()).st_size:
+                raise malformed(path, "the file is empty")
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    return np.frombuffer(mapped, np.uint8)
+
+
+def open_file(path: str) -> InputFile:
+    """A safetensors file; .npy and .gguf are known by their names.
+
+    Raises: FILE_UNREADABLE, FILE_MALFORMED, FILE_UNSUPPORTED.
+    """
+    if path.endswith(".npy"):
+        return _open_npy(path)
+    if path.endswith(".gguf"):
+        return _GgufParser(path).parse()
+    return open_safetensors(path)
+
+
+def _unique(path: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+    def make(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise malformed(path, "a name occurs twice in the header")
+        return found
+    return make
+
+
+def open_safetensors(path: str) -> InputFile:
+    """Raises: FILE_UNREADABLE, FILE_MALFORMED."""
+    data = map_file(path)
+    length = int.from_bytes(data[:8].tobytes(), "little")
+    if len(data) < 8 or length > min(len(data) - 8, _MOST_HEADER_BYTES):
+        raise malformed(
+            path, "expected a safetensors file; .npy and .gguf files are known "
+            "by their names")
+    try:
+        header = json.loads(data[8:8 + length].tobytes().decode("utf-8"),
+                            object_pairs_hook=_unique(path))
+    except ValueError as error:
+        raise malformed(path, f"expected a header of JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise malformed(path, "expected a header that begins with {")
+    metadata = header.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(
+            isinstance(value, str) for value in metadata.values()):
+        raise malformed(path, "expected metadata of strings")
+    data = data[8 + length:]
+    tensors = sorted((_entry(path, name, entry)
+                      for name, entry in header.items()),
+                     key=lambda entry: entry[2:])
+    found, end = {}, 0
+    for name, (dtype, shape), begin, stop in tensors:
+        if begin != end or stop - begin != size_of(dtype, shape) or (
+                stop > len(data)):
+            raise malformed(
+                path, f"tensor {name!r}: expected {size_of(dtype, shape)} bytes"
+                f" from {end}, without hole or overlap, got [{begin}, {stop}) "
+                f"of {len(data)}")
+        end = stop
+        found[name] = FileTensor(name, dtype, shape, data[begin:stop])
+    if end != len(data):
+        raise malformed(path, f"expected {end} bytes of data, got {len(data)}")
+    return InputFile(path, found, metadata)
+
+
+def _entry(path: str, name: str, entry: Any
+           ) -> tuple[str, tuple[str, tuple[int, ...]], int, int]:
+    try:
+        dtype, shape = entry["dtype"], tuple(entry["shape"])
+        begin, end = entry["data_offsets"]
+        if dtype in DTYPES and all(
+                type(size) is int and size >= 0
+                for size in (*shape, begin, end)):
+            return name, (dtype, shape), begin, end
+    except (TypeError, KeyError, ValueError):
+        pass
+    raise malformed(path, f"tensor {name!r}: expected dtype, shape and "
+                    f"data_offsets, got {str(entry)[:200]}")
+
+
+def _open_npy(path: str) -> InputFile:
+    try:
+        mapped = np.load(path, mmap_mode="c", allow_pickle=False)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (ValueError, SyntaxError, EOFError) as error:
+        raise malformed(path, str(error)) from error
+    dtype = next((name for name, dtype in DTYPES.items()
+                  if dtype == mapped.dtype and not name.startswith("F8")), None)
+    if dtype is None or not mapped.flags.c_contiguous:
+        raise unsupported(
+            path, "expected little-endian booleans, integers or floats of 1 to "
+            f"8 bytes in C order, got {mapped.dtype}")
+    name = os.path.basename(path)[:-len(".npy")]
+    data = np.asarray(mapped).reshape(-1).view(np.uint8)
+    return InputFile(path, {name: FileTensor(name, dtype, mapped.shape, data)})
+
+
+class _GgufParser:
+    """Reads what comes before the data; see client/files/gguf.h."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._data = map_file(path)
+        self._at = 0
+
+    def parse(self) -> InputFile:
+        """Raises: FILE_MALFORMED, FILE_UNSUPPORTED."""
+        if self._take(4) != b"GGUF":
+            raise self._malformed("expected a file that begins with GGUF")
+        version = self._number("<I")
+        if version not in (2, 3):
+            raise unsupported(
+                self._path,
+                "expected a little-endian file of version 2 or 3, got "
+                f"{version}")
+        count, pairs = self._number("<Q"), self._number("<Q")
+        alignment = 32
+        for _ in range(pairs):
+            alignment = self._pair() or alignment
+        entries: dict[str, tuple[tuple[int, ...], int, int]] = {}
+        for _ in range(count):
+            name = self._take(self._number("<Q")).decode("utf-8", "replace")
+            rank = self._number("<I")
+            if rank > 4 or name in entries:
+                raise self._malformed(
+                    f"tensor {name!r}: expected at most 4 dimensions and a name"
+                    " of its own")
+            shape = tuple(self._number("<Q") for _ in range(rank))[::-1]
+            entries[name] = shape, self._number("<I"), self._number("<Q")
+        data = self._data[min(-(-self._at // alignment) * alignment,
+                              len(self._data)):]
+        tensors, unread = {}, []
+        for name, (shape, number, offset) in entries.items():
+            size = self._size(name, shape, number)
+            if size is None:
+                unread.append(name)
+                continue
+            if offset % alignment or offset + size > len(data):
+                raise self._malformed(
+                    f"tensor {name!r}: expected {size} bytes of data at a "
+                    f"multiple of {alignment}, got {offset} of {len(data)}")
+            tensors[name] = FileTensor(
+                name, _GGUF_PLAIN.get(number, "F32"), shape,
+                data[offset:offset + size],
+                {2: _decode_q4_0, 8: _decode_q8_0}.get(number))
+        return InputFile(self._path, tensors, {}, unread)
+
+    def _size(self, name: str, shape: tuple[int, ...], number: int
+              ) -> Optional[int]:
+        if number in _GGUF_PLAIN:
+            return size_of(_GGUF_PLAIN[number], shape)
+        if number not in _GGUF_BLOCKS:
+            return None
+        if not shape or shape[-1] % 32:
+            raise self._malformed(f"tensor {name!r}: expected an innermost "
+                                  "dimension of blocks of 32")
+        return math.prod(shape) // 32 * _GGUF_BLOCKS[number]
+
+    def _malformed(self, what: str) -> errors.QuantdError:
+        return malformed(self._path, what)
+
+    def _take(self, size: int) -> bytes:
+        if size > len(self._data) - self._at:
+            raise self._malformed(
+                f"the file of {len(self._data)} bytes ends within what comes "
+                "before the data")
+        self._at += size
+        return self._data[self._at - size:self._at].tobytes()
+
+    def _number(self, kind: str) -> int:
+        value: int = struct.unpack(kind, self._take(struct.calcsize(kind)))[0]
+        return value
+
+    def _pair(self) -> int:
+        """The alignment, where the pair is that; otherwise 0."""
+        key, kind = self._take(self._number("<Q")), self._number("<I")
+        if key == b"general.alignment":
+            alignment = self._number("<I") if kind == 4 else 0
+            if not alignment or alignment % 8:
+                raise self._malformed("expected general.alignment to be a "
+                                      "uint32 that is a multiple of 8")
+            return alignment
+        count = 1
+        if kind == 9:
+            kind, count = self._number("<I"), self._number("<Q")
+        if kind == 8:
+            for _ in range(count):
+                self._take(self._number("<Q"))
+        elif kind in _GGUF_VALUE_BYTES:
+            self._take(count * _GGUF_VALUE_BYTES[kind])
+        else:
+            raise self._malformed("expected a type of metadata from 0 to 12 "
+                                  f"and no array of arrays, got {kind}")
+        return 0
+
+
+def _decode_q8_0(data: Array) -> Array:
+    blocks = data.reshape(-1, 34)
+    scale = blocks[:, :2].copy().view("<f2").astype(np.float32)
+    reals: Array = blocks[:, 2:].view(np.int8).astype(np.float32) * scale
+    return reals.reshape(-1).view(np.uint8)
+
+
+def _decode_q4_0(data: Array) -> Array:
+    blocks = data.reshape(-1, 18)
+    scale = blocks[:, :2].copy().view("<f2").astype(np.float32)
+    codes = np.concatenate([blocks[:, 2:] & 15, blocks[:, 2:] >> 4], axis=1)
+    reals: Array = (codes.astype(np.int8) - 8).astype(np.float32) * scale
+    return reals.reshape(-1).view(np.uint8)
+
+
+def read_index(folder: str) -> tuple[dict[str, str], list[str]]:
+    """The shard of each tensor, empty without an index, and all shards.
+
+    Raises: FILE_UNREADABLE, FILE_MALFORMED.
+    """
+    path = os.path.join(folder, INDEX_NAME)
+    if not os.path.exists(path):
+        return {}, [SINGLE_NAME]
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise malformed(path, "expected a weight_map of tensors")
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or not name.endswith(".safetensors") or (
+                "/" in name or "\0" in name or name.startswith(".")):
+            raise malformed(path, f"weight_map[{tensor!r}]: expected the name "
+                            "of a .safetensors file in the folder")
+    return weight_map, sorted(set(weight_map.values()))
+
+
+def open_folder(folder: str) -> list[InputFile]:
+    """The shards of a model.
+
+    Raises: FILE_UNREADABLE, FILE_MALFORMED.
+    """
+    weight_map, names = read_index(folder)
+    files = [open_safetensors(os.path.join(folder, name)) for name in names]
+    seen: set[str] = set()
+    for file in files:
+        for tensor in file.tensors:
+            if tensor in seen:
+                raise malformed(folder,
+                                f"tensor {tensor!r} is in two of its files")
+            seen.add(tensor)
+    for tensor, name in weight_map.items():
+        if tensor not in seen:
+            raise malformed(folder, f"the index has tensor {tensor!r} in "
+                            f"{name}, where it is not")
+    return files
+
+
+# Writing.
+
+
+def _folder_of(path: str) -> str:
+    return os.path.dirname(path) or "."
+
+
+def check_writable(path: str, overwrite: bool) -> None:
+    """Raises: FILE_EXISTS, FILE_UNWRITABLE."""
+    try:
+        if not os.access(_folder_of(path), os.W_OK | os.X_OK):
+            os.stat(_folder_of(path))
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        if not os.path.lexists(path):
+            return
+        if os.path.exists(path) and not stat.S_ISREG(os.stat(path).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+    except OSError as error:
+        raise unwritable(path, error) from error
+    if not overwrite:
+        raise exists(path)
+
+
+def _write_all(fd: int, data: Any) -> None:
+    view = memoryview(data)
+    # One without elements cannot be cast.
+    view = view.cast("B") if view.nbytes else view[:0]
+    while len(view):
+        view = view[os.write(fd, view):]
+
+
+class AtomicFile:
+    """Has no name in its folder until commit(): a process that is killed leaves
+    nothing behind. Where the file system has no such files it is
+    PATH.tmp-PID-N meanwhile. A context manager; not thread-safe."""
+
+    def __init__(self, path: str, overwrite: bool) -> None:
+        """Raises: FILE_EXISTS, FILE_UNWRITABLE."""
+        check_writable(path, overwrite)
+        self._path = path
+        self._overwrite = overwrite
+        self._temporary: Optional[str] = None
+        self._fd = -1
+        try:
+            self._open()
+        except OSError as error:
+            raise unwritable(path, error) from error
+
+    def _open(self) -> None:
+        try:
+            self._fd = os.open(_folder_of(self._path),
+                               os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o666)
+            if os.path.exists(self._descriptor()):
+                return
+            os.close(self._fd)
+        except OSError:
+            pass
+        self._fd = -1
+        self._temporary = self._first_free(lambda name: setattr(
+            self, "_fd", os.open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR |
+                                 os.O_CLOEXEC, 0o666)))
+
+    def _descriptor(self) -> str:
+        return f"/proc/self/fd/{self._fd}"
+
+    def _first_free(self, make: Callable[[str], None]) -> str:
+        for n in range(_MOST_NAMES):
+            name = f"{self._path}.tmp-{os.getpid()}-{n}"
+            try:
+                make(name)
+                return name
+            except FileExistsError:
+                continue
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+
+    def write(self, data: Any) -> None:
+        """Raises: FILE_UNWRITABLE."""
+        try:
+            _write_all(self._fd, data)
+        except OSError as error:
+            raise unwritable(self._path, error) from error
+
+    def write_from(self, fd: int, offset: int, size: int) -> None:
+        """Bytes of another open file. Raises: FILE_UNWRITABLE."""
+        try:
+            while size > 0:
+                try:
+                    copied = os.copy_file_range(fd, self._fd, size, offset)
+                except OSError as error:
+                    if error.errno not in (errno.EXDEV, errno.EINVAL,
+                                           errno.ENOSYS, errno.EOPNOTSUPP):
+                        raise
+                    part = os.pread(fd, min(size, _COPY_BYTES), offset)
+                    _write_all(self._fd, part)
+                    copied = len(part)
+                if not copied:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                offset += copied
+                size -= copied
+        except OSError as error:
+            raise unwritable(self._path, error) from error
+
+    def _link(self, name: str) -> None:
+        # With a descriptor of a folder Python takes the call that follows
+        # links; the path is absolute.
+        os.link(self._descriptor(), name, src_dir_fd=self._fd,
+                follow_symlinks=True)
+
+    def commit(self) -> None:
+        """Makes the file durable and visible.
+
+        Raises: FILE_EXISTS, where one came meanwhile; FILE_UNWRITABLE.
+        """
+        try:
+            os.fsync(self._fd)
+            if self._temporary is None:
+                try:
+                    return self._link(self._path)
+                except FileExistsError:
+                    if not self._overwrite:
+                        raise
+                # A link replaces nothing; a rename does.
+                self._temporary = self._first_free(self._link)
+            elif not self._overwrite and os.path.lexists(self._path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+            os.rename(self._temporary, self._path)
+            self._temporary = None
+        except FileExistsError as error:
+            raise exists(self._path) from error
+        except OSError as error:
+            raise unwritable(self._path, error) from error
+
+    def close(self) -> None:
+        """Without a commit nothing stays."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        if self._temporary is not None:
+            try:
+                os.unlink(self._temporary)
+            except OSError:
+                pass
+            self._temporary = None
+
+    def __enter__(self) -> AtomicFile:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.close()
+
+
+def write_text(path: str, text: str) -> None:
+    """Replaces what is there. Raises: FILE_UNWRITABLE."""
+    with AtomicFile(path, overwrite=True) as file:
+        file.write(text.encode("utf-8", "replace"))
+        file.commit()
+
+
+def header_text(path: str,
+                entries: Iterable[tuple[str, str, Sequence[int]]],
+                metadata: Mapping[str, str], room: int = 0) -> bytes:
+    """What a safetensors file begins with, at least `room` bytes of it.
+
+    entries: name, type and shape, in the order of their data.
+
+    Raises: FILE_MALFORMED for a header over the limit.
+    """
+    header: dict[str, Any] = {}
+    if metadata:
+        header[_METADATA] = dict(sorted(metadata.items()))
+    end = 0
+    for name, dtype, shape in entries:
+        begin, end = end, end + size_of(dtype, shape)
+        header[name] = {"dtype": dtype, "shape": shape,
+                        "data_offsets": [begin, end]}
+    text = to_json(header).encode("utf-8", "replace")
+    text += b" " * max(-len(text) % 8, room - 8 - len(text))
+    if len(text) > _MOST_HEADER_BYTES:
+        raise malformed(path, f"the header would take {len(text)} bytes, the "
+                        f"format allows {_MOST_HEADER_BYTES}")
+    return len(text).to_bytes(8, "little") + text
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Entry:
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    size_bytes: int
+    # The bytes, or where they are in the spool.
+    data: Optional[Callable[[], Array]]
+    offset: int
+
+
+class SafetensorsWriter:
+    """Writes what quantctl writes: tensors with wider elements first, among
+    equals in the order of their keys. What is added goes to a file without a
+    name, because the header, whose size is not known before the last tensor,
+    comes first. A context manager; thread-safe but for finish()."""
+
+    def __init__(self, path: str, overwrite: bool) -> None:
+        """Raises: FILE_EXISTS, FILE_UNWRITABLE."""
+        check_writable(path, overwrite)
+        self._path = path
+        self._overwrite = overwrite
+        self._lock = threading.Lock()
+        self._entries: dict[str, tuple[Any, _Entry]] = {}
+        self._spool_bytes = 0
+        self.metadata: dict[str, str] = {}
+        try:
+            # Not in the temporary folder, which may be too small for it.
+            self._spool = tempfile.TemporaryFile(dir=_folder_of(path))
+        except OSError as error:
+            raise unwritable(path, error) from error
+
+    def reserve(self, size_bytes: int) -> tuple[Array, int]:
+        """Memory of the spool to write to, and its offset there.
+
+        Raises: FILE_UNWRITABLE.
+        """
+        page = mmap.ALLOCATIONGRANULARITY
+        with self._lock:
+            offset = -(-self._spool_bytes // page) * page
+            self._spool_bytes = offset + size_bytes
+        if not size_bytes:
+            return np.empty(0, np.uint8), offset
+        try:
+            # Now, not by a signal when it is written to.
+            os.posix_fallocate(self._spool.fileno(), offset, size_bytes)
+            mapped = mmap.mmap(self._spool.fileno(), size_bytes, offset=offset)
+        except OSError as error:
+            raise unwritable(self._path, error) from error
+        return np.frombuffer(mapped, np.uint8), offset
+
+    def add(self, key: Any, name: str, dtype: str, shape: Sequence[int],
+            data: Array) -> int:
+        """Copies the bytes to disk; says how many there are.
+
+        Raises: FILE_MALFORMED for a name that is taken, FILE_UNWRITABLE.
+        """
+        view = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
+        with self._lock:
+            offset = self._spool_bytes
+            self._spool_bytes += len(view)
+        self._put(key, _Entry(name, dtype, tuple(shape), len(view), None,
+                              offset))
+        try:
+            at = offset
+            while len(view):
+                written = os.pwrite(self._spool.fileno(), view, at)
+                at += written
+                view = view[written:]
+        except OSError as error:
+            raise unwritable(self._path, error) from error
+        return at - offset
+
+    def add_reserved(self, key: Any, name: str, dtype: str,
+                     shape: Sequence[int], offset: int) -> int:
+        """The same for what was written to reserve()."""
+        size_bytes = size_of(dtype, shape)
+        self._put(key, _Entry(name, dtype, tuple(shape), size_bytes, None,
+                              offset))
+        return size_bytes
+
+    def add_view(self, key: Any, name: str, dtype: str, shape: Sequence[int],
+                 data: Callable[[], Array]) -> int:
+        """The same; the bytes are asked for at finish()."""
+        size_bytes = size_of(dtype, shape)
+        self._put(key, _Entry(name, dtype, tuple(shape), size_bytes, data, 0))
+        return size_bytes
+
+    def _put(self, key: Any, entry: _Entry) -> None:
+        if entry.size_bytes != size_of(entry.dtype, entry.shape):
+            raise malformed(
+                self._path, f"tensor {entry.name!r}: the data have "
+                f"{entry.size_bytes} bytes, the shape "
+                f"{size_of(entry.dtype, entry.shape)}")
+        with self._lock:
+            if entry.name == _METADATA or entry.name in self._entries:
+                raise malformed(self._path, f"the name {entry.name!r} is taken")
+            self._entries[entry.name] = key, entry
+
+    def discard(self, names: Iterable[str]) -> None:
+        """Takes tensors back."""
+        with self._lock:
+            for name in names:
+                self._entries.pop(name, None)
+
+    def finish(self, header_room: int = 0) -> int:
+        """Writes the file; says how large it is. The header takes at least so
+        many bytes, with spaces behind it.
+
+        Raises: FILE_EXISTS, FILE_UNWRITABLE, FILE_MALFORMED for a header over
+        the limit.
+        """
+        entries = [entry for _, entry in sorted(
+            self._entries.values(),
+            key=lambda item: (-DTYPES[item[1].dtype].itemsize, item[0]))]
+        text = header_text(self._path, [
+            (entry.name, entry.dtype, entry.shape) for entry in entries],
+                           self.metadata, header_room)
+        with AtomicFile(self._path, self._overwrite) as file:
+            file.write(text)
+            for entry in entries:
+                if entry.data is not None:
+                    file.write(np.ascontiguousarray(entry.data()))
+                elif entry.size_bytes:
+                    file.write_from(self._spool.fileno(), entry.offset,
+                                    entry.size_bytes)
+            file.commit()
+        return len(text) + sum(entry.size_bytes for entry in entries)
+
+    def close(self) -> None:
+        """Without finish() nothing stays."""
+        self._spool.close()
+
+    def __enter__(self) -> SafetensorsWriter:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.close()

@@ -1,0 +1,265 @@
+"""Tensors in files: load() reads what quantctl reads, save() writes what it
+writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any, Iterable, Iterator, Mapping, Optional, Union
+
+import numpy as np
+
+from quantd import _arrays, _compressed, _files, _layout, errors
+from quantd._files import FileTensor
+from quantd.results import QuantizedTensor
+from quantd.tensor import Array
+
+Path = Union[str, "os.PathLike[str]"]
+# What a file has under a name: reals and other plain tensors as arrays of numpy
+# or tensors of torch.
+FileValue = Union[Any, QuantizedTensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorInfo:
+    """What a file says of a tensor.
+
+    dtype: of the elements, as safetensors names it: "F32", "BF16", ...; of a
+        quantized tensor that of its codes.
+    size_bytes: with all that lies beside the codes.
+    format: of the codes; None for a plain tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    size_bytes: int
+    format: Optional[str] = None
+
+
+class TensorFile(Mapping[str, FileValue]):
+    """The tensors of a file or a folder, by name; see load().
+
+    Reading a name gives a QuantizedTensor, or an array: memory of the file,
+    read from it when it is first used, and not to be written. bfloat16 is
+    uint16, float8 uint8 (info() has the type). A file that is replaced while it
+    is open stays readable as it was.
+    """
+
+    def __init__(self, path: str, as_torch: bool) -> None:
+        self.path = path
+        self._as_torch = as_torch
+        files = (_files.open_folder(path) if os.path.isdir(path)
+                 else [_files.open_file(path)])
+        self._tensors = {name: tensor for file in files
+                         for name, tensor in file.tensors.items()}
+        # Of all shards; the first that has a key counts.
+        self.metadata: dict[str, str] = {}
+        for file in files:
+            for key, value in file.metadata.items():
+                self.metadata.setdefault(key, value)
+        # Names of tensors of types of GGUF that are not read.
+        self.unread = [name for file in files for name in file.unread]
+        self._model: Optional[_compressed.Model] = None
+        # What each quantized tensor is made of.
+        self._parts = {
+            key[len(_layout.KEY_PREFIX):]: [
+                key[len(_layout.KEY_PREFIX):] + suffix
+                for suffix in ("", *_layout.SUFFIXES)]
+            for key in self.metadata if key.startswith(_layout.KEY_PREFIX)}
+        folder = path if os.path.isdir(path) else os.path.dirname(path) or "."
+        if not self._parts and path.endswith((".npy", ".gguf")) is False and (
+                _compressed.method_of(folder) == _compressed.METHOD):
+            self._model = _compressed.Model(folder, self._tensors,
+                                            self.metadata)
+            self._parts = self._model.names()
+        hidden = {part for parts in self._parts.values() for part in parts}
+        owners = {part: name for name, parts in self._parts.items()
+                  for part in parts}
+        # In the order of the file; a quantized tensor is where its first part
+        # is.
+        self._names = list(dict.fromkeys(
+            owners.get(name, name) for name in self._tensors
+            if name in owners or name not in hidden))
+
+    def __repr__(self) -> str:
+        return f"<quantd.TensorFile {self.path!r}, {len(self)} tensors>"
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._parts or (
+            name in self._tensors and name in self._names)
+
+    def __getitem__(self, name: str) -> FileValue:
+        """Raises: KeyError; FILE_MALFORMED, FILE_UNSUPPORTED."""
+        if name not in self:
+            raise KeyError(name)
+        if name not in self._parts:
+            return self._plain(self._tensors[name])
+        tensor = (self._model.read(name) if self._model is not None else
+                  _layout.read(self.path, self._tensors, name,
+                               self.metadata[_layout.KEY_PREFIX + name]))
+        if self._as_torch:
+            return dataclasses.replace(tensor,
+                                       codes=_arrays.to_torch(tensor.codes))
+        tensor.codes.flags.writeable = False
+        return tensor
+
+    def _plain(self, tensor: FileTensor) -> Any:
+        array = tensor.array()
+        if not self._as_torch:
+            array.flags.writeable = False
+            return array
+        if not array.flags.aligned:
+            array = array.copy()
+        return _arrays.to_torch(array, tensor.element_type or "")
+
+    def info(self, name: str) -> TensorInfo:
+        """Without reading the tensor.
+
+        Raises: KeyError; FILE_MALFORMED.
+        """
+        if name not in self:
+            raise KeyError(name)
+        if name not in self._parts:
+            tensor = self._tensors[name]
+            return TensorInfo(name, tensor.shape, tensor.dtype,
+                              tensor.size_bytes)
+        size = sum(self._tensors[part].size_bytes
+                   for part in self._parts[name] if part in self._tensors)
+        if self._model is not None:
+            shape, format_name = (self._model.shape_of(name),
+                                  self._model.format_of(name))
+        else:
+            # Its arrays are of the mapping, which nobody has read.
+            found: QuantizedTensor = self[name]
+            assert found.encoding is not None
+            shape, format_name = found.shape, found.encoding.format
+        return TensorInfo(name, shape, _layout.code_dtype(format_name), size,
+                          format_name)
+
+
+def load(path: Path, *, as_torch: bool = False) -> TensorFile:
+    """Opens a safetensors, .npy or .gguf file, or a folder with
+    model.safetensors.index.json or model.safetensors, and reads nothing but
+    what it says of its tensors:
+
+        file = quantd.load("model.int4.safetensors")
+        for name in file:
+            reals = file[name]
+            if isinstance(reals, quantd.QuantizedTensor):
+                reals = reals.dequantize()
+
+    Tensors that quantctl, save() or compressed-tensors quantized are
+    QuantizedTensors. Blocks of GGUF are float32.
+
+    as_torch: arrays, and codes, are tensors of torch.
+
+    Raises: FILE_UNREADABLE, FILE_MALFORMED, FILE_UNSUPPORTED.
+    """
+    if as_torch:
+        import torch  # pylint: disable=import-outside-toplevel,unused-import
+    return TensorFile(os.fspath(path), as_torch)
+
+
+def save(path: Path,
+         tensors: Union[Mapping[str, FileValue],
+                        Iterable[tuple[str, FileValue]]], *,
+         overwrite: bool = False, metadata: Optional[Mapping[str, str]] = None,
+         element_types: Optional[Mapping[str, str]] = None) -> int:
+    """Writes a safetensors file as quantctl does, which appears complete or not
+    at all; returns its size in bytes. A path that ends with .npy takes one
+    plain tensor.
+
+    tensors: by name, one after another: QuantizedTensors, arrays or tensors of
+        torch. An iterator is asked for the next one when the last is on disk.
+    overwrite: replace a file that is there.
+    metadata: text that goes along.
+    element_types: "bfloat16" of arrays of uint16 that are that.
+
+    Raises: FILE_EXISTS, FILE_UNWRITABLE, ARGUMENT_INVALID.
+    """
+    path = os.fspath(path)
+    pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+    types = dict(element_types or {})
+    if path.endswith(".npy"):
+        return _save_npy(path, list(pairs), overwrite)
+    with _files.SafetensorsWriter(path, overwrite) as writer:
+        quantized: list[str] = []
+        names: set[str] = set()
+        for number, (name, tensor) in enumerate(pairs):
+            if not isinstance(name, str):
+                raise errors.argument_invalid(
+                    f"expected a name, got {type(name).__name__}", "tensors")
+            if isinstance(tensor, QuantizedTensor):
+                _layout.write(writer, (number,), name, tensor)
+                quantized.append(name)
+            else:
+                array, found = _plain_array(tensor)
+                writer.add((number, 0), name,
+                           _dtype_of(array, found or types.get(name)),
+                           array.shape, array)
+            names.add(name)
+        for key, value in (metadata or {}).items():
+            if key.startswith(_layout.KEY_PREFIX):
+                raise errors.argument_invalid(
+                    f"the key {key!r} is that of a quantized tensor",
+                    "metadata")
+            writer.metadata[key] = value
+        return writer.finish()
+
+
+def _plain_array(tensor: Any) -> tuple[Array, Optional[str]]:
+    array, found = _arrays.to_numpy(tensor)
+    if array.dtype.byteorder == ">":
+        array = array.astype(array.dtype.newbyteorder("<"))
+    # It makes one dimension of none.
+    return np.ascontiguousarray(array).reshape(array.shape), found
+
+
+def _dtype_of(array: Array, element_type: Optional[str]) -> str:
+    if element_type is not None:
+        dtype = _files.DTYPE_OF_ELEMENTS.get(element_type)
+        if dtype is None or _files.DTYPES[dtype] != array.dtype:
+            raise errors.argument_invalid(
+                f"expected elements of {element_type}, got {array.dtype}",
+                "element_types")
+        return dtype
+    for name, dtype_of in _files.DTYPES.items():
+        if dtype_of == array.dtype and not name.startswith(("F8", "BF")):
+            return name
+    raise errors.argument_invalid(
+        "expected booleans, integers or floats of at most 8 bytes, got "
+        f"{array.dtype}", "tensors")
+
+
+def _save_npy(path: str, pairs: list[tuple[str, FileValue]], overwrite: bool
+              ) -> int:
+    if len(pairs) != 1 or isinstance(pairs[0][1], QuantizedTensor):
+        raise errors.argument_invalid(
+            f"expected one plain tensor for {path}, got "
+            f"{len(pairs) if len(pairs) != 1 else 'a quantized one'}",
+            "tensors")
+    array, found = _plain_array(pairs[0][1])
+    if found is not None:
+        raise _files.unsupported(path, f".npy has no type for {found}")
+    with _files.AtomicFile(path, overwrite) as file:
+        header = _npy_header(array)
+        file.write(header)
+        file.write(array.reshape(-1))
+        file.commit()
+    return len(header) + array.nbytes
+
+
+def _npy_header(array: Array) -> bytes:
+    text = (f"{{'descr': {array.dtype.str!r}, 'fortran_order': False, 'shape': "
+            f"{array.shape}, }}")
+    # With magic, version and length a multiple of 64.
+    text += " " * (-(10 + len(text) + 1) % 64) + "\n"
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + (
+        text.encode())

@@ -1,0 +1,875 @@
+"""A whole model from files to files, as quantctl quantize does it."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import os
+import threading
+from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence, Union
+
+import grpc
+
+from quantd import _compressed, _files, _layout, errors
+from quantd._exchange import xxh3_64
+from quantd._files import FileTensor, InputFile, SafetensorsWriter
+from quantd._parts import (PART_KEY, Part, as_part, find_parts, share_out)
+from quantd._progress import Progress, ProgressLike
+from quantd._requests import QuantizeJob
+from quantd._specs import Filter, SpecSet, SpecsLike
+from quantd._tables import ResultList, Tabular
+from quantd.client import Client
+from quantd.files import Path
+from quantd.results import QuantizedTensor
+from quantd.tensor import TensorName, format_info
+
+# As quantctl names them: see client/cli/quantize.cc.
+_COMMAND_KEY = "quantctl.command"
+_RUN_KEY = "quantctl.run"
+_TENSORS_KEY = "quantctl.tensors"
+_LAYOUT = "quantd"
+_MOST_NAMES = 10
+# Of data; see _header_room.
+_ROOM_FROM_BYTES = 16 << 20
+_OTHER_PART = (", made from another source or with other arguments than these; "
+               "all parts need the same ones")
+_RECORDED = ("clipped_low", "clipped_high", "nan", "infinity", "mantissa_bits")
+_NAN_POLICIES = (None, "zero_point", "qmin", "reject")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelTensor(Tabular):
+    """What became of one tensor.
+
+    result: "quantized", "copied", "kept" from an earlier run, or "failed",
+        which is copied too.
+    bytes_after: with all that lies beside the codes.
+    format: of the codes; None where there are none.
+    error: why it failed.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    result: str
+    bytes_before: int
+    bytes_after: int
+    format: Optional[str] = None
+    clipped_low_count: int = 0
+    clipped_high_count: int = 0
+    nan_count: int = 0
+    infinity_count: int = 0
+    error: Optional[errors.QuantdError] = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class QuantizedModel(Tabular):
+    """What quantize_model() wrote.
+
+    tensors: in the order of the files, with to_dicts() for a table.
+    file_bytes: of the files with tensors.
+    left_out: names of files of the source folder that are not in the target.
+    """
+
+    path: str
+    tensors: ResultList[ModelTensor]
+    file_bytes: int
+    left_out: tuple[str, ...]
+
+
+@dataclasses.dataclass(eq=False)
+class _Outcome:
+    """What became of a tensor so far."""
+
+    error: Optional[errors.QuantdError] = None
+    is_quantized: bool = False
+    format: str = ""
+    output_bytes: int = 0
+    clipped_low: int = 0
+    clipped_high: int = 0
+    nan: int = 0
+    infinity: int = 0
+    mantissa_bits: int = 0
+
+    def record(self) -> dict[str, Any]:
+        """What a shard tells of it to the runs after this one."""
+        return {"format": self.format, "bytes": self.output_bytes,
+                **{key: getattr(self, key) for key in _RECORDED}}
+
+    @classmethod
+    def of_record(cls, record: Any) -> Optional[_Outcome]:
+        """None where it is not sound."""
+        keys = ("bytes", *_RECORDED)
+        if not isinstance(record, dict) or not isinstance(
+                record.get("format"), str) or not all(
+                    type(record.get(key)) is int and record[key] >= 0
+                    for key in keys):
+            return None
+        return cls(None, True, record["format"],
+                   *(record[key] for key in keys))
+
+
+@dataclasses.dataclass(eq=False)
+class _Shard:
+    """One file of the source and what it becomes."""
+
+    file: InputFile
+    name: str
+    output_path: str
+    selected: list[FileTensor] = dataclasses.field(default_factory=list)
+    command: str = ""
+    run: str = ""
+    is_kept: bool = False
+    overwrite: bool = False
+
+
+@dataclasses.dataclass(eq=False)
+class _Target:
+    """One file that a run writes: a shard, or a part of one."""
+
+    shard: _Shard
+    # Those that are quantized.
+    tensors: Sequence[FileTensor]
+    path: str
+    part: Optional[Part] = None
+    is_kept: bool = False
+    overwrite: bool = False
+
+    @property
+    def covered(self) -> Sequence[FileTensor]:
+        """What of the shard this run has to do with."""
+        return (list(self.shard.file.tensors.values()) if self.part is None
+                else self.tensors)
+
+
+def quantize_model(
+        source: Path, target: Path, specs: SpecsLike, *, client: Client,
+        model: str = "", revision: str = "main", store: bool = False,
+        include: Iterable[str] = (), exclude: Iterable[str] = (),
+        min_rank: int = 2, nan_policy: Optional[str] = None,
+        keep_going: bool = False, overwrite: bool = False,
+        restart: bool = False, streams: int = 2,
+        part: Union[tuple[int, int], str, None] = None,
+        progress: ProgressLike = False) -> QuantizedModel:
+    """Quantizes the tensors of a file or of the folder of a model, and copies
+    the others; with the bytes that quantctl quantize writes:
+
+        quantd.quantize_model("llm", "llm-int4", {"*_proj.weight":
+                              "int4:group:128"}, client=client)
+
+    source: a safetensors, .npy or .gguf file, or a folder with
+        model.safetensors.index.json or model.safetensors.
+    target: a safetensors file, or a folder for a folder. Finished shards of an
+        earlier run with the same arguments are kept.
+    specs: a spec of all tensors, such as "int8:per-channel", or by pattern: a
+        tensor has that of the first pattern that matches its name, and stays as
+        it is where none does. A list of SPEC and PATTERN=SPEC, or
+        "@mixture.txt" as quantctl sweep writes it, is also taken.
+    model, revision, store: keep the encodings in the store, under this model;
+        its default is the name of the source.
+    include, exclude: patterns of names; min_rank: see Client.quantize_many.
+    keep_going: write the target even if tensors fail, with these as they were.
+    overwrite: replace a file, or the files of other runs in a folder.
+    restart: do finished shards again as well.
+    streams: tensors on their way at once, each on a stream of its own.
+    part: (i, n) does share i of n, from 0 on; any part may be done again, in
+        any process that sees the files, and join_model() makes the target of
+        them. quantctl quantize --part does the same.
+    progress: see Client.quantize_many.
+
+    Tensors go from the file's mapping to the server, and codes to a file
+    without a name in the target's folder: a model may be larger than memory.
+
+    Raises: the error of a tensor, and then nothing is written, in a folder not
+        that tensor's shard; FILE_EXISTS, FILE_UNREADABLE, FILE_UNWRITABLE,
+        FILE_MALFORMED, FILE_UNSUPPORTED, ARGUMENT_INVALID.
+    """
+    if nan_policy not in _NAN_POLICIES:
+        raise errors.argument_invalid(
+            f"expected one of {', '.join(map(str, _NAN_POLICIES))}, got "
+            f"{nan_policy!r}", "nan_policy")
+    if streams < 1:
+        raise errors.argument_invalid(
+            f"expected at least 1, got {streams}", "streams")
+    if part is not None and keep_going:
+        raise errors.argument_invalid("expected part without keep_going",
+                                      "part")
+    run = _Run(os.fspath(source), os.fspath(target), SpecSet(specs),
+               Filter(tuple(include), tuple(exclude), min_rank), client, model,
+               revision, store, nan_policy, keep_going, overwrite, restart,
+               streams, None if part is None else as_part(part), False)
+    run.plan()
+    return run.write(progress)
+
+
+def join_model(
+        source: Path, target: Path, specs: SpecsLike, *,
+        client: Optional[Client] = None, model: str = "",
+        revision: str = "main", store: bool = False,
+        include: Iterable[str] = (), exclude: Iterable[str] = (),
+        min_rank: int = 2, nan_policy: Optional[str] = None,
+        overwrite: bool = False) -> QuantizedModel:
+    """Makes the target of the parts of quantize_model(), once all are done; the
+    target is that of one run. The arguments are those of the parts.
+
+    client: only with store; no server is called.
+
+    Raises: FILE_INCOMPLETE, with the parts that are missing; those of
+        quantize_model().
+    """
+    run = _Run(os.fspath(source), os.fspath(target), SpecSet(specs),
+               Filter(tuple(include), tuple(exclude), min_rank), client, model,
+               revision, store, nan_policy, False, overwrite, False, 1, None,
+               True)
+    run.plan()
+    return run.write(False)
+
+
+def _hash(text: bytes) -> str:
+    if xxh3_64 is None:
+        raise errors.argument_invalid(
+            "a folder needs xxhash (on Debian python3-xxhash)", "target")
+    return f"{xxh3_64(text).intdigest():016x}"
+
+
+def _stem(path: str) -> str:
+    name = os.path.basename(path.rstrip("/"))
+    dot = name.rfind(".")
+    return name[:dot] if dot > 0 else name
+
+
+def _is_same(a: str, b: str) -> bool:
+    return os.path.exists(a) and os.path.exists(b) and os.path.samefile(a, b)
+
+
+class _Run:
+    """One call of quantize_model()."""
+
+    def __init__(self, source: str, target: str, specs: SpecSet,
+                 taken: Filter, client: Optional[Client], model: str,
+                 revision: str, store: bool, nan_policy: Optional[str],
+                 keep_going: bool, overwrite: bool, restart: bool,
+                 streams: int, part: Optional[Part], joins: bool) -> None:
+        self._source = source
+        self._target = target
+        self._specs = specs
+        self._filter = taken
+        self._client = client
+        self._model = model or _stem(source)
+        self._revision = revision
+        self._store = store
+        self._nan_policy = nan_policy
+        self._keep_going = keep_going
+        self._overwrite = overwrite
+        self._restart = restart
+        self._streams = streams
+        self._part = part
+        self._joins = joins
+        self._targets: list[_Target] = []
+        self._is_folder = os.path.isdir(source)
+        self._weight_map: dict[str, str] = {}
+        self._shards: list[_Shard] = []
+        self._outcomes: dict[str, _Outcome] = {}
+        self._is_cleared = False
+
+    # Before anything is sent or written.
+
+    def plan(self) -> None:
+        """Opens all inputs, decides what is to be done with each, and finds
+        what is there already."""
+        self._open()
+        self._check_target()
+        self._select()
+        if self._has_keys:
+            for shard in self._shards:
+                self._set_keys(shard)
+        self._make_targets()
+        if self._is_folder:
+            self._check_folder()
+        self._check_parts()
+        if self._joins:
+            self._check_join()
+        unread = [name for shard in self._shards
+                  for name in shard.file.unread]
+        if unread and not self._keep_going:
+            raise _files.unsupported(
+                self._source, f"{len(unread)} tensors are of types that are "
+                "not read; keep_going leaves them out: " +
+                ", ".join(unread[:_MOST_NAMES]))
+        if not self._keep_going:
+            self._raise_failed()
+
+    @property
+    def _has_keys(self) -> bool:
+        """Whether files say what they were made from."""
+        return self._is_folder or self._joins or self._part is not None
+
+    def _make_targets(self) -> None:
+        """All shards, or a part of them."""
+        if self._part is None:
+            self._targets = [
+                _Target(shard, shard.selected, shard.output_path)
+                for shard in self._shards]
+            return
+        shares = share_out([shard.selected for shard in self._shards],
+                           self._part.count)
+        for shard, found in zip(self._shards, shares):
+            own = [share for share in found if share.part == self._part.index]
+            if own and len(found) == 1:
+                self._targets.append(_Target(shard, shard.selected,
+                                             shard.output_path))
+            elif own:
+                self._targets.append(_Target(
+                    shard, own[0].tensors, self._part.path(shard.output_path),
+                    self._part))
+
+    def _open(self) -> None:
+        if self._is_folder:
+            self._weight_map, _ = _files.read_index(self._source)
+            files = _files.open_folder(self._source)
+        else:
+            files = [_files.open_file(self._source)]
+        for file in files:
+            name = os.path.basename(file.path)
+            self._shards.append(_Shard(
+                file, name, self._output(name) if self._is_folder
+                else self._target))
+            self._check_plain(file)
+
+    def _check_plain(self, file: InputFile) -> None:
+        what = next((key[len(_layout.KEY_PREFIX):] for key in file.metadata
+                     if key.startswith(_layout.KEY_PREFIX)),
+                    _codes_in(file.tensors))
+        if what is None and self._is_folder:
+            method = _compressed.method_of(self._source)
+            what = f"the model, by {method}" if method else None
+        if what is not None:
+            raise _files.unsupported(
+                self._source, f"expected plain tensors, but {what!r} is "
+                "quantized already; begin with the model that it was made "
+                "from")
+
+    def _output(self, name: str) -> str:
+        return os.path.join(self._target, name)
+
+    def _check_target(self) -> None:
+        if _is_same(self._source, self._target):
+            raise errors.argument_invalid(
+                f"expected a target other than the source, got "
+                f"{self._target!r}", "target")
+        if not self._is_folder:
+            if os.path.isdir(self._target) or self._target.endswith(
+                    ("/", ".npy", ".gguf")):
+                raise errors.argument_invalid(
+                    "expected the name of a safetensors file, got "
+                    f"{self._target!r}", "target")
+            _files.check_writable(self._target, self._overwrite)
+            self._shards[0].overwrite = self._overwrite
+        elif os.path.lexists(self._target) and (
+                not os.path.isdir(self._target)):
+            raise errors.argument_invalid(
+                f"expected the name of a folder, got {self._target!r}",
+                "target")
+
+    def _select(self) -> None:
+        tensors = [tensor for shard in self._shards
+                   for tensor in shard.file.tensors.values()]
+        selected = {tensor.name for tensor in
+                    self._filter.select(tensors, self._specs)}
+        for shard in self._shards:
+            for name, tensor in shard.file.tensors.items():
+                outcome = self._outcomes[name] = _Outcome()
+                if name not in selected:
+                    continue
+                try:
+                    self._check_names(shard.file, name)
+                    self._spec(tensor)
+                    shard.selected.append(tensor)
+                except errors.QuantdError as error:
+                    error.name = TensorName(tensor=name)
+                    outcome.error = error
+
+    def _spec(self, tensor: FileTensor) -> Any:
+        template = self._specs.of(tensor.name)
+        assert template is not None
+        return template.spec_of(tensor.shape)
+
+    @staticmethod
+    def _check_names(file: InputFile, name: str) -> None:
+        """Those that a quantized tensor takes must be free."""
+        for suffix in _layout.SUFFIXES:
+            if name + suffix in file.tensors:
+                raise errors.argument_invalid(
+                    f"the file has a tensor {name + suffix!r} of its own")
+
+    def _raise_failed(self) -> None:
+        failed = [name for name, outcome in self._outcomes.items()
+                  if outcome.error is not None]
+        if not failed:
+            return
+        error = self._outcomes[failed[0]].error
+        assert error is not None
+        raise _with_note(error, f"; {len(failed)} of {len(self._outcomes)} "
+                         f"tensors failed, so {self._target} is not "
+                         f"{'complete' if self._is_folder else 'written'}; "
+                         "keep_going leaves such tensors as they are")
+
+    # What earlier runs left.
+
+    def _check_folder(self) -> None:
+        has_own = False
+        for target in self._targets:
+            shard = target.shard
+            if not os.path.lexists(shard.output_path):
+                continue
+            metadata = _metadata_of(shard.output_path)
+            shard.is_kept = not self._restart and self._keep(shard, metadata)
+            is_own = shard.is_kept or (
+                metadata.get(_COMMAND_KEY) == shard.command)
+            has_own = has_own or is_own
+            if not is_own and not self._overwrite:
+                raise _files.exists(
+                    shard.output_path,
+                    ", made from another source or with other arguments"
+                    if metadata.get(_COMMAND_KEY) else "")
+            shard.overwrite = True
+        index = self._output(_files.INDEX_NAME)
+        if not os.path.lexists(index):
+            return
+        if not self._weight_map:
+            raise errors.argument_invalid(
+                "expected a folder for a model in one file, but "
+                f"{index} is there", "target")
+        if not has_own and not self._overwrite:
+            raise _files.exists(index)
+
+    def _check_parts(self) -> None:
+        """Files of parts that are there are kept, or done again."""
+        for target in self._targets:
+            shard = target.shard
+            target.is_kept, target.overwrite = shard.is_kept, shard.overwrite
+            if target.part is None or shard.is_kept:
+                continue
+            target.overwrite = False
+            if not os.path.lexists(target.path):
+                continue
+            metadata = _metadata_of(target.path)
+            is_own = metadata.get(_RUN_KEY) == shard.run
+            if not is_own and not self._overwrite:
+                raise _files.exists(target.path, _OTHER_PART)
+            target.is_kept = not self._restart and is_own and (
+                self._take_records(target.tensors, metadata))
+            target.overwrite = True
+
+    def _check_join(self) -> None:
+        """All parts of all shards are there and belong together."""
+        missing = []
+        for number, shard in enumerate(self._shards):
+            if shard.is_kept:
+                continue
+            parts = find_parts(shard.output_path)
+            if not parts:
+                missing.append(shard.output_path)
+                continue
+            count = parts[0].count
+            if parts[-1].count != count:
+                raise _files.incomplete(
+                    shard.output_path, f"there are files of {count} parts and "
+                    f"of {parts[-1].count} parts; delete those that are of no "
+                    "use")
+            shares = share_out([shard.selected for shard in self._shards],
+                               count)[number]
+            for share in shares:
+                part = Part(count, share.part)
+                path = part.path(shard.output_path)
+                if not os.path.lexists(path):
+                    missing.append(f"part {part} of {shard.output_path}")
+                    continue
+                metadata = _files.open_safetensors(path).metadata
+                if metadata.get(_RUN_KEY) != shard.run or (
+                        not self._take_records(share.tensors, metadata)):
+                    raise _files.incomplete(path, _OTHER_PART[2:])
+        if missing:
+            more = len(missing) - _MOST_NAMES
+            raise _files.incomplete(
+                self._target, "not there: " + ", ".join(missing[:_MOST_NAMES]) +
+                (f" and {more} more" if more > 0 else "") +
+                "; run these parts, then join again")
+
+    def _set_keys(self, shard: _Shard) -> None:
+        policy = (self._nan_policy or "").replace("_", "-")
+        command = (f"{_LAYOUT}\n{policy}".encode() + self._specs.text() +
+                   self._filter.text())
+        shard.command = _hash(
+            f"{os.path.realpath(shard.file.path)}\n".encode() + command)
+        where = (self._client.target if self._store and self._client is not None
+                 else "")
+        status = os.stat(shard.file.path)
+        text = command + (f"\n{self._model}\n{self._revision}\n0\n{where}\n"
+                f"{status.st_size} {status.st_mtime_ns // 10**9} "
+                f"{status.st_mtime_ns % 10**9}\n").encode()
+        for tensor in shard.selected:
+            template = self._specs.of(tensor.name)
+            assert template is not None
+            text += tensor.name.encode() + b"\n" + template.of(
+                tensor.shape).SerializeToString(deterministic=True) + b"\n"
+        shard.run = _hash(text)
+
+    def _keep(self, shard: _Shard, metadata: Mapping[str, str]) -> bool:
+        """Whether an earlier run has written that shard; takes over what it
+        tells."""
+        if metadata.get(_RUN_KEY) != shard.run or self._has_failed(shard):
+            return False
+        if not self._take_records(shard.selected, metadata):
+            return False
+        for tensor in shard.file.tensors.values():
+            outcome = self._outcomes[tensor.name]
+            if not outcome.is_quantized:
+                outcome.output_bytes = tensor.size_bytes
+        return True
+
+    def _take_records(self, tensors: Sequence[FileTensor],
+                      metadata: Mapping[str, str]) -> bool:
+        """Takes over what a file tells of the tensors that it has; False where
+        it is not all there."""
+        try:
+            records = json.loads(metadata.get(_TENSORS_KEY, ""))
+        except ValueError:
+            return False
+        if not isinstance(records, dict) or len(records) != len(tensors):
+            return False
+        found = {tensor.name: _Outcome.of_record(records.get(tensor.name))
+                 for tensor in tensors}
+        if any(outcome is None for outcome in found.values()):
+            return False
+        self._outcomes.update((name, outcome) for name, outcome in
+                              found.items() if outcome is not None)
+        return True
+
+    def _has_failed(self, shard: _Shard) -> bool:
+        return any(self._outcomes[name].error is not None
+                   for name in shard.file.tensors)
+
+    # Sending and writing.
+
+    def write(self, wanted: ProgressLike) -> QuantizedModel:
+        """Does what is to be done."""
+        if self._is_folder:
+            try:
+                os.makedirs(self._target, exist_ok=True)
+            except OSError as error:
+                raise _files.unwritable(self._target, error) from error
+        targets = [target for target in self._targets if not target.is_kept]
+        total = sum(tensor.size_bytes for target in targets
+                    for tensor in target.tensors)
+        with Progress(wanted, "quantize", total) as progress:
+            for target in targets:
+                self._write_target(target, progress)
+        if self._part is None:
+            if self._joins:
+                self._remove_parts()
+            if self._weight_map:
+                # The last, because it makes a model of the shards.
+                self._write_index()
+        return self._result()
+
+    def _write_target(self, target: _Target, progress: Progress) -> None:
+        shard = target.shard
+        with SafetensorsWriter(target.path, target.overwrite) as writer:
+            writer.metadata.update(shard.file.metadata)
+            if self._joins:
+                self._take_parts(shard, writer)
+            else:
+                assert self._client is not None
+                _Sender(self._client, self._streams, self._job, writer,
+                        self._outcomes, progress).send(target.tensors)
+            has_failed = self._has_failed(shard)
+            if has_failed and not self._keep_going:
+                self._raise_failed()
+            for number, tensor in enumerate(target.covered):
+                outcome = self._outcomes[tensor.name]
+                if not outcome.is_quantized:
+                    outcome.output_bytes = writer.add_view(
+                        (1, number, 0), tensor.name, tensor.dtype,
+                        tensor.shape, tensor.bytes)
+            if self._is_folder or target.part is not None:
+                writer.metadata[_COMMAND_KEY] = shard.command
+                # One that failed in part is done again.
+                if not has_failed:
+                    writer.metadata[_RUN_KEY] = shard.run
+                    writer.metadata[_TENSORS_KEY] = _files.to_json(
+                        {tensor.name: self._outcomes[tensor.name].record()
+                         for tensor in target.tensors
+                         if self._outcomes[tensor.name].is_quantized})
+            if target.part is not None:
+                writer.metadata[PART_KEY] = str(target.part)
+            elif self._is_folder:
+                self._clear()
+            try:
+                writer.finish(self._header_room(target))
+            except errors.QuantdError as error:
+                # The same part may be under way elsewhere, and be first.
+                if error.reason != "FILE_EXISTS" or not shard.run or (
+                        _metadata_of(target.path).get(_RUN_KEY) != shard.run):
+                    raise
+
+    def _header_room(self, target: _Target) -> int:
+        """Of a large file: enough for the header, whatever becomes of the
+        tensors. quantctl leaves it, so that codes come to where they stay."""
+        entries = []
+        metadata = dict(target.shard.file.metadata)
+        records: dict[str, Any] = {}
+        for tensor in target.tensors:
+            template = self._specs.of(tensor.name)
+            assert template is not None
+            spec = template.of(tensor.shape)
+            entries += _layout.expected_entries(tensor.name, spec,
+                                                tensor.shape)
+            encoding, _ = _layout.expected(spec, tensor.shape)
+            most = 2**64 - 1
+            records[tensor.name] = _Outcome(
+                None, True, "u" + encoding.format, most, most, most, most,
+                most, most).record()
+            metadata[_layout.KEY_PREFIX + tensor.name] = (
+                "u" + _layout.record_text(
+                    dataclasses.replace(encoding, qmin=-2**31, qmax=-2**31),
+                    tensor.shape, tensor.element_type or ""))
+        selected = {tensor.name for tensor in target.tensors}
+        entries += [(tensor.name, tensor.dtype, tensor.shape)
+                    for tensor in target.covered
+                    if tensor.name not in selected]
+        if sum(_files.size_of(dtype, shape)
+               for _, dtype, shape in entries) < _ROOM_FROM_BYTES:
+            return 0
+        if self._is_folder or target.part is not None:
+            metadata[_COMMAND_KEY] = target.shard.command
+            metadata[_RUN_KEY] = target.shard.run
+            metadata[_TENSORS_KEY] = _files.to_json(records)
+        if target.part is not None:
+            metadata[PART_KEY] = str(target.part)
+        entries.sort(key=lambda entry: -_files.DTYPES[entry[1]].itemsize)
+        return len(_files.header_text(target.path, entries, metadata))
+
+    def _take_parts(self, shard: _Shard, writer: SafetensorsWriter) -> None:
+        places = {tensor.name: number
+                  for number, tensor in enumerate(shard.selected)}
+        for part in find_parts(shard.output_path):
+            file = _files.open_safetensors(part.path(shard.output_path))
+            for name in json.loads(file.metadata[_TENSORS_KEY]):
+                for at, suffix in enumerate(_layout.SUFFIXES_AS_WRITTEN):
+                    tensor = file.tensors.get(name + suffix)
+                    if tensor is not None:
+                        writer.add_view((0, places[name], at), tensor.name,
+                                        tensor.dtype, tensor.shape,
+                                        tensor.bytes)
+                key = _layout.KEY_PREFIX + name
+                writer.metadata[key] = file.metadata[key]
+
+    def _remove_parts(self) -> None:
+        for shard in self._shards:
+            for part in find_parts(shard.output_path):
+                path = part.path(shard.output_path)
+                if _metadata_of(path).get(_RUN_KEY) == shard.run:
+                    os.unlink(path)
+
+    def _job(self, tensor: FileTensor) -> QuantizeJob:
+        name = TensorName(self._model, tensor.name, self._revision)
+        return QuantizeJob(
+            tensor.array(), self._spec(tensor), name if self._store else None,
+            self._store, self._nan_policy, element_type=tensor.element_type)
+
+    def _clear(self) -> None:
+        """Before the first shard is in its place: takes away what would make a
+        model of new and old shards."""
+        if self._is_cleared:
+            return
+        self._is_cleared = True
+        stale = [_files.INDEX_NAME] if self._weight_map else []
+        names = {shard.name for shard in self._shards}
+        if self._overwrite:
+            if _compressed.METHOD == _method_in(self._target):
+                stale.append("config.json")
+            stale += [name for name in os.listdir(self._target)
+                      if name.endswith(".safetensors") and name not in names and
+                      _metadata_of(self._output(name)).get(_COMMAND_KEY)]
+        for name in stale:
+            try:
+                os.unlink(self._output(name))
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                raise _files.unwritable(self._output(name), error) from error
+
+    def _write_index(self) -> None:
+        weight_map, total = {}, 0
+        for shard in self._shards:
+            written = _files.open_safetensors(shard.output_path)
+            for name, tensor in written.tensors.items():
+                weight_map[name] = shard.name
+                total += tensor.size_bytes
+        document = {"metadata": {"total_size": total},
+                    "weight_map": dict(sorted(weight_map.items()))}
+        _files.write_text(self._output(_files.INDEX_NAME),
+                          _files.to_json(document, indent=2) + "\n")
+
+    def _result(self) -> QuantizedModel:
+        tensors: ResultList[ModelTensor] = ResultList()
+        for target in self._targets:
+            for tensor in target.covered:
+                outcome = self._outcomes[tensor.name]
+                result = ("kept" if target.is_kept else
+                          "failed" if outcome.error is not None else
+                          "quantized" if outcome.is_quantized else "copied")
+                tensors.append(ModelTensor(
+                    tensor.name, tensor.shape, tensor.dtype, result,
+                    tensor.size_bytes, outcome.output_bytes,
+                    outcome.format or None, outcome.clipped_low,
+                    outcome.clipped_high, outcome.nan, outcome.infinity,
+                    outcome.error))
+        names = {_files.INDEX_NAME, *(shard.name for shard in self._shards)}
+        left_out = sorted(
+            name for name in os.listdir(self._source)
+            if name not in names and not name.startswith(".")
+        ) if self._is_folder else []
+        return QuantizedModel(
+            self._target, tensors,
+            # Of a part whose shard was joined meanwhile there is no file.
+            sum(os.stat(target.path).st_size for target in self._targets
+                if os.path.exists(target.path)),
+            tuple(left_out))
+
+
+def _with_note(error: errors.QuantdError, note: str) -> errors.QuantdError:
+    told = errors.QuantdError(error.code, error.reason, error.message + note,
+                              field=error.field,
+                              retry_after=error.retry_after)
+    told.name = error.name
+    return told
+
+
+def _metadata_of(path: str) -> Mapping[str, str]:
+    """Of a safetensors file; none where it is none."""
+    try:
+        return _files.open_safetensors(path).metadata
+    except errors.QuantdError:
+        return {}
+
+
+def _method_in(folder: str) -> str:
+    try:
+        return _compressed.method_of(folder)
+    except errors.QuantdError:
+        return ""
+
+
+def _codes_in(tensors: Mapping[str, FileTensor]) -> Optional[str]:
+    """The tensor that holds codes in the layouts of others; None where there is
+    none."""
+    for name in tensors:
+        if name.endswith(".qweight"):
+            return name
+        for suffix in ("_scale", ".scale", "_scale_inv", ".scales"):
+            if not name.endswith(suffix):
+                continue
+            stem = name[:-len(suffix)]
+            codes = tensors.get(stem) or tensors.get(stem + "_packed")
+            if codes is not None and codes.element_type is None:
+                return codes.name
+    return None
+
+
+class _Sender:
+    """Quantizes the tensors of one shard on several streams."""
+
+    def __init__(self, client: Client, streams: int, job: Any,
+                 writer: SafetensorsWriter, outcomes: dict[str, _Outcome],
+                 progress: Progress) -> None:
+        self._client = client
+        self._streams = streams
+        self._job = job
+        self._writer = writer
+        self._outcomes = outcomes
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._fault: Optional[BaseException] = None
+
+    def send(self, tensors: Sequence[FileTensor]) -> None:
+        """Errors of a tensor go to its outcome.
+
+        Raises: those that end all, such as of a server that is away.
+        """
+        jobs = iter(enumerate(tensors))
+        threads = [threading.Thread(target=self._run, args=(jobs,),
+                                    daemon=True)
+                   for _ in range(min(self._streams, len(tensors)))]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                thread.join()
+        except BaseException as error:
+            # Ctrl-C: no more are sent, and who is interrupted waits for those
+            # under way.
+            self._fault = error
+            for thread in threads:
+                thread.join()
+            raise
+        if self._fault is not None:
+            raise self._fault
+
+    def _run(self, jobs: Iterator[tuple[int, FileTensor]]) -> None:
+        try:
+            self._send(jobs)
+        except BaseException as error:  # pylint: disable=broad-except
+            self._fault = self._fault or error
+
+    def _send(self, jobs: Iterator[tuple[int, FileTensor]]) -> None:
+        # What is on its way: its place, and where its codes go.
+        pending: collections.deque[tuple[int, FileTensor, int]] = (
+            collections.deque())
+
+        def items() -> Iterator[QuantizeJob]:
+            while self._fault is None:
+                with self._lock:
+                    number, tensor = next(jobs, (0, None))
+                if tensor is None:
+                    return
+                job = self._job(tensor)
+                size = format_info(job.source.format).size_bytes(job.array.size)
+                out, offset = self._writer.reserve(size)
+                pending.append((number, tensor, offset))
+                yield dataclasses.replace(job, out=out)
+
+        for result in self._client.quantize_many(items(), on_error="return",
+                                                 min_rank=0):
+            number, tensor, offset = pending.popleft()
+            outcome = self._outcomes[tensor.name]
+            if isinstance(result, errors.QuantdError):
+                if result.code == grpc.StatusCode.UNAVAILABLE or (
+                        result.reason in ("TIMEOUT", "CLIENT_CLOSED")):
+                    raise result
+                result.name = TensorName(tensor=tensor.name)
+                outcome.error = result
+            else:
+                self._take(number, tensor.name, result, offset, outcome)
+            with self._lock:
+                self._progress.add(tensor.size_bytes)
+            del result
+
+    def _take(self, number: int, name: str, result: QuantizedTensor,
+              offset: int, outcome: _Outcome) -> None:
+        summary, encoding = result.summary, result.encoding
+        assert encoding is not None
+        outcome.output_bytes = _layout.write(
+            self._writer, (0, number), name, result,
+            lambda key, dtype, shape: self._writer.add_reserved(
+                key, name, dtype, shape, offset))
+        outcome.is_quantized = True
+        outcome.format = encoding.format
+        outcome.clipped_low = summary.clipped_low_count
+        outcome.clipped_high = summary.clipped_high_count
+        outcome.nan = summary.nan_count
+        outcome.mantissa_bits = result.mantissa_bits
+        outcome.infinity = (summary.positive_infinity_count +
+                            summary.negative_infinity_count)

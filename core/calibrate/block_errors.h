@@ -1,0 +1,76 @@
+// What quantizing the elements of a block costs under many scales: the contract
+// of the kernels in block_errors.cc, and their scalar definition.
+
+#ifndef QUANTD_CORE_CALIBRATE_BLOCK_ERRORS_H_
+#define QUANTD_CORE_CALIBRATE_BLOCK_ERRORS_H_
+
+#include <cstdint>
+
+#include "absl/types/optional.h"
+#include "core/formats/grid.h"
+#include "core/formats/number_format.h"
+#include "core/types/encoding.h"
+
+namespace quantd::core {
+
+// What quotients x / scale are rounded to. Immutable, thread-safe.
+struct BlockGrid {
+  // `has_zero_points`  integers lie about a zero point.
+  // Requires: a valid format, qmin and qmax, and codebook.
+  BlockGrid(const Encoding& encoding, bool has_zero_points);
+
+  const FormatInfo& format;
+  // The numbers lie the same on both sides of zero: elements are given as their
+  // magnitudes.
+  bool is_mirrored;
+  // Integers: the ends without a zero point.
+  int32_t qmin;
+  int32_t qmax;
+  // One of them unless integer.
+  absl::optional<FloatGrid> floats;
+  absl::optional<CodebookGrid> codebook;
+};
+
+// Trials come in multiples of this: the lanes of any vector.
+constexpr int64_t kTrialLanes = 16;
+
+// Scales that a block is tried with. T is float or double.
+template <typename T>
+struct BlockTrials {
+  // A multiple of kTrialLanes.
+  int64_t count;
+  // [count] 1 / scale, and for integers qmin and qmax less the zero point.
+  const T* inverse;
+  const T* low;
+  const T* high;
+  // Out: [count] sums of (x / scale - x')^2, where x' is the nearest of the
+  // numbers, and the part of it that clipped elements have. Null: not wanted.
+  T* squares;
+  T* clipped;
+};
+
+// Elements are added up in kErrorSums sums, element i in sum i % kErrorSums,
+// which are put together pair by pair after each kErrorChunk elements. Floats
+// lose less than 2^-18 of a sum so.
+constexpr int64_t kErrorSums = 4;
+constexpr int64_t kErrorChunk = 64;
+
+// Integers further from their number than this are clipped. The end of a range
+// may lie just half a step beyond the last number: how quotients are rounded
+// does not decide over it.
+constexpr double kClippedDistance = 0.5 + 0x1p-14;
+
+// `x`  [count] finite elements; of their magnitudes if the grid is mirrored.
+// The same bits on every machine.
+template <typename T>
+void SumBlockErrors(const BlockGrid& grid, const T* x, int64_t count,
+                    const BlockTrials<T>& trials);
+
+// The truth: one scale and one element after the other.
+template <typename T>
+void SumBlockErrorsScalar(const BlockGrid& grid, const T* x, int64_t count,
+                          const BlockTrials<T>& trials);
+
+}  // namespace quantd::core
+
+#endif  // QUANTD_CORE_CALIBRATE_BLOCK_ERRORS_H_

@@ -1,0 +1,139 @@
+// Ranges of small blocks, from the elements themselves.
+//
+// Where a block has few elements, what it costs to quantize them is measured
+// for each range that is tried; histograms are for blocks of many.
+
+#ifndef QUANTD_CORE_CALIBRATE_BLOCK_SEARCH_H_
+#define QUANTD_CORE_CALIBRATE_BLOCK_SEARCH_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "core/calibrate/block_errors.h"
+#include "core/calibrate/encoding_spec.h"
+#include "core/calibrate/range_scaler.h"
+#include "core/parallel/stop_token.h"
+#include "core/statistics/held_tensor.h"
+#include "core/types/block_layout.h"
+#include "core/types/element_type.h"
+#include "core/types/encoding.h"
+
+namespace quantd::core {
+
+// The most elements of a block that is searched directly.
+constexpr int64_t kMaxDirectElements = 4096;
+
+// Whether the method looks at more than extremes and no block is too large to
+// be searched directly.
+// Requires: a valid spec, resolved for the layout's shape.
+bool IsSearchedDirectly(const EncodingSpec& spec, const BlockLayout& layout);
+
+// The finite elements of one block, and room to work in: used again from block
+// to block. Not thread-safe.
+class BlockElements {
+ public:
+  // Elements in place of those that were there. NaN and infinities are left
+  // out.
+  // `in`  [count] elements of the type, any alignment.
+  void Assign(ElementType type, const uint8_t* in, int64_t count);
+  // Those of one scale index, of a layout without larger blocks than
+  // kMaxDirectElements.
+  void Assign(const HeldTensor& held, int64_t scale_index);
+
+  int64_t count() const { return count_; }
+  // Float64 elements are kept as such, all others as float32.
+  bool is_double() const { return is_double_; }
+  // [count], in order; of the two the one that is kept.
+  const float* floats() const { return floats_.data(); }
+  const double* doubles() const { return doubles_.data(); }
+  double at(int64_t i) const { return is_double_ ? doubles_[i] : floats_[i]; }
+  // The largest magnitude; 0 where there are none.
+  double abs_max() const { return abs_max_; }
+
+ private:
+  friend class BlockSearch;
+
+  // What a search is made with, in either type.
+  template <typename T>
+  struct Room {
+    std::vector<T> elements;
+    std::vector<T> inverse;
+    std::vector<T> low;
+    std::vector<T> high;
+    std::vector<T> squares;
+    std::vector<T> clipped;
+    std::vector<T> scale;
+  };
+  // A range that is tried.
+  struct Trial {
+    Range range;
+    BlockScale scale;
+    // Where its ends are on the way to the whole range.
+    int low_step;
+    int high_step;
+    double error;
+  };
+
+  template <typename T>
+  Room<T>& room();
+  template <typename Bits, typename T>
+  void KeepFinite(int64_t count, std::vector<T>* elements);
+
+  int64_t count_ = 0;
+  bool is_double_ = false;
+  double abs_max_ = 0;
+  std::vector<uint8_t> bytes_;
+  std::vector<float> floats_;
+  std::vector<double> doubles_;
+  Room<float> float_room_;
+  Room<double> double_room_;
+  std::vector<Trial> trials_;
+  std::vector<double> fractions_;
+  std::vector<double> sorted_;
+};
+
+// Searches blocks under one spec. Immutable, thread-safe.
+class BlockSearch {
+ public:
+  // `encoding`  has the format, qmin, qmax and codebook; read here only.
+  // `scaler`    outlives this.
+  // Requires: a valid spec.
+  BlockSearch(const EncodingSpec& spec, const Encoding& encoding,
+              const RangeScaler& scaler);
+
+  // What a range is judged by: the squared error of the elements' codes under
+  // the scale as it is stored, where clipped elements count `gamma` times.
+  // `outer`  as for RangeScaler::Scale.
+  // Errors: those of RangeScaler::Scale.
+  absl::StatusOr<double> Error(int64_t index, float outer, const Range& range,
+                               double gamma, BlockElements* elements) const;
+
+  // The best of the ranges that range_search.h describes, and of some between
+  // the two neighbours of the best.
+  // Errors: those of SearchRange.
+  absl::StatusOr<Range> Search(int64_t index, float outer, const Range& whole,
+                               double gamma, int steps, BlockElements* elements,
+                               StopToken stop) const;
+
+  // numpy's default quantile, of the elements or of their magnitudes.
+  // Requires: 0 <= fraction <= 1; elements.
+  static double Quantile(double fraction, bool of_magnitudes,
+                         BlockElements* elements);
+
+ private:
+  // One search for one block.
+  template <typename T>
+  class Run;
+
+  bool NeedsDouble(const BlockElements& elements) const;
+
+  const RangeScaler& scaler_;
+  const BlockGrid grid_;
+  const bool is_wide_;
+};
+
+}  // namespace quantd::core
+
+#endif  // QUANTD_CORE_CALIBRATE_BLOCK_SEARCH_H_

@@ -1,0 +1,364 @@
+#include "core/types/scale_window.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+#include "core/errors.h"
+#include "core/formats/number_format.h"
+#include "core/formats/scale_type.h"
+#include "core/types/float_convert.h"
+
+namespace quantd::core {
+namespace {
+
+// Appends `to_value(values[begin..end))`, of the type that it has.
+template <typename Value, typename ToValue>
+void AppendValues(const std::vector<Value>& values, int64_t begin, int64_t end,
+                  const ToValue& to_value, std::string* bytes) {
+  using Stored = std::decay_t<decltype(to_value(values[0]))>;
+  const size_t size = bytes->size();
+  bytes->resize(size + static_cast<size_t>(end - begin) * sizeof(Stored));
+  auto* out = reinterpret_cast<uint8_t*>(bytes->data()) + size;
+  for (int64_t i = begin; i < end; ++i, out += sizeof(Stored)) {
+    StoreUnaligned(to_value(values[i]), out);
+  }
+}
+
+template <typename Stored, typename FromStored>
+void ReadValues(
+    absl::Span<const uint8_t> bytes, const FromStored& from_stored,
+    std::vector<std::decay_t<decltype(from_stored(Stored{}))>>* values) {
+  const size_t count = bytes.size() / sizeof(Stored);
+  values->reserve(values->size() + count);
+  for (size_t i = 0; i < count; ++i) {
+    values->push_back(
+        from_stored(LoadUnaligned<Stored>(bytes.data() + i * sizeof(Stored))));
+  }
+}
+
+template <typename Stored>
+void ReadZeroPoints(absl::Span<const uint8_t> bytes,
+                    std::vector<int32_t>* zero_points) {
+  ReadValues<Stored>(
+      bytes, [](Stored value) { return static_cast<int32_t>(value); },
+      zero_points);
+}
+
+// All bytes, in the type of a zero point.
+void AppendZeroPoints(const Encoding& encoding, absl::Span<const uint8_t> bytes,
+                      std::vector<int32_t>* zero_points) {
+  const bool is_signed = FindFormat(encoding.format)->is_signed;
+  switch (ZeroPointSizeBytes(encoding)) {
+    case 1:
+      return is_signed ? ReadZeroPoints<int8_t>(bytes, zero_points)
+                       : ReadZeroPoints<uint8_t>(bytes, zero_points);
+    case 2:
+      return is_signed ? ReadZeroPoints<int16_t>(bytes, zero_points)
+                       : ReadZeroPoints<uint16_t>(bytes, zero_points);
+    default:
+      return ReadZeroPoints<int32_t>(bytes, zero_points);
+  }
+}
+
+absl::Status CountError(absl::string_view field, absl::string_view what) {
+  return WithField(ScaleShapeError(what), field);
+}
+
+// Whether all rows use the same scales, of which kernels expect all.
+bool NeedsAll(const BlockLayout& layout) {
+  return layout.rows_share_scales() &&
+         layout.row_size() < layout.element_count();
+}
+
+}  // namespace
+
+int64_t ZeroPointSizeBytes(const Encoding& encoding) {
+  if (encoding.exclude_zero) return sizeof(int32_t);
+  return FindFormat(encoding.format)->storage_bits == 16 ? 2 : 1;
+}
+
+void AppendScaleBytes(const Encoding& encoding, int64_t begin, int64_t end,
+                      std::string* scale, std::string* zero_point) {
+  switch (encoding.scale_type) {
+    case ScaleType::kDefault:
+    case ScaleType::kFloat32:
+      AppendValues(
+          encoding.scale, begin, end, [](float value) { return value; }, scale);
+      break;
+    case ScaleType::kFloat16:
+      AppendValues(encoding.scale, begin, end, FloatToHalf, scale);
+      break;
+    case ScaleType::kBfloat16:
+      AppendValues(encoding.scale, begin, end, FloatToBfloat, scale);
+      break;
+    case ScaleType::kE8m0:
+    case ScaleType::kE4m3:
+    case ScaleType::kInteger:
+      scale->append(
+          reinterpret_cast<const char*>(encoding.scale_code.data()) + begin,
+          static_cast<size_t>(end - begin));
+      break;
+  }
+  if (encoding.zero_point.empty()) return;
+  const std::vector<int32_t>& values = encoding.zero_point;
+  switch (ZeroPointSizeBytes(encoding)) {
+    case 1:
+      AppendValues(
+          values, begin, end,
+          [](int32_t value) { return static_cast<uint8_t>(value); },
+          zero_point);
+      break;
+    case 2:
+      AppendValues(
+          values, begin, end,
+          [](int32_t value) { return static_cast<uint16_t>(value); },
+          zero_point);
+      break;
+    default:
+      AppendValues(
+          values, begin, end, [](int32_t value) { return value; }, zero_point);
+      break;
+  }
+}
+
+ScaleWindow::ScaleWindow(Encoding encoding, BlockLayout layout,
+                         BlockLayout outer_layout, bool has_zero_points,
+                         int64_t begin, int64_t end)
+    : element_end_(end),
+      has_zero_points_(has_zero_points),
+      encoding_(std::move(encoding)),
+      layout_(std::move(layout)),
+      outer_layout_(std::move(outer_layout)),
+      needed_(begin < end ? layout_.ScaleBounds(begin, end - begin)
+                          : BlockLayout::ScaleRange{0, 0}) {}
+
+void ScaleWindow::Begin(int64_t first) {
+  has_begun_ = true;
+  if (NeedsAll(layout_) && first > 0) {
+    // Nothing uses those before them.
+    encoding_.scale.assign(static_cast<size_t>(first), 1.0f);
+    if (HasScaleCodes(encoding_.scale_type)) {
+      encoding_.scale_code.resize(static_cast<size_t>(first));
+    }
+    if (has_zero_points_) {
+      encoding_.zero_point.resize(static_cast<size_t>(first));
+    }
+    first = 0;
+  }
+  layout_ = layout_.Window(first);
+}
+
+absl::Status ScaleWindow::AppendOuter(const Bytes& bytes) {
+  if (bytes.outer_scale.empty()) return absl::OkStatus();
+  constexpr absl::string_view kField = "outer_scale";
+  if (!has_outer_scales()) {
+    return CountError(kField,
+                      absl::StrCat("outer scales came, expected none "
+                                   "with scales that are ",
+                                   ScaleTypeName(encoding_.scale_type)));
+  }
+  const auto count = static_cast<int64_t>(encoding_.outer_scale.size());
+  if (count == 0) {
+    const int64_t needed =
+        needed_.first < needed_.end
+            ? outer_layout_
+                  .ScaleBounds(needed_.first, needed_.end - needed_.first)
+                  .first
+            : 0;
+    if (bytes.first_outer > static_cast<uint64_t>(needed)) {
+      return CountError(
+          "first_outer",
+          absl::StrCat("the first outer scale is ", bytes.first_outer,
+                       ", expected at most ", needed));
+    }
+    first_outer_ = static_cast<int64_t>(bytes.first_outer);
+  } else if (bytes.first_outer != static_cast<uint64_t>(first_outer_ + count)) {
+    return CountError(
+        "first_outer",
+        absl::StrCat("outer scales begin at ", bytes.first_outer, ", expected ",
+                     first_outer_ + count, ", where the last ones end"));
+  }
+  if (bytes.outer_scale.size() % sizeof(float) != 0) {
+    return CountError(kField,
+                      absl::StrCat("outer_scale has ", bytes.outer_scale.size(),
+                                   " bytes, expected a multiple of 4"));
+  }
+  const int64_t end =
+      first_outer_ + count +
+      static_cast<int64_t>(bytes.outer_scale.size() / sizeof(float));
+  if (end > outer_layout_.scale_count()) {
+    return WithField(OuterScaleCountError(outer_layout_.scale_count(), end),
+                     kField);
+  }
+  ReadValues<float>(
+      bytes.outer_scale, [](float value) { return value; },
+      &encoding_.outer_scale);
+  for (auto i = static_cast<size_t>(count); i < encoding_.outer_scale.size();
+       ++i) {
+    absl::Status status = CheckOuterScale(
+        first_outer_ + static_cast<int64_t>(i), encoding_.outer_scale[i]);
+    if (!status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ScaleWindow::Append(const Bytes& bytes) {
+  if (absl::Status s = AppendOuter(bytes); !s.ok()) return s;
+  const int64_t scale_bytes = ScaleSizeBytes(encoding_.scale_type);
+  if (bytes.scale.size() % static_cast<size_t>(scale_bytes) != 0) {
+    return CountError(
+        "scale", absl::StrCat("scale has ", bytes.scale.size(),
+                              " bytes, expected a multiple of ", scale_bytes));
+  }
+  const int64_t count = static_cast<int64_t>(bytes.scale.size()) / scale_bytes;
+  const size_t zero_point_bytes =
+      has_zero_points_
+          ? static_cast<size_t>(count * ZeroPointSizeBytes(encoding_))
+          : 0;
+  if (bytes.zero_point.size() != zero_point_bytes) {
+    return CountError("zero_point",
+                      absl::StrCat("zero_point has ", bytes.zero_point.size(),
+                                   " bytes, expected ", zero_point_bytes,
+                                   " beside ", count, " scales"));
+  }
+  if (count == 0) return absl::OkStatus();
+  const uint64_t expected =
+      static_cast<uint64_t>(has_begun_ ? end() : needed_.first);
+  if (has_begun_ ? bytes.first != expected : bytes.first > expected) {
+    return CountError(
+        "first", has_begun_ ? absl::StrCat("scales begin at ", bytes.first,
+                                           ", expected ", expected,
+                                           ", where the last ones end")
+                            : absl::StrCat("the first scale is ", bytes.first,
+                                           ", expected at most ", expected));
+  }
+  const int64_t first = static_cast<int64_t>(bytes.first);
+  if (count > layout_.scale_count() - first) {
+    return WithField(ScaleCountError(layout_.scale_count(), first + count),
+                     "scale");
+  }
+  if (!has_begun_) Begin(first);
+
+  const size_t held = encoding_.scale.size();
+  switch (encoding_.scale_type) {
+    case ScaleType::kDefault:
+    case ScaleType::kFloat32:
+      ReadValues<float>(
+          bytes.scale, [](float value) { return value; }, &encoding_.scale);
+      break;
+    case ScaleType::kFloat16:
+      ReadValues<uint16_t>(bytes.scale, HalfToFloat, &encoding_.scale);
+      break;
+    case ScaleType::kBfloat16:
+      ReadValues<uint16_t>(bytes.scale, BfloatToFloat, &encoding_.scale);
+      break;
+    case ScaleType::kE8m0:
+      encoding_.scale_code.insert(encoding_.scale_code.end(),
+                                  bytes.scale.begin(), bytes.scale.end());
+      for (const uint8_t code : bytes.scale) {
+        encoding_.scale.push_back(ScaleOfCode(encoding_, code, 0));
+      }
+      break;
+    case ScaleType::kE4m3:
+    case ScaleType::kInteger: {
+      encoding_.scale_code.insert(encoding_.scale_code.end(),
+                                  bytes.scale.begin(), bytes.scale.end());
+      const auto outer_count =
+          static_cast<int64_t>(encoding_.outer_scale.size());
+      BlockLayout::RunCursor cursor(outer_layout_, first, count);
+      BlockLayout::Run run;
+      while (cursor.Next(&run)) {
+        for (int64_t k = 0; k < run.count; ++k) {
+          const int64_t outer =
+              run.scale_index + k * run.scale_step - first_outer_;
+          if (outer < 0 || outer >= outer_count) {
+            return CountError(
+                "outer_scale",
+                absl::StrCat("scale ", run.begin + k,
+                             " came before outer "
+                             "scale ",
+                             outer + first_outer_, ", expected it after that"));
+          }
+          encoding_.scale.push_back(
+              ScaleOfCode(encoding_, bytes.scale[run.begin + k - first],
+                          encoding_.outer_scale[outer]));
+        }
+      }
+      break;
+    }
+  }
+  const bool has_codes = HasScaleCodes(encoding_.scale_type);
+  for (int64_t i = 0; i < count; ++i) {
+    absl::Status status =
+        CheckScale(encoding_, first + i, encoding_.scale[held + i],
+                   has_codes ? bytes.scale[i] : 0);
+    if (!status.ok()) return status;
+  }
+  if (!has_zero_points_) return absl::OkStatus();
+  AppendZeroPoints(encoding_, bytes.zero_point, &encoding_.zero_point);
+  for (int64_t i = 0; i < count; ++i) {
+    absl::Status status =
+        CheckZeroPoint(encoding_, first + i, encoding_.zero_point[held + i]);
+    if (!status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
+void ScaleWindow::Append(const Encoding& scales) {
+  if (!has_begun_) Begin(needed_.first);
+  const auto append = [](const auto& from, auto* to) {
+    to->insert(to->end(), from.begin(), from.end());
+  };
+  append(scales.scale, &encoding_.scale);
+  append(scales.zero_point, &encoding_.zero_point);
+  append(scales.scale_code, &encoding_.scale_code);
+}
+
+absl::Status ScaleWindow::CheckCovers(int64_t first, int64_t count) const {
+  if (count == 0) return absl::OkStatus();
+  const BlockLayout::ScaleRange bounds = layout_.ScaleBounds(first, count);
+  if (bounds.end <= end()) return absl::OkStatus();
+  return CountError(
+      "scale", absl::StrCat("elements up to ", first + count - 1, " use scale ",
+                            bounds.end - 1, ", but only ", end(),
+                            " came; expected it no later"));
+}
+
+void ScaleWindow::Drop(int64_t first, int64_t keep) {
+  if (first >= element_end_ || NeedsAll(layout_)) return;
+  const int64_t begin = std::min(
+      {layout_.ScaleBounds(first, element_end_ - first).first, keep, end()});
+  const int64_t count = begin - layout_.first_scale();
+  // What goes is at least as much as what has to be moved.
+  if (count <= 0 || count * 2 < static_cast<int64_t>(encoding_.scale.size())) {
+    return;
+  }
+  const auto drop = [&](auto* values) {
+    if (!values->empty()) {
+      values->erase(values->begin(), values->begin() + count);
+    }
+  };
+  drop(&encoding_.scale);
+  drop(&encoding_.zero_point);
+  drop(&encoding_.scale_code);
+  layout_ = layout_.Window(begin);
+}
+
+int64_t ScaleWindow::MemoryBytes(int64_t scale_count) const {
+  return (static_cast<int64_t>(encoding_.scale.size()) + scale_count) *
+             static_cast<int64_t>(
+                 sizeof(float) + (has_zero_points_ ? sizeof(int32_t) : 0) +
+                 (HasScaleCodes(encoding_.scale_type) ? 1 : 0)) +
+         static_cast<int64_t>(encoding_.outer_scale.size() * sizeof(float));
+}
+
+}  // namespace quantd::core

@@ -1,0 +1,309 @@
+"""Files of tensors: what quantctl writes is read, and what is written is read
+by quantctl."""
+
+import json
+import os
+import struct
+import subprocess
+
+import numpy as np
+import pytest
+
+import quantd
+import quantctl_case
+from quantd import _files
+
+SPECS = ["int8", "int8:per-channel", "int4:group:32:asymmetric", "uint8",
+         "int2:group:16", "int3", "int16:per-channel", "uint16:asymmetric",
+         "int8:scale=float16", "int8:per-channel:scale=bfloat16",
+         "float8_e4m3fn", "float8_e5m2:per-channel", "float6_e3m2",
+         "float4_e2m1", "mxfp4_e2m1", "mxfp8_e4m3", "mxint8", "nvfp4", "nf4",
+         "lpbq", "codebook4:entries=" + ",".join(map(str, range(-8, 8))),
+         "float8_e4m3fn:no-saturation", "int8:block=8,8",
+         "int8:power-of-two"]
+
+
+@pytest.fixture(name="quantctl", scope="module")
+def fixture_quantctl(request, server):
+    def run(*command, code=0):
+        result = subprocess.run(
+            [request.config.getoption("--quantctl"), *map(str, command)],
+            env={**os.environ, "QUANTD_SERVER": server.address},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            check=False)
+        assert result.returncode == code, result.stdout
+        return result.stdout
+    return run
+
+
+@pytest.fixture(name="weight", scope="module")
+def fixture_weight():
+    return np.random.default_rng(3).standard_normal((24, 64), np.float32)
+
+
+def raised(call, *arguments, **keywords):
+    with pytest.raises(quantd.QuantdError) as caught:
+        call(*arguments, **keywords)
+    return caught.value.reason
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_WhatQuantctlWritesIsReadAndWrittenWithTheSameBytes(
+        tmp_path, quantctl, client, weight, spec):
+    plain, written, again = (tmp_path / name for name in (
+        "plain.safetensors", "q.safetensors", "again.safetensors"))
+    quantd.save(plain, {"a.weight": weight, "a.bias": weight[0]})
+    quantctl("quantize", plain, "-o", written, "--no-store", "--spec", spec)
+
+    file = quantd.load(written)
+    tensor = file["a.weight"]
+    of_client = client.quantize(weight, spec, name="a.weight")
+    assert list(file) == ["a.weight", "a.bias"] or (
+        list(file) == ["a.bias", "a.weight"])
+    assert tensor.codes.tobytes() == of_client.codes.tobytes()
+    assert tensor.shape == of_client.shape
+    assert tensor.element_type == "float32"
+    np.testing.assert_array_equal(tensor.scale.ravel(),
+                                  of_client.scale.ravel())
+    np.testing.assert_array_equal(tensor.dequantize(), of_client.dequantize())
+    np.testing.assert_array_equal(tensor.dequantize(client=client),
+                                  of_client.dequantize())
+    np.testing.assert_array_equal(file["a.bias"], weight[0])
+    info = file.info("a.weight")
+    assert info.format == of_client.encoding.format
+    assert info.shape == (24, 64)
+
+    for source in (file, {"a.bias": weight[0], "a.weight": of_client}):
+        quantd.save(again, source if source is file else {
+            name: source[name] for name in file}, overwrite=True)
+        assert again.read_bytes() == written.read_bytes()
+    restored = tmp_path / "restored.safetensors"
+    quantctl("dequantize", again, "-o", restored)
+    np.testing.assert_array_equal(quantd.load(restored)["a.weight"],
+                                  of_client.dequantize())
+
+
+def test_ScalesHaveTheTypeThatTheyAreStoredIn(client, weight):
+    for spec, dtype in (("int8:scale=float16", np.float16),
+                        ("int8:scale=bfloat16", np.uint16), ("nvfp4", np.uint8),
+                        ("int8", np.float32), ("mxint8", np.uint8)):
+        assert client.quantize(weight, spec).encoding.stored_scale.dtype == (
+            dtype), spec
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "pack-quantized"])
+def test_CompressedTensorsAreRead(tmp_path, quantctl, client, weight, layout):
+    tensors = {f"m{n}.weight": weight + n for n in range(7)}
+    plain = tmp_path / "plain.safetensors"
+    quantd.save(plain, tensors)
+    specs = dict(zip(tensors, [
+        "int8:per-channel", "int4:group:32", "int4:group:16:asymmetric",
+        "float8_e4m3fn", "nvfp4", "mxfp4_e2m1", "uint4:per-channel"]))
+    quantctl("quantize", plain, "-o", tmp_path / "model", "--layout", layout,
+             "--no-store", *(word for item in specs.items()
+                             for word in ("--spec", "=".join(item))))
+    restored = tmp_path / "restored.safetensors"
+    quantctl("dequantize", tmp_path / "model", "-o", restored)
+    expected = quantd.load(restored)
+    file = quantd.load(tmp_path / "model")
+    assert sorted(file) == sorted(tensors)
+    for name in tensors:
+        tensor = file[name]
+        assert isinstance(tensor, quantd.QuantizedTensor)
+        assert file.info(name).shape == tensor.shape == (24, 64)
+        np.testing.assert_array_equal(tensor.dequantize(), expected[name])
+
+
+def write_gguf(path, tensors):
+    """Of (name, number of the type, bytes), each of [4, 64]."""
+    def text(word):
+        return struct.pack("<Q", len(word)) + word
+    header = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), 2)
+    header += text(b"general.name") + struct.pack("<I", 8) + text(b"x")
+    header += text(b"list") + struct.pack("<IIQ", 9, 4, 2) + bytes(8)
+    data = b""
+    for name, number, payload in tensors:
+        header += text(name) + struct.pack("<IQQIQ", 2, 64, 4, number,
+                                           len(data))
+        data += payload + bytes(-len(payload) % 32)
+    path.write_bytes(header + bytes(-len(header) % 32) + data)
+
+
+def test_GgufIsReadAsQuantctlReadsIt(tmp_path, quantctl):
+    rng = np.random.default_rng(5)
+    q8 = b"".join(np.float16(scale).tobytes() + rng.bytes(32)
+                  for scale in rng.random(8))
+    q4 = b"".join(np.float16(scale).tobytes() + rng.bytes(16)
+                  for scale in rng.random(8))
+    plain = rng.random((4, 64)).astype(np.float32)
+    tensors = [(b"a", 8, q8), (b"b", 2, q4), (b"c", 0, plain.tobytes())]
+    path, copy = tmp_path / "x.gguf", tmp_path / "copy.safetensors"
+    write_gguf(path, tensors)
+    file = quantd.load(path)
+    assert list(file) == ["a", "b", "c"]
+    np.testing.assert_array_equal(file["c"], plain)
+    quantd.save(copy, file)
+    for source in (path, copy):
+        quantctl("quantize", source, "-o", f"{source}.q.safetensors",
+                 "--no-store", "--spec", "int16:group:32")
+    assert (tmp_path / "x.gguf.q.safetensors").read_bytes() == (
+        tmp_path / "copy.safetensors.q.safetensors").read_bytes()
+
+    write_gguf(path, [*tensors, (b"d", 12, b"")])
+    assert quantd.load(path).unread == ["d"]
+    assert list(quantd.load(path)) == ["a", "b", "c"]
+    path.write_bytes(path.read_bytes()[:-80])
+    assert raised(quantd.load, path) == "FILE_MALFORMED"
+
+
+def test_ShardsAreOneFile(tmp_path, weight):
+    quantd.save(tmp_path / "x-1.safetensors", {"a": weight})
+    quantd.save(tmp_path / "x-2.safetensors", {"b": weight + 1})
+    (tmp_path / _files.INDEX_NAME).write_text(json.dumps(
+        {"weight_map": {"a": "x-1.safetensors", "b": "x-2.safetensors"}}))
+    file = quantd.load(tmp_path)
+    assert list(file) == ["a", "b"]
+    np.testing.assert_array_equal(file["b"], weight + 1)
+    (tmp_path / _files.INDEX_NAME).write_text(json.dumps(
+        {"weight_map": {"a": "x-1.safetensors", "c": "x-2.safetensors"}}))
+    assert raised(quantd.load, tmp_path) == "FILE_MALFORMED"
+
+
+def test_NpyIsReadAndWritten(tmp_path, weight):
+    path = tmp_path / "w.npy"
+    quantd.save(path, {"any": weight})
+    np.testing.assert_array_equal(np.load(path), weight)
+    np.testing.assert_array_equal(quantd.load(path)["w"], weight)
+    assert raised(quantd.save, tmp_path / "x.npy", {}) == "ARGUMENT_INVALID"
+
+
+def test_TorchComesBackAsTorch(tmp_path, client):
+    torch = pytest.importorskip("torch")
+    path = tmp_path / "t.safetensors"
+    tensor = torch.arange(12, dtype=torch.bfloat16).reshape(3, 4)
+    quantized = client.quantize(tensor, "int8")
+    quantd.save(path, {"t": tensor, "q": quantized,
+                       "s": torch.tensor(3, dtype=torch.int64)})
+    file = quantd.load(path, as_torch=True)
+    assert file["t"].dtype == torch.bfloat16
+    assert torch.equal(file["t"], tensor)
+    assert file["s"].shape == () and int(file["s"]) == 3
+    assert torch.equal(file["q"].codes, quantized.codes)
+    assert torch.equal(file["q"].dequantize(), quantized.dequantize())
+    assert quantd.load(path)["t"].dtype == np.uint16
+    assert quantd.load(path).info("t").dtype == "BF16"
+
+
+def test_NothingIsReplacedUnlessAsked(tmp_path, weight):
+    path = tmp_path / "x.safetensors"
+    quantd.save(path, {"a": weight})
+    before = path.read_bytes()
+    assert raised(quantd.save, path, {"b": weight}) == "FILE_EXISTS"
+    assert path.read_bytes() == before
+    quantd.save(path, {"b": weight}, overwrite=True)
+    assert list(quantd.load(path)) == ["b"]
+
+    def breaks():
+        yield "a", weight
+        raise OSError("away")
+    with pytest.raises(OSError):
+        quantd.save(path, breaks(), overwrite=True)
+    assert list(quantd.load(path)) == ["b"]
+    assert os.listdir(tmp_path) == ["x.safetensors"]
+    assert raised(quantd.save, tmp_path / "no" / "x.safetensors",
+                  {"a": weight}) == "FILE_UNWRITABLE"
+    assert raised(quantd.save, tmp_path / "y.safetensors",
+                  [("a", weight), ("a", weight)]) == "FILE_MALFORMED"
+
+
+def assert_late_files_stay(path):
+    """One that comes while another is written."""
+    with _files.AtomicFile(str(path), overwrite=False) as file:
+        file.write(b"x")
+        path.write_bytes(b"mine")
+        assert raised(file.commit) == "FILE_EXISTS"
+    assert path.read_bytes() == b"mine"
+    with _files.AtomicFile(str(path), overwrite=True) as file:
+        file.write(b"x")
+        file.commit()
+    assert path.read_bytes() == b"x"
+
+
+def test_AFileThatComesMeanwhileStays(tmp_path):
+    assert_late_files_stay(tmp_path / "x")
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_WithoutUnnamedFilesItIsTheSame(tmp_path, weight, monkeypatch):
+    opened = os.open
+
+    def refuse(path, flags, *rest, **keywords):
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(95, "not supported")
+        return opened(path, flags, *rest, **keywords)
+    monkeypatch.setattr(os, "open", refuse)
+    path = tmp_path / "x.safetensors"
+    quantd.save(path, {"a": weight})
+    assert raised(quantd.save, path, {"a": weight}) == "FILE_EXISTS"
+    quantd.save(path, {"b": weight}, overwrite=True)
+    assert_late_files_stay(tmp_path / "y")
+    assert sorted(os.listdir(tmp_path)) == ["x.safetensors", "y"]
+
+
+def test_DamagedFilesAreNamed(tmp_path, weight):
+    path = tmp_path / "x.safetensors"
+    quantd.save(path, {"a": weight, "b": weight})
+    whole = path.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    for what, damaged in {
+            "empty": b"", "cut": whole[:-1], "longer": whole + b"x",
+            "no length": whole[:7],
+            "a long header": (1 << 62).to_bytes(8, "little") + whole[8:],
+            "no JSON": whole[:8] + b"[" * length + whole[8 + length:],
+            "other type": whole.replace(b'"F32"', b'"F99"', 1),
+            "overlap": whole.replace(b"[0,", b"[8,", 1),
+            "a shape": whole.replace(b"[24,64]", b"[24,-4]", 1)}.items():
+        path.write_bytes(damaged)
+        assert raised(quantd.load, path) == "FILE_MALFORMED", what
+    assert raised(quantd.load, tmp_path / "none") == "FILE_UNREADABLE"
+
+
+def test_DamagedQuantizedTensorsAreNamed(tmp_path, client, weight):
+    path = tmp_path / "x.safetensors"
+    quantd.save(path, {"a": client.quantize(weight, "nvfp4")})
+    tensors, metadata = quantctl_case.read_safetensors(path)
+    record = json.loads(metadata["quantd.a"])
+    for change in ({"version": 2}, {"format": "int99"}, {"shape": [24]},
+                   {"shape": "x"}, {"block_size": [1, 0]}, {"qmin": "a"},
+                   {"scale_type": "x"}, {"element_type": "int8"},
+                   {"outer_block_size": [24, 1]}, {"exclude_zero": 1}):
+        quantctl_case.write_safetensors(
+            path, tensors, {"quantd.a": json.dumps({**record, **change})})
+        file = quantd.load(path)
+        assert raised(file.__getitem__, "a") == "FILE_MALFORMED", change
+    for missing in tensors:
+        rest = {name: tensor for name, tensor in tensors.items()
+                if name != missing}
+        quantctl_case.write_safetensors(path, rest, metadata)
+        if "a" in (file := quantd.load(path)):
+            assert raised(file.__getitem__, "a") == "FILE_MALFORMED", missing
+
+
+def test_ALargeFileIsNotReadIntoMemory(tmp_path):
+    path = tmp_path / "large.safetensors"
+    size = 1 << 30
+    text = json.dumps({"a": {"dtype": "F32", "shape": [size // 4],
+                             "data_offsets": [0, size]}}).encode()
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + size)
+    program = ("import resource, quantd, sys\n"
+               "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+               "print(quantd.load(sys.argv[1])['a'][-1])\n"
+               "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - "
+               "before)\n")
+    out = subprocess.run(
+        ["/usr/bin/python3", "-c", program, path], check=True, text=True,
+        stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": os.environ[
+            "QUANTD_TEST_PACKAGE"]}).stdout.split()
+    assert out[0] == "0.0" and int(out[1]) < 64 << 10, out

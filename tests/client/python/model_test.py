@@ -1,0 +1,290 @@
+"""Whole models from Python: the bytes are those of quantctl."""
+
+import json
+import os
+import shutil
+import subprocess
+import threading
+
+import numpy as np
+import pytest
+
+import quantd
+from quantd import _files
+
+
+@pytest.fixture(name="quantctl", scope="module")
+def fixture_quantctl(request, server):
+    def run(*command, code=0):
+        result = subprocess.run(
+            [request.config.getoption("--quantctl"), *map(str, command)],
+            env={**os.environ, "QUANTD_SERVER": server.address},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            check=False)
+        assert result.returncode == code, result.stdout
+        return result.stdout
+    return run
+
+
+def save_bfloat16(path, tensors, **keywords):
+    """Matrices as bfloat16, all else as it is."""
+    quantd.save(path, {name: (array.view(np.uint32) >> 16).astype(np.uint16)
+                       if array.ndim > 1 else array
+                       for name, array in tensors.items()},
+                element_types={name: "bfloat16" for name, array
+                               in tensors.items() if array.ndim > 1},
+                **keywords)
+
+
+@pytest.fixture(name="folder")
+def fixture_folder(tmp_path):
+    """A model of three shards, with a tokenizer."""
+    rng = np.random.default_rng(7)
+    folder = tmp_path / "llm"
+    folder.mkdir()
+    weight_map = {}
+    for shard in range(3):
+        tensors = {}
+        for layer in range(2):
+            prefix = f"layers.{2 * shard + layer}"
+            for name in ("q_proj", "down_proj"):
+                tensors[f"{prefix}.{name}.weight"] = rng.standard_normal(
+                    (48, 96), np.float32)
+            tensors[f"{prefix}.norm.weight"] = rng.standard_normal(
+                96, np.float32)
+        name = f"model-{shard + 1:05}-of-00003.safetensors"
+        save_bfloat16(folder / name, tensors, metadata={"format": "pt"})
+        weight_map.update({tensor: name for tensor in tensors})
+    (folder / _files.INDEX_NAME).write_text(
+        json.dumps({"weight_map": weight_map}))
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def raised(call, *arguments, **keywords):
+    with pytest.raises(quantd.QuantdError) as caught:
+        call(*arguments, **keywords)
+    return caught.value.reason
+
+
+SPECS = {"*q_proj*": "int4:group:32:asymmetric", "*.1.*": "nvfp4",
+         "*": "int8:per-channel:mse"}
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+def test_AFolderIsThatOfQuantctl(tmp_path, folder, quantctl, client, streams):
+    quantctl("quantize", folder, "-o", tmp_path / "a", "--no-store",
+             *(word for item in SPECS.items()
+               for word in ("--spec", "=".join(item))))
+    done = quantd.quantize_model(folder, tmp_path / "b", SPECS, client=client,
+                                 streams=streams)
+    expected = contents(tmp_path / "a")
+    assert contents(tmp_path / "b") == expected
+    assert len(expected) == 4
+    assert done.left_out == ("config.json", "tokenizer.json")
+    assert {row["result"] for row in done.tensors.to_dicts()} == {
+        "quantized", "copied"}
+    assert sum(tensor.bytes_before for tensor in done.tensors) == sum(
+        quantd.load(folder).info(name).size_bytes
+        for name in quantd.load(folder))
+
+    # Each goes on with what the other one did.
+    for name in ("a", "b"):
+        (tmp_path / name / _files.INDEX_NAME).unlink()
+        (tmp_path / name / "model-00002-of-00003.safetensors").unlink()
+    done = quantd.quantize_model(folder, tmp_path / "a", SPECS, client=client)
+    assert contents(tmp_path / "a") == expected
+    assert [tensor.result for tensor in done.tensors].count("kept") == 12
+    out = quantctl("quantize", folder, "-o", tmp_path / "b", "--no-store",
+                   *(word for item in SPECS.items()
+                     for word in ("--spec", "=".join(item))))
+    assert "2 of 3 shards kept" in out
+    assert contents(tmp_path / "b") == expected
+
+
+@pytest.mark.parametrize("specs", [
+    "int8", "int2:group:32", "mxfp4_e2m1", "nvfp4:mse", "nf4",
+    "int8:scale=float16:percentile=0.999", "lpbq",
+    ["*a*=float8_e4m3fn", "uint8:asymmetric"], "int8:per-channel:1"])
+def test_AFileIsThatOfQuantctl(tmp_path, quantctl, client, specs):
+    rng = np.random.default_rng(1)
+    source = tmp_path / "x.safetensors"
+    quantd.save(source, {
+        "a": rng.standard_normal((8, 64), np.float32), "i": np.arange(5),
+        "b": rng.standard_normal((64, 64)).astype(np.float16),
+        "c": rng.standard_normal((3, 5, 64)), "zero": np.zeros((4, 4)),
+        "empty": np.zeros((0, 4), np.float32), "v": np.ones(7)})
+    words = [specs] if isinstance(specs, str) else specs
+    quantctl("quantize", source, "-o", tmp_path / "a.safetensors",
+             "--no-store", "--exclude", "empty", "--keep-going",
+             *(word for spec in words for word in ("--spec", spec)))
+    done = quantd.quantize_model(
+        source, tmp_path / "b.safetensors", specs, client=client,
+        exclude=["empty"], keep_going=True)
+    assert (tmp_path / "b.safetensors").read_bytes() == (
+        tmp_path / "a.safetensors").read_bytes()
+    assert done.file_bytes == (tmp_path / "b.safetensors").stat().st_size
+
+
+def test_ATensorThatFailsLeavesNothing(tmp_path, client, quantctl):
+    source, target = tmp_path / "x.safetensors", tmp_path / "y.safetensors"
+    weight = np.ones((4, 4), np.float32)
+    bad = weight.copy()
+    bad[1, 1] = np.nan
+    quantd.save(source, {"a": weight, "bad": bad})
+    with pytest.raises(quantd.QuantdError) as caught:
+        quantd.quantize_model(source, target, "int8", client=client,
+                              nan_policy="reject")
+    assert caught.value.name.tensor == "bad"
+    assert "keep_going" in str(caught.value)
+    assert os.listdir(tmp_path) == ["x.safetensors"]
+    done = quantd.quantize_model(source, target, "int8", client=client,
+                                 nan_policy="reject", keep_going=True)
+    assert [tensor.result for tensor in done.tensors] == ["quantized",
+                                                          "failed"]
+    np.testing.assert_array_equal(quantd.load(target)["bad"], bad)
+    quantctl("quantize", source, "-o", tmp_path / "z.safetensors", "--no-store",
+             "--spec", "int8", "--nan-policy", "reject", "--keep-going", code=1)
+    assert target.read_bytes() == (tmp_path / "z.safetensors").read_bytes()
+
+
+def test_WhatIsWrongIsSaidBeforeAnythingIsSent(tmp_path, folder):
+    with quantd.Client("127.0.0.1:1", retry_for=0) as nobody:
+        def fails(specs="int8", source=folder, target=tmp_path / "new",
+                  **keywords):
+            return raised(quantd.quantize_model, source, target, specs,
+                          client=nobody, **keywords)
+        for specs in ("int99", {"nothing*": "int8"}, {"*": "x"}, [], {},
+                      {"*": "int8", "*q_proj*": "int4"}, ["int8", "int4"],
+                      3):
+            assert fails(specs) == "ARGUMENT_INVALID", specs
+        assert fails(include=["nothing"]) == "ARGUMENT_INVALID"
+        assert fails(target=folder) == "ARGUMENT_INVALID"
+        assert fails(min_rank=3) == "ARGUMENT_INVALID"
+        assert fails("int8:block=1,2,3") == "ARGUMENT_INVALID"
+        assert fails(nan_policy="x") == "ARGUMENT_INVALID"
+        assert fails(streams=0) == "ARGUMENT_INVALID"
+        assert fails(source=tmp_path / "none") == "FILE_UNREADABLE"
+        assert not (tmp_path / "new").exists()
+        assert fails() == "SERVER_UNREACHABLE"
+
+
+def test_OtherFilesAreNotReplacedUnlessAsked(tmp_path, folder, client):
+    target = tmp_path / "new"
+    quantd.quantize_model(folder, target, "int8", client=client)
+    before = contents(target)
+    assert raised(quantd.quantize_model, folder, target, "int4",
+                  client=client) == "FILE_EXISTS"
+    assert contents(target) == before
+    # What is quantized is not quantized again.
+    assert raised(quantd.quantize_model, target, tmp_path / "twice", "int4",
+                  client=client) == "FILE_UNSUPPORTED"
+    quantd.quantize_model(folder, target, "int4", client=client,
+                          overwrite=True)
+    assert contents(target) != before
+    shutil.rmtree(target)
+    target.mkdir()
+    (target / "model-00002-of-00003.safetensors").write_text("mine")
+    assert raised(quantd.quantize_model, folder, target, "int8",
+                  client=client) == "FILE_EXISTS"
+
+
+def test_EncodingsAreStoredOnlyWhenAsked(tmp_path, folder, client):
+    quantd.quantize_model(folder, tmp_path / "a", "int8", client=client,
+                          model="acme/not")
+    assert list(client.list_encodings("acme/not")) == []
+    quantd.quantize_model(folder, tmp_path / "b", "int8", client=client,
+                          model="acme/kept", store=True)
+    assert len(list(client.list_encodings("acme/kept"))) == 12
+
+
+def test_AServerThatGoesAwayEndsTheRun(tmp_path, folder):
+    with quantd.Client("127.0.0.1:1", retry_for=0) as nobody:
+        assert raised(quantd.quantize_model, folder, tmp_path / "x", "int8",
+                      client=nobody, keep_going=True) == "SERVER_UNREACHABLE"
+    assert list((tmp_path / "x").iterdir()) == []
+
+
+def words(specs=None):
+    """Those of quantctl."""
+    return ["--no-store", *(word for item in (specs or SPECS).items()
+                            for word in ("--spec", "=".join(item)))]
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+@pytest.mark.parametrize("doer", ["python", "quantctl", "both"])
+def test_PartsMakeTheFolderOfOneRun(tmp_path, folder, client, quantctl, doer,
+                                    count):
+    one, target = tmp_path / "one", tmp_path / "parts"
+    quantd.quantize_model(folder, one, SPECS, client=client)
+
+    def do(part):
+        if doer == "python" or doer == "both" and part % 2:
+            return quantd.quantize_model(folder, target, SPECS, client=client,
+                                         part=(part, count))
+        return quantctl("quantize", folder, "-o", target, *words(), "--part",
+                        f"{part}/{count}")
+    for part in range(1, count):
+        do(part)
+    assert raised(quantd.join_model, folder, target, SPECS) == (
+        "FILE_INCOMPLETE")
+    # Any may be done again, also in parallel.
+    threads = [threading.Thread(target=do, args=(part,))
+               for part in ((0, 0, 1) if doer == "python" else (0, 1))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if doer == "python":
+        assert {tensor.result for tensor in do(1).tensors} <= {"kept"}
+        joined = quantd.join_model(folder, target, SPECS)
+        assert len(joined.tensors) == 18
+    else:
+        quantctl("quantize", folder, "-o", target, *words(), "--join")
+    assert contents(target) == contents(one)
+    # Parts and joins that come late change nothing.
+    do(0)
+    quantd.join_model(folder, target, SPECS)
+    assert contents(target) == contents(one)
+
+
+def test_PartsOfAFileMakeTheFileOfOneRun(tmp_path, folder, client, quantctl):
+    source = folder / "model-00001-of-00003.safetensors"
+    one, target = tmp_path / "one.safetensors", tmp_path / "x.safetensors"
+    specs = {"*q_proj*": "int4:group:32", "*": "int8"}
+    quantd.quantize_model(source, one, specs, client=client)
+    quantd.quantize_model(source, target, specs, client=client, part=(0, 2))
+    assert sorted(path.name for path in tmp_path.glob("x.*")) == [
+        "x.safetensors.part-00000-of-00002"]
+    quantctl("quantize", source, "-o", target, *words(specs), "--part", "1/2")
+    assert raised(quantd.join_model, source, target, "int4") == (
+        "FILE_INCOMPLETE")
+    assert raised(quantd.quantize_model, source, target, "int4", client=client,
+                  part=(0, 2)) == "FILE_EXISTS"
+    quantd.join_model(source, target, specs)
+    assert target.read_bytes() == one.read_bytes()
+    assert not list(tmp_path.glob("x.*part*"))
+    for part in ((2, 2), (-1, 2), (0, 0), "1", "a/b", 3):
+        assert raised(quantd.quantize_model, source, target, specs,
+                      client=client, part=part) == "ARGUMENT_INVALID"
+
+
+def test_ALargeFileIsThatOfQuantctlToo(tmp_path, client, quantctl):
+    rng = np.random.default_rng(3)
+    source = tmp_path / "x.safetensors"
+    quantd.save(source, {
+        f"w{n}": rng.standard_normal((2048, 2048), np.float32)
+        for n in range(4)} | {"b": rng.standard_normal(1 << 20, np.float32)})
+    specs = {"w0": "int8:group:32", "w1": "nvfp4", "w2": "uint8:asymmetric",
+             "w3": "int4:group:32:asymmetric"}
+    quantctl("quantize", source, "-o", tmp_path / "a.safetensors",
+             *words(specs))
+    quantd.quantize_model(source, tmp_path / "b.safetensors", specs,
+                          client=client)
+    assert (tmp_path / "a.safetensors").read_bytes() == (
+        tmp_path / "b.safetensors").read_bytes()

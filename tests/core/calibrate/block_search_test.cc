@@ -1,0 +1,423 @@
+#include "core/calibrate/block_search.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "core/calibrate/block_errors.h"
+#include "core/calibrate/calibrate.h"
+#include "core/calibrate/range_scaler.h"
+#include "core/calibrate/squared_error.h"
+#include "core/errors.h"
+#include "gtest/gtest.h"
+#include "tests/core/calibrate/calibrate_test_util.h"
+#include "tests/core/kernel_test_util.h"
+
+namespace quantd::core {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+// A spec with what searches need of it.
+struct Search {
+  explicit Search(const EncodingSpec& spec_in, int64_t count)
+      : layout(*BlockLayout::Create({count}, {})),
+        spec(*ResolveSpec(spec_in, {count})),
+        encoding(EncodingWithoutScales(spec, layout, false)),
+        scaler(spec, encoding),
+        search(spec, encoding, scaler) {}
+
+  const BlockLayout layout;
+  const EncodingSpec spec;
+  const Encoding encoding;
+  const RangeScaler scaler;
+  const BlockSearch search;
+};
+
+BlockElements ElementsOf(ElementType type, const std::vector<uint8_t>& reals) {
+  BlockElements elements;
+  elements.Assign(type, reals.data(),
+                  static_cast<int64_t>(reals.size()) / ElementSizeBytes(type));
+  return elements;
+}
+
+BlockElements ElementsOf(const std::vector<double>& values) {
+  std::vector<float> floats(values.begin(), values.end());
+  BlockElements elements;
+  elements.Assign(ElementType::kFloat32,
+                  reinterpret_cast<const uint8_t*>(floats.data()),
+                  static_cast<int64_t>(floats.size()));
+  return elements;
+}
+
+// By the numbers of the format, in float64.
+double NaiveError(const CodeNumbers& numbers, const BlockScale& scale,
+                  const BlockElements& elements, double gamma) {
+  double sum = 0;
+  for (int64_t i = 0; i < elements.count(); ++i) {
+    const double quotient = elements.at(i) / scale.scale;
+    double number = 0;
+    bool is_clipped = false;
+    if (numbers.is_integer) {
+      const double low = numbers.qmin - scale.zero_point;
+      const double high = numbers.qmax - scale.zero_point;
+      number = std::clamp(std::nearbyint(quotient), low, high);
+      is_clipped = quotient < low - kClippedDistance ||
+                   quotient > high + kClippedDistance;
+    } else {
+      double least = kInfinity;
+      for (const double level : numbers.levels) {
+        if (std::fabs(level - quotient) >= least) continue;
+        least = std::fabs(level - quotient);
+        number = level;
+      }
+      is_clipped = quotient < numbers.clip_low || quotient > numbers.clip_high;
+    }
+    const double distance = (quotient - number) * scale.scale;
+    sum += distance * distance * (is_clipped ? gamma : 1);
+  }
+  return sum;
+}
+
+// The ranges k / steps of the whole one, of each end if it has two.
+std::vector<Range> GridOf(const Search& search, const Range& whole, int steps) {
+  std::vector<Range> ranges;
+  const auto at = [&](int low, int high) {
+    return Range{whole.low * low / steps, whole.high * high / steps};
+  };
+  for (int high = steps; high >= 1; --high) {
+    if (search.scaler.is_symmetric()) {
+      ranges.push_back(at(high, high));
+      continue;
+    }
+    for (int low = steps; low >= 1; --low) ranges.push_back(at(low, high));
+  }
+  return ranges;
+}
+
+std::vector<EncodingSpec> AllSpecs() {
+  std::vector<EncodingSpec> specs;
+  for (const FormatInfo& format : AllFormats()) {
+    EncodingSpec spec;
+    spec.format = format.format;
+    if (format.kind == CodeKind::kCodebook && format.codebook.empty()) {
+      spec.codebook = {-1, -0.25f, 0.5f};
+    }
+    specs.push_back(spec);
+    if (format.kind != CodeKind::kInteger ||
+        format.scale_type != ScaleType::kDefault) {
+      continue;
+    }
+    spec.symmetry = Symmetry::kAsymmetric;
+    specs.push_back(spec);
+    if (!format.is_signed) continue;
+    for (const Symmetry symmetry :
+         {Symmetry::kFullRange, Symmetry::kHalfStep, Symmetry::kAimet}) {
+      spec.symmetry = symmetry;
+      specs.push_back(spec);
+    }
+    if (format.bits != 4) continue;
+    spec.symmetry = Symmetry::kDefault;
+    spec.power_of_two_scale = true;
+    specs.push_back(spec);
+    spec.power_of_two_scale = false;
+    for (const ScaleType type : {ScaleType::kFloat16, ScaleType::kBfloat16}) {
+      spec.scale_type = type;
+      specs.push_back(spec);
+    }
+  }
+  return specs;
+}
+
+std::string Name(const EncodingSpec& spec) {
+  return absl::StrCat(FindFormat(spec.format)->name, " symmetry ",
+                      static_cast<int>(spec.symmetry), " scale type ",
+                      static_cast<int>(spec.scale_type));
+}
+
+TEST(BlockSearchTest, EverySimdTargetSumsTheSame) {
+  std::mt19937 random(3);
+  std::normal_distribution<double> normal(0, 1);
+  for (const EncodingSpec& spec : AllSpecs()) {
+    SCOPED_TRACE(Name(spec));
+    const Search search(spec, 16);
+    const BlockGrid grid(search.encoding, !search.scaler.is_symmetric());
+    const auto compare = [&](auto zero) {
+      using T = decltype(zero);
+      for (const int64_t count : {0, 1, 2, 3, 5, 16, 63, 64, 65, 127, 300}) {
+        for (const int64_t trial_count : {16, 32, 80}) {
+          // Begins where no vector does.
+          std::vector<T> x(count + 1);
+          for (T& value : x) {
+            value =
+                static_cast<T>(normal(random) * (random() % 9 == 0 ? 9 : 1));
+            if (random() % 11 == 0) value = 0;
+            if (random() % 50 == 0)
+              value = std::numeric_limits<T>::denorm_min();
+            if (grid.is_mirrored) value = std::fabs(value);
+          }
+          std::vector<T> inverse, low, high;
+          for (int64_t k = 0; k < trial_count; ++k) {
+            inverse.push_back(static_cast<T>(
+                (grid.qmax + 1.0) * std::fabs(normal(random)) + 1e-3));
+            // Ties.
+            if (k % 7 == 0) inverse.back() = 2;
+            const int zero_point =
+                search.scaler.is_symmetric()
+                    ? 0
+                    : grid.qmin + static_cast<int>(random() %
+                                                   (grid.qmax - grid.qmin + 1));
+            low.push_back(static_cast<T>(grid.qmin - zero_point));
+            high.push_back(static_cast<T>(grid.qmax - zero_point));
+          }
+          const auto sum = [&](bool clips, std::vector<T>* sums) {
+            sums->assign(2 * trial_count + 1, -1);
+            BlockTrials<T> trials{
+                trial_count,  inverse.data(),
+                low.data(),   high.data(),
+                sums->data(), clips ? sums->data() + trial_count : nullptr};
+            SumBlockErrors<T>(grid, x.data() + 1, count, trials);
+          };
+          for (const bool clips : {false, true}) {
+            std::vector<T> want;
+            ASSERT_TRUE(SetSimdTarget("scalar").ok());
+            sum(clips, &want);
+            ForEachSimdTarget([&] {
+              std::vector<T> got;
+              sum(clips, &got);
+              for (size_t i = 0; i < want.size(); ++i) {
+                ASSERT_EQ(got[i], want[i])
+                    << i << " of " << trial_count << " trials, count " << count;
+              }
+            });
+            if (HasFailure()) return;
+          }
+        }
+      }
+    };
+    compare(float{0});
+    compare(double{0});
+    if (HasFailure()) return;
+  }
+}
+
+TEST(BlockSearchTest, JudgesByTheErrorOfTheCodes) {
+  std::mt19937 random(5);
+  for (const EncodingSpec& spec : AllSpecs()) {
+    SCOPED_TRACE(Name(spec));
+    const Search search(spec, 128);
+    const CodeNumbers numbers(search.encoding);
+    for (const Shape shape : kAllShapes) {
+      SCOPED_TRACE(static_cast<int>(shape));
+      const auto values = Draw(shape, 128, &random);
+      BlockElements elements = ElementsOf(values);
+      const auto [low, high] =
+          std::minmax_element(values.begin(), values.end());
+      const Range whole = search.scaler.Extend(
+          {static_cast<float>(*low), static_cast<float>(*high)});
+      for (const double fraction : {1.0, 0.7, 0.2}) {
+        const Range range = {whole.low * fraction, whole.high * fraction};
+        const auto scale = search.scaler.Scale(0, range, 0);
+        if (!scale.ok()) continue;
+        for (const double gamma : {1.0, 3.0, 0.5}) {
+          const auto error = search.search.Error(0, 0, range, gamma, &elements);
+          ASSERT_TRUE(error.ok()) << error.status();
+          const double want = NaiveError(numbers, *scale, elements, gamma);
+          // Quotients of 8 bits in float32 are off by up to 2^-17 each.
+          const double unit = double{scale->scale} * 0x1p-15;
+          EXPECT_NEAR(*error, want, 1e-4 * want + 128 * unit * unit);
+        }
+      }
+    }
+  }
+}
+
+// The best of the grid that the method describes, and of 1,000 ranges where
+// codes are coarse.
+TEST(BlockSearchTest, IsAsGoodAsTryingAllRanges) {
+  std::mt19937 random(7);
+  for (const EncodingSpec& spec : AllSpecs()) {
+    SCOPED_TRACE(Name(spec));
+    const Search search(spec, 128);
+    const CodeNumbers numbers(search.encoding);
+    const bool is_symmetric = search.scaler.is_symmetric();
+    for (const Shape shape : kAllShapes) {
+      SCOPED_TRACE(static_cast<int>(shape));
+      for (const int64_t count : {16, 33, 128}) {
+        const auto values = Draw(shape, count, &random);
+        BlockElements elements = ElementsOf(values);
+        const auto [low, high] =
+            std::minmax_element(values.begin(), values.end());
+        if (*low == 0 && *high == 0) continue;
+        const Range whole = search.scaler.Extend(
+            {static_cast<float>(*low), static_cast<float>(*high)});
+        // As of a block whose largest element is larger; not so that any is at
+        // the end of what is not clipped.
+        float outer = 0;
+        if (search.scaler.has_outer_scales()) {
+          const auto scale =
+              search.scaler.OuterScale(0, 1.37 * whole.abs_max());
+          if (!scale.ok()) continue;
+          outer = *scale;
+        }
+        for (const double gamma : {1.0, 3.0, 0.5}) {
+          for (const int steps : {0, 20}) {
+            const auto range = search.search.Search(
+                0, outer, whole, gamma, steps, &elements, StopToken());
+            if (!range.ok()) continue;
+            const double got =
+                NaiveError(numbers, *search.scaler.Scale(0, *range, outer),
+                           elements, gamma);
+            double least = kInfinity;
+            const int grid = steps != 0 ? steps : is_symmetric ? 128 : 32;
+            for (const Range& other : GridOf(search, whole, grid)) {
+              const auto scale = search.scaler.Scale(0, other, outer);
+              if (!scale.ok()) continue;
+              least =
+                  std::min(least, NaiveError(numbers, *scale, elements, gamma));
+            }
+            const double unit = whole.abs_max() / search.scaler.largest();
+            EXPECT_LE(got, 1.0002 * least + count * unit * unit * 0x1p-34);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(BlockSearchTest, LosesNothingBesideAThousandRanges) {
+  std::mt19937 random(11);
+  for (const char* format : {"int2", "int3", "int4", "nf4"}) {
+    SCOPED_TRACE(format);
+    const Search search(Spec(format), 128);
+    const CodeNumbers numbers(search.encoding);
+    for (const Shape shape : kAllShapes) {
+      SCOPED_TRACE(static_cast<int>(shape));
+      double got = 0, want = 0;
+      for (int block = 0; block < 40; ++block) {
+        BlockElements elements = ElementsOf(Draw(shape, 128, &random));
+        if (elements.abs_max() == 0) continue;
+        const Range whole = {-elements.abs_max(), elements.abs_max()};
+        const auto range =
+            search.search.Search(0, 0, whole, 1, 0, &elements, StopToken());
+        ASSERT_TRUE(range.ok()) << range.status();
+        got += NaiveError(numbers, *search.scaler.Scale(0, *range, 0), elements,
+                          1);
+        double least = kInfinity;
+        for (const Range& other : GridOf(search, whole, 1000)) {
+          least = std::min(
+              least, NaiveError(numbers, *search.scaler.Scale(0, other, 0),
+                                elements, 1));
+        }
+        want += least;
+      }
+      EXPECT_LE(got, 1.0005 * want);
+    }
+  }
+}
+
+TEST(BlockSearchTest, TakesBlocksUpToItsBound) {
+  EncodingSpec spec = Spec("int4");
+  spec.method = CalibrationMethod::kMse;
+  const auto takes = [&](std::vector<int64_t> shape,
+                         std::vector<int64_t> block_size) {
+    return IsSearchedDirectly(spec, *BlockLayout::Create(shape, block_size));
+  };
+  EXPECT_TRUE(takes({kMaxDirectElements}, {}));
+  EXPECT_FALSE(takes({kMaxDirectElements + 1}, {}));
+  EXPECT_TRUE(takes({1 << 20}, {128}));
+  EXPECT_TRUE(takes({kMaxDirectElements, 9}, {0, 1}));
+  EXPECT_FALSE(takes({kMaxDirectElements, 9}, {0, 2}));
+  spec.method = CalibrationMethod::kMinMax;
+  EXPECT_FALSE(takes({1 << 20}, {128}));
+}
+
+TEST(BlockSearchTest, QuantilesAreThoseOfSortedElements) {
+  std::mt19937 random(13);
+  for (const int64_t count : {1, 2, 3, 17, 128}) {
+    const auto values = Draw(Shape::kStudent2, count, &random);
+    BlockElements elements = ElementsOf(values);
+    for (const bool of_magnitudes : {false, true}) {
+      std::vector<double> sorted;
+      for (int64_t i = 0; i < count; ++i) {
+        const double x = elements.at(i);
+        sorted.push_back(of_magnitudes ? std::fabs(x) : x);
+      }
+      std::sort(sorted.begin(), sorted.end());
+      for (const double fraction :
+           {0.0, 0.001, 0.1, 0.3, 0.5, 0.88, 0.99, 0.999, 1.0}) {
+        const double position = fraction * static_cast<double>(count - 1);
+        const auto rank = static_cast<size_t>(position);
+        const double next = sorted[std::min<size_t>(rank + 1, count - 1)];
+        const double want =
+            sorted[rank] +
+            (next - sorted[rank]) * (position - static_cast<double>(rank));
+        EXPECT_NEAR(BlockSearch::Quantile(fraction, of_magnitudes, &elements),
+                    want, 1e-12 * std::fabs(want));
+      }
+    }
+  }
+}
+
+TEST(BlockSearchTest, LeavesOutWhatIsNotFinite) {
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  const float infinity = std::numeric_limits<float>::infinity();
+  for (const ElementType type : kAllElementTypes) {
+    SCOPED_TRACE(ElementTypeName(type));
+    std::vector<uint8_t> reals(7 * ElementSizeBytes(type));
+    const double values[] = {1, nan, -3, infinity, -infinity, 0, 2};
+    for (int64_t i = 0; i < 7; ++i) StoreReal(type, values[i], reals.data(), i);
+    const BlockElements elements = ElementsOf(type, reals);
+    ASSERT_EQ(elements.count(), 4);
+    EXPECT_EQ(elements.abs_max(), 3);
+    EXPECT_EQ(elements.at(1), -3);
+    EXPECT_EQ(elements.at(3), 2);
+    EXPECT_EQ(elements.is_double(), type == ElementType::kFloat64);
+  }
+}
+
+// Far from one, and where only some ranges have a scale.
+TEST(BlockSearchTest, TakesElementsOfAnyMagnitude) {
+  const std::vector<double> base = {1, -0.5, 0.3, 0.7, -0.9, 0.2, 0.1, -0.6};
+  const Search search(Spec("int4"), 8);
+  BlockElements elements = ElementsOf(base);
+  const Range whole = {-1, 1};
+  const auto want =
+      search.search.Search(0, 0, whole, 1, 0, &elements, StopToken());
+  ASSERT_TRUE(want.ok());
+  for (const int exponent : {-100, -60, 60, 120}) {
+    const double factor = std::ldexp(1.0, exponent);
+    std::vector<double> values;
+    for (const double x : base) values.push_back(x * factor);
+    elements = ElementsOf(values);
+    const auto got = search.search.Search(0, 0, {-factor, factor}, 1, 0,
+                                          &elements, StopToken());
+    ASSERT_TRUE(got.ok()) << got.status();
+    EXPECT_NEAR(got->high / factor, want->high, 1e-6) << exponent;
+  }
+  EncodingSpec half = Spec("int4");
+  half.scale_type = ScaleType::kFloat16;
+  const Search small(half, 8);
+  std::vector<double> values;
+  for (const double x : base) values.push_back(x * 500000);
+  elements = ElementsOf(values);
+  const auto some = small.search.Search(0, 0, {-500000, 500000}, 1, 0,
+                                        &elements, StopToken());
+  ASSERT_TRUE(some.ok()) << some.status();
+  EXPECT_LT(some->high, 65520.0 * 7);
+  for (double& x : values) x *= 1e6;
+  elements = ElementsOf(values);
+  const auto none =
+      small.search.Search(0, 0, {-5e11, 5e11}, 1, 0, &elements, StopToken());
+  EXPECT_EQ(ErrorReason(none.status()), "SCALE_OVERFLOW");
+}
+
+}  // namespace
+}  // namespace quantd::core

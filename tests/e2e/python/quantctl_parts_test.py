@@ -1,0 +1,265 @@
+"""quantctl quantize over several streams, and in parts by several processes:
+the output is the same, byte for byte.
+
+  quantctl_parts_test.py --quantd BINARY --quantctl BINARY
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import random
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import unittest
+
+from quantctl_case import QuantctlCase, read_safetensors, write_safetensors
+
+arguments = argparse.ArgumentParser()
+arguments.add_argument("--quantd", required=True)
+arguments.add_argument("--quantctl", required=True)
+options, unittest_arguments = arguments.parse_known_args()
+
+USAGE, FILE_ERROR = 2, 4
+SPECS = {"group": "int4:group:32", "asymmetric": "uint4:group:32",
+         "nvfp4": "nvfp4", "lpbq": "lpbq", "mxfp4": "mxfp4_e2m1",
+         "channel": "int8:per-channel", "unsigned": "*7.weight=uint8"}
+# Above this, the header gets room before its text is known.
+LARGE = [2100, 4096]
+
+
+def bfloat16(count, seed):
+    generator = random.Random(seed)
+    data = struct.pack("<256f", *(generator.gauss(0, 0.02)
+                                  for _ in range(256)))
+    data = b"".join(data[i + 2:i + 4] for i in range(0, len(data), 4))
+    return (data * -(-count // 256))[:2 * count]
+
+
+def tensors(names, shape):
+    return {name: ("BF16", shape, bfloat16(math.prod(shape), name))
+            for name in names}
+
+
+class PartsCase(QuantctlCase):
+    quantd = options.quantd
+    quantctl = options.quantctl
+
+    def setUp(self):
+        super().setUp()
+        self.input = self.path("in.safetensors")
+
+    def write_small(self, count=300):
+        """A file of many small tensors, some of them not to be quantized."""
+        write_safetensors(self.input, {
+            **tensors([f"layers.{n}.weight" for n in range(count)], [33, 64]),
+            **tensors([f"layers.{n}.norm" for n in range(count)], [7])},
+            {"format": "pt"})
+
+    def write_folder(self, shards=6, layers=12):
+        folder = self.path("model")
+        os.mkdir(folder)
+        weight_map = {}
+        for k in range(shards):
+            shard = f"model-{k + 1:05}-of-{shards:05}.safetensors"
+            names = [f"layers.{n}.weight" for n in range(layers)
+                     if n * shards // layers == k]
+            weight_map.update(dict.fromkeys(names, shard))
+            write_safetensors(os.path.join(folder, shard),
+                              tensors(names, [48, 64]))
+        with open(os.path.join(folder, "model.safetensors.index.json"), "w",
+                  encoding="utf-8") as file:
+            json.dump({"metadata": {}, "weight_map": weight_map}, file)
+        with open(os.path.join(folder, "config.json"), "w",
+                  encoding="utf-8") as file:
+            json.dump({"architectures": ["x"]}, file)
+        return folder
+
+    def digests(self, name):
+        path = self.path(name)
+        if os.path.isdir(path):
+            return {entry: self.digests(os.path.join(path, entry))
+                    for entry in sorted(os.listdir(path))}
+        with open(path, "rb") as file:
+            return hashlib.sha256(file.read()).hexdigest()
+
+    def quantize(self, source, output, *flags, code=0):
+        return self.run_quantctl("quantize", source, "-o", self.path(output),
+                                 *flags, code=code)
+
+
+class StreamsTest(PartsCase):
+
+    def same_for_any_streams(self, *flags):
+        for streams in ("1", "2", "8"):
+            self.quantize(self.input, f"{streams}.safetensors", "--streams",
+                          streams, *flags)
+        self.assertEqual(self.digests("1.safetensors"),
+                         self.digests("2.safetensors"))
+        self.assertEqual(self.digests("1.safetensors"),
+                         self.digests("8.safetensors"))
+
+    def test_ManySmallTensors(self):
+        self.write_small()
+        for name, spec in SPECS.items():
+            with self.subTest(spec=name):
+                self.same_for_any_streams("--spec", spec, "--force")
+
+    def test_LargeTensors(self):
+        write_safetensors(self.input, {
+            **tensors(["a.weight", "b.weight"], LARGE),
+            **tensors(["z.weight"], [3, 5]), **tensors(["n"], [9])})
+        for spec in ("int8:group:32", "uint8:group:64", "nvfp4"):
+            with self.subTest(spec=spec):
+                self.same_for_any_streams("--spec", spec, "--force")
+        # Every reader sees the same tensors without a hole between them.
+        entries, metadata = read_safetensors(self.path("8.safetensors"))
+        self.assertIn("quantd.a.weight", metadata)
+        with open(self.path("8.safetensors"), "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+        self.assertEqual(
+            os.path.getsize(self.path("8.safetensors")), 8 + length +
+            sum(len(payload) for _, _, payload in entries.values()))
+
+    def test_WhatIsMeasuredAndWhatFails(self):
+        self.write_small(40)
+        contents, metadata = read_safetensors(self.input)
+        contents["layers.3.weight"] = ("BF16", [33, 64], b"\xc0\x7f" * 2112)
+        write_safetensors(self.input, contents, metadata)
+        flags = ("--nan-policy", "reject", "--keep-going", "--evaluate")
+        for streams in ("1", "8"):
+            self.quantize(self.input, streams, "--streams", streams, *flags,
+                          code=1)
+        self.assertEqual(self.digests("1"), self.digests("8"))
+        self.assertEqual(
+            read_safetensors(self.path("8"))[0]["layers.3.weight"],
+            contents["layers.3.weight"])
+
+    def test_CompressedTensors(self):
+        folder = self.write_folder()
+        for streams in ("1", "8"):
+            self.quantize(folder, streams, "--layout", "compressed-tensors",
+                          "--spec", "int4:group:32", "--streams", streams)
+        one, many = self.digests("1"), self.digests("8")
+        self.assertEqual(one, many)
+
+
+class PartsTest(PartsCase):
+
+    def in_parts(self, source, output, *flags, count):
+        """All parts at once."""
+        processes = [subprocess.Popen(
+            [self.quantctl, "quantize", source, "-o", self.path(output),
+             "--part", f"{n}/{count}", *flags], env=self.environment,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            encoding="utf-8") for n in range(count)]
+        for process in processes:
+            _, said = process.communicate()
+            self.assertEqual(process.returncode, 0, said)
+
+    def test_PartsOfOneFileAtOnce(self):
+        self.write_small(100)
+        for name, spec in SPECS.items():
+            with self.subTest(spec=name):
+                flags = ("--spec", spec)
+                self.quantize(self.input, name, *flags)
+                self.in_parts(self.input, name + ".parts", *flags, count=2)
+                self.quantize(self.input, name + ".parts", *flags, "--join")
+                self.assertEqual(self.digests(name),
+                                 self.digests(name + ".parts"))
+        # Nothing is left of the parts.
+        self.assertEqual(sorted(os.listdir(self.folder)), sorted(
+            ["in.safetensors", *SPECS, *(n + ".parts" for n in SPECS)]))
+
+    def test_PartsOfAFolder(self):
+        folder = self.write_folder()
+        for layout in ("quantd", "compressed-tensors"):
+            flags = ("--spec", "int4:group:32", "--layout", layout,
+                     "--evaluate")
+            self.quantize(folder, layout, *flags)
+            # Whole shards; and more parts than shards.
+            for count in (2, 9):
+                name = f"{layout}.{count}"
+                self.in_parts(folder, name, *flags, count=count)
+                self.assertNotIn("model.safetensors.index.json",
+                                 os.listdir(self.path(name)))
+                self.quantize(folder, name, *flags, "--join")
+                self.assertEqual(self.digests(layout), self.digests(name))
+                # A part that is late does no harm.
+                self.quantize(folder, name, *flags, "--part", f"0/{count}")
+                self.assertEqual(self.digests(layout), self.digests(name))
+
+    def test_APartThatWasKilledRunsAgain(self):
+        self.write_small(20)
+        flags = ("--spec", "int8")
+        self.quantize(self.input, "whole", *flags)
+        self.quantize(self.input, "parts", *flags, "--part", "0/2")
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            process = subprocess.Popen(
+                [self.quantctl, "--server",
+                 f"127.0.0.1:{listener.getsockname()[1]}", "quantize",
+                 self.input, "-o", self.path("parts"), *flags, "--part",
+                 "1/2"])
+            connection, _ = listener.accept()
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            connection.close()
+        said = self.quantize(self.input, "parts", *flags, "--join",
+                             code=FILE_ERROR).stderr
+        self.assertIn("FILE_INCOMPLETE", said)
+        self.assertIn("part 1/2", said)
+        self.assertNotIn("part 0/2", said)
+        self.assertFalse(os.path.exists(self.path("parts")))
+        self.quantize(self.input, "parts", *flags, "--part", "1/2")
+        # What is done is kept.
+        again = self.quantize(self.input, "parts", *flags, "--part", "0/2")
+        self.assertIn("part 0/2", again.stdout)
+        self.quantize(self.input, "parts", *flags, "--join")
+        self.assertEqual(self.digests("parts"), self.digests("whole"))
+
+    def test_PartsOfSomethingElseAreRefused(self):
+        self.write_small(20)
+        self.quantize(self.input, "out", "--spec", "int8", "--part", "0/2")
+        self.quantize(self.input, "out", "--spec", "int4", "--part", "1/2")
+        before = self.digests("")
+        for spec in ("int8", "int4"):
+            said = self.quantize(self.input, "out", "--spec", spec, "--join",
+                                 code=FILE_ERROR).stderr
+            self.assertIn("with other options", said)
+        said = self.quantize(self.input, "out", "--spec", "int4", "--part",
+                             "0/2", code=FILE_ERROR).stderr
+        self.assertIn("FILE_EXISTS", said)
+        self.assertEqual(self.digests(""), before)
+        self.quantize(self.input, "out", "--spec", "int4", "--part", "0/2",
+                      "--force")
+        self.quantize(self.input, "out", "--spec", "int4", "--join")
+
+        self.quantize(self.input, "x", "--spec", "int4", "--part", "0/2")
+        self.quantize(self.input, "x", "--spec", "int4", "--part", "1/3")
+        said = self.quantize(self.input, "x", "--spec", "int4", "--join",
+                             code=FILE_ERROR).stderr
+        self.assertIn("of 2 parts and of 3", said)
+
+        self.quantize(self.input, "y", "--spec", "int4", "--part", "0/1")
+        self.write_small(21)
+        self.assertIn("another input", self.quantize(
+            self.input, "y", "--spec", "int4", "--join",
+            code=FILE_ERROR).stderr)
+
+    def test_PartsThatMakeNoSenseAreRefused(self):
+        self.write_small(2)
+        for part in ("", "2/2", "1", "0/0", "x/y", "0/1/2", "0/100001"):
+            with self.subTest(part=part):
+                self.assertIn("from 0 to N - 1", self.quantize(
+                    self.input, "out", "--part", part, code=USAGE).stderr)
+        self.quantize(self.input, "out", "--part", "0/2", "--join", code=USAGE)
+        self.quantize(self.input, "-", "--part", "0/2", "--keep-going",
+                      code=USAGE)
+
+
+if __name__ == "__main__":
+    unittest.main(argv=[sys.argv[0], *unittest_arguments], verbosity=2)

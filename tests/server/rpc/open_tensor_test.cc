@@ -1,0 +1,262 @@
+#include "server/rpc/open_tensor.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "core/errors.h"
+#include "server/rpc/caller.h"
+#include "server/rpc/steps.h"
+#include "server/rpc/stream_account.h"
+#include "server/wire/chunk_writer.h"
+#include "server/wire/envelope.h"
+#include "server/wire/rpcs.h"
+#include "tests/support/fake_tensor_rpc.h"
+
+namespace quantd::server {
+namespace {
+
+using ::testing::ElementsAre;
+
+constexpr int64_t kSmallBytes = 100;
+constexpr int64_t kLargeBytes = kLightMessageBytes + 1;
+constexpr absl::Duration kMinute = absl::Minutes(1);
+
+class OpenTensorTest : public ::testing::Test {
+ protected:
+  OpenTensorTest() { Open(); }
+
+  void Open() {
+    tensor_.reset();
+    tensor_.emplace(fake_.env, &rpc_, &account_, &stopped_);
+  }
+
+  // A message with the next bytes; it stays until the next.
+  const RequestEnvelope& Message(uint64_t offset_bytes, size_t bytes) {
+    bytes_.assign(bytes, 7);
+    envelope_ = RequestEnvelope();
+    envelope_.offset_bytes = offset_bytes;
+    envelope_.data.assign(1, absl::MakeConstSpan(bytes_));
+    envelope_.data_bytes = static_cast<int64_t>(bytes);
+    return envelope_;
+  }
+  absl::Status CheckHeader() { return tensor_->Check("header", Caller(), 0); }
+  // With the first `bytes` beside its header.
+  void AdmitCheckAndResolve(size_t bytes) {
+    ASSERT_TRUE(tensor_->Admit(0, kSmallBytes).ok());
+    ASSERT_TRUE(CheckHeader().ok());
+    ASSERT_TRUE(tensor_->Resolve(Message(0, bytes), &out_).ok());
+  }
+  absl::Status Feed(bool over_share = false) {
+    return tensor_->Feed(nullptr, over_share, &out_);
+  }
+  // So much that nothing else is admitted.
+  void Overload() {
+    busy_ = std::make_unique<Admission::Load>(&fake_.share->admission);
+    other_ = std::make_unique<Admission::Load>(&fake_.share->admission);
+    busy_->Set(kMinute);
+    other_->Set(kMinute);
+    for (int i = 0; i < 10; ++i) {
+      others_.push_back(
+          std::make_unique<Admission::Load>(&fake_.share->admission));
+      others_.back()->Set(kMinute);
+    }
+  }
+
+  testing::FakeEnvironment fake_;
+  testing::FakeTensorRpc rpc_;
+  std::vector<std::unique_ptr<Admission::Load>> others_;
+  std::unique_ptr<Admission::Load> busy_;
+  std::unique_ptr<Admission::Load> other_;
+  StreamAccount account_{fake_.env, Rpc::kQuantize, fake_.share};
+  std::atomic<bool> stopped_{false};
+  ChunkWriter out_;
+  std::vector<uint8_t> bytes_;
+  RequestEnvelope envelope_;
+  absl::optional<OpenTensor> tensor_;
+};
+
+TEST_F(OpenTensorTest, LeadsATensorThroughItsLife) {
+  rpc_.tensor.frame.end_bytes = 12;
+  AdmitCheckAndResolve(8);
+  EXPECT_THAT(rpc_.headers, ElementsAre("header"));
+  EXPECT_TRUE(Feed().ok());
+  EXPECT_FALSE(tensor_->finishing());
+  EXPECT_EQ(core::ErrorReason(tensor_->CheckComplete()), "TENSOR_INCOMPLETE");
+  tensor_->Retain();
+  EXPECT_TRUE(tensor_->Push(Message(8, 4)).ok());
+  EXPECT_TRUE(Feed().ok());
+  EXPECT_TRUE(tensor_->finishing());
+  EXPECT_TRUE(tensor_->CheckComplete().ok());
+  const absl::StatusOr<bool> done = tensor_->Finish(false, &out_);
+  ASSERT_TRUE(done.ok());
+  EXPECT_TRUE(*done);
+  tensor_->Close(/*ok=*/true);
+  EXPECT_THAT(rpc_.calls,
+              ElementsAre("resolve", "quantum 0+8", "quantum 8+4", "finish"));
+}
+
+TEST_F(OpenTensorTest, FeedsAQuantumAtATime) {
+  rpc_.tensor.frame.end_bytes = 20;
+  AdmitCheckAndResolve(20);
+  EXPECT_EQ(tensor_->ready_bytes(), 20);
+  EXPECT_TRUE(Feed().ok());
+  EXPECT_EQ(tensor_->ready_bytes(), 12);
+  EXPECT_TRUE(Feed().ok());
+  EXPECT_TRUE(Feed().ok());
+  EXPECT_TRUE(tensor_->finishing());
+  EXPECT_THAT(rpc_.calls, ElementsAre("resolve", "quantum 0+8", "quantum 8+8",
+                                      "quantum 16+4"));
+}
+
+TEST_F(OpenTensorTest, WhatIsLightIsServedThoughThereIsNoTime) {
+  Overload();
+  // A large message is not looked into.
+  EXPECT_EQ(core::ErrorReason(tensor_->Admit(kLargeBytes, kLargeBytes)),
+            "OVERLOADED");
+  tensor_->Close(false);
+  for (const bool light : {false, true}) {
+    Open();
+    rpc_.tensor.light = light;
+    EXPECT_TRUE(tensor_->Admit(kSmallBytes, kSmallBytes).ok());
+    EXPECT_EQ(core::ErrorReason(CheckHeader()), light ? "" : "OVERLOADED");
+    tensor_->Close(false);
+  }
+  // Unless more of it will come.
+  rpc_.tensor.frame.end_bytes = 2 * kLargeBytes;
+  Open();
+  EXPECT_TRUE(tensor_->Admit(kSmallBytes, kSmallBytes).ok());
+  EXPECT_TRUE(CheckHeader().ok());
+  EXPECT_EQ(core::ErrorReason(tensor_->Resolve(Message(0, 8), &out_)),
+            "OVERLOADED");
+}
+
+TEST_F(OpenTensorTest, ALongSearchIsAdmittedByItsOwnTime) {
+  busy_ = std::make_unique<Admission::Load>(&fake_.share->admission);
+  busy_->Set(kMinute, kMinute);
+  rpc_.tensor.search_time = 10 * kMinute;
+  EXPECT_TRUE(tensor_->Admit(0, kSmallBytes).ok());
+  EXPECT_TRUE(CheckHeader().ok());
+  // Its like is under way now.
+  StreamAccount account(fake_.env, Rpc::kQuantize, fake_.share);
+  OpenTensor other(fake_.env, &rpc_, &account, &stopped_);
+  EXPECT_TRUE(other.Admit(0, kSmallBytes).ok());
+  EXPECT_EQ(core::ErrorReason(other.Check("header", Caller(), 0)),
+            "OVERLOADED");
+  other.Close(false);
+}
+
+TEST_F(OpenTensorTest, WhatASearchTookCorrectsTheNextEstimate) {
+  for (const bool ok : {false, true}) {
+    Open();
+    rpc_.tensor.search_time = kMinute;
+    AdmitCheckAndResolve(8);
+    EXPECT_EQ(tensor_->PendingWork(0), kMinute);
+    ASSERT_TRUE(Feed().ok());
+    ASSERT_TRUE(tensor_->Finish(false, &out_).ok());
+    tensor_->Close(ok);
+  }
+  Open();
+  AdmitCheckAndResolve(8);
+  EXPECT_LT(tensor_->PendingWork(0), kMinute / 10);
+}
+
+TEST_F(OpenTensorTest, SaysWhatItsNextStepIsLike) {
+  rpc_.tensor.resolve_waits = true;
+  rpc_.tensor.finish_waits = {false, true};
+  ASSERT_TRUE(tensor_->Admit(0, kSmallBytes).ok());
+  ASSERT_TRUE(CheckHeader().ok());
+  EXPECT_EQ(tensor_->next_step(), StepKind::kStore);
+  EXPECT_EQ(tensor_->PendingWork(8), absl::ZeroDuration());
+  rpc_.tensor.resolve_writes = true;
+  EXPECT_EQ(tensor_->next_step(), StepKind::kWrite);
+  ASSERT_TRUE(tensor_->Resolve(Message(0, 8), &out_).ok());
+  EXPECT_EQ(tensor_->next_step(), StepKind::kQuantum);
+  rpc_.tensor.light = true;
+  EXPECT_EQ(tensor_->next_step(), StepKind::kLight);
+  ASSERT_TRUE(Feed().ok());
+  rpc_.tensor.finish_is_long = true;
+  EXPECT_EQ(tensor_->next_step(), StepKind::kLong);
+  ASSERT_FALSE(*tensor_->Finish(false, &out_));
+  EXPECT_EQ(tensor_->next_step(), StepKind::kWrite);
+}
+
+TEST_F(OpenTensorTest, WaitsForMemoryForAWhile) {
+  fake_.env.limits.memory_wait = absl::InfiniteDuration();
+  AdmitCheckAndResolve(8);
+  rpc_.tensor.reserve = fake_.budget.TransitError();
+  EXPECT_TRUE(Feed().ok());
+  EXPECT_TRUE(tensor_->waits_for_memory());
+  EXPECT_EQ(tensor_->ready_bytes(), 8);
+  // Another gave some back.
+  rpc_.tensor.reserve = absl::OkStatus();
+  EXPECT_TRUE(Feed().ok());
+  EXPECT_FALSE(tensor_->waits_for_memory());
+  EXPECT_EQ(tensor_->ready_bytes(), 0);
+}
+
+TEST_F(OpenTensorTest, FailsWhenTheWaitForMemoryIsOver) {
+  fake_.env.limits.memory_wait = absl::ZeroDuration();
+  AdmitCheckAndResolve(8);
+  EXPECT_EQ(core::ErrorReason(Feed(/*over_share=*/true)), "MEMORY_BUDGET");
+  EXPECT_TRUE(tensor_->cut_off());
+  EXPECT_FALSE(tensor_->waits_for_memory());
+}
+
+TEST_F(OpenTensorTest, DoesNotWaitForMemoryThatThereWillNeverBe) {
+  fake_.env.limits.memory_wait = absl::InfiniteDuration();
+  AdmitCheckAndResolve(8);
+  rpc_.tensor.reserve = absl::ResourceExhaustedError("MEMORY_BUDGET: never");
+  EXPECT_FALSE(Feed().ok());
+  EXPECT_FALSE(tensor_->cut_off());
+}
+
+TEST_F(OpenTensorTest, ErrorsOfTheJobAreTheTensors) {
+  rpc_.tensor.check = absl::InvalidArgumentError("check");
+  ASSERT_TRUE(tensor_->Admit(0, kSmallBytes).ok());
+  EXPECT_EQ(CheckHeader().message(), "check");
+  EXPECT_FALSE(tensor_->checked());
+  tensor_->Close(false);
+  rpc_.tensor = testing::FakeTensor();
+  rpc_.tensor.resolve = absl::NotFoundError("resolve");
+  Open();
+  ASSERT_TRUE(CheckHeader().ok());
+  EXPECT_EQ(tensor_->Resolve(Message(0, 8), &out_).message(), "resolve");
+  EXPECT_FALSE(tensor_->resolved());
+  rpc_.tensor.resolve = absl::OkStatus();
+  Open();
+  AdmitCheckAndResolve(8);
+  rpc_.tensor.feed = absl::InternalError("feed");
+  EXPECT_EQ(Feed().message(), "feed");
+}
+
+TEST_F(OpenTensorTest, NobodyIsToldOfAnErrorOnceItIsStopped) {
+  AdmitCheckAndResolve(8);
+  ASSERT_TRUE(Feed().ok());
+  rpc_.tensor.finish = absl::CancelledError("stopped");
+  EXPECT_FALSE(tensor_->Finish(false, &out_).ok());
+  stopped_ = true;
+  const absl::StatusOr<bool> done = tensor_->Finish(false, &out_);
+  ASSERT_TRUE(done.ok());
+  EXPECT_FALSE(*done);
+}
+
+TEST_F(OpenTensorTest, CountsAsOpenFromItsAdmissionToItsEnd) {
+  EXPECT_EQ(fake_.open_tensors.count, 0);
+  ASSERT_TRUE(tensor_->Admit(0, kSmallBytes).ok());
+  EXPECT_EQ(fake_.open_tensors.count, 1);
+  tensor_->Close(false);
+  EXPECT_EQ(fake_.open_tensors.count, 0);
+}
+
+}  // namespace
+}  // namespace quantd::server

@@ -1,0 +1,204 @@
+// How the space of what was deleted comes back.
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "core/errors.h"
+#include "core/formats/number_format.h"
+#include "core/types/encoding.h"
+#include "server/store/encoding_store.h"
+#include "server/store/sql_database.h"
+#include "server/store/sql_encoding_store.h"
+#include "server/store/sql_statistics_store.h"
+#include "server/store/store_check.h"
+#include "server/store/store_keeper.h"
+#include "tests/server/store/large_state.h"
+#include "tests/server/store/test_database.h"
+
+namespace quantd::server {
+namespace {
+
+using testing::Backend;
+using testing::BackendName;
+using testing::Backends;
+
+constexpr absl::Duration kAge = absl::Hours(1);
+
+// Of more scales than a piece has.
+std::shared_ptr<const core::Encoding> MakeLarge(float value) {
+  core::Encoding encoding;
+  encoding.format = core::FindFormatByName("int8")->format;
+  encoding.block_size = {1};
+  encoding.scale.assign(700'000, value);
+  encoding.qmin = -128;
+  encoding.qmax = 127;
+  return std::make_shared<const core::Encoding>(std::move(encoding));
+}
+
+class StoreSpaceTest : public ::testing::TestWithParam<Backend> {
+ protected:
+  StoreSpaceTest()
+      : sql_(database_.Open()),
+        encodings_(sql_),
+        statistics_(sql_, 64 << 20),
+        keeper_(sql_) {}
+
+  int64_t CountOf(const char* sql) {
+    int64_t count = -1;
+    const absl::Status status =
+        sql_->Read([&](SqlConnection& connection) -> absl::Status {
+          const std::unique_ptr<SqlStatement> row = connection.Prepare(sql);
+          absl::StatusOr<bool> found = row->Step("cannot count");
+          if (found.ok() && *found) count = row->Int(0);
+          return found.status();
+        });
+    EXPECT_TRUE(status.ok()) << status;
+    return count;
+  }
+  int64_t Pieces() { return CountOf("SELECT COUNT(*) FROM encoding_pieces"); }
+
+  // Answers how many steps it took.
+  int FreeAll(absl::Duration staged_age) {
+    for (int steps = 1;; ++steps) {
+      const absl::StatusOr<bool> is_more = keeper_.FreeStep(staged_age);
+      EXPECT_TRUE(is_more.ok()) << is_more.status();
+      if (!is_more.value_or(false)) return steps;
+    }
+  }
+
+  void ExpectSound() {
+    const absl::StatusOr<StoreCheck> check =
+        CheckStore(sql_, [](absl::string_view line) { ADD_FAILURE() << line; });
+    ASSERT_TRUE(check.ok()) << check.status();
+  }
+
+  const testing::TestDatabase database_{GetParam()};
+  const std::shared_ptr<SqlDatabase> sql_;
+  SqlEncodingStore encodings_;
+  SqlStatisticsStore statistics_;
+  StoreKeeper keeper_;
+};
+
+TEST_P(StoreSpaceTest, DeletedSpaceComesBackInSteps) {
+  ASSERT_TRUE(encodings_.Put({"m", "kept", "a"}, MakeLarge(1), {}).ok());
+  const core::StatisticsState state = testing::MakeLargeState(1);
+  ASSERT_TRUE(
+      statistics_.Contribute({{"m", "kept", "a"}, "s", 1}, state, 1).ok());
+  const int64_t kept = Pieces();
+  const int64_t kept_statistics =
+      CountOf("SELECT COUNT(*) FROM statistics_pieces");
+  ASSERT_GT(kept, 1);
+  ASSERT_GT(kept_statistics, 1);
+  const absl::StatusOr<DatabaseSize> before = keeper_.ReadSize();
+  ASSERT_TRUE(before.ok()) << before.status();
+  for (const char* tensor : {"a", "b", "c", "d", "e", "f"}) {
+    ASSERT_TRUE(encodings_.Put({"m", "gone", tensor}, MakeLarge(2), {}).ok());
+  }
+  // Replaced, too.
+  ASSERT_TRUE(encodings_.Put({"m", "kept", "a"}, MakeLarge(3), {}).ok());
+  ASSERT_TRUE(
+      statistics_.Contribute({{"m", "gone", "a"}, "s", 1}, state, 1).ok());
+  EXPECT_GT(keeper_.ReadSize()->size_bytes, 2 * before->size_bytes);
+
+  const absl::StatusOr<DeletedRows> deleted =
+      encodings_.DeleteRevision("m", "gone");
+  ASSERT_TRUE(deleted.ok()) << deleted.status();
+  EXPECT_EQ(deleted->encoding_count, 6);
+  EXPECT_EQ(deleted->statistics_count, 1);
+  // What is to be freed is no damage.
+  ExpectSound();
+  EXPECT_GT(Pieces(), kept);
+  EXPECT_GT(FreeAll(kAge), 2);
+  EXPECT_EQ(Pieces(), kept);
+  EXPECT_EQ(CountOf("SELECT COUNT(*) FROM statistics_pieces"), kept_statistics);
+  EXPECT_EQ(CountOf("SELECT COUNT(*) FROM lost_contents"), 0);
+  EXPECT_EQ(CountOf("SELECT COUNT(*) FROM lost_statistics"), 0);
+  ExpectSound();
+  EXPECT_EQ(encodings_.Get({"m", "kept", "a"})->encoding->scale[0], 3);
+  EXPECT_TRUE(statistics_.GetStatistics({"m", "kept", "a"}).ok());
+
+  if (GetParam() == Backend::kSqlite) {
+    int steps = 0;
+    while (keeper_.Shrink().value_or(false)) ++steps;
+    EXPECT_GT(steps, 2);
+    EXPECT_LE(keeper_.ReadSize()->size_bytes, before->size_bytes * 11 / 10);
+    EXPECT_EQ(keeper_.ReadSize()->free_bytes, 0);
+    ExpectSound();
+  }
+}
+
+// A contribution of the same source and sequence comes before they are freed.
+TEST_P(StoreSpaceTest, StatisticsThatCameBackStay) {
+  const core::StatisticsState state = testing::MakeLargeState(1);
+  const EncodingKey key{"m", "main", "a"};
+  for (int round = 0; round < 2; ++round) {
+    ASSERT_TRUE(statistics_.Contribute({key, "s", 1}, state, 1).ok());
+    if (round == 0) {
+      ASSERT_TRUE(statistics_.DeleteStatistics(key, "").ok());
+    }
+  }
+  FreeAll(kAge);
+  EXPECT_TRUE(statistics_.GetStatistics(key).ok());
+  ExpectSound();
+}
+
+TEST_P(StoreSpaceTest, AWriterThatIsGoneLeavesNothing) {
+  const auto large = MakeLarge(1);
+  const EncodingKey key{"m", "main", "a"};
+  ASSERT_TRUE(encodings_.Put(key, large, {}).ok());
+  const int64_t kept = Pieces();
+  const auto write_all = [&]() -> std::unique_ptr<EncodingWriter> {
+    auto reader = encodings_.OpenReader(key);
+    EXPECT_TRUE(reader.ok()) << reader.status();
+    auto writer =
+        encodings_.OpenWriter({"m", "main", "b"}, (*reader)->stored().encoding,
+                              false, Precondition{});
+    EXPECT_TRUE(writer.ok()) << writer.status();
+    while (true) {
+      auto piece = (*reader)->Next();
+      EXPECT_TRUE(piece.ok()) << piece.status();
+      if (!piece.ok() || !piece->has_value()) break;
+      EXPECT_TRUE((*writer)->Add(**piece).ok());
+    }
+    return *std::move(writer);
+  };
+  // One that is told.
+  write_all().reset();
+  EXPECT_GT(Pieces(), kept);
+  FreeAll(kAge);
+  EXPECT_EQ(Pieces(), kept);
+
+  // One that is not heard of.
+  const std::unique_ptr<EncodingWriter> silent = write_all();
+  FreeAll(kAge);
+  EXPECT_GT(Pieces(), kept);
+  ExpectSound();
+  FreeAll(-kAge);
+  EXPECT_EQ(Pieces(), kept);
+  // It can't go on.
+  EXPECT_EQ(core::ErrorReason(silent->Finish().status()), "STORE_UNAVAILABLE");
+  EXPECT_FALSE(encodings_.Get({"m", "main", "b"}).ok());
+  ExpectSound();
+
+  const std::unique_ptr<EncodingWriter> sound = write_all();
+  FreeAll(kAge);
+  ASSERT_TRUE(sound->Finish().ok());
+  FreeAll(-kAge);
+  const absl::StatusOr<StoredEncoding> got = encodings_.Get({"m", "main", "b"});
+  ASSERT_TRUE(got.ok()) << got.status();
+  EXPECT_TRUE(*got->encoding == *large);
+}
+
+INSTANTIATE_TEST_SUITE_P(Stores, StoreSpaceTest,
+                         ::testing::ValuesIn(Backends()), BackendName);
+
+}  // namespace
+}  // namespace quantd::server
