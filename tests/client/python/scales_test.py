@@ -86,6 +86,40 @@ def test_ItIsAsWithScalesInAHeader(small, in_chunks, weight, spec):
     )[0].overall == metrics[0].overall
 
 
+def test_OnlyLargeEncodingsAreLeftOutOfAnEvaluation(server, client, in_chunks,
+                                                    weight):
+    specs = ["nvfp4", "int8", client.quantize(weight, "nvfp4").encoding,
+             "uint4:group:8:asymmetric", "int8:per-channel"]
+    labels = ["a", "b", "c", "d", "e"]
+    expected = client.evaluate(weight, specs, labels=labels)
+    in_chunks(100)
+
+    async def run():
+        async with quantd.aio.Client(server.address) as other:
+            return await other.evaluate(weight, specs, labels=labels)
+    for found in (client.evaluate(weight, specs, labels=labels),
+                  asyncio.run(run())):
+        assert [item.overall for item in found] == [
+            item.overall for item in expected]
+        assert [item.size_bytes for item in found] == [
+            item.size_bytes for item in expected]
+        assert [item.label for item in found] == labels
+        assert found.statistics == expected.statistics
+        assert found.statistics.count == weight.size
+        assert [item.encoding is not None for item in found] == [
+            False, True, False, False, True]
+        for place in (1, 4):
+            assert_same(found[place].encoding, expected[place].encoding)
+    for found in (client.evaluate(weight, specs, encodings=False),
+                  client.evaluate_chunks([weight], specs, shape=weight.shape)):
+        assert [item.overall for item in found] == [
+            item.overall for item in expected]
+        assert [item.encoding for item in found] == [None] * 5
+    in_chunks(1 << 16)
+    assert client.evaluate_chunks([weight], specs, shape=weight.shape,
+                                  encodings=False)[1].encoding is None
+
+
 @pytest.mark.parametrize("spec", ["uint4:group:8:asymmetric", "nvfp4"])
 def test_AioDoesTheSame(server, in_chunks, weight, spec):
     async def run():

@@ -12,8 +12,8 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from quantd import _answers, _apart, _arrays, _wire, errors
-from quantd._exchange import (ask_for_chunks, omit_large_encodings,
-                              scale_messages, with_given_scales, xxh3_64)
+from quantd._exchange import (ask_for_chunks, scale_messages,
+                              with_given_scales, xxh3_64)
 from quantd._scale_stream import ScaleSink
 from quantd._stream import Options
 from quantd.encoding import Encoding
@@ -421,8 +421,7 @@ def calibrate_download(asked: Any) -> Download:
 
 def evaluate_download(asked: Any, encodings: Mapping[int, Encoding]
                       ) -> Download:
-    """Of Evaluate, which is asked to leave out large encodings."""
-    omit_large_encodings(asked)
+    """Of Evaluate."""
     return Download(asked, None, qs.EvaluateSummary,
                     _answers.check_evaluate, encodings)
 

@@ -13,9 +13,8 @@ from quantd import _answers, _arrays, _wire, errors
 from quantd._retries import Retries
 from quantd._scale_stream import (ScaleFeed, ScaleFeeding, ScaleSink,
                                   outer_maximum, wants_chunks)
-from quantd._tables import ResultList
 from quantd.encoding import Encoding
-from quantd.results import (CalibrateResult, CandidateMetrics, ErrorMetrics,
+from quantd.results import (CalibrateResult, ErrorMetrics, Evaluation,
                             QuantizedTensor, QuantizeSummary)
 from quantd.tensor import (ELEMENT_DTYPES, ELEMENT_TYPES, FORMATS, Array,
                            TensorName, format_info)
@@ -572,15 +571,22 @@ def ask_for_chunks(header: Any, payload: Optional[Array] = None) -> None:
     """Sets what makes the scales of a large spec come beside the codes."""
     if header.WhichOneof("encoding_source") != "spec":
         return
-    shape = tuple(header.tensor.shape)
     header.scales_in_chunks = not header.omit_encoding and wants_chunks(
-        header.spec, shape)
-    if payload is not None and payload.nbytes >= _OUTER_MAXIMUM_BYTES:
-        found = outer_maximum(
-            header.spec, shape, ELEMENT_TYPES.name(header.tensor.element_type),
-            payload)
-        if found is not None:
-            header.outer_maximum.extend(found)
+        header.spec, tuple(header.tensor.shape))
+    if payload is not None:
+        find_outer_maximum(header, header.tensor, payload)
+
+
+def find_outer_maximum(message: Any, tensor: Any, payload: Array) -> None:
+    """Sets that of a message with a spec, where the server would hold a large
+    tensor to find it."""
+    if payload.nbytes < _OUTER_MAXIMUM_BYTES or (
+            message.WhichOneof("encoding_source") != "spec"):
+        return
+    found = outer_maximum(message.spec, tuple(tensor.shape),
+                          ELEMENT_TYPES.name(tensor.element_type), payload)
+    if found is not None:
+        message.outer_maximum.extend(found)
 
 
 class DequantizeExchange(OutputExchange[Any]):
@@ -627,15 +633,7 @@ class CalibrateExchange(Exchange[CalibrateResult]):
         return CalibrateResult.from_proto(self._summary)
 
 
-def omit_large_encodings(header: Any) -> None:
-    """Of candidates that are specs with many scales; then none has one."""
-    shape = tuple(header.tensor.shape)
-    header.omit_encodings = any(
-        wants_chunks(candidate.spec, shape) for candidate in header.candidates
-        if candidate.WhichOneof("encoding_source") == "spec")
-
-
-class EvaluateExchange(Exchange["ResultList[CandidateMetrics]"]):
+class EvaluateExchange(Exchange[Evaluation]):
     """Of Evaluate with candidates."""
 
     SUMMARY = service_pb2.EvaluateSummary
@@ -643,14 +641,15 @@ class EvaluateExchange(Exchange["ResultList[CandidateMetrics]"]):
     def __init__(self, header: service_pb2.EvaluateHeader, payload: Array
                  ) -> None:
         super().__init__(header, payload)
-        omit_large_encodings(header)
+        if header.omit_encodings:
+            for candidate in header.candidates:
+                find_outer_maximum(candidate, header.tensor, payload)
 
     def _on_summary(self) -> None:
         _answers.check_evaluate(self.header, self._summary)
 
-    def _result(self) -> ResultList[CandidateMetrics]:
-        return ResultList(CandidateMetrics.from_proto(candidate)
-                          for candidate in self._summary.candidates)
+    def _result(self) -> Evaluation:
+        return Evaluation.from_proto(self._summary)
 
 
 class CompareExchange(Exchange[ErrorMetrics]):

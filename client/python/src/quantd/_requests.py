@@ -16,7 +16,7 @@ from quantd import _arrays, _globs, errors, results
 from quantd._exchange import (CalibrateExchange, CompareExchange,
                               DequantizeExchange, EvaluateExchange,
                               QuantizeExchange)
-from quantd._scale_stream import ScaleFeed, join_chunks
+from quantd._scale_stream import ScaleFeed, join_chunks, wants_chunks
 from quantd.encoding import (Encoding, EncodingReference, EncodingSpec,
                              GranularityLike, Source, as_granularity,
                              set_granularity, set_source)
@@ -403,9 +403,10 @@ def calibrate_of(item: Union[CalibrateJob, tuple[str, Any]],
 
 def evaluate_header(tensor: tensor_pb2.TensorDescription,
                     candidates: Iterable[Source], labels: Sequence[str],
-                    per_scale_index: bool, with_distribution: bool
-                    ) -> qs.EvaluateHeader:
-    """Labels are those given, or the candidates that are strings."""
+                    per_scale_index: bool, with_distribution: bool,
+                    encodings: bool) -> qs.EvaluateHeader:
+    """Labels are those given, or the candidates that are strings. Where one
+    encoding is too large for an answer, all of specs are left out."""
     header = qs.EvaluateHeader(
         tensor=tensor, per_scale_index=per_scale_index,
         with_distribution=with_distribution)
@@ -421,23 +422,62 @@ def evaluate_header(tensor: tensor_pb2.TensorDescription,
         set_source(candidate, added, len(tensor.shape))
         added.label = labels[i] if labels else (
             candidate if isinstance(candidate, str) else "")
+    header.omit_encodings = not encodings or bool(_large_specs(header))
     return header
+
+
+def _large_specs(header: qs.EvaluateHeader) -> list[int]:
+    """Candidates whose encodings are too large for an answer."""
+    shape = tuple(header.tensor.shape)
+    return [index for index, candidate in enumerate(header.candidates)
+            if candidate.WhichOneof("encoding_source") == "spec" and
+            wants_chunks(candidate.spec, shape)]
+
+
+# Of an evaluation the candidates of each exchange, by their place among all.
+Evaluations = list[tuple[list[int], EvaluateExchange]]
 
 
 def evaluate(array: Any, candidates: Iterable[Source], name: NameLike,
              labels: Sequence[str], per_scale_index: bool,
-             with_distribution: bool, element_type: Optional[str]
-             ) -> EvaluateExchange:
-    """See Client.evaluate."""
+             with_distribution: bool, encodings: bool,
+             element_type: Optional[str]) -> Evaluations:
+    """See Client.evaluate. In two exchanges where only some of the encodings
+    that are asked for are too large for an answer."""
     with naming(name):
         reals = _arrays.reals(array, element_type)
         candidates = [candidates] if isinstance(candidates, str) else (
             list(candidates))
-        exchange = EvaluateExchange(evaluate_header(
+        whole = evaluate_header(
             describe(reals.shape, reals.element_type, name), candidates,
-            labels, per_scale_index, with_distribution), reals.data)
-        exchange.large_encodings = large_encodings(candidates, reals.shape)
-        return exchange
+            labels, per_scale_index, with_distribution, encodings)
+        places = [[*range(len(candidates))]]
+        if encodings:
+            large = _large_specs(whole)
+            small = [place for place in places[0] if place not in large]
+            places = [some for some in (small, large) if some] or places
+        found: Evaluations = []
+        for some in places:
+            header = qs.EvaluateHeader()
+            header.CopyFrom(whole)
+            del header.candidates[:]
+            header.candidates.extend(whole.candidates[place] for place in some)
+            header.omit_encodings = not encodings or bool(_large_specs(header))
+            exchange = EvaluateExchange(header, reals.data)
+            exchange.large_encodings = large_encodings(
+                [candidates[place] for place in some], reals.shape)
+            found.append((some, exchange))
+        return found
+
+
+def join_evaluations(found: Sequence[tuple[list[int], results.Evaluation]]
+                     ) -> results.Evaluation:
+    """All candidates in their places."""
+    metrics = sorted(((place, candidate) for places, evaluation in found
+                      for place, candidate in zip(places, evaluation)),
+                     key=lambda item: item[0])
+    return results.Evaluation((candidate for _, candidate in metrics),
+                              found[0][1].statistics)
 
 
 def compare(reference: Any, test: Any, with_distribution: bool,

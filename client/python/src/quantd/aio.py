@@ -31,7 +31,6 @@ from quantd._progress import Progress, ProgressLike, total_bytes
 from quantd._requests import (HEALTH_METHOD, Attempts, CalibrateJob, Calls,
                               Contribution, Pages, QuantizeJob, SpecLike)
 from quantd._retries import Retries
-from quantd._tables import ResultList
 from quantd.encoding import Encoding, EncodingReference, Source
 from quantd.tensor import Array, NameLike, TensorName, as_name, format_info
 from quantd.v1 import encoding_service_pb2 as es
@@ -349,34 +348,33 @@ class Client:
     async def evaluate(self, array: Any, candidates: Iterable[Source], *,
                        name: NameLike = None, labels: Sequence[str] = (),
                        per_scale_index: bool = False,
-                       with_distribution: bool = False,
+                       with_distribution: bool = False, encodings: bool = True,
                        element_type: Optional[str] = None
-                       ) -> ResultList[results.CandidateMetrics]:
+                       ) -> results.Evaluation:
         """The error of candidates; see quantd.Client.evaluate."""
-        metrics: ResultList[results.CandidateMetrics] = await self._one(
-            "Evaluate", _requests.evaluate(
+        return _requests.join_evaluations([
+            (places, await self._one("Evaluate", exchange))
+            for places, exchange in _requests.evaluate(
                 array, candidates, name, labels, per_scale_index,
-                with_distribution, element_type))
-        return metrics
+                with_distribution, encodings, element_type)])
 
     async def evaluate_chunks(
             self, chunks: _Items, candidates: Iterable[Source], *,
             shape: Sequence[int], element_type: str = "float32",
             name: NameLike = None, labels: Sequence[str] = (),
-            per_scale_index: bool = False, with_distribution: bool = False
-    ) -> ResultList[results.CandidateMetrics]:
+            per_scale_index: bool = False, with_distribution: bool = False,
+            encodings: bool = True) -> results.Evaluation:
         """See quantd.Client.evaluate_chunks; chunks may be async."""
         if not isinstance(candidates, str):
             candidates = list(candidates)
         header = _requests.evaluate_header(
             _requests.describe(shape, element_type, name), candidates, labels,
-            per_scale_index, with_distribution)
+            per_scale_index, with_distribution, encodings)
         summary = await self._summary_of(
             "Evaluate", header, element_type, shape, chunks,
             _chunks.evaluate_download(
                 header, _requests.large_encodings(candidates, shape)))
-        return ResultList(results.CandidateMetrics.from_proto(candidate)
-                          for candidate in summary.candidates)
+        return results.Evaluation.from_proto(summary)
 
     async def compare(self, reference: Any, test: Any, *,
                       with_distribution: bool = False,

@@ -23,7 +23,6 @@ from quantd._requests import (HEALTH_METHOD, Attempts, CalibrateJob, Calls,
 from quantd._retries import Retries
 from quantd._shared_memory import SharedMemory
 from quantd._stream import Options, RetryingStream
-from quantd._tables import ResultList
 from quantd.encoding import Encoding, EncodingReference, Source
 from quantd.tensor import (Array, NameLike, TensorName, as_name,
                            format_info)
@@ -432,9 +431,9 @@ class Client:
     def evaluate(self, array: Any, candidates: Iterable[Source], *,
                  name: NameLike = None, labels: Sequence[str] = (),
                  per_scale_index: bool = False,
-                 with_distribution: bool = False,
+                 with_distribution: bool = False, encodings: bool = True,
                  element_type: Optional[str] = None
-                 ) -> ResultList[results.CandidateMetrics]:
+                 ) -> results.Evaluation:
         """The error of quantizing and dequantizing with each of 1 to 64
         candidates.
 
@@ -442,31 +441,38 @@ class Client:
             strings.
         per_scale_index: the metrics of each scale as well.
         with_distribution: kl_divergence and error_histogram as well.
+        encodings: those of specs as well, but for encodings with more than
+            65,536 scales. Specs of which some have more and some fewer are
+            measured apart: the tensor is sent twice. False: the server
+            measures specs as the tensor arrives, and does not hold it.
         """
-        metrics: ResultList[results.CandidateMetrics] = self._one(
-            "Evaluate", _requests.evaluate(
+        return _requests.join_evaluations([
+            (places, self._one("Evaluate", exchange))
+            for places, exchange in _requests.evaluate(
                 array, candidates, name, labels, per_scale_index,
-                with_distribution, element_type))
-        return metrics
+                with_distribution, encodings, element_type)])
 
     def evaluate_chunks(
             self, chunks: Iterable[Any], candidates: Iterable[Source], *,
             shape: Sequence[int], element_type: str = "float32",
             name: NameLike = None, labels: Sequence[str] = (),
-            per_scale_index: bool = False, with_distribution: bool = False
-    ) -> ResultList[results.CandidateMetrics]:
+            per_scale_index: bool = False, with_distribution: bool = False,
+            encodings: bool = True) -> results.Evaluation:
         """evaluate() of a tensor that does not fit in memory; see
-        quantize_chunks for `chunks`, and for candidates that are specs."""
+        quantize_chunks for `chunks`, and for candidates that are specs.
+
+        encodings: those of specs as well, unless one of them has more than
+            65,536 scales.
+        """
         if not isinstance(candidates, str):
             candidates = list(candidates)
         header = _requests.evaluate_header(
             _requests.describe(shape, element_type, name), candidates, labels,
-            per_scale_index, with_distribution)
+            per_scale_index, with_distribution, encodings)
         summary = self._summary_of("Evaluate", header, element_type, shape,
                                    chunks, _chunks.evaluate_download(
                 header, _requests.large_encodings(candidates, shape)))
-        return ResultList(results.CandidateMetrics.from_proto(candidate)
-                          for candidate in summary.candidates)
+        return results.Evaluation.from_proto(summary)
 
     def compare(self, reference: Any, test: Any, *,
                 with_distribution: bool = False,

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from typing import Any, Callable, NoReturn, Optional, Type, TypeVar
+from typing import (Any, Callable, Iterable, NoReturn, Optional, Type,
+                    TypeVar)
 
 import numpy as np
 
 from quantd import _arrays, errors
-from quantd._tables import Tabular, to_html
+from quantd._tables import ResultList, Tabular, to_html
 from quantd._values import dequantize
 from quantd.encoding import Encoding
 from quantd.tensor import FORMATS, Array, TensorName, unpack
@@ -329,8 +330,8 @@ class ErrorMetrics(Tabular):
 
 @dataclasses.dataclass(frozen=True)
 class CandidateMetrics(Tabular):
-    """One candidate of an evaluation. encoding: when it was a spec; etag: when
-    it was a reference."""
+    """One candidate of an evaluation. encoding: when it was a spec and was not
+    left out; etag: when it was a reference; size_bytes: of codes and scales."""
 
     _INLINE = ("overall",)
 
@@ -340,6 +341,7 @@ class CandidateMetrics(Tabular):
     encoding: Optional[Encoding]
     etag: str
     mantissa_bits: int = 0
+    size_bytes: int = 0
 
     @classmethod
     def from_proto(cls, message: quantization_service_pb2.CandidateMetrics
@@ -350,6 +352,23 @@ class CandidateMetrics(Tabular):
             per_scale_index=tuple(ErrorMetrics.from_proto(metrics)
                                   for metrics in message.per_scale_index),
             encoding=_optional(message, "encoding", Encoding.from_proto))
+
+
+class Evaluation(ResultList[CandidateMetrics]):
+    """The metrics of the candidates, in their order. statistics: of the
+    elements."""
+
+    def __init__(self, candidates: Iterable[CandidateMetrics],
+                 statistics: TensorStatistics) -> None:
+        super().__init__(candidates)
+        self.statistics = statistics
+
+    @classmethod
+    def from_proto(cls, message: quantization_service_pb2.EvaluateSummary
+                   ) -> Evaluation:
+        """As the server has it."""
+        return cls(map(CandidateMetrics.from_proto, message.candidates),
+                   TensorStatistics.from_proto(message.statistics))
 
 
 @dataclasses.dataclass(frozen=True)
