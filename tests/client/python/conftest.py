@@ -1,6 +1,8 @@
 """What the tests that pytest runs share."""
 
+import json
 import os
+import subprocess
 import sys
 
 import pytest
@@ -23,6 +25,21 @@ def server(request):
     """A live quantd, and a store of its own, for all tests of a file."""
     with live_server.LiveServer(request.config.getoption("--quantd")) as live:
         yield live
+
+
+@pytest.fixture(scope="module")
+def quantctl(request, server):  # pylint: disable=redefined-outer-name
+    """Runs it against that server; its output, or the document of --json."""
+    def run(*command, code=0):
+        result = subprocess.run(
+            [request.config.getoption("--quantctl"), *map(str, command)],
+            env={**os.environ, "QUANTD_SERVER": server.address},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            check=False)
+        assert result.returncode == code, result.stdout + result.stderr
+        return (json.loads(result.stdout) if "--json" in command else
+                result.stdout + result.stderr)
+    return run
 
 
 @pytest.fixture(scope="module")

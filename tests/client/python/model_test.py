@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
 import threading
 
 import numpy as np
@@ -11,19 +10,6 @@ import pytest
 
 import quantd
 from quantd import _files
-
-
-@pytest.fixture(name="quantctl", scope="module")
-def fixture_quantctl(request, server):
-    def run(*command, code=0):
-        result = subprocess.run(
-            [request.config.getoption("--quantctl"), *map(str, command)],
-            env={**os.environ, "QUANTD_SERVER": server.address},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            check=False)
-        assert result.returncode == code, result.stdout
-        return result.stdout
-    return run
 
 
 def save_bfloat16(path, tensors, **keywords):

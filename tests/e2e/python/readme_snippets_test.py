@@ -122,10 +122,17 @@ class ReadmeSnippetsTest(unittest.TestCase):
                         os.path.join(folder, "elsewhere"))
             output = run(
                 python, "-c",
-                self.at_server(snippet("python", "quantize_model")),
+                self.at_server(snippet("python", "model.mixed")),
                 cwd=os.path.join(folder, "elsewhere"))
             self.assertRegex(output, r"conv1.weight int8 1152 4\d\d")
             self.assertRegex(output, r"fc1.bias None 512 512")
+            output = run(
+                python, "-c", self.at_server(snippet("python", "sweep_model")),
+                cwd=os.path.join(folder, "elsewhere"))
+            self.assertRegex(
+                output, r"\('max_bits_per_element', 6\) 9\d{4} \d+\.\d dB")
+            self.assertTrue(os.path.exists(os.path.join(
+                folder, "elsewhere/model.6bit.safetensors")))
 
             if importlib.util.find_spec("torch"):
                 output = run(

@@ -38,6 +38,8 @@ from quantd.results import (CalibrateResult, CandidateMetrics,
                             StoredStatistics, SweepCandidate, SweepMixture,
                             SweepResult, SweepTensor, SweepTotal,
                             TensorStatistics)
+from quantd.sweep import (MeasuredCandidate, MeasuredTensor, ModelMixture,
+                          ModelSweep, sweep_model)
 from quantd.tensor import FormatInfo, TensorName, format_info, unpack
 
 __version__ = "0.1.0"
@@ -46,15 +48,15 @@ __all__ = [
     "CalibrateJob", "CalibrateResult", "CandidateMetrics", "Client",
     "ComputedEncoding", "Contribution", "ContributionResult",
     "DequantizedChunks", "Encoding", "EncodingReference", "EncodingSpec",
-    "ErrorHistogram", "ErrorMetrics", "Evaluation", "FormatInfo", "Granularity",
-    "MixtureOption", "Model", "ModelTensor", "Prediction",
-    "PublishedRevision", "QuantdError",
-    "QuantizeJob", "QuantizeSummary", "QuantizedChunks", "QuantizedModel",
-    "QuantizedTensor", "ResultList", "Revision",
-    "StatisticsEntry", "StatisticsSource", "StoredEncoding",
+    "ErrorHistogram", "ErrorMetrics", "Evaluation", "FormatInfo",
+    "Granularity", "MeasuredCandidate", "MeasuredTensor", "MixtureOption",
+    "Model", "ModelMixture", "ModelSweep", "ModelTensor", "Prediction",
+    "PublishedRevision", "QuantdError", "QuantizeJob", "QuantizeSummary",
+    "QuantizedChunks", "QuantizedModel", "QuantizedTensor", "ResultList",
+    "Revision", "StatisticsEntry", "StatisticsSource", "StoredEncoding",
     "StoredStatistics", "SweepCandidate", "SweepMixture", "SweepResult",
     "SweepTensor", "SweepTotal", "TensorFile", "TensorInfo", "TensorName",
-    "TensorStatistics", "blocks", "format_info", "group", "join_model", "load",
-    "per_channel",
-    "per_tensor", "quantize_model", "save", "tls_credentials", "unpack",
+    "TensorStatistics", "blocks", "format_info", "group", "join_model",
+    "load", "per_channel", "per_tensor", "quantize_model", "save",
+    "sweep_model", "tls_credentials", "unpack",
 ]

@@ -94,9 +94,9 @@ class SpecSet:
         self.overrides: list[tuple[str, Template]] = []
         if isinstance(specs, Mapping):
             for pattern, spec in specs.items():
-                self.overrides.append((pattern, _template(spec)))
+                self.overrides.append((pattern, template_of(spec)))
         elif isinstance(specs, EncodingSpec):
-            self.base = _template(specs)
+            self.base = template_of(specs)
         elif isinstance(specs, (str, list, tuple)):
             for text in [specs] if isinstance(specs, str) else specs:
                 self._add(text)
@@ -128,9 +128,9 @@ class SpecSet:
                 raise errors.argument_invalid(
                     f"expected one spec without a pattern, got {text!r} too",
                     "specs")
-            self.base = _template(text)
+            self.base = template_of(text)
             return
-        self.overrides.append((pattern, _template(spec)))
+        self.overrides.append((pattern, template_of(spec)))
 
     def of(self, name: str) -> Optional[Template]:
         """None: the tensor is left as it is."""
@@ -148,7 +148,8 @@ class SpecSet:
         return b"".join(parts)
 
 
-def _template(spec: Any) -> Template:
+def template_of(spec: Any) -> Template:
+    """Raises: ARGUMENT_INVALID."""
     if isinstance(spec, str):
         spec = EncodingSpec.parse(spec)
     if not isinstance(spec, EncodingSpec):
@@ -176,9 +177,9 @@ class Filter:
         return tensor.element_type is not None and (
             len(tensor.shape) >= self.min_rank)
 
-    def select(self, tensors: Iterable[FileTensor], specs: SpecSet
-               ) -> list[FileTensor]:
-        """Those that have a spec, too.
+    def select(self, tensors: Iterable[FileTensor],
+               specs: Optional[SpecSet] = None) -> list[FileTensor]:
+        """Those that have a spec, too, where there are such.
 
         Raises: ARGUMENT_INVALID for a pattern that takes none, or where none is
             left.
@@ -193,11 +194,12 @@ class Filter:
             self.include, [tensor.name for tensor in tensors
                            if self._is_of_kind(tensor)], what, "include")
         _globs.check_all_match(self.exclude, names, "a tensor", "exclude")
-        _globs.check_each_takes(
-            [pattern for pattern, _ in specs.overrides],
-            [tensor.name for tensor in taken], what, "specs")
-        taken = [tensor for tensor in taken
-                 if specs.of(tensor.name) is not None]
+        if specs is not None:
+            _globs.check_each_takes(
+                [pattern for pattern, _ in specs.overrides],
+                [tensor.name for tensor in taken], what, "specs")
+            taken = [tensor for tensor in taken
+                     if specs.of(tensor.name) is not None]
         if not taken:
             raise errors.argument_invalid(
                 f"expected {what}, got none among {len(names)}", "source")

@@ -74,6 +74,12 @@ def _printable(text: str) -> str:
     return _CONTROLS.sub(lambda match: ascii(match.group())[1:-1], text)
 
 
+def ends_all(error: QuantdError) -> bool:
+    """Whether the error of one tensor is one of all that would follow."""
+    return error.code == grpc.StatusCode.UNAVAILABLE or (
+        error.reason in ("TIMEOUT", "CLIENT_CLOSED"))
+
+
 def argument_invalid(message: str, field: str = "") -> QuantdError:
     """A call that can not be sent."""
     return QuantdError(grpc.StatusCode.INVALID_ARGUMENT, "ARGUMENT_INVALID",

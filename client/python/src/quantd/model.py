@@ -9,12 +9,11 @@ import os
 import threading
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence, Union
 
-import grpc
-
 from quantd import _compressed, _files, _layout, errors
 from quantd._exchange import xxh3_64
 from quantd._files import FileTensor, InputFile, SafetensorsWriter
 from quantd._parts import (PART_KEY, Part, as_part, find_parts, share_out)
+from quantd._plain import open_plain
 from quantd._progress import Progress, ProgressLike
 from quantd._requests import QuantizeJob
 from quantd._specs import Filter, SpecSet, SpecsLike
@@ -327,28 +326,11 @@ class _Run:
     def _open(self) -> None:
         if self._is_folder:
             self._weight_map, _ = _files.read_index(self._source)
-            files = _files.open_folder(self._source)
-        else:
-            files = [_files.open_file(self._source)]
-        for file in files:
+        for file in open_plain(self._source):
             name = os.path.basename(file.path)
             self._shards.append(_Shard(
                 file, name, self._output(name) if self._is_folder
                 else self._target))
-            self._check_plain(file)
-
-    def _check_plain(self, file: InputFile) -> None:
-        what = next((key[len(_layout.KEY_PREFIX):] for key in file.metadata
-                     if key.startswith(_layout.KEY_PREFIX)),
-                    _codes_in(file.tensors))
-        if what is None and self._is_folder:
-            method = _compressed.method_of(self._source)
-            what = f"the model, by {method}" if method else None
-        if what is not None:
-            raise _files.unsupported(
-                self._source, f"expected plain tensors, but {what!r} is "
-                "quantized already; begin with the model that it was made "
-                "from")
 
     def _output(self, name: str) -> str:
         return os.path.join(self._target, name)
@@ -763,22 +745,6 @@ def _method_in(folder: str) -> str:
         return ""
 
 
-def _codes_in(tensors: Mapping[str, FileTensor]) -> Optional[str]:
-    """The tensor that holds codes in the layouts of others; None where there is
-    none."""
-    for name in tensors:
-        if name.endswith(".qweight"):
-            return name
-        for suffix in ("_scale", ".scale", "_scale_inv", ".scales"):
-            if not name.endswith(suffix):
-                continue
-            stem = name[:-len(suffix)]
-            codes = tensors.get(stem) or tensors.get(stem + "_packed")
-            if codes is not None and codes.element_type is None:
-                return codes.name
-    return None
-
-
 class _Sender:
     """Quantizes the tensors of one shard on several streams."""
 
@@ -846,8 +812,7 @@ class _Sender:
             number, tensor, offset = pending.popleft()
             outcome = self._outcomes[tensor.name]
             if isinstance(result, errors.QuantdError):
-                if result.code == grpc.StatusCode.UNAVAILABLE or (
-                        result.reason in ("TIMEOUT", "CLIENT_CLOSED")):
+                if errors.ends_all(result):
                     raise result
                 result.name = TensorName(tensor=tensor.name)
                 outcome.error = result

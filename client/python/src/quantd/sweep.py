@@ -1,0 +1,287 @@
+"""The error of several specs on the tensors of a model, measured in one pass
+over its files, and the mixtures of specs that they make."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Iterable, Optional, Sequence, Union
+
+from quantd import errors
+from quantd._files import FileTensor
+from quantd._plain import open_plain
+from quantd._progress import Progress, ProgressLike
+from quantd._specs import Filter, Template, template_of
+from quantd._tables import ResultList, Tabular, to_html
+from quantd.client import Client
+from quantd.encoding import EncodingSpec
+from quantd.files import Path
+from quantd.results import (CandidateMetrics, ErrorMetrics, MixtureOption,
+                            SweepTotal, TensorStatistics)
+from quantd.tensor import TensorName
+
+Spec = Union[str, EncodingSpec]
+# One figure, or several.
+Targets = Union[float, Iterable[float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasuredCandidate(Tabular):
+    """One spec on one tensor; with an error there is nothing else.
+
+    size_bytes: of codes and scales.
+    noise_to_signal: sum e^2 / sum x^2; infinity where finite elements came back
+        as others.
+    """
+
+    _INLINE = ("metrics",)
+
+    spec_index: int
+    spec: Spec
+    metrics: Optional[ErrorMetrics] = None
+    size_bytes: int = 0
+    noise_to_signal: float = math.inf
+    error: Optional[errors.QuantdError] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasuredTensor(Tabular):
+    """One tensor of a sweep. candidates: the best first, failures last."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    candidates: tuple[MeasuredCandidate, ...]
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """A row for each candidate."""
+        return [{"name": self.name, "shape": str(self.shape),
+                 "dtype": self.dtype, **candidate._row()}
+                for candidate in self.candidates]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelMixture(Tabular):
+    """One spec for each tensor.
+
+    budget: the argument of sweep_model() that it is for, and its value.
+    specs: by tensor, as quantize_model() takes them. A tensor on which all
+        specs failed has none.
+    """
+
+    budget: tuple[str, float]
+    specs: dict[str, Spec]
+    size_bytes: int
+    min_sqnr_db: float
+    noise_to_signal_sum: float
+    target_met: bool
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ModelSweep(Tabular):
+    """What sweep_model() found.
+
+    tensors: in the order of the files, with to_dicts() for a table.
+    totals: of each spec, the best first.
+    mixtures: in the order of the budgets, those of min_sqnr_db first.
+    unread: names of tensors of types of GGUF that are not read.
+    """
+
+    specs: tuple[Spec, ...]
+    tensors: ResultList[MeasuredTensor]
+    totals: tuple[SweepTotal, ...]
+    mixtures: tuple[ModelMixture, ...]
+    unread: tuple[str, ...]
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """A row for each candidate on each tensor."""
+        return self.tensors.to_dicts()
+
+    def _repr_html_(self) -> str:
+        """The totals; tensors may be many."""
+        return to_html([
+            {"spec": str(self.specs[total.spec_index]), **row}
+            for total in self.totals for row in total.to_dicts()])
+
+
+def sweep_model(
+        source: Path, specs: Sequence[Spec], *, client: Client,
+        min_sqnr_db: Targets = (), max_size_bytes: Targets = (),
+        max_bits_per_element: Targets = (), include: Iterable[str] = (),
+        exclude: Iterable[str] = (), min_rank: int = 2, streams: int = 4,
+        progress: ProgressLike = False) -> ModelSweep:
+    """Measures 1 to 64 specs on the tensors of a file or of the folder of a
+    model, in one pass over the data, and chooses a spec for each tensor;
+    quantctl sweep FILE does the same:
+
+        sweep = quantd.sweep_model("llm", ["int8:per-channel", "nvfp4"],
+                                   max_bits_per_element=5, client=client)
+        quantd.quantize_model("llm", "llm-mixed", sweep.mixtures[0].specs,
+                              client=client)
+
+    source: see quantize_model(). Nothing is stored or written.
+    min_sqnr_db: choose the fewest bytes with at least this SQNR in every
+        tensor; several figures make several mixtures.
+    max_size_bytes, max_bits_per_element: choose the least noise with at most
+        this many bytes, or bits for each element, of codes and scales.
+    include, exclude: patterns of names; min_rank: see Client.quantize_many.
+    streams: tensors on their way at once.
+    progress: see Client.quantize_many.
+
+    A spec that fails on a tensor is an error of that candidate; the others are
+    measured all the same.
+
+    Raises: that the server is away; FILE_UNREADABLE, FILE_MALFORMED,
+        FILE_UNSUPPORTED, ARGUMENT_INVALID.
+    """
+    specs = [specs] if isinstance(specs, (str, EncodingSpec)) else list(specs)
+    templates = [template_of(spec) for spec in specs]
+    if not 1 <= len(specs) <= 64 or streams < 1:
+        raise errors.argument_invalid(
+            f"expected 1 to 64 specs and at least one stream, got {len(specs)} "
+            f"and {streams}", "specs")
+    budgets = [(name, value) for name, values in (
+        ("min_sqnr_db", min_sqnr_db), ("max_size_bytes", max_size_bytes),
+        ("max_bits_per_element", max_bits_per_element))
+        for value in (values if isinstance(values, Iterable) else [values])]
+    files = open_plain(os.fspath(source))
+    tensors = Filter(tuple(include), tuple(exclude), min_rank).select(
+        tensor for file in files for tensor in file.tensors.values())
+    measured = []
+    pool = ThreadPoolExecutor(streams)
+    try:
+        with Progress(progress, "sweep", sum(
+                tensor.size_bytes for tensor in tensors)) as shown:
+            for tensor, candidates in zip(tensors, pool.map(
+                    lambda tensor: _measure(tensor, specs, templates, client),
+                    tensors)):
+                measured.append(candidates)
+                shown.add(tensor.size_bytes)
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return ModelSweep(
+        tuple(specs), ResultList(
+            MeasuredTensor(tensor.name, tensor.shape, tensor.dtype, tuple(
+                sorted(candidates, key=_rank)))
+            for tensor, candidates in zip(tensors, measured)),
+        _totals(tensors, measured),
+        _mixtures(tensors, measured, specs, budgets, client),
+        tuple(name for file in files for name in file.unread))
+
+
+def _rank(candidate: MeasuredCandidate) -> tuple[bool, float, int]:
+    return (candidate.error is not None, candidate.noise_to_signal,
+            candidate.size_bytes)
+
+
+def _measure(tensor: FileTensor, specs: Sequence[Spec],
+             templates: Sequence[Template], client: Client
+             ) -> list[MeasuredCandidate]:
+    """All specs on a tensor, in their order."""
+    found: dict[int, MeasuredCandidate] = {}
+    wanted: dict[int, EncodingSpec] = {}
+
+    def fail(index: int, error: errors.QuantdError) -> None:
+        error.name = TensorName(tensor=tensor.name)
+        found[index] = MeasuredCandidate(index, specs[index], error=error)
+
+    for index, template in enumerate(templates):
+        try:
+            wanted[index] = template.spec_of(tensor.shape)
+        except errors.QuantdError as error:
+            fail(index, error)
+    array = tensor.array()
+
+    def evaluate(indexes: Sequence[int]) -> None:
+        metrics = client.evaluate(
+            array, [wanted[index] for index in indexes], encodings=False,
+            element_type=tensor.element_type)
+        for index, candidate in zip(indexes, metrics):
+            found[index] = MeasuredCandidate(
+                index, specs[index], candidate.overall, candidate.size_bytes,
+                _noise_to_signal(candidate, metrics.statistics))
+
+    # One that fails fails all: then each by itself.
+    rounds: list[list[int]] = [list(wanted)] if wanted else []
+    while rounds:
+        indexes = rounds.pop()
+        try:
+            evaluate(indexes)
+        except errors.QuantdError as error:
+            if errors.ends_all(error):
+                raise
+            if len(indexes) == 1:
+                fail(indexes[0], error)
+            else:
+                rounds = [[index] for index in indexes]
+    return [found[index] for index in range(len(specs))]
+
+
+def _noise_to_signal(candidate: CandidateMetrics, statistics: TensorStatistics
+                     ) -> float:
+    if candidate.overall.non_finite_count > (
+            statistics.nan_count + statistics.positive_infinity_count +
+            statistics.negative_infinity_count):
+        return math.inf
+    return math.pow(10, -candidate.overall.sqnr_db / 10)
+
+
+def _totals(tensors: Sequence[FileTensor],
+            measured: Sequence[Sequence[MeasuredCandidate]]
+            ) -> tuple[SweepTotal, ...]:
+    """The figures of each spec over all tensors."""
+    totals = []
+    for candidates in zip(*measured):
+        good = [(tensor.name, candidate)
+                for tensor, candidate in zip(tensors, candidates)
+                if candidate.error is None]
+        lowest, name = min(((_sqnr_db(candidate), tensor)
+                            for tensor, candidate in good),
+                           key=lambda item: item[0], default=(0.0, ""))
+        totals.append(SweepTotal(
+            candidates[0].spec_index,
+            sum(candidate.size_bytes for _, candidate in good), lowest, name,
+            sum(candidate.noise_to_signal for _, candidate in good),
+            len(candidates) - len(good)))
+    return tuple(sorted(totals, key=lambda total: (
+        total.failed_count > 0, total.noise_to_signal_sum)))
+
+
+def _sqnr_db(candidate: MeasuredCandidate) -> float:
+    assert candidate.metrics is not None
+    return (-math.inf if math.isinf(candidate.noise_to_signal)
+            else candidate.metrics.sqnr_db)
+
+
+def _mixtures(tensors: Sequence[FileTensor],
+              measured: Sequence[Sequence[MeasuredCandidate]],
+              specs: Sequence[Spec], budgets: Sequence[tuple[str, float]],
+              client: Client) -> tuple[ModelMixture, ...]:
+    """One for each budget, over the tensors on which a spec succeeded."""
+    options = {tensor.name: [
+        MixtureOption(candidate.spec_index, candidate.size_bytes,
+                      candidate.noise_to_signal)
+        for candidate in candidates if candidate.error is None]
+        for tensor, candidates in zip(tensors, measured)}
+    options = {name: own for name, own in options.items() if own}
+    if not budgets:
+        return ()
+    if not options:
+        return tuple(ModelMixture(budget, {}, 0, 0.0, 0.0, False)
+                     for budget in budgets)
+    element_count = sum(math.prod(tensor.shape) for tensor in tensors
+                        if tensor.name in options)
+    found = client.choose_mixture(
+        options,
+        min_sqnr_db=[value for name, value in budgets if name == "min_sqnr_db"],
+        max_size_bytes=[int(value if name == "max_size_bytes"
+                            else value * element_count / 8)
+                        for name, value in budgets if name != "min_sqnr_db"])
+    return tuple(
+        ModelMixture(budget, {name: specs[index] for name, index in
+                              mixture.choices.items()},
+                     mixture.size_bytes, mixture.min_sqnr_db,
+                     mixture.noise_to_signal_sum, mixture.target_met)
+        for budget, mixture in zip(budgets, found))

@@ -1,0 +1,206 @@
+"""Specs measured on the files of a model: the figures are those of quantctl."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+import live_server
+import quantd
+from quantd import _files
+
+SPECS = ["int8:per-channel", "int4:group:32:mse", "nvfp4", "lpbq",
+         "int4:group:128"]
+FIELDS = ("sqnr_db", "max_absolute_error", "mean_squared_error",
+          "non_finite_count", "clipped_low_count", "clipped_high_count")
+
+
+@pytest.fixture(name="folder")
+def fixture_folder(tmp_path):
+    """Two shards; one tensor that not all specs fit, one that is not finite,
+    one whose outer maxima are found here, and one without a first pass."""
+    rng = np.random.default_rng(5)
+    folder = tmp_path / "llm"
+    folder.mkdir()
+    odd = rng.standard_normal((3, 5, 7)).astype(np.float16)
+    broken = rng.standard_normal((64, 128), np.float32)
+    broken[3, :5] = [np.nan, np.inf, -np.inf, np.nan, 1e30]
+    shards = [{"a.weight": rng.standard_normal((64, 256), np.float32),
+               "large.weight": rng.standard_normal((2048, 2176), np.float32),
+               "a.bias": np.ones(64, np.float32)},
+              {"b.weight": rng.standard_normal((32, 64)), "odd": odd,
+               "broken": broken, "zero": np.zeros((4, 64), np.float32),
+               "count": np.arange(6).reshape(2, 3)}]
+    weight_map = {}
+    for number, shard in enumerate(shards):
+        name = f"model-{number + 1:05}-of-00002.safetensors"
+        quantd.save(folder / name, shard)
+        weight_map.update(dict.fromkeys(shard, name))
+    (folder / _files.INDEX_NAME).write_text(
+        json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+def measured_of(answer):
+    """By tensor and spec, of the JSON of quantctl."""
+    return {tensor["name"]: [
+        [item["spec"], item["error"]["reason"]] if "error" in item else
+        [item["spec"], *(item[field] for field in FIELDS), item["size_bytes"],
+         item["noise_to_signal"]]
+        for item in tensor["candidates"]] for tensor in answer["tensors"]}
+
+
+def measured_here(sweep):
+    return {tensor.name: [
+        [item.spec, item.error.reason] if item.error else
+        [item.spec, *(getattr(item.metrics, field) for field in FIELDS),
+         item.size_bytes, item.noise_to_signal]
+        for item in tensor.candidates] for tensor in sweep.tensors}
+
+
+def rounded(value):
+    """What quantctl prints of it."""
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [rounded(item) for item in value]
+    if isinstance(value, float):
+        return None if not math.isfinite(value) else pytest.approx(
+            value, rel=1e-12, abs=0)
+    return value
+
+
+def test_TheFiguresAreThoseOfQuantctl(folder, quantctl, client):
+    specs = [*SPECS, "int8:block=1,64", "mxfp6_e3m2"]
+    words = [word for spec in specs for word in ("--spec", spec)]
+    answer = quantctl("sweep", folder, "--json", *words, "--min-sqnr", 15,
+                      "--min-sqnr", 60, code=1)
+    sweep = quantd.sweep_model(folder, specs, client=client,
+                               min_sqnr_db=(15, 60))
+    expected, found = measured_of(answer), measured_here(sweep)
+    assert list(found) == list(expected)
+    assert set(found) == {"a.weight", "large.weight", "b.weight", "odd",
+                          "broken", "zero"}
+    for name, candidates in expected.items():
+        assert candidates == rounded(found[name]), name
+    # A block of two dimensions fits no tensor of three.
+    assert found["odd"][-1] == ["int8:block=1,64", "ARGUMENT_INVALID"]
+    totals = [{**total, "spec": None} for total in answer["totals"]]
+    assert totals == rounded([
+        {**total.to_dicts()[0], "spec": None} for total in sweep.totals])
+    for mixture, item in zip(answer["mixtures"], sweep.mixtures, strict=True):
+        assert {choice["tensor"]: choice["spec"]
+                for choice in mixture["choices"]} == item.specs
+        for field in ("size_bytes", "min_sqnr_db", "noise_to_signal_sum",
+                      "target_met"):
+            assert mixture[field] == rounded(getattr(item, field)), field
+    assert [item.target_met for item in sweep.mixtures] == [True, False]
+
+
+def test_AMixtureIsWhatQuantizeModelTakes(tmp_path, folder, client, quantctl):
+    budgets = {"max_bits_per_element": [6, 4.4], "max_size_bytes": 5 << 20}
+    sweep = quantd.sweep_model(folder, SPECS, client=client,
+                               exclude=["broken"], **budgets)
+    assert [mixture.budget for mixture in sweep.mixtures] == [
+        ("max_size_bytes", 5 << 20), ("max_bits_per_element", 6),
+        ("max_bits_per_element", 4.4)]
+    assert all(mixture.target_met for mixture in sweep.mixtures)
+    # There is something to choose.
+    assert len({tuple(mixture.specs.values())
+                for mixture in sweep.mixtures}) == 3
+    quantctl("sweep", folder, "--exclude", "broken",
+             *(word for spec in SPECS for word in ("--spec", spec)),
+             "--max-bits-per-element", 6, "-o", tmp_path / "mixture.txt")
+    mixture = sweep.mixtures[1]
+    assert dict(line.split("=", 1) for line in (
+        tmp_path / "mixture.txt").read_text().splitlines()) == mixture.specs
+    done = quantd.quantize_model(folder, tmp_path / "new", mixture.specs,
+                                 client=client)
+    assert sum(tensor.bytes_after for tensor in done.tensors
+               if tensor.result == "quantized") == mixture.size_bytes
+    assert {tensor.name for tensor in done.tensors
+            if tensor.result == "quantized"} == set(mixture.specs)
+
+
+def test_SpecsAreTextOrObjects(folder, client):
+    one = quantd.sweep_model(folder, "int4:group:64:mse", client=client)
+    other = quantd.sweep_model(folder, [quantd.EncodingSpec(
+        "int4", granularity=quantd.group(64), method="mse")], client=client)
+    assert [item.candidates[0].noise_to_signal for item in one.tensors] == [
+        item.candidates[0].noise_to_signal for item in other.tensors]
+    assert len(one.to_dicts()) == 6
+    assert one.to_dicts()[0]["sqnr_db"] > 15
+    assert "int4:group:64:mse" in one._repr_html_()
+
+
+def test_WhatIsWrongIsSaidFirst(tmp_path, folder, client):
+    def fails(specs="int8", source=folder, **keywords):
+        with pytest.raises(quantd.QuantdError) as caught:
+            quantd.sweep_model(source, specs, client=client, **keywords)
+        return caught.value.reason
+    for specs in ("int99", [], ["int8", 3], ["int8"] * 65):
+        assert fails(specs) == "ARGUMENT_INVALID", specs
+    assert fails(include=["nothing"]) == "ARGUMENT_INVALID"
+    assert fails(streams=0) == "ARGUMENT_INVALID"
+    assert fails(source=tmp_path / "none") == "FILE_UNREADABLE"
+    quantd.quantize_model(folder, tmp_path / "new", "int8", client=client,
+                          exclude=["broken"])
+    assert fails(source=tmp_path / "new") == "FILE_UNSUPPORTED"
+    with quantd.Client("127.0.0.1:1", retry_for=0) as nobody:
+        with pytest.raises(quantd.QuantdError) as caught:
+            quantd.sweep_model(folder, "int8", client=nobody)
+    assert caught.value.reason == "SERVER_UNREACHABLE"
+
+
+def test_OneSpecThatFailsLeavesTheOthers(tmp_path, client):
+    source = tmp_path / "x.safetensors"
+    rng = np.random.default_rng(1)
+    quantd.save(source, {"a": rng.standard_normal((4, 6)),
+                         "b": rng.standard_normal((4, 6, 2))})
+    sweep = quantd.sweep_model(source, ["int8", "int4:block=2,3"],
+                               client=client, max_bits_per_element=8)
+    a, b = sweep.tensors
+    assert [item.error for item in a.candidates] == [None, None]
+    assert [item.spec for item in b.candidates] == ["int8", "int4:block=2,3"]
+    assert b.candidates[1].error.name.tensor == "b"
+    assert [total.failed_count for total in sweep.totals] == [0, 1]
+    # A choice is there where one spec is.
+    assert sweep.mixtures[0].specs["b"] == "int8"
+    # A budget is for those that have one.
+    sweep = quantd.sweep_model(source, ["int4:block=2,3", "int8:block=2,3"],
+                               client=client, max_bits_per_element=10)
+    assert sweep.mixtures[0].specs == {"a": "int4:block=2,3"}
+    sweep = quantd.sweep_model(source, "int8:block=1", client=client,
+                               max_bits_per_element=10)
+    assert not sweep.mixtures[0].specs and not sweep.mixtures[0].target_met
+    # What the server refuses, and not the client.
+    sweep = quantd.sweep_model(source, ["codebook4", "int8", "lpbq"],
+                               client=client)
+    for tensor in sweep.tensors:
+        assert [(item.spec, item.error and item.error.reason)
+                for item in tensor.candidates] == [
+            ("int8", None), ("lpbq", None), ("codebook4", "CODEBOOK_INVALID")]
+
+
+def test_DataGoUpOnceToAServerThatHoldsNone(request, tmp_path):
+    source = tmp_path / "x.safetensors"
+    weight = np.random.default_rng(0).standard_normal((4096, 2304), np.float32)
+    quantd.save(source, {"a": weight})
+    with live_server.LiveServer(
+            request.config.getoption("--quantd"),
+            flags=["--memory-budget-bytes", "32MiB", "--memory-wait",
+                   "0s"]) as small:
+        with quantd.Client(small.address, retry_for=0) as client:
+            before = small.metric("quantd_payload_bytes_total",
+                                  direction="in")
+            sweep = quantd.sweep_model(source, SPECS, client=client)
+            sent = small.metric("quantd_payload_bytes_total",
+                                  direction="in")
+            assert [item.error for item in sweep.tensors[0].candidates] == (
+                [None] * len(SPECS))
+            assert sent - before == weight.nbytes
+            # With their encodings they would not fit.
+            with pytest.raises(quantd.QuantdError) as caught:
+                client.evaluate(weight, "nvfp4:mse")
+            assert caught.value.reason == "MEMORY_BUDGET"
