@@ -189,6 +189,99 @@ def test_EncodingsAreStoredOnlyWhenAsked(tmp_path, folder, client):
     assert len(list(client.list_encodings("acme/kept"))) == 12
 
 
+def revisions_of(client, model):
+    """Formats of all encodings, by revision."""
+    return {revision.revision: {
+        stored.name.tensor: client.get_encoding(stored.name).encoding.format
+        for stored in client.list_encodings(model, revision.revision)}
+            for revision in client.list_revisions(model)}
+
+
+def test_AStoredRevisionChangesAtOnce(tmp_path, folder, client):
+    def do(target, spec, **keywords):
+        return quantd.quantize_model(
+            folder, tmp_path / target, spec, client=client, model="acme/atomic",
+            store=True, nan_policy="reject", **keywords)
+
+    names = [name for name in quantd.load(folder)
+             if not name.endswith("norm.weight")]
+    do("old", "int8")
+    old = {"main": dict.fromkeys(names, "int8")}
+    assert revisions_of(client, "acme/atomic") == old
+
+    # A run that breaks off in the last shard.
+    shard = folder / "model-00003-of-00003.safetensors"
+    good, bad = shard.read_bytes(), bytearray(shard.read_bytes())
+    bad[-2:] = b"\xc0\x7f"
+    shard.write_bytes(bad)
+    stat = shard.stat()
+    with pytest.raises(quantd.QuantdError):
+        do("new", "int4")
+    found = revisions_of(client, "acme/atomic")
+    assert found.pop("main") == old["main"]
+    (draft,) = found
+    assert draft.startswith("main.draft-")
+    assert 8 <= len(found[draft]) < 12
+
+    # The next one goes on, with what is in the draft; with another file the
+    # draft has another name.
+    shard.write_bytes(good)
+    os.utime(shard, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    seen = []
+    do("new", "int4", progress=lambda done: seen.append(
+        revisions_of(client, "acme/atomic")["main"]))
+    assert seen and all(one == old["main"] for one in seen)
+    new = {"main": dict.fromkeys(names, "int4")}
+    assert revisions_of(client, "acme/atomic") == new
+
+    # Where nothing is left to do the store is left alone.
+    other = quantd.TensorName("acme/atomic", names[0])
+    own = client.get_encoding(other).encoding
+    client.put_encoding(other, quantd.Encoding("int8", scale=[1]))
+    assert {tensor.result for tensor in do("new", "int4").tensors} == {"kept"}
+    assert revisions_of(client, "acme/atomic") == {
+        "main": {**new["main"], names[0]: "int8"}}
+    client.put_encoding(other, own)
+    # One shard again: the others are still there.
+    before = {name: client.get_encoding(quantd.TensorName(
+        "acme/atomic", name)).encoding for name in names}
+    (tmp_path / "new/model-00002-of-00003.safetensors").unlink()
+    do("new", "int4")
+    assert revisions_of(client, "acme/atomic") == new
+    assert before == {name: client.get_encoding(quantd.TensorName(
+        "acme/atomic", name)).encoding for name in names}
+
+
+def test_OnlyAJoinPublishesParts(tmp_path, folder, client):
+    keywords = {"client": client, "model": "acme/parts", "store": True,
+                "revision": "r1"}
+    for part in range(3):
+        quantd.quantize_model(folder, tmp_path / "new", SPECS, part=(part, 3),
+                              **keywords)
+        (draft,) = revisions_of(client, "acme/parts")
+        assert draft.startswith("r1.draft-")
+    assert raised(quantd.join_model, folder, tmp_path / "new", SPECS,
+                  model="acme/parts", store=True) == "ARGUMENT_INVALID"
+    quantd.join_model(folder, tmp_path / "new", SPECS, **keywords)
+    formats = {name: tensor.encoding.format for name, tensor
+               in quantd.load(tmp_path / "new").items()
+               if isinstance(tensor, quantd.QuantizedTensor)}
+    assert revisions_of(client, "acme/parts") == {"r1": formats}
+    # A model of other files has another draft.
+    other = folder / "model-00003-of-00003.safetensors"
+    os.utime(other, (1, 1))
+    quantd.quantize_model(folder, tmp_path / "other", SPECS, part=(0, 3),
+                          **keywords)
+    (last,) = set(revisions_of(client, "acme/parts")) - {"r1"}
+    assert last.startswith("r1.draft-") and last != draft
+    client.delete_revision("acme/parts", last)
+    # A file has a draft, too.
+    quantd.quantize_model(folder / "model-00001-of-00003.safetensors",
+                          tmp_path / "x.safetensors", "int8", **keywords)
+    assert set(revisions_of(client, "acme/parts")) == {"r1"}
+    assert set(revisions_of(client, "acme/parts")["r1"].values()) == {"int8"}
+
+
 def test_AServerThatGoesAwayEndsTheRun(tmp_path, folder):
     with quantd.Client("127.0.0.1:1", retry_for=0) as nobody:
         assert raised(quantd.quantize_model, folder, tmp_path / "x", "int8",

@@ -166,7 +166,9 @@ def quantize_model(
         it is where none does. A list of SPEC and PATTERN=SPEC, or
         "@mixture.txt" as quantctl sweep writes it, is also taken.
     model, revision, store: keep the encodings in the store, under this model;
-        its default is the name of the source.
+        its default is the name of the source. Readers of the revision see those
+        that were there before until all files are written, and then all new
+        ones: meanwhile they are in a draft, see "Drafts" in client/README.md.
     include, exclude: patterns of names; min_rank: see Client.quantize_many.
     keep_going: write the target even if tensors fail, with these as they were.
     overwrite: replace a file, or the files of other runs in a folder.
@@ -212,11 +214,13 @@ def join_model(
     """Makes the target of the parts of quantize_model(), once all are done; the
     target is that of one run. The arguments are those of the parts.
 
-    client: only with store; no server is called.
+    client: only with store, whose encodings it publishes.
 
     Raises: FILE_INCOMPLETE, with the parts that are missing; those of
         quantize_model().
     """
+    if store and client is None:
+        raise errors.argument_invalid("expected a client with store", "client")
     run = _Run(os.fspath(source), os.fspath(target), SpecSet(specs),
                Filter(tuple(include), tuple(exclude), min_rank), client, model,
                revision, store, nan_policy, False, overwrite, False, 1, None,
@@ -228,7 +232,8 @@ def join_model(
 def _hash(text: bytes) -> str:
     if xxh3_64 is None:
         raise errors.argument_invalid(
-            "a folder needs xxhash (on Debian python3-xxhash)", "target")
+            "a folder, a part and store=True need xxhash (on Debian "
+            "python3-xxhash)", "target")
     return f"{xxh3_64(text).intdigest():016x}"
 
 
@@ -271,6 +276,8 @@ class _Run:
         self._shards: list[_Shard] = []
         self._outcomes: dict[str, _Outcome] = {}
         self._is_cleared = False
+        # Revision that the encodings are in until all files are written.
+        self._draft = ""
 
     # Before anything is sent or written.
 
@@ -283,6 +290,8 @@ class _Run:
         if self._has_keys:
             for shard in self._shards:
                 self._set_keys(shard)
+            self._draft = f"{self._revision or 'main'}.draft-" + _hash(
+                "".join(shard.run for shard in self._shards).encode())
         self._make_targets()
         if self._is_folder:
             self._check_folder()
@@ -301,8 +310,9 @@ class _Run:
 
     @property
     def _has_keys(self) -> bool:
-        """Whether files say what they were made from."""
-        return self._is_folder or self._joins or self._part is not None
+        """Whether anything says what files were made from."""
+        return (self._is_folder or self._joins or self._part is not None or
+                self._store)
 
     def _make_targets(self) -> None:
         """All shards, or a part of them."""
@@ -554,6 +564,8 @@ class _Run:
             if self._weight_map:
                 # The last, because it makes a model of the shards.
                 self._write_index()
+            if self._store:
+                self._publish()
         return self._result()
 
     def _write_target(self, target: _Target, progress: Progress) -> None:
@@ -656,10 +668,44 @@ class _Run:
                     os.unlink(path)
 
     def _job(self, tensor: FileTensor) -> QuantizeJob:
-        name = TensorName(self._model, tensor.name, self._revision)
         return QuantizeJob(
-            tensor.array(), self._spec(tensor), name if self._store else None,
-            self._store, self._nan_policy, element_type=tensor.element_type)
+            tensor.array(), self._spec(tensor),
+            self._draft_name(tensor) if self._store else None, self._store, self._nan_policy, element_type=tensor.element_type)
+
+    def _draft_name(self, tensor: FileTensor) -> TensorName:
+        return TensorName(self._model, tensor.name, self._draft)
+
+    def _publish(self) -> None:
+        """Makes the encodings of all files those of the revision."""
+        assert self._client is not None
+        there = {stored.name.tensor for stored in
+                 self._client.list_encodings(self._model, self._draft)}
+        if not there and all(shard.is_kept for shard in self._shards):
+            # The run that wrote them has published.
+            return
+        for shard in self._shards:
+            missing = [tensor for tensor in shard.selected
+                       if self._outcomes[tensor.name].is_quantized and
+                       tensor.name not in there]
+            if not missing:
+                continue
+            # Kept, and published with the rest of an earlier run.
+            file = _files.open_safetensors(shard.output_path)
+            for tensor in missing:
+                stored = _layout.read(
+                    file.path, file.tensors, tensor.name,
+                    file.metadata[_layout.KEY_PREFIX + tensor.name])
+                assert stored.encoding is not None
+                self._client.put_encoding(self._draft_name(tensor),
+                                          stored.encoding)
+        try:
+            self._client.publish_revision(self._model, self._draft,
+                                          self._revision)
+        except errors.QuantdError as error:
+            # Published by an attempt whose answer was lost, or empty because
+            # all tensors failed.
+            if error.reason != "REVISION_NOT_FOUND":
+                raise
 
     def _clear(self) -> None:
         """Before the first shard is in its place: takes away what would make a
