@@ -596,3 +596,19 @@ def test_ATrainedNetworkKeepsItsAccuracy(server, client, tmp_path, capsys):
     assert mixed_bytes < 0.65 * int8_bytes
     assert exact - int8_right <= 0.005 * count
     assert exact - mixed_right <= 0.015 * count
+
+
+def test_LargeStatisticsHaveToBeForced(client):
+    model = torch.nn.Sequential(torch.nn.Linear(1024, 2))
+    batch = torch.ones(2048, 1024)
+
+    def run(**keywords):
+        with quantd.torch.calibrate(
+                model, client, model_name="acme/forced", source="a",
+                granularity=quantd.group(16), **keywords):
+            model(batch)
+    with pytest.raises(quantd.QuantdError) as caught:
+        run()
+    assert "force_statistics" in caught.value.message
+    run(force_statistics=True)
+    assert len(list(client.list_statistics("acme/forced"))) == 1

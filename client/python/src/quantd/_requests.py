@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import operator
 from typing import (Any, Callable, Collection, Generator, Iterable, Iterator,
                     Mapping, Optional, Sequence, TypeVar, Union)
@@ -17,11 +18,12 @@ from quantd._exchange import (CalibrateExchange, CompareExchange,
                               DequantizeExchange, EvaluateExchange,
                               QuantizeExchange)
 from quantd._scale_stream import ScaleFeed, join_chunks, wants_chunks
+from quantd._statistics_size import StatisticsSize
 from quantd.encoding import (Encoding, EncodingReference, EncodingSpec,
                              GranularityLike, Source, as_granularity,
                              set_granularity, set_source)
-from quantd.tensor import (ELEMENT_DTYPES, EnumNames, NameLike, TensorName,
-                           as_name, format_info)
+from quantd.tensor import (ELEMENT_DTYPES, ELEMENT_TYPES, EnumNames, NameLike,
+                           TensorName, as_name, format_info)
 from quantd.v1 import encoding_pb2
 from quantd.v1 import encoding_service_pb2 as es
 from quantd.v1 import quantization_service_pb2 as qs
@@ -49,6 +51,8 @@ class Contribution:
         to a tensor.
     mantissa_bits: 2 to 10, of the histogram's bins; 0: as many as fit.
     averaging_constant: weight in a moving average, above 0 and at most 1.
+    force_statistics: also where statistics in blocks will take more than the
+        tensors of the call, and more than 16 MiB. This is refused otherwise.
     """
 
     source: str
@@ -56,6 +60,7 @@ class Contribution:
     granularity: GranularityLike = None
     mantissa_bits: int = 0
     averaging_constant: Optional[float] = None
+    force_statistics: bool = False
 
     def to_proto(self) -> qs.Contribution:
         """Raises: ARGUMENT_INVALID."""
@@ -362,9 +367,10 @@ def dequantize_of(tensor: results.QuantizedTensor,
 
 def calibrate_header(tensor: tensor_pb2.TensorDescription,
                      spec: Optional[SpecLike],
-                     contribution: Optional[Contribution]
+                     contribution: Optional[Contribution],
+                     size: Optional[StatisticsSize] = None
                      ) -> qs.CalibrateHeader:
-    """With either, both, or none."""
+    """With either, both, or none. size: of the tensors before."""
     header = qs.CalibrateHeader(tensor=tensor)
     if spec is not None:
         header.spec.CopyFrom(_spec(spec, len(tensor.shape)))
@@ -374,31 +380,40 @@ def calibrate_header(tensor: tensor_pb2.TensorDescription,
                 f"expected a Contribution, got {type(contribution).__name__}",
                 "contribution")
         header.contribution.CopyFrom(contribution.to_proto())
+        if not contribution.force_statistics:
+            dtype = ELEMENT_DTYPES[ELEMENT_TYPES.name(tensor.element_type)]
+            (size or StatisticsSize()).add(
+                tensor.name.tensor, as_granularity(contribution.granularity),
+                tensor.shape, math.prod(tensor.shape) * dtype.itemsize)
     return header
 
 
-def calibrate(job: CalibrateJob) -> CalibrateExchange:
-    """See Client.calibrate."""
+def calibrate(job: CalibrateJob, size: Optional[StatisticsSize] = None
+              ) -> CalibrateExchange:
+    """See Client.calibrate and calibrate_header."""
     with naming(job.name):
         reals = _arrays.reals(job.array, job.element_type)
         return CalibrateExchange(
             calibrate_header(
                 describe(reals.shape, reals.element_type, job.name), job.spec,
-                job.contribution), reals.data)
+                job.contribution, size), reals.data)
 
 
-def calibrate_of(item: Union[CalibrateJob, tuple[str, Any]],
-                 spec: Optional[SpecLike],
-                 contribution: Optional[Contribution], model: str,
-                 revision: str) -> CalibrateExchange:
-    """One item of calibrate_many."""
-    job = item if isinstance(item, CalibrateJob) else CalibrateJob(
-        **_named_array(item, "a CalibrateJob"))
-    return calibrate(dataclasses.replace(
-        job, name=full_name(job.name, model, revision),
-        spec=spec if job.spec is None else job.spec,
-        contribution=contribution if job.contribution is None
-        else job.contribution))
+def calibrate_items(spec: Optional[SpecLike],
+                    contribution: Optional[Contribution], model: str,
+                    revision: str) -> Callable[[Any], CalibrateExchange]:
+    """What makes exchanges of the items of one calibrate_many."""
+    size = StatisticsSize()
+
+    def make(item: Any) -> CalibrateExchange:
+        job = item if isinstance(item, CalibrateJob) else CalibrateJob(
+            **_named_array(item, "a CalibrateJob"))
+        return calibrate(dataclasses.replace(
+            job, name=full_name(job.name, model, revision),
+            spec=spec if job.spec is None else job.spec,
+            contribution=contribution if job.contribution is None
+            else job.contribution), size)
+    return make
 
 
 def evaluate_header(tensor: tensor_pb2.TensorDescription,

@@ -341,9 +341,8 @@ class Client:
             progress: ProgressLike = False) -> AsyncIterator[Any]:
         """See quantd.Client.calibrate_many; tensors may be async."""
         return self._many(
-            "Calibrate", tensors, lambda item: _requests.calibrate_of(
-                item, spec, contribution, model, revision),
-            on_error, progress)
+            "Calibrate", tensors, _requests.calibrate_items(
+                spec, contribution, model, revision), on_error, progress)
 
     async def evaluate(self, array: Any, candidates: Iterable[Source], *,
                        name: NameLike = None, labels: Sequence[str] = (),

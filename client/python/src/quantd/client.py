@@ -371,7 +371,9 @@ class Client:
                   ) -> results.CalibrateResult:
         """Statistics of a tensor; with a spec also an encoding, which is stored
         under `name`; with a contribution the tensor is added to the statistics
-        that the service keeps under `name`."""
+        that the service keeps under `name`. Statistics in blocks that would take
+        more than the tensor, and more than 16 MiB, are refused unless the
+        contribution has force_statistics."""
         result: results.CalibrateResult = self._one(
             "Calibrate", _requests.calibrate(CalibrateJob(
                 array, name, spec, contribution, element_type)))
@@ -424,9 +426,8 @@ class Client:
         is answered: were that one tried again after the second, it would look
         like one that was counted."""
         return self._many(
-            "Calibrate", tensors, lambda item: _requests.calibrate_of(
-                item, spec, contribution, model, revision),
-            on_error, progress)
+            "Calibrate", tensors, _requests.calibrate_items(
+                spec, contribution, model, revision), on_error, progress)
 
     def evaluate(self, array: Any, candidates: Iterable[Source], *,
                  name: NameLike = None, labels: Sequence[str] = (),

@@ -81,8 +81,8 @@ def calibrate(model: torch.nn.Module, client: Client, *, model_name: str,
               = None, record: Sequence[str] = ("input",),
               start: Union[int, Mapping[str, int], None] = None,
               granularity: GranularityLike = None, mantissa_bits: int = 0,
-              on_error: str = "raise", max_pending_bytes: int = 256 << 20
-              ) -> Calibration:
+              force_statistics: bool = False, on_error: str = "raise",
+              max_pending_bytes: int = 256 << 20) -> Calibration:
     """Sends what a model computes to the statistics of the service, under the
     names "MODULE.input" and "MODULE.output" of model_name, with ".1" and so on
     for further tensors, by their place among the parameters of forward();
@@ -112,7 +112,7 @@ def calibrate(model: torch.nn.Module, client: Client, *, model_name: str,
         `sequences`, that it had saved with that: what was counted before is not
         counted again. None: goes on after what the service has of this source;
         batches that are repeated count twice.
-    granularity, mantissa_bits: see Contribution.
+    granularity, mantissa_bits, force_statistics: see Contribution.
     on_error: "raise" from the model, or from the end of the block; "warn" drops
         what can not be delivered after all retries and lets training go on,
         whatever the reason is. While the server is away the model then waits at
@@ -125,7 +125,8 @@ def calibrate(model: torch.nn.Module, client: Client, *, model_name: str,
     return Calibration(model, client, model_name=model_name, source=source,
                        revision=revision, modules=modules, record=record,
                        start=start, granularity=granularity,
-                       mantissa_bits=mantissa_bits, on_error=on_error,
+                       mantissa_bits=mantissa_bits,
+                       force_statistics=force_statistics, on_error=on_error,
                        max_pending_bytes=max_pending_bytes)
 
 
@@ -141,7 +142,8 @@ class Calibration:
                  record: Sequence[str],
                  start: Union[int, Mapping[str, int], None],
                  granularity: GranularityLike, mantissa_bits: int,
-                 on_error: str, max_pending_bytes: int) -> None:
+                 force_statistics: bool, on_error: str,
+                 max_pending_bytes: int) -> None:
         if on_error not in ("raise", "warn"):
             raise errors.argument_invalid(
                 f"expected 'raise' or 'warn', got {on_error!r}", "on_error")
@@ -158,6 +160,7 @@ class Calibration:
         self._start = start
         self._granularity = granularity
         self._mantissa_bits = mantissa_bits
+        self._force_statistics = force_statistics
         self._on_error = on_error
         self._max_pending_bytes = max_pending_bytes
         self._modules = list(_chosen(model, modules))
@@ -412,7 +415,8 @@ class Calibration:
                 yield CalibrateJob(
                     tensor, self._name(name), contribution=Contribution(
                         self._source, sequence, self._granularity,
-                        self._mantissa_bits))
+                        self._mantissa_bits,
+                        force_statistics=self._force_statistics))
 
         answered = 0
         begin = time.monotonic()
