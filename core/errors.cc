@@ -239,9 +239,9 @@ absl::Status MessageScaleLimitError(int64_t limit, int64_t got) {
 }
 
 absl::Status AnswerScaleLimitError(int64_t limit_bytes, int64_t got_bytes) {
-  return Error<Row("SCALE_COUNT_LIMIT")>(
-      absl::StrCat(got_bytes, " bytes of scales; the limit of one answer is ",
-                   limit_bytes, ": call ReadEncoding"));
+  return Error<Row("SCALE_COUNT_LIMIT")>(absl::StrCat(
+      "the encoding takes ", got_bytes, " bytes; the limit of one answer is ",
+      limit_bytes, ": call ReadEncoding"));
 }
 
 absl::Status ZeroPointRangeError(absl::string_view what) {

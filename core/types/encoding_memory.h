@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "core/formats/scale_type.h"
 #include "core/types/encoding.h"
 
 namespace quantd::core {
@@ -19,6 +20,13 @@ inline int64_t MemoryBytes(const Encoding& encoding) {
          bytes(encoding.scale_code) + bytes(encoding.outer_scale) +
          bytes(encoding.outer_block_size) + bytes(encoding.codebook) +
          bytes(encoding.scale_shape);
+}
+
+// What each scale of an encoding takes of that.
+inline int64_t MemoryPerScale(ScaleType scale_type, bool has_zero_points) {
+  return static_cast<int64_t>(sizeof(float) +
+                              (has_zero_points ? sizeof(int32_t) : 0)) +
+         (HasScaleCodes(scale_type) ? 1 : 0);
 }
 
 }  // namespace quantd::core

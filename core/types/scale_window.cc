@@ -15,6 +15,7 @@
 #include "core/errors.h"
 #include "core/formats/number_format.h"
 #include "core/formats/scale_type.h"
+#include "core/types/encoding_memory.h"
 #include "core/types/float_convert.h"
 
 namespace quantd::core {
@@ -355,9 +356,7 @@ void ScaleWindow::Drop(int64_t first, int64_t keep) {
 
 int64_t ScaleWindow::MemoryBytes(int64_t scale_count) const {
   return (static_cast<int64_t>(encoding_.scale.size()) + scale_count) *
-             static_cast<int64_t>(
-                 sizeof(float) + (has_zero_points_ ? sizeof(int32_t) : 0) +
-                 (HasScaleCodes(encoding_.scale_type) ? 1 : 0)) +
+             MemoryPerScale(encoding_.scale_type, has_zero_points_) +
          static_cast<int64_t>(encoding_.outer_scale.size() * sizeof(float));
 }
 

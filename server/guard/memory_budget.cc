@@ -92,16 +92,15 @@ absl::StatusOr<MemoryBudget::Lease> MemoryBudget::Acquire(
 
 absl::StatusOr<std::shared_ptr<const MemoryBudget::Lease>>
 MemoryBudget::AcquireFor(std::shared_ptr<const void> object, int64_t bytes,
-                         absl::string_view way_out) {
+                         absl::string_view way_out, Lease lease) {
   const void* const key = object.get();
   absl::MutexLock lock(&shared_mutex_);
   if (const auto it = shared_.find(key); it != shared_.end()) {
     if (std::shared_ptr<const Lease> shared = it->second.lock()) return shared;
   }
-  absl::StatusOr<Lease> lease = Acquire(bytes, way_out);
-  if (!lease.ok()) return lease.status();
+  if (absl::Status s = Grow(&lease, bytes, way_out); !s.ok()) return s;
   std::shared_ptr<const Lease> shared(
-      new Lease(*std::move(lease)),
+      new Lease(std::move(lease)),
       [this, object = std::move(object)](const Lease* gone) {
         delete gone;
         absl::MutexLock lock(&shared_mutex_);

@@ -96,10 +96,17 @@ class MemoryBudget {
 
   // Takes `bytes` for `object` until all that was given out for it is gone,
   // once however many hold it; keeps it alive so long. Never null.
+  // `lease`  what the caller has for it already; goes back if others have some.
   // Errors: as Acquire.
   absl::StatusOr<std::shared_ptr<const Lease>> AcquireFor(
       std::shared_ptr<const void> object, int64_t bytes,
-      absl::string_view way_out) ABSL_LOCKS_EXCLUDED(shared_mutex_, mutex_);
+      absl::string_view way_out, Lease lease)
+      ABSL_LOCKS_EXCLUDED(shared_mutex_, mutex_);
+  absl::StatusOr<std::shared_ptr<const Lease>> AcquireFor(
+      std::shared_ptr<const void> object, int64_t bytes,
+      absl::string_view way_out) ABSL_LOCKS_EXCLUDED(shared_mutex_, mutex_) {
+    return AcquireFor(std::move(object), bytes, way_out, Lease());
+  }
 
   // Grows `lease` (of this budget, or empty) to `bytes`. Errors: as Acquire.
   absl::Status Grow(Lease* lease, int64_t bytes, absl::string_view way_out)

@@ -25,9 +25,11 @@ TenantEncodingStore::TenantEncodingStore(
     EncodingStore* inner, std::shared_ptr<const Principal> principal)
     : inner_(inner), principal_(std::move(principal)) {}
 
-absl::StatusOr<StoredEncoding> TenantEncodingStore::Get(
-    const EncodingKey& key) {
-  return principal_->MaySee(key.model) ? inner_->Get(key) : NotFound(key);
+absl::StatusOr<StoredEncoding> TenantEncodingStore::Read(
+    const EncodingKey& key,
+    absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
+  return principal_->MaySee(key.model) ? inner_->Read(key, proceed)
+                                       : NotFound(key);
 }
 
 absl::optional<StoredEncoding> TenantEncodingStore::Cached(

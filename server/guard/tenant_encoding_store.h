@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -25,7 +26,9 @@ class TenantEncodingStore : public EncodingStore {
   TenantEncodingStore(EncodingStore* inner,
                       std::shared_ptr<const Principal> principal);
 
-  absl::StatusOr<StoredEncoding> Get(const EncodingKey& key) override;
+  absl::StatusOr<StoredEncoding> Read(
+      const EncodingKey& key,
+      absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) override;
   absl::optional<StoredEncoding> Cached(const EncodingKey& key) override;
   // Errors: SCOPE_MISSING without calibrate, MODEL_DENIED whether or not there
   // is anything, as well.

@@ -176,25 +176,16 @@ absl::Status GetEncoding(const UnaryContext& context,
                          v1::GetEncodingResponse* response) {
   absl::StatusOr<EncodingKey> key = KeyFromProto(request.name());
   if (!key.ok()) return core::WithField(key.status(), "name");
-  EncodingStore& store = *context.caller.encodings;
-  absl::optional<StoredEncoding> stored = store.Cached(*key);
-  if (!stored.has_value()) {
-    // What is cached is small.
-    absl::StatusOr<std::unique_ptr<EncodingReader>> reader =
-        store.OpenReader(*key);
-    if (!reader.ok()) return reader.status();
-    const int64_t limit = context.env.limits.chunk_bytes;
-    const int64_t bytes =
-        (*reader)->scale_count() * ((*reader)->has_zero_points() ? 8 : 4);
-    if (bytes > limit) {
-      return core::WithField(core::AnswerScaleLimitError(limit, bytes), "name");
-    }
-    absl::Status status = Charge(context, 2 * bytes);
-    if (!status.ok()) return status;
-    absl::StatusOr<StoredEncoding> read = store.Get(*key);
-    if (!read.ok()) return read.status();
-    stored = *std::move(read);
-  }
+  // What is cached is small.
+  const absl::StatusOr<StoredEncoding> stored =
+      context.caller.encodings->Read(*key, [&](int64_t bytes) {
+        const int64_t limit = context.env.limits.chunk_bytes;
+        return bytes > limit
+                   ? core::WithField(core::AnswerScaleLimitError(limit, bytes),
+                                     "name")
+                   : Charge(context, 2 * bytes);
+      });
+  if (!stored.ok()) return stored.status();
   StoredEncodingToProto(*key, *stored, /*with_encoding=*/true,
                         response->mutable_stored_encoding());
   return absl::OkStatus();

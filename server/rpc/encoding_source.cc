@@ -25,19 +25,6 @@ constexpr int kMostDimensions = 1024;
 // Scales that are written into an answer within microseconds.
 constexpr size_t kSmallScaleCount = 1024;
 
-// What `proto` takes as core::Encoding.
-int64_t EncodingBytes(const v1::Encoding& proto) {
-  const auto dimension_count = static_cast<int64_t>(proto.block_size_size()) +
-                               proto.outer_block_size_size() +
-                               proto.scale_shape_size();
-  return static_cast<int64_t>(sizeof(core::Encoding)) +
-         static_cast<int64_t>(proto.scale_code().size()) +
-         static_cast<int64_t>(sizeof(float)) *
-             (ScaleCount(proto) + proto.zero_point_size() +
-              proto.outer_scale_size() + proto.codebook_size()) +
-         static_cast<int64_t>(sizeof(int64_t)) * dimension_count;
-}
-
 absl::StatusOr<MemoryBudget::Lease> ChargeEncoding(const RpcEnvironment& env,
                                                    int64_t bytes) {
   if (bytes <= kSmallBytes) return MemoryBudget::Lease();
@@ -154,7 +141,7 @@ absl::StatusOr<EncodingSource> EncodingSource::Open(const RpcEnvironment& env,
     }
   }
   absl::StatusOr<MemoryBudget::Lease> lease =
-      ChargeEncoding(env, EncodingBytes(proto));
+      ChargeEncoding(env, EncodingMemoryBytes(proto));
   if (!lease.ok()) return lease.status();
   absl::StatusOr<core::Encoding> encoding =
       proto.scales_in_chunks() ? EncodingWithoutScalesFromProto(proto)
@@ -179,8 +166,17 @@ absl::StatusOr<ResolvedEncoding> EncodingSource::Resolve(
     ScaleTransport transport) const {
   std::shared_ptr<const core::Encoding> encoding = encoding_;
   std::string etag = etag_;
+  MemoryBudget::Lease read_lease;
   if (encoding == nullptr) {
-    absl::StatusOr<StoredEncoding> stored = store_->Get(key_);
+    absl::Status refused;
+    absl::StatusOr<StoredEncoding> stored =
+        store_->Read(key_, [&](int64_t bytes) {
+          if (bytes > kSmallBytes) {
+            refused = env.budget->Grow(&read_lease, bytes, kEncodingWayOut);
+          }
+          return refused;
+        });
+    if (!refused.ok()) return refused;
     if (!stored.ok()) return core::WithField(stored.status(), "name");
     encoding = std::move(stored->encoding);
     etag = std::move(stored->etag);
@@ -192,7 +188,8 @@ absl::StatusOr<ResolvedEncoding> EncodingSource::Resolve(
   const int64_t bytes = core::MemoryBytes(*encoding);
   if (is_reference_ && bytes > kSmallBytes) {
     absl::StatusOr<std::shared_ptr<const MemoryBudget::Lease>> charged =
-        env.budget->AcquireFor(encoding, bytes, kEncodingWayOut);
+        env.budget->AcquireFor(encoding, bytes, kEncodingWayOut,
+                               std::move(read_lease));
     if (!charged.ok()) return charged.status();
     lease = *std::move(charged);
   }

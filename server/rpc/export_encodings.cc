@@ -160,15 +160,15 @@ class ExportEncodingsCall final
     if (!patterns_.empty() && !patterns_.MatchesAny(entry.tensor)) {
       return absl::OkStatus();
     }
-    if (absl::Status s = Charge(entry.scale_count); !s.ok()) return s;
-    const absl::StatusOr<StoredEncoding> stored =
-        caller().encodings->Get({request().model(), revision_, entry.tensor});
+    const absl::StatusOr<StoredEncoding> stored = caller().encodings->Read(
+        {request().model(), revision_, entry.tensor}, [&](int64_t bytes) {
+          return env().budget->Grow(&lease_, KeptBytes() + bytes, kWayOut);
+        });
     // It was deleted in between.
     if (core::ErrorReason(stored.status()) == "ENCODING_NOT_FOUND") {
       return absl::OkStatus();
     }
     if (!stored.ok()) return stored.status();
-    // Another one may have taken its place.
     const auto scale_count = static_cast<int64_t>(std::max(
         stored->encoding->scale.size(), stored->encoding->scale_code.size()));
     if (absl::Status s = Charge(scale_count); !s.ok()) return s;

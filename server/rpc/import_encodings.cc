@@ -27,6 +27,7 @@
 #include "server/rpc/import_queue.h"
 #include "server/rpc/interchange_rpcs.h"
 #include "server/rpc/patterns.h"
+#include "server/store/encoding_store.h"
 #include "server/wire/names.h"
 
 namespace quantd::server {
@@ -129,13 +130,18 @@ class HintTable {
   std::vector<size_t> pattern_hints_;
 };
 
+int64_t ScaleCountOf(const PendingEncoding& pending) {
+  return static_cast<int64_t>(std::max(pending.encoding.scale.size(),
+                                       pending.encoding.scale_code.size()));
+}
+
 // Whether the layout of `stored` may be that of `pending`, of which `hint` does
 // not know the shape.
-bool MayBeLaidOutAs(const core::Encoding& stored,
+bool MayBeLaidOutAs(const EncodingReader& stored,
                     const PendingEncoding& pending, const LayoutHint& hint) {
-  return stored.scale.size() == std::max(pending.encoding.scale.size(),
-                                         pending.encoding.scale_code.size()) &&
-         (hint.block_size.empty() || hint.block_size == stored.block_size);
+  return stored.scale_count() == ScaleCountOf(pending) &&
+         (hint.block_size.empty() ||
+          hint.block_size == stored.stored().encoding->block_size);
 }
 
 // Takes the file in and waits for its turn; then parses it, completes the
@@ -339,8 +345,7 @@ class ImportEncodingsCall final : public EncodingCall {
     text_lease_.Release();
     env().budget->Count(&text_lease_, hint_bytes_);
     for (const PendingEncoding& pending : parsed->encodings) {
-      const auto scale_count = static_cast<int64_t>(std::max(
-          pending.encoding.scale.size(), pending.encoding.scale_code.size()));
+      const int64_t scale_count = ScaleCountOf(pending);
       if (scale_count > env().limits.scale_count) {
         return core::ScaleCountLimitError(env().limits.scale_count,
                                           scale_count);
@@ -374,10 +379,11 @@ class ImportEncodingsCall final : public EncodingCall {
   absl::Status Resolve(PendingEncoding* pending) {
     LayoutHint hint = hints_.Find(pending->tensor);
     if (pending->open != PendingEncoding::Open::kNothing && !hint.shape_known) {
-      const absl::StatusOr<StoredEncoding> stored =
-          caller().encodings->Get({model_, revision_, pending->tensor});
-      if (stored.ok() && MayBeLaidOutAs(*stored->encoding, *pending, hint)) {
-        LayoutHint from_store = HintOf(*stored->encoding, pending->open);
+      const absl::StatusOr<std::unique_ptr<EncodingReader>> stored =
+          caller().encodings->OpenReader({model_, revision_, pending->tensor});
+      if (stored.ok() && MayBeLaidOutAs(**stored, *pending, hint)) {
+        LayoutHint from_store =
+            HintOf(*(*stored)->stored().encoding, pending->open);
         from_store.axis = hint.axis;
         absl::Status status = ResolveLayout(from_store, pending);
         // One of another layout decides nothing.

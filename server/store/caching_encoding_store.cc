@@ -69,8 +69,9 @@ CachingEncodingStore::CachingEncodingStore(std::unique_ptr<EncodingStore> inner,
 
 CachingEncodingStore::~CachingEncodingStore() = default;
 
-absl::StatusOr<StoredEncoding> CachingEncodingStore::Get(
-    const EncodingKey& key) {
+absl::StatusOr<StoredEncoding> CachingEncodingStore::Read(
+    const EncodingKey& key,
+    absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
   Shard& shard = ShardOf(key);
   const absl::Duration now = options_.clock();
   // Too old to answer without asking, but better than no answer.
@@ -99,7 +100,13 @@ absl::StatusOr<StoredEncoding> CachingEncodingStore::Get(
     write_events = in_flight.write_events;
   }
   metrics_->CacheMiss();
-  absl::StatusOr<StoredEncoding> result = inner_->Get(key);
+  bool is_refused = false;
+  absl::StatusOr<StoredEncoding> result =
+      inner_->Read(key, [&](int64_t memory_bytes) {
+        absl::Status status = proceed(memory_bytes);
+        is_refused = !status.ok();
+        return status;
+      });
 
   absl::MutexLock lock(&shard.mutex);
   const auto it = shard.in_flight.find(key);
@@ -114,6 +121,8 @@ absl::StatusOr<StoredEncoding> CachingEncodingStore::Get(
   if (--in_flight.reads == 0 && in_flight.writes == 0) {
     shard.in_flight.erase(it);
   }
+  // Which says nothing about the encoding.
+  if (is_refused) return result;
   const auto cached = shard.index.find(key);
   if (!undisturbed) {
     // It may be outdated by now, but who was answered this must not be answered

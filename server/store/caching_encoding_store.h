@@ -13,6 +13,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -52,7 +53,9 @@ class CachingEncodingStore : public EncodingStore {
                        Metrics* metrics);
   ~CachingEncodingStore() override;
 
-  absl::StatusOr<StoredEncoding> Get(const EncodingKey& key) override;
+  absl::StatusOr<StoredEncoding> Read(
+      const EncodingKey& key,
+      absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) override;
   absl::optional<StoredEncoding> Cached(const EncodingKey& key) override;
   absl::StatusOr<StoredEncoding> Put(
       const EncodingKey& key, std::shared_ptr<const core::Encoding> encoding,

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -159,10 +160,19 @@ class EncodingStore {
  public:
   virtual ~EncodingStore() = default;
 
-  // Errors: ENCODING_NOT_FOUND.
-  virtual absl::StatusOr<StoredEncoding> Get(const EncodingKey& key) = 0;
+  // Before it loads scales, calls `proceed` with what the encoding will take in
+  // memory: again if it is replaced meanwhile, never for one that is cached. It
+  // must not wait, because others do.
+  // Errors: ENCODING_NOT_FOUND; that of `proceed`, which ends the reading.
+  virtual absl::StatusOr<StoredEncoding> Read(
+      const EncodingKey& key,
+      absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) = 0;
+  // The same, whatever it takes.
+  absl::StatusOr<StoredEncoding> Get(const EncodingKey& key) {
+    return Read(key, [](int64_t /*memory*/) { return absl::OkStatus(); });
+  }
 
-  // What Get would answer without waiting, if there is anything. Never blocks.
+  // What Read would answer without waiting, if there is anything. Never blocks.
   virtual absl::optional<StoredEncoding> Cached(const EncodingKey& key) {
     return absl::nullopt;
   }

@@ -61,10 +61,11 @@ MeteringEncodingStore::MeteringEncodingStore(
 
 MeteringEncodingStore::~MeteringEncodingStore() = default;
 
-absl::StatusOr<StoredEncoding> MeteringEncodingStore::Get(
-    const EncodingKey& key) {
+absl::StatusOr<StoredEncoding> MeteringEncodingStore::Read(
+    const EncodingKey& key,
+    absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
   return Measure(metrics_, StoreOperation::kGet,
-                 [&] { return inner_->Get(key); });
+                 [&] { return inner_->Read(key, proceed); });
 }
 
 absl::StatusOr<StoredEncoding> MeteringEncodingStore::Put(

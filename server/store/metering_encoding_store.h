@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -24,7 +25,9 @@ class MeteringEncodingStore : public EncodingStore {
   MeteringEncodingStore(std::unique_ptr<EncodingStore> inner, Metrics* metrics);
   ~MeteringEncodingStore() override;
 
-  absl::StatusOr<StoredEncoding> Get(const EncodingKey& key) override;
+  absl::StatusOr<StoredEncoding> Read(
+      const EncodingKey& key,
+      absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) override;
   absl::StatusOr<StoredEncoding> Put(
       const EncodingKey& key, std::shared_ptr<const core::Encoding> encoding,
       const Precondition& precondition) override;

@@ -21,6 +21,7 @@
 #include "absl/types/optional.h"
 #include "core/errors.h"
 #include "core/types/encoding.h"
+#include "core/types/encoding_memory.h"
 #include "core/types/float_convert.h"
 #include "core/types/scale_bytes.h"
 #include "core/types/scale_window.h"
@@ -376,8 +377,13 @@ class PieceReader {
         const bool has_zero_points = row.message.chunks_have_zero_points();
         const PieceSequence sequence(PieceLayoutOf(*outline, has_zero_points),
                                      row.head.scale_count, *outer_count);
-        return PieceReader(key, row.content.id, has_zero_points, sequence,
-                           *std::move(outline));
+        const int64_t memory_bytes =
+            core::MemoryBytes(*outline) +
+            row.head.scale_count *
+                core::MemoryPerScale(outline->scale_type, has_zero_points) +
+            *outer_count * static_cast<int64_t>(sizeof(float));
+        return PieceReader(key, row.content.id, has_zero_points, memory_bytes,
+                           sequence, *std::move(outline));
       }
     }
     return Corrupt(key, absl::StrCat("is invalid: ", status.message()));
@@ -385,6 +391,8 @@ class PieceReader {
 
   const core::Encoding& outline() const { return outline_; }
   bool has_zero_points() const { return has_zero_points_; }
+  // What the encoding takes in memory.
+  int64_t memory_bytes() const { return memory_bytes_; }
   bool at_end() const { return sequence_.at_end(); }
 
   // False where the piece is not there.
@@ -402,16 +410,19 @@ class PieceReader {
 
  private:
   PieceReader(const EncodingKey& key, int64_t content_id, bool has_zero_points,
-              PieceSequence sequence, core::Encoding outline)
+              int64_t memory_bytes, PieceSequence sequence,
+              core::Encoding outline)
       : key_(key),
         content_id_(content_id),
         has_zero_points_(has_zero_points),
+        memory_bytes_(memory_bytes),
         sequence_(sequence),
         outline_(std::move(outline)) {}
 
   EncodingKey key_;
   int64_t content_id_;
   bool has_zero_points_;
+  int64_t memory_bytes_;
   PieceSequence sequence_;
   core::Encoding outline_;
 };
@@ -744,8 +755,10 @@ absl::Status DeleteRows(SqlConnection& connection, absl::string_view model,
 SqlEncodingStore::SqlEncodingStore(std::shared_ptr<SqlDatabase> database)
     : database_(std::move(database)) {}
 
-absl::StatusOr<StoredEncoding> SqlEncodingStore::Get(const EncodingKey& key) {
-  absl::StatusOr<Row> row = Read(key);
+absl::StatusOr<StoredEncoding> SqlEncodingStore::Read(
+    const EncodingKey& key,
+    absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
+  absl::StatusOr<Row> row = ReadWhole(key, proceed);
   if (!row.ok()) return row.status();
   return std::move(row->stored);
 }
@@ -967,8 +980,9 @@ absl::Status SqlEncodingStore::Delete(const EncodingKey& key,
   });
 }
 
-absl::StatusOr<SqlEncodingStore::Row> SqlEncodingStore::Read(
-    const EncodingKey& key) {
+absl::StatusOr<SqlEncodingStore::Row> SqlEncodingStore::ReadWhole(
+    const EncodingKey& key,
+    absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
   std::string incomplete_etag;
   while (true) {
     ReadRow row;
@@ -977,11 +991,14 @@ absl::StatusOr<SqlEncodingStore::Row> SqlEncodingStore::Read(
     const auto read = [&](SqlConnection& connection) -> absl::Status {
       if (absl::Status s = SelectRow(connection, key, &row); !s.ok()) return s;
       if (!row.message.scales_in_chunks()) {
-        encoding = EncodingFromProto(row.message);
-        return absl::OkStatus();
+        absl::Status status = proceed(EncodingMemoryBytes(row.message));
+        if (status.ok()) encoding = EncodingFromProto(row.message);
+        return status;
       }
       absl::StatusOr<PieceReader> pieces = PieceReader::Create(key, row);
       if (!pieces.ok()) return pieces.status();
+      absl::Status status = proceed(pieces->memory_bytes());
+      if (!status.ok()) return status;
       encoding = pieces->outline();
       while (!pieces->at_end()) {
         ScalePiece piece;
@@ -1086,7 +1103,8 @@ absl::StatusOr<std::vector<EncodingListEntry>> SqlEncodingStore::ListEncodings(
   for (size_t i = 0; i < entries.size(); ++i) {
     EncodingListEntry& entry = listed.emplace_back(std::move(entries[i]));
     if (!is_unverified[i]) continue;
-    absl::StatusOr<Row> row = Read(key_of(entry));
+    absl::StatusOr<Row> row = ReadWhole(
+        key_of(entry), [](int64_t /*memory*/) { return absl::OkStatus(); });
     if (row.ok()) {
       entry.format = row->stored.encoding->format;
       entry.scale_count =

@@ -24,7 +24,9 @@ class SqlEncodingStore : public EncodingStore {
  public:
   explicit SqlEncodingStore(std::shared_ptr<SqlDatabase> database);
 
-  absl::StatusOr<StoredEncoding> Get(const EncodingKey& key) override;
+  absl::StatusOr<StoredEncoding> Read(
+      const EncodingKey& key,
+      absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) override;
   absl::StatusOr<StoredEncoding> Put(
       const EncodingKey& key, std::shared_ptr<const core::Encoding> encoding,
       const Precondition& precondition) override;
@@ -64,8 +66,10 @@ class SqlEncodingStore : public EncodingStore {
     uint64_t head_checksum = 0;
   };
 
-  // Errors: ENCODING_NOT_FOUND, STORE_CORRUPT.
-  absl::StatusOr<Row> Read(const EncodingKey& key);
+  // Errors: ENCODING_NOT_FOUND, STORE_CORRUPT, that of `proceed`.
+  absl::StatusOr<Row> ReadWhole(
+      const EncodingKey& key,
+      absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed);
 
   const std::shared_ptr<SqlDatabase> database_;
 };

@@ -194,6 +194,18 @@ int64_t ScaleCount(const v1::Encoding& proto) {
                            static_cast<int64_t>(proto.scale_code().size()));
 }
 
+int64_t EncodingMemoryBytes(const v1::Encoding& proto) {
+  const auto dimension_count = static_cast<int64_t>(proto.block_size_size()) +
+                               proto.outer_block_size_size() +
+                               proto.scale_shape_size();
+  return static_cast<int64_t>(sizeof(core::Encoding)) +
+         static_cast<int64_t>(proto.scale_code().size()) +
+         static_cast<int64_t>(sizeof(float)) *
+             (ScaleCount(proto) + proto.zero_point_size() +
+              proto.outer_scale_size() + proto.codebook_size()) +
+         static_cast<int64_t>(sizeof(int64_t)) * dimension_count;
+}
+
 absl::StatusOr<core::EncodingSpec> SpecFromProto(
     const v1::EncodingSpec& proto) {
   core::EncodingSpec spec;

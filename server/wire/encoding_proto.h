@@ -48,6 +48,8 @@ absl::StatusOr<core::Encoding> EncodingOutlineFromProto(
 
 // As many as `proto` has, as numbers or as codes.
 int64_t ScaleCount(const v1::Encoding& proto);
+// What `proto` takes in memory as core::Encoding.
+int64_t EncodingMemoryBytes(const v1::Encoding& proto);
 
 // Errors: ENUM_UNKNOWN and those of core::ValidateSpec, at the message's
 // fields.

@@ -196,6 +196,24 @@ TEST(MemoryBudgetTest, TakesForAnObjectOnce) {
   EXPECT_EQ(budget.used_bytes(), 0);
 }
 
+TEST(MemoryBudgetTest, TakesAnObjectOverThatIsPaidFor) {
+  MemoryBudget budget(100);
+  const auto object = std::make_shared<int>();
+  absl::StatusOr<MemoryBudget::Lease> lease = budget.Acquire(60, "");
+  ASSERT_TRUE(lease.ok());
+  auto first = budget.AcquireFor(object, 60, "", *std::move(lease));
+  ASSERT_TRUE(first.ok()) << first.status();
+  EXPECT_EQ(budget.used_bytes(), 60);
+  lease = budget.Acquire(40, "");
+  ASSERT_TRUE(lease.ok());
+  auto second = budget.AcquireFor(object, 60, "", *std::move(lease));
+  ASSERT_TRUE(second.ok()) << second.status();
+  EXPECT_EQ(budget.used_bytes(), 60);
+  first->reset();
+  second->reset();
+  EXPECT_EQ(budget.used_bytes(), 0);
+}
+
 TEST(MemoryBudgetTest, GivesAnEqualShareWhileSomebodyWaits) {
   absl::Duration now;
   MemoryBudget budget(100, 0, [&] { return now; });

@@ -118,7 +118,9 @@ TEST(TensorStreamTest, ServesOthersWhileATensorWaitsForMemory) {
 // Every call waits until it is let go.
 class StuckStore : public EncodingStore {
  public:
-  absl::StatusOr<StoredEncoding> Get(const EncodingKey& key) override {
+  absl::StatusOr<StoredEncoding> Read(
+      const EncodingKey& key,
+      absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) override {
     return Wait();
   }
   absl::StatusOr<StoredEncoding> Put(

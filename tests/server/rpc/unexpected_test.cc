@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -49,7 +50,10 @@ TEST(GuardedTest, GivesEveryThrowAnIdOfItsOwn) {
 
 class ThrowingStore : public EncodingStore {
  public:
-  absl::StatusOr<StoredEncoding> Get(const EncodingKey&) override { Throw(); }
+  absl::StatusOr<StoredEncoding> Read(
+      const EncodingKey&, absl::FunctionRef<absl::Status(int64_t)>) override {
+    Throw();
+  }
   absl::StatusOr<StoredEncoding> Put(const EncodingKey&,
                                      std::shared_ptr<const core::Encoding>,
                                      const Precondition&) override {

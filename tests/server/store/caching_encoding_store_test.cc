@@ -1,5 +1,6 @@
 #include "server/store/caching_encoding_store.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -12,6 +13,7 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
@@ -26,12 +28,18 @@
 namespace quantd::server {
 namespace {
 
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
+
 std::shared_ptr<const core::Encoding> MakeEncoding(float scale,
                                                    int scale_count = 1) {
   core::Encoding encoding;
   encoding.scale.assign(scale_count, scale);
   return std::make_shared<const core::Encoding>(std::move(encoding));
 }
+
+// What a read of any encoding takes.
+constexpr int64_t kFakeMemoryBytes = 1234;
 
 // A store in memory whose calls stop where a test wants them to.
 class FakeStore : public EncodingStore {
@@ -46,10 +54,16 @@ class FakeStore : public EncodingStore {
     }
   };
 
-  absl::StatusOr<StoredEncoding> Get(const EncodingKey& key) override {
+  absl::StatusOr<StoredEncoding> Read(
+      const EncodingKey& key,
+      absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) override {
     ++gets;
     if (unavailable) return core::StoreUnavailableError("away");
     absl::StatusOr<StoredEncoding> result = Find(key);
+    if (result.ok()) {
+      const absl::Status status = proceed(kFakeMemoryBytes);
+      if (!status.ok()) return status;
+    }
     // The row was read; the answer is on its way.
     if (Gate* gate = get_gate.exchange(nullptr)) gate->Pass();
     return result;
@@ -219,6 +233,47 @@ TEST_F(CachingEncodingStoreTest, CachedAnswersOnlyWhatIsFresh) {
   now_ms_ = 1001;
   EXPECT_FALSE(cache_->Cached(key).has_value());
   EXPECT_EQ(inner_->gets, 0);
+}
+
+TEST_F(CachingEncodingStoreTest, AsksToProceedOnlyForWhatIsNotCached) {
+  std::vector<int64_t> asked;
+  const auto ask = [&](int64_t bytes) {
+    asked.push_back(bytes);
+    return absl::OkStatus();
+  };
+  EXPECT_FALSE(cache_->Read(key_, ask).ok());
+  EXPECT_THAT(asked, IsEmpty());
+  ASSERT_TRUE(inner_->Put(key_, MakeEncoding(1), {}).ok());
+  for (int i = 0; i < 3; ++i) EXPECT_TRUE(cache_->Read(key_, ask).ok());
+  EXPECT_THAT(asked, ElementsAre(kFakeMemoryBytes));
+  now_ms_ = 1001;
+  EXPECT_TRUE(cache_->Read(key_, ask).ok());
+  EXPECT_THAT(asked, ElementsAre(kFakeMemoryBytes, kFakeMemoryBytes));
+  // One that is older, while the inner store is away.
+  now_ms_ = 2002;
+  inner_->unavailable = true;
+  EXPECT_TRUE(cache_->Read(key_, ask).ok());
+  EXPECT_EQ(asked.size(), 2u);
+}
+
+TEST_F(CachingEncodingStoreTest, KeepsWhatItHasWhenAReadMayNotProceed) {
+  ASSERT_TRUE(cache_->Put(key_, MakeEncoding(1), {}).ok());
+  now_ms_ = 1001;
+  const absl::Status refused =
+      cache_
+          ->Read(key_,
+                 [](int64_t) {
+                   return core::MemoryBudgetError(1, "", absl::ZeroDuration());
+                 })
+          .status();
+  EXPECT_EQ(core::ErrorReason(refused), "MEMORY_BUDGET") << refused;
+  inner_->unavailable = true;
+  EXPECT_EQ(ScaleOf(key_), 1);
+  // Nor does it leave a read behind that writes would wait for.
+  inner_->unavailable = false;
+  ASSERT_TRUE(cache_->Put(key_, MakeEncoding(2), {}).ok());
+  EXPECT_EQ(ScaleOf(key_), 2);
+  EXPECT_EQ(inner_->gets, 2);
 }
 
 TEST_F(CachingEncodingStoreTest, AsksTheInnerStoreOnce) {

@@ -20,6 +20,7 @@
 #include "core/formats/number_format.h"
 #include "core/formats/scale_type.h"
 #include "core/types/encoding.h"
+#include "core/types/encoding_memory.h"
 #include "server/metrics/metrics.h"
 #include "server/store/caching_encoding_store.h"
 #include "server/store/metering_encoding_store.h"
@@ -32,6 +33,7 @@
 namespace quantd::server {
 namespace {
 
+using ::testing::ElementsAre;
 using ::testing::IsEmpty;
 
 using testing::Backend;
@@ -442,6 +444,31 @@ TEST_P(EncodingStoreTest, ReadsAndWritesLargeEncodingsInPieces) {
     ASSERT_TRUE(got.ok()) << got.status();
     EXPECT_TRUE(*got->encoding == encoding);
     EXPECT_EQ(got->etag, written->etag);
+  }
+}
+
+TEST_P(EncodingStoreTest, AsksToProceedBeforeItLoadsScales) {
+  std::vector<core::Encoding> encodings = LargeEncodings();
+  encodings.push_back(*MakeEncoding(2));
+  for (const core::Encoding& encoding : encodings) {
+    ASSERT_TRUE(
+        store_->Put(key_, std::make_shared<const core::Encoding>(encoding), {})
+            .ok());
+    // So that nothing is cached.
+    Reopen();
+    std::vector<int64_t> asked;
+    absl::Status answer = core::MemoryBudgetError(1, "", absl::ZeroDuration());
+    const auto ask = [&](int64_t bytes) {
+      asked.push_back(bytes);
+      return answer;
+    };
+    EXPECT_EQ(store_->Read(key_, ask).status(), answer);
+    answer = absl::OkStatus();
+    const absl::StatusOr<StoredEncoding> got = store_->Read(key_, ask);
+    ASSERT_TRUE(got.ok()) << got.status();
+    EXPECT_TRUE(*got->encoding == encoding);
+    const int64_t bytes = core::MemoryBytes(encoding);
+    EXPECT_THAT(asked, ElementsAre(bytes, bytes));
   }
 }
 
