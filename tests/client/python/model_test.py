@@ -367,3 +367,70 @@ def test_ALargeFileIsThatOfQuantctlToo(tmp_path, client, quantctl):
                           client=client)
     assert (tmp_path / "a.safetensors").read_bytes() == (
         tmp_path / "b.safetensors").read_bytes()
+
+
+def test_NamesThatCodesWouldTakeAreFree(tmp_path, client, quantctl):
+    source, target = tmp_path / "x.safetensors", tmp_path / "y.safetensors"
+    quantd.save(source, {"a": np.ones((4, 4)), "a.zero_point": np.zeros(4),
+                         "b": np.ones((4, 4))})
+    assert raised(quantd.quantize_model, source, target, "int8",
+                  client=client) == "ARGUMENT_INVALID"
+    done = quantd.quantize_model(source, target, "int8", client=client,
+                                 keep_going=True)
+    assert {tensor.name: tensor.result for tensor in done.tensors} == {
+        "a": "failed", "a.zero_point": "copied", "b": "quantized"}
+    quantctl("quantize", source, "-o", tmp_path / "z.safetensors", "--spec",
+             "int8", "--keep-going", code=1)
+    assert target.read_bytes() == (tmp_path / "z.safetensors").read_bytes()
+
+
+def test_ShardsOfAnotherModelDoNotStay(tmp_path, folder, client):
+    target = tmp_path / "new"
+    quantd.quantize_model(folder, target, "int8", client=client)
+    stale = target / "model-00003-of-00003.safetensors"
+    (target / "config.json").write_text(json.dumps(
+        {"quantization_config": {"quant_method": "compressed-tensors"}}))
+    (target / "mine.safetensors").write_bytes(
+        (folder / stale.name).read_bytes())
+    # A model with two of these shards.
+    index = json.loads((folder / _files.INDEX_NAME).read_text())
+    (folder / _files.INDEX_NAME).write_text(json.dumps({"weight_map": {
+        tensor: name for tensor, name in index["weight_map"].items()
+        if name != stale.name}}))
+    seen = []
+
+    def look(_):
+        seen.append(sorted(os.listdir(target)))
+    quantd.quantize_model(folder, target, "int4", client=client,
+                          overwrite=True, progress=look)
+    assert stale.name in seen[0]
+    # Without the index, which would make a model of old and new shards.
+    assert seen[-1] == ["mine.safetensors", "model-00001-of-00003.safetensors",
+                        "model-00002-of-00003.safetensors"]
+    assert sorted(os.listdir(target)) == sorted(
+        [*seen[-1], _files.INDEX_NAME])
+
+
+def test_APartThatIsDoneElsewhereMeanwhileIsDone(tmp_path, folder, client,
+                                                 monkeypatch):
+    source = folder / "model-00001-of-00003.safetensors"
+    target = tmp_path / "x.safetensors"
+    finish = _files.SafetensorsWriter.finish
+
+    def do(specs):
+        return quantd.quantize_model(source, target, specs, client=client,
+                                     part=(0, 2))
+
+    def with_another(specs):
+        def run(writer, room):
+            monkeypatch.setattr(_files.SafetensorsWriter, "finish", finish)
+            do(specs)
+            return finish(writer, room)
+        monkeypatch.setattr(_files.SafetensorsWriter, "finish", run)
+    with_another("int8")
+    do("int8")
+    (part,) = tmp_path.glob("x.*")
+    part.unlink()
+    # One of another run is not the same.
+    with_another("int4")
+    assert raised(do, "int8") == "FILE_EXISTS"
