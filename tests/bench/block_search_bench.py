@@ -1,20 +1,22 @@
-#!/usr/bin/env python3
+#!/usr/bin/python3
 """Searches of groups: quantd beside torch's grid of 20 ranges, on one thread.
 
-    tests/bench/block_search_bench.py --build build/release
+  block_search_bench.py --build DIR [--quick] [--count N] [--group N]
+                        [--data NAME,...] [--methods NAME,...] [--json FILE]
 
 quantd searches on the elements of each group, on its histogram, and torch as
 observers do: 20 ranges from the whole one down to 0.8 of it, the one with the
 least squared error. All in turns, so that ratios hold on a busy machine; times
 end with codes. The squared error is that beside the best of 1,000 ranges for
-each group, over some of the groups. Prints a table; --json FILE keeps it.
+each group, over some of the groups. Rows are as those of service_bench.py, in
+millions of elements a second.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
+import os
 import subprocess
 import tempfile
 import time
@@ -23,6 +25,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import service_bench
+
+# Of int4.
+LARGEST = 7
 TORCH_RANGES = 20
 ALL_RANGES = 1000
 # Groups that are tried with all ranges.
@@ -75,8 +81,9 @@ def run_torch(groups: torch.Tensor, largest: int) -> float:
 class Quantd:
     """A process that answers one line for each."""
 
-    def __init__(self, program: Path, data: Path) -> None:
-        self._process = subprocess.Popen([str(program), str(data)], text=True,
+    def __init__(self, program: str, data: Path) -> None:
+        self.program = program
+        self._process = subprocess.Popen([program, str(data)], text=True,
                                          stdin=subprocess.PIPE,
                                          stdout=subprocess.PIPE)
 
@@ -92,72 +99,80 @@ class Quantd:
         self._process.wait()
 
 
+def method_rows(side: Quantd, some: Path, groups: torch.Tensor, data: str,
+                method: str, rounds: int) -> list[dict[str, object]]:
+    """Rows of one method on the elements of `data`, in groups."""
+    line = ("int4", method, "default", groups.shape[1])
+    million = groups.numel() / 1e6
+    direct, by_torch = [], []
+    for _ in range(rounds):
+        direct.append(million / side.run("direct", *line)[0])
+        if method == "mse":
+            by_torch.append(million / run_torch(groups, LARGEST))
+    histogram = million / side.run("histogram", *line)[0]
+    rows = [service_bench.row(f"{data}, {method} / histogram", "M/s", direct,
+                              [histogram] * rounds, None)]
+    if by_torch:
+        rows.append(service_bench.row(
+            f"{data}, {method} / torch, {TORCH_RANGES} ranges", "M/s", direct,
+            by_torch, 8.0))
+        few = Quantd(side.program, some)
+        error = few.run("direct", *line)[1]
+        few.close()
+        _, best = grid_error(groups[:SOME_GROUPS].double(),
+                             [k / ALL_RANGES for k in range(1, ALL_RANGES + 1)],
+                             LARGEST)
+        rows.append(service_bench.row(
+            f"{data}, {method}, error / best of {ALL_RANGES:,}", "error",
+            [error], [float(best.sum())], 1.0005, at_most=True))
+    return rows
+
+
+def run(build: str, count: int, group: int, names: list[str],
+        methods: list[str], rounds: int) -> list[dict[str, object]]:
+    rows = []
+    rng = np.random.default_rng(1)
+    program = os.path.join(build, "tests/bench/block_search_bench")
+    for name in names:
+        x = draw(name, count, rng)
+        groups = torch.from_numpy(x).view(-1, group)
+        with tempfile.TemporaryDirectory() as folder:
+            whole, some = Path(folder) / "data.f32", Path(folder) / "some.f32"
+            x.tofile(whole)
+            x[:SOME_GROUPS * group].tofile(some)
+            side = Quantd(program, whole)
+            for method in methods:
+                for row in method_rows(side, some, groups, name, method,
+                                       rounds):
+                    service_bench.print_row(row)
+                    rows.append(row)
+            side.close()
+    return rows
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--build", type=Path, default=Path("build/release"))
-    parser.add_argument("--count", type=int, default=4 << 20,
-                        help="elements; default 4 Mi")
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--build", required=True)
+    parser.add_argument("--quick", action="store_true",
+                        help="fewer data, elements and rounds")
+    parser.add_argument("--count", type=int,
+                        help="elements; default 4 Mi, or 1 Mi with --quick")
     parser.add_argument("--group", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--data", default="normal,heavy,uniform,outliers,sparse")
+    parser.add_argument("--data", help="some of normal, heavy, uniform, "
+                                       "outliers, sparse")
     parser.add_argument("--methods", default="mse,sqnr,percentile,entropy")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    largest = 7
-    program = args.build / "tests/bench/block_search_bench"
-    rng = np.random.default_rng(1)
-    rows = []
-    print(f"int4, groups of {args.group}, {args.count} float32 elements, one "
-          "thread, milliseconds")
-    print(f"{'data':10}{'method':12}{'elements':>10}{'histogram':>11}{'ratio':>7}"
-          f"{'torch 20':>10}{'ratio':>7}{'error / best of 1,000':>23}")
-    for name in args.data.split(","):
-        x = draw(name, args.count, rng)
-        groups = torch.from_numpy(x).view(-1, args.group)
-        with tempfile.TemporaryDirectory() as folder:
-            data = Path(folder) / "data.f32"
-            x.tofile(data)
-            some = Path(folder) / "some.f32"
-            x[: SOME_GROUPS * args.group].tofile(some)
-            side = Quantd(program, data)
-            for method in args.methods.split(","):
-                line = ("int4", method, "default", args.group)
-                seconds: dict[str, list[float]] = {
-                    "direct": [], "histogram": [], "torch": []}
-                for _ in range(args.rounds):
-                    seconds["direct"].append(side.run("direct", *line)[0])
-                    if method == "mse":
-                        seconds["torch"].append(run_torch(groups, largest))
-                    if len(seconds["histogram"]) < 1:
-                        seconds["histogram"].append(
-                            side.run("histogram", *line)[0])
-                row: dict[str, object] = {"data": name, "method": method}
-                for key, values in seconds.items():
-                    row[key] = statistics.median(values) if values else None
-                direct = statistics.median(seconds["direct"])
-                old = statistics.median(seconds["histogram"])
-                text = (f"{name:10}{method:12}{1e3 * direct:10.1f}"
-                        f"{1e3 * old:11.0f}{old / direct:7.1f}")
-                if method == "mse":
-                    peer = statistics.median(seconds["torch"])
-                    few = Quantd(program, some)
-                    error = few.run("direct", *line)[1]
-                    few.close()
-                    fractions = [k / ALL_RANGES
-                                 for k in range(1, ALL_RANGES + 1)]
-                    _, best = grid_error(groups[:SOME_GROUPS].double(),
-                                         fractions, largest)
-                    row["error_ratio"] = error / float(best.sum())
-                    text += (f"{1e3 * peer:10.0f}{peer / direct:7.1f}"
-                             f"{row['error_ratio']:23.6f}")
-                print(text, flush=True)
-                rows.append(row)
-            side.close()
+    names = args.data or ("normal,outliers" if args.quick else
+                          "normal,heavy,uniform,outliers,sparse")
+    rows = run(args.build, args.count or (1 if args.quick else 4) << 20,
+               args.group, names.split(","), args.methods.split(","),
+               3 if args.quick else 5)
     if args.json:
-        args.json.write_text(json.dumps(rows, indent=1))
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(rows, file, indent=1)
+            file.write("\n")
 
 
 if __name__ == "__main__":
