@@ -23,19 +23,6 @@ SPECS = ["int8", "int8:per-channel", "int4:group:32:asymmetric", "uint8",
          "int8:power-of-two"]
 
 
-@pytest.fixture(name="quantctl", scope="module")
-def fixture_quantctl(request, server):
-    def run(*command, code=0):
-        result = subprocess.run(
-            [request.config.getoption("--quantctl"), *map(str, command)],
-            env={**os.environ, "QUANTD_SERVER": server.address},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            check=False)
-        assert result.returncode == code, result.stdout
-        return result.stdout
-    return run
-
-
 @pytest.fixture(name="weight", scope="module")
 def fixture_weight():
     return np.random.default_rng(3).standard_normal((24, 64), np.float32)
@@ -114,6 +101,36 @@ def test_CompressedTensorsAreRead(tmp_path, quantctl, client, weight, layout):
         np.testing.assert_array_equal(tensor.dequantize(), expected[name])
 
 
+def test_TargetsSayWhichModulesAreMeant(tmp_path, quantctl, weight):
+    plain, model = tmp_path / "plain.safetensors", tmp_path / "model"
+    quantd.save(plain, {"a.weight": weight, "b.weight": weight})
+    quantctl("quantize", plain, "-o", model, "--layout", "compressed-tensors",
+             "--spec", "int8:per-channel")
+    config = model / "config.json"
+    document = json.loads(config.read_text())
+    (group,) = document["quantization_config"]["config_groups"].values()
+
+    def target(*targets):
+        group["targets"] = list(targets)
+        config.write_text(json.dumps(document))
+    for targets in (["a", "b"], ["re:[ab]$"], ["Linear"], ["re:a", "b"]):
+        target(*targets)
+        assert set(quantd.load(model)) == {"a.weight", "b.weight"}, targets
+    # A module that none targets has scales all the same.
+    for targets in (["a"], ["re:a"], ["re:.a"], [], ["Other"]):
+        target(*targets)
+        assert raised(quantd.load, model) == "FILE_MALFORMED", targets
+    target("re:[")
+    assert raised(quantd.load, model) == "FILE_UNSUPPORTED"
+    # Codes whose groups stand in another order would come out as something.
+    target("Linear")
+    (path,) = model.glob("*.safetensors")
+    tensors, metadata = quantctl_case.read_safetensors(path)
+    tensors["a.weight_g_idx"] = ("I32", [64], bytes(256))
+    quantctl_case.write_safetensors(path, tensors, metadata)
+    assert raised(quantd.load, model) == "FILE_UNSUPPORTED"
+
+
 def write_gguf(path, tensors):
     """Of (name, number of the type, bytes), each of [4, 64]."""
     def text(word):
@@ -167,6 +184,9 @@ def test_ShardsAreOneFile(tmp_path, weight):
     (tmp_path / _files.INDEX_NAME).write_text(json.dumps(
         {"weight_map": {"a": "x-1.safetensors", "c": "x-2.safetensors"}}))
     assert raised(quantd.load, tmp_path) == "FILE_MALFORMED"
+    quantd.save(tmp_path / "x-2.safetensors", {"a": weight, "c": weight},
+                overwrite=True)
+    assert raised(quantd.load, tmp_path) == "FILE_MALFORMED"
 
 
 def test_NpyIsReadAndWritten(tmp_path, weight):
@@ -192,6 +212,25 @@ def test_TorchComesBackAsTorch(tmp_path, client):
     assert torch.equal(file["q"].dequantize(), quantized.dequantize())
     assert quantd.load(path)["t"].dtype == np.uint16
     assert quantd.load(path).info("t").dtype == "BF16"
+    # Data that do not begin where torch can take them.
+    text = b'{"x":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
+    text += b" " * (-len(text) % 4 + 1)
+    path.write_bytes(len(text).to_bytes(8, "little") + text +
+                     np.float32([1, 2]).tobytes())
+    x = quantd.load(path, as_torch=True)["x"]
+    assert x.tolist() == [1, 2] and x.data_ptr() % 4 == 0
+
+
+def test_ArraysAreOfTheFileAndNotToBeWritten(tmp_path, client, weight):
+    path = tmp_path / "x.safetensors"
+    quantd.save(path, {"a": weight, "q": client.quantize(weight, "int8")})
+    file = quantd.load(path)
+    for array in (file["a"], file["q"].codes):
+        assert not array.flags.owndata
+        with pytest.raises(ValueError):
+            array[0, 0] = 1
+    assert raised(quantd.save, tmp_path / "y.safetensors", {"a": weight},
+                  metadata={"quantd.a": "{}"}) == "ARGUMENT_INVALID"
 
 
 def test_NothingIsReplacedUnlessAsked(tmp_path, weight):
@@ -250,6 +289,9 @@ def test_WithoutUnnamedFilesItIsTheSame(tmp_path, weight, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == ["x.safetensors", "y"]
 
 
+EMPTY = b'{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+
+
 def test_DamagedFilesAreNamed(tmp_path, weight):
     path = tmp_path / "x.safetensors"
     quantd.save(path, {"a": weight, "b": weight})
@@ -261,6 +303,8 @@ def test_DamagedFilesAreNamed(tmp_path, weight):
             "a long header": (1 << 62).to_bytes(8, "little") + whole[8:],
             "no JSON": whole[:8] + b"[" * length + whole[8 + length:],
             "other type": whole.replace(b'"F32"', b'"F99"', 1),
+            "a name twice": whole[:8] + (
+                b'{"e":%s,"e":%s}' % (EMPTY, EMPTY)).ljust(length),
             "overlap": whole.replace(b"[0,", b"[8,", 1),
             "a shape": whole.replace(b"[24,64]", b"[24,-4]", 1)}.items():
         path.write_bytes(damaged)

@@ -1,6 +1,7 @@
 """Scales in chunks: every call answers as with scales in a header."""
 
 import asyncio
+import math
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import quantd
 import quantd.aio
 import quantd.v1.encoding_pb2
 import quantd.v1.quantization_service_pb2
-from quantd import _scale_stream, encoding as encoding_module
+from quantd import _answers, _scale_stream, encoding as encoding_module
 
 SPECS = ["int8:group:4", "uint4:group:8:asymmetric", "int16:group:4:asymmetric",
          "int4:group:8:scale=float16", "int8:group:8:scale=bfloat16",
@@ -151,9 +152,17 @@ def test_PartsOfATensorBringTheirOwnScales(client, in_chunks, weight, spec,
     monkeypatch.setattr("quantd._exchange._PART_BYTES_PER_HEADER_BYTE", 1)
     expected = client.quantize(weight, spec)
     in_chunks(0)
+    firsts = []
+    make = _scale_stream.ScaleFeed.__init__
+
+    def note(feed, encoding, shape, first=0):
+        firsts.append(first)
+        make(feed, encoding, shape, first)
+    monkeypatch.setattr(_scale_stream.ScaleFeed, "__init__", note)
     got = client.quantize(weight, expected.encoding)
     assert got.codes.tobytes() == expected.codes.tobytes()
     assert_same(got.encoding, expected.encoding)
+    assert set(firsts) == set(range(0, weight.size, 1024))
     assert client.dequantize(got).tobytes() == expected.dequantize().tobytes()
 
 
@@ -204,8 +213,12 @@ def test_ScalesComeBeforeTheElementsThatUseThem(shape, block):
         np.arange(size) // (step or size)
         for size, step in zip(shape, block or (0,) * len(shape))))].ravel()
     encoding = quantd.Encoding("int8", np.ones(dims), block_size=block)
-    for first in (0, 3, 19):
+    rows = next(d for d, size in enumerate(shape) if size > 1)
+    band = math.prod(dims[rows + 1:])
+    for first in (0, 3, 19, len(of_element) - 1):
         feed = _scale_stream.ScaleFeed(encoding, shape, first)
+        # No more than those of the rows that share a block with the first.
+        assert feed.first == of_element[first] // band * band
         assert feed.first <= of_element[first:].min()
         for element in range(first + 1, len(of_element) + 1):
             assert feed.end(element) > of_element[first:element].max()
@@ -248,9 +261,11 @@ def test_ChunksThatAreNotAllThereOrNotAsSentAreErrors():
         assert caught.value.reason == reason, chunks
 
 
-@pytest.mark.parametrize("spec", ["uint4:group:8:asymmetric", "nvfp4",
+@pytest.mark.parametrize("spec", ["uint4:group:8:asymmetric", "nvfp4", "lpbq",
                                   "int8:group:8:scale=bfloat16"])
-def test_ChunksOfAStoredEncodingMakeIt(client, weight, spec):
+def test_ChunksOfAStoredEncodingMakeIt(client, weight, spec, monkeypatch):
+    # Many chunks, also of outer scales.
+    monkeypatch.setattr(_scale_stream, "_CHUNK_BYTES", 40)
     encoding = client.quantize(weight, spec).encoding
     feed = _scale_stream.ScaleFeed(encoding, weight.shape)
     message = encoding.to_proto()
@@ -263,3 +278,35 @@ def test_ChunksOfAStoredEncodingMakeIt(client, weight, spec):
     for damaged in ([], chunks[:-1], chunks[::-1]):
         with pytest.raises(quantd.QuantdError):
             _scale_stream.join_chunks(message, damaged)
+
+
+def test_WhatChunksCannotHoldIsRefused(client, in_chunks):
+    in_chunks(0)
+    name = quantd.TensorName("acme/exact", "x")
+    ones = np.ones(4, np.float32)
+    for fields in ({"scale": ones * 0.1, "scale_type": "float16"},
+                   {"scale": ones * 0.1, "scale_type": "bfloat16"},
+                   {"scale": ones, "zero_point": [1, 2, 3]},
+                   {"scale": ones, "zero_point": [1, 2, 3, 300]}):
+        encoding = quantd.Encoding("uint8", block_size=(1, 0), **fields)
+        with pytest.raises(quantd.QuantdError) as caught:
+            client.put_encoding(name, encoding)
+        assert caught.value.reason == "ARGUMENT_INVALID", fields
+    assert "acme/exact" not in [model.model for model in client.list_models()]
+
+
+def test_ScalesInChunksThatNobodyAskedForAreRefused():
+    qs = quantd.v1.quantization_service_pb2
+    asked = qs.QuantizeHeader()
+    asked.tensor.shape.extend([4, 3])
+    asked.tensor.element_type = 1
+    asked.spec.format = quantd.v1.encoding_pb2.NUMBER_FORMAT_INT8
+    got = qs.QuantizeResponseHeader(shape=[4, 3], size_bytes=12)
+    got.encoding.format = asked.spec.format
+    got.encoding.scales_in_chunks = True
+    with pytest.raises(quantd.QuantdError) as caught:
+        _answers.check_header(asked, True, got)
+    assert caught.value.reason == "RESPONSE_MALFORMED"
+    assert "unasked" in caught.value.message
+    asked.scales_in_chunks = True
+    _answers.check_header(asked, True, got)
