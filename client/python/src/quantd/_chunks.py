@@ -13,8 +13,8 @@ from google.protobuf.message import DecodeError
 
 from quantd import _answers, _apart, _arrays, _wire, errors
 from quantd._exchange import (ask_for_chunks, scale_messages,
-                              with_given_scales, xxh3_64)
-from quantd._scale_stream import ScaleSink
+                              with_given_scales)
+from quantd._scale_stream import ScaleSink, xxh3_64
 from quantd._stream import Options
 from quantd.encoding import Encoding
 from quantd.results import QuantizeSummary

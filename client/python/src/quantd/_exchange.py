@@ -12,7 +12,7 @@ import numpy as np
 from quantd import _answers, _arrays, _wire, errors
 from quantd._retries import Retries
 from quantd._scale_stream import (ScaleFeed, ScaleFeeding, ScaleSink,
-                                  outer_maximum, wants_chunks)
+                                  outer_maximum, wants_chunks, xxh3_64)
 from quantd.encoding import Encoding
 from quantd.results import (CalibrateResult, ErrorMetrics, Evaluation,
                             QuantizedTensor, QuantizeSummary)
@@ -23,14 +23,6 @@ from quantd.v1 import tensor_pb2
 
 if TYPE_CHECKING:
     from quantd._output_memory import OutputMemory
-
-xxh3_64: Any = None
-try:
-    import xxhash
-    xxh3_64 = xxhash.xxh3_64
-except ImportError:
-    # Then what comes down is not compared with its checksum.
-    pass
 
 Result = TypeVar("Result")
 

@@ -10,12 +10,12 @@ import threading
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence, Union
 
 from quantd import _compressed, _files, _layout, errors
-from quantd._exchange import xxh3_64
 from quantd._files import FileTensor, InputFile, SafetensorsWriter
 from quantd._parts import (PART_KEY, Part, as_part, find_parts, share_out)
 from quantd._plain import open_plain
 from quantd._progress import Progress, ProgressLike
 from quantd._requests import QuantizeJob
+from quantd._scale_stream import xxh3_64
 from quantd._specs import Filter, SpecSet, SpecsLike
 from quantd._tables import ResultList, Tabular
 from quantd.client import Client
