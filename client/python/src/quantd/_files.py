@@ -721,12 +721,6 @@ class SafetensorsWriter:
                 raise malformed(self._path, f"the name {entry.name!r} is taken")
             self._entries[entry.name] = key, entry
 
-    def discard(self, names: Iterable[str]) -> None:
-        """Takes tensors back."""
-        with self._lock:
-            for name in names:
-                self._entries.pop(name, None)
-
     def finish(self, header_room: int = 0) -> int:
         """Writes the file; says how large it is. The header takes at least so
         many bytes, with spaces behind it.
