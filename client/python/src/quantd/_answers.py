@@ -6,6 +6,7 @@ import math
 from typing import Any, Optional, Sequence
 
 from quantd import errors
+from quantd._scale_stream import counts
 from quantd.tensor import (ELEMENT_DTYPES, ELEMENT_TYPES, FORMATS, format_info)
 from quantd.v1 import encoding_pb2
 
@@ -35,14 +36,11 @@ def check_name(expected: Any, got: Any) -> None:
 
 
 def _scale_count(shape: Sequence[int], block_size: Sequence[int]) -> int:
-    if not block_size:
-        return 1
-    if len(block_size) != len(shape) or min(block_size) < 0:
+    if block_size and (len(block_size) != len(shape) or min(block_size) < 0):
         raise errors.response_malformed(
             f"expected a block size of {len(shape)} entries of at least 0, got "
             f"{list(block_size)}")
-    return math.prod(-(-size // block) if block else 1
-                     for size, block in zip(shape, block_size))
+    return math.prod(counts(shape, block_size))
 
 
 def check_encoding(source: Any, shape: Sequence[int], got: Any) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from quantd import _files, _layout, errors
 from quantd._files import FileTensor
-from quantd.encoding import Encoding
+from quantd.encoding import Encoding, scales_of
 from quantd.results import QuantizedTensor
 from quantd.tensor import ELEMENT_DTYPES, Array, format_info
 
@@ -207,10 +207,7 @@ class Model:
         if scale.dtype not in ("F32", "F16", "BF16"):
             raise self._malformed(
                 module, "expected a weight_scale of F32, F16 or BF16")
-        stored = scale.array().reshape(dims)
-        if scale.dtype == "BF16":
-            stored = (stored.astype(np.uint32) << 16).view(np.float32)
-        return {"scale": stored,
+        return {**scales_of(scale.array().reshape(dims)),
                 "scale_type": _files.ELEMENT_TYPES[scale.dtype]}
 
     def _block_size(self, module: str, shape: tuple[int, ...]

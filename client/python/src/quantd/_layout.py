@@ -11,7 +11,7 @@ import numpy as np
 
 from quantd import _files, _scale_stream, errors
 from quantd._files import FileTensor, SafetensorsWriter
-from quantd.encoding import OUTER_SCALE_TYPES, Encoding
+from quantd.encoding import OUTER_SCALE_TYPES, Encoding, scales_of
 from quantd.results import QuantizedTensor, QuantizeSummary
 from quantd.tensor import (ELEMENT_DTYPES, FORMATS, Array, TensorName,
                            format_info, format_options)
@@ -23,20 +23,16 @@ SUFFIXES = (".scale", ".zero_point", ".outer_scale", ".codebook")
 SUFFIXES_AS_WRITTEN = ("", ".scale", ".outer_scale", ".codebook", ".zero_point")
 _SCALE_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16",
                  "e8m0": "U8", "integer": "U8", "e4m3": "F8_E4M3"}
-_WITH_OUTER_SCALES = OUTER_SCALE_TYPES
 
 
 def scale_shape(shape: Sequence[int], block_size: Sequence[int]
                 ) -> tuple[int, ...]:
     """Scales along each dimension. Raises: ARGUMENT_INVALID."""
-    if not block_size:
-        return (1,) * len(shape)
-    if len(block_size) != len(shape) or min(block_size, default=0) < 0:
+    if block_size and (len(block_size) != len(shape) or min(block_size) < 0):
         raise errors.argument_invalid(
             f"expected a block size of {len(shape)} entries of at least 0, got "
             f"{tuple(block_size)}")
-    return tuple(-(-size // block) if block else 1
-                 for size, block in zip(shape, block_size))
+    return tuple(_scale_stream.counts(shape, block_size))
 
 
 def code_dtype(format_name: str) -> str:
@@ -91,7 +87,7 @@ def write(writer: SafetensorsWriter, key: Any, name: str,
             writer.add((*key, 0), name, dtype, dims, codes))
     size += writer.add((*key, 1), name + ".scale", _SCALE_DTYPES[scale_type],
                        scale_dims, encoding.stored_scale)
-    if scale_type in _WITH_OUTER_SCALES:
+    if scale_type in OUTER_SCALE_TYPES:
         size += writer.add(
             (*key, 2), name + ".outer_scale", "F32",
             scale_shape(tensor.shape, encoding.outer_block_size),
@@ -134,7 +130,7 @@ def expected(spec: Any, shape: Sequence[int]) -> tuple[Encoding, bool]:
     scale_type = _scale_stream.scale_type_of(spec)
     block_size = _scale_stream.block_size_of(spec, shape)
     outer: Sequence[int] = ()
-    if scale_type in _WITH_OUTER_SCALES:
+    if scale_type in OUTER_SCALE_TYPES:
         outer = _scale_stream.outer_block_size_of(spec, shape)
     symmetry = spec.symmetry
     is_codebook = format_options(format_name).kind == pb.CODE_KIND_CODEBOOK
@@ -159,7 +155,7 @@ def expected_entries(name: str, spec: Any, shape: Sequence[int]
               (info.size_bytes(math.prod(shape)),) if info.is_packed
               else tuple(shape)),
              (name + ".scale", _SCALE_DTYPES[scale_type], dims)]
-    if scale_type in _WITH_OUTER_SCALES:
+    if scale_type in OUTER_SCALE_TYPES:
         found.append((name + ".outer_scale", "F32",
                       scale_shape(shape, encoding.outer_block_size)))
     if encoding.codebook.size:
@@ -263,7 +259,7 @@ def read(path: str, tensors: Mapping[str, FileTensor], name: str, text: str
     scale = take(".scale", scale_dtype, scale_dims, True)
     assert scale is not None
     fields: dict[str, Any] = {}
-    if scale_type in _WITH_OUTER_SCALES:
+    if scale_type in OUTER_SCALE_TYPES:
         outer = take(".outer_scale", "F32", outer_dims, True)
         assert outer is not None
         fields["outer_scale"] = outer.array().reshape(-1)
@@ -275,13 +271,7 @@ def read(path: str, tensors: Mapping[str, FileTensor], name: str, text: str
         codebook = take(".codebook", "F32", None, False)
         if codebook is not None:
             fields["codebook"] = codebook.array().reshape(-1)
-    stored = scale.array()
-    if scale_type in ("e8m0", *_WITH_OUTER_SCALES):
-        fields["scale_code"] = stored
-    elif scale_type == "bfloat16":
-        fields["scale"] = (stored.astype(np.uint32) << 16).view(np.float32)
-    else:
-        fields["scale"] = stored
+    fields.update(scales_of(scale.array()))
     encoding = Encoding(
         format_name, block_size=block_size, qmin=record.get("qmin", int),
         qmax=record.get("qmax", int),

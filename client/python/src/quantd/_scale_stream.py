@@ -10,7 +10,8 @@ import numpy as np
 
 from quantd import errors
 from quantd.encoding import (MOST_SCALES_IN_HEADER, OUTER_SCALE_TYPES,
-                             Encoding, default_scale_type, scale_type_name)
+                             Encoding, default_scale_type, scale_type_name,
+                             scales_of)
 from quantd.tensor import FORMATS, Array, format_info, format_options
 from quantd.v1 import encoding_pb2
 
@@ -138,9 +139,7 @@ class ScaleFeed:
                 "encoding")
         if encoding.scale_code.size:
             return
-        stored = self._scale
-        if encoding.stored_scale_type == "bfloat16":
-            stored = (stored.astype(np.uint32) << 16).view(np.float32)
+        stored = scales_of(self._scale)["scale"]
         scale = encoding.scale.reshape(-1)
         # The server refuses those that are not finite.
         wrong = np.flatnonzero((stored != scale) & np.isfinite(scale))
@@ -271,11 +270,7 @@ class ScaleSink:
         scale = self._scale.take(summary.scale_checksum_xxh3)
         zero_point = self._zero_point.take(summary.zero_point_checksum_xxh3)
         outer = self._outer.take(summary.outer_scale_checksum_xxh3)
-        fields: dict[str, Any] = {}
-        if self._scale_type == "bfloat16":
-            scale = (scale.astype(np.uint32) << 16).view(np.float32)
-        fields["scale_code" if scale.dtype == np.uint8 else "scale"] = (
-            scale.reshape(self._dims))
+        fields: dict[str, Any] = {**scales_of(scale.reshape(self._dims))}
         if zero_point.size:
             fields["zero_point"] = zero_point.astype(np.int32).reshape(
                 self._dims)
@@ -309,10 +304,7 @@ def join_chunks(encoding: Any, chunks: Sequence[Any]) -> Encoding:
         raise errors.response_malformed(
             f"expected {math.prod(dims)} scales, got {at} with "
             f"{zero_point.size} zero points")
-    if scale_type == "bfloat16":
-        scale = (scale.astype(np.uint32) << 16).view(np.float32)
-    fields: dict[str, Any] = {"scale_code" if scale.dtype == np.uint8
-                              else "scale": scale.reshape(dims)}
+    fields: dict[str, Any] = {**scales_of(scale.reshape(dims))}
     if zero_point.size:
         fields["zero_point"] = zero_point.astype(np.int32).reshape(dims)
     return Encoding.from_proto(encoding).with_scales(outer_scale=outer,

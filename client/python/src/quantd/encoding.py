@@ -305,6 +305,16 @@ OUTER_SCALE_TYPES = ("e4m3", "integer")
 MOST_SCALES_IN_HEADER = 1 << 16
 
 
+def scales_of(stored: Array) -> dict[str, Array]:
+    """The field of an Encoding that such scales go to; the opposite of
+    stored_scale."""
+    if stored.dtype == np.uint8:
+        return {"scale_code": stored}
+    if stored.dtype == np.uint16:
+        stored = (stored.astype(np.uint32) << 16).view(np.float32)
+    return {"scale": stored}
+
+
 def scale_type_name(value: int) -> str:
     """Of a ScaleType of proto/."""
     return _SCALE_TYPES.name(value)
