@@ -24,6 +24,7 @@
 #include "client/cli/table.h"
 #include "client/cli/tensor_input.h"
 #include "client/cpp/client.h"
+#include "client/cpp/scales.h"
 #include "client/cpp/tensor.h"
 #include "client/files/safetensors.h"
 
@@ -51,20 +52,6 @@ double NoiseToSignal(const v1::ErrorMetrics& metrics,
 double SqnrDb(const MeasuredCandidate& candidate) {
   return candidate.noise_to_signal == kInfinity ? -kInfinity
                                                 : candidate.metrics.sqnr_db();
-}
-
-int64_t ScaleSizeBytes(v1::ScaleType type) {
-  switch (type) {
-    case v1::SCALE_TYPE_FLOAT16:
-    case v1::SCALE_TYPE_BFLOAT16:
-      return 2;
-    case v1::SCALE_TYPE_E8M0:
-    case v1::SCALE_TYPE_E4M3:
-    case v1::SCALE_TYPE_INTEGER:
-      return 1;
-    default:
-      return 4;
-  }
 }
 
 // One run over the tensors. Its workers call Work.
