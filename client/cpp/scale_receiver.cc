@@ -37,12 +37,7 @@ absl::Status ScaleReceiver::Begin(absl::Span<const int64_t> shape,
   ScaleBuffers taken;
   if (is_inline_) {
     taken = TakeScales(*encoding);
-    encoding->set_chunks_have_zero_points(encoding->zero_point_size() > 0);
-    encoding->set_scales_in_chunks(true);
-    encoding->clear_scale();
-    encoding->clear_scale_code();
-    encoding->clear_zero_point();
-    encoding->clear_outer_scale();
+    *encoding = WithoutScales(*encoding, encoding->zero_point_size() > 0);
   }
   encoding_ = *encoding;
   sink_status_ = absl::OkStatus();

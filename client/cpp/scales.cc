@@ -224,6 +224,17 @@ Encoding ExpectedEncoding(const EncodingSpec& spec,
   return encoding;
 }
 
+Encoding WithoutScales(const Encoding& encoding, bool has_zero_points) {
+  Encoding outline = encoding;
+  outline.set_scales_in_chunks(true);
+  outline.set_chunks_have_zero_points(has_zero_points);
+  outline.clear_scale();
+  outline.clear_scale_code();
+  outline.clear_zero_point();
+  outline.clear_outer_scale();
+  return outline;
+}
+
 Encoding WithScales(const Encoding& encoding, const Scales& scales) {
   Encoding whole = encoding;
   whole.clear_scales_in_chunks();

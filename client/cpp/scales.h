@@ -64,6 +64,10 @@ absl::StatusOr<ScaleCounts> CountScales(absl::Span<const int64_t> shape,
 // The scales of an encoding that has them itself.
 ScaleBuffers TakeScales(const Encoding& encoding);
 
+// The encoding without its scales and with scales_in_chunks, for those who send
+// them beside it.
+Encoding WithoutScales(const Encoding& encoding, bool has_zero_points);
+
 // The encoding with these scales in it, and without scales_in_chunks. Of E8M0,
 // E4M3 and INTEGER scales only scale_code and outer_scale are set, which is
 // what requests need.

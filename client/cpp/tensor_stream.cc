@@ -106,12 +106,7 @@ absl::StatusOr<ScaleFeed> FeedScales(const Tensor& tensor, const Scales& scales,
   if (encoding == nullptr) {
     return ArgumentInvalidError("expected scales of an encoding alone");
   }
-  encoding->set_scales_in_chunks(true);
-  encoding->set_chunks_have_zero_points(!scales.zero_point.empty());
-  encoding->clear_scale();
-  encoding->clear_scale_code();
-  encoding->clear_zero_point();
-  encoding->clear_outer_scale();
+  *encoding = WithoutScales(*encoding, !scales.zero_point.empty());
   return ScaleFeed::Create(tensor.shape, *encoding, scales, payload_bits);
 }
 
