@@ -433,18 +433,10 @@ class EncodingPieces {
     const v1::ScaleChunk& chunk = piece.scales();
     const auto scale_bytes =
         static_cast<size_t>(ScaleSizeBytes(ScaleTypeOf(encoding)));
-    const size_t count = chunk.scale().size() / scale_bytes;
-    const size_t zero_point_bytes =
-        encoding.chunks_have_zero_points()
-            ? count *
-                  static_cast<size_t>(internal::ZeroPointSizeBytes(encoding))
-            : 0;
-    if (chunk.scale().size() % scale_bytes != 0 ||
-        chunk.zero_point().size() != zero_point_bytes ||
-        chunk.outer_scale().size() % sizeof(float) != 0) {
-      return ResponseMalformedError("a part of a scale came");
-    }
-    if (count > 0 && chunk.first() != scale_.size() / scale_bytes) {
+    const absl::StatusOr<uint64_t> count =
+        internal::CountOfChunk(encoding, chunk);
+    if (!count.ok()) return count.status();
+    if (*count > 0 && chunk.first() != scale_.size() / scale_bytes) {
       return ResponseMalformedError(
           absl::StrCat("scales from ", chunk.first(), " came, expected them ",
                        "from ", scale_.size() / scale_bytes));

@@ -89,19 +89,11 @@ absl::Status ScaleReceiver::Accept(absl::string_view bytes) {
   }
   const auto scale_bytes =
       static_cast<uint64_t>(ScaleSizeBytes(ScaleTypeOf(encoding_)));
-  const auto zero_point_bytes =
-      static_cast<uint64_t>(ZeroPointSizeBytes(encoding_));
-  const uint64_t count = chunk.scale().size() / scale_bytes;
-  const bool has_zero_points = encoding_.chunks_have_zero_points();
-  if (chunk.scale().size() % scale_bytes != 0 ||
-      chunk.outer_scale().size() % sizeof(float) != 0 ||
-      chunk.zero_point().size() !=
-          (has_zero_points ? count * zero_point_bytes : 0)) {
-    return ResponseMalformedError("a chunk of scales that are not whole");
-  }
+  const absl::StatusOr<uint64_t> count = CountOfChunk(encoding_, chunk);
+  if (!count.ok()) return count.status();
   const uint64_t first = scale_.received_bytes / scale_bytes;
   const uint64_t first_outer = outer_scale_.received_bytes / sizeof(float);
-  if ((count > 0 && chunk.first() != first) ||
+  if ((*count > 0 && chunk.first() != first) ||
       (!chunk.outer_scale().empty() && chunk.first_outer() != first_outer)) {
     return ResponseMalformedError(absl::StrCat(
         "expected scales from ", first, " and outer scales from ", first_outer,

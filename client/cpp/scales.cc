@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "client/cpp/errors.h"
 #include "client/cpp/tensor.h"
 
 namespace quantd {
@@ -273,6 +274,23 @@ int64_t ZeroPointSizeBytes(const Encoding& encoding) {
   if (encoding.exclude_zero()) return 4;
   const absl::StatusOr<FormatInfo> format = GetFormatInfo(encoding.format());
   return format.ok() && format->bits > 8 ? 2 : 1;
+}
+
+absl::StatusOr<uint64_t> CountOfChunk(const Encoding& encoding,
+                                      const v1::ScaleChunk& chunk) {
+  const auto scale_bytes =
+      static_cast<uint64_t>(ScaleSizeBytes(ScaleTypeOf(encoding)));
+  const uint64_t count = chunk.scale().size() / scale_bytes;
+  const uint64_t zero_point_bytes =
+      encoding.chunks_have_zero_points()
+          ? count * static_cast<uint64_t>(ZeroPointSizeBytes(encoding))
+          : 0;
+  if (chunk.scale().size() % scale_bytes != 0 ||
+      chunk.zero_point().size() != zero_point_bytes ||
+      chunk.outer_scale().size() % sizeof(float) != 0) {
+    return ResponseMalformedError("a chunk of scales that are not whole");
+  }
+  return count;
 }
 
 std::vector<int32_t> WidenZeroPoints(const Encoding& encoding,

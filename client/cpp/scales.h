@@ -91,6 +91,12 @@ namespace internal {
 // with exclude_zero.
 int64_t ZeroPointSizeBytes(const Encoding& encoding);
 
+// Number of scales in a chunk that belongs to that encoding.
+// Errors: RESPONSE_MALFORMED for a part of a scale, or zero points that are not
+// as many.
+absl::StatusOr<uint64_t> CountOfChunk(const Encoding& encoding,
+                                      const v1::ScaleChunk& chunk);
+
 // Zero points of a v1::ScaleChunk as int32, and back.
 // Requires: a known format; `bytes` is a multiple of their size.
 std::vector<int32_t> WidenZeroPoints(const Encoding& encoding,
