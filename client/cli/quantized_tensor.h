@@ -55,17 +55,6 @@ files::Dtype ScaleDtype(v1::ScaleType type);
 // any other.
 bool ReadScales(const files::FileTensor& tensor, Encoding* encoding);
 
-// Writes one quantized tensor. Returns its size in bytes with all that lies
-// beside the codes.
-// Errors: of files::SafetensorsWriter; ARGUMENT_INVALID for an encoding that
-// does not fit the shape.
-absl::StatusOr<uint64_t> WriteQuantized(const std::string& name,
-                                        ElementType element_type,
-                                        const std::vector<int64_t>& shape,
-                                        const Encoding& encoding,
-                                        absl::Span<const uint8_t> codes,
-                                        files::SafetensorsWriter* writer);
-
 // Metadata "quantd.<name>" of a tensor.
 std::string QuantizedMetadata(ElementType element_type,
                               const std::vector<int64_t>& shape,

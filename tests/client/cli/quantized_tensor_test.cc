@@ -4,6 +4,9 @@
 #include <string>
 #include <vector>
 
+#include "client/cpp/scales.h"
+#include "client/cpp/tensor_stream.h"
+#include "client/files/safetensors_builder.h"
 #include "gtest/gtest.h"
 #include "tests/support/temporary_directory.h"
 
@@ -16,14 +19,30 @@ class QuantizedTensorTest : public ::testing::Test {
   QuantizedTensor RoundTrip(const std::vector<int64_t>& shape,
                             const Encoding& encoding,
                             const std::vector<uint8_t>& codes) {
-    auto writer =
-        files::SafetensorsWriter::Create(path_, files::IfExists::kReplace)
+    const auto builder =
+        files::SafetensorsBuilder::Create(path_, files::IfExists::kReplace)
             .value();
-    const absl::StatusOr<uint64_t> size = WriteQuantized(
-        "w", ElementType::kBfloat16, shape, encoding, codes, &writer);
-    EXPECT_TRUE(size.ok()) << size.status();
-    size_bytes_ = size.value_or(0);
-    EXPECT_TRUE(writer.Finish().ok());
+    const ScaleBuffers scales = TakeScales(encoding);
+    const auto place =
+        QuantizedPlace::Reserve(
+            1, "w", ElementType::kBfloat16, shape,
+            WithoutScales(encoding, encoding.zero_point_size() > 0),
+            builder.get())
+            .value();
+    EXPECT_TRUE(builder->PlaceAll(0).ok());
+    QuantizeJob job;
+    place->SetSinks(&job);
+    EXPECT_TRUE(job.sink(0, codes).ok());
+    EXPECT_TRUE(job.scale_sinks.scale(0, scales.scale.span()).ok());
+    if (scales.zero_point.size_bytes > 0) {
+      EXPECT_TRUE(job.scale_sinks.zero_point(0, scales.zero_point.span()).ok());
+    }
+    if (scales.outer_scale.size_bytes > 0) {
+      EXPECT_TRUE(
+          job.scale_sinks.outer_scale(0, scales.outer_scale.span()).ok());
+    }
+    size_bytes_ = place->Finish(encoding).value();
+    EXPECT_TRUE(builder->Finish().ok());
     input_.emplace(TensorInput::Open(path_).value());
     const absl::StatusOr<QuantizedTensor> tensor =
         ReadQuantized(*input_, path_, "w", input_->metadata().at("quantd.w"));
