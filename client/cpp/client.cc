@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -28,6 +29,7 @@
 #include "client/cpp/probe.h"
 #include "client/cpp/retry_policy.h"
 #include "client/cpp/retrying_stream.h"
+#include "client/cpp/scale_feed.h"
 #include "client/cpp/scales.h"
 #include "client/cpp/shared_memory.h"
 #include "client/cpp/target.h"
@@ -71,6 +73,12 @@ std::chrono::system_clock::time_point Deadline(absl::Duration timeout) {
   return absl::ToChronoTime(absl::Now() + timeout);
 }
 
+// The time for a call that sends so many bytes: the timeout for every 16 MiB
+// begun.
+absl::Duration TimeoutFor(size_t size_bytes, const ClientOptions& options) {
+  return (1 + static_cast<int64_t>(size_bytes >> 24)) * options.timeout;
+}
+
 template <typename Job, typename Stream>
 auto One(std::unique_ptr<Stream> stream, const Job& job) {
   stream->SendLast(job);
@@ -109,7 +117,10 @@ bool IsStoredFrom(const Encoding& put, const Encoding& stored) {
   Encoding whole = put;
   if (!put.has_qmin()) whole.set_qmin(stored.qmin());
   if (!put.has_qmax()) whole.set_qmax(stored.qmax());
-  if (put.scale().empty()) *whole.mutable_scale() = stored.scale();
+  // Of many scales the service answers the codes alone.
+  if (put.scale().empty() || !stored.scale_code().empty()) {
+    *whole.mutable_scale() = stored.scale();
+  }
   if (put.scale_shape().empty()) {
     *whole.mutable_scale_shape() = stored.scale_shape();
   }
@@ -118,6 +129,18 @@ bool IsStoredFrom(const Encoding& put, const Encoding& stored) {
   }
   whole.set_degenerate_count(stored.degenerate_count());
   return whole.SerializeAsString() == stored.SerializeAsString();
+}
+
+// Whether an encoding goes in chunks, as it may be too large for one message. A
+// format that is not known is the server's to refuse, and so are scales that
+// are not there as they are stored.
+bool IsLarge(const Encoding& encoding) {
+  constexpr int64_t kMostScalesInMessage = 1 << 16;
+  const bool has_codes = ScaleSizeBytes(ScaleTypeOf(encoding)) == 1;
+  const int64_t count = has_codes
+                            ? static_cast<int64_t>(encoding.scale_code().size())
+                            : encoding.scale_size();
+  return count > kMostScalesInMessage && GetFormatInfo(encoding.format()).ok();
 }
 
 template <typename Field, typename Item>
@@ -214,6 +237,27 @@ void KeepGrpcRunning() {
 struct Client::Connection {
   std::shared_ptr<grpc::Channel> channel;
   std::unique_ptr<v1::EncodingService::Stub> stub;
+
+  // One attempt; see Client::WriteEncoding.
+  grpc::Status WriteEncoding(
+      grpc::ClientContext* context, const TensorName& name,
+      const Encoding& outline, absl::string_view if_match,
+      absl::FunctionRef<bool(v1::ScaleChunk* chunk)> next,
+      v1::WriteEncodingResponse* response) const {
+    const std::unique_ptr<grpc::ClientWriter<v1::WriteEncodingRequest>> writer =
+        stub->WriteEncoding(context, response);
+    v1::WriteEncodingRequest message;
+    *message.mutable_name() = name;
+    *message.mutable_encoding() = outline;
+    message.mutable_encoding()->set_scales_in_chunks(true);
+    message.set_if_match(std::string(if_match));
+    while (writer->Write(message)) {
+      message.Clear();
+      if (!next(message.mutable_scales())) break;
+    }
+    writer->WritesDone();
+    return writer->Finish();
+  }
 };
 
 absl::StatusOr<std::unique_ptr<Client>> Client::Connect(ClientOptions options) {
@@ -351,21 +395,18 @@ absl::StatusOr<EvaluateResult> Client::Evaluate(const EvaluateJob& job) {
   return One(OpenEvaluate(), job);
 }
 
-template <typename Method, typename Request, typename Response>
-absl::Status Client::Call(Method method, const Request& request,
-                          Response* response, bool* may_repeat) {
+template <typename Attempt>
+absl::Status Client::Retry(absl::Duration most, Attempt attempt,
+                           bool* may_repeat) {
   absl::BitGen random;
   internal::RetryPolicy policy(options_, &random);
   const absl::Time deadline = absl::Now() + options_.deadline;
   for (internal::Retries retries;; retries.Add()) {
     grpc::ClientContext context;
-    const absl::Duration timeout =
-        std::min(options_.timeout, deadline - absl::Now());
+    const absl::Duration timeout = std::min(most, deadline - absl::Now());
     context.set_deadline(Deadline(timeout));
-    response->Clear();
-    const absl::Status status = internal::StatusOf(
-        (connection_->stub.get()->*method)(&context, request, response),
-        options_, timeout);
+    const absl::Status status =
+        internal::StatusOf(attempt(&context), options_, timeout);
     if (!policy.Pause(status, &retries, deadline)) {
       return WithAttempts(retries.Explained(status), retries.count + 1);
     }
@@ -375,6 +416,18 @@ absl::Status Client::Call(Method method, const Request& request,
       *may_repeat = true;
     }
   }
+}
+
+template <typename Method, typename Request, typename Response>
+absl::Status Client::Call(Method method, const Request& request,
+                          Response* response, bool* may_repeat) {
+  return Retry(
+      options_.timeout,
+      [&](grpc::ClientContext* context) {
+        response->Clear();
+        return (connection_->stub.get()->*method)(context, request, response);
+      },
+      may_repeat);
 }
 
 template <typename Method, typename Request, typename Response>
@@ -508,13 +561,19 @@ absl::StatusOr<v1::StoredEncoding> Client::PutEncoding(
     const TensorName& name, const Encoding& encoding,
     absl::string_view if_match) {
   v1::PutEncodingRequest request;
-  *request.mutable_name() = name;
-  *request.mutable_encoding() = encoding;
-  request.set_if_match(std::string(if_match));
   v1::PutEncodingResponse response;
   bool may_repeat = false;
-  const absl::Status status = Call(&v1::EncodingService::Stub::PutEncoding,
-                                   request, &response, &may_repeat);
+  absl::Status status;
+  if (IsLarge(encoding)) {
+    status = PutInChunks(name, encoding, if_match,
+                         response.mutable_stored_encoding(), &may_repeat);
+  } else {
+    *request.mutable_name() = name;
+    *request.mutable_encoding() = encoding;
+    request.set_if_match(std::string(if_match));
+    status = Call(&v1::EncodingService::Stub::PutEncoding, request, &response,
+                  &may_repeat);
+  }
   if (may_repeat && ErrorReason(status) == "ETAG_MISMATCH") {
     absl::StatusOr<v1::StoredEncoding> stored = GetEncoding(name);
     if (stored.ok() && IsStoredFrom(encoding, stored->encoding())) {
@@ -524,6 +583,50 @@ absl::StatusOr<v1::StoredEncoding> Client::PutEncoding(
   }
   if (!status.ok()) return status;
   return StoredUnder(name, std::move(*response.mutable_stored_encoding()));
+}
+
+absl::Status Client::PutInChunks(const TensorName& name,
+                                 const Encoding& encoding,
+                                 absl::string_view if_match,
+                                 v1::StoredEncoding* stored, bool* may_repeat) {
+  const ScaleBuffers scales = TakeScales(encoding);
+  const Encoding outline =
+      WithoutScales(encoding, scales.zero_point.size_bytes > 0);
+  const auto scale_bytes =
+      static_cast<uint64_t>(ScaleSizeBytes(ScaleTypeOf(encoding)));
+  const uint64_t count = scales.scale.size_bytes / scale_bytes;
+  if (scale_bytes == sizeof(uint16_t)) {
+    const Encoding taken = WithScales(outline, scales.view());
+    if (!std::equal(encoding.scale().begin(), encoding.scale().end(),
+                    taken.scale().begin())) {
+      return ArgumentInvalidError(
+          "expected scales that are numbers of their scale type");
+    }
+  }
+  if (scales.zero_point.size_bytes > 0 &&
+      scales.zero_point.size_bytes != count * sizeof(int32_t)) {
+    return ArgumentInvalidError(absl::StrCat(
+        "expected ", count, " zero points, got ", encoding.zero_point_size()));
+  }
+  v1::WriteEncodingResponse response;
+  const absl::Status status = Retry(
+      TimeoutFor(scales.scale.size_bytes + scales.zero_point.size_bytes,
+                 options_),
+      [&](grpc::ClientContext* context) {
+        internal::ScalePieces pieces(outline, scales.view());
+        response.Clear();
+        return connection_->WriteEncoding(
+            context, name, outline, if_match,
+            [&](v1::ScaleChunk* chunk) {
+              std::optional<v1::ScaleChunk> next = pieces.Next(count);
+              if (next.has_value()) chunk->Swap(&*next);
+              return next.has_value();
+            },
+            &response);
+      },
+      may_repeat);
+  stored->Swap(response.mutable_stored_encoding());
+  return status;
 }
 
 absl::Status Client::DeleteEncoding(const TensorName& name,
@@ -684,20 +787,10 @@ absl::StatusOr<v1::StoredEncoding> Client::WriteEncoding(
   grpc::ClientContext context;
   context.set_deadline(Deadline(timeout));
   v1::WriteEncodingResponse response;
-  const std::unique_ptr<grpc::ClientWriter<v1::WriteEncodingRequest>> writer =
-      connection_->stub->WriteEncoding(&context, &response);
-  v1::WriteEncodingRequest message;
-  *message.mutable_name() = name;
-  *message.mutable_encoding() = outline;
-  message.mutable_encoding()->set_scales_in_chunks(true);
-  message.set_if_match(std::string(if_match));
-  while (writer->Write(message)) {
-    message.Clear();
-    if (!next(message.mutable_scales())) break;
-  }
-  writer->WritesDone();
   const absl::Status status =
-      internal::StatusOf(writer->Finish(), options_, timeout);
+      internal::StatusOf(connection_->WriteEncoding(&context, name, outline,
+                                                    if_match, next, &response),
+                         options_, timeout);
   if (!status.ok()) return status;
   return StoredUnder(name, std::move(*response.mutable_stored_encoding()));
 }
@@ -753,42 +846,34 @@ absl::StatusOr<v1::ImportEncodingsResponse> Client::ImportEncodings(
     v1::ImportEncodingsRequest request, absl::string_view data) {
   constexpr size_t kPieceBytes = size_t{1} << 20;
   constexpr int kHintsOfMessage = 1000;
-  const absl::Duration timeout =
-      (1 + static_cast<int64_t>(data.size() >> 24)) * options_.timeout;
   // Hints may be many: they are spread over the messages.
   google::protobuf::RepeatedPtrField<v1::TensorHint> hints;
   hints.Swap(request.mutable_hints());
-  absl::BitGen random;
-  internal::RetryPolicy policy(options_, &random);
-  const absl::Time deadline = absl::Now() + options_.deadline;
-  for (internal::Retries retries;; retries.Add()) {
-    grpc::ClientContext context;
-    context.set_deadline(Deadline(std::min(timeout, deadline - absl::Now())));
-    v1::ImportEncodingsResponse response;
-    const std::unique_ptr<grpc::ClientWriter<v1::ImportEncodingsRequest>>
-        writer = connection_->stub->ImportEncodings(&context, &response);
-    v1::ImportEncodingsRequest message = request;
-    int hint = 0;
-    size_t offset = 0;
-    bool is_taken = true;
-    do {
-      const int last_hint = std::min(hint + kHintsOfMessage, hints.size());
-      for (; hint < last_hint; ++hint) *message.add_hints() = hints[hint];
-      const absl::string_view piece =
-          data.substr(std::min(offset, data.size()), kPieceBytes);
-      message.set_data(piece.data(), piece.size());
-      offset += piece.size();
-      is_taken = writer->Write(message);
-      message.Clear();
-    } while (is_taken && (offset < data.size() || hint < hints.size()));
-    writer->WritesDone();
-    const absl::Status status =
-        internal::StatusOf(writer->Finish(), options_, timeout);
-    if (status.ok()) return response;
-    if (!policy.Pause(status, &retries, deadline)) {
-      return WithAttempts(retries.Explained(status), retries.count + 1);
-    }
-  }
+  v1::ImportEncodingsResponse response;
+  const absl::Status status = Retry(
+      TimeoutFor(data.size(), options_), [&](grpc::ClientContext* context) {
+        response.Clear();
+        const std::unique_ptr<grpc::ClientWriter<v1::ImportEncodingsRequest>>
+            writer = connection_->stub->ImportEncodings(context, &response);
+        v1::ImportEncodingsRequest message = request;
+        int hint = 0;
+        size_t offset = 0;
+        bool is_taken = true;
+        do {
+          const int last_hint = std::min(hint + kHintsOfMessage, hints.size());
+          for (; hint < last_hint; ++hint) *message.add_hints() = hints[hint];
+          const absl::string_view piece =
+              data.substr(std::min(offset, data.size()), kPieceBytes);
+          message.set_data(piece.data(), piece.size());
+          offset += piece.size();
+          is_taken = writer->Write(message);
+          message.Clear();
+        } while (is_taken && (offset < data.size() || hint < hints.size()));
+        writer->WritesDone();
+        return writer->Finish();
+      });
+  if (!status.ok()) return status;
+  return response;
 }
 
 absl::StatusOr<v1::GetStatisticsResponse> Client::GetStatistics(

@@ -63,9 +63,11 @@ class Client {
   // Of any size. Of large encodings with E8M0, E4M3 or INTEGER scales `scale`
   // is left out, which follows from scale_code and outer_scale.
   absl::StatusOr<v1::StoredEncoding> GetEncoding(const TensorName& name);
-  // `if_match` is empty for any, "absent", or the etag to replace. When the
-  // answer was lost and the retry finds another etag, the encoding is read
-  // again: if it is this one, that is a success, whoever put it.
+  // Of any size. Of many E8M0, E4M3 or INTEGER scales only scale_code and
+  // outer_scale count. `if_match` is empty for any, "absent", or the etag to
+  // replace. When the answer was lost and the retry finds another etag, the
+  // encoding is read again: if it is this one, that is a success, whoever put
+  // it.
   absl::StatusOr<v1::StoredEncoding> PutEncoding(const TensorName& name,
                                                  const Encoding& encoding,
                                                  absl::string_view if_match);
@@ -163,9 +165,13 @@ class Client {
 
   Client(ClientOptions options, std::unique_ptr<Connection> connection);
 
-  // Calls method(context, request, response) until it is answered. `may_repeat`
-  // becomes true when the server may have done it already in an attempt before
-  // the last.
+  // Calls attempt(context), which takes at most `most`, until it is answered.
+  // `may_repeat` becomes true when the server may have done it already in an
+  // attempt before the last.
+  template <typename Attempt>
+  absl::Status Retry(absl::Duration most, Attempt attempt,
+                     bool* may_repeat = nullptr);
+  // The same with method(context, request, response).
   template <typename Method, typename Request, typename Response>
   absl::Status Call(Method method, const Request& request, Response* response,
                     bool* may_repeat = nullptr);
@@ -173,6 +179,11 @@ class Client {
   template <typename Method, typename Request, typename Response>
   absl::Status CallDelete(Method method, const Request& request,
                           Response* response);
+
+  // PutEncoding of one whose scales are too many for a message.
+  absl::Status PutInChunks(const TensorName& name, const Encoding& encoding,
+                           absl::string_view if_match,
+                           v1::StoredEncoding* stored, bool* may_repeat);
 
   // Calls start(async stub, context, reader) and passes on what comes.
   template <typename Response, typename Start>

@@ -31,44 +31,20 @@ absl::Status CheckSize(absl::string_view what, int64_t count, int64_t each,
 
 }  // namespace
 
-absl::StatusOr<ScaleFeed> ScaleFeed::Create(absl::Span<const int64_t> shape,
-                                            const Encoding& encoding,
-                                            const Scales& scales,
-                                            int64_t payload_bits) {
-  ScaleFeed feed;
-  feed.shape_.assign(shape.begin(), shape.end());
-  feed.block_size_.assign(encoding.block_size().begin(),
-                          encoding.block_size().end());
-  feed.encoding_.set_format(encoding.format());
-  feed.encoding_.set_exclude_zero(encoding.exclude_zero());
-  feed.scales_ = scales;
-  const absl::StatusOr<int64_t> elements = ElementCount(shape);
-  if (!elements.ok()) return elements.status();
-  feed.element_count_ = static_cast<uint64_t>(*elements);
-  feed.payload_bits_ = static_cast<uint64_t>(payload_bits);
-  const absl::StatusOr<ScaleCounts> counts = CountScales(shape, encoding);
-  if (!counts.ok()) return counts.status();
-  const int64_t scale_bytes = ScaleSizeBytes(ScaleTypeOf(encoding));
-  feed.scale_bytes_ = static_cast<uint64_t>(scale_bytes);
-  absl::Status status =
-      CheckSize("scales", counts->scale, scale_bytes, scales.scale.size());
-  status.Update(CheckSize("outer scales", counts->outer_scale, kOuterBytes,
-                          scales.outer_scale.size()));
-  if (!scales.zero_point.empty()) {
-    status.Update(CheckSize("zero points", counts->scale, sizeof(int32_t),
-                            scales.zero_point.size()));
-  }
-  if (!status.ok()) return status;
-  return feed;
+ScalePieces::ScalePieces(const Encoding& encoding, const Scales& scales)
+    : scales_(scales),
+      scale_bytes_(
+          static_cast<uint64_t>(ScaleSizeBytes(ScaleTypeOf(encoding)))) {
+  encoding_.set_format(encoding.format());
+  encoding_.set_exclude_zero(encoding.exclude_zero());
 }
 
-void ScaleFeed::Rewind() {
+void ScalePieces::Rewind() {
   sent_ = 0;
   sent_outer_ = 0;
 }
 
-std::optional<v1::ScaleChunk> ScaleFeed::Next(uint64_t end_bytes) {
-  if (element_count_ == 0) return std::nullopt;
+std::optional<v1::ScaleChunk> ScalePieces::Next(uint64_t end) {
   const auto text = [](absl::Span<const uint8_t> bytes) {
     return absl::string_view(reinterpret_cast<const char*>(bytes.data()),
                              bytes.size());
@@ -86,15 +62,10 @@ std::optional<v1::ScaleChunk> ScaleFeed::Next(uint64_t end_bytes) {
     sent_outer_ += count;
     return chunk;
   }
-  const uint64_t elements = std::min(
-      element_count_, (end_bytes * 8 + payload_bits_ - 1) / payload_bits_);
-  if (elements == 0) return std::nullopt;
-  const uint64_t needed = static_cast<uint64_t>(
-      ScalesOfFirst(shape_, block_size_, static_cast<int64_t>(elements)));
-  if (sent_ >= needed) return std::nullopt;
+  if (sent_ >= end) return std::nullopt;
   const bool has_zero_points = !scales_.zero_point.empty();
   const uint64_t each = scale_bytes_ + (has_zero_points ? sizeof(int32_t) : 0);
-  const uint64_t count = std::min(kPieceBytes / each, needed - sent_);
+  const uint64_t count = std::min(kPieceBytes / each, end - sent_);
   chunk.set_first(sent_);
   chunk.set_first_outer(sent_outer_);
   chunk.set_scale(std::string(
@@ -106,6 +77,43 @@ std::optional<v1::ScaleChunk> ScaleFeed::Next(uint64_t end_bytes) {
   }
   sent_ += count;
   return chunk;
+}
+
+absl::StatusOr<ScaleFeed> ScaleFeed::Create(absl::Span<const int64_t> shape,
+                                            const Encoding& encoding,
+                                            const Scales& scales,
+                                            int64_t payload_bits) {
+  ScaleFeed feed(encoding, scales);
+  feed.shape_.assign(shape.begin(), shape.end());
+  feed.block_size_.assign(encoding.block_size().begin(),
+                          encoding.block_size().end());
+  const absl::StatusOr<int64_t> elements = ElementCount(shape);
+  if (!elements.ok()) return elements.status();
+  feed.element_count_ = static_cast<uint64_t>(*elements);
+  feed.payload_bits_ = static_cast<uint64_t>(payload_bits);
+  const absl::StatusOr<ScaleCounts> counts = CountScales(shape, encoding);
+  if (!counts.ok()) return counts.status();
+  absl::Status status =
+      CheckSize("scales", counts->scale, ScaleSizeBytes(ScaleTypeOf(encoding)),
+                scales.scale.size());
+  status.Update(CheckSize("outer scales", counts->outer_scale, kOuterBytes,
+                          scales.outer_scale.size()));
+  if (!scales.zero_point.empty()) {
+    status.Update(CheckSize("zero points", counts->scale, sizeof(int32_t),
+                            scales.zero_point.size()));
+  }
+  if (!status.ok()) return status;
+  return feed;
+}
+
+std::optional<v1::ScaleChunk> ScaleFeed::Next(uint64_t end_bytes) {
+  if (element_count_ == 0) return std::nullopt;
+  const uint64_t elements = std::min(
+      element_count_, (end_bytes * 8 + payload_bits_ - 1) / payload_bits_);
+  return pieces_.Next(elements == 0 ? 0
+                                    : static_cast<uint64_t>(ScalesOfFirst(
+                                          shape_, block_size_,
+                                          static_cast<int64_t>(elements))));
 }
 
 }  // namespace quantd::internal

@@ -1054,6 +1054,46 @@ TEST_F(ClientTest, APutWhoseAnswerWasLostIsNotRefusedForItself) {
   EXPECT_EQ(second->etag(), "2");
 }
 
+TEST_F(ClientTest, PutsAnEncodingOfAnySizeInChunks) {
+  TensorName name;
+  name.set_tensor("w");
+  Encoding encoding;
+  encoding.set_format(v1::NUMBER_FORMAT_INT8);
+  for (int i = 0; i < 1'000'000; ++i) {
+    encoding.add_scale(static_cast<float>(i + 1));
+  }
+  const absl::StatusOr<v1::StoredEncoding> first =
+      client_->PutEncoding(name, encoding, "absent");
+  ASSERT_TRUE(first.ok()) << first.status();
+  EXPECT_FALSE(first->has_encoding());
+  EXPECT_LT(server_.encodings().largest_message_bytes(), size_t{1} << 20);
+  EXPECT_GT(server_.encodings().largest_message_bytes(), size_t{1} << 18);
+  // Also when the answer is lost.
+  server_.faults().lost_answers = 1;
+  const absl::StatusOr<v1::StoredEncoding> second =
+      client_->PutEncoding(name, encoding, first->etag());
+  ASSERT_TRUE(second.ok()) << second.status();
+  const absl::StatusOr<v1::StoredEncoding> stored = client_->GetEncoding(name);
+  ASSERT_TRUE(stored.ok()) << stored.status();
+  EXPECT_EQ(stored->etag(), second->etag());
+  EXPECT_TRUE(std::equal(encoding.scale().begin(), encoding.scale().end(),
+                         stored->encoding().scale().begin(),
+                         stored->encoding().scale().end()));
+  EXPECT_EQ(
+      ErrorReason(client_->PutEncoding(name, encoding, "absent").status()),
+      "ETAG_MISMATCH");
+}
+
+TEST_F(ClientTest, ScalesOutsideTheirTypeAreNotPutInChunks) {
+  Encoding encoding;
+  encoding.set_format(v1::NUMBER_FORMAT_INT8);
+  encoding.set_scale_type(v1::SCALE_TYPE_FLOAT16);
+  encoding.mutable_scale()->Resize(100'000, 0.1f);
+  EXPECT_EQ(
+      ErrorReason(client_->PutEncoding(TensorName(), encoding, "").status()),
+      "ARGUMENT_INVALID");
+}
+
 TEST_F(ClientTest, APutThatAnotherCameBeforeIsRefusedAlsoAfterARetry) {
   TensorName name;
   name.set_tensor("w");

@@ -472,6 +472,38 @@ class FakeEncodingService final : public v1::EncodingService::Service {
     return Answered();
   }
 
+  // Joins the scales, which are float32.
+  grpc::Status WriteEncoding(
+      grpc::ServerContext* context,
+      grpc::ServerReader<v1::WriteEncodingRequest>* reader,
+      v1::WriteEncodingResponse* response) override {
+    v1::WriteEncodingRequest message;
+    v1::PutEncodingRequest whole;
+    std::string scales;
+    while (reader->Read(&message)) {
+      largest_message_bytes_ =
+          std::max<size_t>(largest_message_bytes_, message.ByteSizeLong());
+      if (message.has_name()) {
+        *whole.mutable_name() = message.name();
+        *whole.mutable_encoding() = message.encoding();
+        whole.set_if_match(message.if_match());
+      }
+      scales += message.scales().scale();
+    }
+    Encoding* const encoding = whole.mutable_encoding();
+    encoding->clear_scales_in_chunks();
+    encoding->mutable_scale()->Resize(
+        static_cast<int>(scales.size() / sizeof(float)), 0);
+    std::memcpy(encoding->mutable_scale()->mutable_data(), scales.data(),
+                scales.size());
+    v1::PutEncodingResponse answer;
+    const grpc::Status status = PutEncoding(context, &whole, &answer);
+    response->mutable_stored_encoding()->Swap(answer.mutable_stored_encoding());
+    return status;
+  }
+
+  size_t largest_message_bytes() const { return largest_message_bytes_; }
+
   grpc::Status DeleteEncoding(grpc::ServerContext*,
                               const v1::DeleteEncodingRequest* request,
                               v1::DeleteEncodingResponse*) override {
@@ -510,6 +542,7 @@ class FakeEncodingService final : public v1::EncodingService::Service {
   }
 
   Faults& faults_;
+  std::atomic<size_t> largest_message_bytes_{0};
   absl::Mutex mutex_;
   std::map<std::string, v1::StoredEncoding> encodings_ ABSL_GUARDED_BY(mutex_);
   int generation_ ABSL_GUARDED_BY(mutex_) = 0;
@@ -537,6 +570,7 @@ class FakeServer {
 
   const std::string& target() const { return target_; }
   Faults& faults() { return faults_; }
+  const FakeEncodingService& encodings() const { return encodings_; }
   void SetServing(bool serving) {
     server_->GetHealthCheckService()->SetServingStatus(serving);
   }
