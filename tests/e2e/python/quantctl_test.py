@@ -186,6 +186,44 @@ class QuantctlTest(QuantctlCase):
                 self.assertEqual(len(found), count)
                 self.assertNotIn("scales_in_chunks", stored["encoding"])
 
+    def test_EncodingsOfAnySizeArePut(self):
+        def written():
+            return self.server.metric("grpc_server_handled_total",
+                                      grpc_method="WriteEncoding",
+                                      grpc_code="OK")
+
+        count = 1_000_000
+        before = written()
+        path = self.path("large.json")
+        for name, fields in (
+                ("float", {"format": "NUMBER_FORMAT_INT8",
+                           "scale": [1 + i % 1000 for i in range(count)]}),
+                ("half", {"format": "NUMBER_FORMAT_UINT8",
+                          "scale_type": "SCALE_TYPE_FLOAT16",
+                          "scale": [1 + i % 1000 for i in range(count)],
+                          "zero_point": [i % 251 for i in range(count)]}),
+                ("codes", {"format": "NUMBER_FORMAT_MXFP4_E2M1",
+                           "scale_code": base64.b64encode(
+                               bytes(100 + i % 50
+                                     for i in range(count))).decode()})):
+            with self.subTest(name=name):
+                group = 32 if name == "codes" else 0
+                with open(path, "w", encoding="utf-8") as file:
+                    json.dump({"block_size": [1, group],
+                               "scale_shape": [count, 1], **fields}, file)
+                command = ("encodings", "put", name, "--model", "put", "-f",
+                           path)
+                put = self.json(*command, "--if-match", "absent")
+                self.assertEqual(put["scale_count"], str(count))
+                stored = self.json("encodings", "get", name, "--model", "put")
+                self.assertEqual(stored["etag"], put["etag"])
+                for field in ("scale", "scale_code", "zero_point"):
+                    # What assertEqual says of a difference takes minutes.
+                    self.assertTrue(stored["encoding"].get(field) ==
+                                    fields.get(field), field)
+                self.run_quantctl(*command, "--if-match", "absent", code=1)
+        self.assertEqual(written() - before, 3)
+
     def test_SweepsRankAndMix(self):
         names = ("--model", "sweep")
         self.run_quantctl("calibrate", WEIGHTS, *names, "--source", "a",
