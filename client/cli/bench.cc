@@ -29,11 +29,11 @@
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
 #include "client/cli/session.h"
-#include "client/cli/spec_syntax.h"
 #include "client/cli/table.h"
-#include "client/cli/tensor_input.h"
+#include "client/cli/tensor_options.h"
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
+#include "client/models/spec_syntax.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::cli {

@@ -17,14 +17,15 @@
 #include "client/cli/quantized_tensor.h"
 #include "client/cli/selection.h"
 #include "client/cli/session.h"
-#include "client/cli/spec_syntax.h"
 #include "client/cli/table.h"
-#include "client/cli/tensor_input.h"
 #include "client/cli/tensor_loop.h"
+#include "client/cli/tensor_options.h"
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
 #include "client/cpp/tensor.h"
 #include "client/files/safetensors.h"
+#include "client/models/spec_syntax.h"
+#include "client/models/tensor_input.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::cli {

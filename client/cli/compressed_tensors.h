@@ -31,10 +31,10 @@
 #include "absl/types/span.h"
 #include "client/cli/quantized_tensor.h"
 #include "client/cli/session.h"
-#include "client/cli/tensor_input.h"
 #include "client/cpp/scales.h"
 #include "client/cpp/tensor.h"
 #include "client/files/safetensors.h"
+#include "client/models/tensor_input.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::cli {

@@ -22,12 +22,12 @@
 #include "client/cli/selection.h"
 #include "client/cli/session.h"
 #include "client/cli/table.h"
-#include "client/cli/tensor_input.h"
 #include "client/cli/tensor_loop.h"
 #include "client/cpp/client.h"
 #include "client/files/errors.h"
 #include "client/files/npy.h"
 #include "client/files/safetensors.h"
+#include "client/models/tensor_input.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::cli {

@@ -18,7 +18,7 @@
 #include "client/cli/selection.h"
 #include "client/cli/session.h"
 #include "client/cli/table.h"
-#include "client/cli/tensor_input.h"
+#include "client/cli/tensor_options.h"
 #include "client/cpp/client.h"
 #include "client/files/atomic_file.h"
 #include "nlohmann/json.hpp"

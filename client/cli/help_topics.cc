@@ -7,7 +7,7 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "client/cli/command_line.h"
-#include "client/cli/spec_syntax.h"
+#include "client/models/spec_syntax.h"
 
 namespace quantd::cli {
 namespace {

@@ -20,7 +20,7 @@
 #include "client/cli/printable.h"
 #include "client/cli/session.h"
 #include "client/cli/table.h"
-#include "client/cli/tensor_input.h"
+#include "client/cli/tensor_options.h"
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
 #include "client/cpp/text_file.h"
@@ -28,6 +28,7 @@
 #include "client/files/gguf.h"
 #include "client/files/onnx_model.h"
 #include "client/files/shard_index.h"
+#include "client/models/tensor_input.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::cli {

@@ -14,12 +14,12 @@
 #include "client/cli/interchange.h"
 #include "client/cli/printable.h"
 #include "client/cli/selection.h"
-#include "client/cli/spec_syntax.h"
 #include "client/cli/table.h"
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
 #include "client/files/dtype.h"
 #include "client/files/onnx_model.h"
+#include "client/models/spec_syntax.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::cli {

@@ -8,7 +8,7 @@
 
 #include "client/cli/output.h"
 #include "client/cli/session.h"
-#include "client/cli/tensor_input.h"
+#include "client/cli/tensor_options.h"
 
 namespace quantd::cli {
 

@@ -35,18 +35,17 @@
 #include "client/cli/commands.h"
 #include "client/cli/compressed_tensors.h"
 #include "client/cli/interrupt.h"
-#include "client/cli/outer_maximum.h"
 #include "client/cli/output.h"
 #include "client/cli/printable.h"
 #include "client/cli/progress.h"
-#include "client/cli/quantize_engine.h"
 #include "client/cli/quantize_outcome.h"
 #include "client/cli/quantize_parts.h"
 #include "client/cli/quantized_tensor.h"
 #include "client/cli/selection.h"
 #include "client/cli/session.h"
+#include "client/cli/streams.h"
 #include "client/cli/table.h"
-#include "client/cli/tensor_input.h"
+#include "client/cli/tensor_options.h"
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
 #include "client/cpp/scales.h"
@@ -56,6 +55,9 @@
 #include "client/files/safetensors.h"
 #include "client/files/safetensors_builder.h"
 #include "client/files/shard_index.h"
+#include "client/models/outer_maximum.h"
+#include "client/models/tensor_engine.h"
+#include "client/models/tensor_input.h"
 #include "nlohmann/json.hpp"
 #include "xxhash.h"
 
@@ -69,7 +71,6 @@ constexpr absl::string_view kBesideExtensions[] = {".json", ".txt", ".model",
                                                    ".jinja"};
 constexpr int64_t kMostBesideBytes = 64 << 20;
 constexpr size_t kMostNames = 10;
-constexpr int kDefaultStreams = 2;
 
 struct Options {
   std::string input;
@@ -83,7 +84,7 @@ struct Options {
   bool evaluate = false;
   bool restart = false;
   bool keep_going = false;
-  int streams = kDefaultStreams;
+  StreamsOption streams;
   bool has_part = false;
   std::string part;
   bool join = false;
@@ -118,7 +119,6 @@ constexpr char kRoundedKey[] = "quantctl.rounded";
 constexpr uint64_t kRoomFromBytes = uint64_t{16} << 20;
 // Room for base64 of v1::ErrorMetrics without a distribution.
 constexpr size_t kMetricsRoom = 400;
-constexpr int kMostStreams = 64;
 // Behind all that is quantized.
 constexpr uint64_t kFirstCopiedOrder = uint64_t{1} << 32;
 
@@ -140,6 +140,7 @@ struct TensorTask {
   uint64_t order;
   EncodingSpec spec;
   Outcome* outcome;
+  std::vector<float> outer_maximum = {};
   // One of these, as the layout has it.
   std::unique_ptr<QuantizedPlace> place = nullptr;
   std::unique_ptr<CompressedModel> compressed = nullptr;
@@ -197,10 +198,11 @@ class Quantizer {
     // A tensor that cannot be done ends the run before it costs anything.
     if (!AnyFailed() || options_.keep_going) {
       if (!options_.join) {
-        absl::StatusOr<std::unique_ptr<QuantizeEngine>> engine =
-            QuantizeEngine::Create(session_, options_.streams);
-        if (!engine.ok()) return session_.FailUsage(engine.status());
-        engine_ = *std::move(engine);
+        absl::StatusOr<Connections> connections =
+            options_.streams.Connect(session_);
+        if (!connections.ok()) return session_.FailUsage(connections.status());
+        connections_.emplace(*std::move(connections));
+        engine_.emplace(connections_->clients());
       }
       status = Write();
     }
@@ -910,12 +912,12 @@ class Quantizer {
 
   absl::Status Quantize(std::vector<TensorTask>* tasks, Progress* progress,
                         files::SafetensorsBuilder* builder) {
-    EngineWork work;
+    internal::QuantizeEngine::Work work;
     work.count = tasks->size();
     work.size_bytes = [tasks](size_t i) {
       return (*tasks)[i].tensor->data.size();
     };
-    work.make_job = [this, tasks](size_t i) { return MakeJob((*tasks)[i]); };
+    work.make_job = [this, tasks](size_t i) { return MakeJob(&(*tasks)[i]); };
     work.take = [this, tasks, progress, builder](
                     size_t i, absl::StatusOr<QuantizeResult> result,
                     EvaluateStream* evaluate) {
@@ -934,16 +936,17 @@ class Quantizer {
     return options_.store ? options_.name.NameOf(tensor.name) : TensorName();
   }
 
-  QuantizeJob MakeJob(const TensorTask& task) const {
-    const files::FileTensor& tensor = *task.tensor;
+  QuantizeJob MakeJob(TensorTask* task) const {
+    const files::FileTensor& tensor = *task->tensor;
+    task->outer_maximum = OuterMaximumFor(task->spec, tensor);
     QuantizeJob job;
     job.tensor = MakeTensor(tensor, NameOf(tensor));
-    job.source = task.spec;
+    job.source = task->spec;
     job.store = options_.store;
     job.nan_policy = NanPolicyOf(options_.nan_policy);
     job.scales_in_chunks = true;
-    job.outer_maximum = OuterMaximumFor(task.spec, tensor);
-    if (task.place != nullptr) task.place->SetSinks(&job);
+    job.outer_maximum = task->outer_maximum;
+    if (task->place != nullptr) task->place->SetSinks(&job);
     return job;
   }
 
@@ -991,8 +994,7 @@ class Quantizer {
     // The same encoding, which would be much to send.
     EvaluateJob job;
     job.tensor = MakeTensor(tensor, NameOf(tensor));
-    job.candidates.push_back(
-        {task->spec, "", OuterMaximumFor(task->spec, tensor), {}});
+    job.candidates.push_back({task->spec, "", task->outer_maximum, {}});
     job.omit_encodings = true;
     evaluate_stream->Send(job);
     const absl::StatusOr<EvaluateResult> evaluation =
@@ -1483,7 +1485,9 @@ class Quantizer {
   SpecSet specs_;
   // Nothing for all.
   std::optional<Part> part_;
-  std::unique_ptr<QuantizeEngine> engine_;
+  // None with --join.
+  std::optional<Connections> connections_;
+  std::optional<internal::QuantizeEngine> engine_;
   std::vector<std::unique_ptr<Shard>> shards_;
   // Of part_, for each shard.
   std::vector<std::vector<Share>> shares_;
@@ -1539,12 +1543,7 @@ void AddQuantizeCommand(Command* quantctl, Session* session) {
       ->ShowDefault();
   command->AddFlag("--restart", &options->restart,
                    "Do finished shards again as well");
-  command
-      ->AddOption("--streams", &options->streams, "N",
-                  "Tensors under way at once, each over a connection of its "
-                  "own")
-      ->Between(1, kMostStreams)
-      ->ShowDefault();
+  options->streams.AddOption(command);
   const Option* const part = command->AddOption(
       "--part", &options->part, "I/N",
       "Do share I of N, from 0/N on: whole shards where they can be shared out "

@@ -12,9 +12,9 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "client/cli/session.h"
-#include "client/cli/tensor_input.h"
 #include "client/files/atomic_file.h"
 #include "client/files/safetensors.h"
+#include "client/models/tensor_input.h"
 #include "quantd/v1/quantization_service.pb.h"
 
 namespace quantd::cli {

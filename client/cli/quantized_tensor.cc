@@ -15,8 +15,6 @@
 #include "absl/strings/strip.h"
 #include "absl/types/span.h"
 #include "client/cli/session.h"
-#include "client/cli/spec_syntax.h"
-#include "client/cli/tensor_input.h"
 #include "client/cpp/errors.h"
 #include "client/cpp/scales.h"
 #include "client/cpp/tensor.h"
@@ -25,6 +23,8 @@
 #include "client/files/errors.h"
 #include "client/files/safetensors.h"
 #include "client/files/shard_index.h"
+#include "client/models/spec_syntax.h"
+#include "client/models/tensor_input.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::cli {

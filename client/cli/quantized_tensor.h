@@ -30,12 +30,12 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
-#include "client/cli/tensor_input.h"
 #include "client/cpp/scales.h"
 #include "client/cpp/tensor.h"
 #include "client/cpp/tensor_stream.h"
 #include "client/files/safetensors.h"
 #include "client/files/safetensors_builder.h"
+#include "client/models/tensor_input.h"
 
 namespace quantd::cli {
 

@@ -20,7 +20,6 @@
 #include "absl/time/time.h"
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
-#include "client/cli/measurement.h"
 #include "client/cli/message_json.h"
 #include "client/cli/output.h"
 #include "client/cli/printable.h"
@@ -30,14 +29,18 @@
 #include "client/cli/report_page.h"
 #include "client/cli/selection.h"
 #include "client/cli/session.h"
-#include "client/cli/spec_syntax.h"
+#include "client/cli/sweep_file.h"
+#include "client/cli/sweep_options.h"
 #include "client/cli/table.h"
-#include "client/cli/tensor_input.h"
+#include "client/cli/tensor_options.h"
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
 #include "client/cpp/tensor.h"
 #include "client/files/atomic_file.h"
 #include "client/files/safetensors.h"
+#include "client/models/model_sweep.h"
+#include "client/models/spec_syntax.h"
+#include "client/models/tensor_input.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::cli {
@@ -218,21 +221,11 @@ class Reporter {
   // Measures all tensors in one pass, and chooses.
   absl::Status CollectFrom(const std::vector<const files::FileTensor*>& taken,
                            const std::vector<SpecTemplate>& specs) {
-    uint64_t total_bytes = 0;
-    for (const files::FileTensor* const tensor : taken) {
-      total_bytes += tensor->data.size();
-    }
-    Progress progress(total_bytes, !session_.quiet);
-    const absl::StatusOr<std::vector<MeasuredTensor>> measured = MeasureTensors(
-        taken, specs, client_.get(), [&](const files::FileTensor& tensor) {
-          progress.Add(tensor.data.size(), tensor.name);
-        });
-    if (!measured.ok()) return measured.status();
-    const absl::StatusOr<std::vector<v1::SweepMixture>> mixtures =
-        ChooseMixtures(*measured, {*budget_}, client_.get());
-    if (!mixtures.ok()) return mixtures.status();
-    for (const MeasuredTensor& tensor : *measured) AddMeasured(tensor);
-    TakeMixture((*mixtures)[0]);
+    const absl::StatusOr<ModelSweep> sweep = SweepWithProgress(
+        taken, specs, {*budget_}, client_.get(), !session_.quiet);
+    if (!sweep.ok()) return sweep.status();
+    for (const MeasuredTensor& tensor : sweep->tensors) AddMeasured(tensor);
+    TakeMixture(sweep->mixtures[0]);
     return absl::OkStatus();
   }
 
@@ -283,7 +276,7 @@ class Reporter {
     for (const std::string& spec : specs_) {
       absl::StrAppend(&sweep, " --spec ", ShellWord(spec));
     }
-    absl::StrAppend(&sweep, " ", budget_->Flag(), " -o mixture.txt");
+    absl::StrAppend(&sweep, " ", BudgetFlag(*budget_), " -o mixture.txt");
     const std::string apply =
         options_.input.empty()
             ? absl::StrCat("quantctl encodings compute --model ",
@@ -293,7 +286,7 @@ class Reporter {
             : absl::StrCat("quantctl quantize ", ShellWord(options_.input),
                            " -o quantized --spec @mixture.txt");
     mixture_ = {
-        {"target", absl::StrCat(budget_->Text(),
+        {"target", absl::StrCat(BudgetText(*budget_),
                                 mixture.target_met() ? "" : " (not met)")},
         {"size_bytes", mixture.size_bytes()},
         {"commands", {sweep, apply}},

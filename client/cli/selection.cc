@@ -10,12 +10,13 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "client/cli/session.h"
-#include "client/cli/spec_syntax.h"
 #include "client/cli/table.h"
-#include "client/cli/tensor_input.h"
+#include "client/cli/tensor_options.h"
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
 #include "client/files/safetensors.h"
+#include "client/models/spec_syntax.h"
+#include "client/models/tensor_input.h"
 
 namespace quantd::cli {
 namespace {

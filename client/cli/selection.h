@@ -10,10 +10,11 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "client/cli/session.h"
-#include "client/cli/spec_syntax.h"
-#include "client/cli/tensor_input.h"
+#include "client/cli/tensor_options.h"
 #include "client/cpp/client.h"
 #include "client/files/safetensors.h"
+#include "client/models/spec_syntax.h"
+#include "client/models/tensor_input.h"
 
 namespace quantd::cli {
 

@@ -17,7 +17,7 @@
 #include "client/cli/report_data.h"
 #include "client/cli/session.h"
 #include "client/cli/table.h"
-#include "client/cli/tensor_input.h"
+#include "client/cli/tensor_options.h"
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
 #include "nlohmann/json.hpp"

@@ -14,19 +14,21 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
-#include "client/cli/measurement.h"
 #include "client/cli/output.h"
 #include "client/cli/progress.h"
 #include "client/cli/quantized_tensor.h"
 #include "client/cli/selection.h"
 #include "client/cli/session.h"
+#include "client/cli/sweep_options.h"
 #include "client/cli/sweep_output.h"
 #include "client/cli/table.h"
-#include "client/cli/tensor_input.h"
+#include "client/cli/tensor_options.h"
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
 #include "client/files/dtype.h"
 #include "client/files/safetensors.h"
+#include "client/models/model_sweep.h"
+#include "client/models/tensor_input.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::cli {
@@ -60,20 +62,18 @@ class FileSweeper {
     const std::unique_ptr<Client> client = session_.ConnectOrFail();
     if (client == nullptr) return;
 
-    status = Measure(*taken, *specs, client.get());
+    status = Sweep(*taken, *specs, client.get());
     if (!status.ok()) return session_.Fail(status);
-    absl::StatusOr<std::vector<v1::SweepMixture>> mixtures =
-        ChooseMixtures(measured_, budgets_, client.get());
-    if (!mixtures.ok()) return session_.Fail(mixtures.status());
     AddTensors();
-    const std::vector<std::string> reasons = ReasonsAgainst(*mixtures);
+    const std::vector<v1::SweepMixture>& mixtures = sweep_.mixtures;
+    const std::vector<std::string> reasons = ReasonsAgainst(mixtures);
     for (size_t i = 0; i < outputs_.size(); ++i) {
       if (!reasons[i].empty()) continue;
-      status = specs_.WriteMixture((*mixtures)[i], outputs_[i],
+      status = specs_.WriteMixture(mixtures[i], outputs_[i],
                                    options_.output.if_exists());
       if (!status.ok()) return session_.Fail(status);
     }
-    Report(*mixtures, reasons);
+    Report(mixtures, reasons);
   }
 
  private:
@@ -96,32 +96,26 @@ class FileSweeper {
     for (const Budget& budget : budgets_) {
       OutputOptions output = options_.output;
       output.path =
-          absl::StrReplaceAll(output.path, {{kPlace, budget.Number()}});
+          absl::StrReplaceAll(output.path, {{kPlace, BudgetNumber(budget)}});
       absl::Status status = output.CheckFile(input.paths(), ".txt", &session_);
       if (!status.ok()) return status;
       if (std::find(outputs_.begin(), outputs_.end(), output.path) !=
           outputs_.end()) {
-        return ArgumentInvalidError(absl::StrCat(
-            "expected different budgets, got ", budget.Number(), " twice"));
+        return ArgumentInvalidError(
+            absl::StrCat("expected different budgets, got ",
+                         BudgetNumber(budget), " twice"));
       }
       outputs_.push_back(output.path);
     }
     return absl::OkStatus();
   }
 
-  absl::Status Measure(const std::vector<const files::FileTensor*>& taken,
-                       const std::vector<SpecTemplate>& specs, Client* client) {
-    uint64_t total_bytes = 0;
-    for (const files::FileTensor* const tensor : taken) {
-      total_bytes += tensor->data.size();
-    }
-    Progress progress(total_bytes, !session_.quiet);
-    absl::StatusOr<std::vector<MeasuredTensor>> measured = MeasureTensors(
-        taken, specs, client, [&](const files::FileTensor& tensor) {
-          progress.Add(tensor.data.size(), tensor.name);
-        });
-    if (!measured.ok()) return measured.status();
-    measured_ = *std::move(measured);
+  absl::Status Sweep(const std::vector<const files::FileTensor*>& taken,
+                     const std::vector<SpecTemplate>& specs, Client* client) {
+    absl::StatusOr<ModelSweep> sweep =
+        SweepWithProgress(taken, specs, budgets_, client, !session_.quiet);
+    if (!sweep.ok()) return sweep.status();
+    sweep_ = *std::move(sweep);
     return absl::OkStatus();
   }
 
@@ -130,7 +124,7 @@ class FileSweeper {
     table_.AddColumn("SQNR DB", Table::Align::kRight);
     table_.AddColumn("MAX ERROR", Table::Align::kRight);
     table_.AddColumn("SIZE", Table::Align::kBytes);
-    for (const MeasuredTensor& measured : measured_) AddTensor(measured);
+    for (const MeasuredTensor& measured : sweep_.tensors) AddTensor(measured);
   }
 
   void AddTensor(const MeasuredTensor& measured) {
@@ -165,10 +159,7 @@ class FileSweeper {
       candidates.push_back(std::move(json));
       table_.AddRow(std::move(row));
     }
-    const v1::TensorStatistics& statistics = measured.statistics;
-    const uint64_t not_finite = statistics.nan_count() +
-                                statistics.positive_infinity_count() +
-                                statistics.negative_infinity_count();
+    const uint64_t not_finite = NonFiniteCount(measured.statistics);
     if (not_finite > 0) {
       notes_.push_back(absl::StrCat("quantctl: tensor ", name, ": ",
                                     CountText(not_finite),
@@ -203,7 +194,7 @@ class FileSweeper {
       const std::vector<v1::SweepMixture>& mixtures) {
     std::vector<std::string> reasons;
     for (const v1::SweepMixture& mixture : mixtures) {
-      reasons.push_back(ReasonForNoMixture(mixture, measured_.size()));
+      reasons.push_back(ReasonForNoMixture(mixture, sweep_.tensors.size()));
       if (!reasons.back().empty()) session_.Note(kServerError);
     }
     return reasons;
@@ -212,14 +203,14 @@ class FileSweeper {
   void Report(const std::vector<v1::SweepMixture>& mixtures,
               const std::vector<std::string>& reasons) {
     const std::vector<v1::SweepTotal> totals =
-        TotalsOf(measured_, specs_.texts().size());
+        TotalsOf(sweep_.tensors, specs_.texts().size());
     const auto is_written = [&](size_t i) {
       return !outputs_.empty() && reasons[i].empty();
     };
     if (session_.json) {
       Json list = Json::array();
       for (size_t i = 0; i < mixtures.size(); ++i) {
-        Json mixture = {{"target", budgets_[i].Text()}};
+        Json mixture = {{"target", BudgetText(budgets_[i])}};
         mixture.update(specs_.MixtureJson(mixtures[i], is_written(i)));
         if (is_written(i)) mixture["output"] = outputs_[i];
         list.push_back(std::move(mixture));
@@ -234,7 +225,7 @@ class FileSweeper {
       session_.Print(absl::StrCat("\n", specs_.TotalsText(totals)));
       for (size_t i = 0; i < mixtures.size(); ++i) {
         session_.Print(absl::StrCat(
-            "\n", budgets_[i].Text(), ":\n",
+            "\n", BudgetText(budgets_[i]), ":\n",
             specs_.MixtureText(mixtures[i], is_written(i) ? outputs_[i] : "")));
       }
       PrintNotes(notes_, &session_);
@@ -243,7 +234,7 @@ class FileSweeper {
     for (size_t i = 0; i < reasons.size(); ++i) {
       if (reasons[i].empty()) continue;
       session_.PrintError(absl::StrCat(
-          "quantctl: ", budgets_[i].Text(), ": ", reasons[i],
+          "quantctl: ", BudgetText(budgets_[i]), ": ", reasons[i],
           outputs_.empty()
               ? ""
               : absl::StrCat("; ", outputs_[i], " is not written")));
@@ -256,7 +247,7 @@ class FileSweeper {
   const std::vector<Budget> budgets_;
   // By budget; empty when nothing is written.
   std::vector<std::string> outputs_;
-  std::vector<MeasuredTensor> measured_;
+  ModelSweep sweep_;
   Json tensors_ = Json::array();
   Table table_;
   // Of one spec of a tensor.
@@ -265,6 +256,21 @@ class FileSweeper {
 };
 
 }  // namespace
+
+absl::StatusOr<ModelSweep> SweepWithProgress(
+    const std::vector<const files::FileTensor*>& tensors,
+    const std::vector<SpecTemplate>& specs, const std::vector<Budget>& budgets,
+    Client* client, bool shows_progress) {
+  uint64_t total_bytes = 0;
+  for (const files::FileTensor* const tensor : tensors) {
+    total_bytes += tensor->data.size();
+  }
+  Progress progress(total_bytes, shows_progress);
+  return SweepTensors(tensors, specs, budgets, client,
+                      [&progress](const files::FileTensor& tensor) {
+                        progress.Add(tensor.data.size(), tensor.name);
+                      });
+}
 
 void SweepFile(const FileSweepOptions& options, Session* session) {
   FileSweeper(options, session).Run();

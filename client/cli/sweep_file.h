@@ -6,10 +6,15 @@
 #include <string>
 #include <vector>
 
-#include "client/cli/measurement.h"
+#include "absl/status/statusor.h"
 #include "client/cli/output.h"
 #include "client/cli/session.h"
-#include "client/cli/tensor_input.h"
+#include "client/cli/sweep_options.h"
+#include "client/cli/tensor_options.h"
+#include "client/cpp/client.h"
+#include "client/files/safetensors.h"
+#include "client/models/model_sweep.h"
+#include "client/models/spec_syntax.h"
 
 namespace quantd::cli {
 
@@ -21,6 +26,12 @@ struct FileSweepOptions {
   // With several budgets "{}" in the path stands for the figure of each.
   OutputOptions output;
 };
+
+// SweepTensors with a bar.
+absl::StatusOr<ModelSweep> SweepWithProgress(
+    const std::vector<const files::FileTensor*>& tensors,
+    const std::vector<SpecTemplate>& specs, const std::vector<Budget>& budgets,
+    Client* client, bool shows_progress);
 
 void SweepFile(const FileSweepOptions& options, Session* session);
 

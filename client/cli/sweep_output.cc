@@ -1,10 +1,13 @@
 #include "client/cli/sweep_output.h"
 
+#include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "absl/algorithm/container.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
@@ -13,9 +16,20 @@
 #include "client/cli/session.h"
 #include "client/cli/table.h"
 #include "client/files/atomic_file.h"
+#include "client/models/model_sweep.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::cli {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+double SqnrDb(const MeasuredCandidate& candidate) {
+  return candidate.noise_to_signal == kInfinity ? -kInfinity
+                                                : candidate.metrics.sqnr_db();
+}
+
+}  // namespace
 
 SweptSpecs::SweptSpecs(std::vector<std::string> specs)
     : texts_(std::move(specs)) {}
@@ -106,6 +120,38 @@ absl::Status SweptSpecs::WriteMixture(const v1::SweepMixture& mixture,
   }
   const absl::Status status = file->Append(text);
   return status.ok() ? file->Commit() : status;
+}
+
+std::vector<v1::SweepTotal> TotalsOf(const std::vector<MeasuredTensor>& tensors,
+                                     size_t spec_count) {
+  std::vector<v1::SweepTotal> totals(spec_count);
+  for (size_t i = 0; i < spec_count; ++i) {
+    v1::SweepTotal& total = totals[i];
+    total.set_spec_index(static_cast<uint32_t>(i));
+    for (const MeasuredTensor& tensor : tensors) {
+      const MeasuredCandidate& candidate = tensor.candidates[i];
+      if (!candidate.status.ok()) {
+        total.set_failed_count(total.failed_count() + 1);
+        continue;
+      }
+      total.set_size_bytes(total.size_bytes() + candidate.size_bytes);
+      total.set_noise_to_signal_sum(total.noise_to_signal_sum() +
+                                    candidate.noise_to_signal);
+      const double sqnr_db = SqnrDb(candidate);
+      if (total.min_sqnr_tensor().empty() || sqnr_db < total.min_sqnr_db()) {
+        total.set_min_sqnr_db(sqnr_db);
+        total.set_min_sqnr_tensor(tensor.tensor->name);
+      }
+    }
+  }
+  absl::c_stable_sort(
+      totals, [](const v1::SweepTotal& a, const v1::SweepTotal& b) {
+        const bool failed_a = a.failed_count() > 0;
+        const bool failed_b = b.failed_count() > 0;
+        if (failed_a != failed_b) return failed_b;
+        return a.noise_to_signal_sum() < b.noise_to_signal_sum();
+      });
+  return totals;
 }
 
 std::string ReasonForNoMixture(const v1::SweepMixture& mixture,

@@ -3,6 +3,7 @@
 #ifndef QUANTD_CLIENT_CLI_SWEEP_OUTPUT_H_
 #define QUANTD_CLIENT_CLI_SWEEP_OUTPUT_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -10,6 +11,7 @@
 #include "absl/status/status.h"
 #include "client/cli/output.h"
 #include "client/cli/session.h"
+#include "client/models/model_sweep.h"
 #include "quantd/v1/encoding_service.pb.h"
 
 namespace quantd::cli {
@@ -40,6 +42,11 @@ class SweptSpecs {
  private:
   const std::vector<std::string> texts_;
 };
+
+// The figures of each spec over all tensors, least noise first; those that
+// failed anywhere last.
+std::vector<v1::SweepTotal> TotalsOf(const std::vector<MeasuredTensor>& tensors,
+                                     size_t spec_count);
 
 // Why a mixture does not do what was asked for, of so many tensors; empty where
 // it does.

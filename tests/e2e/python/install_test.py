@@ -5,6 +5,7 @@ program is built with find_package(quantd) and used with the installed server.
 """
 
 import argparse
+import json
 import os
 import re
 import subprocess
@@ -27,6 +28,7 @@ INSTALLED = (
     "share/fish/vendor_completions.d/quantctl.fish",
     "share/quantd/proto/quantd/v1/quantization_service.proto",
     "include/quantd/quantd/client.h", "include/quantd/quantd/files.h",
+    "include/quantd/quantd/models.h",
     "include/quantd/quantd/v1/quantization_service.grpc.pb.h",
 )
 
@@ -96,6 +98,29 @@ class InstallTest(unittest.TestCase):
         path = os.path.join(self.built, "w.safetensors")
         self.assertEqual(run(os.path.join(self.built, "files_consumer"), path),
                          "w 3\n")
+        self.sweep_is_that_of_quantctl(server.address)
+
+    def sweep_is_that_of_quantctl(self, address):
+        weights = os.path.join(live_server.ROOT,
+                               "tests/data/digits-cnn/model.safetensors")
+        lines = run(os.path.join(self.built, "models_consumer"), address,
+                    weights).splitlines()
+        specs = ("int8:per-channel", "int4:group:32")
+        swept = json.loads(run(
+            os.path.join(self.prefix, "bin/quantctl"), "sweep", weights,
+            "--server", address, "--json", "--max-bits-per-element", "5",
+            *(word for spec in specs for word in ("--spec", spec))))
+        want = []
+        for tensor in swept["tensors"]:
+            by_index = sorted(tensor["candidates"],
+                              key=lambda one: one["spec_index"])
+            want.append(" ".join([tensor["name"], *(
+                f"{one['size_bytes']} {one['sqnr_db']:.6g}"
+                for one in by_index)]))
+        want += [f"{one['tensor']}={one['spec_index']}"
+                 for one in swept["mixtures"][0]["choices"]]
+        self.assertEqual(lines, want)
+        self.assertGreater(len(lines), 4)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-#include "client/cli/spec_syntax.h"
+#include "client/models/spec_syntax.h"
 
 #include <algorithm>
 #include <cmath>
@@ -22,7 +22,7 @@
 #include "client/cpp/tensor.h"
 #include "client/cpp/text_file.h"
 
-namespace quantd::cli {
+namespace quantd {
 namespace {
 
 constexpr absl::string_view kScaleTypePrefix = "SCALE_TYPE_";
@@ -568,4 +568,4 @@ bool MatchesGlob(absl::string_view pattern, absl::string_view text) {
   return p == pattern.size();
 }
 
-}  // namespace quantd::cli
+}  // namespace quantd

@@ -1,7 +1,7 @@
 // The first pass over a tensor whose scales stand under outer scales.
 
-#ifndef QUANTD_CLIENT_CLI_OUTER_MAXIMUM_H_
-#define QUANTD_CLIENT_CLI_OUTER_MAXIMUM_H_
+#ifndef QUANTD_CLIENT_MODELS_OUTER_MAXIMUM_H_
+#define QUANTD_CLIENT_MODELS_OUTER_MAXIMUM_H_
 
 #include <cstdint>
 #include <vector>
@@ -10,7 +10,7 @@
 #include "client/cpp/tensor.h"
 #include "client/files/safetensors.h"
 
-namespace quantd::cli {
+namespace quantd {
 
 // The largest magnitude of the finite elements of each block, 0 where there is
 // none, in row-major order: v1::QuantizeHeader.outer_maximum. An empty block
@@ -29,6 +29,6 @@ std::vector<float> OuterMaximum(ElementType type,
 std::vector<float> OuterMaximumFor(const EncodingSpec& spec,
                                    const files::FileTensor& tensor);
 
-}  // namespace quantd::cli
+}  // namespace quantd
 
-#endif  // QUANTD_CLIENT_CLI_OUTER_MAXIMUM_H_
+#endif  // QUANTD_CLIENT_MODELS_OUTER_MAXIMUM_H_

@@ -1,4 +1,4 @@
-#include "client/cli/spec_syntax.h"
+#include "client/models/spec_syntax.h"
 
 #include <cstdint>
 #include <fstream>
@@ -10,7 +10,7 @@
 #include "gtest/gtest.h"
 #include "tests/support/temporary_directory.h"
 
-namespace quantd::cli {
+namespace quantd {
 namespace {
 
 using Shape = std::vector<int64_t>;
@@ -293,4 +293,4 @@ TEST(SpecSyntaxTest, TakesWhatCompletionOffers) {
 }
 
 }  // namespace
-}  // namespace quantd::cli
+}  // namespace quantd

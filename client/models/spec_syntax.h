@@ -1,7 +1,7 @@
 // How the command line spells formats, granularities, methods and candidates.
 
-#ifndef QUANTD_CLIENT_CLI_SPEC_SYNTAX_H_
-#define QUANTD_CLIENT_CLI_SPEC_SYNTAX_H_
+#ifndef QUANTD_CLIENT_MODELS_SPEC_SYNTAX_H_
+#define QUANTD_CLIENT_MODELS_SPEC_SYNTAX_H_
 
 #include <cstdint>
 #include <string>
@@ -13,7 +13,7 @@
 #include "absl/types/span.h"
 #include "client/cpp/tensor.h"
 
-namespace quantd::cli {
+namespace quantd {
 
 // How a tensor is divided among scales, whatever its rank. Plain value.
 struct Granularity {
@@ -150,6 +150,6 @@ absl::StatusOr<Candidate> ParseCandidate(absl::string_view text);
 // "?" for one byte.
 bool MatchesGlob(absl::string_view pattern, absl::string_view text);
 
-}  // namespace quantd::cli
+}  // namespace quantd
 
-#endif  // QUANTD_CLIENT_CLI_SPEC_SYNTAX_H_
+#endif  // QUANTD_CLIENT_MODELS_SPEC_SYNTAX_H_

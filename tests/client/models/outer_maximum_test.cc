@@ -1,4 +1,4 @@
-#include "client/cli/outer_maximum.h"
+#include "client/models/outer_maximum.h"
 
 #include <cstdint>
 #include <cstring>
@@ -7,7 +7,7 @@
 
 #include "gtest/gtest.h"
 
-namespace quantd::cli {
+namespace quantd {
 namespace {
 
 absl::Span<const uint8_t> BytesOf(const std::vector<float>& values) {
@@ -65,4 +65,4 @@ TEST(OuterMaximumTest, TakesNarrowFloatsAtAnyAddress) {
 }
 
 }  // namespace
-}  // namespace quantd::cli
+}  // namespace quantd

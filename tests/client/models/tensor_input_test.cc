@@ -1,4 +1,4 @@
-#include "client/cli/tensor_input.h"
+#include "client/models/tensor_input.h"
 
 #include <cstdint>
 #include <optional>
@@ -14,7 +14,7 @@
 #include "gtest/gtest.h"
 #include "tests/support/temporary_directory.h"
 
-namespace quantd::cli {
+namespace quantd {
 namespace {
 
 using ::testing::ElementsAre;
@@ -48,34 +48,6 @@ TEST(ElementTypeOfTest, LeadsBackToTheFilesType) {
        {files::Dtype::kI8, files::Dtype::kBool, files::Dtype::kF8E4M3}) {
     EXPECT_EQ(ElementTypeOf(dtype), std::nullopt);
   }
-}
-
-files::FileTensor Tensor(const std::string& name, std::vector<int64_t> shape,
-                         files::Dtype dtype = files::Dtype::kF32) {
-  files::FileTensor tensor;
-  tensor.name = name;
-  tensor.dtype = dtype;
-  tensor.shape = std::move(shape);
-  return tensor;
-}
-
-TEST(TensorFilterTest, TakesRealsOfARankAndAName) {
-  TensorFilter filter;
-  EXPECT_TRUE(filter.Takes(Tensor("w", {2, 2})));
-  EXPECT_FALSE(filter.Takes(Tensor("b", {2})));
-  EXPECT_FALSE(filter.Takes(Tensor("i", {2, 2}, files::Dtype::kI32)));
-  filter.include = {"*.weight", "head*"};
-  filter.exclude = {"head.bias*"};
-  EXPECT_TRUE(filter.Takes(Tensor("a.weight", {2, 2})));
-  EXPECT_TRUE(filter.Takes(Tensor("head", {2, 2})));
-  EXPECT_FALSE(filter.Takes(Tensor("a.scale", {2, 2})));
-  EXPECT_FALSE(filter.Takes(Tensor("head.bias.weight", {2, 2})));
-  filter.all = true;
-  EXPECT_TRUE(filter.Takes(Tensor("a.weight", {})));
-  EXPECT_FALSE(filter.Takes(Tensor("a.weight", {}, files::Dtype::kU8)));
-  filter.all = false;
-  filter.min_rank = 3;
-  EXPECT_FALSE(filter.Takes(Tensor("a.weight", {2, 2})));
 }
 
 class TensorInputTest : public ::testing::Test {
@@ -140,4 +112,4 @@ TEST_F(TensorInputTest, SaysWhatCannotBeRead) {
 }
 
 }  // namespace
-}  // namespace quantd::cli
+}  // namespace quantd

@@ -1,4 +1,4 @@
-#include "client/cli/outer_maximum.h"
+#include "client/models/outer_maximum.h"
 
 #include <algorithm>
 #include <cmath>
@@ -7,11 +7,11 @@
 #include <vector>
 
 #include "absl/types/span.h"
-#include "client/cli/tensor_input.h"
 #include "client/cpp/scales.h"
 #include "client/cpp/tensor.h"
+#include "client/models/tensor_input.h"
 
-namespace quantd::cli {
+namespace quantd {
 namespace {
 
 // Magnitudes compare as the integers that their bits are; from `infinity` on
@@ -130,4 +130,4 @@ std::vector<float> OuterMaximumFor(const EncodingSpec& spec,
   return OuterMaximum(type, tensor.shape, outer, tensor.data);
 }
 
-}  // namespace quantd::cli
+}  // namespace quantd

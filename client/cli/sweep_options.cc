@@ -1,0 +1,93 @@
+#include "client/cli/sweep_options.h"
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "client/cli/command_line.h"
+#include "client/cli/table.h"
+#include "client/cli/tensor_options.h"
+#include "client/models/model_sweep.h"
+#include "client/models/spec_syntax.h"
+
+namespace quantd::cli {
+
+std::string BudgetNumber(const Budget& budget) {
+  return absl::StrCat(budget.value);
+}
+
+std::string BudgetFlag(const Budget& budget) {
+  switch (budget.kind) {
+    case Budget::Kind::kMinSqnr:
+      return absl::StrCat("--min-sqnr ", BudgetNumber(budget));
+    case Budget::Kind::kMaxBytes:
+      return absl::StrCat("--max-bytes ", static_cast<uint64_t>(budget.value));
+    case Budget::Kind::kMaxBitsPerElement:
+      break;
+  }
+  return absl::StrCat("--max-bits-per-element ", BudgetNumber(budget));
+}
+
+std::string BudgetText(const Budget& budget) {
+  switch (budget.kind) {
+    case Budget::Kind::kMinSqnr:
+      return absl::StrCat("at least ", BudgetNumber(budget), " dB");
+    case Budget::Kind::kMaxBytes:
+      return absl::StrCat("at most ",
+                          BytesText(static_cast<uint64_t>(budget.value)));
+    case Budget::Kind::kMaxBitsPerElement:
+      break;
+  }
+  return absl::StrCat("at most ", BudgetNumber(budget), " bits per element");
+}
+
+void BudgetOptions::AddOptions(Command* command) {
+  Option* const min_sqnr = command->AddOption(
+      "--min-sqnr", &min_sqnr_db, "DB",
+      "Choose the fewest bytes with at least this SQNR in every tensor");
+  Option* const bytes =
+      command
+          ->AddOption("--max-bytes", &max_bytes, "N",
+                      "Choose the least noise with at most this many bytes of "
+                      "codes and scales")
+          ->Bytes();
+  Option* const bits =
+      command
+          ->AddOption("--max-bits-per-element", &max_bits_per_element, "X",
+                      "The same, as bits of codes and scales for each element")
+          ->Positive();
+  command->AddAlternatives("Mixture", {min_sqnr, bytes, bits});
+}
+
+std::vector<Budget> BudgetOptions::Parse() const {
+  std::vector<Budget> budgets;
+  for (const double db : min_sqnr_db) {
+    budgets.push_back({Budget::Kind::kMinSqnr, db});
+  }
+  for (const uint64_t bytes : max_bytes) {
+    budgets.push_back({Budget::Kind::kMaxBytes, static_cast<double>(bytes)});
+  }
+  for (const double bits : max_bits_per_element) {
+    budgets.push_back({Budget::Kind::kMaxBitsPerElement, bits});
+  }
+  return budgets;
+}
+
+absl::StatusOr<std::vector<SpecTemplate>> ParseSpecs(
+    const std::vector<std::string>& texts, const SpecOptions& options) {
+  std::vector<SpecTemplate> specs;
+  for (const std::string& text : texts) {
+    absl::StatusOr<SpecTemplate> spec = ParseSpec(text);
+    if (!spec.ok()) return spec.status();
+    const absl::Status status = options.AddCodebook(&*spec);
+    if (!status.ok()) return status;
+    specs.push_back(*std::move(spec));
+  }
+  return specs;
+}
+
+}  // namespace quantd::cli

@@ -1,0 +1,44 @@
+// Options that say what a sweep measures and what its mixtures have to reach.
+
+#ifndef QUANTD_CLIENT_CLI_SWEEP_OPTIONS_H_
+#define QUANTD_CLIENT_CLI_SWEEP_OPTIONS_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "client/cli/command_line.h"
+#include "client/cli/tensor_options.h"
+#include "client/models/model_sweep.h"
+#include "client/models/spec_syntax.h"
+
+namespace quantd::cli {
+
+// "at least 18 dB", "at most 5 bits per element".
+std::string BudgetText(const Budget& budget);
+// "--min-sqnr 18", "--max-bits-per-element 5".
+std::string BudgetFlag(const Budget& budget);
+// "18", "5": for names of files.
+std::string BudgetNumber(const Budget& budget);
+
+// --min-sqnr, --max-bytes, --max-bits-per-element, of which one may be given,
+// several times.
+struct BudgetOptions {
+  std::vector<double> min_sqnr_db;
+  std::vector<uint64_t> max_bytes;
+  std::vector<double> max_bits_per_element;
+
+  void AddOptions(Command* command);
+  // In the order of the command line.
+  std::vector<Budget> Parse() const;
+};
+
+// The specs of a command line, with the codebook for those that need one.
+// Errors: ARGUMENT_INVALID, FILE_UNREADABLE.
+absl::StatusOr<std::vector<SpecTemplate>> ParseSpecs(
+    const std::vector<std::string>& texts, const SpecOptions& options);
+
+}  // namespace quantd::cli
+
+#endif  // QUANTD_CLIENT_CLI_SWEEP_OPTIONS_H_

@@ -1,0 +1,83 @@
+// Measures specs on the tensors of a file or a folder in one pass over the
+// data, and chooses one for each tensor.
+
+#ifndef QUANTD_CLIENT_MODELS_MODEL_SWEEP_H_
+#define QUANTD_CLIENT_MODELS_MODEL_SWEEP_H_
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "client/cpp/client.h"
+#include "client/files/safetensors.h"
+#include "client/models/spec_syntax.h"
+#include "client/models/tensor_input.h"
+#include "quantd/v1/encoding_service.pb.h"
+
+namespace quantd {
+
+// One spec on one tensor. Plain value.
+struct MeasuredCandidate {
+  // Why it failed; then nothing else is set.
+  absl::Status status;
+  v1::ErrorMetrics metrics;
+  // Of codes and scales.
+  uint64_t size_bytes = 0;
+  // sum e^2 / sum x^2; infinity where finite elements came back as others.
+  double noise_to_signal = 0;
+};
+
+// One tensor. Plain value.
+struct MeasuredTensor {
+  // Of the input, which outlives it.
+  const files::FileTensor* tensor = nullptr;
+  // Of the elements, unless every candidate failed.
+  v1::TensorStatistics statistics;
+  // In the order of the specs.
+  std::vector<MeasuredCandidate> candidates;
+
+  uint64_t element_count() const;
+};
+
+// NaN and infinities, which are not measured.
+uint64_t NonFiniteCount(const v1::TensorStatistics& statistics);
+
+// What a mixture has to reach. Plain value.
+struct Budget {
+  enum class Kind { kMinSqnr, kMaxBytes, kMaxBitsPerElement };
+  Kind kind;
+  double value;
+
+  v1::MixtureTarget TargetFor(uint64_t element_count) const;
+};
+
+// What SweepTensors finds. Plain value.
+struct ModelSweep {
+  // In the order of the tensors.
+  std::vector<MeasuredTensor> tensors;
+  // In the order of the budgets, over the tensors on which a spec succeeded.
+  std::vector<v1::SweepMixture> mixtures;
+};
+
+// Is told of each tensor that is done, one at a time, in any order, on other
+// threads.
+using OnTensor = std::function<void(const files::FileTensor&)>;
+
+// The tensors of reals that have at least two dimensions.
+std::vector<const files::FileTensor*> WeightsOf(const TensorInput& input);
+
+// Measures all specs on all tensors, several tensors at a time over streams of
+// their own. What is under way is bounded, whatever the file. Where some specs
+// fail on a tensor the others are measured all the same. Then a mixture is
+// chosen for each budget.
+// Errors: that the server cannot be reached; of Client::ChooseMixture.
+absl::StatusOr<ModelSweep> SweepTensors(
+    const std::vector<const files::FileTensor*>& tensors,
+    const std::vector<SpecTemplate>& specs, const std::vector<Budget>& budgets,
+    Client* client, const OnTensor& on_tensor = nullptr);
+
+}  // namespace quantd
+
+#endif  // QUANTD_CLIENT_MODELS_MODEL_SWEEP_H_

@@ -1,0 +1,81 @@
+// The tensors of an input file or folder.
+
+#ifndef QUANTD_CLIENT_MODELS_TENSOR_INPUT_H_
+#define QUANTD_CLIENT_MODELS_TENSOR_INPUT_H_
+
+#include <map>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "client/cpp/tensor.h"
+#include "client/files/gguf.h"
+#include "client/files/npy.h"
+#include "client/files/safetensors.h"
+
+namespace quantd {
+
+// True for a path that ends with ".npy".
+bool IsNpyPath(absl::string_view path);
+
+// True for a path that ends with ".gguf".
+bool IsGgufPath(absl::string_view path);
+
+// The file's name without folders and extension.
+std::string FileStem(absl::string_view path);
+
+// A safetensors file, a .npy file as one tensor named by its stem, a .gguf file
+// whose blocks are float32 in memory, or a folder of safetensors files that
+// make one model. Immutable, thread-safe.
+class TensorInput {
+ public:
+  // Errors: of files::SafetensorsReader, files::NpyReader, files::GgufReader
+  // and files::ReadShardIndex.
+  static absl::StatusOr<TensorInput> Open(const std::string& path);
+
+  // In order of their data; valid while this lives.
+  const std::vector<files::FileTensor>& tensors() const { return tensors_; }
+  const files::FileTensor* Find(absl::string_view name) const;
+  // Names of the tensors whose type is not read, which tensors() leaves out.
+  const std::vector<std::string>& unread() const { return unread_; }
+  const std::map<std::string, std::string>& metadata() const {
+    return metadata_;
+  }
+  // The files that were opened, and their folder where one was.
+  const std::vector<std::string>& paths() const { return paths_; }
+
+ private:
+  TensorInput() = default;
+
+  // Adds the tensors of a safetensors file.
+  absl::Status Add(const std::string& path);
+  absl::Status AddGguf(const std::string& path);
+
+  // What tensors_ point into.
+  std::vector<std::variant<files::SafetensorsReader, files::NpyReader,
+                           files::GgufReader>>
+      files_;
+  std::vector<std::vector<float>> dequantized_;
+  std::vector<files::FileTensor> tensors_;
+  std::vector<std::string> unread_;
+  std::vector<std::string> paths_;
+  absl::flat_hash_map<std::string, size_t> index_;
+  std::map<std::string, std::string> metadata_;
+};
+
+// The element type of a file's type; nothing when quantd does not quantize it.
+std::optional<ElementType> ElementTypeOf(files::Dtype dtype);
+files::Dtype DtypeOf(ElementType type);
+
+// The tensor as the client takes it.
+// Requires: ElementTypeOf(tensor.dtype) has a value.
+Tensor MakeTensor(const files::FileTensor& tensor, TensorName name);
+
+}  // namespace quantd
+
+#endif  // QUANTD_CLIENT_MODELS_TENSOR_INPUT_H_

@@ -1,0 +1,40 @@
+// Sweeps the weights of the file argv[2] with the server at argv[1] over two
+// specs. Prints the error of each on each tensor, and what a budget of 5 bits
+// for each element chooses.
+
+#include <quantd/client.h>
+#include <quantd/models.h>
+
+#include <iostream>
+#include <vector>
+
+int main(int argc, char** argv) {
+  if (argc != 3) return 2;
+  quantd::ClientOptions options;
+  options.target = argv[1];
+  const auto client = quantd::Client::Connect(options);
+  const auto input = quantd::TensorInput::Open(argv[2]);
+  if (!client.ok() || !input.ok()) return 1;
+  const std::vector<quantd::SpecTemplate> specs = {
+      *quantd::ParseSpec("int8:per-channel"),
+      *quantd::ParseSpec("int4:group:32")};
+  const auto sweep = quantd::SweepTensors(
+      quantd::WeightsOf(*input), specs,
+      {{quantd::Budget::Kind::kMaxBitsPerElement, 5}}, client->get());
+  if (!sweep.ok()) {
+    std::cerr << sweep.status() << "\n";
+    return 1;
+  }
+  for (const quantd::MeasuredTensor& tensor : sweep->tensors) {
+    std::cout << tensor.tensor->name;
+    for (const quantd::MeasuredCandidate& candidate : tensor.candidates) {
+      std::cout << " " << candidate.size_bytes << " "
+                << candidate.metrics.sqnr_db();
+    }
+    std::cout << "\n";
+  }
+  for (const auto& choice : sweep->mixtures[0].choices()) {
+    std::cout << choice.tensor() << "=" << choice.spec_index() << "\n";
+  }
+  return 0;
+}
