@@ -1,11 +1,11 @@
 #include <algorithm>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -13,6 +13,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/types/span.h"
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
 #include "client/cli/compressed_tensors.h"
@@ -21,12 +23,14 @@
 #include "client/cli/quantized_tensor.h"
 #include "client/cli/selection.h"
 #include "client/cli/session.h"
+#include "client/cli/streams.h"
 #include "client/cli/table.h"
-#include "client/cli/tensor_loop.h"
 #include "client/cpp/client.h"
 #include "client/files/errors.h"
 #include "client/files/npy.h"
 #include "client/files/safetensors.h"
+#include "client/files/safetensors_builder.h"
+#include "client/models/tensor_engine.h"
 #include "client/models/tensor_input.h"
 #include "nlohmann/json.hpp"
 
@@ -39,6 +43,7 @@ struct Options {
   std::string input;
   OutputOptions output;
   bool keep_going = false;
+  StreamsOption streams;
 };
 
 struct Outcome {
@@ -66,10 +71,11 @@ class Dequantizer {
         input->paths(), IsNpy() ? ".npy" : ".safetensors", &session_);
     if (status.ok()) status = ReadAll(*input);
     if (!status.ok()) return FailEarly(status, &session_);
-    absl::StatusOr<std::unique_ptr<Client>> client = session_.Connect();
-    if (!client.ok()) return session_.FailUsage(client.status());
-    client_ = *std::move(client);
-    status = IsNpy() ? WriteOneNpy(*input) : WriteFile(*input);
+    const absl::StatusOr<Connections> connections =
+        options_.streams.Connect(session_);
+    if (!connections.ok()) return session_.FailUsage(connections.status());
+    status = IsNpy() ? WriteOneNpy(*input, connections->first())
+                     : WriteFile(*input, *connections);
     if (!status.ok()) return session_.Fail(status);
     Report();
   }
@@ -85,35 +91,69 @@ class Dequantizer {
 
   // Errors end the run and leave no output file; so does a tensor that fails,
   // unless the run is to keep going.
-  absl::Status WriteFile(const TensorInput& input) {
-    absl::StatusOr<files::SafetensorsWriter> writer =
-        files::SafetensorsWriter::Create(options_.output.path,
-                                         options_.output.if_exists());
-    if (!writer.ok()) return writer.status();
-    for (const auto& [key, value] : input.metadata()) {
-      absl::string_view name = key;
-      if (absl::ConsumePrefix(&name, kQuantizedKeyPrefix) ||
-          absl::StartsWith(key, "quantctl.")) {
-        continue;
-      }
-      writer->SetMetadata(key, value);
+  absl::Status WriteFile(const TensorInput& input,
+                         const Connections& connections) {
+    const absl::StatusOr<std::unique_ptr<files::SafetensorsBuilder>> builder =
+        files::SafetensorsBuilder::Create(options_.output.path,
+                                          options_.output.if_exists());
+    if (!builder.ok()) return builder.status();
+    // What is dequantized comes first, then what is copied.
+    uint64_t order = 0;
+    std::vector<size_t> places;
+    for (const QuantizedTensor& tensor : tensors_) {
+      const absl::StatusOr<size_t> place = (*builder)->Reserve(
+          order++, tensor.name, DtypeOf(tensor.element_type), tensor.shape);
+      if (!place.ok()) return place.status();
+      places.push_back(*place);
     }
-    absl::Status status = DequantizeAll(&*writer);
-    if (!status.ok()) return status;
-    if (AnyFailed() && !options_.keep_going) return absl::OkStatus();
+    std::vector<std::pair<const files::FileTensor*, size_t>> copies;
     for (const files::FileTensor& tensor : input.tensors()) {
       if (consumed_.contains(tensor.name)) continue;
-      status =
-          writer->AddView(tensor.name, tensor.dtype, tensor.shape, tensor.data);
+      const absl::StatusOr<size_t> place =
+          (*builder)->Reserve(order++, tensor.name, tensor.dtype, tensor.shape);
+      if (!place.ok()) return place.status();
+      copies.emplace_back(&tensor, *place);
+    }
+    const std::map<std::string, std::string> metadata = PlainMetadata(input);
+    for (const auto& [key, value] : metadata) {
+      (*builder)->SetMetadata(key, value);
+    }
+    const absl::StatusOr<uint64_t> header_bytes =
+        (*builder)->HeaderBytes(metadata);
+    if (!header_bytes.ok()) return header_bytes.status();
+    absl::Status status = (*builder)->PlaceAll(*header_bytes);
+    if (status.ok()) {
+      status = DequantizeAll(places, connections, builder->get());
+    }
+    if (!status.ok()) return status;
+    if (AnyFailed() && !options_.keep_going) return absl::OkStatus();
+    for (size_t i = 0; i < tensors_.size(); ++i) {
+      if (!outcomes_[i].status.ok()) (*builder)->Drop(places[i]);
+    }
+    for (const auto& [tensor, place] : copies) {
+      status = (*builder)->Write(place, 0, tensor->data);
       if (!status.ok()) return status;
-      outcomes_.push_back({tensor.name, tensor.shape,
-                           std::string(DtypeName(tensor.dtype)), "copied",
-                           tensor.data.size(), tensor.data.size(),
+      outcomes_.push_back({tensor->name, tensor->shape,
+                           std::string(DtypeName(tensor->dtype)), "copied",
+                           tensor->data.size(), tensor->data.size(),
                            absl::OkStatus(), ""});
     }
-    status = writer->Finish().status();
+    status = (*builder)->Finish().status();
     is_written_ = status.ok();
     return status;
+  }
+
+  // The input's, but for what quantctl says of codes.
+  static std::map<std::string, std::string> PlainMetadata(
+      const TensorInput& input) {
+    std::map<std::string, std::string> metadata;
+    for (const auto& [key, value] : input.metadata()) {
+      if (!absl::StartsWith(key, kQuantizedKeyPrefix) &&
+          !absl::StartsWith(key, "quantctl.")) {
+        metadata[key] = value;
+      }
+    }
+    return metadata;
   }
 
   absl::Status ReadAll(const TensorInput& input) {
@@ -162,7 +202,7 @@ class Dequantizer {
     return job;
   }
 
-  absl::Status WriteOneNpy(const TensorInput& input) {
+  absl::Status WriteOneNpy(const TensorInput& input, Client* client) {
     const auto is_copied = [this](const files::FileTensor& tensor) {
       return !consumed_.contains(tensor.name);
     };
@@ -177,7 +217,7 @@ class Dequantizer {
     }
     const QuantizedTensor& tensor = tensors_[0];
     const absl::StatusOr<DequantizeResult> result =
-        client_->Dequantize(MakeJob(tensor));
+        client->Dequantize(MakeJob(tensor));
     if (!result.ok()) return result.status();
     outcomes_.push_back(OutcomeOf(tensor, result));
     const absl::Status status =
@@ -189,43 +229,38 @@ class Dequantizer {
     return status;
   }
 
-  absl::Status DequantizeAll(files::SafetensorsWriter* writer) {
-    std::vector<files::FileTensor> codes;
+  // Writes the elements of each tensor to its place, as they come.
+  absl::Status DequantizeAll(const std::vector<size_t>& places,
+                             const Connections& connections,
+                             files::SafetensorsBuilder* builder) {
     uint64_t total_bytes = 0;
     for (const QuantizedTensor& tensor : tensors_) {
-      codes.push_back({tensor.name, DtypeOf(tensor.element_type), tensor.shape,
-                       tensor.codes});
       total_bytes += tensor.codes.size();
     }
-    std::vector<const files::FileTensor*> pointers;
-    for (const files::FileTensor& tensor : codes) pointers.push_back(&tensor);
-    const auto quantized =
-        [&](const files::FileTensor& tensor) -> const QuantizedTensor& {
-      return tensors_[static_cast<size_t>(&tensor - codes.data())];
-    };
+    outcomes_.resize(tensors_.size());
     Progress progress(total_bytes, !session_.quiet);
-    const std::unique_ptr<DequantizeStream> stream = client_->OpenDequantize();
-    absl::Status fatal;
-    ForEachTensor(
-        stream.get(), pointers,
-        [&](const files::FileTensor& tensor) {
-          return MakeJob(quantized(tensor));
-        },
-        [&](const files::FileTensor& tensor,
-            const absl::StatusOr<DequantizeResult>& result) {
-          progress.Add(tensor.data.size(), tensor.name);
-          outcomes_.push_back(OutcomeOf(quantized(tensor), result));
-          if (!result.ok()) {
-            if (ExitCodeOf(result.status()) == kUnreachable) {
-              fatal = result.status();
-            }
-            return fatal.ok();
-          }
-          fatal = writer->Add(tensor.name, tensor.dtype, tensor.shape,
-                              result->elements);
-          return fatal.ok();
-        });
-    return fatal;
+    absl::Mutex mutex;
+    internal::DequantizeEngine::Work work;
+    work.count = tensors_.size();
+    work.size_bytes = [this](size_t i) { return tensors_[i].codes.size(); };
+    work.make_job = [&](size_t i) {
+      DequantizeJob job = MakeJob(tensors_[i]);
+      job.sink = [builder, place = places[i]](uint64_t offset_bytes,
+                                              absl::Span<const uint8_t> bytes) {
+        return builder->Write(place, offset_bytes, bytes);
+      };
+      return job;
+    };
+    work.take = [&](size_t i, const absl::StatusOr<DequantizeResult>& result,
+                    EvaluateStream*) {
+      outcomes_[i] = OutcomeOf(tensors_[i], result);
+      absl::MutexLock lock(&mutex);
+      progress.Add(tensors_[i].codes.size(), tensors_[i].name);
+      const int code = ExitCodeOf(result.status());
+      return code == kUnreachable || code == kFileError ? result.status()
+                                                        : absl::OkStatus();
+    };
+    return internal::DequantizeEngine(connections.clients()).Run(work);
   }
 
   static Outcome OutcomeOf(const QuantizedTensor& tensor,
@@ -237,7 +272,7 @@ class Dequantizer {
     outcome.result = result.ok() ? FormatName(tensor.encoding.format())
                                  : std::string("failed");
     outcome.input_bytes = tensor.codes.size();
-    if (result.ok()) outcome.output_bytes = result->elements.size();
+    if (result.ok()) outcome.output_bytes = result->header.size_bytes();
     outcome.status = result.status();
     outcome.note = tensor.note;
     return outcome;
@@ -302,7 +337,6 @@ class Dequantizer {
 
   const Options& options_;
   Session& session_;
-  std::unique_ptr<Client> client_;
   std::vector<QuantizedTensor> tensors_;
   // Names of codes and what lies beside them: not copied.
   absl::flat_hash_set<std::string> consumed_;
@@ -330,6 +364,7 @@ void AddDequantizeCommand(Command* quantctl, Session* session) {
       ->Required();
   command->AddFlag("--keep-going", &options->keep_going,
                    "Write the output even if tensors fail, without these");
+  options->streams.AddOption(command);
   command->AddExample(
       "quantctl dequantize model.int8.safetensors -o restored.safetensors");
   command->OnRun([options, session] { Dequantizer(*options, session).Run(); });

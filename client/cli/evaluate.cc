@@ -6,18 +6,18 @@
 #include <variant>
 #include <vector>
 
-#include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
 #include "client/cli/progress.h"
 #include "client/cli/quantized_tensor.h"
 #include "client/cli/selection.h"
 #include "client/cli/session.h"
+#include "client/cli/streams.h"
 #include "client/cli/table.h"
-#include "client/cli/tensor_loop.h"
 #include "client/cli/tensor_options.h"
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
@@ -25,6 +25,7 @@
 #include "client/files/safetensors.h"
 #include "client/models/outer_maximum.h"
 #include "client/models/spec_syntax.h"
+#include "client/models/tensor_engine.h"
 #include "client/models/tensor_input.h"
 #include "nlohmann/json.hpp"
 
@@ -40,6 +41,7 @@ struct Options {
   bool with_distribution = false;
   // A file to compare with; empty for candidates.
   std::string reference;
+  StreamsOption streams;
 };
 
 // With a label unless that is empty.
@@ -147,7 +149,7 @@ absl::Status CheckReference(const TensorInput& reference,
 // The tensor of the reference and that of the file, element by element, in a
 // type that holds both exactly.
 struct Pairs {
-  ElementType element_type;
+  ElementType element_type = ElementType::kFloat32;
   std::vector<uint8_t> data;
 };
 
@@ -183,6 +185,55 @@ void NoteMissing(const TensorInput& input, const TensorInput& reference,
                                    " are not in ", options.input));
 }
 
+// Gives each tensor its result. Against a reference unless that is null.
+// Errors: what ends the run.
+absl::Status EvaluateAll(const Options& options,
+                         const std::vector<Candidate>& candidates,
+                         const std::vector<const files::FileTensor*>& tensors,
+                         const TensorInput* reference,
+                         const Connections& connections, bool shows_progress,
+                         std::vector<absl::StatusOr<EvaluateResult>>* results) {
+  uint64_t total_bytes = 0;
+  for (const files::FileTensor* const tensor : tensors) {
+    total_bytes += tensor->data.size();
+  }
+  // Of a comparison; each stays until its tensor is answered.
+  std::vector<Pairs> pairs(reference == nullptr ? 0 : tensors.size());
+  Progress progress(total_bytes, shows_progress);
+  absl::Mutex mutex;
+  internal::EvaluateEngine::Work work;
+  work.count = tensors.size();
+  work.size_bytes = [&](size_t i) { return tensors[i]->data.size(); };
+  work.make_job = [&](size_t i) {
+    const files::FileTensor& tensor = *tensors[i];
+    EvaluateJob job = *MakeJob(options, candidates, tensor);
+    for (EvaluateCandidate& candidate : job.candidates) {
+      if (const auto* spec = std::get_if<EncodingSpec>(&candidate.source)) {
+        candidate.outer_maximum = OuterMaximumFor(*spec, tensor);
+      }
+    }
+    if (reference != nullptr) {
+      pairs[i] = MakePairs(*reference->Find(tensor.name), tensor);
+      job.comparison = true;
+      job.tensor.element_type = pairs[i].element_type;
+      job.tensor.data = pairs[i].data;
+    }
+    return job;
+  };
+  work.take = [&](size_t i, absl::StatusOr<EvaluateResult> result,
+                  EvaluateStream*) {
+    if (reference != nullptr) pairs[i] = Pairs();
+    const absl::Status status = ExitCodeOf(result.status()) == kUnreachable
+                                    ? result.status()
+                                    : absl::OkStatus();
+    (*results)[i] = std::move(result);
+    absl::MutexLock lock(&mutex);
+    progress.Add(tensors[i]->data.size(), tensors[i]->name);
+    return status;
+  };
+  return internal::EvaluateEngine(connections.clients()).Run(work);
+}
+
 void Run(const Options& options, Session* session) {
   const absl::StatusOr<std::vector<Candidate>> candidates =
       ParseCandidates(options);
@@ -205,8 +256,9 @@ void Run(const Options& options, Session* session) {
   const absl::StatusOr<std::vector<const files::FileTensor*>> taken =
       SelectTensors({&*input}, options.filter, nullptr);
   if (!taken.ok()) return session->FailUsage(taken.status());
-  const absl::StatusOr<std::unique_ptr<Client>> client = session->Connect();
-  if (!client.ok()) return session->FailUsage(client.status());
+  const absl::StatusOr<Connections> connections =
+      options.streams.Connect(*session);
+  if (!connections.ok()) return session->FailUsage(connections.status());
   if (compares) NoteMissing(*input, *reference, options, session);
 
   Json list = Json::array();
@@ -252,7 +304,6 @@ void Run(const Options& options, Session* session) {
                   std::string(DtypeName(tensor.dtype)), "failed"});
   };
   std::vector<const files::FileTensor*> selected;
-  uint64_t total_bytes = 0;
   for (const files::FileTensor* const one : *taken) {
     const files::FileTensor& tensor = *one;
     status = MakeJob(options, *candidates, tensor).status();
@@ -262,75 +313,46 @@ void Run(const Options& options, Session* session) {
       continue;
     }
     selected.push_back(&tensor);
-    total_bytes += tensor.data.size();
   }
-  absl::Status fatal;
-  // Of a comparison; each stays until its tensor is answered.
-  absl::flat_hash_map<std::string, Pairs> pairs;
-  {
-    Progress progress(total_bytes, !session->quiet);
-    const std::unique_ptr<EvaluateStream> stream = (*client)->OpenEvaluate();
-    ForEachTensor(
-        stream.get(), selected,
-        [&](const files::FileTensor& tensor) {
-          EvaluateJob job = *MakeJob(options, *candidates, tensor);
-          for (EvaluateCandidate& candidate : job.candidates) {
-            if (const auto* spec =
-                    std::get_if<EncodingSpec>(&candidate.source)) {
-              candidate.outer_maximum = OuterMaximumFor(*spec, tensor);
-            }
-          }
-          if (compares) {
-            Pairs& made = pairs[tensor.name];
-            made = MakePairs(*reference->Find(tensor.name), tensor);
-            job.comparison = true;
-            job.tensor.element_type = made.element_type;
-            job.tensor.data = made.data;
-          }
-          return job;
-        },
-        [&](const files::FileTensor& tensor,
-            const absl::StatusOr<EvaluateResult>& result) {
-          progress.Add(tensor.data.size(), tensor.name);
-          pairs.erase(tensor.name);
-          if (!result.ok()) {
-            if (ExitCodeOf(result.status()) == kUnreachable) {
-              fatal = result.status();
-            }
-            fail(tensor, result.status());
-            return fatal.ok();
-          }
-          Json metrics = Json::array();
-          std::vector<std::string> row = {tensor.name, ShapeText(tensor.shape),
-                                          std::string(DtypeName(tensor.dtype))};
-          for (const v1::CandidateMetrics& candidate : result->candidates()) {
-            metrics.push_back(
-                MetricsJson(candidate.label(), candidate.overall()));
-            metrics.back()["mantissa_bits"] = candidate.mantissa_bits();
-            add_cells(candidate.overall(), &row);
-          }
-          Json json = {{"name", tensor.name},
-                       {"shape", tensor.shape},
-                       {"dtype", std::string(DtypeName(tensor.dtype))}};
-          if (compares) {
-            note_not_finite(tensor, result->comparison());
-            json["comparison"] = MetricsJson("", result->comparison());
-            add_cells(result->comparison(), &row);
-          } else {
-            if (result->candidates_size() > 0) {
-              note_not_finite(tensor, result->candidates(0).overall());
-            }
-            json["candidates"] = std::move(metrics);
-          }
-          list.push_back(std::move(json));
-          table.AddRow(std::move(row));
-          return true;
-        });
-  }
-  if (!fatal.ok()) {
-    // Not the tensor's but everybody's error.
+  std::vector<absl::StatusOr<EvaluateResult>> results(selected.size());
+  status = EvaluateAll(options, *candidates, selected,
+                       compares ? &*reference : nullptr, *connections,
+                       !session->quiet, &results);
+  if (!status.ok()) {
+    // Not a tensor's but everybody's error.
     session->exit_code = kSuccess;
-    return session->Fail(fatal);
+    return session->Fail(status);
+  }
+  for (size_t i = 0; i < selected.size(); ++i) {
+    const files::FileTensor& tensor = *selected[i];
+    const absl::StatusOr<EvaluateResult>& result = results[i];
+    if (!result.ok()) {
+      fail(tensor, result.status());
+      continue;
+    }
+    Json metrics = Json::array();
+    std::vector<std::string> row = {tensor.name, ShapeText(tensor.shape),
+                                    std::string(DtypeName(tensor.dtype))};
+    for (const v1::CandidateMetrics& candidate : result->candidates()) {
+      metrics.push_back(MetricsJson(candidate.label(), candidate.overall()));
+      metrics.back()["mantissa_bits"] = candidate.mantissa_bits();
+      add_cells(candidate.overall(), &row);
+    }
+    Json json = {{"name", tensor.name},
+                 {"shape", tensor.shape},
+                 {"dtype", std::string(DtypeName(tensor.dtype))}};
+    if (compares) {
+      note_not_finite(tensor, result->comparison());
+      json["comparison"] = MetricsJson("", result->comparison());
+      add_cells(result->comparison(), &row);
+    } else {
+      if (result->candidates_size() > 0) {
+        note_not_finite(tensor, result->candidates(0).overall());
+      }
+      json["candidates"] = std::move(metrics);
+    }
+    list.push_back(std::move(json));
+    table.AddRow(std::move(row));
   }
   if (session->json) {
     return session->PrintJson({{"input", options.input},
@@ -375,6 +397,7 @@ void AddEvaluateCommand(Command* quantctl, Session* session) {
   options->name.AddOptions(command, /*required=*/false);
   options->spec.AddOptions(command);
   options->filter.AddOptions(command);
+  options->streams.AddOption(command);
   command->OnRun([options, session] { Run(*options, session); });
 }
 
