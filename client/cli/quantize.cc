@@ -34,6 +34,7 @@
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
 #include "client/cli/compressed_tensors.h"
+#include "client/cli/draft_revision.h"
 #include "client/cli/interrupt.h"
 #include "client/cli/output.h"
 #include "client/cli/printable.h"
@@ -197,16 +198,26 @@ class Quantizer {
     if (!status.ok()) return FailEarly(status, &session_);
     // A tensor that cannot be done ends the run before it costs anything.
     if (!AnyFailed() || options_.keep_going) {
-      if (!options_.join) {
+      if (!options_.join || options_.store) {
         absl::StatusOr<Connections> connections =
             options_.streams.Connect(session_);
         if (!connections.ok()) return session_.FailUsage(connections.status());
         connections_.emplace(*std::move(connections));
         engine_.emplace(connections_->clients());
       }
-      status = Write();
+      if (options_.store) {
+        draft_.emplace(options_.name, RunKey());
+        status = draft_->Check(connections_->first());
+      }
+      if (status.ok()) status = Write();
+      // A part alone is not what readers are to see.
+      if (status.ok() && is_complete_ && draft_.has_value() &&
+          !part_.has_value()) {
+        status = Publish();
+      }
     }
     if (!status.ok()) {
+      ReportRefused({status});
       session_.Fail(status);
       return ReportUnfinished();
     }
@@ -215,6 +226,60 @@ class Quantizer {
 
  private:
   bool IsCompressed() const { return options_.layout != "quantd"; }
+
+  // What the encodings of all shards, and of all parts, are made from.
+  std::string RunKey() const {
+    std::string text;
+    for (const std::unique_ptr<Shard>& shard : shards_) {
+      absl::StrAppend(&text, shard->run);
+    }
+    return TextHash(text);
+  }
+
+  // Makes the encodings of all shards visible.
+  absl::Status Publish() const {
+    Client* const client = connections_->first();
+    absl::StatusOr<absl::flat_hash_set<std::string>> tensors =
+        draft_->Tensors(client);
+    if (!tensors.ok()) return tensors.status();
+    // Where nothing was to do, the run that wrote it has published.
+    const bool is_done =
+        std::all_of(shards_.begin(), shards_.end(),
+                    [](const auto& shard) { return shard->is_kept; });
+    if (is_done && tensors->empty()) return absl::OkStatus();
+    if (!IsCompressed()) {
+      for (const std::unique_ptr<Shard>& shard : shards_) {
+        absl::Status status = PutKept(*shard, client, &*tensors);
+        if (!status.ok()) return status;
+      }
+    }
+    return draft_->Publish(*tensors, client);
+  }
+
+  // Of a shard that an earlier run wrote and published, the encodings go to the
+  // draft from its file.
+  absl::Status PutKept(const Shard& shard, Client* client,
+                       absl::flat_hash_set<std::string>* tensors) const {
+    if (!shard.is_kept) return absl::OkStatus();
+    const absl::StatusOr<TensorInput> written =
+        TensorInput::Open(shard.output_path);
+    if (!written.ok()) return written.status();
+    for (const files::FileTensor* const tensor : shard.selected) {
+      if (!tensors->insert(tensor->name).second) continue;
+      const absl::StatusOr<QuantizedTensor> quantized =
+          ReadQuantized(*written, shard.output_path, tensor->name,
+                        written->metadata().at(
+                            absl::StrCat(kQuantizedKeyPrefix, tensor->name)));
+      if (!quantized.ok()) return quantized.status();
+      const absl::Status status =
+          client
+              ->PutEncoding(draft_->NameOf(tensor->name), quantized->Whole(),
+                            "")
+              .status();
+      if (!status.ok()) return status;
+    }
+    return absl::OkStatus();
+  }
 
   // Errors: ARGUMENT_INVALID.
   absl::Status ParsePartOptions() {
@@ -933,7 +998,7 @@ class Quantizer {
 
   // A tensor has a name on the server where its encoding is kept.
   TensorName NameOf(const files::FileTensor& tensor) const {
-    return options_.store ? options_.name.NameOf(tensor.name) : TensorName();
+    return draft_.has_value() ? draft_->NameOf(tensor.name) : TensorName();
   }
 
   QuantizeJob MakeJob(TensorTask* task) const {
@@ -1298,7 +1363,11 @@ class Quantizer {
           CountText(totals.copied_count), " of them as they were"));
       return;
     }
-    ReportStoring(totals);
+    std::vector<absl::Status> statuses;
+    for (const TensorError& error : totals.errors) {
+      statuses.push_back(error.status);
+    }
+    ReportRefused(statuses);
     ReportUnfinished();
     session_.PrintError(
         absl::StrCat("quantctl: ", failed, ", so ", options_.output.path,
@@ -1306,12 +1375,11 @@ class Quantizer {
                      "; --keep-going leaves such tensors as they are"));
   }
 
-  // What the server has of a run that did not end well, and what it refused.
-  void ReportStoring(const Totals& totals) {
+  // Says what to do where the server refused to store.
+  void ReportRefused(const std::vector<absl::Status>& statuses) {
     const bool is_refused = std::any_of(
-        totals.errors.begin(), totals.errors.end(),
-        [](const TensorError& error) {
-          const absl::string_view reason = ErrorReason(error.status);
+        statuses.begin(), statuses.end(), [](const absl::Status& status) {
+          const absl::string_view reason = ErrorReason(status);
           return reason == "SCOPE_MISSING" || reason == "MODEL_DENIED";
         });
     if (options_.store && is_refused) {
@@ -1324,11 +1392,19 @@ class Quantizer {
   // What there is of an output that is not complete.
   void ReportUnfinished() {
     const Totals totals = Count();
+    if (is_complete_ && draft_.has_value()) {
+      return session_.PrintError(absl::StrCat(
+          "quantctl: ", options_.output.path,
+          " is written; to publish its encodings: quantctl revisions publish ",
+          options_.name.model, " ", draft_->revision(), " ",
+          options_.name.revision));
+    }
     if (stored_count_ > 0) {
-      session_.PrintError(
-          absl::StrCat("quantctl: the server has the new encodings of ",
-                       CountText(stored_count_), " tensors of model \"",
-                       options_.name.model, "\" all the same"));
+      session_.PrintError(absl::StrCat(
+          "quantctl: the server has the new encodings of ",
+          CountText(stored_count_), " tensors in revision ", draft_->revision(),
+          " of model \"", options_.name.model, "\"; revision ",
+          options_.name.revision, " is as it was"));
     }
     if (is_folder_ && totals.written_shards > 0) {
       session_.PrintError(UnfinishedText());
@@ -1485,9 +1561,11 @@ class Quantizer {
   SpecSet specs_;
   // Nothing for all.
   std::optional<Part> part_;
-  // None with --join.
+  // None where no server is called.
   std::optional<Connections> connections_;
   std::optional<internal::QuantizeEngine> engine_;
+  // Where encodings are stored, if they are.
+  std::optional<DraftRevision> draft_;
   std::vector<std::unique_ptr<Shard>> shards_;
   // Of part_, for each shard.
   std::vector<std::vector<Share>> shares_;
@@ -1551,8 +1629,9 @@ void AddQuantizeCommand(Command* quantctl, Session* session) {
       "options; any may run again, at any time, on any machine that has the "
       "input and the output");
   command->AddFlag("--join", &options->join,
-                   "Make the output of the parts, once all are done; calls no "
-                   "server. Otherwise the same options as the parts");
+                   "Make the output of the parts, once all are done; calls the "
+                   "server only to publish encodings. Otherwise the same "
+                   "options as the parts");
   options->name.AddOptions(command, /*required=*/false);
   options->spec.AddOptionsWithPatterns(command);
   options->filter.AddOptions(command);
@@ -1578,6 +1657,11 @@ void AddQuantizeCommand(Command* quantctl, Session* session) {
       "quantctl quantize model.safetensors -o mixed.safetensors \\\n"
       "  --spec @mixture.txt",
       "as quantctl sweep chose");
+  command->AddNote(
+      "With --model the encodings of a run become visible all at once, at its "
+      "end; with --part, when --join is done. If a run fails or is stopped, "
+      "the revision is as it was. Encodings of tensors that the run does not "
+      "have stay.");
   command->AddNote(
       "Smaller blocks cost scales: int4 takes 4.25 bits for an element with "
       "group:128, 5 with group:32; see quantctl help specs.");

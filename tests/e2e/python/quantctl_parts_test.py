@@ -92,6 +92,98 @@ class PartsCase(QuantctlCase):
                                  *flags, code=code)
 
 
+class StoredTest(PartsCase):
+    """With --model the encodings of a run are there all at once."""
+
+    def etags(self):
+        return {encoding["name"]["tensor"]: encoding["etag"]
+                for encoding in self.json("encodings", "list", "--model",
+                                          self.id())["encodings"]}
+
+    def revisions(self):
+        return [one["revision"] for one in self.json("models", self.id())[
+            "revisions"]]
+
+    def store(self, source, output, *flags, code=0):
+        return self.quantize(source, output, "--model", self.id(), *flags,
+                             code=code)
+
+    def test_AKilledRunLeavesTheEncodingsBefore(self):
+        self.write_small()
+        self.store(self.input, "before", "--spec", "int8")
+        before = self.etags()
+        self.assertEqual(len(before), 300)
+        killed = 0
+        for _ in range(3):
+            with subprocess.Popen(
+                    [self.quantctl, "quantize", self.input, "-o",
+                     self.path("after"), "--force", "--model", self.id(),
+                     "--streams", "1", "--spec", "int4"],
+                    env=self.environment, stdout=subprocess.DEVNULL) as run:
+                while run.poll() is None:
+                    if len(self.revisions()) > 1:
+                        run.kill()
+                        killed += run.wait() == -signal.SIGKILL
+            if run.returncode == 0:
+                break
+            self.assertEqual(self.etags(), before)
+        self.assertGreater(killed, 0)
+        # The same command again does it all.
+        self.store(self.input, "after", "--force", "--spec", "int4")
+        after = self.etags()
+        self.assertEqual(after.keys(), before.keys())
+        self.assertFalse(set(after.values()) & set(before.values()))
+        self.assertEqual(self.revisions(), ["main"])
+
+    def test_OthersStayAndAFailedRunChangesNothing(self):
+        write_safetensors(self.input, tensors(["a.weight", "b.weight"],
+                                              [8, 64]))
+        self.store(self.input, "1", "--spec", "int8")
+        first = self.etags()
+        self.store(self.input, "2", "--include", "a*", "--spec", "int4")
+        second = self.etags()
+        self.assertNotEqual(first["a.weight"], second["a.weight"])
+        self.assertEqual(first.keys(), second.keys())
+        kept = self.json("encodings", "get", "b.weight", "--model", self.id())
+        self.assertEqual(kept["encoding"]["format"], "NUMBER_FORMAT_INT8")
+        contents, _ = read_safetensors(self.input)
+        contents["b.weight"] = ("BF16", [8, 64], b"\xc0\x7f" * 512)
+        write_safetensors(self.input, contents)
+        failed = self.store(self.input, "3", "--nan-policy", "reject", code=1)
+        self.assertIn("revision main is as it was", failed.stderr)
+        self.assertEqual(self.etags(), second)
+
+    def test_AShardThatIsKeptIsPublishedWithTheRest(self):
+        folder = self.write_folder()
+        self.store(folder, "out", "--spec", "int4")
+        self.store(self.write_other(), "other", "--spec", "int8")
+        os.unlink(self.path("out/model-00002-of-00006.safetensors"))
+        self.store(folder, "out", "--spec", "int4")
+        formats = {one["name"]["tensor"]: one["format"] for one in self.json(
+            "encodings", "list", "--model", self.id())["encodings"]}
+        self.assertEqual(formats, {
+            "other.weight": "NUMBER_FORMAT_INT8",
+            **{f"layers.{n}.weight": "NUMBER_FORMAT_INT4" for n in range(12)}})
+
+    def write_other(self):
+        """A file that has one tensor of the model, and one of its own."""
+        write_safetensors(self.input, tensors(
+            ["layers.0.weight", "other.weight"], [48, 64]))
+        return self.input
+
+    def test_PartsArePublishedWhenTheyAreJoined(self):
+        folder = self.write_folder()
+        for part in ("0/2", "1/2"):
+            self.store(folder, "out", "--part", part)
+            self.assertEqual(self.etags(), {})
+        self.store(folder, "out", "--join")
+        self.assertEqual(len(self.etags()), 12)
+        self.assertEqual(self.revisions(), ["main"])
+        # What is joined already is published already.
+        self.store(folder, "out", "--join")
+        self.assertEqual(len(self.etags()), 12)
+
+
 class StreamsTest(PartsCase):
 
     def same_for_any_streams(self, *flags):

@@ -1,0 +1,55 @@
+// The encodings that one run stores: readers see none of them, or all.
+
+#ifndef QUANTD_CLIENT_CLI_DRAFT_REVISION_H_
+#define QUANTD_CLIENT_CLI_DRAFT_REVISION_H_
+
+#include <string>
+
+#include "absl/container/flat_hash_set.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "client/cli/tensor_options.h"
+#include "client/cpp/client.h"
+
+namespace quantd::cli {
+
+// A revision of its own until it is published; see "Drafts" in
+// client/README.md. Immutable, thread-safe.
+class DraftRevision {
+ public:
+  // `target` is the model and the revision that get the encodings in the end.
+  // Runs with the same key, such as the parts of one, share the draft.
+  DraftRevision(NameOptions target, absl::string_view key);
+
+  // Where the run stores the encoding of a tensor.
+  TensorName NameOf(const std::string& tensor) const {
+    return draft_.NameOf(tensor);
+  }
+  // The name of the revision.
+  const std::string& revision() const { return draft_.revision; }
+
+  // Whether the caller may do what Publish does, before a run costs anything.
+  // Errors: of the client.
+  absl::Status Check(Client* client) const;
+
+  // The tensors that it has.
+  // Errors: of the client.
+  absl::StatusOr<absl::flat_hash_set<std::string>> Tensors(
+      Client* client) const;
+
+  // Makes the draft, which has these tensors, the target, all at once.
+  // Encodings of the target that the draft does not have are copied to it
+  // before, so they stay.
+  // Errors: of the client.
+  absl::Status Publish(const absl::flat_hash_set<std::string>& tensors,
+                       Client* client) const;
+
+ private:
+  const NameOptions target_;
+  const NameOptions draft_;
+};
+
+}  // namespace quantd::cli
+
+#endif  // QUANTD_CLIENT_CLI_DRAFT_REVISION_H_
