@@ -29,11 +29,11 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
-#include "client/cli/quantized_tensor.h"
 #include "client/cli/session.h"
 #include "client/cpp/scales.h"
 #include "client/cpp/tensor.h"
 #include "client/files/safetensors.h"
+#include "client/models/quantized_layout.h"
 #include "client/models/tensor_input.h"
 #include "nlohmann/json.hpp"
 

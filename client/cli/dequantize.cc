@@ -11,8 +11,6 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/string_view.h"
-#include "absl/strings/strip.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/types/span.h"
 #include "client/cli/command_line.h"
@@ -20,7 +18,6 @@
 #include "client/cli/compressed_tensors.h"
 #include "client/cli/output.h"
 #include "client/cli/progress.h"
-#include "client/cli/quantized_tensor.h"
 #include "client/cli/selection.h"
 #include "client/cli/session.h"
 #include "client/cli/streams.h"
@@ -30,6 +27,7 @@
 #include "client/files/npy.h"
 #include "client/files/safetensors.h"
 #include "client/files/safetensors_builder.h"
+#include "client/models/quantized_layout.h"
 #include "client/models/tensor_engine.h"
 #include "client/models/tensor_input.h"
 #include "nlohmann/json.hpp"
@@ -157,14 +155,10 @@ class Dequantizer {
   }
 
   absl::Status ReadAll(const TensorInput& input) {
-    for (const auto& [key, value] : input.metadata()) {
-      absl::string_view name = key;
-      if (!absl::ConsumePrefix(&name, kQuantizedKeyPrefix)) continue;
-      absl::StatusOr<QuantizedTensor> tensor =
-          ReadQuantized(input, options_.input, std::string(name), value);
-      if (!tensor.ok()) return tensor.status();
-      tensors_.push_back(*std::move(tensor));
-    }
+    absl::StatusOr<std::vector<QuantizedTensor>> tensors =
+        ReadAllQuantized(input, options_.input);
+    if (!tensors.ok()) return tensors.status();
+    tensors_ = *std::move(tensors);
     if (tensors_.empty()) {
       absl::StatusOr<std::vector<QuantizedTensor>> compressed =
           ReadCompressed(input, options_.input);

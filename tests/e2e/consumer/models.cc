@@ -1,6 +1,7 @@
 // Sweeps the weights of the file argv[2] with the server at argv[1] over two
 // specs. Prints the error of each on each tensor, and what a budget of 5 bits
 // for each element chooses.
+// Then lists the tensors of argv[3], which quantctl quantized.
 
 #include <quantd/client.h>
 #include <quantd/models.h>
@@ -9,7 +10,7 @@
 #include <vector>
 
 int main(int argc, char** argv) {
-  if (argc != 3) return 2;
+  if (argc != 4) return 2;
   quantd::ClientOptions options;
   options.target = argv[1];
   const auto client = quantd::Client::Connect(options);
@@ -35,6 +36,16 @@ int main(int argc, char** argv) {
   }
   for (const auto& choice : sweep->mixtures[0].choices()) {
     std::cout << choice.tensor() << "=" << choice.spec_index() << "\n";
+  }
+  const auto quantized = quantd::TensorInput::Open(argv[3]);
+  if (!quantized.ok()) return 1;
+  const auto tensors = quantd::ReadAllQuantized(*quantized, argv[3]);
+  if (!tensors.ok()) return 1;
+  for (const quantd::QuantizedTensor& tensor : *tensors) {
+    std::cout << tensor.name << ": "
+              << quantd::FormatName(tensor.encoding.format()) << " "
+              << tensor.codes.size() << " " << tensor.Whole().scale_size()
+              << "\n";
   }
   return 0;
 }

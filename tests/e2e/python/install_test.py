@@ -6,6 +6,7 @@ program is built with find_package(quantd) and used with the installed server.
 
 import argparse
 import json
+import math
 import os
 import re
 import subprocess
@@ -98,18 +99,25 @@ class InstallTest(unittest.TestCase):
         path = os.path.join(self.built, "w.safetensors")
         self.assertEqual(run(os.path.join(self.built, "files_consumer"), path),
                          "w 3\n")
-        self.sweep_is_that_of_quantctl(server.address)
+        self.models_are_those_of_quantctl(server.address)
 
-    def sweep_is_that_of_quantctl(self, address):
+    def models_are_those_of_quantctl(self, address):
         weights = os.path.join(live_server.ROOT,
                                "tests/data/digits-cnn/model.safetensors")
-        lines = run(os.path.join(self.built, "models_consumer"), address,
-                    weights).splitlines()
+        quantized = os.path.join(self.built, "quantized.safetensors")
         specs = ("int8:per-channel", "int4:group:32")
-        swept = json.loads(run(
-            os.path.join(self.prefix, "bin/quantctl"), "sweep", weights,
-            "--server", address, "--json", "--max-bits-per-element", "5",
-            *(word for spec in specs for word in ("--spec", spec))))
+
+        def quantctl(*command):
+            return json.loads(run(os.path.join(self.prefix, "bin/quantctl"),
+                                  "--server", address, "--json", *command))
+
+        written = quantctl("quantize", weights, "-o", quantized,
+                           "--spec", "int8:per-channel")
+        lines = run(os.path.join(self.built, "models_consumer"), address,
+                    weights, quantized).splitlines()
+        swept = quantctl(
+            "sweep", weights, "--max-bits-per-element", "5",
+            *(word for spec in specs for word in ("--spec", spec)))
         want = []
         for tensor in swept["tensors"]:
             by_index = sorted(tensor["candidates"],
@@ -119,8 +127,12 @@ class InstallTest(unittest.TestCase):
                 for one in by_index)]))
         want += [f"{one['tensor']}={one['spec_index']}"
                  for one in swept["mixtures"][0]["choices"]]
+        # Of plain files, in the order of names, as their metadata are.
+        want += sorted(
+            f"{one['name']}: int8 {math.prod(one['shape'])} {one['shape'][0]}"
+            for one in written["tensors"] if one["result"] == "quantized")
         self.assertEqual(lines, want)
-        self.assertGreater(len(lines), 4)
+        self.assertGreater(len(lines), 6)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-#include "client/cli/quantized_tensor.h"
+#include "client/models/quantized_layout.h"
 
 #include <cstdint>
 #include <string>
@@ -10,7 +10,7 @@
 #include "gtest/gtest.h"
 #include "tests/support/temporary_directory.h"
 
-namespace quantd::cli {
+namespace quantd {
 namespace {
 
 class QuantizedTensorTest : public ::testing::Test {
@@ -168,4 +168,4 @@ TEST_F(QuantizedTensorTest, NarrowScalesAreKeptExactly) {
 }
 
 }  // namespace
-}  // namespace quantd::cli
+}  // namespace quantd

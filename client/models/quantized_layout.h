@@ -16,8 +16,8 @@
 //                       "scale_type": "e8m0", "outer_block_size": [..],
 //                       "no_saturation": true
 
-#ifndef QUANTD_CLIENT_CLI_QUANTIZED_TENSOR_H_
-#define QUANTD_CLIENT_CLI_QUANTIZED_TENSOR_H_
+#ifndef QUANTD_CLIENT_MODELS_QUANTIZED_LAYOUT_H_
+#define QUANTD_CLIENT_MODELS_QUANTIZED_LAYOUT_H_
 
 #include <atomic>
 #include <cstdint>
@@ -37,7 +37,7 @@
 #include "client/files/safetensors_builder.h"
 #include "client/models/tensor_input.h"
 
-namespace quantd::cli {
+namespace quantd {
 
 constexpr absl::string_view kQuantizedKeyPrefix = "quantd.";
 constexpr absl::string_view kScaleSuffix = ".scale";
@@ -134,12 +134,12 @@ absl::StatusOr<QuantizedTensor> ReadQuantized(const TensorInput& input,
                                               const std::string& name,
                                               absl::string_view json);
 
-// Whether the input has plain tensors alone; what somebody has quantized is not
-// to be quantized again, scales and all. `path` is what the input was opened
+// All tensors of the input that are quantized so; `path` is what it was opened
 // as.
-// Errors: FILE_UNSUPPORTED, with what to do.
-absl::Status CheckPlain(const TensorInput& input, const std::string& path);
+// Errors: FILE_MALFORMED.
+absl::StatusOr<std::vector<QuantizedTensor>> ReadAllQuantized(
+    const TensorInput& input, const std::string& path);
 
-}  // namespace quantd::cli
+}  // namespace quantd
 
-#endif  // QUANTD_CLIENT_CLI_QUANTIZED_TENSOR_H_
+#endif  // QUANTD_CLIENT_MODELS_QUANTIZED_LAYOUT_H_
