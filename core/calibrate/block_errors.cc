@@ -1,7 +1,9 @@
 #include "core/calibrate/block_errors.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <limits>
 
 #include "core/formats/number_format.h"
 #include "core/simd_internal.h"
@@ -21,14 +23,14 @@ namespace hn = hwy::HWY_NAMESPACE;
 
 #if HWY_TARGET == HWY_EMU128 || HWY_TARGET == HWY_SCALAR || HWY_HAVE_SCALABLE
 
-void SumFloatErrors(const BlockGrid& grid, const float* x, int64_t count,
-                    const BlockTrials<float>& trials) {
-  SumBlockErrorsScalar(grid, x, count, trials);
+int64_t SumFloatErrors(const BlockGrid& grid, const float* x, int64_t count,
+                       const BlockTrials<float>& trials) {
+  return SumBlockErrorsScalar(grid, x, count, trials);
 }
 
-void SumDoubleErrors(const BlockGrid& grid, const double* x, int64_t count,
-                     const BlockTrials<double>& trials) {
-  SumBlockErrorsScalar(grid, x, count, trials);
+int64_t SumDoubleErrors(const BlockGrid& grid, const double* x, int64_t count,
+                        const BlockTrials<double>& trials) {
+  return SumBlockErrorsScalar(grid, x, count, trials);
 }
 
 #else
@@ -36,13 +38,22 @@ void SumDoubleErrors(const BlockGrid& grid, const double* x, int64_t count,
 // How far quotients are from the numbers nearest to them, and which of them are
 // clipped. A lane is a scale.
 
+// The k-th of the numbers and those behind it; if there are none, the same
+// number in all lanes.
+template <class D>
+HWY_INLINE hn::Vec<D> LoadOrSet(D d, const hn::TFromD<D>* numbers, int64_t k,
+                                int32_t number) {
+  return numbers == nullptr ? hn::Set(d, static_cast<hn::TFromD<D>>(number))
+                            : hn::LoadU(d, numbers + k);
+}
+
 template <class D>
 class IntegerRounder {
  public:
-  IntegerRounder(D d, const BlockGrid& /*grid*/,
+  IntegerRounder(D d, const BlockGrid& grid,
                  const BlockTrials<hn::TFromD<D>>& trials, int64_t k)
-      : low_(hn::LoadU(d, trials.low + k)),
-        high_(hn::LoadU(d, trials.high + k)) {}
+      : low_(LoadOrSet(d, trials.low, k, grid.qmin)),
+        high_(LoadOrSet(d, trials.high, k, grid.qmax)) {}
 
   HWY_INLINE hn::Vec<D> Distance(D /*d*/, hn::Vec<D> q) const {
     return hn::Sub(q, hn::Round(hn::Min(hn::Max(q, low_), high_)));
@@ -62,17 +73,16 @@ class IntegerRounder {
 template <class D>
 class MirroredRounder {
  public:
-  MirroredRounder(D d, const BlockGrid& /*grid*/,
+  MirroredRounder(D d, const BlockGrid& grid,
                   const BlockTrials<hn::TFromD<D>>& trials, int64_t k)
-      : high_(hn::LoadU(d, trials.high + k)) {}
+      : high_(LoadOrSet(d, trials.high, k, grid.qmax)) {}
 
   HWY_INLINE hn::Vec<D> Distance(D /*d*/, hn::Vec<D> q) const {
     return hn::Sub(q, hn::Round(hn::Min(q, high_)));
   }
   HWY_INLINE hn::Mask<D> IsClipped(D d, hn::Vec<D> /*q*/,
                                    hn::Vec<D> distance) const {
-    return hn::Gt(hn::Abs(distance),
-                  hn::Set(d, hn::TFromD<D>{kClippedDistance}));
+    return hn::Gt(distance, hn::Set(d, hn::TFromD<D>{kClippedDistance}));
   }
 
  private:
@@ -138,91 +148,161 @@ struct ChunkSums {
   hn::Vec<D> sum3;
 };
 
+// Both sums of what `add(i, first, second)` adds for each element.
+template <class D, class Add>
+HWY_INLINE void SumElements(D d, int64_t count, const Add& add,
+                            hn::Vec<D>* HWY_RESTRICT first,
+                            hn::Vec<D>* HWY_RESTRICT second) {
+  *first = hn::Zero(d);
+  *second = hn::Zero(d);
+  for (int64_t begin = 0; begin < count; begin += kErrorChunk) {
+    ChunkSums<D> a(d);
+    ChunkSums<D> b(d);
+    const int64_t end = HWY_MIN(count, begin + kErrorChunk);
+    int64_t i = begin;
+    for (; i + kErrorSums <= end; i += kErrorSums) {
+      add(i, a.sum0, b.sum0);
+      add(i + 1, a.sum1, b.sum1);
+      add(i + 2, a.sum2, b.sum2);
+      add(i + 3, a.sum3, b.sum3);
+    }
+    if (i < end) add(i, a.sum0, b.sum0);
+    if (i + 1 < end) add(i + 1, a.sum1, b.sum1);
+    if (i + 2 < end) add(i + 2, a.sum2, b.sum2);
+    *first = hn::Add(*first, a.PutTogether());
+    *second = hn::Add(*second, b.PutTogether());
+  }
+}
+
+template <class D>
+HWY_INLINE hn::Vec<D> LoadDoubles(D d, const float* from) {
+  const hn::Rebind<float, D> df;
+  return hn::PromoteTo(d, hn::LoadU(df, from));
+}
+template <class D>
+HWY_INLINE hn::Vec<D> LoadDoubles(D d, const double* from) {
+  return hn::LoadU(d, from);
+}
+
+// The first of the least errors, lane by lane.
+template <class D>
+class LeastError {
+ public:
+  explicit LeastError(D d)
+      : error_(hn::Set(d, std::numeric_limits<double>::infinity())),
+        index_(hn::Zero(d)) {}
+
+  // Of those from the k-th on. Later ones come later.
+  HWY_INLINE void Add(D d, hn::Vec<D> error, int64_t k) {
+    const auto is_less = hn::Lt(error, error_);
+    error_ = hn::IfThenElse(is_less, error, error_);
+    index_ =
+        hn::IfThenElse(is_less, hn::Iota(d, static_cast<double>(k)), index_);
+  }
+  HWY_INLINE int64_t Index(D d) const {
+    double error[kTrialLanes], index[kTrialLanes];
+    hn::StoreU(error_, d, error);
+    hn::StoreU(index_, d, index);
+    size_t best = 0;
+    for (size_t i = 1; i < hn::Lanes(d); ++i) {
+      if (error[i] < error[best] ||
+          (error[i] == error[best] && index[i] < index[best])) {
+        best = i;
+      }
+    }
+    return static_cast<int64_t>(index[best]);
+  }
+
+ private:
+  hn::Vec<D> error_;
+  hn::Vec<D> index_;
+};
+
 template <template <class> class Rounder, bool kClips, typename T>
-void SumErrors(const BlockGrid& grid, const T* HWY_RESTRICT x, int64_t count,
-               const BlockTrials<T>& trials) {
+int64_t SumErrors(const BlockGrid& grid, const T* HWY_RESTRICT x, int64_t count,
+                  const BlockTrials<T>& trials) {
   const hn::CappedTag<T, kTrialLanes> d;
   using D = decltype(d);
   using V = hn::Vec<D>;
+  const hn::CappedTag<double, kTrialLanes> dd;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+  const int64_t double_lanes = static_cast<int64_t>(hn::Lanes(dd));
+  const bool weighs = trials.gamma != 1;
+  const auto more = hn::Set(dd, trials.gamma - 1);
+  LeastError<decltype(dd)> least(dd);
   for (int64_t k = 0; k < trials.count; k += lanes) {
     const Rounder<D> rounder(d, grid, trials, k);
-    const V inverse = hn::LoadU(d, trials.inverse + k);
-    V squares = hn::Zero(d);
-    V clipped = hn::Zero(d);
-    for (int64_t begin = 0; begin < count; begin += kErrorChunk) {
-      ChunkSums<D> square_sums(d);
-      ChunkSums<D> clipped_sums(d);
-      const auto add = [&](int64_t i, V& square_sum, V& clipped_sum) HWY_ATTR {
-        const V q = hn::Mul(hn::Set(d, x[i]), inverse);
-        const V distance = rounder.Distance(d, q);
-        const V square = hn::Mul(distance, distance);
-        square_sum = hn::Add(square_sum, square);
-        if constexpr (kClips) {
-          clipped_sum = hn::Add(
-              clipped_sum,
-              hn::IfThenElseZero(rounder.IsClipped(d, q, distance), square));
-        }
-      };
-      const int64_t end = HWY_MIN(count, begin + kErrorChunk);
-      int64_t i = begin;
-      for (; i + kErrorSums <= end; i += kErrorSums) {
-        add(i, square_sums.sum0, clipped_sums.sum0);
-        add(i + 1, square_sums.sum1, clipped_sums.sum1);
-        add(i + 2, square_sums.sum2, clipped_sums.sum2);
-        add(i + 3, square_sums.sum3, clipped_sums.sum3);
-      }
-      if (i < end) add(i, square_sums.sum0, clipped_sums.sum0);
-      if (i + 1 < end) add(i + 1, square_sums.sum1, clipped_sums.sum1);
-      if (i + 2 < end) add(i + 2, square_sums.sum2, clipped_sums.sum2);
-      squares = hn::Add(squares, square_sums.PutTogether());
+    const V inverse = hn::Div(hn::Set(d, T{1}), hn::LoadU(d, trials.scale + k));
+    V squares, clipped;
+    SumElements(
+        d, count,
+        [&](int64_t i, V& square_sum, V& clipped_sum) HWY_ATTR {
+          const V q = hn::Mul(hn::Set(d, x[i]), inverse);
+          const V distance = rounder.Distance(d, q);
+          const V square = hn::Mul(distance, distance);
+          square_sum = hn::Add(square_sum, square);
+          if constexpr (kClips) {
+            clipped_sum = hn::Add(
+                clipped_sum,
+                hn::IfThenElseZero(rounder.IsClipped(d, q, distance), square));
+          }
+        },
+        &squares, &clipped);
+    HWY_ALIGN T square_of[kTrialLanes];
+    HWY_ALIGN T clipped_of[kTrialLanes];
+    hn::Store(squares, d, square_of);
+    if constexpr (kClips) hn::Store(clipped, d, clipped_of);
+    for (int64_t i = 0; i < lanes; i += double_lanes) {
+      const auto scale = LoadDoubles(dd, trials.scale + k + i);
+      const auto unit = hn::Mul(scale, scale);
+      auto error = LoadDoubles(dd, square_of + i);
       if constexpr (kClips) {
-        clipped = hn::Add(clipped, clipped_sums.PutTogether());
+        const auto beyond = LoadDoubles(dd, clipped_of + i);
+        if (weighs) error = hn::Add(error, hn::Mul(more, beyond));
+        if (trials.clipped != nullptr) {
+          hn::StoreU(hn::Mul(beyond, unit), dd, trials.clipped + k + i);
+        }
       }
+      error = hn::Mul(error, unit);
+      hn::StoreU(error, dd, trials.errors + k + i);
+      least.Add(dd, error, k + i);
     }
-    hn::StoreU(squares, d, trials.squares + k);
-    if constexpr (kClips) hn::StoreU(clipped, d, trials.clipped + k);
   }
+  return least.Index(dd);
 }
 
 template <template <class> class Rounder, typename T>
-void SumErrorsBy(const BlockGrid& grid, const T* x, int64_t count,
-                 const BlockTrials<T>& trials) {
-  if (trials.clipped != nullptr) {
-    SumErrors<Rounder, true>(grid, x, count, trials);
-  } else {
-    SumErrors<Rounder, false>(grid, x, count, trials);
-  }
+int64_t SumErrorsBy(const BlockGrid& grid, const T* x, int64_t count,
+                    const BlockTrials<T>& trials) {
+  return trials.clipped != nullptr || trials.gamma != 1
+             ? SumErrors<Rounder, true>(grid, x, count, trials)
+             : SumErrors<Rounder, false>(grid, x, count, trials);
 }
 
 template <typename T>
-void SumAnyErrors(const BlockGrid& grid, const T* x, int64_t count,
-                  const BlockTrials<T>& trials) {
+int64_t SumAnyErrors(const BlockGrid& grid, const T* x, int64_t count,
+                     const BlockTrials<T>& trials) {
   switch (grid.format.kind) {
     case CodeKind::kInteger:
-      if (grid.is_mirrored) {
-        SumErrorsBy<MirroredRounder>(grid, x, count, trials);
-      } else {
-        SumErrorsBy<IntegerRounder>(grid, x, count, trials);
-      }
-      return;
+      return grid.is_mirrored
+                 ? SumErrorsBy<MirroredRounder>(grid, x, count, trials)
+                 : SumErrorsBy<IntegerRounder>(grid, x, count, trials);
     case CodeKind::kFloat:
-      SumErrorsBy<FloatRounder>(grid, x, count, trials);
-      return;
+      return SumErrorsBy<FloatRounder>(grid, x, count, trials);
     case CodeKind::kCodebook:
-      SumErrorsBy<CodebookRounder>(grid, x, count, trials);
-      return;
+      break;
   }
+  return SumErrorsBy<CodebookRounder>(grid, x, count, trials);
 }
 
-void SumFloatErrors(const BlockGrid& grid, const float* x, int64_t count,
-                    const BlockTrials<float>& trials) {
-  SumAnyErrors(grid, x, count, trials);
+int64_t SumFloatErrors(const BlockGrid& grid, const float* x, int64_t count,
+                       const BlockTrials<float>& trials) {
+  return SumAnyErrors(grid, x, count, trials);
 }
 
-void SumDoubleErrors(const BlockGrid& grid, const double* x, int64_t count,
-                     const BlockTrials<double>& trials) {
-  SumAnyErrors(grid, x, count, trials);
+int64_t SumDoubleErrors(const BlockGrid& grid, const double* x, int64_t count,
+                        const BlockTrials<double>& trials) {
+  return SumAnyErrors(grid, x, count, trials);
 }
 
 #endif
@@ -256,23 +336,19 @@ BlockGrid::BlockGrid(const Encoding& encoding, bool has_zero_points)
 }
 
 template <>
-void SumBlockErrors(const BlockGrid& grid, const float* x, int64_t count,
-                    const BlockTrials<float>& trials) {
-  if (internal::UsesScalarKernels()) {
-    SumBlockErrorsScalar(grid, x, count, trials);
-  } else {
-    HWY_DYNAMIC_DISPATCH(SumFloatErrors)(grid, x, count, trials);
-  }
+int64_t SumBlockErrors(const BlockGrid& grid, const float* x, int64_t count,
+                       const BlockTrials<float>& trials) {
+  return internal::UsesScalarKernels()
+             ? SumBlockErrorsScalar(grid, x, count, trials)
+             : HWY_DYNAMIC_DISPATCH(SumFloatErrors)(grid, x, count, trials);
 }
 
 template <>
-void SumBlockErrors(const BlockGrid& grid, const double* x, int64_t count,
-                    const BlockTrials<double>& trials) {
-  if (internal::UsesScalarKernels()) {
-    SumBlockErrorsScalar(grid, x, count, trials);
-  } else {
-    HWY_DYNAMIC_DISPATCH(SumDoubleErrors)(grid, x, count, trials);
-  }
+int64_t SumBlockErrors(const BlockGrid& grid, const double* x, int64_t count,
+                       const BlockTrials<double>& trials) {
+  return internal::UsesScalarKernels()
+             ? SumBlockErrorsScalar(grid, x, count, trials)
+             : HWY_DYNAMIC_DISPATCH(SumDoubleErrors)(grid, x, count, trials);
 }
 
 }  // namespace quantd::core

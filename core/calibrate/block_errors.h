@@ -39,16 +39,23 @@ template <typename T>
 struct BlockTrials {
   // A multiple of kTrialLanes.
   int64_t count;
-  // [count] 1 / scale, and for integers qmin and qmax less the zero point.
-  const T* inverse;
+  const T* scale;
+  // Integers: [count] qmin and qmax less the zero point. Null: those of the
+  // grid.
   const T* low;
   const T* high;
-  // Out: [count] sums of (x / scale - x')^2, where x' is the nearest of the
-  // numbers, and the part of it that clipped elements have. Null: not wanted.
-  T* squares;
-  T* clipped;
+  // How many times clipped elements count.
+  double gamma;
+  // Out: [count] sums of (x - scale x')^2, where x' is the nearest of the
+  // numbers.
+  double* errors;
+  // Out: [count] what clipped elements add to them, counted once. Null: not
+  // wanted.
+  double* clipped;
 };
 
+// Quotients x / scale are products with 1 / scale. Both and the sums of the
+// squares of their distances are of type T, what is made of a sum is float64.
 // Elements are added up in kErrorSums sums, element i in sum i % kErrorSums,
 // which are put together pair by pair after each kErrorChunk elements. Floats
 // lose less than 2^-18 of a sum so.
@@ -60,16 +67,18 @@ constexpr int64_t kErrorChunk = 64;
 // does not decide over it.
 constexpr double kClippedDistance = 0.5 + 0x1p-14;
 
+// Returns the index of the least error: the first of several, and 0 where none
+// is below infinity.
 // `x`  [count] finite elements; of their magnitudes if the grid is mirrored.
 // The same bits on every machine.
 template <typename T>
-void SumBlockErrors(const BlockGrid& grid, const T* x, int64_t count,
-                    const BlockTrials<T>& trials);
+int64_t SumBlockErrors(const BlockGrid& grid, const T* x, int64_t count,
+                       const BlockTrials<T>& trials);
 
 // The truth: one scale and one element after the other.
 template <typename T>
-void SumBlockErrorsScalar(const BlockGrid& grid, const T* x, int64_t count,
-                          const BlockTrials<T>& trials);
+int64_t SumBlockErrorsScalar(const BlockGrid& grid, const T* x, int64_t count,
+                             const BlockTrials<T>& trials);
 
 }  // namespace quantd::core
 

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 
 #include "absl/types/span.h"
 #include "core/calibrate/block_errors.h"
@@ -46,36 +47,69 @@ T PutTogether(const T* sums) {
   return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
+template <typename T>
+struct TwoSums {
+  T first = 0;
+  T second = 0;
+};
+
+// Both sums of what `add(x, &first, &second)` adds for each element.
+template <typename T, typename Add>
+TwoSums<T> SumElements(const T* x, int64_t count, const Add& add) {
+  TwoSums<T> sums;
+  for (int64_t begin = 0; begin < count; begin += kErrorChunk) {
+    T first[kErrorSums] = {};
+    T second[kErrorSums] = {};
+    const int64_t end = std::min(count, begin + kErrorChunk);
+    for (int64_t i = begin; i < end; ++i) {
+      add(x[i], &first[i % kErrorSums], &second[i % kErrorSums]);
+    }
+    sums.first += PutTogether(first);
+    sums.second += PutTogether(second);
+  }
+  return sums;
+}
+
 }  // namespace
 
 template <typename T>
-void SumBlockErrorsScalar(const BlockGrid& grid, const T* x, int64_t count,
-                          const BlockTrials<T>& trials) {
+int64_t SumBlockErrorsScalar(const BlockGrid& grid, const T* x, int64_t count,
+                             const BlockTrials<T>& trials) {
+  int64_t best = 0;
+  double least = std::numeric_limits<double>::infinity();
   for (int64_t k = 0; k < trials.count; ++k) {
-    T squares = 0;
-    T clipped = 0;
-    for (int64_t begin = 0; begin < count; begin += kErrorChunk) {
-      T square_sums[kErrorSums] = {};
-      T clipped_sums[kErrorSums] = {};
-      const int64_t end = std::min(count, begin + kErrorChunk);
-      for (int64_t i = begin; i < end; ++i) {
-        const Deviation<T> deviation = DeviationOf(
-            grid, x[i] * trials.inverse[k], trials.low[k], trials.high[k]);
-        const T square = deviation.distance * deviation.distance;
-        square_sums[i % kErrorSums] += square;
-        if (deviation.is_clipped) clipped_sums[i % kErrorSums] += square;
-      }
-      squares += PutTogether(square_sums);
-      clipped += PutTogether(clipped_sums);
+    const T inverse = T{1} / trials.scale[k];
+    const T low =
+        trials.low == nullptr ? static_cast<T>(grid.qmin) : trials.low[k];
+    const T high =
+        trials.high == nullptr ? static_cast<T>(grid.qmax) : trials.high[k];
+    const TwoSums<T> sums =
+        SumElements(x, count, [&](T element, T* squares, T* clipped) {
+          const Deviation<T> deviation =
+              DeviationOf(grid, element * inverse, low, high);
+          const T square = deviation.distance * deviation.distance;
+          *squares += square;
+          if (deviation.is_clipped) *clipped += square;
+        });
+    const double scale = trials.scale[k];
+    const double unit = scale * scale;
+    double error = sums.first;
+    if (trials.gamma != 1) error += (trials.gamma - 1) * double{sums.second};
+    error *= unit;
+    trials.errors[k] = error;
+    if (trials.clipped != nullptr) {
+      trials.clipped[k] = double{sums.second} * unit;
     }
-    trials.squares[k] = squares;
-    if (trials.clipped != nullptr) trials.clipped[k] = clipped;
+    if (!(error < least)) continue;
+    least = error;
+    best = k;
   }
+  return best;
 }
 
-template void SumBlockErrorsScalar(const BlockGrid&, const float*, int64_t,
-                                   const BlockTrials<float>&);
-template void SumBlockErrorsScalar(const BlockGrid&, const double*, int64_t,
-                                   const BlockTrials<double>&);
+template int64_t SumBlockErrorsScalar(const BlockGrid&, const float*, int64_t,
+                                      const BlockTrials<float>&);
+template int64_t SumBlockErrorsScalar(const BlockGrid&, const double*, int64_t,
+                                      const BlockTrials<double>&);
 
 }  // namespace quantd::core

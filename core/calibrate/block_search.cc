@@ -28,15 +28,21 @@ constexpr int kDefaultStepsOfTwoEnds = 32;
 // Steps between the two neighbours of the best range, for each end.
 constexpr int kFineSteps = 16;
 constexpr int kFineStepsOfTwoEnds = 16;
-// Few trials are made at once, many after some of them.
+// Ranges that are tried before all others, in parts of the whole one: dense
+// where what is clipped begins to be more than the least error, for most data.
 constexpr int64_t kSamples = kTrialLanes;
-constexpr int64_t kTrialsAtOnce = 256;
+constexpr int kSampleParts = 128;
+constexpr int kSampleAt[kSamples] = {128, 120, 112, 106, 100, 95, 90, 85,
+                                     80,  75,  70,  64,  54,  40, 26, 12};
+// Those of two ends that are tried at once, at least.
+constexpr int64_t kTrialsAtOnce = 64;
 // Errors are sums in float32.
 constexpr double kSlack = 1 - 0x1p-10;
 
 // Magnitudes whose squares and scales are far from the ends of float32.
 constexpr double kLeastFloat = 0x1p-40;
 constexpr double kMostFloat = 0x1p40;
+constexpr double kLeastScale = std::numeric_limits<float>::min();
 // Wider codes than this are too fine for quotients in float32.
 constexpr int kMostFloatBits = 8;
 
@@ -81,7 +87,7 @@ void BlockElements::Assign(ElementType type, const uint8_t* in, int64_t count) {
     if (doubles_.size() < size) doubles_.resize(size);
     std::copy_n(in, size * sizeof(double),
                 reinterpret_cast<uint8_t*>(doubles_.data()));
-    KeepFinite<uint64_t>(count, &doubles_);
+    KeepFinite<int64_t>(count, &doubles_);
     return;
   }
   if (floats_.size() < size) floats_.resize(size);
@@ -91,7 +97,7 @@ void BlockElements::Assign(ElementType type, const uint8_t* in, int64_t count) {
   } else {
     ToHistogramFloats(type, in, count, floats_.data());
   }
-  KeepFinite<uint32_t>(count, &floats_);
+  KeepFinite<int32_t>(count, &floats_);
 }
 
 void BlockElements::Assign(const HeldTensor& held, int64_t scale_index) {
@@ -104,12 +110,12 @@ template <typename Bits, typename T>
 void BlockElements::KeepFinite(int64_t count, std::vector<T>* elements) {
   // Magnitudes are in the order of their bits, and what is not finite above
   // them.
-  constexpr Bits kMagnitude = std::numeric_limits<Bits>::max() / 2;
+  constexpr Bits kMagnitude = std::numeric_limits<Bits>::max();
   const Bits infinity = BitsAs<Bits>(std::numeric_limits<T>::infinity());
-  const auto largest = [&] {
+  const auto largest = [this, x = elements->data()] {
     Bits most = 0;
     for (int64_t i = 0; i < count_; ++i) {
-      most = std::max(most, BitsAs<Bits>((*elements)[i]) & kMagnitude);
+      most = std::max(most, BitsAs<Bits>(x[i]) & kMagnitude);
     }
     return most;
   };
@@ -138,7 +144,7 @@ BlockElements::Room<double>& BlockElements::room() {
 template <typename T>
 class BlockSearch::Run {
  public:
-  using Trial = BlockElements::Trial;
+  using Way = BlockElements::Way;
 
   Run(const BlockSearch& search, int64_t index, float outer, double gamma,
       BlockElements* elements, StopToken stop)
@@ -151,17 +157,16 @@ class BlockSearch::Run {
         room_(elements->room<T>()),
         trials_(elements->trials_),
         stop_(stop) {
+    trials_.count = 0;
     const auto count = static_cast<size_t>(all_.count());
     if (room_.elements.size() < count) room_.elements.resize(count);
-    const auto take = [&](const auto* from) {
+    const auto take = [&, to = room_.elements.data()](const auto* from) {
       if (grid_.is_mirrored) {
         for (size_t i = 0; i < count; ++i) {
-          room_.elements[i] = static_cast<T>(std::fabs(from[i]));
+          to[i] = static_cast<T>(std::fabs(from[i]));
         }
       } else {
-        for (size_t i = 0; i < count; ++i) {
-          room_.elements[i] = static_cast<T>(from[i]);
-        }
+        for (size_t i = 0; i < count; ++i) to[i] = static_cast<T>(from[i]);
       }
     };
     if (all_.is_double()) {
@@ -172,17 +177,24 @@ class BlockSearch::Run {
   }
 
   absl::StatusOr<double> Error(const Range& range) {
-    trials_.clear();
-    if (!Add(range, 0, 0)) return status_;
-    Judge();
-    return trials_.front().error;
+    whole_ = range;
+    if (scaler_.is_symmetric()) {
+      const double all = 1;
+      JudgeFractions(&all, 1, /*needs_clipped=*/false);
+    } else {
+      AddTrial(range, 0);
+      JudgeTrials();
+    }
+    if (!has_best_) return status_;
+    return best_.error;
   }
 
   absl::StatusOr<Range> Search(const Range& whole, int steps) {
+    whole_ = whole;
     if (scaler_.is_symmetric()) {
-      SearchOneEnd(whole, steps != 0 ? steps : kDefaultSteps);
+      SearchOneEnd(steps != 0 ? steps : kDefaultSteps);
     } else {
-      SearchTwoEnds(whole, steps != 0 ? steps : kDefaultStepsOfTwoEnds);
+      SearchTwoEnds(steps != 0 ? steps : kDefaultStepsOfTwoEnds);
     }
     if (stop_.stopped()) return StoppedError();
     if (!has_best_) return status_;
@@ -190,147 +202,173 @@ class BlockSearch::Run {
   }
 
  private:
-  // Scales fall with the fraction of the whole range that is tried. What is
-  // clipped rises as they do: where that alone is more than the least error,
-  // smaller fractions need not be looked at.
-  void SearchOneEnd(const Range& whole, int count) {
-    whole_ = whole;
-    const double step = 1.0 / count;
-    std::vector<double>& fractions = all_.fractions_;
-    fractions.clear();
-    if (count <= 2 * kSamples) {
-      for (int k = count; k >= 1; --k) fractions.push_back(k * step);
-      JudgeFractions(gamma_ != 1);
-    } else {
-      const auto sample = [&](int64_t i) {
-        return static_cast<int>(count - i * count / kSamples);
-      };
-      for (int64_t i = 0; i < kSamples; ++i) {
-        fractions.push_back(sample(i) * step);
-      }
-      JudgeFractions(/*needs_clipped=*/true);
-      fractions.clear();
-      for (int64_t i = 0; i < kSamples; ++i) {
-        const double scale = room_.scale[i];
-        const double clipped = scale * scale * double{room_.clipped[i]};
-        if (gamma_ * clipped * kSlack > best_.error) break;
-        // Scales that are rounded coarsely repeat themselves.
-        const bool is_last = i + 1 == kSamples;
-        if (!is_last && room_.scale[i + 1] == room_.scale[i]) continue;
-        const int end = is_last ? 0 : sample(i + 1);
-        for (int k = sample(i) - 1; k > end; --k) fractions.push_back(k * step);
-      }
-      JudgeFractions(gamma_ != 1);
+  struct Best {
+    Range range;
+    double error;
+    // Of equally good ranges that with the least wins.
+    double order;
+  };
+
+  // Room for as many trials, in whole vectors, which it gives.
+  int64_t Reserve(int64_t count) {
+    const int64_t padded =
+        (count + kTrialLanes - 1) / kTrialLanes * kTrialLanes;
+    const auto size = static_cast<size_t>(padded);
+    if (room_.scale.size() >= size) return padded;
+    for (auto* array : {&room_.scale, &room_.low, &room_.high}) {
+      array->resize(size);
     }
-    if (!has_best_) return;
-    const double first = best_fraction_ - step;
-    const double last = std::min(best_fraction_ + step, 1.0);
-    fractions.clear();
-    for (int k = kFineSteps - 1; k >= 1; --k) {
-      fractions.push_back(first + k * ((last - first) / kFineSteps));
-    }
-    JudgeFractions(gamma_ != 1);
+    for (auto* array : {&room_.errors, &room_.clipped}) array->resize(size);
+    return padded;
   }
 
-  // Takes the best of all_.fractions_, which are of whole_.
-  void JudgeFractions(bool needs_clipped) {
-    const std::vector<double>& fractions = all_.fractions_;
-    const auto count = static_cast<int64_t>(fractions.size());
-    if (count == 0 || stop_.stopped()) return;
-    const int64_t padded = Reserve(count);
-    if (room_.scale.size() < room_.inverse.size()) {
-      room_.scale.resize(room_.inverse.size());
-    }
-    const double unit = scaler_.Magnitude(whole_) / scaler_.largest();
-    if (outer_ == 0 && scaler_.has_plain_scales() && unit < kMostFloat) {
-      constexpr double kLeast = std::numeric_limits<float>::min();
-      for (int64_t i = 0; i < count; ++i) {
-        room_.scale[i] =
-            static_cast<float>(std::max(unit * fractions[i], kLeast));
-      }
-    } else {
-      for (int64_t i = 0; i < count; ++i) {
-        const absl::StatusOr<BlockScale> scale = scaler_.Scale(
-            index_, {whole_.low * fractions[i], whole_.high * fractions[i]},
-            outer_);
-        if (!scale.ok() && status_.ok()) status_ = scale.status();
-        // No scale is 0.
-        room_.scale[i] = scale.ok() ? scale->scale : 0;
-      }
-    }
-    std::fill(room_.scale.begin() + count, room_.scale.begin() + padded, T{1});
-    for (int64_t i = 0; i < padded; ++i) {
-      room_.inverse[i] = T{1} / room_.scale[i];
-    }
-    std::fill(room_.low.begin(), room_.low.begin() + padded,
-              static_cast<T>(grid_.qmin));
-    std::fill(room_.high.begin(), room_.high.begin() + padded,
-              static_cast<T>(grid_.qmax));
-    Sum(padded, needs_clipped);
-    int64_t best = -1;
-    double least = kInfinity;
-    for (int64_t i = 0; i < count; ++i) {
-      const double scale = room_.scale[i];
-      double error = double{room_.squares[i]};
-      if (gamma_ != 1) error += (gamma_ - 1) * double{room_.clipped[i]};
-      error *= scale * scale;
-      // All of them may be beyond float64: then the first is as good as any.
-      if (best >= 0 ? error < least : scale != 0) {
-        best = i;
-        least = error;
-      }
-    }
-    if (best < 0) return;
-    // Of equally good ones the widest.
-    if (has_best_ && !(least < best_.error) &&
-        !(least == best_.error && fractions[best] > best_fraction_)) {
+  void Take(const Range& range, double error, double order) {
+    if (has_best_ && !(error < best_.error) &&
+        !(error == best_.error && order < best_.order)) {
       return;
     }
     has_best_ = true;
-    best_.error = least;
-    best_fraction_ = fractions[best];
-    best_.range = {whole_.low * best_fraction_, whole_.high * best_fraction_};
+    best_ = {range, error, order};
   }
 
-  void SearchTwoEnds(const Range& whole, int count) {
-    // Where ranges start. An end where the range starts stays there.
-    const bool contains_zero = whole.low <= 0 && whole.high >= 0;
-    const double from =
-        contains_zero ? 0 : std::clamp(Mean(), whole.low, whole.high);
-    const bool low_moves = whole.low != from;
-    const bool high_moves = whole.high != from;
-    const auto range_of = [&](double low, double high) {
-      return Range{from + (whole.low - from) * low / count,
-                   from + (whole.high - from) * high / count};
-    };
-    trials_.clear();
-    for (int low = count; low >= (low_moves ? 1 : count); --low) {
-      for (int high = count; high >= (high_moves ? 1 : count); --high) {
-        Add(range_of(low, high), low, high);
+  // Scales fall with the fraction of the whole range that is tried. What is
+  // clipped rises as they do: where that alone is more than the least error,
+  // smaller fractions need not be looked at.
+  void SearchOneEnd(int count) {
+    Way& way = all_.way_;
+    if (way.steps != count) Divide(count, &way);
+    const bool is_sampled = !way.between.empty();
+    JudgeFractions(way.samples.data(), static_cast<int64_t>(way.samples.size()),
+                   is_sampled);
+    if (is_sampled) {
+      double* const tried = way.tried.data();
+      double* end = tried;
+      const T* const scales = room_.scale.data();
+      const double* const clipped = room_.clipped.data();
+      const int64_t* const before = way.before.data();
+      for (int64_t i = 0; i < kSamples; ++i) {
+        if (gamma_ * clipped[i] * kSlack > best_.error) break;
+        // Scales that are rounded coarsely repeat themselves.
+        if (i + 1 < kSamples && scales[i + 1] == scales[i]) continue;
+        end = std::copy(way.between.data() + before[i],
+                        way.between.data() + before[i + 1], end);
       }
-      JudgeWhereMany();
+      JudgeFractions(tried, end - tried, /*needs_clipped=*/false);
     }
-    JudgeRest();
     if (!has_best_) return;
-    const Trial coarse = best_;
+    const double fraction = -best_.order;
+    const double step = 1.0 / count;
+    const double first = fraction - step;
+    const double last = std::min(fraction + step, 1.0);
+    double fine[kFineSteps - 1];
+    for (int k = 1; k < kFineSteps; ++k) {
+      fine[kFineSteps - 1 - k] = first + k * ((last - first) / kFineSteps);
+    }
+    JudgeFractions(fine, kFineSteps - 1, /*needs_clipped=*/false);
+  }
+
+  static void Divide(int count, Way* way) {
+    *way = Way();
+    way->steps = count;
+    const double step = 1.0 / count;
+    const bool is_sampled = count > 2 * kSamples;
+    for (int k = count, i = 0; k >= 1; --k) {
+      if (!is_sampled) {
+        way->samples.push_back(k * step);
+      } else if (i < kSamples && k == kSampleAt[i] * count / kSampleParts) {
+        way->samples.push_back(k * step);
+        way->before.push_back(static_cast<int64_t>(way->between.size()));
+        ++i;
+      } else {
+        way->between.push_back(k * step);
+      }
+    }
+    way->before.push_back(static_cast<int64_t>(way->between.size()));
+    way->tried.resize(way->between.size());
+  }
+
+  // Takes the best of the fractions of whole_, which descend.
+  void JudgeFractions(const double* fractions, int64_t count,
+                      bool needs_clipped) {
+    if (count == 0 || stop_.stopped()) return;
+    const int64_t padded = Reserve(count);
+    T* const scales = room_.scale.data();
+    SetScales(fractions, count, scales);
+    std::fill(scales + count, scales + padded, scales[count - 1]);
+    int64_t best = SumBlockErrors<T>(
+        grid_, room_.elements.data(), all_.count(),
+        {padded, scales, nullptr, nullptr, gamma_, room_.errors.data(),
+         needs_clipped ? room_.clipped.data() : nullptr});
+    // Where all are beyond float64, the first is as good as any.
+    while (scales[best] == 0) {
+      if (++best == count) return;
+    }
+    const double fraction = fractions[best];
+    // Of equally good ones the widest.
+    Take({whole_.low * fraction, whole_.high * fraction}, room_.errors[best],
+         -fraction);
+  }
+
+  // The scales of fractions of whole_; 0, which no scale is, where there is
+  // none.
+  void SetScales(const double* fractions, int64_t count, T* scales) {
+    const double unit = scaler_.Magnitude(whole_) / scaler_.largest();
+    if (outer_ == 0 && scaler_.has_plain_scales() && unit < kMostFloat) {
+      for (int64_t i = 0; i < count; ++i) {
+        scales[i] =
+            static_cast<float>(std::max(unit * fractions[i], kLeastScale));
+      }
+      return;
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      const absl::StatusOr<BlockScale> scale = scaler_.Scale(
+          index_, {whole_.low * fractions[i], whole_.high * fractions[i]},
+          outer_);
+      if (!scale.ok() && status_.ok()) status_ = scale.status();
+      scales[i] = scale.ok() ? scale->scale : 0;
+    }
+  }
+
+  void SearchTwoEnds(int count) {
+    // Where ranges start. An end where the range starts stays there.
+    const bool contains_zero = whole_.low <= 0 && whole_.high >= 0;
+    const double from =
+        contains_zero ? 0 : std::clamp(Mean(), whole_.low, whole_.high);
+    const int least_low = whole_.low != from ? 1 : count;
+    const int least_high = whole_.high != from ? 1 : count;
+    const auto range_of = [&](double low, double high) {
+      return Range{from + (whole_.low - from) * low / count,
+                   from + (whole_.high - from) * high / count};
+    };
+    for (int low = count; low >= least_low; --low) {
+      for (int high = count; high >= least_high; --high) {
+        AddTrial(range_of(low, high), (count - low) * count + (count - high));
+      }
+      if (trials_.count >= kTrialsAtOnce) JudgeTrials();
+    }
+    JudgeTrials();
+    if (!has_best_) return;
+    const int best_low = count - static_cast<int>(best_.order) / count;
+    const int best_high = count - static_cast<int>(best_.order) % count;
     const auto fine = [&](int step, int k) {
       const double first = step - 1;
       const double last = std::min(step + 1, count);
       return first + k * (last - first) / kFineStepsOfTwoEnds;
     };
     constexpr int kMost = kFineStepsOfTwoEnds;
-    for (int low = kMost; low >= (low_moves ? 0 : kMost); --low) {
-      for (int high = kMost; high >= (high_moves ? 0 : kMost); --high) {
+    const int least_low_step = least_low < count ? 0 : kMost;
+    const int least_high_step = least_high < count ? 0 : kMost;
+    for (int low = kMost; low >= least_low_step; --low) {
+      for (int high = kMost; high >= least_high_step; --high) {
         const double low_step =
-            low_moves ? fine(coarse.low_step, low) : coarse.low_step;
+            least_low < count ? fine(best_low, low) : best_low;
         const double high_step =
-            high_moves ? fine(coarse.high_step, high) : coarse.high_step;
+            least_high < count ? fine(best_high, high) : best_high;
         if (low_step <= 0 || high_step <= 0) continue;
-        Add(range_of(low_step, high_step), coarse.low_step, coarse.high_step);
+        AddTrial(range_of(low_step, high_step), kInfinity);
       }
-      JudgeWhereMany();
     }
-    JudgeRest();
+    JudgeTrials();
   }
 
   double Mean() const {
@@ -339,80 +377,86 @@ class BlockSearch::Run {
     return sum / static_cast<double>(all_.count());
   }
 
-  // Whether there is a scale of the range, which is to be tried then. Scales
-  // that are rounded coarsely repeat themselves.
-  bool Add(const Range& range, int low_step, int high_step) {
-    const absl::StatusOr<BlockScale> scale =
-        scaler_.Scale(index_, range, outer_);
-    if (!scale.ok()) {
-      if (status_.ok()) status_ = scale.status();
-      return false;
-    }
-    if (trials_.empty() || !(trials_.back().scale == *scale)) {
-      trials_.push_back({range, *scale, low_step, high_step, kInfinity});
-    }
-    return true;
-  }
-
-  void JudgeWhereMany() {
-    if (static_cast<int64_t>(trials_.size()) >= kTrialsAtOnce) JudgeRest();
-  }
-
-  void JudgeRest() {
-    Judge();
-    TakeBest();
-    trials_.clear();
-  }
-
-  // Room for as many trials, in whole vectors, which it gives.
-  int64_t Reserve(int64_t count) {
-    const int64_t padded =
-        (count + kTrialLanes - 1) / kTrialLanes * kTrialLanes;
-    const auto size = static_cast<size_t>(padded);
-    for (auto* array : {&room_.inverse, &room_.low, &room_.high, &room_.squares,
-                        &room_.clipped}) {
-      if (array->size() < size) array->resize(size);
-    }
-    return padded;
-  }
-
-  void Sum(int64_t padded, bool needs_clipped) {
-    SumBlockErrors<T>(
-        grid_, room_.elements.data(), all_.count(),
-        {padded, room_.inverse.data(), room_.low.data(), room_.high.data(),
-         room_.squares.data(), needs_clipped ? room_.clipped.data() : nullptr});
-  }
-
-  // Sets the errors of the trials.
-  void Judge() {
-    const auto count = static_cast<int64_t>(trials_.size());
-    if (count == 0 || stop_.stopped()) return;
-    const int64_t padded = Reserve(count);
-    for (int64_t i = 0; i < padded; ++i) {
-      const BlockScale& scale = trials_[std::min(i, count - 1)].scale;
-      room_.inverse[i] = T{1} / static_cast<T>(scale.scale);
-      room_.low[i] = static_cast<T>(grid_.qmin - scale.zero_point);
-      room_.high[i] = static_cast<T>(grid_.qmax - scale.zero_point);
-    }
-    Sum(padded, gamma_ != 1);
-    for (int64_t i = 0; i < count; ++i) {
-      Trial& trial = trials_[i];
-      const double scale = trial.scale.scale;
-      trial.error = double{room_.squares[i]};
-      if (gamma_ != 1) {
-        trial.error += (gamma_ - 1) * double{room_.clipped[i]};
+  void AddTrial(const Range& range, double order) {
+    const auto i = static_cast<size_t>(trials_.count++);
+    if (trials_.low.size() <= i) {
+      for (auto* array : {&trials_.low, &trials_.high, &trials_.order}) {
+        array->resize(2 * i + kTrialsAtOnce);
       }
-      trial.error *= scale * scale;
     }
+    trials_.low[i] = range.low;
+    trials_.high[i] = range.high;
+    trials_.order[i] = order;
   }
 
-  void TakeBest() {
-    for (const Trial& trial : trials_) {
-      // All of them may be beyond float64: then the first is as good as any.
-      if (has_best_ && !(trial.error < best_.error)) continue;
-      has_best_ = true;
-      best_ = trial;
+  // Takes the best of the trials, and takes them away.
+  void JudgeTrials() {
+    const int64_t padded = Reserve(trials_.count);
+    SetZeroPoints();
+    const int64_t count = trials_.count;
+    trials_.count = 0;
+    if (count == 0 || stop_.stopped()) return;
+    for (auto* array : {&room_.scale, &room_.low, &room_.high}) {
+      T* const numbers = array->data();
+      std::fill(numbers + count, numbers + padded, numbers[count - 1]);
     }
+    const int64_t best = SumBlockErrors<T>(
+        grid_, room_.elements.data(), all_.count(),
+        {(count + kTrialLanes - 1) / kTrialLanes * kTrialLanes,
+         room_.scale.data(), room_.low.data(), room_.high.data(), gamma_,
+         room_.errors.data(), nullptr});
+    // Where all are beyond float64, the first is as good as any.
+    Take({trials_.low[best], trials_.high[best]}, room_.errors[best],
+         trials_.order[best]);
+  }
+
+  // Sets the scales of the trials, and what their zero points make of qmin and
+  // qmax. Takes trials away that have none, or that of the trial before.
+  void SetZeroPoints() {
+    const int64_t count = trials_.count;
+    double* const low = trials_.low.data();
+    double* const high = trials_.high.data();
+    T* const scales = room_.scale.data();
+    T* const lowest = room_.low.data();
+    T* const highest = room_.high.data();
+    const double qmin = grid_.qmin;
+    const double qmax = grid_.qmax;
+    if (scaler_.has_plain_scales() && whole_.low <= 0 && whole_.high >= 0 &&
+        (whole_.high - whole_.low) / (qmax - qmin) < kMostFloat) {
+      // Adding and taking it away rounds magnitudes up to 2^51 to integers.
+      constexpr double kMagic = 0x1.8p52;
+      for (int64_t i = 0; i < count; ++i) {
+        const double scale = static_cast<float>(
+            std::max((high[i] - low[i]) / (qmax - qmin), kLeastScale));
+        const double steps = (low[i] / scale + kMagic) - kMagic;
+        const double zero_point = std::min(std::max(qmin - steps, qmin), qmax);
+        scales[i] = static_cast<T>(scale);
+        lowest[i] = static_cast<T>(qmin - zero_point);
+        highest[i] = static_cast<T>(qmax - zero_point);
+      }
+      return;
+    }
+    int64_t kept = 0;
+    BlockScale last = {0, 0, 0};
+    for (int64_t i = 0; i < count; ++i) {
+      const absl::StatusOr<BlockScale> scale =
+          scaler_.Scale(index_, {low[i], high[i]}, outer_);
+      if (!scale.ok()) {
+        if (status_.ok()) status_ = scale.status();
+        continue;
+      }
+      // Scales that are rounded coarsely repeat themselves.
+      if (*scale == last) continue;
+      last = *scale;
+      low[kept] = low[i];
+      high[kept] = high[i];
+      trials_.order[kept] = trials_.order[i];
+      scales[kept] = static_cast<T>(scale->scale);
+      lowest[kept] = static_cast<T>(grid_.qmin - scale->zero_point);
+      highest[kept] = static_cast<T>(grid_.qmax - scale->zero_point);
+      ++kept;
+    }
+    trials_.count = kept;
   }
 
   const RangeScaler& scaler_;
@@ -422,13 +466,12 @@ class BlockSearch::Run {
   const double gamma_;
   BlockElements& all_;
   BlockElements::Room<T>& room_;
-  std::vector<Trial>& trials_;
+  BlockElements::Trials& trials_;
   const StopToken stop_;
   absl::Status status_;
   bool has_best_ = false;
-  Trial best_{};
+  Best best_{};
   Range whole_{};
-  double best_fraction_ = 0;
 };
 
 BlockSearch::BlockSearch(const EncodingSpec& spec, const Encoding& encoding,

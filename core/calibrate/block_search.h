@@ -59,21 +59,29 @@ class BlockElements {
   template <typename T>
   struct Room {
     std::vector<T> elements;
-    std::vector<T> inverse;
+    // Of trials.
+    std::vector<T> scale;
     std::vector<T> low;
     std::vector<T> high;
-    std::vector<T> squares;
-    std::vector<T> clipped;
-    std::vector<T> scale;
+    std::vector<double> errors;
+    std::vector<double> clipped;
   };
-  // A range that is tried.
-  struct Trial {
-    Range range;
-    BlockScale scale;
-    // Where its ends are on the way to the whole range.
-    int low_step;
-    int high_step;
-    double error;
+  // The fractions of a range that are tried, descending.
+  struct Way {
+    int steps = 0;
+    // Those that are tried before all others; of the others there are
+    // before[i] above samples[i].
+    std::vector<double> samples;
+    std::vector<double> between;
+    std::vector<int64_t> before;
+    std::vector<double> tried;
+  };
+  // Ranges of two ends that are tried.
+  struct Trials {
+    int64_t count = 0;
+    std::vector<double> low;
+    std::vector<double> high;
+    std::vector<double> order;
   };
 
   template <typename T>
@@ -89,8 +97,8 @@ class BlockElements {
   std::vector<double> doubles_;
   Room<float> float_room_;
   Room<double> double_room_;
-  std::vector<Trial> trials_;
-  std::vector<double> fractions_;
+  Way way_;
+  Trials trials_;
   std::vector<double> sorted_;
 };
 

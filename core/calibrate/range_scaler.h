@@ -48,9 +48,8 @@ class RangeScaler {
   double largest() const { return largest_; }
   // A scale is what the range gives, rounded to float32.
   bool has_plain_scales() const {
-    return is_symmetric_ && !power_of_two_scale_ &&
-           (scale_type_ == ScaleType::kDefault ||
-            scale_type_ == ScaleType::kFloat32);
+    return !power_of_two_scale_ && (scale_type_ == ScaleType::kDefault ||
+                                    scale_type_ == ScaleType::kFloat32);
   }
   bool has_outer_scales() const { return HasOuterScales(scale_type_); }
 

@@ -7,6 +7,7 @@
 #include <limits>
 #include <random>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -163,12 +164,12 @@ TEST(BlockSearchTest, EverySimdTargetSumsTheSame) {
               value = std::numeric_limits<T>::denorm_min();
             if (grid.is_mirrored) value = std::fabs(value);
           }
-          std::vector<T> inverse, low, high;
+          std::vector<T> scale, low, high;
           for (int64_t k = 0; k < trial_count; ++k) {
-            inverse.push_back(static_cast<T>(
-                (grid.qmax + 1.0) * std::fabs(normal(random)) + 1e-3));
-            // Ties.
-            if (k % 7 == 0) inverse.back() = 2;
+            scale.push_back(static_cast<T>(
+                1 / ((grid.qmax + 1.0) * std::fabs(normal(random)) + 1e-3)));
+            // Ties, and several that are the best.
+            if (k % 7 == 0) scale.back() = 0.5;
             const int zero_point =
                 search.scaler.is_symmetric()
                     ? 0
@@ -177,26 +178,34 @@ TEST(BlockSearchTest, EverySimdTargetSumsTheSame) {
             low.push_back(static_cast<T>(grid.qmin - zero_point));
             high.push_back(static_cast<T>(grid.qmax - zero_point));
           }
-          const auto sum = [&](bool clips, std::vector<T>* sums) {
-            sums->assign(2 * trial_count + 1, -1);
-            BlockTrials<T> trials{
-                trial_count,  inverse.data(),
-                low.data(),   high.data(),
-                sums->data(), clips ? sums->data() + trial_count : nullptr};
-            SumBlockErrors<T>(grid, x.data() + 1, count, trials);
+          // The errors, the parts of them, and the best of them.
+          const auto sum = [&](bool clips, bool has_ends, double gamma) {
+            std::vector<double> sums(2 * trial_count + 1, -1);
+            const BlockTrials<T> trials{
+                trial_count,
+                scale.data(),
+                has_ends ? low.data() : nullptr,
+                has_ends ? high.data() : nullptr,
+                gamma,
+                sums.data(),
+                clips ? sums.data() + trial_count : nullptr};
+            sums.back() = static_cast<double>(
+                SumBlockErrors<T>(grid, x.data() + 1, count, trials));
+            return sums;
           };
-          for (const bool clips : {false, true}) {
-            std::vector<T> want;
+          for (const auto& [clips, has_ends, gamma] :
+               {std::tuple(false, true, 1.0), std::tuple(false, false, 3.0),
+                std::tuple(true, false, 1.0), std::tuple(true, true, 0.5)}) {
             ASSERT_TRUE(SetSimdTarget("scalar").ok());
-            sum(clips, &want);
-            ForEachSimdTarget([&] {
-              std::vector<T> got;
-              sum(clips, &got);
-              for (size_t i = 0; i < want.size(); ++i) {
-                ASSERT_EQ(got[i], want[i])
-                    << i << " of " << trial_count << " trials, count " << count;
-              }
-            });
+            const std::vector<double> want = sum(clips, has_ends, gamma);
+            const auto best =
+                std::min_element(want.begin(), want.begin() + trial_count);
+            ASSERT_EQ(want.back(), best - want.begin());
+            ForEachSimdTarget(
+                [&, clips = clips, has_ends = has_ends, gamma = gamma] {
+                  ASSERT_EQ(sum(clips, has_ends, gamma), want)
+                      << trial_count << " trials, count " << count;
+                });
             if (HasFailure()) return;
           }
         }
@@ -286,6 +295,93 @@ TEST(BlockSearchTest, IsAsGoodAsTryingAllRanges) {
             const double unit = whole.abs_max() / search.scaler.largest();
             EXPECT_LE(got, 1.0002 * least + count * unit * unit * 0x1p-34);
           }
+        }
+      }
+    }
+  }
+}
+
+// All of the ranges that may be tried, one after the other.
+absl::StatusOr<Range> SearchAll(const Search& search, const Range& whole,
+                                double gamma, BlockElements* elements) {
+  absl::StatusOr<Range> best = StoppedError();
+  double least = kInfinity;
+  int best_low = 0, best_high = 0;
+  const auto attempt = [&](const Range& range, int low, int high) {
+    const auto error = search.search.Error(0, 0, range, gamma, elements);
+    if (!error.ok() || (best.ok() && !(*error < least))) return;
+    best = range;
+    least = *error;
+    best_low = low;
+    best_high = high;
+  };
+  const bool is_symmetric = search.scaler.is_symmetric();
+  const int steps = is_symmetric ? 128 : 32;
+  const int least_low = whole.low == 0 ? steps : 1;
+  const int least_high = whole.high == 0 ? steps : 1;
+  if (is_symmetric) {
+    const auto of = [&](double fraction) {
+      return Range{whole.low * fraction, whole.high * fraction};
+    };
+    for (int k = steps; k >= 1; --k) attempt(of(k * (1.0 / steps)), k, k);
+    const double fraction = best_low * (1.0 / steps);
+    const double first = fraction - 1.0 / steps;
+    const double last = std::min(fraction + 1.0 / steps, 1.0);
+    for (int k = 15; k >= 1; --k) {
+      attempt(of(first + k * ((last - first) / 16)), 0, 0);
+    }
+    return best;
+  }
+  const auto of = [&](double low, double high) {
+    return Range{whole.low * low / steps, whole.high * high / steps};
+  };
+  for (int low = steps; low >= least_low; --low) {
+    for (int high = steps; high >= least_high; --high) {
+      attempt(of(low, high), low, high);
+    }
+  }
+  const auto fine = [&](int step, int k) {
+    return step - 1 + k * (std::min(step + 1, steps) - (step - 1.0)) / 16;
+  };
+  const int low_step = best_low, high_step = best_high;
+  for (int i = 16; i >= (least_low < steps ? 0 : 16); --i) {
+    for (int k = 16; k >= (least_high < steps ? 0 : 16); --k) {
+      const double low = least_low < steps ? fine(low_step, i) : low_step;
+      const double high = least_high < steps ? fine(high_step, k) : high_step;
+      if (low > 0 && high > 0) attempt(of(low, high), 0, 0);
+    }
+  }
+  return best;
+}
+
+TEST(BlockSearchTest, LeavesOutNoRangeThatIsBetter) {
+  std::mt19937 random(17);
+  for (const EncodingSpec& spec : AllSpecs()) {
+    SCOPED_TRACE(Name(spec));
+    const Search search(spec, 96);
+    if (search.scaler.has_outer_scales()) continue;
+    for (const Shape shape : kAllShapes) {
+      SCOPED_TRACE(static_cast<int>(shape));
+      for (const double shift : {0.0, 1.5, 30.0}) {
+        auto values = Draw(shape, 96, &random);
+        for (double& x : values) x += shift;
+        BlockElements elements = ElementsOf(values);
+        const auto [low, high] =
+            std::minmax_element(values.begin(), values.end());
+        if (*low == 0 && *high == 0) continue;
+        const Range whole = search.scaler.Extend(
+            {static_cast<float>(*low), static_cast<float>(*high)});
+        for (const double gamma : {1.0, 3.0, 0.5}) {
+          const auto want = SearchAll(search, whole, gamma, &elements);
+          const auto got = search.search.Search(0, 0, whole, gamma, 0,
+                                                &elements, StopToken());
+          ASSERT_EQ(got.ok(), want.ok());
+          if (!got.ok()) continue;
+          // Scales that are rounded coarsely repeat themselves.
+          EXPECT_EQ(*search.scaler.Scale(0, *got, 0),
+                    *search.scaler.Scale(0, *want, 0))
+              << "gamma " << gamma << ": " << got->low << " to " << got->high
+              << ", expected " << want->low << " to " << want->high;
         }
       }
     }
