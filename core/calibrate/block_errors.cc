@@ -33,6 +33,16 @@ int64_t SumDoubleErrors(const BlockGrid& grid, const double* x, int64_t count,
   return SumBlockErrorsScalar(grid, x, count, trials);
 }
 
+void SumBeyondFloatEnds(const float* x, int64_t count,
+                        const BlockEnds<float>& ends) {
+  SumBeyondEndsScalar(x, count, ends);
+}
+
+void SumBeyondDoubleEnds(const double* x, int64_t count,
+                         const BlockEnds<double>& ends) {
+  SumBeyondEndsScalar(x, count, ends);
+}
+
 #else
 
 // How far quotients are from the numbers nearest to them, and which of them are
@@ -295,6 +305,31 @@ int64_t SumAnyErrors(const BlockGrid& grid, const T* x, int64_t count,
   return SumErrorsBy<CodebookRounder>(grid, x, count, trials);
 }
 
+template <typename T>
+void SumBeyondAnyEnds(const T* HWY_RESTRICT x, int64_t count,
+                      const BlockEnds<T>& ends) {
+  const hn::CappedTag<T, kTrialLanes> d;
+  using V = hn::Vec<decltype(d)>;
+  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+  for (int64_t k = 0; k < ends.count; k += lanes) {
+    const V low = hn::LoadU(d, ends.low + k);
+    const V high = hn::LoadU(d, ends.high + k);
+    V below, above;
+    SumElements(
+        d, count,
+        [&](int64_t i, V& below_sum, V& above_sum) HWY_ATTR {
+          const V element = hn::Set(d, x[i]);
+          const V under = hn::Max(hn::Sub(low, element), hn::Zero(d));
+          const V over = hn::Max(hn::Sub(element, high), hn::Zero(d));
+          below_sum = hn::Add(below_sum, hn::Mul(under, under));
+          above_sum = hn::Add(above_sum, hn::Mul(over, over));
+        },
+        &below, &above);
+    hn::StoreU(below, d, ends.below + k);
+    hn::StoreU(above, d, ends.above + k);
+  }
+}
+
 int64_t SumFloatErrors(const BlockGrid& grid, const float* x, int64_t count,
                        const BlockTrials<float>& trials) {
   return SumAnyErrors(grid, x, count, trials);
@@ -303,6 +338,16 @@ int64_t SumFloatErrors(const BlockGrid& grid, const float* x, int64_t count,
 int64_t SumDoubleErrors(const BlockGrid& grid, const double* x, int64_t count,
                         const BlockTrials<double>& trials) {
   return SumAnyErrors(grid, x, count, trials);
+}
+
+void SumBeyondFloatEnds(const float* x, int64_t count,
+                        const BlockEnds<float>& ends) {
+  SumBeyondAnyEnds(x, count, ends);
+}
+
+void SumBeyondDoubleEnds(const double* x, int64_t count,
+                         const BlockEnds<double>& ends) {
+  SumBeyondAnyEnds(x, count, ends);
 }
 
 #endif
@@ -318,6 +363,8 @@ namespace {
 
 HWY_EXPORT(SumFloatErrors);
 HWY_EXPORT(SumDoubleErrors);
+HWY_EXPORT(SumBeyondFloatEnds);
+HWY_EXPORT(SumBeyondDoubleEnds);
 
 }  // namespace
 
@@ -349,6 +396,26 @@ int64_t SumBlockErrors(const BlockGrid& grid, const double* x, int64_t count,
   return internal::UsesScalarKernels()
              ? SumBlockErrorsScalar(grid, x, count, trials)
              : HWY_DYNAMIC_DISPATCH(SumDoubleErrors)(grid, x, count, trials);
+}
+
+template <>
+void SumBeyondEnds(const float* x, int64_t count,
+                   const BlockEnds<float>& ends) {
+  if (internal::UsesScalarKernels()) {
+    SumBeyondEndsScalar(x, count, ends);
+  } else {
+    HWY_DYNAMIC_DISPATCH(SumBeyondFloatEnds)(x, count, ends);
+  }
+}
+
+template <>
+void SumBeyondEnds(const double* x, int64_t count,
+                   const BlockEnds<double>& ends) {
+  if (internal::UsesScalarKernels()) {
+    SumBeyondEndsScalar(x, count, ends);
+  } else {
+    HWY_DYNAMIC_DISPATCH(SumBeyondDoubleEnds)(x, count, ends);
+  }
 }
 
 }  // namespace quantd::core

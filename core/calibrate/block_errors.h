@@ -54,6 +54,20 @@ struct BlockTrials {
   double* clipped;
 };
 
+// Ends of ranges. T is float or double.
+template <typename T>
+struct BlockEnds {
+  // A multiple of kTrialLanes.
+  int64_t count;
+  // [count].
+  const T* low;
+  const T* high;
+  // Out: [count] sums of (low - x)^2 over x < low, and of (x - high)^2 over
+  // x > high.
+  T* below;
+  T* above;
+};
+
 // Quotients x / scale are products with 1 / scale. Both and the sums of the
 // squares of their distances are of type T, what is made of a sum is float64.
 // Elements are added up in kErrorSums sums, element i in sum i % kErrorSums,
@@ -74,11 +88,15 @@ constexpr double kClippedDistance = 0.5 + 0x1p-14;
 template <typename T>
 int64_t SumBlockErrors(const BlockGrid& grid, const T* x, int64_t count,
                        const BlockTrials<T>& trials);
+template <typename T>
+void SumBeyondEnds(const T* x, int64_t count, const BlockEnds<T>& ends);
 
 // The truth: one scale and one element after the other.
 template <typename T>
 int64_t SumBlockErrorsScalar(const BlockGrid& grid, const T* x, int64_t count,
                              const BlockTrials<T>& trials);
+template <typename T>
+void SumBeyondEndsScalar(const T* x, int64_t count, const BlockEnds<T>& ends);
 
 }  // namespace quantd::core
 

@@ -107,9 +107,28 @@ int64_t SumBlockErrorsScalar(const BlockGrid& grid, const T* x, int64_t count,
   return best;
 }
 
+template <typename T>
+void SumBeyondEndsScalar(const T* x, int64_t count, const BlockEnds<T>& ends) {
+  for (int64_t k = 0; k < ends.count; ++k) {
+    const TwoSums<T> sums =
+        SumElements(x, count, [&](T element, T* below, T* above) {
+          const T under = std::max(ends.low[k] - element, T{0});
+          const T over = std::max(element - ends.high[k], T{0});
+          *below += under * under;
+          *above += over * over;
+        });
+    ends.below[k] = sums.first;
+    ends.above[k] = sums.second;
+  }
+}
+
 template int64_t SumBlockErrorsScalar(const BlockGrid&, const float*, int64_t,
                                       const BlockTrials<float>&);
 template int64_t SumBlockErrorsScalar(const BlockGrid&, const double*, int64_t,
                                       const BlockTrials<double>&);
+template void SumBeyondEndsScalar(const float*, int64_t,
+                                  const BlockEnds<float>&);
+template void SumBeyondEndsScalar(const double*, int64_t,
+                                  const BlockEnds<double>&);
 
 }  // namespace quantd::core

@@ -28,6 +28,8 @@ constexpr int kDefaultStepsOfTwoEnds = 32;
 // Steps between the two neighbours of the best range, for each end.
 constexpr int kFineSteps = 16;
 constexpr int kFineStepsOfTwoEnds = 16;
+// Ranges that are tried before all others where both ends move.
+constexpr int kSampleEnds = 16;
 // Ranges that are tried before all others, in parts of the whole one: dense
 // where what is clipped begins to be more than the least error, for most data.
 constexpr int64_t kSamples = kTrialLanes;
@@ -38,6 +40,8 @@ constexpr int kSampleAt[kSamples] = {128, 120, 112, 106, 100, 95, 90, 85,
 constexpr int64_t kTrialsAtOnce = 64;
 // Errors are sums in float32.
 constexpr double kSlack = 1 - 0x1p-10;
+// Thresholds are rounded to float32.
+constexpr double kThresholdSlack = 0x1p-22;
 
 // Magnitudes whose squares and scales are far from the ends of float32.
 constexpr double kLeastFloat = 0x1p-40;
@@ -329,6 +333,9 @@ class BlockSearch::Run {
     }
   }
 
+  // What is clipped below rises as the lower end comes nearer, whatever the
+  // upper end is, and the other way round: where both parts alone are more than
+  // the least error, a range need not be tried.
   void SearchTwoEnds(int count) {
     // Where ranges start. An end where the range starts stays there.
     const bool contains_zero = whole_.low <= 0 && whole_.high >= 0;
@@ -340,8 +347,17 @@ class BlockSearch::Run {
       return Range{from + (whole_.low - from) * low / count,
                    from + (whole_.high - from) * high / count};
     };
+    for (int i = 0; i < kSampleEnds; ++i) {
+      const int k = count - i * count / kSampleEnds;
+      const int low = std::max(k, least_low);
+      const int high = std::max(k, least_high);
+      AddTrial(range_of(low, high), (count - low) * count + (count - high));
+    }
+    JudgeTrials();
+    const Bounds bounds = contains_zero ? BoundsOf(count, range_of) : Bounds();
     for (int low = count; low >= least_low; --low) {
       for (int high = count; high >= least_high; --high) {
+        if (has_best_ && bounds.Of(low, high) > best_.error) break;
         AddTrial(range_of(low, high), (count - low) * count + (count - high));
       }
       if (trials_.count >= kTrialsAtOnce) JudgeTrials();
@@ -369,6 +385,56 @@ class BlockSearch::Run {
       }
     }
     JudgeTrials();
+  }
+
+  // What certainly is clipped by a range of SearchTwoEnds.
+  class Bounds {
+   public:
+    Bounds() = default;
+    Bounds(const T* below, const T* above, double factor)
+        : below_(below), above_(above), factor_(factor) {}
+
+    double Of(int low, int high) const {
+      if (below_ == nullptr) return 0;
+      return factor_ * (double{below_[low - 1]} + double{above_[high - 1]});
+    }
+
+   private:
+    const T* below_ = nullptr;
+    const T* above_ = nullptr;
+    double factor_ = 0;
+  };
+
+  // The number of the lowest code lies within half a scale of the lower end,
+  // and no scale of a range with that end is above that of the widest one.
+  // What lies so far below is clipped.
+  template <typename RangeOf>
+  Bounds BoundsOf(int count, const RangeOf& range_of) {
+    const int64_t padded = Reserve(count);
+    T* const low = room_.low.data();
+    T* const high = room_.high.data();
+    // Farther than kClippedDistance, if those count more than others.
+    const double margin = (gamma_ > 1 ? 1 : 0.5) * (1 + 0x1p-8);
+    for (int64_t i = 0; i < padded; ++i) {
+      const int k = static_cast<int>(std::min<int64_t>(i + 1, count));
+      const Range lower = range_of(k, count);
+      const Range upper = range_of(count, k);
+      const absl::StatusOr<BlockScale> lower_scale =
+          scaler_.Scale(index_, lower, outer_);
+      const absl::StatusOr<BlockScale> upper_scale =
+          scaler_.Scale(index_, upper, outer_);
+      if (!lower_scale.ok() || !upper_scale.ok()) return Bounds();
+      const double below = lower.low - margin * lower_scale->scale;
+      const double above = upper.high + margin * upper_scale->scale;
+      low[i] = static_cast<T>(below - kThresholdSlack * std::fabs(below));
+      high[i] = static_cast<T>(above + kThresholdSlack * std::fabs(above));
+    }
+    room_.below.resize(std::max<size_t>(room_.below.size(), padded));
+    room_.above.resize(std::max<size_t>(room_.above.size(), padded));
+    SumBeyondEnds<T>(
+        room_.elements.data(), all_.count(),
+        {padded, low, high, room_.below.data(), room_.above.data()});
+    return Bounds(room_.below.data(), room_.above.data(), gamma_ * kSlack);
   }
 
   double Mean() const {

@@ -65,6 +65,9 @@ class BlockElements {
     std::vector<T> high;
     std::vector<double> errors;
     std::vector<double> clipped;
+    // Of ends.
+    std::vector<T> below;
+    std::vector<T> above;
   };
   // The fractions of a range that are tried, descending.
   struct Way {

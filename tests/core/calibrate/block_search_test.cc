@@ -193,6 +193,13 @@ TEST(BlockSearchTest, EverySimdTargetSumsTheSame) {
                 SumBlockErrors<T>(grid, x.data() + 1, count, trials));
             return sums;
           };
+          const auto sum_beyond = [&] {
+            std::vector<T> sums(2 * trial_count + 1, -1);
+            SumBeyondEnds<T>(x.data() + 1, count,
+                             {trial_count, low.data(), high.data(), sums.data(),
+                              sums.data() + trial_count});
+            return sums;
+          };
           for (const auto& [clips, has_ends, gamma] :
                {std::tuple(false, true, 1.0), std::tuple(false, false, 3.0),
                 std::tuple(true, false, 1.0), std::tuple(true, true, 0.5)}) {
@@ -208,6 +215,13 @@ TEST(BlockSearchTest, EverySimdTargetSumsTheSame) {
                 });
             if (HasFailure()) return;
           }
+          ASSERT_TRUE(SetSimdTarget("scalar").ok());
+          const std::vector<T> want = sum_beyond();
+          ForEachSimdTarget([&] {
+            ASSERT_EQ(sum_beyond(), want)
+                << trial_count << " ends, count " << count;
+          });
+          if (HasFailure()) return;
         }
       }
     };
