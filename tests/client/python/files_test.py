@@ -5,6 +5,7 @@ import json
 import os
 import struct
 import subprocess
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -99,6 +100,47 @@ def test_CompressedTensorsAreRead(tmp_path, quantctl, client, weight, layout):
         assert isinstance(tensor, quantd.QuantizedTensor)
         assert file.info(name).shape == tensor.shape == (24, 64)
         np.testing.assert_array_equal(tensor.dequantize(), expected[name])
+
+
+def test_WhatATensorIsIsSaidWithoutReadingIt(tmp_path, client, weight,
+                                             monkeypatch):
+    path = tmp_path / "x.safetensors"
+    quantized = client.quantize(weight, "int4:group:8:scale=bfloat16")
+    quantd.save(path, {"a": quantized, "b": weight})
+    file = quantd.load(path)
+
+    def read(_):
+        raise AssertionError("data were read")
+    monkeypatch.setattr(_files.FileTensor, "bytes", read)
+    info = file.info("a")
+    assert (info.shape, info.format, info.dtype) == ((24, 64), "int4", "U8")
+    assert info.size_bytes == 24 * 64 // 2 + 24 * 8 * 2
+    assert file.info("b").shape == (24, 64)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_PackedCodesTakeTheMemoryOfCodes(tmp_path, bits):
+    rows, columns = 256, 65536
+    words = np.random.default_rng(bits).integers(
+        -2**31, 2**31, (rows, columns * bits // 32)).astype(np.int32)
+    quantd.save(tmp_path / _files.SINGLE_NAME, {
+        "m.weight_packed": words, "m.weight_scale": np.ones(
+            (rows, 1), np.float32), "m.weight_shape": np.array([rows, columns])})
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {
+        "quant_method": "compressed-tensors", "config_groups": {"g": {
+            "targets": ["Linear"], "weights": {
+                "num_bits": bits, "type": "int", "strategy": "channel"}}}}}))
+    file = quantd.load(tmp_path)
+    tracemalloc.start()
+    tensor = file["m.weight"]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1.1 * words.nbytes + (1 << 20)
+    values = (words.view(np.uint32)[..., None] >> np.arange(
+        0, 32, bits, dtype=np.uint32)) & ((1 << bits) - 1)
+    np.testing.assert_array_equal(
+        tensor.dequantize(),
+        values.reshape(rows, columns).astype(np.float32) - (1 << bits - 1))
 
 
 def test_TargetsSayWhichModulesAreMeant(tmp_path, quantctl, weight):

@@ -184,6 +184,14 @@ class Model:
             raise self._malformed(
                 module, f"expected a weight_packed of I32 that holds {bits} "
                 f"bits for each of {list(shape)}")
+        row_bytes, rest = divmod(shape[1] * bits, 8)
+        if format_info(format_name).storage_bits == bits and not rest:
+            # As in a QuantizedTensor but for the sign: less 2^(bits - 1) is the
+            # highest bit of each the other way round.
+            rows = packed.bytes().reshape(shape[0], 4 * packed.shape[1])
+            signs = sum(1 << bits * n - 1 for n in range(1, 8 // bits + 1))
+            codes: Array = rows[:, :row_bytes] ^ np.uint8(signs)
+            return codes.reshape(-1)
         values = _unpack_rows(packed.array(), bits, shape[1])
         return _pack(values.reshape(-1), format_name)
 

@@ -214,6 +214,20 @@ class _Record:
         return tuple(values)
 
 
+def describe(path: str, name: str, text: str) -> tuple[tuple[int, ...], str]:
+    """Shape and format of the tensor that `text` describes; see read().
+
+    Raises: FILE_MALFORMED.
+    """
+    record = _Record(path, name, text)
+    shape, format_name = record.sizes("shape"), record.get("format", str)
+    try:
+        format_info(format_name)
+    except errors.QuantdError as error:
+        raise record.malformed(error.message) from error
+    return shape, format_name
+
+
 def read(path: str, tensors: Mapping[str, FileTensor], name: str, text: str
          ) -> QuantizedTensor:
     """The tensor that `text`, the metadata of "quantd.NAME", describes; its

@@ -136,10 +136,8 @@ class TensorFile(Mapping[str, FileValue]):
             shape, format_name = (self._model.shape_of(name),
                                   self._model.format_of(name))
         else:
-            # Its arrays are of the mapping, which nobody has read.
-            found: QuantizedTensor = self[name]
-            assert found.encoding is not None
-            shape, format_name = found.shape, found.encoding.format
+            shape, format_name = _layout.describe(
+                self.path, name, self.metadata[_layout.KEY_PREFIX + name])
         return TensorInfo(name, shape, _layout.code_dtype(format_name), size,
                           format_name)
 
