@@ -7,7 +7,10 @@ import dataclasses
 import json
 import os
 import threading
-from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence, Union
+from typing import (Any, Collection, Iterable, Iterator, Mapping, Optional,
+                    Sequence, Union)
+
+import grpc
 
 from quantd import _compressed, _files, _layout, errors
 from quantd._files import FileTensor, InputFile, SafetensorsWriter
@@ -168,7 +171,8 @@ def quantize_model(
     model, revision, store: keep the encodings in the store, under this model;
         its default is the name of the source. Readers of the revision see those
         that were there before until all files are written, and then all new
-        ones: meanwhile they are in a draft, see "Drafts" in client/README.md.
+        ones: meanwhile these are in a draft, see "Drafts" in client/README.md.
+        Encodings of other tensors stay.
     include, exclude: patterns of names; min_rank: see Client.quantize_many.
     keep_going: write the target even if tensors fail, with these as they were.
     overwrite: replace a file, or the files of other runs in a folder.
@@ -670,10 +674,10 @@ class _Run:
     def _job(self, tensor: FileTensor) -> QuantizeJob:
         return QuantizeJob(
             tensor.array(), self._spec(tensor),
-            self._draft_name(tensor) if self._store else None, self._store, self._nan_policy, element_type=tensor.element_type)
+            self._draft_name(tensor.name) if self._store else None, self._store, self._nan_policy, element_type=tensor.element_type)
 
-    def _draft_name(self, tensor: FileTensor) -> TensorName:
-        return TensorName(self._model, tensor.name, self._draft)
+    def _draft_name(self, tensor: str) -> TensorName:
+        return TensorName(self._model, tensor, self._draft)
 
     def _publish(self) -> None:
         """Makes the encodings of all files those of the revision."""
@@ -696,16 +700,37 @@ class _Run:
                     file.path, file.tensors, tensor.name,
                     file.metadata[_layout.KEY_PREFIX + tensor.name])
                 assert stored.encoding is not None
-                self._client.put_encoding(self._draft_name(tensor),
+                self._client.put_encoding(self._draft_name(tensor.name),
                                           stored.encoding)
+                there.add(tensor.name)
+        if not there:
+            # All tensors failed.
+            return
+        self._keep_others(there)
         try:
             self._client.publish_revision(self._model, self._draft,
                                           self._revision)
         except errors.QuantdError as error:
-            # Published by an attempt whose answer was lost, or empty because
-            # all tensors failed.
+            # Its answer was lost, or another process has published it.
             if error.reason != "REVISION_NOT_FOUND":
                 raise
+
+    def _keep_others(self, there: Collection[str]) -> None:
+        """Encodings of tensors that are not of this run stay."""
+        assert self._client is not None
+        for listed in self._client.list_encodings(self._model, self._revision):
+            if listed.name.tensor in there:
+                continue
+            try:
+                encoding = self._client.get_encoding(listed.name).encoding
+            except errors.QuantdError as error:
+                # One that was deleted meanwhile is not to come back.
+                if error.code != grpc.StatusCode.NOT_FOUND:
+                    raise
+                continue
+            assert encoding is not None
+            self._client.put_encoding(self._draft_name(listed.name.tensor),
+                                      encoding)
 
     def _clear(self) -> None:
         """Before the first shard is in its place: takes away what would make a
