@@ -284,6 +284,28 @@ def test_OnlyAJoinPublishesParts(tmp_path, folder, client):
         "r1": {**formats, **dict.fromkeys(own, "int8")}}
 
 
+@pytest.mark.parametrize("joiner", ["python", "quantctl"])
+def test_PartsOfQuantctlHaveTheSameDraft(tmp_path, folder, client, quantctl,
+                                         joiner):
+    keywords = {"client": client, "model": f"acme/{joiner}", "store": True}
+    target = tmp_path / "new"
+    command = ["quantize", folder, "-o", target, "--model", f"acme/{joiner}",
+               *(word for item in SPECS.items()
+                 for word in ("--spec", "=".join(item)))]
+    quantd.quantize_model(folder, target, SPECS, part=(0, 2), **keywords)
+    quantctl(*command, "--part", "1/2")
+    (draft,) = revisions_of(client, f"acme/{joiner}")
+    assert draft.startswith("main.draft-")
+    if joiner == "python":
+        quantd.join_model(folder, target, SPECS, **keywords)
+    else:
+        quantctl(*command, "--join")
+    assert revisions_of(client, f"acme/{joiner}") == {"main": {
+        name: tensor.encoding.format for name, tensor
+        in quantd.load(target).items()
+        if isinstance(tensor, quantd.QuantizedTensor)}}
+
+
 def test_AServerThatGoesAwayEndsTheRun(tmp_path, folder):
     with quantd.Client("127.0.0.1:1", retry_for=0) as nobody:
         assert raised(quantd.quantize_model, folder, tmp_path / "x", "int8",
