@@ -11,6 +11,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "client/cli/command_line.h"
@@ -24,8 +25,10 @@
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
 #include "client/cpp/text_file.h"
+#include "client/files/dtype.h"
 #include "client/files/errors.h"
 #include "client/files/gguf.h"
+#include "client/files/gguf_types.h"
 #include "client/files/onnx_model.h"
 #include "client/files/shard_index.h"
 #include "client/models/tensor_input.h"
@@ -154,40 +157,69 @@ class ImportByTensor {
   v1::ImportEncodingsResponse response_;
 };
 
+// A type of GGUF whose blocks are codes of a format of quantd: d in float16,
+// then codes of the format's range.
+struct GgufFormat {
+  absl::string_view type;
+  v1::NumberFormat format;
+  // Under negative scales codes go up to one more: the scales are then positive
+  // and the format the next wider one, with codes to both sides alike.
+  v1::NumberFormat wider_format;
+  int32_t most;
+};
+constexpr GgufFormat kGgufFormats[] = {
+    {"q8_0", v1::NUMBER_FORMAT_INT8, v1::NUMBER_FORMAT_INT9, 128},
+    {"q5_0", v1::NUMBER_FORMAT_INT5, v1::NUMBER_FORMAT_INT6, 16},
+    {"q4_0", v1::NUMBER_FORMAT_INT4, v1::NUMBER_FORMAT_INT5, 8},
+};
+
+// Null for a type whose blocks are no codes of a format.
+const GgufFormat* FindGgufFormat(const files::GgufType& type) {
+  for (const GgufFormat& row : kGgufFormats) {
+    if (row.type == type.name) return &row;
+  }
+  return nullptr;
+}
+
 // The encoding of the blocks of a GGUF file. A scale of 0 is 1, whose codes are
-// all 0. q4_0 has negative scales too, under which codes go up to 8: the scales
-// are then positive and the format int5 from -8 to 8.
-Encoding GgufEncoding(const files::GgufTensor& tensor, bool* is_finite,
-                      bool* is_widened) {
-  std::vector<float> scales = files::GgufBlockScales(tensor);
+// all 0.
+Encoding GgufEncoding(const files::GgufTensor& tensor, const GgufFormat& format,
+                      bool* is_finite, bool* is_widened) {
+  const size_t block_bytes = static_cast<size_t>(tensor.type->block_bytes);
+  std::vector<float> scales(tensor.data.size() / block_bytes);
   *is_finite = true;
   *is_widened = false;
-  for (float& scale : scales) {
+  for (size_t b = 0; b < scales.size(); ++b) {
+    const float scale = files::ReadHalf(&tensor.data[b * block_bytes]);
     *is_finite = *is_finite && std::isfinite(scale);
-    *is_widened = *is_widened || (tensor.type == files::GgufType::kQ4_0 &&
-                                  std::signbit(scale) && scale != 0);
-    scale = scale == 0 ? 1 : std::fabs(scale);
+    *is_widened = *is_widened || scale < 0;
+    scales[b] = scale == 0 ? 1 : std::fabs(scale);
   }
   Encoding encoding;
-  if (tensor.type == files::GgufType::kQ8_0) {
-    encoding.set_format(v1::NUMBER_FORMAT_INT8);
-  } else if (*is_widened) {
-    encoding.set_format(v1::NUMBER_FORMAT_INT5);
-    encoding.set_qmin(-8);
-    encoding.set_qmax(8);
-  } else {
-    encoding.set_format(v1::NUMBER_FORMAT_INT4);
+  encoding.set_format(*is_widened ? format.wider_format : format.format);
+  if (*is_widened) {
+    encoding.set_qmin(-format.most);
+    encoding.set_qmax(format.most);
   }
+  const int64_t block = tensor.type->block_elements;
   for (size_t d = 1; d < tensor.shape.size(); ++d) encoding.add_block_size(1);
-  encoding.add_block_size(files::kGgufBlock);
+  encoding.add_block_size(block);
   for (size_t d = 0; d < tensor.shape.size(); ++d) {
     const bool is_last = d + 1 == tensor.shape.size();
-    encoding.add_scale_shape(is_last ? tensor.shape[d] / files::kGgufBlock
+    encoding.add_scale_shape(is_last ? tensor.shape[d] / block
                                      : tensor.shape[d]);
   }
   encoding.mutable_scale()->Assign(scales.begin(), scales.end());
   encoding.set_scale_type(v1::SCALE_TYPE_FLOAT16);
   return encoding;
+}
+
+// The types of kGgufFormats.
+std::string GgufFormatNames() {
+  return absl::StrJoin(kGgufFormats, ", ",
+                       [](std::string* text, const GgufFormat& row) {
+                         absl::StrAppend(text, row.type);
+                       });
 }
 
 void ImportGguf(const Options& options, Session* session) {
@@ -198,27 +230,38 @@ void ImportGguf(const Options& options, Session* session) {
   if (client == nullptr) return;
   ImportByTensor imported(options, client.get());
   for (const files::GgufTensor& tensor : reader->tensors()) {
-    if (tensor.type == files::GgufType::kPlain) continue;
-    if (tensor.type == files::GgufType::kOther) {
-      imported.AddLoss(tensor.name,
-                       absl::StrCat("GGUF type ", tensor.type_number,
-                                    " is not read, only q8_0 and q4_0"),
-                       /*left_out=*/true);
+    if (tensor.type != nullptr && tensor.type->IsPlain()) continue;
+    const GgufFormat* const format =
+        tensor.type == nullptr ? nullptr : FindGgufFormat(*tensor.type);
+    if (format == nullptr) {
+      imported.AddLoss(
+          tensor.name,
+          tensor.type == nullptr
+              ? absl::StrCat("GGUF type ", tensor.type_number, " is not known")
+              : absl::StrCat("GGUF type ", tensor.type->name,
+                             " is no format of quantd; those that are: ",
+                             GgufFormatNames()),
+          /*left_out=*/true);
       continue;
     }
     bool is_finite = false;
     bool is_widened = false;
-    const Encoding encoding = GgufEncoding(tensor, &is_finite, &is_widened);
+    const Encoding encoding =
+        GgufEncoding(tensor, *format, &is_finite, &is_widened);
     if (!is_finite) {
       imported.AddLoss(tensor.name, "a scale is infinite or NaN",
                        /*left_out=*/true);
       continue;
     }
     if (is_widened) {
-      imported.AddLoss(tensor.name,
-                       "negative scales became positive ones, under which "
-                       "codes go from -8 to 8: int5 in place of int4",
-                       /*left_out=*/false);
+      imported.AddLoss(
+          tensor.name,
+          absl::StrCat("negative scales became positive ones, under which "
+                       "codes go from ",
+                       -format->most, " to ", format->most, ": ",
+                       FormatName(format->wider_format), " in place of ",
+                       FormatName(format->format)),
+          /*left_out=*/false);
     }
     const absl::Status status = imported.Store(tensor.name, encoding);
     if (!status.ok()) return session->Fail(status);
@@ -309,10 +352,11 @@ void AddImportCommand(Command* quantctl, Session* session) {
       "had to be left out");
   const auto options = std::make_shared<Options>();
   command
-      ->AddArgument("file", &options->file, "FILE",
-                    "JSON file, - for stdin; the folder or safetensors file of "
-                    "a compressed-tensors model; or a .gguf file, whose q8_0 "
-                    "and q4_0 blocks have encodings")
+      ->AddArgument(
+          "file", &options->file, "FILE",
+          "JSON file, - for stdin; the folder or safetensors file of "
+          "a compressed-tensors model; or a .gguf file, whose q8_0, q5_0 "
+          "and q4_0 blocks have encodings")
       ->Required();
   options->name.AddOptions(command, /*required=*/true);
   std::vector<std::string> formats = InterchangeFormatNames();

@@ -30,10 +30,9 @@ bool AnyGiven(const std::vector<Option*>& options) {
 void ReportUnread(const TensorInput& input, Session* session) {
   for (const std::string& tensor : input.unread()) {
     session->Note(kServerError);
-    session->PrintError(absl::StrCat(
-        "quantctl: tensor ", tensor,
-        ": left out: its GGUF type is none of F32, F16, BF16, F64, q8_0 and "
-        "q4_0; convert the file to one of them"));
+    session->PrintError(
+        absl::StrCat("quantctl: tensor ", tensor,
+                     ": left out: its GGUF type is none that quantctl knows"));
   }
 }
 

@@ -1,6 +1,5 @@
 #include "client/files/dtype.h"
 
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -68,16 +67,16 @@ std::optional<int64_t> TensorSizeBytes(Dtype dtype,
 float ReadHalf(const uint8_t* bytes) {
   const uint32_t bits = bytes[0] | uint32_t{bytes[1]} << 8;
   const uint32_t exponent = bits >> 10 & 31;
-  const float mantissa = static_cast<float>(bits & 1023);
-  float magnitude = 0;
-  if (exponent == 31) {
-    magnitude = mantissa == 0 ? HUGE_VALF : std::nanf("");
-  } else if (exponent == 0) {
-    magnitude = std::ldexp(mantissa, -24);
-  } else {
-    magnitude = std::ldexp(mantissa + 1024, static_cast<int>(exponent) - 25);
-  }
-  return std::copysign(magnitude, (bits & 0x8000) != 0 ? -1.0F : 1.0F);
+  uint32_t mantissa = bits & 1023;
+  const float sign = (bits & 0x8000) != 0 ? -1.0F : 1.0F;
+  if (exponent == 0) return sign * static_cast<float>(mantissa) * 0x1p-24F;
+  if (exponent == 31 && mantissa != 0) mantissa |= 512;  // Quiet.
+  const uint32_t wide = (bits & 0x8000) << 16 |
+                        (exponent == 31 ? 255 : exponent + 112) << 23 |
+                        mantissa << 13;
+  float value = 0;
+  std::memcpy(&value, &wide, sizeof(value));
+  return value;
 }
 
 std::vector<uint8_t> Widen(Dtype from, absl::Span<const uint8_t> data,

@@ -42,7 +42,7 @@ std::optional<Dtype> ParseDtype(absl::string_view name);
 std::optional<int64_t> TensorSizeBytes(Dtype dtype,
                                        absl::Span<const int64_t> shape);
 
-// The value of two bytes of kF16.
+// The value of two bytes of kF16. A NaN keeps its bits, and is quiet.
 float ReadHalf(const uint8_t* bytes);
 
 // Elements of kF16, kBF16, kF32 or kF64 as `to`, kF32 or kF64, which holds them

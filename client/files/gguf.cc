@@ -1,7 +1,6 @@
 #include "client/files/gguf.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <optional>
@@ -17,6 +16,7 @@
 #include "absl/types/span.h"
 #include "client/files/dtype.h"
 #include "client/files/errors.h"
+#include "client/files/gguf_types.h"
 #include "client/files/mapped_file.h"
 
 namespace quantd::files {
@@ -24,14 +24,10 @@ namespace {
 
 constexpr absl::string_view kMagic = "GGUF";
 constexpr uint32_t kMostDimensions = 4;
-constexpr uint64_t kDefaultAlignment = 32;
 constexpr absl::string_view kAlignmentKey = "general.alignment";
 constexpr uint32_t kUint32Type = 4;
 constexpr uint32_t kStringType = 8;
 constexpr uint32_t kArrayType = 9;
-constexpr size_t kScaleBytes = 2;
-constexpr size_t kQ8_0Bytes = kScaleBytes + kGgufBlock;
-constexpr size_t kQ4_0Bytes = kScaleBytes + kGgufBlock / 2;
 
 // Bytes of a metadata value of a type; nothing for strings and arrays, and for
 // what is none.
@@ -55,36 +51,6 @@ std::optional<uint64_t> ValueBytes(uint32_t type) {
     default:
       return std::nullopt;
   }
-}
-
-std::optional<Dtype> PlainDtype(uint32_t type) {
-  switch (type) {
-    case 0:
-      return Dtype::kF32;
-    case 1:
-      return Dtype::kF16;
-    case 24:
-      return Dtype::kI8;
-    case 25:
-      return Dtype::kI16;
-    case 26:
-      return Dtype::kI32;
-    case 27:
-      return Dtype::kI64;
-    case 28:
-      return Dtype::kF64;
-    case 30:
-      return Dtype::kBF16;
-    default:
-      return std::nullopt;
-  }
-}
-
-GgufType TypeOf(uint32_t number) {
-  if (PlainDtype(number).has_value()) return GgufType::kPlain;
-  if (number == 2) return GgufType::kQ4_0;
-  if (number == 8) return GgufType::kQ8_0;
-  return GgufType::kOther;
 }
 
 // Takes values from the front of a file. Not thread-safe.
@@ -131,7 +97,10 @@ class HeaderParser {
   HeaderParser(const std::string& path, absl::Span<const uint8_t> bytes)
       : path_(path), bytes_(bytes), cursor_(bytes) {}
 
-  absl::Status Parse(std::vector<GgufTensor>* tensors) {
+  uint32_t alignment() const { return alignment_; }
+
+  absl::Status Parse(std::vector<GgufPair>* pairs,
+                     std::vector<GgufTensor>* tensors) {
     uint32_t magic = 0;
     uint32_t version = 0;
     uint64_t tensor_count = 0;
@@ -151,8 +120,11 @@ class HeaderParser {
       return CutShort("the counts");
     }
     for (uint64_t i = 0; i < pair_count; ++i) {
-      absl::Status status = ParsePair();
+      const size_t begin = cursor_.position();
+      pairs->emplace_back();
+      absl::Status status = ParsePair(&pairs->back().key);
       if (!status.ok()) return status;
+      pairs->back().bytes = bytes_.subspan(begin, cursor_.position() - begin);
     }
     std::vector<uint64_t> offsets;
     for (uint64_t i = 0; i < tensor_count; ++i) {
@@ -187,12 +159,13 @@ class HeaderParser {
         absl::StrCat("tensor ", QuotedName(tensor.name), ": ", what));
   }
 
-  absl::Status ParsePair() {
+  absl::Status ParsePair(std::string* name) {
     absl::string_view key;
     uint32_t type = 0;
     if (!cursor_.ReadString(&key) || !cursor_.Read(&type)) {
       return CutShort("the metadata");
     }
+    *name = std::string(key);
     if (key == kAlignmentKey) {
       uint32_t alignment = 0;
       if (type != kUint32Type || !cursor_.Read(&alignment) || alignment == 0 ||
@@ -259,8 +232,7 @@ class HeaderParser {
     if (!cursor_.Read(&tensor.type_number) || !cursor_.Read(&offset)) {
       return CutShort("the description of the tensors");
     }
-    tensor.type = TypeOf(tensor.type_number);
-    tensor.dtype = PlainDtype(tensor.type_number).value_or(Dtype::kF32);
+    tensor.type = FindGgufType(tensor.type_number);
     if (offset % alignment_ != 0) {
       return OfTensor(tensor,
                       absl::StrCat("expected an offset that is a multiple of ",
@@ -273,41 +245,42 @@ class HeaderParser {
 
   absl::Status FindData(absl::Span<const uint8_t> data, uint64_t offset,
                         GgufTensor* tensor) const {
-    if (tensor->type == GgufType::kOther) return absl::OkStatus();
-    const bool is_plain = tensor->type == GgufType::kPlain;
-    // Also of blocks the elements are counted first: there are more of them
-    // than bytes.
-    std::optional<int64_t> size =
-        TensorSizeBytes(is_plain ? tensor->dtype : Dtype::kU8, tensor->shape);
-    if (!size.has_value()) {
+    if (tensor->type == nullptr) return absl::OkStatus();
+    const GgufType& type = *tensor->type;
+    // Of what it decodes to, which is to have a size too.
+    const Dtype dtype = type.dtype.value_or(Dtype::kF32);
+    const std::optional<int64_t> decoded =
+        TensorSizeBytes(dtype, tensor->shape);
+    if (!decoded.has_value()) {
       return OfTensor(*tensor, "its size does not fit in 63 bits");
     }
-    if (!is_plain) {
-      if (tensor->shape.empty() || tensor->shape.back() % kGgufBlock != 0) {
-        return OfTensor(*tensor,
-                        "expected an innermost dimension of blocks of 32");
-      }
-      // A block of q8_0 takes more bytes than it has elements.
-      const int64_t blocks = *size / kGgufBlock;
-      if (static_cast<uint64_t>(blocks) > data.size()) {
-        return OfTensor(*tensor, "its data end behind the file");
-      }
-      size = blocks * static_cast<int64_t>(tensor->type == GgufType::kQ8_0
-                                               ? kQ8_0Bytes
-                                               : kQ4_0Bytes);
+    if (!type.IsPlain() && (tensor->shape.empty() ||
+                            tensor->shape.back() % type.block_elements != 0)) {
+      return OfTensor(
+          *tensor,
+          absl::StrCat("expected an innermost dimension of blocks "
+                       "of ",
+                       type.block_elements, ", as ", type.name, " has"));
     }
-    if (offset > data.size() ||
-        static_cast<uint64_t>(*size) > data.size() - offset) {
+    // A block has a byte at least: what passes has a size that fits.
+    const int64_t blocks =
+        *decoded / DtypeSizeBytes(dtype) / type.block_elements;
+    if (static_cast<uint64_t>(blocks) > data.size()) {
       return OfTensor(*tensor, "its data end behind the file");
     }
-    tensor->data = data.subspan(offset, static_cast<size_t>(*size));
+    const int64_t size = blocks * type.block_bytes;
+    if (offset > data.size() ||
+        static_cast<uint64_t>(size) > data.size() - offset) {
+      return OfTensor(*tensor, "its data end behind the file");
+    }
+    tensor->data = data.subspan(offset, static_cast<size_t>(size));
     return absl::OkStatus();
   }
 
   const std::string& path_;
   const absl::Span<const uint8_t> bytes_;
   Cursor cursor_;
-  uint64_t alignment_ = kDefaultAlignment;
+  uint32_t alignment_ = kGgufAlignment;
   absl::flat_hash_set<std::string> names_;
 };
 
@@ -317,44 +290,23 @@ absl::StatusOr<GgufReader> GgufReader::Open(const std::string& path) {
   absl::StatusOr<MappedFile> file = MappedFile::Open(path);
   if (!file.ok()) return file.status();
   GgufReader reader(*std::move(file));
-  const absl::Status status =
-      HeaderParser(path, reader.file_.bytes()).Parse(&reader.tensors_);
+  HeaderParser parser(path, reader.file_.bytes());
+  const absl::Status status = parser.Parse(&reader.pairs_, &reader.tensors_);
   if (!status.ok()) return status;
+  reader.alignment_ = parser.alignment();
   return reader;
 }
 
 std::vector<float> DequantizeGguf(const GgufTensor& tensor) {
-  const bool is_q8 = tensor.type == GgufType::kQ8_0;
-  const size_t block_bytes = is_q8 ? kQ8_0Bytes : kQ4_0Bytes;
+  const GgufType& type = *tensor.type;
+  const size_t block_bytes = static_cast<size_t>(type.block_bytes);
+  const size_t block_elements = static_cast<size_t>(type.block_elements);
   const size_t blocks = tensor.data.size() / block_bytes;
-  std::vector<float> elements(blocks * kGgufBlock);
+  std::vector<float> elements(blocks * block_elements);
   for (size_t b = 0; b < blocks; ++b) {
-    const uint8_t* const block = &tensor.data[b * block_bytes];
-    const float scale = ReadHalf(block);
-    const uint8_t* const codes = block + kScaleBytes;
-    float* const out = &elements[b * kGgufBlock];
-    if (is_q8) {
-      for (size_t i = 0; i < kGgufBlock; ++i) {
-        out[i] = static_cast<float>(static_cast<int8_t>(codes[i])) * scale;
-      }
-      continue;
-    }
-    for (size_t i = 0; i < kGgufBlock / 2; ++i) {
-      out[i] = static_cast<float>((codes[i] & 15) - 8) * scale;
-      out[i + kGgufBlock / 2] = static_cast<float>((codes[i] >> 4) - 8) * scale;
-    }
+    type.decode(&tensor.data[b * block_bytes], &elements[b * block_elements]);
   }
   return elements;
-}
-
-std::vector<float> GgufBlockScales(const GgufTensor& tensor) {
-  const size_t block_bytes =
-      tensor.type == GgufType::kQ8_0 ? kQ8_0Bytes : kQ4_0Bytes;
-  std::vector<float> scales(tensor.data.size() / block_bytes);
-  for (size_t b = 0; b < scales.size(); ++b) {
-    scales[b] = ReadHalf(&tensor.data[b * block_bytes]);
-  }
-  return scales;
 }
 
 }  // namespace quantd::files

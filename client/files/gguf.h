@@ -7,12 +7,7 @@
 //   the data, from the next multiple of "general.alignment" (default 32) on;
 //   offsets are relative to there
 //
-// A string is a u64 length and bytes. Blocks of 32 elements along the innermost
-// dimension:
-//
-//   q8_0: float16 d, 32 int8 q;          element i is q[i] * d
-//   q4_0: float16 d, 16 bytes of nibbles; element i is (low nibble of byte i
-//         - 8) * d, element i + 16 (high nibble of byte i - 8) * d
+// A string is a u64 length and bytes. gguf_types.h has the types.
 
 #ifndef QUANTD_CLIENT_FILES_GGUF_H_
 #define QUANTD_CLIENT_FILES_GGUF_H_
@@ -23,27 +18,32 @@
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
-#include "client/files/dtype.h"
+#include "client/files/gguf_types.h"
 #include "client/files/mapped_file.h"
 
 namespace quantd::files {
 
-constexpr int64_t kGgufBlock = 32;
-
-enum class GgufType { kPlain, kQ8_0, kQ4_0, kOther };
+// Of the data, where the metadata do not say another.
+constexpr uint32_t kGgufAlignment = 32;
 
 // A tensor of a file. Plain value.
 struct GgufTensor {
   std::string name;
-  GgufType type = GgufType::kPlain;
-  // Of kPlain.
-  Dtype dtype = Dtype::kF32;
+  // Null for one that is not known.
+  const GgufType* type = nullptr;
   // As the file numbers its types.
   uint32_t type_number = 0;
-  // Outermost dimension first. The innermost of blocks is a multiple of 32.
+  // Outermost dimension first. The innermost has whole blocks.
   std::vector<int64_t> shape;
-  // As they lie in the file; empty for kOther. Points into its mapping.
+  // As they lie in the file; empty without a type. Points into its mapping.
   absl::Span<const uint8_t> data;
+};
+
+// A pair of metadata. Plain value.
+struct GgufPair {
+  std::string key;
+  // Key, type and value as they lie in the file. Points into its mapping.
+  absl::Span<const uint8_t> bytes;
 };
 
 // A checked file, mapped. Immutable, thread-safe.
@@ -55,21 +55,22 @@ class GgufReader {
 
   // In the file's order.
   const std::vector<GgufTensor>& tensors() const { return tensors_; }
+  const std::vector<GgufPair>& pairs() const { return pairs_; }
+  // Of the data.
+  uint32_t alignment() const { return alignment_; }
 
  private:
   explicit GgufReader(MappedFile file) : file_(std::move(file)) {}
 
   MappedFile file_;
   std::vector<GgufTensor> tensors_;
+  std::vector<GgufPair> pairs_;
+  uint32_t alignment_ = 0;
 };
 
-// The elements, exactly.
-// Requires: type is kQ8_0 or kQ4_0.
+// The elements, the same bits as ggml makes of them.
+// Requires: a type that is not plain.
 std::vector<float> DequantizeGguf(const GgufTensor& tensor);
-
-// d of each block in row-major order, exactly.
-// Requires: type is kQ8_0 or kQ4_0.
-std::vector<float> GgufBlockScales(const GgufTensor& tensor);
 
 }  // namespace quantd::files
 

@@ -1,8 +1,10 @@
 #include "client/models/tensor_input.h"
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -103,21 +105,28 @@ absl::Status TensorInput::AddGguf(const std::string& path) {
   absl::StatusOr<files::GgufReader> reader = files::GgufReader::Open(path);
   if (!reader.ok()) return reader.status();
   for (const files::GgufTensor& tensor : reader->tensors()) {
-    if (tensor.type == files::GgufType::kOther) {
+    if (tensor.type == nullptr) {
       unread_.push_back(tensor.name);
       continue;
     }
-    files::FileTensor added = {tensor.name, tensor.dtype, tensor.shape,
-                               tensor.data};
-    if (tensor.type != files::GgufType::kPlain) {
+    files::FileTensor added = {tensor.name,
+                               tensor.type->dtype.value_or(files::Dtype::kF32),
+                               tensor.shape, tensor.data};
+    if (!tensor.type->IsPlain()) {
+      blocks_[tensor.name] = tensor;
       dequantized_.push_back(files::DequantizeGguf(tensor));
       const std::vector<float>& elements = dequantized_.back();
       added.data = {reinterpret_cast<const uint8_t*>(elements.data()),
                     elements.size() * sizeof(float)};
     }
-    index_[tensor.name] = tensors_.size();
     tensors_.push_back(std::move(added));
   }
+  // As they lie in the file that `quantctl dequantize` makes of them.
+  std::stable_sort(tensors_.begin(), tensors_.end(),
+                   [](const files::FileTensor& a, const files::FileTensor& b) {
+                     return DtypeSizeBytes(a.dtype) > DtypeSizeBytes(b.dtype);
+                   });
+  for (size_t i = 0; i < tensors_.size(); ++i) index_[tensors_[i].name] = i;
   files_.emplace_back(*std::move(reader));
   return absl::OkStatus();
 }
@@ -125,6 +134,10 @@ absl::Status TensorInput::AddGguf(const std::string& path) {
 const files::FileTensor* TensorInput::Find(absl::string_view name) const {
   const auto found = index_.find(name);
   return found == index_.end() ? nullptr : &tensors_[found->second];
+}
+
+const files::GgufReader* TensorInput::gguf() const {
+  return files_.empty() ? nullptr : std::get_if<files::GgufReader>(&files_[0]);
 }
 
 std::optional<ElementType> ElementTypeOf(files::Dtype dtype) {

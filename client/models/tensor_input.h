@@ -41,7 +41,13 @@ class TensorInput {
   // In order of their data; valid while this lives.
   const std::vector<files::FileTensor>& tensors() const { return tensors_; }
   const files::FileTensor* Find(absl::string_view name) const;
-  // Names of the tensors whose type is not read, which tensors() leaves out.
+  // Tensors that are blocks of GGUF in the file, by their names.
+  const std::map<std::string, files::GgufTensor>& blocks() const {
+    return blocks_;
+  }
+  // Null for anything but a GGUF file.
+  const files::GgufReader* gguf() const;
+  // Names of the tensors whose type is not known, which tensors() leaves out.
   const std::vector<std::string>& unread() const { return unread_; }
   const std::map<std::string, std::string>& metadata() const {
     return metadata_;
@@ -61,6 +67,7 @@ class TensorInput {
                            files::GgufReader>>
       files_;
   std::vector<std::vector<float>> dequantized_;
+  std::map<std::string, files::GgufTensor> blocks_;
   std::vector<files::FileTensor> tensors_;
   std::vector<std::string> unread_;
   std::vector<std::string> paths_;

@@ -9,6 +9,8 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "client/files/dtype.h"
+#include "client/files/gguf_types.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/support/gguf_bytes.h"
@@ -24,7 +26,6 @@ using ::testing::ElementsAre;
 
 constexpr uint32_t kQ4_0 = 2;
 constexpr uint32_t kQ8_0 = 8;
-constexpr uint32_t kQ6K = 14;
 
 std::string Header(uint32_t version, uint64_t tensors, uint64_t pairs) {
   return absl::StrCat("GGUF", LittleEndian(version), LittleEndian(tensors),
@@ -74,12 +75,11 @@ TEST_F(GgufTest, ReadsPlainTensorsInRowMajorOrder) {
     ASSERT_EQ(reader->tensors().size(), 2U);
     const GgufTensor& a = reader->tensors()[0];
     EXPECT_EQ(a.name, "a");
-    EXPECT_EQ(a.type, GgufType::kPlain);
-    EXPECT_EQ(a.dtype, Dtype::kF32);
+    EXPECT_EQ(a.type->dtype, Dtype::kF32);
     EXPECT_THAT(a.shape, ElementsAre(2, 3));
     EXPECT_EQ(a.data.size(), 24U);
     const GgufTensor& b = reader->tensors()[1];
-    EXPECT_EQ(b.dtype, Dtype::kBF16);
+    EXPECT_EQ(b.type->dtype, Dtype::kBF16);
     EXPECT_THAT(b.data, ElementsAre(2, 2, 2, 2));
   }
 }
@@ -106,7 +106,6 @@ TEST_F(GgufTest, DequantizesBlocksExactly) {
     EXPECT_EQ(elements[static_cast<size_t>(i) + 16],
               -0.5F * static_cast<float>(7 - i));
   }
-  EXPECT_THAT(GgufBlockScales(reader->tensors()[0]), ElementsAre(-0.5F));
   const std::vector<float> small = DequantizeGguf(reader->tensors()[1]);
   ASSERT_EQ(small.size(), 32U);
   for (int i = 0; i < 32; ++i) {
@@ -115,13 +114,34 @@ TEST_F(GgufTest, DequantizesBlocksExactly) {
   }
 }
 
-TEST_F(GgufTest, KeepsTheNamesOfTensorsOfOtherTypes) {
+TEST_F(GgufTest, KeepsTheNamesOfTensorsOfUnknownTypes) {
   const absl::StatusOr<GgufReader> reader =
-      Open(Padded(absl::StrCat(Header(3, 1, 0), Info("k", {256}, kQ6K, 0))));
+      Open(Padded(absl::StrCat(Header(3, 1, 0), Info("k", {256}, 31, 0))));
   ASSERT_TRUE(reader.ok()) << reader.status();
-  EXPECT_EQ(reader->tensors()[0].type, GgufType::kOther);
-  EXPECT_EQ(reader->tensors()[0].type_number, kQ6K);
+  EXPECT_EQ(reader->tensors()[0].type, nullptr);
+  EXPECT_EQ(reader->tensors()[0].type_number, 31U);
   EXPECT_TRUE(reader->tensors()[0].data.empty());
+}
+
+TEST_F(GgufTest, RefusesPartsOfBlocksOfEveryType) {
+  for (const GgufType& type : GgufTypes()) {
+    const auto file = [&](uint64_t inner, int64_t bytes) {
+      return Padded(absl::StrCat(Header(3, 1, 0),
+                                 Info("a", {inner, 2}, type.number, 0))) +
+             std::string(static_cast<size_t>(bytes), 'x');
+    };
+    const uint64_t elements = static_cast<uint64_t>(type.block_elements);
+    EXPECT_TRUE(Open(file(elements, 2 * type.block_bytes)).ok()) << type.name;
+    EXPECT_TRUE(absl::StrContains(
+        Error(file(elements, 2 * type.block_bytes - 1)).message(),
+        "behind the file"))
+        << type.name;
+    if (type.IsPlain()) continue;
+    EXPECT_TRUE(
+        absl::StrContains(Error(file(elements / 2, type.block_bytes)).message(),
+                          absl::StrCat("blocks of ", elements)))
+        << type.name;
+  }
 }
 
 TEST_F(GgufTest, RefusesWhatIsNoSoundFile) {
@@ -151,9 +171,13 @@ TEST_F(GgufTest, RefusesWhatIsNoSoundFile) {
   expect(one(Info("a", {1}, 0, 4)), "multiple of 32");
   expect(one(Info("a", {17}, 0, 0)), "behind the file");
   expect(one(Info("a", {1}, 0, uint64_t{1} << 63)), "behind the file");
+  expect(one(Info("a", {uint64_t{1} << 59}, 28, 0)), "behind the file");
+  // Without elements, and yet too large.
+  expect(one(Info("a", {uint64_t{1} << 62, 0}, 0, 0)), "63 bits");
+  expect(one(Info("a", {uint64_t{1} << 62, 0}, kQ8_0, 0)), "63 bits");
   expect(one(Info("a", {uint64_t{1} << 63}, 0, 0)), "63 bits");
   expect(one(Info("a", {uint64_t{1} << 62, 2}, kQ4_0, 0)), "63 bits");
-  expect(one(Info("a", {uint64_t{1} << 62}, kQ8_0, 0)), "behind the file");
+  expect(one(Info("a", {uint64_t{1} << 60}, kQ8_0, 0)), "behind the file");
   expect(absl::StrCat(Header(3, 2, 0), Info("a", {1}, 0, 0),
                       Info("a", {1}, 0, 32)),
          "occurs twice");

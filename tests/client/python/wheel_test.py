@@ -49,6 +49,7 @@ class WheelTest(unittest.TestCase):
                 f"quantd-{VERSION}.dist-info/METADATA").decode()
             archive.extractall(os.path.join(self.folder, "installed"))
         for name in ("quantd/py.typed", "quantd/report.html",
+                     "quantd/gguf_grids.txt",
                      "quantd/v1/tensor_pb2.py", "quantd/v1/tensor_pb2.pyi",
                      "quantd/v1/encoding_service_pb2_grpc.py"):
             self.assertIn(name, names)

@@ -18,7 +18,7 @@ from typing import Any, Callable, Iterable, Mapping, Optional, Sequence
 import grpc
 import numpy as np
 
-from quantd import errors
+from quantd import _gguf, errors
 from quantd.tensor import Array
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -41,10 +41,6 @@ DTYPES: dict[str, np.dtype[Any]] = {
 ELEMENT_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16",
                  "F64": "float64"}
 DTYPE_OF_ELEMENTS = {name: dtype for dtype, name in ELEMENT_TYPES.items()}
-_GGUF_PLAIN = {0: "F32", 1: "F16", 24: "I8", 25: "I16", 26: "I32", 27: "I64",
-               28: "F64", 30: "BF16"}
-# Bytes of a block of 32 elements.
-_GGUF_BLOCKS = {2: 18, 8: 34}
 _GGUF_VALUE_BYTES = {0: 1, 1: 1, 7: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 10: 8,
                      11: 8, 12: 8}
 
@@ -321,30 +317,31 @@ class _GgufParser:
                               len(self._data)):]
         tensors, unread = {}, []
         for name, (shape, number, offset) in entries.items():
-            size = self._size(name, shape, number)
-            if size is None:
+            kind = _gguf.TYPES.get(number)
+            if kind is None:
                 unread.append(name)
                 continue
+            if kind.decode_blocks is not None and (
+                    not shape or shape[-1] % kind.block_elements):
+                raise self._malformed(
+                    f"tensor {name!r}: expected an innermost dimension of "
+                    f"blocks of {kind.block_elements}, as {kind.name} has")
+            # Of what it decodes to, which is to have a size too.
+            if size_of(kind.dtype, [size or 1 for size in shape]) >> 63:
+                raise self._malformed(
+                    f"tensor {name!r}: its size does not fit in 63 bits")
+            size = math.prod(shape) // kind.block_elements * kind.block_bytes
             if offset % alignment or offset + size > len(data):
                 raise self._malformed(
                     f"tensor {name!r}: expected {size} bytes of data at a "
                     f"multiple of {alignment}, got {offset} of {len(data)}")
             tensors[name] = FileTensor(
-                name, _GGUF_PLAIN.get(number, "F32"), shape,
-                data[offset:offset + size],
-                {2: _decode_q4_0, 8: _decode_q8_0}.get(number))
-        return InputFile(self._path, tensors, {}, unread)
-
-    def _size(self, name: str, shape: tuple[int, ...], number: int
-              ) -> Optional[int]:
-        if number in _GGUF_PLAIN:
-            return size_of(_GGUF_PLAIN[number], shape)
-        if number not in _GGUF_BLOCKS:
-            return None
-        if not shape or shape[-1] % 32:
-            raise self._malformed(f"tensor {name!r}: expected an innermost "
-                                  "dimension of blocks of 32")
-        return math.prod(shape) // 32 * _GGUF_BLOCKS[number]
+                name, kind.dtype, shape, data[offset:offset + size],
+                kind.decode if kind.decode_blocks is not None else None)
+        # As they lie in the file that `quantctl dequantize` makes of them.
+        ordered = sorted(tensors.items(),
+                         key=lambda item: -DTYPES[item[1].dtype].itemsize)
+        return InputFile(self._path, dict(ordered), {}, unread)
 
     def _malformed(self, what: str) -> errors.QuantdError:
         return malformed(self._path, what)
@@ -382,21 +379,6 @@ class _GgufParser:
             raise self._malformed("expected a type of metadata from 0 to 12 "
                                   f"and no array of arrays, got {kind}")
         return 0
-
-
-def _decode_q8_0(data: Array) -> Array:
-    blocks = data.reshape(-1, 34)
-    scale = blocks[:, :2].copy().view("<f2").astype(np.float32)
-    reals: Array = blocks[:, 2:].view(np.int8).astype(np.float32) * scale
-    return reals.reshape(-1).view(np.uint8)
-
-
-def _decode_q4_0(data: Array) -> Array:
-    blocks = data.reshape(-1, 18)
-    scale = blocks[:, :2].copy().view("<f2").astype(np.float32)
-    codes = np.concatenate([blocks[:, 2:] & 15, blocks[:, 2:] >> 4], axis=1)
-    reals: Array = (codes.astype(np.int8) - 8).astype(np.float32) * scale
-    return reals.reshape(-1).view(np.uint8)
 
 
 def read_index(folder: str) -> tuple[dict[str, str], list[str]]:

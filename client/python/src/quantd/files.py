@@ -58,7 +58,7 @@ class TensorFile(Mapping[str, FileValue]):
         for file in files:
             for key, value in file.metadata.items():
                 self.metadata.setdefault(key, value)
-        # Names of tensors of types of GGUF that are not read.
+        # Names of tensors of GGUF types that are not known.
         self.unread = [name for file in files for name in file.unread]
         self._model: Optional[_compressed.Model] = None
         # What each quantized tensor is made of.
