@@ -11,6 +11,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/types/span.h"
 #include "client/cli/command_line.h"
@@ -23,7 +24,9 @@
 #include "client/cli/streams.h"
 #include "client/cli/table.h"
 #include "client/cpp/client.h"
+#include "client/files/dtype.h"
 #include "client/files/errors.h"
+#include "client/files/gguf.h"
 #include "client/files/npy.h"
 #include "client/files/safetensors.h"
 #include "client/files/safetensors_builder.h"
@@ -63,6 +66,7 @@ class Dequantizer {
       : options_(options), session_(*session) {}
 
   void Run() {
+    if (IsGgufPath(options_.input)) return RunGguf();
     const absl::StatusOr<TensorInput> input = TensorInput::Open(options_.input);
     if (!input.ok()) return session_.Fail(input.status());
     absl::Status status = options_.output.CheckFile(
@@ -80,6 +84,114 @@ class Dequantizer {
 
  private:
   bool IsNpy() const { return IsNpyPath(options_.output.path); }
+
+  // Blocks of GGUF are decoded here, one tensor at a time. No server is called.
+  void RunGguf() {
+    const absl::StatusOr<files::GgufReader> reader =
+        files::GgufReader::Open(options_.input);
+    if (!reader.ok()) return session_.Fail(reader.status());
+    absl::Status status = options_.output.CheckFile(
+        {options_.input}, IsNpy() ? ".npy" : ".safetensors", &session_);
+    if (status.ok()) status = CheckGgufTypes(*reader);
+    if (!status.ok()) return FailEarly(status, &session_);
+    status = IsNpy() ? WriteGgufNpy(*reader) : WriteGguf(*reader);
+    if (!status.ok()) return session_.Fail(status);
+    Report();
+  }
+
+  absl::Status CheckGgufTypes(const files::GgufReader& reader) const {
+    for (const files::GgufTensor& tensor : reader.tensors()) {
+      if (tensor.type != nullptr || options_.keep_going) continue;
+      return files::FileUnsupportedError(
+          options_.input,
+          absl::StrCat("tensor ", files::QuotedName(tensor.name),
+                       " is of GGUF type ", tensor.type_number,
+                       ", which quantctl does not know; --keep-going leaves "
+                       "such tensors out"));
+    }
+    return absl::OkStatus();
+  }
+
+  // In the file's order, as TensorInput has it.
+  absl::Status WriteGguf(const files::GgufReader& reader) {
+    const absl::StatusOr<std::unique_ptr<files::SafetensorsBuilder>> builder =
+        files::SafetensorsBuilder::Create(options_.output.path,
+                                          options_.output.if_exists());
+    if (!builder.ok()) return builder.status();
+    uint64_t order = 0;
+    for (const files::GgufTensor& tensor : reader.tensors()) {
+      if (tensor.type == nullptr) continue;
+      const absl::Status status =
+          (*builder)
+              ->Reserve(order++, tensor.name, GgufDtype(tensor), tensor.shape)
+              .status();
+      if (!status.ok()) return status;
+    }
+    const absl::StatusOr<uint64_t> header_bytes = (*builder)->HeaderBytes({});
+    if (!header_bytes.ok()) return header_bytes.status();
+    absl::Status status = (*builder)->PlaceAll(*header_bytes);
+    size_t place = 0;
+    for (const files::GgufTensor& tensor : reader.tensors()) {
+      if (!status.ok()) return status;
+      if (tensor.type == nullptr) {
+        AddGgufOutcome(tensor, "left out", 0);
+      } else if (tensor.type->IsPlain()) {
+        status = (*builder)->Write(place++, 0, tensor.data);
+        AddGgufOutcome(tensor, "copied", tensor.data.size());
+      } else {
+        const std::vector<float> elements = files::DequantizeGguf(tensor);
+        status = (*builder)->Write(place++, 0, BytesOf(elements));
+        AddGgufOutcome(tensor, tensor.type->name, BytesOf(elements).size());
+      }
+    }
+    if (status.ok()) status = (*builder)->Finish().status();
+    is_written_ = status.ok();
+    return status;
+  }
+
+  absl::Status WriteGgufNpy(const files::GgufReader& reader) {
+    if (reader.tensors().size() != 1) {
+      return files::FileUnsupportedError(
+          options_.output.path,
+          absl::StrCat(".npy holds one tensor, the file has ",
+                       reader.tensors().size()));
+    }
+    const files::GgufTensor& tensor = reader.tensors()[0];
+    if (tensor.type == nullptr || tensor.type->IsPlain()) {
+      return files::FileUnsupportedError(
+          options_.input, "expected a tensor of blocks, got a plain one");
+    }
+    const std::vector<float> elements = files::DequantizeGguf(tensor);
+    AddGgufOutcome(tensor, tensor.type->name, BytesOf(elements).size());
+    const absl::Status status =
+        files::WriteNpy(options_.output.path, options_.output.if_exists(),
+                        files::Dtype::kF32, tensor.shape, BytesOf(elements))
+            .status();
+    is_written_ = status.ok();
+    return status;
+  }
+
+  static files::Dtype GgufDtype(const files::GgufTensor& tensor) {
+    const bool is_plain = tensor.type != nullptr && tensor.type->IsPlain();
+    return is_plain ? *tensor.type->dtype : files::Dtype::kF32;
+  }
+
+  static absl::Span<const uint8_t> BytesOf(const std::vector<float>& elements) {
+    return {reinterpret_cast<const uint8_t*>(elements.data()),
+            elements.size() * sizeof(float)};
+  }
+
+  void AddGgufOutcome(const files::GgufTensor& tensor, absl::string_view result,
+                      uint64_t output_bytes) {
+    Outcome outcome;
+    outcome.name = tensor.name;
+    outcome.shape = tensor.shape;
+    outcome.dtype = std::string(DtypeName(GgufDtype(tensor)));
+    outcome.result = std::string(result);
+    outcome.input_bytes = tensor.data.size();
+    outcome.output_bytes = output_bytes;
+    outcomes_.push_back(std::move(outcome));
+  }
 
   bool AnyFailed() const {
     return std::any_of(
@@ -344,12 +456,13 @@ void AddDequantizeCommand(Command* quantctl, Session* session) {
   Command* const command = quantctl->AddCommand(
       "dequantize",
       "Turn a file that `quantize` wrote back into plain tensors of the type "
-      "that they had; nothing is written when a tensor fails");
+      "that they had, and blocks of GGUF into float32; nothing is written when "
+      "a tensor fails");
   const auto options = std::make_shared<Options>();
   command
       ->AddArgument("file", &options->input, "FILE",
-                    "safetensors file, or the folder of a compressed-tensors "
-                    "model")
+                    "safetensors file, the folder of a compressed-tensors "
+                    "model, or .gguf file")
       ->Required();
   options->output
       .AddOptions(command,
@@ -361,6 +474,9 @@ void AddDequantizeCommand(Command* quantctl, Session* session) {
   options->streams.AddOption(command);
   command->AddExample(
       "quantctl dequantize model.int8.safetensors -o restored.safetensors");
+  command->AddExample(
+      "quantctl dequantize model.q4_k_m.gguf -o restored.safetensors",
+      "any of ggml's types; calls no server");
   command->OnRun([options, session] { Dequantizer(*options, session).Run(); });
 }
 

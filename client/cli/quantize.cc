@@ -53,6 +53,7 @@
 #include "client/cpp/text_file.h"
 #include "client/files/atomic_file.h"
 #include "client/files/errors.h"
+#include "client/files/gguf_types.h"
 #include "client/files/safetensors.h"
 #include "client/files/safetensors_builder.h"
 #include "client/files/shard_index.h"
@@ -84,6 +85,7 @@ struct Options {
   bool store = false;
   std::string nan_policy;
   bool evaluate = false;
+  bool requantize = false;
   bool restart = false;
   bool keep_going = false;
   StreamsOption streams;
@@ -490,9 +492,23 @@ class Quantizer {
           is_folder_ ? OutputPath(name) : options_.output.path;
       shards_.back()->name = name;
       absl::Status status = CheckPlain(shards_.back()->input, options_.input);
+      if (status.ok()) status = CheckBlocks(shards_.back()->input);
       if (!status.ok()) return status;
     }
     return CheckIndex();
+  }
+
+  // Blocks of GGUF have lost something already.
+  absl::Status CheckBlocks(const TensorInput& input) const {
+    if (options_.requantize || input.blocks().empty()) return absl::OkStatus();
+    const auto& [name, blocks] = *input.blocks().begin();
+    return files::FileUnsupportedError(
+        options_.input,
+        absl::StrCat("expected plain tensors, but ", files::QuotedName(name),
+                     " is quantized already, to ", blocks.type->name,
+                     "; begin with the model that it was made from, or take "
+                     "--requantize, which quantizes what `quantctl "
+                     "dequantize` makes of it"));
   }
 
   // The index must not name what is nowhere.
@@ -1620,6 +1636,8 @@ void AddQuantizeCommand(Command* quantctl, Session* session) {
                   "with config.json; pack-quantized packs 8 bits too")
       ->OneOf({"quantd", "compressed-tensors", "pack-quantized"})
       ->ShowDefault();
+  command->AddFlag("--requantize", &options->requantize,
+                   "Quantize blocks of GGUF too, after dequantizing them");
   command->AddFlag("--restart", &options->restart,
                    "Do finished shards again as well");
   options->streams.AddOption(command);

@@ -204,11 +204,11 @@ def test_GgufIsReadAsQuantctlReadsIt(tmp_path, quantctl):
     quantd.save(copy, file)
     for source in (path, copy):
         quantctl("quantize", source, "-o", f"{source}.q.safetensors",
-                 "--no-store", "--spec", "int16:group:32")
+                 "--requantize", "--no-store", "--spec", "int16:group:32")
     assert (tmp_path / "x.gguf.q.safetensors").read_bytes() == (
         tmp_path / "copy.safetensors.q.safetensors").read_bytes()
 
-    write_gguf(path, [*tensors, (b"d", 12, b"")])
+    write_gguf(path, [*tensors, (b"d", 4, b"")])
     assert quantd.load(path).unread == ["d"]
     assert list(quantd.load(path)) == ["a", "b", "c"]
     path.write_bytes(path.read_bytes()[:-80])

@@ -386,12 +386,17 @@ class QuantctlTest(QuantctlCase):
         blocks_q8 = [(half(0.125), bytes(random.randrange(256)
                                          for _ in range(32)))
                      for _ in range(2)]
+        blocks_q5 = [(half(scale), bytes(random.randrange(256)
+                                         for _ in range(20)))
+                     for scale in (0.5, -0.25)]
         # Name, extents with the innermost first, type, data.
         tensors = [
+            ("q5", (64,), 6, b"".join(a + b for a, b in blocks_q5)),
             ("q4", (64, 2), 2, b"".join(a + b for a, b in blocks_q4)),
             ("q8", (32, 2), 8, b"".join(a + b for a, b in blocks_q8)),
             ("plain", (3, 2), 1, b"".join(half(i) for i in range(6))),
-            ("other", (256,), 14, bytes(224)),
+            ("other", (256,), 14, bytes(210)),
+            ("old", (32,), 4, bytes(32)),
         ]
 
         def string(text):
@@ -410,28 +415,29 @@ class QuantctlTest(QuantctlCase):
 
         # What cannot be read is left out and said.
         imported = self.json("import", path, "--model", "gguf", code=1)
-        self.assertEqual(imported["encoding_count"], 2)
+        self.assertEqual(imported["encoding_count"], 3)
         self.assertEqual([(loss["tensor"], loss["left_out"])
                           for loss in imported["losses"]],
-                         [("q4", False), ("other", True)])
+                         [("q5", False), ("q4", False), ("other", True),
+                          ("old", True)])
         # The encodings give the numbers of the file back.
         evaluated = self.json(
             "evaluate", path, "--model", "gguf", "--candidate", "stored",
-            "--include", "q*", code=1)
-        self.assertEqual(len(evaluated["tensors"]), 2)
+            "--include", "q*", "--all", code=1)
+        self.assertEqual(len(evaluated["tensors"]), 3)
         for tensor in evaluated["tensors"]:
             (candidate,) = tensor["candidates"]
             self.assertEqual(candidate["mean_squared_error"], 0,
                              tensor["name"])
         # Plain tensors are copied, blocks are quantized like others.
         quantize = ("quantize", path, "-o", self.path("out"), "--exclude",
-                    "plain")
+                    "plain", "--requantize")
         refused = self.run_quantctl(*quantize, code=1)
         self.assertIn("--keep-going leaves them out", refused.stderr)
         self.assertFalse(os.path.exists(self.path("out")))
         self.run_quantctl(*quantize, "--keep-going", code=1)
         written, _ = read_safetensors(self.path("out"))
-        self.assertEqual(written["plain"], ("F16", [2, 3], tensors[2][3]))
+        self.assertEqual(written["plain"], ("F16", [2, 3], tensors[3][3]))
         self.assertEqual(written["q4"][:2], ("I8", [2, 64]))
         with open(path, "r+b") as file:
             file.truncate(100)

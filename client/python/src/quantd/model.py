@@ -151,7 +151,7 @@ def quantize_model(
         include: Iterable[str] = (), exclude: Iterable[str] = (),
         min_rank: int = 2, nan_policy: Optional[str] = None,
         keep_going: bool = False, overwrite: bool = False,
-        restart: bool = False, streams: int = 2,
+        restart: bool = False, requantize: bool = False, streams: int = 2,
         part: Union[tuple[int, int], str, None] = None,
         progress: ProgressLike = False) -> QuantizedModel:
     """Quantizes the tensors of a file or of the folder of a model, and copies
@@ -177,6 +177,7 @@ def quantize_model(
     keep_going: write the target even if tensors fail, with these as they were.
     overwrite: replace a file, or the files of other runs in a folder.
     restart: do finished shards again as well.
+    requantize: take blocks of GGUF too, and quantize what they decode to.
     streams: tensors on their way at once, each on a stream of its own.
     part: (i, n) does share i of n, from 0 on; any part may be done again, in
         any process that sees the files, and join_model() makes the target of
@@ -203,7 +204,8 @@ def quantize_model(
     run = _Run(os.fspath(source), os.fspath(target), SpecSet(specs),
                Filter(tuple(include), tuple(exclude), min_rank), client, model,
                revision, store, nan_policy, keep_going, overwrite, restart,
-               streams, None if part is None else as_part(part), False)
+               requantize, streams,
+               None if part is None else as_part(part), False)
     run.plan()
     return run.write(progress)
 
@@ -214,7 +216,7 @@ def join_model(
         revision: str = "main", store: bool = False,
         include: Iterable[str] = (), exclude: Iterable[str] = (),
         min_rank: int = 2, nan_policy: Optional[str] = None,
-        overwrite: bool = False) -> QuantizedModel:
+        overwrite: bool = False, requantize: bool = False) -> QuantizedModel:
     """Makes the target of the parts of quantize_model(), once all are done; the
     target is that of one run. The arguments are those of the parts.
 
@@ -227,8 +229,8 @@ def join_model(
         raise errors.argument_invalid("expected a client with store", "client")
     run = _Run(os.fspath(source), os.fspath(target), SpecSet(specs),
                Filter(tuple(include), tuple(exclude), min_rank), client, model,
-               revision, store, nan_policy, False, overwrite, False, 1, None,
-               True)
+               revision, store, nan_policy, False, overwrite, False,
+               requantize, 1, None, True)
     run.plan()
     return run.write(False)
 
@@ -258,7 +260,8 @@ class _Run:
                  taken: Filter, client: Optional[Client], model: str,
                  revision: str, store: bool, nan_policy: Optional[str],
                  keep_going: bool, overwrite: bool, restart: bool,
-                 streams: int, part: Optional[Part], joins: bool) -> None:
+                 requantize: bool, streams: int, part: Optional[Part],
+                 joins: bool) -> None:
         self._source = source
         self._target = target
         self._specs = specs
@@ -271,6 +274,7 @@ class _Run:
         self._keep_going = keep_going
         self._overwrite = overwrite
         self._restart = restart
+        self._requantize = requantize
         self._streams = streams
         self._part = part
         self._joins = joins
@@ -345,6 +349,17 @@ class _Run:
             self._shards.append(_Shard(
                 file, name, self._output(name) if self._is_folder
                 else self._target))
+            if not self._requantize:
+                self._check_blocks(file)
+
+    def _check_blocks(self, file: InputFile) -> None:
+        for tensor in file.tensors.values():
+            if tensor.decode is not None:
+                raise _files.unsupported(
+                    self._source, f"expected plain tensors, but {tensor.name!r}"
+                    " is quantized already; begin with the model that it was "
+                    "made from, or take requantize=True, which quantizes what "
+                    "it decodes to")
 
     def _output(self, name: str) -> str:
         return os.path.join(self._target, name)
