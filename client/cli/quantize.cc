@@ -35,6 +35,7 @@
 #include "client/cli/commands.h"
 #include "client/cli/compressed_tensors.h"
 #include "client/cli/draft_revision.h"
+#include "client/cli/gguf_output.h"
 #include "client/cli/interrupt.h"
 #include "client/cli/output.h"
 #include "client/cli/plain_input.h"
@@ -53,6 +54,8 @@
 #include "client/cpp/text_file.h"
 #include "client/files/atomic_file.h"
 #include "client/files/errors.h"
+#include "client/files/gguf.h"
+#include "client/files/gguf_builder.h"
 #include "client/files/gguf_types.h"
 #include "client/files/safetensors.h"
 #include "client/files/safetensors_builder.h"
@@ -74,6 +77,10 @@ constexpr absl::string_view kBesideExtensions[] = {".json", ".txt", ".model",
                                                    ".jinja"};
 constexpr int64_t kMostBesideBytes = 64 << 20;
 constexpr size_t kMostNames = 10;
+constexpr char kGgufFileTypeKey[] = "general.file_type";
+constexpr char kGgufVersionKey[] = "general.quantization_version";
+// Of the layout of blocks.
+constexpr uint32_t kGgufVersion = 2;
 
 struct Options {
   std::string input;
@@ -82,6 +89,7 @@ struct Options {
   SpecOptions spec;
   TensorFilter filter;
   std::string layout = "quantd";
+  std::string metadata;
   bool store = false;
   std::string nan_policy;
   bool evaluate = false;
@@ -148,6 +156,10 @@ struct TensorTask {
   // One of these, as the layout has it.
   std::unique_ptr<QuantizedPlace> place = nullptr;
   std::unique_ptr<CompressedModel> compressed = nullptr;
+  const files::GgufType* gguf = nullptr;
+  // Of gguf: where it is in the file, and whether a minimum was rounded.
+  size_t gguf_index = 0;
+  bool is_rounded = false;
 };
 
 // Names in a folder, in order; none where it cannot be read.
@@ -196,6 +208,7 @@ class Quantizer {
     if (!specs.ok()) return session_.FailUsage(specs.status());
     specs_ = *std::move(specs);
     absl::Status status = ParsePartOptions();
+    status.Update(CheckGgufOptions());
     if (!status.ok()) return session_.FailUsage(status);
     status = Plan();
     if (!status.ok()) return FailEarly(status, &session_);
@@ -229,6 +242,29 @@ class Quantizer {
 
  private:
   bool IsCompressed() const { return options_.layout != "quantd"; }
+  bool IsGguf() const {
+    return !IsCompressed() && IsGgufPath(options_.output.path);
+  }
+
+  // What GGUF has no place for, and what has a place nowhere else.
+  // Errors: ARGUMENT_INVALID.
+  absl::Status CheckGgufOptions() const {
+    if (!IsGguf()) {
+      return options_.metadata.empty()
+                 ? absl::OkStatus()
+                 : ArgumentInvalidError(
+                       "expected --metadata with a .gguf file as the output");
+    }
+    if (is_folder_) {
+      return ArgumentInvalidError(
+          "expected a file as the input of a .gguf file, got a folder");
+    }
+    if (options_.has_part || options_.join || options_.keep_going) {
+      return ArgumentInvalidError(
+          "expected a .gguf file without --part, --join and --keep-going");
+    }
+    return absl::OkStatus();
+  }
 
   // What the encodings of all shards, and of all parts, are made from.
   std::string RunKey() const {
@@ -531,7 +567,9 @@ class Quantizer {
     std::vector<std::string> inputs = {options_.input};
     if (is_folder_) return options_.output.CheckFolder(inputs);
     shards_[0]->if_exists = options_.output.if_exists();
-    return options_.output.CheckFile(inputs, ".safetensors", &session_);
+    if (!options_.metadata.empty()) inputs.push_back(options_.metadata);
+    return options_.output.CheckFile(
+        inputs, IsGguf() ? ".gguf" : ".safetensors", &session_);
   }
 
   absl::Status SelectAll() {
@@ -552,18 +590,63 @@ class Quantizer {
               options_.input, absl::StrCat("tensor \"", tensor.name,
                                            "\" is in two of its files"));
         }
-        if (!is_selected.contains(&tensor)) continue;
-        outcome->second.status = CheckNames(shard->input, tensor.name);
+        if (!is_selected.contains(&tensor)) {
+          if (IsGguf()) {
+            outcome->second.status =
+                GgufEntryOf(shard->input, tensor, nullptr).status();
+          }
+          continue;
+        }
+        if (!IsGguf()) {
+          outcome->second.status = CheckNames(shard->input, tensor.name);
+        }
         const absl::StatusOr<EncodingSpec> spec =
             specs_.For(tensor.name)->SpecOf(tensor.shape);
         outcome->second.status.Update(spec.status());
         if (spec.ok() && IsCompressed()) {
           outcome->second.status.Update(CheckGroups(*spec, tensor.shape));
         }
+        if (spec.ok() && IsGguf()) {
+          const absl::Status status =
+              GgufEntryOf(shard->input, tensor, &*spec).status();
+          // What the command says is wrong of more than this tensor.
+          if (absl::IsInvalidArgument(status)) return status;
+          outcome->second.status.Update(status);
+        }
         if (outcome->second.status.ok()) shard->selected.push_back(&tensor);
       }
     }
     return absl::OkStatus();
+  }
+
+  // What a tensor is in a GGUF file, quantized or, without a spec, as it is.
+  absl::StatusOr<files::GgufEntry> GgufEntryOf(const TensorInput& input,
+                                               const files::FileTensor& tensor,
+                                               const EncodingSpec* spec) const {
+    files::GgufEntry entry = {tensor.name, nullptr, tensor.shape};
+    const auto blocks = input.blocks().find(tensor.name);
+    if (spec != nullptr) {
+      entry.type = GgufTypeOf(*spec, tensor.shape);
+      if (entry.type == nullptr) {
+        return ArgumentInvalidError(absl::StrCat(
+            "expected a spec that has a type in GGUF for ",
+            files::QuotedName(tensor.name), ": one of ", GgufSpecs()));
+      }
+    } else if (blocks != input.blocks().end()) {
+      entry.type = blocks->second.type;
+    } else {
+      entry.type = files::FindGgufType(tensor.dtype);
+    }
+    if (entry.type == nullptr) {
+      return files::FileUnsupportedError(
+          options_.output.path,
+          absl::StrCat("tensor ", files::QuotedName(tensor.name),
+                       ": GGUF has no type for ", DtypeName(tensor.dtype)));
+    }
+    const absl::Status status =
+        files::CheckGgufEntry(options_.output.path, entry);
+    if (!status.ok()) return status;
+    return entry;
   }
 
   // The names that a quantized tensor takes must be free.
@@ -815,6 +898,7 @@ class Quantizer {
   }
 
   absl::Status WriteTarget(const Target& target, Progress* progress) {
+    if (IsGguf()) return WriteGguf(target, progress);
     Shard* const shard = target.shard;
     absl::StatusOr<std::unique_ptr<files::SafetensorsBuilder>> builder =
         files::SafetensorsBuilder::Create(target.path, target.part.has_value()
@@ -863,6 +947,115 @@ class Quantizer {
     shard->is_written = true;
     interrupt_note_.Set(UnfinishedText());
     return absl::OkStatus();
+  }
+
+  // The same for GGUF, whose places follow from shapes and types.
+  absl::Status WriteGguf(const Target& target, Progress* progress) {
+    Shard* const shard = target.shard;
+    const absl::flat_hash_set<const files::FileTensor*> selected(
+        target.tensors.begin(), target.tensors.end());
+    std::vector<TensorTask> tasks;
+    std::vector<files::GgufEntry> entries;
+    for (const files::FileTensor& tensor : shard->input.tensors()) {
+      std::optional<EncodingSpec> spec;
+      if (selected.contains(&tensor)) {
+        spec = *specs_.For(tensor.name)->SpecOf(tensor.shape);
+      }
+      absl::StatusOr<files::GgufEntry> entry = GgufEntryOf(
+          shard->input, tensor, spec.has_value() ? &*spec : nullptr);
+      if (!entry.ok()) return entry.status();
+      if (spec.has_value()) {
+        TensorTask task = {&tensor, entries.size(), *spec,
+                           &outcomes_.at(tensor.name)};
+        task.gguf = entry->type;
+        task.gguf_index = entries.size();
+        tasks.push_back(std::move(task));
+      }
+      entries.push_back(*std::move(entry));
+    }
+    absl::Status status = CreateGguf(*shard, tasks, entries);
+    if (!status.ok()) return status;
+    for (size_t i = 0; i < entries.size(); ++i) {
+      const files::FileTensor& tensor = shard->input.tensors()[i];
+      if (selected.contains(&tensor)) continue;
+      const auto blocks = shard->input.blocks().find(tensor.name);
+      const absl::Span<const uint8_t> data =
+          blocks == shard->input.blocks().end() ? tensor.data
+                                                : blocks->second.data;
+      status = gguf_->Write(i, data);
+      if (!status.ok()) return status;
+      outcomes_[tensor.name].output_bytes = data.size();
+    }
+    status = Quantize(&tasks, progress, nullptr);
+    if (!status.ok() || AnyFailed(*shard)) return status;
+    for (const TensorTask& task : tasks) rounded_count_ += task.is_rounded;
+    const absl::StatusOr<uint64_t> size = gguf_->Finish();
+    if (!size.ok()) return size.status();
+    file_bytes_ += *size;
+    shard->is_written = true;
+    return absl::OkStatus();
+  }
+
+  // Begins the file with the metadata of the input, or of --metadata.
+  absl::Status CreateGguf(const Shard& shard,
+                          const std::vector<TensorTask>& tasks,
+                          const std::vector<files::GgufEntry>& entries) {
+    std::optional<files::GgufReader> given;
+    if (!options_.metadata.empty()) {
+      absl::StatusOr<files::GgufReader> opened =
+          files::GgufReader::Open(options_.metadata);
+      if (!opened.ok()) return opened.status();
+      given.emplace(*std::move(opened));
+    }
+    const files::GgufReader* const source =
+        given.has_value() ? &*given : shard.input.gguf();
+    if (source == nullptr && !session_.quiet) {
+      session_.PrintError(absl::StrCat(
+          "quantctl: ", options_.output.path,
+          " gets no metadata of a model, without which llama.cpp does not "
+          "load it; --metadata FILE.gguf takes those of another file"));
+    }
+    const std::vector<std::string> own = GgufPairs(tasks);
+    std::vector<absl::string_view> pairs(own.begin(), own.end());
+    if (source != nullptr) {
+      for (const files::GgufPair& pair : source->pairs()) {
+        if (!IsOwnGgufKey(pair.key)) {
+          pairs.emplace_back(reinterpret_cast<const char*>(pair.bytes.data()),
+                             pair.bytes.size());
+        }
+      }
+    }
+    absl::StatusOr<std::unique_ptr<files::GgufBuilder>> builder =
+        files::GgufBuilder::Create(
+            options_.output.path, shard.if_exists, pairs,
+            source != nullptr ? source->alignment() : files::kGgufAlignment,
+            entries);
+    if (!builder.ok()) return builder.status();
+    gguf_ = *std::move(builder);
+    return absl::OkStatus();
+  }
+
+  static bool IsOwnGgufKey(absl::string_view key) {
+    return key == kGgufFileTypeKey || key == kGgufVersionKey;
+  }
+
+  // What the output says of itself: the type that most elements have.
+  static std::vector<std::string> GgufPairs(
+      const std::vector<TensorTask>& tasks) {
+    std::map<const files::GgufType*, uint64_t> sizes;
+    for (const TensorTask& task : tasks) {
+      sizes[task.gguf] += task.tensor->data.size();
+    }
+    const auto most = std::max_element(
+        sizes.begin(), sizes.end(),
+        [](const auto& a, const auto& b) { return a.second < b.second; });
+    std::vector<std::string> pairs = {
+        files::GgufUint32Pair(kGgufVersionKey, kGgufVersion)};
+    if (most != sizes.end()) {
+      pairs.push_back(
+          files::GgufUint32Pair(kGgufFileTypeKey, GgufFileType(*most->first)));
+    }
+    return pairs;
   }
 
   // Gives what the target will have its place.
@@ -1047,7 +1240,8 @@ class Quantizer {
     }
     const Encoding& encoding = result->header.encoding();
     const absl::StatusOr<uint64_t> size =
-        task->place != nullptr
+        task->gguf != nullptr ? PutGguf(task, *result)
+        : task->place != nullptr
             ? task->place->Finish(encoding)
             : task->compressed->Write(
                   tensor.name, tensor.shape, encoding, result->scales.view(),
@@ -1087,6 +1281,18 @@ class Quantizer {
       outcome.metrics = evaluation->candidates(0).overall();
     }
     return absl::OkStatus();
+  }
+
+  // Writes a tensor as blocks. Returns its size in bytes.
+  absl::StatusOr<uint64_t> PutGguf(TensorTask* task,
+                                   const QuantizeResult& result) const {
+    const absl::StatusOr<std::vector<uint8_t>> blocks =
+        PackGguf(*task->gguf, result.header.encoding(), result.scales.view(),
+                 result.codes, &task->is_rounded);
+    if (!blocks.ok()) return blocks.status();
+    const absl::Status status = gguf_->Write(task->gguf_index, *blocks);
+    if (!status.ok()) return status;
+    return blocks->size();
   }
 
   // Fills a shard from the files of its parts, which CheckJoin has seen.
@@ -1362,7 +1568,12 @@ class Quantizer {
       if (is_complete_) session_.Print(SummaryText(totals));
     }
     ReportNotFinite();
-    if (rounded_count_ > 0 && is_complete_) {
+    if (rounded_count_ > 0 && is_complete_ && IsGguf()) {
+      session_.PrintError(absl::StrCat(
+          "quantctl: ", CountText(static_cast<uint64_t>(rounded_count_)),
+          " tensors have minima, which are float16 in GGUF and were rounded: "
+          "reals may differ from quantd's by 1% of a scale"));
+    } else if (rounded_count_ > 0 && is_complete_) {
       session_.PrintError(absl::StrCat(
           "quantctl: ", CountText(static_cast<uint64_t>(rounded_count_)),
           " of the nvfp4 tensors: readers divide by weight_global_scale, the "
@@ -1389,7 +1600,9 @@ class Quantizer {
     session_.PrintError(
         absl::StrCat("quantctl: ", failed, ", so ", options_.output.path,
                      is_folder_ ? " is not complete" : " is not written",
-                     "; --keep-going leaves such tensors as they are"));
+                     IsGguf() ? ""
+                              : "; --keep-going leaves such tensors as they "
+                                "are"));
   }
 
   // Says what to do where the server refused to store.
@@ -1583,6 +1796,8 @@ class Quantizer {
   std::optional<internal::QuantizeEngine> engine_;
   // Where encodings are stored, if they are.
   std::optional<DraftRevision> draft_;
+  // With a .gguf file as the output, once it is begun.
+  std::unique_ptr<files::GgufBuilder> gguf_;
   std::vector<std::unique_ptr<Shard>> shards_;
   // Of part_, for each shard.
   std::vector<std::vector<Share>> shares_;
@@ -1612,8 +1827,8 @@ class Quantizer {
 void AddQuantizeCommand(Command* quantctl, Session* session) {
   Command* const command = quantctl->AddCommand(
       "quantize",
-      "Quantize the tensors of a file into a safetensors file, and copy the "
-      "others; nothing is written when a tensor fails");
+      "Quantize the tensors of a file into a safetensors or GGUF file, and "
+      "copy the others; nothing is written when a tensor fails");
   const auto options = std::make_shared<Options>();
   command
       ->AddArgument("file", &options->input, "FILE",
@@ -1622,9 +1837,9 @@ void AddQuantizeCommand(Command* quantctl, Session* session) {
       ->Required();
   options->output
       .AddOptions(command,
-                  "safetensors file, or - for standard output; a folder for a "
-                  "folder, whose finished shards the next run keeps, and for "
-                  "compressed-tensors")
+                  "safetensors or .gguf file, or - for standard output; a "
+                  "folder for a folder, whose finished shards the next run "
+                  "keeps, and for compressed-tensors")
       ->Required();
   command->AddFlag("--keep-going", &options->keep_going,
                    "Write the output even if tensors fail, with these as they "
@@ -1636,6 +1851,9 @@ void AddQuantizeCommand(Command* quantctl, Session* session) {
                   "with config.json; pack-quantized packs 8 bits too")
       ->OneOf({"quantd", "compressed-tensors", "pack-quantized"})
       ->ShowDefault();
+  command->AddOption("--metadata", &options->metadata, "FILE",
+                     "GGUF file whose metadata a .gguf file gets; by default "
+                     "the input");
   command->AddFlag("--requantize", &options->requantize,
                    "Quantize blocks of GGUF too, after dequantizing them");
   command->AddFlag("--restart", &options->restart,
@@ -1676,6 +1894,11 @@ void AddQuantizeCommand(Command* quantctl, Session* session) {
       "quantctl quantize model.safetensors -o mixed.safetensors \\\n"
       "  --spec @mixture.txt",
       "as quantctl sweep chose");
+  command->AddExample(
+      "quantctl quantize model-f16.gguf -o model-q4_0.gguf \\\n"
+      "  --spec int4:group:32:scale=float16",
+      "with the metadata of the input; specs that GGUF has no type for are "
+      "refused");
   command->AddNote(
       "With --model the encodings of a run become visible all at once, at its "
       "end; with --part, when --join is done. If a run fails or is stopped, "

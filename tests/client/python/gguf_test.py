@@ -12,7 +12,7 @@ import pytest
 
 import package
 import quantd
-from quantd import _gguf
+from quantd import _files, _gguf
 
 LIBRARY = os.path.join(package.ROOT, "build/node/node_modules",
                        "@node-llama-cpp/linux-x64/bins/linux-x64",
@@ -251,3 +251,179 @@ def test_PartsOfBlocksAreRefused(quantctl, tmp_path):
     assert "63 bits" in str(caught.value)
     assert "63 bits" in quantctl("dequantize", path, "-o", tmp_path / "x.npy",
                                  code=4)
+
+
+# Names of tensors, and what becomes of them.
+WRITTEN = {"q8.weight": ("int8:group:32:scale=float16", "q8_0"),
+           "q50.weight": ("int5:group:32:scale=float16", "q5_0"),
+           "q51.weight": ("uint5:group:32:scale=float16", "q5_1"),
+           "q40.weight": ("int4:group:32:scale=float16:mse", "q4_0"),
+           "q41.weight": ("uint4:group:32:scale=float16", "q4_1"),
+           "q41.exact": ("uint4:group:32:scale=float16:power-of-two", "q4_1"),
+           "mx.weight": ("mxfp4_e2m1", "mxfp4")}
+PAIRS = [("general.architecture", 8, text("llama")),
+         ("general.alignment", 4, struct.pack("<I", 64)),
+         ("general.file_type", 4, struct.pack("<I", 1)),
+         ("llama.rope.freq_base", 6, struct.pack("<f", 1e4)),
+         ("tokenizer.ggml.tokens", 9,
+          struct.pack("<IQ", 8, 2) + text("<s>") + text("\u2581a"))]
+
+
+def write_plain(path):
+    rng = np.random.default_rng(4)
+    weights = {name: (0, rng.standard_normal((6, 96)).astype("<f4"))
+               for name in WRITTEN}
+    others = {"norm.weight": (0, rng.standard_normal(64).astype("<f4")),
+              "half.weight": (1, rng.standard_normal((3, 5)).astype("<f2")),
+              "ids": (26, np.arange(7, dtype="<i4")),
+              "double": (28, rng.standard_normal((1, 2, 3, 4)))}
+    tensors = {**weights, **others}
+    write_gguf(path, [(name, number, data.shape, data.tobytes())
+                      for name, (number, data) in tensors.items()],
+               PAIRS, alignment=64)
+    return others
+
+
+def specs():
+    return [word for name, (spec, _) in WRITTEN.items()
+            for word in ("--spec", f"{name}={spec}")]
+
+
+class GgufParameters(ctypes.Structure):
+    _fields_ = [("no_alloc", ctypes.c_bool), ("context", ctypes.c_void_p)]
+
+
+def ggml_reads(ggml, path):
+    """The tensors of a file, (type's name, bytes), and its keys; by ggml."""
+    for name in ("gguf_init_from_file", "ggml_get_tensor", "ggml_get_data"):
+        getattr(ggml, name).restype = ctypes.c_void_p
+    for name in ("gguf_get_tensor_name", "gguf_get_key"):
+        getattr(ggml, name).restype = ctypes.c_char_p
+    for name in ("gguf_get_n_tensors", "gguf_get_n_kv"):
+        getattr(ggml, name).restype = ctypes.c_int64
+    ggml.ggml_nbytes.restype = ctypes.c_size_t
+    context = ctypes.c_void_p()
+    file = ctypes.c_void_p(ggml.gguf_init_from_file(
+        str(path).encode(),
+        GgufParameters(False, ctypes.addressof(context))))
+    assert file.value, "ggml does not read the file"
+    tensors = {}
+    for n in range(ggml.gguf_get_n_tensors(file)):
+        name = ggml.gguf_get_tensor_name(file, ctypes.c_int64(n))
+        tensor = ctypes.c_void_p(ggml.ggml_get_tensor(context, name))
+        kind = ggml.ggml_type_name(ggml.gguf_get_tensor_type(
+            file, ctypes.c_int64(n))).decode()
+        tensors[name.decode()] = kind, ctypes.string_at(
+            ggml.ggml_get_data(tensor), ggml.ggml_nbytes(tensor))
+    keys = [ggml.gguf_get_key(file, ctypes.c_int64(n)).decode()
+            for n in range(ggml.gguf_get_n_kv(file))]
+    found = ggml.gguf_find_key(file, b"general.file_type")
+    file_type = ggml.gguf_get_val_u32(file, ctypes.c_int64(found))
+    ggml.gguf_free(file)
+    ggml.ggml_free(context)
+    return tensors, keys, file_type
+
+
+def test_WhatIsWrittenGgmlReadsToTheSameFloats(ggml, quantctl, tmp_path):
+    source, path = tmp_path / "x.gguf", tmp_path / "q.gguf"
+    restored, through = tmp_path / "r.safetensors", tmp_path / "t.safetensors"
+    others = write_plain(source)
+    said = quantctl("quantize", source, "-o", path, "--no-store", *specs())
+    assert "2 tensors have minima" in said
+    quantctl("dequantize", path, "-o", restored)
+    of_quantctl, of_python = quantd.load(restored), quantd.load(path)
+    # What quantd's own layout comes to.
+    quantctl("quantize", source, "-o", through, "--no-store", *specs())
+    encoded = quantd.load(through)
+
+    tensors, keys, file_type = ggml_reads(ggml, path)
+    assert keys == ["general.quantization_version", "general.file_type",
+                    "general.architecture", "general.alignment",
+                    "llama.rope.freq_base", "tokenizer.ggml.tokens"]
+    assert file_type in (2, 3, 7, 8, 9, 38)
+    assert set(tensors) == set(WRITTEN) | set(others)
+    for name, (number, data) in others.items():
+        assert tensors[name] == (_gguf.TYPES[number].name, data.tobytes())
+    numbers = {kind.name: number for number, kind in _gguf.TYPES.items()}
+    for name, (_, kind) in WRITTEN.items():
+        found, data = tensors[name]
+        assert found == kind
+        blocks = np.frombuffer(data, np.uint8).reshape(
+            -1, _gguf.TYPES[numbers[kind]].block_bytes)
+        expected = ggml_decodes(ggml, numbers[kind], blocks)
+        for reals in (of_quantctl[name], of_python[name]):
+            np.testing.assert_array_equal(bits(reals), bits(expected))
+        own = encoded[name].dequantize().ravel()
+        if name in ("q41.weight", "q51.weight"):
+            scale = np.repeat(encoded[name].scale.ravel(), 32)
+            assert 0 < (abs(own - expected) / scale).max() < 0.01
+        else:
+            np.testing.assert_array_equal(own, expected)
+
+
+def test_MetadataComeFromTheInputOrFromAFile(quantctl, tmp_path):
+    source, path = tmp_path / "x.gguf", tmp_path / "q.gguf"
+    write_plain(source)
+    plain = tmp_path / "x.safetensors"
+    quantctl("dequantize", source, "-o", plain)
+    spec = "--no-store", "--spec", "int8:group:32:scale=float16"
+    quantctl("quantize", source, "-o", path, *spec, "--exclude", "h*",
+             "--exclude", "d*")
+    of_input = path.read_bytes()
+    own = [text("general.quantization_version") + struct.pack("<II", 4, 2),
+           text("general.file_type") + struct.pack("<II", 4, 7)]
+    kept = [text(key) + struct.pack("<I", kind) + value
+            for key, kind, value in PAIRS if key != "general.file_type"]
+    assert of_input[24:].startswith(b"".join(own + kept))
+    assert of_input[16:24] == struct.pack("<Q", 6)
+
+    arguments = ("quantize", plain, "-o", path, "--force", *spec, "--exclude",
+                 "h*", "--exclude", "d*")
+    assert "gets no metadata" in quantctl(*arguments)
+    assert path.read_bytes()[16:].startswith(
+        struct.pack("<Q", 2) + b"".join(own))
+    assert "gets no metadata" not in quantctl(*arguments, "--metadata", source)
+    assert path.read_bytes()[24:].startswith(b"".join(own + kept))
+    said = quantctl("quantize", plain, "-o", tmp_path / "x.q.safetensors",
+                    "--metadata", source, code=2)
+    assert "with a .gguf file as the output" in said
+
+
+def test_WhatGgufCannotHoldIsRefusedBeforeAnythingIsComputed(
+        quantctl, tmp_path):
+    source, path = tmp_path / "x.safetensors", tmp_path / "q.gguf"
+    quantd.save(source, {"a.weight": np.ones((4, 64), np.float32),
+                         "odd.weight": np.ones((4, 33), np.float32),
+                         "mask": np.ones(4, np.uint8),
+                         "n" * 64: np.ones(4, np.float32)})
+    fits = "--spec", "a*=int4:group:32:scale=float16"
+
+    def refused(*arguments, code=1):
+        # A server that is not there would be asked for a minute.
+        said = quantctl("--server", "127.0.0.1:1", "quantize", source, "-o",
+                        path, *arguments, code=code)
+        assert not path.exists()
+        return said
+
+    said = refused("--spec", "a*=int4:group:32", code=2)
+    assert 'a type in GGUF for "a.weight"' in said
+    assert "int4:group:32:scale=float16 (q4_0)" in said
+    assert "which do not divide" in refused("--spec",
+                                            "odd*=int4:group:32:scale=float16")
+    said = refused(*fits)
+    assert "no type for U8" in said and "at most 63 bytes" in said
+    for option in ("--keep-going", "--join"):
+        assert option in refused(*fits, option, code=2)
+
+
+def test_BlocksThatAreNotQuantizedStayAsTheyAre(quantctl, tmp_path):
+    source, path = tmp_path / "x.gguf", tmp_path / "q.gguf"
+    write_mixed(source)
+    quantctl("quantize", source, "-o", path, "--no-store", "--requantize",
+             "--spec", "blk.0*=int4:group:32:scale=float16")
+    before, after = (_files.open_file(str(file)).tensors
+                     for file in (source, path))
+    assert list(before) == list(after)
+    for name, tensor in before.items():
+        same = after[name].data.tobytes() == tensor.data.tobytes()
+        assert same == (name != "blk.0.weight"), name

@@ -296,10 +296,15 @@ class WhatIsThereTest(FilesCase):
         self.run_quantctl("quantize", self.input, "-o", self.path("q"))
         for command in (("quantize", self.input),
                         ("dequantize", self.path("q"))):
-            for name in ("x.gguf", "x.npz", "x.onnx", "x.GGUF", "x.json",
-                         "x.pt"):
+            for name in ("x.npz", "x.onnx", "x.json", "x.pt"):
                 self.refused_unsent(*command, "-o", self.path(name),
                                     code=USAGE, words=[".safetensors"])
+        for name in ("x.gguf", "x.GGUF"):
+            self.refused_unsent("dequantize", self.path("q"), "-o",
+                                self.path(name), code=USAGE,
+                                words=[".safetensors"])
+            self.refused_unsent("quantize", self.input, "-o", self.path(name),
+                                code=USAGE, words=["a type in GGUF"])
         self.refused_unsent("quantize", self.input, "-o", self.path("x.npy"),
                             code=USAGE)
         # One array is all that .npy holds: the biases would be lost.

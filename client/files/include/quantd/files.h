@@ -8,6 +8,7 @@
 #include "client/files/dtype.h"
 #include "client/files/errors.h"
 #include "client/files/gguf.h"
+#include "client/files/gguf_builder.h"
 #include "client/files/gguf_types.h"
 #include "client/files/npy.h"
 #include "client/files/safetensors.h"

@@ -1,0 +1,195 @@
+#include "client/cli/gguf_output.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+#include "client/cpp/errors.h"
+#include "client/cpp/scales.h"
+#include "client/cpp/tensor.h"
+#include "client/files/dtype.h"
+#include "client/files/gguf_types.h"
+
+namespace quantd::cli {
+namespace {
+
+constexpr size_t kBlock = 32;
+constexpr float kMostHalf = 65504;
+
+// A spec that has a type, and the least that is said of it.
+struct Row {
+  absl::string_view type;
+  absl::string_view spec;
+  v1::NumberFormat format;
+  v1::ScaleType scale_type;
+  bool has_minimum;
+  // llama.cpp's number.
+  uint32_t file_type;
+};
+constexpr Row kRows[] = {
+    {"q8_0", "int8:group:32:scale=float16", v1::NUMBER_FORMAT_INT8,
+     v1::SCALE_TYPE_FLOAT16, false, 7},
+    {"q5_0", "int5:group:32:scale=float16", v1::NUMBER_FORMAT_INT5,
+     v1::SCALE_TYPE_FLOAT16, false, 8},
+    {"q5_1", "uint5:group:32:scale=float16", v1::NUMBER_FORMAT_UINT5,
+     v1::SCALE_TYPE_FLOAT16, true, 9},
+    {"q4_0", "int4:group:32:scale=float16", v1::NUMBER_FORMAT_INT4,
+     v1::SCALE_TYPE_FLOAT16, false, 2},
+    {"q4_1", "uint4:group:32:scale=float16", v1::NUMBER_FORMAT_UINT4,
+     v1::SCALE_TYPE_FLOAT16, true, 3},
+    {"mxfp4", "mxfp4_e2m1", v1::NUMBER_FORMAT_MXFP4_E2M1, v1::SCALE_TYPE_E8M0,
+     false, 38},
+};
+
+const Row* FindRow(absl::string_view type) {
+  for (const Row& row : kRows) {
+    if (row.type == type) return &row;
+  }
+  return nullptr;
+}
+
+// The nearest float16; of two, the even one.
+// Requires: finite, at most kMostHalf.
+uint16_t NearestHalf(float value) {
+  if (value == 0) return 0;
+  const float magnitude = std::fabs(value);
+  int exponent = 0;
+  std::frexp(magnitude, &exponent);
+  // Of the last bit.
+  exponent = std::max(exponent - 11, -24);
+  // 2^10 and more but for subnormal numbers; 2^11 where it rounds up to the
+  // next power of two, which carries into the exponent.
+  const int steps =
+      static_cast<int>(std::nearbyint(std::ldexp(magnitude, -exponent)));
+  const int bits = ((exponent + 24) << 10) + steps;
+  return static_cast<uint16_t>(bits | (std::signbit(value) ? 0x8000 : 0));
+}
+
+// Code i of packed or unpacked codes, as the bits that it is stored in.
+int CodeBits(absl::Span<const uint8_t> codes, int storage_bits, size_t i) {
+  return storage_bits == 4 ? codes[i / 2] >> (i % 2 * 4) & 15 : codes[i];
+}
+
+void PutNibbles(const int* codes, uint8_t* bytes) {
+  for (size_t i = 0; i < kBlock / 2; ++i) {
+    bytes[i] = static_cast<uint8_t>((codes[i] & 15) |
+                                    (codes[i + kBlock / 2] & 15) << 4);
+  }
+}
+
+void PutHighBits(const int* codes, uint8_t* bytes) {
+  for (size_t i = 0; i < kBlock; ++i) {
+    bytes[i / 8] |= static_cast<uint8_t>((codes[i] >> 4 & 1) << (i % 8));
+  }
+}
+
+}  // namespace
+
+const files::GgufType* GgufTypeOf(const EncodingSpec& spec,
+                                  const std::vector<int64_t>& shape) {
+  const Encoding expected = ExpectedEncoding(spec, shape);
+  const bool is_asymmetric = spec.symmetry() == v1::SYMMETRY_ASYMMETRIC;
+  const auto& block = expected.block_size();
+  const bool is_grouped = !block.empty() && *block.rbegin() == kBlock &&
+                          std::all_of(block.begin(), block.end() - 1,
+                                      [](int64_t size) { return size == 1; });
+  for (const Row& row : kRows) {
+    if (row.format == expected.format() && is_grouped &&
+        row.scale_type == ScaleTypeOf(expected) &&
+        (row.has_minimum || !is_asymmetric) &&
+        !spec.unsigned_if_non_negative()) {
+      return files::FindGgufType(row.type);
+    }
+  }
+  return nullptr;
+}
+
+std::string GgufSpecs() {
+  return absl::StrJoin(kRows, ", ", [](std::string* text, const Row& row) {
+    absl::StrAppend(text, row.spec, " (", row.type, ")");
+  });
+}
+
+uint32_t GgufFileType(const files::GgufType& type) {
+  const Row* const row = FindRow(type.name);
+  return row == nullptr ? 0 : row->file_type;
+}
+
+absl::StatusOr<std::vector<uint8_t>> PackGguf(const files::GgufType& type,
+                                              const Encoding& encoding,
+                                              const Scales& scales,
+                                              absl::Span<const uint8_t> codes,
+                                              bool* is_rounded) {
+  const absl::StatusOr<FormatInfo> format = GetFormatInfo(encoding.format());
+  if (!format.ok()) return format.status();
+  const Row& row = *FindRow(type.name);
+  const size_t scale_bytes =
+      static_cast<size_t>(ScaleSizeBytes(ScaleTypeOf(encoding)));
+  const size_t count = scales.scale.size() / scale_bytes;
+  const size_t block_bytes = static_cast<size_t>(type.block_bytes);
+  // Two's complement becomes a distance from the lowest code, but for 8 bits.
+  const int offset =
+      format->is_signed && format->bits < 8 ? 1 << (format->bits - 1) : 0;
+  const int mask = (1 << format->bits) - 1;
+  std::vector<uint8_t> blocks(count * block_bytes);
+  for (size_t b = 0; b < count; ++b) {
+    uint8_t* at = &blocks[b * block_bytes];
+    std::memcpy(at, &scales.scale[b * scale_bytes], scale_bytes);
+    int32_t zero_point = 0;
+    if (!scales.zero_point.empty()) {
+      std::memcpy(&zero_point, &scales.zero_point[b * sizeof(zero_point)],
+                  sizeof(zero_point));
+    }
+    if (row.scale_type == v1::SCALE_TYPE_E8M0 && *at == 255) {
+      return ArgumentInvalidError("GGUF has no blocks whose scale is NaN");
+    }
+    if (!row.has_minimum && zero_point != 0) {
+      return ArgumentInvalidError(
+          absl::StrCat(type.name, " has no zero points, got ", zero_point));
+    }
+    int values[kBlock];
+    for (size_t i = 0; i < kBlock; ++i) {
+      const int bits = CodeBits(codes, format->storage_bits, b * kBlock + i);
+      values[i] = (bits + offset) & mask;
+    }
+    if (row.has_minimum) {
+      const float minimum =
+          -static_cast<float>(zero_point + offset) * files::ReadHalf(at);
+      if (std::fabs(minimum) > kMostHalf) {
+        return ArgumentInvalidError(absl::StrCat(
+            "the minimum of a block, ", minimum, ", is more than float16 has"));
+      }
+      const uint16_t half = NearestHalf(minimum);
+      const uint8_t bytes[] = {static_cast<uint8_t>(half & 255),
+                               static_cast<uint8_t>(half >> 8)};
+      *is_rounded = *is_rounded || files::ReadHalf(bytes) != minimum;
+      std::memcpy(at + scale_bytes, bytes, sizeof(bytes));
+      at += sizeof(bytes);
+    }
+    at += scale_bytes;
+    if (format->bits == 8) {
+      for (size_t i = 0; i < kBlock; ++i) {
+        at[i] = static_cast<uint8_t>(values[i]);
+      }
+      continue;
+    }
+    if (format->bits == 5) {
+      PutHighBits(values, at);
+      at += kBlock / 8;
+    }
+    PutNibbles(values, at);
+  }
+  return blocks;
+}
+
+}  // namespace quantd::cli

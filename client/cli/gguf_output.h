@@ -1,0 +1,43 @@
+// What quantctl quantize writes as GGUF: which type a spec has there, and how
+// codes become blocks.
+
+#ifndef QUANTD_CLIENT_CLI_GGUF_OUTPUT_H_
+#define QUANTD_CLIENT_CLI_GGUF_OUTPUT_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "client/cpp/scales.h"
+#include "client/cpp/tensor.h"
+#include "client/files/gguf_types.h"
+
+namespace quantd::cli {
+
+// The type that the spec has in GGUF; null for one that has none.
+const files::GgufType* GgufTypeOf(const EncodingSpec& spec,
+                                  const std::vector<int64_t>& shape);
+
+// The specs that have one, with their types.
+std::string GgufSpecs();
+
+// The number that llama.cpp has for a file most of whose bytes are of the type;
+// 0 for a type that GgufTypeOf does not return.
+uint32_t GgufFileType(const files::GgufType& type);
+
+// Makes blocks of codes as Quantize answers them. A minimum is a float16 in
+// GGUF; *is_rounded is set where one is not minus zero point times scale.
+// Requires: `type` is GgufTypeOf of the spec that `encoding` has come of.
+// Errors: ARGUMENT_INVALID for an encoding that blocks cannot hold.
+absl::StatusOr<std::vector<uint8_t>> PackGguf(const files::GgufType& type,
+                                              const Encoding& encoding,
+                                              const Scales& scales,
+                                              absl::Span<const uint8_t> codes,
+                                              bool* is_rounded);
+
+}  // namespace quantd::cli
+
+#endif  // QUANTD_CLIENT_CLI_GGUF_OUTPUT_H_
