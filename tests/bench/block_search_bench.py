@@ -8,7 +8,8 @@ quantd searches on the elements of each group, on its histogram, and torch as
 observers do: 20 ranges from the whole one down to 0.8 of it, the one with the
 least squared error. All in turns, so that ratios hold on a busy machine; times
 end with codes. The squared error is that beside the best of 1,000 ranges for
-each group, over some of the groups. Rows are as those of service_bench.py, in
+each group, over some of the groups. At the end quantd's other specs are beside
+each other. Times are of the processor. Rows are as those of service_bench.py, in
 millions of elements a second.
 """
 
@@ -29,6 +30,16 @@ import service_bench
 
 # Of int4.
 LARGEST = 7
+# Pairs of specs: format, method, symmetry, elements of a group.
+BESIDE = [
+    (("nvfp4", "minmax", "default", 16),
+     ("mxfp4_e2m1", "minmax", "default", 32)),
+    (("nvfp4", "mse", "default", 16), ("int4", "mse", "default", 16)),
+    (("uint4", "mse", "asymmetric", 128), ("int4", "mse", "default", 128)),
+    (("int8", "mse", "asymmetric", 128), ("int8", "mse", "default", 128)),
+    (("int8", "entropy", "default", 128), ("int4", "entropy", "default", 128)),
+    (("nf4", "entropy", "default", 64), ("int4", "entropy", "default", 64)),
+]
 TORCH_RANGES = 20
 ALL_RANGES = 1000
 # Groups that are tried with all ranges.
@@ -70,12 +81,12 @@ def grid_error(groups: torch.Tensor, fractions: list[float],
 
 
 def run_torch(groups: torch.Tensor, largest: int) -> float:
-    begin = time.perf_counter()
+    begin = time.process_time()
     fractions = [1 - 0.01 * k for k in range(TORCH_RANGES)]
     scales, _ = grid_error(groups, fractions, largest)
     torch.clamp(torch.round(groups / scales), -largest,
                 largest).to(torch.int8)
-    return time.perf_counter() - begin
+    return time.process_time() - begin
 
 
 class Quantd:
@@ -128,6 +139,23 @@ def method_rows(side: Quantd, some: Path, groups: torch.Tensor, data: str,
     return rows
 
 
+def spec_rows(side: Quantd, data: str, rounds: int) -> list[dict[str, object]]:
+    """Specs beside another that is as large or has as much to search."""
+    rows = []
+    for spec, other in BESIDE:
+        seconds: dict[tuple[str, str, str, int], list[float]] = {spec: [],
+                                                                 other: []}
+        for _ in range(rounds):
+            for one in (spec, other):
+                seconds[one].append(side.run("direct", *one)[0])
+        names = [" ".join(map(str, one)) for one in (spec, other)]
+        rows.append(service_bench.row(
+            f"{data}, {names[0]} / {names[1]}", "1/s",
+            [1 / x for x in seconds[spec]], [1 / x for x in seconds[other]],
+            None))
+    return rows
+
+
 def run(build: str, count: int, group: int, names: list[str],
         methods: list[str], rounds: int) -> list[dict[str, object]]:
     rows = []
@@ -146,6 +174,9 @@ def run(build: str, count: int, group: int, names: list[str],
                                        rounds):
                     service_bench.print_row(row)
                     rows.append(row)
+            for row in spec_rows(side, name, rounds):
+                service_bench.print_row(row)
+                rows.append(row)
             side.close()
     return rows
 
