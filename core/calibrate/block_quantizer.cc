@@ -485,6 +485,8 @@ BlockQuantizer::BlockQuantizer(const EncodingSpec& spec,
       is_min_max_(spec.method == CalibrationMethod::kDefault ||
                   spec.method == CalibrationMethod::kMinMax),
       is_searched_(NeedsHistograms(spec)),
+      finds_e4m3_(is_min_max_ && scaler_.has_e4m3_scales() &&
+                  !spec.exclude_zero),
       has_row_blocks_(HasRowBlocks(layout)) {
   const bool has_one_row = layout.row_size() == layout.element_count();
   granule_ = std::lcm(layout.band_size(), format_.codes_per_byte());
@@ -627,7 +629,7 @@ void BlockQuantizer::AddTile(int64_t first, int64_t count, const uint8_t* in,
   std::vector<Block> blocks(static_cast<size_t>(scales.end - scales.first));
   Collect(partial, begin, absl::MakeSpan(blocks));
   BlockElements elements;
-  layout_.ForEachRun(first, count, [&](const BlockLayout::Run& run) {
+  const auto find_scales = [&](const BlockLayout::Run& run) {
     // Either one block or elements that are blocks by themselves.
     const int64_t run_blocks = run.scale_step == 0 ? 1 : run.count;
     const int64_t block_count = run.count / run_blocks;
@@ -639,7 +641,12 @@ void BlockQuantizer::AddTile(int64_t first, int64_t count, const uint8_t* in,
       FindScale(i, blocks[i - begin], &elements, outcome);
       block_in += block_count * ElementSizeBytes(type_);
     }
-  });
+  };
+  if (finds_e4m3_) {
+    FindE4m3Scales(begin, blocks, outcome);
+  } else {
+    layout_.ForEachRun(first, count, find_scales);
+  }
   if (out == nullptr) return;
   Outcome quantized;
   quantized.refusal =
@@ -709,6 +716,29 @@ void BlockQuantizer::FindScale(int64_t index, const Block& block,
   failed.failed_scale = first_scale() + index;
   failed.scale_error = scale.status();
   outcome->Merge(std::move(failed));
+}
+
+void BlockQuantizer::FindE4m3Scales(int64_t index,
+                                    absl::Span<const Block> blocks,
+                                    Outcome* outcome) {
+  const bool has_one_outer = outer_maximum_.size() == 1;
+  for (const Block& block : blocks) {
+    const int64_t outer =
+        has_one_outer
+            ? 0
+            : outer_layout_.ScaleBounds(first_scale() + index, 1).first;
+    const double magnitude = std::max(-block.extremes.min, block.extremes.max);
+    if (magnitude > 0 && magnitude <= outer_maximum_[outer]) {
+      const BlockScale scale =
+          scaler_.E4m3Scale(magnitude, encoding_.outer_scale[outer]);
+      encoding_.scale[index] = scale.scale;
+      encoding_.scale_code[index] = scale.code;
+    } else {
+      // Nothing but zeros, nothing at all, or too much.
+      FindScale(index, block, nullptr, outcome);
+    }
+    ++index;
+  }
 }
 
 absl::StatusOr<BlockScale> BlockQuantizer::ScaleOf(int64_t index,

@@ -113,6 +113,10 @@ class BlockQuantizer {
   // where the method looks at them.
   void FindScale(int64_t index, const Block& block, BlockElements* elements,
                  Outcome* outcome);
+  // The same for blocks that follow each other, where the magnitudes of their
+  // elements give E4M3 scales.
+  void FindE4m3Scales(int64_t index, absl::Span<const Block> blocks,
+                      Outcome* outcome);
   absl::StatusOr<BlockScale> ScaleOf(int64_t index, const Block& block,
                                      BlockElements* elements,
                                      Outcome* outcome) const;
@@ -138,6 +142,8 @@ class BlockQuantizer {
   const bool is_min_max_;
   // The method looks at the elements of each block.
   const bool is_searched_;
+  // Scales are E4M3 times an outer scale, and there is nothing to search.
+  const bool finds_e4m3_;
   // No block has elements of two rows.
   const bool has_row_blocks_;
   // The kernel for many groups at a time takes the spec.

@@ -10,7 +10,6 @@
 #include "absl/strings/str_cat.h"
 #include "core/calibrate/encoding_spec.h"
 #include "core/errors.h"
-#include "core/formats/codec.h"
 #include "core/formats/number_format.h"
 #include "core/formats/scale_type.h"
 #include "core/types/encoding.h"
@@ -26,10 +25,16 @@ constexpr int kDoubleBias = 1023;
 constexpr int kE8m0Bias = 127;
 constexpr int kMaxE8m0 = 254;
 
-constexpr FloatLayout kE4m3Layout = {4, 3, 7, FloatSpecials::kNan};
+constexpr int kE4m3MantissaBits = 3;
+constexpr int kE4m3Bias = 7;
 constexpr double kLargestE4m3 = 448;
 constexpr double kSmallestNormalE4m3 = 0x1p-6;
 constexpr uint8_t kE4m3One = 0x38;
+constexpr uint8_t kE4m3SmallestNormal = 0x08;
+// What the bits of a float64 have more than the code of the same number.
+constexpr int kE4m3Shift = kDoubleMantissaBits - kE4m3MantissaBits;
+constexpr uint64_t kE4m3Offset = uint64_t{kDoubleBias - kE4m3Bias}
+                                 << kE4m3MantissaBits;
 
 // 2^exponent, from its bits: ldexp and frexp took most of the time of scales.
 // Requires: a normal float64.
@@ -49,6 +54,23 @@ int FloorLog2(double x) {
 int CeilLog2(double x) {
   const int floor = FloorLog2(x);
   return x == PowerOf2(floor) ? floor : floor + 1;
+}
+
+// EncodeFloat and DecodeFloat of E4M3, for normal numbers above zero alone:
+// those took most of the time of scales.
+// The code of the number nearest to x, or of that at the end where x is beyond.
+uint8_t EncodeE4m3(double x) {
+  const auto bits =
+      BitsAs<uint64_t>(std::clamp(x, kSmallestNormalE4m3, kLargestE4m3));
+  // Half a step, or just less where the number below is even. A step past the
+  // last mantissa is the next exponent.
+  const uint64_t half =
+      (uint64_t{1} << (kE4m3Shift - 1)) - 1 + ((bits >> kE4m3Shift) & 1);
+  return static_cast<uint8_t>(((bits + half) >> kE4m3Shift) - kE4m3Offset);
+}
+
+double DecodeE4m3(uint8_t code) {
+  return BitsAs<double>((code + kE4m3Offset) << kE4m3Shift);
 }
 
 // To the next value of a 16-bit type: its bits are in the order of its values.
@@ -122,17 +144,20 @@ absl::StatusOr<BlockScale> RangeScaler::Scale(int64_t index, const Range& range,
     if (!scale.ok()) return scale.status();
     return BlockScale{*scale, 0, 0};
   }
+  if (scale_type_ == ScaleType::kE4m3) return E4m3Scale(magnitude, outer);
   const double ratio = magnitude / largest_ / double{outer};
-  if (scale_type_ == ScaleType::kE4m3) {
-    return FromCode(
-        static_cast<uint8_t>(EncodeFloat(
-            kE4m3Layout, std::clamp(ratio, kSmallestNormalE4m3, kLargestE4m3),
-            /*saturate=*/true)),
-        outer);
-  }
   return FromCode(static_cast<uint8_t>(std::clamp<double>(
                       std::nearbyint(ratio), 1, integer_scale_max_)),
                   outer);
+}
+
+bool RangeScaler::has_e4m3_scales() const {
+  return scale_type_ == ScaleType::kE4m3 && is_symmetric_ && !is_aimet_;
+}
+
+BlockScale RangeScaler::E4m3Scale(double magnitude, float outer) const {
+  const uint8_t code = EncodeE4m3(magnitude / largest_ / double{outer});
+  return {static_cast<float>(DecodeE4m3(code) * double{outer}), 0, code};
 }
 
 absl::StatusOr<BlockScale> RangeScaler::ScaleAsymmetric(
@@ -223,7 +248,7 @@ BlockScale RangeScaler::FromCode(uint8_t code, float outer) const {
       scale = PowerOf2(code - kE8m0Bias + step_exponent_);
       break;
     case ScaleType::kE4m3:
-      scale = double{DecodeFloat(kE4m3Layout, code)} * double{outer};
+      scale = DecodeE4m3(code) * double{outer};
       break;
     default:
       scale = double{outer} * code;
@@ -270,11 +295,7 @@ BlockScale RangeScaler::DegenerateScale(float outer, bool outer_is_zero) const {
     case ScaleType::kE8m0:
       return FromCode(0, outer);
     case ScaleType::kE4m3:
-      return FromCode(outer_is_zero
-                          ? kE4m3One
-                          : static_cast<uint8_t>(EncodeFloat(
-                                kE4m3Layout, kSmallestNormalE4m3, true)),
-                      outer);
+      return FromCode(outer_is_zero ? kE4m3One : kE4m3SmallestNormal, outer);
     case ScaleType::kInteger:
       return FromCode(1, outer);
     default:

@@ -74,6 +74,11 @@ class RangeScaler {
   // Requires: 0 < abs_max, finite.
   BlockScale FlooredPowerOfTwo(float abs_max) const;
 
+  // Whether the scale of a range up to a magnitude is E4m3Scale of it.
+  bool has_e4m3_scales() const;
+  // The same as Scale then. Requires: 0 < magnitude; an outer scale.
+  BlockScale E4m3Scale(double magnitude, float outer) const;
+
   // Of an outer block whose ranges have magnitudes up to `magnitude`.
   // Errors: SCALE_OVERFLOW, naming `index`, one of its scale indices.
   absl::StatusOr<float> OuterScale(int64_t index, double magnitude) const;

@@ -11,6 +11,7 @@
 
 #include "core/calibrate/calibrate.h"
 #include "core/errors.h"
+#include "core/formats/codec.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/core/calibrate/calibrate_test_util.h"
@@ -496,6 +497,43 @@ TEST(RangeScalerTest, NamesTheFirstScaleIndexAtFault) {
         Calibrate(spec, sample.layout, sample.statistics, {}, &pool);
     ASSERT_THAT(std::string(calibration.status().message()),
                 ::testing::HasSubstr("scale 0 "));
+  }
+}
+
+TEST(RangeScalerTest, TakesTheNearestE4m3Scale) {
+  std::mt19937_64 random(19);
+  const FloatLayout e4m3 = {4, 3, 7, FloatSpecials::kNan};
+  const EncodingSpec spec = *ResolveSpec(Spec("nvfp4"), {16});
+  const BlockLayout layout = *BlockLayout::Create({16}, spec.block_size);
+  const RangeScaler scaler(spec, EncodingWithoutScales(spec, layout, false));
+  ASSERT_TRUE(scaler.has_e4m3_scales());
+  const auto expect_nearest = [&](double ratio, float outer) {
+    const double magnitude = ratio * scaler.largest() * outer;
+    const double taken = magnitude / scaler.largest() / outer;
+    const uint32_t want =
+        EncodeFloat(e4m3, std::clamp(taken, 0x1p-6, 448.0), true);
+    const BlockScale scale = scaler.E4m3Scale(magnitude, outer);
+    ASSERT_EQ(scale.code, want) << "ratio " << ratio;
+    ASSERT_EQ(scale.scale,
+              static_cast<float>(double{DecodeFloat(e4m3, want)} * outer));
+    ASSERT_EQ(scale, *scaler.Scale(0, {-magnitude, 0}, outer));
+  };
+  for (uint32_t code = 1; code < 127; ++code) {
+    const double number = DecodeFloat(e4m3, code);
+    const double middle = (number + DecodeFloat(e4m3, code + 1)) / 2;
+    for (const float outer : {1.0f, 0x1p-20f}) {
+      for (const double x : {number, middle}) {
+        if (!(x > 0)) continue;
+        expect_nearest(x, outer);
+        expect_nearest(std::nextafter(x, 0), outer);
+        expect_nearest(std::nextafter(x, 1e9), outer);
+      }
+    }
+  }
+  for (int i = 0; i < 10000; ++i) {
+    expect_nearest(std::ldexp(1 + static_cast<double>(random() >> 12) * 0x1p-52,
+                              static_cast<int>(random() % 24) - 12),
+                   0.3f);
   }
 }
 
