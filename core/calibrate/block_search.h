@@ -11,6 +11,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "core/calibrate/block_entropy.h"
 #include "core/calibrate/block_errors.h"
 #include "core/calibrate/encoding_spec.h"
 #include "core/calibrate/range_scaler.h"
@@ -51,6 +52,7 @@ class BlockElements {
   double at(int64_t i) const { return is_double_ ? doubles_[i] : floats_[i]; }
   // The largest magnitude; 0 where there are none.
   double abs_max() const { return abs_max_; }
+  EntropyRoom& entropy_room() { return entropy_room_; }
 
  private:
   friend class BlockSearch;
@@ -102,6 +104,7 @@ class BlockElements {
   Room<double> double_room_;
   Way way_;
   Trials trials_;
+  EntropyRoom entropy_room_;
   std::vector<double> sorted_;
 };
 

@@ -10,6 +10,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/numeric/bits.h"
 #include "absl/status/statusor.h"
+#include "core/calibrate/block_entropy.h"
 #include "core/calibrate/block_search.h"
 #include "core/calibrate/range_scaler.h"
 #include "core/calibrate/squared_error.h"
@@ -22,6 +23,9 @@ namespace {
 constexpr int kDefaultSteps = 128;
 constexpr int64_t kDefaultBins = 2048;
 
+// Those of ranges that are tried at once, if there are no more levels.
+constexpr int64_t kMostLevelsAtOnce = 256;
+
 // PortableLog(n / 2) for n up to twice the counts of small blocks.
 class HalfLogs {
  public:
@@ -30,8 +34,8 @@ class HalfLogs {
     return logs;
   }
 
-  // Requires: 0 < n <= 2 * kMaxDirectElements.
-  double OfHalves(int64_t n) const { return log_[n]; }
+  // [kCount], and 0 for n = 0.
+  const double* data() const { return log_; }
   // PortableLog(x).
   double Of(double x) const {
     if (!(x <= kMaxDirectElements)) return PortableLog(x);
@@ -41,12 +45,16 @@ class HalfLogs {
 
  private:
   HalfLogs() {
-    for (int64_t n = 1; n <= 2 * kMaxDirectElements; ++n) {
+    for (int64_t n = 1; n < kCount; ++n) {
       log_[n] = PortableLog(static_cast<double>(n) / 2);
     }
   }
 
-  double log_[2 * kMaxDirectElements + 1] = {};
+  // Levels that are empty have half a count.
+  static constexpr int64_t kCount =
+      2 * kMaxDirectElements + kMostLevelsAtOnce + 1;
+
+  double log_[kCount] = {};
 };
 
 // Requires: x > 0.
@@ -92,54 +100,51 @@ class LevelEnds {
   int shift_ = -1;
 };
 
+constexpr int64_t kWordBits = 64;
+
+// Calls `function(t)` for each bit t that is set, ascending.
+template <typename Function>
+void ForEachBit(const uint64_t* words, int64_t count,
+                const Function& function) {
+  for (int64_t word = 0; word < count; ++word) {
+    for (uint64_t bits = words[word]; bits != 0; bits &= bits - 1) {
+      function(word * kWordBits + absl::countr_zero(bits));
+    }
+  }
+}
+
 // Counts in those linear bins that have elements, and running sums over them:
 // time and memory follow what there is, not the number of bins or levels.
 class LinearBins {
  public:
-  // `low` and `width` of all bins together.
-  LinearBins(bool of_magnitudes, double low, double width, int64_t bins)
-      : of_magnitudes_(of_magnitudes),
-        low_(low),
-        width_(width),
-        bins_(bins),
-        in_bin_(static_cast<size_t>(bins)),
-        filled_(static_cast<size_t>((bins + kWordBits - 1) / kWordBits)),
-        before_(static_cast<size_t>(bins + 1)) {}
+  explicit LinearBins(const BinGrid& grid)
+      : grid_(grid),
+        in_bin_(static_cast<size_t>(grid.bins)),
+        filled_(static_cast<size_t>((grid.bins + kWordBits - 1) / kWordBits)),
+        before_(static_cast<size_t>(grid.bins + 1)) {}
 
   // Zeros are left out. Add all, then Finish.
   void Add(double x, double count) {
     if (x == 0) return;
-    const int64_t t = BinOf(of_magnitudes_ ? std::fabs(x) : x);
+    const int64_t t = grid_.BinOf(grid_.of_magnitudes ? std::fabs(x) : x);
     in_bin_[t] += count;
     filled_[t / kWordBits] |= uint64_t{1} << (t % kWordBits);
   }
   void Finish() {
     int64_t next = 0;
-    for (size_t word = 0; word < filled_.size(); ++word) {
-      for (uint64_t bits = filled_[word]; bits != 0; bits &= bits - 1) {
-        const int64_t t =
-            static_cast<int64_t>(word) * kWordBits + absl::countr_zero(bits);
-        std::fill(before_.begin() + next, before_.begin() + t + 1,
-                  static_cast<uint32_t>(bin_.size()));
-        next = t + 1;
-        bin_.push_back(t);
-        count_.push_back(count_.back() + in_bin_[t]);
-        x_log_x_.push_back(x_log_x_.back() + XLogX(in_bin_[t]));
-      }
-    }
+    ForEachBit(filled_.data(), static_cast<int64_t>(filled_.size()),
+               [&](int64_t t) {
+                 std::fill(before_.begin() + next, before_.begin() + t + 1,
+                           static_cast<uint32_t>(bin_.size()));
+                 next = t + 1;
+                 bin_.push_back(t);
+                 count_.push_back(count_.back() + in_bin_[t]);
+                 x_log_x_.push_back(x_log_x_.back() + XLogX(in_bin_[t]));
+               });
     std::fill(before_.begin() + next, before_.end(),
               static_cast<uint32_t>(bin_.size()));
   }
 
-  // The bin that x lies in, or the one nearest to it.
-  int64_t BinOf(double x) const {
-    return Clamped(std::floor(Position(x)), 0, bins_ - 1);
-  }
-  // How many bins lie before x, the one it is in among them.
-  int64_t BinsUpTo(double x) const {
-    return Clamped(std::ceil(Position(x)), 1, bins_);
-  }
-  int64_t bins() const { return bins_; }
   // Elements in all bins.
   double total() const { return count_.back(); }
 
@@ -148,14 +153,6 @@ class LinearBins {
                     int64_t last) const;
 
  private:
-  // Written so that NaN is in the range too.
-  static int64_t Clamped(double x, int64_t low, int64_t high) {
-    if (!(x > static_cast<double>(low))) return low;
-    return x < static_cast<double>(high) ? static_cast<int64_t>(x) : high;
-  }
-  double Position(double x) const {
-    return (x - low_) * static_cast<double>(bins_) / width_;
-  }
   // How many of bin_ come before bin t.
   size_t Before(int64_t t) const { return before_[static_cast<size_t>(t)]; }
   // Elements of bin_[begin] to bin_[end - 1].
@@ -163,11 +160,7 @@ class LinearBins {
     return count_[end] - count_[begin];
   }
 
-  const bool of_magnitudes_;
-  const double low_;
-  const double width_;
-  const int64_t bins_;
-  static constexpr int64_t kWordBits = 64;
+  const BinGrid grid_;
   // [bins] elements, and a bit for those that have some.
   std::vector<double> in_bin_;
   std::vector<uint64_t> filled_;
@@ -222,93 +215,184 @@ double LinearBins::Divergence(const EntropyLevels& levels, int64_t first,
     q_total += q;
     p_log_q += p * (LogOf(q) - LogOf(static_cast<double>(filled)));
   };
-  // The levels at the ends also have what lies outside. Where there are many
-  // levels, those without elements are passed over.
-  constexpr int64_t kFewLevels = 32;
-  if (total() <= kMaxDirectElements && levels.size() <= kFewLevels) {
-    const HalfLogs& logs = HalfLogs::Get();
-    int64_t q_halves = 0;
-    size_t i = begin;
-    for (int64_t level = 0; level < levels.size(); ++level) {
-      const size_t next = Before(first + ends.End(level));
-      double p = Count(i, next);
-      auto filled = static_cast<int64_t>(next - i);
-      const int64_t q = filled > 0 ? 2 * static_cast<int64_t>(p) : 1;
-      if (level == first_level && below > 0) {
-        p += below;
-        filled += !has_first;
-      }
-      if (level == last_level && above > 0) {
-        p += above;
-        filled += !has_last && !(size == 1 && below > 0);
-      }
-      i = next;
-      if (filled == 0) continue;
-      q_halves += q;
-      p_log_q += p * (logs.OfHalves(q) - logs.OfHalves(2 * filled));
-    }
-    q_total = static_cast<double>(q_halves) / 2;
-  } else {
-    int64_t added = -1;
-    int64_t level = 0;
-    for (size_t i = begin; i < end;) {
-      level = ends.At(bin_[i] - first, level);
-      if (i == begin && level != first_level && below > 0) {
-        add(first_level, 0, 0);
-      }
-      const size_t next =
-          std::min(end, std::max(i + 1, Before(first + ends.End(level))));
-      add(level, Count(i, next), static_cast<int64_t>(next - i));
-      added = level;
-      i = next;
-    }
-    if (begin == end && below > 0) {
+  // The levels at the ends also have what lies outside.
+  int64_t added = -1;
+  int64_t level = 0;
+  for (size_t i = begin; i < end;) {
+    level = ends.At(bin_[i] - first, level);
+    if (i == begin && level != first_level && below > 0) {
       add(first_level, 0, 0);
-      added = first_level;
     }
-    if (added != last_level && above > 0) add(last_level, 0, 0);
+    const size_t next =
+        std::min(end, std::max(i + 1, Before(first + ends.End(level))));
+    add(level, Count(i, next), static_cast<int64_t>(next - i));
+    added = level;
+    i = next;
   }
+  if (begin == end && below > 0) {
+    add(first_level, 0, 0);
+    added = first_level;
+  }
+  if (added != last_level && above > 0) add(last_level, 0, 0);
   return (p_log_p - p_log_q) / total() + (LogOf(q_total) - LogOf(total()));
 }
+
+// The ranges that are tried, and the bins that they have.
+class TriedRanges {
+ public:
+  TriedRanges(const EntropyLevels& levels, const Range& whole, int steps,
+              int bins)
+      : levels_(levels),
+        whole_(whole),
+        steps_(steps == 0 ? kDefaultSteps : steps),
+        // What is split into bins: grids of floats and codebooks are laid about
+        // zero.
+        span_(levels.of_magnitudes ? Range{0, whole.abs_max()}
+              : levels.count == 0  ? Range{-whole.abs_max(), whole.abs_max()}
+                                   : whole),
+        from_(std::clamp(0.0, span_.low, span_.high)),
+        grid_{levels.of_magnitudes, span_.low, span_.high - span_.low,
+              bins == 0 ? std::max(kDefaultBins, 4 * levels.size()) : bins} {}
+
+  const BinGrid& grid() const { return grid_; }
+  int steps() const { return steps_; }
+  Range Of(int k) const {
+    if (k == steps_) return whole_;
+    const Range range = Within(k);
+    return levels_.of_magnitudes ? Range{-range.high, range.high} : range;
+  }
+  // The bins of range k: `first` and those before `last`. Returns whether there
+  // are enough of them for the range to be tried.
+  bool BinsOf(int k, int64_t* first, int64_t* last) const {
+    *first = 0;
+    *last = grid_.bins;
+    if (k == steps_) return true;
+    const Range range = Within(k);
+    if (range.low != span_.low) *first = grid_.BinOf(range.low);
+    *last = grid_.BinsUpTo(range.high);
+    return *last - *first >= levels_.size();
+  }
+
+ private:
+  Range Within(int k) const {
+    const double fraction = static_cast<double>(k) / steps_;
+    return {from_ + (span_.low - from_) * fraction,
+            from_ + (span_.high - from_) * fraction};
+  }
+
+  const EntropyLevels& levels_;
+  const Range whole_;
+  const int steps_;
+  const Range span_;
+  const double from_;
+  const BinGrid grid_;
+};
 
 // `fill`  adds what there is to the bins.
 absl::StatusOr<Range> SearchBins(absl::FunctionRef<void(LinearBins*)> fill,
                                  const EntropyLevels& levels,
-                                 const Range& whole, int steps, int bin_count,
-                                 StopToken stop) {
-  const int count = steps == 0 ? kDefaultSteps : steps;
-  // What is split into bins: grids of floats and codebooks are laid about zero.
-  Range span = whole;
-  if (levels.of_magnitudes) {
-    span = {0, whole.abs_max()};
-  } else if (levels.count == 0) {
-    span = {-whole.abs_max(), whole.abs_max()};
-  }
-  const double from = std::clamp(0.0, span.low, span.high);
-  LinearBins bins(
-      levels.of_magnitudes, span.low, span.high - span.low,
-      bin_count == 0 ? std::max(kDefaultBins, 4 * levels.size()) : bin_count);
+                                 const TriedRanges& ranges, StopToken stop) {
+  LinearBins bins(ranges.grid());
   fill(&bins);
   bins.Finish();
-  if (bins.total() == 0) return whole;
-  Range best = whole;
+  int best = ranges.steps();
+  if (bins.total() == 0) return ranges.Of(best);
   double least = std::numeric_limits<double>::infinity();
-  for (int k = count; k > 0; --k) {
+  for (int k = ranges.steps(); k > 0; --k) {
     if (stop.stopped()) return StoppedError();
-    const double fraction = static_cast<double>(k) / count;
-    const Range range = {from + (span.low - from) * fraction,
-                         from + (span.high - from) * fraction};
-    const int64_t first = k == count ? 0 : bins.BinOf(range.low);
-    const int64_t last = k == count ? bins.bins() : bins.BinsUpTo(range.high);
-    if (k < count && last - first < levels.size()) break;
+    int64_t first, last;
+    if (!ranges.BinsOf(k, &first, &last)) break;
     const double divergence = bins.Divergence(levels, first, last);
     if (!(divergence < least)) continue;
     least = divergence;
-    best = !levels.of_magnitudes ? range
-           : k == count          ? whole
-                                 : Range{-range.high, range.high};
+    best = k;
   }
-  return best;
+  return ranges.Of(best);
+}
+
+LevelCuts CutsOf(const EntropyLevels& levels) {
+  LevelCuts cuts = {levels.boundaries, 1, 0.5};
+  if (levels.count == 0) return cuts;
+  // The first bin t with floor(t * levels / size) above the level.
+  const auto count = static_cast<double>(levels.count);
+  const bool is_power = (levels.count & (levels.count - 1)) == 0;
+  for (int64_t level = 1; level < levels.count; ++level) {
+    cuts.end.push_back(static_cast<double>(level) / (is_power ? count : 1));
+  }
+  cuts.divisor = is_power ? 1 : count;
+  cuts.offset = 0;
+  return cuts;
+}
+
+// The same as SearchBins, with all ranges at once.
+Range SearchAtOnce(BlockElements* elements, const EntropyLevels& levels,
+                   const TriedRanges& ranges) {
+  EntropyRoom& room = elements->entropy_room();
+  const BinGrid& grid = ranges.grid();
+  const int64_t count = elements->count();
+  room.bin.resize(static_cast<size_t>(count));
+  if (elements->is_double()) {
+    FindBins(grid, elements->doubles(), count, room.bin.data());
+  } else {
+    FindBins(grid, elements->floats(), count, room.bin.data());
+  }
+  // And one for zeros.
+  const int64_t words = grid.bins / kWordBits + 1;
+  room.in_bin.assign(static_cast<size_t>(grid.bins) + 1, 0);
+  room.filled.assign(static_cast<size_t>(words), 0);
+  room.before.resize(static_cast<size_t>(grid.bins) + 1);
+  room.x_log_x.resize(static_cast<size_t>(count) + 1);
+  uint16_t* const in_bin = room.in_bin.data();
+  uint64_t* const filled = room.filled.data();
+  uint32_t* const before = room.before.data();
+  double* const x_log_x = room.x_log_x.data();
+  const int32_t* const bin = room.bin.data();
+  for (int64_t i = 0; i < count; ++i) {
+    ++in_bin[bin[i]];
+    filled[bin[i] / kWordBits] |= uint64_t{1} << (bin[i] % kWordBits);
+  }
+  filled[words - 1] &= ~(uint64_t{1} << (grid.bins % kWordBits));
+  int64_t next = 0;
+  uint32_t sum = 0;
+  double log_sum = 0;
+  int64_t bins_filled = 0;
+  x_log_x[0] = 0;
+  ForEachBit(filled, words, [&](int64_t t) {
+    std::fill(before + next, before + t + 1, sum);
+    next = t + 1;
+    sum += (uint32_t{1} << 16) + in_bin[t];
+    log_sum += XLogX(in_bin[t]);
+    x_log_x[++bins_filled] = log_sum;
+  });
+  std::fill(before + next, before + grid.bins + 1, sum);
+  if (bins_filled == 0) return ranges.Of(ranges.steps());
+
+  const int64_t padded =
+      (ranges.steps() + kRangeLanes - 1) / kRangeLanes * kRangeLanes;
+  room.first.resize(static_cast<size_t>(padded));
+  room.last.resize(static_cast<size_t>(padded));
+  room.divergence.resize(static_cast<size_t>(padded));
+  int32_t* const first = room.first.data();
+  int32_t* const last = room.last.data();
+  int64_t tried = 0;
+  for (int k = ranges.steps(); k > 0; --k, ++tried) {
+    int64_t begin, end;
+    if (!ranges.BinsOf(k, &begin, &end)) break;
+    first[tried] = static_cast<int32_t>(begin);
+    last[tried] = static_cast<int32_t>(end);
+  }
+  const int64_t used = (tried + kRangeLanes - 1) / kRangeLanes * kRangeLanes;
+  std::fill(first + tried, first + used, first[0]);
+  std::fill(last + tried, last + used, last[0]);
+  FindDivergences(CutsOf(levels),
+                  {before, grid.bins, x_log_x, HalfLogs::Get().data(), used,
+                   first, last, room.divergence.data()});
+  const double* const divergence = room.divergence.data();
+  int64_t best = 0;
+  for (int64_t i = 1; i < tried; ++i) {
+    if (divergence[i] < divergence[best]) best = i;
+  }
+  return ranges.Of(ranges.steps() - static_cast<int>(best));
 }
 
 }  // namespace
@@ -363,20 +447,29 @@ absl::StatusOr<Range> SearchEntropy(const Histogram& histogram,
                     static_cast<double>(bin.count));
         });
       },
-      levels, whole, steps, bin_count, stop);
+      levels, TriedRanges(levels, whole, steps, bin_count), stop);
 }
 
-absl::StatusOr<Range> SearchEntropy(const BlockElements& elements,
+absl::StatusOr<Range> SearchEntropy(BlockElements* elements,
                                     const EntropyLevels& levels,
                                     const Range& whole, int steps,
                                     int bin_count, StopToken stop) {
+  const TriedRanges ranges(levels, whole, steps, bin_count);
+  // Of many levels most have no elements, and LinearBins passes over those.
+  constexpr int64_t kFewLevels = 32;
+  if (AreDivergencesVectorized() &&
+      levels.size() <=
+          std::clamp(elements->count(), kFewLevels, kMostLevelsAtOnce)) {
+    if (stop.stopped()) return StoppedError();
+    return SearchAtOnce(elements, levels, ranges);
+  }
   return SearchBins(
       [&](LinearBins* bins) {
-        for (int64_t i = 0; i < elements.count(); ++i) {
-          bins->Add(elements.at(i), 1);
+        for (int64_t i = 0; i < elements->count(); ++i) {
+          bins->Add(elements->at(i), 1);
         }
       },
-      levels, whole, steps, bin_count, stop);
+      levels, ranges, stop);
 }
 
 }  // namespace quantd::core

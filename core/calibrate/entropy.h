@@ -68,7 +68,8 @@ absl::StatusOr<Range> SearchEntropy(const Histogram& histogram,
                                     StopToken stop = StopToken());
 
 // The same of elements that are not cut.
-absl::StatusOr<Range> SearchEntropy(const BlockElements& elements,
+// `elements`  at most kMaxDirectElements.
+absl::StatusOr<Range> SearchEntropy(BlockElements* elements,
                                     const EntropyLevels& levels,
                                     const Range& whole, int steps, int bins,
                                     StopToken stop = StopToken());

@@ -91,8 +91,7 @@ class RangeFinder::Elements {
                                   elements_, stop);
   }
   absl::StatusOr<Range> Entropy(int steps, int bins, StopToken stop) const {
-    return SearchEntropy(*elements_, finder_.levels_, whole_, steps, bins,
-                         stop);
+    return SearchEntropy(elements_, finder_.levels_, whole_, steps, bins, stop);
   }
   double QuantileOf(double fraction) const {
     return BlockSearch::Quantile(fraction, /*of_magnitudes=*/false, elements_);

@@ -11,6 +11,7 @@
 #include "core/calibrate/calibrate.h"
 #include "gtest/gtest.h"
 #include "tests/core/calibrate/calibrate_test_util.h"
+#include "tests/core/kernel_test_util.h"
 
 namespace quantd::core {
 namespace {
@@ -160,6 +161,61 @@ TEST(EntropyTest, IsNoWorseThanTryingAllRangesOnTheCutElements) {
   }
   // The test means little where the whole range always wins.
   EXPECT_GT(narrower, rounds / 10);
+}
+
+TEST(EntropyTest, EverySimdTargetFindsTheSameRangeOfElements) {
+  std::mt19937 random(4);
+  int narrower = 0;
+  for (int round = 0; round < Rounds(400); ++round) {
+    // As many levels as a power of two and others, and those of floats.
+    EntropyLevels levels;
+    levels.of_magnitudes = random() % 2 == 0;
+    levels.count = random() % 2 == 0 ? int64_t{1} << (random() % 9)
+                                     : 1 + static_cast<int>(random() % 40);
+    if (random() % 3 == 0) {
+      levels = LevelsOf(CodeNumbers(EncodingWithoutScales(
+                            Spec(random() % 2 == 0 ? "nf4" : "float8_e4m3fn"),
+                            *BlockLayout::Create({1}, {}), false)),
+                        true);
+    }
+    const Shape shape = kAllShapes[random() % std::size(kAllShapes)];
+    auto values =
+        Draw(shape, 1 + random() % (1 << (1 + random() % 12)), &random);
+    const double shift = random() % 4 == 0 ? 1 : 0;
+    for (double& x : values) x += shift;
+    const bool is_double = random() % 2 == 0;
+    const std::vector<float> floats(values.begin(), values.end());
+    BlockElements elements;
+    elements.Assign(is_double ? ElementType::kFloat64 : ElementType::kFloat32,
+                    is_double ? reinterpret_cast<const uint8_t*>(values.data())
+                              : reinterpret_cast<const uint8_t*>(floats.data()),
+                    static_cast<int64_t>(values.size()));
+    Range whole = {0, 0};
+    for (int64_t i = 0; i < elements.count(); ++i) {
+      whole.low = std::min(whole.low, elements.at(i));
+      whole.high = std::max(whole.high, elements.at(i));
+    }
+    if (whole.low == whole.high) continue;
+    // Ranges that leave out zero.
+    if (shift != 0 && random() % 2 == 0) whole.low = 0.25 * whole.high;
+    const int steps =
+        random() % 2 == 0 ? 0 : 1 + static_cast<int>(random() % 90);
+    const int bins =
+        random() % 2 == 0 ? 0 : 1 + static_cast<int>(random() % 300);
+    const auto search = [&] {
+      return *SearchEntropy(&elements, levels, whole, steps, bins);
+    };
+    ASSERT_TRUE(SetSimdTarget("scalar").ok());
+    const Range want = search();
+    narrower += want.high < whole.high;
+    ForEachSimdTarget([&] {
+      const Range got = search();
+      ASSERT_EQ(got.low, want.low) << "round " << round;
+      ASSERT_EQ(got.high, want.high) << "round " << round;
+    });
+    if (HasFailure()) return;
+  }
+  EXPECT_GT(narrower, Rounds(400) / 10);
 }
 
 TEST(EntropyTest, IsNotMovedByZeros) {

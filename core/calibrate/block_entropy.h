@@ -1,0 +1,106 @@
+// What ranges of a block lose by entropy.h, many at a time: the contract of the
+// kernels in block_entropy.cc. LinearBins in entropy.cc is their scalar
+// definition.
+
+#ifndef QUANTD_CORE_CALIBRATE_BLOCK_ENTROPY_H_
+#define QUANTD_CORE_CALIBRATE_BLOCK_ENTROPY_H_
+
+#include <cstdint>
+#include <vector>
+
+namespace quantd::core {
+
+// The bins of a block: bin t has what lies from low + t * width / bins on. What
+// lies beyond either end is in the bin there.
+struct BinGrid {
+  bool of_magnitudes;
+  double low;
+  double width;
+  int64_t bins;
+
+  // The bin that x lies in, or the one nearest to it. NaN, which an infinite
+  // width gives, is in the first.
+  int64_t BinOf(double x) const {
+    const double position = Position(x);
+    if (!(position > 0)) return 0;
+    return position < static_cast<double>(bins - 1)
+               ? static_cast<int64_t>(position)
+               : bins - 1;
+  }
+  // How many bins lie before x, the one it is in among them.
+  int64_t BinsUpTo(double x) const {
+    const double position = Position(x);
+    if (!(position > 1)) return 1;
+    if (!(position < static_cast<double>(bins))) return bins;
+    const auto before = static_cast<int64_t>(position);
+    return before + (static_cast<double>(before) < position ? 1 : 0);
+  }
+
+ private:
+  double Position(double x) const {
+    return (x - low) * static_cast<double>(bins) / width;
+  }
+};
+
+// The bins that elements lie in; that of zeros is `bins`.
+// `x`    [count] finite. T is float or double.
+// `bin`  [count].
+template <typename T>
+void FindBins(const BinGrid& grid, const T* x, int64_t count, int32_t* bin);
+
+// Where a range is cut into levels: all but the last end before the bin of
+// index
+//
+//   ceil(end * size / divisor - offset)
+//
+// of a range of `size` bins, or where that is not within the range, at its end.
+// The last ends with the range.
+struct LevelCuts {
+  std::vector<double> end;
+  double divisor;
+  double offset;
+};
+
+// Ranges come in multiples of this: the lanes of any vector.
+constexpr int64_t kRangeLanes = 8;
+
+struct BlockRanges {
+  // [bins + 1] what lies in the bins before: the count of elements and, from
+  // bit 16 on, how many of the bins have some.
+  const uint32_t* before;
+  int64_t bins;
+  // [bins with elements + 1] sums of n log n over those before, n elements in
+  // each.
+  const double* x_log_x;
+  // [2 * elements + levels + 1] log(n / 2), and 0 for n = 0.
+  const double* half_log;
+  // A multiple of kRangeLanes.
+  int64_t count;
+  // [count] first <= t < last are the bins of a range; not empty.
+  const int32_t* first;
+  const int32_t* last;
+  // Out: [count].
+  double* divergence;
+};
+
+// What a search of a block is made with, used again from block to block.
+struct EntropyRoom {
+  std::vector<int32_t> bin;
+  std::vector<uint16_t> in_bin;
+  std::vector<uint64_t> filled;
+  std::vector<uint32_t> before;
+  std::vector<double> x_log_x;
+  std::vector<int32_t> first;
+  std::vector<int32_t> last;
+  std::vector<double> divergence;
+};
+
+// Requires: at most 65,535 elements and some; AreDivergencesVectorized().
+// The same bits on every machine.
+void FindDivergences(const LevelCuts& cuts, const BlockRanges& ranges);
+// Whether there are kernels for this machine, and they are to be used.
+bool AreDivergencesVectorized();
+
+}  // namespace quantd::core
+
+#endif  // QUANTD_CORE_CALIBRATE_BLOCK_ENTROPY_H_
