@@ -231,11 +231,12 @@ absl::Status ScaleCountLimitError(int64_t limit, int64_t got) {
       absl::StrCat(got, " scales; the limit is ", limit));
 }
 
-absl::Status MessageScaleLimitError(int64_t limit, int64_t got) {
-  return Error<Row("SCALE_COUNT_LIMIT")>(
-      absl::StrCat(got, " scales; the limit of one message is ", limit,
-                   ": ask for scales_in_chunks in Quantize and Dequantize, for "
-                   "omit_encodings in Evaluate"));
+absl::Status MessageScaleLimitError(int64_t limit_bytes, int64_t got_bytes) {
+  return Error<Row("SCALE_COUNT_LIMIT")>(absl::StrCat(
+      "the encoding takes ", got_bytes, " bytes; the limit of one message is ",
+      limit_bytes,
+      ": ask for scales_in_chunks in Quantize, for omit_encoding in "
+      "Dequantize, for omit_encodings in Evaluate, or for fewer scales"));
 }
 
 absl::Status AnswerScaleLimitError(int64_t limit_bytes, int64_t got_bytes) {

@@ -193,9 +193,9 @@ absl::Status OuterScaleCountError(int64_t expected, int64_t got);
 absl::Status ScaleShapeError(absl::string_view what);
 absl::Status ZeroPointCountError(int64_t scale_count, int64_t got);
 absl::Status ScaleCountLimitError(int64_t limit, int64_t got);
-// More than an encoding in one message may have.
-absl::Status MessageScaleLimitError(int64_t limit, int64_t got);
-// More than an answer may have; in bytes.
+// An encoding that does not go into one message of a stream.
+absl::Status MessageScaleLimitError(int64_t limit_bytes, int64_t got_bytes);
+// The same of a call.
 absl::Status AnswerScaleLimitError(int64_t limit_bytes, int64_t got_bytes);
 absl::Status ZeroPointRangeError(absl::string_view what);
 absl::Status OuterMaximumError(absl::string_view what);

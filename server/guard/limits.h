@@ -19,8 +19,6 @@ struct Limits {
   int64_t tensor_bytes = int64_t{1} << 40;
   // Dimensions of a tensor.
   int64_t tensor_rank = 16;
-  // Scales of one encoding.
-  int64_t scale_count = int64_t{4} << 20;
   // Candidates of one Evaluate times the scale indices that it answers; at
   // about 100 bytes each, an answer stays below gRPC's 4 MiB.
   int64_t metrics_count = int64_t{1} << 14;

@@ -131,7 +131,7 @@ absl::Status SetLayout(const RpcEnvironment& env,
                        absl::Span<const int64_t> block_size,
                        CalibrateTask* task) {
   absl::StatusOr<core::BlockLayout> layout =
-      CheckedLayout(env, task->description.shape, block_size);
+      CheckedLayout(task->description.shape, block_size);
   if (!layout.ok()) return layout.status();
   task->layout = std::make_shared<const core::BlockLayout>(*std::move(layout));
   return absl::OkStatus();

@@ -202,14 +202,8 @@ absl::Status PutEncoding(const UnaryContext& context,
   if (!request.has_encoding()) {
     return core::WithField(core::EncodingMissingError(), "encoding");
   }
-  const int64_t limit = context.env.limits.scale_count;
-  const int64_t scale_count = ScaleCount(request.encoding());
-  if (scale_count > limit) {
-    return core::WithField(core::ScaleCountLimitError(limit, scale_count),
-                           request.encoding().scale_size() > limit
-                               ? "encoding.scale"
-                               : "encoding.scale_code");
-  }
+  status = Charge(context, EncodingMemoryBytes(request.encoding()));
+  if (!status.ok()) return status;
   absl::StatusOr<core::Encoding> encoding =
       EncodingFromProto(request.encoding());
   if (!encoding.ok()) return core::WithField(encoding.status(), "encoding");

@@ -1,6 +1,7 @@
 #include "server/rpc/encoding_source.h"
 
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <string>
 #include <utility>
@@ -11,7 +12,9 @@
 #include "absl/strings/str_join.h"
 #include "absl/types/optional.h"
 #include "absl/types/span.h"
+#include "core/calibrate/encoding_spec.h"
 #include "core/errors.h"
+#include "core/formats/scale_type.h"
 #include "core/types/encoding_memory.h"
 #include "server/wire/names.h"
 
@@ -31,14 +34,31 @@ absl::StatusOr<MemoryBudget::Lease> ChargeEncoding(const RpcEnvironment& env,
   return env.budget->Acquire(bytes, kEncodingWayOut);
 }
 
+// Errors: SCALE_COUNT_LIMIT, unless so many scales go into an answer.
+absl::Status CheckTransport(const RpcEnvironment& env, ScaleTransport transport,
+                            int64_t scale_count, core::ScaleType scale_type,
+                            bool has_zero_points) {
+  if (transport == ScaleTransport::kChunks) return absl::OkStatus();
+  // In a message they take no more than in memory.
+  const int64_t most = env.limits.chunk_bytes;
+  const int64_t bytes_per_scale =
+      core::MemoryPerScale(scale_type, has_zero_points);
+  if (scale_count <= most / bytes_per_scale) return absl::OkStatus();
+  // Of more than that nobody needs the number.
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  return core::MessageScaleLimitError(most,
+                                      scale_count > kMost / bytes_per_scale
+                                          ? kMost
+                                          : scale_count * bytes_per_scale);
+}
+
 // An encoding, with the layout that it has on this tensor. Errors are at no
 // field.
 absl::StatusOr<ResolvedEncoding> Fit(
     const RpcEnvironment& env, std::shared_ptr<const core::Encoding> encoding,
     bool in_chunks, absl::Span<const int64_t> shape, ScaleTransport transport) {
   absl::StatusOr<core::BlockLayout> layout =
-      CheckedLayout(env, shape, encoding->block_size,
-                    in_chunks ? ScaleTransport::kChunks : transport);
+      CheckedLayout(shape, encoding->block_size);
   if (!layout.ok()) return layout.status();
   if (in_chunks) {
     const absl::Span<const int64_t> scale_shape = layout->scale_shape();
@@ -55,6 +75,10 @@ absl::StatusOr<ResolvedEncoding> Fit(
   } else {
     absl::Status status = core::CheckEncodingFits(*encoding, *layout);
     if (!status.ok()) return status;
+    status =
+        CheckTransport(env, transport, layout->scale_count(),
+                       encoding->scale_type, !encoding->zero_point.empty());
+    if (!status.ok()) return status;
   }
   return ResolvedEncoding{
       std::move(encoding),
@@ -64,8 +88,7 @@ absl::StatusOr<ResolvedEncoding> Fit(
 }  // namespace
 
 absl::StatusOr<core::BlockLayout> CheckedLayout(
-    const RpcEnvironment& env, absl::Span<const int64_t> shape,
-    absl::Span<const int64_t> block_size, ScaleTransport transport) {
+    absl::Span<const int64_t> shape, absl::Span<const int64_t> block_size) {
   absl::StatusOr<core::BlockLayout> layout =
       core::BlockLayout::Create(shape, block_size);
   if (!layout.ok()) return layout.status();
@@ -73,11 +96,6 @@ absl::StatusOr<core::BlockLayout> CheckedLayout(
     return core::BlockSizeInvalidError(
         "a dimension of 0 is split into blocks, which leaves no scale; "
         "expected block size 0 there");
-  }
-  if (transport == ScaleTransport::kOneMessage &&
-      layout->scale_count() > env.limits.scale_count) {
-    return core::MessageScaleLimitError(env.limits.scale_count,
-                                        layout->scale_count());
   }
   return layout;
 }
@@ -123,12 +141,6 @@ absl::StatusOr<EncodingSource> EncodingSource::Open(
 
 absl::StatusOr<EncodingSource> EncodingSource::Open(const RpcEnvironment& env,
                                                     const v1::Encoding& proto) {
-  const int64_t scale_count = ScaleCount(proto);
-  if (scale_count > env.limits.scale_count) {
-    return core::WithField(
-        core::MessageScaleLimitError(env.limits.scale_count, scale_count),
-        "block_size");
-  }
   for (const auto& [field, count] :
        {std::pair<const char*, int>{"block_size", proto.block_size_size()},
         {"outer_block_size", proto.outer_block_size_size()},
@@ -221,8 +233,12 @@ absl::StatusOr<ResolvedSpec> ResolveSpec(const RpcEnvironment& env,
   absl::StatusOr<core::EncodingSpec> resolved = core::ResolveSpec(spec, shape);
   if (!resolved.ok()) return core::WithField(resolved.status(), field);
   absl::StatusOr<core::BlockLayout> layout =
-      CheckedLayout(env, shape, resolved->block_size, transport);
+      CheckedLayout(shape, resolved->block_size);
   if (!layout.ok()) return core::WithField(layout.status(), field);
+  absl::Status status = CheckTransport(
+      env, transport, layout->scale_count(), core::EffectiveScaleType(spec),
+      core::EffectiveSymmetry(spec) == core::Symmetry::kAsymmetric);
+  if (!status.ok()) return core::WithField(std::move(status), field);
   return ResolvedSpec{
       *std::move(resolved),
       std::make_shared<const core::BlockLayout>(*std::move(layout))};

@@ -33,16 +33,14 @@ constexpr char kEncodingWayOut[] =
     "put encodings with PutEncoding and name them by reference, or send fewer "
     "tensors at once";
 
-// Whether all scales of an encoding go in one message, which there is a limit
-// for.
+// Whether all scales of an encoding go in one message, which may be no larger
+// than a chunk.
 enum class ScaleTransport { kOneMessage, kChunks };
 
 // Errors: those of BlockLayout::Create, BLOCK_SIZE_INVALID where it leaves no
-// scale at all, SCALE_COUNT_LIMIT with kOneMessage; at no field.
+// scale at all; at no field.
 absl::StatusOr<core::BlockLayout> CheckedLayout(
-    const RpcEnvironment& env, absl::Span<const int64_t> shape,
-    absl::Span<const int64_t> block_size,
-    ScaleTransport transport = ScaleTransport::kOneMessage);
+    absl::Span<const int64_t> shape, absl::Span<const int64_t> block_size);
 
 // An encoding that fits its tensor, and where it came from.
 struct ResolvedEncoding {
@@ -77,7 +75,7 @@ class EncodingSource {
       const Caller& caller, const v1::EncodingReference& reference,
       const v1::TensorName& tensor_name);
   // What only quantd sets in an encoding is ignored.
-  // Errors: those of EncodingFromProto, SCALE_COUNT_LIMIT, MEMORY_BUDGET.
+  // Errors: those of EncodingFromProto, MEMORY_BUDGET.
   static absl::StatusOr<EncodingSource> Open(const RpcEnvironment& env,
                                              const v1::Encoding& proto);
 
@@ -87,7 +85,7 @@ class EncodingSource {
   bool is_large() const;
 
   // The encoding, for a tensor of that shape. `transport`  of its scales in the
-  // answer; kChunks as well where they are not in it.
+  // answer; kChunks also where they are not in it.
   // Errors: of the store, ETAG_MISMATCH, SCALE_COUNT, SCALE_COUNT_LIMIT,
   // BLOCK_SIZE_INVALID, MEMORY_BUDGET.
   absl::StatusOr<ResolvedEncoding> Resolve(const RpcEnvironment& env,
@@ -118,8 +116,8 @@ struct ResolvedSpec {
   std::vector<float> outer_maximum = {};
 };
 
-// Errors: those of core::ResolveSpec and CheckedLayout, at the fields of an
-// EncodingSpec.
+// Errors: those of core::ResolveSpec and CheckedLayout, SCALE_COUNT_LIMIT with
+// kOneMessage; at the fields of an EncodingSpec.
 absl::StatusOr<ResolvedSpec> ResolveSpec(
     const RpcEnvironment& env, const core::EncodingSpec& spec,
     absl::Span<const int64_t> shape,

@@ -781,7 +781,7 @@ class EvaluateRpc final : public TensorRpc {
     }
     if (accumulators.empty()) {
       absl::StatusOr<core::BlockLayout> layout =
-          CheckedLayout(env_, task.description.shape, {});
+          CheckedLayout(task.description.shape, {});
       if (!layout.ok()) return layout.status();
       absl::Status status =
           add(std::make_shared<const core::BlockLayout>(*std::move(layout)),

@@ -345,11 +345,6 @@ class ImportEncodingsCall final : public EncodingCall {
     text_lease_.Release();
     env().budget->Count(&text_lease_, hint_bytes_);
     for (const PendingEncoding& pending : parsed->encodings) {
-      const int64_t scale_count = ScaleCountOf(pending);
-      if (scale_count > env().limits.scale_count) {
-        return core::ScaleCountLimitError(env().limits.scale_count,
-                                          scale_count);
-      }
       if (absl::Status s = CheckTensorName(pending.tensor); !s.ok()) {
         return core::InterchangeInvalidError(
             absl::StrCat(pending.place, ": ", core::ErrorText(s)));

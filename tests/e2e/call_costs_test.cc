@@ -158,9 +158,9 @@ TEST(CallCostsTest, ChargesRequestsToTheMemoryBudget) {
   EXPECT_THAT(status.error_message(), StartsWith("MEMORY_BUDGET"));
 }
 
-TEST(CallCostsTest, LimitsScaleCodesAsItLimitsScales) {
+TEST(CallCostsTest, ChargesScaleCodesForTheScalesThatTheyStandFor) {
   server::ServerOptions options;
-  options.limits.scale_count = 4;
+  options.limits.memory_budget_bytes = int64_t{8} << 20;
   TestServer server(std::move(options));
   v1::PutEncodingRequest request;
   request.mutable_name()->set_model("m");
@@ -168,12 +168,12 @@ TEST(CallCostsTest, LimitsScaleCodesAsItLimitsScales) {
   v1::Encoding* const encoding = request.mutable_encoding();
   encoding->set_format(v1::NUMBER_FORMAT_MXINT8);
   encoding->set_scale_type(v1::SCALE_TYPE_E8M0);
-  encoding->set_scale_code(std::string(5, '\x7f'));
+  encoding->set_scale_code(std::string(2 << 20, '\x7f'));
   grpc::ClientContext context;
   v1::PutEncodingResponse response;
   const grpc::Status status =
       server.encodings().PutEncoding(&context, request, &response);
-  EXPECT_THAT(status.error_message(), StartsWith("SCALE_COUNT_LIMIT"));
+  EXPECT_THAT(status.error_message(), StartsWith("MEMORY_BUDGET"));
 }
 
 TEST(CallCostsTest, KnowsTheCallerBeforeTheRequestComes) {

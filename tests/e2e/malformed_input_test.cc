@@ -45,7 +45,8 @@ constexpr char kEvaluate[] = "/quantd.v1.QuantizationService/Evaluate";
 constexpr int64_t kMessageBytes = 1 << 20;
 constexpr int64_t kChunkBytes = 64 << 10;
 constexpr int64_t kTensorBytes = 8 << 20;
-constexpr int64_t kScaleCount = 1000;
+// Of an encoding in one message.
+constexpr int64_t kScaleCount = kChunkBytes / 4;
 constexpr int64_t kMetricsCount = 16;
 constexpr int64_t kBudgetBytes = 1 << 20;
 constexpr int64_t kStatisticsBytes = 4 << 10;
@@ -56,7 +57,6 @@ server::ServerOptions Options() {
   options.limits.message_bytes = kMessageBytes;
   options.limits.chunk_bytes = kChunkBytes;
   options.limits.tensor_bytes = kTensorBytes;
-  options.limits.scale_count = kScaleCount;
   options.limits.metrics_count = kMetricsCount;
   options.limits.memory_budget_bytes = kBudgetBytes;
   options.limits.statistics_bytes = kStatisticsBytes;
@@ -1096,9 +1096,9 @@ std::vector<StreamCase> ContributionCases() {
               }),
               "FAILED_PRECONDITION/GRANULARITY_TOO_FINE",
               "header.spec.block_size"),
-      FailsOn("contribution of more blocks than the limit", kCalibrate,
-              Message([] {
-                auto header = Described<v1::CalibrateHeader>(kScaleCount + 1);
+      FailsOn("contribution of more blocks than there is memory for",
+              kCalibrate, Message([] {
+                auto header = Described<v1::CalibrateHeader>(kBudgetBytes);
                 v1::TensorName& name = *header.mutable_tensor()->mutable_name();
                 name.set_model("acme");
                 name.set_tensor("many");
@@ -1108,8 +1108,7 @@ std::vector<StreamCase> ContributionCases() {
                 c.add_block_size(1);
                 return header;
               }()),
-              "RESOURCE_EXHAUSTED/SCALE_COUNT_LIMIT",
-              "header.contribution.block_size"),
+              "RESOURCE_EXHAUSTED/MEMORY_BUDGET", ""),
       FailsOn("contribution of more than the store keeps", kCalibrate,
               Message(
                   [] {
@@ -1523,13 +1522,13 @@ std::vector<CallCase> EncodingServiceCases() {
           [](auto& r) { r.mutable_encoding()->set_scale(0, kNan); },
           Invalid("SCALE_INVALID")),
       put(
-          "put with too many scales",
+          "put with more scales than there is memory for",
           [](auto& r) {
-            for (int i = 0; i < kScaleCount; ++i) {
+            for (int i = 0; i < kBudgetBytes / 5; ++i) {
               r.mutable_encoding()->add_scale(1);
             }
           },
-          "RESOURCE_EXHAUSTED/SCALE_COUNT_LIMIT"),
+          "RESOURCE_EXHAUSTED/MEMORY_BUDGET"),
       put(
           "put over another etag", [](auto& r) { r.set_if_match("0-0"); },
           mismatch),

@@ -61,7 +61,8 @@ using Random = std::mt19937_64;
 
 constexpr int64_t kChunkBytes = 64 << 10;
 constexpr int64_t kTensorBytes = 8 << 20;
-constexpr int64_t kScaleCount = 1000;
+// Of an encoding in one message.
+constexpr int64_t kScaleCount = kChunkBytes / 4;
 // Of the server, while it serves most of the streams. The sanitizers' own
 // allocators take longer to come to rest.
 constexpr int64_t kMostGrownBytes = int64_t{kSanitized ? 64 : 16} << 20;
@@ -1493,8 +1494,7 @@ class MalformedStreamsTest : public ::testing::TestWithParam<uint64_t> {
         std::vector<std::string>{
             "--metrics-listen", "127.0.0.1:0", "--drain-delay", "0s",
             "--chunk-bytes", absl::StrCat(kChunkBytes), "--tensor-bytes",
-            absl::StrCat(kTensorBytes), "--scale-count",
-            absl::StrCat(kScaleCount), "--message-bytes", "1MiB",
+            absl::StrCat(kTensorBytes), "--message-bytes", "1MiB",
             "--cache-bytes", "256KiB", "--threads", "2",
             // However slow the machine is.
             "--queue-delay", "1h"});

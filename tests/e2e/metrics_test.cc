@@ -493,9 +493,8 @@ TEST_F(MetricsE2eTest, OpenStreamsAndTensorsAndTheirMemoryShow) {
 
 TEST_F(MetricsE2eTest, WhatALimitTurnsAwayCountsByReason) {
   EXPECT_EQ(server_->Terminate(), 0);
-  Start({"--tensor-bytes", "64MiB", "--scale-count", "100",
-         "--memory-budget-bytes", "32MiB", "--memory-wait", "10ms",
-         "--statistics-limit", "1KiB"});
+  Start({"--tensor-bytes", "64MiB", "--memory-budget-bytes", "32MiB",
+         "--memory-wait", "10ms", "--statistics-limit", "1KiB"});
   const auto rejections = [](const std::string& reason) {
     return absl::StrCat("quantd_limit_rejections_total{reason=\"", reason,
                         "\"}");
@@ -517,7 +516,8 @@ TEST_F(MetricsE2eTest, WhatALimitTurnsAwayCountsByReason) {
                 HasSubstr("TENSOR_TOO_LARGE"));
   });
   ExpectSteps({{rejections("SCALE_COUNT_LIMIT"), 1}}, [&] {
-    EXPECT_THAT(quantize(101, 1).ToString(), HasSubstr("SCALE_COUNT_LIMIT"));
+    EXPECT_THAT(quantize((1 << 20) + 1, 1).ToString(),
+                HasSubstr("SCALE_COUNT_LIMIT"));
   });
   ExpectSteps({{rejections("STATISTICS_TOO_LARGE"), 1}}, [&] {
     v1::CalibrateHeader header;

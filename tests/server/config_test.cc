@@ -104,7 +104,6 @@ TEST_F(ConfigTest, HasSafeDefaults) {
   EXPECT_EQ(config.limits.message_bytes, limits.message_bytes);
   EXPECT_EQ(config.limits.chunk_bytes, limits.chunk_bytes);
   EXPECT_EQ(config.limits.tensor_bytes, limits.tensor_bytes);
-  EXPECT_EQ(config.limits.scale_count, limits.scale_count);
   EXPECT_EQ(config.limits.metrics_count, limits.metrics_count);
   EXPECT_EQ(config.limits.memory_budget_bytes, limits.memory_budget_bytes);
   EXPECT_EQ(config.limits.memory_wait, limits.memory_wait);
@@ -140,7 +139,6 @@ TEST_F(ConfigTest, ReadsEveryFlag) {
                                    "--message-bytes=64MiB",
                                    "--chunk-bytes=8MiB",
                                    "--tensor-bytes=2TiB",
-                                   "--scale-count=100",
                                    "--metrics-count=200",
                                    "--memory-budget-bytes=2GiB",
                                    "--memory-wait=1.5s",
@@ -174,7 +172,6 @@ TEST_F(ConfigTest, ReadsEveryFlag) {
   EXPECT_EQ(config.limits.message_bytes, 64 << 20);
   EXPECT_EQ(config.limits.chunk_bytes, 8 << 20);
   EXPECT_EQ(config.limits.tensor_bytes, int64_t{2} << 40);
-  EXPECT_EQ(config.limits.scale_count, 100);
   EXPECT_EQ(config.limits.metrics_count, 200);
   EXPECT_EQ(config.limits.memory_budget_bytes, int64_t{2} << 30);
   EXPECT_EQ(config.limits.memory_wait, absl::Milliseconds(1500));
@@ -352,7 +349,7 @@ TEST_F(ConfigTest, NamesFlagExpectationAndValue) {
            {"message-bytes", {"1", "2GiB"}, "a size from 64KiB to 1GiB"},
            {"chunk-bytes", {"0"}, "a size from"},
            {"tensor-bytes", {"0"}, "a size from"},
-           {"scale-count", {"0", "1KiB"}, "a whole number from"},
+           {"metrics-count", {"0", "1KiB"}, "a whole number from"},
            {"metrics-count", {"-5"}, "a whole number from"},
            {"statistics-limit", {"0", "1GiB"}, "a size from 1KiB to 512MiB"},
            {"memory-budget-bytes", {"0"}, "a size from"},

@@ -97,7 +97,7 @@ class Bench:
             options.quantd, folder=folder,
             flags=["--listen", f"unix:{folder}/socket", "--shared-memory",
                    "--drain-delay", "0", "--tensor-bytes", "64MiB",
-                   "--scale-count", "1000", "--memory-budget-bytes", "32MiB",
+                   "--memory-budget-bytes", "32MiB",
                    "--memory-wait", "10ms", "--statistics-limit", "16KiB",
                    "--shared-regions", "4", "--tensor-rank", "4",
                    "--cache-bytes", "64KiB", "--cache-max-age", "1h",
@@ -425,11 +425,15 @@ def ask_for_too_much(reason, call):
     return lambda bench: bench.fails(reason, lambda: call(bench))
 
 
-def refused(bench, reason, shape, data=b""):
+def refused(bench, reason, shape, data=b"", block_size=None):
     header = qs.QuantizeHeader(tensor=te.TensorDescription(
         element_type=te.ELEMENT_TYPE_FLOAT32, shape=shape))
-    header.encoding.format = en.NUMBER_FORMAT_INT8
-    header.encoding.scale.append(1)
+    if block_size is None:
+        header.encoding.format = en.NUMBER_FORMAT_INT8
+        header.encoding.scale.append(1)
+    else:
+        header.spec.format = en.NUMBER_FORMAT_INT8
+        header.spec.block_size.append(block_size)
     for response in bench.streams.Quantize(
             iter([qs.QuantizeRequest(header=header, data=data)]),
             timeout=TIMEOUT_S):
@@ -441,6 +445,10 @@ def refused(bench, reason, shape, data=b""):
 
 def tensor_too_large(bench):
     refused(bench, "TENSOR_TOO_LARGE", [1 << 40])
+
+
+def too_many_scales(bench):
+    refused(bench, "SCALE_COUNT_LIMIT", [(1 << 20) + 1], block_size=1)
 
 
 def too_many_dimensions(bench):
@@ -498,10 +506,6 @@ def idle_stream(bench):
             list(call)
 
 
-too_many_scales = ask_for_too_much(
-    "SCALE_COUNT_LIMIT",
-    lambda bench: bench.client.quantize(
-        floats(2000), quantd.EncodingSpec("int8", quantd.blocks(1))))
 past_the_budget = ask_for_too_much(
     "MEMORY_BUDGET",
     lambda bench: bench.client.quantize(floats(10 << 20), "int8"))

@@ -443,7 +443,7 @@ class ScaleChunksTest(unittest.TestCase):
 
     def test_references_are_of_any_size_where_they_are_not_answered(self):
         server = live_server.LiveServer(options.quantd,
-                                        flags=["--scale-count", "100"])
+                                        flags=["--chunk-bytes", "1KiB"])
         self.addCleanup(server.stop)
         channel = grpc.insecure_channel(server.address)
         self.addCleanup(channel.close)
@@ -457,7 +457,7 @@ class ScaleChunksTest(unittest.TestCase):
         def quantize(**fields):
             return self.send(stub.Quantize, qs.QuantizeRequest,
                              qs.QuantizeHeader(tensor=tensor, **fields), reals,
-                             4096)
+                             1024)
 
         stored = quantize(spec=SPECS[0], scales_in_chunks=True, store=True)
         self.assertEqual(stored.error, "")
@@ -472,12 +472,12 @@ class ScaleChunksTest(unittest.TestCase):
             back = self.send(
                 stub.Dequantize, qs.DequantizeRequest,
                 qs.DequantizeHeader(tensor=tensor, reference=reference,
-                                    omit_encoding=omit), want.data, 4096)
+                                    omit_encoding=omit), want.data, 1024)
             self.assertEqual(back.error, "" if omit else "SCALE_COUNT_LIMIT")
         measured = self.send(
             stub.Evaluate, qs.EvaluateRequest,
             qs.EvaluateHeader(tensor=tensor, candidates=[
-                qs.EvaluateCandidate(reference=reference)]), reals, 4096)
+                qs.EvaluateCandidate(reference=reference)]), reals, 1024)
         self.assertEqual(measured.error, "")
 
 
