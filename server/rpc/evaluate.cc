@@ -364,9 +364,11 @@ class EvaluateJob final : public TensorJob {
   }
 
   absl::Status PushScales(absl::Span<const std::string> scales) override {
-    for (const std::string& serialized : scales) {
+    for (; pushed_scales_ < scales.size(); ++pushed_scales_) {
       v1::CandidateScales chunk;
-      if (!chunk.ParseFromString(serialized)) return HeaderBrokenError();
+      if (!chunk.ParseFromString(scales[pushed_scales_])) {
+        return HeaderBrokenError();
+      }
       if (chunk.candidate() >= candidates_.size() ||
           candidates_[chunk.candidate()].resolved.incoming == nullptr) {
         return core::WithField(
@@ -381,6 +383,7 @@ class EvaluateJob final : public TensorJob {
               chunk.scales());
       if (!status.ok()) return core::WithField(status, "scales");
     }
+    pushed_scales_ = 0;
     return absl::OkStatus();
   }
 
@@ -554,6 +557,8 @@ class EvaluateJob final : public TensorJob {
   const MemoryBudget::Lease lease_;
   // Only when a candidate is a spec.
   std::unique_ptr<TensorBuffer> buffer_;
+  // Of a message, while the others wait for memory.
+  size_t pushed_scales_ = 0;
   // To calibrate and evaluate what is held, or to write the answer, may take
   // more than kShortWork.
   bool finish_is_long_ = false;

@@ -75,17 +75,23 @@ absl::Status OpenTensor::Push(const RequestEnvelope& message) {
     for (const std::string& scales : message.scales) {
       bytes += static_cast<int64_t>(scales.size());
     }
-    absl::Status status =
-        bytes > env_.limits.chunk_bytes
-            ? core::ChunkTooLargeError(env_.limits.chunk_bytes, bytes)
-            : job_->PushScales(message.scales);
-    if (!status.ok()) return core::WithField(status, "scales");
+    if (bytes > env_.limits.chunk_bytes) {
+      return core::WithField(
+          core::ChunkTooLargeError(env_.limits.chunk_bytes, bytes), "scales");
+    }
+    scales_ = message.scales;
+    absl::Status status = PushScales().status();
+    if (!status.ok()) return status;
   }
   return reader_->Push(message);
 }
 
 absl::Status OpenTensor::Feed(const std::shared_ptr<const Region>& region,
                               bool over_share, ChunkWriter* out) {
+  if (!scales_.empty()) {
+    const absl::StatusOr<bool> pushed = PushScales();
+    if (!pushed.ok() || !*pushed) return pushed.status();
+  }
   const int64_t ready = ready_bytes();
   if (ready == 0) return absl::OkStatus();
   const int64_t bytes = std::min(ready, job_->frame().quantum_bytes);
@@ -169,6 +175,19 @@ absl::Duration OpenTensor::FinishTime(int64_t bytes) const {
 absl::StatusOr<bool> OpenTensor::Reserve(int64_t bytes, bool over_share) {
   absl::Status status = job_->Reserve(bytes);
   if (status.ok() && over_share) status = env_.budget->TransitError();
+  absl::StatusOr<bool> reserved = HasMemory(std::move(status));
+  if (!reserved.ok()) cut_off_ = over_share;
+  return reserved;
+}
+
+absl::StatusOr<bool> OpenTensor::PushScales() {
+  absl::StatusOr<bool> pushed = HasMemory(job_->PushScales(scales_));
+  if (!pushed.ok()) return core::WithField(pushed.status(), "scales");
+  if (*pushed) scales_ = {};
+  return pushed;
+}
+
+absl::StatusOr<bool> OpenTensor::HasMemory(absl::Status status) {
   if (!status.ok() && core::ErrorRetryAfter(status) > absl::ZeroDuration()) {
     const absl::Duration now = core::SteadyNow();
     if (!waits_for_memory()) memory_wait_start_ = now;
@@ -176,7 +195,6 @@ absl::StatusOr<bool> OpenTensor::Reserve(int64_t bytes, bool over_share) {
   }
   memory_wait_start_ = -absl::InfiniteDuration();
   if (status.ok()) return true;
-  cut_off_ = over_share;
   return status;
 }
 

@@ -12,6 +12,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "absl/types/optional.h"
+#include "absl/types/span.h"
 #include "server/rpc/caller.h"
 #include "server/rpc/rpc_environment.h"
 #include "server/rpc/steps.h"
@@ -49,13 +50,13 @@ class OpenTensor {
   // Finds what the header names, and takes the data that came beside it.
   // Errors: those of TensorJob::Resolve and Push, OVERLOADED.
   absl::Status Resolve(const RequestEnvelope& message, ChunkWriter* out);
-  // Takes a further message.
+  // Takes a further message, which stays until needs_message().
   // Errors: those of TensorJob::PushScales and ChunkReader::Push.
   absl::Status Push(const RequestEnvelope& message);
-  // Hands a quantum of what is ready to the job, if there is memory for it; if
-  // not, the tensor waits for some. `region`  that the data are in, if they are
-  // shared. `over_share`  the stream has more memory than it may have.
-  // Errors: those of the job, MEMORY_BUDGET.
+  // Hands scales that wait, and a quantum of what is ready, to the job, if
+  // there is memory for it; if not, the tensor waits for some. `region`  that
+  // the data are in, if they are shared. `over_share`  the stream has more
+  // memory than it may have. Errors: those of the job, MEMORY_BUDGET.
   absl::Status Feed(const std::shared_ptr<const Region>& region,
                     bool over_share, ChunkWriter* out);
   // The next part of its end, if there is memory for it; true after the last.
@@ -70,11 +71,17 @@ class OpenTensor {
   bool resolved() const { return reader_.has_value(); }
   // Bytes to feed. Requires: resolved().
   int64_t ready_bytes() const { return reader_->ready_bytes(); }
-  // Keeps what is left of the last message, which may go. Requires: resolved(),
-  // and nothing is ready.
+  // Nothing of the last message is left to be done.
+  bool needs_message() const {
+    return resolved() && ready_bytes() == 0 && scales_.empty();
+  }
+  // Keeps what is left of the last message, which may go. Requires:
+  // needs_message().
   void Retain() { reader_->Retain(); }
   // All bytes are fed, its answer is not complete.
-  bool finishing() const { return resolved() && reader_->complete(); }
+  bool finishing() const {
+    return resolved() && reader_->complete() && scales_.empty();
+  }
   // Errors: TENSOR_INCOMPLETE unless all bytes came. Requires: resolved().
   absl::Status CheckComplete() const { return reader_->CheckComplete(); }
   // It waits for memory; what waited is tried again.
@@ -103,9 +110,14 @@ class OpenTensor {
   }
   // How long for its end, if it has so many bytes.
   absl::Duration FinishTime(int64_t bytes) const;
-  // False when it has to wait for memory: for a while, without a thread.
+  // Both are false when it has to wait for memory: for a while, without a
+  // thread.
   // Errors: MEMORY_BUDGET.
   absl::StatusOr<bool> Reserve(int64_t bytes, bool over_share);
+  // Hands `scales_` to the job. Errors: those of TensorJob::PushScales.
+  absl::StatusOr<bool> PushScales();
+  // Whether what asked for memory, and was answered `status`, goes on.
+  absl::StatusOr<bool> HasMemory(absl::Status status);
 
   const RpcEnvironment& env_;
   TensorRpc* const rpc_;
@@ -114,6 +126,8 @@ class OpenTensor {
   const absl::Duration start_time_;
   std::unique_ptr<TensorJob> job_;
   absl::optional<ChunkReader> reader_;
+  // Of the last message, until the job has them.
+  absl::Span<const std::string> scales_;
   absl::Duration finish_time_;
   // Why it may only be served if it is light.
   absl::Status light_only_;

@@ -32,8 +32,7 @@ absl::Status TensorSequence::Step(StepKind kind, bool over_share) {
     if (absl::Status s = WorkOnTensor(kind, over_share); !s.ok()) FailTensor(s);
   }
   // The chunk is used up, dropped, or the tensor has all its bytes.
-  if (message_.has_value() &&
-      (!has_job() || (tensor_->resolved() && tensor_->ready_bytes() == 0))) {
+  if (message_.has_value() && (!has_job() || tensor_->needs_message())) {
     if (has_job()) tensor_->Retain();
     message_.reset();
   }

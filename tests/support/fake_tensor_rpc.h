@@ -46,6 +46,7 @@ struct FakeTensor {
   // What the calls answer; Check answers for the whole job.
   absl::Status check;
   absl::Status resolve;
+  absl::Status push_scales;
   absl::Status reserve;
   absl::Status feed;
   absl::Status finish;
@@ -90,6 +91,10 @@ class FakeTensorRpc final : public server::TensorRpc {
       if (!rpc_->tensor.resolve.ok()) return rpc_->tensor.resolve;
       out->SetHeader(v1::QuantizeResponseHeader());
       return absl::OkStatus();
+    }
+    absl::Status PushScales(absl::Span<const std::string> scales) override {
+      rpc_->calls.push_back(absl::StrCat("scales ", scales.size()));
+      return rpc_->tensor.push_scales;
     }
     absl::Status Reserve(int64_t bytes) override {
       return rpc_->tensor.reserve;

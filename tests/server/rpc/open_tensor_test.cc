@@ -212,6 +212,51 @@ TEST_F(OpenTensorTest, FailsWhenTheWaitForMemoryIsOver) {
   EXPECT_FALSE(tensor_->waits_for_memory());
 }
 
+TEST_F(OpenTensorTest, ScalesWaitForMemoryBeforeTheirData) {
+  fake_.env.limits.memory_wait = absl::InfiniteDuration();
+  // Of a tensor without data, too.
+  for (const uint64_t bytes : {8, 0}) {
+    rpc_.tensor.frame.end_bytes = static_cast<int64_t>(bytes);
+    rpc_.tensor.push_scales = fake_.budget.TransitError();
+    Open();
+    rpc_.calls.clear();
+    ASSERT_TRUE(tensor_->Admit(0, kSmallBytes).ok());
+    ASSERT_TRUE(CheckHeader().ok());
+    Message(0, bytes);
+    envelope_.scales = {"one", "two"};
+    ASSERT_TRUE(tensor_->Resolve(envelope_, &out_).ok());
+    EXPECT_TRUE(tensor_->waits_for_memory());
+    EXPECT_TRUE(Feed().ok());
+    EXPECT_TRUE(tensor_->waits_for_memory());
+    EXPECT_FALSE(tensor_->needs_message());
+    EXPECT_FALSE(tensor_->finishing());
+    rpc_.tensor.push_scales = absl::OkStatus();
+    EXPECT_TRUE(Feed().ok());
+    EXPECT_FALSE(tensor_->waits_for_memory());
+    EXPECT_TRUE(tensor_->needs_message());
+    EXPECT_TRUE(tensor_->finishing());
+    std::vector<std::string> calls = {"resolve", "scales 2", "scales 2",
+                                      "scales 2"};
+    if (bytes > 0) calls.push_back("quantum 0+8");
+    EXPECT_EQ(rpc_.calls, calls);
+    tensor_->Close(false);
+  }
+}
+
+TEST_F(OpenTensorTest, ScalesWaitForMemoryOnlyForAWhile) {
+  fake_.env.limits.memory_wait = absl::ZeroDuration();
+  rpc_.tensor.push_scales = fake_.budget.TransitError();
+  ASSERT_TRUE(tensor_->Admit(0, kSmallBytes).ok());
+  ASSERT_TRUE(CheckHeader().ok());
+  Message(0, 8);
+  envelope_.scales = {"one"};
+  const absl::Status status = tensor_->Resolve(envelope_, &out_);
+  EXPECT_EQ(core::ErrorReason(status), "MEMORY_BUDGET");
+  EXPECT_EQ(core::ErrorField(status), "scales");
+  EXPECT_FALSE(tensor_->waits_for_memory());
+  EXPECT_FALSE(tensor_->cut_off());
+}
+
 TEST_F(OpenTensorTest, DoesNotWaitForMemoryThatThereWillNeverBe) {
   fake_.env.limits.memory_wait = absl::InfiniteDuration();
   AdmitCheckAndResolve(8);
