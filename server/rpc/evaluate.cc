@@ -367,7 +367,8 @@ class EvaluateJob final : public TensorJob {
     for (; pushed_scales_ < scales.size(); ++pushed_scales_) {
       v1::CandidateScales chunk;
       if (!chunk.ParseFromString(scales[pushed_scales_])) {
-        return HeaderBrokenError();
+        return core::MessageMalformedError(
+            "scales are not protobuf, expected CandidateScales");
       }
       if (chunk.candidate() >= candidates_.size() ||
           candidates_[chunk.candidate()].resolved.incoming == nullptr) {

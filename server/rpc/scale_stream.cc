@@ -13,7 +13,6 @@
 #include "core/errors.h"
 #include "core/formats/scale_type.h"
 #include "server/rpc/encoding_source.h"
-#include "server/rpc/tensor_header.h"
 #include "server/wire/encoding_proto.h"
 
 namespace quantd::server {
@@ -49,7 +48,10 @@ absl::StatusOr<std::unique_ptr<IncomingScales>> IncomingScales::Create(
 absl::Status IncomingScales::Push(absl::Span<const std::string> parts) {
   v1::ScaleChunk chunk;
   for (const std::string& part : parts) {
-    if (!chunk.MergeFromString(part)) return HeaderBrokenError();
+    if (!chunk.MergeFromString(part)) {
+      return core::MessageMalformedError(
+          "scales are not protobuf, expected a ScaleChunk");
+    }
   }
   return Push(chunk);
 }

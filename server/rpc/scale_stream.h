@@ -43,8 +43,8 @@ class IncomingScales {
       int64_t end, bool keep_all);
 
   // Takes a ScaleChunk, also one in serialized parts that merge.
-  // Errors: those of core::ScaleWindow, HEADER_INVALID if a part is no message,
-  // MEMORY_BUDGET.
+  // Errors: those of core::ScaleWindow, MESSAGE_MALFORMED if a part is no
+  // message, MEMORY_BUDGET: nothing was taken.
   absl::Status Push(absl::Span<const std::string> parts);
   absl::Status Push(const v1::ScaleChunk& chunk);
   // Makes ready for elements [first, first + count): those before are done.
