@@ -298,6 +298,11 @@ class EvaluateJob final : public TensorJob {
     frame_.quantum_bytes = TensorBuffer::kBlockBytes;
     int64_t held_elements = 0;
     for (const Candidate& candidate : candidates_) {
+      if (candidate.local != nullptr) {
+        feed_search_time_ += core::SearchTime(
+            candidate.spec->spec, candidate.spec->layout->scale_count(),
+            task_.description.element_count, /*at_hand=*/true);
+      }
       if (candidate.local != nullptr &&
           core::NeedsHistograms(candidate.spec->spec)) {
         const int64_t leaves =

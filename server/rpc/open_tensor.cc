@@ -51,7 +51,12 @@ absl::Status OpenTensor::Check(const std::string& header, const Caller& caller,
   job_->StopWhen(stopped_);
   // Now it is known what was asked for. What takes long has to be told before
   // it begins: when it is known how long it took, it is too late.
-  if (light_only_.ok() && job_->search_time() > Admission::kUnknownWork) {
+  absl::Duration search_time = job_->search_time();
+  if (searches_as_fed()) {
+    account_->SearchedAsFed(size_bytes(), job_->feed_search_time());
+    search_time += account_->FeedTime(data_bytes);
+  }
+  if (light_only_.ok() && search_time > Admission::kUnknownWork) {
     light_only_ = account_->Admit(PendingWork(data_bytes));
   }
   return job_->light() ? absl::OkStatus() : light_only_;
@@ -113,7 +118,12 @@ absl::Status OpenTensor::Feed(const std::shared_ptr<const Region>& region,
     if (!status.ok()) return status;
   }
   job_->EndQuantum();
-  account_->Fed(bytes, core::SteadyNow() - start);
+  const absl::Duration time = core::SteadyNow() - start;
+  if (searches_as_fed()) {
+    feed_search_time_ += time;
+  } else {
+    account_->Fed(bytes, time);
+  }
   return absl::OkStatus();
 }
 
@@ -134,6 +144,9 @@ void OpenTensor::Close(bool ok) {
   if (ok) {
     account_->Finished(size_bytes(), finish_time_);
     account_->Searched(job_->search_time(), finish_time_);
+    if (searches_as_fed()) {
+      account_->Searched(job_->feed_search_time(), feed_search_time_);
+    }
   }
   account_->TensorClosed();
   env_.metrics->TensorClosed();

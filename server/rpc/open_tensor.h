@@ -104,9 +104,13 @@ class OpenTensor {
     return checked() && (resolved() ? finishing() && job_->FinishWaits()
                                     : job_->ResolveWaits());
   }
-  // Bytes that come of it. Requires: resolved().
+  // Bytes that come of it, as far as is known. Requires: checked().
   int64_t size_bytes() const {
     return job_->frame().end_bytes - job_->frame().begin_bytes;
+  }
+  // Requires: checked().
+  bool searches_as_fed() const {
+    return job_->feed_search_time() > absl::ZeroDuration() && size_bytes() > 0;
   }
   // How long for its end, if it has so many bytes.
   absl::Duration FinishTime(int64_t bytes) const;
@@ -128,6 +132,8 @@ class OpenTensor {
   absl::optional<ChunkReader> reader_;
   // Of the last message, until the job has them.
   absl::Span<const std::string> scales_;
+  // What feeding it took, where it is searched meanwhile.
+  absl::Duration feed_search_time_;
   absl::Duration finish_time_;
   // Why it may only be served if it is light.
   absl::Status light_only_;

@@ -650,6 +650,17 @@ int64_t LocalQuantumBytes(const ResolvedSpec& spec, int64_t granule_bytes,
   return std::max<int64_t>(1, bytes / granule_bytes) * granule_bytes;
 }
 
+// About how long one worker searches while `bytes` of reals come.
+absl::Duration LocalSearchTime(const ResolvedSpec& spec, int64_t real_bytes,
+                               int64_t bytes) {
+  const int64_t elements = spec.layout->element_count();
+  if (elements == 0) return absl::ZeroDuration();
+  return core::SearchTime(spec.spec, spec.layout->scale_count(), elements,
+                          /*at_hand=*/true) *
+         (static_cast<double>(bytes / real_bytes) /
+          static_cast<double>(elements));
+}
+
 // With a spec whose scales follow from their own blocks: reals become codes as
 // they come, and those are held, because the scales go before them.
 class BlockQuantizeJob final : public BufferedQuantizeJob {
@@ -671,6 +682,8 @@ class BlockQuantizeJob final : public BufferedQuantizeJob {
     frame_.quantum_bytes =
         LocalQuantumBytes(*spec_, frame_.granule_bytes, geometry_.real_bytes,
                           env.limits.chunk_bytes);
+    feed_search_time_ = LocalSearchTime(*spec_, geometry_.real_bytes,
+                                        geometry_.reals_size_bytes());
   }
 
   absl::Status Reserve(int64_t bytes) override {
@@ -750,6 +763,8 @@ class LocalQuantizeJob final : public TensorJob {
     frame_.quantum_bytes =
         LocalQuantumBytes(*spec_, frame_.granule_bytes, geometry_.real_bytes,
                           QuantumRealBytes(env_, task_, geometry_));
+    feed_search_time_ = LocalSearchTime(
+        *spec_, geometry_.real_bytes, range.end_bytes() - range.begin_bytes());
   }
 
   absl::Status Resolve(ChunkWriter* out) override {

@@ -47,7 +47,29 @@ absl::Status StreamAccount::Admit(absl::Duration work) {
 
 void StreamAccount::Arrived(int64_t bytes) {
   absl::MutexLock lock(&mutex_);
-  work_ += FeedTime(bytes);
+  work_ += FeedTimeLocked(bytes);
+}
+
+void StreamAccount::TensorClosed() {
+  SearchedAsFed(0, absl::ZeroDuration());
+  share_->admission.TensorClosed();
+}
+
+void StreamAccount::SearchedAsFed(int64_t bytes, absl::Duration estimate) {
+  absl::MutexLock lock(&mutex_);
+  search_bytes_ = bytes;
+  search_estimate_ = estimate;
+}
+
+absl::Duration StreamAccount::FeedTime(int64_t bytes) const {
+  absl::MutexLock lock(&mutex_);
+  return FeedTimeLocked(bytes);
+}
+
+absl::Duration StreamAccount::FeedTimeLocked(int64_t bytes) const {
+  if (search_bytes_ == 0) return share_->admission.FeedTime(rpc_, bytes);
+  return SearchTime(search_estimate_) *
+         (static_cast<double>(bytes) / static_cast<double>(search_bytes_));
 }
 
 void StreamAccount::BeginLong() {

@@ -54,11 +54,13 @@ class StreamAccount {
 
   // A tensor begins, and ends.
   void TensorOpened() { share_->admission.TensorOpened(); }
-  void TensorClosed() { share_->admission.TensorClosed(); }
+  void TensorClosed() ABSL_LOCKS_EXCLUDED(mutex_);
+  // The open tensor is searched as its `bytes` are fed, which should take
+  // `estimate`.
+  void SearchedAsFed(int64_t bytes, absl::Duration estimate)
+      ABSL_LOCKS_EXCLUDED(mutex_);
   // About how long one worker takes; see Admission.
-  absl::Duration FeedTime(int64_t bytes) const {
-    return share_->admission.FeedTime(rpc_, bytes);
-  }
+  absl::Duration FeedTime(int64_t bytes) const ABSL_LOCKS_EXCLUDED(mutex_);
   absl::Duration FinishTime(int64_t tensor_bytes) const {
     return share_->admission.FinishTime(rpc_, tensor_bytes);
   }
@@ -77,6 +79,8 @@ class StreamAccount {
   }
 
  private:
+  absl::Duration FeedTimeLocked(int64_t bytes) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void CountLoad() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // What the long computation has had of the processors, if there is one.
   absl::Duration LongTime() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -89,6 +93,9 @@ class StreamAccount {
   MemoryBudget::Transit transit_ ABSL_GUARDED_BY(mutex_);
   Admission::Load load_ ABSL_GUARDED_BY(mutex_);
   bool rests_ ABSL_GUARDED_BY(mutex_) = false;
+  // Of the open tensor, if it is searched as it is fed.
+  int64_t search_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
+  absl::Duration search_estimate_ ABSL_GUARDED_BY(mutex_);
   // What the workers have to do for the open tensor.
   absl::Duration work_ ABSL_GUARDED_BY(mutex_);
   // What they have done for its end.

@@ -84,6 +84,8 @@ class TensorJob {
 
   // About how long one worker searches for ranges when all bytes are there.
   absl::Duration search_time() const { return search_time_; }
+  // The same of searches that go on while all bytes of the frame are fed.
+  absl::Duration feed_search_time() const { return feed_search_time_; }
 
   // Valid after Resolve.
   const TensorFrame& frame() const { return frame_; }
@@ -116,6 +118,7 @@ class TensorJob {
 
   TensorFrame frame_;
   absl::Duration search_time_;
+  absl::Duration feed_search_time_;
 
  private:
   const std::atomic<bool>* stopped_ = nullptr;

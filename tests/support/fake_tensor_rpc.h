@@ -43,6 +43,7 @@ struct FakeTensor {
   std::vector<bool> finish_waits = {false};
   bool finish_is_long = false;
   absl::Duration search_time;
+  absl::Duration feed_search_time;
   // What the calls answer; Check answers for the whole job.
   absl::Status check;
   absl::Status resolve;
@@ -75,6 +76,7 @@ class FakeTensorRpc final : public server::TensorRpc {
     Job(FakeTensorRpc* rpc, const FakeTensor& tensor) : rpc_(rpc) {
       frame_ = tensor.frame;
       search_time_ = tensor.search_time;
+      feed_search_time_ = tensor.feed_search_time;
     }
     ~Job() override { rpc_->calls.push_back("gone"); }
 

@@ -170,6 +170,58 @@ TEST_F(OpenTensorTest, WhatASearchTookCorrectsTheNextEstimate) {
   EXPECT_LT(tensor_->PendingWork(0), kMinute / 10);
 }
 
+TEST_F(OpenTensorTest, ASearchWhileBytesComeIsAdmittedByThoseThatCame) {
+  rpc_.tensor.frame.end_bytes = 4096;
+  rpc_.tensor.frame.quantum_bytes = 1024;
+  rpc_.tensor.feed_search_time = 4 * kMinute;
+  // A quarter of the work has come with each header: the worker has enough of
+  // it, and shorter tensors pass.
+  std::vector<std::unique_ptr<StreamAccount>> accounts;
+  std::vector<std::unique_ptr<OpenTensor>> tensors;
+  std::string refused;
+  while (refused.empty() && tensors.size() < 10) {
+    accounts.push_back(std::make_unique<StreamAccount>(
+        fake_.env, Rpc::kQuantize, fake_.share));
+    tensors.push_back(std::make_unique<OpenTensor>(
+        fake_.env, &rpc_, accounts.back().get(), &stopped_));
+    ASSERT_TRUE(tensors.back()->Admit(1024, kSmallBytes).ok());
+    refused = std::string(
+        core::ErrorReason(tensors.back()->Check("header", Caller(), 1024)));
+    if (!refused.empty()) break;
+    ASSERT_TRUE(tensors.back()->Resolve(Message(0, 1024), &out_).ok());
+    EXPECT_EQ(tensors.back()->PendingWork(0), kMinute);
+    accounts.back()->WorkLeft(tensors.back()->PendingWork(0),
+                              absl::ZeroDuration());
+    accounts.back()->Hold(0, /*rests=*/false);
+  }
+  EXPECT_EQ(refused, "OVERLOADED");
+  // As many as take the worker's time for one.
+  EXPECT_EQ(tensors.size(), 2u);
+  rpc_.tensor.feed_search_time = absl::ZeroDuration();
+  EXPECT_TRUE(fake_.share->admission.Admit(false, absl::Milliseconds(1)).ok());
+  for (const std::unique_ptr<OpenTensor>& tensor : tensors) {
+    tensor->Close(false);
+  }
+}
+
+TEST_F(OpenTensorTest, WhatASearchTookWhileBytesCameIsNoRateOfOthers) {
+  rpc_.tensor.frame = {0, 1 << 20, 4, 4, 1 << 20};
+  rpc_.tensor.feed_search_time = kMinute;
+  for (int i = 0; i < 2; ++i) {
+    Open();
+    AdmitCheckAndResolve(1 << 19);
+    // As it was estimated, then as it was learned.
+    EXPECT_EQ(tensor_->PendingWork(0) > kMinute / 4, i == 0);
+    ASSERT_TRUE(Feed().ok());
+    EXPECT_EQ(tensor_->PendingWork(0), absl::ZeroDuration());
+    tensor_->Retain();
+    ASSERT_TRUE(tensor_->Push(Message(1 << 19, 1 << 19)).ok());
+    ASSERT_TRUE(Feed().ok());
+    tensor_->Close(/*ok=*/true);
+    EXPECT_EQ(account_.FeedTime(1 << 20), absl::ZeroDuration());
+  }
+}
+
 TEST_F(OpenTensorTest, SaysWhatItsNextStepIsLike) {
   rpc_.tensor.resolve_waits = true;
   rpc_.tensor.finish_waits = {false, true};
