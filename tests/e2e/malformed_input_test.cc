@@ -186,6 +186,29 @@ std::string Evaluate(const std::function<void(v1::EvaluateHeader&)>& change) {
   return Message(header, Floats(4));
 }
 
+// Eight elements under four scales that come in chunks.
+v1::QuantizeHeader ScaleHeader(bool has_zero_points = false) {
+  v1::QuantizeHeader header = QuantizeHeader(8);
+  v1::Encoding& encoding = *header.mutable_encoding();
+  encoding.clear_scale();
+  encoding.add_block_size(2);
+  encoding.set_scales_in_chunks(true);
+  encoding.set_chunks_have_zero_points(has_zero_points);
+  return header;
+}
+// A message with scales beside `count` elements.
+std::string WithScales(uint64_t first, const std::string& scale,
+                       uint64_t offset = 0, int64_t count = 0,
+                       const std::string& zero_point = "") {
+  v1::QuantizeRequest request;
+  request.set_offset(offset);
+  request.set_data(Floats(count));
+  request.mutable_scales()->set_first(first);
+  request.mutable_scales()->set_scale(scale);
+  request.mutable_scales()->set_zero_point(zero_point);
+  return request.SerializeAsString();
+}
+
 // A tensor that every server has to be able to serve.
 std::string Good(const std::string& method) {
   if (method == kCalibrate) return Calibrate([](v1::CalibrateHeader&) {});
@@ -257,6 +280,73 @@ StreamCase EndsStream(const std::string& name,
 
 std::string Invalid(const std::string& reason) {
   return "INVALID_ARGUMENT/" + reason;
+}
+
+std::vector<StreamCase> ScaleCases() {
+  const std::string open = Message(ScaleHeader());
+  const std::string zero_points = Message(ScaleHeader(true));
+  const auto fails = [](const std::string& name,
+                        const std::vector<std::string>& messages,
+                        const std::string& answer, const std::string& field) {
+    return StreamCase{name, kQuantize, messages, {answer}, field};
+  };
+  const std::string count = Invalid("SCALE_COUNT");
+  return {
+      StreamCase{"scales beside their elements",
+                 kQuantize,
+                 {open, WithScales(0, Floats(2), 0, 4),
+                  WithScales(2, Floats(2), 16, 4)},
+                 {kServed}},
+      fails("the first scale is not the first",
+            {open, WithScales(1, Floats(3), 0, 8)}, count, "scales.first"),
+      fails("scales with a gap",
+            {open, WithScales(0, Floats(1)), WithScales(2, Floats(2), 0, 8)},
+            count, "scales.first"),
+      fails("scales that came before",
+            {open, WithScales(0, Floats(2)), WithScales(1, Floats(3), 0, 8)},
+            count, "scales.first"),
+      fails("largest index of a scale",
+            {open, WithScales(~uint64_t{0}, Floats(4), 0, 8)}, count,
+            "scales.first"),
+      fails("half a scale", {open, WithScales(0, "abcdef", 0, 8)}, count,
+            "scales.scale"),
+      fails("more scales than the encoding has",
+            {open, WithScales(0, Floats(5), 0, 8)}, count, "scales.scale"),
+      fails("scales after the last",
+            {open, WithScales(0, Floats(4), 0, 4),
+             WithScales(4, Floats(1), 16, 4)},
+            count, "scales.scale"),
+      fails("fewer scales than the elements use",
+            {open, WithScales(0, Floats(3), 0, 8)}, count, "scales.scale"),
+      fails("elements before their scales", {open, Chunk(0, Floats(8))}, count,
+            "scales.scale"),
+      fails("a scale that is none",
+            {open, WithScales(0, Elements<float>({1, 1, kNan, 1}), 0, 8)},
+            Invalid("SCALE_INVALID"), "scales.scale"),
+      fails("zero points that are missing",
+            {zero_points, WithScales(0, Floats(4), 0, 8)}, count,
+            "scales.zero_point"),
+      fails("zero points for some of the scales",
+            {zero_points, WithScales(0, Floats(4), 0, 8, "\x01\x02")}, count,
+            "scales.zero_point"),
+      fails("zero points that nobody expects",
+            {open, WithScales(0, Floats(4), 0, 8, "\x01\x02\x03\x04")}, count,
+            "scales.zero_point"),
+      fails("scales that are no message",
+            {open, std::string("\x2a\x03\x12\x7fx", 5)},
+            Invalid("MESSAGE_MALFORMED"), "scales"),
+      fails("scales beside an encoding that has its own",
+            {Message(QuantizeHeader(8)), WithScales(0, Floats(1), 0, 8)}, count,
+            "scales"),
+      fails("more scales in a message than a chunk",
+            {open, WithScales(0, Floats(kChunkBytes / 4 + 1))},
+            Invalid("CHUNK_TOO_LARGE"), "scales"),
+      // The tensor is over, and scales open none.
+      EndsStream(
+          "scales after the end",
+          {open, WithScales(0, Floats(4), 0, 8), WithScales(4, Floats(1))},
+          Invalid("HEADER_MISSING"), {kServed}),
+  };
 }
 
 std::vector<StreamCase> FramingCases() {
@@ -1705,6 +1795,8 @@ TEST_P(MalformedStreamTest, GetsItsErrorAndHarmsNobodyElse) {
 
 INSTANTIATE_TEST_SUITE_P(Framing, MalformedStreamTest,
                          ::testing::ValuesIn(FramingCases()), NameOfCase());
+INSTANTIATE_TEST_SUITE_P(Scales, MalformedStreamTest,
+                         ::testing::ValuesIn(ScaleCases()), NameOfCase());
 INSTANTIATE_TEST_SUITE_P(Protobuf, MalformedStreamTest,
                          ::testing::ValuesIn(ProtobufCases()), NameOfCase());
 INSTANTIATE_TEST_SUITE_P(Description, MalformedStreamTest,

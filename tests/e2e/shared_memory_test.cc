@@ -268,6 +268,54 @@ std::vector<Request> Requests(const Header& header, const SharedRegion& region,
   return requests;
 }
 
+// Scales come in the message, whatever carries the elements.
+TEST_F(SharedMemoryTest, BadScalesFailTheTensor) {
+  constexpr int64_t kCount = 8;
+  ControlConnection control(address());
+  const auto region = control.Allocate(4 * kCount);
+  ASSERT_NE(region, nullptr);
+  v1::QuantizeRequest good;
+  *good.mutable_header() = Int8Header(kCount);
+  v1::Encoding& encoding = *good.mutable_header()->mutable_encoding();
+  encoding.clear_scale();
+  encoding.clear_zero_point();
+  encoding.add_block_size(2);
+  encoding.set_scales_in_chunks(true);
+  encoding.set_chunks_have_zero_points(true);
+  *good.mutable_shared() = region->Span(0, 4 * kCount);
+  good.mutable_scales()->set_scale(ToBytes(std::vector<float>(4, 0.5f)));
+  good.mutable_scales()->set_zero_point(std::string(4, '\0'));
+  EXPECT_EQ(FailureOf(stub(), good), "");
+
+  const struct {
+    std::function<void(v1::ScaleChunk& chunk)> change;
+    std::string failure;
+  } cases[] = {
+      {[](auto& chunk) { chunk.set_first(1); }, "SCALE_COUNT at scales.first"},
+      {[](auto& chunk) { chunk.mutable_scale()->push_back('x'); },
+       "SCALE_COUNT at scales.scale"},
+      {[](auto& chunk) {
+         chunk.set_scale(ToBytes(std::vector<float>(5, 0.5f)));
+         chunk.set_zero_point(std::string(5, '\0'));
+       },
+       "SCALE_COUNT at scales.scale"},
+      {[](auto& chunk) {
+         chunk.set_scale(ToBytes(std::vector<float>(3, 0.5f)));
+         chunk.set_zero_point(std::string(3, '\0'));
+       },
+       "SCALE_COUNT at scales.scale"},
+      {[](auto& chunk) { chunk.clear_zero_point(); },
+       "SCALE_COUNT at scales.zero_point"},
+      {[](auto& chunk) { chunk.Clear(); }, "SCALE_COUNT at scales.scale"},
+  };
+  for (const auto& one : cases) {
+    v1::QuantizeRequest request = good;
+    one.change(*request.mutable_scales());
+    EXPECT_EQ(FailureOf(stub(), request), one.failure);
+  }
+  ExpectServing();
+}
+
 TEST_F(SharedMemoryTest, QuantizesAsOverTheStream) {
   const std::vector<float> reals = Reals(kElements);
   const std::string data = ToBytes(reals);

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <random>
 #include <string>
@@ -429,6 +430,52 @@ TEST(BlockSearchTest, LosesNothingBesideAThousandRanges) {
         want += least;
       }
       EXPECT_LE(got, 1.0005 * want);
+    }
+  }
+}
+
+// Blocks of one magnitude, so that none decides alone.
+TEST(BlockSearchTest, LosesNothingOnDataThatWeightsHave) {
+  std::mt19937 random(17);
+  std::normal_distribution<double> normal(0, 1);
+  std::uniform_real_distribution<double> uniform(-1, 1);
+  struct Data {
+    const char* name;
+    std::function<double(int64_t i)> draw;
+  };
+  const Data kinds[] = {
+      {"uniform", [&](int64_t) { return uniform(random); }},
+      {"nine of ten are zero",
+       [&](int64_t) { return random() % 10 == 0 ? normal(random) : 0; }},
+      {"a channel of outliers",
+       [&](int64_t i) { return normal(random) * (i % 64 == 5 ? 30 : 1); }},
+  };
+  for (const char* format : {"int2", "int3", "int4", "nf4"}) {
+    const Search search(Spec(format), 128);
+    const CodeNumbers numbers(search.encoding);
+    for (const Data& data : kinds) {
+      double got = 0, want = 0;
+      for (int block = 0; block < 50; ++block) {
+        std::vector<double> values;
+        for (int64_t i = 0; i < 128; ++i) values.push_back(data.draw(i));
+        BlockElements elements = ElementsOf(values);
+        if (elements.abs_max() == 0) continue;
+        const Range whole = {-elements.abs_max(), elements.abs_max()};
+        const auto range =
+            search.search.Search(0, 0, whole, 1, 0, &elements, StopToken());
+        ASSERT_TRUE(range.ok()) << range.status();
+        got += NaiveError(numbers, *search.scaler.Scale(0, *range, 0), elements,
+                          1);
+        double least = kInfinity;
+        for (const Range& other : GridOf(search, whole, 1000)) {
+          least = std::min(
+              least, NaiveError(numbers, *search.scaler.Scale(0, other, 0),
+                                elements, 1));
+        }
+        want += least;
+      }
+      EXPECT_LE(got, 1.0005 * want)
+          << format << ", " << data.name << ": " << got / want;
     }
   }
 }
