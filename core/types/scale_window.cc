@@ -3,72 +3,19 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <string>
-#include <type_traits>
 #include <utility>
-#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "core/errors.h"
-#include "core/formats/number_format.h"
 #include "core/formats/scale_type.h"
 #include "core/types/encoding_memory.h"
-#include "core/types/float_convert.h"
+#include "core/types/scale_bytes.h"
 
 namespace quantd::core {
 namespace {
-
-// Appends `to_value(values[begin..end))`, of the type that it has.
-template <typename Value, typename ToValue>
-void AppendValues(const std::vector<Value>& values, int64_t begin, int64_t end,
-                  const ToValue& to_value, std::string* bytes) {
-  using Stored = std::decay_t<decltype(to_value(values[0]))>;
-  const size_t size = bytes->size();
-  bytes->resize(size + static_cast<size_t>(end - begin) * sizeof(Stored));
-  auto* out = reinterpret_cast<uint8_t*>(bytes->data()) + size;
-  for (int64_t i = begin; i < end; ++i, out += sizeof(Stored)) {
-    StoreUnaligned(to_value(values[i]), out);
-  }
-}
-
-template <typename Stored, typename FromStored>
-void ReadValues(
-    absl::Span<const uint8_t> bytes, const FromStored& from_stored,
-    std::vector<std::decay_t<decltype(from_stored(Stored{}))>>* values) {
-  const size_t count = bytes.size() / sizeof(Stored);
-  values->reserve(values->size() + count);
-  for (size_t i = 0; i < count; ++i) {
-    values->push_back(
-        from_stored(LoadUnaligned<Stored>(bytes.data() + i * sizeof(Stored))));
-  }
-}
-
-template <typename Stored>
-void ReadZeroPoints(absl::Span<const uint8_t> bytes,
-                    std::vector<int32_t>* zero_points) {
-  ReadValues<Stored>(
-      bytes, [](Stored value) { return static_cast<int32_t>(value); },
-      zero_points);
-}
-
-// All bytes, in the type of a zero point.
-void AppendZeroPoints(const Encoding& encoding, absl::Span<const uint8_t> bytes,
-                      std::vector<int32_t>* zero_points) {
-  const bool is_signed = FindFormat(encoding.format)->is_signed;
-  switch (ZeroPointSizeBytes(encoding)) {
-    case 1:
-      return is_signed ? ReadZeroPoints<int8_t>(bytes, zero_points)
-                       : ReadZeroPoints<uint8_t>(bytes, zero_points);
-    case 2:
-      return is_signed ? ReadZeroPoints<int16_t>(bytes, zero_points)
-                       : ReadZeroPoints<uint16_t>(bytes, zero_points);
-    default:
-      return ReadZeroPoints<int32_t>(bytes, zero_points);
-  }
-}
 
 absl::Status CountError(absl::string_view field, absl::string_view what) {
   return WithField(ScaleShapeError(what), field);
@@ -81,55 +28,6 @@ bool NeedsAll(const BlockLayout& layout) {
 }
 
 }  // namespace
-
-int64_t ZeroPointSizeBytes(const Encoding& encoding) {
-  if (encoding.exclude_zero) return sizeof(int32_t);
-  return FindFormat(encoding.format)->storage_bits == 16 ? 2 : 1;
-}
-
-void AppendScaleBytes(const Encoding& encoding, int64_t begin, int64_t end,
-                      std::string* scale, std::string* zero_point) {
-  switch (encoding.scale_type) {
-    case ScaleType::kDefault:
-    case ScaleType::kFloat32:
-      AppendValues(
-          encoding.scale, begin, end, [](float value) { return value; }, scale);
-      break;
-    case ScaleType::kFloat16:
-      AppendValues(encoding.scale, begin, end, FloatToHalf, scale);
-      break;
-    case ScaleType::kBfloat16:
-      AppendValues(encoding.scale, begin, end, FloatToBfloat, scale);
-      break;
-    case ScaleType::kE8m0:
-    case ScaleType::kE4m3:
-    case ScaleType::kInteger:
-      scale->append(
-          reinterpret_cast<const char*>(encoding.scale_code.data()) + begin,
-          static_cast<size_t>(end - begin));
-      break;
-  }
-  if (encoding.zero_point.empty()) return;
-  const std::vector<int32_t>& values = encoding.zero_point;
-  switch (ZeroPointSizeBytes(encoding)) {
-    case 1:
-      AppendValues(
-          values, begin, end,
-          [](int32_t value) { return static_cast<uint8_t>(value); },
-          zero_point);
-      break;
-    case 2:
-      AppendValues(
-          values, begin, end,
-          [](int32_t value) { return static_cast<uint16_t>(value); },
-          zero_point);
-      break;
-    default:
-      AppendValues(
-          values, begin, end, [](int32_t value) { return value; }, zero_point);
-      break;
-  }
-}
 
 ScaleWindow::ScaleWindow(Encoding encoding, BlockLayout layout,
                          BlockLayout outer_layout, bool has_zero_points,
@@ -200,9 +98,7 @@ absl::Status ScaleWindow::AppendOuter(const Bytes& bytes) {
     return WithField(OuterScaleCountError(outer_layout_.scale_count(), end),
                      kField);
   }
-  ReadValues<float>(
-      bytes.outer_scale, [](float value) { return value; },
-      &encoding_.outer_scale);
+  AppendOuterScales(bytes.outer_scale, &encoding_);
   for (auto i = static_cast<size_t>(count); i < encoding_.outer_scale.size();
        ++i) {
     absl::Status status = CheckOuterScale(
@@ -250,51 +146,29 @@ absl::Status ScaleWindow::Append(const Bytes& bytes) {
   if (!has_begun_) Begin(first);
 
   const size_t held = encoding_.scale.size();
-  switch (encoding_.scale_type) {
-    case ScaleType::kDefault:
-    case ScaleType::kFloat32:
-      ReadValues<float>(
-          bytes.scale, [](float value) { return value; }, &encoding_.scale);
-      break;
-    case ScaleType::kFloat16:
-      ReadValues<uint16_t>(bytes.scale, HalfToFloat, &encoding_.scale);
-      break;
-    case ScaleType::kBfloat16:
-      ReadValues<uint16_t>(bytes.scale, BfloatToFloat, &encoding_.scale);
-      break;
-    case ScaleType::kE8m0:
-      encoding_.scale_code.insert(encoding_.scale_code.end(),
-                                  bytes.scale.begin(), bytes.scale.end());
-      for (const uint8_t code : bytes.scale) {
-        encoding_.scale.push_back(ScaleOfCode(encoding_, code, 0));
-      }
-      break;
-    case ScaleType::kE4m3:
-    case ScaleType::kInteger: {
-      encoding_.scale_code.insert(encoding_.scale_code.end(),
-                                  bytes.scale.begin(), bytes.scale.end());
-      const auto outer_count =
-          static_cast<int64_t>(encoding_.outer_scale.size());
-      BlockLayout::RunCursor cursor(outer_layout_, first, count);
-      BlockLayout::Run run;
-      while (cursor.Next(&run)) {
-        for (int64_t k = 0; k < run.count; ++k) {
-          const int64_t outer =
-              run.scale_index + k * run.scale_step - first_outer_;
-          if (outer < 0 || outer >= outer_count) {
-            return CountError(
-                "outer_scale",
-                absl::StrCat("scale ", run.begin + k,
-                             " came before outer "
-                             "scale ",
-                             outer + first_outer_, ", expected it after that"));
-          }
-          encoding_.scale.push_back(
-              ScaleOfCode(encoding_, bytes.scale[run.begin + k - first],
-                          encoding_.outer_scale[outer]));
+  AppendScales(bytes.scale, &encoding_);
+  if (encoding_.scale_type == ScaleType::kE8m0) {
+    for (const uint8_t code : bytes.scale) {
+      encoding_.scale.push_back(ScaleOfCode(encoding_, code, 0));
+    }
+  } else if (has_outer_scales()) {
+    const auto outer_count = static_cast<int64_t>(encoding_.outer_scale.size());
+    BlockLayout::RunCursor cursor(outer_layout_, first, count);
+    BlockLayout::Run run;
+    while (cursor.Next(&run)) {
+      for (int64_t k = 0; k < run.count; ++k) {
+        const int64_t outer =
+            run.scale_index + k * run.scale_step - first_outer_;
+        if (outer < 0 || outer >= outer_count) {
+          return CountError(
+              "outer_scale",
+              absl::StrCat("scale ", run.begin + k, " came before outer scale ",
+                           outer + first_outer_, ", expected it after that"));
         }
+        encoding_.scale.push_back(
+            ScaleOfCode(encoding_, bytes.scale[run.begin + k - first],
+                        encoding_.outer_scale[outer]));
       }
-      break;
     }
   }
   const bool has_codes = HasScaleCodes(encoding_.scale_type);
@@ -305,7 +179,7 @@ absl::Status ScaleWindow::Append(const Bytes& bytes) {
     if (!status.ok()) return status;
   }
   if (!has_zero_points_) return absl::OkStatus();
-  AppendZeroPoints(encoding_, bytes.zero_point, &encoding_.zero_point);
+  AppendZeroPoints(bytes.zero_point, &encoding_);
   for (int64_t i = 0; i < count; ++i) {
     absl::Status status =
         CheckZeroPoint(encoding_, first + i, encoding_.zero_point[held + i]);
@@ -316,12 +190,7 @@ absl::Status ScaleWindow::Append(const Bytes& bytes) {
 
 void ScaleWindow::Append(const Encoding& scales) {
   if (!has_begun_) Begin(needed_.first);
-  const auto append = [](const auto& from, auto* to) {
-    to->insert(to->end(), from.begin(), from.end());
-  };
-  append(scales.scale, &encoding_.scale);
-  append(scales.zero_point, &encoding_.zero_point);
-  append(scales.scale_code, &encoding_.scale_code);
+  AppendScales(scales, &encoding_);
 }
 
 absl::Status ScaleWindow::CheckCovers(int64_t first, int64_t count) const {

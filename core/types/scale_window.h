@@ -4,7 +4,6 @@
 #define QUANTD_CORE_TYPES_SCALE_WINDOW_H_
 
 #include <cstdint>
-#include <string>
 #include <utility>
 
 #include "absl/status/status.h"
@@ -14,22 +13,12 @@
 
 namespace quantd::core {
 
-// Size in bytes of a stored zero point: that of an unpacked code, with
-// exclude_zero that of an int32.
-int64_t ZeroPointSizeBytes(const Encoding& encoding);
-
-// Appends scales [begin, end) of `encoding` as bytes in the type that they are
-// stored in, little-endian, and their zero points if it has some.
-// Requires: a valid encoding, or one of a ScaleWindow.
-void AppendScaleBytes(const Encoding& encoding, int64_t begin, int64_t end,
-                      std::string* scale, std::string* zero_point);
-
 // Consecutive scales of an encoding, of which the first ones go as others come.
 // encoding() has no others, and layout() counts from the first of them, so that
 // kernels work with both as with those of a whole tensor. Not thread-safe.
 class ScaleWindow {
  public:
-  // Consecutive scales as they are stored; see AppendScaleBytes.
+  // Consecutive scales as they are stored; see core/types/scale_bytes.h.
   struct Bytes {
     uint64_t first = 0;
     absl::Span<const uint8_t> scale;

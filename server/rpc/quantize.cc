@@ -26,6 +26,7 @@
 #include "core/quantize/quantize.h"
 #include "core/statistics/tensor_statistics.h"
 #include "core/types/block_layout.h"
+#include "core/types/scale_bytes.h"
 #include "core/types/scale_window.h"
 #include "quantd/v1/quantization_service.pb.h"
 #include "server/guard/memory_budget.h"
@@ -621,16 +622,6 @@ class CalibratingQuantizeJob final : public BufferedQuantizeJob {
   const bool takes_long_;
 };
 
-// Scales of a quantizer's ranges, one after the other.
-void AppendScales(const core::Encoding& from, core::Encoding* to) {
-  const auto append = [](const auto& values, auto* all) {
-    all->insert(all->end(), values.begin(), values.end());
-  };
-  append(from.scale, &to->scale);
-  append(from.zero_point, &to->zero_point);
-  append(from.scale_code, &to->scale_code);
-}
-
 // What a scale takes in core::Encoding.
 constexpr int64_t kBytesPerScale =
     sizeof(float) + sizeof(int32_t) + sizeof(uint8_t);
@@ -700,7 +691,7 @@ class BlockQuantizeJob final : public BufferedQuantizeJob {
         offset_bytes / geometry_.real_bytes, bytes / geometry_.real_bytes,
         data.data(), made_.data(), env().pool);
     if (!status.ok()) return status;
-    AppendScales(quantizer_->encoding(), &encoding_);
+    core::AppendScales(quantizer_->encoding(), &encoding_);
     buffer().Append(made_);
     return absl::OkStatus();
   }
@@ -800,7 +791,7 @@ class LocalQuantizeJob final : public TensorJob {
         made_.data() + codes_begin, env_.pool);
     if (!status.ok()) return status;
     if (first_scale_ < 0) first_scale_ = quantizer_->first_scale();
-    AppendScales(quantizer_->encoding(), &scales_);
+    core::AppendScales(quantizer_->encoding(), &scales_);
     return absl::OkStatus();
   }
 
@@ -819,7 +810,7 @@ class LocalQuantizeJob final : public TensorJob {
     producer_->SendScales(
         first_scale_ + static_cast<int64_t>(scales_.scale.size()), scales_,
         first_scale_, out_);
-    if (task_.store_key.has_value()) AppendScales(scales_, &whole_);
+    if (task_.store_key.has_value()) core::AppendScales(scales_, &whole_);
     // A band may have more codes than a message.
     const int64_t piece_bytes =
         std::max<int64_t>(1, env_.limits.response_chunk_bytes /

@@ -12,6 +12,7 @@
 #include "absl/types/span.h"
 #include "core/errors.h"
 #include "core/formats/scale_type.h"
+#include "core/types/scale_bytes.h"
 #include "server/rpc/encoding_source.h"
 #include "server/wire/encoding_proto.h"
 

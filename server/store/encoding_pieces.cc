@@ -10,7 +10,7 @@
 #include "absl/strings/string_view.h"
 #include "core/formats/scale_type.h"
 #include "core/types/block_layout.h"
-#include "core/types/scale_window.h"
+#include "core/types/scale_bytes.h"
 #include "server/store/row_checksum.h"
 
 namespace quantd::server {

@@ -19,12 +19,11 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "absl/types/optional.h"
+#include "absl/types/span.h"
 #include "core/errors.h"
 #include "core/types/encoding.h"
 #include "core/types/encoding_memory.h"
-#include "core/types/float_convert.h"
 #include "core/types/scale_bytes.h"
-#include "core/types/scale_window.h"
 #include "quantd/v1/encoding.pb.h"
 #include "server/store/encoding_pieces.h"
 #include "server/store/row_checksum.h"
@@ -426,6 +425,10 @@ class PieceReader {
   PieceSequence sequence_;
   core::Encoding outline_;
 };
+
+absl::Span<const uint8_t> BytesOf(absl::string_view bytes) {
+  return {reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size()};
+}
 
 core::Encoding OutlineOf(const core::Encoding& encoding) {
   core::Encoding outline;
@@ -1006,14 +1009,9 @@ absl::StatusOr<SqlEncodingStore::Row> SqlEncodingStore::ReadWhole(
         if (!found.ok()) return found.status();
         is_complete = *found;
         if (!is_complete) return absl::OkStatus();
-        core::AppendScales(piece.scale, &*encoding);
-        core::AppendZeroPoints(piece.zero_point, &*encoding);
-        const auto* outer =
-            reinterpret_cast<const uint8_t*>(piece.outer_scale.data());
-        for (size_t i = 0; i < piece.outer_scale.size(); i += sizeof(float)) {
-          encoding->outer_scale.push_back(
-              core::LoadUnaligned<float>(outer + i));
-        }
+        core::AppendScales(BytesOf(piece.scale), &*encoding);
+        core::AppendZeroPoints(BytesOf(piece.zero_point), &*encoding);
+        core::AppendOuterScales(BytesOf(piece.outer_scale), &*encoding);
       }
       return absl::OkStatus();
     };

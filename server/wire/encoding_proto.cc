@@ -14,7 +14,7 @@
 #include "core/errors.h"
 #include "core/formats/number_format.h"
 #include "core/types/block_layout.h"
-#include "core/types/scale_window.h"
+#include "core/types/scale_bytes.h"
 #include "server/wire/names.h"
 
 namespace quantd::server {

@@ -16,6 +16,7 @@
 #include "core/formats/scale_type.h"
 #include "core/types/block_layout.h"
 #include "core/types/encoding.h"
+#include "core/types/scale_bytes.h"
 
 namespace quantd::core {
 namespace {
