@@ -24,6 +24,8 @@ constexpr char kWrite[] =
 constexpr char kRead[] =
     "SELECT checksum, bytes FROM encoding_pieces "
     "WHERE content_id = $1 AND piece = $2";
+constexpr char kLoseContent[] =
+    "INSERT INTO lost_contents (content_id) VALUES ($1)";
 
 uint64_t PieceChecksum(int64_t content_id, int64_t piece,
                        absl::string_view bytes) {
@@ -69,6 +71,13 @@ absl::StatusOr<bool> ReadPiece(
   }
   if (absl::Status s = take(bytes); !s.ok()) return s;
   return true;
+}
+
+absl::Status LoseContent(SqlConnection& connection, int64_t content_id,
+                         absl::string_view what) {
+  const std::unique_ptr<SqlStatement> row = connection.Prepare(kLoseContent);
+  row->BindInt(1, content_id);
+  return row->Step(what).status();
 }
 
 absl::Status PieceSequence::Take(absl::string_view bytes, ScalePiece* piece) {

@@ -47,6 +47,11 @@ absl::StatusOr<bool> ReadPiece(
     SqlConnection& connection, int64_t content_id, int64_t piece,
     absl::FunctionRef<absl::Status(absl::string_view bytes)> take);
 
+// Has the pieces of a content freed later; nothing has it any more.
+// Errors: STORE_UNAVAILABLE.
+absl::Status LoseContent(SqlConnection& connection, int64_t content_id,
+                         absl::string_view what);
+
 // Which pieces an encoding has, in the order in which they are read: outer
 // scales first.
 class PieceSequence {

@@ -109,8 +109,6 @@ constexpr char kTouchStaged[] =
     "RETURNING content_id";
 constexpr char kEndStaged[] =
     "DELETE FROM staged_contents WHERE content_id = $1 RETURNING content_id";
-constexpr char kLoseContent[] =
-    "INSERT INTO lost_contents (content_id) VALUES ($1)";
 // Pieces that no encoding has, and that nobody is to free.
 constexpr char kListLostPieces[] =
     "SELECT content_id, COUNT(*) FROM encoding_pieces "
@@ -563,10 +561,7 @@ class SqlEncodingWriter final : public EncodingWriter {
         absl::StatusOr<bool> found = row->Step(kWhat);
         if (!found.ok() || !*found) return found.status();
       }
-      const std::unique_ptr<SqlStatement> row =
-          connection.Prepare(kLoseContent);
-      row->BindInt(1, content_.id);
-      return row->Step(kWhat).status();
+      return LoseContent(connection, content_.id, kWhat);
     };
     // If not now, then the one who looks after what is staged does.
     database_->WriteNow(lose).IgnoreError();

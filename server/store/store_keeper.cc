@@ -12,6 +12,7 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "absl/types/optional.h"
+#include "server/store/encoding_pieces.h"
 #include "server/store/sql_usage.h"
 
 namespace quantd::server {
@@ -27,8 +28,6 @@ constexpr char kListRevisions[] =
 constexpr char kLoseStaged[] =
     "DELETE FROM staged_contents WHERE touch_time_us < $1 "
     "RETURNING content_id";
-constexpr char kLoseContent[] =
-    "INSERT INTO lost_contents (content_id) VALUES ($1)";
 constexpr char kNextContent[] =
     "SELECT content_id FROM lost_contents ORDER BY content_id LIMIT 1";
 constexpr char kFreePieces[] =
@@ -84,9 +83,8 @@ absl::Status LoseStaged(SqlConnection& connection, absl::Duration staged_age) {
     }
   }
   for (const int64_t id : ids) {
-    const std::unique_ptr<SqlStatement> row = connection.Prepare(kLoseContent);
-    row->BindInt(1, id);
-    if (absl::Status s = row->Step(kFreeWhat).status(); !s.ok()) return s;
+    absl::Status status = LoseContent(connection, id, kFreeWhat);
+    if (!status.ok()) return status;
   }
   return absl::OkStatus();
 }
