@@ -68,7 +68,10 @@ absl::StatusOr<ScaleChecker> ScaleChecker::Create(const v1::Encoding& proto) {
   }
   absl::StatusOr<core::Encoding> outline = EncodingOutlineFromProto(proto);
   if (!outline.ok()) return outline.status();
-  if (absl::Status s = CheckOutline(*outline); !s.ok()) return s;
+  absl::Status status =
+      core::ValidateWithoutScales(*outline, proto.chunks_have_zero_points());
+  if (status.ok()) status = CheckOutline(*outline);
+  if (!status.ok()) return status;
   absl::optional<int64_t> expected_count;
   if (!outline->scale_shape.empty()) {
     const absl::StatusOr<int64_t> count =

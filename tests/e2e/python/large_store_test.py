@@ -224,6 +224,10 @@ class LargeStoreTest(unittest.TestCase):
                  {"block_size": [0, 4]}),
                 (("SCALE_COUNT", "in chunks"), (six,), {"scale": [1]}),
                 (("FORMAT_UNKNOWN",), (six,), {"format": 0}),
+                (("ZERO_POINT_RANGE",),
+                 (en.ScaleChunk(scale=six.scale, zero_point=bytes(6)),),
+                 {"format": en.NUMBER_FORMAT_FLOAT8_E4M3FN,
+                  "chunks_have_zero_points": True}),
                 (("ETAG_MISMATCH",), (six,), {"if_match": "absent"}),
                 (("ETAG_MISMATCH",), (six,), {"if_match": "1-1"})):
             with self.subTest(words=words):
