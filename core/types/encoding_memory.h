@@ -29,6 +29,10 @@ inline int64_t MemoryPerScale(ScaleType scale_type, bool has_zero_points) {
          (HasScaleCodes(scale_type) ? 1 : 0);
 }
 
+// The most that it is.
+constexpr int64_t kMostMemoryPerScale =
+    sizeof(float) + sizeof(int32_t) + sizeof(uint8_t);
+
 }  // namespace quantd::core
 
 #endif  // QUANTD_CORE_TYPES_ENCODING_MEMORY_H_

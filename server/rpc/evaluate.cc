@@ -32,6 +32,7 @@
 #include "core/quantize/quantize.h"
 #include "core/statistics/held_tensor.h"
 #include "core/types/block_layout.h"
+#include "core/types/encoding_memory.h"
 #include "core/types/scale_window.h"
 #include "quantd/v1/quantization_service.pb.h"
 #include "server/guard/memory_budget.h"
@@ -58,8 +59,7 @@ constexpr int64_t kDistributionBytes = int64_t{5} << 18;
 // What a scale of a spec's encoding takes: in the encoding, in the summary, and
 // in the message.
 constexpr int64_t kEncodingCopies = 3;
-constexpr int64_t kBytesPerScale =
-    kEncodingCopies * (sizeof(float) + sizeof(int32_t) + sizeof(uint8_t));
+constexpr int64_t kBytesPerScale = kEncodingCopies * core::kMostMemoryPerScale;
 
 void MetricsToProto(const core::ErrorSums& sums, v1::ErrorMetrics* proto) {
   proto->set_count(sums.count);

@@ -26,6 +26,7 @@
 #include "core/quantize/quantize.h"
 #include "core/statistics/tensor_statistics.h"
 #include "core/types/block_layout.h"
+#include "core/types/encoding_memory.h"
 #include "core/types/scale_bytes.h"
 #include "core/types/scale_window.h"
 #include "quantd/v1/quantization_service.pb.h"
@@ -622,9 +623,6 @@ class CalibratingQuantizeJob final : public BufferedQuantizeJob {
   const bool takes_long_;
 };
 
-// What a scale takes in core::Encoding.
-constexpr int64_t kBytesPerScale =
-    sizeof(float) + sizeof(int32_t) + sizeof(uint8_t);
 // The largest blocks that are put together from chunks without a charge.
 constexpr int64_t kMaxGranuleBytes = 64 << 10;
 // The largest bands that are put together, charged; a tensor of larger ones is
@@ -998,7 +996,7 @@ class QuantizeRpc final : public TensorRpc {
     // codes.
     if (granule_bytes > kMaxGranuleBytes) bytes += 3 * granule_bytes;
     if (!goes_beside || task.store_key.has_value()) {
-      bytes += spec->layout->scale_count() * kBytesPerScale;
+      bytes += spec->layout->scale_count() * core::kMostMemoryPerScale;
     }
     const int64_t outer_bytes =
         static_cast<int64_t>(2 * spec->outer_maximum.size() * sizeof(float));
