@@ -10,7 +10,6 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/optional.h"
-#include "absl/types/span.h"
 #include "core/errors.h"
 #include "core/formats/scale_type.h"
 #include "core/types/block_layout.h"
@@ -51,10 +50,6 @@ absl::Status CheckOutline(const core::Encoding& outline) {
   if (core::HasOuterScales(sample.scale_type)) sample.outer_scale = {1};
   if (absl::Status s = core::DeriveScales(&sample); !s.ok()) return s;
   return core::ValidateEncoding(sample);
-}
-
-absl::Span<const uint8_t> BytesOf(absl::string_view bytes) {
-  return {reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size()};
 }
 
 }  // namespace
@@ -114,9 +109,7 @@ absl::StatusOr<ScaleChecker> ScaleChecker::Create(const v1::Encoding& proto) {
 int64_t ScaleChecker::memory_bytes() const { return window_.MemoryBytes(0); }
 
 absl::Status ScaleChecker::Check(const v1::ScaleChunk& chunk) {
-  absl::Status status = window_.Append(
-      {chunk.first(), BytesOf(chunk.scale()), BytesOf(chunk.zero_point()),
-       chunk.first_outer(), BytesOf(chunk.outer_scale())});
+  absl::Status status = window_.Append(ScaleBytesOf(chunk));
   if (status.ok()) window_.Drop(window_.end(), window_.end());
   return status;
 }

@@ -8,7 +8,6 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "core/errors.h"
 #include "core/formats/scale_type.h"
@@ -17,13 +16,6 @@
 #include "server/wire/encoding_proto.h"
 
 namespace quantd::server {
-namespace {
-
-absl::Span<const uint8_t> BytesOf(absl::string_view bytes) {
-  return {reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size()};
-}
-
-}  // namespace
 
 absl::StatusOr<core::BlockLayout> OuterLayoutOf(
     const core::Encoding& encoding, const core::BlockLayout& layout) {
@@ -69,9 +61,7 @@ absl::Status IncomingScales::Push(const v1::ScaleChunk& chunk) {
                           "fewer tensors at once");
     if (!status.ok()) return status;
   }
-  return window_.Append({chunk.first(), BytesOf(chunk.scale()),
-                         BytesOf(chunk.zero_point()), chunk.first_outer(),
-                         BytesOf(chunk.outer_scale())});
+  return window_.Append(ScaleBytesOf(chunk));
 }
 
 absl::Status IncomingScales::Advance(int64_t first, int64_t count,
@@ -108,9 +98,10 @@ ScaleAnswer::ScaleAnswer(const RpcEnvironment& env,
 }
 
 void ScaleAnswer::Send(const v1::ScaleChunk& chunk, ChunkWriter* out) {
-  scale_checksum_.Update(BytesOf(chunk.scale()));
-  zero_point_checksum_.Update(BytesOf(chunk.zero_point()));
-  outer_scale_checksum_.Update(BytesOf(chunk.outer_scale()));
+  const core::ScaleWindow::Bytes bytes = ScaleBytesOf(chunk);
+  scale_checksum_.Update(bytes.scale);
+  zero_point_checksum_.Update(bytes.zero_point);
+  outer_scale_checksum_.Update(bytes.outer_scale);
   out->AddScales(chunk);
 }
 

@@ -11,6 +11,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 #include "core/errors.h"
 #include "core/formats/number_format.h"
 #include "core/types/block_layout.h"
@@ -133,6 +134,15 @@ absl::StatusOr<core::Encoding> EncodingFromProto(const v1::Encoding& proto) {
   if (absl::Status s = core::DeriveScales(&*encoding); !s.ok()) return s;
   if (absl::Status s = core::ValidateEncoding(*encoding); !s.ok()) return s;
   return encoding;
+}
+
+core::ScaleWindow::Bytes ScaleBytesOf(const v1::ScaleChunk& chunk) {
+  const auto bytes = [](const std::string& field) {
+    return absl::MakeConstSpan(reinterpret_cast<const uint8_t*>(field.data()),
+                               field.size());
+  };
+  return {chunk.first(), bytes(chunk.scale()), bytes(chunk.zero_point()),
+          chunk.first_outer(), bytes(chunk.outer_scale())};
 }
 
 absl::StatusOr<core::Encoding> EncodingOutlineFromProto(

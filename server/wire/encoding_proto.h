@@ -12,6 +12,7 @@
 #include "core/quantize/quantize.h"
 #include "core/types/element_type.h"
 #include "core/types/encoding.h"
+#include "core/types/scale_window.h"
 #include "quantd/v1/encoding.pb.h"
 #include "quantd/v1/tensor.pb.h"
 
@@ -40,6 +41,9 @@ void ScalesToProto(const core::Encoding& encoding, int64_t first, int64_t begin,
 // Outer scales in the same way.
 void OuterScalesToProto(const core::Encoding& encoding, int64_t first,
                         int64_t begin, int64_t end, v1::ScaleChunk* proto);
+
+// What a chunk has; points into it.
+core::ScaleWindow::Bytes ScaleBytesOf(const v1::ScaleChunk& chunk);
 
 // Everything but scales, zero points and outer scales, unchecked.
 // Errors: FORMAT_UNKNOWN, ENUM_UNKNOWN, at the message's fields.
