@@ -184,7 +184,8 @@ def test_Q8_1IsReadWithoutItsSum(quantctl, tmp_path):
 # safetensors.
 def write_mixed(path):
     rng = np.random.default_rng(2)
-    tensors = [("norm.bias", 1, (64,), rng.standard_normal(64).astype("<f2")),
+    tensors = [("half.weight", 1, (2, 32),
+                rng.standard_normal((2, 32)).astype("<f2")),
                ("blk.0.weight", 12, (6, 512), finite_blocks(12, 12)),
                ("norm.weight", 0, (64,), rng.standard_normal(64).astype("<f4")),
                ("blk.1.weight", 14, (4, 256), finite_blocks(14, 4)),
