@@ -44,7 +44,8 @@ struct Options {
   std::string input;
   OutputOptions output;
   bool keep_going = false;
-  StreamsOption streams;
+  // On the machine of the server one keeps it busy.
+  StreamsOption streams = {1};
 };
 
 struct Outcome {

@@ -41,7 +41,8 @@ struct Options {
   bool with_distribution = false;
   // A file to compare with; empty for candidates.
   std::string reference;
-  StreamsOption streams;
+  // On the machine of the server one keeps it busy.
+  StreamsOption streams = {1};
 };
 
 // With a label unless that is empty.

@@ -96,7 +96,7 @@ struct Options {
   bool requantize = false;
   bool restart = false;
   bool keep_going = false;
-  StreamsOption streams;
+  StreamsOption streams = {2};
   bool has_part = false;
   std::string part;
   bool join = false;

@@ -30,7 +30,8 @@ class Connections {
 };
 
 struct StreamsOption {
-  int count = 2;
+  // The default, where the command line says nothing else.
+  int count;
 
   void AddOption(Command* command);
   // Errors: of Session::Connect.
