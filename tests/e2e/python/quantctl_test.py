@@ -217,7 +217,9 @@ class QuantctlTest(QuantctlCase):
                 self.assertEqual(put["scale_count"], str(count))
                 stored = self.json("encodings", "get", name, "--model", "put")
                 self.assertEqual(stored["etag"], put["etag"])
-                for field in ("scale", "scale_code", "zero_point"):
+                # A service may answer scales beside their codes.
+                for field in {"scale", "scale_code", "zero_point"} & set(
+                        fields):
                     # What assertEqual says of a difference takes minutes.
                     self.assertTrue(stored["encoding"].get(field) ==
                                     fields.get(field), field)
