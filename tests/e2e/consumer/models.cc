@@ -1,5 +1,5 @@
 // Sweeps the weights of the file argv[2] with the server at argv[1] over two
-// specs. Prints the error of each on each tensor, and what a budget of 5 bits
+// specs. Prints the error of each on each tensor, and what a budget of 6 bits
 // for each element chooses.
 // Then lists the tensors of argv[3], which quantctl quantized.
 
@@ -21,7 +21,7 @@ int main(int argc, char** argv) {
       *quantd::ParseSpec("int4:group:32")};
   const auto sweep = quantd::SweepTensors(
       quantd::WeightsOf(*input), specs,
-      {{quantd::Budget::Kind::kMaxBitsPerElement, 5}}, client->get());
+      {{quantd::Budget::Kind::kMaxBitsPerElement, 6}}, client->get());
   if (!sweep.ok()) {
     std::cerr << sweep.status() << "\n";
     return 1;

@@ -116,7 +116,7 @@ class InstallTest(unittest.TestCase):
         lines = run(os.path.join(self.built, "models_consumer"), address,
                     weights, quantized).splitlines()
         swept = quantctl(
-            "sweep", weights, "--max-bits-per-element", "5",
+            "sweep", weights, "--max-bits-per-element", "6",
             *(word for spec in specs for word in ("--spec", spec)))
         want = []
         for tensor in swept["tensors"]:
