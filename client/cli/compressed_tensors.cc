@@ -141,15 +141,40 @@ std::vector<T> Elements(const files::FileTensor& tensor) {
   return ElementsOf<T>(tensor.data);
 }
 
-}  // namespace
+// How a quantized tensor lies in the file.
+struct Layout {
+  FormatInfo format;
+  bool is_nvfp4 = false;
+  bool is_mxfp4 = false;
+  bool is_float8 = false;
+  bool is_packed = false;
+  // As others mean it: without zero points, codes lie around 0. Those of
+  // unsigned formats do not once they are signed.
+  bool is_symmetric = true;
+  // Scales along each dimension, and in all.
+  std::vector<int64_t> blocks;
+  int64_t count = 0;
+  // What config.json says of the module.
+  Json module;
+  std::vector<CompressedPart> parts;
+};
 
-absl::StatusOr<uint64_t> CompressedModel::Write(
-    const std::string& name, const std::vector<int64_t>& shape,
-    const Encoding& encoding, const Scales& scales,
-    absl::Span<const uint8_t> codes, Add add_tensor) {
+// The shape of packed zero points, which are those of a matrix with a scale for
+// each group or row.
+bool PacksZeroPoints(const Layout& layout) {
+  const Json& strategy = layout.module["weights"]["strategy"];
+  return layout.is_packed && (strategy == "group" || strategy == "channel");
+}
+
+// `encoding` may lack its scales.
+// Errors: ARGUMENT_INVALID for what the layout does not hold.
+absl::StatusOr<Layout> LayoutOf(const std::string& name,
+                                const std::vector<int64_t>& shape,
+                                const Encoding& encoding, bool has_zero_points,
+                                bool packs_all) {
   const absl::StatusOr<FormatInfo> format = GetFormatInfo(encoding.format());
   if (!format.ok()) return format.status();
-  const absl::string_view module = ModuleOf(name);
+  const std::string module(ModuleOf(name));
   if (module.empty()) {
     return NotHeld("tensors that are named MODULE.weight");
   }
@@ -158,38 +183,38 @@ absl::StatusOr<uint64_t> CompressedModel::Write(
   const absl::StatusOr<std::vector<int64_t>> blocks =
       ScaleShape(shape, block_size);
   if (!blocks.ok()) return blocks.status();
+  Layout layout;
+  layout.format = *format;
+  layout.blocks = *blocks;
   const v1::ScaleType scale_type = ScaleTypeOf(encoding);
   const std::string format_name = FormatName(encoding.format());
-  const bool is_nvfp4 = encoding.format() == v1::NUMBER_FORMAT_NVFP4;
-  const bool is_mxfp4 = encoding.format() == v1::NUMBER_FORMAT_MXFP4_E2M1;
-  const bool is_float8 = encoding.format() == v1::NUMBER_FORMAT_FLOAT8_E4M3FN;
+  layout.is_nvfp4 = encoding.format() == v1::NUMBER_FORMAT_NVFP4;
+  layout.is_mxfp4 = encoding.format() == v1::NUMBER_FORMAT_MXFP4_E2M1;
+  layout.is_float8 = encoding.format() == v1::NUMBER_FORMAT_FLOAT8_E4M3FN;
+  const bool is_fp4 = layout.is_nvfp4 || layout.is_mxfp4;
   const bool is_integer = format->kind == CodeKind::kInteger &&
                           format->bits <= kMaxBits &&
                           scale_type <= v1::SCALE_TYPE_BFLOAT16;
-  if (!(is_nvfp4 || is_mxfp4 || is_float8 || is_integer) ||
-      (is_float8 && scale_type > v1::SCALE_TYPE_BFLOAT16)) {
+  if (!(is_fp4 || layout.is_float8 || is_integer) ||
+      (layout.is_float8 && scale_type > v1::SCALE_TYPE_BFLOAT16)) {
     return NotHeld(absl::StrCat(
         "integers of at most 8 bits, float8_e4m3fn, nvfp4 and mxfp4_e2m1, not ",
         format_name));
   }
   const absl::StatusOr<ScaleCounts> counts = CountScales(shape, encoding);
   if (!counts.ok()) return counts.status();
-  const int64_t count = counts->scale;
-  absl::StatusOr<Json> scheme = StrategyOf(*blocks, encoding, count);
+  layout.count = counts->scale;
+  absl::StatusOr<Json> scheme = StrategyOf(*blocks, encoding, layout.count);
   if (!scheme.ok()) return scheme.status();
   const bool is_matrix = shape.size() == 2;
-  // As others mean it: without zero points, codes lie around 0. Those of
-  // unsigned formats do not once they are signed.
-  const bool is_symmetric =
-      scales.zero_point.empty() && (!is_integer || format->is_signed);
-  std::vector<int32_t> zero_points = ElementsOf<int32_t>(scales.zero_point);
-  if (!is_symmetric) zero_points.resize(static_cast<size_t>(count), 0);
-  const bool is_packed =
-      is_integer && is_matrix && (packs_all_ || format->bits < kMaxBits);
-  std::string layout = is_packed ? "pack-quantized" : "int-quantized";
-  if (is_float8) layout = "float-quantized";
-  if (is_nvfp4 || is_mxfp4) {
-    const int64_t group = is_nvfp4 ? kNvfp4Group : kMxfp4Group;
+  layout.is_symmetric = !has_zero_points && (!is_integer || format->is_signed);
+  layout.is_packed =
+      is_integer && is_matrix && (packs_all || format->bits < kMaxBits);
+  std::string layout_name =
+      layout.is_packed ? "pack-quantized" : "int-quantized";
+  if (layout.is_float8) layout_name = "float-quantized";
+  if (is_fp4) {
+    const int64_t group = layout.is_nvfp4 ? kNvfp4Group : kMxfp4Group;
     if (!is_matrix || block_size.size() != 2 || block_size[0] != 1 ||
         block_size[1] != group || shape[1] % 2 != 0 ||
         counts->outer_scale > 1) {
@@ -198,112 +223,152 @@ absl::StatusOr<uint64_t> CompressedModel::Write(
                                   "number of columns in groups of ",
                                   group));
     }
-    layout = absl::StrCat(is_nvfp4 ? "nvfp4" : "mxfp4", "-pack-quantized");
-    (*scheme)["strategy"] = is_nvfp4 ? "tensor_group" : "group";
+    layout_name =
+        absl::StrCat(layout.is_nvfp4 ? "nvfp4" : "mxfp4", "-pack-quantized");
+    (*scheme)["strategy"] = layout.is_nvfp4 ? "tensor_group" : "group";
     (*scheme)["group_size"] = group;
   }
-  if (is_integer && !is_packed && format->bits < kMaxBits) {
+  if (is_integer && !layout.is_packed && format->bits < kMaxBits) {
     return NotHeld("fewer than 8 bits of matrices alone");
   }
-
-  uint64_t size_bytes = 0;
-  const std::string prefix(module);
-  const auto add = [&](absl::string_view suffix, files::Dtype dtype,
-                       const std::vector<int64_t>& tensor_shape,
-                       absl::Span<const uint8_t> data) {
-    size_bytes += data.size();
-    return add_tensor(absl::StrCat(prefix, suffix), dtype, tensor_shape, data);
-  };
-  const std::vector<int64_t> scale_shape =
-      count == 1 ? std::vector<int64_t>{1} : *blocks;
-  absl::Status status;
-  if (is_nvfp4 || is_mxfp4) {
-    status = add(".weight_packed", files::Dtype::kU8, {shape[0], shape[1] / 2},
-                 codes);
-    if (status.ok()) {
-      status = add(".weight_scale",
-                   is_nvfp4 ? files::Dtype::kF8E4M3 : files::Dtype::kU8,
-                   *blocks, scales.scale);
-    }
-    if (status.ok() && is_nvfp4) {
-      const float outer = ElementsOf<float>(scales.outer_scale)[0];
-      const std::vector<float> inverse = {1.0f / outer};
-      rounded_count_ += !IsExactInverse(inverse[0], outer);
-      status = add(".weight_global_scale", files::Dtype::kF32, {1},
-                   BytesOf(inverse));
-    }
-  } else {
-    // Codes of integers from 0 on, then as this layout has them: signed.
-    const int64_t half = int64_t{1} << (format->bits - 1);
-    const int64_t elements = ElementCount(shape).value_or(0);
-    if (is_float8) {
-      status = add(kWeight, files::Dtype::kF8E4M3, shape, codes);
-    } else if (!is_packed) {
-      std::vector<uint8_t> values(codes.begin(), codes.end());
-      if (!format->is_signed) {
-        for (uint8_t& value : values) value ^= 0x80;
-      }
-      status = add(kWeight, files::Dtype::kI8, shape, values);
-    } else {
-      const int64_t row_words = CeilDivide(shape[1] * format->bits, 32);
-      std::vector<uint32_t> words(static_cast<size_t>(shape[0] * row_words));
-      int64_t index = 0;
-      for (int64_t row = 0; row < shape[0] && elements > 0; ++row) {
-        BitStream stream(format->bits, words.data() + row * row_words, 1);
-        for (int64_t column = 0; column < shape[1]; ++column) {
-          stream.Put(CodeFromZero(*format, codes, index++));
-        }
-      }
-      status = add(".weight_packed", files::Dtype::kI32, {shape[0], row_words},
-                   BytesOf(words));
-      if (status.ok()) {
-        status = add(".weight_shape", files::Dtype::kI64, {2}, BytesOf(shape));
-      }
-    }
-    if (status.ok()) {
-      status = add(".weight_scale", ScaleDtype(scale_type), scale_shape,
-                   scales.scale);
-    }
-    if (status.ok() && !is_symmetric) {
-      // Zero points move with the codes.
-      const int64_t shift = format->is_signed ? 0 : half;
-      const int rank_of_groups =
-          (*scheme)["strategy"] == "group" || (*scheme)["strategy"] == "channel"
-              ? 2
-              : 0;
-      if (is_packed && rank_of_groups == 2) {
-        const int64_t groups = (*blocks)[1];
-        const int64_t rows = CeilDivide(shape[0] * format->bits, 32);
-        std::vector<uint32_t> words(static_cast<size_t>(rows * groups));
-        for (int64_t group = 0; group < groups; ++group) {
-          BitStream stream(format->bits, words.data() + group,
-                           static_cast<size_t>(groups));
-          for (int64_t row = 0; row < shape[0]; ++row) {
-            stream.Put(static_cast<uint32_t>(
-                zero_points[static_cast<size_t>(row * groups + group)] - shift +
-                half));
-          }
-        }
-        status = add(".weight_zero_point", files::Dtype::kI32, {rows, groups},
-                     BytesOf(words));
-      } else {
-        std::vector<int8_t> bytes;
-        for (const int32_t zero_point : zero_points) {
-          bytes.push_back(static_cast<int8_t>(zero_point - shift));
-        }
-        status = add(".weight_zero_point", files::Dtype::kI8, scale_shape,
-                     BytesOf(bytes));
-      }
-    }
-  }
-  if (!status.ok()) return status;
-  Json weights = {{"num_bits", is_nvfp4 || is_mxfp4 ? 4 : format->bits},
+  Json weights = {{"num_bits", is_fp4 ? 4 : format->bits},
                   {"type", is_integer ? "int" : "float"},
-                  {"symmetric", is_symmetric},
+                  {"symmetric", layout.is_symmetric},
                   {"dynamic", false},
                   {"observer", "minmax"}};
   weights.update(*scheme);
-  modules_[prefix] = {{"format", layout}, {"weights", std::move(weights)}};
+  layout.module = {{"format", layout_name}, {"weights", std::move(weights)}};
+
+  const auto add = [&](absl::string_view suffix, files::Dtype dtype,
+                       const std::vector<int64_t>& part_shape) {
+    layout.parts.push_back({absl::StrCat(module, suffix), dtype, part_shape});
+  };
+  const std::vector<int64_t> scale_shape =
+      layout.count == 1 ? std::vector<int64_t>{1} : *blocks;
+  if (is_fp4) {
+    add(".weight_packed", files::Dtype::kU8, {shape[0], shape[1] / 2});
+    add(".weight_scale",
+        layout.is_nvfp4 ? files::Dtype::kF8E4M3 : files::Dtype::kU8, *blocks);
+    if (layout.is_nvfp4) {
+      add(".weight_global_scale", files::Dtype::kF32, {1});
+    }
+    return layout;
+  }
+  if (layout.is_packed) {
+    add(".weight_packed", files::Dtype::kI32,
+        {shape[0], CeilDivide(shape[1] * format->bits, 32)});
+    add(".weight_shape", files::Dtype::kI64, {2});
+  } else {
+    add(kWeight, layout.is_float8 ? files::Dtype::kF8E4M3 : files::Dtype::kI8,
+        shape);
+  }
+  add(".weight_scale", ScaleDtype(scale_type), scale_shape);
+  if (layout.is_symmetric) return layout;
+  if (PacksZeroPoints(layout)) {
+    add(".weight_zero_point", files::Dtype::kI32,
+        {CeilDivide(shape[0] * format->bits, 32), (*blocks)[1]});
+  } else {
+    add(".weight_zero_point", files::Dtype::kI8, scale_shape);
+  }
+  return layout;
+}
+
+}  // namespace
+
+absl::StatusOr<CompressedPlan> CompressedModel::PlanOf(
+    const std::string& name, const std::vector<int64_t>& shape,
+    const Encoding& expected) const {
+  absl::StatusOr<Layout> layout = LayoutOf(
+      name, shape, expected, expected.chunks_have_zero_points(), packs_all_);
+  if (!layout.ok()) return layout.status();
+  return CompressedPlan{std::move(layout->parts), std::move(layout->module)};
+}
+
+absl::StatusOr<uint64_t> CompressedModel::Write(
+    const std::string& name, const std::vector<int64_t>& shape,
+    const Encoding& encoding, const Scales& scales,
+    absl::Span<const uint8_t> codes, Add add_tensor) {
+  absl::StatusOr<Layout> layout =
+      LayoutOf(name, shape, encoding, !scales.zero_point.empty(), packs_all_);
+  if (!layout.ok()) return layout.status();
+  const FormatInfo& format = layout->format;
+  std::vector<int32_t> zero_points = ElementsOf<int32_t>(scales.zero_point);
+  if (!layout->is_symmetric) {
+    zero_points.resize(static_cast<size_t>(layout->count), 0);
+  }
+  uint64_t size_bytes = 0;
+  size_t next = 0;
+  absl::Status status;
+  // Adds the next part.
+  const auto add = [&](absl::Span<const uint8_t> data) {
+    if (!status.ok()) return;
+    const CompressedPart& part = layout->parts[next++];
+    size_bytes += data.size();
+    status = add_tensor(part.name, part.dtype, part.shape, data);
+  };
+  if (layout->is_nvfp4 || layout->is_mxfp4) {
+    add(codes);
+    add(scales.scale);
+    if (layout->is_nvfp4) {
+      const float outer = ElementsOf<float>(scales.outer_scale)[0];
+      const std::vector<float> inverse = {1.0f / outer};
+      rounded_count_ += !IsExactInverse(inverse[0], outer);
+      add(BytesOf(inverse));
+    }
+  } else {
+    // Codes of integers from 0 on, then as this layout has them: signed.
+    const int64_t half = int64_t{1} << (format.bits - 1);
+    const int64_t elements = ElementCount(shape).value_or(0);
+    if (layout->is_float8) {
+      add(codes);
+    } else if (!layout->is_packed) {
+      std::vector<uint8_t> values(codes.begin(), codes.end());
+      if (!format.is_signed) {
+        for (uint8_t& value : values) value ^= 0x80;
+      }
+      add(values);
+    } else {
+      const int64_t row_words = layout->parts[0].shape[1];
+      std::vector<uint32_t> words(static_cast<size_t>(shape[0] * row_words));
+      int64_t index = 0;
+      for (int64_t row = 0; row < shape[0] && elements > 0; ++row) {
+        BitStream stream(format.bits, words.data() + row * row_words, 1);
+        for (int64_t column = 0; column < shape[1]; ++column) {
+          stream.Put(CodeFromZero(format, codes, index++));
+        }
+      }
+      add(BytesOf(words));
+      add(BytesOf(shape));
+    }
+    add(scales.scale);
+    // Zero points move with the codes.
+    const int64_t shift = format.is_signed ? 0 : half;
+    if (layout->is_symmetric) {
+      // There are none.
+    } else if (PacksZeroPoints(*layout)) {
+      const int64_t groups = layout->blocks[1];
+      const int64_t rows = layout->parts[next].shape[0];
+      std::vector<uint32_t> words(static_cast<size_t>(rows * groups));
+      for (int64_t group = 0; group < groups; ++group) {
+        BitStream stream(format.bits, words.data() + group,
+                         static_cast<size_t>(groups));
+        for (int64_t row = 0; row < shape[0]; ++row) {
+          stream.Put(static_cast<uint32_t>(
+              zero_points[static_cast<size_t>(row * groups + group)] - shift +
+              half));
+        }
+      }
+      add(BytesOf(words));
+    } else {
+      std::vector<int8_t> bytes;
+      for (const int32_t zero_point : zero_points) {
+        bytes.push_back(static_cast<int8_t>(zero_point - shift));
+      }
+      add(BytesOf(bytes));
+    }
+  }
+  if (!status.ok()) return status;
+  modules_[std::string(ModuleOf(name))] = std::move(layout->module);
   return size_bytes;
 }
 

@@ -43,6 +43,20 @@ namespace quantd::cli {
 // came from, by this and the tensor's name.
 constexpr absl::string_view kElementTypeKeyPrefix = "quantctl.element_type.";
 
+// A tensor of the file. Plain value.
+struct CompressedPart {
+  std::string name;
+  files::Dtype dtype;
+  std::vector<int64_t> shape;
+};
+
+// How a tensor will lie in the file. Plain value.
+struct CompressedPlan {
+  std::vector<CompressedPart> parts;
+  // What config.json says of the module.
+  Json module;
+};
+
 // Writes the tensors of one model. Not thread-safe.
 class CompressedModel {
  public:
@@ -54,6 +68,12 @@ class CompressedModel {
   using Add = absl::FunctionRef<absl::Status(
       const std::string& name, files::Dtype dtype,
       const std::vector<int64_t>& shape, absl::Span<const uint8_t> data)>;
+
+  // What Write will add for a tensor whose encoding will be `expected`.
+  // Errors: ARGUMENT_INVALID for what the layout does not hold.
+  absl::StatusOr<CompressedPlan> PlanOf(const std::string& name,
+                                        const std::vector<int64_t>& shape,
+                                        const Encoding& expected) const;
 
   // Writes one quantized tensor. The scales are not looked for in the encoding.
   // Returns its size in bytes with all that lies beside the codes.

@@ -160,6 +160,9 @@ struct TensorTask {
   // Of gguf: where it is in the file, and whether a minimum was rounded.
   size_t gguf_index = 0;
   bool is_rounded = false;
+  // Of `compressed`: where its parts lie, as far as that is known before.
+  CompressedPlan plan = {};
+  std::vector<size_t> part_indices = {};
 };
 
 // Names in a folder, in order; none where it cannot be read.
@@ -930,6 +933,7 @@ class Quantizer {
       if (task.outcome->is_quantized) continue;
       // It failed: it stays as it was.
       if (task.place != nullptr) task.place->Drop();
+      DropParts(builder->get(), &task);
       const files::FileTensor& tensor = *task.tensor;
       status = (*builder)->Add(kFirstCopiedOrder + task.order, tensor.name,
                                tensor.dtype, tensor.shape, tensor.data);
@@ -1076,6 +1080,8 @@ class Quantizer {
       if (IsCompressed()) {
         task.compressed = std::make_unique<CompressedModel>(options_.layout ==
                                                             "pack-quantized");
+        const absl::Status status = ReserveParts(builder, &task);
+        if (!status.ok()) return status;
       } else {
         absl::StatusOr<std::unique_ptr<QuantizedPlace>> place =
             QuantizedPlace::Reserve(
@@ -1095,11 +1101,55 @@ class Quantizer {
       if (!index.ok()) return index.status();
       copies->emplace_back(&tensor, *index);
     }
-    if (IsCompressed() || builder->reserved_bytes() < kRoomFromBytes) {
-      return builder->PlaceAll(0);
-    }
+    if (builder->reserved_bytes() < kRoomFromBytes) return builder->PlaceAll(0);
     const absl::StatusOr<uint64_t> room = HeaderRoom(target, *tasks, *builder);
     return room.ok() ? builder->PlaceAll(*room) : room.status();
+  }
+
+  // One that the layout does not hold fails when it is written.
+  static absl::Status ReserveParts(files::SafetensorsBuilder* builder,
+                                   TensorTask* task) {
+    const files::FileTensor& tensor = *task->tensor;
+    absl::StatusOr<CompressedPlan> plan = task->compressed->PlanOf(
+        tensor.name, tensor.shape, ExpectedEncoding(task->spec, tensor.shape));
+    if (!plan.ok()) return absl::OkStatus();
+    for (const CompressedPart& part : plan->parts) {
+      const absl::StatusOr<size_t> index =
+          builder->Reserve(task->order, part.name, part.dtype, part.shape);
+      if (!index.ok()) return index.status();
+      task->part_indices.push_back(*index);
+    }
+    task->plan = *std::move(plan);
+    return absl::OkStatus();
+  }
+
+  // Writes a part to its place. An encoding may have turned to the unsigned
+  // format, whose parts are others.
+  static absl::Status AddPart(const std::string& name, files::Dtype dtype,
+                              const std::vector<int64_t>& shape,
+                              absl::Span<const uint8_t> data,
+                              files::SafetensorsBuilder* builder,
+                              TensorTask* task) {
+    std::vector<CompressedPart>& parts = task->plan.parts;
+    for (size_t i = 0; i < parts.size(); ++i) {
+      if (parts[i].name != name) continue;
+      const size_t index = task->part_indices[i];
+      const bool fits = parts[i].dtype == dtype && parts[i].shape == shape;
+      parts.erase(parts.begin() + static_cast<ptrdiff_t>(i));
+      task->part_indices.erase(task->part_indices.begin() +
+                               static_cast<ptrdiff_t>(i));
+      if (fits) return builder->Write(index, 0, data);
+      builder->Drop(index);
+      break;
+    }
+    return builder->Add(task->order, name, dtype, shape, data);
+  }
+
+  // Leaves out what was reserved and not written.
+  static void DropParts(files::SafetensorsBuilder* builder, TensorTask* task) {
+    for (const size_t index : task->part_indices) builder->Drop(index);
+    task->part_indices.clear();
+    task->plan.parts.clear();
   }
 
   // Enough for the header, whatever becomes of the tensors. It follows from the
@@ -1117,18 +1167,32 @@ class Quantizer {
     std::map<std::string, std::string> metadata =
         target.shard->input.metadata();
     Json records = Json::object();
+    Json modules = Json::object();
     for (const TensorTask& task : tasks) {
+      const std::string& name = task.tensor->name;
+      const ElementType element_type = *ElementTypeOf(task.tensor->dtype);
       Encoding encoding = ExpectedEncoding(task.spec, task.tensor->shape);
       encoding.set_qmin(INT32_MIN);
       encoding.set_qmax(INT32_MIN);
       // The unsigned format of that width has one letter more.
       most.format = absl::StrCat("u", FormatName(encoding.format()));
-      metadata[absl::StrCat(kQuantizedKeyPrefix, task.tensor->name)] =
-          absl::StrCat("u",
-                       QuantizedMetadata(*ElementTypeOf(task.tensor->dtype),
-                                         task.tensor->shape, encoding));
-      Json& record = records[task.tensor->name] = RecordOf(most);
+      if (IsCompressed()) {
+        metadata[absl::StrCat(kElementTypeKeyPrefix, name)] =
+            std::string(ElementTypeName(element_type));
+        modules[std::string(ModuleOf(name))] = task.plan.module;
+      } else {
+        metadata[absl::StrCat(kQuantizedKeyPrefix, name)] = absl::StrCat(
+            "u", QuantizedMetadata(element_type, task.tensor->shape, encoding));
+      }
+      Json& record = records[name] = RecordOf(most);
       if (options_.evaluate) record["metrics"] = std::string(kMetricsRoom, 'x');
+    }
+    if (IsCompressed()) {
+      metadata["format"] = "pt";
+      metadata[kRoundedKey] = absl::StrCat(tasks.size());
+      // "symmetric" may turn to false, which has one letter more.
+      metadata[kModulesKey] =
+          absl::StrCat(modules.dump(), std::string(tasks.size(), ' '));
     }
     if (is_folder_ || target.part.has_value()) {
       metadata[kCommandKey] = target.shard->command;
@@ -1249,8 +1313,9 @@ class Quantizer {
                   [&](const std::string& name, files::Dtype dtype,
                       const std::vector<int64_t>& shape,
                       absl::Span<const uint8_t> data) {
-                    return builder->Add(task->order, name, dtype, shape, data);
+                    return AddPart(name, dtype, shape, data, builder, task);
                   });
+    if (size.ok()) DropParts(builder, task);
     if (ErrorReason(size.status()) == "ARGUMENT_INVALID") {
       outcome.status = size.status();
       return absl::OkStatus();
@@ -1335,10 +1400,12 @@ class Quantizer {
               !(rest.empty() || rest[0] == '_')) {
             continue;
           }
-          const absl::Status status = builder->Add(
-              task.order, tensor.name, tensor.dtype, tensor.shape, tensor.data);
+          const absl::Status status =
+              AddPart(tensor.name, tensor.dtype, tensor.shape, tensor.data,
+                      builder, &task);
           if (!status.ok()) return status;
         }
+        DropParts(builder, &task);
       }
     }
     return absl::OkStatus();
