@@ -377,6 +377,36 @@ def test_PartsOfAFileMakeTheFileOfOneRun(tmp_path, folder, client, quantctl):
                       client=client, part=part) == "ARGUMENT_INVALID"
 
 
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("kind", ["npy", "selected", "several"])
+@pytest.mark.parametrize("joiner", ["python", "quantctl"])
+def test_AFileThatFallsToOnePartIsJoinedToo(tmp_path, folder, client, quantctl,
+                                            joiner, kind, count):
+    """One part does all that is selected, of a file that is only there once it
+    is joined."""
+    source, specs = folder / "model-00001-of-00003.safetensors", {"*": "int8"}
+    if kind == "npy":
+        source = tmp_path / "w.npy"
+        np.save(source, np.ones((32, 64), np.float32))
+    elif kind == "selected":
+        specs = {"layers.0.q_proj*": "int8"}
+    one, target = tmp_path / "one.safetensors", tmp_path / "x.safetensors"
+    model = f"acme/{joiner}-{kind}-{count}"
+    keywords = {"client": client, "model": model, "store": True}
+    quantd.quantize_model(source, one, specs, client=client)
+    for part in range(count):
+        quantd.quantize_model(source, target, specs, part=(part, count),
+                              **keywords)
+    assert not target.exists()
+    if joiner == "python":
+        quantd.join_model(source, target, specs, **keywords)
+    else:
+        quantctl("quantize", source, "-o", target, "--model", model, "--join",
+                 *words(specs)[1:])
+    assert target.read_bytes() == one.read_bytes()
+    assert list(revisions_of(client, model)) == ["main"]
+
+
 def test_ALargeFileIsThatOfQuantctlToo(tmp_path, client, quantctl):
     rng = np.random.default_rng(3)
     source = tmp_path / "x.safetensors"

@@ -333,7 +333,8 @@ class _Run:
                            self._part.count)
         for shard, found in zip(self._shards, shares):
             own = [share for share in found if share.part == self._part.index]
-            if own and len(found) == 1:
+            # A single file is there once it is joined, never before.
+            if own and len(found) == 1 and self._is_folder:
                 self._targets.append(_Target(shard, shard.selected,
                                              shard.output_path))
             elif own:
