@@ -310,7 +310,7 @@ TEST_F(MetricsE2eTest, UnaryCallsCountByTheirCode) {
   steps.insert(steps.end(),
                {{StoreCount("get"), 1},
                 {"quantd_store_errors_total{operation=\"get\"}", 0},
-                {"quantd_cache_misses_total", 0}});
+                {"quantd_cache_misses_total", 1}});
   ExpectSteps(steps,
               [&] { EXPECT_EQ(Get("nothing"), grpc::StatusCode::NOT_FOUND); });
   ExpectSteps(UnarySteps("PutEncoding", "OK"), [&] { Put("weight"); });

@@ -3,6 +3,7 @@ counts exactly once, and what a trained network keeps of its accuracy."""
 
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -383,7 +384,8 @@ def test_AServerThatIsAwayTakesLittleTimeOfTrainingThatGoesOn(tmp_path):
         # A copy may wait at a time: each of 80 would have taken 0.3 s.
         assert time.monotonic() - begin < 10
         assert set(block.sequences.values()) == {40}
-    assert any("the server is away; for 3 s" in str(one.message)
+    # Three seconds, less what passed before the warning was made.
+    assert any(re.search(r"the server is away; for [1-3] s", str(one.message))
                for one in caught)
 
 
