@@ -513,19 +513,19 @@ class PartQuantizer {
   // at a time. False if the coder does not work with the scales.
   bool QuantizeTiles(const Part& part) {
     const int64_t columns = range_.layout.row_size();
-    const bool is_one_row = columns == range_.layout.element_count();
+    const int64_t first = range_.first + part.begin;
+    const int64_t end = first + part.count;
+    const bool is_one_row = first / columns == (end - 1) / columns;
     // A multiple of 4, so that rows begin bytes.
     const int64_t times = columns * 4 <= kTileElements && !is_one_row
                               ? kTileElements / columns / 4 * 4
                               : 1;
     const int64_t width = columns * times;
-    const int64_t first = range_.first + part.begin;
-    const int64_t end = first + part.count;
     const int64_t first_row = first / width;
     const int64_t end_row = (end + width - 1) / width;
     // Of one row there may be no scales but those of its elements.
-    const int64_t tiles_begin = is_one_row ? first : 0;
-    const int64_t tiles_end = is_one_row ? end : width;
+    const int64_t tiles_begin = is_one_row ? first - first_row * width : 0;
+    const int64_t tiles_end = is_one_row ? end - first_row * width : width;
     for (int64_t tile = tiles_begin; tile < tiles_end; tile += kTileElements) {
       const int64_t count = std::min(tiles_end - tile, kTileElements);
       const int64_t scale_index = tile - range_.layout.first_scale();

@@ -21,12 +21,6 @@ absl::Status CountError(absl::string_view field, absl::string_view what) {
   return WithField(ScaleShapeError(what), field);
 }
 
-// Whether all rows use the same scales, of which kernels expect all.
-bool NeedsAll(const BlockLayout& layout) {
-  return layout.rows_share_scales() &&
-         layout.row_size() < layout.element_count();
-}
-
 }  // namespace
 
 ScaleWindow::ScaleWindow(Encoding encoding, BlockLayout layout,
@@ -42,17 +36,6 @@ ScaleWindow::ScaleWindow(Encoding encoding, BlockLayout layout,
 
 void ScaleWindow::Begin(int64_t first) {
   has_begun_ = true;
-  if (NeedsAll(layout_) && first > 0) {
-    // Nothing uses those before them.
-    encoding_.scale.assign(static_cast<size_t>(first), 1.0f);
-    if (HasScaleCodes(encoding_.scale_type)) {
-      encoding_.scale_code.resize(static_cast<size_t>(first));
-    }
-    if (has_zero_points_) {
-      encoding_.zero_point.resize(static_cast<size_t>(first));
-    }
-    first = 0;
-  }
   layout_ = layout_.Window(first);
 }
 
@@ -204,7 +187,7 @@ absl::Status ScaleWindow::CheckCovers(int64_t first, int64_t count) const {
 }
 
 void ScaleWindow::Drop(int64_t first, int64_t keep) {
-  if (first >= element_end_ || NeedsAll(layout_)) return;
+  if (first >= element_end_) return;
   const int64_t begin = std::min(
       {layout_.ScaleBounds(first, element_end_ - first).first, keep, end()});
   const int64_t count = begin - layout_.first_scale();

@@ -1980,6 +1980,49 @@ TEST_F(MalformedInputTest, MemoryBudgetTakenByAnotherStreamIsRefused) {
   EXPECT_TRUE(other.Finish().ok());
 }
 
+// All rows use the same scales, far more than there is memory for.
+TEST_F(MalformedInputTest, ScalesBeforeARangeTakeNoMemory) {
+  constexpr uint64_t kColumns = uint64_t{1} << 36;
+  constexpr uint64_t kCount = 64;
+  TestServer server;
+  const auto describe = [&](auto header, uint64_t element_bytes) {
+    header.mutable_tensor()->clear_shape();
+    header.mutable_tensor()->add_shape(2);
+    header.mutable_tensor()->add_shape(kColumns);
+    v1::Encoding& encoding = *header.mutable_encoding();
+    encoding = Int8();
+    encoding.clear_scale();
+    encoding.add_block_size(0);
+    encoding.add_block_size(1);
+    encoding.set_scales_in_chunks(true);
+    header.mutable_range()->set_begin_bytes((2 * kColumns - kCount) *
+                                            element_bytes);
+    header.mutable_range()->set_end_bytes(2 * kColumns * element_bytes);
+    return header;
+  };
+  const auto serve = [&](const std::string& method, const std::string& open,
+                         uint64_t offset, const std::string& data) {
+    SCOPED_TRACE(method);
+    RawStream stream(server.NewChannel(), method);
+    v1::QuantizeRequest request;
+    request.set_offset(offset);
+    request.set_data(data);
+    request.mutable_scales()->set_first(kColumns - kCount);
+    request.mutable_scales()->set_scale(Floats(kCount));
+    stream.Write(open);
+    stream.Write(request.SerializeAsString());
+    stream.WritesDone();
+    v1::TensorError error;
+    EXPECT_EQ(ReadAnswers(stream, &error), std::vector<std::string>{kServed})
+        << error.message();
+    EXPECT_TRUE(stream.Finish().ok());
+  };
+  serve(kQuantize, Message(describe(Described<v1::QuantizeHeader>(1), 4)),
+        (2 * kColumns - kCount) * 4, Floats(kCount));
+  serve(kDequantize, Message(describe(Described<v1::DequantizeHeader>(1), 1)),
+        2 * kColumns - kCount, std::string(kCount, '\1'));
+}
+
 TEST_F(MalformedInputTest, WhatOnlyTheServerSetsIsIgnored) {
   v1::PutEncodingRequest put;
   put.mutable_name()->set_model("acme");

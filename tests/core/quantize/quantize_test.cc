@@ -324,6 +324,40 @@ TEST(QuantizeTest, EqualsTheDefinitionWithinRowsThatDoNotBeginBytes) {
   }
 }
 
+// The scales of other elements of the row may be missing.
+TEST(QuantizeTest, ReadsTheScalesOfItsElementsAlone) {
+  constexpr int64_t kColumns = int64_t{1} << 40;
+  const LayoutCase layout_case = {{2, kColumns}, {0, 1}};
+  const BlockLayout layout = layout_case.Layout();
+  for (const char* name : {"int4", "int8", "float8_e4m3fn", "nf4"}) {
+    SCOPED_TRACE(name);
+    const FormatInfo& format = *FindFormatByName(name);
+    for (const int64_t length : {64, 1500, 5000}) {
+      SCOPED_TRACE(length);
+      const BlockLayout few = *BlockLayout::Create({length}, {1});
+      const Encoding encoding = MakeFormatEncoding(format, few, 0.05, 11);
+      const auto reals =
+          MakeReals(ElementType::kFloat32, length, 0.02, false, 3);
+      const Result want = RunScalarDefinition(
+          encoding, few, ElementType::kFloat32, reals, 0, length);
+      for (const int64_t column : {int64_t{0}, kColumns - length}) {
+        const BlockLayout window = layout.Window(column);
+        ForEachSimdTarget([&] {
+          Result got;
+          got.bytes.resize(format.SizeBytes(length));
+          EXPECT_TRUE(Quantize(encoding, window, ElementType::kFloat32,
+                               NanPolicy::kDefault, kColumns + column, length,
+                               reals.data(), got.bytes.data(), &got.counts,
+                               nullptr)
+                          .ok());
+          ExpectSame(got, want);
+        });
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
 // Clean stretches and clipped ones, longer and shorter than what is looked at
 // or counted at a time, from every element of a vector on, with numbers among
 // them that are not finite or whose quotients overflow.

@@ -209,16 +209,34 @@ TEST_F(ScaleWindowTest, TakesTheScalesOfAQuantizer) {
   EXPECT_THAT(taken.scale, ElementsAre(1, 2));
 }
 
-// Kernels expect all scales where all rows use the same.
-TEST_F(ScaleWindowTest, KeepsAllScalesThatRowsShare) {
+TEST_F(ScaleWindowTest, KeepsAllScalesWhileSeveralRowsShareThem) {
   encoding_.block_size = {0, 1};
   const BlockLayout layout = *BlockLayout::Create({4, 4}, {0, 1});
   ScaleWindow window(encoding_, layout, *BlockLayout::Create({}, {}), false, 0,
                      16);
   ASSERT_EQ(Append(&window, 0, BytesOf<float>({1, 2, 3, 4})), "");
-  window.Drop(12, kAll);
+  window.Drop(11, kAll);
   EXPECT_EQ(window.begin(), 0);
-  EXPECT_THAT(window.encoding().scale, ElementsAre(1, 2, 3, 4));
+  window.Drop(14, kAll);
+  EXPECT_EQ(window.begin(), 2);
+  EXPECT_THAT(window.encoding().scale, ElementsAre(3, 4));
+}
+
+TEST_F(ScaleWindowTest, HoldsNothingBeforeARangeOfARow) {
+  encoding_.block_size = {0, 1};
+  constexpr int64_t kColumns = int64_t{1} << 50;
+  const BlockLayout layout =
+      *BlockLayout::Create({2, kColumns}, encoding_.block_size);
+  for (const bool has_zero_points : {false, true}) {
+    ScaleWindow window(encoding_, layout, *BlockLayout::Create({}, {}),
+                       has_zero_points, 2 * kColumns - 2, 2 * kColumns);
+    EXPECT_EQ(Append(&window, kColumns - 2, BytesOf<float>({1, 2}),
+                     has_zero_points ? "ab" : ""),
+              "");
+    EXPECT_EQ(window.begin(), kColumns - 2);
+    EXPECT_EQ(window.MemoryBytes(0), has_zero_points ? 16 : 8);
+    EXPECT_TRUE(window.CheckCovers(2 * kColumns - 2, 2).ok());
+  }
 }
 
 }  // namespace

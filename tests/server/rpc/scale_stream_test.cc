@@ -40,14 +40,19 @@ v1::ScaleChunk Chunk(uint64_t first, int64_t count, float scale = 0.5f) {
 
 class IncomingScalesTest : public ::testing::Test {
  protected:
-  // A scale for each of `count` elements.
-  std::unique_ptr<IncomingScales> Open(int64_t count, bool keep_all = false) {
+  static core::Encoding Int8() {
     core::Encoding encoding;
     encoding.format = core::FindFormatByName("int8")->format;
-    encoding.block_size = {1};
     encoding.qmin = -128;
     encoding.qmax = 127;
     encoding.scale_type = core::ScaleType::kFloat32;
+    return encoding;
+  }
+
+  // A scale for each of `count` elements.
+  std::unique_ptr<IncomingScales> Open(int64_t count, bool keep_all = false) {
+    core::Encoding encoding = Int8();
+    encoding.block_size = {1};
     absl::StatusOr<std::unique_ptr<IncomingScales>> scales =
         IncomingScales::Create(fake_.env, encoding,
                                *core::BlockLayout::Create({count}, {1}),
@@ -71,6 +76,23 @@ TEST_F(IncomingScalesTest, ChargesMoreThanAFew) {
   EXPECT_EQ(fake_.budget.used_bytes(), 10100 * 4);
   scales.reset();
   EXPECT_EQ(fake_.budget.used_bytes(), 0);
+}
+
+TEST_F(IncomingScalesTest, ScalesThatRowsShareTakeNoMoreThanCame) {
+  constexpr int64_t kColumns = int64_t{1} << 40;
+  core::Encoding encoding = Int8();
+  encoding.block_size = {0, 1};
+  const absl::StatusOr<std::unique_ptr<IncomingScales>> scales =
+      IncomingScales::Create(
+          fake_.env, encoding,
+          *core::BlockLayout::Create({2, kColumns}, encoding.block_size),
+          /*has_zero_points=*/false, 2 * kColumns - 4000, 2 * kColumns,
+          /*keep_all=*/false);
+  ASSERT_TRUE(scales.ok()) << scales.status();
+  ASSERT_TRUE((*scales)->Push(Chunk(kColumns - 4000, 4000)).ok());
+  EXPECT_EQ(fake_.budget.used_bytes(), 4000 * 4);
+  EXPECT_THAT((*scales)->window().encoding().scale, SizeIs(4000));
+  EXPECT_TRUE((*scales)->Advance(2 * kColumns - 4000, 4000, kColumns).ok());
 }
 
 TEST_F(IncomingScalesTest, TakesNothingWhileThereIsNoMemory) {
