@@ -140,7 +140,7 @@ class HeaderParser {
       absl::Status status = FindData(data, offsets[i], &(*tensors)[i]);
       if (!status.ok()) return status;
     }
-    return absl::OkStatus();
+    return CheckApart(*tensors);
   }
 
  private:
@@ -274,6 +274,26 @@ class HeaderParser {
       return OfTensor(*tensor, "its data end behind the file");
     }
     tensor->data = data.subspan(offset, static_cast<size_t>(size));
+    return absl::OkStatus();
+  }
+
+  // Else a small file could have many large tensors, all of the same bytes.
+  absl::Status CheckApart(const std::vector<GgufTensor>& tensors) const {
+    std::vector<const GgufTensor*> order;
+    for (const GgufTensor& tensor : tensors) {
+      if (!tensor.data.empty()) order.push_back(&tensor);
+    }
+    std::stable_sort(order.begin(), order.end(),
+                     [](const GgufTensor* a, const GgufTensor* b) {
+                       return a->data.data() < b->data.data();
+                     });
+    for (size_t i = 1; i < order.size(); ++i) {
+      const GgufTensor& before = *order[i - 1];
+      if (order[i]->data.data() < before.data.data() + before.data.size()) {
+        return OfTensor(*order[i], absl::StrCat("its data overlap those of ",
+                                                QuotedName(before.name)));
+      }
+    }
     return absl::OkStatus();
   }
 

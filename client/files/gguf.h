@@ -5,7 +5,7 @@
 //   of each tensor: string name, u32 rank, u64 extents with the innermost
 //     first, u32 type, u64 offset
 //   the data, from the next multiple of "general.alignment" (default 32) on;
-//   offsets are relative to there
+//   offsets are relative to there, and no two tensors overlap
 //
 // A string is a u64 length and bytes. gguf_types.h has the types.
 

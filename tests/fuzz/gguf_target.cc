@@ -22,9 +22,11 @@ void Run(absl::Span<const uint8_t> input) {
   const absl::StatusOr<files::GgufReader> reader =
       files::GgufReader::Open(file.path());
   if (!reader.ok()) return;
+  size_t data_bytes = 0;
   for (const files::GgufTensor& tensor : reader->tensors()) {
-    Require(tensor.data.size() <= input.size(),
-            "a tensor's data are part of the file");
+    data_bytes += tensor.data.size();
+    Require(data_bytes <= input.size(),
+            "the tensors' data are parts of the file, each of its own");
     if (tensor.type == nullptr) {
       Require(tensor.data.empty(), "what is not known has no data");
     } else if (tensor.type->IsPlain()) {

@@ -194,6 +194,22 @@ TEST_F(GgufTest, RefusesWhatIsNoSoundFile) {
          "multiple of 8");
 }
 
+TEST_F(GgufTest, RefusesTensorsThatOverlap) {
+  // "a" has 48 bytes, "b" comes at an offset; in no order.
+  const auto file = [](uint64_t offset) {
+    return Padded(absl::StrCat(Header(3, 4, 0), Info("b", {4}, 0, offset),
+                               Info("empty", {0}, 0, 0), Info("a", {12}, 0, 0),
+                               Info("unknown", {9}, 31, 0))) +
+           std::string(128, 'x');
+  };
+  EXPECT_TRUE(Open(file(64)).ok());
+  for (const uint64_t offset : {0, 32}) {
+    const absl::Status status = Error(file(offset));
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << offset;
+    EXPECT_TRUE(absl::StrContains(status.message(), "overlap")) << status;
+  }
+}
+
 TEST_F(GgufTest, RefusesOtherVersionsAndBigEndianFiles) {
   EXPECT_EQ(Error(Header(1, 0, 0)).code(), absl::StatusCode::kUnimplemented);
   const absl::Status status = Error("GGUF" + std::string("\0\0\0\3", 4));

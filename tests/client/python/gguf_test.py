@@ -254,6 +254,27 @@ def test_PartsOfBlocksAreRefused(quantctl, tmp_path):
                                  code=4)
 
 
+def test_TensorsThatOverlapAreRefused(quantctl, tmp_path):
+    path, restored = tmp_path / "x.gguf", tmp_path / "x.safetensors"
+    blocks = finite_blocks(2, 40).tobytes()  # 720 bytes
+    names = [f"w{n}" for n in range(1000)]
+    header = b"GGUF" + struct.pack("<IQQ", 3, len(names), 0)
+    for n, name in enumerate(names):
+        header += text(name) + struct.pack("<IQQIQ", 2, 64, 20, 2, n % 2 * 704)
+    path.write_bytes(header + bytes(-len(header) % 32) + 2 * blocks)
+    with pytest.raises(quantd.QuantdError) as caught:
+        quantd.load(path)
+    assert caught.value.reason == "FILE_MALFORMED"
+    assert "overlap" in str(caught.value)
+    assert "overlap" in quantctl("dequantize", path, "-o", restored, code=4)
+    assert not restored.exists()
+    # Those without elements, and one behind the other.
+    tensors = [("e", 0, (0, 4), b""), ("a", 2, (20, 64), blocks),
+               ("f", 0, (0,), b""), ("b", 2, (20, 64), blocks)]
+    write_gguf(path, tensors)
+    assert list(quantd.load(path)) == ["e", "a", "f", "b"]
+
+
 # Names of tensors, and what becomes of them.
 WRITTEN = {"q8.weight": ("int8:group:32:scale=float16", "q8_0"),
            "q50.weight": ("int5:group:32:scale=float16", "q5_0"),

@@ -315,7 +315,7 @@ class _GgufParser:
             entries[name] = shape, self._number("<I"), self._number("<Q")
         data = self._data[min(-(-self._at // alignment) * alignment,
                               len(self._data)):]
-        tensors, unread = {}, []
+        tensors, unread, places = {}, [], []
         for name, (shape, number, offset) in entries.items():
             kind = _gguf.TYPES.get(number)
             if kind is None:
@@ -338,10 +338,23 @@ class _GgufParser:
             tensors[name] = FileTensor(
                 name, kind.dtype, shape, data[offset:offset + size],
                 kind.decode if kind.decode_blocks is not None else None)
+            if size:
+                places.append((offset, size, name))
+        self._check_apart(places)
         # As they lie in the file that `quantctl dequantize` makes of them.
         ordered = sorted(tensors.items(),
                          key=lambda item: -DTYPES[item[1].dtype].itemsize)
         return InputFile(self._path, dict(ordered), {}, unread)
+
+    def _check_apart(self, places: list[tuple[int, int, str]]) -> None:
+        """Else a small file could have many large tensors, all of the same
+        bytes."""
+        end, before = 0, ""
+        for begin, size, name in sorted(places):
+            if begin < end:
+                raise self._malformed(f"tensor {name!r}: its data overlap those"
+                                      f" of {before!r}")
+            end, before = begin + size, name
 
     def _malformed(self, what: str) -> errors.QuantdError:
         return malformed(self._path, what)
