@@ -25,6 +25,9 @@ namespace {
 constexpr absl::string_view kMagic = "GGUF";
 constexpr uint32_t kMostDimensions = 4;
 constexpr absl::string_view kAlignmentKey = "general.alignment";
+// The format's least, ggml's most.
+constexpr uint32_t kLeastAlignment = 8;
+constexpr uint32_t kMostAlignment = 1 << 20;
 constexpr uint32_t kUint32Type = 4;
 constexpr uint32_t kStringType = 8;
 constexpr uint32_t kArrayType = 9;
@@ -168,12 +171,16 @@ class HeaderParser {
     *name = std::string(key);
     if (key == kAlignmentKey) {
       uint32_t alignment = 0;
-      if (type != kUint32Type || !cursor_.Read(&alignment) || alignment == 0 ||
-          alignment % 8 != 0) {
-        return Malformed(
-            "expected general.alignment to be a uint32 that is a multiple of "
-            "8");
+      if (type != kUint32Type || !cursor_.Read(&alignment) ||
+          alignment < kLeastAlignment || alignment > kMostAlignment ||
+          (alignment & (alignment - 1)) != 0) {
+        return Malformed(absl::StrCat(
+            "expected general.alignment to be a uint32 that is a power of two "
+            "from ",
+            kLeastAlignment, " to ", kMostAlignment));
       }
+      if (has_alignment_) return Malformed("general.alignment occurs twice");
+      has_alignment_ = true;
       alignment_ = alignment;
       return absl::OkStatus();
     }
@@ -301,6 +308,7 @@ class HeaderParser {
   const absl::Span<const uint8_t> bytes_;
   Cursor cursor_;
   uint32_t alignment_ = kGgufAlignment;
+  bool has_alignment_ = false;
   absl::flat_hash_set<std::string> names_;
 };
 

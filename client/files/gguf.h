@@ -4,8 +4,9 @@
 //   pairs of metadata: string key, u32 type, value
 //   of each tensor: string name, u32 rank, u64 extents with the innermost
 //     first, u32 type, u64 offset
-//   the data, from the next multiple of "general.alignment" (default 32) on;
-//   offsets are relative to there, and no two tensors overlap
+//   the data, from the next multiple of "general.alignment" (default 32, a
+//   power of two from 8 to 1 MiB) on; offsets are relative to there and
+//   multiples of it, and no two tensors overlap
 //
 // A string is a u64 length and bytes. gguf_types.h has the types.
 

@@ -73,8 +73,8 @@ std::vector<std::string> Seeds() {
       File(3, alignment + list, 2, 8, 32, 68),
       File(3, list, 1, 2, 64, 72),
       // What is to be refused: data that are missing, shapes past 2^63, half a
-      // block, a type that is none any more, an alignment of 0, an endless
-      // list.
+      // block, a type that is none any more, an alignment of 0, one that
+      // is said twice, an endless list.
       File(3, "", 0, 8, 32, 67),
       File(3, "", 0, 14, 256, 100),
       File(3, "", 0, 2, uint64_t{1} << 62, 8),
@@ -86,6 +86,7 @@ std::vector<std::string> Seeds() {
            absl::StrCat(GgufText("general.alignment"),
                         LittleEndian(uint32_t{4}), LittleEndian(uint32_t{0})),
            1, 0, 1, 8),
+      File(3, alignment + alignment, 2, 30, 3, 12),
       File(3,
            absl::StrCat(GgufText("k"), LittleEndian(uint32_t{9}),
                         LittleEndian(uint32_t{8}), LittleEndian(~uint64_t{0})),

@@ -189,9 +189,31 @@ TEST_F(GgufTest, RefusesWhatIsNoSoundFile) {
   expect(absl::StrCat(Header(3, 0, 1), GgufText("k"), LittleEndian(uint32_t{9}),
                       LittleEndian(uint32_t{9}), LittleEndian(uint64_t{1})),
          "no array of arrays");
-  expect(absl::StrCat(Header(3, 0, 1), GgufText("general.alignment"),
-                      LittleEndian(uint32_t{4}), LittleEndian(uint32_t{0})),
-         "multiple of 8");
+}
+
+TEST_F(GgufTest, TakesPowersOfTwoAsAlignment) {
+  const auto file = [](const std::vector<uint32_t>& alignments) {
+    std::string header = Header(3, 0, alignments.size());
+    for (const uint32_t alignment : alignments) {
+      absl::StrAppend(&header, GgufText("general.alignment"),
+                      LittleEndian(uint32_t{4}), LittleEndian(alignment));
+    }
+    return header;
+  };
+  for (const uint32_t alignment : {8U, 64U, 4096U, 1U << 20}) {
+    const absl::StatusOr<GgufReader> reader = Open(file({alignment}));
+    ASSERT_TRUE(reader.ok()) << reader.status();
+    EXPECT_EQ(reader->alignment(), alignment);
+  }
+  for (const uint32_t alignment :
+       {0U, 1U, 4U, 24U, 48U, 1U << 21, 1U << 31, UINT32_MAX}) {
+    const absl::Status status = Error(file({alignment}));
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << alignment;
+    EXPECT_TRUE(absl::StrContains(status.message(), "from 8 to 1048576"))
+        << status;
+  }
+  const absl::Status twice = Error(file({64, 64}));
+  EXPECT_TRUE(absl::StrContains(twice.message(), "occurs twice")) << twice;
 }
 
 TEST_F(GgufTest, RefusesTensorsThatOverlap) {

@@ -275,6 +275,29 @@ def test_TensorsThatOverlapAreRefused(quantctl, tmp_path):
     assert list(quantd.load(path)) == ["e", "a", "f", "b"]
 
 
+def test_TheAlignmentIsAPowerOfTwo(quantctl, tmp_path):
+    path, restored = tmp_path / "x.gguf", tmp_path / "x.safetensors"
+    weight = np.ones((2, 3), np.float32)
+
+    def write(*alignments):
+        write_gguf(path, [("w", 0, weight.shape, weight.tobytes())],
+                   [("general.alignment", 4, struct.pack("<I", alignment))
+                    for alignment in alignments],
+                   min(1 << 20, max(alignments) or 1))
+    for alignment in (8, 64, 1 << 20):
+        write(alignment)
+        np.testing.assert_array_equal(quantd.load(path)["w"], weight)
+        quantctl("dequantize", path, "-o", restored, "--force")
+    for alignments in ((0,), (4,), (24,), (1 << 21,), (1 << 31,), (64, 64)):
+        write(*alignments)
+        with pytest.raises(quantd.QuantdError) as caught:
+            quantd.load(path)
+        assert caught.value.reason == "FILE_MALFORMED"
+        assert "general.alignment" in str(caught.value)
+        assert "general.alignment" in quantctl(
+            "dequantize", path, "-o", restored, "--force", code=4)
+
+
 # Names of tensors, and what becomes of them.
 WRITTEN = {"q8.weight": ("int8:group:32:scale=float16", "q8_0"),
            "q50.weight": ("int5:group:32:scale=float16", "q5_0"),

@@ -41,6 +41,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
 ELEMENT_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16",
                  "F64": "float64"}
 DTYPE_OF_ELEMENTS = {name: dtype for dtype, name in ELEMENT_TYPES.items()}
+# The format's least, ggml's most.
+_GGUF_ALIGNMENTS = [1 << bits for bits in range(3, 21)]
 _GGUF_VALUE_BYTES = {0: 1, 1: 1, 7: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 10: 8,
                      11: 8, 12: 8}
 
@@ -300,9 +302,11 @@ class _GgufParser:
                 "expected a little-endian file of version 2 or 3, got "
                 f"{version}")
         count, pairs = self._number("<Q"), self._number("<Q")
-        alignment = 32
-        for _ in range(pairs):
-            alignment = self._pair() or alignment
+        found = [alignment for alignment in
+                 (self._pair() for _ in range(pairs)) if alignment]
+        if len(found) > 1:
+            raise self._malformed("general.alignment occurs twice")
+        alignment = found[0] if found else 32
         entries: dict[str, tuple[tuple[int, ...], int, int]] = {}
         for _ in range(count):
             name = self._take(self._number("<Q")).decode("utf-8", "replace")
@@ -376,9 +380,11 @@ class _GgufParser:
         key, kind = self._take(self._number("<Q")), self._number("<I")
         if key == b"general.alignment":
             alignment = self._number("<I") if kind == 4 else 0
-            if not alignment or alignment % 8:
-                raise self._malformed("expected general.alignment to be a "
-                                      "uint32 that is a multiple of 8")
+            if alignment not in _GGUF_ALIGNMENTS:
+                raise self._malformed(
+                    "expected general.alignment to be a uint32 that is a power "
+                    f"of two from {_GGUF_ALIGNMENTS[0]} to "
+                    f"{_GGUF_ALIGNMENTS[-1]}")
             return alignment
         count = 1
         if kind == 9:
