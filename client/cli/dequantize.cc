@@ -23,6 +23,7 @@
 #include "client/cli/session.h"
 #include "client/cli/streams.h"
 #include "client/cli/table.h"
+#include "client/cli/tensor_options.h"
 #include "client/cpp/client.h"
 #include "client/files/dtype.h"
 #include "client/files/errors.h"
@@ -51,6 +52,7 @@ struct Options {
 struct Outcome {
   std::string name;
   std::vector<int64_t> shape;
+  // Empty for one that is left out.
   std::string dtype;
   std::string result;
   uint64_t input_bytes = 0;
@@ -98,17 +100,20 @@ class Dequantizer {
     status = IsNpy() ? WriteGgufNpy(*reader) : WriteGguf(*reader);
     if (!status.ok()) return session_.Fail(status);
     Report();
+    for (const files::GgufTensor& tensor : reader->tensors()) {
+      if (tensor.type == nullptr) ReportUnread(tensor.name, &session_);
+    }
   }
 
   absl::Status CheckGgufTypes(const files::GgufReader& reader) const {
     for (const files::GgufTensor& tensor : reader.tensors()) {
-      if (tensor.type != nullptr || options_.keep_going) continue;
+      if (tensor.type != nullptr || (options_.keep_going && !IsNpy())) continue;
       return files::FileUnsupportedError(
           options_.input,
-          absl::StrCat("tensor ", files::QuotedName(tensor.name),
-                       " is of GGUF type ", tensor.type_number,
-                       ", which quantctl does not know; --keep-going leaves "
-                       "such tensors out"));
+          absl::StrCat(
+              "tensor ", files::QuotedName(tensor.name), " is of GGUF type ",
+              tensor.type_number, ", which quantctl does not know",
+              IsNpy() ? "" : "; --keep-going leaves such tensors out"));
     }
     return absl::OkStatus();
   }
@@ -135,7 +140,8 @@ class Dequantizer {
     for (const files::GgufTensor& tensor : reader.tensors()) {
       if (!status.ok()) return status;
       if (tensor.type == nullptr) {
-        AddGgufOutcome(tensor, "left out", 0);
+        outcomes_.push_back({tensor.name, tensor.shape, "", "left out", 0, 0,
+                             absl::OkStatus(), ""});
       } else if (tensor.type->IsPlain()) {
         status = (*builder)->Write(place++, 0, tensor.data);
         AddGgufOutcome(tensor, "copied", tensor.data.size());
@@ -158,7 +164,7 @@ class Dequantizer {
                        reader.tensors().size()));
     }
     const files::GgufTensor& tensor = reader.tensors()[0];
-    if (tensor.type == nullptr || tensor.type->IsPlain()) {
+    if (tensor.type->IsPlain()) {
       return files::FileUnsupportedError(
           options_.input, "expected a tensor of blocks, got a plain one");
     }
@@ -173,8 +179,7 @@ class Dequantizer {
   }
 
   static files::Dtype GgufDtype(const files::GgufTensor& tensor) {
-    const bool is_plain = tensor.type != nullptr && tensor.type->IsPlain();
-    return is_plain ? *tensor.type->dtype : files::Dtype::kF32;
+    return tensor.type->dtype.value_or(files::Dtype::kF32);
   }
 
   static absl::Span<const uint8_t> BytesOf(const std::vector<float>& elements) {
@@ -398,15 +403,17 @@ class Dequantizer {
       if (!outcome.status.ok()) session_.Note(kServerError);
       Json json = {{"name", outcome.name},
                    {"shape", outcome.shape},
-                   {"dtype", outcome.dtype},
+                   {"dtype", outcome.dtype.empty() ? Json(nullptr)
+                                                   : Json(outcome.dtype)},
                    {"from", outcome.result},
                    {"bytes_before", outcome.input_bytes},
                    {"bytes_after", outcome.output_bytes}};
       if (!outcome.status.ok()) json["error"] = ErrorJson(outcome.status);
       if (!outcome.note.empty()) json["note"] = outcome.note;
       list.push_back(std::move(json));
-      table.AddRow({outcome.name, ShapeText(outcome.shape), outcome.dtype,
-                    outcome.result, BytesCell(outcome.input_bytes),
+      table.AddRow({outcome.name, ShapeText(outcome.shape),
+                    outcome.dtype.empty() ? "-" : outcome.dtype, outcome.result,
+                    BytesCell(outcome.input_bytes),
                     BytesCell(outcome.output_bytes)});
     }
     std::vector<std::string> notes;

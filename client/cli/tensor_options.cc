@@ -27,12 +27,16 @@ bool AnyGiven(const std::vector<Option*>& options) {
 
 }  // namespace
 
+void ReportUnread(const std::string& tensor, Session* session) {
+  session->Note(kServerError);
+  session->PrintError(
+      absl::StrCat("quantctl: tensor ", tensor,
+                   ": left out: its GGUF type is none that quantctl knows"));
+}
+
 void ReportUnread(const TensorInput& input, Session* session) {
   for (const std::string& tensor : input.unread()) {
-    session->Note(kServerError);
-    session->PrintError(
-        absl::StrCat("quantctl: tensor ", tensor,
-                     ": left out: its GGUF type is none that quantctl knows"));
+    ReportUnread(tensor, session);
   }
 }
 

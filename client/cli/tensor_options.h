@@ -19,7 +19,9 @@
 
 namespace quantd::cli {
 
-// Says that the tensors of unread() are left out, and why.
+// Says that a tensor, or those of unread(), are left out, and why. The exit
+// code becomes kServerError.
+void ReportUnread(const std::string& tensor, Session* session);
 void ReportUnread(const TensorInput& input, Session* session);
 
 // --include, --exclude, --min-rank, --all.

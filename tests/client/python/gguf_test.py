@@ -3,7 +3,9 @@ blocks, bit for bit. ggml is the library of the npm package @node-llama-cpp/linu
 which tests/run installs in build/node; what takes it is skipped without."""
 
 import ctypes
+import json
 import os
+import re
 import struct
 import subprocess
 
@@ -229,9 +231,24 @@ def test_AnUnknownTypeIsLeftOutOnlyWhenAskedTo(quantctl, tmp_path):
     said = quantctl("dequantize", path, "-o", restored, code=4)
     assert '"old" is of GGUF type 4' in said and "--keep-going" in said
     assert not restored.exists()
-    quantctl("dequantize", path, "-o", restored, "--keep-going")
+    said = quantctl("dequantize", path, "-o", restored, "--keep-going", code=1)
+    assert "tensor old: left out: its GGUF type is none" in said
+    assert re.search(r"^old +\[2,32\] +- +left out", said, re.MULTILINE)
     assert list(quantd.load(restored)) == ["new"]
     assert quantd.load(path).unread == ["old"]
+    said = quantctl("dequantize", path, "-o", restored, "--keep-going",
+                    "--force", "--json", code=1)
+    assert "tensor old: left out" in said
+    old, new = json.loads(said[said.index("{"):said.rindex("}") + 1])["tensors"]
+    assert (old["name"], old["dtype"], old["from"]) == ("old", None, "left out")
+    assert (new["name"], new["dtype"], new["from"]) == ("new", "F32", "q4_0")
+
+    # A .npy would be left without its only tensor.
+    write_gguf(path, [("old", 4, (2, 32), bytes(40))])
+    single = tmp_path / "x.npy"
+    said = quantctl("dequantize", path, "-o", single, "--keep-going", code=4)
+    assert '"old" is of GGUF type 4' in said and "--keep-going" not in said
+    assert not single.exists()
 
 
 def test_PartsOfBlocksAreRefused(quantctl, tmp_path):
