@@ -1191,8 +1191,9 @@ class Quantizer {
       metadata["format"] = "pt";
       metadata[kRoundedKey] = absl::StrCat(tasks.size());
       // "symmetric" may turn to false, which has one letter more.
-      metadata[kModulesKey] =
-          absl::StrCat(modules.dump(), std::string(tasks.size(), ' '));
+      metadata[kModulesKey] = absl::StrCat(
+          modules.dump(-1, ' ', false, Json::error_handler_t::replace),
+          std::string(tasks.size(), ' '));
     }
     if (is_folder_ || target.part.has_value()) {
       metadata[kCommandKey] = target.shard->command;
@@ -1224,7 +1225,9 @@ class Quantizer {
       modules_[&shard] = model.modules();
       builder->SetMetadata(kRoundedKey, absl::StrCat(model.rounded_count()));
       builder->SetMetadata("format", "pt");
-      builder->SetMetadata(kModulesKey, model.modules().dump());
+      builder->SetMetadata(
+          kModulesKey,
+          model.modules().dump(-1, ' ', false, Json::error_handler_t::replace));
     }
     if (is_folder_ || target.part.has_value()) {
       builder->SetMetadata(kCommandKey, shard.command);

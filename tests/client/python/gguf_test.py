@@ -57,7 +57,7 @@ def fixture_quantctl(request, server):
 
 
 def text(word):
-    word = word.encode()
+    word = word.encode(errors="surrogateescape")
     return struct.pack("<Q", len(word)) + word
 
 
@@ -313,6 +313,18 @@ def test_TheAlignmentIsAPowerOfTwo(quantctl, tmp_path):
         assert "general.alignment" in str(caught.value)
         assert "general.alignment" in quantctl(
             "dequantize", path, "-o", restored, "--force", code=4)
+
+
+def test_NamesThatAreNotUtf8AreReplaced(quantctl, tmp_path):
+    path, target = tmp_path / "x.gguf", tmp_path / "llm"
+    weight = np.ones((4, 64), np.float32)
+    write_gguf(path, [("\udcff\udcfe.weight", 0, (4, 64), weight.tobytes())])
+    quantctl("quantize", path, "-o", target, "--no-store", "--layout",
+             "compressed-tensors", "--spec", "int4:group:32")
+    (name,) = quantd.load(target)
+    assert name == "\ufffd\ufffd.weight"
+    np.testing.assert_allclose(
+        np.asarray(quantd.load(target)[name].dequantize()), weight, 0.1)
 
 
 # Names of tensors, and what becomes of them.
