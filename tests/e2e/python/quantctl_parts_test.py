@@ -15,6 +15,8 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
+import time
 import unittest
 
 from quantctl_case import QuantctlCase, read_safetensors, write_safetensors
@@ -25,6 +27,7 @@ arguments.add_argument("--quantctl", required=True)
 options, unittest_arguments = arguments.parse_known_args()
 
 USAGE, FILE_ERROR = 2, 4
+DEADLINE_S = 60
 SPECS = {"group": "int4:group:32", "asymmetric": "uint4:group:32",
          "nvfp4": "nvfp4", "lpbq": "lpbq", "mxfp4": "mxfp4_e2m1",
          "channel": "int8:per-channel", "unsigned": "*7.weight=uint8"}
@@ -92,6 +95,58 @@ class PartsCase(QuantctlCase):
                                  *flags, code=code)
 
 
+class HoldingProxy:
+    """Passes on what clients send to a server until it is told to hold; a
+    context manager."""
+
+    def __init__(self, address):
+        host, port = address.rsplit(":", 1)
+        self._server = host, int(port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._left = math.inf
+        self.holds = threading.Event()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def hold_after(self, size_bytes):
+        """From now on passes on so much at most; the rest never arrives."""
+        self.holds.clear()
+        self._left = size_bytes
+
+    def _accept(self):
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            server = socket.create_connection(self._server)
+            for pump in ((client, server, True), (server, client, False)):
+                threading.Thread(target=self._pump, args=pump,
+                                 daemon=True).start()
+
+    def _pump(self, source, target, is_held):
+        try:
+            while data := source.recv(1 << 14):
+                if is_held:
+                    self._left -= len(data)
+                if is_held and self._left < 0:
+                    self.holds.set()
+                else:
+                    target.sendall(data)
+            target.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        finally:
+            source.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *unused):
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+
 class StoredTest(PartsCase):
     """With --model the encodings of a run are there all at once."""
 
@@ -108,28 +163,37 @@ class StoredTest(PartsCase):
         return self.quantize(source, output, "--model", self.id(), *flags,
                              code=code)
 
+    def wait_for_a_draft(self):
+        deadline = time.monotonic() + DEADLINE_S
+        while self.revisions() == ["main"]:
+            self.assertLess(time.monotonic(), deadline, "there is no draft")
+            time.sleep(0.01)
+
     def test_AKilledRunLeavesTheEncodingsBefore(self):
         self.write_small()
         self.store(self.input, "before", "--spec", "int8")
         before = self.etags()
         self.assertEqual(len(before), 300)
-        killed = 0
-        for _ in range(3):
-            with subprocess.Popen(
-                    [self.quantctl, "quantize", self.input, "-o",
-                     self.path("after"), "--force", "--model", self.id(),
-                     "--streams", "1", "--spec", "int4"],
-                    env=self.environment, stdout=subprocess.DEVNULL) as run:
-                while run.poll() is None:
-                    if len(self.revisions()) > 1:
+        with HoldingProxy(self.server.address) as proxy:
+            command = ["--server", proxy.address, "quantize", self.input, "-o",
+                       self.path("after"), "--force", "--model", self.id(),
+                       "--spec", "int4"]
+            # Of 1.3 MB of elements: the run cannot come to its end.
+            for size_bytes in (300_000, 900_000):
+                proxy.hold_after(size_bytes)
+                with subprocess.Popen(
+                        [self.quantctl, *command], env=self.environment,
+                        stdout=subprocess.DEVNULL) as run:
+                    try:
+                        self.assertTrue(proxy.holds.wait(DEADLINE_S))
+                        self.wait_for_a_draft()
+                    finally:
                         run.kill()
-                        killed += run.wait() == -signal.SIGKILL
-            if run.returncode == 0:
-                break
-            self.assertEqual(self.etags(), before)
-        self.assertGreater(killed, 0)
-        # The same command again does it all.
-        self.store(self.input, "after", "--force", "--spec", "int4")
+                self.assertEqual(run.returncode, -signal.SIGKILL)
+                self.assertEqual(self.etags(), before)
+            # The same command again does it all.
+            proxy.hold_after(math.inf)
+            self.run_quantctl(*command)
         after = self.etags()
         self.assertEqual(after.keys(), before.keys())
         self.assertFalse(set(after.values()) & set(before.values()))
