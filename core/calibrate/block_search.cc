@@ -354,7 +354,9 @@ class BlockSearch::Run {
       AddTrial(range_of(low, high), (count - low) * count + (count - high));
     }
     JudgeTrials();
-    const Bounds bounds = contains_zero ? BoundsOf(count, range_of) : Bounds();
+    const Bounds bounds = contains_zero && ScalesAreExact(count)
+                              ? BoundsOf(count, range_of)
+                              : Bounds();
     for (int low = count; low >= least_low; --low) {
       for (int high = count; high >= least_high; --high) {
         if (has_best_ && bounds.Of(low, high) > best_.error) break;
@@ -405,16 +407,31 @@ class BlockSearch::Run {
     double factor_ = 0;
   };
 
-  // The number of the lowest code lies within half a scale of the lower end,
-  // and no scale of a range with that end is above that of the widest one.
-  // What lies so far below is clipped.
+  // Whether the scales of SearchTwoEnds are (high - low) / (qmax - qmin),
+  // rounded to float32 only. All ranges are at least 1 / count as wide as the
+  // whole one.
+  bool ScalesAreExact(int count) const {
+    const double codes = static_cast<double>(grid_.qmax) - grid_.qmin;
+    return scaler_.has_plain_scales() &&
+           (whole_.high - whole_.low) / count >= 2 * kLeastScale * codes;
+  }
+
+  // The number of the lowest code is round(low / scale) scales: within half a
+  // scale of the lower end. That of the highest lies qmax - qmin scales above.
+  // These are high - low where scales are exact. Rounding moves that by 2^-24
+  // at most: with 16 bits by 2^-8 scales. So the number lies within 1/2 + 2^-8
+  // scales of the upper end; larger scales may take it far above. No scale of a
+  // range with an end is above that of the widest one with that end. What lies
+  // beyond an end by more than all this is further still from the number.
+  // Requires: ScalesAreExact.
   template <typename RangeOf>
   Bounds BoundsOf(int count, const RangeOf& range_of) {
     const int64_t padded = Reserve(count);
     T* const low = room_.low.data();
     T* const high = room_.high.data();
-    // Farther than kClippedDistance, if those count more than others.
-    const double margin = (gamma_ > 1 ? 1 : 0.5) * (1 + 0x1p-8);
+    // Further from the number than kClippedDistance, if clipped elements count
+    // more than others.
+    const double margin = (gamma_ > 1 ? 1 : 0.5) + 0x1p-7;
     for (int64_t i = 0; i < padded; ++i) {
       const int k = static_cast<int>(std::min<int64_t>(i + 1, count));
       const Range lower = range_of(k, count);

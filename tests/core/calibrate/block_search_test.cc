@@ -104,6 +104,17 @@ std::vector<Range> GridOf(const Search& search, const Range& whole, int steps) {
   return ranges;
 }
 
+// The same with scales that are rounded up.
+void AddRoundedScales(EncodingSpec spec, std::vector<EncodingSpec>* specs) {
+  for (const ScaleType type : {ScaleType::kFloat16, ScaleType::kBfloat16}) {
+    spec.scale_type = type;
+    specs->push_back(spec);
+  }
+  spec.scale_type = ScaleType::kDefault;
+  spec.power_of_two_scale = true;
+  specs->push_back(spec);
+}
+
 std::vector<EncodingSpec> AllSpecs() {
   std::vector<EncodingSpec> specs;
   for (const FormatInfo& format : AllFormats()) {
@@ -117,23 +128,18 @@ std::vector<EncodingSpec> AllSpecs() {
         format.scale_type != ScaleType::kDefault) {
       continue;
     }
+    const bool is_rounded = format.bits == 4 || format.bits == 8;
     spec.symmetry = Symmetry::kAsymmetric;
     specs.push_back(spec);
+    if (is_rounded) AddRoundedScales(spec, &specs);
     if (!format.is_signed) continue;
     for (const Symmetry symmetry :
          {Symmetry::kFullRange, Symmetry::kHalfStep, Symmetry::kAimet}) {
       spec.symmetry = symmetry;
       specs.push_back(spec);
     }
-    if (format.bits != 4) continue;
     spec.symmetry = Symmetry::kDefault;
-    spec.power_of_two_scale = true;
-    specs.push_back(spec);
-    spec.power_of_two_scale = false;
-    for (const ScaleType type : {ScaleType::kFloat16, ScaleType::kBfloat16}) {
-      spec.scale_type = type;
-      specs.push_back(spec);
-    }
+    if (is_rounded) AddRoundedScales(spec, &specs);
   }
   return specs;
 }
@@ -141,7 +147,8 @@ std::vector<EncodingSpec> AllSpecs() {
 std::string Name(const EncodingSpec& spec) {
   return absl::StrCat(FindFormat(spec.format)->name, " symmetry ",
                       static_cast<int>(spec.symmetry), " scale type ",
-                      static_cast<int>(spec.scale_type));
+                      static_cast<int>(spec.scale_type),
+                      spec.power_of_two_scale ? " power of two" : "");
 }
 
 TEST(BlockSearchTest, EverySimdTargetSumsTheSame) {
@@ -254,9 +261,10 @@ TEST(BlockSearchTest, JudgesByTheErrorOfTheCodes) {
           const auto error = search.search.Error(0, 0, range, gamma, &elements);
           ASSERT_TRUE(error.ok()) << error.status();
           const double want = NaiveError(numbers, *scale, elements, gamma);
-          // Quotients of 8 bits in float32 are off by up to 2^-17 each.
-          const double unit = double{scale->scale} * 0x1p-15;
-          EXPECT_NEAR(*error, want, 1e-4 * want + 128 * unit * unit);
+          // Quotients of 8 bits in float32 are off by up to 2^-15 each.
+          const double off = std::sqrt(128.0) * scale->scale * 0x1p-15;
+          EXPECT_NEAR(*error, want,
+                      1e-4 * want + off * (2 * std::sqrt(want) + off));
         }
       }
     }
@@ -316,29 +324,27 @@ TEST(BlockSearchTest, IsAsGoodAsTryingAllRanges) {
   }
 }
 
-// All of the ranges that may be tried, one after the other.
-absl::StatusOr<Range> SearchAll(const Search& search, const Range& whole,
-                                double gamma, BlockElements* elements) {
+// All of the ranges that may be tried, one after the other. `steps` not 0.
+absl::StatusOr<Range> SearchAll(const Search& search, float outer,
+                                const Range& whole, double gamma, int steps,
+                                BlockElements* elements) {
   absl::StatusOr<Range> best = StoppedError();
   double least = kInfinity;
   int best_low = 0, best_high = 0;
   const auto attempt = [&](const Range& range, int low, int high) {
-    const auto error = search.search.Error(0, 0, range, gamma, elements);
+    const auto error = search.search.Error(0, outer, range, gamma, elements);
     if (!error.ok() || (best.ok() && !(*error < least))) return;
     best = range;
     least = *error;
     best_low = low;
     best_high = high;
   };
-  const bool is_symmetric = search.scaler.is_symmetric();
-  const int steps = is_symmetric ? 128 : 32;
-  const int least_low = whole.low == 0 ? steps : 1;
-  const int least_high = whole.high == 0 ? steps : 1;
-  if (is_symmetric) {
+  if (search.scaler.is_symmetric()) {
     const auto of = [&](double fraction) {
       return Range{whole.low * fraction, whole.high * fraction};
     };
     for (int k = steps; k >= 1; --k) attempt(of(k * (1.0 / steps)), k, k);
+    if (!best.ok()) return best;
     const double fraction = best_low * (1.0 / steps);
     const double first = fraction - 1.0 / steps;
     const double last = std::min(fraction + 1.0 / steps, 1.0);
@@ -347,14 +353,24 @@ absl::StatusOr<Range> SearchAll(const Search& search, const Range& whole,
     }
     return best;
   }
+  double from = 0;
+  if (whole.low > 0 || whole.high < 0) {
+    for (int64_t i = 0; i < elements->count(); ++i) from += elements->at(i);
+    from = std::clamp(from / static_cast<double>(elements->count()), whole.low,
+                      whole.high);
+  }
   const auto of = [&](double low, double high) {
-    return Range{whole.low * low / steps, whole.high * high / steps};
+    return Range{from + (whole.low - from) * low / steps,
+                 from + (whole.high - from) * high / steps};
   };
+  const int least_low = whole.low == from ? steps : 1;
+  const int least_high = whole.high == from ? steps : 1;
   for (int low = steps; low >= least_low; --low) {
     for (int high = steps; high >= least_high; --high) {
       attempt(of(low, high), low, high);
     }
   }
+  if (!best.ok()) return best;
   const auto fine = [&](int step, int k) {
     return step - 1 + k * (std::min(step + 1, steps) - (step - 1.0)) / 16;
   };
@@ -387,7 +403,9 @@ TEST(BlockSearchTest, LeavesOutNoRangeThatIsBetter) {
         const Range whole = search.scaler.Extend(
             {static_cast<float>(*low), static_cast<float>(*high)});
         for (const double gamma : {1.0, 3.0, 0.5}) {
-          const auto want = SearchAll(search, whole, gamma, &elements);
+          const int steps = search.scaler.is_symmetric() ? 128 : 32;
+          const auto want =
+              SearchAll(search, 0, whole, gamma, steps, &elements);
           const auto got = search.search.Search(0, 0, whole, gamma, 0,
                                                 &elements, StopToken());
           ASSERT_EQ(got.ok(), want.ok());
@@ -400,6 +418,35 @@ TEST(BlockSearchTest, LeavesOutNoRangeThatIsBetter) {
         }
       }
     }
+  }
+}
+
+// A range that is narrower than what its codes reach, as its scale is rounded
+// up, is the best: the next wider one has twice the scale.
+TEST(BlockSearchTest, FindsRangesWhoseCodesReachBeyondThem) {
+  std::mt19937 random(29);
+  for (const char* format : {"uint8", "int8"}) {
+    SCOPED_TRACE(format);
+    EncodingSpec spec = Spec(format, Symmetry::kAsymmetric);
+    spec.power_of_two_scale = true;
+    // A scale of 1 reaches from -85 to 170.
+    const Range whole = {-85, 176};
+    std::uniform_real_distribution<double> most(167, 170);
+    std::vector<double> values(600, whole.low);
+    for (int i = 0; i < 500; ++i) values[i] = most(random);
+    values[7] = whole.high;
+    const Search search(spec, 600);
+    BlockElements elements = ElementsOf(values);
+    const auto got =
+        search.search.Search(0, 0, whole, 1, 0, &elements, StopToken());
+    ASSERT_TRUE(got.ok()) << got.status();
+    const auto want = SearchAll(search, 0, whole, 1, 32, &elements);
+    EXPECT_EQ(*search.search.Error(0, 0, *got, 1, &elements),
+              *search.search.Error(0, 0, *want, 1, &elements));
+    EXPECT_EQ(*search.scaler.Scale(0, *got, 0),
+              *search.scaler.Scale(0, *want, 0));
+    EXPECT_EQ(search.scaler.Scale(0, *want, 0)->scale, 1);
+    EXPECT_EQ(search.scaler.Scale(0, whole, 0)->scale, 2);
   }
 }
 
