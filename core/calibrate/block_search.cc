@@ -236,14 +236,16 @@ class BlockSearch::Run {
   }
 
   // Scales fall with the fraction of the whole range that is tried. What is
-  // clipped rises as they do: where that alone is more than the least error,
-  // smaller fractions need not be looked at.
+  // clipped rises as they do, if no number at an end comes nearer: where that
+  // alone is more than the least error, smaller fractions need not be looked
+  // at.
   void SearchOneEnd(int count) {
     Way& way = all_.way_;
     if (way.steps != count) Divide(count, &way);
     const bool is_sampled = !way.between.empty();
+    const bool rises = EndsEncloseZero();
     JudgeFractions(way.samples.data(), static_cast<int64_t>(way.samples.size()),
-                   is_sampled);
+                   is_sampled && rises);
     if (is_sampled) {
       double* const tried = way.tried.data();
       double* end = tried;
@@ -251,7 +253,7 @@ class BlockSearch::Run {
       const double* const clipped = room_.clipped.data();
       const int64_t* const before = way.before.data();
       for (int64_t i = 0; i < kSamples; ++i) {
-        if (gamma_ * clipped[i] * kSlack > best_.error) break;
+        if (rises && gamma_ * clipped[i] * kSlack > best_.error) break;
         // Scales that are rounded coarsely repeat themselves.
         if (i + 1 < kSamples && scales[i + 1] == scales[i]) continue;
         end = std::copy(way.between.data() + before[i],
@@ -269,6 +271,14 @@ class BlockSearch::Run {
       fine[kFineSteps - 1 - k] = first + k * ((last - first) / kFineSteps);
     }
     JudgeFractions(fine, kFineSteps - 1, /*needs_clipped=*/false);
+  }
+
+  // What lies below a lowest number above zero, or above a highest one below
+  // zero, is clipped less where the scale is smaller.
+  bool EndsEncloseZero() const {
+    if (!grid_.codebook.has_value()) return true;
+    const CodebookGrid& codebook = *grid_.codebook;
+    return codebook.entry[0] <= 0 && codebook.entry[codebook.count - 1] >= 0;
   }
 
   static void Divide(int count, Way* way) {

@@ -421,6 +421,120 @@ TEST(BlockSearchTest, LeavesOutNoRangeThatIsBetter) {
   }
 }
 
+// Small blocks of many kinds: some where most of a range is clipped, and where
+// scales cannot be as small as the range.
+std::vector<double> DrawSmall(std::mt19937* random) {
+  std::normal_distribution<double> normal(0, 1);
+  std::student_t_distribution<double> student(1);
+  std::uniform_real_distribution<double> uniform(0, 1);
+  const double codes = (*random)() % 2 == 0 ? 15 : 255;
+  const double lowest = (*random)() % 2 == 0 ? 0 : -codes * uniform(*random);
+  const double spread = 0.5 * uniform(*random);
+  const auto draw = [&](int kind) {
+    switch (kind) {
+      case 0:
+        return normal(*random);
+      case 1:
+        return student(*random);
+      case 2:
+        return 30 + normal(*random);
+      case 3:
+        return -2.5;
+      case 4:
+        return ((*random)() % 2 == 0 ? -1 : 7) + 0.1 * normal(*random);
+      case 5:
+        // Near the number of the highest code of scale 1; one is beyond it.
+        return lowest + codes * (1 - spread * uniform(*random));
+      default:
+        // Most of them far below the largest.
+        return std::pow(10, 3 * normal(*random)) *
+               ((*random)() % 4 == 0 ? -1 : 1);
+    }
+  };
+  const int kind = static_cast<int>((*random)() % 7);
+  const int exponents[] = {0, 0, 20, -20, -45, -122, -130};
+  const double size =
+      std::ldexp(1.0, exponents[(*random)() % std::size(exponents)]);
+  std::vector<double> x(1 + (*random)() % ((*random)() % 4 == 0 ? 200 : 24));
+  for (double& value : x) value = size * draw(kind);
+  if (kind == 5) {
+    x.front() = size * lowest;
+    x.back() = size * (lowest + codes * (1 + spread));
+  }
+  return x;
+}
+
+EncodingSpec DrawSpec(const std::vector<EncodingSpec>& all,
+                      std::mt19937* random) {
+  EncodingSpec spec = all[(*random)() % all.size()];
+  spec.exclude_zero =
+      EffectiveSymmetry(spec) == Symmetry::kAsymmetric && (*random)() % 4 == 0;
+  if (EffectiveScaleType(spec) == ScaleType::kE8m0) {
+    spec.mx_scale_rule = static_cast<MxScaleRule>((*random)() % 5);
+  }
+  if (!spec.codebook.empty()) {
+    // Some without a number on one side of zero.
+    std::uniform_real_distribution<float> uniform(
+        (*random)() % 2 == 0 ? -1 : 0.1f, (*random)() % 2 == 0 ? 0.3f : 2);
+    for (float& entry : spec.codebook) entry = uniform(*random);
+    std::sort(spec.codebook.begin(), spec.codebook.end());
+    if ((*random)() % 4 == 0) {
+      for (float& entry : spec.codebook) entry = -entry;
+      std::reverse(spec.codebook.begin(), spec.codebook.end());
+    }
+  }
+  return spec;
+}
+
+TEST(BlockSearchTest, FindsTheLeastErrorOfAllRangesOfSmallBlocks) {
+  std::mt19937 random(23);
+  const std::vector<EncodingSpec> specs = AllSpecs();
+  int narrower = 0;
+  for (int round = 0; round < Rounds(12000); ++round) {
+    const EncodingSpec spec = DrawSpec(specs, &random);
+    SCOPED_TRACE(absl::StrCat(Name(spec), " round ", round));
+    ASSERT_TRUE(ValidateSpec(spec).ok()) << ValidateSpec(spec);
+    const std::vector<double> values = DrawSmall(&random);
+    const Search search(spec, static_cast<int64_t>(values.size()));
+    BlockElements elements = ElementsOf(values);
+    const auto [low, high] = std::minmax_element(values.begin(), values.end());
+    const Range whole = search.scaler.Extend(
+        {static_cast<float>(*low), static_cast<float>(*high)});
+    if (whole.low == 0 && whole.high == 0) continue;
+    float outer = 0;
+    if (search.scaler.has_outer_scales() && random() % 2 == 0) {
+      const auto scale = search.scaler.OuterScale(0, 1.37 * whole.abs_max());
+      if (scale.ok()) outer = *scale;
+    }
+    const double gammas[] = {1, 1, 3, 0.5, 0.05, 50};
+    const double gamma = gammas[random() % std::size(gammas)];
+    const bool is_symmetric = search.scaler.is_symmetric();
+    const int most = is_symmetric ? 200 : random() % 2 == 0 ? 6 : 20;
+    const int steps =
+        random() % 5 == 0 ? 0 : 2 + static_cast<int>(random() % most);
+    const auto want = SearchAll(search, outer, whole, gamma,
+                                steps != 0     ? steps
+                                : is_symmetric ? 128
+                                               : 32,
+                                &elements);
+    const auto error = [&](const Range& range) {
+      return *search.search.Error(0, outer, range, gamma, &elements);
+    };
+    ForEachSimdTarget([&] {
+      const auto got = search.search.Search(0, outer, whole, gamma, steps,
+                                            &elements, StopToken());
+      ASSERT_EQ(got.ok(), want.ok());
+      if (!got.ok()) return;
+      ASSERT_EQ(error(*got), error(*want))
+          << "gamma " << gamma << ": " << got->low << " to " << got->high
+          << ", expected " << want->low << " to " << want->high;
+    });
+    if (HasFatalFailure()) return;
+    narrower += want.ok() && want->high - want->low < whole.high - whole.low;
+  }
+  EXPECT_GT(narrower, Rounds(12000) / 10);
+}
+
 // A range that is narrower than what its codes reach, as its scale is rounded
 // up, is the best: the next wider one has twice the scale.
 TEST(BlockSearchTest, FindsRangesWhoseCodesReachBeyondThem) {
