@@ -71,26 +71,32 @@ struct Candidates {
   std::vector<double> divergence;
 };
 
-Candidates TryAll(const Sample& sample, int mantissa_bits, int64_t levels,
-                  bool of_magnitudes, const Range& whole, int steps, int bins) {
-  const double low = of_magnitudes ? 0 : whole.low;
-  const double high = of_magnitudes ? whole.abs_max() : whole.high;
+// Of the values as they are.
+Candidates TryAll(const std::vector<double>& values,
+                  const EntropyLevels& levels, const Range& whole, int steps,
+                  int bins) {
+  const Range span = levels.of_magnitudes ? Range{0, whole.abs_max()}
+                     : levels.count == 0
+                         ? Range{-whole.abs_max(), whole.abs_max()}
+                         : whole;
+  const double from = std::clamp(0.0, span.low, span.high);
   std::vector<double> counts(bins, 0.0);
   const auto position = [&](double x) {
-    return (x - low) * bins / (high - low);
+    return (x - span.low) * bins / (span.high - span.low);
   };
-  for (const double x : sample.x) {
-    const double cut = Cut(of_magnitudes ? std::fabs(x) : x, mantissa_bits);
-    if (cut == 0) continue;
-    ++counts[std::clamp(static_cast<int>(std::floor(position(cut))), 0,
+  for (const double value : values) {
+    const double x = levels.of_magnitudes ? std::fabs(value) : value;
+    if (x == 0) continue;
+    ++counts[std::clamp(static_cast<int>(std::floor(position(x))), 0,
                         bins - 1)];
   }
   Candidates candidates;
   for (int k = 1; k <= steps; ++k) {
     const double fraction = static_cast<double>(k) / steps;
-    const Range range = {low * fraction, high * fraction};
+    const Range range = {from + (span.low - from) * fraction,
+                         from + (span.high - from) * fraction};
     const int first =
-        k == steps
+        k == steps || range.low == span.low
             ? 0
             : std::clamp(static_cast<int>(std::floor(position(range.low))), 0,
                          bins - 1);
@@ -100,12 +106,24 @@ Candidates TryAll(const Sample& sample, int mantissa_bits, int64_t levels,
             : std::clamp(static_cast<int>(std::ceil(position(range.high))), 1,
                          bins);
     const int64_t size = last - first;
-    if (k < steps && size < levels) continue;
+    if (k < steps && size < levels.size()) continue;
     std::vector<int> level_of_bin;
     for (int64_t t = 0; t < size; ++t) {
-      level_of_bin.push_back(static_cast<int>(t * levels / size));
+      int64_t level = 0;
+      if (levels.count != 0) {
+        level = t * levels.count / size;
+      } else {
+        for (const double boundary : levels.boundaries) {
+          level += static_cast<double>(t) >=
+                   boundary * static_cast<double>(size) - 0.5;
+        }
+      }
+      level_of_bin.push_back(static_cast<int>(level));
     }
-    candidates.ranges.push_back(range);
+    candidates.ranges.push_back(k == steps ? whole
+                                : levels.of_magnitudes
+                                    ? Range{-range.high, range.high}
+                                    : range);
     candidates.divergence.push_back(
         NaiveDivergence(counts, first, last, level_of_bin));
   }
@@ -135,11 +153,14 @@ TEST(EntropyTest, IsNoWorseThanTryingAllRangesOnTheCutElements) {
     if (extremes.min == 0 && extremes.max == 0) continue;
     const Range whole = {std::min(extremes.min, 0.0),
                          std::max(extremes.max, 0.0)};
-    const int64_t levels =
+    EntropyLevels levels;
+    levels.of_magnitudes = of_magnitudes;
+    levels.count =
         of_magnitudes ? int64_t{1} << (bits - 1) : int64_t{1} << bits;
+    std::vector<double> cut;
+    for (const double x : sample.x) cut.push_back(Cut(x, mantissa_bits));
     const Candidates candidates =
-        TryAll(sample, mantissa_bits, levels, of_magnitudes, whole,
-               spec.search_steps, spec.entropy_bins);
+        TryAll(cut, levels, whole, spec.search_steps, spec.entropy_bins);
     const double least = *std::min_element(candidates.divergence.begin(),
                                            candidates.divergence.end());
     const auto calibration =
@@ -150,7 +171,9 @@ TEST(EntropyTest, IsNoWorseThanTryingAllRangesOnTheCutElements) {
     const int codes = of_magnitudes ? (1 << (bits - 1)) - 1 : (1 << bits) - 1;
     for (size_t i = 0; i < candidates.ranges.size(); ++i) {
       const Range& range = candidates.ranges[i];
-      const float scale = static_cast<float>((range.high - range.low) / codes);
+      const double width =
+          of_magnitudes ? range.abs_max() : range.high - range.low;
+      const float scale = static_cast<float>(width / codes);
       if (scale == calibration->encoding.scale[0]) {
         taken = candidates.divergence[i];
         narrower += i + 1 < candidates.ranges.size();
@@ -216,6 +239,59 @@ TEST(EntropyTest, EverySimdTargetFindsTheSameRangeOfElements) {
     if (HasFailure()) return;
   }
   EXPECT_GT(narrower, Rounds(400) / 10);
+}
+
+TEST(EntropyTest, IsNoWorseThanTryingAllRangesOfElements) {
+  std::mt19937 random(6);
+  const int rounds = Rounds(3000);
+  int narrower = 0;
+  for (int round = 0; round < rounds; ++round) {
+    EntropyLevels levels;
+    levels.of_magnitudes = random() % 2 == 0;
+    levels.count = 1 + static_cast<int>(random() % (random() % 2 ? 300 : 20));
+    if (random() % 3 == 0) {
+      const char* formats[] = {"nf4", "float4_e2m1", "float8_e4m3fn"};
+      levels = LevelsOf(CodeNumbers(EncodingWithoutScales(
+                            Spec(formats[random() % std::size(formats)]),
+                            *BlockLayout::Create({1}, {}), false)),
+                        true);
+    }
+    // Down to one element, constant, and of few values.
+    std::vector<double> values =
+        Draw(kAllShapes[random() % std::size(kAllShapes)], 1 + random() % 150,
+             &random);
+    const double shift = random() % 3 == 0 ? 40 : 0;
+    for (double& x : values) x += shift;
+    if (random() % 10 == 0) std::fill(values.begin(), values.end(), values[0]);
+    BlockElements elements;
+    elements.Assign(ElementType::kFloat64,
+                    reinterpret_cast<const uint8_t*>(values.data()),
+                    static_cast<int64_t>(values.size()));
+    const auto [low, high] = std::minmax_element(values.begin(), values.end());
+    Range whole = {std::min(*low, 0.0), std::max(*high, 0.0)};
+    if (whole.low == whole.high) continue;
+    if (random() % 4 == 0 && *low < *high) whole = {*low, *high};
+    const int steps = 1 + static_cast<int>(random() % 40);
+    const int bins = 1 + static_cast<int>(random() % 400);
+    const Candidates candidates = TryAll(values, levels, whole, steps, bins);
+    const double least = *std::min_element(candidates.divergence.begin(),
+                                           candidates.divergence.end());
+    ForEachSimdTarget([&] {
+      const Range got = *SearchEntropy(&elements, levels, whole, steps, bins);
+      double taken = std::numeric_limits<double>::infinity();
+      for (size_t i = 0; i < candidates.ranges.size(); ++i) {
+        const Range& range = candidates.ranges[i];
+        if (got.low != range.low || got.high != range.high) continue;
+        taken = std::min(taken, candidates.divergence[i]);
+      }
+      ASSERT_LE(taken, least + 1e-9)
+          << "round " << round << ": " << levels.size() << " levels, " << bins
+          << " bins, " << steps << " steps, " << values.size() << " elements";
+      narrower += got.high - got.low < whole.high - whole.low;
+    });
+    if (HasFatalFailure()) return;
+  }
+  EXPECT_GT(narrower, rounds / 10);
 }
 
 TEST(EntropyTest, IsNotMovedByZeros) {
