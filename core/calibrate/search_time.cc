@@ -1,6 +1,7 @@
 #include "core/calibrate/search_time.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 #include "absl/time/time.h"
@@ -41,8 +42,10 @@ double Nanoseconds(const EncodingSpec& spec, CalibrationMethod method,
 double DirectNanoseconds(const EncodingSpec& spec, CalibrationMethod method,
                          double elements) {
   const bool both_ends = EffectiveSymmetry(spec) == Symmetry::kAsymmetric;
-  // Of levels that the bins of entropy are looked at by.
-  constexpr int kFewBits = 5;
+  // Of entropy: more levels than elements are only looked at where there are
+  // elements.
+  constexpr double kFewLevels = 32;
+  constexpr double kManyLevels = 256;
   double steps = spec.search_steps;
   switch (method) {
     case CalibrationMethod::kMse:
@@ -50,13 +53,19 @@ double DirectNanoseconds(const EncodingSpec& spec, CalibrationMethod method,
       if (steps == 0) {
         steps = both_ends ? kDefaultStepsOfEachEnd : kDefaultSteps;
       }
-      return both_ends ? steps * steps * (20 + 0.1 * elements)
+      return both_ends ? steps * steps * (5 + 0.06 * elements)
                        : steps * (4 + 0.05 * elements);
-    case CalibrationMethod::kEntropy:
+    case CalibrationMethod::kEntropy: {
       if (steps == 0) steps = kDefaultSteps;
-      return 2000 + 10 * elements +
-             steps * (FindFormat(spec.format)->bits <= kFewBits ? 50
-                                                                : 2 * elements);
+      const FormatInfo& format = *FindFormat(spec.format);
+      const bool of_magnitudes =
+          format.kind == CodeKind::kInteger && !both_ends;
+      const double levels = std::ldexp(1, format.bits - of_magnitudes);
+      return 2000 + 4 * elements +
+             steps * (levels <= std::clamp(elements, kFewLevels, kManyLevels)
+                          ? 10 + 3 * levels
+                          : 50 + 9 * elements);
+    }
     default:
       return 0;
   }

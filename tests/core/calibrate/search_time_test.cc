@@ -61,6 +61,16 @@ TEST(SearchTimeTest, TakesLessWhereElementsAreAtHand) {
   EXPECT_EQ(SearchTime(spec, 1, kCount, true), SearchTime(spec, 1, kCount));
   spec.method = CalibrationMethod::kEntropy;
   EXPECT_NEAR(milliseconds(kGroups), 60, 30);
+  spec.symmetry = Symmetry::kAsymmetric;
+  EXPECT_NEAR(milliseconds(kGroups), 90, 45);
+  spec.format = FindFormatByName("int8")->format;
+  EXPECT_NEAR(milliseconds(kGroups), 1000, 500);
+  EXPECT_NEAR(milliseconds(kCount / 8), 1700, 800);
+  // No more than the levels, of many elements.
+  EXPECT_NEAR(milliseconds(kCount / 4096), 30, 15);
+  spec.method = CalibrationMethod::kMse;
+  EXPECT_NEAR(milliseconds(kGroups), 100, 50);
+  EXPECT_NEAR(milliseconds(kCount / 8), 750, 350);
   spec.method = CalibrationMethod::kPercentile;
   EXPECT_EQ(milliseconds(kGroups), 0);
 }
