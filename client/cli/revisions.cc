@@ -22,6 +22,7 @@ struct Options {
   // What is published, or deleted.
   std::string revision;
   std::string target = "main";
+  bool keep_others = false;
   bool all = false;
 };
 
@@ -29,7 +30,8 @@ void Publish(const Options& options, Session* session) {
   const std::unique_ptr<Client> client = session->ConnectOrFail();
   if (client == nullptr) return;
   const absl::StatusOr<v1::PublishRevisionResponse> published =
-      client->PublishRevision(options.model, options.revision, options.target);
+      client->PublishRevision(options.model, options.revision, options.target,
+                              options.keep_others);
   if (!published.ok()) return session->Fail(published.status());
   if (session->json) {
     return session->PrintJson(
@@ -39,10 +41,14 @@ void Publish(const Options& options, Session* session) {
          {"encoding_count", published->encoding_count()},
          {"replaced_count", published->replaced_count()}});
   }
+  const std::string replaced = CountText(published->replaced_count());
   session->Print(absl::StrCat(
       "published ", Printable(options.revision), " as ",
       Printable(options.target), ": ", CountText(published->encoding_count()),
-      " encodings in place of ", CountText(published->replaced_count()), "\n"));
+      options.keep_others
+          ? absl::StrCat(" encodings now, ", replaced, " replaced")
+          : absl::StrCat(" encodings in place of ", replaced),
+      "\n"));
 }
 
 void PrintDeleted(const Options& options, uint64_t encoding_count,
@@ -101,6 +107,9 @@ void AddRevisionsCommand(Command* quantctl, Session* session) {
   publish->AddArgument("target", &options->target, "REVISION",
                        "The revision whose encodings they replace; main by "
                        "default");
+  publish->AddFlag("--keep-others", &options->keep_others,
+                   "Keep the encodings that the target has of tensors that the "
+                   "source does not have; otherwise they are deleted");
   publish->AddNote(
       "Readers see all encodings that were there before, or all that are there "
       "after. Statistics stay where they are.");

@@ -797,11 +797,12 @@ absl::StatusOr<v1::StoredEncoding> Client::WriteEncoding(
 
 absl::StatusOr<v1::PublishRevisionResponse> Client::PublishRevision(
     absl::string_view model, absl::string_view source,
-    absl::string_view revision) {
+    absl::string_view revision, bool keep_others) {
   v1::PublishRevisionRequest request;
   request.set_model(std::string(model));
   request.set_source_revision(std::string(source));
   request.set_revision(std::string(revision));
+  request.set_keep_others(keep_others);
   v1::PublishRevisionResponse response;
   const absl::Status status =
       Call(&v1::EncodingService::Stub::PublishRevision, request, &response);

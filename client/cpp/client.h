@@ -96,11 +96,12 @@ class Client {
       absl::FunctionRef<bool(v1::ScaleChunk* chunk)> next);
 
   // Makes the encodings of `source` those of `revision`, all at once. Empty
-  // `revision` is "main". When the answer was lost, the retry finds that and
-  // answers REVISION_NOT_FOUND.
+  // `revision` is "main". With `keep_others`, it keeps its encodings of tensors
+  // that `source` does not have; otherwise they are deleted. When the answer
+  // was lost, the retry finds that and answers REVISION_NOT_FOUND.
   absl::StatusOr<v1::PublishRevisionResponse> PublishRevision(
       absl::string_view model, absl::string_view source,
-      absl::string_view revision);
+      absl::string_view revision, bool keep_others = false);
   // Deletes encodings and statistics, all at once. A lost answer as with
   // DeleteEncoding; the counts are 0 then.
   absl::StatusOr<v1::DeleteRevisionResponse> DeleteRevision(

@@ -68,10 +68,10 @@ absl::StatusOr<std::unique_ptr<EncodingWriter>> TenantEncodingStore::OpenWriter(
 }
 
 absl::StatusOr<PublishedRevision> TenantEncodingStore::PublishRevision(
-    absl::string_view model, absl::string_view source,
-    absl::string_view target) {
+    absl::string_view model, absl::string_view source, absl::string_view target,
+    bool keep_others) {
   if (absl::Status s = principal_->CheckWrite(model); !s.ok()) return s;
-  return inner_->PublishRevision(model, source, target);
+  return inner_->PublishRevision(model, source, target, keep_others);
 }
 
 absl::StatusOr<DeletedRows> TenantEncodingStore::DeleteRevision(

@@ -42,9 +42,10 @@ class TenantEncodingStore : public EncodingStore {
   absl::StatusOr<std::unique_ptr<EncodingWriter>> OpenWriter(
       const EncodingKey& key, std::shared_ptr<const core::Encoding> outline,
       bool has_zero_points, const Precondition& precondition) override;
-  absl::StatusOr<PublishedRevision> PublishRevision(
-      absl::string_view model, absl::string_view source,
-      absl::string_view target) override;
+  absl::StatusOr<PublishedRevision> PublishRevision(absl::string_view model,
+                                                    absl::string_view source,
+                                                    absl::string_view target,
+                                                    bool keep_others) override;
   absl::StatusOr<DeletedRows> DeleteRevision(
       absl::string_view model, absl::string_view revision) override;
   absl::StatusOr<DeletedRows> DeleteModel(absl::string_view model) override;

@@ -287,7 +287,8 @@ absl::Status PublishRevision(const UnaryContext& context,
   }
   const absl::StatusOr<PublishedRevision> published =
       context.caller.encodings->PublishRevision(
-          request.model(), request.source_revision(), *revision);
+          request.model(), request.source_revision(), *revision,
+          request.keep_others());
   if (!published.ok()) return published.status();
   response->set_encoding_count(
       static_cast<uint64_t>(published->encoding_count));

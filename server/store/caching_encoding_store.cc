@@ -237,13 +237,13 @@ CachingEncodingStore::OpenWriter(const EncodingKey& key,
 }
 
 absl::StatusOr<PublishedRevision> CachingEncodingStore::PublishRevision(
-    absl::string_view model, absl::string_view source,
-    absl::string_view target) {
+    absl::string_view model, absl::string_view source, absl::string_view target,
+    bool keep_others) {
   const std::vector<absl::string_view> revisions = {source, target};
   const WideWrite write{model, &revisions};
   BeginWideWrite(write);
   absl::StatusOr<PublishedRevision> result =
-      inner_->PublishRevision(model, source, target);
+      inner_->PublishRevision(model, source, target, keep_others);
   EndWideWrite(write, result.status());
   return result;
 }

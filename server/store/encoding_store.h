@@ -142,7 +142,8 @@ class EncodingWriter {
 
 // What publishing did.
 struct PublishedRevision {
-  // Encodings that the revision has now, and had before.
+  // Encodings that the revision has now, and those that it had before and does
+  // not have any more.
   int64_t encoding_count = 0;
   int64_t replaced_count = 0;
 };
@@ -200,13 +201,15 @@ class EncodingStore {
       bool has_zero_points, const Precondition& precondition) = 0;
 
   // Makes the encodings of one revision those of another, all at once. Each
-  // gets a new etag and generation. Durable when it returns. Takes time for
-  // their number, not for their scales.
+  // gets a new etag and generation. With `keep_others`, encodings of the target
+  // stay as they are where the source has none of that tensor; otherwise they
+  // are deleted. Durable when it returns. Takes time for the number of
+  // encodings that move, not for their scales.
   // Requires: `source` and `target` differ.
   // Errors: REVISION_NOT_FOUND.
   virtual absl::StatusOr<PublishedRevision> PublishRevision(
       absl::string_view model, absl::string_view source,
-      absl::string_view target) = 0;
+      absl::string_view target, bool keep_others) = 0;
   // Deletes encodings and statistics, all at once. Durable when it returns. The
   // space is freed later, in steps.
   // Errors: REVISION_NOT_FOUND.

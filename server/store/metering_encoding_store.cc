@@ -102,10 +102,10 @@ MeteringEncodingStore::OpenWriter(const EncodingKey& key,
 }
 
 absl::StatusOr<PublishedRevision> MeteringEncodingStore::PublishRevision(
-    absl::string_view model, absl::string_view source,
-    absl::string_view target) {
+    absl::string_view model, absl::string_view source, absl::string_view target,
+    bool keep_others) {
   return Measure(metrics_, StoreOperation::kPut, [&] {
-    return inner_->PublishRevision(model, source, target);
+    return inner_->PublishRevision(model, source, target, keep_others);
   });
 }
 

@@ -124,6 +124,10 @@ constexpr char kRename[] =
     "WHERE model = $5 AND revision = $6 AND tensor = $7";
 constexpr char kDeleteRevision[] =
     "DELETE FROM encodings WHERE model = $1 AND revision = $2";
+// Of tensors that another revision has too.
+constexpr char kDeleteReplaced[] =
+    "DELETE FROM encodings WHERE model = $1 AND revision = $2 AND tensor IN "
+    "(SELECT tensor FROM encodings WHERE model = $3 AND revision = $4)";
 constexpr char kDeleteRevisionHeads[] =
     "DELETE FROM encoding_heads WHERE model = $1 AND revision = $2";
 constexpr char kDeleteRevisionStatistics[] =
@@ -833,8 +837,8 @@ absl::StatusOr<std::unique_ptr<EncodingWriter>> SqlEncodingStore::OpenWriter(
 }
 
 absl::StatusOr<PublishedRevision> SqlEncodingStore::PublishRevision(
-    absl::string_view model, absl::string_view source,
-    absl::string_view target) {
+    absl::string_view model, absl::string_view source, absl::string_view target,
+    bool keep_others) {
   constexpr absl::string_view kWhat = "cannot publish a revision";
   PublishedRevision published;
   const auto publish = [&](SqlConnection& connection) -> absl::Status {
@@ -862,13 +866,27 @@ absl::StatusOr<PublishedRevision> SqlEncodingStore::PublishRevision(
     if (tensors.empty()) {
       return core::RevisionNotFoundError(model, source, "encodings");
     }
-    absl::StatusOr<int64_t> replaced =
+    const absl::StatusOr<int64_t> before =
         Change(connection, kCountEncodings, model, target, kWhat);
-    if (!replaced.ok()) return replaced.status();
-    published.replaced_count = *replaced;
-    published.encoding_count = static_cast<int64_t>(tensors.size());
-    status = Change(connection, kDeleteRevision, model, target, kWhat).status();
+    if (!before.ok()) return before.status();
+    if (keep_others) {
+      const std::unique_ptr<SqlStatement> row =
+          connection.Prepare(kDeleteReplaced);
+      row->BindText(1, model);
+      row->BindText(2, target);
+      row->BindText(3, model);
+      row->BindText(4, source);
+      status = row->Step(kWhat).status();
+    } else {
+      status =
+          Change(connection, kDeleteRevision, model, target, kWhat).status();
+    }
     if (!status.ok()) return status;
+    const absl::StatusOr<int64_t> kept =
+        Change(connection, kCountEncodings, model, target, kWhat);
+    if (!kept.ok()) return kept.status();
+    published.replaced_count = *before - *kept;
+    published.encoding_count = *kept + static_cast<int64_t>(tensors.size());
     const int64_t now_us = absl::ToUnixMicros(absl::Now());
     EncodingKey from{std::string(model), std::string(source), ""};
     EncodingKey to{std::string(model), std::string(target), ""};

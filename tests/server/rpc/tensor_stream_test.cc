@@ -141,9 +141,10 @@ class StuckStore : public EncodingStore {
       bool has_zero_points, const Precondition& precondition) override {
     return Wait();
   }
-  absl::StatusOr<PublishedRevision> PublishRevision(
-      absl::string_view model, absl::string_view source,
-      absl::string_view target) override {
+  absl::StatusOr<PublishedRevision> PublishRevision(absl::string_view model,
+                                                    absl::string_view source,
+                                                    absl::string_view target,
+                                                    bool keep_others) override {
     return Wait();
   }
   absl::StatusOr<DeletedRows> DeleteRevision(

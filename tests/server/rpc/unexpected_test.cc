@@ -71,9 +71,10 @@ class ThrowingStore : public EncodingStore {
       bool has_zero_points, const Precondition& precondition) override {
     Throw();
   }
-  absl::StatusOr<PublishedRevision> PublishRevision(
-      absl::string_view model, absl::string_view source,
-      absl::string_view target) override {
+  absl::StatusOr<PublishedRevision> PublishRevision(absl::string_view model,
+                                                    absl::string_view source,
+                                                    absl::string_view target,
+                                                    bool keep_others) override {
     Throw();
   }
   absl::StatusOr<DeletedRows> DeleteRevision(

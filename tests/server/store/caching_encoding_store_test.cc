@@ -109,8 +109,10 @@ class FakeStore : public EncodingStore {
       const Precondition&) override {
     return NotFound(key);
   }
-  absl::StatusOr<PublishedRevision> PublishRevision(
-      absl::string_view, absl::string_view, absl::string_view) override {
+  absl::StatusOr<PublishedRevision> PublishRevision(absl::string_view,
+                                                    absl::string_view,
+                                                    absl::string_view,
+                                                    bool) override {
     absl::Status status = ReplaceAll();
     if (!status.ok()) return status;
     return PublishedRevision{1, 1};

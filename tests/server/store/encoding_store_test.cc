@@ -14,6 +14,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "absl/types/optional.h"
 #include "core/errors.h"
@@ -510,7 +511,7 @@ TEST_P(EncodingStoreTest, PublishesARevisionAtOnce) {
   ASSERT_TRUE(store_->Get({"m", "draft", "a"}).ok());
 
   const absl::StatusOr<PublishedRevision> published =
-      store_->PublishRevision("m", "draft", "main");
+      store_->PublishRevision("m", "draft", "main", /*keep_others=*/false);
   ASSERT_TRUE(published.ok()) << published.status();
   EXPECT_EQ(published->encoding_count, 2);
   EXPECT_EQ(published->replaced_count, 2);
@@ -543,9 +544,84 @@ TEST_P(EncodingStoreTest, PublishesARevisionAtOnce) {
     EXPECT_EQ((*revisions)[0].revision, "main");
     EXPECT_EQ((*revisions)[0].encoding_count, 2);
   }
-  EXPECT_EQ(
-      core::ErrorReason(store_->PublishRevision("m", "draft", "main").status()),
-      "REVISION_NOT_FOUND");
+  EXPECT_EQ(core::ErrorReason(
+                store_->PublishRevision("m", "draft", "main", false).status()),
+            "REVISION_NOT_FOUND");
+}
+
+TEST_P(EncodingStoreTest, PublishesBesideOthers) {
+  const auto large =
+      std::make_shared<const core::Encoding>(LargeEncodings()[0]);
+  MustPut({"m", "main", "a"}, 1);
+  const StoredEncoding kept = MustPut({"m", "main", "kept"}, 1);
+  ASSERT_TRUE(store_->Put({"m", "main", "large"}, large, {}).ok());
+  ASSERT_TRUE(store_->Put({"m", "main", "kept-large"}, large, {}).ok());
+  const StoredEncoding draft = MustPut({"m", "draft", "a"}, 2);
+  MustPut({"m", "draft", "large"}, 2);
+  MustPut({"m", "draft", "new"}, 2);
+  MustPut({"m", "other", "kept"}, 5);
+  // So that they are cached.
+  for (const char* tensor : {"a", "kept", "large"}) {
+    ASSERT_TRUE(store_->Get({"m", "main", tensor}).ok());
+  }
+
+  const absl::StatusOr<PublishedRevision> published =
+      store_->PublishRevision("m", "draft", "main", /*keep_others=*/true);
+  ASSERT_TRUE(published.ok()) << published.status();
+  EXPECT_EQ(published->encoding_count, 5);
+  EXPECT_EQ(published->replaced_count, 2);
+  for (const bool reopened : {false, true}) {
+    if (reopened) Reopen();
+    for (const char* tensor : {"a", "large", "new"}) {
+      const absl::StatusOr<StoredEncoding> got =
+          store_->Get({"m", "main", tensor});
+      ASSERT_TRUE(got.ok()) << got.status();
+      EXPECT_EQ(got->encoding->scale, std::vector<float>{2}) << tensor;
+      EXPECT_GT(got->generation, draft.generation);
+    }
+    const auto same = store_->Get({"m", "main", "kept"});
+    ASSERT_TRUE(same.ok()) << same.status();
+    EXPECT_EQ(same->etag, kept.etag);
+    EXPECT_EQ(same->encoding->scale[0], 1);
+    const auto same_large = store_->Get({"m", "main", "kept-large"});
+    ASSERT_TRUE(same_large.ok()) << same_large.status();
+    EXPECT_TRUE(*same_large->encoding == *large);
+    const auto list = store_->ListEncodings("m", "main", "", 10);
+    ASSERT_TRUE(list.ok()) << list.status();
+    ASSERT_EQ(list->size(), 5);
+    for (const EncodingListEntry& entry : *list) {
+      EXPECT_TRUE(entry.error.ok()) << entry.error;
+    }
+    const auto revisions = store_->ListRevisions("m", "", 10);
+    ASSERT_TRUE(revisions.ok()) << revisions.status();
+    ASSERT_EQ(revisions->size(), 2);
+    EXPECT_EQ((*revisions)[0].revision, "main");
+    EXPECT_EQ((*revisions)[0].encoding_count, 5);
+  }
+  EXPECT_EQ(store_->Get({"m", "other", "kept"})->encoding->scale[0], 5);
+  EXPECT_EQ(core::ErrorReason(
+                store_->PublishRevision("m", "draft", "main", true).status()),
+            "REVISION_NOT_FOUND");
+}
+
+// Each keeps what another has published meanwhile.
+TEST_P(EncodingStoreTest, PublishesSeveralIntoOneRevision) {
+  constexpr int kDrafts = 4;
+  constexpr int kRounds = 10;
+  for (int round = 0; round < kRounds; ++round) {
+    std::vector<std::thread> threads;
+    for (int i = 0; i < kDrafts; ++i) {
+      threads.emplace_back([&, i] {
+        const std::string draft = absl::StrCat("draft", i);
+        MustPut({"m", draft, absl::StrCat(round, ".", i)}, 1);
+        EXPECT_TRUE(store_->PublishRevision("m", draft, "main", true).ok());
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+  const auto list = store_->ListEncodings("m", "main", "", 1000);
+  ASSERT_TRUE(list.ok()) << list.status();
+  EXPECT_EQ(list->size(), kDrafts * kRounds);
 }
 
 TEST_P(EncodingStoreTest, DeletesRevisionsAndModels) {

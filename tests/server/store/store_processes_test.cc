@@ -267,7 +267,8 @@ TEST_P(StoreProcessesTest, KillingLeavesAWholeRevision) {
             if (!put_all(*own, "draft", i)) return 3;
             // Told before: the kill comes while it is published.
             if (!acknowledge(i - 1)) return 4;
-            if (!own->PublishRevision("model", "draft", "main").ok()) return 5;
+            if (!own->PublishRevision("model", "draft", "main", false).ok())
+              return 5;
           }
         },
         20'000, &acknowledged);

@@ -734,11 +734,12 @@ def delete_encoding(name: NameLike, if_match: str) -> Calls[None]:
     return _delete("DeleteEncoding", request)
 
 
-def publish_revision(model: str, source_revision: str, revision: str
-                     ) -> Calls[results.PublishedRevision]:
+def publish_revision(model: str, source_revision: str, revision: str,
+                     keep_others: bool) -> Calls[results.PublishedRevision]:
     """See Client.publish_revision."""
     answer = yield Call("PublishRevision", es.PublishRevisionRequest(
-        model=model, source_revision=source_revision, revision=revision))
+        model=model, source_revision=source_revision, revision=revision,
+        keep_others=keep_others))
     return results.PublishedRevision(answer.encoding_count,
                                      answer.replaced_count)
 

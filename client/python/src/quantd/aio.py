@@ -415,11 +415,13 @@ class Client:
         await self._run(_requests.delete_encoding(name, if_match))
 
     async def publish_revision(self, model: str, source_revision: str,
-                               revision: str = ""
+                               revision: str = "", *,
+                               keep_others: bool = False
                                ) -> results.PublishedRevision:
         """See Client.publish_revision."""
         published: results.PublishedRevision = await self._run(
-            _requests.publish_revision(model, source_revision, revision))
+            _requests.publish_revision(model, source_revision, revision,
+                                       keep_others))
         return published
 
     async def delete_revision(self, model: str, revision: str) -> None:

@@ -547,13 +547,18 @@ class Client:
         self._run(_requests.delete_encoding(name, if_match))
 
     def publish_revision(self, model: str, source_revision: str,
-                         revision: str = "") -> results.PublishedRevision:
+                         revision: str = "", *, keep_others: bool = False
+                         ) -> results.PublishedRevision:
         """Makes the encodings of source_revision those of revision, by default
         "main", all at once: readers see all that was there before, or all that
         is there after. The source is then empty. When an answer was lost, the
-        retry finds that and raises REVISION_NOT_FOUND."""
+        retry finds that and raises REVISION_NOT_FOUND.
+
+        keep_others: the revision keeps its encodings of tensors that the source
+            does not have; otherwise they are deleted."""
         published: results.PublishedRevision = self._run(
-            _requests.publish_revision(model, source_revision, revision))
+            _requests.publish_revision(model, source_revision, revision,
+                                       keep_others))
         return published
 
     def delete_revision(self, model: str, revision: str) -> None:

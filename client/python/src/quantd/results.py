@@ -400,8 +400,8 @@ class Revision(Tabular):
 
 @dataclasses.dataclass(frozen=True)
 class PublishedRevision(Tabular):
-    """What publish_revision did: encodings that the revision has now, and
-    encodings that it had before."""
+    """What publish_revision did: encodings that the revision has now, and those
+    that it had before and does not have any more."""
 
     encoding_count: int
     replaced_count: int
