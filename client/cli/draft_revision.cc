@@ -14,19 +14,12 @@
 #include "client/cpp/errors.h"
 
 namespace quantd::cli {
+namespace {
 
-DraftRevision::DraftRevision(NameOptions target, absl::string_view key)
-    : target_(std::move(target)),
-      draft_{target_.model, absl::StrCat(target_.revision, ".draft-", key)} {}
-
-absl::Status DraftRevision::Check(Client* client) const {
-  return client->ListEncodings(target_.model, target_.revision).status();
-}
-
-absl::StatusOr<absl::flat_hash_set<std::string>> DraftRevision::Tensors(
-    Client* client) const {
+absl::StatusOr<absl::flat_hash_set<std::string>> TensorsOf(
+    const NameOptions& name, Client* client) {
   const absl::StatusOr<std::vector<v1::StoredEncoding>> list =
-      client->ListEncodings(draft_.model, draft_.revision);
+      client->ListEncodings(name.model, name.revision);
   if (!list.ok()) return list.status();
   absl::flat_hash_set<std::string> tensors;
   for (const v1::StoredEncoding& stored : *list) {
@@ -35,29 +28,29 @@ absl::StatusOr<absl::flat_hash_set<std::string>> DraftRevision::Tensors(
   return tensors;
 }
 
-absl::Status DraftRevision::Publish(
-    const absl::flat_hash_set<std::string>& tensors, Client* client) const {
-  if (tensors.empty()) return absl::OkStatus();
-  const absl::StatusOr<std::vector<v1::StoredEncoding>> there =
-      client->ListEncodings(target_.model, target_.revision);
-  if (!there.ok()) return there.status();
-  for (const v1::StoredEncoding& stored : *there) {
-    const std::string& tensor = stored.name().tensor();
-    if (tensors.contains(tensor)) continue;
-    const absl::StatusOr<v1::StoredEncoding> read =
-        client->GetEncoding(target_.NameOf(tensor));
-    // One that was deleted meanwhile is not to come back.
-    if (absl::IsNotFound(read.status())) continue;
-    if (!read.ok()) return read.status();
-    const absl::Status put =
-        client->PutEncoding(draft_.NameOf(tensor), read->encoding(), "")
-            .status();
-    if (!put.ok()) return put;
-  }
+}  // namespace
+
+DraftRevision::DraftRevision(NameOptions target, absl::string_view key)
+    : target_(std::move(target)),
+      draft_{target_.model, absl::StrCat(target_.revision, ".draft-", key)} {}
+
+absl::StatusOr<absl::flat_hash_set<std::string>> DraftRevision::Tensors(
+    Client* client) const {
+  return TensorsOf(draft_, client);
+}
+
+absl::StatusOr<absl::flat_hash_set<std::string>> DraftRevision::TargetTensors(
+    Client* client) const {
+  return TensorsOf(target_, client);
+}
+
+absl::Status DraftRevision::Publish(Client* client) const {
   const absl::Status status =
-      client->PublishRevision(target_.model, draft_.revision, target_.revision)
+      client
+          ->PublishRevision(target_.model, draft_.revision, target_.revision,
+                            /*keep_others=*/true)
           .status();
-  // Its answer was lost, or another process published it meanwhile.
+  // Also where its answer was lost.
   if (ErrorReason(status) == "REVISION_NOT_FOUND") return absl::OkStatus();
   return status;
 }

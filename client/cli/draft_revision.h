@@ -29,21 +29,20 @@ class DraftRevision {
   // The name of the revision.
   const std::string& revision() const { return draft_.revision; }
 
-  // Whether the caller may do what Publish does, before a run costs anything.
-  // Errors: of the client.
-  absl::Status Check(Client* client) const;
-
   // The tensors that it has.
   // Errors: of the client.
   absl::StatusOr<absl::flat_hash_set<std::string>> Tensors(
       Client* client) const;
-
-  // Makes the draft, which has these tensors, the target, all at once.
-  // Encodings of the target that the draft does not have are copied to it
-  // before, so they stay.
+  // Those that the target has.
   // Errors: of the client.
-  absl::Status Publish(const absl::flat_hash_set<std::string>& tensors,
-                       Client* client) const;
+  absl::StatusOr<absl::flat_hash_set<std::string>> TargetTensors(
+      Client* client) const;
+
+  // Makes the encodings of the draft those of the target, all at once; the
+  // target keeps those of other tensors. Nothing happens where the draft has
+  // none: another process with the same key has published them.
+  // Errors: of the client.
+  absl::Status Publish(Client* client) const;
 
  private:
   const NameOptions target_;

@@ -51,6 +51,7 @@
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
 #include "client/cpp/scales.h"
+#include "client/cpp/tensor.h"
 #include "client/cpp/text_file.h"
 #include "client/files/atomic_file.h"
 #include "client/files/errors.h"
@@ -198,6 +199,8 @@ bool FileExists(const std::string& path) {
   return lstat(path.c_str(), &status) == 0;
 }
 
+using TensorSet = absl::flat_hash_set<std::string>;
+
 // One run of `quantctl quantize`. Not thread-safe.
 class Quantizer {
  public:
@@ -226,9 +229,13 @@ class Quantizer {
       }
       if (options_.store) {
         draft_.emplace(options_.name, RunKey());
-        status = draft_->Check(connections_->first());
+        status = CheckDraft();
+        if (!status.ok()) {
+          ReportRefused({status});
+          return session_.Fail(status);
+        }
       }
-      if (status.ok()) status = Write();
+      status = Write();
       // A part alone is not what readers are to see.
       if (status.ok() && is_complete_ && draft_.has_value() &&
           !part_.has_value()) {
@@ -278,46 +285,117 @@ class Quantizer {
     return TextHash(text);
   }
 
-  // Makes the encodings of all shards visible.
-  absl::Status Publish() const {
-    Client* const client = connections_->first();
-    absl::StatusOr<absl::flat_hash_set<std::string>> tensors =
-        draft_->Tensors(client);
-    if (!tensors.ok()) return tensors.status();
-    // Where nothing was to do, the run that wrote it has published.
-    const bool is_done =
-        std::all_of(shards_.begin(), shards_.end(),
-                    [](const auto& shard) { return shard->is_kept; });
-    if (is_done && tensors->empty()) return absl::OkStatus();
-    if (!IsCompressed()) {
-      for (const std::unique_ptr<Shard>& shard : shards_) {
-        absl::Status status = PutKept(*shard, client, &*tensors);
-        if (!status.ok()) return status;
-      }
+  // Before a run costs anything: whether the caller may do what Publish does,
+  // and whether the encodings of what is kept can be published.
+  // Errors: of the client, FILE_INCOMPLETE.
+  absl::Status CheckDraft() const {
+    const absl::StatusOr<TensorSet> drafted =
+        draft_->Tensors(connections_->first());
+    if (!drafted.ok()) return drafted.status();
+    if (part_.has_value() || !IsCompressed()) return absl::OkStatus();
+    const absl::StatusOr<bool> is_published = IsPublished(*drafted);
+    if (!is_published.ok()) return is_published.status();
+    for (const std::unique_ptr<Shard>& shard : shards_) {
+      if (*is_published || !(shard->is_kept || options_.join)) continue;
+      const std::vector<std::string> missing = Missing(*shard, *drafted);
+      if (!missing.empty()) return LackingError(*shard, missing.size());
     }
-    return draft_->Publish(*tensors, client);
+    return absl::OkStatus();
   }
 
-  // Of a shard that an earlier run wrote and published, the encodings go to the
-  // draft from its file.
-  absl::Status PutKept(const Shard& shard, Client* client,
-                       absl::flat_hash_set<std::string>* tensors) const {
-    if (!shard.is_kept) return absl::OkStatus();
+  // Whether an earlier run has done it all.
+  absl::StatusOr<bool> IsPublished(const TensorSet& drafted) const {
+    if (!drafted.empty() ||
+        !std::all_of(shards_.begin(), shards_.end(),
+                     [](const auto& shard) { return shard->is_kept; })) {
+      return false;
+    }
+    const absl::StatusOr<TensorSet> there =
+        draft_->TargetTensors(connections_->first());
+    if (!there.ok()) return there.status();
+    return std::all_of(shards_.begin(), shards_.end(), [&](const auto& shard) {
+      return Missing(*shard, *there).empty();
+    });
+  }
+
+  // The tensors of a shard whose encodings are not there.
+  std::vector<std::string> Missing(const Shard& shard,
+                                   const TensorSet& there) const {
+    std::vector<std::string> missing;
+    for (const files::FileTensor* const tensor : shard.selected) {
+      if (outcomes_.at(tensor->name).is_quantized &&
+          !there.contains(tensor->name)) {
+        missing.push_back(tensor->name);
+      }
+    }
+    return missing;
+  }
+
+  absl::Status LackingError(const Shard& shard, size_t count) const {
+    return files::FileIncompleteError(
+        shard.output_path,
+        absl::StrCat("revision ", draft_->revision(),
+                     " lacks the encodings of ", CountText(count),
+                     " of its tensors, which are not read back from such a "
+                     "file; ",
+                     options_.join ? "do its parts again with "
+                                   : "quantize it again with ",
+                     is_folder_ ? "--restart" : "--force"));
+  }
+
+  // Makes the encodings of all shards visible.
+  absl::Status Publish() {
+    Client* const client = connections_->first();
+    const absl::StatusOr<TensorSet> drafted = draft_->Tensors(client);
+    if (!drafted.ok()) return drafted.status();
+    const absl::StatusOr<bool> is_published = IsPublished(*drafted);
+    if (!is_published.ok()) return is_published.status();
+    absl::Status status;
+    if (!*is_published) {
+      for (const std::unique_ptr<Shard>& shard : shards_) {
+        const std::vector<std::string> missing = Missing(*shard, *drafted);
+        if (missing.empty()) continue;
+        is_lacking_ = true;
+        status = PutMissing(*shard, missing, client);
+        if (!status.ok()) return status;
+      }
+      is_lacking_ = false;
+      status = draft_->Publish(client);
+    }
+    is_published_ = status.ok();
+    interrupt_note_.Set(UnfinishedText());
+    return status;
+  }
+
+  // Puts encodings into the draft from the file that was written: those that an
+  // earlier run published, or that somebody deleted.
+  absl::Status PutMissing(const Shard& shard,
+                          const std::vector<std::string>& missing,
+                          Client* client) const {
+    if (IsCompressed() || IsGguf() || options_.output.IsStandardOutput()) {
+      return LackingError(shard, missing.size());
+    }
     const absl::StatusOr<TensorInput> written =
         TensorInput::Open(shard.output_path);
     if (!written.ok()) return written.status();
-    for (const files::FileTensor* const tensor : shard.selected) {
-      if (!tensors->insert(tensor->name).second) continue;
+    for (const std::string& name : missing) {
+      const auto json =
+          written->metadata().find(absl::StrCat(kQuantizedKeyPrefix, name));
       const absl::StatusOr<QuantizedTensor> quantized =
-          ReadQuantized(*written, shard.output_path, tensor->name,
-                        written->metadata().at(
-                            absl::StrCat(kQuantizedKeyPrefix, tensor->name)));
+          ReadQuantized(*written, shard.output_path, name,
+                        json == written->metadata().end() ? "" : json->second);
       if (!quantized.ok()) return quantized.status();
+      Encoding encoding = quantized->Whole();
+      // As the server sets it where it knows the shape.
+      const std::vector<int64_t> block_size(encoding.block_size().begin(),
+                                            encoding.block_size().end());
+      const absl::StatusOr<std::vector<int64_t>> scale_shape =
+          ScaleShape(quantized->shape, block_size);
+      if (!scale_shape.ok()) return scale_shape.status();
+      encoding.mutable_scale_shape()->Assign(scale_shape->begin(),
+                                             scale_shape->end());
       const absl::Status status =
-          client
-              ->PutEncoding(draft_->NameOf(tensor->name), quantized->Whole(),
-                            "")
-              .status();
+          client->PutEncoding(draft_->NameOf(name), encoding, "").status();
       if (!status.ok()) return status;
     }
     return absl::OkStatus();
@@ -997,6 +1075,7 @@ class Quantizer {
     if (!size.ok()) return size.status();
     file_bytes_ += *size;
     shard->is_written = true;
+    interrupt_note_.Set(UnfinishedText());
     return absl::OkStatus();
   }
 
@@ -1693,11 +1772,7 @@ class Quantizer {
   void ReportUnfinished() {
     const Totals totals = Count();
     if (is_complete_ && draft_.has_value()) {
-      return session_.PrintError(absl::StrCat(
-          "quantctl: ", options_.output.path,
-          " is written; to publish its encodings: quantctl revisions publish ",
-          options_.name.model, " ", draft_->revision(), " ",
-          options_.name.revision));
+      return session_.PrintError(UnpublishedText());
     }
     if (stored_count_ > 0) {
       session_.PrintError(absl::StrCat(
@@ -1711,14 +1786,33 @@ class Quantizer {
     }
   }
 
+  // Of an output that is complete.
+  std::string UnpublishedText() const {
+    const std::string how =
+        is_folder_    ? "the same command publishes them"
+        : is_lacking_ ? "the same command with --force does so"
+                      : absl::StrCat(
+                            "to publish them: quantctl revisions publish "
+                            "--keep-others ",
+                            options_.name.model, " ", draft_->revision(), " ",
+                            options_.name.revision);
+    return absl::StrCat("quantctl: ", options_.output.path,
+                        " is written, but its encodings are not published; ",
+                        how);
+  }
+
   // One line, also where there is nothing.
   std::string UnfinishedText() const {
     const auto count = std::count_if(
         shards_.begin(), shards_.end(),
         [](const std::unique_ptr<Shard>& shard) { return shard->is_written; });
     if (!is_folder_) {
+      const bool is_written = count == 1 && !part_.has_value();
+      if (is_written && draft_.has_value() && !is_published_) {
+        return UnpublishedText();
+      }
       return absl::StrCat("quantctl: stopped; ", options_.output.path,
-                          " is not written");
+                          is_written ? " is written" : " is not written");
     }
     return absl::StrCat("quantctl: ", options_.output.path, " has ",
                         CountText(static_cast<uint64_t>(count)), " of ",
@@ -1879,6 +1973,9 @@ class Quantizer {
   bool made_folder_ = false;
   bool is_cleared_ = false;
   bool is_complete_ = false;
+  // Whether the draft is known not to have all encodings.
+  bool is_lacking_ = false;
+  bool is_published_ = false;
   InterruptNote interrupt_note_;
   // The schemes of a compressed-tensors model, by shard.
   std::map<const Shard*, Json> modules_;

@@ -5,11 +5,13 @@ the output is the same, byte for byte.
 """
 
 import argparse
+from concurrent import futures
 import hashlib
 import json
 import math
 import os
 import random
+import re
 import signal
 import socket
 import struct
@@ -18,6 +20,8 @@ import sys
 import threading
 import time
 import unittest
+
+import grpc
 
 from quantctl_case import QuantctlCase, read_safetensors, write_safetensors
 
@@ -46,6 +50,44 @@ def bfloat16(count, seed):
 def tensors(names, shape):
     return {name: ("BF16", shape, bfloat16(math.prod(shape), name))
             for name in names}
+
+
+class Relay(grpc.GenericRpcHandler):
+    """A server that passes calls on to another one; a context manager.
+
+    What `before` has under the name of an RPC is called, with the context, when
+    such a call comes.
+    """
+
+    def __init__(self, address):
+        self.before = {}
+        self._channel = grpc.insecure_channel(address)
+        self._server = grpc.server(futures.ThreadPoolExecutor(16))
+        self._server.add_generic_rpc_handlers((self,))
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        self.address = f"127.0.0.1:{port}"
+
+    def service(self, handler_call_details):
+        method = handler_call_details.method
+
+        def call(requests, context):
+            self.before.get(method.rsplit("/", 1)[1], lambda _: None)(context)
+            onward = self._channel.stream_stream(method)(requests)
+            try:
+                yield from onward
+            except grpc.RpcError as error:
+                context.set_trailing_metadata(error.trailing_metadata())
+                context.abort(error.code(), error.details())
+
+        return grpc.stream_stream_rpc_method_handler(call)
+
+    def __enter__(self):
+        self._server.start()
+        return self
+
+    def __exit__(self, *unused):
+        self._server.stop(grace=None).wait()
+        self._channel.close()
 
 
 class PartsCase(QuantctlCase):
@@ -244,8 +286,150 @@ class StoredTest(PartsCase):
         self.assertEqual(len(self.etags()), 12)
         self.assertEqual(self.revisions(), ["main"])
         # What is joined already is published already.
+        before = self.etags()
         self.store(folder, "out", "--join")
-        self.assertEqual(len(self.etags()), 12)
+        self.assertEqual(self.etags(), before)
+
+    def store_through(self, relay, *words, code=0):
+        return self.run_quantctl(
+            "--server", relay.address, "quantize", *words, "--model",
+            self.id(), code=code)
+
+    def write_two(self):
+        """A file of a tensor each; the store has these and another one."""
+        paths = []
+        for name in "ab":
+            paths.append(self.path(name + ".safetensors"))
+            write_safetensors(paths[-1], tensors([name + ".weight"], [8, 64]))
+        write_safetensors(self.input, tensors(
+            ["a.weight", "b.weight", "c.weight"], [8, 64]))
+        self.store(self.input, "before", "--spec", "int8")
+        return paths
+
+    def formats(self):
+        return {one["name"]["tensor"][0]: one["format"] for one in self.json(
+            "encodings", "list", "--model", self.id())["encodings"]}
+
+    def test_RunsAtOnceKeepTheEncodingsOfEachOther(self):
+        a, b = self.write_two()
+        with Relay(self.server.address) as relay:
+            # All of the second run, when the first is about to publish.
+            relay.before["PublishRevision"] = lambda _: self.store(
+                b, "b.out", "--spec", "int2")
+            self.store_through(relay, a, "-o", self.path("a.out"), "--spec",
+                               "int4")
+        self.assertEqual(self.formats(), {"a": "NUMBER_FORMAT_INT4",
+                                          "b": "NUMBER_FORMAT_INT2",
+                                          "c": "NUMBER_FORMAT_INT8"})
+        self.assertEqual(self.revisions(), ["main"])
+
+    def test_AfterAFailureNothingStaleIsPublished(self):
+        a, b = self.write_two()
+        run = (a, "-o", self.path("a.out"), "--spec", "int4", "--force")
+        with Relay(self.server.address) as relay:
+            for spec in ("int2", "int6"):
+                relay.before["PublishRevision"] = lambda context: context.abort(
+                    grpc.StatusCode.FAILED_PRECONDITION, "not now")
+                failed = self.store_through(relay, *run, code=1)
+                self.assertEqual(self.formats()["a"], "NUMBER_FORMAT_INT8")
+                self.store(b, "b.out", "--spec", spec, "--force")
+                del relay.before["PublishRevision"]
+                if spec == "int2":
+                    self.store_through(relay, *run)
+                else:
+                    # As it says.
+                    said = re.search("is written, but its encodings are not "
+                                     "published; to publish them: quantctl "
+                                     "(.*)", failed.stderr)
+                    self.run_quantctl(*said[1].split())
+                self.assertEqual(self.formats(), {
+                    "a": "NUMBER_FORMAT_INT4",
+                    "b": "NUMBER_FORMAT_" + spec.upper(),
+                    "c": "NUMBER_FORMAT_INT8"})
+                self.assertEqual(self.revisions(), ["main"])
+                self.store(self.input, "before", "--spec", "int8", "--force")
+
+    def test_ARunThatIsStoppedWhenItPublishesSaysSo(self):
+        a, _ = self.write_two()
+        with Relay(self.server.address) as relay:
+            with subprocess.Popen(
+                    [self.quantctl, "--server", relay.address, "quantize", a,
+                     "-o", self.path("out"), "--model", self.id()],
+                    stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                    encoding="utf-8") as process:
+                def stop(context):
+                    process.send_signal(signal.SIGINT)
+                    process.wait()
+                    context.abort(grpc.StatusCode.CANCELLED, "stopped")
+                relay.before["PublishRevision"] = stop
+                said = process.stderr.read()
+        self.assertEqual(process.returncode, -signal.SIGINT)
+        self.assertTrue(os.path.exists(self.path("out")))
+        self.assertIn("is written, but its encodings are not published; to "
+                      "publish them: quantctl revisions publish --keep-others",
+                      said)
+        self.assertNotIn("is not written", said)
+
+    def drop_drafts(self):
+        for revision in self.revisions():
+            if revision != "main":
+                self.run_quantctl("revisions", "delete", self.id(), revision)
+
+    def test_AJoinPublishesWhatTheDraftLacks(self):
+        folder = self.write_folder()
+        flags = ("--spec", "int4:group:32", "--spec", "*1.weight=nvfp4")
+        self.store(folder, "whole", *flags)
+        expected = {name: self.encoding(name) for name in self.etags()}
+        # More parts than shards, and whole shards.
+        for count, lost in ((9, 4), (2, 1), (2, 2)):
+            with self.subTest(count=count, lost=lost):
+                self.run_quantctl("revisions", "delete", self.id(), "--all")
+                out = f"{count}.{lost}"
+                for part in range(count):
+                    self.store(folder, out, *flags, "--part",
+                               f"{part}/{count}")
+                    if part + 1 == lost:
+                        self.drop_drafts()
+                self.store(folder, out, *flags, "--join")
+                self.assertEqual(
+                    {name: self.encoding(name) for name in self.etags()},
+                    expected)
+                self.assertEqual(self.revisions(), ["main"])
+
+    def encoding(self, name):
+        return self.json("encodings", "get", name, "--model",
+                         self.id())["encoding"]
+
+    def test_CompressedShardsWithoutEncodingsAreDoneAgain(self):
+        folder = self.write_folder()
+        flags = ("--spec", "int4:group:32", "--layout", "compressed-tensors")
+        self.store(folder, "out", *flags)
+        first = self.etags()
+        self.store(folder, "out", *flags)
+        self.assertEqual(self.etags(), first)
+        # These encodings may be those of another run by now.
+        os.unlink(self.path("out/model-00002-of-00006.safetensors"))
+        self.assertIn("--restart", self.store(folder, "out", *flags,
+                                              code=FILE_ERROR).stderr)
+        self.assertEqual(self.etags(), first)
+        self.store(folder, "out", *flags, "--restart")
+        self.assertFalse(set(self.etags().values()) & set(first.values()))
+        self.assertEqual(self.etags().keys(), first.keys())
+
+        for part in ("0/9", "1/9", "2/9", "3/9", "4/9", "5/9", "6/9", "7/9",
+                     "8/9"):
+            self.store(folder, "parts", *flags, "--part", part)
+            if part == "3/9":
+                self.drop_drafts()
+        before = self.etags()
+        said = self.store(folder, "parts", *flags, "--join", code=FILE_ERROR)
+        self.assertIn("--restart", said.stderr)
+        self.assertEqual(self.etags(), before)
+        for part in ("0/9", "1/9", "2/9", "3/9"):
+            self.store(folder, "parts", *flags, "--part", part, "--restart")
+        self.store(folder, "parts", *flags, "--join")
+        self.assertFalse(set(self.etags().values()) & set(before.values()))
+        self.assertEqual(self.revisions(), ["main"])
 
 
 class StreamsTest(PartsCase):
