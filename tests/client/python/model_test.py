@@ -250,6 +250,95 @@ def test_AStoredRevisionChangesAtOnce(tmp_path, folder, client):
         "acme/atomic", name)).encoding for name in names}
 
 
+def two_files(tmp_path, client, model):
+    """Files of a matrix each; the store has these and another one as int8."""
+    rng = np.random.default_rng(1)
+    for name in "ab":
+        quantd.save(tmp_path / f"{name}.safetensors",
+                    {name: rng.standard_normal((8, 64), np.float32)})
+    for name in "abc":
+        client.put_encoding(quantd.TensorName(model, name),
+                            quantd.Encoding("int8", scale=[1]))
+
+    def do(name, spec, **keywords):
+        return quantd.quantize_model(
+            tmp_path / f"{name}.safetensors", tmp_path / f"{name}.out", spec,
+            client=client, model=model, store=True, overwrite=True, **keywords)
+    return do
+
+
+def before_publishing(monkeypatch, do):
+    """Does something once, when a run is about to publish."""
+    publish = quantd.Client.publish_revision
+
+    def patched(*arguments, **keywords):
+        monkeypatch.setattr(quantd.Client, "publish_revision", publish)
+        do()
+        return publish(*arguments, **keywords)
+    monkeypatch.setattr(quantd.Client, "publish_revision", patched)
+
+
+def test_RunsAtOnceKeepTheEncodingsOfEachOther(tmp_path, client, monkeypatch):
+    do = two_files(tmp_path, client, "acme/two")
+    before_publishing(monkeypatch, lambda: do("b", "int2"))
+    do("a", "int4")
+    assert revisions_of(client, "acme/two") == {
+        "main": {"a": "int4", "b": "int2", "c": "int8"}}
+
+
+def test_AfterAFailureNothingStaleIsPublished(tmp_path, client, monkeypatch):
+    do = two_files(tmp_path, client, "acme/stale")
+
+    def fail():
+        raise quantd.QuantdError(None, "OTHER", "not now")
+    before_publishing(monkeypatch, fail)
+    assert raised(do, "a", "int4") == "OTHER"
+    assert revisions_of(client, "acme/stale")["main"]["a"] == "int8"
+    do("b", "int2")
+    do("a", "int4")
+    assert revisions_of(client, "acme/stale") == {
+        "main": {"a": "int4", "b": "int2", "c": "int8"}}
+
+
+def test_WhoMayNotReadIsToldBeforeTheWork(tmp_path, folder, client,
+                                          monkeypatch):
+    def refuse(*_, **__):
+        raise quantd.QuantdError(None, "SCOPE_MISSING", "read")
+    monkeypatch.setattr(quantd.Client, "list_encodings", refuse)
+    monkeypatch.setattr(quantd.Client, "quantize_many", None)
+    for part in (None, (0, 2)):
+        assert raised(quantd.quantize_model, folder, tmp_path / "out", "int8",
+                      client=client, model="acme/refused", store=True,
+                      part=part) == "SCOPE_MISSING"
+    assert not (tmp_path / "out").exists()
+
+
+def test_AJoinPublishesWhatTheDraftLacks(tmp_path, folder, client):
+    def do(target, **keywords):
+        quantd.quantize_model(folder, tmp_path / target, SPECS, client=client,
+                              model="acme/lost", store=True, **keywords)
+
+    def encodings():
+        return {stored.name.tensor: client.get_encoding(stored.name).encoding
+                for stored in client.list_encodings("acme/lost")}
+
+    do("whole")
+    expected = encodings()
+    assert len(expected) == 12
+    # Whole shards, after all of which the draft is lost, and more parts than
+    # shards.
+    for count, lost in ((3, 2), (7, 3)):
+        client.delete_revision("acme/lost", "main")
+        for part in range(count):
+            do(f"out{count}", part=(part, count))
+            if part == lost:
+                (draft,) = revisions_of(client, "acme/lost")
+                client.delete_revision("acme/lost", draft)
+        quantd.join_model(folder, tmp_path / f"out{count}", SPECS,
+                          client=client, model="acme/lost", store=True)
+        assert encodings() == expected
+
+
 def test_OnlyAJoinPublishesParts(tmp_path, folder, client):
     keywords = {"client": client, "model": "acme/parts", "store": True,
                 "revision": "r1"}

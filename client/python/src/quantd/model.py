@@ -10,8 +10,6 @@ import threading
 from typing import (Any, Collection, Iterable, Iterator, Mapping, Optional,
                     Sequence, Union)
 
-import grpc
-
 from quantd import _compressed, _files, _layout, errors
 from quantd._files import FileTensor, InputFile, SafetensorsWriter
 from quantd._parts import (PART_KEY, Part, as_part, find_parts, share_out)
@@ -567,6 +565,9 @@ class _Run:
 
     def write(self, wanted: ProgressLike) -> QuantizedModel:
         """Does what is to be done."""
+        if self._store:
+            # A token that may not do this is not to be found out at the end.
+            self._tensors_in(self._draft)
         if self._is_folder:
             try:
                 os.makedirs(self._target, exist_ok=True)
@@ -698,55 +699,45 @@ class _Run:
     def _publish(self) -> None:
         """Makes the encodings of all files those of the revision."""
         assert self._client is not None
-        there = {stored.name.tensor for stored in
-                 self._client.list_encodings(self._model, self._draft)}
-        if not there and all(shard.is_kept for shard in self._shards):
+        there = self._tensors_in(self._draft)
+        if not there and all(shard.is_kept for shard in self._shards) and (
+                not any(self._missing(self._tensors_in(self._revision)))):
             # The run that wrote them has published.
             return
-        for shard in self._shards:
-            missing = [tensor for tensor in shard.selected
-                       if self._outcomes[tensor.name].is_quantized and
-                       tensor.name not in there]
+        # An earlier run published these with the rest, or somebody deleted
+        # them.
+        for shard, missing in zip(self._shards, self._missing(there)):
             if not missing:
                 continue
-            # Kept, and published with the rest of an earlier run.
             file = _files.open_safetensors(shard.output_path)
             for tensor in missing:
                 stored = _layout.read(
-                    file.path, file.tensors, tensor.name,
-                    file.metadata[_layout.KEY_PREFIX + tensor.name])
+                    file.path, file.tensors, tensor,
+                    file.metadata[_layout.KEY_PREFIX + tensor])
                 assert stored.encoding is not None
-                self._client.put_encoding(self._draft_name(tensor.name),
+                self._client.put_encoding(self._draft_name(tensor),
                                           stored.encoding)
-                there.add(tensor.name)
-        if not there:
-            # All tensors failed.
-            return
-        self._keep_others(there)
         try:
             self._client.publish_revision(self._model, self._draft,
-                                          self._revision)
+                                          self._revision, keep_others=True)
         except errors.QuantdError as error:
-            # Its answer was lost, or another process has published it.
+            # All tensors failed, its answer was lost, or another process has
+            # published it.
             if error.reason != "REVISION_NOT_FOUND":
                 raise
 
-    def _keep_others(self, there: Collection[str]) -> None:
-        """Encodings of tensors that are not of this run stay."""
+    def _tensors_in(self, revision: str) -> set[str]:
+        """Those that have encodings in the store."""
         assert self._client is not None
-        for listed in self._client.list_encodings(self._model, self._revision):
-            if listed.name.tensor in there:
-                continue
-            try:
-                encoding = self._client.get_encoding(listed.name).encoding
-            except errors.QuantdError as error:
-                # One that was deleted meanwhile is not to come back.
-                if error.code != grpc.StatusCode.NOT_FOUND:
-                    raise
-                continue
-            assert encoding is not None
-            self._client.put_encoding(self._draft_name(listed.name.tensor),
-                                      encoding)
+        return {stored.name.tensor for stored in
+                self._client.list_encodings(self._model, revision)}
+
+    def _missing(self, there: Collection[str]) -> list[list[str]]:
+        """For each shard, the quantized tensors whose encodings are not
+        there."""
+        return [[tensor.name for tensor in shard.selected
+                 if self._outcomes[tensor.name].is_quantized and
+                 tensor.name not in there] for shard in self._shards]
 
     def _clear(self) -> None:
         """Before the first shard is in its place: takes away what would make a
