@@ -157,6 +157,13 @@ absl::Status SetContribution(const RpcEnvironment& env,
     // Checked before any data comes; the statistics decide later.
     absl::StatusOr<core::EncodingSpec> spec = SpecFromProto(header.spec());
     if (!spec.ok()) return core::WithField(spec.status(), "header.spec");
+    // Their encoding has no fewer scales than that of this part. If those are
+    // too many, nothing is to be counted.
+    const absl::Status status =
+        ResolveSpec(env, *spec, task->description.shape).status();
+    if (core::ErrorReason(status) == "SCALE_COUNT_LIMIT") {
+      return core::WithField(status, "header.spec");
+    }
     task->spec = *std::move(spec);
   }
   // One way to say per tensor, so that both go together.

@@ -592,6 +592,33 @@ TEST_F(SmallBudgetTest, SourcesThatDoNotFitTogetherAreReadOneByOne) {
   }));
 }
 
+server::ServerOptions SmallChunks() {
+  server::ServerOptions options;
+  options.limits.chunk_bytes = 1 << 10;
+  return options;
+}
+
+class SmallChunkTest : public StatisticsRpcTest {
+ protected:
+  SmallChunkTest() : StatisticsRpcTest(SmallChunks()) {}
+};
+
+TEST_F(SmallChunkTest, AnEncodingThatFitsNoMessageIsRefusedBeforeTheData) {
+  constexpr int kCount = 2000;
+  v1::CalibrateHeader header = Header("x", kCount);
+  header.mutable_contribution()->add_block_size(2);
+  *header.mutable_spec() = Spec(v1::NUMBER_FORMAT_INT8);
+  header.mutable_spec()->add_block_size(2);
+  const auto refused = Calibrate(server_.quantization(), header,
+                                 ToBytes(Bell(kCount)), /*chunk_bytes=*/1024);
+  EXPECT_THAT(std::string(refused.status().message()),
+              HasSubstr("SCALE_COUNT_LIMIT"));
+  EXPECT_FALSE(GetStatistics("x", false).ok());
+  // With so few scales it is served.
+  header.mutable_spec()->set_block_size(0, 20);
+  MustCalibrate(header, Bell(kCount), /*chunk_bytes=*/1024);
+}
+
 // What histograms take counts at once, not with the next chunk.
 TEST_F(StatisticsRpcTest, HistogramsAreChargedAsTheyGrow) {
   constexpr int kCount = 256 << 10;
