@@ -369,7 +369,8 @@ class CalibrateJob final : public TensorJob {
     absl::StatusOr<CalibratedEncoding> calibrated =
         contributed_
             ? StoredCalibrator(env_, stored_)
-                  .Calibrate(*task_.spec, pool, stop())
+                  .Calibrate(*task_.spec, ScaleTransport::kOneMessage, pool,
+                             stop())
             : CalibrateTensor(env_, {*task_.spec, task_.layout},
                               accumulator_->statistics(), {}, pool, stop());
     if (!calibrated.ok()) {

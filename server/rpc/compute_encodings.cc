@@ -126,7 +126,8 @@ class ComputeEncodingsCall final
     const size_t spec_index = SpecIndexOf(key_.tensor);
     absl::StatusOr<CalibratedEncoding> calibrated =
         StoredCalibrator(env(), stored_)
-            .Calibrate(specs_[spec_index], env().helper_pool, stop());
+            .Calibrate(specs_[spec_index], ScaleTransport::kOneMessage,
+                       env().helper_pool, stop());
     if (!calibrated.ok()) {
       return core::WithField(
           calibrated.status(),

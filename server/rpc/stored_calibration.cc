@@ -21,10 +21,11 @@ bool UsesMovingAverage(const core::EncodingSpec& spec) {
 }  // namespace
 
 absl::StatusOr<CalibratedEncoding> StoredCalibrator::Calibrate(
-    const core::EncodingSpec& spec, core::ThreadPool* pool,
-    core::StopToken stop) {
+    const core::EncodingSpec& spec, ScaleTransport transport,
+    core::ThreadPool* pool, core::StopToken stop) {
   const core::StatisticsState& state = stored_.state;
-  absl::StatusOr<ResolvedSpec> resolved = ResolveSpec(env_, spec, state.shape);
+  absl::StatusOr<ResolvedSpec> resolved =
+      ResolveSpec(env_, spec, state.shape, transport);
   if (!resolved.ok()) return resolved.status();
   const std::vector<int64_t>& block_size = resolved->spec.block_size;
   const bool is_coarse = block_size != state.block_size;

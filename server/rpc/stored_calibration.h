@@ -12,6 +12,7 @@
 #include "core/parallel/stop_token.h"
 #include "core/parallel/thread_pool.h"
 #include "core/statistics/tensor_statistics.h"
+#include "server/rpc/encoding_source.h"
 #include "server/rpc/rpc_environment.h"
 #include "server/rpc/tensor_calibration.h"
 #include "server/store/statistics_store.h"
@@ -27,11 +28,14 @@ class StoredCalibrator {
       : env_(env), stored_(stored) {}
 
   // `spec`  valid, not resolved for the shape.
-  // `pool`  as for CalibrateTensor.
-  // Errors: those of core::ResolveSpec, CheckedLayout and core::StatisticsAt;
-  // METHOD_INVALID (a moving average over more than one source), at the fields
-  // of an EncodingSpec; those of core::Calibrate.
+  // `transport`  of the scales in the answer; kChunks also where they are not
+  //              in it.
+  // `pool`       as for CalibrateTensor.
+  // Errors: those of ResolveSpec and core::StatisticsAt; METHOD_INVALID (a
+  // moving average over more than one source), at the fields of an
+  // EncodingSpec; those of core::Calibrate.
   absl::StatusOr<CalibratedEncoding> Calibrate(const core::EncodingSpec& spec,
+                                               ScaleTransport transport,
                                                core::ThreadPool* pool,
                                                core::StopToken stop);
 

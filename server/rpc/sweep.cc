@@ -19,6 +19,7 @@
 #include "core/types/block_layout.h"
 #include "quantd/v1/encoding_service.pb.h"
 #include "server/rpc/encoding_call.h"
+#include "server/rpc/encoding_source.h"
 #include "server/rpc/mixture.h"
 #include "server/rpc/patterns.h"
 #include "server/rpc/statistics_rpcs.h"
@@ -178,7 +179,8 @@ class SweepCall final
     StoredCalibrator calibrator(env(), stored_);
     for (const core::EncodingSpec& spec : specs_) {
       const absl::StatusOr<CalibratedEncoding> calibrated =
-          calibrator.Calibrate(spec, env().helper_pool, stop());
+          calibrator.Calibrate(spec, ScaleTransport::kChunks, env().helper_pool,
+                               stop());
       if (stopped()) return core::StoppedError();
       SpecResult& result = results->emplace_back();
       result.spec_index = static_cast<int>(results->size()) - 1;

@@ -619,6 +619,21 @@ TEST_F(SmallChunkTest, AnEncodingThatFitsNoMessageIsRefusedBeforeTheData) {
   MustCalibrate(header, Bell(kCount), /*chunk_bytes=*/1024);
 }
 
+TEST_F(SmallChunkTest, ASweepTakesEncodingsThatFitNoMessage) {
+  constexpr int kCount = 2000;
+  v1::CalibrateHeader header = Header("x", kCount);
+  header.mutable_contribution()->add_block_size(2);
+  MustCalibrate(header, Bell(kCount), /*chunk_bytes=*/1024);
+  v1::SweepRequest request;
+  request.add_specs()->set_format(v1::NUMBER_FORMAT_INT8);
+  request.mutable_specs(0)->add_block_size(2);
+  const std::vector<v1::SweepResponse> responses = Sweep(request);
+  ASSERT_EQ(responses.size(), 2u);
+  ASSERT_EQ(responses[0].candidates_size(), 1);
+  EXPECT_EQ(responses[0].candidates(0).error().message(), "");
+  EXPECT_EQ(responses[0].candidates(0).size_bytes(), kCount + kCount / 2 * 4);
+}
+
 // What histograms take counts at once, not with the next chunk.
 TEST_F(StatisticsRpcTest, HistogramsAreChargedAsTheyGrow) {
   constexpr int kCount = 256 << 10;
