@@ -1,7 +1,7 @@
 #include "server/rpc/encoding_source.h"
 
+#include <algorithm>
 #include <cstdint>
-#include <limits>
 #include <memory>
 #include <string>
 #include <utility>
@@ -25,6 +25,8 @@ namespace {
 constexpr size_t kMostEtagBytes = 256;
 // Far more than a tensor has: what comes after is not made for longer lists.
 constexpr int kMostDimensions = 1024;
+// What a message has beside scales, such as names, shapes and a codebook.
+constexpr int64_t kMostFrameBytes = int64_t{8} << 10;
 // Scales that are written into an answer within microseconds.
 constexpr size_t kSmallScaleCount = 1024;
 
@@ -37,19 +39,16 @@ absl::StatusOr<MemoryBudget::Lease> ChargeEncoding(const RpcEnvironment& env,
 // Errors: SCALE_COUNT_LIMIT, unless so many scales go into an answer.
 absl::Status CheckTransport(const RpcEnvironment& env, ScaleTransport transport,
                             int64_t scale_count, core::ScaleType scale_type,
-                            bool has_zero_points) {
+                            bool has_zero_points, int64_t outer_count) {
   if (transport == ScaleTransport::kChunks) return absl::OkStatus();
-  // In a message they take no more than in memory.
   const int64_t most = env.limits.chunk_bytes;
-  const int64_t bytes_per_scale =
-      core::MemoryPerScale(scale_type, has_zero_points);
-  if (scale_count <= most / bytes_per_scale) return absl::OkStatus();
-  // Of more than that nobody needs the number.
-  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
-  return core::MessageScaleLimitError(most,
-                                      scale_count > kMost / bytes_per_scale
-                                          ? kMost
-                                          : scale_count * bytes_per_scale);
+  // In a message they take no more than in memory.
+  const int64_t bytes =
+      scale_count * core::MemoryPerScale(scale_type, has_zero_points) +
+      outer_count * static_cast<int64_t>(sizeof(float)) +
+      std::min(kMostFrameBytes, most / 8);
+  return bytes <= most ? absl::OkStatus()
+                       : core::MessageScaleLimitError(most, bytes);
 }
 
 // An encoding, with the layout that it has on this tensor. Errors are at no
@@ -75,9 +74,9 @@ absl::StatusOr<ResolvedEncoding> Fit(
   } else {
     absl::Status status = core::CheckEncodingFits(*encoding, *layout);
     if (!status.ok()) return status;
-    status =
-        CheckTransport(env, transport, layout->scale_count(),
-                       encoding->scale_type, !encoding->zero_point.empty());
+    status = CheckTransport(env, transport, layout->scale_count(),
+                            encoding->scale_type, !encoding->zero_point.empty(),
+                            static_cast<int64_t>(encoding->outer_scale.size()));
     if (!status.ok()) return status;
   }
   return ResolvedEncoding{
@@ -235,9 +234,17 @@ absl::StatusOr<ResolvedSpec> ResolveSpec(const RpcEnvironment& env,
   absl::StatusOr<core::BlockLayout> layout =
       CheckedLayout(shape, resolved->block_size);
   if (!layout.ok()) return core::WithField(layout.status(), field);
+  core::Encoding outline;
+  outline.scale_type = core::EffectiveScaleType(spec);
+  outline.block_size = resolved->block_size;
+  outline.outer_block_size = resolved->outer_block_size;
+  absl::StatusOr<core::BlockLayout> outer_layout =
+      OuterLayoutOf(outline, *layout);
+  if (!outer_layout.ok()) return outer_layout.status();
   absl::Status status = CheckTransport(
-      env, transport, layout->scale_count(), core::EffectiveScaleType(spec),
-      core::EffectiveSymmetry(spec) == core::Symmetry::kAsymmetric);
+      env, transport, layout->scale_count(), outline.scale_type,
+      core::EffectiveSymmetry(spec) == core::Symmetry::kAsymmetric,
+      outer_layout->scale_count());
   if (!status.ok()) return core::WithField(std::move(status), field);
   return ResolvedSpec{
       *std::move(resolved),

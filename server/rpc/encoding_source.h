@@ -33,8 +33,8 @@ constexpr char kEncodingWayOut[] =
     "put encodings with PutEncoding and name them by reference, or send fewer "
     "tensors at once";
 
-// Whether all scales of an encoding go in one message, which may be no larger
-// than a chunk.
+// Whether all scales of an encoding go in one message. With all that is beside
+// them it takes at most Limits::chunk_bytes then.
 enum class ScaleTransport { kOneMessage, kChunks };
 
 // Errors: those of BlockLayout::Create, BLOCK_SIZE_INVALID where it leaves no

@@ -41,6 +41,9 @@ static_assert(EndsAlike<v1::EvaluateResponse>());
 
 // Two tags and two varints of 64 bits.
 constexpr int kMaxPrefixBytes = 32;
+// The largest header that data follow in one message. Clients often take no
+// more than a few MiB at once, and a header may have as much as data.
+constexpr size_t kMostHeaderBytes = 64 << 10;
 
 // `message` as a length-delimited field.
 std::string Field(int number, const google::protobuf::MessageLite& message) {
@@ -72,7 +75,7 @@ void ChunkWriter::AddScales(const google::protobuf::MessageLite& scales) {
 }
 
 uint8_t* ChunkWriter::AddData(int64_t offset_bytes, int64_t size) {
-  if (has_data_) Flush();
+  if (has_data_ || header_.size() > kMostHeaderBytes) Flush();
   uint8_t prefix[kMaxPrefixBytes];
   uint8_t* end = prefix;
   if (offset_bytes != 0) {

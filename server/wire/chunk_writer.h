@@ -16,8 +16,9 @@
 namespace quantd::server {
 
 // Builds the answers of one stream. What belongs to one tensor and was not
-// taken yet is gathered into as few messages as it fits; `data` is written by
-// the kernel straight into the slice that goes out. Not thread-safe.
+// taken yet is gathered into as few messages as it fits; a large header goes
+// without data. `data` is written by the kernel straight into the slice that
+// goes out. Not thread-safe.
 class ChunkWriter {
  public:
   // The header of the tensor's answer.

@@ -535,5 +535,46 @@ INSTANTIATE_TEST_SUITE_P(AllCases, RangesTest,
                            return CaseName(info.param.Name());
                          });
 
+// A client as protobuf and gRPC make it takes at most 4 MiB in a message.
+TEST(MessageSizeTest, AnEncodingThatIsAnsweredFitsAMessage) {
+  TestServer server;
+  const auto stub = v1::QuantizationService::NewStub(grpc::CreateChannel(
+      server.address(), grpc::InsecureChannelCredentials()));
+  const auto quantize = [&](v1::ScaleType type, int count) -> std::string {
+    v1::QuantizeHeader header;
+    header.mutable_tensor()->set_element_type(v1::ELEMENT_TYPE_FLOAT16);
+    header.mutable_tensor()->add_shape(count);
+    v1::Encoding& encoding = *header.mutable_encoding();
+    encoding.set_format(v1::NUMBER_FORMAT_INT8);
+    encoding.set_scale_type(type);
+    encoding.add_block_size(1);
+    if (type == v1::SCALE_TYPE_FLOAT32) {
+      encoding.mutable_scale()->Resize(count, 1);
+    } else {
+      encoding.set_scale_code(std::string(count, '\1'));
+      encoding.mutable_outer_scale()->Resize(count, 1);
+      encoding.add_outer_block_size(1);
+      encoding.add_scale_shape(count);
+    }
+    const absl::StatusOr<QuantizeAnswer> answer =
+        Quantize(*stub, header, std::string(size_t{2} * count, '\0'), 1 << 20);
+    if (answer.ok()) return "";
+    const std::string message(answer.status().message());
+    return message.substr(0, message.find(':'));
+  };
+  constexpr int kMost = 4 << 20;
+  constexpr int kFrame = 8 << 10;
+  const struct {
+    v1::ScaleType type;
+    int bytes_per_scale;
+  } cases[] = {{v1::SCALE_TYPE_FLOAT32, 4}, {v1::SCALE_TYPE_INTEGER, 9}};
+  for (const auto& [type, bytes_per_scale] : cases) {
+    SCOPED_TRACE(v1::ScaleType_Name(type));
+    const int count = (kMost - kFrame) / bytes_per_scale;
+    EXPECT_EQ(quantize(type, count), "");
+    EXPECT_EQ(quantize(type, count + 1), "SCALE_COUNT_LIMIT");
+  }
+}
+
 }  // namespace
 }  // namespace quantd::testing

@@ -102,6 +102,22 @@ TEST(ChunkWriterTest, DataFollowsDataInMessagesOfTheirOwn) {
   EXPECT_TRUE(responses[2].has_summary());
 }
 
+TEST(ChunkWriterTest, DataDoNotFollowALargeHeader) {
+  for (const int scales : {1000, 100000}) {
+    ChunkWriter writer;
+    v1::QuantizeResponseHeader header = Header("t");
+    for (int i = 0; i < scales; ++i) header.mutable_encoding()->add_scale(1);
+    writer.SetHeader(header);
+    AddData(writer, 0, "abc");
+    writer.SetSummary(Summary(3));
+    const auto responses = Take<v1::QuantizeResponse>(writer);
+    ASSERT_EQ(responses.size(), scales == 1000 ? 1u : 2u);
+    EXPECT_EQ(responses.front().header().encoding().scale_size(), scales);
+    EXPECT_EQ(responses.back().data(), "abc");
+    EXPECT_TRUE(responses.back().has_summary());
+  }
+}
+
 TEST(ChunkWriterTest, WhatIsTakenInBetweenGoesOnAfterwards) {
   ChunkWriter writer;
   writer.SetHeader(Header("t"));
