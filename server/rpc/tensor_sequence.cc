@@ -79,6 +79,11 @@ absl::Status TensorSequence::OpenMessage(StepKind kind) {
     return absl::OkStatus();
   }
   message_->opened = true;
+  // How much they are decides whether there is time for the tensor.
+  absl::Status shared;
+  if ((message_->admitted || has_job()) && envelope.shared.has_value()) {
+    shared = FindShared();
+  }
   if (message_->admitted) {
     absl::Status status = tensor_->Check(std::exchange(envelope.header, {}),
                                          caller_, envelope.data_bytes);
@@ -86,10 +91,8 @@ absl::Status TensorSequence::OpenMessage(StepKind kind) {
   } else if (!envelope.has_header && !has_job() && !skips_) {
     return core::HeaderMissingError();
   }
-  if (has_job() && envelope.shared.has_value()) {
-    if (absl::Status s = FindShared(); !s.ok()) {
-      FailTensor(core::WithField(s, "shared"));
-    }
+  if (has_job() && !shared.ok()) {
+    FailTensor(core::WithField(shared, "shared"));
   }
   env_.metrics->PayloadIn(envelope.data_bytes);
   if (has_job() && !envelope.has_header) {

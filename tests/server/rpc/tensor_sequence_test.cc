@@ -2,10 +2,13 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/socket.h>
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -14,11 +17,15 @@
 #include "core/errors.h"
 #include "grpcpp/grpcpp.h"
 #include "quantd/v1/quantization_service.pb.h"
+#include "server/net/file_descriptor.h"
 #include "server/rpc/call_registry.h"
 #include "server/rpc/open_tensor.h"
 #include "server/rpc/steps.h"
 #include "server/rpc/stream_account.h"
 #include "server/rpc/stream_watchdog.h"
+#include "server/shared_memory/peer_process.h"
+#include "server/shared_memory/region.h"
+#include "server/shared_memory/region_registry.h"
 #include "server/wire/rpcs.h"
 #include "tests/support/fake_tensor_rpc.h"
 
@@ -173,6 +180,42 @@ TEST_F(TensorSequenceTest, SharedDataOfNobodyFailTheTensor) {
   request.set_data("abcdefgh");
   EXPECT_TRUE(Send(request).ok());
   EXPECT_THAT(Answers(), ElementsAre("REGION_INVALID"));
+}
+
+TEST_F(TensorSequenceTest, SharedDataOfATensorThatIsSearchedCount) {
+  int ends[2] = {-1, -1};
+  ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends), 0);
+  const FileDescriptor here(ends[0]);
+  const FileDescriptor there(ends[1]);
+  RegionRegistry registry;
+  const std::string peer = absl::StrCat("fd:", here.get());
+  const std::shared_ptr<const Region> region =
+      Region::Create(4096, &fake_.budget, &fake_.metrics)->region;
+  registry.Add(region, *PeerOfCall(peer));
+  rpc_.tensor.frame = {0, 4096, 4, 4, 1024};
+  rpc_.tensor.feed_search_time = absl::Minutes(4);
+  v1::QuantizeRequest request = Header();
+  request.mutable_shared()->set_region_id(region->id());
+  request.mutable_shared()->set_size_bytes(4096);
+  const auto open = [&](StreamAccount* account) {
+    auto sequence = std::make_unique<TensorSequence>(
+        fake_.env, &rpc_, Credential("", {}),
+        TensorSequence::Stream{account, &watchdog_, &stopped_});
+    Caller caller;
+    caller.shared_memory = SharedMemoryAccess(&registry, peer);
+    sequence->SetCaller(std::move(caller));
+    sequence->Take(Serialized(request));
+    EXPECT_TRUE(sequence->Step(StepKind::kQuantum, false).ok());
+    return sequence;
+  };
+  const auto first = open(&account_);
+  EXPECT_TRUE(first->outlook().has_tensor);
+  account_.WorkLeft(first->PendingWork(), absl::ZeroDuration());
+  account_.Hold(0, /*rests=*/false);
+  StreamAccount other(fake_.env, Rpc::kQuantize, fake_.share);
+  const auto second = open(&other);
+  EXPECT_FALSE(second->outlook().has_tensor);
+  first->Abandon();
 }
 
 TEST_F(TensorSequenceTest, NoTensorBeginsWhileTheServerDrains) {
