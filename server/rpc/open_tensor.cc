@@ -25,6 +25,14 @@ absl::Duration TimeOf(bool is_long) {
   return is_long ? core::ThreadClock::OfThisThread().Now() : core::SteadyNow();
 }
 
+int64_t SizeBytes(absl::Span<const std::string> parts) {
+  int64_t bytes = 0;
+  for (const std::string& part : parts) {
+    bytes += static_cast<int64_t>(part.size());
+  }
+  return bytes;
+}
+
 }  // namespace
 
 OpenTensor::OpenTensor(const RpcEnvironment& env, TensorRpc* rpc,
@@ -76,10 +84,7 @@ absl::Status OpenTensor::Resolve(const RequestEnvelope& message,
 
 absl::Status OpenTensor::Push(const RequestEnvelope& message) {
   if (!message.scales.empty()) {
-    int64_t bytes = 0;
-    for (const std::string& scales : message.scales) {
-      bytes += static_cast<int64_t>(scales.size());
-    }
+    const int64_t bytes = SizeBytes(message.scales);
     if (bytes > env_.limits.chunk_bytes) {
       return core::WithField(
           core::ChunkTooLargeError(env_.limits.chunk_bytes, bytes), "scales");
@@ -194,9 +199,15 @@ absl::StatusOr<bool> OpenTensor::Reserve(int64_t bytes, bool over_share) {
 }
 
 absl::StatusOr<bool> OpenTensor::PushScales() {
+  // They must not keep themselves out.
+  scales_lease_.Release();
   absl::StatusOr<bool> pushed = HasMemory(job_->PushScales(scales_));
   if (!pushed.ok()) return core::WithField(pushed.status(), "scales");
-  if (*pushed) scales_ = {};
+  if (*pushed) {
+    scales_ = {};
+  } else {
+    env_.budget->Count(&scales_lease_, SizeBytes(scales_));
+  }
   return pushed;
 }
 

@@ -13,6 +13,7 @@
 #include "absl/time/time.h"
 #include "absl/types/optional.h"
 #include "absl/types/span.h"
+#include "server/guard/memory_budget.h"
 #include "server/rpc/caller.h"
 #include "server/rpc/rpc_environment.h"
 #include "server/rpc/steps.h"
@@ -132,6 +133,8 @@ class OpenTensor {
   absl::optional<ChunkReader> reader_;
   // Of the last message, until the job has them.
   absl::Span<const std::string> scales_;
+  // What they take while they wait for memory.
+  MemoryBudget::Lease scales_lease_;
   // What feeding it took, where it is searched meanwhile.
   absl::Duration feed_search_time_;
   absl::Duration finish_time_;

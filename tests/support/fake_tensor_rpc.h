@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -51,6 +52,8 @@ struct FakeTensor {
   absl::Status reserve;
   absl::Status feed;
   absl::Status finish;
+  // Called with each of them.
+  std::function<void()> on_push_scales = [] {};
 };
 
 // Answers Quantize with the bytes that came, and notes the calls of its jobs.
@@ -96,6 +99,7 @@ class FakeTensorRpc final : public server::TensorRpc {
     }
     absl::Status PushScales(absl::Span<const std::string> scales) override {
       rpc_->calls.push_back(absl::StrCat("scales ", scales.size()));
+      rpc_->tensor.on_push_scales();
       return rpc_->tensor.push_scales;
     }
     absl::Status Reserve(int64_t bytes) override {

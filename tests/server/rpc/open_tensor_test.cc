@@ -309,6 +309,25 @@ TEST_F(OpenTensorTest, ScalesWaitForMemoryOnlyForAWhile) {
   EXPECT_FALSE(tensor_->cut_off());
 }
 
+TEST_F(OpenTensorTest, ScalesCountWhileTheyWait) {
+  fake_.env.limits.memory_wait = absl::InfiniteDuration();
+  rpc_.tensor.push_scales = fake_.budget.TransitError();
+  ASSERT_TRUE(CheckHeader().ok());
+  Message(0, 8);
+  envelope_.scales = {std::string(1000, 'a'), std::string(500, 'b')};
+  ASSERT_TRUE(tensor_->Resolve(envelope_, &out_).ok());
+  EXPECT_EQ(fake_.budget.leased_bytes(), 1500);
+  EXPECT_TRUE(Feed().ok());
+  EXPECT_EQ(fake_.budget.leased_bytes(), 1500);
+  // They do not keep themselves out.
+  rpc_.tensor.on_push_scales = [this] {
+    EXPECT_EQ(fake_.budget.leased_bytes(), 0);
+  };
+  rpc_.tensor.push_scales = absl::OkStatus();
+  EXPECT_TRUE(Feed().ok());
+  EXPECT_EQ(fake_.budget.leased_bytes(), 0);
+}
+
 TEST_F(OpenTensorTest, DoesNotWaitForMemoryThatThereWillNeverBe) {
   fake_.env.limits.memory_wait = absl::InfiniteDuration();
   AdmitCheckAndResolve(8);
