@@ -100,6 +100,9 @@ absl::Status OpenTensor::Feed(const std::shared_ptr<const Region>& region,
                               bool over_share, ChunkWriter* out) {
   if (!scales_.empty()) {
     const absl::StatusOr<bool> pushed = PushScales();
+    if (core::ErrorReason(pushed.status()) == "MEMORY_BUDGET") {
+      cut_off_ = over_share;
+    }
     if (!pushed.ok() || !*pushed) return pushed.status();
   }
   const int64_t ready = ready_bytes();

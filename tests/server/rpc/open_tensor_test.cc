@@ -309,6 +309,31 @@ TEST_F(OpenTensorTest, ScalesWaitForMemoryOnlyForAWhile) {
   EXPECT_FALSE(tensor_->cut_off());
 }
 
+TEST_F(OpenTensorTest, ScalesThatWaitTooLongAreLostForTheirStreamsMemory) {
+  for (const bool over_share : {false, true}) {
+    fake_.env.limits.memory_wait = absl::InfiniteDuration();
+    rpc_.tensor.push_scales = fake_.budget.TransitError();
+    Open();
+    ASSERT_TRUE(tensor_->Admit(0, kSmallBytes).ok());
+    ASSERT_TRUE(CheckHeader().ok());
+    Message(0, 8);
+    envelope_.scales = {"one"};
+    ASSERT_TRUE(tensor_->Resolve(envelope_, &out_).ok());
+    fake_.env.limits.memory_wait = absl::ZeroDuration();
+    EXPECT_EQ(core::ErrorReason(Feed(over_share)), "MEMORY_BUDGET");
+    EXPECT_EQ(tensor_->cut_off(), over_share);
+    tensor_->Close(false);
+  }
+  // Scales that are wrong are not.
+  Open();
+  fake_.env.limits.memory_wait = absl::InfiniteDuration();
+  ASSERT_TRUE(CheckHeader().ok());
+  ASSERT_TRUE(tensor_->Resolve(envelope_, &out_).ok());
+  rpc_.tensor.push_scales = absl::InvalidArgumentError("SCALE_COUNT: wrong");
+  EXPECT_FALSE(Feed(/*over_share=*/true).ok());
+  EXPECT_FALSE(tensor_->cut_off());
+}
+
 TEST_F(OpenTensorTest, ScalesCountWhileTheyWait) {
   fake_.env.limits.memory_wait = absl::InfiniteDuration();
   rpc_.tensor.push_scales = fake_.budget.TransitError();
