@@ -298,6 +298,7 @@ class EvaluateJob final : public TensorJob {
     frame_.quantum_bytes = TensorBuffer::kBlockBytes;
     int64_t held_elements = 0;
     for (const Candidate& candidate : candidates_) {
+      feed_only_searches_ &= candidate.local != nullptr;
       if (candidate.local != nullptr) {
         feed_search_time_ += core::SearchTime(
             candidate.spec->spec, candidate.spec->layout->scale_count(),

@@ -152,7 +152,7 @@ void OpenTensor::Close(bool ok) {
   if (ok) {
     account_->Finished(size_bytes(), finish_time_);
     account_->Searched(job_->search_time(), finish_time_);
-    if (searches_as_fed()) {
+    if (searches_as_fed() && job_->feed_only_searches()) {
       account_->Searched(job_->feed_search_time(), feed_search_time_);
     }
   }

@@ -86,6 +86,8 @@ class TensorJob {
   absl::Duration search_time() const { return search_time_; }
   // The same of searches that go on while all bytes of the frame are fed.
   absl::Duration feed_search_time() const { return feed_search_time_; }
+  // Nothing else of note is done meanwhile.
+  bool feed_only_searches() const { return feed_only_searches_; }
 
   // Valid after Resolve.
   const TensorFrame& frame() const { return frame_; }
@@ -119,6 +121,7 @@ class TensorJob {
   TensorFrame frame_;
   absl::Duration search_time_;
   absl::Duration feed_search_time_;
+  bool feed_only_searches_ = true;
 
  private:
   const std::atomic<bool>* stopped_ = nullptr;

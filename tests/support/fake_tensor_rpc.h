@@ -45,6 +45,7 @@ struct FakeTensor {
   bool finish_is_long = false;
   absl::Duration search_time;
   absl::Duration feed_search_time;
+  bool feed_only_searches = true;
   // What the calls answer; Check answers for the whole job.
   absl::Status check;
   absl::Status resolve;
@@ -80,6 +81,7 @@ class FakeTensorRpc final : public server::TensorRpc {
       frame_ = tensor.frame;
       search_time_ = tensor.search_time;
       feed_search_time_ = tensor.feed_search_time;
+      feed_only_searches_ = tensor.feed_only_searches;
     }
     ~Job() override { rpc_->calls.push_back("gone"); }
 

@@ -222,6 +222,22 @@ TEST_F(OpenTensorTest, WhatASearchTookWhileBytesCameIsNoRateOfOthers) {
   }
 }
 
+TEST_F(OpenTensorTest, WhatIsMoreThanASearchCorrectsNoEstimate) {
+  rpc_.tensor.frame = {0, 1 << 20, 4, 4, 1 << 20};
+  rpc_.tensor.feed_search_time = kMinute;
+  for (const bool only_searches : {false, true}) {
+    rpc_.tensor.feed_only_searches = only_searches;
+    Open();
+    AdmitCheckAndResolve(1 << 20);
+    EXPECT_GT(tensor_->PendingWork(0), kMinute / 4);
+    ASSERT_TRUE(Feed().ok());
+    tensor_->Close(/*ok=*/true);
+  }
+  Open();
+  AdmitCheckAndResolve(1 << 20);
+  EXPECT_LT(tensor_->PendingWork(0), kMinute / 10);
+}
+
 TEST_F(OpenTensorTest, SaysWhatItsNextStepIsLike) {
   rpc_.tensor.resolve_waits = true;
   rpc_.tensor.finish_waits = {false, true};
