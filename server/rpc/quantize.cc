@@ -955,8 +955,8 @@ class QuantizeRpc final : public TensorRpc {
       return core::WithField(
           core::RangeInvalidError(
               "a range needs a fixed encoding, or a spec whose scales depend "
-              "on their own small block, with scales_in_chunks; expected one "
-              "of these"),
+              "on their own small block, with scales_in_chunks or "
+              "omit_encoding; expected one of these"),
           "header.range");
     }
     status = CheckOutput(task.output, geometry.codes_size_bytes());
@@ -979,8 +979,8 @@ class QuantizeRpc final : public TensorRpc {
     if (header.has_range() && (!goes_beside || task.store_key.has_value())) {
       return core::WithField(
           core::RangeInvalidError("a range of a spec gives a part of its "
-                                  "scales; expected scales_in_chunks, and "
-                                  "nothing to store"),
+                                  "scales; expected scales_in_chunks or "
+                                  "omit_encoding, and nothing to store"),
           "header.range");
     }
     absl::StatusOr<v1::ByteRange> range =

@@ -1034,7 +1034,7 @@ std::vector<StreamCase> SpecCases() {
               h.mutable_spec()->set_format(v1::NUMBER_FORMAT_INT8);
               h.mutable_range()->set_end_bytes(8);
             }),
-            Invalid("RANGE_INVALID"), "header.range"),
+            Invalid("RANGE_INVALID"), "header.range", "or omit_encoding"),
       // No element, so no scale, and an encoding has at least one.
       FailsOn("blocks of an empty dimension", kCalibrate, Message([] {
                 auto header = Described<v1::CalibrateHeader>(0);
