@@ -898,7 +898,7 @@ absl::StatusOr<std::vector<QuantizedTensor>> ReadCompressed(
                              : slash == std::string::npos
                                  ? "."
                                  : path.substr(0, slash + 1);
-  const std::string config_path = files::PathIn(folder, "config.json");
+  const std::string config_path = files::PathIn(folder, kModelConfigName);
   const absl::StatusOr<std::string> text = internal::ReadTextFile(config_path);
   if (absl::IsNotFound(text.status())) return std::vector<QuantizedTensor>();
   if (!text.ok()) return text.status();

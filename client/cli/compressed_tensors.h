@@ -39,6 +39,9 @@
 
 namespace quantd::cli {
 
+// Of a model's folder; says how it is quantized.
+constexpr char kModelConfigName[] = "config.json";
+
 // Metadata of a file that quantctl wrote: the element type that each tensor
 // came from, by this and the tensor's name.
 constexpr absl::string_view kElementTypeKeyPrefix = "quantctl.element_type.";
@@ -86,7 +89,6 @@ class CompressedModel {
   // How many of them are NVFP4 that other readers take for slightly other
   // reals: they divide by weight_global_scale, the inverse of the outer scale.
   int64_t rounded_count() const { return rounded_count_; }
-  void AddRounded(int64_t count) { rounded_count_ += count; }
 
   // Takes over what an earlier run wrote of a model.
   void Restore(const Json& modules) { modules_.update(modules); }

@@ -18,7 +18,11 @@
 #include "client/cpp/scales.h"
 #include "client/cpp/tensor.h"
 #include "client/files/dtype.h"
+#include "client/files/errors.h"
+#include "client/files/gguf_builder.h"
 #include "client/files/gguf_types.h"
+#include "client/files/safetensors.h"
+#include "client/models/tensor_input.h"
 
 namespace quantd::cli {
 namespace {
@@ -112,6 +116,34 @@ const files::GgufType* GgufTypeOf(const EncodingSpec& spec,
     }
   }
   return nullptr;
+}
+
+absl::StatusOr<files::GgufEntry> GgufEntryOf(const std::string& path,
+                                             const TensorInput& input,
+                                             const files::FileTensor& tensor,
+                                             const EncodingSpec* spec) {
+  files::GgufEntry entry = {tensor.name, nullptr, tensor.shape};
+  const auto blocks = input.blocks().find(tensor.name);
+  if (spec != nullptr) {
+    entry.type = GgufTypeOf(*spec, tensor.shape);
+    if (entry.type == nullptr) {
+      return ArgumentInvalidError(absl::StrCat(
+          "expected a spec that has a type in GGUF for ",
+          files::QuotedName(tensor.name), ": one of ", GgufSpecs()));
+    }
+  } else if (blocks != input.blocks().end()) {
+    entry.type = blocks->second.type;
+  } else {
+    entry.type = files::FindGgufType(tensor.dtype);
+  }
+  if (entry.type == nullptr) {
+    return files::FileUnsupportedError(
+        path, absl::StrCat("tensor ", files::QuotedName(tensor.name),
+                           ": GGUF has no type for ", DtypeName(tensor.dtype)));
+  }
+  const absl::Status status = files::CheckGgufEntry(path, entry);
+  if (!status.ok()) return status;
+  return entry;
 }
 
 std::string GgufSpecs() {

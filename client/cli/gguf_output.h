@@ -13,13 +13,24 @@
 #include "absl/types/span.h"
 #include "client/cpp/scales.h"
 #include "client/cpp/tensor.h"
+#include "client/files/gguf_builder.h"
 #include "client/files/gguf_types.h"
+#include "client/files/safetensors.h"
+#include "client/models/tensor_input.h"
 
 namespace quantd::cli {
 
 // The type that the spec has in GGUF; null for one that has none.
 const files::GgufType* GgufTypeOf(const EncodingSpec& spec,
                                   const std::vector<int64_t>& shape);
+
+// What a tensor of the input is in a GGUF file, quantized or, without a spec,
+// as it is. `path` is that of the file. Errors: ARGUMENT_INVALID for a spec
+// that has no type; FILE_UNSUPPORTED.
+absl::StatusOr<files::GgufEntry> GgufEntryOf(const std::string& path,
+                                             const TensorInput& input,
+                                             const files::FileTensor& tensor,
+                                             const EncodingSpec* spec);
 
 // The specs that have one, with their types.
 std::string GgufSpecs();

@@ -45,6 +45,11 @@ absl::Status InputError(const std::string& path) {
 
 }  // namespace
 
+bool FileExists(const std::string& path) {
+  struct stat status;
+  return lstat(path.c_str(), &status) == 0;
+}
+
 bool IsSameFile(const std::string& a, const std::string& b) {
   struct stat of_a;
   struct stat of_b;
@@ -105,10 +110,7 @@ absl::Status OutputOptions::CheckFolder(
     }
   }
   if (files::IsFolder(path)) return absl::OkStatus();
-  struct stat status;
-  if (lstat(path.c_str(), &status) == 0) {
-    return files::FileUnwritableError(path, ENOTDIR);
-  }
+  if (FileExists(path)) return files::FileUnwritableError(path, ENOTDIR);
   if (StandsForAnotherFormat(path, "")) {
     return ArgumentInvalidError(absl::StrCat(
         "expected the name of a folder, got that of a file, \"", path, "\""));

@@ -39,6 +39,9 @@ struct OutputOptions {
   absl::Status CheckFolder(const std::vector<std::string>& inputs) const;
 };
 
+// Whether there is anything at the path, be it a link to nothing.
+bool FileExists(const std::string& path);
+
 // Whether both paths lead to one file or folder.
 bool IsSameFile(const std::string& a, const std::string& b);
 

@@ -6,11 +6,18 @@
 #include <utility>
 
 #include "absl/strings/escaping.h"
+#include "absl/strings/numbers.h"
 #include "client/cli/session.h"
+#include "client/files/safetensors.h"
 #include "nlohmann/json.hpp"
 #include "quantd/v1/quantization_service.pb.h"
 
 namespace quantd::cli {
+
+std::string MetadataOf(const files::SafetensorsReader& file, const char* key) {
+  const auto found = file.metadata().find(key);
+  return found == file.metadata().end() ? "" : found->second;
+}
 
 Json RecordOf(const Outcome& outcome) {
   Json record = {{"format", outcome.format},
@@ -57,6 +64,18 @@ std::optional<Outcome> ParseRecord(const Json& record) {
     return std::nullopt;
   }
   return outcome;
+}
+
+std::optional<ModuleRecords> ReadModules(const files::SafetensorsReader& file) {
+  ModuleRecords records;
+  records.modules = Json::parse(MetadataOf(file, kModulesKey), nullptr,
+                                /*allow_exceptions=*/false);
+  if (!records.modules.is_object() ||
+      !absl::SimpleAtoi(MetadataOf(file, kRoundedKey),
+                        &records.rounded_count)) {
+    return std::nullopt;
+  }
+  return records;
 }
 
 }  // namespace quantd::cli

@@ -1,4 +1,5 @@
-// What `quantctl quantize` works on: shards, and what becomes of their tensors.
+// What `quantctl quantize` works on: shards, what becomes of their tensors, and
+// what files tell of that to later runs.
 
 #ifndef QUANTD_CLIENT_CLI_QUANTIZE_OUTCOME_H_
 #define QUANTD_CLIENT_CLI_QUANTIZE_OUTCOME_H_
@@ -15,6 +16,7 @@
 #include "client/files/atomic_file.h"
 #include "client/files/safetensors.h"
 #include "client/models/tensor_input.h"
+#include "nlohmann/json.hpp"
 #include "quantd/v1/quantization_service.pb.h"
 
 namespace quantd::cli {
@@ -39,10 +41,38 @@ struct Outcome {
 // By name.
 using Outcomes = absl::flat_hash_map<std::string, Outcome>;
 
-// What a shard tells of a quantized tensor to the runs after this one.
+// Metadata of a shard, or of a part of one, for the runs after this one:
+//
+// The input's path and the options that decide on the codes: a run goes on in a
+// folder whose shards have its own, and replaces no others.
+constexpr char kCommandKey[] = "quantctl.command";
+// What a shard was made from and how; with the same, an earlier run's is kept.
+// Not there where a tensor failed.
+constexpr char kRunKey[] = "quantctl.run";
+// What became of the tensors of a shard: an object of their names, and of
+// RecordOf.
+constexpr char kTensorsKey[] = "quantctl.tensors";
+// The schemes of a compressed-tensors shard.
+constexpr char kModulesKey[] = "quantctl.modules";
+// Its CompressedModel::rounded_count().
+constexpr char kRoundedKey[] = "quantctl.rounded";
+
+// Empty where the file does not have it.
+std::string MetadataOf(const files::SafetensorsReader& file, const char* key);
+
+// What a shard tells of a quantized tensor.
 Json RecordOf(const Outcome& outcome);
 // Nothing where the record is not sound.
 std::optional<Outcome> ParseRecord(const Json& record);
+
+// What a compressed-tensors shard tells of its modules.
+struct ModuleRecords {
+  // Scheme by module.
+  Json modules;
+  int64_t rounded_count = 0;
+};
+// Nothing where they are not sound.
+std::optional<ModuleRecords> ReadModules(const files::SafetensorsReader& file);
 
 // One file of the input and what it becomes.
 struct Shard {
@@ -66,6 +96,11 @@ struct Shard {
   bool is_kept = false;
   // It is in its place, kept or new.
   bool is_written = false;
+  uint64_t file_bytes = 0;
+  // Of a compressed-tensors shard.
+  Json modules = Json::object();
+  // Tensors whose numbers its layout rounds.
+  int64_t rounded_count = 0;
 };
 
 }  // namespace quantd::cli

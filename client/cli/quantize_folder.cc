@@ -1,0 +1,270 @@
+#include "client/cli/quantize_folder.h"
+
+#include <dirent.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstddef>
+#include <cstdint>
+#include <iterator>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/string_view.h"
+#include "client/cli/compressed_tensors.h"
+#include "client/cli/output.h"
+#include "client/cli/quantize_outcome.h"
+#include "client/cli/quantize_parts.h"
+#include "client/cli/table.h"
+#include "client/cpp/text_file.h"
+#include "client/files/atomic_file.h"
+#include "client/files/errors.h"
+#include "client/files/safetensors.h"
+#include "client/files/shard_index.h"
+#include "nlohmann/json.hpp"
+
+namespace quantd::cli {
+namespace {
+
+// Of the files beside a model's tensors that go with it: configurations,
+// vocabularies, SentencePiece models and templates of chats.
+constexpr absl::string_view kBesideExtensions[] = {".json", ".txt", ".model",
+                                                   ".jinja"};
+constexpr int64_t kMostBesideBytes = 64 << 20;
+constexpr size_t kMostNames = 10;
+
+bool IsBeside(absl::string_view name) {
+  return !absl::EndsWith(name, ".index.json") &&
+         std::any_of(std::begin(kBesideExtensions), std::end(kBesideExtensions),
+                     [name](absl::string_view extension) {
+                       return absl::EndsWith(name, extension);
+                     });
+}
+
+// Names in a folder, in order; none where it cannot be read.
+std::vector<std::string> FilesIn(const std::string& folder) {
+  std::vector<std::string> names;
+  DIR* const opened = opendir(folder.c_str());
+  if (opened == nullptr) return names;
+  while (const dirent* const entry = readdir(opened)) {
+    names.emplace_back(entry->d_name);
+  }
+  closedir(opened);
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+// Whether a config.json is of a compressed-tensors model.
+bool IsOfCompressed(const std::string& path) {
+  const Json document =
+      Json::parse(internal::ReadTextFile(path).value_or(""), nullptr,
+                  /*allow_exceptions=*/false);
+  if (!document.is_object()) return false;
+  const auto config = document.find("quantization_config");
+  return config != document.end() && config->is_object() &&
+         config->value("quant_method", Json()) == "compressed-tensors";
+}
+
+// Replaces what is there.
+absl::Status WriteText(const std::string& path, absl::string_view text) {
+  absl::StatusOr<files::AtomicFile> file =
+      files::AtomicFile::Create(path, files::IfExists::kReplace);
+  if (!file.ok()) return file.status();
+  const absl::Status status = file->Append(text);
+  return status.ok() ? file->Commit() : status;
+}
+
+}  // namespace
+
+absl::Status QuantizeFolder::Make() {
+  if (!plan_.is_folder) return absl::OkStatus();
+  is_made_ = mkdir(options_.output.path.c_str(), 0777) == 0;
+  return is_made_ || errno == EEXIST
+             ? absl::OkStatus()
+             : files::FileUnwritableError(options_.output.path, errno);
+}
+
+void QuantizeFolder::RemoveIfEmpty() const {
+  if (is_made_) rmdir(options_.output.path.c_str());
+}
+
+absl::Status QuantizeFolder::Clear() {
+  if (!plan_.is_folder || is_cleared_) return absl::OkStatus();
+  is_cleared_ = true;
+  std::vector<std::string> paths;
+  if (!plan_.weight_map.empty()) {
+    paths.push_back(OutputPath(files::kShardIndexName));
+  }
+  const std::string config = OutputPath(kModelConfigName);
+  if (options_.IsCompressed() ||
+      (options_.output.force && IsOfCompressed(config))) {
+    paths.push_back(config);
+  }
+  if (options_.output.force) {
+    for (const std::string& name : FilesIn(options_.output.path)) {
+      if (IsStaleShard(name)) paths.push_back(OutputPath(name));
+    }
+  }
+  for (const std::string& path : paths) {
+    if (unlink(path.c_str()) != 0 && errno != ENOENT) {
+      return files::FileUnwritableError(path, errno);
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status QuantizeFolder::Complete() const {
+  if (options_.parts.join) RemoveParts();
+  absl::Status status = CopyBesides();
+  if (status.ok() && options_.IsCompressed()) status = WriteConfig();
+  if (status.ok() && !plan_.weight_map.empty()) status = WriteIndex();
+  return status;
+}
+
+std::string QuantizeFolder::OutputPath(absl::string_view name) const {
+  return files::PathIn(options_.output.path, name);
+}
+
+bool QuantizeFolder::IsStaleShard(const std::string& name) const {
+  if (!absl::EndsWith(name, ".safetensors") || plan_.HasShard(name)) {
+    return false;
+  }
+  const absl::StatusOr<files::SafetensorsReader> reader =
+      files::SafetensorsReader::Open(OutputPath(name));
+  return reader.ok() && !MetadataOf(*reader, kCommandKey).empty();
+}
+
+void QuantizeFolder::RemoveParts() const {
+  for (const std::unique_ptr<Shard>& shard : plan_.shards) {
+    for (const Part& part : FindParts(*shard)) {
+      const std::string path = PartPath(*shard, part);
+      const absl::StatusOr<files::SafetensorsReader> reader =
+          files::SafetensorsReader::Open(path);
+      if (reader.ok() && MetadataOf(*reader, kRunKey) == shard->run) {
+        unlink(path.c_str());
+      }
+    }
+  }
+}
+
+absl::Status QuantizeFolder::CopyBesides() const {
+  if (!files::IsFolder(options_.input)) return absl::OkStatus();
+  std::vector<std::string> left_out;
+  for (const std::string& name : FilesIn(options_.input)) {
+    const bool is_replaced =
+        name == files::kShardIndexName ||
+        (options_.IsCompressed() && name == kModelConfigName) ||
+        plan_.HasShard(name);
+    if (name[0] == '.' || is_replaced) continue;
+    bool is_copied = false;
+    if (options_.IsCompressed() && IsBeside(name)) {
+      const absl::StatusOr<bool> copied = CopyBeside(name);
+      if (!copied.ok()) return copied.status();
+      is_copied = *copied;
+    }
+    if (!is_copied) left_out.push_back(name);
+  }
+  if (left_out.empty() || session_.quiet) return absl::OkStatus();
+  const size_t count = left_out.size();
+  if (count > kMostNames) left_out.resize(kMostNames);
+  session_.PrintError(absl::StrCat(
+      "quantctl: of ", options_.input,
+      " not copied: ", absl::StrJoin(left_out, ", "),
+      count > kMostNames
+          ? absl::StrCat(" and ", CountText(count - kMostNames), " more")
+          : ""));
+  return absl::OkStatus();
+}
+
+absl::StatusOr<bool> QuantizeFolder::CopyBeside(const std::string& name) const {
+  const std::string from = files::PathIn(options_.input, name);
+  struct stat info;
+  if (stat(from.c_str(), &info) != 0 || !S_ISREG(info.st_mode) ||
+      info.st_size > kMostBesideBytes) {
+    return false;
+  }
+  const absl::StatusOr<std::string> text =
+      internal::ReadTextFile(from, kMostBesideBytes);
+  if (!text.ok()) return text.status();
+  const std::string to = OutputPath(name);
+  if (FileExists(to)) {
+    const absl::StatusOr<std::string> there =
+        internal::ReadTextFile(to, kMostBesideBytes);
+    if (there.ok() && *there == *text) return true;
+    if (!options_.output.force) return false;
+  }
+  const absl::Status status = WriteText(to, *text);
+  if (!status.ok()) return status;
+  return true;
+}
+
+std::vector<std::string> QuantizeFolder::IgnoredModules() const {
+  std::vector<std::string> modules;
+  for (const auto& [name, outcome] : plan_.outcomes) {
+    const absl::string_view module = ModuleOf(name);
+    if (outcome.is_quantized || module.empty()) continue;
+    const auto is_matrix = [&name = name](const std::unique_ptr<Shard>& shard) {
+      const files::FileTensor* const tensor = shard->input.Find(name);
+      return tensor != nullptr && tensor->shape.size() == 2;
+    };
+    if (std::any_of(plan_.shards.begin(), plan_.shards.end(), is_matrix)) {
+      modules.emplace_back(module);
+    }
+  }
+  std::sort(modules.begin(), modules.end(), NaturalLess);
+  return modules;
+}
+
+absl::StatusOr<Json> QuantizeFolder::ReadConfig() const {
+  if (!files::IsFolder(options_.input)) return Json::object();
+  const std::string path = files::PathIn(options_.input, kModelConfigName);
+  const absl::StatusOr<std::string> text = internal::ReadTextFile(path);
+  if (absl::IsNotFound(text.status())) return Json::object();
+  if (!text.ok()) return text.status();
+  Json config = Json::parse(*text, nullptr, /*allow_exceptions=*/false);
+  if (!config.is_object()) {
+    return files::FileMalformedError(path, "expected a JSON object");
+  }
+  return config;
+}
+
+absl::Status QuantizeFolder::WriteConfig() const {
+  absl::StatusOr<Json> config = ReadConfig();
+  if (!config.ok()) return config.status();
+  CompressedModel model(/*packs_all=*/false);
+  for (const std::unique_ptr<Shard>& shard : plan_.shards) {
+    model.Restore(shard->modules);
+  }
+  (*config)["quantization_config"] = model.Config(IgnoredModules());
+  return WriteText(
+      OutputPath(kModelConfigName),
+      absl::StrCat(config->dump(2, ' ', false, Json::error_handler_t::replace),
+                   "\n"));
+}
+
+absl::Status QuantizeFolder::WriteIndex() const {
+  std::map<std::string, std::string> weight_map;
+  uint64_t total_bytes = 0;
+  for (const std::unique_ptr<Shard>& shard : plan_.shards) {
+    const absl::StatusOr<files::SafetensorsReader> written =
+        files::SafetensorsReader::Open(shard->output_path);
+    if (!written.ok()) return written.status();
+    for (const files::FileTensor& tensor : written->tensors()) {
+      weight_map[tensor.name] = shard->name;
+      total_bytes += tensor.data.size();
+    }
+  }
+  return files::WriteShardIndex(options_.output.path, files::IfExists::kReplace,
+                                weight_map, total_bytes);
+}
+
+}  // namespace quantd::cli

@@ -1,0 +1,73 @@
+// The output folder of `quantctl quantize`, and what it has beside its shards:
+// the index, config.json, and the files of the model that are no tensors.
+
+#ifndef QUANTD_CLIENT_CLI_QUANTIZE_FOLDER_H_
+#define QUANTD_CLIENT_CLI_QUANTIZE_FOLDER_H_
+
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "client/cli/quantize_options.h"
+#include "client/cli/quantize_plan.h"
+#include "client/cli/session.h"
+
+namespace quantd::cli {
+
+// Where the output is one file, most of it does nothing. Not thread-safe.
+class QuantizeFolder {
+ public:
+  // All must stay.
+  QuantizeFolder(const QuantizeOptions& options, const QuantizePlan& plan,
+                 const Session& session)
+      : options_(options), plan_(plan), session_(session) {}
+
+  // Makes the folder where there is none.
+  // Errors: FILE_UNWRITABLE.
+  absl::Status Make();
+  // Takes away a folder that Make has made and that has nothing in it.
+  void RemoveIfEmpty() const;
+
+  // To be called before the first shard is in its place. Takes away what would
+  // make a model of new and old shards. With --force also what an earlier run
+  // left and this one does not replace. Does nothing the second time.
+  // Errors: FILE_UNWRITABLE.
+  absl::Status Clear();
+
+  // Once all shards are in their places: deletes the files of parts and writes
+  // what goes beside the shards. The index is the last, because it makes a
+  // model of them. Errors: of files.
+  absl::Status Complete() const;
+
+ private:
+  std::string OutputPath(absl::string_view name) const;
+  // A shard that quantctl wrote and that is none of this run.
+  bool IsStaleShard(const std::string& name) const;
+  // What the shards are made of now has no use any more.
+  void RemoveParts() const;
+  // What a folder has beside its tensors, such as a tokenizer: with
+  // compressed-tensors, whose folder is a model that others load, it is copied
+  // where it is text and small. One line names the rest.
+  absl::Status CopyBesides() const;
+  // False for one that is too large, or that another file is in the place of.
+  absl::StatusOr<bool> CopyBeside(const std::string& name) const;
+  // The modules whose matrix was left as it is.
+  std::vector<std::string> IgnoredModules() const;
+  // The input's config.json; an empty object without one.
+  absl::StatusOr<Json> ReadConfig() const;
+  // Writes that with the schemes of the modules.
+  absl::Status WriteConfig() const;
+  absl::Status WriteIndex() const;
+
+  const QuantizeOptions& options_;
+  const QuantizePlan& plan_;
+  const Session& session_;
+  bool is_made_ = false;
+  bool is_cleared_ = false;
+};
+
+}  // namespace quantd::cli
+
+#endif  // QUANTD_CLIENT_CLI_QUANTIZE_FOLDER_H_

@@ -1,0 +1,216 @@
+#include "client/cli/quantize_gguf.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/container/flat_hash_set.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+#include "client/cli/gguf_output.h"
+#include "client/cpp/errors.h"
+#include "client/cpp/tensor.h"
+#include "client/cpp/tensor_stream.h"
+#include "client/files/gguf.h"
+#include "client/files/gguf_builder.h"
+#include "client/files/gguf_types.h"
+#include "client/files/safetensors.h"
+#include "client/files/shard_index.h"
+#include "client/models/tensor_input.h"
+
+namespace quantd::cli {
+namespace {
+
+constexpr char kFileTypeKey[] = "general.file_type";
+constexpr char kVersionKey[] = "general.quantization_version";
+// Of the layout of blocks.
+constexpr uint32_t kVersion = 2;
+
+// The file, whose places follow from shapes and types.
+class GgufOutput {
+ public:
+  GgufOutput(const QuantizeOptions& options, const Session& session,
+             QuantizePlan* plan)
+      : options_(options),
+        session_(session),
+        plan_(*plan),
+        shard_(*plan->shards[0]) {}
+
+  absl::Status Write(QuantizeServer* server, Progress* progress) {
+    absl::Status status = MakeEntries();
+    if (status.ok()) status = Create();
+    if (status.ok()) status = Copy();
+    if (status.ok()) status = Quantize(server, progress);
+    if (!status.ok() || plan_.AnyFailed(shard_)) return status;
+    shard_.rounded_count =
+        std::count(is_rounded_.begin(), is_rounded_.end(), uint8_t{true});
+    const absl::StatusOr<uint64_t> size = builder_->Finish();
+    if (!size.ok()) return size.status();
+    shard_.file_bytes = *size;
+    shard_.is_written = true;
+    return absl::OkStatus();
+  }
+
+ private:
+  absl::Status MakeEntries() {
+    const absl::flat_hash_set<const files::FileTensor*> selected(
+        shard_.selected.begin(), shard_.selected.end());
+    for (const files::FileTensor& tensor : shard_.input.tensors()) {
+      std::optional<EncodingSpec> spec;
+      if (selected.contains(&tensor)) spec = plan_.SpecOf(tensor);
+      absl::StatusOr<files::GgufEntry> entry =
+          GgufEntryOf(options_.output.path, shard_.input, tensor,
+                      spec.has_value() ? &*spec : nullptr);
+      if (!entry.ok()) return entry.status();
+      if (spec.has_value()) {
+        tasks_.push_back({&tensor, *spec, &plan_.outcomes.at(tensor.name)});
+        quantized_.push_back(entries_.size());
+      } else {
+        copied_.push_back(entries_.size());
+      }
+      entries_.push_back(*std::move(entry));
+    }
+    is_rounded_.resize(tasks_.size());
+    return absl::OkStatus();
+  }
+
+  // Begins the file with the metadata of the input, or of --metadata.
+  absl::Status Create() {
+    std::optional<files::GgufReader> given;
+    if (!options_.metadata.empty()) {
+      absl::StatusOr<files::GgufReader> opened =
+          files::GgufReader::Open(options_.metadata);
+      if (!opened.ok()) return opened.status();
+      given.emplace(*std::move(opened));
+    }
+    const files::GgufReader* const source =
+        given.has_value() ? &*given : shard_.input.gguf();
+    if (source == nullptr && !session_.quiet) {
+      session_.PrintError(absl::StrCat(
+          "quantctl: ", options_.output.path,
+          " gets no metadata of a model, without which llama.cpp does not "
+          "load it; --metadata FILE.gguf takes those of another file"));
+    }
+    const std::vector<std::string> own = OwnPairs();
+    std::vector<absl::string_view> pairs(own.begin(), own.end());
+    if (source != nullptr) {
+      for (const files::GgufPair& pair : source->pairs()) {
+        if (pair.key == kFileTypeKey || pair.key == kVersionKey) continue;
+        pairs.emplace_back(reinterpret_cast<const char*>(pair.bytes.data()),
+                           pair.bytes.size());
+      }
+    }
+    absl::StatusOr<std::unique_ptr<files::GgufBuilder>> builder =
+        files::GgufBuilder::Create(
+            options_.output.path, shard_.if_exists, pairs,
+            source != nullptr ? source->alignment() : files::kGgufAlignment,
+            entries_);
+    if (!builder.ok()) return builder.status();
+    builder_ = *std::move(builder);
+    return absl::OkStatus();
+  }
+
+  // What the output says of itself: the type that most elements have.
+  std::vector<std::string> OwnPairs() const {
+    std::map<const files::GgufType*, uint64_t> sizes;
+    for (const size_t index : quantized_) {
+      sizes[entries_[index].type] += shard_.input.tensors()[index].data.size();
+    }
+    const auto most = std::max_element(
+        sizes.begin(), sizes.end(),
+        [](const auto& a, const auto& b) { return a.second < b.second; });
+    std::vector<std::string> pairs = {
+        files::GgufUint32Pair(kVersionKey, kVersion)};
+    if (most != sizes.end()) {
+      pairs.push_back(
+          files::GgufUint32Pair(kFileTypeKey, GgufFileType(*most->first)));
+    }
+    return pairs;
+  }
+
+  // Writes what is not quantized.
+  absl::Status Copy() {
+    for (const size_t index : copied_) {
+      const files::FileTensor& tensor = shard_.input.tensors()[index];
+      const auto blocks = shard_.input.blocks().find(tensor.name);
+      const absl::Span<const uint8_t> data =
+          blocks == shard_.input.blocks().end() ? tensor.data
+                                                : blocks->second.data;
+      const absl::Status status = builder_->Write(index, data);
+      if (!status.ok()) return status;
+      plan_.outcomes[tensor.name].output_bytes = data.size();
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status Quantize(QuantizeServer* server, Progress* progress) {
+    TensorSink sink;
+    sink.write = [this](
+                     size_t i,
+                     const QuantizeResult& result) -> absl::StatusOr<uint64_t> {
+      const size_t index = quantized_[i];
+      bool is_rounded = false;
+      const absl::StatusOr<std::vector<uint8_t>> blocks =
+          PackGguf(*entries_[index].type, result.header.encoding(),
+                   result.scales.view(), result.codes, &is_rounded);
+      if (!blocks.ok()) return blocks.status();
+      is_rounded_[i] = is_rounded;
+      const absl::Status status = builder_->Write(index, *blocks);
+      if (!status.ok()) return status;
+      return blocks->size();
+    };
+    return server->Quantize(sink, &tasks_, progress);
+  }
+
+  const QuantizeOptions& options_;
+  const Session& session_;
+  QuantizePlan& plan_;
+  Shard& shard_;
+  // Of all tensors of the shard.
+  std::vector<files::GgufEntry> entries_;
+  // Those that are quantized, and their indices among the entries.
+  std::vector<TensorTask> tasks_;
+  std::vector<size_t> quantized_;
+  // Of each task, whether a minimum was rounded.
+  std::vector<uint8_t> is_rounded_;
+  // Indices of the others.
+  std::vector<size_t> copied_;
+  std::unique_ptr<files::GgufBuilder> builder_;
+};
+
+}  // namespace
+
+absl::Status CheckGgufOptions(const QuantizeOptions& options) {
+  if (!options.IsGguf()) {
+    return options.metadata.empty()
+               ? absl::OkStatus()
+               : ArgumentInvalidError(
+                     "expected --metadata with a .gguf file as the output");
+  }
+  if (files::IsFolder(options.input)) {
+    return ArgumentInvalidError(
+        "expected a file as the input of a .gguf file, got a folder");
+  }
+  if (options.parts.has_part || options.parts.join || options.keep_going) {
+    return ArgumentInvalidError(
+        "expected a .gguf file without --part, --join and --keep-going");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status WriteGguf(const QuantizeOptions& options, const Session& session,
+                       QuantizeServer* server, QuantizePlan* plan,
+                       Progress* progress) {
+  return GgufOutput(options, session, plan).Write(server, progress);
+}
+
+}  // namespace quantd::cli

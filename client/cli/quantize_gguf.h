@@ -1,0 +1,28 @@
+// Writes the output of `quantctl quantize` as GGUF.
+
+#ifndef QUANTD_CLIENT_CLI_QUANTIZE_GGUF_H_
+#define QUANTD_CLIENT_CLI_QUANTIZE_GGUF_H_
+
+#include "absl/status/status.h"
+#include "client/cli/progress.h"
+#include "client/cli/quantize_options.h"
+#include "client/cli/quantize_plan.h"
+#include "client/cli/quantize_server.h"
+#include "client/cli/session.h"
+
+namespace quantd::cli {
+
+// What GGUF has no place for, and what has a place nowhere else.
+// Errors: ARGUMENT_INVALID.
+absl::Status CheckGgufOptions(const QuantizeOptions& options);
+
+// Writes the only target of the plan. If a tensor fails, there is no file, and
+// its shard is not marked as written.
+// Errors: of files; those that end the run.
+absl::Status WriteGguf(const QuantizeOptions& options, const Session& session,
+                       QuantizeServer* server, QuantizePlan* plan,
+                       Progress* progress);
+
+}  // namespace quantd::cli
+
+#endif  // QUANTD_CLIENT_CLI_QUANTIZE_GGUF_H_

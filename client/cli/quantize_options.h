@@ -1,0 +1,50 @@
+// What the command line says to `quantctl quantize`.
+
+#ifndef QUANTD_CLIENT_CLI_QUANTIZE_OPTIONS_H_
+#define QUANTD_CLIENT_CLI_QUANTIZE_OPTIONS_H_
+
+#include <string>
+
+#include "client/cli/output.h"
+#include "client/cli/streams.h"
+#include "client/cli/tensor_options.h"
+#include "client/models/tensor_input.h"
+
+namespace quantd::cli {
+
+// --part and --join.
+struct PartOptions {
+  bool has_part = false;
+  std::string part;
+  bool join = false;
+};
+
+// Each is explained in the help.
+struct QuantizeOptions {
+  std::string input;
+  OutputOptions output;
+  NameOptions name;
+  SpecOptions spec;
+  TensorFilter filter;
+  std::string layout = "quantd";
+  std::string metadata;
+  bool store = false;
+  std::string nan_policy;
+  bool evaluate = false;
+  bool requantize = false;
+  bool restart = false;
+  bool keep_going = false;
+  StreamsOption streams = {2};
+  PartOptions parts;
+
+  // Whether the output is a compressed-tensors model.
+  bool IsCompressed() const { return layout != "quantd"; }
+  // As CompressedModel has it.
+  bool PacksAll() const { return layout == "pack-quantized"; }
+  // Whether the output is a GGUF file.
+  bool IsGguf() const { return !IsCompressed() && IsGgufPath(output.path); }
+};
+
+}  // namespace quantd::cli
+
+#endif  // QUANTD_CLIENT_CLI_QUANTIZE_OPTIONS_H_

@@ -1,0 +1,288 @@
+#include "client/cli/quantize_plan.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/container/flat_hash_set.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "client/cli/compressed_tensors.h"
+#include "client/cli/gguf_output.h"
+#include "client/cli/plain_input.h"
+#include "client/cli/quantize_resume.h"
+#include "client/cli/selection.h"
+#include "client/cli/table.h"
+#include "client/cli/tensor_options.h"
+#include "client/cpp/errors.h"
+#include "client/files/errors.h"
+#include "client/files/gguf_builder.h"
+#include "client/files/gguf_types.h"
+#include "client/files/shard_index.h"
+#include "client/models/quantized_layout.h"
+#include "client/models/tensor_input.h"
+
+namespace quantd::cli {
+namespace {
+
+// Blocks of GGUF have lost something already.
+absl::Status CheckBlocks(const QuantizeOptions& options,
+                         const TensorInput& input) {
+  if (options.requantize || input.blocks().empty()) return absl::OkStatus();
+  const auto& [name, blocks] = *input.blocks().begin();
+  return files::FileUnsupportedError(
+      options.input,
+      absl::StrCat("expected plain tensors, but ", files::QuotedName(name),
+                   " is quantized already, to ", blocks.type->name,
+                   "; begin with the model that it was made from, or take "
+                   "--requantize, which quantizes what `quantctl "
+                   "dequantize` makes of it"));
+}
+
+// The index must not name what is nowhere.
+absl::Status CheckIndex(const QuantizeOptions& options,
+                        const QuantizePlan& plan) {
+  for (const auto& [tensor, name] : plan.weight_map) {
+    const auto has_tensor = [&tensor =
+                                 tensor](const std::unique_ptr<Shard>& shard) {
+      return shard->input.Find(tensor) != nullptr;
+    };
+    if (std::none_of(plan.shards.begin(), plan.shards.end(), has_tensor)) {
+      return files::FileMalformedError(
+          options.input, absl::StrCat("the index has tensor \"", tensor,
+                                      "\" in ", name, ", where it is not"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status OpenInputs(const QuantizeOptions& options, QuantizePlan* plan) {
+  std::vector<std::string> names = {files::kSingleShardName};
+  const bool reads_folder = files::IsFolder(options.input);
+  if (reads_folder) {
+    absl::StatusOr<files::ShardIndex> index =
+        files::ReadShardIndex(options.input);
+    if (!index.ok()) return index.status();
+    plan->weight_map = std::move(index->weight_map);
+    names = std::move(index->shards);
+  }
+  for (const std::string& name : names) {
+    std::string path =
+        reads_folder ? files::PathIn(options.input, name) : options.input;
+    absl::StatusOr<TensorInput> input = TensorInput::Open(path);
+    if (!input.ok()) return input.status();
+    auto shard = std::make_unique<Shard>(std::move(path), *std::move(input));
+    shard->output_path = plan->is_folder
+                             ? files::PathIn(options.output.path, name)
+                             : options.output.path;
+    shard->name = name;
+    absl::Status status = CheckPlain(shard->input, options.input);
+    if (status.ok()) status = CheckBlocks(options, shard->input);
+    if (!status.ok()) return status;
+    plan->shards.push_back(std::move(shard));
+  }
+  return CheckIndex(options, *plan);
+}
+
+absl::Status CheckOutput(const QuantizeOptions& options, QuantizePlan* plan,
+                         Session* session) {
+  std::vector<std::string> inputs = {options.input};
+  if (plan->is_folder) return options.output.CheckFolder(inputs);
+  plan->shards[0]->if_exists = options.output.if_exists();
+  if (!options.metadata.empty()) inputs.push_back(options.metadata);
+  return options.output.CheckFile(
+      inputs, options.IsGguf() ? ".gguf" : ".safetensors", session);
+}
+
+// The names that a quantized tensor takes must be free.
+absl::Status CheckNames(const TensorInput& input, const std::string& name) {
+  for (const absl::string_view suffix : kSuffixes) {
+    const std::string taken = absl::StrCat(name, suffix);
+    if (input.Find(taken) != nullptr) {
+      return ArgumentInvalidError(
+          absl::StrCat("the file has a tensor \"", taken, "\" of its own"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+// Whether the output can hold a tensor that is quantized; what is wrong of this
+// one alone goes to `tensor_status`.
+absl::Status CheckSelected(const QuantizeOptions& options, const SpecSet& specs,
+                           const TensorInput& input,
+                           const files::FileTensor& tensor,
+                           absl::Status* tensor_status) {
+  if (!options.IsGguf()) *tensor_status = CheckNames(input, tensor.name);
+  const absl::StatusOr<EncodingSpec> spec =
+      specs.For(tensor.name)->SpecOf(tensor.shape);
+  tensor_status->Update(spec.status());
+  if (spec.ok() && options.IsCompressed()) {
+    tensor_status->Update(CheckGroups(*spec, tensor.shape));
+  }
+  if (spec.ok() && options.IsGguf()) {
+    const absl::Status status =
+        GgufEntryOf(options.output.path, input, tensor, &*spec).status();
+    // What the command says is wrong of more than this tensor.
+    if (absl::IsInvalidArgument(status)) return status;
+    tensor_status->Update(status);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status SelectAll(const QuantizeOptions& options, QuantizePlan* plan) {
+  std::vector<const TensorInput*> inputs;
+  for (const std::unique_ptr<Shard>& shard : plan->shards) {
+    inputs.push_back(&shard->input);
+  }
+  const absl::StatusOr<std::vector<const files::FileTensor*>> selected =
+      SelectTensors(inputs, options.filter, &plan->specs);
+  if (!selected.ok()) return selected.status();
+  const absl::flat_hash_set<const files::FileTensor*> is_selected(
+      selected->begin(), selected->end());
+  for (const std::unique_ptr<Shard>& shard : plan->shards) {
+    for (const files::FileTensor& tensor : shard->input.tensors()) {
+      const auto [outcome, is_new] = plan->outcomes.try_emplace(tensor.name);
+      if (!is_new) {
+        return files::FileMalformedError(
+            options.input, absl::StrCat("tensor \"", tensor.name,
+                                        "\" is in two of its files"));
+      }
+      absl::Status* const status = &outcome->second.status;
+      if (is_selected.contains(&tensor)) {
+        const absl::Status checked =
+            CheckSelected(options, plan->specs, shard->input, tensor, status);
+        if (!checked.ok()) return checked;
+        if (status->ok()) shard->selected.push_back(&tensor);
+      } else if (options.IsGguf()) {
+        *status =
+            GgufEntryOf(options.output.path, shard->input, tensor, nullptr)
+                .status();
+      }
+    }
+  }
+  return absl::OkStatus();
+}
+
+// What this run writes: all shards, or a part of them.
+void MakeTargets(QuantizePlan* plan) {
+  std::vector<std::vector<Share>> shares;
+  if (plan->part.has_value()) {
+    shares = ShareOut(plan->shards, plan->part->count);
+  }
+  for (size_t i = 0; i < plan->shards.size(); ++i) {
+    Shard* const shard = plan->shards[i].get();
+    if (!plan->part.has_value()) {
+      plan->targets.push_back({shard, shard->selected, shard->output_path});
+      continue;
+    }
+    const auto own = std::find_if(
+        shares[i].begin(), shares[i].end(),
+        [plan](const Share& share) { return share.part == plan->part->index; });
+    shard->is_skipped = own == shares[i].end();
+    if (shard->is_skipped) continue;
+    // Of a shard of its own also what is not quantized. A single file is there
+    // once it is joined, never before.
+    if (shares[i].size() == 1 && plan->is_folder) {
+      plan->targets.push_back({shard, shard->selected, shard->output_path});
+      for (const files::FileTensor& tensor : shard->input.tensors()) {
+        plan->scope.insert(&tensor);
+      }
+    } else {
+      plan->targets.push_back({shard, own->tensors,
+                               PartPath(*shard, *plan->part),
+                               files::IfExists::kRefuse, plan->part});
+      plan->scope.insert(own->tensors.begin(), own->tensors.end());
+    }
+  }
+}
+
+// No tensor is to be missing from the output because its type is not read.
+absl::Status CheckUnread(const QuantizeOptions& options,
+                         const QuantizePlan& plan, Session* session) {
+  size_t unread_count = 0;
+  for (const std::unique_ptr<Shard>& shard : plan.shards) {
+    ReportUnread(shard->input, session);
+    unread_count += shard->input.unread().size();
+  }
+  if (unread_count == 0 || options.keep_going) return absl::OkStatus();
+  return files::FileUnsupportedError(
+      options.input,
+      absl::StrCat(CountText(unread_count),
+                   " tensors are of types that are not read; --keep-going "
+                   "leaves them out"));
+}
+
+}  // namespace
+
+bool QuantizePlan::HasShard(const std::string& name) const {
+  return std::any_of(
+      shards.begin(), shards.end(),
+      [&](const std::unique_ptr<Shard>& shard) { return shard->name == name; });
+}
+
+bool QuantizePlan::AnyFailed() const {
+  return std::any_of(outcomes.begin(), outcomes.end(), [](const auto& entry) {
+    return !entry.second.status.ok();
+  });
+}
+
+bool QuantizePlan::AnyFailed(const Shard& shard) const {
+  return std::any_of(shard.input.tensors().begin(), shard.input.tensors().end(),
+                     [this](const files::FileTensor& tensor) {
+                       return !outcomes.at(tensor.name).status.ok();
+                     });
+}
+
+EncodingSpec QuantizePlan::SpecOf(const files::FileTensor& tensor) const {
+  return *specs.For(tensor.name)->SpecOf(tensor.shape);
+}
+
+absl::StatusOr<std::optional<Part>> ParsePartOptions(
+    const QuantizeOptions& options) {
+  std::optional<Part> result;
+  if (!options.parts.has_part && !options.parts.join) return result;
+  if (options.parts.has_part) {
+    const absl::StatusOr<Part> part = ParsePart(options.parts.part);
+    if (!part.ok()) return part.status();
+    result = *part;
+  }
+  if (result.has_value() && options.parts.join) {
+    return ArgumentInvalidError("expected --part or --join, got both");
+  }
+  if (options.keep_going || options.output.IsStandardOutput()) {
+    return ArgumentInvalidError(
+        "expected --part and --join without --keep-going and without "
+        "standard output");
+  }
+  return result;
+}
+
+absl::StatusOr<QuantizePlan> MakePlan(const QuantizeOptions& options,
+                                      const SpecSet& specs,
+                                      const std::optional<Part>& part,
+                                      Session* session) {
+  QuantizePlan plan;
+  plan.is_folder = files::IsFolder(options.input) || options.IsCompressed();
+  plan.specs = specs;
+  plan.part = part;
+  absl::Status status = OpenInputs(options, &plan);
+  if (status.ok()) status = CheckOutput(options, &plan, session);
+  if (status.ok()) status = SelectAll(options, &plan);
+  if (!status.ok()) return status;
+  for (const std::unique_ptr<Shard>& shard : plan.shards) {
+    SetKeys(options, session->server, plan, shard.get());
+  }
+  MakeTargets(&plan);
+  status = FindEarlier(options, &plan);
+  if (status.ok()) status = CheckUnread(options, plan, session);
+  if (!status.ok()) return status;
+  return plan;
+}
+
+}  // namespace quantd::cli

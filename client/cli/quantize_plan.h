@@ -1,0 +1,95 @@
+// What one `quantctl quantize` has to do: which tensors of the input, and which
+// files of the output.
+
+#ifndef QUANTD_CLIENT_CLI_QUANTIZE_PLAN_H_
+#define QUANTD_CLIENT_CLI_QUANTIZE_PLAN_H_
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/container/flat_hash_set.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "client/cli/quantize_options.h"
+#include "client/cli/quantize_outcome.h"
+#include "client/cli/quantize_parts.h"
+#include "client/cli/session.h"
+#include "client/cpp/tensor.h"
+#include "client/files/atomic_file.h"
+#include "client/files/safetensors.h"
+#include "client/models/spec_syntax.h"
+
+namespace quantd::cli {
+
+// One file that a run writes: a shard, or a part of one.
+struct Target {
+  Shard* shard;
+  // Those that are quantized.
+  std::vector<const files::FileTensor*> tensors;
+  std::string path;
+  // Of a part.
+  files::IfExists if_exists = files::IfExists::kRefuse;
+  // Nothing for the whole shard.
+  std::optional<Part> part = std::nullopt;
+  // An earlier run has written that part.
+  bool is_kept = false;
+
+  // Whether nothing is to be done.
+  bool IsDone() const { return is_kept || shard->is_kept; }
+};
+
+// What is to be done, and what became of it so far.
+struct QuantizePlan {
+  // Whether the output is one.
+  bool is_folder = false;
+  SpecSet specs;
+  // Nothing for all.
+  std::optional<Part> part;
+  std::vector<std::unique_ptr<Shard>> shards;
+  // Of the input, tensor to shard; empty where it has no index.
+  std::map<std::string, std::string> weight_map;
+  std::vector<Target> targets;
+  // With `part`, the tensors of this part.
+  absl::flat_hash_set<const files::FileTensor*> scope;
+  // Has all tensors from the beginning; different ones may change at once.
+  Outcomes outcomes;
+  // Everything is in its place.
+  bool is_complete = false;
+  // Of the draft: whether it is known not to have all encodings, and whether
+  // readers see them.
+  bool is_lacking = false;
+  bool is_published = false;
+
+  // Whether this run has to do with the tensor.
+  bool IsInScope(const files::FileTensor& tensor) const {
+    return !part.has_value() || scope.contains(&tensor);
+  }
+  // Whether one of the shards has that name in its folder.
+  bool HasShard(const std::string& name) const;
+  bool AnyFailed() const;
+  bool AnyFailed(const Shard& shard) const;
+  // Requires: a tensor that is quantized.
+  EncodingSpec SpecOf(const files::FileTensor& tensor) const;
+};
+
+// The part of --part; nothing without one.
+// Errors: ARGUMENT_INVALID, also for options that do not go with --part and
+// --join.
+absl::StatusOr<std::optional<Part>> ParsePartOptions(
+    const QuantizeOptions& options);
+
+// Opens all inputs and decides what is to be done with each, and what is there
+// already. Sends and writes nothing. A tensor that cannot be quantized has its
+// error in `outcomes`.
+// Errors: ARGUMENT_INVALID and those of files.
+absl::StatusOr<QuantizePlan> MakePlan(const QuantizeOptions& options,
+                                      const SpecSet& specs,
+                                      const std::optional<Part>& part,
+                                      Session* session);
+
+}  // namespace quantd::cli
+
+#endif  // QUANTD_CLIENT_CLI_QUANTIZE_PLAN_H_

@@ -1,0 +1,31 @@
+// How the encodings of `quantctl quantize` become visible.
+
+#ifndef QUANTD_CLIENT_CLI_QUANTIZE_PUBLISH_H_
+#define QUANTD_CLIENT_CLI_QUANTIZE_PUBLISH_H_
+
+#include "absl/status/status.h"
+#include "client/cli/draft_revision.h"
+#include "client/cli/quantize_options.h"
+#include "client/cli/quantize_plan.h"
+#include "client/cpp/client.h"
+
+namespace quantd::cli {
+
+// Before a run costs anything: whether the caller may do what PublishDraft
+// does, and whether the encodings of what is kept can be published. Errors: of
+// the client, FILE_INCOMPLETE.
+absl::Status CheckDraft(const QuantizeOptions& options,
+                        const QuantizePlan& plan, const DraftRevision& draft,
+                        Client* client);
+
+// Makes the encodings of all shards visible. Those that the draft lacks come
+// from the files, where these have them. Sets `is_lacking` and `is_published`.
+// Requires: the shards are in their places.
+// Errors: of files and of the client, FILE_INCOMPLETE.
+absl::Status PublishDraft(const QuantizeOptions& options,
+                          const DraftRevision& draft, Client* client,
+                          QuantizePlan* plan);
+
+}  // namespace quantd::cli
+
+#endif  // QUANTD_CLIENT_CLI_QUANTIZE_PUBLISH_H_

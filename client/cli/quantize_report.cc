@@ -1,0 +1,421 @@
+#include "client/cli/quantize_report.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/string_view.h"
+#include "client/cli/draft_revision.h"
+#include "client/cli/printable.h"
+#include "client/cli/quantize_outcome.h"
+#include "client/cli/quantize_parts.h"
+#include "client/cli/selection.h"
+#include "client/cli/table.h"
+#include "client/cpp/errors.h"
+#include "client/files/safetensors.h"
+#include "nlohmann/json.hpp"
+
+namespace quantd::cli {
+namespace {
+
+// What is counted of all tensors.
+struct Totals {
+  size_t tensor_count = 0;
+  uint64_t before = 0;
+  uint64_t after = 0;
+  uint64_t quantized_count = 0;
+  uint64_t kept_count = 0;
+  uint64_t clipped_count = 0;
+  uint64_t nan_count = 0;
+  uint64_t infinity_count = 0;
+  std::set<std::string> formats;
+  std::vector<TensorError> errors;
+  // Of those, what is in the output as it was.
+  uint64_t copied_count = 0;
+};
+
+// What is counted of all shards.
+struct ShardTotals {
+  uint64_t kept = 0;
+  uint64_t written = 0;
+  uint64_t file_bytes = 0;
+  int64_t rounded_count = 0;
+};
+
+ShardTotals CountShards(const QuantizePlan& plan) {
+  ShardTotals totals;
+  for (const std::unique_ptr<Shard>& shard : plan.shards) {
+    totals.kept += shard->is_kept ? 1 : 0;
+    totals.written += shard->is_written ? 1 : 0;
+    totals.file_bytes += shard->file_bytes;
+    totals.rounded_count += shard->rounded_count;
+  }
+  return totals;
+}
+
+Totals CountTensors(const QuantizePlan& plan) {
+  Totals totals;
+  for (const std::unique_ptr<Shard>& shard : plan.shards) {
+    for (const files::FileTensor& tensor : shard->input.tensors()) {
+      if (!plan.IsInScope(tensor)) continue;
+      const Outcome& outcome = plan.outcomes.at(tensor.name);
+      ++totals.tensor_count;
+      totals.before += tensor.data.size();
+      if (!outcome.status.ok()) {
+        totals.errors.push_back({tensor.name, outcome.status});
+        totals.copied_count += outcome.is_quantized ? 0 : 1;
+      }
+      totals.clipped_count +=
+          outcome.clipped_low_count + outcome.clipped_high_count;
+      totals.nan_count += outcome.nan_count;
+      totals.infinity_count += outcome.infinity_count;
+      if (!shard->is_written) continue;
+      totals.after += outcome.output_bytes;
+      totals.kept_count += shard->is_kept ? 1 : 0;
+      if (!outcome.is_quantized) continue;
+      ++totals.quantized_count;
+      totals.formats.insert(outcome.format);
+    }
+  }
+  return totals;
+}
+
+std::string ResultText(const Shard& shard, const Outcome& outcome) {
+  if (!shard.is_written) return outcome.status.ok() ? "not written" : "failed";
+  if (!outcome.status.ok() && !outcome.is_quantized) return "failed, copied";
+  return absl::StrCat(outcome.is_quantized ? outcome.format : "copied",
+                      shard.is_kept ? ", kept" : "");
+}
+
+Json OutcomeJson(const Shard& shard, const files::FileTensor& tensor,
+                 const Outcome& outcome) {
+  const char* const result = shard.is_kept          ? "kept"
+                             : !outcome.status.ok() ? "failed"
+                             : !shard.is_written    ? "not written"
+                             : outcome.is_quantized ? "quantized"
+                                                    : "copied";
+  Json json = {{"name", tensor.name},
+               {"shape", tensor.shape},
+               {"dtype", std::string(DtypeName(tensor.dtype))},
+               {"result", result},
+               {"bytes_before", tensor.data.size()},
+               {"bytes_after", shard.is_written ? outcome.output_bytes : 0}};
+  if (outcome.is_quantized) {
+    json["format"] = outcome.format;
+    json["mantissa_bits"] = outcome.mantissa_bits;
+    json["clipped_low_count"] = outcome.clipped_low_count;
+    json["clipped_high_count"] = outcome.clipped_high_count;
+    json["nan_count"] = outcome.nan_count;
+    json["infinity_count"] = outcome.infinity_count;
+  }
+  if (outcome.metrics.has_value()) {
+    json["sqnr_db"] = outcome.metrics->sqnr_db();
+    json["max_absolute_error"] = outcome.metrics->max_absolute_error();
+    json["mean_squared_error"] = outcome.metrics->mean_squared_error();
+  }
+  if (!outcome.status.ok()) json["error"] = ErrorJson(outcome.status);
+  return json;
+}
+
+// Says what to do where the server refused to store.
+void PrintRefused(const QuantizeOptions& options,
+                  const std::vector<absl::Status>& statuses,
+                  const Session& session) {
+  const bool is_refused = std::any_of(
+      statuses.begin(), statuses.end(), [](const absl::Status& status) {
+        const absl::string_view reason = ErrorReason(status);
+        return reason == "SCOPE_MISSING" || reason == "MODEL_DENIED";
+      });
+  if (options.store && is_refused) {
+    session.PrintError(
+        "quantctl: --no-store quantizes without keeping the encodings on "
+        "the server");
+  }
+}
+
+// Of an output that is complete.
+std::string UnpublishedText(const QuantizeOptions& options,
+                            const QuantizePlan& plan,
+                            const DraftRevision& draft) {
+  const std::string how =
+      plan.is_folder    ? "the same command publishes them"
+      : plan.is_lacking ? "the same command with --force does so"
+                        : absl::StrCat(
+                              "to publish them: quantctl revisions publish "
+                              "--keep-others ",
+                              options.name.model, " ", draft.revision(), " ",
+                              options.name.revision);
+  return absl::StrCat("quantctl: ", options.output.path,
+                      " is written, but its encodings are not published; ",
+                      how);
+}
+
+// Of one run, as it is now. Not thread-safe.
+class RunReport {
+ public:
+  RunReport(const QuantizeOptions& options, const QuantizePlan& plan,
+            const QuantizeServer* server, Session* session)
+      : options_(options),
+        plan_(plan),
+        server_(server),
+        session_(*session),
+        totals_(CountTensors(plan)),
+        shard_totals_(CountShards(plan)) {}
+
+  void PrintRun() {
+    if (!totals_.errors.empty()) session_.Note(kServerError);
+    if (session_.json) {
+      PrintJson();
+    } else {
+      session_.Print(TableText());
+      if (plan_.is_complete) session_.Print(SummaryText());
+    }
+    PrintNotFinite();
+    if (plan_.is_complete) PrintRounded();
+    if (!totals_.errors.empty()) PrintFailed();
+  }
+
+  void PrintError(const absl::Status& error) {
+    ReportRefused(error, options_, &session_);
+    PrintUnfinished();
+  }
+
+ private:
+  void PrintJson() const {
+    Json list = Json::array();
+    for (const std::unique_ptr<Shard>& shard : plan_.shards) {
+      for (const files::FileTensor& tensor : shard->input.tensors()) {
+        if (!plan_.IsInScope(tensor)) continue;
+        list.push_back(
+            OutcomeJson(*shard, tensor, plan_.outcomes.at(tensor.name)));
+      }
+    }
+    session_.PrintJson({{"input", options_.input},
+                        {"output", options_.output.path},
+                        {"written", plan_.is_complete},
+                        {"formats", totals_.formats},
+                        {"bytes_before", totals_.before},
+                        {"bytes_after", totals_.after},
+                        {"file_bytes", shard_totals_.file_bytes},
+                        {"quantized_count", totals_.quantized_count},
+                        {"kept_count", totals_.kept_count},
+                        {"failed_count", totals_.errors.size()},
+                        {"rounded_count", shard_totals_.rounded_count},
+                        {"retries", session_.retries()},
+                        {"tensors", list}});
+  }
+
+  bool HasClipped() const { return totals_.clipped_count > 0; }
+  bool HasNotFinite() const {
+    return totals_.nan_count + totals_.infinity_count > 0;
+  }
+
+  std::string TableText() const {
+    Table table;
+    table.AddColumn("TENSOR", Table::Align::kLeft);
+    table.AddColumn("SHAPE", Table::Align::kLeft);
+    table.AddColumn("DTYPE", Table::Align::kLeft);
+    table.AddColumn("RESULT", Table::Align::kLeft);
+    table.AddColumn("BEFORE", Table::Align::kBytes);
+    table.AddColumn("AFTER", Table::Align::kBytes);
+    if (options_.evaluate) {
+      table.AddColumn("SQNR DB", Table::Align::kRight);
+      table.AddColumn("MAX ERROR", Table::Align::kRight);
+    }
+    if (HasClipped()) table.AddColumn("CLIPPED", Table::Align::kRight);
+    if (HasNotFinite()) {
+      table.AddColumn("NAN", Table::Align::kRight);
+      table.AddColumn("INF", Table::Align::kRight);
+    }
+    for (const std::unique_ptr<Shard>& shard : plan_.shards) {
+      for (const files::FileTensor& tensor : shard->input.tensors()) {
+        if (plan_.IsInScope(tensor)) table.AddRow(RowOf(*shard, tensor));
+      }
+    }
+    return table.Render(StdoutHasStyle());
+  }
+
+  std::vector<std::string> RowOf(const Shard& shard,
+                                 const files::FileTensor& tensor) const {
+    const Outcome& outcome = plan_.outcomes.at(tensor.name);
+    std::vector<std::string> row = {
+        tensor.name,
+        ShapeText(tensor.shape),
+        std::string(DtypeName(tensor.dtype)),
+        ResultText(shard, outcome),
+        BytesCell(tensor.data.size()),
+        shard.is_written ? BytesCell(outcome.output_bytes) : ""};
+    if (options_.evaluate) {
+      const bool is_measured = outcome.metrics.has_value();
+      row.push_back(is_measured ? DecibelText(outcome.metrics->sqnr_db()) : "");
+      row.push_back(
+          is_measured ? NumberText(outcome.metrics->max_absolute_error()) : "");
+    }
+    const auto add_count = [&](uint64_t count) {
+      row.push_back(outcome.is_quantized ? CountText(count) : "");
+    };
+    if (HasClipped()) {
+      add_count(outcome.clipped_low_count + outcome.clipped_high_count);
+    }
+    if (HasNotFinite()) {
+      add_count(outcome.nan_count);
+      add_count(outcome.infinity_count);
+    }
+    return row;
+  }
+
+  std::string SummaryText() const {
+    return absl::StrCat(
+        CountText(totals_.quantized_count), " of ",
+        CountText(totals_.tensor_count), " tensors to ",
+        totals_.formats.empty() ? "codes"
+                                : absl::StrJoin(totals_.formats, ", "),
+        ", ", BytesText(totals_.before), " to ", BytesText(totals_.after),
+        plan_.part.has_value() ? absl::StrCat(", part ", PartText(*plan_.part))
+                               : "",
+        ", written to ", Printable(options_.output.path),
+        shard_totals_.kept == 0
+            ? ""
+            : absl::StrCat("; ", CountText(shard_totals_.kept), " of ",
+                           CountText(plan_.shards.size()),
+                           " shards kept from an earlier run"),
+        plan_.part.has_value() ? "; with all parts done, the same command with "
+                                 "--join in place of --part completes it"
+                               : "",
+        "\n");
+  }
+
+  // Codes do not say that there was something else.
+  void PrintNotFinite() {
+    std::vector<std::string> notes;
+    for (const std::unique_ptr<Shard>& shard : plan_.shards) {
+      for (const files::FileTensor& tensor : shard->input.tensors()) {
+        const Outcome& outcome = plan_.outcomes.at(tensor.name);
+        if (outcome.nan_count + outcome.infinity_count == 0) continue;
+        notes.push_back(absl::StrCat("quantctl: tensor ", tensor.name, " has ",
+                                     CountText(outcome.nan_count), " NaN and ",
+                                     CountText(outcome.infinity_count),
+                                     " infinities"));
+      }
+    }
+    PrintNotes(notes, &session_);
+  }
+
+  // The output is not quite what was measured.
+  void PrintRounded() const {
+    if (shard_totals_.rounded_count == 0) return;
+    const std::string count =
+        CountText(static_cast<uint64_t>(shard_totals_.rounded_count));
+    if (options_.IsGguf()) {
+      session_.PrintError(absl::StrCat(
+          "quantctl: ", count,
+          " tensors have minima, which are float16 in GGUF and were rounded: "
+          "reals may differ from quantd's by 1% of a scale"));
+    } else {
+      session_.PrintError(absl::StrCat(
+          "quantctl: ", count,
+          " of the nvfp4 tensors: readers divide by weight_global_scale, the "
+          "inverse of the outer scale, and get reals that may differ from "
+          "quantd's in the last bit"));
+    }
+  }
+
+  void PrintFailed() {
+    if (!session_.json) PrintTensorErrors(totals_.errors, &session_);
+    const std::string failed =
+        absl::StrCat(CountText(totals_.errors.size()), " of ",
+                     CountText(totals_.tensor_count), " tensors failed");
+    if (plan_.is_complete) {
+      session_.PrintError(absl::StrCat(
+          "quantctl: ", failed, "; ", options_.output.path, " has ",
+          CountText(totals_.copied_count), " of them as they were"));
+      return;
+    }
+    std::vector<absl::Status> statuses;
+    for (const TensorError& error : totals_.errors) {
+      statuses.push_back(error.status);
+    }
+    PrintRefused(options_, statuses, session_);
+    PrintUnfinished();
+    session_.PrintError(absl::StrCat(
+        "quantctl: ", failed, ", so ", options_.output.path,
+        plan_.is_folder ? " is not complete" : " is not written",
+        options_.IsGguf() ? ""
+                          : "; --keep-going leaves such tensors as they are"));
+  }
+
+  // What there is of an output that is not complete, or not published.
+  void PrintUnfinished() const {
+    const DraftRevision* const draft =
+        server_ == nullptr ? nullptr : server_->draft();
+    if (draft != nullptr && plan_.is_complete) {
+      return session_.PrintError(UnpublishedText(options_, plan_, *draft));
+    }
+    if (draft != nullptr && server_->stored_count() > 0) {
+      session_.PrintError(absl::StrCat(
+          "quantctl: the server has the new encodings of ",
+          CountText(server_->stored_count()), " tensors in revision ",
+          draft->revision(), " of model \"", options_.name.model,
+          "\"; revision ", options_.name.revision, " is as it was"));
+    }
+    if (plan_.is_folder && shard_totals_.written > 0) {
+      session_.PrintError(UnfinishedText(options_, plan_, server_));
+    }
+  }
+
+  const QuantizeOptions& options_;
+  const QuantizePlan& plan_;
+  // Null where none was called.
+  const QuantizeServer* const server_;
+  Session& session_;
+  const Totals totals_;
+  const ShardTotals shard_totals_;
+};
+
+}  // namespace
+
+void ReportRun(const QuantizeOptions& options, const QuantizePlan& plan,
+               const QuantizeServer* server, Session* session) {
+  RunReport(options, plan, server, session).PrintRun();
+}
+
+void ReportError(const absl::Status& error, const QuantizeOptions& options,
+                 const QuantizePlan& plan, const QuantizeServer* server,
+                 Session* session) {
+  RunReport(options, plan, server, session).PrintError(error);
+}
+
+void ReportRefused(const absl::Status& error, const QuantizeOptions& options,
+                   Session* session) {
+  PrintRefused(options, {error}, *session);
+  session->Fail(error);
+}
+
+std::string UnfinishedText(const QuantizeOptions& options,
+                           const QuantizePlan& plan,
+                           const QuantizeServer* server) {
+  const uint64_t written = CountShards(plan).written;
+  if (plan.is_folder) {
+    return absl::StrCat("quantctl: ", options.output.path, " has ",
+                        CountText(written), " of ",
+                        CountText(plan.shards.size()),
+                        " shards; the same command goes on from there");
+  }
+  const bool is_written = written == 1 && !plan.part.has_value();
+  if (is_written && server != nullptr && server->draft() != nullptr &&
+      !plan.is_published) {
+    return UnpublishedText(options, plan, *server->draft());
+  }
+  return absl::StrCat("quantctl: stopped; ", options.output.path,
+                      is_written ? " is written" : " is not written");
+}
+
+}  // namespace quantd::cli

@@ -1,0 +1,303 @@
+#include "client/cli/quantize_resume.h"
+
+#include <sys/stat.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "client/cli/compressed_tensors.h"
+#include "client/cli/output.h"
+#include "client/cli/quantize_outcome.h"
+#include "client/cli/quantize_parts.h"
+#include "client/cli/session.h"
+#include "client/cli/tensor_options.h"
+#include "client/cpp/errors.h"
+#include "client/files/errors.h"
+#include "client/files/safetensors.h"
+#include "client/files/shard_index.h"
+#include "client/models/spec_syntax.h"
+#include "nlohmann/json.hpp"
+#include "xxhash.h"
+
+namespace quantd::cli {
+namespace {
+
+constexpr size_t kMostNames = 10;
+
+std::string TextHash(const std::string& text) {
+  return absl::StrFormat("%016x", XXH3_64bits(text.data(), text.size()));
+}
+
+std::string SpecText(const SpecTemplate& spec) {
+  return absl::StrCat(spec.spec.SerializeAsString(), " ",
+                      static_cast<int>(spec.granularity.kind), " ",
+                      spec.granularity.axis, " ", spec.granularity.group, " ",
+                      absl::StrJoin(spec.granularity.block_size, ","));
+}
+
+// What decides on the codes, whatever is in the input now.
+std::string CommandText(const QuantizeOptions& options, const SpecSet& specs) {
+  std::string text = absl::StrCat(options.layout, "\n", options.nan_policy);
+  for (const SpecSet::Override& entry : specs.overrides) {
+    absl::StrAppend(&text, "\n", entry.pattern, "=", SpecText(entry.spec));
+  }
+  if (specs.has_base) absl::StrAppend(&text, "\n=", SpecText(specs.base));
+  const TensorFilter& filter = options.filter;
+  return absl::StrCat(text, "\n", absl::StrJoin(filter.include, "\n+"), "\n",
+                      absl::StrJoin(filter.exclude, "\n-"), "\n",
+                      filter.all ? 0 : filter.min_rank);
+}
+
+absl::Status ExistsError(const Shard& shard, bool is_quantctls) {
+  const absl::Status status = files::FileExistsError(shard.output_path);
+  if (!is_quantctls) return status;
+  return absl::AlreadyExistsError(absl::StrCat(
+      status.message(),
+      ", made from another input or with other options (--spec, --include, "
+      "--exclude, --min-rank, --all, --layout, --nan-policy); give those of "
+      "that run to go "
+      "on with it, or another folder with -o"));
+}
+
+absl::Status OtherPartError(const std::string& path, absl::StatusCode code) {
+  return absl::Status(
+      code,
+      absl::StrCat(
+          code == absl::StatusCode::kAlreadyExists ? "FILE_EXISTS: "
+                                                   : "FILE_INCOMPLETE: ",
+          path,
+          " was made from another input or with other options than these; "
+          "all parts need the same ones"));
+}
+
+// Looks at the files of the output. Not thread-safe.
+class Earlier {
+ public:
+  Earlier(const QuantizeOptions& options, QuantizePlan* plan)
+      : options_(options), plan_(*plan) {}
+
+  // What an earlier run of the same command wrote is kept, or done again; of
+  // anything else nothing is replaced without --force.
+  absl::Status CheckFolder() {
+    bool has_own = false;
+    for (const std::unique_ptr<Shard>& shard : plan_.shards) {
+      if (shard->is_skipped || !FileExists(shard->output_path)) continue;
+      const absl::StatusOr<files::SafetensorsReader> written =
+          files::SafetensorsReader::Open(shard->output_path);
+      shard->is_kept =
+          !options_.restart && written.ok() && Keep(*written, shard.get());
+      shard->is_written = shard->is_kept;
+      const std::string command =
+          written.ok() ? MetadataOf(*written, kCommandKey) : "";
+      const bool is_own =
+          shard->is_kept || (written.ok() && command == shard->command);
+      has_own = has_own || is_own;
+      if (!is_own && !options_.output.force) {
+        return ExistsError(*shard, !command.empty());
+      }
+      shard->if_exists = files::IfExists::kReplace;
+    }
+    const std::string index =
+        files::PathIn(options_.output.path, files::kShardIndexName);
+    if (plan_.weight_map.empty() && FileExists(index)) {
+      return ArgumentInvalidError(
+          absl::StrCat("expected a folder for a model in one file, but ", index,
+                       " is there"));
+    }
+    if (has_own || options_.output.force || plan_.targets.empty()) {
+      return absl::OkStatus();
+    }
+    if (FileExists(index)) return files::FileExistsError(index);
+    const std::string config =
+        files::PathIn(options_.output.path, kModelConfigName);
+    return options_.IsCompressed() && FileExists(config)
+               ? files::FileExistsError(config)
+               : absl::OkStatus();
+  }
+
+  // Files of parts that are there are kept, or done again.
+  absl::Status CheckParts() {
+    for (Target& target : plan_.targets) {
+      if (!target.part.has_value()) continue;
+      if (target.shard->is_kept) {
+        target.is_kept = true;
+        continue;
+      }
+      if (!FileExists(target.path)) continue;
+      const absl::StatusOr<files::SafetensorsReader> written =
+          files::SafetensorsReader::Open(target.path);
+      const bool is_own =
+          written.ok() && MetadataOf(*written, kRunKey) == target.shard->run;
+      if (!is_own && !options_.output.force) {
+        return OtherPartError(target.path, absl::StatusCode::kAlreadyExists);
+      }
+      target.is_kept =
+          !options_.restart && is_own && TakeRecords(target.tensors, *written);
+      target.if_exists = files::IfExists::kReplace;
+      target.shard->is_written = target.is_kept;
+    }
+    return absl::OkStatus();
+  }
+
+  // All parts of all shards are there and belong together.
+  absl::Status CheckJoin() {
+    std::vector<std::string> missing;
+    for (size_t i = 0; i < plan_.shards.size(); ++i) {
+      if (plan_.shards[i]->is_kept) continue;
+      const absl::Status status = CheckPartsOf(i, &missing);
+      if (!status.ok()) return status;
+    }
+    if (missing.empty()) return absl::OkStatus();
+    const size_t count = missing.size();
+    if (count > kMostNames) missing.resize(kMostNames);
+    return files::FileIncompleteError(
+        options_.output.path,
+        absl::StrCat("not there: ", absl::StrJoin(missing, ", "),
+                     count > kMostNames
+                         ? absl::StrCat(" and ", count - kMostNames, " more")
+                         : "",
+                     "; run these parts, then join again"));
+  }
+
+ private:
+  // The same of shard number i.
+  absl::Status CheckPartsOf(size_t i, std::vector<std::string>* missing) {
+    const Shard& shard = *plan_.shards[i];
+    const std::vector<Part> parts = FindParts(shard);
+    if (parts.empty()) {
+      missing->push_back(shard.output_path);
+      return absl::OkStatus();
+    }
+    const int64_t count = parts.front().count;
+    if (parts.back().count != count) {
+      return files::FileIncompleteError(
+          shard.output_path,
+          absl::StrCat("there are files of ", count, " parts and of ",
+                       parts.back().count,
+                       " parts; delete those that are of no use"));
+    }
+    const std::vector<std::vector<Share>> shares =
+        ShareOut(plan_.shards, count);
+    for (const Share& share : shares[i]) {
+      const Part part = {share.part, count};
+      const std::string path = PartPath(shard, part);
+      if (!FileExists(path)) {
+        missing->push_back(
+            absl::StrCat("part ", PartText(part), " of ", shard.output_path));
+        continue;
+      }
+      const absl::StatusOr<files::SafetensorsReader> reader =
+          files::SafetensorsReader::Open(path);
+      if (!reader.ok()) return reader.status();
+      if (MetadataOf(*reader, kRunKey) != shard.run ||
+          !TakeRecords(share.tensors, *reader)) {
+        return OtherPartError(path, absl::StatusCode::kFailedPrecondition);
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  // Takes over what a file tells of the tensors that it has; false where it is
+  // not all there.
+  bool TakeRecords(const std::vector<const files::FileTensor*>& tensors,
+                   const files::SafetensorsReader& written) {
+    const Json records = Json::parse(MetadataOf(written, kTensorsKey), nullptr,
+                                     /*allow_exceptions=*/false);
+    if (!records.is_object() || records.size() != tensors.size()) return false;
+    std::map<std::string, Outcome> outcomes;
+    for (const files::FileTensor* const tensor : tensors) {
+      const auto found = records.find(tensor->name);
+      const std::optional<Outcome> outcome =
+          found == records.end() ? std::nullopt : ParseRecord(*found);
+      if (!outcome.has_value() ||
+          (options_.evaluate && !outcome->metrics.has_value())) {
+        return false;
+      }
+      outcomes[tensor->name] = *outcome;
+    }
+    for (const auto& [name, outcome] : outcomes) plan_.outcomes[name] = outcome;
+    return true;
+  }
+
+  // Whether an earlier run has written that shard; takes over what it tells.
+  bool Keep(const files::SafetensorsReader& written, Shard* shard) {
+    if (MetadataOf(written, kRunKey) != shard->run || plan_.AnyFailed(*shard)) {
+      return false;
+    }
+    if (!TakeRecords(shard->selected, written)) return false;
+    if (options_.IsCompressed()) {
+      const std::optional<ModuleRecords> records = ReadModules(written);
+      if (!records.has_value()) return false;
+      shard->modules = records->modules;
+      shard->rounded_count = records->rounded_count;
+    }
+    for (const files::FileTensor& tensor : shard->input.tensors()) {
+      Outcome& outcome = plan_.outcomes[tensor.name];
+      if (!outcome.is_quantized) outcome.output_bytes = tensor.data.size();
+    }
+    struct stat status;
+    if (stat(shard->output_path.c_str(), &status) == 0) {
+      shard->file_bytes = static_cast<uint64_t>(status.st_size);
+    }
+    return true;
+  }
+
+  const QuantizeOptions& options_;
+  QuantizePlan& plan_;
+};
+
+}  // namespace
+
+void SetKeys(const QuantizeOptions& options, const std::string& server,
+             const QuantizePlan& plan, Shard* shard) {
+  const std::string command = CommandText(options, plan.specs);
+  char* const real_path = realpath(shard->input_path.c_str(), nullptr);
+  shard->command = TextHash(
+      absl::StrCat(real_path == nullptr ? "" : real_path, "\n", command));
+  std::free(real_path);
+  std::string text =
+      absl::StrCat(command, "\n", options.name.model, "\n",
+                   options.name.revision, "\n", options.evaluate, "\n",
+                   // Where the encodings are.
+                   options.store ? server : "", "\n");
+  struct stat status;
+  if (stat(shard->input_path.c_str(), &status) == 0) {
+    absl::StrAppend(&text, status.st_size, " ", status.st_mtim.tv_sec, " ",
+                    status.st_mtim.tv_nsec, "\n");
+  }
+  for (const files::FileTensor* const tensor : shard->selected) {
+    absl::StrAppend(&text, tensor->name, "\n",
+                    plan.SpecOf(*tensor).SerializeAsString(), "\n");
+  }
+  shard->run = TextHash(text);
+}
+
+std::string RunKey(const QuantizePlan& plan) {
+  std::string text;
+  for (const std::unique_ptr<Shard>& shard : plan.shards) {
+    absl::StrAppend(&text, shard->run);
+  }
+  return TextHash(text);
+}
+
+absl::Status FindEarlier(const QuantizeOptions& options, QuantizePlan* plan) {
+  Earlier earlier(options, plan);
+  absl::Status status;
+  if (plan->is_folder) status = earlier.CheckFolder();
+  if (status.ok() && plan->part.has_value()) status = earlier.CheckParts();
+  if (status.ok() && options.parts.join) status = earlier.CheckJoin();
+  return status;
+}
+
+}  // namespace quantd::cli

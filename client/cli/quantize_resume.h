@@ -1,0 +1,31 @@
+// What earlier runs of `quantctl quantize` left in the output: this run keeps
+// what it would write again, and replaces nothing that is somebody else's.
+
+#ifndef QUANTD_CLIENT_CLI_QUANTIZE_RESUME_H_
+#define QUANTD_CLIENT_CLI_QUANTIZE_RESUME_H_
+
+#include <string>
+
+#include "absl/status/status.h"
+#include "client/cli/quantize_options.h"
+#include "client/cli/quantize_plan.h"
+
+namespace quantd::cli {
+
+// Sets what a shard is known by: `command` and `run`. `server` is the address.
+// Requires: the shard's tensors are selected.
+void SetKeys(const QuantizeOptions& options, const std::string& server,
+             const QuantizePlan& plan, Shard* shard);
+
+// What the encodings of all shards, and of all parts, are made from.
+std::string RunKey(const QuantizePlan& plan);
+
+// Finds the shards and the parts that are there. Those that are kept are marked
+// so, with their outcomes. With --join all have to be there.
+// Requires: the targets of the plan, and SetKeys.
+// Errors: FILE_EXISTS, FILE_INCOMPLETE and others of files; ARGUMENT_INVALID.
+absl::Status FindEarlier(const QuantizeOptions& options, QuantizePlan* plan);
+
+}  // namespace quantd::cli
+
+#endif  // QUANTD_CLIENT_CLI_QUANTIZE_RESUME_H_
