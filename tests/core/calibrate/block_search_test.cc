@@ -564,6 +564,25 @@ TEST(BlockSearchTest, FindsRangesWhoseCodesReachBeyondThem) {
   }
 }
 
+// Adds the error of the range that is found for a block to `got`, and the least
+// of a thousand ranges to `want`.
+void AddErrors(const Search& search, const CodeNumbers& numbers,
+               BlockElements* elements, double* got, double* want) {
+  if (elements->abs_max() == 0) return;
+  const Range whole = {-elements->abs_max(), elements->abs_max()};
+  const auto range =
+      search.search.Search(0, 0, whole, 1, 0, elements, StopToken());
+  ASSERT_TRUE(range.ok()) << range.status();
+  *got += NaiveError(numbers, *search.scaler.Scale(0, *range, 0), *elements, 1);
+  double least = kInfinity;
+  for (const Range& other : GridOf(search, whole, 1000)) {
+    least = std::min(
+        least,
+        NaiveError(numbers, *search.scaler.Scale(0, other, 0), *elements, 1));
+  }
+  *want += least;
+}
+
 TEST(BlockSearchTest, LosesNothingBesideAThousandRanges) {
   std::mt19937 random(11);
   for (const char* format : {"int2", "int3", "int4", "nf4"}) {
@@ -575,20 +594,8 @@ TEST(BlockSearchTest, LosesNothingBesideAThousandRanges) {
       double got = 0, want = 0;
       for (int block = 0; block < 40; ++block) {
         BlockElements elements = ElementsOf(Draw(shape, 128, &random));
-        if (elements.abs_max() == 0) continue;
-        const Range whole = {-elements.abs_max(), elements.abs_max()};
-        const auto range =
-            search.search.Search(0, 0, whole, 1, 0, &elements, StopToken());
-        ASSERT_TRUE(range.ok()) << range.status();
-        got += NaiveError(numbers, *search.scaler.Scale(0, *range, 0), elements,
-                          1);
-        double least = kInfinity;
-        for (const Range& other : GridOf(search, whole, 1000)) {
-          least = std::min(
-              least, NaiveError(numbers, *search.scaler.Scale(0, other, 0),
-                                elements, 1));
-        }
-        want += least;
+        ASSERT_NO_FATAL_FAILURE(
+            AddErrors(search, numbers, &elements, &got, &want));
       }
       EXPECT_LE(got, 1.0005 * want);
     }
@@ -620,20 +627,8 @@ TEST(BlockSearchTest, LosesNothingOnDataThatWeightsHave) {
         std::vector<double> values;
         for (int64_t i = 0; i < 128; ++i) values.push_back(data.draw(i));
         BlockElements elements = ElementsOf(values);
-        if (elements.abs_max() == 0) continue;
-        const Range whole = {-elements.abs_max(), elements.abs_max()};
-        const auto range =
-            search.search.Search(0, 0, whole, 1, 0, &elements, StopToken());
-        ASSERT_TRUE(range.ok()) << range.status();
-        got += NaiveError(numbers, *search.scaler.Scale(0, *range, 0), elements,
-                          1);
-        double least = kInfinity;
-        for (const Range& other : GridOf(search, whole, 1000)) {
-          least = std::min(
-              least, NaiveError(numbers, *search.scaler.Scale(0, other, 0),
-                                elements, 1));
-        }
-        want += least;
+        ASSERT_NO_FATAL_FAILURE(
+            AddErrors(search, numbers, &elements, &got, &want));
       }
       EXPECT_LE(got, 1.0005 * want)
           << format << ", " << data.name << ": " << got / want;
