@@ -646,8 +646,8 @@ absl::Duration LocalSearchTime(const ResolvedSpec& spec, int64_t real_bytes,
   if (elements == 0) return absl::ZeroDuration();
   return core::SearchTime(spec.spec, spec.layout->scale_count(), elements,
                           /*at_hand=*/true) *
-         (static_cast<double>(bytes / real_bytes) /
-          static_cast<double>(elements));
+         (static_cast<double>(bytes) /
+          static_cast<double>(elements * real_bytes));
 }
 
 // With a spec whose scales follow from their own blocks: reals become codes as

@@ -68,9 +68,8 @@ server::ServerOptions Options() {
 
 template <typename T>
 std::string Elements(const std::vector<T>& values) {
-  std::string bytes(values.size() * sizeof(T), '\0');
-  std::memcpy(bytes.data(), values.data(), bytes.size());
-  return bytes;
+  return std::string(reinterpret_cast<const char*>(values.data()),
+                     values.size() * sizeof(T));
 }
 
 // `count` float32 elements.
