@@ -134,6 +134,13 @@ class ReadmeSnippetsTest(unittest.TestCase):
             self.assertTrue(os.path.exists(os.path.join(
                 folder, "elsewhere/model.6bit.safetensors")))
 
+            output = run(
+                python, "-c",
+                self.at_server(snippet("python", "client.import_")),
+                cwd=os.path.join(folder, "elsewhere"))
+            self.assertRegex(output, r"^1 \d+ \[\]\n")
+            self.assertIn("1 encodings of aimet-1.0.0", output)
+
             if importlib.util.find_spec("torch"):
                 output = run(
                     python, "-c", self.at_server(

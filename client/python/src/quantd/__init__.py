@@ -26,6 +26,8 @@ from quantd.encoding import (Encoding, EncodingReference, EncodingSpec,
                              per_tensor)
 from quantd.errors import QuantdError
 from quantd.files import TensorFile, TensorInfo, load, save
+from quantd.interchange import (ExportedEncodings, ImportedEncodings,
+                                InterchangeLoss, TensorHint)
 from quantd.model import (ModelTensor, QuantizedModel, join_model,
                           quantize_model)
 from quantd.results import (CalibrateResult, CandidateMetrics,
@@ -48,15 +50,16 @@ __all__ = [
     "CalibrateJob", "CalibrateResult", "CandidateMetrics", "Client",
     "ComputedEncoding", "Contribution", "ContributionResult",
     "DequantizedChunks", "Encoding", "EncodingReference", "EncodingSpec",
-    "ErrorHistogram", "ErrorMetrics", "Evaluation", "FormatInfo",
-    "Granularity", "MeasuredCandidate", "MeasuredTensor", "MixtureOption",
-    "Model", "ModelMixture", "ModelSweep", "ModelTensor", "Prediction",
+    "ErrorHistogram", "ErrorMetrics", "Evaluation", "ExportedEncodings",
+    "FormatInfo", "Granularity", "ImportedEncodings", "InterchangeLoss",
+    "MeasuredCandidate", "MeasuredTensor", "MixtureOption", "Model",
+    "ModelMixture", "ModelSweep", "ModelTensor", "Prediction",
     "PublishedRevision", "QuantdError", "QuantizeJob", "QuantizeSummary",
     "QuantizedChunks", "QuantizedModel", "QuantizedTensor", "ResultList",
     "Revision", "StatisticsEntry", "StatisticsSource", "StoredEncoding",
     "StoredStatistics", "SweepCandidate", "SweepMixture", "SweepResult",
-    "SweepTensor", "SweepTotal", "TensorFile", "TensorInfo", "TensorName",
-    "TensorStatistics", "blocks", "format_info", "group", "join_model",
-    "load", "per_channel", "per_tensor", "quantize_model", "save",
-    "sweep_model", "tls_credentials", "unpack",
+    "SweepTensor", "SweepTotal", "TensorFile", "TensorHint", "TensorInfo",
+    "TensorName", "TensorStatistics", "blocks", "format_info", "group",
+    "join_model", "load", "per_channel", "per_tensor", "quantize_model",
+    "save", "sweep_model", "tls_credentials", "unpack",
 ]

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import math
 import operator
+import os
 from typing import (Any, Callable, Collection, Generator, Iterable, Iterator,
                     Mapping, Optional, Sequence, TypeVar, Union)
 
@@ -22,6 +23,9 @@ from quantd._statistics_size import StatisticsSize
 from quantd.encoding import (Encoding, EncodingReference, EncodingSpec,
                              GranularityLike, Source, as_granularity,
                              set_granularity, set_source)
+from quantd.interchange import (ExportDownload, ImportedEncodings,
+                                ImportSource, ImportUpload, TensorHint,
+                                format_value)
 from quantd.tensor import (ELEMENT_DTYPES, ELEMENT_TYPES, EnumNames, NameLike,
                            TensorName, as_name, format_info)
 from quantd.v1 import encoding_pb2
@@ -665,7 +669,14 @@ class ScaleUpload:
 
 def messages_of(request: Any) -> Any:
     """What gRPC takes for a call's request."""
-    return iter(request) if isinstance(request, ScaleUpload) else request
+    return iter(request) if isinstance(request, (ScaleUpload, ImportUpload)
+                                       ) else request
+
+
+def timeout_of(request: Any, timeout: float) -> float:
+    """Of one attempt: a file has longer for each 16 MiB of it."""
+    return timeout * (1 + (request.size_bytes >> 24) if isinstance(
+        request, ImportUpload) else 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -773,6 +784,52 @@ def _delete(method: str, request: Any) -> Calls[None]:
 
 
 @_arguments()
+def export_encodings(model: str, format_name: str, revision: str,
+                     patterns: Iterable[str],
+                     parameter_patterns: Iterable[str]
+                     ) -> es.ExportEncodingsRequest:
+    """See Client.export."""
+    return es.ExportEncodingsRequest(
+        model=model, revision=revision, format=format_value(format_name),
+        patterns=_listed(patterns, "patterns"),
+        parameter_patterns=_listed(parameter_patterns, "parameter_patterns"))
+
+
+def _listed(patterns: Iterable[str], field: str) -> list[str]:
+    if isinstance(patterns, str):
+        # Otherwise each of its letters were one.
+        raise errors.argument_invalid("expected a list of patterns, got one",
+                                      field)
+    return list(patterns)
+
+
+def export_download(request: es.ExportEncodingsRequest, path: Any,
+                    overwrite: bool) -> ExportDownload:
+    """See Client.export."""
+    with _arguments():
+        return ExportDownload(
+            request, None if path is None else os.fspath(path), overwrite)
+
+
+def import_encodings(source: ImportSource, model: str, format_name:
+                     Optional[str], revision: str, hints: Iterable[TensorHint],
+                     tensors: Mapping[str, Any], dry_run: bool
+                     ) -> Calls[ImportedEncodings]:
+    """See Client.import_."""
+    with _arguments():
+        upload = ImportUpload(es.ImportEncodingsRequest(
+            model=model, revision=revision, dry_run=dry_run,
+            format=format_value(format_name)), source, hints, tensors)
+    try:
+        answer = yield Call("ImportEncodings", upload)
+    except errors.QuantdError:
+        if upload.error is not None:
+            raise upload.error from None
+        raise
+    return upload.result(answer)
+
+
+@_arguments()
 def compute_encodings(model: str, spec: Optional[SpecLike], revision: str,
                       overrides: Iterable[tuple[str, SpecLike]], dry_run: bool
                       ) -> es.ComputeEncodingsRequest:
@@ -827,14 +884,15 @@ def mixtures(answer: Any) -> list[results.SweepMixture]:
 
 
 def check_patterns(patterns: Iterable[str], names: Sequence[str], model: str,
-                   revision: str, field: str) -> None:
-    """Each matches one of the tensors that have statistics, and takes one where
+                   revision: str, field: str, what: str = "statistics"
+                   ) -> None:
+    """Each matches one of the tensors that have `what`, and takes one where
     they are of overrides. Where none has, the service says so."""
     if names:
         check = (_globs.check_each_takes if field == "overrides" else
                  _globs.check_all_match)
         check(patterns, names,
-              f"a tensor that has statistics in {model}, {revision or 'main'}",
+              f"a tensor that has {what} in {model}, {revision or 'main'}",
               field)
 
 

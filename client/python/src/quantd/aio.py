@@ -14,7 +14,9 @@ import asyncio
 import collections
 import collections.abc
 import functools
+import os
 import time
+import types
 from typing import (Any, AsyncIterable, AsyncIterator, Awaitable, Callable,
                     Iterable, Literal, Mapping, Optional, Sequence, Union,
                     overload)
@@ -24,7 +26,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from quantd import (_channel, _chunks, _credentials, _requests, _wire, errors,
-                    results)
+                    interchange, results)
 from quantd._exchange import Exchange, FailedExchange, OutputExchange
 from quantd._output_memory import OutputMemory
 from quantd._progress import Progress, ProgressLike, total_bytes
@@ -446,6 +448,36 @@ class Client:
         order of name."""
         return self._pages(_requests.list_revisions(model))
 
+    async def export(self, model: str, format: str,
+                     path: Union[str, os.PathLike[str], None] = None, *,
+                     revision: str = "", patterns: Iterable[str] = (),
+                     parameter_patterns: Iterable[str] = (),
+                     overwrite: bool = False
+                     ) -> interchange.ExportedEncodings:
+        """A file of encodings; see quantd.Client.export."""
+        request = _requests.export_encodings(model, format, revision, patterns,
+                                             parameter_patterns)
+        if request.patterns:
+            names = [entry.name.tensor async for entry in
+                     self.list_encodings(model, revision)]
+            _requests.check_patterns(request.patterns, names, model, revision,
+                                     "patterns", "an encoding")
+        with _requests.export_download(request, path, overwrite) as download:
+            async for answer in self._read("ExportEncodings", request):
+                download.add(answer)
+            return download.result()
+
+    async def import_(self, source: interchange.ImportSource, model: str, *,
+                      format: Optional[str] = None, revision: str = "",
+                      hints: Iterable[interchange.TensorHint] = (),
+                      tensors: Mapping[str, Any] = types.MappingProxyType({}),
+                      dry_run: bool = False) -> interchange.ImportedEncodings:
+        """Stores a file of encodings; see quantd.Client.import_."""
+        imported: interchange.ImportedEncodings = await self._run(
+            _requests.import_encodings(source, model, format, revision, hints,
+                                       tensors, dry_run))
+        return imported
+
     async def compute_encodings(
             self, model: str, spec: Optional[SpecLike] = None, *,
             revision: str = "", overrides: Iterable[tuple[str, SpecLike]] = (),
@@ -710,7 +742,8 @@ class Client:
     async def _attempt(self, method: Callable[..., Any], request: Any) -> Any:
         try:
             return await method(_requests.messages_of(request),
-                                timeout=self._options.timeout,
+                                timeout=_requests.timeout_of(
+                                    request, self._options.timeout),
                                 metadata=self._metadata())
         except grpc.RpcError as error:
             raise errors.from_rpc_error(error, self._options.target,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import functools
+import os
 import threading
 import time
+import types
 import weakref
 from typing import (Any, Callable, Iterable, Iterator, Literal, Mapping,
                     Optional, Sequence, Union, overload)
@@ -14,7 +16,7 @@ import grpc
 import numpy as np
 
 from quantd import (_apart, _channel, _chunks, _credentials, _requests,
-                    errors, results)
+                    errors, interchange, results)
 from quantd._exchange import Exchange, FailedExchange, OutputExchange
 from quantd._output_memory import OutputMemory
 from quantd._progress import Progress, ProgressLike, total_bytes
@@ -583,6 +585,80 @@ class Client:
         order of name."""
         return self._pages(_requests.list_revisions(model))
 
+    def export(self, model: str, format: str,
+               path: Union[str, os.PathLike[str], None] = None, *,
+               revision: str = "", patterns: Iterable[str] = (),
+               parameter_patterns: Iterable[str] = (), overwrite: bool = False
+               ) -> interchange.ExportedEncodings:
+        """Writes the encodings of a revision as a file of another project.
+
+            done = client.export("acme/net", "aimet-1.0.0", "net.encodings")
+            print(done.encoding_count, done.losses)
+
+        format: "json" (quantd's own, which holds everything), "aimet-0.6.1",
+            "aimet-1.0.0", "aimet-2.0.0", "onnx-qdq" or "compressed-tensors"
+            (its quantization_config); what each holds is in proto/.
+        path: where the file appears, complete or not at all, while it is never
+            in memory; None: it is the answer's `data`.
+        patterns: globs over names of tensors; default all. One that matches
+            none is an error.
+        parameter_patterns: of the tensors that AIMET lists as parameters;
+            default names that end with "weight" or "bias", and tensors with
+            more than one scale.
+        overwrite: replace a file that is there.
+
+        The answer's `losses` say what the format could not hold, and which
+        tensors are left out. An encoding that is put meanwhile may be written
+        in either form. A call that breaks off in the midst of the file is not
+        tried again.
+
+        Raises: ENCODING_NOT_FOUND for a revision without encodings;
+        EXPORT_EMPTY where all are left out, and then there is no file;
+        FILE_EXISTS, FILE_UNWRITABLE.
+        """
+        request = _requests.export_encodings(model, format, revision, patterns,
+                                             parameter_patterns)
+        if request.patterns:
+            _requests.check_patterns(
+                request.patterns, [entry.name.tensor for entry in
+                                   self.list_encodings(model, revision)],
+                model, revision, "patterns", "an encoding")
+        with _requests.export_download(request, path, overwrite) as download:
+            for answer in self._read(self._encodings.ExportEncodings, request):
+                download.add(answer)
+            return download.result()
+
+    def import_(self, source: interchange.ImportSource, model: str, *,
+                format: Optional[str] = None, revision: str = "",
+                hints: Iterable[interchange.TensorHint] = (),
+                tensors: Mapping[str, Any] = types.MappingProxyType({}),
+                dry_run: bool = False) -> interchange.ImportedEncodings:
+        """Stores the encodings of a file of another project, or of quantd, of
+        at most 256 MiB. Nothing is stored unless the whole file is sound.
+
+            done = client.import_("net.encodings", "acme/net",
+                                  tensors=model.state_dict())
+            print(done.encoding_count, done.left_out)
+
+        source: a path, which is read as it is sent, or the bytes of the file.
+        format: see export(); None: recognized from the file. The scales of
+            compressed-tensors are in its tensors: read those with quantd.load.
+        hints: what the file does not say of its tensors. Each field comes from
+            the first hint that matches the tensor and has it.
+        tensors: by name, such as a state_dict or what quantd.load opens, for
+            the shapes alone: hints after those.
+        dry_run: check the file, and store nothing.
+
+        Raises: INTERCHANGE_INVALID, whose text names the place; AXIS_UNKNOWN
+        where neither file nor hints say along which dimension scales lie;
+        INTERCHANGE_UNSUPPORTED, INTERCHANGE_TOO_LARGE; FILE_UNREADABLE,
+        FILE_UNSUPPORTED.
+        """
+        imported: interchange.ImportedEncodings = self._run(
+            _requests.import_encodings(source, model, format, revision, hints,
+                                       tensors, dry_run))
+        return imported
+
     def compute_encodings(
             self, model: str, spec: Optional[SpecLike] = None, *,
             revision: str = "",
@@ -836,7 +912,8 @@ class Client:
         try:
             return _apart.run(
                 lambda: method(_requests.messages_of(request),
-                               timeout=self._options.timeout))
+                               timeout=_requests.timeout_of(
+                                   request, self._options.timeout)))
         except grpc.RpcError as error:
             raise errors.from_rpc_error(error, self._options.target,
                                         self._options.timeout) from None

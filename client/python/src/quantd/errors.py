@@ -42,8 +42,9 @@ class QuantdError(Exception):
     reason: stable upper-case word to program against, e.g. "CHUNK_OFFSET":
         those of the server are listed in proto/; those of the client are
         ARGUMENT_INVALID, SERVER_UNREACHABLE, TIMEOUT, RESPONSE_MALFORMED,
-        CHECKSUM_MISMATCH, SHARED_MEMORY_UNAVAILABLE, CLIENT_CLOSED and
-        PROCESS_FORKED. Empty where gRPC itself gives none.
+        CHECKSUM_MISMATCH, SHARED_MEMORY_UNAVAILABLE, CLIENT_CLOSED,
+        PROCESS_FORKED, EXPORT_EMPTY, and FILE_... of files. Empty where gRPC
+        itself gives none.
     message: for people.
     field: path of the request field or the argument at fault, or empty.
     retry_after: seconds to wait before a retry, None where none helps.
