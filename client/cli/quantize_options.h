@@ -4,6 +4,7 @@
 #define QUANTD_CLIENT_CLI_QUANTIZE_OPTIONS_H_
 
 #include <string>
+#include <vector>
 
 #include "client/cli/output.h"
 #include "client/cli/streams.h"
@@ -30,6 +31,8 @@ struct QuantizeOptions {
   std::string metadata;
   bool store = false;
   std::string nan_policy;
+  std::vector<std::string> ties;
+  bool no_ties = false;
   bool evaluate = false;
   bool requantize = false;
   bool restart = false;

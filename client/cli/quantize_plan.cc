@@ -27,6 +27,7 @@
 #include "client/files/shard_index.h"
 #include "client/models/quantized_layout.h"
 #include "client/models/tensor_input.h"
+#include "client/models/tie_groups.h"
 
 namespace quantd::cli {
 namespace {
@@ -169,6 +170,27 @@ absl::Status SelectAll(const QuantizeOptions& options, QuantizePlan* plan) {
   return absl::OkStatus();
 }
 
+absl::Status FindAllTies(const QuantizeOptions& options, QuantizePlan* plan) {
+  TieOptions ties;
+  ties.has_defaults = !options.no_ties;
+  ties.is_strict = options.IsCompressed();
+  for (const std::string& text : options.ties) {
+    absl::StatusOr<TiePattern> pattern = TiePattern::Parse(text);
+    if (!pattern.ok()) return pattern.status();
+    ties.patterns.push_back(*std::move(pattern));
+  }
+  std::vector<TieCandidate> candidates;
+  for (const std::unique_ptr<Shard>& shard : plan->shards) {
+    for (const files::FileTensor* const tensor : shard->selected) {
+      candidates.push_back({tensor, plan->SpecOf(*tensor)});
+    }
+  }
+  absl::StatusOr<std::vector<TieGroup>> groups = FindTies(ties, candidates);
+  if (!groups.ok()) return groups.status();
+  plan->ties = *std::move(groups);
+  return absl::OkStatus();
+}
+
 // What this run writes: all shards, or a part of them.
 void MakeTargets(QuantizePlan* plan) {
   std::vector<std::vector<Share>> shares;
@@ -274,6 +296,7 @@ absl::StatusOr<QuantizePlan> MakePlan(const QuantizeOptions& options,
   absl::Status status = OpenInputs(options, &plan);
   if (status.ok()) status = CheckOutput(options, &plan, session);
   if (status.ok()) status = SelectAll(options, &plan);
+  if (status.ok()) status = FindAllTies(options, &plan);
   if (!status.ok()) return status;
   for (const std::unique_ptr<Shard>& shard : plan.shards) {
     SetKeys(options, session->server, plan, shard.get());

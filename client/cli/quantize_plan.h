@@ -21,6 +21,7 @@
 #include "client/files/atomic_file.h"
 #include "client/files/safetensors.h"
 #include "client/models/spec_syntax.h"
+#include "client/models/tie_groups.h"
 
 namespace quantd::cli {
 
@@ -52,6 +53,8 @@ struct QuantizePlan {
   // Of the input, tensor to shard; empty where it has no index.
   std::map<std::string, std::string> weight_map;
   std::vector<Target> targets;
+  // Of all shards, whatever the part.
+  std::vector<TieGroup> ties;
   // With `part`, the tensors of this part.
   absl::flat_hash_set<const files::FileTensor*> scope;
   // Has all tensors from the beginning; different ones may change at once.

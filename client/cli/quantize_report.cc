@@ -179,7 +179,10 @@ class RunReport {
       if (plan_.is_complete) session_.Print(SummaryText());
     }
     PrintNotFinite();
-    if (plan_.is_complete) PrintRounded();
+    if (plan_.is_complete) {
+      PrintTies();
+      PrintRounded();
+    }
     if (!totals_.errors.empty()) PrintFailed();
   }
 
@@ -209,8 +212,21 @@ class RunReport {
                         {"kept_count", totals_.kept_count},
                         {"failed_count", totals_.errors.size()},
                         {"rounded_count", shard_totals_.rounded_count},
+                        {"ties", TiesJson()},
                         {"retries", session_.retries()},
                         {"tensors", list}});
+  }
+
+  Json TiesJson() const {
+    Json ties = Json::array();
+    for (const TieGroup& group : plan_.ties) {
+      Json names = Json::array();
+      for (const files::FileTensor* const tensor : group.tensors) {
+        names.push_back(tensor->name);
+      }
+      ties.push_back({{"label", group.label}, {"tied_tensors", names}});
+    }
+    return ties;
   }
 
   bool HasClipped() const { return totals_.clipped_count > 0; }
@@ -307,6 +323,16 @@ class RunReport {
       }
     }
     PrintNotes(notes, &session_);
+  }
+
+  void PrintTies() const {
+    if (plan_.ties.empty() || session_.quiet) return;
+    const size_t count = plan_.ties.size();
+    session_.PrintError(absl::StrCat(
+        "quantctl: tensors that share an outer scale: ", plan_.ties[0].label,
+        count > 1 ? absl::StrCat(" and ", CountText(count - 1), " more groups")
+                  : "",
+        options_.no_ties ? "" : "; see --tie and --no-ties"));
   }
 
   // The output is not quite what was measured.

@@ -2,6 +2,7 @@
 
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -27,6 +28,7 @@
 #include "client/files/safetensors.h"
 #include "client/files/shard_index.h"
 #include "client/models/spec_syntax.h"
+#include "client/models/tie_groups.h"
 #include "nlohmann/json.hpp"
 #include "xxhash.h"
 
@@ -53,10 +55,29 @@ std::string CommandText(const QuantizeOptions& options, const SpecSet& specs) {
     absl::StrAppend(&text, "\n", entry.pattern, "=", SpecText(entry.spec));
   }
   if (specs.has_base) absl::StrAppend(&text, "\n=", SpecText(specs.base));
+  if (options.no_ties) absl::StrAppend(&text, "\nno-ties");
+  for (const std::string& tie : options.ties) {
+    absl::StrAppend(&text, "\ntie=", tie);
+  }
   const TensorFilter& filter = options.filter;
   return absl::StrCat(text, "\n", absl::StrJoin(filter.include, "\n+"), "\n",
                       absl::StrJoin(filter.exclude, "\n-"), "\n",
                       filter.all ? 0 : filter.min_rank);
+}
+
+// What tells the contents of a file from those of another time.
+std::string FileText(const std::string& path) {
+  struct stat status;
+  if (stat(path.c_str(), &status) != 0) return "";
+  return absl::StrCat(status.st_size, " ", status.st_mtim.tv_sec, " ",
+                      status.st_mtim.tv_nsec, "\n");
+}
+
+bool HasAnyOf(const TieGroup& group, const Shard& shard) {
+  return std::any_of(group.tensors.begin(), group.tensors.end(),
+                     [&shard](const files::FileTensor* tensor) {
+                       return shard.input.Find(tensor->name) == tensor;
+                     });
 }
 
 absl::Status ExistsError(const Shard& shard, bool is_quantctls) {
@@ -65,9 +86,8 @@ absl::Status ExistsError(const Shard& shard, bool is_quantctls) {
   return absl::AlreadyExistsError(absl::StrCat(
       status.message(),
       ", made from another input or with other options (--spec, --include, "
-      "--exclude, --min-rank, --all, --layout, --nan-policy); give those of "
-      "that run to go "
-      "on with it, or another folder with -o"));
+      "--exclude, --min-rank, --all, --layout, --nan-policy, --tie); give "
+      "those of that run to go on with it, or another folder with -o"));
 }
 
 absl::Status OtherPartError(const std::string& path, absl::StatusCode code) {
@@ -271,14 +291,23 @@ void SetKeys(const QuantizeOptions& options, const std::string& server,
                    options.name.revision, "\n", options.evaluate, "\n",
                    // Where the encodings are.
                    options.store ? server : "", "\n");
-  struct stat status;
-  if (stat(shard->input_path.c_str(), &status) == 0) {
-    absl::StrAppend(&text, status.st_size, " ", status.st_mtim.tv_sec, " ",
-                    status.st_mtim.tv_nsec, "\n");
-  }
+  absl::StrAppend(&text, FileText(shard->input_path));
   for (const files::FileTensor* const tensor : shard->selected) {
     absl::StrAppend(&text, tensor->name, "\n",
                     plan.SpecOf(*tensor).SerializeAsString(), "\n");
+  }
+  // What others have decides on a scale too.
+  for (const TieGroup& group : plan.ties) {
+    if (!HasAnyOf(group, *shard)) continue;
+    absl::StrAppend(&text, "tie ", group.label, "\n");
+    for (const std::unique_ptr<Shard>& other : plan.shards) {
+      if (HasAnyOf(group, *other)) {
+        absl::StrAppend(&text, other->name, " ", FileText(other->input_path));
+      }
+    }
+    for (const files::FileTensor* const tensor : group.tensors) {
+      absl::StrAppend(&text, tensor->name, "\n");
+    }
   }
   shard->run = TextHash(text);
 }

@@ -14,8 +14,8 @@
 #include "absl/synchronization/mutex.h"
 #include "client/cli/session.h"
 #include "client/cpp/errors.h"
-#include "client/models/outer_maximum.h"
 #include "client/models/tensor_input.h"
+#include "client/models/tie_groups.h"
 
 namespace quantd::cli {
 namespace {
@@ -48,10 +48,12 @@ void SetOutcome(const QuantizeResult& result, uint64_t output_bytes,
 
 QuantizeServer::QuantizeServer(const QuantizeOptions& options,
                                Connections connections,
-                               absl::string_view run_key)
+                               absl::string_view run_key,
+                               const std::vector<TieGroup>& ties)
     : options_(options),
       connections_(std::move(connections)),
-      engine_(connections_.clients()) {
+      engine_(connections_.clients()),
+      maxima_(ties) {
   if (options.store) draft_.emplace(options.name, run_key);
 }
 
@@ -86,8 +88,8 @@ uint64_t QuantizeServer::stored_count() const {
   return stored_count_;
 }
 
-QuantizeJob QuantizeServer::MakeJob(TensorTask* task) const {
-  task->outer_maximum = OuterMaximumFor(task->spec, *task->tensor);
+QuantizeJob QuantizeServer::MakeJob(TensorTask* task) {
+  task->outer_maximum = maxima_.For(task->spec, *task->tensor);
   QuantizeJob job;
   job.tensor = MakeTensor(*task->tensor, NameOf(*task->tensor));
   job.source = task->spec;

@@ -26,6 +26,7 @@
 #include "client/cpp/tensor_stream.h"
 #include "client/files/safetensors.h"
 #include "client/models/tensor_engine.h"
+#include "client/models/tie_groups.h"
 
 namespace quantd::cli {
 
@@ -34,7 +35,7 @@ struct TensorTask {
   const files::FileTensor* tensor;
   EncodingSpec spec;
   Outcome* outcome;
-  // OuterMaximumFor; the job points to it.
+  // TiedMaxima::For; the job points to it.
   std::vector<float> outer_maximum = {};
 };
 
@@ -52,9 +53,9 @@ struct TensorSink {
 // The connections of one run. Not thread-safe.
 class QuantizeServer {
  public:
-  // `options` must stay. `run_key` is that of the draft.
+  // `options` and `ties` must stay. `run_key` is that of the draft.
   QuantizeServer(const QuantizeOptions& options, Connections connections,
-                 absl::string_view run_key);
+                 absl::string_view run_key, const std::vector<TieGroup>& ties);
 
   // Quantizes all tensors. What became of each goes to its outcome; errors are
   // those that end the run.
@@ -70,7 +71,7 @@ class QuantizeServer {
   uint64_t stored_count() const ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
-  QuantizeJob MakeJob(TensorTask* task) const;
+  QuantizeJob MakeJob(TensorTask* task);
   // Errors end the run; those of the tensor alone go to its outcome.
   absl::Status TakeResult(const TensorSink& sink, size_t i,
                           const absl::StatusOr<QuantizeResult>& result,
@@ -83,6 +84,7 @@ class QuantizeServer {
   const QuantizeOptions& options_;
   const Connections connections_;
   internal::QuantizeEngine engine_;
+  TiedMaxima maxima_;
   std::optional<DraftRevision> draft_;
   mutable absl::Mutex mutex_;
   uint64_t stored_count_ ABSL_GUARDED_BY(mutex_) = 0;

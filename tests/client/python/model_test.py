@@ -577,3 +577,98 @@ def test_APartThatIsDoneElsewhereMeanwhileIsDone(tmp_path, folder, client,
     # One of another run is not the same.
     with_another("int4")
     assert raised(do, "int8") == "FILE_EXISTS"
+
+
+@pytest.fixture(name="fused")
+def fixture_fused(tmp_path):
+    """A model whose fused tensors lie in different shards."""
+    rng = np.random.default_rng(8)
+    folder = tmp_path / "fused"
+    folder.mkdir()
+    weight_map = {}
+    for number, names in enumerate((("q", "up"), ("k", "gate"), ("v", "o"))):
+        name = f"model-{number + 1:05}-of-00003.safetensors"
+        tensors = {f"layers.{layer}.{part}_proj.weight": rng.normal(
+            0, 0.01 * 2**number, (32, 64)).astype(np.float32)
+            for layer in range(2) for part in names}
+        quantd.save(folder / name, tensors)
+        weight_map.update({tensor: name for tensor in tensors})
+    (folder / _files.INDEX_NAME).write_text(
+        json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+def outer_scales(path):
+    stored = quantd.load(path)
+    return {name.replace("_proj.weight", ""):
+            float(stored[name].encoding.outer_scale[0]) for name in stored}
+
+
+@pytest.mark.parametrize("spec", ["nvfp4", "nvfp4:mse"])
+def test_FusedTensorsShareAnOuterScale(tmp_path, fused, quantctl, client,
+                                       spec):
+    weights = quantd.load(fused)
+    largest = {name.replace("_proj.weight", ""): np.abs(weights[name]).max()
+               for name in weights}
+    quantctl("quantize", fused, "-o", tmp_path / "a", "--no-store", "--spec",
+             spec)
+    found = outer_scales(tmp_path / "a")
+    for layer in range(2):
+        for fuses in ("qkv", ("up", "gate"), "o"):
+            members = [f"layers.{layer}.{part}" for part in fuses]
+            expected = np.float32(max(largest[name] for name in members)
+                                  ) / np.float32(6 * 448)
+            if len(members) > 1 or spec == "nvfp4":
+                np.testing.assert_allclose(
+                    [found[name] for name in members], expected, rtol=1e-6)
+    # Python and parts write the same bytes, and go on with the others' work.
+    expected = contents(tmp_path / "a")
+    quantd.quantize_model(fused, tmp_path / "b", spec, client=client)
+    assert contents(tmp_path / "b") == expected
+    for number in range(5):
+        quantctl("quantize", fused, "-o", tmp_path / "c", "--no-store",
+                 "--spec", spec, "--part", f"{number}/5")
+    quantd.join_model(fused, tmp_path / "c", spec)
+    assert contents(tmp_path / "c") == expected
+    # What another shard has now decides on this one's scales.
+    again = quantd.quantize_model(fused, tmp_path / "a", spec, client=client)
+    assert {row.result for row in again.tensors} == {"kept"}
+    os.utime(fused / "model-00002-of-00003.safetensors", (1, 1))
+    again = quantd.quantize_model(fused, tmp_path / "a", spec, client=client)
+    assert {row.result for row in again.tensors} == {"quantized"}
+
+
+def test_TiesAsTheyAreAsked(tmp_path, fused, quantctl, client):
+    quantctl("quantize", fused, "-o", tmp_path / "a", "--no-store", "--spec",
+             "nvfp4", "--no-ties")
+    quantd.quantize_model(fused, tmp_path / "b", "nvfp4", client=client,
+                          ties=False)
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    assert len(set(outer_scales(tmp_path / "a").values())) == 12
+    tie = "layers.*.{o,up}_proj.weight"
+    quantctl("quantize", fused, "-o", tmp_path / "c", "--no-store", "--spec",
+             "nvfp4", "--tie", tie)
+    quantd.quantize_model(fused, tmp_path / "d", "nvfp4", client=client,
+                          ties=[tie])
+    assert contents(tmp_path / "c") == contents(tmp_path / "d")
+    found = outer_scales(tmp_path / "c")
+    assert len({value for name, value in found.items()
+                if name.endswith((".o", ".up"))}) == 1
+    assert found["layers.0.q"] == found["layers.0.v"] != found["layers.1.v"]
+
+
+@pytest.mark.parametrize("ties, what", [
+    (["{layer}.{q,k}_proj.weight"], "one spec for all"),
+    (["{layer}.{a,b}.weight"], "two tensors or more"),
+    (["{layer}.weight"], "{A,B,...} or *"), (["{a,b"], "braces"),
+    ("{layer}.{q,k}_proj.weight", "list of patterns")])
+def test_TiesThatCannotBe(tmp_path, fused, client, ties, what):
+    with pytest.raises(quantd.QuantdError) as caught:
+        quantd.quantize_model(fused, tmp_path / "x", {
+            "*k_proj*": "int8", "*": "nvfp4"}, client=client, ties=ties)
+    assert caught.value.reason == "ARGUMENT_INVALID"
+    assert what in caught.value.message
+    assert not (tmp_path / "x").exists()
+    # Where nobody asked, they are not tied.
+    quantd.quantize_model(fused, tmp_path / "x", {
+        "*k_proj*": "int8", "*": "nvfp4"}, client=client)

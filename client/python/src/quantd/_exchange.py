@@ -572,7 +572,7 @@ def ask_for_chunks(header: Any, payload: Optional[Array] = None) -> None:
 def find_outer_maximum(message: Any, tensor: Any, payload: Array) -> None:
     """Sets that of a message with a spec, where the server would hold a large
     tensor to find it."""
-    if payload.nbytes < _OUTER_MAXIMUM_BYTES or (
+    if payload.nbytes < _OUTER_MAXIMUM_BYTES or message.outer_maximum or (
             message.WhichOneof("encoding_source") != "spec"):
         return
     found = outer_maximum(message.spec, tuple(tensor.shape),

@@ -83,7 +83,10 @@ class Contribution:
 @dataclasses.dataclass(frozen=True, eq=False)
 class QuantizeJob:
     """One tensor of quantize_many; the fields are the arguments of quantize.
-    source: None is that of all."""
+    source: None is that of all.
+    outer_maximum: of a spec with outer scales, what these follow from; see
+        QuantizeHeader in proto/. None: the tensor's own. For tensors that
+        share their outer scales."""
 
     array: Any
     source: Optional[Source] = None
@@ -93,6 +96,7 @@ class QuantizeJob:
     omit_encoding: bool = False
     out: Any = None
     element_type: Optional[str] = None
+    outer_maximum: Optional[Sequence[float]] = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -161,7 +165,7 @@ def quantize_header(tensor: tensor_pb2.TensorDescription,
     header = qs.QuantizeHeader(
         tensor=tensor, store=bool(job.store),
         nan_policy=_NAN_POLICIES.value(job.nan_policy),
-        omit_encoding=job.omit_encoding)
+        omit_encoding=job.omit_encoding, outer_maximum=job.outer_maximum or ())
     set_source(job.source, header, len(tensor.shape))
     return header
 

@@ -329,13 +329,30 @@ def outer_maximum(spec: Any, shape: Sequence[int], element_type: str,
     rows = outer[0] if outer else 0
     if not payload.size:
         return None
+    return largest_magnitudes(
+        element_type, payload, rows * math.prod(shape[1:]) if rows else 0)
+
+
+def outer_count(spec: Any, shape: Sequence[int]) -> int:
+    """How many outer scales a spec has."""
+    if scale_type_of(spec) not in OUTER_SCALE_TYPES:
+        return 0
+    return math.prod(counts(shape, outer_block_size_of(spec, shape)))
+
+
+def largest_magnitudes(element_type: str, payload: Array, step: int = 0
+                       ) -> list[float]:
+    """Of each `step` elements the largest of the finite ones, or of all; 0
+    where there is none."""
+    if not payload.size:
+        return [0.0]
     # Magnitudes compare as the integers that their bits are.
     mask, infinity = {"float32": (0x7FFFFFFF, 0x7F800000),
                       "float16": (0x7FFF, 0x7C00),
                       "bfloat16": (0x7FFF, 0x7F80)}[element_type]
     dtype = np.dtype("<u4" if element_type == "float32" else "<u2")
     elements = payload.view(dtype)
-    step = rows * math.prod(shape[1:]) if rows else elements.size
+    step = step or elements.size
     found = np.array([_largest(elements[at:at + step], mask, infinity)
                       for at in range(0, elements.size, step)], dtype)
     if element_type == "float16":

@@ -19,6 +19,7 @@ from quantd._requests import QuantizeJob
 from quantd._scale_stream import xxh3_64
 from quantd._specs import Filter, SpecSet, SpecsLike
 from quantd._tables import ResultList, Tabular
+from quantd._ties import Group, Ties, TiesLike
 from quantd.client import Client
 from quantd.files import Path
 from quantd.results import QuantizedTensor
@@ -150,7 +151,7 @@ def quantize_model(
         min_rank: int = 2, nan_policy: Optional[str] = None,
         keep_going: bool = False, overwrite: bool = False,
         restart: bool = False, requantize: bool = False, streams: int = 2,
-        part: Union[tuple[int, int], str, None] = None,
+        ties: TiesLike = True, part: Union[tuple[int, int], str, None] = None,
         progress: ProgressLike = False) -> QuantizedModel:
     """Quantizes the tensors of a file or of the folder of a model, and copies
     the others; with the bytes that quantctl quantize writes:
@@ -177,6 +178,10 @@ def quantize_model(
     restart: do finished shards again as well.
     requantize: take blocks of GGUF too, and quantize what they decode to.
     streams: tensors on their way at once, each on a stream of its own.
+    ties: tensors that share one outer scale, such as nvfp4 has. True: q/k/v,
+        gate/up and w1/w3, which runtimes fuse, by their usual names. False:
+        none. Patterns, such as "{layer}.self_attn.{q,k,v}_proj.weight", come
+        before these; see --tie in the help of quantctl quantize.
     part: (i, n) does share i of n, from 0 on; any part may be done again, in
         any process that sees the files, and join_model() makes the target of
         them. quantctl quantize --part does the same.
@@ -202,7 +207,7 @@ def quantize_model(
     run = _Run(os.fspath(source), os.fspath(target), SpecSet(specs),
                Filter(tuple(include), tuple(exclude), min_rank), client, model,
                revision, store, nan_policy, keep_going, overwrite, restart,
-               requantize, streams,
+               requantize, streams, Ties(ties),
                None if part is None else as_part(part), False)
     run.plan()
     return run.write(progress)
@@ -214,7 +219,8 @@ def join_model(
         revision: str = "main", store: bool = False,
         include: Iterable[str] = (), exclude: Iterable[str] = (),
         min_rank: int = 2, nan_policy: Optional[str] = None,
-        overwrite: bool = False, requantize: bool = False) -> QuantizedModel:
+        overwrite: bool = False, requantize: bool = False,
+        ties: TiesLike = True) -> QuantizedModel:
     """Makes the target of the parts of quantize_model(), once all are done; the
     target is that of one run. The arguments are those of the parts.
 
@@ -228,7 +234,7 @@ def join_model(
     run = _Run(os.fspath(source), os.fspath(target), SpecSet(specs),
                Filter(tuple(include), tuple(exclude), min_rank), client, model,
                revision, store, nan_policy, False, overwrite, False,
-               requantize, 1, None, True)
+               requantize, 1, Ties(ties), None, True)
     run.plan()
     return run.write(False)
 
@@ -239,6 +245,13 @@ def _hash(text: bytes) -> str:
             "a folder, a part and store=True need xxhash (on Debian "
             "python3-xxhash)", "target")
     return f"{xxh3_64(text).intdigest():016x}"
+
+
+def _file_text(path: str) -> str:
+    """What tells the contents of a file from those of another time."""
+    status = os.stat(path)
+    return (f"{status.st_size} {status.st_mtime_ns // 10**9} "
+            f"{status.st_mtime_ns % 10**9}\n")
 
 
 def _stem(path: str) -> str:
@@ -258,8 +271,8 @@ class _Run:
                  taken: Filter, client: Optional[Client], model: str,
                  revision: str, store: bool, nan_policy: Optional[str],
                  keep_going: bool, overwrite: bool, restart: bool,
-                 requantize: bool, streams: int, part: Optional[Part],
-                 joins: bool) -> None:
+                 requantize: bool, streams: int, ties: Ties,
+                 part: Optional[Part], joins: bool) -> None:
         self._source = source
         self._target = target
         self._specs = specs
@@ -274,6 +287,7 @@ class _Run:
         self._restart = restart
         self._requantize = requantize
         self._streams = streams
+        self._ties = ties
         self._part = part
         self._joins = joins
         self._targets: list[_Target] = []
@@ -281,6 +295,9 @@ class _Run:
         self._weight_map: dict[str, str] = {}
         self._shards: list[_Shard] = []
         self._outcomes: dict[str, _Outcome] = {}
+        self._groups: list[Group] = []
+        # By tensor.
+        self._tied: dict[str, Group] = {}
         self._is_cleared = False
         # Revision that the encodings are in until all files are written.
         self._draft = ""
@@ -293,6 +310,11 @@ class _Run:
         self._open()
         self._check_target()
         self._select()
+        self._groups = self._ties.find(
+            [(tensor, self._message(tensor)) for shard in self._shards
+             for tensor in shard.selected])
+        self._tied = {tensor.name: group for group in self._groups
+                      for tensor in group.tensors}
         if self._has_keys:
             for shard in self._shards:
                 self._set_keys(shard)
@@ -405,6 +427,11 @@ class _Run:
         assert template is not None
         return template.spec_of(tensor.shape)
 
+    def _message(self, tensor: FileTensor) -> Any:
+        template = self._specs.of(tensor.name)
+        assert template is not None
+        return template.of(tensor.shape)
+
     @staticmethod
     def _check_names(file: InputFile, name: str) -> None:
         """Those that a quantized tensor takes must be free."""
@@ -510,20 +537,28 @@ class _Run:
     def _set_keys(self, shard: _Shard) -> None:
         policy = (self._nan_policy or "").replace("_", "-")
         command = (f"{_LAYOUT}\n{policy}".encode() + self._specs.text() +
-                   self._filter.text())
+                   self._ties.text() + self._filter.text())
         shard.command = _hash(
             f"{os.path.realpath(shard.file.path)}\n".encode() + command)
         where = (self._client.target if self._store and self._client is not None
                  else "")
-        status = os.stat(shard.file.path)
         text = command + (f"\n{self._model}\n{self._revision}\n0\n{where}\n"
-                f"{status.st_size} {status.st_mtime_ns // 10**9} "
-                f"{status.st_mtime_ns % 10**9}\n").encode()
+                          f"{_file_text(shard.file.path)}").encode()
         for tensor in shard.selected:
-            template = self._specs.of(tensor.name)
-            assert template is not None
-            text += tensor.name.encode() + b"\n" + template.of(
-                tensor.shape).SerializeToString(deterministic=True) + b"\n"
+            text += tensor.name.encode() + b"\n" + self._message(
+                tensor).SerializeToString(deterministic=True) + b"\n"
+        # What others have decides on a scale too.
+        for group in self._groups:
+            names = {tensor.name for tensor in group.tensors}
+            if not names & shard.file.tensors.keys():
+                continue
+            text += f"tie {group.label}\n".encode()
+            for other in self._shards:
+                if names & other.file.tensors.keys():
+                    text += (f"{other.name} "
+                             f"{_file_text(other.file.path)}").encode()
+            for tensor in group.tensors:
+                text += f"{tensor.name}\n".encode()
         shard.run = _hash(text)
 
     def _keep(self, shard: _Shard, metadata: Mapping[str, str]) -> bool:
@@ -689,9 +724,12 @@ class _Run:
                     os.unlink(path)
 
     def _job(self, tensor: FileTensor) -> QuantizeJob:
+        tied = self._tied.get(tensor.name)
         return QuantizeJob(
             tensor.array(), self._spec(tensor),
-            self._draft_name(tensor.name) if self._store else None, self._store, self._nan_policy, element_type=tensor.element_type)
+            self._draft_name(tensor.name) if self._store else None,
+            self._store, self._nan_policy, element_type=tensor.element_type,
+            outer_maximum=None if tied is None else [tied.maximum()])
 
     def _draft_name(self, tensor: str) -> TensorName:
         return TensorName(self._model, tensor, self._draft)

@@ -1,0 +1,258 @@
+#include "client/models/tie_groups.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
+#include "absl/types/span.h"
+#include "client/cpp/errors.h"
+#include "client/cpp/scales.h"
+#include "client/models/outer_maximum.h"
+#include "client/models/tensor_input.h"
+
+namespace quantd {
+namespace {
+
+absl::Status PatternError(absl::string_view text, absl::string_view what) {
+  return ArgumentInvalidError(
+      absl::StrCat("tie \"", text, "\": expected ", what));
+}
+
+// Tensors of one label, before it is known whether they can share a scale.
+struct Found {
+  std::string label;
+  std::vector<const TieCandidate*> members;
+  bool is_default;
+};
+
+// What is wrong with a group that cannot share an outer scale. Empty for one
+// that can.
+std::string Obstacle(const Found& found) {
+  const std::string spec = found.members[0]->spec.SerializeAsString();
+  for (const TieCandidate* const member : found.members) {
+    const files::FileTensor& tensor = *member->tensor;
+    if (member->spec.SerializeAsString() != spec) {
+      return absl::StrCat("one spec for all, got different ones for \"",
+                          found.members[0]->tensor->name, "\" (",
+                          FormatName(found.members[0]->spec.format()),
+                          ") and \"", tensor.name, "\" (",
+                          FormatName(member->spec.format()), ")");
+    }
+    const absl::StatusOr<ScaleCounts> counts =
+        CountScales(tensor.shape, ExpectedEncoding(member->spec, tensor.shape));
+    if (!counts.ok() || counts->outer_scale != 1) {
+      return absl::StrCat("a spec with one outer scale, such as nvfp4, got ",
+                          FormatName(member->spec.format()), " for \"",
+                          tensor.name, "\"");
+    }
+    if (tensor.dtype == files::Dtype::kF64) {
+      return absl::StrCat("F32, F16 or BF16, got F64 for \"", tensor.name,
+                          "\"");
+    }
+  }
+  return "";
+}
+
+bool HasOuterScale(const Found& found) {
+  return std::any_of(
+      found.members.begin(), found.members.end(),
+      [](const TieCandidate* member) {
+        return HasOuterScales(
+            ExpectedEncoding(member->spec, member->tensor->shape).scale_type());
+      });
+}
+
+absl::Status TieError(const Found& found, absl::string_view obstacle) {
+  return ArgumentInvalidError(absl::StrCat(
+      found.label,
+      found.is_default ? ": runtimes fuse these tensors and read one outer "
+                         "scale for all; expected "
+                       : ": tied tensors share one outer scale; expected ",
+      obstacle,
+      found.is_default ? "; without ties (--no-ties) each has its own" : ""));
+}
+
+}  // namespace
+
+absl::StatusOr<TiePattern> TiePattern::Parse(absl::string_view text) {
+  TiePattern pattern;
+  pattern.text_ = std::string(text);
+  bool ties = false;
+  absl::string_view rest = text;
+  while (!rest.empty()) {
+    if (absl::ConsumePrefix(&rest, "*")) {
+      pattern.pieces_.push_back({Kind::kAny, "*"});
+      ties = true;
+      continue;
+    }
+    if (rest[0] == '}') return PatternError(text, "{ before }");
+    if (rest[0] != '{') {
+      const size_t end = std::min(rest.find_first_of("*{}"), rest.size());
+      pattern.pieces_.push_back(
+          {Kind::kText, std::string(rest.substr(0, end))});
+      rest.remove_prefix(end);
+      continue;
+    }
+    const size_t end = rest.find('}');
+    if (end == absl::string_view::npos) return PatternError(text, "} after {");
+    const absl::string_view inner = rest.substr(1, end - 1);
+    if (inner.empty() || absl::StrContains(inner, '{')) {
+      return PatternError(text, "{A,B} or {NAME} in braces");
+    }
+    Piece piece = {Kind::kCapture, std::string(rest.substr(0, end + 1))};
+    if (absl::StrContains(inner, ',')) {
+      piece.kind = Kind::kChoice;
+      piece.choices = absl::StrSplit(inner, ',');
+      ties = true;
+    }
+    pattern.pieces_.push_back(std::move(piece));
+    rest.remove_prefix(end + 1);
+  }
+  if (!ties) {
+    return PatternError(text,
+                        "{A,B,...} or * in it, such as "
+                        "{layer}.self_attn.{q,k,v}_proj.weight");
+  }
+  return pattern;
+}
+
+std::optional<std::string> TiePattern::LabelOf(absl::string_view name) const {
+  std::vector<absl::string_view> captures;
+  if (!Match(0, name, &captures)) return std::nullopt;
+  std::string label;
+  size_t next = 0;
+  for (const Piece& piece : pieces_) {
+    absl::StrAppend(&label, piece.kind == Kind::kCapture
+                                ? captures[next++]
+                                : absl::string_view(piece.text));
+  }
+  return label;
+}
+
+bool TiePattern::Match(size_t piece, absl::string_view rest,
+                       std::vector<absl::string_view>* captures) const {
+  if (piece == pieces_.size()) return rest.empty();
+  const Piece& own = pieces_[piece];
+  if (own.kind == Kind::kText) {
+    return absl::ConsumePrefix(&rest, own.text) &&
+           Match(piece + 1, rest, captures);
+  }
+  if (own.kind == Kind::kChoice) {
+    return std::any_of(own.choices.begin(), own.choices.end(),
+                       [&](const std::string& choice) {
+                         absl::string_view after = rest;
+                         return absl::ConsumePrefix(&after, choice) &&
+                                Match(piece + 1, after, captures);
+                       });
+  }
+  const bool is_capture = own.kind == Kind::kCapture;
+  // The longest first.
+  for (size_t size = rest.size() + 1; size-- > (is_capture ? 1 : 0);) {
+    if (is_capture) captures->push_back(rest.substr(0, size));
+    if (Match(piece + 1, rest.substr(size), captures)) return true;
+    if (is_capture) captures->pop_back();
+  }
+  return false;
+}
+
+const std::vector<std::string>& DefaultTies() {
+  static const auto* const kPatterns = new std::vector<std::string>{
+      "{module}.{q,k,v}_proj.weight",
+      "{module}.{q_a_proj,kv_a_proj_with_mqa}.weight",
+      "{module}.{query,key,value}.weight",
+      "{module}.{wq,wk,wv}.weight",
+      "{module}.{gate,up}_proj.weight",
+      "{module}.{w1,w3}.weight"};
+  return *kPatterns;
+}
+
+absl::StatusOr<std::vector<TieGroup>> FindTies(
+    const TieOptions& options, const std::vector<TieCandidate>& candidates) {
+  std::vector<TiePattern> patterns = options.patterns;
+  const size_t given = patterns.size();
+  if (options.has_defaults) {
+    for (const std::string& text : DefaultTies()) {
+      patterns.push_back(*TiePattern::Parse(text));
+    }
+  }
+  std::vector<Found> found;
+  std::map<std::pair<size_t, std::string>, size_t> index;
+  for (const TieCandidate& candidate : candidates) {
+    for (size_t i = 0; i < patterns.size(); ++i) {
+      std::optional<std::string> label =
+          patterns[i].LabelOf(candidate.tensor->name);
+      if (!label.has_value()) continue;
+      const auto [entry, is_new] = index.try_emplace({i, *label}, found.size());
+      if (is_new) found.push_back({*std::move(label), {}, i >= given});
+      found[entry->second].members.push_back(&candidate);
+      break;
+    }
+  }
+  std::vector<bool> ties(given, false);
+  for (const auto& [key, at] : index) {
+    if (key.first < given && found[at].members.size() > 1) {
+      ties[key.first] = true;
+    }
+  }
+  for (size_t i = 0; i < given; ++i) {
+    if (ties[i]) continue;
+    return ArgumentInvalidError(
+        absl::StrCat("expected two tensors or more to tie by \"",
+                     patterns[i].text(), "\", got none that are quantized"));
+  }
+  std::vector<TieGroup> groups;
+  for (const Found& one : found) {
+    if (one.members.size() < 2) continue;
+    const std::string obstacle = Obstacle(one);
+    if (obstacle.empty()) {
+      TieGroup group = {one.label, {}};
+      for (const TieCandidate* const member : one.members) {
+        group.tensors.push_back(member->tensor);
+      }
+      groups.push_back(std::move(group));
+    } else if (!one.is_default || (options.is_strict && HasOuterScale(one))) {
+      return TieError(one, obstacle);
+    }
+  }
+  return groups;
+}
+
+TiedMaxima::TiedMaxima(const std::vector<TieGroup>& groups) {
+  for (const TieGroup& group : groups) {
+    Shared& shared = shared_.emplace_back();
+    shared.group = &group;
+    for (const files::FileTensor* const tensor : group.tensors) {
+      by_tensor_[tensor] = &shared;
+    }
+  }
+}
+
+std::vector<float> TiedMaxima::For(const EncodingSpec& spec,
+                                   const files::FileTensor& tensor) {
+  const auto found = by_tensor_.find(&tensor);
+  if (found == by_tensor_.end()) return OuterMaximumFor(spec, tensor);
+  Shared& shared = *found->second;
+  std::call_once(shared.once, [&shared] {
+    for (const files::FileTensor* const member : shared.group->tensors) {
+      shared.maximum =
+          std::max(shared.maximum,
+                   OuterMaximum(*ElementTypeOf(member->dtype), member->shape,
+                                /*block_size=*/{}, member->data)[0]);
+    }
+  });
+  return {shared.maximum};
+}
+
+}  // namespace quantd

@@ -1,0 +1,113 @@
+// Tensors that share one outer scale, because a runtime fuses them: it reads
+// the scale of one of them for all.
+
+#ifndef QUANTD_CLIENT_MODELS_TIE_GROUPS_H_
+#define QUANTD_CLIENT_MODELS_TIE_GROUPS_H_
+
+#include <deque>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "client/cpp/tensor.h"
+#include "client/files/safetensors.h"
+
+namespace quantd {
+
+// A pattern of names, such as "{layer}.self_attn.{q,k,v}_proj.weight":
+//   {A,B,...}  one of these texts
+//   {NAME}     one or more characters, the same for all tensors of a group
+//   *          any characters, which may differ within a group
+// Plain value.
+class TiePattern {
+ public:
+  // Errors: ARGUMENT_INVALID; also for a pattern that never ties two tensors.
+  static absl::StatusOr<TiePattern> Parse(absl::string_view text);
+
+  // The pattern with what {NAME} stands for, such as
+  // "layers.0.self_attn.{q,k,v}_proj.weight": the same for all names of a
+  // group. Nothing for a name that does not match.
+  std::optional<std::string> LabelOf(absl::string_view name) const;
+
+  const std::string& text() const { return text_; }
+
+ private:
+  enum class Kind { kText, kChoice, kCapture, kAny };
+  struct Piece {
+    Kind kind;
+    // As in the pattern.
+    std::string text;
+    std::vector<std::string> choices = {};
+  };
+
+  bool Match(size_t piece, absl::string_view rest,
+             std::vector<absl::string_view>* captures) const;
+
+  std::string text_;
+  std::vector<Piece> pieces_;
+};
+
+// What runtimes fuse, by the usual names: q/k/v, gate/up and w1/w3, of experts
+// as well.
+const std::vector<std::string>& DefaultTies();
+
+struct TieOptions {
+  // Take precedence over the defaults.
+  std::vector<TiePattern> patterns;
+  bool has_defaults = true;
+  // Groups of the defaults whose tensors have different specs are an error. If
+  // not, they are not tied.
+  bool is_strict = false;
+};
+
+// A tensor that is quantized. Plain value.
+struct TieCandidate {
+  const files::FileTensor* tensor;
+  EncodingSpec spec;
+};
+
+// Tensors that share their outer scale. Plain value.
+struct TieGroup {
+  // TiePattern::LabelOf.
+  std::string label;
+  std::vector<const files::FileTensor*> tensors;
+};
+
+// The groups of two tensors or more whose specs have one outer scale, in the
+// order of their first tensors. A tensor is in the group of the first pattern
+// that matches it.
+// Errors: ARGUMENT_INVALID for a pattern of `options` that ties no tensors, or
+// some that cannot share a scale.
+absl::StatusOr<std::vector<TieGroup>> FindTies(
+    const TieOptions& options, const std::vector<TieCandidate>& candidates);
+
+// The outer maxima of tensors, some of which share theirs. Thread-safe.
+class TiedMaxima {
+ public:
+  // `groups` must stay.
+  explicit TiedMaxima(const std::vector<TieGroup>& groups);
+
+  // Of a tensor in a group the maximum of the group, which the first call
+  // reads; otherwise OuterMaximumFor.
+  std::vector<float> For(const EncodingSpec& spec,
+                         const files::FileTensor& tensor);
+
+ private:
+  struct Shared {
+    const TieGroup* group;
+    std::once_flag once;
+    float maximum = 0.0f;
+  };
+
+  std::deque<Shared> shared_;
+  absl::flat_hash_map<const files::FileTensor*, Shared*> by_tensor_;
+};
+
+}  // namespace quantd
+
+#endif  // QUANTD_CLIENT_MODELS_TIE_GROUPS_H_

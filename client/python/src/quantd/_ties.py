@@ -1,0 +1,169 @@
+"""Tensors that share one outer scale, because a runtime fuses them: it reads
+the scale of one of them for all. As client/models/tie_groups.h."""
+
+import dataclasses
+import re
+import threading
+from typing import Any, Iterable, Optional, Sequence, Union
+
+from quantd import errors
+from quantd._files import FileTensor
+from quantd._scale_stream import largest_magnitudes, outer_count
+from quantd.tensor import FORMATS
+
+# True: what runtimes fuse, by the usual names; False: none; patterns, such as
+# "{layer}.self_attn.{q,k,v}_proj.weight", come before those of True.
+TiesLike = Union[bool, Iterable[str]]
+
+DEFAULTS = (
+    "{module}.{q,k,v}_proj.weight",
+    "{module}.{q_a_proj,kv_a_proj_with_mqa}.weight",
+    "{module}.{query,key,value}.weight",
+    "{module}.{wq,wk,wv}.weight",
+    "{module}.{gate,up}_proj.weight",
+    "{module}.{w1,w3}.weight",
+)
+
+_PIECE = re.compile(r"(\*)|\{([^{}]+)\}|([^*{}]+)")
+
+
+class _Pattern:
+    """{A,B} is one of these texts; {NAME} is one or more characters, the same
+    in a group; * is any characters."""
+
+    def __init__(self, text: str) -> None:
+        """Raises: ARGUMENT_INVALID."""
+        pieces = list(_PIECE.finditer(text))
+        if "".join(piece.group() for piece in pieces) != text:
+            raise _error(text, "{A,B} or {NAME} in braces")
+        self.text = text
+        self._label: list[Optional[str]] = []
+        regex = ""
+        ties = False
+        for piece in pieces:
+            star, braces, plain = piece.groups()
+            is_choice = braces is not None and "," in braces
+            ties = ties or star is not None or is_choice
+            self._label.append(None if braces is not None and not is_choice
+                               else piece.group())
+            if star is not None:
+                regex += ".*"
+            elif plain is not None:
+                regex += re.escape(plain)
+            elif is_choice:
+                regex += f"(?:{'|'.join(map(re.escape, braces.split(',')))})"
+            else:
+                regex += "(.+)"
+        if not ties:
+            raise _error(text, "{A,B,...} or * in it, such as "
+                         "{layer}.self_attn.{q,k,v}_proj.weight")
+        self._regex = re.compile(regex, re.DOTALL)
+
+    def label_of(self, name: str) -> Optional[str]:
+        """The same for all names of a group; None for one that does not
+        match."""
+        match = self._regex.fullmatch(name)
+        if match is None:
+            return None
+        captures = iter(match.groups())
+        return "".join(next(captures) if piece is None else piece
+                       for piece in self._label)
+
+
+def _error(text: str, what: str) -> errors.QuantdError:
+    return errors.argument_invalid(f"tie {text!r}: expected {what}", "ties")
+
+
+@dataclasses.dataclass(eq=False)
+class Group:
+    """Tensors that share their outer scale."""
+
+    label: str
+    tensors: list[FileTensor]
+    _maximum: Optional[float] = None
+    _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    def maximum(self) -> float:
+        """The largest finite magnitude of all; the first call reads them."""
+        with self._lock:
+            if self._maximum is None:
+                self._maximum = max(
+                    largest_magnitudes(tensor.element_type or "",
+                                       tensor.bytes())[0]
+                    for tensor in self.tensors)
+            return self._maximum
+
+
+class Ties:
+    """Patterns, the first of which takes a name."""
+
+    def __init__(self, ties: TiesLike) -> None:
+        """Raises: ARGUMENT_INVALID."""
+        if isinstance(ties, str):
+            raise errors.argument_invalid(
+                f"expected True, False or a list of patterns, got {ties!r}",
+                "ties")
+        self._has_defaults = ties is not False
+        given = [] if isinstance(ties, bool) else list(ties)
+        self._given = [_Pattern(text) for text in given]
+        self._patterns = self._given + (
+            [_Pattern(text) for text in DEFAULTS] if self._has_defaults
+            else [])
+
+    def text(self) -> bytes:
+        """What tells ties apart, with the bytes that quantctl takes."""
+        lines = [] if self._has_defaults else ["\nno-ties"]
+        lines += [f"\ntie={pattern.text}" for pattern in self._given]
+        return "".join(lines).encode()
+
+    def find(self, candidates: Sequence[tuple[FileTensor, Any]]
+             ) -> list[Group]:
+        """The groups of two or more among tensors and their specs, in the order
+        of their first tensors.
+
+        Raises: ARGUMENT_INVALID for a given pattern that ties none, or some
+            that cannot share a scale.
+        """
+        found: dict[tuple[int, str], list[tuple[FileTensor, Any]]] = {}
+        for tensor, spec in candidates:
+            for index, pattern in enumerate(self._patterns):
+                label = pattern.label_of(tensor.name)
+                if label is not None:
+                    found.setdefault((index, label), []).append((tensor, spec))
+                    break
+        tied = {index for (index, _), members in found.items()
+                if len(members) > 1}
+        for index, pattern in enumerate(self._given):
+            if index not in tied:
+                raise errors.argument_invalid(
+                    "expected two tensors or more to tie by "
+                    f"{pattern.text!r}, got none that are quantized", "ties")
+        groups = []
+        for (index, label), members in found.items():
+            if len(members) < 2:
+                continue
+            obstacle = _obstacle(members)
+            if not obstacle:
+                groups.append(Group(label, [tensor for tensor, _ in members]))
+            elif index < len(self._given):
+                raise errors.argument_invalid(
+                    f"{label}: tied tensors share one outer scale; expected "
+                    f"{obstacle}", "ties")
+        return groups
+
+
+def _obstacle(members: Sequence[tuple[FileTensor, Any]]) -> str:
+    """What is wrong with a group that cannot share an outer scale."""
+    first, spec = members[0]
+    text = spec.SerializeToString(deterministic=True)
+    for tensor, other in members:
+        if other.SerializeToString(deterministic=True) != text:
+            return (f"one spec for all, got different ones for {first.name!r} "
+                    f"({FORMATS.name(spec.format)}) and {tensor.name!r} "
+                    f"({FORMATS.name(other.format)})")
+        if tensor.element_type == "float64":
+            return f"F32, F16 or BF16, got F64 for {tensor.name!r}"
+        if outer_count(other, tensor.shape) != 1:
+            return ("a spec with one outer scale, such as nvfp4, got "
+                    f"{FORMATS.name(other.format)} for {tensor.name!r}")
+    return ""
