@@ -144,6 +144,12 @@ class ReadmeSnippetsTest(unittest.TestCase):
             if importlib.util.find_spec("torch"):
                 output = run(
                     python, "-c", self.at_server(
+                        snippet("python", "quantd.torch.load_into")),
+                    cwd=os.path.join(folder, "elsewhere"))
+                self.assertIn("('0.weight', '2.weight') torch.bfloat16",
+                              output)
+                output = run(
+                    python, "-c", self.at_server(
                         snippet("python", "quantd.torch.calibrate")),
                     cwd=os.path.join(folder, "elsewhere"))
                 self.assertIn("{'0.input': 20, '2.input': 20}", output)

@@ -38,13 +38,15 @@ def is_torch(array: Any) -> bool:
 
 def to_torch(array: Array, element_type: str = "") -> Any:
     """A tensor of torch, of the same memory; bits of bfloat16 become elements
-    of it. Other uint16 are copied into int32: torch does little with them, and
-    before 2.3 has none."""
+    of it. Other uint16 are copied into int32, uint32 and uint64 into int64:
+    torch does little with them, and before 2.3 has none."""
     torch = sys.modules["torch"]
     if element_type == "bfloat16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     if array.dtype == np.uint16:
         array = array.astype(np.int32)
+    elif array.dtype in (np.uint32, np.uint64):
+        array = array.astype(np.int64)
     return torch.from_numpy(array)
 
 

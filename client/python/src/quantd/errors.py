@@ -43,8 +43,8 @@ class QuantdError(Exception):
         those of the server are listed in proto/; those of the client are
         ARGUMENT_INVALID, SERVER_UNREACHABLE, TIMEOUT, RESPONSE_MALFORMED,
         CHECKSUM_MISMATCH, SHARED_MEMORY_UNAVAILABLE, CLIENT_CLOSED,
-        PROCESS_FORKED, EXPORT_EMPTY, and FILE_... of files. Empty where gRPC
-        itself gives none.
+        PROCESS_FORKED, EXPORT_EMPTY, STATE_MISMATCH, and FILE_... of files.
+        Empty where gRPC itself gives none.
     message: for people.
     field: path of the request field or the argument at fault, or empty.
     retry_after: seconds to wait before a retry, None where none helps.
@@ -119,6 +119,12 @@ def process_forked() -> QuantdError:
         "this process was forked off one that had a client, and gRPC does not "
         "survive that; start processes with 'spawn', or fork them before there "
         "is a client")
+
+
+def state_mismatch(path: str, what: str) -> QuantdError:
+    """A file and a model that do not belong together."""
+    return QuantdError(grpc.StatusCode.FAILED_PRECONDITION, "STATE_MISMATCH",
+                       f"{path} does not fit the model: {what}")
 
 
 def shared_memory_unavailable(path: str, what: str) -> QuantdError:

@@ -1,4 +1,5 @@
-"""For torch: results as tensors, and activations calibrated while a model runs.
+"""For torch: results as tensors, models from quantized files, and activations
+calibrated while a model runs.
 
     import quantd.torch
 
@@ -26,10 +27,14 @@ import torch.utils.checkpoint
 
 from quantd import _apart, _arrays, _globs, errors
 from quantd._requests import CalibrateJob, Contribution
+from quantd._torch_load import LoadedNames, load_into
 from quantd.client import Client
 from quantd.encoding import GranularityLike
 from quantd.results import QuantizedTensor
 from quantd.tensor import Array, TensorName
+
+__all__ = ["Calibration", "LoadedNames", "calibrate", "codes", "dequantize",
+           "from_numpy", "load_into"]
 
 _KINDS = ("input", "output")
 _ELEMENT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)

@@ -1,0 +1,138 @@
+"""Quantized files into the parameters of a model of torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Iterator
+
+import numpy as np
+import torch
+
+from quantd import _scales, errors
+from quantd.files import Path, TensorFile, load
+from quantd.results import QuantizedTensor
+from quantd.tensor import ELEMENT_DTYPES
+
+# What files have of them without a scale: a tensor of bytes for quantd.load.
+_FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+# Of those that an error names.
+_MOST_NAMED = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedNames:
+    """What load_into did.
+
+    dequantized: names of the tensors that were codes. copied: of all others.
+    missing: of the model, and not in the file. unexpected: of the file, and
+        not in the model. Both are empty with strict=True.
+    """
+
+    dequantized: tuple[str, ...]
+    copied: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def load_into(model: torch.nn.Module, path: Path, *, strict: bool = True
+              ) -> LoadedNames:
+    """Writes the tensors of a file or a folder over the parameters and buffers
+    of a model that have their names, one tensor at a time.
+
+        quantd.torch.load_into(model, "model.int4.safetensors")
+
+    path: what quantd.load takes: what quantctl, quantize_model and save write,
+        and compressed-tensors models with integer or float codes. Codes become
+        reals in the dtype of the parameter, as QuantizedTensor.dequantize
+        computes them for it; other tensors are converted to that dtype.
+    strict: all names of the model's state_dict, and no others, are to be in the
+        file. A parameter that the model has under several names needs one of
+        them. False: other names stay as they are, and are told.
+
+    Shapes have to agree in any case. Nothing is written unless all names and
+    shapes are right. A file that breaks off, or is damaged within a tensor,
+    leaves the model half loaded.
+
+    Raises: STATE_MISMATCH with names and shapes; FILE_UNREADABLE,
+    FILE_MALFORMED, FILE_UNSUPPORTED; ARGUMENT_INVALID for a model on the meta
+    device, which holds nothing: model.to_empty(device=...) makes room.
+    """
+    file = load(path, as_torch=True)
+    targets = _targets(model)
+    missing, unexpected = _differences(file, targets)
+    _check(file, targets, *((missing, unexpected) if strict else ((), ())))
+    dequantized: list[str] = []
+    copied: list[str] = []
+    with torch.no_grad():
+        for name in file:
+            if name in targets:
+                is_quantized = _copy(file, name, targets[name])
+                (dequantized if is_quantized else copied).append(name)
+    return LoadedNames(tuple(dequantized), tuple(copied), missing, unexpected)
+
+
+def _targets(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What the file is to fill; state that is no tensor is in no file."""
+    if isinstance(model, (torch.nn.DataParallel,
+                          torch.nn.parallel.DistributedDataParallel)):
+        model = model.module
+    found = {name: tensor for name, tensor in
+             model.state_dict(keep_vars=True).items()
+             if isinstance(tensor, torch.Tensor)}
+    for name, tensor in found.items():
+        if tensor.device.type == "meta":
+            raise errors.argument_invalid(
+                f"expected a model in memory, but {name!r} is on the meta "
+                "device; model.to_empty(device=\"cpu\") makes room", "model")
+    return found
+
+
+def _differences(file: TensorFile, targets: dict[str, torch.Tensor]
+                 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names that the file lacks, and those that the model does."""
+    filled = {id(targets[name]) for name in file if name in targets}
+    return (tuple(name for name, tensor in targets.items()
+                  if name not in file and id(tensor) not in filled),
+            tuple(name for name in file if name not in targets))
+
+
+def _check(file: TensorFile, targets: dict[str, torch.Tensor],
+           missing: tuple[str, ...], unexpected: tuple[str, ...]) -> None:
+    shapes = [f"{name} is {list(found)} in the file, "
+              f"{list(targets[name].shape)} in the model"
+              for name in file if name in targets and
+              (found := file.info(name).shape) != tuple(targets[name].shape)]
+    types = [f"{name} is {targets[name].dtype}" for name in file
+             if name in targets and file.info(name).format is not None and
+             not targets[name].dtype.is_floating_point]
+    faults = [*_some("not in the file", missing),
+              *_some("not in the model", unexpected),
+              *_some("of another shape", shapes),
+              *_some("no floats, as codes would become", types)]
+    if faults:
+        raise errors.state_mismatch(file.path, "; ".join(faults))
+
+
+def _some(what: str, names: Any) -> Iterator[str]:
+    if names:
+        more = len(names) - _MOST_NAMED
+        yield f"{what}: {', '.join(names[:_MOST_NAMED])}" + (
+            f" and {more} more" if more > 0 else "")
+
+
+def _copy(file: TensorFile, name: str, target: torch.Tensor) -> bool:
+    """Whether there were codes."""
+    value = file[name]
+    if isinstance(value, QuantizedTensor):
+        # What torch has beyond the types of quantd gets float32.
+        found = str(target.dtype)[len("torch."):]
+        target.copy_(dataclasses.replace(
+            value, element_type=found if found in ELEMENT_DTYPES else "float32"
+        ).dequantize())
+        return True
+    format_name = _FLOAT8.get(file.info(name).dtype)
+    if format_name is not None:
+        reals = _scales.table(format_name, np.empty(0, np.float32))
+        value = torch.from_numpy(reals)[value.long()]
+    target.copy_(value)
+    return False
