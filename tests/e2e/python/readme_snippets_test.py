@@ -150,6 +150,13 @@ class ReadmeSnippetsTest(unittest.TestCase):
                               output)
                 output = run(
                     python, "-c", self.at_server(
+                        snippet("python", "quantd.torch.quantize_")),
+                    cwd=os.path.join(folder, "elsewhere"))
+                self.assertRegex(output, r"0.weight int4 \d+\.\d dB\n"
+                                 r"2.weight int8 \d+\.\d dB\n"
+                                 r"largest change 0\.\d+")
+                output = run(
+                    python, "-c", self.at_server(
                         snippet("python", "quantd.torch.calibrate")),
                     cwd=os.path.join(folder, "elsewhere"))
                 self.assertIn("{'0.input': 20, '2.input': 20}", output)

@@ -1,5 +1,5 @@
-"""For torch: results as tensors, models from quantized files, and activations
-calibrated while a model runs.
+"""For torch: results as tensors, models from quantized files or with codes in
+place of weights, and activations calibrated while a model runs.
 
     import quantd.torch
 
@@ -28,13 +28,19 @@ import torch.utils.checkpoint
 from quantd import _apart, _arrays, _globs, errors
 from quantd._requests import CalibrateJob, Contribution
 from quantd._torch_load import LoadedNames, load_into
+from quantd._torch_modules import (QuantizedConv1d, QuantizedConv2d,
+                                   QuantizedConv3d, QuantizedEmbedding,
+                                   QuantizedLinear, QuantizedWeight,
+                                   ReplacedWeight, ReplacedWeights, quantize_)
 from quantd.client import Client
 from quantd.encoding import GranularityLike
 from quantd.results import QuantizedTensor
 from quantd.tensor import Array, TensorName
 
-__all__ = ["Calibration", "LoadedNames", "calibrate", "codes", "dequantize",
-           "from_numpy", "load_into"]
+__all__ = ["Calibration", "LoadedNames", "QuantizedConv1d", "QuantizedConv2d",
+           "QuantizedConv3d", "QuantizedEmbedding", "QuantizedLinear",
+           "QuantizedWeight", "ReplacedWeight", "ReplacedWeights", "calibrate",
+           "codes", "dequantize", "from_numpy", "load_into", "quantize_"]
 
 _KINDS = ("input", "output")
 _ELEMENT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -580,5 +586,5 @@ def _chosen(model: torch.nn.Module, modules: Any
 def _has_weights(name: str, module: Any) -> bool:
     del name
     weight = getattr(module, "weight", None)
-    return isinstance(weight, torch.Tensor) and weight.dim() >= 2 and (
-        next(module.children(), None) is None)
+    return isinstance(weight, torch.Tensor) and weight.dim() >= 2 and all(
+        isinstance(child, QuantizedWeight) for child in module.children())

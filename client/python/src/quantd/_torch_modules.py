@@ -1,0 +1,301 @@
+"""Modules of torch with codes in place of weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Callable, Iterator, Mapping, Optional
+
+import torch
+
+from quantd import _arrays, _globs, _scales, errors
+from quantd._requests import QuantizeJob, Sources
+from quantd._tables import ResultList, Tabular
+from quantd._torch_blocks import keeping_types, spread
+from quantd.client import Client
+from quantd.encoding import Encoding, Source
+from quantd.results import QuantizedTensor
+
+# Elements that are compared at a time.
+_PIECE = 1 << 20
+
+
+class QuantizedWeight(torch.nn.Module):  # type: ignore[misc]
+    """A weight as codes; a call gives its reals, with the bits that the service
+    answers.
+
+    codes: one per element, in the shape of the weight: int8, uint8, int16, or
+        int32 for unsigned ones of more than 8 bits.
+    scale: float32, one per block. zero_point: int32, as many, or None.
+    values: float32, what each code of a float format or a codebook stands for,
+        or None.
+
+    These are buffers: state_dict() has them and to(device) moves them. half(),
+    to(dtype) and the like change the type of the reals alone.
+    """
+
+    def __init__(self, quantized: QuantizedTensor, dtype: torch.dtype,
+                 device: torch.device) -> None:
+        super().__init__()
+        encoding = quantized.encoding
+        assert encoding is not None
+        self.format = encoding.format
+        self.block_size = encoding.block_size
+        codes = quantized.unpacked()
+        if not _arrays.is_torch(codes):
+            codes = _arrays.to_torch(codes)
+        zero_point, values = encoding.zero_point, _scales.table(
+            encoding.format, encoding.codebook)
+        for name, tensor in {
+                "codes": codes, "scale": torch.from_numpy(
+                    encoding.scale.copy()),
+                "zero_point": torch.from_numpy(zero_point.copy())
+                if zero_point.any() and values is None else None,
+                "values": None if values is None else torch.from_numpy(
+                    values.copy())}.items():
+            self.register_buffer(
+                name, None if tensor is None else tensor.to(device))
+        # Has the type of the reals, which half() and the like change.
+        self.register_buffer("_real", torch.empty(0, dtype=dtype,
+                                                  device=device),
+                             persistent=False)
+
+    def forward(self) -> torch.Tensor:
+        """The reals, in the shape of `codes`."""
+        shape, real = self.codes.shape, self._real.dtype
+        dtype = torch.float64 if real == torch.float64 else torch.float32
+        if self.values is not None:
+            reals = self.values[self.codes.long()].to(dtype)
+        elif self.zero_point is not None:
+            reals = (self.codes.to(torch.int32) - spread(
+                self.zero_point, self.block_size, shape)).to(dtype)
+        else:
+            reals = self.codes.to(dtype)
+        return (reals * spread(self.scale, self.block_size, shape).to(dtype)
+                ).to(real)
+
+    def extra_repr(self) -> str:
+        """For print(model)."""
+        return (f"{self.format}, {tuple(self.codes.shape)}, "
+                f"{self.scale.numel()} scales")
+
+    def _apply(self, fn: Callable[[Any], Any], *arguments: Any) -> Any:
+        return super()._apply(keeping_types(fn, [self._real]), *arguments)
+
+
+class _Quantized:
+    """Before the class of a module: its weight is computed when it is asked
+    for, and cannot be assigned."""
+
+    quantized_weight: QuantizedWeight
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The reals that the codes stand for."""
+        return self.quantized_weight()
+
+
+class QuantizedLinear(_Quantized, torch.nn.Linear):  # type: ignore[misc]
+    """A Linear with codes in `quantized_weight`."""
+
+
+class QuantizedConv1d(_Quantized, torch.nn.Conv1d):  # type: ignore[misc]
+    """A Conv1d with codes in `quantized_weight`."""
+
+
+class QuantizedConv2d(_Quantized, torch.nn.Conv2d):  # type: ignore[misc]
+    """A Conv2d with codes in `quantized_weight`."""
+
+
+class QuantizedConv3d(_Quantized, torch.nn.Conv3d):  # type: ignore[misc]
+    """A Conv3d with codes in `quantized_weight`."""
+
+
+class QuantizedEmbedding(_Quantized,
+                         torch.nn.Embedding):  # type: ignore[misc]
+    """An Embedding with codes in `quantized_weight`."""
+
+
+# Other classes may use their weights in ways of their own.
+_CLASSES: dict[Any, Any] = {
+    torch.nn.Linear: QuantizedLinear,
+    # That of MultiheadAttention.
+    torch.nn.modules.linear.NonDynamicallyQuantizableLinear: QuantizedLinear,
+    torch.nn.Conv1d: QuantizedConv1d, torch.nn.Conv2d: QuantizedConv2d,
+    torch.nn.Conv3d: QuantizedConv3d, torch.nn.Embedding: QuantizedEmbedding}
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplacedWeight(Tabular):
+    """One weight that codes stand for now.
+
+    name: of the weight, e.g. "fc1.weight"; names: all that share it.
+    module: the class that it was a weight of, e.g. "Linear".
+    bytes_before: of the weight; bytes_after: of the buffers, with a byte or
+        more for each code, also for those that files pack.
+    sqnr_db: 10 log10(sum x^2 / sum (x' - x)^2) over finite elements; inf
+        without any error.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    module: str
+    format: str
+    shape: tuple[int, ...]
+    bytes_before: int
+    bytes_after: int
+    sqnr_db: float
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplacedWeights:
+    """What quantize_ did.
+
+    replaced: in the order of the model.
+    left_out: why, by name, of all other parameters with floats and two
+        dimensions or more.
+    """
+
+    replaced: ResultList[ReplacedWeight]
+    left_out: Mapping[str, str]
+
+    def _repr_html_(self) -> str:
+        return self.replaced._repr_html_()
+
+
+@dataclasses.dataclass
+class _Weight:
+    """A parameter, all of its names, and the modules that have it as their
+    weight."""
+
+    parameter: torch.Tensor
+    names: list[str]
+    modules: list[torch.nn.Module]
+    # Not the weight of a module of _CLASSES, at least once.
+    why_not: str = ""
+    name: str = ""
+    source: Optional[Source] = None
+
+
+def quantize_(model: torch.nn.Module, specs: Sources, *, client: Client,
+              model_name: str = "", revision: str = "", store: bool = False,
+              nan_policy: Optional[str] = None) -> ReplacedWeights:
+    """Puts codes in place of the weights of each Linear, Conv1d, Conv2d, Conv3d
+    and Embedding, in place:
+
+        done = quantd.torch.quantize_(model, "int4:group:32", client=client)
+        print(done.replaced.to_dicts(), done.left_out)
+
+    Such a module becomes one of a class like QuantizedLinear, which is a Linear
+    still. Its `weight` is computed from codes and scales whenever the module
+    runs, on any device, and equals quantd.torch.dequantize bit by bit; its
+    `quantized_weight` has the codes. Hooks, biases and references to the module
+    stay. What shares a weight goes on sharing it. The optimizer of a weight
+    loses it.
+
+    specs: a spec, or by pattern over names of weights, such as
+        {"*head*": "int8", "*.weight": "int4:group:32"}; see
+        Client.quantize_many. Of a weight with several names the first one that
+        a pattern matches counts. Encodings and references work, too.
+    model_name, revision, store: of the names at the service, see
+        Client.quantize_many.
+
+    If a tensor fails, the model stays as it was.
+
+    Raises: ARGUMENT_INVALID for patterns that match no such weight, and where
+    there is none; those of Client.quantize.
+    """
+    if isinstance(model, (torch.nn.DataParallel,
+                          torch.nn.parallel.DistributedDataParallel)):
+        model = model.module
+    weights = list(_weights(model))
+    left_out = {name: weight.why_not for weight in weights
+                for name in weight.names[:1] if weight.why_not}
+    chosen = _choose([weight for weight in weights if not weight.why_not],
+                     specs, left_out)
+    found = list(client.quantize_many(
+        [QuantizeJob(weight.parameter, weight.source, weight.name)
+         for weight in chosen], model=model_name, revision=revision,
+        store=store, nan_policy=nan_policy))
+    made = [QuantizedWeight(quantized, weight.parameter.dtype,
+                            weight.parameter.device)
+            for weight, quantized in zip(chosen, found)]
+    replaced: ResultList[ReplacedWeight] = ResultList()
+    for weight, module in zip(chosen, made):
+        replaced.append(_report(weight, module))
+        for owner in weight.modules:
+            del owner._parameters["weight"]
+            owner.__class__ = _CLASSES[type(owner)]
+            owner.add_module("quantized_weight", module)
+    return ReplacedWeights(replaced, left_out)
+
+
+def _weights(model: torch.nn.Module) -> Iterator[_Weight]:
+    """The parameters that could be codes, in the order of the model."""
+    found: dict[int, _Weight] = {}
+    seen = set()
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for key, parameter in module._parameters.items():
+            if parameter is None or not parameter.is_floating_point() or (
+                    parameter.dim() < 2):
+                continue
+            weight = found.setdefault(id(parameter), _Weight(parameter, [], []))
+            weight.names.append(f"{prefix}.{key}" if prefix else key)
+            if (id(module), key) in seen:
+                continue
+            seen.add((id(module), key))
+            if key == "weight" and type(module) in _CLASSES:
+                weight.modules.append(module)
+            elif not weight.why_not:
+                weight.why_not = (
+                    f"{weight.names[-1]} is of a {type(module).__name__}")
+    yield from found.values()
+
+
+def _choose(weights: list[_Weight], specs: Sources, left_out: dict[str, str]
+            ) -> list[_Weight]:
+    """Those that the specs are for, with name and source."""
+    what = "a weight of a Linear, Conv1d, Conv2d, Conv3d or Embedding"
+    if not weights:
+        raise errors.argument_invalid(f"expected {what} in the model, got none",
+                                      "model")
+    patterns: dict[str, Any] = {"*": specs}
+    if isinstance(specs, Mapping):
+        patterns = dict(specs)
+    _globs.check_each_takes(
+        patterns, [name for weight in weights for name in weight.names], what,
+        "specs")
+    for weight in weights:
+        weight.name, weight.source = next(
+            ((name, patterns[pattern]) for name in weight.names
+             for pattern in patterns if _globs.matches(pattern, name)),
+            ("", None))
+        if not weight.name:
+            left_out[weight.names[0]] = "no pattern matches it"
+    return [weight for weight in weights if weight.name]
+
+
+def _report(weight: _Weight, module: QuantizedWeight) -> ReplacedWeight:
+    parameter = weight.parameter
+    return ReplacedWeight(
+        weight.name, tuple(weight.names), type(weight.modules[0]).__name__,
+        module.format, tuple(parameter.shape), _size(parameter),
+        sum(map(_size, module.buffers())), _sqnr_db(parameter, module()))
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return int(tensor.numel() * tensor.element_size())
+
+
+def _sqnr_db(reference: torch.Tensor, test: torch.Tensor) -> float:
+    signal = noise = 0.0
+    for x, y in zip(reference.detach().reshape(-1).split(_PIECE),
+                    test.reshape(-1).split(_PIECE)):
+        x, y = x.cpu().double(), y.cpu().double()
+        is_finite = x.isfinite() & y.isfinite()
+        x, y = x[is_finite], y[is_finite]
+        signal += float(x.square().sum())
+        noise += float((y - x).square().sum())
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal else -math.inf

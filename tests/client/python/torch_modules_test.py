@@ -1,0 +1,269 @@
+"""quantize_: models of torch that run on codes."""
+
+import copy
+import math
+import pickle
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+# pylint: disable=wrong-import-position
+import quantd
+import quantd.torch
+from quantd.tensor import FORMATS
+
+# Started before gRPC has threads.
+pytestmark = pytest.mark.usefixtures("server")
+
+SPECS = ["int8:per-channel", "int8", "int4:group:16:asymmetric", "uint8",
+         "uint16:asymmetric", "int2:group:16", "int3:group:7", "nvfp4",
+         "mxfp4_e2m1", "mxint8", "lpbq", "nf4", "float8_e4m3fn:per-channel",
+         "float8_e5m2", "int8:block=8,8", "int8:scale=bfloat16",
+         "codebook4:entries=" + ",".join(map(str, range(-8, 8)))]
+
+
+def raised(call, *arguments, **keywords):
+    with pytest.raises(quantd.QuantdError) as caught:
+        call(*arguments, **keywords)
+    return caught.value
+
+
+class Layers(torch.nn.Module):
+    """One of each kind that is replaced."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed = torch.nn.Embedding(20, 48, padding_idx=3)
+        self.linear = torch.nn.Linear(48, 48)
+        self.conv1 = torch.nn.Conv1d(4, 6, 3, padding=2, padding_mode="circular")
+        self.conv2 = torch.nn.Conv2d(6, 4, (3, 1), stride=2, groups=2)
+        self.conv3 = torch.nn.Conv3d(1, 2, 2, dilation=1, bias=False)
+
+    def forward(self, tokens):
+        x = self.linear(self.embed(tokens))
+        x = self.conv1(x.reshape(-1, 4, 12))
+        x = self.conv2(x.reshape(-1, 6, 7, 2))
+        return self.conv3(x.reshape(-1, 1, 4, 3, 1).repeat(1, 1, 1, 1, 2))
+
+
+TOKENS = torch.arange(20).reshape(4, 5)
+
+
+def with_reals(client, model, specs):
+    """The model with what the codes of its weights stand for."""
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, parameter in twin.named_parameters():
+            if parameter.dim() > 1:
+                spec = specs.get(name) if isinstance(specs, dict) else specs
+                parameter.copy_(quantd.torch.dequantize(
+                    client.quantize(parameter, spec)))
+    return twin
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_OutputsAreThoseOfTheReals(client, spec):
+    model = Layers()
+    specs = {"linear.weight": spec, "embed.weight": spec,
+             "conv1.weight": "int8:per-channel", "conv2.weight": "uint8",
+             "conv3.weight": "float8_e4m3fn"}
+    twin = with_reals(client, model, specs)
+    before = model(TOKENS)
+    done = quantd.torch.quantize_(model, specs, client=client)
+    for name, parameter in twin.named_parameters():
+        if parameter.dim() > 1:
+            assert torch.equal(model.get_submodule(
+                name[:-len(".weight")]).weight, parameter), name
+    got = model(TOKENS)
+    assert torch.equal(got, twin(TOKENS)) and not torch.equal(got, before)
+    assert [(row.name, row.module) for row in done.replaced] == [
+        ("embed.weight", "Embedding"), ("linear.weight", "Linear"),
+        ("conv1.weight", "Conv1d"), ("conv2.weight", "Conv2d"),
+        ("conv3.weight", "Conv3d")]
+    assert not done.left_out
+
+
+@pytest.mark.parametrize("name", ["int", "float"])
+def test_EveryFormatHasItsReals(client, name):
+    """In each type of elements, also of formats that no spec above has."""
+    formats = [format_name for format_name in FORMATS if
+               quantd.format_info(format_name).is_integer == (name == "int")
+               and not format_name.startswith("codebook")]
+    assert len(formats) > 6
+    for format_name in formats:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16,
+                      torch.float64):
+            model = torch.nn.Linear(64, 8).to(dtype)
+            want = quantd.torch.dequantize(client.quantize(model.weight,
+                                                           format_name))
+            quantd.torch.quantize_(model, format_name, client=client)
+            assert model.weight.dtype == want.dtype == dtype
+            assert torch.equal(model.weight, want), (format_name, dtype)
+
+
+def test_SqnrIsThatOfTheService(client):
+    model = Layers()
+    weights = {name: parameter.detach().clone()
+               for name, parameter in model.named_parameters()}
+    done = quantd.torch.quantize_(model, "int4:per-channel", client=client)
+    assert len(done.replaced) == 5
+    for row in done.replaced:
+        (want,) = client.evaluate(weights[row.name], ["int4:per-channel"])
+        assert math.isclose(row.sqnr_db, want.overall.sqnr_db, rel_tol=1e-9)
+        assert row.bytes_before == 4 * weights[row.name].numel()
+        assert row.shape == tuple(weights[row.name].shape)
+        # A byte for each code, and a scale for each channel.
+        assert row.bytes_after == row.bytes_before // 4 + 4 * row.shape[0]
+    assert done.replaced.to_dicts()[0]["format"] == "int4"
+    exact = torch.nn.Linear(4, 4)
+    with torch.no_grad():
+        exact.weight.copy_(torch.full((4, 4), 127))
+    assert quantd.torch.quantize_(exact, "int8", client=client).replaced[
+        0].sqnr_db == math.inf
+
+
+def test_StateAndTypeMoveAsTheyShould(client, tmp_path):
+    model, other = Layers(), Layers()
+    quantd.torch.quantize_(model, "int4:group:16:asymmetric", client=client)
+    state = model.state_dict()
+    assert state["linear.quantized_weight.codes"].dtype == torch.int8
+    assert state["linear.quantized_weight.scale"].shape == (48, 3)
+    assert state["linear.quantized_weight.zero_point"].dtype == torch.int32
+    assert "linear.weight" not in state and "linear.bias" in state
+    assert "linear.weight" not in dict(model.named_parameters())
+    # Into a model that was quantized in the same way, from other weights.
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(-2)
+    quantd.torch.quantize_(other, "int4:group:16:asymmetric", client=client)
+    assert not torch.equal(other(TOKENS), model(TOKENS))
+    torch.save(state, tmp_path / "state.pt")
+    other.load_state_dict(torch.load(tmp_path / "state.pt"))
+    assert torch.equal(other(TOKENS), model(TOKENS))
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(again(TOKENS), model(TOKENS))
+
+    reals = model.linear.weight
+    for change, dtype in ((lambda m: m.half(), torch.float16),
+                          (lambda m: m.to(torch.bfloat16), torch.bfloat16),
+                          (lambda m: m.type(torch.float64), torch.float64),
+                          (lambda m: m.float(), torch.float32)):
+        change(other)
+        buffers = other.linear.quantized_weight
+        assert (buffers.codes.dtype, buffers.scale.dtype,
+                buffers.zero_point.dtype) == (torch.int8, torch.float32,
+                                              torch.int32)
+        assert other.linear.weight.dtype == other.linear.bias.dtype == dtype
+        # Rounded once, and not for good.
+        assert torch.equal(other.linear.weight, reals.to(dtype)) or (
+            dtype == torch.float64)
+    assert torch.equal(other.linear.weight, reals)
+    meta = other.to("meta")
+    assert meta.linear.weight.device.type == "meta"
+    assert all(buffer.device.type == "meta" for buffer in meta.buffers())
+
+
+class Tied(torch.nn.Module):
+    """One parameter as the weight of two modules, and a module twice."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.embed = torch.nn.Embedding(20, 16)
+        self.first = torch.nn.Linear(16, 16)
+        self.second = self.first
+        self.head = torch.nn.Linear(16, 20, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(self.second(self.first(self.embed(tokens))))
+
+
+@pytest.mark.parametrize("specs", [
+    "int4:group:8", {"head*": "int4:group:8", "second*": "int4:group:8"}])
+def test_WhatIsSharedStaysShared(client, specs):
+    model = Tied()
+    twin = with_reals(client, model, "int4:group:8")
+    done = quantd.torch.quantize_(model, specs, client=client)
+    assert model.head.quantized_weight is model.embed.quantized_weight
+    assert model.second is model.first
+    assert isinstance(model.first, quantd.torch.QuantizedLinear)
+    assert [set(row.names) for row in done.replaced] == [
+        {"embed.weight", "head.weight"}, {"first.weight", "second.weight"}]
+    assert torch.equal(model(TOKENS), twin(TOKENS))
+    again = copy.deepcopy(model)
+    assert again.head.quantized_weight is again.embed.quantized_weight
+    assert torch.equal(again(TOKENS), twin(TOKENS))
+
+
+class Other(torch.nn.Linear):
+    """May use its weight as it likes."""
+
+
+def test_WhatCannotBeReplacedIsTold(client):
+    model = torch.nn.ModuleDict({
+        "other": Other(8, 8), "attention": torch.nn.MultiheadAttention(8, 2),
+        "linear": torch.nn.Linear(8, 8), "part": torch.nn.Linear(8, 8),
+        "norm": torch.nn.LayerNorm(8),
+        "tied": torch.nn.Linear(8, 8)})
+    model["part"].register_parameter("also", model["tied"].weight)
+    done = quantd.torch.quantize_(model, {"*linear*": "int8", "att*": "int8"},
+                                  client=client)
+    assert [row.name for row in done.replaced] == [
+        "attention.out_proj.weight", "linear.weight"]
+    assert done.left_out == {
+        "other.weight": "other.weight is of a Other",
+        "attention.in_proj_weight":
+            "attention.in_proj_weight is of a MultiheadAttention",
+        "part.weight": "no pattern matches it",
+        "part.also": "part.also is of a Linear"}
+    x = torch.randn(3, 2, 8)
+    y, _ = model["attention"](x, x, x)
+    assert y.shape == x.shape
+    for specs in ({"other*": "int8"}, {"*": "int8", "part*": "int8"},
+                  {"none": "int8"}):
+        assert "specs" in raised(quantd.torch.quantize_, model, specs,
+                                 client=client).field
+    assert raised(quantd.torch.quantize_, torch.nn.LayerNorm(8), "int8",
+                  client=client).field == "model"
+
+
+def test_AModelStaysAsItWasWhereATensorFails(client):
+    model = Layers()
+    with torch.no_grad():
+        model.conv3.weight[0] = math.nan
+    before = model.state_dict()
+    error = raised(quantd.torch.quantize_, model, "int8", client=client,
+                   nan_policy="reject")
+    assert error.name.tensor == "conv3.weight"
+    assert model.state_dict().keys() == before.keys()
+    assert type(model.linear) is torch.nn.Linear
+
+
+def test_HooksGradientsAndTheCalibrationGoOn(client):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(),
+                                torch.nn.Linear(8, 3))
+    seen = []
+    model[0].register_forward_hook(lambda *given: seen.append(given))
+    bias = model[0].bias
+    quantd.torch.quantize_(model, "int8:per-channel", client=client,
+                           model_name="m/q", store=True)
+    assert [entry.name.tensor for entry in client.list_encodings("m/q")] == [
+        "0.weight", "2.weight"]
+    x = torch.randn(4, 8, requires_grad=True)
+    with quantd.torch.calibrate(model, client, model_name="m/hook",
+                                source="s") as block:
+        model(x).sum().backward()
+    assert block.sequences == {"0.input": 1, "2.input": 1}
+    assert len(seen) == 1 and model[0].bias is bias
+    assert x.grad.abs().sum() > 0 and bias.grad is not None
+    assert "QuantizedWeight" in repr(model) and "int8, (8, 8)" in repr(model)
+    # Stored encodings, of the names of the weights.
+    again = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(),
+                                torch.nn.Linear(8, 3))
+    quantd.torch.quantize_(again, quantd.EncodingReference(), client=client,
+                           model_name="m/q")
+    assert torch.equal(again[0].quantized_weight.scale,
+                       model[0].quantized_weight.scale)
