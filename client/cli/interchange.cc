@@ -24,6 +24,8 @@ constexpr FormatName kFormats[] = {
     {v1::INTERCHANGE_FORMAT_AIMET_0_6_1, "aimet-0.6.1"},
     {v1::INTERCHANGE_FORMAT_AIMET_1_0_0, "aimet-1.0.0"},
     {v1::INTERCHANGE_FORMAT_AIMET_2_0_0, "aimet-2.0.0"},
+    {v1::INTERCHANGE_FORMAT_AIMET_2_1_0, "aimet-2.1.0"},
+    {v1::INTERCHANGE_FORMAT_AIMET_TORCH, "aimet-torch"},
     {v1::INTERCHANGE_FORMAT_ONNX_QDQ, "onnx-qdq"},
     {v1::INTERCHANGE_FORMAT_COMPRESSED_TENSORS, "compressed-tensors"},
 };

@@ -15,8 +15,8 @@
 
 namespace quantd::cli {
 
-// "json", "aimet-0.6.1", "aimet-1.0.0", "aimet-2.0.0", "onnx-qdq",
-// "compressed-tensors", and back; "auto" is INTERCHANGE_FORMAT_UNSPECIFIED.
+// "json", "aimet-2.1.0", "aimet-torch" and so on, and back; "auto" is
+// INTERCHANGE_FORMAT_UNSPECIFIED.
 std::string InterchangeFormatName(v1::InterchangeFormat format);
 // Errors: ARGUMENT_INVALID.
 absl::StatusOr<v1::InterchangeFormat> ParseInterchangeFormat(

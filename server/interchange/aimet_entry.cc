@@ -21,9 +21,11 @@
 namespace quantd::server {
 namespace {
 
-// Codes of LPBQ, and the width that its scales decompress to at least.
-constexpr int kLpbqBits = 4;
+// The width that the scales of LPBQ decompress to at least.
 constexpr int kLpbqDecompressedBits = 8;
+constexpr int kLeastBits = 2;
+constexpr int kMostBits = 16;
+constexpr int kMostAimetBits = 64;
 constexpr int64_t kMaxBlock = int64_t{1} << 53;
 
 // Integers as AIMET has them.
@@ -139,6 +141,11 @@ absl::Status NotQuantized(const std::string& place, int64_t bits) {
       place, ": a float of ", bits, " bits without scale, nothing to keep"));
 }
 
+absl::Status NoSuchWidth(const std::string& place, int bits) {
+  return core::InterchangeUnsupportedError(absl::StrCat(
+      place, ": an integer of ", bits, " bits, expected 2 to ", kMostBits));
+}
+
 class Aimet061Format final : public EntryFormat {
  public:
   absl::Status Write(const std::string& tensor, const core::Encoding& encoding,
@@ -187,10 +194,13 @@ class Aimet061Format final : public EntryFormat {
                                         QuotedText(dtype)));
       }
       const bool is_float = dtype == "float";
-      const auto bits = static_cast<int>(
-          item.Integer("bitwidth", is_float ? 1 : 2, is_float ? 64 : 16));
+      const auto bits =
+          static_cast<int>(item.Integer("bitwidth", 1, kMostAimetBits));
       if (!item.status().ok()) return item.status();
       if (is_float) return NotQuantized(item_place, bits);
+      if (bits < kLeastBits || bits > kMostBits) {
+        return NoSuchWidth(item_place, bits);
+      }
       const bool is_symmetric =
           item.Has("is_symmetric") && item.Boolean("is_symmetric");
       if (i > 0 &&
@@ -232,7 +242,7 @@ class Aimet100Format final : public EntryFormat {
  public:
   absl::Status Write(const std::string& tensor, const core::Encoding& encoding,
                      Json* entry) const override {
-    if (IsLpbq(encoding)) return WriteLpbq(tensor, encoding, entry);
+    if (HasIntegerScales(encoding)) return WriteLpbq(tensor, encoding, entry);
     absl::Status status = CheckIsInteger(encoding, "AIMET 1.0.0");
     if (!status.ok()) return status;
     AimetIntegers integers = ToAimet(encoding);
@@ -273,10 +283,10 @@ class Aimet100Format final : public EntryFormat {
     pending->tensor = reader.String("name");
     const std::string dtype = reader.String("dtype");
     const bool is_float = dtype == "FLOAT";
-    const auto bits = static_cast<int>(
-        reader.Integer("bw", is_float ? 1 : 2, is_float ? 64 : 16));
+    const auto bits = static_cast<int>(reader.Integer("bw", 1, kMostAimetBits));
     if (!reader.status().ok()) return reader.status();
     if (is_float) return NotQuantized(place, bits);
+    if (bits < kLeastBits || bits > kMostBits) return NoSuchWidth(place, bits);
     if (dtype != "INT") {
       reader.Fail("dtype", absl::StrCat("expected INT or FLOAT, got ",
                                         QuotedText(dtype)));
@@ -388,14 +398,19 @@ class Aimet100Format final : public EntryFormat {
     }
     const int largest = *std::max_element(encoding.scale_code.begin(),
                                           encoding.scale_code.end());
-    int bits = kLpbqDecompressedBits;
-    while (largest > 1 << (bits - kLpbqBits)) ++bits;
+    const core::FormatInfo& info = *core::FindFormat(encoding.format);
+    if (!info.is_signed) {
+      return core::InterchangeUnsupportedError(
+          "AIMET 1.0.0 has LPBQ of signed integers");
+    }
+    int bits = std::max(kLpbqDecompressedBits, info.bits);
+    while (largest > 1 << (bits - info.bits)) ++bits;
     *entry = {
         {"name", tensor},
         {"dtype", "INT"},
         {"enc_type", "LPBQ"},
         {"bw", bits},
-        {"compressed_bw", kLpbqBits},
+        {"compressed_bw", info.bits},
         {"is_sym", true},
         {"block_size", encoding.block_size[block]},
         {"scale", encoding.outer_scale},
@@ -409,7 +424,8 @@ class Aimet100Format final : public EntryFormat {
                                PendingEncoding* pending,
                                std::vector<std::string>* notes) {
     int64_t rounded = 0;
-    const int64_t compressed = reader->Integer("compressed_bw", 2, 16);
+    const auto compressed =
+        static_cast<int>(reader->Integer("compressed_bw", 2, kMostBits));
     const std::vector<int64_t> codes =
         reader->Integers("per_block_int_scale", 1, core::kMaxIntegerScale);
     std::vector<float> outer = reader->Floats("scale", &rounded);
@@ -418,11 +434,6 @@ class Aimet100Format final : public EntryFormat {
     pending->open = PendingEncoding::Open::kChannelBlocks;
     pending->block = reader->Integer("block_size", 1, kMaxBlock);
     if (!reader->status().ok()) return reader->status();
-    if (compressed != kLpbqBits) {
-      return core::InterchangeUnsupportedError(
-          absl::StrCat(reader->PlaceOf("compressed_bw"), ": codes of ",
-                       compressed, " bits, expected ", kLpbqBits));
-    }
     for (const int64_t offset : offsets) {
       if (offset != -(int64_t{1} << (bits - 1))) {
         reader->Fail("offset", "expected that of symmetric codes");
@@ -430,7 +441,7 @@ class Aimet100Format final : public EntryFormat {
       }
     }
     NoteRounded(rounded, notes);
-    SetLpbq(codes, std::move(outer), &pending->encoding);
+    SetLpbq(compressed, codes, std::move(outer), &pending->encoding);
     return absl::OkStatus();
   }
 };

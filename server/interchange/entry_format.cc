@@ -180,8 +180,10 @@ std::vector<int32_t> ZeroPoints(const core::Encoding& encoding) {
              : encoding.zero_point;
 }
 
-bool IsLpbq(const core::Encoding& encoding) {
-  return NameOf(encoding.format) == "lpbq";
+bool HasIntegerScales(const core::Encoding& encoding) {
+  return encoding.scale_type == core::ScaleType::kInteger &&
+         IsInteger(encoding.format) &&
+         core::FindFormat(encoding.format)->step_exponent == 0;
 }
 
 bool IsSymmetric(const core::Encoding& encoding) {
@@ -192,9 +194,9 @@ bool IsSymmetric(const core::Encoding& encoding) {
 
 absl::Status CheckIsInteger(const core::Encoding& encoding,
                             absl::string_view target) {
-  if (IsInteger(encoding.format) && !IsLpbq(encoding) &&
-      !core::HasOuterScales(encoding.scale_type) &&
-      core::FindFormat(encoding.format)->step_exponent == 0) {
+  const core::FormatInfo& info = *core::FindFormat(encoding.format);
+  if (IsInteger(encoding.format) && !core::HasOuterScales(info.scale_type) &&
+      !core::HasOuterScales(encoding.scale_type) && info.step_exponent == 0) {
     return absl::OkStatus();
   }
   return core::InterchangeUnsupportedError(
@@ -208,12 +210,14 @@ void SetIntegerFormat(int bits, bool is_signed, core::Encoding* encoding) {
   encoding->qmax = info.qmax;
 }
 
-void SetLpbq(const std::vector<int64_t>& codes, std::vector<float> outer,
-             core::Encoding* encoding) {
-  const core::FormatInfo* const info = core::FindFormatByName("lpbq");
-  encoding->format = info->format;
-  encoding->qmin = info->qmin;
-  encoding->qmax = info->qmax;
+void SetLpbq(int bits, const std::vector<int64_t>& codes,
+             std::vector<float> outer, core::Encoding* encoding) {
+  const core::FormatInfo& lpbq = *core::FindFormatByName("lpbq");
+  const core::FormatInfo& info =
+      bits == lpbq.bits ? lpbq : core::IntegerFormat(bits, /*is_signed=*/true);
+  encoding->format = info.format;
+  encoding->qmin = info.qmin;
+  encoding->qmax = info.qmax;
   encoding->scale_type = core::ScaleType::kInteger;
   encoding->scale_code.assign(codes.begin(), codes.end());
   encoding->outer_scale = std::move(outer);

@@ -42,6 +42,7 @@ const EntryFormat& QuantdEntryFormat();
 const EntryFormat& Aimet061EntryFormat();
 const EntryFormat& Aimet100EntryFormat();
 const EntryFormat& Aimet200EntryFormat();
+const EntryFormat& Aimet210EntryFormat();
 const EntryFormat& OnnxQdqEntryFormat();
 
 // Appends `head` and the entry of an encoding, after it was read back, and
@@ -66,7 +67,9 @@ std::vector<int32_t> ZeroPoints(const core::Encoding& encoding);
 absl::Status CheckIsInteger(const core::Encoding& encoding,
                             absl::string_view target);
 
-bool IsLpbq(const core::Encoding& encoding);
+// Whether it is of integers under integer scales: LPBQ, and the same of other
+// widths.
+bool HasIntegerScales(const core::Encoding& encoding);
 
 // Whether the codes lie around zero: what others mean by symmetric. Unsigned
 // integers do not, also where their zero point is 0.
@@ -75,9 +78,10 @@ bool IsSymmetric(const core::Encoding& encoding);
 // Sets an integer format and what follows from it.
 void SetIntegerFormat(int bits, bool is_signed, core::Encoding* encoding);
 
-// Sets the format LPBQ, whose scales are `codes` (each 0 to 255) under `outer`.
-void SetLpbq(const std::vector<int64_t>& codes, std::vector<float> outer,
-             core::Encoding* encoding);
+// Sets integers of so many bits whose scales are `codes` (each 0 to 255) under
+// `outer`.
+void SetLpbq(int bits, const std::vector<int64_t>& codes,
+             std::vector<float> outer, core::Encoding* encoding);
 
 // Leaves zero points out when they are all 0, and marks those that lie outside
 // the codes.

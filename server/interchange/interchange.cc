@@ -1,8 +1,10 @@
 #include "server/interchange/interchange.h"
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
@@ -13,8 +15,10 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
 #include "core/errors.h"
 #include "core/formats/number_format.h"
 #include "server/interchange/compressed_tensors.h"
@@ -62,6 +66,37 @@ class ListWriter final : public EncodingsWriter {
   const EntryFormat& format_;
 };
 
+// What the quantizer_args of AIMET 0.6.1 and 1.0.0 say of all: the widest, and
+// what any parameter has.
+class QuantizerArguments {
+ public:
+  void Note(bool is_parameter, const core::Encoding& encoding) {
+    int& bits = is_parameter ? parameter_bits_ : activation_bits_;
+    bits = std::max(bits, core::FindFormat(encoding.format)->bits);
+    if (!is_parameter) return;
+    is_symmetric_ |= IsSymmetric(encoding);
+    is_per_channel_ |= encoding.scale.size() > 1;
+  }
+
+  std::string Text() const {
+    return DumpJson({{"activation_bitwidth", activation_bits_},
+                     {"param_bitwidth", parameter_bits_},
+                     {"dtype", "int"},
+                     {"is_symmetric", is_symmetric_},
+                     {"per_channel_quantization", is_per_channel_},
+                     {"quant_scheme", "min_max"}});
+  }
+
+ private:
+  int activation_bits_ = 8;
+  int parameter_bits_ = 8;
+  bool is_symmetric_ = false;
+  bool is_per_channel_ = false;
+};
+
+// In 0.6.1 every scale is an object.
+constexpr int64_t kMemoryPerScaleObject = 1400;
+
 // AIMET 0.6.1 and 1.0.0: activations in one pass, parameters in the next.
 class AimetWriter final : public EncodingsWriter {
  public:
@@ -97,51 +132,159 @@ class AimetWriter final : public EncodingsWriter {
         WriteEntry(format_, tensor, encoding, head, stop, out, losses);
     if (!is_written.ok()) return is_written.status();
     if (!*is_written) return absl::OkStatus();
-    Note(pass, encoding);
+    arguments_.Note(/*is_parameter=*/pass == 1, encoding);
     is_first_ = false;
     ++encoding_count_;
     return absl::OkStatus();
   }
 
-  // In 0.6.1 every scale is an object.
   int64_t memory_per_scale() const override {
     return is_by_name_ ? kMemoryPerScaleObject : kMemoryPerScale;
   }
 
   absl::Status Finish(core::StopToken, std::string* out) override {
-    const Json arguments = {{"activation_bitwidth", bits_[0]},
-                            {"param_bitwidth", bits_[1]},
-                            {"dtype", "int"},
-                            {"is_symmetric", is_symmetric_},
-                            {"per_channel_quantization", is_per_channel_},
-                            {"quant_scheme", "min_max"}};
     absl::StrAppend(out, "\n", Close(),
-                    ",\n\"quantizer_args\":", DumpJson(arguments), "}\n");
+                    ",\n\"quantizer_args\":", arguments_.Text(), "}\n");
     return absl::OkStatus();
   }
 
  private:
-  static constexpr int64_t kMemoryPerScaleObject = 1400;
-
   absl::string_view Close() const { return is_by_name_ ? "}" : "]"; }
-
-  // What quantizer_args say of all: the widest, and what any parameter has.
-  void Note(int pass, const core::Encoding& encoding) {
-    const int bits = core::FindFormat(encoding.format)->bits;
-    bits_[pass] = std::max(bits_[pass], bits);
-    if (pass == 0) return;
-    is_symmetric_ |= IsSymmetric(encoding);
-    is_per_channel_ |= encoding.scale.size() > 1;
-  }
 
   const EntryFormat& format_;
   const std::string version_;
   const bool is_by_name_;
   const ExportOptions options_;
   bool is_first_ = true;
-  int bits_[2] = {8, 8};
-  bool is_symmetric_ = false;
-  bool is_per_channel_ = false;
+  QuantizerArguments arguments_;
+};
+
+// An input or output of a module: "MODULE.input", "MODULE.input.1".
+struct ModuleTensor {
+  std::string module;
+  // 0 for inputs, 1 for outputs.
+  size_t kind = 0;
+  int64_t index = 0;
+};
+
+constexpr absl::string_view kModuleKinds[] = {"input", "output"};
+
+std::string NameOf(const ModuleTensor& tensor) {
+  std::string name =
+      absl::StrCat(tensor.module, tensor.module.empty() ? "" : ".",
+                   kModuleKinds[tensor.kind]);
+  if (tensor.index != 0) absl::StrAppend(&name, ".", tensor.index);
+  return name;
+}
+
+// False where it is none.
+bool ParseModuleTensor(absl::string_view name, ModuleTensor* tensor) {
+  const size_t dot = name.rfind('.');
+  if (dot != absl::string_view::npos &&
+      absl::SimpleAtoi(name.substr(dot + 1), &tensor->index)) {
+    if (tensor->index < 1) return false;
+    name = name.substr(0, dot);
+  }
+  for (size_t kind = 0; kind < 2; ++kind) {
+    absl::string_view module = name;
+    if (!absl::ConsumeSuffix(&module, kModuleKinds[kind])) continue;
+    if (!module.empty() && !absl::ConsumeSuffix(&module, ".")) continue;
+    tensor->module = std::string(module);
+    tensor->kind = kind;
+    return true;
+  }
+  return false;
+}
+
+// AIMET's *_torch.encodings: parameters in one pass; activations in the next,
+// kept until all of a module are there.
+class AimetTorchWriter final : public EncodingsWriter {
+ public:
+  explicit AimetTorchWriter(ExportOptions options)
+      : options_(std::move(options)) {}
+
+  int pass_count() const override { return 2; }
+
+  void Begin(int pass, std::string* out) override {
+    absl::StrAppend(out, pass == 0
+                             ? "{\"version\":\"0.6.1\",\n\"param_encodings\":{"
+                             : "\n},\n\"activation_encodings\":{");
+  }
+
+  absl::Status Add(int pass, const std::string& tensor,
+                   const core::Encoding& encoding, core::StopToken stop,
+                   std::string* out,
+                   std::vector<InterchangeLoss>* losses) override {
+    const bool is_parameter = options_.is_parameter(tensor, encoding);
+    if (is_parameter != (pass == 0)) return absl::OkStatus();
+    ModuleTensor place;
+    if (!is_parameter && !ParseModuleTensor(tensor, &place)) {
+      losses->push_back({tensor,
+                         "AIMET's torch files have inputs and outputs of "
+                         "modules: MODULE.input, MODULE.output, with .1 and so "
+                         "on for further ones",
+                         true});
+      return absl::OkStatus();
+    }
+    std::string text;
+    const std::string head =
+        is_parameter ? absl::StrCat(encoding_count_ == 0 ? "\n" : ",\n",
+                                    DumpJson(Json(tensor)), ":")
+                     : "";
+    const absl::StatusOr<bool> is_written =
+        WriteEntry(Aimet061EntryFormat(), tensor, encoding, head, stop,
+                   is_parameter ? out : &text, losses);
+    if (!is_written.ok()) return is_written.status();
+    if (!*is_written) return absl::OkStatus();
+    arguments_.Note(is_parameter, encoding);
+    ++encoding_count_;
+    if (is_parameter) return absl::OkStatus();
+    // One scale is an object, several are a list of such.
+    if (encoding.scale.size() == 1) text = text.substr(1, text.size() - 2);
+    text.shrink_to_fit();
+    memory_bytes_ +=
+        kModuleBytes + static_cast<int64_t>(tensor.size() + text.capacity());
+    modules_[place.module][place.kind][place.index] = std::move(text);
+    return absl::OkStatus();
+  }
+
+  int64_t memory_per_scale() const override { return kMemoryPerScaleObject; }
+  int64_t memory_bytes() const override { return memory_bytes_; }
+
+  absl::Status Finish(core::StopToken stop, std::string* out) override {
+    absl::string_view before_module = "\n";
+    for (const auto& [module, kinds] : modules_) {
+      if (stop.stopped()) return core::StoppedError();
+      absl::StrAppend(out, before_module, DumpJson(Json(module)), ":{");
+      before_module = ",\n";
+      absl::string_view before_kind = "";
+      for (size_t kind = 0; kind < 2; ++kind) {
+        if (kinds[kind].empty()) continue;
+        absl::StrAppend(out, before_kind, "\"", kModuleKinds[kind], "\":");
+        before_kind = ",";
+        absl::string_view before = "{";
+        for (const auto& [index, text] : kinds[kind]) {
+          absl::StrAppend(out, before, "\"", index, "\":", text);
+          before = ",";
+        }
+        out->push_back('}');
+      }
+      out->push_back('}');
+    }
+    absl::StrAppend(out, "\n},\n\"quantizer_args\":", arguments_.Text(), "}\n");
+    return absl::OkStatus();
+  }
+
+ private:
+  // What an activation takes beside its name and text, here and when written.
+  static constexpr int64_t kModuleBytes = 500;
+
+  using Kinds = std::array<std::map<int64_t, std::string>, 2>;
+
+  const ExportOptions options_;
+  std::map<std::string, Kinds> modules_;
+  int64_t memory_bytes_ = 0;
+  QuantizerArguments arguments_;
 };
 
 // A file, and what stands in it beside lists and objects.
@@ -166,16 +309,13 @@ class Parser {
     const absl::Status status =
         format.Read(entry, pending.place, &pending, &notes);
     if (name != nullptr) pending.tensor = *name;
-    if (core::ErrorReason(status) == "INTERCHANGE_UNSUPPORTED") {
-      parsed_->losses.push_back(
-          {pending.tensor, std::string(core::ErrorText(status)), true});
-      return absl::OkStatus();
-    }
-    if (!status.ok()) return status;
+    if (!status.ok()) return LeaveOut(pending.tensor, status);
     if (!names_.insert(pending.tensor).second) {
-      return InvalidAt(pending.place,
-                       absl::StrCat("tensor ", QuotedText(pending.tensor),
-                                    " stands twice in the file"));
+      return LeaveOut(
+          pending.tensor,
+          InvalidAt(pending.place,
+                    absl::StrCat("tensor ", QuotedText(pending.tensor),
+                                 " stands twice in the file")));
     }
     for (std::string& note : notes) {
       parsed_->losses.push_back({pending.tensor, std::move(note), false});
@@ -203,14 +343,67 @@ class Parser {
     const auto map = document.head.find(std::string(key));
     if (map == document.head.end()) return absl::OkStatus();
     if (!map->is_object()) return InvalidAt(key, "expected an object");
-    return ReadJsonEntries(
-        document.text, key, [&](const std::string& name, const Json& entry) {
-          return Add(format, entry,
-                     absl::StrCat(key, "[", QuotedText(name), "]"), &name);
-        });
+    return ReadJsonEntries(document.text, key,
+                           [&](const std::string& name, const Json& entry) {
+                             const std::string place =
+                                 absl::StrCat(key, "[", QuotedText(name), "]");
+                             // A module of AIMET's torch files.
+                             if (entry.is_object())
+                               return AddModule(format, entry, place, name);
+                             return Add(format, entry, place, &name);
+                           });
   }
 
  private:
+  absl::Status AddModule(const EntryFormat& format, const Json& module,
+                         const std::string& place, const std::string& name) {
+    if (parsed_->format == InterchangeFormat::kAimet061) {
+      parsed_->format = InterchangeFormat::kAimetTorch;
+    }
+    for (const auto& [key, tensors] : module.items()) {
+      const auto kind =
+          std::find(std::begin(kModuleKinds), std::end(kModuleKinds), key);
+      const std::string kind_place = absl::StrCat(place, ".", QuotedText(key));
+      if (kind == std::end(kModuleKinds) || !tensors.is_object()) {
+        absl::Status status = LeaveOut(
+            name,
+            InvalidAt(kind_place, "expected an object called input or output"));
+        if (!status.ok()) return status;
+        continue;
+      }
+      for (const auto& [index, entry] : tensors.items()) {
+        const std::string item_place =
+            absl::StrCat(kind_place, "[", QuotedText(index), "]");
+        ModuleTensor tensor;
+        tensor.module = name;
+        tensor.kind = static_cast<size_t>(kind - std::begin(kModuleKinds));
+        absl::Status status;
+        if (!absl::SimpleAtoi(index, &tensor.index) || tensor.index < 0) {
+          status = LeaveOut(
+              name, InvalidAt(item_place, "expected a number as the key"));
+        } else {
+          const std::string tensor_name = NameOf(tensor);
+          status = Add(format, entry.is_object() ? Json::array({entry}) : entry,
+                       item_place, &tensor_name);
+        }
+        if (!status.ok()) return status;
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  // An entry, for that reason: as a loss, or as an error of the whole file.
+  absl::Status LeaveOut(const std::string& tensor, absl::Status status) {
+    const absl::string_view reason = core::ErrorReason(status);
+    if (reason != "INTERCHANGE_UNSUPPORTED" &&
+        !(parsed_->leaves_out_unsound && reason == "INTERCHANGE_INVALID")) {
+      return status;
+    }
+    parsed_->losses.push_back(
+        {tensor, std::string(core::ErrorText(status)), true});
+    return absl::OkStatus();
+  }
+
   ParsedEncodings* const parsed_;
   const core::StopToken stop_;
   absl::flat_hash_set<std::string> names_;
@@ -225,19 +418,37 @@ std::string VersionOf(const Json& document) {
                               : DumpJson(*version);
 }
 
+bool IsAimet(InterchangeFormat format) {
+  switch (format) {
+    case InterchangeFormat::kAimet061:
+    case InterchangeFormat::kAimet100:
+    case InterchangeFormat::kAimet200:
+    case InterchangeFormat::kAimet210:
+    case InterchangeFormat::kAimetTorch:
+      return true;
+    case InterchangeFormat::kUnspecified:
+    case InterchangeFormat::kJson:
+    case InterchangeFormat::kOnnxQdq:
+    case InterchangeFormat::kCompressedTensors:
+      break;
+  }
+  return false;
+}
+
 // Of AIMET: what the version says, or else what the entries look like.
 InterchangeFormat AimetFormatOf(const Json& document) {
   const std::string version = VersionOf(document);
   if (absl::StartsWith(version, "0.")) return InterchangeFormat::kAimet061;
   if (absl::StartsWith(version, "1.")) return InterchangeFormat::kAimet100;
-  if (absl::StartsWith(version, "2.")) return InterchangeFormat::kAimet200;
+  if (absl::StartsWith(version, "2.0.")) return InterchangeFormat::kAimet200;
+  if (absl::StartsWith(version, "2.")) return InterchangeFormat::kAimet210;
   for (const char* key : {"param_encodings", "activation_encodings"}) {
     const auto found = document.find(key);
     if (found == document.end()) continue;
     return found->is_array() ? InterchangeFormat::kAimet100
                              : InterchangeFormat::kAimet061;
   }
-  return InterchangeFormat::kAimet200;
+  return InterchangeFormat::kAimet210;
 }
 
 InterchangeFormat FormatOf(const Json& document) {
@@ -286,7 +497,8 @@ absl::Status ParseDocument(const Document& document, core::StopToken stop,
                    : &OnnxQdqEntryFormat();
       break;
     }
-    case InterchangeFormat::kAimet061: {
+    case InterchangeFormat::kAimet061:
+    case InterchangeFormat::kAimetTorch: {
       NoteExcludedLayers(document.head, parsed);
       format = &Aimet061EntryFormat();
       absl::Status status =
@@ -305,6 +517,10 @@ absl::Status ParseDocument(const Document& document, core::StopToken stop,
     case InterchangeFormat::kAimet200:
       NoteExcludedLayers(document.head, parsed);
       format = &Aimet200EntryFormat();
+      break;
+    case InterchangeFormat::kAimet210:
+      NoteExcludedLayers(document.head, parsed);
+      format = &Aimet210EntryFormat();
       break;
     case InterchangeFormat::kCompressedTensors:
       return core::InterchangeUnsupportedError(
@@ -343,6 +559,11 @@ absl::StatusOr<std::unique_ptr<EncodingsWriter>> EncodingsWriter::Create(
     case InterchangeFormat::kAimet200:
       return std::make_unique<ListWriter>(Aimet200EntryFormat(),
                                           Json{{"version", "2.0.0"}});
+    case InterchangeFormat::kAimet210:
+      return std::make_unique<ListWriter>(Aimet210EntryFormat(),
+                                          Json{{"version", "2.1.0"}});
+    case InterchangeFormat::kAimetTorch:
+      return std::make_unique<AimetTorchWriter>(std::move(options));
     case InterchangeFormat::kOnnxQdq:
       return std::make_unique<ListWriter>(
           OnnxQdqEntryFormat(),
@@ -373,6 +594,7 @@ absl::StatusOr<ParsedEncodings> ParseEncodings(TextPieces text,
   if (format == InterchangeFormat::kUnspecified) {
     parsed.format = FormatOf(document.head);
   }
+  parsed.leaves_out_unsound = IsAimet(parsed.format);
   absl::Status status = ParseDocument(document, stop, &parsed);
   if (!status.ok()) return status;
   return parsed;

@@ -32,6 +32,8 @@ enum class InterchangeFormat : int {
   kAimet200 = 4,
   kOnnxQdq = 5,
   kCompressedTensors = 6,
+  kAimet210 = 7,
+  kAimetTorch = 8,
 };
 
 // What did not get over.
@@ -105,6 +107,9 @@ struct ParsedEncodings {
   // Each valid once its layout is resolved; no tensor twice.
   std::vector<PendingEncoding> encodings;
   std::vector<InterchangeLoss> losses;
+  // The format is of others: an entry that is not sound is left out and told,
+  // also where its layout does not fit. In our own the whole file is refused.
+  bool leaves_out_unsound = false;
 };
 
 // Reads a file that ChargeParseMemory took, one entry after the other;

@@ -318,10 +318,7 @@ class ImportEncodingsCall final : public EncodingCall {
     absl::StatusOr<ParsedEncodings> parsed = Parse();
     if (!parsed.ok()) return parsed.status();
     // All are completed first, so that a file that is not sound stores nothing.
-    for (PendingEncoding& pending : parsed->encodings) {
-      if (absl::Status s = CheckGoesOn(); !s.ok()) return s;
-      if (absl::Status s = Resolve(&pending); !s.ok()) return s;
-    }
+    if (absl::Status s = CompleteAll(&*parsed); !s.ok()) return s;
     Answer(*parsed);
     if (is_dry_run_) return absl::OkStatus();
     for (PendingEncoding& pending : parsed->encodings) {
@@ -344,13 +341,37 @@ class ImportEncodingsCall final : public EncodingCall {
     env().imports->ReturnText(this, &queued_bytes_);
     text_lease_.Release();
     env().budget->Count(&text_lease_, hint_bytes_);
-    for (const PendingEncoding& pending : parsed->encodings) {
-      if (absl::Status s = CheckTensorName(pending.tensor); !s.ok()) {
-        return core::InterchangeInvalidError(
-            absl::StrCat(pending.place, ": ", core::ErrorText(s)));
-      }
-    }
     return parsed;
+  }
+
+  // Leaves out what is not sound, where the format allows that.
+  absl::Status CompleteAll(ParsedEncodings* parsed) {
+    size_t kept = 0;
+    for (PendingEncoding& pending : parsed->encodings) {
+      if (absl::Status s = CheckGoesOn(); !s.ok()) return s;
+      absl::Status status = Complete(&pending);
+      if (status.ok()) {
+        PendingEncoding& place = parsed->encodings[kept++];
+        if (&place != &pending) place = std::move(pending);
+        continue;
+      }
+      if (!parsed->leaves_out_unsound ||
+          core::ErrorReason(status) != "INTERCHANGE_INVALID") {
+        return status;
+      }
+      parsed->losses.push_back(
+          {pending.tensor, std::string(core::ErrorText(status)), true});
+    }
+    parsed->encodings.resize(kept);
+    return absl::OkStatus();
+  }
+
+  absl::Status Complete(PendingEncoding* pending) {
+    if (absl::Status s = CheckTensorName(pending->tensor); !s.ok()) {
+      return core::InterchangeInvalidError(
+          absl::StrCat(pending->place, ": ", core::ErrorText(s)));
+    }
+    return Resolve(pending);
   }
 
   // What is known before anything is stored.

@@ -34,7 +34,7 @@ void RequireSpoken(const absl::Status& status) {
 // Writes the encoding in every format; our own gives it back.
 void WriteEverywhere(const std::string& tensor,
                      const core::Encoding& encoding) {
-  for (int format = 1; format <= 6; ++format) {
+  for (int format = 1; format <= 8; ++format) {
     server::ExportOptions options;
     options.is_parameter = [](absl::string_view, const core::Encoding&) {
       return true;

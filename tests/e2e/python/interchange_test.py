@@ -200,6 +200,37 @@ class EncodingFilesTest(InterchangeCase):
         self.assertEqual(self.json("encodings", "list", "--model",
                                    "bad")["encodings"], [])
 
+    def test_OneBadEntryOfAimetIsLeftOutAndTold(self):
+        path = self.write_json("aimet", {"version": "2.1.0", "encodings": [
+            {"name": "bias", "output_dtype": "int32", "y_scale": [0.01, 0.02],
+             "axis": 0},
+            {"name": "odd", "output_dtype": "int2", "y_scale": 0.5,
+             "y_zero_point": -0.5},
+            {"name": "", "output_dtype": "int8", "y_scale": 1},
+            {"name": "tiny", "output_dtype": "int8", "y_scale": 0},
+            {"name": "conv1.weight", "output_dtype": "int8",
+             "y_scale": [1, 2, 3], "axis": 0},
+            {"name": "w", "output_dtype": "float4e2m1", "axis": 1,
+             "block_size": 16, "y_scale": {
+                 "x": [[0.5, 1.0], [2.0, 1.5]], "x_scale": 0.0009,
+                 "input_dtype": "float8e4m3fn"}}]})
+        report = self.json("import", path, "--model", "aimet", "--tensors",
+                           WEIGHTS, code=1)
+        self.assertEqual((report["format"], report["encoding_count"],
+                          report["loss_count"]), ("aimet-2.1.0", 1, 5))
+        self.assertEqual([(loss["tensor"], loss["left_out"])
+                          for loss in report["losses"]],
+                         [(name, True) for name in
+                          ("bias", "odd", "", "tiny", "conv1.weight")])
+        self.assertEqual(self.encoding("aimet", "w")["format"],
+                         "NUMBER_FORMAT_NVFP4")
+        self.run_quantctl("export", "--model", "aimet", "--format",
+                          "aimet-2.1.0", "-o", self.path("again"))
+        with open(path, encoding="utf-8") as before, \
+                open(self.path("again"), encoding="utf-8") as after:
+            self.assertEqual(json.load(after)["encodings"],
+                             json.load(before)["encodings"][-1:])
+
     def test_GeneratedClientsSendAndTakeFilesInPieces(self):
         count = 3000
         document = json.dumps({

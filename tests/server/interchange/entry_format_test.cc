@@ -97,13 +97,18 @@ TEST(SetIntegerFormatTest, SetsTheCodesThatFollow) {
 
 TEST(SetLpbqTest, MakesScalesOfCodes) {
   core::Encoding encoding;
-  SetLpbq({1, 128}, {0.25f}, &encoding);
-  EXPECT_TRUE(IsLpbq(encoding));
+  SetLpbq(4, {1, 128}, {0.25f}, &encoding);
+  EXPECT_EQ(encoding.format, core::FindFormatByName("lpbq")->format);
+  EXPECT_TRUE(HasIntegerScales(encoding));
   EXPECT_THAT(encoding.scale_code, ElementsAre(1, 128));
   encoding.block_size = {1};
   encoding.scale_shape = {2};
   ASSERT_TRUE(core::DeriveScales(&encoding).ok());
   EXPECT_THAT(encoding.scale, ElementsAre(0.25f, 32.0f));
+  core::Encoding narrow;
+  SetLpbq(2, {1}, {0.25f}, &narrow);
+  EXPECT_EQ(narrow.format, core::FindFormatByName("int2")->format);
+  EXPECT_TRUE(HasIntegerScales(narrow));
 }
 
 TEST(WriteEntryTest, TellsWhatTheFileDoesNotKeep) {

@@ -703,7 +703,7 @@ TEST(InterchangeTest, WritesLongListsAsOthersDoAndStops) {
                                {"c.weight", Lpbq()},
                                {"d", large},
                                {"e.input", MakeEncoding("int8", {0.5f})}};
-  for (int format = 1; format <= 6; ++format) {
+  for (int format = 1; format <= 8; ++format) {
     SCOPED_TRACE(format);
     const auto as = static_cast<InterchangeFormat>(format);
     const Written whole = Write(as, encodings);
@@ -718,8 +718,11 @@ TEST(InterchangeTest, WritesLongListsAsOthersDoAndStops) {
     std::string text;
     std::vector<InterchangeLoss> losses;
     (*writer)->Begin(0, &text);
-    const absl::Status status = (*writer)->Add(
-        0, "a.weight", large, core::StopToken(&stopped), &text, &losses);
+    // Activations come in its second pass.
+    const bool is_torch = as == InterchangeFormat::kAimetTorch;
+    const absl::Status status =
+        (*writer)->Add(is_torch ? 1 : 0, is_torch ? "a.input" : "a.weight",
+                       large, core::StopToken(&stopped), &text, &losses);
     // That one keeps a name and a scheme.
     if (as == InterchangeFormat::kCompressedTensors) {
       EXPECT_TRUE(absl::IsCancelled(
@@ -790,6 +793,20 @@ TEST(InterchangeTest, NamesThePlaceOfWhatIsWrong) {
            "encodings":[{"name":"a","format":"int8","scale":[1]},
                         {"name":"a","format":"int8","scale":[1]}]})",
        "encodings[1]: tensor \"a\" stands twice in the file"},
+      {R"({"quantization_config":{"config_groups":{}}})",
+       "a compressed-tensors configuration has no scales"},
+  };
+  for (const Malformed& file : files) {
+    const absl::StatusOr<ParsedEncodings> parsed = Parse(file.text);
+    ASSERT_FALSE(parsed.ok()) << file.text;
+    EXPECT_THAT(std::string(parsed.status().message()), HasSubstr(file.message))
+        << file.text;
+  }
+}
+
+// In files of others one entry that is wrong does not spoil the rest.
+TEST(InterchangeTest, LeavesOutAndTellsWhatIsWrongInAimet) {
+  const Malformed files[] = {
       {R"({"version":"0.6.1","param_encodings":{"w":[]}})",
        "param_encodings[\"w\"]: expected a list of at least one encoding"},
       {R"({"version":"0.6.1","param_encodings":{"w":[
@@ -798,7 +815,7 @@ TEST(InterchangeTest, NamesThePlaceOfWhatIsWrong) {
        "param_encodings[\"w\"][1]: another bitwidth or symmetry"},
       {R"({"version":"0.6.1","param_encodings":{"w":[
            {"bitwidth":1,"scale":1,"offset":-128}]}})",
-       "param_encodings[\"w\"][0].bitwidth[0]: expected an integer of 2 to 16"},
+       "param_encodings[\"w\"][0]: an integer of 1 bits, expected 2 to 16"},
       {R"({"version":"0.6.1","param_encodings":{"w":[
            {"bitwidth":8,"scale":1,"offset":-0.5}]}})",
        "param_encodings[\"w\"][0].offset[0]: expected an integer"},
@@ -832,15 +849,191 @@ TEST(InterchangeTest, NamesThePlaceOfWhatIsWrong) {
             "per_block_int_scale":[[1,200]],
             "per_channel_float_scale":[[1]]}]})",
        "encodings[0].per_block_int_scale: entry 1 is 200"},
-      {R"({"quantization_config":{"config_groups":{}}})",
-       "a compressed-tensors configuration has no scales"},
+      {R"({"version":"0.6.1","param_encodings":{"w":[
+           {"bitwidth":32,"scale":1,"offset":0}]}})",
+       "param_encodings[\"w\"][0]: an integer of 32 bits, expected 2 to 16"},
+      {R"({"version":"0.6.1","activation_encodings":{"m":{"inputs":{}}}})",
+       "activation_encodings[\"m\"].\"inputs\": expected an object called "},
+      {R"({"version":"0.6.1","activation_encodings":{"m":{"input":{"x":{}}}}})",
+       "activation_encodings[\"m\"].\"input\"[\"x\"]: expected a number"},
+      {R"({"version":"2.0.0","encodings":[
+           {"name":"w","output_dtype":"int32","y_scale":1}]})",
+       "encodings[0].output_dtype: int32, expected integers of 2 to 16 bits"},
+      {R"({"version":"2.0.0","encodings":[
+           {"name":"w","output_dtype":"int2","y_scale":1,
+            "y_zero_point":-0.5}]})",
+       "encodings[0].y_zero_point: entry 0 is -0.5, a zero point between"},
+      {R"({"version":"2.1.0","encodings":[
+           {"name":"w","output_dtype":"int4","axis":1,"block_size":2,
+            "y_scale":{"x":[[1,0]],"x_scale":1}}]})",
+       "encodings[0].y_scale.x: entry 1 is 0, expected an integer of 1 to 128"},
+      {R"({"version":"2.1.0","encodings":[
+           {"name":"w","output_dtype":"float4e2m1","axis":1,"block_size":2,
+            "y_scale":{"x":[[1,1.1]],"x_scale":1,
+                       "input_dtype":"float8e4m3fn"}}]})",
+       "encodings[0].y_scale.x: entry 1 is 1.1, expected a number of float8"},
+      {R"({"version":"2.1.0","encodings":[
+           {"name":"w","output_dtype":"int4","axis":1,"block_size":2,
+            "y_scale":{"x":[[1,2]],"x_scale":1,"x_zero_point":1}}]})",
+       "encodings[0].y_scale.x_zero_point: a zero point of 1"},
+      {R"({"version":"2.1.0","encodings":[
+           {"name":"w","output_dtype":"int4","axis":1,"block_size":2,
+            "y_scale":{"x":[[1,2]],"x_scale":[1,2,3],"axis":0}}]})",
+       "encodings[0].y_scale.x_scale: dimension 0 has 3 entries, expected 1"},
+      {R"({"version":"2.0.0","encodings":[
+           {"name":"g","output_dtype":"int8","y_scale":1},
+           {"name":"g","output_dtype":"int8","y_scale":2}]})",
+       "encodings[1]: tensor \"g\" stands twice in the file"},
   };
   for (const Malformed& file : files) {
     const absl::StatusOr<ParsedEncodings> parsed = Parse(file.text);
-    ASSERT_FALSE(parsed.ok()) << file.text;
-    EXPECT_THAT(std::string(parsed.status().message()), HasSubstr(file.message))
-        << file.text;
+    ASSERT_TRUE(parsed.ok()) << file.text << parsed.status();
+    EXPECT_TRUE(parsed->leaves_out_unsound);
+    ASSERT_EQ(parsed->losses.size(), 1) << file.text;
+    EXPECT_TRUE(parsed->losses[0].left_out);
+    EXPECT_THAT(parsed->losses[0].what, HasSubstr(file.message)) << file.text;
   }
+}
+
+// Of a file of that version with these entries, what is written again.
+nlohmann::json Again(InterchangeFormat format, absl::string_view version,
+                     const nlohmann::json& entries, LayoutHint hint) {
+  const nlohmann::json file = {{"version", version}, {"encodings", entries}};
+  const absl::StatusOr<ParsedEncodings> parsed = Parse(file.dump());
+  EXPECT_TRUE(parsed.ok()) << parsed.status();
+  if (!parsed.ok()) return nullptr;
+  EXPECT_EQ(parsed->format, format);
+  EXPECT_EQ(Losses(parsed->losses), "");
+  Encodings encodings;
+  for (PendingEncoding pending : parsed->encodings) {
+    const absl::Status status = ResolveLayout(hint, &pending);
+    EXPECT_TRUE(status.ok()) << status;
+    encodings.push_back({pending.tensor, pending.encoding});
+  }
+  const Written written = Write(format, encodings);
+  EXPECT_EQ(nlohmann::json::parse(written.text)["version"],
+            std::string(version));
+  return nlohmann::json::parse(written.text)["encodings"];
+}
+
+// Each kind of entry of AIMET's specification that quantd can hold.
+TEST(InterchangeTest, EntriesOfAimetComeBackAsTheSameJson) {
+  const auto entries = nlohmann::json::parse(R"([
+      {"name":"tensor","output_dtype":"uint8","y_scale":0.01,
+       "y_zero_point":41},
+      {"name":"channels","output_dtype":"int8","y_scale":[0.01,0.02,0.03],
+       "axis":0},
+      {"name":"two_bits","output_dtype":"int2","y_scale":[0.01,0.02,0.03],
+       "axis":0},
+      {"name":"blocks","output_dtype":"int4","axis":1,"block_size":32,
+       "y_scale":[[0.01,0.02],[0.03,0.04],[0.05,0.06]]},
+      {"name":"e4m3","output_dtype":"float8e4m3fn","y_scale":0.5},
+      {"name":"e4m3_channels","output_dtype":"float8e4m3fn",
+       "y_scale":[0.5,0.25,0.1],"axis":0},
+      {"name":"e5m2_blocks","output_dtype":"float8e5m2","axis":1,
+       "block_size":4,"y_scale":[[0.125,0.25],[0.375,0.5],[0.625,0.75]]},
+      {"name":"fnuz","output_dtype":"float8e4m3fnuz","y_scale":0.3},
+      {"name":"e5m2_fnuz","output_dtype":"float8e5m2fnuz","y_scale":0.3},
+      {"name":"float4","output_dtype":"float4e2m1","y_scale":0.7}])");
+  EXPECT_EQ(
+      Again(InterchangeFormat::kAimet200, "2.0.0", entries, Shape({3, 64})),
+      entries);
+  EXPECT_EQ(
+      Again(InterchangeFormat::kAimet210, "2.1.0", entries, Shape({3, 64})),
+      entries);
+  const auto lpbq = nlohmann::json::parse(R"([
+      {"name":"weight","output_dtype":"int4","axis":1,"block_size":32,
+       "per_block_int_scale":[[3,5],[11,9],[7,16]],
+       "per_channel_float_scale":[[0.001],[0.002],[0.003]]}])");
+  EXPECT_EQ(Again(InterchangeFormat::kAimet200, "2.0.0", lpbq, LayoutHint()),
+            lpbq);
+  const auto meta = nlohmann::json::parse(R"([
+      {"name":"lpbq","output_dtype":"int4","axis":1,"block_size":32,
+       "y_scale":{"x":[[3,5],[11,9],[7,16]],"x_scale":[0.001,0.002,0.003],
+                  "axis":0}},
+      {"name":"nvfp4","output_dtype":"float4e2m1","axis":1,"block_size":16,
+       "y_scale":{"x":[[0.5,1.0],[2.0,1.5],[1.0,0.5]],"x_scale":0.0009,
+                  "input_dtype":"float8e4m3fn"}},
+      {"name":"blocks_of_blocks","output_dtype":"int8","axis":1,"block_size":16,
+       "y_scale":{"x":[[1,2,3],[4,5,6]],"x_scale":[[0.5,0.25],[0.1,0.2]],
+                  "axis":1,"block_size":2}}])");
+  EXPECT_EQ(Again(InterchangeFormat::kAimet210, "2.1.0", meta, LayoutHint()),
+            meta);
+  // Zeros need not be there, axes may count from the end, and what 2.0.0 has
+  // in two lists is one entry of 2.1.0.
+  const auto zeros = nlohmann::json::parse(R"([
+      {"name":"channels","output_dtype":"int8","y_scale":[0.01,0.02,0.03],
+       "y_zero_point":[0,0.0,0],"axis":-2}])");
+  EXPECT_EQ(Again(InterchangeFormat::kAimet200, "2.0.0", zeros, Shape({3, 64})),
+            nlohmann::json::array({entries[1]}));
+  EXPECT_EQ(Again(InterchangeFormat::kAimet210, "2.1.0", lpbq, LayoutHint())
+                .at(0)["y_scale"],
+            meta[0]["y_scale"]);
+}
+
+TEST(InterchangeTest, TellsThatOnlyAimet210HasScalesOfFloat8) {
+  core::Encoding nvfp4 = MakeEncoding("nvfp4", {});
+  nvfp4.scale_type = core::ScaleType::kE4m3;
+  nvfp4.block_size = {1, 16};
+  nvfp4.scale_shape = {1, 2};
+  nvfp4.scale_code = {56, 57};
+  nvfp4.outer_scale = {0.5f};
+  EXPECT_TRUE(core::DeriveScales(&nvfp4).ok());
+  EXPECT_THAT(
+      Losses(Write(InterchangeFormat::kAimet200, {{"w", nvfp4}}).losses),
+      HasSubstr("w left out: AIMET 2.0.0 has no scales of float8"));
+  EXPECT_EQ(Losses(Write(InterchangeFormat::kAimet210, {{"w", nvfp4}}).losses),
+            "");
+}
+
+// As AIMET's torch files have activations: by module, input or output, place.
+TEST(InterchangeTest, ModulesOfAimetsTorchFilesComeBack) {
+  const auto file = nlohmann::json::parse(R"({
+      "version":"0.6.1",
+      "excluded_layers":[],
+      "activation_encodings":{
+        "conv1":{"input":{"0":
+          {"bitwidth":8,"dtype":"int","is_symmetric":"False","min":0.0,
+           "max":127.5,"offset":0,"scale":0.5}}},
+        "cat":{"input":{"0":
+          {"bitwidth":8,"dtype":"int","is_symmetric":"False","min":-60.0,
+           "max":67.5,"offset":-120,"scale":0.5},"2":
+          {"bitwidth":8,"dtype":"int","is_symmetric":"False","min":0.0,
+           "max":127.5,"offset":0,"scale":0.5}},
+               "output":{"0":
+          {"bitwidth":8,"dtype":"int","is_symmetric":"True","min":-64.0,
+           "max":63.5,"offset":-128,"scale":0.5}}},
+        "half":{"output":{"0":{"bitwidth":16,"dtype":"float"}}}},
+      "param_encodings":{
+        "conv1.weight":[
+          {"bitwidth":4,"dtype":"int","is_symmetric":"True","min":-2.0,
+           "max":1.75,"offset":-8,"scale":0.25}]}})");
+  const absl::StatusOr<ParsedEncodings> parsed = Parse(file.dump());
+  ASSERT_TRUE(parsed.ok()) << parsed.status();
+  EXPECT_EQ(parsed->format, InterchangeFormat::kAimetTorch);
+  EXPECT_EQ(Losses(parsed->losses),
+            "half.output left out: activation_encodings[\"half\"].\"output\""
+            "[\"0\"][0]: a float of 16 bits without scale, nothing to keep\n");
+  Encodings encodings;
+  std::vector<std::string> names;
+  for (PendingEncoding pending : parsed->encodings) {
+    ASSERT_TRUE(ResolveLayout(LayoutHint(), &pending).ok());
+    names.push_back(pending.tensor);
+    encodings.push_back({pending.tensor, pending.encoding});
+  }
+  EXPECT_THAT(names,
+              testing::ElementsAre("cat.input", "cat.input.2", "cat.output",
+                                   "conv1.input", "conv1.weight"));
+  encodings.push_back({"stray", MakeEncoding("int8", {1})});
+  const Written written = Write(InterchangeFormat::kAimetTorch, encodings);
+  EXPECT_EQ(written.count, 5);
+  EXPECT_GE(written.kept_bytes, 4 * 100);
+  EXPECT_THAT(Losses(written.losses), HasSubstr("stray left out: AIMET's"));
+  const auto again = nlohmann::json::parse(written.text);
+  nlohmann::json expected = file["activation_encodings"];
+  expected.erase("half");
+  EXPECT_EQ(again["activation_encodings"], expected);
+  EXPECT_EQ(again["param_encodings"], file["param_encodings"]);
 }
 
 TEST(InterchangeTest, RefusesEncodingsThatAreNotValid) {
