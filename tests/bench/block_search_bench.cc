@@ -106,7 +106,8 @@ int Main(const char* path) {
     spec = *ResolveSpec(spec, {count});
     Side run{
         data, spec, *BlockLayout::Create({count}, spec.block_size), {}, {}};
-    run.codes.resize(data.size());
+    run.codes.resize(
+        static_cast<size_t>(FindFormat(run.spec.format)->SizeBytes(count)));
     if (HasOuterScales(EffectiveScaleType(spec))) {
       const BlockLayout outer =
           *OuterLayout(EncodingWithoutScales(spec, run.layout, false),
