@@ -95,8 +95,11 @@ struct EntropyRoom {
   std::vector<double> divergence;
 };
 
-// Requires: at most 65,535 elements and some; AreDivergencesVectorized().
-// The same bits on every machine.
+// Elements of a block that FindDivergences takes, at most.
+constexpr int64_t kMostDivergenceElements = 65535;
+
+// Requires: no more elements than those, and some; no more than 32,767 bins
+// with elements; AreDivergencesVectorized(). The same bits on every machine.
 void FindDivergences(const LevelCuts& cuts, const BlockRanges& ranges);
 // Whether there are kernels for this machine, and they are to be used.
 bool AreDivergencesVectorized();

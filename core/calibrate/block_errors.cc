@@ -366,6 +366,48 @@ HWY_EXPORT(SumDoubleErrors);
 HWY_EXPORT(SumBeyondFloatEnds);
 HWY_EXPORT(SumBeyondDoubleEnds);
 
+int64_t SumPiece(const BlockGrid& grid, const float* x, int64_t count,
+                 const BlockTrials<float>& trials) {
+  return internal::UsesScalarKernels()
+             ? SumBlockErrorsScalar(grid, x, count, trials)
+             : HWY_DYNAMIC_DISPATCH(SumFloatErrors)(grid, x, count, trials);
+}
+
+int64_t SumPiece(const BlockGrid& grid, const double* x, int64_t count,
+                 const BlockTrials<double>& trials) {
+  return internal::UsesScalarKernels()
+             ? SumBlockErrorsScalar(grid, x, count, trials)
+             : HWY_DYNAMIC_DISPATCH(SumDoubleErrors)(grid, x, count, trials);
+}
+
+// Adds up the pieces of kTrialLanes trials from the k-th on. Ends where all
+// errors are above the limit, unless what is clipped is wanted.
+template <typename T>
+void SumPieces(const BlockGrid& grid, const T* x, int64_t count,
+               const BlockTrials<T>& trials, int64_t k, double limit) {
+  const auto from = [k](auto* numbers) {
+    return numbers == nullptr ? nullptr : numbers + k;
+  };
+  double* const errors = trials.errors + k;
+  double* const clipped = from(trials.clipped);
+  std::fill_n(errors, kTrialLanes, 0);
+  if (clipped != nullptr) std::fill_n(clipped, kTrialLanes, 0);
+  for (int64_t begin = 0; begin < count; begin += kErrorPiece) {
+    double piece_errors[kTrialLanes], piece_clipped[kTrialLanes];
+    SumPiece(grid, x + begin, std::min(kErrorPiece, count - begin),
+             {kTrialLanes, trials.scale + k, from(trials.low),
+              from(trials.high), trials.gamma, piece_errors,
+              clipped == nullptr ? nullptr : piece_clipped});
+    bool is_below = clipped != nullptr;
+    for (int64_t i = 0; i < kTrialLanes; ++i) {
+      errors[i] += piece_errors[i];
+      if (clipped != nullptr) clipped[i] += piece_clipped[i];
+      is_below |= !(errors[i] > limit);
+    }
+    if (!is_below) return;
+  }
+}
+
 }  // namespace
 
 BlockGrid::BlockGrid(const Encoding& encoding, bool has_zero_points)
@@ -382,21 +424,29 @@ BlockGrid::BlockGrid(const Encoding& encoding, bool has_zero_points)
   }
 }
 
-template <>
-int64_t SumBlockErrors(const BlockGrid& grid, const float* x, int64_t count,
-                       const BlockTrials<float>& trials) {
-  return internal::UsesScalarKernels()
-             ? SumBlockErrorsScalar(grid, x, count, trials)
-             : HWY_DYNAMIC_DISPATCH(SumFloatErrors)(grid, x, count, trials);
+template <typename T>
+int64_t SumBlockErrors(const BlockGrid& grid, const T* x, int64_t count,
+                       const BlockTrials<T>& trials) {
+  if (count <= kErrorPiece) return SumPiece(grid, x, count, trials);
+  double limit = trials.limit;
+  int64_t best = 0;
+  double least = std::numeric_limits<double>::infinity();
+  for (int64_t k = 0; k < trials.count; k += kTrialLanes) {
+    SumPieces(grid, x, count, trials, k, limit);
+    for (int64_t i = k; i < k + kTrialLanes; ++i) {
+      if (!(trials.errors[i] < least)) continue;
+      least = trials.errors[i];
+      best = i;
+    }
+    limit = std::min(limit, least);
+  }
+  return best;
 }
 
-template <>
-int64_t SumBlockErrors(const BlockGrid& grid, const double* x, int64_t count,
-                       const BlockTrials<double>& trials) {
-  return internal::UsesScalarKernels()
-             ? SumBlockErrorsScalar(grid, x, count, trials)
-             : HWY_DYNAMIC_DISPATCH(SumDoubleErrors)(grid, x, count, trials);
-}
+template int64_t SumBlockErrors(const BlockGrid&, const float*, int64_t,
+                                const BlockTrials<float>&);
+template int64_t SumBlockErrors(const BlockGrid&, const double*, int64_t,
+                                const BlockTrials<double>&);
 
 template <>
 void SumBeyondEnds(const float* x, int64_t count,

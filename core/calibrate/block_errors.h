@@ -5,6 +5,7 @@
 #define QUANTD_CORE_CALIBRATE_BLOCK_ERRORS_H_
 
 #include <cstdint>
+#include <limits>
 
 #include "absl/types/optional.h"
 #include "core/formats/grid.h"
@@ -52,6 +53,8 @@ struct BlockTrials {
   // Out: [count] what clipped elements add to them, counted once. Null: not
   // wanted.
   double* clipped;
+  // Errors above it may be given as anything above it.
+  double limit = std::numeric_limits<double>::infinity();
 };
 
 // Ends of ranges. T is float or double.
@@ -71,10 +74,13 @@ struct BlockEnds {
 // Quotients x / scale are products with 1 / scale. Both and the sums of the
 // squares of their distances are of type T, what is made of a sum is float64.
 // Elements are added up in kErrorSums sums, element i in sum i % kErrorSums,
-// which are put together pair by pair after each kErrorChunk elements. Floats
-// lose less than 2^-18 of a sum so.
+// which are put together pair by pair after each kErrorChunk elements. Errors
+// of each kErrorPiece elements are added up in float64. Floats lose less than
+// 2^-18 of a sum so.
 constexpr int64_t kErrorSums = 4;
 constexpr int64_t kErrorChunk = 64;
+// Fits the cache next to the processor.
+constexpr int64_t kErrorPiece = 4096;
 
 // Integers further from their number than this are clipped. The end of a range
 // may lie just half a step beyond the last number: how quotients are rounded
@@ -92,6 +98,7 @@ template <typename T>
 void SumBeyondEnds(const T* x, int64_t count, const BlockEnds<T>& ends);
 
 // The truth: one scale and one element after the other.
+// Requires: at most kErrorPiece elements, for errors.
 template <typename T>
 int64_t SumBlockErrorsScalar(const BlockGrid& grid, const T* x, int64_t count,
                              const BlockTrials<T>& trials);

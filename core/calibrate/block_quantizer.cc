@@ -11,10 +11,12 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "absl/types/optional.h"
 #include "core/calibrate/block_search.h"
 #include "core/calibrate/calibrate.h"
 #include "core/calibrate/range_finder.h"
+#include "core/calibrate/search_time.h"
 #include "core/formats/number_format.h"
 #include "core/parallel/stop_token.h"
 #include "core/simd_internal.h"
@@ -434,12 +436,21 @@ bool HasRowBlocks(const BlockLayout& layout) {
   return layout.scale_count() == rows * row_blocks;
 }
 
+// Searches cannot be stopped here: none may take long.
+bool IsSearchedAtOnce(const EncodingSpec& spec, const BlockLayout& layout) {
+  constexpr absl::Duration kMost = absl::Milliseconds(5);
+  if (!IsSearchedDirectly(spec, layout)) return false;
+  const int64_t elements = layout.largest_block();
+  return elements <= kFewDirectElements ||
+         SearchTime(spec, 1, elements, /*at_hand=*/true) <= kMost;
+}
+
 }  // namespace
 
 bool BlockQuantizer::Takes(const EncodingSpec& spec, const BlockLayout& layout,
                            bool has_outer_maximum) {
   return spec.method != CalibrationMethod::kMovingAverage &&
-         (!NeedsHistograms(spec) || IsSearchedDirectly(spec, layout)) &&
+         (!NeedsHistograms(spec) || IsSearchedAtOnce(spec, layout)) &&
          !spec.unsigned_if_non_negative && layout.element_count() > 0 &&
          (has_outer_maximum || !HasOuterScales(EffectiveScaleType(spec)));
 }
@@ -681,6 +692,10 @@ void BlockQuantizer::AddBands(int64_t first, int64_t count, const uint8_t* in,
   ParallelFor(pool, tasks, [&](int64_t task) {
     BlockElements elements;
     std::vector<uint8_t> gathered;
+    if (is_searched_) {
+      gathered.reserve(
+          static_cast<size_t>(whole_layout_.largest_block() * element_bytes));
+    }
     const int64_t end = std::min(block_count, (task + 1) * kBlocksAtOnce);
     for (int64_t i = task * kBlocksAtOnce; i < end; ++i) {
       if (is_searched_) {

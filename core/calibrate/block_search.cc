@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -14,6 +15,7 @@
 #include "core/calibrate/encoding_spec.h"
 #include "core/calibrate/range_scaler.h"
 #include "core/errors.h"
+#include "core/formats/number_format.h"
 #include "core/parallel/stop_token.h"
 #include "core/statistics/bin_table.h"
 #include "core/types/element_type.h"
@@ -28,6 +30,9 @@ constexpr int kDefaultStepsOfTwoEnds = 32;
 // Steps between the two neighbours of the best range, for each end.
 constexpr int kFineSteps = 16;
 constexpr int kFineStepsOfTwoEnds = 16;
+// Of many elements, steps to either side of the best of those, for each end.
+constexpr int kFinerSteps = 4;
+constexpr double kFinerStep = 2.0 / kFineStepsOfTwoEnds / (kFinerSteps + 1);
 // Ranges that are tried before all others where both ends move.
 constexpr int kSampleEnds = 16;
 // Ranges that are tried before all others, in parts of the whole one: dense
@@ -52,36 +57,140 @@ constexpr int kMostFloatBits = 8;
 
 // Ends of a block that are kept in order while its elements pass by.
 constexpr size_t kMostSelected = 16;
+// Of more elements those near a rank are selected first.
+constexpr size_t kMostSorted = 1024;
 
-// The elements of ranks `rank` and, where there is one, `rank` + 1, of `count`.
-template <typename At>
-std::pair<double, double> SelectTwo(size_t rank, size_t count,
-                                    std::vector<double>* room, const At& at) {
-  const size_t from_top = count - rank;
-  if (from_top <= kMostSelected) {
-    // Descending.
-    double top[kMostSelected];
-    std::fill(top, top + from_top, -kInfinity);
-    for (size_t i = 0; i < count; ++i) {
-      const double x = at(i);
-      if (!(x > top[from_top - 1])) continue;
-      size_t k = from_top - 1;
-      for (; k > 0 && top[k - 1] < x; --k) top[k] = top[k - 1];
-      top[k] = x;
-    }
-    return {top[from_top - 1], top[from_top > 1 ? from_top - 2 : 0]};
-  }
-  room->resize(count);
-  for (size_t i = 0; i < count; ++i) (*room)[i] = at(i);
+using TwoRanks = std::pair<double, double>;
+
+// The elements of ranks `rank` and, where there is one, `rank` + 1, of the
+// elements in `room`.
+TwoRanks SelectTwoOf(size_t rank, std::vector<double>* room) {
   const auto nth = room->begin() + static_cast<std::ptrdiff_t>(rank);
   std::nth_element(room->begin(), nth, room->end());
-  return {*nth, *std::min_element(nth + 1, room->end())};
+  return {*nth, nth + 1 == room->end()
+                    ? *nth
+                    : *std::min_element(nth + 1, room->end())};
+}
+
+// Both from the last `from_top` of the elements.
+template <typename T, typename At>
+TwoRanks SelectFromTop(size_t from_top, size_t count, const At& at) {
+  // Descending.
+  T top[kMostSelected];
+  std::fill(top, top + from_top, -std::numeric_limits<T>::infinity());
+  for (size_t i = 0; i < count; ++i) {
+    const T x = at(i);
+    if (!(x > top[from_top - 1])) continue;
+    size_t k = from_top - 1;
+    for (; k > 0 && top[k - 1] < x; --k) top[k] = top[k - 1];
+    top[k] = x;
+  }
+  return {top[from_top - 1], top[from_top > 1 ? from_top - 2 : 0]};
+}
+
+// Both from the elements between two that some of the elements put on either
+// side of the rank.
+template <typename T, typename At>
+TwoRanks SelectBetween(size_t rank, size_t count, std::vector<double>* room,
+                       const At& at) {
+  constexpr size_t kSome = 512;
+  double some[kSome];
+  for (size_t i = 0; i < kSome; ++i) some[i] = at(i * count / kSome);
+  std::sort(some, some + kSome);
+  const double fraction =
+      static_cast<double>(rank) / static_cast<double>(count);
+  const double middle = fraction * kSome;
+  // Wider than nearly all counts of some elements are off by.
+  const double margin = 4 * std::sqrt(kSome * fraction * (1 - fraction)) + 2;
+  const T low =
+      middle < margin
+          ? -std::numeric_limits<T>::infinity()
+          : static_cast<T>(some[static_cast<size_t>(middle - margin)]);
+  const T high =
+      middle + margin >= kSome
+          ? std::numeric_limits<T>::infinity()
+          : static_cast<T>(some[static_cast<size_t>(middle + margin)]);
+  room->resize(count);
+  double* const between = room->data();
+  size_t below = 0;
+  size_t kept = 0;
+  for (size_t i = 0; i < count; ++i) {
+    const T x = at(i);
+    between[kept] = x;
+    below += x < low;
+    kept += x >= low && x <= high;
+  }
+  if (below <= rank && rank + 1 < below + kept) {
+    room->resize(kept);
+    return SelectTwoOf(rank - below, room);
+  }
+  for (size_t i = 0; i < count; ++i) between[i] = at(i);
+  return SelectTwoOf(rank, room);
+}
+
+// The elements of ranks `rank` and, where there is one, `rank` + 1, of `count`.
+template <typename T, typename At>
+TwoRanks SelectTwo(size_t rank, size_t count, std::vector<double>* room,
+                   const At& at) {
+  const size_t from_top = count - rank;
+  if (from_top <= kMostSelected) return SelectFromTop<T>(from_top, count, at);
+  if (count > kMostSorted) return SelectBetween<T>(rank, count, room, at);
+  room->resize(count);
+  for (size_t i = 0; i < count; ++i) (*room)[i] = at(i);
+  return SelectTwoOf(rank, room);
+}
+
+// Histograms are searched faster where there are fewer numbers, elements are
+// not. As measured.
+int64_t MostElements(const EncodingSpec& spec, CalibrationMethod method) {
+  const FormatInfo& format = *FindFormat(spec.format);
+  const bool has_two_ends = EffectiveSymmetry(spec) == Symmetry::kAsymmetric;
+  switch (method) {
+    case CalibrationMethod::kMse:
+    case CalibrationMethod::kSqnr:
+      if (format.kind == CodeKind::kCodebook) return kFewDirectElements;
+      if (format.bits >= 8) return kMaxDirectElements;
+      if (format.bits >= 4) {
+        return kMaxDirectElements / (has_two_ends ? 8 : 2);
+      }
+      return has_two_ends ? kFewDirectElements : kMaxDirectElements / 4;
+    case CalibrationMethod::kEntropy: {
+      // More levels are searched where there are elements only.
+      constexpr int kMostLevelBits = 8;
+      const int level_bits = format.bits - (has_two_ends ? 0 : 1);
+      return format.kind == CodeKind::kInteger && level_bits > kMostLevelBits
+                 ? kFewDirectElements
+                 : kMaxDirectElements;
+    }
+    default:
+      return kMaxDirectElements;
+  }
 }
 
 }  // namespace
 
+int64_t MostDirectElements(const EncodingSpec& spec) {
+  if (spec.method != CalibrationMethod::kBestOf) {
+    return MostElements(spec, spec.method);
+  }
+  int64_t most = kMaxDirectElements;
+  for (const CalibrationMethod method : spec.methods) {
+    most = std::min(most, MostElements(spec, method));
+  }
+  return most;
+}
+
 bool IsSearchedDirectly(const EncodingSpec& spec, const BlockLayout& layout) {
-  return NeedsHistograms(spec) && layout.largest_block() <= kMaxDirectElements;
+  return NeedsHistograms(spec) &&
+         layout.largest_block() <= MostDirectElements(spec);
+}
+
+int64_t BlockElements::MemoryBytes(int64_t largest_block) {
+  if (largest_block <= kFewDirectElements) return 0;
+  // Each element in float64: as it came, as it is kept, as it is searched, and
+  // in order or in bins; the bin it lies in.
+  constexpr int64_t kMostPerElement = 4 * sizeof(double) + sizeof(int32_t);
+  return std::min(largest_block, kMaxDirectElements) * kMostPerElement;
 }
 
 void BlockElements::Assign(ElementType type, const uint8_t* in, int64_t count) {
@@ -105,7 +214,7 @@ void BlockElements::Assign(ElementType type, const uint8_t* in, int64_t count) {
 }
 
 void BlockElements::Assign(const HeldTensor& held, int64_t scale_index) {
-  bytes_.resize(kMaxDirectElements * sizeof(double));
+  bytes_.resize(static_cast<size_t>(held.LargestBlockBytes()));
   const int64_t count = held.CopyBlock(scale_index, bytes_.data());
   Assign(held.type(), bytes_.data(), count);
 }
@@ -226,6 +335,9 @@ class BlockSearch::Run {
     return padded;
   }
 
+  // Of the ranges that were tried.
+  double least() const { return has_best_ ? best_.error : kInfinity; }
+
   void Take(const Range& range, double error, double order) {
     if (has_best_ && !(error < best_.error) &&
         !(error == best_.error && order < best_.order)) {
@@ -262,8 +374,12 @@ class BlockSearch::Run {
       JudgeFractions(tried, end - tried, /*needs_clipped=*/false);
     }
     if (!has_best_) return;
-    const double fraction = -best_.order;
     const double step = 1.0 / count;
+    JudgeAround(-best_.order, step);
+    if (is_long()) JudgeAround(-best_.order, 2 * step / kFineSteps);
+  }
+
+  void JudgeAround(double fraction, double step) {
     const double first = fraction - step;
     const double last = std::min(fraction + step, 1.0);
     double fine[kFineSteps - 1];
@@ -272,6 +388,10 @@ class BlockSearch::Run {
     }
     JudgeFractions(fine, kFineSteps - 1, /*needs_clipped=*/false);
   }
+
+  // Errors of many elements hardly jump from range to range: it pays to look
+  // closer once more, as far as histograms are searched.
+  bool is_long() const { return all_.count() > kErrorPiece; }
 
   // What lies below a lowest number above zero, or above a highest one below
   // zero, is clipped less where the scale is smaller.
@@ -312,7 +432,7 @@ class BlockSearch::Run {
     int64_t best = SumBlockErrors<T>(
         grid_, room_.elements.data(), all_.count(),
         {padded, scales, nullptr, nullptr, gamma_, room_.errors.data(),
-         needs_clipped ? room_.clipped.data() : nullptr});
+         needs_clipped ? room_.clipped.data() : nullptr, least()});
     // Where all are beyond float64, the first is as good as any.
     while (scales[best] == 0) {
       if (++best == count) return;
@@ -392,6 +512,25 @@ class BlockSearch::Run {
             least_low < count ? fine(best_low, low) : best_low;
         const double high_step =
             least_high < count ? fine(best_high, high) : best_high;
+        if (low_step <= 0 || high_step <= 0) continue;
+        AddTrial(range_of(low_step, high_step), kInfinity);
+      }
+    }
+    JudgeTrials();
+    if (!is_long()) return;
+    const auto step_of = [&](double whole, double end) {
+      return whole == from ? count : (end - from) / (whole - from) * count;
+    };
+    const double low_at = step_of(whole_.low, best_.range.low);
+    const double high_at = step_of(whole_.high, best_.range.high);
+    const int lows = least_low < count ? kFinerSteps : 0;
+    const int highs = least_high < count ? kFinerSteps : 0;
+    for (int low = lows; low >= -lows; --low) {
+      for (int high = highs; high >= -highs; --high) {
+        const double low_step =
+            std::min<double>(count, low_at + low * kFinerStep);
+        const double high_step =
+            std::min<double>(count, high_at + high * kFinerStep);
         if (low_step <= 0 || high_step <= 0) continue;
         AddTrial(range_of(low_step, high_step), kInfinity);
       }
@@ -497,7 +636,7 @@ class BlockSearch::Run {
         grid_, room_.elements.data(), all_.count(),
         {(count + kTrialLanes - 1) / kTrialLanes * kTrialLanes,
          room_.scale.data(), room_.low.data(), room_.high.data(), gamma_,
-         room_.errors.data(), nullptr});
+         room_.errors.data(), nullptr, least()});
     // Where all are beyond float64, the first is as good as any.
     Take({trials_.low[best], trials_.high[best]}, room_.errors[best],
          trials_.order[best]);
@@ -608,11 +747,12 @@ double BlockSearch::Quantile(double fraction, bool of_magnitudes,
   const size_t rank = std::min(static_cast<size_t>(std::floor(position)), last);
   const double t = position - static_cast<double>(rank);
   const auto select = [&](const auto* x) {
+    using T = std::decay_t<decltype(*x)>;
     return of_magnitudes
-               ? SelectTwo(rank, last + 1, &elements->sorted_,
-                           [x](size_t i) { return std::fabs(double{x[i]}); })
-               : SelectTwo(rank, last + 1, &elements->sorted_,
-                           [x](size_t i) { return double{x[i]}; });
+               ? SelectTwo<T>(rank, last + 1, &elements->sorted_,
+                              [x](size_t i) { return std::fabs(x[i]); })
+               : SelectTwo<T>(rank, last + 1, &elements->sorted_,
+                              [x](size_t i) { return x[i]; });
   };
   const auto [a, b] = elements->is_double() ? select(elements->doubles())
                                             : select(elements->floats());

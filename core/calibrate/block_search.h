@@ -1,7 +1,7 @@
-// Ranges of small blocks, from the elements themselves.
+// Ranges of blocks, from the elements themselves.
 //
-// Where a block has few elements, what it costs to quantize them is measured
-// for each range that is tried; histograms are for blocks of many.
+// What it costs to quantize the elements is measured for each range that is
+// tried. Histograms are for blocks of more elements, and for statistics.
 
 #ifndef QUANTD_CORE_CALIBRATE_BLOCK_SEARCH_H_
 #define QUANTD_CORE_CALIBRATE_BLOCK_SEARCH_H_
@@ -23,8 +23,14 @@
 
 namespace quantd::core {
 
-// The most elements of a block that is searched directly.
-constexpr int64_t kMaxDirectElements = 4096;
+// The most elements of a block that is searched directly, under any spec; and
+// as many as are under every spec.
+constexpr int64_t kMaxDirectElements = int64_t{1} << 16;
+constexpr int64_t kFewDirectElements = int64_t{1} << 12;
+
+// The most elements of a block that is searched directly under the spec: so
+// many that its histogram would not be faster.
+int64_t MostDirectElements(const EncodingSpec& spec);
 
 // Whether the method looks at more than extremes and no block is too large to
 // be searched directly.
@@ -42,6 +48,10 @@ class BlockElements {
   // Those of one scale index, of a layout without larger blocks than
   // kMaxDirectElements.
   void Assign(const HeldTensor& held, int64_t scale_index);
+
+  // What a search of blocks of so many elements holds, at most, but for a few
+  // hundred KiB.
+  static int64_t MemoryBytes(int64_t largest_block);
 
   int64_t count() const { return count_; }
   // Float64 elements are kept as such, all others as float32.

@@ -26,39 +26,44 @@ constexpr int64_t kDefaultBins = 2048;
 // Those of ranges that are tried at once, if there are no more levels.
 constexpr int64_t kMostLevelsAtOnce = 256;
 
-// PortableLog(n / 2) for n up to twice the counts of small blocks.
+// PortableLog(n / 2) for n up to twice the counts of blocks.
 class HalfLogs {
  public:
-  static const HalfLogs& Get() {
-    static const HalfLogs& logs = *new HalfLogs();
-    return logs;
+  // Of blocks with up to so many elements.
+  static const HalfLogs& For(int64_t elements) {
+    static const HalfLogs& few = *new HalfLogs(kFewDirectElements);
+    if (elements <= kFewDirectElements) return few;
+    static const HalfLogs& many = *new HalfLogs(kMostDivergenceElements);
+    return many;
   }
+  static const HalfLogs& OfFew() { return For(kFewDirectElements); }
 
-  // [kCount], and 0 for n = 0.
-  const double* data() const { return log_; }
+  // 0 for n = 0.
+  const double* data() const { return log_.data(); }
   // PortableLog(x).
   double Of(double x) const {
-    if (!(x <= kMaxDirectElements)) return PortableLog(x);
+    if (!(x <= static_cast<double>(elements_))) return PortableLog(x);
     const auto n = static_cast<int64_t>(2 * x);
-    return static_cast<double>(n) == 2 * x ? log_[n] : PortableLog(x);
+    return static_cast<double>(n) == 2 * x ? log_[static_cast<size_t>(n)]
+                                           : PortableLog(x);
   }
 
  private:
-  HalfLogs() {
-    for (int64_t n = 1; n < kCount; ++n) {
+  // Levels that are empty have half a count.
+  explicit HalfLogs(int64_t elements)
+      : elements_(elements),
+        log_(static_cast<size_t>(2 * elements + kMostLevelsAtOnce + 1)) {
+    for (size_t n = 1; n < log_.size(); ++n) {
       log_[n] = PortableLog(static_cast<double>(n) / 2);
     }
   }
 
-  // Levels that are empty have half a count.
-  static constexpr int64_t kCount =
-      2 * kMaxDirectElements + kMostLevelsAtOnce + 1;
-
-  double log_[kCount] = {};
+  const int64_t elements_;
+  std::vector<double> log_;
 };
 
 // Requires: x > 0.
-double LogOf(double x) { return HalfLogs::Get().Of(x); }
+double LogOf(double x) { return HalfLogs::OfFew().Of(x); }
 
 double XLogX(double x) { return x > 0 ? x * LogOf(x) : 0; }
 
@@ -395,8 +400,8 @@ Range SearchAtOnce(BlockElements* elements, const EntropyLevels& levels,
   std::fill(first + tried, first + used, first[0]);
   std::fill(last + tried, last + used, last[0]);
   FindDivergences(CutsOf(levels),
-                  {before, grid.bins, x_log_x, HalfLogs::Get().data(), used,
-                   first, last, room.divergence.data()});
+                  {before, grid.bins, x_log_x, HalfLogs::For(count).data(),
+                   used, first, last, room.divergence.data()});
   const double* const divergence = room.divergence.data();
   int64_t best = 0;
   for (int64_t i = 1; i < tried; ++i) {
@@ -468,6 +473,7 @@ absl::StatusOr<Range> SearchEntropy(BlockElements* elements,
   // Of many levels most have no elements, and LinearBins passes over those.
   constexpr int64_t kFewLevels = 32;
   if (AreDivergencesVectorized() &&
+      elements->count() <= kMostDivergenceElements &&
       levels.size() <=
           std::clamp(elements->count(), kFewLevels, kMostLevelsAtOnce)) {
     if (stop.stopped()) return StoppedError();

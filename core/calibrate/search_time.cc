@@ -79,7 +79,7 @@ absl::Duration SearchTime(const EncodingSpec& spec, int64_t scale_count,
   const double scales = static_cast<double>(scale_count);
   const double elements = static_cast<double>(element_count) / scales;
   const bool is_direct =
-      at_hand && elements <= static_cast<double>(kMaxDirectElements);
+      at_hand && elements <= static_cast<double>(MostDirectElements(spec));
   const auto time_of = [&](CalibrationMethod method) {
     return is_direct ? DirectNanoseconds(spec, method, elements)
                      : Nanoseconds(spec, method, std::min(elements, kMostBins));

@@ -29,8 +29,11 @@ class HeldTensor {
 
   // The type of the elements, and those of one scale index, in order: copies
   // them and says how many.
-  // `out`  has room for layout.largest_block() of them.
+  // `out`  has room for LargestBlockBytes().
   ElementType type() const { return type_; }
+  int64_t LargestBlockBytes() const {
+    return layout_.largest_block() * ElementSizeBytes(type_);
+  }
   int64_t CopyBlock(int64_t scale_index, uint8_t* out) const;
 
  private:

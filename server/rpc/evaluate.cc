@@ -716,8 +716,8 @@ class EvaluateRpc final : public TensorRpc {
         } else {
           is_local.push_back(false);
           scale_count += spec.layout->scale_count();
-          search_bytes = std::max(search_bytes, SearchBytes(env_, spec));
         }
+        search_bytes = std::max(search_bytes, SearchBytes(env_, spec));
       } else {
         is_local.push_back(false);
       }

@@ -655,7 +655,7 @@ absl::Duration LocalSearchTime(const ResolvedSpec& spec, int64_t real_bytes,
 class BlockQuantizeJob final : public BufferedQuantizeJob {
  public:
   // `geometry`  of the codes.
-  // `lease`     of the memory that the encoding takes.
+  // `lease`     of what the encoding and searches take.
   BlockQuantizeJob(const RpcEnvironment& env, QuantizeTask task,
                    std::shared_ptr<const ResolvedSpec> spec,
                    const CodeGeometry& geometry,
@@ -730,7 +730,8 @@ class BlockQuantizeJob final : public BufferedQuantizeJob {
 class LocalQuantizeJob final : public TensorJob {
  public:
   // `range`  of the reals, which begins and ends with a granule.
-  // `lease`  of what is held: a band, and all scales if they are to be stored.
+  // `lease`  of what is held: a band, what searches need, and all scales if
+  //          they are to be stored.
   LocalQuantizeJob(const RpcEnvironment& env, QuantizeTask task,
                    std::shared_ptr<const ResolvedSpec> spec,
                    const CodeGeometry& geometry, const v1::ByteRange& range,
@@ -995,6 +996,7 @@ class QuantizeRpc final : public TensorRpc {
     // A band that is put together from chunks, and the one in work with its
     // codes.
     if (granule_bytes > kMaxGranuleBytes) bytes += 3 * granule_bytes;
+    bytes += SearchBytes(env_, *spec);
     if (!goes_beside || task.store_key.has_value()) {
       bytes += spec->layout->scale_count() * core::kMostMemoryPerScale;
     }

@@ -7,6 +7,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "core/calibrate/block_search.h"
 #include "core/calibrate/calibrate.h"
 #include "core/calibrate/scale_indices.h"
 #include "core/calibrate/search_time.h"
@@ -34,14 +35,18 @@ int MantissaBitsWhereHeld(const ResolvedSpec& spec) {
 }
 
 int64_t SearchBytes(const RpcEnvironment& env, const ResolvedSpec& spec) {
-  if (!core::NeedsHistograms(spec.spec) ||
-      MantissaBitsWhereHeld(spec) != TensorAccumulator::kNoHistograms) {
-    return 0;
+  int64_t bytes_per_lane = 0;
+  if (core::IsSearchedDirectly(spec.spec, *spec.layout)) {
+    bytes_per_lane =
+        core::BlockElements::MemoryBytes(spec.layout->largest_block());
+  } else if (core::NeedsHistograms(spec.spec) &&
+             MantissaBitsWhereHeld(spec) == TensorAccumulator::kNoHistograms) {
+    bytes_per_lane = core::HeldTensor::TableBytes(
+        *spec.layout, core::MantissaBitsAtHand(spec.spec));
   }
-  return std::min(core::LaneCount(env.helper_pool),
-                  spec.layout->scale_count()) *
-         core::HeldTensor::TableBytes(*spec.layout,
-                                      core::MantissaBitsAtHand(spec.spec));
+  const int64_t lanes =
+      std::max(core::LaneCount(env.pool), core::LaneCount(env.helper_pool));
+  return std::min(lanes, spec.layout->scale_count()) * bytes_per_lane;
 }
 
 bool TakesLong(const core::EncodingSpec& spec, int64_t scale_count,

@@ -25,8 +25,8 @@ int MantissaBitsFor(const core::EncodingSpec& spec);
 // at by themselves. Large ones get histograms as they arrive, which take less
 // than the tensor then.
 int MantissaBitsWhereHeld(const ResolvedSpec& spec);
-// What the threads need beside that to calibrate a spec on a held tensor: to be
-// leased when its header comes.
+// What the threads need beside that to search a tensor that is held, or as its
+// elements arrive: to be leased when its header comes.
 int64_t SearchBytes(const RpcEnvironment& env, const ResolvedSpec& spec);
 
 // An encoding that was calibrated, and what to expect of it.

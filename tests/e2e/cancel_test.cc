@@ -91,6 +91,16 @@ v1::EncodingSpec SlowSpec(std::initializer_list<int64_t> block_size) {
   return spec;
 }
 
+// Rows of kColumns are searched by their histograms: elements are searched for
+// the entropy of so many levels in short rows only.
+v1::EncodingSpec SlowSpecOfRows() {
+  v1::EncodingSpec spec = SlowSpec({1, 0});
+  spec.set_method(v1::CALIBRATION_METHOD_BEST_OF);
+  spec.add_methods(v1::CALIBRATION_METHOD_ENTROPY);
+  spec.add_methods(v1::CALIBRATION_METHOD_MSE);
+  return spec;
+}
+
 template <typename Header>
 void Describe(Header* header, const std::string& tensor, int64_t rows,
               int64_t columns) {
@@ -127,8 +137,6 @@ std::vector<std::string> Chunks(const Header& header, const std::string& data,
   return messages;
 }
 
-// A search over so long a row uses a histogram, which takes far longer than the
-// elements of small blocks.
 constexpr int64_t kRows = 128;
 constexpr int64_t kColumns = 8192;
 
@@ -164,7 +172,7 @@ std::vector<Call> AllCalls() {
   add_quantize("quantizing by blocks, to the store", false);
   quantize.mutable_spec()->set_method(v1::CALIBRATION_METHOD_PERCENTILE);
   add_quantize("calibrating, to the store", false);
-  *quantize.mutable_spec() = SlowSpec({1, 0});
+  *quantize.mutable_spec() = SlowSpecOfRows();
   add_quantize("a slow search in channels", false)->is_slow = true;
   *quantize.mutable_spec() = SlowSpec({1, 16});
   quantize.mutable_spec()->set_format(v1::NUMBER_FORMAT_INT8);
@@ -174,13 +182,7 @@ std::vector<Call> AllCalls() {
   Describe(&calibrate, "w", kRows, kColumns);
   calls.push_back({"calibrating alone", absl::StrCat(kService, "Calibrate"),
                    Chunks<v1::CalibrateRequest>(calibrate, large, kChunk)});
-  *calibrate.mutable_spec() = SlowSpec();
-  calibrate.mutable_spec()->set_method(v1::CALIBRATION_METHOD_BEST_OF);
-  calibrate.mutable_spec()->set_search_steps(128);
-  calibrate.mutable_spec()->add_methods(v1::CALIBRATION_METHOD_ENTROPY);
-  calibrate.mutable_spec()->add_methods(v1::CALIBRATION_METHOD_MSE);
-  calibrate.mutable_spec()->add_block_size(1);
-  calibrate.mutable_spec()->add_block_size(0);
+  *calibrate.mutable_spec() = SlowSpecOfRows();
   calls.push_back({kBestOf, absl::StrCat(kService, "Calibrate"),
                    Chunks<v1::CalibrateRequest>(calibrate, large, kChunk)});
   calls.back().is_slow = true;
@@ -203,7 +205,7 @@ std::vector<Call> AllCalls() {
   }
   calls.push_back({"evaluating", absl::StrCat(kService, "Evaluate"),
                    Chunks<v1::EvaluateRequest>(evaluate, large, kChunk)});
-  *evaluate.add_candidates()->mutable_spec() = SlowSpec({1, 0});
+  *evaluate.add_candidates()->mutable_spec() = SlowSpecOfRows();
   calls.push_back({"evaluating a slow search",
                    absl::StrCat(kService, "Evaluate"),
                    Chunks<v1::EvaluateRequest>(evaluate, large, kChunk)});

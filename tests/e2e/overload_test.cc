@@ -78,16 +78,15 @@ v1::QuantizeRequest TensorOf(int64_t elements) {
   return request;
 }
 
-// Takes long to compute: the search for both ends of the range with the least
-// error, for every row. So long a row is searched by its histogram, which takes
-// far longer than the elements of small blocks.
+// Takes long to compute: the search for the range with the least error, of
+// many, for every row. Under a codebook so long a row is searched by its
+// histogram.
 v1::QuantizeRequest HardTensor() {
   v1::QuantizeRequest request = TensorOf(kRows * 4224);
   v1::QuantizeHeader& header = *request.mutable_header();
-  header.mutable_spec()->set_format(v1::NUMBER_FORMAT_INT8);
-  header.mutable_spec()->set_symmetry(v1::SYMMETRY_ASYMMETRIC);
+  header.mutable_spec()->set_format(v1::NUMBER_FORMAT_NF4);
   header.mutable_spec()->set_method(v1::CALIBRATION_METHOD_MSE);
-  header.mutable_spec()->set_search_steps(12);
+  header.mutable_spec()->set_search_steps(1024);
   header.mutable_spec()->add_block_size(1);
   header.mutable_spec()->add_block_size(0);
   return request;

@@ -324,6 +324,60 @@ TEST(BlockQuantizerTest, EqualsThemForEveryMethod) {
   }
 }
 
+TEST(BlockQuantizerTest, EqualsThemOnLongBlocks) {
+  ThreadPool pool(2);
+  const LayoutCase cases[] = {{{3, 6001}, {1, 0}}, {{6001, 3}, {0, 1}}};
+  for (const LayoutCase& layout_case : cases) {
+    SCOPED_TRACE(layout_case.Name());
+    const BlockLayout layout = layout_case.Layout();
+    for (const ElementType type :
+         {ElementType::kFloat32, ElementType::kBfloat16,
+          ElementType::kFloat64}) {
+      SCOPED_TRACE(ElementTypeName(type));
+      const auto reals = MakeBlocks(type, layout.element_count(), true);
+      for (const auto& [format, method] :
+           {std::pair("int8", CalibrationMethod::kMse),
+            std::pair("uint8", CalibrationMethod::kSqnr),
+            std::pair("int16", CalibrationMethod::kMse),
+            std::pair("int4", CalibrationMethod::kPercentile),
+            std::pair("nf4", CalibrationMethod::kEntropy)}) {
+        EncodingSpec spec;
+        spec.format = FindFormatByName(format)->format;
+        spec.method = method;
+        spec.block_size = layout_case.block;
+        SCOPED_TRACE(Name(spec));
+        spec = *ResolveSpec(spec, layout_case.shape);
+        ASSERT_TRUE(BlockQuantizer::Takes(spec, layout, false));
+        const Quantized want =
+            InTwoSteps(spec, layout, type, NanPolicy::kDefault, reals);
+        ExpectSame(InOnePass(spec, layout, type, NanPolicy::kDefault, reals,
+                             layout.element_count(), &pool),
+                   want);
+        if (HasFailure()) return;
+      }
+    }
+  }
+}
+
+// Nothing ends a search before its time.
+TEST(BlockQuantizerTest, TakesNoSearchThatIsLong) {
+  const auto takes = [](int64_t columns, int steps) {
+    EncodingSpec spec;
+    spec.format = FindFormatByName("int8")->format;
+    spec.symmetry = Symmetry::kAsymmetric;
+    spec.method = CalibrationMethod::kMse;
+    spec.search_steps = steps;
+    spec.block_size = {1, 0};
+    const std::vector<int64_t> shape = {3, columns};
+    const BlockLayout layout = *BlockLayout::Create(shape, spec.block_size);
+    return BlockQuantizer::Takes(*ResolveSpec(spec, shape), layout, false);
+  };
+  EXPECT_TRUE(takes(kMaxDirectElements, 0));
+  EXPECT_TRUE(takes(kFewDirectElements, 128));
+  EXPECT_FALSE(takes(kMaxDirectElements, 128));
+  EXPECT_FALSE(takes(kMaxDirectElements + 1, 0));
+}
+
 TEST(BlockQuantizerTest, DoesNotDependOnRangesOrThreads) {
   ThreadPool pool(2);
   const LayoutCase cases[] = {{{300, 2048}, {1, 32}}, {{300, 1001}, {1, 128}}};

@@ -13,6 +13,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "absl/types/optional.h"
 #include "core/calibrate/block_errors.h"
 #include "core/calibrate/calibrate.h"
 #include "core/calibrate/range_scaler.h"
@@ -333,11 +334,18 @@ absl::StatusOr<Range> SearchAll(const Search& search, float outer,
   int best_low = 0, best_high = 0;
   const auto attempt = [&](const Range& range, int low, int high) {
     const auto error = search.search.Error(0, outer, range, gamma, elements);
-    if (!error.ok() || (best.ok() && !(*error < least))) return;
+    // Of equally good ones the widest, if both ends are one.
+    const bool is_wider = best.ok() && search.scaler.is_symmetric() &&
+                          range.high - range.low > best->high - best->low;
+    if (!error.ok() ||
+        (best.ok() && !(*error < least) && !(*error == least && is_wider))) {
+      return false;
+    }
     best = range;
     least = *error;
     best_low = low;
     best_high = high;
+    return true;
   };
   if (search.scaler.is_symmetric()) {
     const auto of = [&](double fraction) {
@@ -345,12 +353,17 @@ absl::StatusOr<Range> SearchAll(const Search& search, float outer,
     };
     for (int k = steps; k >= 1; --k) attempt(of(k * (1.0 / steps)), k, k);
     if (!best.ok()) return best;
-    const double fraction = best_low * (1.0 / steps);
-    const double first = fraction - 1.0 / steps;
-    const double last = std::min(fraction + 1.0 / steps, 1.0);
-    for (int k = 15; k >= 1; --k) {
-      attempt(of(first + k * ((last - first) / 16)), 0, 0);
-    }
+    double center = best_low * (1.0 / steps);
+    const auto attempt_around = [&](double step) {
+      const double first = center - step;
+      const double last = std::min(center + step, 1.0);
+      for (int k = 15; k >= 1; --k) {
+        const double fraction = first + k * ((last - first) / 16);
+        if (attempt(of(fraction), 0, 0)) center = fraction;
+      }
+    };
+    attempt_around(1.0 / steps);
+    if (elements->count() > kErrorPiece) attempt_around(0.125 / steps);
     return best;
   }
   double from = 0;
@@ -379,6 +392,20 @@ absl::StatusOr<Range> SearchAll(const Search& search, float outer,
     for (int k = 16; k >= (least_high < steps ? 0 : 16); --k) {
       const double low = least_low < steps ? fine(low_step, i) : low_step;
       const double high = least_high < steps ? fine(high_step, k) : high_step;
+      if (low > 0 && high > 0) attempt(of(low, high), 0, 0);
+    }
+  }
+  if (elements->count() <= kErrorPiece) return best;
+  const Range center = *best;
+  for (int i = 4; i >= -4; --i) {
+    for (int k = 4; k >= -4; --k) {
+      const auto at = [&](double end, double most, int least_step, int n) {
+        if (least_step == steps) return 1.0 * steps;
+        return std::min(1.0 * steps,
+                        (end - from) / (most - from) * steps + n * 0.025);
+      };
+      const double low = at(center.low, whole.low, least_low, i);
+      const double high = at(center.high, whole.high, least_high, k);
       if (low > 0 && high > 0) attempt(of(low, high), 0, 0);
     }
   }
@@ -535,6 +562,103 @@ TEST(BlockSearchTest, FindsTheLeastErrorOfAllRangesOfSmallBlocks) {
   EXPECT_GT(narrower, Rounds(12000) / 10);
 }
 
+// Errors of long blocks are added up piece by piece, and given up where they
+// are too large.
+TEST(BlockSearchTest, FindsTheLeastErrorOfAllRangesOfLongBlocks) {
+  std::mt19937 random(31);
+  const std::vector<EncodingSpec> specs = AllSpecs();
+  for (int round = 0; round < Rounds(60); ++round) {
+    const EncodingSpec spec = DrawSpec(specs, &random);
+    SCOPED_TRACE(absl::StrCat(Name(spec), " round ", round));
+    const int64_t count = kErrorPiece + 1 + random() % kErrorPiece;
+    std::vector<double> values =
+        Draw(kAllShapes[random() % std::size(kAllShapes)], count, &random);
+    const double shift = random() % 3 == 0 ? 1.5 : 0;
+    for (double& x : values) x += shift;
+    const Search search(spec, count);
+    BlockElements elements = ElementsOf(values);
+    const auto [low, high] = std::minmax_element(values.begin(), values.end());
+    const Range whole = search.scaler.Extend(
+        {static_cast<float>(*low), static_cast<float>(*high)});
+    if (whole.low == 0 && whole.high == 0) continue;
+    const double gammas[] = {1, 3, 0.5};
+    const double gamma = gammas[random() % std::size(gammas)];
+    const bool is_symmetric = search.scaler.is_symmetric();
+    const int steps = 2 + static_cast<int>(random() % (is_symmetric ? 60 : 6));
+    ASSERT_TRUE(SetSimdTarget("auto").ok());
+    const auto want = SearchAll(search, 0, whole, gamma, steps, &elements);
+    absl::optional<Range> first;
+    ForEachSimdTarget([&] {
+      const auto got = search.search.Search(0, 0, whole, gamma, steps,
+                                            &elements, StopToken());
+      ASSERT_EQ(got.ok(), want.ok());
+      if (!got.ok()) return;
+      EXPECT_EQ(*search.search.Error(0, 0, *got, gamma, &elements),
+                *search.search.Error(0, 0, *want, gamma, &elements))
+          << got->low << " to " << got->high << ", expected " << want->low
+          << " to " << want->high;
+      if (!first.has_value()) first = *got;
+      EXPECT_EQ(got->low, first->low);
+      EXPECT_EQ(got->high, first->high);
+    });
+    if (HasFailure()) return;
+  }
+}
+
+TEST(BlockSearchTest, GivesErrorsAboveTheLimitUpOnly) {
+  std::mt19937 random(37);
+  for (const char* format : {"int4", "uint8", "nf4", "float8_e4m3fn"}) {
+    SCOPED_TRACE(format);
+    const int64_t count = 3 * kErrorPiece + 77;
+    const Search search(Spec(format), count);
+    const BlockGrid grid(search.encoding, !search.scaler.is_symmetric());
+    std::vector<float> x;
+    for (const double value : Draw(Shape::kNormal, count, &random)) {
+      x.push_back(static_cast<float>(std::fabs(value)));
+    }
+    const double unit =
+        *std::max_element(x.begin(), x.end()) / search.scaler.largest();
+    std::vector<float> scale;
+    for (int k = 0; k < 48; ++k) {
+      scale.push_back(static_cast<float>(unit * std::exp2(4 - k / 4.0)));
+    }
+    const auto sum = [&](double limit, int64_t* best) {
+      std::vector<double> errors(scale.size());
+      *best = SumBlockErrors<float>(
+          grid, x.data(), count,
+          {static_cast<int64_t>(scale.size()), scale.data(), nullptr, nullptr,
+           1, errors.data(), nullptr, limit});
+      return errors;
+    };
+    // The errors of pieces by themselves.
+    std::vector<double> all(scale.size());
+    ASSERT_TRUE(SetSimdTarget("scalar").ok());
+    for (int64_t begin = 0; begin < count; begin += kErrorPiece) {
+      std::vector<double> piece(scale.size());
+      SumBlockErrorsScalar<float>(
+          grid, x.data() + begin, std::min(kErrorPiece, count - begin),
+          {static_cast<int64_t>(scale.size()), scale.data(), nullptr, nullptr,
+           1, piece.data(), nullptr});
+      for (size_t k = 0; k < all.size(); ++k) all[k] += piece[k];
+    }
+    const auto least = std::min_element(all.begin(), all.end());
+    const double limit = 2 * *least;
+    int given_up = 0;
+    ForEachSimdTarget([&] {
+      int64_t best = 0;
+      std::vector<double> errors = sum(limit, &best);
+      EXPECT_EQ(best, least - all.begin());
+      for (size_t k = 0; k < all.size(); ++k) {
+        if (errors[k] == all[k]) continue;
+        ++given_up;
+        EXPECT_LT(errors[k], all[k]) << k;
+        EXPECT_GT(errors[k], *least) << k;
+      }
+    });
+    EXPECT_GT(given_up, 0);
+  }
+}
+
 // A range that is narrower than what its codes reach, as its scale is rounded
 // up, is the best: the next wider one has twice the scale.
 TEST(BlockSearchTest, FindsRangesWhoseCodesReachBeyondThem) {
@@ -643,19 +767,66 @@ TEST(BlockSearchTest, TakesBlocksUpToItsBound) {
                          std::vector<int64_t> block_size) {
     return IsSearchedDirectly(spec, *BlockLayout::Create(shape, block_size));
   };
-  EXPECT_TRUE(takes({kMaxDirectElements}, {}));
-  EXPECT_FALSE(takes({kMaxDirectElements + 1}, {}));
+  const int64_t most = MostDirectElements(spec);
+  EXPECT_TRUE(takes({most}, {}));
+  EXPECT_FALSE(takes({most + 1}, {}));
   EXPECT_TRUE(takes({1 << 20}, {128}));
-  EXPECT_TRUE(takes({kMaxDirectElements, 9}, {0, 1}));
-  EXPECT_FALSE(takes({kMaxDirectElements, 9}, {0, 2}));
+  EXPECT_TRUE(takes({most, 9}, {0, 1}));
+  EXPECT_FALSE(takes({most, 9}, {0, 2}));
   spec.method = CalibrationMethod::kMinMax;
   EXPECT_FALSE(takes({1 << 20}, {128}));
 }
 
+TEST(BlockSearchTest, BoundsBlocksByWhatHistogramsTake) {
+  const auto most = [](const char* format, CalibrationMethod method,
+                       Symmetry symmetry = Symmetry::kDefault) {
+    EncodingSpec spec = Spec(format, symmetry);
+    spec.method = method;
+    return MostDirectElements(spec);
+  };
+  constexpr auto kMse = CalibrationMethod::kMse;
+  constexpr auto kEntropy = CalibrationMethod::kEntropy;
+  constexpr auto kAsymmetric = Symmetry::kAsymmetric;
+  EXPECT_EQ(most("int8", kMse), kMaxDirectElements);
+  EXPECT_EQ(most("int8", kMse, kAsymmetric), kMaxDirectElements);
+  EXPECT_LT(most("int4", kMse), most("int8", kMse));
+  EXPECT_LT(most("int4", kMse, kAsymmetric), most("int4", kMse));
+  EXPECT_LT(most("int2", kMse), most("int4", kMse));
+  EXPECT_EQ(most("nf4", kMse), kFewDirectElements);
+  EXPECT_EQ(most("nf4", kEntropy), kMaxDirectElements);
+  EXPECT_EQ(most("int8", kEntropy, kAsymmetric), kMaxDirectElements);
+  EXPECT_EQ(most("int16", kEntropy), kFewDirectElements);
+  EXPECT_EQ(most("int2", CalibrationMethod::kPercentile), kMaxDirectElements);
+  // The least of all methods.
+  EncodingSpec spec = Spec("int16");
+  spec.method = CalibrationMethod::kBestOf;
+  spec.methods = {CalibrationMethod::kMse, CalibrationMethod::kPercentile};
+  EXPECT_EQ(MostDirectElements(spec), kMaxDirectElements);
+  spec.methods.push_back(CalibrationMethod::kEntropy);
+  EXPECT_EQ(MostDirectElements(spec), kFewDirectElements);
+}
+
 TEST(BlockSearchTest, QuantilesAreThoseOfSortedElements) {
   std::mt19937 random(13);
-  for (const int64_t count : {1, 2, 3, 17, 128}) {
-    const auto values = Draw(Shape::kStudent2, count, &random);
+  struct Case {
+    int64_t count;
+    Shape shape;
+    // Many are equal.
+    bool is_coarse = false;
+  };
+  const Case cases[] = {
+      {1, Shape::kStudent2},    {2, Shape::kStudent2},
+      {3, Shape::kStudent2},    {17, Shape::kStudent2},
+      {128, Shape::kStudent2},  {1025, Shape::kNormal},
+      {9001, Shape::kStudent2}, {9001, Shape::kStudent2, true},
+      {40000, Shape::kNormal},  {2048, Shape::kNormal, true}};
+  for (const auto& [count, shape, is_coarse] : cases) {
+    auto values = Draw(shape, count, &random);
+    if (is_coarse) {
+      for (double& x : values) x = std::trunc(64 * x) / 64;
+    }
+    // Those that a search looks at first tell nothing of the others.
+    for (int64_t i = 0; count == 2048 && i < count; i += 4) values[i] = 0;
     BlockElements elements = ElementsOf(values);
     for (const bool of_magnitudes : {false, true}) {
       std::vector<double> sorted;
@@ -664,8 +835,15 @@ TEST(BlockSearchTest, QuantilesAreThoseOfSortedElements) {
         sorted.push_back(of_magnitudes ? std::fabs(x) : x);
       }
       std::sort(sorted.begin(), sorted.end());
-      for (const double fraction :
-           {0.0, 0.001, 0.1, 0.3, 0.5, 0.88, 0.99, 0.999, 1.0}) {
+      std::vector<double> fractions = {0.0,  0.001, 0.1,   0.3, 0.5,
+                                       0.88, 0.99,  0.999, 1.0};
+      // Between the last of equal elements and the next.
+      for (int64_t i = 0; i + 1 < count && is_coarse; ++i) {
+        if (sorted[i] == sorted[i + 1]) continue;
+        fractions.push_back((static_cast<double>(i) + 0.5) /
+                            static_cast<double>(count - 1));
+      }
+      for (const double fraction : fractions) {
         const double position = fraction * static_cast<double>(count - 1);
         const auto rank = static_cast<size_t>(position);
         const double next = sorted[std::min<size_t>(rank + 1, count - 1)];

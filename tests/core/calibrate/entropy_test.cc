@@ -202,8 +202,15 @@ TEST(EntropyTest, EverySimdTargetFindsTheSameRangeOfElements) {
                         true);
     }
     const Shape shape = kAllShapes[random() % std::size(kAllShapes)];
-    auto values =
-        Draw(shape, 1 + random() % (1 << (1 + random() % 12)), &random);
+    // Some with more elements than lanes count.
+    const int64_t count = round % 50 == 7
+                              ? 4096 + static_cast<int64_t>(random() % 63000)
+                              : 1 + random() % (1 << (1 + random() % 12));
+    auto values = Draw(shape, count, &random);
+    // All but one in one bin.
+    if (round % 100 == 7) {
+      std::fill(values.begin() + 1, values.end(), 0.001 * values[0]);
+    }
     const double shift = random() % 4 == 0 ? 1 : 0;
     for (double& x : values) x += shift;
     const bool is_double = random() % 2 == 0;

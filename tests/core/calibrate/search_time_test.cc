@@ -57,7 +57,10 @@ TEST(SearchTimeTest, TakesLessWhereElementsAreAtHand) {
   };
   // As measured.
   EXPECT_NEAR(milliseconds(kGroups), 12, 6);
-  // Not of one large block.
+  EXPECT_NEAR(milliseconds(kCount >> 15), 8, 4);
+  // Not of longer rows, and not of one large block.
+  EXPECT_EQ(SearchTime(spec, kCount >> 16, kCount, true),
+            SearchTime(spec, kCount >> 16, kCount));
   EXPECT_EQ(SearchTime(spec, 1, kCount, true), SearchTime(spec, 1, kCount));
   spec.method = CalibrationMethod::kEntropy;
   EXPECT_NEAR(milliseconds(kGroups), 60, 30);
