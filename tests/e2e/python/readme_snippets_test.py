@@ -157,6 +157,12 @@ class ReadmeSnippetsTest(unittest.TestCase):
                                  r"largest change 0\.\d+")
                 output = run(
                     python, "-c", self.at_server(
+                        snippet("python", "quantd.torch.FakeQuantize")),
+                    cwd=os.path.join(folder, "elsewhere"))
+                self.assertIn("Encoding('int4', scale=<float32 of (32, 1)>",
+                              output)
+                output = run(
+                    python, "-c", self.at_server(
                         snippet("python", "quantd.torch.calibrate")),
                     cwd=os.path.join(folder, "elsewhere"))
                 self.assertIn("{'0.input': 20, '2.input': 20}", output)

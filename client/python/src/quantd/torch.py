@@ -1,5 +1,6 @@
-"""For torch: results as tensors, models from quantized files or with codes in
-place of weights, and activations calibrated while a model runs.
+"""For torch: results as tensors, models from quantized files, with codes in
+place of weights or trained for codes, and activations calibrated while a model
+runs.
 
     import quantd.torch
 
@@ -27,6 +28,7 @@ import torch.utils.checkpoint
 
 from quantd import _apart, _arrays, _globs, errors
 from quantd._requests import CalibrateJob, Contribution
+from quantd._torch_fake import FakeQuantize
 from quantd._torch_load import LoadedNames, load_into
 from quantd._torch_modules import (QuantizedConv1d, QuantizedConv2d,
                                    QuantizedConv3d, QuantizedEmbedding,
@@ -37,10 +39,11 @@ from quantd.encoding import GranularityLike
 from quantd.results import QuantizedTensor
 from quantd.tensor import Array, TensorName
 
-__all__ = ["Calibration", "LoadedNames", "QuantizedConv1d", "QuantizedConv2d",
-           "QuantizedConv3d", "QuantizedEmbedding", "QuantizedLinear",
-           "QuantizedWeight", "ReplacedWeight", "ReplacedWeights", "calibrate",
-           "codes", "dequantize", "from_numpy", "load_into", "quantize_"]
+__all__ = ["Calibration", "FakeQuantize", "LoadedNames", "QuantizedConv1d",
+           "QuantizedConv2d", "QuantizedConv3d", "QuantizedEmbedding",
+           "QuantizedLinear", "QuantizedWeight", "ReplacedWeight",
+           "ReplacedWeights", "calibrate", "codes", "dequantize", "from_numpy",
+           "load_into", "quantize_"]
 
 _KINDS = ("input", "output")
 _ELEMENT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
