@@ -16,7 +16,8 @@ from quantd.v1 import encoding_service_pb2 as es
 FORMATS = [interchange.format_name(value)
            for name, value in es.InterchangeFormat.items()
            if not name.endswith("_UNSPECIFIED")]
-SHAPES = {"fc.weight": (8, 64), "fc.input": (4, 64), "conv.weight": (3, 2, 5, 5)}
+SHAPES = {"fc.weight": (8, 64), "fc.input": (4, 64),
+          "conv.weight": (3, 2, 5, 5)}
 SPECS = {"fc.weight": "int4:group:32:asymmetric", "fc.input": "uint8",
          "conv.weight": "int8:per-channel"}
 

@@ -37,7 +37,8 @@ class Layers(torch.nn.Module):
         torch.manual_seed(1)
         self.embed = torch.nn.Embedding(20, 48, padding_idx=3)
         self.linear = torch.nn.Linear(48, 48)
-        self.conv1 = torch.nn.Conv1d(4, 6, 3, padding=2, padding_mode="circular")
+        self.conv1 = torch.nn.Conv1d(4, 6, 3, padding=2,
+                                     padding_mode="circular")
         self.conv2 = torch.nn.Conv2d(6, 4, (3, 1), stride=2, groups=2)
         self.conv3 = torch.nn.Conv3d(1, 2, 2, dilation=1, bias=False)
 
