@@ -1,5 +1,6 @@
 #include "client/cli/compressed_place.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -20,12 +21,16 @@ namespace quantd::cli {
 
 absl::StatusOr<std::unique_ptr<CompressedPlace>> CompressedPlace::Reserve(
     uint64_t order, const files::FileTensor& tensor, const Encoding& expected,
-    bool packs_all, files::SafetensorsBuilder* builder) {
-  auto place =
-      absl::WrapUnique(new CompressedPlace(order, tensor, packs_all, builder));
+    bool packs_all, const ModuleInputs& inputs,
+    files::SafetensorsBuilder* builder) {
+  auto place = absl::WrapUnique(
+      new CompressedPlace(order, tensor, packs_all, inputs, builder));
   absl::StatusOr<CompressedPlan> plan =
       place->model_.PlanOf(tensor.name, tensor.shape, expected);
   if (!plan.ok()) return place;
+  for (const CompressedData& data : inputs.parts) {
+    plan->parts.push_back(data.part);
+  }
   for (const CompressedPart& part : plan->parts) {
     const absl::StatusOr<size_t> index =
         builder->Reserve(order, part.name, part.dtype, part.shape);
@@ -37,7 +42,7 @@ absl::StatusOr<std::unique_ptr<CompressedPlace>> CompressedPlace::Reserve(
 }
 
 absl::StatusOr<uint64_t> CompressedPlace::Finish(const QuantizeResult& result) {
-  const absl::StatusOr<uint64_t> size =
+  absl::StatusOr<uint64_t> size =
       model_.Write(tensor_.name, tensor_.shape, result.header.encoding(),
                    result.scales.view(), result.codes,
                    [this](const std::string& name, files::Dtype dtype,
@@ -45,7 +50,14 @@ absl::StatusOr<uint64_t> CompressedPlace::Finish(const QuantizeResult& result) {
                           absl::Span<const uint8_t> data) {
                      return AddPart(name, dtype, shape, data);
                    });
-  if (size.ok()) Drop();
+  if (!size.ok()) return size;
+  for (const auto& [part, data] : inputs_.parts) {
+    const absl::Status status =
+        AddPart(part.name, part.dtype, part.shape, data);
+    if (!status.ok()) return status;
+    *size += data.size();
+  }
+  Drop();
   return size;
 }
 
@@ -60,10 +72,14 @@ absl::Status CompressedPlace::CopyFrom(const files::SafetensorsReader& reader,
   model_.Restore({{module, modules.at(module)}});
   for (const files::FileTensor& part : reader.tensors()) {
     absl::string_view rest = part.name;
-    if (!absl::ConsumePrefix(&rest, tensor_.name) ||
-        !(rest.empty() || rest[0] == '_')) {
-      continue;
-    }
+    const bool is_weight = absl::ConsumePrefix(&rest, tensor_.name) &&
+                           (rest.empty() || rest[0] == '_');
+    const bool is_input =
+        std::any_of(inputs_.parts.begin(), inputs_.parts.end(),
+                    [&part](const CompressedData& data) {
+                      return data.part.name == part.name;
+                    });
+    if (!is_weight && !is_input) continue;
     const absl::Status status =
         AddPart(part.name, part.dtype, part.shape, part.data);
     if (!status.ok()) return status;

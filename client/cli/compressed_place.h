@@ -26,12 +26,14 @@ namespace quantd::cli {
 // As QuantizedPlace is for quantd's own layout. Not thread-safe.
 class CompressedPlace {
  public:
-  // Reserves the parts of a tensor whose encoding will be `expected`; `builder`
-  // must stay. One that the layout does not hold fails in Finish.
+  // Reserves the parts of a tensor whose encoding will be `expected`, and those
+  // of the inputs of its module; `inputs` and `builder` must stay. One that the
+  // layout does not hold fails in Finish.
   // Errors: of files::SafetensorsBuilder.
   static absl::StatusOr<std::unique_ptr<CompressedPlace>> Reserve(
       uint64_t order, const files::FileTensor& tensor, const Encoding& expected,
-      bool packs_all, files::SafetensorsBuilder* builder);
+      bool packs_all, const ModuleInputs& inputs,
+      files::SafetensorsBuilder* builder);
 
   // Writes the tensor. Returns its size in bytes with all that lies beside the
   // codes.
@@ -53,8 +55,13 @@ class CompressedPlace {
 
  private:
   CompressedPlace(uint64_t order, const files::FileTensor& tensor,
-                  bool packs_all, files::SafetensorsBuilder* builder)
-      : order_(order), tensor_(tensor), builder_(builder), model_(packs_all) {}
+                  bool packs_all, const ModuleInputs& inputs,
+                  files::SafetensorsBuilder* builder)
+      : order_(order),
+        tensor_(tensor),
+        inputs_(inputs),
+        builder_(builder),
+        model_(packs_all, inputs.arguments) {}
 
   // Writes a part to its place. An encoding may have turned to the unsigned
   // format, whose parts are others.
@@ -64,6 +71,7 @@ class CompressedPlace {
 
   const uint64_t order_;
   const files::FileTensor& tensor_;
+  const ModuleInputs& inputs_;
   files::SafetensorsBuilder* const builder_;
   CompressedModel model_;
   // Of the parts that are reserved and not written, with their indices.

@@ -36,7 +36,7 @@ constexpr absl::string_view kWeight = ".weight";
 constexpr absl::string_view kScale = ".weight_scale";
 constexpr int kMaxBits = 8;
 constexpr int64_t kNvfp4Group = 16;
-constexpr int64_t kMxfp4Group = 32;
+constexpr int64_t kMxGroup = 32;
 
 // Values of `bits` bits one behind the other in the words of a row.
 class BitStream {
@@ -91,10 +91,25 @@ absl::Status NotHeld(absl::string_view what) {
 }
 
 // Which elements share a scale, or nothing where the layout has no word for it.
+// `columns` of a matrix.
 absl::StatusOr<Json> StrategyOf(const std::vector<int64_t>& scale_shape,
-                                const Encoding& encoding, int64_t count) {
+                                const Encoding& encoding, int64_t count,
+                                int64_t columns) {
   Json json = Json::object();
   const auto& block = encoding.block_size();
+  // As it was asked for, also where a matrix has one block: runtimes take
+  // layers of one kind.
+  if (block.size() == 2 && block[0] > 1 && block[1] > 0) {
+    json["strategy"] = "block";
+    json["block_structure"] = {block[0], block[1]};
+    return json;
+  }
+  if (block.size() == 2 && block[0] == 1 && block[1] > 0 &&
+      (scale_shape[1] > 1 || block[1] == columns)) {
+    json["strategy"] = "group";
+    json["group_size"] = block[1];
+    return json;
+  }
   if (count == 1) {
     json["strategy"] = "tensor";
     return json;
@@ -102,18 +117,6 @@ absl::StatusOr<Json> StrategyOf(const std::vector<int64_t>& scale_shape,
   if (scale_shape[0] == count && block[0] == 1) {
     json["strategy"] = "channel";
     return json;
-  }
-  if (block.size() == 2 && block[1] > 0) {
-    if (block[0] == 1) {
-      json["strategy"] = "group";
-      json["group_size"] = block[1];
-      return json;
-    }
-    if (block[0] > 1) {
-      json["strategy"] = "block";
-      json["block_structure"] = {block[0], block[1]};
-      return json;
-    }
   }
   return NotHeld(
       "scales per tensor, per row, and of matrices in groups along rows or in "
@@ -146,6 +149,8 @@ struct Layout {
   FormatInfo format;
   bool is_nvfp4 = false;
   bool is_mxfp4 = false;
+  // With scales of powers of two.
+  bool is_mxfp8 = false;
   bool is_float8 = false;
   bool is_packed = false;
   // As others mean it: without zero points, codes lie around 0. Those of
@@ -190,31 +195,36 @@ absl::StatusOr<Layout> LayoutOf(const std::string& name,
   const std::string format_name = FormatName(encoding.format());
   layout.is_nvfp4 = encoding.format() == v1::NUMBER_FORMAT_NVFP4;
   layout.is_mxfp4 = encoding.format() == v1::NUMBER_FORMAT_MXFP4_E2M1;
-  layout.is_float8 = encoding.format() == v1::NUMBER_FORMAT_FLOAT8_E4M3FN;
+  layout.is_mxfp8 = encoding.format() == v1::NUMBER_FORMAT_MXFP8_E4M3;
+  layout.is_float8 =
+      layout.is_mxfp8 || encoding.format() == v1::NUMBER_FORMAT_FLOAT8_E4M3FN;
   const bool is_fp4 = layout.is_nvfp4 || layout.is_mxfp4;
   const bool is_integer = format->kind == CodeKind::kInteger &&
                           format->bits <= kMaxBits &&
                           scale_type <= v1::SCALE_TYPE_BFLOAT16;
   if (!(is_fp4 || layout.is_float8 || is_integer) ||
-      (layout.is_float8 && scale_type > v1::SCALE_TYPE_BFLOAT16)) {
-    return NotHeld(absl::StrCat(
-        "integers of at most 8 bits, float8_e4m3fn, nvfp4 and mxfp4_e2m1, not ",
-        format_name));
+      (layout.is_float8 && !layout.is_mxfp8 &&
+       scale_type > v1::SCALE_TYPE_BFLOAT16)) {
+    return NotHeld(
+        absl::StrCat("integers of at most 8 bits, float8_e4m3fn, nvfp4, "
+                     "mxfp4_e2m1 and mxfp8_e4m3, not ",
+                     format_name));
   }
   const absl::StatusOr<ScaleCounts> counts = CountScales(shape, encoding);
   if (!counts.ok()) return counts.status();
   layout.count = counts->scale;
-  absl::StatusOr<Json> scheme = StrategyOf(*blocks, encoding, layout.count);
-  if (!scheme.ok()) return scheme.status();
   const bool is_matrix = shape.size() == 2;
+  absl::StatusOr<Json> scheme =
+      StrategyOf(*blocks, encoding, layout.count, is_matrix ? shape[1] : 0);
+  if (!scheme.ok()) return scheme.status();
   layout.is_symmetric = !has_zero_points && (!is_integer || format->is_signed);
   layout.is_packed =
       is_integer && is_matrix && (packs_all || format->bits < kMaxBits);
   std::string layout_name =
       layout.is_packed ? "pack-quantized" : "int-quantized";
   if (layout.is_float8) layout_name = "float-quantized";
-  if (is_fp4) {
-    const int64_t group = layout.is_nvfp4 ? kNvfp4Group : kMxfp4Group;
+  if (is_fp4 || layout.is_mxfp8) {
+    const int64_t group = layout.is_nvfp4 ? kNvfp4Group : kMxGroup;
     if (!is_matrix || block_size.size() != 2 || block_size[0] != 1 ||
         block_size[1] != group || shape[1] % 2 != 0 ||
         counts->outer_scale > 1) {
@@ -223,8 +233,9 @@ absl::StatusOr<Layout> LayoutOf(const std::string& name,
                                   "number of columns in groups of ",
                                   group));
     }
-    layout_name =
-        absl::StrCat(layout.is_nvfp4 ? "nvfp4" : "mxfp4", "-pack-quantized");
+    layout_name = layout.is_nvfp4   ? "nvfp4-pack-quantized"
+                  : layout.is_mxfp4 ? "mxfp4-pack-quantized"
+                                    : "mxfp8-quantized";
     (*scheme)["strategy"] = layout.is_nvfp4 ? "tensor_group" : "group";
     (*scheme)["group_size"] = group;
   }
@@ -237,6 +248,8 @@ absl::StatusOr<Layout> LayoutOf(const std::string& name,
                   {"dynamic", false},
                   {"observer", "minmax"}};
   weights.update(*scheme);
+  // What tells it from FP8 in groups.
+  if (layout.is_mxfp8) weights["scale_dtype"] = "torch.uint8";
   layout.module = {{"format", layout_name}, {"weights", std::move(weights)}};
 
   const auto add = [&](absl::string_view suffix, files::Dtype dtype,
@@ -244,7 +257,8 @@ absl::StatusOr<Layout> LayoutOf(const std::string& name,
     layout.parts.push_back({absl::StrCat(module, suffix), dtype, part_shape});
   };
   const std::vector<int64_t> scale_shape =
-      layout.count == 1 ? std::vector<int64_t>{1} : *blocks;
+      layout.module["weights"]["strategy"] == "tensor" ? std::vector<int64_t>{1}
+                                                       : *blocks;
   if (is_fp4) {
     add(".weight_packed", files::Dtype::kU8, {shape[0], shape[1] / 2});
     add(".weight_scale",
@@ -262,7 +276,9 @@ absl::StatusOr<Layout> LayoutOf(const std::string& name,
     add(kWeight, layout.is_float8 ? files::Dtype::kF8E4M3 : files::Dtype::kI8,
         shape);
   }
-  add(".weight_scale", ScaleDtype(scale_type), scale_shape);
+  add(".weight_scale",
+      layout.is_mxfp8 ? files::Dtype::kU8 : ScaleDtype(scale_type),
+      layout.is_mxfp8 ? *blocks : scale_shape);
   if (layout.is_symmetric) return layout;
   if (PacksZeroPoints(layout)) {
     add(".weight_zero_point", files::Dtype::kI32,
@@ -281,7 +297,8 @@ absl::StatusOr<CompressedPlan> CompressedModel::PlanOf(
   absl::StatusOr<Layout> layout = LayoutOf(
       name, shape, expected, expected.chunks_have_zero_points(), packs_all_);
   if (!layout.ok()) return layout.status();
-  return CompressedPlan{std::move(layout->parts), std::move(layout->module)};
+  return CompressedPlan{std::move(layout->parts),
+                        ModuleOfLayout(std::move(layout->module))};
 }
 
 absl::StatusOr<uint64_t> CompressedModel::Write(
@@ -368,11 +385,20 @@ absl::StatusOr<uint64_t> CompressedModel::Write(
     }
   }
   if (!status.ok()) return status;
-  modules_[std::string(ModuleOf(name))] = std::move(layout->module);
+  modules_[std::string(ModuleOf(name))] =
+      ModuleOfLayout(std::move(layout->module));
   return size_bytes;
 }
 
-Json CompressedModel::Config(const std::vector<std::string>& ignored) const {
+Json CompressedModel::ModuleOfLayout(Json module) const {
+  if (!input_arguments_.is_null()) {
+    module["input_activations"] = input_arguments_;
+  }
+  return module;
+}
+
+Json CompressedModel::Config(const std::vector<std::string>& ignored,
+                             const Json& cache) const {
   absl::flat_hash_map<std::string, size_t> index;
   std::vector<std::pair<Json, Json>> groups;
   std::string format;
@@ -387,7 +413,8 @@ Json CompressedModel::Config(const std::vector<std::string>& ignored) const {
   for (size_t i = 0; i < groups.size(); ++i) {
     Json group = {{"targets", groups[i].second},
                   {"weights", groups[i].first["weights"]},
-                  {"input_activations", nullptr},
+                  {"input_activations",
+                   groups[i].first.value("input_activations", Json())},
                   {"output_activations", nullptr},
                   {"format", groups[i].first["format"]}};
     config_groups[absl::StrCat("group_", i)] = std::move(group);
@@ -396,7 +423,7 @@ Json CompressedModel::Config(const std::vector<std::string>& ignored) const {
           {"quantization_status", "compressed"},
           {"format", format},
           {"global_compression_ratio", nullptr},
-          {"kv_cache_scheme", nullptr},
+          {"kv_cache_scheme", cache},
           {"ignore", ignored},
           {"config_groups", std::move(config_groups)}};
 }
@@ -581,7 +608,8 @@ class CompressedReader {
         ElementTypeOf(scale.dtype).value_or(ElementType::kFloat32);
     for (const char* suffix :
          {".weight", ".weight_packed", ".weight_scale", ".weight_zero_point",
-          ".weight_shape", ".weight_global_scale"}) {
+          ".weight_shape", ".weight_global_scale", ".input_scale",
+          ".input_zero_point", ".input_global_scale"}) {
       if (part(suffix) != nullptr) {
         tensor.parts.push_back(absl::StrCat(module, suffix));
       }
@@ -606,7 +634,7 @@ class CompressedReader {
                           part(".weight_shape"), &tensor);
     } else {
       status = ReadPlain(module, is_integer, static_cast<int>(bits), *plain,
-                         &tensor);
+                         scale, &tensor);
     }
     if (!status.ok()) return status;
     status = AddScales(module, *scheme, scale, &tensor);
@@ -652,6 +680,7 @@ class CompressedReader {
 
   absl::Status ReadPlain(const std::string& module, bool is_integer, int bits,
                          const files::FileTensor& plain,
+                         const files::FileTensor& scale,
                          QuantizedTensor* tensor) {
     tensor->shape = plain.shape;
     tensor->codes = plain.data;
@@ -659,7 +688,13 @@ class CompressedReader {
       if (plain.dtype != files::Dtype::kF8E4M3) {
         return Malformed(module, "expected a weight of F8_E4M3");
       }
-      tensor->encoding.set_format(v1::NUMBER_FORMAT_FLOAT8_E4M3FN);
+      const bool is_mxfp8 = scale.dtype == files::Dtype::kU8;
+      tensor->encoding.set_format(is_mxfp8 ? v1::NUMBER_FORMAT_MXFP8_E4M3
+                                           : v1::NUMBER_FORMAT_FLOAT8_E4M3FN);
+      if (is_mxfp8) {
+        tensor->element_type = ElementType::kFloat32;
+        tensor->encoding.set_scale_code(scale.data.data(), scale.data.size());
+      }
       return absl::OkStatus();
     }
     if (plain.dtype != files::Dtype::kI8) {
@@ -870,7 +905,12 @@ absl::Status CheckGroups(const EncodingSpec& spec,
   int64_t group =
       block.size() == 2 && block[0] == 1 && block[1] < columns ? block[1] : 0;
   if (spec.format() == v1::NUMBER_FORMAT_NVFP4) group = kNvfp4Group;
-  if (spec.format() == v1::NUMBER_FORMAT_MXFP4_E2M1) group = kMxfp4Group;
+  if (spec.format() == v1::NUMBER_FORMAT_MXFP4_E2M1 ||
+      spec.format() == v1::NUMBER_FORMAT_MXFP8_E4M3) {
+    group = kMxGroup;
+  }
+  // Rows of blocks may be ragged, columns not.
+  if (block.size() == 2 && block[0] > 1) group = block[1];
   if (group == 0 || columns % group == 0) return absl::OkStatus();
   return NotHeld(absl::StrCat(
       "groups that divide the columns of a matrix, got ", columns,

@@ -12,6 +12,10 @@
 //                    X.weight_global_scale (F32 of [1], the inverse of the
 //                    outer scale, rounded)
 //   mxfp4-pack-quantized  X.weight_packed (U8), X.weight_scale (U8, E8M0)
+//   mxfp8-quantized  X.weight (F8_E4M3), X.weight_scale (U8, E8M0)
+//
+// How X's inputs are quantized: X.input_scale (F32), X.input_zero_point (I8),
+// or X.input_global_scale (F32) of NVFP4, each of [1].
 //
 // Scales are of [1], of [rows, 1], or as many as groups or blocks. The folder's
 // config.json says which module has what, in "quantization_config".
@@ -22,6 +26,7 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
@@ -53,6 +58,20 @@ struct CompressedPart {
   std::vector<int64_t> shape;
 };
 
+// The same with what it holds.
+struct CompressedData {
+  CompressedPart part;
+  std::vector<uint8_t> data;
+};
+
+// How the inputs of a module are quantized. Plain value.
+struct ModuleInputs {
+  // As in config.json; null where they are not.
+  Json arguments;
+  // What the file has beside the weights; also of a cache behind the module.
+  std::vector<CompressedData> parts;
+};
+
 // How a tensor will lie in the file. Plain value.
 struct CompressedPlan {
   std::vector<CompressedPart> parts;
@@ -64,8 +83,9 @@ struct CompressedPlan {
 class CompressedModel {
  public:
   // `packs_all`: pack-quantized for 8 bits too, which otherwise are
-  // int-quantized.
-  explicit CompressedModel(bool packs_all) : packs_all_(packs_all) {}
+  // int-quantized. `input_arguments`: ModuleInputs::arguments of all modules.
+  explicit CompressedModel(bool packs_all, Json input_arguments = nullptr)
+      : packs_all_(packs_all), input_arguments_(std::move(input_arguments)) {}
 
   // Adds a tensor to the file.
   using Add = absl::FunctionRef<absl::Status(
@@ -97,11 +117,15 @@ class CompressedModel {
 
   // The "quantization_config" of what was written. Readers take no module of a
   // matrix that is neither in it nor ignored: `ignored` are those that were
-  // left as they are.
-  Json Config(const std::vector<std::string>& ignored) const;
+  // left as they are. `cache` is the "kv_cache_scheme".
+  Json Config(const std::vector<std::string>& ignored, const Json& cache) const;
 
  private:
+  // What config.json says of a module.
+  Json ModuleOfLayout(Json module) const;
+
   const bool packs_all_;
+  const Json input_arguments_;
   Json modules_ = Json::object();
   int64_t rounded_count_ = 0;
 };

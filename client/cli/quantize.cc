@@ -3,13 +3,16 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
+#include "client/cli/compressed_scheme.h"
 #include "client/cli/interrupt.h"
 #include "client/cli/progress.h"
+#include "client/cli/quantize_activations.h"
 #include "client/cli/quantize_folder.h"
 #include "client/cli/quantize_gguf.h"
 #include "client/cli/quantize_options.h"
@@ -30,8 +33,17 @@
 namespace quantd::cli {
 namespace {
 
+std::vector<std::string> SchemeNames() {
+  std::vector<std::string> names;
+  for (const SchemePreset& preset : SchemePresets()) {
+    names.push_back(preset.name);
+  }
+  return names;
+}
+
 // What the input is, and what the files of the output are.
-void AddFileOptions(Command* command, QuantizeOptions* options) {
+// Returns --layout.
+const Option* AddFileOptions(Command* command, QuantizeOptions* options) {
   command
       ->AddArgument("file", &options->input, "FILE",
                     "safetensors, .npy or .gguf file, or a folder with "
@@ -46,13 +58,28 @@ void AddFileOptions(Command* command, QuantizeOptions* options) {
   command->AddFlag("--keep-going", &options->keep_going,
                    "Write the output even if tensors fail, with these as they "
                    "were");
+  const Option* const layout =
+      command
+          ->AddOption("--layout", &options->layout, "",
+                      "How the codes lie in the file: as quantctl dequantize "
+                      "takes them, or as compressed-tensors models have them, "
+                      "with config.json; pack-quantized packs 8 bits too")
+          ->OneOf({"quantd", "compressed-tensors", "pack-quantized"})
+          ->ShowDefault();
   command
-      ->AddOption("--layout", &options->layout, "",
-                  "How the codes lie in the file: as quantctl dequantize "
-                  "takes them, or as compressed-tensors models have them, "
-                  "with config.json; pack-quantized packs 8 bits too")
-      ->OneOf({"quantd", "compressed-tensors", "pack-quantized"})
-      ->ShowDefault();
+      ->AddOption("--scheme", &options->scheme, "",
+                  "What vLLM calls it: sets --spec, --activations and --layout "
+                  "compressed-tensors")
+      ->OneOf(SchemeNames());
+  command->AddOption(
+      "--activations", &options->activations, "WHEN[=SPEC]",
+      "How runtimes quantize the inputs of modules (compressed-tensors): none; "
+      "dynamic, by what they see; or static, by the stored encodings of "
+      "MODULE.input of --model. By default as the weights");
+  command->AddOption("--kv-cache", &options->kv_cache, "SPEC",
+                     "Quantize the cache of keys and values by the stored "
+                     "encodings of X.k_proj.output and X.v_proj.output: "
+                     "float8_e4m3fn");
   command->AddOption("--metadata", &options->metadata, "FILE",
                      "GGUF file whose metadata a .gguf file gets; by default "
                      "the input");
@@ -60,6 +87,7 @@ void AddFileOptions(Command* command, QuantizeOptions* options) {
                    "Quantize blocks of GGUF too, after dequantizing them");
   command->AddFlag("--restart", &options->restart,
                    "Do finished shards again as well");
+  return layout;
 }
 
 // How the work is shared out. Returns --part.
@@ -119,6 +147,9 @@ void AddExamplesAndNotes(Command* command) {
       "  --spec @mixture.txt",
       "as quantctl sweep chose");
   command->AddExample(
+      "quantctl quantize llm/ -o llm-fp8/ --scheme FP8 --model acme/llm",
+      "a model for vLLM; the ranges of activations are those of acme/llm");
+  command->AddExample(
       "quantctl quantize model-f16.gguf -o model-q4_0.gguf \\\n"
       "  --spec int4:group:32:scale=float16",
       "with the metadata of the input; specs that GGUF has no type for are "
@@ -146,16 +177,21 @@ class Quantizer {
     if (!part.ok()) return session_.FailUsage(part.status());
     absl::Status status = CheckGgufOptions(options_);
     if (!status.ok()) return session_.FailUsage(status);
-    absl::StatusOr<QuantizePlan> plan =
-        MakePlan(options_, *specs, *part, &session_);
+    std::optional<Connections> connections;
+    if (NeedsActivations(options_)) {
+      status = Connect(&connections);
+      if (!status.ok()) return session_.FailUsage(status);
+    }
+    absl::StatusOr<QuantizePlan> plan = MakePlan(
+        options_, *specs, *part,
+        connections.has_value() ? connections->first() : nullptr, &session_);
     if (!plan.ok()) return FailEarly(plan.status(), &session_);
     plan_ = *std::move(plan);
     // A tensor that cannot be done ends the run before it costs anything.
     if (!plan_.AnyFailed() || options_.keep_going) {
       if (!options_.parts.join || options_.store) {
-        absl::StatusOr<Connections> connections =
-            options_.streams.Connect(session_);
-        if (!connections.ok()) return session_.FailUsage(connections.status());
+        if (!connections.has_value()) status = Connect(&connections);
+        if (!status.ok()) return session_.FailUsage(status);
         server_ = std::make_unique<QuantizeServer>(
             options_, *std::move(connections), RunKey(plan_), plan_.ties);
         status = Check();
@@ -172,6 +208,13 @@ class Quantizer {
   }
 
  private:
+  absl::Status Connect(std::optional<Connections>* connections) const {
+    absl::StatusOr<Connections> connected = options_.streams.Connect(session_);
+    if (!connected.ok()) return connected.status();
+    *connections = *std::move(connected);
+    return absl::OkStatus();
+  }
+
   // What is said if the run is stopped now.
   void SetNote() {
     interrupt_note_.Set(UnfinishedText(options_, plan_, server_.get()));
@@ -257,16 +300,26 @@ void AddQuantizeCommand(Command* quantctl, Session* session) {
       "Quantize the tensors of a file into a safetensors or GGUF file, and "
       "copy the others; nothing is written when a tensor fails");
   const auto options = std::make_shared<QuantizeOptions>();
-  AddFileOptions(command, options.get());
+  const Option* const layout = AddFileOptions(command, options.get());
   const Option* const part = AddShareOptions(command, options.get());
   const Option* const store = AddTensorOptions(command, options.get());
+  const Option* const ignore = command->AddOption(
+      "--ignore", &options->ignore, "PATTERN",
+      "Modules that a compressed-tensors model leaves as they are, in place of "
+      "the default: lm_head, embeddings and routers, unless --spec "
+      "PATTERN=SPEC "
+      "or --include names them. '' for none");
   AddExamplesAndNotes(command);
-  command->OnRun([options, session, store, part] {
+  command->OnRun([options, session, store, part, layout, ignore] {
     options->parts.has_part = part->IsGiven();
+    options->has_layout = layout->IsGiven();
+    options->has_ignore = ignore->IsGiven();
     if (!store->IsGiven()) options->store = !options->name.model.empty();
     if (options->name.model.empty()) {
       options->name.model = FileStem(options->input);
     }
+    const absl::Status status = ApplyScheme(options.get());
+    if (!status.ok()) return session->FailUsage(status);
     Quantizer(*options, session).Run();
   });
 }

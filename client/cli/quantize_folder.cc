@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
+#include <fstream>
 #include <iterator>
 #include <map>
 #include <memory>
@@ -35,19 +36,60 @@
 namespace quantd::cli {
 namespace {
 
-// Of the files beside a model's tensors that go with it: configurations,
-// vocabularies, SentencePiece models and templates of chats.
-constexpr absl::string_view kBesideExtensions[] = {".json", ".txt", ".model",
-                                                   ".jinja"};
-constexpr int64_t kMostBesideBytes = 64 << 20;
+// Of files that hold the weights as they were.
+constexpr absl::string_view kWeightExtensions[] = {
+    ".safetensors", ".index.json", ".bin",  ".pt",        ".pth",
+    ".ckpt",        ".gguf",       ".onnx", ".onnx_data", ".h5",
+    ".msgpack",     ".npy",        ".npz",  ".tflite",    ".ot"};
+constexpr size_t kCopiedAtOnce = 1 << 20;
 constexpr size_t kMostNames = 10;
 
+// Whether a file goes with the tensors of a model.
 bool IsBeside(absl::string_view name) {
-  return !absl::EndsWith(name, ".index.json") &&
-         std::any_of(std::begin(kBesideExtensions), std::end(kBesideExtensions),
-                     [name](absl::string_view extension) {
-                       return absl::EndsWith(name, extension);
-                     });
+  return std::none_of(std::begin(kWeightExtensions),
+                      std::end(kWeightExtensions),
+                      [name](absl::string_view extension) {
+                        return absl::EndsWith(name, extension);
+                      });
+}
+
+// Fills `piece` from a file, as far as that goes.
+size_t ReadPiece(std::ifstream* file, std::vector<char>* piece) {
+  file->read(piece->data(), static_cast<std::streamsize>(piece->size()));
+  return static_cast<size_t>(file->gcount());
+}
+
+bool HaveSameContents(const std::string& a, const std::string& b) {
+  std::ifstream first(a, std::ios::binary);
+  std::ifstream second(b, std::ios::binary);
+  std::vector<char> ours(kCopiedAtOnce);
+  std::vector<char> theirs(kCopiedAtOnce);
+  while (first && second) {
+    const size_t size = ReadPiece(&first, &ours);
+    if (ReadPiece(&second, &theirs) != size ||
+        !std::equal(ours.begin(), ours.begin() + static_cast<ptrdiff_t>(size),
+                    theirs.begin())) {
+      return false;
+    }
+  }
+  return first.eof() && second.eof();
+}
+
+// Replaces what is there.
+absl::Status CopyFile(const std::string& from, const std::string& to) {
+  std::ifstream source(from, std::ios::binary);
+  if (!source) return files::FileUnreadableError(from, errno);
+  absl::StatusOr<files::AtomicFile> file =
+      files::AtomicFile::Create(to, files::IfExists::kReplace);
+  if (!file.ok()) return file.status();
+  std::vector<char> piece(kCopiedAtOnce);
+  while (source) {
+    const size_t size = ReadPiece(&source, &piece);
+    const absl::Status status =
+        file->Append(absl::string_view(piece.data(), size));
+    if (!status.ok()) return status;
+  }
+  return source.bad() ? files::FileUnreadableError(from, EIO) : file->Commit();
 }
 
 // Names in a folder, in order; none where it cannot be read.
@@ -188,21 +230,13 @@ absl::Status QuantizeFolder::CopyBesides() const {
 absl::StatusOr<bool> QuantizeFolder::CopyBeside(const std::string& name) const {
   const std::string from = files::PathIn(options_.input, name);
   struct stat info;
-  if (stat(from.c_str(), &info) != 0 || !S_ISREG(info.st_mode) ||
-      info.st_size > kMostBesideBytes) {
-    return false;
-  }
-  const absl::StatusOr<std::string> text =
-      internal::ReadTextFile(from, kMostBesideBytes);
-  if (!text.ok()) return text.status();
+  if (stat(from.c_str(), &info) != 0 || !S_ISREG(info.st_mode)) return false;
   const std::string to = OutputPath(name);
   if (FileExists(to)) {
-    const absl::StatusOr<std::string> there =
-        internal::ReadTextFile(to, kMostBesideBytes);
-    if (there.ok() && *there == *text) return true;
+    if (HaveSameContents(from, to)) return true;
     if (!options_.output.force) return false;
   }
-  const absl::Status status = WriteText(to, *text);
+  const absl::Status status = CopyFile(from, to);
   if (!status.ok()) return status;
   return true;
 }
@@ -244,7 +278,8 @@ absl::Status QuantizeFolder::WriteConfig() const {
   for (const std::unique_ptr<Shard>& shard : plan_.shards) {
     model.Restore(shard->modules);
   }
-  (*config)["quantization_config"] = model.Config(IgnoredModules());
+  (*config)["quantization_config"] =
+      model.Config(IgnoredModules(), plan_.kv_cache);
   return WriteText(
       OutputPath(kModelConfigName),
       absl::StrCat(config->dump(2, ' ', false, Json::error_handler_t::replace),

@@ -47,11 +47,11 @@ class QuantizeFolder {
   bool IsStaleShard(const std::string& name) const;
   // What the shards are made of now has no use any more.
   void RemoveParts() const;
-  // What a folder has beside its tensors, such as a tokenizer: with
-  // compressed-tensors, whose folder is a model that others load, it is copied
-  // where it is text and small. One line names the rest.
+  // What a folder has beside its tensors, such as a tokenizer and code: with
+  // compressed-tensors, whose folder is a model that others load, it is copied.
+  // One line names the rest.
   absl::Status CopyBesides() const;
-  // False for one that is too large, or that another file is in the place of.
+  // False for what is no file, or that another file is in the place of.
   absl::StatusOr<bool> CopyBeside(const std::string& name) const;
   // The modules whose matrix was left as it is.
   std::vector<std::string> IgnoredModules() const;

@@ -28,6 +28,14 @@ struct QuantizeOptions {
   SpecOptions spec;
   TensorFilter filter;
   std::string layout = "quantd";
+  // Whether the command line has it.
+  bool has_layout = false;
+  std::string scheme;
+  // Empty until ApplyScheme.
+  std::string activations;
+  std::string kv_cache;
+  std::vector<std::string> ignore;
+  bool has_ignore = false;
   std::string metadata;
   bool store = false;
   std::string nan_policy;

@@ -140,6 +140,7 @@ class Output {
     if (options_.IsCompressed()) {
       absl::StatusOr<std::unique_ptr<CompressedPlace>> compressed =
           CompressedPlace::Reserve(order, tensor, expected, options_.PacksAll(),
+                                   plan_.inputs.at(tensor.name),
                                    builder_.get());
       if (!compressed.ok()) return compressed.status();
       place.compressed = *std::move(compressed);

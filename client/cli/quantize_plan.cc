@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <iterator>
 #include <memory>
 #include <optional>
 #include <string>
@@ -16,6 +17,7 @@
 #include "client/cli/compressed_tensors.h"
 #include "client/cli/gguf_output.h"
 #include "client/cli/plain_input.h"
+#include "client/cli/quantize_activations.h"
 #include "client/cli/quantize_resume.h"
 #include "client/cli/selection.h"
 #include "client/cli/table.h"
@@ -136,6 +138,56 @@ absl::Status CheckSelected(const QuantizeOptions& options, const SpecSet& specs,
   return absl::OkStatus();
 }
 
+// Modules that lose much where they are quantized, or that no runtime has
+// kernels for: the head, embeddings and routers.
+constexpr absl::string_view kIgnoredModules[] = {
+    "lm_head",      "*.lm_head",  "embed",    "*embed_tokens*",
+    "*embeddings*", "*.wte",      "*.wpe",    "*.gate",
+    "*.router",     "*.router.*", "*_router", "*shared_expert_gate"};
+
+template <typename Patterns>
+bool MatchesAny(const Patterns& patterns, absl::string_view name) {
+  return std::any_of(
+      std::begin(patterns), std::end(patterns),
+      [name](absl::string_view pattern) { return MatchesGlob(pattern, name); });
+}
+
+bool MatchesAnyOf(absl::string_view pattern,
+                  const std::vector<std::string>& names) {
+  return std::any_of(names.begin(), names.end(),
+                     [pattern](const std::string& name) {
+                       return MatchesGlob(pattern, name);
+                     });
+}
+
+// Whether a tensor that is selected stays as it is. The defaults give way to
+// whoever names the tensor.
+bool IsIgnored(const QuantizeOptions& options, const SpecSet& specs,
+               const std::string& tensor) {
+  if (!options.IsCompressed()) return false;
+  const absl::string_view module = ModuleOf(tensor);
+  if (options.has_ignore) return MatchesAny(options.ignore, module);
+  const bool is_named =
+      MatchesAny(options.filter.include, tensor) ||
+      std::any_of(specs.overrides.begin(), specs.overrides.end(),
+                  [&tensor](const SpecSet::Override& entry) {
+                    return MatchesGlob(entry.pattern, tensor);
+                  });
+  return !is_named && MatchesAny(kIgnoredModules, module);
+}
+
+// Each pattern of --ignore leaves out a module.
+absl::Status CheckIgnore(const QuantizeOptions& options,
+                         const QuantizePlan& plan) {
+  for (const std::string& pattern : options.ignore) {
+    if (pattern.empty() || MatchesAnyOf(pattern, plan.ignored)) continue;
+    return ArgumentInvalidError(
+        absl::StrCat("expected modules for --ignore \"", pattern,
+                     "\", got none that would be quantized"));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status SelectAll(const QuantizeOptions& options, QuantizePlan* plan) {
   std::vector<const TensorInput*> inputs;
   for (const std::unique_ptr<Shard>& shard : plan->shards) {
@@ -155,7 +207,10 @@ absl::Status SelectAll(const QuantizeOptions& options, QuantizePlan* plan) {
                                         "\" is in two of its files"));
       }
       absl::Status* const status = &outcome->second.status;
-      if (is_selected.contains(&tensor)) {
+      if (is_selected.contains(&tensor) &&
+          IsIgnored(options, plan->specs, tensor.name)) {
+        plan->ignored.emplace_back(ModuleOf(tensor.name));
+      } else if (is_selected.contains(&tensor)) {
         const absl::Status checked =
             CheckSelected(options, plan->specs, shard->input, tensor, status);
         if (!checked.ok()) return checked;
@@ -167,7 +222,7 @@ absl::Status SelectAll(const QuantizeOptions& options, QuantizePlan* plan) {
       }
     }
   }
-  return absl::OkStatus();
+  return CheckIgnore(options, *plan);
 }
 
 absl::Status FindAllTies(const QuantizeOptions& options, QuantizePlan* plan) {
@@ -288,7 +343,7 @@ absl::StatusOr<std::optional<Part>> ParsePartOptions(
 absl::StatusOr<QuantizePlan> MakePlan(const QuantizeOptions& options,
                                       const SpecSet& specs,
                                       const std::optional<Part>& part,
-                                      Session* session) {
+                                      Client* client, Session* session) {
   QuantizePlan plan;
   plan.is_folder = files::IsFolder(options.input) || options.IsCompressed();
   plan.specs = specs;
@@ -297,6 +352,7 @@ absl::StatusOr<QuantizePlan> MakePlan(const QuantizeOptions& options,
   if (status.ok()) status = CheckOutput(options, &plan, session);
   if (status.ok()) status = SelectAll(options, &plan);
   if (status.ok()) status = FindAllTies(options, &plan);
+  if (status.ok()) status = FindActivations(options, client, &plan);
   if (!status.ok()) return status;
   for (const std::unique_ptr<Shard>& shard : plan.shards) {
     SetKeys(options, session->server, plan, shard.get());

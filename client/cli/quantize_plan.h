@@ -4,19 +4,23 @@
 #ifndef QUANTD_CLIENT_CLI_QUANTIZE_PLAN_H_
 #define QUANTD_CLIENT_CLI_QUANTIZE_PLAN_H_
 
+#include <cstdint>
 #include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "client/cli/compressed_tensors.h"
 #include "client/cli/quantize_options.h"
 #include "client/cli/quantize_outcome.h"
 #include "client/cli/quantize_parts.h"
 #include "client/cli/session.h"
+#include "client/cpp/client.h"
 #include "client/cpp/tensor.h"
 #include "client/files/atomic_file.h"
 #include "client/files/safetensors.h"
@@ -55,6 +59,14 @@ struct QuantizePlan {
   std::vector<Target> targets;
   // Of all shards, whatever the part.
   std::vector<TieGroup> ties;
+  // Of compressed-tensors: those of the modules, by their tensors, ...
+  absl::flat_hash_map<std::string, ModuleInputs> inputs;
+  // ... "kv_cache_scheme", ...
+  Json kv_cache;
+  // ... modules that are left as they are unless somebody asks for them, ...
+  std::vector<std::string> ignored;
+  // ... and how many have weights and inputs that no runtime has kernels for.
+  uint64_t no_kernels_count = 0;
   // With `part`, the tensors of this part.
   absl::flat_hash_set<const files::FileTensor*> scope;
   // Has all tensors from the beginning; different ones may change at once.
@@ -85,13 +97,14 @@ absl::StatusOr<std::optional<Part>> ParsePartOptions(
     const QuantizeOptions& options);
 
 // Opens all inputs and decides what is to be done with each, and what is there
-// already. Sends and writes nothing. A tensor that cannot be quantized has its
-// error in `outcomes`.
-// Errors: ARGUMENT_INVALID and those of files.
+// already. Writes nothing. A tensor that cannot be quantized has its error in
+// `outcomes`. `client` reads stored encodings of activations; null where
+// NeedsActivations is false.
+// Errors: ARGUMENT_INVALID and those of files and of the client.
 absl::StatusOr<QuantizePlan> MakePlan(const QuantizeOptions& options,
                                       const SpecSet& specs,
                                       const std::optional<Part>& part,
-                                      Session* session);
+                                      Client* client, Session* session);
 
 }  // namespace quantd::cli
 

@@ -26,6 +26,18 @@
 namespace quantd::cli {
 namespace {
 
+constexpr size_t kMostNames = 10;
+
+std::string NamesText(std::vector<std::string> names) {
+  const size_t count = names.size();
+  if (count > kMostNames) names.resize(kMostNames);
+  return absl::StrCat(
+      absl::StrJoin(names, ", "),
+      count > kMostNames
+          ? absl::StrCat(" and ", CountText(count - kMostNames), " more")
+          : "");
+}
+
 // What is counted of all tensors.
 struct Totals {
   size_t tensor_count = 0;
@@ -180,6 +192,7 @@ class RunReport {
     }
     PrintNotFinite();
     if (plan_.is_complete) {
+      PrintModel();
       PrintTies();
       PrintRounded();
     }
@@ -213,6 +226,7 @@ class RunReport {
                         {"failed_count", totals_.errors.size()},
                         {"rounded_count", shard_totals_.rounded_count},
                         {"ties", TiesJson()},
+                        {"ignored", plan_.ignored},
                         {"retries", session_.retries()},
                         {"tensors", list}});
   }
@@ -323,6 +337,22 @@ class RunReport {
       }
     }
     PrintNotes(notes, &session_);
+  }
+
+  // What of a compressed-tensors model its user may not expect.
+  void PrintModel() const {
+    if (!plan_.ignored.empty() && !options_.has_ignore && !session_.quiet) {
+      session_.PrintError(
+          absl::StrCat("quantctl: left as they are: ", NamesText(plan_.ignored),
+                       "; see --ignore"));
+    }
+    if (plan_.no_kernels_count > 0) {
+      session_.PrintError(absl::StrCat(
+          "quantctl: warning: vLLM has no kernels for the weights and inputs "
+          "of ",
+          CountText(plan_.no_kernels_count),
+          " modules; see --scheme for what it has"));
+    }
   }
 
   void PrintTies() const {

@@ -17,6 +17,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/string_view.h"
 #include "client/cli/compressed_tensors.h"
 #include "client/cli/output.h"
 #include "client/cli/quantize_outcome.h"
@@ -55,6 +56,13 @@ std::string CommandText(const QuantizeOptions& options, const SpecSet& specs) {
     absl::StrAppend(&text, "\n", entry.pattern, "=", SpecText(entry.spec));
   }
   if (specs.has_base) absl::StrAppend(&text, "\n=", SpecText(specs.base));
+  if (options.IsCompressed()) {
+    absl::StrAppend(&text, "\nactivations=", options.activations,
+                    "\nkv-cache=", options.kv_cache);
+    for (const std::string& ignore : options.ignore) {
+      absl::StrAppend(&text, "\nignore=", ignore);
+    }
+  }
   if (options.no_ties) absl::StrAppend(&text, "\nno-ties");
   for (const std::string& tie : options.ties) {
     absl::StrAppend(&text, "\ntie=", tie);
@@ -295,6 +303,15 @@ void SetKeys(const QuantizeOptions& options, const std::string& server,
   for (const files::FileTensor* const tensor : shard->selected) {
     absl::StrAppend(&text, tensor->name, "\n",
                     plan.SpecOf(*tensor).SerializeAsString(), "\n");
+    const auto inputs = plan.inputs.find(tensor->name);
+    if (inputs == plan.inputs.end()) continue;
+    for (const CompressedData& data : inputs->second.parts) {
+      absl::StrAppend(
+          &text, data.part.name, " ",
+          absl::string_view(reinterpret_cast<const char*>(data.data.data()),
+                            data.data.size()),
+          "\n");
+    }
   }
   // What others have decides on a scale too.
   for (const TieGroup& group : plan.ties) {

@@ -40,7 +40,7 @@ class CompressedTensorsTest : public ::testing::Test {
                     });
     EXPECT_TRUE(size.ok()) << size.status();
     EXPECT_TRUE(writer.Finish().ok());
-    config_ = model.Config({"head"});
+    config_ = model.Config({"head"}, nullptr);
     std::ofstream(directory_.File("config.json"))
         << Json({{"quantization_config", config_}});
     input_.emplace(TensorInput::Open(path_).value());

@@ -826,14 +826,14 @@ class ModelFolderTest(FilesCase):
 
         self.run_quantctl(*quantize, "--exclude", "*head*", "--exclude",
                           "*.up_proj.*")
-        expected = ["lm_head"] + [f"model.layers.{n}.mlp.up_proj"
-                                  for n in range(11)]
+        expected = ["lm_head", "model.embed_tokens"] + [
+            f"model.layers.{n}.mlp.up_proj" for n in range(11)]
         self.assertEqual(ignored(), expected)
         # Shards of an earlier run are in it too.
         self.run_quantctl(*quantize, "--exclude", "*head*", "--exclude",
                           "*.up_proj.*")
         self.assertEqual(ignored(), expected)
-        self.run_quantctl(*quantize, "--force")
+        self.run_quantctl(*quantize, "--force", "--ignore", "")
         self.assertEqual(ignored(), [])
 
     def test_GroupsDivideTheColumns(self):
@@ -858,8 +858,9 @@ class ModelFolderTest(FilesCase):
         write_model(self.path("model"), layers=1, shards=2,
                     config={"model_type": "test"})
         beside = ("tokenizer.json", "generation_config.json", "merges.txt",
-                  "tokenizer.model", "chat_template.jinja")
-        for name in (*beside, "pytorch_model.bin", "README.md",
+                  "tokenizer.model", "chat_template.jinja", "README.md",
+                  "modeling_test.py", "preprocessor")
+        for name in (*beside, "pytorch_model.bin",
                      "pytorch_model.bin.index.json"):
             self.write("model/" + name, name.encode())
         os.mkdir(self.path("model/original"))
@@ -870,8 +871,8 @@ class ModelFolderTest(FilesCase):
         self.write("out/merges.txt", b"mine")
         result = self.run_quantctl(*quantize)
         self.assertIn(
-            f"quantctl: of {self.path('model')} not copied: README.md, "
-            "merges.txt, original, pytorch_model.bin, "
+            f"quantctl: of {self.path('model')} not copied: merges.txt, "
+            "original, pytorch_model.bin, "
             "pytorch_model.bin.index.json\n", result.stderr)
         written, source = self.digests("out"), self.digests("model/")
         for name in beside:

@@ -21,7 +21,8 @@ METHOD = "compressed-tensors"
 ELEMENT_TYPE_PREFIX = "quantctl.element_type."
 _CLASSES = ("Linear", "Conv2d", "Conv1d")
 _SUFFIXES = (".weight", ".weight_packed", ".weight_scale",
-             ".weight_zero_point", ".weight_shape", ".weight_global_scale")
+             ".weight_zero_point", ".weight_shape", ".weight_global_scale",
+             ".input_scale", ".input_zero_point", ".input_global_scale")
 
 
 def method_of(folder: str) -> str:
@@ -79,7 +80,9 @@ class Model:
         scheme = self._schemes[module]
         if scheme.get("type") == "float":
             if module + ".weight" in self._tensors:
-                return "float8_e4m3fn"
+                scale = self._tensors[module + ".weight_scale"]
+                return ("mxfp8_e4m3" if scale.dtype == "U8"
+                        else "float8_e4m3fn")
             return ("nvfp4" if module + ".weight_global_scale" in self._tensors
                     else "mxfp4_e2m1")
         bits = scheme.get("num_bits", 8)
@@ -115,6 +118,8 @@ class Model:
         if packed is None:
             assert plain is not None
             codes = self._plain(module, plain, format_name)
+            if format_name == "mxfp8_e4m3":
+                fields = {"scale_code": scale.bytes()}
         elif format_name.startswith("int"):
             codes = self._packed(module, packed, format_name, shape)
         else:

@@ -1,0 +1,69 @@
+// How runtimes of compressed-tensors models quantize what is not a weight: the
+// inputs of modules and the cache of keys and values.
+
+#ifndef QUANTD_CLIENT_CLI_COMPRESSED_SCHEME_H_
+#define QUANTD_CLIENT_CLI_COMPRESSED_SCHEME_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "client/cli/compressed_tensors.h"
+#include "client/cpp/tensor.h"
+#include "nlohmann/json.hpp"
+#include "quantd/v1/encoding.pb.h"
+
+namespace quantd::cli {
+
+// What --scheme stands for, by the names that users of vLLM know.
+struct SchemePreset {
+  std::string name;
+  // As --spec, --layout and --activations take them.
+  std::string spec;
+  std::string layout;
+  std::string activations;
+};
+const std::vector<SchemePreset>& SchemePresets();
+// Null for another name.
+const SchemePreset* FindPreset(absl::string_view name);
+
+// --activations.
+struct ActivationsChoice {
+  enum class Kind { kNone, kDynamic, kStatic };
+  Kind kind = Kind::kNone;
+  // Empty for what goes with the weights.
+  std::string spec;
+};
+// "none", "dynamic[=SPEC]" or "static[=SPEC]".
+// Errors: ARGUMENT_INVALID.
+absl::StatusOr<ActivationsChoice> ParseActivations(absl::string_view text);
+
+// The "input_activations" of config.json for a module whose weights have the
+// arguments `weights`; null for none.
+// Errors: ARGUMENT_INVALID for what the configuration has no words for.
+absl::StatusOr<Json> InputArguments(const ActivationsChoice& choice,
+                                    const Json& weights);
+// Whether a module has to have numbers of its inputs in the file.
+bool TakesStored(const Json& input_arguments);
+
+// "kv_cache_scheme" for --kv-cache SPEC.
+// Errors: ARGUMENT_INVALID.
+absl::StatusOr<Json> CacheArguments(absl::string_view spec);
+
+// The parts that say how what has the arguments `arguments` is quantized, as a
+// stored encoding tells it. `arguments` becomes asymmetric where that has a
+// zero point. "PREFIX_scale" and "PREFIX_zero_point" of a static range,
+// "PREFIX_global_scale" of NVFP4.
+// Errors: ARGUMENT_INVALID for an encoding that does not fit.
+absl::StatusOr<std::vector<CompressedData>> RangeParts(
+    const std::string& prefix, const v1::Encoding& encoding, Json* arguments);
+
+// Whether vLLM has kernels for weights and inputs of these arguments.
+bool HasKernels(const Json& weights, const Json& input_arguments);
+
+}  // namespace quantd::cli
+
+#endif  // QUANTD_CLIENT_CLI_COMPRESSED_SCHEME_H_

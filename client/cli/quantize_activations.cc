@@ -1,0 +1,179 @@
+#include "client/cli/quantize_activations.h"
+
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
+#include "client/cli/compressed_scheme.h"
+#include "client/cli/compressed_tensors.h"
+#include "client/cli/quantize_outcome.h"
+#include "client/cpp/errors.h"
+#include "client/files/safetensors.h"
+#include "client/models/tensor_input.h"
+#include "quantd/v1/encoding.pb.h"
+
+namespace quantd::cli {
+namespace {
+
+constexpr size_t kMostNames = 5;
+
+// Reads stored encodings. Not thread-safe.
+class StoredRanges {
+ public:
+  // Both must stay.
+  StoredRanges(const NameOptions& name, Client* client)
+      : name_(name), client_(*client) {}
+
+  // Adds RangeParts of a tensor's encoding to `parts`. What is missing or does
+  // not fit is told by Finish.
+  // Errors: of the client.
+  absl::Status Add(const std::string& tensor, const std::string& prefix,
+                   Json* arguments, std::vector<CompressedData>* parts) {
+    const absl::StatusOr<v1::StoredEncoding> stored =
+        client_.GetEncoding(name_.NameOf(tensor));
+    if (absl::IsNotFound(stored.status())) {
+      bad_.push_back(absl::StrCat("\"", tensor, "\" is not there"));
+      return absl::OkStatus();
+    }
+    if (!stored.ok()) return stored.status();
+    absl::StatusOr<std::vector<CompressedData>> found =
+        RangeParts(prefix, stored->encoding(), arguments);
+    if (!found.ok()) {
+      bad_.push_back(
+          absl::StrCat("\"", tensor, "\" ", ErrorText(found.status())));
+      return absl::OkStatus();
+    }
+    for (CompressedData& data : *found) parts->push_back(std::move(data));
+    return absl::OkStatus();
+  }
+
+  absl::Status Finish() {
+    if (bad_.empty()) return absl::OkStatus();
+    const size_t count = bad_.size();
+    if (count > kMostNames) bad_.resize(kMostNames);
+    return ArgumentInvalidError(absl::StrCat(
+        "expected stored encodings of the activations in model \"", name_.model,
+        "\": ", absl::StrJoin(bad_, "; "),
+        count > kMostNames ? absl::StrCat(" and ", count - kMostNames, " more")
+                           : "",
+        "; quantctl encodings compute --spec '*.input=FORMAT' makes them from "
+        "statistics"));
+  }
+
+ private:
+  const NameOptions& name_;
+  Client& client_;
+  std::vector<std::string> bad_;
+};
+
+// The name of the cache that a projection fills, "X.k" for X.k_proj.weight;
+// empty for another tensor.
+std::string CacheOf(absl::string_view tensor) {
+  if (!absl::ConsumeSuffix(&tensor, "_proj.weight") ||
+      !(absl::EndsWith(tensor, ".k") || absl::EndsWith(tensor, ".v"))) {
+    return "";
+  }
+  return std::string(tensor);
+}
+
+absl::Status OnlyCompressedError(const char* option) {
+  return ArgumentInvalidError(absl::StrCat(
+      "expected ", option, " with --layout compressed-tensors or --scheme"));
+}
+
+}  // namespace
+
+absl::Status ApplyScheme(QuantizeOptions* options) {
+  if (!options->scheme.empty()) {
+    const SchemePreset& preset = *FindPreset(options->scheme);
+    if (options->has_layout && !options->IsCompressed()) {
+      return OnlyCompressedError("--scheme");
+    }
+    if (!options->has_layout) options->layout = preset.layout;
+    if (options->activations.empty()) options->activations = preset.activations;
+    options->spec.specs.push_back(preset.spec);
+  }
+  if (!options->IsCompressed()) {
+    if (!options->activations.empty()) {
+      return OnlyCompressedError("--activations");
+    }
+    if (!options->kv_cache.empty()) return OnlyCompressedError("--kv-cache");
+    if (options->has_ignore) return OnlyCompressedError("--ignore");
+  }
+  if (options->activations.empty()) options->activations = "none";
+  return ParseActivations(options->activations).status();
+}
+
+bool NeedsActivations(const QuantizeOptions& options) {
+  return absl::StartsWith(options.activations, "static") ||
+         !options.kv_cache.empty();
+}
+
+absl::Status FindActivations(const QuantizeOptions& options, Client* client,
+                             QuantizePlan* plan) {
+  if (!options.IsCompressed()) return absl::OkStatus();
+  const absl::StatusOr<ActivationsChoice> choice =
+      ParseActivations(options.activations);
+  if (!choice.ok()) return choice.status();
+  if (!options.kv_cache.empty()) {
+    absl::StatusOr<Json> cache = CacheArguments(options.kv_cache);
+    if (!cache.ok()) return cache.status();
+    plan->kv_cache = *std::move(cache);
+  }
+  std::optional<StoredRanges> stored;
+  if (client != nullptr) stored.emplace(options.name, client);
+  bool has_cache = false;
+  for (const std::unique_ptr<Shard>& shard : plan->shards) {
+    for (const files::FileTensor* const tensor : shard->selected) {
+      ModuleInputs& inputs = plan->inputs[tensor->name];
+      const absl::StatusOr<CompressedPlan> planned =
+          CompressedModel(options.PacksAll())
+              .PlanOf(tensor->name, tensor->shape,
+                      ExpectedEncoding(plan->SpecOf(*tensor), tensor->shape));
+      // It fails later, with that error.
+      if (!planned.ok()) continue;
+      const Json& weights = planned->module["weights"];
+      absl::StatusOr<Json> arguments = InputArguments(*choice, weights);
+      if (!arguments.ok()) return arguments.status();
+      inputs.arguments = *std::move(arguments);
+      if (!HasKernels(weights, inputs.arguments)) ++plan->no_kernels_count;
+      const std::string module(ModuleOf(tensor->name));
+      absl::Status status;
+      if (TakesStored(inputs.arguments)) {
+        status = stored->Add(absl::StrCat(module, ".input"),
+                             absl::StrCat(module, ".input"), &inputs.arguments,
+                             &inputs.parts);
+      }
+      const std::string cache = CacheOf(tensor->name);
+      if (status.ok() && !plan->kv_cache.is_null() && !cache.empty()) {
+        has_cache = true;
+        Json cache_arguments = plan->kv_cache;
+        status = stored->Add(absl::StrCat(module, ".output"), cache,
+                             &cache_arguments, &inputs.parts);
+        if (status.ok() && cache_arguments["symmetric"] != true) {
+          return ArgumentInvalidError(absl::StrCat(
+              "expected a symmetric encoding of \"", module, ".output\""));
+        }
+      }
+      if (!status.ok()) return status;
+    }
+  }
+  if (!plan->kv_cache.is_null() && !has_cache) {
+    return ArgumentInvalidError(
+        "expected quantized X.k_proj.weight and X.v_proj.weight for "
+        "--kv-cache, got none");
+  }
+  return stored.has_value() ? stored->Finish() : absl::OkStatus();
+}
+
+}  // namespace quantd::cli

@@ -1,0 +1,32 @@
+// What a compressed-tensors model says of the inputs of its modules, and of the
+// cache of keys and values.
+
+#ifndef QUANTD_CLIENT_CLI_QUANTIZE_ACTIVATIONS_H_
+#define QUANTD_CLIENT_CLI_QUANTIZE_ACTIVATIONS_H_
+
+#include "absl/status/status.h"
+#include "client/cli/quantize_options.h"
+#include "client/cli/quantize_plan.h"
+#include "client/cpp/client.h"
+
+namespace quantd::cli {
+
+// What --scheme stands for goes to the options that are not given, and what
+// does not go together is refused.
+// Errors: ARGUMENT_INVALID.
+absl::Status ApplyScheme(QuantizeOptions* options);
+
+// Whether stored encodings of activations may be needed.
+bool NeedsActivations(const QuantizeOptions& options);
+
+// Sets what the plan says of inputs and of the cache. Numbers come from stored
+// encodings of MODULE.input, and of X.k_proj.output and X.v_proj.output. Null
+// where these are not needed.
+// Errors: ARGUMENT_INVALID, also for encodings that are not there; those of the
+// client.
+absl::Status FindActivations(const QuantizeOptions& options, Client* client,
+                             QuantizePlan* plan);
+
+}  // namespace quantd::cli
+
+#endif  // QUANTD_CLIENT_CLI_QUANTIZE_ACTIVATIONS_H_

@@ -1,0 +1,414 @@
+"""Folders of compressed-tensors as vLLM runs them: what it reads of config.json
+and of the files gives what the same arithmetic gives straight from the
+weights."""
+
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+
+import quantd
+import runtime_rules as rules
+
+DATA = os.path.join(os.path.dirname(os.path.realpath(__file__)), "../../data")
+MODEL = os.path.join(DATA, "char-lm/model.safetensors")
+# Enough to tell one arithmetic from another; there are 128.
+SEQUENCES = int(os.environ.get("RUNTIME_TEST_SEQUENCES", "1"))
+
+# What compressed-tensors' classes have, and what each field can be.
+STATIC = {"symmetric": True, "dynamic": False}
+ARGUMENTS = {
+    "num_bits": int, "type": ("int", "float"), "symmetric": bool,
+    "group_size": (int, type(None)),
+    "strategy": ("tensor", "channel", "group", "block", "token",
+                 "tensor_group", "attn_head"),
+    "block_structure": (list, type(None)), "dynamic": (bool, "local"),
+    "actorder": (type(None), "group", "weight"),
+    "scale_dtype": (type(None), "torch.uint8", "torch.float8_e4m3fn"),
+    "zp_dtype": (type(None), "torch.int8"), "observer": (type(None), "minmax"),
+    "observer_kwargs": dict}
+GROUP = {"targets", "weights", "input_activations", "output_activations",
+         "format"}
+CONFIG = {"config_groups", "quant_method", "kv_cache_scheme", "format",
+          "quantization_status", "global_compression_ratio", "ignore"}
+FORMATS = {"int-quantized", "float-quantized", "pack-quantized",
+           "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"}
+
+# Its presets, without what has the default value.
+INT8_TOKEN = {"num_bits": 8, "type": "int", "strategy": "token",
+              "symmetric": True, "dynamic": True}
+FP8_TOKEN = {**INT8_TOKEN, "type": "float"}
+FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group",
+       "group_size": 16, **STATIC}
+MX = {"type": "float", "strategy": "group", "group_size": 32, **STATIC}
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128,
+        **STATIC}
+FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor", **STATIC}
+SCHEMES = {
+    "W8A8": ("int-quantized", {
+        "num_bits": 8, "type": "int", "strategy": "channel", **STATIC},
+        INT8_TOKEN),
+    "FP8": ("float-quantized", FP8, FP8),
+    "FP8_DYNAMIC": ("float-quantized", {**FP8, "strategy": "channel"},
+                    FP8_TOKEN),
+    "FP8_BLOCK": ("float-quantized", {
+        **FP8, "strategy": "block", "block_structure": [128, 128]},
+        {**FP8_TOKEN, "strategy": "group", "group_size": 128}),
+    "NVFP4": ("nvfp4-pack-quantized", FP4, {**FP4, "dynamic": "local"}),
+    "NVFP4A16": ("nvfp4-pack-quantized", FP4, None),
+    "MXFP4": ("mxfp4-pack-quantized", {**MX, "num_bits": 4},
+              {**MX, "num_bits": 4, "dynamic": True}),
+    "MXFP4A16": ("mxfp4-pack-quantized", {**MX, "num_bits": 4}, None),
+    "MXFP8": ("mxfp8-quantized", {**MX, "num_bits": 8},
+              {**MX, "num_bits": 8, "dynamic": True}),
+    "W4A16": ("pack-quantized", INT4, None),
+    "W8A16": ("pack-quantized", {**INT4, "num_bits": 8}, None),
+    "W4AFP8": ("pack-quantized", INT4, FP8_TOKEN)}
+
+
+def fits(value, allowed):
+    return any(isinstance(value, one) if isinstance(one, type)
+               else value == one and isinstance(value, str)
+               for one in (allowed if isinstance(allowed, tuple)
+                           else (allowed,)))
+
+
+def check_arguments(arguments):
+    if arguments is None:
+        return
+    for key, value in arguments.items():
+        assert fits(value, ARGUMENTS[key]), (key, value)
+    strategy = arguments["strategy"]
+    assert ("group_size" in arguments) == (strategy in ("group",
+                                                        "tensor_group"))
+    assert ("block_structure" in arguments) == (strategy == "block")
+    if strategy == "token":
+        assert arguments["dynamic"] is True
+    if arguments["dynamic"] is True:
+        assert strategy in ("token", "tensor", "group")
+        assert arguments["observer"] is None
+    assert arguments["dynamic"] != "local" or strategy == "tensor_group"
+
+
+def check_config(folder):
+    """Against what compressed-tensors takes."""
+    with open(folder / "config.json", encoding="utf-8") as file:
+        config = json.load(file)["quantization_config"]
+    assert config.keys() == CONFIG
+    assert config["quant_method"] == "compressed-tensors"
+    assert config["quantization_status"] == "compressed"
+    check_arguments(config["kv_cache_scheme"])
+    for group in config["config_groups"].values():
+        assert group.keys() <= GROUP
+        assert group["format"] in FORMATS
+        assert group["output_activations"] is None
+        check_arguments(group["weights"])
+        check_arguments(group["input_activations"])
+        inputs = group["input_activations"]
+        assert inputs is None or inputs["strategy"] in (
+            "token", "tensor", "group", "tensor_group")
+    formats = {group["format"] for group in config["config_groups"].values()}
+    assert config["format"] == (formats.pop() if len(formats) == 1
+                                else "mixed-precision")
+    return config
+
+
+def without_defaults(arguments):
+    defaults = ("observer", "scale_dtype")
+    return arguments and {key: value for key, value in arguments.items()
+                          if key not in defaults}
+
+
+@pytest.fixture(name="weights", scope="module")
+def fixture_weights():
+    return rules.read_tensors(MODEL)
+
+
+@pytest.fixture(name="sequences", scope="module")
+def fixture_sequences():
+    tensors = rules.read_tensors(os.path.join(DATA,
+                                              "char-lm/bytes.safetensors"))
+    return (tensors["calibration"][:SEQUENCES],
+            tensors["validation"][:SEQUENCES])
+
+
+@pytest.fixture(name="plain", scope="module")
+def fixture_plain(weights, sequences):
+    """Bits per byte of the model as it is."""
+    return rules.bits_per_byte(weights, sequences[1], lambda _, x: x)
+
+
+@pytest.fixture(name="calibrated", scope="module")
+def fixture_calibrated(weights, sequences, client):
+    """The largest input of each layer, whose encodings models "float8" and
+    "int8" have."""
+    largest = {}
+    outputs = {}
+
+    def see(module, x):
+        largest[module] = max(largest.get(module, 0), np.abs(x).max())
+        if module.endswith(("k_proj", "v_proj")):
+            outputs[module + ".output"] = x @ weights[module + ".weight"].T
+        seen[module + ".input"] = x
+        return x
+
+    seen = {}
+    rules.language_model(weights, sequences[0][:, :-1], see)
+    for model, spec in (("float8", "float8_e4m3fn"), ("int8", "int8")):
+        for name, array in {**seen, **outputs}.items():
+            name = quantd.TensorName(model, name)
+            client.calibrate(array, name, spec)
+    return largest
+
+
+
+
+def straight(scheme, module, weights):
+    """A weight as the runtime has it, without quantd."""
+    weight = weights[module + ".weight"]
+    rows = np.abs(weight).max(1, keepdims=True)
+    if scheme.startswith("W8A8"):
+        scale = rows / np.float32(127)
+        return np.round(weight / scale) * scale
+    if scheme == "FP8":
+        def scaled(name):
+            return (np.abs(weights[name]).max() / np.float32(448)).astype(
+                np.float32)
+        scale = scaled(module + ".weight")
+        reals = rules.e4m3(weight / scale) * scale
+        prefix, _, name = module.rpartition(".")
+        if name[:2] in ("q_", "k_", "v_"):
+            fused = max(scaled(f"{prefix}.{one}_proj.weight") for one in "qkv")
+            reals = rules.e4m3(reals / fused) * fused
+        return reals
+    if scheme == "FP8_DYNAMIC":
+        scale = rows / np.float32(448)
+        return rules.e4m3(weight / scale) * scale
+    if scheme == "FP8_BLOCK":
+        blocks = np.abs(weight).reshape(
+            len(weight) // 128, 128, -1, 128).max((1, 3)) / np.float32(448)
+        scale = rules.spread(blocks, weight.shape, [128, 128])
+        return rules.e4m3(weight / scale) * scale
+    if scheme.startswith("NVFP4"):
+        prefix, _, name = module.rpartition(".")
+        names = ([f"{prefix}.{one}_proj.weight" for one in "qkv"]
+                 if name[:2] in ("q_", "k_", "v_") else [module + ".weight"])
+        outer = max(np.abs(weights[one]).max() for one in names) / np.float32(
+            6 * 448)
+        block = rules.e4m3(rules.largest(weight, 16) / 6 / outer)
+        return rules.e2m1(weight / (block * outer)) * (
+            block / (np.float32(1) / outer))
+    if scheme.startswith("MX"):
+        small = scheme.startswith("MXFP4")
+        step = rules.e8m0_for(rules.largest(weight, 32), 2 if small else 8)
+        return (rules.e2m1 if small else rules.e4m3)(weight / step) * step
+    bits = int(scheme[1])
+    scale = rules.largest(weight, 128) / np.float32(2**(bits - 1) - 1)
+    return np.round(weight / scale) * scale
+
+
+def quantized(tmp_path, quantctl, *flags):
+    folder = tmp_path / f"out{len(os.listdir(tmp_path))}"
+    quantctl("quantize", MODEL, "-o", folder, "--no-store", "--include",
+             "*_proj.weight", *flags)
+    return folder
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_ASchemeRunsAsTheSameArithmetic(tmp_path, quantctl, weights, sequences,
+                                        calibrated, plain, scheme):
+    folder = quantized(tmp_path, quantctl, "--scheme", scheme, "--model",
+                       "float8")
+    config = check_config(folder)
+    layout, of_weights, of_inputs = SCHEMES[scheme]
+    (group,) = config["config_groups"].values()
+    assert group["format"] == layout
+    assert without_defaults(group["weights"]) == of_weights
+    assert without_defaults(group["input_activations"]) == of_inputs
+    assert config["ignore"] == ["embed", "head", "positions"]
+    model = rules.Folder(folder)
+    same = dict(weights)
+    for module in group["targets"]:
+        same[module + ".weight"] = straight(scheme, module, weights).astype(
+            np.float32)
+        np.testing.assert_allclose(model.weights[module + ".weight"],
+                                   same[module + ".weight"], rtol=1e-6)
+
+    def inputs(module, x):
+        if module not in calibrated or module == "head":
+            return x
+        largest = np.float32(calibrated[module])
+        return rules.quantize_inputs(
+            x, group["input_activations"], largest / np.float32(448),
+            global_scale=np.float32(6 * 448) / largest)
+
+    expected = rules.bits_per_byte(same, sequences[1], inputs)
+    found = rules.bits_per_byte(model.weights, sequences[1], model.inputs)
+    print(f"{scheme}: {plain:.4f} to {found:.6f} bits per byte, straight "
+          f"{expected:.6f}")
+    assert found == pytest.approx(expected, abs=1e-6)
+    assert abs(found - plain) < .5
+
+
+@pytest.mark.parametrize("activations", ["static", "static=int8"])
+def test_StaticInputsOfIntegers(tmp_path, quantctl, weights, sequences,
+                                calibrated, activations):
+    folder = quantized(tmp_path, quantctl, "--scheme", "W8A8", "--activations",
+                       activations, "--model", "int8")
+    (group,) = check_config(folder)["config_groups"].values()
+    assert group["input_activations"] == {
+        "num_bits": 8, "type": "int", "strategy": "tensor",
+        "symmetric": True, "dynamic": False, "observer": "minmax"}
+    model = rules.Folder(folder)
+    same = {**weights, **{module + ".weight": straight(
+        "W8A8", module, weights) for module in group["targets"]}}
+
+    def inputs(module, x):
+        return x if module == "head" else rules.quantize_inputs(
+            x, group["input_activations"],
+            np.float32(calibrated[module]) / np.float32(127))
+
+    assert rules.bits_per_byte(model.weights, sequences[1], model.inputs) == (
+        pytest.approx(rules.bits_per_byte(same, sequences[1], inputs),
+                      abs=1e-6))
+
+
+def sqnr_db(reference, other):
+    return 10 * np.log10((reference.astype(np.float64)**2).sum() /
+                         ((reference - other.astype(np.float64))**2).sum())
+
+
+def test_TiesKeepTheQualityOfFusedTensors(tmp_path, quantctl, weights):
+    losses = {}
+    for flags in ((), ("--no-ties",)):
+        folder = quantized(tmp_path, quantctl, "--layout",
+                           "compressed-tensors", "--spec", "nvfp4", *flags)
+        fused, apart = rules.Folder(folder), rules.Folder(folder, fuses=False)
+        losses[flags] = {
+            name: (sqnr_db(weights[name], fused.weights[name]),
+                   sqnr_db(weights[name], apart.weights[name]))
+            for name in weights if name.endswith(("q_proj.weight",
+                                                  "k_proj.weight",
+                                                  "v_proj.weight"))}
+    for name, (fused, apart) in losses[()].items():
+        best = losses[("--no-ties",)][name][1]
+        print(f"{name}: {best:.2f} dB alone, tied {apart:.2f}, fused "
+              f"{fused:.2f}; without ties "
+              f"{losses[('--no-ties',)][name][0]:.2f}")
+        assert fused >= best - .05
+    assert min(fused - apart for fused, apart in
+               losses[("--no-ties",)].values()) < -1
+
+
+@pytest.mark.parametrize("spec", ["int8", "uint8"])
+def test_DigitsRunFromTheFolderAlone(tmp_path, quantctl, spec):
+    source = os.path.join(DATA, "digits-cnn")
+    model = f"digits-{spec}"
+    quantctl("calibrate", os.path.join(source, "activations.safetensors"),
+             "--model", model, "--source", "x", "--sequence", "1")
+    quantctl("encodings", "compute", "--model", model, "--spec", spec)
+    quantctl("quantize", os.path.join(source, "model.safetensors"), "-o",
+             tmp_path / "w8a8", "--scheme", "W8A8", "--activations", "static",
+             "--model", model, "--no-store")
+    config = check_config(tmp_path / "w8a8")
+    assert {group["input_activations"]["symmetric"] for group in
+            config["config_groups"].values()} == {spec == "int8"}
+    folder = rules.Folder(tmp_path / "w8a8")
+    test = rules.read_tensors(os.path.join(source, "test.safetensors"))
+    logits = rules.digits(folder.weights, test["images"], folder.inputs)
+    right = int((logits.argmax(1) == test["labels"]).sum())
+    print(f"digits W8A8 static {spec}: {right} of 500")
+    assert right >= 486
+
+
+def test_TheCacheHasItsScales(tmp_path, quantctl, calibrated):
+    del calibrated
+    folder = quantized(tmp_path, quantctl, "--scheme", "W8A8", "--kv-cache",
+                       "float8_e4m3fn", "--model", "float8")
+    config = check_config(folder)
+    assert without_defaults(config["kv_cache_scheme"]) == FP8
+    tensors = rules.read_tensors(folder / "model.safetensors")
+    found = {name for name in tensors if name.endswith(("k_scale", "v_scale"))}
+    assert found == {f"layers.{layer}.attention.{which}_scale"
+                     for layer in range(3) for which in "kv"}
+    assert all(tensors[name].shape == (1,) for name in found)
+
+
+def test_PartsHaveWhatIsStoredToo(tmp_path, quantctl, calibrated):
+    del calibrated
+    flags = ("--scheme", "NVFP4", "--model", "float8", "--no-store",
+             "--include", "*_proj.weight", "--kv-cache", "float8_e4m3fn")
+    quantctl("quantize", MODEL, "-o", tmp_path / "one", *flags)
+    for part in ("0/2", "1/2"):
+        quantctl("quantize", MODEL, "-o", tmp_path / "two", *flags, "--part",
+                 part)
+    quantctl("quantize", MODEL, "-o", tmp_path / "two", *flags, "--join")
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "one" / name).read_bytes() == (
+            tmp_path / "two" / name).read_bytes()
+    assert sorted(os.listdir(tmp_path / "two")) == ["config.json",
+                                                    "model.safetensors"]
+    # What reads weights reads no more than these.
+    loaded = quantd.load(tmp_path / "one")
+    assert not [name for name in loaded if "input" in name]
+    quantctl("dequantize", tmp_path / "one", "-o", tmp_path / "back")
+
+
+@pytest.mark.parametrize("flags, what", [
+    (("--scheme", "FP8"), "stored encodings of the activations"),
+    (("--scheme", "FP8", "--model", "int8"), "is int8 with 1 scales"),
+    (("--activations", "static"), "--layout compressed-tensors"),
+    (("--kv-cache", "float8_e4m3fn"), "--layout compressed-tensors"),
+    (("--ignore", "x"), "--layout compressed-tensors"),
+    (("--scheme", "W8A8", "--spec", "int4"), "one"),
+    (("--scheme", "W8A8", "--layout", "quantd"), "--layout compressed"),
+    (("--scheme", "W8A8", "--activations", "sometimes"), "none, dynamic"),
+    (("--scheme", "W8A8", "--activations", "dynamic=nvfp4"), "static=nvfp4"),
+    (("--scheme", "W8A8", "--activations", "dynamic=int12"), "no words"),
+    (("--scheme", "W8A8", "--kv-cache", "uint8"), "float8_e4m3fn or int8"),
+    (("--scheme", "W8A8", "--ignore", "absent"), "--ignore")])
+def test_WhatCannotBeIsRefused(tmp_path, quantctl, calibrated, flags, what):
+    del calibrated
+    said = quantctl("quantize", MODEL, "-o", tmp_path / "out", "--no-store",
+                    *flags, "--include", "*_proj.weight", code=2)
+    assert what in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_HeadEmbeddingsAndRoutersStay(tmp_path, quantctl):
+    source = tmp_path / "model"
+    source.mkdir()
+    rng = np.random.default_rng(1)
+    kept = ["lm_head", "model.embed_tokens", "model.layers.0.mlp.gate"]
+    taken = ["model.layers.0.mlp.gate_proj", "model.layers.0.mlp.down_proj"]
+    quantd.save(source / "model.safetensors", {
+        name + ".weight": rng.standard_normal((32, 64), np.float32)
+        for name in kept + taken})
+    (source / "config.json").write_text('{"model_type": "test"}')
+
+    def targets(*flags):
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        said = quantctl("quantize", source, "-o", tmp_path / "out", "--no-store",
+                        "--scheme", "W8A8", *flags)
+        config = check_config(tmp_path / "out")
+        (group,) = config["config_groups"].values()
+        assert sorted(group["targets"] + config["ignore"]) == sorted(
+            kept + taken)
+        return sorted(group["targets"]), said
+
+    found, said = targets()
+    assert found == sorted(taken)
+    assert "left as they are: lm_head, model.embed_tokens, " in said
+    found, said = targets("--ignore", "")
+    assert found == sorted(kept + taken)
+    assert "left as they are" not in said
+    assert targets("--ignore", "*.gate*")[0] == [
+        "lm_head", "model.embed_tokens", "model.layers.0.mlp.down_proj"]
+    # Who names one takes it.
+    assert targets("--spec", "lm_head*=int8:per-channel")[0] == sorted(
+        ["lm_head", *taken])
+    # No runtime has kernels for all that can be written.
+    _, said = targets("--activations", "dynamic=mxfp4_e2m1")
+    assert "no kernels" in said
