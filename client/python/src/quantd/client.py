@@ -596,8 +596,9 @@ class Client:
             print(done.encoding_count, done.losses)
 
         format: "json" (quantd's own, which holds everything), "aimet-0.6.1",
-            "aimet-1.0.0", "aimet-2.0.0", "onnx-qdq" or "compressed-tensors"
-            (its quantization_config); what each holds is in proto/.
+            "aimet-1.0.0", "aimet-2.0.0", "aimet-2.1.0", "aimet-torch",
+            "onnx-qdq" or "compressed-tensors" (its quantization_config); what
+            each holds is in proto/.
         path: where the file appears, complete or not at all, while it is never
             in memory; None: it is the answer's `data`.
         patterns: globs over names of tensors; default all. One that matches
@@ -634,7 +635,8 @@ class Client:
                 tensors: Mapping[str, Any] = types.MappingProxyType({}),
                 dry_run: bool = False) -> interchange.ImportedEncodings:
         """Stores the encodings of a file of another project, or of quantd, of
-        at most 256 MiB. Nothing is stored unless the whole file is sound.
+        at most 256 MiB. Nothing is stored unless the whole file is sound;
+        entries of AIMET that are not sound are left out, and told.
 
             done = client.import_("net.encodings", "acme/net",
                                   tensors=model.state_dict())
