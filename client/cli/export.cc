@@ -33,6 +33,8 @@ struct Options {
   std::vector<std::string> include;
   std::vector<std::string> parameters;
   std::string onnx;
+  std::vector<std::string> map;
+  bool names = false;
 };
 
 absl::Status WriteOutput(const OutputOptions& output, int spool,
@@ -125,6 +127,8 @@ void Run(const Options& options, Session* session) {
   job.model_path = options.onnx;
   job.output = options.output;
   job.include = options.include;
+  job.map = options.map;
+  job.prints_names = options.names;
   ExportOnnx(job, session);
 }
 
@@ -161,6 +165,16 @@ void AddExportCommand(Command* quantctl, Session* session) {
                   "Tensors that are parameters, for AIMET 0.6.1 and 1.0.0; "
                   "default *weight, *bias, and all of more than one scale")
       ->Excludes(onnx);
+  command
+      ->AddOption("--map", &options->map, "TORCH=ONNX",
+                  "With --onnx, where a tensor is in the model if it cannot be "
+                  "told from the graph; may be repeated")
+      ->Needs(onnx);
+  command
+      ->AddFlag("--names", &options->names,
+                "With --onnx, print where each tensor was found, and which "
+                "inputs of layers are not quantized")
+      ->Needs(onnx);
   command->AddExample("quantctl export --model acme/net -o net.json");
   command->AddExample(
       "quantctl export --model acme/net --format aimet-1.0.0 -o net.encodings");

@@ -1,6 +1,7 @@
 #include "client/cli/onnx_export.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -8,9 +9,12 @@
 #include <utility>
 #include <vector>
 
+#include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 #include "client/cli/interchange.h"
 #include "client/cli/printable.h"
 #include "client/cli/selection.h"
@@ -19,6 +23,7 @@
 #include "client/cpp/errors.h"
 #include "client/files/dtype.h"
 #include "client/files/onnx_model.h"
+#include "client/files/onnx_modules.h"
 #include "client/models/spec_syntax.h"
 #include "nlohmann/json.hpp"
 
@@ -119,6 +124,58 @@ absl::StatusOr<files::OnnxModel::Quantizer> MakeQuantizer(
   return quantizer;
 }
 
+bool SameQuantizer(const files::OnnxModel::Quantizer& a,
+                   const files::OnnxModel::Quantizer& b) {
+  return a.type == b.type && a.scale == b.scale &&
+         a.zero_point == b.zero_point && a.scale_shape == b.scale_shape &&
+         a.axis == b.axis && a.block_size == b.block_size &&
+         a.saturates == b.saturates;
+}
+
+// Elements of `bits` bits, packed from the lowest bits of a byte on, of a
+// matrix of so many rows and columns, as those of its transpose.
+std::vector<uint8_t> Transposed(absl::Span<const uint8_t> elements, size_t bits,
+                                size_t rows, size_t columns) {
+  std::vector<uint8_t> result(elements.size());
+  for (size_t r = 0; r < rows; ++r) {
+    for (size_t c = 0; c < columns; ++c) {
+      const size_t from = (r * columns + c) * bits;
+      const size_t to = (c * rows + r) * bits;
+      if (bits >= 8) {
+        std::copy_n(&elements[from / 8], bits / 8, &result[to / 8]);
+        continue;
+      }
+      const unsigned code = elements[from / 8] >> (from % 8);
+      result[to / 8] = static_cast<uint8_t>(
+          result[to / 8] | (code & ((1U << bits) - 1)) << (to % 8));
+    }
+  }
+  return result;
+}
+
+template <typename T>
+void Transpose(size_t rows, size_t columns, std::vector<T>* values) {
+  if (values->empty()) return;
+  std::vector<T> result(values->size());
+  for (size_t r = 0; r < rows; ++r) {
+    for (size_t c = 0; c < columns; ++c) {
+      result[c * rows + r] = (*values)[r * columns + c];
+    }
+  }
+  *values = std::move(result);
+}
+
+// Of a matrix, as that of its transpose.
+void Transpose(files::OnnxModel::Quantizer* quantizer) {
+  quantizer->axis = 1 - quantizer->axis;
+  if (quantizer->scale_shape.size() != 2) return;
+  const auto rows = static_cast<size_t>(quantizer->scale_shape[0]);
+  const auto columns = static_cast<size_t>(quantizer->scale_shape[1]);
+  Transpose(rows, columns, &quantizer->scale);
+  Transpose(rows, columns, &quantizer->zero_point);
+  std::swap(quantizer->scale_shape[0], quantizer->scale_shape[1]);
+}
+
 // One run. Not thread-safe.
 class Exporter {
  public:
@@ -135,6 +192,10 @@ class Exporter {
         CheckStoredPatterns("--include", job_.include, Stored::kEncodings,
                             job_.name, client_.get());
     if (!status.ok()) return FailEarly(status, &session_);
+    const files::OnnxModules modules(*model);
+    modules_ = &modules;
+    status = ReadMap(*model);
+    if (!status.ok()) return session_.FailUsage(status);
     status = QuantizeAll(&*model);
     const int64_t opset = model->opset();
     if (status.ok())
@@ -148,9 +209,12 @@ class Exporter {
                                  {"activation_count", activation_count_},
                                  {"opset_before", opset},
                                  {"opset", model->opset()},
+                                 {"names", NamesJson()},
+                                 {"not_quantized", NotQuantizedJson()},
                                  {"losses", LossesJson(losses_)}});
     }
     PrintLosses(losses_, session_);
+    if (job_.prints_names) PrintNames();
     session_.Print(absl::StrCat(
         CountText(weight_count_), " weights and ", CountText(activation_count_),
         " activations quantized, opset ", model->opset(), ", written to ",
@@ -158,6 +222,14 @@ class Exporter {
   }
 
  private:
+  using Place = files::OnnxModules::Place;
+
+  // What an initializer or an activation has got.
+  struct Done {
+    std::string tensor;
+    files::OnnxModel::Quantizer quantizer;
+  };
+
   absl::Status QuantizeAll(files::OnnxModel* model) {
     const absl::StatusOr<std::vector<v1::StoredEncoding>> encodings =
         client_->ListEncodings(job_.name.model, job_.name.revision);
@@ -190,11 +262,59 @@ class Exporter {
 
   // Errors: ARGUMENT_INVALID for a tensor that is left out; others end the run.
   absl::Status QuantizeOne(const std::string& tensor, files::OnnxModel* model) {
-    const files::OnnxModel::Weight* const weight = model->FindWeight(tensor);
+    const absl::StatusOr<std::vector<Place>> places =
+        FindPlaces(tensor, *model);
+    if (!places.ok()) return places.status();
+    for (const Place& place : *places) {
+      absl::Status status = QuantizePlace(tensor, place, model);
+      if (!status.ok()) return status;
+      names_.push_back({tensor, place});
+    }
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<std::vector<Place>> FindPlaces(
+      const std::string& tensor, const files::OnnxModel& model) const {
+    const auto mapped = map_.find(tensor);
+    if (mapped != map_.end()) {
+      Place place;
+      place.name = mapped->second;
+      if (model.FindWeight(place.name) != nullptr) {
+        place = modules_->PlaceOfWeight(place.name);
+      }
+      place.how = "--map";
+      return std::vector<Place>{place};
+    }
+    if (model.FindWeight(tensor) != nullptr ||
+        model.FindActivation(tensor).has_value()) {
+      return std::vector<Place>{{tensor, false, "its name"}};
+    }
+    absl::StatusOr<std::vector<Place>> places = modules_->Find(tensor);
+    if (places.ok()) return places;
+    return ArgumentInvalidError(places.status().message());
+  }
+
+  // Whether another tensor has it already, with the same parameters.
+  // Errors: ARGUMENT_INVALID: with others.
+  absl::StatusOr<bool> IsDone(const std::string& tensor, const Place& place,
+                              const files::OnnxModel::Quantizer& quantizer) {
+    const auto [done, is_new] = done_.insert({place.name, {tensor, quantizer}});
+    if (is_new) return false;
+    if (SameQuantizer(done->second.quantizer, quantizer)) return true;
+    return ArgumentInvalidError(
+        absl::StrCat(place.name, " has the encoding of ", done->second.tensor,
+                     ", which is another one"));
+  }
+
+  absl::Status QuantizePlace(const std::string& tensor, const Place& place,
+                             files::OnnxModel* model) {
+    const files::OnnxModel::Weight* const weight =
+        model->FindWeight(place.name);
     const std::optional<files::OnnxModel::Activation> activation =
-        model->FindActivation(tensor);
+        model->FindActivation(place.name);
     if (weight == nullptr && !activation.has_value()) {
-      return ArgumentInvalidError("the model has no such tensor");
+      return ArgumentInvalidError(
+          absl::StrCat("the model has no tensor ", place.name));
     }
     const std::optional<files::Dtype> dtype =
         weight == nullptr ? activation->dtype : weight->dtype;
@@ -211,37 +331,131 @@ class Exporter {
         client_->GetEncoding(job_.name.NameOf(tensor));
     if (!stored.ok()) return stored.status();
     const Encoding& encoding = stored->encoding();
-    absl::StatusOr<files::OnnxModel::Quantizer> quantizer =
-        weight == nullptr
-            ? MakeQuantizer(encoding, nullptr, activation->rank)
-            : MakeQuantizer(encoding, &weight->shape, std::nullopt);
-    if (!quantizer.ok()) return quantizer.status();
-    if (weight == nullptr) {
-      const FormatInfo format = *GetFormatInfo(encoding.format());
-      if (encoding.qmin() != format.qmin || encoding.qmax() != format.qmax) {
-        AddLoss(tensor,
-                absl::StrCat("qmin and qmax: codes are of ", format.qmin,
-                             " to ", format.qmax),
-                /*left_out=*/false);
-      }
-      model->QuantizeActivation(tensor, *quantizer);
-      ++activation_count_;
-      return absl::OkStatus();
+    if (weight != nullptr) {
+      return QuantizeWeight(tensor, place, *weight, encoding, model);
     }
-    if (weight->data.empty() && ElementCount(weight->shape).value_or(1) != 0) {
+    absl::StatusOr<files::OnnxModel::Quantizer> quantizer =
+        MakeQuantizer(encoding, nullptr, activation->rank);
+    if (!quantizer.ok()) return quantizer.status();
+    const absl::StatusOr<bool> is_done = IsDone(tensor, place, *quantizer);
+    if (!is_done.ok()) return is_done.status();
+    if (*is_done) return absl::OkStatus();
+    const FormatInfo format = *GetFormatInfo(encoding.format());
+    if (encoding.qmin() != format.qmin || encoding.qmax() != format.qmax) {
+      AddLoss(tensor,
+              absl::StrCat("qmin and qmax: codes are of ", format.qmin, " to ",
+                           format.qmax),
+              /*left_out=*/false);
+    }
+    model->QuantizeActivation(place.name, *quantizer);
+    ++activation_count_;
+    return absl::OkStatus();
+  }
+
+  absl::Status QuantizeWeight(const std::string& tensor, const Place& place,
+                              const files::OnnxModel::Weight& weight,
+                              const Encoding& encoding,
+                              files::OnnxModel* model) {
+    const bool is_transposed = place.is_transposed && weight.shape.size() == 2;
+    // As the encoding has it.
+    std::vector<int64_t> shape = weight.shape;
+    if (is_transposed) std::swap(shape[0], shape[1]);
+    absl::StatusOr<files::OnnxModel::Quantizer> quantizer =
+        MakeQuantizer(encoding, &shape, std::nullopt);
+    if (!quantizer.ok()) return quantizer.status();
+    if (is_transposed) Transpose(&*quantizer);
+    const absl::StatusOr<bool> is_done = IsDone(tensor, place, *quantizer);
+    if (!is_done.ok()) return is_done.status();
+    if (*is_done) return absl::OkStatus();
+    if (weight.data.empty() && ElementCount(weight.shape).value_or(1) != 0) {
       return ArgumentInvalidError("only weights that are in the model itself");
     }
+    std::vector<uint8_t> data;
     QuantizeJob job;
     job.tensor.name = job_.name.NameOf(tensor);
-    job.tensor.element_type = *ElementTypeOf(*dtype);
-    job.tensor.shape = weight->shape;
-    job.tensor.data = weight->data;
+    job.tensor.element_type = *ElementTypeOf(*weight.dtype);
+    job.tensor.shape = shape;
+    job.tensor.data = weight.data;
+    const auto rows = static_cast<size_t>(shape.empty() ? 0 : shape[0]);
+    const auto columns = static_cast<size_t>(shape.size() < 2 ? 0 : shape[1]);
+    if (is_transposed) {
+      const size_t bits = *weight.dtype == files::Dtype::kF32 ? 32 : 16;
+      data = Transposed(weight.data, bits, columns, rows);
+      job.tensor.data = data;
+    }
     job.source = encoding;
     const absl::StatusOr<QuantizeResult> result = client_->Quantize(job);
     if (!result.ok()) return result.status();
-    model->QuantizeWeight(tensor, *quantizer, result->codes);
+    if (is_transposed) {
+      const size_t bits =
+          static_cast<size_t>(GetFormatInfo(encoding.format())->storage_bits);
+      data = Transposed(result->codes, bits, rows, columns);
+    }
+    model->QuantizeWeight(place.name, *quantizer,
+                          is_transposed ? absl::MakeConstSpan(data)
+                                        : absl::MakeConstSpan(result->codes));
     ++weight_count_;
     return absl::OkStatus();
+  }
+
+  // "TORCH=ONNX", of which ONNX is in the model.
+  absl::Status ReadMap(const files::OnnxModel& model) {
+    for (const std::string& entry : job_.map) {
+      const size_t equals = entry.find('=');
+      if (equals == std::string::npos || equals == 0) {
+        return ArgumentInvalidError(
+            absl::StrCat("expected --map TORCH=ONNX, got \"", entry, "\""));
+      }
+      const std::string name = entry.substr(equals + 1);
+      if (model.FindWeight(name) == nullptr &&
+          !model.FindActivation(name).has_value()) {
+        return ArgumentInvalidError(
+            absl::StrCat("--map ", entry, ": the model has no such tensor"));
+      }
+      map_[entry.substr(0, equals)] = name;
+    }
+    return absl::OkStatus();
+  }
+
+  // Inputs of layers that nothing was found for.
+  std::vector<files::OnnxModules::LayerInput> NotQuantized() const {
+    std::vector<files::OnnxModules::LayerInput> rest;
+    for (files::OnnxModules::LayerInput& input : modules_->LayerInputs()) {
+      if (!done_.contains(input.activation)) rest.push_back(std::move(input));
+    }
+    return rest;
+  }
+
+  void PrintNames() const {
+    for (const auto& [tensor, place] : names_) {
+      session_.Print(absl::StrCat(
+          Printable(tensor), " is ", Printable(place.name),
+          place.is_transposed ? ", transposed" : "", ", by ", place.how, "\n"));
+    }
+    for (const files::OnnxModules::LayerInput& input : NotQuantized()) {
+      session_.Print(
+          absl::StrCat("not quantized: ", Printable(input.activation),
+                       ", input of ", Printable(input.layer), "\n"));
+    }
+  }
+
+  Json NamesJson() const {
+    Json list = Json::array();
+    for (const auto& [tensor, place] : names_) {
+      list.push_back({{"tensor", tensor},
+                      {"onnx", place.name},
+                      {"transposed", place.is_transposed},
+                      {"how", place.how}});
+    }
+    return list;
+  }
+
+  Json NotQuantizedJson() const {
+    Json list = Json::array();
+    for (const files::OnnxModules::LayerInput& input : NotQuantized()) {
+      list.push_back({{"onnx", input.activation}, {"layer", input.layer}});
+    }
+    return list;
   }
 
   void AddLoss(const std::string& tensor, absl::string_view what,
@@ -256,6 +470,11 @@ class Exporter {
   Session& session_;
   std::unique_ptr<Client> client_;
   std::vector<v1::InterchangeLoss> losses_;
+  const files::OnnxModules* modules_ = nullptr;
+  absl::flat_hash_map<std::string, std::string> map_;
+  absl::flat_hash_map<std::string, Done> done_;
+  // Tensors that were found, and where.
+  std::vector<std::pair<std::string, Place>> names_;
   uint64_t weight_count_ = 0;
   uint64_t activation_count_ = 0;
 };

@@ -18,11 +18,16 @@ struct OnnxExport {
   OutputOptions output;
   // Patterns of the tensors to quantize; empty for all.
   std::vector<std::string> include;
+  // "TORCH=ONNX": where a tensor is in the model.
+  std::vector<std::string> map;
+  // Print where each tensor was found, and what stays as it was.
+  bool prints_names = false;
 };
 
 // Writes the model with each weight that has an encoding as its codes under a
 // DequantizeLinear, and QuantizeLinear and DequantizeLinear behind each
-// activation that has one. Reports to `session`.
+// activation that has one. What the model does not have under its name is
+// looked for as the tensor of a torch module. Reports to `session`.
 void ExportOnnx(const OnnxExport& job, Session* session);
 
 }  // namespace quantd::cli

@@ -406,6 +406,17 @@ std::optional<OnnxModel::Activation> OnnxModel::FindActivation(
   return activation;
 }
 
+std::vector<OnnxModel::Node> OnnxModel::nodes() const {
+  std::vector<Node> nodes;
+  for (const onnx::NodeProto& node : graph_->model.graph().node()) {
+    nodes.push_back({node.name(),
+                     node.op_type(),
+                     {node.input().begin(), node.input().end()},
+                     {node.output().begin(), node.output().end()}});
+  }
+  return nodes;
+}
+
 bool OnnxModel::HasType(absl::string_view type) {
   return FindType(type) != nullptr;
 }

@@ -41,6 +41,14 @@ class OnnxModel {
     std::optional<int64_t> rank;
   };
 
+  // A node of the main graph.
+  struct Node {
+    std::string name;
+    std::string op_type;
+    std::vector<std::string> inputs;
+    std::vector<std::string> outputs;
+  };
+
   // Parameters of QuantizeLinear and DequantizeLinear.
   struct Quantizer {
     // Of the codes, as quantd calls it: "int8", "uint4", "float8_e4m3fn".
@@ -66,6 +74,7 @@ class OnnxModel {
 
   const std::vector<Weight>& weights() const { return weights_; }
   const Weight* FindWeight(absl::string_view name) const;
+  std::vector<Node> nodes() const;
   // An input or a node's output of the main graph; nothing for any other name.
   // One whose type the model does not tell is float32 if nothing in the model
   // is of another type of floats.

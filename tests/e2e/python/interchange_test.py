@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import unittest
+import warnings
 
 import live_server
 from quantctl_case import QuantctlCase, read_safetensors, write_safetensors
@@ -26,6 +27,10 @@ try:
     from onnx import TensorProto, helper, numpy_helper
 except ImportError:
     onnx = None
+try:
+    import torch
+except ImportError:
+    torch = None
 
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--quantd", required=True)
@@ -747,6 +752,122 @@ class OnnxTest(InterchangeCase):
             labels = self.arrays(IMAGES)["labels"]
             right = (results["logits_fp32"].argmax(1) == labels).mean()
             self.assertGreater(right, 0.965)
+
+    def export_torch(self, module, inputs):
+        """Writes model.onnx as torch does, and returns its graph."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.onnx.export(module, inputs, self.path("model.onnx"),
+                              opset_version=13, input_names=["images"],
+                              dynamic_axes={"images": {0: "n"}})
+
+    @unittest.skipIf(torch is None, "torch is not installed")
+    def test_WhatTorchExportedIsFoundByItsModules(self):
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.conv1 = torch.nn.Conv2d(1, 32, 3, padding=1)
+                self.conv2 = torch.nn.Conv2d(32, 64, 3, padding=1)
+                self.fc1 = torch.nn.Linear(1024, 128)
+                self.fc2 = torch.nn.Linear(128, 10)
+
+            def forward(self, x):
+                x = torch.relu(self.conv2(torch.relu(self.conv1(x))))
+                x = torch.max_pool2d(x, 2).flatten(1)
+                return self.fc2(torch.relu(self.fc1(x)))
+
+        net = Net()
+        net.load_state_dict({name: torch.from_numpy(value.copy())
+                             for name, value in self.arrays(WEIGHTS).items()})
+        self.export_torch(net.eval(), torch.zeros(2, 1, 8, 8))
+        report = self.json("export", "--model", "digits", "--include", "*.*",
+                           "--onnx", self.path("model.onnx"), "-o",
+                           self.path("qdq.onnx"))
+        self.assertEqual((report["weight_count"], report["activation_count"],
+                          report["losses"], report["not_quantized"]),
+                         (4, 4, [], []))
+        onnx.checker.check_model(onnx.load(self.path("qdq.onnx")),
+                                 full_check=True)
+        text = self.run_quantctl(
+            "export", "--model", "digits", "--include", "conv*", "--onnx",
+            self.path("model.onnx"), "-o", self.path("some.onnx"),
+            "--names").stdout
+        places = {name["tensor"]: name["onnx"] for name in report["names"]}
+        self.assertIn(f"conv2.input is {places['conv2.input']}, by its weight",
+                      text)
+        self.assertIn(f"not quantized: {places['fc2.input']}, input of", text)
+        images = self.arrays(IMAGES)
+        (logits,) = (value for value in self.run_model(
+            images["images"], "all").values() if value.shape == (500, 10))
+        right = int((logits.argmax(1) == images["labels"]).sum())
+        self.assertGreaterEqual(right, 486)
+
+    @unittest.skipIf(torch is None, "torch is not installed")
+    def test_FactorsThatTorchTransposedAreFound(self):
+        torch.manual_seed(3)
+        net = torch.nn.Sequential(torch.nn.Sequential(
+            torch.nn.Linear(16, 24), torch.nn.ReLU(),
+            torch.nn.Linear(24, 24, bias=False)))
+        self.export_torch(net, torch.zeros(2, 5, 16))
+        x = torch.randn(64, 5, 16)
+        with torch.no_grad():
+            hidden = torch.relu(net[0][0](x))
+        tensors = {"0.0.input": x, "0.2.input": hidden,
+                   "0.0.weight": net[0][0].weight.detach(),
+                   "0.2.weight": net[0][2].weight.detach()}
+        write_safetensors(self.path("t"), {
+            name: ("F32", list(value.shape), value.numpy().tobytes())
+            for name, value in tensors.items()})
+        for spec in ("int8:per-channel", "int4:group:8"):
+            self.run_quantctl("calibrate", self.path("t"), "--model", "seq",
+                              "--spec", "*.weight=" + spec, "--spec",
+                              "*.input=uint8", "--force-statistics")
+            report = self.json("export", "--model", "seq", "--onnx",
+                               self.path("model.onnx"), "-o",
+                               self.path("qdq.onnx"), "--force")
+            self.assertEqual((report["weight_count"],
+                              report["activation_count"], report["losses"],
+                              report["not_quantized"]), (2, 2, [], []))
+            places = {name["tensor"]: name for name in report["names"]}
+            self.assertTrue(places["0.2.weight"]["transposed"])
+            model = onnx.load(self.path("qdq.onnx"))
+            initializers = {i.name: i for i in model.graph.initializer}
+            for layer in ("0.0", "0.2"):
+                name = places[layer + ".weight"]["onnx"]
+                encoding = self.encoding("seq", layer + ".weight")
+                shape = [int(n) for n in encoding["scale_shape"]]
+                scale = np.array(encoding["scale"], np.float32).reshape(shape)
+                weight = tensors[layer + ".weight"].numpy()
+                spread = np.repeat(scale, weight.shape[1] // shape[1], axis=1)
+                codes = np.rint(weight / spread).astype(np.int8).T
+                stored = initializers[name + "_quantized"]
+                self.assertEqual(list(stored.dims), list(codes.shape))
+                raw = np.frombuffer(stored.raw_data, np.uint8)
+                if "int4" in spec:
+                    low = int(encoding["qmin"])
+                    codes = np.clip(codes, low, 7)
+                    raw = np.stack([raw & 15, raw >> 4], 1).ravel()
+                    codes = codes.astype(np.uint8) & 15
+                np.testing.assert_array_equal(
+                    raw.view(codes.dtype).reshape(codes.shape), codes)
+        # Where the graph tells nothing, the user does.
+        self.export_torch(net, torch.zeros(2, 5, 16))
+        model = onnx.load(self.path("model.onnx"))
+        for node in model.graph.node:
+            node.name = ""
+        onnx.save(model, self.path("model.onnx"))
+        report = self.json("export", "--model", "seq", "--onnx",
+                           self.path("model.onnx"), "-o",
+                           self.path("qdq.onnx"), "--force", "--include",
+                           "0.2.*", "--map",
+                           "0.2.input=" + places["0.2.input"]["onnx"],
+                           "--map",
+                           "0.2.weight=" + places["0.2.weight"]["onnx"])
+        self.assertEqual((report["weight_count"], report["activation_count"]),
+                         (1, 1))
+        self.json("export", "--model", "seq", "--onnx",
+                  self.path("model.onnx"), "-o", self.path("qdq.onnx"),
+                  "--force", "--map", "0.2.input=absent", code=2)
 
     def test_BlocksAndFourBitsTakeNewerOperators(self):
         for spec, opset in (("fc*=int4:group:32", 21),

@@ -1,0 +1,273 @@
+#include "client/files/onnx_modules.h"
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
+
+namespace quantd::files {
+namespace {
+
+// How many nodes a weight goes through at most before it is multiplied by.
+constexpr int kMostSteps = 8;
+
+constexpr std::array<absl::string_view, 4> kLayers = {"Conv", "ConvTranspose",
+                                                      "Gemm", "MatMul"};
+constexpr std::array<absl::string_view, 4> kForms = {
+    "Transpose", "Cast", "Identity", "DequantizeLinear"};
+
+bool ChangesForm(const OnnxModel::Node& node) {
+  return std::find(kForms.begin(), kForms.end(), node.op_type) != kForms.end();
+}
+
+absl::Status NoPlace(absl::string_view why) {
+  return absl::NotFoundError(absl::StrCat("the model ", why));
+}
+
+bool AddName(const std::string& name, std::vector<std::string>* names) {
+  if (name.empty() ||
+      std::find(names->begin(), names->end(), name) != names->end()) {
+    return false;
+  }
+  names->push_back(name);
+  return true;
+}
+
+}  // namespace
+
+std::string ModuleOfNode(absl::string_view node_name) {
+  if (!absl::ConsumePrefix(&node_name, "/")) return "";
+  std::vector<absl::string_view> parts = absl::StrSplit(node_name, '/');
+  parts.pop_back();
+  // Modules in a Sequential or a ModuleList have its name before theirs.
+  std::vector<absl::string_view> path;
+  for (const absl::string_view part : parts) {
+    if (!path.empty() && part.size() > path.back().size() &&
+        absl::StartsWith(part, path.back()) &&
+        part[path.back().size()] == '.') {
+      path.pop_back();
+    }
+    path.push_back(part);
+  }
+  return absl::StrJoin(path, ".");
+}
+
+OnnxModules::OnnxModules(const OnnxModel& model)
+    : model_(model), nodes_(model.nodes()) {
+  for (size_t i = 0; i < nodes_.size(); ++i) {
+    modules_.push_back(ModuleOfNode(nodes_[i].name));
+    for (const std::string& input : nodes_[i].inputs) {
+      takers_[input].push_back(i);
+    }
+    for (const std::string& output : nodes_[i].outputs) {
+      producers_[output] = i;
+    }
+  }
+}
+
+bool OnnxModules::IsLayer(const OnnxModel::Node& node) {
+  return node.inputs.size() >= 2 && std::find(kLayers.begin(), kLayers.end(),
+                                              node.op_type) != kLayers.end();
+}
+
+std::string OnnxModules::InitializerOf(std::string value) const {
+  for (int step = 0; step < kMostSteps; ++step) {
+    if (model_.FindWeight(value) != nullptr) return value;
+    const auto producer = producers_.find(value);
+    if (producer == producers_.end()) return "";
+    const OnnxModel::Node& node = nodes_[producer->second];
+    if (!ChangesForm(node) || node.inputs.empty()) return "";
+    value = node.inputs[0];
+  }
+  return "";
+}
+
+std::vector<size_t> OnnxModules::TakersOf(const std::string& value) const {
+  std::vector<size_t> found;
+  std::vector<std::string> values = {value};
+  for (int step = 0; step < kMostSteps && !values.empty(); ++step) {
+    std::vector<std::string> next;
+    for (const std::string& name : values) {
+      const auto takers = takers_.find(name);
+      if (takers == takers_.end()) continue;
+      for (const size_t taker : takers->second) {
+        if (ChangesForm(nodes_[taker])) {
+          for (const std::string& output : nodes_[taker].outputs) {
+            next.push_back(output);
+          }
+        } else if (std::find(found.begin(), found.end(), taker) ==
+                   found.end()) {
+          found.push_back(taker);
+        }
+      }
+    }
+    values = std::move(next);
+  }
+  return found;
+}
+
+std::vector<OnnxModules::Layer> OnnxModules::LayersOf(
+    const std::string& module) const {
+  std::vector<Layer> layers;
+  // Its weight is the second factor, in a MatMul sometimes the first.
+  const auto add = [&](size_t index, const std::string& how) {
+    const OnnxModel::Node& node = nodes_[index];
+    if (!IsLayer(node)) return;
+    for (const size_t input : {size_t{1}, size_t{0}}) {
+      if (InitializerOf(node.inputs[input]).empty()) continue;
+      layers.push_back({index, input, how});
+      return;
+    }
+  };
+  const std::string prefix = module.empty() ? "" : absl::StrCat(module, ".");
+  for (const char* name : {"weight", "bias"}) {
+    const std::string parameter = absl::StrCat(prefix, name);
+    if (model_.FindWeight(parameter) == nullptr) continue;
+    const std::string how = absl::StrCat("its ", name);
+    for (const size_t taker : TakersOf(parameter)) {
+      add(taker, how);
+      if (nodes_[taker].op_type != "Add") continue;
+      for (const std::string& input : nodes_[taker].inputs) {
+        const auto producer = producers_.find(input);
+        if (producer != producers_.end()) add(producer->second, how);
+      }
+    }
+    if (!layers.empty()) return layers;
+  }
+  if (module.empty()) return layers;
+  for (size_t i = 0; i < nodes_.size(); ++i) {
+    if (modules_[i] == module) add(i, "names of nodes");
+  }
+  return layers;
+}
+
+std::string OnnxModules::OutputOf(const Layer& layer) const {
+  const OnnxModel::Node& node = nodes_[layer.node];
+  if (node.op_type != "MatMul") return node.outputs[0];
+  const auto takers = takers_.find(node.outputs[0]);
+  if (takers == takers_.end() || takers->second.size() != 1) {
+    return node.outputs[0];
+  }
+  const size_t index = takers->second[0];
+  const OnnxModel::Node& sum = nodes_[index];
+  if (sum.op_type != "Add" || modules_[index] != modules_[layer.node]) {
+    return node.outputs[0];
+  }
+  for (const std::string& input : sum.inputs) {
+    if (!InitializerOf(input).empty()) return sum.outputs[0];
+  }
+  return node.outputs[0];
+}
+
+std::vector<std::string> OnnxModules::Edges(const std::string& module,
+                                            bool are_inputs) const {
+  const std::string prefix = absl::StrCat(module, ".");
+  const auto is_inside = [&](size_t node) {
+    return modules_[node] == module || absl::StartsWith(modules_[node], prefix);
+  };
+  std::vector<std::string> edges;
+  for (size_t i = 0; i < nodes_.size(); ++i) {
+    if (!is_inside(i) || nodes_[i].op_type == "Constant") continue;
+    if (are_inputs) {
+      for (const std::string& input : nodes_[i].inputs) {
+        const auto producer = producers_.find(input);
+        const bool is_own = producer != producers_.end() &&
+                            (is_inside(producer->second) ||
+                             nodes_[producer->second].op_type == "Constant");
+        if (!is_own && InitializerOf(input).empty()) AddName(input, &edges);
+      }
+      continue;
+    }
+    for (const std::string& output : nodes_[i].outputs) {
+      const auto takers = takers_.find(output);
+      // What nobody takes leaves the graph.
+      if (takers == takers_.end() ||
+          !std::all_of(takers->second.begin(), takers->second.end(),
+                       is_inside)) {
+        AddName(output, &edges);
+      }
+    }
+  }
+  return edges;
+}
+
+absl::StatusOr<std::vector<OnnxModules::Place>> OnnxModules::Find(
+    absl::string_view tensor) const {
+  const size_t dot = tensor.rfind('.');
+  const std::string module(
+      dot == absl::string_view::npos ? "" : tensor.substr(0, dot));
+  const absl::string_view kind =
+      dot == absl::string_view::npos ? tensor : tensor.substr(dot + 1);
+  if (kind != "weight" && kind != "input" && kind != "output") {
+    return NoPlace(
+        "has no such tensor; MODULE.weight, MODULE.input and MODULE.output are "
+        "looked for, all others by --map");
+  }
+  std::vector<Place> places;
+  std::vector<std::string> names;
+  for (const Layer& layer : LayersOf(module)) {
+    const OnnxModel::Node& node = nodes_[layer.node];
+    Place place;
+    place.how = layer.how;
+    if (kind == "weight") {
+      place.name = InitializerOf(node.inputs[layer.weight_input]);
+      place.is_transposed = node.op_type == "MatMul";
+    } else if (kind == "input") {
+      place.name = node.inputs[1 - layer.weight_input];
+    } else {
+      place.name = OutputOf(layer);
+    }
+    if (AddName(place.name, &names)) places.push_back(std::move(place));
+  }
+  if (!places.empty()) return places;
+  if (kind == "weight" || module.empty()) {
+    return NoPlace(absl::StrCat("has no ", tensor,
+                                ", and no Conv, Gemm or MatMul whose name "
+                                "tells the module; use --map"));
+  }
+  names = Edges(module, kind == "input");
+  if (names.size() == 1) {
+    return std::vector<Place>{{names[0], false, "names of nodes"}};
+  }
+  return NoPlace(names.empty()
+                     ? absl::StrCat("has no node whose name tells the module ",
+                                    module, "; use --map")
+                     : absl::StrCat("has several of ", module, ": ",
+                                    absl::StrJoin(names, ", "), "; use --map"));
+}
+
+OnnxModules::Place OnnxModules::PlaceOfWeight(
+    const std::string& initializer) const {
+  Place place;
+  place.name = initializer;
+  for (const size_t taker : TakersOf(initializer)) {
+    place.is_transposed |= nodes_[taker].op_type == "MatMul";
+  }
+  return place;
+}
+
+std::vector<OnnxModules::LayerInput> OnnxModules::LayerInputs() const {
+  std::vector<LayerInput> found;
+  for (const OnnxModel::Node& node : nodes_) {
+    if (!IsLayer(node)) continue;
+    for (const size_t input : {size_t{0}, size_t{1}}) {
+      if (InitializerOf(node.inputs[input]).empty()) {
+        found.push_back({node.name, node.inputs[input]});
+      }
+    }
+  }
+  return found;
+}
+
+}  // namespace quantd::files

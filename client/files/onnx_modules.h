@@ -1,0 +1,90 @@
+// The tensors of torch modules in a graph that torch exported: what torch calls
+// "fc1.input" may be "/Relu_2_output_0" there.
+
+#ifndef QUANTD_CLIENT_FILES_ONNX_MODULES_H_
+#define QUANTD_CLIENT_FILES_ONNX_MODULES_H_
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "client/files/onnx_model.h"
+
+namespace quantd::files {
+
+// Immutable, thread-safe. Knows the graph as it was when it was made.
+class OnnxModules {
+ public:
+  // Where a tensor is.
+  struct Place {
+    // The initializer or activation.
+    std::string name;
+    // The initializer is the transpose of the module's weight.
+    bool is_transposed = false;
+    // For people: what told it.
+    std::string how;
+  };
+
+  // The activation that a layer computes with.
+  struct LayerInput {
+    std::string layer;
+    std::string activation;
+  };
+
+  // `model` must outlive this.
+  explicit OnnxModules(const OnnxModel& model);
+
+  // The places of "MODULE.weight", "MODULE.input" or "MODULE.output": several
+  // inputs or outputs where the module runs several times. Found by the
+  // initializer of the module's weight or bias, and by the module in the names
+  // of nodes.
+  // Errors: NOT_FOUND, which says why there is none.
+  absl::StatusOr<std::vector<Place>> Find(absl::string_view tensor) const;
+
+  // An initializer that somebody says is the weight of a module. A factor of
+  // MatMul is a transpose.
+  Place PlaceOfWeight(const std::string& initializer) const;
+
+  // Of all Conv, ConvTranspose, Gemm and MatMul of the main graph.
+  std::vector<LayerInput> LayerInputs() const;
+
+ private:
+  // A node that multiplies by a weight.
+  struct Layer {
+    size_t node;
+    size_t weight_input;
+    std::string how;
+  };
+
+  // Whether the node multiplies.
+  static bool IsLayer(const OnnxModel::Node& node);
+  // The initializer behind a value, through nodes that only change its form;
+  // empty where there is none.
+  std::string InitializerOf(std::string value) const;
+  // The nodes that take a value, through those that only change its form.
+  std::vector<size_t> TakersOf(const std::string& value) const;
+  // What is added to the product of a MatMul, or the product itself.
+  std::string OutputOf(const Layer& layer) const;
+  std::vector<Layer> LayersOf(const std::string& module) const;
+  // The inputs or outputs of all nodes of a module.
+  std::vector<std::string> Edges(const std::string& module,
+                                 bool are_inputs) const;
+
+  const OnnxModel& model_;
+  std::vector<OnnxModel::Node> nodes_;
+  // Of each node the module that its name tells.
+  std::vector<std::string> modules_;
+  absl::flat_hash_map<std::string, size_t> producers_;
+  absl::flat_hash_map<std::string, std::vector<size_t>> takers_;
+};
+
+// The module that the name of a node tells, as torch calls it: "block.0" of
+// "/block/block.0/MatMul". Empty where it tells none.
+std::string ModuleOfNode(absl::string_view node_name);
+
+}  // namespace quantd::files
+
+#endif  // QUANTD_CLIENT_FILES_ONNX_MODULES_H_
