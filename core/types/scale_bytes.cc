@@ -100,6 +100,14 @@ void AppendScaleBytes(const Encoding& encoding, int64_t begin, int64_t end,
   }
 }
 
+void ReserveScales(int64_t scale_count, bool has_zero_points,
+                   Encoding* encoding) {
+  const auto count = static_cast<size_t>(scale_count);
+  encoding->scale.reserve(count);
+  if (has_zero_points) encoding->zero_point.reserve(count);
+  if (HasScaleCodes(encoding->scale_type)) encoding->scale_code.reserve(count);
+}
+
 void AppendScales(absl::Span<const uint8_t> bytes, Encoding* encoding) {
   std::vector<float>& scale = encoding->scale;
   switch (encoding->scale_type) {

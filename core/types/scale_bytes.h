@@ -22,6 +22,11 @@ int64_t ZeroPointSizeBytes(const Encoding& encoding);
 void AppendScaleBytes(const Encoding& encoding, int64_t begin, int64_t end,
                       std::string* scale, std::string* zero_point);
 
+// Makes room for so many scales in all: appending them takes no more memory
+// than they have in the end.
+void ReserveScales(int64_t scale_count, bool has_zero_points,
+                   Encoding* encoding);
+
 // Appends what the bytes stand for to the encoding's scales, or to its scale
 // codes, from which DeriveScales makes scales.
 // Requires: a whole number of them; a valid format and scale type.

@@ -176,6 +176,10 @@ void ScaleWindow::Append(const Encoding& scales) {
   AppendScales(scales, &encoding_);
 }
 
+void ScaleWindow::Reserve() {
+  ReserveScales(needed_.end - needed_.first, has_zero_points_, &encoding_);
+}
+
 absl::Status ScaleWindow::CheckCovers(int64_t first, int64_t count) const {
   if (count == 0) return absl::OkStatus();
   const BlockLayout::ScaleRange bounds = layout_.ScaleBounds(first, count);

@@ -44,6 +44,9 @@ class ScaleWindow {
   // scales but those that are here.
   void Append(const Encoding& scales);
 
+  // Makes room for all scales that are needed.
+  void Reserve();
+
   // Errors: SCALE_COUNT unless all scales of elements [first, first + count)
   // are here.
   absl::Status CheckCovers(int64_t first, int64_t count) const;

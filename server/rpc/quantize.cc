@@ -673,6 +673,8 @@ class BlockQuantizeJob final : public BufferedQuantizeJob {
                           env.limits.chunk_bytes);
     feed_search_time_ = LocalSearchTime(*spec_, geometry_.real_bytes,
                                         geometry_.reals_size_bytes());
+    core::ReserveScales(spec_->layout->scale_count(),
+                        quantizer_->has_zero_points(), &encoding_);
   }
 
   absl::Status Reserve(int64_t bytes) override {
@@ -755,6 +757,10 @@ class LocalQuantizeJob final : public TensorJob {
                           QuantumRealBytes(env_, task_, geometry_));
     feed_search_time_ = LocalSearchTime(
         *spec_, geometry_.real_bytes, range.end_bytes() - range.begin_bytes());
+    if (task_.store_key.has_value()) {
+      core::ReserveScales(spec_->layout->scale_count(),
+                          quantizer_->has_zero_points(), &whole_);
+    }
   }
 
   absl::Status Resolve(ChunkWriter* out) override {

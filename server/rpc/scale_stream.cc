@@ -50,10 +50,16 @@ absl::Status IncomingScales::Push(absl::Span<const std::string> parts) {
 }
 
 absl::Status IncomingScales::Push(const v1::ScaleChunk& chunk) {
-  const int64_t bytes =
-      window_.MemoryBytes(static_cast<int64_t>(chunk.scale().size()) /
-                          core::ScaleSizeBytes(window_.encoding().scale_type)) +
-      static_cast<int64_t>(chunk.outer_scale().size());
+  int64_t count = static_cast<int64_t>(chunk.scale().size()) /
+                  core::ScaleSizeBytes(window_.encoding().scale_type);
+  // All of them, if all are kept: they do not move then.
+  const int64_t held = static_cast<int64_t>(window_.encoding().scale.size());
+  if (keep_all_) {
+    count =
+        std::max(count, window_.needed().end - window_.needed().first - held);
+  }
+  const int64_t bytes = window_.MemoryBytes(count) +
+                        static_cast<int64_t>(chunk.outer_scale().size());
   if (bytes > std::max(kSmallBytes, lease_.bytes())) {
     absl::Status status =
         env_.budget->Grow(&lease_, bytes,
@@ -61,6 +67,7 @@ absl::Status IncomingScales::Push(const v1::ScaleChunk& chunk) {
                           "fewer tensors at once");
     if (!status.ok()) return status;
   }
+  if (keep_all_) window_.Reserve();
   return window_.Append(ScaleBytesOf(chunk));
 }
 

@@ -1016,6 +1016,8 @@ absl::StatusOr<SqlEncodingStore::Row> SqlEncodingStore::ReadWhole(
       absl::Status status = proceed(pieces->memory_bytes());
       if (!status.ok()) return status;
       encoding = pieces->outline();
+      core::ReserveScales(row.head.scale_count, pieces->has_zero_points(),
+                          &*encoding);
       while (!pieces->at_end()) {
         ScalePiece piece;
         absl::StatusOr<bool> found = pieces->Read(connection, &piece);

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -133,6 +134,28 @@ TEST_F(IncomingScalesTest, ScalesComeNoLaterThanTheirElements) {
   const absl::Status late = scales->Advance(4, 1, 8);
   EXPECT_EQ(core::ErrorReason(late), "SCALE_COUNT");
   EXPECT_EQ(core::ErrorField(late), "scales.scale");
+}
+
+TEST_F(IncomingScalesTest, ChargesAllThatItKeepsBeforeItGrows) {
+  constexpr int64_t kKept = int64_t{1} << 16;
+  std::unique_ptr<IncomingScales> scales = Open(kKept, /*keep_all=*/true);
+  ASSERT_TRUE(scales->Push(Chunk(0, 10)).ok());
+  const std::vector<float>& kept = scales->window().encoding().scale;
+  const float* const begin = kept.data();
+  EXPECT_EQ(fake_.budget.used_bytes(), kKept * 4);
+  for (int64_t first = 10; first < kKept; first += 1000) {
+    ASSERT_TRUE(
+        scales->Push(Chunk(first, std::min<int64_t>(1000, kKept - first)))
+            .ok());
+  }
+  EXPECT_EQ(fake_.budget.used_bytes(), kKept * 4);
+  EXPECT_THAT(kept, SizeIs(kKept));
+  // Nothing was moved to more room.
+  EXPECT_EQ(kept.capacity(), kKept);
+  EXPECT_EQ(kept.data(), begin);
+  // More than there ever is.
+  scales = Open(int64_t{1} << 50, /*keep_all=*/true);
+  EXPECT_EQ(core::ErrorReason(scales->Push(Chunk(0, 10))), "MEMORY_BUDGET");
 }
 
 TEST_F(IncomingScalesTest, GivesAllScalesOnceTheyAreThere) {
