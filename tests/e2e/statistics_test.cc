@@ -199,7 +199,9 @@ TEST_F(StatisticsRpcTest, TheMovingAverageNeedsASingleSource) {
 }
 
 TEST_F(StatisticsRpcTest, EveryMethodWorksWithoutAContribution) {
-  const std::vector<float> values = Bell(5000);
+  // Too many to be searched themselves.
+  constexpr int kCount = 70000;
+  const std::vector<float> values = Bell(kCount);
   for (int method = 1; method <= 8; ++method) {
     v1::EncodingSpec spec = Spec(v1::NUMBER_FORMAT_INT4,
                                  static_cast<v1::CalibrationMethod>(method));
@@ -212,7 +214,7 @@ TEST_F(StatisticsRpcTest, EveryMethodWorksWithoutAContribution) {
       spec.add_methods(v1::CALIBRATION_METHOD_MIN_MAX);
     }
     SCOPED_TRACE(spec.ShortDebugString());
-    v1::CalibrateHeader header = Header("x", 5000);
+    v1::CalibrateHeader header = Header("x", kCount);
     header.clear_contribution();
     *header.mutable_spec() = spec;
     const std::string calibrated = MustCalibrate(header, values)
