@@ -13,6 +13,7 @@
 //                    outer scale, rounded)
 //   mxfp4-pack-quantized  X.weight_packed (U8), X.weight_scale (U8, E8M0)
 //   mxfp8-quantized  X.weight (F8_E4M3), X.weight_scale (U8, E8M0)
+//   naive-quantized  as int-quantized or float-quantized
 //
 // How X's inputs are quantized: X.input_scale (F32), X.input_zero_point (I8),
 // or X.input_global_scale (F32) of NVFP4, each of [1].

@@ -14,10 +14,12 @@
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/types/span.h"
+#include "client/cli/coded_input.h"
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
 #include "client/cli/compressed_tensors.h"
 #include "client/cli/output.h"
+#include "client/cli/plain_input.h"
 #include "client/cli/progress.h"
 #include "client/cli/selection.h"
 #include "client/cli/session.h"
@@ -25,12 +27,14 @@
 #include "client/cli/table.h"
 #include "client/cli/tensor_options.h"
 #include "client/cpp/client.h"
+#include "client/files/coded_tensor.h"
 #include "client/files/dtype.h"
 #include "client/files/errors.h"
 #include "client/files/gguf.h"
 #include "client/files/npy.h"
 #include "client/files/safetensors.h"
 #include "client/files/safetensors_builder.h"
+#include "client/models/quantized_checkpoint.h"
 #include "client/models/quantized_layout.h"
 #include "client/models/tensor_engine.h"
 #include "client/models/tensor_input.h"
@@ -40,6 +44,8 @@ namespace quantd::cli {
 namespace {
 
 constexpr size_t kMostInlineScaleBytes = 256 << 10;
+// Of floats in memory.
+constexpr int64_t kDecodeBytes = 4 << 20;
 
 struct Options {
   std::string input;
@@ -76,6 +82,11 @@ class Dequantizer {
         input->paths(), IsNpy() ? ".npy" : ".safetensors", &session_);
     if (status.ok()) status = ReadAll(*input);
     if (!status.ok()) return FailEarly(status, &session_);
+    if (!coded_.empty()) {
+      status = IsNpy() ? WriteCodedNpy(*input) : WriteCoded(*input);
+      if (!status.ok()) return session_.Fail(status);
+      return Report();
+    }
     const absl::StatusOr<Connections> connections =
         options_.streams.Connect(session_);
     if (!connections.ok()) return session_.FailUsage(connections.status());
@@ -178,6 +189,129 @@ class Dequantizer {
     return status;
   }
 
+  // Codes of others are decoded here, some rows at a time. No server is called.
+  absl::Status WriteCoded(const TensorInput& input) {
+    const absl::StatusOr<std::unique_ptr<files::SafetensorsBuilder>> builder =
+        files::SafetensorsBuilder::Create(options_.output.path,
+                                          options_.output.if_exists());
+    if (!builder.ok()) return builder.status();
+    uint64_t order = 0;
+    std::vector<size_t> places;
+    for (const files::CodedTensor& tensor : coded_) {
+      const absl::StatusOr<size_t> place =
+          (*builder)->Reserve(order++, tensor.name, tensor.dtype, tensor.shape);
+      if (!place.ok()) return place.status();
+      places.push_back(*place);
+    }
+    for (const files::FileTensor& tensor : input.tensors()) {
+      if (consumed_.contains(tensor.name)) continue;
+      const absl::StatusOr<size_t> place =
+          (*builder)->Reserve(order++, tensor.name, tensor.dtype, tensor.shape);
+      if (!place.ok()) return place.status();
+      places.push_back(*place);
+    }
+    const std::map<std::string, std::string> metadata = PlainMetadata(input);
+    for (const auto& [key, value] : metadata) {
+      (*builder)->SetMetadata(key, value);
+    }
+    const absl::StatusOr<uint64_t> header_bytes =
+        (*builder)->HeaderBytes(metadata);
+    if (!header_bytes.ok()) return header_bytes.status();
+    absl::Status status = (*builder)->PlaceAll(*header_bytes);
+    Progress progress(CodeBytes(input), !session_.quiet);
+    size_t place = 0;
+    for (const files::CodedTensor& tensor : coded_) {
+      if (!status.ok()) return status;
+      status = Decode(
+          tensor, [&](uint64_t offset_bytes, absl::Span<const uint8_t> bytes) {
+            return (*builder)->Write(places[place], offset_bytes, bytes);
+          });
+      progress.Add(CodeBytes(input, tensor), tensor.name);
+      AddCodedOutcome(input, tensor);
+      ++place;
+    }
+    for (const files::FileTensor& tensor : input.tensors()) {
+      if (!status.ok()) return status;
+      if (consumed_.contains(tensor.name)) continue;
+      status = (*builder)->Write(places[place++], 0, tensor.data);
+      outcomes_.push_back({tensor.name, tensor.shape,
+                           std::string(DtypeName(tensor.dtype)), "copied",
+                           tensor.data.size(), tensor.data.size(),
+                           absl::OkStatus(), ""});
+    }
+    if (status.ok()) status = (*builder)->Finish().status();
+    is_written_ = status.ok();
+    return status;
+  }
+
+  absl::Status WriteCodedNpy(const TensorInput& input) {
+    absl::Status status = CheckSingle(input, coded_.size());
+    if (!status.ok()) return status;
+    const files::CodedTensor& tensor = coded_[0];
+    std::vector<uint8_t> elements(
+        static_cast<size_t>(tensor.row_count() * tensor.row_bytes()));
+    tensor.DecodeRows(0, tensor.row_count(), absl::MakeSpan(elements));
+    AddCodedOutcome(input, tensor);
+    status = files::WriteNpy(options_.output.path, options_.output.if_exists(),
+                             tensor.dtype, tensor.shape, elements)
+                 .status();
+    is_written_ = status.ok();
+    return status;
+  }
+
+  // Gives the elements to `write`, a few MiB at a time.
+  static absl::Status Decode(const files::CodedTensor& tensor,
+                             const Sink& write) {
+    const int64_t count = tensor.row_count();
+    const int64_t row_bytes = tensor.row_bytes();
+    const int64_t step =
+        std::max<int64_t>(1, kDecodeBytes / std::max<int64_t>(1, row_bytes));
+    std::vector<uint8_t> elements(
+        static_cast<size_t>(std::min(step, count) * row_bytes));
+    for (int64_t begin = 0; begin < count; begin += step) {
+      const int64_t end = std::min(count, begin + step);
+      const absl::Span<uint8_t> part = absl::MakeSpan(elements).subspan(
+          0, static_cast<size_t>((end - begin) * row_bytes));
+      tensor.DecodeRows(begin, end, part);
+      const absl::Status status =
+          write(static_cast<uint64_t>(begin * row_bytes), part);
+      if (!status.ok()) return status;
+    }
+    return absl::OkStatus();
+  }
+
+  // Of all that a tensor is made of.
+  static uint64_t CodeBytes(const TensorInput& input,
+                            const files::CodedTensor& tensor) {
+    uint64_t size = 0;
+    for (const std::string& part : tensor.parts) {
+      const files::FileTensor* const found = input.Find(part);
+      if (found != nullptr) size += found->data.size();
+    }
+    return size;
+  }
+
+  uint64_t CodeBytes(const TensorInput& input) const {
+    uint64_t size = 0;
+    for (const files::CodedTensor& tensor : coded_) {
+      size += CodeBytes(input, tensor);
+    }
+    return size;
+  }
+
+  void AddCodedOutcome(const TensorInput& input,
+                       const files::CodedTensor& tensor) {
+    Outcome outcome;
+    outcome.name = tensor.name;
+    outcome.shape = tensor.shape;
+    outcome.dtype = std::string(DtypeName(tensor.dtype));
+    outcome.result = tensor.layout;
+    outcome.input_bytes = CodeBytes(input, tensor);
+    outcome.output_bytes =
+        static_cast<uint64_t>(tensor.row_count() * tensor.row_bytes());
+    outcomes_.push_back(std::move(outcome));
+  }
+
   static files::Dtype GgufDtype(const files::GgufTensor& tensor) {
     return tensor.type->dtype.value_or(files::Dtype::kF32);
   }
@@ -259,38 +393,48 @@ class Dequantizer {
     return status;
   }
 
-  // The input's, but for what quantctl says of codes.
-  static std::map<std::string, std::string> PlainMetadata(
-      const TensorInput& input) {
-    std::map<std::string, std::string> metadata;
-    for (const auto& [key, value] : input.metadata()) {
-      if (!absl::StartsWith(key, kQuantizedKeyPrefix) &&
-          !absl::StartsWith(key, "quantctl.")) {
-        metadata[key] = value;
-      }
-    }
-    return metadata;
-  }
-
   absl::Status ReadAll(const TensorInput& input) {
     absl::StatusOr<std::vector<QuantizedTensor>> tensors =
         ReadAllQuantized(input, options_.input);
     if (!tensors.ok()) return tensors.status();
     tensors_ = *std::move(tensors);
-    if (tensors_.empty()) {
+    if (tensors_.empty() &&
+        QuantizationMethod(options_.input) == kCompressedMethod) {
       absl::StatusOr<std::vector<QuantizedTensor>> compressed =
           ReadCompressed(input, options_.input);
       if (!compressed.ok()) return compressed.status();
       tensors_ = *std::move(compressed);
+    } else if (tensors_.empty()) {
+      absl::StatusOr<std::vector<files::CodedTensor>> coded =
+          ReadCheckpoint(input, options_.input);
+      if (!coded.ok()) return coded.status();
+      coded_ = *std::move(coded);
     }
     for (const QuantizedTensor& tensor : tensors_) {
       consumed_.insert(tensor.parts.begin(), tensor.parts.end());
     }
-    if (tensors_.empty()) {
+    for (const files::CodedTensor& tensor : coded_) {
+      consumed_.insert(tensor.parts.begin(), tensor.parts.end());
+    }
+    if (consumed_.empty()) {
       return files::FileMalformedError(
           options_.input,
-          "expected tensors that quantctl quantized, or those of a "
-          "compressed-tensors model, got none");
+          "expected tensors that quantctl quantized, those of a "
+          "compressed-tensors model with its config.json, or FP8, NVFP4, "
+          "MXFP4, GPTQ or AWQ with their scales, got none");
+    }
+    // What would stay codes under a name of their own is not plain.
+    for (const files::FileTensor& tensor : input.tensors()) {
+      if (consumed_.contains(tensor.name) || coded_.empty()) continue;
+      for (const absl::string_view suffix :
+           {".qweight", ".weight_packed", "_blocks"}) {
+        if (!absl::EndsWith(tensor.name, suffix)) continue;
+        return files::FileUnsupportedError(
+            options_.input,
+            absl::StrCat("tensor ", files::QuotedName(tensor.name), ", ",
+                         DtypeName(tensor.dtype), " ", ShapeText(tensor.shape),
+                         ", is quantized in a way that is not read"));
+      }
     }
     return absl::OkStatus();
   }
@@ -314,19 +458,25 @@ class Dequantizer {
     return job;
   }
 
-  absl::Status WriteOneNpy(const TensorInput& input, Client* client) {
+  // Whether the output is one tensor.
+  absl::Status CheckSingle(const TensorInput& input,
+                           size_t quantized_count) const {
     const auto is_copied = [this](const files::FileTensor& tensor) {
       return !consumed_.contains(tensor.name);
     };
     const size_t count =
-        tensors_.size() +
+        quantized_count +
         static_cast<size_t>(std::count_if(input.tensors().begin(),
                                           input.tensors().end(), is_copied));
-    if (count != 1) {
-      return files::FileUnsupportedError(
-          options_.output.path,
-          absl::StrCat(".npy holds one tensor, the file has ", count));
-    }
+    if (count == 1) return absl::OkStatus();
+    return files::FileUnsupportedError(
+        options_.output.path,
+        absl::StrCat(".npy holds one tensor, the file has ", count));
+  }
+
+  absl::Status WriteOneNpy(const TensorInput& input, Client* client) {
+    absl::Status single = CheckSingle(input, tensors_.size());
+    if (!single.ok()) return single;
     const QuantizedTensor& tensor = tensors_[0];
     const absl::StatusOr<DequantizeResult> result =
         client->Dequantize(MakeJob(tensor));
@@ -451,7 +601,9 @@ class Dequantizer {
 
   const Options& options_;
   Session& session_;
+  // Those that the server dequantizes, and those that are decoded here.
   std::vector<QuantizedTensor> tensors_;
+  std::vector<files::CodedTensor> coded_;
   // Names of codes and what lies beside them: not copied.
   absl::flat_hash_set<std::string> consumed_;
   std::vector<Outcome> outcomes_;
@@ -464,13 +616,12 @@ void AddDequantizeCommand(Command* quantctl, Session* session) {
   Command* const command = quantctl->AddCommand(
       "dequantize",
       "Turn a file that `quantize` wrote back into plain tensors of the type "
-      "that they had, and blocks of GGUF into float32; nothing is written when "
-      "a tensor fails");
+      "that they had, and blocks of GGUF and FP8, NVFP4, MXFP4, GPTQ and AWQ "
+      "checkpoints into float32; nothing is written when a tensor fails");
   const auto options = std::make_shared<Options>();
   command
       ->AddArgument("file", &options->input, "FILE",
-                    "safetensors file, the folder of a compressed-tensors "
-                    "model, or .gguf file")
+                    "safetensors file, the folder of a model, or .gguf file")
       ->Required();
   options->output
       .AddOptions(command,
@@ -485,6 +636,9 @@ void AddDequantizeCommand(Command* quantctl, Session* session) {
   command->AddExample(
       "quantctl dequantize model.q4_k_m.gguf -o restored.safetensors",
       "any of ggml's types; calls no server");
+  command->AddExample("quantctl dequantize llm-awq/ -o restored.safetensors",
+                      "of a checkpoint of AWQ, GPTQ, ModelOpt, GPT-OSS or FP8; "
+                      "calls no server");
   command->OnRun([options, session] { Dequantizer(*options, session).Run(); });
 }
 

@@ -10,6 +10,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
+#include "client/cli/coded_input.h"
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
 #include "client/cli/plain_input.h"
@@ -214,7 +215,9 @@ absl::Status EvaluateAll(const Options& options,
       }
     }
     if (reference != nullptr) {
-      pairs[i] = MakePairs(*reference->Find(tensor.name), tensor);
+      const files::FileTensor& other = *reference->Find(tensor.name);
+      const std::shared_ptr<const void> holds[] = {other.Hold(), tensor.Hold()};
+      pairs[i] = MakePairs(other, tensor);
       job.comparison = true;
       job.tensor.element_type = pairs[i].element_type;
       job.tensor.data = pairs[i].data;
@@ -235,23 +238,39 @@ absl::Status EvaluateAll(const Options& options,
   return internal::EvaluateEngine(connections.clients()).Run(work);
 }
 
+// A file of plain tensors; with `decodes` also of what other programs
+// quantized, as floats.
+absl::StatusOr<TensorInput> OpenInput(const std::string& path, bool decodes) {
+  absl::StatusOr<TensorInput> input = TensorInput::Open(path);
+  if (!input.ok()) return input;
+  const absl::Status plain = CheckPlain(*input, path);
+  if (plain.ok() || !decodes) {
+    return plain.ok() ? std::move(input) : absl::StatusOr<TensorInput>(plain);
+  }
+  const absl::StatusOr<CodedInput> coded = OpenCoded(path);
+  if (!coded.ok()) return coded.status();
+  if (coded->tensors.empty()) return plain;
+  TensorInput decoded = Decoded(*std::move(input), *coded);
+  const absl::Status status = CheckNoCodes(decoded, path);
+  if (!status.ok()) return status;
+  return decoded;
+}
+
 void Run(const Options& options, Session* session) {
   const absl::StatusOr<std::vector<Candidate>> candidates =
       ParseCandidates(options);
   if (!candidates.ok()) return session->FailUsage(candidates.status());
-  const absl::StatusOr<TensorInput> input = TensorInput::Open(options.input);
+  const bool compares = !options.reference.empty();
+  const absl::StatusOr<TensorInput> input =
+      OpenInput(options.input, /*decodes=*/compares);
   if (!input.ok()) return session->Fail(input.status());
-  absl::Status status = CheckPlain(*input, options.input);
-  if (!status.ok()) return session->Fail(status);
   ReportUnread(*input, session);
 
   std::optional<TensorInput> reference;
-  const bool compares = !options.reference.empty();
   if (compares) {
-    absl::StatusOr<TensorInput> opened = TensorInput::Open(options.reference);
+    absl::StatusOr<TensorInput> opened =
+        OpenInput(options.reference, /*decodes=*/true);
     if (!opened.ok()) return session->Fail(opened.status());
-    status = CheckPlain(*opened, options.reference);
-    if (!status.ok()) return session->Fail(status);
     reference.emplace(*std::move(opened));
   }
   const absl::StatusOr<std::vector<const files::FileTensor*>> taken =
@@ -305,6 +324,7 @@ void Run(const Options& options, Session* session) {
                   std::string(DtypeName(tensor.dtype)), "failed"});
   };
   std::vector<const files::FileTensor*> selected;
+  absl::Status status;
   for (const files::FileTensor* const one : *taken) {
     const files::FileTensor& tensor = *one;
     status = MakeJob(options, *candidates, tensor).status();

@@ -18,6 +18,7 @@
 #include "client/cli/commands.h"
 #include "client/cli/compressed_tensors.h"
 #include "client/cli/interchange.h"
+#include "client/cli/plain_input.h"
 #include "client/cli/printable.h"
 #include "client/cli/session.h"
 #include "client/cli/table.h"
@@ -25,12 +26,14 @@
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
 #include "client/cpp/text_file.h"
+#include "client/files/coded_tensor.h"
 #include "client/files/dtype.h"
 #include "client/files/errors.h"
 #include "client/files/gguf.h"
 #include "client/files/gguf_types.h"
 #include "client/files/onnx_model.h"
 #include "client/files/shard_index.h"
+#include "client/models/quantized_checkpoint.h"
 #include "client/models/tensor_input.h"
 #include "nlohmann/json.hpp"
 
@@ -296,11 +299,37 @@ void ImportCompressed(const Options& options, Session* session) {
          session);
 }
 
+// The encodings of FP8, NVFP4, MXFP4, GPTQ and AWQ checkpoints, likewise.
+void ImportCheckpoint(const Options& options, Session* session) {
+  const absl::StatusOr<TensorInput> input = TensorInput::Open(options.file);
+  if (!input.ok()) return session->Fail(input.status());
+  const absl::StatusOr<std::vector<files::CodedTensor>> tensors =
+      ReadCheckpoint(*input, options.file);
+  if (!tensors.ok()) return session->Fail(tensors.status());
+  if (tensors->empty()) return ImportCompressed(options, session);
+  const std::unique_ptr<Client> client = session->ConnectOrFail();
+  if (client == nullptr) return;
+  ImportByTensor imported(options, client.get());
+  for (const files::CodedTensor& tensor : *tensors) {
+    const absl::StatusOr<Encoding> encoding = EncodingOf(tensor, options.file);
+    if (!encoding.ok()) {
+      imported.AddLoss(tensor.name, ErrorText(encoding.status()),
+                       /*left_out=*/true);
+      continue;
+    }
+    const absl::Status status = imported.Store(tensor.name, *encoding);
+    if (!status.ok()) return session->Fail(status);
+  }
+  Report(options, imported.response(), "checkpoint", session);
+}
+
 void Run(const Options& options, Session* session) {
   if (IsGgufPath(options.file)) return ImportGguf(options, session);
   if (files::IsFolder(options.file) ||
       absl::EndsWithIgnoreCase(options.file, ".safetensors")) {
-    return ImportCompressed(options, session);
+    return QuantizationMethod(options.file) == kCompressedMethod
+               ? ImportCompressed(options, session)
+               : ImportCheckpoint(options, session);
   }
   v1::ImportEncodingsRequest request;
   request.set_model(options.name.model);
@@ -348,15 +377,16 @@ void AddImportCommand(Command* quantctl, Session* session) {
   Command* const command = quantctl->AddCommand(
       "import",
       "Store the encodings of a file: our own JSON, AIMET encodings, ONNX "
-      "parameters, or a compressed-tensors model; exits with 1 when a tensor "
-      "had to be left out");
+      "parameters, or a model that is quantized; exits with 1 when a tensor "
+      "had "
+      "to be left out");
   const auto options = std::make_shared<Options>();
   command
       ->AddArgument(
           "file", &options->file, "FILE",
           "JSON file, - for stdin; the folder or safetensors file of "
-          "a compressed-tensors model; or a .gguf file, whose q8_0, q5_0 "
-          "and q4_0 blocks have encodings")
+          "a compressed-tensors, FP8, NVFP4, MXFP4, GPTQ or AWQ model; or a "
+          ".gguf file, whose q8_0, q5_0 and q4_0 blocks have encodings")
       ->Required();
   options->name.AddOptions(command, /*required=*/true);
   std::vector<std::string> formats = InterchangeFormatNames();

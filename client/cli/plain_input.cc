@@ -19,32 +19,74 @@
 namespace quantd::cli {
 namespace {
 
-// The tensor that holds codes, or their scales, in the layouts of others; null
-// where there is none.
+// What lies beside codes in the layouts of others.
+constexpr absl::string_view kBeside[] = {
+    "_scale",     "_scale_inv",  "_scale_2",     ".scale",  ".scales",
+    "_scales",    "_zero_point", "_absmax",      ".absmax", "_quant_map",
+    ".quant_map", ".SCB",        "_global_scale"};
+// Names that only codes have, and what lies beside them where they may be in
+// another file.
+constexpr absl::string_view kOfCodes[] = {
+    ".qweight",          ".qzeros",         ".weight_packed",
+    ".weight_scale_inv", ".weight_scale_2", ".weight_global_scale",
+    ".weight.absmax"};
+
+bool HasCodes(const files::FileTensor* tensor) {
+  return tensor != nullptr && !ElementTypeOf(tensor->dtype).has_value();
+}
+
+// The tensor that holds codes, or what lies beside codes, in the layouts of
+// others; null where there is none.
 const files::FileTensor* FindCodes(const TensorInput& input) {
-  constexpr absl::string_view kScales[] = {"_scale", ".scale", "_scale_inv",
-                                           ".scales"};
   for (const files::FileTensor& tensor : input.tensors()) {
-    if (absl::EndsWith(tensor.name, ".qweight")) return &tensor;
-    for (const absl::string_view suffix : kScales) {
+    for (const absl::string_view suffix : kBeside) {
       absl::string_view stem = tensor.name;
       if (!absl::ConsumeSuffix(&stem, suffix)) continue;
-      const files::FileTensor* codes = input.Find(stem);
-      if (codes == nullptr) codes = input.Find(absl::StrCat(stem, "_packed"));
-      if (codes != nullptr && !ElementTypeOf(codes->dtype).has_value()) {
-        return codes;
+      for (const char* end : {"", "_packed", ".weight", "_blocks", ".blocks"}) {
+        const files::FileTensor* const codes =
+            input.Find(absl::StrCat(stem, end));
+        if (HasCodes(codes)) return codes;
       }
+    }
+  }
+  // The codes, or their scales, may be in another file.
+  for (const files::FileTensor& tensor : input.tensors()) {
+    for (const absl::string_view suffix : kOfCodes) {
+      if (absl::EndsWith(tensor.name, suffix)) return &tensor;
+    }
+    absl::string_view stem = tensor.name;
+    if (absl::ConsumeSuffix(&stem, "_scale") &&
+        absl::EndsWith(stem, ".weight") && input.Find(stem) == nullptr) {
+      return &tensor;
     }
   }
   return nullptr;
 }
 
-// What a folder's config.json says of how the model is quantized; empty where
-// it says nothing.
-std::string QuantizationMethod(const std::string& folder) {
-  const std::string text =
-      internal::ReadTextFile(files::PathIn(folder, "config.json")).value_or("");
-  const Json document = Json::parse(text, nullptr, /*allow_exceptions=*/false);
+absl::Status QuantizedError(const std::string& path, absl::string_view what,
+                            absl::string_view why, absl::string_view more) {
+  return files::FileUnsupportedError(
+      path, absl::StrCat("expected plain tensors, but ", what,
+                         " is quantized already", why,
+                         "; begin with the model that it was made from, or "
+                         "with what `quantctl dequantize ",
+                         path, " -o FILE` makes of it", more));
+}
+
+}  // namespace
+
+std::string QuantizationMethod(const std::string& path) {
+  const size_t slash = path.rfind('/');
+  const std::string folder = files::IsFolder(path) ? path
+                             : slash == std::string::npos
+                                 ? "."
+                                 : path.substr(0, slash + 1);
+  const auto read = [&folder](const char* name) {
+    const std::string text =
+        internal::ReadTextFile(files::PathIn(folder, name)).value_or("");
+    return Json::parse(text, nullptr, /*allow_exceptions=*/false);
+  };
+  const Json document = read("config.json");
   if (!document.is_object()) return "";
   for (const char* key : {"quantization_config", "compression_config"}) {
     const auto config = document.find(key);
@@ -57,45 +99,36 @@ std::string QuantizationMethod(const std::string& folder) {
   return "";
 }
 
-}  // namespace
-
-absl::Status CheckPlain(const TensorInput& input, const std::string& path) {
-  constexpr absl::string_view kCompressed = "compressed-tensors";
-  const std::string method =
-      files::IsFolder(path) ? QuantizationMethod(path) : "";
-  const std::string take_back =
-      absl::StrCat("; begin with `quantctl dequantize ", path,
-                   " -o FILE`, or with the ", "model that it was made from");
+absl::Status CheckPlain(const TensorInput& input, const std::string& path,
+                        absl::string_view more) {
   for (const auto& [key, value] : input.metadata()) {
     absl::string_view name = key;
     if (absl::ConsumePrefix(&name, kQuantizedKeyPrefix)) {
-      return files::FileUnsupportedError(
-          path, absl::StrCat("expected plain tensors, but \"", name,
-                             "\" is quantized already", take_back));
+      return QuantizedError(path, files::QuotedName(name), "", "");
     }
   }
-  if (method == kCompressed) {
-    return files::FileUnsupportedError(
-        path, absl::StrCat("expected plain tensors, but config.json says that "
-                           "they are quantized already, by ",
-                           kCompressed, take_back));
-  }
+  const std::string method =
+      files::IsFolder(path) ? QuantizationMethod(path) : "";
   if (!method.empty()) {
-    return files::FileUnsupportedError(
-        path,
-        absl::StrCat("expected plain tensors, but config.json says that "
-                     "they are quantized already, by \"",
-                     method, "\"; begin with the model that it was made from"));
+    return QuantizedError(
+        path, "a tensor",
+        absl::StrCat(": config.json says by ", files::QuotedName(method)),
+        more);
   }
+  return CheckNoCodes(input, path, more);
+}
+
+absl::Status CheckNoCodes(const TensorInput& input, const std::string& path,
+                          absl::string_view more) {
   const files::FileTensor* const codes = FindCodes(input);
-  if (codes != nullptr) {
-    return files::FileUnsupportedError(
-        path,
-        absl::StrCat("expected plain tensors, but \"", codes->name,
-                     "\" is quantized already: it is ", DtypeName(codes->dtype),
-                     " and has scales beside it", take_back));
-  }
-  return absl::OkStatus();
+  if (codes == nullptr) return absl::OkStatus();
+  return QuantizedError(
+      path, files::QuotedName(codes->name),
+      absl::StrCat(": it is ", DtypeName(codes->dtype),
+                   ElementTypeOf(codes->dtype).has_value()
+                       ? ", and scales of codes have such a name"
+                       : ", and codes and their scales have such names"),
+      more);
 }
 
 }  // namespace quantd::cli

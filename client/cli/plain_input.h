@@ -6,15 +6,28 @@
 #include <string>
 
 #include "absl/status/status.h"
+#include "absl/strings/string_view.h"
 #include "client/models/tensor_input.h"
 
 namespace quantd::cli {
 
+// As config.json calls compressed-tensors.
+constexpr char kCompressedMethod[] = "compressed-tensors";
+
+// What the config.json of a model's folder, or beside a file, says of how the
+// model is quantized; empty where it says nothing.
+std::string QuantizationMethod(const std::string& path);
+
 // Whether the input has plain tensors alone; what somebody has quantized is not
 // to be quantized again, scales and all. `path` is what the input was opened
 // as.
-// Errors: FILE_UNSUPPORTED, with what to do.
-absl::Status CheckPlain(const TensorInput& input, const std::string& path);
+// Errors: FILE_UNSUPPORTED, with what to do: `more` says what the command has
+// for it.
+absl::Status CheckPlain(const TensorInput& input, const std::string& path,
+                        absl::string_view more = "");
+// The same by the tensors alone.
+absl::Status CheckNoCodes(const TensorInput& input, const std::string& path,
+                          absl::string_view more = "");
 
 }  // namespace quantd::cli
 

@@ -84,7 +84,9 @@ const Option* AddFileOptions(Command* command, QuantizeOptions* options) {
                      "GGUF file whose metadata a .gguf file gets; by default "
                      "the input");
   command->AddFlag("--requantize", &options->requantize,
-                   "Quantize blocks of GGUF too, after dequantizing them");
+                   "Quantize what is quantized already too, as `quantctl "
+                   "dequantize` makes floats of it: blocks of GGUF, and "
+                   "models of other programs");
   command->AddFlag("--restart", &options->restart,
                    "Do finished shards again as well");
   return layout;

@@ -44,9 +44,15 @@ constexpr absl::string_view kWeightExtensions[] = {
 constexpr size_t kCopiedAtOnce = 1 << 20;
 constexpr size_t kMostNames = 10;
 
+// What says how the input was quantized is not of the output.
+constexpr absl::string_view kNotBeside[] = {
+    "hf_quant_config.json", "quant_config.json", "quantize_config.json"};
+
 // Whether a file goes with the tensors of a model.
 bool IsBeside(absl::string_view name) {
-  return std::none_of(std::begin(kWeightExtensions),
+  return std::find(std::begin(kNotBeside), std::end(kNotBeside), name) ==
+             std::end(kNotBeside) &&
+         std::none_of(std::begin(kWeightExtensions),
                       std::end(kWeightExtensions),
                       [name](absl::string_view extension) {
                         return absl::EndsWith(name, extension);

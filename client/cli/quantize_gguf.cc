@@ -141,6 +141,7 @@ class GgufOutput {
   absl::Status Copy() {
     for (const size_t index : copied_) {
       const files::FileTensor& tensor = shard_.input.tensors()[index];
+      const std::shared_ptr<const void> hold = tensor.Hold();
       const auto blocks = shard_.input.blocks().find(tensor.name);
       const absl::Span<const uint8_t> data =
           blocks == shard_.input.blocks().end() ? tensor.data

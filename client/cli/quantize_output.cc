@@ -217,6 +217,7 @@ class Output {
   absl::Status Copy() const {
     absl::Status status;
     for (const auto& [tensor, index] : copies_) {
+      const std::shared_ptr<const void> hold = tensor->Hold();
       status.Update(builder_->Write(index, 0, tensor->data));
     }
     return status;
@@ -274,6 +275,7 @@ class Output {
       if (places_[i].plain != nullptr) places_[i].plain->Drop();
       if (places_[i].compressed != nullptr) places_[i].compressed->Drop();
       const files::FileTensor& tensor = *tasks_[i].tensor;
+      const std::shared_ptr<const void> hold = tensor.Hold();
       const absl::Status status =
           builder_->Add(kFirstCopiedOrder + places_[i].order, tensor.name,
                         tensor.dtype, tensor.shape, tensor.data);

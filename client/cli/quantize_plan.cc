@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <iterator>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -14,6 +15,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "client/cli/coded_input.h"
 #include "client/cli/compressed_tensors.h"
 #include "client/cli/gguf_output.h"
 #include "client/cli/plain_input.h"
@@ -23,6 +25,7 @@
 #include "client/cli/table.h"
 #include "client/cli/tensor_options.h"
 #include "client/cpp/errors.h"
+#include "client/files/coded_tensor.h"
 #include "client/files/errors.h"
 #include "client/files/gguf_builder.h"
 #include "client/files/gguf_types.h"
@@ -65,6 +68,44 @@ absl::Status CheckIndex(const QuantizeOptions& options,
   return absl::OkStatus();
 }
 
+// What is to be said of an input that is not plain.
+constexpr char kTakeRequantize[] = ", or take --requantize, which does both";
+
+// Takes the codes of other programs for floats, where that is asked for, in
+// the index too. Nothing where there are none.
+absl::StatusOr<std::optional<CodedInput>> OpenRequantized(
+    const QuantizeOptions& options) {
+  if (!options.requantize || IsGgufPath(options.input) ||
+      IsNpyPath(options.input)) {
+    return std::nullopt;
+  }
+  absl::StatusOr<CodedInput> coded = OpenCoded(options.input);
+  if (!coded.ok()) return coded.status();
+  if (coded->tensors.empty()) return std::nullopt;
+  return std::optional<CodedInput>(*std::move(coded));
+}
+
+// The index of what the codes stand for: a tensor is where its codes are.
+void ReindexDecoded(const CodedInput& coded,
+                    std::map<std::string, std::string>* weight_map) {
+  for (const files::CodedTensor& tensor : coded.tensors) {
+    const auto codes = weight_map->find(tensor.parts[0]);
+    if (codes == weight_map->end()) continue;
+    const std::string shard = codes->second;
+    for (const std::string& part : tensor.parts) weight_map->erase(part);
+    (*weight_map)[tensor.name] = shard;
+  }
+}
+
+// Codes and their scales may be in different shards of a folder, so they are
+// looked for in all together.
+absl::Status CheckFolder(const QuantizeOptions& options) {
+  const absl::StatusOr<TensorInput> input = TensorInput::Open(options.input);
+  // What is wrong with the folder comes up where its shards are opened.
+  if (!input.ok()) return absl::OkStatus();
+  return CheckPlain(*input, options.input, kTakeRequantize);
+}
+
 absl::Status OpenInputs(const QuantizeOptions& options, QuantizePlan* plan) {
   std::vector<std::string> names = {files::kSingleShardName};
   const bool reads_folder = files::IsFolder(options.input);
@@ -75,19 +116,34 @@ absl::Status OpenInputs(const QuantizeOptions& options, QuantizePlan* plan) {
     plan->weight_map = std::move(index->weight_map);
     names = std::move(index->shards);
   }
+  const absl::StatusOr<std::optional<CodedInput>> coded =
+      OpenRequantized(options);
+  if (!coded.ok()) return coded.status();
+  if (coded->has_value()) {
+    ReindexDecoded(**coded, &plan->weight_map);
+  } else if (reads_folder) {
+    const absl::Status status = CheckFolder(options);
+    if (!status.ok()) return status;
+  }
   for (const std::string& name : names) {
     std::string path =
         reads_folder ? files::PathIn(options.input, name) : options.input;
     absl::StatusOr<TensorInput> input = TensorInput::Open(path);
     if (!input.ok()) return input.status();
+    absl::Status status;
+    if (coded->has_value()) {
+      input = Decoded(*std::move(input), **coded);
+      status = CheckNoCodes(*input, options.input);
+    } else {
+      status = CheckPlain(*input, options.input, kTakeRequantize);
+    }
+    if (status.ok()) status = CheckBlocks(options, *input);
+    if (!status.ok()) return status;
     auto shard = std::make_unique<Shard>(std::move(path), *std::move(input));
     shard->output_path = plan->is_folder
                              ? files::PathIn(options.output.path, name)
                              : options.output.path;
     shard->name = name;
-    absl::Status status = CheckPlain(shard->input, options.input);
-    if (status.ok()) status = CheckBlocks(options, shard->input);
-    if (!status.ok()) return status;
     plan->shards.push_back(std::move(shard));
   }
   return CheckIndex(options, *plan);

@@ -66,6 +66,7 @@ absl::Status QuantizeServer::Quantize(const TensorSink& sink,
     return (*tasks)[i].tensor->data.size();
   };
   work.make_job = [this, &sink, tasks](size_t i) {
+    (*tasks)[i].hold = (*tasks)[i].tensor->Hold();
     QuantizeJob job = MakeJob(&(*tasks)[i]);
     if (sink.set_sinks) sink.set_sinks(i, &job);
     return job;
@@ -75,6 +76,7 @@ absl::Status QuantizeServer::Quantize(const TensorSink& sink,
                   EvaluateStream* evaluate) {
     TensorTask& task = (*tasks)[i];
     const absl::Status status = TakeResult(sink, i, result, evaluate, &task);
+    task.hold = nullptr;
     absl::MutexLock lock(&mutex_);
     stored_count_ += result.ok() && options_.store ? 1 : 0;
     progress->Add(task.tensor->data.size(), task.tensor->name);

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -37,6 +38,8 @@ struct TensorTask {
   Outcome* outcome;
   // TiedMaxima::For; the job points to it.
   std::vector<float> outer_maximum = {};
+  // See files::FileTensor; the job points to what it keeps.
+  std::shared_ptr<const void> hold = nullptr;
 };
 
 // How a file takes tensors. Called for different ones at once.

@@ -11,6 +11,7 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -22,6 +23,7 @@
 #include "absl/types/span.h"
 #include "client/files/atomic_file.h"
 #include "client/files/dtype.h"
+#include "client/files/lazy_bytes.h"
 #include "client/files/mapped_file.h"
 
 namespace quantd::files {
@@ -32,6 +34,13 @@ struct FileTensor {
   Dtype dtype = Dtype::kF32;
   std::vector<int64_t> shape;
   absl::Span<const uint8_t> data;
+  // Where `data` are made on use; null for those of a mapping.
+  std::shared_ptr<LazyBytes> lazy = nullptr;
+
+  // Keep what this returns for as long as `data` are read.
+  std::shared_ptr<const void> Hold() const {
+    return lazy == nullptr ? nullptr : lazy->Hold();
+  }
 };
 
 // A checked file, mapped. Immutable, thread-safe.

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #include "absl/types/span.h"
@@ -127,6 +128,7 @@ std::vector<float> OuterMaximumFor(const EncodingSpec& spec,
   }
   const std::vector<int64_t> outer(expected.outer_block_size().begin(),
                                    expected.outer_block_size().end());
+  const std::shared_ptr<const void> hold = tensor.Hold();
   return OuterMaximum(type, tensor.shape, outer, tensor.data);
 }
 

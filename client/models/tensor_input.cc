@@ -7,6 +7,7 @@
 #include <variant>
 #include <vector>
 
+#include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/match.h"
@@ -122,13 +123,30 @@ absl::Status TensorInput::AddGguf(const std::string& path) {
     tensors_.push_back(std::move(added));
   }
   // As they lie in the file that `quantctl dequantize` makes of them.
+  Sort();
+  files_.emplace_back(*std::move(reader));
+  return absl::OkStatus();
+}
+
+void TensorInput::Replace(const std::vector<std::string>& names,
+                          std::vector<files::FileTensor> tensors,
+                          std::map<std::string, std::string> metadata) {
+  const absl::flat_hash_set<std::string> gone(names.begin(), names.end());
+  for (files::FileTensor& tensor : tensors_) {
+    if (!gone.contains(tensor.name)) tensors.push_back(std::move(tensor));
+  }
+  tensors_ = std::move(tensors);
+  metadata_ = std::move(metadata);
+  Sort();
+}
+
+void TensorInput::Sort() {
   std::stable_sort(tensors_.begin(), tensors_.end(),
                    [](const files::FileTensor& a, const files::FileTensor& b) {
                      return DtypeSizeBytes(a.dtype) > DtypeSizeBytes(b.dtype);
                    });
+  index_.clear();
   for (size_t i = 0; i < tensors_.size(); ++i) index_[tensors_[i].name] = i;
-  files_.emplace_back(*std::move(reader));
-  return absl::OkStatus();
 }
 
 const files::FileTensor* TensorInput::Find(absl::string_view name) const {

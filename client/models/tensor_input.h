@@ -31,7 +31,7 @@ std::string FileStem(absl::string_view path);
 
 // A safetensors file, a .npy file as one tensor named by its stem, a .gguf file
 // whose blocks are float32 in memory, or a folder of safetensors files that
-// make one model. Immutable, thread-safe.
+// make one model. Thread-safe while nobody calls Replace.
 class TensorInput {
  public:
   // Errors: of files::SafetensorsReader, files::NpyReader, files::GgufReader
@@ -52,6 +52,12 @@ class TensorInput {
   const std::map<std::string, std::string>& metadata() const {
     return metadata_;
   }
+  // Puts other tensors in the place of those of these names, which need not all
+  // be there, and other metadata. They lie as a file that has the new ones
+  // first has them.
+  void Replace(const std::vector<std::string>& names,
+               std::vector<files::FileTensor> tensors,
+               std::map<std::string, std::string> metadata);
   // The files that were opened, and their folder where one was.
   const std::vector<std::string>& paths() const { return paths_; }
 
@@ -61,6 +67,8 @@ class TensorInput {
   // Adds the tensors of a safetensors file.
   absl::Status Add(const std::string& path);
   absl::Status AddGguf(const std::string& path);
+  // Those of wider elements first; makes the index.
+  void Sort();
 
   // What tensors_ point into.
   std::vector<std::variant<files::SafetensorsReader, files::NpyReader,

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <map>
 #include <mutex>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -246,6 +247,7 @@ std::vector<float> TiedMaxima::For(const EncodingSpec& spec,
   Shared& shared = *found->second;
   std::call_once(shared.once, [&shared] {
     for (const files::FileTensor* const member : shared.group->tensors) {
+      const std::shared_ptr<const void> hold = member->Hold();
       shared.maximum =
           std::max(shared.maximum,
                    OuterMaximum(*ElementTypeOf(member->dtype), member->shape,

@@ -468,7 +468,7 @@ class CompressedTensorsTest(InterchangeCase):
 
         groups = "config_groups"
         refused(lambda c: c.update(quant_method="gptq"),
-                "not of compressed-tensors")
+                "is quantized in a way that is not read")
         refused(lambda c: c.pop(groups), "no group of config.json targets it")
         refused(lambda c: c[groups]["group_1"]["weights"].update(num_bits=99),
                 "num_bits is 99, expected 2 to 8")

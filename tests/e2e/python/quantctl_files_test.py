@@ -585,6 +585,10 @@ class QuantizedInputTest(FilesCase):
                              "--sequence", "1"),
                             ("evaluate", "--candidate", "int8"),
                             ("evaluate", "--reference", self.input)):
+                # What is read compares as the floats that it stands for.
+                if name in ("packed", shard, "fp8") and (
+                        "--reference" in command):
+                    continue
                 with self.subTest(name=name, command=command[0]):
                     self.refused_unsent(
                         command[0], self.path(name), *command[1:],

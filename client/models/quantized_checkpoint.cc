@@ -1,0 +1,805 @@
+#include "client/models/quantized_checkpoint.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
+#include "absl/types/span.h"
+#include "client/cpp/text_file.h"
+#include "client/files/dtype.h"
+#include "client/files/errors.h"
+#include "client/files/shard_index.h"
+#include "nlohmann/json.hpp"
+
+namespace quantd {
+namespace {
+
+using Json = nlohmann::ordered_json;
+using files::CodedTensor;
+using files::CodeStream;
+using files::CodeValues;
+using files::Dtype;
+using files::FileTensor;
+
+constexpr int64_t kMxGroup = 32;
+// Of AWQ, where in a word each of its values lies.
+constexpr uint8_t kAwqPlaces4[] = {0, 4, 1, 5, 2, 6, 3, 7};
+constexpr uint8_t kAwqPlaces8[] = {0, 2, 1, 3};
+
+int64_t CeilDivide(int64_t a, int64_t b) { return a / b + (a % b != 0); }
+
+std::string ShapeText(const std::vector<int64_t>& shape) {
+  return absl::StrCat("[", absl::StrJoin(shape, ","), "]");
+}
+
+bool IsFloatScale(Dtype dtype) {
+  return dtype == Dtype::kF32 || dtype == Dtype::kF16 || dtype == Dtype::kBF16;
+}
+
+// What the files beside the tensors say; 0 and empty where they do not.
+struct Config {
+  int64_t bits = 0;
+  // -1: all inputs.
+  int64_t group_size = 0;
+  int64_t block_rows = 128;
+  int64_t block_columns = 128;
+  std::string method;
+  // In lower case.
+  std::string version;
+  std::string checkpoint_format;
+};
+
+Json ReadObject(const std::string& folder, const char* name) {
+  const std::string text =
+      internal::ReadTextFile(files::PathIn(folder, name)).value_or("");
+  Json document = Json::parse(text, nullptr, /*allow_exceptions=*/false);
+  return document.is_object() ? document : Json::object();
+}
+
+void TakeInteger(const Json& object, const char* key, int64_t* value) {
+  const auto found = object.find(key);
+  if (found != object.end() && found->is_number_integer()) {
+    *value = found->get<int64_t>();
+  }
+}
+
+void TakeString(const Json& object, const char* key, std::string* value) {
+  const auto found = object.find(key);
+  if (found != object.end() && found->is_string()) {
+    *value = absl::AsciiStrToLower(found->get<std::string>());
+  }
+}
+
+void TakeConfig(const Json& object, Config* config) {
+  // As old files of AutoAWQ call them.
+  TakeInteger(object, "w_bit", &config->bits);
+  TakeInteger(object, "q_group_size", &config->group_size);
+  TakeInteger(object, "bits", &config->bits);
+  TakeInteger(object, "group_size", &config->group_size);
+  TakeString(object, "quant_method", &config->method);
+  TakeString(object, "version", &config->version);
+  TakeString(object, "checkpoint_format", &config->checkpoint_format);
+  const auto block = object.find("weight_block_size");
+  if (block != object.end() && block->is_array() && block->size() == 2 &&
+      (*block)[0].is_number_integer() && (*block)[1].is_number_integer()) {
+    config->block_rows = (*block)[0].get<int64_t>();
+    config->block_columns = (*block)[1].get<int64_t>();
+  }
+}
+
+Config ReadConfig(const std::string& path) {
+  const size_t slash = path.rfind('/');
+  const std::string folder = files::IsFolder(path) ? path
+                             : slash == std::string::npos
+                                 ? "."
+                                 : path.substr(0, slash + 1);
+  Config config;
+  for (const char* name : {"quant_config.json", "quantize_config.json"}) {
+    TakeConfig(ReadObject(folder, name), &config);
+  }
+  const Json hugging_face = ReadObject(folder, "config.json");
+  const auto found = hugging_face.find("quantization_config");
+  if (found != hugging_face.end() && found->is_object()) {
+    TakeConfig(*found, &config);
+  }
+  if (config.method.empty() &&
+      ReadObject(folder, "hf_quant_config.json").contains("quantization")) {
+    config.method = "modelopt";
+  }
+  return config;
+}
+
+// Reads the tensors of one input. Not thread-safe.
+class CheckpointReader {
+ public:
+  CheckpointReader(const TensorInput& input, const std::string& path)
+      : input_(input), path_(path), config_(ReadConfig(path)) {}
+
+  absl::StatusOr<std::vector<CodedTensor>> ReadAll() {
+    if (config_.block_rows <= 0 || config_.block_columns <= 0) {
+      return files::FileMalformedError(
+          path_, "expected a weight_block_size of two positive numbers");
+    }
+    std::vector<CodedTensor> tensors;
+    for (const FileTensor& tensor : input_.tensors()) {
+      absl::StatusOr<std::optional<CodedTensor>> read = Read(tensor);
+      if (!read.ok()) return read.status();
+      if (read->has_value()) tensors.push_back(**std::move(read));
+    }
+    return tensors;
+  }
+
+ private:
+  absl::Status Malformed(const std::string& name,
+                         absl::string_view what) const {
+    return files::FileMalformedError(
+        path_,
+        absl::StrCat("quantized tensor ", files::QuotedName(name), ": ", what));
+  }
+
+  // What it is, if it has codes.
+  absl::StatusOr<std::optional<CodedTensor>> Read(const FileTensor& tensor) {
+    absl::string_view stem = tensor.name;
+    if (absl::ConsumeSuffix(&stem, ".qweight")) {
+      return ReadInteger(std::string(stem), tensor);
+    }
+    for (const char* suffix : {"_blocks", ".blocks"}) {
+      stem = tensor.name;
+      if (tensor.dtype == Dtype::kU8 && tensor.shape.size() >= 3 &&
+          tensor.shape.back() == kMxGroup / 2 &&
+          absl::ConsumeSuffix(&stem, suffix)) {
+        return ReadBlocks(std::string(stem), suffix[0], tensor);
+      }
+    }
+    if (tensor.dtype == Dtype::kF8E4M3 || tensor.dtype == Dtype::kF8E5M2) {
+      return ReadBytes(tensor);
+    }
+    if (tensor.dtype == Dtype::kI8 && Part(tensor.name, "_scale") != nullptr) {
+      return ReadBytes(tensor);
+    }
+    if (tensor.dtype == Dtype::kU8 && Part(tensor.name, "_scale") != nullptr) {
+      return ReadFloat4(tensor);
+    }
+    return std::optional<CodedTensor>();
+  }
+
+  const FileTensor* Part(const std::string& name,
+                         absl::string_view suffix) const {
+    return input_.Find(absl::StrCat(name, suffix));
+  }
+
+  // Of the last dimensions; what comes before are matrices.
+  static void SetShape(const std::vector<int64_t>& shape, CodedTensor* tensor) {
+    tensor->shape = shape;
+    const size_t rank = shape.size();
+    tensor->columns = rank > 0 ? shape[rank - 1] : 1;
+    tensor->rows = rank > 1 ? shape[rank - 2] : 1;
+    for (size_t d = 0; d + 2 < rank; ++d) tensor->matrices *= shape[d];
+  }
+
+  // The codes, their scales, and what the module has for activations, which
+  // goes with them.
+  void SetParts(const FileTensor& codes,
+                const std::vector<const FileTensor*>& others,
+                CodedTensor* tensor) const {
+    tensor->parts.push_back(codes.name);
+    for (const FileTensor* const other : others) {
+      if (other != nullptr) tensor->parts.push_back(other->name);
+    }
+    absl::string_view module = tensor->name;
+    if (!absl::ConsumeSuffix(&module, ".weight")) return;
+    for (const char* suffix :
+         {".input_scale", ".input_zero_point", ".input_global_scale"}) {
+      const std::string name = absl::StrCat(module, suffix);
+      if (input_.Find(name) != nullptr) tensor->parts.push_back(name);
+    }
+  }
+
+  // F8_E4M3, F8_E5M2 or I8, in the tensor's shape.
+  absl::StatusOr<std::optional<CodedTensor>> ReadBytes(
+      const FileTensor& codes) {
+    const FileTensor* scale = Part(codes.name, "_scale_inv");
+    if (scale == nullptr) scale = Part(codes.name, "_scale");
+    if (scale == nullptr) {
+      // Some keep a tensor in 8 bits without one, but not the weights of a
+      // model that is quantized.
+      if (config_.method.empty() || !absl::EndsWith(codes.name, ".weight")) {
+        return std::optional<CodedTensor>();
+      }
+      return Malformed(codes.name, absl::StrCat("expected ", codes.name,
+                                                "_scale_inv or _scale, got "
+                                                "none"));
+    }
+    CodedTensor tensor;
+    tensor.name = codes.name;
+    tensor.layout = codes.dtype == Dtype::kI8 ? "INT8" : "FP8";
+    SetShape(codes.shape, &tensor);
+    tensor.codes.bytes = codes.data;
+    tensor.codes.line_words = tensor.columns;
+    tensor.values = codes.dtype == Dtype::kI8       ? CodeValues::kSigned
+                    : codes.dtype == Dtype::kF8E4M3 ? CodeValues::kE4M3
+                                                    : CodeValues::kE5M2;
+    absl::Status status = SetScales(*scale, &tensor);
+    const FileTensor* const zero_point = Part(codes.name, "_zero_point");
+    if (status.ok() && zero_point != nullptr && codes.dtype == Dtype::kI8) {
+      status = SetZeroPoints(*scale, *zero_point, &tensor);
+    }
+    if (!status.ok()) return status;
+    SetParts(codes, {scale, zero_point}, &tensor);
+    return std::optional<CodedTensor>(std::move(tensor));
+  }
+
+  // One for each scale.
+  absl::Status SetZeroPoints(const FileTensor& scale,
+                             const FileTensor& zero_point,
+                             CodedTensor* tensor) const {
+    if (zero_point.dtype != Dtype::kI8 ||
+        zero_point.data.size() *
+                static_cast<size_t>(DtypeSizeBytes(scale.dtype)) !=
+            scale.data.size()) {
+      return Malformed(tensor->name,
+                       absl::StrCat("expected ", zero_point.name,
+                                    " of I8, as many as scales, got ",
+                                    DtypeName(zero_point.dtype), " ",
+                                    ShapeText(zero_point.shape)));
+    }
+    auto wide = std::make_shared<std::vector<int32_t>>();
+    for (const uint8_t byte : zero_point.data) {
+      wide->push_back(static_cast<int8_t>(byte));
+    }
+    tensor->zero_points = *wide;
+    tensor->owner = std::move(wide);
+    return absl::OkStatus();
+  }
+
+  // What blocks the scales are of, by their shape.
+  absl::Status SetScales(const FileTensor& scale, CodedTensor* tensor) const {
+    files::CodeScales& scales = tensor->scales;
+    scales.dtype = scale.dtype;
+    scales.data = scale.data;
+    const bool is_mx = scale.dtype == Dtype::kU8;
+    const int64_t rows = tensor->rows;
+    const int64_t columns = tensor->columns;
+    const int64_t count =
+        static_cast<int64_t>(scale.data.size()) / DtypeSizeBytes(scale.dtype);
+    const auto wrong = [&] {
+      return Malformed(
+          tensor->name,
+          absl::StrCat("expected ", scale.name, " with a scale for the tensor,",
+                       " for each row or each block of ", config_.block_rows,
+                       " x ", config_.block_columns, ", got ",
+                       DtypeName(scale.dtype), " ", ShapeText(scale.shape),
+                       " for ", ShapeText(tensor->shape)));
+    };
+    if (!is_mx && !IsFloatScale(scale.dtype)) return wrong();
+    if (tensor->matrices * rows * columns == 0) return wrong();
+    if (count == 1 && !is_mx) {
+      scales.rows = rows;
+      scales.columns = columns;
+      return absl::OkStatus();
+    }
+    if (count % tensor->matrices != 0) return wrong();
+    // Of one matrix.
+    int64_t scale_rows = count / tensor->matrices;
+    int64_t scale_columns = 1;
+    if (scale.shape.size() == tensor->shape.size() && scale.shape.size() >= 2) {
+      scale_rows = scale.shape[scale.shape.size() - 2];
+      scale_columns = scale.shape.back();
+      if (!std::equal(scale.shape.begin(), scale.shape.end() - 2,
+                      tensor->shape.begin())) {
+        return wrong();
+      }
+    } else if (scale.shape.size() + 1 != tensor->shape.size() &&
+               scale.shape.size() != 1) {
+      return wrong();
+    }
+    if (is_mx) {
+      scales.columns = kMxGroup;
+      if (scale_rows != rows ||
+          scale_columns != CeilDivide(columns, kMxGroup)) {
+        return wrong();
+      }
+    } else if (scale_columns == 1 && scale_rows == 1) {
+      scales.rows = rows;
+      scales.columns = columns;
+    } else if (scale_columns == 1 && scale_rows == rows) {
+      scales.columns = columns;
+    } else if (scale_rows == CeilDivide(rows, config_.block_rows) &&
+               scale_columns == CeilDivide(columns, config_.block_columns)) {
+      scales.rows = config_.block_rows;
+      scales.columns = config_.block_columns;
+    } else if (scale_rows == rows && scale_columns > 0 &&
+               columns % scale_columns == 0) {
+      scales.columns = columns / scale_columns;
+    } else {
+      return wrong();
+    }
+    scales.matrix_step = scale_rows * scale_columns;
+    scales.row_step = scale_columns;
+    scales.column_step = 1;
+    return absl::OkStatus();
+  }
+
+  // NVFP4 under a scale of the tensor, or MXFP4.
+  absl::StatusOr<std::optional<CodedTensor>> ReadFloat4(
+      const FileTensor& codes) {
+    const FileTensor& scale = *Part(codes.name, "_scale");
+    const FileTensor* const outer = Part(codes.name, "_scale_2");
+    if (scale.dtype != Dtype::kF8E4M3 && scale.dtype != Dtype::kU8) {
+      // Something else than what is read; whoever quantizes refuses it.
+      return std::optional<CodedTensor>();
+    }
+    CodedTensor tensor;
+    tensor.name = codes.name;
+    const bool is_mx = scale.dtype == Dtype::kU8;
+    const int64_t group = is_mx ? kMxGroup : 16;
+    tensor.layout = is_mx ? "MXFP4" : "NVFP4";
+    std::vector<int64_t> shape = codes.shape;
+    if (shape.size() < 2 || shape.back() > INT64_MAX / 2) {
+      return Malformed(tensor.name, "expected a matrix of U8");
+    }
+    shape.back() *= 2;
+    SetShape(shape, &tensor);
+    std::vector<int64_t> expected = shape;
+    expected.back() = CeilDivide(expected.back(), group);
+    if (scale.shape != expected) {
+      return Malformed(
+          tensor.name,
+          absl::StrCat("expected ", scale.name, " of ", ShapeText(expected),
+                       ", got ", ShapeText(scale.shape)));
+    }
+    if (!is_mx) {
+      const absl::Status status = SetOuter(outer, &tensor);
+      if (!status.ok()) return status;
+    }
+    tensor.codes.bytes = codes.data;
+    tensor.codes.bits = 4;
+    tensor.codes.line_words = codes.shape.back();
+    tensor.values = CodeValues::kE2M1;
+    tensor.scales.dtype = scale.dtype;
+    tensor.scales.data = scale.data;
+    tensor.scales.columns = group;
+    tensor.scales.row_step = expected.back();
+    tensor.scales.column_step = 1;
+    tensor.scales.matrix_step = tensor.rows * expected.back();
+    SetParts(codes, {&scale, outer}, &tensor);
+    return std::optional<CodedTensor>(std::move(tensor));
+  }
+
+  absl::Status SetOuter(const FileTensor* outer, CodedTensor* tensor) const {
+    const int64_t count =
+        outer == nullptr ? 0 : static_cast<int64_t>(outer->data.size() / 4);
+    if (outer == nullptr || outer->dtype != Dtype::kF32 ||
+        (count != 1 && count != tensor->matrices)) {
+      return Malformed(
+          tensor->name,
+          absl::StrCat(
+              "expected ", tensor->name, "_scale_2, one scale of F32, got ",
+              outer == nullptr ? "none"
+                               : absl::StrCat(DtypeName(outer->dtype), " ",
+                                              ShapeText(outer->shape))));
+    }
+    tensor->scales.outer = outer->data;
+    return absl::OkStatus();
+  }
+
+  // Blocks of 16 bytes. With '_' the tensor lies transposed.
+  absl::StatusOr<std::optional<CodedTensor>> ReadBlocks(
+      const std::string& name, char separator, const FileTensor& blocks) {
+    const std::string scale_name =
+        absl::StrCat(name, std::string(1, separator), "scales");
+    const FileTensor* const scale = input_.Find(scale_name);
+    const std::vector<int64_t> expected(blocks.shape.begin(),
+                                        blocks.shape.end() - 1);
+    if (scale == nullptr || scale->dtype != Dtype::kU8 ||
+        scale->shape != expected) {
+      return Malformed(
+          name, absl::StrCat("expected ", scale_name, " of U8 ",
+                             ShapeText(expected), ", got ",
+                             scale == nullptr
+                                 ? "none"
+                                 : absl::StrCat(DtypeName(scale->dtype), " ",
+                                                ShapeText(scale->shape))));
+    }
+    const int64_t groups = expected.back();
+    CodedTensor tensor;
+    tensor.name = name;
+    tensor.layout = "GPT-OSS";
+    std::vector<int64_t> shape(expected.begin(), expected.end() - 1);
+    shape.push_back(groups * kMxGroup);
+    tensor.codes.bytes = blocks.data;
+    tensor.codes.bits = 4;
+    tensor.codes.line_words = groups * kMxGroup / 2;
+    tensor.values = CodeValues::kE2M1;
+    tensor.scales.dtype = Dtype::kU8;
+    tensor.scales.data = scale->data;
+    if (separator == '_') {
+      std::swap(shape[shape.size() - 1], shape[shape.size() - 2]);
+      tensor.lines_are_columns = true;
+      tensor.scales.rows = kMxGroup;
+      tensor.scales.row_step = 1;
+      tensor.scales.column_step = groups;
+    } else {
+      tensor.scales.columns = kMxGroup;
+      tensor.scales.row_step = groups;
+      tensor.scales.column_step = 1;
+    }
+    SetShape(shape, &tensor);
+    tensor.scales.matrix_step =
+        groups * (separator == '_' ? tensor.columns : tensor.rows);
+    SetParts(blocks, {scale}, &tensor);
+    return std::optional<CodedTensor>(std::move(tensor));
+  }
+
+  // GPTQ or AWQ; the shapes tell which.
+  absl::StatusOr<std::optional<CodedTensor>> ReadInteger(
+      const std::string& module, const FileTensor& codes) {
+    const FileTensor* const scale = Part(module, ".scales");
+    const FileTensor* const zeros = Part(module, ".qzeros");
+    const FileTensor* const groups = Part(module, ".g_idx");
+    CodedTensor tensor;
+    tensor.name = absl::StrCat(module, ".weight");
+    const auto expect = [&](const char* what, const FileTensor* got) {
+      return Malformed(
+          tensor.name,
+          absl::StrCat("expected ", module, what, ", got ",
+                       got == nullptr ? "none"
+                                      : absl::StrCat(DtypeName(got->dtype), " ",
+                                                     ShapeText(got->shape))));
+    };
+    if (input_.Find(tensor.name) != nullptr) {
+      return Malformed(tensor.name,
+                       absl::StrCat(codes.name, " is beside the weight"));
+    }
+    if (codes.dtype != Dtype::kI32 || codes.shape.size() != 2) {
+      return expect(".qweight of I32, a matrix", &codes);
+    }
+    if (scale == nullptr || !IsFloatScale(scale->dtype) ||
+        scale->shape.size() != 2 || scale->shape[0] == 0 ||
+        scale->shape[1] == 0) {
+      return expect(".scales of F16, BF16 or F32, [groups,outputs]", scale);
+    }
+    const int64_t group_count = scale->shape[0];
+    const int64_t outputs = scale->shape[1];
+    if (zeros == nullptr || zeros->dtype != Dtype::kI32 ||
+        zeros->shape.size() != 2 || zeros->shape[0] != group_count) {
+      return expect(".qzeros of I32 for the groups of .scales", zeros);
+    }
+    const bool is_awq = codes.shape[1] != outputs;
+    tensor.layout = is_awq ? "AWQ" : "GPTQ";
+    absl::Status status = CheckKind(tensor.name, is_awq);
+    if (!status.ok()) return status;
+    // The zero points have as many bits as the codes.
+    int64_t bits = zeros->shape[1] * 32 / outputs;
+    if (config_.bits > 0) bits = config_.bits;
+    const bool is_known =
+        is_awq ? bits == 4 || bits == 8
+               : bits == 2 || bits == 3 || bits == 4 || bits == 8;
+    if (!is_known) {
+      return files::FileUnsupportedError(
+          path_,
+          absl::StrCat("quantized tensor ", files::QuotedName(tensor.name),
+                       ": expected ", is_awq ? "4 or 8" : "2, 3, 4 or 8",
+                       " bits, got ", bits));
+    }
+    if (zeros->shape[1] != CeilDivide(outputs * bits, 32)) {
+      return expect(".qzeros packed along the outputs", zeros);
+    }
+    if (is_awq &&
+        (codes.shape[1] != zeros->shape[1] || outputs * bits % 32 != 0)) {
+      return expect(".qweight packed along the outputs", &codes);
+    }
+    const int64_t inputs = is_awq ? codes.shape[0] : codes.shape[0] * 32 / bits;
+    if (inputs == 0 || (!is_awq && codes.shape[0] * 32 % bits != 0)) {
+      return expect(".qweight packed along the inputs", &codes);
+    }
+    SetShape({outputs, inputs}, &tensor);
+    tensor.codes.bytes = codes.data;
+    tensor.codes.bits = static_cast<int>(bits);
+    tensor.codes.word_bytes = 4;
+    tensor.codes.line_words = is_awq ? codes.shape[1] : 1;
+    tensor.codes.stride_words = is_awq ? 1 : outputs;
+    tensor.lines_are_columns = is_awq;
+    tensor.scales.dtype = scale->dtype;
+    tensor.scales.data = scale->data;
+    tensor.scales.row_step = 1;
+    tensor.scales.column_step = outputs;
+    CodeStream stream;
+    stream.bytes = zeros->data;
+    stream.bits = static_cast<int>(bits);
+    stream.word_bytes = 4;
+    stream.line_words = zeros->shape[1];
+    if (is_awq) {
+      tensor.codes.places = bits == 4 ? kAwqPlaces4 : kAwqPlaces8;
+      stream.places = tensor.codes.places;
+    } else if (config_.checkpoint_format != "gptq_v2") {
+      tensor.zero_point_add = 1;
+    }
+    tensor.zero_point_stream = stream;
+    status = SetGroups(group_count, is_awq ? nullptr : groups, &tensor);
+    if (!status.ok()) return status;
+    SetParts(codes, {zeros, scale, groups}, &tensor);
+    return std::optional<CodedTensor>(std::move(tensor));
+  }
+
+  // Others pack the same names in other ways.
+  absl::Status CheckKind(const std::string& name, bool is_awq) const {
+    const std::string& kind =
+        is_awq ? config_.version : config_.checkpoint_format;
+    const bool is_known =
+        kind.empty() ||
+        (is_awq ? kind == "gemm" : kind == "gptq" || kind == "gptq_v2");
+    if (is_known) return absl::OkStatus();
+    return files::FileUnsupportedError(
+        path_,
+        absl::StrCat("quantized tensor ", files::QuotedName(name),
+                     is_awq ? ": expected version gemm of AWQ, got "
+                            : ": expected checkpoint_format gptq or gptq_v2, "
+                              "got ",
+                     files::QuotedName(kind)));
+  }
+
+  absl::Status SetGroups(int64_t group_count, const FileTensor* groups,
+                         CodedTensor* tensor) const {
+    const int64_t inputs = tensor->columns;
+    int64_t size = config_.group_size;
+    if (size == 0 && inputs % group_count == 0) size = inputs / group_count;
+    if (size < 0) size = inputs;
+    if (size == 0 || CeilDivide(inputs, size) != group_count) {
+      return Malformed(
+          tensor->name,
+          absl::StrCat("expected scales for groups of ", size, " of ", inputs,
+                       " inputs, got ", group_count, " groups"));
+    }
+    tensor->scales.columns = size;
+    if (groups == nullptr) return absl::OkStatus();
+    if (groups->dtype != Dtype::kI32 ||
+        groups->shape != std::vector<int64_t>{inputs}) {
+      return Malformed(tensor->name,
+                       absl::StrCat("expected ", groups->name, " of I32 [",
+                                    inputs, "], got ", DtypeName(groups->dtype),
+                                    " ", ShapeText(groups->shape)));
+    }
+    bool is_in_order = true;
+    for (int64_t i = 0; i < inputs; ++i) {
+      int32_t group = 0;
+      std::memcpy(&group, groups->data.data() + i * 4, sizeof(group));
+      if (group < 0 || group >= group_count) {
+        return Malformed(
+            tensor->name,
+            absl::StrCat("expected ", groups->name, " between 0 and ",
+                         group_count - 1, ", got ", group));
+      }
+      is_in_order = is_in_order && group == i / size;
+    }
+    if (!is_in_order) tensor->scales.column_blocks = groups->data;
+    return absl::OkStatus();
+  }
+
+  const TensorInput& input_;
+  const std::string& path_;
+  const Config config_;
+};
+
+// The format of the codes; nothing where there is none.
+std::optional<v1::NumberFormat> FormatOf(const CodedTensor& tensor) {
+  const bool is_mx = tensor.scales.dtype == Dtype::kU8;
+  switch (tensor.values) {
+    case CodeValues::kE2M1:
+      return is_mx ? v1::NUMBER_FORMAT_MXFP4_E2M1 : v1::NUMBER_FORMAT_NVFP4;
+    case CodeValues::kE4M3:
+      return is_mx ? v1::NUMBER_FORMAT_MXFP8_E4M3
+                   : v1::NUMBER_FORMAT_FLOAT8_E4M3FN;
+    case CodeValues::kE5M2:
+      return is_mx ? v1::NUMBER_FORMAT_MXFP8_E5M2
+                   : v1::NUMBER_FORMAT_FLOAT8_E5M2;
+    case CodeValues::kUnsigned:
+    case CodeValues::kSigned:
+      break;
+  }
+  const absl::StatusOr<v1::NumberFormat> format =
+      IntegerFormat(tensor.codes.bits, tensor.values == CodeValues::kSigned);
+  if (!format.ok()) return std::nullopt;
+  return *format;
+}
+
+// The scales in the order of an encoding.
+void AddScales(const CodedTensor& tensor, Encoding* encoding) {
+  const files::CodeScales& scales = tensor.scales;
+  const bool has_codes =
+      scales.dtype == Dtype::kU8 || scales.dtype == Dtype::kF8E4M3;
+  const int64_t matrices = scales.matrix_step == 0 ? 1 : tensor.matrices;
+  const int64_t blocks = CeilDivide(tensor.columns, scales.columns);
+  for (int64_t matrix = 0; matrix < matrices; ++matrix) {
+    for (int64_t row = 0; row < tensor.rows; row += scales.rows) {
+      for (int64_t block = 0; block < blocks; ++block) {
+        const int64_t index = scales.IndexOf(matrix, row, block);
+        if (has_codes) {
+          encoding->mutable_scale_code()->push_back(
+              static_cast<char>(scales.data[static_cast<size_t>(index)]));
+        } else {
+          encoding->add_scale(scales.At(matrix, index));
+        }
+        if (tensor.zero_point_stream.has_value()) {
+          encoding->add_zero_point(
+              static_cast<int32_t>(tensor.zero_point_stream->Get(block, row)) +
+              tensor.zero_point_add);
+        } else if (!tensor.zero_points.empty()) {
+          encoding->add_zero_point(
+              tensor.zero_points[static_cast<size_t>(index)]);
+        }
+      }
+    }
+  }
+}
+
+// 0 for all of a dimension.
+int64_t BlockSize(int64_t block, int64_t size) {
+  return block >= size ? 0 : block;
+}
+
+}  // namespace
+
+absl::StatusOr<std::vector<CodedTensor>> ReadCheckpoint(
+    const TensorInput& input, const std::string& path) {
+  return CheckpointReader(input, path).ReadAll();
+}
+
+absl::StatusOr<CodedTensor> CodedTensorOf(const QuantizedTensor& tensor,
+                                          const std::string& path) {
+  const auto unsupported = [&](absl::string_view what) {
+    return files::FileUnsupportedError(
+        path, absl::StrCat("quantized tensor ", files::QuotedName(tensor.name),
+                           ": ", what));
+  };
+  // What the encoding is in, and what spans point into.
+  struct Owner {
+    Encoding encoding;
+    std::shared_ptr<const std::vector<uint8_t>> unpacked;
+  };
+  auto owner = std::make_shared<Owner>();
+  owner->encoding = tensor.Whole();
+  owner->unpacked = tensor.unpacked;
+  const Encoding& encoding = owner->encoding;
+  const absl::StatusOr<FormatInfo> format = GetFormatInfo(encoding.format());
+  if (!format.ok()) return format.status();
+  CodedTensor coded;
+  coded.name = tensor.name;
+  coded.dtype = DtypeOf(tensor.element_type);
+  coded.shape = tensor.shape;
+  coded.layout = FormatName(encoding.format());
+  coded.parts = tensor.parts;
+  // As a matrix: blocks that are not of a matrix have whole rows.
+  const size_t rank = coded.shape.size();
+  std::vector<int64_t> block(encoding.block_size().begin(),
+                             encoding.block_size().end());
+  block.resize(rank, 0);
+  coded.rows = rank > 1 ? coded.shape[0] : 1;
+  for (size_t d = rank > 1 ? 1 : 0; d < rank; ++d) {
+    coded.columns *= coded.shape[d];
+    if (d > 1 && block[d] != 0) return unsupported("blocks of 3 dimensions");
+  }
+  if (coded.rows == 0 || coded.columns == 0) return unsupported("no elements");
+  if (rank > 2 && block[1] != 0) return unsupported("blocks of 3 dimensions");
+  const auto size_or = [](int64_t size, int64_t whole) {
+    return size == 0 ? whole : size;
+  };
+  files::CodeScales& scales = coded.scales;
+  scales.rows = rank > 1 ? size_or(block[0], coded.rows) : 1;
+  scales.columns =
+      rank == 0 ? 1 : size_or(rank == 1 ? block[0] : block[1], coded.columns);
+  scales.column_step = 1;
+  scales.row_step = CeilDivide(coded.columns, scales.columns);
+  if (!encoding.scale_code().empty()) {
+    scales.dtype = ScaleTypeOf(encoding) == v1::SCALE_TYPE_E8M0
+                       ? Dtype::kU8
+                       : Dtype::kF8E4M3;
+    scales.data = {
+        reinterpret_cast<const uint8_t*>(encoding.scale_code().data()),
+        encoding.scale_code().size()};
+    if (encoding.outer_scale_size() == 1) {
+      scales.outer = {
+          reinterpret_cast<const uint8_t*>(encoding.outer_scale().data()),
+          sizeof(float)};
+    }
+  } else {
+    scales.data = {reinterpret_cast<const uint8_t*>(encoding.scale().data()),
+                   static_cast<size_t>(encoding.scale_size()) * sizeof(float)};
+  }
+  coded.zero_points = {encoding.zero_point().data(),
+                       static_cast<size_t>(encoding.zero_point_size())};
+  coded.codes.bytes = tensor.codes;
+  coded.codes.bits = format->storage_bits;
+  coded.codes.line_values = coded.columns;
+  switch (encoding.format()) {
+    case v1::NUMBER_FORMAT_NVFP4:
+    case v1::NUMBER_FORMAT_MXFP4_E2M1:
+      coded.values = CodeValues::kE2M1;
+      break;
+    case v1::NUMBER_FORMAT_MXFP8_E4M3:
+    case v1::NUMBER_FORMAT_FLOAT8_E4M3FN:
+      coded.values = CodeValues::kE4M3;
+      break;
+    default:
+      if (!format->IsPlainInteger() || format->storage_bits > 8) {
+        return unsupported(FormatName(encoding.format()));
+      }
+      coded.values =
+          format->is_signed ? CodeValues::kSigned : CodeValues::kUnsigned;
+  }
+  coded.owner = std::move(owner);
+  return coded;
+}
+
+absl::StatusOr<Encoding> EncodingOf(const CodedTensor& tensor,
+                                    const std::string& path) {
+  const auto unsupported = [&](absl::string_view what) {
+    return files::FileUnsupportedError(
+        path, absl::StrCat("quantized tensor ", files::QuotedName(tensor.name),
+                           ": ", what));
+  };
+  const files::CodeScales& scales = tensor.scales;
+  const std::optional<v1::NumberFormat> format = FormatOf(tensor);
+  if (!format.has_value()) return unsupported("no format has these codes");
+  if (!scales.column_blocks.empty()) {
+    return unsupported(
+        "g_idx has the groups in another order, which no encoding says");
+  }
+  Encoding encoding;
+  encoding.set_format(*format);
+  const size_t rank = tensor.shape.size();
+  for (size_t d = 0; d < rank; ++d) {
+    int64_t block = scales.matrix_step == 0 ? 0 : 1;
+    if (d + 1 == rank) block = BlockSize(scales.columns, tensor.columns);
+    if (d + 2 == rank) block = BlockSize(scales.rows, tensor.rows);
+    encoding.add_block_size(block);
+    encoding.add_scale_shape(block == 0 ? 1
+                                        : CeilDivide(tensor.shape[d], block));
+  }
+  AddScales(tensor, &encoding);
+  if (!scales.outer.empty()) {
+    std::vector<float> outer(scales.outer.size() / sizeof(float));
+    std::memcpy(outer.data(), scales.outer.data(), scales.outer.size());
+    encoding.mutable_outer_scale()->Add(outer.begin(), outer.end());
+    for (size_t d = 0; outer.size() > 1 && d < rank; ++d) {
+      encoding.add_outer_block_size(d + 2 < rank ? 1 : 0);
+    }
+  }
+  switch (scales.dtype) {
+    case Dtype::kF16:
+      encoding.set_scale_type(v1::SCALE_TYPE_FLOAT16);
+      break;
+    case Dtype::kBF16:
+      encoding.set_scale_type(v1::SCALE_TYPE_BFLOAT16);
+      break;
+    case Dtype::kF32:
+      encoding.set_scale_type(v1::SCALE_TYPE_FLOAT32);
+      break;
+    default:
+      break;
+  }
+  const FormatInfo info = *GetFormatInfo(*format);
+  for (const int32_t zero_point : encoding.zero_point()) {
+    if (zero_point < info.qmin || zero_point > info.qmax) {
+      return unsupported(absl::StrCat("zero point ", zero_point,
+                                      " is no code of ", FormatName(*format)));
+    }
+  }
+  return encoding;
+}
+
+}  // namespace quantd

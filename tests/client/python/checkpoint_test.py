@@ -1,0 +1,493 @@
+"""Checkpoints that other programs quantized: what quantctl makes of them is,
+bit for bit, what writers in numpy meant by them. The writers follow each format's
+own description and share nothing with what reads."""
+
+import json
+import os
+import struct
+
+import numpy as np
+import pytest
+
+import quantd
+
+E2M1 = np.array([0, .5, 1, 1.5, 2, 3, 4, 6], np.float32)
+E2M1 = np.concatenate([E2M1, -E2M1])
+FILE_ERROR = 4
+
+
+def small_floats(exponent_bits, mantissa_bits, bias):
+    values = []
+    for code in range(128):
+        exponent, mantissa = divmod(code, 1 << mantissa_bits)
+        part = mantissa / (1 << mantissa_bits)
+        values.append(part * 2. ** (1 - bias) if not exponent
+                      else (1 + part) * 2. ** (exponent - bias))
+    values = np.array(values, np.float32)
+    return np.concatenate([values, -values])
+
+
+E4M3 = small_floats(4, 3, 7)
+E4M3[[127, 255]] = np.nan
+E5M2 = small_floats(5, 2, 15)
+E5M2[[124, 252]] = np.inf, -np.inf
+E5M2[[125, 126, 127, 253, 254, 255]] = np.nan
+NAMES = {np.dtype(np.uint8): "U8", np.dtype(np.int8): "I8",
+         np.dtype(np.int32): "I32", np.dtype(np.int64): "I64",
+         np.dtype(np.float32): "F32", np.dtype(np.float16): "F16"}
+
+
+class As:
+    """An array that a file has under another type."""
+
+    def __init__(self, dtype, array):
+        self.dtype, self.array = dtype, array
+
+
+def bfloat16(array):
+    """Those of float32 that have no more bits."""
+    return As("BF16", (np.float32(array).view(np.uint32) >> 16)
+              .astype(np.uint16))
+
+
+def write(path, tensors, metadata=None):
+    header, data = {}, b""
+    if metadata:
+        header["__metadata__"] = metadata
+    for name, array in tensors.items():
+        told = array.dtype if isinstance(array, As) else None
+        array = array.array if isinstance(array, As) else np.asarray(array)
+        content = np.ascontiguousarray(array).tobytes()
+        header[name] = {"dtype": told or NAMES[array.dtype],
+                        "shape": list(array.shape),
+                        "data_offsets": [len(data), len(data) + len(content)]}
+        data += content
+    text = json.dumps(header).encode()
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text + data)
+
+
+def write_folder(folder, tensors, config=None, beside=None):
+    """In two shards, the scales apart from the codes."""
+    os.makedirs(folder)
+    shards = {"model-00001-of-00002.safetensors": {},
+              "model-00002-of-00002.safetensors": {}}
+    names = list(shards)
+    for i, (name, tensor) in enumerate(tensors.items()):
+        shards[names[i % 2]][name] = tensor
+    for name, content in shards.items():
+        write(os.path.join(folder, name), content)
+    index = {"metadata": {}, "weight_map": {
+        tensor: name for name, content in shards.items() for tensor in content}}
+    for name, document in {"model.safetensors.index.json": index,
+                           "config.json": config, **(beside or {})}.items():
+        if document is not None:
+            with open(os.path.join(folder, name), "w",
+                      encoding="utf-8") as file:
+                json.dump(document, file)
+
+
+def stream(values, bits):
+    """Rows of codes as words of 32 bits, one code behind the other, the lowest
+    bits first."""
+    rows, count = values.shape
+    each = (values[..., None].astype(np.uint32) >> np.arange(bits)) & 1
+    flat = each.reshape(rows, count * bits).astype(np.uint8)
+    flat = np.pad(flat, ((0, 0), (0, -flat.shape[1] % 32)))
+    return np.packbits(flat, axis=1, bitorder="little").view(np.int32)
+
+
+def nibbles(codes):
+    return (codes[..., ::2] | codes[..., 1::2] << 4).astype(np.uint8)
+
+
+def halves(rng, shape):
+    return (rng.integers(1, 2048, shape) / 65536).astype(np.float16)
+
+
+# Each gives tensors, config.json, files beside it, and what they stand for.
+
+
+def gptq(rng, bits=4, group=32, order=None, v2=False, inputs=96, outputs=64):
+    count = -(-inputs // group)
+    codes = rng.integers(0, 1 << bits, (inputs, outputs))
+    zeros = rng.integers(1, 1 << bits, (count, outputs))
+    scales = halves(rng, (count, outputs))
+    groups = np.arange(inputs) // group
+    if order is not None:
+        groups = groups[order]
+    reals = ((codes - zeros[groups]).astype(np.float32)
+             * scales.astype(np.float32)[groups])
+    tensors = {
+        "a.qweight": np.ascontiguousarray(stream(codes.T, bits).T),
+        "a.qzeros": stream(zeros - (0 if v2 else 1), bits),
+        "a.scales": scales, "a.g_idx": groups.astype(np.int32)}
+    config = {"quant_method": "gptq", "bits": bits, "group_size": group,
+              "desc_act": order is not None}
+    if v2:
+        config["checkpoint_format"] = "gptq_v2"
+    return tensors, {"quantization_config": config}, {}, {"a.weight": reals.T}
+
+
+def awq(rng, bits=4, group=32, inputs=64, outputs=48):
+    order = [0, 2, 4, 6, 1, 3, 5, 7] if bits == 4 else [0, 2, 1, 3]
+    count = inputs // group
+    codes = rng.integers(0, 1 << bits, (inputs, outputs))
+    zeros = rng.integers(0, 1 << bits, (count, outputs))
+    scales = halves(rng, (count, outputs))
+
+    def pack(values):
+        words = values.reshape(len(values), -1, len(order))[..., order]
+        shifts = np.arange(len(order), dtype=np.uint64) * np.uint64(bits)
+        return np.bitwise_or.reduce(words.astype(np.uint64) << shifts,
+                                    axis=2).astype(np.uint32).view(np.int32)
+
+    each = np.arange(inputs) // group
+    reals = ((codes - zeros[each]).astype(np.float32)
+             * scales.astype(np.float32)[each])
+    tensors = {"a.qweight": pack(codes), "a.qzeros": pack(zeros),
+               "a.scales": scales}
+    config = {"quant_method": "awq", "bits": bits, "group_size": group,
+              "zero_point": True, "version": "gemm"}
+    return tensors, {"quantization_config": config}, {}, {"a.weight": reals.T}
+
+
+def finite_codes(rng, shape, table):
+    return rng.choice(np.flatnonzero(np.isfinite(table)), shape).astype(
+        np.uint8)
+
+
+def fp8_blocks(rng, dtype="F8_E4M3", table=E4M3, block=(128, 128)):
+    rows, columns = 150, 260
+    codes = finite_codes(rng, (rows, columns), table)
+    scales = rng.random((-(-rows // block[0]), -(-columns // block[1])),
+                        np.float32)
+    whole = np.repeat(np.repeat(scales, block[0], 0), block[1], 1)
+    reals = table[codes] * whole[:rows, :columns]
+    tensors = {"a.weight": As(dtype, codes), "a.weight_scale_inv": scales}
+    return tensors, {"quantization_config": {
+        "quant_method": "fp8", "weight_block_size": list(block)}}, {}, {
+            "a.weight": reals}
+
+
+def modelopt(algorithm):
+    return {"hf_quant_config.json": {
+        "producer": {"name": "modelopt"},
+        "quantization": {"quant_algo": algorithm, "exclude_modules": []}}}
+
+
+def modelopt_fp8(rng, per_row=False):
+    codes = finite_codes(rng, (40, 24), E4M3)
+    scale = rng.random(40 if per_row else (), np.float32)
+    reals = E4M3[codes] * (scale[:, None] if per_row else scale)
+    tensors = {"a.weight": As("F8_E4M3", codes),
+               "a.weight_scale": np.float32(scale),
+               "a.input_scale": np.float32(.5)}
+    return tensors, None, modelopt("FP8"), {"a.weight": reals}
+
+
+def modelopt_nvfp4(rng):
+    codes = rng.integers(0, 16, (24, 64))
+    scale = rng.integers(1, 126, (24, 4)).astype(np.uint8)
+    outer = np.float32(.0123)
+    reals = E2M1[codes] * np.repeat(E4M3[scale] * outer, 16, axis=1)
+    tensors = {"a.weight": nibbles(codes),
+               "a.weight_scale": As("F8_E4M3", scale),
+               "a.weight_scale_2": outer, "a.input_scale": np.float32(.25)}
+    return tensors, None, modelopt("NVFP4"), {"a.weight": reals}
+
+
+def gpt_oss(rng, transposed=True):
+    experts, outputs, groups = 3, 20, 2
+    codes = rng.integers(0, 16, (experts, outputs, groups, 32))
+    scales = rng.integers(110, 140, (experts, outputs, groups)).astype(np.uint8)
+    reals = E2M1[codes] * np.exp2(scales.astype(np.float32) - 127)[..., None]
+    reals = reals.reshape(experts, outputs, groups * 32).astype(np.float32)
+    blocks = nibbles(codes)
+    if not transposed:
+        return {"a.w.blocks": blocks, "a.w.scales": scales}, None, {}, {
+            "a.w": reals}
+    return ({"a.gate_up_proj_blocks": blocks, "a.gate_up_proj_scales": scales},
+            {"quantization_config": {"quant_method": "mxfp4"}}, {},
+            {"a.gate_up_proj": reals.transpose(0, 2, 1)})
+
+
+def mxfp8(rng):
+    codes = finite_codes(rng, (10, 80), E4M3)
+    scales = rng.integers(100, 150, (10, 3)).astype(np.uint8)
+    each = np.repeat(np.exp2(scales.astype(np.float32) - 127), 32, axis=1)
+    return {"a.weight": As("F8_E4M3", codes), "a.weight_scale": scales}, None, {
+        }, {"a.weight": E4M3[codes] * each[:, :80]}
+
+
+def int8(rng):
+    codes = rng.integers(-128, 128, (10, 48)).astype(np.int8)
+    scales = rng.random((10, 1), np.float32)
+    zeros = rng.integers(-128, 128, (10, 1)).astype(np.int8)
+    reals = (codes.astype(np.float32) - zeros.astype(np.float32)) * scales
+    return {"a.weight": codes, "a.weight_scale": scales,
+            "a.weight_zero_point": zeros}, None, {}, {"a.weight": reals}
+
+
+SHUFFLED = np.random.default_rng(5).permutation(96)
+CASES = {
+    "gptq4": gptq,
+    "gptq2": lambda rng: gptq(rng, 2),
+    "gptq3": lambda rng: gptq(rng, 3),
+    "gptq8": lambda rng: gptq(rng, 8),
+    "gptq_v2": lambda rng: gptq(rng, v2=True),
+    "gptq_ragged": lambda rng: gptq(rng, group=40),
+    "gptq_desc_act": lambda rng: gptq(rng, order=SHUFFLED),
+    "awq4": awq,
+    "awq8": lambda rng: awq(rng, 8),
+    "fp8_blocks": fp8_blocks,
+    "fp8_blocks_of_64": lambda rng: fp8_blocks(rng, block=(64, 32)),
+    "fp8_e5m2": lambda rng: fp8_blocks(rng, "F8_E5M2", E5M2),
+    "modelopt_fp8": modelopt_fp8,
+    "modelopt_fp8_rows": lambda rng: modelopt_fp8(rng, True),
+    "modelopt_nvfp4": modelopt_nvfp4,
+    "gpt_oss": gpt_oss,
+    "gpt_oss_original": lambda rng: gpt_oss(rng, False),
+    "mxfp8": mxfp8,
+    "int8": int8,
+}
+
+
+def make(name):
+    rng = np.random.default_rng(list(CASES).index(name))
+    tensors, config, beside, reals = CASES[name](rng)
+    plain = {"a.bias": np.float16([1, 2]), "b.weight": rng.standard_normal(
+        (8, 64), np.float32)}
+    return {**tensors, **plain}, config, beside, {**reals, **plain}
+
+
+def check(found, expected):
+    """That a file has these tensors, and no others, bit for bit."""
+    assert sorted(found) == sorted(expected)
+    for name, array in expected.items():
+        array = np.ascontiguousarray(array)
+        assert found[name].dtype == array.dtype, name
+        assert found[name].shape == array.shape, name
+        assert found[name].tobytes() == array.tobytes(), name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_FloatsAreWhatTheWriterMeant(name, quantctl, tmp_path):
+    tensors, config, beside, reals = make(name)
+    folder, restored = tmp_path / "model", tmp_path / "restored.safetensors"
+    write_folder(folder, tensors, config, beside)
+    assert "a.bias" in quantctl("dequantize", folder, "-o", restored)
+    check(quantd.load(restored), reals)
+    # A file is its own reference, before and after.
+    for file, reference in ((folder, restored), (restored, folder)):
+        assert "inf" in quantctl("evaluate", file, "--reference", reference)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_WhatIsQuantizedIsQuantizedOnlyWhenAskedTo(name, quantctl, tmp_path):
+    tensors, config, beside, _ = make(name)
+    os.mkdir(tmp_path / "model")
+    single, restored = tmp_path / "model/x.safetensors", tmp_path / "floats"
+    write(single, tensors, {"format": "pt"})
+    for file, document in {"config.json": config, **beside}.items():
+        if document is not None:
+            (tmp_path / "model" / file).write_text(json.dumps(document))
+    folder = tmp_path / "folder"
+    write_folder(folder, tensors, config, beside)
+    once, twice = tmp_path / "once", tmp_path / "twice"
+    spec = "--spec", "int8:group:32", "--no-store"
+    for source in (single, folder):
+        refused = quantctl("quantize", source, "-o", once, *spec,
+                           code=FILE_ERROR)
+        assert "FILE_UNSUPPORTED" in refused
+        assert "is quantized already" in refused
+        assert f"quantctl dequantize {source} -o FILE" in refused
+        assert "--requantize" in refused
+        assert not once.exists()
+    quantctl("dequantize", single, "-o", restored)
+    quantctl("quantize", restored, "-o", twice, *spec)
+    quantctl("quantize", single, "-o", once, "--requantize", *spec)
+    assert once.read_bytes() == twice.read_bytes()
+    quantctl("quantize", folder, "-o", tmp_path / "out", "--requantize", *spec)
+    check_quantized(tmp_path / "out", once)
+
+
+def check_quantized(path, expected):
+    found, file = quantd.load(path), quantd.load(expected)
+    assert sorted(found) == sorted(file)
+    for name, tensor in file.items():
+        if isinstance(tensor, np.ndarray):
+            assert np.array_equal(found[name], tensor), name
+            continue
+        assert np.array_equal(found[name].codes, tensor.codes), name
+        assert np.array_equal(found[name].scale, tensor.scale), name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_EncodingsGoToTheServer(name, quantctl, client, tmp_path):
+    tensors, config, beside, reals = make(name)
+    folder = tmp_path / "model"
+    write_folder(folder, tensors, config, beside)
+    model = f"checkpoint/{name}"
+    if name == "gptq_desc_act":
+        said = quantctl("import", folder, "--model", model, code=1)
+        assert "g_idx has the groups in another order" in said
+        return
+    quantctl("import", folder, "--model", model)
+    tensor = next(iter(reals))
+    # Quantized with it, reals that are those of codes stay.
+    again = client.quantize(np.ascontiguousarray(reals[tensor]),
+                            quantd.EncodingReference(
+                                quantd.TensorName(model, tensor)))
+    assert np.allclose(client.dequantize(again), reals[tensor], rtol=1e-6,
+                       atol=0)
+
+
+def drop(name):
+    return lambda tensors, config: tensors.pop(name)
+
+
+def put(name, value):
+    return lambda tensors, config: tensors.update({name: value})
+
+
+def say(**values):
+    return lambda tensors, config: config["quantization_config"].update(values)
+
+
+MALFORMED = [
+    ("gptq4", drop("a.scales"), "FILE_MALFORMED", "a.scales"),
+    ("gptq4", drop("a.qzeros"), "FILE_MALFORMED", "a.qzeros"),
+    ("gptq4", put("a.scales", np.zeros((3, 64), np.int32)), "FILE_MALFORMED",
+     "a.scales of F16"),
+    ("gptq4", put("a.qzeros", np.zeros((3, 9), np.int32)), "FILE_MALFORMED",
+     "a.qzeros packed"),
+    ("gptq4", put("a.qweight", np.zeros((12, 64), np.uint8)),
+     "FILE_MALFORMED", "a.qweight of I32"),
+    ("gptq4", put("a.g_idx", np.full(96, 3, np.int32)), "FILE_MALFORMED",
+     "a.g_idx between 0 and 2, got 3"),
+    ("gptq4", put("a.g_idx", np.full(96, -1, np.int32)), "FILE_MALFORMED",
+     "a.g_idx between 0 and 2, got -1"),
+    ("gptq4", put("a.g_idx", np.zeros(95, np.int32)), "FILE_MALFORMED",
+     "a.g_idx of I32 [96]"),
+    ("gptq4", say(group_size=16), "FILE_MALFORMED", "groups of 16"),
+    ("gptq4", say(bits=5), "FILE_UNSUPPORTED", "2, 3, 4 or 8 bits"),
+    ("gptq4", say(checkpoint_format="marlin"), "FILE_UNSUPPORTED", "marlin"),
+    ("awq4", say(version="gemv"), "FILE_UNSUPPORTED", "gemv"),
+    ("awq4", put("a.qweight", np.zeros((64, 5), np.int32)), "FILE_MALFORMED",
+     "a.qweight packed along the outputs"),
+    ("fp8_blocks", drop("a.weight_scale_inv"), "FILE_MALFORMED",
+     "a.weight_scale_inv"),
+    ("fp8_blocks", put("a.weight_scale_inv", np.zeros((3, 3), np.float32)),
+     "FILE_MALFORMED", "each block of 128 x 128"),
+    ("fp8_blocks", put("a.weight_scale_inv", np.zeros((2, 3), np.int32)),
+     "FILE_MALFORMED", "got I32"),
+    ("fp8_blocks", say(weight_block_size=[0, 128]), "FILE_MALFORMED",
+     "weight_block_size"),
+    ("modelopt_nvfp4", drop("a.weight_scale_2"), "FILE_MALFORMED",
+     "a.weight_scale_2"),
+    ("modelopt_nvfp4", put("a.weight_scale", As(
+        "F8_E4M3", np.zeros((24, 5), np.uint8))), "FILE_MALFORMED", "[24,4]"),
+    ("gpt_oss", drop("a.gate_up_proj_scales"), "FILE_MALFORMED",
+     "a.gate_up_proj_scales"),
+    ("gpt_oss", put("a.gate_up_proj_scales", np.zeros((3, 20, 3), np.uint8)),
+     "FILE_MALFORMED", "[3,20,2]"),
+    ("int8", put("a.weight_zero_point", np.zeros(9, np.int8)),
+     "FILE_MALFORMED", "as many as scales"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(MALFORMED)))
+def test_MalformedCheckpointsAreRefused(number, quantctl, tmp_path):
+    name, change, reason, text = MALFORMED[number]
+    tensors, config, beside, _ = make(name)
+    change(tensors, config)
+    folder, output = tmp_path / "model", tmp_path / "x.safetensors"
+    write_folder(folder, tensors, config, beside)
+    for command in (("dequantize", folder, "-o", output),
+                    ("import", folder, "--model", "malformed"),
+                    ("quantize", folder, "-o", output, "--requantize",
+                     "--spec", "int8"),
+                    ("evaluate", folder, "--reference", folder)):
+        said = quantctl(*command, code=FILE_ERROR)
+        assert reason in said and text in said
+        assert not output.exists()
+
+
+def test_CodesWithoutAConfigurationAreNotQuantized(quantctl, tmp_path):
+    """Not even where their scales are in another file."""
+    float_, code = np.ones((4, 32), np.float32), np.ones((4, 32), np.uint8)
+    for i, tensors in enumerate((
+            {"a.weight_packed": np.zeros((4, 4), np.int32),
+             "a.weight_scale": float_},
+            {"a.weight_packed": np.zeros((4, 4), np.int32)},
+            {"a.weight_scale": float_},
+            {"a.weight": code, "a.weight_scale": float_},
+            {"a.weight": code, "a.weight.absmax": float_},
+            {"a.weight": code.view(np.int8), "a.SCB": float_},
+            {"a.weight_scale_inv": float_}, {"a.qzeros": float_})):
+        path = tmp_path / f"{i}.safetensors"
+        write(path, {**tensors, "b.weight": float_})
+        for more in ((), ("--requantize",)):
+            said = quantctl("quantize", path, "-o", tmp_path / "out", "--spec",
+                            "int8", *more, code=FILE_ERROR)
+            assert "FILE_UNSUPPORTED" in said and "quantized already" in said
+            assert not (tmp_path / "out").exists()
+    # Beside a weight of floats a scale is a tensor like another.
+    write(tmp_path / "plain", {"a.weight": float_, "a.weight_scale": float_})
+    quantctl("quantize", tmp_path / "plain", "-o", tmp_path / "out", "--spec",
+             "int8", "--no-store")
+
+
+def scheme(**weights):
+    return {"dtype": "bfloat16", "quantization_config": {
+        "quant_method": "compressed-tensors", "format": "naive-quantized",
+        "config_groups": {"group_0": {
+            "targets": ["Linear"], "weights": {"symmetric": True, **weights}}}}}
+
+
+@pytest.mark.parametrize("spec", [
+    "int4:group:32", "int4:group:32:asymmetric", "int3:per-channel",
+    "int8:per-channel:asymmetric", "float8_e4m3fn:per-channel",
+    "nvfp4", "mxfp4_e2m1"])
+def test_CompressedTensorsAreRequantized(spec, quantctl, tmp_path):
+    rng = np.random.default_rng(1)
+    folder, compressed = tmp_path / "plain", tmp_path / "compressed"
+    write_folder(folder, {
+        f"{i}.weight": bfloat16(rng.integers(-99, 99, (32, 64)))
+        for i in range(3)}, {"dtype": "bfloat16"})
+    quantctl("quantize", folder, "-o", compressed, "--layout",
+             "compressed-tensors", "--no-store", "--spec", spec)
+    check_requantized(compressed, tmp_path, quantctl)
+
+
+def check_requantized(folder, tmp_path, quantctl):
+    restored, out = tmp_path / "restored", tmp_path / "out"
+    once, refused = tmp_path / "once.safetensors", tmp_path / "refused"
+    quantize = "--spec", "int8:group:32", "--no-store"
+    said = quantctl("quantize", folder, "-o", refused, *quantize,
+                    code=FILE_ERROR)
+    assert "compressed-tensors" in said and "--requantize" in said
+    assert not refused.exists()
+    quantctl("dequantize", folder, "-o", restored)
+    quantctl("quantize", restored, "-o", once, *quantize)
+    quantctl("quantize", folder, "-o", out, "--requantize", *quantize)
+    check_quantized(out, once)
+    assert "inf" in quantctl("evaluate", folder, "--reference", restored)
+
+
+def test_NaiveMxfp8AndInt8AreRead(quantctl, tmp_path):
+    rng = np.random.default_rng(2)
+    for i, (made, weights) in enumerate((
+            (mxfp8(rng), {"type": "float", "num_bits": 8, "strategy": "group",
+                          "group_size": 32}),
+            (int8(rng), {"type": "int", "num_bits": 8,
+                         "strategy": "channel"}))):
+        tensors, _, _, reals = made
+        place = tmp_path / str(i)
+        write_folder(place / "model", tensors, {**scheme(**weights),
+                                                "dtype": "float32"})
+        quantctl("dequantize", place / "model", "-o", place / "floats")
+        check(quantd.load(place / "floats"), reals)
+        check_requantized(place / "model", place, quantctl)
+        quantctl("import", place / "model", "--model", f"naive/{i}")
