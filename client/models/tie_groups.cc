@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cstddef>
 #include <map>
-#include <mutex>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>

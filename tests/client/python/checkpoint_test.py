@@ -1,5 +1,5 @@
-"""Checkpoints that other programs quantized: what quantctl makes of them is,
-bit for bit, what writers in numpy meant by them. The writers follow each format's
+"""Checkpoints that other programs quantized: what quantctl and quantd.load make of
+them is, bit for bit, what writers in numpy meant by them. The writers follow each format's
 own description and share nothing with what reads."""
 
 import json
@@ -278,13 +278,15 @@ def test_FloatsAreWhatTheWriterMeant(name, quantctl, tmp_path):
     write_folder(folder, tensors, config, beside)
     assert "a.bias" in quantctl("dequantize", folder, "-o", restored)
     check(quantd.load(restored), reals)
+    check(quantd.load(folder), reals)
     # A file is its own reference, before and after.
     for file, reference in ((folder, restored), (restored, folder)):
         assert "inf" in quantctl("evaluate", file, "--reference", reference)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_WhatIsQuantizedIsQuantizedOnlyWhenAskedTo(name, quantctl, tmp_path):
+def test_WhatIsQuantizedIsQuantizedOnlyWhenAskedTo(name, quantctl, client,
+                                                   tmp_path):
     tensors, config, beside, _ = make(name)
     os.mkdir(tmp_path / "model")
     single, restored = tmp_path / "model/x.safetensors", tmp_path / "floats"
@@ -310,6 +312,18 @@ def test_WhatIsQuantizedIsQuantizedOnlyWhenAskedTo(name, quantctl, tmp_path):
     assert once.read_bytes() == twice.read_bytes()
     quantctl("quantize", folder, "-o", tmp_path / "out", "--requantize", *spec)
     check_quantized(tmp_path / "out", once)
+
+    of_python = tmp_path / "python"
+    with pytest.raises(quantd.QuantdError) as caught:
+        quantd.quantize_model(folder, of_python, "int8:group:32", client=client)
+    assert caught.value.reason == "FILE_UNSUPPORTED"
+    assert "requantize=True" in str(caught.value)
+    quantd.quantize_model(single, of_python, "int8:group:32", client=client,
+                          requantize=True)
+    assert of_python.read_bytes() == once.read_bytes()
+    quantd.quantize_model(folder, tmp_path / "shards", "int8:group:32",
+                          client=client, requantize=True)
+    check_quantized(tmp_path / "shards", once)
 
 
 def check_quantized(path, expected):
@@ -412,6 +426,11 @@ def test_MalformedCheckpointsAreRefused(number, quantctl, tmp_path):
         said = quantctl(*command, code=FILE_ERROR)
         assert reason in said and text in said
         assert not output.exists()
+    with pytest.raises(quantd.QuantdError) as caught:
+        quantd.load(folder)
+    assert caught.value.reason == reason
+    # Shapes have spaces here.
+    assert text.replace(" ", "") in str(caught.value).replace(" ", "")
 
 
 def test_CodesWithoutAConfigurationAreNotQuantized(quantctl, tmp_path):
@@ -450,7 +469,7 @@ def scheme(**weights):
     "int4:group:32", "int4:group:32:asymmetric", "int3:per-channel",
     "int8:per-channel:asymmetric", "float8_e4m3fn:per-channel",
     "nvfp4", "mxfp4_e2m1"])
-def test_CompressedTensorsAreRequantized(spec, quantctl, tmp_path):
+def test_CompressedTensorsAreRequantized(spec, quantctl, client, tmp_path):
     rng = np.random.default_rng(1)
     folder, compressed = tmp_path / "plain", tmp_path / "compressed"
     write_folder(folder, {
@@ -458,10 +477,10 @@ def test_CompressedTensorsAreRequantized(spec, quantctl, tmp_path):
         for i in range(3)}, {"dtype": "bfloat16"})
     quantctl("quantize", folder, "-o", compressed, "--layout",
              "compressed-tensors", "--no-store", "--spec", spec)
-    check_requantized(compressed, tmp_path, quantctl)
+    check_requantized(compressed, tmp_path, quantctl, client)
 
 
-def check_requantized(folder, tmp_path, quantctl):
+def check_requantized(folder, tmp_path, quantctl, client):
     restored, out = tmp_path / "restored", tmp_path / "out"
     once, refused = tmp_path / "once.safetensors", tmp_path / "refused"
     quantize = "--spec", "int8:group:32", "--no-store"
@@ -474,9 +493,12 @@ def check_requantized(folder, tmp_path, quantctl):
     quantctl("quantize", folder, "-o", out, "--requantize", *quantize)
     check_quantized(out, once)
     assert "inf" in quantctl("evaluate", folder, "--reference", restored)
+    quantd.quantize_model(folder, tmp_path / "python", "int8:group:32",
+                          client=client, requantize=True)
+    check_quantized(tmp_path / "python", once)
 
 
-def test_NaiveMxfp8AndInt8AreRead(quantctl, tmp_path):
+def test_NaiveMxfp8AndInt8AreRead(quantctl, client, tmp_path):
     rng = np.random.default_rng(2)
     for i, (made, weights) in enumerate((
             (mxfp8(rng), {"type": "float", "num_bits": 8, "strategy": "group",
@@ -489,5 +511,24 @@ def test_NaiveMxfp8AndInt8AreRead(quantctl, tmp_path):
                                                 "dtype": "float32"})
         quantctl("dequantize", place / "model", "-o", place / "floats")
         check(quantd.load(place / "floats"), reals)
-        check_requantized(place / "model", place, quantctl)
+        check_requantized(place / "model", place, quantctl, client)
         quantctl("import", place / "model", "--model", f"naive/{i}")
+
+
+def test_TensorsThatShareAScaleAreRequantized(quantctl, tmp_path):
+    """Their largest magnitude is found before any of them is sent."""
+    rng, tensors = np.random.default_rng(3), {}
+    for name in "qkv":
+        made = modelopt_fp8(rng)[0]
+        stem = f"layers.0.self_attn.{name}_proj"
+        tensors[stem + ".weight"] = As("F8_E4M3", finite_codes(
+            rng, (32, 64), E4M3))
+        tensors[stem + ".weight_scale"] = made["a.weight_scale"]
+    path, restored = tmp_path / "x.safetensors", tmp_path / "restored"
+    once, twice = tmp_path / "once", tmp_path / "twice"
+    write(path, tensors)
+    spec = "--spec", "nvfp4", "--no-store"
+    quantctl("dequantize", path, "-o", restored)
+    quantctl("quantize", restored, "-o", twice, *spec)
+    quantctl("quantize", path, "-o", once, "--requantize", *spec)
+    assert once.read_bytes() == twice.read_bytes()

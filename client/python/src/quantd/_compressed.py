@@ -197,7 +197,7 @@ class Model:
             signs = sum(1 << bits * n - 1 for n in range(1, 8 // bits + 1))
             codes: Array = rows[:, :row_bytes] ^ np.uint8(signs)
             return codes.reshape(-1)
-        values = _unpack_rows(packed.array(), bits, shape[1])
+        values = unpack_rows(packed.array(), bits, shape[1])
         return _pack(values.reshape(-1), format_name)
 
     def _codes_of_scales(self, module: str, scale: FileTensor,
@@ -257,7 +257,7 @@ class Model:
             raise self._malformed(
                 module, "expected a weight_zero_point as many as scales, I8 or "
                 "packed in I32")
-        columns = _unpack_rows(np.ascontiguousarray(found.array().T), bits,
+        columns = unpack_rows(np.ascontiguousarray(found.array().T), bits,
                                rows)
         return columns.T.astype(np.int32).reshape(dims)
 
@@ -292,7 +292,7 @@ def _targets(target: Any, module: str, path: str) -> bool:
     return target == module or target in _CLASSES
 
 
-def _unpack_rows(words: Array, bits: int, count: int) -> Array:
+def unpack_rows(words: Array, bits: int, count: int) -> Array:
     """Of each row of int32 the first `count` values of so many bits, lowest
     bits first, less 2^(bits - 1)."""
     rows = len(words)

@@ -9,7 +9,8 @@ from typing import Any, Iterable, Iterator, Mapping, Optional, Union
 
 import numpy as np
 
-from quantd import _arrays, _compressed, _files, _layout, errors
+from quantd import (_arrays, _checkpoint, _compressed, _files, _layout,
+                    errors)
 from quantd._files import FileTensor
 from quantd.results import QuantizedTensor
 from quantd.tensor import Array
@@ -73,6 +74,10 @@ class TensorFile(Mapping[str, FileValue]):
             self._model = _compressed.Model(folder, self._tensors,
                                             self.metadata)
             self._parts = self._model.names()
+        elif not self._parts and not path.endswith((".npy", ".gguf")):
+            coded = _checkpoint.read(path, self._tensors)
+            if coded:
+                self._tensors = _checkpoint.decoded(self._tensors, coded)
         hidden = {part for parts in self._parts.values() for part in parts}
         owners = {part: name for name, parts in self._parts.items()
                   for part in parts}
@@ -154,7 +159,8 @@ def load(path: Path, *, as_torch: bool = False) -> TensorFile:
                 reals = reals.dequantize()
 
     Tensors that quantctl, save() or compressed-tensors quantized are
-    QuantizedTensors. Blocks of GGUF are float32.
+    QuantizedTensors. Blocks of GGUF are float32, as are FP8, NVFP4, MXFP4, GPTQ
+    and AWQ of other programs, computed when a name is read.
 
     as_torch: arrays, and codes, are tensors of torch.
 

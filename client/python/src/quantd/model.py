@@ -176,7 +176,8 @@ def quantize_model(
     keep_going: write the target even if tensors fail, with these as they were.
     overwrite: replace a file, or the files of other runs in a folder.
     restart: do finished shards again as well.
-    requantize: take blocks of GGUF too, and quantize what they decode to.
+    requantize: take blocks of GGUF and checkpoints of other programs too, and
+        quantize what they decode to.
     streams: tensors on their way at once, each on a stream of its own.
     ties: tensors that share one outer scale, such as nvfp4 has. True: q/k/v,
         gate/up and w1/w3, which runtimes fuse, by their usual names. False:
@@ -365,7 +366,12 @@ class _Run:
     def _open(self) -> None:
         if self._is_folder:
             self._weight_map, _ = _files.read_index(self._source)
-        for file in open_plain(self._source):
+        files = open_plain(self._source, self._requantize)
+        if self._weight_map:
+            # A tensor is where its codes were.
+            self._weight_map = {name: os.path.basename(file.path)
+                                for file in files for name in file.tensors}
+        for file in files:
             name = os.path.basename(file.path)
             self._shards.append(_Shard(
                 file, name, self._output(name) if self._is_folder

@@ -1,0 +1,441 @@
+"""Tensors that other programs quantized, as floats; see
+client/models/quantized_checkpoint.h for the layouts."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from typing import Any, Callable, Mapping, Optional, Sequence
+
+import numpy as np
+
+from quantd import _compressed, _files, errors
+from quantd._files import FileTensor
+from quantd.tensor import Array
+
+_E2M1 = np.array([0, .5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_PLACES = {4: (0, 4, 1, 5, 2, 6, 3, 7), 8: (0, 2, 1, 3)}
+_FLOAT_SCALES = ("F32", "F16", "BF16")
+_MX_GROUP = 32
+_CONFIGS = ("quant_config.json", "quantize_config.json")
+
+
+def _small_floats(exponent_bits: int, mantissa_bits: int) -> Array:
+    bias = (1 << exponent_bits - 1) - 1
+    codes = np.arange(128)
+    exponent, mantissa = codes >> mantissa_bits, codes % (1 << mantissa_bits)
+    fraction = mantissa + ((exponent > 0) << mantissa_bits)
+    values = np.ldexp(fraction, np.maximum(exponent, 1) - bias - mantissa_bits)
+    both: Array = np.concatenate([values, -values]).astype(np.float32)
+    return both
+
+
+def _tables() -> dict[str, Array]:
+    e4m3, e5m2 = _small_floats(4, 3), _small_floats(5, 2)
+    e4m3[[127, 255]] = np.nan
+    e5m2[[124, 252]] = np.inf, -np.inf
+    e5m2[[125, 126, 127, 253, 254, 255]] = np.nan
+    return {"F8_E4M3": e4m3, "F8_E5M2": e5m2,
+            "I8": np.arange(256).astype(np.uint8).view(np.int8).astype(
+                np.float32),
+            "E2M1": np.concatenate([_E2M1, -_E2M1])}
+
+
+_TABLES = _tables()
+
+
+def _reals(scale: FileTensor) -> Array:
+    """The scales as float32."""
+    array = scale.array()
+    if scale.dtype == "BF16":
+        wide: Array = array.astype(np.uint32) << 16
+        return wide.view(np.float32)
+    if scale.dtype == "U8":
+        found = np.ldexp(np.float32(1), array.astype(np.int32) - 127)
+        return np.where(array == 255, np.float32(np.nan), found)
+    if scale.dtype == "F8_E4M3":
+        return _TABLES["F8_E4M3"][array]
+    return array.astype(np.float32)
+
+
+class Part:
+    """A tensor of floats, and the names of what it is made of, first its
+    codes."""
+
+    def __init__(self, name: str, shape: Sequence[int], parts: list[str],
+                 decode: Callable[[], Array], dtype: str = "F32") -> None:
+        self.parts = parts
+
+        def make(_: Array) -> Array:
+            return np.ascontiguousarray(decode()).reshape(-1).view(np.uint8)
+
+        self.tensor = FileTensor(name, dtype, tuple(shape),
+                                 np.empty(0, np.uint8), make)
+
+
+def read(path: str, tensors: Mapping[str, FileTensor]) -> list[Part]:
+    """All of a file or folder in these layouts; `path` is what it was opened
+    as.
+
+    Raises: FILE_MALFORMED, FILE_UNSUPPORTED.
+    """
+    reader = _Reader(path, tensors)
+    found = (reader.read(tensor) for tensor in tensors.values())
+    return [part for part in found if part is not None]
+
+
+def read_compressed(folder: str, tensors: Mapping[str, FileTensor],
+                    metadata: Mapping[str, str]) -> list[Part]:
+    """The same of a compressed-tensors model."""
+    model = _compressed.Model(folder, tensors, metadata)
+    parts = []
+    for name, names in model.names().items():
+        quantized = model.read(name)
+        codes = [part for part in names
+                 if part in (name, name + "_packed")]
+        parts.append(Part(
+            name, quantized.shape,
+            codes + [part for part in names if part not in codes],
+            lambda name=name: model.read(name).dequantize(),  # type: ignore
+            _files.DTYPE_OF_ELEMENTS[quantized.element_type]))
+    return parts
+
+
+def _config_of(path: str) -> dict[str, Any]:
+    folder = path if os.path.isdir(path) else os.path.dirname(path)
+
+    def document(name: str) -> dict[str, Any]:
+        try:
+            with open(os.path.join(folder, name), encoding="utf-8") as file:
+                found = json.load(file)
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    config: dict[str, Any] = {}
+    for name in _CONFIGS:
+        config.update(document(name))
+    found = document("config.json").get("quantization_config")
+    config.update(found if isinstance(found, dict) else {})
+    if "quantization" in document("hf_quant_config.json"):
+        config.setdefault("quant_method", "modelopt")
+    return config
+
+
+def _told(tensor: Optional[FileTensor]) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}" if tensor else "none"
+
+
+class _Reader:
+    """Reads the tensors of one input."""
+
+    def __init__(self, path: str, tensors: Mapping[str, FileTensor]) -> None:
+        self._path = path
+        self._tensors = tensors
+        config = _config_of(path)
+        self._method = config.get("quant_method") or ""
+        self._bits = self._integer(config, "bits", "w_bit")
+        self._group = self._integer(config, "group_size", "q_group_size")
+        self._version = str(config.get("version") or "").lower()
+        self._format = str(config.get("checkpoint_format") or "").lower()
+        block = config.get("weight_block_size")
+        self._block = (block[0], block[1]) if isinstance(block, list) and (
+            [type(size) for size in block] == [int, int]) else (128, 128)
+        if min(self._block) <= 0:
+            raise _files.malformed(
+                path, "expected a weight_block_size of two positive numbers")
+
+    @staticmethod
+    def _integer(config: Mapping[str, Any], *keys: str) -> int:
+        return next((config[key] for key in keys
+                     if type(config.get(key)) is int), 0)
+
+    def read(self, tensor: FileTensor) -> Optional[Part]:
+        """What the tensor is, if it has codes."""
+        name = tensor.name
+        if not tensor.size_bytes:
+            return None
+        if name.endswith(".qweight"):
+            return self._integers(name[:-len(".qweight")], tensor)
+        for suffix in ("_blocks", ".blocks"):
+            if name.endswith(suffix) and tensor.dtype == "U8" and (
+                    len(tensor.shape) >= 3 and tensor.shape[-1] == 16):
+                return self._blocks(name[:-len(suffix)], suffix[0], tensor)
+        if tensor.dtype in ("F8_E4M3", "F8_E5M2") or (
+                tensor.dtype == "I8" and name + "_scale" in self._tensors):
+            return self._bytes(tensor)
+        if tensor.dtype == "U8" and name + "_scale" in self._tensors:
+            return self._floats(tensor)
+        return None
+
+    def _malformed(self, name: str, what: str) -> errors.QuantdError:
+        return _files.malformed(self._path,
+                                f"quantized tensor {name!r}: {what}")
+
+    def _unsupported(self, name: str, what: str) -> errors.QuantdError:
+        return _files.unsupported(self._path,
+                                  f"quantized tensor {name!r}: {what}")
+
+    def _expected(self, name: str, what: str, got: Optional[FileTensor]
+                  ) -> errors.QuantdError:
+        return self._malformed(name, f"expected {what}, got {_told(got)}")
+
+    def _parts(self, name: str, *tensors: Optional[FileTensor]) -> list[str]:
+        """With what the module has for activations."""
+        names = [tensor.name for tensor in tensors if tensor is not None]
+        if name.endswith(".weight"):
+            names += [found for found in (
+                name[:-len("weight")] + suffix for suffix in
+                ("input_scale", "input_zero_point", "input_global_scale"))
+                if found in self._tensors]
+        return names
+
+    def _bytes(self, codes: FileTensor) -> Optional[Part]:
+        """F8_E4M3, F8_E5M2 or I8, in the tensor's shape."""
+        name, find = codes.name, self._tensors.get
+        scale = find(name + "_scale_inv") or find(name + "_scale")
+        if scale is None:
+            if not self._method or not name.endswith(".weight"):
+                return None
+            raise self._malformed(
+                name, f"expected {name}_scale_inv or _scale, got none")
+        expand = self._expansion(codes, scale)
+        zeros = find(name + "_zero_point") if codes.dtype == "I8" else None
+        if zeros is not None and (zeros.dtype != "I8" or math.prod(
+                zeros.shape) != math.prod(scale.shape)):
+            raise self._expected(
+                name, f"{zeros.name} of I8, as many as scales", zeros)
+
+        def decode() -> Array:
+            values = _TABLES[codes.dtype][codes.bytes()].reshape(codes.shape)
+            if zeros is not None:
+                values = values - expand(zeros.array().astype(np.float32))
+            assert scale is not None
+            reals: Array = values * expand(_reals(scale))
+            return reals
+
+        return Part(name, codes.shape, self._parts(name, codes, scale, zeros),
+                    decode)
+
+    def _expansion(self, codes: FileTensor, scale: FileTensor
+                   ) -> Callable[[Array], Array]:
+        """From the scales to one for each element, or what broadcasts so."""
+        shape, found = codes.shape, scale.shape
+        rows = shape[-2] if len(shape) > 1 else 1
+        columns = shape[-1] if shape else 1
+        matrices = math.prod(shape[:-2])
+        is_mx, count = scale.dtype == "U8", math.prod(found)
+        wrong = self._expected(
+            codes.name, f"{scale.name} with a scale for the tensor, for each "
+            f"row or each block of {self._block[0]} x {self._block[1]}", scale)
+        if not is_mx and scale.dtype not in _FLOAT_SCALES:
+            raise wrong
+        if count == 1 and not is_mx:
+            return lambda array: array.reshape(())
+        if not count or count % matrices:
+            raise wrong
+        of_rows, of_columns = count // matrices, 1
+        if len(found) == len(shape) and len(found) > 1:
+            of_rows, of_columns = found[-2:]
+            if found[:-2] != shape[:-2]:
+                raise wrong
+        elif len(found) not in (1, len(shape) - 1):
+            raise wrong
+        block = (1, columns)
+        if is_mx:
+            block = (1, _MX_GROUP)
+            if (of_rows, of_columns) != (rows, -(-columns // _MX_GROUP)):
+                raise wrong
+        elif (of_rows, of_columns) == (1, 1):
+            block = (rows, columns)
+        elif (of_rows, of_columns) == (rows, 1):
+            pass
+        elif (of_rows, of_columns) == (-(-rows // self._block[0]),
+                                       -(-columns // self._block[1])):
+            block = self._block
+        elif of_rows == rows and columns % of_columns == 0:
+            block = (1, columns // of_columns)
+        else:
+            raise wrong
+
+        def expand(array: Array) -> Array:
+            array = array.reshape(matrices, of_rows, of_columns)
+            array = array.repeat(block[0], 1)[:, :rows]
+            return array.repeat(block[1], 2)[..., :columns].reshape(shape)
+
+        return expand
+
+    def _floats(self, codes: FileTensor) -> Optional[Part]:
+        """NVFP4 under a scale of the tensor, or MXFP4."""
+        name = codes.name
+        scale = self._tensors[name + "_scale"]
+        outer = self._tensors.get(name + "_scale_2")
+        if scale.dtype not in ("F8_E4M3", "U8"):
+            return None
+        if len(codes.shape) < 2:
+            raise self._malformed(name, "expected a matrix of U8")
+        group = 16 if scale.dtype == "F8_E4M3" else _MX_GROUP
+        shape = (*codes.shape[:-1], codes.shape[-1] * 2)
+        expected = (*shape[:-1], -(-shape[-1] // group))
+        if scale.shape != expected:
+            raise self._expected(name, f"{scale.name} of {list(expected)}",
+                                 scale)
+        matrices = math.prod(shape[:-2])
+        if group == 16 and (outer is None or outer.dtype != "F32" or (
+                math.prod(outer.shape) not in (1, matrices))):
+            raise self._expected(name, f"{name}_scale_2, one scale of F32",
+                                 outer)
+
+        def decode() -> Array:
+            scales = _reals(scale)
+            if group == 16 and outer is not None:
+                scales = scales.reshape(matrices, -1) * outer.array().reshape(
+                    -1, 1)
+            each = scales.reshape(expected).repeat(group, -1)
+            reals: Array = _nibbles(codes) * each[..., :shape[-1]]
+            return reals
+
+        return Part(name, shape, self._parts(name, codes, scale, outer), decode)
+
+    def _blocks(self, name: str, separator: str, blocks: FileTensor) -> Part:
+        """Blocks of 16 bytes. With "_" the tensor lies transposed."""
+        scale = self._tensors.get(f"{name}{separator}scales")
+        expected = blocks.shape[:-1]
+        if scale is None or scale.dtype != "U8" or scale.shape != expected:
+            raise self._expected(
+                name, f"{name}{separator}scales of U8 {list(expected)}", scale)
+        shape = (*expected[:-1], expected[-1] * _MX_GROUP)
+
+        def decode() -> Array:
+            assert scale is not None
+            reals: Array = _nibbles(blocks) * _reals(scale)[..., None]
+            reals = reals.reshape(shape)
+            return reals.swapaxes(-1, -2) if separator == "_" else reals
+
+        if separator == "_":
+            out = (*shape[:-2], shape[-1], shape[-2])
+            return Part(name, out, self._parts(name, blocks, scale), decode)
+        return Part(name, shape, self._parts(name, blocks, scale), decode)
+
+    def _integers(self, module: str, codes: FileTensor) -> Part:
+        """GPTQ or AWQ; the shapes tell which."""
+        find, name = self._tensors.get, module + ".weight"
+        scale, zeros = find(module + ".scales"), find(module + ".qzeros")
+        order = find(module + ".g_idx")
+        if name in self._tensors:
+            raise self._malformed(name, f"{codes.name} is beside the weight")
+        if codes.dtype != "I32" or len(codes.shape) != 2:
+            raise self._expected(name, f"{codes.name} of I32, a matrix", codes)
+        if scale is None or scale.dtype not in _FLOAT_SCALES or (
+                len(scale.shape) != 2 or 0 in scale.shape):
+            raise self._expected(
+                name, f"{module}.scales of F16, BF16 or F32, [groups,outputs]",
+                scale)
+        count, outputs = scale.shape
+        if zeros is None or zeros.dtype != "I32" or len(zeros.shape) != 2 or (
+                zeros.shape[0] != count):
+            raise self._expected(
+                name, f"{module}.qzeros of I32 for the groups of .scales",
+                zeros)
+        is_awq = codes.shape[1] != outputs
+        self._check_kind(name, is_awq)
+        bits = self._bits or zeros.shape[1] * 32 // outputs
+        if bits not in ((4, 8) if is_awq else (2, 3, 4, 8)):
+            raise self._unsupported(
+                name, f"expected {'4 or 8' if is_awq else '2, 3, 4 or 8'} bits,"
+                f" got {bits}")
+        if zeros.shape[1] != -(-outputs * bits // 32):
+            raise self._expected(
+                name, f"{module}.qzeros packed along the outputs", zeros)
+        if is_awq and (codes.shape[1] != zeros.shape[1] or
+                       outputs * bits % 32):
+            raise self._expected(
+                name, f"{module}.qweight packed along the outputs", codes)
+        inputs, rest = ((codes.shape[0], 0) if is_awq else
+                        divmod(codes.shape[0] * 32, bits))
+        if not inputs or rest:
+            raise self._expected(
+                name, f"{module}.qweight packed along the inputs", codes)
+        groups = self._groups(name, inputs, count, None if is_awq else order)
+        add = 0 if is_awq or self._format == "gptq_v2" else 1
+
+        def decode() -> Array:
+            assert zeros is not None and scale is not None
+            offsets = _unpack(zeros.array(), bits, outputs, is_awq) + add
+            if is_awq:
+                values = _unpack(codes.array(), bits, outputs, True).T
+            else:
+                values = _unpack(np.ascontiguousarray(codes.array().T), bits,
+                                 inputs, False)
+            reals: Array = (values - offsets.T[:, groups]).astype(np.float32)
+            reals *= _reals(scale).T[:, groups]
+            return reals
+
+        return Part(name, (outputs, inputs),
+                    self._parts(name, codes, zeros, scale, order), decode)
+
+    def _check_kind(self, name: str, is_awq: bool) -> None:
+        """Others pack the same names in other ways."""
+        if is_awq and self._version not in ("", "gemm"):
+            raise self._unsupported(
+                name, f"expected version gemm of AWQ, got {self._version!r}")
+        if not is_awq and self._format not in ("", "gptq", "gptq_v2"):
+            raise self._unsupported(
+                name, "expected checkpoint_format gptq or gptq_v2, got "
+                f"{self._format!r}")
+
+    def _groups(self, name: str, inputs: int, count: int,
+                order: Optional[FileTensor]) -> Array:
+        """The group of each input."""
+        size = self._group
+        if not size and inputs % count == 0:
+            size = inputs // count
+        size = inputs if size < 0 else size
+        if not size or -(-inputs // size) != count:
+            raise self._malformed(
+                name, f"expected scales for groups of {size} of {inputs} "
+                f"inputs, got {count} groups")
+        if order is None:
+            return np.arange(inputs) // size
+        if order.dtype != "I32" or order.shape != (inputs,):
+            raise self._expected(name, f"{order.name} of I32 [{inputs}]", order)
+        found = order.array()
+        wrong = found[(found < 0) | (found >= count)]
+        if wrong.size:
+            raise self._malformed(
+                name, f"expected {order.name} between 0 and {count - 1}, got "
+                f"{wrong[0]}")
+        return found
+
+
+def _nibbles(codes: FileTensor) -> Array:
+    """Reals of two codes a byte, the first in the lower half."""
+    array = codes.array()
+    both = np.stack([array & 15, array >> 4], -1)
+    reals: Array = _TABLES["E2M1"][both.reshape(*array.shape[:-1], -1)]
+    return reals
+
+
+def _unpack(words: Array, bits: int, count: int, is_awq: bool) -> Array:
+    """Of each row of int32 the first `count` codes."""
+    codes = _compressed.unpack_rows(words, bits, count).astype(np.int16)
+    codes += 1 << bits - 1
+    if is_awq:
+        places = np.array(_PLACES[bits])
+        columns = np.arange(count)
+        codes = codes[:, columns - columns % len(places) +
+                      places[columns % len(places)]]
+    return codes
+
+
+def decoded(tensors: Mapping[str, FileTensor], parts: Sequence[Part]
+            ) -> dict[str, FileTensor]:
+    """The tensors of a file, or of all files, with floats in the place of the
+    codes that it has, as they lie in the file that `quantctl dequantize` makes
+    of it."""
+    gone = {name for part in parts for name in part.parts}
+    found = [part.tensor for part in parts if part.parts[0] in tensors]
+    found += [tensor for name, tensor in tensors.items() if name not in gone]
+    found.sort(key=lambda tensor: -_files.DTYPES[tensor.dtype].itemsize)
+    return {tensor.name: tensor for tensor in found}
