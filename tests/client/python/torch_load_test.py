@@ -248,6 +248,99 @@ def test_WhatHasNoRoomForRealsIsRefused(tmp_path, client):
         "FILE_UNREADABLE")
 
 
+def test_WhatModelsHaveInCopiesIsRefused(tmp_path, client):
+    """What is written to a copy is lost."""
+    def copy_weight(_, state, prefix, *unused):
+        del unused
+        state[prefix + "weight"] = state[prefix + "weight"].clone()
+
+    layer = torch.nn.Linear(4, 4)
+    layer._register_state_dict_hook(copy_weight)
+    model = torch.nn.Sequential(layer)
+    path, bias = tmp_path / "net.safetensors", layer.bias.detach().clone()
+    weight = torch.ones(4, 4)
+    for value in (weight, client.quantize(weight, "int8")):
+        quantd.save(path, {"0.weight": value, "0.bias": torch.ones(4)},
+                    overwrite=True)
+        for strict in (True, False):
+            error = raised(quantd.torch.load_into, model, path, strict=strict)
+            assert (error.reason, error.field) == ("ARGUMENT_INVALID", "model")
+            assert "0.weight" in error.message
+            assert "0.bias" not in error.message
+    assert torch.equal(layer.bias, bias)
+    # A file that lacks it does not write it.
+    quantd.save(path, {"0.bias": torch.ones(4)}, overwrite=True)
+    done = quantd.torch.load_into(model, path, strict=False)
+    assert done.missing == ("0.weight",)
+    assert torch.equal(layer.bias, torch.ones(4))
+
+
+def test_PartsOfParametersAreLoaded(tmp_path):
+    """Of models whose state_dict has views."""
+    def split(_, state, prefix, *unused):
+        del unused
+        for name, part in zip("qkv", state.pop(prefix + "weight").split(4)):
+            state[f"{prefix}{name}.weight"] = part
+
+    layer = torch.nn.Linear(3, 12, bias=False)
+    layer._register_state_dict_hook(split)
+    want = torch.randn(12, 3)
+    path = tmp_path / "net.safetensors"
+    quantd.save(path, {f"{name}.weight": part
+                       for name, part in zip("qkv", want.split(4))})
+    quantd.torch.load_into(layer, path)
+    assert torch.equal(layer.weight, want)
+    # Empty tensors have no memory to share.
+    empty = torch.nn.Linear(0, 0)
+    quantd.save(path, empty.state_dict(), overwrite=True)
+    assert len(quantd.torch.load_into(empty, path).copied) == 2
+
+
+class Counting(torch.nn.Linear):
+    """Has state beside its tensors."""
+
+    def __init__(self, count=()):
+        super().__init__(4, 4)
+        self.count = torch.tensor(count, dtype=torch.int64)
+
+    def get_extra_state(self):
+        return self.count.clone()
+
+    def set_extra_state(self, state):
+        self.count = state
+
+
+class Unsettable(torch.nn.Linear):
+    """Its state can only be read."""
+
+    def get_extra_state(self):
+        return torch.tensor([7])
+
+
+def test_ExtraStateIsHandedToItsModule(tmp_path):
+    path = tmp_path / "net.safetensors"
+    source = torch.nn.Sequential(Counting((3, 4)), Counting((5,)))
+    quantd.save(path, source.state_dict())
+    # Its shape is the module's own business.
+    target = torch.nn.Sequential(Counting((0, 0)), Counting())
+    done = quantd.torch.load_into(target, path)
+    assert sorted(done.copied) == sorted(source.state_dict())
+    assert [layer.count.tolist() for layer in target] == [[3, 4], [5]]
+    assert torch.equal(target[1].weight, source[1].weight)
+    # It is no memory of the file.
+    target[0].count += 1
+    assert quantd.load(path)["0._extra_state"].tolist() == [3, 4]
+
+    layer = Unsettable(4, 4)
+    bias = layer.bias.detach().clone()
+    quantd.save(path, {name: tensor + 1 for name, tensor
+                       in layer.state_dict().items()}, overwrite=True)
+    error = raised(quantd.torch.load_into, layer, path)
+    assert error.reason == "ARGUMENT_INVALID"
+    assert "_extra_state" in error.message
+    assert torch.equal(layer.bias, bias)
+
+
 def test_OneTensorAtATimeIsInMemory(tmp_path, client, monkeypatch):
     """What is read of one is gone before the next one is."""
     layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False)

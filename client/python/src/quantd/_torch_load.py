@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Iterator
+from typing import Any, Container, Iterator, Optional
 
 import numpy as np
 import torch
@@ -17,6 +17,8 @@ from quantd.tensor import ELEMENT_DTYPES
 _FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 # Of those that an error names.
 _MOST_NAMED = 8
+# What state_dict() calls what a module says in get_extra_state().
+_EXTRA_STATE = "_extra_state"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,33 +51,47 @@ def load_into(model: torch.nn.Module, path: Path, *, strict: bool = True
         file. A parameter that the model has under several names needs one of
         them. False: other names stay as they are, and are told.
 
-    Shapes have to agree in any case. Nothing is written unless all names and
-    shapes are right. A file that breaks off, or is damaged within a tensor,
-    leaves the model half loaded.
+    Shapes have to agree in any case, but for extra state, which goes to
+    set_extra_state() of its module. Other hooks of load_state_dict do not run.
+    Nothing is written unless all names and shapes are right. A file that breaks
+    off, or is damaged within a tensor, leaves the model half loaded.
 
     Raises: STATE_MISMATCH with names and shapes; FILE_UNREADABLE,
     FILE_MALFORMED, FILE_UNSUPPORTED; ARGUMENT_INVALID for a model on the meta
-    device, which holds nothing: model.to_empty(device=...) makes room.
+    device, which holds nothing: model.to_empty(device=...) makes room; and for
+    one whose state_dict() has copies in place of its tensors, as that of FSDP
+    has.
     """
     file = load(path, as_torch=True)
+    if isinstance(model, (torch.nn.DataParallel,
+                          torch.nn.parallel.DistributedDataParallel)):
+        model = model.module
     targets = _targets(model)
+    takers = _takers_of_extra_state(model)
     missing, unexpected = _differences(file, targets)
-    _check(file, targets, *((missing, unexpected) if strict else ((), ())))
+    _check(file, targets, takers,
+           *((missing, unexpected) if strict else ((), ())))
+    _check_memory(model, {name: targets[name] for name in file
+                          if name in targets and name not in takers})
     dequantized: list[str] = []
     copied: list[str] = []
     with torch.no_grad():
         for name in file:
-            if name in targets:
-                is_quantized = _copy(file, name, targets[name])
-                (dequantized if is_quantized else copied).append(name)
+            if name not in targets:
+                continue
+            target = targets[name]
+            if name in takers:
+                target = torch.empty(file.info(name).shape, dtype=target.dtype,
+                                     device=target.device)
+            is_quantized = _copy(file, name, target)
+            if name in takers:
+                takers[name].set_extra_state(target)
+            (dequantized if is_quantized else copied).append(name)
     return LoadedNames(tuple(dequantized), tuple(copied), missing, unexpected)
 
 
 def _targets(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """What the file is to fill; state that is no tensor is in no file."""
-    if isinstance(model, (torch.nn.DataParallel,
-                          torch.nn.parallel.DistributedDataParallel)):
-        model = model.module
     found = {name: tensor for name, tensor in
              model.state_dict(keep_vars=True).items()
              if isinstance(tensor, torch.Tensor)}
@@ -85,6 +101,15 @@ def _targets(model: torch.nn.Module) -> dict[str, torch.Tensor]:
                 f"expected a model in memory, but {name!r} is on the meta "
                 "device; model.to_empty(device=\"cpu\") makes room", "model")
     return found
+
+
+def _takers_of_extra_state(model: torch.nn.Module
+                           ) -> dict[str, torch.nn.Module]:
+    """By the name of the state."""
+    refuses = torch.nn.Module.set_extra_state
+    return {f"{prefix}.{_EXTRA_STATE}" if prefix else _EXTRA_STATE: module
+            for prefix, module in model.named_modules(remove_duplicate=False)
+            if getattr(module.set_extra_state, "__func__", None) is not refuses}
 
 
 def _differences(file: TensorFile, targets: dict[str, torch.Tensor]
@@ -97,10 +122,12 @@ def _differences(file: TensorFile, targets: dict[str, torch.Tensor]
 
 
 def _check(file: TensorFile, targets: dict[str, torch.Tensor],
-           missing: tuple[str, ...], unexpected: tuple[str, ...]) -> None:
+           of_any_shape: Container[str], missing: tuple[str, ...],
+           unexpected: tuple[str, ...]) -> None:
     shapes = [f"{name} is {list(found)} in the file, "
               f"{list(targets[name].shape)} in the model"
               for name in file if name in targets and
+              name not in of_any_shape and
               (found := file.info(name).shape) != tuple(targets[name].shape)]
     types = [f"{name} is {targets[name].dtype}" for name in file
              if name in targets and file.info(name).format is not None and
@@ -111,6 +138,32 @@ def _check(file: TensorFile, targets: dict[str, torch.Tensor],
               *_some("no floats, as codes would become", types)]
     if faults:
         raise errors.state_mismatch(file.path, "; ".join(faults))
+
+
+def _check_memory(model: torch.nn.Module, targets: dict[str, torch.Tensor]
+                  ) -> None:
+    """That the model has what is written to the targets."""
+    tensors = [*model.parameters(), *model.buffers()]
+    ids, places = set(map(id, tensors)), set(map(_memory, tensors)) - {None}
+    copies = [name for name, tensor in targets.items()
+              if id(tensor) not in ids and tensor.numel() and
+              _memory(tensor) not in places]
+    if copies:
+        (names,) = _some("of no parameter or buffer", copies)
+        raise errors.argument_invalid(
+            "expected a state_dict() with the memory of parameters and "
+            f"buffers, as what is written to others is lost; {names}", "model")
+
+
+def _memory(tensor: torch.Tensor) -> Optional[tuple[str, int]]:
+    """Where the storage of a tensor begins; None where it has none."""
+    try:
+        # torch before 2.0 has storages with types only.
+        storage = getattr(tensor, "untyped_storage", tensor.storage)()
+        begin = storage.data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return None
+    return (str(tensor.device), begin) if begin else None
 
 
 def _some(what: str, names: Any) -> Iterator[str]:
