@@ -102,6 +102,36 @@ def test_CompressedTensorsAreRead(tmp_path, quantctl, client, weight, layout):
         np.testing.assert_array_equal(tensor.dequantize(), expected[name])
 
 
+def test_ScalesOfACacheGoWithTheCodes(tmp_path, weight):
+    codes = np.clip(np.round(weight * 30), -127, 127).astype(np.int8)
+    tensors = {"a.norm": weight[0], "a.k_scale": np.float32([0.25])}
+    for name in ("a.k_proj", "a.v_proj", "b.v_proj", "b.o_proj"):
+        tensors[f"{name}.weight"] = codes
+        tensors[f"{name}.weight_scale"] = np.float32([[1 / 30]])
+    tensors.update({f"{name}_scale": np.float32([0.5])
+                    for name in ("a.v", "b.v", "c.k", "b.o")})
+    quantd.save(tmp_path / _files.SINGLE_NAME, tensors)
+    weights = {"num_bits": 8, "type": "int", "strategy": "tensor"}
+    config = {"quant_method": "compressed-tensors", "config_groups": {
+        "g": {"targets": ["Linear"], "weights": weights}}}
+
+    def loaded(**more):
+        (tmp_path / "config.json").write_text(json.dumps(
+            {"quantization_config": {**config, **more}}))
+        return quantd.load(tmp_path)
+    codes_and_norm = {"a.norm", "a.k_proj.weight", "a.v_proj.weight",
+                      "b.v_proj.weight", "b.o_proj.weight"}
+    file = loaded(kv_cache_scheme={"num_bits": 8, "type": "float"})
+    # Those that no projection has, or that no cache has, are what they are.
+    assert set(file) == {*codes_and_norm, "c.k_scale", "b.o_scale"}
+    assert file.info("a.k_proj.weight").size_bytes == codes.size + 4 + 4
+    assert file.info("b.o_proj.weight").size_bytes == codes.size + 4
+    np.testing.assert_array_equal(file["a.k_proj.weight"].codes, codes)
+    for more in ({}, {"kv_cache_scheme": None}):
+        assert set(loaded(**more)) == codes_and_norm | {
+            "a.k_scale", "a.v_scale", "b.v_scale", "c.k_scale", "b.o_scale"}
+
+
 def test_WhatATensorIsIsSaidWithoutReadingIt(tmp_path, client, weight,
                                              monkeypatch):
     path = tmp_path / "x.safetensors"

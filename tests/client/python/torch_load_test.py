@@ -341,6 +341,30 @@ def test_ExtraStateIsHandedToItsModule(tmp_path):
     assert torch.equal(layer.bias, bias)
 
 
+def test_AFolderWithScalesOfACacheIsLoaded(tmp_path, quantctl, client):
+    names = ["a.k_proj", "a.q_proj", "a.v_proj"]
+
+    class Attention(torch.nn.Module):
+        """Its projections."""
+
+        def __init__(self):
+            super().__init__()
+            for name in names:
+                self.add_module(name[2:], torch.nn.Linear(8, 8, bias=False))
+
+    target = torch.nn.ModuleDict({"a": Attention()})
+    quantd.save(tmp_path / "plain.safetensors", target.state_dict())
+    for name in names:
+        client.put_encoding(quantd.TensorName("l/kv", f"{name}.output"),
+                            quantd.Encoding("float8_e4m3fn", [0.25]))
+    quantctl("quantize", tmp_path / "plain.safetensors", "-o", tmp_path / "q",
+             "--no-store", "--scheme", "W8A16", "--kv-cache", "float8_e4m3fn",
+             "--model", "l/kv")
+    done = quantd.torch.load_into(target, tmp_path / "q")
+    assert sorted(done.dequantized) == [f"{name}.weight" for name in names]
+    assert done.copied == ()
+
+
 def test_OneTensorAtATimeIsInMemory(tmp_path, client, monkeypatch):
     """What is read of one is gone before the next one is."""
     layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False)

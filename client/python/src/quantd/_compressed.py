@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from typing import Any, Mapping
+from typing import Any, Iterator, Mapping
 
 import numpy as np
 
@@ -23,6 +23,8 @@ _CLASSES = ("Linear", "Conv2d", "Conv1d")
 _SUFFIXES = (".weight", ".weight_packed", ".weight_scale",
              ".weight_zero_point", ".weight_shape", ".weight_global_scale",
              ".input_scale", ".input_zero_point", ".input_global_scale")
+# The scale of a cache, beside X.k_proj and X.v_proj.
+_CACHE_SCALES = {".k_proj": ".k_scale", ".v_proj": ".v_scale"}
 
 
 def method_of(folder: str) -> str:
@@ -58,8 +60,9 @@ class Model:
         end = len(".weight_scale")
         modules = [name[:-end] for name in tensors
                    if name.endswith(".weight_scale")]
-        self._schemes = _match(document.get("quantization_config") or {},
-                               modules, self._path)
+        config = document.get("quantization_config") or {}
+        self._has_cache = bool(config.get("kv_cache_scheme"))
+        self._schemes = _match(config, modules, self._path)
         for module in modules:
             if module not in self._schemes:
                 raise self._malformed(module,
@@ -71,8 +74,16 @@ class Model:
     def names(self) -> dict[str, list[str]]:
         """Of the quantized tensors, and what each is made of."""
         return {module + ".weight": [
-            module + suffix for suffix in _SUFFIXES
-            if module + suffix in self._tensors] for module in self._schemes}
+            part for part in self._parts(module) if part in self._tensors]
+                for module in self._schemes}
+
+    def _parts(self, module: str) -> Iterator[str]:
+        """Names of all that may belong to it."""
+        for suffix in _SUFFIXES:
+            yield module + suffix
+        for suffix, scale in _CACHE_SCALES.items():
+            if self._has_cache and module.endswith(suffix):
+                yield module[:-len(suffix)] + scale
 
     def format_of(self, name: str) -> str:
         """Of a quantized tensor."""
