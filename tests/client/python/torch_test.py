@@ -22,6 +22,8 @@ import numpy as np
 import live_server
 import quantd
 import quantd.torch
+import torch.nn.utils.parametrizations
+import torch.nn.utils.prune
 import torch.utils.checkpoint
 import training
 
@@ -135,6 +137,53 @@ def test_ModulesAndTensorsCanBeChosen(client):
         with pytest.raises(quantd.QuantdError):
             quantd.torch.calibrate(model, client, model_name="t/bad",
                                    source="s", **arguments)
+
+
+class Faked(torch.nn.Linear):
+    """Rounds its weight as it runs."""
+
+    def __init__(self):
+        super().__init__(5, 5)
+        self.fake = quantd.torch.FakeQuantize(quantd.Encoding("int8", [0.01]))
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.fake(self.weight), self.bias)
+
+
+class Flat(torch.nn.Module):
+    """A parametrization that keeps a matrix in one dimension."""
+
+    def forward(self, flat):
+        return flat.reshape(5, 5)
+
+    def right_inverse(self, weight):
+        return weight.reshape(-1)
+
+
+def test_LayersWhoseWeightsAreComputedAreCounted(client):
+    layers = [torch.nn.Linear(5, 5) for _ in range(6)]
+    parametrize = torch.nn.utils.parametrize
+    parametrize.register_parametrization(
+        layers[0], "weight",
+        quantd.torch.FakeQuantize(quantd.Encoding("int8", [0.01])))
+    torch.nn.utils.weight_norm(layers[1])
+    torch.nn.utils.parametrizations.spectral_norm(layers[2])
+    parametrize.register_parametrization(layers[3], "bias", torch.nn.Tanh())
+    torch.nn.utils.prune.l1_unstructured(layers[4], "weight", 3)
+    parametrize.register_parametrization(layers[5], "weight", Flat())
+    # A parametrized weight of one dimension is still none.
+    norm = torch.nn.LayerNorm(5)
+    parametrize.register_parametrization(norm, "weight", torch.nn.Tanh())
+    model = torch.nn.Sequential(*layers, Faked(), norm)
+    before = {name: tensor.clone()
+              for name, tensor in model.state_dict().items()}
+    with quantd.torch.calibrate(model, client, model_name="t/computed",
+                                source="s"):
+        # To choose layers changes nothing: that of spectral_norm would.
+        assert all(torch.equal(tensor, before[name])
+                   for name, tensor in model.state_dict().items())
+        model(torch.randn(3, 5))
+    assert names(client, "t/computed") == [f"{n}.input" for n in range(7)]
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

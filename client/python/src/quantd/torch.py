@@ -25,6 +25,7 @@ from typing import (Any, Callable, Iterable, Iterator, Mapping, Optional,
 
 import torch
 import torch.utils.checkpoint
+from torch.nn.utils import parametrize
 
 from quantd import _apart, _arrays, _globs, errors
 from quantd._requests import CalibrateJob, Contribution
@@ -116,8 +117,8 @@ def calibrate(model: torch.nn.Module, client: Client, *, model_name: str,
         rank: each counts its own contributions.
     modules: globs over names of modules, or a function of name and module that
         says which; default all that have a weight of two dimensions or more and
-        no modules of their own. Names are without the "module." that
-        DistributedDataParallel puts in front.
+        no modules of their own but parametrizations and FakeQuantize. Names are
+        without the "module." that DistributedDataParallel puts in front.
     record: "input", "output" or both: what is quantized of a layer are its
         inputs.
     start: how many times each tensor was seen before this block, which is what
@@ -588,6 +589,19 @@ def _chosen(model: torch.nn.Module, modules: Any
 
 def _has_weights(name: str, module: Any) -> bool:
     del name
+    is_parametrized = parametrize.is_parametrized(module)
+    return all(isinstance(child, (QuantizedWeight, FakeQuantize)) or
+               is_parametrized and child is module.parametrizations
+               for child in module.children()) and _has_matrix(module)
+
+
+def _has_matrix(module: Any) -> bool:
+    """Whether its weight has two dimensions or more."""
+    if parametrize.is_parametrized(module, "weight"):
+        # To compute a weight may change the model: spectral_norm does.
+        own = module.parametrizations.weight
+        if any(tensor.dim() >= 2 for tensor in (
+                *own.parameters(recurse=False), *own.buffers(recurse=False))):
+            return True
     weight = getattr(module, "weight", None)
-    return isinstance(weight, torch.Tensor) and weight.dim() >= 2 and all(
-        isinstance(child, QuantizedWeight) for child in module.children())
+    return isinstance(weight, torch.Tensor) and weight.dim() >= 2
