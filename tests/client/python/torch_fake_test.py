@@ -2,6 +2,7 @@
 were published."""
 
 import copy
+import dataclasses
 import math
 import pickle
 
@@ -89,6 +90,10 @@ def test_EveryIntegerFormatIsTheService(client):
         x = data_of()
         got = quantd.torch.FakeQuantize(encoding)(x)
         assert same(got, there_and_back(client, x, encoding)), name
+        # Without limits it has those of the service, too.
+        encoding = dataclasses.replace(encoding, qmin=None, qmax=None)
+        fake = quantd.torch.FakeQuantize(encoding)
+        assert same(fake(x), there_and_back(client, x, encoding)), name
 
 
 def test_ARangeWithoutZeroIsThatOfTheService(client):

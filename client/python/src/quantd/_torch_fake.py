@@ -9,7 +9,7 @@ from typing import Any, Callable, Optional
 import numpy as np
 import torch
 
-from quantd import errors
+from quantd import _layout, errors
 from quantd._torch_blocks import keeping_types, spread
 from quantd.encoding import Encoding
 from quantd.tensor import Array, format_info
@@ -290,9 +290,7 @@ def _check(encoding: Encoding, learn: Optional[str],
 
 def _limits(encoding: Encoding) -> tuple[int, int]:
     """qmin and qmax, those of the format by default."""
-    info = format_info(encoding.format)
-    low = -(1 << info.bits - 1) if info.is_signed else 0
-    high = low + (1 << info.bits) - 1
+    low, high = _layout.code_limits(encoding.format)
     return (low if encoding.qmin is None else encoding.qmin,
             high if encoding.qmax is None else encoding.qmax)
 
