@@ -373,6 +373,39 @@ def test_TypesStateAndCopiesKeepTheReals(client, learn):
     assert "int8, 10 scales" in repr(fake)
 
 
+@pytest.mark.parametrize("learn", [None, *LEARNED])
+@pytest.mark.parametrize("spec", [
+    "int8:per-channel:asymmetric", "int8:per-channel",
+    "int4:group:11:scale=float16", "int4:group:11:scale=bfloat16"])
+def test_TheEncodingIsThatOfTheStateThatWasLoaded(client, spec, learn):
+    x = data_of()
+    trained, fake = (quantd.torch.FakeQuantize(
+        client.quantize(data, spec).encoding, learn=learn)
+        for data in (torch.rand(10, 33) * 7 - 2, torch.rand(10, 33) - 0.7))
+    fake.load_state_dict(trained.state_dict())
+    want = there_and_back(client, x, trained.encoding)
+    assert same(fake(x), want)
+    assert same(there_and_back(client, x, fake.encoding), want)
+    client.put_encoding(quantd.TensorName("f/loaded", "weight"), fake.encoding)
+    stored = client.get_encoding(quantd.TensorName("f/loaded", "weight"))
+    assert same(there_and_back(client, x, stored.encoding), want)
+
+
+@pytest.mark.parametrize("spec", ["lpbq", "mxint8"])
+def test_ScalesThatFollowFromOthersAreNotLoaded(client, spec):
+    shape = (8, 64)
+    fake, other = (quantd.torch.FakeQuantize(
+        client.quantize(torch.rand(shape) * factor, spec).encoding)
+        for factor in (1, 30))
+    initial = fake.encoding
+    fake.load_state_dict(copy.deepcopy(fake).state_dict())
+    assert fake.encoding == initial
+    fake.load_state_dict(other.state_dict())
+    error = raised(lambda: fake.encoding)
+    assert error.reason == "ARGUMENT_INVALID"
+    assert initial.stored_scale_type in error.message
+
+
 def test_ItIsAParametrizationOfAWeight(client):
     layer = torch.nn.Linear(33, 10).to(torch.bfloat16)
     weight = layer.weight.detach().clone()

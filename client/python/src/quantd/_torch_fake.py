@@ -183,13 +183,27 @@ class FakeQuantize(torch.nn.Module):  # type: ignore[misc]
     @property
     def encoding(self) -> Encoding:
         """With scales and zero points as they are now; the service takes it in
-        put_encoding, quantize and so on."""
-        if self.learn is None:
-            return self._initial
+        put_encoding, quantize and so on.
+
+        Raises: ARGUMENT_INVALID where load_state_dict has put scales in place
+        of some that follow from codes, which no state has.
+        """
         with torch.no_grad():
             scale, zero_point = (tensor.cpu().numpy()
                                  for tensor in self._scale_and_zero_point())
+        if self.learn is None:
+            initial = self._initial.zero_point
+            if np.array_equal(scale, self._initial.scale) and np.array_equal(
+                    zero_point.ravel(), initial.ravel() if initial.size
+                    else np.zeros(scale.size)):
+                return self._initial
         scale_type = self._initial.scale_type
+        if self._initial.stored_scale_type not in _FREE_SCALE_TYPES:
+            raise errors.argument_invalid(
+                "the state is no longer that of the encoding, and scales of "
+                f"{self._initial.stored_scale_type} can not take any value; "
+                "make the module with the encoding that the state is of",
+                "scale")
         return dataclasses.replace(
             self._initial, scale=scale.copy(),
             scale_type=scale_type and "float32",
