@@ -190,8 +190,8 @@ def quantize_(model: torch.nn.Module, specs: Sources, *, client: Client,
     still. Its `weight` is computed from codes and scales whenever the module
     runs, on any device, and equals quantd.torch.dequantize bit by bit; its
     `quantized_weight` has the codes. Hooks, biases and references to the module
-    stay. What shares a weight goes on sharing it. The optimizer of a weight
-    loses it.
+    stay. What shares a weight goes on sharing it. An optimizer that was made
+    before keeps the old weight, and no longer changes the model.
 
     specs: a spec, or by pattern over names of weights, such as
         {"*head*": "int8", "*.weight": "int4:group:32"}; see
