@@ -243,6 +243,23 @@ def test_AModelStaysAsItWasWhereATensorFails(client):
     assert type(model.linear) is torch.nn.Linear
 
 
+def test_CodesOfAnotherTypeAreNotLoaded(client):
+    """They would wrap around."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    wide, narrow = copy.deepcopy(model), copy.deepcopy(model)
+    quantd.torch.quantize_(wide, "int16:per-channel", client=client)
+    quantd.torch.quantize_(narrow, "int8:per-channel", client=client)
+    codes = narrow[0].quantized_weight.codes.clone()
+    for strict in (True, False):
+        with pytest.raises(RuntimeError, match="0.quantized_weight.codes: "
+                           "expected torch.int8 of int8, got torch.int16"):
+            narrow.load_state_dict(wide.state_dict(), strict=strict)
+    assert torch.equal(narrow[0].quantized_weight.codes, codes)
+    # What is not there is told as ever.
+    with pytest.raises(RuntimeError, match="Missing key.*codes"):
+        narrow.load_state_dict(model.state_dict())
+
+
 def test_HooksGradientsAndTheCalibrationGoOn(client):
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(),
                                 torch.nn.Linear(8, 3))

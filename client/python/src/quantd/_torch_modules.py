@@ -30,7 +30,8 @@ class QuantizedWeight(torch.nn.Module):  # type: ignore[misc]
     values: float32, what each code of a float format or a codebook stands for,
         or None.
 
-    These are buffers: state_dict() has them and to(device) moves them. half(),
+    These are buffers: state_dict() has them and to(device) moves them.
+    load_state_dict takes those of a module made with the same spec. half(),
     to(dtype) and the like change the type of the reals alone.
     """
 
@@ -78,6 +79,17 @@ class QuantizedWeight(torch.nn.Module):  # type: ignore[misc]
         """For print(model)."""
         return (f"{self.format}, {tuple(self.codes.shape)}, "
                 f"{self.scale.numel()} scales")
+
+    def _load_from_state_dict(self, state: Mapping[str, Any], prefix: str,
+                              *arguments: Any) -> None:
+        codes = state.get(prefix + "codes")
+        if codes is None or codes.dtype == self.codes.dtype:
+            super()._load_from_state_dict(state, prefix, *arguments)
+        else:
+            # Of the module's type they would wrap around.
+            faults = arguments[-1]
+            faults.append(f"{prefix}codes: expected {self.codes.dtype} of "
+                          f"{self.format}, got {codes.dtype}")
 
     def _apply(self, fn: Callable[[Any], Any], *arguments: Any) -> Any:
         return super()._apply(keeping_types(fn, [self._real]), *arguments)
