@@ -5,6 +5,7 @@
 #ifndef QUANTD_CORE_CALIBRATE_BLOCK_ENTROPY_H_
 #define QUANTD_CORE_CALIBRATE_BLOCK_ENTROPY_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -83,6 +84,17 @@ struct BlockRanges {
   double* divergence;
 };
 
+// Makes `room` that large, whatever is in it. It holds no more than the largest
+// size needs, at any time.
+template <typename T>
+void MakeRoom(size_t size, std::vector<T>* room) {
+  if (room->capacity() < size) {
+    *room = std::vector<T>();
+    room->reserve(size);
+  }
+  room->resize(size);
+}
+
 // What a search of a block is made with, used again from block to block.
 struct EntropyRoom {
   std::vector<int32_t> bin;
@@ -94,6 +106,10 @@ struct EntropyRoom {
   std::vector<int32_t> last;
   std::vector<double> divergence;
 };
+
+// What a search holds of each element, at most: in EntropyRoom its bin and a
+// sum; where kernels do not take a block, 16 bytes in LinearBins.
+constexpr int64_t kEntropyElementBytes = sizeof(int32_t) + sizeof(double) + 16;
 
 // Elements of a block that FindDivergences takes, at most.
 constexpr int64_t kMostDivergenceElements = 65535;

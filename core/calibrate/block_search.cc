@@ -9,8 +9,10 @@
 #include <utility>
 #include <vector>
 
+#include "absl/algorithm/container.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "core/calibrate/block_entropy.h"
 #include "core/calibrate/block_errors.h"
 #include "core/calibrate/encoding_spec.h"
 #include "core/calibrate/range_scaler.h"
@@ -110,7 +112,7 @@ TwoRanks SelectBetween(size_t rank, size_t count, std::vector<double>* room,
       middle + margin >= kSome
           ? std::numeric_limits<T>::infinity()
           : static_cast<T>(some[static_cast<size_t>(middle + margin)]);
-  room->resize(count);
+  MakeRoom(count, room);
   double* const between = room->data();
   size_t below = 0;
   size_t kept = 0;
@@ -135,7 +137,7 @@ TwoRanks SelectTwo(size_t rank, size_t count, std::vector<double>* room,
   const size_t from_top = count - rank;
   if (from_top <= kMostSelected) return SelectFromTop<T>(from_top, count, at);
   if (count > kMostSorted) return SelectBetween<T>(rank, count, room, at);
-  room->resize(count);
+  MakeRoom(count, room);
   for (size_t i = 0; i < count; ++i) (*room)[i] = at(i);
   return SelectTwoOf(rank, room);
 }
@@ -185,25 +187,38 @@ bool IsSearchedDirectly(const EncodingSpec& spec, const BlockLayout& layout) {
          layout.largest_block() <= MostDirectElements(spec);
 }
 
-int64_t BlockElements::MemoryBytes(int64_t largest_block) {
+int64_t BlockElements::MemoryBytes(const EncodingSpec& spec,
+                                   int64_t largest_block) {
   if (largest_block <= kFewDirectElements) return 0;
-  // Each element in float64: as it came, as it is kept, as it is searched, and
-  // in order or in bins; the bin it lies in.
-  constexpr int64_t kMostPerElement = 4 * sizeof(double) + sizeof(int32_t);
-  return std::min(largest_block, kMaxDirectElements) * kMostPerElement;
+  const bool is_best_of = spec.method == CalibrationMethod::kBestOf;
+  const auto uses = [&](CalibrationMethod method) {
+    return spec.method == method ||
+           (is_best_of && absl::c_linear_search(spec.methods, method));
+  };
+  // Of float64, which take the most: as they came, and as they are kept.
+  int64_t per_element = 2 * sizeof(double);
+  // What errors are measured of.
+  if (is_best_of || uses(CalibrationMethod::kMse) ||
+      uses(CalibrationMethod::kSqnr)) {
+    per_element += sizeof(double);
+  }
+  // In order.
+  if (uses(CalibrationMethod::kPercentile)) per_element += sizeof(double);
+  if (uses(CalibrationMethod::kEntropy)) per_element += kEntropyElementBytes;
+  return std::min(largest_block, kMaxDirectElements) * per_element;
 }
 
 void BlockElements::Assign(ElementType type, const uint8_t* in, int64_t count) {
   const auto size = static_cast<size_t>(count);
   is_double_ = type == ElementType::kFloat64;
   if (is_double_) {
-    if (doubles_.size() < size) doubles_.resize(size);
+    if (doubles_.size() < size) MakeRoom(size, &doubles_);
     std::copy_n(in, size * sizeof(double),
                 reinterpret_cast<uint8_t*>(doubles_.data()));
     KeepFinite<int64_t>(count, &doubles_);
     return;
   }
-  if (floats_.size() < size) floats_.resize(size);
+  if (floats_.size() < size) MakeRoom(size, &floats_);
   if (type == ElementType::kFloat32) {
     std::copy_n(in, size * sizeof(float),
                 reinterpret_cast<uint8_t*>(floats_.data()));
@@ -272,7 +287,7 @@ class BlockSearch::Run {
         stop_(stop) {
     trials_.count = 0;
     const auto count = static_cast<size_t>(all_.count());
-    if (room_.elements.size() < count) room_.elements.resize(count);
+    if (room_.elements.size() < count) MakeRoom(count, &room_.elements);
     const auto take = [&, to = room_.elements.data()](const auto* from) {
       if (grid_.is_mirrored) {
         for (size_t i = 0; i < count; ++i) {

@@ -51,7 +51,7 @@ class BlockElements {
 
   // What a search of blocks of so many elements holds, at most, but for a few
   // hundred KiB.
-  static int64_t MemoryBytes(int64_t largest_block);
+  static int64_t MemoryBytes(const EncodingSpec& spec, int64_t largest_block);
 
   int64_t count() const { return count_; }
   // Float64 elements are kept as such, all others as float32.

@@ -127,6 +127,8 @@ class LinearBins {
         filled_(static_cast<size_t>(grid.bins / kWordBits + 1)),
         before_word_(filled_.size()) {}
 
+  // Before up to so many are added.
+  void Reserve(int64_t count) { added_.reserve(static_cast<size_t>(count)); }
   // Zeros are left out. Add all, then Finish.
   void Add(double x, double count) {
     if (x == 0) return;
@@ -135,13 +137,16 @@ class LinearBins {
     added_.push_back({t, count});
   }
   void Finish() {
-    ForEachBit(filled_.data(), static_cast<int64_t>(filled_.size()),
-               [this](int64_t t) { bin_.push_back(t); });
     uint32_t before = 0;
     for (size_t word = 0; word < filled_.size(); ++word) {
       before_word_[word] = before;
       before += static_cast<uint32_t>(absl::popcount(filled_[word]));
     }
+    bin_.reserve(before);
+    count_.reserve(before + 1);
+    x_log_x_.reserve(before + 1);
+    ForEachBit(filled_.data(), static_cast<int64_t>(filled_.size()),
+               [this](int64_t t) { bin_.push_back(t); });
     std::vector<double> in_bin(bin_.size());
     for (const Added& added : added_) in_bin[Before(added.bin)] += added.count;
     for (const double count : in_bin) {
@@ -345,7 +350,7 @@ Range SearchAtOnce(BlockElements* elements, const EntropyLevels& levels,
   EntropyRoom& room = elements->entropy_room();
   const BinGrid& grid = ranges.grid();
   const int64_t count = elements->count();
-  room.bin.resize(static_cast<size_t>(count));
+  MakeRoom(static_cast<size_t>(count), &room.bin);
   if (elements->is_double()) {
     FindBins(grid, elements->doubles(), count, room.bin.data());
   } else {
@@ -356,7 +361,7 @@ Range SearchAtOnce(BlockElements* elements, const EntropyLevels& levels,
   room.in_bin.assign(static_cast<size_t>(grid.bins) + 1, 0);
   room.filled.assign(static_cast<size_t>(words), 0);
   room.before.resize(static_cast<size_t>(grid.bins) + 1);
-  room.x_log_x.resize(static_cast<size_t>(count) + 1);
+  MakeRoom(static_cast<size_t>(count) + 1, &room.x_log_x);
   uint16_t* const in_bin = room.in_bin.data();
   uint64_t* const filled = room.filled.data();
   uint32_t* const before = room.before.data();
@@ -481,6 +486,7 @@ absl::StatusOr<Range> SearchEntropy(BlockElements* elements,
   }
   return SearchBins(
       [&](LinearBins* bins) {
+        bins->Reserve(elements->count());
         for (int64_t i = 0; i < elements->count(); ++i) {
           bins->Add(elements->at(i), 1);
         }

@@ -37,8 +37,8 @@ int MantissaBitsWhereHeld(const ResolvedSpec& spec) {
 int64_t SearchBytes(const RpcEnvironment& env, const ResolvedSpec& spec) {
   int64_t bytes_per_lane = 0;
   if (core::IsSearchedDirectly(spec.spec, *spec.layout)) {
-    bytes_per_lane =
-        core::BlockElements::MemoryBytes(spec.layout->largest_block());
+    bytes_per_lane = core::BlockElements::MemoryBytes(
+        spec.spec, spec.layout->largest_block());
   } else if (core::NeedsHistograms(spec.spec) &&
              MantissaBitsWhereHeld(spec) == TensorAccumulator::kNoHistograms) {
     bytes_per_lane = core::HeldTensor::TableBytes(

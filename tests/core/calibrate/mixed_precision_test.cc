@@ -1,20 +1,15 @@
 #include "core/calibrate/mixed_precision.h"
 
-#include <malloc.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 #include <limits>
-#include <new>
 #include <random>
 #include <thread>
 #include <vector>
 
-#include "absl/base/attributes.h"
 #include "absl/status/status.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
@@ -22,36 +17,7 @@
 #include "core/parallel/steady_clock.h"
 #include "core/parallel/stop_token.h"
 #include "gtest/gtest.h"
-
-namespace {
-
-// What the heap holds, and the most that it held.
-std::atomic<int64_t> live_bytes{0};
-std::atomic<int64_t> peak_bytes{0};
-
-// With the size that the heap notes before it.
-int64_t HeapBytes(void* memory) {
-  return static_cast<int64_t>(malloc_usable_size(memory) + sizeof(size_t));
-}
-
-}  // namespace
-
-// Not inline: g++ takes free() of what `new` gave for a mistake.
-ABSL_ATTRIBUTE_NOINLINE void* operator new(size_t size) {
-  void* const memory = std::malloc(size);
-  if (memory == nullptr) std::abort();
-  live_bytes += HeapBytes(memory);
-  peak_bytes = std::max(peak_bytes.load(), live_bytes.load());
-  return memory;
-}
-
-ABSL_ATTRIBUTE_NOINLINE void operator delete(void* memory) noexcept {
-  if (memory == nullptr) return;
-  live_bytes -= HeapBytes(memory);
-  std::free(memory);
-}
-
-void operator delete(void* memory, size_t) noexcept { operator delete(memory); }
+#include "tests/core/heap_bytes.h"
 
 namespace quantd::core {
 namespace {
