@@ -126,6 +126,16 @@ class LocalScales {
         spec.layout->element_count()));
   }
 
+  // What the threads that search need. `spec`  that of Create.
+  int64_t SearchBytes(const RpcEnvironment& env,
+                      const ResolvedSpec& spec) const {
+    // Of a quantum and of what was left of those before it.
+    return LocalSearchBytes(
+        env, spec,
+        std::max(SearchQuantumElements(spec), core::Evaluator::kLeafElements) +
+            quantizer_->granule());
+  }
+
   const core::ScaleWindow& window() const { return window_; }
   bool has_zero_points() const { return quantizer_->has_zero_points(); }
 
@@ -716,8 +726,8 @@ class EvaluateRpc final : public TensorRpc {
         } else {
           is_local.push_back(false);
           scale_count += spec.layout->scale_count();
+          search_bytes = std::max(search_bytes, SearchBytes(env_, spec));
         }
-        search_bytes = std::max(search_bytes, SearchBytes(env_, spec));
       } else {
         is_local.push_back(false);
       }
@@ -734,6 +744,8 @@ class EvaluateRpc final : public TensorRpc {
                                absl::StrCat("header.candidates[", i, "]"));
       }
       candidates[i].local = *std::move(local);
+      search_bytes = std::max(search_bytes, candidates[i].local->SearchBytes(
+                                                env_, *candidates[i].spec));
     }
     absl::StatusOr<std::vector<std::unique_ptr<TensorAccumulator>>>
         accumulators = OpenAccumulators(task, absl::MakeSpan(candidates));

@@ -658,7 +658,7 @@ class BlockQuantizeJob final : public BufferedQuantizeJob {
   // `lease`     of what the encoding and searches take.
   BlockQuantizeJob(const RpcEnvironment& env, QuantizeTask task,
                    std::shared_ptr<const ResolvedSpec> spec,
-                   const CodeGeometry& geometry,
+                   const CodeGeometry& geometry, int64_t quantum_bytes,
                    std::unique_ptr<core::BlockQuantizer> quantizer,
                    MemoryBudget::Lease lease)
       : BufferedQuantizeJob(env, std::move(task), geometry.codes_size_bytes()),
@@ -668,9 +668,7 @@ class BlockQuantizeJob final : public BufferedQuantizeJob {
         quantizer_(std::move(quantizer)),
         encoding_(quantizer_->encoding()) {
     frame_.granule_bytes = quantizer_->granule() * geometry_.real_bytes;
-    frame_.quantum_bytes =
-        LocalQuantumBytes(*spec_, frame_.granule_bytes, geometry_.real_bytes,
-                          env.limits.chunk_bytes);
+    frame_.quantum_bytes = quantum_bytes;
     feed_search_time_ = LocalSearchTime(*spec_, geometry_.real_bytes,
                                         geometry_.reals_size_bytes());
     core::ReserveScales(spec_->layout->scale_count(),
@@ -737,6 +735,7 @@ class LocalQuantizeJob final : public TensorJob {
   LocalQuantizeJob(const RpcEnvironment& env, QuantizeTask task,
                    std::shared_ptr<const ResolvedSpec> spec,
                    const CodeGeometry& geometry, const v1::ByteRange& range,
+                   int64_t quantum_bytes,
                    std::unique_ptr<core::BlockQuantizer> quantizer,
                    MemoryBudget::Lease lease)
       : env_(env),
@@ -752,9 +751,7 @@ class LocalQuantizeJob final : public TensorJob {
     frame_.end_bytes = range.end_bytes();
     frame_.unit_bytes = geometry_.real_bytes;
     frame_.granule_bytes = quantizer_->granule() * geometry_.real_bytes;
-    frame_.quantum_bytes =
-        LocalQuantumBytes(*spec_, frame_.granule_bytes, geometry_.real_bytes,
-                          QuantumRealBytes(env_, task_, geometry_));
+    frame_.quantum_bytes = quantum_bytes;
     feed_search_time_ = LocalSearchTime(
         *spec_, geometry_.real_bytes, range.end_bytes() - range.begin_bytes());
     if (task_.store_key.has_value()) {
@@ -1002,7 +999,11 @@ class QuantizeRpc final : public TensorRpc {
     // A band that is put together from chunks, and the one in work with its
     // codes.
     if (granule_bytes > kMaxGranuleBytes) bytes += 3 * granule_bytes;
-    bytes += SearchBytes(env_, *spec);
+    const int64_t quantum_bytes =
+        LocalQuantumBytes(*spec, granule_bytes, geometry.real_bytes,
+                          goes_beside ? QuantumRealBytes(env_, task, geometry)
+                                      : env_.limits.chunk_bytes);
+    bytes += LocalSearchBytes(env_, *spec, quantum_bytes / geometry.real_bytes);
     if (!goes_beside || task.store_key.has_value()) {
       bytes += spec->layout->scale_count() * core::kMostMemoryPerScale;
     }
@@ -1020,11 +1021,11 @@ class QuantizeRpc final : public TensorRpc {
     if (goes_beside) {
       return std::make_unique<LocalQuantizeJob>(
           env_, std::move(task), std::move(spec), geometry, *range,
-          *std::move(quantizer), *std::move(lease));
+          quantum_bytes, *std::move(quantizer), *std::move(lease));
     }
     return std::make_unique<BlockQuantizeJob>(
-        env_, std::move(task), std::move(spec), geometry, *std::move(quantizer),
-        *std::move(lease));
+        env_, std::move(task), std::move(spec), geometry, quantum_bytes,
+        *std::move(quantizer), *std::move(lease));
   }
 
   const RpcEnvironment& env_;

@@ -19,6 +19,13 @@
 #include "server/rpc/tensor_accumulator.h"
 
 namespace quantd::server {
+namespace {
+
+int64_t CeilDiv(int64_t count, int64_t unit) {
+  return (count + unit - 1) / unit;
+}
+
+}  // namespace
 
 int MantissaBitsFor(const core::EncodingSpec& spec) {
   if (!core::NeedsHistograms(spec)) return TensorAccumulator::kNoHistograms;
@@ -44,9 +51,19 @@ int64_t SearchBytes(const RpcEnvironment& env, const ResolvedSpec& spec) {
     bytes_per_lane = core::HeldTensor::TableBytes(
         *spec.layout, core::MantissaBitsAtHand(spec.spec));
   }
-  const int64_t lanes =
-      std::max(core::LaneCount(env.pool), core::LaneCount(env.helper_pool));
-  return std::min(lanes, spec.layout->scale_count()) * bytes_per_lane;
+  const int64_t batches =
+      CeilDiv(spec.layout->scale_count(), core::kScaleIndicesAtOnce);
+  return std::min(core::LaneCount(env.helper_pool), batches) * bytes_per_lane;
+}
+
+int64_t LocalSearchBytes(const RpcEnvironment& env, const ResolvedSpec& spec,
+                         int64_t elements_at_once) {
+  if (!core::IsSearchedDirectly(spec.spec, *spec.layout)) return 0;
+  const int64_t largest_block = spec.layout->largest_block();
+  // Threads that search the blocks of so many elements.
+  const int64_t lanes = std::min(core::LaneCount(env.pool),
+                                 CeilDiv(elements_at_once, largest_block));
+  return lanes * core::BlockElements::MemoryBytes(spec.spec, largest_block);
 }
 
 bool TakesLong(const core::EncodingSpec& spec, int64_t scale_count,

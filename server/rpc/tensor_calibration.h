@@ -25,9 +25,12 @@ int MantissaBitsFor(const core::EncodingSpec& spec);
 // at by themselves. Large ones get histograms as they arrive, which take less
 // than the tensor then.
 int MantissaBitsWhereHeld(const ResolvedSpec& spec);
-// What the threads need beside that to search a tensor that is held, or as its
-// elements arrive: to be leased when its header comes.
+// What the threads need beside that to search a tensor that is held: to be
+// leased when its header comes.
 int64_t SearchBytes(const RpcEnvironment& env, const ResolvedSpec& spec);
+// The same where elements are searched as they arrive, up to so many at once.
+int64_t LocalSearchBytes(const RpcEnvironment& env, const ResolvedSpec& spec,
+                         int64_t elements_at_once);
 
 // An encoding that was calibrated, and what to expect of it.
 struct CalibratedEncoding {

@@ -146,5 +146,44 @@ TEST_F(QuantizeTest, StatisticsDecideHowFineTheirEncodingsAreSearched) {
   EXPECT_THAT(summary.status().ToString(), HasSubstr("METHOD_INVALID"));
 }
 
+// Long rows, which are searched as they come: two at a time, however many
+// threads there are.
+TEST(SearchMemoryTest, FollowsTheRowsThatComeTogether) {
+  server::ServerOptions options;
+  options.threads = 64;
+  options.limits.memory_budget_bytes = 48 << 20;
+  TestServer server(options);
+  constexpr int64_t kRows = 64;
+  constexpr int64_t kColumns = 53248;
+  std::vector<float> values(kRows * kColumns);
+  for (size_t i = 0; i < values.size(); ++i) {
+    values[i] = static_cast<float>(i * i % 1009) - 504;
+  }
+  const std::string data = ToBytes(values);
+  v1::TensorDescription tensor;
+  tensor.set_element_type(v1::ELEMENT_TYPE_FLOAT32);
+  tensor.add_shape(kRows);
+  tensor.add_shape(kColumns);
+  v1::EncodingSpec spec;
+  spec.set_format(v1::NUMBER_FORMAT_INT8);
+  spec.set_method(v1::CALIBRATION_METHOD_MSE);
+  spec.add_block_size(1);
+  spec.add_block_size(0);
+
+  v1::QuantizeHeader quantize;
+  *quantize.mutable_tensor() = tensor;
+  *quantize.mutable_spec() = spec;
+  quantize.set_omit_encoding(true);
+  const auto answer = Quantize(server.quantization(), quantize, data, 1 << 20);
+  EXPECT_TRUE(answer.ok()) << answer.status();
+
+  v1::EvaluateHeader evaluate;
+  *evaluate.mutable_tensor() = tensor;
+  *evaluate.add_candidates()->mutable_spec() = spec;
+  evaluate.set_omit_encodings(true);
+  const auto summary = Evaluate(server.quantization(), evaluate, data, 1 << 20);
+  EXPECT_TRUE(summary.ok()) << summary.status();
+}
+
 }  // namespace
 }  // namespace quantd::testing
