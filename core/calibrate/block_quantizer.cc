@@ -436,13 +436,25 @@ bool HasRowBlocks(const BlockLayout& layout) {
   return layout.scale_count() == rows * row_blocks;
 }
 
-// Searches cannot be stopped here: none may take long.
+// Whole blocks and whole bytes of codes.
+int64_t Granule(const BlockLayout& layout, const FormatInfo& format) {
+  return std::lcm(layout.band_size(), format.codes_per_byte());
+}
+
+// Searches cannot be stopped here: none may take long, nor may all of a
+// granule.
+// Requires: elements.
 bool IsSearchedAtOnce(const EncodingSpec& spec, const BlockLayout& layout) {
-  constexpr absl::Duration kMost = absl::Milliseconds(5);
+  constexpr absl::Duration kMostOfBlock = absl::Milliseconds(5);
+  constexpr absl::Duration kMostOfGranule = absl::Milliseconds(20);
   if (!IsSearchedDirectly(spec, layout)) return false;
-  const int64_t elements = layout.largest_block();
-  return elements <= kFewDirectElements ||
-         SearchTime(spec, 1, elements, /*at_hand=*/true) <= kMost;
+  const int64_t block = layout.largest_block();
+  if (block <= kFewDirectElements) return true;
+  const int64_t granule = std::min(Granule(layout, *FindFormat(spec.format)),
+                                   layout.element_count());
+  const int64_t blocks = layout.ScaleBounds(0, granule).end;
+  return SearchTime(spec, 1, block, /*at_hand=*/true) <= kMostOfBlock &&
+         SearchTime(spec, blocks, granule, /*at_hand=*/true) <= kMostOfGranule;
 }
 
 }  // namespace
@@ -450,8 +462,8 @@ bool IsSearchedAtOnce(const EncodingSpec& spec, const BlockLayout& layout) {
 bool BlockQuantizer::Takes(const EncodingSpec& spec, const BlockLayout& layout,
                            bool has_outer_maximum) {
   return spec.method != CalibrationMethod::kMovingAverage &&
-         (!NeedsHistograms(spec) || IsSearchedAtOnce(spec, layout)) &&
          !spec.unsigned_if_non_negative && layout.element_count() > 0 &&
+         (!NeedsHistograms(spec) || IsSearchedAtOnce(spec, layout)) &&
          (has_outer_maximum || !HasOuterScales(EffectiveScaleType(spec)));
 }
 
@@ -500,7 +512,7 @@ BlockQuantizer::BlockQuantizer(const EncodingSpec& spec,
                   !spec.exclude_zero),
       has_row_blocks_(HasRowBlocks(layout)) {
   const bool has_one_row = layout.row_size() == layout.element_count();
-  granule_ = std::lcm(layout.band_size(), format_.codes_per_byte());
+  granule_ = Granule(layout, format_);
   is_grouped_ = is_min_max_ && has_one_row && type == ElementType::kFloat32 &&
                 format_.kind == CodeKind::kInteger &&
                 format_.storage_bits <= 8 &&
@@ -685,9 +697,13 @@ void BlockQuantizer::AddBands(int64_t first, int64_t count, const uint8_t* in,
     Collect(partial, 0, absl::MakeSpan(blocks));
   }
 
-  constexpr int64_t kBlocksAtOnce = 64;
+  // Fewer where they are long, for all threads to have some.
+  constexpr int64_t kElementsAtOnce = int64_t{1} << 18;
+  constexpr int64_t kMostBlocksAtOnce = 64;
+  const int64_t blocks_at_once = std::clamp<int64_t>(
+      kElementsAtOnce / whole_layout_.largest_block(), 1, kMostBlocksAtOnce);
   const auto block_count = static_cast<int64_t>(blocks.size());
-  const int64_t tasks = (block_count + kBlocksAtOnce - 1) / kBlocksAtOnce;
+  const int64_t tasks = (block_count + blocks_at_once - 1) / blocks_at_once;
   std::vector<Outcome> outcomes(static_cast<size_t>(tasks));
   ParallelFor(pool, tasks, [&](int64_t task) {
     BlockElements elements;
@@ -696,8 +712,8 @@ void BlockQuantizer::AddBands(int64_t first, int64_t count, const uint8_t* in,
       gathered.reserve(
           static_cast<size_t>(whole_layout_.largest_block() * element_bytes));
     }
-    const int64_t end = std::min(block_count, (task + 1) * kBlocksAtOnce);
-    for (int64_t i = task * kBlocksAtOnce; i < end; ++i) {
+    const int64_t end = std::min(block_count, (task + 1) * blocks_at_once);
+    for (int64_t i = task * blocks_at_once; i < end; ++i) {
       if (is_searched_) {
         BlockLayout::BlockCursor cursor(whole_layout_, first_scale() + i);
         gathered.clear();

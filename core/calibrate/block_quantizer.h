@@ -31,9 +31,9 @@ namespace quantd::core {
 class BlockQuantizer {
  public:
   // Whether it takes the spec: any method but the moving average, where it
-  // needs more than extremes on blocks that are searched directly, each within
-  // milliseconds; a format that does not depend on the data; and outer scales
-  // only if their maxima are known.
+  // needs more than extremes on blocks that are searched directly, if those are
+  // long each and all of a granule within milliseconds; a format that does not
+  // depend on the data; and outer scales only if their maxima are known.
   // `spec`  valid and resolved for the layout's shape.
   static bool Takes(const EncodingSpec& spec, const BlockLayout& layout,
                     bool has_outer_maximum);

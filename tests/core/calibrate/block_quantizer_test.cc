@@ -361,14 +361,14 @@ TEST(BlockQuantizerTest, EqualsThemOnLongBlocks) {
 
 // Nothing ends a search before its time.
 TEST(BlockQuantizerTest, TakesNoSearchThatIsLong) {
-  const auto takes = [](int64_t columns, int steps) {
+  const auto takes = [](int64_t columns, int steps, int64_t blocks = 1) {
     EncodingSpec spec;
     spec.format = FindFormatByName("int8")->format;
     spec.symmetry = Symmetry::kAsymmetric;
     spec.method = CalibrationMethod::kMse;
     spec.search_steps = steps;
-    spec.block_size = {1, 0};
-    const std::vector<int64_t> shape = {3, columns};
+    spec.block_size = {1, 0, 1};
+    const std::vector<int64_t> shape = {3, columns, blocks};
     const BlockLayout layout = *BlockLayout::Create(shape, spec.block_size);
     return BlockQuantizer::Takes(*ResolveSpec(spec, shape), layout, false);
   };
@@ -376,6 +376,13 @@ TEST(BlockQuantizerTest, TakesNoSearchThatIsLong) {
   EXPECT_TRUE(takes(kFewDirectElements, 128));
   EXPECT_FALSE(takes(kMaxDirectElements, 128));
   EXPECT_FALSE(takes(kMaxDirectElements + 1, 0));
+  // Nor one of many blocks that come together, which are searched together.
+  EXPECT_TRUE(takes(kMaxDirectElements, 0, 4));
+  EXPECT_FALSE(takes(kMaxDirectElements, 0, 8));
+  EXPECT_TRUE(takes(2 * kFewDirectElements, 0, 32));
+  EXPECT_FALSE(takes(2 * kFewDirectElements, 0, 64));
+  // Short ones are, as they always were.
+  EXPECT_TRUE(takes(kFewDirectElements, 0, 4096));
 }
 
 TEST(BlockQuantizerTest, DoesNotDependOnRangesOrThreads) {
