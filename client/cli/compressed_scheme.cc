@@ -123,13 +123,21 @@ absl::StatusOr<Json> ArgumentsOf(absl::string_view spec, bool is_dynamic) {
   return json;
 }
 
+absl::Status OuterScalesError(const v1::Encoding& encoding) {
+  return ArgumentInvalidError(absl::StrCat(
+      "is ", FormatName(encoding.format()), " with ",
+      encoding.outer_scale_size(), " outer scales, expected none"));
+}
+
 // The largest magnitude that an encoding of one scale reaches.
 absl::StatusOr<float> ReachOf(const v1::Encoding& encoding) {
   const absl::StatusOr<FormatInfo> format = GetFormatInfo(encoding.format());
   if (!format.ok()) return format.status();
-  if (encoding.outer_scale_size() == 1) {
+  if (encoding.format() == v1::NUMBER_FORMAT_NVFP4 &&
+      encoding.outer_scale_size() == 1) {
     return encoding.outer_scale(0) * kNvfp4Largest;
   }
+  if (encoding.outer_scale_size() > 0) return OuterScalesError(encoding);
   if (encoding.scale_size() != 1) {
     return ArgumentInvalidError(
         absl::StrCat("has ", encoding.scale_size(), " scales, expected one"));
@@ -137,10 +145,10 @@ absl::StatusOr<float> ReachOf(const v1::Encoding& encoding) {
   if (format->kind != CodeKind::kInteger) {
     return encoding.scale(0) * static_cast<float>(format->max_value);
   }
-  const int32_t zero_point =
+  const int64_t zero_point =
       encoding.zero_point_size() == 1 ? encoding.zero_point(0) : 0;
-  const int32_t qmin = encoding.has_qmin() ? encoding.qmin() : format->qmin;
-  const int32_t qmax = encoding.has_qmax() ? encoding.qmax() : format->qmax;
+  const int64_t qmin = encoding.has_qmin() ? encoding.qmin() : format->qmin;
+  const int64_t qmax = encoding.has_qmax() ? encoding.qmax() : format->qmax;
   return encoding.scale(0) *
          static_cast<float>(std::max(std::abs(qmin - zero_point),
                                      std::abs(qmax - zero_point)));
@@ -150,6 +158,18 @@ bool Is(const Json& arguments, const char* strategy, int bits,
         const char* type) {
   return arguments["strategy"] == strategy && arguments["num_bits"] == bits &&
          arguments["type"] == type;
+}
+
+// Whether vLLM has kernels for weights whose inputs are not quantized.
+bool HasKernelsAlone(const Json& weights, bool is_packed) {
+  const Json& strategy = weights["strategy"];
+  const int bits = weights["num_bits"];
+  if (weights["type"] == "int") {
+    return is_packed && (bits == 4 || bits == 8) &&
+           (strategy == "channel" || strategy == "group");
+  }
+  // Those in groups that it has are NVFP4 and MX.
+  return bits == 4 || strategy != "group" || weights.contains("scale_dtype");
 }
 
 }  // namespace
@@ -244,13 +264,19 @@ absl::StatusOr<std::vector<CompressedData>> RangeParts(
         " scales, expected ", is_integer ? "int8 or uint8" : "float8_e4m3fn",
         " with one"));
   }
+  if (encoding.outer_scale_size() > 0) return OuterScalesError(encoding);
   parts.push_back({{absl::StrCat(prefix, "_scale"), files::Dtype::kF32, {1}},
                    BytesOfOne(encoding.scale(0))});
   if (!is_integer) return parts;
   // Codes are signed in this layout, and zero points move with them.
-  const int32_t zero_point =
-      (encoding.zero_point_size() == 1 ? encoding.zero_point(0) : 0) -
+  const int64_t zero_point =
+      int64_t{encoding.zero_point_size() == 1 ? encoding.zero_point(0) : 0} -
       (format->is_signed ? 0 : 128);
+  if (zero_point < INT8_MIN || zero_point > INT8_MAX) {
+    return ArgumentInvalidError(absl::StrCat(
+        "has the zero point ", encoding.zero_point(0), ", expected ",
+        format->is_signed ? "-128 to 127" : "0 to 255", ", as int8 holds it"));
+  }
   if ((*arguments)["symmetric"] == true && zero_point == 0) return parts;
   (*arguments)["symmetric"] = false;
   parts.push_back(
@@ -259,29 +285,29 @@ absl::StatusOr<std::vector<CompressedData>> RangeParts(
   return parts;
 }
 
-bool HasKernels(const Json& weights, const Json& input_arguments) {
-  if (input_arguments.is_null()) return true;
-  const bool is_token_or_tensor = input_arguments["strategy"] == "token" ||
-                                  input_arguments["strategy"] == "tensor";
+bool HasKernels(const Json& module, const Json& input_arguments) {
+  const Json& weights = module["weights"];
+  const bool is_packed = module["format"] == "pack-quantized";
   const bool is_row_or_tensor =
       weights["strategy"] == "channel" || weights["strategy"] == "tensor";
+  if (input_arguments.is_null()) return HasKernelsAlone(weights, is_packed);
+  const bool is_token = input_arguments["strategy"] == "token";
+  const bool is_token_or_tensor =
+      is_token || input_arguments["strategy"] == "tensor";
   const bool is_float8 =
       input_arguments["num_bits"] == 8 && input_arguments["type"] == "float";
   if (input_arguments["type"] == "int") {
-    if (input_arguments["num_bits"] != 8 || weights["symmetric"] != true) {
-      return false;
-    }
-    if (weights["num_bits"] == 8) {
-      return weights["type"] == "int" && is_row_or_tensor && is_token_or_tensor;
-    }
-    return weights["type"] == "int" && weights["num_bits"] == 4 &&
-           input_arguments["strategy"] == "token";
+    return input_arguments["num_bits"] == 8 && weights["symmetric"] == true &&
+           weights["num_bits"] == 8 && weights["type"] == "int" && !is_packed &&
+           is_row_or_tensor &&
+           (is_token || (input_arguments["strategy"] == "tensor" &&
+                         input_arguments["dynamic"] != true));
   }
   if (is_float8 && is_token_or_tensor) {
     return (weights["type"] == "float" && weights["num_bits"] == 8 &&
             is_row_or_tensor) ||
            (Is(weights, "group", 4, "int") && weights["group_size"] == 128 &&
-            input_arguments["dynamic"] == true);
+            weights["symmetric"] == true && is_token);
   }
   if (is_float8 && input_arguments["group_size"] == 128) {
     return Is(weights, "block", 8, "float") &&
@@ -291,7 +317,10 @@ bool HasKernels(const Json& weights, const Json& input_arguments) {
   return weights["type"] == "float" &&
          weights["strategy"] == input_arguments["strategy"] &&
          weights["num_bits"] == input_arguments["num_bits"] &&
-         weights["group_size"] == input_arguments["group_size"];
+         weights["group_size"] == input_arguments["group_size"] &&
+         (weights["num_bits"] == 4 ||
+          (weights.contains("scale_dtype") &&
+           input_arguments.contains("scale_dtype")));
 }
 
 }  // namespace quantd::cli

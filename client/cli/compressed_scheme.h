@@ -61,8 +61,9 @@ absl::StatusOr<Json> CacheArguments(absl::string_view spec);
 absl::StatusOr<std::vector<CompressedData>> RangeParts(
     const std::string& prefix, const v1::Encoding& encoding, Json* arguments);
 
-// Whether vLLM has kernels for weights and inputs of these arguments.
-bool HasKernels(const Json& weights, const Json& input_arguments);
+// Whether vLLM has kernels for a module (CompressedPlan::module) whose inputs
+// have these arguments.
+bool HasKernels(const Json& module, const Json& input_arguments);
 
 }  // namespace quantd::cli
 

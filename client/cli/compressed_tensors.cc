@@ -565,10 +565,41 @@ class CompressedReader {
       if (!read.ok()) return read.status();
       tensors.push_back(*std::move(read));
     }
+    if (config.value("kv_cache_scheme", Json()).is_object()) {
+      AddCacheParts(&tensors);
+    }
     return tensors;
   }
 
  private:
+  // Gives what says how the cache is quantized to the projections that fill
+  // it. Where these are not quantized it goes to any tensor: it must leave the
+  // model with the codes.
+  void AddCacheParts(std::vector<QuantizedTensor>* tensors) const {
+    if (tensors->empty()) return;
+    for (const files::FileTensor& tensor : input_.tensors()) {
+      absl::string_view cache = tensor.name;
+      if (!absl::ConsumeSuffix(&cache, "_scale") &&
+          !absl::ConsumeSuffix(&cache, "_zero_point")) {
+        continue;
+      }
+      if (!absl::EndsWith(cache, ".k") && !absl::EndsWith(cache, ".v")) {
+        continue;
+      }
+      const std::string weight = absl::StrCat(cache, "_proj", kWeight);
+      const auto found =
+          std::find_if(tensors->begin(), tensors->end(),
+                       [&weight](const QuantizedTensor& quantized) {
+                         return quantized.name == weight;
+                       });
+      if (found != tensors->end()) {
+        found->parts.push_back(tensor.name);
+      } else if (input_.Find(weight) != nullptr) {
+        tensors->front().parts.push_back(tensor.name);
+      }
+    }
+  }
+
   absl::Status Malformed(const std::string& module, absl::string_view what) {
     return files::FileMalformedError(
         path_, absl::StrCat("module \"", module, "\": ", what));

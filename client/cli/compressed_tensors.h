@@ -69,7 +69,7 @@ struct CompressedData {
 struct ModuleInputs {
   // As in config.json; null where they are not.
   Json arguments;
-  // What the file has beside the weights; also of a cache behind the module.
+  // What the file has beside the weights.
   std::vector<CompressedData> parts;
 };
 

@@ -78,8 +78,8 @@ const Option* AddFileOptions(Command* command, QuantizeOptions* options) {
       "MODULE.input of --model. By default as the weights");
   command->AddOption("--kv-cache", &options->kv_cache, "SPEC",
                      "Quantize the cache of keys and values by the stored "
-                     "encodings of X.k_proj.output and X.v_proj.output: "
-                     "float8_e4m3fn");
+                     "encodings of X.k_proj.output and X.v_proj.output, or of "
+                     "norms behind them, X.k_norm.output: float8_e4m3fn");
   command->AddOption("--metadata", &options->metadata, "FILE",
                      "GGUF file whose metadata a .gguf file gets; by default "
                      "the input");
@@ -103,8 +103,9 @@ const Option* AddShareOptions(Command* command, QuantizeOptions* options) {
       "input and the output");
   command->AddFlag("--join", &options->parts.join,
                    "Make the output of the parts, once all are done; calls the "
-                   "server only to publish encodings. Otherwise the same "
-                   "options as the parts");
+                   "server only to publish encodings and to read stored "
+                   "encodings of activations. Otherwise the same options as "
+                   "the parts");
   return part;
 }
 

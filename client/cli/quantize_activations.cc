@@ -1,5 +1,6 @@
 #include "client/cli/quantize_activations.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <memory>
 #include <optional>
@@ -66,8 +67,8 @@ class StoredRanges {
         "\": ", absl::StrJoin(bad_, "; "),
         count > kMostNames ? absl::StrCat(" and ", count - kMostNames, " more")
                            : "",
-        "; quantctl encodings compute --spec '*.input=FORMAT' makes them from "
-        "statistics"));
+        "; quantctl encodings compute --spec '*.input=FORMAT', or "
+        "'*.output=FORMAT' for --kv-cache, makes them from statistics"));
   }
 
  private:
@@ -75,6 +76,14 @@ class StoredRanges {
   Client& client_;
   std::vector<std::string> bad_;
 };
+
+// Projections to queries, keys and values in one. What goes to the cache is a
+// part of their output, whose range nobody measured.
+constexpr absl::string_view kFusedProjections[] = {
+    ".qkv_proj.weight", ".query_key_value.weight", ".c_attn.weight",
+    ".Wqkv.weight", ".W_pack.weight"};
+// Behind X.k and X.v: norms between the projection and the cache.
+constexpr absl::string_view kCacheNorms[] = {"_norm", "_layernorm"};
 
 // The name of the cache that a projection fills, "X.k" for X.k_proj.weight;
 // empty for another tensor.
@@ -84,6 +93,82 @@ std::string CacheOf(absl::string_view tensor) {
     return "";
   }
   return std::string(tensor);
+}
+
+bool HasTensor(const QuantizePlan& plan, const std::string& name) {
+  return std::any_of(plan.shards.begin(), plan.shards.end(),
+                     [&name](const std::unique_ptr<Shard>& shard) {
+                       return shard->input.Find(name) != nullptr;
+                     });
+}
+
+// The module whose output goes to the cache `cache`.
+std::string SourceOf(const QuantizePlan& plan, const std::string& cache) {
+  for (const absl::string_view norm : kCacheNorms) {
+    std::string module = absl::StrCat(cache, norm);
+    if (HasTensor(plan, absl::StrCat(module, ".weight"))) return module;
+  }
+  return absl::StrCat(cache, "_proj");
+}
+
+// A cache has both keys and values, and the projections to them.
+absl::Status CheckCache(const QuantizePlan& plan) {
+  std::vector<std::string> missing;
+  bool has_cache = false;
+  for (const std::unique_ptr<Shard>& shard : plan.shards) {
+    for (const files::FileTensor& tensor : shard->input.tensors()) {
+      for (const absl::string_view fused : kFusedProjections) {
+        if (!absl::EndsWith(tensor.name, fused)) continue;
+        return ArgumentInvalidError(absl::StrCat(
+            "expected X.k_proj.weight and X.v_proj.weight for --kv-cache, got "
+            "\"",
+            tensor.name, "\", which has keys and values in one"));
+      }
+      std::string other = CacheOf(tensor.name);
+      if (other.empty()) continue;
+      has_cache = true;
+      other.back() = other.back() == 'k' ? 'v' : 'k';
+      absl::StrAppend(&other, "_proj.weight");
+      if (!HasTensor(plan, other)) missing.push_back(std::move(other));
+    }
+  }
+  if (!has_cache) {
+    return ArgumentInvalidError(
+        "expected X.k_proj.weight and X.v_proj.weight for --kv-cache, got "
+        "none");
+  }
+  if (missing.empty()) return absl::OkStatus();
+  const size_t count = missing.size();
+  if (count > kMostNames) missing.resize(kMostNames);
+  return ArgumentInvalidError(absl::StrCat(
+      "expected X.k_proj.weight and X.v_proj.weight for --kv-cache; not "
+      "there: ",
+      absl::StrJoin(missing, ", "),
+      count > kMostNames ? absl::StrCat(" and ", count - kMostNames, " more")
+                         : ""));
+}
+
+// Sets what the shards have of the cache. Runtimes take "kv_cache_scheme" for
+// the whole model, whichever of its matrices are quantized.
+absl::Status FindCache(StoredRanges* stored, QuantizePlan* plan) {
+  absl::Status status = CheckCache(*plan);
+  if (!status.ok()) return status;
+  for (const std::unique_ptr<Shard>& shard : plan->shards) {
+    for (const files::FileTensor& tensor : shard->input.tensors()) {
+      const std::string cache = CacheOf(tensor.name);
+      if (cache.empty()) continue;
+      const std::string source =
+          absl::StrCat(SourceOf(*plan, cache), ".output");
+      Json arguments = plan->kv_cache;
+      status = stored->Add(source, cache, &arguments, &shard->cache);
+      if (!status.ok()) return status;
+      if (arguments["symmetric"] != true) {
+        return ArgumentInvalidError(
+            absl::StrCat("expected a symmetric encoding of \"", source, "\""));
+      }
+    }
+  }
+  return absl::OkStatus();
 }
 
 absl::Status OnlyCompressedError(const char* option) {
@@ -99,7 +184,10 @@ absl::Status ApplyScheme(QuantizeOptions* options) {
     if (options->has_layout && !options->IsCompressed()) {
       return OnlyCompressedError("--scheme");
     }
-    if (!options->has_layout) options->layout = preset.layout;
+    // Without packing, no runtime has kernels for the weights of W8A16.
+    if (!options->has_layout || preset.layout == "pack-quantized") {
+      options->layout = preset.layout;
+    }
     if (options->activations.empty()) options->activations = preset.activations;
     options->spec.specs.push_back(preset.spec);
   }
@@ -132,7 +220,6 @@ absl::Status FindActivations(const QuantizeOptions& options, Client* client,
   }
   std::optional<StoredRanges> stored;
   if (client != nullptr) stored.emplace(options.name, client);
-  bool has_cache = false;
   for (const std::unique_ptr<Shard>& shard : plan->shards) {
     for (const files::FileTensor* const tensor : shard->selected) {
       ModuleInputs& inputs = plan->inputs[tensor->name];
@@ -142,36 +229,23 @@ absl::Status FindActivations(const QuantizeOptions& options, Client* client,
                       ExpectedEncoding(plan->SpecOf(*tensor), tensor->shape));
       // It fails later, with that error.
       if (!planned.ok()) continue;
-      const Json& weights = planned->module["weights"];
-      absl::StatusOr<Json> arguments = InputArguments(*choice, weights);
+      absl::StatusOr<Json> arguments =
+          InputArguments(*choice, planned->module["weights"]);
       if (!arguments.ok()) return arguments.status();
       inputs.arguments = *std::move(arguments);
-      if (!HasKernels(weights, inputs.arguments)) ++plan->no_kernels_count;
-      const std::string module(ModuleOf(tensor->name));
-      absl::Status status;
-      if (TakesStored(inputs.arguments)) {
-        status = stored->Add(absl::StrCat(module, ".input"),
-                             absl::StrCat(module, ".input"), &inputs.arguments,
-                             &inputs.parts);
+      if (!HasKernels(planned->module, inputs.arguments)) {
+        ++plan->no_kernels_count;
       }
-      const std::string cache = CacheOf(tensor->name);
-      if (status.ok() && !plan->kv_cache.is_null() && !cache.empty()) {
-        has_cache = true;
-        Json cache_arguments = plan->kv_cache;
-        status = stored->Add(absl::StrCat(module, ".output"), cache,
-                             &cache_arguments, &inputs.parts);
-        if (status.ok() && cache_arguments["symmetric"] != true) {
-          return ArgumentInvalidError(absl::StrCat(
-              "expected a symmetric encoding of \"", module, ".output\""));
-        }
-      }
+      if (!TakesStored(inputs.arguments)) continue;
+      const std::string input = absl::StrCat(ModuleOf(tensor->name), ".input");
+      const absl::Status status =
+          stored->Add(input, input, &inputs.arguments, &inputs.parts);
       if (!status.ok()) return status;
     }
   }
-  if (!plan->kv_cache.is_null() && !has_cache) {
-    return ArgumentInvalidError(
-        "expected quantized X.k_proj.weight and X.v_proj.weight for "
-        "--kv-cache, got none");
+  if (!plan->kv_cache.is_null()) {
+    const absl::Status status = FindCache(&*stored, plan);
+    if (!status.ok()) return status;
   }
   return stored.has_value() ? stored->Finish() : absl::OkStatus();
 }

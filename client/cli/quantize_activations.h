@@ -20,10 +20,10 @@ absl::Status ApplyScheme(QuantizeOptions* options);
 bool NeedsActivations(const QuantizeOptions& options);
 
 // Sets what the plan says of inputs and of the cache. Numbers come from stored
-// encodings of MODULE.input, and of X.k_proj.output and X.v_proj.output. Null
-// where these are not needed.
-// Errors: ARGUMENT_INVALID, also for encodings that are not there; those of the
-// client.
+// encodings of MODULE.input, and of what goes to the cache: X.k_proj.output and
+// X.v_proj.output, or the output of a norm behind them. Null where these are
+// not needed. Errors: ARGUMENT_INVALID, also for encodings that are not there;
+// those of the client.
 absl::Status FindActivations(const QuantizeOptions& options, Client* client,
                              QuantizePlan* plan);
 

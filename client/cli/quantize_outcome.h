@@ -12,6 +12,7 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
+#include "client/cli/compressed_tensors.h"
 #include "client/cli/session.h"
 #include "client/files/atomic_file.h"
 #include "client/files/safetensors.h"
@@ -85,6 +86,9 @@ struct Shard {
   std::string name;
   std::string output_path;
   std::vector<const files::FileTensor*> selected;
+  // What a compressed-tensors shard has of the caches of keys and values,
+  // whether their projections are quantized or not.
+  std::vector<CompressedData> cache;
   // As the metadata have them.
   std::string command;
   std::string run;

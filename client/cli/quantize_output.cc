@@ -125,6 +125,13 @@ class Output {
       if (!index.ok()) return index.status();
       copies_.emplace_back(&tensor, *index);
     }
+    for (const CompressedData& data : shard_.cache) {
+      if (target_.part.has_value()) break;
+      const absl::StatusOr<size_t> index = builder_->Reserve(
+          ++order, data.part.name, data.part.dtype, data.part.shape);
+      if (!index.ok()) return index.status();
+      cache_.emplace_back(&data, *index);
+    }
     if (builder_->reserved_bytes() < kRoomFromBytes) {
       return builder_->PlaceAll(0);
     }
@@ -219,6 +226,9 @@ class Output {
     for (const auto& [tensor, index] : copies_) {
       const std::shared_ptr<const void> hold = tensor->Hold();
       status.Update(builder_->Write(index, 0, tensor->data));
+    }
+    for (const auto& [data, index] : cache_) {
+      status.Update(builder_->Write(index, 0, data->data));
     }
     return status;
   }
@@ -339,6 +349,8 @@ class Output {
   std::vector<Place> places_;
   // What is not, with its index in the builder.
   std::vector<std::pair<const files::FileTensor*, size_t>> copies_;
+  // The same of Shard::cache.
+  std::vector<std::pair<const CompressedData*, size_t>> cache_;
   // See CompressedModel; of the parts that were taken.
   int64_t joined_rounded_count_ = 0;
 };

@@ -159,28 +159,75 @@ absl::Status CheckOutput(const QuantizeOptions& options, QuantizePlan* plan,
       inputs, options.IsGguf() ? ".gguf" : ".safetensors", session);
 }
 
-// The names that a quantized tensor takes must be free.
-absl::Status CheckNames(const TensorInput& input, const std::string& name) {
-  for (const absl::string_view suffix : kSuffixes) {
-    const std::string taken = absl::StrCat(name, suffix);
-    if (input.Find(taken) != nullptr) {
-      return ArgumentInvalidError(
-          absl::StrCat("the file has a tensor \"", taken, "\" of its own"));
-    }
+// A name that the output takes must be free in all shards.
+absl::Status CheckName(const QuantizePlan& plan, const std::string& name) {
+  for (const std::unique_ptr<Shard>& shard : plan.shards) {
+    if (shard->input.Find(name) == nullptr) continue;
+    return ArgumentInvalidError(
+        absl::StrCat("the file has a tensor \"", name, "\" of its own"));
   }
   return absl::OkStatus();
 }
 
+// The same of those that a quantized tensor takes.
+absl::Status CheckNames(const QuantizeOptions& options,
+                        const QuantizePlan& plan,
+                        const files::FileTensor& tensor) {
+  std::vector<std::string> names;
+  if (options.IsCompressed()) {
+    const absl::StatusOr<CompressedPlan> compressed =
+        CompressedModel(options.PacksAll())
+            .PlanOf(tensor.name, tensor.shape,
+                    ExpectedEncoding(plan.SpecOf(tensor), tensor.shape));
+    // It fails later, with that error.
+    if (!compressed.ok()) return absl::OkStatus();
+    for (const CompressedPart& part : compressed->parts) {
+      if (part.name != tensor.name) names.push_back(part.name);
+    }
+    // Some get zero points only once their range is known.
+    names.push_back(absl::StrCat(tensor.name, "_zero_point"));
+  } else {
+    for (const absl::string_view suffix : kSuffixes) {
+      names.push_back(absl::StrCat(tensor.name, suffix));
+    }
+  }
+  for (const std::string& name : names) {
+    const absl::Status status = CheckName(plan, name);
+    if (!status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
+// The same of what says how inputs and the cache are quantized.
+absl::Status CheckAddedNames(const QuantizePlan& plan) {
+  absl::Status status;
+  for (const std::unique_ptr<Shard>& shard : plan.shards) {
+    for (const files::FileTensor* const tensor : shard->selected) {
+      const auto inputs = plan.inputs.find(tensor->name);
+      if (inputs == plan.inputs.end()) continue;
+      for (const CompressedData& data : inputs->second.parts) {
+        status.Update(CheckName(plan, data.part.name));
+      }
+    }
+    for (const CompressedData& data : shard->cache) {
+      status.Update(CheckName(plan, data.part.name));
+    }
+  }
+  return status;
+}
+
 // Whether the output can hold a tensor that is quantized; what is wrong of this
 // one alone goes to `tensor_status`.
-absl::Status CheckSelected(const QuantizeOptions& options, const SpecSet& specs,
-                           const TensorInput& input,
+absl::Status CheckSelected(const QuantizeOptions& options,
+                           const QuantizePlan& plan, const TensorInput& input,
                            const files::FileTensor& tensor,
                            absl::Status* tensor_status) {
-  if (!options.IsGguf()) *tensor_status = CheckNames(input, tensor.name);
   const absl::StatusOr<EncodingSpec> spec =
-      specs.For(tensor.name)->SpecOf(tensor.shape);
-  tensor_status->Update(spec.status());
+      plan.specs.For(tensor.name)->SpecOf(tensor.shape);
+  *tensor_status = spec.status();
+  if (spec.ok() && !options.IsGguf()) {
+    *tensor_status = CheckNames(options, plan, tensor);
+  }
   if (spec.ok() && options.IsCompressed()) {
     tensor_status->Update(CheckGroups(*spec, tensor.shape));
   }
@@ -196,10 +243,26 @@ absl::Status CheckSelected(const QuantizeOptions& options, const SpecSet& specs,
 
 // Modules that lose much where they are quantized, or that no runtime has
 // kernels for: the head, embeddings and routers.
-constexpr absl::string_view kIgnoredModules[] = {
-    "lm_head",      "*.lm_head",  "embed",    "*embed_tokens*",
-    "*embeddings*", "*.wte",      "*.wpe",    "*.gate",
-    "*.router",     "*.router.*", "*_router", "*shared_expert_gate"};
+constexpr absl::string_view kIgnoredModules[] = {"lm_head",
+                                                 "*.lm_head",
+                                                 "embed",
+                                                 "*.embed",
+                                                 "embed_in",
+                                                 "*.embed_in",
+                                                 "embed_out",
+                                                 "*.embed_out",
+                                                 "wte",
+                                                 "*.wte",
+                                                 "wpe",
+                                                 "*.wpe",
+                                                 "*embeddings*",
+                                                 "*embed_tokens*",
+                                                 "*embed_positions*",
+                                                 "*.gate",
+                                                 "*.router",
+                                                 "*.router.*",
+                                                 "*_router",
+                                                 "*shared_expert_gate"};
 
 template <typename Patterns>
 bool MatchesAny(const Patterns& patterns, absl::string_view name) {
@@ -232,7 +295,8 @@ bool IsIgnored(const QuantizeOptions& options, const SpecSet& specs,
   return !is_named && MatchesAny(kIgnoredModules, module);
 }
 
-// Each pattern of --ignore leaves out a module.
+// Each pattern of --ignore leaves out a module, and they do not leave out all:
+// no runtime reads a model of this kind without a quantized module.
 absl::Status CheckIgnore(const QuantizeOptions& options,
                          const QuantizePlan& plan) {
   for (const std::string& pattern : options.ignore) {
@@ -241,7 +305,18 @@ absl::Status CheckIgnore(const QuantizeOptions& options,
         absl::StrCat("expected modules for --ignore \"", pattern,
                      "\", got none that would be quantized"));
   }
-  return absl::OkStatus();
+  const auto has_selected = [](const std::unique_ptr<Shard>& shard) {
+    return !shard->selected.empty();
+  };
+  if (plan.ignored.empty() || plan.AnyFailed() ||
+      std::any_of(plan.shards.begin(), plan.shards.end(), has_selected)) {
+    return absl::OkStatus();
+  }
+  return ArgumentInvalidError(absl::StrCat(
+      "expected modules to quantize, but all that are selected are left as "
+      "they are (",
+      CountText(plan.ignored.size()), ", such as ", plan.ignored[0],
+      "); --ignore '' takes them"));
 }
 
 absl::Status SelectAll(const QuantizeOptions& options, QuantizePlan* plan) {
@@ -268,7 +343,7 @@ absl::Status SelectAll(const QuantizeOptions& options, QuantizePlan* plan) {
         plan->ignored.emplace_back(ModuleOf(tensor.name));
       } else if (is_selected.contains(&tensor)) {
         const absl::Status checked =
-            CheckSelected(options, plan->specs, shard->input, tensor, status);
+            CheckSelected(options, *plan, shard->input, tensor, status);
         if (!checked.ok()) return checked;
         if (status->ok()) shard->selected.push_back(&tensor);
       } else if (options.IsGguf()) {
@@ -409,6 +484,7 @@ absl::StatusOr<QuantizePlan> MakePlan(const QuantizeOptions& options,
   if (status.ok()) status = SelectAll(options, &plan);
   if (status.ok()) status = FindAllTies(options, &plan);
   if (status.ok()) status = FindActivations(options, client, &plan);
+  if (status.ok()) status = CheckAddedNames(plan);
   if (!status.ok()) return status;
   for (const std::unique_ptr<Shard>& shard : plan.shards) {
     SetKeys(options, session->server, plan, shard.get());

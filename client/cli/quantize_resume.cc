@@ -73,6 +73,14 @@ std::string CommandText(const QuantizeOptions& options, const SpecSet& specs) {
                       filter.all ? 0 : filter.min_rank);
 }
 
+void AppendData(const CompressedData& data, std::string* text) {
+  absl::StrAppend(
+      text, data.part.name, " ",
+      absl::string_view(reinterpret_cast<const char*>(data.data.data()),
+                        data.data.size()),
+      "\n");
+}
+
 // What tells the contents of a file from those of another time.
 std::string FileText(const std::string& path) {
   struct stat status;
@@ -94,8 +102,9 @@ absl::Status ExistsError(const Shard& shard, bool is_quantctls) {
   return absl::AlreadyExistsError(absl::StrCat(
       status.message(),
       ", made from another input or with other options (--spec, --include, "
-      "--exclude, --min-rank, --all, --layout, --nan-policy, --tie); give "
-      "those of that run to go on with it, or another folder with -o"));
+      "--exclude, --min-rank, --all, --layout, --activations, --kv-cache, "
+      "--ignore, --nan-policy, --tie); give those of that run to go on with "
+      "it, or another folder with -o"));
 }
 
 absl::Status OtherPartError(const std::string& path, absl::StatusCode code) {
@@ -105,8 +114,9 @@ absl::Status OtherPartError(const std::string& path, absl::StatusCode code) {
           code == absl::StatusCode::kAlreadyExists ? "FILE_EXISTS: "
                                                    : "FILE_INCOMPLETE: ",
           path,
-          " was made from another input or with other options than these; "
-          "all parts need the same ones"));
+          " was made from another input, with other options or with other "
+          "encodings of activations than these; all parts need the same "
+          "ones"));
 }
 
 // Looks at the files of the output. Not thread-safe.
@@ -203,6 +213,10 @@ class Earlier {
   absl::Status CheckPartsOf(size_t i, std::vector<std::string>* missing) {
     const Shard& shard = *plan_.shards[i];
     const std::vector<Part> parts = FindParts(shard);
+    if (parts.empty() && FileExists(shard.output_path)) {
+      return OtherPartError(shard.output_path,
+                            absl::StatusCode::kFailedPrecondition);
+    }
     if (parts.empty()) {
       missing->push_back(shard.output_path);
       return absl::OkStatus();
@@ -306,13 +320,10 @@ void SetKeys(const QuantizeOptions& options, const std::string& server,
     const auto inputs = plan.inputs.find(tensor->name);
     if (inputs == plan.inputs.end()) continue;
     for (const CompressedData& data : inputs->second.parts) {
-      absl::StrAppend(
-          &text, data.part.name, " ",
-          absl::string_view(reinterpret_cast<const char*>(data.data.data()),
-                            data.data.size()),
-          "\n");
+      AppendData(data, &text);
     }
   }
+  for (const CompressedData& data : shard->cache) AppendData(data, &text);
   // What others have decides on a scale too.
   for (const TieGroup& group : plan.ties) {
     if (!HasAnyOf(group, *shard)) continue;

@@ -336,6 +336,181 @@ def test_TheCacheHasItsScales(tmp_path, quantctl, calibrated):
     assert all(tensors[name].shape == (1,) for name in found)
 
 
+@pytest.mark.parametrize("flags", [
+    ("--ignore", "layers.0.*"), ("--exclude", "*v_proj*"),
+    ("--exclude", "*attention*")])
+def test_TheCacheIsThatOfTheWholeModel(tmp_path, quantctl, calibrated, weights,
+                                       flags):
+    del calibrated
+    flags = ("--scheme", "W8A8", "--kv-cache", "float8_e4m3fn", "--model",
+             "float8", *flags)
+    tensors = rules.read_tensors(quantized(tmp_path, quantctl, *flags) /
+                                 "model.safetensors")
+    for name in weights:
+        if name.endswith(("k_proj.weight", "v_proj.weight")):
+            cache = name[:-len("_proj.weight")]
+            assert tensors[cache + "_scale"] > 0
+    # A part has none of what is not quantized, the joined model has all.
+    for more in ("--part", "0/2"), ("--part", "1/2"), ("--join",):
+        quantctl("quantize", MODEL, "-o", tmp_path / "joined", "--no-store",
+                 "--include", "*_proj.weight", *flags, *more)
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "joined" / name).read_bytes() == (
+            tmp_path / "out0" / name).read_bytes()
+    # Nothing of the cache is a tensor of the model as it was.
+    quantctl("dequantize", tmp_path / "out0", "-o", tmp_path / "back")
+    assert rules.read_tensors(tmp_path / "back").keys() == weights.keys()
+    quantctl("quantize", tmp_path / "out0", "-o", tmp_path / "again",
+             "--requantize", "--scheme", "MXFP4", "--no-store", "--include",
+             "*up_proj.weight")
+    assert not [name for name in rules.read_tensors(
+        tmp_path / "again/model.safetensors") if "_scale" in name and
+                "up_proj" not in name]
+
+
+def write_attention(folder, names=("q_proj", "k_proj", "v_proj"), norms=(),
+                    more=()):
+    """A layer in two shards."""
+    folder.mkdir()
+    rng = np.random.default_rng(2)
+    shards = [{f"layers.0.attn.{name}.weight": rng.standard_normal(
+        (32, 64), np.float32) for name in names},
+        {**{f"layers.0.attn.{name}.weight": np.ones(32, np.float32)
+            for name in norms},
+         "layers.0.mlp.up.weight": rng.standard_normal((32, 64), np.float32),
+         **{name: np.ones(3, np.float32) for name in more}}]
+    paths = [f"model-0000{i + 1}-of-00002.safetensors" for i in range(2)]
+    for path, tensors in zip(paths, shards):
+        quantd.save(folder / path, tensors)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({
+        "metadata": {}, "weight_map": {
+            name: path for path, tensors in zip(paths, shards)
+            for name in tensors}}))
+    (folder / "config.json").write_text('{"model_type": "test"}')
+    return folder
+
+
+def test_ANormBehindTheProjectionIsWhatIsCached(tmp_path, quantctl, client):
+    flags = ("--scheme", "W8A8", "--kv-cache", "float8_e4m3fn", "--model",
+             "norms", "--no-store")
+    for k, module in enumerate(("k_proj", "v_proj")):
+        client.calibrate(np.full(8, 448 * (k + 1), np.float32),
+                         quantd.TensorName("norms",
+                                           f"layers.0.attn.{module}.output"),
+                         "float8_e4m3fn")
+    source = write_attention(tmp_path / "plain")
+    quantctl("quantize", source, "-o", tmp_path / "out", *flags)
+
+    def scales(folder):
+        found = rules.read_tensors(
+            folder / "model-00001-of-00002.safetensors")
+        return [found[f"layers.0.attn.{which}_scale"][0] for which in "kv"]
+
+    assert scales(tmp_path / "out") == [1, 2]
+    source = write_attention(tmp_path / "normed", norms=("q_norm", "k_norm"))
+    said = quantctl("quantize", source, "-o", tmp_path / "none", *flags, code=2)
+    assert '"layers.0.attn.k_norm.output" is not there' in said
+    assert "'*.output=FORMAT' for --kv-cache" in said
+    client.calibrate(np.full(8, 448 * 4, np.float32), quantd.TensorName(
+        "norms", "layers.0.attn.k_norm.output"), "float8_e4m3fn")
+    quantctl("quantize", source, "-o", tmp_path / "with", *flags)
+    assert scales(tmp_path / "with") == [4, 2]
+    for names, what in (
+            (("q_proj", "k_proj"), "not there: layers.0.attn.v_proj.weight"),
+            (("qkv_proj",), "layers.0.attn.qkv_proj.weight\", which has keys"),
+            (("q_proj",), "got none")):
+        source = write_attention(tmp_path / names[-1], names)
+        said = quantctl("quantize", source, "-o", tmp_path / "none", *flags,
+                        code=2)
+        assert what in said
+        assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("taken, flags, code", [
+    ("layers.0.attn.k_proj.weight_zero_point", (), 1),
+    ("layers.0.attn.k_proj.weight_shape", ("--layout", "pack-quantized"), 1),
+    ("layers.0.attn.k_proj.input_scale", ("--activations", "static=int8"), 2),
+    ("layers.0.attn.k_scale", ("--kv-cache", "float8_e4m3fn"), 2)])
+def test_NamesThatAreTakenAreFoundBeforeAnythingIsWritten(
+        tmp_path, quantctl, client, taken, flags, code):
+    for module in ("q_proj", "k_proj", "v_proj"):
+        client.calibrate(np.ones(8, np.float32), quantd.TensorName(
+            "taken", f"layers.0.attn.{module}.output"), "float8_e4m3fn")
+        client.calibrate(np.ones(8, np.float32), quantd.TensorName(
+            "taken", f"layers.0.attn.{module}.input"), "int8")
+    flags = ("--scheme", "W8A8", "--model", "taken", "--no-store", "--include",
+             "*attn*_proj.weight", *flags)
+    quantctl("quantize", write_attention(tmp_path / "free"), "-o",
+             tmp_path / "out", *flags)
+    written = {name: (tmp_path / "out" / name).read_bytes()
+               for name in os.listdir(tmp_path / "out")}
+    source = write_attention(tmp_path / "other", more=(taken,))
+    said = quantctl("quantize", source, "-o", tmp_path / "out", *flags,
+                    "--force", code=code)
+    assert f'the file has a tensor "{taken}" of its own' in said
+    assert written == {name: (tmp_path / "out" / name).read_bytes()
+                       for name in os.listdir(tmp_path / "out")}
+
+
+@pytest.mark.parametrize("flags, warns", [
+    (("--spec", "int8:per-channel"), True),
+    (("--spec", "int8:group:128"), True),
+    (("--spec", "int8:group:128", "--layout", "pack-quantized"), False),
+    (("--spec", "int4:group:128"), False),
+    (("--spec", "int3:group:128"), True),
+    (("--spec", "float8_e4m3fn:group:128"), True),
+    (("--spec", "float8_e4m3fn:per-channel"), False),
+    (("--scheme", "W8A8", "--activations", "none"), True),
+    (("--scheme", "W8A8", "--layout", "pack-quantized"), True),
+    (("--scheme", "W8A8", "--activations", "dynamic=int8:per-tensor"), True),
+    (("--scheme", "W8A8", "--activations", "dynamic"), False),
+    (("--scheme", "W4A16", "--activations", "dynamic=int8"), True),
+    (("--scheme", "W4AFP8"), False),
+    (("--scheme", "W4AFP8", "--activations",
+      "dynamic=float8_e4m3fn:per-tensor"), True),
+    (("--scheme", "FP8_BLOCK", "--activations", "none"), False),
+    (("--spec", "float8_e4m3fn:group:32", "--activations",
+      "dynamic=float8_e4m3fn:group:32"), True),
+    (("--scheme", "NVFP4A16"), False), (("--scheme", "MXFP4A16"), False),
+    (("--scheme", "MXFP8"), False),
+    (("--scheme", "MXFP8", "--activations", "none"), False)])
+def test_WhatNoRuntimeHasKernelsForIsSaid(tmp_path, quantctl, flags, warns):
+    if "--scheme" not in flags and "--layout" not in flags:
+        flags += ("--layout", "compressed-tensors")
+    said = quantctl("quantize", MODEL, "-o", tmp_path / "out", "--no-store",
+                    "--include", "*up_proj.weight", *flags)
+    assert ("no kernels" in said) == warns
+
+
+def test_EightBitsAlonePack(tmp_path, quantctl):
+    folder = quantized(tmp_path, quantctl, "--scheme", "W8A16", "--layout",
+                       "compressed-tensors")
+    assert check_config(folder)["format"] == "pack-quantized"
+
+
+def test_PartsOfOtherActivationsDoNotJoin(tmp_path, quantctl, client):
+    """Where a part wrote its whole shard."""
+    source = write_attention(tmp_path / "model")
+    modules = [f"layers.0.{name}" for name in (
+        "attn.q_proj", "attn.k_proj", "attn.v_proj", "mlp.up")]
+    out = tmp_path / "out"
+    flags = ("--scheme", "FP8", "--model", "changed", "--no-store")
+
+    def calibrate(largest):
+        for module in modules:
+            client.calibrate(np.full(8, largest, np.float32), quantd.TensorName(
+                "changed", module + ".input"), "float8_e4m3fn")
+
+    calibrate(1)
+    quantctl("quantize", source, "-o", out, *flags, "--part", "0/1")
+    calibrate(2)
+    said = quantctl("quantize", source, "-o", out, *flags, "--join", code=4)
+    assert "or with other encodings of activations than these" in said
+    said = quantctl("quantize", source, "-o", out, *flags, "--exclude", "*up*",
+                    "--ignore", "*v_proj", "--part", "0/1", code=4)
+    assert "--activations, --kv-cache, --ignore, " in said
+
+
 def test_PartsHaveWhatIsStoredToo(tmp_path, quantctl, calibrated):
     del calibrated
     flags = ("--scheme", "NVFP4", "--model", "float8", "--no-store",
@@ -381,7 +556,9 @@ def test_HeadEmbeddingsAndRoutersStay(tmp_path, quantctl):
     source = tmp_path / "model"
     source.mkdir()
     rng = np.random.default_rng(1)
-    kept = ["lm_head", "model.embed_tokens", "model.layers.0.mlp.gate"]
+    kept = ["embed_out", "gpt_neox.embed_in", "lm_head",
+            "model.decoder.embed_positions", "model.embed_tokens",
+            "model.layers.0.mlp.gate", "net.embed", "wpe", "wte"]
     taken = ["model.layers.0.mlp.gate_proj", "model.layers.0.mlp.down_proj"]
     quantd.save(source / "model.safetensors", {
         name + ".weight": rng.standard_normal((32, 64), np.float32)
@@ -400,15 +577,21 @@ def test_HeadEmbeddingsAndRoutersStay(tmp_path, quantctl):
 
     found, said = targets()
     assert found == sorted(taken)
-    assert "left as they are: lm_head, model.embed_tokens, " in said
+    assert "left as they are: embed_out, gpt_neox.embed_in, lm_head, " in said
     found, said = targets("--ignore", "")
     assert found == sorted(kept + taken)
     assert "left as they are" not in said
-    assert targets("--ignore", "*.gate*")[0] == [
-        "lm_head", "model.embed_tokens", "model.layers.0.mlp.down_proj"]
+    assert targets("--ignore", "*.gate*")[0] == sorted(
+        name for name in kept + taken if ".gate" not in name)
     # Who names one takes it.
     assert targets("--spec", "lm_head*=int8:per-channel")[0] == sorted(
         ["lm_head", *taken])
     # No runtime has kernels for all that can be written.
     _, said = targets("--activations", "dynamic=mxfp4_e2m1")
     assert "no kernels" in said
+    # A model of nothing but these would have no scheme.
+    for flags in ("--exclude", "*mlp*"), ("--ignore", "*"):
+        said = quantctl("quantize", source, "-o", tmp_path / "none",
+                        "--no-store", "--scheme", "W8A8", *flags, code=2)
+        assert "--ignore '' takes them" in said
+        assert not (tmp_path / "none").exists()
