@@ -24,6 +24,7 @@
 #include "server/interchange/compressed_tensors.h"
 #include "server/interchange/entry_format.h"
 #include "server/interchange/json_text.h"
+#include "server/wire/names.h"
 
 namespace quantd::server {
 namespace {
@@ -369,6 +370,12 @@ class Parser {
             name,
             InvalidAt(kind_place, "expected an object called input or output"));
         if (!status.ok()) return status;
+    if (!name.empty()) {
+      const absl::Status status = CheckTensorName(name);
+      if (!status.ok()) {
+        return LeaveOut(name, InvalidAt(place, core::ErrorText(status)));
+      }
+    }
         continue;
       }
       for (const auto& [index, entry] : tensors.items()) {

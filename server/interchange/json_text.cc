@@ -40,6 +40,10 @@ constexpr int64_t kKeptNumberBytes = 16;
 
 // Entries are what the members of the document hold.
 constexpr int kEntryDepth = 2;
+// A module of AIMET's torch files is an entry, whose inputs and outputs leave
+// what entries do: encodings of its name, or losses where there are none.
+constexpr int kPlaceDepth = 4;
+constexpr int64_t kNamesOfPlace = 4;
 
 // Runs over the bytes of a text in pieces.
 class PiecesIterator {
@@ -118,12 +122,15 @@ class MemoryCounter final : public nlohmann::json_sax<Json> {
   bool binary(binary_t&) override { return Fail("binary data"); }
 
   bool start_object(size_t) override {
+    if (!Open()) return false;
     keys_.emplace_back();
-    return Open();
+    return true;
   }
   bool key(string_t& value) override {
     // Before the key is kept. Those of entries stay until the last is read.
-    const int64_t bytes = kMemberBytes + 2 * static_cast<int64_t>(value.size());
+    const auto size = static_cast<int64_t>(value.size());
+    if (depth_ == kEntryDepth) entry_name_bytes_ = size;
+    const int64_t bytes = kMemberBytes + 2 * size;
     (depth_ <= kEntryDepth ? outer_bytes_ : entry_bytes_) += bytes;
     if (!Check()) return false;
     if (keys_.back().insert(value).second) return true;
@@ -163,9 +170,17 @@ class MemoryCounter final : public nlohmann::json_sax<Json> {
       outer_bytes_ += value_bytes;
     } else {
       if (depth_ == kEntryDepth) BeginEntry();
+      if (MayBeOfModule()) {
+        kept_bytes_ += kEntryBytes + kNamesOfPlace * entry_name_bytes_;
+      }
       entry_bytes_ += value_bytes;
     }
     return Check();
+  }
+  // Whether a value at this depth is in nothing but objects.
+  bool MayBeOfModule() const {
+    return depth_ > kEntryDepth && depth_ <= kPlaceDepth &&
+           keys_.size() == static_cast<size_t>(depth_);
   }
   void BeginEntry() {
     largest_entry_bytes_ = std::max(largest_entry_bytes_, entry_bytes_);
@@ -197,6 +212,8 @@ class MemoryCounter final : public nlohmann::json_sax<Json> {
   int64_t entry_bytes_ = 0;
   int64_t largest_entry_bytes_ = 0;
   int64_t kept_bytes_ = 0;
+  // Of the last entry that has a name.
+  int64_t entry_name_bytes_ = 0;
   int64_t charged_bytes_ = 0;
   int depth_ = 0;
   // Of the objects that are open.

@@ -1130,3 +1130,34 @@ TEST(InterchangeTest, ChargesWhileItCounts) {
 
 }  // namespace
 }  // namespace quantd::server
+// Of a module each place leaves an encoding or a loss, which has its name.
+TEST(InterchangeTest, CountsWhatEachPlaceOfAModuleLeaves) {
+  constexpr int kCount = 400;
+  constexpr int64_t kNameBytes = 20'000;
+  const std::string name(kNameBytes, 'x');
+  std::string places = "\"0\":0";
+  for (int i = 1; i < kCount; ++i) absl::StrAppend(&places, ",\"", i, "\":0");
+  for (const std::string& module : {absl::StrCat("{\"input\":{", places, "}}"),
+                                    absl::StrCat("{", places, "}")}) {
+    const std::string file =
+        absl::StrCat("{\"version\":\"0.6.1\",\"activation_encodings\":{\"",
+                     name, "\":", module, "}}");
+    const absl::StatusOr<int64_t> bytes = ParseMemoryBytes(file);
+    ASSERT_TRUE(bytes.ok()) << bytes.status();
+    EXPECT_GE(*bytes, kCount * (kNameBytes + int64_t{sizeof(PendingEncoding)}));
+    const absl::StatusOr<ParsedEncodings> parsed = Parse(file);
+    ASSERT_TRUE(parsed.ok()) << parsed.status();
+    EXPECT_THAT(parsed->encodings, IsEmpty());
+    // A name that no tensor can have is told once.
+    EXPECT_EQ(parsed->losses.size(), 1u);
+  }
+  // The scales of a parameter are one encoding.
+  std::string scale = "{\"bitwidth\":8,\"scale\":1,\"offset\":0}";
+  const auto list = [&scale](int count) {
+    std::string text = "{\"param_encodings\":{\"w\":[" + scale;
+    for (int i = 1; i < count; ++i) absl::StrAppend(&text, ",", scale);
+    return *ParseMemoryBytes(text + "]}}");
+  };
+  EXPECT_LT(list(401) - list(1), 400 * 1500);
+}
+
