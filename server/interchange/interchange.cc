@@ -32,6 +32,9 @@ namespace {
 constexpr char kQuantdFormatName[] = "quantd-encodings";
 constexpr char kOnnxFormatName[] = "onnx-qdq";
 constexpr int kVersion = 1;
+// What AIMET 0.6.1 and 1.0.0 have, of which a file may lack one.
+constexpr char kActivations[] = "activation_encodings";
+constexpr char kParameters[] = "param_encodings";
 
 // A document with one list of entries, with one entry a line.
 class ListWriter final : public EncodingsWriter {
@@ -178,12 +181,18 @@ std::string NameOf(const ModuleTensor& tensor) {
   return name;
 }
 
+// Of digits as we write them: others would be further names of the same place.
+bool ParseIndex(absl::string_view text, int64_t* index) {
+  return absl::SimpleAtoi(text, index) && *index >= 0 &&
+         absl::StrCat(*index) == text;
+}
+
 // False where it is none.
 bool ParseModuleTensor(absl::string_view name, ModuleTensor* tensor) {
   const size_t dot = name.rfind('.');
   if (dot != absl::string_view::npos &&
-      absl::SimpleAtoi(name.substr(dot + 1), &tensor->index)) {
-    if (tensor->index < 1) return false;
+      ParseIndex(name.substr(dot + 1), &tensor->index)) {
+    if (tensor->index == 0) return false;
     name = name.substr(0, dot);
   }
   for (size_t kind = 0; kind < 2; ++kind) {
@@ -339,8 +348,9 @@ class Parser {
                            });
   }
 
+  // `has_modules`: objects in it are modules of AIMET's torch files.
   absl::Status AddMap(const EntryFormat& format, const Document& document,
-                      absl::string_view key) {
+                      absl::string_view key, bool has_modules) {
     const auto map = document.head.find(std::string(key));
     if (map == document.head.end()) return absl::OkStatus();
     if (!map->is_object()) return InvalidAt(key, "expected an object");
@@ -348,8 +358,7 @@ class Parser {
                            [&](const std::string& name, const Json& entry) {
                              const std::string place =
                                  absl::StrCat(key, "[", QuotedText(name), "]");
-                             // A module of AIMET's torch files.
-                             if (entry.is_object())
+                             if (has_modules && entry.is_object())
                                return AddModule(format, entry, place, name);
                              return Add(format, entry, place, &name);
                            });
@@ -361,6 +370,12 @@ class Parser {
     if (parsed_->format == InterchangeFormat::kAimet061) {
       parsed_->format = InterchangeFormat::kAimetTorch;
     }
+    if (!name.empty()) {
+      const absl::Status status = CheckTensorName(name);
+      if (!status.ok()) {
+        return LeaveOut(name, InvalidAt(place, core::ErrorText(status)));
+      }
+    }
     for (const auto& [key, tensors] : module.items()) {
       const auto kind =
           std::find(std::begin(kModuleKinds), std::end(kModuleKinds), key);
@@ -370,12 +385,6 @@ class Parser {
             name,
             InvalidAt(kind_place, "expected an object called input or output"));
         if (!status.ok()) return status;
-    if (!name.empty()) {
-      const absl::Status status = CheckTensorName(name);
-      if (!status.ok()) {
-        return LeaveOut(name, InvalidAt(place, core::ErrorText(status)));
-      }
-    }
         continue;
       }
       for (const auto& [index, entry] : tensors.items()) {
@@ -385,7 +394,7 @@ class Parser {
         tensor.module = name;
         tensor.kind = static_cast<size_t>(kind - std::begin(kModuleKinds));
         absl::Status status;
-        if (!absl::SimpleAtoi(index, &tensor.index) || tensor.index < 0) {
+        if (!ParseIndex(index, &tensor.index)) {
           status = LeaveOut(
               name, InvalidAt(item_place, "expected a number as the key"));
         } else {
@@ -449,7 +458,7 @@ InterchangeFormat AimetFormatOf(const Json& document) {
   if (absl::StartsWith(version, "1.")) return InterchangeFormat::kAimet100;
   if (absl::StartsWith(version, "2.0.")) return InterchangeFormat::kAimet200;
   if (absl::StartsWith(version, "2.")) return InterchangeFormat::kAimet210;
-  for (const char* key : {"param_encodings", "activation_encodings"}) {
+  for (const char* key : {kParameters, kActivations}) {
     const auto found = document.find(key);
     if (found == document.end()) continue;
     return found->is_array() ? InterchangeFormat::kAimet100
@@ -468,8 +477,7 @@ InterchangeFormat FormatOf(const Json& document) {
       document.contains("config_groups")) {
     return InterchangeFormat::kCompressedTensors;
   }
-  if (document.contains("param_encodings") ||
-      document.contains("activation_encodings") ||
+  if (document.contains(kParameters) || document.contains(kActivations) ||
       document.contains("encodings")) {
     return AimetFormatOf(document);
   }
@@ -481,6 +489,14 @@ absl::Status CheckOurVersion(const Json& document) {
   if (version == absl::StrCat(kVersion)) return absl::OkStatus();
   return core::InterchangeUnsupportedError(
       absl::StrCat("version ", QuotedText(version), ", expected ", kVersion));
+}
+
+absl::Status CheckHasLists(const Json& document) {
+  if (document.contains(kActivations) || document.contains(kParameters)) {
+    return absl::OkStatus();
+  }
+  return core::InterchangeInvalidError(
+      absl::StrCat("the file: expected ", kActivations, " or ", kParameters));
 }
 
 // What AIMET says beside encodings, and a store of them has no place for.
@@ -506,20 +522,22 @@ absl::Status ParseDocument(const Document& document, core::StopToken stop,
     }
     case InterchangeFormat::kAimet061:
     case InterchangeFormat::kAimetTorch: {
+      if (absl::Status s = CheckHasLists(document.head); !s.ok()) return s;
       NoteExcludedLayers(document.head, parsed);
       format = &Aimet061EntryFormat();
       absl::Status status =
-          parser.AddMap(*format, document, "activation_encodings");
+          parser.AddMap(*format, document, kActivations, /*has_modules=*/true);
       if (!status.ok()) return status;
-      return parser.AddMap(*format, document, "param_encodings");
+      return parser.AddMap(*format, document, kParameters,
+                           /*has_modules=*/false);
     }
     case InterchangeFormat::kAimet100: {
+      if (absl::Status s = CheckHasLists(document.head); !s.ok()) return s;
       NoteExcludedLayers(document.head, parsed);
       format = &Aimet100EntryFormat();
-      absl::Status status =
-          parser.AddList(*format, document, "activation_encodings");
+      absl::Status status = parser.AddList(*format, document, kActivations);
       if (!status.ok()) return status;
-      return parser.AddList(*format, document, "param_encodings");
+      return parser.AddList(*format, document, kParameters);
     }
     case InterchangeFormat::kAimet200:
       NoteExcludedLayers(document.head, parsed);

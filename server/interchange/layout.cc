@@ -120,6 +120,8 @@ absl::Status FillIn(const LayoutHint& hint, PendingEncoding* pending) {
   const bool has_blocks =
       pending->open == PendingEncoding::Open::kChannelBlocks;
   const int64_t count = ScaleCount(encoding);
+  // No shape would help.
+  if (count == 0) return InvalidAt(pending->place, "has no scales");
   if (absl::Status s = CheckHint(hint, *pending); !s.ok()) return s;
   if (!hint.shape_known && hint.block_size.empty()) {
     return AxisUnknown(

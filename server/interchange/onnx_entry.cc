@@ -67,6 +67,8 @@ std::string AimetType(const core::FormatInfo& info) {
 }
 
 const core::FormatInfo* FindAimetType(absl::string_view type) {
+  // That of formats that AIMET has no type for.
+  if (type.empty()) return nullptr;
   for (const core::FormatInfo& info : core::AllFormats()) {
     if (info.scale_type == core::ScaleType::kDefault &&
         AimetType(info) == type) {
@@ -241,8 +243,7 @@ class OnnxFormat final : public EntryFormat {
           absl::StrCat(target(), " has nothing for ", info.name));
     }
     if (dialect_ == Dialect::kAimet200 &&
-        core::HasOuterScales(encoding.scale_type) &&
-        !HasIntegerScales(encoding)) {
+        encoding.scale_type == core::ScaleType::kE4m3) {
       return core::InterchangeUnsupportedError(
           absl::StrCat("AIMET 2.0.0 has no scales of float8 for ", info.name,
                        "; AIMET 2.1.0 has"));
@@ -394,6 +395,12 @@ class OnnxFormat final : public EntryFormat {
                                  Json* entry) const {
     std::vector<int64_t> shape;
     if (absl::Status s = AddBlocks(encoding, &shape, entry); !s.ok()) return s;
+    if (!entry->contains("axis")) {
+      return core::InterchangeUnsupportedError(
+          absl::StrCat(target(),
+                       " has scales under other scales for blocks along a "
+                       "dimension, and these are for whole rows"));
+    }
     const absl::StatusOr<core::BlockLayout> outer =
         core::OuterLayout(encoding, shape);
     if (!outer.ok()) {
@@ -408,7 +415,7 @@ class OnnxFormat final : public EntryFormat {
       return absl::OkStatus();
     }
     Json meta = Json::object();
-    if (HasIntegerScales(encoding)) {
+    if (encoding.scale_type == core::ScaleType::kInteger) {
       meta["x"] = Nest(encoding.scale_code, shape);
     } else {
       std::vector<double> values;

@@ -795,6 +795,10 @@ TEST(InterchangeTest, NamesThePlaceOfWhatIsWrong) {
        "encodings[1]: tensor \"a\" stands twice in the file"},
       {R"({"quantization_config":{"config_groups":{}}})",
        "a compressed-tensors configuration has no scales"},
+      {R"({"version":"1.0.0","encodings":[]})",
+       "the file: expected activation_encodings or param_encodings"},
+      {R"({"version":"0.6.1","encodings":[]})",
+       "the file: expected activation_encodings or param_encodings"},
   };
   for (const Malformed& file : files) {
     const absl::StatusOr<ParsedEncodings> parsed = Parse(file.text);
@@ -856,6 +860,20 @@ TEST(InterchangeTest, LeavesOutAndTellsWhatIsWrongInAimet) {
        "activation_encodings[\"m\"].\"inputs\": expected an object called "},
       {R"({"version":"0.6.1","activation_encodings":{"m":{"input":{"x":{}}}}})",
        "activation_encodings[\"m\"].\"input\"[\"x\"]: expected a number"},
+      {R"({"version":"0.6.1","activation_encodings":{"m":{"input":{"01":{}}}}})",
+       "activation_encodings[\"m\"].\"input\"[\"01\"]: expected a number"},
+      {R"({"version":"0.6.1","activation_encodings":{"m":{"input":{"+1":{}}}}})",
+       "activation_encodings[\"m\"].\"input\"[\"+1\"]: expected a number"},
+      {R"({"version":"0.6.1","activation_encodings":{"m":{"input":{" 1":{}}}}})",
+       "activation_encodings[\"m\"].\"input\"[\" 1\"]: expected a number"},
+      {R"({"version":"0.6.1","activation_encodings":{"m\n":{"a":1,"b":2}}})",
+       "expected UTF-8 without control characters"},
+      {R"({"version":"0.6.1","param_encodings":{"w":
+           {"bitwidth":8,"dtype":"int","scale":1,"offset":-128}}})",
+       "param_encodings[\"w\"]: expected a list of at least one encoding"},
+      {R"({"version":"2.0.0","encodings":[
+           {"name":"w","output_dtype":"","y_scale":1}]})",
+       "encodings[0].output_dtype: no type \"\""},
       {R"({"version":"2.0.0","encodings":[
            {"name":"w","output_dtype":"int32","y_scale":1}]})",
        "encodings[0].output_dtype: int32, expected integers of 2 to 16 bits"},
@@ -986,6 +1004,45 @@ TEST(InterchangeTest, TellsThatOnlyAimet210HasScalesOfFloat8) {
             "");
 }
 
+// Their codes are integers whatever they are multiplied with.
+TEST(InterchangeTest, IntegerScalesOfFloatsComeBackFromAimet) {
+  for (const char* const format : {"float8_e4m3fn", "float4_e2m1"}) {
+    core::Encoding encoding = MakeEncoding(format, {});
+    encoding.scale_type = core::ScaleType::kInteger;
+    encoding.block_size = {1, 16};
+    encoding.scale_shape = {1, 3};
+    encoding.scale_code = {1, 16, 7};
+    encoding.outer_scale = {0.5f};
+    ASSERT_TRUE(core::DeriveScales(&encoding).ok());
+    for (const InterchangeFormat target :
+         {InterchangeFormat::kAimet200, InterchangeFormat::kAimet210}) {
+      const Written written = Write(target, {{"w", encoding}});
+      EXPECT_EQ(Losses(written.losses), "");
+      const absl::StatusOr<core::Encoding> back = ParseOne(written.text);
+      ASSERT_TRUE(back.ok()) << back.status() << written.text;
+      EXPECT_EQ(back->scale_code, encoding.scale_code) << written.text;
+      EXPECT_EQ(back->scale, encoding.scale);
+    }
+  }
+}
+
+TEST(InterchangeTest, TellsThatAimetHasNoIntegerScalesOfWholeRows) {
+  core::Encoding encoding = MakeEncoding("lpbq", {});
+  encoding.scale_type = core::ScaleType::kInteger;
+  encoding.block_size = {1, 0};
+  encoding.scale_shape = {3, 1};
+  encoding.scale_code = {1, 16, 7};
+  encoding.outer_scale = {0.5f};
+  ASSERT_TRUE(core::DeriveScales(&encoding).ok());
+  for (const InterchangeFormat format :
+       {InterchangeFormat::kAimet200, InterchangeFormat::kAimet210}) {
+    EXPECT_THAT(Losses(Write(format, {{"w", encoding}}).losses),
+                testing::AllOf(testing::StartsWith("w left out: AIMET 2."),
+                               HasSubstr("has scales under other scales for "
+                                         "blocks along a dimension")));
+  }
+}
+
 // As AIMET's torch files have activations: by module, input or output, place.
 TEST(InterchangeTest, ModulesOfAimetsTorchFilesComeBack) {
   const auto file = nlohmann::json::parse(R"({
@@ -1034,6 +1091,51 @@ TEST(InterchangeTest, ModulesOfAimetsTorchFilesComeBack) {
   expected.erase("half");
   EXPECT_EQ(again["activation_encodings"], expected);
   EXPECT_EQ(again["param_encodings"], file["param_encodings"]);
+}
+
+TEST(InterchangeTest, PlacesOfModulesAreNumbersAsWeWriteThem) {
+  const core::Encoding one = MakeEncoding("uint8", {1});
+  const core::Encoding two = MakeEncoding("uint8", {2});
+  const Written written =
+      Write(InterchangeFormat::kAimetTorch,
+            {{"a.input.01", two}, {"a.input.1", one}, {"a.input.+1", two}});
+  EXPECT_EQ(written.count, 1);
+  EXPECT_THAT(Losses(written.losses),
+              testing::AllOf(HasSubstr("a.input.01 left out: AIMET's"),
+                             HasSubstr("a.input.+1 left out: AIMET's")));
+  const auto file = nlohmann::json::parse(written.text);
+  EXPECT_EQ(file["activation_encodings"]["a"]["input"]["1"]["scale"], 1);
+}
+
+// Parameters have lists, also where they are wrong.
+TEST(InterchangeTest, OnlyActivationsHaveModules) {
+  const absl::StatusOr<ParsedEncodings> parsed = Parse(
+      R"({"version":"0.6.1","param_encodings":{"m":{"input":{"0":[
+           {"bitwidth":8,"scale":1,"offset":-128}]}}}})");
+  ASSERT_TRUE(parsed.ok()) << parsed.status();
+  EXPECT_EQ(parsed->format, InterchangeFormat::kAimet061);
+  EXPECT_THAT(parsed->encodings, IsEmpty());
+  EXPECT_EQ(parsed->losses.size(), 1u);
+}
+
+TEST(InterchangeTest, AnEntryWithoutScalesIsNotSound) {
+  const char* const files[] = {
+      R"({"version":"2.0.0","encodings":[
+          {"name":"w","output_dtype":"int8","axis":0,"y_scale":[]}]})",
+      R"({"version":"1.0.0","param_encodings":[
+          {"name":"w","dtype":"INT","bw":8,"enc_type":"PER_CHANNEL",
+           "is_sym":true,"scale":[],"offset":[]}]})",
+      R"({"version":"1.0.0","param_encodings":[
+          {"name":"w","dtype":"INT","bw":8,"enc_type":"PER_BLOCK",
+           "block_size":4,"is_sym":true,"scale":[],"offset":[]}]})"};
+  for (const char* const file : files) {
+    for (const LayoutHint& hint : {LayoutHint(), Shape({3, 8})}) {
+      const absl::Status status = ParseOne(file, hint).status();
+      EXPECT_EQ(core::ErrorReason(status), "INTERCHANGE_INVALID") << status;
+      EXPECT_THAT(std::string(status.message()), HasSubstr("has no scales"))
+          << file;
+    }
+  }
 }
 
 TEST(InterchangeTest, RefusesEncodingsThatAreNotValid) {
@@ -1104,32 +1206,6 @@ TEST(InterchangeTest, ManyEntriesTakeLittleMoreThanTheLargest) {
   EXPECT_EQ(parsed->encodings[39].encoding.scale[4999], 0.5999f);
 }
 
-TEST(InterchangeTest, ChargesWhileItCounts) {
-  constexpr int64_t kLimitBytes = 8 << 20;
-  std::string object = "{\"0\":0";
-  std::string list = "{\"a\":[0";
-  for (int i = 1; i < 100000; ++i) {
-    absl::StrAppend(&object, ",\"", i, "\":0");
-    absl::StrAppend(&list, ",[]");
-  }
-  for (const std::string& text : {object + "}", list + "]}"}) {
-    const absl::StatusOr<int64_t> whole = ParseMemoryBytes(text);
-    ASSERT_TRUE(whole.ok());
-    ASSERT_GT(*whole, 2 * kLimitBytes);
-    int64_t most = 0;
-    const absl::Status status =
-        ChargeParseMemory({text}, [&most](int64_t bytes) -> absl::Status {
-          most = bytes;
-          if (bytes < kLimitBytes) return absl::OkStatus();
-          return core::DrainingError();
-        });
-    EXPECT_EQ(core::ErrorReason(status), "DRAINING");
-    EXPECT_LT(most, kLimitBytes + (4 << 20));
-  }
-}
-
-}  // namespace
-}  // namespace quantd::server
 // Of a module each place leaves an encoding or a loss, which has its name.
 TEST(InterchangeTest, CountsWhatEachPlaceOfAModuleLeaves) {
   constexpr int kCount = 400;
@@ -1161,3 +1237,29 @@ TEST(InterchangeTest, CountsWhatEachPlaceOfAModuleLeaves) {
   EXPECT_LT(list(401) - list(1), 400 * 1500);
 }
 
+TEST(InterchangeTest, ChargesWhileItCounts) {
+  constexpr int64_t kLimitBytes = 8 << 20;
+  std::string object = "{\"0\":0";
+  std::string list = "{\"a\":[0";
+  for (int i = 1; i < 100000; ++i) {
+    absl::StrAppend(&object, ",\"", i, "\":0");
+    absl::StrAppend(&list, ",[]");
+  }
+  for (const std::string& text : {object + "}", list + "]}"}) {
+    const absl::StatusOr<int64_t> whole = ParseMemoryBytes(text);
+    ASSERT_TRUE(whole.ok());
+    ASSERT_GT(*whole, 2 * kLimitBytes);
+    int64_t most = 0;
+    const absl::Status status =
+        ChargeParseMemory({text}, [&most](int64_t bytes) -> absl::Status {
+          most = bytes;
+          if (bytes < kLimitBytes) return absl::OkStatus();
+          return core::DrainingError();
+        });
+    EXPECT_EQ(core::ErrorReason(status), "DRAINING");
+    EXPECT_LT(most, kLimitBytes + (4 << 20));
+  }
+}
+
+}  // namespace
+}  // namespace quantd::server
