@@ -102,7 +102,9 @@ void Report(const Options& options, const v1::ImportEncodingsResponse& response,
             const std::string& format, Session* session) {
   const std::vector<v1::InterchangeLoss> losses(response.losses().begin(),
                                                 response.losses().end());
-  if (AnyLeftOut(losses)) session->Note(kServerError);
+  // Those that the server did not send may be of tensors that are left out.
+  const uint64_t untold_count = response.loss_count() - losses.size();
+  if (AnyLeftOut(losses) || untold_count != 0) session->Note(kServerError);
   if (session->json) {
     return session->PrintJson({{"model", options.name.model},
                                {"revision", options.name.revision},
@@ -113,6 +115,11 @@ void Report(const Options& options, const v1::ImportEncodingsResponse& response,
                                {"losses", LossesJson(losses)}});
   }
   PrintLosses(losses, *session);
+  if (untold_count != 0) {
+    session->PrintError(absl::StrCat(
+        "quantctl: ", CountText(untold_count),
+        " more losses are not told; tensors of these may be left out"));
+  }
   session->Print(
       absl::StrCat(CountText(response.encoding_count()), " encodings of ",
                    format, options.dry_run ? " would be" : "", " stored under ",
@@ -378,8 +385,8 @@ void AddImportCommand(Command* quantctl, Session* session) {
       "import",
       "Store the encodings of a file: our own JSON, AIMET encodings, ONNX "
       "parameters, or a model that is quantized; exits with 1 when a tensor "
-      "had "
-      "to be left out");
+      "had to be left out, or may have been because losses are too many to "
+      "tell");
   const auto options = std::make_shared<Options>();
   command
       ->AddArgument(

@@ -135,6 +135,22 @@ int64_t ScaleCountOf(const PendingEncoding& pending) {
                                        pending.encoding.scale_code.size()));
 }
 
+// Which losses have room in an answer: first those of tensors that are left
+// out, which nobody may miss.
+std::vector<bool> ToldLosses(const std::vector<InterchangeLoss>& losses) {
+  std::vector<bool> is_told(losses.size());
+  size_t bytes = 0;
+  for (const bool left_out : {true, false}) {
+    for (size_t i = 0; i < losses.size(); ++i) {
+      if (losses[i].left_out != left_out) continue;
+      bytes += losses[i].tensor.size() + losses[i].what.size() + 16;
+      if (bytes > kMostLossBytes) return is_told;
+      is_told[i] = true;
+    }
+  }
+  return is_told;
+}
+
 // Whether the layout of `stored` may be that of `pending`, of which `hint` does
 // not know the shape.
 bool MayBeLaidOutAs(const EncodingReader& stored,
@@ -379,10 +395,10 @@ class ImportEncodingsCall final : public EncodingCall {
     response_.set_encoding_count(parsed.encodings.size());
     response_.set_format(static_cast<v1::InterchangeFormat>(parsed.format));
     response_.set_loss_count(parsed.losses.size());
-    size_t loss_bytes = 0;
-    for (const InterchangeLoss& loss : parsed.losses) {
-      loss_bytes += loss.tensor.size() + loss.what.size() + 16;
-      if (loss_bytes > kMostLossBytes) break;
+    const std::vector<bool> is_told = ToldLosses(parsed.losses);
+    for (size_t i = 0; i < parsed.losses.size(); ++i) {
+      if (!is_told[i]) continue;
+      const InterchangeLoss& loss = parsed.losses[i];
       v1::InterchangeLoss* const proto = response_.add_losses();
       // Names that the file has may not be text.
       const bool is_text = CheckTensorName(loss.tensor).ok();

@@ -236,6 +236,19 @@ class EncodingFilesTest(InterchangeCase):
             self.assertEqual(json.load(after)["encodings"],
                              json.load(before)["encodings"][-1:])
 
+    def test_LossesThatAreTooManyAreNoSuccess(self):
+        entry = [{"bitwidth": 8, "scale": 0.1, "offset": -8}]
+        path = self.write_json("aimet", {"version": "0.6.1", "param_encodings":
+                               {f"{n:01000}": entry for n in range(1500)}})
+        done = self.run_quantctl("import", path, "--model", "many",
+                                 "--dry-run", code=1)
+        self.assertIn("1,500 encodings of aimet-0.6.1 would", done.stdout)
+        self.assertRegex(done.stderr, r"\d+ more losses are not told; tensors")
+        report = self.json("import", path, "--model", "many", "--dry-run",
+                           code=1)
+        self.assertEqual(report["loss_count"], 1500)
+        self.assertLess(len(report["losses"]), 1500)
+
     def test_GeneratedClientsSendAndTakeFilesInPieces(self):
         count = 3000
         document = json.dumps({

@@ -46,14 +46,18 @@ std::string AimetFile(int tensors, int scales) {
   return text + "}}";
 }
 
+// Stores nothing where `dry_run` takes the answer.
 grpc::Status Import(v1::EncodingService::Stub& service,
                     const std::string& model, absl::string_view file,
-                    size_t piece_bytes = 1 << 20) {
+                    size_t piece_bytes = 1 << 20,
+                    v1::ImportEncodingsResponse* dry_run = nullptr) {
   grpc::ClientContext context;
   v1::ImportEncodingsResponse response;
-  const auto stream = service.ImportEncodings(&context, &response);
+  const auto stream = service.ImportEncodings(
+      &context, dry_run == nullptr ? &response : dry_run);
   v1::ImportEncodingsRequest request;
   request.set_model(model);
+  request.set_dry_run(dry_run != nullptr);
   v1::TensorHint* const hint = request.add_hints();
   hint->set_pattern("*");
   hint->add_block_size(1);
@@ -141,6 +145,33 @@ TEST(ImportEncodingsTest, EndsWithItsReasonWhereItNeverFits) {
       Import(server.encodings(), "m", AimetFile(1, 20'000), 256 << 10);
   EXPECT_EQ(end.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
   EXPECT_THAT(end.error_message(), StartsWith("MEMORY_BUDGET"));
+}
+
+// A loss of more than 1 MiB of others is among those that are told.
+TEST(ImportEncodingsTest, TellsFirstWhatIsLeftOut) {
+  TestServer server;
+  const std::string tail(1000, 'x');
+  std::string file = R"({"version":"0.6.1","param_encodings":{)";
+  constexpr int kCount = 1500;
+  for (int i = 0; i < kCount; ++i) {
+    // The scale is not float32.
+    absl::StrAppend(&file, "\"t", i, tail,
+                    R"(":[{"bitwidth":8,"scale":0.1,"offset":-8}],)");
+  }
+  file += R"("bad":[{"bitwidth":32,"scale":1,"offset":0}]}})";
+  v1::ImportEncodingsResponse answer;
+  const grpc::Status status =
+      Import(server.encodings(), "m", file, 1 << 20, &answer);
+  ASSERT_TRUE(status.ok()) << status.error_message();
+  EXPECT_EQ(answer.encoding_count(), uint64_t{kCount});
+  EXPECT_EQ(answer.loss_count(), uint64_t{kCount + 1});
+  EXPECT_LE(answer.ByteSizeLong(), size_t{1} << 20);
+  ASSERT_GT(answer.losses_size(), kCount / 2);
+  ASSERT_LT(answer.losses_size(), kCount);
+  EXPECT_EQ(answer.losses(0).tensor(), "t0" + tail);
+  const v1::InterchangeLoss& last = answer.losses(answer.losses_size() - 1);
+  EXPECT_EQ(last.tensor(), "bad");
+  EXPECT_TRUE(last.left_out());
 }
 
 TEST(ImportQueueTest, TakesThoseOfACallerInTurn) {

@@ -102,8 +102,9 @@ class ImportedEncodings(Tabular):
     format: of the file, e.g. "aimet-1.0.0".
     encoding_count: encodings stored, or that would be.
     dry_run: nothing was stored.
-    losses: what was not carried over, in the order of the file; the server cuts
-        them off at 1 MiB.
+    losses: what was not carried over, in the order of the file. The server
+        sends at most 1 MiB of them; those of tensors that are left out go
+        first.
     loss_count: of all losses.
     """
 
