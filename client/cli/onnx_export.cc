@@ -244,10 +244,8 @@ class Exporter {
         continue;
       }
       const absl::Status status = QuantizeOne(tensor, model);
-      if (ErrorReason(status) != "ARGUMENT_INVALID") {
-        if (!status.ok()) return status;
-        continue;
-      }
+      if (status.ok()) continue;
+      if (ExitCodeOf(status) == kUnreachable) return status;
       AddLoss(tensor, ErrorText(status), /*left_out=*/true);
     }
     if (weight_count_ + activation_count_ == 0) {
@@ -260,7 +258,8 @@ class Exporter {
     return absl::OkStatus();
   }
 
-  // Errors: ARGUMENT_INVALID for a tensor that is left out; others end the run.
+  // Errors: those for which the tensor is left out; a server that can't be
+  // reached ends the run.
   absl::Status QuantizeOne(const std::string& tensor, files::OnnxModel* model) {
     const absl::StatusOr<std::vector<Place>> places =
         FindPlaces(tensor, *model);
@@ -364,12 +363,13 @@ class Exporter {
         MakeQuantizer(encoding, &shape, std::nullopt);
     if (!quantizer.ok()) return quantizer.status();
     if (is_transposed) Transpose(&*quantizer);
+    if (weight.data.empty() && ElementCount(weight.shape).value_or(1) != 0 &&
+        !done_.contains(place.name)) {
+      return ArgumentInvalidError("only weights that are in the model itself");
+    }
     const absl::StatusOr<bool> is_done = IsDone(tensor, place, *quantizer);
     if (!is_done.ok()) return is_done.status();
     if (*is_done) return absl::OkStatus();
-    if (weight.data.empty() && ElementCount(weight.shape).value_or(1) != 0) {
-      return ArgumentInvalidError("only weights that are in the model itself");
-    }
     std::vector<uint8_t> data;
     QuantizeJob job;
     job.tensor.name = job_.name.NameOf(tensor);
@@ -385,7 +385,10 @@ class Exporter {
     }
     job.source = encoding;
     const absl::StatusOr<QuantizeResult> result = client_->Quantize(job);
-    if (!result.ok()) return result.status();
+    if (!result.ok()) {
+      done_.erase(place.name);
+      return result.status();
+    }
     if (is_transposed) {
       const size_t bits =
           static_cast<size_t>(GetFormatInfo(encoding.format())->storage_bits);

@@ -928,6 +928,20 @@ class OnnxTest(InterchangeCase):
                            code=code)
         return report, onnx.load(self.path("qdq.onnx")) if code == 0 else None
 
+    def test_AWeightThatTheServerRefusesSpoilsNoOther(self):
+        self.encode("spoiled",
+                    {"name": "a", "format": "int8", "scale": [0.5],
+                     "block_size": [0, 0, 0]},
+                    {"name": "b", "format": "int8", "scale": [0.5]})
+        weights = [numpy_helper.from_array(np.ones((2, 2), np.float32), name)
+                   for name in "ab"]
+        self.save([helper.make_node("Add", ["a", "b"], ["y"])], [],
+                  [("y", TensorProto.FLOAT, [2, 2])], weights)
+        report, _ = self.put_into("spoiled", code=1)
+        self.assertEqual(report["weight_count"], 1)
+        self.assertEqual([(loss["tensor"], loss["left_out"])
+                          for loss in report["losses"]], [("a", True)])
+
     def test_HalfPrecisionStaysWhatItIs(self):
         int8 = {"format": "int8", "scale": [0.5]}
         self.encode("half", {"name": "x", **int8}, {"name": "y", **int8},
