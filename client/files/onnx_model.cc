@@ -413,6 +413,13 @@ std::vector<OnnxModel::Node> OnnxModel::nodes() const {
                      node.op_type(),
                      {node.input().begin(), node.input().end()},
                      {node.output().begin(), node.output().end()}});
+    for (const onnx::AttributeProto& attribute : node.attribute()) {
+      if (attribute.name() == "transA") {
+        nodes.back().transposes_a = attribute.i() != 0;
+      } else if (attribute.name() == "transB") {
+        nodes.back().transposes_b = attribute.i() != 0;
+      }
+    }
   }
   return nodes;
 }

@@ -47,6 +47,9 @@ class OnnxModel {
     std::string op_type;
     std::vector<std::string> inputs;
     std::vector<std::string> outputs;
+    // Of a Gemm: whether it takes the transpose of its first and second input.
+    bool transposes_a = false;
+    bool transposes_b = false;
   };
 
   // Parameters of QuantizeLinear and DequantizeLinear.

@@ -81,19 +81,34 @@ bool OnnxModules::IsLayer(const OnnxModel::Node& node) {
                                               node.op_type) != kLayers.end();
 }
 
-std::string OnnxModules::InitializerOf(std::string value) const {
+OnnxModules::Place OnnxModules::OriginOf(std::string value) const {
+  Place origin;
   for (int step = 0; step < kMostSteps; ++step) {
-    if (model_.FindWeight(value) != nullptr) return value;
+    if (model_.FindWeight(value) != nullptr) {
+      origin.name = value;
+      return origin;
+    }
     const auto producer = producers_.find(value);
-    if (producer == producers_.end()) return "";
+    if (producer == producers_.end()) return {};
     const OnnxModel::Node& node = nodes_[producer->second];
-    if (!ChangesForm(node) || node.inputs.empty()) return "";
+    if (!ChangesForm(node) || node.inputs.empty()) return {};
+    origin.is_transposed ^= node.op_type == "Transpose";
     value = node.inputs[0];
   }
-  return "";
+  return {};
 }
 
-std::vector<size_t> OnnxModules::TakersOf(const std::string& value) const {
+OnnxModules::Place OnnxModules::WeightOf(const OnnxModel::Node& node,
+                                         size_t input) const {
+  Place place = OriginOf(node.inputs[input]);
+  if (node.op_type == "Gemm" || node.op_type == "MatMul") {
+    place.is_transposed ^= input == 1 ? !node.transposes_b : node.transposes_a;
+  }
+  return place;
+}
+
+std::vector<size_t> OnnxModules::TakersOf(const std::string& value,
+                                          bool through_identity) const {
   std::vector<size_t> found;
   std::vector<std::string> values = {value};
   for (int step = 0; step < kMostSteps && !values.empty(); ++step) {
@@ -103,6 +118,9 @@ std::vector<size_t> OnnxModules::TakersOf(const std::string& value) const {
       if (takers == takers_.end()) continue;
       for (const size_t taker : takers->second) {
         if (ChangesForm(nodes_[taker])) {
+          if (!through_identity && nodes_[taker].op_type == "Identity") {
+            continue;
+          }
           for (const std::string& output : nodes_[taker].outputs) {
             next.push_back(output);
           }
@@ -125,7 +143,7 @@ std::vector<OnnxModules::Layer> OnnxModules::LayersOf(
     const OnnxModel::Node& node = nodes_[index];
     if (!IsLayer(node)) return;
     for (const size_t input : {size_t{1}, size_t{0}}) {
-      if (InitializerOf(node.inputs[input]).empty()) continue;
+      if (!IsConstant(node.inputs[input])) continue;
       layers.push_back({index, input, how});
       return;
     }
@@ -133,9 +151,8 @@ std::vector<OnnxModules::Layer> OnnxModules::LayersOf(
   const std::string prefix = module.empty() ? "" : absl::StrCat(module, ".");
   for (const char* name : {"weight", "bias"}) {
     const std::string parameter = absl::StrCat(prefix, name);
-    if (model_.FindWeight(parameter) == nullptr) continue;
     const std::string how = absl::StrCat("its ", name);
-    for (const size_t taker : TakersOf(parameter)) {
+    for (const size_t taker : TakersOf(parameter, false)) {
       add(taker, how);
       if (nodes_[taker].op_type != "Add") continue;
       for (const std::string& input : nodes_[taker].inputs) {
@@ -165,7 +182,7 @@ std::string OnnxModules::OutputOf(const Layer& layer) const {
     return node.outputs[0];
   }
   for (const std::string& input : sum.inputs) {
-    if (!InitializerOf(input).empty()) return sum.outputs[0];
+    if (IsConstant(input)) return sum.outputs[0];
   }
   return node.outputs[0];
 }
@@ -185,7 +202,7 @@ std::vector<std::string> OnnxModules::Edges(const std::string& module,
         const bool is_own = producer != producers_.end() &&
                             (is_inside(producer->second) ||
                              nodes_[producer->second].op_type == "Constant");
-        if (!is_own && InitializerOf(input).empty()) AddName(input, &edges);
+        if (!is_own && !IsConstant(input)) AddName(input, &edges);
       }
       continue;
     }
@@ -219,15 +236,14 @@ absl::StatusOr<std::vector<OnnxModules::Place>> OnnxModules::Find(
   for (const Layer& layer : LayersOf(module)) {
     const OnnxModel::Node& node = nodes_[layer.node];
     Place place;
-    place.how = layer.how;
     if (kind == "weight") {
-      place.name = InitializerOf(node.inputs[layer.weight_input]);
-      place.is_transposed = node.op_type == "MatMul";
+      place = WeightOf(node, layer.weight_input);
     } else if (kind == "input") {
       place.name = node.inputs[1 - layer.weight_input];
     } else {
       place.name = OutputOf(layer);
     }
+    place.how = layer.how;
     if (AddName(place.name, &names)) places.push_back(std::move(place));
   }
   if (!places.empty()) return places;
@@ -251,8 +267,14 @@ OnnxModules::Place OnnxModules::PlaceOfWeight(
     const std::string& initializer) const {
   Place place;
   place.name = initializer;
-  for (const size_t taker : TakersOf(initializer)) {
-    place.is_transposed |= nodes_[taker].op_type == "MatMul";
+  for (const size_t taker : TakersOf(initializer, true)) {
+    if (!IsLayer(nodes_[taker])) continue;
+    for (const size_t input : {size_t{0}, size_t{1}}) {
+      const Place weight = WeightOf(nodes_[taker], input);
+      if (weight.name == initializer) {
+        place.is_transposed |= weight.is_transposed;
+      }
+    }
   }
   return place;
 }
@@ -262,7 +284,7 @@ std::vector<OnnxModules::LayerInput> OnnxModules::LayerInputs() const {
   for (const OnnxModel::Node& node : nodes_) {
     if (!IsLayer(node)) continue;
     for (const size_t input : {size_t{0}, size_t{1}}) {
-      if (InitializerOf(node.inputs[input]).empty()) {
+      if (!IsConstant(node.inputs[input])) {
         found.push_back({node.name, node.inputs[input]});
       }
     }

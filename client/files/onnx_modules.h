@@ -44,8 +44,7 @@ class OnnxModules {
   // Errors: NOT_FOUND, which says why there is none.
   absl::StatusOr<std::vector<Place>> Find(absl::string_view tensor) const;
 
-  // An initializer that somebody says is the weight of a module. A factor of
-  // MatMul is a transpose.
+  // An initializer that somebody says is the weight of a module.
   Place PlaceOfWeight(const std::string& initializer) const;
 
   // Of all Conv, ConvTranspose, Gemm and MatMul of the main graph.
@@ -62,10 +61,20 @@ class OnnxModules {
   // Whether the node multiplies.
   static bool IsLayer(const OnnxModel::Node& node);
   // The initializer behind a value, through nodes that only change its form;
-  // empty where there is none.
-  std::string InitializerOf(std::string value) const;
-  // The nodes that take a value, through those that only change its form.
-  std::vector<size_t> TakersOf(const std::string& value) const;
+  // empty where there is none. It is transposed where an odd number of these
+  // transpose.
+  Place OriginOf(std::string value) const;
+  bool IsConstant(const std::string& value) const {
+    return !OriginOf(value).name.empty();
+  }
+  // The weight that a layer takes as that input. It is transposed where the
+  // layer multiplies by it and not by its transpose, as torch does.
+  Place WeightOf(const OnnxModel::Node& node, size_t input) const;
+  // The nodes that take a value, through those that only change its form. What
+  // Identity gives has a name of its own: exporters put it where parameters of
+  // two modules are equal.
+  std::vector<size_t> TakersOf(const std::string& value,
+                               bool through_identity) const;
   // What is added to the product of a MatMul, or the product itself.
   std::string OutputOf(const Layer& layer) const;
   std::vector<Layer> LayersOf(const std::string& module) const;

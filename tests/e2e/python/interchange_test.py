@@ -928,6 +928,47 @@ class OnnxTest(InterchangeCase):
                            code=code)
         return report, onnx.load(self.path("qdq.onnx")) if code == 0 else None
 
+    def test_WeightsLieAsTheLayerTakesThem(self):
+        self.encode("lie", {"name": "fc.weight", "format": "int8",
+                            "scale": [1, 0.5], "block_size": [1, 0],
+                            "scale_shape": [2, 1]})
+        weight = np.array([[10, 20], [30, 41]], np.float32)
+        codes = np.array([[10, 20], [60, 82]])
+        turn = helper.make_node("Transpose", ["w"], ["t"])
+
+        def layer(kind, *inputs, **attributes):
+            return helper.make_node(kind, inputs, ["y"], "/fc/" + kind,
+                                    **attributes)
+
+        for nodes, transposed in (
+                ([layer("MatMul", "x", "w")], True),
+                ([layer("MatMul", "w", "x")], False),
+                ([turn, layer("MatMul", "x", "t")], False),
+                ([turn, helper.make_node("Transpose", ["t"], ["u"]),
+                  layer("MatMul", "x", "u")], True),
+                ([turn, layer("MatMul", "t", "x")], True),
+                ([layer("Gemm", "x", "w")], True),
+                ([layer("Gemm", "x", "w", transB=1)], False),
+                ([turn, layer("Gemm", "x", "t", transB=1)], True),
+                ([layer("Gemm", "w", "x")], False),
+                ([layer("Gemm", "w", "x", transA=1)], True)):
+            self.save(nodes, [("x", TensorProto.FLOAT, [2, 2])],
+                      [("y", TensorProto.FLOAT, [2, 2])],
+                      [numpy_helper.from_array(
+                          weight.T.copy() if transposed else weight, "w")])
+            for more in ((), ("--map", "fc.weight=w")):
+                with self.subTest(nodes=nodes, more=more):
+                    report, model = self.put_into("lie", *more)
+                    self.assertEqual(
+                        [name["transposed"] for name in report["names"]],
+                        [transposed])
+                    (stored,) = (numpy_helper.to_array(i)
+                                 for i in model.graph.initializer
+                                 if i.name == "w_quantized")
+                    self.assertEqual(stored.tolist(),
+                                     (codes.T if transposed else
+                                      codes).tolist())
+
     def test_AWeightThatTheServerRefusesSpoilsNoOther(self):
         self.encode("spoiled",
                     {"name": "a", "format": "int8", "scale": [0.5],
@@ -941,6 +982,38 @@ class OnnxTest(InterchangeCase):
         self.assertEqual(report["weight_count"], 1)
         self.assertEqual([(loss["tensor"], loss["left_out"])
                           for loss in report["losses"]], [("a", True)])
+
+    def test_BiasesThatAreEqualDoNotMixLayers(self):
+        names = ["fc1.input", "fc2.input", "fc1.output", "fc2.output"]
+        self.encode("equal", *({"name": name, "format": "uint8",
+                                "scale": [0.5 + n]}
+                               for n, name in enumerate(names)))
+        factor = np.ones((2, 2), np.float32)
+        for told in (True, False):
+            with self.subTest(told=told):
+                def node(kind, inputs, output, name=""):
+                    return helper.make_node(kind, inputs, [output],
+                                            name if told else "")
+
+                self.save(
+                    [node("Identity", ["fc1.bias"], "fc2.bias", "Identity_1"),
+                     node("MatMul", ["x", "w1"], "m1", "/fc1/MatMul"),
+                     node("Add", ["m1", "fc1.bias"], "s1", "/fc1/Add"),
+                     node("Relu", ["s1"], "r", "/Relu"),
+                     node("MatMul", ["r", "w2"], "m2", "/fc2/MatMul"),
+                     node("Add", ["m2", "fc2.bias"], "y", "/fc2/Add")],
+                    [("x", TensorProto.FLOAT, [2, 2])],
+                    [("y", TensorProto.FLOAT, [2, 2])],
+                    [numpy_helper.from_array(factor, "w1"),
+                     numpy_helper.from_array(factor, "w2"),
+                     numpy_helper.from_array(factor[0], "fc1.bias")])
+                report, _ = self.put_into("equal")
+                self.assertEqual(report["losses"], [])
+                self.assertEqual(
+                    {name["tensor"]: name["onnx"]
+                     for name in report["names"]},
+                    dict(zip(names, ("x", "r", "s1", "y"))))
+                self.assertEqual(report["activation_count"], 4)
 
     def test_HalfPrecisionStaysWhatItIs(self):
         int8 = {"format": "int8", "scale": [0.5]}
