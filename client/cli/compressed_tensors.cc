@@ -6,7 +6,6 @@
 #include <cerrno>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <memory>
 #include <string>
 #include <utility>
@@ -21,6 +20,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "absl/types/span.h"
+#include "client/cpp/element_bytes.h"
 #include "client/cpp/errors.h"
 #include "client/cpp/text_file.h"
 #include "client/files/dtype.h"
@@ -123,25 +123,9 @@ absl::StatusOr<Json> StrategyOf(const std::vector<int64_t>& scale_shape,
       "blocks");
 }
 
-template <typename Repeated>
-absl::Span<const uint8_t> BytesOf(const Repeated& values) {
-  return absl::MakeConstSpan(
-      reinterpret_cast<const uint8_t*>(values.data()),
-      static_cast<size_t>(values.size()) * sizeof(*values.data()));
-}
-
-template <typename T>
-std::vector<T> ElementsOf(absl::Span<const uint8_t> bytes) {
-  std::vector<T> values(bytes.size() / sizeof(T));
-  if (!values.empty()) {
-    std::memcpy(values.data(), bytes.data(), values.size() * sizeof(T));
-  }
-  return values;
-}
-
 template <typename T>
 std::vector<T> Elements(const files::FileTensor& tensor) {
-  return ElementsOf<T>(tensor.data);
+  return CopyElements<T>(tensor.data);
 }
 
 // How a quantized tensor lies in the file.
@@ -309,7 +293,7 @@ absl::StatusOr<uint64_t> CompressedModel::Write(
       LayoutOf(name, shape, encoding, !scales.zero_point.empty(), packs_all_);
   if (!layout.ok()) return layout.status();
   const FormatInfo& format = layout->format;
-  std::vector<int32_t> zero_points = ElementsOf<int32_t>(scales.zero_point);
+  std::vector<int32_t> zero_points = CopyElements<int32_t>(scales.zero_point);
   if (!layout->is_symmetric) {
     zero_points.resize(static_cast<size_t>(layout->count), 0);
   }
@@ -327,7 +311,7 @@ absl::StatusOr<uint64_t> CompressedModel::Write(
     add(codes);
     add(scales.scale);
     if (layout->is_nvfp4) {
-      const float outer = ElementsOf<float>(scales.outer_scale)[0];
+      const float outer = CopyElements<float>(scales.outer_scale)[0];
       const std::vector<float> inverse = {1.0f / outer};
       rounded_count_ += !IsExactInverse(inverse[0], outer);
       add(BytesOf(inverse));

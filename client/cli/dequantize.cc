@@ -27,6 +27,7 @@
 #include "client/cli/table.h"
 #include "client/cli/tensor_options.h"
 #include "client/cpp/client.h"
+#include "client/cpp/element_bytes.h"
 #include "client/files/coded_tensor.h"
 #include "client/files/dtype.h"
 #include "client/files/errors.h"
@@ -314,11 +315,6 @@ class Dequantizer {
 
   static files::Dtype GgufDtype(const files::GgufTensor& tensor) {
     return tensor.type->dtype.value_or(files::Dtype::kF32);
-  }
-
-  static absl::Span<const uint8_t> BytesOf(const std::vector<float>& elements) {
-    return {reinterpret_cast<const uint8_t*>(elements.data()),
-            elements.size() * sizeof(float)};
   }
 
   void AddGgufOutcome(const files::GgufTensor& tensor, absl::string_view result,

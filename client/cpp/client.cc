@@ -25,6 +25,7 @@
 #include "client/cpp/answer_check.h"
 #include "client/cpp/client_options.h"
 #include "client/cpp/credentials.h"
+#include "client/cpp/element_bytes.h"
 #include "client/cpp/errors.h"
 #include "client/cpp/probe.h"
 #include "client/cpp/retry_policy.h"
@@ -512,19 +513,13 @@ class EncodingPieces {
       return ResponseMalformedError(absl::StrCat(
           "expected ", stored_.scale_count(), " scales, got ", count));
     }
-    const absl::Span<const uint8_t> zero_point(
-        reinterpret_cast<const uint8_t*>(zero_point_.data()),
-        zero_point_.size() * sizeof(int32_t));
     *stored_.mutable_encoding() = WithScales(
-        encoding, {BytesOf(scale_), zero_point, BytesOf(outer_scale_)});
+        encoding,
+        {BytesOf(scale_), BytesOf(zero_point_), BytesOf(outer_scale_)});
     return std::move(stored_);
   }
 
  private:
-  static absl::Span<const uint8_t> BytesOf(const std::string& bytes) {
-    return {reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size()};
-  }
-
   const TensorName& name_;
   v1::StoredEncoding stored_;
   bool has_stored_ = false;

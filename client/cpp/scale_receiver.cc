@@ -9,18 +9,11 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
+#include "client/cpp/element_bytes.h"
 #include "client/cpp/errors.h"
 #include "client/cpp/scales.h"
 
 namespace quantd::internal {
-namespace {
-
-absl::Span<const uint8_t> BytesOf(absl::string_view text) {
-  return absl::MakeConstSpan(reinterpret_cast<const uint8_t*>(text.data()),
-                             text.size());
-}
-
-}  // namespace
 
 void ScaleReceiver::Reset(uint64_t size_bytes, Part* part) {
   part->size_bytes = size_bytes;
@@ -110,10 +103,8 @@ absl::Status ScaleReceiver::Accept(absl::string_view bytes) {
   status.Update(Take(scale, sinks_.scale, &scale_, &buffers_.scale));
   if (!narrow.empty() && status.ok()) {
     const std::vector<int32_t> wide = WidenZeroPoints(encoding_, narrow);
-    status =
-        Take(absl::MakeConstSpan(reinterpret_cast<const uint8_t*>(wide.data()),
-                                 wide.size() * sizeof(int32_t)),
-             sinks_.zero_point, &zero_point_, &buffers_.zero_point);
+    status = Take(BytesOf(wide), sinks_.zero_point, &zero_point_,
+                  &buffers_.zero_point);
   }
   return status;
 }

@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "client/cpp/element_bytes.h"
 #include "client/cpp/errors.h"
 #include "client/cpp/tensor.h"
 
@@ -63,16 +64,6 @@ Buffer CopyOf(const void* bytes, size_t size_bytes) {
 template <typename T>
 Buffer CopyOf(const google::protobuf::RepeatedField<T>& values) {
   return CopyOf(values.data(), static_cast<size_t>(values.size()) * sizeof(T));
-}
-
-// Elements of a file, which need not be aligned.
-template <typename T>
-std::vector<T> CopyElements(absl::Span<const uint8_t> bytes) {
-  std::vector<T> values(bytes.size() / sizeof(T));
-  if (!values.empty()) {
-    std::memcpy(values.data(), bytes.data(), values.size() * sizeof(T));
-  }
-  return values;
 }
 
 int64_t Product(const std::vector<int64_t>& sizes) {

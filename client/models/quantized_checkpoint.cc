@@ -19,6 +19,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "absl/types/span.h"
+#include "client/cpp/element_bytes.h"
 #include "client/cpp/text_file.h"
 #include "client/files/dtype.h"
 #include "client/files/errors.h"
@@ -708,17 +709,12 @@ absl::StatusOr<CodedTensor> CodedTensorOf(const QuantizedTensor& tensor,
     scales.dtype = ScaleTypeOf(encoding) == v1::SCALE_TYPE_E8M0
                        ? Dtype::kU8
                        : Dtype::kF8E4M3;
-    scales.data = {
-        reinterpret_cast<const uint8_t*>(encoding.scale_code().data()),
-        encoding.scale_code().size()};
+    scales.data = BytesOf(encoding.scale_code());
     if (encoding.outer_scale_size() == 1) {
-      scales.outer = {
-          reinterpret_cast<const uint8_t*>(encoding.outer_scale().data()),
-          sizeof(float)};
+      scales.outer = BytesOf(encoding.outer_scale());
     }
   } else {
-    scales.data = {reinterpret_cast<const uint8_t*>(encoding.scale().data()),
-                   static_cast<size_t>(encoding.scale_size()) * sizeof(float)};
+    scales.data = BytesOf(encoding.scale());
   }
   coded.zero_points = {encoding.zero_point().data(),
                        static_cast<size_t>(encoding.zero_point_size())};

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <memory>
 #include <string>
 #include <vector>
@@ -13,6 +12,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "absl/types/span.h"
+#include "client/cpp/element_bytes.h"
 #include "client/cpp/errors.h"
 #include "client/cpp/scales.h"
 #include "client/cpp/tensor.h"
@@ -43,23 +43,6 @@ files::Dtype CodeDtype(const FormatInfo& format) {
     return format.is_signed ? files::Dtype::kI8 : files::Dtype::kU8;
   }
   return format.is_signed ? files::Dtype::kI16 : files::Dtype::kU16;
-}
-
-template <typename Repeated>
-absl::Span<const uint8_t> BytesOf(const Repeated& values) {
-  return absl::MakeConstSpan(
-      reinterpret_cast<const uint8_t*>(values.data()),
-      static_cast<size_t>(values.size()) * sizeof(*values.data()));
-}
-
-// Elements of a file, which need not be aligned.
-template <typename T>
-std::vector<T> CopyElements(absl::Span<const uint8_t> bytes) {
-  std::vector<T> values(bytes.size() / sizeof(T));
-  if (!values.empty()) {
-    std::memcpy(values.data(), bytes.data(), values.size() * sizeof(T));
-  }
-  return values;
 }
 
 // Reads members of one JSON object; the first that is missing or has the wrong
