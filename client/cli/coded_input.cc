@@ -68,11 +68,13 @@ TensorInput Decoded(TensorInput input, const CodedInput& coded) {
     files::FileTensor decoded = {tensor.name, tensor.dtype, tensor.shape, {}};
     const size_t size_bytes =
         static_cast<size_t>(tensor.row_count() * tensor.row_bytes());
-    decoded.lazy = std::make_shared<files::LazyBytes>(
-        size_bytes, [tensor, file = coded.input](absl::Span<uint8_t> out) {
-          tensor.DecodeRows(0, tensor.row_count(), out);
-        });
-    decoded.data = decoded.lazy->span();
+    if (size_bytes > 0) {
+      decoded.lazy = std::make_shared<files::LazyBytes>(
+          size_bytes, [tensor, file = coded.input](absl::Span<uint8_t> out) {
+            tensor.DecodeRows(0, tensor.row_count(), out);
+          });
+      decoded.data = decoded.lazy->span();
+    }
     floats.push_back(std::move(decoded));
   }
   input.Replace(parts, std::move(floats), PlainMetadata(input));

@@ -419,19 +419,6 @@ class Dequantizer {
           "compressed-tensors model with its config.json, or FP8, NVFP4, "
           "MXFP4, GPTQ or AWQ with their scales, got none");
     }
-    // What would stay codes under a name of their own is not plain.
-    for (const files::FileTensor& tensor : input.tensors()) {
-      if (consumed_.contains(tensor.name) || coded_.empty()) continue;
-      for (const absl::string_view suffix :
-           {".qweight", ".weight_packed", "_blocks"}) {
-        if (!absl::EndsWith(tensor.name, suffix)) continue;
-        return files::FileUnsupportedError(
-            options_.input,
-            absl::StrCat("tensor ", files::QuotedName(tensor.name), ", ",
-                         DtypeName(tensor.dtype), " ", ShapeText(tensor.shape),
-                         ", is quantized in a way that is not read"));
-      }
-    }
     return absl::OkStatus();
   }
 

@@ -1,5 +1,6 @@
 #include "client/cli/plain_input.h"
 
+#include <algorithm>
 #include <string>
 
 #include "absl/status/status.h"
@@ -9,6 +10,7 @@
 #include "absl/strings/strip.h"
 #include "client/cli/session.h"
 #include "client/cpp/text_file.h"
+#include "client/files/dtype.h"
 #include "client/files/errors.h"
 #include "client/files/safetensors.h"
 #include "client/files/shard_index.h"
@@ -21,18 +23,52 @@ namespace {
 
 // What lies beside codes in the layouts of others.
 constexpr absl::string_view kBeside[] = {
-    "_scale",     "_scale_inv",  "_scale_2",     ".scale",  ".scales",
-    "_scales",    "_zero_point", "_absmax",      ".absmax", "_quant_map",
-    ".quant_map", ".SCB",        "_global_scale"};
+    "_scale",        "_scale_inv",        "_scale_2",       ".scale",
+    ".scales",       "_scales",           "_zero_point",    "_absmax",
+    ".absmax",       "_quant_map",        ".quant_map",     ".SCB",
+    "_global_scale", "_weight_scale",     ".codebooks",     ".scale_weight",
+    ".zero",         "_weight_scale_inv", "_weight_scale_2"};
+// How the name of codes goes on where that of what lies beside them ends.
+constexpr absl::string_view kCodeEnds[] = {
+    "",      "_packed",     ".weight", "_blocks", ".blocks",
+    "_data", "_data._data", ".W_q",    ".codes"};
 // Names that only codes have, and what lies beside them where they may be in
 // another file.
-constexpr absl::string_view kOfCodes[] = {
-    ".qweight",          ".qzeros",         ".weight_packed",
-    ".weight_scale_inv", ".weight_scale_2", ".weight_global_scale",
-    ".weight.absmax"};
+constexpr absl::string_view kOfCodes[] = {".qweight",
+                                          ".qzeros",
+                                          ".weight_packed",
+                                          ".weight_scale_inv",
+                                          ".weight_scale_2",
+                                          ".weight_global_scale",
+                                          ".weight.absmax",
+                                          "_weight_scale_inv",
+                                          "_weight_scale_2",
+                                          "_proj_weight_scale",
+                                          ".W_q",
+                                          ".comfy_quant"};
+// As AutoGPTQ and AutoAWQ call theirs.
+constexpr const char* kConfigFiles[] = {"quantize_config.json",
+                                        "quant_config.json"};
 
 bool HasCodes(const files::FileTensor* tensor) {
   return tensor != nullptr && !ElementTypeOf(tensor->dtype).has_value();
+}
+
+// Whether a file has a matrix of a type that codes have.
+bool HasCodeMatrix(const TensorInput& input) {
+  return std::any_of(input.tensors().begin(), input.tensors().end(),
+                     [](const files::FileTensor& tensor) {
+                       switch (tensor.dtype) {
+                         case files::Dtype::kU8:
+                         case files::Dtype::kI8:
+                         case files::Dtype::kF8E4M3:
+                         case files::Dtype::kF8E5M2:
+                         case files::Dtype::kI32:
+                           return tensor.shape.size() >= 2;
+                         default:
+                           return false;
+                       }
+                     });
 }
 
 // The tensor that holds codes, or what lies beside codes, in the layouts of
@@ -42,7 +78,7 @@ const files::FileTensor* FindCodes(const TensorInput& input) {
     for (const absl::string_view suffix : kBeside) {
       absl::string_view stem = tensor.name;
       if (!absl::ConsumeSuffix(&stem, suffix)) continue;
-      for (const char* end : {"", "_packed", ".weight", "_blocks", ".blocks"}) {
+      for (const absl::string_view end : kCodeEnds) {
         const files::FileTensor* const codes =
             input.Find(absl::StrCat(stem, end));
         if (HasCodes(codes)) return codes;
@@ -61,6 +97,13 @@ const files::FileTensor* FindCodes(const TensorInput& input) {
     }
   }
   return nullptr;
+}
+
+std::string MethodIn(const Json& config, const char* otherwise) {
+  const auto method = config.find("quant_method");
+  return method != config.end() && method->is_string()
+             ? method->get<std::string>()
+             : otherwise;
 }
 
 absl::Status QuantizedError(const std::string& path, absl::string_view what,
@@ -87,16 +130,26 @@ std::string QuantizationMethod(const std::string& path) {
     return Json::parse(text, nullptr, /*allow_exceptions=*/false);
   };
   const Json document = read("config.json");
-  if (!document.is_object()) return "";
   for (const char* key : {"quantization_config", "compression_config"}) {
-    const auto config = document.find(key);
-    if (config == document.end() || !config->is_object()) continue;
-    const auto method = config->find("quant_method");
-    return method != config->end() && method->is_string()
-               ? method->get<std::string>()
-               : key;
+    if (!document.is_object() || !document.contains(key)) continue;
+    const Json& config = document[key];
+    if (config.is_object()) return MethodIn(config, key);
   }
-  return "";
+  for (const char* name : kConfigFiles) {
+    const Json config = read(name);
+    if (config.is_object() &&
+        (config.contains("bits") || config.contains("w_bit"))) {
+      return MethodIn(config, name);
+    }
+  }
+  const Json modelopt = read("hf_quant_config.json");
+  if (!modelopt.is_object() || !modelopt.contains("quantization")) return "";
+  const Json& config = modelopt["quantization"];
+  // Without an algorithm it has the cache alone.
+  return config.is_object() && config.contains("quant_algo") &&
+                 !config["quant_algo"].is_null()
+             ? "modelopt"
+             : "";
 }
 
 absl::Status CheckPlain(const TensorInput& input, const std::string& path,
@@ -107,12 +160,13 @@ absl::Status CheckPlain(const TensorInput& input, const std::string& path,
       return QuantizedError(path, files::QuotedName(name), "", "");
     }
   }
-  const std::string method =
-      files::IsFolder(path) ? QuantizationMethod(path) : "";
+  const std::string method = files::IsFolder(path) || HasCodeMatrix(input)
+                                 ? QuantizationMethod(path)
+                                 : "";
   if (!method.empty()) {
     return QuantizedError(
         path, "a tensor",
-        absl::StrCat(": config.json says by ", files::QuotedName(method)),
+        absl::StrCat(": its configuration says by ", files::QuotedName(method)),
         more);
   }
   return CheckNoCodes(input, path, more);

@@ -14,8 +14,9 @@ namespace quantd::cli {
 // As config.json calls compressed-tensors.
 constexpr char kCompressedMethod[] = "compressed-tensors";
 
-// What the config.json of a model's folder, or beside a file, says of how the
-// model is quantized; empty where it says nothing.
+// What config.json, quantize_config.json, quant_config.json or
+// hf_quant_config.json in a model's folder, or beside a file, says of how the
+// model is quantized; empty where they say nothing.
 std::string QuantizationMethod(const std::string& path);
 
 // Whether the input has plain tensors alone; what somebody has quantized is not

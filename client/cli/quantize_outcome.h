@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -82,6 +83,8 @@ struct Shard {
 
   std::string input_path;
   TensorInput input;
+  // All files that its floats were made of, where it had codes.
+  std::set<std::string> sources;
   // In a folder.
   std::string name;
   std::string output_path;

@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -97,6 +98,38 @@ void ReindexDecoded(const CodedInput& coded,
   }
 }
 
+// What tells of tensors what they do not.
+constexpr const char* kConfigFiles[] = {"config.json", "hf_quant_config.json",
+                                        "quant_config.json",
+                                        "quantize_config.json"};
+
+// What the floats of each shard were made of: all files that hold a part of one
+// of its tensors, and the configuration.
+std::map<std::string, std::set<std::string>> SourcesOf(
+    const CodedInput& coded, const QuantizeOptions& options,
+    const std::map<std::string, std::string>& weight_map) {
+  const std::string folder =
+      files::IsFolder(options.input)
+          ? options.input
+          : options.input.substr(0, options.input.rfind('/') + 1);
+  std::map<std::string, std::set<std::string>> sources;
+  for (const files::CodedTensor& tensor : coded.tensors) {
+    const auto codes = weight_map.find(tensor.parts[0]);
+    std::set<std::string>& files =
+        sources[codes == weight_map.end() ? std::string(files::kSingleShardName)
+                                          : codes->second];
+    for (const char* const name : kConfigFiles) {
+      files.insert(folder.empty() ? name : files::PathIn(folder, name));
+    }
+    for (const std::string& part : tensor.parts) {
+      const auto shard = weight_map.find(part);
+      if (shard == weight_map.end()) continue;
+      files.insert(files::PathIn(folder, shard->second));
+    }
+  }
+  return sources;
+}
+
 // Codes and their scales may be in different shards of a folder, so they are
 // looked for in all together.
 absl::Status CheckFolder(const QuantizeOptions& options) {
@@ -119,7 +152,9 @@ absl::Status OpenInputs(const QuantizeOptions& options, QuantizePlan* plan) {
   const absl::StatusOr<std::optional<CodedInput>> coded =
       OpenRequantized(options);
   if (!coded.ok()) return coded.status();
+  std::map<std::string, std::set<std::string>> sources;
   if (coded->has_value()) {
+    sources = SourcesOf(**coded, options, plan->weight_map);
     ReindexDecoded(**coded, &plan->weight_map);
   } else if (reads_folder) {
     const absl::Status status = CheckFolder(options);
@@ -144,6 +179,7 @@ absl::Status OpenInputs(const QuantizeOptions& options, QuantizePlan* plan) {
                              ? files::PathIn(options.output.path, name)
                              : options.output.path;
     shard->name = name;
+    shard->sources = std::move(sources[name]);
     plan->shards.push_back(std::move(shard));
   }
   return CheckIndex(options, *plan);

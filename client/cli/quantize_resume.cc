@@ -314,6 +314,10 @@ void SetKeys(const QuantizeOptions& options, const std::string& server,
                    // Where the encodings are.
                    options.store ? server : "", "\n");
   absl::StrAppend(&text, FileText(shard->input_path));
+  for (const std::string& source : shard->sources) {
+    absl::StrAppend(&text, "source ", source.substr(source.rfind('/') + 1), " ",
+                    FileText(source));
+  }
   for (const files::FileTensor* const tensor : shard->selected) {
     absl::StrAppend(&text, tensor->name, "\n",
                     plan.SpecOf(*tensor).SerializeAsString(), "\n");

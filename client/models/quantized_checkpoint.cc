@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/ascii.h"
@@ -51,6 +52,23 @@ bool IsFloatScale(Dtype dtype) {
   return dtype == Dtype::kF32 || dtype == Dtype::kF16 || dtype == Dtype::kBF16;
 }
 
+// Whether a tensor that nobody decoded has the type of codes, or the name of
+// their scales.
+bool MayBeCodes(const FileTensor& tensor) {
+  switch (tensor.dtype) {
+    case Dtype::kF8E4M3:
+    case Dtype::kF8E5M2:
+      return true;
+    case Dtype::kI8:
+    case Dtype::kU8:
+    case Dtype::kI32:
+      // A bias of two dimensions is a mask.
+      return tensor.shape.size() >= 2 && !absl::EndsWith(tensor.name, ".bias");
+    default:
+      return absl::StrContains(tensor.name, "weight_scale");
+  }
+}
+
 // What the files beside the tensors say; 0 and empty where they do not.
 struct Config {
   int64_t bits = 0;
@@ -62,6 +80,8 @@ struct Config {
   // In lower case.
   std::string version;
   std::string checkpoint_format;
+  // Of AutoRound.
+  std::string packing_format;
 };
 
 Json ReadObject(const std::string& folder, const char* name) {
@@ -94,6 +114,7 @@ void TakeConfig(const Json& object, Config* config) {
   TakeString(object, "quant_method", &config->method);
   TakeString(object, "version", &config->version);
   TakeString(object, "checkpoint_format", &config->checkpoint_format);
+  TakeString(object, "packing_format", &config->packing_format);
   const auto block = object.find("weight_block_size");
   if (block != object.end() && block->is_array() && block->size() == 2 &&
       (*block)[0].is_number_integer() && (*block)[1].is_number_integer()) {
@@ -136,11 +157,26 @@ class CheckpointReader {
           path_, "expected a weight_block_size of two positive numbers");
     }
     std::vector<CodedTensor> tensors;
+    absl::flat_hash_set<std::string> parts;
+    absl::flat_hash_set<std::string> names;
     for (const FileTensor& tensor : input_.tensors()) {
       absl::StatusOr<std::optional<CodedTensor>> read = Read(tensor);
       if (!read.ok()) return read.status();
-      if (read->has_value()) tensors.push_back(**std::move(read));
+      if (!read->has_value()) continue;
+      const CodedTensor& coded = **read;
+      const absl::Status status = CheckModule(coded.name);
+      if (!status.ok()) return status;
+      const bool is_part = std::find(coded.parts.begin(), coded.parts.end(),
+                                     coded.name) != coded.parts.end();
+      if (!names.insert(coded.name).second ||
+          (!is_part && input_.Find(coded.name) != nullptr)) {
+        return Malformed(coded.name, "another tensor has this name");
+      }
+      parts.insert(coded.parts.begin(), coded.parts.end());
+      tensors.push_back(**std::move(read));
     }
+    const absl::Status status = CheckOthers(parts);
+    if (!status.ok()) return status;
     return tensors;
   }
 
@@ -150,6 +186,41 @@ class CheckpointReader {
     return files::FileMalformedError(
         path_,
         absl::StrCat("quantized tensor ", files::QuotedName(name), ": ", what));
+  }
+
+  absl::Status Unsupported(const std::string& name,
+                           absl::string_view what) const {
+    return files::FileUnsupportedError(
+        path_,
+        absl::StrCat("quantized tensor ", files::QuotedName(name), ": ", what));
+  }
+
+  // Whether a module has nothing that changes what its codes stand for.
+  absl::Status CheckModule(const std::string& name) const {
+    absl::string_view module = name;
+    if (!absl::ConsumeSuffix(&module, ".weight")) return absl::OkStatus();
+    for (const char* suffix : {".pre_quant_scale", ".comfy_quant"}) {
+      const std::string other = absl::StrCat(module, suffix);
+      if (input_.Find(other) == nullptr) continue;
+      return Unsupported(name, absl::StrCat(other, " is not read"));
+    }
+    return absl::OkStatus();
+  }
+
+  // Whether all else is plain where something is not. What would stay codes
+  // under a name of their own is not to pass for numbers.
+  absl::Status CheckOthers(
+      const absl::flat_hash_set<std::string>& parts) const {
+    if (parts.empty() && config_.method.empty()) return absl::OkStatus();
+    for (const FileTensor& tensor : input_.tensors()) {
+      if (parts.contains(tensor.name) || !MayBeCodes(tensor)) continue;
+      return files::FileUnsupportedError(
+          path_,
+          absl::StrCat("tensor ", files::QuotedName(tensor.name), ", ",
+                       DtypeName(tensor.dtype), " ", ShapeText(tensor.shape),
+                       ", is quantized in a way that is not read"));
+    }
+    return absl::OkStatus();
   }
 
   // What it is, if it has codes.
@@ -162,7 +233,8 @@ class CheckpointReader {
       stem = tensor.name;
       if (tensor.dtype == Dtype::kU8 && tensor.shape.size() >= 3 &&
           tensor.shape.back() == kMxGroup / 2 &&
-          absl::ConsumeSuffix(&stem, suffix)) {
+          absl::ConsumeSuffix(&stem, suffix) &&
+          HasBlockScales(stem, suffix[0])) {
         return ReadBlocks(std::string(stem), suffix[0], tensor);
       }
     }
@@ -176,6 +248,14 @@ class CheckpointReader {
       return ReadFloat4(tensor);
     }
     return std::optional<CodedTensor>();
+  }
+
+  // Images may be called blocks too, but have no scales.
+  bool HasBlockScales(absl::string_view stem, char separator) const {
+    const FileTensor* const scale =
+        input_.Find(absl::StrCat(stem, std::string(1, separator), "scales"));
+    return !config_.method.empty() ||
+           (scale != nullptr && scale->dtype == Dtype::kU8);
   }
 
   const FileTensor* Part(const std::string& name,
@@ -214,6 +294,11 @@ class CheckpointReader {
   absl::StatusOr<std::optional<CodedTensor>> ReadBytes(
       const FileTensor& codes) {
     const FileTensor* scale = Part(codes.name, "_scale_inv");
+    if (scale != nullptr && Part(codes.name, "_scale") != nullptr) {
+      return Unsupported(codes.name,
+                         absl::StrCat("expected ", codes.name,
+                                      "_scale_inv or _scale, got both"));
+    }
     if (scale == nullptr) scale = Part(codes.name, "_scale");
     if (scale == nullptr) {
       // Some keep a tensor in 8 bits without one, but not the weights of a
@@ -236,12 +321,25 @@ class CheckpointReader {
                                                     : CodeValues::kE5M2;
     absl::Status status = SetScales(*scale, &tensor);
     const FileTensor* const zero_point = Part(codes.name, "_zero_point");
-    if (status.ok() && zero_point != nullptr && codes.dtype == Dtype::kI8) {
-      status = SetZeroPoints(*scale, *zero_point, &tensor);
+    if (status.ok() && zero_point != nullptr) {
+      status = codes.dtype == Dtype::kI8
+                   ? SetZeroPoints(*scale, *zero_point, &tensor)
+                   : CheckZero(*zero_point, tensor.name);
     }
     if (!status.ok()) return status;
     SetParts(codes, {scale, zero_point}, &tensor);
     return std::optional<CodedTensor>(std::move(tensor));
+  }
+
+  absl::Status CheckZero(const FileTensor& zero_point,
+                         const std::string& name) const {
+    const bool is_zero =
+        std::all_of(zero_point.data.begin(), zero_point.data.end(),
+                    [](uint8_t byte) { return byte == 0; });
+    return is_zero
+               ? absl::OkStatus()
+               : Unsupported(name, absl::StrCat("expected ", zero_point.name,
+                                                " of zeros for FP8"));
   }
 
   // One for each scale.
@@ -287,7 +385,7 @@ class CheckpointReader {
                        " for ", ShapeText(tensor->shape)));
     };
     if (!is_mx && !IsFloatScale(scale.dtype)) return wrong();
-    if (tensor->matrices * rows * columns == 0) return wrong();
+    if (tensor->matrices * rows * columns == 0) return absl::OkStatus();
     if (count == 1 && !is_mx) {
       scales.rows = rows;
       scales.columns = columns;
@@ -527,7 +625,9 @@ class CheckpointReader {
     if (is_awq) {
       tensor.codes.places = bits == 4 ? kAwqPlaces4 : kAwqPlaces8;
       stream.places = tensor.codes.places;
-    } else if (config_.checkpoint_format != "gptq_v2") {
+    } else if (config_.packing_format.empty()
+                   ? config_.checkpoint_format != "gptq_v2"
+                   : absl::EndsWith(config_.packing_format, ":auto_gptq")) {
       tensor.zero_point_add = 1;
     }
     tensor.zero_point_stream = stream;
@@ -539,6 +639,19 @@ class CheckpointReader {
 
   // Others pack the same names in other ways.
   absl::Status CheckKind(const std::string& name, bool is_awq) const {
+    const std::string& packing = config_.packing_format;
+    if (!packing.empty()) {
+      const bool is_packed_so = is_awq
+                                    ? absl::EndsWith(packing, ":auto_awq")
+                                    : packing == "auto_round" ||
+                                          packing == "auto_round:gptqmodel" ||
+                                          absl::EndsWith(packing, ":auto_gptq");
+      if (is_packed_so) return absl::OkStatus();
+      return Unsupported(
+          name, absl::StrCat("codes of ", is_awq ? "AWQ" : "GPTQ",
+                             " with packing_format ",
+                             files::QuotedName(packing), " are not read"));
+    }
     const std::string& kind =
         is_awq ? config_.version : config_.checkpoint_format;
     const bool is_known =

@@ -229,6 +229,14 @@ def int8(rng):
             "a.weight_zero_point": zeros}, None, {}, {"a.weight": reals}
 
 
+def auto_round(rng, packing, v2):
+    tensors, config, beside, reals = gptq(rng, v2=v2)
+    config["quantization_config"] = {
+        "quant_method": "auto-round", "bits": 4, "group_size": 32,
+        "packing_format": packing}
+    return tensors, config, beside, reals
+
+
 SHUFFLED = np.random.default_rng(5).permutation(96)
 CASES = {
     "gptq4": gptq,
@@ -250,6 +258,11 @@ CASES = {
     "gpt_oss_original": lambda rng: gpt_oss(rng, False),
     "mxfp8": mxfp8,
     "int8": int8,
+    "auto_round": lambda rng: auto_round(rng, "auto_round", True),
+    "auto_round_gptqmodel": lambda rng: auto_round(
+        rng, "auto_round:gptqmodel", True),
+    "auto_round_auto_gptq": lambda rng: auto_round(
+        rng, "auto_round:auto_gptq", False),
 }
 
 
@@ -408,6 +421,34 @@ MALFORMED = [
      "FILE_MALFORMED", "[3,20,2]"),
     ("int8", put("a.weight_zero_point", np.zeros(9, np.int8)),
      "FILE_MALFORMED", "as many as scales"),
+    # What lies beside what is read, in ways that are not.
+    ("modelopt_fp8", put("c.gate_up_proj", As(
+        "F8_E4M3", np.ones((2, 8, 8), np.uint8))), "FILE_UNSUPPORTED",
+     "c.gate_up_proj"),
+    ("modelopt_fp8", put("c.weight", np.ones((8, 8), np.uint8)),
+     "FILE_UNSUPPORTED", "c.weight"),
+    ("int8", put("c.codes", np.ones((8, 8), np.int32)), "FILE_UNSUPPORTED",
+     "c.codes"),
+    ("int8", put("c_weight_scale", np.ones(8, np.float32)), "FILE_UNSUPPORTED",
+     "c_weight_scale"),
+    ("mxfp8", put("c.weight", As("F8_E4M3", np.ones((8, 8), np.uint8))),
+     "FILE_UNSUPPORTED", "c.weight"),
+    ("modelopt_nvfp4", put("a.pre_quant_scale", np.ones(64, np.float32)),
+     "FILE_UNSUPPORTED", "a.pre_quant_scale"),
+    ("modelopt_fp8", put("a.comfy_quant", np.ones(9, np.uint8)),
+     "FILE_UNSUPPORTED", "a.comfy_quant"),
+    ("fp8_blocks", put("a.weight_scale", np.ones((2, 3), np.float32)),
+     "FILE_UNSUPPORTED", "got both"),
+    ("modelopt_fp8", put("a.weight_zero_point", np.ones(1, np.int8)),
+     "FILE_UNSUPPORTED", "a.weight_zero_point of zeros"),
+    ("gpt_oss", put("a.gate_up_proj", np.ones((4, 4), np.float32)),
+     "FILE_MALFORMED", "another tensor has this name"),
+    ("gptq4", say(packing_format="auto_round:auto_awq"), "FILE_UNSUPPORTED",
+     "packing_format"),
+    ("gptq4", say(packing_format="auto_round:marlin"), "FILE_UNSUPPORTED",
+     "auto_round:marlin"),
+    ("awq4", say(packing_format="auto_round"), "FILE_UNSUPPORTED",
+     "packing_format"),
 ]
 
 
@@ -427,7 +468,7 @@ def test_MalformedCheckpointsAreRefused(number, quantctl, tmp_path):
         assert reason in said and text in said
         assert not output.exists()
     with pytest.raises(quantd.QuantdError) as caught:
-        quantd.load(folder)
+        dict(quantd.load(folder))
     assert caught.value.reason == reason
     # Shapes have spaces here.
     assert text.replace(" ", "") in str(caught.value).replace(" ", "")
@@ -444,7 +485,12 @@ def test_CodesWithoutAConfigurationAreNotQuantized(quantctl, tmp_path):
             {"a.weight": code, "a.weight_scale": float_},
             {"a.weight": code, "a.weight.absmax": float_},
             {"a.weight": code.view(np.int8), "a.SCB": float_},
-            {"a.weight_scale_inv": float_}, {"a.qzeros": float_})):
+            {"a.weight_scale_inv": float_}, {"a.qzeros": float_},
+            {"a.gate_up_proj": code, "a.gate_up_proj_weight_scale": float_},
+            {"a.weight._data": code.view(np.int8), "a.weight._scale": float_},
+            {"a.W_q": code, "a.scale": float_, "a.zero": float_},
+            {"a.codes": code.view(np.int8), "a.codebooks": float_,
+             "a.scales": float_})):
         path = tmp_path / f"{i}.safetensors"
         write(path, {**tensors, "b.weight": float_})
         for more in ((), ("--requantize",)):
@@ -456,6 +502,101 @@ def test_CodesWithoutAConfigurationAreNotQuantized(quantctl, tmp_path):
     write(tmp_path / "plain", {"a.weight": float_, "a.weight_scale": float_})
     quantctl("quantize", tmp_path / "plain", "-o", tmp_path / "out", "--spec",
              "int8", "--no-store")
+
+
+@pytest.mark.parametrize("name, document", [
+    ("config.json", {"quantization_config": {"quant_method": "x"}}),
+    ("hf_quant_config.json", {"quantization": {"quant_algo": "W4A8_AWQ"}}),
+    ("quantize_config.json", {"bits": 4}), ("quant_config.json", {"w_bit": 4})])
+def test_ConfigurationsSayThatCodesAreCodes(name, document, quantctl, client,
+                                            tmp_path):
+    tensors = {"a.weight": np.ones((4, 32), np.uint8),
+               "b.weight": np.ones((4, 32), np.float32)}
+    folder, out = tmp_path / "model", tmp_path / "out"
+    write_folder(folder, tensors, None, {name: document})
+    write(folder / "single.safetensors", tensors)
+    write(folder / "plain.safetensors", {"b.weight": tensors["b.weight"]})
+    for source in folder, folder / "single.safetensors":
+        for more in ((), ("--requantize",)):
+            said = quantctl("quantize", source, "-o", out, "--spec", "int8",
+                            *more, code=FILE_ERROR)
+            assert "FILE_UNSUPPORTED" in said
+        for requantize in False, True:
+            with pytest.raises(quantd.QuantdError) as caught:
+                quantd.quantize_model(source, out, "int8", client=client,
+                                      requantize=requantize)
+            assert caught.value.reason == "FILE_UNSUPPORTED"
+        assert not out.exists()
+    quantctl("quantize", folder / "plain.safetensors", "-o", out, "--spec",
+             "int8", "--no-store")
+
+
+def test_TensorsWithoutElementsAreRead(quantctl, tmp_path):
+    path, restored = tmp_path / "x.safetensors", tmp_path / "restored"
+    plain = {"b.weight": np.ones((4, 4), np.float32)}
+    write(path, {
+        "a.weight": As("F8_E4M3", np.ones((0, 16), np.uint8)),
+        "a.weight_scale": np.float32(.5),
+        "a.weight_zero_point": np.zeros(1, np.int8),
+        "e_blocks": np.ones((2, 0, 4, 16), np.uint8),
+        "e_scales": np.ones((2, 0, 4), np.uint8), **plain})
+    expected = {"a.weight": np.ones((0, 16), np.float32),
+                "e": np.ones((2, 128, 0), np.float32), **plain}
+    quantctl("dequantize", path, "-o", restored)
+    check(quantd.load(restored), expected)
+    check(quantd.load(path), expected)
+    quantctl("quantize", path, "-o", tmp_path / "out", "--requantize",
+             "--include", "b.*", "--spec", "int8", "--no-store")
+
+
+def test_UnrelatedTensorsAreLoaded(tmp_path):
+    path = tmp_path / "x.safetensors"
+    tensors = {"img_blocks": np.ones((2, 3, 16), np.uint8),
+               "b.weight": np.ones((4, 4), np.float32)}
+    write(path, tensors)
+    check(quantd.load(path), tensors)
+    # One that cannot be read does not hide the others.
+    write(path, {**tensors, "a.qweight": np.ones((4, 4), np.int32)})
+    file = quantd.load(path)
+    assert np.array_equal(file["b.weight"], tensors["b.weight"])
+    with pytest.raises(quantd.QuantdError):
+        file["a.qweight"]  # pylint: disable=pointless-statement
+
+
+def test_ScalesElsewhereAndConfigurationsAreOfTheRun(quantctl, client,
+                                                     tmp_path):
+    rng = np.random.default_rng(7)
+    tensors, config, _, _ = gptq(rng)
+    tensors = {f"a.{name}": tensors[f"a.{name}"]
+               for name in ("qweight", "scales", "qzeros", "g_idx")}
+    folder = tmp_path / "model"
+    write_folder(folder, tensors, config)
+
+    def of_python(out):
+        quantd.quantize_model(folder, out, "int8", client=client, store=False,
+                              requantize=True)
+
+    def of_quantctl(out):
+        quantctl("quantize", folder, "-o", out, "--requantize", "--spec",
+                 "int8", "--no-store")
+
+    for quantize in of_quantctl, of_python:
+        kept, fresh = (tmp_path / f"{quantize.__name__}{i}" for i in "12")
+        quantize(kept)
+        first = quantd.load(kept)["a.weight"].scale.copy()
+        path = folder / "model-00002-of-00002.safetensors"
+        write(path, {"a.scales": tensors["a.scales"] * np.float16(2),
+                     "a.g_idx": tensors["a.g_idx"]})
+        quantize(kept)
+        assert not np.array_equal(quantd.load(kept)["a.weight"].scale, first)
+        config["quantization_config"]["checkpoint_format"] = "gptq_v2"
+        (folder / "config.json").write_text(json.dumps(config))
+        quantize(kept)
+        quantize(fresh)
+        check_quantized(kept, fresh)
+        del config["quantization_config"]["checkpoint_format"]
+        (folder / "config.json").write_text(json.dumps(config))
+        write(path, {name: tensors[name] for name in ("a.scales", "a.g_idx")})
 
 
 def scheme(**weights):

@@ -19,6 +19,8 @@ _PLACES = {4: (0, 4, 1, 5, 2, 6, 3, 7), 8: (0, 2, 1, 3)}
 _FLOAT_SCALES = ("F32", "F16", "BF16")
 _MX_GROUP = 32
 _CONFIGS = ("quant_config.json", "quantize_config.json")
+_CODES = ("I8", "U8", "I32")
+_PACKINGS = ("auto_round", "auto_round:gptqmodel")
 
 
 def _small_floats(exponent_bits: int, mantissa_bits: int) -> Array:
@@ -80,9 +82,38 @@ def read(path: str, tensors: Mapping[str, FileTensor]) -> list[Part]:
 
     Raises: FILE_MALFORMED, FILE_UNSUPPORTED.
     """
+    parts, wrong = read_each(path, tensors)
+    for error in wrong.values():
+        raise error
+    return parts
+
+
+def read_each(path: str, tensors: Mapping[str, FileTensor]
+              ) -> tuple[list[Part], dict[str, errors.QuantdError]]:
+    """The same, and what is wrong of tensors that are not read, by name.
+
+    Raises: FILE_MALFORMED for the configuration.
+    """
     reader = _Reader(path, tensors)
-    found = (reader.read(tensor) for tensor in tensors.values())
-    return [part for part in found if part is not None]
+    parts: list[Part] = []
+    wrong: dict[str, errors.QuantdError] = {}
+    names: set[str] = set()
+    for tensor in tensors.values():
+        try:
+            part = reader.read_one(tensor, names)
+        except errors.QuantdError as error:
+            wrong[tensor.name] = error
+            continue
+        if part is not None:
+            parts.append(part)
+    known = {name for part in parts for name in part.parts}
+    if known or reader.method:
+        for name, tensor in tensors.items():
+            if name not in known and _may_be_codes(tensor):
+                wrong.setdefault(name, _files.unsupported(
+                    path, f"tensor {name!r}, {_told(tensor)}, is quantized in "
+                    "a way that is not read"))
+    return parts, wrong
 
 
 def read_compressed(folder: str, tensors: Mapping[str, FileTensor],
@@ -102,25 +133,36 @@ def read_compressed(folder: str, tensors: Mapping[str, FileTensor],
     return parts
 
 
+def document(folder: str, name: str) -> dict[str, Any]:
+    """A JSON object beside tensors; empty where there is none."""
+    try:
+        with open(os.path.join(folder, name), encoding="utf-8") as file:
+            found = json.load(file)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def _config_of(path: str) -> dict[str, Any]:
     folder = path if os.path.isdir(path) else os.path.dirname(path)
-
-    def document(name: str) -> dict[str, Any]:
-        try:
-            with open(os.path.join(folder, name), encoding="utf-8") as file:
-                found = json.load(file)
-        except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
-
     config: dict[str, Any] = {}
     for name in _CONFIGS:
-        config.update(document(name))
-    found = document("config.json").get("quantization_config")
+        config.update(document(folder, name))
+    found = document(folder, "config.json").get("quantization_config")
     config.update(found if isinstance(found, dict) else {})
-    if "quantization" in document("hf_quant_config.json"):
+    if "quantization" in document(folder, "hf_quant_config.json"):
         config.setdefault("quant_method", "modelopt")
     return config
+
+
+def _may_be_codes(tensor: FileTensor) -> bool:
+    """Whether a tensor that nobody decoded has the type of codes, or the name
+    of their scales."""
+    if tensor.dtype in _CODES:
+        # A bias of two dimensions is a mask.
+        return len(tensor.shape) >= 2 and not tensor.name.endswith(".bias")
+    return tensor.dtype in ("F8_E4M3", "F8_E5M2") or (
+        "weight_scale" in tensor.name)
 
 
 def _told(tensor: Optional[FileTensor]) -> str:
@@ -134,11 +176,13 @@ class _Reader:
         self._path = path
         self._tensors = tensors
         config = _config_of(path)
-        self._method = config.get("quant_method") or ""
+        self.method = config.get("quant_method") or ""
         self._bits = self._integer(config, "bits", "w_bit")
         self._group = self._integer(config, "group_size", "q_group_size")
         self._version = str(config.get("version") or "").lower()
         self._format = str(config.get("checkpoint_format") or "").lower()
+        # Of AutoRound.
+        self._packing = str(config.get("packing_format") or "").lower()
         block = config.get("weight_block_size")
         self._block = (block[0], block[1]) if isinstance(block, list) and (
             [type(size) for size in block] == [int, int]) else (128, 128)
@@ -151,16 +195,31 @@ class _Reader:
         return next((config[key] for key in keys
                      if type(config.get(key)) is int), 0)
 
-    def read(self, tensor: FileTensor) -> Optional[Part]:
-        """What the tensor is, if it has codes."""
-        name = tensor.name
-        if not tensor.size_bytes:
+    def read_one(self, tensor: FileTensor, names: set[str]
+                 ) -> Optional[Part]:
+        """What the tensor is, if it has codes; `names` are those of the
+        earlier ones."""
+        part = self._read(tensor)
+        if part is None:
             return None
+        name = part.tensor.name
+        for suffix in ("pre_quant_scale", "comfy_quant"):
+            other = name[:-len("weight")] + suffix
+            if name.endswith(".weight") and other in self._tensors:
+                raise self._unsupported(name, f"{other} is not read")
+        if name in names or (name in self._tensors and name not in part.parts):
+            raise self._malformed(name, "another tensor has this name")
+        names.add(name)
+        return part
+
+    def _read(self, tensor: FileTensor) -> Optional[Part]:
+        name = tensor.name
         if name.endswith(".qweight"):
             return self._integers(name[:-len(".qweight")], tensor)
         for suffix in ("_blocks", ".blocks"):
             if name.endswith(suffix) and tensor.dtype == "U8" and (
-                    len(tensor.shape) >= 3 and tensor.shape[-1] == 16):
+                    len(tensor.shape) >= 3 and tensor.shape[-1] == 16 and
+                    self._has_block_scales(name[:-len("blocks")] + "scales")):
                 return self._blocks(name[:-len(suffix)], suffix[0], tensor)
         if tensor.dtype in ("F8_E4M3", "F8_E5M2") or (
                 tensor.dtype == "I8" and name + "_scale" in self._tensors):
@@ -168,6 +227,12 @@ class _Reader:
         if tensor.dtype == "U8" and name + "_scale" in self._tensors:
             return self._floats(tensor)
         return None
+
+    def _has_block_scales(self, name: str) -> bool:
+        """Images may be called blocks too, but have no scales."""
+        scale = self._tensors.get(name)
+        return bool(self.method) or (scale is not None and
+                                     scale.dtype == "U8")
 
     def _malformed(self, name: str, what: str) -> errors.QuantdError:
         return _files.malformed(self._path,
@@ -194,14 +259,22 @@ class _Reader:
     def _bytes(self, codes: FileTensor) -> Optional[Part]:
         """F8_E4M3, F8_E5M2 or I8, in the tensor's shape."""
         name, find = codes.name, self._tensors.get
+        if name + "_scale_inv" in self._tensors and (
+                name + "_scale" in self._tensors):
+            raise self._unsupported(
+                name, f"expected {name}_scale_inv or _scale, got both")
         scale = find(name + "_scale_inv") or find(name + "_scale")
         if scale is None:
-            if not self._method or not name.endswith(".weight"):
+            if not self.method or not name.endswith(".weight"):
                 return None
             raise self._malformed(
                 name, f"expected {name}_scale_inv or _scale, got none")
         expand = self._expansion(codes, scale)
-        zeros = find(name + "_zero_point") if codes.dtype == "I8" else None
+        beside = find(name + "_zero_point")
+        zeros = beside if codes.dtype == "I8" else None
+        if beside is not None and zeros is None and beside.bytes().any():
+            raise self._unsupported(
+                name, f"expected {beside.name} of zeros for FP8")
         if zeros is not None and (zeros.dtype != "I8" or math.prod(
                 zeros.shape) != math.prod(scale.shape)):
             raise self._expected(
@@ -215,7 +288,7 @@ class _Reader:
             reals: Array = values * expand(_reals(scale))
             return reals
 
-        return Part(name, codes.shape, self._parts(name, codes, scale, zeros),
+        return Part(name, codes.shape, self._parts(name, codes, scale, beside),
                     decode)
 
     def _expansion(self, codes: FileTensor, scale: FileTensor
@@ -231,6 +304,8 @@ class _Reader:
             f"row or each block of {self._block[0]} x {self._block[1]}", scale)
         if not is_mx and scale.dtype not in _FLOAT_SCALES:
             raise wrong
+        if not math.prod(shape):
+            return lambda array: np.zeros(shape, np.float32)
         if count == 1 and not is_mx:
             return lambda array: array.reshape(())
         if not count or count % matrices:
@@ -253,7 +328,7 @@ class _Reader:
             pass
         elif (of_rows, of_columns) == (-(-rows // self._block[0]),
                                        -(-columns // self._block[1])):
-            block = self._block
+            block = (min(self._block[0], rows), min(self._block[1], columns))
         elif of_rows == rows and columns % of_columns == 0:
             block = (1, columns // of_columns)
         else:
@@ -290,8 +365,8 @@ class _Reader:
         def decode() -> Array:
             scales = _reals(scale)
             if group == 16 and outer is not None:
-                scales = scales.reshape(matrices, -1) * outer.array().reshape(
-                    -1, 1)
+                scales = scales.reshape(matrices, math.prod(
+                    expected[-2:])) * outer.array().reshape(-1, 1)
             each = scales.reshape(expected).repeat(group, -1)
             reals: Array = _nibbles(codes) * each[..., :shape[-1]]
             return reals
@@ -358,7 +433,9 @@ class _Reader:
             raise self._expected(
                 name, f"{module}.qweight packed along the inputs", codes)
         groups = self._groups(name, inputs, count, None if is_awq else order)
-        add = 0 if is_awq or self._format == "gptq_v2" else 1
+        add = int(not is_awq and (self._packing.endswith(":auto_gptq")
+                                  if self._packing else
+                                  self._format != "gptq_v2"))
 
         def decode() -> Array:
             assert zeros is not None and scale is not None
@@ -377,6 +454,14 @@ class _Reader:
 
     def _check_kind(self, name: str, is_awq: bool) -> None:
         """Others pack the same names in other ways."""
+        if self._packing:
+            if not (self._packing.endswith(":auto_awq") if is_awq else
+                    self._packing in _PACKINGS or
+                    self._packing.endswith(":auto_gptq")):
+                raise self._unsupported(
+                    name, f"codes of {'AWQ' if is_awq else 'GPTQ'} with "
+                    f"packing_format {self._packing!r} are not read")
+            return
         if is_awq and self._version not in ("", "gemm"):
             raise self._unsupported(
                 name, f"expected version gemm of AWQ, got {self._version!r}")
@@ -413,7 +498,8 @@ def _nibbles(codes: FileTensor) -> Array:
     """Reals of two codes a byte, the first in the lower half."""
     array = codes.array()
     both = np.stack([array & 15, array >> 4], -1)
-    reals: Array = _TABLES["E2M1"][both.reshape(*array.shape[:-1], -1)]
+    reals: Array = _TABLES["E2M1"][both.reshape(
+        *array.shape[:-1], array.shape[-1] * 2)]
     return reals
 
 

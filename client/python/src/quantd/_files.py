@@ -167,12 +167,14 @@ class InputFile:
 
     tensors: in the order of their data.
     unread: names of tensors of types that are not read.
+    sources: all files that its floats were made of, where it had codes.
     """
 
     path: str
     tensors: Mapping[str, FileTensor]
     metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
     unread: Sequence[str] = ()
+    sources: Sequence[str] = ()
 
 
 def map_file(path: str) -> Array:

@@ -13,10 +13,20 @@ from quantd._files import FileTensor, InputFile
 # What lies beside codes.
 _BESIDE = ("_scale", "_scale_inv", "_scale_2", ".scale", ".scales", "_scales",
            "_zero_point", "_absmax", ".absmax", "_quant_map", ".quant_map",
-           ".SCB", "_global_scale")
+           ".SCB", "_global_scale", "_weight_scale", "_weight_scale_inv",
+           "_weight_scale_2", ".codebooks", ".scale_weight", ".zero")
+# How the name of codes goes on where that of what lies beside them ends.
+_CODE_ENDS = ("", "_packed", ".weight", "_blocks", ".blocks", "_data",
+              "_data._data", ".W_q", ".codes")
 # Names that only codes have, and what lies beside them.
 _OF_CODES = (".qweight", ".qzeros", ".weight_packed", ".weight_scale_inv",
-             ".weight_scale_2", ".weight_global_scale", ".weight.absmax")
+             ".weight_scale_2", ".weight_global_scale", ".weight.absmax",
+             "_weight_scale_inv", "_weight_scale_2", "_proj_weight_scale",
+             ".W_q", ".comfy_quant")
+_CODES = ("U8", "I8", "F8_E4M3", "F8_E5M2", "I32")
+# What tells of tensors what they do not.
+_CONFIGS = ("config.json", "hf_quant_config.json", "quant_config.json",
+            "quantize_config.json")
 
 
 def open_plain(path: str, requantize: Optional[bool] = None
@@ -29,7 +39,7 @@ def open_plain(path: str, requantize: Optional[bool] = None
     Raises: FILE_UNREADABLE, FILE_MALFORMED; FILE_UNSUPPORTED also for what is
         quantized already.
     """
-    is_folder = os.path.isdir(path)
+    is_folder, is_decoded = os.path.isdir(path), False
     files = (_files.open_folder(path) if is_folder
              else [_files.open_file(path)])
     # Codes and their scales may be in different shards.
@@ -43,14 +53,17 @@ def open_plain(path: str, requantize: Optional[bool] = None
         if coded:
             files = [dataclasses.replace(
                 file, tensors=_checkpoint.decoded(file.tensors, coded),
+                sources=_sources_of(file, files, coded),
                 metadata={key: value for key, value in file.metadata.items()
                           if not key.startswith("quantctl.")})
                      for file in files]
             tensors = _checkpoint.decoded(tensors, coded)
-            is_folder = False
+            is_decoded = True
     what = what or _codes_in(tensors)
-    if what is None and is_folder:
-        method = _compressed.method_of(path)
+    if what is None and not is_decoded and (is_folder or any(
+            tensor.dtype in _CODES and len(tensor.shape) >= 2
+            for tensor in tensors.values())):
+        method = _method_of(path)
         what = f"the model, by {method}" if method else None
     if what is not None:
         raise _files.unsupported(
@@ -62,9 +75,48 @@ def open_plain(path: str, requantize: Optional[bool] = None
     return files
 
 
+def _folder_of(path: str) -> str:
+    return path if os.path.isdir(path) else os.path.dirname(path) or "."
+
+
+def _method_of(path: str) -> str:
+    """What the configuration of a folder, or beside a file, says of how the
+    model is quantized, empty where nothing."""
+    folder = _folder_of(path)
+    method = _compressed.method_of(folder)
+    if method:
+        return method
+    for name in ("quantize_config.json", "quant_config.json"):
+        config = _checkpoint.document(folder, name)
+        if "bits" in config or "w_bit" in config:
+            found = config.get("quant_method")
+            return found if isinstance(found, str) else name
+    # Without an algorithm it has the cache alone.
+    modelopt = _checkpoint.document(folder, "hf_quant_config.json").get(
+        "quantization")
+    return "modelopt" if isinstance(modelopt, dict) and (
+        modelopt.get("quant_algo") is not None) else ""
+
+
+def _sources_of(file: InputFile, files: Sequence[InputFile],
+                coded: Sequence[_checkpoint.Part]) -> list[str]:
+    """What the floats of a shard were made of: all files that hold a part of
+    one of its tensors, and the configuration."""
+    parts = {name for part in coded if part.parts[0] in file.tensors
+             for name in part.parts}
+    if not parts:
+        return []
+    folder = _folder_of(file.path)
+    found = [os.path.join(folder, name) for name in _CONFIGS]
+    if len(files) > 1:
+        found += [other.path for other in files
+                  if not parts.isdisjoint(other.tensors)]
+    return sorted(found)
+
+
 def _read_coded(path: str, tensors: Mapping[str, FileTensor],
                 files: Sequence[InputFile]) -> list[_checkpoint.Part]:
-    folder = path if os.path.isdir(path) else os.path.dirname(path) or "."
+    folder = _folder_of(path)
     if _compressed.method_of(folder) != _compressed.METHOD:
         return _checkpoint.read(path, tensors)
     metadata = {key: value for file in files
@@ -79,7 +131,7 @@ def _codes_in(tensors: Mapping[str, FileTensor]) -> Optional[str]:
         for suffix in _BESIDE:
             if not name.endswith(suffix):
                 continue
-            for end in ("", "_packed", ".weight", "_blocks", ".blocks"):
+            for end in _CODE_ENDS:
                 codes = tensors.get(name[:-len(suffix)] + end)
                 if codes is not None and codes.element_type is None:
                     return codes.name

@@ -62,6 +62,8 @@ class TensorFile(Mapping[str, FileValue]):
         # Names of tensors of GGUF types that are not known.
         self.unread = [name for file in files for name in file.unread]
         self._model: Optional[_compressed.Model] = None
+        # Of tensors that are codes in a way that is not read.
+        self._errors: dict[str, errors.QuantdError] = {}
         # What each quantized tensor is made of.
         self._parts = {
             key[len(_layout.KEY_PREFIX):]: [
@@ -75,7 +77,7 @@ class TensorFile(Mapping[str, FileValue]):
                                             self.metadata)
             self._parts = self._model.names()
         elif not self._parts and not path.endswith((".npy", ".gguf")):
-            coded = _checkpoint.read(path, self._tensors)
+            coded, self._errors = _checkpoint.read_each(path, self._tensors)
             if coded:
                 self._tensors = _checkpoint.decoded(self._tensors, coded)
         hidden = {part for parts in self._parts.values() for part in parts}
@@ -104,6 +106,8 @@ class TensorFile(Mapping[str, FileValue]):
         """Raises: KeyError; FILE_MALFORMED, FILE_UNSUPPORTED."""
         if name not in self:
             raise KeyError(name)
+        if name in self._errors:
+            raise self._errors[name]
         if name not in self._parts:
             return self._plain(self._tensors[name])
         tensor = (self._model.read(name) if self._model is not None else

@@ -550,6 +550,9 @@ class _Run:
                  else "")
         text = command + (f"\n{self._model}\n{self._revision}\n0\n{where}\n"
                           f"{_file_text(shard.file.path)}").encode()
+        for source in shard.file.sources:
+            told = _file_text(source) if os.path.exists(source) else ""
+            text += f"source {os.path.basename(source)} {told}".encode()
         for tensor in shard.selected:
             text += tensor.name.encode() + b"\n" + self._message(
                 tensor).SerializeToString(deterministic=True) + b"\n"
