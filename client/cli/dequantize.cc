@@ -68,6 +68,17 @@ struct Outcome {
   std::string note;
 };
 
+// Places all tensors behind a header with the metadata that the input has when
+// nothing in it is quantized.
+absl::Status PlaceWithMetadata(const TensorInput& input,
+                               files::SafetensorsBuilder* builder) {
+  const std::map<std::string, std::string> metadata = PlainMetadata(input);
+  for (const auto& [key, value] : metadata) builder->SetMetadata(key, value);
+  const absl::StatusOr<uint64_t> header_bytes = builder->HeaderBytes(metadata);
+  if (!header_bytes.ok()) return header_bytes.status();
+  return builder->PlaceAll(*header_bytes);
+}
+
 // One run of `quantctl dequantize`. Not thread-safe.
 class Dequantizer {
  public:
@@ -210,14 +221,7 @@ class Dequantizer {
       if (!place.ok()) return place.status();
       places.push_back(*place);
     }
-    const std::map<std::string, std::string> metadata = PlainMetadata(input);
-    for (const auto& [key, value] : metadata) {
-      (*builder)->SetMetadata(key, value);
-    }
-    const absl::StatusOr<uint64_t> header_bytes =
-        (*builder)->HeaderBytes(metadata);
-    if (!header_bytes.ok()) return header_bytes.status();
-    absl::Status status = (*builder)->PlaceAll(*header_bytes);
+    absl::Status status = PlaceWithMetadata(input, builder->get());
     Progress progress(CodeBytes(input), !session_.quiet);
     size_t place = 0;
     for (const files::CodedTensor& tensor : coded_) {
@@ -359,14 +363,7 @@ class Dequantizer {
       if (!place.ok()) return place.status();
       copies.emplace_back(&tensor, *place);
     }
-    const std::map<std::string, std::string> metadata = PlainMetadata(input);
-    for (const auto& [key, value] : metadata) {
-      (*builder)->SetMetadata(key, value);
-    }
-    const absl::StatusOr<uint64_t> header_bytes =
-        (*builder)->HeaderBytes(metadata);
-    if (!header_bytes.ok()) return header_bytes.status();
-    absl::Status status = (*builder)->PlaceAll(*header_bytes);
+    absl::Status status = PlaceWithMetadata(input, builder->get());
     if (status.ok()) {
       status = DequantizeAll(places, connections, builder->get());
     }

@@ -192,31 +192,10 @@ def test_GradientsAreThoseOfThePlainFormula(client, spec, learn):
 def test_GradientsAreThoseOfFiniteDifferences():
     """Of elements that are clipped, where the function is smooth; and of
     others, with the same rounding on both sides."""
-    encoding = quantd.Encoding("int4", [0.25], zero_point=[2])
-    for learn in LEARNED:
-        fake = quantd.torch.FakeQuantize(encoding, learn=learn,
-                                         scale_gradient=False)
-        x = torch.tensor([9.0, -9.0, 7.0], dtype=torch.float64)
-        weights = torch.tensor([1.0, 3.0, 0.5], dtype=torch.float64)
-        (fake(x) * weights).sum().backward()
-        for name, parameter in fake.named_parameters():
-            if name == "zero_point" or learn == "range":
-                # They move by whole codes only.
-                continue
-            values = []
-            for step in (1e-3, -1e-3):
-                with torch.no_grad():
-                    parameter.add_(step)
-                values.append(float((fake(x) * weights).sum()))
-                with torch.no_grad():
-                    parameter.sub_(step)
-            assert math.isclose((values[0] - values[1]) / 2e-3,
-                                parameter.grad.item(), rel_tol=1e-4), name
-    # Without a zero point both ends of a range move smoothly.
-    fake = quantd.torch.FakeQuantize(quantd.Encoding("int4", [0.25]),
-                                     learn="range", learn_zero_point=False)
-    (fake(x) * weights).sum().backward()
-    for name, parameter in fake.named_parameters():
+    x = torch.tensor([9.0, -9.0, 7.0], dtype=torch.float64)
+    weights = torch.tensor([1.0, 3.0, 0.5], dtype=torch.float64)
+
+    def difference(parameter):
         values = []
         for step in (1e-3, -1e-3):
             with torch.no_grad():
@@ -224,8 +203,26 @@ def test_GradientsAreThoseOfFiniteDifferences():
             values.append(float((fake(x) * weights).sum()))
             with torch.no_grad():
                 parameter.sub_(step)
-        assert math.isclose((values[0] - values[1]) / 2e-3,
-                            parameter.grad.item(), rel_tol=1e-4), name
+        return (values[0] - values[1]) / 2e-3
+
+    encoding = quantd.Encoding("int4", [0.25], zero_point=[2])
+    for learn in LEARNED:
+        fake = quantd.torch.FakeQuantize(encoding, learn=learn,
+                                         scale_gradient=False)
+        (fake(x) * weights).sum().backward()
+        for name, parameter in fake.named_parameters():
+            if name == "zero_point" or learn == "range":
+                # They move by whole codes only.
+                continue
+            assert math.isclose(difference(parameter), parameter.grad.item(),
+                                rel_tol=1e-4), name
+    # Without a zero point both ends of a range move smoothly.
+    fake = quantd.torch.FakeQuantize(quantd.Encoding("int4", [0.25]),
+                                     learn="range", learn_zero_point=False)
+    (fake(x) * weights).sum().backward()
+    for name, parameter in fake.named_parameters():
+        assert math.isclose(difference(parameter), parameter.grad.item(),
+                            rel_tol=1e-4), name
 
 
 def test_GradientsAreThoseThatTorchHas():
