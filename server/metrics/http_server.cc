@@ -166,7 +166,10 @@ bool HttpServer::AcceptAll() {
       connection.address = AddressKey(peer);
       connection.end = core::SteadyNow() + kTimeout;
       if (Read(connection)) connections_.push_back(std::move(connection));
-      if (connections_.size() >= 2 * kMaxConnections) MakeRoom();
+      if (connections_.size() >= 2 * kMaxConnections) {
+        AnswerAll();
+        MakeRoom();
+      }
     }
   }
   return exhausted;
@@ -196,10 +199,7 @@ void HttpServer::MakeRoom() {
 
 void HttpServer::DropOne(const std::string* address) {
   const auto progress = [](const Connection& connection) {
-    return connection.is_written     ? 0
-           : connection.has_response ? 1
-           : connection.has_request  ? 2
-                                     : 3;
+    return connection.is_written ? 0 : connection.has_response ? 1 : 2;
   };
   auto dropped = connections_.end();
   for (auto it = connections_.begin(); it != connections_.end(); ++it) {

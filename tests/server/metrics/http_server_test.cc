@@ -19,6 +19,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "core/errors.h"
@@ -85,6 +86,7 @@ class HttpServerTest : public ::testing::Test {
   HttpServer::Probes Probes() {
     HttpServer::Probes probes;
     probes.live = [this] {
+      const absl::MutexLock lock(&busy_);
       return live_ ? absl::OkStatus() : absl::UnavailableError("deaf");
     };
     probes.ready = [this] {
@@ -103,6 +105,8 @@ class HttpServerTest : public ::testing::Test {
 
   std::atomic<int64_t> now_ms_{0};
   Metrics metrics_{[this] { return absl::Milliseconds(now_ms_.load()); }};
+  // Held, /healthz waits, and the server with it.
+  absl::Mutex busy_;
   std::atomic<bool> live_{true};
   std::atomic<bool> ready_{true};
   std::atomic<bool> store_{true};
@@ -203,6 +207,26 @@ TEST_F(HttpServerTest, ServesWhileOthersAreSlow) {
   EXPECT_LT(core::SteadyNow() - start,
             absl::Seconds(testing::kSanitized ? 4 : 1));
   for (const int fd : slow) close(fd);
+}
+
+TEST_F(HttpServerTest, AnswersWhoeverAskedBeforeItMakesRoom) {
+  // The server is busy while a hundred ask for metrics and many say nothing.
+  busy_.Lock();
+  const int probe = Connect(server_->port(), "127.0.0.2");
+  Send(probe, "GET /healthz HTTP/1.1\r\n\r\n");
+  std::vector<int> asked;
+  std::vector<int> silent;
+  for (int i = 0; i < 100; ++i) {
+    silent.push_back(Connect(server_->port()));
+    asked.push_back(Connect(server_->port()));
+    Send(asked.back(), "GET /metrics HTTP/1.1\r\n\r\n");
+  }
+  busy_.Unlock();
+  EXPECT_THAT(ReadAll(probe), StartsWith("HTTP/1.1 200 OK\r\n"));
+  for (const int fd : asked) {
+    EXPECT_THAT(ReadAll(fd), StartsWith("HTTP/1.1 200 OK\r\n"));
+  }
+  for (const int fd : silent) close(fd);
 }
 
 TEST_F(HttpServerTest, LetsGoFirstOfThoseThatHaveTheirAnswer) {
