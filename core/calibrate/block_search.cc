@@ -373,6 +373,8 @@ class BlockSearch::Run {
     const bool rises = EndsEncloseZero();
     JudgeFractions(way.samples.data(), static_cast<int64_t>(way.samples.size()),
                    is_sampled && rises);
+    // Stopped, there are no scales of the samples.
+    if (stop_.stopped()) return;
     if (is_sampled) {
       double* const tried = way.tried.data();
       double* end = tried;
@@ -380,7 +382,7 @@ class BlockSearch::Run {
       const double* const clipped = room_.clipped.data();
       const int64_t* const before = way.before.data();
       for (int64_t i = 0; i < kSamples; ++i) {
-        if (rises && gamma_ * clipped[i] * kSlack > best_.error) break;
+        if (rises && gamma_ * clipped[i] * kSlack > least()) break;
         // Scales that are rounded coarsely repeat themselves.
         if (i + 1 < kSamples && scales[i + 1] == scales[i]) continue;
         end = std::copy(way.between.data() + before[i],

@@ -1,6 +1,7 @@
 #include "core/calibrate/block_search.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -11,6 +12,7 @@
 #include <tuple>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/types/optional.h"
@@ -19,6 +21,7 @@
 #include "core/calibrate/range_scaler.h"
 #include "core/calibrate/squared_error.h"
 #include "core/errors.h"
+#include "core/parallel/stop_token.h"
 #include "gtest/gtest.h"
 #include "tests/core/calibrate/calibrate_test_util.h"
 #include "tests/core/kernel_test_util.h"
@@ -685,6 +688,26 @@ TEST(BlockSearchTest, FindsRangesWhoseCodesReachBeyondThem) {
               *search.scaler.Scale(0, *want, 0));
     EXPECT_EQ(search.scaler.Scale(0, *want, 0)->scale, 1);
     EXPECT_EQ(search.scaler.Scale(0, whole, 0)->scale, 2);
+  }
+}
+
+// Before anything was searched, too.
+TEST(BlockSearchTest, GivesNothingWhenStopped) {
+  const std::atomic<bool> stopped = true;
+  std::vector<double> values(600);
+  for (size_t i = 0; i < values.size(); ++i) {
+    values[i] = std::sin(static_cast<double>(i));
+  }
+  for (const EncodingSpec& spec : AllSpecs()) {
+    SCOPED_TRACE(Name(spec));
+    const Search search(spec, 600);
+    for (const int steps : {0, 1, 8, 256}) {
+      BlockElements elements = ElementsOf(values);
+      EXPECT_TRUE(absl::IsCancelled(
+          search.search
+              .Search(0, 0, {-1, 1}, 1, steps, &elements, StopToken(&stopped))
+              .status()));
+    }
   }
 }
 
