@@ -403,6 +403,39 @@ def test_ScalesThatFollowFromOthersAreNotLoaded(client, spec):
     assert initial.stored_scale_type in error.message
 
 
+@pytest.mark.parametrize("learn", [None, *LEARNED])
+@pytest.mark.parametrize("spec,fault", [
+    ("int4:group:16", "block_size: expected [1, 11], got [1, 16]"),
+    ("int4:group:11:full-range", "qmin: expected -7, got -8"),
+    ("int3:group:11", "format: expected int4, got int3")])
+def test_AStateWithAnotherLayoutIsNotLoaded(client, spec, fault, learn):
+    """Though its scales have the shape of the module's."""
+    fake, other = (quantd.torch.FakeQuantize(encoding_of(client, name),
+                                             learn=learn)
+                   for name in ("int4:group:11", spec))
+    before = fake(data_of())
+    for strict in (True, False):
+        with pytest.raises(RuntimeError) as caught:
+            fake.load_state_dict(other.state_dict(), strict=strict)
+        assert fault in str(caught.value)
+    assert torch.equal(fake(data_of()), before)
+    # States without a layout are older.
+    old = fake.state_dict()
+    del old["_extra_state"]
+    fake.load_state_dict(old)
+    assert torch.equal(fake(data_of()), before)
+
+
+def test_APowerOfTwoIsLoadedAsSuch(client):
+    encoding = encoding_of(client, "int4:group:11")
+    fake, other = (quantd.torch.FakeQuantize(
+        encoding, learn="log2_scale", power_of_two=power_of_two)
+        for power_of_two in (True, False))
+    with pytest.raises(RuntimeError,
+                       match="power_of_two: expected True, got False"):
+        fake.load_state_dict(other.state_dict())
+
+
 def test_ItIsAParametrizationOfAWeight(client):
     layer = torch.nn.Linear(33, 10).to(torch.bfloat16)
     weight = layer.weight.detach().clone()

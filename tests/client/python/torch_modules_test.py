@@ -260,6 +260,73 @@ def test_CodesOfAnotherTypeAreNotLoaded(client):
         narrow.load_state_dict(model.state_dict())
 
 
+LAYOUT = "0.quantized_weight._extra_state"
+
+
+def layer_of(client, spec):
+    """Other spec, other weights."""
+    torch.manual_seed(len(spec))
+    model = torch.nn.Sequential(torch.nn.Linear(33, 10))
+    quantd.torch.quantize_(model, spec, client=client)
+    return model
+
+
+@pytest.mark.parametrize("spec,fault", [
+    ("int4:group:16", "block_size: expected [1, 11], got [1, 16]"),
+    ("int3:group:11", "format: expected int4, got int3")])
+def test_AStateWithAnotherLayoutIsNotLoaded(client, tmp_path, spec, fault):
+    """Though its codes and scales have the shapes and types of the module's."""
+    model, other = layer_of(client, "int4:group:11"), layer_of(client, spec)
+    reals = model[0].weight.clone()
+    for strict in (True, False):
+        with pytest.raises(RuntimeError) as caught:
+            model.load_state_dict(other.state_dict(), strict=strict)
+        assert f"0.quantized_weight.{fault}" in str(caught.value)
+    path = tmp_path / "net.safetensors"
+    quantd.save(path, other.state_dict())
+    error = raised(quantd.torch.load_into, model, path)
+    assert error.reason == "STATE_MISMATCH"
+    assert f"0.quantized_weight.{fault}" in error.message
+    assert torch.equal(model[0].weight, reals)
+    quantd.torch.load_into(other, path)
+
+
+def test_StatesWithoutALayoutAreLoaded(client, tmp_path):
+    """They are older."""
+    model = layer_of(client, "int4:group:11")
+    old = {name: tensor for name, tensor in model.state_dict().items()
+           if name != LAYOUT}
+    path = tmp_path / "old.safetensors"
+    quantd.save(path, old)
+    for load in (lambda module: module.load_state_dict(old),
+                 lambda module: quantd.torch.load_into(module, path)):
+        other = layer_of(client, "int4:group:11")
+        with torch.no_grad():
+            other[0].quantized_weight.scale.mul_(2)
+        load(other)
+        assert torch.equal(other[0].weight, model[0].weight)
+
+
+def test_OneLayoutMayBeWrittenInTwoWays(client):
+    model = layer_of(client, "int4:group:33")
+    other = layer_of(client, "int4:per-channel")
+    assert (model[0].quantized_weight.block_size !=
+            other[0].quantized_weight.block_size)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other[0].weight, model[0].weight)
+
+
+@pytest.mark.parametrize("layout", [
+    None, {"format": "int4"}, torch.tensor([1.5]),
+    torch.tensor([300]), torch.tensor([255, 255]), torch.tensor([91, 49, 93])])
+def test_ALayoutThatIsNoneIsRefused(client, layout):
+    model = layer_of(client, "int4:group:11")
+    with pytest.raises(RuntimeError, match="expected what state_dict"):
+        model.load_state_dict({**model.state_dict(), LAYOUT: layout})
+    error = raised(model[0].quantized_weight.set_extra_state, layout)
+    assert (error.reason, error.field) == ("ARGUMENT_INVALID", "state")
+
+
 def test_HooksGradientsAndTheCalibrationGoOn(client):
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(),
                                 torch.nn.Linear(8, 3))

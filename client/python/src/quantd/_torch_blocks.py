@@ -1,13 +1,18 @@
-"""What the modules of torch share: scales of blocks, and numbers that keep
-their type."""
+"""What the modules of torch share: scales of blocks, numbers that keep their
+type, and a state that tells how codes are laid out."""
 
 from __future__ import annotations
 
-from typing import Any, Callable, Sequence
+import json
+import math
+from typing import Any, Callable, Mapping, Sequence
 
 import torch
 
 from quantd import errors
+
+# What state_dict() calls what a module says in get_extra_state().
+EXTRA_STATE = "_extra_state"
 
 
 def spread(numbers: torch.Tensor, block_size: Sequence[int],
@@ -57,3 +62,61 @@ def keeping_types(convert: Callable[[torch.Tensor], torch.Tensor],
         return tensor.to(converted.device)
 
     return kept
+
+
+def plain_block_size(block_size: Sequence[int], scale_shape: Sequence[int]
+                     ) -> list[int]:
+    """The same for all block sizes that lay these scales out alike: 0 for a
+    dimension with one block, and nothing for one scale."""
+    if math.prod(scale_shape) == 1:
+        return []
+    if len(block_size) != len(scale_shape):
+        return [int(size) for size in block_size]
+    return [0 if count == 1 else int(size)
+            for size, count in zip(block_size, scale_shape)]
+
+
+class LaidOut(torch.nn.Module):  # type: ignore[misc]
+    """A module whose reals depend on more than its tensors.
+
+    Its state_dict() has the rest, too. A state with another layout is not
+    loaded. One without any, from before states had it, is.
+    """
+
+    def layout(self) -> dict[str, Any]:
+        """What the reals depend on beside the tensors, as JSON has it."""
+        raise NotImplementedError
+
+    def layout_faults(self, state: Any) -> list[str]:
+        """Where `state`, what get_extra_state() of a module gave, differs."""
+        try:
+            got = dict(json.loads(bytes(state.tolist())))
+        except (AttributeError, TypeError, ValueError):
+            return [f"{EXTRA_STATE}: expected what state_dict() has, got "
+                    f"{type(state).__name__}"]
+        return [f"{name}: expected {value}, got {got[name]}"
+                for name, value in self.layout().items()
+                if got.get(name, value) != value]
+
+    def get_extra_state(self) -> torch.Tensor:
+        """The layout as text in a tensor, which all files can hold."""
+        return torch.tensor(list(json.dumps(self.layout()).encode()),
+                            dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Raises: ARGUMENT_INVALID for another layout."""
+        faults = self.layout_faults(state)
+        if faults:
+            raise errors.argument_invalid("; ".join(faults), "state")
+
+    def _load_from_state_dict(self, state: Mapping[str, Any], prefix: str,
+                              *arguments: Any) -> None:
+        key = prefix + EXTRA_STATE
+        _, _, missing, _, faults = arguments
+        found = self.layout_faults(state[key]) if key in state else []
+        if found:
+            faults.extend(prefix + fault for fault in found)
+            return
+        super()._load_from_state_dict(state, prefix, *arguments)
+        if key in missing:
+            missing.remove(key)

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from quantd import _layout, errors
-from quantd._torch_blocks import keeping_types, spread
+from quantd._torch_blocks import (LaidOut, keeping_types, plain_block_size,
+                                  spread)
 from quantd.encoding import Encoding
 from quantd.tensor import Array, format_info
 
@@ -102,7 +103,7 @@ def _positive(scale: torch.Tensor) -> torch.Tensor:
     return scale.clamp(min=_LEAST_SCALE)
 
 
-class FakeQuantize(torch.nn.Module):  # type: ignore[misc]
+class FakeQuantize(LaidOut):
     """Quantizes and dequantizes, so that a model can be trained for its codes:
 
         x' = (clamp(round(x / s) + z, qmin, qmax) - z) * s
@@ -140,7 +141,9 @@ class FakeQuantize(torch.nn.Module):  # type: ignore[misc]
 
     Parameters keep their type in half() and the like. Scales that training
     pushes to zero or below count as the smallest normal float32. Scales of
-    float16 and bfloat16 become float32 as they are learned.
+    float16 and bfloat16 become float32 as they are learned. state_dict() has
+    the format, the range of codes and the block size of the encoding, too:
+    load_state_dict refuses a state with others.
 
     Raises: ARGUMENT_INVALID; forward() where a tensor and the encoding do not
     go together.
@@ -224,6 +227,16 @@ class FakeQuantize(torch.nn.Module):  # type: ignore[misc]
             spread(zero_point, block_size, x.shape).to(dtype).expand(x.shape),
             self.qmin, self.qmax, self.learn == "scale")
         return rounded.to(x.dtype)
+
+    def layout(self) -> dict[str, Any]:
+        """What is not learned."""
+        initial = self._initial
+        return {"format": initial.format,
+                "block_size": plain_block_size(initial.block_size,
+                                               initial.scale.shape),
+                "qmin": int(self.qmin), "qmax": int(self.qmax),
+                "exclude_zero": bool(initial.exclude_zero),
+                "power_of_two": bool(self.power_of_two)}
 
     def extra_repr(self) -> str:
         """For print(model)."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Container, Iterator, Optional
+from typing import Any, Iterator, Optional
 
 import numpy as np
 import torch
 
 from quantd import _scales, errors
+from quantd._torch_blocks import EXTRA_STATE, LaidOut
 from quantd.files import Path, TensorFile, load
 from quantd.results import QuantizedTensor
 from quantd.tensor import ELEMENT_DTYPES
@@ -17,8 +18,6 @@ from quantd.tensor import ELEMENT_DTYPES
 _FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 # Of those that an error names.
 _MOST_NAMED = 8
-# What state_dict() calls what a module says in get_extra_state().
-_EXTRA_STATE = "_extra_state"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,10 +50,11 @@ def load_into(model: torch.nn.Module, path: Path, *, strict: bool = True
         file. A parameter that the model has under several names needs one of
         them. False: other names stay as they are, and are told.
 
-    Shapes have to agree in any case, but for extra state, which goes to
+    Shapes have to agree in any case, and so do formats and block sizes of
+    QuantizedWeight and FakeQuantize. Extra state may have any shape: it goes to
     set_extra_state() of its module. Other hooks of load_state_dict do not run.
-    Nothing is written unless all names and shapes are right. A file that breaks
-    off, or is damaged within a tensor, leaves the model half loaded.
+    Nothing is written unless all of this is right. A file that breaks off, or
+    is damaged within a tensor, leaves the model half loaded.
 
     Raises: STATE_MISMATCH with names and shapes; FILE_UNREADABLE,
     FILE_MALFORMED, FILE_UNSUPPORTED; ARGUMENT_INVALID for a model on the meta
@@ -68,7 +68,7 @@ def load_into(model: torch.nn.Module, path: Path, *, strict: bool = True
         model = model.module
     targets = _targets(model)
     takers = _takers_of_extra_state(model)
-    missing, unexpected = _differences(file, targets)
+    missing, unexpected = _differences(file, targets, takers)
     _check(file, targets, takers,
            *((missing, unexpected) if strict else ((), ())))
     _check_memory(model, {name: targets[name] for name in file
@@ -107,35 +107,43 @@ def _takers_of_extra_state(model: torch.nn.Module
                            ) -> dict[str, torch.nn.Module]:
     """By the name of the state."""
     refuses = torch.nn.Module.set_extra_state
-    return {f"{prefix}.{_EXTRA_STATE}" if prefix else _EXTRA_STATE: module
+    return {f"{prefix}.{EXTRA_STATE}" if prefix else EXTRA_STATE: module
             for prefix, module in model.named_modules(remove_duplicate=False)
             if getattr(module.set_extra_state, "__func__", None) is not refuses}
 
 
-def _differences(file: TensorFile, targets: dict[str, torch.Tensor]
+def _differences(file: TensorFile, targets: dict[str, torch.Tensor],
+                 takers: dict[str, torch.nn.Module]
                  ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names that the file lacks, and those that the model does."""
+    """The names that the file lacks, and those that the model does. Layouts
+    may be missing: states did not have them once."""
     filled = {id(targets[name]) for name in file if name in targets}
     return (tuple(name for name, tensor in targets.items()
-                  if name not in file and id(tensor) not in filled),
+                  if name not in file and id(tensor) not in filled and
+                  not isinstance(takers.get(name), LaidOut)),
             tuple(name for name in file if name not in targets))
 
 
 def _check(file: TensorFile, targets: dict[str, torch.Tensor],
-           of_any_shape: Container[str], missing: tuple[str, ...],
+           takers: dict[str, torch.nn.Module], missing: tuple[str, ...],
            unexpected: tuple[str, ...]) -> None:
     shapes = [f"{name} is {list(found)} in the file, "
               f"{list(targets[name].shape)} in the model"
               for name in file if name in targets and
-              name not in of_any_shape and
+              name not in takers and
               (found := file.info(name).shape) != tuple(targets[name].shape)]
     types = [f"{name} is {targets[name].dtype}" for name in file
              if name in targets and file.info(name).format is not None and
              not targets[name].dtype.is_floating_point]
+    layouts = [name[:-len(EXTRA_STATE)] + fault
+               for name, module in takers.items()
+               if name in file and isinstance(module, LaidOut)
+               for fault in module.layout_faults(file[name])]
     faults = [*_some("not in the file", missing),
               *_some("not in the model", unexpected),
               *_some("of another shape", shapes),
-              *_some("no floats, as codes would become", types)]
+              *_some("no floats, as codes would become", types),
+              *_some("of another layout", layouts)]
     if faults:
         raise errors.state_mismatch(file.path, "; ".join(faults))
 

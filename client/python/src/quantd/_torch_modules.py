@@ -11,7 +11,8 @@ import torch
 from quantd import _arrays, _globs, _scales, errors
 from quantd._requests import QuantizeJob, Sources
 from quantd._tables import ResultList, Tabular
-from quantd._torch_blocks import keeping_types, spread
+from quantd._torch_blocks import (LaidOut, keeping_types, plain_block_size,
+                                  spread)
 from quantd.client import Client
 from quantd.encoding import Encoding, Source
 from quantd.results import QuantizedTensor
@@ -20,7 +21,7 @@ from quantd.results import QuantizedTensor
 _PIECE = 1 << 20
 
 
-class QuantizedWeight(torch.nn.Module):  # type: ignore[misc]
+class QuantizedWeight(LaidOut):
     """A weight as codes; a call gives its reals, with the bits that the service
     answers.
 
@@ -30,9 +31,10 @@ class QuantizedWeight(torch.nn.Module):  # type: ignore[misc]
     values: float32, what each code of a float format or a codebook stands for,
         or None.
 
-    These are buffers: state_dict() has them and to(device) moves them.
-    load_state_dict takes those of a module made with the same spec. half(),
-    to(dtype) and the like change the type of the reals alone.
+    These are buffers: state_dict() has them and to(device) moves them. It has
+    the format and the block size, too: load_state_dict takes the state of a
+    module with the same ones, and refuses others. half(), to(dtype) and the
+    like change the type of the reals alone.
     """
 
     def __init__(self, quantized: QuantizedTensor, dtype: torch.dtype,
@@ -74,6 +76,11 @@ class QuantizedWeight(torch.nn.Module):  # type: ignore[misc]
             reals = self.codes.to(dtype)
         return (reals * spread(self.scale, self.block_size, shape).to(dtype)
                 ).to(real)
+
+    def layout(self) -> dict[str, Any]:
+        """Of the codes."""
+        return {"format": self.format, "block_size": plain_block_size(
+            self.block_size, self.scale.shape)}
 
     def extra_repr(self) -> str:
         """For print(model)."""
