@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import quantd
+import requantizing
 
 E2M1 = np.array([0, .5, 1, 1.5, 2, 3, 4, 6], np.float32)
 E2M1 = np.concatenate([E2M1, -E2M1])
@@ -302,39 +303,29 @@ def test_WhatIsQuantizedIsQuantizedOnlyWhenAskedTo(name, quantctl, client,
                                                    tmp_path):
     tensors, config, beside, _ = make(name)
     os.mkdir(tmp_path / "model")
-    single, restored = tmp_path / "model/x.safetensors", tmp_path / "floats"
+    single = tmp_path / "model/x.safetensors"
     write(single, tensors, {"format": "pt"})
     for file, document in {"config.json": config, **beside}.items():
         if document is not None:
             (tmp_path / "model" / file).write_text(json.dumps(document))
     folder = tmp_path / "folder"
     write_folder(folder, tensors, config, beside)
-    once, twice = tmp_path / "once", tmp_path / "twice"
-    spec = "--spec", "int8:group:32", "--no-store"
-    for source in (single, folder):
-        refused = quantctl("quantize", source, "-o", once, *spec,
-                           code=FILE_ERROR)
-        assert "FILE_UNSUPPORTED" in refused
-        assert "is quantized already" in refused
-        assert f"quantctl dequantize {source} -o FILE" in refused
-        assert "--requantize" in refused
-        assert not once.exists()
-    quantctl("dequantize", single, "-o", restored)
-    quantctl("quantize", restored, "-o", twice, *spec)
-    quantctl("quantize", single, "-o", once, "--requantize", *spec)
-    assert once.read_bytes() == twice.read_bytes()
-    quantctl("quantize", folder, "-o", tmp_path / "out", "--requantize", *spec)
-    check_quantized(tmp_path / "out", once)
-
-    of_python = tmp_path / "python"
+    once, out = tmp_path / "once.safetensors", tmp_path / "out"
+    refused = requantizing.check_file(single, tmp_path, quantctl, client)
+    assert "FILE_UNSUPPORTED" in refused
+    assert f"quantctl dequantize {single} -o FILE" in refused
+    refused = quantctl("quantize", folder, "-o", out, *requantizing.ARGUMENTS,
+                       code=FILE_ERROR)
+    assert f"quantctl dequantize {folder} -o FILE" in refused
+    assert not out.exists()
+    quantctl("quantize", folder, "-o", out, "--requantize",
+             *requantizing.ARGUMENTS)
+    check_quantized(out, once)
     with pytest.raises(quantd.QuantdError) as caught:
-        quantd.quantize_model(folder, of_python, "int8:group:32", client=client)
-    assert caught.value.reason == "FILE_UNSUPPORTED"
+        quantd.quantize_model(folder, tmp_path / "shards", requantizing.SPEC,
+                              client=client)
     assert "requantize=True" in str(caught.value)
-    quantd.quantize_model(single, of_python, "int8:group:32", client=client,
-                          requantize=True)
-    assert of_python.read_bytes() == once.read_bytes()
-    quantd.quantize_model(folder, tmp_path / "shards", "int8:group:32",
+    quantd.quantize_model(folder, tmp_path / "shards", requantizing.SPEC,
                           client=client, requantize=True)
     check_quantized(tmp_path / "shards", once)
 

@@ -14,6 +14,7 @@ import pytest
 
 import package
 import quantd
+import requantizing
 from quantd import _files, _gguf
 
 LIBRARY = os.path.join(package.ROOT, "build/node/node_modules",
@@ -198,27 +199,10 @@ def write_mixed(path):
 
 
 def test_BlocksAreQuantizedOnlyWhenAskedTo(client, quantctl, tmp_path):
-    path, restored = tmp_path / "x.gguf", tmp_path / "x.safetensors"
-    twice, once = tmp_path / "twice.safetensors", tmp_path / "once.safetensors"
+    path, restored = tmp_path / "x.gguf", tmp_path / "floats.safetensors"
     write_mixed(path)
-    spec = "--spec", "int8:group:32", "--no-store"
-    refused = quantctl("quantize", path, "-o", once, *spec, code=4)
+    refused = requantizing.check_file(path, tmp_path, quantctl, client)
     assert '"blk.0.weight" is quantized already, to q4_K' in refused
-    assert "--requantize" in refused
-    assert not once.exists()
-
-    quantctl("dequantize", path, "-o", restored)
-    quantctl("quantize", restored, "-o", twice, *spec)
-    quantctl("quantize", path, "-o", once, "--requantize", *spec)
-    assert once.read_bytes() == twice.read_bytes()
-    of_python = tmp_path / "python.safetensors"
-    with pytest.raises(quantd.QuantdError) as caught:
-        quantd.quantize_model(path, of_python, "int8:group:32", client=client)
-    assert caught.value.reason == "FILE_UNSUPPORTED"
-    assert "requantize=True" in str(caught.value)
-    quantd.quantize_model(path, of_python, "int8:group:32", client=client,
-                          requantize=True)
-    assert of_python.read_bytes() == once.read_bytes()
     # A file is its own reference, before and after.
     for file, reference in ((path, restored), (restored, path)):
         assert "inf" in quantctl("evaluate", file, "--reference", reference)
