@@ -667,6 +667,8 @@ void BlockQuantizer::AddTile(int64_t first, int64_t count, const uint8_t* in,
   };
   if (finds_e4m3_) {
     FindE4m3Scales(begin, blocks, outcome);
+  } else if (is_min_max_ && outer_maximum_.empty()) {
+    FindMinMaxScales(begin, blocks, outcome);
   } else {
     layout_.ForEachRun(first, count, find_scales);
   }
@@ -739,7 +741,12 @@ void BlockQuantizer::AddBands(int64_t first, int64_t count, const uint8_t* in,
 
 void BlockQuantizer::FindScale(int64_t index, const Block& block,
                                BlockElements* elements, Outcome* outcome) {
-  absl::StatusOr<BlockScale> scale = ScaleOf(index, block, elements, outcome);
+  SetScaleOr(index, ScaleOf(index, block, elements, outcome), outcome);
+}
+
+void BlockQuantizer::SetScaleOr(int64_t index,
+                                const absl::StatusOr<BlockScale>& scale,
+                                Outcome* outcome) {
   if (scale.ok()) return SetScale(index, *scale);
   // Something that can be computed with, for codes that nobody sees.
   SetScale(index, {1, 0, 0});
@@ -772,6 +779,31 @@ void BlockQuantizer::FindE4m3Scales(int64_t index,
   }
 }
 
+void BlockQuantizer::FindMinMaxScales(int64_t index,
+                                      absl::Span<const Block> blocks,
+                                      Outcome* outcome) {
+  // In float64 more is needed: it may be beyond float32.
+  const bool floors =
+      scaler_.floors_powers_of_two() && type_ != ElementType::kFloat64;
+  for (const Block& block : blocks) {
+    const Extremes& extremes = block.extremes;
+    const bool has_range = !block.has_non_finite && !extremes.empty() &&
+                           (extremes.min != 0 || extremes.max != 0);
+    if (!has_range) {
+      FindScale(index, block, nullptr, outcome);
+    } else if (floors) {
+      SetScale(index, scaler_.FlooredPowerOfTwo(static_cast<float>(
+                          std::max(-extremes.min, extremes.max))));
+    } else {
+      SetScaleOr(index,
+                 scaler_.Scale(first_scale() + index,
+                               scaler_.Extend({extremes.min, extremes.max}), 0),
+                 outcome);
+    }
+    ++index;
+  }
+}
+
 absl::StatusOr<BlockScale> BlockQuantizer::ScaleOf(int64_t index,
                                                    const Block& block,
                                                    BlockElements* elements,
@@ -780,14 +812,6 @@ absl::StatusOr<BlockScale> BlockQuantizer::ScaleOf(int64_t index,
     return scaler_.NanScale();
   }
   const Extremes& extremes = block.extremes;
-  const bool is_empty = extremes.empty();
-  // In float64 more is needed: it may be beyond float32.
-  if (is_min_max_ && scaler_.floors_powers_of_two() &&
-      type_ != ElementType::kFloat64 && !is_empty &&
-      (extremes.min != 0 || extremes.max != 0)) {
-    return scaler_.FlooredPowerOfTwo(
-        static_cast<float>(std::max(-extremes.min, extremes.max)));
-  }
   const int64_t scale_index = first_scale() + index;
   float outer = 0;
   bool outer_is_zero = true;

@@ -117,10 +117,17 @@ class BlockQuantizer {
   // elements give E4M3 scales.
   void FindE4m3Scales(int64_t index, absl::Span<const Block> blocks,
                       Outcome* outcome);
+  // The same where the least and the greatest element give scales that have no
+  // outer one. Small blocks have many scales: this is a loop without searches.
+  void FindMinMaxScales(int64_t index, absl::Span<const Block> blocks,
+                        Outcome* outcome);
   absl::StatusOr<BlockScale> ScaleOf(int64_t index, const Block& block,
                                      BlockElements* elements,
                                      Outcome* outcome) const;
   void SetScale(int64_t index, const BlockScale& scale);
+  // Or tells that there is none.
+  void SetScaleOr(int64_t index, const absl::StatusOr<BlockScale>& scale,
+                  Outcome* outcome);
   // Adds what the statistics of a part found of blocks, of which the first is
   // that of scale index `first` of the range.
   void Collect(const PartialStatistics& partial, int64_t first,
