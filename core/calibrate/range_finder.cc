@@ -35,16 +35,17 @@ class RangeFinder::Bins {
   bool empty() const { return distribution_.count() == 0; }
 
   absl::StatusOr<double> Error(const Range& range, double gamma) const {
-    return RangeError(finder_.scaler_, index_, outer_, finder_.numbers_,
-                      distribution_, range, gamma);
+    return RangeError(finder_.scaler_, index_, outer_,
+                      finder_.searched_->numbers, distribution_, range, gamma);
   }
   absl::StatusOr<Range> Search(double gamma, int steps, StopToken stop) const {
-    return SearchRange(finder_.scaler_, index_, outer_, finder_.numbers_,
-                       distribution_, whole_, gamma, steps, stop);
+    return SearchRange(finder_.scaler_, index_, outer_,
+                       finder_.searched_->numbers, distribution_, whole_, gamma,
+                       steps, stop);
   }
   absl::StatusOr<Range> Entropy(int steps, int bins, StopToken stop) const {
-    return SearchEntropy(histogram_, finder_.levels_, whole_, steps, bins,
-                         stop);
+    return SearchEntropy(histogram_, finder_.searched_->levels, whole_, steps,
+                         bins, stop);
   }
   double QuantileOf(double fraction) const {
     return Quantile(distribution_, fraction);
@@ -84,14 +85,16 @@ class RangeFinder::Elements {
   bool empty() const { return elements_->count() == 0; }
 
   absl::StatusOr<double> Error(const Range& range, double gamma) const {
-    return finder_.search_.Error(index_, outer_, range, gamma, elements_);
+    return finder_.searched_->search.Error(index_, outer_, range, gamma,
+                                           elements_);
   }
   absl::StatusOr<Range> Search(double gamma, int steps, StopToken stop) const {
-    return finder_.search_.Search(index_, outer_, whole_, gamma, steps,
-                                  elements_, stop);
+    return finder_.searched_->search.Search(index_, outer_, whole_, gamma,
+                                            steps, elements_, stop);
   }
   absl::StatusOr<Range> Entropy(int steps, int bins, StopToken stop) const {
-    return SearchEntropy(elements_, finder_.levels_, whole_, steps, bins, stop);
+    return SearchEntropy(elements_, finder_.searched_->levels, whole_, steps,
+                         bins, stop);
   }
   double QuantileOf(double fraction) const {
     return BlockSearch::Quantile(fraction, /*of_magnitudes=*/false, elements_);
@@ -116,14 +119,13 @@ RangeFinder::RangeFinder(const EncodingSpec& spec, const Encoding& encoding,
                          const HeldTensor* held)
     : spec_(spec),
       scaler_(scaler),
-      numbers_(encoding),
-      levels_(LevelsOf(numbers_, scaler.is_symmetric())),
-      search_(spec, encoding, scaler),
       is_direct_(IsSearchedDirectly(spec, layout) &&
                  (statistics == nullptr || statistics->histograms().empty())),
       statistics_(statistics),
       moving_average_(moving_average),
-      held_(held) {}
+      held_(held) {
+  if (NeedsHistograms(spec)) searched_.emplace(spec, encoding, scaler);
+}
 
 int RangeFinder::mantissa_bits() const {
   if (!NeedsHistograms(spec_) || is_direct_) return 0;

@@ -71,6 +71,19 @@ class RangeFinder {
   class Bins;
   class Elements;
 
+  // What searches know of the codes.
+  struct Searched {
+    Searched(const EncodingSpec& spec, const Encoding& encoding,
+             const RangeScaler& scaler)
+        : numbers(encoding),
+          levels(LevelsOf(numbers, scaler.is_symmetric())),
+          search(spec, encoding, scaler) {}
+
+    const CodeNumbers numbers;
+    const EntropyLevels levels;
+    const BlockSearch search;
+  };
+
   // What there is without a search; none where one is needed.
   absl::optional<absl::optional<Range>> FindAtOnce(
       int64_t index, const Extremes& extremes) const;
@@ -93,9 +106,9 @@ class RangeFinder {
 
   const EncodingSpec& spec_;
   const RangeScaler& scaler_;
-  const CodeNumbers numbers_;
-  const EntropyLevels levels_;
-  const BlockSearch search_;
+  // Only where the method searches: to make it takes longer than to find the
+  // scales of a small tensor without.
+  absl::optional<Searched> searched_;
   const bool is_direct_;
   const TensorStatistics* const statistics_;
   const absl::Span<const Extremes> moving_average_;
