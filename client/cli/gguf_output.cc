@@ -28,7 +28,6 @@ namespace quantd::cli {
 namespace {
 
 constexpr size_t kBlock = 32;
-constexpr float kMostHalf = 65504;
 
 // A spec that has a type, and the least that is said of it.
 struct Row {
@@ -60,23 +59,6 @@ const Row* FindRow(absl::string_view type) {
     if (row.type == type) return &row;
   }
   return nullptr;
-}
-
-// The nearest float16; of two, the even one.
-// Requires: finite, at most kMostHalf.
-uint16_t NearestHalf(float value) {
-  if (value == 0) return 0;
-  const float magnitude = std::fabs(value);
-  int exponent = 0;
-  std::frexp(magnitude, &exponent);
-  // Of the last bit.
-  exponent = std::max(exponent - 11, -24);
-  // 2^10 and more but for subnormal numbers; 2^11 where it rounds up to the
-  // next power of two, which carries into the exponent.
-  const int steps =
-      static_cast<int>(std::nearbyint(std::ldexp(magnitude, -exponent)));
-  const int bits = ((exponent + 24) << 10) + steps;
-  return static_cast<uint16_t>(bits | (std::signbit(value) ? 0x8000 : 0));
 }
 
 // Code i of packed or unpacked codes, as the bits that it is stored in.
@@ -197,11 +179,11 @@ absl::StatusOr<std::vector<uint8_t>> PackGguf(const files::GgufType& type,
     if (row.has_minimum) {
       const float minimum =
           -static_cast<float>(zero_point + offset) * files::ReadHalf(at);
-      if (std::fabs(minimum) > kMostHalf) {
+      if (std::fabs(minimum) > files::kMostHalf) {
         return ArgumentInvalidError(absl::StrCat(
             "the minimum of a block, ", minimum, ", is more than float16 has"));
       }
-      const uint16_t half = NearestHalf(minimum);
+      const uint16_t half = files::NearestHalf(minimum);
       const uint8_t bytes[] = {static_cast<uint8_t>(half & 255),
                                static_cast<uint8_t>(half >> 8)};
       *is_rounded = *is_rounded || files::ReadHalf(bytes) != minimum;

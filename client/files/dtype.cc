@@ -1,5 +1,7 @@
 #include "client/files/dtype.h"
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -77,6 +79,21 @@ float ReadHalf(const uint8_t* bytes) {
   float value = 0;
   std::memcpy(&value, &wide, sizeof(value));
   return value;
+}
+
+uint16_t NearestHalf(float value) {
+  if (value == 0) return 0;
+  const float magnitude = std::fabs(value);
+  int exponent = 0;
+  std::frexp(magnitude, &exponent);
+  // Of the last bit.
+  exponent = std::max(exponent - 11, -24);
+  // 2^10 and more but for subnormal numbers; 2^11 where it rounds up to the
+  // next power of two, which carries into the exponent.
+  const int steps =
+      static_cast<int>(std::nearbyint(std::ldexp(magnitude, -exponent)));
+  const int bits = ((exponent + 24) << 10) + steps;
+  return static_cast<uint16_t>(bits | (std::signbit(value) ? 0x8000 : 0));
 }
 
 std::vector<uint8_t> Widen(Dtype from, absl::Span<const uint8_t> data,

@@ -45,6 +45,11 @@ std::optional<int64_t> TensorSizeBytes(Dtype dtype,
 // The value of two bytes of kF16. A NaN keeps its bits, and is quiet.
 float ReadHalf(const uint8_t* bytes);
 
+constexpr float kMostHalf = 65504;
+// The bits of the nearest kF16; of two, the even one.
+// Requires: finite, at most kMostHalf in magnitude.
+uint16_t NearestHalf(float value);
+
 // Elements of kF16, kBF16, kF32 or kF64 as `to`, kF32 or kF64, which holds them
 // exactly.
 // Requires: `data` are whole elements, and `to` is not narrower.

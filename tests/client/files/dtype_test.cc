@@ -64,6 +64,24 @@ TEST(ReadHalfTest, ReadsAllPatterns) {
   }
 }
 
+TEST(NearestHalfTest, GivesEveryNumberItsOwnBits) {
+  for (uint32_t bits = 0; bits < 0x10000; ++bits) {
+    const uint8_t bytes[] = {static_cast<uint8_t>(bits),
+                             static_cast<uint8_t>(bits >> 8)};
+    const float value = ReadHalf(bytes);
+    // Zero has one sign.
+    if (!std::isfinite(value) || bits == 0x8000) continue;
+    EXPECT_EQ(NearestHalf(value), bits);
+    // A quarter of a step off, and half a step off from an even one.
+    if ((bits & 0x7FFF) == 0x7BFF) continue;
+    const uint8_t next[] = {static_cast<uint8_t>(bits + 1),
+                            static_cast<uint8_t>((bits + 1) >> 8)};
+    const float step = ReadHalf(next) - value;
+    EXPECT_EQ(NearestHalf(value + step / 4), bits);
+    EXPECT_EQ(NearestHalf(value + step / 2), bits + bits % 2);
+  }
+}
+
 template <typename T>
 std::vector<T> As(const std::vector<uint8_t>& bytes) {
   std::vector<T> values(bytes.size() / sizeof(T));

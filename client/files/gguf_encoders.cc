@@ -1,0 +1,479 @@
+#include "client/files/gguf_encoders.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#include "absl/strings/string_view.h"
+#include "client/files/dtype.h"
+#include "client/files/gguf_types.h"
+
+namespace quantd::files {
+namespace {
+
+constexpr size_t kSuperBlock = 256;
+// Sums are taken in so many lanes: in one order, and yet in vectors.
+constexpr size_t kLanes = 8;
+// Added and taken off again it rounds to the nearest integer, ties to even.
+// Below 2^22 in magnitude.
+constexpr float kRounder = 0x1.8p23F;
+// Below this float16 has nothing but zero.
+constexpr float kLeastRange = 0x1p-60F;
+// How often what a super-block shares is fitted to its codes.
+constexpr int kRounds = 4;
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+// The sum of one term for each element of a block.
+template <size_t kCount>
+float Sum(const float* terms) {
+  float lanes[kLanes];
+  for (size_t l = 0; l < kLanes; ++l) {
+    lanes[l] = terms[l];
+    for (size_t i = kLanes; i < kCount; i += kLanes) lanes[l] += terms[l + i];
+  }
+  return ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) +
+         ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
+}
+
+// Without std::clamp, which compilers make no vectors of.
+float Code(float value, float low, float high) {
+  const float above = value < low ? low : value;
+  const float clamped = above > high ? high : above;
+  return clamped + kRounder - kRounder;
+}
+
+int NearestInt(float value, int low, int high) {
+  return static_cast<int>(
+      Code(value, static_cast<float>(low), static_cast<float>(high)));
+}
+
+float HalfValue(uint16_t half) {
+  const uint8_t bytes[] = {static_cast<uint8_t>(half & 255),
+                           static_cast<uint8_t>(half >> 8)};
+  return ReadHalf(bytes);
+}
+
+float InverseOf(float scale) { return scale == 0 ? 0 : 1 / scale; }
+
+// As a float16 has it; not beyond its largest number.
+float ToHalf(double value) {
+  const float clamped = static_cast<float>(
+      std::clamp(value, -double{kMostHalf}, double{kMostHalf}));
+  return HalfValue(NearestHalf(clamped));
+}
+
+// The same, not less than `value`, but for the largest number.
+// Requires: value >= 0.
+float ToHalfAbove(float value) {
+  const float nearest = ToHalf(value);
+  if (!(nearest < value) || nearest == kMostHalf) return nearest;
+  return HalfValue(static_cast<uint16_t>(NearestHalf(nearest) + 1));
+}
+
+void PutHalf(float value, uint8_t* bytes) {
+  const uint16_t half = NearestHalf(value);
+  bytes[0] = static_cast<uint8_t>(half & 255);
+  bytes[1] = static_cast<uint8_t>(half >> 8);
+}
+
+// q4_K and q5_K.
+
+constexpr size_t kLineBlock = 32;
+constexpr size_t kLineBlocks = kSuperBlock / kLineBlock;
+constexpr int kMostSixBits = 63;
+
+// x' = scale * code - minimum, neither of them negative.
+struct Line {
+  float scale = 0;
+  float minimum = 0;
+};
+
+// The squared error of a block, each element with its nearest code.
+float ErrorOf(const float* x, const Line& line, float most) {
+  const float scale = line.scale;
+  const float minimum = line.minimum;
+  const float inverse = InverseOf(scale);
+  float squares[kLineBlock];
+  for (size_t i = 0; i < kLineBlock; ++i) {
+    const float code = Code((x[i] + minimum) * inverse, 0, most);
+    const float error = x[i] - (scale * code - minimum);
+    squares[i] = error * error;
+  }
+  return Sum<kLineBlock>(squares);
+}
+
+// Sums over codes q and elements x of a block.
+struct LineSums {
+  float q;
+  float qq;
+  float x;
+  float xq;
+};
+
+LineSums SumsOf(const float* x, const Line& line, float most) {
+  const float minimum = line.minimum;
+  const float inverse = InverseOf(line.scale);
+  float q[kLineBlock];
+  float qq[kLineBlock];
+  float xq[kLineBlock];
+  for (size_t i = 0; i < kLineBlock; ++i) {
+    q[i] = Code((x[i] + minimum) * inverse, 0, most);
+    qq[i] = q[i] * q[i];
+    xq[i] = x[i] * q[i];
+  }
+  return {Sum<kLineBlock>(q), Sum<kLineBlock>(qq), Sum<kLineBlock>(x),
+          Sum<kLineBlock>(xq)};
+}
+
+// The line with the least error for the codes that `line` gives.
+Line Fit(const float* x, const Line& line, float most) {
+  constexpr float kCount = kLineBlock;
+  const LineSums sums = SumsOf(x, line, most);
+  if (sums.qq == 0) return line;
+  const float determinant = kCount * sums.qq - sums.q * sums.q;
+  Line fit = {sums.xq / sums.qq, 0};
+  if (determinant > 0) {
+    const Line free = {(kCount * sums.xq - sums.q * sums.x) / determinant,
+                       (sums.q * sums.xq - sums.qq * sums.x) / determinant};
+    if (free.minimum > 0) fit = free;
+  }
+  return fit.scale > kLeastRange ? fit : line;
+}
+
+// The line with the least error of those that are tried.
+Line FindLine(const float* x, float most) {
+  // Of ranges that are cut off ever more at their upper end.
+  constexpr int kSteps = 33;
+  constexpr float kStep = 0.125F;
+  constexpr int kFits = 4;
+  const float low = std::min(*std::min_element(x, x + kLineBlock), 0.0F);
+  const float high = std::max(*std::max_element(x, x + kLineBlock), low);
+  if (!(high - low > kLeastRange)) return {0, -low};
+  Line best;
+  float least = kInfinity;
+  const auto attempt = [&](const Line& line) {
+    const float error = ErrorOf(x, line, most);
+    if (!(error < least)) return false;
+    least = error;
+    best = line;
+    return true;
+  };
+  for (int i = 0; i < kSteps; ++i) {
+    const float codes = most - 1 + kStep * static_cast<float>(i);
+    attempt(Fit(x, {(high - low) / codes, -low}, most));
+  }
+  for (int i = 0; i < kFits; ++i) {
+    if (!attempt(Fit(x, best, most))) break;
+  }
+  return best;
+}
+
+// What is stored of a super-block, but for its codes.
+struct LineBlock {
+  float d = 0;
+  float dmin = 0;
+  int scale[kLineBlocks] = {};
+  int minimum[kLineBlocks] = {};
+  double error = kInfinity;
+
+  // As it will be decoded.
+  Line LineOf(size_t j) const {
+    return {d * static_cast<float>(scale[j]),
+            dmin * static_cast<float>(minimum[j])};
+  }
+};
+
+// Chooses the integers of each block near those of its line.
+LineBlock ChooseLines(const float* x, const Line* lines, float d, float dmin,
+                      float most) {
+  LineBlock chosen = {d, dmin};
+  chosen.error = 0;
+  for (size_t j = 0; j < kLineBlocks; ++j) {
+    const int scale =
+        NearestInt(lines[j].scale * InverseOf(d), 0, kMostSixBits);
+    const int minimum =
+        NearestInt(lines[j].minimum * InverseOf(dmin), 0, kMostSixBits);
+    float least = kInfinity;
+    for (int s = std::max(scale - 1, 0); s <= std::min(scale + 1, kMostSixBits);
+         ++s) {
+      for (int m = std::max(minimum - 1, 0);
+           m <= std::min(minimum + 1, kMostSixBits); ++m) {
+        const Line line = {d * static_cast<float>(s),
+                           dmin * static_cast<float>(m)};
+        const float error = ErrorOf(x + j * kLineBlock, line, most);
+        if (!(error < least)) continue;
+        least = error;
+        chosen.scale[j] = s;
+        chosen.minimum[j] = m;
+      }
+    }
+    chosen.error += double{least};
+  }
+  return chosen;
+}
+
+// The d and dmin with the least error for the integers and codes that there
+// are: x is near d * a - dmin * b.
+void FitShared(const float* x, const LineBlock& block, float most, float* d,
+               float* dmin) {
+  double aa = 0;
+  double ab = 0;
+  double bb = 0;
+  double xa = 0;
+  double xb = 0;
+  for (size_t j = 0; j < kLineBlocks; ++j) {
+    const LineSums sums = SumsOf(x + j * kLineBlock, block.LineOf(j), most);
+    const double scale = block.scale[j];
+    const double minimum = block.minimum[j];
+    aa += scale * scale * double{sums.qq};
+    ab += scale * minimum * double{sums.q};
+    bb += minimum * minimum * double{kLineBlock};
+    xa += scale * double{sums.xq};
+    xb += minimum * double{sums.x};
+  }
+  const double determinant = aa * bb - ab * ab;
+  if (bb == 0) {
+    if (aa > 0 && xa > 0) *d = ToHalf(xa / aa);
+  } else if (determinant > 0) {
+    const double free_d = (xa * bb - xb * ab) / determinant;
+    const double free_dmin = (xa * ab - xb * aa) / determinant;
+    if (free_d > 0 && free_dmin > 0) {
+      *d = ToHalf(free_d);
+      *dmin = ToHalf(free_dmin);
+    }
+  }
+}
+
+LineBlock FindLines(const float* x, float most) {
+  Line lines[kLineBlocks];
+  Line largest;
+  for (size_t j = 0; j < kLineBlocks; ++j) {
+    lines[j] = FindLine(x + j * kLineBlock, most);
+    largest.scale = std::max(largest.scale, lines[j].scale);
+    largest.minimum = std::max(largest.minimum, lines[j].minimum);
+  }
+  float d = ToHalfAbove(largest.scale / kMostSixBits);
+  float dmin = ToHalfAbove(largest.minimum / kMostSixBits);
+  LineBlock best;
+  for (int i = 0; i < kRounds; ++i) {
+    const LineBlock chosen = ChooseLines(x, lines, d, dmin, most);
+    if (!(chosen.error < best.error)) break;
+    best = chosen;
+    FitShared(x, best, most, &d, &dmin);
+    if (d == best.d && dmin == best.dmin) break;
+  }
+  return best;
+}
+
+// Scales and minima of 6 bits in 12 bytes, as gguf_types.cc reads them.
+void PutSixBits(const LineBlock& block, uint8_t* bytes) {
+  for (size_t j = 0; j < kLineBlocks / 2; ++j) {
+    const int scale = block.scale[j + 4];
+    const int minimum = block.minimum[j + 4];
+    bytes[j] = static_cast<uint8_t>(block.scale[j] | scale >> 4 << 6);
+    bytes[j + 4] = static_cast<uint8_t>(block.minimum[j] | minimum >> 4 << 6);
+    bytes[j + 8] = static_cast<uint8_t>((scale & 15) | (minimum & 15) << 4);
+  }
+}
+
+// `low`  128 bytes of the low 4 bits of codes; `high`  32 of the fifth, or
+// null.
+void EncodeLines(const float* x, int most, uint8_t* block, uint8_t* high,
+                 uint8_t* low) {
+  const auto largest = static_cast<float>(most);
+  const LineBlock found = FindLines(x, largest);
+  PutHalf(found.d, block);
+  PutHalf(found.dmin, block + 2);
+  PutSixBits(found, block + 4);
+  for (size_t j = 0; j < kLineBlocks; ++j) {
+    const Line line = found.LineOf(j);
+    const float inverse = InverseOf(line.scale);
+    for (size_t i = 0; i < kLineBlock; ++i) {
+      const int code = static_cast<int>(
+          Code((x[j * kLineBlock + i] + line.minimum) * inverse, 0, largest));
+      // 32 bytes have two blocks.
+      low[j / 2 * 32 + i] |= static_cast<uint8_t>((code & 15) << (j % 2 * 4));
+      if (high != nullptr) {
+        high[i] |= static_cast<uint8_t>(code >> 4 << j);
+      }
+    }
+  }
+}
+
+void EncodeQ4K(const float* elements, uint8_t* block) {
+  std::memset(block, 0, 144);
+  EncodeLines(elements, 15, block, nullptr, block + 16);
+}
+
+void EncodeQ5K(const float* elements, uint8_t* block) {
+  std::memset(block, 0, 176);
+  EncodeLines(elements, 31, block, block + 16, block + 48);
+}
+
+// q6_K.
+
+constexpr size_t kScaleBlock = 16;
+constexpr size_t kScaleBlocks = kSuperBlock / kScaleBlock;
+constexpr int kLeastScale = -128;
+constexpr int kMostScale = 127;
+constexpr float kLeastCode = -32;
+constexpr float kMostCode = 31;
+
+float ScaledError(const float* x, float scale) {
+  const float inverse = InverseOf(scale);
+  float squares[kScaleBlock];
+  for (size_t i = 0; i < kScaleBlock; ++i) {
+    const float code = Code(x[i] * inverse, kLeastCode, kMostCode);
+    const float error = x[i] - scale * code;
+    squares[i] = error * error;
+  }
+  return Sum<kScaleBlock>(squares);
+}
+
+// Sums over codes q and elements x.
+struct ScaleSums {
+  float qq;
+  float xq;
+};
+
+ScaleSums ScaledSums(const float* x, float scale) {
+  const float inverse = InverseOf(scale);
+  float qq[kScaleBlock];
+  float xq[kScaleBlock];
+  for (size_t i = 0; i < kScaleBlock; ++i) {
+    const float code = Code(x[i] * inverse, kLeastCode, kMostCode);
+    qq[i] = code * code;
+    xq[i] = x[i] * code;
+  }
+  return {Sum<kScaleBlock>(qq), Sum<kScaleBlock>(xq)};
+}
+
+// The scale with the least error of those that are tried. Of either sign: codes
+// reach further down than up.
+float FindScale(const float* x) {
+  constexpr int kSteps = 21;
+  constexpr float kStep = 0.25F;
+  constexpr float kFirst = 29;
+  float largest = 0;
+  for (size_t i = 0; i < kScaleBlock; ++i) {
+    if (std::fabs(x[i]) > std::fabs(largest)) largest = x[i];
+  }
+  if (!(std::fabs(largest) > kLeastRange)) return 0;
+  float best = 0;
+  float least = kInfinity;
+  for (const float sign : {-1.0F, 1.0F}) {
+    for (int i = 0; i < kSteps; ++i) {
+      const float codes = kFirst + kStep * static_cast<float>(i);
+      const ScaleSums sums = ScaledSums(x, sign * largest / codes);
+      const float scale = sums.xq / sums.qq;
+      const float error = ScaledError(x, scale);
+      if (!(error < least)) continue;
+      least = error;
+      best = scale;
+    }
+  }
+  return best;
+}
+
+struct ScaledBlock {
+  float d = 0;
+  int scale[kScaleBlocks] = {};
+  double error = kInfinity;
+};
+
+ScaledBlock ChooseScales(const float* x, const float* scales, float d) {
+  ScaledBlock chosen = {d};
+  chosen.error = 0;
+  for (size_t j = 0; j < kScaleBlocks; ++j) {
+    const int scale =
+        NearestInt(scales[j] * InverseOf(d), kLeastScale, kMostScale);
+    float least = kInfinity;
+    for (int s = std::max(scale - 1, kLeastScale);
+         s <= std::min(scale + 1, kMostScale); ++s) {
+      const float error =
+          ScaledError(x + j * kScaleBlock, d * static_cast<float>(s));
+      if (!(error < least)) continue;
+      least = error;
+      chosen.scale[j] = s;
+    }
+    chosen.error += double{least};
+  }
+  return chosen;
+}
+
+float FitScales(const float* x, const ScaledBlock& block) {
+  double aa = 0;
+  double xa = 0;
+  for (size_t j = 0; j < kScaleBlocks; ++j) {
+    const double scale = block.scale[j];
+    const ScaleSums sums = ScaledSums(
+        x + j * kScaleBlock, block.d * static_cast<float>(block.scale[j]));
+    aa += scale * scale * double{sums.qq};
+    xa += scale * double{sums.xq};
+  }
+  return aa > 0 ? ToHalf(xa / aa) : block.d;
+}
+
+ScaledBlock FindScales(const float* x) {
+  float scales[kScaleBlocks];
+  float largest = 0;
+  for (size_t j = 0; j < kScaleBlocks; ++j) {
+    scales[j] = FindScale(x + j * kScaleBlock);
+    if (std::fabs(scales[j]) > std::fabs(largest)) largest = scales[j];
+  }
+  // The largest one becomes -128.
+  float d = ToHalfAbove(std::fabs(largest) / -kLeastScale);
+  if (largest > 0) d = -d;
+  ScaledBlock best;
+  for (int i = 0; i < kRounds; ++i) {
+    const ScaledBlock chosen = ChooseScales(x, scales, d);
+    if (!(chosen.error < best.error)) break;
+    best = chosen;
+    d = FitScales(x, best);
+    if (d == best.d) break;
+  }
+  return best;
+}
+
+void EncodeQ6K(const float* elements, uint8_t* block) {
+  std::memset(block, 0, 210);
+  const ScaledBlock found = FindScales(elements);
+  PutHalf(found.d, block + 208);
+  for (size_t j = 0; j < kScaleBlocks; ++j) {
+    block[192 + j] = static_cast<uint8_t>(found.scale[j]);
+    const float inverse =
+        InverseOf(found.d * static_cast<float>(found.scale[j]));
+    // Where gguf_types.cc finds them.
+    uint8_t* const low = block + j / 8 * 64 + j % 4 * 16;
+    uint8_t* const high = block + 128 + j / 8 * 32 + j % 2 * 16;
+    for (size_t i = 0; i < kScaleBlock; ++i) {
+      const int code =
+          static_cast<int>(Code(elements[j * kScaleBlock + i] * inverse,
+                                kLeastCode, kMostCode)) +
+          32;
+      low[i] |= static_cast<uint8_t>((code & 15) << (j % 8 / 4 * 4));
+      high[i] |= static_cast<uint8_t>(code >> 4 << (j / 2 % 4 * 2));
+    }
+  }
+}
+
+struct Row {
+  absl::string_view type;
+  GgufEncoder encode;
+};
+constexpr Row kEncoders[] = {
+    {"q4_K", EncodeQ4K}, {"q5_K", EncodeQ5K}, {"q6_K", EncodeQ6K}};
+
+}  // namespace
+
+GgufEncoder FindGgufEncoder(const GgufType& type) {
+  for (const Row& row : kEncoders) {
+    if (row.type == type.name) return row.encode;
+  }
+  return nullptr;
+}
+
+}  // namespace quantd::files
