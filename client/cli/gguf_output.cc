@@ -54,6 +54,14 @@ constexpr Row kRows[] = {
      false, 38},
 };
 
+// Types whose blocks quantctl makes itself; those of llama.cpp's "small"
+// mixtures, which have one type throughout.
+struct BlockRow {
+  absl::string_view type;
+  uint32_t file_type;
+};
+constexpr BlockRow kBlockRows[] = {{"q6_K", 18}, {"q5_K", 16}, {"q4_K", 14}};
+
 const Row* FindRow(absl::string_view type) {
   for (const Row& row : kRows) {
     if (row.type == type) return &row;
@@ -129,12 +137,20 @@ absl::StatusOr<files::GgufEntry> GgufEntryOf(const std::string& path,
 }
 
 std::string GgufSpecs() {
-  return absl::StrJoin(kRows, ", ", [](std::string* text, const Row& row) {
+  const auto append = [](std::string* text, const Row& row) {
     absl::StrAppend(text, row.spec, " (", row.type, ")");
-  });
+  };
+  const auto append_type = [](std::string* text, const BlockRow& row) {
+    absl::StrAppend(text, row.type);
+  };
+  return absl::StrCat(absl::StrJoin(kRows, ", ", append), ", ",
+                      absl::StrJoin(kBlockRows, ", ", append_type));
 }
 
 uint32_t GgufFileType(const files::GgufType& type) {
+  for (const BlockRow& row : kBlockRows) {
+    if (row.type == type.name) return row.file_type;
+  }
   const Row* const row = FindRow(type.name);
   return row == nullptr ? 0 : row->file_type;
 }

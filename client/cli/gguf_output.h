@@ -36,7 +36,7 @@ absl::StatusOr<files::GgufEntry> GgufEntryOf(const std::string& path,
 std::string GgufSpecs();
 
 // The number that llama.cpp has for a file most of whose bytes are of the type;
-// 0 for a type that GgufTypeOf does not return.
+// 0 for a type that is not written.
 uint32_t GgufFileType(const files::GgufType& type);
 
 // Makes blocks of codes as Quantize answers them. A minimum is a float16 in

@@ -30,6 +30,9 @@ constexpr char kSpecs[] =
                         takes nothing is an error: put the narrower one first
   --spec @FILE          the file has one of these on each line
 
+  quantize -o OUT.gguf also takes q4_K, q5_K and q6_K. It makes these blocks
+  itself: they need no server.
+
 Formats:
 )";
 

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -112,6 +113,7 @@ const Option* AddShareOptions(Command* command, QuantizeOptions* options) {
 // What becomes of which tensors. Returns --store.
 const Option* AddTensorOptions(Command* command, QuantizeOptions* options) {
   options->name.AddOptions(command, /*required=*/false);
+  options->spec.takes_gguf_types = true;
   options->spec.AddOptionsWithPatterns(command);
   options->filter.AddOptions(command);
   const Option* const store = command->AddFlag(
@@ -157,6 +159,10 @@ void AddExamplesAndNotes(Command* command) {
       "  --spec int4:group:32:scale=float16",
       "with the metadata of the input; specs that GGUF has no type for are "
       "refused");
+  command->AddExample(
+      "quantctl quantize model-f16.gguf -o model-q4_k.gguf \\\n"
+      "  --spec q4_K --spec 'output.weight=q6_K'",
+      "quantctl makes these blocks itself, and q5_K, without a server");
   command->AddNote(
       "With --model the encodings of a run become visible all at once, at its "
       "end; with --part, when --join is done. If a run fails or is stopped, "
@@ -178,7 +184,7 @@ class Quantizer {
     if (!specs.ok()) return session_.FailUsage(specs.status());
     const absl::StatusOr<std::optional<Part>> part = ParsePartOptions(options_);
     if (!part.ok()) return session_.FailUsage(part.status());
-    absl::Status status = CheckGgufOptions(options_);
+    absl::Status status = CheckGgufOptions(options_, *specs);
     if (!status.ok()) return session_.FailUsage(status);
     std::optional<Connections> connections;
     if (NeedsActivations(options_)) {
@@ -192,7 +198,7 @@ class Quantizer {
     plan_ = *std::move(plan);
     // A tensor that cannot be done ends the run before it costs anything.
     if (!plan_.AnyFailed() || options_.keep_going) {
-      if (!options_.parts.join || options_.store) {
+      if (NeedsServer()) {
         if (!connections.has_value()) status = Connect(&connections);
         if (!status.ok()) return session_.FailUsage(status);
         server_ = std::make_unique<QuantizeServer>(
@@ -211,6 +217,16 @@ class Quantizer {
   }
 
  private:
+  // Not where the parts are done, or all blocks are made here.
+  bool NeedsServer() const {
+    if (options_.store) return true;
+    const auto is_made_here = [](const std::unique_ptr<Shard>& shard) {
+      return !shard->blocks.empty() && shard->selected.empty();
+    };
+    return !options_.parts.join &&
+           !std::all_of(plan_.shards.begin(), plan_.shards.end(), is_made_here);
+  }
+
   absl::Status Connect(std::optional<Connections>* connections) const {
     absl::StatusOr<Connections> connected = options_.streams.Connect(session_);
     if (!connected.ok()) return connected.status();
@@ -256,6 +272,9 @@ class Quantizer {
     for (const Target& target : plan_.targets) {
       if (target.IsDone()) continue;
       for (const files::FileTensor* const tensor : target.tensors) {
+        total_bytes += tensor->data.size();
+      }
+      for (const auto& [tensor, type] : target.shard->blocks) {
         total_bytes += tensor->data.size();
       }
     }

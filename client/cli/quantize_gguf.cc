@@ -10,12 +10,14 @@
 #include <utility>
 #include <vector>
 
+#include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
+#include "client/cli/gguf_blocks.h"
 #include "client/cli/gguf_output.h"
 #include "client/cpp/errors.h"
 #include "client/cpp/tensor.h"
@@ -25,7 +27,9 @@
 #include "client/files/gguf_types.h"
 #include "client/files/safetensors.h"
 #include "client/files/shard_index.h"
+#include "client/models/spec_syntax.h"
 #include "client/models/tensor_input.h"
+#include "quantd/v1/quantization_service.pb.h"
 
 namespace quantd::cli {
 namespace {
@@ -49,7 +53,10 @@ class GgufOutput {
     absl::Status status = MakeEntries();
     if (status.ok()) status = Create();
     if (status.ok()) status = Copy();
-    if (status.ok()) status = Quantize(server, progress);
+    if (status.ok()) status = MakeBlocks(progress);
+    if (status.ok() && !plan_.AnyFailed(shard_) && !tasks_.empty()) {
+      status = Quantize(server, progress);
+    }
     if (!status.ok() || plan_.AnyFailed(shard_)) return status;
     shard_.rounded_count =
         std::count(is_rounded_.begin(), is_rounded_.end(), uint8_t{true});
@@ -64,7 +71,15 @@ class GgufOutput {
   absl::Status MakeEntries() {
     const absl::flat_hash_set<const files::FileTensor*> selected(
         shard_.selected.begin(), shard_.selected.end());
+    const absl::flat_hash_map<const files::FileTensor*, const files::GgufType*>
+        blocks(shard_.blocks.begin(), shard_.blocks.end());
     for (const files::FileTensor& tensor : shard_.input.tensors()) {
+      const auto made = blocks.find(&tensor);
+      if (made != blocks.end()) {
+        made_.push_back(entries_.size());
+        entries_.push_back({tensor.name, made->second, tensor.shape});
+        continue;
+      }
       std::optional<EncodingSpec> spec;
       if (selected.contains(&tensor)) spec = plan_.SpecOf(tensor);
       absl::StatusOr<files::GgufEntry> entry =
@@ -122,8 +137,11 @@ class GgufOutput {
   // What the output says of itself: the type that most elements have.
   std::vector<std::string> OwnPairs() const {
     std::map<const files::GgufType*, uint64_t> sizes;
-    for (const size_t index : quantized_) {
-      sizes[entries_[index].type] += shard_.input.tensors()[index].data.size();
+    for (const std::vector<size_t>* const indices : {&quantized_, &made_}) {
+      for (const size_t index : *indices) {
+        sizes[entries_[index].type] +=
+            shard_.input.tensors()[index].data.size();
+      }
     }
     const auto most = std::max_element(
         sizes.begin(), sizes.end(),
@@ -149,6 +167,29 @@ class GgufOutput {
       const absl::Status status = builder_->Write(index, data);
       if (!status.ok()) return status;
       plan_.outcomes[tensor.name].output_bytes = data.size();
+    }
+    return absl::OkStatus();
+  }
+
+  // Writes the blocks that are made here.
+  absl::Status MakeBlocks(Progress* progress) {
+    for (const size_t index : made_) {
+      const files::FileTensor& tensor = shard_.input.tensors()[index];
+      Outcome& outcome = plan_.outcomes.at(tensor.name);
+      v1::ErrorMetrics metrics;
+      const absl::StatusOr<std::vector<uint8_t>> blocks =
+          MakeGgufBlocks(tensor, *entries_[index].type, &metrics);
+      progress->Add(tensor.data.size(), tensor.name);
+      if (!blocks.ok()) {
+        outcome.status = blocks.status();
+        continue;
+      }
+      const absl::Status status = builder_->Write(index, *blocks);
+      if (!status.ok()) return status;
+      outcome.is_quantized = true;
+      outcome.format = std::string(entries_[index].type->name);
+      outcome.output_bytes = blocks->size();
+      if (options_.evaluate) outcome.metrics = metrics;
     }
     return absl::OkStatus();
   }
@@ -183,14 +224,37 @@ class GgufOutput {
   std::vector<size_t> quantized_;
   // Of each task, whether a minimum was rounded.
   std::vector<uint8_t> is_rounded_;
-  // Indices of the others.
+  // Indices of those whose blocks are made here, and of the others.
+  std::vector<size_t> made_;
   std::vector<size_t> copied_;
   std::unique_ptr<files::GgufBuilder> builder_;
 };
 
+// The first type whose blocks are made here; empty for none.
+std::string BlockTypeOf(const SpecSet& specs) {
+  if (specs.has_base && !specs.base.gguf_type.empty()) {
+    return specs.base.gguf_type;
+  }
+  for (const SpecSet::Override& entry : specs.overrides) {
+    if (!entry.spec.gguf_type.empty()) return entry.spec.gguf_type;
+  }
+  return "";
+}
+
 }  // namespace
 
-absl::Status CheckGgufOptions(const QuantizeOptions& options) {
+absl::Status CheckGgufOptions(const QuantizeOptions& options,
+                              const SpecSet& specs) {
+  const std::string type = BlockTypeOf(specs);
+  if (!type.empty() && !options.IsGguf()) {
+    return ArgumentInvalidError(absl::StrCat(
+        "expected a .gguf file as the output, which alone has ", type));
+  }
+  if (!type.empty() && options.store) {
+    return ArgumentInvalidError(absl::StrCat(
+        "expected --no-store with ", type,
+        ": no encoding has its scales and minima, so there is none to store"));
+  }
   if (!options.IsGguf()) {
     return options.metadata.empty()
                ? absl::OkStatus()

@@ -9,15 +9,18 @@
 #include "client/cli/quantize_plan.h"
 #include "client/cli/quantize_server.h"
 #include "client/cli/session.h"
+#include "client/models/spec_syntax.h"
 
 namespace quantd::cli {
 
 // What GGUF has no place for, and what has a place nowhere else.
 // Errors: ARGUMENT_INVALID.
-absl::Status CheckGgufOptions(const QuantizeOptions& options);
+absl::Status CheckGgufOptions(const QuantizeOptions& options,
+                              const SpecSet& specs);
 
-// Writes the only target of the plan. If a tensor fails, there is no file, and
-// its shard is not marked as written.
+// Writes the only target of the plan. `server` is null where all tensors become
+// blocks without it. If a tensor fails, there is no file, and its shard is not
+// marked as written.
 // Errors: of files; those that end the run.
 absl::Status WriteGguf(const QuantizeOptions& options, const Session& session,
                        QuantizeServer* server, QuantizePlan* plan,

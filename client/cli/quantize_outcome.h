@@ -16,6 +16,7 @@
 #include "client/cli/compressed_tensors.h"
 #include "client/cli/session.h"
 #include "client/files/atomic_file.h"
+#include "client/files/gguf_types.h"
 #include "client/files/safetensors.h"
 #include "client/models/tensor_input.h"
 #include "nlohmann/json.hpp"
@@ -89,6 +90,9 @@ struct Shard {
   std::string name;
   std::string output_path;
   std::vector<const files::FileTensor*> selected;
+  // Those that become blocks of GGUF without the server, with their types.
+  std::vector<std::pair<const files::FileTensor*, const files::GgufType*>>
+      blocks;
   // What a compressed-tensors shard has of the caches of keys and values,
   // whether their projections are quantized or not.
   std::vector<CompressedData> cache;

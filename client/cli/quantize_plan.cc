@@ -277,6 +277,34 @@ absl::Status CheckSelected(const QuantizeOptions& options,
   return absl::OkStatus();
 }
 
+// Whether the tensor becomes blocks of GGUF without the server: sets *type.
+// Sets *is_copied for one that no type has whole blocks for. What becomes of
+// such tensors is what llama.cpp does, but for those that are copied.
+absl::Status FindBlocks(const QuantizeOptions& options,
+                        const files::FileTensor& tensor, QuantizePlan* plan,
+                        const files::GgufType** type, bool* is_copied) {
+  const SpecTemplate& spec = *plan->specs.For(tensor.name);
+  *type = nullptr;
+  *is_copied = false;
+  if (spec.gguf_type.empty()) return absl::OkStatus();
+  const files::GgufType& found = *files::FindGgufType(spec.gguf_type);
+  const int64_t row = tensor.shape.empty() ? 1 : tensor.shape.back();
+  if (row % found.block_elements == 0) {
+    *type = &found;
+    return files::CheckGgufEntry(options.output.path,
+                                 {tensor.name, &found, tensor.shape});
+  }
+  const absl::StatusOr<EncodingSpec> fallback = spec.SpecOf(tensor.shape);
+  const files::GgufType* const other =
+      fallback.ok() ? GgufTypeOf(*fallback, tensor.shape) : nullptr;
+  *is_copied = other == nullptr || row % other->block_elements != 0;
+  plan->block_notes.push_back(absl::StrCat(
+      "quantctl: tensor ", tensor.name, ": rows of ", row,
+      " elements have no whole blocks of ", found.name, ": ",
+      *is_copied ? "copied" : absl::StrCat(other->name, " in its place")));
+  return absl::OkStatus();
+}
+
 // Modules that lose much where they are quantized, or that no runtime has
 // kernels for: the head, embeddings and routers.
 constexpr absl::string_view kIgnoredModules[] = {"lm_head",
@@ -377,7 +405,16 @@ absl::Status SelectAll(const QuantizeOptions& options, QuantizePlan* plan) {
       if (is_selected.contains(&tensor) &&
           IsIgnored(options, plan->specs, tensor.name)) {
         plan->ignored.emplace_back(ModuleOf(tensor.name));
-      } else if (is_selected.contains(&tensor)) {
+        continue;
+      }
+      const files::GgufType* type = nullptr;
+      bool is_copied = !is_selected.contains(&tensor);
+      if (!is_copied) {
+        *status = FindBlocks(options, tensor, plan, &type, &is_copied);
+      }
+      if (type != nullptr) {
+        if (status->ok()) shard->blocks.emplace_back(&tensor, type);
+      } else if (!is_copied) {
         const absl::Status checked =
             CheckSelected(options, *plan, shard->input, tensor, status);
         if (!checked.ok()) return checked;

@@ -71,6 +71,9 @@ struct QuantizePlan {
   absl::flat_hash_set<const files::FileTensor*> scope;
   // Has all tensors from the beginning; different ones may change at once.
   Outcomes outcomes;
+  // What is said of tensors that have no whole blocks of the GGUF type that was
+  // asked for.
+  std::vector<std::string> block_notes;
   // Everything is in its place.
   bool is_complete = false;
   // Of the draft: whether it is known not to have all encodings, and whether

@@ -191,6 +191,7 @@ class RunReport {
       if (plan_.is_complete) session_.Print(SummaryText());
     }
     PrintNotFinite();
+    if (!session_.quiet) PrintNotes(plan_.block_notes, &session_);
     if (plan_.is_complete) {
       PrintModel();
       PrintTies();

@@ -25,6 +25,17 @@ bool AnyGiven(const std::vector<Option*>& options) {
                      [](const Option* option) { return option->IsGiven(); });
 }
 
+absl::Status CheckNoGgufTypes(const SpecSet& set) {
+  std::string type = set.base.gguf_type;
+  for (const SpecSet::Override& entry : set.overrides) {
+    if (type.empty()) type = entry.spec.gguf_type;
+  }
+  if (type.empty()) return absl::OkStatus();
+  return ArgumentInvalidError(
+      absl::StrCat("expected a spec of the server's formats, got ", type,
+                   ", which `quantctl quantize -o OUT.gguf` alone makes"));
+}
+
 }  // namespace
 
 void ReportUnread(const std::string& tensor, Session* session) {
@@ -261,6 +272,10 @@ absl::StatusOr<SpecSet> SpecOptions::ParseSet(bool granularity_is_apart) const {
   bool has_base = false;
   for (const std::string& text : specs) {
     const absl::Status status = AddSpec(text, &set, &has_base);
+    if (!status.ok()) return status;
+  }
+  if (!takes_gguf_types) {
+    const absl::Status status = CheckNoGgufTypes(set);
     if (!status.ok()) return status;
   }
   const bool has_granularity =

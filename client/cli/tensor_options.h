@@ -71,6 +71,8 @@ struct SpecOptions {
   std::string mx_rule = "default";
   std::string codebook;
   std::vector<std::string> specs;
+  // Whether the command makes blocks of GGUF; see SpecTemplate::gguf_type.
+  bool takes_gguf_types = false;
 
   void AddOptions(Command* command);
   // The same and --spec.

@@ -50,6 +50,34 @@ bool IsMethod(absl::string_view text) {
                      [name](const Method& row) { return row.name == name; });
 }
 
+// What quantctl makes itself, and what llama.cpp takes in its place where rows
+// have no whole blocks.
+struct KQuant {
+  absl::string_view type;
+  absl::string_view fallback;
+};
+constexpr KQuant kKQuants[] = {
+    {"q4_K", "int5:group:32:scale=float16:mse"},
+    {"q5_K", "uint5:group:32:scale=float16:mse"},
+    {"q6_K", "int8:group:32:scale=float16:mse"},
+};
+
+// One value of `--spec` without its pattern.
+absl::StatusOr<SpecTemplate> ParseSpecOrKQuant(absl::string_view text) {
+  for (const KQuant& row : kKQuants) {
+    if (absl::EqualsIgnoreCase(text, row.type)) {
+      absl::StatusOr<SpecTemplate> spec = ParseSpec(row.fallback);
+      if (spec.ok()) spec->gguf_type = std::string(row.type);
+      return spec;
+    }
+    if (absl::StartsWithIgnoreCase(text, absl::StrCat(row.type, ":"))) {
+      return ArgumentInvalidError(absl::StrCat(
+          "expected ", row.type, " alone, which says all, got \"", text, "\""));
+    }
+  }
+  return ParseSpec(text);
+}
+
 absl::Status NumberError(absl::string_view option, absl::string_view text) {
   return ArgumentInvalidError(absl::StrCat("expected a number such as ", option,
                                            "=256, got \"", text, "\""));
@@ -507,7 +535,7 @@ absl::Status AddSpec(const std::string& text, SpecSet* set, bool* has_base) {
     }
     return absl::OkStatus();
   }
-  const absl::StatusOr<SpecTemplate> base = ParseSpec(text);
+  const absl::StatusOr<SpecTemplate> base = ParseSpecOrKQuant(text);
   if (base.ok()) {
     if (*has_base) {
       return ArgumentInvalidError(absl::StrCat(
@@ -523,7 +551,7 @@ absl::Status AddSpec(const std::string& text, SpecSet* set, bool* has_base) {
       ParseFormat(text.substr(0, text.find_first_of(":="))).ok();
   if (equals == std::string::npos || is_format) return base.status();
   const absl::StatusOr<SpecTemplate> spec =
-      ParseSpec(absl::string_view(text).substr(equals + 1));
+      ParseSpecOrKQuant(absl::string_view(text).substr(equals + 1));
   if (!spec.ok()) return spec.status();
   set->overrides.push_back({text.substr(0, equals), *spec});
   return absl::OkStatus();

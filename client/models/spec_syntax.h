@@ -93,6 +93,10 @@ struct SpecTemplate {
   // Without a block size.
   EncodingSpec spec;
   Granularity granularity;
+  // "q4_K", "q5_K" or "q6_K" for what becomes blocks of GGUF that quantctl
+  // makes itself, in rows of whole blocks; in other rows `spec` counts, as in
+  // llama.cpp. Empty for what the server quantizes.
+  std::string gguf_type;
 
   // Errors: as BlockSizeOf.
   absl::StatusOr<EncodingSpec> SpecOf(absl::Span<const int64_t> shape) const;
@@ -129,7 +133,8 @@ struct SpecSet {
 };
 
 // Adds one value of `--spec`: "SPEC" sets the base, "PATTERN=SPEC" adds an
-// override, "@FILE" has either on each of its lines.
+// override, "@FILE" has either on each of its lines. SPEC is what ParseSpec
+// takes, or a SpecTemplate::gguf_type in any case.
 // Errors: ARGUMENT_INVALID, FILE_UNREADABLE.
 absl::Status AddSpec(const std::string& text, SpecSet* set, bool* has_base);
 

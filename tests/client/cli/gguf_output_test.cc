@@ -52,6 +52,15 @@ TEST(GgufOutputTest, OtherSpecsHaveNone) {
       absl::StrContains(GgufSpecs(), "int4:group:32:scale=float16 (q4_0)"));
 }
 
+TEST(GgufOutputTest, FilesHaveTheNumbersOfLlamaCpp) {
+  EXPECT_EQ(GgufFileType(*files::FindGgufType("q8_0")), 7u);
+  EXPECT_EQ(GgufFileType(*files::FindGgufType("q4_K")), 14u);
+  EXPECT_EQ(GgufFileType(*files::FindGgufType("q5_K")), 16u);
+  EXPECT_EQ(GgufFileType(*files::FindGgufType("q6_K")), 18u);
+  EXPECT_EQ(GgufFileType(*files::FindGgufType("q2_K")), 0u);
+  EXPECT_TRUE(absl::StrContains(GgufSpecs(), "q4_K"));
+}
+
 // Codes 0 to 31 in one block, as they are stored, under a scale and a zero
 // point; the elements that the block decodes to.
 std::vector<float> Elements(absl::string_view type_name,

@@ -5,8 +5,10 @@
 #include <utility>
 #include <vector>
 
+#include "absl/status/statusor.h"
 #include "client/files/dtype.h"
 #include "client/files/safetensors.h"
+#include "client/models/spec_syntax.h"
 #include "gtest/gtest.h"
 
 namespace quantd::cli {
@@ -38,6 +40,20 @@ TEST(TensorFilterTest, TakesRealsOfARankAndAName) {
   filter.all = false;
   filter.min_rank = 3;
   EXPECT_FALSE(filter.Takes(Tensor("a.weight", {2, 2})));
+}
+
+TEST(SpecOptionsTest, TypesOfGgufAreForThoseThatWriteThem) {
+  SpecOptions options;
+  options.specs = {"a*=q4_K", "int8"};
+  EXPECT_FALSE(options.ParseSet().ok());
+  options.takes_gguf_types = true;
+  const absl::StatusOr<SpecSet> specs = options.ParseSet();
+  ASSERT_TRUE(specs.ok()) << specs.status();
+  EXPECT_EQ(specs->For("a")->gguf_type, "q4_K");
+  options.specs = {"q5_K"};
+  EXPECT_TRUE(options.ParseSet().ok());
+  options.takes_gguf_types = false;
+  EXPECT_FALSE(options.ParseSet().ok());
 }
 
 }  // namespace

@@ -203,6 +203,27 @@ TEST(SpecSyntaxTest, TheFirstPatternThatMatchesCounts) {
   EXPECT_FALSE(AddSpec("@/nowhere", &set, &has_base).ok());
 }
 
+TEST(SpecSyntaxTest, SpecsOfATensorMayBeTypesOfGguf) {
+  SpecSet set;
+  bool has_base = false;
+  for (const char* const text : {"a*=q6_K", "b*=int8", "Q4_k"}) {
+    const absl::Status status = AddSpec(text, &set, &has_base);
+    ASSERT_TRUE(status.ok()) << status;
+  }
+  EXPECT_EQ(set.For("a")->gguf_type, "q6_K");
+  EXPECT_EQ(set.For("b")->gguf_type, "");
+  EXPECT_EQ(set.For("c")->gguf_type, "q4_K");
+  // For rows that have no whole blocks.
+  EXPECT_EQ(set.For("a")->spec.format(), v1::NUMBER_FORMAT_INT8);
+  EXPECT_EQ(set.For("c")->spec.format(), v1::NUMBER_FORMAT_INT5);
+  EXPECT_EQ(set.For("c")->granularity.group, 32);
+  const absl::Status status = AddSpec("d*=q4_K:mse", &set, &has_base);
+  EXPECT_NE(status.message().find("q4_K alone"), std::string::npos) << status;
+  // No other place has them.
+  EXPECT_FALSE(ParseSpec("q4_K").ok());
+  EXPECT_FALSE(ParseCandidate("q6_K").ok());
+}
+
 TEST(SpecSyntaxTest, SpecsComeFromAFile) {
   const testing::TemporaryDirectory directory;
   const std::string path = directory.File("specs.txt");

@@ -485,3 +485,148 @@ def test_BlocksThatAreNotQuantizedStayAsTheyAre(quantctl, tmp_path):
     for name, tensor in before.items():
         same = after[name].data.tobytes() == tensor.data.tobytes()
         assert same == (name != "blk.0.weight"), name
+
+
+K_QUANTS = {"q4_K": 12, "q5_K": 13, "q6_K": 14}
+# A server that is not there would be asked for a minute.
+NOWHERE = "--server", "127.0.0.1:1"
+
+
+def ggml_quantizes(ggml, number, weights):
+    """What ggml makes of rows of float32, decoded."""
+    kind = _gguf.TYPES[number]
+    blocks = np.zeros((weights.size // kind.block_elements, kind.block_bytes),
+                      np.uint8)
+    pointers = (array.ctypes.data_as(ctypes.c_void_p)
+                for array in (weights, blocks))
+    ggml.ggml_quantize_chunk.restype = ctypes.c_size_t
+    assert ggml.ggml_quantize_chunk(
+        number, *pointers, ctypes.c_int64(0), ctypes.c_int64(len(weights)),
+        ctypes.c_int64(weights.shape[1]), None) == blocks.nbytes
+    return ggml_decodes(ggml, number, blocks).reshape(weights.shape)
+
+
+def sqnr_db(weights, restored):
+    weights = weights.astype(float)
+    return 10 * np.log10(np.sum(weights ** 2) /
+                         np.sum((weights - restored) ** 2))
+
+
+def weights_of_k_quants():
+    """Numbers of a normal distribution, and the weights of a network, in rows
+    of whole blocks."""
+    rng = np.random.default_rng(7)
+    weights = {"normal": rng.standard_normal((64, 1024)).astype(np.float32)}
+    network = quantd.load(os.path.join(
+        package.ROOT, "tests/data/char-lm/model.safetensors"))
+    for name in network:
+        tensor = np.asarray(network[name])
+        if tensor.ndim == 2:
+            weights[name] = np.ascontiguousarray(tensor.reshape(-1, 256))
+    assert len(weights) == 22
+    return weights
+
+
+@pytest.mark.parametrize("kind", K_QUANTS)
+def test_KQuantsLoseNoMoreThanThoseOfGgml(ggml, quantctl, tmp_path, kind):
+    source, path = tmp_path / "x.safetensors", tmp_path / "q.gguf"
+    restored = tmp_path / "r.safetensors"
+    weights = weights_of_k_quants()
+    quantd.save(source, weights)
+    quantctl(*NOWHERE, "quantize", source, "-o", path, "--spec", kind)
+    quantctl("dequantize", path, "-o", restored)
+    tensors, _, file_type = ggml_reads(ggml, path)
+    assert file_type == {"q4_K": 14, "q5_K": 16, "q6_K": 18}[kind]
+    of_quantctl, of_python = quantd.load(restored), quantd.load(path)
+    number = K_QUANTS[kind]
+    for name, weight in weights.items():
+        found, data = tensors[name]
+        assert found == kind
+        reals = ggml_decodes(ggml, number, np.frombuffer(
+            data, np.uint8).reshape(-1, _gguf.TYPES[number].block_bytes))
+        reals = reals.reshape(weight.shape)
+        for own in (of_quantctl[name], of_python[name]):
+            np.testing.assert_array_equal(bits(own), bits(reals))
+        of_ggml = sqnr_db(weight, ggml_quantizes(ggml, number, weight))
+        assert sqnr_db(weight, reals) >= of_ggml - 0.05, name
+
+
+def test_KQuantsNeedNoServer(quantctl, tmp_path):
+    source, path = tmp_path / "x.gguf", tmp_path / "q.gguf"
+    weights = {name: np.random.default_rng(n).standard_normal((4, 512))
+               for n, name in enumerate(("a.weight", "b.weight", "c.weight"))}
+    norm = np.ones(64, np.float32)
+    write_gguf(source, [(name, 0, weight.shape,
+                         weight.astype("<f4").tobytes())
+                        for name, weight in weights.items()] + [
+                            ("norm.weight", 0, (64,), norm.tobytes())], PAIRS,
+               alignment=64)
+    said = quantctl(*NOWHERE, "quantize", source, "-o", path, "--evaluate",
+                    "--spec", "a*=q6_K", "--spec", "b*=q5_k", "--spec", "q4_K")
+    assert "3 of 4 tensors to q4_K, q5_K, q6_K" in said
+    said = quantctl(*NOWHERE, "--json", "quantize", source, "-o", path,
+                    "--force", "--evaluate", "--spec", "a*=q6_K", "--spec",
+                    "b*=q5_k", "--spec", "q4_K")
+    rows = {row["name"]: row for row in json.loads(said)["tensors"]}
+    tensors = _files.open_file(str(path)).tensors
+    restored = quantd.load(path)
+    for name, kind in (("a.weight", "q6_K"), ("b.weight", "q5_K"),
+                       ("c.weight", "q4_K")):
+        size = _gguf.TYPES[K_QUANTS[kind]].block_bytes * 8
+        row = rows[name]
+        assert (row["result"], row["format"]) == ("quantized", kind)
+        assert row["bytes_after"] == size == tensors[name].data.nbytes
+        weight = weights[name].astype(np.float32)
+        assert row["sqnr_db"] == pytest.approx(
+            sqnr_db(weight, restored[name]), 1e-9)
+    assert rows["norm.weight"]["result"] == "copied"
+    np.testing.assert_array_equal(restored["norm.weight"], norm)
+    # The metadata of the input, all but what says how it was quantized.
+    kept = [text(key) + struct.pack("<I", kind) + value
+            for key, kind, value in PAIRS if key != "general.file_type"]
+    assert b"".join(kept) in path.read_bytes()
+
+
+def test_RowsWithoutWholeBlocksBecomeWhatLlamaCppTakes(quantctl, tmp_path):
+    source, path = tmp_path / "x.safetensors", tmp_path / "q.gguf"
+    rng = np.random.default_rng(3)
+    quantd.save(source, {
+        name: rng.standard_normal((8, columns)).astype(np.float32)
+        for name, columns in (("a4", 256), ("b4", 96), ("b5", 160), ("b6", 32),
+                              ("c4", 40))})
+    said = quantctl("quantize", source, "-o", path, "--spec", "?5=q5_K",
+                    "--spec", "?6=q6_K", "--spec", "?4=q4_K")
+    for name, columns, other in (("b4", 96, "q5_0 in its place"),
+                                 ("b5", 160, "q5_1 in its place"),
+                                 ("b6", 32, "q8_0 in its place"),
+                                 ("c4", 40, "copied")):
+        assert (f"tensor {name}: rows of {columns} elements have no whole "
+                f"blocks of q{name[1]}_K: {other}") in said
+    assert "tensor a4:" not in said
+    sizes = {"a4": 144 * 8, "b4": 22 * 24, "b5": 24 * 40, "b6": 34 * 8,
+             "c4": 4 * 320}
+    tensors = _files.open_file(str(path)).tensors
+    assert {name: tensor.data.nbytes
+            for name, tensor in tensors.items()} == sizes
+
+
+def test_KQuantsAreRefusedWhereTheyHaveNoPlace(quantctl, tmp_path):
+    source, path = tmp_path / "x.safetensors", tmp_path / "q.gguf"
+    weight = np.ones((2, 256), np.float32)
+    quantd.save(source, {"w": weight})
+
+    def refused(*arguments, code=2, output=path):
+        said = quantctl(*NOWHERE, "quantize", source, "-o", output, *arguments,
+                        code=code)
+        assert not output.exists()
+        return said
+
+    assert "a .gguf file as the output, which alone has q4_K" in refused(
+        "--spec", "q4_K", output=tmp_path / "q.safetensors")
+    assert "--no-store with q5_K" in refused("--spec", "q5_K", "--model", "m")
+    assert "q6_K alone" in refused("--spec", "q6_K:mse")
+    assert "`quantctl quantize -o OUT.gguf` alone makes" in quantctl(
+        *NOWHERE, "calibrate", source, "--model", "m", "--spec", "q4_K", code=2)
+    weight[1, 3] = np.nan
+    quantd.save(source, {"w": weight}, overwrite=True)
+    assert "element 259 is nan" in refused("--spec", "q4_K", code=1)

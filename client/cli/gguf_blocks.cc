@@ -1,0 +1,183 @@
+#include "client/cli/gguf_blocks.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/types/span.h"
+#include "client/cpp/errors.h"
+#include "client/files/dtype.h"
+#include "client/files/gguf_encoders.h"
+#include "client/files/gguf_types.h"
+#include "client/files/safetensors.h"
+#include "quantd/v1/quantization_service.pb.h"
+
+namespace quantd::cli {
+namespace {
+
+// Blocks that a thread takes at a time.
+constexpr size_t kPieceBlocks = 64;
+
+struct PieceErrors {
+  double signal = 0;
+  double squared = 0;
+  double absolute = 0;
+  double largest = 0;
+  // Of an element that has no place, or the count of elements.
+  size_t refused = 0;
+};
+
+// Elements [begin, end) of a tensor.
+std::vector<float> Elements(const files::FileTensor& tensor, size_t begin,
+                            size_t end) {
+  const auto size = static_cast<size_t>(DtypeSizeBytes(tensor.dtype));
+  const absl::Span<const uint8_t> data =
+      tensor.data.subspan(begin * size, (end - begin) * size);
+  std::vector<float> elements(end - begin);
+  if (tensor.dtype == files::Dtype::kF64) {
+    for (size_t i = 0; i < elements.size(); ++i) {
+      double element = 0;
+      std::memcpy(&element, &data[i * size], sizeof(element));
+      // What does not fit is refused as infinity.
+      elements[i] = std::fabs(element) > files::kMostGgufElement
+                        ? std::numeric_limits<float>::infinity()
+                        : static_cast<float>(element);
+    }
+    return elements;
+  }
+  const std::vector<uint8_t> wide =
+      files::Widen(tensor.dtype, data, files::Dtype::kF32);
+  std::memcpy(elements.data(), wide.data(), wide.size());
+  return elements;
+}
+
+// Takes pieces of one tensor, from several threads.
+class BlockMaker {
+ public:
+  BlockMaker(const files::FileTensor& tensor, const files::GgufType& type)
+      : tensor_(tensor),
+        type_(type),
+        encode_(files::FindGgufEncoder(type)),
+        block_elements_(static_cast<size_t>(type.block_elements)),
+        block_bytes_(static_cast<size_t>(type.block_bytes)),
+        element_count_(tensor.data.size() /
+                       static_cast<size_t>(DtypeSizeBytes(tensor.dtype))),
+        block_count_(element_count_ / block_elements_),
+        blocks_(block_count_ * block_bytes_),
+        errors_((block_count_ + kPieceBlocks - 1) / kPieceBlocks) {}
+
+  void Run() {
+    const size_t cores = std::max(1U, std::thread::hardware_concurrency());
+    std::vector<std::thread> others;
+    for (size_t i = 1; i < std::min(cores, errors_.size()); ++i) {
+      others.emplace_back([this] { TakePieces(); });
+    }
+    TakePieces();
+    for (std::thread& other : others) other.join();
+  }
+
+  absl::StatusOr<std::vector<uint8_t>> Finish(v1::ErrorMetrics* metrics) {
+    PieceErrors sum;
+    for (size_t piece = 0; piece < errors_.size(); ++piece) {
+      const PieceErrors& errors = errors_[piece];
+      if (errors.refused < element_count_) return Refusal(errors.refused);
+      sum.signal += errors.signal;
+      sum.squared += errors.squared;
+      sum.absolute += errors.absolute;
+      sum.largest = std::max(sum.largest, errors.largest);
+    }
+    const auto count = static_cast<double>(std::max<size_t>(1, element_count_));
+    metrics->set_count(element_count_);
+    metrics->set_sum_squared_error(sum.squared);
+    metrics->set_mean_squared_error(sum.squared / count);
+    metrics->set_mean_absolute_error(sum.absolute / count);
+    metrics->set_max_absolute_error(sum.largest);
+    metrics->set_sqnr_db(sum.squared == 0
+                             ? std::numeric_limits<double>::infinity()
+                             : 10 * std::log10(sum.signal / sum.squared));
+    return std::move(blocks_);
+  }
+
+ private:
+  void TakePieces() {
+    for (;;) {
+      const size_t piece = next_.fetch_add(1, std::memory_order_relaxed);
+      if (piece >= errors_.size()) return;
+      errors_[piece] = MakePiece(piece);
+    }
+  }
+
+  PieceErrors MakePiece(size_t piece) {
+    const size_t first = piece * kPieceBlocks;
+    const size_t end = std::min(first + kPieceBlocks, block_count_);
+    const std::vector<float> elements =
+        Elements(tensor_, first * block_elements_, end * block_elements_);
+    PieceErrors errors;
+    errors.refused = element_count_;
+    for (size_t i = 0; i < elements.size(); ++i) {
+      // Written so that NaN fails.
+      if (std::fabs(elements[i]) <= files::kMostGgufElement) continue;
+      errors.refused = first * block_elements_ + i;
+      return errors;
+    }
+    std::vector<float> decoded(block_elements_);
+    for (size_t b = first; b < end; ++b) {
+      const float* const block = &elements[(b - first) * block_elements_];
+      uint8_t* const bytes = &blocks_[b * block_bytes_];
+      encode_(block, bytes);
+      type_.decode(bytes, decoded.data());
+      for (size_t i = 0; i < block_elements_; ++i) {
+        const double error = double{decoded[i]} - double{block[i]};
+        errors.signal += double{block[i]} * double{block[i]};
+        errors.squared += error * error;
+        errors.absolute += std::fabs(error);
+        errors.largest = std::max(errors.largest, std::fabs(error));
+      }
+    }
+    return errors;
+  }
+
+  absl::Status Refusal(size_t index) const {
+    const float element = Elements(tensor_, index, index + 1)[0];
+    return ArgumentInvalidError(
+        absl::StrCat("element ", index, " is ", element, ", but blocks of ",
+                     type_.name, " have finite ones of at most ",
+                     files::kMostGgufElement, " in magnitude"));
+  }
+
+  const files::FileTensor& tensor_;
+  const files::GgufType& type_;
+  const files::GgufEncoder encode_;
+  const size_t block_elements_;
+  const size_t block_bytes_;
+  const size_t element_count_;
+  const size_t block_count_;
+  // Of each piece apart: threads have none in common.
+  std::vector<uint8_t> blocks_;
+  std::vector<PieceErrors> errors_;
+  std::atomic<size_t> next_{0};
+};
+
+}  // namespace
+
+absl::StatusOr<std::vector<uint8_t>> MakeGgufBlocks(
+    const files::FileTensor& tensor, const files::GgufType& type,
+    v1::ErrorMetrics* metrics) {
+  const std::shared_ptr<const void> hold = tensor.Hold();
+  BlockMaker maker(tensor, type);
+  maker.Run();
+  return maker.Finish(metrics);
+}
+
+}  // namespace quantd::cli

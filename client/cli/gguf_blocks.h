@@ -1,0 +1,29 @@
+// Blocks of GGUF that quantctl makes itself: K-quants. No encoding of quantd
+// has their integer scales and minima.
+
+#ifndef QUANTD_CLIENT_CLI_GGUF_BLOCKS_H_
+#define QUANTD_CLIENT_CLI_GGUF_BLOCKS_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "client/files/gguf_types.h"
+#include "client/files/safetensors.h"
+#include "quantd/v1/quantization_service.pb.h"
+
+namespace quantd::cli {
+
+// Makes the blocks of a tensor, on all cores. The same bytes, and the same
+// metrics, on any number of them. `metrics` gets the errors of what the blocks
+// decode to: count, means and maxima of absolute errors, and the SQNR.
+// Requires: FindGgufEncoder(type); elements of floats, in rows of whole blocks.
+// Errors: ARGUMENT_INVALID for an element that is not finite, or above
+// kMostGgufElement in magnitude.
+absl::StatusOr<std::vector<uint8_t>> MakeGgufBlocks(
+    const files::FileTensor& tensor, const files::GgufType& type,
+    v1::ErrorMetrics* metrics);
+
+}  // namespace quantd::cli
+
+#endif  // QUANTD_CLIENT_CLI_GGUF_BLOCKS_H_
