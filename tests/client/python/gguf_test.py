@@ -630,3 +630,110 @@ def test_KQuantsAreRefusedWhereTheyHaveNoPlace(quantctl, tmp_path):
     weight[1, 3] = np.nan
     quantd.save(source, {"w": weight}, overwrite=True)
     assert "element 259 is nan" in refused("--spec", "q4_K", code=1)
+
+
+def test_PythonWritesWhatQuantctlWrites(client, quantctl, tmp_path):
+    source, of_quantctl = tmp_path / "x.gguf", tmp_path / "c.gguf"
+    of_python = tmp_path / "p.gguf"
+    write_plain(source)
+    quantctl("quantize", source, "-o", of_quantctl, "--no-store", *specs())
+    plain = quantd.load(source)
+    tensors = {name: client.quantize(plain[name], WRITTEN[name][0])
+               if name in WRITTEN else plain[name] for name in plain}
+    size = quantd.save(of_python, tensors, gguf_metadata=source)
+    assert of_python.read_bytes() == of_quantctl.read_bytes()
+    assert size == of_python.stat().st_size
+    # Metadata of no model, and bfloat16.
+    brains = np.arange(64, dtype=np.uint16).reshape(2, 32) << 7
+    quantd.save(of_python, iter([("b", brains)]), overwrite=True,
+                element_types={"b": "bfloat16"})
+    file = quantd.load(of_python)
+    assert file.info("b").dtype == "BF16"
+    np.testing.assert_array_equal(file["b"], brains)
+
+
+def test_PythonRefusesWhatGgufCannotHold(client, tmp_path):
+    path = tmp_path / "x.gguf"
+    weight = np.random.default_rng(1).standard_normal((4, 64), np.float32)
+
+    def refused(tensors, reason, **arguments):
+        with pytest.raises(quantd.QuantdError) as caught:
+            quantd.save(arguments.pop("path", path), tensors, **arguments)
+        assert caught.value.reason == reason
+        assert not path.exists()
+        return str(caught.value)
+
+    for spec in ("int8:group:32", "int4:group:16:scale=float16",
+                 "int8:group:32:asymmetric:scale=float16"):
+        said = refused({"w": client.quantize(weight, spec)}, "ARGUMENT_INVALID")
+        assert "zero points" in said if "asymmetric" in spec else (
+            "int4:group:32:scale=float16 (q4_0)" in said)
+    assert "no type for U8" in refused({"w": np.ones(4, np.uint8)},
+                                       "FILE_UNSUPPORTED")
+    refused({"n" * 64: weight}, "FILE_UNSUPPORTED")
+    refused({"w": np.ones((0, 4), np.float32)}, "FILE_UNSUPPORTED")
+    refused([("w", weight), ("w", weight)], "FILE_MALFORMED")
+    refused({"w": weight}, "ARGUMENT_INVALID", metadata={"a": "b"})
+    refused({"w": weight}, "ARGUMENT_INVALID", gguf_metadata=path,
+            path=tmp_path / "x.safetensors")
+    refused({"w": weight}, "FILE_UNREADABLE", gguf_metadata=tmp_path / "no")
+
+
+def k_quant_edges():
+    """Blocks where searches have little to choose from, a name each."""
+    rng = np.random.default_rng(11)
+    normal = rng.standard_normal((2, 256)).astype(np.float32)
+    sizes = np.repeat(np.float32(2) ** (-4 * np.arange(16)), 16)
+    return {"zeros": np.zeros((2, 256)), "ones": np.ones((2, 256)),
+            "minus": np.full((2, 256), -0.3), "above": np.abs(normal) + 1,
+            "below": -np.abs(normal) - 1, "sizes": normal * sizes,
+            "large": normal * np.float32(2 ** 18),
+            "small": normal * np.float32(2 ** -16),
+            "tiny": normal * np.float32(2 ** -26),
+            "subnormal": normal * np.float32(2 ** -130),
+            "sparse": normal * (rng.random((2, 256)) < 0.05),
+            "whole": np.rint(normal * 4)}
+
+
+@pytest.mark.parametrize("kind", K_QUANTS)
+def test_PythonMakesTheKQuantsOfQuantctl(quantctl, tmp_path, kind):
+    source, of_quantctl = tmp_path / "x.safetensors", tmp_path / "c.gguf"
+    of_python = tmp_path / "p.gguf"
+    weights = {name: weight.astype(np.float32)
+               for name, weight in k_quant_edges().items()}
+    weights["normal"] = weights_of_k_quants()["normal"]
+    quantd.save(source, {**weights, "norm": np.ones(3, np.float32)})
+    quantctl(*NOWHERE, "quantize", source, "-o", of_quantctl, "--spec", kind)
+    quantd.save(of_python, quantd.load(source),
+                gguf_types=dict.fromkeys(weights, kind))
+    found, expected = (_files.open_file(str(path)).tensors
+                       for path in (of_python, of_quantctl))
+    for name in weights:
+        assert found[name].data.tobytes() == expected[name].data.tobytes(), name
+    assert of_python.read_bytes() == of_quantctl.read_bytes()
+
+
+def test_PythonTakesRealsOfAllTypesForKQuants(tmp_path):
+    weight = np.round(np.random.default_rng(1).standard_normal((2, 512)) * 16)
+    brains = (weight.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    tensors = {"double": weight, "single": weight.astype(np.float32),
+               "half": weight.astype(np.float16), "brain": brains}
+    path = tmp_path / "x.gguf"
+    quantd.save(path, tensors, element_types={"brain": "bfloat16"},
+                gguf_types=dict.fromkeys(tensors, "q5_K"))
+    file = quantd.load(path)
+    for name in tensors:
+        np.testing.assert_array_equal(file[name], file["single"])
+    for names, said, wrong in (
+            ({"single": "q2_K"}, "one of q4_K", weight),
+            ({"single": "q4_K"}, "whole blocks of 256", weight[:, :96]),
+            ({"single": "q4_K"}, "finite elements", weight + np.inf),
+            ({"single": "q4_K"}, "finite elements", weight * 1e9),
+            ({"single": "q4_K"}, "expected reals", weight.astype(np.int32)),
+            ({"other": "q4_K"}, "no plain tensors of the names other", weight)):
+        with pytest.raises(quantd.QuantdError) as caught:
+            quantd.save(tmp_path / "y.gguf", {"single": wrong},
+                        gguf_types=names)
+        assert caught.value.reason == "ARGUMENT_INVALID"
+        assert said in str(caught.value)
+    assert not (tmp_path / "y.gguf").exists()

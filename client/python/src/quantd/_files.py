@@ -42,6 +42,8 @@ ELEMENT_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16",
                  "F64": "float64"}
 DTYPE_OF_ELEMENTS = {name: dtype for dtype, name in ELEMENT_TYPES.items()}
 # The format's least, ggml's most.
+# Of the data of GGUF, where the metadata do not say another.
+GGUF_ALIGNMENT = 32
 _GGUF_ALIGNMENTS = [1 << bits for bits in range(3, 21)]
 _GGUF_VALUE_BYTES = {0: 1, 1: 1, 7: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 10: 8,
                      11: 8, 12: 8}
@@ -168,6 +170,7 @@ class InputFile:
     tensors: in the order of their data.
     unread: names of tensors of types that are not read.
     sources: all files that its floats were made of, where it had codes.
+    pairs, alignment: of GGUF, the metadata: keys, and pairs as they lie there.
     """
 
     path: str
@@ -175,6 +178,8 @@ class InputFile:
     metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
     unread: Sequence[str] = ()
     sources: Sequence[str] = ()
+    pairs: Sequence[tuple[bytes, Array]] = ()
+    alignment: int = GGUF_ALIGNMENT
 
 
 def map_file(path: str) -> Array:
@@ -193,6 +198,11 @@ def map_file(path: str) -> Array:
     return np.frombuffer(mapped, np.uint8)
 
 
+def open_gguf(path: str) -> InputFile:
+    """Raises: FILE_UNREADABLE, FILE_MALFORMED, FILE_UNSUPPORTED."""
+    return _GgufParser(path).parse()
+
+
 def open_file(path: str) -> InputFile:
     """A safetensors file; .npy and .gguf are known by their names.
 
@@ -201,7 +211,7 @@ def open_file(path: str) -> InputFile:
     if path.endswith(".npy"):
         return _open_npy(path)
     if path.endswith(".gguf"):
-        return _GgufParser(path).parse()
+        return open_gguf(path)
     return open_safetensors(path)
 
 
@@ -292,6 +302,7 @@ class _GgufParser:
         self._path = path
         self._data = map_file(path)
         self._at = 0
+        self._pairs: list[tuple[bytes, Array]] = []
 
     def parse(self) -> InputFile:
         """Raises: FILE_MALFORMED, FILE_UNSUPPORTED."""
@@ -305,10 +316,10 @@ class _GgufParser:
                 f"{version}")
         count, pairs = self._number("<Q"), self._number("<Q")
         found = [alignment for alignment in
-                 (self._pair() for _ in range(pairs)) if alignment]
+                 (self._recorded_pair() for _ in range(pairs)) if alignment]
         if len(found) > 1:
             raise self._malformed("general.alignment occurs twice")
-        alignment = found[0] if found else 32
+        alignment = found[0] if found else GGUF_ALIGNMENT
         entries: dict[str, tuple[tuple[int, ...], int, int]] = {}
         for _ in range(count):
             name = self._take(self._number("<Q")).decode("utf-8", "replace")
@@ -350,7 +361,8 @@ class _GgufParser:
         # As they lie in the file that `quantctl dequantize` makes of them.
         ordered = sorted(tensors.items(),
                          key=lambda item: -DTYPES[item[1].dtype].itemsize)
-        return InputFile(self._path, dict(ordered), {}, unread)
+        return InputFile(self._path, dict(ordered), {}, unread,
+                         pairs=self._pairs, alignment=alignment)
 
     def _check_apart(self, places: list[tuple[int, int, str]]) -> None:
         """Else a small file could have many large tensors, all of the same
@@ -376,6 +388,15 @@ class _GgufParser:
     def _number(self, kind: str) -> int:
         value: int = struct.unpack(kind, self._take(struct.calcsize(kind)))[0]
         return value
+
+    def _recorded_pair(self) -> int:
+        begin = self._at
+        size = self._number("<Q")
+        key = self._take(size)
+        self._at = begin
+        alignment = self._pair()
+        self._pairs.append((key, self._data[begin:self._at]))
+        return alignment
 
     def _pair(self) -> int:
         """The alignment, where the pair is that; otherwise 0."""

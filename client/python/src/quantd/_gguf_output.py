@@ -1,0 +1,264 @@
+"""Writes GGUF files, as client/cli/gguf_output.cc and
+client/files/gguf_builder.cc do."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import struct
+import tempfile
+from typing import Iterable, Optional, Sequence
+
+import numpy as np
+
+from quantd import _files, _gguf, _gguf_encoders, errors
+from quantd.results import QuantizedTensor
+from quantd.tensor import Array, format_info, unpack
+
+_BLOCK = 32
+_MOST_NAME_BYTES = 63
+_MOST_DIMENSIONS = 4
+_MOST_HALF = 65504
+# What a file says of itself, whatever its metadata come from.
+_FILE_TYPE = b"general.file_type"
+_VERSION = b"general.quantization_version"
+_OWN = (_FILE_TYPE, _VERSION)
+_VERSION_OF_BLOCKS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """An encoding that is blocks of a type.
+
+    file_type: llama.cpp's number of a file that has most of it.
+    """
+
+    type: str
+    format: str
+    scale_type: str
+    has_minimum: bool
+    file_type: int
+
+
+_ROWS = (_Row("q8_0", "int8", "float16", False, 7),
+         _Row("q5_0", "int5", "float16", False, 8),
+         _Row("q5_1", "uint5", "float16", True, 9),
+         _Row("q4_0", "int4", "float16", False, 2),
+         _Row("q4_1", "uint4", "float16", True, 3),
+         _Row("mxfp4", "mxfp4_e2m1", "e8m0", False, 38))
+_NUMBERS = {kind.name: number for number, kind in _gguf.TYPES.items()}
+_NUMBERS_OF_PLAIN = {kind.dtype: number
+                     for number, kind in _gguf.TYPES.items()
+                     if kind.decode_blocks is None}
+# Of mixtures that have one type throughout, for those without an encoding.
+_FILE_TYPES = {**{_NUMBERS[row.type]: row.file_type for row in _ROWS},
+               _NUMBERS["q4_K"]: 14, _NUMBERS["q5_K"]: 16, _NUMBERS["q6_K"]: 18}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class GgufItem:
+    """A tensor of the file.
+
+    number: of its type.
+    data: its bytes, or anything that has them.
+    """
+
+    name: str
+    number: int
+    shape: tuple[int, ...]
+    data: Array
+
+
+def plain_item(path: str, name: str, dtype: str, array: Array) -> GgufItem:
+    """Raises: FILE_UNSUPPORTED."""
+    number = _NUMBERS_OF_PLAIN.get(dtype)
+    if number is None:
+        raise _files.unsupported(
+            path, f"tensor {name!r}: GGUF has no type for {dtype}")
+    return GgufItem(name, number, array.shape, array)
+
+
+def quantized_item(name: str, tensor: QuantizedTensor) -> GgufItem:
+    """Raises: ARGUMENT_INVALID for an encoding that no blocks hold."""
+    row = _row_of(tensor)
+    encoding = tensor.encoding
+    if row is None or encoding is None:
+        raise errors.argument_invalid(
+            f"expected an encoding that has a type in GGUF for {name!r}: one "
+            "of " + ", ".join(_spec_of(row) for row in _ROWS))
+    info = format_info(encoding.format)
+    # Two's complement becomes a distance from the lowest code, but for 8 bits.
+    offset = 1 << info.bits - 1 if info.is_signed and info.bits < 8 else 0
+    codes = unpack(tensor._numpy_codes(), encoding.format,
+                   math.prod(tensor.shape)).astype(np.int16) + offset
+    values = (codes & (1 << info.bits) - 1).astype(np.uint8).reshape(-1, _BLOCK)
+    scale = np.ascontiguousarray(encoding.stored_scale).reshape(-1, 1)
+    if row.scale_type == "e8m0" and (scale == 255).any():
+        raise errors.argument_invalid(
+            f"tensor {name!r}: GGUF has no blocks whose scale is NaN")
+    parts = [scale.view(np.uint8)]
+    zero_point = encoding.zero_point.reshape(-1, 1)
+    if row.has_minimum:
+        parts.append(_minimum(name, scale, zero_point))
+    elif zero_point.any():
+        raise errors.argument_invalid(
+            f"tensor {name!r}: {row.type} has no zero points")
+    if info.bits == 5:
+        parts.append(np.packbits(values >> 4, axis=1, bitorder="little"))
+    half = _BLOCK // 2
+    parts.append(values if info.bits == 8 else
+                 values[:, :half] & 15 | (values[:, half:] & 15) << 4)
+    return GgufItem(name, _NUMBERS[row.type], tensor.shape,
+                    np.concatenate(parts, axis=1))
+
+
+def blocks_item(name: str, kind: str, dtype: str, array: Array) -> GgufItem:
+    """Blocks of a type that no encoding has, made of reals here.
+
+    Raises: ARGUMENT_INVALID.
+    """
+    def refuse(what: str) -> errors.QuantdError:
+        return errors.argument_invalid(f"tensor {name!r}: {what}", "gguf_types")
+
+    if kind not in _gguf_encoders.ENCODERS:
+        raise refuse("expected one of " +
+                     ", ".join(_gguf_encoders.ENCODERS) + f", got {kind!r}")
+    row = _gguf.TYPES[_NUMBERS[kind]].block_elements
+    if not array.shape or array.shape[-1] % row:
+        raise refuse(f"expected rows of whole blocks of {row} elements, as "
+                     f"{kind} has, got the shape {array.shape}")
+    if dtype not in _files.ELEMENT_TYPES:
+        raise refuse(f"expected reals, got {dtype}")
+    reals = array
+    if dtype == "BF16":
+        reals = (array.astype(np.uint32) << 16).view(np.float32)
+    # Written so that NaN fails.
+    if not (np.abs(reals) <= _gguf_encoders.MOST_ELEMENT).all():
+        raise refuse("expected finite elements of at most "
+                     f"{_gguf_encoders.MOST_ELEMENT:.0f} in magnitude, as "
+                     f"{kind} has")
+    return GgufItem(name, _NUMBERS[kind], array.shape, _gguf_encoders.encode(
+        reals.astype(np.float32), kind))
+
+
+def _row_of(tensor: QuantizedTensor) -> Optional[_Row]:
+    encoding = tensor.encoding
+    if encoding is None or not tensor.shape or tensor.shape[-1] % _BLOCK:
+        return None
+    groups = (1,) * (len(tensor.shape) - 1) + (_BLOCK,)
+    if tuple(encoding.block_size) != groups:
+        return None
+    return next((row for row in _ROWS if row.format == encoding.format and
+                 row.scale_type == encoding.stored_scale_type), None)
+
+
+def _spec_of(row: _Row) -> str:
+    scale = "" if row.scale_type == "e8m0" else ":group:32:scale=float16"
+    return f"{row.format}{scale} ({row.type})"
+
+
+def _minimum(name: str, scale: Array, zero_point: Array) -> Array:
+    if not zero_point.size:
+        zero_point = np.zeros((len(scale), 1), np.int32)
+    # With one sign of zero.
+    minimum = -zero_point.astype(np.float32) * scale.astype(np.float32) + 0
+    if (np.abs(minimum) > _MOST_HALF).any():
+        raise errors.argument_invalid(
+            f"tensor {name!r}: the minimum of a block is more than float16 has")
+    return minimum.astype(np.float16).view(np.uint8)
+
+
+def _pair(key: bytes, value: int) -> bytes:
+    return (struct.pack("<Q", len(key)) + key +
+            struct.pack("<II", 4, value))
+
+
+def _check(path: str, item: GgufItem) -> bytes:
+    """The name as it is stored. Raises: FILE_UNSUPPORTED."""
+    name = item.name.encode("utf-8", "replace")
+    if len(name) > _MOST_NAME_BYTES or len(item.shape) > _MOST_DIMENSIONS or (
+            0 in item.shape):
+        raise _files.unsupported(
+            path, f"tensor {item.name!r}: GGUF takes names of at most "
+            f"{_MOST_NAME_BYTES} bytes, and tensors with elements, of at most "
+            f"{_MOST_DIMENSIONS} dimensions")
+    return name
+
+
+def _padding(size: int, alignment: int) -> bytes:
+    return bytes(-size % alignment)
+
+
+class _Header:
+    """What comes before the data."""
+
+    def __init__(self, pairs: Sequence[tuple[bytes, Array]],
+                 alignment: int) -> None:
+        self.alignment = alignment
+        self._pairs = [bytes(pair) for key, pair in pairs if key not in _OWN]
+        self._tensors: dict[bytes, bytes] = {}
+        # Elements of each type, of those that were quantized.
+        self._counts: dict[int, int] = {}
+
+    def add(self, path: str, item: GgufItem, offset: int) -> None:
+        """Raises: FILE_UNSUPPORTED; FILE_MALFORMED for a name that is taken."""
+        name = _check(path, item)
+        if name in self._tensors:
+            raise _files.malformed(path, f"the name {item.name!r} is taken")
+        shape = item.shape[::-1]
+        self._tensors[name] = struct.pack("<Q", len(name)) + name + struct.pack(
+            f"<I{len(shape)}QIQ", len(shape), *shape, item.number, offset)
+        if item.number in _FILE_TYPES:
+            self._counts[item.number] = (self._counts.get(item.number, 0) +
+                                         math.prod(item.shape))
+
+    def text(self) -> bytes:
+        """With what brings the data to a multiple of the alignment."""
+        own = [_pair(_VERSION, _VERSION_OF_BLOCKS)]
+        if self._counts:
+            most = max(sorted(self._counts), key=self._counts.__getitem__)
+            own.append(_pair(_FILE_TYPE, _FILE_TYPES[most]))
+        pairs = own + self._pairs
+        text = b"GGUF" + struct.pack("<IQQ", 3, len(self._tensors),
+                                     len(pairs)) + b"".join(
+                                         [*pairs, *self._tensors.values()])
+        return text + _padding(len(text), self.alignment)
+
+
+def write(path: str, overwrite: bool, items: Iterable[GgufItem],
+          metadata_from: Optional[str]) -> int:
+    """Writes a file that appears complete or not at all; says how large it is.
+    The next item is asked for when the last one is on disk.
+
+    metadata_from: a GGUF file; None for metadata of no model.
+
+    Raises: FILE_EXISTS, FILE_UNREADABLE, FILE_UNWRITABLE, FILE_MALFORMED,
+        FILE_UNSUPPORTED.
+    """
+    _files.check_writable(path, overwrite)
+    source = (_files.InputFile(path, {}) if metadata_from is None else
+              _files.open_gguf(metadata_from))
+    header = _Header(source.pairs, source.alignment)
+    size = 0
+    try:
+        spool = tempfile.TemporaryFile(dir=os.path.dirname(path) or ".")
+    except OSError as error:
+        raise _files.unwritable(path, error) from error
+    with spool:
+        for item in items:
+            header.add(path, item, size)
+            data = np.ascontiguousarray(item.data).reshape(-1).view(np.uint8)
+            try:
+                spool.write(data.data)
+                spool.write(_padding(data.size, header.alignment))
+            except OSError as error:
+                raise _files.unwritable(path, error) from error
+            size += data.size + len(_padding(data.size, header.alignment))
+        text = header.text()
+        with _files.AtomicFile(path, overwrite) as file:
+            file.write(text)
+            spool.flush()
+            file.write_from(spool.fileno(), 0, size)
+            file.commit()
+    return len(text) + size
