@@ -441,8 +441,8 @@ int64_t Granule(const BlockLayout& layout, const FormatInfo& format) {
   return std::lcm(layout.band_size(), format.codes_per_byte());
 }
 
-// Searches cannot be stopped here: none may take long, nor may all of a
-// granule.
+// Searches run on the worker that feeds the elements, which others wait for:
+// none of long blocks may take long, nor may all of a granule.
 // Requires: elements.
 bool IsSearchedAtOnce(const EncodingSpec& spec, const BlockLayout& layout) {
   constexpr absl::Duration kMostOfBlock = absl::Milliseconds(5);
@@ -538,8 +538,9 @@ void BlockQuantizer::Outcome::Merge(Outcome other) {
 
 absl::Status BlockQuantizer::Add(int64_t first, int64_t count,
                                  const uint8_t* in, uint8_t* out,
-                                 ThreadPool* pool) {
+                                 ThreadPool* pool, StopToken stop) {
   if (count == 0) return absl::OkStatus();
+  stop_ = stop;
   const BlockLayout::ScaleRange scales =
       whole_layout_.ScaleBounds(first, count);
   layout_ = whole_layout_.Window(scales.first);
@@ -565,11 +566,14 @@ absl::Status BlockQuantizer::Add(int64_t first, int64_t count,
   } else {
     AddBands(first, count, in, out, pool, &outcome_);
   }
+  // Some scales may not have been found.
+  if (stop_.stopped()) return StoppedError();
   return outcome_.scale_error.ok() ? outcome_.refusal : outcome_.scale_error;
 }
 
 void BlockQuantizer::AddTask(int64_t first, int64_t count, const uint8_t* in,
                              uint8_t* out, Outcome* outcome) {
+  if (stop_.stopped()) return;
   const int64_t end = first + count;
   const int64_t element_bytes = ElementSizeBytes(type_);
   const auto in_at = [&](int64_t i) {
@@ -613,7 +617,7 @@ void BlockQuantizer::AddTask(int64_t first, int64_t count, const uint8_t* in,
     i += lanes * block;
   }
   const int64_t tile = RoundUp(kTileElements, granule_);
-  for (; i < end; i += tile) {
+  for (; i < end && !stop_.stopped(); i += tile) {
     AddTile(i, std::min(tile, end - i), in_at(i), out_at(i), outcome);
   }
 }
@@ -659,6 +663,7 @@ void BlockQuantizer::AddTile(int64_t first, int64_t count, const uint8_t* in,
     const uint8_t* block_in =
         in + (run.begin - first) * ElementSizeBytes(type_);
     for (int64_t k = 0; k < run_blocks; ++k) {
+      if (is_searched_ && stop_.stopped()) return;
       const int64_t i = run.scale_index + k;
       if (is_searched_) elements.Assign(type_, block_in, block_count);
       FindScale(i, blocks[i - begin], &elements, outcome);
@@ -672,7 +677,7 @@ void BlockQuantizer::AddTile(int64_t first, int64_t count, const uint8_t* in,
   } else {
     layout_.ForEachRun(first, count, find_scales);
   }
-  if (out == nullptr) return;
+  if (out == nullptr || stop_.stopped()) return;
   Outcome quantized;
   quantized.refusal =
       core::Quantize(encoding_, layout_, type_, nan_policy_, first, count, in,
@@ -688,12 +693,14 @@ void BlockQuantizer::AddBands(int64_t first, int64_t count, const uint8_t* in,
   const int64_t parts = (count + kTaskElements - 1) / kTaskElements;
   std::vector<PartialStatistics> partials(static_cast<size_t>(parts));
   ParallelFor(pool, parts, [&](int64_t part) {
+    if (stop_.stopped()) return;
     const int64_t begin = part * kTaskElements;
     ComputeStatistics(
         {layout_, type_, first + begin, std::min(kTaskElements, count - begin),
          in + begin * element_bytes},
         &partials[static_cast<size_t>(part)]);
   });
+  if (stop_.stopped()) return;
   std::vector<Block> blocks(encoding_.scale.size());
   for (const PartialStatistics& partial : partials) {
     Collect(partial, 0, absl::MakeSpan(blocks));
@@ -716,6 +723,7 @@ void BlockQuantizer::AddBands(int64_t first, int64_t count, const uint8_t* in,
     }
     const int64_t end = std::min(block_count, (task + 1) * blocks_at_once);
     for (int64_t i = task * blocks_at_once; i < end; ++i) {
+      if (stop_.stopped()) return;
       if (is_searched_) {
         BlockLayout::BlockCursor cursor(whole_layout_, first_scale() + i);
         gathered.clear();
@@ -730,7 +738,7 @@ void BlockQuantizer::AddBands(int64_t first, int64_t count, const uint8_t* in,
     }
   });
   for (Outcome& found : outcomes) outcome->Merge(std::move(found));
-  if (out == nullptr) return;
+  if (out == nullptr || stop_.stopped()) return;
   Outcome quantized;
   quantized.refusal =
       core::Quantize(encoding_, layout_, type_, nan_policy_, first, count, in,
@@ -824,7 +832,7 @@ absl::StatusOr<BlockScale> BlockQuantizer::ScaleOf(int64_t index,
     outer_is_zero = maximum == 0;
   }
   const absl::StatusOr<absl::optional<Range>> range =
-      finder_.FindAmong(scale_index, outer, extremes, elements, StopToken());
+      finder_.FindAmong(scale_index, outer, extremes, elements, stop_);
   if (!range.ok()) return range.status();
   if (!range->has_value()) {
     ++outcome->degenerate_count;

@@ -14,6 +14,7 @@
 #include "core/calibrate/encoding_spec.h"
 #include "core/calibrate/range_finder.h"
 #include "core/calibrate/range_scaler.h"
+#include "core/parallel/stop_token.h"
 #include "core/parallel/thread_pool.h"
 #include "core/quantize/quantize.h"
 #include "core/statistics/statistics_kernel.h"
@@ -23,17 +24,19 @@
 
 namespace quantd::core {
 
-// One tensor to codes, a range after the other: scales, codes, counts and
-// errors are those of TensorStatistics, Calibrate and Quantize one after the
-// other, to the last bit. For specs whose scales depend on nothing but their
-// own block, and on outer scales that are known before. Holds the scales of one
+// Turns one tensor into codes, one range of elements at a time. Finds the same
+// scales, codes, counts and errors, bit for bit, as TensorStatistics, Calibrate
+// and Quantize do one after the other. Each scale must depend on its own block
+// alone, and on outer scales that are known before. Holds the scales of one
 // range only. Not thread-safe.
 class BlockQuantizer {
  public:
-  // Whether it takes the spec: any method but the moving average, where it
-  // needs more than extremes on blocks that are searched directly, if those are
-  // long each and all of a granule within milliseconds; a format that does not
-  // depend on the data; and outer scales only if their maxima are known.
+  // Whether it takes the spec:
+  // - The method is any but the moving average. If it needs more than extremes,
+  //   blocks are searched directly. Long blocks are searched within
+  //   milliseconds: each, and all of a granule.
+  // - The format does not depend on the data.
+  // - The maxima of outer scales are known, if the format has outer scales.
   // `spec`  valid and resolved for the layout's shape.
   static bool Takes(const EncodingSpec& spec, const BlockLayout& layout,
                     bool has_outer_maximum);
@@ -56,12 +59,14 @@ class BlockQuantizer {
   // `out`   [FormatInfo::SizeBytes(count)], must not overlap `in`; unspecified
   //         after an error. Null: scales are found, and no codes made.
   // `pool`  spreads a large range over its threads; may be null.
-  // Errors: of the smallest scale index that has one, SCALE_OVERFLOW and
-  // ZERO_POINT_RANGE as of Calibrate, OUTER_MAXIMUM; otherwise
+  // Errors: CANCELLED. Of the smallest scale index that has one, SCALE_OVERFLOW
+  // and ZERO_POINT_RANGE as of Calibrate, OUTER_MAXIMUM; otherwise
   // NON_FINITE_REJECTED, naming the smallest index of the tensor, only with
-  // NanPolicy::kReject and `out`.
+  // NanPolicy::kReject and `out`. After an error the scales and counts below
+  // are not complete, and nothing more may be added.
   absl::Status Add(int64_t first, int64_t count, const uint8_t* in,
-                   uint8_t* out, ThreadPool* pool);
+                   uint8_t* out, ThreadPool* pool,
+                   StopToken stop = StopToken());
 
   // The encoding with all its outer scales, and with those scales only that the
   // latest range has.
@@ -139,9 +144,10 @@ class BlockQuantizer {
   const std::vector<float> outer_maximum_;
   const ElementType type_;
   const NanPolicy nan_policy_;
-  // Both of the latest range.
+  // All three of the latest range.
   BlockLayout layout_;
   Encoding encoding_;
+  StopToken stop_;
   const FormatInfo& format_;
   const RangeScaler scaler_;
   const RangeFinder finder_;

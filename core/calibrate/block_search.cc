@@ -505,6 +505,7 @@ class BlockSearch::Run {
                               ? BoundsOf(count, range_of)
                               : Bounds();
     for (int low = count; low >= least_low; --low) {
+      if (stop_.stopped()) return;
       for (int high = count; high >= least_high; --high) {
         if (has_best_ && bounds.Of(low, high) > best_.error) break;
         AddTrial(range_of(low, high), (count - low) * count + (count - high));

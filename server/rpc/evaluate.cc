@@ -143,7 +143,8 @@ class LocalScales {
   // has what is complete measured.
   // Errors: those of BlockQuantizer::Add.
   absl::Status Update(absl::Span<const uint8_t> data,
-                      core::Evaluator* evaluator, core::ThreadPool* pool) {
+                      core::Evaluator* evaluator, core::ThreadPool* pool,
+                      core::StopToken stop) {
     absl::Span<const uint8_t> all = data;
     if (!held_.empty()) {
       held_.insert(held_.end(), data.begin(), data.end());
@@ -159,8 +160,9 @@ class LocalScales {
     };
     const int64_t found_end = whole(end, quantizer_->granule());
     if (found_end > found_end_) {
-      absl::Status status = quantizer_->Add(found_end_, found_end - found_end_,
-                                            at(found_end_), nullptr, pool);
+      absl::Status status =
+          quantizer_->Add(found_end_, found_end - found_end_, at(found_end_),
+                          nullptr, pool, stop);
       if (!status.ok()) return status;
       window_.Append(quantizer_->encoding());
       found_end_ = found_end;
@@ -421,8 +423,8 @@ class EvaluateJob final : public TensorJob {
     for (Candidate& candidate : candidates_) {
       if (candidate.is_held()) continue;
       if (candidate.local != nullptr) {
-        absl::Status status =
-            candidate.local->Update(data, candidate.evaluator.get(), env_.pool);
+        absl::Status status = candidate.local->Update(
+            data, candidate.evaluator.get(), env_.pool, stop());
         if (!status.ok()) return status;
         continue;
       }

@@ -687,7 +687,7 @@ class BlockQuantizeJob final : public BufferedQuantizeJob {
                             geometry_.CodesOffsetOfReal(offset_bytes)));
     absl::Status status = quantizer_->Add(
         offset_bytes / geometry_.real_bytes, bytes / geometry_.real_bytes,
-        data.data(), made_.data(), env().pool);
+        data.data(), made_.data(), env().pool, stop());
     if (!status.ok()) return status;
     core::AppendScales(quantizer_->encoding(), &encoding_);
     buffer().Append(made_);
@@ -790,7 +790,7 @@ class LocalQuantizeJob final : public TensorJob {
     absl::Status status = quantizer_->Add(
         offset_bytes / geometry_.real_bytes,
         static_cast<int64_t>(data.size()) / geometry_.real_bytes, data.data(),
-        made_.data() + codes_begin, env_.pool);
+        made_.data() + codes_begin, env_.pool, stop());
     if (!status.ok()) return status;
     if (first_scale_ < 0) first_scale_ = quantizer_->first_scale();
     core::AppendScales(quantizer_->encoding(), &scales_);

@@ -135,8 +135,11 @@ void TensorSequence::Abandon() {
 }
 
 void TensorSequence::FailTensor(const absl::Status& status) {
-  env_.metrics->LimitRejected(core::ErrorReason(status));
-  env_.metrics->TensorFailed(rpc_->id(), status.raw_code());
+  // Work that was stopped is nobody's error: the answer goes nowhere.
+  if (!absl::IsCancelled(status) || !stream_.stopped->load()) {
+    env_.metrics->LimitRejected(core::ErrorReason(status));
+    env_.metrics->TensorFailed(rpc_->id(), status.raw_code());
+  }
   writer_.SetError(status);
   skips_ = true;
   cut_off_ = tensor_->cut_off();

@@ -101,6 +101,15 @@ v1::EncodingSpec SlowSpecOfRows() {
   return spec;
 }
 
+v1::EncodingSpec SlowSpecOfColumns() {
+  v1::EncodingSpec spec = SlowSpec({0, 1});
+  spec.set_method(v1::CALIBRATION_METHOD_BEST_OF);
+  spec.add_methods(v1::CALIBRATION_METHOD_ENTROPY);
+  spec.add_methods(v1::CALIBRATION_METHOD_MSE);
+  spec.add_methods(v1::CALIBRATION_METHOD_SQNR);
+  return spec;
+}
+
 template <typename Header>
 void Describe(Header* header, const std::string& tensor, int64_t rows,
               int64_t columns) {
@@ -177,6 +186,10 @@ std::vector<Call> AllCalls() {
   *quantize.mutable_spec() = SlowSpec({1, 16});
   quantize.mutable_spec()->set_format(v1::NUMBER_FORMAT_INT8);
   add_quantize(kSmallBlocks, false)->is_slow = true;
+  // A column is a block: all of them are searched when the last row has come.
+  *quantize.mutable_spec() = SlowSpecOfColumns();
+  quantize.set_scales_in_chunks(true);
+  add_quantize("a slow search in columns", false)->is_slow = true;
 
   v1::CalibrateHeader calibrate;
   Describe(&calibrate, "w", kRows, kColumns);

@@ -1,19 +1,23 @@
 #include "core/calibrate/block_quantizer.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
 #include "core/calibrate/calibrate.h"
 #include "core/errors.h"
 #include "core/formats/number_format.h"
 #include "core/parallel/stop_token.h"
+#include "core/parallel/thread_clock.h"
 #include "core/statistics/held_tensor.h"
 #include "core/statistics/tensor_statistics.h"
 #include "gtest/gtest.h"
@@ -359,7 +363,7 @@ TEST(BlockQuantizerTest, EqualsThemOnLongBlocks) {
   }
 }
 
-// Nothing ends a search before its time.
+// The worker that searches has others to serve.
 TEST(BlockQuantizerTest, TakesNoSearchThatIsLong) {
   const auto takes = [](int64_t columns, int steps, int64_t blocks = 1) {
     EncodingSpec spec;
@@ -469,6 +473,56 @@ TEST(BlockQuantizerTest, RefusesElementsBeyondTheOuterMaximum) {
     EXPECT_EQ(ErrorReason(status), maximum < 3 ? "OUTER_MAXIMUM" : "");
     if (maximum < 3) {
       EXPECT_NE(status.message().find("scale 3 "), std::string::npos) << status;
+    }
+  }
+}
+
+// Whether it was stopped before the range came, or while it is searched.
+TEST(BlockQuantizerTest, FindsFewScalesOnceItIsStopped) {
+  ThreadPool pool(2);
+  EncodingSpec spec;
+  spec.format = FindFormatByName("int16")->format;
+  spec.symmetry = Symmetry::kAsymmetric;
+  spec.method = CalibrationMethod::kMse;
+  spec.search_steps = 128;
+  // A range of rows, and a band of columns.
+  const LayoutCase cases[] = {{{4096, 256}, {1, 0}}, {{256, 4096}, {0, 1}}};
+  for (const LayoutCase& layout_case : cases) {
+    SCOPED_TRACE(layout_case.Name());
+    const BlockLayout layout = layout_case.Layout();
+    const int64_t count = layout.element_count();
+    const auto reals = MakeReals(ElementType::kFloat32, count, 0.1, false, 3);
+    spec.block_size = layout_case.block;
+    const EncodingSpec resolved = *ResolveSpec(spec, layout_case.shape);
+    ASSERT_TRUE(BlockQuantizer::Takes(resolved, layout, false));
+    for (const bool at_once : {true, false}) {
+      for (ThreadPool* const threads :
+           {static_cast<ThreadPool*>(nullptr), &pool}) {
+        std::vector<uint8_t> codes(2 * static_cast<size_t>(count), 0xA5);
+        const auto quantizer = *BlockQuantizer::Create(
+            resolved, layout, ElementType::kFloat32, NanPolicy::kDefault, {});
+        std::atomic<bool> stopped{at_once};
+        std::atomic<bool> ended{false};
+        std::thread stopper([&, clock = ThreadClock::OfThisThread()] {
+          const absl::Duration start = clock.Now();
+          while (!ended && clock.Now() - start < absl::Milliseconds(5)) {
+            std::this_thread::yield();
+          }
+          stopped = true;
+        });
+        const absl::Status status = quantizer->Add(
+            0, count, reals.data(), codes.data(), threads, StopToken(&stopped));
+        ended = true;
+        stopper.join();
+        EXPECT_TRUE(absl::IsCancelled(status)) << status;
+        // A scale that was not found is 0.
+        const std::vector<float>& scale = quantizer->encoding().scale;
+        const auto missing = std::count(scale.begin(), scale.end(), 0.0f);
+        EXPECT_GE(missing, at_once ? 4096 : 1024);
+        if (at_once) {
+          EXPECT_EQ(std::count(codes.begin(), codes.end(), 0xA5), 2 * count);
+        }
+      }
     }
   }
 }

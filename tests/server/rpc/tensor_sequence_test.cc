@@ -15,7 +15,10 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
 #include "core/errors.h"
+#include "core/parallel/stop_token.h"
 #include "grpcpp/grpcpp.h"
+#include "prometheus/client_metric.h"
+#include "prometheus/metric_family.h"
 #include "quantd/v1/quantization_service.pb.h"
 #include "server/net/file_descriptor.h"
 #include "server/rpc/call_registry.h"
@@ -93,6 +96,18 @@ class TensorSequenceTest : public ::testing::Test {
     return words;
   }
 
+  // Tensors that were answered with an error.
+  double ErrorCount() const {
+    double count = 0;
+    for (const prometheus::MetricFamily& family : fake_.metrics.Collect()) {
+      if (family.name != "quantd_tensor_errors_total") continue;
+      for (const prometheus::ClientMetric& metric : family.metric) {
+        count += metric.counter.value;
+      }
+    }
+    return count;
+  }
+
   testing::FakeEnvironment fake_;
   testing::FakeTensorRpc rpc_;
   CallRegistry registry_{/*limit=*/16};
@@ -163,6 +178,18 @@ TEST_F(TensorSequenceTest, ATensorThatIsAbandonedHasNoAnswer) {
   EXPECT_FALSE(sequence_.outlook().has_tensor);
   EXPECT_THAT(Answers(), IsEmpty());
   EXPECT_THAT(rpc_.calls, ElementsAre("resolve", "gone"));
+}
+
+TEST_F(TensorSequenceTest, WorkThatWasStoppedIsNobodysError) {
+  rpc_.tensor.feed = core::StoppedError();
+  stopped_ = true;
+  EXPECT_TRUE(Send(Header("abcdefgh")).ok());
+  EXPECT_FALSE(sequence_.outlook().has_tensor);
+  EXPECT_EQ(ErrorCount(), 0);
+  EXPECT_THAT(rpc_.calls, ElementsAre("resolve", "quantum 0+8", "gone"));
+  rpc_.tensor.feed = core::HeaderMissingError();
+  EXPECT_TRUE(Send(Header("abcdefgh")).ok());
+  EXPECT_EQ(ErrorCount(), 1);
 }
 
 TEST_F(TensorSequenceTest, AChunkInTheWrongPlaceFailsItsTensor) {
