@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/algorithm/container.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/match.h"
@@ -102,9 +103,14 @@ void Report(const Options& options, const v1::ImportEncodingsResponse& response,
             const std::string& format, Session* session) {
   const std::vector<v1::InterchangeLoss> losses(response.losses().begin(),
                                                 response.losses().end());
-  // Those that the server did not send may be of tensors that are left out.
   const uint64_t untold_count = response.loss_count() - losses.size();
-  if (AnyLeftOut(losses) || untold_count != 0) session->Note(kServerError);
+  // The server drops others before those of tensors that are left out.
+  const bool may_leave_out =
+      untold_count != 0 &&
+      absl::c_all_of(losses, [](const v1::InterchangeLoss& loss) {
+        return loss.left_out();
+      });
+  if (AnyLeftOut(losses) || may_leave_out) session->Note(kServerError);
   if (session->json) {
     return session->PrintJson({{"model", options.name.model},
                                {"revision", options.name.revision},
@@ -117,8 +123,9 @@ void Report(const Options& options, const v1::ImportEncodingsResponse& response,
   PrintLosses(losses, *session);
   if (untold_count != 0) {
     session->PrintError(absl::StrCat(
-        "quantctl: ", CountText(untold_count),
-        " more losses are not told; tensors of these may be left out"));
+        "quantctl: ", CountText(untold_count), " more losses are not told; ",
+        may_leave_out ? "tensors of these may be left out"
+                      : "none of these tensors is left out"));
   }
   session->Print(
       absl::StrCat(CountText(response.encoding_count()), " encodings of ",

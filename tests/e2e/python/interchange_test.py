@@ -236,18 +236,27 @@ class EncodingFilesTest(InterchangeCase):
             self.assertEqual(json.load(after)["encodings"],
                              json.load(before)["encodings"][-1:])
 
-    def test_LossesThatAreTooManyAreNoSuccess(self):
-        entry = [{"bitwidth": 8, "scale": 0.1, "offset": -8}]
-        path = self.write_json("aimet", {"version": "0.6.1", "param_encodings":
-                               {f"{n:01000}": entry for n in range(1500)}})
-        done = self.run_quantctl("import", path, "--model", "many",
-                                 "--dry-run", code=1)
-        self.assertIn("1,500 encodings of aimet-0.6.1 would", done.stdout)
-        self.assertRegex(done.stderr, r"\d+ more losses are not told; tensors")
-        report = self.json("import", path, "--model", "many", "--dry-run",
-                           code=1)
-        self.assertEqual(report["loss_count"], 1500)
-        self.assertLess(len(report["losses"]), 1500)
+    def test_LossesThatAreTooManyAreCounted(self):
+        """It is no success only where a tensor may be left out."""
+        rounded = [{"bitwidth": 8, "scale": 0.1, "offset": -8}]
+        bad = [{"bitwidth": 32, "scale": 1, "offset": 0}]
+        for entry, others, code, what in (
+                (rounded, {}, 0, "none of these tensors"),
+                (rounded, {"bad": bad}, 1, "none of these tensors"),
+                (bad, {"good": rounded}, 1, "tensors of these may be")):
+            entries = {f"{n:01000}": entry for n in range(1500)}
+            path = self.write_json("aimet", {
+                "version": "0.6.1", "param_encodings": {**entries, **others}})
+            arguments = ("import", path, "--model", "many", "--dry-run")
+            done = self.run_quantctl(*arguments, code=code)
+            count = 1500 if entry is rounded else 1
+            self.assertIn(f"{count:,} encodings of aimet-0.6.1 would",
+                          done.stdout)
+            self.assertRegex(done.stderr,
+                             rf"\d+ more losses are not told; {what}")
+            report = self.json(*arguments, code=code)
+            self.assertEqual(report["loss_count"], 1500 + len(others))
+            self.assertLess(len(report["losses"]), 1500)
 
     def test_GeneratedClientsSendAndTakeFilesInPieces(self):
         count = 3000

@@ -116,8 +116,8 @@ class ImportedEncodings(Tabular):
 
     @property
     def left_out(self) -> list[str]:
-        """The tensors whose encodings are not stored; all of them unless there
-        are fewer `losses` than `loss_count`."""
+        """The tensors whose encodings are not stored; all of them unless
+        `losses` are fewer than `loss_count` and all of tensors left out."""
         return [loss.tensor for loss in self.losses if loss.left_out]
 
 
