@@ -98,77 +98,56 @@ class ReadmeSnippetsTest(unittest.TestCase):
                                 ignore=shutil.ignore_patterns("build"))
             run("bash", "-e", "-c", snippet("bash", "client/python"),
                 cwd=folder, env=environment)
+            elsewhere = os.path.join(folder, "elsewhere")
+            os.makedirs(elsewhere)
             python = os.path.join(folder, "venv/bin/python")
-            os.makedirs(os.path.join(folder, "elsewhere"))
-            output = run(
-                python, "-c",
-                self.at_server(snippet("python", "quantized.codes.dtype")),
-                cwd=os.path.join(folder, "elsewhere"))
+
+            def run_python(containing):
+                return run(python, "-c",
+                           self.at_server(snippet("python", containing)),
+                           cwd=elsewhere)
+
+            output = run_python("quantized.codes.dtype")
             self.assertRegex(output, r"int8 \(64, 1\) 0\.01")
-            output = run(
-                python, "-c",
-                self.at_server(snippet("python", "quantize_many")),
-                cwd=os.path.join(folder, "elsewhere"))
+            output = run_python("quantize_many")
             self.assertRegex(
                 output, r"layer2.weight: int8 \(64, 288\), largest error 0\.01")
             self.assertRegex(output, r"int4:group:32: \d+\.\d dB")
 
-            output = run(
-                python, "-c", self.at_server(snippet("python", "quantd.load")),
-                cwd=os.path.join(folder, "elsewhere"))
+            output = run_python("quantd.load")
             self.assertIn("a.weight (64, 288)", output)
             shutil.copy(os.path.join(live_server.ROOT,
                                      "tests/data/digits-cnn/model.safetensors"),
-                        os.path.join(folder, "elsewhere"))
-            output = run(
-                python, "-c",
-                self.at_server(snippet("python", "model.mixed")),
-                cwd=os.path.join(folder, "elsewhere"))
+                        elsewhere)
+            output = run_python("model.mixed")
             self.assertRegex(output, r"conv1.weight int8 1152 4\d\d")
             self.assertRegex(output, r"fc1.bias None 512 512")
-            output = run(
-                python, "-c", self.at_server(snippet("python", "sweep_model")),
-                cwd=os.path.join(folder, "elsewhere"))
+            output = run_python("sweep_model")
             self.assertRegex(
                 output, r"\('max_bits_per_element', 6\) 9\d{4} \d+\.\d dB")
-            self.assertTrue(os.path.exists(os.path.join(
-                folder, "elsewhere/model.6bit.safetensors")))
+            self.assertTrue(os.path.exists(
+                os.path.join(elsewhere, "model.6bit.safetensors")))
 
-            output = run(
-                python, "-c",
-                self.at_server(snippet("python", "client.import_")),
-                cwd=os.path.join(folder, "elsewhere"))
+            output = run_python("client.import_")
             self.assertRegex(output, r"^1 \d+ \[\]\n")
             self.assertIn("1 encodings of aimet-1.0.0", output)
 
             if importlib.util.find_spec("torch"):
-                output = run(
-                    python, "-c", self.at_server(
-                        snippet("python", "quantd.torch.load_into")),
-                    cwd=os.path.join(folder, "elsewhere"))
+                output = run_python("quantd.torch.load_into")
                 self.assertIn("('0.weight', '2.weight') torch.bfloat16",
                               output)
-                output = run(
-                    python, "-c", self.at_server(
-                        snippet("python", "quantd.torch.quantize_")),
-                    cwd=os.path.join(folder, "elsewhere"))
+                output = run_python("quantd.torch.quantize_")
                 self.assertRegex(output, r"0.weight int4 \d+\.\d dB\n"
                                  r"2.weight int8 \d+\.\d dB\n"
                                  r"largest change 0\.\d+")
-                output = run(
-                    python, "-c", self.at_server(
-                        snippet("python", "quantd.torch.FakeQuantize")),
-                    cwd=os.path.join(folder, "elsewhere"))
+                output = run_python("quantd.torch.FakeQuantize")
                 self.assertIn("Encoding('int4', scale=<float32 of (32, 1)>",
                               output)
-                output = run(
-                    python, "-c", self.at_server(
-                        snippet("python", "quantd.torch.calibrate")),
-                    cwd=os.path.join(folder, "elsewhere"))
+                output = run_python("quantd.torch.calibrate")
                 self.assertIn("{'0.input': 20, '2.input': 20}", output)
                 self.assertRegex(output, r"2.input uint8 \d+\.\d dB expected")
                 self.assertTrue(os.path.exists(
-                    os.path.join(folder, "elsewhere/report.html")))
+                    os.path.join(elsewhere, "report.html")))
 
             with live_server.LiveServer(
                     options.quantd, folder,
