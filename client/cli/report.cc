@@ -56,12 +56,10 @@ constexpr double kDefaultBits = 5;
 // With more tensors their histograms have half as many bins.
 constexpr size_t kManyTensors = 500;
 
-struct Options {
+struct Options : ErrorSourceOptions {
   // Empty for stored statistics.
   std::string input;
-  NameOptions name;
   SpecOptions spec;
-  std::vector<std::string> patterns;
   TensorFilter filter;
   BudgetOptions budgets;
   OutputOptions output;
@@ -416,28 +414,14 @@ void AddReportCommand(Command* quantctl, Session* session) {
       "Write a page about what quantizing a model would cost, with plots: "
       "measured on a file, or predicted from stored statistics");
   const auto options = std::make_shared<Options>();
-  Option* const file =
-      command->AddArgument("file", &options->input, "FILE",
-                           "Measure on this safetensors, .npy or .gguf file, "
-                           "or a folder with model.safetensors.index.json or "
-                           "model.safetensors; without it predict from the "
-                           "statistics of --model");
-  command->AddOption("--model", &options->name.model, "NAME",
-                     "Predict from the stored statistics of this model");
-  command
-      ->AddOption("--revision", &options->name.revision, "NAME",
-                  "Revision of the model")
-      ->ShowDefault();
+  options->AddOptions(command, &options->input);
   command->AddOption("--spec", &options->spec.specs, "SPEC",
                      "A candidate, such as int4:group:32:mse. May be repeated; "
                      "see quantctl help specs. Default: int8:per-channel, "
                      "int4:group:32, nf4 and mxfp4_e2m1; of statistics "
                      "int8:per-channel, int8:mse and int4:mse");
   options->spec.AddCodebookOption(command);
-  Option* const pattern = command->AddOption(
-      "--pattern", &options->patterns, "PATTERN",
-      "With --model: only tensors whose name matches (* and ?); may be "
-      "repeated");
+  options->AddPatternOption(command);
   options->filter.AddOptions(command);
   options->budgets.AddOptions(command);
   options->output
@@ -456,26 +440,8 @@ void AddReportCommand(Command* quantctl, Session* session) {
       "unless another budget is given, and the commands that apply it. Of "
       "statistics it shows one only with --min-sqnr or --max-bytes.");
   command->OnRun([=] {
-    const auto fail = [session](const char* text) {
-      session->FailUsage(ArgumentInvalidError(text));
-    };
-    if (file->IsGiven() == !options->name.model.empty()) {
-      return fail(file->IsGiven()
-                      ? "expected a file to measure on, or --model to predict "
-                        "from its statistics; got both"
-                      : "expected a file to measure on, or --model to predict "
-                        "from its statistics; got neither");
-    }
-    if (file->IsGiven() && pattern->IsGiven()) {
-      return fail(
-          "expected --include and --exclude with a file, got "
-          "--pattern");
-    }
-    if (!file->IsGiven() && options->filter.IsGiven()) {
-      return fail(
-          "expected --pattern with --model; --include, --exclude, "
-          "--min-rank and --all are for files");
-    }
+    const absl::Status status = options->Check(options->filter);
+    if (!status.ok()) return session->FailUsage(status);
     Reporter(*options, session).Run();
   });
 }

@@ -28,11 +28,9 @@
 namespace quantd::cli {
 namespace {
 
-struct Options {
+struct Options : ErrorSourceOptions {
   // With an input those of statistics are not used.
   FileSweepOptions file;
-  NameOptions name;
-  std::vector<std::string> patterns;
   // Of the statistics, where one was asked for.
   std::optional<Budget> budget;
 };
@@ -243,18 +241,7 @@ void AddSweepCommand(Command* quantctl, Session* session) {
       "Measure the error of many specs on a file's tensors, or predict it from "
       "stored statistics; rank them, and choose one for each tensor");
   const auto options = std::make_shared<Options>();
-  Option* const file =
-      command->AddArgument("file", &options->file.input, "FILE",
-                           "Measure on this safetensors, .npy or .gguf file, "
-                           "or a folder with model.safetensors.index.json or "
-                           "model.safetensors; without it predict from the "
-                           "statistics of --model");
-  command->AddOption("--model", &options->name.model, "NAME",
-                     "Predict from the stored statistics of this model");
-  command
-      ->AddOption("--revision", &options->name.revision, "NAME",
-                  "Revision of the model")
-      ->ShowDefault();
+  options->AddOptions(command, &options->file.input);
   SpecOptions& spec = options->file.spec;
   command
       ->AddOption(
@@ -264,10 +251,7 @@ void AddSweepCommand(Command* quantctl, Session* session) {
       ->Suggest(FormatNames())
       ->Required();
   spec.AddCodebookOption(command);
-  Option* const pattern = command->AddOption(
-      "--pattern", &options->patterns, "PATTERN",
-      "With --model: only tensors whose name matches (* and ?); may be "
-      "repeated");
+  options->AddPatternOption(command);
   options->file.filter.AddOptions(command);
   options->file.budgets.AddOptions(command);
   options->file.output.AddOptions(
@@ -304,29 +288,9 @@ void AddSweepCommand(Command* quantctl, Session* session) {
     const auto fail = [session](const char* text) {
       session->FailUsage(ArgumentInvalidError(text));
     };
-    if (file->IsGiven()) {
-      if (!options->name.model.empty()) {
-        return fail(
-            "expected a file to measure on, or --model to predict from its "
-            "statistics; got both");
-      }
-      if (pattern->IsGiven()) {
-        return fail(
-            "expected --include and --exclude with a file, got "
-            "--pattern");
-      }
-      return SweepFile(options->file, session);
-    }
-    if (options->name.model.empty()) {
-      return fail(
-          "expected a file to measure on, or --model to predict from its "
-          "statistics; got neither");
-    }
-    if (options->file.filter.IsGiven()) {
-      return fail(
-          "expected --pattern with --model; --include, --exclude, "
-          "--min-rank and --all are for files");
-    }
+    const absl::Status status = options->Check(options->file.filter);
+    if (!status.ok()) return session->FailUsage(status);
+    if (options->HasFile()) return SweepFile(options->file, session);
     if (budgets.size() > 1) {
       return fail(
           "expected one budget with --model; several at once need a "

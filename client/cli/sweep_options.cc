@@ -11,6 +11,7 @@
 #include "client/cli/command_line.h"
 #include "client/cli/table.h"
 #include "client/cli/tensor_options.h"
+#include "client/cpp/errors.h"
 #include "client/models/model_sweep.h"
 #include "client/models/spec_syntax.h"
 
@@ -43,6 +44,45 @@ std::string BudgetText(const Budget& budget) {
       break;
   }
   return absl::StrCat("at most ", BudgetNumber(budget), " bits per element");
+}
+
+void ErrorSourceOptions::AddOptions(Command* command, std::string* input) {
+  file_ = command->AddArgument(
+      "file", input, "FILE",
+      "Measure on this safetensors, .npy or .gguf file, or a folder with "
+      "model.safetensors.index.json or model.safetensors; without it predict "
+      "from the statistics of --model");
+  command->AddOption("--model", &name.model, "NAME",
+                     "Predict from the stored statistics of this model");
+  command
+      ->AddOption("--revision", &name.revision, "NAME", "Revision of the model")
+      ->ShowDefault();
+}
+
+void ErrorSourceOptions::AddPatternOption(Command* command) {
+  pattern_ = command->AddOption(
+      "--pattern", &patterns, "PATTERN",
+      "With --model: only tensors whose name matches (* and ?); may be "
+      "repeated");
+}
+
+absl::Status ErrorSourceOptions::Check(const TensorFilter& filter) const {
+  if (HasFile() == !name.model.empty()) {
+    return ArgumentInvalidError(absl::StrCat(
+        "expected a file to measure on, or --model to predict from its "
+        "statistics; got ",
+        HasFile() ? "both" : "neither"));
+  }
+  if (HasFile() && pattern_->IsGiven()) {
+    return ArgumentInvalidError(
+        "expected --include and --exclude with a file, got --pattern");
+  }
+  if (!HasFile() && filter.IsGiven()) {
+    return ArgumentInvalidError(
+        "expected --pattern with --model; --include, --exclude, --min-rank "
+        "and --all are for files");
+  }
+  return absl::OkStatus();
 }
 
 void BudgetOptions::AddOptions(Command* command) {

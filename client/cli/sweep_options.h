@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "client/cli/command_line.h"
 #include "client/cli/tensor_options.h"
@@ -14,6 +15,25 @@
 #include "client/models/spec_syntax.h"
 
 namespace quantd::cli {
+
+// Where errors come from: FILE, on which they are measured, or --model and
+// --revision, from whose statistics they are predicted, with --pattern.
+struct ErrorSourceOptions {
+  NameOptions name;
+  std::vector<std::string> patterns;
+
+  // FILE sets `input`.
+  void AddOptions(Command* command, std::string* input);
+  void AddPatternOption(Command* command);
+  bool HasFile() const { return file_->IsGiven(); }
+  // Errors: ARGUMENT_INVALID unless there is one of both, and what chooses
+  // tensors goes with it. `filter`  of a file.
+  absl::Status Check(const TensorFilter& filter) const;
+
+ private:
+  Option* file_ = nullptr;
+  Option* pattern_ = nullptr;
+};
 
 // "at least 18 dB", "at most 5 bits per element".
 std::string BudgetText(const Budget& budget);
