@@ -10,7 +10,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/match.h"
 #include "absl/types/span.h"
-#include "client/cli/compressed_tensors.h"
+#include "client/cli/compressed_reader.h"
 #include "client/cli/plain_input.h"
 #include "client/files/lazy_bytes.h"
 #include "client/files/safetensors.h"

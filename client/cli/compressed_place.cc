@@ -14,6 +14,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
+#include "client/cli/compressed_model.h"
+#include "client/cli/compressed_tensors.h"
 #include "client/files/errors.h"
 #include "nlohmann/json.hpp"
 

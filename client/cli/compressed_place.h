@@ -14,7 +14,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
-#include "client/cli/compressed_tensors.h"
+#include "client/cli/compressed_model.h"
 #include "client/cli/session.h"
 #include "client/cpp/tensor.h"
 #include "client/cpp/tensor_stream.h"

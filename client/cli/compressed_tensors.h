@@ -25,22 +25,15 @@
 #define QUANTD_CLIENT_CLI_COMPRESSED_TENSORS_H_
 
 #include <cstdint>
-#include <map>
 #include <string>
-#include <utility>
 #include <vector>
 
-#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "absl/types/span.h"
 #include "client/cli/session.h"
-#include "client/cpp/scales.h"
 #include "client/cpp/tensor.h"
-#include "client/files/safetensors.h"
-#include "client/models/quantized_layout.h"
-#include "client/models/tensor_input.h"
+#include "client/files/dtype.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::cli {
@@ -51,6 +44,9 @@ constexpr char kModelConfigName[] = "config.json";
 // Metadata of a file that quantctl wrote: the element type that each tensor
 // came from, by this and the tensor's name.
 constexpr absl::string_view kElementTypeKeyPrefix = "quantctl.element_type.";
+
+constexpr absl::string_view kCompressedWeight = ".weight";
+constexpr int kMostCompressedBits = 8;
 
 // A tensor of the file. Plain value.
 struct CompressedPart {
@@ -65,71 +61,36 @@ struct CompressedData {
   std::vector<uint8_t> data;
 };
 
-// How the inputs of a module are quantized. Plain value.
-struct ModuleInputs {
-  // As in config.json; null where they are not.
-  Json arguments;
-  // What the file has beside the weights.
-  std::vector<CompressedData> parts;
-};
-
-// How a tensor will lie in the file. Plain value.
-struct CompressedPlan {
-  std::vector<CompressedPart> parts;
+// How a quantized tensor lies in the file. Plain value.
+struct CompressedLayout {
+  FormatInfo format;
+  bool is_nvfp4 = false;
+  bool is_mxfp4 = false;
+  // With scales of powers of two.
+  bool is_mxfp8 = false;
+  bool is_float8 = false;
+  bool is_packed = false;
+  // As others mean it: without zero points, codes lie around 0. Those of
+  // unsigned formats do not once they are signed.
+  bool is_symmetric = true;
+  // Scales along each dimension, and in all.
+  std::vector<int64_t> blocks;
+  int64_t count = 0;
   // What config.json says of the module.
   Json module;
+  std::vector<CompressedPart> parts;
 };
 
-// Writes the tensors of one model. Not thread-safe.
-class CompressedModel {
- public:
-  // `packs_all`: pack-quantized for 8 bits too, which otherwise are
-  // int-quantized. `input_arguments`: ModuleInputs::arguments of all modules.
-  explicit CompressedModel(bool packs_all, Json input_arguments = nullptr)
-      : packs_all_(packs_all), input_arguments_(std::move(input_arguments)) {}
+// The layout of a tensor whose encoding is `encoding`, which may lack its
+// scales.
+// Errors: ARGUMENT_INVALID for what the layout does not hold.
+absl::StatusOr<CompressedLayout> CompressedLayoutOf(
+    const std::string& name, const std::vector<int64_t>& shape,
+    const Encoding& encoding, bool has_zero_points, bool packs_all);
 
-  // Adds a tensor to the file.
-  using Add = absl::FunctionRef<absl::Status(
-      const std::string& name, files::Dtype dtype,
-      const std::vector<int64_t>& shape, absl::Span<const uint8_t> data)>;
-
-  // What Write will add for a tensor whose encoding will be `expected`.
-  // Errors: ARGUMENT_INVALID for what the layout does not hold.
-  absl::StatusOr<CompressedPlan> PlanOf(const std::string& name,
-                                        const std::vector<int64_t>& shape,
-                                        const Encoding& expected) const;
-
-  // Writes one quantized tensor. The scales are not looked for in the encoding.
-  // Returns its size in bytes with all that lies beside the codes.
-  // Errors: of `add`; ARGUMENT_INVALID for what the layout does not hold.
-  absl::StatusOr<uint64_t> Write(const std::string& name,
-                                 const std::vector<int64_t>& shape,
-                                 const Encoding& encoding, const Scales& scales,
-                                 absl::Span<const uint8_t> codes, Add add);
-
-  // How many of them are NVFP4 that other readers take for slightly other
-  // reals: they divide by weight_global_scale, the inverse of the outer scale.
-  int64_t rounded_count() const { return rounded_count_; }
-
-  // Takes over what an earlier run wrote of a model.
-  void Restore(const Json& modules) { modules_.update(modules); }
-  // Scheme by module.
-  const Json& modules() const { return modules_; }
-
-  // The "quantization_config" of what was written. Readers take no module of a
-  // matrix that is neither in it nor ignored: `ignored` are those that were
-  // left as they are. `cache` is the "kv_cache_scheme".
-  Json Config(const std::vector<std::string>& ignored, const Json& cache) const;
-
- private:
-  // What config.json says of a module.
-  Json ModuleOfLayout(Json module) const;
-
-  const bool packs_all_;
-  const Json input_arguments_;
-  Json modules_ = Json::object();
-  int64_t rounded_count_ = 0;
-};
+// Whether zero points are packed: those of a matrix with a scale for each group
+// or row.
+bool PacksZeroPoints(const CompressedLayout& layout);
 
 // The module of "MODULE.weight"; empty for another name.
 absl::string_view ModuleOf(absl::string_view tensor);
@@ -139,17 +100,6 @@ absl::string_view ModuleOf(absl::string_view tensor);
 // Errors: ARGUMENT_INVALID.
 absl::Status CheckGroups(const EncodingSpec& spec,
                          const std::vector<int64_t>& shape);
-
-// Whether dividing the E4M3 scales by `global` gives the same floats as
-// multiplying them with `outer`.
-bool IsExactInverse(float global, float outer);
-
-// Reads all quantized tensors of a model. Empty where the folder has no
-// config.json of compressed-tensors. A tensor has the element type that it came
-// from, as the file, its scales or config.json tell it; otherwise float32.
-// Errors: FILE_MALFORMED, FILE_UNSUPPORTED.
-absl::StatusOr<std::vector<QuantizedTensor>> ReadCompressed(
-    const TensorInput& input, const std::string& path);
 
 }  // namespace quantd::cli
 

@@ -16,7 +16,7 @@
 #include "client/cli/coded_input.h"
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
-#include "client/cli/compressed_tensors.h"
+#include "client/cli/compressed_reader.h"
 #include "client/cli/output.h"
 #include "client/cli/plain_input.h"
 #include "client/cli/progress.h"

@@ -17,7 +17,7 @@
 #include "absl/strings/string_view.h"
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
-#include "client/cli/compressed_tensors.h"
+#include "client/cli/compressed_reader.h"
 #include "client/cli/interchange.h"
 #include "client/cli/plain_input.h"
 #include "client/cli/printable.h"

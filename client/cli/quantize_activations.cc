@@ -15,6 +15,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
+#include "client/cli/compressed_model.h"
 #include "client/cli/compressed_scheme.h"
 #include "client/cli/compressed_tensors.h"
 #include "client/cli/quantize_outcome.h"

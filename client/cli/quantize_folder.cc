@@ -21,6 +21,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
+#include "client/cli/compressed_model.h"
 #include "client/cli/compressed_tensors.h"
 #include "client/cli/output.h"
 #include "client/cli/quantize_outcome.h"

@@ -14,6 +14,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "client/cli/compressed_model.h"
 #include "client/cli/compressed_place.h"
 #include "client/cli/compressed_tensors.h"
 #include "client/cli/quantize_outcome.h"

@@ -17,6 +17,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "client/cli/coded_input.h"
+#include "client/cli/compressed_model.h"
 #include "client/cli/compressed_tensors.h"
 #include "client/cli/gguf_output.h"
 #include "client/cli/plain_input.h"

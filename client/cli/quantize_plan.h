@@ -15,7 +15,7 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "client/cli/compressed_tensors.h"
+#include "client/cli/compressed_model.h"
 #include "client/cli/quantize_options.h"
 #include "client/cli/quantize_outcome.h"
 #include "client/cli/quantize_parts.h"

@@ -1,0 +1,364 @@
+#include "client/cli/compressed_module.h"
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/string_view.h"
+#include "client/cli/bit_stream.h"
+#include "client/cli/compressed_model.h"
+#include "client/cli/compressed_tensors.h"
+#include "client/cpp/element_bytes.h"
+#include "client/cpp/errors.h"
+#include "client/cpp/scales.h"
+#include "client/files/dtype.h"
+#include "client/files/errors.h"
+#include "client/files/safetensors.h"
+#include "nlohmann/json.hpp"
+
+namespace quantd::cli {
+namespace {
+
+int64_t CeilDivide(int64_t a, int64_t b) { return a / b + (a % b != 0); }
+
+template <typename T>
+std::vector<T> Elements(const files::FileTensor& tensor) {
+  return CopyElements<T>(tensor.data);
+}
+
+// Reads the modules of one model. Not thread-safe.
+class ModuleReader {
+ public:
+  ModuleReader(const TensorInput& input, const std::string& path)
+      : input_(input), path_(path) {}
+
+  absl::StatusOr<QuantizedTensor> Read(const std::string& module,
+                                       const Json* scheme,
+                                       const files::FileTensor& scale) {
+    if (scheme == nullptr) {
+      return Malformed(module, "no group of config.json targets it");
+    }
+    const auto part = [&](absl::string_view suffix) {
+      return input_.Find(absl::StrCat(module, suffix));
+    };
+    if (part(".weight_g_idx") != nullptr) {
+      return files::FileUnsupportedError(
+          path_, absl::StrCat("module \"", module, "\": reordered groups"));
+    }
+    QuantizedTensor tensor;
+    tensor.name = absl::StrCat(module, kCompressedWeight);
+    tensor.element_type =
+        ElementTypeOf(scale.dtype).value_or(ElementType::kFloat32);
+    for (const char* suffix :
+         {".weight", ".weight_packed", ".weight_scale", ".weight_zero_point",
+          ".weight_shape", ".weight_global_scale", ".input_scale",
+          ".input_zero_point", ".input_global_scale"}) {
+      if (part(suffix) != nullptr) {
+        tensor.parts.push_back(absl::StrCat(module, suffix));
+      }
+    }
+    const bool is_integer = StringOf(*scheme, "type") != "float";
+    const int64_t bits = IntegerOf(*scheme, "num_bits", 8);
+    if (bits < 2 || bits > kMostCompressedBits) {
+      return Malformed(module,
+                       absl::StrCat("num_bits is ", bits, ", expected 2 to 8"));
+    }
+    const files::FileTensor* const plain = part(kCompressedWeight);
+    const files::FileTensor* const packed = part(".weight_packed");
+    if ((plain == nullptr) == (packed == nullptr)) {
+      return Malformed(module, "expected weight or weight_packed");
+    }
+    absl::Status status;
+    if (!is_integer && packed != nullptr) {
+      status = ReadFloat4(module, *packed, scale, part(".weight_global_scale"),
+                          &tensor);
+    } else if (packed != nullptr) {
+      status = ReadPacked(module, static_cast<int>(bits), *packed,
+                          part(".weight_shape"), &tensor);
+    } else {
+      status = ReadPlain(module, is_integer, static_cast<int>(bits), *plain,
+                         scale, &tensor);
+    }
+    if (!status.ok()) return status;
+    status = AddScales(module, *scheme, scale, &tensor);
+    if (!status.ok()) return status;
+    const files::FileTensor* const zero_point = part(".weight_zero_point");
+    if (zero_point != nullptr && is_integer) {
+      status =
+          AddZeroPoints(module, static_cast<int>(bits), *zero_point, &tensor);
+      if (!status.ok()) return status;
+    }
+    return tensor;
+  }
+
+ private:
+  absl::Status Malformed(const std::string& module, absl::string_view what) {
+    return files::FileMalformedError(
+        path_, absl::StrCat("module \"", module, "\": ", what));
+  }
+
+  static int64_t IntegerOf(const Json& object, const char* key,
+                           int64_t otherwise) {
+    const auto found = object.find(key);
+    return found != object.end() && found->is_number_integer()
+               ? found->get<int64_t>()
+               : otherwise;
+  }
+
+  static std::string StringOf(const Json& object, const char* key) {
+    const auto found = object.find(key);
+    return found != object.end() && found->is_string()
+               ? found->get<std::string>()
+               : "";
+  }
+
+  absl::Status SetIntegers(int bits, QuantizedTensor* tensor) {
+    const absl::StatusOr<v1::NumberFormat> format =
+        IntegerFormat(bits, /*is_signed=*/true);
+    if (!format.ok()) return format.status();
+    tensor->encoding.set_format(*format);
+    return absl::OkStatus();
+  }
+
+  // Codes as the server takes them, of values plus 2^(bits - 1).
+  static void SetCodes(const FormatInfo& format,
+                       const std::vector<uint8_t>& from_zero,
+                       QuantizedTensor* tensor) {
+    auto codes = std::make_shared<std::vector<uint8_t>>(static_cast<size_t>(
+        format.SizeBytes(static_cast<int64_t>(from_zero.size()))));
+    const uint32_t half = 1U << (format.bits - 1);
+    for (size_t i = 0; i < from_zero.size(); ++i) {
+      const uint32_t value = from_zero[i] - half;
+      if (format.storage_bits == 8) {
+        (*codes)[i] = static_cast<uint8_t>(value);
+        continue;
+      }
+      const size_t per_byte = 8 / static_cast<size_t>(format.storage_bits);
+      (*codes)[i / per_byte] |= static_cast<uint8_t>(
+          (value & ((1U << format.bits) - 1))
+          << (i % per_byte * static_cast<size_t>(format.storage_bits)));
+    }
+    tensor->codes = *codes;
+    tensor->unpacked = std::move(codes);
+  }
+
+  absl::Status ReadPlain(const std::string& module, bool is_integer, int bits,
+                         const files::FileTensor& plain,
+                         const files::FileTensor& scale,
+                         QuantizedTensor* tensor) {
+    tensor->shape = plain.shape;
+    tensor->codes = plain.data;
+    if (!is_integer) {
+      if (plain.dtype != files::Dtype::kF8E4M3) {
+        return Malformed(module, "expected a weight of F8_E4M3");
+      }
+      const bool is_mxfp8 = scale.dtype == files::Dtype::kU8;
+      tensor->encoding.set_format(is_mxfp8 ? v1::NUMBER_FORMAT_MXFP8_E4M3
+                                           : v1::NUMBER_FORMAT_FLOAT8_E4M3FN);
+      if (is_mxfp8) {
+        tensor->element_type = ElementType::kFloat32;
+        tensor->encoding.set_scale_code(scale.data.data(), scale.data.size());
+      }
+      return absl::OkStatus();
+    }
+    if (plain.dtype != files::Dtype::kI8) {
+      return Malformed(module, "expected a weight of I8");
+    }
+    if (absl::Status s = SetIntegers(bits, tensor); !s.ok()) return s;
+    if (bits == 8) return absl::OkStatus();
+    const FormatInfo format = *GetFormatInfo(tensor->encoding.format());
+    std::vector<uint8_t> from_zero;
+    const int half = 1 << (bits - 1);
+    for (const uint8_t byte : plain.data) {
+      const int value = static_cast<int8_t>(byte);
+      if (value < -half || value >= half) {
+        return Malformed(module, absl::StrCat("a weight is ", value,
+                                              ", not of ", bits, " bits"));
+      }
+      from_zero.push_back(static_cast<uint8_t>(value + half));
+    }
+    SetCodes(format, from_zero, tensor);
+    return absl::OkStatus();
+  }
+
+  absl::Status ReadPacked(const std::string& module, int bits,
+                          const files::FileTensor& packed,
+                          const files::FileTensor* shape,
+                          QuantizedTensor* tensor) {
+    if (shape == nullptr || shape->shape != std::vector<int64_t>{2} ||
+        (shape->dtype != files::Dtype::kI64 &&
+         shape->dtype != files::Dtype::kI32)) {
+      return Malformed(module, "expected a weight_shape of two integers");
+    }
+    if (shape->dtype == files::Dtype::kI64) {
+      tensor->shape = Elements<int64_t>(*shape);
+    } else {
+      for (const int32_t size : Elements<int32_t>(*shape)) {
+        tensor->shape.push_back(size);
+      }
+    }
+    const absl::StatusOr<int64_t> count = ElementCount(tensor->shape);
+    const int64_t rows = tensor->shape[0];
+    const int64_t columns = tensor->shape[1];
+    if (!count.ok() || packed.dtype != files::Dtype::kI32 ||
+        packed.shape !=
+            std::vector<int64_t>{rows, CeilDivide(columns * bits, 32)}) {
+      return Malformed(
+          module,
+          absl::StrCat("expected a weight_packed of I32 that holds ", bits,
+                       " bits for each of [", rows, ",", columns, "]"));
+    }
+    if (absl::Status s = SetIntegers(bits, tensor); !s.ok()) return s;
+    std::vector<uint32_t> words = Elements<uint32_t>(packed);
+    std::vector<uint8_t> from_zero;
+    from_zero.reserve(static_cast<size_t>(*count));
+    for (int64_t row = 0; *count > 0 && row < rows; ++row) {
+      BitStream stream(bits, words.data() + row * packed.shape[1], 1);
+      for (int64_t column = 0; column < columns; ++column) {
+        from_zero.push_back(static_cast<uint8_t>(stream.Get()));
+      }
+    }
+    SetCodes(*GetFormatInfo(tensor->encoding.format()), from_zero, tensor);
+    return absl::OkStatus();
+  }
+
+  absl::Status ReadFloat4(const std::string& module,
+                          const files::FileTensor& packed,
+                          const files::FileTensor& scale,
+                          const files::FileTensor* global,
+                          QuantizedTensor* tensor) {
+    if (packed.dtype != files::Dtype::kU8 || packed.shape.size() != 2 ||
+        packed.shape[1] > INT64_MAX / 2) {
+      return Malformed(module, "expected a weight_packed of U8, a matrix");
+    }
+    tensor->shape = {packed.shape[0], packed.shape[1] * 2};
+    tensor->codes = packed.data;
+    tensor->element_type = ElementType::kFloat32;
+    Encoding& encoding = tensor->encoding;
+    encoding.set_scale_code(scale.data.data(), scale.data.size());
+    if (global == nullptr) {
+      if (scale.dtype != files::Dtype::kU8) {
+        return Malformed(module, "expected a weight_scale of U8");
+      }
+      encoding.set_format(v1::NUMBER_FORMAT_MXFP4_E2M1);
+      return absl::OkStatus();
+    }
+    if (scale.dtype != files::Dtype::kF8E4M3 ||
+        global->dtype != files::Dtype::kF32 || global->data.size() != 4) {
+      return Malformed(module,
+                       "expected a weight_scale of F8_E4M3 under one "
+                       "weight_global_scale of F32");
+    }
+    encoding.set_format(v1::NUMBER_FORMAT_NVFP4);
+    const float global_scale = Elements<float>(*global)[0];
+    encoding.add_outer_scale(1.0f / global_scale);
+    if (!IsExactInverse(global_scale, encoding.outer_scale(0))) {
+      tensor->note =
+          "the inverse of weight_global_scale is rounded: reals may differ "
+          "in the last bit from those of readers that divide by it";
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status AddScales(const std::string& module, const Json& scheme,
+                         const files::FileTensor& scale,
+                         QuantizedTensor* tensor) {
+    Encoding& encoding = tensor->encoding;
+    const size_t rank = tensor->shape.size();
+    const std::string strategy = StringOf(scheme, "strategy");
+    std::vector<int64_t> block(rank, 0);
+    if (strategy == "channel" && rank > 0) {
+      block[0] = 1;
+    } else if ((strategy == "group" || strategy == "tensor_group") &&
+               rank == 2) {
+      block = {1, IntegerOf(scheme, "group_size", 0)};
+    } else if (strategy == "block" && rank == 2) {
+      const auto found = scheme.find("block_structure");
+      if (found == scheme.end() || !found->is_array() || found->size() != 2 ||
+          !(*found)[0].is_number_integer() ||
+          !(*found)[1].is_number_integer()) {
+        return Malformed(module, "expected a block_structure of two integers");
+      }
+      block = {(*found)[0].get<int64_t>(), (*found)[1].get<int64_t>()};
+    } else if (strategy != "tensor" && !strategy.empty()) {
+      return files::FileUnsupportedError(
+          path_, absl::StrCat("module \"", module, "\": strategy \"", strategy,
+                              "\" of a tensor of ", rank, " dimensions"));
+    }
+    const absl::StatusOr<std::vector<int64_t>> shape =
+        ScaleShape(tensor->shape, block);
+    if (!shape.ok()) return Malformed(module, ErrorText(shape.status()));
+    const absl::StatusOr<int64_t> expected = ElementCount(*shape);
+    const int64_t got =
+        static_cast<int64_t>(scale.data.size()) / DtypeSizeBytes(scale.dtype);
+    if (!expected.ok() || *expected != got) {
+      return Malformed(module, absl::StrCat("weight_scale has ", got,
+                                            " elements, a ", strategy, " of [",
+                                            absl::StrJoin(tensor->shape, ","),
+                                            "] takes ", expected.value_or(0)));
+    }
+    for (const int64_t size : block) encoding.add_block_size(size);
+    for (const int64_t size : *shape) encoding.add_scale_shape(size);
+    if (!encoding.scale_code().empty()) return absl::OkStatus();
+    if (!ReadScales(scale, &encoding)) {
+      return Malformed(module, "expected a weight_scale of F32, F16 or BF16");
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status AddZeroPoints(const std::string& module, int bits,
+                             const files::FileTensor& zero_point,
+                             QuantizedTensor* tensor) {
+    Encoding& encoding = tensor->encoding;
+    const int count = encoding.scale_size();
+    if (zero_point.dtype == files::Dtype::kI8 &&
+        zero_point.data.size() == static_cast<size_t>(count)) {
+      for (const int8_t value : Elements<int8_t>(zero_point)) {
+        encoding.add_zero_point(value);
+      }
+      return absl::OkStatus();
+    }
+    const int64_t rows = tensor->shape.empty() ? 0 : tensor->shape[0];
+    const int64_t groups = rows > 0 ? count / rows : 0;
+    if (zero_point.dtype != files::Dtype::kI32 || groups * rows != count ||
+        zero_point.shape !=
+            std::vector<int64_t>{CeilDivide(rows * bits, 32), groups}) {
+      return Malformed(module,
+                       "expected a weight_zero_point as many as scales, I8 or "
+                       "packed in I32");
+    }
+    std::vector<uint32_t> words = Elements<uint32_t>(zero_point);
+    encoding.mutable_zero_point()->Resize(count, 0);
+    for (int64_t group = 0; group < groups; ++group) {
+      BitStream stream(bits, words.data() + group, static_cast<size_t>(groups));
+      for (int64_t row = 0; row < rows; ++row) {
+        encoding.set_zero_point(
+            static_cast<int>(row * groups + group),
+            static_cast<int32_t>(stream.Get()) - (1 << (bits - 1)));
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  const TensorInput& input_;
+  const std::string& path_;
+};
+
+}  // namespace
+
+absl::StatusOr<QuantizedTensor> ReadCompressedModule(const TensorInput& input,
+                                                     const std::string& path,
+                                                     const std::string& module,
+                                                     const Json* scheme) {
+  return ModuleReader(input, path)
+      .Read(module, scheme, *input.Find(absl::StrCat(module, ".weight_scale")));
+}
+
+}  // namespace quantd::cli

@@ -1,0 +1,149 @@
+#include "client/cli/compressed_reader.h"
+
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
+#include "client/cli/compressed_module.h"
+#include "client/cli/compressed_targets.h"
+#include "client/cli/compressed_tensors.h"
+#include "client/cli/session.h"
+#include "client/cpp/errors.h"
+#include "client/cpp/tensor.h"
+#include "client/cpp/text_file.h"
+#include "client/files/errors.h"
+#include "client/files/safetensors.h"
+#include "client/files/shard_index.h"
+#include "nlohmann/json.hpp"
+
+namespace quantd::cli {
+namespace {
+
+constexpr absl::string_view kScale = ".weight_scale";
+
+// Gives what says how the cache is quantized to the projections that fill
+// it. Where these are not quantized it goes to any tensor: it must leave the
+// model with the codes.
+void AddCacheParts(const TensorInput& input,
+                   std::vector<QuantizedTensor>* tensors) {
+  if (tensors->empty()) return;
+  for (const files::FileTensor& tensor : input.tensors()) {
+    absl::string_view cache = tensor.name;
+    if (!absl::ConsumeSuffix(&cache, "_scale") &&
+        !absl::ConsumeSuffix(&cache, "_zero_point")) {
+      continue;
+    }
+    if (!absl::EndsWith(cache, ".k") && !absl::EndsWith(cache, ".v")) {
+      continue;
+    }
+    const std::string weight = absl::StrCat(cache, "_proj", kCompressedWeight);
+    const auto found =
+        std::find_if(tensors->begin(), tensors->end(),
+                     [&weight](const QuantizedTensor& quantized) {
+                       return quantized.name == weight;
+                     });
+    if (found != tensors->end()) {
+      found->parts.push_back(tensor.name);
+    } else if (input.Find(weight) != nullptr) {
+      tensors->front().parts.push_back(tensor.name);
+    }
+  }
+}
+
+// `config` is of `config_path`.
+absl::StatusOr<std::vector<QuantizedTensor>> ReadModules(
+    const TensorInput& input, const std::string& path,
+    const std::string& config_path, const Json& config) {
+  CompressedSchemes schemes;
+  for (const files::FileTensor& tensor : input.tensors()) {
+    absl::string_view module = tensor.name;
+    if (absl::ConsumeSuffix(&module, kScale)) schemes[module] = nullptr;
+  }
+  const absl::Status status = MatchTargets(config, config_path, &schemes);
+  if (!status.ok()) return status;
+  std::vector<QuantizedTensor> tensors;
+  for (const files::FileTensor& tensor : input.tensors()) {
+    absl::string_view module = tensor.name;
+    if (!absl::ConsumeSuffix(&module, kScale)) continue;
+    absl::StatusOr<QuantizedTensor> read =
+        ReadCompressedModule(input, path, std::string(module), schemes[module]);
+    if (!read.ok()) return read.status();
+    tensors.push_back(*std::move(read));
+  }
+  if (config.value("kv_cache_scheme", Json()).is_object()) {
+    AddCacheParts(input, &tensors);
+  }
+  return tensors;
+}
+
+// What config.json says of the model before it was quantized.
+absl::StatusOr<ElementType> ElementTypeOfModel(const Json& config) {
+  for (const char* key : {"dtype", "torch_dtype"}) {
+    const auto found = config.find(key);
+    if (found == config.end() || !found->is_string()) continue;
+    return ParseElementType(found->get<std::string>());
+  }
+  return absl::NotFoundError("no dtype");
+}
+
+}  // namespace
+
+absl::StatusOr<std::vector<QuantizedTensor>> ReadCompressed(
+    const TensorInput& input, const std::string& path) {
+  struct stat status;
+  const bool is_folder =
+      stat(path.c_str(), &status) == 0 && S_ISDIR(status.st_mode);
+  const size_t slash = path.rfind('/');
+  const std::string folder = is_folder ? path
+                             : slash == std::string::npos
+                                 ? "."
+                                 : path.substr(0, slash + 1);
+  const std::string config_path = files::PathIn(folder, kModelConfigName);
+  const absl::StatusOr<std::string> text = internal::ReadTextFile(config_path);
+  if (absl::IsNotFound(text.status())) return std::vector<QuantizedTensor>();
+  if (!text.ok()) return text.status();
+  const Json document = Json::parse(*text, nullptr, /*allow_exceptions=*/false);
+  if (!document.is_object()) {
+    return files::FileMalformedError(config_path, "expected a JSON object");
+  }
+  const auto config = document.find("quantization_config");
+  if (config == document.end() || !config->is_object()) {
+    return std::vector<QuantizedTensor>();
+  }
+  const auto method = config->find("quant_method");
+  if (method == config->end() || *method != "compressed-tensors") {
+    return files::FileUnsupportedError(
+        config_path, "a quantization that is not of compressed-tensors");
+  }
+  absl::StatusOr<std::vector<QuantizedTensor>> tensors =
+      ReadModules(input, path, config_path, *config);
+  if (!tensors.ok()) return tensors.status();
+  const absl::StatusOr<ElementType> of_model = ElementTypeOfModel(document);
+  for (QuantizedTensor& tensor : *tensors) {
+    const auto told =
+        input.metadata().find(absl::StrCat(kElementTypeKeyPrefix, tensor.name));
+    if (told != input.metadata().end()) {
+      const absl::StatusOr<ElementType> type = ParseElementType(told->second);
+      if (!type.ok()) {
+        return files::FileMalformedError(path, ErrorText(type.status()));
+      }
+      tensor.element_type = *type;
+    } else if (tensor.element_type == ElementType::kFloat32 && of_model.ok()) {
+      // Scales are often wider than what they came from.
+      tensor.element_type = *of_model;
+    }
+  }
+  return tensors;
+}
+
+}  // namespace quantd::cli

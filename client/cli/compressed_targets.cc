@@ -1,0 +1,133 @@
+#include "client/cli/compressed_targets.h"
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
+#include "client/files/errors.h"
+#include "nlohmann/json.hpp"
+#include "re2/re2.h"
+
+namespace quantd::cli {
+namespace {
+
+// Of the regular expressions among the targets of one file, which anybody may
+// have written: with these a file takes seconds at most.
+constexpr int kMaxPatterns = 256;
+constexpr size_t kMaxPatternBytes = 1024;
+constexpr int64_t kMaxPatternMemoryBytes = 1 << 20;
+
+// Says which modules have the arguments of which group: the first that targets
+// one. Not thread-safe.
+class TargetMatcher {
+ public:
+  // `path` of the configuration, for errors. Of `schemes` the keys are the
+  // modules.
+  TargetMatcher(std::string path, CompressedSchemes* schemes)
+      : path_(std::move(path)),
+        schemes_(*schemes),
+        left_count_(schemes->size()) {}
+
+  // Reads the groups in their order, until every module has one.
+  // Errors: FILE_UNSUPPORTED for a regular expression that is not RE2's or too
+  // large.
+  absl::Status Match(const Json& config) {
+    const auto groups = config.find("config_groups");
+    if (groups == config.end() || !groups->is_object()) return absl::OkStatus();
+    for (const Json& group : *groups) {
+      if (!group.is_object()) continue;
+      const auto targets = group.find("targets");
+      const auto weights = group.find("weights");
+      if (targets == group.end() || !targets->is_array() ||
+          weights == group.end() || !weights->is_object()) {
+        continue;
+      }
+      for (const Json& target : *targets) {
+        if (left_count_ == 0) return absl::OkStatus();
+        if (!target.is_string()) continue;
+        absl::Status status =
+            MatchOne(target.get_ref<const std::string&>(), &*weights);
+        if (!status.ok()) return status;
+      }
+    }
+    return absl::OkStatus();
+  }
+
+ private:
+  absl::Status MatchOne(const std::string& target, const Json* weights) {
+    absl::string_view pattern = target;
+    if (absl::ConsumePrefix(&pattern, "re:")) {
+      return MatchPattern(pattern, weights);
+    }
+    // Class names stand for all modules: the file does not say what class one
+    // is.
+    if (target == "Linear" || target == "Conv2d" || target == "Conv1d") {
+      for (auto& [module, scheme] : schemes_) Give(weights, &scheme);
+      return absl::OkStatus();
+    }
+    const auto found = schemes_.find(target);
+    if (found != schemes_.end()) Give(weights, &found->second);
+    return absl::OkStatus();
+  }
+
+  // As Python's re.match: from the beginning of the name on, not to its end.
+  absl::Status MatchPattern(absl::string_view pattern, const Json* weights) {
+    if (pattern.size() > kMaxPatternBytes) {
+      return files::FileUnsupportedError(
+          path_, absl::StrCat("a target of ", pattern.size(),
+                              " bytes, expected regular expressions of at "
+                              "most ",
+                              kMaxPatternBytes));
+    }
+    if (++pattern_count_ > kMaxPatterns) {
+      return files::FileUnsupportedError(
+          path_, absl::StrCat("more than ", kMaxPatterns,
+                              " regular expressions among the targets; name "
+                              "the modules themselves"));
+    }
+    RE2::Options options;
+    options.set_max_mem(kMaxPatternMemoryBytes);
+    options.set_log_errors(false);
+    const RE2 regex(re2::StringPiece(pattern.data(), pattern.size()), options);
+    if (!regex.ok()) {
+      return files::FileUnsupportedError(
+          path_, absl::StrCat("the target \"re:", pattern,
+                              "\" is not a regular expression of RE2, which "
+                              "has no look-around and no back references: ",
+                              regex.error()));
+    }
+    for (auto& [module, scheme] : schemes_) {
+      if (scheme == nullptr &&
+          regex.Match(module, 0, module.size(), RE2::ANCHOR_START,
+                      /*submatch=*/nullptr, /*nsubmatch=*/0)) {
+        Give(weights, &scheme);
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  void Give(const Json* weights, const Json** scheme) {
+    if (*scheme != nullptr) return;
+    *scheme = weights;
+    --left_count_;
+  }
+
+  const std::string path_;
+  CompressedSchemes& schemes_;
+  size_t left_count_;
+  int pattern_count_ = 0;
+};
+
+}  // namespace
+
+absl::Status MatchTargets(const Json& config, const std::string& path,
+                          CompressedSchemes* schemes) {
+  return TargetMatcher(path, schemes).Match(config);
+}
+
+}  // namespace quantd::cli

@@ -1,0 +1,28 @@
+// Which modules of a compressed-tensors model have which scheme, as its
+// config.json says.
+
+#ifndef QUANTD_CLIENT_CLI_COMPRESSED_TARGETS_H_
+#define QUANTD_CLIENT_CLI_COMPRESSED_TARGETS_H_
+
+#include <string>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "client/cli/session.h"
+
+namespace quantd::cli {
+
+// The "weights" of a group, by module; null for one that no group targets.
+using CompressedSchemes = absl::flat_hash_map<std::string, const Json*>;
+
+// Finds the schemes of the modules that are the keys of `schemes`: of each the
+// first group that targets it. They point into `config`, the
+// "quantization_config"; `path` is of its file, for errors.
+// Errors: FILE_UNSUPPORTED for a regular expression that is not RE2's or too
+// large.
+absl::Status MatchTargets(const Json& config, const std::string& path,
+                          CompressedSchemes* schemes);
+
+}  // namespace quantd::cli
+
+#endif  // QUANTD_CLIENT_CLI_COMPRESSED_TARGETS_H_
