@@ -22,7 +22,6 @@
 #include "client/cli/quantize_plan.h"
 #include "client/cli/quantize_publish.h"
 #include "client/cli/quantize_report.h"
-#include "client/cli/quantize_resume.h"
 #include "client/cli/quantize_server.h"
 #include "client/cli/selection.h"
 #include "client/cli/session.h"
@@ -201,8 +200,11 @@ class Quantizer {
       if (NeedsServer()) {
         if (!connections.has_value()) status = Connect(&connections);
         if (!status.ok()) return session_.FailUsage(status);
+        const absl::StatusOr<std::string> key =
+            DraftKeyOf(options_, plan_, connections->first());
+        if (!key.ok()) return ReportRefused(key.status(), options_, &session_);
         server_ = std::make_unique<QuantizeServer>(
-            options_, *std::move(connections), RunKey(plan_), plan_.ties);
+            options_, *std::move(connections), *key, plan_.ties);
         status = Check();
         if (!status.ok()) return ReportRefused(status, options_, &session_);
       }

@@ -12,6 +12,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "client/cli/quantize_outcome.h"
+#include "client/cli/quantize_resume.h"
 #include "client/cli/table.h"
 #include "client/cpp/scales.h"
 #include "client/cpp/tensor.h"
@@ -147,6 +148,24 @@ class Publisher {
 };
 
 }  // namespace
+
+absl::StatusOr<std::string> DraftKeyOf(const QuantizeOptions& options,
+                                       const QuantizePlan& plan,
+                                       Client* client) {
+  const std::string shared = RunKey(plan);
+  if (!options.store || plan.part.has_value() || options.parts.join) {
+    return shared;
+  }
+  const std::string own = OwnRunKey(plan, options.output.path);
+  if (std::none_of(plan.shards.begin(), plan.shards.end(),
+                   [](const auto& shard) { return shard->is_kept; })) {
+    return own;
+  }
+  const absl::StatusOr<TensorSet> drafted =
+      DraftRevision(options.name, own).Tensors(client);
+  if (!drafted.ok()) return drafted.status();
+  return drafted->empty() ? shared : own;
+}
 
 absl::Status CheckDraft(const QuantizeOptions& options,
                         const QuantizePlan& plan, const DraftRevision& draft,

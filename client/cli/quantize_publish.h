@@ -3,13 +3,24 @@
 #ifndef QUANTD_CLIENT_CLI_QUANTIZE_PUBLISH_H_
 #define QUANTD_CLIENT_CLI_QUANTIZE_PUBLISH_H_
 
+#include <string>
+
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "client/cli/draft_revision.h"
 #include "client/cli/quantize_options.h"
 #include "client/cli/quantize_plan.h"
 #include "client/cpp/client.h"
 
 namespace quantd::cli {
+
+// The key of the draft of a run. Parts of one run share theirs; any other run
+// has its own, so that equal runs at once are not in each other's way. One that
+// goes on where parts stopped goes on with their draft.
+// Errors: of the client.
+absl::StatusOr<std::string> DraftKeyOf(const QuantizeOptions& options,
+                                       const QuantizePlan& plan,
+                                       Client* client);
 
 // Before a run costs anything: whether the caller may do what PublishDraft
 // does, and whether the encodings of what is kept can be published. Errors: of

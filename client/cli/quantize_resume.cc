@@ -1,6 +1,7 @@
 #include "client/cli/quantize_resume.h"
 
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -18,6 +19,8 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
+#include "absl/time/clock.h"
 #include "client/cli/compressed_tensors.h"
 #include "client/cli/output.h"
 #include "client/cli/quantize_outcome.h"
@@ -79,6 +82,30 @@ void AppendData(const CompressedData& data, std::string* text) {
       absl::string_view(reinterpret_cast<const char*>(data.data.data()),
                         data.data.size()),
       "\n");
+}
+
+std::string RunText(const QuantizePlan& plan) {
+  std::string text;
+  for (const std::unique_ptr<Shard>& shard : plan.shards) {
+    absl::StrAppend(&text, shard->run);
+  }
+  return text;
+}
+
+// A path whose last name need not be there, from the root on.
+std::string PlaceOf(absl::string_view path) {
+  while (path.size() > 1 && absl::ConsumeSuffix(&path, "/")) {
+  }
+  const size_t slash = path.rfind('/');
+  const std::string folder = slash == absl::string_view::npos ? "."
+                             : slash == 0                     ? "/"
+                                          : std::string(path.substr(0, slash));
+  char* const real_folder = realpath(folder.c_str(), nullptr);
+  std::string place = absl::StrCat(
+      real_folder == nullptr ? folder : real_folder, "/",
+      path.substr(slash == absl::string_view::npos ? 0 : slash + 1));
+  std::free(real_folder);
+  return place;
 }
 
 // What tells the contents of a file from those of another time.
@@ -344,12 +371,15 @@ void SetKeys(const QuantizeOptions& options, const std::string& server,
   shard->run = TextHash(text);
 }
 
-std::string RunKey(const QuantizePlan& plan) {
-  std::string text;
-  for (const std::unique_ptr<Shard>& shard : plan.shards) {
-    absl::StrAppend(&text, shard->run);
-  }
-  return TextHash(text);
+std::string RunKey(const QuantizePlan& plan) { return TextHash(RunText(plan)); }
+
+std::string OwnRunKey(const QuantizePlan& plan, const std::string& output) {
+  // Nobody goes on with what went to a pipe.
+  const std::string place =
+      output == "-"
+          ? absl::StrCat("- ", getpid(), " ", absl::GetCurrentTimeNanos())
+          : PlaceOf(output);
+  return TextHash(absl::StrCat(RunText(plan), "\n", place));
 }
 
 absl::Status FindEarlier(const QuantizeOptions& options, QuantizePlan* plan) {

@@ -19,6 +19,9 @@ void SetKeys(const QuantizeOptions& options, const std::string& server,
 
 // What the encodings of all shards, and of all parts, are made from.
 std::string RunKey(const QuantizePlan& plan);
+// The same of a run that writes to `output`: equal runs that write elsewhere
+// have another.
+std::string OwnRunKey(const QuantizePlan& plan, const std::string& output);
 
 // Finds the shards and the parts that are there. Those that are kept are marked
 // so, with their outcomes. With --join all have to be there.

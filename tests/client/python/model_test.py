@@ -339,6 +339,30 @@ def test_AJoinPublishesWhatTheDraftLacks(tmp_path, folder, client):
         assert encodings() == expected
 
 
+def test_EqualRunsHaveTheirOwnDrafts(tmp_path, folder, client):
+    def do(target):
+        return quantd.quantize_model(
+            folder, tmp_path / target, "int4", client=client,
+            model="acme/equal", store=True, nan_policy="reject")
+
+    shard = folder / "model-00003-of-00003.safetensors"
+    good, bad = shard.read_bytes(), bytearray(shard.read_bytes())
+    bad[-2:] = b"\xc0\x7f"
+    stat = shard.stat()
+    shard.write_bytes(bad)
+    os.utime(shard, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    with pytest.raises(quantd.QuantdError):
+        do("one")
+    (draft,) = revisions_of(client, "acme/equal")
+    shard.write_bytes(good)
+    os.utime(shard, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    do("two")
+    found = revisions_of(client, "acme/equal")
+    assert set(found) == {"main", draft}
+    do("one")
+    assert revisions_of(client, "acme/equal") == {"main": found["main"]}
+
+
 def test_OnlyAJoinPublishesParts(tmp_path, folder, client):
     keywords = {"client": client, "model": "acme/parts", "store": True,
                 "revision": "r1"}

@@ -241,6 +241,37 @@ class StoredTest(PartsCase):
         self.assertFalse(set(after.values()) & set(before.values()))
         self.assertEqual(self.revisions(), ["main"])
 
+    def test_EqualRunsHaveTheirOwnDrafts(self):
+        folder = self.write_folder()
+        self.store(self.write_other(), "before", "--spec", "int8")
+        with HoldingProxy(self.server.address) as proxy:
+            def command(output):
+                return ["--server", proxy.address, "quantize", folder, "-o",
+                        self.path(output), "--model", self.id(), "--spec",
+                        "int4:group:32", "--layout", "compressed-tensors"]
+
+            # After some shards of 12 kB each.
+            proxy.hold_after(45_000)
+            with subprocess.Popen(
+                    [self.quantctl, *command("one")], env=self.environment,
+                    stdout=subprocess.DEVNULL) as run:
+                try:
+                    self.assertTrue(proxy.holds.wait(DEADLINE_S))
+                    self.wait_for_a_draft()
+                finally:
+                    run.kill()
+            self.assertTrue(os.path.exists(self.path(
+                "one/model-00001-of-00006.safetensors")))
+            proxy.hold_after(math.inf)
+            self.run_quantctl(*command("two"))
+            self.assertEqual(len(self.revisions()), 2)
+            self.run_quantctl(*command("one"))
+        self.assertEqual(self.revisions(), ["main"])
+        for name in sorted(os.listdir(self.path("two"))):
+            with open(self.path(f"one/{name}"), "rb") as one, open(
+                    self.path(f"two/{name}"), "rb") as two:
+                self.assertEqual(one.read(), two.read(), name)
+
     def test_OthersStayAndAFailedRunChangesNothing(self):
         write_safetensors(self.input, tensors(["a.weight", "b.weight"],
                                               [8, 64]))

@@ -319,8 +319,6 @@ class _Run:
         if self._has_keys:
             for shard in self._shards:
                 self._set_keys(shard)
-            self._draft = f"{self._revision or 'main'}.draft-" + _hash(
-                "".join(shard.run for shard in self._shards).encode())
         self._make_targets()
         if self._is_folder:
             self._check_folder()
@@ -611,7 +609,7 @@ class _Run:
         """Does what is to be done."""
         if self._store:
             # A token that may not do this is not to be found out at the end.
-            self._tensors_in(self._draft)
+            self._find_draft()
         if self._is_folder:
             try:
                 os.makedirs(self._target, exist_ok=True)
@@ -739,6 +737,21 @@ class _Run:
             self._draft_name(tensor.name) if self._store else None,
             self._store, self._nan_policy, element_type=tensor.element_type,
             outer_maximum=None if tied is None else [tied.maximum()])
+
+    def _find_draft(self) -> None:
+        """Parts of one run share their draft. Any other run has its own; one
+        that goes on where parts stopped goes on with theirs."""
+        runs = "".join(shard.run for shard in self._shards)
+        prefix = f"{self._revision or 'main'}.draft-"
+        shared = prefix + _hash(runs.encode())
+        folder, name = os.path.split(self._target.rstrip("/"))
+        place = f"{os.path.realpath(folder or '.')}/{name}"
+        own = prefix + _hash(os.fsencode(f"{runs}\n{place}"))
+        is_shared = self._part is not None or self._joins
+        self._draft = shared if is_shared else own
+        if not self._tensors_in(self._draft) and not is_shared and any(
+                shard.is_kept for shard in self._shards):
+            self._draft = shared
 
     def _draft_name(self, tensor: str) -> TensorName:
         return TensorName(self._model, tensor, self._draft)
