@@ -323,4 +323,15 @@ bool HasKernels(const Json& module, const Json& input_arguments) {
            input_arguments.contains("scale_dtype")));
 }
 
+bool HasExpertKernels(const Json& module, const Json& input_arguments) {
+  const Json& weights = module["weights"];
+  if (weights["symmetric"] != true || module["format"] == "mxfp8-quantized") {
+    return false;
+  }
+  // Integers for each token, not for the whole tensor.
+  return input_arguments.is_null() || input_arguments["type"] != "int" ||
+         (input_arguments["strategy"] == "token" &&
+          weights["strategy"] == "channel");
+}
+
 }  // namespace quantd::cli

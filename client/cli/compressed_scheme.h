@@ -64,6 +64,8 @@ absl::StatusOr<std::vector<CompressedData>> RangeParts(
 // Whether vLLM has kernels for a module (CompressedPlan::module) whose inputs
 // have these arguments.
 bool HasKernels(const Json& module, const Json& input_arguments);
+// Whether it has them for an expert as well, of a module for which HasKernels.
+bool HasExpertKernels(const Json& module, const Json& input_arguments);
 
 }  // namespace quantd::cli
 

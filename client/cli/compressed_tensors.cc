@@ -69,7 +69,10 @@ absl::StatusOr<CompressedLayout> CompressedLayoutOf(
   if (!format.ok()) return format.status();
   const std::string module(ModuleOf(name));
   if (module.empty()) {
-    return NotHeld("tensors that are named MODULE.weight");
+    return NotHeld(
+        "tensors that are named MODULE.weight; experts.gate_up_proj and "
+        "experts.down_proj become such if they are stacks of matrices whose "
+        "shapes fit, without biases");
   }
   const std::vector<int64_t> block_size(encoding.block_size().begin(),
                                         encoding.block_size().end());

@@ -18,6 +18,7 @@
 #include "client/cli/compressed_model.h"
 #include "client/cli/compressed_scheme.h"
 #include "client/cli/compressed_tensors.h"
+#include "client/cli/fused_experts.h"
 #include "client/cli/quantize_outcome.h"
 #include "client/cpp/errors.h"
 #include "client/files/safetensors.h"
@@ -234,7 +235,9 @@ absl::Status FindActivations(const QuantizeOptions& options, Client* client,
           InputArguments(*choice, planned->module["weights"]);
       if (!arguments.ok()) return arguments.status();
       inputs.arguments = *std::move(arguments);
-      if (!HasKernels(planned->module, inputs.arguments)) {
+      if (!HasKernels(planned->module, inputs.arguments) ||
+          (IsOfExpert(tensor->name) &&
+           !HasExpertKernels(planned->module, inputs.arguments))) {
         ++plan->no_kernels_count;
       }
       if (!TakesStored(inputs.arguments)) continue;

@@ -19,6 +19,7 @@
 #include "client/cli/coded_input.h"
 #include "client/cli/compressed_model.h"
 #include "client/cli/compressed_tensors.h"
+#include "client/cli/fused_experts.h"
 #include "client/cli/gguf_output.h"
 #include "client/cli/plain_input.h"
 #include "client/cli/quantize_activations.h"
@@ -183,7 +184,14 @@ absl::Status OpenInputs(const QuantizeOptions& options, QuantizePlan* plan) {
     shard->sources = std::move(sources[name]);
     plan->shards.push_back(std::move(shard));
   }
-  return CheckIndex(options, *plan);
+  const absl::Status status = CheckIndex(options, *plan);
+  if (!status.ok() || !options.IsCompressed()) return status;
+  std::vector<TensorInput*> inputs;
+  for (const std::unique_ptr<Shard>& shard : plan->shards) {
+    inputs.push_back(&shard->input);
+  }
+  plan->experts = SplitExperts(inputs);
+  return absl::OkStatus();
 }
 
 absl::Status CheckOutput(const QuantizeOptions& options, QuantizePlan* plan,

@@ -16,6 +16,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "client/cli/compressed_model.h"
+#include "client/cli/fused_experts.h"
 #include "client/cli/quantize_options.h"
 #include "client/cli/quantize_outcome.h"
 #include "client/cli/quantize_parts.h"
@@ -59,6 +60,8 @@ struct QuantizePlan {
   std::vector<Target> targets;
   // Of all shards, whatever the part.
   std::vector<TieGroup> ties;
+  // Tensors of the input that became one for each expert.
+  std::vector<FusedExperts> experts;
   // Of compressed-tensors: those of the modules, by their tensors, ...
   absl::flat_hash_map<std::string, ModuleInputs> inputs;
   // ... "kv_cache_scheme", ...

@@ -14,6 +14,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
 #include "client/cli/draft_revision.h"
+#include "client/cli/fused_experts.h"
 #include "client/cli/printable.h"
 #include "client/cli/quantize_outcome.h"
 #include "client/cli/quantize_parts.h"
@@ -226,10 +227,21 @@ class RunReport {
                         {"kept_count", totals_.kept_count},
                         {"failed_count", totals_.errors.size()},
                         {"rounded_count", shard_totals_.rounded_count},
+                        {"experts", ExpertsJson()},
                         {"ties", TiesJson()},
                         {"ignored", plan_.ignored},
                         {"retries", session_.retries()},
                         {"tensors", list}});
+  }
+
+  Json ExpertsJson() const {
+    Json list = Json::array();
+    for (const FusedExperts& experts : plan_.experts) {
+      list.push_back({{"name", experts.name},
+                      {"expert_count", experts.expert_count},
+                      {"transposed", experts.is_transposed}});
+    }
+    return list;
   }
 
   Json TiesJson() const {
@@ -346,6 +358,18 @@ class RunReport {
       session_.PrintError(
           absl::StrCat("quantctl: left as they are: ", NamesText(plan_.ignored),
                        "; see --ignore"));
+    }
+    if (!plan_.experts.empty() && !session_.quiet) {
+      const FusedExperts& first = plan_.experts[0];
+      const size_t count = plan_.experts.size();
+      session_.PrintError(absl::StrCat(
+          "quantctl: written as one matrix for each expert, as vLLM reads "
+          "them: ",
+          first.name, " (", first.expert_count, " experts",
+          first.is_transposed ? ", transposed" : "", ")",
+          count > 1
+              ? absl::StrCat(" and ", CountText(count - 1), " more tensors")
+              : ""));
     }
     if (plan_.no_kernels_count > 0) {
       session_.PrintError(absl::StrCat(

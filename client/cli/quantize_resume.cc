@@ -22,6 +22,7 @@
 #include "absl/strings/strip.h"
 #include "absl/time/clock.h"
 #include "client/cli/compressed_tensors.h"
+#include "client/cli/fused_experts.h"
 #include "client/cli/output.h"
 #include "client/cli/quantize_outcome.h"
 #include "client/cli/quantize_parts.h"
@@ -355,6 +356,11 @@ void SetKeys(const QuantizeOptions& options, const std::string& server,
     }
   }
   for (const CompressedData& data : shard->cache) AppendData(data, &text);
+  // The shapes of both tensors of experts say how each lies.
+  for (const FusedExperts& experts : plan.experts) {
+    absl::StrAppend(&text, "experts ", experts.name, " ", experts.is_transposed,
+                    "\n");
+  }
   // What others have decides on a scale too.
   for (const TieGroup& group : plan.ties) {
     if (!HasAnyOf(group, *shard)) continue;

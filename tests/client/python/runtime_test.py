@@ -390,6 +390,119 @@ def write_attention(folder, names=("q_proj", "k_proj", "v_proj"), norms=(),
     return folder
 
 
+EXPERTS = "model.layers.0.mlp.experts"
+
+
+def write_experts(folder, layout):
+    """A layer of 3 experts in two shards: "apart" as matrices, otherwise in
+    two tensors, "rows" as [experts, out, in]."""
+    folder.mkdir()
+    rng = np.random.default_rng(3)
+    gate_up = rng.standard_normal((3, 256, 384), np.float32)
+    gate_up[1, 128:] *= 8
+    gate_up = gate_up.astype(np.float16)
+    down = rng.standard_normal((3, 384, 128), np.float32)
+    shards = [{f"{EXPERTS}.gate_up_proj": gate_up},
+              {f"{EXPERTS}.down_proj": down,
+               "model.layers.0.mlp.gate.weight": np.ones((3, 384), np.float32),
+               "model.norm.weight": np.ones(384, np.float32)}]
+    if layout == "columns":
+        for shard in shards:
+            shard.update({name: np.ascontiguousarray(array.swapaxes(1, 2))
+                          for name, array in shard.items()
+                          if array.ndim == 3})
+    elif layout == "apart":
+        del shards[0][f"{EXPERTS}.gate_up_proj"]
+        del shards[1][f"{EXPERTS}.down_proj"]
+        for n in range(3):
+            shards[0][f"{EXPERTS}.{n}.gate_proj.weight"] = gate_up[n, :128]
+            shards[0][f"{EXPERTS}.{n}.up_proj.weight"] = gate_up[n, 128:]
+            shards[1][f"{EXPERTS}.{n}.down_proj.weight"] = down[n]
+    paths = [f"model-0000{i + 1}-of-00002.safetensors" for i in range(2)]
+    for path, tensors in zip(paths, shards):
+        quantd.save(folder / path, tensors)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({
+        "metadata": {}, "weight_map": {
+            name: path for path, tensors in zip(paths, shards)
+            for name in tensors}}))
+    (folder / "config.json").write_text('{"model_type": "test"}')
+    return folder
+
+
+def read_folder(folder):
+    """The configuration and the tensors of all shards."""
+    config = json.loads((folder / "config.json").read_text())
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    shards = {path: rules.read_tensors(folder / path)
+              for path in set(index["weight_map"].values())}
+    return config, {name: shards[path][name]
+                    for name, path in index["weight_map"].items()}
+
+
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES
+                                    if name not in ("FP8", "NVFP4")])
+def test_ExpertsInOneTensorAreMatrices(tmp_path, quantctl, scheme):
+    results = {}
+    for layout in ("apart", "rows", "columns"):
+        source = write_experts(tmp_path / layout, layout)
+        target = tmp_path / f"{layout}-out"
+        said = quantctl("quantize", source, "-o", target, "--scheme", scheme,
+                        "--no-store")
+        assert ("one matrix for each expert" in said) == (layout != "apart")
+        assert ("(3 experts, transposed)" in said) == (layout == "columns")
+        # The router and what has no kernels for experts.
+        assert "left as they are: model.layers.0.mlp.gate" in said
+        assert ("no kernels" in said) == (scheme == "MXFP8"), said
+        results[layout] = read_folder(target)
+    config, expected = results["apart"]
+    targets = [target for group in config["quantization_config"][
+        "config_groups"].values() for target in group["targets"]]
+    # What vLLM looks a layer of experts up by.
+    assert {f"{EXPERTS}.0.{name}_proj" for name in ("gate", "up", "down")
+            } < set(targets)
+    assert len(targets) == 9
+    for layout in ("rows", "columns"):
+        found_config, found = results[layout]
+        assert found_config == config
+        assert found.keys() == expected.keys()
+        for name, array in expected.items():
+            np.testing.assert_array_equal(found[name], array, name)
+    if scheme == "NVFP4A16":
+        # vLLM takes the maximum of an expert's gate and up for both.
+        for n in range(3):
+            scales = [expected[f"{EXPERTS}.{n}.{which}_proj."
+                               "weight_global_scale"]
+                      for which in ("gate", "up")]
+            assert scales[0] == scales[1]
+
+
+def test_PartsShareExpertsOut(tmp_path, quantctl):
+    source = write_experts(tmp_path / "plain", "columns")
+    flags = ("--scheme", "NVFP4A16", "--no-store")
+    quantctl("quantize", source, "-o", tmp_path / "whole", *flags)
+    for more in (*(("--part", f"{n}/3") for n in range(3)), ("--join",)):
+        quantctl("quantize", source, "-o", tmp_path / "joined", *flags, *more)
+    for name in os.listdir(tmp_path / "whole"):
+        assert (tmp_path / "joined" / name).read_bytes() == (
+            tmp_path / "whole" / name).read_bytes()
+    # Nothing is left to do.
+    quantctl("quantize", source, "-o", tmp_path / "whole", *flags)
+
+
+def test_ExpertsWithBiasesAreRefused(tmp_path, quantctl):
+    source = write_experts(tmp_path / "plain", "columns")
+    quantd.save(source / "model-00001-of-00002.safetensors", {
+        f"{EXPERTS}.gate_up_proj": np.ones((3, 384, 256), np.float32),
+        f"{EXPERTS}.gate_up_proj_bias": np.ones((3, 256), np.float32)},
+                overwrite=True)
+    said = quantctl("quantize", source, "-o", tmp_path / "out", "--scheme",
+                    "W4A16", "--no-store", code=1)
+    assert "without biases" in said
+    # A file of quantd has the tensor as it is.
+    quantctl("quantize", source, "-o", tmp_path / "own", "--spec", "int8",
+             "--no-store")
+
+
 def test_ANormBehindTheProjectionIsWhatIsCached(tmp_path, quantctl, client):
     flags = ("--scheme", "W8A8", "--kv-cache", "float8_e4m3fn", "--model",
              "norms", "--no-store")

@@ -1,0 +1,45 @@
+// Experts of a mixture whose weights lie in one tensor:
+//
+//   X.experts.gate_up_proj  [experts, 2 * inner, outer], gates first
+//   X.experts.down_proj     [experts, outer, inner]
+//
+// or the last two dimensions of both the other way round. Their shapes tell
+// which. Both names may end in ".weight".
+
+#ifndef QUANTD_CLIENT_CLI_FUSED_EXPERTS_H_
+#define QUANTD_CLIENT_CLI_FUSED_EXPERTS_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/strings/string_view.h"
+#include "client/models/tensor_input.h"
+
+namespace quantd::cli {
+
+// A tensor of a file that has the weights of all experts. Plain value.
+struct FusedExperts {
+  std::string name;
+  int64_t expert_count = 0;
+  // The rows of a weight are columns here.
+  bool is_transposed = false;
+};
+
+// Puts matrices in the place of such tensors, as vLLM reads them from
+// compressed-tensors models: X.experts.N.gate_proj.weight, up_proj and
+// down_proj, each [out, in]. They point into the inputs, which are the shards
+// of one model; transposed ones are made when they are held.
+//
+// Others stay: with biases, gates and ups take turns (GPT-OSS); of what was
+// decoded from codes, one expert is not to be had without the others.
+//
+// Returns what was replaced.
+std::vector<FusedExperts> SplitExperts(const std::vector<TensorInput*>& inputs);
+
+// Whether a tensor is the weight of one expert, "X.experts.N.Y".
+bool IsOfExpert(absl::string_view tensor);
+
+}  // namespace quantd::cli
+
+#endif  // QUANTD_CLIENT_CLI_FUSED_EXPERTS_H_
