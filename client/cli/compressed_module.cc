@@ -28,6 +28,11 @@ namespace {
 
 int64_t CeilDivide(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
+// Scales of MX: 2^(byte - 127).
+bool IsPowers(files::Dtype dtype) {
+  return dtype == files::Dtype::kU8 || dtype == files::Dtype::kF8E8M0;
+}
+
 template <typename T>
 std::vector<T> Elements(const files::FileTensor& tensor) {
   return CopyElements<T>(tensor.data);
@@ -159,7 +164,7 @@ class ModuleReader {
       if (plain.dtype != files::Dtype::kF8E4M3) {
         return Malformed(module, "expected a weight of F8_E4M3");
       }
-      const bool is_mxfp8 = scale.dtype == files::Dtype::kU8;
+      const bool is_mxfp8 = IsPowers(scale.dtype);
       tensor->encoding.set_format(is_mxfp8 ? v1::NUMBER_FORMAT_MXFP8_E4M3
                                            : v1::NUMBER_FORMAT_FLOAT8_E4M3FN);
       if (is_mxfp8) {
@@ -244,7 +249,7 @@ class ModuleReader {
     Encoding& encoding = tensor->encoding;
     encoding.set_scale_code(scale.data.data(), scale.data.size());
     if (global == nullptr) {
-      if (scale.dtype != files::Dtype::kU8) {
+      if (!IsPowers(scale.dtype)) {
         return Malformed(module, "expected a weight_scale of U8");
       }
       encoding.set_format(v1::NUMBER_FORMAT_MXFP4_E2M1);

@@ -18,6 +18,7 @@ enum class Dtype {
   kI8,
   kF8E5M2,
   kF8E4M3,
+  kF8E8M0,
   kI16,
   kU16,
   kF16,

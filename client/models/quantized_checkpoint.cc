@@ -52,12 +52,18 @@ bool IsFloatScale(Dtype dtype) {
   return dtype == Dtype::kF32 || dtype == Dtype::kF16 || dtype == Dtype::kBF16;
 }
 
+// Powers of two, 2^(byte - 127).
+bool IsPowers(Dtype dtype) {
+  return dtype == Dtype::kU8 || dtype == Dtype::kF8E8M0;
+}
+
 // Whether a tensor that nobody decoded has the type of codes, or the name of
 // their scales.
 bool MayBeCodes(const FileTensor& tensor) {
   switch (tensor.dtype) {
     case Dtype::kF8E4M3:
     case Dtype::kF8E5M2:
+    case Dtype::kF8E8M0:
       return true;
     case Dtype::kI8:
     case Dtype::kU8:
@@ -82,6 +88,8 @@ struct Config {
   std::string checkpoint_format;
   // Of AutoRound.
   std::string packing_format;
+  // Some modules have other bits and groups than these.
+  bool is_mixed = false;
 };
 
 Json ReadObject(const std::string& folder, const char* name) {
@@ -115,6 +123,13 @@ void TakeConfig(const Json& object, Config* config) {
   TakeString(object, "version", &config->version);
   TakeString(object, "checkpoint_format", &config->checkpoint_format);
   TakeString(object, "packing_format", &config->packing_format);
+  // Of GPTQModel, by regular expressions, and of AutoRound, by names.
+  for (const char* key : {"dynamic", "extra_config"}) {
+    const auto found = object.find(key);
+    config->is_mixed =
+        config->is_mixed ||
+        (found != object.end() && found->is_object() && !found->empty());
+  }
   const auto block = object.find("weight_block_size");
   if (block != object.end() && block->is_array() && block->size() == 2 &&
       (*block)[0].is_number_integer() && (*block)[1].is_number_integer()) {
@@ -255,7 +270,7 @@ class CheckpointReader {
     const FileTensor* const scale =
         input_.Find(absl::StrCat(stem, std::string(1, separator), "scales"));
     return !config_.method.empty() ||
-           (scale != nullptr && scale->dtype == Dtype::kU8);
+           (scale != nullptr && IsPowers(scale->dtype));
   }
 
   const FileTensor* Part(const std::string& name,
@@ -314,12 +329,14 @@ class CheckpointReader {
     tensor.name = codes.name;
     tensor.layout = codes.dtype == Dtype::kI8 ? "INT8" : "FP8";
     SetShape(codes.shape, &tensor);
+    absl::Status status = HasScaleForEachOutput(codes.shape, *scale)
+                              ? SetOutputScales(*scale, &tensor)
+                              : SetScales(*scale, &tensor);
     tensor.codes.bytes = codes.data;
     tensor.codes.line_words = tensor.columns;
     tensor.values = codes.dtype == Dtype::kI8       ? CodeValues::kSigned
                     : codes.dtype == Dtype::kF8E4M3 ? CodeValues::kE4M3
                                                     : CodeValues::kE5M2;
-    absl::Status status = SetScales(*scale, &tensor);
     const FileTensor* const zero_point = Part(codes.name, "_zero_point");
     if (status.ok() && zero_point != nullptr) {
       status = codes.dtype == Dtype::kI8
@@ -329,6 +346,32 @@ class CheckpointReader {
     if (!status.ok()) return status;
     SetParts(codes, {scale, zero_point}, &tensor);
     return std::optional<CodedTensor>(std::move(tensor));
+  }
+
+  // Of a convolution, whose first dimension is that of its outputs. Those of
+  // fewer dimensions are read as stacks of matrices, which comes to the same.
+  static bool HasScaleForEachOutput(const std::vector<int64_t>& shape,
+                                    const FileTensor& scale) {
+    const int64_t size = DtypeSizeBytes(scale.dtype);
+    return shape.size() > 3 && IsFloatScale(scale.dtype) && shape[0] > 0 &&
+           static_cast<int64_t>(scale.data.size()) == shape[0] * size &&
+           !scale.shape.empty() && scale.shape[0] == shape[0];
+  }
+
+  static absl::Status SetOutputScales(const FileTensor& scale,
+                                      CodedTensor* tensor) {
+    const std::vector<int64_t>& shape = tensor->shape;
+    tensor->matrices = shape[0];
+    tensor->rows = shape[1];
+    tensor->columns = 1;
+    for (size_t d = 2; d < shape.size(); ++d) tensor->columns *= shape[d];
+    files::CodeScales& scales = tensor->scales;
+    scales.dtype = scale.dtype;
+    scales.data = scale.data;
+    scales.rows = std::max<int64_t>(1, tensor->rows);
+    scales.columns = std::max<int64_t>(1, tensor->columns);
+    scales.matrix_step = 1;
+    return absl::OkStatus();
   }
 
   absl::Status CheckZero(const FileTensor& zero_point,
@@ -368,9 +411,8 @@ class CheckpointReader {
   // What blocks the scales are of, by their shape.
   absl::Status SetScales(const FileTensor& scale, CodedTensor* tensor) const {
     files::CodeScales& scales = tensor->scales;
-    scales.dtype = scale.dtype;
+    scales.dtype = IsPowers(scale.dtype) ? Dtype::kU8 : scale.dtype;
     scales.data = scale.data;
-    const bool is_mx = scale.dtype == Dtype::kU8;
     const int64_t rows = tensor->rows;
     const int64_t columns = tensor->columns;
     const int64_t count =
@@ -384,9 +426,9 @@ class CheckpointReader {
                        DtypeName(scale.dtype), " ", ShapeText(scale.shape),
                        " for ", ShapeText(tensor->shape)));
     };
-    if (!is_mx && !IsFloatScale(scale.dtype)) return wrong();
+    if (!IsPowers(scale.dtype) && !IsFloatScale(scale.dtype)) return wrong();
     if (tensor->matrices * rows * columns == 0) return absl::OkStatus();
-    if (count == 1 && !is_mx) {
+    if (count == 1 && scale.dtype != Dtype::kU8) {
       scales.rows = rows;
       scales.columns = columns;
       return absl::OkStatus();
@@ -406,6 +448,10 @@ class CheckpointReader {
                scale.shape.size() != 1) {
       return wrong();
     }
+    // Bytes are always of groups.
+    const bool is_mx = scale.dtype == Dtype::kU8 ||
+                       (scale.dtype == Dtype::kF8E8M0 && scale_rows == rows &&
+                        scale_columns == CeilDivide(columns, kMxGroup));
     if (is_mx) {
       scales.columns = kMxGroup;
       if (scale_rows != rows ||
@@ -438,13 +484,13 @@ class CheckpointReader {
       const FileTensor& codes) {
     const FileTensor& scale = *Part(codes.name, "_scale");
     const FileTensor* const outer = Part(codes.name, "_scale_2");
-    if (scale.dtype != Dtype::kF8E4M3 && scale.dtype != Dtype::kU8) {
+    if (scale.dtype != Dtype::kF8E4M3 && !IsPowers(scale.dtype)) {
       // Something else than what is read; whoever quantizes refuses it.
       return std::optional<CodedTensor>();
     }
     CodedTensor tensor;
     tensor.name = codes.name;
-    const bool is_mx = scale.dtype == Dtype::kU8;
+    const bool is_mx = IsPowers(scale.dtype);
     const int64_t group = is_mx ? kMxGroup : 16;
     tensor.layout = is_mx ? "MXFP4" : "NVFP4";
     std::vector<int64_t> shape = codes.shape;
@@ -469,7 +515,7 @@ class CheckpointReader {
     tensor.codes.bits = 4;
     tensor.codes.line_words = codes.shape.back();
     tensor.values = CodeValues::kE2M1;
-    tensor.scales.dtype = scale.dtype;
+    tensor.scales.dtype = is_mx ? Dtype::kU8 : scale.dtype;
     tensor.scales.data = scale.data;
     tensor.scales.columns = group;
     tensor.scales.row_step = expected.back();
@@ -504,7 +550,7 @@ class CheckpointReader {
     const FileTensor* const scale = input_.Find(scale_name);
     const std::vector<int64_t> expected(blocks.shape.begin(),
                                         blocks.shape.end() - 1);
-    if (scale == nullptr || scale->dtype != Dtype::kU8 ||
+    if (scale == nullptr || !IsPowers(scale->dtype) ||
         scale->shape != expected) {
       return Malformed(
           name, absl::StrCat("expected ", scale_name, " of U8 ",
@@ -584,7 +630,14 @@ class CheckpointReader {
     if (!status.ok()) return status;
     // The zero points have as many bits as the codes.
     int64_t bits = zeros->shape[1] * 32 / outputs;
-    if (config_.bits > 0) bits = config_.bits;
+    if (config_.is_mixed) {
+      const absl::StatusOr<int64_t> own =
+          BitsByShapes(tensor.name, codes, *zeros, outputs, groups, is_awq);
+      if (!own.ok()) return own.status();
+      bits = *own;
+    } else if (config_.bits > 0) {
+      bits = config_.bits;
+    }
     const bool is_known =
         is_awq ? bits == 4 || bits == 8
                : bits == 2 || bits == 3 || bits == 4 || bits == 8;
@@ -637,6 +690,33 @@ class CheckpointReader {
     return std::optional<CodedTensor>(std::move(tensor));
   }
 
+  // The bits of a module whose shapes tell them. What says it in words are
+  // regular expressions with look-around.
+  absl::StatusOr<int64_t> BitsByShapes(const std::string& name,
+                                       const FileTensor& codes,
+                                       const FileTensor& zeros, int64_t outputs,
+                                       const FileTensor* groups,
+                                       bool is_awq) const {
+    std::vector<int64_t> fitting;
+    for (const int64_t bits : {2, 3, 4, 8}) {
+      if (CeilDivide(outputs * bits, 32) != zeros.shape[1]) continue;
+      const int64_t words = codes.shape[0];
+      const bool fits =
+          is_awq ||
+          (words * 32 % bits == 0 &&
+           (groups == nullptr ||
+            groups->shape == std::vector<int64_t>{words * 32 / bits}));
+      if (fits) fitting.push_back(bits);
+    }
+    if (fitting.size() == 1) return fitting[0];
+    return Unsupported(
+        name, absl::StrCat("modules of this model have different bits, and "
+                           "shapes that fit ",
+                           fitting.empty() ? "none of 2, 3, 4 and 8"
+                                           : absl::StrJoin(fitting, " and "),
+                           " do not tell those of this one"));
+  }
+
   // Others pack the same names in other ways.
   absl::Status CheckKind(const std::string& name, bool is_awq) const {
     const std::string& packing = config_.packing_format;
@@ -673,6 +753,11 @@ class CheckpointReader {
     int64_t size = config_.group_size;
     if (size == 0 && inputs % group_count == 0) size = inputs / group_count;
     if (size < 0) size = inputs;
+    const bool fits =
+        size > 0 && inputs % size == 0 && inputs / size == group_count;
+    if (config_.is_mixed && !fits && inputs % group_count == 0) {
+      size = inputs / group_count;
+    }
     if (size == 0 || CeilDivide(inputs, size) != group_count) {
       return Malformed(
           tensor->name,
@@ -709,9 +794,21 @@ class CheckpointReader {
   const Config config_;
 };
 
+// Whether scales are those of the OCP's MX formats.
+bool IsMx(const files::CodeScales& scales) {
+  return scales.dtype == Dtype::kU8 && scales.rows == 1 &&
+         scales.columns == kMxGroup;
+}
+
+// Whether they are with rows and columns the other way round, too.
+bool IsMxOf(const CodedTensor& tensor) {
+  return IsMx(tensor.scales) ||
+         (tensor.scales.dtype == Dtype::kU8 && tensor.lines_are_columns);
+}
+
 // The format of the codes; nothing where there is none.
 std::optional<v1::NumberFormat> FormatOf(const CodedTensor& tensor) {
-  const bool is_mx = tensor.scales.dtype == Dtype::kU8;
+  const bool is_mx = IsMxOf(tensor);
   switch (tensor.values) {
     case CodeValues::kE2M1:
       return is_mx ? v1::NUMBER_FORMAT_MXFP4_E2M1 : v1::NUMBER_FORMAT_NVFP4;
@@ -734,8 +831,7 @@ std::optional<v1::NumberFormat> FormatOf(const CodedTensor& tensor) {
 // The scales in the order of an encoding.
 void AddScales(const CodedTensor& tensor, Encoding* encoding) {
   const files::CodeScales& scales = tensor.scales;
-  const bool has_codes =
-      scales.dtype == Dtype::kU8 || scales.dtype == Dtype::kF8E4M3;
+  const bool has_codes = IsMxOf(tensor) || scales.dtype == Dtype::kF8E4M3;
   const int64_t matrices = scales.matrix_step == 0 ? 1 : tensor.matrices;
   const int64_t blocks = CeilDivide(tensor.columns, scales.columns);
   for (int64_t matrix = 0; matrix < matrices; ++matrix) {
@@ -807,10 +903,10 @@ absl::StatusOr<CodedTensor> CodedTensorOf(const QuantizedTensor& tensor,
     coded.columns *= coded.shape[d];
     if (d > 1 && block[d] != 0) return unsupported("blocks of 3 dimensions");
   }
-  if (coded.rows == 0 || coded.columns == 0) return unsupported("no elements");
   if (rank > 2 && block[1] != 0) return unsupported("blocks of 3 dimensions");
+  // At least 1, also where there are no elements.
   const auto size_or = [](int64_t size, int64_t whole) {
-    return size == 0 ? whole : size;
+    return std::max<int64_t>(1, size == 0 ? whole : size);
   };
   files::CodeScales& scales = coded.scales;
   scales.rows = rank > 1 ? size_or(block[0], coded.rows) : 1;
@@ -871,10 +967,19 @@ absl::StatusOr<Encoding> EncodingOf(const CodedTensor& tensor,
   Encoding encoding;
   encoding.set_format(*format);
   const size_t rank = tensor.shape.size();
+  // Dimensions from here on are those of a matrix; more than two have one
+  // scale.
+  size_t of_matrix = rank < 2 ? 0 : rank - 2;
+  if (scales.matrix_step != 0 && of_matrix > 1 &&
+      tensor.matrices == tensor.shape[0] && tensor.rows == tensor.shape[1]) {
+    of_matrix = 1;
+  }
   for (size_t d = 0; d < rank; ++d) {
-    int64_t block = scales.matrix_step == 0 ? 0 : 1;
+    int64_t block = scales.matrix_step == 0 || d >= of_matrix ? 0 : 1;
     if (d + 1 == rank) block = BlockSize(scales.columns, tensor.columns);
-    if (d + 2 == rank) block = BlockSize(scales.rows, tensor.rows);
+    if (d + 2 == rank && of_matrix + 2 == rank) {
+      block = BlockSize(scales.rows, tensor.rows);
+    }
     encoding.add_block_size(block);
     encoding.add_scale_shape(block == 0 ? 1
                                         : CeilDivide(tensor.shape[d], block));

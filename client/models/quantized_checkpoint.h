@@ -2,8 +2,9 @@
 // they have in safetensors files. T is a tensor, X a module of weight X.weight.
 //
 //   FP8         T (F8_E4M3, F8_E5M2), T_scale_inv or T_scale: one, one for each
-//               row, for blocks of 128 x 128 or what config.json says, or E8M0
-//               bytes (U8) for groups of 32
+//               row, for blocks of 128 x 128 or what config.json says, for each
+//               output of a convolution ([outputs] or [outputs, 1, ..]), or
+//               E8M0 bytes (U8) for groups of 32
 //   INT8        T (I8), T_scale likewise, T_zero_point (I8)
 //   NVFP4       T (U8, two codes a byte), T_scale (F8_E4M3), T_scale_2 (F32)
 //   MXFP4       T (U8), T_scale (U8)
@@ -19,7 +20,10 @@
 //               outputs, in the order 0 2 4 6 1 3 5 7), X.qzeros likewise,
 //               X.scales ([groups, outputs])
 //
-// X.weight of GPTQ and AWQ is [outputs, inputs].
+// X.weight of GPTQ and AWQ is [outputs, inputs]. Where the configuration has
+// other bits for some modules ("dynamic", "extra_config"), the shapes tell
+// them. Bytes of E8M0 may be F8_E8M0 in place of U8; those may be of blocks,
+// too.
 
 #ifndef QUANTD_CLIENT_MODELS_QUANTIZED_CHECKPOINT_H_
 #define QUANTD_CLIENT_MODELS_QUANTIZED_CHECKPOINT_H_

@@ -213,12 +213,53 @@ def gpt_oss(rng, transposed=True):
             {"a.gate_up_proj": reals.transpose(0, 2, 1)})
 
 
-def mxfp8(rng):
+def mxfp8(rng, dtype="U8"):
     codes = finite_codes(rng, (10, 80), E4M3)
     scales = rng.integers(100, 150, (10, 3)).astype(np.uint8)
     each = np.repeat(np.exp2(scales.astype(np.float32) - 127), 32, axis=1)
-    return {"a.weight": As("F8_E4M3", codes), "a.weight_scale": scales}, None, {
-        }, {"a.weight": E4M3[codes] * each[:, :80]}
+    return {"a.weight": As("F8_E4M3", codes),
+            "a.weight_scale": As(dtype, scales)}, None, {
+                }, {"a.weight": E4M3[codes] * each[:, :80]}
+
+
+def mxfp4_powers(rng):
+    """With scales of the type that torch has for them."""
+    codes = rng.integers(0, 16, (24, 64))
+    scales = rng.integers(110, 140, (24, 2)).astype(np.uint8)
+    each = np.exp2(scales.astype(np.float32) - 127)
+    return {"a.weight": nibbles(codes),
+            "a.weight_scale": As("F8_E8M0", scales)}, None, {}, {
+                "a.weight": E2M1[codes] * np.repeat(each, 32, axis=1)}
+
+
+def fp8_powers(rng):
+    """Blocks of 128 x 128 under powers of two."""
+    tensors, config, beside, _ = fp8_blocks(rng)
+    codes = tensors["a.weight"].array
+    scales = rng.integers(120, 130, (2, 3)).astype(np.uint8)
+    whole = np.repeat(np.repeat(np.exp2(scales.astype(np.float32) - 127),
+                                128, 0), 128, 1)
+    return {**tensors, "a.weight_scale_inv": As("F8_E8M0", scales)}, config, (
+        beside), {"a.weight": E4M3[codes] * whole[:150, :260]}
+
+
+def convolution(rng, shape=(8, 4, 3, 3), whole=True):
+    """A scale for each output, as broadcast or alone."""
+    codes = finite_codes(rng, shape, E4M3)
+    scale = rng.random((len(codes), *(1 for _ in shape[1:])), np.float32)
+    return {"a.weight": As("F8_E4M3", codes),
+            "a.weight_scale": scale if whole else scale.reshape(-1)}, None, (
+                modelopt("FP8")), {"a.weight": E4M3[codes] * scale}
+
+
+def gptq_mixed(rng):
+    """A module that has other bits and groups than the model."""
+    tensors, config, beside, reals = gptq(rng, bits=8, group=16)
+    config["quantization_config"].update(
+        bits=4, group_size=32, dynamic={"+:.*a$": {"bits": 8,
+                                                   "group_size": 16},
+                                        "-:.*(?!a)b$": {}})
+    return tensors, config, beside, reals
 
 
 def int8(rng):
@@ -259,6 +300,13 @@ CASES = {
     "gpt_oss_original": lambda rng: gpt_oss(rng, False),
     "mxfp8": mxfp8,
     "int8": int8,
+    "mxfp8_powers": lambda rng: mxfp8(rng, "F8_E8M0"),
+    "mxfp4_powers": mxfp4_powers,
+    "fp8_powers": fp8_powers,
+    "convolution": convolution,
+    "convolution_alone": lambda rng: convolution(rng, whole=False),
+    "convolution_of_lines": lambda rng: convolution(rng, (6, 4, 5), False),
+    "gptq_mixed": gptq_mixed,
     "auto_round": lambda rng: auto_round(rng, "auto_round", True),
     "auto_round_gptqmodel": lambda rng: auto_round(
         rng, "auto_round:gptqmodel", True),
@@ -389,6 +437,10 @@ MALFORMED = [
     ("gptq4", put("a.g_idx", np.zeros(95, np.int32)), "FILE_MALFORMED",
      "a.g_idx of I32 [96]"),
     ("gptq4", say(group_size=16), "FILE_MALFORMED", "groups of 16"),
+    ("gptq_mixed", put("a.qzeros", np.zeros((6, 9), np.int32)),
+     "FILE_UNSUPPORTED", "none of 2, 3, 4 and 8"),
+    ("convolution", put("a.weight_scale", np.ones(9, np.float32)),
+     "FILE_MALFORMED", "a.weight_scale with a scale"),
     ("gptq4", say(bits=5), "FILE_UNSUPPORTED", "2, 3, 4 or 8 bits"),
     ("gptq4", say(checkpoint_format="marlin"), "FILE_UNSUPPORTED", "marlin"),
     ("awq4", say(version="gemv"), "FILE_UNSUPPORTED", "gemv"),
@@ -635,6 +687,9 @@ def test_NaiveMxfp8AndInt8AreRead(quantctl, client, tmp_path):
     for i, (made, weights) in enumerate((
             (mxfp8(rng), {"type": "float", "num_bits": 8, "strategy": "group",
                           "group_size": 32}),
+            (mxfp8(rng, "F8_E8M0"), {
+                "type": "float", "num_bits": 8, "strategy": "group",
+                "group_size": 32}),
             (int8(rng), {"type": "int", "num_bits": 8,
                          "strategy": "channel"}))):
         tensors, _, _, reals = made
@@ -645,6 +700,29 @@ def test_NaiveMxfp8AndInt8AreRead(quantctl, client, tmp_path):
         check(quantd.load(place / "floats"), reals)
         check_requantized(place / "model", place, quantctl, client)
         quantctl("import", place / "model", "--model", f"naive/{i}")
+
+
+def test_CompressedTensorsWithoutElementsAreRead(quantctl, client, tmp_path):
+    reals = {"a.weight": np.ones((0, 16), np.float32),
+             "b.weight": np.ones((4, 0), np.float32),
+             "c.weight": np.ones((4, 32), np.float32)}
+    write_folder(tmp_path / "model", {
+        "a.weight": np.ones((0, 16), np.int8),
+        "a.weight_scale": np.ones((0, 1), np.float32),
+        "b.weight": np.ones((4, 0), np.int8),
+        "b.weight_scale": np.ones((4, 1), np.float32),
+        "c.weight": np.ones((4, 32), np.int8),
+        "c.weight_scale": np.ones((4, 1), np.float32)}, {
+            **scheme(type="int", num_bits=8, strategy="channel"),
+            "dtype": "float32"})
+    quantctl("dequantize", tmp_path / "model", "-o", tmp_path / "floats")
+    check(quantd.load(tmp_path / "floats"), reals)
+    # No spec has scales for those without elements.
+    quantctl("quantize", tmp_path / "model", "-o", tmp_path / "out",
+             "--requantize", "--include", "c.*", "--spec", "int8", "--no-store")
+    quantd.quantize_model(tmp_path / "model", tmp_path / "python", "int8",
+                          client=client, requantize=True, include=["c.*"])
+    check_quantized(tmp_path / "out", tmp_path / "python")
 
 
 def test_TensorsThatShareAScaleAreRequantized(quantctl, tmp_path):

@@ -53,7 +53,7 @@ def _reals(scale: FileTensor) -> Array:
     if scale.dtype == "BF16":
         wide: Array = array.astype(np.uint32) << 16
         return wide.view(np.float32)
-    if scale.dtype == "U8":
+    if scale.dtype in _files.POWERS:
         found = np.ldexp(np.float32(1), array.astype(np.int32) - 127)
         return np.where(array == 255, np.float32(np.nan), found)
     if scale.dtype == "F8_E4M3":
@@ -125,11 +125,18 @@ def read_compressed(folder: str, tensors: Mapping[str, FileTensor],
         quantized = model.read(name)
         codes = [part for part in names
                  if part in (name, name + "_packed")]
+
+        def decode(name: str = name, shape: tuple[int, ...] = quantized.shape
+                   ) -> Array:
+            # Without elements there may be scales all the same.
+            reals: Array = (model.read(name).dequantize() if math.prod(shape)
+                            else np.zeros(shape, np.float32))
+            return reals
+
         parts.append(Part(
             name, quantized.shape,
             codes + [part for part in names if part not in codes],
-            lambda name=name: model.read(name).dequantize(),  # type: ignore
-            _files.DTYPE_OF_ELEMENTS[quantized.element_type]))
+            decode, _files.DTYPE_OF_ELEMENTS[quantized.element_type]))
     return parts
 
 
@@ -161,7 +168,7 @@ def _may_be_codes(tensor: FileTensor) -> bool:
     if tensor.dtype in _CODES:
         # A bias of two dimensions is a mask.
         return len(tensor.shape) >= 2 and not tensor.name.endswith(".bias")
-    return tensor.dtype in ("F8_E4M3", "F8_E5M2") or (
+    return tensor.dtype in ("F8_E4M3", "F8_E5M2", "F8_E8M0") or (
         "weight_scale" in tensor.name)
 
 
@@ -183,6 +190,10 @@ class _Reader:
         self._format = str(config.get("checkpoint_format") or "").lower()
         # Of AutoRound.
         self._packing = str(config.get("packing_format") or "").lower()
+        # Of GPTQModel, by regular expressions, and of AutoRound, by names: some
+        # modules have other bits and groups than these.
+        self._is_mixed = any(isinstance(config.get(key), dict) and config[key]
+                             for key in ("dynamic", "extra_config"))
         block = config.get("weight_block_size")
         self._block = (block[0], block[1]) if isinstance(block, list) and (
             [type(size) for size in block] == [int, int]) else (128, 128)
@@ -232,7 +243,7 @@ class _Reader:
         """Images may be called blocks too, but have no scales."""
         scale = self._tensors.get(name)
         return bool(self.method) or (scale is not None and
-                                     scale.dtype == "U8")
+                                     scale.dtype in _files.POWERS)
 
     def _malformed(self, name: str, what: str) -> errors.QuantdError:
         return _files.malformed(self._path,
@@ -299,15 +310,21 @@ class _Reader:
         columns = shape[-1] if shape else 1
         matrices = math.prod(shape[:-2])
         is_mx, count = scale.dtype == "U8", math.prod(found)
+        is_power = scale.dtype in _files.POWERS
         wrong = self._expected(
             codes.name, f"{scale.name} with a scale for the tensor, for each "
             f"row or each block of {self._block[0]} x {self._block[1]}", scale)
-        if not is_mx and scale.dtype not in _FLOAT_SCALES:
+        if not is_power and scale.dtype not in _FLOAT_SCALES:
             raise wrong
         if not math.prod(shape):
             return lambda array: np.zeros(shape, np.float32)
         if count == 1 and not is_mx:
             return lambda array: array.reshape(())
+        if len(shape) > 3 and not is_power and count == shape[0] and (
+                found[0] == count):
+            # Of a convolution, whose first dimension is that of its outputs.
+            return lambda array: array.reshape(
+                count, *(1 for _ in shape[1:]))
         if not count or count % matrices:
             raise wrong
         of_rows, of_columns = count // matrices, 1
@@ -318,9 +335,11 @@ class _Reader:
         elif len(found) not in (1, len(shape) - 1):
             raise wrong
         block = (1, columns)
-        if is_mx:
+        is_grouped = (of_rows, of_columns) == (rows, -(-columns // _MX_GROUP))
+        # Bytes are always of groups.
+        if is_mx or (is_power and is_grouped):
             block = (1, _MX_GROUP)
-            if (of_rows, of_columns) != (rows, -(-columns // _MX_GROUP)):
+            if not is_grouped:
                 raise wrong
         elif (of_rows, of_columns) == (1, 1):
             block = (rows, columns)
@@ -346,7 +365,7 @@ class _Reader:
         name = codes.name
         scale = self._tensors[name + "_scale"]
         outer = self._tensors.get(name + "_scale_2")
-        if scale.dtype not in ("F8_E4M3", "U8"):
+        if scale.dtype not in ("F8_E4M3", *_files.POWERS):
             return None
         if len(codes.shape) < 2:
             raise self._malformed(name, "expected a matrix of U8")
@@ -377,7 +396,8 @@ class _Reader:
         """Blocks of 16 bytes. With "_" the tensor lies transposed."""
         scale = self._tensors.get(f"{name}{separator}scales")
         expected = blocks.shape[:-1]
-        if scale is None or scale.dtype != "U8" or scale.shape != expected:
+        if scale is None or scale.dtype not in _files.POWERS or (
+                scale.shape != expected):
             raise self._expected(
                 name, f"{name}{separator}scales of U8 {list(expected)}", scale)
         shape = (*expected[:-1], expected[-1] * _MX_GROUP)
@@ -416,6 +436,9 @@ class _Reader:
         is_awq = codes.shape[1] != outputs
         self._check_kind(name, is_awq)
         bits = self._bits or zeros.shape[1] * 32 // outputs
+        if self._is_mixed:
+            bits = self._bits_by_shapes(name, codes, zeros, outputs, order,
+                                        is_awq)
         if bits not in ((4, 8) if is_awq else (2, 3, 4, 8)):
             raise self._unsupported(
                 name, f"expected {'4 or 8' if is_awq else '2, 3, 4 or 8'} bits,"
@@ -452,6 +475,24 @@ class _Reader:
         return Part(name, (outputs, inputs),
                     self._parts(name, codes, zeros, scale, order), decode)
 
+    def _bits_by_shapes(self, name: str, codes: FileTensor, zeros: FileTensor,
+                        outputs: int, order: Optional[FileTensor],
+                        is_awq: bool) -> int:
+        """The bits of a module whose shapes tell them. What says it in words
+        are regular expressions with look-around."""
+        words = codes.shape[0]
+        fitting = [bits for bits in (2, 3, 4, 8)
+                   if -(-outputs * bits // 32) == zeros.shape[1] and (
+                       is_awq or (words * 32 % bits == 0 and (
+                           order is None or
+                           order.shape == (words * 32 // bits,))))]
+        if len(fitting) == 1:
+            return fitting[0]
+        raise self._unsupported(
+            name, "modules of this model have different bits, and shapes that "
+            f"fit {' and '.join(map(str, fitting)) or 'none of 2, 3, 4 and 8'} "
+            "do not tell those of this one")
+
     def _check_kind(self, name: str, is_awq: bool) -> None:
         """Others pack the same names in other ways."""
         if self._packing:
@@ -477,6 +518,9 @@ class _Reader:
         if not size and inputs % count == 0:
             size = inputs // count
         size = inputs if size < 0 else size
+        fits = size and inputs % size == 0 and inputs // size == count
+        if self._is_mixed and not fits and inputs % count == 0:
+            size = inputs // count
         if not size or -(-inputs // size) != count:
             raise self._malformed(
                 name, f"expected scales for groups of {size} of {inputs} "

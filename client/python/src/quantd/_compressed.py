@@ -92,7 +92,7 @@ class Model:
         if scheme.get("type") == "float":
             if module + ".weight" in self._tensors:
                 scale = self._tensors[module + ".weight_scale"]
-                return ("mxfp8_e4m3" if scale.dtype == "U8"
+                return ("mxfp8_e4m3" if scale.dtype in _files.POWERS
                         else "float8_e4m3fn")
             return ("nvfp4" if module + ".weight_global_scale" in self._tensors
                     else "mxfp4_e2m1")
@@ -214,7 +214,7 @@ class Model:
     def _codes_of_scales(self, module: str, scale: FileTensor,
                          format_name: str) -> dict[str, Any]:
         if format_name == "mxfp4_e2m1":
-            if scale.dtype != "U8":
+            if scale.dtype not in _files.POWERS:
                 raise self._malformed(module, "expected a weight_scale of U8")
             return {"scale_code": scale.bytes()}
         outer = self._tensors[module + ".weight_global_scale"]

@@ -32,11 +32,14 @@ _MOST_NAMES = 100
 DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_), "U8": np.dtype(np.uint8),
     "I8": np.dtype(np.int8), "F8_E5M2": np.dtype(np.uint8),
-    "F8_E4M3": np.dtype(np.uint8), "I16": np.dtype("<i2"),
-    "U16": np.dtype("<u2"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2"),
-    "I32": np.dtype("<i4"), "U32": np.dtype("<u4"), "F32": np.dtype("<f4"),
-    "F64": np.dtype("<f8"), "I64": np.dtype("<i8"), "U64": np.dtype("<u8"),
+    "F8_E4M3": np.dtype(np.uint8), "F8_E8M0": np.dtype(np.uint8),
+    "I16": np.dtype("<i2"), "U16": np.dtype("<u2"), "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"), "I32": np.dtype("<i4"), "U32": np.dtype("<u4"),
+    "F32": np.dtype("<f4"), "F64": np.dtype("<f8"), "I64": np.dtype("<i8"),
+    "U64": np.dtype("<u8"),
 }
+# Of scales: powers of two, 2^(byte - 127).
+POWERS = ("U8", "F8_E8M0")
 # Of those that quantd quantizes.
 ELEMENT_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16",
                  "F64": "float64"}
