@@ -1,10 +1,12 @@
-// Values of a few bits, packed into words.
+// Values of a few bits, packed into words and bytes.
 
 #ifndef QUANTD_CLIENT_CLI_BIT_STREAM_H_
 #define QUANTD_CLIENT_CLI_BIT_STREAM_H_
 
 #include <cstddef>
 #include <cstdint>
+
+#include "client/cpp/tensor.h"
 
 namespace quantd::cli {
 
@@ -41,6 +43,39 @@ class BitStream {
   uint32_t* const words_;
   const size_t stride_;
   size_t position_ = 0;
+};
+
+// Writes codes as the server takes them. Not thread-safe.
+class CodeWriter {
+ public:
+  CodeWriter(const FormatInfo& format, uint8_t* out)
+      : bits_(format.storage_bits), mask_((1U << format.bits) - 1), out_(out) {}
+
+  // The value, in two's complement.
+  void Put(uint32_t value) {
+    if (bits_ == 8) {
+      *out_++ = static_cast<uint8_t>(value);
+      return;
+    }
+    byte_ |= (value & mask_) << used_;
+    used_ += bits_;
+    if (used_ == 8) Finish();
+  }
+
+  // Writes the last byte.
+  void Finish() {
+    if (used_ == 0) return;
+    *out_++ = static_cast<uint8_t>(byte_);
+    byte_ = 0;
+    used_ = 0;
+  }
+
+ private:
+  const int bits_;
+  const uint32_t mask_;
+  uint8_t* out_;
+  uint32_t byte_ = 0;
+  int used_ = 0;
 };
 
 }  // namespace quantd::cli

@@ -1,5 +1,6 @@
 #include "client/cli/compressed_module.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -12,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 #include "client/cli/bit_stream.h"
 #include "client/cli/compressed_model.h"
 #include "client/cli/compressed_tensors.h"
@@ -20,6 +22,7 @@
 #include "client/cpp/scales.h"
 #include "client/files/dtype.h"
 #include "client/files/errors.h"
+#include "client/files/lazy_bytes.h"
 #include "client/files/safetensors.h"
 #include "nlohmann/json.hpp"
 
@@ -53,18 +56,14 @@ class ModuleReader {
     const auto part = [&](absl::string_view suffix) {
       return input_.Find(absl::StrCat(module, suffix));
     };
-    if (part(".weight_g_idx") != nullptr) {
-      return files::FileUnsupportedError(
-          path_, absl::StrCat("module \"", module, "\": reordered groups"));
-    }
     QuantizedTensor tensor;
     tensor.name = absl::StrCat(module, kCompressedWeight);
     tensor.element_type =
         ElementTypeOf(scale.dtype).value_or(ElementType::kFloat32);
     for (const char* suffix :
          {".weight", ".weight_packed", ".weight_scale", ".weight_zero_point",
-          ".weight_shape", ".weight_global_scale", ".input_scale",
-          ".input_zero_point", ".input_global_scale"}) {
+          ".weight_shape", ".weight_global_scale", ".weight_g_idx",
+          ".input_scale", ".input_zero_point", ".input_global_scale"}) {
       if (part(suffix) != nullptr) {
         tensor.parts.push_back(absl::StrCat(module, suffix));
       }
@@ -100,6 +99,10 @@ class ModuleReader {
           AddZeroPoints(module, static_cast<int>(bits), *zero_point, &tensor);
       if (!status.ok()) return status;
     }
+    if (const files::FileTensor* const groups = part(".weight_g_idx")) {
+      status = AddColumnGroups(module, *groups, &tensor);
+      if (!status.ok()) return status;
+    }
     return tensor;
   }
 
@@ -132,26 +135,18 @@ class ModuleReader {
     return absl::OkStatus();
   }
 
-  // Codes as the server takes them, of values plus 2^(bits - 1).
-  static void SetCodes(const FormatInfo& format,
-                       const std::vector<uint8_t>& from_zero,
-                       QuantizedTensor* tensor) {
-    auto codes = std::make_shared<std::vector<uint8_t>>(static_cast<size_t>(
-        format.SizeBytes(static_cast<int64_t>(from_zero.size()))));
-    const uint32_t half = 1U << (format.bits - 1);
-    for (size_t i = 0; i < from_zero.size(); ++i) {
-      const uint32_t value = from_zero[i] - half;
-      if (format.storage_bits == 8) {
-        (*codes)[i] = static_cast<uint8_t>(value);
-        continue;
-      }
-      const size_t per_byte = 8 / static_cast<size_t>(format.storage_bits);
-      (*codes)[i / per_byte] |= static_cast<uint8_t>(
-          (value & ((1U << format.bits) - 1))
-          << (i % per_byte * static_cast<size_t>(format.storage_bits)));
+  // `fill` writes all codes, of which there are `count`.
+  static void SetLazyCodes(const FormatInfo& format, int64_t count,
+                           files::LazyBytes::Fill fill,
+                           QuantizedTensor* tensor) {
+    const int64_t size_bytes = format.SizeBytes(count);
+    if (size_bytes == 0) {
+      tensor->codes = {};
+      return;
     }
-    tensor->codes = *codes;
-    tensor->unpacked = std::move(codes);
+    tensor->lazy = std::make_shared<files::LazyBytes>(
+        static_cast<size_t>(size_bytes), std::move(fill));
+    tensor->codes = tensor->lazy->span();
   }
 
   absl::Status ReadPlain(const std::string& module, bool is_integer, int bits,
@@ -178,8 +173,6 @@ class ModuleReader {
     }
     if (absl::Status s = SetIntegers(bits, tensor); !s.ok()) return s;
     if (bits == 8) return absl::OkStatus();
-    const FormatInfo format = *GetFormatInfo(tensor->encoding.format());
-    std::vector<uint8_t> from_zero;
     const int half = 1 << (bits - 1);
     for (const uint8_t byte : plain.data) {
       const int value = static_cast<int8_t>(byte);
@@ -187,9 +180,16 @@ class ModuleReader {
         return Malformed(module, absl::StrCat("a weight is ", value,
                                               ", not of ", bits, " bits"));
       }
-      from_zero.push_back(static_cast<uint8_t>(value + half));
     }
-    SetCodes(format, from_zero, tensor);
+    const FormatInfo format = *GetFormatInfo(tensor->encoding.format());
+    SetLazyCodes(
+        format, static_cast<int64_t>(plain.data.size()),
+        [format, data = plain.data](absl::Span<uint8_t> out) {
+          CodeWriter writer(format, out.data());
+          for (const uint8_t byte : data) writer.Put(byte);
+          writer.Finish();
+        },
+        tensor);
     return absl::OkStatus();
   }
 
@@ -221,16 +221,25 @@ class ModuleReader {
                        " bits for each of [", rows, ",", columns, "]"));
     }
     if (absl::Status s = SetIntegers(bits, tensor); !s.ok()) return s;
-    std::vector<uint32_t> words = Elements<uint32_t>(packed);
-    std::vector<uint8_t> from_zero;
-    from_zero.reserve(static_cast<size_t>(*count));
-    for (int64_t row = 0; *count > 0 && row < rows; ++row) {
-      BitStream stream(bits, words.data() + row * packed.shape[1], 1);
-      for (int64_t column = 0; column < columns; ++column) {
-        from_zero.push_back(static_cast<uint8_t>(stream.Get()));
-      }
-    }
-    SetCodes(*GetFormatInfo(tensor->encoding.format()), from_zero, tensor);
+    const FormatInfo format = *GetFormatInfo(tensor->encoding.format());
+    SetLazyCodes(
+        format, *count,
+        [format, bits, rows, columns,
+         data = packed.data](absl::Span<uint8_t> out) {
+          const uint32_t half = 1U << (bits - 1);
+          const size_t row_bytes = data.size() / static_cast<size_t>(rows);
+          CodeWriter writer(format, out.data());
+          for (int64_t row = 0; row < rows; ++row) {
+            std::vector<uint32_t> words = CopyElements<uint32_t>(
+                data.subspan(static_cast<size_t>(row) * row_bytes, row_bytes));
+            BitStream stream(bits, words.data(), 1);
+            for (int64_t column = 0; column < columns; ++column) {
+              writer.Put(stream.Get() - half);
+            }
+          }
+          writer.Finish();
+        },
+        tensor);
     return absl::OkStatus();
   }
 
@@ -349,6 +358,39 @@ class ModuleReader {
             static_cast<int32_t>(stream.Get()) - (1 << (bits - 1)));
       }
     }
+    return absl::OkStatus();
+  }
+
+  // As compressed-tensors has it, -1 stands for groups one after the other.
+  absl::Status AddColumnGroups(const std::string& module,
+                               const files::FileTensor& groups,
+                               QuantizedTensor* tensor) {
+    const Encoding& encoding = tensor->encoding;
+    const bool is_grouped = tensor->shape.size() == 2 &&
+                            encoding.block_size(0) == 1 &&
+                            encoding.block_size(1) > 0;
+    if (!is_grouped || groups.dtype != files::Dtype::kI32 ||
+        groups.shape != std::vector<int64_t>{tensor->shape[1]}) {
+      return Malformed(module,
+                       "expected a weight_g_idx of I32, the group of each "
+                       "column of a matrix in groups");
+    }
+    const std::vector<int32_t> numbers = Elements<int32_t>(groups);
+    if (std::find(numbers.begin(), numbers.end(), -1) != numbers.end()) {
+      return absl::OkStatus();
+    }
+    const int64_t count = encoding.scale_shape(1);
+    bool is_in_order = true;
+    for (size_t i = 0; i < numbers.size(); ++i) {
+      if (numbers[i] < 0 || numbers[i] >= count) {
+        return Malformed(module, absl::StrCat("expected a weight_g_idx of "
+                                              "groups from 0 to ",
+                                              count - 1, ", got ", numbers[i]));
+      }
+      is_in_order = is_in_order && numbers[i] == static_cast<int64_t>(i) /
+                                                     encoding.block_size(1);
+    }
+    if (!is_in_order) tensor->column_groups = groups.data;
     return absl::OkStatus();
   }
 

@@ -15,6 +15,9 @@
 //   mxfp8-quantized  X.weight (F8_E4M3), X.weight_scale (U8, E8M0)
 //   naive-quantized  as int-quantized or float-quantized
 //
+// Scales of E8M0 may be F8_E8M0 in files of others, and theirs may have
+// X.weight_g_idx (I32, the group of each column).
+//
 // How X's inputs are quantized: X.input_scale (F32), X.input_zero_point (I8),
 // or X.input_global_scale (F32) of NVFP4, each of [1].
 //

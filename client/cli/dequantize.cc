@@ -270,6 +270,7 @@ class Dequantizer {
     const int64_t row_bytes = tensor.row_bytes();
     const int64_t step =
         std::max<int64_t>(1, kDecodeBytes / std::max<int64_t>(1, row_bytes));
+    const std::shared_ptr<const void> hold = tensor.Hold();
     std::vector<uint8_t> elements(
         static_cast<size_t>(std::min(step, count) * row_bytes));
     for (int64_t begin = 0; begin < count; begin += step) {
@@ -396,6 +397,9 @@ class Dequantizer {
           ReadCompressed(input, options_.input);
       if (!compressed.ok()) return compressed.status();
       tensors_ = *std::move(compressed);
+      if (const absl::Status status = DecodeUnsaid(); !status.ok()) {
+        return status;
+      }
     } else if (tensors_.empty()) {
       absl::StatusOr<std::vector<files::CodedTensor>> coded =
           ReadCheckpoint(input, options_.input);
@@ -415,6 +419,26 @@ class Dequantizer {
           "compressed-tensors model with its config.json, or FP8, NVFP4, "
           "MXFP4, GPTQ or AWQ with their scales, got none");
     }
+    return absl::OkStatus();
+  }
+
+  // Groups of columns in another order, and tensors that have no scale, are
+  // decoded here: no encoding says them to a server.
+  absl::Status DecodeUnsaid() {
+    if (std::all_of(tensors_.begin(), tensors_.end(),
+                    [](const QuantizedTensor& tensor) {
+                      return tensor.column_groups.empty() &&
+                             !tensor.codes.empty();
+                    })) {
+      return absl::OkStatus();
+    }
+    for (const QuantizedTensor& tensor : tensors_) {
+      absl::StatusOr<files::CodedTensor> coded =
+          CodedTensorOf(tensor, options_.input);
+      if (!coded.ok()) return coded.status();
+      coded_.push_back(*std::move(coded));
+    }
+    tensors_.clear();
     return absl::OkStatus();
   }
 
@@ -457,6 +481,7 @@ class Dequantizer {
     absl::Status single = CheckSingle(input, tensors_.size());
     if (!single.ok()) return single;
     const QuantizedTensor& tensor = tensors_[0];
+    const std::shared_ptr<const void> hold = tensor.Hold();
     const absl::StatusOr<DequantizeResult> result =
         client->Dequantize(MakeJob(tensor));
     if (!result.ok()) return result.status();
@@ -481,10 +506,13 @@ class Dequantizer {
     outcomes_.resize(tensors_.size());
     Progress progress(total_bytes, !session_.quiet);
     absl::Mutex mutex;
+    // Of the codes of the tensors under way.
+    std::vector<std::shared_ptr<const void>> holds(tensors_.size());
     internal::DequantizeEngine::Work work;
     work.count = tensors_.size();
     work.size_bytes = [this](size_t i) { return tensors_[i].codes.size(); };
     work.make_job = [&](size_t i) {
+      holds[i] = tensors_[i].Hold();
       DequantizeJob job = MakeJob(tensors_[i]);
       job.sink = [builder, place = places[i]](uint64_t offset_bytes,
                                               absl::Span<const uint8_t> bytes) {
@@ -494,6 +522,7 @@ class Dequantizer {
     };
     work.take = [&](size_t i, const absl::StatusOr<DequantizeResult>& result,
                     EvaluateStream*) {
+      holds[i] = nullptr;
       outcomes_[i] = OutcomeOf(tensors_[i], result);
       absl::MutexLock lock(&mutex);
       progress.Add(tensors_[i].codes.size(), tensors_[i].name);

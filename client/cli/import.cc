@@ -305,6 +305,13 @@ void ImportCompressed(const Options& options, Session* session) {
     if (!tensor.note.empty()) {
       imported.AddLoss(tensor.name, tensor.note, /*left_out=*/false);
     }
+    if (!tensor.column_groups.empty()) {
+      imported.AddLoss(tensor.name,
+                       "weight_g_idx has the groups in another order, which no "
+                       "encoding says",
+                       /*left_out=*/true);
+      continue;
+    }
     const absl::Status status = imported.Store(tensor.name, tensor.Whole());
     if (!status.ok()) return session->Fail(status);
   }

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <memory>
 
 #include "absl/types/span.h"
 #include "client/files/dtype.h"
@@ -192,6 +193,7 @@ float CodeScales::At(int64_t matrix, int64_t index) const {
 
 void CodedTensor::DecodeRows(int64_t begin, int64_t end,
                              absl::Span<uint8_t> out) const {
+  const std::shared_ptr<const void> hold = Hold();
   const Table table = TableOf(values, codes.bits);
   const int64_t element_bytes = DtypeSizeBytes(dtype);
   uint8_t* next = out.data();

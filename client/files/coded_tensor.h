@@ -12,6 +12,7 @@
 
 #include "absl/types/span.h"
 #include "client/files/dtype.h"
+#include "client/files/lazy_bytes.h"
 
 namespace quantd::files {
 
@@ -102,6 +103,14 @@ struct CodedTensor {
   absl::Span<const int32_t> zero_points;
   // What spans may point into, beside files.
   std::shared_ptr<const void> owner;
+  // Where the codes are made on use; null for those of a file.
+  std::shared_ptr<LazyBytes> lazy;
+
+  // Keep what this returns where rows are decoded bit by bit: the codes are
+  // made once then.
+  std::shared_ptr<const void> Hold() const {
+    return lazy == nullptr ? nullptr : lazy->Hold();
+  }
 
   int64_t row_count() const { return matrices * rows; }
   int64_t row_bytes() const { return columns * DtypeSizeBytes(dtype); }

@@ -876,15 +876,9 @@ absl::StatusOr<CodedTensor> CodedTensorOf(const QuantizedTensor& tensor,
         path, absl::StrCat("quantized tensor ", files::QuotedName(tensor.name),
                            ": ", what));
   };
-  // What the encoding is in, and what spans point into.
-  struct Owner {
-    Encoding encoding;
-    std::shared_ptr<const std::vector<uint8_t>> unpacked;
-  };
-  auto owner = std::make_shared<Owner>();
-  owner->encoding = tensor.Whole();
-  owner->unpacked = tensor.unpacked;
-  const Encoding& encoding = owner->encoding;
+  // Spans point into it.
+  const auto owner = std::make_shared<const Encoding>(tensor.Whole());
+  const Encoding& encoding = *owner;
   const absl::StatusOr<FormatInfo> format = GetFormatInfo(encoding.format());
   if (!format.ok()) return format.status();
   CodedTensor coded;
@@ -914,6 +908,7 @@ absl::StatusOr<CodedTensor> CodedTensorOf(const QuantizedTensor& tensor,
       rank == 0 ? 1 : size_or(rank == 1 ? block[0] : block[1], coded.columns);
   scales.column_step = 1;
   scales.row_step = CeilDivide(coded.columns, scales.columns);
+  scales.column_blocks = tensor.column_groups;
   if (!encoding.scale_code().empty()) {
     scales.dtype = ScaleTypeOf(encoding) == v1::SCALE_TYPE_E8M0
                        ? Dtype::kU8
@@ -946,7 +941,8 @@ absl::StatusOr<CodedTensor> CodedTensorOf(const QuantizedTensor& tensor,
       coded.values =
           format->is_signed ? CodeValues::kSigned : CodeValues::kUnsigned;
   }
-  coded.owner = std::move(owner);
+  coded.owner = owner;
+  coded.lazy = tensor.lazy;
   return coded;
 }
 

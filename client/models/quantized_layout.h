@@ -33,6 +33,7 @@
 #include "client/cpp/scales.h"
 #include "client/cpp/tensor.h"
 #include "client/cpp/tensor_stream.h"
+#include "client/files/lazy_bytes.h"
 #include "client/files/safetensors.h"
 #include "client/files/safetensors_builder.h"
 #include "client/models/tensor_input.h"
@@ -107,8 +108,8 @@ class QuantizedPlace {
   std::atomic<bool> has_zero_point_{false};
 };
 
-// One quantized tensor that was read. `codes` points into the file, or into
-// `unpacked` where the file packs them otherwise.
+// One quantized tensor that was read. `codes` points into the file, or to
+// `lazy` where the file packs them otherwise.
 struct QuantizedTensor {
   std::string name;
   ElementType element_type;
@@ -117,7 +118,11 @@ struct QuantizedTensor {
   Encoding encoding;
   std::optional<Scales> scales;
   absl::Span<const uint8_t> codes;
-  std::shared_ptr<const std::vector<uint8_t>> unpacked;
+  // Where `codes` are made on use; null for those of the file.
+  std::shared_ptr<files::LazyBytes> lazy;
+  // The group of each column, I32, where groups are not one after the other. An
+  // encoding does not say that.
+  absl::Span<const uint8_t> column_groups;
   // What is not quite as in the file, for people; mostly empty.
   std::string note;
   // The tensors of the file that it is made of.
@@ -125,6 +130,10 @@ struct QuantizedTensor {
 
   // The encoding with its scales.
   Encoding Whole() const;
+  // Keep what this returns for as long as `codes` are read.
+  std::shared_ptr<const void> Hold() const {
+    return lazy == nullptr ? nullptr : lazy->Hold();
+  }
 };
 
 // Reads the tensor that `json`, the metadata of "quantd.<name>", describes.

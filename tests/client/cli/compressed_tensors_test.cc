@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <fstream>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -111,6 +112,9 @@ TEST_F(CompressedTensorsTest, UnsignedCodesWithoutZeroPointsKeepTheirValues) {
       ASSERT_EQ(tensor.encoding.format(), v1::NUMBER_FORMAT_INT8);
       ASSERT_EQ(tensor.encoding.zero_point_size(), count);
       ASSERT_EQ(tensor.codes.size(), codes.size());
+      // What is packed takes no memory before it is used.
+      EXPECT_EQ(tensor.lazy != nullptr, packs_all);
+      const std::shared_ptr<const void> hold = tensor.Hold();
       for (size_t i = 0; i < codes.size(); ++i) {
         EXPECT_EQ(static_cast<int8_t>(tensor.codes[i]) -
                       tensor.encoding.zero_point(0),

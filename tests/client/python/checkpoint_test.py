@@ -702,6 +702,39 @@ def test_NaiveMxfp8AndInt8AreRead(quantctl, client, tmp_path):
         quantctl("import", place / "model", "--model", f"naive/{i}")
 
 
+def test_CompressedGroupsInAnotherOrderAreRead(quantctl, client, tmp_path):
+    rng, tensors, reals = np.random.default_rng(4), {}, {}
+    for name, groups in (("a", SHUFFLED // 32), ("b", np.full(96, -1))):
+        codes = rng.integers(-8, 8, (40, 96))
+        zeros = rng.integers(-8, 8, (40, 3)).astype(np.int8)
+        scales = rng.random((40, 3), np.float32)
+        columns = np.arange(96) // 32 if name == "b" else groups
+        reals[name + ".weight"] = (codes - zeros[:, columns]).astype(
+            np.float32) * scales[:, columns]
+        tensors.update({
+            name + ".weight_packed": stream(codes + 8, 4),
+            name + ".weight_shape": np.array([40, 96]),
+            name + ".weight_scale": scales,
+            name + ".weight_zero_point": zeros,
+            name + ".weight_g_idx": groups.astype(np.int32)})
+    folder, restored = tmp_path / "model", tmp_path / "floats"
+    config = {**scheme(type="int", num_bits=4, strategy="group",
+                       group_size=32, actorder="group"), "dtype": "float32"}
+    write_folder(folder, tensors, config)
+    quantctl("dequantize", folder, "-o", restored)
+    check(quantd.load(restored), reals)
+    for name, tensor in quantd.load(folder).items():
+        assert np.array_equal(tensor.dequantize(), reals[name])
+    check_requantized(folder, tmp_path, quantctl, client)
+    said = quantctl("import", folder, "--model", "compressed/order", code=1)
+    assert "weight_g_idx has the groups in another order" in said
+    tensors["b.weight_g_idx"] = np.full(96, 3, np.int32)
+    write_folder(tmp_path / "wrong", tensors, config)
+    said = quantctl("dequantize", tmp_path / "wrong", "-o", tmp_path / "x",
+                    code=FILE_ERROR)
+    assert "groups from 0 to 2, got 3" in said
+
+
 def test_CompressedTensorsWithoutElementsAreRead(quantctl, client, tmp_path):
     reals = {"a.weight": np.ones((0, 16), np.float32),
              "b.weight": np.ones((4, 0), np.float32),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from typing import Any, Iterator, Mapping
+from typing import Any, Iterator, Mapping, Optional
 
 import numpy as np
 
@@ -22,6 +22,7 @@ ELEMENT_TYPE_PREFIX = "quantctl.element_type."
 _CLASSES = ("Linear", "Conv2d", "Conv1d")
 _SUFFIXES = (".weight", ".weight_packed", ".weight_scale",
              ".weight_zero_point", ".weight_shape", ".weight_global_scale",
+             ".weight_g_idx",
              ".input_scale", ".input_zero_point", ".input_global_scale")
 # The scale of a cache, beside X.k_proj and X.v_proj.
 _CACHE_SCALES = {".k_proj": ".k_scale", ".v_proj": ".v_scale"}
@@ -67,9 +68,6 @@ class Model:
             if module not in self._schemes:
                 raise self._malformed(module,
                                       "no group of config.json targets it")
-            if module + ".weight_g_idx" in tensors:
-                raise _files.unsupported(
-                    folder, f"module {module!r}: reordered groups")
 
     def names(self) -> dict[str, list[str]]:
         """Of the quantized tensors, and what each is made of."""
@@ -142,12 +140,18 @@ class Model:
             raise self._malformed(
                 module, f"weight_scale has {math.prod(scale.shape)} elements, "
                 f"expected {math.prod(dims)} for {list(shape)}")
+        groups = self._column_groups(module, shape, block, dims)
         if not fields:
-            fields = self._scales(module, scale, dims)
+            fields = self._scales(module, scale, dims, groups)
         zero_point = self._tensors.get(name + "_zero_point")
         if zero_point is not None and format_name.startswith("int"):
-            fields["zero_point"] = self._zero_points(
+            zero_points = self._zero_points(
                 module, zero_point, format_info(format_name).bits, shape, dims)
+            fields["zero_point"] = (zero_points if groups is None else
+                                    zero_points[:, groups])
+        if groups is not None:
+            # No larger blocks have their columns side by side.
+            block, dims = (1, 1), shape
         encoding = Encoding(format_name, block_size=block, scale_shape=dims,
                             **fields)
         return _layout.loaded(
@@ -226,13 +230,40 @@ class Model:
         inverse = np.float32(1) / outer.array().reshape(-1)
         return {"scale_code": scale.bytes(), "outer_scale": inverse}
 
-    def _scales(self, module: str, scale: FileTensor, dims: tuple[int, ...]
-                ) -> dict[str, Any]:
+    def _scales(self, module: str, scale: FileTensor, dims: tuple[int, ...],
+                groups: Optional[Array]) -> dict[str, Any]:
         if scale.dtype not in ("F32", "F16", "BF16"):
             raise self._malformed(
                 module, "expected a weight_scale of F32, F16 or BF16")
-        return {**scales_of(scale.array().reshape(dims)),
+        array = scale.array().reshape(dims)
+        if groups is not None:
+            array = np.ascontiguousarray(array[:, groups])
+        return {**scales_of(array),
                 "scale_type": _files.ELEMENT_TYPES[scale.dtype]}
+
+    def _column_groups(self, module: str, shape: tuple[int, ...],
+                       block: tuple[int, ...], dims: tuple[int, ...]
+                       ) -> Optional[Array]:
+        """The group of each column, where groups are not one after the
+        other; -1 stands for those that are."""
+        found = self._tensors.get(module + ".weight_g_idx")
+        if found is None:
+            return None
+        if len(shape) != 2 or block[0] != 1 or not block[1] or (
+                found.dtype != "I32" or found.shape != (shape[1],)):
+            raise self._malformed(
+                module, "expected a weight_g_idx of I32, the group of each "
+                "column of a matrix in groups")
+        groups = found.array()
+        wrong = groups[(groups < 0) | (groups >= dims[1])]
+        if (groups == -1).any() or np.array_equal(
+                groups, np.arange(shape[1]) // block[1]):
+            return None
+        if wrong.size:
+            raise self._malformed(
+                module, f"expected a weight_g_idx of groups from 0 to "
+                f"{dims[1] - 1}, got {wrong[0]}")
+        return groups
 
     def _block_size(self, module: str, shape: tuple[int, ...]
                     ) -> tuple[int, ...]:
