@@ -424,7 +424,12 @@ class Exporter {
   std::vector<files::OnnxModules::LayerInput> NotQuantized() const {
     std::vector<files::OnnxModules::LayerInput> rest;
     for (files::OnnxModules::LayerInput& input : modules_->LayerInputs()) {
-      if (!done_.contains(input.activation)) rest.push_back(std::move(input));
+      if (std::none_of(input.values.begin(), input.values.end(),
+                       [this](const std::string& value) {
+                         return done_.contains(value);
+                       })) {
+        rest.push_back(std::move(input));
+      }
     }
     return rest;
   }

@@ -418,6 +418,9 @@ std::vector<OnnxModel::Node> OnnxModel::nodes() const {
         nodes.back().transposes_a = attribute.i() != 0;
       } else if (attribute.name() == "transB") {
         nodes.back().transposes_b = attribute.i() != 0;
+      } else if (attribute.name() == "perm") {
+        nodes.back().permutation.assign(attribute.ints().begin(),
+                                        attribute.ints().end());
       }
     }
   }

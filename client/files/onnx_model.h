@@ -50,6 +50,9 @@ class OnnxModel {
     // Of a Gemm: whether it takes the transpose of its first and second input.
     bool transposes_a = false;
     bool transposes_b = false;
+    // Of a Transpose: the dimension of its input that each of its output is;
+    // empty for the reverse order.
+    std::vector<int64_t> permutation = {};
   };
 
   // Parameters of QuantizeLinear and DequantizeLinear.

@@ -31,6 +31,14 @@ bool ChangesForm(const OnnxModel::Node& node) {
   return std::find(kForms.begin(), kForms.end(), node.op_type) != kForms.end();
 }
 
+// Whether a node gives a matrix with its rows as columns.
+bool Transposes(const OnnxModel::Node& node) {
+  // In order the dimensions stay where they are.
+  return node.op_type == "Transpose" &&
+         (node.permutation.empty() ||
+          !std::is_sorted(node.permutation.begin(), node.permutation.end()));
+}
+
 absl::Status NoPlace(absl::string_view why) {
   return absl::NotFoundError(absl::StrCat("the model ", why));
 }
@@ -92,7 +100,7 @@ OnnxModules::Place OnnxModules::OriginOf(std::string value) const {
     if (producer == producers_.end()) return {};
     const OnnxModel::Node& node = nodes_[producer->second];
     if (!ChangesForm(node) || node.inputs.empty()) return {};
-    origin.is_transposed ^= node.op_type == "Transpose";
+    origin.is_transposed ^= Transposes(node);
     value = node.inputs[0];
   }
   return {};
@@ -219,8 +227,56 @@ std::vector<std::string> OnnxModules::Edges(const std::string& module,
   return edges;
 }
 
+std::vector<std::string> OnnxModules::FormsOf(std::string value) const {
+  std::vector<std::string> forms = {value};
+  for (int step = 0; step < kMostSteps; ++step) {
+    const auto producer = producers_.find(value);
+    if (producer == producers_.end()) break;
+    const OnnxModel::Node& node = nodes_[producer->second];
+    if (!ChangesForm(node) || node.inputs.empty()) break;
+    value = node.inputs[0];
+    forms.push_back(value);
+  }
+  return forms;
+}
+
+std::vector<std::string> OnnxModules::FactorsOf(const std::string& module,
+                                                size_t place) const {
+  const std::string prefix = absl::StrCat(module, ".");
+  std::vector<size_t> products;
+  for (size_t i = 0; i < nodes_.size(); ++i) {
+    if (absl::StartsWith(modules_[i], prefix)) return {};
+    if (modules_[i] != module) continue;
+    if (nodes_[i].op_type == "MatMul" && nodes_[i].inputs.size() == 2) {
+      products.push_back(i);
+    } else if (!ChangesForm(nodes_[i])) {
+      return {};
+    }
+  }
+  std::vector<std::string> factors;
+  for (const size_t product : products) {
+    for (const size_t input : {size_t{0}, size_t{1}}) {
+      const std::vector<std::string> forms =
+          FormsOf(nodes_[product].inputs[input]);
+      // The one that comes from outside.
+      const auto given = std::find_if(
+          forms.begin(), forms.end(), [&](const std::string& value) {
+            const auto producer = producers_.find(value);
+            return producer == producers_.end() ||
+                   modules_[producer->second] != module;
+          });
+      if (given == forms.end()) return {};
+      if (input == place) AddName(*given, &factors);
+    }
+  }
+  return factors;
+}
+
 absl::StatusOr<std::vector<OnnxModules::Place>> OnnxModules::Find(
     absl::string_view tensor) const {
+  // As the hook for torch calls the second input of a module.
+  const bool is_second = absl::EndsWith(tensor, ".input.1");
+  if (is_second) tensor.remove_suffix(2);
   const size_t dot = tensor.rfind('.');
   const std::string module(
       dot == absl::string_view::npos ? "" : tensor.substr(0, dot));
@@ -228,12 +284,13 @@ absl::StatusOr<std::vector<OnnxModules::Place>> OnnxModules::Find(
       dot == absl::string_view::npos ? tensor : tensor.substr(dot + 1);
   if (kind != "weight" && kind != "input" && kind != "output") {
     return NoPlace(
-        "has no such tensor; MODULE.weight, MODULE.input and MODULE.output are "
-        "looked for, all others by --map");
+        "has no such tensor; MODULE.weight, MODULE.input, MODULE.input.1 and "
+        "MODULE.output are looked for, all others by --map");
   }
   std::vector<Place> places;
   std::vector<std::string> names;
-  for (const Layer& layer : LayersOf(module)) {
+  for (const Layer& layer :
+       is_second ? std::vector<Layer>() : LayersOf(module)) {
     const OnnxModel::Node& node = nodes_[layer.node];
     Place place;
     if (kind == "weight") {
@@ -247,6 +304,17 @@ absl::StatusOr<std::vector<OnnxModules::Place>> OnnxModules::Find(
     if (AddName(place.name, &names)) places.push_back(std::move(place));
   }
   if (!places.empty()) return places;
+  if (kind == "input" && !module.empty()) {
+    for (std::string& factor : FactorsOf(module, is_second ? 1 : 0)) {
+      places.push_back({std::move(factor), false, "its factors"});
+    }
+    if (!places.empty()) return places;
+  }
+  if (is_second) {
+    return NoPlace(absl::StrCat("has no module ", module,
+                                " that does nothing but multiply its two "
+                                "inputs; use --map"));
+  }
   if (kind == "weight" || module.empty()) {
     return NoPlace(absl::StrCat("has no ", tensor,
                                 ", and no Conv, Gemm or MatMul whose name "
@@ -285,7 +353,8 @@ std::vector<OnnxModules::LayerInput> OnnxModules::LayerInputs() const {
     if (!IsLayer(node)) continue;
     for (const size_t input : {size_t{0}, size_t{1}}) {
       if (!IsConstant(node.inputs[input])) {
-        found.push_back({node.name, node.inputs[input]});
+        found.push_back(
+            {node.name, node.inputs[input], FormsOf(node.inputs[input])});
       }
     }
   }

@@ -32,15 +32,18 @@ class OnnxModules {
   struct LayerInput {
     std::string layer;
     std::string activation;
+    // The activation, and what it is the same in another form of.
+    std::vector<std::string> values;
   };
 
   // `model` must outlive this.
   explicit OnnxModules(const OnnxModel& model);
 
-  // The places of "MODULE.weight", "MODULE.input" or "MODULE.output": several
-  // inputs or outputs where the module runs several times. Found by the
-  // initializer of the module's weight or bias, and by the module in the names
-  // of nodes.
+  // The places of "MODULE.weight", "MODULE.input", "MODULE.input.1" or
+  // "MODULE.output": several inputs or outputs where the module runs several
+  // times. Found by the initializer of the module's weight or bias, and by the
+  // module in the names of nodes. A second input is found where the module does
+  // nothing but multiply its two inputs, the first by the second.
   // Errors: NOT_FOUND, which says why there is none.
   absl::StatusOr<std::vector<Place>> Find(absl::string_view tensor) const;
 
@@ -78,6 +81,12 @@ class OnnxModules {
   // What is added to the product of a MatMul, or the product itself.
   std::string OutputOf(const Layer& layer) const;
   std::vector<Layer> LayersOf(const std::string& module) const;
+  // The value, and those before it that it is another form of.
+  std::vector<std::string> FormsOf(std::string value) const;
+  // What a module multiplies as its first or second factor, where it does
+  // nothing else.
+  std::vector<std::string> FactorsOf(const std::string& module,
+                                     size_t place) const;
   // The inputs or outputs of all nodes of a module.
   std::vector<std::string> Edges(const std::string& module,
                                  bool are_inputs) const;

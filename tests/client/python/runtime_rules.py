@@ -218,9 +218,10 @@ def erf(x):
     return np.sign(x) * (1 - series * np.exp(-x * x))
 
 
-def language_model(weights, ids, inputs):
+def language_model(weights, ids, inputs, factors=lambda _, a, b: (a, b)):
     """[batch, time] bytes to logits; `inputs(module, x)` is what a linear layer
-    multiplies in the place of x."""
+    multiplies in the place of x, `factors(module, a, b)` what the products of
+    attention take in the place of theirs."""
     def linear(module, x):
         return inputs(module, x) @ weights[module + ".weight"].T
 
@@ -234,9 +235,12 @@ def language_model(weights, ids, inputs):
                           weights[prefix + "attention_norm.bias"])
         q, k, v = (linear(f"{prefix}attention.{name}_proj", norm).reshape(
             batch, time, heads, -1).transpose(0, 2, 1, 3) for name in "qkv")
-        scores = q @ k.transpose(0, 1, 3, 2) / np.sqrt(width // heads) + mask
+        q, k = factors(prefix + "attention.scores", q,
+                       k.transpose(0, 1, 3, 2))
+        scores = q @ k / np.sqrt(width // heads) + mask
         scores = np.exp(scores - scores.max(-1, keepdims=True))
         scores /= scores.sum(-1, keepdims=True)
+        scores, v = factors(prefix + "attention.mix", scores, v)
         x = x + linear(prefix + "attention.o_proj", (scores @ v).transpose(
             0, 2, 1, 3).reshape(batch, time, width))
         norm = layer_norm(x, weights[prefix + "mlp_norm.weight"],

@@ -25,6 +25,8 @@ try:
     import numpy as np
     import onnx
     from onnx import TensorProto, helper, numpy_helper
+
+    import onnx_run
 except ImportError:
     onnx = None
 try:
@@ -595,27 +597,6 @@ class CompressedTensorsTest(InterchangeCase):
             self.assertEqual(evaluate(), (["quantized", "kept"], whole[1]))
 
 
-NODE_RUNNER = r"""
-import { createRequire } from "node:module";
-import { readFileSync, writeFileSync } from "node:fs";
-const [modules, model, input, shape, output, level] = process.argv.slice(2);
-const ort = createRequire(modules + "/x.js")("onnxruntime-node");
-const session = await ort.InferenceSession.create(
-    model, {graphOptimizationLevel: level, intraOpNumThreads: 1});
-const bytes = readFileSync(input);
-const data = new Float32Array(bytes.buffer, bytes.byteOffset,
-                              bytes.length / 4);
-const feeds = {[session.inputNames[0]]:
-                   new ort.Tensor("float32", data, JSON.parse(shape))};
-const results = await session.run(feeds);
-const all = {};
-for (const [name, tensor] of Object.entries(results)) {
-  all[name] = {dims: tensor.dims, data: Array.from(tensor.data)};
-}
-writeFileSync(output, JSON.stringify(all));
-"""
-
-
 @unittest.skipIf(onnx is None, "numpy or onnx is not installed")
 class OnnxTest(InterchangeCase):
 
@@ -720,20 +701,11 @@ class OnnxTest(InterchangeCase):
 
     def run_model(self, values, level):
         """The outputs that ONNX Runtime computes of qdq.onnx."""
-        if not os.path.isdir(os.path.join(
-                options.node_modules, "node_modules/onnxruntime-node")):
+        if not onnx_run.has_runtime(options.node_modules):
             self.skipTest("no onnxruntime-node")
-        values.tofile(self.path("input"))
-        with open(self.path("run.mjs"), "w", encoding="utf-8") as file:
-            file.write(NODE_RUNNER)
-        subprocess.run(
-            ["node", self.path("run.mjs"), options.node_modules,
-             self.path("qdq.onnx"), self.path("input"),
-             json.dumps(values.shape), self.path("results"), level],
-            check=True, timeout=TIMEOUT_S)
-        with open(self.path("results"), encoding="utf-8") as file:
-            return {name: np.array(value["data"], np.float32).reshape(
-                value["dims"]) for name, value in json.load(file).items()}
+        return onnx_run.run_in_runtime(
+            options.node_modules, self.path("qdq.onnx"), values, self.folder,
+            level)
 
     def test_OnnxRuntimeComputesWhatWeDo(self):
         self.export(opset=13)
@@ -945,6 +917,10 @@ class OnnxTest(InterchangeCase):
         codes = np.array([[10, 20], [60, 82]])
         turn = helper.make_node("Transpose", ["w"], ["t"])
 
+        def permute(*dimensions):
+            return helper.make_node("Transpose", ["w"], ["t"],
+                                    perm=dimensions)
+
         def layer(kind, *inputs, **attributes):
             return helper.make_node(kind, inputs, ["y"], "/fc/" + kind,
                                     **attributes)
@@ -953,6 +929,9 @@ class OnnxTest(InterchangeCase):
                 ([layer("MatMul", "x", "w")], True),
                 ([layer("MatMul", "w", "x")], False),
                 ([turn, layer("MatMul", "x", "t")], False),
+                ([permute(1, 0), layer("MatMul", "x", "t")], False),
+                ([permute(0, 1), layer("MatMul", "x", "t")], True),
+                ([permute(0, 1), layer("Gemm", "x", "t", transB=1)], False),
                 ([turn, helper.make_node("Transpose", ["t"], ["u"]),
                   layer("MatMul", "x", "u")], True),
                 ([turn, layer("MatMul", "t", "x")], True),
@@ -977,6 +956,46 @@ class OnnxTest(InterchangeCase):
                     self.assertEqual(stored.tolist(),
                                      (codes.T if transposed else
                                       codes).tolist())
+
+    def test_FactorsOfAModuleAreItsInputs(self):
+        self.encode("factors", *({"name": name, "format": "uint8",
+                                  "scale": [0.5 + n]} for n, name in enumerate(
+                                      ("attn.scores.input",
+                                       "attn.scores.input.1", "attn.input",
+                                       "attn.input.1"))))
+
+        def node(kind, *inputs, name, **attributes):
+            return helper.make_node(kind, inputs[:-1], [inputs[-1]], name,
+                                    **attributes)
+
+        inputs = [(name, TensorProto.FLOAT, [2, 2]) for name in ("q", "k", "v")]
+        outputs = [("y", TensorProto.FLOAT, [2, 2])]
+        scores = node("MatMul", "q", "t", "s", name="/attn/scores/MatMul")
+        turned = node("Transpose", "k", "t", name="/attn/scores/Transpose")
+        mixed = node("MatMul", "s", "v", "y", name="/attn/MatMul")
+        self.save([turned, scores, mixed], inputs, outputs)
+        report, _ = self.put_into("factors", code=1)
+        self.assertEqual({name["tensor"]: name["onnx"]
+                          for name in report["names"]},
+                         {"attn.scores.input": "q", "attn.scores.input.1": "k"})
+        # What is quantized in another form is quantized.
+        self.assertEqual([entry["onnx"] for entry in report["not_quantized"]],
+                         ["s", "v"])
+        lost = {loss["tensor"]: loss["what"] for loss in report["losses"]}
+        self.assertIn("has several of attn: k, q, v", lost["attn.input"])
+        self.assertIn("nothing but multiply its two inputs",
+                      lost["attn.input.1"])
+        # A module that does more, and one that multiplies three.
+        for more in (node("Relu", "s", "r", name="/attn/scores/Relu"),
+                     node("MatMul", "s", "v", "r",
+                          name="/attn/scores/MatMul_1")):
+            self.save([turned, scores, more,
+                       node("MatMul", "r", "v", "y", name="/attn/MatMul")],
+                      inputs, outputs)
+            report, _ = self.put_into("factors", "--include",
+                                      "attn.scores.input.1", code=1)
+            self.assertIn("nothing but multiply its two inputs",
+                          report["error"]["message"])
 
     def test_AWeightThatTheServerRefusesSpoilsNoOther(self):
         self.encode("spoiled",

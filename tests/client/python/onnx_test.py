@@ -1,0 +1,236 @@
+"""ONNX models that torch exported, from the hook that calibrates to the outputs
+of the quantized model: those of numpy's arithmetic with the same parameters."""
+
+import os
+import warnings
+
+import numpy as np
+import pytest
+
+import package
+import quantd
+import runtime_rules as rules
+
+onnx = pytest.importorskip("onnx")
+torch = pytest.importorskip("torch")
+
+# pylint: disable=wrong-import-position
+import onnx_run
+import quantd.torch
+
+DATA = os.path.join(package.ROOT, "tests/data/char-lm")
+MODEL = os.path.join(DATA, "model.safetensors")
+# ONNX Runtime for Node.
+RUNTIME = os.path.join(package.ROOT, "build/node")
+HEADS = 4
+SEQUENCES = int(os.environ.get("ONNX_TEST_SEQUENCES", "2"))
+
+
+class Product(torch.nn.Module):
+    """A module, so that the hook sees what is multiplied."""
+
+    def forward(self, a, b):
+        return a @ b
+
+
+class Attention(torch.nn.Module):
+
+    def __init__(self, width, time):
+        super().__init__()
+        for name in "qkvo":
+            setattr(self, name + "_proj",
+                    torch.nn.Linear(width, width, bias=False))
+        self.scores = Product()
+        self.mix = Product()
+        mask = torch.full((time, time), -1e9).triu(1)
+        self.register_buffer("mask", mask, persistent=False)
+
+    def forward(self, x):
+        batch, time, width = x.shape
+        q, k, v = (proj(x).view(batch, time, HEADS, -1).transpose(1, 2)
+                   for proj in (self.q_proj, self.k_proj, self.v_proj))
+        scores = self.scores(q, k.transpose(-2, -1))
+        scores = scores / (width // HEADS)**.5 + self.mask
+        mixed = self.mix(torch.softmax(scores, -1), v)
+        return self.o_proj(mixed.transpose(1, 2).reshape(batch, time, width))
+
+
+class Mlp(torch.nn.Module):
+
+    def __init__(self, width, inner):
+        super().__init__()
+        self.up_proj = torch.nn.Linear(width, inner, bias=False)
+        self.down_proj = torch.nn.Linear(inner, width, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(torch.nn.functional.gelu(self.up_proj(x)))
+
+
+class Layer(torch.nn.Module):
+
+    def __init__(self, width, inner, time):
+        super().__init__()
+        self.attention_norm = torch.nn.LayerNorm(width)
+        self.attention = Attention(width, time)
+        self.mlp_norm = torch.nn.LayerNorm(width)
+        self.mlp = Mlp(width, inner)
+
+    def forward(self, x):
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class LanguageModel(torch.nn.Module):
+    """The network of tests/data/char-lm."""
+
+    def __init__(self, weights):
+        super().__init__()
+        count, width = weights["embed.weight"].shape
+        time = len(weights["positions.weight"])
+        inner = len(weights["layers.0.mlp.up_proj.weight"])
+        self.embed = torch.nn.Embedding(count, width)
+        self.positions = torch.nn.Embedding(time, width)
+        self.layers = torch.nn.ModuleList(
+            Layer(width, inner, time) for _ in range(3))
+        self.norm = torch.nn.LayerNorm(width)
+        self.head = torch.nn.Linear(width, count, bias=False)
+        self.load_state_dict({name: torch.from_numpy(weight.copy())
+                              for name, weight in weights.items()})
+
+    def forward(self, ids):
+        x = self.embed(ids) + self.positions.weight[:ids.shape[1]]
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+@pytest.fixture(name="weights", scope="module")
+def fixture_weights():
+    return rules.read_tensors(MODEL)
+
+
+@pytest.fixture(name="sequences", scope="module")
+def fixture_sequences():
+    tensors = rules.read_tensors(os.path.join(DATA, "bytes.safetensors"))
+    return (tensors["calibration"][:8],
+            tensors["validation"][:SEQUENCES])
+
+
+@pytest.fixture(name="network", scope="module")
+def fixture_network(weights, sequences, client):
+    """Calibrated by the hook as model "lm"."""
+    network = LanguageModel(weights).eval()
+    chosen = (torch.nn.Linear, Product)
+    with torch.no_grad(), quantd.torch.calibrate(
+            network, client, model_name="lm", source="here",
+            modules=lambda _, module: isinstance(module, chosen),
+            record=("input", "output")):
+        network(torch.from_numpy(sequences[0][:, :-1].astype(np.int64)))
+    return network
+
+
+def export_torch(module, inputs, path, opset):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(module, inputs, path, opset_version=opset,
+                          input_names=["ids"], output_names=["logits"])
+
+
+class Arithmetic:
+    """Quantizing and dequantizing in numpy, by the encodings of a model."""
+
+    def __init__(self, client, model):
+        self._client = client
+        self._model = model
+
+    def encoding(self, tensor):
+        return self._client.get_encoding(
+            quantd.TensorName(self._model, tensor)).encoding
+
+    def __call__(self, tensor, x):
+        encoding = self.encoding(tensor)
+        scale = encoding.scale
+        zero = encoding.zero_point if encoding.zero_point.size else 0
+        codes = np.clip(np.rint(x / scale) + zero, encoding.qmin,
+                        encoding.qmax)
+        return ((codes - zero) * scale).astype(np.float32)
+
+
+@pytest.mark.parametrize("opset", [13, 17])
+def test_ALanguageModelOfTorchRunsQuantized(
+        tmp_path, quantctl, client, weights, sequences, network, opset):
+    ids = sequences[1][:, :-1].astype(np.int64)
+    export_torch(network, torch.from_numpy(ids), tmp_path / "lm.onnx", opset)
+    quantctl("calibrate", MODEL, "--model", "lm", "--include", "*_proj.weight",
+             "--include", "head.weight", "--spec", "int8:per-channel")
+    quantctl("encodings", "compute", "--model", "lm", "--spec",
+             "*.input*=uint8", "--spec", "head.output=uint8")
+    report = quantctl("export", "--model", "lm", "--onnx",
+                      tmp_path / "lm.onnx", "-o", tmp_path / "lm.qdq.onnx",
+                      "--json")
+    assert report["losses"] == report["not_quantized"] == []
+    # Six matrices in each of three layers, and the head. Its input and output;
+    # in each layer what q, k and v take, o, up and down, and four factors.
+    assert report["weight_count"] == 3 * 6 + 1
+    assert report["activation_count"] == 3 * (1 + 3 + 4) + 2
+    tensors = {entry["tensor"] for entry in report["names"]}
+    assert {"layers.2.attention.scores.input",
+            "layers.2.attention.scores.input.1"} <= tensors
+
+    arithmetic = Arithmetic(client, "lm")
+    seen = dict(weights)
+    for name in weights:
+        if name.endswith("_proj.weight") or name == "head.weight":
+            seen[name] = arithmetic(name, weights[name])
+    ours = rules.language_model(
+        seen, ids, lambda module, x: arithmetic(module + ".input", x),
+        lambda module, a, b: (arithmetic(module + ".input", a),
+                              arithmetic(module + ".input.1", b)))
+    ours = arithmetic("head.output", ours)
+    plain = rules.language_model(weights, ids, lambda _, x: x)
+    step = arithmetic.encoding("head.output").scale.ravel()[0]
+    with torch.no_grad():
+        np.testing.assert_allclose(network(torch.from_numpy(ids)).numpy(),
+                                   plain, atol=1e-4)
+    model = onnx.load(tmp_path / "lm.qdq.onnx")
+    found = onnx_run.run_in_numpy(model, {"ids": ids})["logits"]
+    off = np.abs(found - ours) / step
+    print(f"graph in numpy: largest difference {off.max():.2f} codes, in "
+          f"{(off > .5).mean():.1e} of the logits; quantizing makes "
+          f"{np.abs(ours - plain).max() / step:.2f}")
+    assert off.max() <= 1.001
+    assert (off > .5).mean() < 1e-3
+    if onnx_run.has_runtime(RUNTIME):
+        compare_with_runtime(model, ids, ours, step, tmp_path)
+
+
+def compare_with_runtime(model, ids, logits, step, folder):
+    """Each activation from what ONNX Runtime had before it, so that codes that
+    sums in another order move do not add up."""
+    scales = {tensor.name: onnx_run.array_of(tensor)
+              for tensor in model.graph.initializer}
+    activations = {node.output[0]: scales[node.input[1]]
+                   for node in model.graph.node
+                   if node.op_type == "DequantizeLinear" and
+                   node.input[0] not in scales}
+    assert len(activations) == 26
+    plain_outputs = {output.name for output in model.graph.output}
+    for name in activations:
+        if name not in plain_outputs:
+            model.graph.output.append(onnx.helper.make_tensor_value_info(
+                name, onnx.TensorProto.FLOAT, None))
+    onnx.save(model, folder / "steps.onnx")
+    for level in ("disabled", "all"):
+        seen = onnx_run.run_in_runtime(RUNTIME, folder / "steps.onnx", ids,
+                                       folder, level)
+        ours = onnx_run.run_in_numpy(model, {"ids": ids}, seen)
+        most = 0
+        for name, scale in activations.items():
+            off = np.abs(seen[name] - ours[name]) / scale
+            assert off.max() <= 1.001, (name, level)
+            most = max(most, (off > .5).mean())
+        off = np.abs(seen["logits"] - logits) / step
+        print(f"ONNX Runtime, {level}: at most {most:.1e} of an activation's "
+              f"codes differ, all by one; {(off > .5).mean():.1e} of the "
+              f"logits in the end, by {off.max():.0f} at most")
+        assert most < 1e-3
