@@ -291,7 +291,7 @@ void AddCalibrateCommand(Command* quantctl, Session* session) {
   const auto options = std::make_shared<Options>();
   command
       ->AddArgument("file", &options->input, "FILE",
-                    "safetensors, .npy or .gguf file, or a folder with "
+                    "safetensors, .npy, .gguf or .onnx file, or a folder with "
                     "model.safetensors.index.json or model.safetensors")
       ->Required();
   options->name.AddOptions(command, /*required=*/false);

@@ -32,7 +32,6 @@
 #include "client/files/errors.h"
 #include "client/files/gguf.h"
 #include "client/files/gguf_types.h"
-#include "client/files/onnx_model.h"
 #include "client/files/shard_index.h"
 #include "client/models/quantized_checkpoint.h"
 #include "client/models/tensor_input.h"
@@ -51,10 +50,6 @@ struct Options {
   bool dry_run = false;
 };
 
-bool IsOnnxPath(absl::string_view path) {
-  return absl::EndsWithIgnoreCase(path, ".onnx");
-}
-
 // Hints of the file that has the tensors.
 absl::Status AddShapes(const std::string& path,
                        v1::ImportEncodingsRequest* request) {
@@ -63,14 +58,6 @@ absl::Status AddShapes(const std::string& path,
     hint->set_pattern(name);
     for (const int64_t size : shape) hint->add_shape(size);
   };
-  if (IsOnnxPath(path)) {
-    const absl::StatusOr<files::OnnxModel> model = files::OnnxModel::Open(path);
-    if (!model.ok()) return model.status();
-    for (const files::OnnxModel::Weight& weight : model->weights()) {
-      add(weight.name, weight.shape);
-    }
-    return absl::OkStatus();
-  }
   const absl::StatusOr<TensorInput> input = TensorInput::Open(path);
   if (!input.ok()) return input.status();
   for (const files::FileTensor& tensor : input->tensors()) {

@@ -108,11 +108,12 @@ std::string MethodIn(const Json& config, const char* otherwise) {
 
 absl::Status QuantizedError(const std::string& path, absl::string_view what,
                             absl::string_view why, absl::string_view more) {
+  const std::string quantized = absl::StrCat(
+      "expected plain tensors, but ", what, " is quantized already", why,
+      "; begin with the model that it was made from");
+  if (IsOnnxPath(path)) return files::FileUnsupportedError(path, quantized);
   return files::FileUnsupportedError(
-      path, absl::StrCat("expected plain tensors, but ", what,
-                         " is quantized already", why,
-                         "; begin with the model that it was made from, or "
-                         "with what `quantctl dequantize ",
+      path, absl::StrCat(quantized, ", or with what `quantctl dequantize ",
                          path, " -o FILE` makes of it", more));
 }
 
@@ -174,6 +175,10 @@ absl::Status CheckPlain(const TensorInput& input, const std::string& path,
 
 absl::Status CheckNoCodes(const TensorInput& input, const std::string& path,
                           absl::string_view more) {
+  if (!input.onnx_codes().empty()) {
+    return QuantizedError(path, files::QuotedName(input.onnx_codes()),
+                          ": the model takes it as codes", more);
+  }
   const files::FileTensor* const codes = FindCodes(input);
   if (codes == nullptr) return absl::OkStatus();
   return QuantizedError(

@@ -46,7 +46,7 @@ std::vector<std::string> SchemeNames() {
 const Option* AddFileOptions(Command* command, QuantizeOptions* options) {
   command
       ->AddArgument("file", &options->input, "FILE",
-                    "safetensors, .npy or .gguf file, or a folder with "
+                    "safetensors, .npy, .gguf or .onnx file, or a folder with "
                     "model.safetensors.index.json or model.safetensors")
       ->Required();
   options->output
@@ -162,6 +162,10 @@ void AddExamplesAndNotes(Command* command) {
       "quantctl quantize model-f16.gguf -o model-q4_k.gguf \\\n"
       "  --spec q4_K --spec 'output.weight=q6_K'",
       "quantctl makes these blocks itself, and q5_K, without a server");
+  command->AddNote(
+      "Of an ONNX model the initializers are quantized, to a safetensors file. "
+      "To get an ONNX model with codes, calibrate it and use quantctl export "
+      "--onnx.");
   command->AddNote(
       "With --model the encodings of a run become visible all at once, at its "
       "end; with --part, when --join is done. If a run fails or is stopped, "

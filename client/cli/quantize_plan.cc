@@ -198,6 +198,7 @@ absl::Status CheckOutput(const QuantizeOptions& options, QuantizePlan* plan,
                          Session* session) {
   std::vector<std::string> inputs = {options.input};
   if (plan->is_folder) return options.output.CheckFolder(inputs);
+  inputs = plan->shards[0]->input.paths();
   plan->shards[0]->if_exists = options.output.if_exists();
   if (!options.metadata.empty()) inputs.push_back(options.metadata);
   return options.output.CheckFile(

@@ -49,9 +49,9 @@ std::string BudgetText(const Budget& budget) {
 void ErrorSourceOptions::AddOptions(Command* command, std::string* input) {
   file_ = command->AddArgument(
       "file", input, "FILE",
-      "Measure on this safetensors, .npy or .gguf file, or a folder with "
-      "model.safetensors.index.json or model.safetensors; without it predict "
-      "from the statistics of --model");
+      "Measure on this safetensors, .npy, .gguf or .onnx file, or a folder "
+      "with model.safetensors.index.json or model.safetensors; without it "
+      "predict from the statistics of --model");
   command->AddOption("--model", &name.model, "NAME",
                      "Predict from the stored statistics of this model");
   command

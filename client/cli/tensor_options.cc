@@ -42,7 +42,7 @@ void ReportUnread(const std::string& tensor, Session* session) {
   session->Note(kServerError);
   session->PrintError(
       absl::StrCat("quantctl: tensor ", tensor,
-                   ": left out: its GGUF type is none that quantctl knows"));
+                   ": left out: its type is none that quantctl knows"));
 }
 
 void ReportUnread(const TensorInput& input, Session* session) {

@@ -19,6 +19,7 @@
 #include "client/files/errors.h"
 #include "client/files/gguf.h"
 #include "client/files/npy.h"
+#include "client/files/onnx_tensors.h"
 #include "client/files/safetensors.h"
 #include "client/files/shard_index.h"
 
@@ -30,6 +31,10 @@ bool IsNpyPath(absl::string_view path) {
 
 bool IsGgufPath(absl::string_view path) {
   return absl::EndsWithIgnoreCase(path, ".gguf");
+}
+
+bool IsOnnxPath(absl::string_view path) {
+  return absl::EndsWithIgnoreCase(path, ".onnx");
 }
 
 std::string FileStem(absl::string_view path) {
@@ -55,8 +60,9 @@ absl::StatusOr<TensorInput> TensorInput::Open(const std::string& path) {
     return input;
   }
   if (!files::IsFolder(path)) {
-    absl::Status status =
-        IsGgufPath(path) ? input.AddGguf(path) : input.Add(path);
+    absl::Status status = IsGgufPath(path)   ? input.AddGguf(path)
+                          : IsOnnxPath(path) ? input.AddOnnx(path)
+                                             : input.Add(path);
     if (!status.ok()) return status;
     return input;
   }
@@ -86,8 +92,8 @@ absl::Status TensorInput::Add(const std::string& path) {
     }
     return files::FileMalformedError(
         path,
-        "expected a safetensors file; .npy and .gguf files are known by their "
-        "names");
+        "expected a safetensors file; .npy, .gguf and .onnx files are known "
+        "by their names");
   }
   for (const files::FileTensor& tensor : reader->tensors()) {
     if (!index_.emplace(tensor.name, tensors_.size()).second) {
@@ -125,6 +131,19 @@ absl::Status TensorInput::AddGguf(const std::string& path) {
   // As they lie in the file that `quantctl dequantize` makes of them.
   Sort();
   files_.emplace_back(*std::move(reader));
+  return absl::OkStatus();
+}
+
+absl::Status TensorInput::AddOnnx(const std::string& path) {
+  absl::StatusOr<files::OnnxTensors> model = files::OnnxTensors::Open(path);
+  if (!model.ok()) return model.status();
+  tensors_ = model->tensors();
+  for (size_t i = 0; i < tensors_.size(); ++i) index_[tensors_[i].name] = i;
+  unread_ = model->unread();
+  onnx_codes_ = model->codes();
+  paths_.insert(paths_.end(), model->data_paths().begin(),
+                model->data_paths().end());
+  files_.emplace_back(*std::move(model));
   return absl::OkStatus();
 }
 

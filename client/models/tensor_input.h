@@ -16,6 +16,7 @@
 #include "client/cpp/tensor.h"
 #include "client/files/gguf.h"
 #include "client/files/npy.h"
+#include "client/files/onnx_tensors.h"
 #include "client/files/safetensors.h"
 
 namespace quantd {
@@ -26,16 +27,20 @@ bool IsNpyPath(absl::string_view path);
 // True for a path that ends with ".gguf".
 bool IsGgufPath(absl::string_view path);
 
+// True for a path that ends with ".onnx".
+bool IsOnnxPath(absl::string_view path);
+
 // The file's name without folders and extension.
 std::string FileStem(absl::string_view path);
 
 // A safetensors file, a .npy file as one tensor named by its stem, a .gguf file
-// whose blocks are float32 in memory, or a folder of safetensors files that
-// make one model. Thread-safe while nobody calls Replace.
+// whose blocks are float32 in memory, the initializers of a .onnx file, or a
+// folder of safetensors files that make one model. Thread-safe while nobody
+// calls Replace.
 class TensorInput {
  public:
-  // Errors: of files::SafetensorsReader, files::NpyReader, files::GgufReader
-  // and files::ReadShardIndex.
+  // Errors: of files::SafetensorsReader, files::NpyReader, files::GgufReader,
+  // files::OnnxTensors and files::ReadShardIndex.
   static absl::StatusOr<TensorInput> Open(const std::string& path);
 
   // In order of their data; valid while this lives.
@@ -47,6 +52,9 @@ class TensorInput {
   }
   // Null for anything but a GGUF file.
   const files::GgufReader* gguf() const;
+  // Of an ONNX model: an initializer that it takes as codes; empty where there
+  // is none.
+  const std::string& onnx_codes() const { return onnx_codes_; }
   // Names of the tensors whose type is not known, which tensors() leaves out.
   const std::vector<std::string>& unread() const { return unread_; }
   const std::map<std::string, std::string>& metadata() const {
@@ -58,7 +66,8 @@ class TensorInput {
   void Replace(const std::vector<std::string>& names,
                std::vector<files::FileTensor> tensors,
                std::map<std::string, std::string> metadata);
-  // The files that were opened, and their folder where one was.
+  // The files that were opened, those of an ONNX model's data among them, and
+  // their folder where one was.
   const std::vector<std::string>& paths() const { return paths_; }
 
  private:
@@ -67,16 +76,18 @@ class TensorInput {
   // Adds the tensors of a safetensors file.
   absl::Status Add(const std::string& path);
   absl::Status AddGguf(const std::string& path);
+  absl::Status AddOnnx(const std::string& path);
   // Those of wider elements first; makes the index.
   void Sort();
 
   // What tensors_ point into.
   std::vector<std::variant<files::SafetensorsReader, files::NpyReader,
-                           files::GgufReader>>
+                           files::GgufReader, files::OnnxTensors>>
       files_;
   std::vector<std::vector<float>> dequantized_;
   std::map<std::string, files::GgufTensor> blocks_;
   std::vector<files::FileTensor> tensors_;
+  std::string onnx_codes_;
   std::vector<std::string> unread_;
   std::vector<std::string> paths_;
   absl::flat_hash_map<std::string, size_t> index_;

@@ -23,7 +23,8 @@ namespace quantd::fuzz {
 std::vector<FuzzTarget> AllFuzzTargets() {
   return {StatisticsTarget(),  EncodingTarget(), SpecTarget(),
           ChunksTarget(),      EnvelopeTarget(), InterchangeTarget(),
-          SafetensorsTarget(), NpyTarget(),      GgufTarget()};
+          SafetensorsTarget(), NpyTarget(),      GgufTarget(),
+          OnnxTarget()};
 }
 
 std::string MutateMessageOf(const FuzzTarget& target,

@@ -44,6 +44,7 @@ FuzzTarget InterchangeTarget();
 FuzzTarget SafetensorsTarget();
 FuzzTarget NpyTarget();
 FuzzTarget GgufTarget();
+FuzzTarget OnnxTarget();
 
 std::vector<FuzzTarget> AllFuzzTargets();
 

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "client/cpp/tensor.h"
 #include "client/files/dtype.h"
 #include "client/files/npy.h"
@@ -12,6 +13,7 @@
 #include "client/files/shard_index.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "tests/support/onnx_bytes.h"
 #include "tests/support/temporary_directory.h"
 
 namespace quantd {
@@ -35,6 +37,8 @@ TEST(PathTest, TheEndOfAPathSaysWhatItIs) {
   EXPECT_FALSE(IsNpyPath("npy"));
   EXPECT_TRUE(IsGgufPath("x.GGuf"));
   EXPECT_FALSE(IsGgufPath("x.gguf.part"));
+  EXPECT_TRUE(IsOnnxPath("x.ONNX"));
+  EXPECT_FALSE(IsOnnxPath("x.onnx.data"));
 }
 
 TEST(ElementTypeOfTest, LeadsBackToTheFilesType) {
@@ -100,6 +104,26 @@ TEST_F(TensorInputTest, AFolderHasTheTensorsOfItsFiles) {
   // A tensor that two files have would be the one or the other.
   Safetensors("2.safetensors", {"c", "a"});
   EXPECT_FALSE(TensorInput::Open(directory_.path()).ok());
+}
+
+TEST_F(TensorInputTest, AnOnnxModelHasItsInitializers) {
+  directory_.Write("weights", "abcd");
+  const std::string path = directory_.Write(
+      "m.onnx",
+      testing::OnnxModelOf(absl::StrCat(
+          testing::OnnxNode("DequantizeLinear", {"c", "s"}, "y"),
+          testing::OnnxInitializer("c", 3, {4}, testing::BytesField(9, "efgh")),
+          testing::OnnxInitializer("w", 1, {1},
+                                   testing::OnnxExternal("weights", "0", "4")),
+          testing::OnnxInitializer("text", 8, {}, ""))));
+  const auto input = TensorInput::Open(path);
+  ASSERT_TRUE(input.ok()) << input.status();
+  ASSERT_EQ(input->tensors().size(), 2u);
+  ASSERT_NE(input->Find("w"), nullptr);
+  EXPECT_THAT(input->Find("w")->data, ElementsAre('a', 'b', 'c', 'd'));
+  EXPECT_EQ(input->onnx_codes(), "c");
+  EXPECT_THAT(input->unread(), ElementsAre("text"));
+  EXPECT_THAT(input->paths(), ElementsAre(path, directory_.File("weights")));
 }
 
 TEST_F(TensorInputTest, SaysWhatCannotBeRead) {

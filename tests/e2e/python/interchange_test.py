@@ -1244,6 +1244,105 @@ class OnnxTest(InterchangeCase):
         self.assertIn("3 scales, the weight of the model takes 2",
                       report["error"]["message"])
 
+    def test_InitializersAreTensors(self):
+        self.write_digits(self.path("model.onnx"), 13)
+        model = onnx.load(self.path("model.onnx"))
+        os.mkdir(self.path("beside"))
+        onnx.save(model, self.path("beside/model.onnx"),
+                  save_as_external_data=True, location="weights",
+                  size_threshold=0)
+        typed = onnx.load(self.path("model.onnx"))
+        for tensor in typed.graph.initializer:
+            values = numpy_helper.to_array(tensor).ravel().tolist()
+            tensor.ClearField("raw_data")
+            tensor.float_data.extend(values)
+        onnx.save(typed, self.path("typed.onnx"))
+        spec = ("--spec", "int8:per-channel", "--no-store")
+        names = ("name", "shape", "dtype", "candidates")
+
+        def measured(path):
+            report = self.json("evaluate", path, "--spec", "int4:group:32")
+            return sorted(([tensor[name] for name in names]
+                           for tensor in report["tensors"]), key=str)
+
+        def codes(path):
+            tensors, metadata = read_safetensors(path)
+            return tensors, {key: value for key, value in metadata.items()
+                             if key.startswith("quantd.")}
+
+        self.run_quantctl("quantize", WEIGHTS, "-o", self.path("plain"), *spec)
+        for number, name in enumerate(("model.onnx", "beside/model.onnx",
+                                       "typed.onnx")):
+            with self.subTest(name=name):
+                path = self.path(name)
+                self.run_quantctl("quantize", path, "-o",
+                                  self.path("out.safetensors"), "--force",
+                                  *spec)
+                self.assertEqual(codes(self.path("out.safetensors")),
+                                 codes(self.path("plain")))
+                self.assertEqual(measured(path), measured(WEIGHTS))
+                self.run_quantctl("calibrate", path, "--model",
+                                  f"onnx-{number}", "--spec",
+                                  "int8:per-channel")
+                self.assertEqual(self.encoding(f"onnx-{number}", "fc1.weight"),
+                                 self.encoding("digits", "fc1.weight"))
+        self.run_quantctl("dequantize", self.path("plain"), "-o",
+                          self.path("back.safetensors"))
+        report = self.json("evaluate", self.path("back.safetensors"),
+                           "--reference", self.path("beside/model.onnx"))
+        self.assertEqual(len(report["tensors"]), 4)
+        self.run_quantctl("sweep", path, "--spec", "int8", "--spec", "nf4",
+                          "--min-sqnr", "15", "-o", self.path("mixture.txt"))
+        self.run_quantctl("report", path, "-o", self.path("page.html"))
+        for name in ("model.onnx", "weights"):
+            result = self.run_quantctl(
+                "quantize", self.path("beside/model.onnx"), "-o",
+                self.path("beside/" + name), "--force", *spec, code=2)
+            self.assertIn("an output other than the input", result.stderr)
+
+    def test_DataFarInAnotherFileAreRead(self):
+        values = np.arange(64, dtype=np.float32)
+        offset = 5 << 30
+        with open(self.path("data"), "wb") as file:
+            # Nothing of it is on the disk but the end.
+            file.seek(offset)
+            file.write(values.tobytes())
+        tensor = TensorProto(name="w", data_type=TensorProto.FLOAT,
+                             data_location=TensorProto.EXTERNAL)
+        tensor.dims.extend([8, 8])
+        for key, value in (("location", "data"), ("offset", offset),
+                           ("length", values.nbytes)):
+            tensor.external_data.add(key=key, value=str(value))
+        self.save([helper.make_node("MatMul", ["x", "w"], ["y"])],
+                  [("x", TensorProto.FLOAT, [8, 8])],
+                  [("y", TensorProto.FLOAT, [8, 8])], [tensor])
+        self.run_quantctl("quantize", self.path("model.onnx"), "-o",
+                          self.path("q.safetensors"), "--no-store")
+        self.run_quantctl("dequantize", self.path("q.safetensors"), "-o",
+                          self.path("back.safetensors"))
+        np.testing.assert_allclose(
+            self.arrays(self.path("back.safetensors"))["w"].ravel(), values,
+            atol=.3)
+
+    def test_WhatIsQuantizedAlreadyIsRefused(self):
+        self.export(opset=13)
+        for command in (("quantize", "-o", self.path("x.safetensors")),
+                        ("quantize", "-o", self.path("x.safetensors"),
+                         "--requantize"), ("evaluate",), ("calibrate",
+                                                          "--model", "x")):
+            result = self.run_quantctl(command[0], self.path("qdq.onnx"),
+                                       *command[1:], code=4)
+            self.assertIn("the model takes it as codes", result.stderr)
+            self.assertNotIn("quantctl dequantize", result.stderr)
+        # Activations alone are no tensors.
+        self.export_only("conv1.input")
+        self.run_quantctl("evaluate", self.path("qdq.onnx"))
+
+    def export_only(self, tensor):
+        self.run_quantctl("export", "--model", "digits", "--include", tensor,
+                          "--onnx", self.path("model.onnx"), "-o",
+                          self.path("qdq.onnx"), "--force")
+
     def test_WhatCannotBeDoneIsSaid(self):
         self.write_digits(self.path("model.onnx"), 12)
         model = onnx.load(self.path("model.onnx"))

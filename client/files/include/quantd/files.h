@@ -11,6 +11,7 @@
 #include "client/files/gguf_builder.h"
 #include "client/files/gguf_types.h"
 #include "client/files/npy.h"
+#include "client/files/onnx_tensors.h"
 #include "client/files/safetensors.h"
 #include "client/files/safetensors_builder.h"
 #include "client/files/shard_index.h"

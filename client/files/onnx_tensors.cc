@@ -1,0 +1,525 @@
+#include "client/files/onnx_tensors.h"
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/container/flat_hash_set.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+#include "client/files/dtype.h"
+#include "client/files/errors.h"
+#include "client/files/mapped_file.h"
+#include "client/files/safetensors.h"
+#include "client/files/shard_index.h"
+
+namespace quantd::files {
+namespace {
+
+using Bytes = absl::Span<const uint8_t>;
+
+// How protobuf writes a field.
+enum WireType : uint32_t {
+  kVarint = 0,
+  kFixed64 = 1,
+  kDelimited = 2,
+  kFixed32 = 5,
+};
+
+// Numbers of fields, in the messages of onnx.proto.
+constexpr uint32_t kModelGraph = 7;
+constexpr uint32_t kGraphNode = 1;
+constexpr uint32_t kGraphInitializer = 5;
+constexpr uint32_t kGraphSparseInitializer = 15;
+constexpr uint32_t kSparseValues = 1;
+constexpr uint32_t kNodeInput = 1;
+constexpr uint32_t kNodeOpType = 4;
+constexpr uint32_t kTensorDims = 1;
+constexpr uint32_t kTensorDataType = 2;
+constexpr uint32_t kTensorFloatData = 4;
+constexpr uint32_t kTensorInt32Data = 5;
+constexpr uint32_t kTensorInt64Data = 7;
+constexpr uint32_t kTensorName = 8;
+constexpr uint32_t kTensorRawData = 9;
+constexpr uint32_t kTensorDoubleData = 10;
+constexpr uint32_t kTensorUint64Data = 11;
+constexpr uint32_t kTensorExternalData = 13;
+constexpr uint32_t kTensorDataLocation = 14;
+constexpr uint32_t kEntryKey = 1;
+constexpr uint32_t kEntryValue = 2;
+
+constexpr uint64_t kExternal = 1;
+
+// A type of elements: where it has its data, if not in raw_data.
+struct Type {
+  Dtype dtype;
+  uint32_t field;
+};
+
+std::optional<Type> FindType(uint64_t data_type) {
+  switch (data_type) {
+    case 1:
+      return Type{Dtype::kF32, kTensorFloatData};
+    case 2:
+      return Type{Dtype::kU8, kTensorInt32Data};
+    case 3:
+      return Type{Dtype::kI8, kTensorInt32Data};
+    case 4:
+      return Type{Dtype::kU16, kTensorInt32Data};
+    case 5:
+      return Type{Dtype::kI16, kTensorInt32Data};
+    case 6:
+      return Type{Dtype::kI32, kTensorInt32Data};
+    case 7:
+      return Type{Dtype::kI64, kTensorInt64Data};
+    case 9:
+      return Type{Dtype::kBool, kTensorInt32Data};
+    case 10:
+      return Type{Dtype::kF16, kTensorInt32Data};
+    case 11:
+      return Type{Dtype::kF64, kTensorDoubleData};
+    case 12:
+      return Type{Dtype::kU32, kTensorUint64Data};
+    case 13:
+      return Type{Dtype::kU64, kTensorUint64Data};
+    case 16:
+      return Type{Dtype::kBF16, kTensorInt32Data};
+    case 17:
+      return Type{Dtype::kF8E4M3, kTensorInt32Data};
+    case 19:
+      return Type{Dtype::kF8E5M2, kTensorInt32Data};
+    default:
+      return std::nullopt;
+  }
+}
+
+// How one element of a field of numbers is written.
+WireType ElementWireType(uint32_t field) {
+  switch (field) {
+    case kTensorFloatData:
+      return kFixed32;
+    case kTensorDoubleData:
+      return kFixed64;
+    default:
+      return kVarint;
+  }
+}
+
+// Takes a number from the front; nothing where it does not end.
+std::optional<uint64_t> TakeVarint(Bytes* bytes) {
+  uint64_t value = 0;
+  for (size_t i = 0; i < 10 && i < bytes->size(); ++i) {
+    const uint64_t byte = (*bytes)[i];
+    value |= (byte & 127) << (7 * i);
+    if (byte < 128) {
+      bytes->remove_prefix(i + 1);
+      return value;
+    }
+  }
+  return std::nullopt;
+}
+
+// A field of a message.
+struct Field {
+  uint32_t number = 0;
+  uint32_t type = 0;
+  // Of a kVarint.
+  uint64_t value = 0;
+  // What stands behind the tag, and behind the size of a kDelimited.
+  Bytes bytes;
+};
+
+absl::string_view Text(Bytes bytes) {
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
+
+// The fields of a message.
+class Fields {
+ public:
+  explicit Fields(Bytes bytes) : bytes_(bytes) {}
+
+  // False at the end, and where the bytes are not sound.
+  bool Next(Field* field) {
+    if (bytes_.empty() || !is_sound_) return false;
+    is_sound_ = Take(field);
+    return is_sound_;
+  }
+
+  bool is_sound() const { return is_sound_; }
+
+ private:
+  bool Take(Field* field) {
+    const std::optional<uint64_t> tag = TakeVarint(&bytes_);
+    if (!tag.has_value() || *tag > UINT32_MAX || *tag < 8) return false;
+    field->number = static_cast<uint32_t>(*tag >> 3);
+    field->type = static_cast<uint32_t>(*tag & 7);
+    uint64_t size = 0;
+    switch (field->type) {
+      case kVarint: {
+        const Bytes before = bytes_;
+        const std::optional<uint64_t> value = TakeVarint(&bytes_);
+        if (!value.has_value()) return false;
+        field->value = *value;
+        field->bytes = before.first(before.size() - bytes_.size());
+        return true;
+      }
+      case kFixed64:
+        size = 8;
+        break;
+      case kFixed32:
+        size = 4;
+        break;
+      case kDelimited: {
+        const std::optional<uint64_t> length = TakeVarint(&bytes_);
+        if (!length.has_value()) return false;
+        size = *length;
+        break;
+      }
+      default:
+        return false;
+    }
+    if (size > bytes_.size()) return false;
+    field->bytes = bytes_.first(static_cast<size_t>(size));
+    bytes_.remove_prefix(static_cast<size_t>(size));
+    return true;
+  }
+
+  Bytes bytes_;
+  bool is_sound_ = true;
+};
+
+// Inputs of nodes that are codes, by the operator.
+struct CodeInput {
+  absl::string_view op_type;
+  size_t input;
+};
+
+constexpr std::array<CodeInput, 12> kCodeInputs = {{
+    {"DequantizeLinear", 0},
+    {"QLinearConv", 3},
+    {"QLinearMatMul", 0},
+    {"QLinearMatMul", 3},
+    {"ConvInteger", 1},
+    {"MatMulInteger", 0},
+    {"MatMulInteger", 1},
+    // Of ONNX Runtime.
+    {"QGemm", 3},
+    {"DynamicQuantizeMatMul", 1},
+    {"MatMulIntegerToFloat", 1},
+    {"MatMulNBits", 1},
+    {"GatherBlockQuantized", 0},
+}};
+
+}  // namespace
+
+class OnnxTensors::Parser {
+ public:
+  Parser(const std::string& path, OnnxTensors* tensors)
+      : path_(path), tensors_(*tensors) {}
+
+  absl::Status Run() {
+    absl::StatusOr<MappedFile> file = MappedFile::Open(path_);
+    if (!file.ok()) return file.status();
+    tensors_.files_.push_back(*std::move(file));
+    Fields model(tensors_.files_[0].bytes());
+    bool has_graph = false;
+    Field field;
+    while (model.Next(&field)) {
+      if (field.number != kModelGraph || field.type != kDelimited) continue;
+      has_graph = true;
+      if (absl::Status s = ReadGraph(field.bytes); !s.ok()) return s;
+    }
+    if (!model.is_sound() || !has_graph) return NotSound();
+    for (const absl::string_view name : taken_as_codes_) {
+      if (!names_.contains(name)) continue;
+      tensors_.codes_ = std::string(name);
+      break;
+    }
+    return absl::OkStatus();
+  }
+
+ private:
+  // Of an initializer.
+  struct Info {
+    absl::string_view name;
+    std::vector<int64_t> shape;
+    uint64_t data_type = 0;
+    std::optional<Bytes> raw;
+    bool is_external = false;
+    std::map<absl::string_view, absl::string_view> external;
+  };
+
+  absl::Status NotSound() const {
+    return FileMalformedError(path_, "expected an ONNX model");
+  }
+
+  absl::Status Malformed(const Info& info, absl::string_view what) const {
+    return FileMalformedError(
+        path_, absl::StrCat("initializer ", QuotedName(info.name), ": ", what));
+  }
+
+  absl::Status ReadGraph(Bytes bytes) {
+    Fields graph(bytes);
+    Field field;
+    while (graph.Next(&field)) {
+      if (field.type != kDelimited) continue;
+      absl::Status status;
+      if (field.number == kGraphNode) {
+        status = ReadNode(field.bytes);
+      } else if (field.number == kGraphInitializer) {
+        status = ReadInitializer(field.bytes);
+      } else if (field.number == kGraphSparseInitializer) {
+        status = ReadSparse(field.bytes);
+      }
+      if (!status.ok()) return status;
+    }
+    return graph.is_sound() ? absl::OkStatus() : NotSound();
+  }
+
+  absl::Status ReadNode(Bytes bytes) {
+    absl::string_view op_type;
+    std::vector<absl::string_view> inputs;
+    Fields node(bytes);
+    Field field;
+    while (node.Next(&field)) {
+      if (field.type != kDelimited) continue;
+      if (field.number == kNodeOpType) op_type = Text(field.bytes);
+      if (field.number == kNodeInput) inputs.push_back(Text(field.bytes));
+    }
+    if (!node.is_sound()) return NotSound();
+    for (const CodeInput& codes : kCodeInputs) {
+      if (codes.op_type == op_type && codes.input < inputs.size()) {
+        taken_as_codes_.push_back(inputs[codes.input]);
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status ReadSparse(Bytes bytes) {
+    Fields sparse(bytes);
+    Field field;
+    while (sparse.Next(&field)) {
+      if (field.number != kSparseValues || field.type != kDelimited) continue;
+      Info info;
+      if (absl::Status s = ReadInfo(field.bytes, &info); !s.ok()) return s;
+      tensors_.unread_.emplace_back(info.name);
+    }
+    return sparse.is_sound() ? absl::OkStatus() : NotSound();
+  }
+
+  // All but the data of typed fields.
+  absl::Status ReadInfo(Bytes bytes, Info* info) const {
+    Fields tensor(bytes);
+    Field field;
+    while (tensor.Next(&field)) {
+      switch (field.number) {
+        case kTensorDims:
+          if (field.type == kVarint) {
+            info->shape.push_back(static_cast<int64_t>(field.value));
+          } else if (field.type == kDelimited) {
+            while (!field.bytes.empty()) {
+              const std::optional<uint64_t> size = TakeVarint(&field.bytes);
+              if (!size.has_value()) return NotSound();
+              info->shape.push_back(static_cast<int64_t>(*size));
+            }
+          }
+          break;
+        case kTensorDataType:
+          if (field.type == kVarint) info->data_type = field.value;
+          break;
+        case kTensorName:
+          if (field.type == kDelimited) info->name = Text(field.bytes);
+          break;
+        case kTensorRawData:
+          if (field.type == kDelimited) info->raw = field.bytes;
+          break;
+        case kTensorDataLocation:
+          if (field.type == kVarint) {
+            info->is_external = field.value == kExternal;
+          }
+          break;
+        case kTensorExternalData:
+          if (field.type == kDelimited) {
+            absl::Status status = ReadEntry(field.bytes, info);
+            if (!status.ok()) return status;
+          }
+          break;
+        default:
+          break;
+      }
+    }
+    return tensor.is_sound() ? absl::OkStatus() : NotSound();
+  }
+
+  absl::Status ReadEntry(Bytes bytes, Info* info) const {
+    absl::string_view key;
+    absl::string_view value;
+    Fields entry(bytes);
+    Field field;
+    while (entry.Next(&field)) {
+      if (field.type != kDelimited) continue;
+      if (field.number == kEntryKey) key = Text(field.bytes);
+      if (field.number == kEntryValue) value = Text(field.bytes);
+    }
+    info->external[key] = value;
+    return entry.is_sound() ? absl::OkStatus() : NotSound();
+  }
+
+  absl::Status ReadInitializer(Bytes bytes) {
+    Info info;
+    if (absl::Status s = ReadInfo(bytes, &info); !s.ok()) return s;
+    if (info.name.empty()) return Malformed(info, "expected a name");
+    if (!names_.insert(info.name).second) {
+      return Malformed(info, "another one has the name too");
+    }
+    const std::optional<Type> type = FindType(info.data_type);
+    if (!type.has_value()) {
+      tensors_.unread_.emplace_back(info.name);
+      return absl::OkStatus();
+    }
+    const std::optional<int64_t> size =
+        TensorSizeBytes(type->dtype, info.shape);
+    if (!size.has_value()) {
+      return Malformed(info, "the data do not fit the dimensions");
+    }
+    const absl::StatusOr<Bytes> data =
+        info.is_external       ? ReadExternal(info, *size)
+        : info.raw.has_value() ? absl::StatusOr<Bytes>(*info.raw)
+                               : ReadTyped(info, *type, *size, bytes);
+    if (!data.ok()) return data.status();
+    if (data->size() != static_cast<size_t>(*size)) {
+      return Malformed(info, "the data do not fit the dimensions");
+    }
+    tensors_.tensors_.push_back(
+        {std::string(info.name), type->dtype, std::move(info.shape), *data});
+    return absl::OkStatus();
+  }
+
+  // Numbers in a field of their own: each written by itself, or all together.
+  absl::StatusOr<Bytes> ReadTyped(const Info& info, const Type& type,
+                                  int64_t size_bytes, Bytes bytes) {
+    const WireType element = ElementWireType(type.field);
+    const auto width = static_cast<size_t>(DtypeSizeBytes(type.dtype));
+    std::vector<uint8_t> copy;
+    std::optional<Bytes> whole;
+    Fields tensor(bytes);
+    Field field;
+    while (tensor.Next(&field)) {
+      if (field.number != type.field ||
+          (field.type != element && field.type != kDelimited)) {
+        continue;
+      }
+      if (copy.size() > static_cast<size_t>(size_bytes)) break;
+      if (element != kVarint) {
+        // As they lie in memory.
+        if (!whole.has_value() &&
+            field.bytes.size() == static_cast<size_t>(size_bytes)) {
+          whole = field.bytes;
+          continue;
+        }
+        if (whole.has_value()) {
+          return Malformed(info, "the data do not fit the dimensions");
+        }
+        copy.insert(copy.end(), field.bytes.begin(), field.bytes.end());
+        continue;
+      }
+      while (!field.bytes.empty()) {
+        const std::optional<uint64_t> value = TakeVarint(&field.bytes);
+        if (!value.has_value()) return NotSound();
+        for (size_t byte = 0; byte < width; ++byte) {
+          copy.push_back(static_cast<uint8_t>(*value >> (8 * byte)));
+        }
+      }
+    }
+    if (whole.has_value() && copy.empty()) return *whole;
+    tensors_.copies_.push_back(std::move(copy));
+    return Bytes(tensors_.copies_.back());
+  }
+
+  absl::StatusOr<Bytes> ReadExternal(const Info& info, int64_t size_bytes) {
+    const auto number = [&info](absl::string_view key,
+                                uint64_t otherwise) -> std::optional<uint64_t> {
+      const auto found = info.external.find(key);
+      if (found == info.external.end()) return otherwise;
+      uint64_t value = 0;
+      if (!absl::SimpleAtoi(found->second, &value)) return std::nullopt;
+      return value;
+    };
+    const auto size = static_cast<uint64_t>(size_bytes);
+    const std::optional<uint64_t> offset = number("offset", 0);
+    const std::optional<uint64_t> length = number("length", size);
+    const auto location = info.external.find("location");
+    if (!offset.has_value() || !length.has_value() ||
+        location == info.external.end()) {
+      return Malformed(info,
+                       "expected the location, offset and length of its data");
+    }
+    if (*length != size) {
+      return Malformed(info, "the data do not fit the dimensions");
+    }
+    const absl::StatusOr<Bytes> file = OpenData(info, location->second);
+    if (!file.ok()) return file.status();
+    if (*offset > file->size() || file->size() - *offset < size) {
+      return Malformed(info, absl::StrCat("expected its data in ",
+                                          QuotedName(location->second),
+                                          ", which ends before"));
+    }
+    return file->subspan(static_cast<size_t>(*offset),
+                         static_cast<size_t>(size));
+  }
+
+  // A model must not name files of others.
+  absl::StatusOr<Bytes> OpenData(const Info& info, absl::string_view location) {
+    const std::vector<absl::string_view> parts = absl::StrSplit(location, '/');
+    if (location.empty() || location[0] == '/' ||
+        std::find(parts.begin(), parts.end(), "..") != parts.end() ||
+        location.find('\0') != absl::string_view::npos) {
+      return Malformed(
+          info, absl::StrCat("expected its data in the folder of the model, "
+                             "got location ",
+                             QuotedName(location)));
+    }
+    const auto [found, is_new] =
+        data_files_.insert({std::string(location), tensors_.files_.size()});
+    if (is_new) {
+      const size_t slash = path_.rfind('/');
+      std::string path =
+          slash == std::string::npos
+              ? std::string(location)
+              : PathIn(path_.substr(0, slash + 1), std::string(location));
+      absl::StatusOr<MappedFile> file = MappedFile::Open(path);
+      if (!file.ok()) return file.status();
+      tensors_.files_.push_back(*std::move(file));
+      tensors_.data_paths_.push_back(std::move(path));
+    }
+    return tensors_.files_[found->second].bytes();
+  }
+
+  const std::string& path_;
+  OnnxTensors& tensors_;
+  absl::flat_hash_set<absl::string_view> names_;
+  // Inputs of nodes.
+  std::vector<absl::string_view> taken_as_codes_;
+  // Indices into the files, by location.
+  std::map<std::string, size_t> data_files_;
+};
+
+absl::StatusOr<OnnxTensors> OnnxTensors::Open(const std::string& path) {
+  OnnxTensors tensors;
+  const absl::Status status = Parser(path, &tensors).Run();
+  if (!status.ok()) return status;
+  return tensors;
+}
+
+}  // namespace quantd::files

@@ -1,0 +1,51 @@
+// The initializers of an ONNX model as tensors; onnx_model.h has whole models.
+
+#ifndef QUANTD_CLIENT_FILES_ONNX_TENSORS_H_
+#define QUANTD_CLIENT_FILES_ONNX_TENSORS_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "client/files/mapped_file.h"
+#include "client/files/safetensors.h"
+
+namespace quantd::files {
+
+// A checked model, mapped, and the files beside it that hold its data.
+// Immutable, thread-safe.
+class OnnxTensors {
+ public:
+  // Errors: FILE_UNREADABLE, FILE_UNSUPPORTED, FILE_MALFORMED. Files of data
+  // must be in the model's folder or in folders of that.
+  static absl::StatusOr<OnnxTensors> Open(const std::string& path);
+
+  // Those of the main graph, in its order. Data point into the files. Data of
+  // fewer than 32 bits that the model keeps as integers of 32 bits are copied.
+  const std::vector<FileTensor>& tensors() const { return tensors_; }
+  // Names of those whose type is not known.
+  const std::vector<std::string>& unread() const { return unread_; }
+  // An initializer that a node takes as codes; empty where there is none.
+  const std::string& codes() const { return codes_; }
+  // The files of data that were opened.
+  const std::vector<std::string>& data_paths() const { return data_paths_; }
+
+ private:
+  class Parser;
+
+  OnnxTensors() = default;
+
+  // The model first.
+  std::vector<MappedFile> files_;
+  // Copied data.
+  std::vector<std::vector<uint8_t>> copies_;
+  std::vector<FileTensor> tensors_;
+  std::vector<std::string> unread_;
+  std::string codes_;
+  std::vector<std::string> data_paths_;
+};
+
+}  // namespace quantd::files
+
+#endif  // QUANTD_CLIENT_FILES_ONNX_TENSORS_H_

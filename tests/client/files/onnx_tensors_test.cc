@@ -1,0 +1,230 @@
+#include "client/files/onnx_tensors.h"
+
+#include <sys/stat.h>
+
+#include <cstdint>
+#include <cstring>
+#include <fstream>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/types/span.h"
+#include "client/files/dtype.h"
+#include "client/files/safetensors.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "tests/support/onnx_bytes.h"
+#include "tests/support/temporary_directory.h"
+
+namespace quantd::files {
+namespace {
+
+using quantd::testing::BytesField;
+using quantd::testing::NumberField;
+using quantd::testing::OnnxExternal;
+using quantd::testing::OnnxInitializer;
+using quantd::testing::OnnxModelOf;
+using quantd::testing::OnnxNode;
+using quantd::testing::Varint;
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+// Fields of a TensorProto.
+constexpr uint32_t kFloatData = 4;
+constexpr uint32_t kInt32Data = 5;
+constexpr uint32_t kInt64Data = 7;
+constexpr uint32_t kRawData = 9;
+constexpr uint32_t kDoubleData = 10;
+constexpr uint32_t kUint64Data = 11;
+
+std::string Raw(const std::string& bytes) {
+  return BytesField(kRawData, bytes);
+}
+
+template <typename T>
+std::vector<T> Values(const FileTensor& tensor) {
+  std::vector<T> values(tensor.data.size() / sizeof(T));
+  if (!values.empty()) {
+    std::memcpy(values.data(), tensor.data.data(), tensor.data.size());
+  }
+  return values;
+}
+
+template <typename T>
+std::string BytesOf(const std::vector<T>& values) {
+  return {reinterpret_cast<const char*>(values.data()),
+          values.size() * sizeof(T)};
+}
+
+class OnnxTensorsTest : public ::testing::Test {
+ protected:
+  absl::StatusOr<OnnxTensors> Open(const std::string& graph) {
+    return OpenBytes(OnnxModelOf(graph));
+  }
+
+  absl::StatusOr<OnnxTensors> OpenBytes(const std::string& bytes) {
+    return OnnxTensors::Open(directory_.Write("model.onnx", bytes));
+  }
+
+  std::string Error(const std::string& graph) {
+    return Open(graph).status().ToString();
+  }
+
+  const testing::TemporaryDirectory directory_;
+};
+
+TEST_F(OnnxTensorsTest, RawDataAreNotCopied) {
+  const auto model = Open(absl::StrCat(
+      OnnxInitializer("w", 1, {2, 1}, Raw(BytesOf<float>({1.5F, -2}))),
+      OnnxInitializer("h", 10, {2}, Raw("abcd")),
+      OnnxInitializer("b", 16, {1}, Raw("xy")),
+      OnnxInitializer("scalar", 7, {}, Raw(BytesOf<int64_t>({-3}))),
+      OnnxInitializer("empty", 1, {0, 4}, "")));
+  ASSERT_TRUE(model.ok()) << model.status();
+  ASSERT_EQ(model->tensors().size(), 5U);
+  EXPECT_EQ(model->tensors()[0].name, "w");
+  EXPECT_EQ(model->tensors()[0].dtype, Dtype::kF32);
+  EXPECT_THAT(model->tensors()[0].shape, ElementsAre(2, 1));
+  EXPECT_THAT(Values<float>(model->tensors()[0]), ElementsAre(1.5F, -2));
+  EXPECT_EQ(model->tensors()[1].dtype, Dtype::kF16);
+  // As far from each other as in the file: 4 bytes of data, the name, and the
+  // fields of the next one.
+  EXPECT_EQ(model->tensors()[2].data.data() - model->tensors()[1].data.data(),
+            4 + 3 + 8);
+  EXPECT_EQ(model->tensors()[2].dtype, Dtype::kBF16);
+  EXPECT_THAT(model->tensors()[3].shape, IsEmpty());
+  EXPECT_THAT(Values<int64_t>(model->tensors()[3]), ElementsAre(-3));
+  EXPECT_THAT(model->tensors()[4].data, IsEmpty());
+}
+
+TEST_F(OnnxTensorsTest, FieldsOfNumbersAreRead) {
+  const std::string minus_one = Varint(~uint64_t{0});
+  const auto model = Open(absl::StrCat(
+      OnnxInitializer("packed", 1, {2},
+                      BytesField(kFloatData, BytesOf<float>({1, 2}))),
+      // Each by itself, with its tag of a fixed32.
+      OnnxInitializer(
+          "single", 1, {2},
+          absl::StrCat(Varint(kFloatData << 3 | 5), BytesOf<float>({3}),
+                       Varint(kFloatData << 3 | 5), BytesOf<float>({4}))),
+      OnnxInitializer("half", 10, {2},
+                      BytesField(kInt32Data, Varint(0x3c00) + Varint(0xc000))),
+      OnnxInitializer("brain", 16, {1}, NumberField(kInt32Data, 0x3f80)),
+      OnnxInitializer("int8", 3, {2},
+                      BytesField(kInt32Data, minus_one + Varint(7))),
+      OnnxInitializer("int64", 7, {2},
+                      BytesField(kInt64Data, minus_one + Varint(300))),
+      OnnxInitializer("double", 11, {1},
+                      BytesField(kDoubleData, BytesOf<double>({0.5}))),
+      OnnxInitializer("uint32", 12, {1},
+                      NumberField(kUint64Data, 4000000000))));
+  ASSERT_TRUE(model.ok()) << model.status();
+  ASSERT_EQ(model->tensors().size(), 8U);
+  EXPECT_THAT(Values<float>(model->tensors()[0]), ElementsAre(1, 2));
+  EXPECT_THAT(Values<float>(model->tensors()[1]), ElementsAre(3, 4));
+  EXPECT_THAT(Values<uint16_t>(model->tensors()[2]),
+              ElementsAre(0x3c00, 0xc000));
+  EXPECT_THAT(Values<uint16_t>(model->tensors()[3]), ElementsAre(0x3f80));
+  EXPECT_THAT(Values<int8_t>(model->tensors()[4]), ElementsAre(-1, 7));
+  EXPECT_THAT(Values<int64_t>(model->tensors()[5]), ElementsAre(-1, 300));
+  EXPECT_THAT(Values<double>(model->tensors()[6]), ElementsAre(0.5));
+  EXPECT_THAT(Values<uint32_t>(model->tensors()[7]), ElementsAre(4000000000U));
+}
+
+TEST_F(OnnxTensorsTest, OtherTypesAreNamed) {
+  const auto model =
+      Open(absl::StrCat(OnnxInitializer("text", 8, {1}, BytesField(6, "x")),
+                        OnnxInitializer("int4", 22, {2}, Raw("a")),
+                        BytesField(15, BytesField(1, BytesField(8, "sparse"))),
+                        OnnxInitializer("w", 1, {1}, Raw("abcd"))));
+  ASSERT_TRUE(model.ok()) << model.status();
+  EXPECT_THAT(model->unread(), ElementsAre("text", "int4", "sparse"));
+  EXPECT_EQ(model->tensors().size(), 1U);
+}
+
+TEST_F(OnnxTensorsTest, DataMayBeInOtherFiles) {
+  ASSERT_EQ(mkdir(directory_.File("data").c_str(), 0777), 0);
+  directory_.Write("data/one", absl::StrCat("skip", BytesOf<float>({1, 2})));
+  directory_.Write("two", BytesOf<float>({3}));
+  const auto model = Open(absl::StrCat(
+      OnnxInitializer("a", 1, {1}, OnnxExternal("data/one", "4", "4")),
+      OnnxInitializer("b", 1, {1}, OnnxExternal("data/one", "8", "")),
+      OnnxInitializer("c", 1, {1}, OnnxExternal("two", "", ""))));
+  ASSERT_TRUE(model.ok()) << model.status();
+  EXPECT_THAT(Values<float>(model->tensors()[0]), ElementsAre(1));
+  EXPECT_THAT(Values<float>(model->tensors()[1]), ElementsAre(2));
+  EXPECT_THAT(Values<float>(model->tensors()[2]), ElementsAre(3));
+  EXPECT_THAT(model->data_paths(),
+              ElementsAre(directory_.File("data/one"), directory_.File("two")));
+}
+
+TEST_F(OnnxTensorsTest, AModelNamesNoFilesOutsideOfItsFolder) {
+  for (const std::string location :
+       {"/etc/passwd", "../model.onnx", "a/../../b", ""}) {
+    EXPECT_THAT(
+        Error(OnnxInitializer("a", 1, {1}, OnnxExternal(location, "0", "4"))),
+        HasSubstr("FILE_MALFORMED"))
+        << location;
+  }
+  EXPECT_THAT(
+      Error(OnnxInitializer("a", 1, {1}, OnnxExternal("none", "0", "4"))),
+      HasSubstr("FILE_UNREADABLE"));
+}
+
+TEST_F(OnnxTensorsTest, DataOfAnotherSizeAreRefused) {
+  directory_.Write("two", BytesOf<float>({3}));
+  for (const std::string& graph :
+       {OnnxInitializer("a", 1, {2}, Raw("abcd")),
+        OnnxInitializer("a", 1, {1}, ""), OnnxInitializer("a", 1, {-1}, ""),
+        OnnxInitializer("a", 1, {1LL << 40, 1LL << 40}, Raw("abcd")),
+        OnnxInitializer("a", 10, {1}, BytesField(kInt32Data, "\1\2")),
+        OnnxInitializer(
+            "a", 1, {1},
+            BytesField(kFloatData, "abcd") + BytesField(kFloatData, "abcd")),
+        OnnxInitializer("a", 1, {1}, OnnxExternal("two", "1", "4")),
+        OnnxInitializer("a", 1, {1}, OnnxExternal("two", "0", "3")),
+        OnnxInitializer("a", 1, {1}, OnnxExternal("two", "x", "")),
+        OnnxInitializer("a", 1, {1},
+                        OnnxExternal("two", "18446744073709551615", "4")),
+        OnnxInitializer("", 1, {1}, Raw("abcd")),
+        OnnxInitializer("a", 1, {1}, Raw("abcd")) +
+            OnnxInitializer("a", 1, {1}, Raw("abcd"))}) {
+    EXPECT_THAT(Error(graph), HasSubstr("FILE_MALFORMED"));
+  }
+}
+
+TEST_F(OnnxTensorsTest, OtherFilesAreRefused) {
+  const std::string whole =
+      OnnxModelOf(OnnxInitializer("w", 1, {1}, Raw("abcd")));
+  ASSERT_TRUE(OpenBytes(whole).ok());
+  for (const std::string& bytes :
+       {std::string(), NumberField(1, 8), std::string(100, '\0'),
+        std::string(100, '\xff'), whole.substr(0, 8), whole + "\x0b"}) {
+    EXPECT_THAT(OpenBytes(bytes).status().ToString(),
+                HasSubstr("FILE_MALFORMED"));
+  }
+}
+
+TEST_F(OnnxTensorsTest, WhatNodesTakeAsCodesIsKnown) {
+  const std::string weight = OnnxInitializer("w", 3, {2, 2}, Raw("abcd"));
+  for (const std::string& node :
+       {OnnxNode("DequantizeLinear", {"w", "s"}, "y"),
+        OnnxNode("QLinearConv", {"x", "a", "b", "w"}, "y"),
+        OnnxNode("MatMulInteger", {"x", "w"}, "y")}) {
+    const auto model = Open(node + weight);
+    ASSERT_TRUE(model.ok()) << model.status();
+    EXPECT_EQ(model->codes(), "w");
+  }
+  for (const std::string& node :
+       {OnnxNode("MatMul", {"x", "w"}, "y"),
+        OnnxNode("DequantizeLinear", {"x", "s", "w"}, "y")}) {
+    EXPECT_EQ(Open(node + weight)->codes(), "");
+  }
+}
+
+}  // namespace
+}  // namespace quantd::files
