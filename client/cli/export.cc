@@ -34,6 +34,7 @@ struct Options {
   std::vector<std::string> parameters;
   std::string onnx;
   std::vector<std::string> map;
+  bool float_biases = false;
   bool names = false;
 };
 
@@ -128,6 +129,7 @@ void Run(const Options& options, Session* session) {
   job.output = options.output;
   job.include = options.include;
   job.map = options.map;
+  job.keeps_biases = options.float_biases;
   job.prints_names = options.names;
   ExportOnnx(job, session);
 }
@@ -169,6 +171,14 @@ void AddExportCommand(Command* quantctl, Session* session) {
       ->AddOption("--map", &options->map, "TORCH=ONNX",
                   "With --onnx, where a tensor is in the model if it cannot be "
                   "told from the graph; may be repeated")
+      ->Needs(onnx);
+  command
+      ->AddFlag(
+          "--float-biases", &options->float_biases,
+          "With --onnx, leave biases as they are; by default those of "
+          "layers whose weight and input become integers are int32, under "
+          "the product of the two scales, as kernels for integers take "
+          "them")
       ->Needs(onnx);
   command
       ->AddFlag("--names", &options->names,

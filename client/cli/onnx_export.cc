@@ -1,8 +1,11 @@
 #include "client/cli/onnx_export.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -12,6 +15,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
@@ -176,6 +180,31 @@ void Transpose(files::OnnxModel::Quantizer* quantizer) {
   std::swap(quantizer->scale_shape[0], quantizer->scale_shape[1]);
 }
 
+bool IsInteger(const files::OnnxModel::Quantizer& quantizer) {
+  return absl::StrContains(quantizer.type, "int");
+}
+
+// Of a bias of float32, with one scale or one for each element.
+// Errors: OUT_OF_RANGE: one is no int32.
+absl::StatusOr<std::vector<int32_t>> BiasCodes(absl::Span<const uint8_t> bias,
+                                               absl::Span<const float> scales) {
+  std::vector<int32_t> codes(bias.size() / sizeof(float));
+  for (size_t i = 0; i < codes.size(); ++i) {
+    float value = 0;
+    std::memcpy(&value, bias.data() + i * sizeof(value), sizeof(value));
+    const float scale = scales[scales.size() == 1 ? 0 : i];
+    const double code = std::nearbyint(static_cast<double>(value) / scale);
+    if (!std::isnormal(scale) ||
+        !(code >= std::numeric_limits<int32_t>::min() &&
+          code <= std::numeric_limits<int32_t>::max())) {
+      return absl::OutOfRangeError(absl::StrCat(
+          "element ", i, ", ", value, ", is no int32 under the scale ", scale));
+    }
+    codes[i] = static_cast<int32_t>(code);
+  }
+  return codes;
+}
+
 // One run. Not thread-safe.
 class Exporter {
  public:
@@ -197,6 +226,7 @@ class Exporter {
     status = ReadMap(*model);
     if (!status.ok()) return session_.FailUsage(status);
     status = QuantizeAll(&*model);
+    if (status.ok() && !job_.keeps_biases) QuantizeBiases(&*model);
     const int64_t opset = model->opset();
     if (status.ok())
       status = model->Write(job_.output.path, job_.output.if_exists());
@@ -207,6 +237,7 @@ class Exporter {
                                  {"output", job_.output.path},
                                  {"weight_count", weight_count_},
                                  {"activation_count", activation_count_},
+                                 {"bias_count", bias_count_},
                                  {"opset_before", opset},
                                  {"opset", model->opset()},
                                  {"names", NamesJson()},
@@ -216,8 +247,9 @@ class Exporter {
     PrintLosses(losses_, session_);
     if (job_.prints_names) PrintNames();
     session_.Print(absl::StrCat(
-        CountText(weight_count_), " weights and ", CountText(activation_count_),
-        " activations quantized, opset ", model->opset(), ", written to ",
+        CountText(weight_count_), " weights, ", CountText(activation_count_),
+        " activations and ", CountText(bias_count_),
+        " biases quantized, opset ", model->opset(), ", written to ",
         Printable(job_.output.path), "\n"));
   }
 
@@ -401,6 +433,56 @@ class Exporter {
     return absl::OkStatus();
   }
 
+  // The parameters that the first of these values has got; null where none has.
+  const files::OnnxModel::Quantizer* FindDone(
+      const std::vector<std::string>& values) const {
+    for (const std::string& value : values) {
+      const auto done = done_.find(value);
+      if (done != done_.end()) return &done->second.quantizer;
+    }
+    return nullptr;
+  }
+
+  // As ONNX Runtime's own tools do: sums of products of codes are in units of
+  // the product of the scales.
+  void QuantizeBiases(files::OnnxModel* model) {
+    for (const files::OnnxModules::Bias& bias : modules_->Biases()) {
+      const files::OnnxModel::Quantizer* const weight = FindDone({bias.weight});
+      const files::OnnxModel::Quantizer* const input =
+          FindDone(bias.activations);
+      if (weight == nullptr || input == nullptr || done_.contains(bias.name) ||
+          !IsInteger(*weight) || !IsInteger(*input) ||
+          input->scale.size() != 1) {
+        continue;
+      }
+      // What the layer computes with.
+      const std::optional<files::OnnxModel::Activation> activation =
+          model->FindActivation(bias.activations[0]);
+      const absl::Span<const uint8_t> data = model->FindWeight(bias.name)->data;
+      if (!activation.has_value() || activation->dtype != files::Dtype::kF32 ||
+          model->FindWeight(bias.weight)->dtype != files::Dtype::kF32 ||
+          data.empty()) {
+        continue;
+      }
+      const bool is_per_channel =
+          weight->scale_shape.size() == 1 && weight->axis == bias.axis;
+      if (weight->scale.size() != 1 && !is_per_channel) continue;
+      std::vector<float> scales = weight->scale;
+      for (float& scale : scales) scale *= input->scale[0] * bias.factor;
+      const absl::StatusOr<std::vector<int32_t>> codes =
+          BiasCodes(data, scales);
+      if (!codes.ok()) {
+        AddLoss(bias.name,
+                absl::StrCat("stays float32: ", codes.status().message(),
+                             " in ", bias.layer),
+                /*left_out=*/false);
+        continue;
+      }
+      model->QuantizeBias(bias.node, bias.input, scales, *codes);
+      ++bias_count_;
+    }
+  }
+
   // "TORCH=ONNX", of which ONNX is in the model.
   absl::Status ReadMap(const files::OnnxModel& model) {
     for (const std::string& entry : job_.map) {
@@ -485,6 +567,7 @@ class Exporter {
   std::vector<std::pair<std::string, Place>> names_;
   uint64_t weight_count_ = 0;
   uint64_t activation_count_ = 0;
+  uint64_t bias_count_ = 0;
 };
 
 }  // namespace

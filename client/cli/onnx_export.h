@@ -20,13 +20,16 @@ struct OnnxExport {
   std::vector<std::string> include;
   // "TORCH=ONNX": where a tensor is in the model.
   std::vector<std::string> map;
+  // Leave biases as they are.
+  bool keeps_biases = false;
   // Print where each tensor was found, and what stays as it was.
   bool prints_names = false;
 };
 
 // Writes the model with each weight that has an encoding as its codes under a
 // DequantizeLinear, and QuantizeLinear and DequantizeLinear behind each
-// activation that has one. What the model does not have under its name is
+// activation that has one. Biases of layers whose weight and input become
+// integers become int32. What the model does not have under its name is
 // looked for as the tensor of a torch module. Reports to `session`.
 void ExportOnnx(const OnnxExport& job, Session* session);
 

@@ -43,13 +43,23 @@ struct CodeType {
   int bytes;
 };
 
+// Of biases alone: QuantizeLinear does not make it.
+constexpr absl::string_view kBiasType = "int32";
+
 constexpr CodeType kTypes[] = {
-    {"uint8", 2, 10, 1},          {"int8", 3, 10, 1},
-    {"uint16", 4, 21, 2},         {"int16", 5, 21, 2},
-    {"float8_e4m3fn", 17, 19, 1}, {"float8_e4m3fnuz", 18, 19, 1},
-    {"float8_e5m2", 19, 19, 1},   {"float8_e5m2fnuz", 20, 19, 1},
-    {"uint4", 21, 21, 0},         {"int4", 22, 21, 0},
-    {"float4_e2m1", 23, 23, 0},   {"uint2", 25, 25, 0},
+    {"uint8", 2, 10, 1},
+    {"int8", 3, 10, 1},
+    {"uint16", 4, 21, 2},
+    {"int16", 5, 21, 2},
+    {kBiasType, 6, 10, 4},
+    {"float8_e4m3fn", 17, 19, 1},
+    {"float8_e4m3fnuz", 18, 19, 1},
+    {"float8_e5m2", 19, 19, 1},
+    {"float8_e5m2fnuz", 20, 19, 1},
+    {"uint4", 21, 21, 0},
+    {"int4", 22, 21, 0},
+    {"float4_e2m1", 23, 23, 0},
+    {"uint2", 25, 25, 0},
     {"int2", 26, 25, 0},
 };
 constexpr int64_t kPerAxisOpset = 13;
@@ -266,6 +276,8 @@ struct OnnxModel::Graph {
   absl::flat_hash_set<std::string> inputs;
   // Of values whose type is told.
   absl::flat_hash_map<std::string, Activation> types;
+  // Initializers that a node takes no more.
+  absl::flat_hash_set<std::string> replaced;
   // Something is, or becomes, a float of another type than float32.
   bool has_other_floats = false;
 };
@@ -418,6 +430,10 @@ std::vector<OnnxModel::Node> OnnxModel::nodes() const {
         nodes.back().transposes_a = attribute.i() != 0;
       } else if (attribute.name() == "transB") {
         nodes.back().transposes_b = attribute.i() != 0;
+      } else if (attribute.name() == "alpha") {
+        nodes.back().alpha = attribute.f();
+      } else if (attribute.name() == "beta") {
+        nodes.back().beta = attribute.f();
       } else if (attribute.name() == "perm") {
         nodes.back().permutation.assign(attribute.ints().begin(),
                                         attribute.ints().end());
@@ -428,7 +444,7 @@ std::vector<OnnxModel::Node> OnnxModel::nodes() const {
 }
 
 bool OnnxModel::HasType(absl::string_view type) {
-  return FindType(type) != nullptr;
+  return type != kBiasType && FindType(type) != nullptr;
 }
 
 std::vector<std::string> OnnxModel::AddParameters(const std::string& name,
@@ -516,6 +532,39 @@ void OnnxModel::QuantizeWeight(absl::string_view name,
   }
   if (dtype != Dtype::kF32)
     graph_->AddCast(dtype, output, weight, &graph_->first);
+}
+
+void OnnxModel::QuantizeBias(size_t node, size_t input,
+                             absl::Span<const float> scales,
+                             absl::Span<const int32_t> codes) {
+  onnx::GraphProto& graph = *graph_->model.mutable_graph();
+  std::string& taken = *graph.mutable_node(static_cast<int>(node))
+                            ->mutable_input(static_cast<int>(input));
+  const std::string bias = taken;
+  Quantizer quantizer;
+  quantizer.type = std::string(kBiasType);
+  quantizer.scale.assign(scales.begin(), scales.end());
+  quantizer.zero_point.assign(scales.size(), 0);
+  if (scales.size() > 1) {
+    quantizer.scale_shape = {static_cast<int64_t>(scales.size())};
+  }
+  const std::vector<std::string> parameters = AddParameters(bias, quantizer);
+  onnx::TensorProto& tensor = *graph.add_initializer();
+  tensor.set_name(graph_->NewName(bias + "_quantized"));
+  tensor.set_data_type(FindType(kBiasType)->data_type);
+  tensor.add_dims(static_cast<int64_t>(codes.size()));
+  tensor.set_raw_data(codes.data(), codes.size() * sizeof(int32_t));
+  onnx::NodeProto& dequantize = graph_->first.emplace_back();
+  dequantize.set_op_type("DequantizeLinear");
+  dequantize.set_name(graph_->NewName(bias + "_DequantizeLinear"));
+  dequantize.add_input(tensor.name());
+  for (const std::string& parameter : parameters) {
+    dequantize.add_input(parameter);
+  }
+  dequantize.add_output(graph_->NewName(bias + "_dequantized"));
+  if (scales.size() > 1) AddInt("axis", 0, &dequantize);
+  taken = dequantize.output(0);
+  if (graph_->initializers.contains(bias)) graph_->replaced.insert(bias);
 }
 
 void OnnxModel::QuantizeActivation(absl::string_view name,
@@ -631,6 +680,35 @@ absl::Status OnnxModel::RaiseOpset(const std::string& path) {
   return absl::OkStatus();
 }
 
+void OnnxModel::DropReplaced() {
+  onnx::GraphProto& graph = *graph_->model.mutable_graph();
+  const auto keep = [this](const std::string& name) {
+    graph_->replaced.erase(name);
+  };
+  auto visit = [&keep](onnx::NodeProto* node) {
+    for (const std::string& input : node->input()) keep(input);
+  };
+  ForEachNode(&graph, visit);
+  auto visit_graph = [&keep](onnx::GraphProto* one) {
+    for (const onnx::ValueInfoProto& output : one->output()) {
+      keep(output.name());
+    }
+  };
+  ForEachGraph(&graph, visit_graph);
+  const auto is_gone = [this](const auto& value) {
+    return graph_->replaced.contains(value.name());
+  };
+  auto* const initializers = graph.mutable_initializer();
+  initializers->erase(
+      std::remove_if(initializers->begin(), initializers->end(), is_gone),
+      initializers->end());
+  // Old models list them here, too.
+  auto* const inputs = graph.mutable_input();
+  inputs->erase(std::remove_if(inputs->begin(), inputs->end(), is_gone),
+                inputs->end());
+  graph_->replaced.clear();
+}
+
 absl::Status OnnxModel::Write(const std::string& path, IfExists if_exists) {
   onnx::GraphProto& graph = *graph_->model.mutable_graph();
   for (const onnx::TensorProto& tensor : graph.initializer()) {
@@ -650,6 +728,7 @@ absl::Status OnnxModel::Write(const std::string& path, IfExists if_exists) {
     for (onnx::NodeProto& node : behind->second) nodes.Add(std::move(node));
   }
   graph.mutable_node()->Swap(&nodes);
+  DropReplaced();
   graph_->first.clear();
   graph_->behind.clear();
   if (graph_->model.ByteSizeLong() > INT32_MAX) {

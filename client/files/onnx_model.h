@@ -3,6 +3,7 @@
 #ifndef QUANTD_CLIENT_FILES_ONNX_MODEL_H_
 #define QUANTD_CLIENT_FILES_ONNX_MODEL_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -50,6 +51,9 @@ class OnnxModel {
     // Of a Gemm: whether it takes the transpose of its first and second input.
     bool transposes_a = false;
     bool transposes_b = false;
+    // Of a Gemm: what its product and its bias are multiplied by.
+    float alpha = 1;
+    float beta = 1;
     // Of a Transpose: the dimension of its input that each of its output is;
     // empty for the reverse order.
     std::vector<int64_t> permutation = {};
@@ -95,6 +99,12 @@ class OnnxModel {
   // Requires: FindWeight(name), of float32, float16 or bfloat16; HasType.
   void QuantizeWeight(absl::string_view name, const Quantizer& quantizer,
                       absl::Span<const uint8_t> codes);
+  // Gives a node, as one input, codes of int32 under a DequantizeLinear, with
+  // one scale or one for each code, in place of an initializer. Other nodes
+  // keep that.
+  // Requires: indices into nodes() and its inputs.
+  void QuantizeBias(size_t node, size_t input, absl::Span<const float> scales,
+                    absl::Span<const int32_t> codes);
   // Puts QuantizeLinear and DequantizeLinear behind an activation, between
   // Casts where it is not float32: scales stay float32.
   // Requires: FindActivation(name), of float32, float16 or bfloat16; HasType.
@@ -119,6 +129,8 @@ class OnnxModel {
   // Adds scale and zero point; returns the inputs behind the first.
   std::vector<std::string> AddParameters(const std::string& name,
                                          const Quantizer& quantizer);
+  // Takes out initializers of biases that nothing takes any more.
+  void DropReplaced();
   // Notes the version that a Cast from and to that type takes.
   void NeedCast(Dtype dtype);
   absl::Status RaiseOpset(const std::string& path);

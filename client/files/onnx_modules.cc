@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
+#include <cstdint>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -15,6 +17,8 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
+#include "client/files/dtype.h"
+#include "client/files/onnx_model.h"
 
 namespace quantd::files {
 namespace {
@@ -177,20 +181,24 @@ std::vector<OnnxModules::Layer> OnnxModules::LayersOf(
   return layers;
 }
 
+std::optional<size_t> OnnxModules::SumBehind(size_t node) const {
+  if (nodes_[node].op_type != "MatMul") return std::nullopt;
+  const auto takers = takers_.find(nodes_[node].outputs[0]);
+  if (takers == takers_.end() || takers->second.size() != 1 ||
+      nodes_[takers->second[0]].op_type != "Add") {
+    return std::nullopt;
+  }
+  return takers->second[0];
+}
+
 std::string OnnxModules::OutputOf(const Layer& layer) const {
   const OnnxModel::Node& node = nodes_[layer.node];
-  if (node.op_type != "MatMul") return node.outputs[0];
-  const auto takers = takers_.find(node.outputs[0]);
-  if (takers == takers_.end() || takers->second.size() != 1) {
+  const std::optional<size_t> sum = SumBehind(layer.node);
+  if (!sum.has_value() || modules_[*sum] != modules_[layer.node]) {
     return node.outputs[0];
   }
-  const size_t index = takers->second[0];
-  const OnnxModel::Node& sum = nodes_[index];
-  if (sum.op_type != "Add" || modules_[index] != modules_[layer.node]) {
-    return node.outputs[0];
-  }
-  for (const std::string& input : sum.inputs) {
-    if (IsConstant(input)) return sum.outputs[0];
+  for (const std::string& input : nodes_[*sum].inputs) {
+    if (IsConstant(input)) return nodes_[*sum].outputs[0];
   }
   return node.outputs[0];
 }
@@ -356,6 +364,43 @@ std::vector<OnnxModules::LayerInput> OnnxModules::LayerInputs() const {
         found.push_back(
             {node.name, node.inputs[input], FormsOf(node.inputs[input])});
       }
+    }
+  }
+  return found;
+}
+
+std::vector<OnnxModules::Bias> OnnxModules::Biases() const {
+  std::vector<Bias> found;
+  for (size_t i = 0; i < nodes_.size(); ++i) {
+    const OnnxModel::Node& node = nodes_[i];
+    if (!IsLayer(node) || node.op_type == "ConvTranspose") continue;
+    const Place weight = WeightOf(node, 1);
+    if (weight.name.empty() || IsConstant(node.inputs[0])) continue;
+    const std::vector<int64_t>& shape = model_.FindWeight(weight.name)->shape;
+    const bool is_conv = node.op_type == "Conv";
+    // A matrix of a Gemm or a MatMul, and none that is turned on the way.
+    if (is_conv ? weight.is_transposed : shape.size() != 2) continue;
+    if (node.beta != 1 || !(node.alpha > 0)) continue;
+    // Where the bias may be.
+    std::vector<std::pair<size_t, size_t>> inputs;
+    if (const std::optional<size_t> sum = SumBehind(i); sum.has_value()) {
+      for (size_t input = 0; input < nodes_[*sum].inputs.size(); ++input) {
+        inputs.emplace_back(*sum, input);
+      }
+    } else if (node.inputs.size() > 2) {
+      inputs.emplace_back(i, 2);
+    }
+    const int64_t axis = is_conv || !weight.is_transposed ? 0 : 1;
+    for (const auto& [taker, input] : inputs) {
+      const std::string name = OriginOf(nodes_[taker].inputs[input]).name;
+      const OnnxModel::Weight* const bias = model_.FindWeight(name);
+      if (bias == nullptr || bias->dtype != Dtype::kF32 || shape.empty() ||
+          bias->shape !=
+              std::vector<int64_t>{shape[static_cast<size_t>(axis)]}) {
+        continue;
+      }
+      found.push_back({node.name, name, taker, input, weight.name, axis,
+                       FormsOf(node.inputs[0]), node.alpha});
     }
   }
   return found;

@@ -5,6 +5,8 @@
 #define QUANTD_CLIENT_FILES_ONNX_MODULES_H_
 
 #include <cstddef>
+#include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -36,6 +38,24 @@ class OnnxModules {
     std::vector<std::string> values;
   };
 
+  // What a Conv or a Gemm, or the Add behind a MatMul, adds to the products of
+  // a weight and an activation.
+  struct Bias {
+    std::string layer;
+    // The initializer, and where it is taken: indices into the model's nodes
+    // and the inputs of the node.
+    std::string name;
+    size_t node;
+    size_t input;
+    // The weight's initializer, and its dimension that the bias is along.
+    std::string weight;
+    int64_t axis;
+    // The activation, and what it is the same in another form of.
+    std::vector<std::string> activations;
+    // What the products are multiplied by.
+    float factor;
+  };
+
   // `model` must outlive this.
   explicit OnnxModules(const OnnxModel& model);
 
@@ -52,6 +72,8 @@ class OnnxModules {
 
   // Of all Conv, ConvTranspose, Gemm and MatMul of the main graph.
   std::vector<LayerInput> LayerInputs() const;
+  // Of the main graph: those of one dimension, of float32.
+  std::vector<Bias> Biases() const;
 
  private:
   // A node that multiplies by a weight.
@@ -80,6 +102,8 @@ class OnnxModules {
                                bool through_identity) const;
   // What is added to the product of a MatMul, or the product itself.
   std::string OutputOf(const Layer& layer) const;
+  // The Add that alone takes the product of a MatMul; nothing for others.
+  std::optional<size_t> SumBehind(size_t node) const;
   std::vector<Layer> LayersOf(const std::string& module) const;
   // The value, and those before it that it is another form of.
   std::vector<std::string> FormsOf(std::string value) const;

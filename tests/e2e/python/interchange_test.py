@@ -680,8 +680,8 @@ class OnnxTest(InterchangeCase):
 
     def test_TheCheckerTakesTheModelAndItHasTheCodes(self):
         report = self.export(opset=12)
-        self.assertEqual((report["weight_count"], report["activation_count"]),
-                         (4, 5))
+        self.assertEqual((report["weight_count"], report["activation_count"],
+                          report["bias_count"]), (4, 5, 4))
         self.assertEqual((report["opset_before"], report["opset"]), (12, 13))
         self.assertEqual(report["losses"], [])
         model = onnx.load(self.path("qdq.onnx"))
@@ -695,9 +695,21 @@ class OnnxTest(InterchangeCase):
                 stored = initializers[tensor + "_quantized"]
                 self.assertEqual(stored.dtype, np.int8)
                 np.testing.assert_array_equal(stored, codes)
+            else:
+                layer = tensor.removesuffix(".bias")
+                scale = (self.parameters(layer + ".weight")[0] *
+                         self.parameters(layer + ".input")[0])
+                np.testing.assert_array_equal(
+                    initializers[tensor + "_scale"], scale)
+                stored = initializers[tensor + "_quantized"]
+                self.assertEqual(stored.dtype, np.int32)
+                np.testing.assert_array_equal(stored, np.rint(
+                    weight.astype(np.float64) / scale))
         kinds = [node.op_type for node in model.graph.node]
         self.assertEqual((kinds.count("QuantizeLinear"),
-                          kinds.count("DequantizeLinear")), (5, 9))
+                          kinds.count("DequantizeLinear")), (5, 13))
+        self.assertFalse([name for name in initializers
+                          if name.endswith(".bias")])
 
     def run_model(self, values, level):
         """The outputs that ONNX Runtime computes of qdq.onnx."""
@@ -720,7 +732,10 @@ class OnnxTest(InterchangeCase):
             return self.fake_quantize(x, tensor, 0, 255)[1]
 
         def layer(name):
-            return weights[name + ".weight"], weights[name + ".bias"]
+            scale = (self.parameters(name + ".weight")[0] *
+                     self.parameters(name + ".input")[0])
+            bias = np.rint(weights[name + ".bias"] / scale) * scale
+            return weights[name + ".weight"], bias
 
         for level in ("disabled", "all"):
             results = self.run_model(images, level)
@@ -1010,6 +1025,171 @@ class OnnxTest(InterchangeCase):
         self.assertEqual(report["weight_count"], 1)
         self.assertEqual([(loss["tensor"], loss["left_out"])
                           for loss in report["losses"]], [("a", True)])
+
+    def biases(self, name, *more, code=0):
+        """The report, and what each initializer of the written model is."""
+        report, model = self.put_into(name, *more, code=code)
+        onnx.checker.check_model(model, full_check=True)
+        return report, model, {i.name: numpy_helper.to_array(i)
+                               for i in model.graph.initializer}
+
+    def test_BiasesAreCodesOfTheProductsScale(self):
+        channels = {"format": "int8", "block_size": [1, 0],
+                    "scale_shape": [3, 1]}
+        self.encode("bias", {"name": "x", "format": "uint8", "scale": [0.5],
+                             "zero_point": [128]},
+                    {"name": "fc.weight", "scale": [0.25, 0.5, 1], **channels},
+                    {"name": "one.weight", "format": "int8", "scale": [0.25]})
+        rng = np.random.default_rng(1)
+        weight = rng.integers(-9, 9, (3, 4)).astype(np.float32) / 4
+        bias = np.array([1.3, -2.2, 0.7], np.float32)
+        x = rng.integers(-9, 9, (2, 4)).astype(np.float32) / 2
+        turn = helper.make_node("Transpose", ["fc.weight"], ["t"],
+                                perm=[1, 0])
+
+        def layer(kind, *inputs, **attributes):
+            return helper.make_node(kind, inputs, ["y"], "/fc/" + kind,
+                                    **attributes)
+
+        def product(factor):
+            return helper.make_node("MatMul", ["x", factor], ["p"],
+                                    "/fc/MatMul")
+
+        def added(*inputs):
+            return helper.make_node("Add", inputs, ["y"], "/fc/Add")
+
+        for nodes, factor, per_channel in (
+                ([layer("Gemm", "x", "fc.weight", "b", transB=1)], 1, True),
+                ([layer("Gemm", "x", "fc.weight", "b", transB=1,
+                        alpha=2.)], 2, True),
+                ([turn, layer("Gemm", "x", "t", "b")], 1, True),
+                ([turn, product("t"), added("b", "p")], 1, True),
+                ([turn, product("t"), added("p", "b")], 1, True),
+                ([helper.make_node("Transpose", ["one.weight"], ["t"]),
+                  product("t"), added("p", "b")], 1, False)):
+            with self.subTest(nodes=nodes):
+                name = "fc.weight" if per_channel else "one.weight"
+                self.save(nodes, [("x", TensorProto.FLOAT, [2, 4])],
+                          [("y", TensorProto.FLOAT, [2, 3])],
+                          [numpy_helper.from_array(weight, name),
+                           numpy_helper.from_array(bias, "b")])
+                report, model, arrays = self.biases("bias", "--include", "x",
+                                                    "--include", name)
+                self.assertEqual((report["bias_count"], report["losses"]),
+                                 (1, []))
+                scale = np.array([0.25, 0.5, 1] if per_channel else 0.25,
+                                 np.float32) * np.float32(0.5 * factor)
+                np.testing.assert_array_equal(arrays["b_scale"], scale)
+                np.testing.assert_array_equal(arrays["b_zero_point"],
+                                              np.zeros_like(scale, np.int32))
+                codes = np.rint(bias / scale).astype(np.int32)
+                np.testing.assert_array_equal(arrays["b_quantized"], codes)
+                self.assertNotIn("b", arrays)
+                self.assertEqual([i.name for i in model.graph.input], ["x"])
+                # Weights and inputs are codes as they are.
+                y = onnx_run.run_in_numpy(model, {"x": x})["y"]
+                scale = np.array([0.25, 0.5, 1] if per_channel else [0.25],
+                                 np.float32)[:, None]
+                seen = np.rint(weight / scale) * scale
+                np.testing.assert_allclose(
+                    y, factor * x @ seen.T + bias, atol=0.5)
+                # Nothing is rounded but the bias.
+                np.testing.assert_allclose(
+                    y, factor * x @ seen.T + codes * (
+                        scale.ravel() * np.float32(0.5 * factor)), rtol=1e-6)
+                report, _, arrays = self.biases("bias", "--float-biases",
+                                                "--include", "x", "--include",
+                                                name)
+                self.assertEqual(report["bias_count"], 0)
+                np.testing.assert_array_equal(arrays["b"], bias)
+
+    def test_BiasesStayWhereCodesAreNot(self):
+        self.encode("stay", {"name": "x", "format": "int8", "scale": [0.5]},
+                    {"name": "w", "format": "int8", "scale": [0.5]},
+                    {"name": "v", "format": "float8_e4m3fn", "scale": [1]},
+                    {"name": "g", "format": "int4", "scale": [1, 2, 3, 4],
+                     "block_size": [1, 1], "scale_shape": [2, 2]})
+        weights = {name: np.eye(2, dtype=np.float32) for name in "wvg"}
+        weights["b"] = np.array([1, 2], np.float32)
+        weights["row"] = np.array([[1, 2]], np.float32)
+
+        def layer(*inputs, **attributes):
+            return helper.make_node("Gemm", inputs, ["y"], **attributes)
+
+        for node, included in ((layer("x", "w", "b"), "w"),
+                               (layer("x", "w", "b"), "x"),
+                               (layer("x", "v", "b"), "*"),
+                               (layer("x", "g", "b"), "*"),
+                               (layer("x", "w", "row"), "*"),
+                               (layer("x", "w", "b", beta=2.), "*"),
+                               (layer("x", "w", "b", alpha=-1.), "*"),
+                               (layer("w", "x", "b"), "*")):
+            with self.subTest(node=node, included=included):
+                self.save([node], [("x", TensorProto.FLOAT, [2, 2])],
+                          [("y", TensorProto.FLOAT, [2, 2])],
+                          [numpy_helper.from_array(weights[name], name)
+                           for name in node.input if name != "x"])
+                used = [name for name in node.input if name in "xwvg"]
+                report, model = self.put_into(
+                    "stay", *(arg for name in (
+                        used if included == "*" else included)
+                              for arg in ("--include", name)))
+                self.assertEqual(report["bias_count"], 0)
+                self.assertIn(node.input[2],
+                              [i.name for i in model.graph.initializer])
+
+    def test_ABiasOfTwoLayersHasTheScalesOfEach(self):
+        self.encode("two", {"name": "x", "format": "int8", "scale": [0.5]},
+                    {"name": "w1", "format": "int8", "scale": [0.5]},
+                    {"name": "w2", "format": "int8", "scale": [0.125]})
+        factor = np.eye(2, dtype=np.float32)
+        bias = np.array([1, 2], np.float32)
+        nodes = [helper.make_node("Gemm", ["x", w, "b"], [y], transB=1)
+                 for w, y in (("w1", "y1"), ("w2", "y2"))]
+        outputs = [(name, TensorProto.FLOAT, [2, 2]) for name in ("y1", "y2")]
+        initializers = [numpy_helper.from_array(factor, "w1"),
+                        numpy_helper.from_array(factor, "w2"),
+                        numpy_helper.from_array(bias, "b")]
+        inputs = [("x", TensorProto.FLOAT, [2, 2])]
+        self.save(nodes, inputs, outputs, initializers)
+        report, model, arrays = self.biases("two")
+        self.assertEqual(report["bias_count"], 2)
+        self.assertNotIn("b", arrays)
+        self.assertEqual([arrays[name].tolist() for name in (
+            "b_quantized", "b_quantized_1")], [[4, 8], [16, 32]])
+        values = onnx_run.run_in_numpy(model, {"x": factor})
+        for name in ("y1", "y2"):
+            self.assertEqual(values[name].tolist(), (factor + bias).tolist())
+        # What else takes it keeps it.
+        self.save(nodes + [helper.make_node("Neg", ["b"], ["z"])], inputs,
+                  outputs + [("z", TensorProto.FLOAT, [2])], initializers)
+        _, _, arrays = self.biases("two")
+        np.testing.assert_array_equal(arrays["b"], bias)
+
+    def test_ABiasBeyondInt32IsTold(self):
+        self.encode("beyond", {"name": "x", "format": "int8",
+                               "scale": [2.**-20]},
+                    {"name": "w", "format": "int8", "scale": [2.**-10]})
+        node = helper.make_node("Gemm", ["x", "w", "b"], ["y"], "last",
+                                transB=1)
+        for value, fits in ((1.99, True), (-2., True), (2., False),
+                            (-2.01, False), (np.nan, False), (np.inf, False)):
+            with self.subTest(value=value):
+                self.save([node], [("x", TensorProto.FLOAT, [2, 2])],
+                          [("y", TensorProto.FLOAT, [2, 2])],
+                          [numpy_helper.from_array(
+                              np.zeros((2, 2), np.float32), "w"),
+                           numpy_helper.from_array(
+                               np.array([0, value], np.float32), "b")])
+                report, _, arrays = self.biases("beyond")
+                self.assertEqual(report["bias_count"], int(fits))
+                self.assertEqual("b" in arrays, not fits)
+                self.assertEqual([(loss["tensor"], loss["left_out"])
+                                  for loss in report["losses"]],
+                                 [] if fits else [("b", False)])
+                if not fits:
+                    self.assertIn("element 1, ", report["losses"][0]["what"])
+                    self.assertIn("in last", report["losses"][0]["what"])
 
     def test_BiasesThatAreEqualDoNotMixLayers(self):
         names = ["fc1.input", "fc2.input", "fc1.output", "fc2.output"]
