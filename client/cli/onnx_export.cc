@@ -38,15 +38,13 @@ absl::Status NotHeld(absl::string_view what) {
   return ArgumentInvalidError(absl::StrCat("ONNX has ", what));
 }
 
-// How the scales lie, as ONNX says it. `shape` is null for activations, whose
-// dimensions are not known, and sometimes their number, `rank`.
-absl::Status SetLayout(const Encoding& encoding,
+// How so many scales of blocks lie, as ONNX says it. `shape` is null for
+// activations, whose dimensions are not known, and sometimes their number,
+// `rank`.
+absl::Status SetLayout(const std::vector<int64_t>& block, int64_t count,
                        const std::vector<int64_t>* shape,
                        std::optional<int64_t> rank,
                        files::OnnxModel::Quantizer* quantizer) {
-  const std::vector<int64_t> block(encoding.block_size().begin(),
-                                   encoding.block_size().end());
-  const int64_t count = encoding.scale_size();
   if (count == 1) return absl::OkStatus();
   if (shape == nullptr) {
     if (rank.has_value() && *rank != static_cast<int64_t>(block.size())) {
@@ -78,7 +76,9 @@ absl::Status SetLayout(const Encoding& encoding,
   for (size_t d = 0; d < shape->size(); ++d) {
     if ((*scales)[d] != 1) split.push_back(d);
   }
-  if (split.size() == 1 && (*scales)[split[0]] == (*shape)[split[0]]) {
+  // Codes of scales keep their dimensions: their own scales lie along those.
+  if (split.size() == 1 && quantizer->scale_code.empty() &&
+      (*scales)[split[0]] == (*shape)[split[0]]) {
     quantizer->axis = static_cast<int64_t>(split[0]);
     quantizer->scale_shape = {count};
     return absl::OkStatus();
@@ -101,15 +101,64 @@ absl::Status SetLayout(const Encoding& encoding,
   return absl::OkStatus();
 }
 
+// The type of a format's codes, as ONNX calls it.
+std::string CodeType(v1::NumberFormat format) {
+  switch (format) {
+    case v1::NUMBER_FORMAT_LPBQ:
+      return "int4";
+    case v1::NUMBER_FORMAT_NVFP4:
+      return "float4_e2m1";
+    default:
+      return FormatName(format);
+  }
+}
+
+// Scales that are codes of float8 or of integers under other scales.
+absl::Status SetDoubleScales(const Encoding& encoding,
+                             const std::vector<int64_t>& block,
+                             const std::vector<int64_t>& shape,
+                             files::OnnxModel::Quantizer* quantizer) {
+  const std::string& codes = encoding.scale_code();
+  quantizer->scale_code.assign(codes.begin(), codes.end());
+  absl::Status status = SetLayout(block, static_cast<int64_t>(codes.size()),
+                                  &shape, std::nullopt, quantizer);
+  if (!status.ok()) return status;
+  files::OnnxModel::Quantizer& outer = quantizer->of_scales.emplace_back();
+  const bool is_integer = encoding.scale_type() == v1::SCALE_TYPE_INTEGER;
+  outer.type = is_integer ? "uint8" : "float8_e4m3fn";
+  outer.scale.assign(encoding.outer_scale().begin(),
+                     encoding.outer_scale().end());
+  if (is_integer) outer.zero_point.assign(outer.scale.size(), 0);
+  // Blocks of scales.
+  std::vector<int64_t> outer_block(encoding.outer_block_size().begin(),
+                                   encoding.outer_block_size().end());
+  for (size_t d = 0; d < outer_block.size() && d < block.size(); ++d) {
+    outer_block[d] = block[d] == 0 ? 0 : outer_block[d] / block[d];
+  }
+  return SetLayout(outer_block, encoding.outer_scale_size(),
+                   &quantizer->scale_shape, std::nullopt, &outer);
+}
+
 absl::StatusOr<files::OnnxModel::Quantizer> MakeQuantizer(
     const Encoding& encoding, const std::vector<int64_t>* shape,
     std::optional<int64_t> rank) {
   const absl::StatusOr<FormatInfo> format = GetFormatInfo(encoding.format());
   if (!format.ok()) return format.status();
   files::OnnxModel::Quantizer quantizer;
-  quantizer.type = FormatName(encoding.format());
+  quantizer.type = CodeType(encoding.format());
   if (!files::OnnxModel::HasType(quantizer.type)) {
     return NotHeld(absl::StrCat("no type for ", quantizer.type));
+  }
+  const std::vector<int64_t> block(encoding.block_size().begin(),
+                                   encoding.block_size().end());
+  if (encoding.outer_scale_size() > 0) {
+    if (shape == nullptr) {
+      return NotHeld("scales that are codes for weights alone");
+    }
+    const absl::Status status =
+        SetDoubleScales(encoding, block, *shape, &quantizer);
+    if (!status.ok()) return status;
+    return quantizer;
   }
   quantizer.scale.assign(encoding.scale().begin(), encoding.scale().end());
   if (format->kind == CodeKind::kInteger) {
@@ -123,7 +172,8 @@ absl::StatusOr<files::OnnxModel::Quantizer> MakeQuantizer(
     }
   }
   quantizer.saturates = !encoding.no_saturation();
-  const absl::Status status = SetLayout(encoding, shape, rank, &quantizer);
+  const absl::Status status =
+      SetLayout(block, encoding.scale_size(), shape, rank, &quantizer);
   if (!status.ok()) return status;
   return quantizer;
 }
@@ -133,7 +183,9 @@ bool SameQuantizer(const files::OnnxModel::Quantizer& a,
   return a.type == b.type && a.scale == b.scale &&
          a.zero_point == b.zero_point && a.scale_shape == b.scale_shape &&
          a.axis == b.axis && a.block_size == b.block_size &&
-         a.saturates == b.saturates;
+         a.saturates == b.saturates && a.scale_code == b.scale_code &&
+         std::equal(a.of_scales.begin(), a.of_scales.end(), b.of_scales.begin(),
+                    b.of_scales.end(), SameQuantizer);
 }
 
 // Elements of `bits` bits, packed from the lowest bits of a byte on, of a
@@ -177,6 +229,10 @@ void Transpose(files::OnnxModel::Quantizer* quantizer) {
   const auto columns = static_cast<size_t>(quantizer->scale_shape[1]);
   Transpose(rows, columns, &quantizer->scale);
   Transpose(rows, columns, &quantizer->zero_point);
+  Transpose(rows, columns, &quantizer->scale_code);
+  for (files::OnnxModel::Quantizer& outer : quantizer->of_scales) {
+    Transpose(&outer);
+  }
   std::swap(quantizer->scale_shape[0], quantizer->scale_shape[1]);
 }
 
@@ -232,6 +288,11 @@ class Exporter {
       status = model->Write(job_.output.path, job_.output.if_exists());
     if (!status.ok()) return session_.Fail(status);
     if (AnyLeftOut(losses_)) session_.Note(kServerError);
+    if (has_float4_) {
+      session_.PrintError(
+          "quantctl: warning: the model takes a runtime with kernels for "
+          "float4, and many have none: try it where it is to run");
+    }
     if (session_.json) {
       return session_.PrintJson({{"input", job_.model_path},
                                  {"output", job_.output.path},
@@ -378,6 +439,7 @@ class Exporter {
                            format.qmax),
               /*left_out=*/false);
     }
+    has_float4_ |= quantizer->type == "float4_e2m1";
     model->QuantizeActivation(place.name, *quantizer);
     ++activation_count_;
     return absl::OkStatus();
@@ -426,6 +488,7 @@ class Exporter {
           static_cast<size_t>(GetFormatInfo(encoding.format())->storage_bits);
       data = Transposed(result->codes, bits, rows, columns);
     }
+    has_float4_ |= quantizer->type == "float4_e2m1";
     model->QuantizeWeight(place.name, *quantizer,
                           is_transposed ? absl::MakeConstSpan(data)
                                         : absl::MakeConstSpan(result->codes));
@@ -568,6 +631,7 @@ class Exporter {
   uint64_t weight_count_ = 0;
   uint64_t activation_count_ = 0;
   uint64_t bias_count_ = 0;
+  bool has_float4_ = false;
 };
 
 }  // namespace

@@ -260,6 +260,11 @@ struct OnnxModel::Graph {
   void NoteType(const onnx::ValueInfoProto& value);
   // A name like `name` that nothing has.
   std::string NewName(const std::string& name);
+  // Adds a DequantizeLinear before all other nodes, named after the value that
+  // it makes.
+  void AddDequantize(const std::string& codes,
+                     const std::vector<std::string>& parameters,
+                     const Quantizer& quantizer, const std::string& output);
   // Adds a Cast, named after the value that it makes.
   void AddCast(Dtype to, const std::string& input, const std::string& output,
                std::vector<onnx::NodeProto>* nodes);
@@ -335,6 +340,22 @@ void OnnxModel::Graph::AddCast(Dtype to, const std::string& input,
   node.add_input(input);
   node.add_output(output);
   AddInt("to", DataTypeOf(to), &node);
+}
+
+void OnnxModel::Graph::AddDequantize(const std::string& codes,
+                                     const std::vector<std::string>& parameters,
+                                     const Quantizer& quantizer,
+                                     const std::string& output) {
+  onnx::NodeProto& node = first.emplace_back();
+  node.set_op_type("DequantizeLinear");
+  node.set_name(NewName(output + "_DequantizeLinear"));
+  node.add_input(codes);
+  for (const std::string& parameter : parameters) node.add_input(parameter);
+  node.add_output(output);
+  if (!quantizer.scale_shape.empty()) AddInt("axis", quantizer.axis, &node);
+  if (quantizer.block_size != 0) {
+    AddInt("block_size", quantizer.block_size, &node);
+  }
 }
 
 OnnxModel::OnnxModel(std::unique_ptr<Graph> graph) : graph_(std::move(graph)) {}
@@ -455,6 +476,21 @@ std::vector<std::string> OnnxModel::AddParameters(const std::string& name,
                             : quantizer.scale_shape.empty() ? type.opset
                                                             : kPerAxisOpset});
   onnx::GraphProto& graph = *graph_->model.mutable_graph();
+  if (!quantizer.scale_code.empty()) {
+    const Quantizer& of_scales = quantizer.of_scales[0];
+    const std::string scales = graph_->NewName(name + "_scale");
+    const std::vector<std::string> parameters =
+        AddParameters(scales, of_scales);
+    onnx::TensorProto& codes = *graph.add_initializer();
+    codes.set_name(graph_->NewName(scales + "_quantized"));
+    codes.set_data_type(FindType(of_scales.type)->data_type);
+    codes.mutable_dims()->Assign(quantizer.scale_shape.begin(),
+                                 quantizer.scale_shape.end());
+    codes.set_raw_data(quantizer.scale_code.data(),
+                       quantizer.scale_code.size());
+    graph_->AddDequantize(codes.name(), parameters, of_scales, scales);
+    return {scales};
+  }
   onnx::TensorProto& scale = *graph.add_initializer();
   scale.set_name(graph_->NewName(name + "_scale"));
   scale.set_data_type(kFloat);
@@ -520,16 +556,7 @@ void OnnxModel::QuantizeWeight(absl::string_view name,
   NeedCast(dtype);
   const std::string output =
       dtype == Dtype::kF32 ? weight : graph_->NewName(weight + "_float32");
-  onnx::NodeProto& node = graph_->first.emplace_back();
-  node.set_op_type("DequantizeLinear");
-  node.set_name(graph_->NewName(weight + "_DequantizeLinear"));
-  node.add_input(tensor.name());
-  for (const std::string& input : parameters) node.add_input(input);
-  node.add_output(output);
-  if (!quantizer.scale_shape.empty()) AddInt("axis", quantizer.axis, &node);
-  if (quantizer.block_size != 0) {
-    AddInt("block_size", quantizer.block_size, &node);
-  }
+  graph_->AddDequantize(tensor.name(), parameters, quantizer, output);
   if (dtype != Dtype::kF32)
     graph_->AddCast(dtype, output, weight, &graph_->first);
 }
@@ -554,16 +581,8 @@ void OnnxModel::QuantizeBias(size_t node, size_t input,
   tensor.set_data_type(FindType(kBiasType)->data_type);
   tensor.add_dims(static_cast<int64_t>(codes.size()));
   tensor.set_raw_data(codes.data(), codes.size() * sizeof(int32_t));
-  onnx::NodeProto& dequantize = graph_->first.emplace_back();
-  dequantize.set_op_type("DequantizeLinear");
-  dequantize.set_name(graph_->NewName(bias + "_DequantizeLinear"));
-  dequantize.add_input(tensor.name());
-  for (const std::string& parameter : parameters) {
-    dequantize.add_input(parameter);
-  }
-  dequantize.add_output(graph_->NewName(bias + "_dequantized"));
-  if (scales.size() > 1) AddInt("axis", 0, &dequantize);
-  taken = dequantize.output(0);
+  taken = graph_->NewName(bias + "_dequantized");
+  graph_->AddDequantize(tensor.name(), parameters, quantizer, taken);
   if (graph_->initializers.contains(bias)) graph_->replaced.insert(bias);
 }
 

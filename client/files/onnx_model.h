@@ -71,6 +71,11 @@ class OnnxModel {
     int64_t axis = 0;
     // 0 without blocks.
     int64_t block_size = 0;
+    // Where the scales are codes themselves: these, packed as ONNX has them,
+    // and what they stand for, one Quantizer. `scale` and `zero_point` are
+    // empty then.
+    std::vector<uint8_t> scale_code;
+    std::vector<Quantizer> of_scales;
     // Of float8: whether what is out of range becomes the largest code.
     bool saturates = true;
   };
@@ -95,8 +100,9 @@ class OnnxModel {
 
   // Replaces a weight by its codes, packed as ONNX has them, and a
   // DequantizeLinear that gives the weight its name; for a type other than
-  // float32 with a Cast behind it.
-  // Requires: FindWeight(name), of float32, float16 or bfloat16; HasType.
+  // float32 with a Cast behind it. Scales that are codes have a
+  // DequantizeLinear of their own. Requires: FindWeight(name), of float32,
+  // float16 or bfloat16; HasType.
   void QuantizeWeight(absl::string_view name, const Quantizer& quantizer,
                       absl::Span<const uint8_t> codes);
   // Gives a node, as one input, codes of int32 under a DequantizeLinear, with
@@ -107,7 +113,8 @@ class OnnxModel {
                     absl::Span<const int32_t> codes);
   // Puts QuantizeLinear and DequantizeLinear behind an activation, between
   // Casts where it is not float32: scales stay float32.
-  // Requires: FindActivation(name), of float32, float16 or bfloat16; HasType.
+  // Requires: FindActivation(name), of float32, float16 or bfloat16; HasType;
+  // no codes of scales.
   void QuantizeActivation(absl::string_view name, const Quantizer& quantizer);
 
   // The version of the operators that the model has, and that it will have.

@@ -896,6 +896,78 @@ class OnnxTest(InterchangeCase):
                 self.assertEqual(attributes, {"axis": 1, "block_size": 32}
                                  if "group" in spec else {})
 
+    def restored(self, file, *spec):
+        """A file's tensors as quantd's codes stand for them."""
+        self.run_quantctl("quantize", file, "-o", self.path("codes"),
+                          "--no-store", "--force", *spec)
+        self.run_quantctl("dequantize", self.path("codes"), "-o",
+                          self.path("back"), "--force")
+        return self.arrays(self.path("back"))
+
+    def test_ScalesThatAreCodesHaveTheirOwnOperator(self):
+        rng = np.random.default_rng(4)
+        weights = {"fc.weight": rng.standard_normal((24, 128), np.float32),
+                   # The last block is a part of one.
+                   "last.weight": rng.standard_normal((8, 24), np.float32)}
+        write_safetensors(self.path("w"), {
+            name: ("F32", list(value.shape), value.tobytes())
+            for name, value in weights.items()})
+        transposed = [
+            helper.make_node("MatMul", ["x", "w"], ["h"], "/fc/MatMul"),
+            helper.make_node("Gemm", ["h", "last.weight"], ["y"],
+                             "/last/Gemm", transB=1)]
+        for spec, opset, axis, block, scales, outer in (
+                ("lpbq", 21, 1, 64, (24, 2), 24),
+                ("nvfp4", 23, 1, 16, (24, 8), 1)):
+            with self.subTest(spec=spec):
+                self.save(transposed, [("x", TensorProto.FLOAT, [2, 128])],
+                          [("y", TensorProto.FLOAT, [2, 8])],
+                          [numpy_helper.from_array(
+                              weights["fc.weight"].T.copy(), "w"),
+                           numpy_helper.from_array(weights["last.weight"],
+                                                   "last.weight")], opset=17)
+                self.run_quantctl("calibrate", self.path("w"), "--model", spec,
+                                  "--spec", spec)
+                result = self.run_quantctl(
+                    "export", "--model", spec, "--onnx",
+                    self.path("model.onnx"), "-o", self.path("qdq.onnx"),
+                    "--force")
+                self.assertEqual("kernels for float4" in result.stderr,
+                                 spec == "nvfp4")
+                model = onnx.load(self.path("qdq.onnx"))
+                self.assertEqual(model.opset_import[0].version, opset)
+                values = onnx_run.run_in_numpy(
+                    model, {"x": np.ones((2, 128), np.float32)})
+                ours = self.restored(self.path("w"), "--spec", spec)
+                # To the last bit.
+                np.testing.assert_array_equal(values["w"],
+                                              ours["fc.weight"].T)
+                np.testing.assert_array_equal(values["last.weight"],
+                                              ours["last.weight"])
+                makers = {node.output[0]: node for node in model.graph.node}
+                dequantize = makers["w"]
+                attributes = {a.name: a.i for a in dequantize.attribute}
+                # Rows are columns here.
+                self.assertEqual(attributes, {"axis": 1 - axis,
+                                              "block_size": block})
+                inner = makers[dequantize.input[1]]
+                self.assertEqual(inner.op_type, "DequantizeLinear")
+                self.assertEqual(values[inner.input[0]].shape, scales[::-1])
+                self.assertEqual(values[inner.input[1]].size, outer)
+                self.assertEqual({a.name: a.i for a in inner.attribute},
+                                 {"axis": 1} if outer > 1 else {})
+                types = {i.name: i.data_type for i in model.graph.initializer}
+                self.assertEqual(
+                    (types[dequantize.input[0]], types[inner.input[0]]),
+                    (22, 2) if spec == "lpbq" else (23, 17))
+        # Activations have no such scales.
+        self.run_quantctl("calibrate", ACTIVATIONS, "--all", "--model",
+                          "double", "--include", "fc1.input", "--spec",
+                          "nvfp4")
+        self.write_digits(self.path("model.onnx"), 17)
+        report, _ = self.put_into("double", code=1)
+        self.assertIn("for weights alone", report["error"]["message"])
+
     def encode(self, model, *entries):
         """Stores encodings as of our own JSON."""
         path = self.write_json("encodings", {
