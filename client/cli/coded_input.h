@@ -34,9 +34,9 @@ struct CodedInput {
 // Errors: of TensorInput::Open and ReadCoded.
 absl::StatusOr<CodedInput> OpenCoded(const std::string& path);
 
-// The tensors of a file, or of all files, with floats in place of codes, as
-// they would lie in the file that `quantctl dequantize` makes of it: those
-// whose codes are in `input`. Floats are made when they are held.
+// The tensors of a file, or of all files, as they would lie in the file that
+// `quantctl dequantize` makes of it: with floats in place of the codes that are
+// in `input`. Floats are made when they are held.
 TensorInput Decoded(TensorInput input, const CodedInput& coded);
 
 }  // namespace quantd::cli

@@ -28,7 +28,7 @@ Distribution DistributionOf(const v1::StatisticsState& state);
 
 // What the finite elements of all scale indices are like. Plain value.
 struct Summary {
-  // Exact but for the last bits. NaN where there is no element, or where a sum
+  // Exact up to the last bits. NaN where there is no element, or where a sum
   // of squares is not sound.
   double mean = 0;
   double deviation = 0;

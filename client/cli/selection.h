@@ -18,8 +18,8 @@
 
 namespace quantd::cli {
 
-// The tensors of all inputs that the filter takes, in order. With `specs` those
-// of them that have a spec, and patterns of specs count too.
+// The tensors of all inputs that the filter takes, in order. With `specs` only
+// those that have a spec. Patterns of specs then count too.
 // Errors: ARGUMENT_INVALID for a pattern that takes no tensor, or when no
 // tensor is left.
 absl::StatusOr<std::vector<const files::FileTensor*>> SelectTensors(

@@ -30,9 +30,10 @@ struct Question {
   std::optional<std::vector<int64_t>> block_size;
 };
 
-// The header has the tensor's name and shape, the size in bytes that these
-// give, and the bytes that belong to `range` of what went up; its encoding is
-// sound, and there if `wants_encoding`.
+// Checks that the header has
+// - the tensor's name and shape, and the size in bytes that these give,
+// - the bytes that belong to `range` of what went up,
+// - a sound encoding or, without `wants_encoding`, perhaps none.
 // Requires: the shape has an ElementCount, and `range` is within the tensor.
 // Errors: RESPONSE_MALFORMED.
 absl::Status CheckHeader(const Question& question, const ByteRange& range,

@@ -102,15 +102,16 @@ class Client {
   absl::StatusOr<v1::PublishRevisionResponse> PublishRevision(
       absl::string_view model, absl::string_view source,
       absl::string_view revision, bool keep_others = false);
-  // Deletes encodings and statistics, all at once. A lost answer as with
-  // DeleteEncoding; the counts are 0 then.
+  // Deletes encodings and statistics, all at once. If the answer is lost, this
+  // is as with DeleteEncoding, and the counts are 0.
   absl::StatusOr<v1::DeleteRevisionResponse> DeleteRevision(
       absl::string_view model, absl::string_view revision);
   absl::StatusOr<v1::DeleteModelResponse> DeleteModel(absl::string_view model);
 
   // Computes encodings from stored statistics and stores them. Calls
   // `on_tensor` for every answer, which returns false to cancel the rest.
-  // Tensors that fail say so in their answer. Not retried once an answer came.
+  // The answer of a tensor that failed has an error. Not retried once an answer
+  // came.
   absl::Status ComputeEncodings(
       const v1::ComputeEncodingsRequest& request,
       absl::FunctionRef<bool(const v1::ComputeEncodingsResponse&)> on_tensor);

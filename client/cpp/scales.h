@@ -31,7 +31,7 @@ struct Scales {
   absl::Span<const uint8_t> scale;
   // int32, one for each scale; empty: all 0.
   absl::Span<const uint8_t> zero_point;
-  // float32; empty but for E4M3 and INTEGER scales.
+  // float32; only with E4M3 and INTEGER scales.
   absl::Span<const uint8_t> outer_scale;
 };
 
@@ -78,8 +78,8 @@ Encoding WithScales(const Encoding& encoding, const Scales& scales);
 std::vector<int64_t> BlockSizeOf(const EncodingSpec& spec,
                                  const std::vector<int64_t>& shape);
 
-// What the encoding of a spec will be, but for qmin and qmax: without scales,
-// with scales_in_chunks. With unsigned_if_non_negative the format may turn to
+// What the encoding of a spec will be, without qmin, qmax and scales, and with
+// scales_in_chunks. With unsigned_if_non_negative the format may turn to
 // the unsigned one of its width.
 // Requires: the server takes the spec.
 Encoding ExpectedEncoding(const EncodingSpec& spec,

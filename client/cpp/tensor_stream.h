@@ -84,8 +84,8 @@ struct QuantizeResult {
   // The codes, in the job's output or in `buffer`. Empty with a sink.
   absl::Span<const uint8_t> codes;
   Buffer buffer;
-  // Of scales_in_chunks, but for what went to sinks. WithScales puts them into
-  // the header's encoding.
+  // With scales_in_chunks: those that went to no sink. WithScales puts them
+  // into the header's encoding.
   ScaleBuffers scales;
 };
 

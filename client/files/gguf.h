@@ -1,12 +1,14 @@
 // The GGUF file format, versions 2 and 3, little-endian.
 //
 //   "GGUF", u32 version, u64 number of tensors, u64 number of pairs
-//   pairs of metadata: string key, u32 type, value
-//   of each tensor: string name, u32 rank, u64 extents with the innermost
+//   for each pair of metadata: string key, u32 type, value
+//   for each tensor: string name, u32 rank, u64 extents with the innermost
 //     first, u32 type, u64 offset
-//   the data, from the next multiple of "general.alignment" (default 32, a
-//   power of two from 8 to 1 MiB) on; offsets are relative to there and
-//   multiples of it, and no two tensors overlap
+//   the data
+//
+// The data begin at a multiple of the alignment: "general.alignment" of the
+// metadata, a power of two from 8 to 1 MiB, 32 by default. Offsets are relative
+// to there and multiples of the alignment. No two tensors overlap.
 //
 // A string is a u64 length and bytes. gguf_types.h has the types.
 

@@ -3,8 +3,10 @@
 //   u64 little-endian N, at most 100,000,000
 //   N bytes of JSON {name: {dtype, shape, data_offsets: [begin, end]}}, padded
 //     with spaces; "__metadata__" maps strings to strings
-//   the data; offsets are relative to it, without hole or overlap, and end
-//     with the file
+//   the data
+//
+// Offsets are relative to the data. Tensors fill the rest of the file without
+// hole or overlap.
 
 #ifndef QUANTD_CLIENT_FILES_SAFETENSORS_H_
 #define QUANTD_CLIENT_FILES_SAFETENSORS_H_

@@ -1,17 +1,18 @@
 // Tensors that other programs quantized, by the names, types and shapes that
 // they have in safetensors files. T is a tensor, X a module of weight X.weight.
 //
-//   FP8         T (F8_E4M3, F8_E5M2), T_scale_inv or T_scale: one, one for each
-//               row, for blocks of 128 x 128 or what config.json says, for each
-//               output of a convolution ([outputs] or [outputs, 1, ..]), or
-//               E8M0 bytes (U8) for groups of 32
+//   FP8         T (F8_E4M3, F8_E5M2), T_scale_inv or T_scale. One scale, one
+//               for each row, one for each block of 128 x 128 or what
+//               config.json says, or one for each output of a convolution
+//               ([outputs] or [outputs, 1, ..]). Or E8M0 bytes (U8) for groups
+//               of 32
 //   INT8        T (I8), T_scale likewise, T_zero_point (I8)
 //   NVFP4       T (U8, two codes a byte), T_scale (F8_E4M3), T_scale_2 (F32)
 //   MXFP4       T (U8), T_scale (U8)
-//   GPT-OSS     T_blocks (U8, [.., rows, groups, 16]), T_scales (U8): the
-//   tensor
-//               is [.., 32 * groups, rows], as transformers has it; T.blocks
-//               and T.scales: [.., rows, 32 * groups]
+//   GPT-OSS     T_blocks (U8, [.., rows, groups, 16]), T_scales (U8). The
+//               tensor is [.., 32 * groups, rows], as transformers has it. Or
+//               T.blocks and T.scales, of [.., rows, 32 * groups]
+//
 //   GPTQ        X.qweight (I32, [inputs * bits / 32, outputs], packed along the
 //               inputs), X.qzeros (I32, [groups, outputs * bits / 32], each
 //               less 1 unless the checkpoint_format is gptq_v2), X.scales,

@@ -1,20 +1,22 @@
 // How a quantized tensor lies in a safetensors file:
 //
-//   <name>              codes in the tensor's shape: I8, U8, I16 or U16, for
-//                       floats of 8 bits F8_E4M3 or F8_E5M2 where they are of
-//                       that kind, otherwise U8; packed formats U8 of [bytes]
-//   <name>.scale        in the shape of the scales, as they are stored: F32,
-//                       F16, BF16, F8_E4M3 (e4m3), or U8 (e8m0, integer)
-//   <name>.zero_point   I32 likewise; only where one is not 0
-//   <name>.outer_scale  F32 in the shape of the outer scales; only under e4m3
+//   <name>              the codes. Packed formats: U8, one dimension of bytes.
+//                       Others in the tensor's shape: I8, U8, I16 or U16;
+//                       F8_E4M3 and F8_E5M2 for these two formats
+//   <name>.scale        the scales, in their own shape and as they are stored:
+//                       F32, F16, BF16, F8_E4M3 (e4m3), or U8 (e8m0, integer)
+//   <name>.zero_point   I32, in the shape of the scales; only if one is not 0
+//   <name>.outer_scale  F32, in the shape of the outer scales; only with e4m3
 //                       and integer scales
-//   <name>.codebook     F32; only of formats whose encoding carries it
-//   metadata "quantd.<name>": {"version": 1, "format": "int8", "shape": [..],
-//                       "block_size": [..], "qmin": .., "qmax": ..,
-//                       "exclude_zero": false, "element_type": "float32"},
-//                       and where they are not the default
-//                       "scale_type": "e8m0", "outer_block_size": [..],
-//                       "no_saturation": true
+//   <name>.codebook     F32; only of formats whose encoding has one of its own
+//
+// Metadata "quantd.<name>":
+//
+//   {"version": 1, "format": "int8", "shape": [..], "block_size": [..],
+//    "qmin": .., "qmax": .., "exclude_zero": false, "element_type": "float32"}
+//
+// and, if they are not the default, "scale_type": "e8m0",
+// "outer_block_size": [..], "no_saturation": true.
 
 #ifndef QUANTD_CLIENT_MODELS_QUANTIZED_LAYOUT_H_
 #define QUANTD_CLIENT_MODELS_QUANTIZED_LAYOUT_H_

@@ -49,8 +49,8 @@ class BlockElements {
   // kMaxDirectElements.
   void Assign(const HeldTensor& held, int64_t scale_index);
 
-  // What a search of blocks of so many elements holds, at most, but for a few
-  // hundred KiB.
+  // The most memory that a search of blocks of so many elements holds. A few
+  // hundred KiB may come on top.
   static int64_t MemoryBytes(const EncodingSpec& spec, int64_t largest_block);
 
   int64_t count() const { return count_; }

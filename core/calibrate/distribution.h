@@ -41,10 +41,10 @@ class CompensatedSum {
   double carry_ = 0;
 };
 
-// The masses are the bins, but for these: a bin of one or two elements, or of
-// equal ones, gives them back exactly, and the extremes are known. Everything
-// is in float64, in one order: the same bits on every machine. Immutable,
-// thread-safe.
+// The masses are the bins, with two exceptions. A bin of one or two elements,
+// or of equal ones, gives these elements back exactly. The extremes are known
+// exactly too. Everything is in float64, in one order: the same bits on every
+// machine. Immutable, thread-safe.
 class Distribution {
  public:
   // Elements of `histogram`, whose extremes narrow down the outermost bins.

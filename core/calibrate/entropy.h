@@ -39,23 +39,25 @@ EntropyLevels LevelsOf(const CodeNumbers& numbers, bool is_symmetric);
 // Requires: x > 0, normal.
 double PortableLog(double x);
 
-// Of the ranges k / steps of the whole one, 1 <= k <= steps, measured from zero
-// or from the end that is nearest to it, that with the
-// least Kullback-Leibler divergence sum p log(p / q). Elements are cut to the
-// 9 + m bits of their key and counted in linear bins over the whole range;
-// those that are then zero are left out, since every range keeps them, and as
-// many as a ReLU makes would outweigh all others. From these bins
+// Finds the range with the least Kullback-Leibler divergence sum p log(p / q).
+// The ranges that are tried are k / steps of the whole one, 1 <= k <= steps,
+// measured from zero or from the end that is nearest to it.
 //
-//   p  has the bins that begin within the range; what lies outside of it is
-//      added to the bin at its end;
+// Elements are cut to the 9 + m bits of their key and counted in linear bins
+// over the whole range. Elements that are then zero are left out: every range
+// keeps them, and as many as a ReLU makes would outweigh all others. From these
+// bins
+//
+//   p  has the bins that begin within the range. What lies outside of it is
+//      added to the bin at its end.
 //   q  has the same bins without what was added: the bins of each level share
-//      their sum evenly, but for those that are empty in p. Half a count stands
+//      their sum evenly, except those that are empty in p. Half a count stands
 //      in a level that has none where p has some.
 //
-// Bin t of n is of level floor(t * levels / n), or where levels have boundaries
-// of that which its middle lies in. Ranges with fewer bins than levels are left
-// out; the whole range never is. Of equally good ranges the widest wins.
-// (Migacz, 8-bit inference with TensorRT, 2017)
+// Bin t of n is of level floor(t * levels / n). Where levels have boundaries,
+// it is of the level that its middle lies in. Ranges with fewer bins than
+// levels are left out; the whole range never is. Of equally good ranges the
+// widest wins. (Migacz, 8-bit inference with TensorRT, 2017)
 //
 // `whole`  contains the elements and is not [0, 0]; of |x| all up to its
 //          abs_max.

@@ -17,13 +17,14 @@
 namespace quantd::core {
 
 // Sums over the elements of which both x and x' = dequantize(quantize(x)) are
-// finite; the others (x NaN or infinite, a scale of NaN, an overflow of a
-// format that does not saturate) count as non-finite and nowhere else. x' has
-// the arithmetic type (float32, or float64 for float64 tensors): it is not
-// rounded to float16 or bfloat16. e = x' - x, products and sums are in float64.
-// |e / x| is the quotient of float64 for float64 tensors; otherwise that of e
-// rounded to float32, rounded to float32, which is within 2^-23 of the exact
-// one where it is normal, or float64's where float32 cannot hold either.
+// finite. The others count as non-finite and nowhere else: x is NaN or
+// infinite, the scale is NaN, or a format that does not saturate overflows.
+//
+// x' has the arithmetic type (float32, or float64 for float64 tensors): it is
+// not rounded to float16 or bfloat16. e = x' - x, products and sums are in
+// float64. For float64 tensors, so is |e / x|. Otherwise e is rounded to
+// float32, and so is the quotient, which is within 2^-23 of the exact one where
+// it is normal. Where float32 cannot hold either, the quotient is in float64.
 // Clipped: see quantize.h.
 struct ErrorSums {
   int64_t count = 0;        // elements that the sums are over
@@ -62,11 +63,15 @@ struct EvaluateOptions {
 
 // Measures one encoding on one tensor that arrives in order.
 //
-// Sums run in an order that the elements' indices fix: the tensor is cut into
-// leaves of kLeafElements; in a leaf, element k adds to lane k mod 16, and the
-// lanes are added in a fixed tree; leaves are added in order. Per scale index,
-// the part of a run (see BlockLayout) within a leaf takes the leaf's place. The
-// result is the same for any number of threads and any SIMD target. Not
+// The elements' indices fix the order of sums:
+//
+// - The tensor is cut into leaves of kLeafElements, which are added in order.
+// - In a leaf, element k adds to lane k mod 16. The lanes are added in a fixed
+//   tree.
+// - For sums per scale index, the part of a run (see BlockLayout) within a leaf
+//   takes the leaf's place.
+//
+// So the result is the same for any number of threads and any SIMD target. Not
 // thread-safe.
 class Evaluator {
  public:

@@ -16,7 +16,7 @@
 
 namespace quantd::core {
 
-// One update of the histograms of a tensor. Thread-safe but for Finish.
+// One update of the histograms of a tensor. Thread-safe, except Finish.
 //
 // Long runs of one scale index are added up in a table per thread, which goes
 // into the histogram when the scale index changes; short ones go there at

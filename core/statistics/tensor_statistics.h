@@ -61,8 +61,8 @@ class TensorStatistics {
   TensorStatistics Outline(int64_t scale_count) const;
   // Counts and extremes alone, at 0 mantissa bits.
   TensorStatistics WithoutHistograms() const;
-  // Adds what `from` has at one scale index to another one here, but for the
-  // counts over all elements.
+  // Adds what `from` has at one scale index to another one here. The counts
+  // over all elements stay.
   // Requires: the same mantissa bits.
   void MergeScaleIndex(const TensorStatistics& from, int64_t from_index,
                        int64_t to_index);

@@ -63,7 +63,7 @@ class BlockLayout {
   // The same tensor for an encoding that has only the scales from `first_scale`
   // on: runs and rows count scale indices from there.
   BlockLayout Window(int64_t first_scale) const;
-  // 0, but for windows.
+  // 0 unless this is a window.
   int64_t first_scale() const { return first_scale_; }
 
   // Calls `visit(const Run&)` for maximal runs that cover [first, first +
@@ -77,9 +77,9 @@ class BlockLayout {
     while (cursor.Next(&run)) visit(run);
   }
 
-  // Elements [begin, begin + count) of one row of the innermost dimension that
-  // remains after neighbours that behave alike are merged; element begin + k
-  // uses scale scale_index + floor((offset + k) / block).
+  // Elements [begin, begin + count) of one row. A row is along the innermost
+  // dimension, after neighbouring dimensions that behave alike are merged.
+  // Element begin + k uses scale scale_index + floor((offset + k) / block).
   struct Row {
     int64_t begin;
     int64_t count;

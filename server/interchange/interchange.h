@@ -107,8 +107,9 @@ struct ParsedEncodings {
   // Each valid once its layout is resolved; no tensor twice.
   std::vector<PendingEncoding> encodings;
   std::vector<InterchangeLoss> losses;
-  // The format is of others: an entry that is not sound is left out and told,
-  // also where its layout does not fit. In our own the whole file is refused.
+  // True for formats of other projects: an entry that is not sound, or whose
+  // layout does not fit, is left out and is one of the losses. In a file of our
+  // own format such an entry is an error.
   bool leaves_out_unsound = false;
 };
 

@@ -46,9 +46,9 @@ struct TensorFrame {
 //   Reserve(0) and Finish, until Finish answers true
 //
 // After an error nothing more is called; only Reserve and PushScales may be
-// tried again, if it is MEMORY_BUDGET with a retry delay. Calls
-// are short and do not wait. Exceptions are announced by FinishIsLong,
-// ResolveWaits and FinishWaits.
+// tried again, if it is MEMORY_BUDGET with a retry delay. Calls are short and
+// do not wait. Exceptions are announced by FinishIsLong, ResolveWaits and
+// FinishWaits.
 class TensorJob {
  public:
   virtual ~TensorJob() = default;
@@ -75,8 +75,8 @@ class TensorJob {
 
   // Takes scales that came beside the next bytes, serialized as in
   // RequestEnvelope. Called after Resolve, before those bytes are fed.
-  // Errors: SCALE_COUNT by default: none are expected. MEMORY_BUDGET: it may be
-  // called again with the same `scales`, for those of them that are left.
+  // Errors: SCALE_COUNT by default: none are expected. After MEMORY_BUDGET it
+  // may be called again with the same `scales`, and goes on where it stopped.
   virtual absl::Status PushScales(absl::Span<const std::string> scales) {
     return core::ScaleShapeError(
         "scales came, expected none without an encoding with scales_in_chunks");

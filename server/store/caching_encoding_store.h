@@ -27,12 +27,15 @@
 namespace quantd::server {
 
 // Answers Get from memory: least recently used encodings go first when the cap
-// is reached. Everything else goes to the inner store. Within this process a
-// Get never answers what a finished Put or Delete replaced; what another
-// process put into the same store is seen within `max_age`: an inner store that
-// tells whether there was such a put (ForeignVersion) is asked that, once for
-// all encodings, any other for each encoding. While the inner store is
-// unavailable, cached encodings are answered for up to `max_stale`.
+// is reached. Everything else goes to the inner store.
+//
+// Within this process, a Get never answers what a finished Put or Delete
+// replaced. What another process put into the same store is seen within
+// `max_age`. For that the inner store is asked whether there was such a put
+// (ForeignVersion), once for all encodings. If it cannot tell, it is asked for
+// each encoding. While the inner store is unavailable, cached encodings are
+// answered for up to `max_stale`.
+//
 // Thread-safe; no lock is held while the inner store works.
 class CachingEncodingStore : public EncodingStore {
  public:

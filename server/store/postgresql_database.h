@@ -26,9 +26,9 @@ class PostgresqlConnection;
 class PostgresqlListener;
 
 // Connections are opened when they are needed, at most `connections` at once,
-// and kept. No call waits for a database that does not answer for longer than
-// `timeout`, a connection that failed is dropped, and while none can be opened
-// calls fail without trying again each time. Thread-safe.
+// and kept. A connection that failed is dropped. No call waits for longer than
+// `timeout` for a database that does not answer. While no connection can be
+// opened, not every call tries again: the others fail at once. Thread-safe.
 class PostgresqlDatabase : public SqlDatabase {
  public:
   struct Options {

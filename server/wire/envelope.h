@@ -1,9 +1,9 @@
 // The envelope of a stream's message: {1: header, 2: offset, 3: data,
 // 4: shared, 5: scales}.
 //
-// All four requests share it, but for Calibrate's, which has no scales, so that
-// one parser serves them and `data` stays where the transport put it. For every
-// other client these are ordinary protobuf messages.
+// All four requests share it; that of Calibrate has no scales. So one parser
+// serves them, and `data` stays where the transport put it. For every other
+// client these are ordinary protobuf messages.
 
 #ifndef QUANTD_SERVER_WIRE_ENVELOPE_H_
 #define QUANTD_SERVER_WIRE_ENVELOPE_H_
