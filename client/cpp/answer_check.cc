@@ -100,7 +100,7 @@ absl::StatusOr<FormatInfo> CodesOf(v1::NumberFormat format, int64_t count,
   }
   for (const v1::NumberFormat wide :
        {v1::NUMBER_FORMAT_INT2, v1::NUMBER_FORMAT_INT4, v1::NUMBER_FORMAT_INT8,
-        v1::NUMBER_FORMAT_INT16}) {
+        v1::NUMBER_FORMAT_INT16, v1::NUMBER_FORMAT_INT32}) {
     absl::StatusOr<FormatInfo> info = GetFormatInfo(wide);
     if (static_cast<uint64_t>(info->SizeBytes(count)) == size_bytes) {
       return info;
@@ -108,7 +108,7 @@ absl::StatusOr<FormatInfo> CodesOf(v1::NumberFormat format, int64_t count,
   }
   return ResponseMalformedError(
       absl::StrCat("expected size_bytes of ", count,
-                   " codes of 2, 4, 8 or 16 bits, got ", size_bytes));
+                   " codes of 2, 4, 8, 16 or 32 bits, got ", size_bytes));
 }
 
 // Checks how many there are of one field of an encoding.

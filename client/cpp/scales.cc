@@ -264,7 +264,7 @@ namespace internal {
 int64_t ZeroPointSizeBytes(const Encoding& encoding) {
   if (encoding.exclude_zero()) return 4;
   const absl::StatusOr<FormatInfo> format = GetFormatInfo(encoding.format());
-  return format.ok() && format->bits > 8 ? 2 : 1;
+  return format.ok() ? std::max(format->storage_bits / 8, 1) : 1;
 }
 
 absl::StatusOr<uint64_t> CountOfChunk(const Encoding& encoding,

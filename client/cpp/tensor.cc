@@ -46,9 +46,10 @@ FormatInfo FromOptions(v1::NumberFormat format,
   info.bits = bits;
   info.storage_bits = static_cast<int>(options.storage_bits());
   info.is_signed = options.is_signed();
-  info.qmin = info.is_signed ? -(1 << (bits - 1)) : 0;
+  const int magnitude_bits = info.is_signed ? bits - 1 : bits;
+  info.qmax = static_cast<int32_t>((int64_t{1} << magnitude_bits) - 1);
+  info.qmin = info.is_signed ? -info.qmax - 1 : 0;
   if (options.has_qmin()) info.qmin = options.qmin();
-  info.qmax = (1 << (info.is_signed ? bits - 1 : bits)) - 1;
   info.default_group = options.default_group();
   info.scale_type = options.scale_type();
   switch (info.kind) {
@@ -180,7 +181,9 @@ absl::StatusOr<v1::NumberFormat> IntegerFormat(int bits, bool is_signed) {
     }
   }
   return ArgumentInvalidError(
-      absl::StrCat("expected an integer of 2 to 16 bits, got ", bits));
+      absl::StrCat("expected an integer of 2 to 16 bits, or a signed one of "
+                   "32, got ",
+                   bits));
 }
 
 v1::ScaleType ScaleTypeOf(const Encoding& encoding) {

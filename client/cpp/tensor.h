@@ -80,7 +80,7 @@ struct FormatInfo {
   v1::NumberFormat format;
   CodeKind kind;
   int bits;
-  // 2, 4, 8 or 16; codes of 2 and 4 are packed.
+  // 2, 4, 8, 16 or 32; codes of 2 and 4 are packed.
   int storage_bits;
   // Two's complement.
   bool is_signed;
@@ -109,7 +109,7 @@ struct FormatInfo {
 absl::StatusOr<FormatInfo> GetFormatInfo(v1::NumberFormat format);
 
 // The format of plain integers of that width.
-// Errors: ARGUMENT_INVALID for other widths than 2 to 16.
+// Errors: ARGUMENT_INVALID for other widths than 2 to 16, or 32 if signed.
 absl::StatusOr<v1::NumberFormat> IntegerFormat(int bits, bool is_signed);
 
 // How the scales of an encoding are stored: its scale_type or what the format

@@ -42,6 +42,7 @@ files::Dtype CodeDtype(const FormatInfo& format) {
   if (format.storage_bits == 8) {
     return format.is_signed ? files::Dtype::kI8 : files::Dtype::kU8;
   }
+  if (format.storage_bits == 32) return files::Dtype::kI32;
   return format.is_signed ? files::Dtype::kI16 : files::Dtype::kU16;
 }
 

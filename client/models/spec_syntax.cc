@@ -95,7 +95,7 @@ std::vector<std::string> FormatNames() {
 }
 
 std::string FormatList() {
-  std::string list = "int2 to int16, uint2 to uint16";
+  std::string list = "int2 to int16, int32, uint2 to uint16";
   for (const std::string& name : FormatNames()) {
     if (GetFormatInfo(*ParseFormat(name))->IsPlainInteger()) continue;
     absl::StrAppend(&list, ", ", name);

@@ -44,7 +44,8 @@ absl::StatusOr<std::vector<int64_t>> BlockSizeOf(
 
 // Names to offer for what the functions below take.
 std::vector<std::string> FormatNames();
-// The same in one line, with plain integers put together: "int2 to int16, ...".
+// The same in one line, with plain integers put together: "int2 to int16,
+// int32, ...".
 std::string FormatList();
 std::vector<std::string> GranularityNames();
 std::vector<std::string> SymmetryNames();

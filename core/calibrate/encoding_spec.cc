@@ -59,6 +59,7 @@ absl::Status CheckEnums(const EncodingSpec& spec) {
 // A signed integer format that has an unsigned counterpart.
 bool IsPlainSigned(const FormatInfo& format) {
   return format.kind == CodeKind::kInteger && format.is_signed &&
+         !IsWideInteger(format) &&
          IntegerFormat(format.bits, true).format == format.format;
 }
 
@@ -77,6 +78,13 @@ absl::Status CheckSymmetry(const EncodingSpec& spec, const FormatInfo& format) {
         SymmetryInvalidError(absl::StrCat(
             "a symmetric range needs a signed format, but the format is ",
             format.name)),
+        "symmetry");
+  }
+  if (is_asymmetric && IsWideInteger(format)) {
+    return WithField(
+        SymmetryInvalidError(absl::StrCat(
+            format.name,
+            " needs a symmetric range, for all its zero points are 0")),
         "symmetry");
   }
   if (!is_asymmetric && spec.exclude_zero) {
@@ -228,6 +236,12 @@ absl::Status MethodErrorAt(absl::string_view field, absl::string_view what) {
   return WithField(MethodInvalidError(what), field);
 }
 
+// Whether the method tries ranges and compares their errors.
+bool Searches(const EncodingSpec& spec) {
+  return NeedsHistograms(spec) &&
+         spec.method != CalibrationMethod::kPercentile;
+}
+
 absl::Status CheckMethods(const EncodingSpec& spec) {
   if (spec.method != CalibrationMethod::kBestOf) {
     if (spec.methods.empty()) return absl::OkStatus();
@@ -263,6 +277,14 @@ absl::Status CheckMethods(const EncodingSpec& spec) {
 // Conditions are written so that NaN fails.
 absl::Status CheckMethod(const EncodingSpec& spec) {
   if (absl::Status s = CheckMethods(spec); !s.ok()) return s;
+  // Steps of 2^-31 of the range leave nothing to be gained.
+  if (Searches(spec) && IsWideInteger(*FindFormat(spec.format))) {
+    return MethodErrorAt(
+        "method", absl::StrCat(FindFormat(spec.format)->name,
+                               " needs a method that does not search for the "
+                               "least error: min-max, percentile, the fixed "
+                               "range or the moving average"));
+  }
   const auto out_of_range = [](absl::string_view field, auto value,
                                const auto&... expected) {
     return MethodErrorAt(

@@ -489,7 +489,8 @@ void Dequantize(const Encoding& encoding, const BlockLayout& layout,
   const FormatInfo& format = *FindFormat(encoding.format);
   const int64_t tasks = (count + kTaskElements - 1) / kTaskElements;
   const bool is_large = count * ElementSizeBytes(type) >= kPrefetchFromBytes;
-  const bool is_scalar = internal::UsesScalarKernels();
+  const bool is_scalar =
+      internal::UsesScalarKernels() || IsWideInteger(format);
   const auto run_task = [&](int64_t task) {
     const int64_t begin = task * kTaskElements;
     const DequantizeRange range{encoding,

@@ -847,7 +847,8 @@ Evaluator::~Evaluator() = default;
 
 void Evaluator::Update(int64_t first, int64_t count, const uint8_t* data,
                        ThreadPool* pool) {
-  const bool is_scalar = internal::UsesScalarKernels();
+  const bool is_scalar = internal::UsesScalarKernels() ||
+                         IsWideInteger(*FindFormat(encoding_.format));
   const bool per_scale_index = !per_scale_index_.empty();
   // The scalar definition has a portion for each element instead.
   const bool adds_columns = per_scale_index && !is_scalar && Steps(layout_);

@@ -38,19 +38,21 @@ constexpr float kNf4[] = {
 };
 
 constexpr int StorageBits(int bits) {
-  return bits == 2 || bits == 4 ? bits : (bits <= 8 ? 8 : 16);
+  if (bits == 2 || bits == 4) return bits;
+  return bits <= 8 ? 8 : (bits <= 16 ? 16 : 32);
 }
 
 constexpr FormatInfo Integer(int value, absl::string_view name, int bits,
                              bool is_signed) {
-  const int32_t qmax = is_signed ? (1 << (bits - 1)) - 1 : (1 << bits) - 1;
+  const int magnitude_bits = is_signed ? bits - 1 : bits;
+  const auto qmax = static_cast<int32_t>((int64_t{1} << magnitude_bits) - 1);
   return FormatInfo{static_cast<NumberFormat>(value),
                     name,
                     CodeKind::kInteger,
                     bits,
                     StorageBits(bits),
                     is_signed,
-                    is_signed ? -(1 << (bits - 1)) : 0,
+                    is_signed ? -qmax - 1 : 0,
                     qmax,
                     kNoFloat,
                     static_cast<double>(qmax),
@@ -175,6 +177,7 @@ constexpr FormatInfo kFormats[] = {
     Codebook(62, "codebook4", 4),
     Codebook(63, "codebook8", 8),
     BlockInteger(64, "lpbq", 4, -8, ScaleType::kInteger, 64, 0),
+    Integer(65, "int32", 32, true),
 };
 
 // What FloatCoder of core/quantize/coders-inl.h computes exactly: codes of a
@@ -211,6 +214,7 @@ const FormatInfo* FindFormatByName(absl::string_view name) {
 }
 
 const FormatInfo& IntegerFormat(int bits, bool is_signed) {
+  if (bits == kWideIntegerBits) return *FindFormatByName("int32");
   return *FindFormat(static_cast<NumberFormat>(is_signed ? bits : 20 + bits));
 }
 

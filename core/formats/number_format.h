@@ -41,7 +41,7 @@ struct FormatInfo {
   CodeKind kind;
   // Bits of a code.
   int bits;
-  // Bits that a code takes in memory: 2 and 4 packed, otherwise 8 or 16.
+  // Bits that a code takes in memory: 2 and 4 packed, otherwise 8, 16 or 32.
   int storage_bits;
   // Integers only: two's complement.
   bool is_signed;
@@ -93,7 +93,14 @@ absl::Span<const FormatInfo> AllFormats();
 const FormatInfo* FindFormat(NumberFormat format);
 const FormatInfo* FindFormatByName(absl::string_view name);
 
-// The row of the integer format of that width (2 to 16).
+// The width of integers that float32 does not hold exactly: int32. All their
+// zero points are 0, and the kernels leave them to the plain definitions.
+constexpr int kWideIntegerBits = 32;
+inline bool IsWideInteger(const FormatInfo& format) {
+  return format.kind == CodeKind::kInteger && format.bits == kWideIntegerBits;
+}
+
+// The row of the integer format of that width: 2 to 16, or 32 if signed.
 const FormatInfo& IntegerFormat(int bits, bool is_signed);
 
 }  // namespace quantd::core

@@ -15,7 +15,11 @@ namespace quantd::core {
 inline void StoreCode(const FormatInfo& format, int32_t code, int64_t index,
                       uint8_t* out) {
   const uint32_t bits = static_cast<uint32_t>(code);
-  if (format.storage_bits == 16) {
+  if (format.storage_bits == 32) {
+    for (int byte = 0; byte < 4; ++byte) {
+      out[index * 4 + byte] = static_cast<uint8_t>(bits >> (8 * byte));
+    }
+  } else if (format.storage_bits == 16) {
     out[index * 2] = static_cast<uint8_t>(bits);
     out[index * 2 + 1] = static_cast<uint8_t>(bits >> 8);
   } else if (format.storage_bits == 8) {
@@ -31,8 +35,12 @@ inline void StoreCode(const FormatInfo& format, int32_t code, int64_t index,
 // Loads code `index`.
 inline int32_t LoadCode(const FormatInfo& format, const uint8_t* in,
                         int64_t index) {
-  uint32_t bits;
-  if (format.storage_bits == 16) {
+  uint32_t bits = 0;
+  if (format.storage_bits == 32) {
+    for (int byte = 0; byte < 4; ++byte) {
+      bits |= static_cast<uint32_t>(in[index * 4 + byte]) << (8 * byte);
+    }
+  } else if (format.storage_bits == 16) {
     bits = in[index * 2] | (static_cast<uint32_t>(in[index * 2 + 1]) << 8);
   } else if (format.storage_bits == 8) {
     bits = in[index];
@@ -42,8 +50,8 @@ inline int32_t LoadCode(const FormatInfo& format, const uint8_t* in,
     bits = (in[index / per_byte] >> shift) & ((1u << format.storage_bits) - 1);
   }
   if (!format.is_signed) return static_cast<int32_t>(bits);
-  const uint32_t sign = 1u << (format.storage_bits - 1);
-  return static_cast<int32_t>(bits ^ sign) - static_cast<int32_t>(sign);
+  const int64_t sign = int64_t{1} << (format.storage_bits - 1);
+  return static_cast<int32_t>((int64_t{bits} ^ sign) - sign);
 }
 
 }  // namespace quantd::core

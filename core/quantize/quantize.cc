@@ -868,7 +868,8 @@ absl::Status Quantize(const Encoding& encoding, const BlockLayout& layout,
                          is_large};
   };
   std::vector<QuantizeCounts> task_counts(tasks);
-  const bool is_scalar = internal::UsesScalarKernels();
+  const bool is_scalar =
+      internal::UsesScalarKernels() || IsWideInteger(format);
   const auto run_task = [&](int64_t task) {
     if (is_scalar) {
       QuantizeScalar(task_range(task), &task_counts[task]);

@@ -24,13 +24,15 @@ int32_t QuantizeElement(T x, T scale, int32_t zero_point, int32_t nan_code,
     ++(x > 0 ? counts->positive_infinity : counts->negative_infinity);
   }
   if (std::isnan(scale)) return 0;
-  // Codes less the zero point: all of these are exact in T.
-  const T low = static_cast<T>(encoding.qmin - zero_point);
-  const T high = static_cast<T>(encoding.qmax - zero_point);
+  // Codes less the zero point: all of these are exact in T, but those of int32,
+  // which has no zero points. It is clamped where they are exact.
+  const int32_t least = encoding.qmin - zero_point;
+  const int32_t most = encoding.qmax - zero_point;
   const T rounded = std::nearbyint(x / scale);
-  if (rounded < low) ++counts->clipped_low;
-  if (rounded > high) ++counts->clipped_high;
-  return static_cast<int32_t>(std::clamp(rounded, low, high)) + zero_point;
+  if (rounded < static_cast<T>(least)) ++counts->clipped_low;
+  if (rounded > static_cast<T>(most)) ++counts->clipped_high;
+  return static_cast<int32_t>(std::clamp<double>(rounded, least, most)) +
+         zero_point;
 }
 
 // Codes of floats and codebooks.

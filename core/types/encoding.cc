@@ -486,8 +486,9 @@ absl::Status CheckOuterScale(int64_t index, float outer_scale) {
 
 absl::Status CheckZeroPoint(const Encoding& encoding, int64_t index,
                             int32_t zero_point) {
-  const int32_t low = encoding.exclude_zero ? -kMaxZeroPoint : encoding.qmin;
-  const int32_t high = encoding.exclude_zero ? kMaxZeroPoint : encoding.qmax;
+  int32_t low = encoding.exclude_zero ? -kMaxZeroPoint : encoding.qmin;
+  int32_t high = encoding.exclude_zero ? kMaxZeroPoint : encoding.qmax;
+  if (IsWideInteger(*FindFormat(encoding.format))) low = high = 0;
   if (zero_point >= low && zero_point <= high) return absl::OkStatus();
   return WithField(ZeroPointRangeError(absl::StrCat(
                        "zero point ", index, " is ", zero_point,

@@ -35,7 +35,7 @@ struct Encoding {
   // One per scale index, row-major. What quantizing computes with; where the
   // scale type has codes they follow from those, see DeriveScales.
   std::vector<float> scale;
-  // As many as scales, or none: all 0. Integer formats only.
+  // As many as scales, or none: all 0. Integer formats only; all 0 with int32.
   std::vector<int32_t> zero_point;
   // Smallest and largest code that quantizing produces; of float formats and
   // codebooks always those of the format (a codebook's: its entries).

@@ -1,5 +1,6 @@
 #include "core/types/scale_bytes.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -53,7 +54,7 @@ void ReadZeroPoints(absl::Span<const uint8_t> bytes,
 
 int64_t ZeroPointSizeBytes(const Encoding& encoding) {
   if (encoding.exclude_zero) return sizeof(int32_t);
-  return FindFormat(encoding.format)->storage_bits == 16 ? 2 : 1;
+  return std::max(FindFormat(encoding.format)->storage_bits / 8, 1);
 }
 
 void AppendScaleBytes(const Encoding& encoding, int64_t begin, int64_t end,

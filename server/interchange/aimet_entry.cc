@@ -25,6 +25,8 @@ namespace {
 constexpr int kLpbqDecompressedBits = 8;
 constexpr int kLeastBits = 2;
 constexpr int kMostBits = 16;
+// What biases have besides.
+constexpr int kWideBits = core::kWideIntegerBits;
 constexpr int kMostAimetBits = 64;
 constexpr int64_t kMaxBlock = int64_t{1} << 53;
 
@@ -57,7 +59,7 @@ bool CodeOf(double real, float scale, int64_t zero_point, int64_t* code) {
   // Scales may have been rounded to float32.
   constexpr double kTolerance = 0.02;
   const double steps = real / static_cast<double>(scale);
-  if (!(std::fabs(steps) < 1e9)) return false;
+  if (!(std::fabs(steps) < 1e10)) return false;
   const double nearest = std::rint(steps);
   *code = static_cast<int64_t>(nearest) + zero_point;
   return std::fabs(steps - nearest) < kTolerance;
@@ -110,6 +112,10 @@ absl::Status FromAimet(const AimetIntegers& integers, const std::string& place,
     SetIntegerFormat(integers.bits, /*is_signed=*/true, encoding);
     // One code less below: the codes are symmetric too.
     if (all(1 - half)) encoding->qmin = static_cast<int32_t>(1 - half);
+  } else if (integers.bits == kWideBits) {
+    return core::InterchangeUnsupportedError(absl::StrCat(
+        place, ": an integer of ", kWideBits,
+        " bits with a zero point, expected symmetric codes"));
   } else {
     SetIntegerFormat(integers.bits, /*is_signed=*/false, encoding);
     for (size_t i = 0; i < integers.offset.size(); ++i) {
@@ -142,8 +148,19 @@ absl::Status NotQuantized(const std::string& place, int64_t bits) {
 }
 
 absl::Status NoSuchWidth(const std::string& place, int bits) {
-  return core::InterchangeUnsupportedError(absl::StrCat(
-      place, ": an integer of ", bits, " bits, expected 2 to ", kMostBits));
+  return core::InterchangeUnsupportedError(
+      absl::StrCat(place, ": an integer of ", bits, " bits, expected 2 to ",
+                   kMostBits, " or ", kWideBits));
+}
+
+bool IsWidth(int bits) {
+  return (bits >= kLeastBits && bits <= kMostBits) || bits == kWideBits;
+}
+
+// The lowest offset that is looked at: that of symmetric codes is far below
+// those of zero points with 32 bits.
+int64_t LowestOffset(int bits) {
+  return std::min(-int64_t{core::kMaxZeroPoint}, -(int64_t{1} << (bits - 1)));
 }
 
 class Aimet061Format final : public EntryFormat {
@@ -198,9 +215,7 @@ class Aimet061Format final : public EntryFormat {
           static_cast<int>(item.Integer("bitwidth", 1, kMostAimetBits));
       if (!item.status().ok()) return item.status();
       if (is_float) return NotQuantized(item_place, bits);
-      if (bits < kLeastBits || bits > kMostBits) {
-        return NoSuchWidth(item_place, bits);
-      }
+      if (!IsWidth(bits)) return NoSuchWidth(item_place, bits);
       const bool is_symmetric =
           item.Has("is_symmetric") && item.Boolean("is_symmetric");
       if (i > 0 &&
@@ -212,7 +227,7 @@ class Aimet061Format final : public EntryFormat {
       integers.is_symmetric = is_symmetric;
       const std::vector<float> scale = item.Floats("scale", &rounded);
       integers.offset.push_back(
-          item.Integer("offset", -core::kMaxZeroPoint, core::kMaxZeroPoint));
+          item.Integer("offset", LowestOffset(bits), core::kMaxZeroPoint));
       if (item.Has("min") && item.Has("max")) {
         const std::vector<double> min = item.Numbers("min");
         const std::vector<double> max = item.Numbers("max");
@@ -286,7 +301,7 @@ class Aimet100Format final : public EntryFormat {
     const auto bits = static_cast<int>(reader.Integer("bw", 1, kMostAimetBits));
     if (!reader.status().ok()) return reader.status();
     if (is_float) return NotQuantized(place, bits);
-    if (bits < kLeastBits || bits > kMostBits) return NoSuchWidth(place, bits);
+    if (!IsWidth(bits)) return NoSuchWidth(place, bits);
     if (dtype != "INT") {
       reader.Fail("dtype", absl::StrCat("expected INT or FLOAT, got ",
                                         QuotedText(dtype)));
@@ -313,7 +328,7 @@ class Aimet100Format final : public EntryFormat {
     integers.is_symmetric = reader.Has("is_sym") && reader.Boolean("is_sym");
     integers.scale = reader.Floats("scale", &rounded);
     integers.offset =
-        reader.Integers("offset", -core::kMaxZeroPoint, core::kMaxZeroPoint);
+        reader.Integers("offset", LowestOffset(bits), core::kMaxZeroPoint);
     if (reader.Has("min") && reader.Has("max")) {
       integers.min = reader.Numbers("min");
       integers.max = reader.Numbers("max");

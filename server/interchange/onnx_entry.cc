@@ -306,7 +306,8 @@ class OnnxFormat final : public EntryFormat {
       if (type == "int32" || type == "uint32") {
         return core::InterchangeUnsupportedError(
             absl::StrCat(reader->PlaceOf("output_dtype"), ": ", type,
-                         ", expected integers of 2 to 16 bits"));
+                         ", expected integers of 2 to 16 bits",
+                         is_aimet() ? ", or int32" : ""));
       }
       reader->Fail("output_dtype", absl::StrCat("no type ", QuotedText(type)));
       return reader->status();
@@ -329,7 +330,8 @@ class OnnxFormat final : public EntryFormat {
       reader->Fail("y_zero_point", "expected lists of the lengths of y_scale");
       return reader->status();
     }
-    const bool is_integer = info.kind == core::CodeKind::kInteger;
+    const bool is_integer =
+        info.kind == core::CodeKind::kInteger && !core::IsWideInteger(info);
     for (size_t i = 0; i < values.size(); ++i) {
       const double low = is_integer ? info.qmin : 0;
       const double high = is_integer ? info.qmax : 0;

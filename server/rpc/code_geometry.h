@@ -17,7 +17,7 @@ struct CodeGeometry {
   int64_t real_bytes = 0;
   // Smallest run of codes that fills whole bytes.
   int64_t codes_per_granule = 1;
-  // Bytes of that run: 1, or 2 for codes of 9 to 16 bits.
+  // Bytes of that run: 1, 2 for codes of 9 to 16 bits, 4 of 32.
   int64_t granule_code_bytes = 1;
 
   int64_t granule_real_bytes() const { return codes_per_granule * real_bytes; }

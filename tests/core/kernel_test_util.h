@@ -239,11 +239,13 @@ inline Encoding MakeEncoding(const FormatInfo& format,
     encoding.scale.push_back(static_cast<float>(
         scale * std::ldexp(1.0 + random() % 1000 / 1000.0,
                            static_cast<int>(random() % 5) - 2)));
-    if (has_zero_points) {
-      encoding.zero_point.push_back(
-          format.qmin +
-          static_cast<int32_t>(random() % (format.qmax - format.qmin + 1)));
-    }
+    if (!has_zero_points) continue;
+    // Those of int32 are 0.
+    encoding.zero_point.push_back(
+        IsWideInteger(format)
+            ? 0
+            : format.qmin + static_cast<int32_t>(
+                                random() % (format.qmax - format.qmin + 1)));
   }
   return encoding;
 }
@@ -283,7 +285,8 @@ inline std::vector<uint8_t> NaivePack(const FormatInfo& format,
   std::vector<uint8_t> bits;
   const int width = format.bits == 2 || format.bits == 4 ? format.bits
                     : format.bits <= 8                   ? 8
-                                                         : 16;
+                    : format.bits <= 16                  ? 16
+                                                         : 32;
   for (const int32_t code : codes) {
     for (int b = 0; b < width; ++b) bits.push_back((code >> b) & 1);
   }

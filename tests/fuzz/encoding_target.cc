@@ -234,7 +234,8 @@ std::vector<std::string> Seeds() {
           encoding.add_scale(0.5f + static_cast<float>(i) / 7);
         }
         if (format.kind == core::CodeKind::kInteger) {
-          encoding.add_zero_point(format.qmin + i);
+          encoding.add_zero_point(
+              core::IsWideInteger(format) ? 0 : format.qmin + i);
         }
       }
       if (core::HasOuterScales(format.scale_type)) {

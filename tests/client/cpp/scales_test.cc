@@ -62,6 +62,7 @@ TEST(ScalesTest, ZeroPointsComeBackFromTheirCodes) {
       {v1::NUMBER_FORMAT_INT16, false, 2, {-32768, 32767}},
       {v1::NUMBER_FORMAT_UINT16, false, 2, {0, 65535}},
       {v1::NUMBER_FORMAT_UINT8, true, 4, {-4194304, 4194304}},
+      {v1::NUMBER_FORMAT_INT32, false, 4, {0, 0}},
   };
   for (const auto& c : cases) {
     Encoding encoding = MakeEncoding(c.format, {});

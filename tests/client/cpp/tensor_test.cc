@@ -81,6 +81,9 @@ TEST(FormatInfoTest, FindsIntegersByWidth) {
   }
   EXPECT_FALSE(IntegerFormat(1, true).ok());
   EXPECT_FALSE(IntegerFormat(17, false).ok());
+  EXPECT_EQ(*IntegerFormat(32, true), v1::NUMBER_FORMAT_INT32);
+  EXPECT_FALSE(IntegerFormat(32, false).ok());
+  EXPECT_EQ(GetFormatInfo(v1::NUMBER_FORMAT_INT32)->SizeBytes(3), 12);
 }
 
 TEST(ScaleTypeOfTest, IsWhatTheFormatPrescribes) {

@@ -132,6 +132,26 @@ class ClientTest(unittest.TestCase):
                     (measured,) = self.client.evaluate(x, [got.encoding])
                     self.assertEqual(error.sqnr_db, measured.overall.sqnr_db)
 
+    def test_BiasesAreInt32(self):
+        bias = np.float32([0.5, -1.25, 3e-5, 100])
+        scale = np.float32([1e-6, 2e-6, 1e-7, 1e-8])
+        encoding = quantd.Encoding("int32", scale, block_size=(1,))
+        got = self.client.quantize(bias, encoding)
+        self.assertEqual(got.codes.dtype, np.int32)
+        want = np.clip(np.rint(bias / scale).astype(np.float64), -2**31,
+                       2**31 - 1)
+        np.testing.assert_array_equal(got.codes, want)
+        self.assertEqual(got.summary.clipped_high_count, 1)
+        back = self.client.dequantize(got)
+        np.testing.assert_array_equal(
+            back, got.codes.astype(np.float32) * scale)
+        np.testing.assert_array_equal(got.dequantize(), back)
+        # From a plain array of codes as well.
+        np.testing.assert_array_equal(
+            self.client.dequantize(got.codes, encoding), back)
+        self.assert_fails("ZERO_POINT_RANGE", self.client.quantize, bias,
+                          quantd.Encoding("int32", [1e-6], [1]))
+
     def test_EveryElementTypeGoesThereAndBack(self):
         for name in ("float32", "float16", "float64", "bfloat16"):
             with self.subTest(element_type=name):

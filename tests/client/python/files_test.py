@@ -20,7 +20,7 @@ SPECS = ["int8", "int8:per-channel", "int4:group:32:asymmetric", "uint8",
          "float8_e4m3fn", "float8_e5m2:per-channel", "float6_e3m2",
          "float4_e2m1", "mxfp4_e2m1", "mxfp8_e4m3", "mxint8", "nvfp4", "nf4",
          "lpbq", "codebook4:entries=" + ",".join(map(str, range(-8, 8))),
-         "float8_e4m3fn:no-saturation", "int8:block=8,8",
+         "float8_e4m3fn:no-saturation", "int8:block=8,8", "int32:per-channel",
          "int8:power-of-two"]
 
 

@@ -13,6 +13,7 @@ import quantd.v1.quantization_service_pb2
 from quantd import _answers, _scale_stream, encoding as encoding_module
 
 SPECS = ["int8:group:4", "uint4:group:8:asymmetric", "int16:group:4:asymmetric",
+         "int32:group:4",
          "int4:group:8:scale=float16", "int8:group:8:scale=bfloat16",
          "mxfp4_e2m1", "mxint8", "nvfp4", "lpbq", "nf4", "float8_e4m3fn:group:8",
          "int8:per-channel:1", "int8:block=3,8", "int4:group:8:mse",

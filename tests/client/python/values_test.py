@@ -159,7 +159,7 @@ class SpecTest(unittest.TestCase):
         for name in FORMATS:
             info = quantd.format_info(name)
             per_byte = {2: 4, 4: 2}.get(info.bits, 1)
-            wide = 2 if info.bits > 8 else 1
+            wide = 4 if info.bits > 16 else 2 if info.bits > 8 else 1
             self.assertEqual(info.size_bytes(9), -(-9 // per_byte) * wide, name)
         self.assertEqual(quantd.format_info("int12").dtype, np.int16)
         self.assertEqual(quantd.format_info("uint9").dtype, np.uint16)

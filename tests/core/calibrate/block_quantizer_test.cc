@@ -174,7 +174,7 @@ std::vector<EncodingSpec> AllSpecs() {
     }
     if (format.kind != CodeKind::kInteger) continue;
     spec.symmetry = Symmetry::kAsymmetric;
-    specs.push_back(spec);
+    if (!IsWideInteger(format)) specs.push_back(spec);
     if (format.is_signed) {
       for (const Symmetry symmetry :
            {Symmetry::kFullRange, Symmetry::kHalfStep, Symmetry::kAimet}) {

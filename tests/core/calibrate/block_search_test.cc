@@ -122,6 +122,8 @@ void AddRoundedScales(EncodingSpec spec, std::vector<EncodingSpec>* specs) {
 std::vector<EncodingSpec> AllSpecs() {
   std::vector<EncodingSpec> specs;
   for (const FormatInfo& format : AllFormats()) {
+    // Nothing searches for its range.
+    if (IsWideInteger(format)) continue;
     EncodingSpec spec;
     spec.format = format.format;
     if (format.kind == CodeKind::kCodebook && format.codebook.empty()) {

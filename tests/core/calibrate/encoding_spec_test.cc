@@ -36,6 +36,37 @@ TEST(EncodingSpecTest, TakesEveryFormatAsItIs) {
   EXPECT_EQ(ErrorReason(ValidateSpec(EncodingSpec{})), "FORMAT_UNKNOWN");
 }
 
+TEST(EncodingSpecTest, TakesInt32WithSymmetricRangesThatAreNotSearched) {
+  for (const Symmetry symmetry :
+       {Symmetry::kStrict, Symmetry::kFullRange, Symmetry::kHalfStep,
+        Symmetry::kAimet}) {
+    EXPECT_EQ(Reason("int32",
+                     [&](EncodingSpec& s) {
+                       s.symmetry = symmetry;
+                       s.method = CalibrationMethod::kPercentile;
+                     }),
+              "");
+  }
+  EXPECT_EQ(Reason("int32",
+                   [](EncodingSpec& s) { s.symmetry = Symmetry::kAsymmetric; }),
+            "SYMMETRY_INVALID");
+  EXPECT_EQ(Reason("int32",
+                   [](EncodingSpec& s) { s.unsigned_if_non_negative = true; }),
+            "SYMMETRY_INVALID");
+  for (const CalibrationMethod method :
+       {CalibrationMethod::kMse, CalibrationMethod::kSqnr,
+        CalibrationMethod::kEntropy}) {
+    EXPECT_EQ(Reason("int32", [&](EncodingSpec& s) { s.method = method; }),
+              "METHOD_INVALID");
+  }
+  EXPECT_EQ(Reason("int32",
+                   [](EncodingSpec& s) {
+                     s.method = CalibrationMethod::kBestOf;
+                     s.methods = {CalibrationMethod::kMinMax};
+                   }),
+            "METHOD_INVALID");
+}
+
 TEST(EncodingSpecTest, RefusesUnknownEnums) {
   const auto reason = [](const std::function<void(EncodingSpec&)>& change) {
     return Reason("int8", change);

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <random>
 #include <vector>
 
@@ -55,9 +56,10 @@ std::vector<uint8_t> RunScalarDefinition(const Encoding& encoding,
 std::vector<int32_t> RandomCodes(const FormatInfo& format, int64_t count) {
   std::mt19937 random(format.bits);
   std::vector<int32_t> codes(count);
+  const int64_t levels = int64_t{format.qmax} - format.qmin + 1;
   for (int32_t& code : codes) {
-    code = format.qmin +
-           static_cast<int32_t>(random() % (format.qmax - format.qmin + 1));
+    code = static_cast<int32_t>(format.qmin +
+                                static_cast<int64_t>(random()) % levels);
   }
   return codes;
 }
@@ -138,6 +140,37 @@ TEST(DequantizeTest, EqualsTheDefinitionsForEveryFormatTypeAndLayout) {
       }
     }
   }
+}
+
+TEST(DequantizeTest, RoundsWideCodesToTheNearestFloatOnce) {
+  Encoding encoding;
+  encoding.format = IntegerFormat(32, true).format;
+  encoding.qmin = std::numeric_limits<int32_t>::min();
+  encoding.qmax = std::numeric_limits<int32_t>::max();
+  encoding.scale = {0.75f};
+  ASSERT_TRUE(ValidateEncoding(encoding).ok());
+  // 2^24 and its neighbours, of which the odd ones are ties; and the ends.
+  const std::vector<int32_t> codes = {16777216,  16777217,   16777219,
+                                      -16777217, 2147483647, -2147483647 - 1};
+  const std::vector<uint8_t> bytes = NaivePack(IntegerFormat(32, true), codes);
+  const auto count = static_cast<int64_t>(codes.size());
+  const BlockLayout layout = *BlockLayout::Create({count}, {});
+  const float floats[] = {16777216, 16777216,    16777220,
+                          -16777216, 2147483648, -2147483648};
+  ForEachSimdTarget([&] {
+    const std::vector<uint8_t> out = RunDequantize(
+        encoding, layout, ElementType::kFloat32, bytes, 0, count);
+    const std::vector<uint8_t> exact = RunDequantize(
+        encoding, layout, ElementType::kFloat64, bytes, 0, count);
+    for (int64_t i = 0; i < count; ++i) {
+      EXPECT_EQ(NaiveReal(ElementType::kFloat32, out.data(), i),
+                floats[i] * 0.75f)
+          << codes[i];
+      EXPECT_EQ(NaiveReal(ElementType::kFloat64, exact.data(), i),
+                codes[i] * 0.75)
+          << codes[i];
+    }
+  });
 }
 
 TEST(DequantizeTest, EqualsTheDefinitionForEveryLengthAndStart) {

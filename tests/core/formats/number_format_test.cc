@@ -1,5 +1,7 @@
 #include "core/formats/number_format.h"
 
+#include <cstdint>
+#include <limits>
 #include <set>
 #include <string>
 
@@ -10,7 +12,7 @@ namespace {
 
 int StorageBits(int bits) {
   if (bits == 2 || bits == 4) return bits;
-  return bits <= 8 ? 8 : 16;
+  return bits <= 8 ? 8 : bits <= 16 ? 16 : 32;
 }
 
 TEST(NumberFormatTest, HasTheIntegersOfEveryWidthByValueAndName) {
@@ -74,7 +76,8 @@ TEST(NumberFormatTest, HasTheOtherFormatsByValueAndName) {
       {61, "codebook2", CodeKind::kCodebook, 2, ScaleType::kDefault, 0},
       {62, "codebook4", CodeKind::kCodebook, 4, ScaleType::kDefault, 0},
       {63, "codebook8", CodeKind::kCodebook, 8, ScaleType::kDefault, 0},
-      {64, "lpbq", CodeKind::kInteger, 4, ScaleType::kInteger, 64}};
+      {64, "lpbq", CodeKind::kInteger, 4, ScaleType::kInteger, 64},
+      {65, "int32", CodeKind::kInteger, 32, ScaleType::kDefault, 0}};
   constexpr size_t kIntegers = 30;
   EXPECT_EQ(AllFormats().size(), kIntegers + std::size(kOthers));
   for (const auto& other : kOthers) {
@@ -97,6 +100,18 @@ TEST(NumberFormatTest, HasTheOtherFormatsByValueAndName) {
   EXPECT_EQ(mxint8.qmin, -127);
   EXPECT_EQ(mxint8.qmax, 127);
   EXPECT_EQ(mxint8.step_exponent, -6);
+}
+
+TEST(NumberFormatTest, HasSignedIntegersOf32Bits) {
+  const FormatInfo& int32 = IntegerFormat(32, true);
+  EXPECT_EQ(int32.name, "int32");
+  EXPECT_TRUE(IsWideInteger(int32));
+  EXPECT_FALSE(IsWideInteger(IntegerFormat(16, true)));
+  EXPECT_TRUE(int32.is_signed);
+  EXPECT_EQ(int32.qmin, std::numeric_limits<int32_t>::min());
+  EXPECT_EQ(int32.qmax, std::numeric_limits<int32_t>::max());
+  EXPECT_EQ(int32.max_value, 2147483647.0);
+  EXPECT_EQ(int32.SizeBytes(3), 12);
 }
 
 TEST(NumberFormatTest, NothingButFloatsHasNanAndInfinity) {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/errors.h"
+#include "core/formats/packing.h"
 #include "core/quantize/quantize_kernel.h"
 #include "gtest/gtest.h"
 #include "tests/core/formats/format_test_util.h"
@@ -145,6 +146,59 @@ TEST(QuantizeTest, EqualsTheDefinitionsForEveryFormatTypeAndLayout) {
         if (HasFatalFailure()) return;
       }
     }
+  }
+}
+
+TEST(QuantizeTest, KeepsWideCodesWithinTheirEndsAndExact) {
+  const FormatInfo& format = IntegerFormat(32, true);
+  Encoding encoding;
+  encoding.format = format.format;
+  encoding.scale = {1};
+  const struct {
+    double x;
+    int32_t qmin;
+    int32_t qmax;
+    int32_t code;
+    int clipped_low;
+    int clipped_high;
+  } cases[] = {
+      {16777217, format.qmin, format.qmax, 16777217, 0, 0},
+      {2147483646.5, format.qmin, format.qmax, 2147483646, 0, 0},
+      {2147483647, format.qmin, format.qmax, 2147483647, 0, 0},
+      {2147483648, format.qmin, format.qmax, 2147483647, 0, 1},
+      {-2147483648.0, format.qmin, format.qmax, format.qmin, 0, 0},
+      {-2147483649.0, format.qmin, format.qmax, format.qmin, 1, 0},
+      {-2147483648.0, -format.qmax, format.qmax, -format.qmax, 1, 0},
+      {1e300, -16777217, 16777217, 16777217, 0, 1},
+  };
+  const BlockLayout layout = *BlockLayout::Create({1}, {});
+  for (const auto& c : cases) {
+    SCOPED_TRACE(c.x);
+    encoding.qmin = c.qmin;
+    encoding.qmax = c.qmax;
+    ASSERT_TRUE(ValidateEncoding(encoding).ok());
+    std::vector<uint8_t> x(8);
+    StoreReal(ElementType::kFloat64, c.x, x.data(), 0);
+    ForEachSimdTarget([&] {
+      const Result got =
+          RunQuantize(encoding, layout, ElementType::kFloat64, x, 0, 1);
+      EXPECT_EQ(LoadCode(format, got.bytes.data(), 0), c.code);
+      EXPECT_EQ(got.counts.clipped_low, c.clipped_low);
+      EXPECT_EQ(got.counts.clipped_high, c.clipped_high);
+    });
+    // As float32 the largest number is 2^31, which is the last code's too: it
+    // is not clipped, and stays within the codes.
+    StoreReal(ElementType::kFloat32, c.x, x.data(), 0);
+    ForEachSimdTarget([&] {
+      const Result got =
+          RunQuantize(encoding, layout, ElementType::kFloat32, x, 0, 1);
+      const int32_t code = LoadCode(format, got.bytes.data(), 0);
+      EXPECT_GE(code, c.qmin);
+      EXPECT_LE(code, c.qmax);
+      if (std::fabs(c.x) < 2147483900) {
+        EXPECT_EQ(got.counts.clipped_low + got.counts.clipped_high, 0);
+      }
+    });
   }
 }
 

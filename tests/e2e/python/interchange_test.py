@@ -209,7 +209,7 @@ class EncodingFilesTest(InterchangeCase):
 
     def test_OneBadEntryOfAimetIsLeftOutAndTold(self):
         path = self.write_json("aimet", {"version": "2.1.0", "encodings": [
-            {"name": "bias", "output_dtype": "int32", "y_scale": [0.01, 0.02],
+            {"name": "bias", "output_dtype": "uint32", "y_scale": [0.01, 0.02],
              "axis": 0},
             {"name": "odd", "output_dtype": "int2", "y_scale": 0.5,
              "y_zero_point": -0.5},

@@ -33,6 +33,7 @@ ACTIVATIONS = os.path.join(DATA, "activations.safetensors")
 FORMATS = {
     "int2": "U8", "int3": "I8", "int4": "U8", "int8": "I8", "int12": "I16",
     "uint2": "U8", "uint5": "U8", "uint8": "U8", "uint16": "U16",
+    "int32": "I32",
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
     "float8_e4m3fnuz": "U8", "float8_e5m2fnuz": "U8", "float6_e2m3": "U8",
     "float6_e3m2": "U8", "float4_e2m1": "U8", "mxfp8_e4m3": "F8_E4M3",

@@ -855,7 +855,7 @@ TEST(InterchangeTest, LeavesOutAndTellsWhatIsWrongInAimet) {
        "encodings[0].per_block_int_scale: entry 1 is 200"},
       {R"({"version":"0.6.1","param_encodings":{"w":[
            {"bitwidth":32,"scale":1,"offset":0}]}})",
-       "param_encodings[\"w\"][0]: an integer of 32 bits, expected 2 to 16"},
+       "param_encodings[\"w\"]: an integer of 32 bits with a zero point"},
       {R"({"version":"0.6.1","activation_encodings":{"m":{"inputs":{}}}})",
        "activation_encodings[\"m\"].\"inputs\": expected an object called "},
       {R"({"version":"0.6.1","activation_encodings":{"m":{"input":{"x":{}}}}})",
@@ -875,8 +875,12 @@ TEST(InterchangeTest, LeavesOutAndTellsWhatIsWrongInAimet) {
            {"name":"w","output_dtype":"","y_scale":1}]})",
        "encodings[0].output_dtype: no type \"\""},
       {R"({"version":"2.0.0","encodings":[
-           {"name":"w","output_dtype":"int32","y_scale":1}]})",
-       "encodings[0].output_dtype: int32, expected integers of 2 to 16 bits"},
+           {"name":"w","output_dtype":"uint32","y_scale":1}]})",
+       "encodings[0].output_dtype: uint32, expected integers of 2 to 16 bits"},
+      {R"({"version":"2.0.0","encodings":[
+           {"name":"w","output_dtype":"int32","y_scale":1,
+            "y_zero_point":1}]})",
+       "encodings[0].y_zero_point: entry 0 is 1, expected an integer of 0 to"},
       {R"({"version":"2.0.0","encodings":[
            {"name":"w","output_dtype":"int2","y_scale":1,
             "y_zero_point":-0.5}]})",

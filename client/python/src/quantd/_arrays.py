@@ -10,7 +10,7 @@ from typing import Any, Optional
 import numpy as np
 
 from quantd import errors
-from quantd.tensor import ELEMENT_DTYPES, ELEMENT_TYPES, Array
+from quantd.tensor import ELEMENT_DTYPES, ELEMENT_TYPES, Array, format_info
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -97,20 +97,27 @@ def reals(array: Any, element_type: Optional[str] = None) -> Reals:
     return Reals(as_bytes(array), shape, found)
 
 
-def codes(array: Any) -> Array:
+def codes(array: Any, format_name: Optional[str] = None) -> Array:
     """Codes to send, as uint8 in one dimension.
+
+    format_name: of the codes. None: not known; int32 of torch are then taken
+        for uint16 where all fit.
 
     Raises: ARGUMENT_INVALID.
     """
     is_tensor = is_torch(array)
     array, _ = to_numpy(array)
-    if is_tensor and array.dtype == np.int32 and (
+    is_wide = format_name is not None and (
+        format_info(format_name).storage_bits == 32)
+    if is_tensor and array.dtype == np.int32 and not is_wide and (
             0 <= array.min(initial=0) and array.max(initial=0) <= 0xFFFF):
         # See to_torch.
         array = array.astype(np.uint16)
-    if array.dtype.kind not in "iu" or array.dtype.itemsize > 2:
+    if array.dtype.kind not in "iu" or (
+            array.dtype.itemsize > 2 and array.dtype != np.int32):
         raise errors.argument_invalid(
-            f"expected codes of 8 or 16 bits, got {array.dtype}", "codes")
+            "expected codes of 8 or 16 bits, or int32, got "
+            f"{array.dtype}", "codes")
     return as_bytes(np.ascontiguousarray(array,
                                          array.dtype.newbyteorder("<")))
 

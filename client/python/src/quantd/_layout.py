@@ -46,7 +46,7 @@ def code_dtype(format_name: str) -> str:
         if layout.exponent_bits == 5 and (
                 layout.specials == pb.FLOAT_SPECIALS_IEEE):
             return "F8_E5M2"
-    return {"int8": "I8", "int16": "I16", "uint16": "U16"}.get(
+    return {"int8": "I8", "int16": "I16", "uint16": "U16", "int32": "I32"}.get(
         info.dtype.name, "U8")
 
 

@@ -342,7 +342,8 @@ def dequantize(codes: Any,
 def _dequantize(codes: Any, source: Union[Encoding, EncodingReference, None],
                 shape: Optional[Sequence[int]], element_type: str,
                 name: NameLike, out: Any) -> DequantizeExchange:
-    data = _arrays.codes(codes)
+    data = _arrays.codes(
+        codes, source.format if isinstance(source, Encoding) else None)
     shape = as_shape(np.shape(codes) if shape is None else shape)
     header = dequantize_header(describe(shape, element_type, name), source)
     count = 1

@@ -90,8 +90,8 @@ def _zero_point_dtype(format_name: str, exclude_zero: bool) -> Any:
     info = format_info(format_name)
     if exclude_zero:
         return np.dtype("<i4")
-    return np.dtype(("<i" if info.is_signed else "<u") + (
-        "2" if info.bits > 8 else "1"))
+    return np.dtype(("<i" if info.is_signed else "<u") + str(
+        max(info.storage_bits // 8, 1)))
 
 
 class ScaleFeed:

@@ -175,9 +175,9 @@ class QuantizeSummary(Tabular):
 class QuantizedTensor(Tabular):
     """Codes and how to read them.
 
-    codes: in the tensor's shape, as int8, uint8, int16 or uint16; the bits of
-        floats as uint8; one dimension of packed bytes for formats of 2 and 4
-        bits. A tensor of torch on the CPU where one was quantized, with int32
+    codes: in the tensor's shape, as int8, uint8, int16, uint16 or int32; the
+        bits of floats as uint8; one dimension of packed bytes for formats of 2
+        and 4 bits. A tensor of torch on the CPU where one was quantized, with int32
         for uint16; otherwise an array of numpy. It is the memory of the
         caller's `out` where one was given and that is not int32.
     encoding: None when it was asked to be left out.
@@ -205,7 +205,7 @@ class QuantizedTensor(Tabular):
             f", {self.encoding.scale_count:,} scales")
         return (f"<QuantizedTensor{name} of {format_name}, {self.shape} of "
                 f"{self.element_type}{scales}, "
-                f"{_arrays.codes(self.codes).nbytes:,} bytes>")
+                f"{self._codes_bytes():,} bytes>")
 
     def __array__(self, *unused: object, **unused_too: object) -> NoReturn:
         raise TypeError(
@@ -218,7 +218,7 @@ class QuantizedTensor(Tabular):
         if self.encoding is not None:
             row["format"] = self.encoding.format
             row["scale_count"] = self.encoding.scale_count
-        row["codes_bytes"] = _arrays.codes(self.codes).nbytes
+        row["codes_bytes"] = self._codes_bytes()
         return row
 
     def unpacked(self) -> Any:
@@ -273,7 +273,14 @@ class QuantizedTensor(Tabular):
             codes: Array = self.codes
             return codes
         found, _ = _arrays.to_numpy(self.codes)
-        return found.astype(np.uint16) if found.dtype == np.int32 else found
+        is_uint16 = found.dtype == np.int32 and self._format() != "int32"
+        return found.astype(np.uint16) if is_uint16 else found
+
+    def _format(self) -> Optional[str]:
+        return None if self.encoding is None else self.encoding.format
+
+    def _codes_bytes(self) -> int:
+        return _arrays.codes(self.codes, self._format()).nbytes
 
     def _as_given(self, array: Array, element_type: str = "") -> Any:
         if not _arrays.is_torch(self.codes):

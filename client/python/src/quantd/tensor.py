@@ -114,7 +114,8 @@ def format_info(name: str) -> FormatInfo:
     if options.storage_bits < 8:
         dtype: np.dtype[Any] = np.dtype(np.uint8)
     elif options.storage_bits > 8:
-        dtype = np.dtype("<i2" if is_signed else "<u2")
+        dtype = np.dtype(
+            f"<{'i' if is_signed else 'u'}{options.storage_bits // 8}")
     else:
         dtype = np.dtype(np.int8 if is_signed else np.uint8)
     return FormatInfo(FORMATS.name(FORMATS.value(name)), options.bits,

@@ -77,7 +77,7 @@ def from_numpy(array: Array, element_type: str = "") -> torch.Tensor:
 
 def codes(quantized: QuantizedTensor) -> torch.Tensor:
     """One code per element, in the tensor's shape: int8, uint8, int16, or int32
-    for unsigned ones of more than 8 bits."""
+    for those of int32 and unsigned ones of more than 8 bits."""
     found = quantized.unpacked()
     return found if _arrays.is_torch(found) else from_numpy(found)
 
