@@ -145,13 +145,16 @@ absl::StatusOr<float> ReachOf(const v1::Encoding& encoding) {
   if (format->kind != CodeKind::kInteger) {
     return encoding.scale(0) * static_cast<float>(format->max_value);
   }
-  const int64_t zero_point =
-      encoding.zero_point_size() == 1 ? encoding.zero_point(0) : 0;
+  const double zero_point =
+      encoding.real_zero_point_size() == 1 ? encoding.real_zero_point(0)
+      : encoding.zero_point_size() == 1    ? encoding.zero_point(0)
+                                           : 0;
   const int64_t qmin = encoding.has_qmin() ? encoding.qmin() : format->qmin;
   const int64_t qmax = encoding.has_qmax() ? encoding.qmax() : format->qmax;
   return encoding.scale(0) *
-         static_cast<float>(std::max(std::abs(qmin - zero_point),
-                                     std::abs(qmax - zero_point)));
+         static_cast<float>(
+             std::max(std::abs(static_cast<double>(qmin) - zero_point),
+                      std::abs(static_cast<double>(qmax) - zero_point)));
 }
 
 bool Is(const Json& arguments, const char* strategy, int bits,
@@ -268,6 +271,10 @@ absl::StatusOr<std::vector<CompressedData>> RangeParts(
   parts.push_back({{absl::StrCat(prefix, "_scale"), files::Dtype::kF32, {1}},
                    BytesOfOne(encoding.scale(0))});
   if (!is_integer) return parts;
+  if (encoding.real_zero_point_size() > 0) {
+    return ArgumentInvalidError(
+        "has a zero point between codes, expected one that is a code");
+  }
   // Codes are signed in this layout, and zero points move with them.
   const int64_t zero_point =
       int64_t{encoding.zero_point_size() == 1 ? encoding.zero_point(0) : 0} -

@@ -90,6 +90,9 @@ absl::StatusOr<CompressedLayout> CompressedLayoutOf(
   layout.is_float8 =
       layout.is_mxfp8 || encoding.format() == v1::NUMBER_FORMAT_FLOAT8_E4M3FN;
   const bool is_fp4 = layout.is_nvfp4 || layout.is_mxfp4;
+  if (encoding.zero_points_are_real()) {
+    return NotHeld("zero points that are codes, not between them");
+  }
   const bool is_integer = format->kind == CodeKind::kInteger &&
                           format->bits <= kMostCompressedBits &&
                           scale_type <= v1::SCALE_TYPE_BFLOAT16;

@@ -101,7 +101,7 @@ const files::GgufType* GgufTypeOf(const EncodingSpec& spec,
     if (row.format == expected.format() && is_grouped &&
         row.scale_type == ScaleTypeOf(expected) &&
         (row.has_minimum || !is_asymmetric) &&
-        !spec.unsigned_if_non_negative()) {
+        !spec.unsigned_if_non_negative() && !spec.real_zero_point()) {
       return files::FindGgufType(row.type);
     }
   }

@@ -68,6 +68,7 @@ Options:
   power-of-two          round scales up to powers of two
   rule=RULE             of e8m0 scales: floor, ceil, even or rceil
   no-saturation         floats: overflow becomes infinity or NaN
+  real-zero-point       asymmetric: zero points between codes, not rounded
   tail=SIDE             percentile: magnitude, both, upper or lower
   steps=N               mse, sqnr, entropy: ranges to try
   bins=N                entropy: linear bins

@@ -149,6 +149,9 @@ absl::StatusOr<files::OnnxModel::Quantizer> MakeQuantizer(
   if (!files::OnnxModel::HasType(quantizer.type)) {
     return NotHeld(absl::StrCat("no type for ", quantizer.type));
   }
+  if (encoding.real_zero_point_size() > 0) {
+    return NotHeld("no zero points between codes");
+  }
   const std::vector<int64_t> block(encoding.block_size().begin(),
                                    encoding.block_size().end());
   if (encoding.outer_scale_size() > 0) {

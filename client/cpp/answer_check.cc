@@ -143,6 +143,10 @@ absl::Status CheckScales(const std::vector<int64_t>& shape,
   if (!is_here || encoding.zero_point_size() > 0) {
     status.Update(CheckCount("zero_point", count, encoding.zero_point_size()));
   }
+  if (!is_here || encoding.real_zero_point_size() > 0) {
+    status.Update(
+        CheckCount("real_zero_point", count, encoding.real_zero_point_size()));
+  }
   const bool has_codes = ScaleSizeBytes(ScaleTypeOf(encoding)) == 1;
   status.Update(CheckCount("scale_code", has_codes ? count : 0,
                            static_cast<int>(encoding.scale_code().size())));

@@ -601,7 +601,8 @@ absl::Status Client::PutInChunks(const TensorName& name,
   if (scales.zero_point.size_bytes > 0 &&
       scales.zero_point.size_bytes != count * sizeof(int32_t)) {
     return ArgumentInvalidError(absl::StrCat(
-        "expected ", count, " zero points, got ", encoding.zero_point_size()));
+        "expected ", count, " zero points, got ",
+        encoding.zero_point_size() + encoding.real_zero_point_size()));
   }
   v1::WriteEncodingResponse response;
   const absl::Status status = Retry(

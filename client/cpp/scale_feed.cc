@@ -37,6 +37,7 @@ ScalePieces::ScalePieces(const Encoding& encoding, const Scales& scales)
           static_cast<uint64_t>(ScaleSizeBytes(ScaleTypeOf(encoding)))) {
   encoding_.set_format(encoding.format());
   encoding_.set_exclude_zero(encoding.exclude_zero());
+  encoding_.set_zero_points_are_real(encoding.zero_points_are_real());
 }
 
 void ScalePieces::Rewind() {

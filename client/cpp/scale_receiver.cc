@@ -30,7 +30,9 @@ absl::Status ScaleReceiver::Begin(absl::Span<const int64_t> shape,
   ScaleBuffers taken;
   if (is_inline_) {
     taken = TakeScales(*encoding);
-    *encoding = WithoutScales(*encoding, encoding->zero_point_size() > 0);
+    *encoding =
+        WithoutScales(*encoding, encoding->zero_point_size() > 0 ||
+                                     encoding->real_zero_point_size() > 0);
   }
   encoding_ = *encoding;
   sink_status_ = absl::OkStatus();

@@ -155,7 +155,9 @@ ScaleBuffers TakeScales(const Encoding& encoding) {
       buffers.scale =
           CopyOf(encoding.scale_code().data(), encoding.scale_code().size());
   }
-  buffers.zero_point = CopyOf(encoding.zero_point());
+  buffers.zero_point = encoding.real_zero_point_size() > 0
+                           ? CopyOf(encoding.real_zero_point())
+                           : CopyOf(encoding.zero_point());
   buffers.outer_scale = CopyOf(encoding.outer_scale());
   return buffers;
 }
@@ -191,6 +193,7 @@ Encoding ExpectedEncoding(const EncodingSpec& spec,
   const std::vector<int64_t> block = BlockSizeOf(spec, shape);
   encoding.mutable_block_size()->Assign(block.begin(), block.end());
   encoding.set_exclude_zero(spec.exclude_zero());
+  encoding.set_zero_points_are_real(spec.real_zero_point());
   encoding.set_scale_type(spec.scale_type());
   encoding.set_scale_type(ScaleTypeOf(encoding));
   encoding.set_no_saturation(spec.no_saturation());
@@ -223,6 +226,10 @@ Encoding WithoutScales(const Encoding& encoding, bool has_zero_points) {
   outline.clear_scale();
   outline.clear_scale_code();
   outline.clear_zero_point();
+  if (encoding.real_zero_point_size() > 0) {
+    outline.set_zero_points_are_real(true);
+    outline.clear_real_zero_point();
+  }
   outline.clear_outer_scale();
   return outline;
 }
@@ -251,9 +258,16 @@ Encoding WithScales(const Encoding& encoding, const Scales& scales) {
     default:
       whole.set_scale_code(scales.scale.data(), scales.scale.size());
   }
-  const std::vector<int32_t> zero_point =
-      CopyElements<int32_t>(scales.zero_point);
-  whole.mutable_zero_point()->Assign(zero_point.begin(), zero_point.end());
+  if (encoding.zero_points_are_real()) {
+    const std::vector<float> zero_point =
+        CopyElements<float>(scales.zero_point);
+    whole.mutable_real_zero_point()->Assign(zero_point.begin(),
+                                            zero_point.end());
+  } else {
+    const std::vector<int32_t> zero_point =
+        CopyElements<int32_t>(scales.zero_point);
+    whole.mutable_zero_point()->Assign(zero_point.begin(), zero_point.end());
+  }
   const std::vector<float> outer = CopyElements<float>(scales.outer_scale);
   whole.mutable_outer_scale()->Assign(outer.begin(), outer.end());
   return whole;
@@ -262,7 +276,7 @@ Encoding WithScales(const Encoding& encoding, const Scales& scales) {
 namespace internal {
 
 int64_t ZeroPointSizeBytes(const Encoding& encoding) {
-  if (encoding.exclude_zero()) return 4;
+  if (encoding.exclude_zero() || encoding.zero_points_are_real()) return 4;
   const absl::StatusOr<FormatInfo> format = GetFormatInfo(encoding.format());
   return format.ok() ? std::max(format->storage_bits / 8, 1) : 1;
 }

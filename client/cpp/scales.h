@@ -29,7 +29,8 @@ struct Scales {
   // In the type that they are stored in: float32, float16, bfloat16, or one
   // byte as v1::Encoding.scale_code has it.
   absl::Span<const uint8_t> scale;
-  // int32, one for each scale; empty: all 0.
+  // int32, or float32 with zero_points_are_real; one for each scale. Empty: all
+  // 0.
   absl::Span<const uint8_t> zero_point;
   // float32; only with E4M3 and INTEGER scales.
   absl::Span<const uint8_t> outer_scale;

@@ -54,7 +54,8 @@ uint64_t EncodedSizeBytes(const Encoding& encoding, uint64_t element_count) {
       format->SizeBytes(static_cast<int64_t>(element_count)) +
       encoding.scale_size() * ScaleSizeBytes(ScaleTypeOf(encoding)) +
       encoding.outer_scale_size() * static_cast<int64_t>(sizeof(float)) +
-      format->SizeBytes(encoding.zero_point_size());
+      format->SizeBytes(encoding.zero_point_size()) +
+      encoding.real_zero_point_size() * static_cast<int64_t>(sizeof(float));
   return static_cast<uint64_t>(bytes);
 }
 

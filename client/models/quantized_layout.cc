@@ -222,7 +222,10 @@ absl::StatusOr<std::unique_ptr<QuantizedPlace>> QuantizedPlace::Reserve(
     reserve(kCodebookSuffix, files::Dtype::kF32, {expected.codebook_size()});
   }
   if (expected.chunks_have_zero_points()) {
-    reserve(kZeroPointSuffix, files::Dtype::kI32, *scale_shape);
+    reserve(kZeroPointSuffix,
+            expected.zero_points_are_real() ? files::Dtype::kF32
+                                            : files::Dtype::kI32,
+            *scale_shape);
   }
   if (!status.ok()) return status;
   return place;
@@ -431,10 +434,13 @@ absl::StatusOr<QuantizedTensor> ReadQuantized(const TensorInput& input,
   const files::FileTensor* const zero_point =
       input.Find(absl::StrCat(name, kZeroPointSuffix));
   if (zero_point != nullptr) {
-    if (zero_point->dtype != files::Dtype::kI32 ||
+    const bool is_real = zero_point->dtype == files::Dtype::kF32;
+    if ((!is_real && zero_point->dtype != files::Dtype::kI32) ||
         zero_point->shape != *scale_shape) {
-      return malformed("expected zero points, I32 in the shape of the blocks");
+      return malformed(
+          "expected zero points, I32 or F32 in the shape of the blocks");
     }
+    tensor.encoding.set_zero_points_are_real(is_real);
     tensor.scales->zero_point = zero_point->data;
     tensor.encoding.set_chunks_have_zero_points(true);
   }

@@ -450,6 +450,8 @@ absl::StatusOr<SpecTemplate> ParseSpec(absl::string_view text) {
       result.spec.set_power_of_two_scale(true);
     } else if (part == "no-saturation") {
       result.spec.set_no_saturation(true);
+    } else if (part == "real-zero-point") {
+      result.spec.set_real_zero_point(true);
     } else if (absl::ConsumePrefix(&part, "mantissa-bits=")) {
       uint32_t bits = 0;
       if (!absl::SimpleAtoi(part, &bits)) {

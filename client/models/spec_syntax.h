@@ -108,9 +108,9 @@ struct SpecTemplate {
 
 // "FORMAT[:GRANULARITY][:SYMMETRY][:METHOD[=PARAMETER]][:OPTION...]" with the
 // parts behind the format in any order; options are "power-of-two",
-// "no-saturation", "scale=TYPE", "rule=RULE", "mantissa-bits=N",
-// "block=N,N,...", "tail=SIDE", "steps=N", "bins=N" and "entries=" with what
-// ParseCodebook takes. E.g.
+// "no-saturation", "real-zero-point", "scale=TYPE", "rule=RULE",
+// "mantissa-bits=N", "block=N,N,...", "tail=SIDE", "steps=N", "bins=N" and
+// "entries=" with what ParseCodebook takes. E.g.
 // "int4:group:32:asymmetric", "uint8:percentile=0.999", "mxfp4_e2m1:rule=even".
 // Errors: ARGUMENT_INVALID, FILE_UNREADABLE.
 absl::StatusOr<SpecTemplate> ParseSpec(absl::string_view text);

@@ -513,12 +513,12 @@ BlockQuantizer::BlockQuantizer(const EncodingSpec& spec,
       has_row_blocks_(HasRowBlocks(layout)) {
   const bool has_one_row = layout.row_size() == layout.element_count();
   granule_ = Granule(layout, format_);
-  is_grouped_ = is_min_max_ && has_one_row && type == ElementType::kFloat32 &&
-                format_.kind == CodeKind::kInteger &&
-                format_.storage_bits <= 8 &&
-                encoding_.scale_type == ScaleType::kFloat32 &&
-                !spec.power_of_two_scale && spec.symmetry != Symmetry::kAimet &&
-                !encoding_.exclude_zero && layout.row_block() <= kMaxGroup;
+  is_grouped_ =
+      is_min_max_ && has_one_row && type == ElementType::kFloat32 &&
+      format_.kind == CodeKind::kInteger && format_.storage_bits <= 8 &&
+      encoding_.scale_type == ScaleType::kFloat32 && !spec.power_of_two_scale &&
+      spec.symmetry != Symmetry::kAimet && !encoding_.exclude_zero &&
+      !encoding_.zero_points_are_real && layout.row_block() <= kMaxGroup;
 }
 
 void BlockQuantizer::Outcome::Merge(Outcome other) {
@@ -546,7 +546,7 @@ absl::Status BlockQuantizer::Add(int64_t first, int64_t count,
   layout_ = whole_layout_.Window(scales.first);
   const auto scale_count = static_cast<size_t>(scales.end - scales.first);
   encoding_.scale.resize(scale_count);
-  if (has_zero_points()) encoding_.zero_point.resize(scale_count);
+  if (has_zero_points()) ResizeZeroPoints(scale_count, &encoding_);
   if (HasScaleCodes(encoding_.scale_type)) {
     encoding_.scale_code.resize(scale_count);
   }
@@ -624,7 +624,7 @@ void BlockQuantizer::AddTask(int64_t first, int64_t count, const uint8_t* in,
 
 void BlockQuantizer::SetScale(int64_t index, const BlockScale& scale) {
   encoding_.scale[index] = scale.scale;
-  if (has_zero_points()) encoding_.zero_point[index] = scale.zero_point;
+  SetZeroPoint(index, scale, &encoding_);
   if (HasScaleCodes(encoding_.scale_type)) {
     encoding_.scale_code[index] = scale.code;
   }

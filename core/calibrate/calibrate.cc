@@ -80,6 +80,7 @@ Encoding EncodingWithoutScales(const EncodingSpec& spec,
   encoding.qmin = format.qmin;
   encoding.qmax = format.qmax;
   encoding.exclude_zero = spec.exclude_zero;
+  encoding.zero_points_are_real = spec.real_zero_point;
   encoding.scale_type = EffectiveScaleType(spec);
   if (HasOuterScales(encoding.scale_type)) {
     encoding.outer_block_size = spec.outer_block_size;
@@ -128,7 +129,7 @@ class Calibrator {
   absl::StatusOr<Calibration> Run() {
     const auto count = static_cast<size_t>(scale_count_);
     encoding_.scale.resize(count);
-    if (!scaler_.is_symmetric()) encoding_.zero_point.resize(count);
+    if (!scaler_.is_symmetric()) ResizeZeroPoints(count, &encoding_);
     if (HasScaleCodes(encoding_.scale_type)) encoding_.scale_code.resize(count);
     // Written before it is read, and large.
     if (scaler_.has_outer_scales()) ranges_.reset(new Range[count]);
@@ -236,9 +237,7 @@ class Calibrator {
 
   void SetScale(int64_t i, const BlockScale& scale) {
     encoding_.scale[i] = scale.scale;
-    if (!encoding_.zero_point.empty()) {
-      encoding_.zero_point[i] = scale.zero_point;
-    }
+    SetZeroPoint(i, scale, &encoding_);
     if (!encoding_.scale_code.empty()) encoding_.scale_code[i] = scale.code;
   }
 

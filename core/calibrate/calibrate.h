@@ -43,12 +43,13 @@ Encoding EncodingWithoutScales(const EncodingSpec& spec,
 //
 // asymmetric: scale = (max - min) / (qmax - qmin) over [min(min, 0),
 // max(max, 0)], rounded from float64 to float32; zero_point = clamp(qmin -
-// rint(min / scale)) in float64 with the rounded scale. Symmetric integers: see
-// Symmetry. Floats and codebooks: scale = absmax / largest magnitude. All zero
-// or no finite element: scale 1, zero point clamp(0), counted as degenerate. No
-// scale is below the smallest normal float32. With exclude_zero the range is
-// not extended and the zero point not clamped, unless the range is one single
-// value, which is extended as usual. Powers of two, and after that float16 and
+// rint(min / scale)) in float64 with the rounded scale; a real one is not
+// rounded but to float32. Symmetric integers: see Symmetry. Floats and
+// codebooks: scale = absmax / largest magnitude. All zero or no finite element:
+// scale 1, zero point clamp(0), counted as degenerate. No scale is below the
+// smallest normal float32. With exclude_zero the range is not extended and the
+// zero point not clamped, unless the range is one single value, which is
+// extended as usual. Powers of two, and after that float16 and
 // bfloat16 scales, are rounded up from the float32 scale.
 //
 // E8M0: MxScaleRule, of the range's absmax in float32; mantissa bits of

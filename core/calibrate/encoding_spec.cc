@@ -94,6 +94,12 @@ absl::Status CheckSymmetry(const EncodingSpec& spec, const FormatInfo& format) {
             "symmetric"),
         "exclude_zero");
   }
+  if (!is_asymmetric && spec.real_zero_point) {
+    return WithField(
+        SymmetryInvalidError("real_zero_point needs an asymmetric range, but "
+                             "the range is symmetric"),
+        "real_zero_point");
+  }
   if (is_asymmetric && spec.unsigned_if_non_negative) {
     return WithField(
         SymmetryInvalidError(
@@ -238,8 +244,7 @@ absl::Status MethodErrorAt(absl::string_view field, absl::string_view what) {
 
 // Whether the method tries ranges and compares their errors.
 bool Searches(const EncodingSpec& spec) {
-  return NeedsHistograms(spec) &&
-         spec.method != CalibrationMethod::kPercentile;
+  return NeedsHistograms(spec) && spec.method != CalibrationMethod::kPercentile;
 }
 
 absl::Status CheckMethods(const EncodingSpec& spec) {
@@ -274,16 +279,64 @@ absl::Status CheckMethods(const EncodingSpec& spec) {
   return absl::OkStatus();
 }
 
+// Of fixed ranges for each scale.
+absl::Status CheckScaleRanges(const EncodingSpec& spec, bool has_fixed_range) {
+  constexpr absl::string_view kField = "scale_range_min";
+  if (!has_fixed_range) {
+    return MethodErrorAt(kField,
+                         "scale_range_min needs the method FIXED_RANGE, but "
+                         "the method is another");
+  }
+  if (spec.scale_range_min.size() != spec.scale_range_max.size()) {
+    return MethodErrorAt(kField, absl::StrCat("scale_range_min has ",
+                                              spec.scale_range_min.size(),
+                                              " entries and scale_range_max ",
+                                              spec.scale_range_max.size(),
+                                              ", expected as many of either"));
+  }
+  for (size_t i = 0; i < spec.scale_range_min.size(); ++i) {
+    const double min = spec.scale_range_min[i];
+    const double max = spec.scale_range_max[i];
+    if (!(std::isfinite(min) && std::isfinite(max) && min < max)) {
+      return MethodErrorAt(
+          kField,
+          absl::StrCat("the fixed range of scale ", i, " is [", min, ", ", max,
+                       "], expected finite ends, the smaller one "
+                       "first"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+// That there is a fixed range for each scale, or one for all.
+// Requires: a block size that fits the shape.
+absl::Status CheckScaleRangeCount(const EncodingSpec& resolved,
+                                  absl::Span<const int64_t> shape) {
+  if (resolved.scale_range_min.empty()) return absl::OkStatus();
+  const absl::StatusOr<BlockLayout> layout =
+      BlockLayout::Create(shape, resolved.block_size);
+  if (!layout.ok()) return layout.status();
+  const auto count = static_cast<int64_t>(resolved.scale_range_min.size());
+  if (count == layout->scale_count()) return absl::OkStatus();
+  return MethodErrorAt(
+      "scale_range_min",
+      absl::StrCat("scale_range_min has ", count, " entries, expected ",
+                   layout->scale_count(), ", one for each scale"));
+}
+
 // Conditions are written so that NaN fails.
 absl::Status CheckMethod(const EncodingSpec& spec) {
   if (absl::Status s = CheckMethods(spec); !s.ok()) return s;
-  // Steps of 2^-31 of the range leave nothing to be gained.
-  if (Searches(spec) && IsWideInteger(*FindFormat(spec.format))) {
+  // The searches know neither: steps of 2^-31 of the range leave nothing to be
+  // gained, and zero points are codes.
+  const FormatInfo& format = *FindFormat(spec.format);
+  if (Searches(spec) && (spec.real_zero_point || IsWideInteger(format))) {
     return MethodErrorAt(
-        "method", absl::StrCat(FindFormat(spec.format)->name,
-                               " needs a method that does not search for the "
-                               "least error: min-max, percentile, the fixed "
-                               "range or the moving average"));
+        "method",
+        absl::StrCat(spec.real_zero_point ? "real_zero_point" : format.name,
+                     " needs a method that does not search for the "
+                     "least error: min-max, percentile, the fixed "
+                     "range or the moving average"));
   }
   const auto out_of_range = [](absl::string_view field, auto value,
                                const auto&... expected) {
@@ -317,6 +370,9 @@ absl::Status CheckMethod(const EncodingSpec& spec) {
       spec.method == CalibrationMethod::kFixedRange ||
       std::find(spec.methods.begin(), spec.methods.end(),
                 CalibrationMethod::kFixedRange) != spec.methods.end();
+  if (!spec.scale_range_min.empty() || !spec.scale_range_max.empty()) {
+    return CheckScaleRanges(spec, has_fixed_range);
+  }
   if (has_fixed_range &&
       !(std::isfinite(spec.range_min) && std::isfinite(spec.range_max) &&
         spec.range_min < spec.range_max)) {
@@ -412,6 +468,9 @@ absl::StatusOr<EncodingSpec> ResolveSpec(const EncodingSpec& spec,
         " entries, expected none or ", rank, ", one per dimension"));
   }
 
+  if (absl::Status s = CheckScaleRangeCount(resolved, shape); !s.ok()) {
+    return s;
+  }
   std::vector<int64_t>& outer = resolved.outer_block_size;
   if (outer.empty()) {
     if (EffectiveScaleType(spec) == ScaleType::kInteger && rank >= 2) {

@@ -93,19 +93,24 @@ struct EncodingSpec {
   bool no_saturation = false;
   // Of the histograms that ranges come from; 0 for the default.
   int mantissa_bits = 0;
+  bool real_zero_point = false;
+  // [scale count] or empty: range_min and range_max of each scale.
+  std::vector<double> scale_range_min;
+  std::vector<double> scale_range_max;
 };
 
 // Checks a spec by itself.
 // Errors: FORMAT_UNKNOWN, ENUM_UNKNOWN, SYMMETRY_INVALID (symmetric on an
 // unsigned format, asymmetric on one that is not integer; exclude_zero or
-// unsigned_if_non_negative where they do not apply; asymmetric int32),
+// unsigned_if_non_negative where they do not apply; asymmetric int32;
+// real_zero_point without an asymmetric range),
 // BLOCK_SIZE_INVALID,
 // SCALE_TYPE_INVALID (not the format's, or asymmetric with scale codes;
 // power_of_two_scale, mx_scale_rule, integer_scale_max or outer_block_size
 // where they do not apply), CODEBOOK_INVALID, CODE_RANGE_INVALID
 // (no_saturation on a format without NaN and infinity), METHOD_INVALID (a
 // parameter of the method out of its range, methods without or within best-of,
-// or a search for the range of int32).
+// or a search for the range of int32 or with real zero points).
 absl::Status ValidateSpec(const EncodingSpec& spec);
 
 // What the spec asks for, with every default filled in.
@@ -116,7 +121,8 @@ ScaleType EffectiveScaleType(const EncodingSpec& spec);
 // the format's default group, and outer_block_size with the default of the
 // scale type, rounded up to cover whole blocks; granularity cleared.
 // Errors: BLOCK_SIZE_INVALID for a rank or axis that does not fit, or an outer
-// block that is not made of whole blocks.
+// block that is not made of whole blocks; METHOD_INVALID for fixed ranges that
+// are not as many as scales.
 absl::StatusOr<EncodingSpec> ResolveSpec(const EncodingSpec& spec,
                                          absl::Span<const int64_t> shape);
 

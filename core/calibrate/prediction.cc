@@ -36,12 +36,16 @@ double Decibels(double signal, double squared_error) {
 //   close to a boundary lands on the wrong side: 2 u |x|;
 //   the product is off by u |x'|, which is at most u (|x| + |e|);
 //   an element of a float64 tensor is off by u |x| from what its histogram has;
-//   results below the smallest normal number are off by 2^-150.
+//   results below the smallest normal number are off by 2^-150;
+//   with a real zero point the sum that is rounded is off by u of itself, of
+//   at most `largest_code` in magnitude where it is not clipped anyway, and so
+//   is the difference from the code, by u |x'|.
 //
 // The last but one comes instead of the first two. Deviations add up as
 // root-sum-squares do (triangle inequality).
 SquaredError Widen(const SquaredError& exact, const Distribution& distribution,
-                   const Extremes& extremes, double scale) {
+                   const Extremes& extremes, double scale,
+                   double largest_code) {
   constexpr double kUnit = 0x1p-24;
   constexpr double kRelative = 3.0625 * kUnit;
   constexpr double kAbsolute = 0x1p-148;
@@ -49,6 +53,10 @@ SquaredError Widen(const SquaredError& exact, const Distribution& distribution,
   const double count = static_cast<double>(distribution.count());
   double deviation = kRelative * std::sqrt(distribution.signal()) +
                      kAbsolute * (1 + scale) * std::sqrt(count);
+  if (largest_code > 0) {
+    deviation += 1.0625 * kUnit * std::sqrt(distribution.signal()) +
+                 3 * kUnit * largest_code * scale * std::sqrt(count);
+  }
   // Elements that float32 cannot hold are in the histogram as its largest.
   const double beyond =
       std::max({0.0, extremes.max - kLargest, -extremes.min - kLargest});
@@ -64,14 +72,15 @@ SquaredError Widen(const SquaredError& exact, const Distribution& distribution,
 }
 
 Prediction PredictScaleIndex(const CodeNumbers& numbers, double scale,
-                             int32_t zero_point, const Extremes& extremes,
+                             double zero_point, double largest_code,
+                             const Extremes& extremes,
                              const Distribution& distribution) {
   Prediction prediction;
   if (std::isnan(scale) || distribution.count() == 0) return prediction;
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
   SquaredError error =
       Widen(BoundSquaredError(numbers, scale, zero_point, distribution),
-            distribution, extremes, scale);
+            distribution, extremes, scale, largest_code);
   const double min = distribution.masses().front().low;
   const double max = distribution.masses().back().high;
   const double magnitude = std::max(-min, max);
@@ -140,6 +149,12 @@ absl::StatusOr<Prediction> Predict(const Encoding& encoding,
                                    const TensorStatistics& statistics,
                                    ThreadPool* pool, StopToken stop) {
   const CodeNumbers numbers(encoding);
+  // See Widen.
+  const double largest_code =
+      encoding.zero_points_are_real
+          ? std::max(std::fabs(static_cast<double>(encoding.qmin)),
+                     std::fabs(static_cast<double>(encoding.qmax)))
+          : 0;
   const absl::Span<const Histogram> histograms = statistics.histograms();
   const auto count = static_cast<int64_t>(histograms.size());
   Prediction whole;
@@ -155,9 +170,8 @@ absl::StatusOr<Prediction> Predict(const Encoding& encoding,
     ForScaleIndices(pool, begin, end, stop, [&](int64_t i) {
       const Extremes& extremes = statistics.extremes()[i];
       parts[i - begin] = PredictScaleIndex(
-          numbers, encoding.scale[i],
-          encoding.zero_point.empty() ? 0 : encoding.zero_point[i], extremes,
-          Distribution(histograms[i], extremes));
+          numbers, encoding.scale[i], ZeroPointAt(encoding, i), largest_code,
+          extremes, Distribution(histograms[i], extremes));
     });
     if (stop.stopped()) return StoppedError();
     for (int64_t i = begin; i < end; ++i) {

@@ -148,7 +148,12 @@ absl::optional<Range> RangeFinder::Whole(const Extremes& extremes) const {
   return scaler_.Extend({extremes.min, extremes.max});
 }
 
-Range RangeFinder::FixedRange() const {
+Range RangeFinder::FixedRange(int64_t index) const {
+  if (!spec_.scale_range_min.empty()) {
+    const auto at = static_cast<size_t>(index);
+    return scaler_.Extend(
+        {spec_.scale_range_min[at], spec_.scale_range_max[at]});
+  }
   return scaler_.Extend({spec_.range_min, spec_.range_max});
 }
 
@@ -159,7 +164,9 @@ const Extremes* RangeFinder::Averaged(int64_t index) const {
 
 absl::optional<absl::optional<Range>> RangeFinder::FindAtOnce(
     int64_t index, const Extremes& extremes) const {
-  if (spec_.method == CalibrationMethod::kFixedRange) return {FixedRange()};
+  if (spec_.method == CalibrationMethod::kFixedRange) {
+    return {FixedRange(index)};
+  }
   const Extremes* const averaged = Averaged(index);
   if (spec_.method == CalibrationMethod::kMovingAverage &&
       averaged != nullptr) {
@@ -244,7 +251,7 @@ absl::StatusOr<Range> RangeFinder::FindBy(CalibrationMethod method,
     case CalibrationMethod::kEntropy:
       return block.Entropy(spec_.search_steps, spec_.entropy_bins, stop);
     case CalibrationMethod::kFixedRange:
-      return FixedRange();
+      return FixedRange(block.index());
     case CalibrationMethod::kMovingAverage:
       if (const Extremes* averaged = Averaged(block.index())) {
         return Whole(*averaged).value_or(block.whole());

@@ -100,7 +100,7 @@ class RangeFinder {
   template <typename Block>
   Range Percentile(Block& block) const;
   absl::optional<Range> Whole(const Extremes& extremes) const;
-  Range FixedRange() const;
+  Range FixedRange(int64_t index) const;
   // Null where there is none.
   const Extremes* Averaged(int64_t index) const;
 

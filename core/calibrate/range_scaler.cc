@@ -92,12 +92,21 @@ double Range::abs_max() const {
   return std::max(std::fabs(low), std::fabs(high));
 }
 
+void ResizeZeroPoints(size_t count, Encoding* encoding) {
+  if (encoding->zero_points_are_real) {
+    encoding->real_zero_point.resize(count);
+  } else {
+    encoding->zero_point.resize(count);
+  }
+}
+
 RangeScaler::RangeScaler(const EncodingSpec& spec, const Encoding& encoding)
     : scale_type_(EffectiveScaleType(spec)),
       mx_scale_rule_(spec.mx_scale_rule),
       is_symmetric_(EffectiveSymmetry(spec) != Symmetry::kAsymmetric),
       is_aimet_(spec.symmetry == Symmetry::kAimet),
       exclude_zero_(encoding.exclude_zero),
+      zero_points_are_real_(encoding.zero_points_are_real),
       power_of_two_scale_(spec.power_of_two_scale),
       integer_scale_max_(DefaultIntegerScaleMax(spec.integer_scale_max)),
       qmin_(encoding.qmin),
@@ -166,7 +175,11 @@ absl::StatusOr<BlockScale> RangeScaler::ScaleAsymmetric(
   const absl::StatusOr<float> scale =
       RoundScale(index, (range.high - range.low) / (qmax_ - qmin_));
   if (!scale.ok()) return scale.status();
-  double zero_point = qmin_ - std::nearbyint(range.low / double{*scale});
+  // A real one as a float32, so that the checks are of what is stored.
+  double zero_point =
+      zero_points_are_real_
+          ? static_cast<float>(qmin_ - range.low / double{*scale})
+          : qmin_ - std::nearbyint(range.low / double{*scale});
   if (!exclude_zero_ || contains_zero) {
     zero_point = std::clamp<double>(zero_point, qmin_, qmax_);
   } else if (!(std::fabs(zero_point) <= kMaxZeroPoint)) {
@@ -174,6 +187,9 @@ absl::StatusOr<BlockScale> RangeScaler::ScaleAsymmetric(
         absl::StrCat("zero point ", index, " would be ", zero_point,
                      ", expected one within +-", kMaxZeroPoint,
                      "; the range is too far from zero for its width"));
+  }
+  if (zero_points_are_real_) {
+    return BlockScale{*scale, 0, 0, static_cast<float>(zero_point)};
   }
   return BlockScale{*scale, static_cast<int32_t>(zero_point), 0};
 }
@@ -298,8 +314,12 @@ BlockScale RangeScaler::DegenerateScale(float outer, bool outer_is_zero) const {
       return FromCode(outer_is_zero ? kE4m3One : kE4m3SmallestNormal, outer);
     case ScaleType::kInteger:
       return FromCode(1, outer);
-    default:
-      return {1, is_symmetric_ ? 0 : std::clamp(0, qmin_, qmax_), 0};
+    default: {
+      const int32_t zero_point =
+          is_symmetric_ ? 0 : std::clamp(0, qmin_, qmax_);
+      return {1, zero_points_are_real_ ? 0 : zero_point, 0,
+              zero_points_are_real_ ? static_cast<float>(zero_point) : 0};
+    }
   }
 }
 

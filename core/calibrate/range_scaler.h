@@ -3,6 +3,7 @@
 #ifndef QUANTD_CORE_CALIBRATE_RANGE_SCALER_H_
 #define QUANTD_CORE_CALIBRATE_RANGE_SCALER_H_
 
+#include <cstddef>
 #include <cstdint>
 
 #include "absl/status/statusor.h"
@@ -26,17 +27,32 @@ struct BlockScale {
   int32_t zero_point;
   // Where the scale type has codes.
   uint8_t code;
+  // In place of zero_point, where the encoding has such.
+  float real_zero_point = 0;
 
   friend bool operator==(const BlockScale& a, const BlockScale& b) {
     return a.scale == b.scale && a.zero_point == b.zero_point &&
-           a.code == b.code;
+           a.code == b.code && a.real_zero_point == b.real_zero_point;
   }
 };
+
+// Makes room for so many zero points, of the kind that the encoding has.
+void ResizeZeroPoints(size_t count, Encoding* encoding);
+// Sets that of a scale index where there is room for it.
+inline void SetZeroPoint(int64_t index, const BlockScale& scale,
+                         Encoding* encoding) {
+  if (!encoding->zero_point.empty()) {
+    encoding->zero_point[index] = scale.zero_point;
+  } else if (!encoding->real_zero_point.empty()) {
+    encoding->real_zero_point[index] = scale.real_zero_point;
+  }
+}
 
 // The formulas are those of calibrate.h. Immutable, thread-safe.
 class RangeScaler {
  public:
-  // `encoding` has the format, qmin, qmax, codebook and exclude_zero.
+  // `encoding` has the format, qmin, qmax, codebook, exclude_zero and
+  // zero_points_are_real.
   // Requires: a valid spec.
   RangeScaler(const EncodingSpec& spec, const Encoding& encoding);
 
@@ -102,6 +118,7 @@ class RangeScaler {
   bool is_symmetric_;
   bool is_aimet_;
   bool exclude_zero_;
+  bool zero_points_are_real_;
   bool power_of_two_scale_;
   int integer_scale_max_;
   int32_t qmin_;

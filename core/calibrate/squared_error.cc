@@ -265,8 +265,8 @@ double SumBelow(const Distribution& distribution, double clip, double value) {
 }
 
 UniformNumbers Uniform(const CodeNumbers& numbers, double scale,
-                       int32_t zero_point) {
-  return UniformNumbers(double{1} * numbers.qmin - zero_point,
+                       double zero_point) {
+  return UniformNumbers(numbers.qmin - zero_point,
                         int64_t{numbers.qmax} - numbers.qmin, scale);
 }
 
@@ -308,7 +308,7 @@ CodeNumbers::CodeNumbers(const Encoding& encoding)
 }
 
 SquaredError BoundSquaredError(const CodeNumbers& numbers, double scale,
-                               int32_t zero_point,
+                               double zero_point,
                                const Distribution& distribution) {
   if (numbers.is_integer) {
     return BoundAll(Uniform(numbers, scale, zero_point), distribution);
@@ -317,8 +317,8 @@ SquaredError BoundSquaredError(const CodeNumbers& numbers, double scale,
 }
 
 double EstimateSquaredError(const CodeNumbers& numbers, double scale,
-                            int32_t zero_point,
-                            const Distribution& distribution, double limit) {
+                            double zero_point, const Distribution& distribution,
+                            double limit) {
   if (numbers.is_integer) {
     return EstimateAll(Uniform(numbers, scale, zero_point), distribution,
                        limit);
@@ -327,7 +327,7 @@ double EstimateSquaredError(const CodeNumbers& numbers, double scale,
 }
 
 double ClippedSquaredError(const CodeNumbers& numbers, double scale,
-                           int32_t zero_point,
+                           double zero_point,
                            const Distribution& distribution) {
   return SumBelow(distribution, (numbers.clip_low - zero_point) * scale,
                   (numbers.lowest() - zero_point) * scale) +

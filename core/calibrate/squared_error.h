@@ -57,19 +57,18 @@ struct SquaredError {
 
 // Over a distribution, under one scale and zero point (0 unless integer).
 SquaredError BoundSquaredError(const CodeNumbers& numbers, double scale,
-                               int32_t zero_point,
+                               double zero_point,
                                const Distribution& distribution);
 
 // The estimate alone, but for rounding, in less time: it sums the bins between
 // two boundaries at once. Stops once it is past `limit`.
 double EstimateSquaredError(const CodeNumbers& numbers, double scale,
-                            int32_t zero_point,
-                            const Distribution& distribution, double limit);
+                            double zero_point, const Distribution& distribution,
+                            double limit);
 
 // The estimate of the part of that sum that clipped elements have.
 double ClippedSquaredError(const CodeNumbers& numbers, double scale,
-                           int32_t zero_point,
-                           const Distribution& distribution);
+                           double zero_point, const Distribution& distribution);
 
 }  // namespace quantd::core
 

@@ -210,7 +210,13 @@ struct HalfValues {
 
 // --- What scales them -------------------------------------------------------
 // Get(d, i): scales and zero points, as float32, of Lanes(d) elements from the
-// i-th on. The zero points are exact: all are below 2^24.
+// i-th on. The zero points are exact: those that are codes are below 2^24.
+
+enum class ZeroPoints { kNone, kCodes, kReal };
+
+template <ZeroPoints kKind>
+using ZeroPointOf =
+    std::conditional_t<kKind == ZeroPoints::kReal, float, int32_t>;
 
 template <class D>
 struct ScaleLanes {
@@ -219,27 +225,34 @@ struct ScaleLanes {
 };
 
 // One for each 2^shift elements; all of them with a shift of 63.
-template <bool kHasZeroPoints>
+template <ZeroPoints kZeroPoints>
 struct GroupScales {
+  static constexpr ZeroPoints kKind = kZeroPoints;
+
   template <class D>
   HWY_INLINE ScaleLanes<D> Get(D d, int64_t i) const {
     const int64_t group = i >> shift;
     return {hn::Set(d, scale[group]),
-            kHasZeroPoints ? hn::Set(d, static_cast<float>(zero_point[group]))
-                           : hn::Zero(d)};
+            kZeroPoints == ZeroPoints::kNone
+                ? hn::Zero(d)
+                : hn::Set(d, static_cast<float>(zero_point[group]))};
   }
 
   const float* HWY_RESTRICT scale;
-  const int32_t* HWY_RESTRICT zero_point;
+  const ZeroPointOf<kZeroPoints>* HWY_RESTRICT zero_point;
   int shift;
 };
 
-template <bool kHasZeroPoints>
+template <ZeroPoints kZeroPoints>
 struct ElementScales {
+  static constexpr ZeroPoints kKind = kZeroPoints;
+
   template <class D>
   HWY_INLINE ScaleLanes<D> Get(D d, int64_t i) const {
     const hn::RebindToSigned<D> di;
-    if constexpr (kHasZeroPoints) {
+    if constexpr (kZeroPoints == ZeroPoints::kReal) {
+      return {hn::LoadU(d, scale + i), hn::LoadU(d, zero_point + i)};
+    } else if constexpr (kZeroPoints == ZeroPoints::kCodes) {
       return {hn::LoadU(d, scale + i),
               hn::ConvertTo(d, hn::LoadU(di, zero_point + i))};
     } else {
@@ -248,7 +261,7 @@ struct ElementScales {
   }
 
   const float* HWY_RESTRICT scale;
-  const int32_t* HWY_RESTRICT zero_point;
+  const ZeroPointOf<kZeroPoints>* HWY_RESTRICT zero_point;
 };
 
 // --- Runs -------------------------------------------------------------------
@@ -263,15 +276,23 @@ struct Sink {
 };
 
 // Lanes(d) elements.
-template <class Values, class D>
+template <ZeroPoints kKind, class Values, class D>
 HWY_INLINE void DequantizeVector(D d, const Values& values,
                                  const ScaleLanes<hn::Rebind<float, D>>& s,
                                  const uint8_t* HWY_RESTRICT in,
                                  ElementType type, uint8_t* HWY_RESTRICT out) {
   const hn::Rebind<float, D> df;
+  constexpr bool kIsDouble = std::is_same_v<hn::TFromD<D>, double>;
+  if constexpr (kIsDouble && kKind == ZeroPoints::kReal) {
+    // In float32 the difference would be rounded.
+    const auto exact = hn::Sub(hn::PromoteTo(d, values.Value(df, in)),
+                               hn::PromoteTo(d, s.zero_point));
+    StoreBytes(hn::Mul(exact, hn::PromoteTo(d, s.scale)), d, out);
+    return;
+  }
   // -0 less +0 is -0.
   const auto value = hn::Sub(values.Value(df, in), s.zero_point);
-  if constexpr (std::is_same_v<hn::TFromD<D>, double>) {
+  if constexpr (kIsDouble) {
     StoreBytes(hn::Mul(hn::PromoteTo(d, value), hn::PromoteTo(d, s.scale)), d,
                out);
   } else if (type == ElementType::kFloat32) {
@@ -300,34 +321,40 @@ void DequantizeSpan(const Values& values_in, const Scales& scales_in,
       PrefetchWrite(to + at + sink.ahead);
     }
     for (int64_t k = 0; k < 4 * kLanes; k += kLanes) {
-      DequantizeVector(d, values, scales.Get(df, i + k),
-                       in + (i + k) * kCodeBytes, sink.type,
-                       to + k * sink.size_bytes);
+      DequantizeVector<Scales::kKind>(d, values, scales.Get(df, i + k),
+                                      in + (i + k) * kCodeBytes, sink.type,
+                                      to + k * sink.size_bytes);
     }
   }
   for (; i + kLanes <= count; i += kLanes) {
-    DequantizeVector(d, values, scales.Get(df, i), in + i * kCodeBytes,
-                     sink.type, out + i * sink.size_bytes);
+    DequantizeVector<Scales::kKind>(d, values, scales.Get(df, i),
+                                    in + i * kCodeBytes, sink.type,
+                                    out + i * sink.size_bytes);
   }
   const hn::CappedTag<T, 1> d1;
   const hn::Rebind<float, decltype(d1)> df1;
   for (; i < count; ++i) {
-    DequantizeVector(d1, values, scales.Get(df1, i), in + i * kCodeBytes,
-                     sink.type, out + i * sink.size_bytes);
+    DequantizeVector<Scales::kKind>(d1, values, scales.Get(df1, i),
+                                    in + i * kCodeBytes, sink.type,
+                                    out + i * sink.size_bytes);
   }
 }
 
 // `count` elements of a row; `row` is where they begin.
-template <typename T, bool kHasZeroPoints, class Values>
+template <typename T, ZeroPoints kZeroPoints, class Values>
 void DequantizeRow(const Encoding& encoding, const BlockLayout::Row& row,
                    const Values& values, const uint8_t* in, int64_t count,
                    const Sink& sink, uint8_t* out) {
   const float* scale = encoding.scale.data() + row.scale_index;
-  const int32_t* zero_point =
-      kHasZeroPoints ? encoding.zero_point.data() + row.scale_index : nullptr;
+  const ZeroPointOf<kZeroPoints>* zero_point = nullptr;
+  if constexpr (kZeroPoints == ZeroPoints::kReal) {
+    zero_point = encoding.real_zero_point.data() + row.scale_index;
+  } else if constexpr (kZeroPoints == ZeroPoints::kCodes) {
+    zero_point = encoding.zero_point.data() + row.scale_index;
+  }
   if (row.block == 1) {
-    DequantizeSpan<T>(values, ElementScales<kHasZeroPoints>{scale, zero_point},
-                      in, count, sink, out);
+    DequantizeSpan<T>(values, ElementScales<kZeroPoints>{scale, zero_point}, in,
+                      count, sink, out);
     return;
   }
   const int shift = static_cast<int>(
@@ -339,7 +366,7 @@ void DequantizeRow(const Encoding& encoding, const BlockLayout::Row& row,
   for (int64_t done = 0; done < count;) {
     int64_t groups = 1;
     int64_t n = std::min(row.block - offset, count - done);
-    GroupScales<kHasZeroPoints> scales{scale, zero_point, 63};
+    GroupScales<kZeroPoints> scales{scale, zero_point, 63};
     if (is_group && offset == 0 && n == row.block) {
       groups = (count - done) >> shift;
       n = groups << shift;
@@ -350,13 +377,13 @@ void DequantizeRow(const Encoding& encoding, const BlockLayout::Row& row,
     done += n;
     offset = 0;
     scale += groups;
-    if (kHasZeroPoints) zero_point += groups;
+    if (kZeroPoints != ZeroPoints::kNone) zero_point += groups;
   }
 }
 
 // A range in blocks, with codes unpacked to a byte each and outputs of T.
 // `fallback` takes the blocks that have codes that `values` cannot take.
-template <typename T, bool kHasZeroPoints, class Values, class Fallback>
+template <typename T, ZeroPoints kZeroPoints, class Values, class Fallback>
 void DequantizeBlocks(const DequantizeRange& range, bool unpacks_sign,
                       const Values& values, const Fallback& fallback) {
   const bool is_packed = range.format.storage_bits < 8;
@@ -393,11 +420,11 @@ void DequantizeBlocks(const DequantizeRange& range, bool unpacks_sign,
       const uint8_t* from = in + i * Values::kCodeBytes;
       uint8_t* to = block_out + i * sink.size_bytes;
       if (HWY_UNLIKELY(falls_back)) {
-        DequantizeRow<T, kHasZeroPoints>(range.encoding, row, fallback, from, n,
-                                         sink, to);
+        DequantizeRow<T, kZeroPoints>(range.encoding, row, fallback, from, n,
+                                      sink, to);
       } else {
-        DequantizeRow<T, kHasZeroPoints>(range.encoding, row, values, from, n,
-                                         sink, to);
+        DequantizeRow<T, kZeroPoints>(range.encoding, row, values, from, n,
+                                      sink, to);
       }
       const int64_t past = row.offset + n;
       row.count -= n;
@@ -414,10 +441,13 @@ void DequantizeIntegers(const DequantizeRange& range, const Values& values) {
   // Unpacked codes are negative where a table does not take them as they are.
   const bool unpacks_sign =
       range.format.is_signed && !std::is_same_v<Values, SmallTable>;
-  if (range.encoding.zero_point.empty()) {
-    DequantizeBlocks<T, false>(range, unpacks_sign, values, values);
+  if (range.encoding.zero_points_are_real) {
+    DequantizeBlocks<T, ZeroPoints::kReal>(range, unpacks_sign, values, values);
+  } else if (range.encoding.zero_point.empty()) {
+    DequantizeBlocks<T, ZeroPoints::kNone>(range, unpacks_sign, values, values);
   } else {
-    DequantizeBlocks<T, true>(range, unpacks_sign, values, values);
+    DequantizeBlocks<T, ZeroPoints::kCodes>(range, unpacks_sign, values,
+                                            values);
   }
 }
 
@@ -430,18 +460,19 @@ void DequantizeTyped(const DequantizeRange& range) {
     const LargeTable table{values};
     if (format.bits <= 4) {
       const SmallTable small_table{values};
-      DequantizeBlocks<T, false>(range, false, small_table, small_table);
+      DequantizeBlocks<T, ZeroPoints::kNone>(range, false, small_table,
+                                             small_table);
       return;
     }
 #if QUANTD_HAS_F16
     if (format.kind == CodeKind::kFloat &&
         HalfValues::Supports(format.float_layout)) {
-      DequantizeBlocks<T, false>(range, false, HalfValues(format.float_layout),
-                                 table);
+      DequantizeBlocks<T, ZeroPoints::kNone>(
+          range, false, HalfValues(format.float_layout), table);
       return;
     }
 #endif
-    DequantizeBlocks<T, false>(range, false, table, table);
+    DequantizeBlocks<T, ZeroPoints::kNone>(range, false, table, table);
   } else if (format.storage_bits == 16) {
     if (format.is_signed) {
       DequantizeIntegers<T>(range, IntegerValues<int16_t>());
@@ -489,8 +520,7 @@ void Dequantize(const Encoding& encoding, const BlockLayout& layout,
   const FormatInfo& format = *FindFormat(encoding.format);
   const int64_t tasks = (count + kTaskElements - 1) / kTaskElements;
   const bool is_large = count * ElementSizeBytes(type) >= kPrefetchFromBytes;
-  const bool is_scalar =
-      internal::UsesScalarKernels() || IsWideInteger(format);
+  const bool is_scalar = internal::UsesScalarKernels() || IsWideInteger(format);
   const auto run_task = [&](int64_t task) {
     const int64_t begin = task * kTaskElements;
     const DequantizeRange range{encoding,

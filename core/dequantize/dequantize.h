@@ -16,7 +16,8 @@ namespace quantd::core {
 // the others, then rounded to nearest even to float16 or bfloat16.
 //
 //   integers   value(q) = q - zero_point, also of codes outside [qmin, qmax];
-//              that of int32 is rounded to float32 first
+//              that of int32 is rounded to float32 first, as is the difference
+//              from a real zero point
 //   floats     value(q) by codec.h; bits past those of a code are ignored
 //   codebooks  value(q) = codebook[q], NaN past the last entry
 //

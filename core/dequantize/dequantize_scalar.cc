@@ -44,8 +44,12 @@ void DequantizeAll(const DequantizeRange& range) {
           const int32_t zero_point = encoding.zero_point.empty()
                                          ? 0
                                          : encoding.zero_point[scale_index];
-          const T value = ValueOf<T>(range, LoadCode(range.format, range.in, i),
-                                     zero_point);
+          const int32_t code = LoadCode(range.format, range.in, i);
+          const T value =
+              encoding.real_zero_point.empty()
+                  ? ValueOf<T>(range, code, zero_point)
+                  : static_cast<T>(code) -
+                        static_cast<T>(encoding.real_zero_point[scale_index]);
           const T scale = encoding.scale[scale_index];
           StoreElement<T>(range.type, value * scale, range.out, i);
         }

@@ -847,7 +847,9 @@ Evaluator::~Evaluator() = default;
 
 void Evaluator::Update(int64_t first, int64_t count, const uint8_t* data,
                        ThreadPool* pool) {
+  // The kernels know neither int32 nor real zero points.
   const bool is_scalar = internal::UsesScalarKernels() ||
+                         encoding_.zero_points_are_real ||
                          IsWideInteger(*FindFormat(encoding_.format));
   const bool per_scale_index = !per_scale_index_.empty();
   // The scalar definition has a portion for each element instead.

@@ -31,6 +31,14 @@ Pair<T> Restore(T x, int64_t scale_index, const Encoding& encoding,
   const T quotient = x / scale;
   switch (format.kind) {
     case CodeKind::kInteger: {
+      if (!encoding.real_zero_point.empty()) {
+        const T zero = encoding.real_zero_point[scale_index];
+        const T least = static_cast<T>(encoding.qmin);
+        const T most = static_cast<T>(encoding.qmax);
+        const T code = std::nearbyint(quotient + zero);
+        return {x, (std::clamp(code, least, most) - zero) * scale,
+                code<least, code> most};
+      }
       const int32_t zero_point =
           encoding.zero_point.empty() ? 0 : encoding.zero_point[scale_index];
       // Of int32 these and the product below are rounded, as where codes are

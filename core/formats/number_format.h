@@ -94,7 +94,7 @@ const FormatInfo* FindFormat(NumberFormat format);
 const FormatInfo* FindFormatByName(absl::string_view name);
 
 // The width of integers that float32 does not hold exactly: int32. All their
-// zero points are 0, and the kernels leave them to the plain definitions.
+// zero points are 0, and plain definitions take the place of kernels.
 constexpr int kWideIntegerBits = 32;
 inline bool IsWideInteger(const FormatInfo& format) {
   return format.kind == CodeKind::kInteger && format.bits == kWideIntegerBits;

@@ -88,6 +88,7 @@ struct Quotients {
   // Codes less the zero point.
   hn::Vec<D> low;
   hn::Vec<D> high;
+  // A real one is in the quotient already, and 0 here.
   hn::Vec<hn::Rebind<int32_t, D>> zero_point;
 };
 
@@ -96,18 +97,37 @@ struct RunScales {
   const float* scale;
   // Null: all zero.
   const int32_t* zero_point;
+  // In place of those, where zero points are real.
+  const float* real_zero_point;
   int32_t qmin;
   int32_t qmax;
 };
 
 // Lanes(d) elements from the i-th of a run on, at `in`.
-template <int kStep, class D>
+template <int kStep, bool kIsReal, class D>
 HWY_INLINE Quotients<D> Divide(D d, const uint8_t* HWY_RESTRICT in,
                                const RunScales& run, int64_t i) {
   const hn::Rebind<int32_t, D> di;
   const hn::Rebind<float, D> df;
   Quotients<D> q;
   q.x = LoadBytes(d, in);
+  if constexpr (kIsReal) {
+    const auto each = [&](const float* values) HWY_ATTR {
+      const auto v =
+          kStep == 1 ? hn::LoadU(df, values + i) : hn::Set(df, *values);
+      if constexpr (std::is_same_v<hn::TFromD<D>, double>) {
+        return hn::PromoteTo(d, v);
+      } else {
+        return v;
+      }
+    };
+    q.zero_point = hn::Zero(di);
+    q.rounded = hn::Round(
+        hn::Add(hn::Div(q.x, each(run.scale)), each(run.real_zero_point)));
+    q.low = hn::Set(d, static_cast<hn::TFromD<D>>(run.qmin));
+    q.high = hn::Set(d, static_cast<hn::TFromD<D>>(run.qmax));
+    return q;
+  }
   if (run.zero_point == nullptr) {
     q.zero_point = hn::Zero(di);
   } else {
@@ -168,8 +188,8 @@ HWY_INLINE bool CountQuotients(D d, const Quotients<D>& q,
   return !hn::AllFalse(d, hn::IsNaN(q.rounded));
 }
 
-// Elements of one run. `T` is float or double.
-template <int kStep, typename T, typename Code>
+// Elements of one run. `T` is float or double. `kIsReal`: zero points are.
+template <int kStep, bool kIsReal, typename T, typename Code>
 void QuantizeByDivision(const QuantizeRange& range, int64_t scale_index,
                         const uint8_t* HWY_RESTRICT in, int64_t count,
                         uint8_t* HWY_RESTRICT out, QuantizeCounts* counts) {
@@ -181,33 +201,35 @@ void QuantizeByDivision(const QuantizeRange& range, int64_t scale_index,
   constexpr int64_t kCodeSize = sizeof(Code);
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
   const Encoding& encoding = range.encoding;
-  const RunScales run{encoding.scale.data() + scale_index,
-                      encoding.zero_point.empty()
-                          ? nullptr
-                          : encoding.zero_point.data() + scale_index,
-                      encoding.qmin, encoding.qmax};
+  const RunScales run{
+      encoding.scale.data() + scale_index,
+      encoding.zero_point.empty() ? nullptr
+                                  : encoding.zero_point.data() + scale_index,
+      kIsReal ? encoding.real_zero_point.data() + scale_index : nullptr,
+      encoding.qmin, encoding.qmax};
   for (int64_t begin = 0; begin < count; begin += kPieceElements) {
     const int64_t end = std::min(begin + kPieceElements, count);
     auto good = hn::Eq(hn::Zero(d), hn::Zero(d));
     auto good1 = hn::Eq(hn::Zero(d1), hn::Zero(d1));
     int64_t i = begin;
     for (; i + lanes <= end; i += lanes) {
-      StoreQuotients<Code>(d, Divide<kStep>(d, in + i * kSize, run, i),
+      StoreQuotients<Code>(d, Divide<kStep, kIsReal>(d, in + i * kSize, run, i),
                            out + i * kCodeSize, good);
     }
     for (; i < end; ++i) {
-      StoreQuotients<Code>(d1, Divide<kStep>(d1, in + i * kSize, run, i),
+      StoreQuotients<Code>(d1,
+                           Divide<kStep, kIsReal>(d1, in + i * kSize, run, i),
                            out + i * kCodeSize, good1);
     }
     if (HWY_LIKELY(hn::AllTrue(d, good) && hn::AllTrue(d1, good1))) continue;
     bool has_nan = false;
     for (i = begin; i + lanes <= end; i += lanes) {
-      has_nan |=
-          CountQuotients(d, Divide<kStep>(d, in + i * kSize, run, i), counts);
+      has_nan |= CountQuotients(
+          d, Divide<kStep, kIsReal>(d, in + i * kSize, run, i), counts);
     }
     for (; i < end; ++i) {
-      has_nan |=
-          CountQuotients(d1, Divide<kStep>(d1, in + i * kSize, run, i), counts);
+      has_nan |= CountQuotients(
+          d1, Divide<kStep, kIsReal>(d1, in + i * kSize, run, i), counts);
     }
     if (!has_nan) continue;
     for (i = begin; i < end; ++i) {
@@ -215,8 +237,11 @@ void QuantizeByDivision(const QuantizeRange& range, int64_t scale_index,
       if (std::isnan(run.scale[i * kStep])) {
         code = 0;
       } else if (std::isnan(LoadUnaligned<T>(in + i * kSize))) {
-        code = range.NanCode(
-            run.zero_point == nullptr ? 0 : run.zero_point[i * kStep]);
+        code = range.NanCode(kIsReal ? static_cast<int32_t>(std::nearbyint(
+                                           run.real_zero_point[i * kStep]))
+                             : run.zero_point == nullptr
+                                 ? 0
+                                 : run.zero_point[i * kStep]);
       } else {
         continue;
       }
@@ -359,7 +384,7 @@ HWY_INLINE void ForEachRunOf(const QuantizeRange& range, const Part& part,
   }
 }
 
-template <typename T, typename Code>
+template <bool kIsReal, typename T, typename Code>
 void DivideIntegers(const QuantizeRange& range, const Part& part,
                     QuantizeCounts* counts) {
   ForEachRunOf<T, Code>(
@@ -367,11 +392,11 @@ void DivideIntegers(const QuantizeRange& range, const Part& part,
       [&](const BlockLayout::Run& run, const uint8_t* in, int64_t count,
           uint8_t* codes) HWY_ATTR {
         if (run.scale_step == 1) {
-          QuantizeByDivision<1, T, Code>(range, run.scale_index, in, count,
-                                         codes, counts);
+          QuantizeByDivision<1, kIsReal, T, Code>(range, run.scale_index, in,
+                                                  count, codes, counts);
         } else {
-          QuantizeByDivision<0, T, Code>(range, run.scale_index, in, count,
-                                         codes, counts);
+          QuantizeByDivision<0, kIsReal, T, Code>(range, run.scale_index, in,
+                                                  count, codes, counts);
         }
       });
 }
@@ -393,24 +418,34 @@ void DivideToGrid(const QuantizeRange& range, const Grid& grid,
       });
 }
 
+template <bool kIsReal, typename T>
+void DivideIntegersOfFormat(const QuantizeRange& range, const Part& part,
+                            QuantizeCounts* counts) {
+  if (range.format.storage_bits == 16) {
+    if (range.format.is_signed) {
+      DivideIntegers<kIsReal, T, int16_t>(range, part, counts);
+    } else {
+      DivideIntegers<kIsReal, T, uint16_t>(range, part, counts);
+    }
+  } else {
+    if (range.format.is_signed) {
+      DivideIntegers<kIsReal, T, int8_t>(range, part, counts);
+    } else {
+      DivideIntegers<kIsReal, T, uint8_t>(range, part, counts);
+    }
+  }
+}
+
 template <typename T>
 void QuantizePartByDivision(const QuantizeRange& range, const Part& part,
                             QuantizeCounts* counts) {
   const FormatInfo& format = range.format;
   switch (format.kind) {
     case CodeKind::kInteger:
-      if (format.storage_bits == 16) {
-        if (format.is_signed) {
-          DivideIntegers<T, int16_t>(range, part, counts);
-        } else {
-          DivideIntegers<T, uint16_t>(range, part, counts);
-        }
+      if (range.encoding.zero_points_are_real) {
+        DivideIntegersOfFormat<true, T>(range, part, counts);
       } else {
-        if (format.is_signed) {
-          DivideIntegers<T, int8_t>(range, part, counts);
-        } else {
-          DivideIntegers<T, uint8_t>(range, part, counts);
-        }
+        DivideIntegersOfFormat<false, T>(range, part, counts);
       }
       return;
     case CodeKind::kFloat:
@@ -789,7 +824,10 @@ void QuantizeSimd(const QuantizeRange& range, QuantizeCounts* counts) {
   }
   switch (format.kind) {
     case CodeKind::kInteger:
-      if (format.storage_bits == 16) {
+      if (range.encoding.zero_points_are_real) {
+        QuantizePartByDivision<float>(
+            range, {0, range.count, range.out, format.storage_bits}, counts);
+      } else if (format.storage_bits == 16) {
         QuantizeWith(range, IntegerCoder<2>(range), counts);
       } else {
         QuantizeWith(range, IntegerCoder<1>(range), counts);
@@ -868,8 +906,7 @@ absl::Status Quantize(const Encoding& encoding, const BlockLayout& layout,
                          is_large};
   };
   std::vector<QuantizeCounts> task_counts(tasks);
-  const bool is_scalar =
-      internal::UsesScalarKernels() || IsWideInteger(format);
+  const bool is_scalar = internal::UsesScalarKernels() || IsWideInteger(format);
   const auto run_task = [&](int64_t task) {
     if (is_scalar) {
       QuantizeScalar(task_range(task), &task_counts[task]);

@@ -44,8 +44,13 @@ struct QuantizeCounts {
 //
 // IEEE division, ties to even, clamped before the cast to integer. +Inf gives
 // qmax, -Inf qmin. An element is clipped when rint(in[i] / scale) + zero_point
-// lies outside [qmin, qmax]. In float32 the ends of int32 are rounded before the
-// quotient is compared with them; the code stays within the exact ones.
+// lies outside [qmin, qmax]. In float32 the ends of int32 are rounded before
+// the quotient is compared with them; the code stays within the exact ones.
+//
+// With real zero points the sum is rounded instead of the quotient, and decides
+// whether the element is clipped:
+//
+//   out[i] = clamp(rint(in[i] / scale + zero_point), qmin, qmax)
 //
 // Float formats and codebooks: out[i] is the code of in[i] / scale + 0 by
 // codec.h; the sum, ONNX's zero point, makes +0 of -0.

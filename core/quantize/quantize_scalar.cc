@@ -35,6 +35,26 @@ int32_t QuantizeElement(T x, T scale, int32_t zero_point, int32_t nan_code,
          zero_point;
 }
 
+// The same with a real zero point.
+template <typename T>
+int32_t QuantizeAffine(T x, T scale, T zero_point, const QuantizeRange& range,
+                       QuantizeCounts* counts) {
+  const Encoding& encoding = range.encoding;
+  if (std::isnan(x)) {
+    ++counts->nan;
+    return range.NanCode(static_cast<int32_t>(std::nearbyint(zero_point)));
+  }
+  if (std::isinf(x)) {
+    ++(x > 0 ? counts->positive_infinity : counts->negative_infinity);
+  }
+  const T low = static_cast<T>(encoding.qmin);
+  const T high = static_cast<T>(encoding.qmax);
+  const T rounded = std::nearbyint(x / scale + zero_point);
+  if (rounded < low) ++counts->clipped_low;
+  if (rounded > high) ++counts->clipped_high;
+  return static_cast<int32_t>(std::clamp(rounded, low, high));
+}
+
 // Codes of floats and codebooks.
 template <typename T>
 int32_t EncodeElement(T x, T scale, int32_t nan_code,
@@ -72,6 +92,14 @@ void QuantizeAll(const QuantizeRange& range, QuantizeCounts* counts) {
           const int64_t i = run.begin + k - range.first;
           const T x = LoadElement<T>(range.type, range.in, i);
           const T scale = encoding.scale[scale_index];
+          if (!encoding.real_zero_point.empty()) {
+            StoreCode(range.format,
+                      QuantizeAffine<T>(x, scale,
+                                        encoding.real_zero_point[scale_index],
+                                        range, counts),
+                      i, range.out);
+            continue;
+          }
           const int32_t zero_point = range.zero_point(scale_index);
           const int32_t nan_code = range.NanCode(zero_point);
           const int32_t code =

@@ -31,8 +31,10 @@ bool operator==(const Encoding& a, const Encoding& b) {
                    return x == y || (std::isnan(x) && std::isnan(y));
                  });
   return a.format == b.format && a.block_size == b.block_size && same_scales &&
-         a.zero_point == b.zero_point && a.qmin == b.qmin && a.qmax == b.qmax &&
-         a.exclude_zero == b.exclude_zero &&
+         a.zero_point == b.zero_point &&
+         a.real_zero_point == b.real_zero_point &&
+         a.zero_points_are_real == b.zero_points_are_real && a.qmin == b.qmin &&
+         a.qmax == b.qmax && a.exclude_zero == b.exclude_zero &&
          a.degenerate_count == b.degenerate_count &&
          a.scale_type == b.scale_type && a.scale_code == b.scale_code &&
          a.outer_scale == b.outer_scale &&
@@ -241,12 +243,16 @@ absl::Status CheckScaleType(const Encoding& encoding,
                                       ScaleTypeName(type))),
                      "outer_block_size");
   }
-  if (HasScaleCodes(type) && !encoding.zero_point.empty()) {
+  if (HasScaleCodes(type) &&
+      (HasZeroPoints(encoding) || encoding.zero_points_are_real)) {
+    const absl::string_view field =
+        encoding.zero_points_are_real ? "real_zero_point" : "zero_point";
     return WithField(ScaleTypeInvalidError(
-                         absl::StrCat("zero_point needs FLOAT32, FLOAT16 or "
-                                      "BFLOAT16 scales, but the scales are ",
+                         absl::StrCat(field,
+                                      " needs FLOAT32, FLOAT16 or BFLOAT16 "
+                                      "scales, but the scales are ",
                                       ScaleTypeName(type))),
-                     "zero_point");
+                     field);
   }
   return absl::OkStatus();
 }
@@ -357,6 +363,9 @@ absl::Status CheckZeroPointUse(const Encoding& encoding,
   const auto error = [](absl::string_view what) {
     return WithField(ZeroPointRangeError(what), "zero_point");
   };
+  const auto real_error = [](absl::string_view what) {
+    return WithField(ZeroPointRangeError(what), "real_zero_point");
+  };
   if (format.kind != CodeKind::kInteger) {
     if (encoding.exclude_zero) {
       return WithField(
@@ -365,9 +374,18 @@ absl::Status CheckZeroPointUse(const Encoding& encoding,
               format.name)),
           "exclude_zero");
     }
+    if (encoding.zero_points_are_real) {
+      return real_error(absl::StrCat(
+          "real zero points need an integer format, but the format is ",
+          format.name));
+    }
     if (zero_point_count == 0) return absl::OkStatus();
     return error(absl::StrCat(
         "zero_point needs an integer format, but the format is ", format.name));
+  }
+  if (encoding.zero_points_are_real && IsWideInteger(format)) {
+    return real_error(
+        absl::StrCat("all zero points of ", format.name, " are 0"));
   }
   // A NaN scale gives the code 0, whatever exclude_zero says.
   const bool needs_zero =
@@ -380,8 +398,37 @@ absl::Status CheckZeroPointUse(const Encoding& encoding,
   return absl::OkStatus();
 }
 
+absl::Status CheckRealZeroPoints(const Encoding& encoding,
+                                 const FormatInfo& format) {
+  const std::vector<float>& zero_point = encoding.real_zero_point;
+  if (!encoding.zero_point.empty()) {
+    return WithField(
+        ZeroPointRangeError("zero_point and real zero points are both given, "
+                            "expected one kind"),
+        "zero_point");
+  }
+  absl::Status status = CheckZeroPointUse(
+      encoding, format, static_cast<int64_t>(zero_point.size()));
+  if (!status.ok()) return status;
+  if (zero_point.size() != encoding.scale.size()) {
+    return WithField(
+        ZeroPointCountError(static_cast<int64_t>(encoding.scale.size()),
+                            static_cast<int64_t>(zero_point.size())),
+        "real_zero_point");
+  }
+  for (size_t i = 0; i < zero_point.size(); ++i) {
+    status =
+        CheckRealZeroPoint(encoding, static_cast<int64_t>(i), zero_point[i]);
+    if (!status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
 absl::Status CheckZeroPoints(const Encoding& encoding,
                              const FormatInfo& format) {
+  if (encoding.zero_points_are_real) {
+    return CheckRealZeroPoints(encoding, format);
+  }
   const std::vector<int32_t>& zero_point = encoding.zero_point;
   if (format.kind == CodeKind::kInteger && !zero_point.empty() &&
       zero_point.size() != encoding.scale.size()) {
@@ -432,6 +479,12 @@ absl::Status ValidateWithoutScales(const Encoding& encoding,
                                       "BFLOAT16 scales, but the scales are ",
                                       ScaleTypeName(encoding.scale_type))),
                      "chunks_have_zero_points");
+  }
+  if (encoding.zero_points_are_real && !has_zero_points) {
+    return WithField(
+        ZeroPointRangeError(
+            "zero_points_are_real needs zero points, but there are none"),
+        "zero_points_are_real");
   }
   if (absl::Status s = CheckOuterBlockSize(encoding); !s.ok()) return s;
   return CheckZeroPointUse(encoding, *FindFormat(encoding.format),
@@ -496,6 +549,21 @@ absl::Status CheckZeroPoint(const Encoding& encoding, int64_t index,
                    "zero_point");
 }
 
+absl::Status CheckRealZeroPoint(const Encoding& encoding, int64_t index,
+                                float zero_point) {
+  const int32_t low = encoding.exclude_zero ? -kMaxZeroPoint : encoding.qmin;
+  const int32_t high = encoding.exclude_zero ? kMaxZeroPoint : encoding.qmax;
+  // Written so that NaN fails.
+  if (zero_point >= static_cast<float>(low) &&
+      zero_point <= static_cast<float>(high)) {
+    return absl::OkStatus();
+  }
+  return WithField(ZeroPointRangeError(absl::StrCat(
+                       "zero point ", index, " is ", zero_point,
+                       ", expected one in [", low, ", ", high, "]")),
+                   "real_zero_point");
+}
+
 absl::Span<const float> CodebookOf(const Encoding& encoding) {
   const FormatInfo& format = *FindFormat(encoding.format);
   return format.codebook.empty() ? absl::MakeConstSpan(encoding.codebook)
@@ -530,12 +598,20 @@ absl::Status DeriveScales(Encoding* encoding) {
   return absl::OkStatus();
 }
 
+int64_t ZeroPointsSizeBytes(const Encoding& encoding, int64_t count) {
+  return encoding.zero_points_are_real
+             ? count * static_cast<int64_t>(sizeof(float))
+             : FindFormat(encoding.format)->SizeBytes(count);
+}
+
 int64_t ScalesSizeBytes(const Encoding& encoding) {
-  const FormatInfo& format = *FindFormat(encoding.format);
   return static_cast<int64_t>(encoding.scale.size()) *
              ScaleSizeBytes(encoding.scale_type) +
          static_cast<int64_t>(encoding.outer_scale.size() * sizeof(float)) +
-         format.SizeBytes(static_cast<int64_t>(encoding.zero_point.size()));
+         (HasZeroPoints(encoding)
+              ? ZeroPointsSizeBytes(encoding,
+                                    static_cast<int64_t>(encoding.scale.size()))
+              : 0);
 }
 
 absl::Status CheckEncodingFits(const Encoding& encoding,

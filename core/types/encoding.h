@@ -24,6 +24,10 @@ constexpr int32_t kMaxZeroPoint = 1 << 22;
 //   q  = clamp(rint(x / scale) + zero_point, qmin, qmax)
 //   x' = (q - zero_point) * scale
 //
+// With real zero points the sum is rounded:
+//
+//   q  = clamp(rint(x / scale + zero_point), qmin, qmax)
+//
 // Float formats and codebooks: q is the code whose value is nearest to
 // x / scale, x' = value(q) * scale; see core/formats/codec.h for ties, overflow
 // and NaN. In float32 for float32, float16 and bfloat16 tensors, in float64 for
@@ -37,6 +41,11 @@ struct Encoding {
   std::vector<float> scale;
   // As many as scales, or none: all 0. Integer formats only; all 0 with int32.
   std::vector<int32_t> zero_point;
+  // Zero points between codes, in place of those: as many as scales, or none.
+  // Integer formats other than int32.
+  std::vector<float> real_zero_point;
+  // Zero points are those of real_zero_point, which may not be here yet.
+  bool zero_points_are_real = false;
   // Smallest and largest code that quantizing produces; of float formats and
   // codebooks always those of the format (a codebook's: its entries).
   int32_t qmin = 0;
@@ -63,6 +72,16 @@ struct Encoding {
 
   friend bool operator==(const Encoding& a, const Encoding& b);
 };
+
+inline bool HasZeroPoints(const Encoding& encoding) {
+  return !encoding.zero_point.empty() || !encoding.real_zero_point.empty();
+}
+
+// Of a scale index, as a number of either kind; 0 where there are none.
+inline double ZeroPointAt(const Encoding& encoding, int64_t index) {
+  if (!encoding.real_zero_point.empty()) return encoding.real_zero_point[index];
+  return encoding.zero_point.empty() ? 0 : encoding.zero_point[index];
+}
 
 // The entries that codes index: the format's or the encoding's. Empty unless
 // the format is a codebook.
@@ -102,6 +121,9 @@ absl::Status CheckOuterScale(int64_t index, float outer_scale);
 // Requires: an integer format.
 absl::Status CheckZeroPoint(const Encoding& encoding, int64_t index,
                             int32_t zero_point);
+// The same of a real one, at "real_zero_point".
+absl::Status CheckRealZeroPoint(const Encoding& encoding, int64_t index,
+                                float zero_point);
 
 // Fills `scale` in from the scale codes and outer scales; does nothing for
 // other scale types.
@@ -121,8 +143,12 @@ absl::Status DeriveScales(Encoding* encoding);
 absl::StatusOr<BlockLayout> OuterLayout(const Encoding& encoding,
                                         absl::Span<const int64_t> scale_shape);
 
-// Size in bytes of the stored scales: inner, outer and zero points (as codes of
-// the format, where the encoding has any). Requires: a valid encoding.
+// Size in bytes of so many stored zero points: as codes of the format, real
+// ones as float32.
+int64_t ZeroPointsSizeBytes(const Encoding& encoding, int64_t count);
+
+// Size in bytes of the stored scales: inner, outer and zero points, where the
+// encoding has any. Requires: a valid encoding.
 int64_t ScalesSizeBytes(const Encoding& encoding);
 
 // Checks that a valid encoding fits a tensor of that layout, which is that of

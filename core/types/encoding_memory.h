@@ -17,9 +17,9 @@ inline int64_t MemoryBytes(const Encoding& encoding) {
   };
   return static_cast<int64_t>(sizeof(Encoding)) + bytes(encoding.block_size) +
          bytes(encoding.scale) + bytes(encoding.zero_point) +
-         bytes(encoding.scale_code) + bytes(encoding.outer_scale) +
-         bytes(encoding.outer_block_size) + bytes(encoding.codebook) +
-         bytes(encoding.scale_shape);
+         bytes(encoding.real_zero_point) + bytes(encoding.scale_code) +
+         bytes(encoding.outer_scale) + bytes(encoding.outer_block_size) +
+         bytes(encoding.codebook) + bytes(encoding.scale_shape);
 }
 
 // What each scale of an encoding takes of that.

@@ -53,6 +53,7 @@ void ReadZeroPoints(absl::Span<const uint8_t> bytes,
 }  // namespace
 
 int64_t ZeroPointSizeBytes(const Encoding& encoding) {
+  if (encoding.zero_points_are_real) return sizeof(float);
   if (encoding.exclude_zero) return sizeof(int32_t);
   return std::max(FindFormat(encoding.format)->storage_bits / 8, 1);
 }
@@ -78,6 +79,11 @@ void AppendScaleBytes(const Encoding& encoding, int64_t begin, int64_t end,
           reinterpret_cast<const char*>(encoding.scale_code.data()) + begin,
           static_cast<size_t>(end - begin));
       break;
+  }
+  if (!encoding.real_zero_point.empty()) {
+    AppendValues(
+        encoding.real_zero_point, begin, end, [](float value) { return value; },
+        zero_point);
   }
   if (encoding.zero_point.empty()) return;
   const std::vector<int32_t>& values = encoding.zero_point;
@@ -105,7 +111,11 @@ void ReserveScales(int64_t scale_count, bool has_zero_points,
                    Encoding* encoding) {
   const auto count = static_cast<size_t>(scale_count);
   encoding->scale.reserve(count);
-  if (has_zero_points) encoding->zero_point.reserve(count);
+  if (has_zero_points && encoding->zero_points_are_real) {
+    encoding->real_zero_point.reserve(count);
+  } else if (has_zero_points) {
+    encoding->zero_point.reserve(count);
+  }
   if (HasScaleCodes(encoding->scale_type)) encoding->scale_code.reserve(count);
 }
 
@@ -131,6 +141,10 @@ void AppendScales(absl::Span<const uint8_t> bytes, Encoding* encoding) {
 }
 
 void AppendZeroPoints(absl::Span<const uint8_t> bytes, Encoding* encoding) {
+  if (encoding->zero_points_are_real) {
+    return ReadValues<float>(
+        bytes, [](float value) { return value; }, &encoding->real_zero_point);
+  }
   std::vector<int32_t>* const zero_point = &encoding->zero_point;
   const bool is_signed = FindFormat(encoding->format)->is_signed;
   switch (ZeroPointSizeBytes(*encoding)) {
@@ -156,6 +170,7 @@ void AppendScales(const Encoding& from, Encoding* to) {
   };
   append(from.scale, &to->scale);
   append(from.zero_point, &to->zero_point);
+  append(from.real_zero_point, &to->real_zero_point);
   append(from.scale_code, &to->scale_code);
 }
 

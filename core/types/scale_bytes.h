@@ -13,7 +13,7 @@
 namespace quantd::core {
 
 // Size in bytes of a stored zero point: that of an unpacked code, with
-// exclude_zero that of an int32.
+// exclude_zero that of an int32; a real one is a float32.
 int64_t ZeroPointSizeBytes(const Encoding& encoding);
 
 // Appends scales [begin, end) of `encoding` as bytes, or their scale codes, and

@@ -165,7 +165,11 @@ absl::Status ScaleWindow::Append(const Bytes& bytes) {
   AppendZeroPoints(bytes.zero_point, &encoding_);
   for (int64_t i = 0; i < count; ++i) {
     absl::Status status =
-        CheckZeroPoint(encoding_, first + i, encoding_.zero_point[held + i]);
+        encoding_.zero_points_are_real
+            ? CheckRealZeroPoint(encoding_, first + i,
+                                 encoding_.real_zero_point[held + i])
+            : CheckZeroPoint(encoding_, first + i,
+                             encoding_.zero_point[held + i]);
     if (!status.ok()) return status;
   }
   return absl::OkStatus();
@@ -206,6 +210,7 @@ void ScaleWindow::Drop(int64_t first, int64_t keep) {
   };
   drop(&encoding_.scale);
   drop(&encoding_.zero_point);
+  drop(&encoding_.real_zero_point);
   drop(&encoding_.scale_code);
   layout_ = layout_.Window(begin);
 }

@@ -36,6 +36,8 @@ struct AimetIntegers {
   bool is_symmetric = false;
   std::vector<float> scale;
   std::vector<int64_t> offset;
+  // In place of those, where zero points lie between codes.
+  std::vector<double> real_offset;
   // The reals of the smallest and the largest code, or nothing.
   std::vector<double> min;
   std::vector<double> max;
@@ -44,25 +46,26 @@ struct AimetIntegers {
 // Sets min and max to the reals of codes `low` and `high`.
 void SetRange(const core::Encoding& encoding, int32_t low, int32_t high,
               AimetIntegers* integers) {
-  const std::vector<int32_t> zero_point = ZeroPoints(encoding);
   integers->min.clear();
   integers->max.clear();
-  for (size_t i = 0; i < zero_point.size(); ++i) {
+  for (size_t i = 0; i < encoding.scale.size(); ++i) {
     const double scale = encoding.scale[i];
-    integers->min.push_back((low - zero_point[i]) * scale);
-    integers->max.push_back((high - zero_point[i]) * scale);
+    const double zero_point =
+        core::ZeroPointAt(encoding, static_cast<int64_t>(i));
+    integers->min.push_back((low - zero_point) * scale);
+    integers->max.push_back((high - zero_point) * scale);
   }
 }
 
 // The code that stands for `real`, or nothing where it is not one.
-bool CodeOf(double real, float scale, int64_t zero_point, int64_t* code) {
+bool CodeOf(double real, float scale, double zero_point, int64_t* code) {
   // Scales may have been rounded to float32.
   constexpr double kTolerance = 0.02;
-  const double steps = real / static_cast<double>(scale);
-  if (!(std::fabs(steps) < 1e10)) return false;
-  const double nearest = std::rint(steps);
-  *code = static_cast<int64_t>(nearest) + zero_point;
-  return std::fabs(steps - nearest) < kTolerance;
+  const double exact = real / static_cast<double>(scale) + zero_point;
+  if (!(std::fabs(exact) < 1e10)) return false;
+  const double nearest = std::rint(exact);
+  *code = static_cast<int64_t>(nearest);
+  return std::fabs(exact - nearest) < kTolerance;
 }
 
 // Takes the code range from the reals of its ends.
@@ -71,15 +74,16 @@ void SetCodeRange(const AimetIntegers& integers, core::Encoding* encoding,
   const size_t count = integers.scale.size();
   if (integers.min.size() != count || integers.max.size() != count) return;
   const core::FormatInfo& info = *core::FindFormat(encoding->format);
-  const std::vector<int32_t> zero_point = ZeroPoints(*encoding);
   int64_t qmin = 0;
   int64_t qmax = 0;
   for (size_t i = 0; i < count; ++i) {
     int64_t low = 0;
     int64_t high = 0;
+    const double zero_point =
+        core::ZeroPointAt(*encoding, static_cast<int64_t>(i));
     const bool is_on_grid =
-        CodeOf(integers.min[i], integers.scale[i], zero_point[i], &low) &&
-        CodeOf(integers.max[i], integers.scale[i], zero_point[i], &high);
+        CodeOf(integers.min[i], integers.scale[i], zero_point, &low) &&
+        CodeOf(integers.max[i], integers.scale[i], zero_point, &high);
     if (!is_on_grid || low < info.qmin || high > info.qmax || low >= high ||
         (i > 0 && (low != qmin || high != qmax))) {
       notes->push_back(
@@ -97,10 +101,11 @@ void SetCodeRange(const AimetIntegers& integers, core::Encoding* encoding,
 absl::Status FromAimet(const AimetIntegers& integers, const std::string& place,
                        core::Encoding* encoding,
                        std::vector<std::string>* notes) {
-  if (integers.offset.size() != integers.scale.size()) {
-    return InvalidAt(place,
-                     absl::StrCat(integers.offset.size(), " offsets for ",
-                                  integers.scale.size(), " scales"));
+  const size_t offset_count =
+      std::max(integers.offset.size(), integers.real_offset.size());
+  if (offset_count != integers.scale.size()) {
+    return InvalidAt(place, absl::StrCat(offset_count, " offsets for ",
+                                         integers.scale.size(), " scales"));
   }
   const int64_t half = int64_t{1} << (integers.bits - 1);
   const auto all = [&integers](int64_t offset) {
@@ -108,14 +113,22 @@ absl::Status FromAimet(const AimetIntegers& integers, const std::string& place,
                        [offset](int64_t o) { return o == offset; });
   };
   encoding->scale = integers.scale;
-  if (integers.is_symmetric && (all(-half) || all(1 - half))) {
+  if (!integers.real_offset.empty() && integers.bits != kWideBits) {
+    SetIntegerFormat(integers.bits, integers.is_symmetric, encoding);
+    encoding->zero_points_are_real = true;
+    for (const double offset : integers.real_offset) {
+      encoding->real_zero_point.push_back(
+          static_cast<float>(encoding->qmin - offset));
+    }
+    MarkExcludedZero(encoding);
+  } else if (integers.is_symmetric && (all(-half) || all(1 - half))) {
     SetIntegerFormat(integers.bits, /*is_signed=*/true, encoding);
     // One code less below: the codes are symmetric too.
     if (all(1 - half)) encoding->qmin = static_cast<int32_t>(1 - half);
   } else if (integers.bits == kWideBits) {
-    return core::InterchangeUnsupportedError(absl::StrCat(
-        place, ": an integer of ", kWideBits,
-        " bits with a zero point, expected symmetric codes"));
+    return core::InterchangeUnsupportedError(
+        absl::StrCat(place, ": an integer of ", kWideBits,
+                     " bits with a zero point, expected symmetric codes"));
   } else {
     SetIntegerFormat(integers.bits, /*is_signed=*/false, encoding);
     for (size_t i = 0; i < integers.offset.size(); ++i) {
@@ -133,6 +146,13 @@ AimetIntegers ToAimet(const core::Encoding& encoding) {
   AimetIntegers integers;
   integers.bits = info.bits;
   integers.scale = encoding.scale;
+  if (encoding.zero_points_are_real) {
+    for (const float zero_point : encoding.real_zero_point) {
+      integers.real_offset.push_back(info.qmin - double{zero_point});
+    }
+    integers.is_symmetric = info.is_signed;
+    return integers;
+  }
   bool has_zero_point = false;
   for (const int32_t zero_point : ZeroPoints(encoding)) {
     has_zero_point |= zero_point != 0;
@@ -168,6 +188,7 @@ class Aimet061Format final : public EntryFormat {
   absl::Status Write(const std::string& tensor, const core::Encoding& encoding,
                      Json* entry) const override {
     absl::Status status = CheckIsInteger(encoding, "AIMET 0.6.1");
+    status.Update(CheckZeroPointsAreCodes(encoding, "AIMET 0.6.1"));
     if (!status.ok()) return status;
     if (encoding.scale.size() > 1 && ChannelAxis(encoding) < 0) {
       return core::InterchangeUnsupportedError(
@@ -264,6 +285,9 @@ class Aimet100Format final : public EntryFormat {
     *entry = {{"name", tensor},          {"dtype", "INT"},
               {"bw", integers.bits},     {"is_sym", integers.is_symmetric},
               {"scale", integers.scale}, {"offset", integers.offset}};
+    if (encoding.zero_points_are_real) {
+      (*entry)["offset"] = integers.real_offset;
+    }
     const core::FormatInfo& info = *core::FindFormat(encoding.format);
     if (encoding.qmin != info.qmin || encoding.qmax != info.qmax) {
       SetRange(encoding, encoding.qmin, encoding.qmax, &integers);
@@ -307,15 +331,6 @@ class Aimet100Format final : public EntryFormat {
                                         QuotedText(dtype)));
       return reader.status();
     }
-    if (reader.Has("zero_point_shift")) {
-      for (const double shift : reader.Numbers("zero_point_shift")) {
-        if (shift != 0) {
-          return core::InterchangeUnsupportedError(
-              absl::StrCat(reader.PlaceOf("zero_point_shift"),
-                           ": a zero point between codes, expected 0"));
-        }
-      }
-    }
     const std::string type = reader.String("enc_type");
     if (type == "LPBQ") return ReadLpbq(&reader, bits, pending, notes);
     if (type == "VECTOR") {
@@ -327,8 +342,7 @@ class Aimet100Format final : public EntryFormat {
     integers.bits = bits;
     integers.is_symmetric = reader.Has("is_sym") && reader.Boolean("is_sym");
     integers.scale = reader.Floats("scale", &rounded);
-    integers.offset =
-        reader.Integers("offset", LowestOffset(bits), core::kMaxZeroPoint);
+    ReadOffsets(&reader, &integers);
     if (reader.Has("min") && reader.Has("max")) {
       integers.min = reader.Numbers("min");
       integers.max = reader.Numbers("max");
@@ -352,6 +366,39 @@ class Aimet100Format final : public EntryFormat {
   }
 
  private:
+  // Offsets, and the shift that comes on top. Where one of the sums is between
+  // codes, all are real.
+  static void ReadOffsets(ObjectReader* reader, AimetIntegers* integers) {
+    std::vector<double> offset = reader->Numbers("offset");
+    std::vector<double> shift = {0};
+    if (reader->Has("zero_point_shift")) {
+      shift = reader->Numbers("zero_point_shift");
+    }
+    if (!reader->status().ok()) return;
+    if (shift.size() != 1 && shift.size() != offset.size()) {
+      return reader->Fail("zero_point_shift",
+                          absl::StrCat(shift.size(), " numbers for ",
+                                       offset.size(), " offsets"));
+    }
+    bool is_real = false;
+    for (size_t i = 0; i < offset.size(); ++i) {
+      offset[i] += shift[shift.size() == 1 ? 0 : i];
+      const auto lowest = static_cast<double>(LowestOffset(integers->bits));
+      if (!(offset[i] >= lowest && offset[i] <= core::kMaxZeroPoint)) {
+        return reader->Fail(
+            absl::StrCat("offset[", i, "]"),
+            absl::StrCat("expected a number of ", LowestOffset(integers->bits),
+                         " to ", core::kMaxZeroPoint, ", got ", offset[i]));
+      }
+      is_real |= offset[i] != std::trunc(offset[i]);
+    }
+    if (is_real) {
+      integers->real_offset = std::move(offset);
+    } else {
+      integers->offset.assign(offset.begin(), offset.end());
+    }
+  }
+
   // The one dimension of channels and the one of blocks.
   static absl::Status FindBlocks(const core::Encoding& encoding,
                                  size_t* channel, size_t* block) {

@@ -101,6 +101,8 @@ absl::StatusOr<Scheme> SchemeOf(const core::Encoding& encoding) {
   }
   absl::Status status = CheckIsInteger(encoding, "compressed-tensors");
   if (!status.ok()) return status;
+  status = CheckZeroPointsAreCodes(encoding, "compressed-tensors");
+  if (!status.ok()) return status;
   if (info.bits > kMaxPackedBits) {
     return core::InterchangeUnsupportedError(
         absl::StrCat("compressed-tensors has integers of at most ",

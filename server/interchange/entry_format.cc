@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/algorithm/container.h"
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
@@ -75,15 +76,19 @@ std::vector<std::string> Differences(const core::Encoding& before,
     differences.push_back(
         absl::StrCat("scale: ", changed, " of ", before.scale.size()));
   }
-  const std::vector<int32_t> zero_before = ZeroPoints(before);
-  const std::vector<int32_t> zero_after = ZeroPoints(after);
   changed = 0;
-  for (size_t i = 0; i < std::min(zero_before.size(), zero_after.size()); ++i) {
-    changed += zero_before[i] + shift != zero_after[i];
+  const size_t count = std::min(before.scale.size(), after.scale.size());
+  for (size_t i = 0; i < count; ++i) {
+    const auto index = static_cast<int64_t>(i);
+    changed += core::ZeroPointAt(before, index) + static_cast<double>(shift) !=
+               core::ZeroPointAt(after, index);
   }
   if (changed != 0) {
     differences.push_back(
-        absl::StrCat("zero_point: ", changed, " of ", zero_before.size()));
+        absl::StrCat("zero_point: ", changed, " of ", before.scale.size()));
+  }
+  if (before.zero_points_are_real && !after.zero_points_are_real) {
+    differences.push_back("zero_point: all are codes, and come back as such");
   }
   const auto range = [&](absl::string_view name, int32_t a, int32_t b) {
     if (a + shift == b) return;
@@ -188,7 +193,7 @@ bool HasIntegerScales(const core::Encoding& encoding) {
 
 bool IsSymmetric(const core::Encoding& encoding) {
   const core::FormatInfo& info = *core::FindFormat(encoding.format);
-  return encoding.zero_point.empty() &&
+  return !core::HasZeroPoints(encoding) &&
          (info.kind != core::CodeKind::kInteger || info.is_signed);
 }
 
@@ -201,6 +206,23 @@ absl::Status CheckIsInteger(const core::Encoding& encoding,
   }
   return core::InterchangeUnsupportedError(
       absl::StrCat(target, " has nothing for ", NameOf(encoding.format)));
+}
+
+absl::Status CheckZeroPointsAreCodes(const core::Encoding& encoding,
+                                     absl::string_view target) {
+  if (!encoding.zero_points_are_real) return absl::OkStatus();
+  return core::InterchangeUnsupportedError(
+      absl::StrCat(target, " has no zero points between codes"));
+}
+
+void MarkExcludedZero(core::Encoding* encoding) {
+  const core::FormatInfo& info = *core::FindFormat(encoding->format);
+  const auto is_outside = [&info](auto zero_point) {
+    return zero_point < info.qmin || zero_point > info.qmax;
+  };
+  encoding->exclude_zero =
+      absl::c_any_of(encoding->zero_point, is_outside) ||
+      absl::c_any_of(encoding->real_zero_point, is_outside);
 }
 
 void SetIntegerFormat(int bits, bool is_signed, core::Encoding* encoding) {
@@ -224,14 +246,10 @@ void SetLpbq(int bits, const std::vector<int64_t>& codes,
 }
 
 void NormalizeZeroPoints(core::Encoding* encoding) {
-  const core::FormatInfo& info = *core::FindFormat(encoding->format);
-  if (std::all_of(encoding->zero_point.begin(), encoding->zero_point.end(),
-                  [](int32_t z) { return z == 0; })) {
+  if (absl::c_all_of(encoding->zero_point, [](int32_t z) { return z == 0; })) {
     encoding->zero_point.clear();
   }
-  encoding->exclude_zero = std::any_of(
-      encoding->zero_point.begin(), encoding->zero_point.end(),
-      [&info](int32_t z) { return z < info.qmin || z > info.qmax; });
+  MarkExcludedZero(encoding);
 }
 
 void NoteRounded(int64_t rounded, std::vector<std::string>* notes) {

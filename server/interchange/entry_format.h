@@ -67,6 +67,10 @@ std::vector<int32_t> ZeroPoints(const core::Encoding& encoding);
 absl::Status CheckIsInteger(const core::Encoding& encoding,
                             absl::string_view target);
 
+// INTERCHANGE_UNSUPPORTED if zero points are real.
+absl::Status CheckZeroPointsAreCodes(const core::Encoding& encoding,
+                                     absl::string_view target);
+
 // Whether it is of integers under integer scales: LPBQ, and the same of other
 // widths.
 bool HasIntegerScales(const core::Encoding& encoding);
@@ -82,6 +86,9 @@ void SetIntegerFormat(int bits, bool is_signed, core::Encoding* encoding);
 // `outer`.
 void SetLpbq(int bits, const std::vector<int64_t>& codes,
              std::vector<float> outer, core::Encoding* encoding);
+
+// Marks zero points that lie outside the codes.
+void MarkExcludedZero(core::Encoding* encoding);
 
 // Leaves zero points out when they are all 0, and marks those that lie outside
 // the codes.

@@ -221,6 +221,7 @@ absl::Status FillIn(const LayoutHint& hint, PendingEncoding* pending) {
   if (found.channel > found.block) {
     Transpose(channels, &encoding.scale);
     Transpose(channels, &encoding.zero_point);
+    Transpose(channels, &encoding.real_zero_point);
     Transpose(channels, &encoding.scale_code);
   }
   return absl::OkStatus();

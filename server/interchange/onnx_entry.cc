@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/algorithm/container.h"
 #include "absl/status/status.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
@@ -153,6 +154,9 @@ class OnnxFormat final : public EntryFormat {
                                      : Nest(encoding.scale, shape);
     if (!encoding.zero_point.empty()) {
       (*entry)["y_zero_point"] = Nest(encoding.zero_point, shape);
+    } else if (!encoding.real_zero_point.empty()) {
+      (*entry)["y_zero_point"] =
+          Nest(Decimals(encoding.real_zero_point), shape);
     }
     if (is_aimet()) return absl::OkStatus();
     if (encoding.no_saturation) (*entry)["saturate"] = false;
@@ -186,7 +190,7 @@ class OnnxFormat final : public EntryFormat {
     for (const double value : reader.Nested("y_scale", &shape)) {
       encoding.scale.push_back(ScaleOf(value, &rounded));
     }
-    absl::Status status = ReadZeroPoints(&reader, shape, &encoding);
+    absl::Status status = ReadZeroPoints(&reader, shape, &encoding, &rounded);
     if (!status.ok()) return status;
     ReadLayout(&reader, shape, pending);
     if (reader.Has("saturate")) {
@@ -234,7 +238,9 @@ class OnnxFormat final : public EntryFormat {
   absl::Status CheckFormat(const core::Encoding& encoding,
                            const core::FormatInfo& info) const {
     if (!is_aimet()) {
-      if (IsOnnxType(info.name)) return absl::OkStatus();
+      if (IsOnnxType(info.name)) {
+        return CheckZeroPointsAreCodes(encoding, target());
+      }
       return core::InterchangeUnsupportedError(
           absl::StrCat("ONNX has no type for ", info.name));
     }
@@ -320,7 +326,8 @@ class OnnxFormat final : public EntryFormat {
 
   absl::Status ReadZeroPoints(ObjectReader* reader,
                               const std::vector<int64_t>& scale_shape,
-                              core::Encoding* encoding) const {
+                              core::Encoding* encoding,
+                              int64_t* rounded) const {
     if (!reader->Has("y_zero_point")) return reader->status();
     const core::FormatInfo& info = *core::FindFormat(encoding->format);
     std::vector<int64_t> shape;
@@ -332,26 +339,32 @@ class OnnxFormat final : public EntryFormat {
     }
     const bool is_integer =
         info.kind == core::CodeKind::kInteger && !core::IsWideInteger(info);
+    const double low = is_integer ? info.qmin : 0;
+    const double high = is_integer ? info.qmax : 0;
+    // All of them, if one is.
+    encoding->zero_points_are_real =
+        is_aimet() && is_integer && absl::c_any_of(values, [](double value) {
+          return value != std::trunc(value);
+        });
     for (size_t i = 0; i < values.size(); ++i) {
-      const double low = is_integer ? info.qmin : 0;
-      const double high = is_integer ? info.qmax : 0;
-      if (is_aimet() && is_integer && std::isfinite(values[i]) &&
-          values[i] != std::trunc(values[i])) {
-        return core::InterchangeUnsupportedError(absl::StrCat(
-            reader->PlaceOf("y_zero_point"), ": entry ", i, " is ", values[i],
-            ", a zero point between codes; expected an integer"));
-      }
       if (!(values[i] >= low && values[i] <= high) ||
-          values[i] != static_cast<double>(static_cast<int64_t>(values[i]))) {
+          (!encoding->zero_points_are_real &&
+           values[i] != std::trunc(values[i]))) {
         reader->Fail(
             "y_zero_point",
-            absl::StrCat("entry ", i, " is ", values[i],
-                         ", expected an integer of ", low, " to ", high,
-                         "; it is the zero point, not the offset, which is its "
-                         "negative"));
+            absl::StrCat(
+                "entry ", i, " is ", values[i], ", expected ",
+                encoding->zero_points_are_real ? "a number" : "an integer",
+                " of ", low, " to ", high,
+                "; it is the zero point, not the offset, which is its "
+                "negative"));
         return reader->status();
       }
-      encoding->zero_point.push_back(static_cast<int32_t>(values[i]));
+      if (encoding->zero_points_are_real) {
+        encoding->real_zero_point.push_back(ScaleOf(values[i], rounded));
+      } else {
+        encoding->zero_point.push_back(static_cast<int32_t>(values[i]));
+      }
     }
     NormalizeZeroPoints(encoding);
     return absl::OkStatus();

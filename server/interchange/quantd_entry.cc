@@ -46,6 +46,7 @@ class QuantdFormat final : public EntryFormat {
     add("block_size", encoding.block_size);
     add("scale_shape", encoding.scale_shape);
     add("zero_point", encoding.zero_point);
+    add("real_zero_point", encoding.real_zero_point);
     add("outer_scale", encoding.outer_scale);
     add("outer_block_size", encoding.outer_block_size);
     add("codebook", encoding.codebook);
@@ -107,6 +108,8 @@ class QuantdFormat final : public EntryFormat {
     const std::vector<int64_t> zero_point =
         integers("zero_point", kInt32Min, kInt32Max);
     encoding.zero_point.assign(zero_point.begin(), zero_point.end());
+    encoding.real_zero_point = floats("real_zero_point");
+    encoding.zero_points_are_real = !encoding.real_zero_point.empty();
     encoding.outer_scale = floats("outer_scale");
     encoding.outer_block_size = integers("outer_block_size", 0, kMaxDimension);
     encoding.codebook = floats("codebook");

@@ -74,9 +74,10 @@ absl::StatusOr<ResolvedEncoding> Fit(
   } else {
     absl::Status status = core::CheckEncodingFits(*encoding, *layout);
     if (!status.ok()) return status;
-    status = CheckTransport(env, transport, layout->scale_count(),
-                            encoding->scale_type, !encoding->zero_point.empty(),
-                            static_cast<int64_t>(encoding->outer_scale.size()));
+    status =
+        CheckTransport(env, transport, layout->scale_count(),
+                       encoding->scale_type, core::HasZeroPoints(*encoding),
+                       static_cast<int64_t>(encoding->outer_scale.size()));
     if (!status.ok()) return status;
   }
   return ResolvedEncoding{

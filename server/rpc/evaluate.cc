@@ -555,11 +555,12 @@ class EvaluateJob final : public TensorJob {
     const core::FormatInfo& format = *core::FindFormat(encoding.format);
     const bool has_zero_points = resolved.in_chunks
                                      ? resolved.chunks_have_zero_points
-                                     : !encoding.zero_point.empty();
+                                     : core::HasZeroPoints(encoding);
     return format.SizeBytes(task_.description.element_count) +
            scale_count * core::ScaleSizeBytes(encoding.scale_type) +
            outer_count * static_cast<int64_t>(sizeof(float)) +
-           (has_zero_points ? format.SizeBytes(scale_count) : 0);
+           (has_zero_points ? core::ZeroPointsSizeBytes(encoding, scale_count)
+                            : 0);
   }
 
   static int64_t OuterScaleCount(const ResolvedEncoding& resolved) {

@@ -285,7 +285,7 @@ class CodeProducer {
     EncodingWithoutScalesToProto(encoding,
                                  resolved_.in_chunks
                                      ? resolved_.chunks_have_zero_points
-                                     : !encoding.zero_point.empty(),
+                                     : core::HasZeroPoints(encoding),
                                  proto);
     const absl::Span<const int64_t> shape = resolved_.layout->scale_shape();
     proto->mutable_scale_shape()->Assign(shape.begin(), shape.end());
@@ -835,6 +835,7 @@ class LocalQuantizeJob final : public TensorJob {
     std::vector<uint8_t>().swap(made_);
     std::vector<float>().swap(scales_.scale);
     std::vector<int32_t>().swap(scales_.zero_point);
+    std::vector<float>().swap(scales_.real_zero_point);
     std::vector<uint8_t>().swap(scales_.scale_code);
   }
 

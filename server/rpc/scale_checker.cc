@@ -48,6 +48,9 @@ absl::Status CheckOutline(const core::Encoding& outline) {
     sample.scale = {1};
   }
   if (core::HasOuterScales(sample.scale_type)) sample.outer_scale = {1};
+  if (sample.zero_points_are_real) {
+    sample.real_zero_point = {static_cast<float>(sample.qmin)};
+  }
   if (absl::Status s = core::DeriveScales(&sample); !s.ok()) return s;
   return core::ValidateEncoding(sample);
 }
@@ -56,7 +59,8 @@ absl::Status CheckOutline(const core::Encoding& outline) {
 
 absl::StatusOr<ScaleChecker> ScaleChecker::Create(const v1::Encoding& proto) {
   if (proto.scale_size() > 0 || proto.zero_point_size() > 0 ||
-      !proto.scale_code().empty() || proto.outer_scale_size() > 0) {
+      proto.real_zero_point_size() > 0 || !proto.scale_code().empty() ||
+      proto.outer_scale_size() > 0) {
     return CountError("scales_in_chunks",
                       "the encoding has scales in its message, expected them "
                       "in chunks");

@@ -119,7 +119,7 @@ void ScaleAnswer::SendUpTo(int64_t end, const core::Encoding& encoding,
   const auto float_bytes = static_cast<int64_t>(sizeof(float));
   const int64_t bytes_per_scale =
       core::ScaleSizeBytes(encoding.scale_type) +
-      (encoding.zero_point.empty() ? 0 : core::ZeroPointSizeBytes(encoding)) +
+      (core::HasZeroPoints(encoding) ? core::ZeroPointSizeBytes(encoding) : 0) +
       (has_outer ? float_bytes : 0);
   const int64_t at_once = std::max<int64_t>(1, most_bytes_ / bytes_per_scale);
   while (next_ < end) {

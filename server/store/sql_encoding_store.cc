@@ -439,6 +439,7 @@ core::Encoding OutlineOf(const core::Encoding& encoding) {
   outline.qmin = encoding.qmin;
   outline.qmax = encoding.qmax;
   outline.exclude_zero = encoding.exclude_zero;
+  outline.zero_points_are_real = encoding.zero_points_are_real;
   outline.degenerate_count = encoding.degenerate_count;
   outline.scale_type = encoding.scale_type;
   outline.outer_block_size = encoding.outer_block_size;
@@ -479,7 +480,7 @@ class WholeEncodingReader final : public EncodingReader {
     return static_cast<int64_t>(encoding_->scale.size());
   }
   bool has_zero_points() const override {
-    return !encoding_->zero_point.empty();
+    return core::HasZeroPoints(*encoding_);
   }
   absl::StatusOr<absl::optional<ScalePiece>> Next() override {
     if (next_ == scale_count()) return absl::nullopt;
@@ -769,7 +770,7 @@ absl::StatusOr<StoredEncoding> SqlEncodingStore::Put(
     const EncodingKey& key, std::shared_ptr<const core::Encoding> encoding,
     const Precondition& precondition) {
   const auto scale_count = static_cast<int64_t>(encoding->scale.size());
-  const bool has_zero_points = !encoding->zero_point.empty();
+  const bool has_zero_points = core::HasZeroPoints(*encoding);
   const PieceLayout layout = PieceLayoutOf(*encoding, has_zero_points);
   if (scale_count * (layout.scale_bytes + layout.zero_point_bytes) >
       kMostInlineBytes) {

@@ -69,6 +69,7 @@ void FrameToProto(const core::Encoding& encoding, v1::Encoding* proto) {
   proto->mutable_codebook()->Assign(encoding.codebook.begin(),
                                     encoding.codebook.end());
   proto->set_no_saturation(encoding.no_saturation);
+  proto->set_zero_points_are_real(encoding.zero_points_are_real);
   proto->mutable_scale_shape()->Assign(encoding.scale_shape.begin(),
                                        encoding.scale_shape.end());
 }
@@ -102,6 +103,8 @@ absl::StatusOr<core::Encoding> FrameFromProto(const v1::Encoding& proto) {
   encoding.outer_block_size.assign(proto.outer_block_size().begin(),
                                    proto.outer_block_size().end());
   encoding.no_saturation = proto.no_saturation();
+  encoding.zero_points_are_real =
+      proto.zero_points_are_real() || proto.real_zero_point_size() > 0;
   encoding.scale_shape.assign(proto.scale_shape().begin(),
                               proto.scale_shape().end());
   return encoding;
@@ -114,6 +117,8 @@ void EncodingToProto(const core::Encoding& encoding, v1::Encoding* proto) {
   proto->mutable_scale()->Assign(encoding.scale.begin(), encoding.scale.end());
   proto->mutable_zero_point()->Assign(encoding.zero_point.begin(),
                                       encoding.zero_point.end());
+  proto->mutable_real_zero_point()->Assign(encoding.real_zero_point.begin(),
+                                           encoding.real_zero_point.end());
   proto->set_degenerate_count(encoding.degenerate_count);
   proto->set_scale_code(encoding.scale_code.data(), encoding.scale_code.size());
   proto->mutable_outer_scale()->Assign(encoding.outer_scale.begin(),
@@ -126,6 +131,8 @@ absl::StatusOr<core::Encoding> EncodingFromProto(const v1::Encoding& proto) {
   encoding->scale.assign(proto.scale().begin(), proto.scale().end());
   encoding->zero_point.assign(proto.zero_point().begin(),
                               proto.zero_point().end());
+  encoding->real_zero_point.assign(proto.real_zero_point().begin(),
+                                   proto.real_zero_point().end());
   encoding->degenerate_count = static_cast<int64_t>(proto.degenerate_count());
   encoding->scale_code.assign(proto.scale_code().begin(),
                               proto.scale_code().end());
@@ -168,6 +175,7 @@ absl::StatusOr<core::Encoding> EncodingWithoutScalesFromProto(
   for (const auto& [field, count] :
        {std::pair<const char*, size_t>{"scale", proto.scale_size()},
         {"zero_point", proto.zero_point_size()},
+        {"real_zero_point", proto.real_zero_point_size()},
         {"scale_code", proto.scale_code().size()},
         {"outer_scale", proto.outer_scale_size()}}) {
     if (count == 0) continue;
@@ -212,7 +220,8 @@ int64_t EncodingMemoryBytes(const v1::Encoding& proto) {
          static_cast<int64_t>(proto.scale_code().size()) +
          static_cast<int64_t>(sizeof(float)) *
              (ScaleCount(proto) + proto.zero_point_size() +
-              proto.outer_scale_size() + proto.codebook_size()) +
+              proto.real_zero_point_size() + proto.outer_scale_size() +
+              proto.codebook_size()) +
          static_cast<int64_t>(sizeof(int64_t)) * dimension_count;
 }
 
@@ -260,6 +269,10 @@ absl::StatusOr<core::EncodingSpec> SpecFromProto(
   spec.mantissa_bits = ClampToInt(proto.mantissa_bits());
   spec.range_min = proto.range_min();
   spec.range_max = proto.range_max();
+  spec.scale_range_min.assign(proto.scale_range_min().begin(),
+                              proto.scale_range_min().end());
+  spec.scale_range_max.assign(proto.scale_range_max().begin(),
+                              proto.scale_range_max().end());
   for (const int value : proto.methods()) {
     const auto one = EnumFromProto<core::CalibrationMethod>(
         value, v1::CalibrationMethod_IsValid, "CalibrationMethod", "methods");
@@ -271,6 +284,7 @@ absl::StatusOr<core::EncodingSpec> SpecFromProto(
   if (!objective.ok()) return objective.status();
   spec.objective = *objective;
   spec.no_saturation = proto.no_saturation();
+  spec.real_zero_point = proto.real_zero_point();
   if (absl::Status s = core::ValidateSpec(spec); !s.ok()) return s;
   return spec;
 }
@@ -304,11 +318,16 @@ void SpecToProto(const core::EncodingSpec& spec, v1::EncodingSpec* proto) {
   proto->set_mantissa_bits(static_cast<uint32_t>(spec.mantissa_bits));
   proto->set_range_min(spec.range_min);
   proto->set_range_max(spec.range_max);
+  proto->mutable_scale_range_min()->Assign(spec.scale_range_min.begin(),
+                                           spec.scale_range_min.end());
+  proto->mutable_scale_range_max()->Assign(spec.scale_range_max.begin(),
+                                           spec.scale_range_max.end());
   for (const core::CalibrationMethod method : spec.methods) {
     proto->add_methods(static_cast<v1::CalibrationMethod>(method));
   }
   proto->set_objective(static_cast<v1::Objective>(spec.objective));
   proto->set_no_saturation(spec.no_saturation);
+  proto->set_real_zero_point(spec.real_zero_point);
 }
 
 absl::StatusOr<TensorDescription> DescriptionFromProto(

@@ -250,6 +250,23 @@ inline Encoding MakeEncoding(const FormatInfo& format,
   return encoding;
 }
 
+// The same with real zero points: within the codes, and codes among them.
+inline Encoding MakeRealEncoding(const FormatInfo& format,
+                                 const BlockLayout& layout, double scale,
+                                 uint32_t seed) {
+  Encoding encoding = MakeEncoding(format, layout, scale, false, seed);
+  std::mt19937 random(seed);
+  encoding.zero_points_are_real = true;
+  for (int64_t i = 0; i < layout.scale_count(); ++i) {
+    const double step = random() % 4 == 0 ? 1 : 4096;
+    const double range = double{1} * format.qmax - format.qmin;
+    encoding.real_zero_point.push_back(static_cast<float>(
+        format.qmin +
+        std::floor(range * step * (random() % 1000) / 1000) / step));
+  }
+  return encoding;
+}
+
 // Round half to even, from the floor.
 template <typename T>
 T NaiveRound(T x) {

@@ -257,6 +257,14 @@ std::vector<std::string> Seeds() {
   narrow.set_qmax(3);
   narrow.set_exclude_zero(true);
   seeds.push_back(Seed(0, 3, narrow));
+  v1::Encoding real;
+  real.set_format(v1::NUMBER_FORMAT_INT2);
+  real.add_scale(2);
+  real.add_real_zero_point(-0.5f);
+  seeds.push_back(Seed(0, 0, real));
+  real.set_exclude_zero(true);
+  real.set_real_zero_point(0, 162.7016f);
+  seeds.push_back(Seed(3, 3, real));
   narrow.set_scale_type(v1::SCALE_TYPE_BFLOAT16);
   narrow.set_scale(0, std::numeric_limits<float>::infinity());
   seeds.push_back(Seed(0, 2, narrow));

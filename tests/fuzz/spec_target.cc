@@ -116,8 +116,9 @@ void Run(absl::Span<const uint8_t> input) {
   const absl::StatusOr<core::EncodingSpec> spec =
       core::ResolveSpec(*parsed, shape);
   if (!spec.ok()) {
-    Require(core::ErrorReason(spec.status()) == "BLOCK_SIZE_INVALID",
-            "a spec fits unless its blocks do not");
+    Require(core::ErrorReason(spec.status()) == "BLOCK_SIZE_INVALID" ||
+                !parsed->scale_range_min.empty(),
+            "a spec fits unless its blocks or ranges do not");
     return;
   }
   const absl::StatusOr<core::BlockLayout> layout =
@@ -206,6 +207,16 @@ std::vector<std::string> Seeds() {
   spec.mutable_granularity()->set_axis(-1);
   spec.mutable_granularity()->set_group_size(4);
   seeds.push_back(Seed(matrix, spec));
+  v1::EncodingSpec real;
+  real.set_format(v1::NUMBER_FORMAT_UINT8);
+  real.set_real_zero_point(true);
+  real.set_method(v1::CALIBRATION_METHOD_PERCENTILE);
+  seeds.push_back(Seed(matrix, real));
+  real.set_method(v1::CALIBRATION_METHOD_FIXED_RANGE);
+  real.set_exclude_zero(true);
+  real.add_scale_range_min(1);
+  real.add_scale_range_max(3);
+  seeds.push_back(Seed(scalar, real));
   v1::EncodingSpec symmetric;
   symmetric.set_format(v1::NUMBER_FORMAT_INT4);
   symmetric.set_symmetry(v1::SYMMETRY_HALF_STEP);

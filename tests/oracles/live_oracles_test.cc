@@ -232,41 +232,65 @@ class SeedTables : public ::testing::Test {
   }
 
   // seed000_affine_float_zero_point: the seed takes [min, max] = [1.345, 3.453]
-  // as the range although it leaves out zero, and keeps the zero point
-  // -min / scale = -162.70 as a real number. That is exclude_zero; ours is the
-  // integer next to it, so that codes stay integers on both ways. Without
-  // exclude_zero the range would be extended to [0, 3.453], with a scale of
-  // 0.0135.
-  void CheckExcludeZero(const Table& table) {
+  // as the range although it leaves out zero, which is exclude_zero, and keeps
+  // the zero point -min / scale as a real number.
+  void CheckRealZeroPoint(const Table& table) {
     v1::EncodingSpec spec;
     spec.set_format(table.format);
     spec.set_symmetry(v1::SYMMETRY_ASYMMETRIC);
     spec.set_exclude_zero(true);
+    spec.set_real_zero_point(true);
     const v1::Encoding encoding = Calibrated(table, spec);
     ASSERT_EQ(encoding.scale_size(), 1);
     EXPECT_NEAR(encoding.scale(0),
                 table.printed.at("scale_printed").get<double>(), kFourDigits);
-    EXPECT_EQ(encoding.zero_point(0),
-              std::rint(table.printed.at("zero_point_real").get<double>()));
-    EXPECT_TRUE(encoding.exclude_zero());
+    ASSERT_EQ(encoding.real_zero_point_size(), 1);
+    EXPECT_EQ(encoding.zero_point_size(), 0);
+    EXPECT_NEAR(encoding.real_zero_point(0),
+                table.printed.at("zero_point_real").get<double>(), 0.5e-4);
+    EXPECT_TRUE(encoding.zero_points_are_real());
 
-    // The whole range of codes serves the data.
     v1::QuantizeHeader quantize;
     *quantize.mutable_tensor() = table.tensor;
     *quantize.mutable_encoding() = encoding;
     const auto codes = Quantize(stub(), quantize, ToBytes(table.values));
     ASSERT_TRUE(codes.ok()) << codes.status();
     const std::vector<int64_t> q = Unpack(codes->codes, table.format, 3);
-    EXPECT_LE(q.front(), 1);
-    EXPECT_GE(q.back(), 254);
+    EXPECT_EQ(q, (std::vector<int64_t>{0, 90, 255}));
     v1::DequantizeHeader dequantize;
     *dequantize.mutable_tensor() = table.tensor;
     *dequantize.mutable_encoding() = encoding;
     const auto reals = Dequantize(stub(), dequantize, codes->codes);
     ASSERT_TRUE(reals.ok()) << reals.status();
     const std::vector<float> back = FromBytes<float>(reals->reals);
+    const double low = table.values.front();
+    const double step = (double{table.values.back()} - low) / 255;
     for (size_t i = 0; i < back.size(); ++i) {
-      EXPECT_NEAR(back[i], table.values[i], encoding.scale(0)) << i;
+      // Both ends of the range are met.
+      const auto exact = static_cast<float>(low + q[i] * step);
+      EXPECT_NEAR(back[i], exact, std::nextafter(exact, 9.0f) - exact) << i;
+    }
+  }
+
+  // "ranges": each scale has a range of its own, given by hand.
+  void CheckManualRanges(const Table& table) {
+    const json& printed = table.printed;
+    v1::EncodingSpec spec;
+    spec.set_format(table.format);
+    spec.set_method(v1::CALIBRATION_METHOD_FIXED_RANGE);
+    for (const int64_t size : printed.at("block_size")) {
+      spec.add_block_size(size);
+    }
+    for (const double end : printed.at("min")) spec.add_scale_range_min(end);
+    for (const double end : printed.at("max")) spec.add_scale_range_max(end);
+    Table filled = table;
+    filled.values.assign(50, 0.25f);
+    const v1::Encoding encoding = Calibrated(filled, spec);
+    ASSERT_EQ(encoding.scale_size(), 5);
+    for (int i = 0; i < encoding.scale_size(); ++i) {
+      EXPECT_EQ(encoding.scale(i),
+                static_cast<float>(printed.at("scale").get<double>()));
+      EXPECT_EQ(encoding.zero_point(i), printed.at("zero_point").get<int>());
     }
   }
 
@@ -346,17 +370,19 @@ TEST_F(SeedTables, AreReproducedByALiveServer) {
     } else if (kind == "calibrate+quantize") {
       CheckCalibration(table);
     } else if (table.name == "seed000_affine_float_zero_point") {
-      CheckExcludeZero(table);
+      CheckRealZeroPoint(table);
     } else if (table.name == "seed001_percentile_99_9") {
       CheckPercentile(table);
     } else if (kind == "shape") {
       CheckBlockShape(printed);
+    } else if (kind == "ranges") {
+      CheckManualRanges(table);
     } else {
       ADD_FAILURE() << "a case of a new kind: " << kind;
     }
     ++ran;
   }
-  EXPECT_EQ(ran, 9);
+  EXPECT_EQ(ran, 10);
 }
 
 // ONNX backend node tests: tensors as little-endian hex, packed as on the wire.

@@ -55,6 +55,15 @@ TEST(RangePartsTest, ZeroPointsAreThoseOfInt8) {
   }
 }
 
+TEST(RangePartsTest, ZeroPointsBetweenCodesAreRefused) {
+  v1::Encoding encoding = EncodingOf(v1::NUMBER_FORMAT_UINT8, 0);
+  encoding.clear_zero_point();
+  EXPECT_TRUE(PartsOf(encoding, "static=int8").ok());
+  encoding.add_real_zero_point(3.5f);
+  EXPECT_THAT(std::string(PartsOf(encoding, "static=int8").status().message()),
+              HasSubstr("has a zero point between codes"));
+}
+
 TEST(RangePartsTest, OuterScalesAreThoseOfNvfp4) {
   v1::Encoding encoding;
   encoding.set_format(v1::NUMBER_FORMAT_NVFP4);

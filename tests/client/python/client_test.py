@@ -132,6 +132,60 @@ class ClientTest(unittest.TestCase):
                     (measured,) = self.client.evaluate(x, [got.encoding])
                     self.assertEqual(error.sqnr_db, measured.overall.sqnr_db)
 
+    def test_ZeroPointsMayLieBetweenCodes(self):
+        # AIMET's grid of int2: -3, -1, 1 and 3.
+        grid = quantd.Encoding("int2", [2], [-0.5])
+        self.assertTrue(grid.zero_points_are_real)
+        name = quantd.TensorName("acme/real", "grid")
+        self.client.put_encoding(name, grid)
+        stored = self.client.get_encoding(name).encoding
+        np.testing.assert_array_equal(stored.zero_point.ravel(), [-0.5])
+        self.assertEqual(stored.zero_point.dtype, np.float32)
+        x = np.float32([-9, -3, -2.25, -1, -0.25, 0.25, 1, 3, 9])
+        got = self.client.quantize(x, quantd.EncodingReference(name))
+        np.testing.assert_array_equal(got.unpacked(),
+                                      [-2, -2, -2, -1, -1, 0, 0, 1, 1])
+        back = [-3, -3, -3, -1, -1, 1, 1, 3, 3]
+        np.testing.assert_array_equal(self.client.dequantize(got), back)
+        np.testing.assert_array_equal(got.dequantize(), back)
+        self.assertEqual((got.summary.clipped_low_count,
+                          got.summary.clipped_high_count), (1, 1))
+        (measured,) = self.client.evaluate(x, [grid])
+        self.assertAlmostEqual(measured.overall.sum_squared_error,
+                               float(((back - x) ** 2).sum()))
+        # Both ends of the range are met, channel by channel.
+        x = data_of(8, 300)
+        for word in ("uint8", "int4", "uint2", "int16"):
+            got = self.client.quantize(
+                x, word + ":per-channel:asymmetric:real-zero-point")
+            back = self.client.dequantize(got)
+            for row, restored in zip(x, back):
+                for end in (row.argmin(), row.argmax()):
+                    self.assertAlmostEqual(restored[end], row[end], delta=2e-6)
+            np.testing.assert_array_equal(got.dequantize(), back)
+        error = self.assert_fails("METHOD_INVALID", self.client.quantize, x,
+                                  "uint8:mse:real-zero-point")
+        self.assertIn("real_zero_point", error.message)
+        self.assert_fails("SYMMETRY_INVALID", self.client.quantize, x,
+                          "int8:strict:real-zero-point")
+        self.assert_fails("ZERO_POINT_RANGE", self.client.quantize, x,
+                          quantd.Encoding("int2", [2], [-2.5]))
+
+    def test_EachScaleMayHaveARangeOfItsOwn(self):
+        x = data_of(3, 50)
+        low, high = [-1, -2, 0], [1, 6, 0.5]
+        got = self.client.quantize(x, quantd.EncodingSpec(
+            "uint8", quantd.per_channel(), method="fixed", range=(low, high)))
+        np.testing.assert_allclose(got.encoding.scale.ravel(),
+                                   np.subtract(high, low) / 255, rtol=1e-6)
+        np.testing.assert_array_equal(got.encoding.zero_point.ravel(),
+                                      [127, 64, 0])
+        error = self.assert_fails(
+            "METHOD_INVALID", self.client.quantize, x, quantd.EncodingSpec(
+                "uint8", quantd.per_channel(), method="fixed",
+                range=(low[:2], high[:2])))
+        self.assertIn("expected 3, one for each scale", error.message)
+
     def test_BiasesAreInt32(self):
         bias = np.float32([0.5, -1.25, 3e-5, 100])
         scale = np.float32([1e-6, 2e-6, 1e-7, 1e-8])

@@ -21,6 +21,7 @@ SPECS = ["int8", "int8:per-channel", "int4:group:32:asymmetric", "uint8",
          "float4_e2m1", "mxfp4_e2m1", "mxfp8_e4m3", "mxint8", "nvfp4", "nf4",
          "lpbq", "codebook4:entries=" + ",".join(map(str, range(-8, 8))),
          "float8_e4m3fn:no-saturation", "int8:block=8,8", "int32:per-channel",
+         "uint4:per-channel:real-zero-point",
          "int8:power-of-two"]
 
 

@@ -13,7 +13,7 @@ import quantd.v1.quantization_service_pb2
 from quantd import _answers, _scale_stream, encoding as encoding_module
 
 SPECS = ["int8:group:4", "uint4:group:8:asymmetric", "int16:group:4:asymmetric",
-         "int32:group:4",
+         "uint8:group:4:real-zero-point", "int32:group:4",
          "int4:group:8:scale=float16", "int8:group:8:scale=bfloat16",
          "mxfp4_e2m1", "mxint8", "nvfp4", "lpbq", "nf4", "float8_e4m3fn:group:8",
          "int8:per-channel:1", "int8:block=3,8", "int4:group:8:mse",
@@ -47,6 +47,7 @@ def assert_same(got, expected):
     np.testing.assert_array_equal(got.stored_scale.ravel(),
                                   expected.stored_scale.ravel())
     assert got.zero_point.any() == expected.zero_point.any()
+    assert got.zero_points_are_real == expected.zero_points_are_real
 
 
 @pytest.mark.parametrize("spec", SPECS)

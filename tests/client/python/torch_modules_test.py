@@ -17,7 +17,9 @@ from quantd.tensor import FORMATS
 pytestmark = pytest.mark.usefixtures("server")
 
 SPECS = ["int8:per-channel", "int8", "int4:group:16:asymmetric", "uint8",
-         "uint16:asymmetric", "int32:per-channel", "int2:group:16", "int3:group:7", "nvfp4",
+         "uint16:asymmetric", "int32:per-channel",
+         "int4:group:8:asymmetric:real-zero-point", "int2:group:16",
+         "int3:group:7", "nvfp4",
          "mxfp4_e2m1", "mxint8", "lpbq", "nf4", "float8_e4m3fn:per-channel",
          "float8_e5m2", "int8:block=8,8", "int8:scale=bfloat16",
          "codebook4:entries=" + ",".join(map(str, range(-8, 8)))]

@@ -124,6 +124,7 @@ class SpecTest(unittest.TestCase):
                     "entropy_bins": 4096},
                 "codebook2:entries=-1,-0.25,0.25,1": {
                     "codebook": [-1, -0.25, 0.25, 1]},
+                "uint8:real-zero-point": {"real_zero_point": True},
                 "float8_e5m2:no-saturation": {"no_saturation": True}}.items():
             with self.subTest(word=word):
                 got = quantd.EncodingSpec.parse(word).to_proto()
@@ -221,8 +222,19 @@ class EncodingTest(unittest.TestCase):
         self.assertEqual(encoding, quantd.Encoding(
             "mxint8", scale=[1.0, float("nan")], scale_code=[127, 255]))
 
+    def test_FloatsAreZeroPointsBetweenCodes(self):
+        encoding = quantd.Encoding("int2", [2, 4], [-0.5, 1])
+        self.assertTrue(encoding.zero_points_are_real)
+        message = encoding.to_proto()
+        self.assertEqual((list(message.zero_point),
+                          list(message.real_zero_point)), ([], [-0.5, 1]))
+        self.assertEqual(quantd.Encoding.from_proto(message), encoding)
+        self.assertFalse(
+            quantd.Encoding("int2", [2], [1]).zero_points_are_real)
+        self.assertFalse(quantd.Encoding("int2", [2]).has_zero_points)
+
     def test_FieldsOfTheWrongTypeAreRefused(self):
-        for fields in ({"scale": "x"}, {"zero_point": [0.5]},
+        for fields in ({"scale": "x"}, {"zero_point": [0.5j]},
                        {"scale": [1j]}, {"scale_code": [256]},
                        {"zero_point": [1 << 40]}):
             with self.subTest(fields=fields), self.assertRaises(

@@ -195,7 +195,20 @@ inline NaiveErrors NaiveSquaredError(const Sample& sample,
           const double quotient = NaiveQuotient(sample.type, x, scale);
           double number;
           bool clips;
-          if (format.kind == CodeKind::kInteger) {
+          if (!encoding.real_zero_point.empty()) {
+            const bool is_double = sample.type == ElementType::kFloat64;
+            const float zero = encoding.real_zero_point[static_cast<size_t>(i)];
+            // volatile: the values are to be float32, whatever the compiler's
+            // mind.
+            volatile float narrow = static_cast<float>(quotient) + zero;
+            const double q =
+                NaiveRound(is_double ? quotient + double{zero} : narrow);
+            clips = q < encoding.qmin || q > encoding.qmax;
+            const double code =
+                std::clamp<double>(q, encoding.qmin, encoding.qmax);
+            volatile float difference = static_cast<float>(code) - zero;
+            number = is_double ? code - double{zero} : difference;
+          } else if (format.kind == CodeKind::kInteger) {
             const double q = NaiveRound(quotient) + zero_point;
             clips = q < encoding.qmin || q > encoding.qmax;
             number = std::clamp<double>(q, encoding.qmin, encoding.qmax) -

@@ -37,9 +37,8 @@ TEST(EncodingSpecTest, TakesEveryFormatAsItIs) {
 }
 
 TEST(EncodingSpecTest, TakesInt32WithSymmetricRangesThatAreNotSearched) {
-  for (const Symmetry symmetry :
-       {Symmetry::kStrict, Symmetry::kFullRange, Symmetry::kHalfStep,
-        Symmetry::kAimet}) {
+  for (const Symmetry symmetry : {Symmetry::kStrict, Symmetry::kFullRange,
+                                  Symmetry::kHalfStep, Symmetry::kAimet}) {
     EXPECT_EQ(Reason("int32",
                      [&](EncodingSpec& s) {
                        s.symmetry = symmetry;
@@ -65,6 +64,61 @@ TEST(EncodingSpecTest, TakesInt32WithSymmetricRangesThatAreNotSearched) {
                      s.methods = {CalibrationMethod::kMinMax};
                    }),
             "METHOD_INVALID");
+}
+
+TEST(EncodingSpecTest, TakesRealZeroPointsOfRangesThatAreNotSearched) {
+  const auto reason = [](const char* format, CalibrationMethod method) {
+    return Reason(format, [&](EncodingSpec& s) {
+      s.real_zero_point = true;
+      s.method = method;
+      s.range_max = 1;
+    });
+  };
+  for (const CalibrationMethod method :
+       {CalibrationMethod::kDefault, CalibrationMethod::kMinMax,
+        CalibrationMethod::kPercentile, CalibrationMethod::kFixedRange,
+        CalibrationMethod::kMovingAverage}) {
+    EXPECT_EQ(reason("uint8", method), "");
+    EXPECT_EQ(reason("int8", method), "SYMMETRY_INVALID");
+    EXPECT_EQ(reason("float4_e2m1", method), "SYMMETRY_INVALID");
+  }
+  for (const CalibrationMethod method :
+       {CalibrationMethod::kMse, CalibrationMethod::kSqnr,
+        CalibrationMethod::kEntropy}) {
+    EXPECT_EQ(reason("uint8", method), "METHOD_INVALID");
+  }
+}
+
+TEST(EncodingSpecTest, TakesAFixedRangeForEachScale) {
+  EncodingSpec spec = Spec("uint8");
+  spec.method = CalibrationMethod::kFixedRange;
+  spec.block_size = {1, 0};
+  spec.scale_range_min = {-1, 0};
+  spec.scale_range_max = {1, 2};
+  EXPECT_TRUE(ValidateSpec(spec).ok());
+  EXPECT_TRUE(ResolveSpec(spec, {2, 5}).ok());
+  const auto status = ResolveSpec(spec, {3, 5}).status();
+  EXPECT_EQ(ErrorReason(status), "METHOD_INVALID");
+  EXPECT_EQ(ErrorField(status), "scale_range_min");
+  const auto reason = [&](const std::function<void(EncodingSpec&)>& change) {
+    EncodingSpec changed = spec;
+    change(changed);
+    return std::string(ErrorReason(ValidateSpec(changed)));
+  };
+  EXPECT_EQ(reason([](EncodingSpec& s) { s.scale_range_max.pop_back(); }),
+            "METHOD_INVALID");
+  EXPECT_EQ(reason([](EncodingSpec& s) { s.scale_range_min[1] = 2; }),
+            "METHOD_INVALID");
+  EXPECT_EQ(reason([](EncodingSpec& s) { s.scale_range_max[0] = NAN; }),
+            "METHOD_INVALID");
+  EXPECT_EQ(reason([](EncodingSpec& s) { s.method = CalibrationMethod::kMse; }),
+            "METHOD_INVALID");
+  EXPECT_EQ(
+      reason([](EncodingSpec& s) {
+        s.method = CalibrationMethod::kBestOf;
+        s.methods = {CalibrationMethod::kMse, CalibrationMethod::kFixedRange};
+      }),
+      "");
 }
 
 TEST(EncodingSpecTest, RefusesUnknownEnums) {

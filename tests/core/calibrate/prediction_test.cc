@@ -36,6 +36,8 @@ Encoding RandomEncoding(const FormatInfo& format, const Sample& sample,
     encoding.qmin = -encoding.qmax + 1 + format.qmin + format.qmax;
   }
   encoding.exclude_zero = (*random)() % 8 == 0;
+  encoding.zero_points_are_real =
+      format.kind == CodeKind::kInteger && (*random)() % 4 == 0;
   const double largest =
       format.kind == CodeKind::kCodebook ? 1 : format.max_value;
   for (const Extremes& extremes : sample.statistics.extremes()) {
@@ -45,7 +47,11 @@ Encoding RandomEncoding(const FormatInfo& format, const Sample& sample,
     reach *= std::exp2((*random)() % 1000 / 100.0 - 8.0);
     encoding.scale.push_back(
         std::max(static_cast<float>(reach / largest), 0x1p-126f));
-    if (format.kind == CodeKind::kInteger) {
+    if (encoding.zero_points_are_real) {
+      const double codes = double{1} * encoding.qmax - encoding.qmin;
+      encoding.real_zero_point.push_back(static_cast<float>(
+          encoding.qmin + codes * ((*random)() % 4096) / 4096));
+    } else if (format.kind == CodeKind::kInteger) {
       const int32_t codes = encoding.qmax - encoding.qmin + 1;
       int32_t zero_point =
           encoding.qmin + static_cast<int32_t>((*random)() % codes);

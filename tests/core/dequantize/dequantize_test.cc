@@ -142,6 +142,45 @@ TEST(DequantizeTest, EqualsTheDefinitionsForEveryFormatTypeAndLayout) {
   }
 }
 
+TEST(DequantizeTest, TakesTheDifferenceFromRealZeroPoints) {
+  for (const LayoutCase& layout_case : AllLayoutCases()) {
+    SCOPED_TRACE(layout_case.Name());
+    const BlockLayout layout = layout_case.Layout();
+    const int64_t count = layout.element_count();
+    for (const char* name : {"int2", "uint4", "int8", "uint16"}) {
+      SCOPED_TRACE(name);
+      const FormatInfo& format = *FindFormatByName(name);
+      const Encoding encoding = MakeRealEncoding(format, layout, 0.013, 7);
+      const std::vector<int32_t> codes = RandomCodes(format, count);
+      const std::vector<uint8_t> bytes = NaivePack(format, codes);
+      for (const ElementType type :
+           {ElementType::kFloat32, ElementType::kFloat64}) {
+        std::vector<uint8_t> want(count * ElementSizeBytes(type));
+        for (int64_t i = 0; i < count; ++i) {
+          const int64_t scale_index = NaiveScaleIndex(layout_case, i);
+          const float zero_point = encoding.real_zero_point[scale_index];
+          const float scale = encoding.scale[scale_index];
+          // volatile: the value is to be a float32, whatever the compiler's
+          // mind.
+          volatile float difference = static_cast<float>(codes[i]) - zero_point;
+          const double real =
+              type == ElementType::kFloat64
+                  ? (double{1} * codes[i] - double{zero_point}) * double{scale}
+                  : double{difference * scale};
+          StoreReal(type, real, want.data(), i);
+        }
+        EXPECT_EQ(RunScalarDefinition(encoding, layout, type, bytes, 0, count),
+                  want);
+        ForEachSimdTarget([&] {
+          EXPECT_EQ(RunDequantize(encoding, layout, type, bytes, 0, count),
+                    want);
+        });
+        if (HasFailure()) return;
+      }
+    }
+  }
+}
+
 TEST(DequantizeTest, RoundsWideCodesToTheNearestFloatOnce) {
   Encoding encoding;
   encoding.format = IntegerFormat(32, true).format;
@@ -155,13 +194,13 @@ TEST(DequantizeTest, RoundsWideCodesToTheNearestFloatOnce) {
   const std::vector<uint8_t> bytes = NaivePack(IntegerFormat(32, true), codes);
   const auto count = static_cast<int64_t>(codes.size());
   const BlockLayout layout = *BlockLayout::Create({count}, {});
-  const float floats[] = {16777216, 16777216,    16777220,
+  const float floats[] = {16777216,  16777216,   16777220,
                           -16777216, 2147483648, -2147483648};
   ForEachSimdTarget([&] {
-    const std::vector<uint8_t> out = RunDequantize(
-        encoding, layout, ElementType::kFloat32, bytes, 0, count);
-    const std::vector<uint8_t> exact = RunDequantize(
-        encoding, layout, ElementType::kFloat64, bytes, 0, count);
+    const std::vector<uint8_t> out =
+        RunDequantize(encoding, layout, ElementType::kFloat32, bytes, 0, count);
+    const std::vector<uint8_t> exact =
+        RunDequantize(encoding, layout, ElementType::kFloat64, bytes, 0, count);
     for (int64_t i = 0; i < count; ++i) {
       EXPECT_EQ(NaiveReal(ElementType::kFloat32, out.data(), i),
                 floats[i] * 0.75f)

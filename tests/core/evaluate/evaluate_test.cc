@@ -8,7 +8,9 @@
 #include <random>
 #include <vector>
 
+#include "core/dequantize/dequantize.h"
 #include "core/formats/codec.h"
+#include "core/quantize/quantize.h"
 #include "gtest/gtest.h"
 #include "tests/core/evaluate/evaluate_test_util.h"
 #include "tests/core/kernel_test_util.h"
@@ -196,6 +198,59 @@ Expected Naive(const LayoutCase& layout_case, const Encoding& encoding,
     }
   }
   return expected;
+}
+
+// With int32 and with real zero points: what quantizing and dequantizing make
+// of the elements, in order.
+TEST(EvaluateTest, IsOfWhatQuantizingAndDequantizingGive) {
+  for (const LayoutCase& layout_case : AllLayoutCases()) {
+    SCOPED_TRACE(layout_case.Name());
+    const BlockLayout layout = layout_case.Layout();
+    const int64_t count = layout.element_count();
+    for (const char* name : {"int32", "int2", "uint8"}) {
+      SCOPED_TRACE(name);
+      const FormatInfo& format = *FindFormatByName(name);
+      const Encoding encoding =
+          IsWideInteger(format) ? MakeEncoding(format, layout, 1e-8, true, 3)
+                                : MakeRealEncoding(format, layout, 0.05, 3);
+      for (const ElementType type :
+           {ElementType::kFloat32, ElementType::kFloat64}) {
+        const auto reals = MakeReals(type, count, 0.05, false, 13);
+        std::vector<uint8_t> codes(format.SizeBytes(count));
+        QuantizeCounts counts;
+        ASSERT_TRUE(Quantize(encoding, layout, type, NanPolicy::kDefault, 0,
+                             count, reals.data(), codes.data(), &counts,
+                             nullptr)
+                        .ok());
+        std::vector<uint8_t> back(reals.size());
+        Dequantize(encoding, layout, type, 0, count, codes.data(), back.data(),
+                   nullptr);
+        double squared = 0;
+        std::vector<double> per_scale(layout.scale_count());
+        for (int64_t i = 0; i < count; ++i) {
+          const double error = NaiveReal(type, back.data(), i) -
+                               NaiveReal(type, reals.data(), i);
+          squared += error * error;
+          per_scale[NaiveScaleIndex(layout_case, i)] += error * error;
+        }
+        ForEachSimdTarget([&] {
+          Evaluator evaluator(encoding, layout, type,
+                              EvaluateOptions{true, false});
+          evaluator.Update(0, count, reals.data(), nullptr);
+          EXPECT_EQ(evaluator.overall().count, count);
+          EXPECT_EQ(evaluator.overall().clipped_low, counts.clipped_low);
+          EXPECT_EQ(evaluator.overall().clipped_high, counts.clipped_high);
+          EXPECT_NEAR(evaluator.overall().squared_error, squared,
+                      1e-12 * squared);
+          for (size_t i = 0; i < per_scale.size(); ++i) {
+            EXPECT_NEAR(evaluator.per_scale_index()[i].squared_error,
+                        per_scale[i], 1e-12 * per_scale[i]);
+          }
+        });
+        if (HasFailure()) return;
+      }
+    }
+  }
 }
 
 TEST(EvaluateTest, EqualsTheDefinitionToTheLastBit) {

@@ -75,6 +75,34 @@ Result RunScalarDefinition(const Encoding& encoding, const BlockLayout& layout,
   return result;
 }
 
+// The code of an element under a real zero point.
+int32_t NaiveRealCode(const Encoding& encoding, int64_t scale_index,
+                      ElementType type, double x, NanPolicy policy,
+                      QuantizeCounts* counts) {
+  const float zero_point = encoding.real_zero_point[scale_index];
+  const auto clamped = [&](double code) {
+    return static_cast<int32_t>(
+        std::min<double>(std::max<double>(code, encoding.qmin), encoding.qmax));
+  };
+  if (std::isnan(x)) {
+    ++counts->nan;
+    return policy == NanPolicy::kQmin ? encoding.qmin
+                                      : clamped(NaiveRound(zero_point));
+  }
+  counts->positive_infinity += std::isinf(x) && x > 0;
+  counts->negative_infinity += std::isinf(x) && x < 0;
+  const double quotient = NaiveQuotient(type, x, encoding.scale[scale_index]);
+  // volatile: the value is to be a float32, whatever the compiler's mind.
+  volatile float narrow = static_cast<float>(quotient) + zero_point;
+  const double sum = type == ElementType::kFloat64
+                         ? quotient + double{zero_point}
+                         : double{narrow};
+  const double code = NaiveRound(sum);
+  counts->clipped_low += code < encoding.qmin;
+  counts->clipped_high += code > encoding.qmax;
+  return clamped(code);
+}
+
 // By the words of the header, with none of core's arithmetic.
 Result RunNaive(const Encoding& encoding, const LayoutCase& layout,
                 ElementType type, const std::vector<uint8_t>& reals,
@@ -89,6 +117,11 @@ Result RunNaive(const Encoding& encoding, const LayoutCase& layout,
         encoding.zero_point.empty() ? 0 : encoding.zero_point[scale_index];
     const double x = NaiveReal(type, reals.data(), i);
     ++result.counts.total;
+    if (!encoding.real_zero_point.empty()) {
+      codes.push_back(NaiveRealCode(encoding, scale_index, type, x, policy,
+                                    &result.counts));
+      continue;
+    }
     if (std::isnan(x)) {
       ++result.counts.nan;
       codes.push_back(
@@ -147,6 +180,64 @@ TEST(QuantizeTest, EqualsTheDefinitionsForEveryFormatTypeAndLayout) {
       }
     }
   }
+}
+
+TEST(QuantizeTest, EqualsTheDefinitionWithRealZeroPoints) {
+  for (const LayoutCase& layout_case : AllLayoutCases()) {
+    SCOPED_TRACE(layout_case.Name());
+    const BlockLayout layout = layout_case.Layout();
+    const int64_t count = layout.element_count();
+    for (const char* name :
+         {"int2", "uint2", "int3", "uint4", "int8", "uint8", "int16"}) {
+      SCOPED_TRACE(name);
+      const FormatInfo& format = *FindFormatByName(name);
+      const double scale = 0.02 * (1 << (8 - std::min(format.bits, 8)));
+      const Encoding encoding = MakeRealEncoding(format, layout, scale, 7);
+      if (layout.scale_count() > 0) {
+        ASSERT_TRUE(ValidateEncoding(encoding).ok());
+      }
+      for (const ElementType type : kAllElementTypes) {
+        SCOPED_TRACE(ElementTypeName(type));
+        const auto reals = MakeReals(type, count, scale, true, format.bits);
+        for (const NanPolicy policy : {NanPolicy::kDefault, NanPolicy::kQmin}) {
+          const Result want =
+              RunNaive(encoding, layout_case, type, reals, 0, count, policy);
+          ExpectSame(RunScalarDefinition(encoding, layout, type, reals, 0,
+                                         count, policy),
+                     want);
+          ForEachSimdTarget([&] {
+            ExpectSame(
+                RunQuantize(encoding, layout, type, reals, 0, count, policy),
+                want);
+          });
+          if (HasFatalFailure()) return;
+        }
+      }
+    }
+  }
+}
+
+// AIMET's grid of int2: -3, -1, 1 and 3.
+TEST(QuantizeTest, RoundsTheSumWithARealZeroPoint) {
+  Encoding encoding;
+  encoding.format = IntegerFormat(2, true).format;
+  encoding.scale = {2};
+  encoding.real_zero_point = {-0.5f};
+  encoding.zero_points_are_real = true;
+  encoding.qmin = -2;
+  encoding.qmax = 1;
+  ASSERT_TRUE(ValidateEncoding(encoding).ok());
+  const std::vector<float> x = {-9, -3, -2.25f, -1, -0.25f, 0.25f, 1, 3, 9};
+  const std::vector<int32_t> codes = {-2, -2, -2, -1, -1, 0, 0, 1, 1};
+  const auto count = static_cast<int64_t>(x.size());
+  std::vector<uint8_t> reals(x.size() * 4);
+  std::memcpy(reals.data(), x.data(), reals.size());
+  const BlockLayout layout = *BlockLayout::Create({count}, {});
+  const Result got =
+      RunQuantize(encoding, layout, ElementType::kFloat32, reals, 0, count);
+  EXPECT_EQ(got.bytes, NaivePack(IntegerFormat(2, true), codes));
+  EXPECT_EQ(got.counts.clipped_low, 1);
+  EXPECT_EQ(got.counts.clipped_high, 1);
 }
 
 TEST(QuantizeTest, KeepsWideCodesWithinTheirEndsAndExact) {

@@ -60,6 +60,66 @@ TEST(EncodingTest, RefusesWrongCounts) {
   EXPECT_EQ(Reason(encoding), "SCALE_COUNT");
 }
 
+TEST(EncodingTest, ZeroPointsOfInt32AreZero) {
+  Encoding encoding = ValidEncoding();
+  encoding.format = FindFormatByName("int32")->format;
+  encoding.qmin = std::numeric_limits<int32_t>::min();
+  encoding.qmax = std::numeric_limits<int32_t>::max();
+  EXPECT_EQ(Reason(encoding), "ZERO_POINT_RANGE");
+  encoding.exclude_zero = true;
+  EXPECT_EQ(Reason(encoding), "ZERO_POINT_RANGE");
+  encoding.exclude_zero = false;
+  encoding.zero_point = {0, 0};
+  EXPECT_EQ(Reason(encoding), "");
+  EXPECT_EQ(ScalesSizeBytes(encoding), 2 * 4 + 2 * 4);
+  encoding.zero_point.clear();
+  EXPECT_EQ(Reason(encoding), "");
+}
+
+TEST(EncodingTest, TakesRealZeroPointsOfIntegersAlone) {
+  Encoding encoding = ValidEncoding();
+  encoding.zero_point.clear();
+  encoding.zero_points_are_real = true;
+  EXPECT_EQ(Reason(encoding), "SCALE_COUNT");
+  encoding.real_zero_point = {-128, 126.75f};
+  EXPECT_EQ(Reason(encoding), "");
+  EXPECT_TRUE(HasZeroPoints(encoding));
+  EXPECT_EQ(ZeroPointAt(encoding, 1), 126.75);
+  EXPECT_EQ(ScalesSizeBytes(encoding), 2 * 4 + 2 * 4);
+  for (const float wrong : {-128.5f, 127.25f, NAN, INFINITY}) {
+    Encoding changed = encoding;
+    changed.real_zero_point[1] = wrong;
+    EXPECT_EQ(Reason(changed), "ZERO_POINT_RANGE") << wrong;
+    EXPECT_EQ(ErrorField(ValidateEncoding(changed)), "real_zero_point");
+    changed.exclude_zero = true;
+    EXPECT_EQ(Reason(changed), std::isfinite(wrong) ? "" : "ZERO_POINT_RANGE");
+  }
+  Encoding both = encoding;
+  both.zero_point = {0, 0};
+  EXPECT_EQ(Reason(both), "ZERO_POINT_RANGE");
+  Encoding e8m0 = encoding;
+  e8m0.scale_type = ScaleType::kE8m0;
+  e8m0.scale_code = {127, 127};
+  e8m0.scale = {1, 1};
+  EXPECT_EQ(Reason(e8m0), "SCALE_TYPE_INVALID");
+  Encoding wide = encoding;
+  wide.format = FindFormatByName("int32")->format;
+  EXPECT_EQ(Reason(wide), "ZERO_POINT_RANGE");
+  Encoding nf4;
+  nf4.format = FindFormatByName("nf4")->format;
+  nf4.qmax = 15;
+  nf4.scale = {1};
+  nf4.real_zero_point = {0};
+  nf4.zero_points_are_real = true;
+  EXPECT_EQ(Reason(nf4), "ZERO_POINT_RANGE");
+  Encoding outline = encoding;
+  outline.scale.clear();
+  outline.real_zero_point.clear();
+  EXPECT_TRUE(ValidateWithoutScales(outline, true).ok());
+  EXPECT_EQ(ErrorReason(ValidateWithoutScales(outline, false)),
+            "ZERO_POINT_RANGE");
+}
+
 TEST(EncodingTest, RefusesZeroPointsOutsideOfTheCodes) {
   Encoding encoding = ValidEncoding();
   encoding.qmin = -127;

@@ -124,6 +124,27 @@ TEST_F(ScaleWindowTest, ZeroPointsThatCodesCannotBeAreRefused) {
             "ZERO_POINT_RANGE at zero_point");
 }
 
+TEST_F(ScaleWindowTest, TakesRealZeroPointsAsFloats) {
+  encoding_.zero_points_are_real = true;
+  ScaleWindow refused = Window(/*has_zero_points=*/true);
+  EXPECT_EQ(Append(&refused, 0, BytesOf<float>({1}), "x"),
+            "SCALE_COUNT at zero_point");
+  EXPECT_EQ(Append(&refused, 0, BytesOf<float>({1}), BytesOf<float>({127.5f})),
+            "ZERO_POINT_RANGE at real_zero_point");
+  ScaleWindow window = Window(/*has_zero_points=*/true);
+  EXPECT_EQ(Append(&window, 0, BytesOf<float>({1, 2, 3}),
+                   BytesOf<float>({-0.5f, 3, 126.25f})),
+            "");
+  EXPECT_THAT(window.encoding().real_zero_point,
+              ElementsAre(-0.5f, 3, 126.25f));
+  EXPECT_THAT(window.encoding().zero_point, IsEmpty());
+  std::string scale, zero_point;
+  AppendScaleBytes(window.encoding(), 1, 3, &scale, &zero_point);
+  EXPECT_EQ(zero_point, BytesOf<float>({3, 126.25f}));
+  window.Drop(6, kAll);
+  EXPECT_THAT(window.encoding().real_zero_point, IsEmpty());
+}
+
 TEST_F(ScaleWindowTest, BeginsUpToTheFirstScaleThatIsNeeded) {
   // Elements 4 to 8 use scales 2 and 3.
   ScaleWindow window = Window(false, 4, 8);

@@ -212,7 +212,7 @@ class EncodingFilesTest(InterchangeCase):
             {"name": "bias", "output_dtype": "uint32", "y_scale": [0.01, 0.02],
              "axis": 0},
             {"name": "odd", "output_dtype": "int2", "y_scale": 0.5,
-             "y_zero_point": -0.5},
+             "y_zero_point": -2.5},
             {"name": "", "output_dtype": "int8", "y_scale": 1},
             {"name": "tiny", "output_dtype": "int8", "y_scale": 0},
             {"name": "conv1.weight", "output_dtype": "int8",

@@ -89,6 +89,18 @@ class QuantctlTest(QuantctlCase):
                         comparison["mean_squared_error"] * len(values),
                         squared, delta=1e-6 * squared)
 
+    def test_ZeroPointsBetweenCodesAreKeptOrRefused(self):
+        spec = "uint8:group:32:asymmetric:real-zero-point"
+        self.json("quantize", WEIGHTS, "-o", self.path("real"), "--model",
+                  "real", "--spec", spec, "--include", "fc1*", "--force")
+        tensors, _ = read_safetensors(self.path("real"))
+        self.assertEqual(tensors["fc1.weight.zero_point"][0], "F32")
+        for options in (["--layout", "compressed-tensors"], ["--scheme",
+                                                             "W8A16"]):
+            self.json("quantize", WEIGHTS, "-o", self.path("other"),
+                      *options, "--spec", spec, "--include", "fc1*", "--force",
+                      code=2 if options[0] == "--scheme" else 1)
+
     def test_PatternsGiveTensorsSpecsOfTheirOwn(self):
         report = self.json(
             "quantize", WEIGHTS, "-o", self.path("out"), "--model", "patterns",

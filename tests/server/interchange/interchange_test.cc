@@ -227,6 +227,16 @@ Encodings AllKinds() {
   core::Encoding fp8 = PerChannel("float8_e4m3fn", 2, 1, 3);
   fp8.no_saturation = true;
   all.emplace_back("fp8.weight", fp8);
+  all.emplace_back("bias", PerChannel("int32", 1, 0, 3));
+  core::Encoding real = PerChannel("uint8", 2, 0, 3);
+  real.zero_points_are_real = true;
+  real.real_zero_point = {0.5f, 127.1f, 255};
+  all.emplace_back("real.weight", real);
+  core::Encoding beyond = MakeEncoding("int2", {2});
+  beyond.zero_points_are_real = true;
+  beyond.real_zero_point = {-162.7016f};
+  beyond.exclude_zero = true;
+  all.emplace_back("beyond", beyond);
   return all;
 }
 
@@ -445,24 +455,24 @@ TEST(InterchangeTest, ReadsAimet100) {
              "is_sym":true,"block_size":2,"scale":[1,2,3,4,5,6],
              "offset":[-8,-8,-8,-8,-8,-8]}]})");
   ASSERT_TRUE(parsed.ok()) << parsed.status();
-  ASSERT_EQ(parsed->encodings.size(), 2);
+  ASSERT_EQ(parsed->encodings.size(), 3);
   EXPECT_EQ(parsed->encodings[0].encoding.zero_point, std::vector<int32_t>{3});
+  EXPECT_EQ(parsed->encodings[1].encoding.real_zero_point,
+            std::vector<float>{-0.5f});
   EXPECT_EQ(Losses(parsed->losses),
             "f left out: activation_encodings[1]: a float of 16 bits without "
             "scale, nothing to keep\n"
-            "v left out: activation_encodings[2]: no vector quantization\n"
-            "s left out: activation_encodings[3].zero_point_shift: a zero "
-            "point between codes, expected 0\n");
-  PendingEncoding rows = parsed->encodings[1];
+            "v left out: activation_encodings[2]: no vector quantization\n");
+  PendingEncoding rows = parsed->encodings[2];
   ASSERT_TRUE(ResolveLayout(Shape({3, 4}), &rows).ok());
   EXPECT_EQ(rows.encoding.block_size, (std::vector<int64_t>{1, 2}));
   EXPECT_EQ(rows.encoding.scale, (std::vector<float>{1, 2, 3, 4, 5, 6}));
   // Channels behind the blocks: the file has [channels, blocks] all the same.
-  PendingEncoding columns = parsed->encodings[1];
+  PendingEncoding columns = parsed->encodings[2];
   ASSERT_TRUE(ResolveLayout(Shape({4, 3}), &columns).ok());
   EXPECT_EQ(columns.encoding.block_size, (std::vector<int64_t>{2, 1}));
   EXPECT_EQ(columns.encoding.scale, (std::vector<float>{1, 3, 5, 2, 4, 6}));
-  PendingEncoding kernel = parsed->encodings[1];
+  PendingEncoding kernel = parsed->encodings[2];
   ASSERT_TRUE(ResolveLayout(Shape({3, 4, 5, 5}), &kernel).ok());
   EXPECT_EQ(kernel.encoding.block_size, (std::vector<int64_t>{1, 2, 0, 0}));
 }
@@ -883,8 +893,9 @@ TEST(InterchangeTest, LeavesOutAndTellsWhatIsWrongInAimet) {
        "encodings[0].y_zero_point: entry 0 is 1, expected an integer of 0 to"},
       {R"({"version":"2.0.0","encodings":[
            {"name":"w","output_dtype":"int2","y_scale":1,
-            "y_zero_point":-0.5}]})",
-       "encodings[0].y_zero_point: entry 0 is -0.5, a zero point between"},
+            "y_zero_point":-2.5}]})",
+       "encodings[0].y_zero_point: entry 0 is -2.5, expected a number of -2 to "
+       "1"},
       {R"({"version":"2.1.0","encodings":[
            {"name":"w","output_dtype":"int4","axis":1,"block_size":2,
             "y_scale":{"x":[[1,0]],"x_scale":1}}]})",
@@ -938,6 +949,50 @@ nlohmann::json Again(InterchangeFormat format, absl::string_view version,
   return nlohmann::json::parse(written.text)["encodings"];
 }
 
+// AIMET 1.0.0 counts real offsets from 0 as whole ones.
+TEST(InterchangeTest, RealOffsetsOfAimet100ComeBackAsTheSameJson) {
+  const auto entries = nlohmann::json::parse(R"([
+      {"name":"grid","dtype":"INT","bw":2,"enc_type":"PER_TENSOR",
+       "is_sym":true,"scale":[2.0],"offset":[-1.5]},
+      {"name":"affine","dtype":"INT","bw":8,"enc_type":"PER_TENSOR",
+       "is_sym":false,"scale":[0.5],"offset":[-3.25]},
+      {"name":"bias","dtype":"INT","bw":32,"enc_type":"PER_TENSOR",
+       "is_sym":true,"scale":[0.5],"offset":[-2147483648]}])");
+  const absl::StatusOr<ParsedEncodings> parsed = Parse(nlohmann::json{
+      {"version", "1.0.0"},
+      {"activation_encodings", entries},
+      {"param_encodings", nlohmann::json::array()}}.dump());
+  ASSERT_TRUE(parsed.ok()) << parsed.status();
+  EXPECT_EQ(Losses(parsed->losses), "");
+  ASSERT_EQ(parsed->encodings.size(), 3);
+  Encodings all;
+  for (PendingEncoding pending : parsed->encodings) {
+    ASSERT_TRUE(ResolveLayout({}, &pending).ok());
+    all.emplace_back(pending.tensor, pending.encoding);
+  }
+  EXPECT_EQ(all[0].second.real_zero_point, std::vector<float>{-0.5f});
+  EXPECT_EQ(all[1].second.real_zero_point, std::vector<float>{3.25f});
+  EXPECT_EQ(all[2].second.qmin, std::numeric_limits<int32_t>::min());
+  const Written written = Write(InterchangeFormat::kAimet100, all);
+  EXPECT_EQ(Losses(written.losses), "");
+  EXPECT_EQ(nlohmann::json::parse(written.text)["activation_encodings"],
+            entries);
+}
+
+TEST(InterchangeTest, TellsWhoHasNoZeroPointsBetweenCodes) {
+  core::Encoding encoding = MakeEncoding("uint8", {0.5f});
+  encoding.zero_points_are_real = true;
+  encoding.real_zero_point = {3.5f};
+  for (const InterchangeFormat format :
+       {InterchangeFormat::kAimet061, InterchangeFormat::kOnnxQdq,
+        InterchangeFormat::kCompressedTensors}) {
+    const Written written = Write(format, {{"m.weight", encoding}});
+    EXPECT_EQ(written.count, 0);
+    EXPECT_THAT(Losses(written.losses),
+                HasSubstr("has no zero points between codes"));
+  }
+}
+
 // Each kind of entry of AIMET's specification that quantd can hold.
 TEST(InterchangeTest, EntriesOfAimetComeBackAsTheSameJson) {
   const auto entries = nlohmann::json::parse(R"([
@@ -956,7 +1011,17 @@ TEST(InterchangeTest, EntriesOfAimetComeBackAsTheSameJson) {
        "block_size":4,"y_scale":[[0.125,0.25],[0.375,0.5],[0.625,0.75]]},
       {"name":"fnuz","output_dtype":"float8e4m3fnuz","y_scale":0.3},
       {"name":"e5m2_fnuz","output_dtype":"float8e5m2fnuz","y_scale":0.3},
-      {"name":"float4","output_dtype":"float4e2m1","y_scale":0.7}])");
+      {"name":"float4","output_dtype":"float4e2m1","y_scale":0.7},
+      {"name":"bias","output_dtype":"int32","y_scale":[0.0001,0.0002,0.0003],
+       "axis":0},
+      {"name":"bias_tensor","output_dtype":"int32","y_scale":0.0001},
+      {"name":"grid","output_dtype":"int2","y_scale":2.0,
+       "y_zero_point":-0.5},
+      {"name":"grid_channels","output_dtype":"int2","y_scale":[2.0,0.1,0.3],
+       "y_zero_point":[-0.5,-0.5,-0.5],"axis":0},
+      {"name":"grid_blocks","output_dtype":"uint4","axis":1,"block_size":32,
+       "y_scale":[[0.01,0.02],[0.03,0.04],[0.05,0.06]],
+       "y_zero_point":[[7.5,7.1],[0.3,14.9],[3.0,0.5]]}])");
   EXPECT_EQ(
       Again(InterchangeFormat::kAimet200, "2.0.0", entries, Shape({3, 64})),
       entries);

@@ -91,6 +91,33 @@ TEST(EncodingFromProtoTest, CodesAreThoseOfTheFormatUnlessGiven) {
   EXPECT_EQ(encoding->qmax, 0);
 }
 
+TEST(EncodingFromProtoTest, TakesOverRealZeroPoints) {
+  v1::Encoding proto = Int8();
+  proto.clear_scale();
+  proto.clear_zero_point();
+  proto.add_scale(0.5f);
+  proto.add_scale(2);
+  proto.add_real_zero_point(-0.5f);
+  proto.add_real_zero_point(3);
+  const absl::StatusOr<core::Encoding> encoding = EncodingFromProto(proto);
+  ASSERT_TRUE(encoding.ok()) << encoding.status();
+  EXPECT_TRUE(encoding->zero_points_are_real);
+  EXPECT_EQ(encoding->real_zero_point, (std::vector<float>{-0.5f, 3}));
+  v1::Encoding again;
+  EncodingToProto(*encoding, &again);
+  EXPECT_TRUE(again.zero_points_are_real());
+  EXPECT_EQ(*EncodingFromProto(again), *encoding);
+  proto.set_real_zero_point(0, 200);
+  EXPECT_EQ(core::ErrorReason(EncodingFromProto(proto).status()),
+            "ZERO_POINT_RANGE");
+  v1::Encoding outline;
+  EncodingWithoutScalesToProto(*encoding, true, &outline);
+  EXPECT_TRUE(outline.chunks_have_zero_points());
+  EXPECT_TRUE(EncodingWithoutScalesFromProto(outline)->zero_points_are_real);
+  outline.set_chunks_have_zero_points(false);
+  EXPECT_FALSE(EncodingWithoutScalesFromProto(outline).ok());
+}
+
 TEST(EncodingFromProtoTest, TakesOverScaleCodesCodebooksAndShapes) {
   core::Encoding nvfp4;
   nvfp4.format = core::NumberFormat{v1::NUMBER_FORMAT_NVFP4};

@@ -64,6 +64,8 @@ def check_encoding(source: Any, shape: Sequence[int], got: Any) -> None:
     _expect("scales:", count, len(got.scale))
     if got.zero_point:
         _expect("zero points:", count, len(got.zero_point))
+    if got.real_zero_point:
+        _expect("zero points:", count, len(got.real_zero_point))
     # The server says what the default is.
     is_coded = got.scale_type in _CODED_SCALE_TYPES
     _expect("scale codes:", count if is_coded else 0, len(got.scale_code))

@@ -96,8 +96,9 @@ def write(writer: SafetensorsWriter, key: Any, name: str,
         size += writer.add((*key, 3), name + ".codebook", "F32",
                            (encoding.codebook.size,), encoding.codebook)
     if encoding.zero_point.any():
-        size += writer.add((*key, 4), name + ".zero_point", "I32", scale_dims,
-                           encoding.zero_point)
+        size += writer.add((*key, 4), name + ".zero_point",
+                           "F32" if encoding.zero_points_are_real else "I32",
+                           scale_dims, encoding.zero_point)
     writer.metadata[KEY_PREFIX + name] = record_text(
         encoding, tensor.shape, tensor.element_type)
     return size
@@ -161,7 +162,8 @@ def expected_entries(name: str, spec: Any, shape: Sequence[int]
     if encoding.codebook.size:
         found.append((name + ".codebook", "F32", (encoding.codebook.size,)))
     if has_zero_points:
-        found.append((name + ".zero_point", "I32", dims))
+        found.append((name + ".zero_point",
+                      "F32" if spec.real_zero_point else "I32", dims))
     return found
 
 
@@ -278,7 +280,10 @@ def read(path: str, tensors: Mapping[str, FileTensor], name: str, text: str
         assert outer is not None
         fields["outer_scale"] = outer.array().reshape(-1)
         fields["outer_block_size"] = outer_block_size
-    zero_point = take(".zero_point", "I32", scale_dims, False)
+    beside = tensors.get(name + ".zero_point")
+    zero_point = take(
+        ".zero_point", "F32" if beside is not None and beside.dtype == "F32"
+        else "I32", scale_dims, False)
     if zero_point is not None:
         fields["zero_point"] = zero_point.array()
     if format_options(format_name).kind == pb.CODE_KIND_CODEBOOK:

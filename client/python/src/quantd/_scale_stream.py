@@ -85,13 +85,21 @@ def wants_chunks(spec: Any, shape: Sequence[int]) -> bool:
         counts(shape, block_size_of(spec, shape))) > MOST_SCALES_IN_HEADER
 
 
-def _zero_point_dtype(format_name: str, exclude_zero: bool) -> Any:
+def _zero_point_dtype(format_name: str, exclude_zero: bool, is_real: bool
+                      ) -> Any:
     """That of a single code."""
     info = format_info(format_name)
+    if is_real:
+        return np.dtype("<f4")
     if exclude_zero:
         return np.dtype("<i4")
     return np.dtype(("<i" if info.is_signed else "<u") + str(
         max(info.storage_bits // 8, 1)))
+
+
+def _widened(zero_point: Array) -> Array:
+    return zero_point.astype(
+        np.float32 if zero_point.dtype.kind == "f" else np.int32)
 
 
 class ScaleFeed:
@@ -113,8 +121,10 @@ class ScaleFeed:
         self._encoding = encoding
         self._scale = encoding.stored_scale.reshape(-1)
         self._zero_point = encoding.zero_point.reshape(-1)
-        self._has_zero_points = bool(self._zero_point.any())
-        self._dtype = _zero_point_dtype(encoding.format, encoding.exclude_zero)
+        self._has_zero_points = encoding.has_zero_points
+        self._dtype = _zero_point_dtype(
+            encoding.format, encoding.exclude_zero,
+            encoding.zero_points_are_real)
         self._outer = encoding.outer_scale.reshape(-1)
         # Scales of the first dimension that has more than one index.
         at = next((d for d, size in enumerate(shape) if size > 1), len(shape))
@@ -252,7 +262,8 @@ class ScaleSink:
         self._scale = _Numbers(count, _STORED[self._scale_type])
         self._zero_point = _Numbers(
             count if encoding.chunks_have_zero_points else 0,
-            _zero_point_dtype(format_name, encoding.exclude_zero))
+            _zero_point_dtype(format_name, encoding.exclude_zero,
+                              encoding.zero_points_are_real))
         outer_count = 0
         if self._scale_type in OUTER_SCALE_TYPES:
             outer_count = math.prod(counts(shape, encoding.outer_block_size))
@@ -272,8 +283,7 @@ class ScaleSink:
         outer = self._outer.take(summary.outer_scale_checksum_xxh3)
         fields: dict[str, Any] = {**scales_of(scale.reshape(self._dims))}
         if zero_point.size:
-            fields["zero_point"] = zero_point.astype(np.int32).reshape(
-                self._dims)
+            fields["zero_point"] = _widened(zero_point).reshape(self._dims)
         return Encoding.from_proto(self._message).with_scales(
             scale_shape=tuple(self._dims), outer_scale=outer,
             degenerate_count=summary.degenerate_count, **fields)
@@ -292,7 +302,8 @@ def join_chunks(encoding: Any, chunks: Sequence[Any]) -> Encoding:
                                                 ("outer_scale", "<f4")))
     zero_point = np.frombuffer(
         b"".join(chunk.zero_point for chunk in chunks), _zero_point_dtype(
-            FORMATS.name(encoding.format), encoding.exclude_zero))
+            FORMATS.name(encoding.format), encoding.exclude_zero,
+            encoding.zero_points_are_real))
     at = 0
     for chunk in chunks:
         if chunk.scale and chunk.first != at:
@@ -306,7 +317,7 @@ def join_chunks(encoding: Any, chunks: Sequence[Any]) -> Encoding:
             f"{zero_point.size} zero points")
     fields: dict[str, Any] = {**scales_of(scale.reshape(dims))}
     if zero_point.size:
-        fields["zero_point"] = zero_point.astype(np.int32).reshape(dims)
+        fields["zero_point"] = _widened(zero_point).reshape(dims)
     return Encoding.from_proto(encoding).with_scales(outer_scale=outer,
                                                      **fields)
 

@@ -298,6 +298,9 @@ def _check(encoding: Encoding, learn: Optional[str],
         raise errors.argument_invalid(
             "expected an Encoding of an integer format, got "
             f"{getattr(encoding, 'format', encoding)!r}", "encoding")
+    if encoding.zero_points_are_real:
+        raise errors.argument_invalid(
+            "expected zero points that are codes, got floats", "encoding")
     if learn not in _LEARN:
         raise errors.argument_invalid(f"expected one of {_LEARN}, got "
                                       f"{learn!r}", "learn")

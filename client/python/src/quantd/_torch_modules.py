@@ -26,8 +26,9 @@ class QuantizedWeight(LaidOut):
     answers.
 
     codes: one per element, in the shape of the weight: int8, uint8, int16, or
-        int32 for unsigned ones of more than 8 bits.
-    scale: float32, one per block. zero_point: int32, as many, or None.
+        int32 for those of int32 and unsigned ones of more than 8 bits.
+    scale: float32, one per block. zero_point: int32, or float32 where they lie
+        between codes; as many, or None.
     values: float32, what each code of a float format or a codebook stands for,
         or None.
 
@@ -69,6 +70,10 @@ class QuantizedWeight(LaidOut):
         dtype = torch.float64 if real == torch.float64 else torch.float32
         if self.values is not None:
             reals = self.values[self.codes.long()].to(dtype)
+        elif self.zero_point is not None and (
+                self.zero_point.is_floating_point()):
+            reals = self.codes.to(dtype) - spread(
+                self.zero_point, self.block_size, shape).to(dtype)
         elif self.zero_point is not None:
             reals = (self.codes.to(torch.int32) - spread(
                 self.zero_point, self.block_size, shape)).to(dtype)

@@ -64,6 +64,9 @@ def dequantize(codes: Array, encoding: Encoding, shape: Sequence[int],
         if values is not None:
             reals = np.take(values, plain.view(np.uint8), mode="clip").astype(
                 dtype, copy=False)
+        elif encoding.zero_points_are_real:
+            reals = plain.astype(dtype) - _spread(
+                encoding.zero_point, encoding, shape).astype(dtype)
         elif encoding.zero_point.any():
             reals = (plain.astype(np.int32) - _spread(
                 encoding.zero_point, encoding, shape)).astype(dtype)

@@ -107,8 +107,11 @@ class EncodingSpec:
 
     Words are those of proto/quantd/v1/encoding.proto in lower case, and those
     of quantctl: method "min_max" or "minmax", symmetry "strict", ... None is
-    the default. `range` is (min, max) for the method "fixed". `mantissa_bits`
+    the default. `range` is (min, max) for the method "fixed", or
+    two sequences with the ends for each scale in row-major order. `mantissa_bits`
     says how fine the histograms are that a range is searched on, 2 to 10.
+    `real_zero_point` does not round zero points to a code, so that both ends of
+    the range are met.
     """
 
     format: str
@@ -122,7 +125,8 @@ class EncodingSpec:
     gamma: Optional[float] = None
     search_steps: int = 0
     entropy_bins: int = 0
-    range: Optional[tuple[float, float]] = None
+    range: Optional[tuple[Union[float, Sequence[float]],
+                          Union[float, Sequence[float]]]] = None
     exclude_zero: bool = False
     unsigned_if_non_negative: bool = False
     scale_type: Optional[str] = None
@@ -133,6 +137,7 @@ class EncodingSpec:
     codebook: Sequence[float] = ()
     no_saturation: bool = False
     mantissa_bits: int = 0
+    real_zero_point: bool = False
 
     @classmethod
     def parse(cls, text: str) -> EncodingSpec:
@@ -193,9 +198,16 @@ class EncodingSpec:
                 outer_block_size=self.outer_block_size,
                 integer_scale_max=self.integer_scale_max,
                 codebook=self.codebook, no_saturation=self.no_saturation,
-                mantissa_bits=self.mantissa_bits)
+                mantissa_bits=self.mantissa_bits,
+                real_zero_point=self.real_zero_point)
             if self.range is not None:
-                message.range_min, message.range_max = self.range
+                ends: tuple[Any, Any] = self.range
+                low, high = ends
+                if np.ndim(low) == 0:
+                    message.range_min, message.range_max = low, high
+                else:
+                    message.scale_range_min.extend(np.ravel(low).tolist())
+                    message.scale_range_max.extend(np.ravel(high).tolist())
             set_granularity(as_granularity(self.granularity), message, rank,
                             info.comes_in_blocks)
         except (TypeError, ValueError) as error:
@@ -240,6 +252,8 @@ def _parse_part(word: str, parameter: str) -> dict[str, object]:
         return {"power_of_two_scale": True}
     if word == "no-saturation":
         return {"no_saturation": True}
+    if word == "real-zero-point":
+        return {"real_zero_point": True}
     if word == "mantissa-bits":
         return {"mantissa_bits": int(parameter)}
     if word == "scale":
@@ -266,8 +280,8 @@ def _parse_part(word: str, parameter: str) -> dict[str, object]:
             "expected a granularity (per-tensor, per-channel, per-channel:AXIS,"
             f" group:N), a symmetry ({', '.join(_SYMMETRY_WORDS)}), a method "
             f"({', '.join(_METHOD_WORDS)}) or an option (power-of-two, "
-            "no-saturation, scale=TYPE, rule=RULE, block=N,N, tail=SIDE, "
-            "steps=N, bins=N, entries=N,N, mantissa-bits=N), got "
+            "no-saturation, real-zero-point, scale=TYPE, rule=RULE, block=N,N, "
+            "tail=SIDE, steps=N, bins=N, entries=N,N, mantissa-bits=N), got "
             f"{word!r}") from None
     fields: dict[str, object] = {"method": word}
     if word == "best-of":
@@ -326,6 +340,15 @@ def default_scale_type(format_name: str) -> str:
     return _SCALE_TYPES.name(value) if value else "float32"
 
 
+def _kind_of(zero_point: Any) -> Any:
+    """float32 of floats, otherwise int32."""
+    try:
+        given = np.asarray(zero_point)
+    except ValueError:
+        return np.int32
+    return np.float32 if given.size and given.dtype.kind == "f" else np.int32
+
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Encoding:
     """How codes stand for reals.
@@ -334,7 +357,8 @@ class Encoding:
         one dimension and row-major order. Left empty for formats whose scales
         follow from scale_code and outer_scale: then it is computed when it is
         first asked for.
-    zero_point: int32, as many as scales, or empty: all 0.
+    zero_point: int32, as many as scales, or empty: all 0. Floats are zero
+        points between codes, kept as float32.
     scale_code: uint8; outer_scale, codebook: float32; empty where the format
         has none.
     block_size: elements per scale in each dimension, 0 the whole one; empty for
@@ -363,7 +387,8 @@ class Encoding:
     degenerate_count: int = 0
 
     def __post_init__(self) -> None:
-        for name, dtype in (("scale", np.float32), ("zero_point", np.int32),
+        for name, dtype in (("scale", np.float32),
+                            ("zero_point", _kind_of(self.zero_point)),
                             ("scale_code", np.uint8),
                             ("outer_scale", np.float32),
                             ("codebook", np.float32)):
@@ -404,6 +429,16 @@ class Encoding:
             # Scales are values of the type: only zeros are cut.
             return (self.scale.view(np.uint32) >> 16).astype(np.uint16)
         return self.scale if stored is None else self.scale.astype(stored)
+
+    @property
+    def zero_points_are_real(self) -> bool:
+        """Whether they are floats, and may lie between codes."""
+        return bool(self.zero_point.dtype.kind == "f")
+
+    @property
+    def has_zero_points(self) -> bool:
+        """Whether some are not 0, or all are floats."""
+        return self.zero_points_are_real or bool(self.zero_point.any())
 
     @property
     def scale_count(self) -> int:
@@ -449,7 +484,11 @@ class Encoding:
             return encoding_pb2.Encoding(
                 format=FORMATS.value(self.format), block_size=self.block_size,
                 scale=scale.ravel().tolist(),
-                zero_point=self.zero_point.ravel().tolist(),
+                zero_point=[] if self.zero_points_are_real else
+                self.zero_point.ravel().tolist(),
+                real_zero_point=self.zero_point.ravel().tolist()
+                if self.zero_points_are_real else [],
+                zero_points_are_real=self.zero_points_are_real,
                 qmin=self.qmin, qmax=self.qmax, exclude_zero=self.exclude_zero,
                 scale_type=_SCALE_TYPES.value(self.scale_type),
                 scale_code=self.scale_code.tobytes(),
@@ -485,7 +524,8 @@ class Encoding:
                                 zero_point=np.empty(0, np.int32))
         message = bare.to_proto()
         message.scales_in_chunks = True
-        message.chunks_have_zero_points = bool(self.zero_point.any())
+        message.chunks_have_zero_points = self.has_zero_points
+        message.zero_points_are_real = self.zero_points_are_real
         return message
 
     def with_scales(self, **fields: Any) -> Encoding:
@@ -514,7 +554,9 @@ class Encoding:
         return cls(
             format=FORMATS.name(message.format),
             scale=numbers(message.scale, np.float32),
-            zero_point=numbers(message.zero_point, np.int32),
+            zero_point=numbers(message.real_zero_point, np.float32)
+            if message.real_zero_point else
+            numbers(message.zero_point, np.int32),
             block_size=tuple(message.block_size),
             qmin=message.qmin if message.HasField("qmin") else None,
             qmax=message.qmax if message.HasField("qmax") else None,

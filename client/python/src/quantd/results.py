@@ -243,7 +243,8 @@ class QuantizedTensor(Tabular):
 
     @property
     def zero_point(self) -> Array:
-        """int32, as many as scales, or empty: all 0.
+        """int32, as many as scales, or empty: all 0; float32 where they lie
+        between codes.
 
         Raises: ARGUMENT_INVALID without the encoding.
         """
