@@ -672,6 +672,8 @@ def test_PythonRefusesWhatGgufCannotHold(client, tmp_path):
                                        "FILE_UNSUPPORTED")
     refused({"n" * 64: weight}, "FILE_UNSUPPORTED")
     refused({"w": np.ones((0, 4), np.float32)}, "FILE_UNSUPPORTED")
+    blocks = np.ones((0, 256), np.float32)
+    refused({"w": blocks}, "FILE_UNSUPPORTED", gguf_types={"w": "q4_K"})
     refused([("w", weight), ("w", weight)], "FILE_MALFORMED")
     refused({"w": weight}, "ARGUMENT_INVALID", metadata={"a": "b"})
     refused({"w": weight}, "ARGUMENT_INVALID", gguf_metadata=path,
@@ -713,6 +715,21 @@ def test_PythonMakesTheKQuantsOfQuantctl(quantctl, tmp_path, kind):
     assert of_python.read_bytes() == of_quantctl.read_bytes()
 
 
+@pytest.fixture(name="promotion", params=["legacy", "weak"])
+def fixture_promotion(request):
+    """What numpy 1 and numpy 2 do with a scalar beside an array, where it can
+    be chosen."""
+    # pylint: disable=protected-access
+    if not hasattr(np, "_set_promotion_state"):
+        yield
+        return
+    before = np._get_promotion_state()
+    np._set_promotion_state(request.param)
+    yield
+    np._set_promotion_state(before)
+
+
+@pytest.mark.usefixtures("promotion")
 def test_PythonTakesRealsOfAllTypesForKQuants(tmp_path):
     weight = np.round(np.random.default_rng(1).standard_normal((2, 512)) * 16)
     brains = (weight.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
@@ -729,6 +746,8 @@ def test_PythonTakesRealsOfAllTypesForKQuants(tmp_path):
             ({"single": "q4_K"}, "whole blocks of 256", weight[:, :96]),
             ({"single": "q4_K"}, "finite elements", weight + np.inf),
             ({"single": "q4_K"}, "finite elements", weight * 1e9),
+            ({"single": "q4_K"}, "finite elements",
+             (weight + np.inf).astype(np.float16)),
             ({"single": "q4_K"}, "expected reals", weight.astype(np.int32)),
             ({"other": "q4_K"}, "no plain tensors of the names other", weight)):
         with pytest.raises(quantd.QuantdError) as caught:

@@ -113,10 +113,12 @@ def quantized_item(name: str, tensor: QuantizedTensor) -> GgufItem:
                     np.concatenate(parts, axis=1))
 
 
-def blocks_item(name: str, kind: str, dtype: str, array: Array) -> GgufItem:
+def blocks_item(path: str, name: str, kind: str, dtype: str, array: Array
+                ) -> GgufItem:
     """Blocks of a type that no encoding has, made of reals here.
 
-    Raises: ARGUMENT_INVALID.
+    Raises: ARGUMENT_INVALID; FILE_UNSUPPORTED for a name or a shape that the
+        file cannot have.
     """
     def refuse(what: str) -> errors.QuantdError:
         return errors.argument_invalid(f"tensor {name!r}: {what}", "gguf_types")
@@ -130,9 +132,12 @@ def blocks_item(name: str, kind: str, dtype: str, array: Array) -> GgufItem:
                      f"{kind} has, got the shape {array.shape}")
     if dtype not in _files.ELEMENT_TYPES:
         raise refuse(f"expected reals, got {dtype}")
-    reals = array
-    if dtype == "BF16":
-        reals = (array.astype(np.uint32) << 16).view(np.float32)
+    _check(path, name, array.shape)
+    # float16 does not have the largest element, which some versions of numpy
+    # cast to the type of the array.
+    reals = ((array.astype(np.uint32) << 16).view(np.float32)
+             if dtype == "BF16" else array.astype(np.float32)
+             if dtype == "F16" else array)
     # Written so that NaN fails.
     if not (np.abs(reals) <= _gguf_encoders.MOST_ELEMENT).all():
         raise refuse("expected finite elements of at most "
@@ -174,16 +179,16 @@ def _pair(key: bytes, value: int) -> bytes:
             struct.pack("<II", 4, value))
 
 
-def _check(path: str, item: GgufItem) -> bytes:
+def _check(path: str, name: str, shape: tuple[int, ...]) -> bytes:
     """The name as it is stored. Raises: FILE_UNSUPPORTED."""
-    name = item.name.encode("utf-8", "replace")
-    if len(name) > _MOST_NAME_BYTES or len(item.shape) > _MOST_DIMENSIONS or (
-            0 in item.shape):
+    stored = name.encode("utf-8", "replace")
+    if len(stored) > _MOST_NAME_BYTES or len(shape) > _MOST_DIMENSIONS or (
+            0 in shape):
         raise _files.unsupported(
-            path, f"tensor {item.name!r}: GGUF takes names of at most "
+            path, f"tensor {name!r}: GGUF takes names of at most "
             f"{_MOST_NAME_BYTES} bytes, and tensors with elements, of at most "
             f"{_MOST_DIMENSIONS} dimensions")
-    return name
+    return stored
 
 
 def _padding(size: int, alignment: int) -> bytes:
@@ -203,7 +208,7 @@ class _Header:
 
     def add(self, path: str, item: GgufItem, offset: int) -> None:
         """Raises: FILE_UNSUPPORTED; FILE_MALFORMED for a name that is taken."""
-        name = _check(path, item)
+        name = _check(path, item.name, item.shape)
         if name in self._tensors:
             raise _files.malformed(path, f"the name {item.name!r} is taken")
         shape = item.shape[::-1]

@@ -261,7 +261,7 @@ def _gguf_items(path: str, pairs: Iterable[tuple[str, FileValue]],
         kind = blocks.pop(name, None)
         yield (_gguf_output.plain_item(path, name, dtype, array)
                if kind is None else
-               _gguf_output.blocks_item(name, kind, dtype, array))
+               _gguf_output.blocks_item(path, name, kind, dtype, array))
     if blocks:
         raise errors.argument_invalid(
             "there are no plain tensors of the names " + ", ".join(blocks),
