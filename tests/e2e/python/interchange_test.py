@@ -1179,9 +1179,11 @@ class OnnxTest(InterchangeCase):
         self.encode("stay", {"name": "x", "format": "int8", "scale": [0.5]},
                     {"name": "w", "format": "int8", "scale": [0.5]},
                     {"name": "v", "format": "float8_e4m3fn", "scale": [1]},
+                    {"name": "c", "format": "int8", "scale": [1, 2],
+                     "block_size": [0, 1], "scale_shape": [1, 2]},
                     {"name": "g", "format": "int4", "scale": [1, 2, 3, 4],
                      "block_size": [1, 1], "scale_shape": [2, 2]})
-        weights = {name: np.eye(2, dtype=np.float32) for name in "wvg"}
+        weights = {name: np.eye(2, dtype=np.float32) for name in "wvcg"}
         weights["b"] = np.array([1, 2], np.float32)
         weights["row"] = np.array([[1, 2]], np.float32)
 
@@ -1192,6 +1194,8 @@ class OnnxTest(InterchangeCase):
                                (layer("x", "w", "b"), "x"),
                                (layer("x", "v", "b"), "*"),
                                (layer("x", "g", "b"), "*"),
+                               # Its channels are those of the input.
+                               (layer("x", "c", "b", transB=1), "*"),
                                (layer("x", "w", "row"), "*"),
                                (layer("x", "w", "b", beta=2.), "*"),
                                (layer("x", "w", "b", alpha=-1.), "*"),
@@ -1201,7 +1205,7 @@ class OnnxTest(InterchangeCase):
                           [("y", TensorProto.FLOAT, [2, 2])],
                           [numpy_helper.from_array(weights[name], name)
                            for name in node.input if name != "x"])
-                used = [name for name in node.input if name in "xwvg"]
+                used = [name for name in node.input if name in "xwvcg"]
                 report, model = self.put_into(
                     "stay", *(arg for name in (
                         used if included == "*" else included)
