@@ -233,6 +233,23 @@ class EncodingTest(unittest.TestCase):
             quantd.Encoding("int2", [2], [1]).zero_points_are_real)
         self.assertFalse(quantd.Encoding("int2", [2]).has_zero_points)
 
+    def test_WholeFloatsAreZeroPointsOnCodes(self):
+        for given in ([1.0, -2.0], np.zeros(2), np.float32([0, 1])):
+            zero_point = quantd.Encoding("int2", [2, 4], given).zero_point
+            self.assertEqual(zero_point.dtype, np.int32)
+            np.testing.assert_array_equal(zero_point, given)
+        # Where they are said to be real they stay so.
+        encoding = quantd.Encoding("int2", [2, 4], [1, 0], real_zero_point=True)
+        message = encoding.to_proto()
+        self.assertEqual(list(message.real_zero_point), [1, 0])
+        again = quantd.Encoding.from_proto(message)
+        self.assertEqual(again, encoding)
+        self.assertTrue(again.with_scales(scale=[1, 2]).zero_points_are_real)
+        for wrong, is_real in (([np.inf], None), ([1e10], None),
+                               ([0.5], False)):
+            with self.assertRaises(quantd.QuantdError):
+                quantd.Encoding("int2", [2], wrong, real_zero_point=is_real)
+
     def test_FieldsOfTheWrongTypeAreRefused(self):
         for fields in ({"scale": "x"}, {"zero_point": [0.5j]},
                        {"scale": [1j]}, {"scale_code": [256]},

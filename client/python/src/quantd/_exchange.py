@@ -556,6 +556,8 @@ def with_given_scales(message: Any, given: Optional[Encoding]) -> Encoding:
     scales = ({"scale_code": given.scale_code} if given.scale_code.size else
               {"scale": given.scale})
     return encoding.with_scales(zero_point=given.zero_point,
+                                real_zero_point=(
+                                    given.zero_points_are_real or None),
                                 outer_scale=given.outer_scale, **scales)
 
 

@@ -286,6 +286,7 @@ def read(path: str, tensors: Mapping[str, FileTensor], name: str, text: str
         else "I32", scale_dims, False)
     if zero_point is not None:
         fields["zero_point"] = zero_point.array()
+        fields["real_zero_point"] = zero_point.dtype == "F32"
     if format_options(format_name).kind == pb.CODE_KIND_CODEBOOK:
         codebook = take(".codebook", "F32", None, False)
         if codebook is not None:

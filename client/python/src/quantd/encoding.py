@@ -340,13 +340,16 @@ def default_scale_type(format_name: str) -> str:
     return _SCALE_TYPES.name(value) if value else "float32"
 
 
-def _kind_of(zero_point: Any) -> Any:
-    """float32 of floats, otherwise int32."""
+def _kind_of(zero_point: Any, is_real: Optional[bool]) -> Any:
+    """float32 or int32. is_real: see Encoding.real_zero_point."""
     try:
         given = np.asarray(zero_point)
     except ValueError:
         return np.int32
-    return np.float32 if given.size and given.dtype.kind == "f" else np.int32
+    if is_real is None:
+        is_real = given.dtype.kind == "f" and bool(
+            np.any(given != np.rint(given)))
+    return np.float32 if given.size and is_real else np.int32
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -357,12 +360,14 @@ class Encoding:
         one dimension and row-major order. Left empty for formats whose scales
         follow from scale_code and outer_scale: then it is computed when it is
         first asked for.
-    zero_point: int32, as many as scales, or empty: all 0. Floats are zero
-        points between codes, kept as float32.
+    zero_point: int32, as many as scales, or empty: all 0; float32 where they
+        are real.
     scale_code: uint8; outer_scale, codebook: float32; empty where the format
         has none.
     block_size: elements per scale in each dimension, 0 the whole one; empty for
         one scale.
+    real_zero_point: whether zero points are real, and may lie between codes.
+        None: where at least one is no whole number.
     """
 
     format: str
@@ -385,21 +390,25 @@ class Encoding:
     no_saturation: bool = False
     scale_shape: tuple[int, ...] = ()
     degenerate_count: int = 0
+    real_zero_point: Optional[bool] = None
 
     def __post_init__(self) -> None:
         for name, dtype in (("scale", np.float32),
-                            ("zero_point", _kind_of(self.zero_point)),
+                            ("zero_point", _kind_of(self.zero_point,
+                                                    self.real_zero_point)),
                             ("scale_code", np.uint8),
                             ("outer_scale", np.float32),
                             ("codebook", np.float32)):
             try:
                 given = np.asarray(getattr(self, name))
-                kinds = "iuf" if np.dtype(dtype).kind == "f" else "iu"
+                is_float = np.dtype(dtype).kind == "f"
+                kinds = "iuf" if is_float or name == "zero_point" else "iu"
                 if given.size and given.dtype.kind not in kinds:
                     raise TypeError(f"got {given.dtype}")
-                array = np.atleast_1d(given.astype(dtype, copy=False))
-                if kinds == "iu" and not np.array_equal(array.ravel(),
-                                                        given.ravel()):
+                with np.errstate(invalid="ignore"):
+                    array = np.atleast_1d(given.astype(dtype, copy=False))
+                if not is_float and not np.array_equal(array.ravel(),
+                                                       given.ravel()):
                     raise ValueError("got numbers beyond it")
             except (TypeError, ValueError) as error:
                 raise errors.argument_invalid(
@@ -432,12 +441,12 @@ class Encoding:
 
     @property
     def zero_points_are_real(self) -> bool:
-        """Whether they are floats, and may lie between codes."""
+        """Whether they are real, and may lie between codes."""
         return bool(self.zero_point.dtype.kind == "f")
 
     @property
     def has_zero_points(self) -> bool:
-        """Whether some are not 0, or all are floats."""
+        """Whether some are not 0, or they are real."""
         return self.zero_points_are_real or bool(self.zero_point.any())
 
     @property
@@ -568,7 +577,9 @@ class Encoding:
             outer_block_size=tuple(message.outer_block_size),
             codebook=numbers(message.codebook, np.float32, False),
             no_saturation=message.no_saturation, scale_shape=shape,
-            degenerate_count=message.degenerate_count)
+            degenerate_count=message.degenerate_count,
+            real_zero_point=message.zero_points_are_real or bool(
+                message.real_zero_point) or None)
 
 
 @dataclasses.dataclass(frozen=True)
