@@ -753,8 +753,9 @@ class CheckpointReader {
     int64_t size = config_.group_size;
     if (size == 0 && inputs % group_count == 0) size = inputs / group_count;
     if (size < 0) size = inputs;
-    const bool fits =
-        size > 0 && inputs % size == 0 && inputs / size == group_count;
+    // Modules of their own size are known by what they have. A shorter last
+    // group is no sign of one.
+    const bool fits = size > 0 && CeilDivide(inputs, size) == group_count;
     if (config_.is_mixed && !fits && inputs % group_count == 0) {
       size = inputs / group_count;
     }

@@ -262,6 +262,13 @@ def gptq_mixed(rng):
     return tensors, config, beside, reals
 
 
+def gptq_mixed_ragged(rng):
+    """A module whose last group is shorter, in a model with others."""
+    tensors, config, beside, reals = gptq(rng, group=64)
+    config["quantization_config"]["dynamic"] = {"+:.*b$": {"bits": 8}}
+    return tensors, config, beside, reals
+
+
 def int8(rng):
     codes = rng.integers(-128, 128, (10, 48)).astype(np.int8)
     scales = rng.random((10, 1), np.float32)
@@ -307,6 +314,7 @@ CASES = {
     "convolution_alone": lambda rng: convolution(rng, whole=False),
     "convolution_of_lines": lambda rng: convolution(rng, (6, 4, 5), False),
     "gptq_mixed": gptq_mixed,
+    "gptq_mixed_ragged": gptq_mixed_ragged,
     "auto_round": lambda rng: auto_round(rng, "auto_round", True),
     "auto_round_gptqmodel": lambda rng: auto_round(
         rng, "auto_round:gptqmodel", True),

@@ -518,7 +518,9 @@ class _Reader:
         if not size and inputs % count == 0:
             size = inputs // count
         size = inputs if size < 0 else size
-        fits = size and inputs % size == 0 and inputs // size == count
+        # Modules of their own size are known by what they have. A shorter last
+        # group is no sign of one.
+        fits = size and -(-inputs // size) == count
         if self._is_mixed and not fits and inputs % count == 0:
             size = inputs // count
         if not size or -(-inputs // size) != count:
