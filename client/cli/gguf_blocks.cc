@@ -8,6 +8,7 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -80,8 +81,12 @@ class BlockMaker {
   void Run() {
     const size_t cores = std::max(1U, std::thread::hardware_concurrency());
     std::vector<std::thread> others;
-    for (size_t i = 1; i < std::min(cores, errors_.size()); ++i) {
-      others.emplace_back([this] { TakePieces(); });
+    // There may be no more threads: then fewer do the same.
+    try {
+      for (size_t i = 1; i < std::min(cores, errors_.size()); ++i) {
+        others.emplace_back([this] { TakePieces(); });
+      }
+    } catch (const std::system_error&) {
     }
     TakePieces();
     for (std::thread& other : others) other.join();

@@ -14,6 +14,7 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
@@ -35,6 +36,7 @@ namespace quantd::cli {
 namespace {
 
 constexpr char kFileTypeKey[] = "general.file_type";
+constexpr char kSplitKeys[] = "split.";
 constexpr char kVersionKey[] = "general.quantization_version";
 // Of the layout of blocks.
 constexpr uint32_t kVersion = 2;
@@ -53,10 +55,9 @@ class GgufOutput {
     absl::Status status = MakeEntries();
     if (status.ok()) status = Create();
     if (status.ok()) status = Copy();
-    if (status.ok()) status = MakeBlocks(progress);
-    if (status.ok() && !plan_.AnyFailed(shard_) && !tasks_.empty()) {
-      status = Quantize(server, progress);
-    }
+    // First what needs a server, which may not be there.
+    if (status.ok() && !tasks_.empty()) status = Quantize(server, progress);
+    if (status.ok() && !plan_.AnyFailed(shard_)) status = MakeBlocks(progress);
     if (!status.ok() || plan_.AnyFailed(shard_)) return status;
     shard_.rounded_count =
         std::count(is_rounded_.begin(), is_rounded_.end(), uint8_t{true});
@@ -115,11 +116,18 @@ class GgufOutput {
           " gets no metadata of a model, without which llama.cpp does not "
           "load it; --metadata FILE.gguf takes those of another file"));
     }
-    const std::vector<std::string> own = OwnPairs();
+    const std::optional<std::string> file_type = FileTypePair();
+    std::vector<std::string> own = {
+        files::GgufUint32Pair(kVersionKey, kVersion)};
+    if (file_type.has_value()) own.push_back(*file_type);
     std::vector<absl::string_view> pairs(own.begin(), own.end());
     if (source != nullptr) {
       for (const files::GgufPair& pair : source->pairs()) {
-        if (pair.key == kFileTypeKey || pair.key == kVersionKey) continue;
+        const bool is_replaced =
+            pair.key == kVersionKey ||
+            (pair.key == kFileTypeKey && file_type.has_value());
+        // They say that a model goes on in other files: this one does not.
+        if (is_replaced || absl::StartsWith(pair.key, kSplitKeys)) continue;
         pairs.emplace_back(reinterpret_cast<const char*>(pair.bytes.data()),
                            pair.bytes.size());
       }
@@ -134,25 +142,26 @@ class GgufOutput {
     return absl::OkStatus();
   }
 
-  // What the output says of itself: the type that most elements have.
-  std::vector<std::string> OwnPairs() const {
-    std::map<const files::GgufType*, uint64_t> sizes;
-    for (const std::vector<size_t>* const indices : {&quantized_, &made_}) {
-      for (const size_t index : *indices) {
-        sizes[entries_[index].type] +=
-            shard_.input.tensors()[index].data.size();
-      }
+  // The type that most elements in blocks have; none where none are in blocks,
+  // or most in blocks that are only copied here.
+  std::optional<std::string> FileTypePair() const {
+    std::map<absl::string_view, std::pair<uint64_t, const files::GgufType*>>
+        counts;
+    for (const files::GgufEntry& entry : entries_) {
+      if (entry.type->block_elements == 1) continue;
+      auto& [count, type] = counts[entry.type->name];
+      type = entry.type;
+      count += entry.SizeBytes() / static_cast<uint64_t>(type->block_bytes) *
+               static_cast<uint64_t>(type->block_elements);
     }
-    const auto most = std::max_element(
-        sizes.begin(), sizes.end(),
-        [](const auto& a, const auto& b) { return a.second < b.second; });
-    std::vector<std::string> pairs = {
-        files::GgufUint32Pair(kVersionKey, kVersion)};
-    if (most != sizes.end()) {
-      pairs.push_back(
-          files::GgufUint32Pair(kFileTypeKey, GgufFileType(*most->first)));
-    }
-    return pairs;
+    const auto most = std::max_element(counts.begin(), counts.end(),
+                                       [](const auto& a, const auto& b) {
+                                         return a.second.first < b.second.first;
+                                       });
+    if (most == counts.end()) return std::nullopt;
+    const uint32_t file_type = GgufFileType(*most->second.second);
+    if (file_type == 0) return std::nullopt;
+    return files::GgufUint32Pair(kFileTypeKey, file_type);
   }
 
   // Writes what is not quantized.

@@ -325,6 +325,10 @@ PAIRS = [("general.architecture", 8, text("llama")),
          ("llama.rope.freq_base", 6, struct.pack("<f", 1e4)),
          ("tokenizer.ggml.tokens", 9,
           struct.pack("<IQ", 8, 2) + text("<s>") + text("\u2581a"))]
+# Of a file that holds a part of a model. What is written is no such file.
+SPLIT = [("split.no", 2, struct.pack("<H", 0)),
+         ("split.count", 2, struct.pack("<H", 3)),
+         ("split.tensors.count", 5, struct.pack("<i", 99))]
 
 
 def write_plain(path):
@@ -338,7 +342,7 @@ def write_plain(path):
     tensors = {**weights, **others}
     write_gguf(path, [(name, number, data.shape, data.tobytes())
                       for name, (number, data) in tensors.items()],
-               PAIRS, alignment=64)
+               PAIRS + SPLIT, alignment=64)
     return others
 
 
