@@ -558,8 +558,9 @@ std::vector<Flag> MakeFlags() {
                 QUANTD_FIELD(limits.tensor_count)),
       DurationFlag("queue-delay", kLimits,
                    "How long a tensor may queue behind tensors of its caller "
-                   "in a burst. Under sustained load the limit is less than "
-                   "half of the time that the tensor itself takes.",
+                   "in a burst, or less than half of the time that the tensor "
+                   "itself takes, if that is longer. Under sustained load only "
+                   "the latter counts.",
                    limits.queue_delay, absl::ZeroDuration(), absl::Hours(1),
                    QUANTD_FIELD(limits.queue_delay)),
       CountFlag("shared-connections", kLimits,
