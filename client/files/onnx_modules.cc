@@ -172,13 +172,33 @@ std::vector<OnnxModules::Layer> OnnxModules::LayersOf(
         if (producer != producers_.end()) add(producer->second, how);
       }
     }
-    if (!layers.empty()) return layers;
+    if (layers.empty()) continue;
+    if (parameter == prefix + "bias") KeepOwn(module, &layers);
+    return layers;
   }
   if (module.empty()) return layers;
   for (size_t i = 0; i < nodes_.size(); ++i) {
     if (modules_[i] == module) add(i, "names of nodes");
   }
   return layers;
+}
+
+void OnnxModules::KeepOwn(const std::string& module,
+                          std::vector<Layer>* layers) const {
+  const auto have_several_weights = [&] {
+    return std::any_of(layers->begin(), layers->end(), [&](const Layer& layer) {
+      return WeightOf(nodes_[layer.node], layer.weight_input).name !=
+             WeightOf(nodes_[(*layers)[0].node], (*layers)[0].weight_input)
+                 .name;
+    });
+  };
+  if (!have_several_weights()) return;
+  layers->erase(std::remove_if(layers->begin(), layers->end(),
+                               [&](const Layer& layer) {
+                                 return modules_[layer.node] != module;
+                               }),
+                layers->end());
+  if (have_several_weights()) layers->clear();
 }
 
 std::optional<size_t> OnnxModules::SumBehind(size_t node) const {

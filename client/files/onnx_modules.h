@@ -105,6 +105,9 @@ class OnnxModules {
   // The Add that alone takes the product of a MatMul; nothing for others.
   std::optional<size_t> SumBehind(size_t node) const;
   std::vector<Layer> LayersOf(const std::string& module) const;
+  // Where modules share a bias: of layers with several weights those whose
+  // names tell the module, and none where these have several too.
+  void KeepOwn(const std::string& module, std::vector<Layer>* layers) const;
   // The value, and those before it that it is another form of.
   std::vector<std::string> FormsOf(std::string value) const;
   // What a module multiplies as its first or second factor, where it does
