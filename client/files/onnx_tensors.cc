@@ -23,6 +23,7 @@
 #include "client/files/mapped_file.h"
 #include "client/files/safetensors.h"
 #include "client/files/shard_index.h"
+#include "nlohmann/json.hpp"
 
 namespace quantd::files {
 namespace {
@@ -60,6 +61,9 @@ constexpr uint32_t kEntryKey = 1;
 constexpr uint32_t kEntryValue = 2;
 
 constexpr uint64_t kExternal = 1;
+
+// No weight has as many, and a model may name millions.
+constexpr size_t kMostDimensions = 16;
 
 // A type of elements: where it has its data, if not in raw_data.
 struct Type {
@@ -142,6 +146,15 @@ struct Field {
 
 absl::string_view Text(Bytes bytes) {
   return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
+
+bool IsUtf8(absl::string_view text) {
+  using Json = nlohmann::json;
+  // What is not UTF-8 does not come back.
+  const std::string written = Json(text).dump(
+      /*indent=*/-1, ' ', /*ensure_ascii=*/false,
+      Json::error_handler_t::ignore);
+  return Json::parse(written).get<std::string>() == text;
 }
 
 // The fields of a message.
@@ -320,18 +333,23 @@ class OnnxTensors::Parser {
 
   // All but the data of typed fields.
   absl::Status ReadInfo(Bytes bytes, Info* info) const {
+    // Of dimensions, keeps one more than there may be.
+    const auto add = [info](uint64_t size) {
+      if (info->shape.size() > kMostDimensions) return;
+      info->shape.push_back(static_cast<int64_t>(size));
+    };
     Fields tensor(bytes);
     Field field;
     while (tensor.Next(&field)) {
       switch (field.number) {
         case kTensorDims:
           if (field.type == kVarint) {
-            info->shape.push_back(static_cast<int64_t>(field.value));
+            add(field.value);
           } else if (field.type == kDelimited) {
             while (!field.bytes.empty()) {
               const std::optional<uint64_t> size = TakeVarint(&field.bytes);
               if (!size.has_value()) return NotSound();
-              info->shape.push_back(static_cast<int64_t>(*size));
+              add(*size);
             }
           }
           break;
@@ -359,7 +377,15 @@ class OnnxTensors::Parser {
           break;
       }
     }
-    return tensor.is_sound() ? absl::OkStatus() : NotSound();
+    if (!tensor.is_sound()) return NotSound();
+    if (!IsUtf8(info->name)) {
+      return Malformed(*info, "expected a name of UTF-8");
+    }
+    if (info->shape.size() > kMostDimensions) {
+      return Malformed(*info, absl::StrCat("expected at most ", kMostDimensions,
+                                           " dimensions"));
+    }
+    return absl::OkStatus();
   }
 
   absl::Status ReadEntry(Bytes bytes, Info* info) const {
@@ -409,6 +435,7 @@ class OnnxTensors::Parser {
   // Numbers in a field of their own: each written by itself, or all together.
   absl::StatusOr<Bytes> ReadTyped(const Info& info, const Type& type,
                                   int64_t size_bytes, Bytes bytes) {
+    const auto size = static_cast<size_t>(size_bytes);
     const WireType element = ElementWireType(type.field);
     const auto width = static_cast<size_t>(DtypeSizeBytes(type.dtype));
     std::vector<uint8_t> copy;
@@ -420,21 +447,25 @@ class OnnxTensors::Parser {
           (field.type != element && field.type != kDelimited)) {
         continue;
       }
-      if (copy.size() > static_cast<size_t>(size_bytes)) break;
       if (element != kVarint) {
         // As they lie in memory.
-        if (!whole.has_value() &&
-            field.bytes.size() == static_cast<size_t>(size_bytes)) {
+        if (!whole.has_value() && field.bytes.size() == size) {
           whole = field.bytes;
           continue;
         }
-        if (whole.has_value()) {
+        if (whole.has_value() || field.bytes.size() > size - copy.size()) {
           return Malformed(info, "the data do not fit the dimensions");
         }
         copy.insert(copy.end(), field.bytes.begin(), field.bytes.end());
         continue;
       }
+      if (copy.empty()) {
+        copy.reserve(std::min(size, width * field.bytes.size()));
+      }
       while (!field.bytes.empty()) {
+        if (copy.size() >= size) {
+          return Malformed(info, "the data do not fit the dimensions");
+        }
         const std::optional<uint64_t> value = TakeVarint(&field.bytes);
         if (!value.has_value()) return NotSound();
         for (size_t byte = 0; byte < width; ++byte) {

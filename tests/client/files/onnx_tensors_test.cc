@@ -197,6 +197,39 @@ TEST_F(OnnxTensorsTest, DataOfAnotherSizeAreRefused) {
   }
 }
 
+// Not all of them are read, nor kept.
+TEST_F(OnnxTensorsTest, ManyMoreDataThanDimensionsEndTheReading) {
+  EXPECT_THAT(
+      Error(OnnxInitializer("a", 3, {2}, BytesField(kInt32Data, "\1\2\3\xff"))),
+      HasSubstr("initializer \"a\": the data do not fit"));
+}
+
+TEST_F(OnnxTensorsTest, ThereAreAtMost16Dimensions) {
+  const auto model =
+      Open(OnnxInitializer("a", 1, std::vector<int64_t>(16, 1), Raw("abcd")));
+  ASSERT_TRUE(model.ok()) << model.status();
+  EXPECT_EQ(model->tensors()[0].shape.size(), 16U);
+  EXPECT_THAT(
+      Error(OnnxInitializer("a", 1, std::vector<int64_t>(17, 1), Raw("abcd"))),
+      HasSubstr("initializer \"a\": expected at most 16 dimensions"));
+}
+
+TEST_F(OnnxTensorsTest, NamesAreUtf8) {
+  for (const std::string name : {"\xc3\xa4/\xf0\x9f\x98\x80", "\"\\\n\x7f"}) {
+    const auto model = Open(OnnxInitializer(name, 1, {1}, Raw("abcd")));
+    ASSERT_TRUE(model.ok()) << model.status();
+    EXPECT_EQ(model->tensors()[0].name, name);
+  }
+  // No lead byte, one that nothing follows, overlong, and a surrogate.
+  for (const std::string name :
+       {"a\xff", "a\xc3", "\xc0\x80", "\xed\xa0\x80"}) {
+    EXPECT_THAT(Error(OnnxInitializer(name, 1, {1}, Raw("abcd"))),
+                HasSubstr("expected a name of UTF-8"));
+    EXPECT_THAT(Error(BytesField(15, BytesField(1, BytesField(8, name)))),
+                HasSubstr("expected a name of UTF-8"));
+  }
+}
+
 TEST_F(OnnxTensorsTest, OtherFilesAreRefused) {
   const std::string whole =
       OnnxModelOf(OnnxInitializer("w", 1, {1}, Raw("abcd")));
