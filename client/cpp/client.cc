@@ -128,6 +128,7 @@ bool IsStoredFrom(const Encoding& put, const Encoding& stored) {
   if (put.scale_type() == v1::SCALE_TYPE_UNSPECIFIED) {
     whole.set_scale_type(stored.scale_type());
   }
+  if (put.real_zero_point_size() > 0) whole.set_zero_points_are_real(true);
   whole.set_degenerate_count(stored.degenerate_count());
   return whole.SerializeAsString() == stored.SerializeAsString();
 }

@@ -1084,6 +1084,19 @@ TEST_F(ClientTest, PutsAnEncodingOfAnySizeInChunks) {
       "ETAG_MISMATCH");
 }
 
+TEST_F(ClientTest, APutOfRealZeroPointsSucceedsWhenItsAnswerIsLost) {
+  TensorName name;
+  name.set_tensor("w");
+  Encoding encoding;
+  encoding.set_format(v1::NUMBER_FORMAT_INT8);
+  encoding.add_scale(0.5f);
+  encoding.add_real_zero_point(3.5f);
+  server_.faults().lost_answers = 1;
+  const absl::Status status =
+      client_->PutEncoding(name, encoding, "absent").status();
+  EXPECT_TRUE(status.ok()) << status;
+}
+
 TEST_F(ClientTest, ScalesOutsideTheirTypeAreNotPutInChunks) {
   Encoding encoding;
   encoding.set_format(v1::NUMBER_FORMAT_INT8);

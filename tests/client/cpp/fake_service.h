@@ -447,7 +447,8 @@ class FakeEncodingService final : public v1::EncodingService::Service {
     return grpc::Status::OK;
   }
 
-  // Fills in the limits of the codes, as the service does.
+  // Fills in the limits of the codes and the kind of zero points, as the
+  // service does.
   grpc::Status PutEncoding(grpc::ServerContext*,
                            const v1::PutEncodingRequest* request,
                            v1::PutEncodingResponse* response) override {
@@ -465,6 +466,9 @@ class FakeEncodingService final : public v1::EncodingService::Service {
     *stored.mutable_encoding() = request->encoding();
     stored.mutable_encoding()->set_qmin(-128);
     stored.mutable_encoding()->set_qmax(127);
+    if (request->encoding().real_zero_point_size() > 0) {
+      stored.mutable_encoding()->set_zero_points_are_real(true);
+    }
     stored.set_etag(absl::StrCat(++generation_));
     *response->mutable_stored_encoding() = stored;
     response->mutable_stored_encoding()->clear_encoding();
