@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -45,6 +46,7 @@ constexpr uint32_t kGraphInitializer = 5;
 constexpr uint32_t kGraphSparseInitializer = 15;
 constexpr uint32_t kSparseValues = 1;
 constexpr uint32_t kNodeInput = 1;
+constexpr uint32_t kNodeOutput = 2;
 constexpr uint32_t kNodeOpType = 4;
 constexpr uint32_t kTensorDims = 1;
 constexpr uint32_t kTensorDataType = 2;
@@ -218,7 +220,7 @@ struct CodeInput {
   size_t input;
 };
 
-constexpr std::array<CodeInput, 12> kCodeInputs = {{
+constexpr std::array<CodeInput, 15> kCodeInputs = {{
     {"DequantizeLinear", 0},
     {"QLinearConv", 3},
     {"QLinearMatMul", 0},
@@ -232,7 +234,17 @@ constexpr std::array<CodeInput, 12> kCodeInputs = {{
     {"MatMulIntegerToFloat", 1},
     {"MatMulNBits", 1},
     {"GatherBlockQuantized", 0},
+    {"DynamicQuantizeLSTM", 1},
+    {"DynamicQuantizeLSTM", 2},
+    {"QAttention", 1},
 }};
+
+// Operators that give the elements of their first input in another form.
+constexpr std::array<absl::string_view, 7> kForms = {
+    "Cast",    "Flatten",   "Identity", "Reshape",
+    "Squeeze", "Transpose", "Unsqueeze"};
+// How many of them stand between codes and what takes them, at most.
+constexpr int kMostForms = 8;
 
 }  // namespace
 
@@ -254,7 +266,12 @@ class OnnxTensors::Parser {
       if (absl::Status s = ReadGraph(field.bytes); !s.ok()) return s;
     }
     if (!model.is_sound() || !has_graph) return NotSound();
-    for (const absl::string_view name : taken_as_codes_) {
+    for (absl::string_view name : taken_as_codes_) {
+      for (int step = 0; step < kMostForms && !names_.contains(name); ++step) {
+        const auto form = forms_.find(name);
+        if (form == forms_.end()) break;
+        name = form->second;
+      }
       if (!names_.contains(name)) continue;
       tensors_.codes_ = std::string(name);
       break;
@@ -302,6 +319,7 @@ class OnnxTensors::Parser {
 
   absl::Status ReadNode(Bytes bytes) {
     absl::string_view op_type;
+    absl::string_view output;
     std::vector<absl::string_view> inputs;
     Fields node(bytes);
     Field field;
@@ -309,12 +327,17 @@ class OnnxTensors::Parser {
       if (field.type != kDelimited) continue;
       if (field.number == kNodeOpType) op_type = Text(field.bytes);
       if (field.number == kNodeInput) inputs.push_back(Text(field.bytes));
+      if (field.number == kNodeOutput) output = Text(field.bytes);
     }
     if (!node.is_sound()) return NotSound();
     for (const CodeInput& codes : kCodeInputs) {
       if (codes.op_type == op_type && codes.input < inputs.size()) {
         taken_as_codes_.push_back(inputs[codes.input]);
       }
+    }
+    if (!inputs.empty() &&
+        std::find(kForms.begin(), kForms.end(), op_type) != kForms.end()) {
+      forms_[output] = inputs[0];
     }
     return absl::OkStatus();
   }
@@ -542,6 +565,8 @@ class OnnxTensors::Parser {
   absl::flat_hash_set<absl::string_view> names_;
   // Inputs of nodes.
   std::vector<absl::string_view> taken_as_codes_;
+  // By what it gives: the first input of a node that changes its form.
+  absl::flat_hash_map<absl::string_view, absl::string_view> forms_;
   // Indices into the files, by location.
   std::map<std::string, size_t> data_files_;
 };

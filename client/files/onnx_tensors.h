@@ -26,7 +26,8 @@ class OnnxTensors {
   const std::vector<FileTensor>& tensors() const { return tensors_; }
   // Names of those whose type is not known.
   const std::vector<std::string>& unread() const { return unread_; }
-  // An initializer that a node takes as codes; empty where there is none.
+  // An initializer that a node takes as codes, as it is or in another form;
+  // empty where there is none.
   const std::string& codes() const { return codes_; }
   // The files of data that were opened.
   const std::vector<std::string>& data_paths() const { return data_paths_; }

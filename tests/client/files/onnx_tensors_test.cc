@@ -247,14 +247,24 @@ TEST_F(OnnxTensorsTest, WhatNodesTakeAsCodesIsKnown) {
   for (const std::string& node :
        {OnnxNode("DequantizeLinear", {"w", "s"}, "y"),
         OnnxNode("QLinearConv", {"x", "a", "b", "w"}, "y"),
-        OnnxNode("MatMulInteger", {"x", "w"}, "y")}) {
+        OnnxNode("MatMulInteger", {"x", "w"}, "y"),
+        OnnxNode("DynamicQuantizeLSTM", {"x", "a", "w"}, "y"),
+        OnnxNode("Transpose", {"w"}, "t") +
+            OnnxNode("Reshape", {"t", "d"}, "r") +
+            OnnxNode("DequantizeLinear", {"r", "s"}, "y")}) {
     const auto model = Open(node + weight);
     ASSERT_TRUE(model.ok()) << model.status();
     EXPECT_EQ(model->codes(), "w");
   }
   for (const std::string& node :
        {OnnxNode("MatMul", {"x", "w"}, "y"),
-        OnnxNode("DequantizeLinear", {"x", "s", "w"}, "y")}) {
+        OnnxNode("DequantizeLinear", {"x", "s", "w"}, "y"),
+        OnnxNode("Transpose", {"w"}, "t") + OnnxNode("MatMul", {"x", "t"}, "y"),
+        // A circle, and indices.
+        OnnxNode("Identity", {"t"}, "t") +
+            OnnxNode("DequantizeLinear", {"t", "s"}, "y"),
+        OnnxNode("Gather", {"x", "w"}, "g") +
+            OnnxNode("DequantizeLinear", {"g", "s"}, "y")}) {
     EXPECT_EQ(Open(node + weight)->codes(), "");
   }
 }
