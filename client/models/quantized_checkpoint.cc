@@ -882,6 +882,9 @@ absl::StatusOr<CodedTensor> CodedTensorOf(const QuantizedTensor& tensor,
   const Encoding& encoding = *owner;
   const absl::StatusOr<FormatInfo> format = GetFormatInfo(encoding.format());
   if (!format.ok()) return format.status();
+  if (encoding.real_zero_point_size() > 0) {
+    return unsupported("zero points between codes");
+  }
   CodedTensor coded;
   coded.name = tensor.name;
   coded.dtype = DtypeOf(tensor.element_type);
