@@ -63,6 +63,8 @@ struct CalibrateTask {
   // Resolved for the shape only without a contribution, with which the
   // statistics have a shape of their own.
   absl::optional<core::EncodingSpec> spec;
+  // Of the ranges in the spec.
+  std::shared_ptr<const MemoryBudget::Lease> spec_lease;
   absl::optional<CheckedContribution> contribution;
   // Of the statistics that are gathered.
   std::shared_ptr<const core::BlockLayout> layout;
@@ -155,13 +157,20 @@ absl::Status SetContribution(const RpcEnvironment& env,
   }
   if (header.has_spec()) {
     // Checked before any data comes; the statistics decide later.
+    MemoryBudget::Lease lease;
+    absl::Status charged = ChargeRanges(env, header.spec(), &lease);
+    if (!charged.ok()) return core::WithField(charged, "header.spec");
+    task->spec_lease =
+        std::make_shared<const MemoryBudget::Lease>(std::move(lease));
     absl::StatusOr<core::EncodingSpec> spec = SpecFromProto(header.spec());
     if (!spec.ok()) return core::WithField(spec.status(), "header.spec");
     // Their encoding has no fewer scales than that of this part. If those are
-    // too many, nothing is to be counted.
+    // too many, nothing is to be counted. Parts differ only along dimensions
+    // that are not split: ranges for another number of scales never fit.
     const absl::Status status =
         ResolveSpec(env, *spec, task->description.shape).status();
-    if (core::ErrorReason(status) == "SCALE_COUNT_LIMIT") {
+    const absl::string_view reason = core::ErrorReason(status);
+    if (reason == "SCALE_COUNT_LIMIT" || reason == "METHOD_INVALID") {
       return core::WithField(status, "header.spec");
     }
     task->spec = *std::move(spec);
@@ -205,6 +214,7 @@ absl::StatusOr<CalibrateTask> CheckTask(const RpcEnvironment& env,
     if (!spec.ok()) return core::WithField(spec.status(), "header.spec");
     task.mantissa_bits = MantissaBitsFor(spec->spec);
     task.spec = std::move(spec->spec);
+    task.spec_lease = std::move(spec->lease);
     task.layout = std::move(spec->layout);
   } else {
     absl::Status status = SetLayout(env, {}, &task);

@@ -12,7 +12,9 @@
 #include "absl/strings/str_cat.h"
 #include "core/errors.h"
 #include "quantd/v1/encoding_service.pb.h"
+#include "server/guard/memory_budget.h"
 #include "server/rpc/encoding_call.h"
+#include "server/rpc/encoding_source.h"
 #include "server/rpc/patterns.h"
 #include "server/rpc/statistics_rpcs.h"
 #include "server/rpc/stored_calibration.h"
@@ -97,17 +99,25 @@ class ComputeEncodingsCall final
       if (!proto.has_spec()) {
         return core::WithField(core::SpecMissingError(), field + ".spec");
       }
-      absl::StatusOr<core::EncodingSpec> spec = SpecFromProto(proto.spec());
-      if (!spec.ok()) return core::WithField(spec.status(), field + ".spec");
-      specs_.push_back(*std::move(spec));
+      if (absl::Status s = AddSpec(proto.spec()); !s.ok()) {
+        return core::WithField(s, field + ".spec");
+      }
     }
     if (request().has_default_spec()) {
-      absl::StatusOr<core::EncodingSpec> spec =
-          SpecFromProto(request().default_spec());
-      if (!spec.ok()) return core::WithField(spec.status(), "default_spec");
-      specs_.push_back(*std::move(spec));
+      if (absl::Status s = AddSpec(request().default_spec()); !s.ok()) {
+        return core::WithField(s, "default_spec");
+      }
     }
     return revision_.Open(request().model(), request().revision());
+  }
+
+  absl::Status AddSpec(const v1::EncodingSpec& proto) {
+    absl::Status charged = ChargeRanges(env(), proto, &ranges_lease_);
+    if (!charged.ok()) return charged;
+    absl::StatusOr<core::EncodingSpec> spec = SpecFromProto(proto);
+    if (!spec.ok()) return spec.status();
+    specs_.push_back(*std::move(spec));
+    return absl::OkStatus();
   }
 
   // Of the first override that matches, else of the default; past specs_ when
@@ -160,6 +170,8 @@ class ComputeEncodingsCall final
   PatternList patterns_;
   // Of the patterns, then the default one.
   std::vector<core::EncodingSpec> specs_;
+  // Of the ranges in them.
+  MemoryBudget::Lease ranges_lease_;
   RevisionStatistics revision_;
   // Index of the tensor that comes next.
   size_t next_ = 0;

@@ -224,6 +224,18 @@ absl::StatusOr<ResolvedEncoding> EncodingSource::Resolve(
       core::HasScaleCodes(encoding_->scale_type) ? "scale_code" : "scale");
 }
 
+absl::Status ChargeRanges(const RpcEnvironment& env,
+                          const v1::EncodingSpec& proto,
+                          MemoryBudget::Lease* lease) {
+  constexpr int64_t kCopies = 2;
+  const int64_t count = int64_t{proto.scale_range_min_size()} +
+                        int64_t{proto.scale_range_max_size()};
+  const int64_t bytes = kCopies * count * static_cast<int64_t>(sizeof(double));
+  if (bytes <= kSmallBytes) return absl::OkStatus();
+  return env.budget->Grow(lease, lease->bytes() + bytes,
+                          "send fewer ranges of scales at once");
+}
+
 absl::StatusOr<ResolvedSpec> ResolveSpec(const RpcEnvironment& env,
                                          const core::EncodingSpec& spec,
                                          absl::Span<const int64_t> shape,
@@ -231,7 +243,12 @@ absl::StatusOr<ResolvedSpec> ResolveSpec(const RpcEnvironment& env,
   const absl::string_view field =
       spec.granularity.has_value() ? "granularity" : "block_size";
   absl::StatusOr<core::EncodingSpec> resolved = core::ResolveSpec(spec, shape);
-  if (!resolved.ok()) return core::WithField(resolved.status(), field);
+  if (!resolved.ok()) {
+    // That has a field of its own.
+    return core::ErrorReason(resolved.status()) == "METHOD_INVALID"
+               ? resolved.status()
+               : core::WithField(resolved.status(), field);
+  }
   absl::StatusOr<core::BlockLayout> layout =
       CheckedLayout(shape, resolved->block_size);
   if (!layout.ok()) return core::WithField(layout.status(), field);
@@ -256,9 +273,18 @@ absl::StatusOr<ResolvedSpec> ResolveSpec(const RpcEnvironment& env,
                                          const v1::EncodingSpec& proto,
                                          absl::Span<const int64_t> shape,
                                          ScaleTransport transport) {
+  MemoryBudget::Lease lease;
+  absl::Status status = ChargeRanges(env, proto, &lease);
+  if (!status.ok()) return status;
   absl::StatusOr<core::EncodingSpec> spec = SpecFromProto(proto);
   if (!spec.ok()) return spec.status();
-  return ResolveSpec(env, *spec, shape, transport);
+  absl::StatusOr<ResolvedSpec> resolved =
+      ResolveSpec(env, *spec, shape, transport);
+  if (resolved.ok() && lease.bytes() > 0) {
+    resolved->lease =
+        std::make_shared<const MemoryBudget::Lease>(std::move(lease));
+  }
+  return resolved;
 }
 
 }  // namespace quantd::server

@@ -114,15 +114,25 @@ struct ResolvedSpec {
   std::shared_ptr<const core::BlockLayout> layout;
   // See core::Calibrate; empty unless the request gave some.
   std::vector<float> outer_maximum = {};
+  // Of the ranges of its scales; null when a caller has charged them.
+  std::shared_ptr<const MemoryBudget::Lease> lease = nullptr;
 };
 
+// Charges the fixed ranges of a spec, of which each scale may have one: as they
+// came, and as they are resolved. Those of a few scales are not charged.
+// Errors: MEMORY_BUDGET.
+absl::Status ChargeRanges(const RpcEnvironment& env,
+                          const v1::EncodingSpec& proto,
+                          MemoryBudget::Lease* lease);
+
+// The caller has charged the ranges of the spec.
 // Errors: those of core::ResolveSpec and CheckedLayout, SCALE_COUNT_LIMIT with
 // kOneMessage; at the fields of an EncodingSpec.
 absl::StatusOr<ResolvedSpec> ResolveSpec(
     const RpcEnvironment& env, const core::EncodingSpec& spec,
     absl::Span<const int64_t> shape,
     ScaleTransport transport = ScaleTransport::kOneMessage);
-// Errors: those of SpecFromProto as well.
+// Charges the ranges. Errors: those of SpecFromProto and ChargeRanges as well.
 absl::StatusOr<ResolvedSpec> ResolveSpec(
     const RpcEnvironment& env, const v1::EncodingSpec& proto,
     absl::Span<const int64_t> shape,

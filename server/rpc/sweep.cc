@@ -18,6 +18,7 @@
 #include "core/parallel/stop_token.h"
 #include "core/types/block_layout.h"
 #include "quantd/v1/encoding_service.pb.h"
+#include "server/guard/memory_budget.h"
 #include "server/rpc/encoding_call.h"
 #include "server/rpc/encoding_source.h"
 #include "server/rpc/mixture.h"
@@ -138,6 +139,8 @@ class SweepCall final
     }
     for (const v1::EncodingSpec& proto : request().specs()) {
       const std::string field = absl::StrCat("specs[", specs_.size(), "]");
+      absl::Status charged = ChargeRanges(env(), proto, &ranges_lease_);
+      if (!charged.ok()) return core::WithField(charged, field);
       absl::StatusOr<core::EncodingSpec> spec = SpecFromProto(proto);
       if (!spec.ok()) return core::WithField(spec.status(), field);
       totals_.emplace_back().set_spec_index(specs_.size());
@@ -286,6 +289,8 @@ class SweepCall final
 
   bool summarized_ = false;
   std::vector<core::EncodingSpec> specs_;
+  // Of the ranges in them.
+  MemoryBudget::Lease ranges_lease_;
   // Set when a mixture is asked for.
   absl::optional<v1::MixtureTarget> target_;
   PatternList patterns_;

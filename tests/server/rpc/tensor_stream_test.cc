@@ -350,8 +350,10 @@ void ExpectHeld(testing::TestServer& server, Header header, Stream stream,
   WaitForBudget(server, 0);
   header.mutable_tensor()->set_element_type(v1::ELEMENT_TYPE_FLOAT32);
   header.mutable_tensor()->add_shape(kManyScales);
-  typename std::conditional_t<std::is_same_v<Header, v1::EvaluateHeader>,
-                              v1::EvaluateRequest, v1::QuantizeRequest>
+  typename std::conditional_t<
+      std::is_same_v<Header, v1::EvaluateHeader>, v1::EvaluateRequest,
+      std::conditional_t<std::is_same_v<Header, v1::CalibrateHeader>,
+                         v1::CalibrateRequest, v1::QuantizeRequest>>
       request;
   *request.mutable_header() = header;
   ASSERT_TRUE(stream->Write(request));
@@ -423,6 +425,101 @@ TEST(TensorStreamTest, LabelsAreChargedWhileTheirTensorIsOpen) {
   }
   ExpectHeld(server, header, server.quantization().Evaluate(&context), &context,
              kCandidates * kLabelBytes);
+}
+
+// A fixed range for each of that many scales.
+v1::EncodingSpec SpecWithRanges(int count) {
+  v1::EncodingSpec spec;
+  spec.set_format(v1::NUMBER_FORMAT_INT8);
+  spec.set_method(v1::CALIBRATION_METHOD_FIXED_RANGE);
+  spec.add_block_size(1);
+  spec.mutable_scale_range_min()->Resize(count, -1);
+  spec.mutable_scale_range_max()->Resize(count, 1);
+  return spec;
+}
+
+v1::CalibrateHeader ContributionWithRanges(int count) {
+  v1::CalibrateHeader header;
+  header.mutable_tensor()->mutable_name()->set_model("m");
+  header.mutable_tensor()->mutable_name()->set_tensor("t");
+  header.mutable_contribution()->set_source("s");
+  header.mutable_contribution()->set_sequence(1);
+  header.mutable_contribution()->add_block_size(1);
+  *header.mutable_spec() = SpecWithRanges(count);
+  return header;
+}
+
+TEST(TensorStreamTest, FixedRangesAreChargedWhileTheirTensorIsOpen) {
+  // Both ends of each, as they came and as they are resolved.
+  constexpr int64_t kBytes = kManyScales * 2 * 2 * sizeof(double);
+  testing::TestServer server;
+  {
+    grpc::ClientContext context;
+    v1::QuantizeHeader header;
+    *header.mutable_spec() = SpecWithRanges(kManyScales);
+    ExpectHeld(server, header, server.quantization().Quantize(&context),
+               &context, kBytes);
+  }
+  {
+    grpc::ClientContext context;
+    v1::EvaluateHeader header;
+    *header.add_candidates()->mutable_spec() = SpecWithRanges(kManyScales);
+    *header.add_candidates()->mutable_spec() = SpecWithRanges(kManyScales);
+    ExpectHeld(server, header, server.quantization().Evaluate(&context),
+               &context, 2 * kBytes);
+  }
+  for (const bool contributes : {false, true}) {
+    grpc::ClientContext context;
+    v1::CalibrateHeader header = ContributionWithRanges(kManyScales);
+    if (!contributes) header.clear_contribution();
+    ExpectHeld(server, header, server.quantization().Calibrate(&context),
+               &context, kBytes);
+  }
+}
+
+TEST(TensorStreamTest, AContributionRefusesRangesThatFitNoStatistics) {
+  testing::TestServer server;
+  grpc::ClientContext context;
+  const auto stream = server.quantization().Calibrate(&context);
+  v1::CalibrateRequest request;
+  *request.mutable_header() = ContributionWithRanges(5);
+  v1::TensorDescription* tensor = request.mutable_header()->mutable_tensor();
+  tensor->set_element_type(v1::ELEMENT_TYPE_FLOAT32);
+  tensor->add_shape(4);
+  ASSERT_TRUE(stream->Write(request));
+  v1::CalibrateResponse response;
+  ASSERT_TRUE(stream->Read(&response));
+  EXPECT_EQ(response.error().reason(), "METHOD_INVALID");
+  EXPECT_EQ(response.error().field(), "header.spec.scale_range_min");
+  context.TryCancel();
+  stream->Finish();
+}
+
+// The specs are held as long as the call.
+TEST(TensorStreamTest, ACallWithMoreRangesThanTheBudgetIsRefused) {
+  ServerOptions options;
+  options.limits.memory_budget_bytes = 3 * kMiB;
+  testing::TestServer server(options);
+  grpc::ClientContext sweep_context;
+  v1::SweepRequest sweep;
+  sweep.set_model("m");
+  for (int i = 0; i < 2; ++i) *sweep.add_specs() = SpecWithRanges(kManyScales);
+  const auto swept = server.encodings().Sweep(&sweep_context, sweep);
+  v1::SweepResponse sweep_response;
+  EXPECT_FALSE(swept->Read(&sweep_response));
+  EXPECT_EQ(swept->Finish().error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+  grpc::ClientContext compute_context;
+  v1::ComputeEncodingsRequest compute;
+  compute.set_model("m");
+  *compute.mutable_default_spec() = SpecWithRanges(kManyScales);
+  compute.add_overrides()->set_pattern("*");
+  *compute.mutable_overrides(0)->mutable_spec() = SpecWithRanges(kManyScales);
+  const auto computed =
+      server.encodings().ComputeEncodings(&compute_context, compute);
+  v1::ComputeEncodingsResponse compute_response;
+  EXPECT_FALSE(computed->Read(&compute_response));
+  EXPECT_EQ(computed->Finish().error_code(),
+            grpc::StatusCode::RESOURCE_EXHAUSTED);
 }
 
 std::string Delimited(int field, const std::string& bytes) {
