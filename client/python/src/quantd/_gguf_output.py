@@ -97,7 +97,7 @@ def quantized_item(name: str, tensor: QuantizedTensor) -> GgufItem:
     if row.scale_type == "e8m0" and (scale == 255).any():
         raise errors.argument_invalid(
             f"tensor {name!r}: GGUF has no blocks whose scale is NaN")
-    parts = [scale.view(np.uint8)]
+    parts: list[Array] = [scale.view(np.uint8)]
     zero_point = encoding.zero_point.reshape(-1, 1)
     if row.has_minimum:
         parts.append(_minimum(name, scale, zero_point))
