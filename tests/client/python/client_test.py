@@ -206,6 +206,56 @@ class ClientTest(unittest.TestCase):
         self.assert_fails("ZERO_POINT_RANGE", self.client.quantize, bias,
                           quantd.Encoding("int32", [1e-6], [1]))
 
+    def test_ReferencesToInt32MayLeaveItOut(self):
+        encoding = quantd.Encoding("int32", [0.5])
+        name = quantd.TensorName("acme/int32", "bias")
+        self.client.put_encoding(name, encoding)
+        for count in (3, 1 << 20):
+            bias = np.resize(np.float32([0.5, 1, 1e5]), count)
+            got = self.client.quantize(bias, quantd.EncodingReference(), name=name,
+                                       omit_encoding=True)
+            self.assertEqual(got.encoding, None)
+            np.testing.assert_array_equal(
+                got.codes.reshape(-1).view(np.int32), bias * 2)
+
+    def test_Int32OfTorchIsNotTakenForUint16(self):
+        try:
+            import torch  # pylint: disable=import-outside-toplevel
+        except ImportError:
+            self.skipTest("without torch")
+        encoding = quantd.Encoding("int32", [0.5])
+        name = quantd.TensorName("acme/int32", "torch")
+        self.client.put_encoding(name, encoding)
+        reference = quantd.EncodingReference(name)
+        codes = torch.tensor([1, 2, 65535], dtype=torch.int32)
+        want = [0.5, 1, 32767.5]
+
+        def in_chunks(source):
+            return np.concatenate(list(self.client.dequantize_chunks(
+                [codes[:2], codes[2:]], source, shape=(3,))))
+
+        self.assertEqual(in_chunks(encoding).tolist(), want)
+        for act in (lambda: in_chunks(reference),
+                    lambda: self.client.dequantize(codes, reference)):
+            error = self.assert_fails("ARGUMENT_INVALID", act)
+            self.assertIn("does not say which", error.message)
+        # Beyond 16 bits there is nothing to choose from.
+        self.assertEqual(self.client.dequantize(codes + 1, reference).tolist(),
+                         [1, 1.5, 32768])
+        for spec, size in ((encoding, 12), ("uint16:asymmetric", 6)):
+            got = self.client.quantize(torch.tensor(want), spec,
+                                       omit_encoding=True)
+            self.assertEqual(got.codes.dtype, torch.int32)
+            self.assertIn(f"{size} bytes", repr(got))
+            self.assertEqual(got.to_dicts()[0]["codes_bytes"], size)
+            if spec is encoding:
+                # The result knows what it is of.
+                self.assertEqual(
+                    self.client.dequantize(got, reference).tolist(), want)
+        big = self.client.quantize(torch.tensor([1e5]), encoding,
+                                   omit_encoding=True)
+        self.assertIn("4 bytes", repr(big))
+
     def test_EveryElementTypeGoesThereAndBack(self):
         for name in ("float32", "float16", "float64", "bfloat16"):
             with self.subTest(element_type=name):

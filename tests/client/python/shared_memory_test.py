@@ -103,6 +103,13 @@ class LiveTest(unittest.TestCase):
         self.addCleanup(self.client.close)
         self.counter = SpanCounter(self.client)
 
+    def test_CodesOfInt32FindRoomUnderAReference(self):
+        name = quantd.TensorName("acme/int32", "w")
+        self.client.put_encoding(name, quantd.Encoding("int32", [0.5]))
+        x = np.resize(np.float32([0.5, -1, 1e5]), LARGE)
+        got = self.client.quantize(x, quantd.EncodingReference(name))
+        np.testing.assert_array_equal(got.codes, x * 2)
+
     def test_SharedArraysGoByNameAndGiveTheSameBytes(self):
         for size in (1, SMALL, LARGE):
             with self.subTest(size=size):

@@ -142,7 +142,7 @@ def _codes_sizes(asked: Any, got: Any, count: int) -> set[int]:
     """How large the codes may be."""
     used = got.encoding if got.HasField("encoding") else _asked(asked)
     names = (FORMATS.name(used.format),) if used is not None else (
-        "int2", "int4", "int8", "int16")
+        "int2", "int4", "int8", "int16", "int32")
     return {format_info(name).size_bytes(count) for name in names}
 
 

@@ -97,22 +97,36 @@ def reals(array: Any, element_type: Optional[str] = None) -> Reals:
     return Reals(as_bytes(array), shape, found)
 
 
+def _fits_uint16(array: Array) -> bool:
+    return bool(0 <= array.min(initial=0) and array.max(initial=0) <= 0xFFFF)
+
+
+def narrowed(array: Array, format_name: str) -> Array:
+    """Codes of torch in the type that the format has: int32 may stand for
+    uint16, see to_torch."""
+    if array.dtype != np.int32 or format_info(
+            format_name).storage_bits == 32 or not _fits_uint16(array):
+        return array
+    return array.astype(np.uint16)
+
+
 def codes(array: Any, format_name: Optional[str] = None) -> Array:
     """Codes to send, as uint8 in one dimension.
 
-    format_name: of the codes. None: not known; int32 of torch are then taken
-        for uint16 where all fit.
+    format_name: of the codes. None: not known.
 
-    Raises: ARGUMENT_INVALID.
+    Raises: ARGUMENT_INVALID, also for int32 of torch that may be uint16.
     """
     is_tensor = is_torch(array)
     array, _ = to_numpy(array)
-    is_wide = format_name is not None and (
-        format_info(format_name).storage_bits == 32)
-    if is_tensor and array.dtype == np.int32 and not is_wide and (
-            0 <= array.min(initial=0) and array.max(initial=0) <= 0xFFFF):
-        # See to_torch.
-        array = array.astype(np.uint16)
+    if is_tensor and format_name is not None:
+        array = narrowed(array, format_name)
+    elif is_tensor and array.size and array.dtype == np.int32 and (
+            _fits_uint16(array)):
+        raise errors.argument_invalid(
+            "int32 of torch may be codes of uint16 or of int32, and a reference "
+            "does not say which: give the encoding, or an array of numpy",
+            "codes")
     if array.dtype.kind not in "iu" or (
             array.dtype.itemsize > 2 and array.dtype != np.int32):
         raise errors.argument_invalid(

@@ -40,6 +40,9 @@ class Upload:
         self.name = TensorName.from_proto(header.tensor.name)
         self._header: Optional[bytes] = header.SerializeToString()
         self._element_type = element_type
+        self._format = (
+            FORMATS.name(header.encoding.format) if element_type is None and
+            header.WhichOneof("encoding_source") == "encoding" else None)
         self._size_bytes = size_bytes
         self._chunk_bytes = chunk_bytes
         self._sent_bytes = 0
@@ -47,7 +50,8 @@ class Upload:
 
     def messages(self, array: Any) -> Iterator[bytes]:
         """Those of the next array. Raises: ARGUMENT_INVALID."""
-        data = (_arrays.codes(array) if self._element_type is None else
+        data = (_arrays.codes(array, self._format)
+                if self._element_type is None else
                 _arrays.reals(array, self._element_type).data)
         if self._size_bytes is not None and (
                 self._sent_bytes + data.nbytes > self._size_bytes):

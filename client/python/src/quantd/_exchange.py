@@ -500,7 +500,7 @@ class QuantizeExchange(OutputExchange[QuantizedTensor]):
         self.element_type = ELEMENT_TYPES.name(header.tensor.element_type)
         self._count = (payload.nbytes //
                        ELEMENT_DTYPES[self.element_type].itemsize)
-        super().__init__(header, payload, out, 2 * self._count)
+        super().__init__(header, payload, out, 4 * self._count)
         ask_for_chunks(header, payload)
 
     def output_bytes(self) -> Optional[int]:
@@ -522,19 +522,22 @@ class QuantizeExchange(OutputExchange[QuantizedTensor]):
         name = encoding.format if encoding is not None else (
             "" if source == "reference"
             else FORMATS.name(getattr(self.header, source).format))
+        format_name = ""
         # Without the encoding the sign is not known where it may depend on the
         # data, and of a format that is not known here nothing is.
         if name in FORMATS and not (
                 encoding is None and source == "spec" and
                 self.header.spec.unsigned_if_non_negative):
             info = format_info(name)
+            format_name = info.name
             if not info.is_packed:
                 codes = codes.view(info.dtype).reshape(shape)
         return QuantizedTensor(
             self.name, _arrays.to_torch(codes) if self.is_torch else codes,
             encoding, shape, self.element_type,
             header.etag or self._summary.etag,
-            QuantizeSummary.from_proto(self._summary), header.mantissa_bits)
+            QuantizeSummary.from_proto(self._summary), header.mantissa_bits,
+            format_name)
 
 
     def _encoding(self) -> Optional[Encoding]:

@@ -328,22 +328,25 @@ def dequantize(codes: Any,
                element_type: Optional[str] = None, name: NameLike = None,
                out: Any = None) -> DequantizeExchange:
     """See Client.dequantize."""
+    format_name = None
     if isinstance(codes, results.QuantizedTensor):
+        format_name = codes._format()
         source = codes.encoding if source is None else source
         shape = codes.shape if shape is None else shape
         element_type = element_type or codes.element_type
         name = codes.name if name is None else name
         codes = codes.codes
     with naming(name):
-        return _dequantize(codes, source, shape, element_type or "float32",
-                           name, out)
+        return _dequantize(codes, format_name, source, shape,
+                           element_type or "float32", name, out)
 
 
-def _dequantize(codes: Any, source: Union[Encoding, EncodingReference, None],
+def _dequantize(codes: Any, format_name: Optional[str],
+                source: Union[Encoding, EncodingReference, None],
                 shape: Optional[Sequence[int]], element_type: str,
                 name: NameLike, out: Any) -> DequantizeExchange:
     data = _arrays.codes(
-        codes, source.format if isinstance(source, Encoding) else None)
+        codes, source.format if isinstance(source, Encoding) else format_name)
     shape = as_shape(np.shape(codes) if shape is None else shape)
     header = dequantize_header(describe(shape, element_type, name), source)
     count = 1

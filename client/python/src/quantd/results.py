@@ -186,6 +186,8 @@ class QuantizedTensor(Tabular):
     summary: of a tensor from a file only its count: nothing else is kept there.
     mantissa_bits: of the histograms that a spec's encoding was found from, 0
         where it needed none.
+    format: of the codes, also where the encoding was left out; "" where it is
+        not known.
     """
 
     name: TensorName
@@ -197,6 +199,7 @@ class QuantizedTensor(Tabular):
     etag: str
     summary: QuantizeSummary
     mantissa_bits: int = 0
+    format: str = ""
 
     def __repr__(self) -> str:
         name = f" {self.name.tensor!r}" if self.name.tensor else ""
@@ -215,8 +218,8 @@ class QuantizedTensor(Tabular):
     def _row(self) -> dict[str, Any]:
         row = super()._row()
         row["shape"] = str(self.shape)
+        row["format"] = self._format() or ""
         if self.encoding is not None:
-            row["format"] = self.encoding.format
             row["scale_count"] = self.encoding.scale_count
         row["codes_bytes"] = self._codes_bytes()
         return row
@@ -274,14 +277,16 @@ class QuantizedTensor(Tabular):
             codes: Array = self.codes
             return codes
         found, _ = _arrays.to_numpy(self.codes)
-        is_uint16 = found.dtype == np.int32 and self._format() != "int32"
-        return found.astype(np.uint16) if is_uint16 else found
+        format_name = self._format()
+        return (found if format_name is None else
+                _arrays.narrowed(found, format_name))
 
     def _format(self) -> Optional[str]:
-        return None if self.encoding is None else self.encoding.format
+        return (self.format or None if self.encoding is None else
+                self.encoding.format)
 
     def _codes_bytes(self) -> int:
-        return _arrays.codes(self.codes, self._format()).nbytes
+        return int(self._numpy_codes().nbytes)
 
     def _as_given(self, array: Array, element_type: str = "") -> Any:
         if not _arrays.is_torch(self.codes):
