@@ -109,16 +109,30 @@ absl::Status FromAimet(const AimetIntegers& integers, const std::string& place,
   }
   const int64_t half = int64_t{1} << (integers.bits - 1);
   const auto all = [&integers](int64_t offset) {
-    return std::all_of(integers.offset.begin(), integers.offset.end(),
+    return !integers.offset.empty() &&
+           std::all_of(integers.offset.begin(), integers.offset.end(),
                        [offset](int64_t o) { return o == offset; });
   };
   encoding->scale = integers.scale;
-  if (!integers.real_offset.empty() && integers.bits != kWideBits) {
+  if (!integers.real_offset.empty() && integers.bits == kWideBits) {
+    return core::InterchangeUnsupportedError(
+        absl::StrCat(place, ": an integer of ", kWideBits,
+                     " bits with a zero point between codes, expected "
+                     "symmetric codes"));
+  }
+  if (!integers.real_offset.empty()) {
     SetIntegerFormat(integers.bits, integers.is_symmetric, encoding);
     encoding->zero_points_are_real = true;
+    int64_t rounded = 0;
     for (const double offset : integers.real_offset) {
-      encoding->real_zero_point.push_back(
-          static_cast<float>(encoding->qmin - offset));
+      const double exact = encoding->qmin - offset;
+      const auto zero_point = static_cast<float>(exact);
+      if (double{zero_point} != exact) ++rounded;
+      encoding->real_zero_point.push_back(zero_point);
+    }
+    if (rounded > 0) {
+      notes->push_back(
+          absl::StrCat("offset: ", rounded, " rounded to the nearest float32"));
     }
     MarkExcludedZero(encoding);
   } else if (integers.is_symmetric && (all(-half) || all(1 - half))) {
@@ -485,6 +499,15 @@ class Aimet100Format final : public EntryFormat {
   static absl::Status ReadLpbq(ObjectReader* reader, int bits,
                                PendingEncoding* pending,
                                std::vector<std::string>* notes) {
+    if (reader->Has("zero_point_shift")) {
+      for (const double shift : reader->Numbers("zero_point_shift")) {
+        if (shift != 0) {
+          return core::InterchangeUnsupportedError(
+              absl::StrCat(reader->PlaceOf("zero_point_shift"),
+                           ": a zero point between codes, expected 0"));
+        }
+      }
+    }
     int64_t rounded = 0;
     const auto compressed =
         static_cast<int>(reader->Integer("compressed_bw", 2, kMostBits));

@@ -979,6 +979,41 @@ TEST(InterchangeTest, RealOffsetsOfAimet100ComeBackAsTheSameJson) {
             entries);
 }
 
+// What AIMET 1.0.0 has of it, read; the losses if there are any.
+std::string Aimet100Losses(const std::string& entry) {
+  const absl::StatusOr<ParsedEncodings> parsed =
+      Parse(R"({"version":"1.0.0","param_encodings":[],
+                "activation_encodings":[)" +
+            entry + "]}");
+  EXPECT_TRUE(parsed.ok()) << parsed.status();
+  return parsed.ok() ? Losses(parsed->losses) : "";
+}
+
+TEST(InterchangeTest, LeavesOutOffsetsBetweenCodesOfAimetThatNothingHolds) {
+  EXPECT_THAT(Aimet100Losses(R"({"name":"bias","dtype":"INT","bw":32,
+                  "enc_type":"PER_TENSOR","is_sym":true,
+                  "scale":[0.5],"offset":[0.5]})"),
+              HasSubstr("bias left out: activation_encodings[0]: an integer "
+                        "of 32 bits with a zero point between codes"));
+  const auto lpbq = [](const std::string& shift) {
+    return Aimet100Losses(R"({"name":"w","dtype":"INT","bw":8,
+        "enc_type":"LPBQ","compressed_bw":4,"is_sym":true,"block_size":2,
+        "per_block_int_scale":[1,2],"scale":[0.5],"offset":[-128],
+        "zero_point_shift":[)" +
+                          shift + "]}");
+  };
+  EXPECT_THAT(lpbq("0.5"),
+              HasSubstr("zero_point_shift: a zero point between codes"));
+  EXPECT_EQ(lpbq("0"), "");
+}
+
+TEST(InterchangeTest, TellsOfOffsetsThatFloat32DoesNotHold) {
+  EXPECT_THAT(Aimet100Losses(R"({"name":"a","dtype":"INT","bw":8,
+                  "enc_type":"PER_TENSOR","is_sym":false,
+                  "scale":[0.5],"offset":[-3.1]})"),
+              HasSubstr("offset: 1 rounded to the nearest float32"));
+}
+
 TEST(InterchangeTest, TellsWhoHasNoZeroPointsBetweenCodes) {
   core::Encoding encoding = MakeEncoding("uint8", {0.5f});
   encoding.zero_points_are_real = true;
