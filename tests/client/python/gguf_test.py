@@ -685,6 +685,33 @@ def test_PythonRefusesWhatGgufCannotHold(client, tmp_path):
     refused({"w": weight}, "FILE_UNREADABLE", gguf_metadata=tmp_path / "no")
 
 
+def test_PythonSaysOfItsFilesWhatIsTrueOfThem(client, tmp_path):
+    source, path = tmp_path / "s.gguf", tmp_path / "x.gguf"
+    write_gguf(source, [], [
+        ("split.no", 2, b"\1\0"), ("general.file_type", 4, b"\1\0\0\0"),
+        ("split.count", 2, b"\2\0"), ("split.tensors.count", 5, bytes(4)),
+        ("splits", 4, bytes(4))])
+    rows = np.random.default_rng(1).standard_normal((4, 256), np.float32)
+
+    def pairs_of(tensors, **arguments):
+        quantd.save(path, tensors, overwrite=True, gguf_metadata=source,
+                    **arguments)
+        pairs = dict(_files.open_gguf(str(path)).pairs)
+        assert sorted(pairs) == [b"general.file_type",
+                                 b"general.quantization_version", b"splits"]
+        return bytes(pairs[b"general.file_type"])[-4]
+
+    # Without blocks it stays.
+    assert pairs_of({"w": rows}) == 1
+    half = client.quantize(rows, "int8:group:32:scale=float16")
+    small = client.quantize(rows[:3], "int4:group:32:scale=float16")
+    assert pairs_of({"a": small, "b": half}) == 7
+    # Elements count, not bytes; as many of both: the first name.
+    more = {"b": half, "k": np.concatenate([rows, rows])}
+    assert pairs_of(more, gguf_types={"k": "q4_K"}) == 14
+    assert pairs_of({"b": half, "k": rows}, gguf_types={"k": "q4_K"}) == 14
+
+
 def k_quant_edges():
     """Blocks where searches have little to choose from, a name each."""
     rng = np.random.default_rng(11)

@@ -23,7 +23,8 @@ _MOST_HALF = 65504
 # What a file says of itself, whatever its metadata come from.
 _FILE_TYPE = b"general.file_type"
 _VERSION = b"general.quantization_version"
-_OWN = (_FILE_TYPE, _VERSION)
+# They say that a model goes on in other files: this one does not.
+_SPLIT = b"split."
 _VERSION_OF_BLOCKS = 2
 
 
@@ -195,15 +196,20 @@ def _padding(size: int, alignment: int) -> bytes:
     return bytes(-size % alignment)
 
 
+def _name_of(number: int) -> str:
+    return _gguf.TYPES[number].name
+
+
 class _Header:
     """What comes before the data."""
 
     def __init__(self, pairs: Sequence[tuple[bytes, Array]],
                  alignment: int) -> None:
         self.alignment = alignment
-        self._pairs = [bytes(pair) for key, pair in pairs if key not in _OWN]
+        self._pairs = [(key, bytes(pair)) for key, pair in pairs
+                       if key != _VERSION and not key.startswith(_SPLIT)]
         self._tensors: dict[bytes, bytes] = {}
-        # Elements of each type, of those that were quantized.
+        # Elements of each type that has blocks.
         self._counts: dict[int, int] = {}
 
     def add(self, path: str, item: GgufItem, offset: int) -> None:
@@ -220,11 +226,13 @@ class _Header:
 
     def text(self) -> bytes:
         """With what brings the data to a multiple of the alignment."""
-        own = [_pair(_VERSION, _VERSION_OF_BLOCKS)]
+        pairs = [_pair(_VERSION, _VERSION_OF_BLOCKS)]
         if self._counts:
-            most = max(sorted(self._counts), key=self._counts.__getitem__)
-            own.append(_pair(_FILE_TYPE, _FILE_TYPES[most]))
-        pairs = own + self._pairs
+            most = max(sorted(self._counts, key=_name_of),
+                       key=self._counts.__getitem__)
+            pairs.append(_pair(_FILE_TYPE, _FILE_TYPES[most]))
+        pairs += [pair for key, pair in self._pairs
+                  if key != _FILE_TYPE or not self._counts]
         text = b"GGUF" + struct.pack("<IQQ", 3, len(self._tensors),
                                      len(pairs)) + b"".join(
                                          [*pairs, *self._tensors.values()])
