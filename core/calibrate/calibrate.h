@@ -41,10 +41,11 @@ Encoding EncodingWithoutScales(const EncodingSpec& spec,
 // One scale and zero point per scale index of `statistics`. First the method
 // finds a range per scale index, then the range becomes a scale:
 //
-// asymmetric: scale = (max - min) / (qmax - qmin) over [min(min, 0),
-// max(max, 0)], rounded from float64 to float32; zero_point = clamp(qmin -
-// rint(min / scale)) in float64 with the rounded scale; a real one is not
-// rounded but to float32. Symmetric integers: see Symmetry. Floats and
+// asymmetric: the range is [min(min, 0), max(max, 0)]. Its scale = (max - min)
+// / (qmax - qmin), rounded from float64 to float32. Then zero_point =
+// clamp(qmin - rint(min / scale)) in float64 with the rounded scale. A real
+// zero point is rounded to float32 only. Symmetric integers: see Symmetry.
+// Floats and
 // codebooks: scale = absmax / largest magnitude. All zero or no finite element:
 // scale 1, zero point clamp(0), counted as degenerate. No scale is below the
 // smallest normal float32. With exclude_zero the range is not extended and the
@@ -85,13 +86,15 @@ Encoding EncodingWithoutScales(const EncodingSpec& spec,
 //                   MantissaBitsAtHand.
 // `outer_maximum`   [outer scale count] the largest magnitude in each outer
 //                   block; where empty it is found.
-// Errors: OUTER_MAXIMUM (an element beyond its maximum, or maxima of another
-// number, or none that are finite and not negative); those of ValidateSpec;
-// METHOD_INVALID where there are no histograms for a method that needs them, or
-// coarser ones than spec.mantissa_bits; of the smallest scale index that has
-// one: SCALE_OVERFLOW (a range that needs a scale beyond the scale type),
-// ZERO_POINT_RANGE (with exclude_zero: the range is too far from zero for its
-// width); CANCELLED.
+// Errors: those of ValidateSpec; CANCELLED;
+//   OUTER_MAXIMUM     an element beyond its maximum; not as many maxima as
+//                     outer scales; one that is negative or not finite
+//   METHOD_INVALID    the method needs histograms, and there are none, or
+//                     coarser ones than spec.mantissa_bits
+// and of the smallest scale index that has one:
+//   SCALE_OVERFLOW    the range needs a scale beyond the scale type
+//   ZERO_POINT_RANGE  with exclude_zero: the range is too far from zero for its
+//                     width
 absl::StatusOr<Calibration> Calibrate(
     const EncodingSpec& spec, const BlockLayout& layout,
     const TensorStatistics& statistics,

@@ -100,17 +100,19 @@ struct EncodingSpec {
 };
 
 // Checks a spec by itself.
-// Errors: FORMAT_UNKNOWN, ENUM_UNKNOWN, SYMMETRY_INVALID (symmetric on an
-// unsigned format, asymmetric on one that is not integer; exclude_zero or
-// unsigned_if_non_negative where they do not apply; asymmetric int32;
-// real_zero_point without an asymmetric range),
-// BLOCK_SIZE_INVALID,
-// SCALE_TYPE_INVALID (not the format's, or asymmetric with scale codes;
-// power_of_two_scale, mx_scale_rule, integer_scale_max or outer_block_size
-// where they do not apply), CODEBOOK_INVALID, CODE_RANGE_INVALID
-// (no_saturation on a format without NaN and infinity), METHOD_INVALID (a
-// parameter of the method out of its range, methods without or within best-of,
-// or a search for the range of int32 or with real zero points).
+// Errors:
+//   FORMAT_UNKNOWN, ENUM_UNKNOWN, BLOCK_SIZE_INVALID, CODEBOOK_INVALID
+//   SYMMETRY_INVALID    symmetric on an unsigned format; asymmetric on one that
+//                       is not integer, or on int32; exclude_zero or
+//                       unsigned_if_non_negative where they do not apply;
+//                       real_zero_point without an asymmetric range
+//   SCALE_TYPE_INVALID  not the format's; asymmetric with scale codes;
+//                       power_of_two_scale, mx_scale_rule, integer_scale_max
+//                       or outer_block_size where they do not apply
+//   CODE_RANGE_INVALID  no_saturation on a format without NaN and infinity
+//   METHOD_INVALID      a parameter of the method out of its range; methods
+//                       without or within best-of; a search for the range of
+//                       int32 or with real zero points
 absl::Status ValidateSpec(const EncodingSpec& spec);
 
 // What the spec asks for, with every default filled in.

@@ -60,8 +60,8 @@ SquaredError BoundSquaredError(const CodeNumbers& numbers, double scale,
                                double zero_point,
                                const Distribution& distribution);
 
-// The estimate alone, but for rounding, in less time: it sums the bins between
-// two boundaries at once. Stops once it is past `limit`.
+// The estimate alone, in less time: it sums the bins between two boundaries at
+// once. The result differs by rounding. Stops once it is past `limit`.
 double EstimateSquaredError(const CodeNumbers& numbers, double scale,
                             double zero_point, const Distribution& distribution,
                             double limit);

@@ -15,9 +15,9 @@ namespace quantd::core {
 // out[i] = value(in[i]) * scale in float64 for float64 outputs, in float32 for
 // the others, then rounded to nearest even to float16 or bfloat16.
 //
-//   integers   value(q) = q - zero_point, also of codes outside [qmin, qmax];
-//              that of int32 is rounded to float32 first, as is the difference
-//              from a real zero point
+//   integers   value(q) = q - zero_point, also of codes outside [qmin, qmax].
+//              For int32, and for a real zero point, the difference is rounded
+//              to float32 first
 //   floats     value(q) by codec.h; bits past those of a code are ignored
 //   codebooks  value(q) = codebook[q], NaN past the last entry
 //
