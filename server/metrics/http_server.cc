@@ -16,6 +16,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/cord.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -45,7 +46,7 @@ struct Response {
   int code;
   absl::string_view reason;
   absl::string_view content_type;
-  std::string body;
+  absl::Cord body;
   absl::string_view extra_header;
 };
 
@@ -53,13 +54,16 @@ constexpr absl::string_view kPlainText = "text/plain; charset=utf-8";
 constexpr absl::string_view kMetricsText =
     "text/plain; version=0.0.4; charset=utf-8";
 
-std::string ToText(const Response& response, bool with_body) {
-  return absl::StrCat("HTTP/1.1 ", response.code, " ", response.reason,
-                      "\r\nContent-Type: ", response.content_type,
-                      "\r\nContent-Length: ", response.body.size(), "\r\n",
-                      response.extra_header, "Cache-Control: no-store\r\n",
-                      "Connection: close\r\n\r\n",
-                      with_body ? absl::string_view(response.body) : "");
+// Shares the body.
+absl::Cord ToText(const Response& response, bool with_body) {
+  absl::Cord text(absl::StrCat("HTTP/1.1 ", response.code, " ", response.reason,
+                               "\r\nContent-Type: ", response.content_type,
+                               "\r\nContent-Length: ", response.body.size(),
+                               "\r\n", response.extra_header,
+                               "Cache-Control: no-store\r\n",
+                               "Connection: close\r\n\r\n"));
+  if (with_body) text.Append(response.body);
+  return text;
 }
 
 // Or may be; what is not costs little.
@@ -144,13 +148,14 @@ void HttpServer::Run() {
           (polled[index].revents == 0 || Serve(*it)) && now < it->end;
       it = goes_on ? std::next(it) : connections_.erase(it);
     }
-    pauses = AcceptAll();
-    AnswerAll();
+    absl::Cord metrics;
+    pauses = AcceptAll(&metrics);
+    AnswerAll(&metrics);
     MakeRoom();
   }
 }
 
-bool HttpServer::AcceptAll() {
+bool HttpServer::AcceptAll(absl::Cord* metrics) {
   // Then the others have their turn. Who only has to be let go of costs little,
   // and a probe may wait behind thousands of them.
   constexpr int kMost = 1024;
@@ -167,7 +172,7 @@ bool HttpServer::AcceptAll() {
       connection.end = core::SteadyNow() + kTimeout;
       if (Read(connection)) connections_.push_back(std::move(connection));
       if (connections_.size() >= 2 * kMaxConnections) {
-        AnswerAll();
+        AnswerAll(metrics);
         MakeRoom();
       }
     }
@@ -175,13 +180,10 @@ bool HttpServer::AcceptAll() {
   return exhausted;
 }
 
-void HttpServer::AnswerAll() {
-  // Rendered once, after the last request has come: nobody gets what is older
-  // than the question.
-  std::string metrics;
+void HttpServer::AnswerAll(absl::Cord* metrics) {
   for (auto it = connections_.begin(); it != connections_.end();) {
     bool goes_on = true;
-    if (it->has_request && !it->has_response) goes_on = Reply(*it, &metrics);
+    if (it->has_request && !it->has_response) goes_on = Reply(*it, metrics);
     it = goes_on ? std::next(it) : connections_.erase(it);
   }
 }
@@ -234,7 +236,7 @@ bool HttpServer::Read(Connection& connection) {
   return Reply(connection, nullptr);
 }
 
-bool HttpServer::Reply(Connection& connection, std::string* metrics) {
+bool HttpServer::Reply(Connection& connection, absl::Cord* metrics) {
   connection.response = Answer(connection.request, metrics);
   connection.has_response = true;
   return Write(connection);
@@ -242,44 +244,49 @@ bool HttpServer::Reply(Connection& connection, std::string* metrics) {
 
 bool HttpServer::Write(Connection& connection) {
   const int fd = connection.socket.get();
-  const ssize_t size = send(fd, connection.response.data(),
-                            connection.response.size(), MSG_NOSIGNAL);
-  if (size < 0) return errno == EAGAIN || errno == EINTR;
-  connection.response.erase(0, static_cast<size_t>(size));
-  if (!connection.response.empty()) return true;
+  while (!connection.response.empty()) {
+    const absl::string_view piece = *connection.response.chunk_begin();
+    const bool is_last = piece.size() == connection.response.size();
+    const ssize_t size = send(fd, piece.data(), piece.size(),
+                              MSG_NOSIGNAL | (is_last ? 0 : MSG_MORE));
+    if (size < 0) return errno == EAGAIN || errno == EINTR;
+    connection.response.RemovePrefix(static_cast<size_t>(size));
+  }
   shutdown(fd, SHUT_WR);
   connection.is_written = true;
   connection.end = std::min(connection.end, core::SteadyNow() + kLingerTime);
   return true;
 }
 
-std::string HttpServer::Answer(absl::string_view request,
-                               std::string* metrics) {
+absl::Cord HttpServer::Answer(absl::string_view request, absl::Cord* metrics) {
   if (!absl::StrContains(request, kRequestEnd)) {
     return ToText({431, "Request Header Fields Too Large", kPlainText,
-                   "expected less\n", ""},
+                   absl::Cord("expected less\n"), ""},
                   true);
   }
   const std::vector<absl::string_view> words =
       absl::StrSplit(request.substr(0, request.find("\r\n")), ' ');
   if (words.size() != 3 || !absl::StartsWith(words[2], "HTTP/1.")) {
-    return ToText({400, "Bad Request", kPlainText, "expected HTTP/1.1\n", ""},
-                  true);
+    return ToText(
+        {400, "Bad Request", kPlainText, absl::Cord("expected HTTP/1.1\n"), ""},
+        true);
   }
   const absl::string_view method = words[0];
   const std::pair<absl::string_view, absl::string_view> target =
       absl::StrSplit(words[1], absl::MaxSplits('?', 1));
   const auto [path, query] = target;
-  Response response{404, "Not Found", kPlainText, "not found\n", ""};
+  Response response{404, "Not Found", kPlainText, absl::Cord("not found\n"),
+                    ""};
   if (path == "/metrics" || path == "/healthz" || path == "/readyz") {
-    response = {200, "OK", kPlainText, "ok\n", ""};
+    response = {200, "OK", kPlainText, absl::Cord("ok\n"), ""};
     if (method != "GET" && method != "HEAD") {
       response = {405, "Method Not Allowed", kPlainText,
-                  "expected GET or HEAD\n", "Allow: GET, HEAD\r\n"};
+                  absl::Cord("expected GET or HEAD\n"), "Allow: GET, HEAD\r\n"};
     } else if (path == "/metrics") {
       response.content_type = kMetricsText;
       if (metrics->empty()) {
-        *metrics = prometheus::TextSerializer().Serialize(metrics_->Collect());
+        *metrics = absl::Cord(
+            prometheus::TextSerializer().Serialize(metrics_->Collect()));
       }
       response.body = *metrics;
     } else {
@@ -291,7 +298,7 @@ std::string HttpServer::Answer(absl::string_view request,
       }
       if (!status.ok()) {
         response = {503, "Service Unavailable", kPlainText,
-                    absl::StrCat(status.message(), "\n"), ""};
+                    absl::Cord(absl::StrCat(status.message(), "\n")), ""};
       }
     }
   }

@@ -12,6 +12,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/cord.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "server/metrics/metrics.h"
@@ -72,7 +73,7 @@ class HttpServer {
     // All of it is there, or too much.
     bool has_request = false;
     // What is left of it to be written, once there is one.
-    std::string response;
+    absl::Cord response;
     bool has_response = false;
     // All is written: the client is to read it before the connection goes.
     bool is_written = false;
@@ -81,9 +82,13 @@ class HttpServer {
   HttpServer(const Metrics* metrics, Probes probes);
   void Run();
   // And reads what is there already. True when there was no room for one.
-  bool AcceptAll();
-  // Those that wait for metrics.
-  void AnswerAll();
+  // `metrics`: see AnswerAll.
+  bool AcceptAll(absl::Cord* metrics);
+  // Those that wait for metrics. Renders them into `metrics` if it is empty.
+  // One turn renders once: a probe may wait behind thousands who ask for them.
+  // So the text is older than the question by a part of one turn, and only
+  // where more connections come in one turn than the server keeps.
+  void AnswerAll(absl::Cord* metrics);
   // Lets go of those that are too many.
   void MakeRoom();
   // Of all addresses when null.
@@ -92,9 +97,9 @@ class HttpServer {
   bool Serve(Connection& connection);
   bool Read(Connection& connection);
   bool Write(Connection& connection);
-  bool Reply(Connection& connection, std::string* metrics);
+  bool Reply(Connection& connection, absl::Cord* metrics);
   // Fills in `metrics` when that is empty and IsForMetrics.
-  std::string Answer(absl::string_view request, std::string* metrics);
+  absl::Cord Answer(absl::string_view request, absl::Cord* metrics);
   absl::Status AskStore();
   // Not OK for some time after a write to the store failed.
   absl::Status LatestWrite() const;
