@@ -78,17 +78,17 @@ v1::QuantizeRequest TensorOf(int64_t elements) {
   return request;
 }
 
-// Takes long to compute: the search for the range with the least error, of
-// many, for every row. Under a codebook so long a row is searched by its
-// histogram.
+// Takes long to compute: for every row, the search for the two ends of the
+// range with the least error. Rows of so many elements are searched by their
+// histograms under few bits.
 v1::QuantizeRequest HardTensor() {
   v1::QuantizeRequest request = TensorOf(kRows * 4224);
-  v1::QuantizeHeader& header = *request.mutable_header();
-  header.mutable_spec()->set_format(v1::NUMBER_FORMAT_NF4);
-  header.mutable_spec()->set_method(v1::CALIBRATION_METHOD_MSE);
-  header.mutable_spec()->set_search_steps(1024);
-  header.mutable_spec()->add_block_size(1);
-  header.mutable_spec()->add_block_size(0);
+  v1::EncodingSpec& spec = *request.mutable_header()->mutable_spec();
+  spec.set_format(v1::NUMBER_FORMAT_UINT3);
+  spec.set_method(v1::CALIBRATION_METHOD_MSE);
+  spec.set_search_steps(128);
+  spec.add_block_size(1);
+  spec.add_block_size(0);
   return request;
 }
 
