@@ -32,6 +32,8 @@
 #include "client/files/errors.h"
 #include "client/files/gguf.h"
 #include "client/files/gguf_types.h"
+#include "client/files/onnx_tensors.h"
+#include "client/files/safetensors.h"
 #include "client/files/shard_index.h"
 #include "client/models/quantized_checkpoint.h"
 #include "client/models/tensor_input.h"
@@ -58,6 +60,16 @@ absl::Status AddShapes(const std::string& path,
     hint->set_pattern(name);
     for (const int64_t size : shape) hint->add_shape(size);
   };
+  if (IsOnnxPath(path)) {
+    // The files of its data may be elsewhere.
+    const absl::StatusOr<files::OnnxTensors> model =
+        files::OnnxTensors::Open(path, files::OnnxTensors::OtherFiles::kLeave);
+    if (!model.ok()) return model.status();
+    for (const files::FileTensor& tensor : model->tensors()) {
+      add(tensor.name, tensor.shape);
+    }
+    return absl::OkStatus();
+  }
   const absl::StatusOr<TensorInput> input = TensorInput::Open(path);
   if (!input.ok()) return input.status();
   for (const files::FileTensor& tensor : input->tensors()) {

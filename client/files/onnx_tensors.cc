@@ -250,8 +250,8 @@ constexpr int kMostForms = 8;
 
 class OnnxTensors::Parser {
  public:
-  Parser(const std::string& path, OnnxTensors* tensors)
-      : path_(path), tensors_(*tensors) {}
+  Parser(const std::string& path, OtherFiles other_files, OnnxTensors* tensors)
+      : path_(path), other_files_(other_files), tensors_(*tensors) {}
 
   absl::Status Run() {
     absl::StatusOr<MappedFile> file = MappedFile::Open(path_);
@@ -442,12 +442,14 @@ class OnnxTensors::Parser {
     if (!size.has_value()) {
       return Malformed(info, "the data do not fit the dimensions");
     }
+    const bool is_left = info.is_external && other_files_ == OtherFiles::kLeave;
     const absl::StatusOr<Bytes> data =
-        info.is_external       ? ReadExternal(info, *size)
+        is_left                ? absl::StatusOr<Bytes>(Bytes())
+        : info.is_external     ? ReadExternal(info, *size)
         : info.raw.has_value() ? absl::StatusOr<Bytes>(*info.raw)
                                : ReadTyped(info, *type, *size, bytes);
     if (!data.ok()) return data.status();
-    if (data->size() != static_cast<size_t>(*size)) {
+    if (!is_left && data->size() != static_cast<size_t>(*size)) {
       return Malformed(info, "the data do not fit the dimensions");
     }
     tensors_.tensors_.push_back(
@@ -561,6 +563,7 @@ class OnnxTensors::Parser {
   }
 
   const std::string& path_;
+  const OtherFiles other_files_;
   OnnxTensors& tensors_;
   absl::flat_hash_set<absl::string_view> names_;
   // Inputs of nodes.
@@ -571,9 +574,10 @@ class OnnxTensors::Parser {
   std::map<std::string, size_t> data_files_;
 };
 
-absl::StatusOr<OnnxTensors> OnnxTensors::Open(const std::string& path) {
+absl::StatusOr<OnnxTensors> OnnxTensors::Open(const std::string& path,
+                                              OtherFiles other_files) {
   OnnxTensors tensors;
-  const absl::Status status = Parser(path, &tensors).Run();
+  const absl::Status status = Parser(path, other_files, &tensors).Run();
   if (!status.ok()) return status;
   return tensors;
 }

@@ -17,9 +17,17 @@ namespace quantd::files {
 // Immutable, thread-safe.
 class OnnxTensors {
  public:
+  // What becomes of data that are in other files.
+  enum class OtherFiles {
+    kOpen,
+    // Such tensors have their shapes and no data.
+    kLeave,
+  };
+
   // Errors: FILE_UNREADABLE, FILE_UNSUPPORTED, FILE_MALFORMED. Files of data
   // must be in the model's folder or in folders of that.
-  static absl::StatusOr<OnnxTensors> Open(const std::string& path);
+  static absl::StatusOr<OnnxTensors> Open(
+      const std::string& path, OtherFiles other_files = OtherFiles::kOpen);
 
   // Those of the main graph, in its order. Data point into the files. Data of
   // fewer than 32 bits that the model keeps as integers of 32 bits are copied.

@@ -1556,6 +1556,23 @@ class OnnxTest(InterchangeCase):
                 self.path("beside/" + name), "--force", *spec, code=2)
             self.assertIn("an output other than the input", result.stderr)
 
+    def test_ShapesTakeNoFilesOfData(self):
+        self.write_digits(self.path("model.onnx"), 13)
+        onnx.save(onnx.load(self.path("model.onnx")),
+                  self.path("shapes.onnx"), save_as_external_data=True,
+                  location="weights", size_threshold=0)
+        os.remove(self.path("weights"))
+        self.run_quantctl("export", "--model", "digits", "--format",
+                          "aimet-0.6.1", "-o", self.path("aimet"))
+        self.run_quantctl("import", self.path("aimet"), "--model", "shapes",
+                          "--tensors", self.path("shapes.onnx"))
+        self.assertEqual(
+            self.encoding("shapes", "fc1.weight")["block_size"], ["1", "0"])
+        # What reads data says which file is missing.
+        result = self.run_quantctl("evaluate", self.path("shapes.onnx"),
+                                   code=4)
+        self.assertIn(self.path("weights"), result.stderr)
+
     def test_DataFarInAnotherFileAreRead(self):
         values = np.arange(64, dtype=np.float32)
         offset = 5 << 30
