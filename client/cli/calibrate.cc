@@ -139,7 +139,7 @@ void Run(const Options& options, Session* session) {
   if (!input.ok()) return session->Fail(input.status());
   const absl::Status plain = CheckPlain(*input, options.input);
   if (!plain.ok()) return session->Fail(plain);
-  ReportUnread(*input, session);
+  ReportUnread(*input, options.filter, session);
   absl::StatusOr<std::vector<const files::FileTensor*>> taken =
       SelectTensors({&*input}, options.filter, &*specs);
   if (!taken.ok()) return session->FailUsage(taken.status());

@@ -123,7 +123,8 @@ class Dequantizer {
     if (!status.ok()) return session_.Fail(status);
     Report();
     for (const files::GgufTensor& tensor : reader->tensors()) {
-      if (tensor.type == nullptr) ReportUnread(tensor.name, &session_);
+      if (tensor.type != nullptr) continue;
+      ReportUnread({tensor.name, std::string(files::kTypeNotKnown)}, &session_);
     }
   }
 

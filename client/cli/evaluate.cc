@@ -264,7 +264,7 @@ void Run(const Options& options, Session* session) {
   const absl::StatusOr<TensorInput> input =
       OpenInput(options.input, /*decodes=*/compares);
   if (!input.ok()) return session->Fail(input.status());
-  ReportUnread(*input, session);
+  ReportUnread(*input, options.filter, session);
 
   std::optional<TensorInput> reference;
   if (compares) {

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -28,6 +29,7 @@
 #include "client/files/dtype.h"
 #include "client/files/onnx_model.h"
 #include "client/files/onnx_modules.h"
+#include "client/files/onnx_tensors.h"
 #include "client/models/spec_syntax.h"
 #include "nlohmann/json.hpp"
 
@@ -280,12 +282,15 @@ class Exporter {
         CheckStoredPatterns("--include", job_.include, Stored::kEncodings,
                             job_.name, client_.get());
     if (!status.ok()) return FailEarly(status, &session_);
+    status = FindElsewhere();
+    if (!status.ok()) return session_.Fail(status);
     const files::OnnxModules modules(*model);
     modules_ = &modules;
     status = ReadMap(*model);
     if (!status.ok()) return session_.FailUsage(status);
     status = QuantizeAll(&*model);
     if (status.ok() && !job_.keeps_biases) QuantizeBiases(&*model);
+    AddElsewhere();
     const int64_t opset = model->opset();
     if (status.ok())
       status = model->Write(job_.output.path, job_.output.if_exists());
@@ -325,6 +330,31 @@ class Exporter {
     std::string tensor;
     files::OnnxModel::Quantizer quantizer;
   };
+
+  // Notes the weights that are not in the main graph: they stay as they are.
+  absl::Status FindElsewhere() {
+    const absl::StatusOr<files::OnnxTensors> tensors = files::OnnxTensors::Open(
+        job_.model_path, files::OnnxTensors::OtherFiles::kLeave);
+    if (!tensors.ok()) return tensors.status();
+    for (const files::UnreadTensor& tensor : tensors->elsewhere()) {
+      elsewhere_[tensor.name] = tensor.why;
+    }
+    return absl::OkStatus();
+  }
+
+  // Says which of them nobody asked for: those with encodings are told of
+  // already.
+  void AddElsewhere() {
+    for (const auto& [name, why] : elsewhere_) {
+      if (std::none_of(losses_.begin(), losses_.end(),
+                       [&name = name](const v1::InterchangeLoss& loss) {
+                         return loss.tensor() == name;
+                       })) {
+        AddLoss(name, absl::StrCat("stays as it is: ", why),
+                /*left_out=*/false);
+      }
+    }
+  }
 
   absl::Status QuantizeAll(files::OnnxModel* model) {
     const absl::StatusOr<std::vector<v1::StoredEncoding>> encodings =
@@ -383,6 +413,10 @@ class Exporter {
     if (model.FindWeight(tensor) != nullptr ||
         model.FindActivation(tensor).has_value()) {
       return std::vector<Place>{{tensor, false, "its name"}};
+    }
+    const auto elsewhere = elsewhere_.find(tensor);
+    if (elsewhere != elsewhere_.end()) {
+      return ArgumentInvalidError(elsewhere->second);
     }
     absl::StatusOr<std::vector<Place>> places = modules_->Find(tensor);
     if (places.ok()) return places;
@@ -628,6 +662,8 @@ class Exporter {
   std::vector<v1::InterchangeLoss> losses_;
   const files::OnnxModules* modules_ = nullptr;
   absl::flat_hash_map<std::string, std::string> map_;
+  // Weights that are not in the main graph, and where they are.
+  std::map<std::string, std::string> elsewhere_;
   absl::flat_hash_map<std::string, Done> done_;
   // Tensors that were found, and where.
   std::vector<std::pair<std::string, Place>> names_;

@@ -493,20 +493,21 @@ void MakeTargets(QuantizePlan* plan) {
   }
 }
 
-// No tensor is to be missing from the output because its type is not read.
+// No tensor is to be missing from the output because it is not read.
 absl::Status CheckUnread(const QuantizeOptions& options,
                          const QuantizePlan& plan, Session* session) {
   size_t unread_count = 0;
   for (const std::unique_ptr<Shard>& shard : plan.shards) {
-    ReportUnread(shard->input, session);
-    unread_count += shard->input.unread().size();
+    for (const files::UnreadTensor& tensor : shard->input.unread()) {
+      ReportUnread(tensor, session);
+      ++unread_count;
+    }
   }
   if (unread_count == 0 || options.keep_going) return absl::OkStatus();
   return files::FileUnsupportedError(
       options.input,
       absl::StrCat(CountText(unread_count),
-                   " tensors are of types that are not read; --keep-going "
-                   "leaves them out"));
+                   " tensors are not read; --keep-going leaves them out"));
 }
 
 }  // namespace

@@ -132,7 +132,7 @@ class Reporter {
     if (!status.ok()) return session_.Fail(status);
     status = options_.output.CheckFile(input->paths(), ".html", &session_);
     if (!status.ok()) return FailEarly(status, &session_);
-    ReportUnread(*input, &session_);
+    ReportUnread(*input, options_.filter, &session_);
     const absl::StatusOr<std::vector<const files::FileTensor*>> taken =
         SelectTensors({&*input}, options_.filter, nullptr);
     if (!taken.ok()) return session_.FailUsage(taken.status());

@@ -55,7 +55,7 @@ class FileSweeper {
     if (!status.ok()) return session_.Fail(status);
     status = TakeOutputs(*input);
     if (!status.ok()) return FailEarly(status, &session_);
-    ReportUnread(*input, &session_);
+    ReportUnread(*input, options_.filter, &session_);
     const absl::StatusOr<std::vector<const files::FileTensor*>> taken =
         SelectTensors({&*input}, options_.filter, nullptr);
     if (!taken.ok()) return session_.FailUsage(taken.status());

@@ -9,6 +9,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "client/cli/command_line.h"
 #include "client/cli/session.h"
 #include "client/cpp/errors.h"
@@ -38,16 +39,16 @@ absl::Status CheckNoGgufTypes(const SpecSet& set) {
 
 }  // namespace
 
-void ReportUnread(const std::string& tensor, Session* session) {
+void ReportUnread(const files::UnreadTensor& tensor, Session* session) {
   session->Note(kServerError);
-  session->PrintError(
-      absl::StrCat("quantctl: tensor ", tensor,
-                   ": left out: its type is none that quantctl knows"));
+  session->PrintError(absl::StrCat("quantctl: tensor ", tensor.name,
+                                   ": left out: ", tensor.why));
 }
 
-void ReportUnread(const TensorInput& input, Session* session) {
-  for (const std::string& tensor : input.unread()) {
-    ReportUnread(tensor, session);
+void ReportUnread(const TensorInput& input, const TensorFilter& filter,
+                  Session* session) {
+  for (const files::UnreadTensor& tensor : input.unread()) {
+    if (filter.TakesName(tensor.name)) ReportUnread(tensor, session);
   }
 }
 
@@ -76,8 +77,12 @@ bool TensorFilter::Takes(const files::FileTensor& tensor) const {
   if (!all && static_cast<int64_t>(tensor.shape.size()) < min_rank) {
     return false;
   }
-  const auto matches = [&tensor](const std::string& pattern) {
-    return MatchesGlob(pattern, tensor.name);
+  return TakesName(tensor.name);
+}
+
+bool TensorFilter::TakesName(absl::string_view name) const {
+  const auto matches = [name](const std::string& pattern) {
+    return MatchesGlob(pattern, name);
   };
   if (!include.empty() &&
       std::none_of(include.begin(), include.end(), matches)) {

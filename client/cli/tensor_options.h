@@ -10,6 +10,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "client/cli/command_line.h"
 #include "client/cli/session.h"
 #include "client/cpp/tensor.h"
@@ -18,11 +19,6 @@
 #include "client/models/tensor_input.h"
 
 namespace quantd::cli {
-
-// Says that a tensor, or those of unread(), are left out, and why. The exit
-// code becomes kServerError.
-void ReportUnread(const std::string& tensor, Session* session);
-void ReportUnread(const TensorInput& input, Session* session);
 
 // --include, --exclude, --min-rank, --all.
 struct TensorFilter {
@@ -36,7 +32,15 @@ struct TensorFilter {
   bool IsGiven() const;
   // True for a tensor of reals that the options take.
   bool Takes(const files::FileTensor& tensor) const;
+  // Whether --include and --exclude take a tensor of that name.
+  bool TakesName(absl::string_view name) const;
 };
+
+// Says that a tensor, or those of unread() whose names the filter takes, are
+// left out, and why. The exit code becomes kServerError.
+void ReportUnread(const files::UnreadTensor& tensor, Session* session);
+void ReportUnread(const TensorInput& input, const TensorFilter& filter,
+                  Session* session);
 
 // --model, --revision.
 struct NameOptions {

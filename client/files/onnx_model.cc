@@ -250,6 +250,36 @@ void AddInt(absl::string_view name, int64_t value, onnx::NodeProto* node) {
   attribute->set_i(value);
 }
 
+// Makes initializers of the Constants of floats in the main graph, for they are
+// weights as well. Numbers that have no dimensions stay.
+void MoveConstants(onnx::GraphProto* graph) {
+  absl::flat_hash_set<std::string> names;
+  for (const onnx::TensorProto& tensor : graph->initializer()) {
+    names.insert(tensor.name());
+  }
+  auto* const nodes = graph->mutable_node();
+  nodes->erase(
+      std::remove_if(
+          nodes->begin(), nodes->end(),
+          [&](onnx::NodeProto& node) {
+            if (node.op_type() != "Constant" || !IsOnnxDomain(node.domain()) ||
+                node.output_size() != 1 || node.output(0).empty() ||
+                node.attribute_size() != 1 || !node.attribute(0).has_t()) {
+              return false;
+            }
+            onnx::TensorProto& tensor = *node.mutable_attribute(0)->mutable_t();
+            if (!DtypeOf(tensor.data_type()).has_value() ||
+                tensor.dims_size() == 0 ||
+                !names.insert(node.output(0)).second) {
+              return false;
+            }
+            tensor.set_name(node.output(0));
+            graph->add_initializer()->Swap(&tensor);
+            return true;
+          }),
+      nodes->end());
+}
+
 }  // namespace
 
 struct OnnxModel::Graph {
@@ -296,6 +326,7 @@ void OnnxModel::Graph::Note(const onnx::GraphProto& graph) {
       has_other_floats |=
           (attribute.name() == "to" || attribute.name() == "dtype") &&
           IsOtherFloat(attribute.i());
+      has_other_floats |= IsOtherFloat(attribute.t().data_type());
     }
   }
   for (const onnx::TensorProto& tensor : graph.initializer()) {
@@ -376,6 +407,7 @@ absl::StatusOr<OnnxModel> OnnxModel::Open(const std::string& path) {
     return FileMalformedError(path, "expected an ONNX model below 2 GiB");
   }
   onnx::GraphProto& main = *model.mutable_graph();
+  MoveConstants(&main);
   auto note = [&graph](onnx::GraphProto* one) { graph->Note(*one); };
   ForEachGraph(&main, note);
   for (const auto* values :

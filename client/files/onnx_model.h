@@ -22,7 +22,8 @@ namespace quantd::files {
 // One model in memory. Not thread-safe.
 class OnnxModel {
  public:
-  // An initializer of the main graph.
+  // An initializer of the main graph, or the tensor of one of its Constant
+  // nodes, which becomes one.
   struct Weight {
     std::string name;
     // Nothing for types that are not floats.

@@ -41,13 +41,24 @@ enum WireType : uint32_t {
 
 // Numbers of fields, in the messages of onnx.proto.
 constexpr uint32_t kModelGraph = 7;
+constexpr uint32_t kModelFunction = 25;
+constexpr uint32_t kFunctionName = 1;
+constexpr uint32_t kFunctionNode = 7;
 constexpr uint32_t kGraphNode = 1;
 constexpr uint32_t kGraphInitializer = 5;
 constexpr uint32_t kGraphSparseInitializer = 15;
 constexpr uint32_t kSparseValues = 1;
 constexpr uint32_t kNodeInput = 1;
 constexpr uint32_t kNodeOutput = 2;
+constexpr uint32_t kNodeName = 3;
 constexpr uint32_t kNodeOpType = 4;
+constexpr uint32_t kNodeAttribute = 5;
+constexpr uint32_t kAttributeTensor = 5;
+constexpr uint32_t kAttributeGraph = 6;
+constexpr uint32_t kAttributeTensors = 10;
+constexpr uint32_t kAttributeGraphs = 11;
+constexpr uint32_t kAttributeSparse = 22;
+constexpr uint32_t kAttributeSparses = 23;
 constexpr uint32_t kTensorDims = 1;
 constexpr uint32_t kTensorDataType = 2;
 constexpr uint32_t kTensorFloatData = 4;
@@ -66,6 +77,8 @@ constexpr uint64_t kExternal = 1;
 
 // No weight has as many, and a model may name millions.
 constexpr size_t kMostDimensions = 16;
+// Graphs within graphs.
+constexpr int kMaxDepth = 100;
 
 // A type of elements: where it has its data, if not in raw_data.
 struct Type {
@@ -108,6 +121,11 @@ std::optional<Type> FindType(uint64_t data_type) {
     default:
       return std::nullopt;
   }
+}
+
+bool IsFloat(Dtype dtype) {
+  return dtype == Dtype::kF16 || dtype == Dtype::kBF16 ||
+         dtype == Dtype::kF32 || dtype == Dtype::kF64;
 }
 
 // How one element of a field of numbers is written.
@@ -261,18 +279,24 @@ class OnnxTensors::Parser {
     bool has_graph = false;
     Field field;
     while (model.Next(&field)) {
-      if (field.number != kModelGraph || field.type != kDelimited) continue;
-      has_graph = true;
-      if (absl::Status s = ReadGraph(field.bytes); !s.ok()) return s;
+      if (field.type != kDelimited) continue;
+      absl::Status status;
+      if (field.number == kModelGraph) {
+        has_graph = true;
+        status = ReadGraph(field.bytes, {});
+      } else if (field.number == kModelFunction) {
+        status = ReadFunction(field.bytes);
+      }
+      if (!status.ok()) return status;
     }
     if (!model.is_sound() || !has_graph) return NotSound();
     for (absl::string_view name : taken_as_codes_) {
-      for (int step = 0; step < kMostForms && !names_.contains(name); ++step) {
+      for (int step = 0; step < kMostForms && !IsTensor(name); ++step) {
         const auto form = forms_.find(name);
         if (form == forms_.end()) break;
         name = form->second;
       }
-      if (!names_.contains(name)) continue;
+      if (!IsTensor(name)) continue;
       tensors_.codes_ = std::string(name);
       break;
     }
@@ -290,6 +314,10 @@ class OnnxTensors::Parser {
     std::map<absl::string_view, absl::string_view> external;
   };
 
+  bool IsTensor(absl::string_view name) const {
+    return names_.contains(name) || names_elsewhere_.contains(name);
+  }
+
   absl::Status NotSound() const {
     return FileMalformedError(path_, "expected an ONNX model");
   }
@@ -299,57 +327,190 @@ class OnnxTensors::Parser {
         path_, absl::StrCat("initializer ", QuotedName(info.name), ": ", what));
   }
 
-  absl::Status ReadGraph(Bytes bytes) {
+  // Where a graph is.
+  struct Where {
+    // Graphs around it.
+    int depth = 0;
+    // "a graph within ..." for people; empty for the main graph.
+    std::string what;
+  };
+
+  absl::Status ReadGraph(Bytes bytes, const Where& where) {
+    if (where.depth > kMaxDepth) return NotSound();
     Fields graph(bytes);
     Field field;
     while (graph.Next(&field)) {
       if (field.type != kDelimited) continue;
       absl::Status status;
       if (field.number == kGraphNode) {
-        status = ReadNode(field.bytes);
+        status = ReadNode(field.bytes, where);
       } else if (field.number == kGraphInitializer) {
-        status = ReadInitializer(field.bytes);
+        status = where.what.empty()
+                     ? ReadTensor(field.bytes, std::nullopt)
+                     : NoteElsewhere(field.bytes, "", where.what);
       } else if (field.number == kGraphSparseInitializer) {
-        status = ReadSparse(field.bytes);
+        status = ReadSparse(field.bytes, "", where);
       }
       if (!status.ok()) return status;
     }
     return graph.is_sound() ? absl::OkStatus() : NotSound();
   }
 
-  absl::Status ReadNode(Bytes bytes) {
-    absl::string_view op_type;
-    absl::string_view output;
-    std::vector<absl::string_view> inputs;
-    Fields node(bytes);
+  absl::Status ReadFunction(Bytes bytes) {
+    absl::string_view name;
+    std::vector<Bytes> nodes;
+    Fields function(bytes);
     Field field;
-    while (node.Next(&field)) {
+    while (function.Next(&field)) {
       if (field.type != kDelimited) continue;
-      if (field.number == kNodeOpType) op_type = Text(field.bytes);
-      if (field.number == kNodeInput) inputs.push_back(Text(field.bytes));
-      if (field.number == kNodeOutput) output = Text(field.bytes);
+      if (field.number == kFunctionName) name = Text(field.bytes);
+      if (field.number == kFunctionNode) nodes.push_back(field.bytes);
     }
-    if (!node.is_sound()) return NotSound();
-    for (const CodeInput& codes : kCodeInputs) {
-      if (codes.op_type == op_type && codes.input < inputs.size()) {
-        taken_as_codes_.push_back(inputs[codes.input]);
-      }
-    }
-    if (!inputs.empty() &&
-        std::find(kForms.begin(), kForms.end(), op_type) != kForms.end()) {
-      forms_[output] = inputs[0];
+    if (!function.is_sound()) return NotSound();
+    const Where where = {1, absl::StrCat("the function ", QuotedName(name))};
+    for (const Bytes node : nodes) {
+      if (absl::Status s = ReadNode(node, where); !s.ok()) return s;
     }
     return absl::OkStatus();
   }
 
-  absl::Status ReadSparse(Bytes bytes) {
+  // What is read of a node.
+  struct Node {
+    absl::string_view name;
+    absl::string_view op_type;
+    std::vector<absl::string_view> inputs;
+    absl::string_view output;
+    std::vector<Bytes> attributes;
+  };
+
+  absl::Status ReadNode(Bytes bytes, const Where& where) {
+    Node node;
+    Fields fields(bytes);
+    Field field;
+    while (fields.Next(&field)) {
+      if (field.type != kDelimited) continue;
+      if (field.number == kNodeName) node.name = Text(field.bytes);
+      if (field.number == kNodeOpType) node.op_type = Text(field.bytes);
+      if (field.number == kNodeInput) node.inputs.push_back(Text(field.bytes));
+      if (field.number == kNodeOutput) node.output = Text(field.bytes);
+      if (field.number == kNodeAttribute) {
+        node.attributes.push_back(field.bytes);
+      }
+    }
+    if (!fields.is_sound()) return NotSound();
+    for (const CodeInput& codes : kCodeInputs) {
+      if (codes.op_type == node.op_type && codes.input < node.inputs.size()) {
+        taken_as_codes_.push_back(node.inputs[codes.input]);
+      }
+    }
+    if (!node.inputs.empty() &&
+        std::find(kForms.begin(), kForms.end(), node.op_type) != kForms.end()) {
+      forms_[node.output] = node.inputs[0];
+    }
+    for (const Bytes attribute : node.attributes) {
+      const absl::Status status = ReadAttribute(attribute, node, where);
+      if (!status.ok()) return status;
+    }
+    return absl::OkStatus();
+  }
+
+  // The tensors and graphs of an attribute.
+  absl::Status ReadAttribute(Bytes bytes, const Node& node,
+                             const Where& where) {
+    const bool is_constant = node.op_type == "Constant";
+    // Of what is in it.
+    const auto what = [&node](absl::string_view prefix) {
+      return absl::StrCat(
+          prefix, node.op_type, " node ",
+          QuotedName(node.name.empty() ? node.output : node.name));
+    };
+    Fields attribute(bytes);
+    Field field;
+    while (attribute.Next(&field)) {
+      if (field.type != kDelimited) continue;
+      absl::Status status;
+      switch (field.number) {
+        case kAttributeTensor:
+        case kAttributeTensors:
+          if (is_constant) {
+            // What nothing can take is no weight.
+            if (node.output.empty()) break;
+            status = where.what.empty()
+                         ? ReadTensor(field.bytes, node.output)
+                         : NoteElsewhere(field.bytes, node.output, where.what);
+          } else {
+            status = NoteElsewhere(field.bytes, node.output,
+                                   what("an attribute of the "));
+          }
+          break;
+        case kAttributeSparse:
+        case kAttributeSparses:
+          status = ReadSparse(field.bytes, node.output, where);
+          break;
+        case kAttributeGraph:
+        case kAttributeGraphs:
+          status = ReadGraph(field.bytes,
+                             {where.depth + 1, what("a graph within the ")});
+          break;
+        default:
+          break;
+      }
+      if (!status.ok()) return status;
+    }
+    return attribute.is_sound() ? absl::OkStatus() : NotSound();
+  }
+
+  // Notes a tensor that is not in the main graph. `output` is its name where it
+  // has none of its own.
+  absl::Status NoteElsewhere(Bytes bytes, absl::string_view output,
+                             absl::string_view where) {
+    Info info;
+    if (absl::Status s = ReadInfo(bytes, &info); !s.ok()) return s;
+    if (!info.name.empty()) names_elsewhere_.insert(info.name);
+    if (!output.empty()) names_elsewhere_.insert(output);
+    const std::optional<Type> type = FindType(info.data_type);
+    if (!type.has_value() || !IsFloat(type->dtype)) return absl::OkStatus();
+    const std::optional<int64_t> size =
+        TensorSizeBytes(type->dtype, info.shape);
+    if (size.has_value() && *size <= DtypeSizeBytes(type->dtype)) {
+      return absl::OkStatus();
+    }
+    // Constants have the name of what they give.
+    return AddElsewhere(output.empty() ? info.name : output, where);
+  }
+
+  absl::Status AddElsewhere(absl::string_view name, absl::string_view where) {
+    if (!IsUtf8(name)) {
+      return FileMalformedError(path_,
+                                absl::StrCat("tensor ", QuotedName(name),
+                                             ": expected a name of UTF-8"));
+    }
+    tensors_.elsewhere_.push_back(
+        {std::string(name),
+         absl::StrCat("it is in ", where,
+                      ", and quantctl reads only initializers and Constants of "
+                      "the main graph")});
+    return absl::OkStatus();
+  }
+
+  // `output` is the name where the values have none.
+  absl::Status ReadSparse(Bytes bytes, absl::string_view output,
+                          const Where& where) {
     Fields sparse(bytes);
     Field field;
     while (sparse.Next(&field)) {
       if (field.number != kSparseValues || field.type != kDelimited) continue;
       Info info;
       if (absl::Status s = ReadInfo(field.bytes, &info); !s.ok()) return s;
-      tensors_.unread_.emplace_back(info.name);
+      const absl::string_view name = output.empty() ? info.name : output;
+      if (!where.what.empty()) {
+        if (absl::Status s = AddElsewhere(name, where.what); !s.ok()) return s;
+      } else if (!IsUtf8(name)) {
+        return Malformed(info, "expected a name of UTF-8");
+      } else {
+        tensors_.unread_.push_back(
+            {std::string(name), "it is sparse, which quantctl does not read"});
+      }
     }
     return sparse.is_sound() ? absl::OkStatus() : NotSound();
   }
@@ -425,16 +586,25 @@ class OnnxTensors::Parser {
     return entry.is_sound() ? absl::OkStatus() : NotSound();
   }
 
-  absl::Status ReadInitializer(Bytes bytes) {
+  // An initializer, or the tensor of a Constant, which `output` then names.
+  absl::Status ReadTensor(Bytes bytes,
+                          std::optional<absl::string_view> output) {
     Info info;
     if (absl::Status s = ReadInfo(bytes, &info); !s.ok()) return s;
+    if (output.has_value()) {
+      info.name = *output;
+      if (!IsUtf8(info.name)) {
+        return Malformed(info, "expected a name of UTF-8");
+      }
+    }
     if (info.name.empty()) return Malformed(info, "expected a name");
     if (!names_.insert(info.name).second) {
       return Malformed(info, "another one has the name too");
     }
     const std::optional<Type> type = FindType(info.data_type);
     if (!type.has_value()) {
-      tensors_.unread_.emplace_back(info.name);
+      tensors_.unread_.push_back(
+          {std::string(info.name), std::string(kTypeNotKnown)});
       return absl::OkStatus();
     }
     const std::optional<int64_t> size =
@@ -566,6 +736,8 @@ class OnnxTensors::Parser {
   const OtherFiles other_files_;
   OnnxTensors& tensors_;
   absl::flat_hash_set<absl::string_view> names_;
+  // Of tensors that are not in the main graph.
+  absl::flat_hash_set<absl::string_view> names_elsewhere_;
   // Inputs of nodes.
   std::vector<absl::string_view> taken_as_codes_;
   // By what it gives: the first input of a node that changes its form.

@@ -1,4 +1,4 @@
-// The initializers of an ONNX model as tensors; onnx_model.h has whole models.
+// The weights of an ONNX model as tensors; onnx_model.h has whole models.
 
 #ifndef QUANTD_CLIENT_FILES_ONNX_TENSORS_H_
 #define QUANTD_CLIENT_FILES_ONNX_TENSORS_H_
@@ -29,13 +29,18 @@ class OnnxTensors {
   static absl::StatusOr<OnnxTensors> Open(
       const std::string& path, OtherFiles other_files = OtherFiles::kOpen);
 
-  // Those of the main graph, in its order. Data point into the files. Data of
-  // fewer than 32 bits that the model keeps as integers of 32 bits are copied.
+  // Initializers of the main graph and the tensors of its Constant nodes, which
+  // have the names of what these give, in the order of the file. Data point
+  // into the files. Data of fewer than 32 bits that the model keeps as integers
+  // of 32 bits are copied.
   const std::vector<FileTensor>& tensors() const { return tensors_; }
-  // Names of those whose type is not known.
-  const std::vector<std::string>& unread() const { return unread_; }
-  // An initializer that a node takes as codes, as it is or in another form;
-  // empty where there is none.
+  // Those whose type is not known.
+  const std::vector<UnreadTensor>& unread() const { return unread_; }
+  // Floats, more than one, that are elsewhere: in graphs within nodes, in
+  // functions, in attributes of other nodes.
+  const std::vector<UnreadTensor>& elsewhere() const { return elsewhere_; }
+  // An initializer or Constant that a node takes as codes, as it is or in
+  // another form; empty where there is none.
   const std::string& codes() const { return codes_; }
   // The files of data that were opened.
   const std::vector<std::string>& data_paths() const { return data_paths_; }
@@ -50,7 +55,8 @@ class OnnxTensors {
   // Copied data.
   std::vector<std::vector<uint8_t>> copies_;
   std::vector<FileTensor> tensors_;
-  std::vector<std::string> unread_;
+  std::vector<UnreadTensor> unread_;
+  std::vector<UnreadTensor> elsewhere_;
   std::string codes_;
   std::vector<std::string> data_paths_;
 };

@@ -45,6 +45,16 @@ struct FileTensor {
   }
 };
 
+// A tensor of a file that is not read, and why.
+struct UnreadTensor {
+  std::string name;
+  std::string why;
+};
+
+// The most common reason.
+constexpr absl::string_view kTypeNotKnown =
+    "its type is none that quantctl knows";
+
 // A checked file, mapped. Immutable, thread-safe.
 class SafetensorsReader {
  public:

@@ -113,7 +113,7 @@ absl::Status TensorInput::AddGguf(const std::string& path) {
   if (!reader.ok()) return reader.status();
   for (const files::GgufTensor& tensor : reader->tensors()) {
     if (tensor.type == nullptr) {
-      unread_.push_back(tensor.name);
+      unread_.push_back({tensor.name, std::string(files::kTypeNotKnown)});
       continue;
     }
     files::FileTensor added = {tensor.name,
@@ -140,6 +140,8 @@ absl::Status TensorInput::AddOnnx(const std::string& path) {
   tensors_ = model->tensors();
   for (size_t i = 0; i < tensors_.size(); ++i) index_[tensors_[i].name] = i;
   unread_ = model->unread();
+  unread_.insert(unread_.end(), model->elsewhere().begin(),
+                 model->elsewhere().end());
   onnx_codes_ = model->codes();
   paths_.insert(paths_.end(), model->data_paths().begin(),
                 model->data_paths().end());

@@ -33,10 +33,12 @@ bool IsOnnxPath(absl::string_view path);
 // The file's name without folders and extension.
 std::string FileStem(absl::string_view path);
 
-// A safetensors file, a .npy file as one tensor named by its stem, a .gguf file
-// whose blocks are float32 in memory, the initializers of a .onnx file, or a
-// folder of safetensors files that make one model. Thread-safe while nobody
-// calls Replace.
+// The tensors of a file or folder. Thread-safe while nobody calls Replace.
+//
+//   safetensors  its tensors; of a folder, those of all files of the model
+//   .npy         one tensor, named by the file's stem
+//   .gguf        its tensors; blocks are float32 in memory
+//   .onnx        initializers and Constants of the main graph
 class TensorInput {
  public:
   // Errors: of files::SafetensorsReader, files::NpyReader, files::GgufReader,
@@ -55,8 +57,9 @@ class TensorInput {
   // Of an ONNX model: an initializer that it takes as codes; empty where there
   // is none.
   const std::string& onnx_codes() const { return onnx_codes_; }
-  // Names of the tensors whose type is not known, which tensors() leaves out.
-  const std::vector<std::string>& unread() const { return unread_; }
+  // What tensors() leaves out: types that are not known, and weights of an ONNX
+  // model that are elsewhere than in its main graph.
+  const std::vector<files::UnreadTensor>& unread() const { return unread_; }
   const std::map<std::string, std::string>& metadata() const {
     return metadata_;
   }
@@ -88,7 +91,7 @@ class TensorInput {
   std::map<std::string, files::GgufTensor> blocks_;
   std::vector<files::FileTensor> tensors_;
   std::string onnx_codes_;
-  std::vector<std::string> unread_;
+  std::vector<files::UnreadTensor> unread_;
   std::vector<std::string> paths_;
   absl::flat_hash_map<std::string, size_t> index_;
   std::map<std::string, std::string> metadata_;

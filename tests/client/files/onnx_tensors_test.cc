@@ -60,6 +60,30 @@ std::string BytesOf(const std::vector<T>& values) {
           values.size() * sizeof(T)};
 }
 
+// A tensor, as a field of an attribute.
+std::string Tensor(const std::string& name, uint64_t data_type,
+                   const std::vector<int64_t>& dims, const std::string& data) {
+  std::string tensor = NumberField(2, data_type) + data + BytesField(8, name);
+  for (const int64_t size : dims) {
+    tensor += NumberField(1, static_cast<uint64_t>(size));
+  }
+  return BytesField(5, tensor);
+}
+
+// A node with an attribute of that field, as a field of a graph.
+std::string NodeWith(const std::string& op_type, const std::string& name,
+                     const std::string& output, const std::string& attribute) {
+  return BytesField(
+      1, absl::StrCat(BytesField(2, output), BytesField(3, name),
+                      BytesField(4, op_type), BytesField(5, attribute)));
+}
+
+std::vector<std::string> NamesOf(const std::vector<UnreadTensor>& tensors) {
+  std::vector<std::string> names;
+  for (const UnreadTensor& tensor : tensors) names.push_back(tensor.name);
+  return names;
+}
+
 class OnnxTensorsTest : public ::testing::Test {
  protected:
   absl::StatusOr<OnnxTensors> Open(const std::string& graph) {
@@ -142,8 +166,90 @@ TEST_F(OnnxTensorsTest, OtherTypesAreNamed) {
                         BytesField(15, BytesField(1, BytesField(8, "sparse"))),
                         OnnxInitializer("w", 1, {1}, Raw("abcd"))));
   ASSERT_TRUE(model.ok()) << model.status();
-  EXPECT_THAT(model->unread(), ElementsAre("text", "int4", "sparse"));
+  EXPECT_THAT(NamesOf(model->unread()), ElementsAre("text", "int4", "sparse"));
+  EXPECT_THAT(model->unread()[0].why, HasSubstr("type"));
+  EXPECT_THAT(model->unread()[2].why, HasSubstr("sparse"));
   EXPECT_EQ(model->tensors().size(), 1U);
+}
+
+TEST_F(OnnxTensorsTest, ConstantsAreTensors) {
+  directory_.Write("one", BytesOf<float>({7}));
+  const auto model = Open(absl::StrCat(
+      OnnxInitializer("w", 1, {1}, Raw(BytesOf<float>({1}))),
+      // Its own name does not count.
+      NodeWith("Constant", "", "c",
+               Tensor("other", 1, {2}, Raw(BytesOf<float>({2, 3})))),
+      NodeWith("Constant", "", "n",
+               Tensor("", 7, {2}, BytesField(kInt64Data, "\4\5"))),
+      NodeWith("Constant", "", "e",
+               Tensor("", 1, {1}, OnnxExternal("one", "0", "4"))),
+      NodeWith("Constant", "", "t", Tensor("", 8, {1}, BytesField(6, "x"))),
+      NodeWith("Constant", "", "", Tensor("", 1, {1}, Raw("abcd"))),
+      OnnxNode("Constant", {}, "none")));
+  ASSERT_TRUE(model.ok()) << model.status();
+  ASSERT_EQ(model->tensors().size(), 4U);
+  EXPECT_EQ(model->tensors()[1].name, "c");
+  EXPECT_THAT(model->tensors()[1].shape, ElementsAre(2));
+  EXPECT_THAT(Values<float>(model->tensors()[1]), ElementsAre(2, 3));
+  EXPECT_THAT(Values<int64_t>(model->tensors()[2]), ElementsAre(4, 5));
+  EXPECT_THAT(Values<float>(model->tensors()[3]), ElementsAre(7));
+  EXPECT_THAT(NamesOf(model->unread()), ElementsAre("t"));
+  EXPECT_THAT(model->elsewhere(), IsEmpty());
+  EXPECT_THAT(
+      Error(OnnxInitializer("w", 1, {1}, Raw("abcd")) +
+            NodeWith("Constant", "", "w", Tensor("", 1, {1}, Raw("abcd")))),
+      HasSubstr("another one has the name"));
+  EXPECT_THAT(
+      Error(NodeWith("Constant", "", "w\xff", Tensor("", 1, {1}, Raw("abcd")))),
+      HasSubstr("expected a name of UTF-8"));
+}
+
+// Those with several floats: weights, that is.
+TEST_F(OnnxTensorsTest, WeightsOutsideOfTheMainGraphAreNamed) {
+  const std::string two = Raw(BytesOf<float>({1, 2}));
+  const std::string branch = absl::StrCat(
+      OnnxInitializer("a", 1, {2}, two), OnnxInitializer("one", 1, {1}, ""),
+      OnnxInitializer("scalar", 1, {}, ""), OnnxInitializer("axes", 7, {2}, ""),
+      NodeWith("Constant", "", "b", Tensor("own", 10, {2}, Raw("abcd"))),
+      BytesField(15, BytesField(1, BytesField(8, "sparse"))));
+  const std::string function = BytesField(
+      25, BytesField(1, "F") +
+              BytesField(7, BytesField(2, "d") + BytesField(4, "Constant") +
+                                BytesField(5, Tensor("", 1, {2}, two))));
+  const auto model = OpenBytes(absl::StrCat(
+      OnnxModelOf(absl::StrCat(
+          NodeWith("If", "choice", "y", BytesField(6, branch)),
+          NodeWith(
+              "Loop", "", "z",
+              BytesField(11, NodeWith("If", "inner", "i",
+                                      BytesField(6, OnnxInitializer("c", 1, {2},
+                                                                    two))))),
+          NodeWith("Trees", "forest", "p", Tensor("leaves", 1, {2}, two)),
+          NodeWith("ConstantOfShape", "", "q", Tensor("", 1, {1}, "")),
+          OnnxInitializer("w", 1, {1}, Raw("abcd")))),
+      function));
+  ASSERT_TRUE(model.ok()) << model.status();
+  EXPECT_EQ(model->tensors().size(), 1U);
+  EXPECT_THAT(model->unread(), IsEmpty());
+  EXPECT_THAT(NamesOf(model->elsewhere()),
+              ElementsAre("a", "b", "sparse", "c", "p", "d"));
+  EXPECT_THAT(model->elsewhere()[0].why,
+              HasSubstr("a graph within the If node \"choice\""));
+  EXPECT_THAT(model->elsewhere()[3].why,
+              HasSubstr("a graph within the If node \"inner\""));
+  EXPECT_THAT(model->elsewhere()[4].why,
+              HasSubstr("an attribute of the Trees node \"forest\""));
+  EXPECT_THAT(model->elsewhere()[5].why, HasSubstr("the function \"F\""));
+}
+
+TEST_F(OnnxTensorsTest, GraphsWithinGraphsEnd) {
+  std::string graph = OnnxInitializer("a", 1, {2}, Raw("abcdefgh"));
+  for (int depth = 0; depth < 100; ++depth) {
+    graph = NodeWith("If", "", "y", BytesField(6, graph));
+  }
+  EXPECT_TRUE(Open(graph).ok());
+  EXPECT_THAT(Error(NodeWith("If", "", "y", BytesField(6, graph))),
+              HasSubstr("FILE_MALFORMED"));
 }
 
 TEST_F(OnnxTensorsTest, DataMayBeInOtherFiles) {
@@ -249,6 +355,8 @@ TEST_F(OnnxTensorsTest, WhatNodesTakeAsCodesIsKnown) {
         OnnxNode("QLinearConv", {"x", "a", "b", "w"}, "y"),
         OnnxNode("MatMulInteger", {"x", "w"}, "y"),
         OnnxNode("DynamicQuantizeLSTM", {"x", "a", "w"}, "y"),
+        NodeWith("If", "", "y",
+                 BytesField(6, OnnxNode("DequantizeLinear", {"w", "s"}, "y"))),
         OnnxNode("Transpose", {"w"}, "t") +
             OnnxNode("Reshape", {"t", "d"}, "r") +
             OnnxNode("DequantizeLinear", {"r", "s"}, "y")}) {

@@ -1573,6 +1573,80 @@ class OnnxTest(InterchangeCase):
                                    code=4)
         self.assertIn(self.path("weights"), result.stderr)
 
+    def save_branches(self):
+        """A model with a weight in a Constant and weights in an If."""
+        weight = np.arange(64, dtype=np.float32).reshape(8, 8)
+
+        def branch(name, constant):
+            value = numpy_helper.from_array(weight, name)
+            node = helper.make_node("MatMul", ["p", name], [name + ".out"])
+            return helper.make_graph(
+                [helper.make_node("Constant", [], [name], value=value),
+                 node] if constant else [node], name,
+                [], [helper.make_tensor_value_info(
+                    name + ".out", TensorProto.FLOAT, [8, 8])],
+                [] if constant else [value])
+
+        self.save(
+            [helper.make_node("Constant", [], ["c.weight"], "/c/Constant",
+                              value=numpy_helper.from_array(weight)),
+             helper.make_node("MatMul", ["x", "c.weight"], ["p"], "/c/MatMul"),
+             helper.make_node("If", ["which"], ["y"], "choice",
+                              then_branch=branch("t.weight", True),
+                              else_branch=branch("e.weight", False))],
+            [("x", TensorProto.FLOAT, [8, 8]), ("which", TensorProto.BOOL, [])],
+            [("y", TensorProto.FLOAT, [8, 8])])
+        return weight
+
+    def test_ConstantsAreTensorsAndBranchesAreTold(self):
+        weight = self.save_branches()
+        command = ("quantize", self.path("model.onnx"), "-o",
+                   self.path("out.safetensors"), "--no-store")
+        result = self.run_quantctl(*command, code=1)
+        for name in ("t.weight", "e.weight"):
+            self.assertIn(f"tensor {name}: left out: it is in a graph within "
+                          'the If node "choice"', result.stderr)
+        self.assertIn("2 tensors are not read", result.stderr)
+        self.assertFalse(os.path.exists(self.path("out.safetensors")))
+        self.run_quantctl(*command, "--keep-going", code=1)
+        self.run_quantctl("dequantize", self.path("out.safetensors"), "-o",
+                          self.path("back.safetensors"))
+        back = self.arrays(self.path("back.safetensors"))
+        self.assertEqual(sorted(back), ["c.weight"])
+        np.testing.assert_allclose(back["c.weight"], weight, atol=.3)
+        for filter_, code in (((), 1), (("--include", "c.*"), 0),
+                              (("--exclude", "[te].*"), 1),
+                              (("--exclude", "?.weigh*", "--include", "c*"),
+                               2)):
+            with self.subTest(filter=filter_):
+                self.run_quantctl("evaluate", self.path("model.onnx"),
+                                  *filter_, code=code)
+
+    def test_WeightsInBranchesStayAndAreTold(self):
+        self.save_branches()
+        weights = [{"name": name + ".weight", "format": "int8",
+                    "scale": [0.5]} for name in "cte"]
+        self.encode("branches-all", *weights)
+        self.encode("branches", weights[0], weights[2])
+        report = self.json("export", "--model", "branches", "--onnx",
+                           self.path("model.onnx"), "-o",
+                           self.path("qdq.onnx"), code=1)
+        self.assertEqual(report["weight_count"], 1)
+        self.assertEqual([(loss["tensor"], loss["left_out"])
+                          for loss in report["losses"]],
+                         [("e.weight", True), ("t.weight", False)])
+        for loss in report["losses"]:
+            self.assertIn('the If node "choice"', loss["what"])
+        model = onnx.load(self.path("qdq.onnx"))
+        onnx.checker.check_model(model, full_check=True)
+        codes = {tensor.name: numpy_helper.to_array(tensor)
+                 for tensor in model.graph.initializer}["c.weight_quantized"]
+        self.assertEqual(codes.ravel().tolist(),
+                         [min(2 * i, 127) for i in range(64)])
+        report, _ = self.put_into("branches", "--include", "c.weight")
+        self.assertEqual({loss["left_out"] for loss in report["losses"]},
+                         {False})
+
     def test_DataFarInAnotherFileAreRead(self):
         values = np.arange(64, dtype=np.float32)
         offset = 5 << 30
