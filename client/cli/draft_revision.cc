@@ -55,4 +55,11 @@ absl::Status DraftRevision::Publish(Client* client) const {
   return status;
 }
 
+absl::Status DraftRevision::Delete(Client* client) const {
+  const absl::Status status =
+      client->DeleteRevision(draft_.model, draft_.revision).status();
+  return ErrorReason(status) == "REVISION_NOT_FOUND" ? absl::OkStatus()
+                                                     : status;
+}
+
 }  // namespace quantd::cli

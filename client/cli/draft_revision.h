@@ -44,6 +44,10 @@ class DraftRevision {
   // Errors: of the client.
   absl::Status Publish(Client* client) const;
 
+  // Deletes the draft, if there is one.
+  // Errors: of the client.
+  absl::Status Delete(Client* client) const;
+
  private:
   const NameOptions target_;
   const NameOptions draft_;

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <csignal>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -204,6 +205,11 @@ class Quantizer {
       if (NeedsServer()) {
         if (!connections.has_value()) status = Connect(&connections);
         if (!status.ok()) return session_.FailUsage(status);
+        if (options_.store && options_.output.IsStandardOutput()) {
+          // A reader that closes the pipe is an error then, after which the
+          // draft can be deleted.
+          std::signal(SIGPIPE, SIG_IGN);
+        }
         const absl::StatusOr<std::string> key =
             DraftKeyOf(options_, plan_, connections->first());
         if (!key.ok()) return ReportRefused(key.status(), options_, &session_);
@@ -215,6 +221,7 @@ class Quantizer {
       status = Write();
       if (status.ok()) status = Publish();
     }
+    DropDraft();
     if (status.ok()) {
       ReportRun(options_, plan_, server_.get(), &session_);
     } else {
@@ -310,6 +317,17 @@ class Quantizer {
         PublishDraft(options_, *server_->draft(), server_->client(), &plan_);
     SetNote();
     return status;
+  }
+
+  // No later run goes on with what went to standard output. If it is not whole,
+  // nobody needs its draft. The report tells of one that cannot be deleted.
+  void DropDraft() const {
+    if (plan_.is_complete || !options_.output.IsStandardOutput() ||
+        server_ == nullptr || server_->draft() == nullptr ||
+        server_->stored_count() == 0) {
+      return;
+    }
+    server_->DeleteDraft().IgnoreError();
   }
 
   const QuantizeOptions& options_;

@@ -445,7 +445,12 @@ class RunReport {
           "quantctl: the server has the new encodings of ",
           CountText(server_->stored_count()), " tensors in revision ",
           draft->revision(), " of model \"", options_.name.model,
-          "\"; revision ", options_.name.revision, " is as it was"));
+          "\"; revision ", options_.name.revision, " is as it was",
+          options_.output.IsStandardOutput()
+              ? absl::StrCat("; `quantctl revisions delete ",
+                             options_.name.model, " ", draft->revision(),
+                             "` deletes them")
+              : ""));
     }
     if (plan_.is_folder && shard_totals_.written > 0) {
       session_.PrintError(UnfinishedText(options_, plan_, server_));

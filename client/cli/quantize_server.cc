@@ -85,6 +85,13 @@ absl::Status QuantizeServer::Quantize(const TensorSink& sink,
   return engine_.Run(work);
 }
 
+absl::Status QuantizeServer::DeleteDraft() {
+  const absl::Status status = draft_->Delete(client());
+  absl::MutexLock lock(&mutex_);
+  if (status.ok()) stored_count_ = 0;
+  return status;
+}
+
 uint64_t QuantizeServer::stored_count() const {
   absl::MutexLock lock(&mutex_);
   return stored_count_;

@@ -70,6 +70,10 @@ class QuantizeServer {
   const DraftRevision* draft() const {
     return draft_.has_value() ? &*draft_ : nullptr;
   }
+  // Deletes the draft and what this run has stored in it.
+  // Requires: draft() is not null.
+  // Errors: of the client.
+  absl::Status DeleteDraft() ABSL_LOCKS_EXCLUDED(mutex_);
   // Tensors whose encodings this run has stored.
   uint64_t stored_count() const ABSL_LOCKS_EXCLUDED(mutex_);
 

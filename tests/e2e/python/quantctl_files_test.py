@@ -969,6 +969,50 @@ class StoringTest(FilesCase):
                      words=["the new encodings of 1 tensors in revision "
                             "main.draft-", "revision main is as it was"])
 
+    def test_WhatFailsOnStandardOutputLeavesNoDraft(self):
+        bad = self.path("bad")
+        write_safetensors(bad, {
+            "a.weight": ("F32", [4, 8], normal(32)),
+            "bad.weight": ("F32", TOO_MANY_DIMENSIONS, normal(8))})
+        command = [self.quantctl, "quantize", "-o", "-", "--model", "piped"]
+
+        def revisions():
+            result = subprocess.run(
+                [self.quantctl, "models", "piped", "--json"], check=False,
+                stdout=subprocess.PIPE, env=self.environment)
+            return [entry["revision"] for entry in
+                    json.loads(result.stdout).get("revisions", [])]
+
+        with self.subTest("a tensor that fails"):
+            result = subprocess.run([*command, bad], check=False,
+                                    stdout=subprocess.PIPE,
+                                    stderr=subprocess.PIPE,
+                                    env=self.environment, encoding="utf-8")
+            self.assertEqual((result.returncode, result.stdout), (1, ""))
+            self.assertNotIn("draft", result.stderr)
+            self.assertEqual(revisions(), [])
+        with self.subTest("a full disk"), open("/dev/full", "w",
+                                               encoding="ascii") as full:
+            result = subprocess.run([*command, self.input], check=False,
+                                    stdout=full, stderr=subprocess.PIPE,
+                                    env=self.environment)
+            self.assertEqual(result.returncode, FILE_ERROR)
+            self.assertEqual(revisions(), [])
+        with self.subTest("a reader that is gone"):
+            read_end, write_end = os.pipe()
+            os.close(read_end)
+            result = subprocess.run([*command, self.input], check=False,
+                                    stdout=write_end, stderr=subprocess.PIPE,
+                                    env=self.environment, encoding="utf-8")
+            os.close(write_end)
+            self.assertEqual(result.returncode, FILE_ERROR)
+            self.assertIn("FILE_UNWRITABLE", result.stderr)
+            self.assertEqual(revisions(), [])
+        subprocess.run([*command, self.input], check=True,
+                       stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                       env=self.environment)
+        self.assertEqual(revisions(), ["main"])
+
 
 class TypesTest(FilesCase):
 
