@@ -546,13 +546,18 @@ class Exporter {
   // As ONNX Runtime's own tools do: sums of products of codes are in units of
   // the product of the scales.
   void QuantizeBiases(files::OnnxModel* model) {
+    // Those that stay although weight and input are integers, by the reason.
+    std::map<std::string, std::vector<std::string>> kept;
     for (const files::OnnxModules::Bias& bias : modules_->Biases()) {
       const files::OnnxModel::Quantizer* const weight = FindDone({bias.weight});
       const files::OnnxModel::Quantizer* const input =
           FindDone(bias.activations);
       if (weight == nullptr || input == nullptr || done_.contains(bias.name) ||
-          !IsInteger(*weight) || !IsInteger(*input) ||
-          input->scale.size() != 1) {
+          !IsInteger(*weight) || !IsInteger(*input)) {
+        continue;
+      }
+      if (input->scale.size() != 1) {
+        kept["the input of its layer has several scales"].push_back(bias.name);
         continue;
       }
       // What the layer computes with.
@@ -562,11 +567,18 @@ class Exporter {
       if (!activation.has_value() || activation->dtype != files::Dtype::kF32 ||
           model->FindWeight(bias.weight)->dtype != files::Dtype::kF32 ||
           data.empty()) {
+        kept[data.empty() ? "its data are in another file"
+                          : "its layer does not compute in float32"]
+            .push_back(bias.name);
         continue;
       }
       const bool is_per_channel =
           weight->scale_shape.size() == 1 && weight->axis == bias.axis;
-      if (weight->scale.size() != 1 && !is_per_channel) continue;
+      if (weight->scale.size() != 1 && !is_per_channel) {
+        kept["the weight of its layer has no single scale for each output"]
+            .push_back(bias.name);
+        continue;
+      }
       std::vector<float> scales = weight->scale;
       for (float& scale : scales) scale *= input->scale[0] * bias.factor;
       const absl::StatusOr<std::vector<int32_t>> codes =
@@ -580,6 +592,14 @@ class Exporter {
       }
       model->QuantizeBias(bias.node, bias.input, scales, *codes);
       ++bias_count_;
+    }
+    for (const auto& [why, names] : kept) {
+      AddLoss(names[0],
+              names.size() == 1 ? absl::StrCat("stays float32: ", why)
+                                : absl::StrCat("stays float32, as do ",
+                                               CountText(names.size() - 1),
+                                               " other biases: ", why),
+              /*left_out=*/false);
     }
   }
 

@@ -1190,16 +1190,18 @@ class OnnxTest(InterchangeCase):
         def layer(*inputs, **attributes):
             return helper.make_node("Gemm", inputs, ["y"], **attributes)
 
-        for node, included in ((layer("x", "w", "b"), "w"),
-                               (layer("x", "w", "b"), "x"),
-                               (layer("x", "v", "b"), "*"),
-                               (layer("x", "g", "b"), "*"),
-                               # Its channels are those of the input.
-                               (layer("x", "c", "b", transB=1), "*"),
-                               (layer("x", "w", "row"), "*"),
-                               (layer("x", "w", "b", beta=2.), "*"),
-                               (layer("x", "w", "b", alpha=-1.), "*"),
-                               (layer("w", "x", "b"), "*")):
+        scales = "no single scale for each output"
+        for node, included, told in (
+                (layer("x", "w", "b"), "w", None),
+                (layer("x", "w", "b"), "x", None),
+                (layer("x", "v", "b"), "*", None),
+                (layer("x", "g", "b"), "*", scales),
+                # Its channels are those of the input.
+                (layer("x", "c", "b", transB=1), "*", scales),
+                (layer("x", "w", "row"), "*", None),
+                (layer("x", "w", "b", beta=2.), "*", None),
+                (layer("x", "w", "b", alpha=-1.), "*", None),
+                (layer("w", "x", "b"), "*", None)):
             with self.subTest(node=node, included=included):
                 self.save([node], [("x", TensorProto.FLOAT, [2, 2])],
                           [("y", TensorProto.FLOAT, [2, 2])],
@@ -1213,6 +1215,38 @@ class OnnxTest(InterchangeCase):
                 self.assertEqual(report["bias_count"], 0)
                 self.assertIn(node.input[2],
                               [i.name for i in model.graph.initializer])
+                self.assertEqual(
+                    [(loss["tensor"], loss["left_out"])
+                     for loss in report["losses"]],
+                    [] if told is None else [("b", False)])
+                for loss in report["losses"]:
+                    self.assertIn("stays float32: ", loss["what"])
+                    self.assertIn(told, loss["what"])
+
+    def test_BiasesThatStayAreCounted(self):
+        self.encode("count", {"name": "w", "format": "int4",
+                              "scale": [1, 2, 3, 4], "block_size": [1, 1],
+                              "scale_shape": [2, 2]},
+                    {"name": "x", "format": "int8", "scale": [0.5, 0.25],
+                     "block_size": [0, 1], "scale_shape": [1, 2]},
+                    *({"name": f"h{i}", "format": "int8", "scale": [0.5]}
+                      for i in range(2)))
+        factors = ["x", "h0", "h1", "y"]
+        factor = np.eye(2, dtype=np.float32)
+        self.save([helper.make_node("Gemm", [factors[i], "w", f"b{i}"],
+                                    [factors[i + 1]]) for i in range(3)],
+                  [("x", TensorProto.FLOAT, [2, 2])],
+                  [("y", TensorProto.FLOAT, [2, 2])],
+                  [numpy_helper.from_array(factor, "w")] +
+                  [numpy_helper.from_array(factor[0], f"b{i}")
+                   for i in range(3)])
+        report, _ = self.put_into("count")
+        self.assertEqual(
+            [(loss["tensor"], loss["what"]) for loss in report["losses"]],
+            [("b0", "stays float32: the input of its layer has several "
+              "scales"),
+             ("b1", "stays float32, as do 1 other biases: the weight of its "
+              "layer has no single scale for each output")])
 
     def test_ABiasOfTwoLayersHasTheScalesOfEach(self):
         self.encode("two", {"name": "x", "format": "int8", "scale": [0.5]},
