@@ -19,7 +19,7 @@ constexpr char kSpecs[] =
 
   int8:per-channel:mse         a scale per channel, least squared error
   uint8:percentile=0.999       all but a thousandth of the elements
-  int4:group:32:asymmetric     groups of 32 along the last axis
+  int4:group:32:half-step      groups of 32 along the last axis
   int8:best-of=mse,percentile  the better of the two, for each scale
   mxfp4_e2m1:rule=even         blocks of 32 under E8M0 scales
 
@@ -49,9 +49,13 @@ Granularities; the default is per-tensor, or the format's own blocks:
 Symmetries; the default is strict for signed formats, else asymmetric:
   strict                the same range on both sides, without -128
   full-range            the same, with -128
-  half-step             the same, around half a step
+  half-step             the same, around half a step: write it below 8 bits
   asymmetric            with a zero point
   aimet                 as AIMET: the least scale on all codes without clipping
+  A strict range leaves one code unused: one of 16 at 4 bits, one of 4 at 2.
+  On weights in groups of 32, half-step has 0.2 dB more SQNR at 4 bits, 1 dB at
+  3 and 2.9 dB at 2. Strict is better in groups of a few elements, as those of
+  3 x 3 convolutions, for the largest of them is hit exactly.
 
 Methods; the default is minmax:
   minmax                from the smallest to the largest element

@@ -308,7 +308,7 @@ class BlockSearch::Run {
     whole_ = range;
     if (scaler_.is_symmetric()) {
       const double all = 1;
-      JudgeFractions(&all, 1, /*needs_clipped=*/false);
+      JudgeFractions(&all, 1);
     } else {
       AddTrial(range, 0);
       JudgeTrials();
@@ -368,11 +368,11 @@ class BlockSearch::Run {
   // at.
   void SearchOneEnd(int count) {
     Way& way = all_.way_;
-    if (way.steps != count) Divide(count, &way);
+    Divide(count, &way);
     const bool is_sampled = !way.between.empty();
     const bool rises = EndsEncloseZero();
-    JudgeFractions(way.samples.data(), static_cast<int64_t>(way.samples.size()),
-                   is_sampled && rises);
+    JudgeSamples(way.samples.data(), static_cast<int64_t>(way.samples.size()),
+                 is_sampled && rises);
     // Stopped, there are no scales of the samples.
     if (stop_.stopped()) return;
     if (is_sampled) {
@@ -388,8 +388,9 @@ class BlockSearch::Run {
         end = std::copy(way.between.data() + before[i],
                         way.between.data() + before[i + 1], end);
       }
-      JudgeFractions(tried, end - tried, /*needs_clipped=*/false);
+      JudgeFractions(tried, end - tried);
     }
+    JudgeFractions(way.beyond.data(), static_cast<int64_t>(way.beyond.size()));
     if (!has_best_) return;
     const double step = 1.0 / count;
     JudgeAround(-best_.order, step);
@@ -398,12 +399,12 @@ class BlockSearch::Run {
 
   void JudgeAround(double fraction, double step) {
     const double first = fraction - step;
-    const double last = std::min(fraction + step, 1.0);
+    const double last = std::min(fraction + step, scaler_.widest());
     double fine[kFineSteps - 1];
     for (int k = 1; k < kFineSteps; ++k) {
       fine[kFineSteps - 1 - k] = first + k * ((last - first) / kFineSteps);
     }
-    JudgeFractions(fine, kFineSteps - 1, /*needs_clipped=*/false);
+    JudgeFractions(fine, kFineSteps - 1);
   }
 
   // Errors of many elements hardly jump from range to range: it pays to look
@@ -418,10 +419,28 @@ class BlockSearch::Run {
     return codebook.entry[0] <= 0 && codebook.entry[codebook.count - 1] >= 0;
   }
 
-  static void Divide(int count, Way* way) {
+  // Sets the fractions that are tried, unless they are set already.
+  void Divide(int count, Way* way) const {
+    const int coarse_steps = scaler_.CoarseSteps(outer_);
+    if (way->steps == count && way->widest == scaler_.widest() &&
+        way->coarse_steps == coarse_steps) {
+      return;
+    }
     *way = Way();
     way->steps = count;
+    way->widest = scaler_.widest();
+    way->coarse_steps = coarse_steps;
     const double step = 1.0 / count;
+    const int most = static_cast<int>(count * way->widest);
+    // Few ranges have all the scales beyond, and around the best of them the
+    // others have all there are.
+    if (coarse_steps > 0 && count >= 2 * coarse_steps) {
+      for (int k = most > count ? coarse_steps : 0; k >= 1; --k) {
+        way->beyond.push_back(1 + k * (most * step - 1) / coarse_steps);
+      }
+    } else {
+      for (int k = most; k > count; --k) way->beyond.push_back(k * step);
+    }
     const bool is_sampled = count > 2 * kSamples;
     for (int k = count, i = 0; k >= 1; --k) {
       if (!is_sampled) {
@@ -439,12 +458,46 @@ class BlockSearch::Run {
   }
 
   // Takes the best of the fractions of whole_, which descend.
-  void JudgeFractions(const double* fractions, int64_t count,
-                      bool needs_clipped) {
+  void JudgeFractions(const double* fractions, int64_t count) {
     if (count == 0 || stop_.stopped()) return;
-    const int64_t padded = Reserve(count);
+    Reserve(count);
+    SetScales(fractions, count, room_.scale.data());
+    if (!scaler_.has_plain_scales()) {
+      count = KeepDifferentScales(fractions, count);
+      fractions = all_.way_.different.data();
+    }
+    JudgeScales(fractions, count, /*needs_clipped=*/false);
+  }
+
+  // The same, and leaves the scale of each and what it clips.
+  void JudgeSamples(const double* fractions, int64_t count,
+                    bool needs_clipped) {
+    if (stop_.stopped()) return;
+    Reserve(count);
+    SetScales(fractions, count, room_.scale.data());
+    JudgeScales(fractions, count, needs_clipped);
+  }
+
+  // Scales that are rounded coarsely repeat themselves: of each the first
+  // fraction stays.
+  int64_t KeepDifferentScales(const double* fractions, int64_t count) {
     T* const scales = room_.scale.data();
-    SetScales(fractions, count, scales);
+    std::vector<double>& different = all_.way_.different;
+    if (different.size() < static_cast<size_t>(count)) different.resize(count);
+    int64_t kept = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      if (kept > 0 && scales[kept - 1] == scales[i]) continue;
+      scales[kept] = scales[i];
+      different[kept] = fractions[i];
+      ++kept;
+    }
+    return kept;
+  }
+
+  // Takes the best of the fractions whose scales are in room_.
+  void JudgeScales(const double* fractions, int64_t count, bool needs_clipped) {
+    T* const scales = room_.scale.data();
+    const int64_t padded = Reserve(count);
     std::fill(scales + count, scales + padded, scales[count - 1]);
     int64_t best = SumBlockErrors<T>(
         grid_, room_.elements.data(), all_.count(),

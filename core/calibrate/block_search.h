@@ -84,12 +84,18 @@ class BlockElements {
   // The fractions of a range that are tried, descending.
   struct Way {
     int steps = 0;
+    // Of the ranges that are wider than the whole one.
+    double widest = 0;
+    int coarse_steps = 0;
+    std::vector<double> beyond;
     // Those that are tried before all others; of the others there are
     // before[i] above samples[i].
     std::vector<double> samples;
     std::vector<double> between;
     std::vector<int64_t> before;
     std::vector<double> tried;
+    // Those of different scales.
+    std::vector<double> different;
   };
   // Ranges of two ends that are tried.
   struct Trials {
@@ -135,7 +141,8 @@ class BlockSearch {
                                double gamma, BlockElements* elements) const;
 
   // The best of the ranges that range_search.h describes, and of some between
-  // the two neighbours of the best.
+  // the two neighbours of the best. Of ranges that have the same scale not all
+  // are tried.
   // Errors: those of SearchRange.
   absl::StatusOr<Range> Search(int64_t index, float outer, const Range& whole,
                                double gamma, int steps, BlockElements* elements,

@@ -119,6 +119,11 @@ absl::Status ValidateSpec(const EncodingSpec& spec);
 Symmetry EffectiveSymmetry(const EncodingSpec& spec);
 ScaleType EffectiveScaleType(const EncodingSpec& spec);
 
+// The widest range that the methods mse and sqnr try, in whole ranges. The
+// levels of floats and codebooks lie unevenly: with a larger scale the largest
+// element takes another level, and the rest may come nearer to theirs.
+double WidestRange(const EncodingSpec& spec);
+
 // The spec for a tensor of that shape: block_size filled in from granularity or
 // the format's default group, and outer_block_size with the default of the
 // scale type, rounded up to cover whole blocks; granularity cleared.

@@ -111,6 +111,7 @@ RangeScaler::RangeScaler(const EncodingSpec& spec, const Encoding& encoding)
       integer_scale_max_(DefaultIntegerScaleMax(spec.integer_scale_max)),
       qmin_(encoding.qmin),
       qmax_(encoding.qmax),
+      widest_(WidestRange(spec)),
       step_exponent_(FindFormat(encoding.format)->step_exponent) {
   const FormatInfo& format = *FindFormat(encoding.format);
   mantissa_bits_ = format.bits - 2;
@@ -158,6 +159,13 @@ absl::StatusOr<BlockScale> RangeScaler::Scale(int64_t index, const Range& range,
   return FromCode(static_cast<uint8_t>(std::clamp<double>(
                       std::nearbyint(ratio), 1, integer_scale_max_)),
                   outer);
+}
+
+int RangeScaler::CoarseSteps(float outer) const {
+  if (scale_type_ == ScaleType::kE8m0 || power_of_two_scale_) return 1;
+  // No two codes are nearer to each other than a sixteenth of the smaller.
+  constexpr int kE4m3Steps = 2 << kE4m3MantissaBits;
+  return scale_type_ == ScaleType::kE4m3 && outer != 0 ? kE4m3Steps : 0;
 }
 
 bool RangeScaler::has_e4m3_scales() const {

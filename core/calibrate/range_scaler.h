@@ -67,6 +67,12 @@ class RangeScaler {
     return !power_of_two_scale_ && (scale_type_ == ScaleType::kDefault ||
                                     scale_type_ == ScaleType::kFloat32);
   }
+  // The widest range that searches try, in whole ranges.
+  double widest() const { return widest_; }
+  // So many ranges, evenly from the whole one to the widest, have all scales
+  // that ranges between them have; 0 where scales are too fine for that.
+  // `outer`  as for Scale.
+  int CoarseSteps(float outer) const;
   bool has_outer_scales() const { return HasOuterScales(scale_type_); }
 
   // The magnitude that a symmetric scale takes to largest(): the larger end of
@@ -124,6 +130,7 @@ class RangeScaler {
   int32_t qmin_;
   int32_t qmax_;
   double largest_;
+  double widest_;
   int step_exponent_;
   // Of the numbers, as EVEN rounds to.
   int mantissa_bits_;

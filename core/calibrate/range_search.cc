@@ -54,7 +54,9 @@ struct Way {
 };
 
 // Between the neighbours of position k of the whole way.
-Way Around(int k, int count) { return {k - 1, std::min(k + 1, count), count}; }
+Way Around(int k, int most, int count) {
+  return {k - 1, std::min(k + 1, most), count};
+}
 
 // The best of the ranges that were tried.
 class BestRange {
@@ -73,10 +75,7 @@ class BestRange {
   bool Try(const Range& range) {
     const absl::StatusOr<BlockScale> scale =
         scaler_.Scale(index_, range, outer_);
-    if (!scale.ok()) {
-      if (status_.ok()) status_ = scale.status();
-      return false;
-    }
+    if (!scale.ok()) return false;
     // Scales that are rounded coarsely repeat themselves.
     if (last_ == *scale) return false;
     last_ = *scale;
@@ -91,10 +90,7 @@ class BestRange {
     return true;
   }
 
-  absl::StatusOr<Range> best() const {
-    if (!best_.has_value()) return status_;
-    return *best_;
-  }
+  const absl::optional<Range>& best() const { return best_; }
 
  private:
   const RangeScaler& scaler_;
@@ -103,7 +99,6 @@ class BestRange {
   const CodeNumbers& numbers_;
   const Distribution& distribution_;
   const double gamma_;
-  absl::Status status_;
   // No scale is 0.
   BlockScale last_ = {0, 0, 0};
   absl::optional<Range> best_;
@@ -129,6 +124,8 @@ absl::StatusOr<Range> SearchRange(const RangeScaler& scaler, int64_t index,
   const int count = steps != 0              ? steps
                     : scaler.is_symmetric() ? kDefaultSteps
                                             : kDefaultStepsOfTwoEnds;
+  // Symmetric ranges may be wider than the whole one.
+  const int most = static_cast<int>(count * scaler.widest());
   // Where asymmetric ranges start. An end where the range starts stays there,
   // and that of a symmetric one follows the other.
   double from = 0;
@@ -150,10 +147,13 @@ absl::StatusOr<Range> SearchRange(const RangeScaler& scaler, int64_t index,
   // First the whole range, then what is near the best of it.
   for (const bool is_second_pass : {false, true}) {
     const Way whole_way = {0, count, count};
-    const Way low_way = is_second_pass ? Around(best_low, count) : whole_way;
-    const Way high_way = is_second_pass ? Around(best_high, count) : whole_way;
+    const Way low_way =
+        is_second_pass ? Around(best_low, most, count) : whole_way;
+    const Way high_way =
+        is_second_pass ? Around(best_high, most, count) : whole_way;
+    const int first_high = is_second_pass ? count : most;
     for (int low = count; low >= least_low; --low) {
-      for (int high = count; high >= least_high; --high) {
+      for (int high = first_high; high >= least_high; --high) {
         if (++tries % tries_at_once == 0 && stop.stopped()) {
           return StoppedError();
         }
@@ -172,7 +172,8 @@ absl::StatusOr<Range> SearchRange(const RangeScaler& scaler, int64_t index,
       }
     }
   }
-  return best.best();
+  if (best.best().has_value()) return *best.best();
+  return scaler.Scale(index, whole, outer).status();
 }
 
 }  // namespace quantd::core

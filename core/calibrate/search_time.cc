@@ -28,8 +28,9 @@ double Nanoseconds(const EncodingSpec& spec, CalibrationMethod method,
       if (steps == 0) {
         steps = both_ends ? kDefaultStepsOfEachEnd : kDefaultSteps;
       }
-      // Twice: on the whole way, and about the best of it.
-      return 2 * (both_ends ? steps * steps : steps) * (25 + bins);
+      // On the whole way, and about the best of it.
+      return (both_ends ? 2 * steps * steps : (1 + WidestRange(spec)) * steps) *
+             (25 + bins);
     case CalibrationMethod::kEntropy:
       if (steps == 0) steps = kDefaultSteps;
       return steps * (80 + 2 * bins);
@@ -54,7 +55,7 @@ double DirectNanoseconds(const EncodingSpec& spec, CalibrationMethod method,
         steps = both_ends ? kDefaultStepsOfEachEnd : kDefaultSteps;
       }
       return both_ends ? steps * steps * (5 + 0.06 * elements)
-                       : steps * (4 + 0.05 * elements);
+                       : WidestRange(spec) * steps * (4 + 0.05 * elements);
     case CalibrationMethod::kEntropy: {
       if (steps == 0) steps = kDefaultSteps;
       const FormatInfo& format = *FindFormat(spec.format);

@@ -21,6 +21,8 @@
 #include "core/calibrate/range_scaler.h"
 #include "core/calibrate/squared_error.h"
 #include "core/errors.h"
+#include "core/formats/codec.h"
+#include "core/formats/number_format.h"
 #include "core/parallel/stop_token.h"
 #include "gtest/gtest.h"
 #include "tests/core/calibrate/calibrate_test_util.h"
@@ -78,12 +80,14 @@ double NaiveError(const CodeNumbers& numbers, const BlockScale& scale,
       is_clipped = quotient < low - kClippedDistance ||
                    quotient > high + kClippedDistance;
     } else {
-      double least = kInfinity;
-      for (const double level : numbers.levels) {
-        if (std::fabs(level - quotient) >= least) continue;
-        least = std::fabs(level - quotient);
-        number = level;
+      auto above = std::lower_bound(numbers.levels.begin(),
+                                    numbers.levels.end(), quotient);
+      if (above == numbers.levels.end() ||
+          (above != numbers.levels.begin() &&
+           quotient - above[-1] <= *above - quotient)) {
+        --above;
       }
+      number = *above;
       is_clipped = quotient < numbers.clip_low || quotient > numbers.clip_high;
     }
     const double distance = (quotient - number) * scale.scale;
@@ -92,13 +96,15 @@ double NaiveError(const CodeNumbers& numbers, const BlockScale& scale,
   return sum;
 }
 
-// The ranges k / steps of the whole one, of each end if it has two.
+// The ranges k / steps of the whole one, of each end if it has two; otherwise
+// the wider ones too.
 std::vector<Range> GridOf(const Search& search, const Range& whole, int steps) {
   std::vector<Range> ranges;
   const auto at = [&](int low, int high) {
     return Range{whole.low * low / steps, whole.high * high / steps};
   };
-  for (int high = steps; high >= 1; --high) {
+  const int most = static_cast<int>(steps * NaiveWidest(search.spec));
+  for (int high = most; high >= 1; --high) {
     if (search.scaler.is_symmetric()) {
       ranges.push_back(at(high, high));
       continue;
@@ -322,7 +328,9 @@ TEST(BlockSearchTest, IsAsGoodAsTryingAllRanges) {
                   std::min(least, NaiveError(numbers, *scale, elements, gamma));
             }
             const double unit = whole.abs_max() / search.scaler.largest();
-            EXPECT_LE(got, 1.0002 * least + count * unit * unit * 0x1p-34);
+            // Quotients of 8 bits in float32 are off by up to 2^-16 each.
+            const double off = std::sqrt(count) * unit * 0x1p-16;
+            EXPECT_LE(got, 1.0002 * least + off * (std::sqrt(least) + off));
           }
         }
       }
@@ -356,12 +364,15 @@ absl::StatusOr<Range> SearchAll(const Search& search, float outer,
     const auto of = [&](double fraction) {
       return Range{whole.low * fraction, whole.high * fraction};
     };
-    for (int k = steps; k >= 1; --k) attempt(of(k * (1.0 / steps)), k, k);
+    const double widest = NaiveWidest(search.spec);
+    for (int k = static_cast<int>(steps * widest); k >= 1; --k) {
+      attempt(of(k * (1.0 / steps)), k, k);
+    }
     if (!best.ok()) return best;
     double center = best_low * (1.0 / steps);
     const auto attempt_around = [&](double step) {
       const double first = center - step;
-      const double last = std::min(center + step, 1.0);
+      const double last = std::min(center + step, widest);
       for (int k = 15; k >= 1; --k) {
         const double fraction = first + k * ((last - first) / 16);
         if (attempt(of(fraction), 0, 0)) center = fraction;
@@ -734,7 +745,7 @@ void AddErrors(const Search& search, const CodeNumbers& numbers,
 
 TEST(BlockSearchTest, LosesNothingBesideAThousandRanges) {
   std::mt19937 random(11);
-  for (const char* format : {"int2", "int3", "int4", "nf4"}) {
+  for (const char* format : {"int2", "int3", "int4", "nf4", "float4_e2m1"}) {
     SCOPED_TRACE(format);
     const Search search(Spec(format), 128);
     const CodeNumbers numbers(search.encoding);
@@ -767,7 +778,7 @@ TEST(BlockSearchTest, LosesNothingOnDataThatWeightsHave) {
       {"a channel of outliers",
        [&](int64_t i) { return normal(random) * (i % 64 == 5 ? 30 : 1); }},
   };
-  for (const char* format : {"int2", "int3", "int4", "nf4"}) {
+  for (const char* format : {"int2", "int3", "int4", "nf4", "float4_e2m1"}) {
     const Search search(Spec(format), 128);
     const CodeNumbers numbers(search.encoding);
     for (const Data& data : kinds) {
@@ -783,6 +794,82 @@ TEST(BlockSearchTest, LosesNothingOnDataThatWeightsHave) {
           << format << ", " << data.name << ": " << got / want;
     }
   }
+}
+
+// Scales with codes: the best of all of them is found.
+TEST(BlockSearchTest, TriesTheExponentsNextToThatOfTheRule) {
+  std::mt19937 random(37);
+  std::normal_distribution<double> normal(0, 1);
+  for (const char* format :
+       {"mxfp4_e2m1", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8_e4m3", "mxfp8_e5m2"}) {
+    int moved = 0;
+    for (const MxScaleRule rule : {MxScaleRule::kFloor, MxScaleRule::kCeil,
+                                   MxScaleRule::kEven, MxScaleRule::kRceil}) {
+      SCOPED_TRACE(absl::StrCat(format, " rule ", static_cast<int>(rule)));
+      EncodingSpec spec = Spec(format);
+      spec.mx_scale_rule = rule;
+      const Search search(spec, 32);
+      const CodeNumbers numbers(search.encoding);
+      for (int block = 0; block < 200; ++block) {
+        std::vector<double> values;
+        for (int i = 0; i < 32; ++i) values.push_back(normal(random));
+        BlockElements elements = ElementsOf(values);
+        const Range whole = {-elements.abs_max(), elements.abs_max()};
+        const auto range =
+            search.search.Search(0, 0, whole, 1, 0, &elements, StopToken());
+        ASSERT_TRUE(range.ok()) << range.status();
+        const BlockScale own = *search.scaler.Scale(0, whole, 0);
+        const BlockScale got = *search.scaler.Scale(0, *range, 0);
+        double least = kInfinity;
+        for (int exponent = -3; exponent <= 1; ++exponent) {
+          BlockScale scale = own;
+          scale.scale = std::ldexp(own.scale, exponent);
+          least = std::min(least, NaiveError(numbers, scale, elements, 1));
+        }
+        EXPECT_LE(NaiveError(numbers, got, elements, 1), least * (1 + 1e-6));
+        moved += got.code != own.code;
+      }
+    }
+    EXPECT_GT(moved, 40) << format;
+  }
+}
+
+TEST(BlockSearchTest, TriesAllE4m3ScalesUpToTwiceTheWholeOne) {
+  std::mt19937 random(41);
+  std::normal_distribution<double> normal(0, 1);
+  const Search search(Spec("nvfp4"), 16);
+  const CodeNumbers numbers(search.encoding);
+  int larger = 0;
+  for (int block = 0; block < 2000; ++block) {
+    SCOPED_TRACE(block);
+    std::vector<double> values;
+    for (int i = 0; i < 16; ++i) values.push_back(normal(random));
+    BlockElements elements = ElementsOf(values);
+    const Range whole = {-elements.abs_max(), elements.abs_max()};
+    // In the first of four the block has the largest element of all: then it
+    // has no larger scale than its own.
+    const double share = std::ldexp(1.0, -static_cast<int>(block % 4));
+    const float outer =
+        *search.scaler.OuterScale(0, elements.abs_max() / share * 1.01);
+    const auto range =
+        search.search.Search(0, outer, whole, 1, 0, &elements, StopToken());
+    ASSERT_TRUE(range.ok()) << range.status();
+    const BlockScale got = *search.scaler.Scale(0, *range, outer);
+    ASSERT_LE(got.code, 0x7e);
+    const float own = search.scaler.Scale(0, whole, outer)->scale;
+    double least = kInfinity;
+    for (uint32_t code = 8; code <= 0x7e; ++code) {
+      BlockScale scale = got;
+      scale.scale = static_cast<float>(
+          DecodeFloat(FindFormatByName("float8_e4m3fn")->float_layout, code) *
+          double{outer});
+      if (scale.scale > 2 * own) break;
+      least = std::min(least, NaiveError(numbers, scale, elements, 1));
+    }
+    EXPECT_LE(NaiveError(numbers, got, elements, 1), least * (1 + 1e-6));
+    larger += got.scale > own;
+  }
+  EXPECT_GT(larger, 200);
 }
 
 TEST(BlockSearchTest, TakesBlocksUpToItsBound) {

@@ -36,6 +36,12 @@ inline EncodingSpec Spec(const char* format,
   return spec;
 }
 
+// The widest range that searches try, in whole ranges.
+inline double NaiveWidest(const EncodingSpec& spec) {
+  const CodeKind kind = FindFormat(spec.format)->kind;
+  return kind == CodeKind::kFloat ? 2 : kind == CodeKind::kCodebook ? 1.5 : 1;
+}
+
 // A tensor with its statistics.
 struct Sample {
   Sample(ElementType type_in, const std::vector<double>& values,

@@ -139,7 +139,8 @@ TEST(RangeSearchTest, IsNoWorseThanTryingAllRangesOnTheData) {
     const double abs_max = std::max(-low, high);
     Judged best = {kInfinity, 0, 0};
     const int steps = spec.search_steps;
-    for (int i = 1; i <= steps; ++i) {
+    const int most = static_cast<int>(steps * NaiveWidest(spec));
+    for (int i = 1; i <= most; ++i) {
       for (int j = has_two_ends ? 1 : steps; j <= steps; ++j) {
         const Encoding candidate =
             has_two_ends
