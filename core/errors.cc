@@ -295,6 +295,10 @@ absl::Status NonFiniteRejectedError(int64_t element_index, double value) {
                    "; expected finite elements only"));
 }
 
+absl::Status GramInvalidError(absl::string_view what) {
+  return Error<Row("GRAM_INVALID")>(what);
+}
+
 absl::Status InterchangeInvalidError(absl::string_view what) {
   return Error<Row("INTERCHANGE_INVALID")>(what);
 }

@@ -72,6 +72,7 @@ inline constexpr ErrorInfo kErrors[] = {
     {"ENCODING_MISSING", ErrorCode::kInvalidArgument},
     {"CANDIDATES_INVALID", ErrorCode::kInvalidArgument},
     {"NON_FINITE_REJECTED", ErrorCode::kInvalidArgument},
+    {"GRAM_INVALID", ErrorCode::kInvalidArgument},
     // Files of encodings.
     {"INTERCHANGE_INVALID", ErrorCode::kInvalidArgument},
     {"INTERCHANGE_UNSUPPORTED", ErrorCode::kUnimplemented},
@@ -211,6 +212,8 @@ absl::Status ScaleOverflowError(int64_t scale_index, double scale);
 absl::Status EncodingMissingError();
 absl::Status CandidatesInvalidError(absl::string_view what);
 absl::Status NonFiniteRejectedError(int64_t element_index, double value);
+// A Gram matrix that is none, or that of another number of features.
+absl::Status GramInvalidError(absl::string_view what);
 
 // --- Files of encodings ----------------------------------------------------
 

@@ -859,7 +859,8 @@ namespace {
 
 HWY_EXPORT(QuantizeSimd);
 
-// Requires: there is one.
+}  // namespace
+
 absl::Status FirstNonFinite(const QuantizeRange& range) {
   int64_t i = 0;
   double value = 0;
@@ -871,8 +872,6 @@ absl::Status FirstNonFinite(const QuantizeRange& range) {
   }
   return NonFiniteRejectedError(range.first + i, value);
 }
-
-}  // namespace
 
 void QuantizeCounts::Merge(const QuantizeCounts& other) {
   total += other.total;

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "absl/status/status.h"
 #include "core/formats/number_format.h"
 #include "core/quantize/quantize.h"
 #include "core/types/block_layout.h"
@@ -38,6 +39,10 @@ struct QuantizeRange {
 // The truth: one element after the other, as quantize.h says it. The policy
 // kReject is left to the caller, who sees the counts.
 void QuantizeScalar(const QuantizeRange& range, QuantizeCounts* counts);
+
+// NON_FINITE_REJECTED, naming the first element that is NaN or infinite.
+// Requires: there is one.
+absl::Status FirstNonFinite(const QuantizeRange& range);
 
 }  // namespace quantd::core
 
