@@ -91,6 +91,21 @@ void Widen(const uint8_t* in, int64_t size_bytes, uint8_t* out) {
   }
 }
 
+void Squares(const float* in, int64_t rows, int64_t columns, float* out) {
+  const hn::ScalableTag<float> d;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+  for (int64_t row = 0; row < rows; row += 4, in += 4 * columns) {
+    for (int64_t k = 0; k < columns; k += lanes) {
+      auto sum = hn::LoadU(d, out + k);
+      for (int64_t r = 0; r < 4; ++r) {
+        const auto x = hn::LoadU(d, in + r * columns + k);
+        sum = hn::MulAdd(x, x, sum);
+      }
+      hn::StoreU(sum, d, out + k);
+    }
+  }
+}
+
 }  // namespace HWY_NAMESPACE
 }  // namespace quantd::bench
 HWY_AFTER_NAMESPACE();
@@ -102,6 +117,7 @@ HWY_EXPORT(Sum);
 HWY_EXPORT(SumAhead);
 HWY_EXPORT(Narrow);
 HWY_EXPORT(Widen);
+HWY_EXPORT(Squares);
 
 uint64_t ReadAndSum(const uint8_t* in, int64_t size_bytes) {
   return HWY_DYNAMIC_DISPATCH(Sum)(in, size_bytes);
@@ -117,6 +133,10 @@ void FourInOneOut(const uint8_t* in, int64_t size_bytes, uint8_t* out) {
 
 void OneInFourOut(const uint8_t* in, int64_t size_bytes, uint8_t* out) {
   HWY_DYNAMIC_DISPATCH(Widen)(in, size_bytes, out);
+}
+
+void SquareSums(const float* in, int64_t rows, int64_t columns, float* out) {
+  HWY_DYNAMIC_DISPATCH(Squares)(in, rows, columns, out);
 }
 
 }  // namespace quantd::bench
