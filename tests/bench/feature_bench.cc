@@ -22,6 +22,7 @@
 #include "core/cpu.h"
 #include "core/parallel/thread_pool.h"
 #include "core/statistics/feature_moments.h"
+#include "core/statistics/gram_state.h"
 #include "core/types/element_type.h"
 #include "tests/bench/limit_loops.h"
 
@@ -67,6 +68,7 @@ class Bench {
         Moments(Reals(data));
       };
     }
+    sides_["gram"] = [this] { Gram(Reals(kData[0])); };
     sides_["read"] = [this] { Read(Reals(kData[0])); };
     sides_["squares"] = [this] { Squares(Reals(kData[0])); };
   }
@@ -108,6 +110,18 @@ class Bench {
                      reinterpret_cast<const uint8_t*>(in), pool_.get());
     });
     sink_ += moments.square_sum(0);
+  }
+
+  void Gram(const std::vector<float>& x) {
+    GramState gram =
+        *GramState::Create(std::vector<int>(static_cast<size_t>(columns_), -10),
+                           GramState::PartSize(columns_));
+    ForEachChunk(x, [&](const float* in, int64_t rows) {
+      gram.Update(ElementType::kFloat32, rows,
+                  reinterpret_cast<const uint8_t*>(in), pool_.get());
+    });
+    gram.Finish(pool_.get());
+    sink_ += static_cast<double>(gram.code_sum(0, 0));
   }
 
   void Read(const std::vector<float>& x) {

@@ -1,0 +1,169 @@
+// The Gram matrix of a layer's inputs: the sum of x x^T over rows x, in
+// integers.
+
+#ifndef QUANTD_CORE_STATISTICS_GRAM_STATE_H_
+#define QUANTD_CORE_STATISTICS_GRAM_STATE_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "core/parallel/thread_pool.h"
+#include "core/statistics/line_allocator.h"
+#include "core/types/element_type.h"
+
+namespace quantd::core {
+
+// The sum over rows x of [rows, n] inputs of x_i * x_j, for each pair of
+// features i, j. The same rows give the same state in any order, chunking and
+// number of threads, on every SIMD target. Not thread-safe.
+//
+// Each feature has a step 2^exponent, which never changes. An element x becomes
+// the code q = x / step, rounded to nearest even and limited to +-kMaxCode; the
+// state is the sum of q_i * q_j. clipped() counts the elements that were
+// limited. Elements of float64 are rounded to float32 first. A row with an
+// element that is not finite is left out as a whole: a part of it would weigh
+// some features more than others. left_out_rows() counts these rows.
+//
+// Where no element is limited, an entry G = q_ij * step_i * step_j is off by at
+// most
+//
+//   step_i * step_j / 2 * (sqrt(r * q_ii) + sqrt(r * q_jj) + r / 2)
+//
+// for r rows, since |x / step - q| <= 1/2 and sum |q_i| <= sqrt(r * q_ii).
+//
+// Many features take much memory: 4 n^2 bytes. Above a limit the state has only
+// the blocks along the diagonal, its parts: features of two parts are taken as
+// uncorrelated.
+class GramState {
+ public:
+  // The largest code. 32 products of two codes fit 32 bits.
+  static constexpr int32_t kMaxCode = 8191;
+  // No sum of that many rows overflows.
+  static constexpr int64_t kMaxRows =
+      std::numeric_limits<int64_t>::max() / (int64_t{kMaxCode} * kMaxCode);
+  static constexpr int kMinExponent = -126;
+  static constexpr int kMaxExponent = 116;
+  // What a part is a multiple of where there are several.
+  static constexpr int64_t kPartUnit = 128;
+  static constexpr int64_t kMaxPart = 8192;
+
+  // Exponents for features of which magnitudes up to `largest` were seen: the
+  // step is between 1/4096 and 1/2048 of that, so that twice as much fits. A
+  // feature that was always 0 gets the largest exponent of all; if all were, 1
+  // is taken as seen.
+  // Requires: all are finite.
+  static std::vector<int> ExponentsFor(absl::Span<const float> largest);
+  // The largest finite magnitude of each feature of [rows, features].
+  static std::vector<float> LargestMagnitudes(ElementType type, int64_t rows,
+                                              int64_t features,
+                                              const uint8_t* data);
+
+  // Features of each part but the last: all if they are at most `max_part`,
+  // otherwise as few parts as that allows, of equal size up to a multiple of
+  // kPartUnit.
+  // Requires: max_part is at least kPartUnit, and a multiple of it.
+  static int64_t PartSize(int64_t features, int64_t max_part = kMaxPart);
+
+  // `exponents`  of each feature.
+  // `part_size`  of PartSize.
+  // Errors: STATISTICS_INVALID for no feature, another exponent than between
+  //         kMinExponent and kMaxExponent, or a part size that PartSize does
+  //         not give for any limit.
+  static absl::StatusOr<GramState> Create(std::vector<int> exponents,
+                                          int64_t part_size);
+
+  // Takes in rows.
+  // `data`  [rows, feature_count()] elements of `type`, any alignment.
+  // `pool`  spreads the work over its threads; may be null.
+  // Requires: rows() and `rows` together are at most kMaxRows.
+  void Update(ElementType type, int64_t rows, const uint8_t* data,
+              ThreadPool* pool);
+
+  // Takes in what Update put aside, up to 512 rows. What reads the sums, and
+  // Merge of both sides, requires it after the last Update.
+  void Finish(ThreadPool* pool);
+
+  // Errors: STATISTICS_MISMATCH for other exponents or parts, or more rows
+  // together than kMaxRows.
+  absl::Status CheckMergeable(const GramState& other) const;
+  // Requires: CheckMergeable.
+  void Merge(const GramState& other);
+
+  int64_t feature_count() const {
+    return static_cast<int64_t>(exponents_.size());
+  }
+  absl::Span<const int> exponents() const { return exponents_; }
+  int64_t part_size() const { return part_size_; }
+  int64_t part_count() const {
+    return (feature_count() + part_size_ - 1) / part_size_;
+  }
+  // Features of that part.
+  int64_t PartWidth(int64_t part) const;
+
+  // Rows that were taken in; those left out are not among them.
+  int64_t rows() const { return rows_; }
+  int64_t left_out_rows() const { return left_out_rows_; }
+  // Elements of these rows that were limited.
+  int64_t clipped() const { return clipped_; }
+
+  // Sum of q_i * q_j; 0 for features of two parts.
+  int64_t code_sum(int64_t i, int64_t j) const;
+  // The Gram matrix of a part, [width, width] for features from part *
+  // part_size() on; of all features if there is one part. Each entry is
+  // rounded once, to nearest.
+  std::vector<double> Dense(int64_t part = 0) const;
+  // How far an entry is off at most, if no element was limited; see above.
+  double ErrorBound(int64_t i, int64_t j) const;
+
+  // What the state takes in memory at most, between calls.
+  int64_t memory_bytes() const;
+  static int64_t MemoryBytes(int64_t features, int64_t part_size);
+
+  // The state as it is stored.
+  struct Parts {
+    std::vector<int> exponents;
+    int64_t part_size = 0;
+    int64_t rows = 0;
+    int64_t left_out_rows = 0;
+    int64_t clipped = 0;
+    // Of each part the upper triangle, row by row: i <= j.
+    std::vector<int64_t> code_sums;
+  };
+  Parts ToParts() const;
+  // Errors: STATISTICS_INVALID for parts that no rows have.
+  static absl::StatusOr<GramState> FromParts(const Parts& parts);
+
+ private:
+  GramState(std::vector<int> exponents, int64_t part_size);
+
+  int64_t panels_per_part() const;
+  // Of features of one part, the place in sums_.
+  size_t SumIndex(int64_t i, int64_t j) const;
+  void Multiply(ThreadPool* pool);
+
+  std::vector<int> exponents_;
+  int64_t part_size_;
+  int64_t rows_ = 0;
+  int64_t left_out_rows_ = 0;
+  int64_t clipped_ = 0;
+  // A panel is 32 features that follow each other within a part, the last of a
+  // part with fewer; a tile is the products of two panels.
+  int64_t panels_;
+  // 1 / step, [panels * 32].
+  std::vector<float> inverse_steps_;
+  // Of each part the tiles (I, J) with I <= J, [32, 32] each.
+  LineVector<int64_t> sums_;
+  // Codes of rows that are not in the sums yet, [panels, pairs of rows, 32
+  // features, 2 rows]; empty if there are none.
+  LineVector<int16_t> pending_;
+  int64_t pending_rows_ = 0;
+};
+
+}  // namespace quantd::core
+
+#endif  // QUANTD_CORE_STATISTICS_GRAM_STATE_H_
