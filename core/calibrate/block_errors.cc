@@ -228,7 +228,8 @@ class LeastError {
   hn::Vec<D> index_;
 };
 
-template <template <class> class Rounder, bool kClips, typename T>
+template <template <class> class Rounder, bool kClips, bool kIsWeighed,
+          typename T>
 int64_t SumErrors(const BlockGrid& grid, const T* HWY_RESTRICT x, int64_t count,
                   const BlockTrials<T>& trials) {
   const hn::CappedTag<T, kTrialLanes> d;
@@ -249,7 +250,10 @@ int64_t SumErrors(const BlockGrid& grid, const T* HWY_RESTRICT x, int64_t count,
         [&](int64_t i, V& square_sum, V& clipped_sum) HWY_ATTR {
           const V q = hn::Mul(hn::Set(d, x[i]), inverse);
           const V distance = rounder.Distance(d, q);
-          const V square = hn::Mul(distance, distance);
+          V square = hn::Mul(distance, distance);
+          if constexpr (kIsWeighed) {
+            square = hn::Mul(square, hn::Set(d, trials.weight[i]));
+          }
           square_sum = hn::Add(square_sum, square);
           if constexpr (kClips) {
             clipped_sum = hn::Add(
@@ -284,9 +288,12 @@ int64_t SumErrors(const BlockGrid& grid, const T* HWY_RESTRICT x, int64_t count,
 template <template <class> class Rounder, typename T>
 int64_t SumErrorsBy(const BlockGrid& grid, const T* x, int64_t count,
                     const BlockTrials<T>& trials) {
+  if (trials.weight != nullptr) {
+    return SumErrors<Rounder, true, true>(grid, x, count, trials);
+  }
   return trials.clipped != nullptr || trials.gamma != 1
-             ? SumErrors<Rounder, true>(grid, x, count, trials)
-             : SumErrors<Rounder, false>(grid, x, count, trials);
+             ? SumErrors<Rounder, true, false>(grid, x, count, trials)
+             : SumErrors<Rounder, false, false>(grid, x, count, trials);
 }
 
 template <typename T>
@@ -305,9 +312,9 @@ int64_t SumAnyErrors(const BlockGrid& grid, const T* x, int64_t count,
   return SumErrorsBy<CodebookRounder>(grid, x, count, trials);
 }
 
-template <typename T>
-void SumBeyondAnyEnds(const T* HWY_RESTRICT x, int64_t count,
-                      const BlockEnds<T>& ends) {
+template <bool kIsWeighed, typename T>
+void SumBeyondEndsBy(const T* HWY_RESTRICT x, int64_t count,
+                     const BlockEnds<T>& ends) {
   const hn::CappedTag<T, kTrialLanes> d;
   using V = hn::Vec<decltype(d)>;
   const auto lanes = static_cast<int64_t>(hn::Lanes(d));
@@ -321,12 +328,28 @@ void SumBeyondAnyEnds(const T* HWY_RESTRICT x, int64_t count,
           const V element = hn::Set(d, x[i]);
           const V under = hn::Max(hn::Sub(low, element), hn::Zero(d));
           const V over = hn::Max(hn::Sub(element, high), hn::Zero(d));
-          below_sum = hn::Add(below_sum, hn::Mul(under, under));
-          above_sum = hn::Add(above_sum, hn::Mul(over, over));
+          V under_square = hn::Mul(under, under);
+          V over_square = hn::Mul(over, over);
+          if constexpr (kIsWeighed) {
+            const V weight = hn::Set(d, ends.weight[i]);
+            under_square = hn::Mul(under_square, weight);
+            over_square = hn::Mul(over_square, weight);
+          }
+          below_sum = hn::Add(below_sum, under_square);
+          above_sum = hn::Add(above_sum, over_square);
         },
         &below, &above);
     hn::StoreU(below, d, ends.below + k);
     hn::StoreU(above, d, ends.above + k);
+  }
+}
+
+template <typename T>
+void SumBeyondAnyEnds(const T* x, int64_t count, const BlockEnds<T>& ends) {
+  if (ends.weight != nullptr) {
+    SumBeyondEndsBy<true>(x, count, ends);
+  } else {
+    SumBeyondEndsBy<false>(x, count, ends);
   }
 }
 
@@ -397,7 +420,9 @@ void SumPieces(const BlockGrid& grid, const T* x, int64_t count,
     SumPiece(grid, x + begin, std::min(kErrorPiece, count - begin),
              {kTrialLanes, trials.scale + k, from(trials.low),
               from(trials.high), trials.gamma, piece_errors,
-              clipped == nullptr ? nullptr : piece_clipped});
+              clipped == nullptr ? nullptr : piece_clipped,
+              std::numeric_limits<double>::infinity(),
+              trials.weight == nullptr ? nullptr : trials.weight + begin});
     bool is_below = clipped != nullptr;
     for (int64_t i = 0; i < kTrialLanes; ++i) {
       errors[i] += piece_errors[i];

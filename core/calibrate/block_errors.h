@@ -55,6 +55,8 @@ struct BlockTrials {
   double* clipped;
   // Errors above it may be given as anything above it.
   double limit = std::numeric_limits<double>::infinity();
+  // [elements] how many times each square counts. Null: once.
+  const T* weight = nullptr;
 };
 
 // Ends of ranges. T is float or double.
@@ -69,10 +71,13 @@ struct BlockEnds {
   // x > high.
   T* below;
   T* above;
+  // As that of trials.
+  const T* weight = nullptr;
 };
 
 // Quotients x / scale are products with 1 / scale. Both and the sums of the
-// squares of their distances are of type T, what is made of a sum is float64.
+// squares of their distances, times the weights of the elements, are of type T;
+// what is made of a sum is float64.
 // Elements are added up in kErrorSums sums, element i in sum i % kErrorSums,
 // which are put together pair by pair after each kErrorChunk elements. Errors
 // of each kErrorPiece elements are added up in float64. Floats lose less than

@@ -53,16 +53,16 @@ struct TwoSums {
   T second = 0;
 };
 
-// Both sums of what `add(x, &first, &second)` adds for each element.
+// Both sums of what `add(i, &first, &second)` adds for each element.
 template <typename T, typename Add>
-TwoSums<T> SumElements(const T* x, int64_t count, const Add& add) {
+TwoSums<T> SumElements(int64_t count, const Add& add) {
   TwoSums<T> sums;
   for (int64_t begin = 0; begin < count; begin += kErrorChunk) {
     T first[kErrorSums] = {};
     T second[kErrorSums] = {};
     const int64_t end = std::min(count, begin + kErrorChunk);
     for (int64_t i = begin; i < end; ++i) {
-      add(x[i], &first[i % kErrorSums], &second[i % kErrorSums]);
+      add(i, &first[i % kErrorSums], &second[i % kErrorSums]);
     }
     sums.first += PutTogether(first);
     sums.second += PutTogether(second);
@@ -84,10 +84,11 @@ int64_t SumBlockErrorsScalar(const BlockGrid& grid, const T* x, int64_t count,
     const T high =
         trials.high == nullptr ? static_cast<T>(grid.qmax) : trials.high[k];
     const TwoSums<T> sums =
-        SumElements(x, count, [&](T element, T* squares, T* clipped) {
+        SumElements<T>(count, [&](int64_t i, T* squares, T* clipped) {
           const Deviation<T> deviation =
-              DeviationOf(grid, element * inverse, low, high);
-          const T square = deviation.distance * deviation.distance;
+              DeviationOf(grid, x[i] * inverse, low, high);
+          T square = deviation.distance * deviation.distance;
+          if (trials.weight != nullptr) square *= trials.weight[i];
           *squares += square;
           if (deviation.is_clipped) *clipped += square;
         });
@@ -111,11 +112,12 @@ template <typename T>
 void SumBeyondEndsScalar(const T* x, int64_t count, const BlockEnds<T>& ends) {
   for (int64_t k = 0; k < ends.count; ++k) {
     const TwoSums<T> sums =
-        SumElements(x, count, [&](T element, T* below, T* above) {
-          const T under = std::max(ends.low[k] - element, T{0});
-          const T over = std::max(element - ends.high[k], T{0});
-          *below += under * under;
-          *above += over * over;
+        SumElements<T>(count, [&](int64_t i, T* below, T* above) {
+          const T weight = ends.weight == nullptr ? T{1} : ends.weight[i];
+          const T under = std::max(ends.low[k] - x[i], T{0});
+          const T over = std::max(x[i] - ends.high[k], T{0});
+          *below += under * under * weight;
+          *above += over * over * weight;
         });
     ends.below[k] = sums.first;
     ends.above[k] = sums.second;

@@ -469,7 +469,12 @@ bool BlockQuantizer::Takes(const EncodingSpec& spec, const BlockLayout& layout,
 
 absl::StatusOr<std::unique_ptr<BlockQuantizer>> BlockQuantizer::Create(
     const EncodingSpec& spec, const BlockLayout& layout, ElementType type,
-    NanPolicy nan_policy, std::vector<float> outer_maximum) {
+    NanPolicy nan_policy, std::vector<float> outer_maximum,
+    const Importance* importance) {
+  if (importance != nullptr) {
+    absl::Status status = CheckTakesImportance(spec, layout);
+    if (!status.ok()) return status;
+  }
   const Encoding encoding = EncodingWithoutScales(spec, layout, false);
   absl::StatusOr<BlockLayout> outer_layout = BlockLayout::Create({}, {});
   if (HasOuterScales(encoding.scale_type)) {
@@ -478,7 +483,7 @@ absl::StatusOr<std::unique_ptr<BlockQuantizer>> BlockQuantizer::Create(
   if (!outer_layout.ok()) return outer_layout.status();
   std::unique_ptr<BlockQuantizer> quantizer(
       new BlockQuantizer(spec, layout, *std::move(outer_layout), type,
-                         nan_policy, std::move(outer_maximum)));
+                         nan_policy, std::move(outer_maximum), importance));
   if (HasOuterScales(encoding.scale_type)) {
     absl::StatusOr<std::vector<float>> outer_scale =
         OuterScales(quantizer->scaler_, quantizer->outer_layout_,
@@ -493,10 +498,12 @@ BlockQuantizer::BlockQuantizer(const EncodingSpec& spec,
                                const BlockLayout& layout,
                                BlockLayout outer_layout, ElementType type,
                                NanPolicy nan_policy,
-                               std::vector<float> outer_maximum)
+                               std::vector<float> outer_maximum,
+                               const Importance* importance)
     : whole_layout_(layout),
       outer_layout_(std::move(outer_layout)),
       outer_maximum_(std::move(outer_maximum)),
+      importance_(importance),
       type_(type),
       nan_policy_(nan_policy),
       layout_(layout),
@@ -504,7 +511,7 @@ BlockQuantizer::BlockQuantizer(const EncodingSpec& spec,
       format_(*FindFormat(encoding_.format)),
       scaler_(spec, encoding_),
       finder_(spec, encoding_, scaler_, layout, /*statistics=*/nullptr,
-              /*moving_average=*/{}, /*held=*/nullptr),
+              /*moving_average=*/{}, /*held=*/nullptr, importance),
       is_min_max_(spec.method == CalibrationMethod::kDefault ||
                   spec.method == CalibrationMethod::kMinMax),
       is_searched_(NeedsHistograms(spec)),
@@ -656,6 +663,7 @@ void BlockQuantizer::AddTile(int64_t first, int64_t count, const uint8_t* in,
   std::vector<Block> blocks(static_cast<size_t>(scales.end - scales.first));
   Collect(partial, begin, absl::MakeSpan(blocks));
   BlockElements elements;
+  std::vector<double> weights;
   const auto find_scales = [&](const BlockLayout::Run& run) {
     // Either one block or elements that are blocks by themselves.
     const int64_t run_blocks = run.scale_step == 0 ? 1 : run.count;
@@ -665,7 +673,15 @@ void BlockQuantizer::AddTile(int64_t first, int64_t count, const uint8_t* in,
     for (int64_t k = 0; k < run_blocks; ++k) {
       if (is_searched_ && stop_.stopped()) return;
       const int64_t i = run.scale_index + k;
-      if (is_searched_) elements.Assign(type_, block_in, block_count);
+      if (is_searched_) {
+        if (importance_ != nullptr) {
+          weights.resize(static_cast<size_t>(block_count));
+          importance_->Copy(run.begin + k * block_count, block_count,
+                            weights.data());
+        }
+        elements.Assign(type_, block_in, block_count,
+                        importance_ == nullptr ? nullptr : weights.data());
+      }
       FindScale(i, blocks[i - begin], &elements, outcome);
       block_in += block_count * ElementSizeBytes(type_);
     }
@@ -717,6 +733,7 @@ void BlockQuantizer::AddBands(int64_t first, int64_t count, const uint8_t* in,
   ParallelFor(pool, tasks, [&](int64_t task) {
     BlockElements elements;
     std::vector<uint8_t> gathered;
+    std::vector<double> weights;
     if (is_searched_) {
       gathered.reserve(
           static_cast<size_t>(whole_layout_.largest_block() * element_bytes));
@@ -732,7 +749,13 @@ void BlockQuantizer::AddBands(int64_t first, int64_t count, const uint8_t* in,
           const uint8_t* from = in + (begin - first) * element_bytes;
           gathered.insert(gathered.end(), from, from + size * element_bytes);
         }
-        elements.Assign(type_, gathered.data(), cursor.count());
+        if (importance_ != nullptr) {
+          weights.resize(static_cast<size_t>(whole_layout_.largest_block()));
+          importance_->CopyBlock(whole_layout_, first_scale() + i,
+                                 weights.data());
+        }
+        elements.Assign(type_, gathered.data(), cursor.count(),
+                        importance_ == nullptr ? nullptr : weights.data());
       }
       FindScale(i, blocks[i], &elements, &outcomes[static_cast<size_t>(task)]);
     }

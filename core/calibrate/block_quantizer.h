@@ -12,6 +12,7 @@
 #include "absl/types/span.h"
 #include "core/calibrate/block_search.h"
 #include "core/calibrate/encoding_spec.h"
+#include "core/calibrate/importance.h"
 #include "core/calibrate/range_finder.h"
 #include "core/calibrate/range_scaler.h"
 #include "core/parallel/stop_token.h"
@@ -44,11 +45,13 @@ class BlockQuantizer {
   // `spec` and `layout` outlive this; the layout is that of the tensor with
   // spec.block_size.
   // `outer_maximum`  see Calibrate; empty without outer scales.
-  // Errors: those of OuterScales.
+  // `importance`     see Calibrate; may be null, otherwise outlives this.
+  // Errors: those of OuterScales and CheckTakesImportance.
   // Requires: Takes.
   static absl::StatusOr<std::unique_ptr<BlockQuantizer>> Create(
       const EncodingSpec& spec, const BlockLayout& layout, ElementType type,
-      NanPolicy nan_policy, std::vector<float> outer_maximum);
+      NanPolicy nan_policy, std::vector<float> outer_maximum,
+      const Importance* importance = nullptr);
 
   // Elements that the beginning of a range is a multiple of, and its end unless
   // that is the tensor's: whole blocks and whole bytes of codes.
@@ -97,7 +100,8 @@ class BlockQuantizer {
 
   BlockQuantizer(const EncodingSpec& spec, const BlockLayout& layout,
                  BlockLayout outer_layout, ElementType type,
-                 NanPolicy nan_policy, std::vector<float> outer_maximum);
+                 NanPolicy nan_policy, std::vector<float> outer_maximum,
+                 const Importance* importance);
 
   // What is known of a block before its scale is found.
   struct Block {
@@ -142,6 +146,7 @@ class BlockQuantizer {
   // Of scales as elements; only with outer scales.
   const BlockLayout outer_layout_;
   const std::vector<float> outer_maximum_;
+  const Importance* const importance_;
   const ElementType type_;
   const NanPolicy nan_policy_;
   // All three of the latest range.

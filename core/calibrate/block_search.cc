@@ -188,7 +188,7 @@ bool IsSearchedDirectly(const EncodingSpec& spec, const BlockLayout& layout) {
 }
 
 int64_t BlockElements::MemoryBytes(const EncodingSpec& spec,
-                                   int64_t largest_block) {
+                                   int64_t largest_block, bool has_importance) {
   if (largest_block <= kFewDirectElements) return 0;
   const bool is_best_of = spec.method == CalibrationMethod::kBestOf;
   const auto uses = [&](CalibrationMethod method) {
@@ -202,19 +202,23 @@ int64_t BlockElements::MemoryBytes(const EncodingSpec& spec,
       uses(CalibrationMethod::kSqnr)) {
     per_element += sizeof(double);
   }
+  // As they are copied, as they are kept, and as errors are weighed by them.
+  if (has_importance) per_element += 3 * sizeof(double);
   // In order.
   if (uses(CalibrationMethod::kPercentile)) per_element += sizeof(double);
   if (uses(CalibrationMethod::kEntropy)) per_element += kEntropyElementBytes;
   return std::min(largest_block, kMaxDirectElements) * per_element;
 }
 
-void BlockElements::Assign(ElementType type, const uint8_t* in, int64_t count) {
+void BlockElements::Assign(ElementType type, const uint8_t* in, int64_t count,
+                           const double* weights) {
   const auto size = static_cast<size_t>(count);
   is_double_ = type == ElementType::kFloat64;
   if (is_double_) {
     if (doubles_.size() < size) MakeRoom(size, &doubles_);
     std::copy_n(in, size * sizeof(double),
                 reinterpret_cast<uint8_t*>(doubles_.data()));
+    KeepWeights(count, doubles_.data(), weights);
     KeepFinite<int64_t>(count, &doubles_);
     return;
   }
@@ -225,13 +229,40 @@ void BlockElements::Assign(ElementType type, const uint8_t* in, int64_t count) {
   } else {
     ToHistogramFloats(type, in, count, floats_.data());
   }
+  KeepWeights(count, floats_.data(), weights);
   KeepFinite<int32_t>(count, &floats_);
 }
 
-void BlockElements::Assign(const HeldTensor& held, int64_t scale_index) {
+void BlockElements::Assign(const HeldTensor& held, const BlockLayout& layout,
+                           int64_t scale_index, const Importance* importance) {
   bytes_.resize(static_cast<size_t>(held.LargestBlockBytes()));
   const int64_t count = held.CopyBlock(scale_index, bytes_.data());
-  Assign(held.type(), bytes_.data(), count);
+  const double* weights = nullptr;
+  if (importance != nullptr) {
+    MakeRoom(static_cast<size_t>(layout.largest_block()), &copied_weights_);
+    importance->CopyBlock(layout, scale_index, copied_weights_.data());
+    weights = copied_weights_.data();
+  }
+  Assign(held.type(), bytes_.data(), count, weights);
+}
+
+template <typename T>
+void BlockElements::KeepWeights(int64_t count, const T* elements,
+                                const double* weights) {
+  has_weights_ = false;
+  if (weights == nullptr) return;
+  const auto size = static_cast<size_t>(count);
+  if (weights_.size() < size) MakeRoom(size, &weights_);
+  double most = 0;
+  size_t kept = 0;
+  for (size_t i = 0; i < size; ++i) {
+    if (!std::isfinite(elements[i])) continue;
+    weights_[kept++] = weights[i];
+    most = std::max(most, weights[i]);
+  }
+  if (most == 0) return;
+  has_weights_ = true;
+  weight_exponent_ = -std::ilogb(most);
 }
 
 template <typename Bits, typename T>
@@ -302,6 +333,13 @@ class BlockSearch::Run {
     } else {
       take(all_.floats());
     }
+    if (!all_.has_weights_) return;
+    if (room_.weights.size() < count) MakeRoom(count, &room_.weights);
+    for (size_t i = 0; i < count; ++i) {
+      room_.weights[i] =
+          static_cast<T>(std::ldexp(all_.weights_[i], all_.weight_exponent_));
+    }
+    weights_ = room_.weights.data();
   }
 
   absl::StatusOr<double> Error(const Range& range) {
@@ -502,7 +540,7 @@ class BlockSearch::Run {
     int64_t best = SumBlockErrors<T>(
         grid_, room_.elements.data(), all_.count(),
         {padded, scales, nullptr, nullptr, gamma_, room_.errors.data(),
-         needs_clipped ? room_.clipped.data() : nullptr, least()});
+         needs_clipped ? room_.clipped.data() : nullptr, least(), weights_});
     // Where all are beyond float64, the first is as good as any.
     while (scales[best] == 0) {
       if (++best == count) return;
@@ -670,7 +708,7 @@ class BlockSearch::Run {
     room_.above.resize(std::max<size_t>(room_.above.size(), padded));
     SumBeyondEnds<T>(
         room_.elements.data(), all_.count(),
-        {padded, low, high, room_.below.data(), room_.above.data()});
+        {padded, low, high, room_.below.data(), room_.above.data(), weights_});
     return Bounds(room_.below.data(), room_.above.data(), gamma_ * kSlack);
   }
 
@@ -707,7 +745,7 @@ class BlockSearch::Run {
         grid_, room_.elements.data(), all_.count(),
         {(count + kTrialLanes - 1) / kTrialLanes * kTrialLanes,
          room_.scale.data(), room_.low.data(), room_.high.data(), gamma_,
-         room_.errors.data(), nullptr, least()});
+         room_.errors.data(), nullptr, least(), weights_});
     // Where all are beyond float64, the first is as good as any.
     Take({trials_.low[best], trials_.high[best]}, room_.errors[best],
          trials_.order[best]);
@@ -769,6 +807,8 @@ class BlockSearch::Run {
   const double gamma_;
   BlockElements& all_;
   BlockElements::Room<T>& room_;
+  // [count] or null.
+  const T* weights_ = nullptr;
   BlockElements::Trials& trials_;
   const StopToken stop_;
   absl::Status status_;

@@ -14,6 +14,7 @@
 #include "core/calibrate/block_entropy.h"
 #include "core/calibrate/block_errors.h"
 #include "core/calibrate/encoding_spec.h"
+#include "core/calibrate/importance.h"
 #include "core/calibrate/range_scaler.h"
 #include "core/parallel/stop_token.h"
 #include "core/statistics/held_tensor.h"
@@ -43,15 +44,22 @@ class BlockElements {
  public:
   // Elements in place of those that were there. NaN and infinities are left
   // out.
-  // `in`  [count] elements of the type, any alignment.
-  void Assign(ElementType type, const uint8_t* in, int64_t count);
+  // `in`       [count] elements of the type, any alignment.
+  // `weights`  [count] of Importance; null: all count the same. So they do
+  //            where all weights of finite elements are 0.
+  void Assign(ElementType type, const uint8_t* in, int64_t count,
+              const double* weights = nullptr);
   // Those of one scale index, of a layout without larger blocks than
   // kMaxDirectElements.
-  void Assign(const HeldTensor& held, int64_t scale_index);
+  // `layout`      that of `held`.
+  // `importance`  may be null.
+  void Assign(const HeldTensor& held, const BlockLayout& layout,
+              int64_t scale_index, const Importance* importance);
 
   // The most memory that a search of blocks of so many elements holds. A few
   // hundred KiB may come on top.
-  static int64_t MemoryBytes(const EncodingSpec& spec, int64_t largest_block);
+  static int64_t MemoryBytes(const EncodingSpec& spec, int64_t largest_block,
+                             bool has_importance = false);
 
   int64_t count() const { return count_; }
   // Float64 elements are kept as such, all others as float32.
@@ -71,6 +79,7 @@ class BlockElements {
   template <typename T>
   struct Room {
     std::vector<T> elements;
+    std::vector<T> weights;
     // Of trials.
     std::vector<T> scale;
     std::vector<T> low;
@@ -109,10 +118,19 @@ class BlockElements {
   Room<T>& room();
   template <typename Bits, typename T>
   void KeepFinite(int64_t count, std::vector<T>* elements);
+  // Before that.
+  template <typename T>
+  void KeepWeights(int64_t count, const T* elements, const double* weights);
 
   int64_t count_ = 0;
   bool is_double_ = false;
   double abs_max_ = 0;
+  bool has_weights_ = false;
+  // The weights, and the exponent that takes the largest of them to 1 or just
+  // above: float32 holds what counts then.
+  std::vector<double> weights_;
+  int weight_exponent_ = 0;
+  std::vector<double> copied_weights_;
   std::vector<uint8_t> bytes_;
   std::vector<float> floats_;
   std::vector<double> doubles_;
@@ -134,7 +152,8 @@ class BlockSearch {
               const RangeScaler& scaler);
 
   // What a range is judged by: the squared error of the elements' codes under
-  // the scale as it is stored, where clipped elements count `gamma` times.
+  // the scale as it is stored, where clipped elements count `gamma` times. The
+  // unit of weighed errors depends on the weights of the block.
   // `outer`  as for RangeScaler::Scale.
   // Errors: those of RangeScaler::Scale.
   absl::StatusOr<double> Error(int64_t index, float outer, const Range& range,

@@ -113,7 +113,8 @@ class Calibrator {
              const TensorStatistics& statistics,
              absl::Span<const Extremes> moving_average, ThreadPool* pool,
              StopToken stop, const HeldTensor* held,
-             absl::Span<const float> outer_maximum)
+             absl::Span<const float> outer_maximum,
+             const Importance* importance)
       : layout_(layout),
         statistics_(statistics),
         pool_(pool),
@@ -124,7 +125,7 @@ class Calibrator {
                                         TurnsUnsigned(spec, statistics))),
         scaler_(spec, encoding_),
         finder_(spec, encoding_, scaler_, layout, &statistics, moving_average,
-                held) {}
+                held, importance) {}
 
   absl::StatusOr<Calibration> Run() {
     const auto count = static_cast<size_t>(scale_count_);
@@ -318,11 +319,20 @@ absl::StatusOr<Calibration> Calibrate(const EncodingSpec& spec,
                                       absl::Span<const Extremes> moving_average,
                                       ThreadPool* pool, StopToken stop,
                                       const HeldTensor* held,
-                                      absl::Span<const float> outer_maximum) {
+                                      absl::Span<const float> outer_maximum,
+                                      const Importance* importance) {
   if (absl::Status status = ValidateSpec(spec); !status.ok()) return status;
   absl::Status status = CheckOuterMaxima(spec, layout, outer_maximum);
   if (!status.ok()) return status;
-  if (NeedsHistograms(spec)) {
+  if (importance != nullptr) {
+    status = CheckTakesImportance(spec, layout);
+    if (!status.ok()) return status;
+    if (held == nullptr) {
+      return MethodInvalidError(
+          "importance weighs the elements, which statistics do not have; "
+          "quantize the tensor itself with it");
+    }
+  } else if (NeedsHistograms(spec)) {
     const bool has_histograms = !statistics.histograms().empty();
     if (!has_histograms && held == nullptr) {
       return MethodInvalidError(
@@ -335,7 +345,7 @@ absl::StatusOr<Calibration> Calibrate(const EncodingSpec& spec,
     }
   }
   return Calibrator(spec, layout, statistics, moving_average, pool, stop, held,
-                    outer_maximum)
+                    outer_maximum, importance)
       .Run();
 }
 

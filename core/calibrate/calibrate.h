@@ -11,6 +11,7 @@
 #include "absl/types/optional.h"
 #include "absl/types/span.h"
 #include "core/calibrate/encoding_spec.h"
+#include "core/calibrate/importance.h"
 #include "core/calibrate/prediction.h"
 #include "core/calibrate/range_scaler.h"
 #include "core/parallel/stop_token.h"
@@ -86,11 +87,16 @@ Encoding EncodingWithoutScales(const EncodingSpec& spec,
 //                   MantissaBitsAtHand.
 // `outer_maximum`   [outer scale count] the largest magnitude in each outer
 //                   block; where empty it is found.
+// `importance`      of the tensor's elements, for mse, sqnr and best-of: their
+//                   squared errors count by it. May be null. All blocks are
+//                   searched on their elements then, so that the tensor has to
+//                   be held.
 // Errors: those of ValidateSpec; CANCELLED;
 //   OUTER_MAXIMUM     an element beyond its maximum; not as many maxima as
 //                     outer scales; one that is negative or not finite
 //   METHOD_INVALID    the method needs histograms, and there are none, or
-//                     coarser ones than spec.mantissa_bits
+//                     coarser ones than spec.mantissa_bits; importance where
+//                     the tensor is not held, or see CheckTakesImportance
 // and of the smallest scale index that has one:
 //   SCALE_OVERFLOW    the range needs a scale beyond the scale type
 //   ZERO_POINT_RANGE  with exclude_zero: the range is too far from zero for its
@@ -100,7 +106,8 @@ absl::StatusOr<Calibration> Calibrate(
     const TensorStatistics& statistics,
     absl::Span<const Extremes> moving_average, ThreadPool* pool,
     StopToken stop = StopToken(), const HeldTensor* held = nullptr,
-    absl::Span<const float> outer_maximum = {});
+    absl::Span<const float> outer_maximum = {},
+    const Importance* importance = nullptr);
 
 // Errors: OUTER_MAXIMUM unless there are none, or as many as the layout's outer
 // scales, finite and not negative.

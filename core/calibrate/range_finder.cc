@@ -116,14 +116,17 @@ RangeFinder::RangeFinder(const EncodingSpec& spec, const Encoding& encoding,
                          const RangeScaler& scaler, const BlockLayout& layout,
                          const TensorStatistics* statistics,
                          absl::Span<const Extremes> moving_average,
-                         const HeldTensor* held)
+                         const HeldTensor* held, const Importance* importance)
     : spec_(spec),
       scaler_(scaler),
-      is_direct_(IsSearchedDirectly(spec, layout) &&
-                 (statistics == nullptr || statistics->histograms().empty())),
+      layout_(layout),
+      is_direct_(importance != nullptr ||
+                 (IsSearchedDirectly(spec, layout) &&
+                  (statistics == nullptr || statistics->histograms().empty()))),
       statistics_(statistics),
       moving_average_(moving_average),
-      held_(held) {
+      held_(held),
+      importance_(importance) {
   if (NeedsHistograms(spec)) searched_.emplace(spec, encoding, scaler);
 }
 
@@ -183,7 +186,7 @@ absl::StatusOr<absl::optional<Range>> RangeFinder::Find(int64_t index,
                                                         StopToken stop) const {
   const Extremes& extremes = statistics_->extremes()[index];
   if (is_direct_) {
-    elements->Assign(*held_, index);
+    elements->Assign(*held_, layout_, index, importance_);
     return FindAmong(index, outer, extremes, elements, stop);
   }
   const auto at_once = FindAtOnce(index, extremes);

@@ -12,6 +12,7 @@
 #include "core/calibrate/distribution.h"
 #include "core/calibrate/encoding_spec.h"
 #include "core/calibrate/entropy.h"
+#include "core/calibrate/importance.h"
 #include "core/calibrate/range_scaler.h"
 #include "core/calibrate/squared_error.h"
 #include "core/parallel/stop_token.h"
@@ -31,6 +32,8 @@ class RangeFinder {
   //                   asked.
   // `moving_average`  [scale_count] averaged extremes, or empty.
   // `held`            the tensor, or null.
+  // `importance`      of the tensor, or null. Then all blocks are searched
+  //                   directly; requires CheckTakesImportance.
   // `encoding` is read here only. Everything else that is passed by reference
   // outlives this, and so does what `moving_average` points at.
   // Requires: a valid spec, resolved for the layout's shape, and where it needs
@@ -38,8 +41,8 @@ class RangeFinder {
   RangeFinder(const EncodingSpec& spec, const Encoding& encoding,
               const RangeScaler& scaler, const BlockLayout& layout,
               const TensorStatistics* statistics,
-              absl::Span<const Extremes> moving_average,
-              const HeldTensor* held);
+              absl::Span<const Extremes> moving_average, const HeldTensor* held,
+              const Importance* importance = nullptr);
 
   // Of the histograms that ranges come from; 0 where they come from none.
   int mantissa_bits() const;
@@ -59,7 +62,8 @@ class RangeFinder {
   // The same of a block that is at hand, for methods that need no histogram and
   // blocks that are searched directly.
   // `extremes`  of its finite elements.
-  // `elements`  of the block; looked at only where IsSearchedDirectly.
+  // `elements`  of the block, with their weights; looked at only where
+  //             IsSearchedDirectly.
   absl::StatusOr<absl::optional<Range>> FindAmong(int64_t index, float outer,
                                                   const Extremes& extremes,
                                                   BlockElements* elements,
@@ -106,6 +110,7 @@ class RangeFinder {
 
   const EncodingSpec& spec_;
   const RangeScaler& scaler_;
+  const BlockLayout& layout_;
   // Only where the method searches: to make it takes longer than to find the
   // scales of a small tensor without.
   absl::optional<Searched> searched_;
@@ -113,6 +118,7 @@ class RangeFinder {
   const TensorStatistics* const statistics_;
   const absl::Span<const Extremes> moving_average_;
   const HeldTensor* const held_;
+  const Importance* const importance_;
 };
 
 }  // namespace quantd::core

@@ -198,8 +198,13 @@ TEST(BlockSearchTest, EverySimdTargetSumsTheSame) {
             low.push_back(static_cast<T>(grid.qmin - zero_point));
             high.push_back(static_cast<T>(grid.qmax - zero_point));
           }
+          std::vector<T> weights;
+          for (int64_t i = 0; i < count; ++i) {
+            weights.push_back(static_cast<T>(random() % 5 * 0.375));
+          }
           // The errors, the parts of them, and the best of them.
-          const auto sum = [&](bool clips, bool has_ends, double gamma) {
+          const auto sum = [&](bool clips, bool has_ends, double gamma,
+                               bool is_weighed) {
             std::vector<double> sums(2 * trial_count + 1, -1);
             const BlockTrials<T> trials{
                 trial_count,
@@ -208,40 +213,49 @@ TEST(BlockSearchTest, EverySimdTargetSumsTheSame) {
                 has_ends ? high.data() : nullptr,
                 gamma,
                 sums.data(),
-                clips ? sums.data() + trial_count : nullptr};
+                clips ? sums.data() + trial_count : nullptr,
+                kInfinity,
+                is_weighed ? weights.data() : nullptr};
             sums.back() = static_cast<double>(
                 SumBlockErrors<T>(grid, x.data() + 1, count, trials));
             return sums;
           };
-          const auto sum_beyond = [&] {
+          const auto sum_beyond = [&](bool is_weighed) {
             std::vector<T> sums(2 * trial_count + 1, -1);
             SumBeyondEnds<T>(x.data() + 1, count,
                              {trial_count, low.data(), high.data(), sums.data(),
-                              sums.data() + trial_count});
+                              sums.data() + trial_count,
+                              is_weighed ? weights.data() : nullptr});
             return sums;
           };
-          for (const auto& [clips, has_ends, gamma] :
-               {std::tuple(false, true, 1.0), std::tuple(false, false, 3.0),
-                std::tuple(true, false, 1.0), std::tuple(true, true, 0.5)}) {
+          for (const auto& [clips, has_ends, gamma, is_weighed] :
+               {std::tuple(false, true, 1.0, false),
+                std::tuple(false, false, 3.0, false),
+                std::tuple(true, false, 1.0, false),
+                std::tuple(true, true, 0.5, true),
+                std::tuple(false, false, 1.0, true)}) {
             ASSERT_TRUE(SetSimdTarget("scalar").ok());
-            const std::vector<double> want = sum(clips, has_ends, gamma);
+            const std::vector<double> want =
+                sum(clips, has_ends, gamma, is_weighed);
             const auto best =
                 std::min_element(want.begin(), want.begin() + trial_count);
             ASSERT_EQ(want.back(), best - want.begin());
-            ForEachSimdTarget(
-                [&, clips = clips, has_ends = has_ends, gamma = gamma] {
-                  ASSERT_EQ(sum(clips, has_ends, gamma), want)
-                      << trial_count << " trials, count " << count;
-                });
+            ForEachSimdTarget([&, clips = clips, has_ends = has_ends,
+                               gamma = gamma, is_weighed = is_weighed] {
+              ASSERT_EQ(sum(clips, has_ends, gamma, is_weighed), want)
+                  << trial_count << " trials, count " << count;
+            });
             if (HasFailure()) return;
           }
-          ASSERT_TRUE(SetSimdTarget("scalar").ok());
-          const std::vector<T> want = sum_beyond();
-          ForEachSimdTarget([&] {
-            ASSERT_EQ(sum_beyond(), want)
-                << trial_count << " ends, count " << count;
-          });
-          if (HasFailure()) return;
+          for (const bool is_weighed : {false, true}) {
+            ASSERT_TRUE(SetSimdTarget("scalar").ok());
+            const std::vector<T> want = sum_beyond(is_weighed);
+            ForEachSimdTarget([&] {
+              ASSERT_EQ(sum_beyond(is_weighed), want)
+                  << trial_count << " ends, count " << count;
+            });
+            if (HasFailure()) return;
+          }
         }
       }
     };
