@@ -158,12 +158,11 @@ absl::Status SetContribution(const RpcEnvironment& env,
   if (header.has_spec()) {
     // Checked before any data comes; the statistics decide later.
     MemoryBudget::Lease lease;
-    absl::Status charged = ChargeRanges(env, header.spec(), &lease);
-    if (!charged.ok()) return core::WithField(charged, "header.spec");
+    absl::StatusOr<core::EncodingSpec> spec =
+        ParseSpec(env, header.spec(), &lease);
+    if (!spec.ok()) return core::WithField(spec.status(), "header.spec");
     task->spec_lease =
         std::make_shared<const MemoryBudget::Lease>(std::move(lease));
-    absl::StatusOr<core::EncodingSpec> spec = SpecFromProto(header.spec());
-    if (!spec.ok()) return core::WithField(spec.status(), "header.spec");
     // Their encoding has no fewer scales than that of this part. If those are
     // too many, nothing is to be counted. Parts differ only along dimensions
     // that are not split: ranges for another number of scales never fit.

@@ -112,9 +112,8 @@ class ComputeEncodingsCall final
   }
 
   absl::Status AddSpec(const v1::EncodingSpec& proto) {
-    absl::Status charged = ChargeRanges(env(), proto, &ranges_lease_);
-    if (!charged.ok()) return charged;
-    absl::StatusOr<core::EncodingSpec> spec = SpecFromProto(proto);
+    absl::StatusOr<core::EncodingSpec> spec =
+        ParseSpec(env(), proto, &ranges_lease_);
     if (!spec.ok()) return spec.status();
     specs_.push_back(*std::move(spec));
     return absl::OkStatus();

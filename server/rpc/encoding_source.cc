@@ -224,16 +224,19 @@ absl::StatusOr<ResolvedEncoding> EncodingSource::Resolve(
       core::HasScaleCodes(encoding_->scale_type) ? "scale_code" : "scale");
 }
 
-absl::Status ChargeRanges(const RpcEnvironment& env,
-                          const v1::EncodingSpec& proto,
-                          MemoryBudget::Lease* lease) {
+absl::StatusOr<core::EncodingSpec> ParseSpec(const RpcEnvironment& env,
+                                             const v1::EncodingSpec& proto,
+                                             MemoryBudget::Lease* lease) {
   constexpr int64_t kCopies = 2;
   const int64_t count = int64_t{proto.scale_range_min_size()} +
                         int64_t{proto.scale_range_max_size()};
   const int64_t bytes = kCopies * count * static_cast<int64_t>(sizeof(double));
-  if (bytes <= kSmallBytes) return absl::OkStatus();
-  return env.budget->Grow(lease, lease->bytes() + bytes,
-                          "send fewer ranges of scales at once");
+  if (bytes > kSmallBytes) {
+    absl::Status charged = env.budget->Grow(
+        lease, lease->bytes() + bytes, "send fewer ranges of scales at once");
+    if (!charged.ok()) return charged;
+  }
+  return SpecFromProto(proto);
 }
 
 absl::StatusOr<ResolvedSpec> ResolveSpec(const RpcEnvironment& env,
@@ -274,9 +277,7 @@ absl::StatusOr<ResolvedSpec> ResolveSpec(const RpcEnvironment& env,
                                          absl::Span<const int64_t> shape,
                                          ScaleTransport transport) {
   MemoryBudget::Lease lease;
-  absl::Status status = ChargeRanges(env, proto, &lease);
-  if (!status.ok()) return status;
-  absl::StatusOr<core::EncodingSpec> spec = SpecFromProto(proto);
+  absl::StatusOr<core::EncodingSpec> spec = ParseSpec(env, proto, &lease);
   if (!spec.ok()) return spec.status();
   absl::StatusOr<ResolvedSpec> resolved =
       ResolveSpec(env, *spec, shape, transport);

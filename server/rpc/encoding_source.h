@@ -118,21 +118,22 @@ struct ResolvedSpec {
   std::shared_ptr<const MemoryBudget::Lease> lease = nullptr;
 };
 
-// Charges the fixed ranges of a spec, of which each scale may have one: as they
-// came, and as they are resolved. Those of a few scales are not charged.
-// Errors: MEMORY_BUDGET.
-absl::Status ChargeRanges(const RpcEnvironment& env,
-                          const v1::EncodingSpec& proto,
-                          MemoryBudget::Lease* lease);
+// Parses a spec, and adds what its fixed ranges take to `lease`, which has to
+// live as long as the spec. Each scale may have a range. They are charged as
+// they came, and as they are resolved. Those of a few scales are not charged.
+// Errors: those of SpecFromProto, MEMORY_BUDGET.
+absl::StatusOr<core::EncodingSpec> ParseSpec(const RpcEnvironment& env,
+                                             const v1::EncodingSpec& proto,
+                                             MemoryBudget::Lease* lease);
 
-// The caller has charged the ranges of the spec.
+// `spec`  as ParseSpec gives it.
 // Errors: those of core::ResolveSpec and CheckedLayout, SCALE_COUNT_LIMIT with
 // kOneMessage; at the fields of an EncodingSpec.
 absl::StatusOr<ResolvedSpec> ResolveSpec(
     const RpcEnvironment& env, const core::EncodingSpec& spec,
     absl::Span<const int64_t> shape,
     ScaleTransport transport = ScaleTransport::kOneMessage);
-// Charges the ranges. Errors: those of SpecFromProto and ChargeRanges as well.
+// Errors: those of ParseSpec as well.
 absl::StatusOr<ResolvedSpec> ResolveSpec(
     const RpcEnvironment& env, const v1::EncodingSpec& proto,
     absl::Span<const int64_t> shape,

@@ -139,9 +139,8 @@ class SweepCall final
     }
     for (const v1::EncodingSpec& proto : request().specs()) {
       const std::string field = absl::StrCat("specs[", specs_.size(), "]");
-      absl::Status charged = ChargeRanges(env(), proto, &ranges_lease_);
-      if (!charged.ok()) return core::WithField(charged, field);
-      absl::StatusOr<core::EncodingSpec> spec = SpecFromProto(proto);
+      absl::StatusOr<core::EncodingSpec> spec =
+          ParseSpec(env(), proto, &ranges_lease_);
       if (!spec.ok()) return core::WithField(spec.status(), field);
       totals_.emplace_back().set_spec_index(specs_.size());
       specs_.push_back(*std::move(spec));

@@ -55,6 +55,7 @@ int64_t ScaleCount(const v1::Encoding& proto);
 // What `proto` takes in memory as core::Encoding.
 int64_t EncodingMemoryBytes(const v1::Encoding& proto);
 
+// Charges nothing: for specs of requests call ParseSpec.
 // Errors: ENUM_UNKNOWN and those of core::ValidateSpec, at the message's
 // fields.
 absl::StatusOr<core::EncodingSpec> SpecFromProto(const v1::EncodingSpec& proto);
