@@ -349,6 +349,10 @@ absl::Status PatternInvalidError(absl::string_view what) {
   return Error<Row("PATTERN_INVALID")>(what);
 }
 
+absl::Status TieInvalidError(absl::string_view what) {
+  return Error<Row("TIE_INVALID")>(what);
+}
+
 absl::Status TargetInvalidError(absl::string_view what) {
   return Error<Row("TARGET_INVALID")>(what);
 }

@@ -86,6 +86,7 @@ inline constexpr ErrorInfo kErrors[] = {
     {"STATISTICS_INVALID", ErrorCode::kInvalidArgument},
     {"SPEC_MISSING", ErrorCode::kInvalidArgument},
     {"PATTERN_INVALID", ErrorCode::kInvalidArgument},
+    {"TIE_INVALID", ErrorCode::kInvalidArgument},
     {"TARGET_INVALID", ErrorCode::kInvalidArgument},
     // Store.
     {"STATISTICS_NOT_FOUND", ErrorCode::kNotFound},
@@ -240,6 +241,7 @@ absl::Status StatisticsTooLargeError(int64_t limit_bytes, int64_t got_bytes,
 absl::Status StatisticsInvalidError(absl::string_view what);
 absl::Status SpecMissingError();
 absl::Status PatternInvalidError(absl::string_view what);
+absl::Status TieInvalidError(absl::string_view what);
 absl::Status TargetInvalidError(absl::string_view what);
 
 // --- Store -----------------------------------------------------------------

@@ -114,32 +114,30 @@ class Calibrator {
              absl::Span<const Extremes> moving_average, ThreadPool* pool,
              StopToken stop, const HeldTensor* held,
              absl::Span<const float> outer_maximum,
-             const Importance* importance)
+             const Importance* importance,
+             absl::Span<const double> outer_magnitude)
       : layout_(layout),
         statistics_(statistics),
         pool_(pool),
         stop_(stop),
         outer_maximum_(outer_maximum),
+        has_outer_(!outer_maximum.empty() || !outer_magnitude.empty()),
         scale_count_(statistics.scale_count()),
         encoding_(EncodingWithoutScales(spec, layout,
                                         TurnsUnsigned(spec, statistics))),
         scaler_(spec, encoding_),
         finder_(spec, encoding_, scaler_, layout, &statistics, moving_average,
-                held, importance) {}
+                held, importance),
+        outer_magnitude_(outer_magnitude.begin(), outer_magnitude.end()) {}
 
   absl::StatusOr<Calibration> Run() {
-    const auto count = static_cast<size_t>(scale_count_);
-    encoding_.scale.resize(count);
-    if (!scaler_.is_symmetric()) ResizeZeroPoints(count, &encoding_);
-    if (HasScaleCodes(encoding_.scale_type)) encoding_.scale_code.resize(count);
-    // Written before it is read, and large.
-    if (scaler_.has_outer_scales()) ranges_.reset(new Range[count]);
-    if (!outer_maximum_.empty()) {
+    MakeRoom();
+    if (has_outer_) {
       if (absl::Status s = FindOuterScales(); !s.ok()) return s;
     }
     if (absl::Status s = FindScales(); !s.ok()) return s;
     // Outer scales follow from the ranges without them.
-    if (scaler_.has_outer_scales() && outer_maximum_.empty()) {
+    if (scaler_.has_outer_scales() && !has_outer_) {
       if (absl::Status s = FindOuterScales(); !s.ok()) return s;
       if (absl::Status s = FindScales(); !s.ok()) return s;
     }
@@ -156,7 +154,23 @@ class Calibrator {
     return calibration;
   }
 
+  absl::StatusOr<std::vector<double>> FindOuterMagnitudes() {
+    MakeRoom();
+    if (absl::Status s = FindScales(); !s.ok()) return s;
+    if (absl::Status s = FindOuterScales(); !s.ok()) return s;
+    return std::move(outer_magnitude_);
+  }
+
  private:
+  void MakeRoom() {
+    const auto count = static_cast<size_t>(scale_count_);
+    encoding_.scale.resize(count);
+    if (!scaler_.is_symmetric()) ResizeZeroPoints(count, &encoding_);
+    if (HasScaleCodes(encoding_.scale_type)) encoding_.scale_code.resize(count);
+    // Written before it is read, and large.
+    if (scaler_.has_outer_scales()) ranges_.reset(new Range[count]);
+  }
+
   // Of all scale indices, under the outer scales if they are known.
   absl::Status FindScales() {
     // Large batches where there are many: their scales are next to each other.
@@ -214,7 +228,7 @@ class Calibrator {
       if (!status.ok()) return status;
     }
     Range range;
-    if (outer_index >= 0 && outer_maximum_.empty() && !finder_.searches()) {
+    if (outer_index >= 0 && !has_outer_ && !finder_.searches()) {
       range = ranges_[i];
     } else {
       const absl::StatusOr<absl::optional<Range>> found =
@@ -248,7 +262,7 @@ class Calibrator {
         OuterLayout(encoding_, layout_.scale_shape());
     if (!outer_layout.ok()) return outer_layout.status();
     const auto count = static_cast<size_t>(outer_layout->scale_count());
-    outer_magnitude_.resize(count);
+    outer_magnitude_.resize(count);  // Those that are given stay.
     std::vector<int64_t> largest(count);
     outer_indices_.reset(new int64_t[static_cast<size_t>(scale_count_)]);
     constexpr int64_t kAtOnce = 4096;
@@ -261,7 +275,7 @@ class Calibrator {
             for (int64_t k = 0; k < run.count; ++k, ++i) {
               const int64_t outer = run.scale_index + k * run.scale_step;
               outer_indices_[i] = outer;
-              if (!outer_maximum_.empty() || IsNone(ranges_[i])) continue;
+              if (has_outer_ || IsNone(ranges_[i])) continue;
               const double magnitude = scaler_.Magnitude(ranges_[i]);
               if (magnitude > outer_magnitude_[outer]) {
                 outer_magnitude_[outer] = magnitude;
@@ -294,6 +308,8 @@ class Calibrator {
   ThreadPool* const pool_;
   const StopToken stop_;
   const absl::Span<const float> outer_maximum_;
+  // Outer scales follow from what was given.
+  const bool has_outer_;
   const int64_t scale_count_;
   // Each thread writes the scales that it has taken.
   Encoding encoding_;
@@ -311,42 +327,63 @@ class Calibrator {
   std::vector<double> outer_magnitude_;
 };
 
-}  // namespace
-
-absl::StatusOr<Calibration> Calibrate(const EncodingSpec& spec,
-                                      const BlockLayout& layout,
-                                      const TensorStatistics& statistics,
-                                      absl::Span<const Extremes> moving_average,
-                                      ThreadPool* pool, StopToken stop,
-                                      const HeldTensor* held,
-                                      absl::Span<const float> outer_maximum,
-                                      const Importance* importance) {
-  if (absl::Status status = ValidateSpec(spec); !status.ok()) return status;
-  absl::Status status = CheckOuterMaxima(spec, layout, outer_maximum);
+// Errors: those of ValidateSpec, METHOD_INVALID.
+absl::Status CheckInput(const EncodingSpec& spec, const BlockLayout& layout,
+                        const TensorStatistics& statistics,
+                        const HeldTensor* held, const Importance* importance) {
+  absl::Status status = ValidateSpec(spec);
   if (!status.ok()) return status;
   if (importance != nullptr) {
     status = CheckTakesImportance(spec, layout);
-    if (!status.ok()) return status;
-    if (held == nullptr) {
+    if (status.ok() && held == nullptr) {
       return MethodInvalidError(
           "importance weighs the elements, which statistics do not have; "
           "quantize the tensor itself with it");
     }
-  } else if (NeedsHistograms(spec)) {
-    const bool has_histograms = !statistics.histograms().empty();
-    if (!has_histograms && held == nullptr) {
-      return MethodInvalidError(
-          "the method needs histograms, which the statistics do not have");
-    }
-    if (has_histograms && statistics.mantissa_bits() < spec.mantissa_bits) {
-      return MethodInvalidError(absl::StrCat(
-          "mantissa_bits is ", spec.mantissa_bits, "; the statistics have ",
-          statistics.mantissa_bits(), ", expected no more than that"));
-    }
+    return status;
   }
+  if (!NeedsHistograms(spec)) return absl::OkStatus();
+  const bool has_histograms = !statistics.histograms().empty();
+  if (!has_histograms && held == nullptr) {
+    return MethodInvalidError(
+        "the method needs histograms, which the statistics do not have");
+  }
+  if (has_histograms && statistics.mantissa_bits() < spec.mantissa_bits) {
+    return MethodInvalidError(absl::StrCat(
+        "mantissa_bits is ", spec.mantissa_bits, "; the statistics have ",
+        statistics.mantissa_bits(), ", expected no more than that"));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::StatusOr<Calibration> Calibrate(
+    const EncodingSpec& spec, const BlockLayout& layout,
+    const TensorStatistics& statistics,
+    absl::Span<const Extremes> moving_average, ThreadPool* pool, StopToken stop,
+    const HeldTensor* held, absl::Span<const float> outer_maximum,
+    const Importance* importance, absl::Span<const double> outer_magnitude) {
+  absl::Status status = CheckInput(spec, layout, statistics, held, importance);
+  if (!status.ok()) return status;
+  status = CheckOuterMaxima(spec, layout, outer_maximum);
+  if (!status.ok()) return status;
   return Calibrator(spec, layout, statistics, moving_average, pool, stop, held,
-                    outer_maximum, importance)
+                    outer_maximum, importance, outer_magnitude)
       .Run();
+}
+
+absl::StatusOr<std::vector<double>> OuterMagnitudes(
+    const EncodingSpec& spec, const BlockLayout& layout,
+    const TensorStatistics& statistics,
+    absl::Span<const Extremes> moving_average, ThreadPool* pool,
+    StopToken stop) {
+  absl::Status status = CheckInput(spec, layout, statistics,
+                                   /*held=*/nullptr, /*importance=*/nullptr);
+  if (!status.ok()) return status;
+  return Calibrator(spec, layout, statistics, moving_average, pool, stop,
+                    /*held=*/nullptr, {}, /*importance=*/nullptr, {})
+      .FindOuterMagnitudes();
 }
 
 absl::Status CheckOuterMaxima(const EncodingSpec& spec,

@@ -66,7 +66,7 @@ Encoding EncodingWithoutScales(const EncodingSpec& spec,
 // Outer maxima, where they are given, take the place of the absmax of the outer
 // blocks (with INTEGER scales the outer scale is that of the range +-maximum):
 // outer scales do not depend on the elements then, and searches run once, under
-// them.
+// them. Outer magnitudes take the place of the largest ranges in the same way.
 //
 // Methods: see quantd.v1.CalibrationMethod, percentile.h, range_search.h and
 // entropy.h. Searches judge a range by the scale as it will be stored; under
@@ -91,6 +91,9 @@ Encoding EncodingWithoutScales(const EncodingSpec& spec,
 //                   squared errors count by it. May be null. All blocks are
 //                   searched on their elements then, so that the tensor has to
 //                   be held.
+// `outer_magnitude` [outer scale count] that of the largest range in each outer
+//                   block, see OuterMagnitudes; where empty it is found.
+// Requires: not both an outer maximum and an outer magnitude.
 // Errors: those of ValidateSpec; CANCELLED;
 //   OUTER_MAXIMUM     an element beyond its maximum; not as many maxima as
 //                     outer scales; one that is negative or not finite
@@ -107,7 +110,19 @@ absl::StatusOr<Calibration> Calibrate(
     absl::Span<const Extremes> moving_average, ThreadPool* pool,
     StopToken stop = StopToken(), const HeldTensor* held = nullptr,
     absl::Span<const float> outer_maximum = {},
-    const Importance* importance = nullptr);
+    const Importance* importance = nullptr,
+    absl::Span<const double> outer_magnitude = {});
+
+// [outer scale count] the magnitude of the largest range in each outer block: 0
+// where all elements are 0. Calibrate makes outer scales of them. The largest
+// of those of several tensors are those of the tensors put together.
+// Errors: as Calibrate.
+// Requires: the same, and a spec with outer scales.
+absl::StatusOr<std::vector<double>> OuterMagnitudes(
+    const EncodingSpec& spec, const BlockLayout& layout,
+    const TensorStatistics& statistics,
+    absl::Span<const Extremes> moving_average, ThreadPool* pool,
+    StopToken stop);
 
 // Errors: OUTER_MAXIMUM unless there are none, or as many as the layout's outer
 // scales, finite and not negative.

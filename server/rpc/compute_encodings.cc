@@ -7,9 +7,11 @@
 #include <vector>
 
 #include "absl/algorithm/container.h"
+#include "absl/hash/hash.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "absl/types/span.h"
 #include "core/errors.h"
 #include "quantd/v1/encoding_service.pb.h"
 #include "server/guard/memory_budget.h"
@@ -21,6 +23,7 @@
 #include "server/rpc/stored_encoding_proto.h"
 #include "server/rpc/tensor_calibration.h"
 #include "server/rpc/tensorwise_call.h"
+#include "server/rpc/tied_statistics.h"
 #include "server/wire/encoding_proto.h"
 #include "server/wire/names.h"
 #include "server/wire/status.h"
@@ -35,42 +38,57 @@ class ComputeEncodingsCall final
   explicit ComputeEncodingsCall(const CallArguments& arguments)
       : TensorwiseCall(arguments, Rpc::kComputeEncodings),
         patterns_(env().budget),
-        revision_(env()) {}
+        revision_(env()),
+        ties_(env()) {}
 
  protected:
   absl::Status Open() override {
     if (absl::Status s = CheckRequest(); !s.ok()) return s;
-    return revision_.List(
+    const std::vector<int> numbers = NumberSpecs();
+    absl::Status status = revision_.List(
         caller().statistics.get(),
-        [this](const std::string& tensor) {
-          return SpecIndexOf(tensor) < specs_.size();
+        [&](const std::string& tensor) {
+          const size_t index = SpecIndexOf(tensor);
+          const bool is_wanted = index < specs_.size();
+          ties_.See(tensor, is_wanted ? numbers[index] : -1);
+          return is_wanted;
         },
         stop());
+    if (!status.ok()) return status;
+    return ties_.CheckSeen(request().model(), request().revision());
   }
 
   absl::StatusOr<bool> Load() override {
     if (next_ == revision_.entries().size()) return false;
+    const StatisticsListEntry& entry = revision_.entries()[next_];
+    const std::string* const tied =
+        ties_.empty() ? nullptr
+                      : ties_.NextToTakeIn(entry.tensor, SpecOf(entry.tensor));
+    takes_in_ = tied != nullptr;
     tensor_status_ = revision_.Load(
-        caller().statistics.get(), revision_.entries()[next_],
+        caller().statistics.get(), takes_in_ ? *tied : entry.tensor,
         [this] { return stopped(); }, &stored_);
     return true;
   }
 
   absl::Status Compute(v1::ComputeEncodingsResponse* response) override {
-    key_ = revision_.KeyOf(revision_.entries()[next_++]);
+    encoding_.reset();
+    if (takes_in_) return TakeIn();
+    key_ = revision_.KeyOf(revision_.entries()[next_++].tensor);
     v1::TensorName& name = *response->mutable_name();
     name.set_model(key_.model);
     name.set_revision(key_.revision);
     name.set_tensor(ShownName(key_.tensor));
     response->set_done_count(next_);
     response->set_total_count(revision_.entries().size());
-    encoding_.reset();
     if (tensor_status_.ok()) tensor_status_ = Calibrate(response);
     if (!tensor_status_.ok()) Fail(tensor_status_, response);
-    stored_ = StoredStatistics();
-    revision_.Unload();
+    ties_.Done(key_.tensor);
+    Unload();
     return absl::OkStatus();
   }
+
+  bool answers() const override { return !takes_in_; }
 
   bool stores() const override {
     return encoding_ != nullptr && !request().dry_run();
@@ -108,6 +126,7 @@ class ComputeEncodingsCall final
         return core::WithField(s, "default_spec");
       }
     }
+    if (absl::Status s = ties_.Open(request().ties()); !s.ok()) return s;
     return revision_.Open(request().model(), request().revision());
   }
 
@@ -130,13 +149,59 @@ class ComputeEncodingsCall final
                                globs.begin());
   }
 
+  // Requires: it has one.
+  absl::Span<const core::EncodingSpec> SpecOf(const std::string& tensor) const {
+    return absl::MakeConstSpan(&specs_[SpecIndexOf(tensor)], 1);
+  }
+
+  // The same number for equal specs, only where there are ties.
+  std::vector<int> NumberSpecs() const {
+    std::vector<int> numbers(specs_.size(), 0);
+    if (ties_.empty()) return numbers;
+    std::vector<size_t> hashes;
+    for (size_t i = 0; i < specs_.size(); ++i) {
+      const std::string text = SpecProto(i).SerializeAsString();
+      hashes.push_back(absl::HashOf(text));
+      size_t same = 0;
+      while (hashes[same] != hashes[i] ||
+             (same < i && SpecProto(same).SerializeAsString() != text)) {
+        ++same;
+      }
+      numbers[i] = static_cast<int>(same);
+    }
+    return numbers;
+  }
+
+  const v1::EncodingSpec& SpecProto(size_t index) const {
+    return index < patterns_.globs().size()
+               ? request().overrides(static_cast<int>(index)).spec()
+               : request().default_spec();
+  }
+
+  // The statistics of a tied tensor that are loaded.
+  absl::Status TakeIn() {
+    const std::string& tensor = revision_.entries()[next_].tensor;
+    absl::Status status =
+        ties_.TakeIn(tensor, tensor_status_, stored_, SpecOf(tensor),
+                     ScaleTransport::kOneMessage, stop());
+    Unload();
+    return status;
+  }
+
+  void Unload() {
+    stored_ = StoredStatistics();
+    revision_.Unload();
+  }
+
   // The tensor that is loaded.
   absl::Status Calibrate(v1::ComputeEncodingsResponse* response) {
     const size_t spec_index = SpecIndexOf(key_.tensor);
+    const absl::StatusOr<TiedScale> tied = ties_.ScaleOf(key_.tensor, 0);
+    if (!tied.ok()) return tied.status();
     absl::StatusOr<CalibratedEncoding> calibrated =
         StoredCalibrator(env(), stored_)
             .Calibrate(specs_[spec_index], ScaleTransport::kOneMessage,
-                       env().helper_pool, stop());
+                       env().helper_pool, stop(), *tied);
     if (!calibrated.ok()) {
       return core::WithField(
           calibrated.status(),
@@ -172,8 +237,11 @@ class ComputeEncodingsCall final
   // Of the ranges in them.
   MemoryBudget::Lease ranges_lease_;
   RevisionStatistics revision_;
+  TiedStatistics ties_;
   // Index of the tensor that comes next.
   size_t next_ = 0;
+  // What is loaded is of a tensor that it is tied to.
+  bool takes_in_ = false;
   // Of the tensor under way.
   absl::Status tensor_status_;
   StoredStatistics stored_;

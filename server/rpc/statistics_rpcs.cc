@@ -67,17 +67,17 @@ absl::Status RevisionStatistics::List(
   return absl::OkStatus();
 }
 
-EncodingKey RevisionStatistics::KeyOf(const StatisticsListEntry& entry) const {
-  return {model_, revision_, entry.tensor};
+EncodingKey RevisionStatistics::KeyOf(const std::string& tensor) const {
+  return {model_, revision_, tensor};
 }
 
 absl::Status RevisionStatistics::Load(StatisticsStore* store,
-                                      const StatisticsListEntry& entry,
+                                      const std::string& tensor,
                                       absl::FunctionRef<bool()> stopped,
                                       StoredStatistics* stored) {
   Unload();
   absl::StatusOr<StoredStatistics> got = store->ReadStatistics(
-      KeyOf(entry), [&](int64_t memory_bytes) -> absl::Status {
+      KeyOf(tensor), [&](int64_t memory_bytes) -> absl::Status {
         if (stopped()) return absl::CancelledError();
         return env_.budget->Grow(&lease_, memory_bytes, kWayOut);
       });

@@ -46,14 +46,14 @@ class RevisionStatistics {
                     core::StopToken stop);
 
   const std::vector<StatisticsListEntry>& entries() const { return entries_; }
-  EncodingKey KeyOf(const StatisticsListEntry& entry) const;
+  EncodingKey KeyOf(const std::string& tensor) const;
 
   // Reads a tensor's statistics and charges the memory budget with them. What
   // was loaded before must be gone.
   // `stopped`  is asked now and then whether nobody wants them any more.
   // Errors: those of StatisticsStore::ReadStatistics, MEMORY_BUDGET, CANCELLED
   // when it is stopped.
-  absl::Status Load(StatisticsStore* store, const StatisticsListEntry& entry,
+  absl::Status Load(StatisticsStore* store, const std::string& tensor,
                     absl::FunctionRef<bool()> stopped,
                     StoredStatistics* stored);
   // Gives back what Load has charged.

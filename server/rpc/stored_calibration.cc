@@ -7,8 +7,12 @@
 #include "absl/algorithm/container.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "core/calibrate/calibrate.h"
+#include "core/calibrate/prediction.h"
 #include "core/errors.h"
+#include "core/formats/scale_type.h"
 #include "core/statistics/statistics_state.h"
+#include "server/guard/memory_budget.h"
 
 namespace quantd::server {
 namespace {
@@ -20,9 +24,14 @@ bool UsesMovingAverage(const core::EncodingSpec& spec) {
 
 }  // namespace
 
-absl::StatusOr<CalibratedEncoding> StoredCalibrator::Calibrate(
+bool HasOneOuterScale(const core::EncodingSpec& spec) {
+  return core::HasOuterScales(core::EffectiveScaleType(spec)) &&
+         core::CanonicalBlockSize(spec.outer_block_size).empty();
+}
+
+absl::StatusOr<StoredCalibrator::Resolved> StoredCalibrator::Resolve(
     const core::EncodingSpec& spec, ScaleTransport transport,
-    core::ThreadPool* pool, core::StopToken stop) {
+    core::StopToken stop) {
   const core::StatisticsState& state = stored_.state;
   absl::StatusOr<ResolvedSpec> resolved =
       ResolveSpec(env_, spec, state.shape, transport);
@@ -56,9 +65,55 @@ absl::StatusOr<CalibratedEncoding> StoredCalibrator::Calibrate(
   } else {
     averages.emplace();
   }
-  return CalibrateTensor(env_, *resolved,
-                         is_coarse ? *coarse_ : state.statistics, *averages,
-                         pool, stop);
+  return Resolved{*std::move(resolved),
+                  is_coarse ? &*coarse_ : &state.statistics,
+                  *std::move(averages)};
+}
+
+absl::StatusOr<CalibratedEncoding> StoredCalibrator::Calibrate(
+    const core::EncodingSpec& spec, ScaleTransport transport,
+    core::ThreadPool* pool, core::StopToken stop, const TiedScale& tied) {
+  const absl::StatusOr<Resolved> resolved = Resolve(spec, transport, stop);
+  if (!resolved.ok()) return resolved.status();
+  if (tied.encoding == nullptr) {
+    return CalibrateTensor(env_, resolved->spec, *resolved->statistics,
+                           resolved->averages, pool, stop, /*held=*/nullptr,
+                           HasOneOuterScale(resolved->spec.spec)
+                               ? tied.outer_magnitude
+                               : absl::nullopt);
+  }
+  // It was made of what there was a moment ago.
+  const int64_t scale_count = resolved->statistics->scale_count();
+  const auto tied_count = static_cast<int64_t>(tied.encoding->scale.size());
+  if (scale_count != tied_count) {
+    return core::StatisticsMismatchError(
+        absl::StrCat("the tensor has ", scale_count, " scales, expected ",
+                     tied_count, ", as the tensors tied to it have"));
+  }
+  CalibratedEncoding calibrated{{tied.encoding, resolved->spec.layout, ""},
+                                absl::nullopt};
+  if (!resolved->statistics->histograms().empty()) {
+    absl::StatusOr<core::Prediction> prediction =
+        core::Predict(*tied.encoding, *resolved->statistics, pool, stop);
+    if (!prediction.ok()) return prediction.status();
+    calibrated.prediction = *std::move(prediction);
+  }
+  return calibrated;
+}
+
+absl::StatusOr<double> StoredCalibrator::OuterMagnitude(
+    const Resolved& resolved, core::ThreadPool* pool,
+    core::StopToken stop) const {
+  const core::TensorStatistics& statistics = *resolved.statistics;
+  MemoryBudget::Lease lease;
+  env_.budget->Count(
+      &lease, core::CalibrationBytes(resolved.spec.spec, *resolved.spec.layout,
+                                     statistics, pool));
+  const absl::StatusOr<std::vector<double>> magnitudes =
+      core::OuterMagnitudes(resolved.spec.spec, *resolved.spec.layout,
+                            statistics, resolved.averages, pool, stop);
+  if (!magnitudes.ok()) return magnitudes.status();
+  return (*magnitudes)[0];
 }
 
 // Those of a block that is made of several are the outermost of theirs.

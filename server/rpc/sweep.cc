@@ -27,6 +27,7 @@
 #include "server/rpc/stored_calibration.h"
 #include "server/rpc/tensor_calibration.h"
 #include "server/rpc/tensorwise_call.h"
+#include "server/rpc/tied_statistics.h"
 #include "server/wire/encoding_proto.h"
 #include "server/wire/names.h"
 #include "server/wire/status.h"
@@ -65,30 +66,41 @@ class SweepCall final
   explicit SweepCall(const CallArguments& arguments)
       : TensorwiseCall(arguments, Rpc::kSweep),
         patterns_(env().budget),
-        revision_(env()) {}
+        revision_(env()),
+        ties_(env()) {}
 
  protected:
   absl::Status Open() override {
     if (absl::Status s = CheckRequest(); !s.ok()) return s;
-    return revision_.List(
+    absl::Status status = revision_.List(
         caller().statistics.get(),
         [this](const std::string& tensor) {
-          return patterns_.empty() || patterns_.MatchesAny(tensor);
+          const bool is_wanted =
+              patterns_.empty() || patterns_.MatchesAny(tensor);
+          ties_.See(tensor, is_wanted ? 0 : -1);
+          return is_wanted;
         },
         stop());
+    if (!status.ok()) return status;
+    return ties_.CheckSeen(request().model(), request().revision());
   }
 
   absl::StatusOr<bool> Load() override {
     if (next_ < revision_.entries().size()) {
+      const StatisticsListEntry& entry = revision_.entries()[next_];
+      const std::string* const tied = ties_.NextToTakeIn(entry.tensor, specs_);
+      takes_in_ = tied != nullptr;
       tensor_status_ = revision_.Load(
-          caller().statistics.get(), revision_.entries()[next_],
+          caller().statistics.get(), takes_in_ ? *tied : entry.tensor,
           [this] { return stopped(); }, &stored_);
       return true;
     }
+    takes_in_ = false;
     return !summarized_;
   }
 
   absl::Status Compute(v1::SweepResponse* response) override {
+    if (takes_in_) return TakeIn();
     response->set_total_count(revision_.entries().size());
     if (next_ == revision_.entries().size()) {
       response->set_done_count(next_);
@@ -96,7 +108,7 @@ class SweepCall final
       return Summarize(response->mutable_summary());
     }
     const StatisticsListEntry& entry = revision_.entries()[next_++];
-    const EncodingKey key = revision_.KeyOf(entry);
+    const EncodingKey key = revision_.KeyOf(entry.tensor);
     v1::TensorName& name = *response->mutable_name();
     name.set_model(key.model);
     name.set_revision(key.revision);
@@ -104,7 +116,9 @@ class SweepCall final
     response->set_done_count(next_);
     std::vector<SpecResult> results;
     if (tensor_status_.ok()) tensor_status_ = ChargeTensor(entry);
-    if (tensor_status_.ok()) tensor_status_ = CalibrateSpecs(&results);
+    if (tensor_status_.ok()) {
+      tensor_status_ = CalibrateSpecs(entry.tensor, &results);
+    }
     if (tensor_status_.ok()) {
       TakeResults(entry, &results, response);
     } else {
@@ -114,10 +128,12 @@ class SweepCall final
         total.set_failed_count(total.failed_count() + 1);
       }
     }
-    stored_ = StoredStatistics();
-    revision_.Unload();
+    ties_.Done(entry.tensor);
+    Unload();
     return absl::OkStatus();
   }
+
+  bool answers() const override { return !takes_in_; }
 
  private:
   // What a mixture is chosen from, beside its options.
@@ -154,6 +170,8 @@ class SweepCall final
     }
     absl::Status status = patterns_.AddAll(request().patterns(), "patterns");
     if (!status.ok()) return status;
+    status = ties_.Open(request().ties());
+    if (!status.ok()) return status;
     return revision_.Open(request().model(), request().revision());
   }
 
@@ -172,20 +190,40 @@ class SweepCall final
     return CheckTarget(*target_);
   }
 
+  // The statistics of a tied tensor that are loaded.
+  absl::Status TakeIn() {
+    absl::Status status =
+        ties_.TakeIn(revision_.entries()[next_].tensor, tensor_status_, stored_,
+                     specs_, ScaleTransport::kChunks, stop());
+    Unload();
+    return status;
+  }
+
+  void Unload() {
+    stored_ = StoredStatistics();
+    revision_.Unload();
+  }
+
   // Of the tensor that is loaded. Only its own failure, not that of specs, is
   // an error.
-  absl::Status CalibrateSpecs(std::vector<SpecResult>* results) {
+  absl::Status CalibrateSpecs(const std::string& tensor,
+                              std::vector<SpecResult>* results) {
     const absl::StatusOr<int64_t> element_count =
         core::ElementCount(stored_.state.shape);
     if (!element_count.ok()) return element_count.status();
     StoredCalibrator calibrator(env(), stored_);
-    for (const core::EncodingSpec& spec : specs_) {
-      const absl::StatusOr<CalibratedEncoding> calibrated =
-          calibrator.Calibrate(spec, ScaleTransport::kChunks, env().helper_pool,
-                               stop());
-      if (stopped()) return core::StoppedError();
+    for (size_t i = 0; i < specs_.size(); ++i) {
       SpecResult& result = results->emplace_back();
-      result.spec_index = static_cast<int>(results->size()) - 1;
+      result.spec_index = static_cast<int>(i);
+      const absl::StatusOr<TiedScale> tied = ties_.ScaleOf(tensor, i);
+      if (!tied.ok()) {
+        result.status = tied.status();
+        continue;
+      }
+      const absl::StatusOr<CalibratedEncoding> calibrated =
+          calibrator.Calibrate(specs_[i], ScaleTransport::kChunks,
+                               env().helper_pool, stop(), *tied);
+      if (stopped()) return core::StoppedError();
       if (calibrated.ok()) {
         result.prediction = calibrated->prediction.value_or(core::Prediction());
         result.size_bytes =
@@ -294,8 +332,11 @@ class SweepCall final
   absl::optional<v1::MixtureTarget> target_;
   PatternList patterns_;
   RevisionStatistics revision_;
+  TiedStatistics ties_;
   // Index of the tensor that comes next.
   size_t next_ = 0;
+  // What is loaded is of a tensor that it is tied to.
+  bool takes_in_ = false;
   // Of the tensor under way.
   absl::Status tensor_status_;
   StoredStatistics stored_;

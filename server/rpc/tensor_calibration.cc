@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/status/statusor.h"
+#include "absl/types/optional.h"
 #include "absl/types/span.h"
 #include "core/calibrate/block_search.h"
 #include "core/calibrate/calibrate.h"
@@ -93,13 +94,16 @@ absl::StatusOr<CalibratedEncoding> CalibrateTensor(
     const RpcEnvironment& env, const ResolvedSpec& spec,
     const core::TensorStatistics& statistics,
     absl::Span<const core::Extremes> moving_average, core::ThreadPool* pool,
-    core::StopToken stop, const core::HeldTensor* held) {
+    core::StopToken stop, const core::HeldTensor* held,
+    absl::optional<double> outer_magnitude) {
   MemoryBudget::Lease lease;
   env.budget->Count(&lease, core::CalibrationBytes(spec.spec, *spec.layout,
                                                    statistics, pool));
-  absl::StatusOr<core::Calibration> calibration =
-      core::Calibrate(spec.spec, *spec.layout, statistics, moving_average, pool,
-                      stop, held, spec.outer_maximum);
+  absl::StatusOr<core::Calibration> calibration = core::Calibrate(
+      spec.spec, *spec.layout, statistics, moving_average, pool, stop, held,
+      spec.outer_maximum, /*importance=*/nullptr,
+      outer_magnitude.has_value() ? absl::MakeConstSpan(&*outer_magnitude, 1)
+                                  : absl::Span<const double>());
   if (!calibration.ok()) return calibration.status();
   return CalibratedEncoding{
       {std::make_shared<const core::Encoding>(std::move(calibration->encoding)),

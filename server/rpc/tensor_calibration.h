@@ -53,12 +53,14 @@ int64_t SearchQuantumElements(const ResolvedSpec& spec);
 // The encoding that comes of a tensor's statistics at the spec's granularity.
 // `pool`  helps where it takes long; null where it does not.
 // `held`  the tensor, where the statistics have no histograms.
+// `outer_magnitude`  of a spec with one outer scale; see core::Calibrate.
 // Errors: those of core::Calibrate, which see also for the others.
 absl::StatusOr<CalibratedEncoding> CalibrateTensor(
     const RpcEnvironment& env, const ResolvedSpec& spec,
     const core::TensorStatistics& statistics,
     absl::Span<const core::Extremes> moving_average, core::ThreadPool* pool,
-    core::StopToken stop, const core::HeldTensor* held = nullptr);
+    core::StopToken stop, const core::HeldTensor* held = nullptr,
+    absl::optional<double> outer_magnitude = absl::nullopt);
 
 }  // namespace quantd::server
 

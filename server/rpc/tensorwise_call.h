@@ -35,6 +35,8 @@ class TensorwiseCall : public EncodingCall {
   virtual absl::StatusOr<bool> Load() = 0;
   // Makes the message. An error ends the call.
   virtual absl::Status Compute(Response* response) = 0;
+  // Whether it made one; if not, Load comes next.
+  virtual bool answers() const { return true; }
   // Whether Store is to be called, in a step of the store.
   virtual bool stores() const { return false; }
   virtual void Store(Response* response) {}
@@ -81,6 +83,7 @@ class TensorwiseCall : public EncodingCall {
   void EndCompute(const absl::Status& status) {
     if (!IsWanted()) return;
     if (!status.ok()) return End(status);
+    if (!answers()) return ScheduleLoad();
     if (stores()) Store(&response_);
     WriteResponse();
   }
