@@ -17,11 +17,13 @@
 #include "client/cli/session.h"
 #include "client/cli/table.h"
 #include "client/cli/tensor_options.h"
+#include "client/cli/tie_options.h"
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
 #include "client/cpp/text_file.h"
 #include "client/files/errors.h"
 #include "client/models/spec_syntax.h"
+#include "client/models/tie_groups.h"
 #include "google/protobuf/util/json_util.h"
 #include "nlohmann/json.hpp"
 
@@ -34,6 +36,7 @@ struct Options {
   std::string file = "-";
   std::string if_match;
   SpecOptions spec;
+  TieFlags ties;
   bool dry_run = false;
 };
 
@@ -208,8 +211,34 @@ absl::StatusOr<v1::ComputeEncodingsRequest> MakeComputeRequest(
   return request;
 }
 
+// Of the first override that matches, or the default; null where a tensor is
+// left out.
+const EncodingSpec* SpecFor(const v1::ComputeEncodingsRequest& request,
+                            const std::string& tensor) {
+  for (const v1::SpecOverride& entry : request.overrides()) {
+    if (MatchesGlob(entry.pattern(), tensor)) return &entry.spec();
+  }
+  return request.has_default_spec() ? &request.default_spec() : nullptr;
+}
+
+absl::StatusOr<std::vector<NamedTies>> AddTies(
+    const Options& options, Client* client,
+    v1::ComputeEncodingsRequest* request) {
+  std::vector<EncodingSpec> specs;
+  if (request->has_default_spec()) specs.push_back(request->default_spec());
+  for (const v1::SpecOverride& entry : request->overrides()) {
+    specs.push_back(entry.spec());
+  }
+  return AddStoredTies(
+      options.ties, specs, options.name, client,
+      [request](const std::string& tensor) {
+        return SpecFor(*request, tensor);
+      },
+      request->mutable_ties());
+}
+
 void Compute(const Options& options, Session* session) {
-  const absl::StatusOr<v1::ComputeEncodingsRequest> request =
+  absl::StatusOr<v1::ComputeEncodingsRequest> request =
       MakeComputeRequest(options);
   if (!request.ok()) return session->FailUsage(request.status());
   const std::unique_ptr<Client> client = session->ConnectOrFail();
@@ -222,6 +251,9 @@ void Compute(const Options& options, Session* session) {
       CheckStoredPatterns("--spec", patterns, Stored::kStatistics, options.name,
                           client.get(), PatternRule::kFirstTakes);
   if (!status.ok()) return FailEarly(status, session);
+  const absl::StatusOr<std::vector<NamedTies>> ties =
+      AddTies(options, client.get(), &*request);
+  if (!ties.ok()) return FailEarly(ties.status(), session);
   Json list = Json::array();
   std::vector<TensorError> errors;
   Table table;
@@ -270,10 +302,12 @@ void Compute(const Options& options, Session* session) {
     return session->PrintJson({{"model", options.name.model},
                                {"revision", options.name.revision},
                                {"dry_run", options.dry_run},
+                               {"ties", TiesJson(*ties)},
                                {"tensors", list}});
   }
   session->Print(table.empty() ? "no tensors\n"
                                : table.Render(StdoutHasStyle()));
+  PrintTies(*ties, *session);
   PrintTensorErrors(errors, session);
 }
 
@@ -296,6 +330,9 @@ void AddEncodingsCommand(Command* quantctl, Session* session) {
       add("compute", "Compute encodings from stored statistics and store them",
           &Compute);
   options->spec.AddOptionsWithPatterns(compute);
+  options->ties.AddOptions(compute,
+                           "Tensors that share one outer scale, or one "
+                           "encoding where the spec has none");
   compute->AddFlag("--dry-run", &options->dry_run,
                    "Show what to expect and store nothing");
   compute->AddExample(

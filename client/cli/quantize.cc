@@ -125,15 +125,7 @@ const Option* AddTensorOptions(Command* command, QuantizeOptions* options) {
                   "number; reject fails a tensor with NaN or an infinity. By "
                   "default the format's code of NaN, or else that of 0")
       ->OneOf({"zero-point", "qmin", "reject"});
-  command->AddOption(
-      "--tie", &options->ties, "PATTERN",
-      "Tensors that share one outer scale, such as "
-      "'{layer}.self_attn.{q,k,v}_proj.weight': {A,B} is one of these texts, "
-      "{NAME} what a group has in common, * anything; of several options the "
-      "first that matches counts. Before the defaults: q/k/v, gate/up and "
-      "w1/w3, which runtimes fuse");
-  command->AddFlag("--no-ties", &options->no_ties,
-                   "Leave out the defaults of --tie");
+  options->ties.AddOptions(command, "Tensors that share one outer scale");
   command->AddFlag("--evaluate", &options->evaluate,
                    "Measure the error of every quantized tensor");
   return store;

@@ -9,6 +9,7 @@
 #include "client/cli/output.h"
 #include "client/cli/streams.h"
 #include "client/cli/tensor_options.h"
+#include "client/cli/tie_options.h"
 #include "client/models/tensor_input.h"
 
 namespace quantd::cli {
@@ -39,8 +40,7 @@ struct QuantizeOptions {
   std::string metadata;
   bool store = false;
   std::string nan_policy;
-  std::vector<std::string> ties;
-  bool no_ties = false;
+  TieFlags ties;
   bool evaluate = false;
   bool requantize = false;
   bool restart = false;

@@ -440,21 +440,16 @@ absl::Status SelectAll(const QuantizeOptions& options, QuantizePlan* plan) {
 }
 
 absl::Status FindAllTies(const QuantizeOptions& options, QuantizePlan* plan) {
-  TieOptions ties;
-  ties.has_defaults = !options.no_ties;
-  ties.is_strict = options.IsCompressed();
-  for (const std::string& text : options.ties) {
-    absl::StatusOr<TiePattern> pattern = TiePattern::Parse(text);
-    if (!pattern.ok()) return pattern.status();
-    ties.patterns.push_back(*std::move(pattern));
-  }
+  absl::StatusOr<TieOptions> ties = options.ties.Parse();
+  if (!ties.ok()) return ties.status();
+  ties->is_strict = options.IsCompressed();
   std::vector<TieCandidate> candidates;
   for (const std::unique_ptr<Shard>& shard : plan->shards) {
     for (const files::FileTensor* const tensor : shard->selected) {
       candidates.push_back({tensor, plan->SpecOf(*tensor)});
     }
   }
-  absl::StatusOr<std::vector<TieGroup>> groups = FindTies(ties, candidates);
+  absl::StatusOr<std::vector<TieGroup>> groups = FindTies(*ties, candidates);
   if (!groups.ok()) return groups.status();
   plan->ties = *std::move(groups);
   return absl::OkStatus();

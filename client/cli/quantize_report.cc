@@ -387,7 +387,7 @@ class RunReport {
         "quantctl: tensors that share an outer scale: ", plan_.ties[0].label,
         count > 1 ? absl::StrCat(" and ", CountText(count - 1), " more groups")
                   : "",
-        options_.no_ties ? "" : "; see --tie and --no-ties"));
+        options_.ties.no_defaults ? "" : "; see --tie and --no-ties"));
   }
 
   // The output is not quite what was measured.

@@ -67,8 +67,8 @@ std::string CommandText(const QuantizeOptions& options, const SpecSet& specs) {
       absl::StrAppend(&text, "\nignore=", ignore);
     }
   }
-  if (options.no_ties) absl::StrAppend(&text, "\nno-ties");
-  for (const std::string& tie : options.ties) {
+  if (options.ties.no_defaults) absl::StrAppend(&text, "\nno-ties");
+  for (const std::string& tie : options.ties.patterns) {
     absl::StrAppend(&text, "\ntie=", tie);
   }
   const TensorFilter& filter = options.filter;

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -20,9 +21,11 @@
 #include "client/cli/sweep_output.h"
 #include "client/cli/table.h"
 #include "client/cli/tensor_options.h"
+#include "client/cli/tie_options.h"
 #include "client/cpp/client.h"
 #include "client/cpp/errors.h"
 #include "client/models/spec_syntax.h"
+#include "client/models/tie_groups.h"
 #include "nlohmann/json.hpp"
 
 namespace quantd::cli {
@@ -31,6 +34,7 @@ namespace {
 struct Options : ErrorSourceOptions {
   // With an input those of statistics are not used.
   FileSweepOptions file;
+  TieFlags ties;
   // Of the statistics, where one was asked for.
   std::optional<Budget> budget;
 };
@@ -72,6 +76,7 @@ absl::StatusOr<uint64_t> CountElements(const v1::SweepRequest& request,
   v1::SweepRequest sizes = request;
   sizes.clear_specs();
   sizes.clear_mixture();
+  sizes.clear_ties();
   sizes.add_specs()->set_format(v1::NUMBER_FORMAT_INT8);
   sizes.add_specs()->set_format(v1::NUMBER_FORMAT_INT16);
   uint64_t count = 0;
@@ -108,6 +113,7 @@ class Sweeper {
     status =
         CheckStoredPatterns("--pattern", options_.patterns, Stored::kStatistics,
                             options_.name, client.get());
+    if (status.ok()) status = AddTies(client.get(), &*request);
     if (!status.ok()) return FailEarly(status, &session_);
     if (options_.budget.has_value()) {
       absl::StatusOr<uint64_t> count = uint64_t{0};
@@ -156,6 +162,22 @@ class Sweeper {
   }
 
  private:
+  // Specs with outer scales make groups of the defaults matter.
+  absl::Status AddTies(Client* client, v1::SweepRequest* request) {
+    const std::vector<EncodingSpec> specs(request->specs().begin(),
+                                          request->specs().end());
+    const auto outer = std::find_if(
+        specs.begin(), specs.end(),
+        [](const EncodingSpec& spec) { return HasOuterScales(spec); });
+    const EncodingSpec* const spec = outer == specs.end() ? &specs[0] : &*outer;
+    absl::StatusOr<std::vector<NamedTies>> ties = AddStoredTies(
+        options_.ties, specs, options_.name, client,
+        [spec](const std::string&) { return spec; }, request->mutable_ties());
+    if (!ties.ok()) return ties.status();
+    ties_ = *std::move(ties);
+    return absl::OkStatus();
+  }
+
   void AddColumns() {
     table_.AddColumn("TENSOR, SPEC", Table::Align::kLeft);
     table_.AddColumn("SQNR DB", Table::Align::kRight);
@@ -203,6 +225,7 @@ class Sweeper {
     if (session_.json) {
       Json json = {{"model", options_.name.model},
                    {"revision", options_.name.revision},
+                   {"ties", TiesJson(ties_)},
                    {"tensors", tensors_},
                    {"totals", specs_.TotalsJson(totals)}};
       if (summary_.has_mixture()) {
@@ -220,12 +243,14 @@ class Sweeper {
           specs_.MixtureText(summary_.mixture(),
                              is_written ? options_.file.output.path : "")));
     }
+    PrintTies(ties_, session_);
     PrintTensorErrors(errors_, &session_);
   }
 
   const Options& options_;
   Session& session_;
   const SweptSpecs specs_;
+  std::vector<NamedTies> ties_;
   Json tensors_ = Json::array();
   Table table_;
   // Of tensors, and of one spec of a tensor.
@@ -252,6 +277,9 @@ void AddSweepCommand(Command* quantctl, Session* session) {
       ->Required();
   spec.AddCodebookOption(command);
   options->AddPatternOption(command);
+  options->ties.AddOptions(command,
+                           "With --model: tensors that share one outer "
+                           "scale, or one encoding where the spec has none");
   options->file.filter.AddOptions(command);
   options->file.budgets.AddOptions(command);
   options->file.output.AddOptions(
@@ -290,7 +318,12 @@ void AddSweepCommand(Command* quantctl, Session* session) {
     };
     const absl::Status status = options->Check(options->file.filter);
     if (!status.ok()) return session->FailUsage(status);
-    if (options->HasFile()) return SweepFile(options->file, session);
+    if (options->HasFile()) {
+      if (options->ties.IsGiven()) {
+        return fail("expected --tie and --no-ties with --model, not a file");
+      }
+      return SweepFile(options->file, session);
+    }
     if (budgets.size() > 1) {
       return fail(
           "expected one budget with --model; several at once need a "

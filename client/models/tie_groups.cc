@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/match.h"
@@ -34,29 +35,41 @@ absl::Status PatternError(absl::string_view text, absl::string_view what) {
 // Tensors of one label, before it is known whether they can share a scale.
 struct Found {
   std::string label;
-  std::vector<const TieCandidate*> members;
+  // Indices of the tensors.
+  std::vector<size_t> members;
   bool is_default;
 };
 
+std::string DifferentSpecs(const std::string& name, const EncodingSpec& spec,
+                           const std::string& other,
+                           const EncodingSpec& other_spec) {
+  return absl::StrCat("one spec for all, got different ones for \"", name,
+                      "\" (", FormatName(spec.format()), ") and \"", other,
+                      "\" (", FormatName(other_spec.format()), ")");
+}
+
+std::string NoOuterScale(const std::string& name, const EncodingSpec& spec) {
+  return absl::StrCat("a spec with one outer scale, such as nvfp4, got ",
+                      FormatName(spec.format()), " for \"", name, "\"");
+}
+
 // What is wrong with a group that cannot share an outer scale. Empty for one
 // that can.
-std::string Obstacle(const Found& found) {
-  const std::string spec = found.members[0]->spec.SerializeAsString();
-  for (const TieCandidate* const member : found.members) {
-    const files::FileTensor& tensor = *member->tensor;
-    if (member->spec.SerializeAsString() != spec) {
-      return absl::StrCat("one spec for all, got different ones for \"",
-                          found.members[0]->tensor->name, "\" (",
-                          FormatName(found.members[0]->spec.format()),
-                          ") and \"", tensor.name, "\" (",
-                          FormatName(member->spec.format()), ")");
+std::string Obstacle(const Found& found,
+                     const std::vector<TieCandidate>& candidates) {
+  const TieCandidate& first = candidates[found.members[0]];
+  const std::string spec = first.spec.SerializeAsString();
+  for (const size_t index : found.members) {
+    const TieCandidate& member = candidates[index];
+    const files::FileTensor& tensor = *member.tensor;
+    if (member.spec.SerializeAsString() != spec) {
+      return DifferentSpecs(first.tensor->name, first.spec, tensor.name,
+                            member.spec);
     }
     const absl::StatusOr<ScaleCounts> counts =
-        CountScales(tensor.shape, ExpectedEncoding(member->spec, tensor.shape));
+        CountScales(tensor.shape, ExpectedEncoding(member.spec, tensor.shape));
     if (!counts.ok() || counts->outer_scale != 1) {
-      return absl::StrCat("a spec with one outer scale, such as nvfp4, got ",
-                          FormatName(member->spec.format()), " for \"",
-                          tensor.name, "\"");
+      return NoOuterScale(tensor.name, member.spec);
     }
     if (tensor.dtype == files::Dtype::kF64) {
       return absl::StrCat("F32, F16 or BF16, got F64 for \"", tensor.name,
@@ -66,13 +79,12 @@ std::string Obstacle(const Found& found) {
   return "";
 }
 
-bool HasOuterScale(const Found& found) {
-  return std::any_of(
-      found.members.begin(), found.members.end(),
-      [](const TieCandidate* member) {
-        return HasOuterScales(
-            ExpectedEncoding(member->spec, member->tensor->shape).scale_type());
-      });
+bool HasOuterScale(const Found& found,
+                   const std::vector<TieCandidate>& candidates) {
+  return std::any_of(found.members.begin(), found.members.end(),
+                     [&candidates](size_t index) {
+                       return HasOuterScales(candidates[index].spec);
+                     });
 }
 
 absl::Status TieError(const Found& found, absl::string_view obstacle) {
@@ -83,6 +95,50 @@ absl::Status TieError(const Found& found, absl::string_view obstacle) {
                        : ": tied tensors share one outer scale; expected ",
       obstacle,
       found.is_default ? "; without ties (--no-ties) each has its own" : ""));
+}
+
+// The groups of two tensors or more, in the order of their first tensors. A
+// tensor is in the group of the first pattern that matches it.
+// Errors: ARGUMENT_INVALID for a pattern of `options` that ties no tensors.
+absl::StatusOr<std::vector<Found>> FindGroups(
+    const TieOptions& options, size_t count,
+    absl::FunctionRef<const std::string&(size_t index)> name_of) {
+  std::vector<TiePattern> patterns = options.patterns;
+  const size_t given = patterns.size();
+  if (options.has_defaults) {
+    for (const std::string& text : DefaultTies()) {
+      patterns.push_back(*TiePattern::Parse(text));
+    }
+  }
+  std::vector<Found> found;
+  std::map<std::pair<size_t, std::string>, size_t> index;
+  for (size_t tensor = 0; tensor < count; ++tensor) {
+    for (size_t i = 0; i < patterns.size(); ++i) {
+      std::optional<std::string> label = patterns[i].LabelOf(name_of(tensor));
+      if (!label.has_value()) continue;
+      const auto [entry, is_new] = index.try_emplace({i, *label}, found.size());
+      if (is_new) found.push_back({*std::move(label), {}, i >= given});
+      found[entry->second].members.push_back(tensor);
+      break;
+    }
+  }
+  std::vector<bool> ties(given, false);
+  for (const auto& [key, at] : index) {
+    if (key.first < given && found[at].members.size() > 1) {
+      ties[key.first] = true;
+    }
+  }
+  for (size_t i = 0; i < given; ++i) {
+    if (ties[i]) continue;
+    return ArgumentInvalidError(
+        absl::StrCat("expected two tensors or more to tie by \"",
+                     patterns[i].text(), "\", got none that are quantized"));
+  }
+  found.erase(
+      std::remove_if(found.begin(), found.end(),
+                     [](const Found& one) { return one.members.size() < 2; }),
+      found.end());
+  return found;
 }
 
 }  // namespace
@@ -179,52 +235,74 @@ const std::vector<std::string>& DefaultTies() {
   return *kPatterns;
 }
 
+bool HasOuterScales(const EncodingSpec& spec) {
+  Encoding encoding;
+  encoding.set_format(spec.format());
+  encoding.set_scale_type(spec.scale_type());
+  return HasOuterScales(ScaleTypeOf(encoding));
+}
+
 absl::StatusOr<std::vector<TieGroup>> FindTies(
     const TieOptions& options, const std::vector<TieCandidate>& candidates) {
-  std::vector<TiePattern> patterns = options.patterns;
-  const size_t given = patterns.size();
-  if (options.has_defaults) {
-    for (const std::string& text : DefaultTies()) {
-      patterns.push_back(*TiePattern::Parse(text));
-    }
-  }
-  std::vector<Found> found;
-  std::map<std::pair<size_t, std::string>, size_t> index;
-  for (const TieCandidate& candidate : candidates) {
-    for (size_t i = 0; i < patterns.size(); ++i) {
-      std::optional<std::string> label =
-          patterns[i].LabelOf(candidate.tensor->name);
-      if (!label.has_value()) continue;
-      const auto [entry, is_new] = index.try_emplace({i, *label}, found.size());
-      if (is_new) found.push_back({*std::move(label), {}, i >= given});
-      found[entry->second].members.push_back(&candidate);
-      break;
-    }
-  }
-  std::vector<bool> ties(given, false);
-  for (const auto& [key, at] : index) {
-    if (key.first < given && found[at].members.size() > 1) {
-      ties[key.first] = true;
-    }
-  }
-  for (size_t i = 0; i < given; ++i) {
-    if (ties[i]) continue;
-    return ArgumentInvalidError(
-        absl::StrCat("expected two tensors or more to tie by \"",
-                     patterns[i].text(), "\", got none that are quantized"));
-  }
+  const absl::StatusOr<std::vector<Found>> found =
+      FindGroups(options, candidates.size(),
+                 [&candidates](size_t index) -> const std::string& {
+                   return candidates[index].tensor->name;
+                 });
+  if (!found.ok()) return found.status();
   std::vector<TieGroup> groups;
-  for (const Found& one : found) {
-    if (one.members.size() < 2) continue;
-    const std::string obstacle = Obstacle(one);
+  for (const Found& one : *found) {
+    const std::string obstacle = Obstacle(one, candidates);
     if (obstacle.empty()) {
       TieGroup group = {one.label, {}};
-      for (const TieCandidate* const member : one.members) {
-        group.tensors.push_back(member->tensor);
+      for (const size_t member : one.members) {
+        group.tensors.push_back(candidates[member].tensor);
       }
       groups.push_back(std::move(group));
-    } else if (!one.is_default || (options.is_strict && HasOuterScale(one))) {
+    } else if (!one.is_default ||
+               (options.is_strict && HasOuterScale(one, candidates))) {
       return TieError(one, obstacle);
+    }
+  }
+  return groups;
+}
+
+absl::StatusOr<std::vector<NamedTies>> FindNamedTies(
+    const TieOptions& options, const std::vector<std::string>& names,
+    absl::FunctionRef<const EncodingSpec*(const std::string& name)> spec_of) {
+  std::vector<const std::string*> taken;
+  std::vector<const EncodingSpec*> specs;
+  for (const std::string& name : names) {
+    const EncodingSpec* const spec = spec_of(name);
+    if (spec == nullptr) continue;
+    taken.push_back(&name);
+    specs.push_back(spec);
+  }
+  const absl::StatusOr<std::vector<Found>> found = FindGroups(
+      options, taken.size(),
+      [&taken](size_t index) -> const std::string& { return *taken[index]; });
+  if (!found.ok()) return found.status();
+  std::vector<NamedTies> groups;
+  for (const Found& one : *found) {
+    const size_t first = one.members[0];
+    const std::string spec = specs[first]->SerializeAsString();
+    std::string obstacle;
+    NamedTies group = {one.label, {}, !one.is_default};
+    for (const size_t member : one.members) {
+      group.tensors.push_back(*taken[member]);
+      if (obstacle.empty() && specs[member] != specs[first] &&
+          specs[member]->SerializeAsString() != spec) {
+        obstacle = DifferentSpecs(*taken[first], *specs[first], *taken[member],
+                                  *specs[member]);
+      }
+    }
+    if (!one.is_default && !obstacle.empty()) {
+      return ArgumentInvalidError(absl::StrCat(
+          one.label, ": tied tensors share a scale; expected ", obstacle));
+    }
+    if (obstacle.empty() &&
+        (!one.is_default || HasOuterScales(*specs[first]))) {
+      groups.push_back(std::move(group));
     }
   }
   return groups;

@@ -1,5 +1,5 @@
-// Tensors that share one outer scale, because a runtime fuses them: it reads
-// the scale of one of them for all.
+// Tensors that share a scale, because a runtime fuses them: it reads the scale
+// of one of them for all.
 
 #ifndef QUANTD_CLIENT_MODELS_TIE_GROUPS_H_
 #define QUANTD_CLIENT_MODELS_TIE_GROUPS_H_
@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -85,6 +86,29 @@ struct TieGroup {
 // some that cannot share a scale.
 absl::StatusOr<std::vector<TieGroup>> FindTies(
     const TieOptions& options, const std::vector<TieCandidate>& candidates);
+
+// A group of tensors whose statistics are stored. Plain value.
+struct NamedTies {
+  // TiePattern::LabelOf.
+  std::string label;
+  std::vector<std::string> tensors;
+  // Without one outer scale they share one encoding.
+  bool one_encoding = false;
+};
+
+// The groups of two tensors or more, in the order of their first tensors. A
+// tensor is in the group of the first pattern that matches it. Those of
+// patterns in `options` share one encoding where their spec has no outer scale;
+// those of the defaults are not tied then, nor if their specs differ.
+// `spec_of`  null for a tensor that is left out.
+// Errors: ARGUMENT_INVALID for a pattern of `options` that ties no tensors, or
+// some of different specs.
+absl::StatusOr<std::vector<NamedTies>> FindNamedTies(
+    const TieOptions& options, const std::vector<std::string>& names,
+    absl::FunctionRef<const EncodingSpec*(const std::string& name)> spec_of);
+
+// Whether a spec has outer scales.
+bool HasOuterScales(const EncodingSpec& spec);
 
 // The outer maxima of tensors, some of which share theirs. Thread-safe.
 class TiedMaxima {

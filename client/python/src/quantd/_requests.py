@@ -20,6 +20,7 @@ from quantd._exchange import (CalibrateExchange, CompareExchange,
                               QuantizeExchange)
 from quantd._scale_stream import ScaleFeed, join_chunks, wants_chunks
 from quantd._statistics_size import StatisticsSize
+from quantd._ties import NamedTies, Ties
 from quantd.encoding import (Encoding, EncodingReference, EncodingSpec,
                              GranularityLike, Source, as_granularity,
                              set_granularity, set_source)
@@ -849,6 +850,40 @@ def compute_encodings(model: str, spec: Optional[SpecLike], revision: str,
     for pattern, override in overrides:
         request.overrides.add(pattern=pattern, spec=_spec(override))
     return request
+
+
+def compute_ties(request: es.ComputeEncodingsRequest, ties: Ties,
+                 names: Sequence[str]) -> None:
+    """Adds the groups among the names of tensors that have statistics."""
+    candidates = []
+    for name in names:
+        spec = next((override.spec for override in request.overrides
+                     if _globs.matches(override.pattern, name)),
+                    request.default_spec
+                    if request.HasField("default_spec") else None)
+        if spec is not None:
+            candidates.append((name, spec))
+    _add_ties(request, ties.find_named(candidates))
+
+
+def sweep_ties(request: es.SweepRequest, ties: Ties, names: Sequence[str]
+               ) -> None:
+    """The same; specs with outer scales make groups of the defaults matter."""
+    spec = next((spec for spec in request.specs if ties.matters_of(spec)),
+                request.specs[0])
+    _add_ties(request, ties.find_named([(name, spec) for name in names]))
+
+
+def _add_ties(request: Any, groups: Sequence[NamedTies]) -> None:
+    for group in groups:
+        request.ties.add(tensors=group.tensors, one_encoding=group.one_encoding)
+
+
+def specs_of(request: es.ComputeEncodingsRequest) -> list[Any]:
+    """All specs of a request."""
+    return [*(override.spec for override in request.overrides),
+            *([request.default_spec] if request.HasField("default_spec")
+              else [])]
 
 
 @_arguments()

@@ -1,14 +1,18 @@
-"""Tensors that share one outer scale, because a runtime fuses them: it reads
-the scale of one of them for all. As client/models/tie_groups.h."""
+"""Tensors that share a scale, because a runtime fuses them: it reads the scale
+of one of them for all. As client/models/tie_groups.h."""
 
 import dataclasses
 import re
 import threading
 from typing import Any, Iterable, Optional, Sequence, Union
 
+import grpc
+
 from quantd import errors
 from quantd._files import FileTensor
-from quantd._scale_stream import largest_magnitudes, outer_count
+from quantd._scale_stream import (largest_magnitudes, outer_count,
+                                  scale_type_of)
+from quantd.encoding import OUTER_SCALE_TYPES
 from quantd.tensor import FORMATS
 
 # True: what runtimes fuse, by the usual names; False: none; patterns, such as
@@ -94,6 +98,15 @@ class Group:
             return self._maximum
 
 
+@dataclasses.dataclass
+class NamedTies:
+    """A group of tensors whose statistics are stored. With one_encoding they
+    share one encoding where the spec has no outer scale."""
+
+    tensors: list[str]
+    one_encoding: bool
+
+
 class Ties:
     """Patterns, the first of which takes a name."""
 
@@ -116,20 +129,15 @@ class Ties:
         lines += [f"\ntie={pattern.text}" for pattern in self._given]
         return "".join(lines).encode()
 
-    def find(self, candidates: Sequence[tuple[FileTensor, Any]]
-             ) -> list[Group]:
-        """The groups of two or more among tensors and their specs, in the order
-        of their first tensors.
-
-        Raises: ARGUMENT_INVALID for a given pattern that ties none, or some
-            that cannot share a scale.
-        """
-        found: dict[tuple[int, str], list[tuple[FileTensor, Any]]] = {}
-        for tensor, spec in candidates:
+    def _groups(self, names: Sequence[str]) -> list[tuple[int, str, list[int]]]:
+        """The groups of two or more: indices of their pattern and of their
+        tensors."""
+        found: dict[tuple[int, str], list[int]] = {}
+        for number, name in enumerate(names):
             for index, pattern in enumerate(self._patterns):
-                label = pattern.label_of(tensor.name)
+                label = pattern.label_of(name)
                 if label is not None:
-                    found.setdefault((index, label), []).append((tensor, spec))
+                    found.setdefault((index, label), []).append(number)
                     break
         tied = {index for (index, _), members in found.items()
                 if len(members) > 1}
@@ -138,18 +146,78 @@ class Ties:
                 raise errors.argument_invalid(
                     "expected two tensors or more to tie by "
                     f"{pattern.text!r}, got none that are quantized", "ties")
+        return [(index, label, members) for (index, label), members
+                in found.items() if len(members) > 1]
+
+    def matters(self, specs: Iterable[Any]) -> bool:
+        """Whether there may be groups where these are all specs."""
+        return bool(self._given) or (self._has_defaults and any(
+            map(self.matters_of, specs)))
+
+    @staticmethod
+    def matters_of(spec: Any) -> bool:
+        """Whether a spec has outer scales."""
+        return scale_type_of(spec) in OUTER_SCALE_TYPES
+
+    def raise_unless_optional(self, error: errors.QuantdError) -> None:
+        """Where names could not be listed: the defaults are left out for a
+        caller who may not list them."""
+        if self._given or error.code != grpc.StatusCode.PERMISSION_DENIED:
+            raise error
+
+    def find_named(self, candidates: Sequence[tuple[str, Any]]
+                   ) -> list[NamedTies]:
+        """The groups among names and their specs, in the order of their first
+        tensors. Those of given patterns share one encoding where their spec has
+        no outer scale; those of the defaults are not tied then, nor if their
+        specs differ.
+
+        Raises: ARGUMENT_INVALID for a given pattern that ties none, or some of
+            different specs.
+        """
         groups = []
-        for (index, label), members in found.items():
-            if len(members) < 2:
-                continue
-            obstacle = _obstacle(members)
+        for index, label, members in self._groups(
+                [name for name, _ in candidates]):
+            first, spec = candidates[members[0]]
+            is_given = index < len(self._given)
+            other = next((candidates[member] for member in members
+                          if candidates[member][1] is not spec
+                          and candidates[member][1] != spec), None)
+            if other is not None and is_given:
+                raise errors.argument_invalid(
+                    f"{label}: tied tensors share a scale; expected "
+                    + _different_specs(first, spec, *other), "ties")
+            if other is None and (is_given or self.matters_of(spec)):
+                groups.append(NamedTies(
+                    [candidates[member][0] for member in members], is_given))
+        return groups
+
+    def find(self, candidates: Sequence[tuple[FileTensor, Any]]
+             ) -> list[Group]:
+        """The groups of two or more among tensors and their specs, in the order
+        of their first tensors.
+
+        Raises: ARGUMENT_INVALID for a given pattern that ties none, or some
+            that cannot share a scale.
+        """
+        groups = []
+        for index, label, members in self._groups(
+                [tensor.name for tensor, _ in candidates]):
+            found = [candidates[member] for member in members]
+            obstacle = _obstacle(found)
             if not obstacle:
-                groups.append(Group(label, [tensor for tensor, _ in members]))
+                groups.append(Group(label, [tensor for tensor, _ in found]))
             elif index < len(self._given):
                 raise errors.argument_invalid(
                     f"{label}: tied tensors share one outer scale; expected "
                     f"{obstacle}", "ties")
         return groups
+
+
+def _different_specs(name: str, spec: Any, other: str, other_spec: Any) -> str:
+    return (f"one spec for all, got different ones for {name!r} "
+            f"({FORMATS.name(spec.format)}) and {other!r} "
+            f"({FORMATS.name(other_spec.format)})")
 
 
 def _obstacle(members: Sequence[tuple[FileTensor, Any]]) -> str:
@@ -158,9 +226,7 @@ def _obstacle(members: Sequence[tuple[FileTensor, Any]]) -> str:
     text = spec.SerializeToString(deterministic=True)
     for tensor, other in members:
         if other.SerializeToString(deterministic=True) != text:
-            return (f"one spec for all, got different ones for {first.name!r} "
-                    f"({FORMATS.name(spec.format)}) and {tensor.name!r} "
-                    f"({FORMATS.name(other.format)})")
+            return _different_specs(first.name, spec, tensor.name, other)
         if tensor.element_type == "float64":
             return f"F32, F16 or BF16, got F64 for {tensor.name!r}"
         if outer_count(other, tensor.shape) != 1:

@@ -33,6 +33,7 @@ from quantd._progress import Progress, ProgressLike, total_bytes
 from quantd._requests import (HEALTH_METHOD, Attempts, CalibrateJob, Calls,
                               Contribution, Pages, QuantizeJob, SpecLike)
 from quantd._retries import Retries
+from quantd._ties import Ties, TiesLike
 from quantd.encoding import Encoding, EncodingReference, Source
 from quantd.tensor import Array, NameLike, TensorName, as_name, format_info
 from quantd.v1 import encoding_service_pb2 as es
@@ -481,26 +482,35 @@ class Client:
     async def compute_encodings(
             self, model: str, spec: Optional[SpecLike] = None, *,
             revision: str = "", overrides: Iterable[tuple[str, SpecLike]] = (),
-            dry_run: bool = False) -> AsyncIterator[results.ComputedEncoding]:
+            dry_run: bool = False, ties: TiesLike = True
+            ) -> AsyncIterator[results.ComputedEncoding]:
         """Encodings from statistics; see quantd.Client.compute_encodings."""
         request = _requests.compute_encodings(model, spec, revision, overrides,
                                               dry_run)
         await self._check_patterns(
             [override.pattern for override in request.overrides], model,
             revision, "overrides")
+        tied = Ties(ties)
+        if tied.matters(_requests.specs_of(request)):
+            _requests.compute_ties(
+                request, tied, await self._tied_names(tied, model, revision))
         async for answer in self._read("ComputeEncodings", request):
             yield results.ComputedEncoding.from_proto(answer)
 
     async def sweep(self, model: str, specs: Iterable[SpecLike], *,
                     revision: str = "", patterns: Iterable[str] = (),
                     min_sqnr_db: Optional[float] = None,
-                    max_size_bytes: Optional[int] = None
-                    ) -> results.SweepResult:
+                    max_size_bytes: Optional[int] = None,
+                    ties: TiesLike = True) -> results.SweepResult:
         """Ranks specs; see quantd.Client.sweep."""
         request = _requests.sweep(model, specs, revision, patterns, min_sqnr_db,
                                   max_size_bytes)
         await self._check_patterns(request.patterns, model, revision,
                                    "patterns")
+        tied = Ties(ties)
+        if tied.matters(request.specs):
+            _requests.sweep_ties(
+                request, tied, await self._tied_names(tied, model, revision))
         return _requests.sweep_result(
             [answer async for answer in self._read("Sweep", request)])
 
@@ -519,6 +529,15 @@ class Client:
             names = [entry.tensor async for entry in
                      self.list_statistics(model, revision)]
             _requests.check_patterns(patterns, names, model, revision, field)
+
+    async def _tied_names(self, ties: Ties, model: str, revision: str
+                          ) -> list[str]:
+        try:
+            return [entry.tensor async for entry in
+                    self.list_statistics(model, revision)]
+        except errors.QuantdError as error:
+            ties.raise_unless_optional(error)
+            return []
 
     # Statistics.
 

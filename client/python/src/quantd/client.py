@@ -25,6 +25,7 @@ from quantd._requests import (HEALTH_METHOD, Attempts, CalibrateJob, Calls,
 from quantd._retries import Retries
 from quantd._shared_memory import SharedMemory
 from quantd._stream import Options, RetryingStream
+from quantd._ties import Ties, TiesLike
 from quantd.encoding import Encoding, EncodingReference, Source
 from quantd.tensor import (Array, NameLike, TensorName, as_name,
                            format_info)
@@ -665,7 +666,8 @@ class Client:
             self, model: str, spec: Optional[SpecLike] = None, *,
             revision: str = "",
             overrides: Iterable[tuple[str, SpecLike]] = (),
-            dry_run: bool = False) -> Iterator[results.ComputedEncoding]:
+            dry_run: bool = False, ties: TiesLike = True
+            ) -> Iterator[results.ComputedEncoding]:
         """Computes encodings from stored statistics, and stores them unless
         dry_run; yields one tensor after another in order of name.
 
@@ -673,19 +675,28 @@ class Client:
             tensor counts, then `spec`. Tensors without either are left out;
             a pattern that matches none, or only what earlier ones take, is an
             error.
+        ties: tensors that share one outer scale, such as nvfp4 has; patterns
+            as of quantd.quantize_model. With a spec that has no outer scale
+            those of a pattern share one encoding, and those of the defaults
+            nothing.
         """
         request = _requests.compute_encodings(model, spec, revision, overrides,
                                               dry_run)
         self._check_patterns(
             [override.pattern for override in request.overrides], model,
             revision, "overrides")
+        tied = Ties(ties)
+        if tied.matters(_requests.specs_of(request)):
+            _requests.compute_ties(request, tied,
+                                   self._tied_names(tied, model, revision))
         for answer in self._read(self._encodings.ComputeEncodings, request):
             yield results.ComputedEncoding.from_proto(answer)
 
     def sweep(self, model: str, specs: Iterable[SpecLike], *,
               revision: str = "", patterns: Iterable[str] = (),
               min_sqnr_db: Optional[float] = None,
-              max_size_bytes: Optional[int] = None) -> results.SweepResult:
+              max_size_bytes: Optional[int] = None, ties: TiesLike = True
+              ) -> results.SweepResult:
         """Ranks 1 to 64 specs by the error that stored statistics predict.
 
         patterns: globs over names of tensors; default all. One that matches
@@ -693,10 +704,15 @@ class Client:
         min_sqnr_db, max_size_bytes: at most one; chooses a spec for each
             tensor: the fewest bytes with that SQNR in each, or the least noise
             within that size.
+        ties: as of compute_encodings().
         """
         request = _requests.sweep(model, specs, revision, patterns, min_sqnr_db,
                                   max_size_bytes)
         self._check_patterns(request.patterns, model, revision, "patterns")
+        tied = Ties(ties)
+        if tied.matters(request.specs):
+            _requests.sweep_ties(request, tied,
+                                 self._tied_names(tied, model, revision))
         return _requests.sweep_result(
             list(self._read(self._encodings.Sweep, request)))
 
@@ -722,6 +738,16 @@ class Client:
                 patterns, [entry.tensor for entry in
                            self.list_statistics(model, revision)],
                 model, revision, field)
+
+    def _tied_names(self, ties: Ties, model: str, revision: str) -> list[str]:
+        """Of tensors with statistics; none where the caller may not list them
+        and nothing but defaults is tied."""
+        try:
+            return [entry.tensor for entry in
+                    self.list_statistics(model, revision)]
+        except errors.QuantdError as error:
+            ties.raise_unless_optional(error)
+            return []
 
     # Statistics.
 
