@@ -497,6 +497,7 @@ absl::Status CheckUnread(const QuantizeOptions& options,
       ReportUnread(tensor, session);
       ++unread_count;
     }
+    ReportCastCodes(shard->input, session);
   }
   if (unread_count == 0 || options.keep_going) return absl::OkStatus();
   return files::FileUnsupportedError(

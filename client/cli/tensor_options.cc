@@ -12,6 +12,7 @@
 #include "absl/strings/string_view.h"
 #include "client/cli/command_line.h"
 #include "client/cli/session.h"
+#include "client/cli/table.h"
 #include "client/cpp/errors.h"
 #include "client/cpp/tensor.h"
 #include "client/files/safetensors.h"
@@ -50,6 +51,20 @@ void ReportUnread(const TensorInput& input, const TensorFilter& filter,
   for (const files::UnreadTensor& tensor : input.unread()) {
     if (filter.TakesName(tensor.name)) ReportUnread(tensor, session);
   }
+  ReportCastCodes(input, session);
+}
+
+void ReportCastCodes(const TensorInput& input, Session* session) {
+  const auto& found = input.onnx_cast_codes();
+  if (found.empty()) return;
+  session->PrintError(absl::StrCat(
+      "quantctl: note: the model makes floats of the integers ", found[0].codes,
+      " by a Cast and a Mul with ", found[0].scales,
+      found.size() == 1
+          ? ""
+          : absl::StrCat(", and of ", CountText(found.size() - 1), " more"),
+      ": if they are codes, these weights are quantized already, and are left "
+      "as they are"));
 }
 
 void TensorFilter::AddOptions(Command* command) {

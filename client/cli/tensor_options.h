@@ -39,8 +39,10 @@ struct TensorFilter {
 // Says that a tensor, or those of unread() whose names the filter takes, are
 // left out, and why. The exit code becomes kServerError.
 void ReportUnread(const files::UnreadTensor& tensor, Session* session);
+// And what of an ONNX model may be quantized already.
 void ReportUnread(const TensorInput& input, const TensorFilter& filter,
                   Session* session);
+void ReportCastCodes(const TensorInput& input, Session* session);
 
 // --model, --revision.
 struct NameOptions {

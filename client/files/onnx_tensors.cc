@@ -300,6 +300,7 @@ class OnnxTensors::Parser {
       tensors_.codes_ = std::string(name);
       break;
     }
+    FindCastCodes();
     return absl::OkStatus();
   }
 
@@ -313,6 +314,70 @@ class OnnxTensors::Parser {
     bool is_external = false;
     std::map<absl::string_view, absl::string_view> external;
   };
+
+  // A tensor of the main graph behind a value, through nodes that change its
+  // form, and behind a Cast of codes through a Sub of their zero point.
+  struct Origin {
+    const FileTensor* tensor = nullptr;
+    bool is_cast = false;
+  };
+
+  Origin OriginOf(absl::string_view value,
+                  const absl::flat_hash_map<absl::string_view,
+                                            const FileTensor*>& tensors) const {
+    Origin origin;
+    for (int step = 0; step <= kMostForms; ++step) {
+      const auto tensor = tensors.find(value);
+      if (tensor != tensors.end()) {
+        origin.tensor = tensor->second;
+        return origin;
+      }
+      auto before = forms_.find(value);
+      if (before == forms_.end()) {
+        before = differences_.find(value);
+        if (before == differences_.end()) return {};
+      }
+      origin.is_cast |= casts_.contains(value);
+      value = before->second;
+    }
+    return {};
+  }
+
+  // See cast_codes(). Indices have 64 bits, masks are bool.
+  void FindCastCodes() {
+    absl::flat_hash_map<absl::string_view, const FileTensor*> tensors;
+    if (products_.empty() || casts_.empty()) return;
+    for (const FileTensor& tensor : tensors_.tensors_) {
+      tensors[tensor.name] = &tensor;
+    }
+    absl::flat_hash_set<absl::string_view> found;
+    for (const auto& [first, second] : products_) {
+      for (const auto& [codes, scales] :
+           {std::pair(first, second), std::pair(second, first)}) {
+        const Origin origin = OriginOf(codes, tensors);
+        const Origin other = OriginOf(scales, tensors);
+        if (origin.tensor == nullptr || other.tensor == nullptr ||
+            !origin.is_cast || !IsFloat(other.tensor->dtype)) {
+          continue;
+        }
+        switch (origin.tensor->dtype) {
+          case Dtype::kI8:
+          case Dtype::kU8:
+          case Dtype::kI16:
+          case Dtype::kU16:
+          case Dtype::kI32:
+          case Dtype::kU32:
+            if (found.insert(origin.tensor->name).second) {
+              tensors_.cast_codes_.push_back(
+                  {origin.tensor->name, other.tensor->name});
+            }
+            break;
+          default:
+            break;
+        }
+      }
+    }
+  }
 
   bool IsTensor(absl::string_view name) const {
     return names_.contains(name) || names_elsewhere_.contains(name);
@@ -406,6 +471,12 @@ class OnnxTensors::Parser {
     if (!node.inputs.empty() &&
         std::find(kForms.begin(), kForms.end(), node.op_type) != kForms.end()) {
       forms_[node.output] = node.inputs[0];
+      if (node.op_type == "Cast") casts_.insert(node.output);
+    }
+    if (node.inputs.size() == 2 && node.op_type == "Sub") {
+      differences_[node.output] = node.inputs[0];
+    } else if (node.inputs.size() == 2 && node.op_type == "Mul") {
+      products_.emplace_back(node.inputs[0], node.inputs[1]);
     }
     for (const Bytes attribute : node.attributes) {
       const absl::Status status = ReadAttribute(attribute, node, where);
@@ -742,6 +813,12 @@ class OnnxTensors::Parser {
   std::vector<absl::string_view> taken_as_codes_;
   // By what it gives: the first input of a node that changes its form.
   absl::flat_hash_map<absl::string_view, absl::string_view> forms_;
+  // What of these a Cast gives.
+  absl::flat_hash_set<absl::string_view> casts_;
+  // Likewise of a Sub.
+  absl::flat_hash_map<absl::string_view, absl::string_view> differences_;
+  // The inputs of each Mul.
+  std::vector<std::pair<absl::string_view, absl::string_view>> products_;
   // Indices into the files, by location.
   std::map<std::string, size_t> data_files_;
 };

@@ -42,6 +42,13 @@ class OnnxTensors {
   // An initializer or Constant that a node takes as codes, as it is or in
   // another form; empty where there is none.
   const std::string& codes() const { return codes_; }
+  // Integers that a Cast and a Mul make floats of: codes, it may be, and what
+  // would be their scales.
+  struct CastCodes {
+    std::string codes;
+    std::string scales;
+  };
+  const std::vector<CastCodes>& cast_codes() const { return cast_codes_; }
   // The files of data that were opened.
   const std::vector<std::string>& data_paths() const { return data_paths_; }
 
@@ -58,6 +65,7 @@ class OnnxTensors {
   std::vector<UnreadTensor> unread_;
   std::vector<UnreadTensor> elsewhere_;
   std::string codes_;
+  std::vector<CastCodes> cast_codes_;
   std::vector<std::string> data_paths_;
 };
 

@@ -143,6 +143,7 @@ absl::Status TensorInput::AddOnnx(const std::string& path) {
   unread_.insert(unread_.end(), model->elsewhere().begin(),
                  model->elsewhere().end());
   onnx_codes_ = model->codes();
+  onnx_cast_codes_ = model->cast_codes();
   paths_.insert(paths_.end(), model->data_paths().begin(),
                 model->data_paths().end());
   files_.emplace_back(*std::move(model));

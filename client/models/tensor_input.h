@@ -57,6 +57,10 @@ class TensorInput {
   // Of an ONNX model: an initializer that it takes as codes; empty where there
   // is none.
   const std::string& onnx_codes() const { return onnx_codes_; }
+  // Of an ONNX model: what may be codes that it multiplies by their scales.
+  const std::vector<files::OnnxTensors::CastCodes>& onnx_cast_codes() const {
+    return onnx_cast_codes_;
+  }
   // What tensors() leaves out: types that are not known, and weights of an ONNX
   // model that are elsewhere than in its main graph.
   const std::vector<files::UnreadTensor>& unread() const { return unread_; }
@@ -91,6 +95,7 @@ class TensorInput {
   std::map<std::string, files::GgufTensor> blocks_;
   std::vector<files::FileTensor> tensors_;
   std::string onnx_codes_;
+  std::vector<files::OnnxTensors::CastCodes> onnx_cast_codes_;
   std::vector<files::UnreadTensor> unread_;
   std::vector<std::string> paths_;
   absl::flat_hash_map<std::string, size_t> index_;

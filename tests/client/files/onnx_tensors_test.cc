@@ -348,6 +348,39 @@ TEST_F(OnnxTensorsTest, OtherFilesAreRefused) {
   }
 }
 
+TEST_F(OnnxTensorsTest, IntegersThatBecomeFloatsByCastAndMulAreKnown) {
+  const std::string floats = OnnxInitializer("s", 1, {1}, Raw("abcd"));
+  const auto found = [&](uint64_t data_type, const std::string& data,
+                         const std::string& nodes) {
+    const auto model =
+        Open(nodes + floats + OnnxInitializer("w", data_type, {1}, Raw(data)));
+    EXPECT_TRUE(model.ok()) << model.status();
+    EXPECT_EQ(model->codes(), "");
+    std::string text;
+    for (const OnnxTensors::CastCodes& codes : model->cast_codes()) {
+      absl::StrAppend(&text, codes.codes, "*", codes.scales, " ");
+    }
+    return text;
+  };
+  const std::string cast = OnnxNode("Cast", {"w"}, "f");
+  EXPECT_EQ(found(3, "a", cast + OnnxNode("Mul", {"f", "s"}, "y")), "w*s ");
+  EXPECT_EQ(found(2, "a", cast + OnnxNode("Mul", {"s", "f"}, "y")), "w*s ");
+  EXPECT_EQ(found(6, "abcd",
+                  absl::StrCat(OnnxNode("Transpose", {"w"}, "t"),
+                               OnnxNode("Cast", {"t"}, "f"),
+                               OnnxNode("Sub", {"f", "z"}, "d"),
+                               OnnxNode("Reshape", {"d", "n"}, "r"),
+                               OnnxNode("Mul", {"r", "s"}, "y"),
+                               OnnxNode("Mul", {"r", "s"}, "y2"))),
+            "w*s ");
+  // Indices, floats, what is no product of two tensors, and what has no Cast.
+  EXPECT_EQ(found(7, "abcdefgh", cast + OnnxNode("Mul", {"f", "s"}, "y")), "");
+  EXPECT_EQ(found(10, "ab", cast + OnnxNode("Mul", {"f", "s"}, "y")), "");
+  EXPECT_EQ(found(3, "a", cast + OnnxNode("Mul", {"f", "x"}, "y")), "");
+  EXPECT_EQ(found(3, "a", cast + OnnxNode("Add", {"f", "s"}, "y")), "");
+  EXPECT_EQ(found(3, "a", cast + OnnxNode("Mul", {"w", "s"}, "y")), "");
+}
+
 TEST_F(OnnxTensorsTest, WhatNodesTakeAsCodesIsKnown) {
   const std::string weight = OnnxInitializer("w", 3, {2, 2}, Raw("abcd"));
   for (const std::string& node :

@@ -1719,6 +1719,27 @@ class OnnxTest(InterchangeCase):
         self.export_only("conv1.input")
         self.run_quantctl("evaluate", self.path("qdq.onnx"))
 
+    def test_CodesUnderACastAreTold(self):
+        codes = np.ones((4, 4), np.int8)
+        self.save([helper.make_node("Cast", ["w"], ["f"], to=TensorProto.FLOAT),
+                   helper.make_node("Mul", ["f", "s"], ["v"]),
+                   helper.make_node("MatMul", ["x", "v"], ["h"]),
+                   helper.make_node("MatMul", ["h", "u"], ["y"])],
+                  [("x", TensorProto.FLOAT, [4, 4])],
+                  [("y", TensorProto.FLOAT, [4, 4])],
+                  [numpy_helper.from_array(codes, "w"),
+                   numpy_helper.from_array(np.float32(.5), "s"),
+                   numpy_helper.from_array(codes.astype(np.float32), "u")])
+        for command in (("quantize", "-o", self.path("x.safetensors"),
+                         "--no-store"), ("evaluate",),
+                        ("calibrate", "--model", "cast")):
+            result = self.run_quantctl(command[0], self.path("model.onnx"),
+                                       *command[1:])
+            self.assertEqual(result.stderr.count(
+                "makes floats of the integers w by a Cast and a Mul with s"), 1)
+        self.run_quantctl("export", "--model", "cast", "--onnx",
+                          self.path("model.onnx"), "-o", self.path("qdq.onnx"))
+
     def export_only(self, tensor):
         self.run_quantctl("export", "--model", "digits", "--include", tensor,
                           "--onnx", self.path("model.onnx"), "-o",
