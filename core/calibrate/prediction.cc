@@ -71,6 +71,45 @@ SquaredError Widen(const SquaredError& exact, const Distribution& distribution,
           high * high * (1 + sums)};
 }
 
+// What float32 adds to the estimate of int32, whose codes have more bits than a
+// float32. The quotient x / scale, then an integer at most half a step away,
+// times the scale is x + e, with e uniform in [-w, w] and w half a step of the
+// code: of 1, or of the spacing of float32 there. The product is rounded to the
+// spacing d of float32 at x, of which x is a multiple. So with h = w / d the
+// error is d times the nearest integer to a uniform number in [-h, h]. With K =
+// floor(h + 1/2) the mean of that integer's square is
+//
+//   (2 sum_{k < K} k^2 + 2 K^2 (h - K + 1/2)) / 2h
+//
+// where k counts the integers whose neighbourhoods of 1/2 lie within [-h, h].
+// That rounding errors are uniform and independent is Widrow's model
+// (Widrow and Kollar, Quantization Noise, 2008, chapter 12 for floats). The
+// estimate of exact arithmetic has the (scale / 2)^2 / 3 of each element.
+double RoundingOfFloats(double scale, const Distribution& distribution) {
+  constexpr double kMostHalfSteps = 0x1p10;
+  // A spacing is 2^-23 of the power of two below.
+  const auto spacing = [](double x) {
+    return std::max(std::ldexp(1.0, std::ilogb(x) - 23), 0x1p-149);
+  };
+  double sum = 0;
+  for (const Mass& mass : distribution.masses()) {
+    const double magnitude = std::fabs(mass.mean);
+    const double code = magnitude / scale;
+    // Codes of 0, and clipped ones.
+    if (!(code >= 0.5) || code > 0x1p31) continue;
+    const double at_x = spacing(magnitude);
+    const double h = std::max(spacing(code), 1.0) * scale / 2 / at_x;
+    // What is left is nothing beside the steps.
+    if (h > kMostHalfSteps) continue;
+    const double k = std::floor(h + 0.5);
+    const double square =
+        ((k - 1) * k * (2 * k - 1) / 6 + k * k * (h - k + 0.5)) / h;
+    sum +=
+        mass.count * std::max(0.0, at_x * at_x * square - scale * scale / 12);
+  }
+  return sum;
+}
+
 Prediction PredictScaleIndex(const CodeNumbers& numbers, double scale,
                              double zero_point, double largest_code,
                              const Extremes& extremes,
@@ -81,6 +120,10 @@ Prediction PredictScaleIndex(const CodeNumbers& numbers, double scale,
   SquaredError error =
       Widen(BoundSquaredError(numbers, scale, zero_point, distribution),
             distribution, extremes, scale, largest_code);
+  if (numbers.is_integer && numbers.qmax >= 1 << 24) {
+    error.estimate = std::min(
+        error.estimate + RoundingOfFloats(scale, distribution), error.high);
+  }
   const double min = distribution.masses().front().low;
   const double max = distribution.masses().back().high;
   const double magnitude = std::max(-min, max);

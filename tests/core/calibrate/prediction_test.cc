@@ -137,6 +137,39 @@ TEST(PredictionTest, AgreesWithTheEvaluatorOnIntegers) {
   }
 }
 
+// Codes of more bits than a float32 has.
+TEST(PredictionTest, EstimatesTheRoundingOfFloat32) {
+  std::mt19937 random(3);
+  std::normal_distribution<double> normal(0, 1);
+  std::vector<double> values(20000);
+  for (double& value : values) value = normal(random);
+  for (const ElementType type :
+       {ElementType::kFloat32, ElementType::kBfloat16}) {
+    const Sample sample(type, values, 7);
+    Encoding encoding;
+    encoding.format = FindFormatByName("int32")->format;
+    encoding.qmin = -2147483647;
+    encoding.qmax = 2147483647;
+    encoding.zero_point = {0};
+    const Extremes& extremes = sample.statistics.extremes()[0];
+    const double reach = std::max(-extremes.min, extremes.max);
+    // From codes of 31 bits, of which float32 rounds 7, to those of 15.
+    for (const double factor :
+         {1., 1.3, 1.5, 1.9, 20., 256., 384., 1228.8, 65536.}) {
+      encoding.scale = {static_cast<float>(reach / encoding.qmax * factor)};
+      Evaluator evaluator(encoding, sample.layout, sample.type, {});
+      evaluator.Update(0, sample.layout.element_count(), sample.reals.data(),
+                       nullptr);
+      const Prediction prediction = *Predict(encoding, sample.statistics);
+      SCOPED_TRACE(factor);
+      EXPECT_NEAR(prediction.SqnrDb(), evaluator.overall().SqnrDb(),
+                  type == ElementType::kFloat32 ? 0.3 : 3);
+      EXPECT_LE(prediction.squared_error_low, prediction.squared_error);
+      EXPECT_GE(prediction.squared_error_high, prediction.squared_error);
+    }
+  }
+}
+
 // Bounds that nothing can violate are easy: these are to be of use as well.
 TEST(PredictionTest, IsTight) {
   std::mt19937 random(3);
