@@ -68,8 +68,8 @@ Json LossesJson(const std::vector<v1::InterchangeLoss>& losses) {
 
 void PrintLosses(const std::vector<v1::InterchangeLoss>& losses,
                  const Session& session) {
-  if (session.quiet) return;
   for (const v1::InterchangeLoss& loss : losses) {
+    if (session.quiet && !loss.left_out()) continue;
     session.PrintError(absl::StrCat(
         "quantctl: tensor ", loss.tensor(),
         loss.left_out() ? ": left out: " : ": not kept: ", loss.what()));

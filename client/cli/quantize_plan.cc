@@ -287,6 +287,23 @@ absl::Status CheckSelected(const QuantizeOptions& options,
   return absl::OkStatus();
 }
 
+template <typename Patterns>
+bool MatchesAny(const Patterns& patterns, absl::string_view name) {
+  return std::any_of(
+      std::begin(patterns), std::end(patterns),
+      [name](absl::string_view pattern) { return MatchesGlob(pattern, name); });
+}
+
+// Whether somebody asked for this tensor and not only for all.
+bool IsNamed(const QuantizeOptions& options, const SpecSet& specs,
+             const std::string& tensor) {
+  return MatchesAny(options.filter.include, tensor) ||
+         std::any_of(specs.overrides.begin(), specs.overrides.end(),
+                     [&tensor](const SpecSet::Override& entry) {
+                       return MatchesGlob(entry.pattern, tensor);
+                     });
+}
+
 // Whether the tensor becomes blocks of GGUF without the server: sets *type.
 // Sets *is_copied for one that no type has whole blocks for. What becomes of
 // such tensors is what llama.cpp does, but for those that are copied.
@@ -308,7 +325,10 @@ absl::Status FindBlocks(const QuantizeOptions& options,
   const files::GgufType* const other =
       fallback.ok() ? GgufTypeOf(*fallback, tensor.shape) : nullptr;
   *is_copied = other == nullptr || row % other->block_elements != 0;
-  plan->block_notes.push_back(absl::StrCat(
+  const bool is_left_out =
+      *is_copied && IsNamed(options, plan->specs, tensor.name);
+  auto& notes = is_left_out ? plan->left_out_notes : plan->block_notes;
+  notes.push_back(absl::StrCat(
       "quantctl: tensor ", tensor.name, ": rows of ", row,
       " elements have no whole blocks of ", found.name, ": ",
       *is_copied ? "copied" : absl::StrCat(other->name, " in its place")));
@@ -338,13 +358,6 @@ constexpr absl::string_view kIgnoredModules[] = {"lm_head",
                                                  "*_router",
                                                  "*shared_expert_gate"};
 
-template <typename Patterns>
-bool MatchesAny(const Patterns& patterns, absl::string_view name) {
-  return std::any_of(
-      std::begin(patterns), std::end(patterns),
-      [name](absl::string_view pattern) { return MatchesGlob(pattern, name); });
-}
-
 bool MatchesAnyOf(absl::string_view pattern,
                   const std::vector<std::string>& names) {
   return std::any_of(names.begin(), names.end(),
@@ -360,13 +373,8 @@ bool IsIgnored(const QuantizeOptions& options, const SpecSet& specs,
   if (!options.IsCompressed()) return false;
   const absl::string_view module = ModuleOf(tensor);
   if (options.has_ignore) return MatchesAny(options.ignore, module);
-  const bool is_named =
-      MatchesAny(options.filter.include, tensor) ||
-      std::any_of(specs.overrides.begin(), specs.overrides.end(),
-                  [&tensor](const SpecSet::Override& entry) {
-                    return MatchesGlob(entry.pattern, tensor);
-                  });
-  return !is_named && MatchesAny(kIgnoredModules, module);
+  return !IsNamed(options, specs, tensor) &&
+         MatchesAny(kIgnoredModules, module);
 }
 
 // Each pattern of --ignore leaves out a module, and they do not leave out all:

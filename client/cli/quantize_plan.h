@@ -77,6 +77,9 @@ struct QuantizePlan {
   // What is said of tensors that have no whole blocks of the GGUF type that was
   // asked for.
   std::vector<std::string> block_notes;
+  // Likewise, of those that --include or a pattern of --spec names and that are
+  // copied.
+  std::vector<std::string> left_out_notes;
   // Everything is in its place.
   bool is_complete = false;
   // Of the draft: whether it is known not to have all encodings, and whether

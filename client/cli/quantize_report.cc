@@ -192,7 +192,7 @@ class RunReport {
       if (plan_.is_complete) session_.Print(SummaryText());
     }
     PrintNotFinite();
-    if (!session_.quiet) PrintNotes(plan_.block_notes, &session_);
+    PrintLeftOut();
     if (plan_.is_complete) {
       PrintModel();
       PrintTies();
@@ -350,6 +350,26 @@ class RunReport {
       }
     }
     PrintNotes(notes, &session_);
+  }
+
+  // Tensors that are copied in place of what was asked for. The exit code says
+  // so where somebody named them, or where nothing else was quantized.
+  void PrintLeftOut() {
+    if (!session_.quiet) PrintNotes(plan_.block_notes, &session_);
+    PrintNotes(plan_.left_out_notes, &session_);
+    if (!plan_.left_out_notes.empty()) {
+      session_.Note(kServerError);
+      session_.PrintError(
+          absl::StrCat("quantctl: ", CountText(plan_.left_out_notes.size()),
+                       " tensors that were asked for are copied"));
+    }
+    if (plan_.is_complete && !plan_.part.has_value() &&
+        totals_.quantized_count == 0) {
+      session_.Note(kServerError);
+      session_.PrintError(
+          absl::StrCat("quantctl: nothing is quantized: ", options_.output.path,
+                       " has all tensors as they were"));
+    }
   }
 
   // What of a compressed-tensors model its user may not expect.

@@ -598,8 +598,9 @@ def test_RowsWithoutWholeBlocksBecomeWhatLlamaCppTakes(quantctl, tmp_path):
         name: rng.standard_normal((8, columns)).astype(np.float32)
         for name, columns in (("a4", 256), ("b4", 96), ("b5", 160), ("b6", 32),
                               ("c4", 40))})
-    said = quantctl("quantize", source, "-o", path, "--spec", "?5=q5_K",
-                    "--spec", "?6=q6_K", "--spec", "?4=q4_K")
+    specs = ("--spec", "?5=q5_K", "--spec", "?6=q6_K", "--spec", "?4=q4_K")
+    # Somebody asked for c4.
+    said = quantctl("quantize", source, "-o", path, *specs, code=1)
     for name, columns, other in (("b4", 96, "q5_0 in its place"),
                                  ("b5", 160, "q5_1 in its place"),
                                  ("b6", 32, "q8_0 in its place"),
@@ -607,11 +608,29 @@ def test_RowsWithoutWholeBlocksBecomeWhatLlamaCppTakes(quantctl, tmp_path):
         assert (f"tensor {name}: rows of {columns} elements have no whole "
                 f"blocks of q{name[1]}_K: {other}") in said
     assert "tensor a4:" not in said
+    said = quantctl("quantize", source, "-o", tmp_path / "quiet.gguf",
+                    "--quiet", *specs, code=1)
+    assert "tensor c4: " in said and "b4" not in said
+    assert "1 tensors that were asked for are copied" in said
+    # Nobody names it: llama.cpp copies it, too.
+    said = quantctl("quantize", source, "-o", tmp_path / "all.gguf",
+                    "--quiet", "--spec", "q4_K")
+    assert "c4" not in said
     sizes = {"a4": 144 * 8, "b4": 22 * 24, "b5": 24 * 40, "b6": 34 * 8,
              "c4": 4 * 320}
     tensors = _files.open_file(str(path)).tensors
     assert {name: tensor.data.nbytes
             for name, tensor in tensors.items()} == sizes
+
+
+@pytest.mark.parametrize("flags", [(), ("--quiet",), ("--json",)])
+def test_AFileOfCopiesAloneIsNoSuccess(quantctl, tmp_path, flags):
+    source, path = tmp_path / "x.safetensors", tmp_path / "q.gguf"
+    quantd.save(source, {"c": np.ones((8, 40), np.float32)})
+    said = quantctl("quantize", source, "-o", path, "--spec", "q4_K", *flags,
+                    code=1)
+    assert "nothing is quantized" in said
+    np.testing.assert_array_equal(quantd.load(path)["c"], 1)
 
 
 def test_KQuantsAreRefusedWhereTheyHaveNoPlace(quantctl, tmp_path):
