@@ -494,10 +494,6 @@ class Exporter {
         MakeQuantizer(encoding, &shape, std::nullopt);
     if (!quantizer.ok()) return quantizer.status();
     if (is_transposed) Transpose(&*quantizer);
-    if (weight.data.empty() && ElementCount(weight.shape).value_or(1) != 0 &&
-        !done_.contains(place.name)) {
-      return ArgumentInvalidError("only weights that are in the model itself");
-    }
     const absl::StatusOr<bool> is_done = IsDone(tensor, place, *quantizer);
     if (!is_done.ok()) return is_done.status();
     if (*is_done) return absl::OkStatus();
@@ -565,13 +561,11 @@ class Exporter {
           model->FindActivation(bias.activations[0]);
       const absl::Span<const uint8_t> data = model->FindWeight(bias.name)->data;
       if (!activation.has_value() || activation->dtype != files::Dtype::kF32 ||
-          model->FindWeight(bias.weight)->dtype != files::Dtype::kF32 ||
-          data.empty()) {
-        kept[data.empty() ? "its data are in another file"
-                          : "its layer does not compute in float32"]
-            .push_back(bias.name);
+          model->FindWeight(bias.weight)->dtype != files::Dtype::kF32) {
+        kept["its layer does not compute in float32"].push_back(bias.name);
         continue;
       }
+      if (data.empty()) continue;
       const bool is_per_channel =
           weight->scale_shape.size() == 1 && weight->axis == bias.axis;
       if (weight->scale.size() != 1 && !is_per_channel) {

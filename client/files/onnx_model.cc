@@ -20,6 +20,8 @@
 #include "client/files/dtype.h"
 #include "client/files/errors.h"
 #include "client/files/mapped_file.h"
+#include "client/files/onnx_tensors.h"
+#include "client/files/safetensors.h"
 #include "google/protobuf/io/coded_stream.h"
 #include "google/protobuf/io/zero_copy_stream_impl_lite.h"
 #include "onnx_model.pb.h"
@@ -280,6 +282,52 @@ void MoveConstants(onnx::GraphProto* graph) {
       nodes->end());
 }
 
+bool IsExternal(const onnx::TensorProto& tensor) {
+  return tensor.data_location() == kExternal;
+}
+
+// Puts the data of other files into the initializers that have them there.
+absl::Status TakeInData(const std::string& path, onnx::GraphProto* graph) {
+  if (std::none_of(graph->initializer().begin(), graph->initializer().end(),
+                   IsExternal)) {
+    return absl::OkStatus();
+  }
+  const absl::StatusOr<OnnxTensors> files = OnnxTensors::Open(path);
+  if (!files.ok()) return files.status();
+  absl::flat_hash_map<absl::string_view, const FileTensor*> tensors;
+  for (const FileTensor& tensor : files->tensors()) {
+    tensors[tensor.name] = &tensor;
+  }
+  for (onnx::TensorProto& tensor : *graph->mutable_initializer()) {
+    const auto found = tensors.find(tensor.name());
+    if (!IsExternal(tensor) || found == tensors.end()) continue;
+    const absl::Span<const uint8_t> data = found->second->data;
+    tensor.set_raw_data(data.data(), data.size());
+    tensor.clear_external_data();
+    tensor.clear_data_location();
+  }
+  return absl::OkStatus();
+}
+
+// A tensor of a graph, or of a graph in it, whose data are in another file;
+// null where there is none.
+const onnx::TensorProto* FindExternal(onnx::GraphProto* graph) {
+  const onnx::TensorProto* found = nullptr;
+  const auto note = [&found](const onnx::TensorProto& tensor) {
+    if (IsExternal(tensor)) found = &tensor;
+  };
+  auto visit = [&note](onnx::GraphProto* one) {
+    for (const onnx::TensorProto& tensor : one->initializer()) note(tensor);
+    for (const onnx::NodeProto& node : one->node()) {
+      for (const onnx::AttributeProto& attribute : node.attribute()) {
+        note(attribute.t());
+      }
+    }
+  };
+  ForEachGraph(graph, visit);
+  return found;
+}
+
 }  // namespace
 
 struct OnnxModel::Graph {
@@ -408,6 +456,7 @@ absl::StatusOr<OnnxModel> OnnxModel::Open(const std::string& path) {
   }
   onnx::GraphProto& main = *model.mutable_graph();
   MoveConstants(&main);
+  if (absl::Status s = TakeInData(path, &main); !s.ok()) return s;
   auto note = [&graph](onnx::GraphProto* one) { graph->Note(*one); };
   ForEachGraph(&main, note);
   for (const auto* values :
@@ -429,7 +478,7 @@ absl::StatusOr<OnnxModel> OnnxModel::Open(const std::string& path) {
     weight.name = tensor.name();
     weight.dtype = DtypeOf(tensor.data_type());
     weight.shape.assign(tensor.dims().begin(), tensor.dims().end());
-    if (weight.dtype.has_value() && tensor.data_location() != kExternal) {
+    if (weight.dtype.has_value() && !IsExternal(tensor)) {
       MakeRaw(&tensor);
       const std::optional<int64_t> size =
           TensorSizeBytes(*weight.dtype, weight.shape);
@@ -762,12 +811,14 @@ void OnnxModel::DropReplaced() {
 
 absl::Status OnnxModel::Write(const std::string& path, IfExists if_exists) {
   onnx::GraphProto& graph = *graph_->model.mutable_graph();
-  for (const onnx::TensorProto& tensor : graph.initializer()) {
-    if (tensor.data_location() == kExternal) {
-      return FileUnsupportedError(
-          path, absl::StrCat("initializer \"", tensor.name(),
-                             "\" has its data in another file"));
-    }
+  if (const onnx::TensorProto* const tensor = FindExternal(&graph);
+      tensor != nullptr) {
+    return FileUnsupportedError(
+        path, absl::StrCat("tensor \"", tensor->name(),
+                           "\" has its data in another file, and it is of a "
+                           "type that is not read, or not in the main graph; "
+                           "first make one file of the model, as onnx.save "
+                           "does"));
   }
   if (absl::Status s = RaiseOpset(path); !s.ok()) return s;
   google::protobuf::RepeatedPtrField<onnx::NodeProto> nodes;

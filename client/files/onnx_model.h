@@ -29,8 +29,7 @@ class OnnxModel {
     // Nothing for types that are not floats.
     std::optional<Dtype> dtype;
     std::vector<int64_t> shape;
-    // Row-major, little-endian; empty where the data are in another file. Stays
-    // until the weight is quantized.
+    // Row-major, little-endian. Stays until the weight is quantized.
     absl::Span<const uint8_t> data;
   };
 
@@ -81,7 +80,8 @@ class OnnxModel {
     bool saturates = true;
   };
 
-  // Errors: FILE_UNREADABLE, FILE_MALFORMED.
+  // Takes in the data that initializers of the main graph have in other files.
+  // Errors: FILE_UNREADABLE, FILE_UNSUPPORTED, FILE_MALFORMED.
   static absl::StatusOr<OnnxModel> Open(const std::string& path);
 
   OnnxModel(OnnxModel&& other) noexcept;
@@ -125,8 +125,8 @@ class OnnxModel {
   // Raises the version of the operators as far as is needed and writes the
   // model.
   // Errors: FILE_UNSUPPORTED (an operator of the model means something else in
-  // the version that is needed; a version before 7; data in other files; over
-  // 2 GiB); FILE_EXISTS, FILE_UNWRITABLE.
+  // the version that is needed; a version before 7; data in other files that
+  // were not taken in; over 2 GiB); FILE_EXISTS, FILE_UNWRITABLE.
   absl::Status Write(const std::string& path, IfExists if_exists);
 
  private:

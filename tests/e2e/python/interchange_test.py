@@ -1593,6 +1593,55 @@ class OnnxTest(InterchangeCase):
                 self.path("beside/" + name), "--force", *spec, code=2)
             self.assertIn("an output other than the input", result.stderr)
 
+    def test_DataInOtherFilesAreTakenIn(self):
+        self.export(opset=13)
+        os.mkdir(self.path("beside"))
+        beside = self.path("beside/model.onnx")
+        onnx.save(onnx.load(self.path("model.onnx")), beside,
+                  save_as_external_data=True, location="weights",
+                  size_threshold=0)
+        report = self.json("export", "--model", "digits", "--onnx", beside,
+                           "-o", self.path("one.onnx"))
+        self.assertEqual((report["weight_count"], report["bias_count"],
+                          report["losses"]), (4, 4, []))
+        with open(self.path("one.onnx"), "rb") as one, \
+                open(self.path("qdq.onnx"), "rb") as other:
+            self.assertEqual(one.read(), other.read())
+        # What is not quantized comes along, too.
+        self.run_quantctl("export", "--model", "digits", "--onnx", beside,
+                          "-o", self.path("some.onnx"), "--include", "fc1.*")
+        os.remove(self.path("beside/weights"))
+        kept = {tensor.name: tensor for tensor in onnx.load(
+            self.path("some.onnx")).graph.initializer}
+        np.testing.assert_array_equal(
+            numpy_helper.to_array(kept["conv1.weight"]),
+            self.arrays(WEIGHTS)["conv1.weight"])
+        result = self.run_quantctl("export", "--model", "digits", "--onnx",
+                                   beside, "-o", self.path("none.onnx"),
+                                   code=4)
+        self.assertIn(self.path("beside/weights"), result.stderr)
+
+    def test_DataOfBranchesInOtherFilesAreRefused(self):
+        self.save_branches()
+        self.encode("away", {"name": "c.weight", "format": "int8",
+                             "scale": [0.5]})
+        model = onnx.load(self.path("model.onnx"))
+        tensor = next(attribute.g for attribute in
+                      model.graph.node[2].attribute
+                      if attribute.name == "else_branch").initializer[0]
+        tensor.data_location = TensorProto.EXTERNAL
+        tensor.external_data.add(key="location", value="away")
+        tensor.ClearField("raw_data")
+        with open(self.path("model.onnx"), "wb") as file:
+            file.write(model.SerializeToString())
+        result = self.run_quantctl("export", "--model", "away", "--onnx",
+                                   self.path("model.onnx"), "-o",
+                                   self.path("qdq.onnx"), code=4)
+        self.assertIn('tensor "e.weight" has its data in another file',
+                      result.stderr)
+        self.assertIn("first make one file of the model", result.stderr)
+        self.assertFalse(os.path.exists(self.path("qdq.onnx")))
+
     def test_ShapesTakeNoFilesOfData(self):
         self.write_digits(self.path("model.onnx"), 13)
         onnx.save(onnx.load(self.path("model.onnx")),
