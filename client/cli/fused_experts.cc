@@ -189,6 +189,19 @@ std::vector<FusedExperts> SplitExperts(
   return replaced;
 }
 
+std::vector<std::string> PatternsOf(const FusedExperts& experts) {
+  const absl::string_view name = experts.name;
+  const std::string prefix =
+      absl::StrCat(name.substr(0, name.rfind(kExperts)), kExperts, ".*.");
+  std::vector<std::string> patterns;
+  for (const char* projection : {"gate_proj", "up_proj", "down_proj"}) {
+    const bool is_down = absl::string_view(projection) == "down_proj";
+    if (is_down == absl::StrContains(experts.name, kGateUp)) continue;
+    patterns.push_back(absl::StrCat(prefix, projection, ".weight"));
+  }
+  return patterns;
+}
+
 bool IsOfExpert(absl::string_view tensor) {
   const absl::string_view mark = ".experts.";
   const size_t at = absl::StrCat(".", tensor).find(std::string(mark));

@@ -37,6 +37,10 @@ struct FusedExperts {
 // Returns what was replaced.
 std::vector<FusedExperts> SplitExperts(const std::vector<TensorInput*>& inputs);
 
+// Patterns of the names of the matrices that a tensor became, such as
+// "X.experts.*.gate_proj.weight".
+std::vector<std::string> PatternsOf(const FusedExperts& experts);
+
 // Whether a tensor is the weight of one expert, "X.experts.N.Y".
 bool IsOfExpert(absl::string_view tensor);
 

@@ -141,6 +141,22 @@ absl::Status CheckFolder(const QuantizeOptions& options) {
   return CheckPlain(*input, options.input, kTakeRequantize);
 }
 
+// Makes specs of a tensor, as `sweep` writes them, those of the matrices that
+// it became.
+void RenameSpecs(const FusedExperts& experts, SpecSet* specs) {
+  std::vector<SpecSet::Override> overrides;
+  for (SpecSet::Override& entry : specs->overrides) {
+    if (entry.pattern != experts.name) {
+      overrides.push_back(std::move(entry));
+      continue;
+    }
+    for (std::string& pattern : PatternsOf(experts)) {
+      overrides.push_back({std::move(pattern), entry.spec});
+    }
+  }
+  specs->overrides = std::move(overrides);
+}
+
 absl::Status OpenInputs(const QuantizeOptions& options, QuantizePlan* plan) {
   std::vector<std::string> names = {files::kSingleShardName};
   const bool reads_folder = files::IsFolder(options.input);
@@ -191,6 +207,9 @@ absl::Status OpenInputs(const QuantizeOptions& options, QuantizePlan* plan) {
     inputs.push_back(&shard->input);
   }
   plan->experts = SplitExperts(inputs);
+  for (const FusedExperts& experts : plan->experts) {
+    RenameSpecs(experts, &plan->specs);
+  }
   return absl::OkStatus();
 }
 

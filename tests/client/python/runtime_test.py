@@ -476,6 +476,26 @@ def test_ExpertsInOneTensorAreMatrices(tmp_path, quantctl, scheme):
             assert scales[0] == scales[1]
 
 
+def test_AMixtureHasTheNamesOfExpertsInOneTensor(tmp_path, quantctl):
+    source = write_experts(tmp_path / "rows", "rows")
+    mixture = tmp_path / "mixture.txt"
+    quantctl("sweep", source, "--spec", "int8", "--spec",
+             "int4:group:32", "--max-bits-per-element", "8.5", "-o", mixture)
+    names = [f"{EXPERTS}.gate_up_proj=", f"{EXPERTS}.down_proj="]
+    specs = mixture.read_text()
+    for name in names:
+        assert name in specs
+    mixture.write_text(f"{names[0]}int4:group:32\n{names[1]}int4:group:64\n")
+    quantctl("quantize", source, "-o", tmp_path / "out", "--layout",
+             "compressed-tensors", "--no-store", "--spec", f"@{mixture}")
+    _, tensors = read_folder(tmp_path / "out")
+    for name, groups in (("gate", 12), ("up", 12), ("down", 2)):
+        for n in range(3):
+            scale = tensors[f"{EXPERTS}.{n}.{name}_proj.weight_scale"]
+            assert scale.shape[1] == groups, name
+    assert "model.layers.0.mlp.gate.weight" in tensors
+
+
 def test_PartsShareExpertsOut(tmp_path, quantctl):
     source = write_experts(tmp_path / "plain", "columns")
     flags = ("--scheme", "NVFP4A16", "--no-store")
