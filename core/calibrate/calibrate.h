@@ -63,10 +63,10 @@ Encoding EncodingWithoutScales(const EncodingSpec& spec,
 // outer), 1, integer_scale_max). An outer block of nothing but zeros has outer
 // scale 1 and scales of 1.
 //
-// Outer maxima, where they are given, take the place of the absmax of the outer
-// blocks (with INTEGER scales the outer scale is that of the range +-maximum):
-// outer scales do not depend on the elements then, and searches run once, under
-// them. Outer magnitudes take the place of the largest ranges in the same way.
+// If outer maxima are given, they stand for the absmax of the outer blocks.
+// With INTEGER scales the outer scale is then that of the range +-maximum.
+// Outer magnitudes stand for the largest ranges in the same way. Outer scales
+// do not depend on the elements then, so searches run once, under them.
 //
 // Methods: see quantd.v1.CalibrationMethod, percentile.h, range_search.h and
 // entropy.h. Searches judge a range by the scale as it will be stored; under

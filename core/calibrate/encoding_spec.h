@@ -124,9 +124,9 @@ ScaleType EffectiveScaleType(const EncodingSpec& spec);
 // element takes another level, and the rest may come nearer to theirs.
 double WidestRange(const EncodingSpec& spec);
 
-// The spec for a tensor of that shape: block_size filled in from granularity or
-// the format's default group, and outer_block_size with the default of the
-// scale type, rounded up to cover whole blocks; granularity cleared.
+// The spec for a tensor of that shape. block_size comes from granularity, which
+// is cleared, or from the format's default group. outer_block_size gets the
+// default of the scale type, rounded up to whole blocks.
 // Errors: BLOCK_SIZE_INVALID for a rank or axis that does not fit, or an outer
 // block that is not made of whole blocks; METHOD_INVALID for fixed ranges that
 // are not as many as scales.

@@ -1,14 +1,15 @@
 // What quantizing costs, from a distribution.
 //
-// x' is the number nearest to x of those that codes stand for, so that with v
-// the nearest below the first boundary b of a bin, and d the steps from one
-// number to the next at the boundaries b within it,
+// Codes stand for numbers, and x' is the one nearest to x. A boundary b lies
+// halfway between two neighbours, which are a step d apart. Let v be the number
+// just below the first boundary of a bin. Summed over the boundaries in the
+// bin,
 //
 //   (x' - x)^2 = (x - v)^2 - 2 sum d (x - b)+
 //
-// All but the hinges (x - b)+ is exact from the moments of the bin. The sum of
-// a hinge over elements of known count, mean, variance and support has sharp
-// bounds (De Vylder and Goovaerts, 1982, for stop-loss premiums).
+// The moments of the bin give all of it exactly but the hinges (x - b)+. The
+// sum of a hinge over elements of known count, mean, variance and support has
+// sharp bounds (De Vylder and Goovaerts, 1982, for stop-loss premiums).
 
 #ifndef QUANTD_CORE_CALIBRATE_SQUARED_ERROR_H_
 #define QUANTD_CORE_CALIBRATE_SQUARED_ERROR_H_

@@ -58,8 +58,8 @@ struct QuantizeCounts {
 // float format, or lies outside of the codebook's first and last entry.
 //
 // float64 elements are divided in float64, the others in float32. NaN gives the
-// code of the policy. Under a scale of NaN all elements give the code of NaN,
-// or that of 0 where the format has none, and none is clipped.
+// code of the policy. Under a scale of NaN, no element is clipped, and all give
+// the code of NaN. If the format has none, they give the code of 0.
 //
 // `first`  index of the first element in the tensor; for packed formats a
 //          multiple of the format's codes_per_byte.

@@ -18,11 +18,11 @@ namespace quantd::core {
 
 // One update of the histograms of a tensor. Thread-safe, except Finish.
 //
-// Long runs of one scale index are added up in a table per thread, which goes
-// into the histogram when the scale index changes; short ones go there at
-// once, and rows that step through scale indices after a transposition. A lock
-// covers every kStripes-th lot of kNeighbours histograms. Sums of integers: the
-// order is nothing.
+// Each thread adds up a long run of one scale index in a table, which goes into
+// the histogram when the scale index changes. Short runs go there at once. Rows
+// that step through scale indices do so after a transposition. A lock covers
+// every kStripes-th lot of kNeighbours histograms. Sums are of integers, so
+// their order does not matter.
 class HistogramUpdate {
  public:
   // `histograms`  one per scale index, touched by nobody else until Finish.

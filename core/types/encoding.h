@@ -88,17 +88,25 @@ inline double ZeroPointAt(const Encoding& encoding, int64_t index) {
 absl::Span<const float> CodebookOf(const Encoding& encoding);
 
 // Checks an encoding by itself. Errors name the field at fault.
-// Errors: FORMAT_UNKNOWN, SCALE_INVALID (not finite, not positive, below the
-// smallest normal float32, or not a value of the scale type; E8M0 scales may be
-// NaN and subnormal), SCALE_COUNT (none; zero points, scale codes or outer
-// scales of another number than expected; scale_shape of another product),
-// SCALE_TYPE_INVALID (not the one that the format prescribes; codes or outer
-// scales where the type has none; zero points with scale codes),
-// CODEBOOK_INVALID, ZERO_POINT_RANGE (also zero points or exclude_zero of a
-// format that is not integer), CODE_RANGE_INVALID (qmin and qmax outside the
-// format, qmin >= qmax, or not a float format's own; no_saturation where the
-// format has neither infinity nor NaN), BLOCK_SIZE_INVALID (also an outer block
-// that cuts a block, and no scale_shape with more than one outer scale).
+// Errors:
+//   FORMAT_UNKNOWN
+//   SCALE_INVALID       not finite, not positive, below the smallest normal
+//                       float32, or not a value of the scale type; E8M0 scales
+//                       may be NaN and subnormal
+//   SCALE_COUNT         no scales; another number of zero points, scale codes
+//                       or outer scales than expected; scale_shape of another
+//                       product
+//   SCALE_TYPE_INVALID  not the one that the format prescribes; codes or outer
+//                       scales where the type has none; zero points with scale
+//                       codes
+//   CODEBOOK_INVALID
+//   ZERO_POINT_RANGE    also zero points or exclude_zero of a format that is
+//                       not integer
+//   CODE_RANGE_INVALID  qmin and qmax outside the format, qmin >= qmax, or not
+//                       a float format's own; no_saturation where the format
+//                       has neither infinity nor NaN
+//   BLOCK_SIZE_INVALID  also an outer block that cuts a block, and no
+//                       scale_shape with more than one outer scale
 absl::Status ValidateEncoding(const Encoding& encoding);
 
 // The same of everything but scales, zero points and outer scales, of which it
