@@ -438,12 +438,15 @@ class QuantctlTest(QuantctlCase):
         # The encodings give the numbers of the file back.
         evaluated = self.json(
             "evaluate", path, "--model", "gguf", "--candidate", "stored",
-            "--include", "q*", "--all", code=1)
+            "--include", "q*", "--all")
         self.assertEqual(len(evaluated["tensors"]), 3)
         for tensor in evaluated["tensors"]:
             (candidate,) = tensor["candidates"]
             self.assertEqual(candidate["mean_squared_error"], 0,
                              tensor["name"])
+        result = self.run_quantctl("evaluate", path, "--all", "--spec", "int8",
+                                   code=1)
+        self.assertIn("tensor old: left out: its type", result.stderr)
         # Plain tensors are copied, blocks are quantized like others.
         quantize = ("quantize", path, "-o", self.path("out"), "--exclude",
                     "plain", "--requantize")
