@@ -230,8 +230,9 @@ class TaskQuantizer {
     std::fill(corrected + count * kWidth, corrected + kPanelRows * kWidth,
               T{0});
     const bool is_live = first < block.live;
-    const float* const panel =
-        rows_.factor.panels() + block.offset + PanelOffset(first / kPanelRows);
+    const float* const panel = is_live ? rows_.factor.panels() + block.offset +
+                                             PanelOffset(first / kPanelRows)
+                                       : nullptr;
     if (is_live) {
       SubtractPanelProduct(first, panel, kPanelRows, tile_.get(), corrected,
                            kWidth);
