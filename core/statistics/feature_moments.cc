@@ -34,7 +34,7 @@ namespace quantd::core {
 namespace {
 
 // Features that are added at a time: few enough for the L1 cache.
-constexpr int64_t kStripFeatures = 512;
+constexpr int64_t kStripFeatures = 256;
 // A multiple of the floats of any vector.
 constexpr int64_t kPadding = 16;
 // Ranges with more elements are spread over threads.
@@ -166,8 +166,9 @@ HWY_INLINE void AddVector(D d, DD dd, hn::Vec<D> x, VI window,
   pending1.Add(hn::PromoteTo(dd, hn::UpperHalf(dh, kept)), divider1);
 }
 
-template <ElementType kType, int kRows>
-HWY_INLINE void AddRows(const MomentColumns& tile, const uint8_t* in) {
+template <ElementType kType>
+HWY_INLINE void AddRows(const MomentColumns& tile, const uint8_t* in,
+                        int64_t rows) {
   const hn::ScalableTag<float> d;
   const hn::RebindToSigned<decltype(d)> di;
   const hn::ScalableTag<double> dd;
@@ -186,11 +187,11 @@ HWY_INLINE void AddRows(const MomentColumns& tile, const uint8_t* in) {
         hn::LoadU(dd, tile.sum + k + half), hn::LoadU(dd, tile.high + k + half),
         hn::LoadU(dd, tile.low + k + half)};
     const uint8_t* from = in + k * size;
-    for (int row = 0; row < kRows; ++row) {
+    for (int64_t row = 0; row < rows; ++row) {
       AddVector(d, dd, LoadReals<kType>(d, from), window, divider0, divider1,
                 pending0, pending1, outside);
       // Of the rows that come next, wherever they lie.
-      Prefetch(from + kRows * tile.stride_bytes);
+      Prefetch(from + rows * tile.stride_bytes);
       from += tile.stride_bytes;
     }
     hn::StoreU(outside, di, tile.outside + k);
@@ -205,16 +206,11 @@ HWY_INLINE void AddRows(const MomentColumns& tile, const uint8_t* in) {
 
 template <ElementType kType>
 void AddColumnsTyped(const MomentColumns& tile) {
-  constexpr int kRows = 16;
-  const uint8_t* in = tile.in;
-  int64_t row = 0;
-  for (; row + kRows <= tile.rows; row += kRows) {
-    AddRows<kType, kRows>(tile, in);
-    in += kRows * tile.stride_bytes;
-  }
-  for (; row < tile.rows; ++row) {
-    AddRows<kType, 1>(tile, in);
-    in += tile.stride_bytes;
+  // With the rows that come next they fit the L1 cache.
+  constexpr int64_t kRows = 8;
+  for (int64_t row = 0; row < tile.rows; row += kRows) {
+    AddRows<kType>(tile, tile.in + row * tile.stride_bytes,
+                   std::min(kRows, tile.rows - row));
   }
 }
 
@@ -499,18 +495,28 @@ void FeatureMoments::AddStrip(const Strip& strip) {
   for (int64_t row = 0; row < strip.rows; row += kTileRows) {
     const uint8_t* in = strip.in + row * stride_bytes;
     const int64_t rows = std::min(strip.rows - row, kTileRows);
-    for (int64_t k = 0; k < columns; ++k) {
-      const int64_t feature = strip.begin + k;
-      if (window_[feature] == 0) {
-        constexpr int64_t kSome = 16;
-        float largest = 0;
-        for (int64_t r = 0; r < std::min(rows, kSome); ++r) {
-          largest = LargerFinite(
-              largest, LoadFloat(strip.type, in + r * stride_bytes, k));
-        }
-        ChooseWindow(feature, largest);
+    const auto choose_window = [&](int64_t k) {
+      constexpr int64_t kSome = 8;
+      float largest = 0;
+      for (int64_t r = 0; r < std::min(rows, kSome); ++r) {
+        largest = LargerFinite(largest,
+                               LoadFloat(strip.type, in + r * stride_bytes, k));
       }
-      if (pending_[feature] + rows > kMaxPending) Settle(feature);
+      ChooseWindow(strip.begin + k, largest);
+    };
+    // Loops without branches, as this is done for each chunk.
+    bool has_new = false;
+    bool has_full = false;
+    for (int64_t feature = strip.begin; feature < strip.end; ++feature) {
+      has_new |= window_[feature] == 0;
+      has_full |= pending_[feature] > kMaxPending - rows;
+    }
+    for (int64_t k = 0; (has_new || has_full) && k < columns; ++k) {
+      const int64_t feature = strip.begin + k;
+      if (window_[feature] == 0) choose_window(k);
+      if (pending_[feature] > kMaxPending - rows) Settle(feature);
+    }
+    for (int64_t feature = strip.begin; feature < strip.end; ++feature) {
       pending_[feature] += static_cast<int32_t>(rows);
       seen_[feature] += rows;
     }
@@ -545,6 +551,9 @@ void FeatureMoments::AddStrip(const Strip& strip) {
               reinterpret_cast<const uint8_t*>(buffer.data()),
               width * static_cast<int64_t>(sizeof(float)), direct, width);
     }
+    int32_t any_outside = 0;
+    for (int64_t k = 0; k < columns; ++k) any_outside |= outside[k];
+    if (has_vectors && any_outside == 0) continue;
     // Row by row, as the data lie.
     int32_t special[kStripFeatures];
     int64_t specials = 0;
@@ -553,7 +562,6 @@ void FeatureMoments::AddStrip(const Strip& strip) {
         special[specials++] = static_cast<int32_t>(k);
       }
     }
-    if (specials == 0) continue;
     int32_t added[kStripFeatures] = {};
     float largest[kStripFeatures] = {};
     for (int64_t r = 0; r < rows; ++r) {
