@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <limits>
 #include <memory>
 #include <numeric>
@@ -31,9 +30,10 @@
 #include "core/types/scale_window.h"
 #include "quantd/v1/quantization_service.pb.h"
 #include "server/guard/memory_budget.h"
-#include "server/rpc/answer_bytes.h"
+#include "server/rpc/buffered_quantize.h"
 #include "server/rpc/caller.h"
 #include "server/rpc/code_geometry.h"
+#include "server/rpc/code_producer.h"
 #include "server/rpc/encoding_source.h"
 #include "server/rpc/scale_stream.h"
 #include "server/rpc/stream_rpcs.h"
@@ -50,272 +50,6 @@
 
 namespace quantd::server {
 namespace {
-
-CodeGeometry Geometry(const TensorDescription& description,
-                      const core::FormatInfo& format) {
-  return {description.element_count,
-          core::ElementSizeBytes(description.element_type),
-          format.codes_per_byte(), format.SizeBytes(format.codes_per_byte())};
-}
-
-// What a header asks for, checked.
-struct QuantizeTask {
-  v1::TensorName name;
-  TensorDescription description;
-  core::NanPolicy nan_policy = core::NanPolicy::kDefault;
-  bool omit_encoding = false;
-  bool scales_in_chunks = false;
-  // Where the encoding is to be stored, if it is.
-  absl::optional<EncodingKey> store_key;
-  // The caller's.
-  std::shared_ptr<EncodingStore> store;
-  // Where the codes go, if not into messages.
-  absl::optional<SharedBytes> output;
-
-  ScaleTransport transport() const {
-    return scales_in_chunks || omit_encoding ? ScaleTransport::kChunks
-                                             : ScaleTransport::kOneMessage;
-  }
-};
-
-absl::StatusOr<QuantizeTask> CheckTask(const RpcEnvironment& env,
-                                       const v1::QuantizeHeader& header,
-                                       const Caller& caller) {
-  absl::StatusOr<TensorDescription> description =
-      CheckDescription(env, header.tensor());
-  if (!description.ok()) return description.status();
-  if (!v1::NanPolicy_IsValid(header.nan_policy())) {
-    return core::WithField(
-        core::EnumUnknownError("NanPolicy", header.nan_policy()),
-        "header.nan_policy");
-  }
-  absl::StatusOr<absl::optional<SharedBytes>> output =
-      FindOutput(header, caller.shared_memory);
-  if (!output.ok()) return output.status();
-  QuantizeTask task;
-  task.output = *std::move(output);
-  task.name = header.tensor().name();
-  task.description = *std::move(description);
-  task.nan_policy = static_cast<core::NanPolicy>(header.nan_policy());
-  task.omit_encoding = header.omit_encoding();
-  task.scales_in_chunks = header.scales_in_chunks();
-  if (header.store() && !header.has_reference()) {
-    absl::StatusOr<EncodingKey> key = KeyFromProto(task.name);
-    if (!key.ok()) {
-      return core::WithField(key.status(), "header.tensor.name");
-    }
-    absl::Status status = env.authenticator->CheckWrite(caller, key->model);
-    if (!status.ok()) return core::WithField(status, "header.tensor.name");
-    task.store_key = *std::move(key);
-    task.store = caller.encodings;
-  }
-  return task;
-}
-
-// Reals of a quantum: their codes fill at most one message, if they go there.
-int64_t QuantumRealBytes(const RpcEnvironment& env, const QuantizeTask& task,
-                         const CodeGeometry& geometry) {
-  const int64_t granules =
-      task.output.has_value()
-          ? kSharedQuantumBytes / geometry.granule_real_bytes()
-          : std::min(
-                env.limits.chunk_bytes / geometry.granule_real_bytes(),
-                env.limits.response_chunk_bytes / geometry.granule_code_bytes);
-  return std::max<int64_t>(1, granules) * geometry.granule_real_bytes();
-}
-
-// Turns reals into codes where they go out.
-class CodeProducer {
- public:
-  // The answer is the codes of the reals [range).
-  CodeProducer(const RpcEnvironment& env, const QuantizeTask& task,
-               ResolvedEncoding resolved, const v1::ByteRange& range)
-      : env_(env),
-        task_(task),
-        resolved_(std::move(resolved)),
-        format_(*core::FindFormat(resolved_.encoding->format)),
-        geometry_(Geometry(task.description, format_)),
-        range_(range),
-        answer_(task.output, geometry_.CodesOffsetOfReal(range.begin_bytes())) {
-    if (!task.scales_in_chunks) return;
-    const int64_t first = ElementOf(range.begin_bytes());
-    const int64_t count = ElementOf(range.end_bytes()) - first;
-    absl::StatusOr<core::BlockLayout> outer_layout =
-        OuterLayoutOf(*resolved_.encoding, *resolved_.layout);
-    // What was calibrated, or checked, has one.
-    if (!outer_layout.ok()) return;
-    scale_answer_.emplace(env, *std::move(outer_layout),
-                          count > 0
-                              ? resolved_.layout->ScaleBounds(first, count)
-                              : core::BlockLayout::ScaleRange{0, 0});
-  }
-
-  // The answer's header. `mantissa_bits` of the histograms that the encoding
-  // comes from; 0 for none.
-  void WriteHeader(ChunkWriter* out, int mantissa_bits = 0) const {
-    v1::QuantizeResponseHeader header;
-    header.set_mantissa_bits(static_cast<uint32_t>(mantissa_bits));
-    *header.mutable_name() = task_.name;
-    if (!task_.omit_encoding) SetEncoding(header.mutable_encoding());
-    header.set_etag(resolved_.etag);
-    header.mutable_shape()->Assign(task_.description.shape.begin(),
-                                   task_.description.shape.end());
-    header.set_size_bytes(geometry_.codes_size_bytes());
-    header.mutable_range()->set_begin_bytes(
-        geometry_.CodesOffsetOfReal(range_.begin_bytes()));
-    header.mutable_range()->set_end_bytes(
-        geometry_.CodesOffsetOfReal(range_.end_bytes()));
-    out->SetHeader(header);
-  }
-
-  // Makes room for the codes of `bytes` of reals at `offset_bytes`.
-  void Begin(int64_t offset_bytes, int64_t bytes, ChunkWriter* out) {
-    SendScales(ElementOf(offset_bytes), ElementOf(bytes), out);
-    const int64_t begin = geometry_.CodesOffsetOfReal(offset_bytes);
-    answer_.Begin(
-        begin, geometry_.CodesOffsetOfReal(offset_bytes + bytes) - begin, out);
-  }
-
-  // `counts`  what is added to; the answer's are counts().
-  absl::Status Quantize(int64_t offset_bytes, absl::Span<const uint8_t> data,
-                        core::QuantizeCounts* counts, core::ThreadPool* pool) {
-    const int64_t first = offset_bytes / geometry_.real_bytes;
-    return core::Quantize(
-        *resolved_.encoding, *resolved_.layout, task_.description.element_type,
-        task_.nan_policy, first,
-        static_cast<int64_t>(data.size()) / geometry_.real_bytes, data.data(),
-        answer_.At(geometry_.CodesOffset(first)), counts, pool);
-  }
-  core::QuantizeCounts* counts() { return &counts_; }
-
-  // Makes ready for reals whose scales come in chunks.
-  // Errors: SCALE_COUNT.
-  absl::Status Advance(int64_t offset_bytes, int64_t bytes) {
-    if (resolved_.incoming == nullptr) return absl::OkStatus();
-    return resolved_.incoming->Advance(
-        ElementOf(offset_bytes), ElementOf(bytes),
-        scale_answer_.has_value() ? scale_answer_->next()
-                                  : std::numeric_limits<int64_t>::max());
-  }
-
-  // Of data that may change meanwhile, which core::Quantize allows for.
-  absl::Status QuantizeShared(int64_t offset_bytes,
-                              absl::Span<const uint8_t> shared) {
-    const int64_t block_bytes =
-        kSharedBlockBytes - kSharedBlockBytes % geometry_.granule_real_bytes();
-    const int64_t end_bytes =
-        offset_bytes + static_cast<int64_t>(shared.size());
-    const int64_t blocks =
-        (end_bytes - offset_bytes + block_bytes - 1) / block_bytes;
-    std::vector<core::QuantizeCounts> counts(blocks);
-    std::vector<absl::Status> statuses(blocks);
-    ForEachBlock(
-        env_.pool, shared, block_bytes,
-        [&](int64_t block, absl::Span<const uint8_t> part) {
-          statuses[block] = Quantize(offset_bytes + block * block_bytes, part,
-                                     &counts[block], nullptr);
-        },
-        [&](int64_t block) {
-          answer_.Made(geometry_.CodesOffsetOfReal(
-              std::min(offset_bytes + (block + 1) * block_bytes, end_bytes)));
-        });
-    for (int64_t block = 0; block < blocks; ++block) {
-      if (!statuses[block].ok()) return statuses[block];
-      counts_.Merge(counts[block]);
-    }
-    return absl::OkStatus();
-  }
-
-  // Takes codes that were made before, `counts` in all, instead.
-  void Take(int64_t offset_bytes, absl::Span<const uint8_t> codes) {
-    std::memcpy(answer_.At(geometry_.CodesOffsetOfReal(offset_bytes)),
-                codes.data(), codes.size());
-  }
-  void Take(const core::QuantizeCounts& counts) { counts_ = counts; }
-
-  void End() { answer_.End(env_.metrics); }
-
-  // Sends the scales before `end`, which `encoding` has from index `first` on,
-  // and all outer scales.
-  void SendScales(int64_t end, const core::Encoding& encoding, int64_t first,
-                  ChunkWriter* out) {
-    if (!scale_answer_.has_value()) return;
-    scale_answer_->SendUpTo(end, encoding, first, 0, out);
-  }
-
-  // `etag`  of what was stored after the header was written.
-  void WriteSummary(ChunkWriter* out, absl::string_view etag = "") const {
-    WriteSummary(out, etag, resolved_.encoding->degenerate_count);
-  }
-  void WriteSummary(ChunkWriter* out, absl::string_view etag,
-                    int64_t degenerate_count) const {
-    v1::QuantizeSummary summary;
-    summary.set_etag(std::string(etag));
-    if (scale_answer_.has_value()) {
-      summary.set_degenerate_count(degenerate_count);
-      scale_answer_->WriteSummary(&summary);
-    }
-    summary.set_count(counts_.total);
-    summary.set_clipped_low_count(counts_.clipped_low);
-    summary.set_clipped_high_count(counts_.clipped_high);
-    summary.set_nan_count(counts_.nan);
-    summary.set_positive_infinity_count(counts_.positive_infinity);
-    summary.set_negative_infinity_count(counts_.negative_infinity);
-    summary.set_checksum_xxh3(answer_.Digest());
-    out->SetSummary(summary);
-    env_.metrics->Elements(Rpc::kQuantize, &format_, counts_.total);
-    env_.metrics->NonFinite(counts_.nan + counts_.positive_infinity +
-                            counts_.negative_infinity);
-    // The infinities, all of which are clipped, were counted above.
-    env_.metrics->Clipped(counts_.clipped_low + counts_.clipped_high -
-                          counts_.positive_infinity -
-                          counts_.negative_infinity);
-  }
-
- private:
-  int64_t ElementOf(int64_t offset_bytes) const {
-    return offset_bytes / geometry_.real_bytes;
-  }
-
-  void SetEncoding(v1::Encoding* proto) const {
-    const core::Encoding& encoding = *resolved_.encoding;
-    if (!task_.scales_in_chunks && !resolved_.in_chunks) {
-      return EncodingToProto(encoding, proto);
-    }
-    EncodingWithoutScalesToProto(encoding,
-                                 resolved_.in_chunks
-                                     ? resolved_.chunks_have_zero_points
-                                     : core::HasZeroPoints(encoding),
-                                 proto);
-    const absl::Span<const int64_t> shape = resolved_.layout->scale_shape();
-    proto->mutable_scale_shape()->Assign(shape.begin(), shape.end());
-  }
-
-  // Those that the elements use, if they are there: otherwise the tensor is
-  // about to fail.
-  void SendScales(int64_t first, int64_t count, ChunkWriter* out) {
-    if (!scale_answer_.has_value() || count == 0) return;
-    const int64_t end = resolved_.layout->ScaleBounds(first, count).end;
-    if (resolved_.incoming == nullptr) {
-      scale_answer_->SendUpTo(end, *resolved_.encoding, 0, 0, out);
-      return;
-    }
-    const core::ScaleWindow& window = resolved_.incoming->window();
-    scale_answer_->SendUpTo(std::min(end, window.end()), window.encoding(),
-                            window.begin(), window.first_outer(), out);
-  }
-
-  const RpcEnvironment& env_;
-  const QuantizeTask& task_;
-  const ResolvedEncoding resolved_;
-  const core::FormatInfo& format_;
-  const CodeGeometry geometry_;
-  const v1::ByteRange range_;
-  core::QuantizeCounts counts_;
-  AnswerBytes answer_;
-  // Only with scales_in_chunks.
-  absl::optional<ScaleAnswer> scale_answer_;
-};
 
 // With an encoding that is known: codes go down while reals come up.
 class StreamingQuantizeJob final : public TensorJob {
@@ -347,7 +81,7 @@ class StreamingQuantizeJob final : public TensorJob {
     if (!resolved.ok()) {
       return core::WithField(resolved.status(), source_field_);
     }
-    const CodeGeometry geometry = Geometry(
+    const CodeGeometry geometry = QuantizeGeometry(
         task_.description, *core::FindFormat(resolved->encoding->format));
     absl::StatusOr<v1::ByteRange> range =
         CheckRange(range_.has_value() ? &*range_ : nullptr,
@@ -447,112 +181,6 @@ class StreamingQuantizeJob final : public TensorJob {
   // It was stored when its scales were there.
   bool stored_ = false;
   std::string etag_;
-};
-
-// With a spec, which needs the whole tensor: it is held in one form or another,
-// and answered block by block when its encoding is known.
-class BufferedQuantizeJob : public TensorJob {
- public:
-  bool FinishWaits() const final { return step_ == Step::kPut; }
-  bool FinishIsLong() const final {
-    return step_ == Step::kEncode && EncodeIsLong();
-  }
-
-  absl::StatusOr<bool> Finish(ChunkWriter* out) final {
-    switch (step_) {
-      case Step::kEncode: {
-        const bool was_long = EncodeIsLong();
-        absl::StatusOr<ResolvedEncoding> encoded = Encode();
-        if (!encoded.ok()) return encoded.status();
-        resolved_ = *std::move(encoded);
-        if (task_.store_key.has_value() && !WillReject()) {
-          step_ = Step::kPut;
-          return false;
-        }
-        OpenAnswer(out);
-        // Blocks are answered by workers.
-        if (was_long) return false;
-        break;
-      }
-      case Step::kPut: {
-        absl::StatusOr<StoredEncoding> stored = task_.store->Put(
-            *task_.store_key, resolved_.encoding, Precondition());
-        if (!stored.ok()) return stored.status();
-        resolved_.etag = stored->etag;
-        OpenAnswer(out);
-        return false;
-      }
-      case Step::kAnswer:
-        break;
-    }
-    if (next_block_ < buffer_.block_count()) {
-      const int64_t begin = RealsOffset(next_block_);
-      const int64_t end = std::min(RealsOffset(next_block_ + 1), SizeBytes());
-      producer_->Begin(begin, end - begin, out);
-      absl::Status status =
-          Answer(begin, buffer_.block(next_block_), &*producer_);
-      if (!status.ok()) return status;
-      producer_->End();
-      ++next_block_;
-    }
-    if (next_block_ < buffer_.block_count()) return false;
-    producer_->WriteSummary(out);
-    return true;
-  }
-
- protected:
-  // `buffered_bytes`  of the tensor in the form that is held.
-  BufferedQuantizeJob(const RpcEnvironment& env, QuantizeTask task,
-                      int64_t buffered_bytes)
-      : env_(env), task_(std::move(task)), buffer_(env, buffered_bytes) {
-    frame_.end_bytes = SizeBytes();
-    frame_.unit_bytes = core::ElementSizeBytes(task_.description.element_type);
-  }
-
-  const RpcEnvironment& env() const { return env_; }
-  const QuantizeTask& task() const { return task_; }
-  TensorBuffer& buffer() { return buffer_; }
-  // Of the reals.
-  int64_t SizeBytes() const {
-    return task_.description.element_count *
-           core::ElementSizeBytes(task_.description.element_type);
-  }
-
-  // The encoding, once all is held.
-  virtual absl::StatusOr<ResolvedEncoding> Encode() = 0;
-  // That may take more than kShortWork.
-  virtual bool EncodeIsLong() const { return false; }
-  // Of the histograms that the encoding comes from.
-  void SetMantissaBits(int bits) { mantissa_bits_ = bits; }
-  // Quantizing is going to fail: the tensor must leave nothing behind.
-  virtual bool WillReject() const { return false; }
-  // Offset of the real that begins that block of what is held.
-  virtual int64_t RealsOffset(int64_t block) const = 0;
-  // Gives `out` the codes of a block that begins with the real at
-  // `offset_bytes`.
-  virtual absl::Status Answer(int64_t offset_bytes,
-                              absl::Span<const uint8_t> block,
-                              CodeProducer* out) = 0;
-
- private:
-  enum class Step { kEncode, kPut, kAnswer };
-
-  void OpenAnswer(ChunkWriter* out) {
-    v1::ByteRange whole;
-    whole.set_end_bytes(SizeBytes());
-    producer_.emplace(env_, task_, std::move(resolved_), whole);
-    producer_->WriteHeader(out, mantissa_bits_);
-    step_ = Step::kAnswer;
-  }
-
-  const RpcEnvironment& env_;
-  const QuantizeTask task_;
-  TensorBuffer buffer_;
-  Step step_ = Step::kEncode;
-  ResolvedEncoding resolved_;
-  int mantissa_bits_ = 0;
-  absl::optional<CodeProducer> producer_;
-  int64_t next_block_ = 0;
 };
 
 // With any spec: reals are held.
@@ -894,7 +522,7 @@ class QuantizeRpc final : public TensorRpc {
         ParseHeader<v1::QuantizeHeader>(env_, bytes);
     if (!parsed.ok()) return parsed.status();
     const v1::QuantizeHeader& header = parsed->header;
-    absl::StatusOr<QuantizeTask> task = CheckTask(env_, header, caller);
+    absl::StatusOr<QuantizeTask> task = CheckQuantizeTask(env_, header, caller);
     if (!task.ok()) return task.status();
     switch (header.encoding_source_case()) {
       case v1::QuantizeHeader::kReference: {
@@ -940,8 +568,8 @@ class QuantizeRpc final : public TensorRpc {
                                    header.outer_maximum().end());
     const auto spec =
         std::make_shared<const ResolvedSpec>(*std::move(resolved));
-    const CodeGeometry geometry =
-        Geometry(task.description, *core::FindFormat(spec->spec.format));
+    const CodeGeometry geometry = QuantizeGeometry(
+        task.description, *core::FindFormat(spec->spec.format));
     const bool goes_beside =
         task.scales_in_chunks ||
         (task.omit_encoding && !task.store_key.has_value());
