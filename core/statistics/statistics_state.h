@@ -9,8 +9,10 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/types/optional.h"
 #include "absl/types/span.h"
 #include "core/parallel/stop_token.h"
+#include "core/statistics/gram_state.h"
 #include "core/statistics/tensor_statistics.h"
 
 namespace quantd::core {
@@ -22,6 +24,9 @@ struct StatisticsState {
   // The largest extent seen of each dimension.
   std::vector<int64_t> shape;
   TensorStatistics statistics{1};
+  // Of the rows along the last dimension. Only in what is contributed; merging
+  // states leaves it alone.
+  absl::optional<GramState> gram = absl::nullopt;
 };
 
 // Elements that a state may be of, at most: so many that no sum of a histogram

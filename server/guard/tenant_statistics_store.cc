@@ -7,6 +7,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/optional.h"
 #include "core/errors.h"
 
 namespace quantd::server {
@@ -39,6 +40,21 @@ absl::StatusOr<StoredStatistics> TenantStatisticsStore::ReadStatistics(
     absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
   return principal_->MaySee(key.model) ? inner_->ReadStatistics(key, proceed)
                                        : NotFound(key);
+}
+
+absl::StatusOr<absl::optional<core::GramState>> TenantStatisticsStore::ReadGram(
+    const EncodingKey& key,
+    absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
+  if (!principal_->MaySee(key.model)) return NotFound(key);
+  return inner_->ReadGram(key, proceed);
+}
+
+absl::StatusOr<absl::optional<core::GramState::Parts>>
+TenantStatisticsStore::FindGram(const EncodingKey& key) {
+  if (!principal_->MaySee(key.model)) {
+    return absl::optional<core::GramState::Parts>();
+  }
+  return inner_->FindGram(key);
 }
 
 absl::StatusOr<std::vector<StatisticsListEntry>>

@@ -11,6 +11,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "absl/types/optional.h"
 #include "server/guard/access_list.h"
 #include "server/store/statistics_store.h"
 
@@ -35,6 +36,11 @@ class TenantStatisticsStore : public StatisticsStore {
   absl::StatusOr<StoredStatistics> ReadStatistics(
       const EncodingKey& key,
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) override;
+  absl::StatusOr<absl::optional<core::GramState>> ReadGram(
+      const EncodingKey& key,
+      absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) override;
+  absl::StatusOr<absl::optional<core::GramState::Parts>> FindGram(
+      const EncodingKey& key) override;
   absl::StatusOr<std::vector<StatisticsListEntry>> ListStatistics(
       absl::string_view model, absl::string_view revision,
       absl::string_view after, int limit) override;

@@ -7,6 +7,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/optional.h"
 #include "server/store/metering.h"
 
 namespace quantd::server {
@@ -33,6 +34,20 @@ absl::StatusOr<StoredStatistics> MeteringStatisticsStore::ReadStatistics(
     absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
   return Measure(metrics_, StoreOperation::kGetStatistics,
                  [&] { return inner_->ReadStatistics(key, proceed); });
+}
+
+absl::StatusOr<absl::optional<core::GramState>>
+MeteringStatisticsStore::ReadGram(
+    const EncodingKey& key,
+    absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
+  return Measure(metrics_, StoreOperation::kGetStatistics,
+                 [&] { return inner_->ReadGram(key, proceed); });
+}
+
+absl::StatusOr<absl::optional<core::GramState::Parts>>
+MeteringStatisticsStore::FindGram(const EncodingKey& key) {
+  return Measure(metrics_, StoreOperation::kGetStatistics,
+                 [&] { return inner_->FindGram(key); });
 }
 
 absl::StatusOr<std::vector<StatisticsListEntry>>

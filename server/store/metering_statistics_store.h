@@ -11,6 +11,8 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "absl/types/optional.h"
+#include "core/statistics/gram_state.h"
 #include "server/metrics/metrics.h"
 #include "server/store/statistics_store.h"
 
@@ -33,6 +35,11 @@ class MeteringStatisticsStore : public StatisticsStore {
   absl::StatusOr<StoredStatistics> ReadStatistics(
       const EncodingKey& key,
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) override;
+  absl::StatusOr<absl::optional<core::GramState>> ReadGram(
+      const EncodingKey& key,
+      absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) override;
+  absl::StatusOr<absl::optional<core::GramState::Parts>> FindGram(
+      const EncodingKey& key) override;
   absl::StatusOr<std::vector<StatisticsListEntry>> ListStatistics(
       absl::string_view model, absl::string_view revision,
       absl::string_view after, int limit) override;

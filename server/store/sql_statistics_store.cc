@@ -17,8 +17,11 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "absl/types/optional.h"
+#include "absl/types/span.h"
 #include "core/errors.h"
+#include "core/statistics/gram_state.h"
 #include "quantd/v1/statistics.pb.h"
+#include "server/store/gram_pieces.h"
 #include "server/store/row_checksum.h"
 #include "server/store/sql_usage.h"
 #include "server/store/statistics_pieces.h"
@@ -32,20 +35,28 @@ namespace {
 #define QUANTD_ROW_COLUMNS                                               \
   "statistics.source, statistics.sequence, update_time_us, size_bytes, " \
   "mantissa_bits, block_size, shape, body_checksum, statistics.checksum"
+// Other pieces are of the Gram matrix: those from kFirstGramPiece on.
+#define QUANTD_IS_OF_HISTOGRAMS(piece) #piece " < 1099511627776"
+#define QUANTD_IS_SMALL(piece) #piece " <= 1099511627776"
+#define QUANTD_IS_OF_GRAM(piece) #piece " >= 1099511627776"
 #define QUANTD_OF_SOURCE \
   "WHERE model = $1 AND revision = $2 AND tensor = $3 AND source = $4"
 
-// With the sizes of what merging reads at once.
+// With the sizes of what merging reads at once, and whether there is a Gram
+// matrix.
 constexpr char kSelectHead[] =
     "SELECT " QUANTD_ROW_COLUMNS
     ", CAST(length(body) AS BIGINT), "
     "(SELECT CAST(COALESCE(MAX(length(bytes)), 0) "
     "AS BIGINT) FROM statistics_pieces " QUANTD_OF_SOURCE
-    ") "
-    "FROM statistics " QUANTD_OF_SOURCE;
+    " AND " QUANTD_IS_OF_HISTOGRAMS(
+        piece) "), (SELECT COUNT(*) FROM statistics_pieces " QUANTD_OF_SOURCE
+               " AND piece = 1099511627776) "
+               "FROM statistics " QUANTD_OF_SOURCE;
 constexpr char kSelectBody[] =
     "SELECT averages, body FROM statistics " QUANTD_OF_SOURCE;
-// A row per source and piece; the large columns of a source with the first.
+// A row per source and piece, of Gram matrices the first; the large columns of
+// a source with the first.
 constexpr char kSelectAll[] =
     "SELECT " QUANTD_ROW_COLUMNS
     ", CASE WHEN COALESCE(pieces.piece, 0) = 0 THEN averages END, "
@@ -57,9 +68,36 @@ constexpr char kSelectAll[] =
     "AND pieces.tensor = statistics.tensor "
     "AND pieces.source = statistics.source "
     "AND pieces.sequence = statistics.sequence "
+    "AND " QUANTD_IS_SMALL(pieces.piece) " "
     "WHERE statistics.model = $1 AND statistics.revision = $2 "
     "AND statistics.tensor = $3 AND ($4 = '' OR statistics.source = $4) "
     "ORDER BY statistics.source, pieces.piece";
+// A row per source and piece of its Gram matrix; one of a source that has none.
+constexpr char kSelectGram[] =
+    "SELECT " QUANTD_ROW_COLUMNS
+    ", COALESCE(pieces.piece, -1), pieces.checksum, pieces.bytes "
+    "FROM statistics LEFT JOIN statistics_pieces AS pieces "
+    "ON pieces.model = statistics.model "
+    "AND pieces.revision = statistics.revision "
+    "AND pieces.tensor = statistics.tensor "
+    "AND pieces.source = statistics.source "
+    "AND pieces.sequence = statistics.sequence "
+    "AND " QUANTD_IS_OF_GRAM(pieces.piece) " "
+    "WHERE statistics.model = $1 AND statistics.revision = $2 "
+    "AND statistics.tensor = $3 AND ($4 = '' OR statistics.source = $4) "
+    "ORDER BY statistics.source, pieces.piece";
+// The first piece of the Gram matrix of any other source.
+constexpr char kSelectGramHead[] =
+    "SELECT pieces.source, pieces.sequence, pieces.checksum, pieces.bytes "
+    "FROM statistics_pieces AS pieces JOIN statistics "
+    "ON pieces.model = statistics.model "
+    "AND pieces.revision = statistics.revision "
+    "AND pieces.tensor = statistics.tensor "
+    "AND pieces.source = statistics.source "
+    "AND pieces.sequence = statistics.sequence "
+    "WHERE pieces.model = $1 AND pieces.revision = $2 "
+    "AND pieces.tensor = $3 AND pieces.source <> $4 "
+    "AND pieces.piece = 1099511627776 LIMIT 1";
 // Another source's row, without the large columns.
 constexpr char kSelectOther[] =
     "SELECT " QUANTD_ROW_COLUMNS
@@ -123,6 +161,9 @@ constexpr char kDelete[] =
     "AND ($4 = '' OR source = $4) RETURNING sequence";
 
 #undef QUANTD_OF_SOURCE
+#undef QUANTD_IS_OF_GRAM
+#undef QUANTD_IS_OF_HISTOGRAMS
+#undef QUANTD_IS_SMALL
 #undef QUANTD_ROW_COLUMNS
 
 // The columns of a row that are small.
@@ -212,6 +253,7 @@ class SourceReader {
       return Corrupt("fail their checksum");
     }
     checksum_->AddPiece(checksum);
+    if (piece == kFirstGramPiece) return absl::OkStatus();
     return Append(row.Bytes(13));
   }
 
@@ -327,6 +369,28 @@ int64_t MergeMemoryBytes(const core::TensorStatistics& part,
          kMemoryPerStoredByte * stored_bytes;
 }
 
+// What any source but `but_source` has of a Gram matrix, without sums.
+// Errors: STORE_CORRUPT, STORE_UNAVAILABLE.
+absl::StatusOr<absl::optional<core::GramState::Parts>> ReadGramHead(
+    SqlConnection& connection, const EncodingKey& key,
+    absl::string_view but_source) {
+  const std::unique_ptr<SqlStatement> row = connection.Prepare(kSelectGramHead);
+  row->BindKey(key);
+  row->BindText(4, but_source);
+  absl::StatusOr<bool> found = row->Step("cannot read a Gram matrix");
+  if (!found.ok()) return found.status();
+  if (!*found) return absl::optional<core::GramState::Parts>();
+  const std::string source(row->Bytes(0));
+  GramAssembler assembler({key, source, row->Int(1)});
+  absl::Status status =
+      assembler
+          .Add(kFirstGramPiece, static_cast<uint64_t>(row->Int(2)),
+               row->Bytes(3))
+          .status();
+  if (!status.ok()) return status;
+  return absl::optional<core::GramState::Parts>(assembler.head());
+}
+
 // A contribution in the transaction that writes it.
 class Merger {
  public:
@@ -351,12 +415,14 @@ class Merger {
     }
     before_checksum_ = static_cast<uint64_t>(row->Int(8));
     stored_bytes_ = row->Int(9) + row->Int(10);
+    had_gram_ = row->Int(11) > 0;
     before_ = *std::move(head);
     return absl::nullopt;
   }
 
   int64_t memory_bytes() const {
-    return MergeMemoryBytes(part_.statistics, stored_bytes_);
+    return MergeMemoryBytes(part_.statistics, stored_bytes_) +
+           (had_gram_ || gram() != nullptr ? WriteGramBytes(gram()) : 0);
   }
 
   // Writes the source's new pieces and row; false, and nothing is to be
@@ -389,7 +455,26 @@ class Merger {
            (!*found || static_cast<uint64_t>(row->Int(0)) == before_checksum_);
   }
 
+  const core::GramState* gram() const {
+    return part_.gram.has_value() ? &*part_.gram : nullptr;
+  }
+
+  absl::Status CheckOtherGrams() {
+    if (gram() == nullptr) return absl::OkStatus();
+    absl::StatusOr<absl::optional<core::GramState::Parts>> other =
+        ReadGramHead(connection_, key_.tensor, key_.source);
+    if (!other.ok()) return other.status();
+    if (!other->has_value()) return absl::OkStatus();
+    core::GramState::Parts head;
+    head.exponents.assign(gram()->exponents().begin(),
+                          gram()->exponents().end());
+    head.part_size = gram()->part_size();
+    head.rows = gram()->rows();
+    return CheckGramHeads(**other, head);
+  }
+
   absl::Status CheckOthers() {
+    if (absl::Status s = CheckOtherGrams(); !s.ok()) return s;
     const std::unique_ptr<SqlStatement> row = Select(kSelectOther);
     absl::StatusOr<bool> found = row->Step(kWhat);
     if (!found.ok()) return found.status();
@@ -432,6 +517,8 @@ class Merger {
       if (absl::Status s = writer.Add(histogram); !s.ok()) return s;
     }
     if (absl::Status s = writer.Flush(); !s.ok()) return s;
+    absl::Status status = WriteGramPieces(&checksum, nullptr);
+    if (!status.ok()) return status;
     return WriteRow(part_.shape, averages, body, checksum, limit_bytes,
                     &writer);
   }
@@ -492,12 +579,32 @@ class Merger {
     }
     absl::StatusOr<const v1::Histogram*> end = reader.Next();
     if (!end.ok()) return end.status();
+    if (absl::Status s = writer.Flush(); !s.ok()) return s;
+    status = WriteGramPieces(&checksum, &*read_checksum);
+    if (!status.ok()) return status;
     if (*end != nullptr || read_checksum->Get() != before_->body_checksum) {
       return Corrupt("fail their checksum");
     }
-    if (absl::Status s = writer.Flush(); !s.ok()) return s;
     return WriteRow(outline->shape, packed_averages, body, checksum,
                     limit_bytes, &writer);
+  }
+
+  // `read`  over what the source had before, if it had anything.
+  absl::Status WriteGramPieces(BodyChecksum* checksum, BodyChecksum* read) {
+    absl::optional<SourceVersion> before;
+    if (before_.has_value()) {
+      before.emplace(VersionOf(static_cast<uint64_t>(before_->sequence)));
+    }
+    absl::StatusOr<WrittenGram> written =
+        WriteGram(&connection_, before, VersionOf(key_.sequence), gram());
+    if (!written.ok()) return written.status();
+    gram_bytes_ = written->size_bytes;
+    gram_end_ = written->end_piece;
+    if (written->checksum.has_value()) checksum->AddPiece(*written->checksum);
+    if (written->checksum_before.has_value()) {
+      read->AddPiece(*written->checksum_before);
+    }
+    return absl::OkStatus();
   }
 
   std::string BodyOf(const core::StatisticsState& outline) const {
@@ -533,6 +640,7 @@ class Merger {
           limit_bytes, head.size_bytes,
           "contribute with a coarser granularity or fewer mantissa bits");
     }
+    head.size_bytes += gram_bytes_;
     const WriteAccount& account = key_.account;
     ReplacedRow replaced;
     if (!account.quotas.empty()) {
@@ -560,7 +668,7 @@ class Merger {
       row->BindText(15, account.principal);
       if (absl::Status s = row->Step(kWhat).status(); !s.ok()) return s;
     }
-    if (absl::Status s = writer->DeleteOthers(); !s.ok()) return s;
+    if (absl::Status s = writer->DeleteOthers(gram_end_); !s.ok()) return s;
     status = CheckQuotas(connection_, account, replaced, head.size_bytes);
     if (!status.ok()) return status;
     return true;
@@ -574,6 +682,10 @@ class Merger {
   absl::optional<RowHead> before_;
   uint64_t before_checksum_ = 0;
   int64_t stored_bytes_ = 0;
+  bool had_gram_ = false;
+  // What the Gram matrix takes that was written, and behind its last piece.
+  int64_t gram_bytes_ = 0;
+  int64_t gram_end_ = kFirstGramPiece;
 };
 
 }  // namespace
@@ -665,6 +777,96 @@ absl::StatusOr<StoredStatistics> SqlStatisticsStore::ReadSources(
   };
   if (absl::Status s = database_->Read(read); !s.ok()) return s;
   return stored;
+}
+
+absl::StatusOr<absl::optional<core::GramState>> SqlStatisticsStore::ReadGram(
+    const EncodingKey& key,
+    absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
+  return ReadGrams(key, "", proceed);
+}
+
+absl::StatusOr<absl::optional<core::GramState>> SqlStatisticsStore::ReadGrams(
+    const EncodingKey& key, absl::string_view source,
+    absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
+  // The sums, and the state that is made of them.
+  constexpr int64_t kCopies = 2;
+  absl::optional<core::GramState::Parts> whole;
+  const auto read = [&](SqlConnection& connection) -> absl::Status {
+    const std::unique_ptr<SqlStatement> row = connection.Prepare(kSelectGram);
+    row->BindKey(key);
+    row->BindText(4, source);
+    bool is_there = false;
+    absl::optional<RowHead> head;
+    absl::optional<GramAssembler> assembler;
+    while (true) {
+      absl::StatusOr<bool> found = row->Step("cannot read a Gram matrix");
+      if (!found.ok()) return found.status();
+      if (assembler.has_value() && (!*found || row->Bytes(0) != head->source)) {
+        if (absl::Status s = assembler->Finish(); !s.ok()) return s;
+        assembler.reset();
+      }
+      if (!*found) break;
+      is_there = true;
+      const int64_t piece = row->Int(9);
+      if (piece < 0) continue;
+      const bool is_first = !assembler.has_value();
+      if (is_first) {
+        absl::StatusOr<RowHead> of_source = ReadHead(key, *row);
+        if (!of_source.ok()) return of_source.status();
+        head = *std::move(of_source);
+        assembler.emplace(SourceVersion{key, head->source, head->sequence});
+      }
+      absl::StatusOr<absl::Span<const int64_t>> sums = assembler->Add(
+          piece, static_cast<uint64_t>(row->Int(10)), row->Bytes(11));
+      if (!sums.ok()) return sums.status();
+      if (is_first) {
+        if (!whole.has_value()) {
+          whole = assembler->head();
+          const int64_t count = GramSumCount(*whole);
+          absl::Status status =
+              proceed(kCopies * count * static_cast<int64_t>(sizeof(int64_t)));
+          if (!status.ok()) return status;
+          whole->code_sums.assign(static_cast<size_t>(count), 0);
+        } else {
+          absl::Status status = CheckGramHeads(*whole, assembler->head());
+          // They were checked when they were written.
+          if (!status.ok()) {
+            return SourceCorruptError(key, head->source, status.message());
+          }
+          AddGramHead(assembler->head(), &*whole);
+        }
+        continue;
+      }
+      int64_t* const to = whole->code_sums.data() + assembler->first_sum();
+      for (size_t i = 0; i < sums->size(); ++i) to[i] += (*sums)[i];
+    }
+    return is_there ? absl::OkStatus() : NotFound(key);
+  };
+  if (absl::Status s = database_->Read(read); !s.ok()) return s;
+  if (!whole.has_value()) return absl::optional<core::GramState>();
+  absl::StatusOr<core::GramState> gram =
+      core::GramState::FromParts(*std::move(whole));
+  if (!gram.ok()) {
+    return core::StoreCorruptError(absl::StrCat(
+        "the Gram matrix of tensor \"", ShownName(key.tensor), "\" of model \"",
+        ShownName(key.model), "\" is invalid: ", gram.status().message(),
+        "; delete its statistics and contribute again"));
+  }
+  return absl::optional<core::GramState>(*std::move(gram));
+}
+
+absl::StatusOr<absl::optional<core::GramState::Parts>>
+SqlStatisticsStore::FindGram(const EncodingKey& key) {
+  absl::optional<core::GramState::Parts> found;
+  const auto read = [&](SqlConnection& connection) -> absl::Status {
+    absl::StatusOr<absl::optional<core::GramState::Parts>> head =
+        ReadGramHead(connection, key, "");
+    if (!head.ok()) return head.status();
+    found = *std::move(head);
+    return absl::OkStatus();
+  };
+  if (absl::Status s = database_->Read(read); !s.ok()) return s;
+  return found;
 }
 
 absl::StatusOr<std::vector<StatisticsListEntry>>
@@ -767,10 +969,12 @@ absl::StatusOr<int64_t> SqlStatisticsStore::Check(
     if (keys.empty()) break;
     for (const ContributionKey& key : keys) {
       ++count;
-      const absl::Status status =
-          ReadSources(key.tensor, key.source, [](int64_t /*memory*/) {
-            return absl::OkStatus();
-          }).status();
+      const auto proceed = [](int64_t /*memory*/) { return absl::OkStatus(); };
+      absl::Status status =
+          ReadSources(key.tensor, key.source, proceed).status();
+      if (status.ok()) {
+        status = ReadGrams(key.tensor, key.source, proceed).status();
+      }
       // It was deleted in between.
       if (status.ok() || absl::IsNotFound(status)) continue;
       if (!absl::IsDataLoss(status)) return status;

@@ -12,6 +12,8 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "absl/types/optional.h"
+#include "core/statistics/gram_state.h"
 #include "server/store/sql_database.h"
 #include "server/store/statistics_store.h"
 
@@ -24,7 +26,7 @@ namespace quantd::server {
 // deleted. Thread-safe.
 class SqlStatisticsStore : public StatisticsStore {
  public:
-  // `limit_bytes`  what a row may take.
+  // `limit_bytes`  what a row may take, without a Gram matrix.
   SqlStatisticsStore(std::shared_ptr<SqlDatabase> database,
                      int64_t limit_bytes);
 
@@ -35,6 +37,11 @@ class SqlStatisticsStore : public StatisticsStore {
   absl::StatusOr<StoredStatistics> ReadStatistics(
       const EncodingKey& key,
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) override;
+  absl::StatusOr<absl::optional<core::GramState>> ReadGram(
+      const EncodingKey& key,
+      absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) override;
+  absl::StatusOr<absl::optional<core::GramState::Parts>> FindGram(
+      const EncodingKey& key) override;
   absl::StatusOr<std::vector<StatisticsListEntry>> ListStatistics(
       absl::string_view model, absl::string_view revision,
       absl::string_view after, int limit) override;
@@ -52,6 +59,9 @@ class SqlStatisticsStore : public StatisticsStore {
  private:
   // Of all sources, or unless it is empty of one.
   absl::StatusOr<StoredStatistics> ReadSources(
+      const EncodingKey& key, absl::string_view source,
+      absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed);
+  absl::StatusOr<absl::optional<core::GramState>> ReadGrams(
       const EncodingKey& key, absl::string_view source,
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed);
 

@@ -26,7 +26,8 @@ constexpr char kWrite[] =
 constexpr char kDeleteOthers[] =
     "DELETE FROM statistics_pieces WHERE model = $1 AND revision = $2 "
     "AND tensor = $3 AND source = $4 "
-    "AND (sequence <> $5 OR piece >= $6 OR piece < 0)";
+    "AND (sequence <> $5 OR piece < 0 "
+    "OR (piece >= $6 AND piece < 1099511627776) OR piece >= $7)";
 constexpr char kRead[] =
     "SELECT checksum, bytes FROM statistics_pieces WHERE model = $1 "
     "AND revision = $2 AND tensor = $3 AND source = $4 AND sequence = $5 "
@@ -92,9 +93,10 @@ absl::Status PieceWriter::Flush() {
   return piece_.histograms_size() > 0 ? WritePiece() : absl::OkStatus();
 }
 
-absl::Status PieceWriter::DeleteOthers() {
+absl::Status PieceWriter::DeleteOthers(int64_t end) {
   const std::unique_ptr<SqlStatement> row = connection_->Prepare(kDeleteOthers);
   Bind(version_, count_, row.get());
+  row->BindInt(7, end);
   return row->Step(kWhat).status();
 }
 

@@ -73,8 +73,9 @@ class PieceWriter {
   absl::Status Add(const core::Histogram& histogram);
   // After the last.
   absl::Status Flush();
-  // Then: removes what other contributions have left.
-  absl::Status DeleteOthers();
+  // Then: removes what other contributions have left. Pieces of the Gram
+  // matrix are kept before number `end`.
+  absl::Status DeleteOthers(int64_t end);
 
   // Of all pieces.
   int64_t size_bytes() const { return size_bytes_; }

@@ -13,6 +13,8 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "absl/types/optional.h"
+#include "core/statistics/gram_state.h"
 #include "core/statistics/statistics_state.h"
 #include "server/store/encoding_store.h"
 
@@ -72,7 +74,8 @@ class StatisticsStore {
   // than the last one; durable when it returns, exactly once whatever fails in
   // between. The source's averaged extremes move by `averaging_constant` of the
   // difference to those of `part`; the first contribution sets them; a scale
-  // index without a finite element leaves them. Calls `proceed` with what that
+  // index without a finite element leaves them. A Gram matrix of `part` is
+  // added to that of the source. Calls `proceed` with what that
   // will hold in memory beside `part`, which is little: it must not wait,
   // because others do.
   // Errors: STATISTICS_MISMATCH (with any source of the tensor),
@@ -101,6 +104,17 @@ class StatisticsStore {
     return ReadStatistics(key,
                           [](int64_t /*memory*/) { return absl::OkStatus(); });
   }
+
+  // The Gram matrix over all sources that have one; none where no source has.
+  // Calls `proceed` with what reading it will hold in memory.
+  // Errors: STATISTICS_NOT_FOUND; that of `proceed`.
+  virtual absl::StatusOr<absl::optional<core::GramState>> ReadGram(
+      const EncodingKey& key,
+      absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) = 0;
+  // Its steps and parts, without rows and sums; none also where there are no
+  // statistics.
+  virtual absl::StatusOr<absl::optional<core::GramState::Parts>> FindGram(
+      const EncodingKey& key) = 0;
 
   // At most `limit` entries in order of tensor, bytewise, after `after`. What
   // is read of a row is verified, and one that is damaged told in its place.

@@ -679,6 +679,15 @@ class EndlessStatistics : public StatisticsStore {
     return status.ok() ? core::StoreUnavailableError("nobody ended it")
                        : status;
   }
+  absl::StatusOr<absl::optional<core::GramState>> ReadGram(
+      const EncodingKey& key,
+      absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) override {
+    return absl::optional<core::GramState>();
+  }
+  absl::StatusOr<absl::optional<core::GramState::Parts>> FindGram(
+      const EncodingKey& key) override {
+    return absl::optional<core::GramState::Parts>();
+  }
   absl::StatusOr<std::vector<StatisticsListEntry>> ListStatistics(
       absl::string_view model, absl::string_view revision,
       absl::string_view after, int limit) override {

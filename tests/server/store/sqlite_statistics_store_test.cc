@@ -18,10 +18,13 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "core/errors.h"
+#include "core/statistics/gram_state.h"
 #include "core/statistics/statistics_state.h"
 #include "core/types/block_layout.h"
+#include "core/types/element_type.h"
 #include "core/types/encoding.h"
 #include "quantd/v1/statistics.pb.h"
+#include "server/store/gram_pieces.h"
 #include "server/store/row_checksum.h"
 #include "server/store/sql_encoding_store.h"
 #include "server/store/sqlite_database.h"
@@ -137,6 +140,57 @@ TEST_F(SqliteStatisticsStoreTest, ReportsEveryPieceThatChanged) {
   core::StatisticsState twice = testing::MakeLargeState(1);
   ASSERT_TRUE(core::MergeState(state, &twice).ok());
   EXPECT_EQ(Bytes(store.GetStatistics(key_)->state), Bytes(twice));
+}
+
+TEST_F(SqliteStatisticsStoreTest, ReportsEveryPieceOfAGramMatrixThatChanged) {
+  // More sums than a piece has.
+  constexpr int64_t kFeatures = 600;
+  const std::vector<float> row(kFeatures, 1);
+  SqlStatisticsStore store(OpenDatabase(), kLimitBytes);
+  core::StatisticsState state = MakeState(1);
+  absl::StatusOr<core::GramState> gram = core::GramState::Create(
+      std::vector<int>(kFeatures, -10), core::GramState::PartSize(kFeatures));
+  ASSERT_TRUE(gram.ok()) << gram.status();
+  gram->Update(core::ElementType::kFloat32, 1,
+               reinterpret_cast<const uint8_t*>(row.data()), nullptr);
+  gram->Finish(nullptr);
+  state.gram = *std::move(gram);
+  const auto proceed = [](int64_t /*memory*/) { return absl::OkStatus(); };
+  const std::string head = absl::StrCat("piece = ", kFirstGramPiece);
+  const std::string last = absl::StrCat("piece = ", kFirstGramPiece + 2);
+  for (const std::string& change :
+       {"UPDATE statistics_pieces SET bytes = zeroblob(length(bytes)) WHERE " +
+            last,
+        "UPDATE statistics_pieces SET checksum = checksum + 1 WHERE " + head,
+        "DELETE FROM statistics_pieces WHERE " + head,
+        "DELETE FROM statistics_pieces WHERE " + last,
+        absl::StrCat("DELETE FROM statistics_pieces WHERE piece >= ",
+                     kFirstGramPiece),
+        "UPDATE statistics_pieces SET sequence = 8 WHERE " + last,
+        "UPDATE statistics_pieces SET source = 'other' WHERE " + head}) {
+    ASSERT_TRUE(store.Contribute({key_, "source", 7}, state, 1).ok());
+    ASSERT_TRUE(store.ReadGram(key_, proceed).ok());
+    ASSERT_TRUE(store.GetStatistics(key_).ok());
+    Execute(change);
+    EXPECT_TRUE(absl::IsDataLoss(store.ReadGram(key_, proceed).status()) ||
+                absl::IsDataLoss(store.GetStatistics(key_).status()))
+        << change;
+    EXPECT_EQ(core::ErrorReason(
+                  store.Contribute({key_, "source", 9}, state, 1).status()),
+              "STORE_CORRUPT")
+        << change;
+    int damaged = 0;
+    EXPECT_TRUE(
+        store.Check([&](const absl::Status& /*status*/) { ++damaged; }).ok());
+    EXPECT_GT(damaged, 0) << change;
+    EXPECT_TRUE(store.DeleteStatistics(key_, "").ok()) << change;
+  }
+  // What was not of any row when that was deleted does no harm.
+  ASSERT_TRUE(store.Contribute({key_, "other", 7}, state, 1).ok());
+  ASSERT_TRUE(store.Contribute({key_, "other", 8}, state, 1).ok());
+  const auto got = store.ReadGram(key_, proceed);
+  ASSERT_TRUE(got.ok()) << got.status();
+  EXPECT_EQ((*got)->rows(), 2);
 }
 
 // As a quantd before the pieces wrote it: everything in the body.

@@ -22,7 +22,9 @@
 #include "absl/time/clock.h"
 #include "absl/types/optional.h"
 #include "core/errors.h"
+#include "core/statistics/gram_state.h"
 #include "core/types/block_layout.h"
+#include "core/types/element_type.h"
 #include "quantd/v1/statistics.pb.h"
 #include "server/metrics/metrics.h"
 #include "server/store/metering_statistics_store.h"
@@ -94,6 +96,33 @@ std::string Bytes(const core::StatisticsState& state) {
   return message.SerializeAsString();
 }
 
+// The Gram matrix of `rows` of as many features as there are exponents.
+core::GramState MakeGram(const std::vector<float>& rows,
+                         std::vector<int> exponents) {
+  const auto features = static_cast<int64_t>(exponents.size());
+  absl::StatusOr<core::GramState> gram = core::GramState::Create(
+      std::move(exponents), core::GramState::PartSize(features));
+  EXPECT_TRUE(gram.ok()) << gram.status();
+  gram->Update(core::ElementType::kFloat32,
+               static_cast<int64_t>(rows.size()) / features,
+               reinterpret_cast<const uint8_t*>(rows.data()), nullptr);
+  gram->Finish(nullptr);
+  return *std::move(gram);
+}
+
+// Normal rows of 600 features: more sums than a piece has.
+constexpr int64_t kFeatures = 600;
+core::StatisticsState StateWithGram(int seed) {
+  constexpr int64_t kRows = 8;
+  std::mt19937 random(static_cast<uint32_t>(seed));
+  std::normal_distribution<float> normal;
+  std::vector<float> rows(kRows * kFeatures);
+  for (float& x : rows) x = normal(random);
+  core::StatisticsState state = MakeState(rows, {kRows, kFeatures});
+  state.gram = MakeGram(rows, std::vector<int>(kFeatures, -10));
+  return state;
+}
+
 class StatisticsStoreTest : public ::testing::TestWithParam<Kind> {
  protected:
   StatisticsStoreTest() { Reopen(); }
@@ -137,6 +166,15 @@ class StatisticsStoreTest : public ::testing::TestWithParam<Kind> {
     absl::StatusOr<StoredStatistics> got = store_->GetStatistics(key_);
     EXPECT_TRUE(got.ok()) << got.status();
     return got.ok() ? *std::move(got) : StoredStatistics();
+  }
+
+  core::GramState::Parts MustGetGram() {
+    absl::StatusOr<absl::optional<core::GramState>> got = store_->ReadGram(
+        key_, [](int64_t /*memory*/) { return absl::OkStatus(); });
+    EXPECT_TRUE(got.ok()) << got.status();
+    EXPECT_TRUE(got.ok() && got->has_value());
+    return got.ok() && got->has_value() ? (*got)->ToParts()
+                                        : core::GramState::Parts();
   }
 
   static std::string Reason(const absl::Status& status) {
@@ -514,6 +552,74 @@ TEST_P(StatisticsStoreTest, MeteringCountsContributionsAndNoAnswerAsError) {
   EXPECT_EQ(testing::MetricValue(metrics_, "quantd_calibration_merges_total"),
             2);
   EXPECT_EQ(testing::MetricValue(metrics_, "quantd_store_errors_total"), 0);
+}
+
+TEST_P(StatisticsStoreTest, AddsGramMatricesOfContributionsAndSources) {
+  core::GramState expected = *StateWithGram(1).gram;
+  for (int seed = 2; seed <= 4; ++seed) {
+    expected.Merge(*StateWithGram(seed).gram);
+  }
+  MustContribute("a", 1, StateWithGram(3));
+  // One without stays out of the matrix, and leaves it there.
+  MustContribute("a", 2, MakeState({1, 2}, {1, 2}));
+  MustContribute("b", 1, MakeState({1, 2}, {1, 2}));
+  MustContribute("b", 5, StateWithGram(1));
+  MustContribute("c", 1, StateWithGram(4));
+  MustContribute("a", 3, StateWithGram(2));
+  const absl::StatusOr<ContributionOutcome> again =
+      Contribute("a", 3, StateWithGram(2));
+  ASSERT_TRUE(again.ok()) << again.status();
+  EXPECT_TRUE(again->duplicate);
+  for (const bool reopened : {false, true}) {
+    if (reopened) Reopen();
+    const core::GramState::Parts got = MustGetGram();
+    EXPECT_EQ(got.rows, 32);
+    EXPECT_EQ(got.clipped, expected.clipped());
+    EXPECT_EQ(got.code_sums, expected.ToParts().code_sums);
+    EXPECT_EQ(MustGet().state.statistics.counts().total, 32 * kFeatures + 4);
+  }
+  const absl::StatusOr<absl::optional<core::GramState::Parts>> found =
+      store_->FindGram(key_);
+  ASSERT_TRUE(found.ok() && found->has_value()) << found.status();
+  EXPECT_EQ((*found)->exponents, std::vector<int>(kFeatures, -10));
+}
+
+TEST_P(StatisticsStoreTest, SaysWhereThereIsNoGramMatrix) {
+  const auto proceed = [](int64_t /*memory*/) { return absl::OkStatus(); };
+  EXPECT_EQ(Reason(store_->ReadGram(key_, proceed).status()),
+            "STATISTICS_NOT_FOUND");
+  EXPECT_FALSE(store_->FindGram(key_)->has_value());
+  MustContribute("a", 1, MakeState({1}));
+  const absl::StatusOr<absl::optional<core::GramState>> got =
+      store_->ReadGram(key_, proceed);
+  ASSERT_TRUE(got.ok()) << got.status();
+  EXPECT_FALSE(got->has_value());
+}
+
+TEST_P(StatisticsStoreTest, RefusesGramMatricesThatDoNotGoTogether) {
+  const std::vector<float> row = {1, 2};
+  core::StatisticsState state = MakeState(row, {1, 2});
+  state.gram = MakeGram(row, {-10, -10});
+  MustContribute("a", 1, state);
+  state.gram = MakeGram(row, {-10, -9});
+  EXPECT_EQ(Reason(Contribute("a", 2, state).status()), "STATISTICS_MISMATCH");
+  EXPECT_EQ(Reason(Contribute("b", 1, state).status()), "STATISTICS_MISMATCH");
+  state.gram = MakeGram({1, 2, 3}, {-10, -10, -10});
+  EXPECT_EQ(Reason(Contribute("b", 1, state).status()), "STATISTICS_MISMATCH");
+  EXPECT_EQ(MustGetGram().rows, 1);
+  EXPECT_EQ(MustGet().sources.size(), 1);
+}
+
+TEST_P(StatisticsStoreTest, AsksBeforeItReadsAGramMatrix) {
+  MustContribute("a", 1, StateWithGram(1));
+  int64_t asked = 0;
+  const absl::StatusOr<absl::optional<core::GramState>> got =
+      store_->ReadGram(key_, [&](int64_t memory) {
+        asked = memory;
+        return core::DrainingError();
+      });
+  EXPECT_EQ(Reason(got.status()), "DRAINING");
+  EXPECT_GT(asked, 2 * kFeatures * kFeatures / 2 * 8);
 }
 
 INSTANTIATE_TEST_SUITE_P(Stores, StatisticsStoreTest,

@@ -1,0 +1,271 @@
+#include "server/store/gram_pieces.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/optional.h"
+#include "absl/types/span.h"
+#include "core/errors.h"
+#include "quantd/v1/statistics.pb.h"
+
+namespace quantd::server {
+namespace {
+
+constexpr absl::string_view kWhat = "cannot contribute a Gram matrix";
+
+constexpr char kWrite[] =
+    "INSERT INTO statistics_pieces (model, revision, tensor, source, sequence, "
+    "piece, checksum, bytes) VALUES ($1, $2, $3, $4, $5, $6, $7, $8) "
+    "ON CONFLICT (model, revision, tensor, source, sequence, piece) "
+    "DO UPDATE SET checksum = excluded.checksum, bytes = excluded.bytes";
+constexpr char kRead[] =
+    "SELECT checksum, bytes FROM statistics_pieces WHERE model = $1 "
+    "AND revision = $2 AND tensor = $3 AND source = $4 AND sequence = $5 "
+    "AND piece = $6";
+
+void Bind(const SourceVersion& version, int64_t piece, SqlStatement* row) {
+  row->BindKey(version.key);
+  row->BindText(4, version.source);
+  row->BindInt(5, version.sequence);
+  row->BindInt(6, piece);
+}
+
+absl::Status Mismatch(absl::string_view what) {
+  return core::StatisticsMismatchError(what);
+}
+
+absl::string_view AsBytes(const uint64_t& checksum) {
+  return {reinterpret_cast<const char*>(&checksum), sizeof(checksum)};
+}
+
+// `checksum`  over the pieces behind it.
+std::string HeadBytes(const core::GramState::Parts& head, uint64_t checksum) {
+  v1::GramState message;
+  message.mutable_step_exponent()->Assign(head.exponents.begin(),
+                                          head.exponents.end());
+  message.set_part_size(static_cast<uint64_t>(head.part_size));
+  message.set_rows(static_cast<uint64_t>(head.rows));
+  message.set_left_out_rows(static_cast<uint64_t>(head.left_out_rows));
+  message.set_clipped_count(static_cast<uint64_t>(head.clipped));
+  return absl::StrCat(AsBytes(checksum), message.SerializeAsString());
+}
+
+// Writes pieces, and counts what they take. Not thread-safe.
+class GramWriter {
+ public:
+  GramWriter(SqlConnection* connection, const SourceVersion& version)
+      : connection_(connection), version_(version) {}
+
+  // Answers the checksum.
+  absl::StatusOr<uint64_t> Add(int64_t piece, absl::string_view bytes) {
+    size_bytes_ += static_cast<int64_t>(bytes.size());
+    const uint64_t checksum = PieceChecksum(version_, piece, bytes);
+    const std::unique_ptr<SqlStatement> row = connection_->Prepare(kWrite);
+    Bind(version_, piece, row.get());
+    row->BindInt(7, static_cast<int64_t>(checksum));
+    row->BindBytes(8, bytes);
+    absl::Status status = row->Step(kWhat).status();
+    if (!status.ok()) return status;
+    return checksum;
+  }
+  int64_t size_bytes() const { return size_bytes_; }
+
+ private:
+  SqlConnection* const connection_;
+  const SourceVersion& version_;
+  int64_t size_bytes_ = 0;
+};
+
+// Reads the next piece, and answers its checksum; none where there is none.
+absl::StatusOr<absl::optional<uint64_t>> ReadNext(SqlConnection* connection,
+                                                  const SourceVersion& version,
+                                                  int64_t piece,
+                                                  GramAssembler* assembler,
+                                                  std::vector<int64_t>* sums) {
+  const std::unique_ptr<SqlStatement> row = connection->Prepare(kRead);
+  Bind(version, piece, row.get());
+  absl::StatusOr<bool> found = row->Step(kWhat);
+  if (!found.ok()) return found.status();
+  if (!*found) return absl::optional<uint64_t>();
+  const auto checksum = static_cast<uint64_t>(row->Int(0));
+  absl::StatusOr<absl::Span<const int64_t>> read =
+      assembler->Add(piece, checksum, row->Bytes(1));
+  if (!read.ok()) return read.status();
+  sums->assign(read->begin(), read->end());
+  return absl::optional<uint64_t>(checksum);
+}
+
+}  // namespace
+
+int64_t GramSumCount(const core::GramState::Parts& head) {
+  const int64_t features = static_cast<int64_t>(head.exponents.size());
+  int64_t count = 0;
+  for (int64_t first = 0; first < features; first += head.part_size) {
+    const int64_t width = std::min(head.part_size, features - first);
+    count += width * (width + 1) / 2;
+  }
+  return count;
+}
+
+absl::Status CheckGramHeads(const core::GramState::Parts& whole,
+                            const core::GramState::Parts& part) {
+  if (whole.exponents.size() != part.exponents.size()) {
+    return Mismatch(absl::StrCat("a Gram matrix of ", part.exponents.size(),
+                                 " features, expected ",
+                                 whole.exponents.size()));
+  }
+  if (whole.part_size != part.part_size) {
+    return Mismatch(absl::StrCat("a Gram matrix in parts of ", part.part_size,
+                                 " features, expected ", whole.part_size));
+  }
+  if (whole.exponents != part.exponents) {
+    return Mismatch(
+        "the steps of the Gram matrix are not those of other contributions; "
+        "send it again, which takes theirs");
+  }
+  if (part.rows > core::GramState::kMaxRows - whole.rows) {
+    return Mismatch(absl::StrCat("a Gram matrix of ", whole.rows, " and ",
+                                 part.rows, " rows, expected at most ",
+                                 core::GramState::kMaxRows, " together"));
+  }
+  return absl::OkStatus();
+}
+
+void AddGramHead(const core::GramState::Parts& part,
+                 core::GramState::Parts* whole) {
+  whole->rows += part.rows;
+  whole->left_out_rows += part.left_out_rows;
+  whole->clipped += part.clipped;
+}
+
+absl::StatusOr<absl::Span<const int64_t>> GramAssembler::Add(
+    int64_t piece, uint64_t checksum, absl::string_view bytes) {
+  if (piece != kFirstGramPiece + next_) return Corrupt("lack pieces");
+  if (checksum != PieceChecksum(version_, piece, bytes)) {
+    return Corrupt("fail their checksum");
+  }
+  if (next_++ == 0) {
+    v1::GramState message;
+    if (bytes.size() < sizeof(expected_checksum_)) {
+      return Corrupt("do not decode");
+    }
+    std::memcpy(&expected_checksum_, bytes.data(), sizeof(expected_checksum_));
+    bytes.remove_prefix(sizeof(expected_checksum_));
+    if (!message.ParseFromArray(bytes.data(), static_cast<int>(bytes.size()))) {
+      return Corrupt("do not decode");
+    }
+    head_.exponents.assign(message.step_exponent().begin(),
+                           message.step_exponent().end());
+    head_.part_size = static_cast<int64_t>(message.part_size());
+    head_.rows = static_cast<int64_t>(message.rows());
+    head_.left_out_rows = static_cast<int64_t>(message.left_out_rows());
+    head_.clipped = static_cast<int64_t>(message.clipped_count());
+    // The checksum covers them, so that only a defect could make them wrong.
+    if (head_.part_size <= 0) return Corrupt("are invalid");
+    sum_count_ = GramSumCount(head_);
+    return absl::Span<const int64_t>();
+  }
+  const int64_t expected = std::min(kSumsPerPiece, sum_count_ - first_sum());
+  if (expected <= 0 || static_cast<int64_t>(bytes.size()) !=
+                           expected * static_cast<int64_t>(sizeof(int64_t))) {
+    return Corrupt("have pieces of another size");
+  }
+  checksum_.Add(AsBytes(checksum));
+  sums_.resize(static_cast<size_t>(expected));
+  std::memcpy(sums_.data(), bytes.data(), bytes.size());
+  return absl::MakeConstSpan(sums_);
+}
+
+absl::Status GramAssembler::Finish() const {
+  if ((next_ - 1) * kSumsPerPiece < sum_count_) return Corrupt("lack pieces");
+  return checksum_.Get() == expected_checksum_ ? absl::OkStatus()
+                                               : Corrupt("fail their checksum");
+}
+
+absl::Status GramAssembler::Corrupt(absl::string_view what) const {
+  return SourceCorruptError(version_.key, version_.source, what);
+}
+
+int64_t WriteGramBytes(const core::GramState* part) {
+  // Of a piece: as it is read, as numbers, and as it is written.
+  constexpr int64_t kPieces =
+      4 * kSumsPerPiece * static_cast<int64_t>(sizeof(int64_t));
+  return kPieces + (part == nullptr ? 0 : part->memory_bytes());
+}
+
+absl::StatusOr<WrittenGram> WriteGram(
+    SqlConnection* connection, const absl::optional<SourceVersion>& before,
+    const SourceVersion& now, const core::GramState* part) {
+  WrittenGram written;
+  absl::optional<GramAssembler> read;
+  std::vector<int64_t> sums;
+  if (before.has_value()) {
+    read.emplace(*before);
+    absl::StatusOr<absl::optional<uint64_t>> found =
+        ReadNext(connection, *before, kFirstGramPiece, &*read, &sums);
+    if (!found.ok()) return found.status();
+    written.checksum_before = *found;
+    if (!found->has_value()) read.reset();
+  }
+  if (!read.has_value() && part == nullptr) return written;
+  const core::GramState::Parts parts =
+      part == nullptr ? core::GramState::Parts() : part->ToParts();
+  core::GramState::Parts head;
+  if (!read.has_value()) {
+    head.exponents = parts.exponents;
+    head.part_size = parts.part_size;
+  } else {
+    head = read->head();
+    if (part != nullptr) {
+      if (absl::Status s = CheckGramHeads(head, parts); !s.ok()) return s;
+    }
+  }
+  AddGramHead(parts, &head);
+  GramWriter writer(connection, now);
+  RowChecksum checksum;
+  const int64_t sum_count = GramSumCount(head);
+  int64_t piece = kFirstGramPiece;
+  for (int64_t first = 0; first < sum_count; first += kSumsPerPiece) {
+    ++piece;
+    const int64_t count = std::min(kSumsPerPiece, sum_count - first);
+    if (read.has_value()) {
+      absl::StatusOr<absl::optional<uint64_t>> found =
+          ReadNext(connection, *before, piece, &*read, &sums);
+      if (!found.ok()) return found.status();
+      if (!found->has_value()) {
+        return SourceCorruptError(before->key, before->source, "lack pieces");
+      }
+    } else {
+      sums.assign(static_cast<size_t>(count), 0);
+    }
+    if (part != nullptr) {
+      for (int64_t i = 0; i < count; ++i) sums[i] += parts.code_sums[first + i];
+    }
+    absl::StatusOr<uint64_t> added =
+        writer.Add(piece, {reinterpret_cast<const char*>(sums.data()),
+                           static_cast<size_t>(count) * sizeof(int64_t)});
+    if (!added.ok()) return added.status();
+    checksum.Add(AsBytes(*added));
+  }
+  if (read.has_value()) {
+    if (absl::Status s = read->Finish(); !s.ok()) return s;
+  }
+  absl::StatusOr<uint64_t> added =
+      writer.Add(kFirstGramPiece, HeadBytes(head, checksum.Get()));
+  if (!added.ok()) return added.status();
+  written.checksum = *added;
+  written.size_bytes = writer.size_bytes();
+  written.end_piece = piece + 1;
+  return written;
+}
+
+}  // namespace quantd::server

@@ -1,0 +1,99 @@
+// The Gram matrix of one source's statistics, in rows of bounded size.
+//
+// It stands among the pieces of the source (see statistics_pieces.h), behind
+// all that a source may have of histograms: first 8 bytes with a checksum over
+// the pieces behind it and a v1.GramState without sums, then the sums, 8 bytes
+// each. The checksum of the source's row covers the first piece.
+
+#ifndef QUANTD_SERVER_STORE_GRAM_PIECES_H_
+#define QUANTD_SERVER_STORE_GRAM_PIECES_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/optional.h"
+#include "absl/types/span.h"
+#include "core/statistics/gram_state.h"
+#include "server/store/row_checksum.h"
+#include "server/store/sql_database.h"
+#include "server/store/statistics_pieces.h"
+
+namespace quantd::server {
+
+// Number of the first piece.
+constexpr int64_t kFirstGramPiece = int64_t{1} << 40;
+// Sums of a piece, but of the last.
+constexpr int64_t kSumsPerPiece = int64_t{1} << 17;
+
+// What writing one holds beside `part`, which is null if there is none.
+int64_t WriteGramBytes(const core::GramState* part);
+
+// Reads the pieces of one source, in order. Not thread-safe.
+class GramAssembler {
+ public:
+  explicit GramAssembler(SourceVersion version) : version_(version) {}
+
+  // The next piece. The first gives the head. Of others answers the sums:
+  // [first_sum(), first_sum() + size), good until the next call.
+  // Errors: STORE_CORRUPT.
+  absl::StatusOr<absl::Span<const int64_t>> Add(int64_t piece,
+                                                uint64_t checksum,
+                                                absl::string_view bytes);
+  // After the last piece.
+  // Errors: STORE_CORRUPT.
+  absl::Status Finish() const;
+
+  bool has_head() const { return next_ > 0; }
+  // Without sums.
+  const core::GramState::Parts& head() const { return head_; }
+  int64_t first_sum() const { return (next_ - 2) * kSumsPerPiece; }
+
+ private:
+  absl::Status Corrupt(absl::string_view what) const;
+
+  const SourceVersion version_;
+  core::GramState::Parts head_;
+  // Of the pieces behind the head, as it says and as they are.
+  uint64_t expected_checksum_ = 0;
+  RowChecksum checksum_;
+  int64_t sum_count_ = 0;
+  std::vector<int64_t> sums_;
+  // The next piece, counted from the first.
+  int64_t next_ = 0;
+};
+
+// Whether Gram matrices with these heads may be added.
+// Errors: STATISTICS_MISMATCH.
+absl::Status CheckGramHeads(const core::GramState::Parts& whole,
+                            const core::GramState::Parts& part);
+// Adds all but the sums.
+void AddGramHead(const core::GramState::Parts& part,
+                 core::GramState::Parts* whole);
+// Entries of the upper triangles.
+int64_t GramSumCount(const core::GramState::Parts& head);
+
+// What WriteGram did.
+struct WrittenGram {
+  // That it takes in the store.
+  int64_t size_bytes = 0;
+  // Behind its last piece.
+  int64_t end_piece = kFirstGramPiece;
+  // Of the first piece now and before, where there is one.
+  absl::optional<uint64_t> checksum;
+  absl::optional<uint64_t> checksum_before;
+};
+
+// Writes the Gram matrix of a source after a contribution: that of `before`,
+// if it is given and has one, and `part`, if it is not null. A part of one
+// transaction.
+// Errors: STATISTICS_MISMATCH, STORE_UNAVAILABLE, STORE_CORRUPT.
+absl::StatusOr<WrittenGram> WriteGram(
+    SqlConnection* connection, const absl::optional<SourceVersion>& before,
+    const SourceVersion& now, const core::GramState* part);
+
+}  // namespace quantd::server
+
+#endif  // QUANTD_SERVER_STORE_GRAM_PIECES_H_
