@@ -542,7 +542,8 @@ std::vector<Flag> MakeFlags() {
                 limits.metrics_count, 1, int64_t{1} << 30,
                 QUANTD_FIELD(limits.metrics_count)),
       SizeFlag("statistics-limit", kLimits,
-               "Largest stored statistics of one tensor and source.",
+               "Largest stored statistics of one tensor and source, without a "
+               "Gram matrix.",
                limits.statistics_bytes, kKiB, 512 * kMiB,
                QUANTD_FIELD(limits.statistics_bytes)),
       SizeFlag("memory-budget-bytes", kLimits,

@@ -27,13 +27,19 @@ namespace quantd::server {
 // and answered block by block when its encoding is known.
 class BufferedQuantizeJob : public TensorJob {
  public:
-  bool FinishWaits() const final { return step_ == Step::kPut; }
+  bool FinishWaits() const final {
+    return step_ == Step::kRead || step_ == Step::kPut;
+  }
   bool FinishIsLong() const final {
     return step_ == Step::kEncode && EncodeIsLong();
   }
 
   absl::StatusOr<bool> Finish(ChunkWriter* out) final {
     switch (step_) {
+      case Step::kRead:
+        if (absl::Status s = Read(); !s.ok()) return s;
+        step_ = Step::kEncode;
+        return false;
       case Step::kEncode: {
         const bool was_long = EncodeIsLong();
         absl::StatusOr<ResolvedEncoding> encoded = Encode();
@@ -92,6 +98,10 @@ class BufferedQuantizeJob : public TensorJob {
            core::ElementSizeBytes(task_.description.element_type);
   }
 
+  // Read is to be called.
+  void ReadFirst() { step_ = Step::kRead; }
+  // Reads what Encode needs from a store, once all is held.
+  virtual absl::Status Read() { return absl::OkStatus(); }
   // The encoding, once all is held.
   virtual absl::StatusOr<ResolvedEncoding> Encode() = 0;
   // That may take more than kShortWork.
@@ -109,7 +119,7 @@ class BufferedQuantizeJob : public TensorJob {
                               CodeProducer* out) = 0;
 
  private:
-  enum class Step { kEncode, kPut, kAnswer };
+  enum class Step { kRead, kEncode, kPut, kAnswer };
 
   void OpenAnswer(ChunkWriter* out) {
     v1::ByteRange whole;

@@ -1,6 +1,7 @@
 // Calibrate: chunks > statistics > encoding > store, by itself or together with
 // what other sources contributed.
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <memory>
@@ -12,12 +13,14 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
 #include "absl/types/optional.h"
 #include "absl/types/span.h"
 #include "core/calibrate/search_time.h"
 #include "core/errors.h"
 #include "core/parallel/stop_token.h"
 #include "core/parallel/thread_pool.h"
+#include "core/statistics/gram_state.h"
 #include "core/statistics/histogram.h"
 #include "core/statistics/statistics_state.h"
 #include "quantd/v1/quantization_service.pb.h"
@@ -43,9 +46,18 @@ constexpr double kDefaultAveragingConstant = 0.01;
 // All contributions, and the same at the granularity of a spec.
 constexpr int kCalibrationCopies = 2;
 
+// What a Gram matrix is to have.
+struct GramTask {
+  int64_t feature_count = 0;
+  // That the header gives; [feature_count] or empty.
+  std::vector<int> exponents;
+  int64_t part_size = 0;
+};
+
 // A contribution of a header, checked.
 struct CheckedContribution {
   ContributionKey key;
+  absl::optional<GramTask> gram;
   std::vector<int64_t> block_size;
   int mantissa_bits = TensorAccumulator::kDefaultMantissaBits;
   double averaging_constant = kDefaultAveragingConstant;
@@ -73,6 +85,55 @@ struct CalibrateTask {
 
 absl::Status Invalid(absl::string_view what, absl::string_view field) {
   return core::WithField(core::ContributionInvalidError(what), field);
+}
+
+// Errors are at the fields of a FeatureStatistics.
+absl::StatusOr<absl::optional<GramTask>> CheckFeatures(
+    const v1::FeatureStatistics& proto, absl::Span<const int64_t> shape) {
+  if (!proto.gram()) {
+    if (proto.step_exponent_size() > 0 || proto.max_part() != 0) {
+      return Invalid("step_exponent or max_part without gram", "gram");
+    }
+    return absl::optional<GramTask>();
+  }
+  GramTask task;
+  task.feature_count = shape.empty() ? 0 : shape.back();
+  if (task.feature_count == 0) {
+    return Invalid(
+        "a Gram matrix of a tensor without features, expected a "
+        "last dimension of at least 1",
+        "gram");
+  }
+  if (proto.step_exponent_size() != 0 &&
+      proto.step_exponent_size() != task.feature_count) {
+    return Invalid(
+        absl::StrCat(proto.step_exponent_size(), " exponents, expected ",
+                     task.feature_count, ", one for each feature, or none"),
+        "step_exponent");
+  }
+  for (const int exponent : proto.step_exponent()) {
+    if (exponent < core::GramState::kMinExponent ||
+        exponent > core::GramState::kMaxExponent) {
+      return Invalid(absl::StrCat("the exponent ", exponent, ", expected ",
+                                  core::GramState::kMinExponent, " to ",
+                                  core::GramState::kMaxExponent),
+                     "step_exponent");
+    }
+  }
+  const int64_t max_part = proto.max_part() == 0 ? core::GramState::kMaxPart
+                                                 : int64_t{proto.max_part()};
+  if (max_part % core::GramState::kPartUnit != 0 ||
+      max_part > core::GramState::kMaxPart) {
+    return Invalid(
+        absl::StrCat("max_part is ", max_part, ", expected a multiple of ",
+                     core::GramState::kPartUnit, ", at most ",
+                     core::GramState::kMaxPart),
+        "max_part");
+  }
+  task.exponents.assign(proto.step_exponent().begin(),
+                        proto.step_exponent().end());
+  task.part_size = core::GramState::PartSize(task.feature_count, max_part);
+  return absl::optional<GramTask>(std::move(task));
 }
 
 // Errors are at the fields of a Contribution.
@@ -105,6 +166,10 @@ absl::StatusOr<CheckedContribution> CheckContribution(
     }
     checked.averaging_constant = constant;
   }
+  absl::StatusOr<absl::optional<GramTask>> gram =
+      CheckFeatures(proto.features(), shape);
+  if (!gram.ok()) return core::WithField(gram.status(), "features");
+  checked.gram = *std::move(gram);
   checked.key.source = proto.source();
   checked.key.sequence = proto.sequence();
   if (mantissa_bits != 0) {
@@ -222,6 +287,15 @@ absl::StatusOr<CalibrateTask> CheckTask(const RpcEnvironment& env,
   return task;
 }
 
+// About how long one worker adds rows to the Gram matrix.
+absl::Duration GramTime(const CalibrateTask& task) {
+  // Products of two codes.
+  constexpr double kPerSecond = 2e10;
+  return absl::Seconds(static_cast<double>(task.description.element_count) *
+                       static_cast<double>(task.contribution->gram->part_size) /
+                       2 / kPerSecond);
+}
+
 class CalibrateJob final : public TensorJob {
  public:
   CalibrateJob(const RpcEnvironment& env, CalibrateTask task,
@@ -236,6 +310,17 @@ class CalibrateJob final : public TensorJob {
     frame_.granule_bytes = element_bytes;
     frame_.quantum_bytes = QuantumBytes(env_, *accumulator_);
     if (task_.contribution.has_value()) step_ = Step::kContribute;
+    if (has_gram()) {
+      step_ = Step::kFinishGram;
+      // Whole rows.
+      const int64_t row_bytes =
+          task_.contribution->gram->feature_count * element_bytes;
+      frame_.granule_bytes = row_bytes;
+      frame_.quantum_bytes =
+          std::max<int64_t>(1, frame_.quantum_bytes / row_bytes) * row_bytes;
+      feed_search_time_ = GramTime(task_);
+      feed_only_searches_ = false;
+    }
     if (task_.spec.has_value()) {
       search_time_ = core::SearchTime(*task_.spec, task_.layout->scale_count(),
                                       task_.description.element_count);
@@ -244,11 +329,18 @@ class CalibrateJob final : public TensorJob {
     }
   }
 
+  // The steps of a Gram matrix may be stored.
+  bool ResolveWaits() const override { return has_gram(); }
+  absl::Status Resolve(ChunkWriter* out) override {
+    if (!has_gram()) return absl::OkStatus();
+    return core::WithField(OpenGram(), "header.contribution.features");
+  }
   bool FinishWaits() const override {
     return step_ == Step::kContribute || step_ == Step::kPut;
   }
   bool FinishIsLong() const override {
-    return step_ == Step::kCalibrate && takes_long_;
+    return step_ == Step::kFinishGram ||
+           (step_ == Step::kCalibrate && takes_long_);
   }
 
   // Its messages have no such field.
@@ -268,12 +360,21 @@ class CalibrateJob final : public TensorJob {
   absl::Status Feed(int64_t offset_bytes,
                     absl::Span<const uint8_t> data) override {
     accumulator_->Update(offset_bytes, data);
+    if (gram_.has_value()) {
+      gram_->Update(task_.description.element_type,
+                    static_cast<int64_t>(data.size()) / frame_.granule_bytes,
+                    data.data(), env_.pool);
+    }
     return absl::OkStatus();
   }
 
   absl::StatusOr<bool> Finish(ChunkWriter* out) override {
     absl::Status status;
     switch (step_) {
+      case Step::kFinishGram:
+        gram_->Finish(env_.helper_pool);
+        step_ = Step::kContribute;
+        break;
       case Step::kContribute:
         status = Contribute();
         break;
@@ -293,7 +394,50 @@ class CalibrateJob final : public TensorJob {
   }
 
  private:
-  enum class Step { kContribute, kCalibrate, kPut };
+  enum class Step { kFinishGram, kContribute, kCalibrate, kPut };
+
+  bool has_gram() const {
+    return task_.contribution.has_value() &&
+           task_.contribution->gram.has_value();
+  }
+
+  // Errors: CONTRIBUTION_INVALID, STATISTICS_MISMATCH, MEMORY_BUDGET, of the
+  // store.
+  absl::Status OpenGram() {
+    const GramTask& task = *task_.contribution->gram;
+    absl::StatusOr<absl::optional<core::GramState::Parts>> stored =
+        task_.statistics->FindGram(task_.key);
+    if (!stored.ok()) return stored.status();
+    std::vector<int> exponents = task.exponents;
+    int64_t part_size = task.part_size;
+    if (stored->has_value()) {
+      exponents = std::move((*stored)->exponents);
+      part_size = (*stored)->part_size;
+      if (static_cast<int64_t>(exponents.size()) != task.feature_count) {
+        return core::StatisticsMismatchError(
+            absl::StrCat(task.feature_count, " features, expected ",
+                         exponents.size(), " as in other contributions"));
+      }
+    } else if (exponents.empty()) {
+      return Invalid(
+          "no step_exponent, expected one for each feature: no "
+          "contribution has set them yet",
+          "step_exponent");
+    }
+    // Rows that are put together from chunks, too.
+    constexpr int64_t kRows = 3;
+    absl::Status status = env_.budget->Grow(
+        &gram_lease_,
+        core::GramState::MemoryBytes(task.feature_count, part_size) +
+            kRows * frame_.granule_bytes,
+        "contribute to fewer tensors at once");
+    if (!status.ok()) return status;
+    absl::StatusOr<core::GramState> gram =
+        core::GramState::Create(std::move(exponents), part_size);
+    if (!gram.ok()) return gram.status();
+    gram_ = *std::move(gram);
+    return absl::OkStatus();
+  }
 
   void TakeCounts() {
     const core::TensorStatistics& statistics = accumulator_->statistics();
@@ -313,10 +457,19 @@ class CalibrateJob final : public TensorJob {
     const CheckedContribution& contribution = *task_.contribution;
     if (!part_.has_value()) {
       TakeCounts();
-      part_ =
-          core::StatisticsState{contribution.block_size,
-                                task_.description.shape, accumulator_->Take()};
+      part_ = core::StatisticsState{contribution.block_size,
+                                    task_.description.shape,
+                                    accumulator_->Take(), std::move(gram_)};
       contributed_ = true;
+      if (part_->gram.has_value()) {
+        v1::GramResult* const result =
+            summary_.mutable_contribution()->mutable_gram();
+        result->set_rows(static_cast<uint64_t>(part_->gram->rows()));
+        result->set_left_out_rows(
+            static_cast<uint64_t>(part_->gram->left_out_rows()));
+        result->set_clipped_count(
+            static_cast<uint64_t>(part_->gram->clipped()));
+      }
     }
     bool is_refused = false;
     absl::StatusOr<ContributionOutcome> outcome = task_.statistics->Merge(
@@ -334,6 +487,7 @@ class CalibrateJob final : public TensorJob {
     }
     merge_lease_.Release();
     part_.reset();
+    gram_lease_.Release();
     if (!outcome.ok()) {
       // Neither an unavailable store nor a corrupt row is the request's fault.
       const bool at_fault = absl::IsFailedPrecondition(outcome.status()) ||
@@ -416,6 +570,8 @@ class CalibrateJob final : public TensorJob {
   v1::CalibrateSummary summary_;
   // What is contributed, and what merging it takes, once that is known.
   absl::optional<core::StatisticsState> part_;
+  absl::optional<core::GramState> gram_;
+  MemoryBudget::Lease gram_lease_;
   int64_t merge_bytes_ = 0;
   MemoryBudget::Lease merge_lease_;
   // Of all contributions, with a spec.

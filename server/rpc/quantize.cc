@@ -34,6 +34,7 @@
 #include "server/rpc/caller.h"
 #include "server/rpc/code_geometry.h"
 #include "server/rpc/code_producer.h"
+#include "server/rpc/compensated_quantize.h"
 #include "server/rpc/encoding_source.h"
 #include "server/rpc/scale_stream.h"
 #include "server/rpc/stream_rpcs.h"
@@ -524,6 +525,15 @@ class QuantizeRpc final : public TensorRpc {
     const v1::QuantizeHeader& header = parsed->header;
     absl::StatusOr<QuantizeTask> task = CheckQuantizeTask(env_, header, caller);
     if (!task.ok()) return task.status();
+    absl::StatusOr<absl::optional<CompensatedRounding>> rounding =
+        CheckRounding(header.rounding(), task->name, caller);
+    if (!rounding.ok()) {
+      return core::WithField(rounding.status(), "header.rounding");
+    }
+    if (rounding->has_value()) {
+      return OpenCompensated(header, *std::move(task), **std::move(rounding),
+                             caller);
+    }
     switch (header.encoding_source_case()) {
       case v1::QuantizeHeader::kReference: {
         absl::StatusOr<EncodingSource> source =
@@ -601,6 +611,61 @@ class QuantizeRpc final : public TensorRpc {
     if (!accumulator.ok()) return accumulator.status();
     return std::make_unique<CalibratingQuantizeJob>(
         env_, std::move(task), *spec, *std::move(accumulator));
+  }
+
+  // With rounding that needs the whole tensor.
+  absl::StatusOr<std::unique_ptr<TensorJob>> OpenCompensated(
+      const v1::QuantizeHeader& header, QuantizeTask task,
+      CompensatedRounding rounding, const Caller& caller) {
+    if (header.has_range()) {
+      return core::WithField(
+          core::RangeInvalidError(
+              "a range with ROUNDING_METHOD_COMPENSATED, expected the whole "
+              "tensor: each column makes up for those before it"),
+          "header.range");
+    }
+    std::shared_ptr<const ResolvedSpec> spec;
+    absl::optional<EncodingSource> source;
+    absl::string_view field = "header.spec";
+    if (header.has_spec()) {
+      absl::StatusOr<ResolvedSpec> resolved = ResolveSpec(
+          env_, header.spec(), task.description.shape, task.transport());
+      if (!resolved.ok()) return core::WithField(resolved.status(), field);
+      if (header.outer_maximum_size() > 0) {
+        absl::Status status = core::CheckOuterMaxima(
+            resolved->spec, *resolved->layout, header.outer_maximum());
+        if (!status.ok()) {
+          return core::WithField(status, "header.outer_maximum");
+        }
+        resolved->outer_maximum.assign(header.outer_maximum().begin(),
+                                       header.outer_maximum().end());
+      }
+      spec = std::make_shared<const ResolvedSpec>(*std::move(resolved));
+    } else if (header.has_reference()) {
+      field = "header.reference";
+      absl::StatusOr<EncodingSource> opened =
+          EncodingSource::Open(caller, header.reference(), task.name);
+      if (!opened.ok()) return core::WithField(opened.status(), field);
+      source = *std::move(opened);
+    } else if (header.has_encoding()) {
+      field = "header.encoding";
+      if (header.encoding().scales_in_chunks()) {
+        return core::WithField(
+            core::ScaleShapeError("scales in chunks with "
+                                  "ROUNDING_METHOD_COMPENSATED, expected them "
+                                  "in the encoding"),
+            "header.encoding.scales_in_chunks");
+      }
+      absl::StatusOr<EncodingSource> opened =
+          EncodingSource::Open(env_, header.encoding());
+      if (!opened.ok()) return core::WithField(opened.status(), field);
+      source = *std::move(opened);
+    } else {
+      return core::WithField(core::EncodingMissingError(), "header");
+    }
+    return MakeCompensatedQuantizeJob(env_, std::move(task),
+                                      std::move(rounding), std::move(spec),
+                                      std::move(source), field);
   }
 
   // With a spec that core::BlockQuantizer takes. `goes_beside`  the scales do

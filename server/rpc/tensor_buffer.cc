@@ -43,6 +43,17 @@ absl::Span<const uint8_t> TensorBuffer::block(int64_t index) const {
           static_cast<size_t>(std::min(kBlockBytes, size_bytes_ - begin))};
 }
 
+void TensorBuffer::Copy(int64_t offset, absl::Span<uint8_t> out) const {
+  while (!out.empty()) {
+    const absl::Span<const uint8_t> from =
+        block(offset / kBlockBytes)
+            .subspan(static_cast<size_t>(offset % kBlockBytes), out.size());
+    std::copy(from.begin(), from.end(), out.begin());
+    offset += static_cast<int64_t>(from.size());
+    out.remove_prefix(from.size());
+  }
+}
+
 core::HeldTensor TensorBuffer::Held(const core::BlockLayout& layout,
                                     core::ElementType type) const {
   std::vector<const uint8_t*> pieces;

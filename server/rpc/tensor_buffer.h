@@ -36,6 +36,9 @@ class TensorBuffer {
   // Blocks of kBlockBytes, the last may be short.
   int64_t block_count() const { return static_cast<int64_t>(blocks_.size()); }
   absl::Span<const uint8_t> block(int64_t index) const;
+  // Copies bytes [offset, offset + out.size()).
+  // Requires: they are there.
+  void Copy(int64_t offset, absl::Span<uint8_t> out) const;
 
   // All of it, as the elements of a tensor of that layout, which outlives what
   // is returned, as does this.

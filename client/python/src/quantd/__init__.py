@@ -18,7 +18,8 @@ except ImportError as error:
 
 from quantd._chunks import DequantizedChunks, QuantizedChunks
 from quantd._credentials import tls_credentials
-from quantd._requests import CalibrateJob, Contribution, QuantizeJob
+from quantd._requests import (CalibrateJob, Contribution, FeatureStatistics,
+                              QuantizeJob, Rounding, gram_steps)
 from quantd._tables import ResultList
 from quantd.client import Client
 from quantd.encoding import (Encoding, EncodingReference, EncodingSpec,
@@ -33,7 +34,7 @@ from quantd.model import (ModelTensor, QuantizedModel, join_model,
 from quantd.results import (CalibrateResult, CandidateMetrics,
                             ComputedEncoding, ContributionResult,
                             ErrorHistogram, ErrorMetrics, Evaluation,
-                            MixtureOption, Model,
+                            GramResult, MixtureOption, Model,
                             Prediction, PublishedRevision,
                             QuantizedTensor, QuantizeSummary, Revision,
                             StatisticsEntry, StatisticsSource, StoredEncoding,
@@ -51,15 +52,16 @@ __all__ = [
     "ComputedEncoding", "Contribution", "ContributionResult",
     "DequantizedChunks", "Encoding", "EncodingReference", "EncodingSpec",
     "ErrorHistogram", "ErrorMetrics", "Evaluation", "ExportedEncodings",
-    "FormatInfo", "Granularity", "ImportedEncodings", "InterchangeLoss",
-    "MeasuredCandidate", "MeasuredTensor", "MixtureOption", "Model",
-    "ModelMixture", "ModelSweep", "ModelTensor", "Prediction",
-    "PublishedRevision", "QuantdError", "QuantizeJob", "QuantizeSummary",
-    "QuantizedChunks", "QuantizedModel", "QuantizedTensor", "ResultList",
-    "Revision", "StatisticsEntry", "StatisticsSource", "StoredEncoding",
+    "FeatureStatistics", "FormatInfo", "GramResult", "Granularity",
+    "ImportedEncodings", "InterchangeLoss", "MeasuredCandidate",
+    "MeasuredTensor", "MixtureOption", "Model", "ModelMixture", "ModelSweep",
+    "ModelTensor", "Prediction", "PublishedRevision", "QuantdError",
+    "QuantizeJob", "QuantizeSummary", "QuantizedChunks", "QuantizedModel",
+    "QuantizedTensor", "ResultList", "Revision", "Rounding",
+    "StatisticsEntry", "StatisticsSource", "StoredEncoding",
     "StoredStatistics", "SweepCandidate", "SweepMixture", "SweepResult",
     "SweepTensor", "SweepTotal", "TensorFile", "TensorHint", "TensorInfo",
-    "TensorName", "TensorStatistics", "blocks", "format_info", "group",
-    "join_model", "load", "per_channel", "per_tensor", "quantize_model",
-    "save", "sweep_model", "tls_credentials", "unpack",
+    "TensorName", "TensorStatistics", "blocks", "format_info", "gram_steps",
+    "group", "join_model", "load", "per_channel", "per_tensor",
+    "quantize_model", "save", "sweep_model", "tls_credentials", "unpack",
 ]

@@ -37,11 +37,62 @@ from quantd.v1 import tensor_pb2
 PAGE_SIZE = 1000
 
 _NAN_POLICIES = EnumNames(qs.NanPolicy, "NAN_POLICY_", "a policy")
+_COLUMN_ORDERS = EnumNames(qs.ColumnOrder, "COLUMN_ORDER_", "an order")
 
 SpecLike = Union[EncodingSpec, str]
 # Of quantize_many: one for all, or by pattern.
 Sources = Union[Source, Mapping[str, Source], None]
 Result = TypeVar("Result")
+
+
+def gram_steps(array: Any, element_type: Optional[str] = None) -> list[int]:
+    """Exponents for the steps of a Gram matrix of arrays like this one; see
+    FeatureStatistics. Twice the largest magnitude of a feature still fits.
+
+    Raises: ARGUMENT_INVALID.
+    """
+    reals = _arrays.reals(array, element_type)
+    features = reals.shape[-1] if reals.shape else 0
+    if not features:
+        raise errors.argument_invalid(
+            f"expected a last dimension of at least 1, got {reals.shape}",
+            "array")
+    values = reals.data.view(ELEMENT_DTYPES[reals.element_type])
+    if reals.element_type == "bfloat16":
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    values = np.abs(values.reshape(-1, features).astype(np.float64))
+    largest = np.where(np.isfinite(values), values, 0).max(0, initial=0)
+    seen = np.where(largest > 0, largest, largest.max() or 1)
+    exponents = np.frexp(seen)[1] - 1 - 11
+    return [int(e) for e in np.clip(exponents, -126, 116)]
+
+
+@dataclasses.dataclass(frozen=True)
+class FeatureStatistics:
+    """What a contribution keeps of feature vectors, whose elements lie along
+    the last dimension; see the FeatureStatistics of proto/.
+
+    gram: the Gram matrix X^T X of the rows X, for Rounding.
+    step_exponent: the step of each feature is 2^step_exponent; see gram_steps.
+        None: those that fit the array of the contribution. The first
+        contribution to a tensor sets them; later ones take those.
+    max_part: the most features that are seen together, a multiple of 128;
+        0: 8,192.
+    """
+
+    gram: bool = True
+    step_exponent: Optional[Sequence[int]] = None
+    max_part: int = 0
+
+    def to_proto(self) -> qs.FeatureStatistics:
+        """Raises: ARGUMENT_INVALID."""
+        try:
+            return qs.FeatureStatistics(
+                gram=self.gram, step_exponent=self.step_exponent or (),
+                max_part=self.max_part)
+        except (TypeError, ValueError) as error:
+            raise errors.argument_invalid(
+                f"not feature statistics: {error}", "features") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +107,7 @@ class Contribution:
         to a tensor.
     mantissa_bits: 2 to 10, of the histogram's bins; 0: as many as fit.
     averaging_constant: weight in a moving average, above 0 and at most 1.
+    features: what to keep of the last dimension; None: nothing.
     force_statistics: also where statistics in blocks will take more than the
         tensors of the call, and more than 16 MiB. This is refused otherwise.
     """
@@ -66,6 +118,7 @@ class Contribution:
     mantissa_bits: int = 0
     averaging_constant: Optional[float] = None
     force_statistics: bool = False
+    features: Optional[FeatureStatistics] = None
 
     def to_proto(self) -> qs.Contribution:
         """Raises: ARGUMENT_INVALID."""
@@ -73,12 +126,44 @@ class Contribution:
             message = qs.Contribution(
                 source=self.source, sequence=self.sequence,
                 mantissa_bits=self.mantissa_bits,
-                averaging_constant=self.averaging_constant)
+                averaging_constant=self.averaging_constant,
+                features=self.features.to_proto() if self.features else None)
         except (TypeError, ValueError) as error:
             raise errors.argument_invalid(f"not a contribution: {error}"
                                           ) from error
         set_granularity(as_granularity(self.granularity), message, None)
         return message
+
+
+@dataclasses.dataclass(frozen=True)
+class Rounding:
+    """Error-compensated rounding, known as GPTQ: each column of a weight makes
+    up for the errors of those before it, so that the layer's outputs change
+    little. See the Rounding of proto/.
+
+    inputs: name of the layer's inputs, whose stored statistics have a Gram
+        matrix: a feature for each element of a row of the weight. Model and
+        revision are those of the weight where it names none.
+    damping: what is added to the diagonal of the Gram matrix, as a fraction of
+        its mean; None: 0.01.
+    column_order: "activation" (the default), by falling power of the input, or
+        "natural".
+    """
+
+    inputs: NameLike
+    damping: Optional[float] = None
+    column_order: Optional[str] = None
+
+    def to_proto(self) -> qs.Rounding:
+        """Raises: ARGUMENT_INVALID."""
+        try:
+            return qs.Rounding(
+                method=qs.ROUNDING_METHOD_COMPENSATED,
+                inputs=as_name(self.inputs).to_proto(), damping=self.damping,
+                column_order=_COLUMN_ORDERS.value(self.column_order))
+        except (TypeError, ValueError) as error:
+            raise errors.argument_invalid(f"not a rounding: {error}",
+                                          "rounding") from error
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -98,6 +183,7 @@ class QuantizeJob:
     out: Any = None
     element_type: Optional[str] = None
     outer_maximum: Optional[Sequence[float]] = None
+    rounding: Optional[Rounding] = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -166,7 +252,8 @@ def quantize_header(tensor: tensor_pb2.TensorDescription,
     header = qs.QuantizeHeader(
         tensor=tensor, store=bool(job.store),
         nan_policy=_NAN_POLICIES.value(job.nan_policy),
-        omit_encoding=job.omit_encoding, outer_maximum=job.outer_maximum or ())
+        omit_encoding=job.omit_encoding, outer_maximum=job.outer_maximum or (),
+        rounding=job.rounding.to_proto() if job.rounding else None)
     set_source(job.source, header, len(tensor.shape))
     return header
 
@@ -409,7 +496,19 @@ def calibrate(job: CalibrateJob, size: Optional[StatisticsSize] = None
         return CalibrateExchange(
             calibrate_header(
                 describe(reals.shape, reals.element_type, job.name), job.spec,
-                job.contribution, size), reals.data)
+                _with_steps(job), size), reals.data)
+
+
+def _with_steps(job: CalibrateJob) -> Optional[Contribution]:
+    """The job's contribution, with steps of its Gram matrix."""
+    contribution = job.contribution
+    if not isinstance(contribution, Contribution) or (
+            contribution.features is None) or not contribution.features.gram or (
+                contribution.features.step_exponent is not None):
+        return contribution
+    return dataclasses.replace(contribution, features=dataclasses.replace(
+        contribution.features,
+        step_exponent=gram_steps(job.array, job.element_type)))
 
 
 def calibrate_items(spec: Optional[SpecLike],

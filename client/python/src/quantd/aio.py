@@ -31,7 +31,8 @@ from quantd._exchange import Exchange, FailedExchange, OutputExchange
 from quantd._output_memory import OutputMemory
 from quantd._progress import Progress, ProgressLike, total_bytes
 from quantd._requests import (HEALTH_METHOD, Attempts, CalibrateJob, Calls,
-                              Contribution, Pages, QuantizeJob, SpecLike)
+                              Contribution, Pages, QuantizeJob, Rounding,
+                              SpecLike)
 from quantd._retries import Retries
 from quantd._ties import Ties, TiesLike
 from quantd.encoding import Encoding, EncodingReference, Source
@@ -214,13 +215,14 @@ class Client:
                        name: NameLike = None, store: bool = False,
                        nan_policy: Optional[str] = None,
                        omit_encoding: bool = False, out: Any = None,
-                       element_type: Optional[str] = None
+                       element_type: Optional[str] = None,
+                       rounding: Optional[Rounding] = None
                        ) -> results.QuantizedTensor:
         """Turns reals into codes; see quantd.Client.quantize."""
         tensor: results.QuantizedTensor = await self._one(
             "Quantize", _requests.quantize(QuantizeJob(
                 array, source, name, store, nan_policy, omit_encoding, out,
-                element_type)))
+                element_type, rounding=rounding)))
         return tensor
 
     def quantize_chunks(

@@ -21,7 +21,8 @@ from quantd._exchange import Exchange, FailedExchange, OutputExchange
 from quantd._output_memory import OutputMemory
 from quantd._progress import Progress, ProgressLike, total_bytes
 from quantd._requests import (HEALTH_METHOD, Attempts, CalibrateJob, Calls,
-                              Contribution, Pages, QuantizeJob, SpecLike)
+                              Contribution, Pages, QuantizeJob, Rounding,
+                              SpecLike)
 from quantd._retries import Retries
 from quantd._shared_memory import SharedMemory
 from quantd._stream import Options, RetryingStream
@@ -198,7 +199,8 @@ class Client:
     def quantize(self, array: Any, source: Source, *, name: NameLike = None,
                  store: bool = False, nan_policy: Optional[str] = None,
                  omit_encoding: bool = False, out: Any = None,
-                 element_type: Optional[str] = None
+                 element_type: Optional[str] = None,
+                 rounding: Optional[Rounding] = None
                  ) -> results.QuantizedTensor:
         """Turns reals into codes.
 
@@ -208,11 +210,13 @@ class Client:
         store: keep the encoding that was given or computed under `name`.
         nan_policy: "zero_point" (the default), "reject" or "qmin".
         out: contiguous array of as many bytes as there are codes.
+        rounding: how elements become codes; None: each by itself. The server
+            holds the tensor otherwise.
         """
         tensor: results.QuantizedTensor = self._one(
             "Quantize", _requests.quantize(QuantizeJob(
                 array, source, name, store, nan_policy, omit_encoding, out,
-                element_type)))
+                element_type, rounding=rounding)))
         return tensor
 
     def quantize_chunks(

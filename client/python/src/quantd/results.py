@@ -108,17 +108,35 @@ class StoredEncoding(Tabular):
 
 
 @dataclasses.dataclass(frozen=True)
+class GramResult(Tabular):
+    """What was added to a Gram matrix; see the GramResult of proto/."""
+
+    rows: int
+    left_out_rows: int
+    clipped_count: int
+
+    @classmethod
+    def from_proto(cls, message: quantization_service_pb2.GramResult
+                   ) -> GramResult:
+        """As the server has it."""
+        return _read(cls, message)
+
+
+@dataclasses.dataclass(frozen=True)
 class ContributionResult(Tabular):
-    """What became of a contribution. duplicate: it was counted before."""
+    """What became of a contribution. duplicate: it was counted before; gram:
+    where it has a Gram matrix."""
 
     sequence: int
     duplicate: bool
+    gram: Optional[GramResult] = None
 
     @classmethod
     def from_proto(cls, message: quantization_service_pb2.ContributionResult
                    ) -> ContributionResult:
         """As the server has it."""
-        return _read(cls, message)
+        return _read(cls, message, gram=_optional(message, "gram",
+                                                  GramResult.from_proto))
 
 
 @dataclasses.dataclass(frozen=True)
