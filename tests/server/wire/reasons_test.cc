@@ -55,9 +55,7 @@ std::set<std::string> AnsweredReasons() {
                  // The connection is closed without an answer.
                  {"CONNECTION_LIMIT", "ADDRESS_LIMIT",
                   // The store makes it STORE_CORRUPT.
-                  "STATISTICS_INVALID",
-                  // No call takes a Gram matrix.
-                  "GRAM_INVALID"});
+                  "STATISTICS_INVALID"});
 }
 
 std::set<std::string> Words(const std::string& text) {
