@@ -57,7 +57,7 @@ TEST(LossesTest, TellWhatIsLeftOut) {
   EXPECT_FALSE(AnyLeftOut({Losses()[0]}));
 }
 
-TEST(LossesTest, ArePrintedSafelyUnlessQuiet) {
+TEST(LossesTest, ArePrintedSafelyAndWhatIsLeftOutAlways) {
   Session session;
   ::testing::internal::CaptureStderr();
   PrintLosses(Losses(), session);
@@ -67,7 +67,8 @@ TEST(LossesTest, ArePrintedSafelyUnlessQuiet) {
   session.quiet = true;
   ::testing::internal::CaptureStderr();
   PrintLosses(Losses(), session);
-  EXPECT_EQ(::testing::internal::GetCapturedStderr(), "");
+  EXPECT_EQ(::testing::internal::GetCapturedStderr(),
+            "quantctl: tensor b\\x1b: left out: nf4\n");
 }
 
 }  // namespace
