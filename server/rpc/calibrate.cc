@@ -104,6 +104,15 @@ absl::StatusOr<absl::optional<GramTask>> CheckFeatures(
         "last dimension of at least 1",
         "gram");
   }
+  // Exponents are held before memory is charged. No layer has as many inputs.
+  constexpr int64_t kMaxFeatures = int64_t{1} << 18;
+  if (task.feature_count > kMaxFeatures) {
+    return Invalid(absl::StrCat("a Gram matrix of ", task.feature_count,
+                                " features, expected at most ", kMaxFeatures),
+                   "gram");
+  }
+  // There is no row to add.
+  if (absl::c_linear_search(shape, 0)) return absl::optional<GramTask>();
   if (proto.step_exponent_size() != 0 &&
       proto.step_exponent_size() != task.feature_count) {
     return Invalid(

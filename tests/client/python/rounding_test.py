@@ -192,6 +192,10 @@ def test_what_is_not_there_is_told(client):
     client.calibrate(weight, quantd.TensorName("errors", "plain"),
                      contribution=quantd.Contribution("job", 1))
     assert reason("plain") == "GRAM_INVALID"
+    client.calibrate(np.full((2, 8), np.nan, np.float32),
+                     quantd.TensorName("errors", "no-rows"),
+                     contribution=contribution())
+    assert reason("no-rows") == "GRAM_INVALID"
     client.calibrate(np.eye(6, dtype=np.float32),
                      quantd.TensorName("errors", "narrow"),
                      contribution=contribution())
@@ -214,7 +218,8 @@ def test_clipped_and_left_out_rows_are_told(client):
     # Steps are needed once, and as many as features.
     client.calibrate(rows, name, contribution=contribution(
         sequence=2, step_exponent=()))
-    for bad, reason in ((dict(step_exponent=[0]), "CONTRIBUTION_INVALID"),
+    for bad, reason in ((dict(step_exponent=np.zeros(1)),
+                         "CONTRIBUTION_INVALID"),
                         (dict(step_exponent=[999] * 3),
                          "CONTRIBUTION_INVALID"),
                         (dict(max_part=100), "CONTRIBUTION_INVALID")):

@@ -60,7 +60,9 @@ def gram_steps(array: Any, element_type: Optional[str] = None) -> list[int]:
     values = reals.data.view(ELEMENT_DTYPES[reals.element_type])
     if reals.element_type == "bfloat16":
         values = (values.astype(np.uint32) << 16).view(np.float32)
-    values = np.abs(values.reshape(-1, features).astype(np.float64))
+    # The service rounds float64 as well.
+    with np.errstate(over="ignore"):
+        values = np.abs(values.reshape(-1, features).astype(np.float32))
     largest = np.where(np.isfinite(values), values, 0).max(0, initial=0)
     seen = np.where(largest > 0, largest, largest.max() or 1)
     exponents = np.frexp(seen)[1] - 1 - 11
@@ -74,8 +76,9 @@ class FeatureStatistics:
 
     gram: the Gram matrix X^T X of the rows X, for Rounding.
     step_exponent: the step of each feature is 2^step_exponent; see gram_steps.
-        None: those that fit the array of the contribution. The first
-        contribution to a tensor sets them; later ones take those.
+        None: those that fit the array of the contribution; calibrate_chunks
+        has none and needs them. The first contribution to a tensor sets them;
+        later ones take those.
     max_part: the most features that are seen together, a multiple of 128;
         0: 8,192.
     """
@@ -88,7 +91,9 @@ class FeatureStatistics:
         """Raises: ARGUMENT_INVALID."""
         try:
             return qs.FeatureStatistics(
-                gram=self.gram, step_exponent=self.step_exponent or (),
+                gram=self.gram,
+                step_exponent=() if self.step_exponent is None else
+                [int(exponent) for exponent in self.step_exponent],
                 max_part=self.max_part)
         except (TypeError, ValueError) as error:
             raise errors.argument_invalid(
