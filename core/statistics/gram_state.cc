@@ -555,6 +555,11 @@ double GramState::ErrorBound(int64_t i, int64_t j) const {
 
 GramState::Parts GramState::ToParts() const {
   Parts parts{exponents_, part_size_, rows_, left_out_rows_, clipped_, {}};
+  size_t entries = 0;
+  for (int64_t part = 0; part < part_count(); ++part) {
+    entries += static_cast<size_t>(PartWidth(part) * (PartWidth(part) + 1) / 2);
+  }
+  parts.code_sums.reserve(entries);
   for (int64_t i = 0; i < feature_count(); ++i) {
     const int64_t part = i / part_size_;
     const int64_t end = part * part_size_ + PartWidth(part);

@@ -30,6 +30,7 @@ class BufferedQuantizeJob : public TensorJob {
   bool FinishWaits() const final {
     return step_ == Step::kRead || step_ == Step::kPut;
   }
+  bool FinishWrites() const final { return step_ == Step::kPut; }
   bool FinishIsLong() const final {
     return step_ == Step::kEncode && EncodeIsLong();
   }

@@ -120,6 +120,9 @@ class CompensatedQuantizeJob final : public BufferedQuantizeJob {
       gram_ = *std::move(gram);
       status = CheckGram();
     }
+    // Without the sums that it was read into.
+    gram_lease_.Release();
+    if (status.ok()) env().budget->Count(&gram_lease_, gram_->memory_bytes());
     return core::WithField(status, "header.rounding.inputs");
   }
 
@@ -156,6 +159,11 @@ class CompensatedQuantizeJob final : public BufferedQuantizeJob {
       return core::GramInvalidError(
           "the statistics have no Gram matrix, expected contributions with "
           "features.gram");
+    }
+    if (gram_->rows() == 0) {
+      return core::GramInvalidError(
+          "a Gram matrix of no rows, expected at least one without NaN and "
+          "infinities");
     }
     if (gram_->feature_count() != columns_) {
       return core::GramInvalidError(absl::StrCat(
@@ -235,9 +243,6 @@ class CompensatedQuantizeJob final : public BufferedQuantizeJob {
       widths.push_back(width);
       bytes += width * width * static_cast<int64_t>(sizeof(double));
     }
-    absl::Status status = env().budget->Grow(
-        lease, core::CompensationFactor::MemoryBytes(widths), kWayOut);
-    if (!status.ok()) return status;
     const absl::StatusOr<MemoryBudget::Lease> dense_lease =
         env().budget->Acquire(bytes, kWayOut);
     if (!dense_lease.ok()) return dense_lease.status();
@@ -249,6 +254,13 @@ class CompensatedQuantizeJob final : public BufferedQuantizeJob {
     }
     gram_.reset();
     gram_lease_.Release();
+    // What finding the factor holds for each column.
+    constexpr int64_t kColumnBytes = 1200;
+    absl::Status status = env().budget->Grow(
+        lease,
+        core::CompensationFactor::MemoryBytes(widths) + columns_ * kColumnBytes,
+        kWayOut);
+    if (!status.ok()) return status;
     return core::CompensationFactor::Create(columns_, blocks, rounding_.options,
                                             env().helper_pool, stop());
   }

@@ -163,7 +163,8 @@ void OpenTensor::Close(bool ok) {
 
 StepKind OpenTensor::next_step() const {
   if (waits()) {
-    const bool writes = resolved() || job_->ResolveWrites();
+    const bool writes =
+        resolved() ? job_->FinishWrites() : job_->ResolveWrites();
     return writes ? StepKind::kWrite : StepKind::kStore;
   }
   if (finishing() && job_->FinishIsLong()) return StepKind::kLong;

@@ -61,8 +61,9 @@ class TensorJob {
   // made on a thread that may wait and runs no kernel.
   virtual bool ResolveWaits() const { return false; }
   virtual bool FinishWaits() const { return false; }
-  // Resolve waits to write there, as Finish always does.
+  // It waits to write there.
   virtual bool ResolveWrites() const { return false; }
+  virtual bool FinishWrites() const { return true; }
   // The next call of Finish may take more than kShortWork: it is made on a
   // thread for that, and looks at stop().
   virtual bool FinishIsLong() const { return false; }

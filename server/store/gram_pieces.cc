@@ -195,16 +195,19 @@ absl::Status GramAssembler::Corrupt(absl::string_view what) const {
   return SourceCorruptError(version_.key, version_.source, what);
 }
 
-int64_t WriteGramBytes(const core::GramState* part) {
+int64_t WriteGramBytes(const core::GramState::Parts* part) {
   // Of a piece: as it is read, as numbers, and as it is written.
   constexpr int64_t kPieces =
       4 * kSumsPerPiece * static_cast<int64_t>(sizeof(int64_t));
-  return kPieces + (part == nullptr ? 0 : part->memory_bytes());
+  return kPieces +
+         (part == nullptr
+              ? 0
+              : GramSumCount(*part) * static_cast<int64_t>(sizeof(int64_t)));
 }
 
 absl::StatusOr<WrittenGram> WriteGram(
     SqlConnection* connection, const absl::optional<SourceVersion>& before,
-    const SourceVersion& now, const core::GramState* part) {
+    const SourceVersion& now, const core::GramState::Parts* part) {
   WrittenGram written;
   absl::optional<GramAssembler> read;
   std::vector<int64_t> sums;
@@ -217,19 +220,17 @@ absl::StatusOr<WrittenGram> WriteGram(
     if (!found->has_value()) read.reset();
   }
   if (!read.has_value() && part == nullptr) return written;
-  const core::GramState::Parts parts =
-      part == nullptr ? core::GramState::Parts() : part->ToParts();
   core::GramState::Parts head;
-  if (!read.has_value()) {
-    head.exponents = parts.exponents;
-    head.part_size = parts.part_size;
-  } else {
+  if (read.has_value()) {
     head = read->head();
-    if (part != nullptr) {
-      if (absl::Status s = CheckGramHeads(head, parts); !s.ok()) return s;
-    }
+  } else {
+    head.exponents = part->exponents;
+    head.part_size = part->part_size;
   }
-  AddGramHead(parts, &head);
+  if (part != nullptr) {
+    if (absl::Status s = CheckGramHeads(head, *part); !s.ok()) return s;
+    AddGramHead(*part, &head);
+  }
   GramWriter writer(connection, now);
   RowChecksum checksum;
   const int64_t sum_count = GramSumCount(head);
@@ -248,7 +249,7 @@ absl::StatusOr<WrittenGram> WriteGram(
       sums.assign(static_cast<size_t>(count), 0);
     }
     if (part != nullptr) {
-      for (int64_t i = 0; i < count; ++i) sums[i] += parts.code_sums[first + i];
+      for (int64_t i = 0; i < count; ++i) sums[i] += part->code_sums[first + i];
     }
     absl::StatusOr<uint64_t> added =
         writer.Add(piece, {reinterpret_cast<const char*>(sums.data()),

@@ -28,8 +28,8 @@ constexpr int64_t kFirstGramPiece = int64_t{1} << 40;
 // Sums of a piece, but of the last.
 constexpr int64_t kSumsPerPiece = int64_t{1} << 17;
 
-// What writing one holds beside `part`, which is null if there is none.
-int64_t WriteGramBytes(const core::GramState* part);
+// What writing one holds, with `part`, which is null if there is none.
+int64_t WriteGramBytes(const core::GramState::Parts* part);
 
 // Reads the pieces of one source, in order. Not thread-safe.
 class GramAssembler {
@@ -92,7 +92,7 @@ struct WrittenGram {
 // Errors: STATISTICS_MISMATCH, STORE_UNAVAILABLE, STORE_CORRUPT.
 absl::StatusOr<WrittenGram> WriteGram(
     SqlConnection* connection, const absl::optional<SourceVersion>& before,
-    const SourceVersion& now, const core::GramState* part);
+    const SourceVersion& now, const core::GramState::Parts* part);
 
 }  // namespace quantd::server
 

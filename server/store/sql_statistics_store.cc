@@ -35,9 +35,10 @@ namespace {
 #define QUANTD_ROW_COLUMNS                                               \
   "statistics.source, statistics.sequence, update_time_us, size_bytes, " \
   "mantissa_bits, block_size, shape, body_checksum, statistics.checksum"
-// Other pieces are of the Gram matrix: those from kFirstGramPiece on.
+// Pieces below kFirstGramPiece are of histograms; that one is the head of the
+// Gram matrix, and those behind it are its sums.
 #define QUANTD_IS_OF_HISTOGRAMS(piece) #piece " < 1099511627776"
-#define QUANTD_IS_SMALL(piece) #piece " <= 1099511627776"
+#define QUANTD_IS_NO_SUM(piece) #piece " <= 1099511627776"
 #define QUANTD_IS_OF_GRAM(piece) #piece " >= 1099511627776"
 #define QUANTD_OF_SOURCE \
   "WHERE model = $1 AND revision = $2 AND tensor = $3 AND source = $4"
@@ -56,19 +57,27 @@ constexpr char kSelectHead[] =
 constexpr char kSelectBody[] =
     "SELECT averages, body FROM statistics " QUANTD_OF_SOURCE;
 // A row per source and piece, of Gram matrices the first; the large columns of
-// a source with the first.
+// a source, and the size of its Gram matrix, with the first.
 constexpr char kSelectAll[] =
     "SELECT " QUANTD_ROW_COLUMNS
     ", CASE WHEN COALESCE(pieces.piece, 0) = 0 THEN averages END, "
     "CASE WHEN COALESCE(pieces.piece, 0) = 0 THEN body END, "
-    "COALESCE(pieces.piece, -1), pieces.checksum, pieces.bytes "
+    "COALESCE(pieces.piece, -1), pieces.checksum, pieces.bytes, "
+    "CASE WHEN COALESCE(pieces.piece, 0) = 0 THEN "
+    "(SELECT CAST(COALESCE(SUM(length(grams.bytes)), 0) AS BIGINT) "
+    "FROM statistics_pieces AS grams WHERE grams.model = statistics.model "
+    "AND grams.revision = statistics.revision "
+    "AND grams.tensor = statistics.tensor "
+    "AND grams.source = statistics.source "
+    "AND grams.sequence = statistics.sequence "
+    "AND " QUANTD_IS_OF_GRAM(grams.piece) ") END "
     "FROM statistics LEFT JOIN statistics_pieces AS pieces "
     "ON pieces.model = statistics.model "
     "AND pieces.revision = statistics.revision "
     "AND pieces.tensor = statistics.tensor "
     "AND pieces.source = statistics.source "
     "AND pieces.sequence = statistics.sequence "
-    "AND " QUANTD_IS_SMALL(pieces.piece) " "
+    "AND " QUANTD_IS_NO_SUM(pieces.piece) " "
     "WHERE statistics.model = $1 AND statistics.revision = $2 "
     "AND statistics.tensor = $3 AND ($4 = '' OR statistics.source = $4) "
     "ORDER BY statistics.source, pieces.piece";
@@ -163,8 +172,10 @@ constexpr char kDelete[] =
 #undef QUANTD_OF_SOURCE
 #undef QUANTD_IS_OF_GRAM
 #undef QUANTD_IS_OF_HISTOGRAMS
-#undef QUANTD_IS_SMALL
+#undef QUANTD_IS_NO_SUM
 #undef QUANTD_ROW_COLUMNS
+
+static_assert(kFirstGramPiece == 1099511627776, "as in the statements");
 
 // The columns of a row that are small.
 struct RowHead {
@@ -394,11 +405,14 @@ absl::StatusOr<absl::optional<core::GramState::Parts>> ReadGramHead(
 // A contribution in the transaction that writes it.
 class Merger {
  public:
+  // `gram`  of the part; null if it has none.
   Merger(SqlConnection* connection, const ContributionKey& key,
-         const core::StatisticsState& part, double averaging_constant)
+         const core::StatisticsState& part, const core::GramState::Parts* gram,
+         double averaging_constant)
       : connection_(*connection),
         key_(key),
         part_(part),
+        gram_(gram),
         averaging_constant_(averaging_constant) {}
 
   // Reads what the source has; answers whether the contribution is counted
@@ -422,7 +436,7 @@ class Merger {
 
   int64_t memory_bytes() const {
     return MergeMemoryBytes(part_.statistics, stored_bytes_) +
-           (had_gram_ || gram() != nullptr ? WriteGramBytes(gram()) : 0);
+           (had_gram_ || gram_ != nullptr ? WriteGramBytes(gram_) : 0);
   }
 
   // Writes the source's new pieces and row; false, and nothing is to be
@@ -455,22 +469,13 @@ class Merger {
            (!*found || static_cast<uint64_t>(row->Int(0)) == before_checksum_);
   }
 
-  const core::GramState* gram() const {
-    return part_.gram.has_value() ? &*part_.gram : nullptr;
-  }
-
   absl::Status CheckOtherGrams() {
-    if (gram() == nullptr) return absl::OkStatus();
+    if (gram_ == nullptr) return absl::OkStatus();
     absl::StatusOr<absl::optional<core::GramState::Parts>> other =
         ReadGramHead(connection_, key_.tensor, key_.source);
     if (!other.ok()) return other.status();
     if (!other->has_value()) return absl::OkStatus();
-    core::GramState::Parts head;
-    head.exponents.assign(gram()->exponents().begin(),
-                          gram()->exponents().end());
-    head.part_size = gram()->part_size();
-    head.rows = gram()->rows();
-    return CheckGramHeads(**other, head);
+    return CheckGramHeads(**other, *gram_);
   }
 
   absl::Status CheckOthers() {
@@ -596,7 +601,7 @@ class Merger {
       before.emplace(VersionOf(static_cast<uint64_t>(before_->sequence)));
     }
     absl::StatusOr<WrittenGram> written =
-        WriteGram(&connection_, before, VersionOf(key_.sequence), gram());
+        WriteGram(&connection_, before, VersionOf(key_.sequence), gram_);
     if (!written.ok()) return written.status();
     gram_bytes_ = written->size_bytes;
     gram_end_ = written->end_piece;
@@ -677,6 +682,7 @@ class Merger {
   SqlConnection& connection_;
   const ContributionKey& key_;
   const core::StatisticsState& part_;
+  const core::GramState::Parts* const gram_;
   const double averaging_constant_;
   // The row that is there, if any, and what it and its largest piece take.
   absl::optional<RowHead> before_;
@@ -709,16 +715,24 @@ absl::StatusOr<ContributionOutcome> SqlStatisticsStore::Merge(
   };
   // Mostly told without waiting for those that write.
   const auto look = [&](SqlConnection& connection) -> absl::Status {
-    Merger merger(&connection, key, part, averaging_constant);
+    Merger merger(&connection, key, part, nullptr, averaging_constant);
     return is_duplicate(merger).status();
   };
   if (absl::Status s = database_->Read(look); !s.ok()) return s;
   if (outcome.duplicate) return outcome;
+  // Before others have to wait.
+  absl::optional<core::GramState::Parts> gram;
+  if (part.gram.has_value()) {
+    absl::Status status = proceed(part.gram->memory_bytes());
+    if (!status.ok()) return status;
+    gram = part.gram->ToParts();
+  }
   const absl::Status overtaken = absl::AbortedError("overtaken");
   const auto write = [&](SqlConnection& connection) -> absl::Status {
     absl::Status status = connection.LockSource(key.tensor, key.source);
     if (!status.ok()) return status;
-    Merger merger(&connection, key, part, averaging_constant);
+    Merger merger(&connection, key, part, gram.has_value() ? &*gram : nullptr,
+                  averaging_constant);
     absl::StatusOr<bool> duplicate = is_duplicate(merger);
     if (!duplicate.ok() || *duplicate) return duplicate.status();
     if (absl::Status s = proceed(merger.memory_bytes()); !s.ok()) return s;
@@ -767,7 +781,7 @@ absl::StatusOr<StoredStatistics> SqlStatisticsStore::ReadSources(
         if (!head.ok()) return head.status();
         absl::Status proceeds =
             proceed(stored.state.statistics.memory_bytes() +
-                    kMemoryPerStoredByte * head->size_bytes);
+                    kMemoryPerStoredByte * (head->size_bytes - row->Int(14)));
         if (!proceeds.ok()) return proceeds;
         reader.emplace(key, *std::move(head));
       }

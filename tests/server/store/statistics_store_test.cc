@@ -622,6 +622,19 @@ TEST_P(StatisticsStoreTest, AsksBeforeItReadsAGramMatrix) {
   EXPECT_GT(asked, 2 * kFeatures * kFeatures / 2 * 8);
 }
 
+TEST_P(StatisticsStoreTest, ReadingHistogramsHoldsNoGramMatrix) {
+  MustContribute("a", 1, StateWithGram(1));
+  int64_t asked = 0;
+  const absl::StatusOr<StoredStatistics> got =
+      store_->ReadStatistics(key_, [&](int64_t memory) {
+        asked = memory;
+        return absl::OkStatus();
+      });
+  ASSERT_TRUE(got.ok()) << got.status();
+  EXPECT_GT(asked, 0);
+  EXPECT_LT(asked, kFeatures * kFeatures / 2 * 8);
+}
+
 INSTANTIATE_TEST_SUITE_P(Stores, StatisticsStoreTest,
                          ::testing::ValuesIn(Kinds()), KindName);
 
