@@ -65,8 +65,9 @@ Encoding EncodingWithoutScales(const EncodingSpec& spec,
 //
 // If outer maxima are given, they stand for the absmax of the outer blocks.
 // With INTEGER scales the outer scale is then that of the range +-maximum.
-// Outer magnitudes stand for the largest ranges in the same way. Outer scales
-// do not depend on the elements then, so searches run once, under them.
+// Outer magnitudes, of tensors that are tied, stand for the largest ranges in
+// the same way. Outer scales do not depend on the elements then, so searches
+// run once, under them.
 //
 // Methods: see quantd.v1.CalibrationMethod, percentile.h, range_search.h and
 // entropy.h. Searches judge a range by the scale as it will be stored; under

@@ -69,8 +69,8 @@ class RangeScaler {
   }
   // The widest range that searches try, in whole ranges.
   double widest() const { return widest_; }
-  // So many ranges, evenly from the whole one to the widest, have all scales
-  // that ranges between them have; 0 where scales are too fine for that.
+  // Trying this many ranges, evenly from the whole one to the widest, meets
+  // every scale in between; 0 where scales are too fine for that.
   // `outer`  as for Scale.
   int CoarseSteps(float outer) const;
   bool has_outer_scales() const { return HasOuterScales(scale_type_); }

@@ -24,8 +24,8 @@ absl::StatusOr<double> RangeError(const RangeScaler& scaler, int64_t index,
                                   const Range& range, double gamma);
 
 // The best of the ranges k / steps of the whole one, 1 <= k <= steps *
-// WidestRange, and then of `steps` between the two neighbours of that.
-// Asymmetric ranges: of both
+// WidestRange, and then of `steps` between the two neighbours of that. Only
+// symmetric ranges are wider than the whole one. Asymmetric ranges: of both
 // ends by themselves, each measured from zero, or from the mean where the range
 // leaves out zero. Of equally good ranges the widest.
 // `steps`  0 for 128, and 32 for each of two ends.
