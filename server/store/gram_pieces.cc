@@ -22,23 +22,6 @@ namespace {
 
 constexpr absl::string_view kWhat = "cannot contribute a Gram matrix";
 
-constexpr char kWrite[] =
-    "INSERT INTO statistics_pieces (model, revision, tensor, source, sequence, "
-    "piece, checksum, bytes) VALUES ($1, $2, $3, $4, $5, $6, $7, $8) "
-    "ON CONFLICT (model, revision, tensor, source, sequence, piece) "
-    "DO UPDATE SET checksum = excluded.checksum, bytes = excluded.bytes";
-constexpr char kRead[] =
-    "SELECT checksum, bytes FROM statistics_pieces WHERE model = $1 "
-    "AND revision = $2 AND tensor = $3 AND source = $4 AND sequence = $5 "
-    "AND piece = $6";
-
-void Bind(const SourceVersion& version, int64_t piece, SqlStatement* row) {
-  row->BindKey(version.key);
-  row->BindText(4, version.source);
-  row->BindInt(5, version.sequence);
-  row->BindInt(6, piece);
-}
-
 absl::Status Mismatch(absl::string_view what) {
   return core::StatisticsMismatchError(what);
 }
@@ -59,40 +42,14 @@ std::string HeadBytes(const core::GramState::Parts& head, uint64_t checksum) {
   return absl::StrCat(AsBytes(checksum), message.SerializeAsString());
 }
 
-// Writes pieces, and counts what they take. Not thread-safe.
-class GramWriter {
- public:
-  GramWriter(SqlConnection* connection, const SourceVersion& version)
-      : connection_(connection), version_(version) {}
-
-  // Answers the checksum.
-  absl::StatusOr<uint64_t> Add(int64_t piece, absl::string_view bytes) {
-    size_bytes_ += static_cast<int64_t>(bytes.size());
-    const uint64_t checksum = PieceChecksum(version_, piece, bytes);
-    const std::unique_ptr<SqlStatement> row = connection_->Prepare(kWrite);
-    Bind(version_, piece, row.get());
-    row->BindInt(7, static_cast<int64_t>(checksum));
-    row->BindBytes(8, bytes);
-    absl::Status status = row->Step(kWhat).status();
-    if (!status.ok()) return status;
-    return checksum;
-  }
-  int64_t size_bytes() const { return size_bytes_; }
-
- private:
-  SqlConnection* const connection_;
-  const SourceVersion& version_;
-  int64_t size_bytes_ = 0;
-};
-
 // Reads the next piece, and answers its checksum; none where there is none.
 absl::StatusOr<absl::optional<uint64_t>> ReadNext(SqlConnection* connection,
                                                   const SourceVersion& version,
                                                   int64_t piece,
                                                   GramAssembler* assembler,
                                                   std::vector<int64_t>* sums) {
-  const std::unique_ptr<SqlStatement> row = connection->Prepare(kRead);
-  Bind(version, piece, row.get());
+  const std::unique_ptr<SqlStatement> row =
+      SelectPiece(connection, version, piece);
   absl::StatusOr<bool> found = row->Step(kWhat);
   if (!found.ok()) return found.status();
   if (!*found) return absl::optional<uint64_t>();
@@ -231,7 +188,10 @@ absl::StatusOr<WrittenGram> WriteGram(
     if (absl::Status s = CheckGramHeads(head, *part); !s.ok()) return s;
     AddGramHead(*part, &head);
   }
-  GramWriter writer(connection, now);
+  const auto write = [&](int64_t number, absl::string_view bytes) {
+    written.size_bytes += static_cast<int64_t>(bytes.size());
+    return WritePiece(connection, now, number, bytes);
+  };
   RowChecksum checksum;
   const int64_t sum_count = GramSumCount(head);
   int64_t piece = kFirstGramPiece;
@@ -252,8 +212,8 @@ absl::StatusOr<WrittenGram> WriteGram(
       for (int64_t i = 0; i < count; ++i) sums[i] += part->code_sums[first + i];
     }
     absl::StatusOr<uint64_t> added =
-        writer.Add(piece, {reinterpret_cast<const char*>(sums.data()),
-                           static_cast<size_t>(count) * sizeof(int64_t)});
+        write(piece, {reinterpret_cast<const char*>(sums.data()),
+                      static_cast<size_t>(count) * sizeof(int64_t)});
     if (!added.ok()) return added.status();
     checksum.Add(AsBytes(*added));
   }
@@ -261,10 +221,9 @@ absl::StatusOr<WrittenGram> WriteGram(
     if (absl::Status s = read->Finish(); !s.ok()) return s;
   }
   absl::StatusOr<uint64_t> added =
-      writer.Add(kFirstGramPiece, HeadBytes(head, checksum.Get()));
+      write(kFirstGramPiece, HeadBytes(head, checksum.Get()));
   if (!added.ok()) return added.status();
   written.checksum = *added;
-  written.size_bytes = writer.size_bytes();
   written.end_piece = piece + 1;
   return written;
 }

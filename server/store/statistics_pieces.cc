@@ -17,7 +17,6 @@ namespace {
 
 constexpr absl::string_view kWhat = "cannot contribute statistics";
 
-// One that an interrupted delete has left may be there.
 constexpr char kWrite[] =
     "INSERT INTO statistics_pieces (model, revision, tensor, source, sequence, "
     "piece, checksum, bytes) VALUES ($1, $2, $3, $4, $5, $6, $7, $8) "
@@ -64,33 +63,51 @@ uint64_t PieceChecksum(const SourceVersion& version, int64_t piece,
        bytes});
 }
 
+absl::StatusOr<uint64_t> WritePiece(SqlConnection* connection,
+                                    const SourceVersion& version, int64_t piece,
+                                    absl::string_view bytes) {
+  const uint64_t checksum = PieceChecksum(version, piece, bytes);
+  const std::unique_ptr<SqlStatement> row = connection->Prepare(kWrite);
+  Bind(version, piece, row.get());
+  row->BindInt(7, static_cast<int64_t>(checksum));
+  row->BindBytes(8, bytes);
+  if (absl::Status s = row->Step(kWhat).status(); !s.ok()) return s;
+  return checksum;
+}
+
+std::unique_ptr<SqlStatement> SelectPiece(SqlConnection* connection,
+                                          const SourceVersion& version,
+                                          int64_t piece) {
+  std::unique_ptr<SqlStatement> row = connection->Prepare(kRead);
+  Bind(version, piece, row.get());
+  return row;
+}
+
 absl::Status PieceWriter::Add(const core::Histogram& histogram) {
   v1::Histogram* const proto = piece_.add_histograms();
   HistogramToProto(histogram, proto);
   // Many empty ones take memory, too.
   constexpr int64_t kMore = 32;
   piece_bytes_ += static_cast<int64_t>(proto->ByteSizeLong()) + kMore;
-  return piece_bytes_ >= kStatisticsPieceBytes ? WritePiece()
+  return piece_bytes_ >= kStatisticsPieceBytes ? WriteHistograms()
                                                : absl::OkStatus();
 }
 
-absl::Status PieceWriter::WritePiece() {
+absl::Status PieceWriter::WriteHistograms() {
   const std::string bytes = piece_.SerializeAsString();
   // What a large one took is not kept for the next.
   v1::StatisticsState().Swap(&piece_);
   piece_bytes_ = 0;
-  const uint64_t checksum = PieceChecksum(version_, count_, bytes);
-  checksum_->AddPiece(checksum);
+  const absl::StatusOr<uint64_t> checksum =
+      WritePiece(connection_, version_, count_++, bytes);
+  if (!checksum.ok()) return checksum.status();
+  checksum_->AddPiece(*checksum);
   size_bytes_ += static_cast<int64_t>(bytes.size());
-  const std::unique_ptr<SqlStatement> row = connection_->Prepare(kWrite);
-  Bind(version_, count_++, row.get());
-  row->BindInt(7, static_cast<int64_t>(checksum));
-  row->BindBytes(8, bytes);
-  return row->Step(kWhat).status();
+  return absl::OkStatus();
 }
 
 absl::Status PieceWriter::Flush() {
-  return piece_.histograms_size() > 0 ? WritePiece() : absl::OkStatus();
+  return piece_.histograms_size() > 0 ? WriteHistograms() : absl::OkStatus();
 }
 
 absl::Status PieceWriter::DeleteOthers(int64_t end) {
@@ -104,8 +121,8 @@ absl::StatusOr<const v1::Histogram*> PieceReader::Next() {
   while (next_ == piece_.histograms_size()) {
     next_ = 0;
     v1::StatisticsState().Swap(&piece_);
-    const std::unique_ptr<SqlStatement> row = connection_->Prepare(kRead);
-    Bind(version_, next_piece_, row.get());
+    const std::unique_ptr<SqlStatement> row =
+        SelectPiece(connection_, version_, next_piece_);
     absl::StatusOr<bool> found = row->Step(kWhat);
     if (!found.ok()) return found.status();
     if (!*found) return nullptr;

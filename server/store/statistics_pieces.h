@@ -8,6 +8,7 @@
 #define QUANTD_SERVER_STORE_STATISTICS_PIECES_H_
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <utility>
 
@@ -42,6 +43,18 @@ absl::Status SourceCorruptError(const EncodingKey& key,
 // Of a piece; over what it is of, too.
 uint64_t PieceChecksum(const SourceVersion& version, int64_t piece,
                        absl::string_view bytes);
+
+// Writes a piece, and answers its checksum; one that an interrupted delete has
+// left may be there.
+// Errors: STORE_UNAVAILABLE, STORE_CORRUPT.
+absl::StatusOr<uint64_t> WritePiece(SqlConnection* connection,
+                                    const SourceVersion& version, int64_t piece,
+                                    absl::string_view bytes);
+// What is there of a piece: a statement of its checksum and its bytes, which
+// Step has to find.
+std::unique_ptr<SqlStatement> SelectPiece(SqlConnection* connection,
+                                          const SourceVersion& version,
+                                          int64_t piece);
 
 // Over all that a row and its pieces hold. Not thread-safe.
 class BodyChecksum {
@@ -81,7 +94,7 @@ class PieceWriter {
   int64_t size_bytes() const { return size_bytes_; }
 
  private:
-  absl::Status WritePiece();
+  absl::Status WriteHistograms();
 
   SqlConnection* const connection_;
   const SourceVersion version_;
