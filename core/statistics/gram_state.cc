@@ -15,6 +15,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
 #include "core/errors.h"
+#include "core/parallel/stop_token.h"
+#include "core/parallel/thread_pool.h"
 #include "core/simd_internal.h"
 #include "core/statistics/bin_table.h"
 #include "core/types/element_type.h"
@@ -359,20 +361,21 @@ int64_t GramState::memory_bytes() const {
 }
 
 void GramState::Update(ElementType type, int64_t rows, const uint8_t* data,
-                       ThreadPool* pool) {
+                       ThreadPool* pool, StopToken stop) {
   const int64_t features = feature_count();
   const int64_t row_bytes = features * ElementSizeBytes(type);
   const bool is_scalar = internal::UsesScalarKernels();
   // Rows that a task reads.
   constexpr int64_t kTaskRows = 16;
   int64_t done = 0;
-  while (done < rows) {
+  while (done < rows && !stop.stopped()) {
     if (pending_.empty()) pending_.resize(panels_ * kPanelCodes);
     const int64_t count = std::min(rows - done, kPendingRows - pending_rows_);
     // The place of each row among those pending, or -1.
     std::vector<int64_t> places(static_cast<size_t>(count), -1);
     const auto in_tasks = [&](auto body) {
       ParallelFor(pool, CeilDivide(count, kTaskRows), [&](int64_t task) {
+        if (stop.stopped()) return;
         // The features of a part begin at a panel.
         LineVector<float> row(static_cast<size_t>(panels_ * kPanel));
         const int64_t end = std::min((task + 1) * kTaskRows, count);
@@ -415,11 +418,11 @@ void GramState::Update(ElementType type, int64_t rows, const uint8_t* data,
     });
     clipped_ += clipped;
     done += count;
-    if (pending_rows_ == kPendingRows) Multiply(pool);
+    if (pending_rows_ == kPendingRows) Multiply(pool, stop);
   }
 }
 
-void GramState::Multiply(ThreadPool* pool) {
+void GramState::Multiply(ThreadPool* pool, StopToken stop) {
   if (pending_rows_ == 0) return;
   const bool is_scalar = internal::UsesScalarKernels();
   const int64_t pairs = CeilDivide(pending_rows_, 2);
@@ -449,6 +452,7 @@ void GramState::Multiply(ThreadPool* pool) {
   // All parts before are whole.
   const int64_t part_tiles = TileCount(panels_per_part());
   ParallelFor(pool, static_cast<int64_t>(tasks.size()), [&](int64_t t) {
+    if (stop.stopped()) return;
     const Task& task = tasks[t];
     const int64_t panels = CeilDivide(PartWidth(task.part), kPanel);
     const int16_t* codes =
@@ -470,8 +474,8 @@ void GramState::Multiply(ThreadPool* pool) {
   pending_rows_ = 0;
 }
 
-void GramState::Finish(ThreadPool* pool) {
-  Multiply(pool);
+void GramState::Finish(ThreadPool* pool, StopToken stop) {
+  Multiply(pool, stop);
   pending_ = {};
 }
 

@@ -12,6 +12,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "core/parallel/stop_token.h"
 #include "core/parallel/thread_pool.h"
 #include "core/statistics/line_allocator.h"
 #include "core/types/element_type.h"
@@ -80,13 +81,15 @@ class GramState {
   // Takes in rows.
   // `data`  [rows, feature_count()] elements of `type`, any alignment.
   // `pool`  spreads the work over its threads; may be null.
+  // `stop`  ends it early; the state is of no use then.
   // Requires: rows() and `rows` together are at most kMaxRows.
   void Update(ElementType type, int64_t rows, const uint8_t* data,
-              ThreadPool* pool);
+              ThreadPool* pool, StopToken stop = StopToken());
 
   // Takes in what Update put aside, up to 512 rows. What reads the sums, and
   // Merge of both sides, requires it after the last Update.
-  void Finish(ThreadPool* pool);
+  // `stop`  as of Update.
+  void Finish(ThreadPool* pool, StopToken stop = StopToken());
 
   // Errors: STATISTICS_MISMATCH for other exponents or parts, or more rows
   // together than kMaxRows.
@@ -144,7 +147,7 @@ class GramState {
   int64_t panels_per_part() const;
   // Of features of one part, the place in sums_.
   size_t SumIndex(int64_t i, int64_t j) const;
-  void Multiply(ThreadPool* pool);
+  void Multiply(ThreadPool* pool, StopToken stop);
 
   std::vector<int> exponents_;
   int64_t part_size_;

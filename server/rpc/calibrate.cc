@@ -372,7 +372,8 @@ class CalibrateJob final : public TensorJob {
     if (gram_.has_value()) {
       gram_->Update(task_.description.element_type,
                     static_cast<int64_t>(data.size()) / frame_.granule_bytes,
-                    data.data(), env_.pool);
+                    data.data(), env_.pool, stop());
+      if (stop().stopped()) return core::StoppedError();
     }
     return absl::OkStatus();
   }
@@ -381,7 +382,8 @@ class CalibrateJob final : public TensorJob {
     absl::Status status;
     switch (step_) {
       case Step::kFinishGram:
-        gram_->Finish(env_.helper_pool);
+        gram_->Finish(env_.helper_pool, stop());
+        if (stop().stopped()) return core::StoppedError();
         step_ = Step::kContribute;
         break;
       case Step::kContribute:

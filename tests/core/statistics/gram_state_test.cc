@@ -1,6 +1,7 @@
 #include "core/statistics/gram_state.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -9,6 +10,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "core/parallel/stop_token.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/core/kernel_test_util.h"
@@ -335,6 +337,24 @@ TEST(GramStateTest, RefusesPartsThatContradictThemselves) {
   expect_refused("exceeds", [](Parts& p) {
     p.code_sums[1] = std::numeric_limits<int64_t>::min();
   });
+}
+
+TEST(GramStateTest, AddsNothingOnceItIsStopped) {
+  // So many rows that Update multiplies some.
+  constexpr int64_t kRows = 600;
+  const auto reals = MakeRows(ElementType::kFloat32, kRows, 3, false, 6);
+  std::atomic<bool> stopped{false};
+  const StopToken stop(&stopped);
+  for (const bool at_the_end : {false, true}) {
+    stopped = !at_the_end;
+    GramState gram = *GramState::Create({-10, -10, -10}, 3);
+    gram.Update(ElementType::kFloat32, kRows, reals.data(), nullptr, stop);
+    const int64_t before = gram.code_sum(0, 0);
+    EXPECT_EQ(before > 0, at_the_end);
+    stopped = true;
+    gram.Finish(nullptr, stop);
+    EXPECT_EQ(gram.code_sum(0, 0), before);
+  }
 }
 
 TEST(GramStateTest, RefusesToMergeOthers) {
