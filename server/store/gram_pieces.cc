@@ -225,6 +225,7 @@ absl::StatusOr<WrittenGram> WriteGram(
   if (!added.ok()) return added.status();
   written.checksum = *added;
   written.end_piece = piece + 1;
+  written.head = std::move(head);
   return written;
 }
 

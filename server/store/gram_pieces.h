@@ -79,6 +79,8 @@ int64_t GramSumCount(const core::GramState::Parts& head);
 struct WrittenGram {
   // That it takes in the store.
   int64_t size_bytes = 0;
+  // Without sums.
+  core::GramState::Parts head;
   // Behind its last piece.
   int64_t end_piece = kFirstGramPiece;
   // Of the first piece now and before, where there is one.

@@ -95,8 +95,8 @@ constexpr char kSelectGram[] =
     "WHERE statistics.model = $1 AND statistics.revision = $2 "
     "AND statistics.tensor = $3 AND ($4 = '' OR statistics.source = $4) "
     "ORDER BY statistics.source, pieces.piece";
-// The first piece of the Gram matrix of any other source.
-constexpr char kSelectGramHead[] =
+// The first piece of the Gram matrix of each other source.
+constexpr char kSelectGramHeads[] =
     "SELECT pieces.source, pieces.sequence, pieces.checksum, pieces.bytes "
     "FROM statistics_pieces AS pieces JOIN statistics "
     "ON pieces.model = statistics.model "
@@ -106,7 +106,7 @@ constexpr char kSelectGramHead[] =
     "AND pieces.sequence = statistics.sequence "
     "WHERE pieces.model = $1 AND pieces.revision = $2 "
     "AND pieces.tensor = $3 AND pieces.source <> $4 "
-    "AND pieces.piece = 1099511627776 LIMIT 1";
+    "AND pieces.piece = 1099511627776";
 // Another source's row, without the large columns.
 constexpr char kSelectOther[] =
     "SELECT " QUANTD_ROW_COLUMNS
@@ -380,26 +380,47 @@ int64_t MergeMemoryBytes(const core::TensorStatistics& part,
          kMemoryPerStoredByte * stored_bytes;
 }
 
-// What any source but `but_source` has of a Gram matrix, without sums.
+// Adds the head of a source that is stored, and was checked when it was
+// written.
+// Errors: STORE_CORRUPT.
+absl::Status AddStoredGramHead(const EncodingKey& key, absl::string_view source,
+                               const core::GramState::Parts& head,
+                               absl::optional<core::GramState::Parts>* whole) {
+  if (!whole->has_value()) {
+    *whole = head;
+    return absl::OkStatus();
+  }
+  absl::Status status = CheckGramHeads(**whole, head);
+  if (!status.ok()) return SourceCorruptError(key, source, status.message());
+  AddGramHead(head, &**whole);
+  return absl::OkStatus();
+}
+
+// What all sources but `but_source` have of a Gram matrix, without sums.
 // Errors: STORE_CORRUPT, STORE_UNAVAILABLE.
-absl::StatusOr<absl::optional<core::GramState::Parts>> ReadGramHead(
+absl::StatusOr<absl::optional<core::GramState::Parts>> ReadGramHeads(
     SqlConnection& connection, const EncodingKey& key,
     absl::string_view but_source) {
-  const std::unique_ptr<SqlStatement> row = connection.Prepare(kSelectGramHead);
+  absl::optional<core::GramState::Parts> whole;
+  const std::unique_ptr<SqlStatement> row =
+      connection.Prepare(kSelectGramHeads);
   row->BindKey(key);
   row->BindText(4, but_source);
-  absl::StatusOr<bool> found = row->Step("cannot read a Gram matrix");
-  if (!found.ok()) return found.status();
-  if (!*found) return absl::optional<core::GramState::Parts>();
-  const std::string source(row->Bytes(0));
-  GramAssembler assembler({key, source, row->Int(1)});
-  absl::Status status =
-      assembler
-          .Add(kFirstGramPiece, static_cast<uint64_t>(row->Int(2)),
-               row->Bytes(3))
-          .status();
-  if (!status.ok()) return status;
-  return absl::optional<core::GramState::Parts>(assembler.head());
+  while (true) {
+    absl::StatusOr<bool> found = row->Step("cannot read a Gram matrix");
+    if (!found.ok()) return found.status();
+    if (!*found) return whole;
+    const std::string source(row->Bytes(0));
+    GramAssembler assembler({key, source, row->Int(1)});
+    absl::Status status =
+        assembler
+            .Add(kFirstGramPiece, static_cast<uint64_t>(row->Int(2)),
+                 row->Bytes(3))
+            .status();
+    if (!status.ok()) return status;
+    status = AddStoredGramHead(key, source, assembler.head(), &whole);
+    if (!status.ok()) return status;
+  }
 }
 
 // A contribution in the transaction that writes it.
@@ -472,10 +493,10 @@ class Merger {
   absl::Status CheckOtherGrams() {
     if (gram_ == nullptr) return absl::OkStatus();
     absl::StatusOr<absl::optional<core::GramState::Parts>> other =
-        ReadGramHead(connection_, key_.tensor, key_.source);
+        ReadGramHeads(connection_, key_.tensor, key_.source);
     if (!other.ok()) return other.status();
     if (!other->has_value()) return absl::OkStatus();
-    return CheckGramHeads(**other, *gram_);
+    return CheckGramHeads(**other, gram_head_);
   }
 
   absl::Status CheckOthers() {
@@ -605,6 +626,7 @@ class Merger {
     if (!written.ok()) return written.status();
     gram_bytes_ = written->size_bytes;
     gram_end_ = written->end_piece;
+    gram_head_ = std::move(written->head);
     if (written->checksum.has_value()) checksum->AddPiece(*written->checksum);
     if (written->checksum_before.has_value()) {
       read->AddPiece(*written->checksum_before);
@@ -689,7 +711,9 @@ class Merger {
   uint64_t before_checksum_ = 0;
   int64_t stored_bytes_ = 0;
   bool had_gram_ = false;
-  // What the Gram matrix takes that was written, and behind its last piece.
+  // The Gram matrix that was written, without its sums; what it takes, and
+  // behind its last piece.
+  core::GramState::Parts gram_head_;
   int64_t gram_bytes_ = 0;
   int64_t gram_end_ = kFirstGramPiece;
 };
@@ -834,21 +858,14 @@ absl::StatusOr<absl::optional<core::GramState>> SqlStatisticsStore::ReadGrams(
           piece, static_cast<uint64_t>(row->Int(10)), row->Bytes(11));
       if (!sums.ok()) return sums.status();
       if (is_first) {
-        if (!whole.has_value()) {
-          whole = assembler->head();
-          const int64_t count = GramSumCount(*whole);
-          absl::Status status =
-              proceed(kCopies * count * static_cast<int64_t>(sizeof(int64_t)));
-          if (!status.ok()) return status;
-          whole->code_sums.assign(static_cast<size_t>(count), 0);
-        } else {
-          absl::Status status = CheckGramHeads(*whole, assembler->head());
-          // They were checked when they were written.
-          if (!status.ok()) {
-            return SourceCorruptError(key, head->source, status.message());
-          }
-          AddGramHead(assembler->head(), &*whole);
-        }
+        absl::Status status =
+            AddStoredGramHead(key, head->source, assembler->head(), &whole);
+        if (!status.ok()) return status;
+        const int64_t count = GramSumCount(*whole);
+        status =
+            proceed(kCopies * count * static_cast<int64_t>(sizeof(int64_t)));
+        if (!status.ok()) return status;
+        whole->code_sums.resize(static_cast<size_t>(count));
         continue;
       }
       int64_t* const to = whole->code_sums.data() + assembler->first_sum();
@@ -874,7 +891,7 @@ SqlStatisticsStore::FindGram(const EncodingKey& key) {
   absl::optional<core::GramState::Parts> found;
   const auto read = [&](SqlConnection& connection) -> absl::Status {
     absl::StatusOr<absl::optional<core::GramState::Parts>> head =
-        ReadGramHead(connection, key, "");
+        ReadGramHeads(connection, key, "");
     if (!head.ok()) return head.status();
     found = *std::move(head);
     return absl::OkStatus();

@@ -106,13 +106,12 @@ class StatisticsStore {
   }
 
   // The Gram matrix over all sources that have one; none where no source has.
-  // Calls `proceed` with what reading it will hold in memory.
+  // Calls `proceed` before each with what reading it will hold in memory.
   // Errors: STATISTICS_NOT_FOUND; that of `proceed`.
   virtual absl::StatusOr<absl::optional<core::GramState>> ReadGram(
       const EncodingKey& key,
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) = 0;
-  // Its steps and parts, without rows and sums; none also where there are no
-  // statistics.
+  // The same without sums; none also where there are no statistics.
   virtual absl::StatusOr<absl::optional<core::GramState::Parts>> FindGram(
       const EncodingKey& key) = 0;
 

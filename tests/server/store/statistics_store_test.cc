@@ -610,6 +610,18 @@ TEST_P(StatisticsStoreTest, RefusesGramMatricesThatDoNotGoTogether) {
   EXPECT_EQ(MustGet().sources.size(), 1);
 }
 
+TEST_P(StatisticsStoreTest, BoundsTheRowsOfAllSourcesTogether) {
+  core::StatisticsState state = MakeState({1, 2}, {1, 2});
+  core::GramState::Parts parts = MakeGram({1, 2}, {-10, -10}).ToParts();
+  parts.rows = core::GramState::kMaxRows / 4;
+  state.gram = *core::GramState::FromParts(parts);
+  for (const char* source : {"a", "b", "c"}) MustContribute(source, 1, state);
+  MustContribute("c", 2, state);
+  EXPECT_EQ(Reason(Contribute("d", 1, state).status()), "STATISTICS_MISMATCH");
+  EXPECT_EQ(Reason(Contribute("c", 3, state).status()), "STATISTICS_MISMATCH");
+  EXPECT_EQ(MustGetGram().rows, 4 * parts.rows);
+}
+
 TEST_P(StatisticsStoreTest, AsksBeforeItReadsAGramMatrix) {
   MustContribute("a", 1, StateWithGram(1));
   int64_t asked = 0;
@@ -620,6 +632,18 @@ TEST_P(StatisticsStoreTest, AsksBeforeItReadsAGramMatrix) {
       });
   EXPECT_EQ(Reason(got.status()), "DRAINING");
   EXPECT_GT(asked, 2 * kFeatures * kFeatures / 2 * 8);
+  // Before each source, so that reading thousands of them can be stopped.
+  MustContribute("b", 1, StateWithGram(2));
+  int times = 0;
+  const absl::Status status =
+      store_
+          ->ReadGram(key_,
+                     [&](int64_t /*memory*/) {
+                       return ++times < 2 ? absl::OkStatus()
+                                          : core::DrainingError();
+                     })
+          .status();
+  EXPECT_EQ(Reason(status), "DRAINING");
 }
 
 TEST_P(StatisticsStoreTest, ReadingHistogramsHoldsNoGramMatrix) {
