@@ -296,13 +296,12 @@ absl::StatusOr<CalibrateTask> CheckTask(const RpcEnvironment& env,
   return task;
 }
 
-// About how long one worker adds rows to the Gram matrix.
-absl::Duration GramTime(const CalibrateTask& task) {
+// About how long one worker adds rows to a Gram matrix in such parts.
+absl::Duration GramTime(int64_t element_count, int64_t part_size) {
   // Products of two codes.
   constexpr double kPerSecond = 2e10;
-  return absl::Seconds(static_cast<double>(task.description.element_count) *
-                       static_cast<double>(task.contribution->gram->part_size) /
-                       2 / kPerSecond);
+  return absl::Seconds(static_cast<double>(element_count) *
+                       static_cast<double>(part_size) / 2 / kPerSecond);
 }
 
 class CalibrateJob final : public TensorJob {
@@ -327,7 +326,11 @@ class CalibrateJob final : public TensorJob {
       frame_.granule_bytes = row_bytes;
       frame_.quantum_bytes =
           std::max<int64_t>(1, frame_.quantum_bytes / row_bytes) * row_bytes;
-      feed_search_time_ = GramTime(task_);
+      // As long as it can take: the parts that are stored count, and not those
+      // of the header. Resolve finds them.
+      feed_search_time_ = GramTime(
+          task_.description.element_count,
+          core::GramState::PartSize(task_.contribution->gram->feature_count));
       feed_only_searches_ = false;
     }
     if (task_.spec.has_value()) {
@@ -447,6 +450,7 @@ class CalibrateJob final : public TensorJob {
         core::GramState::Create(std::move(exponents), part_size);
     if (!gram.ok()) return gram.status();
     gram_ = *std::move(gram);
+    feed_search_time_ = GramTime(task_.description.element_count, part_size);
     return absl::OkStatus();
   }
 

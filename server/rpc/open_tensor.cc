@@ -73,6 +73,10 @@ absl::Status OpenTensor::Check(const std::string& header, const Caller& caller,
 absl::Status OpenTensor::Resolve(const RequestEnvelope& message,
                                  ChunkWriter* out) {
   if (absl::Status s = job_->Resolve(out); !s.ok()) return s;
+  // What is stored may tell more.
+  if (searches_as_fed()) {
+    account_->SearchedAsFed(size_bytes(), job_->feed_search_time());
+  }
   if (!light_only_.ok() && size_bytes() > kLightMessageBytes) {
     return light_only_;
   }

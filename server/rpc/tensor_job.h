@@ -84,6 +84,7 @@ class TensorJob {
   }
 
   // About how long one worker searches for ranges when all bytes are there.
+  // Resolve may correct this and the next, downwards.
   absl::Duration search_time() const { return search_time_; }
   // The same of searches that go on while all bytes of the frame are fed.
   absl::Duration feed_search_time() const { return feed_search_time_; }

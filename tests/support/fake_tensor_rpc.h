@@ -45,6 +45,8 @@ struct FakeTensor {
   bool finish_is_long = false;
   absl::Duration search_time;
   absl::Duration feed_search_time;
+  // That Resolve finds, if it does.
+  absl::Duration resolved_feed_search_time;
   bool feed_only_searches = true;
   // What the calls answer; Check answers for the whole job.
   absl::Status check;
@@ -96,6 +98,9 @@ class FakeTensorRpc final : public server::TensorRpc {
     absl::Status Resolve(server::ChunkWriter* out) override {
       rpc_->calls.push_back("resolve");
       if (!rpc_->tensor.resolve.ok()) return rpc_->tensor.resolve;
+      if (rpc_->tensor.resolved_feed_search_time > absl::ZeroDuration()) {
+        feed_search_time_ = rpc_->tensor.resolved_feed_search_time;
+      }
       out->SetHeader(v1::QuantizeResponseHeader());
       return absl::OkStatus();
     }

@@ -170,6 +170,14 @@ TEST_F(OpenTensorTest, WhatASearchTookCorrectsTheNextEstimate) {
   EXPECT_LT(tensor_->PendingWork(0), kMinute / 10);
 }
 
+TEST_F(OpenTensorTest, WhatResolvingFindsCorrectsTheEstimate) {
+  rpc_.tensor.frame.end_bytes = 32;
+  rpc_.tensor.feed_search_time = 4 * kMinute;
+  rpc_.tensor.resolved_feed_search_time = kMinute;
+  AdmitCheckAndResolve(8);
+  EXPECT_EQ(tensor_->PendingWork(0), kMinute / 4);
+}
+
 TEST_F(OpenTensorTest, ASearchWhileBytesComeIsAdmittedByThoseThatCame) {
   rpc_.tensor.frame.end_bytes = 4096;
   rpc_.tensor.frame.quantum_bytes = 1024;
