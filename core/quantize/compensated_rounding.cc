@@ -516,13 +516,11 @@ absl::Status QuantizeCompensated(const CompensationFactor& factor,
   return absl::OkStatus();
 }
 
-int64_t CompensatedTaskBytes(const CompensationFactor& factor) {
+int64_t CompensatedTaskBytes(int64_t columns, int64_t largest_block) {
   // Codes of 4 bytes at the most, beside elements.
   const int64_t codes =
-      kPanelWidth<float> *
-      (factor.columns() * int64_t{sizeof(int32_t)} + kCodePadding);
-  return LargestBlock(factor) * kPanelWidth<float> * int64_t{sizeof(float)} +
-         codes;
+      kPanelWidth<float> * (columns * int64_t{sizeof(int32_t)} + kCodePadding);
+  return largest_block * kPanelWidth<float> * int64_t{sizeof(float)} + codes;
 }
 
 }  // namespace quantd::core

@@ -62,8 +62,9 @@ absl::Status QuantizeCompensated(const CompensationFactor& factor,
                                  QuantizeCounts* counts, ThreadPool* pool,
                                  StopToken stop = StopToken());
 
-// What a task holds while it runs.
-int64_t CompensatedTaskBytes(const CompensationFactor& factor);
+// What a task holds while it runs. `largest_block`  columns of a factor's
+// largest block.
+int64_t CompensatedTaskBytes(int64_t columns, int64_t largest_block);
 
 }  // namespace quantd::core
 

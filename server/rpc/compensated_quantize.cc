@@ -43,13 +43,31 @@ constexpr char kWayOut[] =
 // Rows of a task of float32 elements; see core::QuantizeCompensated.
 constexpr int64_t kTaskRows = 48;
 
+// Widths of the parts of a Gram matrix.
+std::vector<int64_t> PartWidths(int64_t columns, int64_t part_size) {
+  std::vector<int64_t> widths;
+  for (int64_t first = 0; first < columns; first += part_size) {
+    widths.push_back(std::min(part_size, columns - first));
+  }
+  return widths;
+}
+
 // About how long one worker takes to factor the Gram matrix and to round.
-absl::Duration CompensationTime(int64_t rows, int64_t columns) {
+absl::Duration CompensationTime(int64_t rows, absl::Span<const int64_t> parts) {
   // Fused multiply-adds.
   constexpr double kPerSecond = 5e9;
-  const double n = static_cast<double>(columns);
-  return absl::Seconds(n * n * (n / 3 + static_cast<double>(rows) / 2) /
-                       kPerSecond);
+  double products = 0;
+  for (const int64_t width : parts) {
+    const double n = static_cast<double>(width);
+    products += n * n * (n / 3 + static_cast<double>(rows) / 2);
+  }
+  return absl::Seconds(products / kPerSecond);
+}
+
+absl::Status NoGramError() {
+  return core::GramInvalidError(
+      "the statistics have no Gram matrix, expected contributions with "
+      "features.gram");
 }
 
 class CompensatedQuantizeJob final : public BufferedQuantizeJob {
@@ -76,16 +94,39 @@ class CompensatedQuantizeJob final : public BufferedQuantizeJob {
     frame_.quantum_bytes = accumulator_ != nullptr
                                ? QuantumBytes(env, *accumulator_)
                                : env.limits.chunk_bytes;
-    search_time_ = CompensationTime(rows_, columns_);
-    if (spec_ != nullptr) {
-      search_time_ += core::SearchTime(
-          spec_->spec, spec_->layout->scale_count(),
-          this->task().description.element_count, /*at_hand=*/true);
-    }
+    // As long as it can take: Resolve finds out how large the parts are.
+    SetSearchTime(core::GramState::PartSize(columns_));
     ReadFirst();
   }
 
+  // What is wrong with the encoding or with the inputs is told before any data
+  // come.
+  bool ResolveWaits() const override { return true; }
+  absl::Status Resolve(ChunkWriter* out) override {
+    if (source_.has_value()) {
+      absl::StatusOr<ResolvedEncoding> resolved =
+          source_->Resolve(env(), task().description.shape, task().transport());
+      if (!resolved.ok()) {
+        return core::WithField(resolved.status(), source_field_);
+      }
+      given_ = *std::move(resolved);
+    }
+    geometry_ = QuantizeGeometry(
+        task().description,
+        *core::FindFormat(spec_ != nullptr ? spec_->spec.format
+                                           : given_.encoding->format));
+    absl::Status status =
+        CheckOutput(task().output, geometry_.codes_size_bytes());
+    if (!status.ok()) return status;
+    return core::WithField(FindGram(), "header.rounding.inputs");
+  }
+
+  // The first bytes wait for all that rounding will need, so that nothing is
+  // sent in vain.
   absl::Status Reserve(int64_t bytes) override {
+    absl::Status status =
+        env().budget->Grow(&work_lease_, work_bytes_, kWayOut);
+    if (!status.ok()) return status;
     if (accumulator_ != nullptr) {
       if (absl::Status s = accumulator_->Reserve(); !s.ok()) return s;
     }
@@ -101,28 +142,23 @@ class CompensatedQuantizeJob final : public BufferedQuantizeJob {
 
  protected:
   absl::Status Read() override {
-    if (source_.has_value()) {
-      absl::StatusOr<ResolvedEncoding> resolved =
-          source_->Resolve(env(), task().description.shape, task().transport());
-      if (!resolved.ok()) {
-        return core::WithField(resolved.status(), source_field_);
-      }
-      given_ = *std::move(resolved);
-    }
     absl::StatusOr<absl::optional<core::GramState>> gram =
         rounding_.statistics->ReadGram(rounding_.inputs, [this](int64_t bytes) {
           return stop().stopped()
                      ? core::StoppedError()
-                     : env().budget->Grow(&gram_lease_, bytes, kWayOut);
+                     : env().budget->Grow(&work_lease_, bytes, kWayOut);
         });
     absl::Status status = gram.status();
+    if (status.ok() && !gram->has_value()) status = NoGramError();
     if (status.ok()) {
       gram_ = *std::move(gram);
-      status = CheckGram();
+      status = CheckGram(gram_->feature_count(), gram_->rows());
     }
-    // Without the sums that it was read into.
-    gram_lease_.Release();
-    if (status.ok()) env().budget->Count(&gram_lease_, gram_->memory_bytes());
+    // Another may have come in place of the one that Resolve found.
+    if (status.ok()) {
+      status = env().budget->Grow(&work_lease_, WorkBytes(gram_->part_size()),
+                                  kWayOut);
+    }
     return core::WithField(status, "header.rounding.inputs");
   }
 
@@ -133,6 +169,10 @@ class CompensatedQuantizeJob final : public BufferedQuantizeJob {
     if (!resolved.ok()) return resolved;
     absl::Status status = Round(*resolved);
     if (!status.ok()) return status;
+    // Clients may be slow to read what is left.
+    work_bytes_ = geometry_.codes_size_bytes();
+    work_lease_.Release();
+    env().budget->Count(&work_lease_, work_bytes_);
     return resolved;
   }
 
@@ -153,22 +193,48 @@ class CompensatedQuantizeJob final : public BufferedQuantizeJob {
   }
 
  private:
-  // Errors: GRAM_INVALID.
-  absl::Status CheckGram() const {
-    if (!gram_.has_value()) {
-      return core::GramInvalidError(
-          "the statistics have no Gram matrix, expected contributions with "
-          "features.gram");
+  // Without reading its sums.
+  // Errors: GRAM_INVALID, of the store.
+  absl::Status FindGram() {
+    absl::StatusOr<absl::optional<core::GramState::Parts>> found =
+        rounding_.statistics->FindGram(rounding_.inputs);
+    if (!found.ok()) return found.status();
+    if (!found->has_value()) {
+      // Which tells why there is none.
+      absl::Status status =
+          rounding_.statistics
+              ->ReadGram(rounding_.inputs,
+                         [](int64_t /*memory*/) { return NoGramError(); })
+              .status();
+      return status.ok() ? NoGramError() : status;
     }
-    if (gram_->rows() == 0) {
+    absl::Status status = CheckGram(
+        static_cast<int64_t>((*found)->exponents.size()), (*found)->rows);
+    if (!status.ok()) return status;
+    SetSearchTime((*found)->part_size);
+    work_bytes_ = WorkBytes((*found)->part_size);
+    return absl::OkStatus();
+  }
+
+  void SetSearchTime(int64_t part_size) {
+    search_time_ = CompensationTime(rows_, PartWidths(columns_, part_size));
+    if (spec_ == nullptr) return;
+    search_time_ +=
+        core::SearchTime(spec_->spec, spec_->layout->scale_count(),
+                         task().description.element_count, /*at_hand=*/true);
+  }
+
+  // Errors: GRAM_INVALID.
+  absl::Status CheckGram(int64_t feature_count, int64_t rows) const {
+    if (rows == 0) {
       return core::GramInvalidError(
           "a Gram matrix of no rows, expected at least one without NaN and "
           "infinities");
     }
-    if (gram_->feature_count() != columns_) {
+    if (feature_count != columns_) {
       return core::GramInvalidError(absl::StrCat(
-          "a Gram matrix of ", gram_->feature_count(), " features, expected ",
-          columns_, ", one for each element of a row of the tensor"));
+          "a Gram matrix of ", feature_count, " features, expected ", columns_,
+          ", one for each element of a row of the tensor"));
     }
     return absl::OkStatus();
   }
@@ -185,45 +251,60 @@ class CompensatedQuantizeJob final : public BufferedQuantizeJob {
     return std::move(calibrated->resolved);
   }
 
-  // Errors: those of core::CompensationFactor and core::QuantizeCompensated,
-  // MEMORY_BUDGET.
-  absl::Status Round(const ResolvedEncoding& resolved) {
-    MemoryBudget::Lease factor_lease;
-    const absl::StatusOr<core::CompensationFactor> factor =
-        Factor(&factor_lease);
-    if (!factor.ok()) {
-      return core::WithField(factor.status(), "header.rounding");
-    }
-    geometry_ = QuantizeGeometry(task().description,
-                                 *core::FindFormat(resolved.encoding->format));
-    absl::Status status =
-        CheckOutput(task().output, geometry_.codes_size_bytes());
-    if (!status.ok()) return status;
+  int64_t RowBytes() const { return columns_ * geometry_.real_bytes; }
+
+  // Rows that are rounded in one call.
+  int64_t BandRows() const {
     const int64_t threads = env().pool->thread_count();
     // Rows whose codes fill whole bytes.
     const int64_t granule_rows =
         geometry_.codes_per_granule /
         std::gcd(columns_, geometry_.codes_per_granule);
-    const int64_t band_rows =
+    const int64_t rows =
         (threads * kTaskRows + granule_rows - 1) / granule_rows * granule_rows;
-    const int64_t row_bytes = columns_ * geometry_.real_bytes;
-    const int64_t band_bytes = std::min(band_rows, rows_) * row_bytes;
-    status = env().budget->Grow(&codes_lease_, geometry_.codes_size_bytes(),
-                                kWayOut);
-    if (!status.ok()) return status;
-    const absl::StatusOr<MemoryBudget::Lease> work_lease =
-        env().budget->Acquire(
-            band_bytes + threads * core::CompensatedTaskBytes(*factor),
-            kWayOut);
-    if (!work_lease.ok()) return work_lease.status();
+    return std::min(rows, rows_);
+  }
+
+  // The most that reading a Gram matrix in such parts, its factor and rounding
+  // hold at once, beside the tensor.
+  int64_t WorkBytes(int64_t part_size) const {
+    constexpr int64_t kSumBytes = sizeof(int64_t);
+    // What finding the factor holds for each column.
+    constexpr int64_t kColumnBytes = 1200;
+    const std::vector<int64_t> widths = PartWidths(columns_, part_size);
+    int64_t pairs = 0;
+    for (const int64_t width : widths) pairs += width * width;
+    const int64_t dense_bytes = pairs * static_cast<int64_t>(sizeof(double));
+    const int64_t gram_bytes =
+        core::GramState::MemoryBytes(columns_, part_size);
+    const int64_t factor_bytes = core::CompensationFactor::MemoryBytes(widths);
+    const int64_t reading = (pairs + columns_) / 2 * kSumBytes + gram_bytes;
+    const int64_t factoring =
+        dense_bytes +
+        std::max(gram_bytes, factor_bytes + columns_ * kColumnBytes);
+    const int64_t rounding =
+        factor_bytes + geometry_.codes_size_bytes() + BandRows() * RowBytes() +
+        env().pool->thread_count() *
+            core::CompensatedTaskBytes(columns_, widths[0]);
+    return std::max({reading, factoring, rounding});
+  }
+
+  // Errors: those of core::CompensationFactor and core::QuantizeCompensated.
+  absl::Status Round(const ResolvedEncoding& resolved) {
+    const absl::StatusOr<core::CompensationFactor> factor = Factor();
+    if (!factor.ok()) {
+      return core::WithField(factor.status(), "header.rounding");
+    }
+    const int64_t band_rows = BandRows();
+    const int64_t row_bytes = RowBytes();
     codes_.resize(static_cast<size_t>(geometry_.codes_size_bytes()));
-    std::vector<uint8_t> band(static_cast<size_t>(band_bytes));
+    std::vector<uint8_t> band(static_cast<size_t>(band_rows * row_bytes));
     for (int64_t row = 0; row < rows_; row += band_rows) {
       const int64_t rows = std::min(band_rows, rows_ - row);
       const absl::Span<uint8_t> reals =
           absl::MakeSpan(band).first(static_cast<size_t>(rows * row_bytes));
       buffer().Copy(row * row_bytes, reals);
-      status = core::QuantizeCompensated(
+      absl::Status status = core::QuantizeCompensated(
           *factor, *resolved.encoding, *resolved.layout,
           task().description.element_type, task().nan_policy, row, rows,
           reals.data(), codes_.data() + geometry_.CodesOffset(row * columns_),
@@ -234,33 +315,14 @@ class CompensatedQuantizeJob final : public BufferedQuantizeJob {
   }
 
   // Of the Gram matrix, which goes.
-  // `lease`  of the factor.
-  absl::StatusOr<core::CompensationFactor> Factor(MemoryBudget::Lease* lease) {
-    std::vector<int64_t> widths;
-    int64_t bytes = 0;
-    for (int64_t part = 0; part < gram_->part_count(); ++part) {
-      const int64_t width = gram_->PartWidth(part);
-      widths.push_back(width);
-      bytes += width * width * static_cast<int64_t>(sizeof(double));
-    }
-    const absl::StatusOr<MemoryBudget::Lease> dense_lease =
-        env().budget->Acquire(bytes, kWayOut);
-    if (!dense_lease.ok()) return dense_lease.status();
+  absl::StatusOr<core::CompensationFactor> Factor() {
     std::vector<std::vector<double>> parts;
     std::vector<core::GramBlock> blocks;
     for (int64_t part = 0; part < gram_->part_count(); ++part) {
       parts.push_back(gram_->Dense(part));
-      blocks.push_back({widths[part], absl::MakeSpan(parts.back())});
+      blocks.push_back({gram_->PartWidth(part), absl::MakeSpan(parts.back())});
     }
     gram_.reset();
-    gram_lease_.Release();
-    // What finding the factor holds for each column.
-    constexpr int64_t kColumnBytes = 1200;
-    absl::Status status = env().budget->Grow(
-        lease,
-        core::CompensationFactor::MemoryBytes(widths) + columns_ * kColumnBytes,
-        kWayOut);
-    if (!status.ok()) return status;
     return core::CompensationFactor::Create(columns_, blocks, rounding_.options,
                                             env().helper_pool, stop());
   }
@@ -274,10 +336,11 @@ class CompensatedQuantizeJob final : public BufferedQuantizeJob {
   const int64_t columns_;
   // Of `source_`.
   ResolvedEncoding given_;
-  absl::optional<core::GramState> gram_;
-  MemoryBudget::Lease gram_lease_;
-  MemoryBudget::Lease codes_lease_;
   CodeGeometry geometry_;
+  // Of all but the tensor, from its first bytes on.
+  int64_t work_bytes_ = 0;
+  MemoryBudget::Lease work_lease_;
+  absl::optional<core::GramState> gram_;
   std::vector<uint8_t> codes_;
   core::QuantizeCounts counts_;
 };

@@ -565,19 +565,28 @@ class QuantizeRpc final : public TensorRpc {
         env_, std::move(task), *std::move(source), field, std::move(range));
   }
 
-  absl::StatusOr<std::unique_ptr<TensorJob>> OpenCalibrating(
-      const v1::QuantizeHeader& header, QuantizeTask task) {
+  // With its outer maxima. Errors are at fields of the header.
+  absl::StatusOr<std::shared_ptr<const ResolvedSpec>> ResolveHeaderSpec(
+      const v1::QuantizeHeader& header, const QuantizeTask& task) {
     absl::StatusOr<ResolvedSpec> resolved = ResolveSpec(
         env_, header.spec(), task.description.shape, task.transport());
-    if (!resolved.ok())
+    if (!resolved.ok()) {
       return core::WithField(resolved.status(), "header.spec");
+    }
     absl::Status status = core::CheckOuterMaxima(
         resolved->spec, *resolved->layout, header.outer_maximum());
     if (!status.ok()) return core::WithField(status, "header.outer_maximum");
     resolved->outer_maximum.assign(header.outer_maximum().begin(),
                                    header.outer_maximum().end());
-    const auto spec =
-        std::make_shared<const ResolvedSpec>(*std::move(resolved));
+    return std::make_shared<const ResolvedSpec>(*std::move(resolved));
+  }
+
+  absl::StatusOr<std::unique_ptr<TensorJob>> OpenCalibrating(
+      const v1::QuantizeHeader& header, QuantizeTask task) {
+    const absl::StatusOr<std::shared_ptr<const ResolvedSpec>> resolved =
+        ResolveHeaderSpec(header, task);
+    if (!resolved.ok()) return resolved.status();
+    const std::shared_ptr<const ResolvedSpec>& spec = *resolved;
     const CodeGeometry geometry = QuantizeGeometry(
         task.description, *core::FindFormat(spec->spec.format));
     const bool goes_beside =
@@ -602,7 +611,7 @@ class QuantizeRpc final : public TensorRpc {
               "omit_encoding; expected one of these"),
           "header.range");
     }
-    status = CheckOutput(task.output, geometry.codes_size_bytes());
+    absl::Status status = CheckOutput(task.output, geometry.codes_size_bytes());
     if (!status.ok()) return status;
     absl::StatusOr<std::unique_ptr<TensorAccumulator>> accumulator =
         TensorAccumulator::Create(env_, task.description.element_type,
@@ -626,21 +635,12 @@ class QuantizeRpc final : public TensorRpc {
     }
     std::shared_ptr<const ResolvedSpec> spec;
     absl::optional<EncodingSource> source;
-    absl::string_view field = "header.spec";
+    absl::string_view field;
     if (header.has_spec()) {
-      absl::StatusOr<ResolvedSpec> resolved = ResolveSpec(
-          env_, header.spec(), task.description.shape, task.transport());
-      if (!resolved.ok()) return core::WithField(resolved.status(), field);
-      if (header.outer_maximum_size() > 0) {
-        absl::Status status = core::CheckOuterMaxima(
-            resolved->spec, *resolved->layout, header.outer_maximum());
-        if (!status.ok()) {
-          return core::WithField(status, "header.outer_maximum");
-        }
-        resolved->outer_maximum.assign(header.outer_maximum().begin(),
-                                       header.outer_maximum().end());
-      }
-      spec = std::make_shared<const ResolvedSpec>(*std::move(resolved));
+      absl::StatusOr<std::shared_ptr<const ResolvedSpec>> resolved =
+          ResolveHeaderSpec(header, task);
+      if (!resolved.ok()) return resolved.status();
+      spec = *std::move(resolved);
     } else if (header.has_reference()) {
       field = "header.reference";
       absl::StatusOr<EncodingSource> opened =

@@ -537,7 +537,8 @@ TEST(CompensatedRoundingTest, KeepsBlocksOfFeaturesApart) {
       *CompensationFactor::Create(kColumns, blocks, {kDamping}, nullptr);
   const std::vector<int64_t> sizes(std::begin(kSizes), std::end(kSizes));
   EXPECT_EQ(CompensationFactor::MemoryBytes(sizes), factor.memory_bytes());
-  EXPECT_GT(CompensatedTaskBytes(factor), kPanelWidth<float> * kColumns);
+  EXPECT_GT(CompensatedTaskBytes(kColumns, kSizes[0]),
+            kPanelWidth<float> * kColumns);
 
   EXPECT_NE(Codes(Int8Layer(factor, weight)),
             Codes(Int8Layer(*Factor(whole, {kDamping}), weight)));
