@@ -81,10 +81,19 @@ constexpr char kSelectAll[] =
     "WHERE statistics.model = $1 AND statistics.revision = $2 "
     "AND statistics.tensor = $3 AND ($4 = '' OR statistics.source = $4) "
     "ORDER BY statistics.source, pieces.piece";
-// A row per source and piece of its Gram matrix; one of a source that has none.
+// A row per source and piece of its Gram matrix; one of a source that has none,
+// with the size of all that it has.
 constexpr char kSelectGram[] =
     "SELECT " QUANTD_ROW_COLUMNS
-    ", COALESCE(pieces.piece, -1), pieces.checksum, pieces.bytes "
+    ", COALESCE(pieces.piece, -1), pieces.checksum, pieces.bytes, "
+    "CASE WHEN pieces.piece IS NULL THEN "
+    "(SELECT CAST(COALESCE(SUM(length(others.bytes)), 0) AS BIGINT) "
+    "FROM statistics_pieces AS others WHERE others.model = statistics.model "
+    "AND others.revision = statistics.revision "
+    "AND others.tensor = statistics.tensor "
+    "AND others.source = statistics.source "
+    "AND others.sequence = statistics.sequence) "
+    "+ CAST(length(averages) + length(body) AS BIGINT) END "
     "FROM statistics LEFT JOIN statistics_pieces AS pieces "
     "ON pieces.model = statistics.model "
     "AND pieces.revision = statistics.revision "
@@ -846,7 +855,15 @@ absl::StatusOr<absl::optional<core::GramState>> SqlStatisticsStore::ReadGrams(
       if (!*found) break;
       is_there = true;
       const int64_t piece = row->Int(9);
-      if (piece < 0) continue;
+      if (piece < 0) {
+        absl::StatusOr<RowHead> without = ReadHead(key, *row);
+        if (!without.ok()) return without.status();
+        // It had more, such as a Gram matrix.
+        if (without->size_bytes != row->Int(12)) {
+          return SourceCorruptError(key, without->source, "lack pieces");
+        }
+        continue;
+      }
       const bool is_first = !assembler.has_value();
       if (is_first) {
         absl::StatusOr<RowHead> of_source = ReadHead(key, *row);
