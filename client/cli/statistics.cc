@@ -114,18 +114,22 @@ void List(const Options& options, Session* session) {
   table.AddColumn("TENSOR", Table::Align::kLeft);
   table.AddColumn("SOURCES", Table::Align::kRight);
   table.AddColumn("SIZE", Table::Align::kBytes);
+  table.AddColumn("GRAM", Table::Align::kBytes);
   table.AddColumn("UPDATED UTC", Table::Align::kLeft);
   for (const v1::StatisticsEntry& entry : *entries) {
     Json item = {{"tensor", entry.tensor()},
                  {"source_count", entry.source_count()},
                  {"size_bytes", entry.size_bytes()},
+                 {"gram_size_bytes", entry.gram_size_bytes()},
                  {"update_time", TimeText(entry.update_time())}};
     if (entry.has_error()) item["error"] = MessageJson(entry.error());
     list.push_back(std::move(item));
     if (entry.has_error()) session->TellDamage(entry.error());
-    table.AddRow({entry.tensor(), CountText(entry.source_count()),
-                  BytesCell(entry.size_bytes()),
-                  TimeText(entry.update_time())});
+    table.AddRow(
+        {entry.tensor(), CountText(entry.source_count()),
+         BytesCell(entry.size_bytes()),
+         entry.gram_size_bytes() > 0 ? BytesCell(entry.gram_size_bytes()) : "",
+         TimeText(entry.update_time())});
   }
   if (session->json) {
     return session->PrintJson({{"model", options.name.model},
@@ -134,6 +138,20 @@ void List(const Options& options, Session* session) {
   }
   session->Print(table.empty() ? "no statistics\n"
                                : table.Render(StdoutHasStyle()));
+}
+
+// A line, or nothing where there is no Gram matrix.
+std::string GramText(const v1::GetStatisticsResponse& response) {
+  if (!response.has_gram()) return "";
+  const v1::StoredGram& gram = response.gram();
+  return absl::StrCat(
+      "Gram matrix of ", CountText(gram.feature_count()), " features",
+      gram.part_count() > 1
+          ? absl::StrCat(" in ", CountText(gram.part_count()), " parts")
+          : "",
+      ": ", CountText(gram.rows()), " rows, ", CountText(gram.left_out_rows()),
+      " left out, ", CountText(gram.clipped_count()), " elements clipped, ",
+      BytesText(gram.size_bytes()), "\n");
 }
 
 void Get(const Options& options, Session* session) {
@@ -162,18 +180,19 @@ void Get(const Options& options, Session* session) {
                  {"statistics", StatisticsJson(statistics)},
                  {"summary", SummaryJson(response->state())},
                  {"sources", sources}};
+    if (response->has_gram()) json["gram"] = MessageJson(response->gram());
     if (options.with_state) json["state"] = MessageJson(response->state());
     return session->PrintJson(json);
   }
-  session->Print(absl::StrCat(CountText(statistics.count()), " elements from ",
-                              NumberText(statistics.min()), " to ",
-                              NumberText(statistics.max()), ", ",
-                              CountText(statistics.zero_count()), " zeros, ",
-                              CountText(statistics.nan_count()), " NaN, ",
-                              CountText(statistics.positive_infinity_count() +
-                                        statistics.negative_infinity_count()),
-                              " infinities\n", SummaryText(response->state()),
-                              "\n", table.Render(StdoutHasStyle())));
+  session->Print(absl::StrCat(
+      CountText(statistics.count()), " elements from ",
+      NumberText(statistics.min()), " to ", NumberText(statistics.max()), ", ",
+      CountText(statistics.zero_count()), " zeros, ",
+      CountText(statistics.nan_count()), " NaN, ",
+      CountText(statistics.positive_infinity_count() +
+                statistics.negative_infinity_count()),
+      " infinities\n", GramText(*response), SummaryText(response->state()),
+      "\n", table.Render(StdoutHasStyle())));
 }
 
 void Delete(const Options& options, Session* session) {

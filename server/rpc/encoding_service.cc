@@ -16,6 +16,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/optional.h"
 #include "core/errors.h"
+#include "core/statistics/gram_state.h"
 #include "core/statistics/statistics_state.h"
 #include "core/statistics/tensor_statistics.h"
 #include "grpcpp/impl/codegen/server_callback_handlers.h"
@@ -327,6 +328,19 @@ absl::Status DeleteModel(const UnaryContext& context,
   return absl::OkStatus();
 }
 
+void StoredGramToProto(const core::GramState::Parts& gram, int64_t size_bytes,
+                       v1::StoredGram* proto) {
+  const uint64_t features = gram.exponents.size();
+  const auto part_size = static_cast<uint64_t>(gram.part_size);
+  proto->set_feature_count(features);
+  proto->set_part_size(part_size);
+  proto->set_part_count((features + part_size - 1) / part_size);
+  proto->set_rows(static_cast<uint64_t>(gram.rows));
+  proto->set_left_out_rows(static_cast<uint64_t>(gram.left_out_rows));
+  proto->set_clipped_count(static_cast<uint64_t>(gram.clipped));
+  proto->set_size_bytes(static_cast<uint64_t>(size_bytes));
+}
+
 absl::Status GetStatistics(const UnaryContext& context,
                            const v1::GetStatisticsRequest& request,
                            v1::GetStatisticsResponse* response) {
@@ -342,6 +356,16 @@ absl::Status GetStatistics(const UnaryContext& context,
           });
   if (!stored.ok()) return stored.status();
   StatisticsToProto(stored->state.statistics, response->mutable_statistics());
+  if (stored->gram_size_bytes > 0) {
+    const absl::StatusOr<absl::optional<core::GramState::Parts>> gram =
+        context.caller.statistics->FindGram(*key);
+    if (!gram.ok()) return gram.status();
+    // It may be gone by now.
+    if (gram->has_value()) {
+      StoredGramToProto(**gram, stored->gram_size_bytes,
+                        response->mutable_gram());
+    }
+  }
   for (const SourceListEntry& source : stored->sources) {
     v1::StatisticsSource* proto = response->add_sources();
     proto->set_source(source.source);
@@ -390,6 +414,7 @@ absl::Status ListStatistics(const UnaryContext& context,
         }
         proto->set_source_count(entry.source_count);
         proto->set_size_bytes(entry.size_bytes);
+        proto->set_gram_size_bytes(entry.gram_size_bytes);
         *proto->mutable_update_time() = ToTimestamp(entry.update_time);
       },
       response);

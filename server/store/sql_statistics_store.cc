@@ -142,7 +142,14 @@ constexpr char kUpsert[] =
 // All rows of the next tensors.
 constexpr char kList[] =
     "SELECT " QUANTD_ROW_COLUMNS
-    ", tensor FROM statistics WHERE model = $1 AND revision = $2 "
+    ", tensor, (SELECT CAST(COALESCE(SUM(length(grams.bytes)), 0) AS BIGINT) "
+    "FROM statistics_pieces AS grams WHERE grams.model = statistics.model "
+    "AND grams.revision = statistics.revision "
+    "AND grams.tensor = statistics.tensor "
+    "AND grams.source = statistics.source "
+    "AND grams.sequence = statistics.sequence "
+    "AND " QUANTD_IS_OF_GRAM(grams.piece) ") "
+    "FROM statistics WHERE model = $1 AND revision = $2 "
     "AND tensor > $3 AND tensor <= (SELECT MAX(tensor) FROM ("
     "SELECT DISTINCT tensor FROM statistics WHERE model = $1 "
     "AND revision = $2 AND tensor > $3 ORDER BY tensor LIMIT $4) AS page) "
@@ -816,6 +823,7 @@ absl::StatusOr<StoredStatistics> SqlStatisticsStore::ReadSources(
             proceed(stored.state.statistics.memory_bytes() +
                     kMemoryPerStoredByte * (head->size_bytes - row->Int(14)));
         if (!proceeds.ok()) return proceeds;
+        stored.gram_size_bytes += row->Int(14);
         reader.emplace(key, *std::move(head));
       }
       if (absl::Status s = reader->Add(*row); !s.ok()) return s;
@@ -951,6 +959,7 @@ SqlStatisticsStore::ListStatistics(absl::string_view model,
       }
       ++entry.source_count;
       entry.size_bytes += head->size_bytes;
+      entry.gram_size_bytes += row->Int(10);
       const absl::Time time = absl::FromUnixMicros(head->update_time_us);
       entry.update_time =
           entry.source_count == 1 ? time : std::max(entry.update_time, time);

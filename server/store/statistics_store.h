@@ -51,6 +51,8 @@ struct StoredStatistics {
   std::vector<core::Extremes> moving_average;
   // In order of source, never empty.
   std::vector<SourceListEntry> sources;
+  // What their Gram matrices take in the store.
+  int64_t gram_size_bytes = 0;
 };
 
 struct StatisticsListEntry {
@@ -59,8 +61,9 @@ struct StatisticsListEntry {
   // STORE_CORRUPT where one is; what else the entry has is of the others.
   absl::Status error;
   int64_t source_count = 0;
-  // Of the states as they are stored.
+  // Of the states as they are stored, and of their Gram matrices alone.
   int64_t size_bytes = 0;
+  int64_t gram_size_bytes = 0;
   absl::Time update_time;
 };
 

@@ -215,6 +215,11 @@ def test_clipped_and_left_out_rows_are_told(client):
     result = client.calibrate(rows, name, contribution=contribution(
         step_exponent=steps))
     assert result.contribution.gram == quantd.GramResult(4, 1, 1)
+    gram = client.get_statistics(name).gram
+    assert (gram.feature_count, gram.part_size, gram.part_count) == (3, 3, 1)
+    assert (gram.rows, gram.left_out_rows, gram.clipped_count) == (4, 1, 1)
+    (entry,) = client.list_statistics("clipped")
+    assert 6 * 8 < gram.size_bytes == entry.gram_size_bytes < entry.size_bytes
     # Steps are needed once, and as many as features.
     client.calibrate(rows, name, contribution=contribution(
         sequence=2, step_exponent=()))

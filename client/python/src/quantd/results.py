@@ -588,12 +588,33 @@ class StatisticsSource(Tabular):
 
 
 @dataclasses.dataclass(frozen=True)
+class StoredGram(Tabular):
+    """A stored Gram matrix, without its sums; see the StoredGram of proto/."""
+
+    feature_count: int
+    part_size: int
+    part_count: int
+    rows: int
+    left_out_rows: int
+    clipped_count: int
+    size_bytes: int
+
+    @classmethod
+    def from_proto(cls, message: encoding_service_pb2.StoredGram
+                   ) -> StoredGram:
+        """As the server has it."""
+        return _read(cls, message)
+
+
+@dataclasses.dataclass(frozen=True)
 class StoredStatistics(Tabular):
-    """Statistics over all contributions; state: the histograms when asked."""
+    """Statistics over all contributions; state: the histograms when asked;
+    gram: where a contribution has a Gram matrix."""
 
     statistics: TensorStatistics
     sources: tuple[StatisticsSource, ...]
     state: Optional[statistics_pb2.StatisticsState]
+    gram: Optional[StoredGram] = None
 
     @classmethod
     def from_proto(cls, message: encoding_service_pb2.GetStatisticsResponse
@@ -602,17 +623,20 @@ class StoredStatistics(Tabular):
         return cls(TensorStatistics.from_proto(message.statistics),
                    tuple(StatisticsSource.from_proto(source)
                          for source in message.sources),
-                   _optional(message, "state", _itself))
+                   _optional(message, "state", _itself),
+                   _optional(message, "gram", StoredGram.from_proto))
 
 
 @dataclasses.dataclass(frozen=True)
 class StatisticsEntry(Tabular):
-    """One tensor that has statistics."""
+    """One tensor that has statistics; gram_size_bytes: the part of size_bytes
+    that is of Gram matrices."""
 
     tensor: str
     source_count: int
     size_bytes: int
     update_time: datetime.datetime
+    gram_size_bytes: int = 0
 
     @classmethod
     def from_proto(cls, message: encoding_service_pb2.StatisticsEntry
