@@ -140,19 +140,27 @@ bool IsOnnxDomain(absl::string_view domain) {
   return domain.empty() || domain == "ai.onnx";
 }
 
+template <typename Visit>
+void ForEachGraph(onnx::GraphProto* graph, Visit& visit, int depth = 0);
+
+// Calls visit(graph) for all graphs in an attribute.
+template <typename Visit>
+void ForEachGraph(onnx::AttributeProto* attribute, Visit& visit,
+                  int depth = 0) {
+  if (attribute->has_g()) ForEachGraph(attribute->mutable_g(), visit, depth);
+  for (onnx::GraphProto& graph : *attribute->mutable_graphs()) {
+    ForEachGraph(&graph, visit, depth);
+  }
+}
+
 // Calls visit(graph) for a graph and all those in it.
 template <typename Visit>
-void ForEachGraph(onnx::GraphProto* graph, Visit& visit, int depth = 0) {
+void ForEachGraph(onnx::GraphProto* graph, Visit& visit, int depth) {
   if (depth > kMaxDepth) return;
   visit(graph);
   for (onnx::NodeProto& node : *graph->mutable_node()) {
     for (onnx::AttributeProto& attribute : *node.mutable_attribute()) {
-      if (attribute.has_g()) {
-        ForEachGraph(attribute.mutable_g(), visit, depth + 1);
-      }
-      for (onnx::GraphProto& inner : *attribute.mutable_graphs()) {
-        ForEachGraph(&inner, visit, depth + 1);
-      }
+      ForEachGraph(&attribute, visit, depth + 1);
     }
   }
 }
@@ -164,6 +172,39 @@ void ForEachNode(onnx::GraphProto* graph, Visit& visit) {
     for (onnx::NodeProto& node : *one->mutable_node()) visit(&node);
   };
   ForEachGraph(graph, visit_graph);
+}
+
+// The same for a function.
+template <typename Visit>
+void ForEachNode(onnx::FunctionProto* function, Visit& visit) {
+  auto visit_graph = [&visit](onnx::GraphProto* one) {
+    for (onnx::NodeProto& node : *one->mutable_node()) visit(&node);
+  };
+  for (onnx::NodeProto& node : *function->mutable_node()) {
+    visit(&node);
+    for (onnx::AttributeProto& attribute : *node.mutable_attribute()) {
+      ForEachGraph(&attribute, visit_graph);
+    }
+  }
+  for (onnx::AttributeProto& attribute : *function->mutable_attribute_proto()) {
+    ForEachGraph(&attribute, visit_graph);
+  }
+}
+
+// Calls visit(tensor) for the tensors of an attribute, but not for those of the
+// graphs in it.
+template <typename Visit>
+void ForEachTensor(const onnx::AttributeProto& attribute, Visit& visit) {
+  if (attribute.has_t()) visit(attribute.t());
+  for (const onnx::TensorProto& tensor : attribute.tensors()) visit(tensor);
+  if (attribute.has_sparse_tensor()) {
+    visit(attribute.sparse_tensor().values());
+    visit(attribute.sparse_tensor().indices());
+  }
+  for (const onnx::SparseTensorProto& tensor : attribute.sparse_tensors()) {
+    visit(tensor.values());
+    visit(tensor.indices());
+  }
 }
 
 std::optional<Dtype> DtypeOf(int data_type) {
@@ -309,24 +350,79 @@ absl::Status TakeInData(const std::string& path, onnx::GraphProto* graph) {
   return absl::OkStatus();
 }
 
-// A tensor of a graph, or of a graph in it, whose data are in another file;
-// null where there is none.
-const onnx::TensorProto* FindExternal(onnx::GraphProto* graph) {
-  const onnx::TensorProto* found = nullptr;
-  const auto note = [&found](const onnx::TensorProto& tensor) {
-    if (IsExternal(tensor)) found = &tensor;
-  };
-  auto visit = [&note](onnx::GraphProto* one) {
-    for (const onnx::TensorProto& tensor : one->initializer()) note(tensor);
-    for (const onnx::NodeProto& node : one->node()) {
-      for (const onnx::AttributeProto& attribute : node.attribute()) {
-        note(attribute.t());
+// A tensor anywhere in a model whose data are in another file, as errors call
+// it; empty where there is none.
+class ExternalFinder {
+ public:
+  std::string Find(onnx::ModelProto* model) {
+    auto visit = [this](onnx::GraphProto* graph) { NoteGraph(*graph); };
+    ForEachGraph(model->mutable_graph(), visit);
+    for (onnx::TrainingInfoProto& training : *model->mutable_training_info()) {
+      if (training.has_initialization()) {
+        ForEachGraph(training.mutable_initialization(), visit);
+      }
+      if (training.has_algorithm()) {
+        ForEachGraph(training.mutable_algorithm(), visit);
       }
     }
-  };
-  ForEachGraph(graph, visit);
-  return found;
-}
+    for (onnx::FunctionProto& function : *model->mutable_functions()) {
+      for (onnx::NodeProto& node : *function.mutable_node()) {
+        NoteNode(node);
+        for (onnx::AttributeProto& attribute : *node.mutable_attribute()) {
+          ForEachGraph(&attribute, visit);
+        }
+      }
+      for (onnx::AttributeProto& attribute :
+           *function.mutable_attribute_proto()) {
+        NoteAttribute(attribute,
+                      absl::StrCat("function \"", function.name(), "\""));
+        ForEachGraph(&attribute, visit);
+      }
+    }
+    return found_;
+  }
+
+ private:
+  void NoteGraph(const onnx::GraphProto& graph) {
+    const auto note = [this](const onnx::TensorProto& tensor,
+                             const std::string& name) {
+      if (IsExternal(tensor)) found_ = absl::StrCat("tensor \"", name, "\"");
+    };
+    for (const onnx::TensorProto& tensor : graph.initializer()) {
+      note(tensor, tensor.name());
+    }
+    for (const onnx::SparseTensorProto& tensor : graph.sparse_initializer()) {
+      note(tensor.values(), tensor.values().name());
+      note(tensor.indices(), tensor.values().name());
+    }
+    for (const onnx::NodeProto& node : graph.node()) NoteNode(node);
+  }
+
+  void NoteNode(const onnx::NodeProto& node) {
+    const std::string& name = node.name().empty() && node.output_size() > 0
+                                  ? node.output(0)
+                                  : node.name();
+    const std::string where =
+        absl::StrCat(node.op_type(), " node \"", name, "\"");
+    for (const onnx::AttributeProto& attribute : node.attribute()) {
+      NoteAttribute(attribute, where);
+    }
+  }
+
+  // `where` has the attribute.
+  void NoteAttribute(const onnx::AttributeProto& attribute,
+                     const std::string& where) {
+    // Tensors in attributes seldom have names.
+    const auto note = [&](const onnx::TensorProto& tensor) {
+      if (!IsExternal(tensor)) return;
+      found_ =
+          absl::StrCat("attribute \"", attribute.name(), "\" of the ", where);
+    };
+    ForEachTensor(attribute, note);
+  }
+
+  std::string found_;
+};
 
 }  // namespace
 
@@ -334,6 +430,8 @@ struct OnnxModel::Graph {
   // Notes the names, and what tells of types, of a graph within the main one or
   // of that itself.
   void Note(const onnx::GraphProto& graph);
+  // Notes what a node, of a graph or of a function, tells of types.
+  void NoteFloats(const onnx::NodeProto& node);
   // Notes the type that a value of the main graph is said to have.
   void NoteType(const onnx::ValueInfoProto& value);
   // A name like `name` that nothing has.
@@ -370,12 +468,7 @@ void OnnxModel::Graph::Note(const onnx::GraphProto& graph) {
     names.insert(node.name());
     names.insert(node.input().begin(), node.input().end());
     names.insert(node.output().begin(), node.output().end());
-    for (const onnx::AttributeProto& attribute : node.attribute()) {
-      has_other_floats |=
-          (attribute.name() == "to" || attribute.name() == "dtype") &&
-          IsOtherFloat(attribute.i());
-      has_other_floats |= IsOtherFloat(attribute.t().data_type());
-    }
+    NoteFloats(node);
   }
   for (const onnx::TensorProto& tensor : graph.initializer()) {
     names.insert(tensor.name());
@@ -383,6 +476,7 @@ void OnnxModel::Graph::Note(const onnx::GraphProto& graph) {
   }
   for (const onnx::SparseTensorProto& tensor : graph.sparse_initializer()) {
     names.insert(tensor.values().name());
+    has_other_floats |= IsOtherFloat(tensor.values().data_type());
   }
   for (const auto* values :
        {&graph.input(), &graph.output(), &graph.value_info()}) {
@@ -390,6 +484,18 @@ void OnnxModel::Graph::Note(const onnx::GraphProto& graph) {
       names.insert(value.name());
       has_other_floats |= IsOtherFloat(value.type().tensor_type().elem_type());
     }
+  }
+}
+
+void OnnxModel::Graph::NoteFloats(const onnx::NodeProto& node) {
+  const auto note = [this](const onnx::TensorProto& tensor) {
+    has_other_floats |= IsOtherFloat(tensor.data_type());
+  };
+  for (const onnx::AttributeProto& attribute : node.attribute()) {
+    has_other_floats |=
+        (attribute.name() == "to" || attribute.name() == "dtype") &&
+        IsOtherFloat(attribute.i());
+    ForEachTensor(attribute, note);
   }
 }
 
@@ -459,6 +565,13 @@ absl::StatusOr<OnnxModel> OnnxModel::Open(const std::string& path) {
   if (absl::Status s = TakeInData(path, &main); !s.ok()) return s;
   auto note = [&graph](onnx::GraphProto* one) { graph->Note(*one); };
   ForEachGraph(&main, note);
+  // Their names are their own.
+  auto note_floats = [&graph](onnx::NodeProto* node) {
+    graph->NoteFloats(*node);
+  };
+  for (onnx::FunctionProto& function : *model.mutable_functions()) {
+    ForEachNode(&function, note_floats);
+  }
   for (const auto* values :
        {&main.input(), &main.output(), &main.value_info()}) {
     for (const onnx::ValueInfoProto& value : *values) graph->NoteType(value);
@@ -763,12 +876,7 @@ absl::Status OnnxModel::RaiseOpset(const std::string& path) {
   ForEachNode(model.mutable_graph(), check);
   // Those of the model's own functions go with it.
   for (onnx::FunctionProto& function : *model.mutable_functions()) {
-    for (onnx::NodeProto& node : *function.mutable_node()) {
-      check(&node);
-      for (onnx::AttributeProto& attribute : *node.mutable_attribute()) {
-        if (attribute.has_g()) ForEachNode(attribute.mutable_g(), check);
-      }
-    }
+    ForEachNode(&function, check);
   }
   if (!status.ok()) return status;
   for (onnx::FunctionProto& function : *model.mutable_functions()) {
@@ -811,11 +919,11 @@ void OnnxModel::DropReplaced() {
 
 absl::Status OnnxModel::Write(const std::string& path, IfExists if_exists) {
   onnx::GraphProto& graph = *graph_->model.mutable_graph();
-  if (const onnx::TensorProto* const tensor = FindExternal(&graph);
-      tensor != nullptr) {
+  if (const std::string external = ExternalFinder().Find(&graph_->model);
+      !external.empty()) {
     return FileUnsupportedError(
-        path, absl::StrCat("tensor \"", tensor->name(),
-                           "\" has its data in another file, and it is of a "
+        path, absl::StrCat(external,
+                           " has its data in another file, and it is of a "
                            "type that is not read, or not in the main graph; "
                            "first make one file of the model, as onnx.save "
                            "does"));
