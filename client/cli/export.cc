@@ -61,11 +61,12 @@ void ExportEncodings(const Options& options, Session* session) {
   for (const std::string& pattern : options.parameters) {
     request.add_parameter_patterns(pattern);
   }
+  absl::Status status = options.output.CheckFile({}, ".json", session);
+  if (!status.ok()) return FailEarly(status, session);
   const std::unique_ptr<Client> client = session->ConnectOrFail();
   if (client == nullptr) return;
-  absl::Status status =
-      CheckStoredPatterns("--include", options.include, Stored::kEncodings,
-                          options.name, client.get());
+  status = CheckStoredPatterns("--include", options.include, Stored::kEncodings,
+                               options.name, client.get());
   if (!status.ok()) return FailEarly(status, session);
   // Kept until it is whole: standard output has nothing of one that fails.
   const absl::StatusOr<int> spool = files::OpenUnnamedFile(options.output.path);
@@ -117,11 +118,6 @@ void ExportEncodings(const Options& options, Session* session) {
 }
 
 void Run(const Options& options, Session* session) {
-  std::vector<std::string> inputs;
-  if (!options.onnx.empty()) inputs.push_back(options.onnx);
-  const absl::Status status = options.output.CheckFile(
-      inputs, options.onnx.empty() ? ".json" : ".onnx", session);
-  if (!status.ok()) return FailEarly(status, session);
   if (options.onnx.empty()) return ExportEncodings(options, session);
   OnnxExport job;
   job.name = options.name;

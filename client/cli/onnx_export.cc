@@ -273,17 +273,16 @@ class Exporter {
       : job_(job), session_(*session) {}
 
   void Run() {
+    absl::Status status = CheckFiles();
+    if (!status.ok()) return FailEarly(status, &session_);
     absl::StatusOr<files::OnnxModel> model =
         files::OnnxModel::Open(job_.model_path);
     if (!model.ok()) return session_.Fail(model.status());
     client_ = session_.ConnectOrFail();
     if (client_ == nullptr) return;
-    absl::Status status =
-        CheckStoredPatterns("--include", job_.include, Stored::kEncodings,
-                            job_.name, client_.get());
+    status = CheckStoredPatterns("--include", job_.include, Stored::kEncodings,
+                                 job_.name, client_.get());
     if (!status.ok()) return FailEarly(status, &session_);
-    status = FindElsewhere();
-    if (!status.ok()) return session_.Fail(status);
     const files::OnnxModules modules(*model);
     modules_ = &modules;
     status = ReadMap(*model);
@@ -331,11 +330,17 @@ class Exporter {
     files::OnnxModel::Quantizer quantizer;
   };
 
-  // Notes the weights that are not in the main graph: they stay as they are.
-  absl::Status FindElsewhere() {
+  // That the output is none of the model's files. Notes the weights that are
+  // not in the main graph: they stay as they are.
+  absl::Status CheckFiles() {
     const absl::StatusOr<files::OnnxTensors> tensors = files::OnnxTensors::Open(
         job_.model_path, files::OnnxTensors::OtherFiles::kLeave);
     if (!tensors.ok()) return tensors.status();
+    std::vector<std::string> inputs = tensors->data_paths();
+    inputs.push_back(job_.model_path);
+    const absl::Status status =
+        job_.output.CheckFile(inputs, ".onnx", &session_);
+    if (!status.ok()) return status;
     for (const files::UnreadTensor& tensor : tensors->elsewhere()) {
       elsewhere_[tensor.name] = tensor.why;
     }

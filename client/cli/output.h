@@ -27,11 +27,11 @@ struct OutputOptions {
   }
 
   // Whether the command may write a file there, to be asked before it does
-  // anything else. `inputs` are the files that it reads; `extension` is that of
-  // what it writes, such as ".json": another one that stands for a format is
-  // refused. From then on `session` keeps off standard output where the data go
-  // there.
-  // Errors: ARGUMENT_INVALID, FILE_EXISTS, FILE_UNWRITABLE.
+  // anything else. `inputs` are the files that it reads, of data and of
+  // options, which need not be there; `extension` is that of what it writes,
+  // such as ".json": another one that stands for a format is refused. From then
+  // on `session` keeps off standard output where the data go there. Errors:
+  // ARGUMENT_INVALID, FILE_EXISTS, FILE_UNWRITABLE.
   absl::Status CheckFile(const std::vector<std::string>& inputs,
                          absl::string_view extension, Session* session) const;
   // The same for a folder, of which it writes some files: these are not looked

@@ -215,11 +215,12 @@ absl::Status OpenInputs(const QuantizeOptions& options, QuantizePlan* plan) {
 
 absl::Status CheckOutput(const QuantizeOptions& options, QuantizePlan* plan,
                          Session* session) {
-  std::vector<std::string> inputs = {options.input};
-  if (plan->is_folder) return options.output.CheckFolder(inputs);
-  inputs = plan->shards[0]->input.paths();
+  if (plan->is_folder) return options.output.CheckFolder({options.input});
+  std::vector<std::string> inputs = options.spec.Files();
+  const std::vector<std::string>& paths = plan->shards[0]->input.paths();
+  inputs.insert(inputs.end(), paths.begin(), paths.end());
   plan->shards[0]->if_exists = options.output.if_exists();
-  if (!options.metadata.empty()) inputs.push_back(options.metadata);
+  inputs.push_back(options.metadata);
   return options.output.CheckFile(
       inputs, options.IsGguf() ? ".gguf" : ".safetensors", session);
 }

@@ -111,7 +111,8 @@ class Reporter {
   void RunOnStatistics() {
     absl::Status status = MakeRequest();
     if (!status.ok()) return session_.FailUsage(status);
-    status = options_.output.CheckFile({}, ".html", &session_);
+    status =
+        options_.output.CheckFile(options_.spec.Files(), ".html", &session_);
     if (!status.ok()) return FailEarly(status, &session_);
     client_ = session_.ConnectOrFail();
     if (client_ == nullptr) return;
@@ -130,7 +131,9 @@ class Reporter {
     if (!input.ok()) return session_.Fail(input.status());
     absl::Status status = CheckPlain(*input, options_.input);
     if (!status.ok()) return session_.Fail(status);
-    status = options_.output.CheckFile(input->paths(), ".html", &session_);
+    std::vector<std::string> inputs = options_.spec.Files();
+    inputs.insert(inputs.end(), input->paths().begin(), input->paths().end());
+    status = options_.output.CheckFile(inputs, ".html", &session_);
     if (!status.ok()) return FailEarly(status, &session_);
     ReportUnread(*input, options_.filter, &session_);
     const absl::StatusOr<std::vector<const files::FileTensor*>> taken =

@@ -105,7 +105,8 @@ class Sweeper {
     if (!request.ok()) return session_.FailUsage(request.status());
     absl::Status status;
     if (!options_.file.output.path.empty()) {
-      status = options_.file.output.CheckFile({}, ".txt", &session_);
+      status = options_.file.output.CheckFile(options_.file.spec.Files(),
+                                              ".txt", &session_);
       if (!status.ok()) return FailEarly(status, &session_);
     }
     const std::unique_ptr<Client> client = session_.ConnectOrFail();

@@ -93,11 +93,13 @@ class FileSweeper {
           "got ",
           options_.output.path));
     }
+    std::vector<std::string> inputs = options_.spec.Files();
+    inputs.insert(inputs.end(), input.paths().begin(), input.paths().end());
     for (const Budget& budget : budgets_) {
       OutputOptions output = options_.output;
       output.path =
           absl::StrReplaceAll(output.path, {{kPlace, BudgetNumber(budget)}});
-      absl::Status status = output.CheckFile(input.paths(), ".txt", &session_);
+      absl::Status status = output.CheckFile(inputs, ".txt", &session_);
       if (!status.ok()) return status;
       if (std::find(outputs_.begin(), outputs_.end(), output.path) !=
           outputs_.end()) {

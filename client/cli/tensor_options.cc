@@ -2,12 +2,14 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "client/cli/command_line.h"
@@ -21,6 +23,9 @@
 
 namespace quantd::cli {
 namespace {
+
+// The option of a spec that may name a file.
+constexpr char kEntries[] = ":entries=";
 
 bool AnyGiven(const std::vector<Option*>& options) {
   return std::any_of(options.begin(), options.end(),
@@ -318,6 +323,23 @@ absl::StatusOr<SpecSet> SpecOptions::ParseSet(bool granularity_is_apart) const {
   }
   if (!status.ok()) return status;
   return set;
+}
+
+std::vector<std::string> SpecOptions::Files() const {
+  // Numbers in the place of a file are no file's name, as a rule, and do no
+  // harm.
+  std::vector<std::string> names = {codebook};
+  for (const std::string& spec : specs) {
+    if (absl::StartsWith(spec, "@")) {
+      names.push_back(spec.substr(1));
+      continue;
+    }
+    const size_t entries = spec.find(kEntries);
+    if (entries == std::string::npos) continue;
+    const size_t begin = entries + std::size(kEntries) - 1;
+    names.push_back(spec.substr(begin, spec.find(':', begin) - begin));
+  }
+  return names;
 }
 
 }  // namespace quantd::cli

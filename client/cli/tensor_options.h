@@ -100,6 +100,8 @@ struct SpecOptions {
   // Gives the codebook to a spec whose format needs one.
   absl::Status AddCodebook(SpecTemplate* spec) const;
   absl::StatusOr<Granularity> ParseGranularityOptions() const;
+  // The files that the options read: @FILE, and those of codebooks.
+  std::vector<std::string> Files() const;
 
  private:
   // The options that IsGiven counts.

@@ -14,6 +14,7 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
@@ -44,10 +45,12 @@ constexpr uint32_t kModelGraph = 7;
 constexpr uint32_t kModelFunction = 25;
 constexpr uint32_t kFunctionName = 1;
 constexpr uint32_t kFunctionNode = 7;
+constexpr uint32_t kFunctionAttribute = 11;
 constexpr uint32_t kGraphNode = 1;
 constexpr uint32_t kGraphInitializer = 5;
 constexpr uint32_t kGraphSparseInitializer = 15;
 constexpr uint32_t kSparseValues = 1;
+constexpr uint32_t kSparseIndices = 2;
 constexpr uint32_t kNodeInput = 1;
 constexpr uint32_t kNodeOutput = 2;
 constexpr uint32_t kNodeName = 3;
@@ -424,17 +427,25 @@ class OnnxTensors::Parser {
   absl::Status ReadFunction(Bytes bytes) {
     absl::string_view name;
     std::vector<Bytes> nodes;
+    std::vector<Bytes> attributes;
     Fields function(bytes);
     Field field;
     while (function.Next(&field)) {
       if (field.type != kDelimited) continue;
       if (field.number == kFunctionName) name = Text(field.bytes);
       if (field.number == kFunctionNode) nodes.push_back(field.bytes);
+      if (field.number == kFunctionAttribute) attributes.push_back(field.bytes);
     }
     if (!function.is_sound()) return NotSound();
     const Where where = {1, absl::StrCat("the function ", QuotedName(name))};
     for (const Bytes node : nodes) {
       if (absl::Status s = ReadNode(node, where); !s.ok()) return s;
+    }
+    Node defaults;
+    defaults.op_type = name;
+    for (const Bytes attribute : attributes) {
+      const absl::Status status = ReadAttribute(attribute, defaults, where);
+      if (!status.ok()) return status;
     }
     return absl::OkStatus();
   }
@@ -570,9 +581,13 @@ class OnnxTensors::Parser {
     Fields sparse(bytes);
     Field field;
     while (sparse.Next(&field)) {
-      if (field.number != kSparseValues || field.type != kDelimited) continue;
+      if (field.type != kDelimited ||
+          (field.number != kSparseValues && field.number != kSparseIndices)) {
+        continue;
+      }
       Info info;
       if (absl::Status s = ReadInfo(field.bytes, &info); !s.ok()) return s;
+      if (field.number == kSparseIndices) continue;
       const absl::string_view name = output.empty() ? info.name : output;
       if (!where.what.empty()) {
         if (absl::Status s = AddElsewhere(name, where.what); !s.ok()) return s;
@@ -587,7 +602,7 @@ class OnnxTensors::Parser {
   }
 
   // All but the data of typed fields.
-  absl::Status ReadInfo(Bytes bytes, Info* info) const {
+  absl::Status ReadInfo(Bytes bytes, Info* info) {
     // Of dimensions, keeps one more than there may be.
     const auto add = [info](uint64_t size) {
       if (info->shape.size() > kMostDimensions) return;
@@ -633,6 +648,11 @@ class OnnxTensors::Parser {
       }
     }
     if (!tensor.is_sound()) return NotSound();
+    const auto location = info->external.find("location");
+    if (info->is_external && location != info->external.end() &&
+        named_files_.insert(location->second).second) {
+      tensors_.data_paths_.push_back(DataPath(location->second));
+    }
     if (!IsUtf8(info->name)) {
       return Malformed(*info, "expected a name of UTF-8");
     }
@@ -776,6 +796,13 @@ class OnnxTensors::Parser {
                          static_cast<size_t>(size));
   }
 
+  std::string DataPath(absl::string_view location) const {
+    const size_t slash = path_.rfind('/');
+    return slash == std::string::npos || absl::StartsWith(location, "/")
+               ? std::string(location)
+               : PathIn(path_.substr(0, slash + 1), std::string(location));
+  }
+
   // A model must not name files of others.
   absl::StatusOr<Bytes> OpenData(const Info& info, absl::string_view location) {
     const std::vector<absl::string_view> parts = absl::StrSplit(location, '/');
@@ -790,15 +817,9 @@ class OnnxTensors::Parser {
     const auto [found, is_new] =
         data_files_.insert({std::string(location), tensors_.files_.size()});
     if (is_new) {
-      const size_t slash = path_.rfind('/');
-      std::string path =
-          slash == std::string::npos
-              ? std::string(location)
-              : PathIn(path_.substr(0, slash + 1), std::string(location));
-      absl::StatusOr<MappedFile> file = MappedFile::Open(path);
+      absl::StatusOr<MappedFile> file = MappedFile::Open(DataPath(location));
       if (!file.ok()) return file.status();
       tensors_.files_.push_back(*std::move(file));
-      tensors_.data_paths_.push_back(std::move(path));
     }
     return tensors_.files_[found->second].bytes();
   }
@@ -821,6 +842,8 @@ class OnnxTensors::Parser {
   std::vector<std::pair<absl::string_view, absl::string_view>> products_;
   // Indices into the files, by location.
   std::map<std::string, size_t> data_files_;
+  // Locations of data_paths().
+  absl::flat_hash_set<absl::string_view> named_files_;
 };
 
 absl::StatusOr<OnnxTensors> OnnxTensors::Open(const std::string& path,

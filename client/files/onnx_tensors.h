@@ -49,7 +49,9 @@ class OnnxTensors {
     std::string scales;
   };
   const std::vector<CastCodes>& cast_codes() const { return cast_codes_; }
-  // The files of data that were opened.
+  // The files of data that the model names, opened or not: tensors that are
+  // not read may have theirs there too. Those that were not opened need not be
+  // there.
   const std::vector<std::string>& data_paths() const { return data_paths_; }
 
  private:

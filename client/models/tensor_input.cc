@@ -68,6 +68,7 @@ absl::StatusOr<TensorInput> TensorInput::Open(const std::string& path) {
   }
   const absl::StatusOr<files::ShardIndex> shards = files::ReadShardIndex(path);
   if (!shards.ok()) return shards.status();
+  input.paths_.push_back(files::PathIn(path, files::kShardIndexName));
   for (const std::string& shard : shards->shards) {
     input.paths_.push_back(files::PathIn(path, shard));
     absl::Status status = input.Add(input.paths_.back());

@@ -73,8 +73,8 @@ class TensorInput {
   void Replace(const std::vector<std::string>& names,
                std::vector<files::FileTensor> tensors,
                std::map<std::string, std::string> metadata);
-  // The files that were opened, those of an ONNX model's data among them, and
-  // their folder where one was.
+  // The files that hold the input, with the data of an ONNX model and the index
+  // of a folder, and that folder. Not all of them need be there.
   const std::vector<std::string>& paths() const { return paths_; }
 
  private:

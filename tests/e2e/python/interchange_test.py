@@ -1607,6 +1607,20 @@ class OnnxTest(InterchangeCase):
         with open(self.path("one.onnx"), "rb") as one, \
                 open(self.path("qdq.onnx"), "rb") as other:
             self.assertEqual(one.read(), other.read())
+        # The model's own files are never replaced, by whatever name.
+        os.symlink("weights", self.path("beside/link"))
+        os.link(self.path("beside/weights"), self.path("hard"))
+        with open(self.path("beside/weights"), "rb") as file:
+            weights = file.read()
+        for name in ("beside/model.onnx", "beside/weights", "beside/link",
+                     "hard"):
+            with self.subTest(name=name):
+                result = self.run_quantctl(
+                    "export", "--model", "digits", "--onnx", beside, "--force",
+                    "-o", self.path(name), code=2)
+                self.assertIn("an output other than the input", result.stderr)
+        with open(self.path("beside/weights"), "rb") as file:
+            self.assertEqual(file.read(), weights)
         # What is not quantized comes along, too.
         self.run_quantctl("export", "--model", "digits", "--onnx", beside,
                           "-o", self.path("some.onnx"), "--include", "fc1.*")
@@ -1641,6 +1655,78 @@ class OnnxTest(InterchangeCase):
                       result.stderr)
         self.assertIn("first make one file of the model", result.stderr)
         self.assertFalse(os.path.exists(self.path("qdq.onnx")))
+
+    def test_NoDataInOtherFilesPassUnseen(self):
+        def tensor(data_type=TensorProto.FLOAT):
+            away = TensorProto(data_type=data_type, dims=[2])
+            away.data_location = TensorProto.EXTERNAL
+            away.external_data.add(key="location", value="away")
+            return away
+
+        def in_constant(model):
+            node = helper.make_node("Constant", [], ["shape"], name="sizes")
+            node.attribute.add(name="value", type=4).t.CopyFrom(
+                tensor(TensorProto.INT64))
+            model.graph.node.append(node)
+
+        def in_list(model):
+            attribute = model.graph.node[0].attribute.add(name="list", type=9)
+            attribute.tensors.append(tensor())
+
+        def in_indices(model):
+            sparse = model.graph.sparse_initializer.add(dims=[8])
+            sparse.values.CopyFrom(helper.make_tensor(
+                "sparse", TensorProto.FLOAT, [2], [1, 2]))
+            sparse.indices.CopyFrom(tensor(TensorProto.INT64))
+
+        def in_function(model):
+            node = helper.make_node("Constant", [], ["y"])
+            node.attribute.add(name="value", type=4).t.CopyFrom(tensor())
+            function = model.functions.add(name="f", domain="own")
+            function.node.append(node)
+
+        self.export(opset=13)
+        away = self.path("away")
+        with open(away, "wb") as file:
+            file.write(bytes(16))
+        constant = 'attribute "value" of the Constant node '
+        for put, told in ((in_constant, constant + '"sizes"'),
+                          (in_list, 'attribute "list" of the '),
+                          (in_indices, 'tensor "sparse"'),
+                          (in_function, constant + '"y"')):
+            with self.subTest(put=put.__name__):
+                model = onnx.load(self.path("model.onnx"))
+                put(model)
+                path = self.path("holder.onnx")
+                with open(path, "wb") as file:
+                    file.write(model.SerializeToString())
+                call = ("export", "--model", "digits", "--onnx", path,
+                        "--force", "-o")
+                result = self.run_quantctl(*call, self.path("out.onnx"),
+                                           code=4)
+                self.assertIn(told, result.stderr)
+                self.assertIn(" has its data in another file", result.stderr)
+                result = self.run_quantctl(*call, away, code=2)
+                self.assertIn("an output other than the input", result.stderr)
+
+    def test_SpecsAreNoOutputs(self):
+        specs = self.path("specs.txt")
+        with open(specs, "w", encoding="utf-8") as file:
+            file.write("int8\n")
+        entries = self.path("entries")
+        with open(entries, "w", encoding="utf-8") as file:
+            file.write("-1 0 1 2")
+        codebook = "codebook4:entries=" + entries
+        for call in (
+                ("quantize", WEIGHTS, "--spec", "@" + specs, "-o", specs),
+                ("quantize", WEIGHTS, "--spec", codebook, "-o", entries),
+                ("sweep", WEIGHTS, "--spec", codebook, "--min-sqnr", "9",
+                 "-o", entries),
+                ("report", WEIGHTS, "--spec", codebook, "-o", entries),
+                ("report", "--model", "m", "--spec", codebook, "-o", entries)):
+            with self.subTest(call=call):
+                result = self.run_quantctl(*call, "--force", code=2)
+                self.assertIn("an output other than the input", result.stderr)
 
     def test_ShapesTakeNoFilesOfData(self):
         self.write_digits(self.path("model.onnx"), 13)
