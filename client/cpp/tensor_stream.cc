@@ -420,6 +420,7 @@ class QuantizeExchange final
     header.set_scales_in_chunks(job.scales_in_chunks);
     header.mutable_outer_maximum()->Add(job.outer_maximum.begin(),
                                         job.outer_maximum.end());
+    if (job.rounding.has_value()) *header.mutable_rounding() = *job.rounding;
     if (job.scales_in_chunks) scale_receiver_.emplace(scale_sinks_);
     if (!SetScales(job, 8 * ElementSizeBytes(job.tensor.element_type),
                    &header)) {
@@ -427,7 +428,7 @@ class QuantizeExchange final
     }
     SetRequest(job,
                !std::holds_alternative<EncodingSpec>(job.source) &&
-                   !job.scales_in_chunks,
+                   !job.scales_in_chunks && !job.rounding.has_value(),
                part_bytes, shared_buffers, &header);
   }
 

@@ -72,6 +72,9 @@ struct QuantizeJob {
   ScaleSinks scale_sinks;
   // With a spec and outer scales; see v1::QuantizeHeader.outer_maximum.
   std::vector<float> outer_maximum;
+  // Not each element by itself. The tensor then goes whole, not in parts; see
+  // v1::QuantizeHeader.rounding.
+  std::optional<v1::Rounding> rounding;
   // The scales of a source that is an encoding, in place of those in it. They
   // go up beside the elements, and must stay as long as these.
   std::optional<Scales> scales;

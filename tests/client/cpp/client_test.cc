@@ -558,6 +558,14 @@ TEST_F(ClientTest, StoresAnEncodingOnceForAllParts) {
   EXPECT_EQ(server_.faults().stored, 1);
 }
 
+TEST_F(ClientTest, CompensatedRoundingTakesTheWholeTensor) {
+  const std::vector<float> values = Ramp(kManyParts);
+  QuantizeJob job = MakeJob("w", values);
+  job.rounding.emplace().set_method(v1::ROUNDING_METHOD_COMPENSATED);
+  ExpectWhole(ConnectWithParts()->Quantize(job), values);
+  EXPECT_EQ(server_.faults().compensated, 1);
+}
+
 TEST_F(ClientTest, GoesOnWithTheEncodingThatItsReferenceHad) {
   const std::vector<float> values = Ramp(kManyParts);
   server_.faults().break_every_bytes = kPartBytes * 5;

@@ -91,6 +91,8 @@ struct Faults {
   // Bytes of tensors that came, and headers with `store`.
   std::atomic<int64_t> data_bytes{0};
   std::atomic<int> stored{0};
+  // Headers that ask for compensated rounding.
+  std::atomic<int> compensated{0};
   // The part that begins there fails, or asks once to come again; -1: none.
   std::atomic<int64_t> bad_part{-1};
   std::atomic<int64_t> retry_part{-1};
@@ -158,6 +160,9 @@ class FakeQuantizationService final : public v1::QuantizationService::Service {
         is_open = true;
         XXH3_64bits_reset(hash);
         faults_.stored += header.store() ? 1 : 0;
+        faults_.compensated +=
+            header.rounding().method() == v1::ROUNDING_METHOD_COMPENSATED ? 1
+                                                                          : 0;
         if (header.has_reference() && faults_.replaced_part == begin) {
           faults_.replaced_part = -1;
           faults_.reference_scale = 0.5f;
