@@ -23,6 +23,7 @@
 #include "client/cli/quantize_plan.h"
 #include "client/cli/quantize_publish.h"
 #include "client/cli/quantize_report.h"
+#include "client/cli/quantize_rounding.h"
 #include "client/cli/quantize_server.h"
 #include "client/cli/selection.h"
 #include "client/cli/session.h"
@@ -104,8 +105,8 @@ const Option* AddShareOptions(Command* command, QuantizeOptions* options) {
       "input and the output");
   command->AddFlag("--join", &options->parts.join,
                    "Make the output of the parts, once all are done; calls the "
-                   "server only to publish encodings and to read stored "
-                   "encodings of activations. Otherwise the same options as "
+                   "server only to publish encodings and to read what is "
+                   "stored of activations. Otherwise the same options as "
                    "the parts");
   return part;
 }
@@ -125,6 +126,7 @@ const Option* AddTensorOptions(Command* command, QuantizeOptions* options) {
                   "number; reject fails a tensor with NaN or an infinity. By "
                   "default the format's code of NaN, or else that of 0")
       ->OneOf({"zero-point", "qmin", "reject"});
+  AddRoundingOptions(command, &options->rounding);
   options->ties.AddOptions(command, "Tensors that share one outer scale");
   command->AddFlag("--evaluate", &options->evaluate,
                    "Measure the error of every quantized tensor");
@@ -155,6 +157,11 @@ void AddExamplesAndNotes(Command* command) {
       "quantctl quantize model-f16.gguf -o model-q4_k.gguf \\\n"
       "  --spec q4_K --spec 'output.weight=q6_K'",
       "quantctl makes these blocks itself, and q5_K, without a server");
+  command->AddExample(
+      "quantctl quantize model.safetensors -o model.int4.safetensors \\\n"
+      "  --spec int4:group:128 --rounding compensated --inputs acme/net",
+      "for the output of each layer, with the inputs that "
+      "quantd.torch.calibrate(..., features=\"gram\") has stored");
   command->AddNote(
       "Of an ONNX model the initializers are quantized, to a safetensors file. "
       "To get an ONNX model with codes, calibrate it and use quantctl export "
@@ -183,7 +190,7 @@ class Quantizer {
     absl::Status status = CheckGgufOptions(options_, *specs);
     if (!status.ok()) return session_.FailUsage(status);
     std::optional<Connections> connections;
-    if (NeedsActivations(options_)) {
+    if (NeedsActivations(options_) || options_.rounding.IsCompensated()) {
       status = Connect(&connections);
       if (!status.ok()) return session_.FailUsage(status);
     }
@@ -206,7 +213,7 @@ class Quantizer {
             DraftKeyOf(options_, plan_, connections->first());
         if (!key.ok()) return ReportRefused(key.status(), options_, &session_);
         server_ = std::make_unique<QuantizeServer>(
-            options_, *std::move(connections), *key, plan_.ties);
+            options_, *std::move(connections), *key, plan_);
         status = Check();
         if (!status.ok()) return ReportRefused(status, options_, &session_);
       }
@@ -353,10 +360,12 @@ void AddQuantizeCommand(Command* quantctl, Session* session) {
     options->has_layout = layout->IsGiven();
     options->has_ignore = ignore->IsGiven();
     if (!store->IsGiven()) options->store = !options->name.model.empty();
-    if (options->name.model.empty()) {
+    const bool has_model = !options->name.model.empty();
+    if (!has_model) {
       options->name.model = FileStem(options->input);
     }
-    const absl::Status status = ApplyScheme(options.get());
+    absl::Status status = ApplyScheme(options.get());
+    if (status.ok()) status = CheckRounding(has_model, options.get());
     if (!status.ok()) return session->FailUsage(status);
     Quantizer(*options, session).Run();
   });

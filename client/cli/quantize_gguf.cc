@@ -264,6 +264,12 @@ absl::Status CheckGgufOptions(const QuantizeOptions& options,
         "expected --no-store with ", type,
         ": no encoding has its scales and minima, so there is none to store"));
   }
+  if (!type.empty() && options.rounding.IsCompensated()) {
+    return ArgumentInvalidError(absl::StrCat(
+        "expected --rounding nearest with ", type,
+        ": quantctl makes its blocks itself; specs of the server, such as "
+        "int4:group:32:scale=float16, can be compensated"));
+  }
   if (!options.IsGguf()) {
     return options.metadata.empty()
                ? absl::OkStatus()

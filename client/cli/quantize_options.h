@@ -3,6 +3,7 @@
 #ifndef QUANTD_CLIENT_CLI_QUANTIZE_OPTIONS_H_
 #define QUANTD_CLIENT_CLI_QUANTIZE_OPTIONS_H_
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -19,6 +20,21 @@ struct PartOptions {
   bool has_part = false;
   std::string part;
   bool join = false;
+};
+
+// --rounding and what goes with it.
+struct RoundingOptions {
+  std::string method = "nearest";
+  std::string inputs;
+  // The file of --inputs-map.
+  std::string map;
+  std::optional<double> damping;
+  std::string column_order;
+  // Of the inputs, after CheckRounding.
+  std::string model;
+  std::string revision;
+
+  bool IsCompensated() const { return method == "compensated"; }
 };
 
 // Each is explained in the help.
@@ -41,6 +57,7 @@ struct QuantizeOptions {
   bool store = false;
   std::string nan_policy;
   TieFlags ties;
+  RoundingOptions rounding;
   bool evaluate = false;
   bool requantize = false;
   bool restart = false;

@@ -27,6 +27,7 @@ Json RecordOf(const Outcome& outcome) {
                  {"nan", outcome.nan_count},
                  {"infinity", outcome.infinity_count},
                  {"mantissa_bits", outcome.mantissa_bits}};
+  if (outcome.is_compensated) record["rounding"] = "compensated";
   if (outcome.metrics.has_value()) {
     record["metrics"] =
         absl::Base64Escape(outcome.metrics->SerializeAsString());
@@ -55,6 +56,7 @@ std::optional<Outcome> ParseRecord(const Json& record) {
     }
     *count = found->get<uint64_t>();
   }
+  outcome.is_compensated = record.contains("rounding");
   const auto metrics = record.find("metrics");
   if (metrics == record.end()) return outcome;
   std::string bytes;

@@ -38,6 +38,8 @@ struct Outcome {
   uint64_t infinity_count = 0;
   // See v1::QuantizeResponseHeader.
   uint64_t mantissa_bits = 0;
+  // Rounded for the output of its layer, not each element by itself.
+  bool is_compensated = false;
   std::optional<v1::ErrorMetrics> metrics;
 };
 

@@ -24,6 +24,7 @@
 #include "client/cli/plain_input.h"
 #include "client/cli/quantize_activations.h"
 #include "client/cli/quantize_resume.h"
+#include "client/cli/quantize_rounding.h"
 #include "client/cli/selection.h"
 #include "client/cli/table.h"
 #include "client/cli/tensor_options.h"
@@ -593,6 +594,14 @@ absl::StatusOr<QuantizePlan> MakePlan(const QuantizeOptions& options,
   if (status.ok()) status = FindAllTies(options, &plan);
   if (status.ok()) status = FindActivations(options, client, &plan);
   if (status.ok()) status = CheckAddedNames(plan);
+  if (status.ok()) {
+    status = FindRoundings(
+        options, client,
+        [&](const std::string& tensor) {
+          return IsNamed(options, plan.specs, tensor);
+        },
+        &plan);
+  }
   if (!status.ok()) return status;
   for (const std::unique_ptr<Shard>& shard : plan.shards) {
     SetKeys(options, session->server, plan, shard.get());

@@ -27,6 +27,7 @@
 #include "client/files/safetensors.h"
 #include "client/models/spec_syntax.h"
 #include "client/models/tie_groups.h"
+#include "quantd/v1/quantization_service.pb.h"
 
 namespace quantd::cli {
 
@@ -47,6 +48,13 @@ struct Target {
   bool IsDone() const { return is_kept || shard->is_kept; }
 };
 
+// How a tensor is rounded for the output of its layer.
+struct PlannedRounding {
+  v1::Rounding rounding;
+  // Tells the statistics of the inputs from those of another time.
+  std::string state;
+};
+
 // What is to be done, and what became of it so far.
 struct QuantizePlan {
   // Whether the output is one.
@@ -60,6 +68,12 @@ struct QuantizePlan {
   std::vector<Target> targets;
   // Of all shards, whatever the part.
   std::vector<TieGroup> ties;
+  // Compensated ones, by tensor.
+  std::map<std::string, PlannedRounding> roundings;
+  // Tensors that are quantized and have no inputs for that; those that somebody
+  // asked for by themselves.
+  std::vector<std::string> nearest;
+  std::vector<std::string> named_nearest;
   // Tensors of the input that became one for each expert.
   std::vector<FusedExperts> experts;
   // Of compressed-tensors: those of the modules, by their tensors, ...
@@ -107,8 +121,9 @@ absl::StatusOr<std::optional<Part>> ParsePartOptions(
 
 // Opens all inputs and decides what is to be done with each, and what is there
 // already. Writes nothing. A tensor that cannot be quantized has its error in
-// `outcomes`. `client` reads stored encodings of activations; null where
-// NeedsActivations is false.
+// `outcomes`. `client` reads stored encodings of activations and
+// finds stored inputs; null where NeedsActivations is false and the rounding is
+// not compensated.
 // Errors: ARGUMENT_INVALID and those of files and of the client.
 absl::StatusOr<QuantizePlan> MakePlan(const QuantizeOptions& options,
                                       const SpecSet& specs,

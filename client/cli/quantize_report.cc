@@ -105,6 +105,7 @@ std::string ResultText(const Shard& shard, const Outcome& outcome) {
   if (!shard.is_written) return outcome.status.ok() ? "not written" : "failed";
   if (!outcome.status.ok() && !outcome.is_quantized) return "failed, copied";
   return absl::StrCat(outcome.is_quantized ? outcome.format : "copied",
+                      outcome.is_compensated ? ", compensated" : "",
                       shard.is_kept ? ", kept" : "");
 }
 
@@ -123,6 +124,7 @@ Json OutcomeJson(const Shard& shard, const files::FileTensor& tensor,
                {"bytes_after", shard.is_written ? outcome.output_bytes : 0}};
   if (outcome.is_quantized) {
     json["format"] = outcome.format;
+    json["rounding"] = outcome.is_compensated ? "compensated" : "nearest";
     json["mantissa_bits"] = outcome.mantissa_bits;
     json["clipped_low_count"] = outcome.clipped_low_count;
     json["clipped_high_count"] = outcome.clipped_high_count;
@@ -193,6 +195,7 @@ class RunReport {
     }
     PrintNotFinite();
     PrintLeftOut();
+    PrintNearest();
     if (plan_.is_complete) {
       PrintModel();
       PrintTies();
@@ -369,6 +372,22 @@ class RunReport {
       session_.PrintError(
           absl::StrCat("quantctl: nothing is quantized: ", options_.output.path,
                        " has all tensors as they were"));
+    }
+  }
+
+  // Tensors that no inputs were found for.
+  void PrintNearest() const {
+    if (!plan_.nearest.empty()) {
+      session_.PrintError(absl::StrCat(
+          "quantctl: rounded to the nearest, as there are no inputs of them: ",
+          NamesText(plan_.nearest)));
+    }
+    if (!plan_.named_nearest.empty()) {
+      session_.Note(kServerError);
+      session_.PrintError(absl::StrCat(
+          "quantctl: asked for, but rounded to the nearest, as there are no "
+          "inputs of them: ",
+          NamesText(plan_.named_nearest), "; see --inputs-map and --exclude"));
     }
   }
 

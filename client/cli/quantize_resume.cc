@@ -67,6 +67,15 @@ std::string CommandText(const QuantizeOptions& options, const SpecSet& specs) {
       absl::StrAppend(&text, "\nignore=", ignore);
     }
   }
+  const RoundingOptions& rounding = options.rounding;
+  if (rounding.IsCompensated()) {
+    absl::StrAppend(&text, "\nrounding=", rounding.method, " ", rounding.model,
+                    "@", rounding.revision, " ",
+                    rounding.damping.has_value()
+                        ? absl::StrFormat("%.17g", *rounding.damping)
+                        : "",
+                    " ", rounding.column_order);
+  }
   if (options.ties.no_defaults) absl::StrAppend(&text, "\nno-ties");
   for (const std::string& tie : options.ties.patterns) {
     absl::StrAppend(&text, "\ntie=", tie);
@@ -131,7 +140,8 @@ absl::Status ExistsError(const Shard& shard, bool is_quantctls) {
       status.message(),
       ", made from another input or with other options (--spec, --include, "
       "--exclude, --min-rank, --all, --layout, --activations, --kv-cache, "
-      "--ignore, --nan-policy, --tie); give those of that run to go on with "
+      "--ignore, --nan-policy, --tie, --rounding); give those of that run to "
+      "go on with "
       "it, or another folder with -o"));
 }
 
@@ -142,9 +152,9 @@ absl::Status OtherPartError(const std::string& path, absl::StatusCode code) {
           code == absl::StatusCode::kAlreadyExists ? "FILE_EXISTS: "
                                                    : "FILE_INCOMPLETE: ",
           path,
-          " was made from another input, with other options or with other "
-          "encodings of activations than these; all parts need the same "
-          "ones"));
+          " was made from another input, with other options, or with other "
+          "stored encodings or statistics of activations than these; all parts "
+          "need the same ones"));
 }
 
 // Looks at the files of the output. Not thread-safe.
@@ -356,6 +366,13 @@ void SetKeys(const QuantizeOptions& options, const std::string& server,
     }
   }
   for (const CompressedData& data : shard->cache) AppendData(data, &text);
+  for (const files::FileTensor* const tensor : shard->selected) {
+    const auto found = plan.roundings.find(tensor->name);
+    if (found == plan.roundings.end()) continue;
+    absl::StrAppend(&text, "rounding ", tensor->name, " ",
+                    found->second.rounding.inputs().tensor(), " ",
+                    found->second.state, "\n");
+  }
   // The shapes of both tensors of experts say how each lies.
   for (const FusedExperts& experts : plan.experts) {
     absl::StrAppend(&text, "experts ", experts.name, " ", experts.is_transposed,

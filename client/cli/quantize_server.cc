@@ -49,11 +49,12 @@ void SetOutcome(const QuantizeResult& result, uint64_t output_bytes,
 QuantizeServer::QuantizeServer(const QuantizeOptions& options,
                                Connections connections,
                                absl::string_view run_key,
-                               const std::vector<TieGroup>& ties)
+                               const QuantizePlan& plan)
     : options_(options),
       connections_(std::move(connections)),
       engine_(connections_.clients()),
-      maxima_(ties) {
+      maxima_(plan.ties),
+      roundings_(plan.roundings) {
   if (options.store) draft_.emplace(options.name, run_key);
 }
 
@@ -106,6 +107,8 @@ QuantizeJob QuantizeServer::MakeJob(TensorTask* task) {
   job.nan_policy = NanPolicyOf(options_.nan_policy);
   job.scales_in_chunks = true;
   job.outer_maximum = task->outer_maximum;
+  const auto rounding = roundings_.find(task->tensor->name);
+  if (rounding != roundings_.end()) job.rounding = rounding->second.rounding;
   return job;
 }
 
@@ -126,6 +129,8 @@ absl::Status QuantizeServer::TakeResult(
   }
   if (!size.ok()) return size.status();
   SetOutcome(*result, *size, task->outcome);
+  task->outcome->is_compensated =
+      roundings_.find(task->tensor->name) != roundings_.end();
   if (options_.evaluate) Evaluate(evaluate, task);
   return absl::OkStatus();
 }

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -21,6 +22,7 @@
 #include "client/cli/progress.h"
 #include "client/cli/quantize_options.h"
 #include "client/cli/quantize_outcome.h"
+#include "client/cli/quantize_plan.h"
 #include "client/cli/streams.h"
 #include "client/cpp/client.h"
 #include "client/cpp/tensor.h"
@@ -56,9 +58,9 @@ struct TensorSink {
 // The connections of one run. Not thread-safe.
 class QuantizeServer {
  public:
-  // `options` and `ties` must stay. `run_key` is that of the draft.
+  // `options` and `plan` must stay. `run_key` is that of the draft.
   QuantizeServer(const QuantizeOptions& options, Connections connections,
-                 absl::string_view run_key, const std::vector<TieGroup>& ties);
+                 absl::string_view run_key, const QuantizePlan& plan);
 
   // Quantizes all tensors. What became of each goes to its outcome; errors are
   // those that end the run.
@@ -92,6 +94,7 @@ class QuantizeServer {
   const Connections connections_;
   internal::QuantizeEngine engine_;
   TiedMaxima maxima_;
+  const std::map<std::string, PlannedRounding>& roundings_;
   std::optional<DraftRevision> draft_;
   mutable absl::Mutex mutex_;
   uint64_t stored_count_ ABSL_GUARDED_BY(mutex_) = 0;

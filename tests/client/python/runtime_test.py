@@ -638,7 +638,7 @@ def test_PartsOfOtherActivationsDoNotJoin(tmp_path, quantctl, client):
     quantctl("quantize", source, "-o", out, *flags, "--part", "0/1")
     calibrate(2)
     said = quantctl("quantize", source, "-o", out, *flags, "--join", code=4)
-    assert "or with other encodings of activations than these" in said
+    assert "or with other stored encodings or statistics" in said
     said = quantctl("quantize", source, "-o", out, *flags, "--exclude", "*up*",
                     "--ignore", "*v_proj", "--part", "0/1", code=4)
     assert "--activations, --kv-cache, --ignore, " in said
