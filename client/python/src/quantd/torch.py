@@ -27,8 +27,8 @@ import torch
 import torch.utils.checkpoint
 from torch.nn.utils import parametrize
 
-from quantd import _apart, _arrays, _globs, errors
-from quantd._requests import CalibrateJob, Contribution
+from quantd import _apart, _arrays, _globs, _torch_gram, errors
+from quantd._requests import CalibrateJob, Contribution, FeatureStatistics
 from quantd._torch_fake import FakeQuantize
 from quantd._torch_load import LoadedNames, load_into
 from quantd._torch_modules import (QuantizedConv1d, QuantizedConv2d,
@@ -37,7 +37,7 @@ from quantd._torch_modules import (QuantizedConv1d, QuantizedConv2d,
                                    ReplacedWeight, ReplacedWeights, quantize_)
 from quantd.client import Client
 from quantd.encoding import GranularityLike
-from quantd.results import QuantizedTensor
+from quantd.results import CalibrateResult, QuantizedTensor
 from quantd.tensor import Array, TensorName
 
 __all__ = ["Calibration", "FakeQuantize", "LoadedNames", "QuantizedConv1d",
@@ -47,6 +47,9 @@ __all__ = ["Calibration", "FakeQuantize", "LoadedNames", "QuantizedConv1d",
            "load_into", "quantize_"]
 
 _KINDS = ("input", "output")
+_FEATURES = (None, "gram")
+# Of a contribution's elements: more that were clipped are told of.
+_CLIPPED_SHARE = 1e-3
 _ELEMENT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 # With on_error "warn" a server that gave no answer is not asked again for so
 # many times the time that its retries took: the model waits for them, and is to
@@ -97,7 +100,8 @@ def calibrate(model: torch.nn.Module, client: Client, *, model_name: str,
               start: Union[int, Mapping[str, int], None] = None,
               granularity: GranularityLike = None, mantissa_bits: int = 0,
               force_statistics: bool = False, on_error: str = "raise",
-              max_pending_bytes: int = 256 << 20) -> Calibration:
+              max_pending_bytes: int = 256 << 20,
+              features: Optional[str] = None) -> Calibration:
     """Sends what a model computes to the statistics of the service, under the
     names "MODULE.input" and "MODULE.output" of model_name, with ".1" and so on
     for further tensors, by their place among the parameters of forward();
@@ -134,6 +138,14 @@ def calibrate(model: torch.nn.Module, client: Client, *, model_name: str,
         most for a tenth of its time.
     max_pending_bytes: of copies that wait to be sent; beyond it the model
         waits.
+    features: "gram" also adds up the Gram matrices of inputs, with which
+        weights are rounded for the output of their layer; see Rounding. Layers
+        are Linear and Conv2d without groups; `left_out` has the others, of
+        which nothing is counted. The inputs of a Conv2d are unfolded: rows of
+        in * height * width features. What feeds several layers, as q, k and v,
+        is counted once, and `inputs` says under which name. The first
+        contribution to a name sets the steps of its features, see
+        FeatureStatistics.
 
     Raises: ARGUMENT_INVALID.
     """
@@ -142,7 +154,7 @@ def calibrate(model: torch.nn.Module, client: Client, *, model_name: str,
                        start=start, granularity=granularity,
                        mantissa_bits=mantissa_bits,
                        force_statistics=force_statistics, on_error=on_error,
-                       max_pending_bytes=max_pending_bytes)
+                       max_pending_bytes=max_pending_bytes, features=features)
 
 
 class Calibration:
@@ -150,6 +162,7 @@ class Calibration:
 
     is_enabled: False lets what the model computes pass, e.g. in validation; it
         is not counted in `sequences` either.
+    left_out: with features, why the inputs of a module are not counted.
     """
 
     def __init__(self, model: torch.nn.Module, client: Client, *,
@@ -158,7 +171,7 @@ class Calibration:
                  start: Union[int, Mapping[str, int], None],
                  granularity: GranularityLike, mantissa_bits: int,
                  force_statistics: bool, on_error: str,
-                 max_pending_bytes: int) -> None:
+                 max_pending_bytes: int, features: Optional[str]) -> None:
         if on_error not in ("raise", "warn"):
             raise errors.argument_invalid(
                 f"expected 'raise' or 'warn', got {on_error!r}", "on_error")
@@ -166,7 +179,18 @@ class Calibration:
                 _KINDS):
             raise errors.argument_invalid(
                 f"expected some of {_KINDS}, got {record!r}", "record")
+        if features not in _FEATURES:
+            raise errors.argument_invalid(
+                f"expected one of {_FEATURES}, got {features!r}", "features")
+        if features is not None and set(record) != {"input"}:
+            raise errors.argument_invalid(
+                "expected features with inputs only", "record")
         self.is_enabled = True
+        self.left_out: dict[str, str] = {}
+        self._features = features
+        self._shared = _torch_gram.SharedInputs()
+        # Names that were told of.
+        self._clipped: set[str] = set()
         self._client = client
         self._model_name = model_name
         self._revision = revision
@@ -182,6 +206,11 @@ class Calibration:
         if not self._modules:
             raise errors.argument_invalid("no module of the model is chosen",
                                           "modules")
+        if features is not None:
+            self._leave_out()
+        # By name of their inputs.
+        self._layers = {_join(name, "input"): module
+                        for name, module in self._modules}
         self._handles: list[Any] = []
         self._changed = _apart.Condition()
         # Guarded by _changed, as is all that follows.
@@ -197,6 +226,15 @@ class Calibration:
         self._thread: Optional[threading.Thread] = None
         # Where the thread is.
         self._process_id = os.getpid()
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """With features: of each weight whose layer has run, under which name
+        its inputs are counted. What quantctl takes as --inputs-map, as
+        JSON."""
+        with self._changed:
+            return {name[:-len("input")] + "weight": counted
+                    for name, counted in self._shared.names.items()}
 
     @property
     def sequences(self) -> dict[str, int]:
@@ -237,6 +275,23 @@ class Calibration:
         return self._client is other._client and (
             self._model_name, self._revision or "main", self._source) == (
                 other._model_name, other._revision or "main", other._source)
+
+    def _leave_out(self) -> None:
+        """Modules whose inputs have no Gram matrix."""
+        for name, module in self._modules:
+            why = _torch_gram.why_none(module)
+            if why:
+                self.left_out[name] = why
+        self._modules = [(name, module) for name, module in self._modules
+                         if name not in self.left_out]
+        if not self._modules:
+            raise errors.argument_invalid(
+                "expected modules of Linear or Conv2d without groups",
+                "modules")
+        if self.left_out:
+            _warn("not counted, as no Gram matrix is made of their inputs: " +
+                  ", ".join(f"{name} ({why})"
+                            for name, why in self.left_out.items()))
 
     def _hook(self, name: str, module: torch.nn.Module) -> None:
         # Before the module runs: it may write over its inputs.
@@ -328,10 +383,28 @@ class Calibration:
         keyword."""
         if not self.is_enabled or _is_going_backward():
             return
+        if self._features is not None:
+            # The weight has no other factor.
+            values = {0: values.get(0)}
         for place, tensor in values.items():
             if isinstance(tensor, torch.Tensor) and (
-                    tensor.dtype in _ELEMENT_TYPES and tensor.numel()):
+                    tensor.dtype in _ELEMENT_TYPES and tensor.numel() and
+                    self._is_own(name, tensor)):
                 self._add(f"{name}.{place}" if place else name, tensor)
+
+    def _is_own(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether the inputs are not those of another layer too, where they
+        are counted."""
+        if self._features is None:
+            return True
+        with self._changed:
+            counted, has_changed = self._shared.name_of(
+                name, self._layers[name], tensor)
+        if has_changed:
+            _warn(f"{name} was counted with that of another layer, and is "
+                  "another tensor now: it is counted by itself from here on, "
+                  "without what came before")
+        return counted == name
 
     def _add(self, name: str, tensor: torch.Tensor) -> None:
         if self._is_forked():
@@ -427,11 +500,16 @@ class Calibration:
             for name, sequence, tensor in round_:
                 if self._has_ended():
                     return
+                features = None
+                if self._features is not None:
+                    tensor = _torch_gram.rows(self._layers[name], tensor)
+                    features = FeatureStatistics(gram=True)
                 yield CalibrateJob(
                     tensor, self._name(name), contribution=Contribution(
                         self._source, sequence, self._granularity,
                         self._mantissa_bits,
-                        force_statistics=self._force_statistics))
+                        force_statistics=self._force_statistics,
+                        features=features))
 
         answered = 0
         begin = time.monotonic()
@@ -482,6 +560,8 @@ class Calibration:
         if error is not None and self._on_error == "warn" and (
                 not self._has_ended()):
             _warn_of(name, error)
+        if error is None and self._features is not None:
+            self._warn_of_clipped(name, tensor, answer)
         with self._changed:
             # What was left has been told of.
             if self._is_ending:
@@ -491,6 +571,17 @@ class Calibration:
                 self._error = self._error or error.with_traceback(None)
             self._pending_bytes -= tensor.element_size() * tensor.nelement()
             self._changed.notify_all()
+
+    def _warn_of_clipped(self, name: str, tensor: torch.Tensor,
+                         answer: CalibrateResult) -> None:
+        gram = answer.contribution and answer.contribution.gram
+        if gram and gram.clipped_count > _CLIPPED_SHARE * tensor.nelement() and (
+                name not in self._clipped):
+            self._clipped.add(name)
+            _warn(f"{name}: {gram.clipped_count} elements of a batch are larger "
+                  "than the steps of the Gram matrix, which the first batch "
+                  "set, have room for; delete the statistics and begin with a "
+                  "batch of larger values")
 
     def _has_ended(self) -> bool:
         with self._changed:
