@@ -187,7 +187,7 @@ class Output {
         metadata[absl::StrCat(kQuantizedKeyPrefix, tensor.name)] = absl::StrCat(
             "u", QuantizedMetadata(element_type, tensor.shape, encoding));
       }
-      records[tensor.name] = MostRecord(encoding);
+      records[tensor.name] = MostRecord(tensor.name, encoding);
     }
     if (options_.IsCompressed()) {
       metadata["format"] = "pt";
@@ -206,7 +206,7 @@ class Output {
   }
 
   // The longest that a tensor can have.
-  Json MostRecord(const Encoding& encoding) const {
+  Json MostRecord(const std::string& tensor, const Encoding& encoding) const {
     Outcome most;
     // The unsigned format of that width has one letter more.
     most.format = absl::StrCat("u", FormatName(encoding.format()));
@@ -216,6 +216,7 @@ class Output {
     most.nan_count = UINT64_MAX;
     most.infinity_count = UINT64_MAX;
     most.mantissa_bits = UINT64_MAX;
+    most.is_compensated = plan_.roundings.count(tensor) > 0;
     Json record = RecordOf(most);
     if (options_.evaluate) record["metrics"] = std::string(kMetricsRoom, 'x');
     return record;

@@ -378,15 +378,17 @@ class RunReport {
   // Tensors that no inputs were found for.
   void PrintNearest() const {
     if (!plan_.nearest.empty()) {
-      session_.PrintError(absl::StrCat(
-          "quantctl: rounded to the nearest, as there are no inputs of them: ",
-          NamesText(plan_.nearest)));
+      session_.PrintError(
+          absl::StrCat("quantctl: rounded to the nearest, as no Gram matrix of "
+                       "their inputs is stored: ",
+                       NamesText(plan_.nearest)));
     }
     if (!plan_.named_nearest.empty()) {
       session_.Note(kServerError);
       session_.PrintError(absl::StrCat(
-          "quantctl: asked for, but rounded to the nearest, as there are no "
-          "inputs of them: ",
+          "quantctl: asked for, but rounded to the nearest, as no Gram matrix "
+          "of "
+          "their inputs is stored: ",
           NamesText(plan_.named_nearest), "; see --inputs-map and --exclude"));
     }
   }

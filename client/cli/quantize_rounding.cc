@@ -60,6 +60,7 @@ class StoredInputs {
                const std::vector<v1::StatisticsEntry>& entries)
       : map_(std::move(map)) {
     for (const v1::StatisticsEntry& entry : entries) {
+      if (entry.gram_size_bytes() == 0) continue;
       states_[entry.tensor()] = absl::StrCat(
           entry.source_count(), " ", entry.size_bytes(), " ",
           entry.update_time().seconds(), " ", entry.update_time().nanos());
