@@ -285,14 +285,19 @@ def test_what_has_no_inputs_is_told(tmp_path, quantctl, client, digits):
         quantd.TensorName("gram/part", "fc2.input"),
         contribution=quantd.Contribution(
             "s", 1, features=quantd.FeatureStatistics()))
+    # Statistics alone do not help.
+    client.calibrate(np.ones((3, 1024), np.float32),
+                     quantd.TensorName("gram/part", "fc1.input"),
+                     contribution=quantd.Contribution("s", 1))
     said = quantctl(*flags, "--spec", "int4")
-    assert "no inputs of them: conv1.weight, conv2.weight, fc1.weight" in said
+    assert "is stored: conv1.weight, conv2.weight, fc1.weight" in said
     assert "int4, compensated" in said
     said = quantctl(*flags, "--spec", "conv1*=int4", "--spec", "int4", code=1)
     assert "asked for, but rounded to the nearest" in said
     # No matrix, or one of other features, fails the tensor.
     client.calibrate(
-        np.ones((3, 4), np.float32), quantd.TensorName("gram/part", "fc1.input"),
+        np.ones((3, 4), np.float32),
+        quantd.TensorName("gram/part", "conv2.input"),
         contribution=quantd.Contribution(
             "s", 1, features=quantd.FeatureStatistics()))
     out.unlink()
@@ -354,3 +359,48 @@ def test_parts_and_later_runs_have_the_same_codes(tmp_path, quantctl, client,
         contribution=quantd.Contribution(
             "late", 1, features=quantd.FeatureStatistics()))
     assert "kept" not in quantctl("quantize", source, "-o", whole, *flags)
+
+
+def test_python_writes_what_quantctl_writes(tmp_path, quantctl, client, digits):
+    weights, test = digits
+    source = tmp_path / "model"
+    source.mkdir()
+    os.symlink(DIGITS, source / "model.safetensors")
+    out = tmp_path / "out"
+    inputs = {"fc2.weight": "not-there"}
+    (tmp_path / "inputs.json").write_text(json.dumps(inputs))
+    quantctl("quantize", source, "-o", out, "--spec", "int4:per-channel",
+             "--rounding", "compensated", "--inputs", "gram/digits",
+             "--inputs-map", tmp_path / "inputs.json", "--damping", "0.02",
+             "--column-order", "natural")
+    rounding = quantd.ModelRounding("gram/digits", inputs=inputs, damping=.02,
+                                    column_order="natural")
+    # With the same keys: it goes on with what quantctl has begun.
+    kept = quantd.quantize_model(source, out, "int4:per-channel",
+                                 client=client, rounding=rounding)
+    want = {"conv1.weight": "compensated", "conv2.weight": "compensated",
+            "fc1.weight": "compensated", "fc2.weight": "nearest"}
+    for done in (kept, quantd.quantize_model(
+            DIGITS, tmp_path / "one.safetensors", "int4:per-channel",
+            client=client, rounding=rounding)):
+        assert {tensor.name: tensor.rounding for tensor in done.tensors
+                if tensor.rounding} == want
+    assert {tensor.result for tensor in kept.tensors} == {"kept"}
+    assert codes_of(tmp_path / "one.safetensors") == codes_of(out)
+
+    network = networks.Digits(weights)
+    done = quantd.torch.quantize_(network, "int4:per-channel", client=client,
+                                  rounding=rounding)
+    assert {weight.name: weight.rounding for weight in done.replaced} == want
+    done = quantd.torch.quantize_(
+        network := networks.Digits(weights), "int4:per-channel", client=client,
+        rounding=quantd.ModelRounding("gram/digits"))
+    with torch.no_grad():
+        logits = network(torch.from_numpy(test["images"].copy())).numpy()
+    assert sqnr_db(test["logits_fp32"], logits) > 36
+    for quantize in (quantd.torch.quantize_, quantd.quantize_model):
+        first = ((networks.Digits(weights),) if quantize is
+                 quantd.torch.quantize_ else (DIGITS, tmp_path / "no"))
+        with pytest.raises(quantd.QuantdError, match="got none for"):
+            quantize(*first, "int4", client=client,
+                     rounding=quantd.ModelRounding("gram/none"))

@@ -18,6 +18,7 @@ except ImportError as error:
 
 from quantd._chunks import DequantizedChunks, QuantizedChunks
 from quantd._credentials import tls_credentials
+from quantd._model_rounding import ModelRounding
 from quantd._requests import (CalibrateJob, Contribution, FeatureStatistics,
                               QuantizeJob, Rounding, gram_steps)
 from quantd._tables import ResultList
@@ -54,9 +55,10 @@ __all__ = [
     "ErrorHistogram", "ErrorMetrics", "Evaluation", "ExportedEncodings",
     "FeatureStatistics", "FormatInfo", "GramResult", "Granularity",
     "ImportedEncodings", "InterchangeLoss", "MeasuredCandidate",
-    "MeasuredTensor", "MixtureOption", "Model", "ModelMixture", "ModelSweep",
-    "ModelTensor", "Prediction", "PublishedRevision", "QuantdError",
-    "QuantizeJob", "QuantizeSummary", "QuantizedChunks", "QuantizedModel",
+    "MeasuredTensor", "MixtureOption", "Model", "ModelMixture",
+    "ModelRounding", "ModelSweep", "ModelTensor", "Prediction",
+    "PublishedRevision", "QuantdError", "QuantizeJob", "QuantizeSummary",
+    "QuantizedChunks", "QuantizedModel",
     "QuantizedTensor", "ResultList", "Revision", "Rounding",
     "StatisticsEntry", "StatisticsSource", "StoredEncoding",
     "StoredGram", "StoredStatistics", "SweepCandidate", "SweepMixture",

@@ -31,7 +31,7 @@ DEFAULTS = (
 _PIECE = re.compile(r"(\*)|\{([^{}]+)\}|([^*{}]+)")
 
 
-class _Pattern:
+class Pattern:
     """{A,B} is one of these texts; {NAME} is one or more characters, the same
     in a group; * is any characters."""
 
@@ -118,9 +118,9 @@ class Ties:
                 "ties")
         self._has_defaults = ties is not False
         given = [] if isinstance(ties, bool) else list(ties)
-        self._given = [_Pattern(text) for text in given]
+        self._given = [Pattern(text) for text in given]
         self._patterns = self._given + (
-            [_Pattern(text) for text in DEFAULTS] if self._has_defaults
+            [Pattern(text) for text in DEFAULTS] if self._has_defaults
             else [])
 
     def text(self) -> bytes:

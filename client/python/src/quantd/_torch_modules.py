@@ -9,7 +9,8 @@ from typing import Any, Callable, Iterator, Mapping, Optional
 import torch
 
 from quantd import _arrays, _globs, _scales, errors
-from quantd._requests import QuantizeJob, Sources
+from quantd._model_rounding import ModelRounding, StoredInputs
+from quantd._requests import QuantizeJob, Rounding, Sources
 from quantd._tables import ResultList, Tabular
 from quantd._torch_blocks import (LaidOut, keeping_types, plain_block_size,
                                   spread)
@@ -159,6 +160,7 @@ class ReplacedWeight(Tabular):
         more for each code, also for those that files pack.
     sqnr_db: 10 log10(sum x^2 / sum (x' - x)^2) over finite elements; inf
         without any error.
+    rounding: "compensated" for the output of its layer, or "nearest".
     """
 
     name: str
@@ -169,6 +171,7 @@ class ReplacedWeight(Tabular):
     bytes_before: int
     bytes_after: int
     sqnr_db: float
+    rounding: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +206,8 @@ class _Weight:
 
 def quantize_(model: torch.nn.Module, specs: Sources, *, client: Client,
               model_name: str = "", revision: str = "", store: bool = False,
-              nan_policy: Optional[str] = None) -> ReplacedWeights:
+              nan_policy: Optional[str] = None,
+              rounding: Optional[ModelRounding] = None) -> ReplacedWeights:
     """Puts codes in place of the weights of each Linear, Conv1d, Conv2d, Conv3d
     and Embedding, in place:
 
@@ -223,6 +227,9 @@ def quantize_(model: torch.nn.Module, specs: Sources, *, client: Client,
         a pattern matches counts. Encodings and references work, too.
     model_name, revision, store: of the names at the service, see
         Client.quantize_many.
+    rounding: weights whose inputs have a Gram matrix are rounded for the output
+        of their layer, the others to the nearest code: `rounding` of
+        ReplacedWeight says which.
 
     If a tensor fails, the model stays as it was.
 
@@ -237,16 +244,22 @@ def quantize_(model: torch.nn.Module, specs: Sources, *, client: Client,
                 for name in weight.names[:1] if weight.why_not}
     chosen = _choose([weight for weight in weights if not weight.why_not],
                      specs, left_out)
+    roundings: list[Optional[Rounding]] = [None] * len(chosen)
+    if rounding is not None:
+        inputs = StoredInputs(rounding, client)
+        roundings = [inputs.of(weight.name) for weight in chosen]
+        inputs.check_any(any(roundings))
     found = list(client.quantize_many(
-        [QuantizeJob(weight.parameter, weight.source, weight.name)
-         for weight in chosen], model=model_name, revision=revision,
+        [QuantizeJob(weight.parameter, weight.source, weight.name,
+                     rounding=how)
+         for weight, how in zip(chosen, roundings)], model=model_name, revision=revision,
         store=store, nan_policy=nan_policy))
     made = [QuantizedWeight(quantized, weight.parameter.dtype,
                             weight.parameter.device)
             for weight, quantized in zip(chosen, found)]
     replaced: ResultList[ReplacedWeight] = ResultList()
-    for weight, module in zip(chosen, made):
-        replaced.append(_report(weight, module))
+    for weight, module, how in zip(chosen, made, roundings):
+        replaced.append(_report(weight, module, how is not None))
         for owner in weight.modules:
             del owner._parameters["weight"]
             owner.__class__ = _CLASSES[type(owner)]
@@ -299,12 +312,14 @@ def _choose(weights: list[_Weight], specs: Sources, left_out: dict[str, str]
     return [weight for weight in weights if weight.name]
 
 
-def _report(weight: _Weight, module: QuantizedWeight) -> ReplacedWeight:
+def _report(weight: _Weight, module: QuantizedWeight, is_compensated: bool
+            ) -> ReplacedWeight:
     parameter = weight.parameter
     return ReplacedWeight(
         weight.name, tuple(weight.names), type(weight.modules[0]).__name__,
         module.format, tuple(parameter.shape), _size(parameter),
-        sum(map(_size, module.buffers())), _sqnr_db(parameter, module()))
+        sum(map(_size, module.buffers())), _sqnr_db(parameter, module()),
+        "compensated" if is_compensated else "nearest")
 
 
 def _size(tensor: torch.Tensor) -> int:

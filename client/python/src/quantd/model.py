@@ -12,6 +12,7 @@ from typing import (Any, Collection, Iterable, Iterator, Mapping, Optional,
 
 from quantd import _compressed, _files, _layout, errors
 from quantd._files import FileTensor, InputFile, SafetensorsWriter
+from quantd._model_rounding import ModelRounding, StoredInputs
 from quantd._parts import (PART_KEY, Part, as_part, find_parts, share_out)
 from quantd._plain import open_plain
 from quantd._progress import Progress, ProgressLike
@@ -48,6 +49,8 @@ class ModelTensor(Tabular):
     bytes_after: with all that lies beside the codes.
     format: of the codes; None where there are none.
     error: why it failed.
+    rounding: "compensated" for the output of its layer, or "nearest"; None
+        where it is not quantized.
     """
 
     name: str
@@ -62,6 +65,7 @@ class ModelTensor(Tabular):
     nan_count: int = 0
     infinity_count: int = 0
     error: Optional[errors.QuantdError] = None
+    rounding: Optional[str] = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -92,11 +96,15 @@ class _Outcome:
     nan: int = 0
     infinity: int = 0
     mantissa_bits: int = 0
+    is_compensated: bool = False
 
     def record(self) -> dict[str, Any]:
         """What a shard tells of it to the runs after this one."""
-        return {"format": self.format, "bytes": self.output_bytes,
-                **{key: getattr(self, key) for key in _RECORDED}}
+        record = {"format": self.format, "bytes": self.output_bytes,
+                  **{key: getattr(self, key) for key in _RECORDED}}
+        if self.is_compensated:
+            record["rounding"] = "compensated"
+        return record
 
     @classmethod
     def of_record(cls, record: Any) -> Optional[_Outcome]:
@@ -107,8 +115,10 @@ class _Outcome:
                     type(record.get(key)) is int and record[key] >= 0
                     for key in keys):
             return None
-        return cls(None, True, record["format"],
-                   *(record[key] for key in keys))
+        outcome = cls(None, True, record["format"],
+                      *(record[key] for key in keys))
+        outcome.is_compensated = "rounding" in record
+        return outcome
 
 
 @dataclasses.dataclass(eq=False)
@@ -152,7 +162,8 @@ def quantize_model(
         keep_going: bool = False, overwrite: bool = False,
         restart: bool = False, requantize: bool = False, streams: int = 2,
         ties: TiesLike = True, part: Union[tuple[int, int], str, None] = None,
-        progress: ProgressLike = False) -> QuantizedModel:
+        progress: ProgressLike = False,
+        rounding: Optional[ModelRounding] = None) -> QuantizedModel:
     """Quantizes the tensors of a file or of the folder of a model, and copies
     the others; with the bytes that quantctl quantize writes:
 
@@ -187,6 +198,9 @@ def quantize_model(
         any process that sees the files, and join_model() makes the target of
         them. quantctl quantize --part does the same.
     progress: see Client.quantize_many.
+    rounding: weights whose inputs have a Gram matrix are rounded for the output
+        of their layer, the others to the nearest code: `rounding` of
+        ModelTensor says which.
 
     Tensors go from the file's mapping to the server, and codes to a file
     without a name in the target's folder: a model may be larger than memory.
@@ -209,7 +223,7 @@ def quantize_model(
                Filter(tuple(include), tuple(exclude), min_rank), client, model,
                revision, store, nan_policy, keep_going, overwrite, restart,
                requantize, streams, Ties(ties),
-               None if part is None else as_part(part), False)
+               None if part is None else as_part(part), False, rounding)
     run.plan()
     return run.write(progress)
 
@@ -221,21 +235,23 @@ def join_model(
         include: Iterable[str] = (), exclude: Iterable[str] = (),
         min_rank: int = 2, nan_policy: Optional[str] = None,
         overwrite: bool = False, requantize: bool = False,
-        ties: TiesLike = True) -> QuantizedModel:
+        ties: TiesLike = True,
+        rounding: Optional[ModelRounding] = None) -> QuantizedModel:
     """Makes the target of the parts of quantize_model(), once all are done; the
     target is that of one run. The arguments are those of the parts.
 
-    client: only with store, whose encodings it publishes.
+    client: only with store, whose encodings it publishes, and with rounding.
 
     Raises: FILE_INCOMPLETE, with the parts that are missing; those of
         quantize_model().
     """
-    if store and client is None:
-        raise errors.argument_invalid("expected a client with store", "client")
+    if (store or rounding is not None) and client is None:
+        raise errors.argument_invalid(
+            "expected a client with store and with rounding", "client")
     run = _Run(os.fspath(source), os.fspath(target), SpecSet(specs),
                Filter(tuple(include), tuple(exclude), min_rank), client, model,
                revision, store, nan_policy, False, overwrite, False,
-               requantize, 1, Ties(ties), None, True)
+               requantize, 1, Ties(ties), None, True, rounding)
     run.plan()
     return run.write(False)
 
@@ -273,7 +289,8 @@ class _Run:
                  revision: str, store: bool, nan_policy: Optional[str],
                  keep_going: bool, overwrite: bool, restart: bool,
                  requantize: bool, streams: int, ties: Ties,
-                 part: Optional[Part], joins: bool) -> None:
+                 part: Optional[Part], joins: bool,
+                 rounding: Optional[ModelRounding]) -> None:
         self._source = source
         self._target = target
         self._specs = specs
@@ -291,6 +308,9 @@ class _Run:
         self._ties = ties
         self._part = part
         self._joins = joins
+        self._rounding = rounding
+        # With rounding, once the plan is made.
+        self._inputs: Optional[StoredInputs] = None
         self._targets: list[_Target] = []
         self._is_folder = os.path.isdir(source)
         self._weight_map: dict[str, str] = {}
@@ -316,6 +336,7 @@ class _Run:
              for tensor in shard.selected])
         self._tied = {tensor.name: group for group in self._groups
                       for tensor in group.tensors}
+        self._find_inputs()
         if self._has_keys:
             for shard in self._shards:
                 self._set_keys(shard)
@@ -334,6 +355,18 @@ class _Run:
                 ", ".join(unread[:_MOST_NAMES]))
         if not self._keep_going:
             self._raise_failed()
+
+    def _find_inputs(self) -> None:
+        if self._rounding is None:
+            return
+        assert self._client is not None
+        self._inputs = StoredInputs(self._rounding, self._client)
+        for shard in self._shards:
+            for tensor in shard.selected:
+                self._outcomes[tensor.name].is_compensated = (
+                    self._inputs.of(tensor.name) is not None)
+        self._inputs.check_any(any(outcome.is_compensated for outcome in
+                                   self._outcomes.values()))
 
     @property
     def _has_keys(self) -> bool:
@@ -541,6 +574,7 @@ class _Run:
     def _set_keys(self, shard: _Shard) -> None:
         policy = (self._nan_policy or "").replace("_", "-")
         command = (f"{_LAYOUT}\n{policy}".encode() + self._specs.text() +
+                   (self._inputs.command_text() if self._inputs else b"") +
                    self._ties.text() + self._filter.text())
         shard.command = _hash(
             f"{os.path.realpath(shard.file.path)}\n".encode() + command)
@@ -554,6 +588,9 @@ class _Run:
         for tensor in shard.selected:
             text += tensor.name.encode() + b"\n" + self._message(
                 tensor).SerializeToString(deterministic=True) + b"\n"
+        if self._inputs:
+            text += b"".join(self._inputs.run_text(tensor.name)
+                             for tensor in shard.selected)
         # What others have decides on a scale too.
         for group in self._groups:
             names = {tensor.name for tensor in group.tensors}
@@ -687,7 +724,8 @@ class _Run:
             most = 2**64 - 1
             records[tensor.name] = _Outcome(
                 None, True, "u" + encoding.format, most, most, most, most,
-                most, most).record()
+                most, most, self._outcomes[tensor.name].is_compensated
+            ).record()
             metadata[_layout.KEY_PREFIX + tensor.name] = (
                 "u" + _layout.record_text(
                     dataclasses.replace(encoding, qmin=-2**31, qmax=-2**31),
@@ -736,7 +774,8 @@ class _Run:
             tensor.array(), self._spec(tensor),
             self._draft_name(tensor.name) if self._store else None,
             self._store, self._nan_policy, element_type=tensor.element_type,
-            outer_maximum=None if tied is None else [tied.maximum()])
+            outer_maximum=None if tied is None else [tied.maximum()],
+            rounding=self._inputs.of(tensor.name) if self._inputs else None)
 
     def _find_draft(self) -> None:
         """Parts of one run share their draft. Any other run has its own; one
@@ -846,7 +885,8 @@ class _Run:
                     tensor.size_bytes, outcome.output_bytes,
                     outcome.format or None, outcome.clipped_low,
                     outcome.clipped_high, outcome.nan, outcome.infinity,
-                    outcome.error))
+                    outcome.error, None if not outcome.is_quantized else
+                    "compensated" if outcome.is_compensated else "nearest"))
         names = {_files.INDEX_NAME, *(shard.name for shard in self._shards)}
         left_out = sorted(
             name for name in os.listdir(self._source)
