@@ -590,7 +590,7 @@ absl::StatusOr<GramState> GramState::FromParts(const Parts& parts) {
   }
   if (parts.rows < 0 || parts.rows > kMaxRows || parts.left_out_rows < 0 ||
       parts.left_out_rows > kMaxRows || parts.clipped < 0 ||
-      parts.clipped / features > parts.rows) {
+      parts.clipped / features + (parts.clipped % features != 0) > parts.rows) {
     return StatisticsInvalidError(
         absl::StrCat("the Gram state is of ", parts.rows, " rows, with ",
                      parts.left_out_rows, " left out and ", parts.clipped,

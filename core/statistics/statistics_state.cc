@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "absl/algorithm/container.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
@@ -25,6 +26,52 @@ std::vector<int64_t> CanonicalBlockSize(absl::Span<const int64_t> block_size) {
     if (size != 0) return {block_size.begin(), block_size.end()};
   }
   return {};
+}
+
+absl::Status CheckElementCounts(const StatisticsState& state) {
+  const TensorStatistics& statistics = state.statistics;
+  const int64_t total = statistics.counts().total;
+  if (total == 0) return absl::OkStatus();
+  if (absl::c_linear_search(state.shape, 0)) {
+    return StatisticsInvalidError(
+        absl::StrCat("the statistics are of ", total,
+                     " elements, expected none in a dimension of 0"));
+  }
+  const BlockLayout layout =
+      *BlockLayout::Create(state.shape, state.block_size);
+  // Elements with the same place in the dimensions that are not split.
+  int64_t split_size = 1;
+  for (size_t d = 0; d < state.block_size.size(); ++d) {
+    if (state.block_size[d] != 0) split_size *= state.shape[d];
+  }
+  if (total % split_size != 0) {
+    return StatisticsInvalidError(absl::StrCat(
+        "the statistics are of ", total, " elements, expected a multiple of ",
+        split_size, ", those of the dimensions that are split into blocks"));
+  }
+  // Of the scale index, by dimension.
+  std::vector<int64_t> at(state.shape.size());
+  for (int64_t i = 0; i < statistics.scale_count(); ++i) {
+    int64_t expected = total / split_size;
+    for (size_t d = 0; d < state.block_size.size(); ++d) {
+      const int64_t block = state.block_size[d];
+      if (block == 0) continue;
+      expected *= std::min(block, state.shape[d] - at[d] * block);
+    }
+    const auto finite =
+        static_cast<int64_t>(statistics.histograms()[i].count());
+    if (finite > expected ||
+        (finite < expected) != statistics.has_non_finite(i)) {
+      return StatisticsInvalidError(absl::StrCat(
+          "scale index ", i, " has ", finite, " finite elements, expected ",
+          statistics.has_non_finite(i) ? "fewer than " : "", expected));
+    }
+    for (size_t d = at.size(); d-- > 0;) {
+      if (++at[d] < layout.scale_shape()[d]) break;
+      at[d] = 0;
+    }
+  }
+  return absl::OkStatus();
 }
 
 absl::Status CheckMergeable(const StatisticsState& whole,

@@ -36,6 +36,14 @@ int64_t MaxElementCount(int mantissa_bits);
 // The same granularity in its one form: empty when every entry is 0.
 std::vector<int64_t> CanonicalBlockSize(absl::Span<const int64_t> block_size);
 
+// Checks that the elements are those of whole tensors: as many for each scale
+// index as its blocks have, all of them finite unless it has others. The
+// extents of dimensions that are not split are free, because tensors may differ
+// in them.
+// Requires: histograms; the block size is valid for the shape.
+// Errors: STATISTICS_INVALID.
+absl::Status CheckElementCounts(const StatisticsState& state);
+
 // Checks that `part` may be merged into `whole`: the same block size, rank,
 // mantissa bits, and extent of every dimension that the block size divides, and
 // together not above MaxElementCount. An empty block size and one of zeros are

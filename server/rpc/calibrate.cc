@@ -27,6 +27,7 @@
 #include "server/guard/memory_budget.h"
 #include "server/rpc/caller.h"
 #include "server/rpc/encoding_source.h"
+#include "server/rpc/state_receiver.h"
 #include "server/rpc/stored_calibration.h"
 #include "server/rpc/stored_encoding_proto.h"
 #include "server/rpc/stream_rpcs.h"
@@ -61,6 +62,8 @@ struct CheckedContribution {
   std::vector<int64_t> block_size;
   int mantissa_bits = TensorAccumulator::kDefaultMantissaBits;
   double averaging_constant = kDefaultAveragingConstant;
+  // Of the state that comes in place of elements; 0 if they come.
+  int64_t state_bytes = 0;
 };
 
 // What a header asks for, checked.
@@ -175,9 +178,22 @@ absl::StatusOr<CheckedContribution> CheckContribution(
     }
     checked.averaging_constant = constant;
   }
+  // As much as protobuf parses.
+  constexpr uint64_t kMaxStateBytes = std::numeric_limits<int32_t>::max();
+  if (proto.state_bytes() > kMaxStateBytes) {
+    return Invalid(absl::StrCat("state_bytes is ", proto.state_bytes(),
+                                ", expected at most ", kMaxStateBytes),
+                   "state_bytes");
+  }
+  checked.state_bytes = static_cast<int64_t>(proto.state_bytes());
   absl::StatusOr<absl::optional<GramTask>> gram =
       CheckFeatures(proto.features(), shape);
   if (!gram.ok()) return core::WithField(gram.status(), "features");
+  if (checked.state_bytes > 0 && gram->has_value() &&
+      (*gram)->exponents.empty()) {
+    return Invalid("no step_exponent, expected those of the state",
+                   "features.step_exponent");
+  }
   checked.gram = *std::move(gram);
   checked.key.source = proto.source();
   checked.key.sequence = proto.sequence();
@@ -306,11 +322,18 @@ absl::Duration GramTime(int64_t element_count, int64_t part_size) {
 
 class CalibrateJob final : public TensorJob {
  public:
+  // `accumulator`  null where a state comes in place of elements.
   CalibrateJob(const RpcEnvironment& env, CalibrateTask task,
                std::unique_ptr<TensorAccumulator> accumulator)
       : env_(env),
         task_(std::move(task)),
         accumulator_(std::move(accumulator)) {
+    if (brings_state()) {
+      frame_.end_bytes = task_.contribution->state_bytes;
+      frame_.quantum_bytes = env_.limits.chunk_bytes;
+      step_ = Step::kSplitState;
+      return;
+    }
     const int64_t element_bytes =
         core::ElementSizeBytes(task_.description.element_type);
     frame_.end_bytes = task_.description.element_count * element_bytes;
@@ -344,14 +367,21 @@ class CalibrateJob final : public TensorJob {
   // The steps of a Gram matrix may be stored.
   bool ResolveWaits() const override { return has_gram(); }
   absl::Status Resolve(ChunkWriter* out) override {
-    if (!has_gram()) return absl::OkStatus();
-    return core::WithField(OpenGram(), "header.contribution.features");
+    if (has_gram()) {
+      absl::Status status = OpenGram();
+      if (!status.ok()) {
+        return core::WithField(status, "header.contribution.features");
+      }
+    }
+    if (brings_state()) receiver_.emplace(env_, ExpectedState());
+    return absl::OkStatus();
   }
   bool FinishWaits() const override {
     return step_ == Step::kContribute || step_ == Step::kPut;
   }
   bool FinishIsLong() const override {
-    return step_ == Step::kFinishGram ||
+    return step_ == Step::kFinishGram || step_ == Step::kSplitState ||
+           step_ == Step::kReadState ||
            (step_ == Step::kCalibrate && takes_long_);
   }
 
@@ -361,6 +391,9 @@ class CalibrateJob final : public TensorJob {
   }
 
   absl::Status Reserve(int64_t bytes) override {
+    if (step_ == Step::kSplitState || step_ == Step::kReadState) {
+      return receiver_->Reserve();
+    }
     // What was taken out is charged already.
     if (step_ != Step::kContribute) {
       return contributed_ ? absl::OkStatus() : accumulator_->Reserve();
@@ -371,6 +404,10 @@ class CalibrateJob final : public TensorJob {
 
   absl::Status Feed(int64_t offset_bytes,
                     absl::Span<const uint8_t> data) override {
+    if (receiver_.has_value()) {
+      receiver_->Append(data);
+      return absl::OkStatus();
+    }
     accumulator_->Update(offset_bytes, data);
     if (gram_.has_value()) {
       gram_->Update(task_.description.element_type,
@@ -384,6 +421,13 @@ class CalibrateJob final : public TensorJob {
   absl::StatusOr<bool> Finish(ChunkWriter* out) override {
     absl::Status status;
     switch (step_) {
+      case Step::kSplitState:
+        status = core::WithField(receiver_->Split(), "data");
+        step_ = Step::kReadState;
+        break;
+      case Step::kReadState:
+        status = core::WithField(ReadState(), "data");
+        break;
       case Step::kFinishGram:
         gram_->Finish(env_.helper_pool, stop());
         if (stop().stopped()) return core::StoppedError();
@@ -401,15 +445,23 @@ class CalibrateJob final : public TensorJob {
     }
     if (!status.ok()) return status;
     if (!done_) return false;
-    if (!contributed_) TakeCounts();
+    if (!contributed_) TakeCounts(accumulator_->statistics());
     *summary_.mutable_name() = task_.name;
     out->SetSummary(summary_);
     return true;
   }
 
  private:
-  enum class Step { kFinishGram, kContribute, kCalibrate, kPut };
+  enum class Step {
+    kSplitState,
+    kReadState,
+    kFinishGram,
+    kContribute,
+    kCalibrate,
+    kPut
+  };
 
+  bool brings_state() const { return accumulator_ == nullptr; }
   bool has_gram() const {
     return task_.contribution.has_value() &&
            task_.contribution->gram.has_value();
@@ -422,6 +474,7 @@ class CalibrateJob final : public TensorJob {
     absl::StatusOr<absl::optional<core::GramState::Parts>> stored =
         task_.statistics->FindGram(task_.key);
     if (!stored.ok()) return stored.status();
+    if (brings_state()) return CheckStoredSteps(*stored);
     std::vector<int> exponents = task.exponents;
     int64_t part_size = task.part_size;
     if (stored->has_value()) {
@@ -454,8 +507,73 @@ class CalibrateJob final : public TensorJob {
     return absl::OkStatus();
   }
 
-  void TakeCounts() {
-    const core::TensorStatistics& statistics = accumulator_->statistics();
+  // Before a state comes up that cannot be added.
+  // Errors: STATISTICS_MISMATCH.
+  absl::Status CheckStoredSteps(
+      const absl::optional<core::GramState::Parts>& stored) const {
+    if (!stored.has_value()) return absl::OkStatus();
+    const GramTask& task = *task_.contribution->gram;
+    constexpr absl::string_view kAnswered =
+        "; GetStatistics answers the steps and parts";
+    if (stored->exponents.size() != task.exponents.size() ||
+        stored->part_size != task.part_size) {
+      return core::StatisticsMismatchError(absl::StrCat(
+          "a Gram matrix of ", task.exponents.size(), " features in parts of ",
+          task.part_size, ", expected ", stored->exponents.size(), " in ",
+          stored->part_size, " as in other contributions", kAnswered));
+    }
+    for (size_t i = 0; i < task.exponents.size(); ++i) {
+      if (stored->exponents[i] != task.exponents[i]) {
+        return core::StatisticsMismatchError(
+            absl::StrCat("feature ", i, " has the step 2^", task.exponents[i],
+                         ", expected 2^", stored->exponents[i],
+                         " as in other contributions", kAnswered));
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  StateReceiver::Expected ExpectedState() const {
+    const CheckedContribution& contribution = *task_.contribution;
+    StateReceiver::Expected expected;
+    expected.size_bytes = contribution.state_bytes;
+    expected.shape = task_.description.shape;
+    expected.block_size = contribution.block_size;
+    expected.mantissa_bits =
+        contribution.mantissa_bits == TensorAccumulator::kDefaultMantissaBits
+            ? core::DefaultMantissaBits(task_.layout->scale_count())
+            : contribution.mantissa_bits;
+    if (contribution.gram.has_value()) {
+      expected.gram.emplace();
+      expected.gram->exponents = contribution.gram->exponents;
+      expected.gram->part_size = contribution.gram->part_size;
+    }
+    return expected;
+  }
+
+  absl::Status ReadState() {
+    absl::StatusOr<core::StatisticsState> state = receiver_->Read(stop());
+    if (!state.ok()) return state.status();
+    SetPart(*std::move(state));
+    step_ = Step::kContribute;
+    return absl::OkStatus();
+  }
+
+  // From here on `part` is what is contributed.
+  void SetPart(core::StatisticsState part) {
+    part_ = std::move(part);
+    contributed_ = true;
+    TakeCounts(part_->statistics);
+    if (!part_->gram.has_value()) return;
+    v1::GramResult* const result =
+        summary_.mutable_contribution()->mutable_gram();
+    result->set_rows(static_cast<uint64_t>(part_->gram->rows()));
+    result->set_left_out_rows(
+        static_cast<uint64_t>(part_->gram->left_out_rows()));
+    result->set_clipped_count(static_cast<uint64_t>(part_->gram->clipped()));
+  }
+
+  void TakeCounts(const core::TensorStatistics& statistics) {
     StatisticsToProto(statistics, summary_.mutable_statistics());
     const core::ElementCounts& counts = statistics.counts();
     env_.metrics->Elements(Rpc::kCalibrate, nullptr, counts.total);
@@ -471,20 +589,8 @@ class CalibrateJob final : public TensorJob {
   absl::Status Contribute() {
     const CheckedContribution& contribution = *task_.contribution;
     if (!part_.has_value()) {
-      TakeCounts();
-      part_ = core::StatisticsState{contribution.block_size,
-                                    task_.description.shape,
-                                    accumulator_->Take(), std::move(gram_)};
-      contributed_ = true;
-      if (part_->gram.has_value()) {
-        v1::GramResult* const result =
-            summary_.mutable_contribution()->mutable_gram();
-        result->set_rows(static_cast<uint64_t>(part_->gram->rows()));
-        result->set_left_out_rows(
-            static_cast<uint64_t>(part_->gram->left_out_rows()));
-        result->set_clipped_count(
-            static_cast<uint64_t>(part_->gram->clipped()));
-      }
+      SetPart({contribution.block_size, task_.description.shape,
+               accumulator_->Take(), std::move(gram_)});
     }
     bool is_refused = false;
     absl::StatusOr<ContributionOutcome> outcome = task_.statistics->Merge(
@@ -503,6 +609,7 @@ class CalibrateJob final : public TensorJob {
     merge_lease_.Release();
     part_.reset();
     gram_lease_.Release();
+    if (receiver_.has_value()) receiver_->Release();
     if (!outcome.ok()) {
       // Neither an unavailable store nor a corrupt row is the request's fault.
       const bool at_fault = absl::IsFailedPrecondition(outcome.status()) ||
@@ -576,6 +683,8 @@ class CalibrateJob final : public TensorJob {
   const RpcEnvironment& env_;
   const CalibrateTask task_;
   const std::unique_ptr<TensorAccumulator> accumulator_;
+  // Of what comes in its place.
+  absl::optional<StateReceiver> receiver_;
   Step step_ = Step::kCalibrate;
   bool done_ = false;
   // The statistics were handed to the store.
@@ -609,6 +718,10 @@ class CalibrateRpc final : public TensorRpc {
     const v1::CalibrateHeader& header = parsed->header;
     absl::StatusOr<CalibrateTask> task = CheckTask(env_, header, caller);
     if (!task.ok()) return task.status();
+    if (task->contribution.has_value() && task->contribution->state_bytes > 0) {
+      return std::make_unique<CalibrateJob>(env_, *std::move(task),
+                                            /*accumulator=*/nullptr);
+    }
     absl::StatusOr<std::unique_ptr<TensorAccumulator>> accumulator =
         TensorAccumulator::Create(env_, task->description.element_type,
                                   task->layout, task->mantissa_bits);

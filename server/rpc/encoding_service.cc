@@ -339,6 +339,8 @@ void StoredGramToProto(const core::GramState::Parts& gram, int64_t size_bytes,
   proto->set_left_out_rows(static_cast<uint64_t>(gram.left_out_rows));
   proto->set_clipped_count(static_cast<uint64_t>(gram.clipped));
   proto->set_size_bytes(static_cast<uint64_t>(size_bytes));
+  proto->mutable_step_exponent()->Assign(gram.exponents.begin(),
+                                         gram.exponents.end());
 }
 
 absl::Status GetStatistics(const UnaryContext& context,

@@ -21,10 +21,10 @@
 namespace quantd::fuzz {
 
 std::vector<FuzzTarget> AllFuzzTargets() {
-  return {StatisticsTarget(),  EncodingTarget(), SpecTarget(),
-          ChunksTarget(),      EnvelopeTarget(), InterchangeTarget(),
-          SafetensorsTarget(), NpyTarget(),      GgufTarget(),
-          OnnxTarget()};
+  return {StatisticsTarget(),  ContributionTarget(), EncodingTarget(),
+          SpecTarget(),        ChunksTarget(),       EnvelopeTarget(),
+          InterchangeTarget(), SafetensorsTarget(),  NpyTarget(),
+          GgufTarget(),        OnnxTarget()};
 }
 
 std::string MutateMessageOf(const FuzzTarget& target,

@@ -36,6 +36,7 @@ std::string MutateMessageOf(const FuzzTarget& target,
                             std::mt19937_64& random);
 
 FuzzTarget StatisticsTarget();
+FuzzTarget ContributionTarget();
 FuzzTarget EncodingTarget();
 FuzzTarget SpecTarget();
 FuzzTarget ChunksTarget();

@@ -51,6 +51,28 @@ TEST(StatisticsStateTest, MergesWhereFreeDimensionsDiffer) {
   EXPECT_EQ(whole.shape, (std::vector<int64_t>{9, 40}));
 }
 
+TEST(StatisticsStateTest, TellsWhetherElementsAreThoseOfWholeTensors) {
+  for (const LayoutCase& layout_case : {LayoutCase{{3, 40}, {}},
+                                        {{3, 40}, {0, 1}},
+                                        {{5, 7, 3}, {2, 0, 2}},
+                                        {{0, 4}, {0, 1}},
+                                        {{6}, {100}}}) {
+    StatisticsState state = MakeState(layout_case, 3, 1);
+    EXPECT_TRUE(CheckElementCounts(state).ok()) << layout_case.Name();
+    ASSERT_TRUE(MergeState(MakeState(layout_case, 3, 2), &state).ok());
+    EXPECT_TRUE(CheckElementCounts(state).ok()) << layout_case.Name();
+  }
+  // Blocks of other sizes than the shape gives.
+  StatisticsState state = MakeState({{6, 4}, {3, 0}}, 3, 1);
+  state.block_size = {4, 0};
+  EXPECT_EQ(ErrorReason(CheckElementCounts(state)), "STATISTICS_INVALID");
+  state.block_size = {0, 2};
+  state.shape = {5, 4};
+  EXPECT_TRUE(CheckElementCounts(state).ok());
+  state.shape = {5, 0};
+  EXPECT_EQ(ErrorReason(CheckElementCounts(state)), "STATISTICS_INVALID");
+}
+
 TEST(StatisticsStateTest, TakesZerosForPerTensor) {
   StatisticsState whole = MakeState({{3, 40}, {}}, 3, 1);
   EXPECT_TRUE(MergeState(MakeState({{3, 40}, {0, 0}}, 3, 1), &whole).ok());

@@ -53,9 +53,7 @@ std::set<std::string> AnsweredReasons() {
   }
   return Without(std::move(reasons),
                  // The connection is closed without an answer.
-                 {"CONNECTION_LIMIT", "ADDRESS_LIMIT",
-                  // The store makes it STORE_CORRUPT.
-                  "STATISTICS_INVALID"});
+                 {"CONNECTION_LIMIT", "ADDRESS_LIMIT"});
 }
 
 std::set<std::string> Words(const std::string& text) {

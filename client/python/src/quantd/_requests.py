@@ -21,6 +21,7 @@ from quantd._exchange import (CalibrateExchange, CompareExchange,
 from quantd._scale_stream import ScaleFeed, join_chunks, wants_chunks
 from quantd._statistics_size import StatisticsSize
 from quantd._ties import NamedTies, Ties
+from quantd.edge import State
 from quantd.encoding import (Encoding, EncodingReference, EncodingSpec,
                              GranularityLike, Source, as_granularity,
                              set_granularity, set_source)
@@ -194,7 +195,7 @@ class QuantizeJob:
 @dataclasses.dataclass(frozen=True, eq=False)
 class CalibrateJob:
     """One tensor of calibrate_many; the fields are the arguments of calibrate.
-    spec, contribution: None is that of all."""
+    array: or a quantd.edge.State. spec, contribution: None is that of all."""
 
     array: Any
     name: NameLike = None
@@ -497,11 +498,32 @@ def calibrate(job: CalibrateJob, size: Optional[StatisticsSize] = None
               ) -> CalibrateExchange:
     """See Client.calibrate and calibrate_header."""
     with naming(job.name):
+        if isinstance(job.array, State):
+            return _calibrate_state(job, job.array)
         reals = _arrays.reals(job.array, job.element_type)
         return CalibrateExchange(
             calibrate_header(
                 describe(reals.shape, reals.element_type, job.name), job.spec,
                 _with_steps(job), size), reals.data)
+
+
+def _calibrate_state(job: CalibrateJob, state: State) -> CalibrateExchange:
+    """What the state says of itself goes into the contribution."""
+    contribution = job.contribution
+    if not isinstance(contribution, Contribution):
+        raise errors.argument_invalid("a state needs a contribution",
+                                      "contribution")
+    features = None if state.step_exponent is None else FeatureStatistics(
+        step_exponent=state.step_exponent, max_part=state.max_part)
+    serialized = state.serialized()
+    header = calibrate_header(
+        describe(state.shape, state.element_type, job.name), job.spec,
+        dataclasses.replace(
+            contribution, granularity=state.granularity,
+            mantissa_bits=state.mantissa_bits, features=features,
+            force_statistics=True))
+    header.contribution.state_bytes = len(serialized)
+    return CalibrateExchange(header, np.frombuffer(serialized, np.uint8))
 
 
 def _with_steps(job: CalibrateJob) -> Optional[Contribution]:

@@ -378,7 +378,8 @@ class Client:
                   ) -> results.CalibrateResult:
         """Statistics of a tensor; with a spec also an encoding, which is stored
         under `name`; with a contribution the tensor is added to the statistics
-        that the service keeps under `name`. Statistics in blocks that would take
+        that the service keeps under `name`. With a contribution `array` may be a
+        quantd.edge.State in its place. Statistics in blocks that would take
         more than the tensor, and more than 16 MiB, are refused unless the
         contribution has force_statistics."""
         result: results.CalibrateResult = self._one(

@@ -598,12 +598,13 @@ class StoredGram(Tabular):
     left_out_rows: int
     clipped_count: int
     size_bytes: int
+    step_exponent: tuple[int, ...] = ()
 
     @classmethod
     def from_proto(cls, message: encoding_service_pb2.StoredGram
                    ) -> StoredGram:
         """As the server has it."""
-        return _read(cls, message)
+        return _read(cls, message, step_exponent=tuple(message.step_exponent))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,164 @@
+"""What states at the edge are made of, for arrays of numpy. Its counterpart
+for torch has the same functions."""
+
+from __future__ import annotations
+
+from typing import Any, Optional, Sequence
+
+import numpy as np
+
+from quantd import _arrays
+from quantd.tensor import ELEMENT_DTYPES, Array
+
+# Sums of so many numbers below 2^32 are exact in float64.
+_EXACT_COUNT = 1 << 20
+# Bins are counted in an array up to this number of them.
+_DENSE_COUNT = 1 << 20
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+_SIGN = 1 << 31
+
+
+class NumpyKernels:
+    """All are functions. Where there is a place for `finite`, None means that
+    all elements are."""
+
+    @staticmethod
+    def floats(array: Any, element_type: Optional[str]) -> tuple[Array, str]:
+        """Floats of numpy, of any size, and their element type."""
+        reals = _arrays.reals(array, element_type)
+        values = reals.data.view(ELEMENT_DTYPES[reals.element_type])
+        if reals.element_type == "bfloat16":
+            values = (values.astype(np.uint32) << 16).view(np.float32)
+        return values.reshape(reals.shape), reals.element_type
+
+    @staticmethod
+    def to_float32(array: Array) -> Array:
+        """Those beyond its range become its largest; others that are not
+        finite may become anything."""
+        if array.dtype == np.float64:
+            array = np.clip(array, -_FLOAT32_MAX, _FLOAT32_MAX)
+        return array.astype(np.float32, copy=False)
+
+    is_finite = staticmethod(np.isfinite)
+    minimum = staticmethod(np.minimum)
+    maximum = staticmethod(np.maximum)
+
+    @staticmethod
+    def is_all(mask: Array) -> bool:
+        """Whether all of it is true."""
+        return bool(mask.all())
+
+    @staticmethod
+    def count(mask: Array) -> int:
+        """How many are true."""
+        return int(np.count_nonzero(mask))
+
+    @staticmethod
+    def or_else(array: Array, finite: Optional[Array], other: float) -> Array:
+        """What is not finite becomes `other`."""
+        return array if finite is None else np.where(
+            finite, array, array.dtype.type(other))
+
+    @staticmethod
+    def smallest(array: Array, axis: int, block: int) -> Array:
+        """Of each block along the axis; 0: of all."""
+        return np.minimum.reduceat(
+            array, np.arange(0, array.shape[axis], block or array.shape[axis]),
+            axis=axis)
+
+    @staticmethod
+    def largest(array: Array, axis: int, block: int) -> Array:
+        """Of each block along the axis; 0: of all."""
+        return np.maximum.reduceat(
+            array, np.arange(0, array.shape[axis], block or array.shape[axis]),
+            axis=axis)
+
+    @staticmethod
+    def keys(floats: Array, mantissa_bits: int) -> tuple[Array, Array]:
+        """Of each element its key and its low bits; see Histogram."""
+        bits = floats.view(np.uint32).astype(np.int64)
+        bits[bits == _SIGN] = 0
+        shift = 23 - mantissa_bits
+        keys = np.where(bits >= _SIGN, ~bits & (2 * _SIGN - 1), bits | _SIGN)
+        return keys >> shift, bits & ((1 << shift) - 1)
+
+    @staticmethod
+    def arange(begin: int, end: int, like: Array) -> Array:
+        """Integers."""
+        del like
+        return np.arange(begin, end)
+
+    @staticmethod
+    def sums(keys: Array, values: Sequence[Array], key_count: int
+             ) -> tuple[Array, list[Array]]:
+        """The distinct keys in order, and by them how many there are and the
+        sums of values below 2^42."""
+        if key_count <= _DENSE_COUNT:
+            counts = np.bincount(keys, minlength=key_count)
+            found = np.flatnonzero(counts)
+            return found, [counts[found], *(
+                _sums(keys, value, key_count)[found] for value in values)]
+        found, places, counts = np.unique(keys, return_inverse=True,
+                                          return_counts=True)
+        return found, [counts, *(_sums(places, value, len(found))
+                                 for value in values)]
+
+    @staticmethod
+    def sums_of_pairs(keys: Array, values: Sequence[Array]
+                      ) -> tuple[Array, list[Array]]:
+        """The distinct keys in order, each of which comes once or twice, and
+        the sums by them."""
+        order = np.argsort(keys, kind="stable")
+        keys = keys[order]
+        firsts = np.flatnonzero(np.diff(keys, prepend=-1))
+        return keys[firsts], [np.add.reduceat(value[order], firsts)
+                              if len(firsts) else value for value in values]
+
+    @staticmethod
+    def join(first: Array, second: Array) -> Array:
+        """One behind the other."""
+        return np.concatenate([first, second])
+
+    @staticmethod
+    def all_of_rows(mask: Array) -> Array:
+        """Of each row whether all of it is true."""
+        found: Array = mask.all(1)
+        return found
+
+    @staticmethod
+    def scaled(rows: Array, exponents: Sequence[int]) -> Array:
+        """By 2^-exponent of each column, in float32."""
+        with np.errstate(over="ignore", under="ignore"):
+            found: Array = rows * np.ldexp(
+                np.float32(1), -np.array(exponents, np.int32))
+        return found
+
+    @staticmethod
+    def rounded(array: Array, limit: int) -> Array:
+        """Integers in float64, ties to even."""
+        found: Array = np.rint(np.clip(array, -limit, limit))
+        return found.astype(np.float64)
+
+    @staticmethod
+    def product(codes: Array) -> Array:
+        """The sum over rows of the products of two codes. Requires: so few
+        rows that float64 is exact."""
+        return (codes.T @ codes).astype(np.int64)
+
+    @staticmethod
+    def to_numpy(array: Array) -> Array:
+        """A copy."""
+        return np.array(array)
+
+
+def _sums(places: Array, values: Array, count: int) -> Array:
+    """By place. values: below 2^42."""
+    found = np.zeros(count, np.int64)
+    for begin in range(0, len(values), _EXACT_COUNT):
+        at = slice(begin, begin + _EXACT_COUNT)
+        for shift in (0, 32):
+            part = values[at] >> shift & 0xFFFFFFFF
+            if shift == 0 or part.any():
+                found += np.bincount(places[at], part, count).astype(
+                    np.int64) << shift
+    return found

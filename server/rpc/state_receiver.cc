@@ -1,0 +1,107 @@
+#include "server/rpc/state_receiver.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "core/errors.h"
+#include "core/statistics/gram_state.h"
+
+namespace quantd::server {
+
+StateReceiver::StateReceiver(const RpcEnvironment& env, Expected expected)
+    : env_(env), expected_(std::move(expected)) {}
+
+absl::Status StateReceiver::Reserve() {
+  int64_t bytes = expected_.size_bytes + reading_bytes_;
+  if (expected_.gram.has_value()) {
+    // Its sums stand beside the bytes, and then beside the matrix.
+    bytes +=
+        std::max(expected_.size_bytes,
+                 core::GramState::MemoryBytes(
+                     static_cast<int64_t>(expected_.gram->exponents.size()),
+                     expected_.gram->part_size));
+  }
+  return env_.budget->Grow(&lease_, bytes,
+                           "contribute to fewer tensors at once, with a "
+                           "coarser granularity or smaller parts");
+}
+
+void StateReceiver::Append(absl::Span<const uint8_t> data) {
+  if (bytes_.empty()) bytes_.reserve(expected_.size_bytes);
+  bytes_.append(reinterpret_cast<const char*>(data.data()), data.size());
+}
+
+absl::Status StateReceiver::Split() {
+  absl::StatusOr<ContributionStateBytes> split = SplitContributionState(bytes_);
+  if (!split.ok()) return split.status();
+  split_ = *std::move(split);
+  reading_bytes_ = split_.statistics_memory_bytes;
+  const bool has_gram = split_.gram.has_value();
+  if (has_gram != expected_.gram.has_value()) {
+    return core::StatisticsInvalidError(absl::StrCat(
+        "the state has ", has_gram ? "a" : "no", " Gram matrix, expected ",
+        has_gram ? "none" : "one", ", as features.gram of the header says"));
+  }
+  if (has_gram && (split_.gram->exponents != expected_.gram->exponents ||
+                   split_.gram->part_size != expected_.gram->part_size)) {
+    return core::StatisticsInvalidError(absl::StrCat(
+        "the Gram state has ", split_.gram->exponents.size(),
+        " features in parts of ", split_.gram->part_size, ", expected ",
+        expected_.gram->exponents.size(), " in ", expected_.gram->part_size,
+        ", with the step exponents of the header"));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<core::StatisticsState> StateReceiver::Read(
+    core::StopToken stop) {
+  absl::StatusOr<core::StatisticsState> state =
+      ReadContributedStatistics(split_);
+  if (!state.ok()) return state;
+  if (absl::Status s = CheckAsExpected(*state); !s.ok()) return s;
+  if (stop.stopped()) return core::StoppedError();
+  core::GramState::Parts parts;
+  if (split_.gram.has_value()) parts = ReadContributedGram(split_);
+  split_ = {};
+  bytes_ = std::string();
+  if (expected_.gram.has_value()) {
+    absl::StatusOr<core::GramState> gram = core::GramState::FromParts(parts);
+    if (!gram.ok()) return gram.status();
+    absl::Status rows = CheckGramRows(*gram, state->statistics.counts());
+    if (!rows.ok()) return rows;
+    state->gram = *std::move(gram);
+  }
+  MemoryBudget::Lease kept;
+  env_.budget->Count(
+      &kept, state->statistics.memory_bytes() +
+                 (state->gram.has_value() ? state->gram->memory_bytes() : 0));
+  lease_ = std::move(kept);
+  return state;
+}
+
+absl::Status StateReceiver::CheckAsExpected(
+    const core::StatisticsState& state) const {
+  if (state.shape != expected_.shape ||
+      state.block_size != expected_.block_size) {
+    return core::StatisticsInvalidError(absl::StrCat(
+        "the state has the shape [", absl::StrJoin(state.shape, ", "),
+        "] and blocks of [", absl::StrJoin(state.block_size, ", "),
+        "], expected [", absl::StrJoin(expected_.shape, ", "), "] and [",
+        absl::StrJoin(expected_.block_size, ", "), "], those of the header"));
+  }
+  if (state.statistics.mantissa_bits() != expected_.mantissa_bits) {
+    return core::StatisticsInvalidError(
+        absl::StrCat("the state has ", state.statistics.mantissa_bits(),
+                     " mantissa bits, expected ", expected_.mantissa_bits,
+                     ", those of the header"));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace quantd::server

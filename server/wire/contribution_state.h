@@ -1,0 +1,52 @@
+// Statistics that a client contributes in place of elements.
+
+#ifndef QUANTD_SERVER_WIRE_CONTRIBUTION_STATE_H_
+#define QUANTD_SERVER_WIRE_CONTRIBUTION_STATE_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/optional.h"
+#include "core/statistics/gram_state.h"
+#include "core/statistics/statistics_state.h"
+
+namespace quantd::server {
+
+// A serialized v1.ContributionState, taken apart. Points into it.
+struct ContributionStateBytes {
+  // A serialized v1.StatisticsState.
+  absl::string_view statistics;
+  // Without sums.
+  absl::optional<core::GramState::Parts> gram;
+  // Its sums, one after another, 8 bytes each.
+  std::vector<absl::string_view> gram_sums;
+  // What reading the statistics takes in memory at most.
+  int64_t statistics_memory_bytes = 0;
+};
+
+// Takes any bytes. Holds little: what is large stays where it is.
+// Errors: STATISTICS_INVALID, also for a field that is not known: what it says
+// would be lost.
+absl::StatusOr<ContributionStateBytes> SplitContributionState(
+    absl::string_view bytes);
+
+// Reads the statistics. Everything that a state holds to is checked, and that
+// its elements are those of whole tensors of its shape.
+// Errors: STATISTICS_INVALID.
+absl::StatusOr<core::StatisticsState> ReadContributedStatistics(
+    const ContributionStateBytes& bytes);
+
+// What is to be given to GramState::FromParts.
+// Requires: bytes.gram has a value.
+core::GramState::Parts ReadContributedGram(const ContributionStateBytes& bytes);
+
+// Checks that the rows of a Gram matrix can be those of the elements.
+// Errors: STATISTICS_INVALID.
+absl::Status CheckGramRows(const core::GramState& gram,
+                           const core::ElementCounts& counts);
+
+}  // namespace quantd::server
+
+#endif  // QUANTD_SERVER_WIRE_CONTRIBUTION_STATE_H_
