@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "core/errors.h"
+#include "core/statistics/feature_moments.h"
 #include "core/types/block_layout.h"
 
 namespace quantd::core {
@@ -109,6 +110,36 @@ absl::Status CheckMergeable(const StatisticsState& whole,
         absl::StrCat("the statistics are of ", there, " elements and ", more,
                      " more, expected at most ", limit, " together"));
   }
+  return absl::OkStatus();
+}
+
+absl::Status CheckMomentsMergeable(int64_t axis, int64_t feature_count,
+                                   const AxisMoments& part) {
+  if (part.axis == axis && part.moments.feature_count() == feature_count) {
+    return absl::OkStatus();
+  }
+  return StatisticsMismatchError(absl::StrCat(
+      "moments of ", part.moments.feature_count(), " features along axis ",
+      part.axis, ", expected ", feature_count, " along axis ", axis,
+      " as in other contributions"));
+}
+
+absl::Status MergeMoments(const AxisMoments& part, AxisMoments* whole) {
+  const int64_t features = whole->moments.feature_count();
+  absl::Status status = CheckMomentsMergeable(whole->axis, features, part);
+  if (!status.ok()) return status;
+  const auto total = [](const FeatureMoments& moments, int64_t feature) {
+    return moments.count(feature) + moments.left_out(feature);
+  };
+  for (int64_t i = 0; i < features; ++i) {
+    if (total(part.moments, i) >
+        FeatureMoments::kMaxCount - total(whole->moments, i)) {
+      return StatisticsMismatchError(
+          absl::StrCat("feature ", i, " would have more than ",
+                       FeatureMoments::kMaxCount, " elements"));
+    }
+  }
+  whole->moments.Merge(part.moments);
   return absl::OkStatus();
 }
 

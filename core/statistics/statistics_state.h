@@ -12,10 +12,18 @@
 #include "absl/types/optional.h"
 #include "absl/types/span.h"
 #include "core/parallel/stop_token.h"
+#include "core/statistics/feature_moments.h"
 #include "core/statistics/gram_state.h"
 #include "core/statistics/tensor_statistics.h"
 
 namespace quantd::core {
+
+// Moments of the features along one dimension. Plain value.
+struct AxisMoments {
+  // From 0 on.
+  int64_t axis = 0;
+  FeatureMoments moments{0};
+};
 
 // Plain value.
 struct StatisticsState {
@@ -27,6 +35,8 @@ struct StatisticsState {
   // Of the rows along the last dimension. Only in what is contributed; merging
   // states leaves it alone.
   absl::optional<GramState> gram = absl::nullopt;
+  // The same of the moments of features.
+  absl::optional<AxisMoments> moments = absl::nullopt;
 };
 
 // Elements that a state may be of, at most: so many that no sum of a histogram
@@ -51,6 +61,16 @@ absl::Status CheckElementCounts(const StatisticsState& state);
 // Errors: STATISTICS_MISMATCH.
 absl::Status CheckMergeable(const StatisticsState& whole,
                             const StatisticsState& part);
+
+// Errors: STATISTICS_MISMATCH unless `part` is of that axis and number of
+// features.
+absl::Status CheckMomentsMergeable(int64_t axis, int64_t feature_count,
+                                   const AxisMoments& part);
+
+// Adds `part` to `whole`.
+// Errors: STATISTICS_MISMATCH of CheckMomentsMergeable, or for more elements
+// than moments may have; `whole` is then as it was.
+absl::Status MergeMoments(const AxisMoments& part, AxisMoments* whole);
 
 // Adds `part` to `whole`; the shape becomes the larger extent of each.
 // Errors: STATISTICS_MISMATCH; `whole` is then as it was.

@@ -57,6 +57,14 @@ TenantStatisticsStore::FindGram(const EncodingKey& key) {
   return inner_->FindGram(key);
 }
 
+absl::StatusOr<absl::optional<core::AxisMoments>>
+TenantStatisticsStore::ReadMoments(
+    const EncodingKey& key,
+    absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
+  if (!principal_->MaySee(key.model)) return NotFound(key);
+  return inner_->ReadMoments(key, proceed);
+}
+
 absl::StatusOr<std::vector<StatisticsListEntry>>
 TenantStatisticsStore::ListStatistics(absl::string_view model,
                                       absl::string_view revision,

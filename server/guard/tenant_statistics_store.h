@@ -41,6 +41,9 @@ class TenantStatisticsStore : public StatisticsStore {
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) override;
   absl::StatusOr<absl::optional<core::GramState::Parts>> FindGram(
       const EncodingKey& key) override;
+  absl::StatusOr<absl::optional<core::AxisMoments>> ReadMoments(
+      const EncodingKey& key,
+      absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) override;
   absl::StatusOr<std::vector<StatisticsListEntry>> ListStatistics(
       absl::string_view model, absl::string_view revision,
       absl::string_view after, int limit) override;

@@ -20,6 +20,7 @@
 #include "core/errors.h"
 #include "core/parallel/stop_token.h"
 #include "core/parallel/thread_pool.h"
+#include "core/statistics/feature_moments.h"
 #include "core/statistics/gram_state.h"
 #include "core/statistics/histogram.h"
 #include "core/statistics/statistics_state.h"
@@ -55,10 +56,23 @@ struct GramTask {
   int64_t part_size = 0;
 };
 
+// What moments of features are to have.
+struct MomentsTask {
+  // From 0 on.
+  int64_t axis = 0;
+  core::FeatureAxis features{};
+};
+
+// What to keep of features.
+struct FeatureTask {
+  absl::optional<GramTask> gram;
+  absl::optional<MomentsTask> moments;
+};
+
 // A contribution of a header, checked.
 struct CheckedContribution {
   ContributionKey key;
-  absl::optional<GramTask> gram;
+  FeatureTask features;
   std::vector<int64_t> block_size;
   int mantissa_bits = TensorAccumulator::kDefaultMantissaBits;
   double averaging_constant = kDefaultAveragingConstant;
@@ -84,6 +98,14 @@ struct CalibrateTask {
   // Of the statistics that are gathered.
   std::shared_ptr<const core::BlockLayout> layout;
   int mantissa_bits = TensorAccumulator::kNoHistograms;
+
+  // Null if no moments are kept.
+  const MomentsTask* moments() const {
+    return contribution.has_value() &&
+                   contribution->features.moments.has_value()
+               ? &*contribution->features.moments
+               : nullptr;
+  }
 };
 
 absl::Status Invalid(absl::string_view what, absl::string_view field) {
@@ -91,13 +113,42 @@ absl::Status Invalid(absl::string_view what, absl::string_view field) {
 }
 
 // Errors are at the fields of a FeatureStatistics.
-absl::StatusOr<absl::optional<GramTask>> CheckFeatures(
+absl::StatusOr<absl::optional<MomentsTask>> CheckMoments(
+    const v1::FeatureStatistics& proto, absl::Span<const int64_t> shape) {
+  if (!proto.moments()) return absl::optional<MomentsTask>();
+  const int64_t axis = proto.has_axis() ? proto.axis() : -1;
+  absl::StatusOr<core::FeatureAxis> features =
+      core::FeatureAxis::Create(shape, axis);
+  if (!features.ok()) {
+    return Invalid(core::ErrorText(features.status()), "axis");
+  }
+  constexpr int64_t kMaxFeatures = int64_t{1} << 16;
+  if (features->count == 0 || features->count > kMaxFeatures) {
+    return Invalid(absl::StrCat("moments of ", features->count,
+                                " features, expected 1 to ", kMaxFeatures),
+                   "moments");
+  }
+  // There is no element to add.
+  if (absl::c_linear_search(shape, 0)) return absl::optional<MomentsTask>();
+  const auto rank = static_cast<int64_t>(shape.size());
+  return absl::optional<MomentsTask>(
+      MomentsTask{axis < 0 ? axis + rank : axis, *features});
+}
+
+// Errors are at the fields of a FeatureStatistics.
+absl::StatusOr<absl::optional<GramTask>> CheckGram(
     const v1::FeatureStatistics& proto, absl::Span<const int64_t> shape) {
   if (!proto.gram()) {
     if (proto.step_exponent_size() > 0 || proto.max_part() != 0) {
       return Invalid("step_exponent or max_part without gram", "gram");
     }
     return absl::optional<GramTask>();
+  }
+  const auto last = static_cast<int64_t>(shape.size()) - 1;
+  if (proto.has_axis() && proto.axis() != -1 && proto.axis() != last) {
+    return Invalid(absl::StrCat("a Gram matrix along axis ", proto.axis(),
+                                ", expected the last one"),
+                   "axis");
   }
   GramTask task;
   task.feature_count = shape.empty() ? 0 : shape.back();
@@ -148,6 +199,20 @@ absl::StatusOr<absl::optional<GramTask>> CheckFeatures(
   return absl::optional<GramTask>(std::move(task));
 }
 
+// Errors are at the fields of a FeatureStatistics.
+absl::StatusOr<FeatureTask> CheckFeatures(const v1::FeatureStatistics& proto,
+                                          absl::Span<const int64_t> shape) {
+  if (proto.has_axis() && !proto.gram() && !proto.moments()) {
+    return Invalid("an axis without gram or moments", "axis");
+  }
+  absl::StatusOr<absl::optional<GramTask>> gram = CheckGram(proto, shape);
+  if (!gram.ok()) return gram.status();
+  absl::StatusOr<absl::optional<MomentsTask>> moments =
+      CheckMoments(proto, shape);
+  if (!moments.ok()) return moments.status();
+  return FeatureTask{*std::move(gram), *std::move(moments)};
+}
+
 // Errors are at the fields of a Contribution.
 absl::StatusOr<CheckedContribution> CheckContribution(
     const v1::Contribution& proto, absl::Span<const int64_t> shape) {
@@ -186,15 +251,18 @@ absl::StatusOr<CheckedContribution> CheckContribution(
                    "state_bytes");
   }
   checked.state_bytes = static_cast<int64_t>(proto.state_bytes());
-  absl::StatusOr<absl::optional<GramTask>> gram =
-      CheckFeatures(proto.features(), shape);
-  if (!gram.ok()) return core::WithField(gram.status(), "features");
-  if (checked.state_bytes > 0 && gram->has_value() &&
-      (*gram)->exponents.empty()) {
+  absl::StatusOr<FeatureTask> features = CheckFeatures(proto.features(), shape);
+  if (!features.ok()) return core::WithField(features.status(), "features");
+  if (checked.state_bytes > 0 && features->gram.has_value() &&
+      features->gram->exponents.empty()) {
     return Invalid("no step_exponent, expected those of the state",
                    "features.step_exponent");
   }
-  checked.gram = *std::move(gram);
+  if (checked.state_bytes > 0 && features->moments.has_value()) {
+    return Invalid("moments with state_bytes, expected the elements",
+                   "features.moments");
+  }
+  checked.features = *std::move(features);
   checked.key.source = proto.source();
   checked.key.sequence = proto.sequence();
   if (mantissa_bits != 0) {
@@ -322,12 +390,15 @@ absl::Duration GramTime(int64_t element_count, int64_t part_size) {
 
 class CalibrateJob final : public TensorJob {
  public:
-  // `accumulator`  null where a state comes in place of elements.
+  // `accumulator`    null where a state comes in place of elements.
+  // `moments_lease`  of the moments of features.
   CalibrateJob(const RpcEnvironment& env, CalibrateTask task,
-               std::unique_ptr<TensorAccumulator> accumulator)
+               std::unique_ptr<TensorAccumulator> accumulator,
+               MemoryBudget::Lease moments_lease)
       : env_(env),
         task_(std::move(task)),
-        accumulator_(std::move(accumulator)) {
+        accumulator_(std::move(accumulator)),
+        moments_lease_(std::move(moments_lease)) {
     if (brings_state()) {
       frame_.end_bytes = task_.contribution->state_bytes;
       frame_.quantum_bytes = env_.limits.chunk_bytes;
@@ -341,19 +412,24 @@ class CalibrateJob final : public TensorJob {
     frame_.granule_bytes = element_bytes;
     frame_.quantum_bytes = QuantumBytes(env_, *accumulator_);
     if (task_.contribution.has_value()) step_ = Step::kContribute;
+    if (const MomentsTask* moments = task_.moments(); moments != nullptr) {
+      moments_ = core::AxisMoments{
+          moments->axis, core::FeatureMoments(moments->features.count)};
+    }
     if (has_gram()) {
       step_ = Step::kFinishGram;
       // Whole rows.
       const int64_t row_bytes =
-          task_.contribution->gram->feature_count * element_bytes;
+          task_.contribution->features.gram->feature_count * element_bytes;
       frame_.granule_bytes = row_bytes;
       frame_.quantum_bytes =
           std::max<int64_t>(1, frame_.quantum_bytes / row_bytes) * row_bytes;
       // As long as it can take: the parts that are stored count, and not those
       // of the header. Resolve finds them.
-      feed_search_time_ = GramTime(
-          task_.description.element_count,
-          core::GramState::PartSize(task_.contribution->gram->feature_count));
+      feed_search_time_ =
+          GramTime(task_.description.element_count,
+                   core::GramState::PartSize(
+                       task_.contribution->features.gram->feature_count));
       feed_only_searches_ = false;
     }
     if (task_.spec.has_value()) {
@@ -409,6 +485,15 @@ class CalibrateJob final : public TensorJob {
       return absl::OkStatus();
     }
     accumulator_->Update(offset_bytes, data);
+    if (moments_.has_value()) {
+      const int64_t element_bytes =
+          core::ElementSizeBytes(task_.description.element_type);
+      moments_->moments.Update(
+          task_.moments()->features, task_.description.element_type,
+          offset_bytes / element_bytes,
+          static_cast<int64_t>(data.size()) / element_bytes, data.data(),
+          env_.pool);
+    }
     if (gram_.has_value()) {
       gram_->Update(task_.description.element_type,
                     static_cast<int64_t>(data.size()) / frame_.granule_bytes,
@@ -464,13 +549,13 @@ class CalibrateJob final : public TensorJob {
   bool brings_state() const { return accumulator_ == nullptr; }
   bool has_gram() const {
     return task_.contribution.has_value() &&
-           task_.contribution->gram.has_value();
+           task_.contribution->features.gram.has_value();
   }
 
   // Errors: CONTRIBUTION_INVALID, STATISTICS_MISMATCH, MEMORY_BUDGET, of the
   // store.
   absl::Status OpenGram() {
-    const GramTask& task = *task_.contribution->gram;
+    const GramTask& task = *task_.contribution->features.gram;
     absl::StatusOr<absl::optional<core::GramState::Parts>> stored =
         task_.statistics->FindGram(task_.key);
     if (!stored.ok()) return stored.status();
@@ -512,7 +597,7 @@ class CalibrateJob final : public TensorJob {
   absl::Status CheckStoredSteps(
       const absl::optional<core::GramState::Parts>& stored) const {
     if (!stored.has_value()) return absl::OkStatus();
-    const GramTask& task = *task_.contribution->gram;
+    const GramTask& task = *task_.contribution->features.gram;
     constexpr absl::string_view kAnswered =
         "; GetStatistics answers the steps and parts";
     if (stored->exponents.size() != task.exponents.size() ||
@@ -543,10 +628,10 @@ class CalibrateJob final : public TensorJob {
         contribution.mantissa_bits == TensorAccumulator::kDefaultMantissaBits
             ? core::DefaultMantissaBits(task_.layout->scale_count())
             : contribution.mantissa_bits;
-    if (contribution.gram.has_value()) {
+    if (contribution.features.gram.has_value()) {
       expected.gram.emplace();
-      expected.gram->exponents = contribution.gram->exponents;
-      expected.gram->part_size = contribution.gram->part_size;
+      expected.gram->exponents = contribution.features.gram->exponents;
+      expected.gram->part_size = contribution.features.gram->part_size;
     }
     return expected;
   }
@@ -564,13 +649,18 @@ class CalibrateJob final : public TensorJob {
     part_ = std::move(part);
     contributed_ = true;
     TakeCounts(part_->statistics);
-    if (!part_->gram.has_value()) return;
-    v1::GramResult* const result =
-        summary_.mutable_contribution()->mutable_gram();
-    result->set_rows(static_cast<uint64_t>(part_->gram->rows()));
-    result->set_left_out_rows(
-        static_cast<uint64_t>(part_->gram->left_out_rows()));
-    result->set_clipped_count(static_cast<uint64_t>(part_->gram->clipped()));
+    if (part_->gram.has_value()) {
+      v1::GramResult* const result =
+          summary_.mutable_contribution()->mutable_gram();
+      result->set_rows(static_cast<uint64_t>(part_->gram->rows()));
+      result->set_left_out_rows(
+          static_cast<uint64_t>(part_->gram->left_out_rows()));
+      result->set_clipped_count(static_cast<uint64_t>(part_->gram->clipped()));
+    }
+    if (part_->moments.has_value()) {
+      TellMoments(part_->moments->moments,
+                  summary_.mutable_contribution()->mutable_moments());
+    }
   }
 
   void TakeCounts(const core::TensorStatistics& statistics) {
@@ -579,6 +669,19 @@ class CalibrateJob final : public TensorJob {
     env_.metrics->Elements(Rpc::kCalibrate, nullptr, counts.total);
     env_.metrics->NonFinite(counts.nan + counts.positive_infinity +
                             counts.negative_infinity);
+  }
+
+  static void TellMoments(const core::FeatureMoments& moments,
+                          v1::MomentsResult* result) {
+    int64_t count = 0;
+    int64_t left_out = 0;
+    for (int64_t i = 0; i < moments.feature_count(); ++i) {
+      count += moments.count(i);
+      left_out += moments.left_out(i);
+    }
+    result->set_feature_count(static_cast<uint64_t>(moments.feature_count()));
+    result->set_count(static_cast<uint64_t>(count));
+    result->set_left_out(static_cast<uint64_t>(left_out));
   }
 
   absl::Status ReserveMerge() {
@@ -590,7 +693,7 @@ class CalibrateJob final : public TensorJob {
     const CheckedContribution& contribution = *task_.contribution;
     if (!part_.has_value()) {
       SetPart({contribution.block_size, task_.description.shape,
-               accumulator_->Take(), std::move(gram_)});
+               accumulator_->Take(), std::move(gram_), std::move(moments_)});
     }
     bool is_refused = false;
     absl::StatusOr<ContributionOutcome> outcome = task_.statistics->Merge(
@@ -609,6 +712,7 @@ class CalibrateJob final : public TensorJob {
     merge_lease_.Release();
     part_.reset();
     gram_lease_.Release();
+    moments_lease_.Release();
     if (receiver_.has_value()) receiver_->Release();
     if (!outcome.ok()) {
       // Neither an unavailable store nor a corrupt row is the request's fault.
@@ -696,6 +800,8 @@ class CalibrateJob final : public TensorJob {
   absl::optional<core::StatisticsState> part_;
   absl::optional<core::GramState> gram_;
   MemoryBudget::Lease gram_lease_;
+  absl::optional<core::AxisMoments> moments_;
+  MemoryBudget::Lease moments_lease_;
   int64_t merge_bytes_ = 0;
   MemoryBudget::Lease merge_lease_;
   // Of all contributions, with a spec.
@@ -720,14 +826,24 @@ class CalibrateRpc final : public TensorRpc {
     if (!task.ok()) return task.status();
     if (task->contribution.has_value() && task->contribution->state_bytes > 0) {
       return std::make_unique<CalibrateJob>(env_, *std::move(task),
-                                            /*accumulator=*/nullptr);
+                                            /*accumulator=*/nullptr,
+                                            MemoryBudget::Lease());
     }
     absl::StatusOr<std::unique_ptr<TensorAccumulator>> accumulator =
         TensorAccumulator::Create(env_, task->description.element_type,
                                   task->layout, task->mantissa_bits);
     if (!accumulator.ok()) return accumulator.status();
+    MemoryBudget::Lease moments_lease;
+    if (const MomentsTask* moments = task->moments(); moments != nullptr) {
+      absl::Status status = env_.budget->Grow(
+          &moments_lease,
+          core::FeatureMoments::MemoryBytes(moments->features.count),
+          "contribute to fewer tensors at once");
+      if (!status.ok()) return status;
+    }
     return std::make_unique<CalibrateJob>(env_, *std::move(task),
-                                          *std::move(accumulator));
+                                          *std::move(accumulator),
+                                          std::move(moments_lease));
   }
 
  private:

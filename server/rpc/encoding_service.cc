@@ -343,6 +343,30 @@ void StoredGramToProto(const core::GramState::Parts& gram, int64_t size_bytes,
                                          gram.exponents.end());
 }
 
+// Errors: STATISTICS_TOO_LARGE, MEMORY_BUDGET, of the store.
+absl::Status AnswerMoments(const UnaryContext& context, const EncodingKey& key,
+                           v1::GetStatisticsResponse* response) {
+  MemoryBudget::Lease lease;
+  absl::StatusOr<absl::optional<core::AxisMoments>> moments =
+      context.caller.statistics->ReadMoments(
+          key, [&](int64_t memory_bytes) -> absl::Status {
+            if (context.stop.stopped()) return core::StoppedError();
+            return context.env.budget->Grow(
+                &lease, memory_bytes,
+                "try again when fewer calls are under way");
+          });
+  if (!moments.ok()) return moments.status();
+  if (!moments->has_value()) return absl::OkStatus();
+  MomentsToProto(**moments, response->mutable_moments());
+  const auto size_bytes = static_cast<int64_t>(response->ByteSizeLong());
+  if (size_bytes <= kClientMessageBytes) return absl::OkStatus();
+  response->Clear();
+  return core::WithField(
+      core::StatisticsTooLargeError(kClientMessageBytes, size_bytes,
+                                    "leave with_moments out"),
+      "with_moments");
+}
+
 absl::Status GetStatistics(const UnaryContext& context,
                            const v1::GetStatisticsRequest& request,
                            v1::GetStatisticsResponse* response) {
@@ -373,6 +397,10 @@ absl::Status GetStatistics(const UnaryContext& context,
     proto->set_source(source.source);
     proto->set_sequence(source.sequence);
     *proto->mutable_update_time() = ToTimestamp(source.update_time);
+  }
+  if (request.with_moments()) {
+    absl::Status status = AnswerMoments(context, *key, response);
+    if (!status.ok()) return status;
   }
   if (request.per_tensor()) {
     absl::StatusOr<core::TensorStatistics> merged =

@@ -50,6 +50,14 @@ MeteringStatisticsStore::FindGram(const EncodingKey& key) {
                  [&] { return inner_->FindGram(key); });
 }
 
+absl::StatusOr<absl::optional<core::AxisMoments>>
+MeteringStatisticsStore::ReadMoments(
+    const EncodingKey& key,
+    absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
+  return Measure(metrics_, StoreOperation::kGetStatistics,
+                 [&] { return inner_->ReadMoments(key, proceed); });
+}
+
 absl::StatusOr<std::vector<StatisticsListEntry>>
 MeteringStatisticsStore::ListStatistics(absl::string_view model,
                                         absl::string_view revision,

@@ -22,6 +22,7 @@
 #include "core/statistics/gram_state.h"
 #include "quantd/v1/statistics.pb.h"
 #include "server/store/gram_pieces.h"
+#include "server/store/moments_pieces.h"
 #include "server/store/row_checksum.h"
 #include "server/store/sql_usage.h"
 #include "server/store/statistics_pieces.h"
@@ -35,16 +36,18 @@ namespace {
 #define QUANTD_ROW_COLUMNS                                               \
   "statistics.source, statistics.sequence, update_time_us, size_bytes, " \
   "mantissa_bits, block_size, shape, body_checksum, statistics.checksum"
-// Pieces below kFirstGramPiece are of histograms; that one is the head of the
-// Gram matrix, and those behind it are its sums.
-#define QUANTD_IS_OF_HISTOGRAMS(piece) #piece " < 1099511627776"
+// Pieces below kMomentsPiece are of histograms; that one has the moments.
+// kFirstGramPiece is the head of the Gram matrix, and those behind it are its
+// sums.
+#define QUANTD_IS_OF_HISTOGRAMS(piece) #piece " < 549755813888"
+#define QUANTD_IS_OF_MOMENTS(piece) #piece " = 549755813888"
 #define QUANTD_IS_NO_SUM(piece) #piece " <= 1099511627776"
 #define QUANTD_IS_OF_GRAM(piece) #piece " >= 1099511627776"
 #define QUANTD_OF_SOURCE \
   "WHERE model = $1 AND revision = $2 AND tensor = $3 AND source = $4"
 
-// With the sizes of what merging reads at once, and whether there is a Gram
-// matrix.
+// With the sizes of what merging reads at once, whether there is a Gram matrix,
+// and the size of the moments.
 constexpr char kSelectHead[] =
     "SELECT " QUANTD_ROW_COLUMNS
     ", CAST(length(body) AS BIGINT), "
@@ -52,8 +55,11 @@ constexpr char kSelectHead[] =
     "AS BIGINT) FROM statistics_pieces " QUANTD_OF_SOURCE
     " AND " QUANTD_IS_OF_HISTOGRAMS(
         piece) "), (SELECT COUNT(*) FROM statistics_pieces " QUANTD_OF_SOURCE
-               " AND piece = 1099511627776) "
-               "FROM statistics " QUANTD_OF_SOURCE;
+               " AND piece = 1099511627776), "
+               "(SELECT CAST(COALESCE(MAX(length(bytes)), 0) "
+               "AS BIGINT) FROM statistics_pieces " QUANTD_OF_SOURCE
+               " AND " QUANTD_IS_OF_MOMENTS(
+                   piece) ") FROM statistics " QUANTD_OF_SOURCE;
 constexpr char kSelectBody[] =
     "SELECT averages, body FROM statistics " QUANTD_OF_SOURCE;
 // A row per source and piece, of Gram matrices the first; the large columns of
@@ -104,8 +110,22 @@ constexpr char kSelectGram[] =
     "WHERE statistics.model = $1 AND statistics.revision = $2 "
     "AND statistics.tensor = $3 AND ($4 = '' OR statistics.source = $4) "
     "ORDER BY statistics.source, pieces.piece";
-// The first piece of the Gram matrix of each other source.
-constexpr char kSelectGramHeads[] =
+// The same of its moments.
+constexpr char kSelectMoments[] =
+    "SELECT " QUANTD_ROW_COLUMNS
+    ", COALESCE(pieces.piece, -1), pieces.checksum, pieces.bytes "
+    "FROM statistics LEFT JOIN statistics_pieces AS pieces "
+    "ON pieces.model = statistics.model "
+    "AND pieces.revision = statistics.revision "
+    "AND pieces.tensor = statistics.tensor "
+    "AND pieces.source = statistics.source "
+    "AND pieces.sequence = statistics.sequence "
+    "AND " QUANTD_IS_OF_MOMENTS(pieces.piece) " "
+    "WHERE statistics.model = $1 AND statistics.revision = $2 "
+    "AND statistics.tensor = $3 AND ($4 = '' OR statistics.source = $4) "
+    "ORDER BY statistics.source";
+// A piece of each other source that has it.
+constexpr char kSelectOtherPieces[] =
     "SELECT pieces.source, pieces.sequence, pieces.checksum, pieces.bytes "
     "FROM statistics_pieces AS pieces JOIN statistics "
     "ON pieces.model = statistics.model "
@@ -115,7 +135,7 @@ constexpr char kSelectGramHeads[] =
     "AND pieces.sequence = statistics.sequence "
     "WHERE pieces.model = $1 AND pieces.revision = $2 "
     "AND pieces.tensor = $3 AND pieces.source <> $4 "
-    "AND pieces.piece = 1099511627776";
+    "AND pieces.piece = $5";
 // Another source's row, without the large columns.
 constexpr char kSelectOther[] =
     "SELECT " QUANTD_ROW_COLUMNS
@@ -187,11 +207,13 @@ constexpr char kDelete[] =
 
 #undef QUANTD_OF_SOURCE
 #undef QUANTD_IS_OF_GRAM
+#undef QUANTD_IS_OF_MOMENTS
 #undef QUANTD_IS_OF_HISTOGRAMS
 #undef QUANTD_IS_NO_SUM
 #undef QUANTD_ROW_COLUMNS
 
 static_assert(kFirstGramPiece == 1099511627776, "as in the statements");
+static_assert(kMomentsPiece == 549755813888, "as in the statements");
 
 // The columns of a row that are small.
 struct RowHead {
@@ -280,7 +302,7 @@ class SourceReader {
       return Corrupt("fail their checksum");
     }
     checksum_->AddPiece(checksum);
-    if (piece == kFirstGramPiece) return absl::OkStatus();
+    if (piece >= kMomentsPiece) return absl::OkStatus();
     return Append(row.Bytes(13));
   }
 
@@ -419,9 +441,10 @@ absl::StatusOr<absl::optional<core::GramState::Parts>> ReadGramHeads(
     absl::string_view but_source) {
   absl::optional<core::GramState::Parts> whole;
   const std::unique_ptr<SqlStatement> row =
-      connection.Prepare(kSelectGramHeads);
+      connection.Prepare(kSelectOtherPieces);
   row->BindKey(key);
   row->BindText(4, but_source);
+  row->BindInt(5, kFirstGramPiece);
   while (true) {
     absl::StatusOr<bool> found = row->Step("cannot read a Gram matrix");
     if (!found.ok()) return found.status();
@@ -467,13 +490,19 @@ class Merger {
     before_checksum_ = static_cast<uint64_t>(row->Int(8));
     stored_bytes_ = row->Int(9) + row->Int(10);
     had_gram_ = row->Int(11) > 0;
+    moments_bytes_before_ = row->Int(12);
     before_ = *std::move(head);
     return absl::nullopt;
   }
 
   int64_t memory_bytes() const {
     return MergeMemoryBytes(part_.statistics, stored_bytes_) +
-           (had_gram_ || gram_ != nullptr ? WriteGramBytes(gram_) : 0);
+           (had_gram_ || gram_ != nullptr ? WriteGramBytes(gram_) : 0) +
+           // As it is read and as it is written.
+           2 * moments_bytes_before_ +
+           (moments() != nullptr
+                ? MergeMomentsBytes(moments()->moments.feature_count())
+                : 0);
   }
 
   // Writes the source's new pieces and row; false, and nothing is to be
@@ -515,8 +544,26 @@ class Merger {
     return CheckGramHeads(**other, gram_head_);
   }
 
+  const core::AxisMoments* moments() const {
+    return part_.moments.has_value() ? &*part_.moments : nullptr;
+  }
+
+  absl::Status CheckOtherMoments() {
+    if (moments() == nullptr) return absl::OkStatus();
+    const std::unique_ptr<SqlStatement> row = Select(kSelectOtherPieces);
+    row->BindInt(5, kMomentsPiece);
+    absl::StatusOr<bool> found = row->Step(kWhat);
+    // Any one will do: all that are there go together.
+    if (!found.ok() || !*found) return found.status();
+    const std::string source(row->Bytes(0));
+    return CheckMomentsPiece({key_.tensor, source, row->Int(1)},
+                             static_cast<uint64_t>(row->Int(2)), row->Bytes(3),
+                             *moments());
+  }
+
   absl::Status CheckOthers() {
     if (absl::Status s = CheckOtherGrams(); !s.ok()) return s;
+    if (absl::Status s = CheckOtherMoments(); !s.ok()) return s;
     const std::unique_ptr<SqlStatement> row = Select(kSelectOther);
     absl::StatusOr<bool> found = row->Step(kWhat);
     if (!found.ok()) return found.status();
@@ -559,7 +606,7 @@ class Merger {
       if (absl::Status s = writer.Add(histogram); !s.ok()) return s;
     }
     if (absl::Status s = writer.Flush(); !s.ok()) return s;
-    absl::Status status = WriteGramPieces(&checksum, nullptr);
+    absl::Status status = WriteFeaturePieces(&checksum, nullptr);
     if (!status.ok()) return status;
     return WriteRow(part_.shape, averages, body, checksum, limit_bytes,
                     &writer);
@@ -622,7 +669,7 @@ class Merger {
     absl::StatusOr<const v1::Histogram*> end = reader.Next();
     if (!end.ok()) return end.status();
     if (absl::Status s = writer.Flush(); !s.ok()) return s;
-    status = WriteGramPieces(&checksum, &*read_checksum);
+    status = WriteFeaturePieces(&checksum, &*read_checksum);
     if (!status.ok()) return status;
     if (*end != nullptr || read_checksum->Get() != before_->body_checksum) {
       return Corrupt("fail their checksum");
@@ -632,21 +679,30 @@ class Merger {
   }
 
   // `read`  over what the source had before, if it had anything.
-  absl::Status WriteGramPieces(BodyChecksum* checksum, BodyChecksum* read) {
+  absl::Status WriteFeaturePieces(BodyChecksum* checksum, BodyChecksum* read) {
     absl::optional<SourceVersion> before;
     if (before_.has_value()) {
       before.emplace(VersionOf(static_cast<uint64_t>(before_->sequence)));
     }
-    absl::StatusOr<WrittenGram> written =
-        WriteGram(&connection_, before, VersionOf(key_.sequence), gram_);
-    if (!written.ok()) return written.status();
-    gram_bytes_ = written->size_bytes;
-    gram_end_ = written->end_piece;
-    gram_head_ = std::move(written->head);
-    if (written->checksum.has_value()) checksum->AddPiece(*written->checksum);
-    if (written->checksum_before.has_value()) {
-      read->AddPiece(*written->checksum_before);
-    }
+    const auto add = [&](const auto& written) {
+      feature_bytes_ += written.size_bytes;
+      if (written.checksum.has_value()) checksum->AddPiece(*written.checksum);
+      if (written.checksum_before.has_value()) {
+        read->AddPiece(*written.checksum_before);
+      }
+    };
+    const SourceVersion now = VersionOf(key_.sequence);
+    absl::StatusOr<WrittenMoments> moments_written =
+        WriteMoments(&connection_, before, now, moments());
+    if (!moments_written.ok()) return moments_written.status();
+    add(*moments_written);
+    moments_end_ = moments_written->end_piece();
+    absl::StatusOr<WrittenGram> gram_written =
+        WriteGram(&connection_, before, now, gram_);
+    if (!gram_written.ok()) return gram_written.status();
+    add(*gram_written);
+    gram_end_ = gram_written->end_piece;
+    gram_head_ = std::move(gram_written->head);
     return absl::OkStatus();
   }
 
@@ -683,7 +739,7 @@ class Merger {
           limit_bytes, head.size_bytes,
           "contribute with a coarser granularity or fewer mantissa bits");
     }
-    head.size_bytes += gram_bytes_;
+    head.size_bytes += feature_bytes_;
     const WriteAccount& account = key_.account;
     ReplacedRow replaced;
     if (!account.quotas.empty()) {
@@ -711,7 +767,8 @@ class Merger {
       row->BindText(15, account.principal);
       if (absl::Status s = row->Step(kWhat).status(); !s.ok()) return s;
     }
-    if (absl::Status s = writer->DeleteOthers(gram_end_); !s.ok()) return s;
+    if (absl::Status s = writer->DeleteOthers(moments_end_, gram_end_); !s.ok())
+      return s;
     status = CheckQuotas(connection_, account, replaced, head.size_bytes);
     if (!status.ok()) return status;
     return true;
@@ -727,10 +784,13 @@ class Merger {
   uint64_t before_checksum_ = 0;
   int64_t stored_bytes_ = 0;
   bool had_gram_ = false;
-  // The Gram matrix that was written, without its sums; what it takes, and
-  // behind its last piece.
+  int64_t moments_bytes_before_ = 0;
+  // The Gram matrix that was written, without its sums.
   core::GramState::Parts gram_head_;
-  int64_t gram_bytes_ = 0;
+  // What moments and Gram matrix take that were written, and behind the last
+  // piece of each.
+  int64_t feature_bytes_ = 0;
+  int64_t moments_end_ = kMomentsPiece;
   int64_t gram_end_ = kFirstGramPiece;
 };
 
@@ -925,6 +985,52 @@ SqlStatisticsStore::FindGram(const EncodingKey& key) {
   return found;
 }
 
+absl::StatusOr<absl::optional<core::AxisMoments>>
+SqlStatisticsStore::ReadMoments(
+    const EncodingKey& key,
+    absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
+  return ReadMomentsOf(key, "", proceed);
+}
+
+absl::StatusOr<absl::optional<core::AxisMoments>>
+SqlStatisticsStore::ReadMomentsOf(
+    const EncodingKey& key, absl::string_view source,
+    absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) {
+  absl::optional<core::AxisMoments> whole;
+  const auto read = [&](SqlConnection& connection) -> absl::Status {
+    const std::unique_ptr<SqlStatement> row =
+        connection.Prepare(kSelectMoments);
+    row->BindKey(key);
+    row->BindText(4, source);
+    bool is_there = false;
+    while (true) {
+      absl::StatusOr<bool> found = row->Step("cannot read moments");
+      if (!found.ok()) return found.status();
+      if (!*found) break;
+      is_there = true;
+      if (row->Int(9) < 0) continue;
+      const absl::StatusOr<RowHead> head = ReadHead(key, *row);
+      if (!head.ok()) return head.status();
+      absl::StatusOr<core::AxisMoments> part = ReadMomentsPiece(
+          {key, head->source, head->sequence},
+          static_cast<uint64_t>(row->Int(10)), row->Bytes(11), proceed);
+      if (!part.ok()) return part.status();
+      if (!whole.has_value()) {
+        whole = *std::move(part);
+        continue;
+      }
+      absl::Status status = core::MergeMoments(*part, &*whole);
+      // They were checked when they were written.
+      if (!status.ok()) {
+        return SourceCorruptError(key, head->source, status.message());
+      }
+    }
+    return is_there ? absl::OkStatus() : NotFound(key);
+  };
+  if (absl::Status s = database_->Read(read); !s.ok()) return s;
+  return whole;
+}
+
 absl::StatusOr<std::vector<StatisticsListEntry>>
 SqlStatisticsStore::ListStatistics(absl::string_view model,
                                    absl::string_view revision,
@@ -1031,6 +1137,9 @@ absl::StatusOr<int64_t> SqlStatisticsStore::Check(
           ReadSources(key.tensor, key.source, proceed).status();
       if (status.ok()) {
         status = ReadGrams(key.tensor, key.source, proceed).status();
+      }
+      if (status.ok()) {
+        status = ReadMomentsOf(key.tensor, key.source, proceed).status();
       }
       // It was deleted in between.
       if (status.ok() || absl::IsNotFound(status)) continue;

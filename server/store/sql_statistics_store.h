@@ -26,7 +26,7 @@ namespace quantd::server {
 // deleted. Thread-safe.
 class SqlStatisticsStore : public StatisticsStore {
  public:
-  // `limit_bytes`  what a row may take, without a Gram matrix.
+  // `limit_bytes`  what a row may take, without what it has of features.
   SqlStatisticsStore(std::shared_ptr<SqlDatabase> database,
                      int64_t limit_bytes);
 
@@ -42,6 +42,9 @@ class SqlStatisticsStore : public StatisticsStore {
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) override;
   absl::StatusOr<absl::optional<core::GramState::Parts>> FindGram(
       const EncodingKey& key) override;
+  absl::StatusOr<absl::optional<core::AxisMoments>> ReadMoments(
+      const EncodingKey& key,
+      absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) override;
   absl::StatusOr<std::vector<StatisticsListEntry>> ListStatistics(
       absl::string_view model, absl::string_view revision,
       absl::string_view after, int limit) override;
@@ -62,6 +65,9 @@ class SqlStatisticsStore : public StatisticsStore {
       const EncodingKey& key, absl::string_view source,
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed);
   absl::StatusOr<absl::optional<core::GramState>> ReadGrams(
+      const EncodingKey& key, absl::string_view source,
+      absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed);
+  absl::StatusOr<absl::optional<core::AxisMoments>> ReadMomentsOf(
       const EncodingKey& key, absl::string_view source,
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed);
 

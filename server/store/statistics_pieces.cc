@@ -26,7 +26,8 @@ constexpr char kDeleteOthers[] =
     "DELETE FROM statistics_pieces WHERE model = $1 AND revision = $2 "
     "AND tensor = $3 AND source = $4 "
     "AND (sequence <> $5 OR piece < 0 "
-    "OR (piece >= $6 AND piece < 1099511627776) OR piece >= $7)";
+    "OR (piece >= $6 AND piece < 549755813888) "
+    "OR (piece >= $7 AND piece < 1099511627776) OR piece >= $8)";
 constexpr char kRead[] =
     "SELECT checksum, bytes FROM statistics_pieces WHERE model = $1 "
     "AND revision = $2 AND tensor = $3 AND source = $4 AND sequence = $5 "
@@ -110,10 +111,11 @@ absl::Status PieceWriter::Flush() {
   return piece_.histograms_size() > 0 ? WriteHistograms() : absl::OkStatus();
 }
 
-absl::Status PieceWriter::DeleteOthers(int64_t end) {
+absl::Status PieceWriter::DeleteOthers(int64_t moments_end, int64_t gram_end) {
   const std::unique_ptr<SqlStatement> row = connection_->Prepare(kDeleteOthers);
   Bind(version_, count_, row.get());
-  row->BindInt(7, end);
+  row->BindInt(7, moments_end);
+  row->BindInt(8, gram_end);
   return row->Step(kWhat).status();
 }
 

@@ -86,9 +86,9 @@ class PieceWriter {
   absl::Status Add(const core::Histogram& histogram);
   // After the last.
   absl::Status Flush();
-  // Then: removes what other contributions have left. Pieces of the Gram
-  // matrix are kept before number `end`.
-  absl::Status DeleteOthers(int64_t end);
+  // Then: removes what other contributions have left. Pieces of moments and of
+  // the Gram matrix are kept before these numbers.
+  absl::Status DeleteOthers(int64_t moments_end, int64_t gram_end);
 
   // Of all pieces.
   int64_t size_bytes() const { return size_bytes_; }

@@ -77,8 +77,8 @@ class StatisticsStore {
   // than the last one; durable when it returns, exactly once whatever fails in
   // between. The source's averaged extremes move by `averaging_constant` of the
   // difference to those of `part`; the first contribution sets them; a scale
-  // index without a finite element leaves them. A Gram matrix of `part` is
-  // added to that of the source. Calls `proceed` with what that
+  // index without a finite element leaves them. A Gram matrix and moments of
+  // `part` are added to those of the source. Calls `proceed` with what that
   // will hold in memory beside `part`, which is little: it must not wait,
   // because others do.
   // Errors: STATISTICS_MISMATCH (with any source of the tensor),
@@ -117,6 +117,13 @@ class StatisticsStore {
   // The same without sums; none also where there are no statistics.
   virtual absl::StatusOr<absl::optional<core::GramState::Parts>> FindGram(
       const EncodingKey& key) = 0;
+
+  // The moments of features over all sources that have some; none where no
+  // source has. Calls `proceed` with what reading them will hold in memory.
+  // Errors: STATISTICS_NOT_FOUND; that of `proceed`.
+  virtual absl::StatusOr<absl::optional<core::AxisMoments>> ReadMoments(
+      const EncodingKey& key,
+      absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) = 0;
 
   // At most `limit` entries in order of tensor, bytewise, after `after`. What
   // is read of a row is verified, and one that is damaged told in its place.

@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "core/errors.h"
 #include "core/statistics/bin_table.h"
+#include "core/statistics/feature_moments.h"
 #include "core/statistics/histogram.h"
 #include "core/statistics/statistics_state.h"
 #include "core/statistics/tensor_statistics.h"
@@ -54,6 +55,20 @@ absl::StatusOr<core::ElementCounts> CountsFromProto(
       static_cast<int64_t>(proto.negative_infinity_count());
   counts.zero = static_cast<int64_t>(proto.zero_count());
   return counts;
+}
+
+void SumsToProto(const core::ExactSums& sums, v1::ExactSums* proto) {
+  proto->set_exponent(sums.exponent);
+  proto->set_width(static_cast<uint32_t>(sums.width));
+  proto->set_integers(sums.integers.data(), sums.integers.size());
+}
+
+core::ExactSums SumsFromProto(const v1::ExactSums& proto) {
+  core::ExactSums sums;
+  sums.exponent = proto.exponent();
+  sums.width = static_cast<int>(proto.width());
+  sums.integers.assign(proto.integers().begin(), proto.integers().end());
+  return sums;
 }
 
 // Checks that some bin.count elements with low bits from `lowest` to `highest`
@@ -367,6 +382,31 @@ absl::StatusOr<core::StatisticsState> StateFromProto(
                    ", those over all scale indices");
   }
   return state;
+}
+
+void MomentsToProto(const core::AxisMoments& moments,
+                    v1::FeatureMoments* proto) {
+  const core::FeatureMoments::Parts parts = moments.moments.ToParts();
+  proto->set_axis(static_cast<uint32_t>(moments.axis));
+  proto->mutable_count()->Assign(parts.count.begin(), parts.count.end());
+  proto->mutable_left_out()->Assign(parts.left_out.begin(),
+                                    parts.left_out.end());
+  SumsToProto(parts.sum, proto->mutable_sum());
+  SumsToProto(parts.square_sum, proto->mutable_square_sum());
+}
+
+absl::StatusOr<core::AxisMoments> MomentsFromProto(
+    const v1::FeatureMoments& proto) {
+  core::FeatureMoments::Parts parts;
+  // Counts beyond 63 bits become negative, which no moments have.
+  parts.count.assign(proto.count().begin(), proto.count().end());
+  parts.left_out.assign(proto.left_out().begin(), proto.left_out().end());
+  parts.sum = SumsFromProto(proto.sum());
+  parts.square_sum = SumsFromProto(proto.square_sum());
+  absl::StatusOr<core::FeatureMoments> moments =
+      core::FeatureMoments::FromParts(parts);
+  if (!moments.ok()) return moments.status();
+  return core::AxisMoments{int64_t{proto.axis()}, *std::move(moments)};
 }
 
 }  // namespace quantd::server

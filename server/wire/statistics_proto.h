@@ -46,6 +46,14 @@ absl::StatusOr<core::Histogram> HistogramFromProto(const v1::Histogram& proto,
 absl::StatusOr<core::StatisticsState> StateFromProto(
     const v1::StatisticsState& proto);
 
+// Equal moments give equal bytes.
+void MomentsToProto(const core::AxisMoments& moments,
+                    v1::FeatureMoments* proto);
+// Takes any message.
+// Errors: STATISTICS_INVALID.
+absl::StatusOr<core::AxisMoments> MomentsFromProto(
+    const v1::FeatureMoments& proto);
+
 }  // namespace quantd::server
 
 #endif  // QUANTD_SERVER_WIRE_STATISTICS_PROTO_H_

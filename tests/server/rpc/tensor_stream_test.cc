@@ -684,6 +684,11 @@ class EndlessStatistics : public StatisticsStore {
       absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) override {
     return absl::optional<core::GramState>();
   }
+  absl::StatusOr<absl::optional<core::AxisMoments>> ReadMoments(
+      const EncodingKey& key,
+      absl::FunctionRef<absl::Status(int64_t memory_bytes)> proceed) override {
+    return absl::optional<core::AxisMoments>();
+  }
   absl::StatusOr<absl::optional<core::GramState::Parts>> FindGram(
       const EncodingKey& key) override {
     return absl::optional<core::GramState::Parts>();

@@ -18,6 +18,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "core/errors.h"
+#include "core/statistics/feature_moments.h"
 #include "core/statistics/gram_state.h"
 #include "core/statistics/statistics_state.h"
 #include "core/types/block_layout.h"
@@ -25,6 +26,7 @@
 #include "core/types/encoding.h"
 #include "quantd/v1/statistics.pb.h"
 #include "server/store/gram_pieces.h"
+#include "server/store/moments_pieces.h"
 #include "server/store/row_checksum.h"
 #include "server/store/sql_encoding_store.h"
 #include "server/store/sqlite_database.h"
@@ -190,6 +192,49 @@ TEST_F(SqliteStatisticsStoreTest, ReportsEveryPieceOfAGramMatrixThatChanged) {
   const auto got = store.ReadGram(key_, proceed);
   ASSERT_TRUE(got.ok()) << got.status();
   EXPECT_EQ((*got)->rows(), 2);
+}
+
+TEST_F(SqliteStatisticsStoreTest, ReportsMomentsThatChanged) {
+  constexpr int64_t kFeatures = 6;
+  const std::vector<float> row(kFeatures, 1);
+  SqlStatisticsStore store(OpenDatabase(), kLimitBytes);
+  core::StatisticsState state = MakeState(1);
+  state.moments = core::AxisMoments{0, core::FeatureMoments(kFeatures)};
+  state.moments->moments.Update(
+      {kFeatures, 1}, core::ElementType::kFloat32, 0, kFeatures,
+      reinterpret_cast<const uint8_t*>(row.data()), nullptr);
+  const auto proceed = [](int64_t /*memory*/) { return absl::OkStatus(); };
+  const std::string piece = absl::StrCat("piece = ", kMomentsPiece);
+  for (const std::string& change :
+       {"UPDATE statistics_pieces SET bytes = zeroblob(length(bytes)) WHERE " +
+            piece,
+        "UPDATE statistics_pieces SET checksum = checksum + 1 WHERE " + piece,
+        "DELETE FROM statistics_pieces WHERE " + piece,
+        "UPDATE statistics_pieces SET sequence = 8 WHERE " + piece,
+        "UPDATE statistics_pieces SET source = 'other' WHERE " + piece}) {
+    ASSERT_TRUE(store.Contribute({key_, "source", 7}, state, 1).ok());
+    ASSERT_TRUE(store.ReadMoments(key_, proceed).ok());
+    ASSERT_TRUE(store.GetStatistics(key_).ok());
+    Execute(change);
+    EXPECT_TRUE(absl::IsDataLoss(store.ReadMoments(key_, proceed).status()) ||
+                absl::IsDataLoss(store.GetStatistics(key_).status()))
+        << change;
+    EXPECT_EQ(core::ErrorReason(
+                  store.Contribute({key_, "source", 9}, state, 1).status()),
+              "STORE_CORRUPT")
+        << change;
+    int damaged = 0;
+    EXPECT_TRUE(
+        store.Check([&](const absl::Status& /*status*/) { ++damaged; }).ok());
+    EXPECT_GT(damaged, 0) << change;
+    EXPECT_TRUE(store.DeleteStatistics(key_, "").ok()) << change;
+  }
+  // What was not of any row when that was deleted does no harm.
+  ASSERT_TRUE(store.Contribute({key_, "other", 7}, state, 1).ok());
+  ASSERT_TRUE(store.Contribute({key_, "other", 8}, state, 1).ok());
+  const auto got = store.ReadMoments(key_, proceed);
+  ASSERT_TRUE(got.ok()) << got.status();
+  EXPECT_EQ((*got)->moments.count(0), 2);
 }
 
 // As a quantd before the pieces wrote it: everything in the body.

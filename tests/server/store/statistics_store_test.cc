@@ -22,6 +22,7 @@
 #include "absl/time/clock.h"
 #include "absl/types/optional.h"
 #include "core/errors.h"
+#include "core/statistics/feature_moments.h"
 #include "core/statistics/gram_state.h"
 #include "core/types/block_layout.h"
 #include "core/types/element_type.h"
@@ -123,6 +124,27 @@ core::StatisticsState StateWithGram(int seed) {
   return state;
 }
 
+// The same rows with the moments of their features.
+core::StatisticsState StateWithMoments(int seed, int64_t features = kFeatures) {
+  constexpr int64_t kRows = 8;
+  std::mt19937 random(static_cast<uint32_t>(seed));
+  std::normal_distribution<float> normal;
+  std::vector<float> rows(kRows * features);
+  for (float& x : rows) x = normal(random);
+  core::StatisticsState state = MakeState(rows, {kRows, features});
+  state.moments = core::AxisMoments{1, core::FeatureMoments(features)};
+  state.moments->moments.Update(
+      {features, 1}, core::ElementType::kFloat32, 0, kRows * features,
+      reinterpret_cast<const uint8_t*>(rows.data()), nullptr);
+  return state;
+}
+
+std::string Bytes(const core::AxisMoments& moments) {
+  v1::FeatureMoments message;
+  MomentsToProto(moments, &message);
+  return message.SerializeAsString();
+}
+
 class StatisticsStoreTest : public ::testing::TestWithParam<Kind> {
  protected:
   StatisticsStoreTest() { Reopen(); }
@@ -175,6 +197,15 @@ class StatisticsStoreTest : public ::testing::TestWithParam<Kind> {
     EXPECT_TRUE(got.ok() && got->has_value());
     return got.ok() && got->has_value() ? (*got)->ToParts()
                                         : core::GramState::Parts();
+  }
+
+  // Empty where there are none.
+  std::string MustGetMoments() {
+    const absl::StatusOr<absl::optional<core::AxisMoments>> got =
+        store_->ReadMoments(
+            key_, [](int64_t /*memory*/) { return absl::OkStatus(); });
+    EXPECT_TRUE(got.ok()) << got.status();
+    return got.ok() && got->has_value() ? Bytes(**got) : "";
   }
 
   static std::string Reason(const absl::Status& status) {
@@ -657,6 +688,72 @@ TEST_P(StatisticsStoreTest, ReadingHistogramsHoldsNoGramMatrix) {
   ASSERT_TRUE(got.ok()) << got.status();
   EXPECT_GT(asked, 0);
   EXPECT_LT(asked, kFeatures * kFeatures / 2 * 8);
+}
+
+TEST_P(StatisticsStoreTest, AddsMomentsOfContributionsAndSources) {
+  core::AxisMoments expected = *StateWithMoments(1).moments;
+  for (int seed = 2; seed <= 4; ++seed) {
+    ASSERT_TRUE(
+        core::MergeMoments(*StateWithMoments(seed).moments, &expected).ok());
+  }
+  MustContribute("a", 1, StateWithMoments(3));
+  // One without stays out of them, and leaves them there.
+  MustContribute("a", 2, MakeState({1, 2}, {1, 2}));
+  MustContribute("b", 1, MakeState({1, 2}, {1, 2}));
+  MustContribute("b", 5, StateWithMoments(1));
+  // Beside a Gram matrix.
+  core::StatisticsState both = StateWithMoments(4);
+  both.gram = StateWithGram(4).gram;
+  MustContribute("c", 1, both);
+  MustContribute("a", 3, StateWithMoments(2));
+  const absl::StatusOr<ContributionOutcome> again =
+      Contribute("a", 3, StateWithMoments(2));
+  ASSERT_TRUE(again.ok()) << again.status();
+  EXPECT_TRUE(again->duplicate);
+  for (const bool reopened : {false, true}) {
+    if (reopened) Reopen();
+    EXPECT_EQ(MustGetMoments(), Bytes(expected));
+    EXPECT_EQ(MustGetGram().rows, 8);
+    EXPECT_EQ(MustGet().state.statistics.counts().total, 32 * kFeatures + 4);
+  }
+}
+
+TEST_P(StatisticsStoreTest, SaysWhereThereAreNoMoments) {
+  const auto proceed = [](int64_t /*memory*/) { return absl::OkStatus(); };
+  EXPECT_EQ(Reason(store_->ReadMoments(key_, proceed).status()),
+            "STATISTICS_NOT_FOUND");
+  MustContribute("a", 1, MakeState({1}));
+  EXPECT_EQ(MustGetMoments(), "");
+}
+
+TEST_P(StatisticsStoreTest, RefusesMomentsThatDoNotGoTogether) {
+  MustContribute("a", 1, StateWithMoments(1));
+  const std::string before = MustGetMoments();
+  core::StatisticsState other = StateWithMoments(2);
+  other.moments->axis = 0;
+  EXPECT_EQ(Reason(Contribute("a", 2, other).status()), "STATISTICS_MISMATCH");
+  EXPECT_EQ(Reason(Contribute("b", 1, other).status()), "STATISTICS_MISMATCH");
+  other = StateWithMoments(2, kFeatures - 1);
+  EXPECT_EQ(Reason(Contribute("a", 2, other).status()), "STATISTICS_MISMATCH");
+  EXPECT_EQ(Reason(Contribute("b", 1, other).status()), "STATISTICS_MISMATCH");
+  EXPECT_EQ(MustGetMoments(), before);
+  EXPECT_EQ(MustGet().sources.size(), 1);
+}
+
+TEST_P(StatisticsStoreTest, AsksBeforeItReadsAndMergesMoments) {
+  MustContribute("a", 1, StateWithMoments(1));
+  int64_t asked = 0;
+  const auto refuse = [&](int64_t memory) {
+    asked = memory;
+    return core::DrainingError();
+  };
+  EXPECT_EQ(Reason(store_->ReadMoments(key_, refuse).status()), "DRAINING");
+  EXPECT_GT(asked, core::FeatureMoments::MemoryBytes(kFeatures));
+  asked = 0;
+  const absl::StatusOr<ContributionOutcome> merged =
+      store_->Merge({key_, "a", 2}, StateWithMoments(2), 0.01, refuse);
+  EXPECT_EQ(Reason(merged.status()), "DRAINING");
+  EXPECT_GT(asked, core::FeatureMoments::MemoryBytes(kFeatures));
 }
 
 INSTANTIATE_TEST_SUITE_P(Stores, StatisticsStoreTest,

@@ -10,8 +10,10 @@
 #include <utility>
 #include <vector>
 
+#include "absl/status/statusor.h"
 #include "core/errors.h"
 #include "core/parallel/thread_pool.h"
+#include "core/statistics/feature_moments.h"
 #include "core/statistics/statistics_state.h"
 #include "core/types/block_layout.h"
 #include "gmock/gmock.h"
@@ -376,6 +378,56 @@ TEST(StatisticsProtoTest, KeepsWhateverItTakesOfDamagedBytes) {
     ASSERT_EQ(Bytes(*restored), kept);
   }
   EXPECT_GT(parsed, rounds / 200);
+}
+
+v1::FeatureMoments SomeMoments() {
+  const std::vector<float> rows = {1, -2, 0.5F, 3, 0, 1e30F};
+  core::AxisMoments moments{1, core::FeatureMoments(3)};
+  moments.moments.Update({3, 1}, ElementType::kFloat32, 0, 6,
+                         reinterpret_cast<const uint8_t*>(rows.data()),
+                         nullptr);
+  v1::FeatureMoments proto;
+  MomentsToProto(moments, &proto);
+  return proto;
+}
+
+TEST(StatisticsProtoTest, MomentsGoThereAndBack) {
+  const v1::FeatureMoments proto = SomeMoments();
+  const absl::StatusOr<core::AxisMoments> moments = MomentsFromProto(proto);
+  ASSERT_TRUE(moments.ok()) << moments.status();
+  EXPECT_EQ(moments->axis, 1);
+  EXPECT_EQ(moments->moments.count(0), 2);
+  EXPECT_EQ(moments->moments.square_sum(1), 4);
+  v1::FeatureMoments again;
+  MomentsToProto(*moments, &again);
+  EXPECT_EQ(again.SerializeAsString(), proto.SerializeAsString());
+}
+
+TEST(StatisticsProtoTest, RefusesMomentsThatNoElementsHave) {
+  using Proto = v1::FeatureMoments;
+  const std::vector<std::function<void(Proto*)>> changes = {
+      [](Proto* p) { p->add_count(1); },
+      [](Proto* p) { p->set_count(0, ~uint64_t{0}); },
+      [](Proto* p) { p->set_count(0, 0); },
+      [](Proto* p) { p->set_left_out(0, uint64_t{1} << 63); },
+      [](Proto* p) { p->mutable_sum()->set_width(~uint32_t{0}); },
+      [](Proto* p) { p->mutable_square_sum()->set_width(1000); },
+      [](Proto* p) { p->mutable_sum()->set_exponent(-2147483647); },
+      [](Proto* p) { p->mutable_square_sum()->set_exponent(2147483647); },
+      [](Proto* p) { p->mutable_sum()->mutable_integers()->pop_back(); },
+      [](Proto* p) { p->clear_square_sum(); },
+      [](Proto* p) {
+        p->mutable_square_sum()->set_integers(
+            std::string(p->square_sum().integers().size(), '\xFF'));
+      },
+  };
+  for (size_t i = 0; i < changes.size(); ++i) {
+    v1::FeatureMoments proto = SomeMoments();
+    changes[i](&proto);
+    EXPECT_EQ(core::ErrorReason(MomentsFromProto(proto).status()),
+              "STATISTICS_INVALID")
+        << i;
+  }
 }
 
 }  // namespace

@@ -73,26 +73,37 @@ def gram_steps(array: Any, element_type: Optional[str] = None) -> list[int]:
 @dataclasses.dataclass(frozen=True)
 class FeatureStatistics:
     """What a contribution keeps of feature vectors, whose elements lie along
-    the last dimension; see the FeatureStatistics of proto/.
+    one dimension; see the FeatureStatistics of proto/.
 
-    gram: the Gram matrix X^T X of the rows X, for Rounding.
+    gram: the Gram matrix X^T X of the rows X, for Rounding; by default unless
+        moments are kept.
     step_exponent: the step of each feature is 2^step_exponent; see gram_steps.
         None: those that fit the array of the contribution; calibrate_chunks
         has none and needs them. The first contribution to a tensor sets them;
         later ones take those.
     max_part: the most features that are seen together, a multiple of 128;
         0: 8,192.
+    moments: count, sum and sum of squares of each feature, for Importance.
+    axis: the dimension that has the features; a Gram matrix takes the last.
     """
 
-    gram: bool = True
+    gram: Optional[bool] = None
     step_exponent: Optional[Sequence[int]] = None
     max_part: int = 0
+    moments: bool = False
+    axis: int = -1
+
+    @property
+    def keeps_gram(self) -> bool:
+        """Whether a Gram matrix is kept."""
+        return not self.moments if self.gram is None else self.gram
 
     def to_proto(self) -> qs.FeatureStatistics:
         """Raises: ARGUMENT_INVALID."""
         try:
             return qs.FeatureStatistics(
-                gram=self.gram,
+                gram=self.keeps_gram, moments=self.moments,
+                axis=self.axis if self.keeps_gram or self.moments else None,
                 step_exponent=() if self.step_exponent is None else
                 [int(exponent) for exponent in self.step_exponent],
                 max_part=self.max_part)
@@ -530,7 +541,7 @@ def _with_steps(job: CalibrateJob) -> Optional[Contribution]:
     """The job's contribution, with steps of its Gram matrix."""
     contribution = job.contribution
     if not isinstance(contribution, Contribution) or (
-            contribution.features is None) or not contribution.features.gram or (
+            contribution.features is None) or not contribution.features.keeps_gram or (
                 contribution.features.step_exponent is not None):
         return contribution
     return dataclasses.replace(contribution, features=dataclasses.replace(

@@ -757,15 +757,16 @@ class Client:
     # Statistics.
 
     def get_statistics(self, name: TensorName, *, with_state: bool = False,
-                       per_tensor: bool = False
+                       per_tensor: bool = False,
+                       with_moments: bool = False
                        ) -> results.StoredStatistics:
         """Statistics over all contributions. with_state: the histograms too,
         one for each scale index; per_tensor: one over all of them, which is
-        small."""
+        small; with_moments: those of features."""
         return results.StoredStatistics.from_proto(self._call(
             self._encodings.GetStatistics, es.GetStatisticsRequest(
                 name=as_name(name).to_proto(), with_state=with_state,
-                per_tensor=per_tensor)))
+                per_tensor=per_tensor, with_moments=with_moments)))
 
     def list_statistics(self, model: str, revision: str = ""
                         ) -> Iterator[results.StatisticsEntry]:

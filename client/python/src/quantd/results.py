@@ -123,20 +123,74 @@ class GramResult(Tabular):
 
 
 @dataclasses.dataclass(frozen=True)
+class MomentsResult(Tabular):
+    """What was added to the moments of features; see the MomentsResult of
+    proto/."""
+
+    feature_count: int
+    count: int
+    left_out: int
+
+    @classmethod
+    def from_proto(cls, message: quantization_service_pb2.MomentsResult
+                   ) -> MomentsResult:
+        """As the server has it."""
+        return _read(cls, message)
+
+
+@dataclasses.dataclass(frozen=True)
+class FeatureMoments(Tabular):
+    """Moments of the features along one dimension. Sums are rounded to float64;
+    `state` has them exactly."""
+
+    axis: int
+    count: tuple[int, ...]
+    left_out: tuple[int, ...]
+    sum: tuple[float, ...]
+    square_sum: tuple[float, ...]
+    state: statistics_pb2.FeatureMoments
+
+    @classmethod
+    def from_proto(cls, message: statistics_pb2.FeatureMoments
+                   ) -> FeatureMoments:
+        """As the server has it."""
+        return cls(message.axis, tuple(message.count), tuple(message.left_out),
+                   _exact_sums(message.sum, len(message.count)),
+                   _exact_sums(message.square_sum, len(message.count)), message)
+
+
+def _exact_sums(sums: statistics_pb2.ExactSums, count: int
+                ) -> tuple[float, ...]:
+    """To the nearest float64."""
+    def number(index: int) -> float:
+        integer = int.from_bytes(
+            sums.integers[index * sums.width:(index + 1) * sums.width],
+            "little", signed=True)
+        # Integers divide with one rounding, however long they are.
+        return (float(integer << sums.exponent) if sums.exponent >= 0
+                else integer / (1 << -sums.exponent))
+
+    return tuple(number(index) for index in range(count))
+
+
+@dataclasses.dataclass(frozen=True)
 class ContributionResult(Tabular):
     """What became of a contribution. duplicate: it was counted before; gram:
-    where it has a Gram matrix."""
+    where it has a Gram matrix; moments: where it has those."""
 
     sequence: int
     duplicate: bool
     gram: Optional[GramResult] = None
+    moments: Optional[MomentsResult] = None
 
     @classmethod
     def from_proto(cls, message: quantization_service_pb2.ContributionResult
                    ) -> ContributionResult:
         """As the server has it."""
-        return _read(cls, message, gram=_optional(message, "gram",
-                                                  GramResult.from_proto))
+        return _read(
+            cls, message,
+            gram=_optional(message, "gram", GramResult.from_proto),
+            moments=_optional(message, "moments", MomentsResult.from_proto))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -610,12 +664,14 @@ class StoredGram(Tabular):
 @dataclasses.dataclass(frozen=True)
 class StoredStatistics(Tabular):
     """Statistics over all contributions; state: the histograms when asked;
-    gram: where a contribution has a Gram matrix."""
+    gram: where a contribution has a Gram matrix; moments: those of features
+    when asked, where there are some."""
 
     statistics: TensorStatistics
     sources: tuple[StatisticsSource, ...]
     state: Optional[statistics_pb2.StatisticsState]
     gram: Optional[StoredGram] = None
+    moments: Optional[FeatureMoments] = None
 
     @classmethod
     def from_proto(cls, message: encoding_service_pb2.GetStatisticsResponse
@@ -625,7 +681,8 @@ class StoredStatistics(Tabular):
                    tuple(StatisticsSource.from_proto(source)
                          for source in message.sources),
                    _optional(message, "state", _itself),
-                   _optional(message, "gram", StoredGram.from_proto))
+                   _optional(message, "gram", StoredGram.from_proto),
+                   _optional(message, "moments", FeatureMoments.from_proto))
 
 
 @dataclasses.dataclass(frozen=True)
