@@ -78,6 +78,11 @@ Options:
   bins=N                entropy: linear bins
   mantissa-bits=N       searches: finer histograms than 7 bits
   entries=N,N,...       codebooks: the entries in ascending order, or a file
+  importance[=INPUTS]   mse, sqnr, best-of: errors count by the mean square of
+                        the inputs of their column, from stored statistics of
+                        that tensor; default MODULE.input for MODULE.weight.
+                        Write %3A for ":" in its name
+  importance-axis=N     the dimension that has the inputs; default the last
 
 What granularity costs:
   An encoding takes 4 bytes for a scale, and 4 more with zero points. So int4

@@ -14,6 +14,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
@@ -81,6 +82,15 @@ absl::StatusOr<SpecTemplate> ParseSpecOrKQuant(absl::string_view text) {
 absl::Status NumberError(absl::string_view option, absl::string_view text) {
   return ArgumentInvalidError(absl::StrCat("expected a number such as ", option,
                                            "=256, got \"", text, "\""));
+}
+
+// The name of a tensor in which "%3A" stands for ":" and "%25" for "%".
+absl::StatusOr<std::string> UnescapeName(absl::string_view text) {
+  std::string name =
+      absl::StrReplaceAll(text, {{"%25", "%"}, {"%3A", ":"}, {"%3a", ":"}});
+  if (!name.empty()) return name;
+  return ArgumentInvalidError(
+      "expected the name of a tensor behind \"importance=\", got none");
 }
 
 }  // namespace
@@ -491,6 +501,22 @@ absl::StatusOr<SpecTemplate> ParseSpec(absl::string_view text) {
           ParseCodebook(std::string(part));
       if (!entries.ok()) return entries.status();
       result.spec.mutable_codebook()->Assign(entries->begin(), entries->end());
+    } else if (part == "importance" ||
+               absl::ConsumePrefix(&part, "importance=")) {
+      v1::Importance* const importance = result.spec.mutable_importance();
+      if (importance->has_inputs()) return twice("importance");
+      v1::TensorName* const inputs = importance->mutable_inputs();
+      if (part != "importance") {
+        absl::StatusOr<std::string> name = UnescapeName(part);
+        if (!name.ok()) return name.status();
+        inputs->set_tensor(*std::move(name));
+      }
+    } else if (absl::ConsumePrefix(&part, "importance-axis=")) {
+      int32_t index = 0;
+      if (!absl::SimpleAtoi(part, &index)) {
+        return NumberError("importance-axis", part);
+      }
+      result.spec.mutable_importance()->set_axis(index);
     } else if (IsMethod(part)) {
       if (has_method) return twice("method");
       has_method = true;

@@ -109,8 +109,11 @@ struct SpecTemplate {
 // "FORMAT[:GRANULARITY][:SYMMETRY][:METHOD[=PARAMETER]][:OPTION...]" with the
 // parts behind the format in any order; options are "power-of-two",
 // "no-saturation", "real-zero-point", "scale=TYPE", "rule=RULE",
-// "mantissa-bits=N", "block=N,N,...", "tail=SIDE", "steps=N", "bins=N" and
-// "entries=" with what ParseCodebook takes. E.g.
+// "mantissa-bits=N", "block=N,N,...", "tail=SIDE", "steps=N", "bins=N",
+// "entries=" with what ParseCodebook takes, "importance[=INPUTS]" and
+// "importance-axis=N". In INPUTS, the name of a tensor, "%3A" stands for ":"
+// and "%25" for "%"; without it the service takes MODULE.input for a tensor
+// MODULE.weight. E.g.
 // "int4:group:32:asymmetric", "uint8:percentile=0.999", "mxfp4_e2m1:rule=even".
 // Errors: ARGUMENT_INVALID, FILE_UNREADABLE.
 absl::StatusOr<SpecTemplate> ParseSpec(absl::string_view text);

@@ -15,7 +15,6 @@
 #include "absl/time/time.h"
 #include "absl/types/optional.h"
 #include "absl/types/span.h"
-#include "core/calibrate/search_time.h"
 #include "core/errors.h"
 #include "core/parallel/thread_pool.h"
 #include "core/quantize/compensated_rounding.h"
@@ -110,6 +109,12 @@ class CompensatedQuantizeJob final : public BufferedQuantizeJob {
         return core::WithField(resolved.status(), source_field_);
       }
       given_ = *std::move(resolved);
+    }
+    if (spec_ != nullptr && spec_->importance != nullptr) {
+      absl::Status status = spec_->importance->Read(env(), stop());
+      if (!status.ok()) {
+        return core::WithField(status, "header.spec.importance");
+      }
     }
     geometry_ = QuantizeGeometry(
         task().description,
@@ -219,9 +224,7 @@ class CompensatedQuantizeJob final : public BufferedQuantizeJob {
   void SetSearchTime(int64_t part_size) {
     search_time_ = CompensationTime(rows_, PartWidths(columns_, part_size));
     if (spec_ == nullptr) return;
-    search_time_ +=
-        core::SearchTime(spec_->spec, spec_->layout->scale_count(),
-                         task().description.element_count, /*at_hand=*/true);
+    search_time_ += ElementSearchTime(*spec_);
   }
 
   // Errors: GRAM_INVALID.

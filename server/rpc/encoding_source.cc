@@ -85,6 +85,22 @@ absl::StatusOr<ResolvedEncoding> Fit(
       std::make_shared<const core::BlockLayout>(*std::move(layout)), ""};
 }
 
+// As ParseSpec, whatever the importance.
+absl::StatusOr<core::EncodingSpec> ParseElementSpec(
+    const RpcEnvironment& env, const v1::EncodingSpec& proto,
+    MemoryBudget::Lease* lease) {
+  constexpr int64_t kCopies = 2;
+  const int64_t count = int64_t{proto.scale_range_min_size()} +
+                        int64_t{proto.scale_range_max_size()};
+  const int64_t bytes = kCopies * count * static_cast<int64_t>(sizeof(double));
+  if (bytes > kSmallBytes) {
+    absl::Status charged = env.budget->Grow(
+        lease, lease->bytes() + bytes, "send fewer ranges of scales at once");
+    if (!charged.ok()) return charged;
+  }
+  return SpecFromProto(proto);
+}
+
 }  // namespace
 
 absl::StatusOr<core::BlockLayout> CheckedLayout(
@@ -227,16 +243,14 @@ absl::StatusOr<ResolvedEncoding> EncodingSource::Resolve(
 absl::StatusOr<core::EncodingSpec> ParseSpec(const RpcEnvironment& env,
                                              const v1::EncodingSpec& proto,
                                              MemoryBudget::Lease* lease) {
-  constexpr int64_t kCopies = 2;
-  const int64_t count = int64_t{proto.scale_range_min_size()} +
-                        int64_t{proto.scale_range_max_size()};
-  const int64_t bytes = kCopies * count * static_cast<int64_t>(sizeof(double));
-  if (bytes > kSmallBytes) {
-    absl::Status charged = env.budget->Grow(
-        lease, lease->bytes() + bytes, "send fewer ranges of scales at once");
-    if (!charged.ok()) return charged;
+  if (proto.has_importance()) {
+    return core::WithField(
+        core::MethodInvalidError(
+            "importance needs the elements, which statistics do not have; "
+            "quantize the tensor itself, with store, or evaluate it"),
+        "importance");
   }
-  return SpecFromProto(proto);
+  return ParseElementSpec(env, proto, lease);
 }
 
 absl::StatusOr<ResolvedSpec> ResolveSpec(const RpcEnvironment& env,
@@ -272,6 +286,25 @@ absl::StatusOr<ResolvedSpec> ResolveSpec(const RpcEnvironment& env,
       std::make_shared<const core::BlockLayout>(*std::move(layout))};
 }
 
+namespace {
+
+// With `lease` of the ranges of its scales.
+absl::StatusOr<ResolvedSpec> ResolveCharged(const RpcEnvironment& env,
+                                            const core::EncodingSpec& spec,
+                                            absl::Span<const int64_t> shape,
+                                            ScaleTransport transport,
+                                            MemoryBudget::Lease lease) {
+  absl::StatusOr<ResolvedSpec> resolved =
+      ResolveSpec(env, spec, shape, transport);
+  if (resolved.ok() && lease.bytes() > 0) {
+    resolved->lease =
+        std::make_shared<const MemoryBudget::Lease>(std::move(lease));
+  }
+  return resolved;
+}
+
+}  // namespace
+
 absl::StatusOr<ResolvedSpec> ResolveSpec(const RpcEnvironment& env,
                                          const v1::EncodingSpec& proto,
                                          absl::Span<const int64_t> shape,
@@ -279,12 +312,29 @@ absl::StatusOr<ResolvedSpec> ResolveSpec(const RpcEnvironment& env,
   MemoryBudget::Lease lease;
   absl::StatusOr<core::EncodingSpec> spec = ParseSpec(env, proto, &lease);
   if (!spec.ok()) return spec.status();
+  return ResolveCharged(env, *spec, shape, transport, std::move(lease));
+}
+
+absl::StatusOr<ResolvedSpec> ResolveElementSpec(const RpcEnvironment& env,
+                                                const Caller& caller,
+                                                const v1::TensorName& name,
+                                                const v1::EncodingSpec& proto,
+                                                absl::Span<const int64_t> shape,
+                                                ScaleTransport transport) {
+  MemoryBudget::Lease lease;
+  absl::StatusOr<core::EncodingSpec> spec =
+      ParseElementSpec(env, proto, &lease);
+  if (!spec.ok()) return spec.status();
   absl::StatusOr<ResolvedSpec> resolved =
-      ResolveSpec(env, *spec, shape, transport);
-  if (resolved.ok() && lease.bytes() > 0) {
-    resolved->lease =
-        std::make_shared<const MemoryBudget::Lease>(std::move(lease));
+      ResolveCharged(env, *spec, shape, transport, std::move(lease));
+  if (!resolved.ok() || !proto.has_importance()) return resolved;
+  absl::StatusOr<std::shared_ptr<SpecImportance>> importance =
+      SpecImportance::Create(env, caller, proto.importance(), name,
+                             resolved->spec, *resolved->layout, shape);
+  if (!importance.ok()) {
+    return core::WithField(importance.status(), "importance");
   }
+  resolved->importance = *std::move(importance);
   return resolved;
 }
 

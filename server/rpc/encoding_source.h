@@ -13,6 +13,7 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "core/calibrate/encoding_spec.h"
+#include "core/calibrate/importance.h"
 #include "core/types/block_layout.h"
 #include "core/types/encoding.h"
 #include "quantd/v1/encoding.pb.h"
@@ -21,6 +22,7 @@
 #include "server/rpc/caller.h"
 #include "server/rpc/rpc_environment.h"
 #include "server/rpc/scale_stream.h"
+#include "server/rpc/spec_importance.h"
 #include "server/store/encoding_store.h"
 #include "server/wire/encoding_proto.h"
 
@@ -116,12 +118,20 @@ struct ResolvedSpec {
   std::vector<float> outer_maximum = {};
   // Of the ranges of its scales; null when a caller has charged them.
   std::shared_ptr<const MemoryBudget::Lease> lease = nullptr;
+  // Of its elements; null if all count the same.
+  std::shared_ptr<SpecImportance> importance = nullptr;
 };
+
+// The weights of a spec's elements, for the core; null if there are none.
+inline const core::Importance* ImportanceOf(const ResolvedSpec& spec) {
+  return spec.importance == nullptr ? nullptr : spec.importance->get();
+}
 
 // Parses a spec, and adds what its fixed ranges take to `lease`, which has to
 // live as long as the spec. Each scale may have a range. They are charged as
 // they came, and as they are resolved. Those of a few scales are not charged.
-// Errors: those of SpecFromProto, MEMORY_BUDGET.
+// Takes no importance, which needs the elements; see ResolveElementSpec.
+// Errors: those of SpecFromProto, METHOD_INVALID, MEMORY_BUDGET.
 absl::StatusOr<core::EncodingSpec> ParseSpec(const RpcEnvironment& env,
                                              const v1::EncodingSpec& proto,
                                              MemoryBudget::Lease* lease);
@@ -137,6 +147,14 @@ absl::StatusOr<ResolvedSpec> ResolveSpec(
 absl::StatusOr<ResolvedSpec> ResolveSpec(
     const RpcEnvironment& env, const v1::EncodingSpec& proto,
     absl::Span<const int64_t> shape,
+    ScaleTransport transport = ScaleTransport::kOneMessage);
+// The same where the elements are searched, so that the spec may have an
+// importance. Its weights may have to be read yet.
+// `name`  of the tensor.
+// Errors: those of SpecImportance::Create as well.
+absl::StatusOr<ResolvedSpec> ResolveElementSpec(
+    const RpcEnvironment& env, const Caller& caller, const v1::TensorName& name,
+    const v1::EncodingSpec& proto, absl::Span<const int64_t> shape,
     ScaleTransport transport = ScaleTransport::kOneMessage);
 
 }  // namespace quantd::server

@@ -20,7 +20,6 @@
 #include "core/calibrate/block_quantizer.h"
 #include "core/calibrate/calibrate.h"
 #include "core/calibrate/encoding_spec.h"
-#include "core/calibrate/search_time.h"
 #include "core/errors.h"
 #include "core/evaluate/comparison.h"
 #include "core/evaluate/distribution.h"
@@ -113,7 +112,7 @@ class LocalScales {
     absl::StatusOr<std::unique_ptr<core::BlockQuantizer>> quantizer =
         core::BlockQuantizer::Create(spec.spec, *spec.layout, type,
                                      core::NanPolicy::kDefault,
-                                     spec.outer_maximum);
+                                     spec.outer_maximum, ImportanceOf(spec));
     if (!quantizer.ok()) return quantizer.status();
     absl::StatusOr<core::BlockLayout> outer_layout =
         OuterLayoutOf((*quantizer)->encoding(), *spec.layout);
@@ -220,7 +219,7 @@ struct Candidate {
   std::shared_ptr<LocalScales> local;
   // What the spec is calibrated on; candidates share those that they can.
   TensorAccumulator* accumulator = nullptr;
-  // "header.candidates[3].reference".
+  // Where what is read for it comes from: "header.candidates[3].reference".
   std::string field;
   ResolvedEncoding resolved;
   // Of the histograms that the encoding of a spec comes from; 0 for none.
@@ -270,10 +269,10 @@ absl::StatusOr<Candidate> CheckCandidate(const RpcEnvironment& env,
       source = EncodingSource::Open(env, proto.encoding());
       break;
     case v1::EvaluateCandidate::kSpec: {
-      absl::StatusOr<ResolvedSpec> spec =
-          ResolveSpec(env, proto.spec(), task.description.shape,
-                      task.omit_encodings ? ScaleTransport::kChunks
-                                          : ScaleTransport::kOneMessage);
+      absl::StatusOr<ResolvedSpec> spec = ResolveElementSpec(
+          env, caller, task.name, proto.spec(), task.description.shape,
+          task.omit_encodings ? ScaleTransport::kChunks
+                              : ScaleTransport::kOneMessage);
       if (!spec.ok()) return core::WithField(spec.status(), "spec");
       absl::Status status = core::CheckOuterMaxima(spec->spec, *spec->layout,
                                                    proto.outer_maximum());
@@ -281,6 +280,7 @@ absl::StatusOr<Candidate> CheckCandidate(const RpcEnvironment& env,
       spec->outer_maximum.assign(proto.outer_maximum().begin(),
                                  proto.outer_maximum().end());
       candidate.spec = *std::move(spec);
+      candidate.field = absl::StrCat(field, ".spec.importance");
       return candidate;
     }
     case v1::EvaluateCandidate::ENCODING_SOURCE_NOT_SET:
@@ -312,9 +312,7 @@ class EvaluateJob final : public TensorJob {
     for (const Candidate& candidate : candidates_) {
       feed_only_searches_ &= candidate.local != nullptr;
       if (candidate.local != nullptr) {
-        feed_search_time_ += core::SearchTime(
-            candidate.spec->spec, candidate.spec->layout->scale_count(),
-            task_.description.element_count, /*at_hand=*/true);
+        feed_search_time_ += ElementSearchTime(*candidate.spec);
       }
       if (candidate.local != nullptr &&
           core::NeedsHistograms(candidate.spec->spec)) {
@@ -326,9 +324,7 @@ class EvaluateJob final : public TensorJob {
       }
       if (!candidate.is_held()) continue;
       const int64_t scale_count = candidate.spec->layout->scale_count();
-      search_time_ += core::SearchTime(candidate.spec->spec, scale_count,
-                                       task_.description.element_count,
-                                       /*at_hand=*/true);
+      search_time_ += ElementSearchTime(*candidate.spec);
       // And evaluated.
       held_elements += task_.description.element_count;
       finish_is_long_ |= TakesLong(candidate.spec->spec, scale_count,
@@ -344,7 +340,10 @@ class EvaluateJob final : public TensorJob {
 
   bool ResolveWaits() const override {
     return absl::c_any_of(candidates_, [](const Candidate& candidate) {
-      return candidate.source.has_value() && candidate.source->waits();
+      return (candidate.source.has_value() && candidate.source->waits()) ||
+             (candidate.spec.has_value() &&
+              candidate.spec->importance != nullptr &&
+              candidate.spec->importance->waits());
     });
   }
 
@@ -352,6 +351,10 @@ class EvaluateJob final : public TensorJob {
     int64_t metrics_count = 0;
     for (Candidate& candidate : candidates_) {
       if (candidate.spec.has_value()) {
+        if (candidate.spec->importance != nullptr) {
+          absl::Status status = candidate.spec->importance->Read(env_, stop());
+          if (!status.ok()) return core::WithField(status, candidate.field);
+        }
         metrics_count += candidate.spec->layout->scale_count();
         if (!candidate.is_held()) StartLocal(candidate);
         continue;

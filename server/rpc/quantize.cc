@@ -18,9 +18,9 @@
 #include "core/calibrate/block_quantizer.h"
 #include "core/calibrate/calibrate.h"
 #include "core/calibrate/encoding_spec.h"
-#include "core/calibrate/search_time.h"
 #include "core/errors.h"
 #include "core/formats/number_format.h"
+#include "core/parallel/stop_token.h"
 #include "core/parallel/thread_pool.h"
 #include "core/quantize/quantize.h"
 #include "core/statistics/tensor_statistics.h"
@@ -51,6 +51,19 @@
 
 namespace quantd::server {
 namespace {
+
+bool ImportanceWaits(const ResolvedSpec& spec) {
+  return spec.importance != nullptr && spec.importance->waits();
+}
+
+// Errors: those of SpecImportance::Read.
+absl::Status ReadImportance(const RpcEnvironment& env, const ResolvedSpec& spec,
+                            core::StopToken stop) {
+  return spec.importance == nullptr
+             ? absl::OkStatus()
+             : core::WithField(spec.importance->Read(env, stop),
+                               "header.spec.importance");
+}
 
 // With an encoding that is known: codes go down while reals come up.
 class StreamingQuantizeJob final : public TensorJob {
@@ -200,9 +213,12 @@ class CalibratingQuantizeJob final : public BufferedQuantizeJob {
                               this->task().description.element_count)) {
     frame_.granule_bytes = frame_.unit_bytes;
     frame_.quantum_bytes = QuantumBytes(env, *accumulator_);
-    search_time_ = core::SearchTime(spec_.spec, spec_.layout->scale_count(),
-                                    this->task().description.element_count,
-                                    /*at_hand=*/true);
+    search_time_ = ElementSearchTime(spec_);
+  }
+
+  bool ResolveWaits() const override { return ImportanceWaits(spec_); }
+  absl::Status Resolve(ChunkWriter* out) override {
+    return ReadImportance(env(), spec_, stop());
   }
 
   absl::Status Reserve(int64_t bytes) override {
@@ -273,10 +289,8 @@ absl::Duration LocalSearchTime(const ResolvedSpec& spec, int64_t real_bytes,
                                int64_t bytes) {
   const int64_t elements = spec.layout->element_count();
   if (elements == 0) return absl::ZeroDuration();
-  return core::SearchTime(spec.spec, spec.layout->scale_count(), elements,
-                          /*at_hand=*/true) *
-         (static_cast<double>(bytes) /
-          static_cast<double>(elements * real_bytes));
+  return ElementSearchTime(spec) * (static_cast<double>(bytes) /
+                                    static_cast<double>(elements * real_bytes));
 }
 
 // With a spec whose scales follow from their own blocks: reals become codes as
@@ -302,6 +316,11 @@ class BlockQuantizeJob final : public BufferedQuantizeJob {
                                         geometry_.reals_size_bytes());
     core::ReserveScales(spec_->layout->scale_count(),
                         quantizer_->has_zero_points(), &encoding_);
+  }
+
+  bool ResolveWaits() const override { return ImportanceWaits(*spec_); }
+  absl::Status Resolve(ChunkWriter* out) override {
+    return ReadImportance(env(), *spec_, stop());
   }
 
   absl::Status Reserve(int64_t bytes) override {
@@ -389,7 +408,10 @@ class LocalQuantizeJob final : public TensorJob {
     }
   }
 
+  bool ResolveWaits() const override { return ImportanceWaits(*spec_); }
   absl::Status Resolve(ChunkWriter* out) override {
+    absl::Status status = ReadImportance(env_, *spec_, stop());
+    if (!status.ok()) return status;
     ResolvedEncoding resolved;
     // Its scales are not looked at.
     resolved.encoding = std::make_shared<const core::Encoding>(scales_);
@@ -546,7 +568,7 @@ class QuantizeRpc final : public TensorRpc {
                              EncodingSource::Open(env_, header.encoding()),
                              "header.encoding");
       case v1::QuantizeHeader::kSpec:
-        return OpenCalibrating(header, *std::move(task));
+        return OpenCalibrating(header, *std::move(task), caller);
       case v1::QuantizeHeader::ENCODING_SOURCE_NOT_SET:
         break;
     }
@@ -567,9 +589,11 @@ class QuantizeRpc final : public TensorRpc {
 
   // With its outer maxima. Errors are at fields of the header.
   absl::StatusOr<std::shared_ptr<const ResolvedSpec>> ResolveHeaderSpec(
-      const v1::QuantizeHeader& header, const QuantizeTask& task) {
-    absl::StatusOr<ResolvedSpec> resolved = ResolveSpec(
-        env_, header.spec(), task.description.shape, task.transport());
+      const v1::QuantizeHeader& header, const QuantizeTask& task,
+      const Caller& caller) {
+    absl::StatusOr<ResolvedSpec> resolved =
+        ResolveElementSpec(env_, caller, task.name, header.spec(),
+                           task.description.shape, task.transport());
     if (!resolved.ok()) {
       return core::WithField(resolved.status(), "header.spec");
     }
@@ -582,9 +606,10 @@ class QuantizeRpc final : public TensorRpc {
   }
 
   absl::StatusOr<std::unique_ptr<TensorJob>> OpenCalibrating(
-      const v1::QuantizeHeader& header, QuantizeTask task) {
+      const v1::QuantizeHeader& header, QuantizeTask task,
+      const Caller& caller) {
     const absl::StatusOr<std::shared_ptr<const ResolvedSpec>> resolved =
-        ResolveHeaderSpec(header, task);
+        ResolveHeaderSpec(header, task, caller);
     if (!resolved.ok()) return resolved.status();
     const std::shared_ptr<const ResolvedSpec>& spec = *resolved;
     const CodeGeometry geometry = QuantizeGeometry(
@@ -638,7 +663,7 @@ class QuantizeRpc final : public TensorRpc {
     absl::string_view field;
     if (header.has_spec()) {
       absl::StatusOr<std::shared_ptr<const ResolvedSpec>> resolved =
-          ResolveHeaderSpec(header, task);
+          ResolveHeaderSpec(header, task, caller);
       if (!resolved.ok()) return resolved.status();
       spec = *std::move(resolved);
     } else if (header.has_reference()) {
@@ -708,9 +733,9 @@ class QuantizeRpc final : public TensorRpc {
         env_.budget->Acquire(bytes, "send fewer tensors at once");
     if (!lease.ok()) return lease.status();
     absl::StatusOr<std::unique_ptr<core::BlockQuantizer>> quantizer =
-        core::BlockQuantizer::Create(spec->spec, *spec->layout,
-                                     task.description.element_type,
-                                     task.nan_policy, spec->outer_maximum);
+        core::BlockQuantizer::Create(
+            spec->spec, *spec->layout, task.description.element_type,
+            task.nan_policy, spec->outer_maximum, ImportanceOf(*spec));
     if (!quantizer.ok()) return quantizer.status();
     if (goes_beside) {
       return std::make_unique<LocalQuantizeJob>(

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "absl/types/optional.h"
 #include "absl/types/span.h"
 #include "core/calibrate/block_search.h"
@@ -26,7 +27,29 @@ int64_t CeilDiv(int64_t count, int64_t unit) {
   return (count + unit - 1) / unit;
 }
 
+// With importance all blocks are.
+bool IsSearchedOnElements(const ResolvedSpec& spec) {
+  return spec.importance != nullptr ||
+         core::IsSearchedDirectly(spec.spec, *spec.layout);
+}
+
 }  // namespace
+
+absl::Duration ElementSearchTime(const ResolvedSpec& spec) {
+  const int64_t elements = spec.layout->element_count();
+  int64_t scale_count = spec.layout->scale_count();
+  if (spec.importance == nullptr) {
+    return core::SearchTime(spec.spec, scale_count, elements,
+                            /*at_hand=*/true);
+  }
+  // As if long blocks were short ones, whose search grows with elements.
+  scale_count =
+      std::max(scale_count, CeilDiv(elements, core::kFewDirectElements));
+  // Weighing takes about as long as searching.
+  constexpr double kWeighing = 2;
+  return kWeighing *
+         core::SearchTime(spec.spec, scale_count, elements, /*at_hand=*/true);
+}
 
 int MantissaBitsFor(const core::EncodingSpec& spec) {
   if (!core::NeedsHistograms(spec)) return TensorAccumulator::kNoHistograms;
@@ -44,9 +67,9 @@ int MantissaBitsWhereHeld(const ResolvedSpec& spec) {
 
 int64_t SearchBytes(const RpcEnvironment& env, const ResolvedSpec& spec) {
   int64_t bytes_per_lane = 0;
-  if (core::IsSearchedDirectly(spec.spec, *spec.layout)) {
+  if (IsSearchedOnElements(spec)) {
     bytes_per_lane = core::BlockElements::MemoryBytes(
-        spec.spec, spec.layout->largest_block());
+        spec.spec, spec.layout->largest_block(), spec.importance != nullptr);
   } else if (core::NeedsHistograms(spec.spec) &&
              MantissaBitsWhereHeld(spec) == TensorAccumulator::kNoHistograms) {
     bytes_per_lane = core::HeldTensor::TableBytes(
@@ -59,12 +82,13 @@ int64_t SearchBytes(const RpcEnvironment& env, const ResolvedSpec& spec) {
 
 int64_t LocalSearchBytes(const RpcEnvironment& env, const ResolvedSpec& spec,
                          int64_t elements_at_once) {
-  if (!core::IsSearchedDirectly(spec.spec, *spec.layout)) return 0;
+  if (!IsSearchedOnElements(spec)) return 0;
   const int64_t largest_block = spec.layout->largest_block();
   // Threads that search the blocks of so many elements.
   const int64_t lanes = std::min(core::LaneCount(env.pool),
                                  CeilDiv(elements_at_once, largest_block));
-  return lanes * core::BlockElements::MemoryBytes(spec.spec, largest_block);
+  return lanes * core::BlockElements::MemoryBytes(spec.spec, largest_block,
+                                                  spec.importance != nullptr);
 }
 
 bool TakesLong(const core::EncodingSpec& spec, int64_t scale_count,
@@ -81,8 +105,7 @@ bool TakesLong(const core::EncodingSpec& spec, int64_t scale_count,
 int64_t SearchQuantumElements(const ResolvedSpec& spec) {
   constexpr int64_t kMost = int64_t{1} << 17;
   const int64_t elements = spec.layout->element_count();
-  const absl::Duration search = core::SearchTime(
-      spec.spec, spec.layout->scale_count(), elements, /*at_hand=*/true);
+  const absl::Duration search = ElementSearchTime(spec);
   if (search <= absl::ZeroDuration()) return kMost;
   const double in_time = static_cast<double>(elements) *
                          absl::FDivDuration(2 * kShortWork, search);
@@ -101,7 +124,7 @@ absl::StatusOr<CalibratedEncoding> CalibrateTensor(
                                                    statistics, pool));
   absl::StatusOr<core::Calibration> calibration = core::Calibrate(
       spec.spec, *spec.layout, statistics, moving_average, pool, stop, held,
-      spec.outer_maximum, /*importance=*/nullptr,
+      spec.outer_maximum, ImportanceOf(spec),
       outer_magnitude.has_value() ? absl::MakeConstSpan(&*outer_magnitude, 1)
                                   : absl::Span<const double>());
   if (!calibration.ok()) return calibration.status();

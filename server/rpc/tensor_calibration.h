@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "absl/types/optional.h"
 #include "absl/types/span.h"
 #include "core/calibrate/calibrate.h"
@@ -25,6 +26,9 @@ int MantissaBitsFor(const core::EncodingSpec& spec);
 // at by themselves. Large ones get histograms as they arrive, which take less
 // than the tensor then.
 int MantissaBitsWhereHeld(const ResolvedSpec& spec);
+// About how long one worker searches a tensor that is at hand; see
+// core::SearchTime. With importance it looks at the elements of every block.
+absl::Duration ElementSearchTime(const ResolvedSpec& spec);
 // What the threads need beside that to search a tensor that is held: to be
 // leased when its header comes.
 int64_t SearchBytes(const RpcEnvironment& env, const ResolvedSpec& spec);

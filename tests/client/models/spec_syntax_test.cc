@@ -313,5 +313,23 @@ TEST(SpecSyntaxTest, TakesWhatCompletionOffers) {
   }
 }
 
+TEST(SpecSyntaxTest, ImportanceNamesInputs) {
+  const v1::Importance named =
+      ParseSpec("int4:group:32:mse:importance=a.b%3Ac%253A:importance-axis=1")
+          ->spec.importance();
+  EXPECT_EQ(named.inputs().tensor(), "a.b:c%3A");
+  EXPECT_EQ(named.axis(), 1);
+  const EncodingSpec spec = ParseSpec("int4:mse:importance")->spec;
+  EXPECT_TRUE(spec.importance().has_inputs());
+  EXPECT_EQ(spec.importance().inputs().tensor(), "");
+  EXPECT_FALSE(spec.importance().has_axis());
+  EXPECT_FALSE(ParseSpec("int4:mse")->spec.has_importance());
+  for (const char* text : {"int4:importance=", "int4:importance:importance=a",
+                           "int4:importance-axis=", "int4:importance-axis=x",
+                           "int4:importances"}) {
+    EXPECT_FALSE(ParseSpec(text).ok()) << text;
+  }
+}
+
 }  // namespace
 }  // namespace quantd

@@ -134,6 +134,24 @@ def test_language_model(client, language_model, spec, most):
     assert compensated <= LEEWAY * most * nearest
 
 
+@pytest.mark.parametrize("spec", [
+    f"int{bits}:group:{size}" for bits in (4, 3, 2) for size in (32, 128)])
+def test_importance_costs_little(client, language_model, spec):
+    weights, modules, sequences = language_model
+
+    def loss(of_spec):
+        return rules.bits_per_byte(
+            restored(client, "char-lm", weights, modules, of_spec, False),
+            sequences, lambda _, x: x) - plain
+
+    plain = rules.bits_per_byte(weights, sequences, lambda _, x: x)
+    by_tensor = loss(spec + ":mse")
+    by_output = loss(spec + ":mse:importance")
+    print(f"{spec}: bits per byte over {plain:.4f}: mse {by_tensor:.4f}, "
+          f"with importance {by_output:.4f}, {by_output / by_tensor:.2f} of it")
+    assert by_output <= 1.05 * LEEWAY * by_tensor
+
+
 def test_sources_order_and_chunks_do_not_matter(client):
     rng = np.random.default_rng(1)
     rows = (rng.standard_normal((960, 96)) @ rng.standard_normal((96, 96))

@@ -24,8 +24,8 @@ from quantd._requests import (CalibrateJob, Contribution, FeatureStatistics,
 from quantd._tables import ResultList
 from quantd.client import Client
 from quantd.encoding import (Encoding, EncodingReference, EncodingSpec,
-                             Granularity, blocks, group, per_channel,
-                             per_tensor)
+                             Granularity, Importance, blocks, group,
+                             per_channel, per_tensor)
 from quantd.errors import QuantdError
 from quantd.files import TensorFile, TensorInfo, load, save
 from quantd.interchange import (ExportedEncodings, ImportedEncodings,
@@ -55,11 +55,11 @@ __all__ = [
     "DequantizedChunks", "Encoding", "EncodingReference", "EncodingSpec",
     "ErrorHistogram", "ErrorMetrics", "Evaluation", "ExportedEncodings",
     "FeatureMoments", "FeatureStatistics", "FormatInfo", "GramResult",
-    "Granularity", "ImportedEncodings", "InterchangeLoss", "MeasuredCandidate",
-    "MeasuredTensor", "MixtureOption", "Model", "ModelMixture",
-    "ModelRounding", "ModelSweep", "ModelTensor", "MomentsResult",
-    "Prediction", "PublishedRevision", "QuantdError", "QuantizeJob",
-    "QuantizeSummary", "QuantizedChunks", "QuantizedModel",
+    "Granularity", "Importance", "ImportedEncodings", "InterchangeLoss",
+    "MeasuredCandidate", "MeasuredTensor", "MixtureOption", "Model",
+    "ModelMixture", "ModelRounding", "ModelSweep", "ModelTensor",
+    "MomentsResult", "Prediction", "PublishedRevision", "QuantdError",
+    "QuantizeJob", "QuantizeSummary", "QuantizedChunks", "QuantizedModel",
     "QuantizedTensor", "ResultList", "Revision", "Rounding",
     "StatisticsEntry", "StatisticsSource", "StoredEncoding",
     "StoredGram", "StoredStatistics", "SweepCandidate", "SweepMixture",

@@ -102,6 +102,36 @@ def set_granularity(granularity: Granularity, message: Any,
 
 
 @dataclasses.dataclass(frozen=True)
+class Importance:
+    """A weight for each index of one dimension of a tensor, such as the mean
+    square of a layer's input for each column of its weight; see the Importance
+    of proto/.
+
+    inputs: the tensor whose stored statistics have the moments, or the Gram
+        matrix, of features; a string is a tensor of the same model and
+        revision. None: MODULE.input for a tensor MODULE.weight.
+    weight: the weights themselves, in place of inputs.
+    axis: the dimension; negative ones count from the end.
+    """
+
+    inputs: Union[TensorName, str, None] = None
+    weight: Optional[Sequence[float]] = None
+    axis: int = -1
+
+    def to_proto(self) -> encoding_pb2.Importance:
+        """Raises: ARGUMENT_INVALID."""
+        message = encoding_pb2.Importance(axis=self.axis)
+        if isinstance(self.inputs, TensorName):
+            message.inputs.CopyFrom(self.inputs.to_proto())
+        elif self.inputs is not None:
+            message.inputs.tensor = self.inputs
+        if self.weight is not None:
+            message.weight.extend(
+                np.asarray(self.weight, np.float64).ravel().tolist())
+        return message
+
+
+@dataclasses.dataclass(frozen=True)
 class EncodingSpec:
     """How to compute an encoding from data.
 
@@ -111,7 +141,8 @@ class EncodingSpec:
     two sequences with the ends for each scale in row-major order. `mantissa_bits`
     says how fine the histograms are that a range is searched on, 2 to 10.
     `real_zero_point` does not round zero points to a code, so that both ends of
-    the range are met.
+    the range are met. `importance` says how much the squared error of each
+    element counts, for "mse", "sqnr" and "best_of".
     """
 
     format: str
@@ -138,6 +169,7 @@ class EncodingSpec:
     no_saturation: bool = False
     mantissa_bits: int = 0
     real_zero_point: bool = False
+    importance: Optional[Importance] = None
 
     @classmethod
     def parse(cls, text: str) -> EncodingSpec:
@@ -158,9 +190,13 @@ class EncodingSpec:
                         f"expected one {key} in {text!r}, got two")
                 values[key] = value
 
+        axis: Optional[int] = None
         try:
             while parts:
                 word, _, parameter = parts.pop(0).partition("=")
+                if word == "importance-axis":
+                    axis = int(parameter)
+                    continue
                 if word in ("group", "per-channel", "best-of", "fixed") and (
                         not parameter and parts and _is_parameter(word,
                                                                   parts[0])):
@@ -171,6 +207,10 @@ class EncodingSpec:
             raise errors.argument_invalid(
                 f"expected a spec such as int8:per-channel:mse, got {text!r}: "
                 f"{getattr(error, 'message', error)}") from error
+        if axis is not None:
+            values["importance"] = dataclasses.replace(
+                values.get("importance", Importance()),  # type: ignore[type-var]
+                axis=axis)
         return cls(**values)  # type: ignore[arg-type]
 
     def to_proto(self, rank: Optional[int] = None) -> encoding_pb2.EncodingSpec:
@@ -200,6 +240,8 @@ class EncodingSpec:
                 codebook=self.codebook, no_saturation=self.no_saturation,
                 mantissa_bits=self.mantissa_bits,
                 real_zero_point=self.real_zero_point)
+            if self.importance is not None:
+                message.importance.CopyFrom(self.importance.to_proto())
             if self.range is not None:
                 ends: tuple[Any, Any] = self.range
                 low, high = ends
@@ -238,6 +280,12 @@ def _entries(text: str) -> tuple[float, ...]:
                          re.split(r"[], \t\r\n[]+", file.read()) if entry)
 
 
+def _unescaped(name: str) -> str:
+    """The name of a tensor in which %3A stands for a colon."""
+    return re.sub("%(25|3[Aa])",
+                  lambda found: "%" if found[1] == "25" else ":", name)
+
+
 def _parse_part(word: str, parameter: str) -> dict[str, object]:
     """The fields of EncodingSpec that one part of a spec's word sets."""
     if word == "per-tensor":
@@ -273,6 +321,8 @@ def _parse_part(word: str, parameter: str) -> dict[str, object]:
         return {"entropy_bins": int(parameter)}
     if word == "entries":
         return {"codebook": _entries(parameter)}
+    if word == "importance":
+        return {"importance": Importance(_unescaped(parameter) or None)}
     try:
         _METHODS.value(word)
     except errors.QuantdError:
@@ -281,7 +331,8 @@ def _parse_part(word: str, parameter: str) -> dict[str, object]:
             f" group:N), a symmetry ({', '.join(_SYMMETRY_WORDS)}), a method "
             f"({', '.join(_METHOD_WORDS)}) or an option (power-of-two, "
             "no-saturation, real-zero-point, scale=TYPE, rule=RULE, block=N,N, "
-            "tail=SIDE, steps=N, bins=N, entries=N,N, mantissa-bits=N), got "
+            "tail=SIDE, steps=N, bins=N, entries=N,N, mantissa-bits=N, "
+            "importance=INPUTS, importance-axis=N), got "
             f"{word!r}") from None
     fields: dict[str, object] = {"method": word}
     if word == "best-of":

@@ -1,0 +1,165 @@
+#include "server/rpc/spec_importance.h"
+
+#include <cmath>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/optional.h"
+#include "absl/types/span.h"
+#include "core/calibrate/importance.h"
+#include "core/errors.h"
+#include "core/statistics/feature_moments.h"
+#include "core/statistics/gram_state.h"
+#include "core/statistics/statistics_state.h"
+#include "server/wire/names.h"
+
+namespace quantd::server {
+namespace {
+
+constexpr int64_t kMaxWeights = int64_t{1} << 16;
+constexpr char kWayOut[] = "send fewer tensors at once";
+
+// The tensor that an importance names, or by default the inputs of the layer
+// that has the weight.
+absl::StatusOr<EncodingKey> InputsOf(const v1::Importance& proto,
+                                     const v1::TensorName& tensor) {
+  v1::TensorName inputs = proto.inputs();
+  if (inputs.model().empty()) inputs.set_model(tensor.model());
+  if (inputs.revision().empty()) inputs.set_revision(tensor.revision());
+  if (inputs.tensor().empty()) {
+    constexpr absl::string_view kWeight = ".weight";
+    if (!absl::EndsWith(tensor.tensor(), kWeight)) {
+      return core::MethodInvalidError(absl::StrCat(
+          "importance without inputs for tensor \"", ShownName(tensor.tensor()),
+          "\", expected inputs or weights, or a tensor MODULE.weight, whose "
+          "inputs are MODULE.input"));
+    }
+    inputs.set_tensor(absl::StrCat(
+        tensor.tensor().substr(0, tensor.tensor().size() - kWeight.size()),
+        ".input"));
+  }
+  return KeyFromProto(inputs);
+}
+
+// The mean square of each feature; 0 where there is no element.
+std::vector<double> MeanSquares(const core::FeatureMoments& moments) {
+  std::vector<double> means;
+  means.reserve(static_cast<size_t>(moments.feature_count()));
+  for (int64_t i = 0; i < moments.feature_count(); ++i) {
+    const auto count = static_cast<double>(moments.count(i));
+    means.push_back(count == 0 ? 0 : moments.square_sum(i) / count);
+  }
+  return means;
+}
+
+// The same but for a factor, from the diagonal.
+std::vector<double> MeanSquares(const core::GramState& gram) {
+  std::vector<double> means;
+  means.reserve(static_cast<size_t>(gram.feature_count()));
+  for (int64_t i = 0; i < gram.feature_count(); ++i) {
+    means.push_back(std::ldexp(static_cast<double>(gram.code_sum(i, i)),
+                               2 * gram.exponents()[i]));
+  }
+  return means;
+}
+
+}  // namespace
+
+absl::StatusOr<std::shared_ptr<SpecImportance>> SpecImportance::Create(
+    const RpcEnvironment& env, const Caller& caller,
+    const v1::Importance& proto, const v1::TensorName& tensor,
+    const core::EncodingSpec& spec, const core::BlockLayout& layout,
+    absl::Span<const int64_t> shape) {
+  absl::Status status = core::CheckTakesImportance(spec, layout);
+  if (!status.ok()) return status;
+  const int64_t axis = proto.has_axis() ? proto.axis() : -1;
+  const auto rank = static_cast<int64_t>(shape.size());
+  if (axis < -rank || axis >= rank) {
+    return core::WithField(core::MethodInvalidError(absl::StrCat(
+                               "the axis of the importance is ", axis,
+                               ", expected one of a tensor of rank ", rank)),
+                           "axis");
+  }
+  const int64_t count = shape[axis < 0 ? axis + rank : axis];
+  const bool is_inline = !proto.weight().empty();
+  if (is_inline && proto.has_inputs()) {
+    return core::WithField(
+        core::MethodInvalidError("both inputs and weights, expected one"),
+        "weight");
+  }
+  if (count > kMaxWeights || proto.weight_size() > kMaxWeights) {
+    return core::MethodInvalidError(absl::StrCat(
+        "importance of ", count, " indices and ", proto.weight_size(),
+        " weights, expected at most ", kMaxWeights));
+  }
+  // Those that are read beside those that are there.
+  constexpr int64_t kCopies = 2;
+  MemoryBudget::Lease lease;
+  status = env.budget->Grow(
+      &lease, kCopies * count * static_cast<int64_t>(sizeof(double)), kWayOut);
+  if (!status.ok()) return status;
+  absl::StatusOr<core::Importance> importance =
+      is_inline
+          ? core::Importance::Create(
+                shape, axis,
+                absl::MakeConstSpan(proto.weight().data(),
+                                    static_cast<size_t>(proto.weight_size())))
+          : core::Importance::Create(
+                shape, axis,
+                std::vector<double>(static_cast<size_t>(count), 1));
+  if (!importance.ok()) return core::WithField(importance.status(), "weight");
+  std::shared_ptr<SpecImportance> created(
+      new SpecImportance(*std::move(importance), {shape.begin(), shape.end()},
+                         axis, std::move(lease)));
+  if (!is_inline) {
+    absl::StatusOr<EncodingKey> inputs = InputsOf(proto, tensor);
+    if (!inputs.ok()) return core::WithField(inputs.status(), "inputs");
+    created->inputs_ = *std::move(inputs);
+    created->statistics_ = caller.statistics;
+  }
+  return created;
+}
+
+absl::Status SpecImportance::Read(const RpcEnvironment& env,
+                                  core::StopToken stop) {
+  if (!inputs_.has_value()) return absl::OkStatus();
+  const absl::StatusOr<std::vector<double>> weights = ReadWeights(env, stop);
+  if (!weights.ok()) return core::WithField(weights.status(), "inputs");
+  absl::StatusOr<core::Importance> importance =
+      core::Importance::Create(shape_, axis_, *weights);
+  if (!importance.ok()) return core::WithField(importance.status(), "inputs");
+  importance_ = *std::move(importance);
+  inputs_.reset();
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<double>> SpecImportance::ReadWeights(
+    const RpcEnvironment& env, core::StopToken stop) const {
+  MemoryBudget::Lease lease;
+  const auto charge = [&](int64_t bytes) -> absl::Status {
+    if (stop.stopped()) return core::StoppedError();
+    return env.budget->Grow(&lease, bytes, kWayOut);
+  };
+  const absl::StatusOr<absl::optional<core::AxisMoments>> moments =
+      statistics_->ReadMoments(*inputs_, charge);
+  if (!moments.ok()) return moments.status();
+  if (moments->has_value()) return MeanSquares((*moments)->moments);
+  const absl::StatusOr<absl::optional<core::GramState>> gram =
+      statistics_->ReadGram(*inputs_, charge);
+  if (!gram.ok()) return gram.status();
+  if (gram->has_value()) return MeanSquares(**gram);
+  return core::MethodInvalidError(absl::StrCat(
+      "the statistics of \"", ShownName(inputs_->tensor),
+      "\" have neither moments nor a Gram matrix, expected contributions with "
+      "features.moments"));
+}
+
+}  // namespace quantd::server
