@@ -1,9 +1,12 @@
 """Moments of features, and searches that weigh errors by them."""
 
+import struct
+
 import numpy as np
 import pytest
 
 import quantd
+from quantd import imatrix
 
 
 def moments(source="job", sequence=1, **features):
@@ -208,3 +211,56 @@ def test_spec_text():
         assert reason_of(
             lambda text=text: quantd.EncodingSpec.parse(text)
         ) == "ARGUMENT_INVALID"
+
+
+@pytest.mark.parametrize("name", ["imatrix.gguf", "imatrix.dat"])
+def test_imatrix_goes_out_and_in(client, layer, tmp_path, name):
+    weight, _, mean_squares = layer
+    entries = {
+        "blk.0.ffn_up.weight": imatrix.InputSquares(
+            (mean_squares * 500)[None].astype(np.float32),
+            np.array([500], np.float32))}
+    path = str(tmp_path / name)
+    imatrix.save(path, entries, datasets=["wiki"], chunk_count=3)
+    assert reason_of(lambda: imatrix.save(path, entries)) == "FILE_EXISTS"
+    found = imatrix.load(path)
+    assert list(found) == list(entries)
+    np.testing.assert_allclose(found["blk.0.ffn_up.weight"].mean(),
+                               mean_squares, rtol=1e-6)
+    spec = quantd.EncodingSpec(
+        "int4", quantd.group(32), method="mse",
+        importance=found["blk.0.ffn_up.weight"].importance())
+    assert client.quantize(weight, spec).codes.tobytes() == client.quantize(
+        weight, "int4:group:32:mse:importance",
+        name=quantd.TensorName("layer", "fc.weight")).codes.tobytes()
+
+
+def test_imatrix_of_experts_in_gguf(tmp_path):
+    sums = np.arange(12, dtype=np.float32).reshape(3, 4)
+    counts = np.array([2, 0, 4], np.float32)
+    path = str(tmp_path / "imatrix.gguf")
+    imatrix.save(path, {"experts": imatrix.InputSquares(sums, counts)})
+    found = imatrix.load(path)["experts"]
+    np.testing.assert_array_equal(found.sums, sums)
+    np.testing.assert_array_equal(found.counts, counts)
+    np.testing.assert_array_equal(found.mean(1), np.ones(4))
+    np.testing.assert_array_equal(found.mean(2), sums[2] / 4)
+
+
+def test_imatrix_as_older_versions_wrote_it(tmp_path):
+    path = tmp_path / "imatrix.dat"
+    good = (struct.pack("<ii", 1, 4) + b"fc.w" + struct.pack("<ii2f", 8, 2, 16,
+                                                            4))
+    path.write_bytes(good)  # without the trailer
+    np.testing.assert_array_equal(imatrix.load(str(path))["fc.w"].mean(),
+                                  [2, .5])
+    bad = [good[:n] for n in range(len(good))] + [
+        good.replace(struct.pack("<f", 4), struct.pack("<f", np.nan)),
+        good.replace(struct.pack("<f", 4), struct.pack("<f", -4)),
+        struct.pack("<ii", 1, -4) + good[8:],
+        struct.pack("<ii", 2**31 - 1, 2**31 - 1)]
+    for data in bad:
+        path.write_bytes(data)
+        assert reason_of(lambda: imatrix.load(str(path))) == "FILE_MALFORMED"
+    assert reason_of(
+        lambda: imatrix.load(str(tmp_path / "none.dat"))) == "FILE_UNREADABLE"
