@@ -37,6 +37,7 @@
 #include "server/guard/memory_budget.h"
 #include "server/rpc/caller.h"
 #include "server/rpc/encoding_source.h"
+#include "server/rpc/output_meter.h"
 #include "server/rpc/scale_stream.h"
 #include "server/rpc/steps.h"
 #include "server/rpc/stream_rpcs.h"
@@ -53,6 +54,7 @@ namespace {
 
 constexpr int kMaxCandidates = 64;
 constexpr size_t kMaxLabelBytes = 1024;
+constexpr char kInputsField[] = "header.inputs";
 // What counting a distribution takes at most.
 constexpr int64_t kDistributionBytes = int64_t{5} << 18;
 // What a scale of a spec's encoding takes: in the encoding, in the summary, and
@@ -297,11 +299,13 @@ class EvaluateJob final : public TensorJob {
   // The statistics of the tensor are those of the first of `accumulators`.
   EvaluateJob(const RpcEnvironment& env, EvaluateTask task,
               std::vector<std::unique_ptr<TensorAccumulator>> accumulators,
-              std::vector<Candidate> candidates, MemoryBudget::Lease lease)
+              std::vector<Candidate> candidates,
+              std::unique_ptr<OutputMeter> meter, MemoryBudget::Lease lease)
       : env_(env),
         task_(std::move(task)),
         accumulators_(std::move(accumulators)),
         candidates_(std::move(candidates)),
+        meter_(std::move(meter)),
         lease_(std::move(lease)) {
     const int64_t element_bytes = task_.element_bytes();
     frame_.end_bytes = task_.description.element_count * element_bytes;
@@ -336,15 +340,23 @@ class EvaluateJob final : public TensorJob {
     constexpr int64_t kFewElements = int64_t{1} << 18;
     finish_is_long_ |=
         search_time_ > kShortWork || held_elements > kFewElements;
+    if (meter_ == nullptr) return;
+    search_time_ += meter_->Time(static_cast<int64_t>(candidates_.size()));
+    finish_is_long_ = true;
+    if (buffer_ == nullptr) {
+      buffer_ = std::make_unique<TensorBuffer>(env_, frame_.end_bytes);
+    }
   }
 
   bool ResolveWaits() const override {
-    return absl::c_any_of(candidates_, [](const Candidate& candidate) {
-      return (candidate.source.has_value() && candidate.source->waits()) ||
-             (candidate.spec.has_value() &&
-              candidate.spec->importance != nullptr &&
-              candidate.spec->importance->waits());
-    });
+    return meter_ != nullptr ||
+           absl::c_any_of(candidates_, [](const Candidate& candidate) {
+             return (candidate.source.has_value() &&
+                     candidate.source->waits()) ||
+                    (candidate.spec.has_value() &&
+                     candidate.spec->importance != nullptr &&
+                     candidate.spec->importance->waits());
+           });
   }
 
   absl::Status Resolve(ChunkWriter* out) override {
@@ -367,7 +379,7 @@ class EvaluateJob final : public TensorJob {
       candidate.resolved = *std::move(resolved);
       absl::Status status =
           OpenIncoming(env_, 0, task_.description.element_count,
-                       /*keep_all=*/false, &candidate.resolved);
+                       /*keep_all=*/meter_ != nullptr, &candidate.resolved);
       if (!status.ok()) return core::WithField(status, candidate.field);
       metrics_count += candidate.resolved.layout->scale_count();
     }
@@ -381,7 +393,8 @@ class EvaluateJob final : public TensorJob {
     for (Candidate& candidate : candidates_) {
       if (!candidate.is_held()) StartEvaluator(candidate);
     }
-    return absl::OkStatus();
+    return meter_ == nullptr ? absl::OkStatus()
+                             : core::WithField(meter_->Find(), kInputsField);
   }
 
   absl::Status PushScales(absl::Span<const std::string> scales) override {
@@ -410,6 +423,11 @@ class EvaluateJob final : public TensorJob {
   }
 
   absl::Status Reserve(int64_t bytes) override {
+    // What comes first waits for all that will be needed, so that nothing is
+    // sent in vain.
+    if (meter_ != nullptr) {
+      if (absl::Status s = meter_->Reserve(); !s.ok()) return s;
+    }
     for (const std::unique_ptr<TensorAccumulator>& accumulator :
          accumulators_) {
       if (absl::Status s = accumulator->Reserve(); !s.ok()) return s;
@@ -444,9 +462,20 @@ class EvaluateJob final : public TensorJob {
     return absl::OkStatus();
   }
 
-  bool FinishIsLong() const override { return finish_is_long_; }
+  bool FinishWaits() const override {
+    return meter_ != nullptr && !meter_->has_read();
+  }
+  bool FinishWrites() const override { return false; }
+  bool FinishIsLong() const override {
+    return finish_is_long_ && !FinishWaits();
+  }
 
   absl::StatusOr<bool> Finish(ChunkWriter* out) override {
+    if (FinishWaits()) {
+      absl::Status status = meter_->Read(stop());
+      if (!status.ok()) return core::WithField(status, kInputsField);
+      return false;
+    }
     for (Candidate& candidate : candidates_) {
       if (!candidate.is_held()) continue;
       if (absl::Status s = CalibrateCandidate(&candidate); !s.ok()) return s;
@@ -454,13 +483,29 @@ class EvaluateJob final : public TensorJob {
     if (buffer_ != nullptr) {
       if (absl::Status s = EvaluateBuffer(); !s.ok()) return s;
     }
+    std::vector<double> output_noise;
+    if (meter_ != nullptr) {
+      std::vector<const ResolvedEncoding*> encodings;
+      for (const Candidate& candidate : candidates_) {
+        encodings.push_back(&candidate.resolved);
+      }
+      absl::StatusOr<std::vector<double>> measured =
+          meter_->Measure(*buffer_, encodings, stop());
+      if (!measured.ok()) return measured.status();
+      output_noise = *std::move(measured);
+    }
     v1::EvaluateSummary summary;
     *summary.mutable_name() = task_.name;
     StatisticsToProto(accumulators_[0]->statistics(),
                       summary.mutable_statistics());
     for (const Candidate& candidate : candidates_) {
       if (stop().stopped()) return core::StoppedError();
-      AddMetrics(candidate, summary.add_candidates());
+      v1::CandidateMetrics* const metrics = summary.add_candidates();
+      AddMetrics(candidate, metrics);
+      if (meter_ == nullptr) continue;
+      v1::OutputNoise* const noise = metrics->mutable_output_noise();
+      noise->set_noise_to_signal(output_noise[summary.candidates_size() - 1]);
+      noise->set_source(v1::OUTPUT_NOISE_SOURCE_GRAM);
     }
     out->SetSummary(summary);
     return true;
@@ -577,8 +622,10 @@ class EvaluateJob final : public TensorJob {
   const EvaluateTask task_;
   const std::vector<std::unique_ptr<TensorAccumulator>> accumulators_;
   std::vector<Candidate> candidates_;
+  // Null without inputs.
+  const std::unique_ptr<OutputMeter> meter_;
   const MemoryBudget::Lease lease_;
-  // Only when a candidate is a spec.
+  // Only when a candidate is a spec, or with inputs.
   std::unique_ptr<TensorBuffer> buffer_;
   // Of a message, while the others wait for memory.
   size_t pushed_scales_ = 0;
@@ -692,6 +739,12 @@ class EvaluateRpc final : public TensorRpc {
           core::TensorTooLargeError(size_bytes, env_.limits.tensor_bytes),
           "header.tensor.shape");
     }
+    if (header.has_inputs()) {
+      return core::WithField(
+          core::CandidatesInvalidError(
+              "inputs with a comparison, expected candidates"),
+          kInputsField);
+    }
     absl::StatusOr<MemoryBudget::Lease> lease = Charge(task, 1, 0, 0, 0);
     if (!lease.ok()) return lease.status();
     return std::make_unique<CompareJob>(env_, std::move(task),
@@ -708,6 +761,16 @@ class EvaluateRpc final : public TensorRpc {
               absl::StrCat(header.candidates_size(),
                            " candidates, expected 1 to ", kMaxCandidates)),
           "header.candidates");
+    }
+    std::unique_ptr<OutputMeter> meter;
+    if (header.has_inputs()) {
+      absl::StatusOr<std::unique_ptr<OutputMeter>> created =
+          OutputMeter::Create(env_, caller, header.inputs(), task.name,
+                              task.description);
+      if (!created.ok()) {
+        return core::WithField(created.status(), kInputsField);
+      }
+      meter = *std::move(created);
     }
     std::vector<Candidate> candidates;
     int64_t scale_count = 0;
@@ -726,6 +789,7 @@ class EvaluateRpc final : public TensorRpc {
       if (candidate->spec.has_value()) {
         const ResolvedSpec& spec = *candidate->spec;
         if (task.omit_encodings && !task.per_scale_index &&
+            !header.has_inputs() &&
             LocalScales::Takes(spec, task.element_bytes())) {
           is_local.push_back(true);
           local_bytes += LocalScales::HeldBytes(spec, task.element_bytes());
@@ -762,7 +826,7 @@ class EvaluateRpc final : public TensorRpc {
     if (!lease.ok()) return lease.status();
     return std::make_unique<EvaluateJob>(
         env_, std::move(task), *std::move(accumulators), std::move(candidates),
-        *std::move(lease));
+        std::move(meter), *std::move(lease));
   }
 
   // One for each block size of the specs, and each number of mantissa bits

@@ -569,12 +569,13 @@ def calibrate_items(spec: Optional[SpecLike],
 def evaluate_header(tensor: tensor_pb2.TensorDescription,
                     candidates: Iterable[Source], labels: Sequence[str],
                     per_scale_index: bool, with_distribution: bool,
-                    encodings: bool) -> qs.EvaluateHeader:
+                    encodings: bool, inputs: NameLike) -> qs.EvaluateHeader:
     """Labels are those given, or the candidates that are strings. Where one
     encoding is too large for an answer, all of specs are left out."""
     header = qs.EvaluateHeader(
         tensor=tensor, per_scale_index=per_scale_index,
-        with_distribution=with_distribution)
+        with_distribution=with_distribution,
+        inputs=None if inputs is None else as_name(inputs).to_proto())
     if isinstance(candidates, str):
         # Otherwise each of its letters were one.
         candidates = [candidates]
@@ -606,7 +607,7 @@ Evaluations = list[tuple[list[int], EvaluateExchange]]
 def evaluate(array: Any, candidates: Iterable[Source], name: NameLike,
              labels: Sequence[str], per_scale_index: bool,
              with_distribution: bool, encodings: bool,
-             element_type: Optional[str]) -> Evaluations:
+             element_type: Optional[str], inputs: NameLike) -> Evaluations:
     """See Client.evaluate. In two exchanges where only some of the encodings
     that are asked for are too large for an answer."""
     with naming(name):
@@ -615,7 +616,7 @@ def evaluate(array: Any, candidates: Iterable[Source], name: NameLike,
             list(candidates))
         whole = evaluate_header(
             describe(reals.shape, reals.element_type, name), candidates,
-            labels, per_scale_index, with_distribution, encodings)
+            labels, per_scale_index, with_distribution, encodings, inputs)
         places = [[*range(len(candidates))]]
         if encodings:
             large = _large_specs(whole)

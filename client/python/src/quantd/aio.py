@@ -353,27 +353,28 @@ class Client:
                        name: NameLike = None, labels: Sequence[str] = (),
                        per_scale_index: bool = False,
                        with_distribution: bool = False, encodings: bool = True,
-                       element_type: Optional[str] = None
-                       ) -> results.Evaluation:
+                       element_type: Optional[str] = None,
+                       inputs: NameLike = None) -> results.Evaluation:
         """The error of candidates; see quantd.Client.evaluate."""
         return _requests.join_evaluations([
             (places, await self._one("Evaluate", exchange))
             for places, exchange in _requests.evaluate(
                 array, candidates, name, labels, per_scale_index,
-                with_distribution, encodings, element_type)])
+                with_distribution, encodings, element_type, inputs)])
 
     async def evaluate_chunks(
             self, chunks: _Items, candidates: Iterable[Source], *,
             shape: Sequence[int], element_type: str = "float32",
             name: NameLike = None, labels: Sequence[str] = (),
             per_scale_index: bool = False, with_distribution: bool = False,
-            encodings: bool = True) -> results.Evaluation:
+            encodings: bool = True, inputs: NameLike = None
+            ) -> results.Evaluation:
         """See quantd.Client.evaluate_chunks; chunks may be async."""
         if not isinstance(candidates, str):
             candidates = list(candidates)
         header = _requests.evaluate_header(
             _requests.describe(shape, element_type, name), candidates, labels,
-            per_scale_index, with_distribution, encodings)
+            per_scale_index, with_distribution, encodings, inputs)
         summary = await self._summary_of(
             "Evaluate", header, element_type, shape, chunks,
             _chunks.evaluate_download(

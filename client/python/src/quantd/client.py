@@ -441,7 +441,7 @@ class Client:
                  name: NameLike = None, labels: Sequence[str] = (),
                  per_scale_index: bool = False,
                  with_distribution: bool = False, encodings: bool = True,
-                 element_type: Optional[str] = None
+                 element_type: Optional[str] = None, inputs: NameLike = None
                  ) -> results.Evaluation:
         """The error of quantizing and dequantizing with each of 1 to 64
         candidates.
@@ -454,19 +454,23 @@ class Client:
             65,536 scales. Specs of which some have more and some fewer are
             measured apart: the tensor is sent twice. False: the server
             measures specs as the tensor arrives, and does not hold it.
+        inputs: name of the inputs of the layer that the tensor is the weight
+            of, as in Rounding: output_noise as well, the error that each
+            candidate makes at the layer's output.
         """
         return _requests.join_evaluations([
             (places, self._one("Evaluate", exchange))
             for places, exchange in _requests.evaluate(
                 array, candidates, name, labels, per_scale_index,
-                with_distribution, encodings, element_type)])
+                with_distribution, encodings, element_type, inputs)])
 
     def evaluate_chunks(
             self, chunks: Iterable[Any], candidates: Iterable[Source], *,
             shape: Sequence[int], element_type: str = "float32",
             name: NameLike = None, labels: Sequence[str] = (),
             per_scale_index: bool = False, with_distribution: bool = False,
-            encodings: bool = True) -> results.Evaluation:
+            encodings: bool = True, inputs: NameLike = None
+            ) -> results.Evaluation:
         """evaluate() of a tensor that does not fit in memory; see
         quantize_chunks for `chunks`, and for candidates that are specs.
 
@@ -477,7 +481,7 @@ class Client:
             candidates = list(candidates)
         header = _requests.evaluate_header(
             _requests.describe(shape, element_type, name), candidates, labels,
-            per_scale_index, with_distribution, encodings)
+            per_scale_index, with_distribution, encodings, inputs)
         summary = self._summary_of("Evaluate", header, element_type, shape,
                                    chunks, _chunks.evaluate_download(
                 header, _requests.large_encodings(candidates, shape)))

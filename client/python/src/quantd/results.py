@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import math
 from typing import (Any, Callable, Iterable, NoReturn, Optional, Type,
                     TypeVar)
 
@@ -14,12 +15,15 @@ from quantd import _arrays, errors
 from quantd._tables import ResultList, Tabular, to_html
 from quantd._values import dequantize
 from quantd.encoding import Encoding
-from quantd.tensor import FORMATS, Array, TensorName, unpack
+from quantd.tensor import FORMATS, Array, EnumNames, TensorName, unpack
 from quantd.v1 import (encoding_pb2, encoding_service_pb2,
                        quantization_service_pb2, statistics_pb2, tensor_pb2)
 
 
 _T = TypeVar("_T")
+
+_SOURCES = EnumNames(quantization_service_pb2.OutputNoiseSource,
+                     "OUTPUT_NOISE_SOURCE_", "a source")
 
 
 def _read(cls: Type[_T], message: Any, **fields: Any) -> _T:
@@ -414,9 +418,35 @@ class ErrorMetrics(Tabular):
 
 
 @dataclasses.dataclass(frozen=True)
+class OutputNoise(Tabular):
+    """The error at the output of a layer.
+
+    noise_to_signal: the squared error divided by the output's square.
+    source: "gram", the Gram matrix of the inputs: exact for these.
+    """
+
+    noise_to_signal: float
+    source: str
+
+    @property
+    def sqnr_db(self) -> float:
+        """Of the output; infinite if there is no error."""
+        if self.noise_to_signal == 0:
+            return math.inf
+        return -10 * math.log10(self.noise_to_signal)
+
+    @classmethod
+    def from_proto(cls, message: quantization_service_pb2.OutputNoise
+                   ) -> OutputNoise:
+        """As the server has it."""
+        return cls(message.noise_to_signal, _SOURCES.name(message.source))
+
+
+@dataclasses.dataclass(frozen=True)
 class CandidateMetrics(Tabular):
     """One candidate of an evaluation. encoding: when it was a spec and was not
-    left out; etag: when it was a reference; size_bytes: of codes and scales."""
+    left out; etag: when it was a reference; size_bytes: of codes and scales;
+    output_noise: with inputs."""
 
     _INLINE = ("overall",)
 
@@ -427,6 +457,7 @@ class CandidateMetrics(Tabular):
     etag: str
     mantissa_bits: int = 0
     size_bytes: int = 0
+    output_noise: Optional[OutputNoise] = None
 
     @classmethod
     def from_proto(cls, message: quantization_service_pb2.CandidateMetrics
@@ -436,7 +467,9 @@ class CandidateMetrics(Tabular):
             cls, message, overall=ErrorMetrics.from_proto(message.overall),
             per_scale_index=tuple(ErrorMetrics.from_proto(metrics)
                                   for metrics in message.per_scale_index),
-            encoding=_optional(message, "encoding", Encoding.from_proto))
+            encoding=_optional(message, "encoding", Encoding.from_proto),
+            output_noise=_optional(message, "output_noise",
+                                   OutputNoise.from_proto))
 
 
 class Evaluation(ResultList[CandidateMetrics]):
