@@ -160,8 +160,7 @@ void AddExamplesAndNotes(Command* command) {
   command->AddExample(
       "quantctl quantize model.safetensors -o model.int4.safetensors \\\n"
       "  --spec int4:group:128 --rounding compensated --inputs acme/net",
-      "for the output of each layer, with the inputs that "
-      "quantd.torch.calibrate(..., features=\"gram\") has stored");
+      "for the outputs of layers; the hook of torch stores their inputs");
   command->AddNote(
       "Of an ONNX model the initializers are quantized, to a safetensors file. "
       "To get an ONNX model with codes, calibrate it and use quantctl export "

@@ -143,7 +143,7 @@ class ReadmeSnippetsTest(unittest.TestCase):
                 output = run_python("quantd.torch.FakeQuantize")
                 self.assertIn("Encoding('int4', scale=<float32 of (32, 1)>",
                               output)
-                output = run_python("quantd.torch.calibrate")
+                output = run_python("acme/trained")
                 self.assertIn("{'0.input': 20, '2.input': 20}", output)
                 self.assertRegex(output, r"2.input uint8 \d+\.\d dB expected")
                 self.assertTrue(os.path.exists(

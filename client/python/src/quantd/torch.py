@@ -36,6 +36,7 @@ from quantd._torch_modules import (QuantizedConv1d, QuantizedConv2d,
                                    QuantizedLinear, QuantizedWeight,
                                    ReplacedWeight, ReplacedWeights, quantize_)
 from quantd.client import Client
+from quantd.edge import State
 from quantd.encoding import GranularityLike
 from quantd.results import CalibrateResult, QuantizedTensor
 from quantd.tensor import Array, TensorName
@@ -61,6 +62,9 @@ _LEAST_SILENCE_S = 1.0
 # torch before 2.0 hands no keywords to hooks.
 _HOOKS_TAKE_KEYWORDS = "with_kwargs" in inspect.signature(
     torch.nn.Module.register_forward_pre_hook).parameters
+
+# Of what is to be sent: a tensor's name, its sequence, and what is contributed.
+_Item = tuple[str, int, Union[torch.Tensor, State]]
 
 # Blocks whose threads send, or will.
 _sending: set[Calibration] = set()
@@ -101,7 +105,8 @@ def calibrate(model: torch.nn.Module, client: Client, *, model_name: str,
               granularity: GranularityLike = None, mantissa_bits: int = 0,
               force_statistics: bool = False, on_error: str = "raise",
               max_pending_bytes: int = 256 << 20,
-              features: Optional[str] = None) -> Calibration:
+              features: Optional[str] = None, where: str = "server",
+              every: int = 32) -> Calibration:
     """Sends what a model computes to the statistics of the service, under the
     names "MODULE.input" and "MODULE.output" of model_name, with ".1" and so on
     for further tensors, by their place among the parameters of forward();
@@ -146,6 +151,17 @@ def calibrate(model: torch.nn.Module, client: Client, *, model_name: str,
         is counted once, and `inputs` says under which name. The first
         contribution to a name sets the steps of its features, see
         FeatureStatistics.
+    where: "server" sends each tensor. "device" makes statistics of them where
+        the model computes, and sends only these: the service has the same bits
+        in the end. The granularity must then fit the tensors, and statistics in
+        blocks take memory there. With features each input has a Gram matrix
+        there, 8 bytes for each pair of features, and as long as no steps are
+        stored the first batch goes up as it is.
+    every: on the device: how many times each tensor is seen before its
+        statistics are sent. The end of the block and flush() send what there
+        is. A contribution has the number of times as its sequence, so that a
+        restart may have another `every`: what the service has counted is left
+        out. A moving average moves once for each contribution.
 
     Raises: ARGUMENT_INVALID.
     """
@@ -154,7 +170,8 @@ def calibrate(model: torch.nn.Module, client: Client, *, model_name: str,
                        start=start, granularity=granularity,
                        mantissa_bits=mantissa_bits,
                        force_statistics=force_statistics, on_error=on_error,
-                       max_pending_bytes=max_pending_bytes, features=features)
+                       max_pending_bytes=max_pending_bytes, features=features,
+                       where=where, every=every)
 
 
 class Calibration:
@@ -171,10 +188,17 @@ class Calibration:
                  start: Union[int, Mapping[str, int], None],
                  granularity: GranularityLike, mantissa_bits: int,
                  force_statistics: bool, on_error: str,
-                 max_pending_bytes: int, features: Optional[str]) -> None:
+                 max_pending_bytes: int, features: Optional[str], where: str,
+                 every: int) -> None:
         if on_error not in ("raise", "warn"):
             raise errors.argument_invalid(
                 f"expected 'raise' or 'warn', got {on_error!r}", "on_error")
+        if where not in ("server", "device"):
+            raise errors.argument_invalid(
+                f"expected 'server' or 'device', got {where!r}", "where")
+        if every < 1:
+            raise errors.argument_invalid(f"expected at least 1, got {every}",
+                                          "every")
         if not record or isinstance(record, str) or not set(record) <= set(
                 _KINDS):
             raise errors.argument_invalid(
@@ -202,6 +226,8 @@ class Calibration:
         self._force_statistics = force_statistics
         self._on_error = on_error
         self._max_pending_bytes = max_pending_bytes
+        self._is_on_device = where == "device"
+        self._every = every
         self._modules = list(_chosen(model, modules))
         if not self._modules:
             raise errors.argument_invalid("no module of the model is chosen",
@@ -212,10 +238,20 @@ class Calibration:
         self._layers = {_join(name, "input"): module
                         for name, module in self._modules}
         self._handles: list[Any] = []
+        # Held while a state is made, and before _changed.
+        self._gathering = threading.Lock()
+        # On the device: of each tensor what was seen since its last
+        # contribution.
+        self._states: dict[str, State] = {}
+        # Of Gram matrices, once they are stored.
+        self._steps: dict[str, Sequence[int]] = {}
         self._changed = _apart.Condition()
         # Guarded by _changed, as is all that follows.
         self._sequences: dict[str, int] = {}
-        self._waiting: collections.deque[tuple[str, int, torch.Tensor]]
+        # On the device: how often the service has counted each, before the
+        # block.
+        self._counted: dict[str, int] = {}
+        self._waiting: collections.deque[_Item]
         self._waiting = collections.deque()
         self._pending_bytes = 0
         # Of those that are sent next, not answered.
@@ -340,7 +376,7 @@ class Calibration:
     def _end(self) -> None:
         with self._changed:
             self._is_ending = True
-            count = len(self._waiting) + self._round_count
+            count = len(self._waiting) + self._round_count + len(self._states)
             self._waiting.clear()
             self._pending_bytes = 0
             self._changed.notify_all()
@@ -359,6 +395,9 @@ class Calibration:
         """
         if self._is_forked():
             return
+        with self._gathering:
+            for name in list(self._states):
+                self._contribute_state(name)
         with self._changed:
             while self._pending_bytes and self._error is None:
                 self._changed.wait()
@@ -420,7 +459,7 @@ class Calibration:
         begin = time.monotonic()
         # Asked once for each tensor, outside of the lock.
         try:
-            first = 0 if known else self._first_sequence(name)
+            first, counted = (0, 0) if known else self._first_sequence(name)
         except errors.QuantdError as error:
             if self._on_error == "raise":
                 raise
@@ -428,14 +467,14 @@ class Calibration:
                 self._be_silent(begin)
             _warn_of(name, error)
             return
+        if self._is_on_device:
+            self._gather(name, tensor, first, counted)
+            return
         # The model may write over it before it is sent.
         copy = tensor.detach().to("cpu", copy=True).contiguous()
-        size = copy.element_size() * copy.nelement()
+        size = _size_bytes(copy)
         with self._changed:
-            while self._pending_bytes and self._error is None and (
-                    self._pending_bytes + size > self._max_pending_bytes):
-                self._changed.wait()
-            self._raise_error()
+            self._await_room(size)
             if self._is_ending:
                 return
             sequence = self._sequences.setdefault(name, first) + 1
@@ -444,12 +483,94 @@ class Calibration:
             self._pending_bytes += size
             self._changed.notify_all()
 
-    def _first_sequence(self, name: str) -> int:
-        """What was seen before the first of this block."""
-        if isinstance(self._start, int):
-            return self._start
-        if self._start is not None:
-            return self._start.get(name, 0)
+    def _await_room(self, size: int) -> None:
+        """Until so many bytes may wait to be sent. Requires: _changed is
+        held."""
+        while self._pending_bytes and self._error is None and (
+                self._pending_bytes + size > self._max_pending_bytes):
+            self._changed.wait()
+        self._raise_error()
+
+    def _gather(self, name: str, tensor: torch.Tensor, first: int, counted: int
+                ) -> None:
+        """Adds a tensor to its state. first, counted: see _first_sequence,
+        where they are not known yet."""
+        with self._gathering:
+            with self._changed:
+                self._raise_error()
+                sequence = self._sequences.setdefault(name, first) + 1
+                self._sequences[name] = sequence
+                counted = self._counted.setdefault(name, counted)
+            # A job that was started again repeats it.
+            if sequence <= counted:
+                return
+            state = self._states.get(name)
+            if state is None:
+                steps = None
+                if self._features is not None:
+                    steps = self._find_steps(name)
+                    if steps is None:
+                        # Its data set them, or hear of those of another rank.
+                        self._queue(name, tensor.detach().to(
+                            "cpu", copy=True).contiguous())
+                        return
+                state = State(self._granularity, self._mantissa_bits, steps)
+            state.update(tensor if self._features is None else
+                         _torch_gram.rows(self._layers[name], tensor))
+            self._states[name] = state
+            if sequence % self._every == 0:
+                self._contribute_state(name)
+
+    def _contribute_state(self, name: str) -> None:
+        """Requires: _gathering is held."""
+        self._queue(name, self._states.pop(name))
+
+    def _queue(self, name: str, value: Union[torch.Tensor, State]) -> None:
+        """What was seen of a tensor up to now. Requires: _gathering is held."""
+        size = _size_bytes(value)
+        with self._changed:
+            self._await_room(size)
+            if self._is_ending:
+                return
+            self._waiting.append((name, self._sequences[name], value))
+            self._pending_bytes += size
+            self._changed.notify_all()
+
+    def _find_steps(self, name: str) -> Optional[Sequence[int]]:
+        """Those of its Gram matrix that are stored. Requires: _gathering is
+        held. Raises: QuantdError, unless on_error is "warn"."""
+        if name not in self._steps:
+            with self._changed:
+                # The first batch may be on its way.
+                while self._pending_bytes and self._error is None and (
+                        self._sequences[name] - self._counted[name] > 1):
+                    self._changed.wait()
+                self._raise_error()
+            try:
+                gram = self._client.get_statistics(self._name(name)).gram
+            except errors.QuantdError as error:
+                if self._on_error == "raise" and (
+                        error.reason != "STATISTICS_NOT_FOUND"):
+                    raise
+                return None
+            if gram is None:
+                return None
+            self._steps[name] = gram.step_exponent
+        return self._steps[name]
+
+    def _first_sequence(self, name: str) -> tuple[int, int]:
+        """What was seen before the first of this block, and how many of those
+        that are seen the service has counted; that is of use on the device
+        only."""
+        counted = self._counted_by_service(name) if (
+            self._start is None or self._is_on_device) else 0
+        if self._start is None:
+            return counted, counted
+        return self._start if isinstance(self._start, int) else (
+            self._start.get(name, 0)), counted
+
+    def _counted_by_service(self, name: str) -> int:
+        """The last sequence of the source."""
         try:
             stored = self._client.get_statistics(self._name(name))
         except errors.QuantdError as error:
@@ -481,11 +602,11 @@ class Calibration:
             # Not to be kept until there is another.
             del round_
 
-    def _take_round(self) -> list[tuple[str, int, torch.Tensor]]:
+    def _take_round(self) -> list[_Item]:
         """The oldest of each tensor: were a later one counted first, the
         earlier one would look like one that was counted."""
-        round_: dict[str, tuple[str, int, torch.Tensor]] = {}
-        rest: collections.deque[tuple[str, int, torch.Tensor]]
+        round_: dict[str, _Item] = {}
+        rest: collections.deque[_Item]
         rest = collections.deque()
         for item in self._waiting:
             if item[0] in round_:
@@ -495,17 +616,17 @@ class Calibration:
         self._waiting = rest
         return list(round_.values())
 
-    def _deliver(self, round_: list[tuple[str, int, torch.Tensor]]) -> None:
+    def _deliver(self, round_: list[_Item]) -> None:
         def jobs() -> Iterator[CalibrateJob]:
-            for name, sequence, tensor in round_:
+            for name, sequence, value in round_:
                 if self._has_ended():
                     return
                 features = None
-                if self._features is not None:
-                    tensor = _torch_gram.rows(self._layers[name], tensor)
+                if self._features is not None and not isinstance(value, State):
+                    value = _torch_gram.rows(self._layers[name], value)
                     features = FeatureStatistics(gram=True)
                 yield CalibrateJob(
-                    tensor, self._name(name), contribution=Contribution(
+                    value, self._name(name), contribution=Contribution(
                         self._source, sequence, self._granularity,
                         self._mantissa_bits,
                         force_statistics=self._force_statistics,
@@ -539,8 +660,7 @@ class Calibration:
             self._be_silent(begin)
             count = len(self._waiting)
             self._pending_bytes -= sum(
-                tensor.element_size() * tensor.nelement()
-                for _, _, tensor in self._waiting)
+                _size_bytes(value) for _, _, value in self._waiting)
             self._waiting.clear()
             seconds = self._silent_until - time.monotonic()
             self._changed.notify_all()
@@ -548,9 +668,9 @@ class Calibration:
             _warn(f"the server is away; for {seconds:.0f} s nothing is sent to "
                   f"it, and {count} contributions that waited are not counted")
 
-    def _settle(self, item: tuple[str, int, torch.Tensor], answer: Any) -> None:
+    def _settle(self, item: _Item, answer: Any) -> None:
         """What became of a tensor."""
-        name, _, tensor = item
+        name, _, value = item
         error = None
         if isinstance(answer, Exception):
             # Its frames hold tensors.
@@ -561,7 +681,7 @@ class Calibration:
                 not self._has_ended()):
             _warn_of(name, error)
         if error is None and self._features is not None:
-            self._warn_of_clipped(name, tensor, answer)
+            self._warn_of_clipped(name, answer)
         with self._changed:
             # What was left has been told of.
             if self._is_ending:
@@ -569,14 +689,13 @@ class Calibration:
             self._round_count -= 1
             if error is not None and self._on_error == "raise":
                 self._error = self._error or error.with_traceback(None)
-            self._pending_bytes -= tensor.element_size() * tensor.nelement()
+            self._pending_bytes -= _size_bytes(value)
             self._changed.notify_all()
 
-    def _warn_of_clipped(self, name: str, tensor: torch.Tensor,
-                         answer: CalibrateResult) -> None:
+    def _warn_of_clipped(self, name: str, answer: CalibrateResult) -> None:
         gram = answer.contribution and answer.contribution.gram
-        if gram and gram.clipped_count > _CLIPPED_SHARE * tensor.nelement() and (
-                name not in self._clipped):
+        if gram and name not in self._clipped and (
+                gram.clipped_count > _CLIPPED_SHARE * answer.statistics.count):
             self._clipped.add(name)
             _warn(f"{name}: {gram.clipped_count} elements of a batch are larger "
                   "than the steps of the Gram matrix, which the first batch "
@@ -586,6 +705,13 @@ class Calibration:
     def _has_ended(self) -> bool:
         with self._changed:
             return self._is_ending
+
+
+def _size_bytes(value: Union[torch.Tensor, State]) -> int:
+    if isinstance(value, State):
+        return value.size_bytes
+    size: int = value.element_size() * value.nelement()
+    return size
 
 
 def _warn_of(name: str, error: errors.QuantdError) -> None:
