@@ -143,11 +143,18 @@ class ReadmeSnippetsTest(unittest.TestCase):
                 output = run_python("quantd.torch.FakeQuantize")
                 self.assertIn("Encoding('int4', scale=<float32 of (32, 1)>",
                               output)
-                output = run_python("acme/trained")
+                output = run_python('model_name="acme/trained"')
                 self.assertIn("{'0.input': 20, '2.input': 20}", output)
                 self.assertRegex(output, r"2.input uint8 \d+\.\d dB expected")
                 self.assertTrue(os.path.exists(
                     os.path.join(elsewhere, "report.html")))
+                output = run_python("acme/gram")
+                self.assertRegex(output, r"largest change \d+\.\d{3}")
+            output = run_python("acme/edge")
+            self.assertRegex(output, r"1048576 \d+ bytes")
+            output = run_python("acme/weighed")
+            self.assertRegex(output, r"int3:group:32:mse: [\d.]+\n"
+                             r"int3:group:32:mse:importance: [\d.]+")
 
             with live_server.LiveServer(
                     options.quantd, folder,
