@@ -209,7 +209,7 @@ class EncodingSpec:
                 f"{getattr(error, 'message', error)}") from error
         if axis is not None:
             values["importance"] = dataclasses.replace(
-                values.get("importance", Importance()),  # type: ignore[type-var]
+                values.get("importance", Importance()),
                 axis=axis)
         return cls(**values)  # type: ignore[arg-type]
 
