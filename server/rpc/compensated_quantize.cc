@@ -28,6 +28,7 @@
 #include "server/rpc/code_geometry.h"
 #include "server/rpc/code_producer.h"
 #include "server/rpc/encoding_source.h"
+#include "server/rpc/layer_inputs.h"
 #include "server/rpc/tensor_accumulator.h"
 #include "server/rpc/tensor_buffer.h"
 #include "server/rpc/tensor_calibration.h"
@@ -61,12 +62,6 @@ absl::Duration CompensationTime(int64_t rows, absl::Span<const int64_t> parts) {
     products += n * n * (n / 3 + static_cast<double>(rows) / 2);
   }
   return absl::Seconds(products / kPerSecond);
-}
-
-absl::Status NoGramError() {
-  return core::GramInvalidError(
-      "the statistics have no Gram matrix, expected contributions with "
-      "features.gram");
 }
 
 class CompensatedQuantizeJob final : public BufferedQuantizeJob {
@@ -123,7 +118,7 @@ class CompensatedQuantizeJob final : public BufferedQuantizeJob {
     absl::Status status =
         CheckOutput(task().output, geometry_.codes_size_bytes());
     if (!status.ok()) return status;
-    return core::WithField(FindGram(), "header.rounding.inputs");
+    return core::WithField(ResolveGram(), "header.rounding.inputs");
   }
 
   // The first bytes wait for all that rounding will need, so that nothing is
@@ -200,24 +195,15 @@ class CompensatedQuantizeJob final : public BufferedQuantizeJob {
  private:
   // Without reading its sums.
   // Errors: GRAM_INVALID, of the store.
-  absl::Status FindGram() {
-    absl::StatusOr<absl::optional<core::GramState::Parts>> found =
-        rounding_.statistics->FindGram(rounding_.inputs);
+  absl::Status ResolveGram() {
+    const absl::StatusOr<core::GramState::Parts> found =
+        FindGram(rounding_.statistics.get(), rounding_.inputs);
     if (!found.ok()) return found.status();
-    if (!found->has_value()) {
-      // Which tells why there is none.
-      absl::Status status =
-          rounding_.statistics
-              ->ReadGram(rounding_.inputs,
-                         [](int64_t /*memory*/) { return NoGramError(); })
-              .status();
-      return status.ok() ? NoGramError() : status;
-    }
-    absl::Status status = CheckGram(
-        static_cast<int64_t>((*found)->exponents.size()), (*found)->rows);
+    absl::Status status =
+        CheckGram(static_cast<int64_t>(found->exponents.size()), found->rows);
     if (!status.ok()) return status;
-    SetSearchTime((*found)->part_size);
-    work_bytes_ = WorkBytes((*found)->part_size);
+    SetSearchTime(found->part_size);
+    work_bytes_ = WorkBytes(found->part_size);
     return absl::OkStatus();
   }
 
@@ -373,10 +359,8 @@ absl::StatusOr<absl::optional<CompensatedRounding>> CheckRounding(
     return absl::optional<CompensatedRounding>();
   }
   CompensatedRounding rounding;
-  v1::TensorName inputs = proto.inputs();
-  if (inputs.model().empty()) inputs.set_model(tensor.model());
-  if (inputs.revision().empty()) inputs.set_revision(tensor.revision());
-  absl::StatusOr<EncodingKey> key = KeyFromProto(inputs);
+  absl::StatusOr<EncodingKey> key =
+      KeyFromProto(WithDefaults(proto.inputs(), tensor));
   if (!key.ok()) return core::WithField(key.status(), "inputs");
   rounding.inputs = *std::move(key);
   rounding.statistics = caller.statistics;

@@ -25,6 +25,7 @@
 #include "server/guard/memory_budget.h"
 #include "server/rpc/caller.h"
 #include "server/rpc/encoding_source.h"
+#include "server/rpc/layer_inputs.h"
 #include "server/rpc/rpc_environment.h"
 #include "server/rpc/tensor_buffer.h"
 #include "server/rpc/tensor_header.h"
@@ -40,22 +41,13 @@ constexpr char kWayOut[] =
 // Rows of a task; see core::AddOutputPower. Whole bytes of any format.
 constexpr int64_t kTaskRows = 48;
 
-absl::Status NoGramError() {
-  return core::GramInvalidError(
-      "the statistics have no Gram matrix, expected contributions with "
-      "features.gram");
-}
-
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<OutputMeter>> OutputMeter::Create(
     const RpcEnvironment& env, const Caller& caller,
     const v1::TensorName& inputs, const v1::TensorName& tensor,
     const TensorDescription& description) {
-  v1::TensorName name = inputs;
-  if (name.model().empty()) name.set_model(tensor.model());
-  if (name.revision().empty()) name.set_revision(tensor.revision());
-  absl::StatusOr<EncodingKey> key = KeyFromProto(name);
+  absl::StatusOr<EncodingKey> key = KeyFromProto(WithDefaults(inputs, tensor));
   if (!key.ok()) return key.status();
   if (description.element_count == 0 || description.shape.empty()) {
     return core::ShapeInvalidError(
@@ -112,20 +104,11 @@ absl::Status OutputMeter::CheckFeatures(int64_t features) const {
 }
 
 absl::Status OutputMeter::Find() {
-  absl::StatusOr<absl::optional<core::GramState::Parts>> found =
-      statistics_->FindGram(inputs_);
+  const absl::StatusOr<core::GramState::Parts> found =
+      FindGram(statistics_.get(), inputs_);
   if (!found.ok()) return found.status();
-  if (!found->has_value()) {
-    // Which tells why there is none.
-    absl::Status status =
-        statistics_
-            ->ReadGram(inputs_,
-                       [](int64_t /*memory*/) { return NoGramError(); })
-            .status();
-    return status.ok() ? NoGramError() : status;
-  }
-  part_size_ = (*found)->part_size;
-  return CheckFeatures(static_cast<int64_t>((*found)->exponents.size()));
+  part_size_ = found->part_size;
+  return CheckFeatures(static_cast<int64_t>(found->exponents.size()));
 }
 
 absl::Status OutputMeter::Reserve() {

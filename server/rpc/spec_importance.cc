@@ -19,6 +19,7 @@
 #include "core/statistics/feature_moments.h"
 #include "core/statistics/gram_state.h"
 #include "core/statistics/statistics_state.h"
+#include "server/rpc/layer_inputs.h"
 #include "server/wire/names.h"
 
 namespace quantd::server {
@@ -31,9 +32,7 @@ constexpr char kWayOut[] = "send fewer tensors at once";
 // that has the weight.
 absl::StatusOr<EncodingKey> InputsOf(const v1::Importance& proto,
                                      const v1::TensorName& tensor) {
-  v1::TensorName inputs = proto.inputs();
-  if (inputs.model().empty()) inputs.set_model(tensor.model());
-  if (inputs.revision().empty()) inputs.set_revision(tensor.revision());
+  v1::TensorName inputs = WithDefaults(proto.inputs(), tensor);
   if (inputs.tensor().empty()) {
     constexpr absl::string_view kWeight = ".weight";
     if (!absl::EndsWith(tensor.tensor(), kWeight)) {
